@@ -1,0 +1,1 @@
+"""Datasets: MNIST from its original files, and digits drawn by code."""

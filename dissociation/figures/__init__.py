@@ -1,0 +1,1 @@
+"""One module per figure: a frozen `Config`, `compute` and `draw`."""

@@ -1,0 +1,1 @@
+"""What is measured on networks and on their representations."""

@@ -1,0 +1,1 @@
+"""Rewrites of weights: function-preserving ones, and noise that is not."""

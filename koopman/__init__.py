@@ -1,0 +1,1 @@
+"""Evolution operators (Koopman, transfer) learned from trajectories, in pure JAX."""

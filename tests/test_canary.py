@@ -1,0 +1,13 @@
+"""The type checker must be at work in both packages: a wrong shape or kind must raise there."""
+
+import jax.numpy as jnp
+import jaxtyping
+import pytest
+
+from dissociation import checks
+
+
+def test_dissociation_is_checked():
+    with pytest.raises(jaxtyping.TypeCheckError):
+        checks.check_choice(3, "a", ["a"])  # pyright: ignore[reportArgumentType]
+    assert jnp.ones(1).shape == (1,)

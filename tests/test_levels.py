@@ -1,0 +1,48 @@
+"""Imports go one way: a module imports only from lower levels, and koopman may use dissociation, never the reverse."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LEVELS = {
+    "dissociation": {
+        "checks": 0, "linalg": 0, "progress": 0, "plotting": 0, "sharding": 0,
+        "bmap": 1, "checkpoint": 1, "data": 1, "models": 1,
+        "weights": 2, "linear": 2, "spectral": 2, "metrics": 2,
+        "training": 3, "fig4": 4, "figures": 5, "cli": 6, "__main__": 7,
+    },
+    "koopman": {
+        "datasets": 1, "losses": 1, "kernels": 1, "operators": 2, "nystroem": 2,
+        "spectrum": 3, "forecast": 3, "learn": 4, "figures": 5, "__main__": 6,
+    },
+}  # fmt: skip
+FILES = sorted(p for package in LEVELS for p in (ROOT / package).rglob("*.py"))
+
+
+def imported_modules(path):
+    """Yields the dotted names that a file imports, `from package import module` resolved to the module."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} line {node.lineno}: relative import"
+            for alias in node.names:
+                inner = ROOT / Path(*node.module.split(".")) / alias.name
+                is_module = inner.with_suffix(".py").exists() or inner.is_dir()
+                yield f"{node.module}.{alias.name}" if is_module else node.module
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_go_down(path):
+    package, *rest = path.relative_to(ROOT).with_suffix("").parts
+    here = rest[0]
+    assert here == "__init__" or here in LEVELS[package], f"{path} has no level: add it to the table"
+    for name in imported_modules(path):
+        other, *parts = name.split(".")
+        if other not in LEVELS or not parts:
+            continue
+        assert not (package == "dissociation" and other == "koopman"), f"{path} imports koopman"
+        if other == package and parts[0] != here:
+            assert LEVELS[package][parts[0]] < LEVELS[package].get(here, 0), f"{path} imports {name}"
