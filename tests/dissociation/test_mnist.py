@@ -1,0 +1,160 @@
+import functools
+import gzip
+import hashlib
+import http.server
+import os
+import threading
+
+import numpy as np
+import pytest
+
+from dissociation.data import mnist
+
+
+def idx(array):
+    array = np.asarray(array, np.uint8)
+    return bytes([0, 0, 8, array.ndim]) + np.asarray(array.shape, ">u4").tobytes() + array.tobytes()
+
+
+def small_contents():
+    rng = np.random.default_rng(0)
+    return {
+        "train-images-idx3-ubyte": idx(rng.integers(0, 256, (12, 28, 28))),
+        "train-labels-idx1-ubyte": idx(np.arange(12) % 10),
+        "t10k-images-idx3-ubyte": idx(rng.integers(0, 256, (5, 28, 28))),
+        "t10k-labels-idx1-ubyte": idx(np.arange(5)),
+    }
+
+
+@pytest.fixture
+def small(monkeypatch, tmp_path):
+    """The four files' contents in small, with their checksums in force and no other place to find data in."""
+    contents = small_contents()
+    checksums = {name: hashlib.sha256(data).hexdigest() for name, data in contents.items()}
+    monkeypatch.setattr(mnist, "CHECKSUMS", checksums)
+    monkeypatch.setattr(mnist, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(mnist, "MIRRORS", ("http://127.0.0.1:9/",))
+    monkeypatch.delenv(mnist.ENVIRONMENT_VARIABLE, raising=False)
+    return contents
+
+
+def write(folder, contents, compress=False):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, data in contents.items():
+        (folder / (name + ".gz" * compress)).write_bytes(gzip.compress(data) if compress else data)
+    return folder
+
+
+@pytest.mark.parametrize("compress", [False, True])
+def test_values_survive_the_round_trip(small, tmp_path, compress):
+    images, labels, test_images, test_labels = mnist.mnist_data(folder=write(tmp_path / "d", small, compress))
+    raw = np.frombuffer(small["train-images-idx3-ubyte"], np.uint8, offset=16).reshape(12, 784)
+    np.testing.assert_array_equal(np.round(images * 255).astype(np.uint8), raw)
+    np.testing.assert_array_equal(labels.argmax(1), np.arange(12) % 10)
+    np.testing.assert_array_equal(labels.sum(1), 1)
+    np.testing.assert_array_equal(test_labels.argmax(1), np.arange(5))
+    assert images.dtype == labels.dtype == test_images.dtype == np.float32
+    assert images.max() <= 1
+    assert images.min() >= 0
+
+
+def test_permutation_keeps_images_with_their_labels(small, tmp_path):
+    folder = write(tmp_path / "d", small)
+    images, labels, *_ = mnist.mnist_data(folder=folder)
+    shuffled_images, shuffled_labels, *_ = mnist.mnist_data(permute_train=True, folder=folder)
+    again = mnist.mnist_data(permute_train=True, folder=folder)[0]
+    np.testing.assert_array_equal(shuffled_images, again)
+    order = [int(np.flatnonzero((images == row).all(1))[0]) for row in shuffled_images]
+    assert order != list(range(12))
+    assert sorted(order) == list(range(12))
+    np.testing.assert_array_equal(shuffled_labels, labels[order])
+
+
+@pytest.mark.parametrize("subfolder", ["", "mnist"])
+def test_environment_variable_and_its_subfolder(small, tmp_path, monkeypatch, subfolder):
+    write(tmp_path / "env" / subfolder, small, compress=True)
+    monkeypatch.setenv(mnist.ENVIRONMENT_VARIABLE, str(tmp_path / "env"))
+    assert mnist.mnist_data()[0].shape == (12, 784)
+
+
+def test_argument_comes_first(small, tmp_path, monkeypatch):
+    write(tmp_path / "env", small)
+    monkeypatch.setenv(mnist.ENVIRONMENT_VARIABLE, str(tmp_path / "env"))
+    with pytest.raises(FileNotFoundError, match="must hold train-images-idx3-ubyte"):
+        mnist.mnist_data(folder=tmp_path / "empty")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda data: b"\x01" + data[1:], "magic number"),
+        (lambda data: data[:-1], "truncated"),
+        (lambda data: data[:9], "truncated"),
+        (lambda data: data + b"\x00", "too long"),
+        (lambda data: data[:-1] + bytes([data[-1] ^ 1]), "corrupt: the SHA-256"),
+        (lambda data: gzip.compress(data)[:-20], "truncated: its gzip stream"),
+        (lambda data: gzip.compress(data)[:30] + b"\xff" * 40 + gzip.compress(data)[70:], "corrupt"),
+        (lambda data: b"", "got nothing"),
+    ],
+)
+def test_every_fault_is_named(small, tmp_path, damage, message):
+    name = "t10k-images-idx3-ubyte"
+    small[name] = damage(small[name])
+    with pytest.raises(ValueError, match=message) as caught:
+        mnist.mnist_data(folder=write(tmp_path / "d", small))
+    assert name in str(caught.value)
+
+
+def test_offline_names_three_ways_out(small, tmp_path):
+    with pytest.raises(ConnectionError, match=r"folder=.*DISSOCIATION_DATA.*--data glyphs"):
+        mnist.mnist_data()
+    assert not list((tmp_path / "cache").rglob("*ubyte*"))
+
+
+class Handler(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def server(tmp_path):
+    """A server on loopback with a folder of damaged files and a folder for good ones."""
+    handler = functools.partial(Handler, directory=str(tmp_path / "www"))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
+        thread = threading.Thread(target=running.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{running.server_port}"
+        running.shutdown()
+        thread.join()
+
+
+def test_download_falls_back_to_the_second_mirror_and_caches(small, tmp_path, server, monkeypatch):
+    damaged = {name: data[:-3] for name, data in small.items()}
+    write(tmp_path / "www" / "bad", damaged, compress=True)
+    write(tmp_path / "www" / "good", small, compress=True)
+    monkeypatch.setattr(mnist, "MIRRORS", (f"{server}/bad/", f"{server}/good/"))
+    first = mnist.mnist_data()
+    cached = sorted(path.name for path in (tmp_path / "cache").iterdir())
+    assert cached == sorted(f"{name}.gz" for name in small)  # and no scratch folder is left
+    monkeypatch.setattr(mnist, "MIRRORS", ())
+    np.testing.assert_array_equal(mnist.mnist_data()[0], first[0])
+
+
+def test_damaged_download_leaves_nothing(small, tmp_path, server, monkeypatch):
+    write(tmp_path / "www" / "bad", {name: data[:-3] for name, data in small.items()}, compress=True)
+    monkeypatch.setattr(mnist, "MIRRORS", (f"{server}/bad/",))
+    with pytest.raises(ConnectionError, match="truncated"):
+        mnist.mnist_data()
+    assert not list((tmp_path / "cache").iterdir())
+
+
+@pytest.mark.skipif(mnist.ENVIRONMENT_VARIABLE not in os.environ, reason="needs the MNIST files")
+def test_real_files():
+    images, labels, test_images, test_labels = mnist.mnist_data()
+    assert images.shape == (60000, 784)
+    assert test_images.shape == (10000, 784)
+    # Counts of each digit as published with the data.
+    assert labels.sum(0).tolist() == [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
+    assert test_labels.sum(0).tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
+    assert images.mean() == pytest.approx(0.1307, abs=1e-4)
+    assert images.std() == pytest.approx(0.3081, abs=1e-4)
