@@ -1,0 +1,90 @@
+"""What a rewrite did to the function of a model, measured on given inputs."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from dissociation.checks import check_count, fail
+
+
+class Certificate(NamedTuple):
+    """How far the outputs of two models are apart.
+
+    Attributes:
+        max_abs_change: The largest change of any output on any input; NaN if an output is.
+        max_rel_change: The same over the largest absolute output of the original model.
+        changed_predictions: On how many inputs the largest output is another one (of a single output: its sign).
+        num_inputs: How many inputs were compared.
+    """
+
+    max_abs_change: Float[Array, ""]
+    max_rel_change: Float[Array, ""]
+    changed_predictions: Int[Array, ""]
+    num_inputs: Int[Array, ""]
+
+    def kept(self, tolerance: float = 1e-4) -> Bool[Array, ""]:
+        """Whether no output moved by more than `tolerance` and no prediction changed."""
+        return (self.max_abs_change <= tolerance) & (self.changed_predictions == 0)
+
+
+def certify(
+    original: Callable[..., Array],
+    rewritten: Callable[..., Array],
+    inputs: Shaped[Array | np.ndarray, "samples ..."],
+    *,
+    batch_size: int | None = 1024,
+) -> Certificate:
+    """Compares the outputs of a model before and after a rewrite.
+
+    Both are evaluated at the highest matmul precision, so that what is reported is the rewrite's doing and not that of
+    an accelerator's short formats.
+
+    Args:
+        original: A function of one example, such as an Equinox model.
+        rewritten: The same after the rewrite; outputs of the same shape.
+        inputs: The examples, first axis first.
+        batch_size: How many examples are evaluated at once, which bounds the memory; None is all of them, without a
+            loop (the faster choice for convolutions on a CPU).
+
+    Returns:
+        The certificate, of scalars.
+
+    Raises:
+        TypeError: If `batch_size` is no integer.
+        ValueError: If there are no inputs or the two models differ in the shape of their outputs.
+    """
+    num_inputs = inputs.shape[0]
+    if num_inputs == 0:
+        fail("inputs", "hold at least one example", f"shape {inputs.shape}")
+
+    def compare(example: Array) -> tuple[Array, Array, Array]:
+        before, after = original(example), rewritten(example)
+        if before.shape != after.shape:
+            fail("rewritten", f"give outputs of the shape that `original` gives, {before.shape}", after.shape)
+        before, after = before.ravel(), after.ravel()
+        return jnp.max(jnp.abs(after - before)), jnp.max(jnp.abs(before)), _prediction(before) != _prediction(after)
+
+    inputs = jnp.asarray(inputs)
+    with jax.default_matmul_precision("highest"):
+        if batch_size is None:
+            changes, sizes, flips = jax.vmap(compare)(inputs)
+        else:
+            batch_size = min(check_count("batch_size", batch_size, minimum=1), num_inputs)
+            changes, sizes, flips = jax.lax.map(compare, inputs, batch_size=batch_size)
+    change, size = jnp.max(changes), jnp.max(sizes)
+    return Certificate(
+        max_abs_change=change,
+        # Where all outputs are zero, no change is none and any change is infinite.
+        max_rel_change=jnp.where(change == 0, change, change / size),
+        changed_predictions=jnp.sum(flips),
+        num_inputs=jnp.asarray(num_inputs),
+    )
+
+
+def _prediction(outputs: Array) -> Array:
+    """The class that the outputs of one example name."""
+    return outputs[0] > 0 if outputs.size == 1 else jnp.argmax(outputs)

@@ -1,0 +1,235 @@
+"""Rewrites of one hidden layer, as a pair of matrices, that leave the function of the layer as it was.
+
+A hidden layer computes `w_out @ activation(w_in @ x)`. A bias is the incoming weight of an input that is always 1:
+append it to `w_in` as a column. `dissociation.weights.mlp` does so, and applies these rewrites to whole models.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, Key, Real, UInt32
+
+from dissociation.checks import (
+    check_count,
+    check_finite,
+    check_ndim,
+    check_non_negative,
+    check_positive,
+    check_same_length,
+    fail,
+    is_traced,
+)
+
+PRNGKey = Key[Array, ""] | UInt32[Array | np.ndarray, "2"]
+Pair = tuple[Float[Array, "new_hidden inputs"], Float[Array, "outputs new_hidden"]]
+
+
+def scale_neurons(
+    w_in: Float[Array | np.ndarray, "hidden inputs"],
+    w_out: Float[Array | np.ndarray, "outputs hidden"],
+    scale_factor: Real[ArrayLike, "..."] = 0.1,
+) -> Pair:
+    """Multiplies the incoming weights of every hidden neuron by a > 0 and divides its outgoing weights by a.
+
+    The function stays as it was where the activation is positively homogeneous, f(a x) = a f(x): ReLU, leaky ReLU,
+    identity. With any other (tanh, GELU, softplus) it changes.
+
+    Args:
+        w_in: Incoming weights, one row per hidden neuron.
+        w_out: Outgoing weights, one column per hidden neuron.
+        scale_factor: The factor a, positive: one for all neurons, or a vector [hidden]. May be traced.
+
+    Returns:
+        `(w_in, w_out)`, of the shapes given.
+
+    Raises:
+        ValueError: If the shapes do not fit or `scale_factor` is not positive and finite.
+
+    References:
+        Dinh, Pascanu, Bengio and Bengio (2017), Sharp minima can generalize for deep nets, section 3.
+        Neyshabur, Salakhutdinov and Srebro (2015), Path-SGD, section 2.
+    """
+    w_in, w_out = _as_pair(w_in, w_out)
+    check_positive("scale_factor", scale_factor)
+    hidden = w_in.shape[0]
+    factor = jnp.asarray(scale_factor, w_in.dtype)
+    if factor.shape not in ((), (hidden,)):
+        fail("scale_factor", f"be one number or one per hidden neuron ({hidden})", f"shape {factor.shape}")
+    factor = jnp.broadcast_to(factor, (hidden,))
+    return w_in * factor[:, None], w_out / factor[None, :]
+
+
+def duplicate_neurons(
+    w_in: Float[Array | np.ndarray, "hidden inputs"],
+    w_out: Float[Array | np.ndarray, "outputs hidden"],
+    duplicate_multiplier: float | int | np.number = 1.2,
+) -> Pair:
+    """Repeats hidden neurons and shares the outgoing weights out equally over the copies of each.
+
+    With multiplier m every neuron stands there floor(m) times, and the first round((m - floor(m)) hidden) once more.
+    The copies come as whole layers one after another, then the first neurons again: row i of the result is neuron
+    i mod hidden. The function stays as it was for every activation.
+
+    Args:
+        w_in: Incoming weights, one row per hidden neuron.
+        w_out: Outgoing weights, one column per hidden neuron.
+        duplicate_multiplier: m >= 1, a plain number: it sets shapes. Python's `round` takes halves to the even number.
+
+    Returns:
+        `(w_in, w_out)` with about m times as many hidden neurons.
+
+    Raises:
+        TypeError: If `duplicate_multiplier` is traced.
+        ValueError: If the shapes do not fit or `duplicate_multiplier` is below 1 or not finite.
+
+    References:
+        Simsek, Ged, Jacot, Spadaro, Hongler, Gerstner and Brea (2021), Geometry of the loss landscape in
+        overparameterized neural networks, section 3.
+    """
+    w_in, w_out = _as_pair(w_in, w_out)
+    if is_traced(duplicate_multiplier):
+        raise TypeError(f"`duplicate_multiplier` must be a plain number (it sets shapes), got {duplicate_multiplier}.")
+    multiplier = float(duplicate_multiplier)
+    if not (math.isfinite(multiplier) and multiplier >= 1):
+        fail("duplicate_multiplier", "be finite and at least 1", multiplier, "Fewer neurons would change the function")
+    hidden = w_in.shape[0]
+    whole = math.floor(multiplier)
+    total = whole * hidden + round((multiplier - whole) * hidden)
+    original = np.arange(total) % hidden
+    copies = np.bincount(original, minlength=hidden)
+    return w_in[original], w_out[:, original] / jnp.asarray(copies[original], w_out.dtype)[None, :]
+
+
+def add_random_zero_neurons(
+    w_in: Float[Array | np.ndarray, "hidden inputs"],
+    w_out: Float[Array | np.ndarray, "outputs hidden"],
+    num_zero_groups: int = 3,
+    neurons_per_group: int = 4,
+    *,
+    key: PRNGKey,
+    incoming_std: Real[ArrayLike, ""] = 1.0,
+    outgoing_std: Real[ArrayLike, ""] | None = None,
+) -> Pair:
+    """Appends groups of neurons that cancel out: the neurons of a group share their incoming weights.
+
+    Every group draws its incoming weights afresh from N(0, incoming_std^2). A group of one has outgoing weights zero.
+    In a larger group, of g neurons, they are draws of N(0, outgoing_std^2) less their mean over the group, times
+    sqrt(g / (g - 1)) so that each keeps that standard deviation: their sum is zero up to rounding. The new neurons come
+    last, group by group. The function stays as it was for every activation.
+
+    Args:
+        w_in: Incoming weights, one row per hidden neuron.
+        w_out: Outgoing weights, one column per hidden neuron.
+        num_zero_groups: How many groups, 0 or more.
+        neurons_per_group: How many neurons in each, 1 or more.
+        key: A PRNG key of either kind.
+        incoming_std: Standard deviation of the incoming weights; 1 as published, which is large beside those of a
+            trained layer: it is what parameter noise meets in the new neurons.
+        outgoing_std: Standard deviation of the outgoing weights of cancelling groups; None is the root mean square of
+            `w_out`.
+
+    Returns:
+        `(w_in, w_out)` with `num_zero_groups * neurons_per_group` more hidden neurons.
+
+    Raises:
+        TypeError: If a count is not a Python integer.
+        ValueError: If the shapes do not fit, or a count or a standard deviation is out of range.
+
+    References:
+        Simsek, Ged, Jacot, Spadaro, Hongler, Gerstner and Brea (2021), Geometry of the loss landscape in
+        overparameterized neural networks, section 3 (zero-type neurons).
+    """
+    w_in, w_out = _as_pair(w_in, w_out)
+    groups = check_count("num_zero_groups", num_zero_groups)
+    size = check_count("neurons_per_group", neurons_per_group, minimum=1)
+    check_non_negative("incoming_std", incoming_std)
+    key_in, key_out = jax.random.split(key)
+
+    incoming = jnp.asarray(incoming_std, w_in.dtype) * jax.random.normal(key_in, (groups, w_in.shape[1]), w_in.dtype)
+    new_in = jnp.repeat(incoming, size, axis=0)
+    if size == 1:
+        new_out = jnp.zeros((w_out.shape[0], groups), w_out.dtype)
+    else:
+        if outgoing_std is None:
+            outgoing_std = jnp.sqrt(jnp.mean(w_out**2))
+        check_non_negative("outgoing_std", outgoing_std)
+        draws = jax.random.normal(key_out, (w_out.shape[0], groups, size), w_out.dtype)
+        centred = (draws - jnp.mean(draws, axis=-1, keepdims=True)) * math.sqrt(size / (size - 1))
+        new_out = (jnp.asarray(outgoing_std, w_out.dtype) * centred).reshape(w_out.shape[0], groups * size)
+    return jnp.concatenate([w_in, new_in]), jnp.concatenate([w_out, new_out], axis=1)
+
+
+def add_phantom_zero_neurons(
+    w_in: Float[Array | np.ndarray, "hidden inputs"],
+    w_out: Float[Array | np.ndarray, "outputs hidden"],
+    inputs: Float[Array | np.ndarray, "batch inputs"],
+    pattern: Float[Array | np.ndarray, "batch new"],
+    *,
+    rtol: Real[ArrayLike, ""] | None = None,
+) -> Pair:
+    """Appends neurons without effect whose preactivations on given inputs show a given pattern.
+
+    The new incoming weights W solve min |inputs W^T - pattern|^2 with the smallest |W|, through the singular value
+    decomposition of `inputs` and two steps of iterative refinement; the new outgoing weights are zero, so the function
+    stays as it was for every activation. With at least as many independent input directions as there are inputs in the
+    batch, any picture is met exactly; otherwise its projection is.
+
+    Args:
+        w_in: Incoming weights, one row per hidden neuron.
+        w_out: Outgoing weights, one column per hidden neuron.
+        inputs: What the layer sees. Derivatives treat them as constants.
+        pattern: The preactivations wanted of the new neurons, one column each.
+        rtol: Singular values of `inputs` below `rtol` times the largest count as zero. None is the machine epsilon
+            times the square root of the larger side of `inputs`. Larger values give smaller weights and a coarser
+            picture.
+
+    Returns:
+        `(w_in, w_out)` with as many more hidden neurons as `pattern` has columns.
+
+    Raises:
+        ValueError: If the shapes do not fit, or known `inputs` or `pattern` are not finite.
+    """
+    w_in, w_out = _as_pair(w_in, w_out)
+    check_ndim("inputs", inputs, 2, "[batch, inputs]")
+    check_ndim("pattern", pattern, 2, "[batch, new neurons]")
+    check_same_length("w_in", w_in.shape[1], "inputs", inputs.shape[1], "columns")
+    check_same_length("inputs", inputs.shape[0], "pattern", pattern.shape[0], "rows")
+    check_finite("inputs", inputs)
+    check_finite("pattern", pattern)
+    data = jax.lax.stop_gradient(jnp.asarray(inputs, w_in.dtype))
+    incoming = _least_squares(data, jnp.asarray(pattern, w_in.dtype), rtol).T
+    outgoing = jnp.zeros((w_out.shape[0], incoming.shape[0]), w_out.dtype)
+    return jnp.concatenate([w_in, incoming]), jnp.concatenate([w_out, outgoing], axis=1)
+
+
+def _least_squares(a: Array, b: Array, rtol: ArrayLike | None) -> Array:
+    """The smallest x that minimises |a x - b|, refined twice."""
+    if min(a.shape) == 0:
+        return jnp.zeros((a.shape[1], b.shape[1]), a.dtype)
+    if rtol is None:
+        rtol = float(jnp.finfo(a.dtype).eps) * math.sqrt(max(a.shape))
+    check_non_negative("rtol", rtol)
+    u, s, vt = jnp.linalg.svd(a, full_matrices=False)
+    kept = (s > 0) & (s >= jnp.asarray(rtol, a.dtype) * s[0])
+    inverse = jnp.where(kept, 1 / jnp.where(kept, s, 1), 0)
+
+    def times(left: Array, right: Array) -> Array:
+        return jnp.matmul(left, right, precision=jax.lax.Precision.HIGHEST)
+
+    x = jnp.zeros((a.shape[1], b.shape[1]), a.dtype)
+    # The first round solves; each of the others removes most of the rounding error that the last one left, which the
+    # condition number magnifies.
+    for _ in range(3):
+        x = x + times(vt.T, inverse[:, None] * times(u.T, b - times(a, x)))
+    return x
+
+
+def _as_pair(w_in: ArrayLike, w_out: ArrayLike) -> tuple[Array, Array]:
+    """Both matrices as JAX arrays, once their shapes are known to fit."""
+    check_ndim("w_in", w_in, 2, "[hidden, inputs]")
+    check_ndim("w_out", w_out, 2, "[outputs, hidden]")
+    check_same_length("w_in", np.shape(w_in)[0], "w_out", np.shape(w_out)[1], "hidden neurons")
+    return jnp.asarray(w_in), jnp.asarray(w_out)

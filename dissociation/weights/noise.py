@@ -1,0 +1,79 @@
+"""Noise on every parameter of a model. It does not preserve the function: it asks how exact the weights have to be."""
+
+from typing import TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import Array, Key, PyTree, Real, UInt32
+
+from dissociation.checks import check_non_negative, fail
+
+PRNGKey = Key[Array, ""] | UInt32[Array | np.ndarray, "2"]
+Model = TypeVar("Model")
+
+
+def parameter_noise(model: PyTree, *, key: PRNGKey) -> PyTree:
+    """Draws N(0, 1) for every parameter of a model.
+
+    One key is split over the parameters in the order of the tree: one for each layer of a perceptron without biases,
+    from the first to the last. One draw serves many scales: `perturb_parameters(model, noise, scale)`.
+
+    Args:
+        model: A tree whose floating-point arrays (complex ones too) are its parameters.
+        key: A PRNG key of either kind.
+
+    Returns:
+        A tree like `model`, with noise where it has parameters and None where it has anything else.
+    """
+    parameters = eqx.filter(model, eqx.is_inexact_array)
+    leaves, treedef = jax.tree.flatten(parameters)
+    keys = jax.random.split(key, len(leaves))
+    draws = [jax.random.normal(k, leaf.shape, leaf.dtype) for k, leaf in zip(keys, leaves, strict=True)]
+    return jax.tree.unflatten(treedef, draws)
+
+
+def perturb_parameters(model: Model, noise: PyTree, scale: Real[ArrayLike, ""]) -> Model:
+    """Adds `scale * noise` to the parameters of a model. Not function-preserving.
+
+    Args:
+        model: The model.
+        noise: What `parameter_noise` draws for it.
+        scale: Standard deviation of what is added, non-negative. May be traced.
+
+    Returns:
+        The model with other parameters; 0 leaves them bit for bit.
+
+    Raises:
+        ValueError: If `noise` is not shaped like `model` or `scale` is negative.
+    """
+    check_non_negative("scale", scale)
+    parameters, rest = eqx.partition(model, eqx.is_inexact_array)
+    if jax.tree.structure(parameters) != jax.tree.structure(noise):
+        fail("noise", "have the structure of the model's parameters", jax.tree.structure(noise))
+
+    def perturbed(weight: Array, draw: Array) -> Array:
+        if weight.shape != draw.shape:
+            fail("noise", f"be shaped like the parameters, {weight.shape}", draw.shape)
+        return weight + jnp.asarray(scale, draw.real.dtype) * draw
+
+    return eqx.combine(jax.tree.map(perturbed, parameters, noise), rest)
+
+
+def add_parameter_noise(model: Model, scale: Real[ArrayLike, ""], *, key: PRNGKey) -> Model:
+    """Adds `scale * N(0, 1)` to every parameter of a model. Not function-preserving.
+
+    Args:
+        model: A tree whose floating-point arrays are its parameters.
+        scale: Standard deviation of the noise, non-negative. May be traced.
+        key: A PRNG key of either kind, split over the parameters as `parameter_noise` says.
+
+    Returns:
+        The model with other parameters.
+
+    Raises:
+        ValueError: If `scale` is negative.
+    """
+    return perturb_parameters(model, parameter_noise(model, key=key), scale)
