@@ -1,0 +1,140 @@
+"""One door to the data sets: `load(name)` gives a `Dataset` that carries its name."""
+
+import os
+
+import equinox as eqx
+import jax
+import numpy as np
+from jaxtyping import Array, Float, Key, UInt32
+
+from dissociation.checks import (
+    check_choice,
+    check_count,
+    check_finite,
+    check_ndim,
+    check_same_length,
+    fail,
+    is_traced,
+)
+from dissociation.data.glyphs import glyph_data
+from dissociation.data.mnist import mnist_data
+
+NAMES = ("glyphs", "mnist")
+"""What `load` knows."""
+
+_GLYPH_SIZES = (10_000, 2_000)
+
+AnyKey = Key[Array, ""] | UInt32[Array, "2"]
+
+
+class Dataset(eqx.Module):
+    """Labelled pictures for training and testing; checked when it is made, by `load` or by hand.
+
+    Attributes:
+        name: Where the pictures come from; results carry it.
+        train_images: Pictures [n, d], flat.
+        train_labels: One-hot labels [n, classes].
+        test_images: Pictures [m, d].
+        test_labels: One-hot labels [m, classes].
+
+    Raises:
+        ValueError: If the name is empty, lengths or widths disagree, a picture is not finite, or a row of labels is
+            not one-hot; the message names the array.
+    """
+
+    name: str = eqx.field(static=True)
+    train_images: Float[Array | np.ndarray, "n d"]
+    train_labels: Float[Array | np.ndarray, "n classes"]
+    test_images: Float[Array | np.ndarray, "m d"]
+    test_labels: Float[Array | np.ndarray, "m classes"]
+
+    def __check_init__(self):
+        if not self.name:
+            fail("name", "say where the data come from", "an empty string")
+        for split in ("train", "test"):
+            images, labels = getattr(self, f"{split}_images"), getattr(self, f"{split}_labels")
+            check_ndim(f"{split}_images", images, 2, "[samples, pixels]")
+            check_ndim(f"{split}_labels", labels, 2, "[samples, classes]")
+            check_same_length(f"{split}_images", len(images), f"{split}_labels", len(labels))
+            check_finite(f"{split}_images", images)
+            _check_one_hot(f"{split}_labels", labels)
+        for kind, meaning in (("images", "pixels"), ("labels", "classes")):
+            train, test = getattr(self, f"train_{kind}"), getattr(self, f"test_{kind}")
+            check_same_length(f"train_{kind}", train.shape[1], f"test_{kind}", test.shape[1], meaning)
+
+    @property
+    def num_pixels(self) -> int:
+        """Features of one picture."""
+        return self.train_images.shape[1]
+
+    @property
+    def num_classes(self) -> int:
+        """Columns of the labels."""
+        return self.train_labels.shape[1]
+
+
+def _check_one_hot(name: str, labels: Float[Array | np.ndarray, "n classes"]) -> None:
+    """Raises unless every known row is a one among zeros."""
+    if is_traced(labels):
+        return
+    labels = np.asarray(labels)
+    bad = np.any((labels != 0) & (labels != 1), axis=1) | (np.sum(labels == 1, axis=1) != 1)
+    if bad.any():
+        row = int(np.argmax(bad))
+        fail(name, "be one-hot", f"{labels[row]} in row {row}")
+
+
+def load(
+    name: str,
+    *,
+    num_train: int | None = None,
+    num_test: int | None = None,
+    folder: str | os.PathLike[str] | None = None,
+    key: AnyKey | None = None,
+) -> Dataset:
+    """Loads a data set by name; never gives another one than it was asked for.
+
+    Args:
+        name: "glyphs" (digits drawn by code) or "mnist".
+        num_train: Training pictures, at least 1: any number of glyphs, the leading ones of MNIST. None stands for
+            10 000 glyphs, and for MNIST's 60 000.
+        num_test: Test pictures, at least 1; None stands for 2 000 glyphs, and for MNIST's 10 000.
+        folder: Where MNIST's files are, passed on to `mnist_data`; glyphs have no files.
+        key: Draws the glyphs, None is `jax.random.key(0)`; MNIST has no randomness.
+
+    Returns:
+        The data set, float32 NumPy arrays: pictures [n, 784] in [0, 1], one-hot labels [n, 10].
+
+    Raises:
+        TypeError: If a number of pictures is no Python integer.
+        ValueError: If the name is unknown, a number is below 1, or more of MNIST is asked for than there is.
+    """
+    check_choice("name", name, NAMES)
+    for argument, number in (("num_train", num_train), ("num_test", num_test)):
+        if number is not None:
+            check_count(argument, number, minimum=1)
+    if name == "glyphs":
+        default_train, default_test = _GLYPH_SIZES
+        arrays = glyph_data(
+            default_train if num_train is None else num_train,
+            default_test if num_test is None else num_test,
+            key=jax.random.key(0) if key is None else key,
+        )
+        return Dataset(name, *arrays)
+    train_images, train_labels, test_images, test_labels = mnist_data(folder=folder)
+    return Dataset(
+        name,
+        _leading("num_train", train_images, num_train),
+        _leading("num_train", train_labels, num_train),
+        _leading("num_test", test_images, num_test),
+        _leading("num_test", test_labels, num_test),
+    )
+
+
+def _leading(argument: str, array: np.ndarray, number: int | None) -> np.ndarray:
+    """The first `number` rows, copied so that the rest can be freed."""
+    if number is None or number == len(array):
+        return array
+    if number > len(array):
+        fail(argument, f"be at most {len(array)}, which is all of MNIST", number)
+    return array[:number].copy()

@@ -1,0 +1,313 @@
+"""Digits drawn by code: a built-in stand-in for MNIST that needs no file and no download.
+
+The digits of matplotlib's bundled fonts become signed distance fields once, on the host. A picture is one such
+field, read through a random smooth map of the plane and turned into ink: with `x` a pixel and `u` the map,
+
+    image(x) = clip(ink * step((field(u(x)) + weight) / blur) + noise * N(0, 1), 0, 1) * (x is off the border)
+
+so that stroke weight is an offset of the field and blur the width of its edge.
+"""
+
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import matplotlib as mpl
+import numpy as np
+from jaxtyping import Array, Float, Int, Key, Real, UInt32
+from matplotlib.font_manager import FontProperties
+from matplotlib.textpath import TextPath
+
+from dissociation.checks import check_count, check_ndim, fail, is_traced
+
+SIDE = 28
+"""Pixels along a side of a picture, as in MNIST."""
+
+NUM_CLASSES = 10
+"""The digits 0 to 9."""
+
+BORDER = 2
+"""Rows and columns on each side that are dark in every picture."""
+
+FONTS = (
+    "DejaVuSans", "DejaVuSans-Bold", "DejaVuSansMono", "DejaVuSansMono-Bold",
+    "DejaVuSerif", "DejaVuSerif-Bold", "DejaVuSerif-Italic", "DejaVuSerif-BoldItalic",
+    "STIXGeneral", "STIXGeneralBol", "STIXGeneralItalic", "STIXGeneralBolIta",
+    "cmr10", "cmb10", "cmti10", "cmss10", "cmtt10",
+)  # fmt: skip
+"""Fonts in matplotlib's own folder, by file name; none is looked up on the system. The sans obliques are left out:
+they are the upright ones slanted, and slant varies anyway."""
+
+_SAMPLES = 57  # Grid points along a side of a distance field: two per pixel, ends included.
+_SPACING = SIDE / (_SAMPLES - 1)
+_HEIGHT = 18.0  # Height of every undistorted digit in pixels.
+_MODES = 3  # Cosine modes per axis in the elastic map, the constant one (a shift) left out.
+_BATCH = 1000  # Pictures drawn at once: 60 000 would need gigabytes of temporaries.
+
+AnyKey = Key[Array, ""] | UInt32[Array, "2"]
+
+
+class Variation(NamedTuple):
+    """How far pictures of one digit differ; every number may be traced, and zeros give the font's own shape.
+
+    Attributes:
+        rotation: Largest angle, in radians, to either side.
+        shear: Largest slant, horizontal shift per height.
+        log_scale: Largest logarithm of the factors that stretch width and height, each drawn alone.
+        shift: Largest displacement along each axis, in pixels.
+        elastic: Root mean square displacement of the smooth elastic map along each axis, in pixels.
+        weight: Largest thickening of a stroke's edge in pixels; a quarter of it is the largest thinning.
+        blur: Width of a stroke's edge in pixels goes from 1 to 1 plus this.
+        fade: Ink is between 1 minus this and 1.
+        noise: Standard deviation of the noise on every pixel off the border, before clipping to [0, 1].
+    """
+
+    rotation: float | Real[Array, ""] = 0.3
+    shear: float | Real[Array, ""] = 0.3
+    log_scale: float | Real[Array, ""] = 0.15
+    shift: float | Real[Array, ""] = 2.0
+    elastic: float | Real[Array, ""] = 0.8
+    weight: float | Real[Array, ""] = 0.8
+    blur: float | Real[Array, ""] = 1.5
+    fade: float | Real[Array, ""] = 0.3
+    noise: float | Real[Array, ""] = 0.05
+
+
+def _signed_distance(polygons: list[np.ndarray], right: np.ndarray, up: np.ndarray) -> np.ndarray:
+    """Distance of the points (right, up) [p, 1] to the outline, positive where it winds around the point."""
+    start = np.concatenate([p[:-1] for p in polygons]).T[:, None, :]
+    edge = np.concatenate([np.diff(p, axis=0) for p in polygons]).T[:, None, :]
+    length = np.sum(edge**2, axis=0)
+    (edge_right, edge_up), length = edge[:, :, length[0] > 0], length[:, length[0] > 0]
+    start = start[:, :, np.sum(edge**2, axis=0)[0] > 0]
+    from_right, from_up = right - start[0], up - start[1]
+    along = np.clip((from_right * edge_right + from_up * edge_up) / length, 0, 1)
+    nearest = ((from_right - along * edge_right) ** 2 + (from_up - along * edge_up) ** 2).min(axis=1)
+    # A ray to the right crosses an edge upwards (+1) where the point lies left of it, downwards (-1) right of it.
+    left = edge_right * from_up > edge_up * from_right
+    starts_below, ends_above = from_up >= 0, from_up < edge_up
+    winding = (starts_below & ends_above & left).sum(axis=1) - (~starts_below & ~ends_above & ~left).sum(axis=1)
+    return np.sqrt(nearest) * np.where(winding != 0, 1, -1)
+
+
+@lru_cache(maxsize=1)
+def glyph_templates() -> Float[np.ndarray, "fonts 10 side side"]:
+    """The undistorted digits of all fonts, as signed distance fields (host, NumPy, computed once).
+
+    Every digit is 18 pixels high, keeps its aspect ratio, and is centred by its bounding box. The field is sampled
+    twice per pixel, from one edge of the picture to the other.
+
+    Returns:
+        Distances to the outline in pixels, positive in the ink, [font, digit, row, column]; float32, read-only,
+        fonts in the order of `FONTS`.
+    """
+    line = np.arange(_SAMPLES) * _SPACING - SIDE / 2
+    # Rows run down the picture, and the fonts' second coordinate up.
+    right, up = (axis.reshape(-1, 1) for axis in np.meshgrid(line, -line, indexing="xy"))
+    fields = np.empty((len(FONTS), NUM_CLASSES, _SAMPLES, _SAMPLES), np.float32)
+    folder = Path(mpl.get_data_path()) / "fonts" / "ttf"
+    for i, font in enumerate(FONTS):
+        properties = FontProperties(fname=str(folder / f"{font}.ttf"))
+        for digit in range(NUM_CLASSES):
+            polygons = TextPath((0, 0), str(digit), size=100, prop=properties).to_polygons()
+            corners = np.concatenate(polygons)
+            low, high = corners.min(axis=0), corners.max(axis=0)
+            scale = _HEIGHT / (high[1] - low[1])
+            placed = [(polygon - (low + high) / 2) * scale for polygon in polygons]
+            fields[i, digit] = _signed_distance(placed, right, up).reshape(_SAMPLES, _SAMPLES)
+    fields.flags.writeable = False
+    return fields
+
+
+def _affine(key: AnyKey, variation: Variation, dtype: jnp.dtype) -> Float[Array, "2 2"]:
+    """A random rotation, slant and stretch of each axis."""
+    angle, slant, *stretch = jax.random.uniform(key, (4,), dtype, -1, 1)
+    angle, slant = angle * variation.rotation, slant * variation.shear
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    wide, high = (jnp.exp(s * variation.log_scale) for s in stretch)
+    rotate = jnp.array([[cos, -sin], [sin, cos]])
+    return rotate @ jnp.array([[wide, slant * high], [jnp.zeros_like(high), high]])
+
+
+def _elastic(key: AnyKey, centres: Float[Array, "pixels 2"]) -> Float[Array, "pixels 2"]:
+    """A smooth random displacement: cosine modes with amplitudes that fall as the squared wave number.
+
+    The constant mode is left out, and the mean square over draws and pixels is one along each axis.
+    """
+    order = jnp.arange(_MODES, dtype=centres.dtype)
+    waves = jnp.cos(jnp.pi * (centres[:, :, None] / SIDE + 0.5) * order[None, None, :])
+    modes = (waves[:, 0, :, None] * waves[:, 1, None, :]).reshape(-1, _MODES**2)
+    squares = (order[:, None] ** 2 + order[None, :] ** 2).reshape(-1)
+    decay = jnp.where(squares > 0, 1 / jnp.maximum(squares, 1), 0)
+    decay = decay / jnp.sqrt(jnp.sum(decay**2 * jnp.mean(modes**2, axis=0)))
+    return modes @ (jax.random.normal(key, (_MODES**2, 2), centres.dtype) * decay[:, None])
+
+
+def draw_glyph(
+    templates: Float[Array | np.ndarray, "fonts 10 samples samples"],
+    label: int | Int[Array | np.ndarray, ""],
+    *,
+    key: AnyKey,
+    variation: Variation | None = None,
+    border: int = BORDER,
+) -> Float[Array, " pixels"]:
+    """Draws one digit in a random font; a pure function for `jit` and `vmap`.
+
+    Pixel `x` reads the distance field `f` of the digit at `u(x) = A (x + e(x) - t)`, with a random matrix `A`, smooth
+    displacement `e` and shift `t`, and gets `clip(ink * clip((f(u(x)) + weight) / blur + 1/2, 0, 1) + noise, 0, 1)`.
+
+    Args:
+        templates: Signed distance fields in pixels, as `glyph_templates` makes them.
+        label: The digit, 0 to 9.
+        key: Picks font and variation.
+        variation: How much pictures vary; None is `Variation()`.
+        border: Rows and columns on each side that are exactly zero, 0 to 13.
+
+    Returns:
+        The picture's 784 pixels, row after row, in [0, 1]; dtype of `templates`.
+
+    Raises:
+        ValueError: If `templates`, a known `label` or `border` is out of range.
+    """
+    templates = jnp.asarray(templates)
+    check_ndim("templates", templates, 4, "[fonts, digits, rows, columns]")
+    check_count("border", border)
+    if 2 * border >= SIDE:
+        fail("border", f"leave some of {SIDE} rows", border)
+    if not is_traced(label) and not 0 <= int(label) < NUM_CLASSES:
+        fail("label", "be a digit, 0 to 9", label)
+    variation = Variation() if variation is None else variation
+    dtype = templates.dtype
+    keys = jax.random.split(key, 6)
+
+    line = jnp.arange(SIDE, dtype=dtype) - (SIDE - 1) / 2
+    centres = jnp.stack(jnp.meshgrid(line, line, indexing="xy"), axis=-1).reshape(-1, 2)
+    shift = variation.shift * jax.random.uniform(keys[0], (1, 2), dtype, -1, 1)
+    bent = centres - shift + variation.elastic * _elastic(keys[1], centres)
+    source = bent @ _affine(keys[2], variation, dtype).T
+
+    font = jax.random.randint(keys[3], (), 0, templates.shape[0])
+    field = templates[font, label]
+    samples = templates.shape[-1]
+    column, row = (source.T / SIDE + 0.5) * (samples - 1)
+    distance = jax.scipy.ndimage.map_coordinates(field, [row, column], order=1, mode="nearest")
+
+    weight, blur, fade = jax.random.uniform(keys[4], (3,), dtype)
+    weight = variation.weight * (1.25 * weight - 0.25)
+    coverage = jnp.clip((distance + weight) / (1 + variation.blur * blur) + 0.5, 0, 1)
+    grain = variation.noise * jax.random.normal(keys[5], (SIDE**2,), dtype)
+    image = jnp.clip((1 - variation.fade * fade) * coverage + grain, 0, 1)
+    inside = jnp.max(jnp.abs(centres), axis=1) < SIDE / 2 - border
+    return jnp.where(inside, image, 0).astype(dtype)
+
+
+def draw_glyphs(
+    templates: Float[Array | np.ndarray, "fonts 10 samples samples"],
+    labels: Int[Array | np.ndarray, " n"],
+    *,
+    key: AnyKey,
+    variation: Variation | None = None,
+    border: int = BORDER,
+    batch_size: int = _BATCH,
+) -> Float[Array, "n pixels"]:
+    """Draws a digit for every label: `draw_glyph` with the key `fold_in(key, i)` for picture i.
+
+    Picture i depends on the key, i and its label alone, so a shorter list of labels gives the leading pictures of a
+    longer one, and `batch_size` changes memory only.
+
+    Args:
+        templates: Signed distance fields in pixels, as `glyph_templates` makes them.
+        labels: Digits, 0 to 9.
+        key: Picks fonts and variations.
+        variation: How much pictures vary; None is `Variation()`.
+        border: Rows and columns on each side that are exactly zero.
+        batch_size: Pictures drawn at once, at least 1.
+
+    Returns:
+        Pictures [n, 784] in [0, 1].
+
+    Raises:
+        ValueError: If an argument is out of range; the message names it.
+    """
+    check_ndim("labels", labels, 1, "[samples]")
+    check_count("batch_size", batch_size, minimum=1)
+    if not is_traced(labels) and np.any((np.asarray(labels) < 0) | (np.asarray(labels) >= NUM_CLASSES)):
+        fail("labels", "be digits, 0 to 9", f"values from {np.min(labels)} to {np.max(labels)}")
+    templates, labels = jnp.asarray(templates), jnp.asarray(labels)
+
+    def draw(item):
+        index, label = item
+        return draw_glyph(templates, label, key=jax.random.fold_in(key, index), variation=variation, border=border)
+
+    return jax.lax.map(draw, (jnp.arange(labels.shape[0]), labels), batch_size=batch_size)
+
+
+def glyph_labels(num: int, *, key: AnyKey) -> Int[Array, " num"]:
+    """Balanced random labels: every ten in a row hold each digit once, in random order.
+
+    Args:
+        num: How many, 0 or more.
+        key: Picks the orders.
+
+    Returns:
+        Digits 0 to 9. Fewer labels from the same key are the leading ones of more.
+    """
+    check_count("num", num)
+    blocks = jnp.arange(-(-num // NUM_CLASSES))
+    orders = jax.vmap(lambda i: jax.random.permutation(jax.random.fold_in(key, i), NUM_CLASSES))(blocks)
+    return orders.reshape(-1)[:num]
+
+
+@partial(jax.jit, static_argnames="num")
+def _draw_split(
+    templates: Float[Array, "fonts 10 samples samples"], num: int, key: AnyKey, variation: Variation
+) -> tuple[Float[Array, "num pixels"], Float[Array, "num 10"]]:
+    """Pictures and one-hot labels of one split, compiled."""
+    label_key, picture_key = jax.random.split(key)
+    labels = glyph_labels(num, key=label_key)
+    images = draw_glyphs(templates, labels, key=picture_key, variation=variation)
+    return images, jax.nn.one_hot(labels, NUM_CLASSES, dtype=images.dtype)
+
+
+def glyph_data(
+    num_train: int = 10_000,
+    num_test: int = 2_000,
+    *,
+    key: AnyKey,
+    variation: Variation | None = None,
+) -> tuple[
+    Float[np.ndarray, "train 784"],
+    Float[np.ndarray, "train 10"],
+    Float[np.ndarray, "test 784"],
+    Float[np.ndarray, "test 10"],
+]:
+    """Draws a training and a test set of digits, in the form of `mnist_data`.
+
+    Both sets use the same fonts and the same variation, with independent draws; labels are balanced and in random
+    order. The same key gives the same pictures, and a smaller set is the beginning of a larger one. The outer two
+    rows and columns are zero in every picture, and noise reaches all others: with at least 576 pictures the null
+    space of the data is exactly the 208 border pixels.
+
+    Args:
+        num_train: Training pictures, at least 1.
+        num_test: Test pictures, at least 1.
+        key: Picks everything.
+        variation: How much pictures vary; None is `Variation()`.
+
+    Returns:
+        `(train_images, train_labels, test_images, test_labels)`, float32 NumPy arrays: pictures [n, 784] in [0, 1]
+        and one-hot labels [n, 10].
+
+    Raises:
+        TypeError: If a number of pictures is no Python integer.
+        ValueError: If it is below 1.
+    """
+    check_count("num_train", num_train, minimum=1)
+    check_count("num_test", num_test, minimum=1)
+    variation = Variation() if variation is None else variation
+    train = _draw_split(glyph_templates(), num_train, jax.random.fold_in(key, 0), variation)
+    test = _draw_split(glyph_templates(), num_test, jax.random.fold_in(key, 1), variation)
+    (train_images, train_labels), (test_images, test_labels) = jax.device_get((train, test))
+    return train_images, train_labels, test_images, test_labels
