@@ -1,0 +1,95 @@
+"""What a figure leaves on disk besides pictures: arrays, a description of the run, and parts to resume from."""
+
+import dataclasses
+import json
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from dissociation import checkpoint
+
+Arrays = dict[str, np.ndarray]
+
+
+def save_arrays(path: str | os.PathLike[str], arrays: Mapping[str, np.ndarray]) -> None:
+    """Writes an `.npz` file atomically."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=target.parent, suffix=".npz", delete=False) as file:
+        np.savez_compressed(file, **arrays)  # pyright: ignore[reportArgumentType]
+    os.replace(file.name, target)
+
+
+def save_description(path: str | os.PathLike[str], description: Mapping[str, Any]) -> None:
+    """Writes JSON with `description`, and the versions and devices that the run had."""
+    packages = ("dissociation", "jax", "jaxlib", "equinox", "optax", "numpy")
+    environment = {
+        "python": platform.python_version(),
+        **{name: metadata.version(name) for name in packages},
+        "devices": [str(device) for device in jax.devices()],
+    }
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(json.dumps({**description, "environment": environment}, indent=2, default=_plain) + "\n")
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    return np.asarray(value).tolist()
+
+
+class Parts:
+    """Named pieces of a long computation, each kept in a folder as soon as it is done.
+
+    A piece is a dictionary of arrays. It belongs to an identity (configuration, key and data): a folder with pieces
+    of another one is refused rather than mixed in.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str] | None, identity: Mapping[str, Any]):
+        self.folder = None if folder is None else Path(folder)
+        self.seconds: dict[str, float] = {}
+        if self.folder is None:
+            return
+        wanted = json.loads(json.dumps(dict(identity), default=_plain))
+        path = self.folder / "identity.json"
+        if path.exists() and (found := json.loads(path.read_text())) != wanted:
+            different = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+            raise ValueError(
+                f"`folder` must hold parts of the same run, got {self.folder}, whose {', '.join(different)} differ. "
+                "Name another folder, or start anew by deleting it."
+            )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(wanted))
+
+    def path(self, name: str) -> Path | None:
+        """Where a piece called `name` may keep a file of its own; None without a folder."""
+        return None if self.folder is None else self.folder / name
+
+    def get(self, name: str, compute: Callable[[], Mapping[str, Any]]) -> Arrays:
+        """The piece called `name`: read if it is there, else computed, timed and kept."""
+        path = self.path(f"{name}.npz")
+        if path is not None and path.exists():
+            with np.load(path) as file:
+                arrays = dict(file)
+            self.seconds[name] = float(arrays.pop("seconds"))
+            return arrays
+        began = time.perf_counter()
+        arrays = {key: np.asarray(value) for key, value in compute().items()}
+        self.seconds[name] = time.perf_counter() - began
+        if path is not None:
+            save_arrays(path, {**arrays, "seconds": np.asarray(self.seconds[name])})
+        return arrays
+
+
+def identity_of(config: Any, key: jax.Array, data: Any) -> dict[str, Any]:
+    """What makes two runs the same: configuration, key, and the contents of the data."""
+    return {"config": config, "key": checkpoint.fingerprint(key), "data": checkpoint.fingerprint(data)}

@@ -1,0 +1,355 @@
+"""Figure `robustness`: networks of one function and many representations, under noise on inputs and parameters.
+
+Networks are trained from several seeds and rewritten without changing their function: moved in the null space of the
+data, duplicated, scaled, given neurons without effect. Then inputs or parameters become noisy. The rewrites that act
+on hidden neurons cannot change what input noise does, since they keep the function everywhere; a move in the null
+space keeps it on the data alone. Noise on parameters, on the other hand, tells them apart.
+"""
+
+import dataclasses
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+from jaxtyping import Array
+from matplotlib.figure import Figure
+
+from dissociation import plotting
+from dissociation.bmap import bmap
+from dissociation.data.datasets import Dataset, load
+from dissociation.fig4.mnist import fit_mnist
+from dissociation.figures.artifacts import Parts, identity_of
+from dissociation.metrics.robustness import input_noise_error, parameter_noise_error
+from dissociation.progress import MeterFactory, open_meter
+from dissociation.weights.certificate import certify
+from dissociation.weights.mlp import (
+    add_random_zero_to_mlp,
+    duplicate_mlp,
+    perturb_mlp_in_null_space,
+    scale_mlp,
+)
+from dissociation.weights.noise import parameter_noise
+from dissociation.weights.symmetry import null_basis, null_spectrum
+
+STEM = "noise-robustness"
+"""The name of the files."""
+
+REWRITTEN_LAYER = 1
+"""The second hidden layer."""
+
+LABELS = {
+    "trained": "trained",
+    "null_perturbed": "input null-perturbed",
+    "duplicated": "duplicated",
+    "scaled": "scaled",
+    "nuisance": "nuisance neurons",
+    "published_null": "function changed (float32 null space)",
+}
+"""What the variants are called in the figure, in the order of its legend."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What is trained, how it is rewritten, and at which noise it is measured."""
+
+    data: Literal["glyphs", "mnist"] = "glyphs"
+    """Data set: digits drawn by code, or MNIST."""
+    num_seeds: int = 4
+    """Networks trained from scratch."""
+    num_epochs: int = 5
+    """Passes over the training images."""
+    num_train: int | None = None
+    """Training images; None takes the data set's own number."""
+    num_test: int | None = None
+    """Test images; None takes the data set's own number."""
+    width: int = 1024
+    """Units in each of the two hidden layers."""
+    num_scales: int = 40
+    """Noise scales on each axis."""
+    null_scale: float = 0.1
+    """Standard deviation of the noise in the data's null space."""
+    duplicate_multiplier: float = 2
+    """How many times each neuron stands in the duplicated network."""
+    scale_factor: float = 20
+    """Factor on incoming weights (outgoing ones are divided by it)."""
+    num_nuisance: int = 1024
+    """Neurons without effect, one per group."""
+    published_null: bool = False
+    """Whether to show what the usual float32 cut-off does: a null space too large, so the function changes."""
+
+    def quick(self) -> "Config":
+        """A small run that shows that everything works: seconds, no science."""
+        return dataclasses.replace(
+            self, num_seeds=2, num_epochs=1, num_train=1000, num_test=300, width=128, num_scales=10, num_nuisance=128
+        )
+
+
+class Results(NamedTuple):
+    """Everything the figure shows.
+
+    Attributes:
+        config: What was asked for.
+        data: The data set's name and sizes.
+        input_scales: Noise scales on inputs, in units of pixel intensity (0 to 1), [scales].
+        parameter_scales: Noise scales on parameters, [scales].
+        input_error: Per variant, test error under input noise, [seeds, scales].
+        parameter_error: Per variant, test error under parameter noise, [scales, seeds].
+        clean_error: Per variant, test error without noise, [seeds].
+        certificates: Per variant, largest absolute and relative change of a logit on the test images over all seeds,
+            and predictions changed in all.
+        null_space: Its dimension, the rank of the data, and the singular values on both sides of the cut.
+        test_error: Test error along training, [seeds, epochs + 1].
+        seconds: Wall time of every part.
+    """
+
+    config: Config
+    data: dict[str, Any]
+    input_scales: np.ndarray
+    parameter_scales: np.ndarray
+    input_error: dict[str, np.ndarray]
+    parameter_error: dict[str, np.ndarray]
+    clean_error: dict[str, np.ndarray]
+    certificates: dict[str, dict[str, float]]
+    null_space: dict[str, float]
+    test_error: np.ndarray
+    seconds: dict[str, float]
+
+
+def rewrites(config: Config, basis: Array, published_basis: Array | None = None) -> dict[str, Callable[..., Any]]:
+    """The variants: functions of one network and a key, the trained network itself first.
+
+    Args:
+        config: Sizes of the rewrites.
+        basis: Orthonormal basis of the data's null space, [dimension, pixels].
+        published_basis: A second one, too large, for the variant that is not function-preserving; None leaves it out.
+    """
+    layer = {"layer": REWRITTEN_LAYER}
+
+    def scaled(model: eqx.nn.MLP, key: Array) -> eqx.nn.MLP:
+        return scale_mlp(model, config.scale_factor, **layer)
+
+    def duplicated(model: eqx.nn.MLP, key: Array) -> eqx.nn.MLP:
+        return duplicate_mlp(model, config.duplicate_multiplier, **layer)
+
+    def nuisance(model: eqx.nn.MLP, key: Array) -> eqx.nn.MLP:
+        return add_random_zero_to_mlp(model, config.num_nuisance, 1, key=key, **layer)
+
+    def moved(basis: Array, model: eqx.nn.MLP, key: Array) -> eqx.nn.MLP:
+        return perturb_mlp_in_null_space(model, basis, config.null_scale, key=key)
+
+    variants = {
+        "trained": lambda model, key: model,
+        "null_perturbed": partial(moved, basis),
+        "duplicated": duplicated,
+        "scaled": scaled,
+        "nuisance": nuisance,
+    }
+    if published_basis is not None:
+        variants["published_null"] = partial(moved, published_basis)
+    return variants
+
+
+def compute(
+    config: Config,
+    *,
+    key: Array,
+    dataset: Dataset | None = None,
+    folder: str | os.PathLike[str] | None = None,
+    progress: str | MeterFactory | None = None,
+) -> Results:
+    """Trains, rewrites and measures.
+
+    Args:
+        config: What to do.
+        key: Everything random follows from it.
+        dataset: In place of the one that `config.data` names.
+        folder: Where finished parts are kept; a second call with the same arguments goes on from there.
+        progress: See `dissociation.progress`.
+
+    Returns:
+        The results.
+
+    Raises:
+        ValueError: If `folder` holds parts of another run.
+    """
+    data = dataset or load(config.data, num_train=config.num_train, num_test=config.num_test)
+    parts = Parts(folder, identity_of(config, key, data))
+    trained = fit_mnist(
+        num_epochs=config.num_epochs,
+        num_seeds=config.num_seeds,
+        key=key,
+        dataset=data,
+        width=config.width,
+        progress=progress,
+        checkpoint=parts.path("training.ckpt"),
+    )
+    all_images = np.concatenate([data.train_images, data.test_images])
+    null_space = parts.get("null_space", lambda: _null_space(all_images, data, config))
+    variants = rewrites(config, null_space["basis"], null_space.get("published_basis"))
+
+    rewrite_key, noise_key = jax.random.split(jax.random.fold_in(key, 1))
+    input_key, parameter_key = jax.random.split(noise_key)
+    scales = {
+        "input": np.logspace(-1, 1, config.num_scales, dtype=np.float32),
+        "parameter": np.logspace(-4, 0, config.num_scales, dtype=np.float32),
+    }
+    images, labels = jnp.asarray(data.test_images), jnp.asarray(data.test_labels)
+    curves = {
+        "input": partial(
+            _input_curve, images, labels, scales["input"], jax.random.normal(input_key, images.shape, images.dtype)
+        ),
+        "parameter": partial(_parameter_curve, images, labels, scales["parameter"]),
+    }
+    rewrite_keys = jax.random.split(rewrite_key, config.num_seeds)
+    noise_keys = jax.random.split(parameter_key, config.num_seeds)
+    errors: dict[str, dict[str, np.ndarray]] = {"input": {}, "parameter": {}, "clean": {}}
+    certificates: dict[str, dict[str, float]] = {}
+    jobs = [(name, kind) for name in variants for kind in ("certificate", *curves)]
+    jobs = [job for job in jobs if job != ("published_null", "parameter")]
+    meter = open_meter(progress, len(jobs), "measuring")
+    try:
+        for done, (name, kind) in enumerate(jobs):
+            meter.advance(done, f"{LABELS[name]}, {kind}")
+            measure = partial(_certificate, images, labels) if kind == "certificate" else curves[kind]
+            part = parts.get(
+                f"{name}_{kind}",
+                partial(_measure, variants[name], measure, trained.models, rewrite_keys, noise_keys),
+            )
+            if kind == "certificate":
+                errors["clean"][name] = part.pop("clean_error")
+                certificates[name] = _worst(part)
+            else:
+                errors[kind][name] = part["error"]
+        meter.advance(len(jobs), "done")
+    finally:
+        meter.close()
+    return Results(
+        config=config,
+        data={"name": data.name, "num_train": len(data.train_images), "num_test": len(data.test_images)},
+        input_scales=scales["input"],
+        parameter_scales=scales["parameter"],
+        input_error=errors["input"],
+        parameter_error={name: error.T for name, error in errors["parameter"].items()},
+        clean_error=errors["clean"],
+        certificates=certificates,
+        null_space={name: float(value) for name, value in null_space.items() if np.ndim(value) == 0},
+        test_error=trained.history.observed["test_error"],
+        seconds={"training": trained.seconds, **parts.seconds},
+    )
+
+
+def draw(results: Results) -> Figure:
+    """Two log-log panels, test error against noise scale: on inputs, on parameters; mean and band over seeds.
+
+    Args:
+        results: What `compute` returned.
+
+    Returns:
+        A figure of 3.24 x 1.6 inches.
+    """
+    panels = {
+        "input noise": (results.input_scales, results.input_error),
+        "parameter noise": (results.parameter_scales, {k: v.T for k, v in results.parameter_error.items()}),
+    }
+    with plotting.house_style():
+        figure, axes = plt.subplots(1, 2, figsize=(3.24, 1.6), sharey=True)
+        colors = plt.rcParams["axes.prop_cycle"].by_key()["color"]
+        for panel, (title, (scales, errors)) in zip(axes, panels.items(), strict=True):
+            for i, (name, curves) in enumerate(errors.items()):
+                extra = name == "published_null"
+                look = {"color": "0.6", "linestyle": "--"} if extra else {"color": colors[i]}
+                plotting.band(panel, scales, curves, label=LABELS[name], floor=1e-4, zorder=2 if extra else 3, **look)
+            panel.set(xscale="log", yscale="log", xlabel="noise scale (log)", title=title)
+            panel.set_xlim(scales[0], scales[-1])
+        axes[0].set_ylabel("test error (log)")
+        axes[0].legend(loc="lower right")
+    return figure
+
+
+def arrays(results: Results) -> dict[str, np.ndarray]:
+    """The arrays of the figure under flat names, for an `.npz` file."""
+    named = {"input_scales": results.input_scales, "parameter_scales": results.parameter_scales}
+    for kind in ("input_error", "parameter_error", "clean_error"):
+        named |= {f"{kind}_{name}": value for name, value in getattr(results, kind).items()}
+    return named | {"test_error": results.test_error}
+
+
+def table(results: Results) -> list[list[str]]:
+    """A header and a row per variant: errors (%) clean and at two noise scales, and what the function did."""
+    at_input = int(np.argmin(np.abs(results.input_scales - 0.37)))
+    at_parameter = int(np.argmin(np.abs(results.parameter_scales - 0.01)))
+    header = [
+        "variant",
+        "clean",
+        f"inputs +{results.input_scales[at_input]:.2g}",
+        f"parameters +{results.parameter_scales[at_parameter]:.2g}",
+        "largest change of a logit",
+        "predictions changed",
+    ]
+    rows = [header]
+    for name, clean in results.clean_error.items():
+        noisy = [results.input_error[name][:, at_input]]
+        if name in results.parameter_error:
+            noisy.append(results.parameter_error[name][at_parameter])
+        errors = [f"{100 * e.mean():.2f} ± {100 * e.std():.2f} %" for e in [clean, *noisy]]
+        certificate = results.certificates[name]
+        changes = [f"{certificate['max_abs_change']:.1e}", f"{certificate['changed_predictions']:.0f}"]
+        rows.append([LABELS[name], *errors, *[""] * (3 - len(errors)), *changes])
+    return rows
+
+
+def _null_space(images: np.ndarray, data: Dataset, config: Config) -> dict[str, Any]:
+    """On the host in float64: a null space that is exact for float32 images."""
+    spectrum = null_spectrum(images)
+    values = spectrum.singular_values
+    found = {
+        "basis": spectrum.basis,
+        "dimension": len(spectrum.basis),
+        "rank": spectrum.rank,
+        "smallest_kept": values[spectrum.rank - 1],
+        "largest_cut": values[spectrum.rank] if spectrum.rank < len(values) else 0.0,
+    }
+    if config.published_null:
+        rtol = len(data.test_images) * float(np.finfo(np.float32).eps)
+        found["published_basis"] = null_basis(data.test_images, rtol)
+    return found
+
+
+def _measure(rewrite: Any, measure: Any, models: Any, rewrite_keys: Array, noise_keys: Array) -> dict[str, Any]:
+    """Rewrites and measures every member; on a CPU one after another, on an accelerator all at once."""
+
+    def one(model: Any, rewrite_key: Array, noise_key: Array) -> Any:
+        return measure(model, rewrite(model, rewrite_key), noise_key)
+
+    batch_size = 1 if jax.default_backend() == "cpu" else None
+    return eqx.filter_jit(bmap(one, batch_size=batch_size))(models, rewrite_keys, noise_keys)
+
+
+def _input_curve(
+    images: Array, labels: Array, scales: Array, noise: Array, model: Any, rewritten: Any, key: Array
+) -> dict[str, Array]:
+    return {"error": input_noise_error(rewritten, images, labels, scales, noise=noise)}
+
+
+def _parameter_curve(
+    images: Array, labels: Array, scales: Array, model: Any, rewritten: Any, key: Array
+) -> dict[str, Array]:
+    noise = parameter_noise(rewritten, key=key)
+    return {"error": parameter_noise_error(rewritten, images, labels, scales, noise=noise)}
+
+
+def _certificate(images: Array, labels: Array, model: Any, rewritten: Any, key: Array) -> dict[str, Array]:
+    certificate = certify(model, rewritten, images)
+    clean = input_noise_error(rewritten, images, labels, jnp.zeros(1), noise=jnp.zeros_like(images))[0]
+    return {**certificate._asdict(), "clean_error": clean}
+
+
+def _worst(certificate: dict[str, np.ndarray]) -> dict[str, float]:
+    """Over all seeds: the largest changes, and changed predictions and inputs in all."""
+    return {name: float(value.max() if name.startswith("max") else value.sum()) for name, value in certificate.items()}

@@ -1,0 +1,137 @@
+"""How the error grows with noise on the inputs and on the parameters, for many noise scales at once."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, PyTree
+
+from dissociation import checks
+from dissociation.bmap import bmap
+
+__all__ = ["error_rate", "input_noise_error", "parameter_noise_error"]
+
+Images = Float[Array | np.ndarray, "n pixels"]
+Labels = Float[Array | np.ndarray, "n classes"]
+Scales = Float[Array | np.ndarray, " scales"]
+
+
+def error_rate(logits: Float[Array, "n classes"], labels: Labels) -> Float[Array, ""]:
+    """The share of samples whose largest logit is not at the label, between 0 and 1.
+
+    Args:
+        logits: [samples, classes].
+        labels: One-hot, [samples, classes].
+
+    Example:
+        >>> error_rate(jnp.array([[2.0, 1.0], [0.0, 3.0]]), jnp.array([[1.0, 0.0], [1.0, 0.0]]))
+        Array(0.5, dtype=float32)
+    """
+    return (logits.argmax(axis=1) != labels.argmax(axis=1)).mean(dtype=logits.dtype)
+
+
+def input_noise_error(
+    model: Callable[[Array], Array],
+    images: Images,
+    labels: Labels,
+    scales: Scales,
+    *,
+    noise: Images,
+    scales_per_batch: int | None = 1,
+) -> Float[Array, " scales"]:
+    """Error rate on `images + scale * noise`, for every scale.
+
+    One draw of the noise serves all scales, so curves of several models differ by the models alone. For an
+    `eqx.nn.MLP` the first layer is linear in the scale, W (x + s n) = W x + s W n: it is applied twice in all
+    instead of once per scale.
+
+    Args:
+        model: From one image [pixels] to logits [classes].
+        images: [samples, pixels].
+        labels: One-hot, [samples, classes].
+        scales: Noise scales in units of `images`, non-negative, [scales].
+        noise: [samples, pixels], as a rule standard normal.
+        scales_per_batch: How many scales are evaluated at once; 1 takes the least memory and is the fastest on a
+            CPU, None takes all.
+
+    Returns:
+        Error rates between 0 and 1, [scales].
+
+    Raises:
+        ValueError: If a scale is negative or the shapes do not fit.
+    """
+    checks.check_non_negative("scales", scales)
+    if noise.shape != images.shape:
+        checks.fail("noise", f"have the shape of `images` {images.shape}", noise.shape)
+    still, moving, tail = _split_first_layer(model, images, noise)
+
+    def at(scale: Array, still: Array, moving: Array, tail: Any, labels: Array) -> Array:
+        return error_rate(jax.vmap(tail)(still + scale * moving), labels)
+
+    over_scales = bmap(at, in_axes=(0, None, None, None, None), batch_size=scales_per_batch)
+    with jax.default_matmul_precision("highest"):
+        return over_scales(jnp.asarray(scales), still, moving, tail, labels)
+
+
+def parameter_noise_error(
+    model: PyTree,
+    images: Images,
+    labels: Labels,
+    scales: Scales,
+    *,
+    noise: PyTree,
+    scales_per_batch: int | None = 1,
+) -> Float[Array, " scales"]:
+    """Error rate of the model whose every parameter p became `p + scale * noise`, for every scale.
+
+    For an `eqx.nn.MLP` the first layer is linear in the scale, (W + s N) x = W x + s N x, and is applied twice in
+    all instead of once per scale.
+
+    Args:
+        model: From one image [pixels] to logits [classes].
+        images: [samples, pixels].
+        labels: One-hot, [samples, classes].
+        scales: Noise scales in units of the parameters, non-negative, [scales].
+        noise: A PyTree like `model` with a draw for every parameter, as `weights.noise.parameter_noise` makes it.
+        scales_per_batch: How many scales are evaluated at once; None takes all.
+
+    Returns:
+        Error rates between 0 and 1, [scales].
+
+    Raises:
+        ValueError: If a scale is negative.
+    """
+    checks.check_non_negative("scales", scales)
+    with jax.default_matmul_precision("highest"):
+        still, tail = _apply_first_layer(model, images)
+        moving, tail_noise = (jnp.zeros(()), noise) if still is images else _apply_first_layer(noise, images)
+
+    def at(scale: Array, still: Array, moving: Array, tail: Any, tail_noise: Any, labels: Array) -> Array:
+        parameters, rest = eqx.partition(tail, eqx.is_inexact_array)
+        noisy = jax.tree.map(lambda parameter, draw: parameter + scale * draw, parameters, tail_noise)
+        return error_rate(jax.vmap(eqx.combine(noisy, rest))(still + scale * moving), labels)
+
+    over_scales = bmap(at, in_axes=(0, None, None, None, None, None), batch_size=scales_per_batch)
+    with jax.default_matmul_precision("highest"):
+        return over_scales(jnp.asarray(scales), still, moving, tail, tail_noise, labels)
+
+
+def _apply_first_layer(model: Any, images: Any) -> tuple[Any, Any]:
+    """Preactivations of the first layer and the rest of the network; images and model if it has no such layer."""
+    layered = isinstance(model, eqx.nn.MLP) and len(model.layers) > 1 and type(model.layers[0]) is eqx.nn.Linear
+    if not layered:
+        return images, model
+    tail = eqx.tree_at(lambda m: m.layers[0], model, eqx.nn.Identity())
+    return jax.vmap(model.layers[0])(images), tail
+
+
+def _split_first_layer(model: Any, images: Any, noise: Any) -> tuple[Any, Any, Any]:
+    with jax.default_matmul_precision("highest"):
+        still, tail = _apply_first_layer(model, images)
+        if still is images:
+            return images, noise, model
+        moving = noise @ model.layers[0].weight.T  # without the bias, which the noise does not carry
+    return still, moving, tail

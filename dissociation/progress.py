@@ -1,0 +1,96 @@
+"""Progress meters driven from the host: none (the default), in a terminal, in a notebook, or the caller's own.
+
+A compiled program never calls back: long work is cut into compiled chunks, and between them the host advances
+the meter.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+from tqdm import tqdm
+
+from dissociation import checks
+
+
+@runtime_checkable
+class Meter(Protocol):
+    """What a meter must offer; anything with these two methods serves."""
+
+    def advance(self, step: int, text: str) -> None:
+        """Shows that `step` steps of the total are done, and a short text (may be empty: keep the last one)."""
+        ...
+
+    def close(self) -> None:
+        """Ends the meter; called once, also after an error."""
+        ...
+
+
+MeterFactory = Callable[[int, str], Meter]
+"""From the total number of steps and a description to a meter."""
+
+
+class SilentMeter:
+    """Shows nothing."""
+
+    def advance(self, step: int, text: str) -> None:
+        """Does nothing."""
+
+    def close(self) -> None:
+        """Does nothing."""
+
+
+class TqdmMeter:
+    """A bar of `tqdm`; `bar` is any of its classes."""
+
+    def __init__(self, total: int, description: str, bar: Callable[..., Any] = tqdm):
+        self._bar = bar(total=total, desc=description, file=sys.stderr, dynamic_ncols=True, mininterval=0.2)
+
+    def advance(self, step: int, text: str) -> None:
+        """Moves the bar to `step` and shows `text` behind it."""
+        if text:
+            self._bar.set_postfix_str(text, refresh=False)
+        self._bar.update(step - self._bar.n)
+
+    def close(self) -> None:
+        """Closes the bar, which leaves its last state on the screen."""
+        self._bar.close()
+
+
+def _auto_meter(total: int, description: str) -> Meter:
+    from tqdm.auto import tqdm as auto_bar
+
+    return TqdmMeter(total, description, auto_bar)
+
+
+def _notebook_meter(total: int, description: str) -> Meter:
+    from tqdm.notebook import tqdm as notebook_bar  # Needs ipywidgets, which only notebooks have.
+
+    return TqdmMeter(total, description, notebook_bar)
+
+
+_NAMED: dict[str, MeterFactory] = {"terminal": TqdmMeter, "notebook": _notebook_meter, "auto": _auto_meter}
+
+
+def open_meter(progress: str | MeterFactory | None, total: int, description: str) -> Meter:
+    """Opens a meter.
+
+    Args:
+        progress: None for silence, "terminal", "notebook", "auto" (whichever it is), or a factory `(total, description) -> Meter`.
+        total: The number of steps that make the work complete.
+        description: A word or two in front of the bar.
+
+    Raises:
+        ValueError: If `progress` is another string.
+
+    Example:
+        >>> meter = open_meter(None, 10, "training")
+        >>> meter.advance(5, "loss 0.1")
+        >>> meter.close()
+    """
+    if progress is None:
+        return SilentMeter()
+    if isinstance(progress, str):
+        checks.check_choice("progress", progress, _NAMED)
+        return _NAMED[progress](total, description)
+    return progress(total, description)

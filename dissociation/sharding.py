@@ -1,0 +1,75 @@
+"""Laying stacked members over the devices of one process.
+
+Members are independent, so their axis is the natural one to shard: every device trains or measures its own members
+and nothing is communicated. Where the devices do not divide the members, the last member is repeated as padding and
+its copies are dropped afterwards.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from dissociation import checks
+
+MEMBER_AXIS = "members"
+
+
+def member_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A one-dimensional mesh whose axis is `"members"`.
+
+    Args:
+        devices: The devices to use; None means all of the default backend.
+
+    Returns:
+        A mesh with an automatic axis, as `training.fit(mesh=...)` takes it.
+    """
+    chosen = jax.devices() if devices is None else list(devices)
+    return Mesh(np.array(chosen), (MEMBER_AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+def check_mesh(mesh: Mesh) -> None:
+    """Raises unless `mesh` has exactly the axis `"members"`."""
+    if mesh.axis_names != (MEMBER_AXIS,):
+        checks.fail("mesh", f"have the one axis {MEMBER_AXIS!r}", mesh.axis_names, "Make it with sharding.member_mesh")
+
+
+def pad_members(tree: Any, num_devices: int) -> Any:
+    """Repeats the last member until `num_devices` divides their number.
+
+    Args:
+        tree: A PyTree whose array leaves carry members first.
+        num_devices: How many devices the member axis is laid over.
+
+    Returns:
+        The tree; leaves that are not arrays are left alone.
+    """
+
+    def pad(leaf: jax.Array) -> jax.Array:
+        missing = -leaf.shape[0] % num_devices
+        return leaf if missing == 0 else jnp.concatenate([leaf, jnp.repeat(leaf[-1:], missing, axis=0)])
+
+    return _map_arrays(pad, tree)
+
+
+def drop_padding(tree: Any, num_members: int) -> Any:
+    """Keeps the first `num_members` members of every array leaf: undoes `pad_members`."""
+    return _map_arrays(lambda leaf: leaf[:num_members], tree)
+
+
+def place_members(tree: Any, mesh: Mesh) -> Any:
+    """Puts every array leaf on the mesh, its leading axis split over the devices."""
+    return _map_arrays(lambda leaf: jax.device_put(leaf, NamedSharding(mesh, PartitionSpec(MEMBER_AXIS))), tree)
+
+
+def replicate(tree: Any, mesh: Mesh) -> Any:
+    """Puts a whole copy of every array leaf on each device of the mesh."""
+    return _map_arrays(lambda leaf: jax.device_put(leaf, NamedSharding(mesh, PartitionSpec())), tree)
+
+
+def _map_arrays(function: Any, tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: function(leaf) if eqx.is_array(leaf) else leaf, tree)

@@ -1,0 +1,83 @@
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.stats import norm
+
+from dissociation.metrics.robustness import error_rate, input_noise_error, parameter_noise_error
+from dissociation.weights.noise import parameter_noise, perturb_parameters
+
+SCALES = jnp.array([0.0, 0.3, 1.0, 3.0])
+
+
+def problem(key, samples=200):
+    model = eqx.nn.MLP(6, 3, 16, 2, key=key)  # with biases
+    images = jax.random.normal(jax.random.fold_in(key, 1), (samples, 6))
+    labels = jax.nn.one_hot(jax.vmap(model)(images).argmax(1), 3)
+    noise = jax.random.normal(jax.random.fold_in(key, 2), images.shape)
+    return model, images, labels, noise
+
+
+def direct_input_errors(model, images, labels, noise):
+    return jnp.stack([error_rate(jax.vmap(model)(images + s * noise), labels) for s in SCALES])
+
+
+def test_input_noise_against_direct_evaluation(key):
+    model, images, labels, noise = problem(key)
+    expected = direct_input_errors(model, images, labels, noise)
+    assert expected[0] == 0
+    assert expected[-1] > 0.3
+    for scales_per_batch in (1, 3, None):
+        errors = input_noise_error(model, images, labels, SCALES, noise=noise, scales_per_batch=scales_per_batch)
+        np.testing.assert_allclose(errors, expected, atol=1 / 200)  # a tie may fall either way
+    general = input_noise_error(lambda x: model(x), images, labels, SCALES, noise=noise)
+    np.testing.assert_allclose(general, expected, atol=1 / 200)
+
+
+def test_parameter_noise_against_direct_evaluation(key):
+    model, images, labels, _ = problem(key)
+    noise = parameter_noise(model, key=key)
+    expected = [error_rate(jax.vmap(perturb_parameters(model, noise, s))(images), labels) for s in SCALES]
+    for scales_per_batch in (1, None):
+        errors = parameter_noise_error(model, images, labels, SCALES, noise=noise, scales_per_batch=scales_per_batch)
+        np.testing.assert_allclose(errors, jnp.stack(expected), atol=1 / 200)
+    linear = eqx.nn.Linear(6, 3, key=key)  # no multilayer perceptron: the general way
+    noise = parameter_noise(linear, key=key)
+    expected = [error_rate(jax.vmap(perturb_parameters(linear, noise, s))(images), labels) for s in SCALES]
+    errors = parameter_noise_error(linear, images, labels, SCALES, noise=noise)
+    np.testing.assert_allclose(errors, jnp.stack(expected), atol=1 / 200)
+
+
+def test_a_threshold_has_the_error_of_the_normal_distribution(key):
+    """Samples at 1 from the boundary err with probability Phi(-1 / scale)."""
+    n = 20_000
+    images = jnp.ones((n, 1))
+    labels = jax.nn.one_hot(jnp.ones(n, int), 2)
+    scales = jnp.array([0.5, 1.0, 2.0])
+    noise = jax.random.normal(key, (n, 1))
+    errors = input_noise_error(lambda x: jnp.concatenate([-x, x]), images, labels, scales, noise=noise)
+    expected = norm.cdf(-1 / np.asarray(scales))
+    np.testing.assert_array_less(np.abs(errors - expected), 4 * np.sqrt(expected * (1 - expected) / n))
+
+
+def test_plain_jit_vmap_and_loop_agree(key):
+    model, images, labels, noise = problem(key)
+    members = eqx.filter_vmap(lambda k: eqx.nn.MLP(6, 3, 16, 2, key=k))(jax.random.split(key, 3))
+
+    def one(member):
+        return input_noise_error(member, images, labels, SCALES, noise=noise)
+
+    looped = [one(jax.tree.map(lambda leaf: leaf[m] if eqx.is_array(leaf) else leaf, members)) for m in range(3)]  # noqa: B023
+    mapped = eqx.filter_vmap(one, in_axes=(eqx.if_array(0),))(members)
+    jitted = eqx.filter_jit(eqx.filter_vmap(one, in_axes=(eqx.if_array(0),)))(members)
+    np.testing.assert_allclose(mapped, jnp.stack(looped), atol=1 / 200)
+    np.testing.assert_allclose(jitted, jnp.stack(looped), atol=1 / 200)
+
+
+def test_wrong_arguments_are_named(key):
+    model, images, labels, noise = problem(key)
+    with pytest.raises(ValueError, match="`scales` must be non-negative"):
+        input_noise_error(model, images, labels, -SCALES, noise=noise)
+    with pytest.raises(ValueError, match=r"`noise` must have the shape of `images` \(200, 6\), got \(199, 6\)"):
+        input_noise_error(model, images, labels, SCALES, noise=noise[1:])

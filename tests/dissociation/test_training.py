@@ -1,0 +1,409 @@
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import warnings
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from dissociation import checkpoint as checkpoints
+from dissociation import sharding, training
+from dissociation.training import fit
+
+
+class Linear(eqx.Module):
+    weight: jax.Array
+    name: str = eqx.field(static=True, default="linear")
+
+    def __call__(self, x):
+        return self.weight @ x
+
+
+def linear_members(key, members=3, out=2, inputs=4):
+    return eqx.filter_vmap(lambda k: Linear(jax.random.normal(k, (out, inputs))))(jax.random.split(key, members))
+
+
+def regression(key, samples=10, inputs=4, out=2):
+    x_key, y_key = jax.random.split(key)
+    return jax.random.normal(x_key, (samples, inputs)), jax.random.normal(y_key, (samples, out))
+
+
+def squared_error(model, batch, key):
+    x, y = batch
+    return 0.5 * jnp.mean(jnp.sum((jax.vmap(model)(x) - y) ** 2, axis=1))
+
+
+def noisy_error(model, batch, key):
+    x, y = batch
+    return squared_error(model, (x + jax.random.normal(key, x.shape), y), key)
+
+
+def weights(result):
+    return np.asarray(result.models.weight)
+
+
+def test_full_batch_descent_equals_its_closed_form(key):
+    # W_t - W* = (W_0 - W*) (I - lr X^T X / n)^t for the mean squared error.
+    models, (x, y) = linear_members(key), regression(key)
+    result = fit(models, squared_error, (x, y), optax.sgd(0.1), num_steps=30, batch_size=None, key=key)
+    gram = np.asarray(x, np.float64).T @ np.asarray(x, np.float64) / len(x)
+    optimum = np.linalg.lstsq(np.asarray(x, np.float64), np.asarray(y, np.float64))[0].T
+    shrink = np.linalg.matrix_power(np.eye(4) - 0.1 * gram, 30)
+    expected = optimum + (np.asarray(models.weight, np.float64) - optimum) @ shrink
+    np.testing.assert_allclose(weights(result), expected, rtol=2e-5, atol=2e-6)
+    assert result.models.name == "linear"
+    assert not models.weight.is_deleted()
+
+
+@pytest.mark.parametrize("member_map", ["vmap", "scan", "unroll"])
+def test_equals_a_plain_loop(key, member_map):
+    """Batches, remainder, optimiser state and keys against a Python loop over members and steps."""
+    models, data = linear_members(key), regression(key)
+    optimizer = optax.adam(optax.cosine_decay_schedule(0.1, 9))
+    result = fit(
+        models, noisy_error, data, optimizer, num_epochs=3, batch_size=4, key=key, member_map=member_map
+    )  # fmt: skip
+    for m in range(3):
+        weight = models.weight[m]
+        state, step = optimizer.init(weight), 0
+        for epoch in range(3):
+            order = jax.random.permutation(jax.random.fold_in(jax.random.fold_in(key, 0), epoch), 10)
+            for chosen in (order[:4], order[4:8], order[8:]):
+                member_key = jax.random.fold_in(jax.random.fold_in(key, 1), m)
+                step_key = jax.random.fold_in(jax.random.fold_in(member_key, 0), step)
+                batch = (data[0][chosen], data[1][chosen])
+                value, gradient = jax.value_and_grad(lambda w: noisy_error(Linear(w), batch, step_key))(weight)
+                update, state = optimizer.update(gradient, state)
+                np.testing.assert_allclose(result.history.loss[m, step], value, rtol=1e-4)
+                weight, step = weight + update, step + 1
+        np.testing.assert_allclose(weights(result)[m], weight, rtol=1e-4, atol=1e-5)
+    assert result.member_map == member_map
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_every_epoch_uses_every_sample_once(key, shared):
+    data = 2.0 ** jnp.arange(8)
+
+    def mean_of_batch(model, batch, key):
+        return jnp.mean(batch) + 0 * jnp.sum(model)
+
+    run = fit(
+        jnp.zeros((3, 1)), mean_of_batch, data, optax.sgd(0.0), num_epochs=2, batch_size=1, key=key,
+        shared_batches=shared,
+    )  # fmt: skip
+    for losses in run.history.loss:
+        assert sorted(losses[:8]) == sorted(losses[8:]) == data.tolist()
+        assert losses[:8].tolist() != losses[8:].tolist()
+    assert (run.history.loss == run.history.loss[0]).all() == shared
+
+
+def test_remainder_is_used_or_dropped(key):
+    data = jnp.arange(10.0)
+
+    def mean_of_batch(model, batch, key):
+        return jnp.mean(batch) + 0 * jnp.sum(model)
+
+    def losses(**options):
+        run = fit(
+            jnp.zeros((1, 1)), mean_of_batch, data, optax.sgd(0.0), num_epochs=1, batch_size=4, key=key, **options
+        )
+        return run.history.loss[0]
+
+    kept, dropped = losses(), losses(drop_remainder=True)
+    assert kept @ [4, 4, 2] == pytest.approx(45)
+    assert len(dropped) == 2
+    np.testing.assert_array_equal(dropped, kept[:2])
+
+
+@pytest.mark.parametrize("member_map", ["scan", "unroll"])
+def test_members_in_turn_do_not_feel_each_other(key, member_map):
+    """Alone, in company and over two devices: the same bits."""
+    models, data = linear_members(key, members=3), regression(key, samples=64)
+
+    def run(models, **options):
+        options = {"num_epochs": 3, "batch_size": 10, "key": key, "member_map": member_map, **options}
+        return fit(models, squared_error, data, optax.adam(1e-2), **options)
+
+    together = run(models)
+    alone = [run(jax.tree.map(lambda leaf, m=m: leaf[m : m + 1], models)) for m in range(3)]
+    np.testing.assert_array_equal(weights(together), np.concatenate([weights(r) for r in alone]))
+    two_devices = run(models, mesh=sharding.member_mesh(jax.devices("cpu")[:2]))
+    np.testing.assert_array_equal(weights(together), weights(two_devices))
+    np.testing.assert_array_equal(together.history.loss, two_devices.history.loss)
+
+
+def test_vmap_agrees_with_members_in_turn(key):
+    models, data = linear_members(key, members=5), regression(key, samples=64)
+
+    def run(**options):
+        return fit(models, noisy_error, data, optax.sgd(0.05), num_epochs=2, batch_size=10, key=key, **options)
+
+    in_turn, mapped = run(member_map="scan"), run(member_map="vmap")
+    np.testing.assert_allclose(weights(in_turn), weights(mapped), rtol=1e-5, atol=1e-6)
+    batched = run(member_map="vmap", members_per_batch=2)
+    np.testing.assert_allclose(weights(mapped), weights(batched), rtol=1e-5, atol=1e-6)
+    sharded = run(member_map="vmap", mesh=sharding.member_mesh(jax.devices("cpu")[:2]))
+    np.testing.assert_allclose(weights(mapped), weights(sharded), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("member_map", ["scan", "vmap"])
+def test_chunks_leave_no_trace(key, monkeypatch, member_map):
+    models, data = linear_members(key), regression(key, samples=40)
+
+    def run():
+        return fit(
+            models, noisy_error, data, optax.adam(0.05), num_epochs=4, batch_size=3, key=key, member_map=member_map
+        )
+
+    whole = run()
+    monkeypatch.setattr(training, "CHUNK_SECONDS", 0.0)  # every chunk is one step
+    np.testing.assert_array_equal(weights(whole), weights(run()))
+
+
+def test_hyperparameters_differ_by_member_and_compile_once(key):
+    models, data = linear_members(key), regression(key)
+    rates, decays = jnp.array([0.1, 0.03, 0.01]), jnp.array([0.0, 0.1, 1.0])
+    traces = []
+
+    def counted(model, batch, key):
+        traces.append(1)
+        return squared_error(model, batch, key)
+
+    def optimizer(hyperparams):
+        return optax.adamw(hyperparams["rate"], weight_decay=hyperparams["decay"])
+
+    def run(loss, models, optimizer, hyperparams):
+        return fit(models, loss, data, optimizer, num_steps=20, batch_size=None, key=key, hyperparams=hyperparams)
+
+    swept = run(counted, models, optimizer, {"rate": rates, "decay": decays})
+    first = len(traces)
+    run(counted, models, optimizer, {"rate": rates * 2, "decay": decays + 1})
+    assert len(traces) - first <= 1  # the check of the loss traces it once; the compiled chunk is reused
+    for m in range(3):
+        member = jax.tree.map(lambda leaf, m=m: leaf[m : m + 1], models)
+        alone = run(squared_error, member, optax.adamw(float(rates[m]), weight_decay=float(decays[m])), None)
+        np.testing.assert_allclose(weights(swept)[m], weights(alone)[0], rtol=1e-5, atol=1e-6)
+
+
+def test_observation_is_of_the_state_before_the_update(key):
+    models, data = linear_members(key), regression(key)
+    steps = [0, 3, 7]
+
+    def observe(model, step, key):
+        return {"weight": model.weight, "step": step, "draw": jax.random.normal(key)}
+
+    def run(num_steps):
+        return fit(
+            models, squared_error, data, optax.sgd(0.1), num_steps=num_steps, batch_size=4, key=key,
+            observe=observe, observe_at=[s for s in steps if s <= num_steps],
+        )  # fmt: skip
+
+    history = run(7).history
+    assert history.observed_at.tolist() == steps
+    np.testing.assert_array_equal(history.observed["step"], np.broadcast_to(steps, (3, 3)))
+    np.testing.assert_array_equal(history.observed["weight"][:, 0], models.weight)
+    np.testing.assert_array_equal(history.observed["weight"][:, 1], weights(run(3)))
+    np.testing.assert_array_equal(history.observed["weight"][:, 2], weights(run(7)))
+    assert len(np.unique(history.observed["draw"])) == 9
+
+
+def test_log_gets_records_and_can_stop(key):
+    models, data = linear_members(key), regression(key)
+    seen = []
+
+    def log(step, records):
+        seen.append((step, records))
+        return step >= 6
+
+    run = fit(
+        models, squared_error, data, optax.sgd(0.1), num_steps=30, batch_size=4, key=key, log=log,
+        observe=lambda model, step, key: jnp.sum(model.weight), observe_at=range(0, 31, 3),
+    )  # fmt: skip
+    assert [step for step, _ in seen] == [0, 3, 6]
+    assert run.num_steps == 6
+    assert run.history.loss.shape == (3, 6)
+    assert np.isnan(seen[0][1]["loss"]).all()
+    np.testing.assert_allclose(seen[2][1]["loss"], run.history.loss[:, 3:6].mean(1), rtol=1e-6)
+    np.testing.assert_allclose(seen[2][1]["observed"], np.asarray(run.models.weight).sum((1, 2)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("member_map", ["scan", "vmap"])
+def test_a_diverging_member_is_named_and_poisons_no_other(key, member_map):
+    models, data = linear_members(key), regression(key)
+
+    def run(rates):
+        return fit(
+            models, squared_error, data, lambda rate: optax.sgd(rate), num_steps=60, batch_size=None, key=key,
+            hyperparams=jnp.asarray(rates), member_map=member_map,
+        )  # fmt: skip
+
+    with pytest.warns(RuntimeWarning, match=r"member 1: the loss became (inf|nan) at step \d+"):
+        wild = run([0.1, 1e4, 0.2])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        calm = run([0.1, 0.1, 0.2])
+    assert wild.diverged_at[0] == wild.diverged_at[2] == -1
+    step = wild.diverged_at[1]
+    assert np.isfinite(wild.history.loss[1, :step]).all()
+    assert not np.isfinite(wild.history.loss[1, step])
+    np.testing.assert_array_equal(weights(wild)[[0, 2]], weights(calm)[[0, 2]])
+
+
+@pytest.mark.parametrize("member_map", ["scan", "vmap", "unroll"])
+def test_an_interrupted_run_resumes_bit_for_bit(key, tmp_path, member_map):
+    models, data = linear_members(key), regression(key, samples=30)
+    options = {
+        "num_steps": 25, "batch_size": 4, "key": key, "observe": lambda m, s, k: jax.random.normal(k) + m.weight,
+        "observe_at": range(0, 26, 5), "member_map": member_map,
+    }  # fmt: skip
+    whole = fit(models, noisy_error, data, optax.adam(0.05), **options)
+    path = tmp_path / "run"
+
+    def interrupt(step, records):
+        if step == 15:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(models, noisy_error, data, optax.adam(0.05), checkpoint=path, log=interrupt, **options)
+    assert checkpoints.read_header(path)["step"] == 15
+    steps = []
+    resumed = fit(
+        models, noisy_error, data, optax.adam(0.05), checkpoint=path, log=lambda s, r: steps.append(s), **options
+    )
+    assert steps == [20, 25]
+    np.testing.assert_array_equal(weights(whole), weights(resumed))
+    np.testing.assert_array_equal(whole.history.loss, resumed.history.loss)
+    np.testing.assert_array_equal(whole.history.observed, resumed.history.observed)
+    assert [p.name for p in tmp_path.iterdir()] == ["run"]
+
+    with pytest.raises(ValueError, match="whose key differ"):
+        fit(models, noisy_error, data, optax.adam(0.05), checkpoint=path, **{**options, "key": jax.random.key(1)})
+
+
+KILLED = """
+import jax, jax.numpy as jnp, numpy as np, optax, sys
+from dissociation import training
+training.CHUNK_SECONDS = 0.001
+x = jax.random.normal(jax.random.key(0), (500, 20))
+result = training.fit(
+    jnp.ones((3, 20)), lambda w, b, k: jnp.mean((b @ w - 1) ** 2) + 0.01 * jax.random.normal(k) @ jnp.ones(()),
+    x, optax.adam(1e-3), num_epochs=int(sys.argv[2]), batch_size=32, key=jax.random.key(1),
+    checkpoint=None if sys.argv[1] == "none" else sys.argv[1], checkpoint_seconds=0.0, member_map="scan",
+)
+np.save(sys.argv[3], np.concatenate([result.models, result.history.loss], axis=1))
+""".replace(" @ jnp.ones(())", "")
+
+
+def test_kill_minus_nine_at_any_moment(tmp_path):
+    script = tmp_path / "run.py"
+    script.write_text(textwrap.dedent(KILLED))
+    path = tmp_path / "checkpoint"
+
+    def command(checkpoint, output):
+        return [sys.executable, str(script), str(checkpoint), "40", str(tmp_path / output)]
+
+    subprocess.run(command("none", "whole.npy"), check=True)
+    kills = 0
+    for delay in (0.0, 0.2, 0.05):
+        process = subprocess.Popen(command(path, "resumed.npy"))
+        start = checkpoints.read_header(path)["step"] if path.exists() else -1
+        while process.poll() is None and not (path.exists() and checkpoints.read_header(path)["step"] > start):
+            time.sleep(0.002)
+        time.sleep(delay)
+        process.send_signal(signal.SIGKILL)
+        kills += process.wait() == -signal.SIGKILL
+    assert kills >= 1
+    subprocess.run(command(path, "resumed.npy"), check=True)
+    np.testing.assert_array_equal(np.load(tmp_path / "whole.npy"), np.load(tmp_path / "resumed.npy"))
+
+
+class Convolutional(eqx.Module):
+    convolution: eqx.nn.Conv2d
+    head: eqx.nn.Linear
+
+    def __init__(self, key):
+        self.convolution = eqx.nn.Conv2d(1, 2, 3, key=key)
+        self.head = eqx.nn.Linear(2, 3, key=key)
+
+    def __call__(self, x):
+        return self.head(jax.nn.relu(self.convolution(x)).mean((1, 2)))
+
+
+def test_convolutions_are_kept_out_of_loops_on_a_cpu(key):
+    models = eqx.filter_vmap(Convolutional)(jax.random.split(key, 2))
+    data = (jax.random.normal(key, (8, 1, 6, 6)), jax.nn.one_hot(jnp.arange(8) % 3, 3))
+
+    def loss(model, batch, key):
+        return optax.softmax_cross_entropy(jax.vmap(model)(batch[0]), batch[1]).mean()
+
+    def run(member_map):
+        return fit(models, loss, data, optax.sgd(0.1), num_steps=6, batch_size=4, key=key, member_map=member_map)
+
+    chosen = run("auto")
+    assert chosen.member_map == ("unroll" if jax.default_backend() == "cpu" else "vmap")
+    dense = fit(jnp.ones((2, 3)), lambda m, b, k: jnp.sum(m), data, optax.sgd(0.1), num_steps=1, batch_size=4, key=key)
+    assert dense.member_map == ("scan" if jax.default_backend() == "cpu" else "vmap")
+    np.testing.assert_allclose(chosen.history.loss, run("scan").history.loss, rtol=1e-5)
+
+
+def test_other_arrays_stay_and_arrays_of_the_loss_are_inputs(key):
+    models = {"weight": jnp.ones((2, 3)), "count": jnp.array([3, 4]), "key": jax.random.split(key, 2)}
+
+    class Weighted(eqx.Module):
+        target: jax.Array
+
+        def __call__(self, model, batch, key):
+            return jnp.sum((model["weight"] - self.target) ** 2) + 0 * jnp.sum(batch)
+
+    data = jnp.ones((4, 1))
+    result = fit(models, Weighted(jnp.arange(3.0)), data, optax.sgd(0.5), num_steps=1, batch_size=None, key=key)
+    np.testing.assert_allclose(result.models["weight"], np.broadcast_to(np.arange(3.0), (2, 3)))
+    np.testing.assert_array_equal(result.models["count"], [3, 4])
+    assert (result.models["key"] == models["key"]).all()
+
+
+def test_zero_steps_return_the_fresh_models(key):
+    models, data = linear_members(key), regression(key)
+    result = fit(models, squared_error, data, optax.sgd(0.1), num_epochs=0, batch_size=4, key=key)
+    np.testing.assert_array_equal(weights(result), models.weight)
+    assert result.history.loss.shape == (3, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"num_steps": None}, ValueError, "`num_steps` must be given, or `num_epochs`"),
+        ({"num_epochs": 2}, ValueError, "but not both"),
+        ({"num_steps": 2.0}, TypeError, "num_steps"),
+        ({"batch_size": 11}, ValueError, r"`batch_size` must be at most the number of samples \(10\), got 11"),
+        ({"member_map": "pmap"}, ValueError, "'auto', 'vmap', 'scan', 'unroll', got 'pmap'"),
+        ({"observe_at": [0, 99]}, ValueError, "between 0 and the last step"),
+        ({"observe_at": [0.5]}, TypeError, "observe_at"),
+        ({"hyperparams": jnp.ones(2)}, ValueError, r"as many members as `models` \(3\), got 2"),
+        ({"key": jax.random.split(jax.random.key(0), 3)}, ValueError, "`shared_batches` must be False"),
+        ({"key": jax.random.split(jax.random.key(0), 2)}, ValueError, "one per member"),
+        ({"members_per_batch": 2, "member_map": "scan"}, ValueError, "`members_per_batch` must be None"),
+        ({"progress": "loud"}, ValueError, "'terminal', 'notebook', 'auto', got 'loud'"),
+    ],
+)
+def test_wrong_arguments_are_named(key, change, error, message):
+    options = {"num_steps": 2, "batch_size": 4, "key": key, **change}
+    with pytest.raises(error, match=message):
+        fit(linear_members(key), squared_error, regression(key), optax.sgd(0.1), **options)
+
+
+def test_wrong_trees_are_named(key):
+    models, (x, y) = linear_members(key), regression(key)
+    options = {"num_steps": 2, "batch_size": 4, "key": key}
+    with pytest.raises(ValueError, match=r"`data` must agree in the leading axis.*\[1\] with \(9,\)"):
+        fit(models, squared_error, (x, y[:9]), optax.sgd(0.1), **options)
+    with pytest.raises(ValueError, match="`models` must hold at least one array"):
+        fit(lambda x: x, squared_error, (x, y), optax.sgd(0.1), **options)
+    with pytest.raises(ValueError, match="`loss` must return a scalar"):
+        fit(models, lambda m, b, k: b[0], (x, y), optax.sgd(0.1), **options)
