@@ -6,8 +6,8 @@ Shapes are always checked. Values are checked where they are known: a traced val
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
-import jax
 import numpy as np
+from jax.core import Tracer
 from jax.typing import ArrayLike
 
 
@@ -29,7 +29,7 @@ def fail(name: str, wanted: str, got: object, advice: str = "") -> NoReturn:
 
 def is_traced(value: Any) -> bool:
     """Whether `value` is being traced by a transformation, so that its numbers are unknown."""
-    return isinstance(value, jax.core.Tracer)
+    return isinstance(value, Tracer)
 
 
 def check_ndim(name: str, array: ArrayLike, ndim: int, meaning: str) -> None:

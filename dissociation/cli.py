@@ -98,14 +98,11 @@ def _produce(figure: ModuleType, config: Any, run: RunOptions) -> int:
         "seconds": results.seconds | {"this call": seconds, "compiling": compiling["seconds"]},
     }
     save_description(stem.with_suffix(".json"), description)
-    rows = figure.table(results)
-    print(f"\n{config.data}: {results.data['num_train']} training and {results.data['num_test']} test images, ", end="")
-    print(f"{config.num_seeds} seeds, {config.num_epochs} epochs\n")
-    print(_aligned(rows))
-    print(
-        f"\n{seconds:.0f} s, of which {compiling['seconds']:.1f} s compiling {compiling['programs']} programs ", end=""
-    )
-    print(f"({compiling['cached']} more came from the cache, {cache_folder()})")
+    sizes = f"{results.data['num_train']} training and {results.data['num_test']} test images"
+    print(f"\n{config.data}: {sizes}, {config.num_seeds} seeds, {config.num_epochs} epochs\n")
+    print(_aligned(figure.table(results)))
+    compiled = f"{compiling['seconds']:.1f} s went into compiling {compiling['programs']} programs"
+    print(f"\n{seconds:.0f} s; {compiled} ({compiling['cached']} more came from {cache_folder()}).")
     print("Wrote " + ", ".join(str(path) for path in [*pictures, stem.with_suffix(".npz"), stem.with_suffix(".json")]))
     return 0
 
@@ -121,9 +118,9 @@ def _start_compilation_cache() -> dict[str, Any]:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     tally = {"seconds": 0.0, "programs": 0, "cached": 0}
 
-    def on_duration(event: str, seconds: float, **_: Any) -> None:
+    def on_duration(event: str, duration_secs: float, **_: Any) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
-            tally["seconds"] += seconds
+            tally["seconds"] += duration_secs
             tally["programs"] += 1
 
     def on_event(event: str, **_: Any) -> None:

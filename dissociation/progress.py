@@ -76,7 +76,8 @@ def open_meter(progress: str | MeterFactory | None, total: int, description: str
     """Opens a meter.
 
     Args:
-        progress: None for silence, "terminal", "notebook", "auto" (whichever it is), or a factory `(total, description) -> Meter`.
+        progress: None for silence, "terminal", "notebook", "auto" (whichever it is), or a factory
+            `(total, description) -> Meter`.
         total: The number of steps that make the work complete.
         description: A word or two in front of the bar.
 

@@ -12,14 +12,14 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from dissociation import checks
 
 MEMBER_AXIS = "members"
 
 
-def member_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
+def member_mesh(devices: Sequence[Any] | None = None) -> Mesh:
     """A one-dimensional mesh whose axis is `"members"`.
 
     Args:
@@ -29,7 +29,7 @@ def member_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
         A mesh with an automatic axis, as `training.fit(mesh=...)` takes it.
     """
     chosen = jax.devices() if devices is None else list(devices)
-    return Mesh(np.array(chosen), (MEMBER_AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
+    return Mesh(np.array(chosen), (MEMBER_AXIS,), axis_types=(AxisType.Auto,))
 
 
 def check_mesh(mesh: Mesh) -> None:

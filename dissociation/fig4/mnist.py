@@ -125,8 +125,7 @@ def fresh_networks(
     """
 
     def one(key: Array) -> eqx.nn.MLP:
-        biases = {"use_bias": False, "use_final_bias": False}
-        return eqx.nn.MLP(num_inputs, num_classes, width, 2, jax.nn.relu, **biases, key=key)
+        return eqx.nn.MLP(num_inputs, num_classes, width, 2, jax.nn.relu, use_bias=False, use_final_bias=False, key=key)
 
     return eqx.filter_vmap(one)(jax.random.split(key, num_seeds))
 

@@ -121,7 +121,9 @@ class Results(NamedTuple):
     seconds: dict[str, float]
 
 
-def rewrites(config: Config, basis: Array, published_basis: Array | None = None) -> dict[str, Callable[..., Any]]:
+def rewrites(
+    config: Config, basis: np.ndarray, published_basis: np.ndarray | None = None
+) -> dict[str, Callable[..., Any]]:
     """The variants: functions of one network and a key, the trained network itself first.
 
     Args:
@@ -129,18 +131,17 @@ def rewrites(config: Config, basis: Array, published_basis: Array | None = None)
         basis: Orthonormal basis of the data's null space, [dimension, pixels].
         published_basis: A second one, too large, for the variant that is not function-preserving; None leaves it out.
     """
-    layer = {"layer": REWRITTEN_LAYER}
 
     def scaled(model: eqx.nn.MLP, key: Array) -> eqx.nn.MLP:
-        return scale_mlp(model, config.scale_factor, **layer)
+        return scale_mlp(model, config.scale_factor, layer=REWRITTEN_LAYER)
 
     def duplicated(model: eqx.nn.MLP, key: Array) -> eqx.nn.MLP:
-        return duplicate_mlp(model, config.duplicate_multiplier, **layer)
+        return duplicate_mlp(model, config.duplicate_multiplier, layer=REWRITTEN_LAYER)
 
     def nuisance(model: eqx.nn.MLP, key: Array) -> eqx.nn.MLP:
-        return add_random_zero_to_mlp(model, config.num_nuisance, 1, key=key, **layer)
+        return add_random_zero_to_mlp(model, config.num_nuisance, 1, key=key, layer=REWRITTEN_LAYER)
 
-    def moved(basis: Array, model: eqx.nn.MLP, key: Array) -> eqx.nn.MLP:
+    def moved(basis: np.ndarray, model: eqx.nn.MLP, key: Array) -> eqx.nn.MLP:
         return perturb_mlp_in_null_space(model, basis, config.null_scale, key=key)
 
     variants = {
@@ -332,13 +333,13 @@ def _measure(rewrite: Any, measure: Any, models: Any, rewrite_keys: Array, noise
 
 
 def _input_curve(
-    images: Array, labels: Array, scales: Array, noise: Array, model: Any, rewritten: Any, key: Array
+    images: Array, labels: Array, scales: np.ndarray, noise: Array, model: Any, rewritten: Any, key: Array
 ) -> dict[str, Array]:
     return {"error": input_noise_error(rewritten, images, labels, scales, noise=noise)}
 
 
 def _parameter_curve(
-    images: Array, labels: Array, scales: Array, model: Any, rewritten: Any, key: Array
+    images: Array, labels: Array, scales: np.ndarray, model: Any, rewritten: Any, key: Array
 ) -> dict[str, Array]:
     noise = parameter_noise(rewritten, key=key)
     return {"error": parameter_noise_error(rewritten, images, labels, scales, noise=noise)}

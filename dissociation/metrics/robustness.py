@@ -121,11 +121,11 @@ def parameter_noise_error(
 
 def _apply_first_layer(model: Any, images: Any) -> tuple[Any, Any]:
     """Preactivations of the first layer and the rest of the network; images and model if it has no such layer."""
-    layered = isinstance(model, eqx.nn.MLP) and len(model.layers) > 1 and type(model.layers[0]) is eqx.nn.Linear
-    if not layered:
+    layers = model.layers if isinstance(model, eqx.nn.MLP) else ()
+    if len(layers) < 2 or type(layers[0]) is not eqx.nn.Linear:
         return images, model
     tail = eqx.tree_at(lambda m: m.layers[0], model, eqx.nn.Identity())
-    return jax.vmap(model.layers[0])(images), tail
+    return jax.vmap(layers[0])(images), tail
 
 
 def _split_first_layer(model: Any, images: Any, noise: Any) -> tuple[Any, Any, Any]:
@@ -133,5 +133,5 @@ def _split_first_layer(model: Any, images: Any, noise: Any) -> tuple[Any, Any, A
         still, tail = _apply_first_layer(model, images)
         if still is images:
             return images, noise, model
-        moving = noise @ model.layers[0].weight.T  # without the bias, which the noise does not carry
+        moving = jax.vmap(lambda draw: model.layers[0].weight @ draw)(jnp.asarray(noise))  # without the bias, which the noise does not carry
     return still, moving, tail

@@ -13,8 +13,9 @@ import optax
 import pytest
 
 from dissociation import checkpoint as checkpoints
-from dissociation import sharding, training
+from dissociation import sharding
 from dissociation.training import fit
+from dissociation.training import run as run_module
 
 
 class Linear(eqx.Module):
@@ -42,6 +43,10 @@ def squared_error(model, batch, key):
 def noisy_error(model, batch, key):
     x, y = batch
     return squared_error(model, (x + jax.random.normal(key, x.shape), y), key)
+
+
+def noisy_weight_error(weight, batch, key):
+    return noisy_error(Linear(weight), batch, key)
 
 
 def weights(result):
@@ -78,7 +83,7 @@ def test_equals_a_plain_loop(key, member_map):
                 member_key = jax.random.fold_in(jax.random.fold_in(key, 1), m)
                 step_key = jax.random.fold_in(jax.random.fold_in(member_key, 0), step)
                 batch = (data[0][chosen], data[1][chosen])
-                value, gradient = jax.value_and_grad(lambda w: noisy_error(Linear(w), batch, step_key))(weight)
+                value, gradient = jax.value_and_grad(noisy_weight_error)(weight, batch, step_key)
                 update, state = optimizer.update(gradient, state)
                 np.testing.assert_allclose(result.history.loss[m, step], value, rtol=1e-4)
                 weight, step = weight + update, step + 1
@@ -162,7 +167,7 @@ def test_chunks_leave_no_trace(key, monkeypatch, member_map):
         )
 
     whole = run()
-    monkeypatch.setattr(training, "CHUNK_SECONDS", 0.0)  # every chunk is one step
+    monkeypatch.setattr(run_module, "CHUNK_SECONDS", 0.0)  # every chunk is one step
     np.testing.assert_array_equal(weights(whole), weights(run()))
 
 
@@ -289,7 +294,7 @@ def test_an_interrupted_run_resumes_bit_for_bit(key, tmp_path, member_map):
 KILLED = """
 import jax, jax.numpy as jnp, numpy as np, optax, sys
 from dissociation import training
-training.CHUNK_SECONDS = 0.001
+training.run.CHUNK_SECONDS = 0.001
 x = jax.random.normal(jax.random.key(0), (500, 20))
 result = training.fit(
     jnp.ones((3, 20)), lambda w, b, k: jnp.mean((b @ w - 1) ** 2) + 0.01 * jax.random.normal(k) @ jnp.ones(()),

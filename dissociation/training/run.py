@@ -1,0 +1,224 @@
+"""The host's side of a run: chunks of steps, records, checkpoints."""
+
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from dissociation import checkpoint as checkpoints
+from dissociation import checks, sharding
+from dissociation.training.steps import MAX_CHUNK, Program, initialise, observe_members, permutation, run_chunk
+
+CHUNK_SECONDS = 1.0
+"""How long a chunk should take: how often progress is shown and an interrupt is heard."""
+
+
+class History(NamedTuple):
+    """What was recorded along the way.
+
+    Attributes:
+        loss: The loss of every step's batch, before the update: [members, steps], NumPy.
+        observed_at: The steps of the observations: [times]; step s is the state after s updates.
+        observed: The results of `observe`, every leaf [members, times, ...], NumPy; None without `observe`.
+    """
+
+    loss: np.ndarray
+    observed_at: np.ndarray
+    observed: Any
+
+
+class Batches(NamedTuple):
+    """The order of the samples: a permutation per epoch, cut into batches."""
+
+    num_samples: int
+    batch_size: int | None
+    epoch_steps: int
+    data_key: Array
+    member_keys: Array | None
+
+    def order(self, epoch: int) -> Array | None:
+        """[samples], or [members, samples] if members do not share their batches; None for full batches."""
+        if self.batch_size is None:
+            return None
+        keys = self.data_key if self.member_keys is None else self.member_keys
+        orders = permutation if self.member_keys is None else eqx.filter_vmap(permutation, in_axes=(0, None, None))
+        return orders(keys, jnp.asarray(epoch), self.num_samples)
+
+    def segment(self, step: int) -> tuple[int | None, int, int]:
+        """Batch size at `step`, position of its first sample in the order, and the step up to which both hold."""
+        if self.batch_size is None:
+            return None, 0, step + MAX_CHUNK
+        epoch, within = divmod(step, self.epoch_steps)
+        full, rest = divmod(self.num_samples, self.batch_size)
+        if within < full:
+            return self.batch_size, within * self.batch_size, epoch * self.epoch_steps + full
+        return rest, within * self.batch_size, step + 1
+
+
+class Run:
+    """The host's side of one run: where it stands, and what was recorded."""
+
+    def __init__(
+        self,
+        program: Program,
+        params: Any,
+        batches: Batches,
+        num_members: int,
+        checkpoint: str | Path | None,
+        identity: dict[str, Any] | None,
+        checkpoint_seconds: float,
+    ):
+        self.program, self.batches, self.num_members = program, batches, num_members
+        self.path = None if checkpoint is None else Path(checkpoint)
+        self.identity, self.checkpoint_seconds = identity, checkpoint_seconds
+        self.state = initialise(program, params)
+        self.step = 0
+        self.losses = [np.zeros((num_members, 0), self._loss_dtype())]
+        self.observed_at: list[int] = []
+        self.observations: list[Any] = []
+        self.diverged_at = np.full(num_members, -1)
+        self.epoch, self.order = -1, None
+        self.chunk, self.saved_at, self.recorded_at = 1, time.perf_counter(), 0
+        self.began, self.earlier_seconds = time.perf_counter(), 0.0
+
+    def seconds(self) -> float:
+        """Wall time so far, earlier parts included."""
+        return self.earlier_seconds + time.perf_counter() - self.began
+
+    def to_the_end(self, total: int, times: np.ndarray, meter: Any, log: Callable[..., Any] | None) -> None:
+        """Alternates between chunks of steps and records, until `total` steps are done or `log` returns True."""
+        stopped, described = False, ""
+        try:
+            while True:
+                if self.step in times and self.step not in self.observed_at:
+                    records = self.observe()
+                    described = _describe(records)
+                    stopped = log is not None and log(self.step, records) is True
+                meter.advance(self.step, described)
+                if stopped or self.step == total:
+                    break
+                later = times[times > self.step]
+                self.advance(min([total, *later[:1].tolist()]))
+                if time.perf_counter() - self.saved_at >= self.checkpoint_seconds:
+                    self.save()
+        except KeyboardInterrupt:
+            self.save()
+            raise
+        self.save()
+
+    def advance(self, target: int) -> None:
+        """Runs one chunk of steps, up to `target` at the most, and records its losses."""
+        batch_size, position, end = self.batches.segment(self.step)
+        epoch = self.step // self.batches.epoch_steps
+        if epoch != self.epoch:
+            self.epoch, self.order = epoch, self.batches.order(epoch)
+        count = min(target - self.step, end - self.step, self.chunk, MAX_CHUNK)
+        began = time.perf_counter()
+        calls, per_call = (count, 1) if self.program.member_map == "unroll" else (1, count)
+        columns = []
+        for i in range(calls):
+            place = jnp.asarray([self.step + i, position + i * (batch_size or 0), per_call])
+            self.state, losses = run_chunk((self.program, self.order, place, batch_size), self.state)
+            columns.append(losses)
+        losses = np.concatenate([np.asarray(column) for column in columns], axis=1)
+        seconds = time.perf_counter() - began
+        self.losses.append(losses[: self.num_members, :count])
+        self._notice_divergence(self.losses[-1])
+        self.step += count
+        if count == self.chunk:  # otherwise the time says nothing about a whole chunk
+            self.chunk = int(np.clip(self.chunk * CHUNK_SECONDS / max(seconds, 1e-6), 1, 4 * self.chunk))
+
+    def observe(self) -> dict[str, Any]:
+        """Records the observation at the current step and returns what `log` gets."""
+        done = np.concatenate(self.losses, axis=1)
+        since, self.recorded_at = self.recorded_at, self.step
+        mean = done[:, since:].mean(axis=1) if self.step > since else np.full(self.num_members, np.nan, done.dtype)
+        observed = None
+        if self.program.observe is not None:
+            observed = observe_members((self.program, jnp.asarray(self.step)), self.state[0])
+            observed = jax.tree.map(lambda leaf: np.asarray(leaf)[: self.num_members], observed)
+        self.observed_at.append(self.step)
+        self.observations.append(observed)
+        return {"loss": mean, "observed": observed}
+
+    def history(self) -> History:
+        """Everything recorded, stacked."""
+        observed = None
+        if self.program.observe is not None and self.observations:
+            observed = jax.tree.map(lambda *leaves: np.stack(leaves, axis=1), *self.observations)
+        return History(np.concatenate(self.losses, axis=1), np.asarray(self.observed_at, np.int64), observed)
+
+    def save(self) -> None:
+        """Writes the checkpoint, if there is one."""
+        if self.path is None:
+            return
+        header = {
+            "run": self.identity,
+            "step": self.step,
+            "seconds": self.seconds(),
+            "recorded_at": self.recorded_at,
+            "observed_at": self.observed_at,
+        }
+        checkpoints.save(self.path, (self.state, *self.history()), header)
+        self.saved_at = time.perf_counter()
+
+    def resume(self) -> None:
+        """Goes back to where the checkpoint stands, if there is one."""
+        if self.path is None or not self.path.exists():
+            return
+        header = checkpoints.read_header(self.path)
+        identity = self.identity or {}
+        different = [name for name, value in identity.items() if header["run"].get(name) != value]
+        if different:
+            checks.fail(
+                "checkpoint",
+                "be a file of the same run",
+                f"{self.path}, whose {', '.join(different)} differ",
+                "Delete it or name another file",
+            )
+        self.step, self.recorded_at = header["step"], header["recorded_at"]
+        self.observed_at, self.earlier_seconds = header["observed_at"], header["seconds"]
+        times = len(self.observed_at)
+        observed = None
+        if self.program.observe is not None and times:
+            shapes = eqx.filter_eval_shape(observe_members, (self.program, jnp.asarray(0)), self.state[0])
+            observed = jax.tree.map(lambda s: np.zeros((self.num_members, times, *s.shape[1:]), s.dtype), shapes)
+        like = History(np.zeros((self.num_members, self.step), self._loss_dtype()), np.zeros(times, np.int64), observed)
+        self.state, *recorded = checkpoints.restore(self.path, (self.state, *like))
+        history = History(*recorded)
+        if self.program.mesh is not None:
+            self.state = sharding.place_members(self.state, self.program.mesh)
+        self.losses = [history.loss]
+        self.observations = [jax.tree.map(lambda leaf, i=i: leaf[:, i], history.observed) for i in range(times)]
+        bad = ~np.isfinite(history.loss)
+        self.diverged_at = np.where(bad.any(axis=1), bad.argmax(axis=1) if self.step else 0, -1)
+
+    def _loss_dtype(self) -> Any:
+        return jax.eval_shape(lambda: jnp.zeros(())).dtype
+
+    def _notice_divergence(self, losses: np.ndarray) -> None:
+        bad = ~np.isfinite(losses)
+        for member in np.flatnonzero(bad.any(axis=1) & (self.diverged_at < 0)):
+            column = int(bad[member].argmax())
+            self.diverged_at[member] = self.step + column
+            message = f"member {member}: the loss became {losses[member, column]} at step {self.step + column}"
+            warnings.warn(f"{message}; the other members go on.", RuntimeWarning, stacklevel=5)
+
+
+def _describe(records: dict[str, Any]) -> str:
+    """Mean and standard deviation over members of the loss and of every scalar observed, in a line."""
+    leaves = jax.tree_util.tree_leaves_with_path(records)
+    scalars = [
+        (jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in leaves if leaf.ndim == 1
+    ]
+    shown = [
+        (name.removeprefix("observed.") or name, leaf[np.isfinite(leaf)].astype(np.float64)) for name, leaf in scalars
+    ]
+    return ", ".join(f"{name} {leaf.mean():.4g} \u00b1 {leaf.std():.2g}" for name, leaf in shown if leaf.size)
