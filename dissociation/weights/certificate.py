@@ -75,13 +75,13 @@ def certify(
         else:
             batch_size = min(check_count("batch_size", batch_size, minimum=1), num_inputs)
             changes, sizes, flips = jax.lax.map(compare, inputs, batch_size=batch_size)
-    change, size = jnp.max(changes), jnp.max(sizes)
+    change, size, flipped = jnp.max(changes), jnp.max(sizes), jnp.sum(flips)
     return Certificate(
         max_abs_change=change,
         # Where all outputs are zero, no change is none and any change is infinite.
         max_rel_change=jnp.where(change == 0, change, change / size),
-        changed_predictions=jnp.sum(flips),
-        num_inputs=jnp.asarray(num_inputs),
+        changed_predictions=flipped,
+        num_inputs=jnp.asarray(num_inputs, flipped.dtype),
     )
 
 

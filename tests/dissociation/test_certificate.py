@@ -1,0 +1,111 @@
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+
+from dissociation.weights.certificate import certify
+from dissociation.weights.mlp import scale_mlp
+from dissociation.weights.noise import add_parameter_noise
+
+
+@pytest.fixture
+def unchecked():
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+INPUTS = np.asarray([[1.0, 0.0], [0.0, 2.0], [-4.0, 1.0], [0.5, 0.4]], np.float32)
+
+
+@pytest.mark.parametrize("batch_size", [None, 1, 3, 4, 100])
+@pytest.mark.parametrize("run", [certify, eqx.filter_jit(certify)])
+def test_counts_by_hand(run, batch_size):
+    # The identity against a shift of the second output by 0.25: only the last input changes sides.
+    certificate = run(lambda x: x, lambda x: x + jnp.asarray([0.0, 0.25]), INPUTS, batch_size=batch_size)
+    assert float(certificate.max_abs_change) == 0.25
+    assert float(certificate.max_rel_change) == 0.0625
+    assert int(certificate.changed_predictions) == 1
+    assert int(certificate.num_inputs) == 4
+    assert not bool(certificate.kept(1.0))
+
+
+def test_a_change_without_a_flip_is_judged_by_its_size():
+    certificate = certify(lambda x: x, lambda x: x + 0.25, INPUTS)
+    assert int(certificate.changed_predictions) == 0
+    assert bool(certificate.kept(0.25))
+    assert not bool(certificate.kept(0.2))
+    same = certify(jnp.sin, jnp.sin, INPUTS)
+    assert [float(value) for value in same] == [0, 0, 0, 4]
+    assert bool(same.kept(0.0))
+
+
+def test_zero_outputs_and_faulty_outputs():
+    zero = certify(jnp.zeros_like, jnp.zeros_like, INPUTS)
+    assert float(zero.max_rel_change) == 0
+    assert float(certify(jnp.zeros_like, jnp.ones_like, INPUTS).max_rel_change) == np.inf
+    faulty = certify(lambda x: x, lambda x: jnp.where(x > 1.5, jnp.nan, x), INPUTS)
+    assert np.isnan(float(faulty.max_abs_change))
+    assert not bool(faulty.kept(1e9))
+    # Outputs that are not finite before either cannot be vouched for.
+    assert not bool(certify(lambda x: x / 0, lambda x: x / 0, INPUTS).kept())
+
+
+def test_outputs_of_any_shape():
+    for reshape in (lambda z: z[0], lambda z: z[:1]):
+        certificate = certify(reshape, lambda x: reshape(x) - 0.75, INPUTS)  # noqa: B023
+        assert int(certificate.changed_predictions) == 1
+        assert float(certificate.max_abs_change) == 0.75
+    image = certify(lambda x: jnp.outer(x, x), lambda x: jnp.outer(x, x).at[0, 0].add(30.0), INPUTS)
+    assert float(image.max_abs_change) == 30
+    assert int(image.changed_predictions) == 1
+
+
+def test_members_plain_jit_vmap_loop(key):
+    keys = jax.random.split(key, 3)
+    x = jax.random.normal(key, (20, 6))
+    models = eqx.filter_vmap(lambda k: eqx.nn.MLP(6, 3, 10, 1, use_bias=False, key=k))(keys)
+
+    def noisy(model, k):
+        return certify(model, add_parameter_noise(model, 0.3, key=k), x, batch_size=8)
+
+    mapped = eqx.filter_vmap(noisy)(models, keys)
+    assert mapped.num_inputs.shape == (3,)
+    for i in range(3):
+        one = jax.tree.map(lambda leaf: leaf[i] if eqx.is_array(leaf) else leaf, models)  # noqa: B023
+        for run in (noisy, eqx.filter_jit(noisy)):
+            for a, b in zip(mapped, run(one, keys[i]), strict=True):
+                np.testing.assert_allclose(a[i], b, rtol=1e-4)
+
+
+def test_rewrite_passes_and_noise_fails(key):
+    model = eqx.nn.MLP(6, 3, 10, 2, key=key)
+    x = jax.random.normal(key, (200, 6))
+    assert bool(certify(model, scale_mlp(model, 20), x).kept())
+    assert not bool(certify(model, add_parameter_noise(model, 0.1, key=key), x).kept())
+    wanted = jax.vmap(add_parameter_noise(model, 0.1, key=key))(x) - jax.vmap(model)(x)
+    measured = certify(model, add_parameter_noise(model, 0.1, key=key), x)
+    np.testing.assert_allclose(measured.max_abs_change, jnp.max(jnp.abs(wanted)), rtol=1e-5)
+
+
+def test_the_highest_precision_is_asked_for():
+    seen = []
+
+    def model(x):
+        seen.append(jax.config.jax_default_matmul_precision)
+        return x
+
+    certify(model, model, INPUTS)
+    assert set(seen) == {"highest"}
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_certificate_refuses():
+    with pytest.raises(ValueError, match="`rewritten` must give outputs of the shape"):
+        certify(lambda x: x, lambda x: x[:1], INPUTS)
+    with pytest.raises(ValueError, match="`inputs` must hold at least one example"):
+        certify(jnp.sin, jnp.sin, INPUTS[:0])
+    with pytest.raises(ValueError, match="`batch_size` must be at least 1"):
+        certify(jnp.sin, jnp.sin, INPUTS, batch_size=0)

@@ -1,0 +1,481 @@
+from fractions import Fraction
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+
+from dissociation.fig4 import expand
+from dissociation.weights import mlp
+from dissociation.weights.certificate import certify
+from dissociation.weights.neurons import (
+    add_phantom_zero_neurons,
+    add_random_zero_neurons,
+    duplicate_neurons,
+    scale_neurons,
+)
+
+HIDDEN, INPUTS, OUTPUTS = 12, 7, 5
+
+
+@pytest.fixture
+def unchecked():
+    """As users run it: our own errors, not the type checker's."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
+def layer(key):
+    k1, k2 = jax.random.split(key)
+    return jax.random.normal(k1, (HIDDEN, INPUTS)), jax.random.normal(k2, (OUTPUTS, HIDDEN))
+
+
+@pytest.fixture
+def x(key):
+    return jax.random.normal(jax.random.fold_in(key, 1), (INPUTS, 40))
+
+
+def outputs(pair, x, activation=jax.nn.relu):
+    w_in, w_out = pair
+    return w_out @ activation(w_in @ x)
+
+
+def change(new, old, x, activation=jax.nn.relu):
+    return float(jnp.max(jnp.abs(outputs(new, x, activation) - outputs(old, x, activation))))
+
+
+# scale
+
+
+@pytest.mark.parametrize("factor", [0.1, 20, 20.0, np.float32(3), np.int64(2), jnp.asarray(7), jnp.asarray(0.5)])
+def test_scale_is_what_the_equation_says(layer, factor):
+    w_in, w_out = scale_neurons(w_in=layer[0], w_out=layer[1], scale_factor=factor)
+    np.testing.assert_allclose(w_in, float(factor) * np.asarray(layer[0]), rtol=1e-6)
+    np.testing.assert_allclose(w_out, np.asarray(layer[1]) / float(factor), rtol=1e-6)
+    assert w_in.dtype == w_out.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("activation", [jax.nn.relu, jax.nn.leaky_relu, jax.nn.identity])
+def test_scale_keeps_homogeneous_functions(layer, x, activation):
+    each = jnp.logspace(-1, 1, HIDDEN)
+    for factor in (0.1, 20, each):
+        assert change(scale_neurons(*layer, factor), layer, x, activation) < 1e-4
+
+
+@pytest.mark.parametrize("activation", [jnp.tanh, jax.nn.gelu, jax.nn.softplus, jax.nn.relu6])
+def test_scale_changes_other_functions(layer, x, activation):
+    assert change(scale_neurons(*layer, 3.0), layer, x, activation) > 0.1
+
+
+def test_scale_by_a_negative_factor_would_change_the_function(layer, x):
+    assert change((-layer[0], -layer[1]), layer, x) > 0.1
+
+
+def test_function_is_flat_in_the_scale(layer, x):
+    # A function that does not depend on a has derivative zero in a; with tanh it has not.
+    for activation, flat in ((jax.nn.relu, True), (jnp.tanh, False)):
+        value, slope = jax.jvp(lambda a: outputs(scale_neurons(*layer, a), x, activation), (2.0,), (1.0,))  # noqa: B023
+        assert (float(jnp.max(jnp.abs(slope))) < 1e-4 * float(jnp.max(jnp.abs(value)))) == flat
+
+
+def test_a_sweep_of_scales_is_traced_once(layer, x):
+    traces = []
+
+    @jax.jit
+    def run(factor):
+        traces.append(factor)
+        return outputs(scale_neurons(*layer, factor), x)
+
+    for factor in np.logspace(-2, 2, 9):
+        np.testing.assert_allclose(run(factor), outputs(layer, x), atol=1e-4)
+    assert len(traces) == 1
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("factor", [0, -1.0, np.inf, np.nan, np.ones(HIDDEN + 1), -np.ones(HIDDEN)])
+def test_scale_refuses(layer, factor):
+    with pytest.raises(ValueError, match="`scale_factor` must be"):
+        scale_neurons(*layer, factor)
+
+
+# duplicate
+
+
+def test_copies_come_in_the_order_documented(layer):
+    w_in, w_out = duplicate_neurons(layer[0][:3], layer[1][:, :3], 2.6)
+    order = [0, 1, 2, 0, 1, 2, 0, 1]
+    np.testing.assert_array_equal(w_in, layer[0][np.asarray(order)])
+    np.testing.assert_allclose(
+        w_out, layer[1][:, np.asarray(order)] / np.asarray([[3, 3, 2, 3, 3, 2, 3, 3]]), rtol=1e-6
+    )
+
+
+@pytest.mark.parametrize("hidden", [7, 10, 1024])
+def test_number_of_copies(hidden):
+    # The fractional part of a float such as 1.2 is a little under 0.2, and truncating would lose neurons.
+    w_in, w_out = np.ones((hidden, 1), np.float32), np.ones((1, hidden), np.float32)
+    for tenths in range(10, 41):
+        exact = tenths // 10 * hidden + round(Fraction(tenths % 10, 10) * hidden)
+        shapes = jax.eval_shape(lambda: duplicate_neurons(w_in, w_out, tenths / 10))  # noqa: B023
+        assert [leaf.shape for leaf in shapes] == [(exact, 1), (1, exact)]
+
+
+@pytest.mark.parametrize("multiplier", [1, 1.0, 1.2, 1 + 1, 2.7, np.float64(3.25)])
+@pytest.mark.parametrize("activation", [jax.nn.relu, jnp.tanh])
+def test_duplicates_keep_the_function(layer, x, multiplier, activation):
+    new = duplicate_neurons(w_in=layer[0], w_out=layer[1], duplicate_multiplier=multiplier)
+    assert change(new, layer, x, activation) < 1e-4
+    if multiplier == 1:
+        np.testing.assert_array_equal(new[0], layer[0])
+
+
+def test_duplicates_that_do_not_share_change_the_function(layer, x):
+    w_in, w_out = duplicate_neurons(*layer, 1.5)
+    unshared = layer[1][:, np.arange(len(w_in)) % HIDDEN]
+    assert change((w_in, unshared), layer, x) > 0.1
+    # Nor is an equal share for all right where some neurons have more copies than others.
+    assert change((w_in, unshared / 1.5), layer, x) > 0.1
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_duplicate_refuses(layer):
+    for multiplier in (0.9, 0, -1, np.nan, np.inf):
+        with pytest.raises(ValueError, match="`duplicate_multiplier` must be finite and at least 1"):
+            duplicate_neurons(*layer, multiplier)
+    with pytest.raises(TypeError, match="sets shapes"):
+        jax.jit(lambda m: duplicate_neurons(*layer, m))(2.0)
+
+
+# random zero neurons
+
+
+@pytest.mark.parametrize("activation", [jax.nn.relu, jnp.tanh])
+@pytest.mark.parametrize(("groups", "size"), [(3, 4), (1024, 1), (5, 2), (0, 3), (1, 1)])
+def test_zero_neurons_keep_the_function(layer, x, key, activation, groups, size):
+    new = add_random_zero_neurons(*layer, groups, size, key=key)
+    assert new[0].shape == (HIDDEN + groups * size, INPUTS)
+    assert change(new, layer, x, activation) < 1e-4
+    np.testing.assert_array_equal(new[0][:HIDDEN], layer[0])
+    np.testing.assert_array_equal(new[1][:, :HIDDEN], layer[1])
+
+
+def test_zero_neurons_of_different_incoming_weights_would_not_cancel(layer, x, key):
+    w_in, w_out = add_random_zero_neurons(*layer, key=key)
+    shuffled = jnp.concatenate([w_in[:HIDDEN], jnp.roll(w_in[HIDDEN:], 1, axis=0)])
+    assert change((shuffled, w_out), layer, x) > 0.1
+
+
+def test_groups_share_incoming_weights_and_cancel(layer, key):
+    w_in, w_out = add_random_zero_neurons(w_in=layer[0], w_out=layer[1], key=key)
+    new_in, new_out = w_in[HIDDEN:].reshape(3, 4, INPUTS), w_out[:, HIDDEN:].reshape(OUTPUTS, 3, 4)
+    np.testing.assert_array_equal(new_in, jnp.broadcast_to(new_in[:, :1], new_in.shape))
+    np.testing.assert_allclose(jnp.sum(new_out, axis=-1), 0, atol=1e-6)
+    assert float(jnp.min(jnp.abs(new_out))) > 0
+    single = add_random_zero_neurons(*layer, 4, 1, key=key)[1][:, HIDDEN:]
+    np.testing.assert_array_equal(single, np.zeros((OUTPUTS, 4)))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_zero_neurons_are_of_full_rank(layer, key, size):
+    added = add_random_zero_neurons(*layer, 64, size, key=key)[0][HIDDEN:]
+    assert np.linalg.matrix_rank(added) == INPUTS
+    few = add_random_zero_neurons(*layer, 3, size, key=key)[0][HIDDEN:]
+    assert np.linalg.matrix_rank(few) == 3
+
+
+@pytest.mark.parametrize("std", [1.0, 0.02, jnp.asarray(3.0)])
+def test_size_of_zero_neurons(key, std):
+    w_in, w_out = np.ones((2, 50), np.float32), np.asarray([[0.3, -0.4]], np.float32).repeat(20, axis=0)
+    new_in, new_out = add_random_zero_neurons(w_in, w_out, 200, 3, key=key, incoming_std=std)
+    draws = new_in[2::3]
+    # Of n normal draws, the mean has the standard error std / sqrt(n) and the variance std^2 sqrt(2 / n).
+    assert abs(float(jnp.mean(draws))) < 4 * float(std) / np.sqrt(draws.size)
+    assert abs(float(jnp.var(draws)) / float(std) ** 2 - 1) < 4 * np.sqrt(2 / draws.size)
+    degrees = 20 * 200 * 2
+    spread = float(jnp.mean(new_out[:, 2:] ** 2)) / np.mean(w_out**2)
+    assert abs(spread - 1) < 4 * np.sqrt(2 / degrees)
+    given = add_random_zero_neurons(w_in, w_out, 200, 3, key=key, outgoing_std=5)[1][:, 2:]
+    np.testing.assert_allclose(given, new_out[:, 2:] * 5 / np.sqrt(np.mean(w_out**2)), rtol=1e-4)
+
+
+def test_both_kinds_of_key_draw_the_same(layer):
+    typed = add_random_zero_neurons(*layer, key=jax.random.key(5))
+    legacy = add_random_zero_neurons(*layer, key=jax.random.PRNGKey(5))
+    other = add_random_zero_neurons(*layer, key=jax.random.key(6))
+    assert eqx.tree_equal(typed, legacy)
+    assert not eqx.tree_equal(typed, other)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_impossible_zero_neurons_are_refused_with_a_reason(layer, key):
+    with pytest.raises(ValueError, match="`num_zero_groups` must be at least 0, got -1"):
+        add_random_zero_neurons(*layer, -1, key=key)
+    with pytest.raises(ValueError, match="`neurons_per_group` must be at least 1, got 0"):
+        add_random_zero_neurons(*layer, 3, 0, key=key)
+    with pytest.raises(TypeError, match="`num_zero_groups` must be a Python integer"):
+        add_random_zero_neurons(*layer, 1.5, key=key)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="`incoming_std` must be non-negative"):
+        add_random_zero_neurons(*layer, key=key, incoming_std=-1.0)
+    with pytest.raises(ValueError, match="`outgoing_std` must be non-negative"):
+        add_random_zero_neurons(*layer, key=key, outgoing_std=-1.0)
+
+
+# phantom neurons
+
+
+def test_phantoms_show_any_pattern_on_few_inputs(layer, x, key):
+    inputs, pattern = np.asarray(x.T[:6]), jax.random.normal(key, (6, 9))
+    w_in, w_out = add_phantom_zero_neurons(w_in=layer[0], w_out=layer[1], inputs=inputs, pattern=pattern)
+    np.testing.assert_allclose(inputs @ w_in[HIDDEN:].T, pattern, atol=1e-4)
+    np.testing.assert_array_equal(w_out[:, HIDDEN:], np.zeros((OUTPUTS, 9)))
+    np.testing.assert_array_equal(w_in[:HIDDEN], layer[0])
+    assert change((w_in, w_out), layer, x) < 1e-6
+    # Controls: with outgoing weights they would be seen, and on other inputs they show something else.
+    assert change((w_in, w_out.at[:, HIDDEN:].set(1.0)), layer, x) > 0.1
+    assert float(jnp.max(jnp.abs(x.T[6:12] @ w_in[HIDDEN:].T - pattern))) > 0.1
+
+
+@pytest.mark.parametrize(("batch", "rank"), [(40, 7), (40, 4), (5, 3), (40, 0)])
+def test_phantoms_are_the_least_squares_solution_of_numpy(layer, batch, rank):
+    rng = np.random.default_rng(0)
+    inputs = rng.integers(-4, 5, (batch, rank)) @ rng.integers(-4, 5, (rank, INPUTS))  # exact in float32, and deficient
+    pattern = rng.normal(size=(batch, 3))
+    wanted = np.linalg.lstsq(inputs.astype(float), pattern.astype(np.float32).astype(float), rcond=1e-10)[0].T
+    got = add_phantom_zero_neurons(*layer, inputs.astype(np.float32), pattern.astype(np.float32))[0][HIDDEN:]
+    np.testing.assert_allclose(got, wanted, atol=1e-5)
+
+
+def test_phantoms_of_ill_conditioned_inputs(layer):
+    rng = np.random.default_rng(1)
+    u, v = (np.linalg.qr(rng.normal(size=(n, INPUTS)))[0] for n in (30, INPUTS))
+    inputs = ((u * np.logspace(0, -4, INPUTS)) @ v.T).astype(np.float32)
+    pattern = (u @ rng.normal(size=(INPUTS, 2))).astype(np.float32)
+    exact = np.linalg.lstsq(inputs.astype(float), pattern.astype(float))[0]
+    new = np.asarray(add_phantom_zero_neurons(*layer, inputs, pattern)[0][HIDDEN:], float)
+    np.testing.assert_allclose(inputs.astype(float) @ (new.T - exact), 0, atol=1e-3)
+    # A coarse cut-off gives small weights and misses the pattern.
+    coarse = np.asarray(add_phantom_zero_neurons(*layer, inputs, pattern, rtol=1e-2)[0][HIDDEN:], float)
+    assert np.abs(coarse).max() < 0.1 * np.abs(new).max()
+    assert np.abs(inputs @ (coarse.T - exact)).max() > 0.1
+
+
+def test_derivative_of_phantoms_in_the_pattern(layer, x, key):
+    # On independent inputs the preactivations are the pattern: their Jacobian is the identity.
+    inputs, pattern = x.T[:5], jax.random.normal(key, (5, 1))
+    jacobian = jax.jacobian(lambda p: inputs @ add_phantom_zero_neurons(*layer, inputs, p)[0][HIDDEN:].T)(pattern)
+    np.testing.assert_allclose(jacobian.reshape(5, 5), np.eye(5), atol=1e-4)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_phantom_refuses(layer):
+    inputs, pattern = np.ones((4, INPUTS), np.float32), np.ones((4, 2), np.float32)
+    with pytest.raises(ValueError, match="`inputs` must have as many columns as `w_in`"):
+        add_phantom_zero_neurons(*layer, inputs[:, :-1], pattern)
+    with pytest.raises(ValueError, match="`pattern` must have as many rows as `inputs`"):
+        add_phantom_zero_neurons(*layer, inputs, pattern[:-1])
+    with pytest.raises(ValueError, match="`pattern` must be finite"):
+        add_phantom_zero_neurons(*layer, inputs, pattern * np.nan)
+
+
+# all four
+
+REWRITES = {
+    "scale": lambda w_in, w_out, key: scale_neurons(w_in, w_out, 20),
+    "duplicate": lambda w_in, w_out, key: duplicate_neurons(w_in, w_out, 1.5),
+    "zero": lambda w_in, w_out, key: add_random_zero_neurons(w_in, w_out, key=key),
+    "phantom": lambda w_in, w_out, key: add_phantom_zero_neurons(
+        w_in, w_out, jax.random.normal(key, (6, w_in.shape[1]), w_in.dtype), jnp.eye(6, dtype=w_in.dtype)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REWRITES)
+def test_plain_jit_vmap_and_loop_agree(name, key):
+    keys = jax.random.split(key, 3)
+    w_in = jax.random.normal(keys[0], (3, HIDDEN, INPUTS))
+    w_out = jax.random.normal(keys[1], (3, OUTPUTS, HIDDEN))
+    rewrite = REWRITES[name]
+    plain = [rewrite(w_in[i], w_out[i], keys[i]) for i in range(3)]
+    compiled = [jax.jit(rewrite)(w_in[i], w_out[i], keys[i]) for i in range(3)]
+    mapped = jax.vmap(rewrite)(w_in, w_out, keys)
+    for i in range(3):
+        for one, two, three in zip(plain[i], compiled[i], mapped, strict=True):
+            np.testing.assert_allclose(one, two, rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(one, three[i], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", REWRITES)
+def test_double_precision(name, key):
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(0)
+        layer, x = (rng.normal(size=(HIDDEN, INPUTS)), rng.normal(size=(OUTPUTS, HIDDEN))), rng.normal(size=(INPUTS, 9))
+        new = REWRITES[name](jnp.asarray(layer[0]), jnp.asarray(layer[1]), key)
+        assert {w.dtype for w in new} == {jnp.dtype("float64")}
+        assert change(new, layer, x) < 1e-12
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_pairs_that_do_not_fit_are_refused(layer):
+    with pytest.raises(ValueError, match="`w_out` must have as many hidden neurons as `w_in`"):
+        scale_neurons(layer[0], layer[1][:, 1:])
+    with pytest.raises(ValueError, match="`w_in` must have 2 axes"):
+        duplicate_neurons(layer[0][None], layer[1])
+
+
+def test_fixed_import_path():
+    wanted = (scale_neurons, duplicate_neurons, add_random_zero_neurons, add_phantom_zero_neurons)
+    found = (expand.scale_neurons, expand.duplicate_neurons, expand.add_random_zero_neurons)
+    assert (*found, expand.add_phantom_zero_neurons) == wanted
+
+
+def test_rewrites_by_hand_inside_a_model(key):
+    # The way the paper's notebook does it: matrices of a model without biases, replaced in place, over stacked members.
+    def make(k):
+        return eqx.nn.MLP(6, 3, 10, 2, use_bias=False, use_final_bias=False, key=k)
+
+    models = eqx.filter_vmap(make)(jax.random.split(key, 2))
+
+    def wider(model, number, k):
+        w_in, w_out = expand.add_random_zero_neurons(
+            w_in=model.layers[1].weight,
+            w_out=model.layers[2].weight,
+            num_zero_groups=number,
+            neurons_per_group=1,
+            key=k,
+        )
+        return eqx.tree_at(lambda m: (m.layers[1].weight, m.layers[2].weight), model, (w_in, w_out))
+
+    keys = jax.random.split(key, 2)
+    by_hand = eqx.filter_vmap(wider, in_axes=(eqx.if_array(0), None, 0))(models, 16, keys)
+    whole = eqx.filter_vmap(lambda m, k: mlp.add_random_zero_to_mlp(m, 16, 1, key=k, layer=1))(models, keys)
+    assert eqx.tree_equal(eqx.filter(by_hand, eqx.is_array).layers[1].weight, whole.layers[1].weight)
+    x = jax.random.normal(key, (5, 6))
+    run = eqx.filter_vmap(lambda m: jax.vmap(m)(x))
+    np.testing.assert_allclose(run(by_hand), run(models), atol=1e-6)
+    np.testing.assert_allclose(run(whole), run(models), atol=1e-6)
+
+
+# whole models
+
+MODEL_REWRITES = {
+    "scale": lambda model, x, key, layer: mlp.scale_mlp(model, 20, layer=layer),
+    "duplicate": lambda model, x, key, layer: mlp.duplicate_mlp(model, 1.5, layer=layer),
+    "zero": lambda model, x, key, layer: mlp.add_random_zero_to_mlp(model, key=key, layer=layer),
+    "phantom": lambda model, x, key, layer: mlp.add_phantom_zero_to_mlp(model, x[:5], jnp.eye(5), layer=layer),
+    "permute": lambda model, x, key, layer: mlp.permute_mlp(model, key=key, layer=layer),
+}
+
+
+@eqx.filter_jit
+def rewritten(name, model, x, key, layer):
+    new = MODEL_REWRITES[name](model, x, key, layer)
+    return new, certify(model, new, x, batch_size=None)
+
+
+@pytest.mark.parametrize("name", MODEL_REWRITES)
+@pytest.mark.parametrize(("depth", "layer", "bias"), [(1, 0, True), (2, 1, False), (3, 1, True), (3, -1, True)])
+def test_models_keep_their_function(name, depth, layer, bias, key):
+    x = jax.random.normal(key, (30, 6))
+    model = eqx.nn.MLP(6, 3, 10, depth, use_bias=bias, use_final_bias=bias, key=key)
+    new, certificate = rewritten(name, model, x, key, layer)
+    assert bool(certificate.kept(1e-5)), certificate
+    changed = [not eqx.tree_equal(a, b) for a, b in zip(model.layers, new.layers, strict=True)]
+    assert changed == [i - layer % depth in (0, 1) for i in range(depth + 1)]
+    # Rewriting as if there were no bias is the control: the function changes.
+    if bias and name in ("scale", "permute"):
+        forgotten = eqx.tree_at(lambda m: m.layers[layer % depth].bias, new, model.layers[layer % depth].bias)
+        assert not np.allclose(jax.vmap(forgotten)(x), jax.vmap(model)(x), atol=1e-3)
+
+
+@pytest.mark.parametrize("name", MODEL_REWRITES)
+def test_stacked_models(name, key):
+    x, keys = jax.random.normal(key, (30, 6)), jax.random.split(key, 3)
+    models = eqx.filter_vmap(lambda k: eqx.nn.MLP(6, 3, 10, 1, key=k))(keys)
+    rewrite = MODEL_REWRITES[name]
+    mapped = eqx.filter_vmap(lambda m, k: rewrite(m, x, k, -1))(models, keys)
+    for i in range(3):
+        one = jax.tree.map(lambda leaf: leaf[i] if eqx.is_array(leaf) else leaf, models)  # noqa: B023
+        chosen = jax.tree.map(lambda leaf: leaf[i] if eqx.is_array(leaf) else leaf, mapped)  # noqa: B023
+        for alone in (rewritten(name, one, x, keys[i], -1)[0], rewrite(one, x, keys[i], -1)):
+            assert jax.tree.structure(alone) == jax.tree.structure(chosen)
+            for a, b in zip(alone.layers, chosen.layers, strict=True):
+                np.testing.assert_allclose(a.weight, b.weight, rtol=1e-4, atol=1e-4)
+                np.testing.assert_allclose(a.bias, b.bias, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="Map over stacked members"):
+        rewrite(models, x, key, -1)
+
+
+def test_a_rewritten_model_is_one_of_the_new_width(key):
+    model, wide = (eqx.nn.MLP(6, "scalar", width, 1, key=key) for width in (10, 20))
+    assert jax.tree.structure(mlp.duplicate_mlp(model, 2)) == jax.tree.structure(wide)
+    deep = mlp.duplicate_mlp(eqx.nn.MLP(6, 3, 10, 2, key=key), 2)
+    assert (deep.layers[0].out_features, deep.layers[1].out_features, deep.layers[2].in_features) == (10, 20, 20)
+    assert deep.width_size == 10
+    assert mlp.duplicate_mlp(deep, 2, layer=0).width_size == 20
+
+
+@pytest.mark.parametrize("name", MODEL_REWRITES)
+def test_scalar_inputs(name, key):
+    model, x = eqx.nn.MLP("scalar", "scalar", 10, 2, key=key), jax.random.normal(key, (30,))
+    assert float(rewritten(name, model, x, key, 0)[1].max_abs_change) < 1e-5
+
+
+def test_phantoms_see_what_the_layer_sees(key):
+    model, x = eqx.nn.MLP(6, 3, 10, 2, key=key), jax.random.normal(key, (8, 6))
+    pattern = jax.random.normal(jax.random.key(1), (8, 4))
+    new = mlp.add_phantom_zero_to_mlp(model, x, pattern, layer=1)
+    preactivations = jax.vmap(lambda one: new.layers[1](jax.nn.relu(new.layers[0](one))))(x)
+    np.testing.assert_allclose(preactivations[:, 10:], pattern, atol=1e-3)
+
+
+@pytest.mark.parametrize("activation", [jax.nn.leaky_relu, jnp.abs, lambda z: 2 * z])
+def test_scale_of_models_takes_any_homogeneous_activation(activation, key):
+    model = eqx.nn.MLP(6, 3, 10, 2, activation=activation, key=key)
+    x = jax.random.normal(key, (30, 6))
+    assert bool(rewritten("scale", model, x, key, 1)[1].kept(1e-4))
+
+
+@pytest.mark.parametrize("activation", [jnp.tanh, jax.nn.gelu, jax.nn.relu6, jax.nn.softplus, lambda z: z + 1])
+def test_scale_of_models_refuses_other_activations(activation, key):
+    model = eqx.nn.MLP(6, 3, 10, 2, activation=activation, key=key)
+    for run in (mlp.scale_mlp, eqx.filter_jit(mlp.scale_mlp)):
+        with pytest.raises(ValueError, match="positively homogeneous activation"):
+            run(model, 20.0)
+    x = jax.random.normal(key, (30, 6))
+    forced = mlp.scale_mlp(model, 20.0, assume_homogeneous=True)
+    assert not np.allclose(jax.vmap(forced)(x), jax.vmap(model)(x), atol=1e-3)
+
+
+def test_a_sweep_of_model_scales_is_traced_once(key):
+    model, traces = eqx.nn.MLP(6, 3, 10, 2, key=key), []
+
+    @eqx.filter_jit
+    def run(model, factor, x):
+        traces.append(factor)
+        return certify(model, mlp.scale_mlp(model, factor), x)
+
+    for factor in np.logspace(-1, 1, 7):
+        assert bool(run(model, jnp.asarray(factor), jnp.ones((4, 6))).kept())
+    assert len(traces) == 1
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_models_that_cannot_be_rewritten_are_refused(key):
+    model = eqx.nn.MLP(6, 3, 10, 2, key=key)
+    for layer in (2, -3):
+        with pytest.raises(ValueError, match="`layer` must name one of the 2 hidden layers"):
+            mlp.scale_mlp(model, layer=layer)
+    with pytest.raises(ValueError, match="one of the 0 hidden layers"):
+        mlp.scale_mlp(eqx.nn.MLP(6, 3, 10, 0, key=key))
+    with pytest.raises(TypeError, match="must be an eqx.nn.MLP"):
+        mlp.duplicate_mlp(eqx.nn.Linear(6, 3, key=key))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="scan=False"):
+        mlp.duplicate_mlp(eqx.nn.MLP(6, 3, 10, 3, scan=True, key=key))
+    with pytest.raises(ValueError, match="activation without parameters"):
+        mlp.duplicate_mlp(eqx.nn.MLP(6, 3, 10, 2, activation=eqx.nn.PReLU(0.1), key=key))
+    with pytest.raises(TypeError, match="must be an eqx.nn.Linear"):
+        mlp.duplicate_mlp(eqx.tree_at(lambda m: m.layers[1], model, eqx.nn.Identity()))

@@ -1,0 +1,107 @@
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+
+from dissociation.weights.certificate import certify
+from dissociation.weights.noise import add_parameter_noise, parameter_noise, perturb_parameters
+
+
+@pytest.fixture
+def unchecked():
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
+def model(key):
+    return eqx.nn.MLP(6, 3, 10, 2, use_bias=False, use_final_bias=False, key=key)
+
+
+def test_one_key_per_layer_in_their_order(model):
+    for key in (jax.random.key(8), jax.random.PRNGKey(8)):
+        noisy = add_parameter_noise(model, 0.3, key=key)
+        for old, new, k in zip(model.layers, noisy.layers, jax.random.split(key, 3), strict=True):
+            wanted = old.weight + 0.3 * jax.random.normal(k, old.weight.shape)
+            np.testing.assert_allclose(new.weight, wanted, rtol=1e-6)
+
+
+def test_noise_has_the_scale_and_is_independent_between_parameters(key):
+    model = eqx.nn.MLP(40, 30, 50, 2, key=key)
+    noise = parameter_noise(model, key=key)
+    assert noise.layers[0].bias.shape == (50,)
+    leaves = [np.ravel(leaf) for leaf in jax.tree.leaves(noise)]
+    values = np.concatenate(leaves)
+    assert abs(values.mean()) < 4 / np.sqrt(values.size)
+    assert abs(values.var() - 1) < 4 * np.sqrt(2 / values.size)
+    first, second = leaves[0][:1500], leaves[2][:1500]
+    assert abs(np.corrcoef(first, second)[0, 1]) < 4 / np.sqrt(1500)
+
+
+def test_one_draw_serves_many_scales(model, key):
+    noise = parameter_noise(model, key=key)
+    traces = []
+
+    @eqx.filter_jit
+    def noisy(model, scale):
+        traces.append(scale)
+        return perturb_parameters(model, noise, scale)
+
+    for scale in np.logspace(-4, 0, 5):
+        new = noisy(model, jnp.asarray(scale))
+        drawn = add_parameter_noise(model, float(scale), key=key)
+        np.testing.assert_allclose(new.layers[1].weight, drawn.layers[1].weight, rtol=1e-6, atol=1e-7)
+        moved = (new.layers[1].weight - model.layers[1].weight) / scale
+        np.testing.assert_allclose(moved, noise.layers[1].weight, atol=1e-7 / scale)
+    assert len(traces) == 1
+    assert eqx.tree_equal(noisy(model, jnp.asarray(0.0)), model)
+    assert eqx.tree_equal(add_parameter_noise(model, 0, key=key), model)
+
+
+def test_it_does_not_preserve_the_function(model, key):
+    x = jax.random.normal(key, (50, 6))
+    certificate = certify(model, add_parameter_noise(model, 0.3, key=key), x)
+    assert not bool(certificate.kept(1e-2))
+    assert int(certificate.changed_predictions) > 0
+    assert bool(certify(model, add_parameter_noise(model, 0.0, key=key), x).kept(0.0))
+
+
+def test_everything_but_parameters_stays(key):
+    tree = {"count": jnp.arange(3), "name": "a", "call": jax.nn.relu, "weight": jnp.ones(4), "key": jax.random.key(0)}
+    noisy = add_parameter_noise(tree, 1.0, key=key)
+    weight = noisy.pop("weight")
+    tree.pop("weight")
+    assert eqx.tree_equal(noisy, tree)
+    [one] = jax.random.split(key, 1)
+    np.testing.assert_allclose(weight, 1 + jax.random.normal(one, (4,)), rtol=1e-6)
+
+
+def test_plain_jit_vmap_loop(key):
+    keys, scales = jax.random.split(key, 3), jnp.asarray([0.1, 0.2, 0.4])
+    models = eqx.filter_vmap(lambda k: eqx.nn.MLP(6, 3, 10, 1, use_bias=False, key=k))(keys)
+
+    def noisy(model, scale, k):
+        return add_parameter_noise(model, scale, key=k)
+
+    mapped = eqx.filter_vmap(noisy)(models, scales, keys)
+    for i in range(3):
+        one = jax.tree.map(lambda leaf: leaf[i] if eqx.is_array(leaf) else leaf, models)  # noqa: B023
+        for run in (noisy, eqx.filter_jit(noisy)):
+            loop = eqx.filter(run(one, scales[i], keys[i]), eqx.is_array)
+            for a, b in zip(jax.tree.leaves(loop), jax.tree.leaves(eqx.filter(mapped, eqx.is_array)), strict=True):
+                np.testing.assert_allclose(a, b[i], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_noise_refuses(model, key):
+    with pytest.raises(ValueError, match="`scale` must be non-negative"):
+        add_parameter_noise(model, -0.1, key=key)
+    noise = parameter_noise(model, key=key)
+    with pytest.raises(ValueError, match="`noise` must have the structure"):
+        perturb_parameters(model, noise.layers, 0.1)
+    wider = eqx.tree_at(lambda n: n.layers[0].weight, noise, jnp.ones((10, 1)))
+    with pytest.raises(ValueError, match="`noise` must be shaped like the parameters"):
+        perturb_parameters(model, wider, 0.1)

@@ -1,0 +1,271 @@
+import os
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+
+from dissociation.weights.certificate import certify
+from dissociation.weights.mlp import permute_mlp, perturb_mlp_in_null_space
+from dissociation.weights.symmetry import (
+    null_basis,
+    null_dimension,
+    null_spectrum,
+    permute_neurons,
+    perturb_in_null_space,
+)
+
+needs_mnist = pytest.mark.skipif("DISSOCIATION_DATA" not in os.environ, reason="DISSOCIATION_DATA is not set")
+
+
+@pytest.fixture
+def unchecked():
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def of_rank(samples, features, rank, seed=0):
+    """Whole numbers, so that the rank is exact."""
+    rng = np.random.default_rng(seed)
+    return (rng.integers(-3, 4, (samples, rank)) @ rng.integers(-3, 4, (rank, features))).astype(np.float32)
+
+
+# permutation
+
+
+def test_permutation_is_what_it_says():
+    w_in, w_out = np.arange(6.0, dtype=np.float32).reshape(3, 2), np.arange(3.0, dtype=np.float32).reshape(1, 3)
+    new_in, new_out = permute_neurons(w_in, w_out, np.asarray([2, 0, 1]))
+    np.testing.assert_array_equal(new_in, [[4, 5], [0, 1], [2, 3]])
+    np.testing.assert_array_equal(new_out, [[2, 0, 1]])
+    back = permute_neurons(new_in, new_out, np.argsort([2, 0, 1]))
+    np.testing.assert_array_equal(back[0], w_in)
+
+
+@pytest.mark.parametrize("activation", [jax.nn.relu, jnp.tanh])
+def test_permutation_keeps_the_function(key, activation):
+    k1, k2, k3 = jax.random.split(key, 3)
+    w_in, w_out, x = jax.random.normal(k1, (20, 6)), jax.random.normal(k2, (3, 20)), jax.random.normal(k3, (6, 40))
+    new_in, new_out = permute_neurons(w_in, w_out, key=key)
+    wanted = w_out @ activation(w_in @ x)
+    np.testing.assert_allclose(new_out @ activation(new_in @ x), wanted, atol=1e-4)
+    assert float(jnp.max(jnp.abs(w_out @ activation(new_in @ x) - wanted))) > 0.1
+
+
+def test_random_permutations_map_over_keys(key):
+    w_in, w_out = jnp.arange(8.0)[:, None], jnp.arange(8.0)[None, :]
+    keys = jax.random.split(key, 5)
+    mapped = jax.vmap(lambda k: permute_neurons(w_in, w_out, key=k))(keys)
+    for i in range(5):
+        loop = jax.jit(permute_neurons)(w_in, w_out, key=keys[i])
+        np.testing.assert_array_equal(mapped[0][i], loop[0])
+        np.testing.assert_array_equal(mapped[0][i, :, 0], mapped[1][i, 0])
+        np.testing.assert_array_equal(np.sort(mapped[0][i, :, 0]), np.arange(8))
+    assert len({tuple(np.asarray(row)) for row in mapped[0][:, :, 0]}) == 5
+    model = eqx.nn.MLP(2, 2, 8, 1, key=key)
+    same = permute_mlp(model, key=jax.random.key(4)), permute_mlp(model, key=jax.random.PRNGKey(4))
+    assert eqx.tree_equal(*same)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_permutation_refuses(key):
+    w_in, w_out = jnp.ones((3, 2)), jnp.ones((1, 3))
+    for wrong in ([0, 1], [0, 1, 1], [1, 2, 3]):
+        with pytest.raises(ValueError, match="`permutation` must hold each of 0, ..., 2 once"):
+            permute_neurons(w_in, w_out, np.asarray(wrong))
+    with pytest.raises(ValueError, match="got neither"):
+        permute_neurons(w_in, w_out)
+    with pytest.raises(ValueError, match="got both"):
+        permute_neurons(w_in, w_out, np.arange(3), key=key)
+
+
+# null space
+
+
+@pytest.mark.parametrize(("samples", "features", "rank"), [(50, 9, 6), (5, 9, 5), (9, 9, 9), (30, 9, 1), (4, 9, 0)])
+def test_dimensions_are_exact(samples, features, rank):
+    data = of_rank(samples, features, rank)
+    assert null_dimension(data) == (features - rank, rank, features)
+    spectrum = null_spectrum(data)
+    assert spectrum.basis.shape == (features - rank, features)
+    assert spectrum.basis.dtype == np.float64
+    np.testing.assert_allclose(spectrum.basis @ spectrum.basis.T, np.eye(features - rank), atol=1e-12)
+    np.testing.assert_allclose(data @ spectrum.basis.T, 0, atol=1e-9)
+    wanted = np.zeros(features)
+    wanted[: min(samples, features)] = np.linalg.svd(data.astype(float), compute_uv=False)
+    np.testing.assert_allclose(spectrum.singular_values, wanted, atol=1e-8)
+    assert spectrum.gap > 1e8 if 0 < rank < features else spectrum.gap == np.inf
+
+
+def test_basis_spans_what_numpy_finds():
+    data = of_rank(60, 9, 5)
+    wanted = np.linalg.svd(data.astype(float))[2][5:]
+    found = null_basis(data)
+    np.testing.assert_allclose(found.T @ found, wanted.T @ wanted, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", [np.asarray, jnp.asarray])
+def test_images_keep_their_shape(kind):
+    data = of_rank(60, 12, 5)
+    images = null_basis(kind(data.reshape(60, 3, 4)))
+    assert images.shape == (7, 3, 4)
+    np.testing.assert_array_equal(images.reshape(7, 12), null_basis(data))
+    assert null_dimension(data.reshape(60, 3, 4)) == (7, 5, 12)
+
+
+def test_weak_directions_are_not_null():
+    # Singular values of 1e-9: their squares are lost in the rounding of a Gram matrix, which alone finds rank 4.
+    rng = np.random.default_rng(0)
+    u, v = (np.linalg.qr(rng.normal(size=(n, 6)))[0] for n in (80, 6))
+    values = np.asarray([1, 0.5, 1e-2, 1e-6, 1e-9, 0])
+    data = (u * values) @ v.T
+    assert null_dimension(data) == (1, 5, 6)
+    spectrum = null_spectrum(data)
+    np.testing.assert_allclose(spectrum.singular_values[:5], values[:5], rtol=1e-4)
+    assert spectrum.gap > 10
+    gram = np.linalg.eigvalsh(data.T @ data)
+    assert np.sum(gram > 6 * np.finfo(float).eps * gram.max()) == 4
+    # The cut-off can be asked for.
+    assert null_dimension(data, rtol=1e-5) == (3, 3, 6)
+    assert null_dimension(data, 1e-8) == (2, 4, 6)
+
+
+def test_dimension_does_not_depend_on_the_number_of_samples():
+    # The control: a float32 cut-off that grows with the samples calls a weak direction null once there are enough.
+    data = of_rank(50, 9, 9)
+    data[:, 0] *= 1e-3
+    many = np.tile(data, (400, 1))
+    assert null_dimension(data) == null_dimension(many) == (0, 9, 9)
+    assert int(jnp.linalg.matrix_rank(jnp.asarray(data))) == 9
+    assert int(jnp.linalg.matrix_rank(jnp.asarray(many))) < 9
+
+
+def test_chunks_do_not_show(monkeypatch):
+    from dissociation.weights import symmetry
+
+    data = of_rank(70, 9, 6)
+    whole = null_spectrum(data)
+    monkeypatch.setattr(symmetry, "CHUNK", 16)
+    pieces = null_spectrum(data)
+    np.testing.assert_allclose(whole.singular_values, pieces.singular_values, atol=1e-8)
+    np.testing.assert_allclose(whole.basis.T @ whole.basis, pieces.basis.T @ pieces.basis, atol=1e-10)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_null_space_refuses():
+    with pytest.raises(ValueError, match="`dataset` must have samples first"):
+        null_basis(np.ones(4, np.float32))
+    with pytest.raises(ValueError, match="none empty"):
+        null_basis(np.ones((0, 4), np.float32))
+    with pytest.raises(ValueError, match="`dataset` must be finite, got nan at index \\(1, 2\\)"):
+        null_basis(np.asarray([[1, 2, 3], [1, 2, np.nan]]))
+    with pytest.raises(ValueError, match="`rtol` must be non-negative"):
+        null_basis(np.ones((3, 4)), -1.0)
+    with pytest.raises(TypeError, match="outside of jit"):
+        jax.jit(null_dimension)(jnp.ones((3, 4)))
+
+
+# noise in the null space
+
+
+@pytest.fixture(scope="module")
+def images():
+    """Dark borders, as scanned digits have them, and one pixel that repeats another."""
+    rng = np.random.default_rng(3)
+    data = np.zeros((300, 8, 8), np.float32)
+    data[:, 2:6, 2:6] = rng.integers(0, 256, (300, 4, 4)) / np.float32(255)
+    data[:, 5, 5] = data[:, 2, 2]
+    return data
+
+
+def test_noise_lies_in_the_null_space_and_has_the_scale(images, key):
+    basis = null_basis(images)
+    assert len(basis) == 49
+    w_in = jnp.zeros((500, 64))
+    noise = np.asarray(perturb_in_null_space(w_in, basis, 0.3, key=key))
+    coefficients = noise @ basis.reshape(49, 64).T
+    np.testing.assert_allclose(coefficients @ basis.reshape(49, 64), noise, atol=1e-6)
+    size = coefficients.size
+    assert abs(coefficients.mean()) < 4 * 0.3 / np.sqrt(size)
+    assert abs(coefficients.var() / 0.09 - 1) < 4 * np.sqrt(2 / size)
+    # Uncorrelated between directions, as the projection of white noise is.
+    correlation = np.corrcoef(coefficients.T) - np.eye(49)
+    assert np.abs(correlation).max() < 5.5 / np.sqrt(500)
+
+
+@pytest.mark.parametrize("activation", [jax.nn.relu, jnp.tanh])
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_function_is_kept_on_the_samples_only(images, key, activation, depth):
+    model = eqx.nn.MLP(64, 10, 128, depth, activation=activation, key=key)
+    new = perturb_mlp_in_null_space(model, null_basis(images), 0.1, key=key)
+    flat = images.reshape(len(images), 64)
+    assert bool(certify(model, new, flat).kept(1e-5))
+    # Controls: other images see the noise, and so do these if the noise has a direction that they have.
+    other = np.random.default_rng(5).uniform(size=flat.shape).astype(np.float32)
+    assert not bool(certify(model, new, other).kept(1e-3))
+    outside = np.linalg.qr(np.random.default_rng(0).normal(size=(64, 49)))[0].T
+    assert not bool(certify(model, perturb_mlp_in_null_space(model, outside, 0.1, key=key), flat).kept(1e-3))
+
+
+def test_noise_plain_jit_vmap_loop(images, key):
+    basis = null_basis(images)
+    keys, scales = jax.random.split(key, 3), jnp.asarray([0.0, 0.1, 1.0])
+    w_in = jax.random.normal(key, (3, 20, 64))
+    traces = []
+
+    def noisy(w, scale, k):
+        traces.append(scale)
+        return perturb_in_null_space(w, basis, scale, key=k)
+
+    mapped = jax.vmap(noisy)(w_in, scales, keys)
+    traces.clear()
+    compiled = jax.jit(noisy)
+    for i in range(3):
+        np.testing.assert_allclose(mapped[i], compiled(w_in[i], scales[i], keys[i]), atol=1e-6)
+        np.testing.assert_allclose(mapped[i], perturb_in_null_space(w_in[i], basis, scales[i], key=keys[i]), atol=1e-6)
+    assert len(traces) == 1
+    np.testing.assert_array_equal(mapped[0], w_in[0])
+    empty = perturb_in_null_space(w_in[0], np.zeros((0, 8, 8)), 1.0, key=key)
+    np.testing.assert_array_equal(empty, w_in[0])
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_noise_refuses(images, key):
+    basis = null_basis(images)
+    with pytest.raises(ValueError, match="`basis` must have as many inputs as `w_in`"):
+        perturb_in_null_space(jnp.ones((3, 63)), basis, 0.1, key=key)
+    with pytest.raises(ValueError, match="`scale` must be non-negative"):
+        perturb_in_null_space(jnp.ones((3, 64)), basis, -0.1, key=key)
+    models = eqx.filter_vmap(lambda k: eqx.nn.MLP(64, 2, 4, 1, key=k))(jax.random.split(key, 2))
+    with pytest.raises(ValueError, match="Map over stacked members"):
+        perturb_mlp_in_null_space(models, basis, 0.1, key=key)
+
+
+# the real digits
+
+
+@needs_mnist
+def test_mnist(key):
+    from dissociation.data.mnist import mnist_data
+
+    train, _, test, _ = mnist_data()
+    assert null_dimension(test) == (123, 661, 784)
+    assert null_dimension(train) == (72, 712, 784)
+    both = np.concatenate([train, test])
+    spectrum = null_spectrum(both)
+    assert (len(spectrum.basis), spectrum.rank) == (71, 713)
+    assert spectrum.gap > 1e5
+    model = eqx.nn.MLP(784, 10, 1024, 1, use_bias=False, key=key)
+    certificate = eqx.filter_jit(certify)(
+        model, perturb_mlp_in_null_space(model, spectrum.basis, 0.1, key=key), both[::10]
+    )
+    assert bool(certificate.kept(1e-4)), certificate
+    # The control: the 180 directions that the float32 cut-off calls null on the test images.
+    values, vectors = np.linalg.eigh(test.T.astype(float) @ test)
+    wrong = vectors.T[values < (len(test) * np.finfo(np.float32).eps) ** 2 * values[-1]].astype(np.float32)
+    assert len(wrong) > 150
+    published = perturb_mlp_in_null_space(model, wrong, 0.1, key=key)
+    assert not bool(eqx.filter_jit(certify)(model, published, test).kept(1e-2))
