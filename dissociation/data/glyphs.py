@@ -42,7 +42,7 @@ they are the upright ones slanted, and slant varies anyway."""
 
 _SAMPLES = 57  # Grid points along a side of a distance field: two per pixel, ends included.
 _SPACING = SIDE / (_SAMPLES - 1)
-_HEIGHT = 18.0  # Height of every undistorted digit in pixels.
+_HEIGHT = 20.0  # Height of every undistorted digit in pixels.
 _MODES = 3  # Cosine modes per axis in the elastic map, the constant one (a shift) left out.
 _BATCH = 1000  # Pictures drawn at once: 60 000 would need gigabytes of temporaries.
 
@@ -64,15 +64,15 @@ class Variation(NamedTuple):
         noise: Standard deviation of the noise on every pixel off the border, before clipping to [0, 1].
     """
 
-    rotation: float | Real[Array, ""] = 0.3
-    shear: float | Real[Array, ""] = 0.3
-    log_scale: float | Real[Array, ""] = 0.15
-    shift: float | Real[Array, ""] = 2.0
-    elastic: float | Real[Array, ""] = 0.8
-    weight: float | Real[Array, ""] = 0.8
-    blur: float | Real[Array, ""] = 1.5
-    fade: float | Real[Array, ""] = 0.3
-    noise: float | Real[Array, ""] = 0.05
+    rotation: float | int | Real[Array, ""] = 0.12
+    shear: float | int | Real[Array, ""] = 0.15
+    log_scale: float | int | Real[Array, ""] = 0.08
+    shift: float | int | Real[Array, ""] = 2.75
+    elastic: float | int | Real[Array, ""] = 0.4
+    weight: float | int | Real[Array, ""] = 1.4
+    blur: float | int | Real[Array, ""] = 2.0
+    fade: float | int | Real[Array, ""] = 0.15
+    noise: float | int | Real[Array, ""] = 0.05
 
 
 def _signed_distance(polygons: list[np.ndarray], right: np.ndarray, up: np.ndarray) -> np.ndarray:
@@ -96,7 +96,7 @@ def _signed_distance(polygons: list[np.ndarray], right: np.ndarray, up: np.ndarr
 def glyph_templates() -> Float[np.ndarray, "fonts 10 side side"]:
     """The undistorted digits of all fonts, as signed distance fields (host, NumPy, computed once).
 
-    Every digit is 18 pixels high, keeps its aspect ratio, and is centred by its bounding box. The field is sampled
+    Every digit is 20 pixels high, keeps its aspect ratio, and is centred by its bounding box. The field is sampled
     twice per pixel, from one edge of the picture to the other.
 
     Returns:
@@ -121,18 +121,17 @@ def glyph_templates() -> Float[np.ndarray, "fonts 10 side side"]:
     return fields
 
 
-def _affine(key: AnyKey, variation: Variation, dtype: jnp.dtype) -> Float[Array, "2 2"]:
-    """A random rotation, slant and stretch of each axis."""
-    angle, slant, *stretch = jax.random.uniform(key, (4,), dtype, -1, 1)
-    angle, slant = angle * variation.rotation, slant * variation.shear
+def _affine(draws: Float[Array, "4"], variation: Variation) -> Float[Array, "2 2"]:
+    """A rotation after a slant after a stretch of each axis, by numbers drawn from [-1, 1]."""
+    angle, slant = draws[0] * variation.rotation, draws[1] * variation.shear
+    wide, high = jnp.exp(draws[2] * variation.log_scale), jnp.exp(draws[3] * variation.log_scale)
     cos, sin = jnp.cos(angle), jnp.sin(angle)
-    wide, high = (jnp.exp(s * variation.log_scale) for s in stretch)
-    rotate = jnp.array([[cos, -sin], [sin, cos]])
-    return rotate @ jnp.array([[wide, slant * high], [jnp.zeros_like(high), high]])
+    rotate = jnp.stack([cos, -sin, sin, cos]).reshape(2, 2)
+    return rotate @ jnp.stack([wide, slant * high, jnp.zeros_like(high), high]).reshape(2, 2)
 
 
-def _elastic(key: AnyKey, centres: Float[Array, "pixels 2"]) -> Float[Array, "pixels 2"]:
-    """A smooth random displacement: cosine modes with amplitudes that fall as the squared wave number.
+def _elastic(draws: Float[Array, "modes 2"], centres: Float[Array, "pixels 2"]) -> Float[Array, "pixels 2"]:
+    """A smooth displacement: cosine modes with normal amplitudes that fall as the squared wave number.
 
     The constant mode is left out, and the mean square over draws and pixels is one along each axis.
     """
@@ -142,7 +141,7 @@ def _elastic(key: AnyKey, centres: Float[Array, "pixels 2"]) -> Float[Array, "pi
     squares = (order[:, None] ** 2 + order[None, :] ** 2).reshape(-1)
     decay = jnp.where(squares > 0, 1 / jnp.maximum(squares, 1), 0)
     decay = decay / jnp.sqrt(jnp.sum(decay**2 * jnp.mean(modes**2, axis=0)))
-    return modes @ (jax.random.normal(key, (_MODES**2, 2), centres.dtype) * decay[:, None])
+    return modes @ (draws * decay[:, None])
 
 
 def draw_glyph(
@@ -180,25 +179,26 @@ def draw_glyph(
         fail("label", "be a digit, 0 to 9", label)
     variation = Variation() if variation is None else variation
     dtype = templates.dtype
-    keys = jax.random.split(key, 6)
+    uniform_key, normal_key = jax.random.split(key)
+    font, weight, blur, fade, *even = jax.random.uniform(uniform_key, (10,), dtype)
+    even = 2 * jnp.stack(even) - 1
+    grain, waves = jnp.split(jax.random.normal(normal_key, (SIDE**2 + 2 * _MODES**2,), dtype), [SIDE**2])
 
     line = jnp.arange(SIDE, dtype=dtype) - (SIDE - 1) / 2
     centres = jnp.stack(jnp.meshgrid(line, line, indexing="xy"), axis=-1).reshape(-1, 2)
-    shift = variation.shift * jax.random.uniform(keys[0], (1, 2), dtype, -1, 1)
-    bent = centres - shift + variation.elastic * _elastic(keys[1], centres)
-    source = bent @ _affine(keys[2], variation, dtype).T
+    bent = centres + variation.elastic * _elastic(waves.reshape(-1, 2), centres)
+    source = (bent - variation.shift * even[None, :2]) @ _affine(even[2:], variation).T
 
-    font = jax.random.randint(keys[3], (), 0, templates.shape[0])
-    field = templates[font, label]
-    samples = templates.shape[-1]
+    num_fonts, _, _, samples = templates.shape
+    # In low precision the product can round up to the number of fonts.
+    font = jnp.minimum((font * num_fonts).astype(int), num_fonts - 1)
     column, row = (source.T / SIDE + 0.5) * (samples - 1)
+    field = templates[font, label]
     distance = jax.scipy.ndimage.map_coordinates(field, [row, column], order=1, mode="nearest")
 
-    weight, blur, fade = jax.random.uniform(keys[4], (3,), dtype)
     weight = variation.weight * (1.25 * weight - 0.25)
     coverage = jnp.clip((distance + weight) / (1 + variation.blur * blur) + 0.5, 0, 1)
-    grain = variation.noise * jax.random.normal(keys[5], (SIDE**2,), dtype)
-    image = jnp.clip((1 - variation.fade * fade) * coverage + grain, 0, 1)
+    image = jnp.clip((1 - variation.fade * fade) * coverage + variation.noise * grain, 0, 1)
     inside = jnp.max(jnp.abs(centres), axis=1) < SIDE / 2 - border
     return jnp.where(inside, image, 0).astype(dtype)
 

@@ -1,0 +1,142 @@
+import os
+
+import jax
+import jaxtyping
+import numpy as np
+import pytest
+
+from dissociation.data import datasets
+from dissociation.data.datasets import NAMES, Dataset, load
+from dissociation.data.glyphs import glyph_data
+
+FIELDS = ("train_images", "train_labels", "test_images", "test_labels")
+
+
+@pytest.fixture
+def parts():
+    rng = np.random.default_rng(0)
+    images = rng.random((8, 4), dtype=np.float32)
+    labels = np.eye(3, dtype=np.float32)[np.arange(8) % 3]
+    return {
+        "train_images": images[:5], "train_labels": labels[:5],
+        "test_images": images[5:], "test_labels": labels[5:],
+    }  # fmt: skip
+
+
+@pytest.fixture
+def fake_mnist(monkeypatch):
+    """A stand-in of 60 training and 10 test pictures, whose pixels say which picture they are."""
+    calls = []
+
+    def mnist_data(permute_train=False, *, folder=None):
+        calls.append((permute_train, folder))
+        images, labels = np.arange(60, dtype=np.float32)[:, None] * np.ones((1, 784), np.float32), np.eye(10)
+        labels = labels.astype(np.float32)[np.arange(60) % 10]
+        return images, labels, 100 + images[:10], labels[:10]
+
+    monkeypatch.setattr(datasets, "mnist_data", mnist_data)
+    return calls
+
+
+def test_glyphs_by_name_are_the_glyphs(key):
+    data = load("glyphs", num_train=30, num_test=20, key=key)
+    assert data.name == "glyphs"
+    assert data.num_pixels == 784
+    assert data.num_classes == 10
+    for field, expected in zip(FIELDS, glyph_data(30, 20, key=key), strict=True):
+        assert np.array_equal(getattr(data, field), expected)
+    default = load("glyphs", num_train=30, num_test=20)
+    assert np.array_equal(default.train_images, glyph_data(30, 20, key=jax.random.key(0))[0])
+    assert not np.array_equal(default.train_images, data.train_images)
+
+
+def test_mnist_by_name_takes_the_leading_pictures(fake_mnist, tmp_path):
+    whole = load("mnist", folder=tmp_path)
+    assert fake_mnist == [(False, tmp_path)]
+    assert whole.name == "mnist"
+    assert [len(getattr(whole, field)) for field in FIELDS] == [60, 60, 10, 10]
+    part = load("mnist", num_train=7, num_test=3)
+    for field, size in zip(FIELDS, (7, 7, 3, 3), strict=True):
+        assert np.array_equal(getattr(part, field), getattr(whole, field)[:size])
+    assert part.train_images.base is None  # the rest of the set can be freed
+
+
+def test_more_mnist_than_there_is_is_an_error(fake_mnist):
+    with pytest.raises(ValueError, match="`num_train` must be at most 60"):
+        load("mnist", num_train=61)
+    with pytest.raises(ValueError, match="`num_test` must be at most 10"):
+        load("mnist", num_test=11)
+
+
+def test_missing_mnist_is_never_replaced(monkeypatch):
+    def missing(permute_train=False, *, folder=None):
+        raise FileNotFoundError("no such folder")
+
+    monkeypatch.setattr(datasets, "mnist_data", missing)
+    with pytest.raises(FileNotFoundError):
+        load("mnist", num_train=10, num_test=10)
+
+
+@pytest.mark.skipif("DISSOCIATION_DATA" not in os.environ, reason="needs MNIST's files in DISSOCIATION_DATA")
+def test_real_mnist():
+    data = load("mnist", num_train=500, num_test=100)
+    assert (data.name, data.num_pixels, data.num_classes) == ("mnist", 784, 10)
+    # The first ten labels of the training files are well known.
+    assert data.train_labels[:10].argmax(axis=1).tolist() == [5, 0, 4, 1, 9, 2, 1, 3, 1, 4]
+    assert data.train_images.shape == (500, 784)
+
+
+def test_unknown_name_lists_the_choices():
+    for name in ("MNIST", "fashion", ""):
+        with pytest.raises(ValueError, match="'glyphs', 'mnist'"):
+            load(name)
+    assert NAMES == ("glyphs", "mnist")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sizes_are_counts(fake_mnist, name):
+    with pytest.raises(ValueError, match="`num_train` must be at least 1"):
+        load(name, num_train=0)
+    with pytest.raises(TypeError):
+        load(name, num_test=1.5)
+
+
+def test_own_data_are_accepted_and_pass_through_transformations(parts):
+    data = Dataset("mine", **parts)
+    assert (data.num_pixels, data.num_classes) == (4, 3)
+    doubled = jax.jit(lambda d: jax.tree.map(lambda a: 2 * a, d))(data)
+    assert doubled.name == "mine"
+    assert np.array_equal(doubled.test_images, 2 * parts["test_images"])
+    with pytest.raises(AttributeError):
+        data.name = "other"
+
+
+def spoil(array, index, value):
+    array = array.copy()
+    array[index] = value
+    return array
+
+
+@pytest.mark.parametrize(
+    ("field", "change", "message"),
+    [
+        ("train_images", lambda a: spoil(a, (2, 1), np.nan), r"be finite, got nan at index \(2, 1\)"),
+        ("test_labels", lambda a: spoil(a, (1, 1), 1), "be one-hot, got .* in row 1"),
+        ("train_labels", lambda a: spoil(a, 3, 0), "be one-hot, got .* in row 3"),
+        ("train_labels", lambda a: a / 2, "be one-hot"),
+        ("test_labels", lambda a: a[:2], r"have as many samples as `test_images` \(3\), got 2"),
+        ("test_images", lambda a: a[:, :3], r"have as many pixels as `train_images` \(4\), got 3"),
+        ("test_labels", lambda a: a[:, :2], "be one-hot|have as many classes"),
+        ("train_images", lambda a: a.reshape(5, 2, 2), r"have 2 axes \[samples, pixels\], got shape \(5, 2, 2\)"),
+    ],
+)
+def test_own_data_are_checked(parts, field, change, message, monkeypatch):
+    # The type checker of the tests would find the wrong shapes first.
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    with pytest.raises(ValueError, match=f"`{field}` must {message}"):
+        Dataset("mine", **{**parts, field: change(parts[field])})
+
+
+def test_a_data_set_has_a_name(parts):
+    with pytest.raises(ValueError, match="`name` must say"):
+        Dataset("", **parts)

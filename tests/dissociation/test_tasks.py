@@ -1,0 +1,137 @@
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+
+from dissociation.data.tasks import (
+    COARSE_CLASSES,
+    coarse_grained,
+    coarse_labels,
+    least_prime_factor,
+    rotated_quarters,
+)
+
+
+def corner_pictures(num, side=4):
+    """Pictures told apart by one pixel's value, with their only ink in the upper left corner."""
+    images = np.zeros((num, side, side), np.float32)
+    images[:, 0, 0] = np.arange(1, num + 1)
+    return images
+
+
+def test_turns_are_counter_clockwise_on_a_hand_made_picture(key):
+    images, labels = rotated_quarters(corner_pictures(8), key=key)
+    corner = {0: (0, 0), 1: (3, 0), 2: (3, 3), 3: (0, 3)}  # row, column: down the left side first
+    for image, label in zip(np.asarray(images), np.asarray(labels), strict=True):
+        assert np.argwhere(image).tolist() == [list(corner[label.argmax()])]
+
+
+@pytest.mark.parametrize("num", [4, 10, 11, 64])
+def test_every_picture_is_there_once_and_turned_as_its_label_says(key, num):
+    original = np.asarray(jax.random.normal(jax.random.key(1), (num, 9)))
+    images, labels = rotated_quarters(original, key=key)
+    assert images.shape == original.shape
+    turns = np.asarray(labels).argmax(axis=1)
+    assert np.array_equal(np.eye(4)[turns], labels)
+    back = np.stack([np.rot90(i.reshape(3, 3), -k) for i, k in zip(np.asarray(images), turns, strict=True)])
+    found = [np.flatnonzero((original == b.reshape(-1)).all(axis=1)) for b in back]
+    assert sorted(int(f[0]) for f in found if len(f) == 1) == list(range(num))
+    counts = np.bincount(turns, minlength=4)
+    assert counts.tolist() == [num // 4 + (k < num % 4) for k in range(4)]
+
+
+def test_flat_and_square_pictures_agree_and_types_stay(key):
+    square = np.arange(4 * 25, dtype=np.uint8).reshape(4, 5, 5)
+    images, labels = rotated_quarters(square, key=key)
+    flat_images, flat_labels = rotated_quarters(square.reshape(4, 25), key=key)
+    assert np.array_equal(images.reshape(4, 25), flat_images)
+    assert np.array_equal(labels, flat_labels)
+    assert images.dtype == jnp.uint8
+    assert labels.dtype == jnp.float32
+
+
+def test_turn_is_independent_of_the_place_in_the_data_set():
+    # The first picture gets each turn equally often, and lands anywhere.
+    keys = jax.random.split(jax.random.key(5), 2000)
+
+    def where_and_how(key):
+        images, labels = rotated_quarters(corner_pictures(8), key=key)
+        place = jnp.argmax((images == 1).any(axis=(1, 2)))
+        return place, jnp.argmax(labels[place])
+
+    places, turns = jax.jit(jax.vmap(where_and_how))(keys)
+    table = np.histogram2d(places, turns, bins=(8, 4))[0]
+    assert np.sum((table - 2000 / 32) ** 2 / (2000 / 32)) < 61.1  # chi-square, 31 degrees of freedom, p = 0.001
+
+
+def test_rotation_plain_jit_vmap_and_key(key):
+    images = np.asarray(jax.random.normal(jax.random.key(1), (10, 16)))
+    plain = rotated_quarters(images, key=key)
+    compiled = jax.jit(lambda x, k: rotated_quarters(x, key=k))(images, key)
+    keys = jnp.stack([key, jax.random.key(99)])
+    mapped = jax.vmap(lambda k: rotated_quarters(images, key=k))(keys)
+    for i in range(2):
+        assert np.array_equal(plain[i], compiled[i])
+        assert np.array_equal(plain[i], mapped[i][0])
+        assert not np.array_equal(plain[i], mapped[i][1])
+    legacy = rotated_quarters(images, key=jax.random.PRNGKey(20))
+    assert np.array_equal(plain[0], legacy[0])
+
+
+def test_least_prime_factor_against_a_sieve():
+    sieve = list(range(200))
+    for p in range(2, 200):
+        for multiple in range(2 * p, 200, p):
+            sieve[multiple] = min(sieve[multiple], p)
+    assert [least_prime_factor(n) for n in range(200)] == sieve
+
+
+def test_coarse_classes_by_hand():
+    assert COARSE_CLASSES == (0, 1, 2, 3, 5, 7)
+    digits = np.arange(10)
+    coarse = coarse_labels(np.eye(10, dtype=np.float32)[digits])
+    assert np.asarray(coarse).argmax(axis=1).tolist() == [0, 1, 2, 3, 2, 4, 2, 5, 2, 3]
+    assert np.all(np.sort(coarse, axis=1) == np.array([0, 0, 0, 0, 0, 1]))
+
+
+def test_coarse_probabilities_add_up(key):
+    fine = jax.nn.softmax(jax.random.normal(key, (7, 10)))
+    coarse = coarse_labels(fine)
+    assert np.allclose(coarse.sum(axis=1), 1, atol=1e-6)
+    assert np.allclose(coarse[:, 2], fine[:, [2, 4, 6, 8]].sum(axis=1), atol=1e-6)
+
+
+def test_coarse_grained_keeps_pairs_together(key):
+    digits = np.arange(20) % 10
+    images, labels = digits[:, None].astype(np.float32), np.eye(10, dtype=np.float32)[digits]
+    kept_images, kept_labels = coarse_grained(images, labels)
+    assert np.array_equal(kept_images, images)
+    assert np.array_equal(kept_labels, coarse_labels(labels))
+    mixed_images, mixed_labels = coarse_grained(images, labels, key=key)
+    compiled = jax.jit(lambda x, y, k: coarse_grained(x, y, key=k))(images, labels, key)
+    assert np.array_equal(mixed_images, compiled[0])
+    assert np.array_equal(mixed_labels, compiled[1])
+    assert not np.array_equal(mixed_images, images)
+    assert np.array_equal(np.sort(mixed_images[:, 0]), np.sort(digits))
+    read = [COARSE_CLASSES[c] for c in np.asarray(mixed_labels).argmax(axis=1)]
+    assert read == [least_prime_factor(int(d)) for d in mixed_images[:, 0]]
+
+
+def test_wrong_use_says_what_is_wrong(key):
+    with pytest.raises(ValueError, match="`images` must be square"):
+        rotated_quarters(np.zeros((8, 15), np.float32), key=key)
+    with pytest.raises(ValueError, match="`images` must be square"):
+        rotated_quarters(np.zeros((8, 3, 5), np.float32), key=key)
+    with pytest.raises(ValueError, match="`images` must hold at least 4"):
+        rotated_quarters(np.zeros((3, 16), np.float32), key=key)
+    with pytest.raises(ValueError, match="`labels` must have 10 columns"):
+        coarse_labels(np.eye(4, dtype=np.float32))
+    with pytest.raises(ValueError, match="`number` must be at least 0"):
+        least_prime_factor(-1)
+
+
+def test_lengths_that_disagree_raise_without_a_type_checker(monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    with pytest.raises(ValueError, match=r"`labels` must have as many samples as `images` \(5\), got 10"):
+        coarse_grained(np.zeros((5, 16), np.float32), np.eye(10, dtype=np.float32))
