@@ -39,7 +39,7 @@ def input_noise_error(
     labels: Labels,
     scales: Scales,
     *,
-    noise: Images,
+    noise: Float[Array | np.ndarray, "..."],
     scales_per_batch: int | None = 1,
 ) -> Float[Array, " scales"]:
     """Error rate on `images + scale * noise`, for every scale.

@@ -27,7 +27,7 @@ def test_input_noise_against_direct_evaluation(key):
     model, images, labels, noise = problem(key)
     expected = direct_input_errors(model, images, labels, noise)
     assert expected[0] == 0
-    assert expected[-1] > 0.3
+    assert expected[-1] > 0.1
     for scales_per_batch in (1, 3, None):
         errors = input_noise_error(model, images, labels, SCALES, noise=noise, scales_per_batch=scales_per_batch)
         np.testing.assert_allclose(errors, expected, atol=1 / 200)  # a tie may fall either way
