@@ -21,13 +21,12 @@ from jaxtyping import Array
 from matplotlib.figure import Figure
 
 from dissociation import plotting
-from dissociation.bmap import bmap
 from dissociation.data.datasets import Dataset, load
 from dissociation.fig4.mnist import fit_mnist
 from dissociation.figures.artifacts import Parts, identity_of
+from dissociation.figures.members import certify_members, measure_members, worst
 from dissociation.metrics.robustness import input_noise_error, parameter_noise_error
 from dissociation.progress import MeterFactory, open_meter
-from dissociation.weights.certificate import certify
 from dissociation.weights.mlp import (
     add_random_zero_to_mlp,
     duplicate_mlp,
@@ -217,14 +216,14 @@ def compute(
     try:
         for done, (name, kind) in enumerate(jobs):
             meter.advance(done, f"{LABELS[name]}, {kind}")
-            measure = partial(_certificate, images, labels) if kind == "certificate" else curves[kind]
+            measure = partial(certify_members, images, labels) if kind == "certificate" else curves[kind]
             part = parts.get(
                 f"{name}_{kind}",
-                partial(_measure, variants[name], measure, trained.models, rewrite_keys, noise_keys),
+                partial(measure_members, variants[name], measure, trained.models, rewrite_keys, noise_keys),
             )
             if kind == "certificate":
                 errors["clean"][name] = part.pop("clean_error")
-                certificates[name] = _worst(part)
+                certificates[name] = worst(part)
             else:
                 errors[kind][name] = part["error"]
         meter.advance(len(jobs), "done")
@@ -281,6 +280,17 @@ def arrays(results: Results) -> dict[str, np.ndarray]:
     return named | {"test_error": results.test_error}
 
 
+def describe(results: Results) -> dict[str, Any]:
+    """What the JSON beside the figure says."""
+    return {
+        "figure": "robustness",
+        "config": results.config,
+        "data": results.data,
+        "certificates on the test images": results.certificates,
+        "null space of training and test images": results.null_space,
+    }
+
+
 def table(results: Results) -> list[list[str]]:
     """A header and a row per variant: errors (%) clean and at two noise scales, and what the function did."""
     at_input = int(np.argmin(np.abs(results.input_scales - 0.37)))
@@ -322,16 +332,6 @@ def _null_space(images: np.ndarray, data: Dataset, config: Config) -> dict[str, 
     return found
 
 
-def _measure(rewrite: Any, measure: Any, models: Any, rewrite_keys: Array, noise_keys: Array) -> dict[str, Any]:
-    """Rewrites and measures every member; on a CPU one after another, on an accelerator all at once."""
-
-    def one(model: Any, rewrite_key: Array, noise_key: Array) -> Any:
-        return measure(model, rewrite(model, rewrite_key), noise_key)
-
-    batch_size = 1 if jax.default_backend() == "cpu" else None
-    return eqx.filter_jit(bmap(one, batch_size=batch_size))(models, rewrite_keys, noise_keys)
-
-
 def _input_curve(
     images: Array, labels: Array, scales: np.ndarray, noise: Array, model: Any, rewritten: Any, key: Array
 ) -> dict[str, Array]:
@@ -343,14 +343,3 @@ def _parameter_curve(
 ) -> dict[str, Array]:
     noise = parameter_noise(rewritten, key=key)
     return {"error": parameter_noise_error(rewritten, images, labels, scales, noise=noise)}
-
-
-def _certificate(images: Array, labels: Array, model: Any, rewritten: Any, key: Array) -> dict[str, Array]:
-    certificate = certify(model, rewritten, images)
-    clean = input_noise_error(rewritten, images, labels, jnp.zeros(1), noise=jnp.zeros_like(images))[0]
-    return {**certificate._asdict(), "clean_error": clean}
-
-
-def _worst(certificate: dict[str, np.ndarray]) -> dict[str, float]:
-    """Over all seeds: the largest changes, and changed predictions and inputs in all."""
-    return {name: float(value.max() if name.startswith("max") else value.sum()) for name, value in certificate.items()}

@@ -133,5 +133,6 @@ def _split_first_layer(model: Any, images: Any, noise: Any) -> tuple[Any, Any, A
         still, tail = _apply_first_layer(model, images)
         if still is images:
             return images, noise, model
-        moving = jax.vmap(lambda draw: model.layers[0].weight @ draw)(jnp.asarray(noise))  # without the bias, which the noise does not carry
+        # Without the bias, which the noise does not carry.
+        moving = jax.vmap(lambda draw: model.layers[0].weight @ draw)(jnp.asarray(noise))
     return still, moving, tail

@@ -1,0 +1,286 @@
+"""Figure `transfer`: what a linear probe learns from the representations of networks of one function.
+
+Networks are trained on the digits and rewritten without changing their function. Softmax probes then learn another
+task from the second hidden layer: how far an image was turned, or a coarser class. Two probes tell two things apart:
+the converged one says what the representation holds, the one with a fixed budget of gradient steps what a learner
+with limited time takes from it.
+"""
+
+import dataclasses
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+from jaxtyping import Array
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator, ScalarFormatter
+
+from dissociation import plotting
+from dissociation.data.datasets import Dataset, load
+from dissociation.data.tasks import coarse_grained, rotated_quarters
+from dissociation.fig4.mnist import fit_mnist
+from dissociation.figures.artifacts import Parts, identity_of
+from dissociation.figures.members import certify_members, measure_members, worst
+from dissociation.metrics.transfer import hidden_features, transfer_errors
+from dissociation.progress import MeterFactory, open_meter
+from dissociation.weights.mlp import add_random_zero_to_mlp, duplicate_mlp, scale_mlp
+
+STEM = "transfer"
+"""The name of the files."""
+
+REWRITTEN_LAYER = 1
+"""The second hidden layer, whose post-activations the probes read."""
+
+LABELS = {
+    "trained": "trained",
+    "scaled": "scaled",
+    "duplicated": "duplicated",
+    "zero": "zero neurons",
+}
+"""What the variants are called in the figure, in the order of its legend."""
+
+TASKS = {"rotation": "rotated by quarter turns", "coarse": "least prime factor"}
+PROBES = {"converged": "converged probe", "gradient": "{} gradient steps"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What is trained, how it is rewritten, and how the probes learn."""
+
+    data: Literal["glyphs", "mnist"] = "glyphs"
+    """Data set: digits drawn by code, or MNIST."""
+    num_seeds: int = 3
+    """Networks trained from scratch."""
+    num_epochs: int = 5
+    """Passes over the training images."""
+    num_train: int | None = None
+    """Training images; None takes the data set's own number."""
+    num_test: int | None = None
+    """Test images, from which the probes learn; None takes the data set's own number."""
+    width: int = 1024
+    """Units in each of the two hidden layers."""
+    num_budgets: int = 20
+    """Sample budgets: this many equal steps up to all test images."""
+    num_splits: int = 10
+    """Folds of the cross-validation."""
+    gradient_steps: int = 200
+    """Steps of the probe with limited time."""
+    scale_factor: float = 20
+    """Factor on incoming weights (outgoing ones are divided by it)."""
+    duplicate_multiplier: float = 1.2
+    """How many times each neuron stands in the duplicated network."""
+    num_zero: int = 128
+    """Neurons without effect, one per group."""
+
+    def quick(self) -> "Config":
+        """A small run that shows that everything works: seconds, no science."""
+        return dataclasses.replace(
+            self, num_seeds=2, num_epochs=2, num_train=1000, num_test=200, width=64, num_budgets=4, num_zero=8,
+            num_splits=5,
+        )  # fmt: skip
+
+
+class Results(NamedTuple):
+    """Everything the figure shows.
+
+    Attributes:
+        config: What was asked for.
+        data: The data set's name and sizes.
+        budgets: Samples that the probes had, [budgets].
+        transfer_error: Per task, probe and variant: 1 - accuracy on held-out folds, [budgets, seeds].
+        clean_error: Per variant, test error on the digits themselves, [seeds].
+        certificates: Per variant, largest absolute and relative change of a logit on the test images over all seeds,
+            and predictions changed in all.
+        test_error: Test error along training, [seeds, epochs + 1].
+        seconds: Wall time of every part.
+    """
+
+    config: Config
+    data: dict[str, Any]
+    budgets: np.ndarray
+    transfer_error: dict[str, dict[str, dict[str, np.ndarray]]]
+    clean_error: dict[str, np.ndarray]
+    certificates: dict[str, dict[str, float]]
+    test_error: np.ndarray
+    seconds: dict[str, float]
+
+
+def rewrites(config: Config) -> dict[str, Callable[[eqx.nn.MLP, Array], eqx.nn.MLP]]:
+    """The variants: functions of one network and a key, the trained network itself first."""
+
+    def scaled(model: eqx.nn.MLP, key: Array) -> eqx.nn.MLP:
+        return scale_mlp(model, config.scale_factor, layer=REWRITTEN_LAYER)
+
+    def duplicated(model: eqx.nn.MLP, key: Array) -> eqx.nn.MLP:
+        return duplicate_mlp(model, config.duplicate_multiplier, layer=REWRITTEN_LAYER)
+
+    def zero(model: eqx.nn.MLP, key: Array) -> eqx.nn.MLP:
+        return add_random_zero_to_mlp(model, config.num_zero, 1, key=key, layer=REWRITTEN_LAYER)
+
+    return {"trained": lambda model, key: model, "scaled": scaled, "duplicated": duplicated, "zero": zero}
+
+
+def compute(
+    config: Config,
+    *,
+    key: Array,
+    dataset: Dataset | None = None,
+    folder: str | os.PathLike[str] | None = None,
+    progress: str | MeterFactory | None = None,
+) -> Results:
+    """Trains, rewrites and probes.
+
+    Args:
+        config: What to do.
+        key: Everything random follows from it.
+        dataset: In place of the one that `config.data` names.
+        folder: Where finished parts are kept; a second call with the same arguments goes on from there.
+        progress: See `dissociation.progress`.
+
+    Returns:
+        The results.
+
+    Raises:
+        ValueError: If `folder` holds parts of another run.
+    """
+    data = dataset or load(config.data, num_train=config.num_train, num_test=config.num_test)
+    parts = Parts(folder, identity_of(config, key, data))
+    trained = fit_mnist(
+        num_epochs=config.num_epochs,
+        num_seeds=config.num_seeds,
+        key=key,
+        dataset=data,
+        width=config.width,
+        progress=progress,
+        checkpoint=parts.path("training.ckpt"),
+    )
+    rewrite_key, rotation_key, coarse_key = jax.random.split(jax.random.fold_in(key, 2), 3)
+    keys = jax.random.split(rewrite_key, config.num_seeds)
+    images, labels = jnp.asarray(data.test_images), jnp.asarray(data.test_labels)
+    tasks = {
+        "rotation": rotated_quarters(images, key=rotation_key),
+        "coarse": coarse_grained(images, labels, key=coarse_key),
+    }
+    fractions = np.arange(1, config.num_budgets + 1) / config.num_budgets
+    variants = rewrites(config)
+    errors = {task: {probe: {} for probe in PROBES} for task in TASKS}
+    clean, certificates = {}, {}
+    jobs = [(name, task, probe) for task in TASKS for probe in PROBES for name in variants]
+    meter = open_meter(progress, len(jobs), "probing")
+    try:
+        for name, rewrite in variants.items():
+            measure = partial(certify_members, images, labels)
+            job = partial(measure_members, rewrite, measure, trained.models, keys, keys)
+            part = parts.get(f"{name}_certificate", job)
+            clean[name] = part.pop("clean_error")
+            certificates[name] = worst(part)
+        for done, (name, task, probe) in enumerate(jobs):
+            meter.advance(done, f"{LABELS[name]}, {task}, {probe}")
+            measure = partial(_transfer_curve, config, fractions, probe, *tasks[task])
+            job = partial(measure_members, variants[name], measure, trained.models, keys, keys)
+            errors[task][probe][name] = parts.get(f"{name}_{task}_{probe}", job)["error"].T
+        meter.advance(len(jobs), "done")
+    finally:
+        meter.close()
+    return Results(
+        config=config,
+        data={"name": data.name, "num_train": len(data.train_images), "num_test": len(data.test_images)},
+        budgets=(fractions * len(images) + 1e-6).astype(int),
+        transfer_error=errors,
+        clean_error=clean,
+        certificates=certificates,
+        test_error=trained.history.observed["test_error"],
+        seconds={"training": trained.seconds, **parts.seconds},
+    )
+
+
+def draw(results: Results) -> Figure:
+    """Transfer error against the sample budget: a row of panels per task, a column per probe.
+
+    Args:
+        results: What `compute` returned.
+
+    Returns:
+        A figure whose panels are about 1.6 x 1.2 inches.
+    """
+    first, last = results.budgets[-1] / 10, results.budgets[-1]
+    ticks = [tick for tick in (first, 2 * first, 5 * first, last) if tick >= results.budgets[0]]
+    with plotting.house_style():
+        figure, axes = plt.subplots(2, 2, figsize=(3.24, 2.4), sharex=True, sharey="row")
+        for row, (task, title) in zip(axes, TASKS.items(), strict=True):
+            for panel, (probe, name) in zip(row, PROBES.items(), strict=True):
+                for variant, curves in results.transfer_error[task][probe].items():
+                    line = {"linestyle": "--", "zorder": 4} if variant == "duplicated" else {}
+                    plotting.band(panel, results.budgets, curves.T, label=LABELS[variant], **line)
+                panel.set(xscale="log", title=f"{title}, {name.format(results.config.gradient_steps)}")
+                panel.set_xlim(max(first, results.budgets[0]), last)
+                panel.xaxis.set_major_locator(FixedLocator(ticks))
+                panel.xaxis.set_major_formatter(ScalarFormatter())
+                panel.xaxis.set_minor_locator(NullLocator())
+                panel.xaxis.set_minor_formatter(NullFormatter())
+            row[0].set_ylabel("transfer error")
+            row[0].set_ylim(0, 1)
+        for panel in axes[-1]:
+            panel.set_xlabel("sample budget (log)")
+        axes[0, 0].legend(loc="upper right")
+    return figure
+
+
+def arrays(results: Results) -> dict[str, np.ndarray]:
+    """The arrays of the figure under flat names, for an `.npz` file."""
+    named = {
+        f"transfer_error_{task}_{probe}_{variant}": curves
+        for task, probes in results.transfer_error.items()
+        for probe, variants in probes.items()
+        for variant, curves in variants.items()
+    }
+    clean = {f"clean_error_{variant}": error for variant, error in results.clean_error.items()}
+    return {"budgets": results.budgets, **named, **clean, "test_error": results.test_error}
+
+
+def describe(results: Results) -> dict[str, Any]:
+    """What the JSON beside the figure says."""
+    return {
+        "figure": "transfer",
+        "config": results.config,
+        "data": results.data,
+        "certificates on the test images": results.certificates,
+    }
+
+
+def table(results: Results) -> list[list[str]]:
+    """A header and a row per variant: transfer errors (%) with all samples, and what the function did."""
+    names = [(task, probe) for task in TASKS for probe in PROBES]
+    header = ["variant", *(f"{task}, {probe}" for task, probe in names), "largest change of a logit", "flips"]
+    rows = [header]
+    for variant, certificate in results.certificates.items():
+        errors = [results.transfer_error[task][probe][variant][-1] for task, probe in names]
+        cells = [f"{100 * error.mean():.2f} \u00b1 {100 * error.std():.2f} %" for error in errors]
+        changes = [f"{certificate['max_abs_change']:.1e}", f"{certificate['changed_predictions']:.0f}"]
+        rows.append([LABELS[variant], *cells, *changes])
+    return rows
+
+
+def _transfer_curve(
+    config: Config,
+    fractions: np.ndarray,
+    probe: Literal["converged", "gradient"],
+    images: Array,
+    labels: Array,
+    model: eqx.nn.MLP,
+    rewritten: eqx.nn.MLP,
+    key: Array,
+) -> dict[str, Array]:
+    """The probe's error on the rewritten network's features, for every budget."""
+    features = hidden_features(rewritten, images, REWRITTEN_LAYER)
+    options = {"num_steps": config.gradient_steps} if probe == "gradient" else {}
+    error = transfer_errors(
+        features, labels, fractions=tuple(fractions), num_splits=config.num_splits, probe=probe, **options
+    )
+    return {"error": error}

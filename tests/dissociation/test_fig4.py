@@ -1,0 +1,211 @@
+"""The import paths and calls that the paper's notebook makes, pinned; and the training that the figures share."""
+
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dissociation.data.datasets import Dataset, load
+from dissociation.fig4 import mnist as mnist_module
+from dissociation.fig4.bmap import bmap
+from dissociation.fig4.expand import (
+    add_phantom_zero_neurons,
+    add_random_zero_neurons,
+    duplicate_neurons,
+    scale_neurons,
+)
+from dissociation.fig4.mnist import fit_mnist, mnist_data, train_mnist
+
+IMAGES = 50
+
+
+@pytest.fixture(scope="module")
+def small():
+    return load("glyphs", num_train=400, num_test=IMAGES)
+
+
+@pytest.fixture(scope="module")
+def models(small):
+    return train_mnist(num_seeds=2, num_epochs=0, dataset=small, progress=None)
+
+
+def rewritten(function):
+    """The notebook's way: new matrices for layers 1 and 2 by `eqx.tree_at`."""
+
+    def rewrite(model, *arguments):
+        w_in, w_out = function(model.layers[1].weight, model.layers[2].weight, *arguments)
+        return eqx.tree_at(lambda m: (m.layers[1].weight, m.layers[2].weight), model, (w_in, w_out))
+
+    return rewrite
+
+
+@rewritten
+def scale(w_in, w_out, factor):
+    return scale_neurons(w_in=w_in, w_out=w_out, scale_factor=factor)
+
+
+@rewritten
+def duplicate(w_in, w_out, multiplier):
+    return duplicate_neurons(w_in=w_in, w_out=w_out, duplicate_multiplier=multiplier)
+
+
+@rewritten
+def add_zero(w_in, w_out, number, key):
+    return add_random_zero_neurons(
+        w_in=w_in, w_out=w_out, num_zero_groups=number, neurons_per_group=1, key=key
+    )  # fmt: skip
+
+
+def outputs(models, images):
+    return eqx.filter_vmap(lambda model, x: jax.vmap(model)(x), in_axes=(eqx.if_array(0), None))(models, images)
+
+
+def test_fresh_networks_are_as_documented(models):
+    assert [layer.weight.shape for layer in models.layers] == [(2, 1024, 784), (2, 1024, 1024), (2, 10, 1024)]
+    assert all(layer.bias is None for layer in models.layers)
+    keys = jax.random.split(jax.random.PRNGKey(37), 2)
+    alone = eqx.nn.MLP(784, 10, 1024, 2, use_bias=False, use_final_bias=False, key=keys[1])
+    np.testing.assert_array_equal(models.layers[1].weight[1], alone.layers[1].weight)
+    np.testing.assert_array_equal(models.activation(jnp.array([-1.0, 2.0])), [0, 2])
+
+
+@pytest.mark.parametrize(
+    ("rewrite", "number", "width"), [(scale, 20, 1024), (duplicate, 1 + 1, 2048), (duplicate, 1.2, 1229)]
+)
+def test_numbers_pass_through_the_map_and_set_shapes(models, small, rewrite, number, width):
+    changed = partial(bmap, in_axes=(eqx.if_array(0), None))(rewrite)(models, number)
+    assert changed.layers[1].weight.shape == (2, width, 1024)
+    assert changed.layers[2].weight.shape == (2, 10, width)
+    np.testing.assert_allclose(outputs(changed, small.test_images), outputs(models, small.test_images), atol=1e-5)
+
+
+def test_zero_neurons_with_a_key_per_seed(models, small):
+    keys = jax.random.split(jax.random.PRNGKey(0), 2)
+    changed = bmap(add_zero, in_axes=(eqx.if_array(0), None, 0))(models, 1024, keys)
+    assert changed.layers[1].weight.shape == (2, 2048, 1024)
+    assert not np.allclose(changed.layers[1].weight[0, 1024:], changed.layers[1].weight[1, 1024:])
+    np.testing.assert_allclose(outputs(changed, small.test_images), outputs(models, small.test_images), atol=1e-5)
+
+
+def test_defaults_of_the_four_functions(models):
+    w_in, w_out = models.layers[1].weight[0, :50], models.layers[2].weight[0, :, :50]
+    inputs = jax.random.normal(jax.random.key(0), (20, 1024))
+    pattern = jax.random.normal(jax.random.key(1), (20, 3))
+    pairs = {
+        50: scale_neurons(w_in=w_in, w_out=w_out),
+        60: duplicate_neurons(w_in=w_in, w_out=w_out),
+        62: add_random_zero_neurons(w_in=w_in, w_out=w_out, key=jax.random.PRNGKey(2)),
+        53: add_phantom_zero_neurons(w_in=w_in, w_out=w_out, inputs=inputs, pattern=pattern),
+    }
+    before = jax.nn.relu(inputs @ w_in.T) @ w_out.T
+    for width, (new_in, new_out) in pairs.items():
+        assert new_in.shape == (width, 1024)
+        after = jax.nn.relu(inputs @ new_in.T) @ new_out.T
+        np.testing.assert_allclose(after, before, atol=1e-3 * np.abs(before).max())
+    np.testing.assert_allclose(inputs @ pairs[53][0][50:].T, pattern, atol=1e-3)
+
+
+def test_nested_maps_over_scales_and_models(models, small):
+    scales = jnp.logspace(-1, 1, 5)
+    images, labels = jnp.asarray(small.test_images), jnp.asarray(small.test_labels).argmax(1)
+
+    @partial(bmap, in_axes=(None, 0, None), batch_size=2)
+    def error(model, scale, key):
+        noisy = images + scale * jax.random.normal(key, images.shape)
+
+        @partial(bmap, in_axes=(None, 0, None), batch_size=16)
+        def wrong(model, image, label_offset):
+            return model(image).argmax() + label_offset
+
+        return (wrong(model, noisy, 0) != labels).mean()
+
+    key = jax.random.PRNGKey(3)
+    found = eqx.filter_vmap(lambda model: error(model, scales, key), in_axes=(eqx.if_array(0),))(models)
+    assert found.shape == (2, 5)
+    for i, scale in enumerate(scales):
+        noisy = images + scale * jax.random.normal(key, images.shape)
+        expected = (outputs(models, noisy).argmax(2) != labels[None, :]).mean(1)
+        np.testing.assert_allclose(found[:, i], expected, atol=2 / IMAGES)
+
+
+def test_hidden_features_by_plain_vmap_and_the_probe(models, small, monkeypatch):
+    """Features through `model.layers` and `model.activation`, probed for several sample counts under filter_vmap."""
+    monkeypatch.setattr(sys, "path", [str(Path(__file__).parents[2] / "notebooks"), *sys.path])
+    from logistic import crossval_softmax_predict
+
+    def hidden(model, x):
+        x = model.activation(model.layers[0](x))
+        return model.activation(model.layers[1](x))
+
+    narrow = eqx.tree_at(
+        lambda m: (m.layers[0].weight, m.layers[1].weight, m.layers[2].weight),
+        models,
+        (models.layers[0].weight[:, :32], models.layers[1].weight[:, :16, :32], models.layers[2].weight[:, :, :16]),
+    )
+
+    @partial(eqx.filter_vmap, in_axes=(eqx.if_array(0), None))
+    def transfer_error(model, num_samples):
+        features = jax.vmap(hidden, in_axes=(None, 0))(model, small.test_images)
+        probabilities = crossval_softmax_predict(features[:num_samples], small.test_labels[:num_samples])
+        return (probabilities.argmax(1) != small.test_labels[:num_samples].argmax(1)).mean()
+
+    errors, times = [], []
+    for num_samples in (20, 35, 50):
+        began = time.perf_counter()
+        errors.append(transfer_error(narrow, num_samples))
+        times.append(time.perf_counter() - began)
+    assert all(error.shape == (2,) for error in errors)
+    assert np.mean(errors) < 0.85  # chance is 0.9
+
+
+def test_training_beats_chance_by_far_and_keeps_history(small):
+    result = fit_mnist(num_epochs=3, num_seeds=2, dataset=load("glyphs", num_train=2000, num_test=500), width=128,
+                       progress=None)  # fmt: skip
+    errors = result.history.observed["test_error"]
+    assert errors.shape == (2, 4)
+    assert (errors[:, 0] > 0.7).all()
+    assert (errors[:, -1] < 0.5).all()
+    assert result.history.loss.shape == (2, 3 * 16)
+    assert np.isclose(result.history.loss[:, 0], np.log(10), atol=0.2).all()
+
+
+def test_training_shows_loss_and_error_from_epoch_zero_on(small, capsys):
+    lines = []
+
+    class Meter:
+        def __init__(self, total, description):
+            self.total = total
+
+        def advance(self, step, text):
+            lines.append((step, text))
+
+        def close(self):
+            pass
+
+    train_mnist(num_epochs=2, num_seeds=2, dataset=small, width=16, progress=Meter)
+    assert lines[0][0] == 0
+    assert "test_error" in lines[0][1]
+    assert "±" in lines[0][1]
+    assert "loss" in lines[-1][1]
+    assert lines[-1][0] == 2 * 4
+
+
+def test_default_key_is_the_published_one_and_keys_of_both_kinds_work(small):
+    one = train_mnist(num_epochs=0, num_seeds=3, dataset=small, width=8, progress=None)
+    other = train_mnist(
+        num_epochs=0, num_seeds=3, dataset=small, width=8, progress=None, key=jax.random.key(37)
+    )  # fmt: skip
+    np.testing.assert_array_equal(one.layers[0].weight, other.layers[0].weight)
+
+
+def test_the_module_offers_the_pinned_names():
+    assert mnist_module.mnist_data is mnist_data
+    with pytest.raises(ValueError, match="'glyphs', 'mnist', got 'cifar'"):
+        train_mnist(num_epochs=0, num_seeds=1, dataset="cifar", progress=None)
+    assert isinstance(load("glyphs", num_train=10, num_test=10), Dataset)
