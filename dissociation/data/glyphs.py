@@ -235,13 +235,31 @@ def draw_glyphs(
     check_count("batch_size", batch_size, minimum=1)
     if not is_traced(labels) and np.any((np.asarray(labels) < 0) | (np.asarray(labels) >= NUM_CLASSES)):
         fail("labels", "be digits, 0 to 9", f"values from {np.min(labels)} to {np.max(labels)}")
-    templates, labels = jnp.asarray(templates), jnp.asarray(labels)
+    labels = jnp.asarray(labels)
+    keys = _fold_in_all(key, labels.shape[0])
+    return _draw_each(jnp.asarray(templates), labels, keys, variation, border, batch_size)
+
+
+def _fold_in_all(key: AnyKey, num: int) -> Key[Array, " num"] | UInt32[Array, "num 2"]:
+    """One key per number from 0 to `num` - 1, the same for any larger `num`."""
+    return jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(num))
+
+
+def _draw_each(
+    templates: Float[Array, "fonts 10 samples samples"],
+    labels: Int[Array, " n"],
+    keys: Key[Array, " n"] | UInt32[Array, "n 2"],
+    variation: Variation | None,
+    border: int,
+    batch_size: int,
+) -> Float[Array, "n pixels"]:
+    """One picture per label and key, `batch_size` at once."""
 
     def draw(item):
-        index, label = item
-        return draw_glyph(templates, label, key=jax.random.fold_in(key, index), variation=variation, border=border)
+        label, key = item
+        return draw_glyph(templates, label, key=key, variation=variation, border=border)
 
-    return jax.lax.map(draw, (jnp.arange(labels.shape[0]), labels), batch_size=batch_size)
+    return jax.lax.map(draw, (labels, keys), batch_size=batch_size)
 
 
 def glyph_labels(num: int, *, key: AnyKey) -> Int[Array, " num"]:
@@ -255,19 +273,26 @@ def glyph_labels(num: int, *, key: AnyKey) -> Int[Array, " num"]:
         Digits 0 to 9. Fewer labels from the same key are the leading ones of more.
     """
     check_count("num", num)
-    blocks = jnp.arange(-(-num // NUM_CLASSES))
-    orders = jax.vmap(lambda i: jax.random.permutation(jax.random.fold_in(key, i), NUM_CLASSES))(blocks)
-    return orders.reshape(-1)[:num]
+    keys = _fold_in_all(key, -(-num // NUM_CLASSES))
+    return jax.vmap(lambda k: jax.random.permutation(k, NUM_CLASSES))(keys).reshape(-1)[:num]
 
 
-@partial(jax.jit, static_argnames="num")
-def _draw_split(
-    templates: Float[Array, "fonts 10 samples samples"], num: int, key: AnyKey, variation: Variation
-) -> tuple[Float[Array, "num pixels"], Float[Array, "num 10"]]:
-    """Pictures and one-hot labels of one split, compiled."""
-    label_key, picture_key = jax.random.split(key)
-    labels = glyph_labels(num, key=label_key)
-    images = draw_glyphs(templates, labels, key=picture_key, variation=variation)
+@partial(jax.jit, static_argnames=("num_train", "num_test"))
+def _draw_splits(
+    templates: Float[Array, "fonts 10 samples samples"],
+    num_train: int,
+    num_test: int,
+    key: AnyKey,
+    variation: Variation,
+) -> tuple[Float[Array, "n pixels"], Float[Array, "n 10"]]:
+    """Pictures and one-hot labels of both splits, training first: one map, so that it compiles once."""
+    labels, keys = [], []
+    for split, num in enumerate((num_train, num_test)):
+        label_key, picture_key = jax.random.split(jax.random.fold_in(key, split))
+        labels.append(glyph_labels(num, key=label_key))
+        keys.append(_fold_in_all(picture_key, num))
+    labels, keys = jnp.concatenate(labels), jnp.concatenate(keys)
+    images = _draw_each(templates, labels, keys, variation, BORDER, _BATCH)
     return images, jax.nn.one_hot(labels, NUM_CLASSES, dtype=images.dtype)
 
 
@@ -307,7 +332,7 @@ def glyph_data(
     check_count("num_train", num_train, minimum=1)
     check_count("num_test", num_test, minimum=1)
     variation = Variation() if variation is None else variation
-    train = _draw_split(glyph_templates(), num_train, jax.random.fold_in(key, 0), variation)
-    test = _draw_split(glyph_templates(), num_test, jax.random.fold_in(key, 1), variation)
-    (train_images, train_labels), (test_images, test_labels) = jax.device_get((train, test))
-    return train_images, train_labels, test_images, test_labels
+    splits = _draw_splits(jnp.asarray(glyph_templates()), num_train, num_test, key, variation)
+    images, labels = jax.device_get(splits)
+    parts = images[:num_train], labels[:num_train], images[num_train:], labels[num_train:]
+    return tuple(part.copy() for part in parts)  # writable, as MNIST's are
