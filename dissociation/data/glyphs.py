@@ -315,6 +315,10 @@ def glyph_data(
     rows and columns are zero in every picture, and noise reaches all others: with at least 576 pictures the null
     space of the data is exactly the 208 border pixels.
 
+    At the default sizes and variation (key 0), scikit-learn's softmax regression gets 90.7 % of the test pictures at
+    C = 0.02 and 93.0 % at C = 1 (150 steps). Bias-free ReLU layers 784-1024-1024-10 under SGD (rate 0.1 falling to 0,
+    batches of 128) get 88.5 % after 5 epochs, where a linear layer alone gets 83.1 %, and 95.2 % after 10.
+
     Args:
         num_train: Training pictures, at least 1.
         num_test: Test pictures, at least 1.
