@@ -61,7 +61,7 @@ class Config:
     """Data set: digits drawn by code, or MNIST."""
     num_seeds: int = 4
     """Networks trained from scratch."""
-    num_epochs: int = 5
+    num_epochs: int = 10
     """Passes over the training images."""
     num_train: int | None = None
     """Training images; None takes the data set's own number."""
@@ -85,7 +85,7 @@ class Config:
     def quick(self) -> "Config":
         """A small run that shows that everything works: seconds, no science."""
         return dataclasses.replace(
-            self, num_seeds=2, num_epochs=1, num_train=1000, num_test=300, width=128, num_scales=10, num_nuisance=128
+            self, num_seeds=2, num_epochs=5, num_train=2000, num_test=300, width=128, num_scales=10, num_nuisance=128
         )
 
 

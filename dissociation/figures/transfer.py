@@ -57,7 +57,7 @@ class Config:
     """Data set: digits drawn by code, or MNIST."""
     num_seeds: int = 3
     """Networks trained from scratch."""
-    num_epochs: int = 5
+    num_epochs: int = 10
     """Passes over the training images."""
     num_train: int | None = None
     """Training images; None takes the data set's own number."""
@@ -81,7 +81,7 @@ class Config:
     def quick(self) -> "Config":
         """A small run that shows that everything works: seconds, no science."""
         return dataclasses.replace(
-            self, num_seeds=2, num_epochs=2, num_train=1000, num_test=200, width=64, num_budgets=4, num_zero=8,
+            self, num_seeds=2, num_epochs=5, num_train=2000, num_test=200, width=64, num_budgets=4, num_zero=8,
             num_splits=5,
         )  # fmt: skip
 

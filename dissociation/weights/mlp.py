@@ -56,10 +56,10 @@ def rewrite_mlp(model: eqx.nn.MLP, rewrite: Rewrite, *, layer: int = -1) -> eqx.
     """
     index = _hidden_index(model, layer)
     incoming, outgoing = model.layers[index], model.layers[index + 1]
-    w_in = incoming.weight
+    w_in = jnp.asarray(incoming.weight)
     if incoming.bias is not None:
         w_in = jnp.concatenate([w_in, incoming.bias[:, None]], axis=1)
-    w_in, w_out = rewrite(w_in, outgoing.weight)
+    w_in, w_out = rewrite(w_in, jnp.asarray(outgoing.weight))
     hidden = w_in.shape[0]
     bias = None
     if incoming.bias is not None:

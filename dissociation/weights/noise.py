@@ -54,10 +54,10 @@ def perturb_parameters(model: Model, noise: PyTree, scale: Real[ArrayLike, ""]) 
     if jax.tree.structure(parameters) != jax.tree.structure(noise):
         fail("noise", "have the structure of the model's parameters", jax.tree.structure(noise))
 
-    def perturbed(weight: Array, draw: Array) -> Array:
+    def perturbed(weight: Array | np.ndarray, draw: Array) -> Array:
         if weight.shape != draw.shape:
             fail("noise", f"be shaped like the parameters, {weight.shape}", draw.shape)
-        return weight + jnp.asarray(scale, draw.real.dtype) * draw
+        return jnp.asarray(weight) + jnp.asarray(scale, draw.real.dtype) * draw
 
     return eqx.combine(jax.tree.map(perturbed, parameters, noise), rest)
 

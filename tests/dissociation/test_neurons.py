@@ -29,14 +29,34 @@ def unchecked():
 
 
 @pytest.fixture
-def layer(key):
-    k1, k2 = jax.random.split(key)
-    return jax.random.normal(k1, (HIDDEN, INPUTS)), jax.random.normal(k2, (OUTPUTS, HIDDEN))
+def layer():
+    rng = np.random.default_rng(0)
+    return normal(rng, HIDDEN, INPUTS), normal(rng, OUTPUTS, HIDDEN)
 
 
 @pytest.fixture
-def x(key):
-    return jax.random.normal(jax.random.fold_in(key, 1), (INPUTS, 40))
+def x():
+    return normal(np.random.default_rng(1), INPUTS, 40)
+
+
+def normal(rng, *shape):
+    return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+
+def perceptron(in_size=6, out_size=3, width=10, depth=2, members=(), **kwargs):
+    """A perceptron of random weights and biases, without compiling its initialisation."""
+    model = eqx.filter_eval_shape(lambda: eqx.nn.MLP(in_size, out_size, width, depth, key=jax.random.key(0), **kwargs))
+    rng = np.random.default_rng(depth)
+
+    def fill(leaf):
+        if not isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf
+        return (0.4 * rng.normal(size=(*members, *leaf.shape))).astype(np.float32)
+
+    return jax.tree.map(fill, model)
+
+
+EXAMPLES = np.random.default_rng(4).normal(size=(30, 6)).astype(np.float32)
 
 
 def outputs(pair, x, activation=jax.nn.relu):
@@ -179,11 +199,10 @@ def test_groups_share_incoming_weights_and_cancel(layer, key):
     np.testing.assert_array_equal(single, np.zeros((OUTPUTS, 4)))
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_zero_neurons_are_of_full_rank(layer, key, size):
-    added = add_random_zero_neurons(*layer, 64, size, key=key)[0][HIDDEN:]
+def test_zero_neurons_are_of_full_rank(layer, key):
+    added = add_random_zero_neurons(*layer, 64, 1, key=key)[0][HIDDEN:]
     assert np.linalg.matrix_rank(added) == INPUTS
-    few = add_random_zero_neurons(*layer, 3, size, key=key)[0][HIDDEN:]
+    few = add_random_zero_neurons(*layer, 3, 2, key=key)[0][HIDDEN:]
     assert np.linalg.matrix_rank(few) == 3
 
 
@@ -227,8 +246,8 @@ def test_impossible_zero_neurons_are_refused_with_a_reason(layer, key):
 # phantom neurons
 
 
-def test_phantoms_show_any_pattern_on_few_inputs(layer, x, key):
-    inputs, pattern = np.asarray(x.T[:6]), jax.random.normal(key, (6, 9))
+def test_phantoms_show_any_pattern_on_few_inputs(layer, x):
+    inputs, pattern = np.asarray(x.T[:6]), normal(np.random.default_rng(2), 6, 9)
     w_in, w_out = add_phantom_zero_neurons(w_in=layer[0], w_out=layer[1], inputs=inputs, pattern=pattern)
     np.testing.assert_allclose(inputs @ w_in[HIDDEN:].T, pattern, atol=1e-4)
     np.testing.assert_array_equal(w_out[:, HIDDEN:], np.zeros((OUTPUTS, 9)))
@@ -263,10 +282,15 @@ def test_phantoms_of_ill_conditioned_inputs(layer):
     assert np.abs(inputs @ (coarse.T - exact)).max() > 0.1
 
 
-def test_derivative_of_phantoms_in_the_pattern(layer, x, key):
+def test_derivative_of_phantoms_in_the_pattern(layer, x):
     # On independent inputs the preactivations are the pattern: their Jacobian is the identity.
-    inputs, pattern = x.T[:5], jax.random.normal(key, (5, 1))
-    jacobian = jax.jacobian(lambda p: inputs @ add_phantom_zero_neurons(*layer, inputs, p)[0][HIDDEN:].T)(pattern)
+    inputs, pattern = x.T[:5], x.T[5:10, :1]
+
+    @jax.jit
+    def preactivations(pattern):
+        return inputs @ add_phantom_zero_neurons(*layer, inputs, pattern)[0][HIDDEN:].T
+
+    jacobian = jax.jit(jax.jacobian(preactivations))(pattern)
     np.testing.assert_allclose(jacobian.reshape(5, 5), np.eye(5), atol=1e-4)
 
 
@@ -288,7 +312,7 @@ REWRITES = {
     "duplicate": lambda w_in, w_out, key: duplicate_neurons(w_in, w_out, 1.5),
     "zero": lambda w_in, w_out, key: add_random_zero_neurons(w_in, w_out, key=key),
     "phantom": lambda w_in, w_out, key: add_phantom_zero_neurons(
-        w_in, w_out, jax.random.normal(key, (6, w_in.shape[1]), w_in.dtype), jnp.eye(6, dtype=w_in.dtype)
+        w_in, w_out, w_in[:6] + 1, jnp.eye(6, dtype=w_in.dtype)
     ),
 }
 
@@ -296,12 +320,13 @@ REWRITES = {
 @pytest.mark.parametrize("name", REWRITES)
 def test_plain_jit_vmap_and_loop_agree(name, key):
     keys = jax.random.split(key, 3)
-    w_in = jax.random.normal(keys[0], (3, HIDDEN, INPUTS))
-    w_out = jax.random.normal(keys[1], (3, OUTPUTS, HIDDEN))
+    rng = np.random.default_rng(0)
+    w_in, w_out = normal(rng, 3, HIDDEN, INPUTS), normal(rng, 3, OUTPUTS, HIDDEN)
     rewrite = REWRITES[name]
+    once = jax.jit(rewrite)
     plain = [rewrite(w_in[i], w_out[i], keys[i]) for i in range(3)]
-    compiled = [jax.jit(rewrite)(w_in[i], w_out[i], keys[i]) for i in range(3)]
-    mapped = jax.vmap(rewrite)(w_in, w_out, keys)
+    compiled = [once(w_in[i], w_out[i], keys[i]) for i in range(3)]
+    mapped = jax.jit(jax.vmap(rewrite))(w_in, w_out, keys)
     for i in range(3):
         for one, two, three in zip(plain[i], compiled[i], mapped, strict=True):
             np.testing.assert_allclose(one, two, rtol=1e-4, atol=1e-5)
@@ -334,10 +359,7 @@ def test_fixed_import_path():
 
 def test_rewrites_by_hand_inside_a_model(key):
     # The way the paper's notebook does it: matrices of a model without biases, replaced in place, over stacked members.
-    def make(k):
-        return eqx.nn.MLP(6, 3, 10, 2, use_bias=False, use_final_bias=False, key=k)
-
-    models = eqx.filter_vmap(make)(jax.random.split(key, 2))
+    models = perceptron(members=(2,), use_bias=False, use_final_bias=False)
 
     def wider(model, number, k):
         w_in, w_out = expand.add_random_zero_neurons(
@@ -353,8 +375,7 @@ def test_rewrites_by_hand_inside_a_model(key):
     by_hand = eqx.filter_vmap(wider, in_axes=(eqx.if_array(0), None, 0))(models, 16, keys)
     whole = eqx.filter_vmap(lambda m, k: mlp.add_random_zero_to_mlp(m, 16, 1, key=k, layer=1))(models, keys)
     assert eqx.tree_equal(eqx.filter(by_hand, eqx.is_array).layers[1].weight, whole.layers[1].weight)
-    x = jax.random.normal(key, (5, 6))
-    run = eqx.filter_vmap(lambda m: jax.vmap(m)(x))
+    run = eqx.filter_jit(eqx.filter_vmap(lambda m: jax.vmap(m)(EXAMPLES)))
     np.testing.assert_allclose(run(by_hand), run(models), atol=1e-6)
     np.testing.assert_allclose(run(whole), run(models), atol=1e-6)
 
@@ -377,10 +398,10 @@ def rewritten(name, model, x, key, layer):
 
 
 @pytest.mark.parametrize("name", MODEL_REWRITES)
-@pytest.mark.parametrize(("depth", "layer", "bias"), [(1, 0, True), (2, 1, False), (3, 1, True), (3, -1, True)])
+@pytest.mark.parametrize(("depth", "layer", "bias"), [(1, 0, True), (2, -1, False), (3, 1, True)])
 def test_models_keep_their_function(name, depth, layer, bias, key):
-    x = jax.random.normal(key, (30, 6))
-    model = eqx.nn.MLP(6, 3, 10, depth, use_bias=bias, use_final_bias=bias, key=key)
+    x = EXAMPLES
+    model = perceptron(depth=depth, use_bias=bias, use_final_bias=bias)
     new, certificate = rewritten(name, model, x, key, layer)
     assert bool(certificate.kept(1e-5)), certificate
     changed = [not eqx.tree_equal(a, b) for a, b in zip(model.layers, new.layers, strict=True)]
@@ -393,10 +414,10 @@ def test_models_keep_their_function(name, depth, layer, bias, key):
 
 @pytest.mark.parametrize("name", MODEL_REWRITES)
 def test_stacked_models(name, key):
-    x, keys = jax.random.normal(key, (30, 6)), jax.random.split(key, 3)
-    models = eqx.filter_vmap(lambda k: eqx.nn.MLP(6, 3, 10, 1, key=k))(keys)
+    x, keys = EXAMPLES, jax.random.split(key, 3)
+    models = perceptron(depth=1, members=(3,))
     rewrite = MODEL_REWRITES[name]
-    mapped = eqx.filter_vmap(lambda m, k: rewrite(m, x, k, -1))(models, keys)
+    mapped = eqx.filter_jit(eqx.filter_vmap(lambda m, k: rewrite(m, x, k, -1)))(models, keys)
     for i in range(3):
         one = jax.tree.map(lambda leaf: leaf[i] if eqx.is_array(leaf) else leaf, models)  # noqa: B023
         chosen = jax.tree.map(lambda leaf: leaf[i] if eqx.is_array(leaf) else leaf, mapped)  # noqa: B023
@@ -410,9 +431,9 @@ def test_stacked_models(name, key):
 
 
 def test_a_rewritten_model_is_one_of_the_new_width(key):
-    model, wide = (eqx.nn.MLP(6, "scalar", width, 1, key=key) for width in (10, 20))
+    model, wide = (perceptron(6, "scalar", width, 1) for width in (10, 20))
     assert jax.tree.structure(mlp.duplicate_mlp(model, 2)) == jax.tree.structure(wide)
-    deep = mlp.duplicate_mlp(eqx.nn.MLP(6, 3, 10, 2, key=key), 2)
+    deep = mlp.duplicate_mlp(perceptron(), 2)
     assert (deep.layers[0].out_features, deep.layers[1].out_features, deep.layers[2].in_features) == (10, 20, 20)
     assert deep.width_size == 10
     assert mlp.duplicate_mlp(deep, 2, layer=0).width_size == 20
@@ -420,13 +441,12 @@ def test_a_rewritten_model_is_one_of_the_new_width(key):
 
 @pytest.mark.parametrize("name", MODEL_REWRITES)
 def test_scalar_inputs(name, key):
-    model, x = eqx.nn.MLP("scalar", "scalar", 10, 2, key=key), jax.random.normal(key, (30,))
+    model, x = perceptron("scalar", "scalar"), EXAMPLES[:, 0]
     assert float(rewritten(name, model, x, key, 0)[1].max_abs_change) < 1e-5
 
 
 def test_phantoms_see_what_the_layer_sees(key):
-    model, x = eqx.nn.MLP(6, 3, 10, 2, key=key), jax.random.normal(key, (8, 6))
-    pattern = jax.random.normal(jax.random.key(1), (8, 4))
+    model, x, pattern = perceptron(), EXAMPLES[:8], EXAMPLES[8:16, :4]
     new = mlp.add_phantom_zero_to_mlp(model, x, pattern, layer=1)
     preactivations = jax.vmap(lambda one: new.layers[1](jax.nn.relu(new.layers[0](one))))(x)
     np.testing.assert_allclose(preactivations[:, 10:], pattern, atol=1e-3)
@@ -434,24 +454,24 @@ def test_phantoms_see_what_the_layer_sees(key):
 
 @pytest.mark.parametrize("activation", [jax.nn.leaky_relu, jnp.abs, lambda z: 2 * z])
 def test_scale_of_models_takes_any_homogeneous_activation(activation, key):
-    model = eqx.nn.MLP(6, 3, 10, 2, activation=activation, key=key)
-    x = jax.random.normal(key, (30, 6))
+    model = perceptron(activation=activation)
+    x = EXAMPLES
     assert bool(rewritten("scale", model, x, key, 1)[1].kept(1e-4))
 
 
 @pytest.mark.parametrize("activation", [jnp.tanh, jax.nn.gelu, jax.nn.relu6, jax.nn.softplus, lambda z: z + 1])
 def test_scale_of_models_refuses_other_activations(activation, key):
-    model = eqx.nn.MLP(6, 3, 10, 2, activation=activation, key=key)
+    model = perceptron(activation=activation)
     for run in (mlp.scale_mlp, eqx.filter_jit(mlp.scale_mlp)):
         with pytest.raises(ValueError, match="positively homogeneous activation"):
             run(model, 20.0)
-    x = jax.random.normal(key, (30, 6))
+    x = EXAMPLES
     forced = mlp.scale_mlp(model, 20.0, assume_homogeneous=True)
     assert not np.allclose(jax.vmap(forced)(x), jax.vmap(model)(x), atol=1e-3)
 
 
 def test_a_sweep_of_model_scales_is_traced_once(key):
-    model, traces = eqx.nn.MLP(6, 3, 10, 2, key=key), []
+    model, traces = perceptron(), []
 
     @eqx.filter_jit
     def run(model, factor, x):
@@ -465,17 +485,17 @@ def test_a_sweep_of_model_scales_is_traced_once(key):
 
 @pytest.mark.usefixtures("unchecked")
 def test_models_that_cannot_be_rewritten_are_refused(key):
-    model = eqx.nn.MLP(6, 3, 10, 2, key=key)
+    model = perceptron()
     for layer in (2, -3):
         with pytest.raises(ValueError, match="`layer` must name one of the 2 hidden layers"):
             mlp.scale_mlp(model, layer=layer)
     with pytest.raises(ValueError, match="one of the 0 hidden layers"):
-        mlp.scale_mlp(eqx.nn.MLP(6, 3, 10, 0, key=key))
+        mlp.scale_mlp(perceptron(depth=0))
     with pytest.raises(TypeError, match="must be an eqx.nn.MLP"):
         mlp.duplicate_mlp(eqx.nn.Linear(6, 3, key=key))  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="scan=False"):
-        mlp.duplicate_mlp(eqx.nn.MLP(6, 3, 10, 3, scan=True, key=key))
+        mlp.duplicate_mlp(perceptron(depth=3, scan=True))
     with pytest.raises(ValueError, match="activation without parameters"):
-        mlp.duplicate_mlp(eqx.nn.MLP(6, 3, 10, 2, activation=eqx.nn.PReLU(0.1), key=key))
+        mlp.duplicate_mlp(perceptron(activation=eqx.nn.PReLU(0.1)))
     with pytest.raises(TypeError, match="must be an eqx.nn.Linear"):
         mlp.duplicate_mlp(eqx.tree_at(lambda m: m.layers[1], model, eqx.nn.Identity()))

@@ -1,0 +1,121 @@
+"""Peak memory and time of `bmap` against `equinox.filter_vmap` and `jax.lax.map`.
+
+The work: one perceptron on images under noise of many scales, the scales mapped. Every variant runs in a process of its
+own, because a process never gives its peak back. Columns: seconds to compile, the median of the repeats in
+milliseconds, the rise of the process' peak memory over its start (with data, before compiling), and what the compiler
+says that the program takes.
+
+    python benchmarks/bmap.py [--images 2000] [--width 512] [--scales 40] [--batch 4] [--repeats 5]
+"""
+
+import argparse
+import json
+import logging
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from functools import partial
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from dissociation.bmap import bmap
+
+VARIANTS = ("filter_vmap", "lax.map", "bmap", "lax.map one", "bmap one", "bmap auto")
+
+
+def error(model, scale, images, noise):
+    """Mean of the largest logit of every noisy image."""
+    return jnp.mean(jnp.max(jax.vmap(model)(images + scale * noise), axis=-1))
+
+
+def mapped(variant, batch):
+    """A function of (model, scales, images, noise)."""
+    axes = (None, 0, None, None)
+    if variant == "filter_vmap":
+        return eqx.filter_vmap(error, in_axes=axes)
+    size = 1 if variant.endswith("one") else batch
+    if variant.startswith("bmap"):
+        return bmap(error, in_axes=axes, batch_size=size)
+    batched = None if size == 1 else size
+    return lambda m, scales, x, n: jax.lax.map(lambda s: error(m, s, x, n), scales, batch_size=batched)
+
+
+def peak():
+    """Bytes; Linux counts in kB, macOS in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def chosen_batch(arguments, budget):
+    """The batch that "auto" takes under `budget`, and the seconds of the whole call."""
+    records = []
+    logger = logging.getLogger("dissociation.bmap")
+    logger.setLevel(logging.INFO)
+    handler = logging.Handler()
+    handler.emit = records.append
+    logger.addHandler(handler)
+    start = time.perf_counter()
+    auto = partial(bmap, batch_size="auto", memory_budget=budget)
+    jax.block_until_ready(auto(error, in_axes=(None, 0, None, None))(*arguments))
+    return records[0].args[0], time.perf_counter() - start
+
+
+def measure(variant, options):
+    """One variant, in this process."""
+    width, keys = options.width, jax.random.split(jax.random.key(0), 3)
+    model = eqx.nn.MLP(784, 10, width, 2, key=keys[0])
+    images, noise = (jax.random.uniform(k, (options.images, 784)) for k in keys[1:])
+    scales = jnp.logspace(-1, 1, options.scales)
+    arguments = jax.block_until_ready((model, scales, images, noise))
+    start_peak, batch, note = peak(), options.batch, ""
+    if variant == "bmap auto":
+        batch, seconds = chosen_batch(arguments, options.budget * 2**20)
+        note = f"chose {batch} for {options.budget} MiB; search and run {seconds:.1f} s"
+    arrays, static = eqx.partition(arguments, eqx.is_array)
+    function = mapped(variant, batch)
+    start = time.perf_counter()
+    compiled = jax.jit(lambda a: function(*eqx.combine(a, static))).lower(arrays).compile()
+    compiling = time.perf_counter() - start
+    result = jax.block_until_ready(compiled(arrays))
+    times = []
+    for _ in range(options.repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(compiled(arrays))
+        times.append(time.perf_counter() - start)
+    usage = compiled.memory_analysis()
+    return {
+        "compile_s": compiling,
+        "run_ms": 1e3 * statistics.median(times),
+        "peak_mib": (peak() - start_peak) / 2**20,
+        "compiler_mib": (usage.temp_size_in_bytes + usage.output_size_in_bytes) / 2**20,
+        "check": float(result.sum()),
+        "note": note,
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sizes = {"images": 2000, "width": 512, "scales": 40, "batch": 4, "repeats": 5, "budget": 128}
+    for name, default in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--variant", choices=VARIANTS, help="run only this one, in this process, and print JSON")
+    options = parser.parse_args()
+    if options.variant:
+        print(json.dumps(measure(options.variant, options)))
+        return
+    print(f"{options.scales} scales, {options.images} images, 784-{options.width}-{options.width}-10, ", end="")
+    print(f"batches of {options.batch}, {jax.default_backend()}, jax {jax.__version__}")
+    print(f"{'variant':<12} {'compile s':>9} {'run ms':>8} {'peak MiB':>9} {'compiler MiB':>13} {'check':>10}")
+    for variant in VARIANTS:
+        command = [sys.executable, __file__, "--variant", variant]
+        command += [word for name in sizes for word in (f"--{name}", str(getattr(options, name)))]
+        row = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        print(f"{variant:<12} {row['compile_s']:>9.2f} {row['run_ms']:>8.0f} {row['peak_mib']:>9.0f} ", end="")
+        print(f"{row['compiler_mib']:>13.1f} {row['check']:>10.3f}  {row['note']}")
+
+
+if __name__ == "__main__":
+    main()
