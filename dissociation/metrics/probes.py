@@ -1,0 +1,525 @@
+"""Cross-validated softmax probes: what a linear classifier reads from a representation.
+
+Two learners with one shape of output. `crossval_softmax_predict` is *converged*: it returns the minimum of a convex
+loss, so that what it says belongs to the representation. `crossval_gradient_predict` stops after a fixed number of
+stable gradient steps, so that what it says belongs to the representation and the optimiser together.
+
+All folds are trained at once. A fold is a mask over samples, so the logits of every fold are one product
+[n, d] x [d, folds * classes], and the standardisation of a fold is folded into its weights instead of being applied to
+the data. Under `jax.vmap` over members, the members are solved in turn, each with its own number of iterations.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_batching import sequential_vmap
+from jaxtyping import Array, Bool, Float, Int, Key, UInt32
+
+from dissociation.checks import check_count, check_ndim, check_positive, check_same_length, fail, is_traced
+
+Scalar = float | int | Float[Array | np.ndarray, ""]
+Count = int | Int[Array | np.ndarray, ""]
+AnyKey = Key[Array, ""] | UInt32[Array, "2"]
+
+# The softmax of a class that a fold's training part does not hold is exactly zero.
+_NEVER = -1e30
+# Residuals, relative to the gradient, at which the inner conjugate gradients stop: the tightest and the loosest.
+_FORCING = (0.1, 0.5)
+
+
+class SoftmaxFit(NamedTuple):
+    """A converged probe for every fold.
+
+    Attributes:
+        probabilities: Held-out class probabilities in the order of the samples, zero past `num_samples`.
+        coefficients: One matrix per fold, for raw features: the logits are `x @ coefficients[f] + intercepts[f]`.
+        intercepts: One vector per fold; minus infinity for a class that the fold's training part does not hold.
+        losses: Minimised objective per fold, the penalty included.
+        gradient_norm: Norm of the objective's gradient per fold, in standardised coordinates.
+        gap: Bound on (loss - minimum) / loss per fold: `gradient_norm**2 / (2 * ridge * loss)`.
+        converged: Whether `gap` came below `tol`, per fold.
+        newton_steps: Newton steps taken, the slowest fold's.
+        iterations: Products with the data and back that this took, for all folds together.
+    """
+
+    probabilities: Float[Array, "n classes"]
+    coefficients: Float[Array, "folds d classes"]
+    intercepts: Float[Array, "folds classes"]
+    losses: Float[Array, " folds"]
+    gradient_norm: Float[Array, " folds"]
+    gap: Float[Array, " folds"]
+    converged: Bool[Array, " folds"]
+    newton_steps: Int[Array, ""]
+    iterations: Int[Array, ""]
+
+
+def crossval_softmax_predict(
+    x: Float[Array | np.ndarray, "n d"],
+    y: Float[Array | np.ndarray, "n classes"],
+    num_splits: int = 10,
+    *,
+    ridge: Scalar = 1.0,
+    key: AnyKey | None = None,
+    num_samples: Count | None = None,
+    tol: Scalar | None = None,
+) -> Float[Array, "n classes"]:
+    r"""Held-out class probabilities of a converged softmax probe.
+
+    For every fold f, with features x~ standardised by the mean and deviation of its training part T_f,
+
+        minimise  sum_{i in T_f} -log softmax(W^T x~_i + b)[y_i]  +  ridge / 2 ||W||^2.
+
+    How to choose `ridge`: it is the precision of a Gaussian prior on weights of standardised features, in units of one
+    sample, and equals `1 / C` of `sklearn.linear_model.LogisticRegression` (`2 / C` for two classes, where
+    scikit-learn keeps one weight vector instead of two). For a penalty `r` on the *mean* loss of m training samples
+    pass `r * m`. The default 1 is scikit-learn's. Larger values suit fewer samples than features and noisy labels; much
+    smaller ones make separable data slow, because the minimum moves towards infinity. It is traced: a sweep over it
+    compiles once.
+
+    Args:
+        x: Features. May be traced, and mapped over members by `jax.vmap` or `eqx.filter_vmap`.
+        y: One-hot labels.
+        num_splits: Folds, from 2 to n. They are contiguous blocks in the given order; the first `n % num_splits` are
+            one sample longer, as in scikit-learn's `KFold`.
+        ridge: Penalty on the weights, above zero. The intercept is not penalised.
+        key: Shuffles the samples over the folds. The result keeps the given order all the same.
+        num_samples: Uses the first `num_samples` samples only, at the cost of all n; later rows of the result are zero.
+            It is traced: all values share one compilation. `x[:num_samples]` gives the same, compiled for each length.
+        tol: Bound on the relative distance of each fold's loss from its minimum. Default 5e-5 in float32 and 1e-9
+            in float64.
+
+    Returns:
+        Probabilities in [0, 1] that sum to one in each row, each from the fold that did not see the sample.
+
+    Raises:
+        ValueError: If shapes disagree, `y` is not one-hot, `ridge` or `tol` is not positive, or there are too few
+            samples for the folds.
+        TypeError: If `num_splits` is no Python integer.
+
+    References:
+        Bishop (2006), Pattern Recognition and Machine Learning, eqs. 4.108-4.110.
+
+    >>> x = np.eye(3, dtype=np.float32)[[0, 1, 2, 0, 1, 2]]
+    >>> crossval_softmax_predict(x, x, num_splits=2).argmax(1)
+    Array([0, 1, 2, 0, 1, 2], dtype=int32)
+    """
+    fit = crossval_softmax_fit(x, y, num_splits, ridge=ridge, key=key, num_samples=num_samples, tol=tol)
+    return fit.probabilities
+
+
+def crossval_softmax_fit(
+    x: Float[Array | np.ndarray, "n d"],
+    y: Float[Array | np.ndarray, "n classes"],
+    num_splits: int = 10,
+    *,
+    ridge: Scalar = 1.0,
+    key: AnyKey | None = None,
+    num_samples: Count | None = None,
+    tol: Scalar | None = None,
+    max_newton_steps: int = 100,
+    max_inner_steps: int = 500,
+) -> SoftmaxFit:
+    r"""The probe of `crossval_softmax_predict` with its coefficients and the solver's record.
+
+    Newton's method with conjugate gradients, all folds in one loop: a fold that has converged is frozen, and a loop
+    ends with its last fold. The penalty makes the loss f strongly convex in the weights, f - f* <= ||g||^2 / (2 ridge),
+    which is what the stopping rule and `gap` use; the unpenalised intercept is counted in g as if it were penalised.
+
+    Args:
+        x: Features.
+        y: One-hot labels.
+        num_splits: Folds.
+        ridge: Penalty on the weights, see `crossval_softmax_predict`.
+        key: Shuffles the samples over the folds.
+        num_samples: Uses the first `num_samples` samples only.
+        tol: Bound on the relative distance of each fold's loss from its minimum.
+        max_newton_steps: Limit of the outer loop.
+        max_inner_steps: Limit of the conjugate gradients in one Newton step.
+
+    Returns:
+        The fit of every fold. Check `converged`: the function itself cannot raise on values when it is traced.
+
+    Raises:
+        ValueError: As `crossval_softmax_predict`.
+        TypeError: As `crossval_softmax_predict`.
+
+    References:
+        Nocedal and Wright (2006), Numerical Optimization, algorithm 7.1. Lin, Weng and Keerthi (2008), Trust region
+        Newton method for large-scale logistic regression.
+    """
+    x, y, ids = _prepare(x, y, num_splits, key, num_samples)
+    check_positive("ridge", ridge)
+    if tol is None:
+        tol = 5e-5 if jnp.finfo(x.dtype).bits <= 32 else 1e-9
+    check_positive("tol", tol)
+    outer = check_count("max_newton_steps", max_newton_steps, minimum=1)
+    inner = check_count("max_inner_steps", max_inner_steps, minimum=1)
+    scalars = jnp.asarray(ridge, x.dtype), jnp.asarray(tol, x.dtype)
+    return _solve_in_turn(x, y, ids, *scalars, num_splits=num_splits, outer=outer, inner=inner)
+
+
+def crossval_gradient_predict(
+    x: Float[Array | np.ndarray, "n d"],
+    y: Float[Array | np.ndarray, "n classes"],
+    num_splits: int = 10,
+    *,
+    num_steps: Count = 200,
+    step_size: Scalar | None = None,
+    key: AnyKey | None = None,
+    num_samples: Count | None = None,
+) -> Float[Array, "n classes"]:
+    r"""Held-out class probabilities of a softmax probe after a fixed budget of gradient steps.
+
+    W and b start at zero and follow the gradient of the *mean* training loss on raw features, without a penalty. A step
+    is stable below 2 / L, where L = lambda_max(sum_i [x_i, 1][x_i, 1]^T) / (2 m_f) bounds the curvature (Boehning 1992)
+    of a fold with m_f training samples; the default is 1 / L.
+
+    The default step follows the scale of the features, so a learner that uses it does not see a common factor on
+    them, apart from the intercept. Pass one `step_size` for several representations, for instance the smallest of
+    their `stable_step_size`, to see what a learner with one learning rate sees.
+
+    Args:
+        x: Features, used as they are.
+        y: One-hot labels.
+        num_splits: Folds, as in `crossval_softmax_predict`.
+        num_steps: Steps; traced.
+        step_size: Step in units of the mean loss, shared by the folds; traced. Default 1 / L of each fold.
+        key: Shuffles the samples over the folds.
+        num_samples: Uses the first `num_samples` samples only; later rows of the result are zero.
+
+    Returns:
+        Probabilities in [0, 1] that sum to one in each row, each from the fold that did not see the sample.
+
+    Raises:
+        ValueError: If shapes disagree, `y` is not one-hot, or there are too few samples for the folds.
+        TypeError: If `num_splits` is no Python integer.
+
+    References:
+        Boehning (1992), Multinomial logistic regression algorithm, theorem 1.
+    """
+    x, y, ids = _prepare(x, y, num_splits, key, num_samples)
+    if step_size is None:
+        step_size = 0.0  # the solver's sign for "of each fold"
+    else:
+        check_positive("step_size", step_size)
+    if not is_traced(num_steps) and int(num_steps) < 0:
+        fail("num_steps", "be at least 0", num_steps)
+    steps = jnp.asarray(num_steps, jnp.int32)
+    return _descend_in_turn(x, y, ids, steps, jnp.asarray(step_size, x.dtype), num_splits=num_splits)
+
+
+def stable_step_size(x: Float[Array | np.ndarray, "n d"]) -> Float[Array, ""]:
+    """The step 1 / L of `crossval_gradient_predict` for training on all of `x`, any step below twice it being stable.
+
+    Args:
+        x: Features.
+
+    Returns:
+        2 n / lambda_max(sum_i [x_i, 1][x_i, 1]^T), by 50 power iterations.
+
+    Raises:
+        ValueError: If `x` has not two axes.
+    """
+    check_ndim("x", x, 2, "[samples, features]")
+    array = jnp.asarray(x)
+    ones = jnp.ones((array.shape[0], 1), array.dtype)
+    return 2.0 * array.shape[0] / _largest_eigenvalue(jnp.concatenate([array, ones], 1))
+
+
+def _prepare(
+    x: Array | np.ndarray, y: Array | np.ndarray, num_splits: int, key: Array | None, num_samples: Count | None
+) -> tuple[Array, Array, Array]:
+    """Checks the arguments that the probes share and returns the arrays and the fold of every sample."""
+    check_ndim("x", x, 2, "[samples, features]")
+    check_ndim("y", y, 2, "[samples, classes]")
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"`x` must be floating point, got {x.dtype}.")
+    size = x.shape[0]
+    check_same_length("x", size, "y", y.shape[0])
+    if y.shape[1] < 2:
+        fail("y", "have at least 2 classes", f"shape {y.shape}", "Pass one-hot labels")
+    if not is_traced(y):
+        known = np.asarray(y)
+        if not (np.all((known == 0) | (known == 1)) and np.all(known.sum(1) == 1)):
+            fail("y", "be one-hot: a single 1 in every row", "other rows", "See jax.nn.one_hot")
+    check_count("num_splits", num_splits, minimum=2)
+    if num_splits > size:
+        fail("num_splits", f"be at most the number of samples ({size})", num_splits)
+    if num_samples is None:
+        num_samples = size
+    elif not is_traced(num_samples) and not num_splits <= int(num_samples) <= size:
+        fail("num_samples", f"lie between `num_splits` ({num_splits}) and the length of `x` ({size})", num_samples)
+    count = jnp.asarray(num_samples, jnp.int32)
+    return x, jnp.asarray(y, x.dtype), _fold_of_samples(size, num_splits, count, key)
+
+
+def _fold_of_samples(size: int, num_splits: int, count: Array, key: Array | None) -> Array:
+    """The fold of each sample, contiguous in the given or a shuffled order; `num_splits` for samples past `count`."""
+    index = jnp.arange(size, dtype=jnp.int32)
+    place = index
+    if key is not None:
+        draw = jnp.where(index < count, jax.random.uniform(key, (size,)), 2.0)
+        place = jnp.argsort(jnp.argsort(draw)).astype(jnp.int32)
+    short, longer = count // num_splits, count % num_splits
+    border = longer * (short + 1)
+    fold = jnp.where(place < border, place // (short + 1), longer + (place - border) // jnp.maximum(short, 1))
+    return jnp.where(index < count, fold, num_splits)
+
+
+def _product(a: Array, b: Array) -> Array:
+    return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
+
+
+def _dot(a: Array, b: Array) -> Array:
+    """Inner product of [d, folds, classes] arrays, fold by fold."""
+    return jnp.sum(a * b, (0, 2))
+
+
+class _Problem(NamedTuple):
+    """All folds' softmax regressions over shared data; weights are [d + 1, folds, classes], the intercept last."""
+
+    data: Array  # [n, d + 1], centred and scaled over all samples; a column of ones
+    labels: Array  # [n, classes]
+    mask: Array  # [n, folds], 1 on the training part
+    offset: Array  # [folds, classes], 0 or _NEVER
+    scale: Array  # [d + 1, folds, 1], inverse deviation in the training part; 0 where constant
+    mean: Array  # [d + 1, folds, 1], mean in the training part; 0 for the intercept
+    penalty: Array  # [d + 1, 1, 1], ridge; 0 for the intercept
+
+    def plain(self, weights: Array) -> Array:
+        """Weights for `data` from weights for each fold's standardised features."""
+        plain = self.scale * weights
+        return plain.at[-1].add(-jnp.sum(self.mean * plain, 0))
+
+    def logits(self, weights: Array) -> Array:
+        plain = self.plain(weights)
+        return _product(self.data, plain.reshape(plain.shape[0], -1)).reshape(-1, *plain.shape[1:])
+
+    def pull_back(self, residual: Array) -> Array:
+        """The adjoint of `logits`."""
+        plain = _product(self.data.T, residual.reshape(residual.shape[0], -1)).reshape(-1, *residual.shape[1:])
+        return self.scale * (plain - self.mean * plain[-1:])
+
+    def probabilities(self, logits: Array) -> Array:
+        return jax.nn.softmax(logits + self.offset[None], -1)
+
+    def residual(self, chances: Array) -> Array:
+        return self.mask[:, :, None] * (chances - self.labels[:, None])
+
+    def value(self, logits: Array, weights: Array) -> Array:
+        shifted = logits + self.offset[None]
+        loss = jax.nn.logsumexp(shifted, -1) - jnp.sum(shifted * self.labels[:, None], -1)
+        return jnp.sum(self.mask * loss, 0) + 0.5 * _dot(self.penalty * weights, weights)
+
+    def gradient(self, chances: Array, weights: Array) -> Array:
+        return self.pull_back(self.residual(chances)) + self.penalty * weights
+
+
+def _fold_masks(ids: Array, num_splits: int, dtype: jnp.dtype) -> Array:
+    folds = jnp.arange(num_splits, dtype=ids.dtype)
+    return ((ids[:, None] < num_splits) & (ids[:, None] != folds[None, :])).astype(dtype)
+
+
+def _held_out(probabilities: Array, ids: Array) -> Array:
+    """The row of each sample from its own fold; zero for samples in none."""
+    own = jnp.minimum(ids, probabilities.shape[1] - 1)
+    rows = jnp.take_along_axis(probabilities, own[:, None, None], axis=1)[:, 0]
+    return jnp.where((ids < probabilities.shape[1])[:, None], rows, 0.0)
+
+
+def _standardise(x: Array, ids: Array, num_splits: int) -> tuple[Array, Array, Array]:
+    """Centres and scales all samples in use; returns data with a column of ones, and the mean and deviation."""
+    used = (ids < num_splits)[:, None]
+    count = jnp.sum(used).astype(x.dtype)
+    mean = jnp.sum(jnp.where(used, x, 0.0), 0) / count
+    centred = jnp.where(used, x - mean[None], 0.0)
+    deviation = jnp.sqrt(jnp.sum(centred**2, 0) / count)
+    # A constant feature can keep a deviation of rounding size, which the folds' own test then finds constant.
+    data = centred * jnp.where(deviation > 0, 1.0 / deviation, 0.0)[None]
+    return jnp.concatenate([data, jnp.ones((x.shape[0], 1), x.dtype)], 1), mean, deviation
+
+
+def _build(x: Array, y: Array, ids: Array, ridge: Array, num_splits: int) -> tuple[_Problem, Array, Array]:
+    data, mean, deviation = _standardise(x, ids, num_splits)
+    mask = _fold_masks(ids, num_splits, x.dtype)
+
+    def moments(weights: Array) -> tuple[Array, Array]:
+        average = _product(weights, data) / jnp.sum(weights)
+        variance = _product(weights, (data - average[None]) ** 2) / jnp.sum(weights)
+        chosen = weights[:, None] > 0
+        # Equality of the extremes, and not a small variance, is what makes a feature constant under rounding.
+        constant = jnp.max(data, 0, where=chosen, initial=-jnp.inf) <= jnp.min(data, 0, where=chosen, initial=jnp.inf)
+        return average, jnp.where(constant, 0.0, lax.rsqrt(jnp.where(constant, 1.0, variance)))
+
+    average, scale = lax.map(moments, mask.T)
+    average, scale = average.at[:, -1].set(0.0), scale.at[:, -1].set(1.0)
+    present = _product(mask.T, y) > 0
+    penalty = jnp.full((data.shape[1],), ridge).at[-1].set(0.0)
+    columns = scale.T[:, :, None], average.T[:, :, None], penalty[:, None, None]
+    return _Problem(data, y, mask, jnp.where(present, 0.0, _NEVER).astype(x.dtype), *columns), mean, deviation
+
+
+def _conjugate_gradients(
+    hessian: Callable[[Array], Array], gradient: Array, forcing: Array, active: Array, limit: int
+) -> tuple[Array, Array]:
+    """Solves `hessian(step) = -gradient` fold by fold until the residual falls to `forcing` of where it began."""
+    start = _dot(gradient, gradient)
+
+    def going(state):
+        return jnp.any(state[4]) & (state[5] < limit)
+
+    def body(state):
+        step, residual, direction, square, on, count = state
+        product = hessian(direction)
+        curvature = _dot(direction, product)
+        on = on & (curvature > 0)
+        alpha = jnp.where(on, square / jnp.where(on, curvature, 1.0), 0.0)[None, :, None]
+        step, residual = step + alpha * direction, residual - alpha * product
+        new = jnp.where(on, _dot(residual, residual), square)
+        direction = jnp.where(on[None, :, None], residual + (new / square)[None, :, None] * direction, direction)
+        return step, residual, direction, new, on & (new > forcing**2 * start), count + 1
+
+    zero, on = jnp.zeros_like(gradient), active & (start > 0)
+    state = lax.while_loop(going, body, (zero, -gradient, -gradient, start, on, jnp.asarray(0)))
+    return state[0], state[5]
+
+
+def _line_search(problem: _Problem, logits: Array, change: Array, weights: Array, step: Array, value, slope, active):
+    """The length of each fold's step, by secants of the slope from 1 downwards; zero where none is found.
+
+    Logits are linear in the length, so no trial touches the data. The slope is compared because close to the minimum
+    the values differ by less than their rounding.
+    """
+    slack = 8 * jnp.finfo(logits.dtype).eps * jnp.abs(value)
+
+    def going(state):
+        return jnp.any(state[1]) & (state[2] < 25)
+
+    def body(state):
+        length, on, count = state
+        there = logits + length[None, :, None] * change
+        moved = weights + length[None, :, None] * step
+        residual = problem.residual(problem.probabilities(there))
+        new_slope = jnp.sum(residual * change, (0, 2)) + _dot(problem.penalty * moved, step)
+        lower = problem.value(there, moved) <= value + 1e-4 * length * slope + slack
+        done = lower & (new_slope <= -0.5 * slope)
+        shorter = length * jnp.clip(-slope / jnp.where(new_slope > slope, new_slope - slope, 1.0), 0.1, 0.7)
+        return jnp.where(on & ~done, shorter, length), on & ~done, count + 1
+
+    length, failed, _ = lax.while_loop(going, body, (active.astype(logits.dtype), active, 0))
+    return jnp.where(failed, 0.0, length)
+
+
+class _State(NamedTuple):
+    weights: Array  # [d + 1, folds, classes]
+    logits: Array  # [n, folds, classes], without the offset
+    value: Array  # [folds], the loss where the gradient was last taken
+    square: Array  # [folds], the squared norm of that gradient
+    first: Array  # [folds], the same at the start
+    active: Array  # [folds]
+    count: Array  # visits so far
+    work: Array  # products so far
+
+
+def _newton(x: Array, y: Array, ids: Array, ridge: Array, tol: Array, *, num_splits: int, outer: int, inner: int):
+    problem, mean, deviation = _build(x, y, ids, ridge, num_splits)
+    rounding = jnp.finfo(x.dtype).eps
+
+    def going(state):
+        return jnp.any(state.active) & (state.count <= outer)
+
+    def body(state):
+        weights, logits = state.weights, state.logits
+        chances = problem.probabilities(logits)
+        gradient = problem.gradient(chances, weights)
+        value, square = problem.value(logits, weights), _dot(gradient, gradient)
+        first = jnp.where(state.count == 0, square, state.first)
+        active = state.active & (square > 2 * ridge * tol * value)
+
+        def hessian(step):
+            change = problem.logits(step)
+            change = problem.mask[:, :, None] * chances * (change - jnp.sum(chances * change, -1, keepdims=True))
+            return problem.pull_back(change) + problem.penalty * step
+
+        # The relative residual at which a step stops falls with the gradient, which keeps the last steps quadratic.
+        forcing = jnp.clip((square / jnp.where(first > 0, first, 1.0)) ** 0.25, *_FORCING)
+        # The last visit only measures: it takes no step, whether all folds have converged or steps have run out.
+        wanted = active & (state.count < outer)
+        step, spent = _conjugate_gradients(hessian, gradient, forcing, wanted, inner)
+        change, slope = problem.logits(step), _dot(gradient, step)
+        wanted = wanted & (-slope > rounding * value)
+        length = _line_search(problem, logits, change, weights, step, value, slope, wanted)
+        moved = length[None, :, None]
+        active = jnp.where(state.count < outer, wanted & (length > 0), False)
+        work = state.work + spent + 2
+        weights, logits = weights + moved * step, logits + moved * change
+        return _State(weights, logits, value, square, first, active, state.count + 1, work)
+
+    shape = num_splits, y.shape[1]
+    zero = jnp.zeros((num_splits,), x.dtype)
+    weights, logits = jnp.zeros((x.shape[1] + 1, *shape), x.dtype), jnp.zeros((x.shape[0], *shape), x.dtype)
+    everyone, none = jnp.ones((num_splits,), bool), jnp.asarray(0)
+    state = lax.while_loop(going, body, _State(weights, logits, zero, zero, zero, everyone, none, none))
+    gap = state.square / (2 * ridge * state.value)
+    raw = problem.plain(state.weights)
+    coefficients = raw[:-1] * jnp.where(deviation > 0, 1.0 / deviation, 0.0)[:, None, None]
+    intercepts = raw[-1] - jnp.sum(mean[:, None, None] * coefficients, 0)
+    return SoftmaxFit(
+        probabilities=_held_out(problem.probabilities(state.logits), ids),
+        coefficients=jnp.moveaxis(coefficients, 1, 0),
+        intercepts=jnp.where(problem.offset < 0, -jnp.inf, intercepts),
+        losses=state.value,
+        gradient_norm=jnp.sqrt(state.square),
+        gap=gap,
+        converged=gap <= tol,
+        newton_steps=state.count - 1,
+        iterations=state.work,
+    )
+
+
+def _largest_eigenvalue(data: Array, num_iterations: int = 50) -> Array:
+    """The largest eigenvalue of `data.T @ data`, by power iterations from the data's mean."""
+
+    def body(_, vector):
+        vector = _product(_product(data, vector), data)
+        return vector / jnp.linalg.norm(vector)
+
+    vector = lax.fori_loop(0, num_iterations, body, body(0, jnp.sum(data, 0)))
+    return jnp.sum(_product(data, vector) ** 2)
+
+
+def _descend(x: Array, y: Array, ids: Array, num_steps: Array, step_size: Array, *, num_splits: int) -> Array:
+    used = (ids < num_splits)[:, None]
+    data = jnp.where(used, jnp.concatenate([x, jnp.ones((x.shape[0], 1), x.dtype)], 1), 0.0)
+    mask = _fold_masks(ids, num_splits, x.dtype)
+    # On the sum of losses the bound holds for every fold, whose training part is a subset; a mean divides it by m_f.
+    bound = 0.5 * _largest_eigenvalue(data)
+    rate = jnp.where(step_size > 0, step_size / jnp.sum(mask, 0), 1.0 / bound)[None, :, None]
+    one = jnp.ones((1, 1, 1), x.dtype)
+    offset = jnp.zeros((num_splits, y.shape[1]), x.dtype)
+    problem = _Problem(data, y, mask, offset, one, jnp.zeros_like(one), jnp.zeros_like(one))
+
+    def body(_, weights):
+        return weights - rate * problem.pull_back(problem.residual(problem.probabilities(problem.logits(weights))))
+
+    zero = jnp.zeros((data.shape[1], num_splits, y.shape[1]), x.dtype)
+    weights = lax.fori_loop(0, num_steps, body, zero)
+    return _held_out(problem.probabilities(problem.logits(weights)), ids)
+
+
+# Jitted here, unlike other primitives: op by op, a call at a new length would compile dozens of programs, not one.
+@partial(jax.jit, static_argnames=("num_splits", "outer", "inner"))
+def _solve_in_turn(x, y, ids, ridge, tol, *, num_splits: int, outer: int, inner: int) -> SoftmaxFit:
+    solve = partial(_newton, num_splits=num_splits, outer=outer, inner=inner)
+    return sequential_vmap(solve)(x, y, ids, ridge, tol)
+
+
+@partial(jax.jit, static_argnames="num_splits")
+def _descend_in_turn(x, y, ids, num_steps, step_size, *, num_splits: int) -> Array:
+    return sequential_vmap(partial(_descend, num_splits=num_splits))(x, y, ids, num_steps, step_size)

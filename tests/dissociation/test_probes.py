@@ -1,0 +1,354 @@
+import os
+import runpy
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from sklearn.linear_model import LogisticRegression
+from sklearn.model_selection import KFold
+
+from dissociation.metrics import probes
+
+RTOL = 1e-4  # promised agreement of losses
+
+
+def make_data(n=103, d=8, classes=4, seed=0, dtype=np.float32):
+    """Overlapping classes on features of unequal scale and mean, one feature constant."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(n, d)) * np.geomspace(0.1, 10, d) + np.arange(d)
+    x[:, 2] = 1.7
+    truth = rng.normal(size=(d, classes)) / np.geomspace(0.1, 10, d)[:, None]
+    labels = ((x - x.mean(0)) @ truth + rng.gumbel(size=(n, classes))).argmax(1)
+    return x.astype(dtype), np.eye(classes, dtype=dtype)[labels]
+
+
+def standardised(x, train):
+    x = np.asarray(x, np.float64)
+    constant = np.ptp(x[train], axis=0) == 0
+    deviation = np.where(constant, 1, x[train].std(0))
+    return np.where(constant, 0, (x - x[train].mean(0)) / deviation)
+
+
+def objective(z, y, weights, intercept, ridge):
+    logits = z @ weights + intercept
+    shifted = logits - logits.max(1, keepdims=True)
+    return -np.sum(y * (shifted - np.log(np.exp(shifted).sum(1, keepdims=True)))) + ridge / 2 * np.sum(weights**2)
+
+
+def fold_losses(x, y, fit, num_splits, ridge):
+    """The objective of each fold, in float64, from the coefficients for raw features."""
+    losses = []
+    for fold, (train, _) in enumerate(KFold(num_splits).split(x)):
+        z, raw = standardised(x, train)[train], np.asarray(x[train], np.float64)
+        deviation = np.where(np.ptp(raw, axis=0) == 0, 0, raw.std(0))
+        own = np.asarray(fit.coefficients[fold], np.float64)
+        shift = np.asarray(fit.intercepts[fold], np.float64) + raw.mean(0) @ own
+        losses.append(objective(z, y[train], own * deviation[:, None], shift, ridge))
+    return np.array(losses)
+
+
+def sklearn_folds(x, y, num_splits, ridge):
+    labels, chances, losses = y.argmax(1), np.zeros(y.shape), []
+    factor = 2 if y.shape[1] == 2 else 1
+    for train, test in KFold(num_splits).split(x):
+        z = standardised(x, train)
+        peer = LogisticRegression(C=factor / ridge, tol=1e-9, max_iter=10000).fit(z[train], labels[train])
+        chances[np.ix_(test, peer.classes_)] = peer.predict_proba(z[test])
+        if factor == 2:  # one vector stands for two opposite halves
+            weights, shift = np.stack([-peer.coef_[0], peer.coef_[0]], 1) / 2, np.r_[-1, 1] * peer.intercept_ / 2
+        else:
+            weights, shift = peer.coef_.T, peer.intercept_
+        losses.append(objective(z[train], y[train][:, peer.classes_], weights, shift, ridge))
+    return chances, np.array(losses)
+
+
+@pytest.mark.parametrize(
+    ("size", "classes", "num_splits", "ridge"),
+    [((103, 8), 4, 10, 1.0), ((60, 90), 3, 4, 0.5), ((100, 8), 2, 7, 5.0)],
+    ids=["uneven-folds", "fewer-samples-than-features", "two-classes"],
+)
+def test_equals_sklearn_on_the_same_folds(size, classes, num_splits, ridge):
+    x, y = make_data(*size, classes)
+    fit = probes.crossval_softmax_fit(x, y, num_splits, ridge=ridge)
+    chances, losses = sklearn_folds(x, y, num_splits, ridge)
+    np.testing.assert_allclose(fit.losses, losses, rtol=RTOL)
+    np.testing.assert_allclose(fold_losses(x, y, fit, num_splits, ridge), losses, rtol=RTOL)
+    np.testing.assert_allclose(fit.probabilities, chances, atol=0.01)
+    assert fit.converged.all()
+    # Negative control: the same comparison sees a factor of two in the penalty.
+    other = probes.crossval_softmax_fit(x, y, num_splits, ridge=2 * ridge)
+    assert (fold_losses(x, y, other, num_splits, ridge) > losses * (1 + 10 * RTOL)).all()
+
+
+def test_stationary_in_float64():
+    """The conditions of the minimum hold: residuals orthogonal to the features up to the ridge, and of mean zero."""
+    x, y = make_data(dtype=np.float64)
+    with jax.enable_x64(True):
+        fit = probes.crossval_softmax_fit(x, y, 5, ridge=0.3, tol=1e-14)
+        assert fit.probabilities.dtype == jnp.float64
+        fit = jax.tree.map(np.asarray, fit)
+    assert fit.converged.all()
+    for fold, (train, test) in enumerate(KFold(5).split(x)):
+        z, deviation = standardised(x, train), x[train].std(0)
+        logits = x @ fit.coefficients[fold] + fit.intercepts[fold]
+        chances = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+        residual = (chances - y)[train]
+        np.testing.assert_allclose(residual.sum(0), 0, atol=1e-5)
+        np.testing.assert_allclose(z[train].T @ residual, -0.3 * fit.coefficients[fold] * deviation[:, None], atol=1e-5)
+        np.testing.assert_allclose(fit.probabilities[test], chances[test], atol=1e-12)
+
+
+def test_gradient_and_curvature_of_the_loss():
+    """The gradient by hand equals differentiation, the loss's own finite differences and a dense standardisation."""
+    x, y = make_data(40, 5, 3, dtype=np.float64)
+    with jax.enable_x64(True):
+        ids = probes._fold_of_samples(40, 4, jnp.asarray(40, jnp.int32), None)
+        problem, _, _ = probes._build(jnp.asarray(x), jnp.asarray(y), ids, jnp.asarray(0.7), 4)
+        weights = jnp.asarray(np.random.default_rng(1).normal(size=(6, 4, 3)))
+
+        def total(weights):
+            return jnp.sum(problem.value(problem.logits(weights), weights))
+
+        by_hand = problem.gradient(problem.probabilities(problem.logits(weights)), weights)
+        np.testing.assert_allclose(by_hand, jax.grad(total)(weights), rtol=1e-9, atol=1e-9)
+        step = jnp.asarray(np.random.default_rng(2).normal(size=weights.shape))
+        difference = (total(weights + 1e-5 * step) - total(weights - 1e-5 * step)) / 2e-5
+        np.testing.assert_allclose(jnp.sum(by_hand * step), difference, rtol=1e-7)
+        logits = np.asarray(problem.logits(weights))
+    for fold, (train, _) in enumerate(KFold(4).split(x)):
+        dense = standardised(x, train) @ np.asarray(weights)[:-1, fold] + np.asarray(weights)[-1, fold]
+        np.testing.assert_allclose(logits[:, fold], dense, atol=1e-10)
+
+
+@pytest.mark.parametrize("predict", [probes.crossval_softmax_predict, probes.crossval_gradient_predict])
+@pytest.mark.parametrize("count", [50, 67])
+def test_masked_samples_equal_a_slice(predict, count):
+    x, y = make_data()
+    x[count:] *= 50  # what is past the budget must not matter
+    masked = jax.jit(lambda c: predict(x, y, 6, num_samples=c))(count)
+    np.testing.assert_allclose(masked[:count], predict(x[:count], y[:count], 6), atol=2e-3)
+    np.testing.assert_array_equal(masked[count:], 0)
+
+
+def test_one_compilation_for_all_budgets_and_penalties():
+    x, y = make_data()
+    traces = []
+
+    @jax.jit
+    def run(count, ridge):
+        traces.append(1)
+        return probes.crossval_softmax_predict(x, y, 5, num_samples=count, ridge=ridge)
+
+    for count, ridge in [(40, 1.0), (80, 1.0), (103, 0.1)]:
+        run(count, ridge)
+    assert len(traces) == 1
+
+
+@pytest.mark.parametrize("predict", [probes.crossval_softmax_predict, probes.crossval_gradient_predict])
+def test_plain_jit_vmap_and_loop_agree(predict):
+    x, y = make_data(60, 6, 3)
+    members = np.stack([x, x[:, ::-1] ** 2, np.sin(x)])
+    loop = [predict(member, y, 5) for member in members]
+    np.testing.assert_allclose(np.sum(loop, -1), 1, atol=1e-5)
+    np.testing.assert_array_equal(jax.jit(predict, static_argnums=2)(members[1], y, 5), loop[1])
+    mapped = jax.vmap(lambda member: predict(member, y, 5))(members)
+    np.testing.assert_allclose(mapped, loop, atol=1e-6)
+    scales = jnp.asarray([1.0, 2.0])
+    nested = jax.vmap(lambda s: jax.vmap(lambda member: predict(s * member, y, 5))(members))(scales)
+    np.testing.assert_allclose(nested[0], loop, atol=1e-6)
+
+
+def test_under_filter_vmap_of_models(key):
+    """The call of the paper's notebook: features of stacked models, one batch of labelled samples."""
+    _, y = make_data(45, 6, 3)
+    images = jax.random.normal(key, (45, 7))
+    models = eqx.filter_vmap(lambda k: eqx.nn.MLP(7, 3, 9, 2, key=k))(jax.random.split(key, 2))
+
+    def probe(model, data):
+        features = jax.vmap(lambda image: model.activation(model.layers[0](image)))(data[0])
+        return probes.crossval_softmax_predict(features, data[1])
+
+    both = eqx.filter_vmap(probe, in_axes=(eqx.if_array(0), None))(models, (images, jnp.asarray(y)))
+    for index in range(2):
+        one = jax.tree.map(lambda leaf, i=index: leaf[i] if eqx.is_array(leaf) else leaf, models)
+        np.testing.assert_allclose(both[index], probe(one, (images, y)), atol=1e-5)
+
+
+@pytest.mark.parametrize(("n", "num_splits"), [(103, 10), (12, 5), (9, 9)])
+def test_folds_are_those_of_kfold(n, num_splits):
+    ids = np.asarray(probes._fold_of_samples(n, num_splits, jnp.asarray(n, jnp.int32), None))
+    for fold, (_, test) in enumerate(KFold(num_splits).split(np.zeros(n))):
+        np.testing.assert_array_equal(np.flatnonzero(ids == fold), test)
+
+
+@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
+def test_a_key_shuffles_folds_and_keeps_the_order(make_key):
+    x, y = make_data()
+    ids = np.asarray(probes._fold_of_samples(103, 10, jnp.asarray(83, jnp.int32), make_key(3)))
+    assert sorted(np.bincount(ids, minlength=11)) == sorted([9] * 3 + [8] * 7 + [20])
+    assert (ids[83:] == 10).all()
+    assert (np.diff(ids[:83]) < 0).any()
+    shuffled = probes.crossval_softmax_predict(x, y, 10, key=make_key(3))
+    plain = probes.crossval_softmax_predict(x, y, 10)
+    assert np.abs(shuffled - plain).max() > 1e-4
+    # The same samples in sorted blocks of that shuffle, with folds in the order, give the same rows.
+    ids = np.asarray(probes._fold_of_samples(103, 10, jnp.asarray(103, jnp.int32), make_key(3)))
+    order = np.argsort(ids, kind="stable")
+    np.testing.assert_allclose(probes.crossval_softmax_predict(x[order], y[order], 10), shuffled[order], atol=2e-3)
+
+
+def test_ordered_labels_show_that_the_order_is_kept():
+    """With classes in blocks of one fold each, every held-out class is unknown and never predicted."""
+    x, _ = make_data(30, 6, 3)
+    y = np.eye(3, dtype=np.float32)[np.repeat(np.arange(3), 10)]
+    fit = probes.crossval_softmax_fit(x, y, 3)
+    np.testing.assert_array_equal(np.sum(fit.probabilities * y, 1), 0)
+    assert np.isneginf(np.diag(fit.intercepts)).all()
+    assert fit.converged.all()
+    shuffled = probes.crossval_softmax_predict(x, y, 3, key=jax.random.key(0))
+    assert np.sum(shuffled * y, 1).min() > 0
+    # scikit-learn, which meets two classes only, keeps one vector: the double of its penalty.
+    np.testing.assert_allclose(fit.probabilities, sklearn_absent(x, y, 3), atol=0.01)
+
+
+def sklearn_absent(x, y, num_splits):
+    chances = np.zeros(y.shape)
+    for train, test in KFold(num_splits).split(x):
+        z, labels = standardised(x, train), y.argmax(1)
+        peer = LogisticRegression(C=2, tol=1e-9, max_iter=10000).fit(z[train], labels[train])
+        chances[np.ix_(test, peer.classes_)] = peer.predict_proba(z[test])
+    return chances
+
+
+def test_features_constant_in_one_training_part_only():
+    """They take no part in that fold, however large they are where it is held out, and they do in others."""
+    x, y = make_data(50, 6, 3)
+    x[:, 1] = 0.3
+    x[:10, 1] = 1e4 * np.arange(10)
+    fit = probes.crossval_softmax_fit(x, y, 5)
+    without = np.delete(x, 1, axis=1)
+    np.testing.assert_allclose(fit.probabilities[:10], probes.crossval_softmax_predict(without, y, 5)[:10], atol=2e-3)
+    np.testing.assert_array_equal(fit.coefficients[0, 1], 0)
+    assert np.abs(fit.coefficients[1:, 1]).min() > 0
+    np.testing.assert_allclose(fit.losses, sklearn_folds(x, y, 5, 1.0)[1], rtol=RTOL)
+
+
+def test_affine_maps_of_features_leave_the_converged_probe():
+    x, y = make_data()
+    moved = x * np.float32(20.0) + np.float32(3.0)
+    losses = probes.crossval_softmax_fit(x, y).losses
+    np.testing.assert_allclose(probes.crossval_softmax_fit(moved, y).losses, losses, rtol=RTOL)
+    mixed = x @ np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)  # negative control: mixing features
+    assert np.abs(probes.crossval_softmax_fit(mixed, y).losses / losses - 1).max() > 10 * RTOL
+
+
+def test_separable_data_converge_with_a_small_penalty():
+    x, _ = make_data(60, 90, 3)
+    y = np.eye(3, dtype=np.float32)[np.arange(60) % 3]
+    fit = probes.crossval_softmax_fit(x, y, 6, ridge=1e-2)
+    assert fit.converged.all()
+    np.testing.assert_allclose(fit.losses, sklearn_folds(x, y, 6, 1e-2)[1], rtol=1e-3)
+
+
+def test_too_few_steps_are_reported():
+    x, y = make_data()
+    fit = probes.crossval_softmax_fit(x, y, max_newton_steps=1)
+    assert not fit.converged.any()
+    assert fit.newton_steps == 1
+    assert (fit.gap > 1e-3).all()
+
+
+def test_gradient_probe_is_gradient_descent():
+    x, y = make_data(40, 5, 3)
+    ours = probes.crossval_gradient_predict(x, y, 4, num_steps=7, step_size=0.01)
+    for train, test in KFold(4).split(x):
+        weights, shift = np.zeros((5, 3)), np.zeros(3)
+        for _ in range(7):
+            logits = x[train] @ weights + shift
+            residual = (np.exp(logits) / np.exp(logits).sum(1, keepdims=True) - y[train]) / len(train)
+            weights, shift = weights - 0.01 * x[train].T @ residual, shift - 0.01 * residual.sum(0)
+        logits = x[test] @ weights + shift
+        np.testing.assert_allclose(ours[test], np.exp(logits) / np.exp(logits).sum(1, keepdims=True), atol=1e-5)
+
+
+def test_gradient_probe_is_stable_at_its_step_and_not_far_above():
+    x, y = make_data(80, 6, 3)
+    step = float(probes.stable_step_size(x))
+    design = np.c_[x, np.ones(80)].astype(np.float64)
+    np.testing.assert_allclose(step, 2 * 80 / np.linalg.norm(design, 2) ** 2, rtol=1e-3)
+
+    def loss(num_steps, size):
+        chances = probes.crossval_gradient_predict(x, y, 8, num_steps=num_steps, step_size=size)
+        return -np.mean(np.log(np.sum(chances * y, 1) + 1e-30))
+
+    falling = [loss(steps, None) for steps in (0, 1, 20, 200)]
+    assert falling == sorted(falling, reverse=True)
+    np.testing.assert_allclose(falling[0], np.log(3), rtol=1e-5)
+    assert loss(200, 30 * step) > falling[-1]
+
+
+def test_what_a_limited_learner_sees_of_a_common_factor():
+    """Nothing at its own step (the intercept apart), much at a shared one; the converged probe sees nothing."""
+    x, y = make_data(80, 6, 3)
+    x = np.asarray(x - x.mean(0), np.float32)
+    own = [probes.crossval_gradient_predict(f * x, y, 8, num_steps=20) for f in (1.0, 20.0)]
+    shared = float(probes.stable_step_size(20 * x))
+    same = [probes.crossval_gradient_predict(f * x, y, 8, num_steps=20, step_size=shared) for f in (1.0, 20.0)]
+    assert np.abs(own[0] - own[1]).max() < 0.1 < np.abs(same[0] - same[1]).max()
+
+
+@pytest.mark.parametrize("predict", [probes.crossval_softmax_predict, probes.crossval_gradient_predict])
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        ({"num_splits": 31}, ValueError, "`num_splits` must be at most the number of samples"),
+        ({"num_splits": 1}, ValueError, "`num_splits` must be at least 2"),
+        ({"num_splits": 2.5}, TypeError, "num_splits"),
+        ({"num_samples": 31}, ValueError, "`num_samples` must lie between"),
+        ({"num_samples": 4}, ValueError, "`num_samples` must lie between"),
+        ({"y": 2 * np.eye(3, dtype=np.float32)[np.arange(30) % 3]}, ValueError, "`y` must be one-hot"),
+        ({"y": np.ones((30, 1), np.float32)}, ValueError, "`y` must have at least 2 classes"),
+    ],
+)
+def test_wrong_use(predict, change, kind, message):
+    x, y = make_data(30, 6, 3)
+    arguments = {"x": x, "y": y, "num_splits": 5} | change
+    with pytest.raises(kind, match=message):
+        predict(**arguments)
+
+
+@pytest.mark.parametrize("change", [{"ridge": 0.0}, {"ridge": -1.0}, {"tol": 0.0}])
+def test_penalty_and_tolerance_are_positive(change):
+    with pytest.raises(ValueError, match=f"`{next(iter(change))}` must be positive"):
+        probes.crossval_softmax_predict(*make_data(30, 6, 3), 5, **change)
+
+
+def test_shape_errors_name_the_argument():
+    x, y = make_data(30, 6, 3)
+    with pytest.raises(ValueError, match="`y` must have as many samples as `x`"):
+        probes._prepare(x, y[:-1], 5, None, None)
+    with pytest.raises(ValueError, match=r"`y` must have 2 axes"):
+        probes._prepare(x, y[:, 0], 5, None, None)
+    with pytest.raises(TypeError, match="`x` must be floating point"):
+        probes._prepare(x.astype(int), y, 5, None, None)
+
+
+def test_import_path_of_the_notebook():
+    path = Path(__file__).parents[2] / "notebooks" / "logistic.py"
+    assert runpy.run_path(str(path))["crossval_softmax_predict"] is probes.crossval_softmax_predict
+
+
+@pytest.mark.skipif("DISSOCIATION_DATA" not in os.environ, reason="needs the real images")
+def test_pixels_of_mnist_against_sklearn():
+    from dissociation.data.mnist import mnist_data
+
+    _, _, images, labels = mnist_data()
+    x, y = np.asarray(images[:600]), np.asarray(labels[:600])
+    fit = probes.crossval_softmax_fit(x, y, 3)
+    assert fit.converged.all()
+    chances, losses = sklearn_folds(x, y, 3, 1.0)
+    np.testing.assert_allclose(fit.losses, losses, rtol=RTOL)
+    np.testing.assert_allclose(fit.probabilities, chances, atol=0.01)

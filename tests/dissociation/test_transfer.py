@@ -1,0 +1,108 @@
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dissociation.metrics import probes, transfer
+
+
+def make_data(n=120, d=6, classes=3):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(n, d)).astype(np.float32)
+    labels = (x @ rng.normal(size=(d, classes)) + rng.gumbel(size=(n, classes))).argmax(1)
+    return x, np.eye(classes, dtype=np.float32)[labels]
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_hidden_features_are_those_of_the_matrices(key, layer):
+    model = eqx.nn.MLP(5, 3, 7, 2, key=key)
+    wider = eqx.tree_at(
+        lambda m: (m.layers[1].weight, m.layers[1].bias, m.layers[2].weight),
+        model,
+        (
+            jnp.tile(model.layers[1].weight, (2, 1)),
+            jnp.tile(model.layers[1].bias, 2),
+            jnp.tile(model.layers[2].weight, 2),
+        ),
+    )
+    images = np.asarray(jax.random.normal(key, (11, 5)))
+    hidden = images
+    for linear in wider.layers[: layer + 1]:
+        hidden = np.maximum(hidden @ np.asarray(linear.weight).T + np.asarray(linear.bias), 0)
+    features = transfer.hidden_features(wider, images, layer)
+    assert features.shape == (11, 14 if layer else 7)
+    np.testing.assert_allclose(features, hidden, atol=1e-5)
+
+
+def test_hidden_features_feed_the_last_layer_with_learned_activations(key):
+    model = eqx.nn.MLP(5, 3, 7, 2, activation=eqx.nn.PReLU(0.3), key=key)
+    slopes = jax.random.uniform(key, model.activation.negative_slope.shape)
+    model = eqx.tree_at(lambda m: m.activation.negative_slope, model, slopes)
+    images = jax.random.normal(key, (11, 5))
+    features = transfer.hidden_features(model, images)
+    np.testing.assert_allclose(jax.vmap(model.layers[2])(features), jax.vmap(model)(images), atol=1e-5)
+
+
+def test_hidden_features_over_members(key):
+    models = eqx.filter_vmap(lambda k: eqx.nn.MLP(5, 3, 7, 2, key=k))(jax.random.split(key, 3))
+    images = jax.random.normal(key, (11, 5))
+    mapped = eqx.filter_vmap(transfer.hidden_features, in_axes=(eqx.if_array(0), None))(models, images)
+    second = jax.tree.map(lambda leaf: leaf[1] if eqx.is_array(leaf) else leaf, models)
+    np.testing.assert_allclose(mapped[1], transfer.hidden_features(second, images), atol=1e-5)
+
+
+@pytest.mark.parametrize("probe", ["converged", "gradient"])
+@pytest.mark.parametrize("num_buckets", [1, 3])
+def test_errors_are_those_of_the_probe_on_slices(probe, num_buckets):
+    x, y = make_data()
+    fractions = (1.0, 0.25, 0.6, 0.5)
+    predict = {"converged": probes.crossval_softmax_predict, "gradient": probes.crossval_gradient_predict}[probe]
+    wanted = []
+    for fraction in fractions:
+        count = round(120 * fraction)
+        chances = np.asarray(predict(x[:count], y[:count], 5))
+        wanted.append(np.mean(chances.argmax(1) != y[:count].argmax(1)))
+    options = {"fractions": fractions, "num_splits": 5, "probe": probe, "num_buckets": num_buckets}
+    errors = transfer.transfer_errors(x, y, **options)
+    np.testing.assert_allclose(errors, wanted, atol=1.01 / 30)  # one sample at a tie, in the smallest budget
+    assert np.abs(errors - np.array(wanted)).sum() < 2 / 30
+    assert len(set(np.round(wanted, 3))) > 1
+    members = jnp.stack([jnp.asarray(x), jnp.asarray(x[:, ::-1])])
+    run = jax.jit(jax.vmap(lambda member: transfer.transfer_errors(member, y, **options)))
+    np.testing.assert_allclose(run(members), np.stack([errors, errors]), atol=1.01 / 30)
+
+
+def test_default_budgets_are_twentieths():
+    x, y = make_data(400, 4)
+    assert [transfer._budget(k / 20, 10_000, 10) for k in range(1, 21)] == [500 * k for k in range(1, 21)]
+    assert transfer._budget(0.57, 100, 10) == 57  # int(0.57 * 100) is 56
+    assert transfer._budget(0.999, 100, 10) == 99
+    assert transfer.transfer_errors(x, y, num_buckets=2).shape == (20,)
+
+
+def test_a_perfect_and_a_useless_representation():
+    _, y = make_data(300)
+    noise = np.random.default_rng(1).normal(size=(300, 3)).astype(np.float32)
+    options = {"fractions": (0.5, 1.0), "num_buckets": 1}
+    np.testing.assert_array_equal(transfer.transfer_errors(y, y, **options), 0)
+    assert transfer.transfer_errors(noise, y, **options).min() > 0.3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"fractions": (0.0, 1.0)}, r"`fractions` must lie in \(0, 1\]"),
+        ({"fractions": (0.01,)}, "`fractions` must leave at least `num_splits`"),
+        ({"fractions": ()}, "`fractions` must name at least one budget"),
+        ({"probe": "lucky"}, "`probe` must be one of 'converged', 'gradient'"),
+    ],
+)
+def test_wrong_use(options, message):
+    with pytest.raises(ValueError, match=message):
+        transfer.transfer_errors(*make_data(), **options)
+
+
+def test_only_hidden_layers(key):
+    with pytest.raises(ValueError, match="`layer` must be a hidden layer, 0 to 1"):
+        transfer.hidden_features(eqx.nn.MLP(5, 3, 7, 2, key=key), np.zeros((2, 5), np.float32), 2)
