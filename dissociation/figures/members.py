@@ -23,7 +23,8 @@ def measure_members(
 ) -> Any:
     """`measure(model, rewrite(model, rewrite_key), measure_key)` for every member, compiled as one program.
 
-    On a CPU the members go one after another, which takes the memory of one; on an accelerator all at once.
+    On a CPU the members go one after another, which takes the memory of one; on an accelerator all at once. Bind
+    arrays to the two functions by `eqx.Partial`, which hands them to the program instead of baking them into it.
 
     Args:
         rewrite: From one model and a key to the rewritten model.
@@ -36,11 +37,18 @@ def measure_members(
         The measurements, members first.
     """
 
+    return _measure_members((rewrite, measure), models, rewrite_keys, measure_keys)
+
+
+@eqx.filter_jit
+def _measure_members(functions: Any, models: Any, rewrite_keys: Array, measure_keys: Array) -> Any:
+    rewrite, measure = functions
+
     def one(model: Any, rewrite_key: Array, measure_key: Array) -> Any:
         return measure(model, rewrite(model, rewrite_key), measure_key)
 
     batch_size = 1 if jax.default_backend() == "cpu" else None
-    return eqx.filter_jit(bmap(one, batch_size=batch_size))(models, rewrite_keys, measure_keys)
+    return bmap(one, batch_size=batch_size)(models, rewrite_keys, measure_keys)
 
 
 def certify_members(images: Array, labels: Array, model: Any, rewritten: Any, key: Array) -> dict[str, Array]:

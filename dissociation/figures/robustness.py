@@ -145,13 +145,13 @@ def rewrites(
 
     variants = {
         "trained": lambda model, key: model,
-        "null_perturbed": partial(moved, basis),
+        "null_perturbed": eqx.Partial(moved, basis),
         "duplicated": duplicated,
         "scaled": scaled,
         "nuisance": nuisance,
     }
     if published_basis is not None:
-        variants["published_null"] = partial(moved, published_basis)
+        variants["published_null"] = eqx.Partial(moved, published_basis)
     return variants
 
 
@@ -201,10 +201,10 @@ def compute(
     }
     images, labels = jnp.asarray(data.test_images), jnp.asarray(data.test_labels)
     curves = {
-        "input": partial(
+        "input": eqx.Partial(
             _input_curve, images, labels, scales["input"], jax.random.normal(input_key, images.shape, images.dtype)
         ),
-        "parameter": partial(_parameter_curve, images, labels, scales["parameter"]),
+        "parameter": eqx.Partial(_parameter_curve, images, labels, scales["parameter"]),
     }
     rewrite_keys = jax.random.split(rewrite_key, config.num_seeds)
     noise_keys = jax.random.split(parameter_key, config.num_seeds)
@@ -216,7 +216,7 @@ def compute(
     try:
         for done, (name, kind) in enumerate(jobs):
             meter.advance(done, f"{LABELS[name]}, {kind}")
-            measure = partial(certify_members, images, labels) if kind == "certificate" else curves[kind]
+            measure = eqx.Partial(certify_members, images, labels) if kind == "certificate" else curves[kind]
             part = parts.get(
                 f"{name}_{kind}",
                 partial(measure_members, variants[name], measure, trained.models, rewrite_keys, noise_keys),

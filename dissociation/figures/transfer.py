@@ -175,14 +175,14 @@ def compute(
     meter = open_meter(progress, len(jobs), "probing")
     try:
         for name, rewrite in variants.items():
-            measure = partial(certify_members, images, labels)
+            measure = eqx.Partial(certify_members, images, labels)
             job = partial(measure_members, rewrite, measure, trained.models, keys, keys)
             part = parts.get(f"{name}_certificate", job)
             clean[name] = part.pop("clean_error")
             certificates[name] = worst(part)
         for done, (name, task, probe) in enumerate(jobs):
             meter.advance(done, f"{LABELS[name]}, {task}, {probe}")
-            measure = partial(_transfer_curve, config, fractions, probe, *tasks[task])
+            measure = eqx.Partial(_transfer_curve, config, tuple(fractions), probe, *tasks[task])
             job = partial(measure_members, variants[name], measure, trained.models, keys, keys)
             errors[task][probe][name] = parts.get(f"{name}_{task}_{probe}", job)["error"].T
         meter.advance(len(jobs), "done")
@@ -269,7 +269,7 @@ def table(results: Results) -> list[list[str]]:
 
 def _transfer_curve(
     config: Config,
-    fractions: np.ndarray,
+    fractions: tuple[float, ...],
     probe: Literal["converged", "gradient"],
     images: Array,
     labels: Array,
@@ -281,6 +281,6 @@ def _transfer_curve(
     features = hidden_features(rewritten, images, REWRITTEN_LAYER)
     options = {"num_steps": config.gradient_steps} if probe == "gradient" else {}
     error = transfer_errors(
-        features, labels, fractions=tuple(fractions), num_splits=config.num_splits, probe=probe, **options
+        features, labels, fractions=fractions, num_splits=config.num_splits, probe=probe, **options
     )
     return {"error": error}

@@ -277,45 +277,49 @@ def _product(a: Array, b: Array) -> Array:
 
 
 def _dot(a: Array, b: Array) -> Array:
-    """Inner product of [d, folds, classes] arrays, fold by fold."""
-    return jnp.sum(a * b, (0, 2))
+    """Inner product of [folds, classes, d] arrays, fold by fold."""
+    return jnp.sum(a * b, (1, 2))
 
 
 class _Problem(NamedTuple):
-    """All folds' softmax regressions over shared data; weights are [d + 1, folds, classes], the intercept last."""
+    """All folds' softmax regressions over shared data.
+
+    Weights are [folds, classes, d + 1] with the intercept last, logits [folds, classes, n]: with the long axes innermost,
+    the exponentials and sums over classes between two products are vector instructions.
+    """
 
     data: Array  # [n, d + 1], centred and scaled over all samples; a column of ones
-    labels: Array  # [n, classes]
-    mask: Array  # [n, folds], 1 on the training part
-    offset: Array  # [folds, classes], 0 or _NEVER
-    scale: Array  # [d + 1, folds, 1], inverse deviation in the training part; 0 where constant
-    mean: Array  # [d + 1, folds, 1], mean in the training part; 0 for the intercept
-    penalty: Array  # [d + 1, 1, 1], ridge; 0 for the intercept
+    labels: Array  # [classes, n]
+    mask: Array  # [folds, 1, n], 1 on the training part
+    offset: Array  # [folds, classes, 1], 0 or _NEVER
+    scale: Array  # [folds, 1, d + 1], inverse deviation in the training part; 0 where constant
+    mean: Array  # [folds, 1, d + 1], mean in the training part; 0 for the intercept
+    penalty: Array  # [1, 1, d + 1], ridge; 0 for the intercept
 
     def plain(self, weights: Array) -> Array:
         """Weights for `data` from weights for each fold's standardised features."""
         plain = self.scale * weights
-        return plain.at[-1].add(-jnp.sum(self.mean * plain, 0))
+        return plain.at[:, :, -1].add(-jnp.sum(self.mean * plain, -1))
 
     def logits(self, weights: Array) -> Array:
         plain = self.plain(weights)
-        return _product(self.data, plain.reshape(plain.shape[0], -1)).reshape(-1, *plain.shape[1:])
+        return _product(plain.reshape(-1, plain.shape[-1]), self.data.T).reshape(*plain.shape[:2], -1)
 
     def pull_back(self, residual: Array) -> Array:
         """The adjoint of `logits`."""
-        plain = _product(self.data.T, residual.reshape(residual.shape[0], -1)).reshape(-1, *residual.shape[1:])
-        return self.scale * (plain - self.mean * plain[-1:])
+        plain = _product(residual.reshape(-1, residual.shape[-1]), self.data).reshape(*residual.shape[:2], -1)
+        return self.scale * (plain - self.mean * plain[:, :, -1:])
 
     def probabilities(self, logits: Array) -> Array:
-        return jax.nn.softmax(logits + self.offset[None], -1)
+        return jax.nn.softmax(logits + self.offset, 1)
 
     def residual(self, chances: Array) -> Array:
-        return self.mask[:, :, None] * (chances - self.labels[:, None])
+        return self.mask * (chances - self.labels[None])
 
     def value(self, logits: Array, weights: Array) -> Array:
-        shifted = logits + self.offset[None]
-        loss = jax.nn.logsumexp(shifted, -1) - jnp.sum(shifted * self.labels[:, None], -1)
-        return jnp.sum(self.mask * loss, 0) + 0.5 * _dot(self.penalty * weights, weights)
+        shifted = logits + self.offset
+        loss = jax.nn.logsumexp(shifted, 1) - jnp.sum(shifted * self.labels[None], 1)
+        return jnp.sum(self.mask[:, 0] * loss, -1) + 0.5 * _dot(self.penalty * weights, weights)
 
     def gradient(self, chances: Array, weights: Array) -> Array:
         return self.pull_back(self.residual(chances)) + self.penalty * weights
@@ -323,14 +327,13 @@ class _Problem(NamedTuple):
 
 def _fold_masks(ids: Array, num_splits: int, dtype: jnp.dtype) -> Array:
     folds = jnp.arange(num_splits, dtype=ids.dtype)
-    return ((ids[:, None] < num_splits) & (ids[:, None] != folds[None, :])).astype(dtype)
+    return ((ids[None, :] < num_splits) & (ids[None, :] != folds[:, None])).astype(dtype)
 
 
 def _held_out(probabilities: Array, ids: Array) -> Array:
     """The row of each sample from its own fold; zero for samples in none."""
-    own = jnp.minimum(ids, probabilities.shape[1] - 1)
-    rows = jnp.take_along_axis(probabilities, own[:, None, None], axis=1)[:, 0]
-    return jnp.where((ids < probabilities.shape[1])[:, None], rows, 0.0)
+    own = ids[None, :] == jnp.arange(probabilities.shape[0], dtype=ids.dtype)[:, None]
+    return jnp.sum(probabilities, 0, where=own[:, None]).T
 
 
 def _standardise(x: Array, ids: Array, num_splits: int) -> tuple[Array, Array, Array]:
@@ -357,12 +360,13 @@ def _build(x: Array, y: Array, ids: Array, ridge: Array, num_splits: int) -> tup
         constant = jnp.max(data, 0, where=chosen, initial=-jnp.inf) <= jnp.min(data, 0, where=chosen, initial=jnp.inf)
         return average, jnp.where(constant, 0.0, lax.rsqrt(jnp.where(constant, 1.0, variance)))
 
-    average, scale = lax.map(moments, mask.T)
+    average, scale = lax.map(moments, mask)
     average, scale = average.at[:, -1].set(0.0), scale.at[:, -1].set(1.0)
-    present = _product(mask.T, y) > 0
+    present = _product(mask, y) > 0
     penalty = jnp.full((data.shape[1],), ridge).at[-1].set(0.0)
-    columns = scale.T[:, :, None], average.T[:, :, None], penalty[:, None, None]
-    return _Problem(data, y, mask, jnp.where(present, 0.0, _NEVER).astype(x.dtype), *columns), mean, deviation
+    rows = scale[:, None], average[:, None], penalty[None, None]
+    offset = jnp.where(present, 0.0, _NEVER).astype(x.dtype)[:, :, None]
+    return _Problem(data, y.T, mask[:, None], offset, *rows), mean, deviation
 
 
 def _conjugate_gradients(
@@ -379,10 +383,10 @@ def _conjugate_gradients(
         product = hessian(direction)
         curvature = _dot(direction, product)
         on = on & (curvature > 0)
-        alpha = jnp.where(on, square / jnp.where(on, curvature, 1.0), 0.0)[None, :, None]
+        alpha = jnp.where(on, square / jnp.where(on, curvature, 1.0), 0.0)[:, None, None]
         step, residual = step + alpha * direction, residual - alpha * product
         new = jnp.where(on, _dot(residual, residual), square)
-        direction = jnp.where(on[None, :, None], residual + (new / square)[None, :, None] * direction, direction)
+        direction = jnp.where(on[:, None, None], residual + (new / square)[:, None, None] * direction, direction)
         return step, residual, direction, new, on & (new > forcing**2 * start), count + 1
 
     zero, on = jnp.zeros_like(gradient), active & (start > 0)
@@ -403,10 +407,10 @@ def _line_search(problem: _Problem, logits: Array, change: Array, weights: Array
 
     def body(state):
         length, on, count = state
-        there = logits + length[None, :, None] * change
-        moved = weights + length[None, :, None] * step
+        there = logits + length[:, None, None] * change
+        moved = weights + length[:, None, None] * step
         residual = problem.residual(problem.probabilities(there))
-        new_slope = jnp.sum(residual * change, (0, 2)) + _dot(problem.penalty * moved, step)
+        new_slope = _dot(residual, change) + _dot(problem.penalty * moved, step)
         lower = problem.value(there, moved) <= value + 1e-4 * length * slope + slack
         done = lower & (new_slope <= -0.5 * slope)
         shorter = length * jnp.clip(-slope / jnp.where(new_slope > slope, new_slope - slope, 1.0), 0.1, 0.7)
@@ -417,8 +421,8 @@ def _line_search(problem: _Problem, logits: Array, change: Array, weights: Array
 
 
 class _State(NamedTuple):
-    weights: Array  # [d + 1, folds, classes]
-    logits: Array  # [n, folds, classes], without the offset
+    weights: Array  # [folds, classes, d + 1]
+    logits: Array  # [folds, classes, n], without the offset
     value: Array  # [folds], the loss where the gradient was last taken
     square: Array  # [folds], the squared norm of that gradient
     first: Array  # [folds], the same at the start
@@ -444,7 +448,7 @@ def _newton(x: Array, y: Array, ids: Array, ridge: Array, tol: Array, *, num_spl
 
         def hessian(step):
             change = problem.logits(step)
-            change = problem.mask[:, :, None] * chances * (change - jnp.sum(chances * change, -1, keepdims=True))
+            change = problem.mask * chances * (change - jnp.sum(chances * change, 1, keepdims=True))
             return problem.pull_back(change) + problem.penalty * step
 
         # The relative residual at which a step stops falls with the gradient, which keeps the last steps quadratic.
@@ -455,7 +459,7 @@ def _newton(x: Array, y: Array, ids: Array, ridge: Array, tol: Array, *, num_spl
         change, slope = problem.logits(step), _dot(gradient, step)
         wanted = wanted & (-slope > rounding * value)
         length = _line_search(problem, logits, change, weights, step, value, slope, wanted)
-        moved = length[None, :, None]
+        moved = length[:, None, None]
         active = jnp.where(state.count < outer, wanted & (length > 0), False)
         work = state.work + spent + 2
         weights, logits = weights + moved * step, logits + moved * change
@@ -463,17 +467,17 @@ def _newton(x: Array, y: Array, ids: Array, ridge: Array, tol: Array, *, num_spl
 
     shape = num_splits, y.shape[1]
     zero = jnp.zeros((num_splits,), x.dtype)
-    weights, logits = jnp.zeros((x.shape[1] + 1, *shape), x.dtype), jnp.zeros((x.shape[0], *shape), x.dtype)
+    weights, logits = jnp.zeros((*shape, x.shape[1] + 1), x.dtype), jnp.zeros((*shape, x.shape[0]), x.dtype)
     everyone, none = jnp.ones((num_splits,), bool), jnp.asarray(0)
     state = lax.while_loop(going, body, _State(weights, logits, zero, zero, zero, everyone, none, none))
     gap = state.square / (2 * ridge * state.value)
     raw = problem.plain(state.weights)
-    coefficients = raw[:-1] * jnp.where(deviation > 0, 1.0 / deviation, 0.0)[:, None, None]
-    intercepts = raw[-1] - jnp.sum(mean[:, None, None] * coefficients, 0)
+    coefficients = raw[:, :, :-1] * jnp.where(deviation > 0, 1.0 / deviation, 0.0)[None, None]
+    intercepts = raw[:, :, -1] - jnp.sum(mean[None, None] * coefficients, -1)
     return SoftmaxFit(
         probabilities=_held_out(problem.probabilities(state.logits), ids),
-        coefficients=jnp.moveaxis(coefficients, 1, 0),
-        intercepts=jnp.where(problem.offset < 0, -jnp.inf, intercepts),
+        coefficients=jnp.swapaxes(coefficients, 1, 2),
+        intercepts=jnp.where(problem.offset[:, :, 0] < 0, -jnp.inf, intercepts),
         losses=state.value,
         gradient_norm=jnp.sqrt(state.square),
         gap=gap,
@@ -500,15 +504,14 @@ def _descend(x: Array, y: Array, ids: Array, num_steps: Array, step_size: Array,
     mask = _fold_masks(ids, num_splits, x.dtype)
     # On the sum of losses the bound holds for every fold, whose training part is a subset; a mean divides it by m_f.
     bound = 0.5 * _largest_eigenvalue(data)
-    rate = jnp.where(step_size > 0, step_size / jnp.sum(mask, 0), 1.0 / bound)[None, :, None]
+    rate = jnp.where(step_size > 0, step_size / jnp.sum(mask, 1), 1.0 / bound)[:, None, None]
     one = jnp.ones((1, 1, 1), x.dtype)
-    offset = jnp.zeros((num_splits, y.shape[1]), x.dtype)
-    problem = _Problem(data, y, mask, offset, one, jnp.zeros_like(one), jnp.zeros_like(one))
+    problem = _Problem(data, y.T, mask[:, None], jnp.zeros_like(one), one, jnp.zeros_like(one), jnp.zeros_like(one))
 
     def body(_, weights):
         return weights - rate * problem.pull_back(problem.residual(problem.probabilities(problem.logits(weights))))
 
-    zero = jnp.zeros((data.shape[1], num_splits, y.shape[1]), x.dtype)
+    zero = jnp.zeros((num_splits, y.shape[1], data.shape[1]), x.dtype)
     weights = lax.fori_loop(0, num_steps, body, zero)
     return _held_out(problem.probabilities(problem.logits(weights)), ids)
 

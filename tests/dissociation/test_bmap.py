@@ -152,6 +152,14 @@ def test_equals_a_loop_over_members():
     np.testing.assert_allclose(bmap(jnp.outer, batch_size=3)(x, x), looped, rtol=1e-6)
 
 
+def test_members_in_turn_equal_members_alone_bit_for_bit():
+    models, x = mlps(), arange(16, 3)
+    forward = lambda model, x: jax.vmap(model)(x)  # noqa: E731
+    in_turn = eqx.filter_jit(bmap(forward, in_axes=(EACH, None), batch_size=1))(models, x)
+    alone = [eqx.filter_jit(forward)(model, x) for model in unstacked(models)]
+    np.testing.assert_array_equal(in_turn, alone)
+
+
 def test_wrong_map_is_noticed():
     """The comparison above would see a permuted or a repeated member."""
     x = arange(SIZE, 4)
@@ -423,7 +431,7 @@ def test_wrong_options_are_refused_at_once(kind, options):
 
 
 def test_mapped_result_at_out_axes_none_is_refused():
-    for mapping in (bmap, partial(bmap, batch_size=2), eqx.filter_vmap):
+    for mapping in (bmap, *(partial(bmap, batch_size=size) for size in (1, 2)), eqx.filter_vmap):
         with pytest.raises(ValueError, match="out_axes"):
             mapping(lambda x: x, out_axes=None)(jnp.ones(5))
 

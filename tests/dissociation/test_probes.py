@@ -107,7 +107,7 @@ def test_gradient_and_curvature_of_the_loss():
     with jax.enable_x64(True):
         ids = probes._fold_of_samples(40, 4, jnp.asarray(40, jnp.int32), None)
         problem, _, _ = probes._build(jnp.asarray(x), jnp.asarray(y), ids, jnp.asarray(0.7), 4)
-        weights = jnp.asarray(np.random.default_rng(1).normal(size=(6, 4, 3)))
+        weights = jnp.asarray(np.random.default_rng(1).normal(size=(4, 3, 6)))
 
         def total(weights):
             return jnp.sum(problem.value(problem.logits(weights), weights))
@@ -119,8 +119,8 @@ def test_gradient_and_curvature_of_the_loss():
         np.testing.assert_allclose(jnp.sum(by_hand * step), difference, rtol=1e-7)
         logits = np.asarray(problem.logits(weights))
     for fold, (train, _) in enumerate(KFold(4).split(x)):
-        dense = standardised(x, train) @ np.asarray(weights)[:-1, fold] + np.asarray(weights)[-1, fold]
-        np.testing.assert_allclose(logits[:, fold], dense, atol=1e-10)
+        dense = standardised(x, train) @ np.asarray(weights)[fold, :, :-1].T + np.asarray(weights)[fold, :, -1]
+        np.testing.assert_allclose(logits[fold].T, dense, atol=1e-10)
 
 
 @pytest.mark.parametrize("predict", [probes.crossval_softmax_predict, probes.crossval_gradient_predict])
