@@ -44,11 +44,12 @@ def bmap(
     call that is repeated belongs inside `equinox.filter_jit`. What is not mapped reaches `fun` as it came: a Python
     number stays one and may set a shape.
 
-    The loop over batches is traced, as by `jax.jit`. On a CPU, XLA runs convolutions in a compiled loop several times
-    slower than outside of one (two layers of 16 channels, 8 batches of 64 images of 28 x 28, two busy cores: 1.7 s against 0.3 s).
-    Where `fun` holds one, a call on concrete arrays therefore loops in Python instead, which costs no memory. Inside
-    `jit` an unrolled program is as fast, but keeps intermediate results of all batches (that example: 32 MB against
-    10 MB): the choice is yours, and a warning says so where the loop stays compiled.
+    The loop over batches is traced, as by `jax.jit`; batches of one member call `fun` without batching. On a CPU, XLA
+    runs convolutions in a compiled loop several times slower than outside of one (two layers of 16 channels, 8 batches
+    of 64 images of 28 x 28, two busy cores: 1.7 s against 0.3 s). Where `fun` holds one, a call on concrete arrays
+    therefore loops in Python instead, which costs no memory. Inside `jit` an unrolled program is as fast, but keeps
+    intermediate results of all batches (that example: 32 MB against 10 MB): the choice is yours, and a warning says so
+    where the loop stays compiled.
 
     Args:
         fun: A function of positional arguments. None returns a decorator.
@@ -65,7 +66,7 @@ def bmap(
         memory_budget: For "auto": bytes for temporaries and results, beyond the arguments. None: nine tenths of what
             the device has free; on a CPU, a quarter of the host's available memory, because there the compiler does
             not count the scratch of its matrix routines (a perceptron 784-512-512-10 on 2000 images at 40 noise
-            scales: 239 MiB by its account, 721 MiB in the process).
+            scales: 239 MiB by its account, 728 MiB in the process).
         loop: "scan" (compiled loop), "unroll" (Python loop) or "auto" (as above).
 
     Returns:
@@ -81,7 +82,7 @@ def bmap(
         >>> bmap(lambda x, power: x**power, in_axes=(0, None), batch_size=2)(jnp.arange(5.0), 2)
         Array([ 0.,  1.,  4.,  9., 16.], dtype=float32)
     """
-    options = {
+    options: dict[str, Any] = {
         "in_axes": in_axes,
         "out_axes": out_axes,
         "axis_name": axis_name,
