@@ -406,7 +406,8 @@ def _axis_of_each_leaf(name: str, prefix: PyTree, tree: Any) -> list[int | None]
     def resolve(axis: Any, subtree: Any) -> None:
         if not (axis is None or isinstance(axis, int) or callable(axis)):
             checks.fail(name, "consist of None, integers and functions from leaf to axis", repr(axis))
-        axes.extend(axis(leaf) if callable(axis) else axis for leaf in jax.tree.leaves(subtree))
+        of_leaf: Any = axis if callable(axis) else lambda _: axis
+        axes.extend(of_leaf(leaf) for leaf in jax.tree.leaves(subtree))
 
     try:
         jax.tree.map(resolve, prefix, tree, is_leaf=lambda axis: axis is None)
