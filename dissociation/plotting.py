@@ -9,7 +9,7 @@ from typing import Any
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Real
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -35,7 +35,7 @@ def house_style() -> Iterator[None]:
 
 def band(
     axes: Axes,
-    x: Float[np.ndarray, " points"],
+    x: Real[np.ndarray, " points"],
     curves: Float[np.ndarray, "members points"],
     *,
     label: str,

@@ -73,9 +73,9 @@ class Config:
     """Noise scales on each axis."""
     null_scale: float = 0.1
     """Standard deviation of the noise in the data's null space."""
-    duplicate_multiplier: float = 2
+    duplicate_multiplier: float = 2.0
     """How many times each neuron stands in the duplicated network."""
-    scale_factor: float = 20
+    scale_factor: float = 20.0
     """Factor on incoming weights (outgoing ones are divided by it)."""
     num_nuisance: int = 1024
     """Neurons without effect, one per group."""
@@ -140,7 +140,7 @@ def rewrites(
     def nuisance(model: eqx.nn.MLP, key: Array) -> eqx.nn.MLP:
         return add_random_zero_to_mlp(model, config.num_nuisance, 1, key=key, layer=REWRITTEN_LAYER)
 
-    def moved(basis: np.ndarray, model: eqx.nn.MLP, key: Array) -> eqx.nn.MLP:
+    def moved(basis: Array | np.ndarray, model: eqx.nn.MLP, key: Array) -> eqx.nn.MLP:
         return perturb_mlp_in_null_space(model, basis, config.null_scale, key=key)
 
     variants = {
@@ -196,8 +196,8 @@ def compute(
     rewrite_key, noise_key = jax.random.split(jax.random.fold_in(key, 1))
     input_key, parameter_key = jax.random.split(noise_key)
     scales = {
-        "input": np.logspace(-1, 1, config.num_scales, dtype=np.float32),
-        "parameter": np.logspace(-4, 0, config.num_scales, dtype=np.float32),
+        "input": jnp.logspace(-1, 1, config.num_scales),
+        "parameter": jnp.logspace(-4, 0, config.num_scales),
     }
     images, labels = jnp.asarray(data.test_images), jnp.asarray(data.test_labels)
     curves = {
@@ -232,8 +232,8 @@ def compute(
     return Results(
         config=config,
         data={"name": data.name, "num_train": len(data.train_images), "num_test": len(data.test_images)},
-        input_scales=scales["input"],
-        parameter_scales=scales["parameter"],
+        input_scales=np.asarray(scales["input"]),
+        parameter_scales=np.asarray(scales["parameter"]),
         input_error=errors["input"],
         parameter_error={name: error.T for name, error in errors["parameter"].items()},
         clean_error=errors["clean"],
@@ -333,13 +333,13 @@ def _null_space(images: np.ndarray, data: Dataset, config: Config) -> dict[str, 
 
 
 def _input_curve(
-    images: Array, labels: Array, scales: np.ndarray, noise: Array, model: Any, rewritten: Any, key: Array
+    images: Array, labels: Array, scales: Array, noise: Array, model: Any, rewritten: Any, key: Array
 ) -> dict[str, Array]:
     return {"error": input_noise_error(rewritten, images, labels, scales, noise=noise)}
 
 
 def _parameter_curve(
-    images: Array, labels: Array, scales: np.ndarray, model: Any, rewritten: Any, key: Array
+    images: Array, labels: Array, scales: Array, model: Any, rewritten: Any, key: Array
 ) -> dict[str, Array]:
     noise = parameter_noise(rewritten, key=key)
     return {"error": parameter_noise_error(rewritten, images, labels, scales, noise=noise)}

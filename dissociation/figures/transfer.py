@@ -71,7 +71,7 @@ class Config:
     """Folds of the cross-validation."""
     gradient_steps: int = 200
     """Steps of the probe with limited time."""
-    scale_factor: float = 20
+    scale_factor: float = 20.0
     """Factor on incoming weights (outgoing ones are divided by it)."""
     duplicate_multiplier: float = 1.2
     """How many times each neuron stands in the duplicated network."""
@@ -182,7 +182,7 @@ def compute(
             certificates[name] = worst(part)
         for done, (name, task, probe) in enumerate(jobs):
             meter.advance(done, f"{LABELS[name]}, {task}, {probe}")
-            measure = eqx.Partial(_transfer_curve, config, tuple(fractions), probe, *tasks[task])
+            measure = eqx.Partial(_transfer_curve, config, tuple(fractions.tolist()), probe, *tasks[task])
             job = partial(measure_members, variants[name], measure, trained.models, keys, keys)
             errors[task][probe][name] = parts.get(f"{name}_{task}_{probe}", job)["error"].T
         meter.advance(len(jobs), "done")

@@ -29,7 +29,7 @@ AnyKey = Key[Array, ""] | UInt32[Array, "2"]
 # The softmax of a class that a fold's training part does not hold is exactly zero.
 _NEVER = -1e30
 # Residuals, relative to the gradient, at which the inner conjugate gradients stop: the tightest and the loosest.
-_FORCING = (0.1, 0.5)
+_FORCING = (0.25, 0.5)
 
 
 class SoftmaxFit(NamedTuple):
@@ -284,8 +284,8 @@ def _dot(a: Array, b: Array) -> Array:
 class _Problem(NamedTuple):
     """All folds' softmax regressions over shared data.
 
-    Weights are [folds, classes, d + 1] with the intercept last, logits [folds, classes, n]: with the long axes innermost,
-    the exponentials and sums over classes between two products are vector instructions.
+    Weights are [folds, classes, d + 1] with the intercept last, logits [folds, classes, n]: with the long axes
+    innermost, the exponentials and sums over classes between two products are vector instructions.
     """
 
     data: Array  # [n, d + 1], centred and scaled over all samples; a column of ones
