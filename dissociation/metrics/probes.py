@@ -427,7 +427,7 @@ class _State(NamedTuple):
     square: Array  # [folds], the squared norm of that gradient
     first: Array  # [folds], the same at the start
     active: Array  # [folds]
-    count: Array  # visits so far
+    visits: Array  # rounds of the outer loop so far, one more than steps
     work: Array  # products so far
 
 
@@ -436,14 +436,14 @@ def _newton(x: Array, y: Array, ids: Array, ridge: Array, tol: Array, *, num_spl
     rounding = jnp.finfo(x.dtype).eps
 
     def going(state):
-        return jnp.any(state.active) & (state.count <= outer)
+        return jnp.any(state.active) & (state.visits <= outer)
 
     def body(state):
         weights, logits = state.weights, state.logits
         chances = problem.probabilities(logits)
         gradient = problem.gradient(chances, weights)
         value, square = problem.value(logits, weights), _dot(gradient, gradient)
-        first = jnp.where(state.count == 0, square, state.first)
+        first = jnp.where(state.visits == 0, square, state.first)
         active = state.active & (square > 2 * ridge * tol * value)
 
         def hessian(step):
@@ -454,16 +454,16 @@ def _newton(x: Array, y: Array, ids: Array, ridge: Array, tol: Array, *, num_spl
         # The relative residual at which a step stops falls with the gradient, which keeps the last steps quadratic.
         forcing = jnp.clip((square / jnp.where(first > 0, first, 1.0)) ** 0.25, *_FORCING)
         # The last visit only measures: it takes no step, whether all folds have converged or steps have run out.
-        wanted = active & (state.count < outer)
+        wanted = active & (state.visits < outer)
         step, spent = _conjugate_gradients(hessian, gradient, forcing, wanted, inner)
         change, slope = problem.logits(step), _dot(gradient, step)
         wanted = wanted & (-slope > rounding * value)
         length = _line_search(problem, logits, change, weights, step, value, slope, wanted)
         moved = length[:, None, None]
-        active = jnp.where(state.count < outer, wanted & (length > 0), False)
+        active = jnp.where(state.visits < outer, wanted & (length > 0), False)
         work = state.work + spent + 2
         weights, logits = weights + moved * step, logits + moved * change
-        return _State(weights, logits, value, square, first, active, state.count + 1, work)
+        return _State(weights, logits, value, square, first, active, state.visits + 1, work)
 
     shape = num_splits, y.shape[1]
     zero = jnp.zeros((num_splits,), x.dtype)
@@ -482,7 +482,7 @@ def _newton(x: Array, y: Array, ids: Array, ridge: Array, tol: Array, *, num_spl
         gradient_norm=jnp.sqrt(state.square),
         gap=gap,
         converged=gap <= tol,
-        newton_steps=state.count - 1,
+        newton_steps=state.visits - 1,
         iterations=state.work,
     )
 
