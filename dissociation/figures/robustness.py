@@ -48,9 +48,20 @@ LABELS = {
     "duplicated": "duplicated",
     "scaled": "scaled",
     "nuisance": "nuisance neurons",
-    "published_null": "function changed (float32 null space)",
+    "published_null": "function changed",
 }
-"""What the variants are called in the figure, in the order of its legend."""
+"""What the variants are called in the figure, in the order of its legend. The last is a null space by the usual float32
+cut-off, which is too large."""
+
+LOOKS = {
+    "trained": {"linewidth": 2.0},
+    "null_perturbed": {},
+    "duplicated": {"linestyle": (0, (2, 4))},
+    "scaled": {"linestyle": (2, (2, 4))},
+    "nuisance": {"linestyle": (4, (2, 4))},
+    "published_null": {"color": "0.6", "linestyle": "--"},
+}
+"""Curves that lie on each other stay visible: the trained one is broad, the others share it in dashes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,13 +273,13 @@ def draw(results: Results) -> Figure:
         colors = plt.rcParams["axes.prop_cycle"].by_key()["color"]
         for panel, (title, (scales, errors)) in zip(axes, panels.items(), strict=True):
             for i, (name, curves) in enumerate(errors.items()):
-                extra = name == "published_null"
-                look = {"color": "0.6", "linestyle": "--"} if extra else {"color": colors[i]}
-                plotting.band(panel, scales, curves, label=LABELS[name], floor=1e-4, zorder=2 if extra else 3, **look)
+                look = {"color": colors[i]} | LOOKS[name]
+                plotting.band(panel, scales, curves, label=LABELS[name], floor=1e-4, **look)
             panel.set(xscale="log", yscale="log", xlabel="noise scale (log)", title=title)
-            panel.set_xlim(scales[0], scales[-1])
+            panel.set_xlim(round(float(scales[0]), 6), round(float(scales[-1]), 6))
         axes[0].set_ylabel("test error (log)")
-        axes[0].legend(loc="lower right")
+        handles = axes[0].get_legend_handles_labels()
+        figure.legend(*handles, loc="outside upper center", ncols=3, handlelength=2.4, columnspacing=1.2)
     return figure
 
 
