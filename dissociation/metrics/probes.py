@@ -9,7 +9,6 @@ All folds are trained at once. A fold is a mask over samples, so the logits of e
 the data. Under `jax.vmap` over members, the members are solved in turn, each with its own number of iterations.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -28,8 +27,9 @@ AnyKey = Key[Array, ""] | UInt32[Array, "2"]
 
 # The softmax of a class that a fold's training part does not hold is exactly zero.
 _NEVER = -1e30
-# Residuals, relative to the gradient, at which the inner conjugate gradients stop: the tightest and the loosest.
-_FORCING = (0.25, 0.5)
+# Pairs of changes that the quasi-Newton steps remember, and the steps before which their metric is computed anew.
+_MEMORY = 8
+_REFRESH = (0, 8, 24, 72, 216, 648)
 
 
 class SoftmaxFit(NamedTuple):
@@ -43,8 +43,7 @@ class SoftmaxFit(NamedTuple):
         gradient_norm: Norm of the objective's gradient per fold, in standardised coordinates.
         gap: Bound on (loss - minimum) / loss per fold: `gradient_norm**2 / (2 * ridge * loss)`.
         converged: Whether `gap` came below `tol`, per fold.
-        newton_steps: Newton steps taken, the slowest fold's.
-        iterations: Products with the data and back that this took, for all folds together.
+        iterations: Quasi-Newton steps, the slowest fold's; each is one product with the data and one back.
     """
 
     probabilities: Float[Array, "n classes"]
@@ -54,7 +53,6 @@ class SoftmaxFit(NamedTuple):
     gradient_norm: Float[Array, " folds"]
     gap: Float[Array, " folds"]
     converged: Bool[Array, " folds"]
-    newton_steps: Int[Array, ""]
     iterations: Int[Array, ""]
 
 
@@ -121,12 +119,12 @@ def crossval_softmax_fit(
     key: AnyKey | None = None,
     num_samples: Count | None = None,
     tol: Scalar | None = None,
-    max_newton_steps: int = 100,
-    max_inner_steps: int = 500,
+    max_steps: int = 1000,
 ) -> SoftmaxFit:
     r"""The probe of `crossval_softmax_predict` with its coefficients and the solver's record.
 
-    Newton's method with conjugate gradients, all folds in one loop: a fold that has converged is frozen, and a loop
+    L-BFGS, all folds in one loop, in the metric of one curvature matrix that all folds and classes share and that is
+    computed anew after 8, 24, 72 ... steps. A fold that has converged is frozen, and the loop
     ends with its last fold. The penalty makes the loss f strongly convex in the weights, f - f* <= ||g||^2 / (2 ridge),
     which is what the stopping rule and `gap` use; the unpenalised intercept is counted in g as if it were penalised.
 
@@ -138,8 +136,7 @@ def crossval_softmax_fit(
         key: Shuffles the samples over the folds.
         num_samples: Uses the first `num_samples` samples only.
         tol: Bound on the relative distance of each fold's loss from its minimum.
-        max_newton_steps: Limit of the outer loop.
-        max_inner_steps: Limit of the conjugate gradients in one Newton step.
+        max_steps: Limit of the loop.
 
     Returns:
         The fit of every fold. Check `converged`: the function itself cannot raise on values when it is traced.
@@ -149,18 +146,16 @@ def crossval_softmax_fit(
         TypeError: As `crossval_softmax_predict`.
 
     References:
-        Nocedal and Wright (2006), Numerical Optimization, algorithm 7.1. Lin, Weng and Keerthi (2008), Trust region
-        Newton method for large-scale logistic regression.
+        Nocedal and Wright (2006), Numerical Optimization, algorithm 7.4.
     """
     x, y, ids = _prepare(x, y, num_splits, key, num_samples)
     check_positive("ridge", ridge)
     if tol is None:
         tol = 5e-5 if jnp.finfo(x.dtype).bits <= 32 else 1e-9
     check_positive("tol", tol)
-    outer = check_count("max_newton_steps", max_newton_steps, minimum=1)
-    inner = check_count("max_inner_steps", max_inner_steps, minimum=1)
+    limit = check_count("max_steps", max_steps, minimum=1)
     scalars = jnp.asarray(ridge, x.dtype), jnp.asarray(tol, x.dtype)
-    return _solve_in_turn(x, y, ids, *scalars, num_splits=num_splits, outer=outer, inner=inner)
+    return _solve_in_turn(x, y, ids, *scalars, num_splits=num_splits, limit=limit)
 
 
 def crossval_gradient_predict(
@@ -369,29 +364,79 @@ def _build(x: Array, y: Array, ids: Array, ridge: Array, num_splits: int) -> tup
     return _Problem(data, y.T, mask[:, None], offset, *rows), mean, deviation
 
 
-def _conjugate_gradients(
-    hessian: Callable[[Array], Array], gradient: Array, forcing: Array, active: Array, limit: int
-) -> tuple[Array, Array]:
-    """Solves `hessian(step) = -gradient` fold by fold until the residual falls to `forcing` of where it began."""
-    start = _dot(gradient, gradient)
+def _inverse(matrix: Array, block: int = 64) -> Array:
+    """The inverse of a positive definite matrix by Gauss-Jordan elimination in blocks, with products alone.
 
-    def going(state):
-        return jnp.any(state[4]) & (state[5] < limit)
+    LAPACK's Cholesky would do; its threads, though, wait for each other for seconds on a busy machine.
+    """
+    size = matrix.shape[0]
+    block = min(block, size)
+    padding = -size % block
+    matrix = (
+        jnp.pad(matrix, (0, padding)).at[jnp.arange(size, size + padding), jnp.arange(size, size + padding)].set(1.0)
+    )
 
-    def body(state):
-        step, residual, direction, square, on, count = state
-        product = hessian(direction)
-        curvature = _dot(direction, product)
-        on = on & (curvature > 0)
-        alpha = jnp.where(on, square / jnp.where(on, curvature, 1.0), 0.0)[:, None, None]
-        step, residual = step + alpha * direction, residual - alpha * product
-        new = jnp.where(on, _dot(residual, residual), square)
-        direction = jnp.where(on[:, None, None], residual + (new / square)[:, None, None] * direction, direction)
-        return step, residual, direction, new, on & (new > forcing**2 * start), count + 1
+    def eliminate(index, matrix):
+        start = index * block
+        rows = lax.dynamic_slice_in_dim(matrix, start, block, 0)
+        pivot = lax.dynamic_slice_in_dim(rows, start, block, 1)
+        pivot = 1.0 / pivot if block == 1 else _inverse(pivot, 1)
+        rows = _product(pivot, lax.dynamic_update_slice_in_dim(rows, jnp.eye(block, dtype=rows.dtype), start, 1))
+        columns = lax.dynamic_slice_in_dim(matrix, start, block, 1)
+        columns = lax.dynamic_update_slice_in_dim(columns, jnp.zeros((block, block), rows.dtype), start, 0)
+        matrix = lax.dynamic_update_slice_in_dim(matrix, jnp.zeros_like(columns), start, 1)
+        return lax.dynamic_update_slice_in_dim(matrix - _product(columns, rows), rows, start, 0)
 
-    zero, on = jnp.zeros_like(gradient), active & (start > 0)
-    state = lax.while_loop(going, body, (zero, -gradient, -gradient, start, on, jnp.asarray(0)))
-    return state[0], state[5]
+    matrix = lax.fori_loop(0, matrix.shape[0] // block, eliminate, matrix)[:size, :size]
+    return 0.5 * (matrix + matrix.T)
+
+
+def _metric(problem: _Problem, chances: Array) -> Array:
+    """The inverse of one curvature for all folds and classes: p (1 - p) averaged over both weighs every sample."""
+    weight = jnp.mean(problem.mask * chances * (1.0 - chances), (0, 1))
+    gram = _product((problem.data * weight[:, None]).T, problem.data)
+    # Where the ridge falls below the rounding of the Gram matrix, only a shift of that size keeps it positive definite.
+    floor = 4 * jnp.finfo(gram.dtype).eps * jnp.trace(gram)
+    return _inverse(gram + jnp.diag(jnp.maximum(problem.penalty[0, 0], floor)))
+
+
+class _Pairs(NamedTuple):
+    """The last changes of weights and gradient, a ring of [_MEMORY, folds, classes, d + 1]."""
+
+    weights: Array
+    gradient: Array
+    inverse: Array  # [_MEMORY, folds], one over their inner product; 0 for a pair that does not count
+
+    def add(self, visit: Array, weights: Array, gradient: Array) -> "_Pairs":
+        inner = _dot(weights, gradient)
+        sizes = jnp.sqrt(_dot(weights, weights) * _dot(gradient, gradient))
+        good = inner > jnp.finfo(inner.dtype).eps * sizes
+        inverse = jnp.where(good, 1.0 / jnp.where(good, inner, 1.0), 0.0)
+        slot = visit % _MEMORY
+        return _Pairs(*(old.at[slot].set(new) for old, new in zip(self, (weights, gradient, inverse), strict=True)))
+
+    def descend(self, visit: Array, gradient: Array, metric: Array) -> Array:
+        """The quasi-Newton step from `gradient`, the two loops of L-BFGS around `metric`."""
+
+        def shape(vector):
+            return _product(vector.reshape(-1, vector.shape[-1]), metric).reshape(vector.shape)
+
+        def newest_first(age, state):
+            vector, amounts = state
+            slot = (visit - age) % _MEMORY
+            amount = self.inverse[slot] * _dot(self.weights[slot], vector)
+            return vector - amount[:, None, None] * self.gradient[slot], amounts.at[slot].set(amount)
+
+        def oldest_first(age, vector):
+            slot = (visit + 1 + age) % _MEMORY
+            amount = amounts[slot] - self.inverse[slot] * _dot(self.gradient[slot], vector)
+            return vector + amount[:, None, None] * self.weights[slot]
+
+        vector, amounts = lax.fori_loop(0, _MEMORY, newest_first, (gradient, jnp.zeros_like(self.inverse)))
+        last, inverse = self.gradient[visit % _MEMORY], self.inverse[visit % _MEMORY]
+        length = inverse * _dot(last, shape(last))
+        scale = jnp.where(length > 0, 1.0 / jnp.where(length > 0, length, 1.0), 1.0)
+        return -lax.fori_loop(0, _MEMORY, oldest_first, scale[:, None, None] * shape(vector))
 
 
 def _line_search(problem: _Problem, logits: Array, change: Array, weights: Array, step: Array, value, slope, active):
@@ -423,53 +468,57 @@ def _line_search(problem: _Problem, logits: Array, change: Array, weights: Array
 class _State(NamedTuple):
     weights: Array  # [folds, classes, d + 1]
     logits: Array  # [folds, classes, n], without the offset
+    past_weights: Array  # those of the round before, and the gradient there
+    past_gradient: Array
     value: Array  # [folds], the loss where the gradient was last taken
     square: Array  # [folds], the squared norm of that gradient
-    first: Array  # [folds], the same at the start
+    pairs: _Pairs
+    metric: Array  # [d + 1, d + 1]
     active: Array  # [folds]
-    visits: Array  # rounds of the outer loop so far, one more than steps
-    work: Array  # products so far
+    visits: Array  # rounds so far, one more than steps
 
 
-def _newton(x: Array, y: Array, ids: Array, ridge: Array, tol: Array, *, num_splits: int, outer: int, inner: int):
+def _minimise(x: Array, y: Array, ids: Array, ridge: Array, tol: Array, *, num_splits: int, limit: int) -> SoftmaxFit:
     problem, mean, deviation = _build(x, y, ids, ridge, num_splits)
     rounding = jnp.finfo(x.dtype).eps
 
     def going(state):
-        return jnp.any(state.active) & (state.visits <= outer)
+        return jnp.any(state.active) & (state.visits <= limit)
 
     def body(state):
-        weights, logits = state.weights, state.logits
+        weights, logits, visit = state.weights, state.logits, state.visits
         chances = problem.probabilities(logits)
-        gradient = problem.gradient(chances, weights)
-        value, square = problem.value(logits, weights), _dot(gradient, gradient)
-        first = jnp.where(state.visits == 0, square, state.first)
-        active = state.active & (square > 2 * ridge * tol * value)
-
-        def hessian(step):
-            change = problem.logits(step)
-            change = problem.mask * chances * (change - jnp.sum(chances * change, 1, keepdims=True))
-            return problem.pull_back(change) + problem.penalty * step
-
-        # The relative residual at which a step stops falls with the gradient, which keeps the last steps quadratic.
-        forcing = jnp.clip((square / jnp.where(first > 0, first, 1.0)) ** 0.25, *_FORCING)
-        # The last visit only measures: it takes no step, whether all folds have converged or steps have run out.
-        wanted = active & (state.visits < outer)
-        step, spent = _conjugate_gradients(hessian, gradient, forcing, wanted, inner)
+        gradient, value = problem.gradient(chances, weights), problem.value(logits, weights)
+        square = _dot(gradient, gradient)
+        # The last round only measures: it takes no step, whether all folds have converged or steps have run out.
+        active = state.active & (square > 2 * ridge * tol * value) & (visit < limit)
+        pairs = state.pairs.add(visit, weights - state.past_weights, gradient - state.past_gradient)
+        due = jnp.any(visit == jnp.asarray(_REFRESH)) & jnp.any(active)
+        metric = lax.cond(due, lambda: _metric(problem, chances), lambda: state.metric)
+        step = jnp.where(active[:, None, None], pairs.descend(visit, gradient, metric), 0.0)
         change, slope = problem.logits(step), _dot(gradient, step)
-        wanted = wanted & (-slope > rounding * value)
-        length = _line_search(problem, logits, change, weights, step, value, slope, wanted)
-        moved = length[:, None, None]
-        active = jnp.where(state.visits < outer, wanted & (length > 0), False)
-        work = state.work + spent + 2
-        weights, logits = weights + moved * step, logits + moved * change
-        return _State(weights, logits, value, square, first, active, state.visits + 1, work)
+        active = active & (-slope > 0.01 * rounding * value)
+        length = _line_search(problem, logits, change, weights, step, value, slope, active)
+        moved, logits = weights + length[:, None, None] * step, logits + length[:, None, None] * change
+        active = active & (length > 0)
+        return _State(moved, logits, weights, gradient, value, square, pairs, metric, active, visit + 1)
 
-    shape = num_splits, y.shape[1]
-    zero = jnp.zeros((num_splits,), x.dtype)
-    weights, logits = jnp.zeros((*shape, x.shape[1] + 1), x.dtype), jnp.zeros((*shape, x.shape[0]), x.dtype)
-    everyone, none = jnp.ones((num_splits,), bool), jnp.asarray(0)
-    state = lax.while_loop(going, body, _State(weights, logits, zero, zero, zero, everyone, none, none))
+    shape, size = (num_splits, y.shape[1]), x.shape[1] + 1
+    zero, weights = jnp.zeros((num_splits,), x.dtype), jnp.zeros((*shape, size), x.dtype)
+    ring = jnp.zeros((_MEMORY, *weights.shape), x.dtype)
+    state = _State(
+        weights=weights,
+        logits=jnp.zeros((*shape, x.shape[0]), x.dtype),
+        past_weights=weights,
+        past_gradient=weights,
+        value=zero,
+        square=zero,
+        pairs=_Pairs(ring, ring, jnp.zeros((_MEMORY, num_splits), x.dtype)),
+        metric=jnp.zeros((size, size), x.dtype),
+        active=jnp.ones((num_splits,), bool),
+        visits=jnp.asarray(0),
+    )
+    state = lax.while_loop(going, body, state)
     gap = state.square / (2 * ridge * state.value)
     raw = problem.plain(state.weights)
     coefficients = raw[:, :, :-1] * jnp.where(deviation > 0, 1.0 / deviation, 0.0)[None, None]
@@ -482,8 +531,7 @@ def _newton(x: Array, y: Array, ids: Array, ridge: Array, tol: Array, *, num_spl
         gradient_norm=jnp.sqrt(state.square),
         gap=gap,
         converged=gap <= tol,
-        newton_steps=state.visits - 1,
-        iterations=state.work,
+        iterations=state.visits - 1,
     )
 
 
@@ -517,10 +565,9 @@ def _descend(x: Array, y: Array, ids: Array, num_steps: Array, step_size: Array,
 
 
 # Jitted here, unlike other primitives: op by op, a call at a new length would compile dozens of programs, not one.
-@partial(jax.jit, static_argnames=("num_splits", "outer", "inner"))
-def _solve_in_turn(x, y, ids, ridge, tol, *, num_splits: int, outer: int, inner: int) -> SoftmaxFit:
-    solve = partial(_newton, num_splits=num_splits, outer=outer, inner=inner)
-    return sequential_vmap(solve)(x, y, ids, ridge, tol)
+@partial(jax.jit, static_argnames=("num_splits", "limit"))
+def _solve_in_turn(x, y, ids, ridge, tol, *, num_splits: int, limit: int) -> SoftmaxFit:
+    return sequential_vmap(partial(_minimise, num_splits=num_splits, limit=limit))(x, y, ids, ridge, tol)
 
 
 @partial(jax.jit, static_argnames="num_splits")

@@ -66,14 +66,14 @@ def input_noise_error(
     checks.check_non_negative("scales", scales)
     if noise.shape != images.shape:
         checks.fail("noise", f"have the shape of `images` {images.shape}", noise.shape)
-    still, moving, tail = _split_first_layer(model, images, noise)
+    still, moving, tail = _split_first_layer(model, jnp.asarray(images), jnp.asarray(noise))
 
     def at(scale: Array, still: Array, moving: Array, tail: Any, labels: Array) -> Array:
         return error_rate(jax.vmap(tail)(still + scale * moving), labels)
 
     over_scales = bmap(at, in_axes=(0, None, None, None, None), batch_size=scales_per_batch)
     with jax.default_matmul_precision("highest"):
-        return over_scales(jnp.asarray(scales), still, moving, tail, labels)
+        return over_scales(jnp.asarray(scales), still, moving, tail, jnp.asarray(labels))
 
 
 def parameter_noise_error(
@@ -105,6 +105,7 @@ def parameter_noise_error(
         ValueError: If a scale is negative.
     """
     checks.check_non_negative("scales", scales)
+    images = jnp.asarray(images)
     with jax.default_matmul_precision("highest"):
         still, tail = _apply_first_layer(model, images)
         moving, tail_noise = (jnp.zeros(()), noise) if still is images else _apply_first_layer(noise, images)
@@ -116,7 +117,7 @@ def parameter_noise_error(
 
     over_scales = bmap(at, in_axes=(0, None, None, None, None, None), batch_size=scales_per_batch)
     with jax.default_matmul_precision("highest"):
-        return over_scales(jnp.asarray(scales), still, moving, tail, tail_noise, labels)
+        return over_scales(jnp.asarray(scales), still, moving, tail, tail_noise, jnp.asarray(labels))
 
 
 def _apply_first_layer(model: Any, images: Any) -> tuple[Any, Any]:
@@ -134,5 +135,5 @@ def _split_first_layer(model: Any, images: Any, noise: Any) -> tuple[Any, Any, A
         if still is images:
             return images, noise, model
         # Without the bias, which the noise does not carry.
-        moving = jax.vmap(lambda draw: model.layers[0].weight @ draw)(jnp.asarray(noise))
+        moving = jax.vmap(lambda draw: model.layers[0].weight @ draw)(noise)
     return still, moving, tail

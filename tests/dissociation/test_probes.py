@@ -254,9 +254,9 @@ def test_separable_data_converge_with_a_small_penalty():
 
 def test_too_few_steps_are_reported():
     x, y = make_data()
-    fit = probes.crossval_softmax_fit(x, y, max_newton_steps=1)
+    fit = probes.crossval_softmax_fit(x, y, max_steps=1)
     assert not fit.converged.any()
-    assert fit.newton_steps == 1
+    assert fit.iterations == 1
     assert (fit.gap > 1e-3).all()
 
 
