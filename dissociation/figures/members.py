@@ -36,7 +36,6 @@ def measure_members(
     Returns:
         The measurements, members first.
     """
-
     return _measure_members((rewrite, measure), models, rewrite_keys, measure_keys)
 
 

@@ -280,7 +280,5 @@ def _transfer_curve(
     """The probe's error on the rewritten network's features, for every budget."""
     features = hidden_features(rewritten, images, REWRITTEN_LAYER)
     options = {"num_steps": config.gradient_steps} if probe == "gradient" else {}
-    error = transfer_errors(
-        features, labels, fractions=fractions, num_splits=config.num_splits, probe=probe, **options
-    )
+    error = transfer_errors(features, labels, fractions=fractions, num_splits=config.num_splits, probe=probe, **options)
     return {"error": error}
