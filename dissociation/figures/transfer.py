@@ -81,7 +81,7 @@ class Config:
     def quick(self) -> "Config":
         """A small run that shows that everything works: seconds, no science."""
         return dataclasses.replace(
-            self, num_seeds=2, num_epochs=5, num_train=2000, num_test=200, width=64, num_budgets=4, num_zero=8,
+            self, num_seeds=2, num_epochs=5, num_train=2000, num_test=200, width=64, num_budgets=2, num_zero=8,
             num_splits=5,
         )  # fmt: skip
 
