@@ -41,7 +41,7 @@ class SoftmaxFit(NamedTuple):
         intercepts: One vector per fold; minus infinity for a class that the fold's training part does not hold.
         losses: Minimised objective per fold, the penalty included.
         gradient_norm: Norm of the objective's gradient per fold, in standardised coordinates.
-        gap: Bound on (loss - minimum) / loss per fold: `gradient_norm**2 / (2 * ridge * loss)`.
+        gap: Estimate of (loss - minimum) / loss per fold, usually from above: `gradient_norm**2 / (2 * ridge * loss)`.
         converged: Whether `gap` came below `tol`, per fold.
         iterations: Quasi-Newton steps, the slowest fold's; each is one product with the data and one back.
     """
@@ -88,8 +88,8 @@ def crossval_softmax_predict(
         key: Shuffles the samples over the folds. The result keeps the given order all the same.
         num_samples: Uses the first `num_samples` samples only, at the cost of all n; later rows of the result are zero.
             It is traced: all values share one compilation. `x[:num_samples]` gives the same, compiled for each length.
-        tol: Bound on the relative distance of each fold's loss from its minimum. Default 5e-5 in float32 and 1e-9
-            in float64.
+        tol: Where to stop: the `gap` of `SoftmaxFit`, a fold's relative distance from its minimum. Default 1e-5 in float32 and 1e-9
+            in float64. Probabilities move with the square root of it.
 
     Returns:
         Probabilities in [0, 1] that sum to one in each row, each from the fold that did not see the sample.
@@ -126,7 +126,8 @@ def crossval_softmax_fit(
     L-BFGS, all folds in one loop, in the metric of one curvature matrix that all folds and classes share and that is
     computed anew after 8, 24, 72 ... steps. A fold that has converged is frozen, and the loop
     ends with its last fold. The penalty makes the loss f strongly convex in the weights, f - f* <= ||g||^2 / (2 ridge),
-    which is what the stopping rule and `gap` use; the unpenalised intercept is counted in g as if it were penalised.
+    which is what the stopping rule and `gap` use. The unpenalised intercept is counted in g as if it were penalised, so
+    `gap` is no strict bound: in float64, on 1000 MNIST samples x 1024 features, the distance was at most 1.13 times it.
 
     Args:
         x: Features.
@@ -135,7 +136,7 @@ def crossval_softmax_fit(
         ridge: Penalty on the weights, see `crossval_softmax_predict`.
         key: Shuffles the samples over the folds.
         num_samples: Uses the first `num_samples` samples only.
-        tol: Bound on the relative distance of each fold's loss from its minimum.
+        tol: The `gap` at which a fold stops.
         max_steps: Limit of the loop.
 
     Returns:
@@ -151,7 +152,7 @@ def crossval_softmax_fit(
     x, y, ids = _prepare(x, y, num_splits, key, num_samples)
     check_positive("ridge", ridge)
     if tol is None:
-        tol = 5e-5 if jnp.finfo(x.dtype).bits <= 32 else 1e-9
+        tol = 1e-5 if jnp.finfo(x.dtype).bits <= 32 else 1e-9
     check_positive("tol", tol)
     limit = check_count("max_steps", max_steps, minimum=1)
     scalars = jnp.asarray(ridge, x.dtype), jnp.asarray(tol, x.dtype)

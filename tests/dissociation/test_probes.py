@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import KFold
+from threadpoolctl import threadpool_limits
 
 from dissociation.metrics import probes
 
@@ -55,7 +56,8 @@ def sklearn_folds(x, y, num_splits, ridge):
     factor = 2 if y.shape[1] == 2 else 1
     for train, test in KFold(num_splits).split(x):
         z = standardised(x, train)
-        peer = LogisticRegression(C=factor / ridge, tol=1e-9, max_iter=10000).fit(z[train], labels[train])
+        with threadpool_limits(1):  # on a busy machine more threads wait for each other
+            peer = LogisticRegression(C=factor / ridge, tol=1e-9, max_iter=10000).fit(z[train], labels[train])
         chances[np.ix_(test, peer.classes_)] = peer.predict_proba(z[test])
         if factor == 2:  # one vector stands for two opposite halves
             weights, shift = np.stack([-peer.coef_[0], peer.coef_[0]], 1) / 2, np.r_[-1, 1] * peer.intercept_ / 2
@@ -76,8 +78,10 @@ def test_equals_sklearn_on_the_same_folds(size, classes, num_splits, ridge):
     chances, losses = sklearn_folds(x, y, num_splits, ridge)
     np.testing.assert_allclose(fit.losses, losses, rtol=RTOL)
     np.testing.assert_allclose(fold_losses(x, y, fit, num_splits, ridge), losses, rtol=RTOL)
-    np.testing.assert_allclose(fit.probabilities, chances, atol=0.01)
     assert fit.converged.all()
+    # Probabilities move with the square root of the loss: against a peer solved to 1e-9 ours is solved further, too.
+    tight = probes.crossval_softmax_fit(x, y, num_splits, ridge=ridge, tol=1e-6)
+    np.testing.assert_allclose(tight.probabilities, chances, atol=0.01)
     # Negative control: the same comparison sees a factor of two in the penalty.
     other = probes.crossval_softmax_fit(x, y, num_splits, ridge=2 * ridge)
     assert (fold_losses(x, y, other, num_splits, ridge) > losses * (1 + 10 * RTOL)).all()
@@ -121,6 +125,13 @@ def test_gradient_and_curvature_of_the_loss():
     for fold, (train, _) in enumerate(KFold(4).split(x)):
         dense = standardised(x, train) @ np.asarray(weights)[fold, :, :-1].T + np.asarray(weights)[fold, :, -1]
         np.testing.assert_allclose(logits[fold].T, dense, atol=1e-10)
+
+
+@pytest.mark.parametrize("size", [1, 9, 64, 150])
+def test_inverse_without_lapack(size):
+    root = np.random.default_rng(size).normal(size=(2 * size, size)).astype(np.float32)
+    matrix = root.T @ root + np.diag(np.geomspace(1e-2, 1e2, size)).astype(np.float32)
+    np.testing.assert_allclose(probes._inverse(jnp.asarray(matrix)) @ matrix, np.eye(size), atol=1e-3)
 
 
 @pytest.mark.parametrize("predict", [probes.crossval_softmax_predict, probes.crossval_gradient_predict])
@@ -254,10 +265,12 @@ def test_separable_data_converge_with_a_small_penalty():
 
 def test_too_few_steps_are_reported():
     x, y = make_data()
-    fit = probes.crossval_softmax_fit(x, y, max_steps=1)
+    fit = probes.crossval_softmax_fit(x, y, max_steps=3)
     assert not fit.converged.any()
-    assert fit.iterations == 1
-    assert (fit.gap > 1e-3).all()
+    assert fit.iterations == 3
+    missing = (fit.losses - probes.crossval_softmax_fit(x, y).losses) / fit.losses
+    assert (missing > 1e-3).all()
+    assert (missing <= fit.gap).all()
 
 
 def test_gradient_probe_is_gradient_descent():
@@ -345,7 +358,7 @@ def test_pixels_of_mnist_against_sklearn():
     from dissociation.data.mnist import mnist_data
 
     _, _, images, labels = mnist_data()
-    x, y = np.asarray(images[:600]), np.asarray(labels[:600])
+    x, y = np.asarray(images[:300]), np.asarray(labels[:300])
     fit = probes.crossval_softmax_fit(x, y, 3)
     assert fit.converged.all()
     chances, losses = sklearn_folds(x, y, 3, 1.0)
