@@ -136,7 +136,7 @@ def main():
         z, deviation = standardise(x, train)
         labels = y[train].argmax(1)
         if threads is None:
-            trials = {count: solve_peer(z, labels, count) for count in {1, os.cpu_count()}}
+            trials = {count: solve_peer(z, labels, count) for count in sorted({1, os.cpu_count()})}
             threads = min(trials, key=lambda count: trials[count][0])
             print("peer   fold 0 by threads:", ", ".join(f"{count}: {run[0]:.2f} s" for count, run in trials.items()))
             *seconds, peer = trials[threads]

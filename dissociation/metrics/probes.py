@@ -88,8 +88,8 @@ def crossval_softmax_predict(
         key: Shuffles the samples over the folds. The result keeps the given order all the same.
         num_samples: Uses the first `num_samples` samples only, at the cost of all n; later rows of the result are zero.
             It is traced: all values share one compilation. `x[:num_samples]` gives the same, compiled for each length.
-        tol: Where to stop: the `gap` of `SoftmaxFit`, a fold's relative distance from its minimum. Default 1e-5 in float32 and 1e-9
-            in float64. Probabilities move with the square root of it.
+        tol: Where to stop: the `gap` of `SoftmaxFit`, a fold's relative distance from its minimum. Default 1e-5 in
+            float32 and 1e-9 in float64. Probabilities move with the square root of it.
 
     Returns:
         Probabilities in [0, 1] that sum to one in each row, each from the fold that did not see the sample.
