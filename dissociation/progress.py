@@ -51,6 +51,7 @@ class TqdmMeter:
         if text:
             self._bar.set_postfix_str(text, refresh=False)
         self._bar.update(step - self._bar.n)
+        self._bar.refresh()
 
     def close(self) -> None:
         """Closes the bar, which leaves its last state on the screen."""
