@@ -280,6 +280,7 @@ def draw(results: Results) -> Figure:
         axes[0].set_ylabel("test error (log)")
         handles = axes[0].get_legend_handles_labels()
         figure.legend(*handles, loc="outside upper center", ncols=3, handlelength=2.4, columnspacing=1.2)
+    plt.close(figure)  # out of pyplot's hands: a notebook shows what it is given, and sweeps leave nothing open
     return figure
 
 

@@ -45,6 +45,14 @@ LABELS = {
 }
 """What the variants are called in the figure, in the order of its legend."""
 
+LOOKS = {
+    "trained": {"linewidth": 2.0},
+    "scaled": {"linestyle": (0, (2, 2))},
+    "duplicated": {"linestyle": (2, (2, 2))},
+    "zero": {},
+}
+"""Curves that lie on each other stay visible: the trained one is broad, others share it in dashes."""
+
 TASKS = {"rotation": "rotated by quarter turns", "coarse": "least prime factor"}
 PROBES = {"converged": "converged probe", "gradient": "{} gradient steps"}
 
@@ -216,9 +224,11 @@ def draw(results: Results) -> Figure:
         for row, (task, title) in zip(axes, TASKS.items(), strict=True):
             for panel, (probe, name) in zip(row, PROBES.items(), strict=True):
                 for variant, curves in results.transfer_error[task][probe].items():
-                    line = {"linestyle": "--", "zorder": 4} if variant == "duplicated" else {}
-                    plotting.band(panel, results.budgets, curves.T, label=LABELS[variant], **line)
-                panel.set(xscale="log", title=f"{title}, {name.format(results.config.gradient_steps)}")
+                    plotting.band(panel, results.budgets, curves.T, label=LABELS[variant], **LOOKS[variant])
+                panel.set(xscale="log")
+                panel.text(0.04, 0.97, title, transform=panel.transAxes, va="top", fontsize="small")
+                if panel in axes[0]:
+                    panel.set_title(name.format(results.config.gradient_steps))
                 panel.set_xlim(max(first, results.budgets[0]), last)
                 panel.xaxis.set_major_locator(FixedLocator(ticks))
                 panel.xaxis.set_major_formatter(ScalarFormatter())
@@ -228,7 +238,8 @@ def draw(results: Results) -> Figure:
             row[0].set_ylim(0, 1)
         for panel in axes[-1]:
             panel.set_xlabel("sample budget (log)")
-        axes[0, 0].legend(loc="upper right")
+        figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=4, columnspacing=1.2)
+    plt.close(figure)  # out of pyplot's hands: a notebook shows what it is given, and sweeps leave nothing open
     return figure
 
 
