@@ -1,5 +1,6 @@
-"""Rewriting stacked members and measuring what came of it."""
+"""Training stacked members, rewriting them, and measuring what came of it."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +11,50 @@ import numpy as np
 from jaxtyping import Array
 
 from dissociation.bmap import bmap
+from dissociation.data.datasets import Dataset, load
+from dissociation.fig4.mnist import fit_mnist
+from dissociation.figures.artifacts import Parts, identity_of
 from dissociation.metrics.robustness import input_noise_error
+from dissociation.progress import MeterFactory
+from dissociation.training import FitResult
 from dissociation.weights.certificate import certify
+
+
+def train_members(
+    config: Any,
+    *,
+    key: Array,
+    dataset: Dataset | None,
+    folder: str | os.PathLike[str] | None,
+    progress: str | MeterFactory | None,
+) -> tuple[Dataset, Parts, FitResult]:
+    """What every figure of trained networks begins with.
+
+    Args:
+        config: A figure's configuration: `data`, `num_train`, `num_test`, `num_seeds`, `num_epochs` and `width` of it.
+        key: The networks' key, see `fit_mnist`.
+        dataset: In place of the one that `config.data` names.
+        folder: Where finished parts and the training's checkpoint are kept.
+        progress: See `dissociation.progress`.
+
+    Returns:
+        The data, the parts kept in `folder`, and the trained networks.
+
+    Raises:
+        ValueError: If `folder` holds parts of another run.
+    """
+    data = dataset or load(config.data, num_train=config.num_train, num_test=config.num_test)
+    parts = Parts(folder, identity_of(config, key, data))
+    trained = fit_mnist(
+        num_epochs=config.num_epochs,
+        num_seeds=config.num_seeds,
+        key=key,
+        dataset=data,
+        width=config.width,
+        progress=progress,
+        checkpoint=parts.path("training.ckpt"),
+    )
+    return data, parts, trained
 
 
 def measure_members(

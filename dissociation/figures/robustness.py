@@ -21,10 +21,8 @@ from jaxtyping import Array
 from matplotlib.figure import Figure
 
 from dissociation import plotting
-from dissociation.data.datasets import Dataset, load
-from dissociation.fig4.mnist import fit_mnist
-from dissociation.figures.artifacts import Parts, identity_of
-from dissociation.figures.members import certify_members, measure_members, worst
+from dissociation.data.datasets import Dataset
+from dissociation.figures.members import certify_members, measure_members, train_members, worst
 from dissociation.metrics.robustness import input_noise_error, parameter_noise_error
 from dissociation.progress import MeterFactory, open_meter
 from dissociation.weights.mlp import (
@@ -189,17 +187,7 @@ def compute(
     Raises:
         ValueError: If `folder` holds parts of another run.
     """
-    data = dataset or load(config.data, num_train=config.num_train, num_test=config.num_test)
-    parts = Parts(folder, identity_of(config, key, data))
-    trained = fit_mnist(
-        num_epochs=config.num_epochs,
-        num_seeds=config.num_seeds,
-        key=key,
-        dataset=data,
-        width=config.width,
-        progress=progress,
-        checkpoint=parts.path("training.ckpt"),
-    )
+    data, parts, trained = train_members(config, key=key, dataset=dataset, folder=folder, progress=progress)
     all_images = np.concatenate([data.train_images, data.test_images])
     null_space = parts.get("null_space", lambda: _null_space(all_images, data, config))
     variants = rewrites(config, null_space["basis"], null_space.get("published_basis"))

@@ -22,11 +22,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator, ScalarFormatter
 
 from dissociation import plotting
-from dissociation.data.datasets import Dataset, load
+from dissociation.data.datasets import Dataset
 from dissociation.data.tasks import coarse_grained, rotated_quarters
-from dissociation.fig4.mnist import fit_mnist
-from dissociation.figures.artifacts import Parts, identity_of
-from dissociation.figures.members import certify_members, measure_members, worst
+from dissociation.figures.members import certify_members, measure_members, train_members, worst
 from dissociation.metrics.transfer import hidden_features, transfer_errors
 from dissociation.progress import MeterFactory, open_meter
 from dissociation.weights.mlp import add_random_zero_to_mlp, duplicate_mlp, scale_mlp
@@ -157,17 +155,7 @@ def compute(
     Raises:
         ValueError: If `folder` holds parts of another run.
     """
-    data = dataset or load(config.data, num_train=config.num_train, num_test=config.num_test)
-    parts = Parts(folder, identity_of(config, key, data))
-    trained = fit_mnist(
-        num_epochs=config.num_epochs,
-        num_seeds=config.num_seeds,
-        key=key,
-        dataset=data,
-        width=config.width,
-        progress=progress,
-        checkpoint=parts.path("training.ckpt"),
-    )
+    data, parts, trained = train_members(config, key=key, dataset=dataset, folder=folder, progress=progress)
     rewrite_key, rotation_key, coarse_key = jax.random.split(jax.random.fold_in(key, 2), 3)
     keys = jax.random.split(rewrite_key, config.num_seeds)
     images, labels = jnp.asarray(data.test_images), jnp.asarray(data.test_labels)
