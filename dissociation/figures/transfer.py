@@ -1,9 +1,10 @@
 """Figure `transfer`: what a linear probe learns from the representations of networks of one function.
 
 Networks are trained on the digits and rewritten without changing their function. Softmax probes then learn another
-task from the second hidden layer: how far an image was turned, or a coarser class. Two probes tell two things apart:
-the converged one says what the representation holds, the one with a fixed budget of gradient steps what a learner
-with limited time takes from it.
+task from the second hidden layer: how far an image was turned, or a coarser class. Three probes tell things apart: the
+converged one says what the representation holds; a fixed budget of gradient steps, at a rate that follows each
+representation's curvature, what a learner with limited time takes from it; the same steps at one rate for all networks
+of a seed (the largest that is stable for each of them), what the rate adds.
 """
 
 import dataclasses
@@ -25,6 +26,7 @@ from dissociation import plotting
 from dissociation.data.datasets import Dataset
 from dissociation.data.tasks import coarse_grained, rotated_quarters
 from dissociation.figures.members import certify_members, measure_members, train_members, worst
+from dissociation.metrics.probes import stable_step_size
 from dissociation.metrics.transfer import hidden_features, transfer_errors
 from dissociation.progress import MeterFactory, open_meter
 from dissociation.weights.mlp import add_random_zero_to_mlp, duplicate_mlp, scale_mlp
@@ -52,7 +54,8 @@ LOOKS = {
 """Curves that lie on each other stay visible: the trained one is broad, others share it in dashes."""
 
 TASKS = {"rotation": "rotated by quarter turns", "coarse": "least prime factor"}
-PROBES = {"converged": "converged probe", "gradient": "{} gradient steps"}
+PROBES = {"converged": "converged", "gradient": "{} steps, own rate", "one_rate": "{} steps, one rate"}
+"""The learners, by their titles in the figure."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,7 +211,7 @@ def draw(results: Results) -> Figure:
     first, last = results.budgets[-1] / 10, results.budgets[-1]
     ticks = [tick for tick in (first, 2 * first, 5 * first, last) if tick >= results.budgets[0]]
     with plotting.house_style():
-        figure, axes = plt.subplots(2, 2, figsize=(3.24, 2.4), sharex=True, sharey="row")
+        figure, axes = plt.subplots(2, len(PROBES), figsize=(4.86, 2.4), sharex=True, sharey="row")
         for row, (task, title) in zip(axes, TASKS.items(), strict=True):
             for panel, (probe, name) in zip(row, PROBES.items(), strict=True):
                 for variant, curves in results.transfer_error[task][probe].items():
@@ -269,15 +272,20 @@ def table(results: Results) -> list[list[str]]:
 def _transfer_curve(
     config: Config,
     fractions: tuple[float, ...],
-    probe: Literal["converged", "gradient"],
+    probe: str,
     images: Array,
     labels: Array,
     model: eqx.nn.MLP,
     rewritten: eqx.nn.MLP,
     key: Array,
 ) -> dict[str, Array]:
-    """The probe's error on the rewritten network's features, for every budget."""
+    """The probe's error on the rewritten network's features, for every budget; `key` is the one of the rewrite."""
     features = hidden_features(rewritten, images, REWRITTEN_LAYER)
-    options = {"num_steps": config.gradient_steps} if probe == "gradient" else {}
-    error = transfer_errors(features, labels, fractions=fractions, num_splits=config.num_splits, probe=probe, **options)
+    kind: Literal["converged", "gradient"] = "converged" if probe == "converged" else "gradient"
+    options: dict[str, Any] = {} if kind == "converged" else {"num_steps": config.gradient_steps}
+    if probe == "one_rate":
+        everyone = [rewrite(model, key) for rewrite in rewrites(config).values()]
+        steps = [stable_step_size(hidden_features(one, images, REWRITTEN_LAYER)) for one in everyone]
+        options["step_size"] = jnp.min(jnp.stack(steps))
+    error = transfer_errors(features, labels, fractions=fractions, num_splits=config.num_splits, probe=kind, **options)
     return {"error": error}

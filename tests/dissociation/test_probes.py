@@ -11,7 +11,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import KFold
 from threadpoolctl import threadpool_limits
 
-from dissociation.metrics import probes
+from dissociation.metrics import probes, softmax_solver
 
 RTOL = 1e-4  # promised agreement of losses
 
@@ -109,8 +109,8 @@ def test_gradient_and_curvature_of_the_loss():
     """The gradient by hand equals differentiation, the loss's own finite differences and a dense standardisation."""
     x, y = make_data(40, 5, 3, dtype=np.float64)
     with jax.enable_x64(True):
-        ids = probes._fold_of_samples(40, 4, jnp.asarray(40, jnp.int32), None)
-        problem, _, _ = probes._build(jnp.asarray(x), jnp.asarray(y), ids, jnp.asarray(0.7), 4)
+        ids = softmax_solver.fold_of_samples(40, 4, jnp.asarray(40, jnp.int32), None)
+        problem, _, _ = softmax_solver.build(jnp.asarray(x), jnp.asarray(y), ids, jnp.asarray(0.7), 4)
         weights = jnp.asarray(np.random.default_rng(1).normal(size=(4, 3, 6)))
 
         def total(weights):
@@ -131,7 +131,7 @@ def test_gradient_and_curvature_of_the_loss():
 def test_inverse_without_lapack(size):
     root = np.random.default_rng(size).normal(size=(2 * size, size)).astype(np.float32)
     matrix = root.T @ root + np.diag(np.geomspace(1e-2, 1e2, size)).astype(np.float32)
-    np.testing.assert_allclose(probes._inverse(jnp.asarray(matrix)) @ matrix, np.eye(size), atol=1e-3)
+    np.testing.assert_allclose(softmax_solver.inverse(jnp.asarray(matrix)) @ matrix, np.eye(size), atol=1e-3)
 
 
 @pytest.mark.parametrize("predict", [probes.crossval_softmax_predict, probes.crossval_gradient_predict])
@@ -189,7 +189,7 @@ def test_under_filter_vmap_of_models(key):
 
 @pytest.mark.parametrize(("n", "num_splits"), [(103, 10), (12, 5), (9, 9)])
 def test_folds_are_those_of_kfold(n, num_splits):
-    ids = np.asarray(probes._fold_of_samples(n, num_splits, jnp.asarray(n, jnp.int32), None))
+    ids = np.asarray(softmax_solver.fold_of_samples(n, num_splits, jnp.asarray(n, jnp.int32), None))
     for fold, (_, test) in enumerate(KFold(num_splits).split(np.zeros(n))):
         np.testing.assert_array_equal(np.flatnonzero(ids == fold), test)
 
@@ -197,7 +197,7 @@ def test_folds_are_those_of_kfold(n, num_splits):
 @pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
 def test_a_key_shuffles_folds_and_keeps_the_order(make_key):
     x, y = make_data()
-    ids = np.asarray(probes._fold_of_samples(103, 10, jnp.asarray(83, jnp.int32), make_key(3)))
+    ids = np.asarray(softmax_solver.fold_of_samples(103, 10, jnp.asarray(83, jnp.int32), make_key(3)))
     assert sorted(np.bincount(ids, minlength=11)) == sorted([9] * 3 + [8] * 7 + [20])
     assert (ids[83:] == 10).all()
     assert (np.diff(ids[:83]) < 0).any()
@@ -205,7 +205,7 @@ def test_a_key_shuffles_folds_and_keeps_the_order(make_key):
     plain = probes.crossval_softmax_predict(x, y, 10)
     assert np.abs(shuffled - plain).max() > 1e-4
     # The same samples in sorted blocks of that shuffle, with folds in the order, give the same rows.
-    ids = np.asarray(probes._fold_of_samples(103, 10, jnp.asarray(103, jnp.int32), make_key(3)))
+    ids = np.asarray(softmax_solver.fold_of_samples(103, 10, jnp.asarray(103, jnp.int32), make_key(3)))
     order = np.argsort(ids, kind="stable")
     np.testing.assert_allclose(probes.crossval_softmax_predict(x[order], y[order], 10), shuffled[order], atol=2e-3)
 
@@ -341,11 +341,11 @@ def test_penalty_and_tolerance_are_positive(change):
 def test_shape_errors_name_the_argument():
     x, y = make_data(30, 6, 3)
     with pytest.raises(ValueError, match="`y` must have as many samples as `x`"):
-        probes._prepare(x, y[:-1], 5, None, None)
+        probes._prepare(x, y[:-1], 5, None)
     with pytest.raises(ValueError, match=r"`y` must have 2 axes"):
-        probes._prepare(x, y[:, 0], 5, None, None)
+        probes._prepare(x, y[:, 0], 5, None)
     with pytest.raises(TypeError, match="`x` must be floating point"):
-        probes._prepare(x.astype(int), y, 5, None, None)
+        probes._prepare(x.astype(int), y, 5, None)
 
 
 def test_import_path_of_the_notebook():
