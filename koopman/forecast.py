@@ -1,0 +1,162 @@
+"""Forecasts of a fitted operator, and how good they are."""
+
+from collections.abc import Callable, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from dissociation.checks import check_count, check_same_length, fail, is_traced
+from koopman.fitted import LinearMap, Operator, product
+from koopman.pairs import check_rows_finite
+
+Steps = int | Sequence[int] | Int[Array | np.ndarray, "..."]
+
+
+def predict(operator: Operator, x: Float[Array | np.ndarray, "n d"], steps: Steps = 1) -> Float[Array, "..."]:
+    """E[o(x_{t + steps}) | x_t] of the observable that the operator was fitted with, by default the features.
+
+    u(x) M^(s-1) D, the power by repeated squaring of the r x r core: step 1000 costs ten such products.
+
+    Args:
+        operator: A fitted operator.
+        x: Features of the present states (states, for a kernel operator).
+        steps: Lags ahead, at least 1: a number, or a list [T] for many horizons at once. May be traced.
+
+    Returns:
+        Forecasts [n, ...] for a number, [T, n, ...] for a list.
+
+    Raises:
+        ValueError: If x has another width than the operator was fitted on, or a step is below 1.
+
+    References:
+        Kostic et al. (2022), section 2.
+    """
+    steps = _checked(steps)
+    latent = operator.encode(x)
+    if np.ndim(steps) == 0:
+        return _read(operator, product(latent, _power(operator.core, steps)))
+    powers = _powers(operator.core, jnp.asarray(steps))
+    return _read(operator, product(latent[None], powers))
+
+
+def _read(operator: Operator, latent: Array) -> Array:
+    flat = product(latent, operator.readout)
+    flat = flat + operator.mean_observable.reshape((1,) * (flat.ndim - 1) + (-1,))
+    return flat.reshape(*flat.shape[:-1], *operator.observable_shape)
+
+
+def _checked(steps: Steps) -> int | np.ndarray | Array:
+    if is_traced(steps):
+        return steps  # pyright: ignore[reportReturnType]
+    known = np.asarray(steps)
+    if known.ndim > 1 or not np.issubdtype(known.dtype, np.integer) or known.size == 0 or known.min() < 1:
+        fail("steps", "be whole numbers of at least 1, one or a list", steps)
+    return int(known) if known.ndim == 0 else known
+
+
+def _power(core: Array, steps: int | Array) -> Array:
+    return _powers(core, jnp.asarray(steps)[None], None if is_traced(steps) else int(steps))[0]
+
+
+def _powers(core: Array, steps: Array, largest: int | None = None) -> Array:
+    """core^(steps - 1) for every entry of [T]: one squaring per binary digit, shared by all."""
+    if largest is None:
+        largest = 2**31 - 1 if is_traced(steps) else int(np.max(np.asarray(steps)))
+    eye = jnp.broadcast_to(jnp.eye(core.shape[0], dtype=core.dtype), (*steps.shape, *core.shape))
+
+    def body(digit: int, state: tuple[Array, Array]) -> tuple[Array, Array]:
+        powers, square = state
+        used = ((steps - 1) >> digit) & 1
+        # Where a digit is absent the product is left out rather than multiplied away: a large square may overflow.
+        powers = jnp.where((used == 1)[:, None, None], product(powers, square[None]), powers)
+        return powers, product(square, square)
+
+    return lax.fori_loop(0, max(1, (largest - 1).bit_length()), body, (eye, core))[0]
+
+
+def risk(
+    operator: Operator, x: Float[Array | np.ndarray, "n d"], y: Float[Array | np.ndarray, "n d"]
+) -> Float[Array, ""]:
+    """E |phi(y) - G^* phi(x)|^2 in the space of the features: the mean squared error of forecasting features.
+
+    Args:
+        operator: A fitted operator.
+        x: Features (states, for a kernel operator).
+        y: Those of the successors.
+
+    Returns:
+        A non-negative number in the units of the squared features.
+
+    Raises:
+        ValueError: If lengths disagree or widths are not those fitted.
+
+    References:
+        Kostic et al. (2022), eq. 4.
+    """
+    check_same_length("x", x.shape[0], "y", y.shape[0])
+    latent = operator.encode(x)
+    if isinstance(operator.dual, LinearMap):
+        error = jnp.asarray(y) - operator.dual.offset[None] - product(latent, operator.dual.matrix.T)
+        return jnp.mean(jnp.sum(error**2, 1))
+    kernel = operator.dual.kernel
+    own = jnp.mean(lax.map(lambda row: kernel(row[None], row[None])[0, 0], jnp.asarray(y)))
+    across = jnp.mean(jnp.sum(latent * operator.dual(y), 1))
+    return own - 2 * across + jnp.mean(jnp.sum(product(latent, operator.dual_gram) * latent, 1))
+
+
+def r2_score(target: Float[Array | np.ndarray, "n *o"], forecast: Float[Array | np.ndarray, "n *o"]) -> Array:
+    """1 - sum of squared errors / sum of squared deviations, averaged over the entries of the observable.
+
+    Entries that are constant in `target` count as 1 if they are forecast exactly and as 0 if not, as in scikit-learn.
+
+    Args:
+        target: What came.
+        forecast: What was forecast.
+
+    Returns:
+        At most 1; 0 for the mean's own error.
+    """
+    target = jnp.asarray(target).reshape(target.shape[0], -1)
+    forecast = jnp.asarray(forecast).reshape(target.shape)
+    error = jnp.sum((target - forecast) ** 2, 0)
+    spread = jnp.sum((target - jnp.mean(target, 0)[None]) ** 2, 0)
+    constant = spread == 0
+    ratio = 1.0 - error / jnp.where(constant, 1.0, spread)
+    return jnp.mean(jnp.where(constant, jnp.where(error == 0, 1.0, 0.0), ratio))
+
+
+def score(
+    operator: Operator,
+    trajectory: Float[Array | np.ndarray, "time d"],
+    *,
+    lag: int = 1,
+    steps: int = 1,
+    observable: Float[Array | np.ndarray, "time *o"] | None = None,
+    metric: Callable[[Array, Array], Array] = r2_score,
+) -> Array:
+    """How well a trajectory is forecast: a metric of what came at t + lag * steps and what was forecast at t.
+
+    Args:
+        operator: An operator fitted on pairs of this lag.
+        trajectory: Features (states, for a kernel operator) in the order of time.
+        lag: Samples from x to y in the pairs of the fit.
+        steps: Lags ahead.
+        observable: What was forecast, at the same times as `trajectory`; default `trajectory` itself.
+        metric: Of targets and forecasts [n, ...].
+
+    Returns:
+        The metric, by default R^2.
+
+    Raises:
+        ValueError: If the trajectory is not longer than lag * steps, or is not finite.
+        TypeError: If `lag` or `steps` is no Python integer.
+    """
+    ahead = check_count("lag", lag, minimum=1) * check_count("steps", steps, minimum=1)
+    observable = trajectory if observable is None else observable
+    check_same_length("trajectory", trajectory.shape[0], "observable", observable.shape[0])
+    check_rows_finite("trajectory", trajectory)
+    if trajectory.shape[0] <= ahead:
+        fail("trajectory", f"be longer than lag * steps ({ahead})", f"{trajectory.shape[0]} samples")
+    return metric(jnp.asarray(observable)[ahead:], predict(operator, trajectory[:-ahead], steps))

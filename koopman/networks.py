@@ -1,0 +1,237 @@
+"""Networks of the ordered digits: an encoder, its mirror image, and what is made of the two.
+
+Modules take one picture [28, 28]. Pictures run channels last, the layout in which XLA's CPU convolutions are fastest,
+and pooling is three elementwise maxima, whose gradient is several times faster than that of `reduce_window`.
+"""
+
+from typing import Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from dissociation.linalg import psd_power
+from jax import lax
+from jaxtyping import Array, Float, Key, UInt32
+
+from dissociation.checks import check_choice
+
+AnyKey = Key[Array, ""] | UInt32[Array, "2"]
+Init = Literal["pytorch", "lecun"]
+INITS = ("pytorch", "lecun")
+"""PyTorch's default (uniform in +-1/sqrt(fan_in), biases too), or flax's (truncated normal of variance 1/fan_in)."""
+
+FEATURES = 5
+
+
+def _draw(init: str, shape: tuple[int, ...], fan_in: int, key: Array) -> Array:
+    if init == "pytorch":
+        return jax.random.uniform(key, shape, minval=-(fan_in**-0.5), maxval=fan_in**-0.5)
+    # A normal cut at two deviations has 0.8796 of its deviation left.
+    return jax.random.truncated_normal(key, -2.0, 2.0, shape) * (fan_in**-0.5 / 0.87962566)
+
+
+class Affine(eqx.Module):
+    """x W + b, or without b.
+
+    Attributes:
+        weight: [in, out].
+        bias: [out] or None.
+    """
+
+    weight: Float[Array, "i o"]
+    bias: Float[Array, " o"] | None
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool = True, init: str = "pytorch", key: AnyKey):
+        check_choice("init", init, INITS)
+        first, second = jax.random.split(key)
+        self.weight = _draw(init, (inputs, outputs), inputs, first)
+        zero = init == "lecun"
+        self.bias = (jnp.zeros(outputs) if zero else _draw(init, (outputs,), inputs, second)) if bias else None
+
+    def __call__(self, x: Float[Array, " i"]) -> Float[Array, " o"]:
+        """The layer's output."""
+        y = x @ self.weight
+        return y if self.bias is None else y + self.bias
+
+
+class Convolution(eqx.Module):
+    """5 x 5 convolution of stride 1 that keeps the picture's size.
+
+    Attributes:
+        weight: [5, 5, in, out].
+        bias: [out].
+    """
+
+    weight: Float[Array, "5 5 i o"]
+    bias: Float[Array, " o"]
+
+    def __init__(self, inputs: int, outputs: int, *, transposed: bool = False, init: str = "pytorch", key: AnyKey):
+        check_choice("init", init, INITS)
+        first, second = jax.random.split(key)
+        # PyTorch counts the outputs of a transposed convolution as its fan-in.
+        fan_in = 25 * (outputs if transposed and init == "pytorch" else inputs)
+        self.weight = _draw(init, (5, 5, inputs, outputs), fan_in, first)
+        self.bias = jnp.zeros(outputs) if init == "lecun" else _draw(init, (outputs,), fan_in, second)
+
+    def __call__(self, x: Float[Array, "h w i"]) -> Float[Array, "h w o"]:
+        """The layer's output."""
+        kinds = ("NHWC", "HWIO", "NHWC")
+        y = lax.conv_general_dilated(x[None], self.weight, (1, 1), [(2, 2), (2, 2)], dimension_numbers=kinds)[0]
+        return y + self.bias[None, None]
+
+
+def max_pool(x: Float[Array, "h w c"]) -> Float[Array, "h//2 w//2 c"]:
+    """The largest of every 2 x 2 square."""
+    upper, lower = x[::2], x[1::2]
+    return jnp.maximum(jnp.maximum(upper[:, ::2], upper[:, 1::2]), jnp.maximum(lower[:, ::2], lower[:, 1::2]))
+
+
+class Encoder(eqx.Module):
+    """Picture to features: two of (5 x 5 convolution, ReLU, 2 x 2 max-pool), to 16 and 32 channels, and a linear layer.
+
+    Attributes:
+        convolutions: The two convolutions.
+        head: The linear layer, [1568, features].
+    """
+
+    convolutions: tuple[Convolution, Convolution]
+    head: Affine
+
+    def __init__(self, features: int = FEATURES, *, init: str = "pytorch", key: AnyKey):
+        keys = jax.random.split(key, 3)
+        self.convolutions = (Convolution(1, 16, init=init, key=keys[0]), Convolution(16, 32, init=init, key=keys[1]))
+        self.head = Affine(32 * 49, features, init=init, key=keys[2])
+
+    def __call__(self, image: Float[Array | np.ndarray, "28 28"]) -> Float[Array, " features"]:
+        """Features of one picture."""
+        hidden = jnp.asarray(image)[:, :, None]
+        for convolution in self.convolutions:
+            hidden = jax.nn.relu(max_pool(convolution(hidden)))  # the same as ReLU first, on a quarter of the values
+        return self.head(hidden.reshape(-1))
+
+
+class Decoder(eqx.Module):
+    """Features to picture, the encoder's mirror image; no activation at the end.
+
+    Attributes:
+        head: The linear layer, [features, 1568].
+        convolutions: Two transposed convolutions (of stride 1: plain ones with turned kernels), to 16 and 1 channels.
+        upsampling: "nearest" or "bilinear".
+    """
+
+    head: Affine
+    convolutions: tuple[Convolution, Convolution]
+    upsampling: str = eqx.field(static=True)
+
+    def __init__(self, features: int = FEATURES, *, upsampling: str = "nearest", init: str = "pytorch", key: AnyKey):
+        check_choice("upsampling", upsampling, ("nearest", "bilinear"))
+        keys = jax.random.split(key, 3)
+        self.head = Affine(features, 32 * 49, init=init, key=keys[0])
+        turned = {"transposed": True, "init": init}
+        self.convolutions = (Convolution(32, 16, **turned, key=keys[1]), Convolution(16, 1, **turned, key=keys[2]))
+        self.upsampling = upsampling
+
+    def __call__(self, features: Float[Array, " features"]) -> Float[Array, "28 28"]:
+        """The picture."""
+        hidden = self.head(features).reshape(7, 7, 32)
+        for convolution in self.convolutions:
+            shape = (2 * hidden.shape[0], 2 * hidden.shape[1], hidden.shape[2])
+            hidden = convolution(jax.nn.relu(jax.image.resize(hidden, shape, self.upsampling)))
+        return hidden[:, :, 0]
+
+
+class FeatureMap(eqx.Module):
+    """An encoder whose output has length 1, and the view of the next picture.
+
+    Attributes:
+        encoder: The network.
+        lag: Linear layer without bias after the normalisation, for the lagged view.
+    """
+
+    encoder: Encoder
+    lag: Affine
+
+    def __init__(self, features: int = FEATURES, *, init: str = "pytorch", key: AnyKey):
+        first, second = jax.random.split(key)
+        self.encoder = Encoder(features, init=init, key=first)
+        self.lag = Affine(features, features, bias=False, init=init, key=second)
+
+    def __call__(self, image: Float[Array | np.ndarray, "28 28"]) -> Float[Array, " features"]:
+        """Features of one picture, of norm 1."""
+        features = self.encoder(image)
+        # The norm's root has no finite slope at zero, hence the clip inside it.
+        return features * lax.rsqrt(jnp.maximum(jnp.sum(features**2), 1e-24))
+
+    def lagged(self, image: Float[Array | np.ndarray, "28 28"]) -> Float[Array, " features"]:
+        """The next picture's features as the present one is compared with them."""
+        return self.lag(self(image))
+
+
+class Autoencoder(eqx.Module):
+    """Encoder, linear dynamics of the features, and decoder.
+
+    Attributes:
+        encoder: Picture to features.
+        decoder: Features to picture.
+        dynamics: What the linear map is made of: itself, or the skew part of a Cayley transform: [features, features].
+        orthogonal: Whether the map is kept orthogonal, K = (I - S)(I + S)^{-1} with S = A - A^T, so that features
+            neither decay nor grow.
+    """
+
+    encoder: Encoder
+    decoder: Decoder
+    dynamics: Float[Array, "f f"]
+    orthogonal: bool = eqx.field(static=True)
+
+    def __init__(
+        self,
+        features: int = FEATURES,
+        *,
+        orthogonal: bool = False,
+        upsampling: str = "nearest",
+        init: str = "pytorch",
+        key: AnyKey,
+    ):
+        keys = jax.random.split(key, 3)
+        self.encoder = Encoder(features, init=init, key=keys[0])
+        self.decoder = Decoder(features, upsampling=upsampling, init=init, key=keys[1])
+        self.dynamics = Affine(features, features, bias=False, init=init, key=keys[2]).weight
+        self.orthogonal = orthogonal
+
+    def matrix(self) -> Float[Array, "f f"]:
+        """The map of one step, features times it."""
+        if not self.orthogonal:
+            return self.dynamics
+        skew, eye = self.dynamics - self.dynamics.T, jnp.eye(self.dynamics.shape[0])
+        return jnp.linalg.solve(eye + skew, eye - skew)
+
+    def __call__(self, image: Float[Array | np.ndarray, "28 28"]) -> Float[Array, "28 28"]:
+        """The picture, encoded and decoded."""
+        return self.decoder(self.encoder(image))
+
+
+def whiten_head(model: FeatureMap, images: Float[Array | np.ndarray, "n 28 28"]) -> FeatureMap:
+    """Sets the encoder's last layer so that its outputs on `images` have mean 0 and covariance I.
+
+    A fresh ReLU encoder gives all pictures nearly the same output, far from zero: normalised, they are one point, and
+    contrastive losses begin on the plateau of a constant feature (-1), which they take dozens of epochs to leave.
+
+    Args:
+        model: One feature map.
+        images: Pictures, more than features.
+
+    Returns:
+        The same feature map with another last layer.
+
+    References:
+        Kraehenbuehl et al. (2016), Data-dependent initializations of convolutional neural networks, section 3.
+    """
+    outputs = jax.vmap(model.encoder)(jnp.asarray(images))
+    mean = jnp.mean(outputs, 0)
+    root = psd_power(jnp.cov(outputs.T, bias=True), -0.5)
+    head = model.encoder.head
+    bias = jnp.zeros_like(mean) if head.bias is None else head.bias
+    return eqx.tree_at(
+        lambda m: (m.encoder.head.weight, m.encoder.head.bias), model, (head.weight @ root, (bias - mean) @ root)
+    )

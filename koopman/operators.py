@@ -1,0 +1,375 @@
+"""Ridge, principal component and reduced-rank regression of an evolution operator on explicit features.
+
+With C_x = X^T X / n and C_xy = X^T Y / n (divided by n, not centred unless asked), every estimator is
+G = U U^T C_xy with U^T (C_x + alpha I) U = I; the three differ in the span of U:
+
+- ridge: everything, G = (C_x + alpha I)^(-1) C_xy;
+- principal components: the leading eigenvectors of C_x (kernel and classical dynamic mode decomposition);
+- reduced rank: the leading left singular vectors of (C_x + alpha I)^(-1/2) C_xy, which minimise the regularised risk.
+
+Covariances enter as the QR factor of the data, so float32 does not square the condition number. One decomposition
+serves all values of `alpha` under `jax.vmap`.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from dissociation.checks import check_choice, check_count, check_ndim, check_non_negative, fail, is_traced
+from koopman.fitted import LinearMap, Operator, product
+from koopman.pairs import Moments, check_rows_finite, gram_root
+from koopman.solvers import SOLVERS, leading_left_vectors
+
+Scalar = float | int | Float[Array | np.ndarray, ""]
+Rank = int | Int[Array | np.ndarray, ""]
+Data = Float[Array | np.ndarray, "n d"] | Moments
+
+
+def fit_ridge(
+    x: Data,
+    y: Float[Array | np.ndarray, "n d"] | None = None,
+    *,
+    alpha: Scalar = 1e-6,
+    observable: Float[Array | np.ndarray, "n *o"] | None = None,
+    center: bool = False,
+    route: str = "qr",
+    rtol: float | None = None,
+) -> Operator:
+    r"""Ridge regression: G = (C_x + alpha I)^{-1} C_xy.
+
+    Args:
+        x: Features of the states [n, d], or `Moments`.
+        y: Features of their successors, one lag later; see `lagged_pairs`. None if `x` are moments.
+        alpha: Tikhonov regularisation, non-negative, in the units of C_x. Traced: a sweep by `jax.vmap` decomposes the
+            data once.
+        observable: What forecasts return, at the successors' times: [n, ...]. Default: the features themselves.
+        center: Whether features and observable are taken about their means. It removes the constant function, whose
+            eigenvalue is 1; the drift between the means of x and y is neglected, as in a stationary process.
+        route: "qr" takes the QR factor of the data; "covariance" the eigenvectors of C_x, about half the time, but C_x
+            squares the condition number: in float32 directions of x below 3e-4 of the largest are lost, and an `alpha`
+            below 1e-7 of C_x's largest eigenvalue means nothing. Use it with x64.
+        rtol: Relative size below which a singular value of the data counts as zero; default d times rounding ("qr"),
+            or the square root of rounding ("covariance").
+
+    Returns:
+        The fitted operator, of rank d.
+
+    Raises:
+        ValueError: If shapes disagree, there are fewer than two pairs, known data are not finite (the error names the
+            row), `alpha` is negative, or it is zero and C_x is singular (the error names its rank).
+        TypeError: If data are not floating point.
+
+    References:
+        Kostic et al. (2022), Learning dynamical systems via Koopman operator regression in RKHS, eq. 7.
+    """
+    return _fit("ridge", x, y, None, alpha, observable, center, "dense", route, rtol)
+
+
+def fit_pcr(
+    x: Data,
+    y: Float[Array | np.ndarray, "n d"] | None = None,
+    *,
+    rank: Rank,
+    alpha: Scalar = 1e-6,
+    observable: Float[Array | np.ndarray, "n *o"] | None = None,
+    center: bool = False,
+    route: str = "qr",
+    rtol: float | None = None,
+) -> Operator:
+    """Principal component regression: ridge regression on the leading `rank` principal directions of x.
+
+    Args:
+        x: Features of the states [n, d], or `Moments`.
+        y: Features of their successors.
+        rank: Directions kept, from 1 to d. If it is traced, all shapes are those of rank d and latent functions
+            beyond `rank` are zero, so that ranks too can be swept by `jax.vmap`.
+        alpha: Tikhonov regularisation, as in `fit_ridge`.
+        observable: What forecasts return.
+        center: Whether features and observable are taken about their means.
+        route: "qr" or "covariance", as in `fit_ridge`.
+        rtol: Relative size below which a singular value of the data counts as zero.
+
+    Returns:
+        The fitted operator.
+
+    Raises:
+        ValueError: As `fit_ridge`, or if `rank` is above the number of features.
+        TypeError: As `fit_ridge`.
+
+    References:
+        Kostic et al. (2022), eq. 8.
+    """
+    return _fit("pcr", x, y, rank, alpha, observable, center, "dense", route, rtol)
+
+
+def fit_reduced_rank(
+    x: Data,
+    y: Float[Array | np.ndarray, "n d"] | None = None,
+    *,
+    rank: Rank,
+    alpha: Scalar = 1e-6,
+    observable: Float[Array | np.ndarray, "n *o"] | None = None,
+    center: bool = False,
+    solver: str = "auto",
+    route: str = "qr",
+    rtol: float | None = None,
+) -> Operator:
+    """Reduced rank regression: the minimiser of the regularised risk among operators of rank at most `rank`.
+
+    Args:
+        x: Features of the states [n, d], or `Moments`.
+        y: Features of their successors.
+        rank: Rank, from 1 to d; may be traced, as in `fit_pcr`, with the dense solver.
+        alpha: Tikhonov regularisation, as in `fit_ridge`.
+        observable: What forecasts return.
+        center: Whether features and observable are taken about their means.
+        solver: "auto", "dense", "krylov" or "randomized", see `leading_left_vectors`.
+        route: "qr" or "covariance", as in `fit_ridge`.
+        rtol: Relative size below which a singular value of the data counts as zero.
+
+    Returns:
+        The fitted operator.
+
+    Raises:
+        ValueError: As `fit_pcr`, or if the solver is unknown.
+        TypeError: As `fit_ridge`.
+
+    References:
+        Kostic et al. (2022), eq. 9.
+
+    >>> cycle = np.eye(3, dtype=np.float32)[np.arange(12) % 3]
+    >>> operator = fit_reduced_rank(cycle[:-1], cycle[1:], rank=3, alpha=0.0)
+    >>> jnp.abs(jnp.linalg.eigvals(operator.core)).round(4)
+    Array([1., 1., 1.], dtype=float32)
+    """
+    return _fit("reduced_rank", x, y, rank, alpha, observable, center, solver, route, rtol)
+
+
+class _Problem(NamedTuple):
+    """What an estimator reads: moments divided by n, about zero or about the means."""
+
+    root: Array  # [k, d], root^T root = C_x
+    cross: Array  # [d, dy], C_xy
+    cross_observable: Array  # [d, o]
+    offset: Array  # [d]
+    mean_observable: Array  # [o]
+    rows_y: Array  # [m, dy], rows_y^T rows_y = C_y
+
+
+def _fit(
+    kind: str,
+    x: Array | np.ndarray | Moments,
+    y: Array | np.ndarray | None,
+    rank: Rank | None,
+    alpha: Scalar,
+    observable: Array | np.ndarray | None,
+    center: bool,
+    solver: str,
+    route: str,
+    rtol: float | None,
+) -> Operator:
+    check_choice("solver", solver, SOLVERS)
+    check_choice("route", route, ("qr", "covariance"))
+    check_non_negative("alpha", alpha)
+    if isinstance(x, Moments):
+        if y is not None or observable is not None or center:
+            fail("x", "stand alone when it is `Moments`: they hold successors, observable and means", "more arguments")
+        problem, shape = _from_moments(x), x.mean_observable.shape
+    else:
+        if y is None:
+            fail("y", "be given with `x`", "None", "See koopman.pairs.lagged_pairs")
+        problem, shape = _from_pairs(x, y, observable, center, route)
+    width, dtype = problem.root.shape[1], problem.root.dtype
+    if problem.cross.shape[1] != width:
+        fail("y", f"have the features of `x` ({width})", problem.cross.shape[1])
+    size, active = _sizes(rank, width)
+    if active is not None and solver not in ("auto", "dense"):
+        fail("solver", "be 'dense' for a traced `rank`", repr(solver))
+    rounding = width * float(jnp.finfo(dtype).eps)
+    cutoff = rtol if rtol is not None else rounding if route == "qr" else float(jnp.finfo(dtype).eps) ** 0.5
+    if not is_traced(alpha) and not is_traced(problem.root) and float(alpha) == 0.0:
+        _check_regular(problem.root, cutoff, size if kind == "pcr" else width, kind)
+    solver = "dense" if active is not None else solver
+    alpha = jnp.asarray(alpha, dtype)
+    basis, values = _basis(_Method(kind, size, solver, route, cutoff), problem.root, problem.cross, alpha)
+    if active is not None:
+        kept = jnp.arange(size) < active
+        basis, values = basis * kept[None], values * kept
+    return _assemble(problem, basis, values, alpha, tuple(shape), cutoff)
+
+
+def _from_pairs(
+    x: Array | np.ndarray, y: Array | np.ndarray, observable: Array | np.ndarray | None, center: bool, route: str
+) -> tuple[_Problem, tuple[int, ...]]:
+    check_ndim("x", x, 2, "[samples, features]")
+    check_ndim("y", y, 2, "[samples, features]")
+    same = observable is None and not center
+    observable = y if observable is None else observable
+    for name, array in (("x", x), ("y", y), ("observable", observable)):
+        if array.shape[0] != x.shape[0]:
+            fail(name, f"have as many samples as `x` ({x.shape[0]})", array.shape[0])
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise TypeError(f"`{name}` must be floating point, got {array.dtype}.")
+        check_rows_finite(name, array)
+    if x.shape[0] < 2:
+        fail("x", "hold at least two pairs", f"shape {x.shape}", "Use a longer trajectory or a shorter lag")
+    number, shape = x.shape[0], observable.shape[1:]
+    x, y, flat = jnp.asarray(x), jnp.asarray(y), jnp.asarray(observable).reshape(number, -1)
+    offset, mean = jnp.zeros(x.shape[1:], x.dtype), jnp.zeros(flat.shape[1:], x.dtype)
+    if center:
+        offset, mean = jnp.mean(x, 0), jnp.mean(flat, 0)
+        x, y, flat = x - offset[None], y - offset[None], flat - mean[None]
+    x, y, flat = (array * (number**-0.5) for array in (x, y, flat))
+    root = gram_root(x) if number > x.shape[1] and route == "qr" else x
+    cross = product(x.T, y)
+    return _Problem(root, cross, cross if same else product(x.T, flat), offset, mean, y), shape
+
+
+def _from_moments(seen: Moments) -> _Problem:
+    offset, mean = jnp.zeros_like(seen.mean_x), jnp.zeros_like(seen.mean_observable)
+    if seen.center:
+        offset, mean = seen.mean_x, seen.mean_observable
+    scale = jax.lax.rsqrt(seen.count)
+    cross, cross_observable = seen.cross / seen.count, seen.cross_observable / seen.count
+    return _Problem(seen.root_x * scale, cross, cross_observable, offset, mean, seen.root_y * scale)
+
+
+def _sizes(rank: Rank | None, width: int) -> tuple[int, Array | None]:
+    """The static number of latent functions, and the traced number of those in use."""
+    if rank is None:
+        return width, None
+    if is_traced(rank) or (isinstance(rank, jax.Array) and rank.ndim == 0):
+        return width, jnp.asarray(rank)
+    size = check_count("rank", rank, minimum=1)
+    if size > width:
+        fail("rank", f"be at most the number of features ({width})", rank)
+    return size, None
+
+
+def _check_regular(root: Array, cutoff: float, needed: int, kind: str) -> None:
+    values = np.linalg.svd(np.asarray(root), compute_uv=False)
+    found = int((values > cutoff * values[0]).sum())
+    if found < needed:
+        raise ValueError(
+            f"`alpha` must be positive where the covariance of `x` is singular: {kind} needs rank {needed}, C_x has "
+            f"rank {found} of {root.shape[1]}. Pass alpha > 0, drop dependent features, or lower the rank."
+        )
+
+
+class _Method(NamedTuple):
+    """The static choices of a fit."""
+
+    kind: str
+    size: int
+    solver: str
+    route: str
+    cutoff: float
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _basis(method: _Method, root: Array, cross: Array, alpha: Array) -> tuple[Array, Array]:
+    """U [d, size] and the estimator's singular values, from C_x = root^T root and C_xy."""
+    whiten, values, _ = _whitening(method, root, alpha)
+    if method.kind == "reduced_rank":
+        rows = product(whiten.T, cross)
+        number = min(method.size, *rows.shape)
+        vectors, values = leading_left_vectors(rows, number, solver=method.solver)
+        whiten = product(whiten, vectors)
+    else:
+        whiten, values = whiten[:, : method.size], values[: method.size]
+    missing = method.size - values.shape[0]  # fewer samples than the rank asked for
+    return jnp.pad(whiten, ((0, 0), (0, missing))), jnp.pad(values, (0, missing))
+
+
+def _whitening(method: _Method, root: Array, alpha: Array) -> tuple[Array, Array, Array]:
+    """W [d, k], W^T (C_x + alpha I) W = I on the range of C_x; falling deviations [k]; directions in rows [k, d]."""
+    if method.route == "qr":
+        _, values, right = jnp.linalg.svd(root, full_matrices=False)
+    else:
+        squares, vectors = jnp.linalg.eigh(product(root.T, root))
+        values, right = jnp.sqrt(jnp.maximum(squares, 0.0))[::-1], vectors.T[::-1]
+    kept = values > method.cutoff * values[0]
+    scale = jnp.where(kept, jax.lax.rsqrt(jnp.where(kept, values**2 + alpha, 1.0)), 0.0)
+    return right.T * scale[None], values, right
+
+
+@_basis.defjvp
+def _basis_jvp(method, primals, tangents):
+    """By perturbation theory of the covariances, with no rotation among the columns of U: they span, and no more.
+
+    Whatever is computed from U U^T has this derivative, also where singular values coincide within the span.
+    """
+    kind, size = method.kind, method.size
+    (root, cross, alpha), (d_root, d_cross, d_alpha) = primals, tangents
+    basis, values = _basis(method, root, cross, alpha)
+    half = product(root.T, d_root)
+    d_cov = half + half.T + d_alpha * jnp.eye(root.shape[1], dtype=root.dtype)
+    whiten, deviations, right = _whitening(method, root, alpha)
+
+    def inverse(block: Array) -> Array:
+        return product(whiten, product(whiten.T, block))
+
+    if kind == "ridge":
+        return (basis, values), (-0.5 * inverse(product(d_cov, basis)), jnp.zeros_like(values))
+    if kind == "pcr":
+        # U = V G^(-1/2) with V the leading directions, G = V^T (C_x + alpha) V.
+        if right.shape[0] < right.shape[1]:  # fewer samples than features: the null directions count too
+            right = jnp.linalg.svd(root, full_matrices=True)[2]
+        squares = jnp.pad(deviations, (0, right.shape[0] - deviations.shape[0])) ** 2
+        mixed = product(product(right, d_cov), right.T)
+        outside = _divided(mixed[size:, :size], squares[None, :size] - squares[size:, None])
+        scale = jnp.where(
+            squares[:size] > 0, jax.lax.rsqrt(jnp.where(squares[:size] > 0, squares[:size] + alpha, 1.0)), 0.0
+        )
+        inside = -0.5 * scale[:, None] * mixed[:size, :size] * scale[None]
+        d_basis = product(right[size:].T, outside * scale[None]) + product(basis, inside)
+        return (basis, values), (d_basis, jnp.zeros_like(values))
+    rows = product(whiten.T, cross)
+    d_rows = product(whiten.T, d_cross) - 0.5 * product(product(whiten.T, product(d_cov, whiten)), rows)
+    left, sizes, _ = jnp.linalg.svd(rows, full_matrices=rows.shape[0] > rows.shape[1])
+    squares = jnp.pad(sizes, (0, left.shape[1] - sizes.shape[0])) ** 2
+    d_square = product(d_rows, rows.T)
+    # The solver's own columns of U, and not the decomposition's: the two differ by a rotation.
+    turn = product(product(left[:, :size].T, _pull(whiten, root, alpha)), basis)
+    mixed = product(product(left.T, d_square + d_square.T), left)
+    outside = _divided(mixed[size:, :size], squares[None, :size] - squares[size:, None])
+    d_basis = product(whiten, product(product(left[:, size:], outside), turn)) - 0.5 * inverse(product(d_cov, basis))
+    slopes = 0.5 * jnp.diagonal(mixed)[:size] / jnp.where(values > 0, values, 1.0)
+    return (basis, values), (d_basis, jnp.where(values > 0, slopes, 0.0))
+
+
+def _pull(whiten: Array, root: Array, alpha: Array) -> Array:
+    """W^T (C_x + alpha I): takes U = W E back to E."""
+    return product(product(whiten.T, root.T), root) + alpha * whiten.T
+
+
+def _divided(numerator: Array, gap: Array) -> Array:
+    safe = jnp.where(gap == 0, 1.0, gap)
+    return jnp.where(gap == 0, 0.0, numerator / safe)
+
+
+def _assemble(
+    problem: _Problem, basis: Array, values: Array, alpha: Array, shape: tuple[int, ...], cutoff: float
+) -> Operator:
+    dual = product(problem.cross.T, basis)
+    latent_x, latent_y = product(problem.root, basis), product(problem.rows_y, basis)
+    return Operator(
+        encode=LinearMap(problem.offset, basis),
+        dual=LinearMap(problem.offset, dual),
+        core=product(basis.T, product(problem.cross, basis)),
+        readout=product(basis.T, problem.cross_observable),
+        mean_observable=problem.mean_observable,
+        gram_x=product(latent_x.T, latent_x),
+        gram_y=product(latent_y.T, latent_y),
+        dual_gram=product(dual.T, dual),
+        basis_gram=product(basis.T, basis),
+        singular_values=values,
+        alpha=alpha,
+        effective_rank=jnp.sum(values > cutoff * jnp.max(values)),
+        trace_y=jnp.sum(problem.rows_y**2),
+        observable_shape=shape,
+    )

@@ -1,0 +1,253 @@
+"""From trajectories to what the estimators read: pairs (x_t, x_{t+lag}), and second moments that merge.
+
+`lagged_pairs` never makes a pair across the boundary of two trajectories. `Moments` hold everything that a linear
+estimator needs from data larger than memory; covariances are kept as their QR factors, which do not square the
+condition number.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float
+
+from dissociation.checks import check_count, check_same_length, fail, is_traced
+
+
+class Pairs(NamedTuple):
+    """States and their successors.
+
+    Attributes:
+        x: What the state was: [n, ...].
+        y: What it became, one lag later: [n, ...].
+    """
+
+    x: Array
+    y: Array
+
+
+def lagged_pairs(trajectories: Array | np.ndarray | Sequence[Array | np.ndarray], lag: int = 1) -> Pairs:
+    """Pairs (x_t, x_{t+lag}) of one or of many trajectories.
+
+    Args:
+        trajectories: One trajectory [time, ...], or a list of them, of any lengths but of one state shape. For
+            trajectories of equal length in one array [trajectories, time, ...] pass `list(array)`, or map over the
+            first axis with `jax.vmap` to fit one operator to each.
+        lag: Steps between the two members of a pair, at least 1.
+
+    Returns:
+        All pairs, trajectory after trajectory, each in the order of time.
+
+    Raises:
+        ValueError: If a trajectory has no pair at this lag, state shapes differ, or known data are not finite.
+        TypeError: If `lag` is no Python integer.
+
+    References:
+        Wu and Noe (2020), Variational approach for learning Markov processes from time series data, section 2.
+
+    >>> lagged_pairs([np.arange(4.0), np.arange(10.0, 12.0)]).y
+    Array([ 1.,  2.,  3., 11.], dtype=float32)
+    """
+    lag = check_count("lag", lag, minimum=1)
+    many = list(trajectories) if isinstance(trajectories, list | tuple) else [trajectories]
+    if not many:
+        fail("trajectories", "hold at least one trajectory", "none")
+    for index, trajectory in enumerate(many):
+        which = f"trajectories[{index}]" if len(many) > 1 else "trajectories"
+        if np.ndim(trajectory) < 1:
+            fail(which, "have a time axis", f"shape {np.shape(trajectory)}")
+        if np.shape(trajectory)[0] <= lag:
+            fail(which, f"be longer than the lag ({lag})", f"{np.shape(trajectory)[0]} samples", "Shorten the lag")
+        if np.shape(trajectory)[1:] != np.shape(many[0])[1:]:
+            fail(which, f"have states of shape {np.shape(many[0])[1:]}", np.shape(trajectory)[1:])
+        check_rows_finite(which, trajectory)
+    arrays = [jnp.asarray(trajectory) for trajectory in many]
+    return Pairs(jnp.concatenate([a[:-lag] for a in arrays]), jnp.concatenate([a[lag:] for a in arrays]))
+
+
+def check_rows_finite(name: str, array: Array | np.ndarray) -> None:
+    """Raises if a known array holds a value that is not finite, and names its first row (axis 0)."""
+    if is_traced(array) or not jnp.issubdtype(array.dtype, jnp.floating):
+        return
+    known = np.asarray(array)
+    bad = ~np.isfinite(known.reshape(len(known), -1)).all(1)
+    if bad.any():
+        fail(name, "be finite", f"{int(bad.sum())} bad rows, the first at index {int(bad.argmax())}")
+
+
+class Moments(eqx.Module):
+    """Means and second moments of pairs, and of an observable of the successors.
+
+    With `center`, moments are about the means and merging accounts for their difference; without, about zero.
+
+    Attributes:
+        count: Pairs seen.
+        mean_x: [d]. The means are kept either way.
+        mean_y: [dy].
+        mean_observable: [o].
+        root_x: R with R^T R = sum_i x_i x_i^T, upper triangular: [d, d].
+        root_y: The same of y: [dy, dy].
+        cross: sum_i x_i y_i^T: [d, dy].
+        cross_observable: sum_i x_i o_i^T: [d, o].
+        center: Whether moments are about the means.
+    """
+
+    count: Float[Array, ""]
+    mean_x: Float[Array, " d"]
+    mean_y: Float[Array, " dy"]
+    mean_observable: Float[Array, " o"]
+    root_x: Float[Array, "d d"]
+    root_y: Float[Array, "dy dy"]
+    cross: Float[Array, "d dy"]
+    cross_observable: Float[Array, "d o"]
+    center: bool = eqx.field(static=True)
+
+
+def moments(
+    x: Float[Array | np.ndarray, "n d"],
+    y: Float[Array | np.ndarray, "n dy"],
+    *,
+    observable: Float[Array | np.ndarray, "n o"] | None = None,
+    center: bool = False,
+) -> Moments:
+    """Moments of pairs that are in memory.
+
+    Args:
+        x: Features of the states.
+        y: Features of their successors.
+        observable: What is to be predicted, at the successors' times; default `y`.
+        center: Whether moments are about the means.
+
+    Returns:
+        The moments. `merge_moments` adds those of more pairs, `scan_moments` goes through batches.
+
+    Raises:
+        ValueError: If lengths disagree or there is no pair.
+    """
+    observable = y if observable is None else observable
+    check_same_length("x", x.shape[0], "y", y.shape[0])
+    check_same_length("x", x.shape[0], "observable", observable.shape[0])
+    if x.shape[0] < 1:
+        fail("x", "hold at least one pair", f"shape {x.shape}")
+    x, y, observable = jnp.asarray(x), jnp.asarray(y), jnp.asarray(observable)
+    mean_x, mean_y, mean_o = jnp.mean(x, 0), jnp.mean(y, 0), jnp.mean(observable, 0)
+    if center:
+        x, y, observable = x - mean_x[None], y - mean_y[None], observable - mean_o[None]
+    return Moments(
+        count=jnp.asarray(x.shape[0], x.dtype),
+        mean_x=mean_x,
+        mean_y=mean_y,
+        mean_observable=mean_o,
+        root_x=gram_root(x),
+        root_y=gram_root(y),
+        cross=_product(x.T, y),
+        cross_observable=_product(x.T, observable),
+        center=center,
+    )
+
+
+def merge_moments(first: Moments, second: Moments) -> Moments:
+    """The moments of two sets of pairs together.
+
+    About means, R of both is the factor of [R_1; R_2; sqrt(n_1 n_2 / n) (mean_1 - mean_2)] (Chan et al. 1983).
+
+    Args:
+        first: Moments of some pairs.
+        second: Moments of others, of the same widths.
+
+    Returns:
+        Moments of all.
+
+    Raises:
+        ValueError: If only one of the two is centred, or widths differ.
+
+    References:
+        Chan, Golub and LeVeque (1983), Algorithms for computing the sample variance, eq. 2.1.
+    """
+    if first.center != second.center:
+        fail("second", f"be {'' if first.center else 'un'}centred as `first` is", "the other kind")
+    if first.cross.shape != second.cross.shape or first.mean_observable.shape != second.mean_observable.shape:
+        fail("second", f"have the widths of `first`, {first.cross.shape}", second.cross.shape)
+    count = first.count + second.count
+    share = second.count / count
+    weight = jnp.sqrt(first.count * share) if first.center else jnp.zeros_like(count)
+    step_x, step_y = second.mean_x - first.mean_x, second.mean_y - first.mean_y
+    step_o = second.mean_observable - first.mean_observable
+    row = weight * step_x
+
+    def root(one: Array, other: Array, step: Array) -> Array:
+        return gram_root(jnp.concatenate([one, other, (weight * step)[None]]))
+
+    return Moments(
+        count=count,
+        mean_x=first.mean_x + share * step_x,
+        mean_y=first.mean_y + share * step_y,
+        mean_observable=first.mean_observable + share * step_o,
+        root_x=root(first.root_x, second.root_x, step_x),
+        root_y=root(first.root_y, second.root_y, step_y),
+        cross=first.cross + second.cross + row[:, None] * (weight * step_y)[None],
+        cross_observable=first.cross_observable + second.cross_observable + row[:, None] * (weight * step_o)[None],
+        center=first.center,
+    )
+
+
+def scan_moments(
+    x: Float[Array | np.ndarray, "batches n d"],
+    y: Float[Array | np.ndarray, "batches n dy"],
+    *,
+    observable: Float[Array | np.ndarray, "batches n o"] | None = None,
+    center: bool = False,
+) -> Moments:
+    """Moments of stacked batches, one batch at a time in a compiled loop.
+
+    Args:
+        x: Features of the states.
+        y: Features of their successors.
+        observable: What is to be predicted; default `y`.
+        center: Whether moments are about the means.
+
+    Returns:
+        The same as `moments` of all rows, up to rounding, with the memory of one batch.
+
+    Raises:
+        ValueError: As `moments`.
+    """
+    data = jnp.asarray(x), jnp.asarray(y), jnp.asarray(y if observable is None else observable)
+
+    def one(batch: tuple[Array, Array, Array]) -> Moments:
+        return moments(batch[0], batch[1], observable=batch[2], center=center)
+
+    first = one(jax.tree.map(lambda leaf: leaf[0], data))
+    rest = jax.tree.map(lambda leaf: leaf[1:], data)
+    return lax.scan(lambda so_far, batch: (merge_moments(so_far, one(batch)), None), first, rest)[0]
+
+
+@jax.custom_jvp
+def gram_root(x: Float[Array, "n d"]) -> Float[Array, "d d"]:
+    """The upper triangular R with R^T R = x^T x, by QR.
+
+    Only R^T R has a meaning, so the tangent dR is any with R^T dR + dR^T R = d(x^T x); the one taken here stays finite
+    where the rank of x falls short.
+    """
+    missing = max(0, x.shape[1] - x.shape[0])
+    return jnp.linalg.qr(jnp.pad(x, ((0, missing), (0, 0))), mode="r")
+
+
+@gram_root.defjvp
+def _gram_root_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    (x,), (dx,) = primals, tangents
+    root = gram_root(x)
+    left, sizes, right = jnp.linalg.svd(root)
+    half = _product(_product(right, _product(x.T, dx)), right.T)
+    squares = sizes[:, None] ** 2 + sizes[None] ** 2
+    kept = squares > (sizes.shape[0] * jnp.finfo(x.dtype).eps * sizes[0]) ** 2
+    factor = jnp.where(kept, sizes[:, None] / jnp.where(kept, squares, 1.0), 0.0)
+    return root, _product(left, _product((half + half.T) * factor, right))
+
+
+def _product(a: Array, b: Array) -> Array:
+    return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
