@@ -66,7 +66,7 @@ def _powers(core: Array, steps: Array, largest: int | None = None) -> Array:
         largest = 2**31 - 1 if is_traced(steps) else int(np.max(np.asarray(steps)))
     eye = jnp.broadcast_to(jnp.eye(core.shape[0], dtype=core.dtype), (*steps.shape, *core.shape))
 
-    def body(digit: int, state: tuple[Array, Array]) -> tuple[Array, Array]:
+    def body(digit: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
         powers, square = state
         used = ((steps - 1) >> digit) & 1
         # Where a digit is absent the product is left out rather than multiplied away: a large square may overflow.

@@ -11,6 +11,7 @@ Covariances enter as the QR factor of the data, so float32 does not square the c
 serves all values of `alpha` under `jax.vmap`.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -150,14 +151,13 @@ def fit_reduced_rank(
 
 
 class _Problem(NamedTuple):
-    """What an estimator reads: moments divided by n, about zero or about the means."""
+    """Rows whose products are the moments: data divided by sqrt(n), or the factor of their moments."""
 
-    root: Array  # [k, d], root^T root = C_x
-    cross: Array  # [d, dy], C_xy
-    cross_observable: Array  # [d, o]
+    x: Array  # [m, d], x^T x = C_x
+    y: Array  # [m, d], x^T y = C_xy
+    observable: Array  # [m, o]
     offset: Array  # [d]
     mean_observable: Array  # [o]
-    rows_y: Array  # [m, dy], rows_y^T rows_y = C_y
 
 
 def _fit(
@@ -182,20 +182,20 @@ def _fit(
     else:
         if y is None:
             fail("y", "be given with `x`", "None", "See koopman.pairs.lagged_pairs")
-        problem, shape = _from_pairs(x, y, observable, center, route)
-    width, dtype = problem.root.shape[1], problem.root.dtype
-    if problem.cross.shape[1] != width:
-        fail("y", f"have the features of `x` ({width})", problem.cross.shape[1])
+        problem, shape = _from_pairs(x, y, observable, center)
+    width, dtype = problem.x.shape[1], problem.x.dtype
+    if problem.y.shape[1] != width:
+        fail("y", f"have the features of `x` ({width})", problem.y.shape[1])
     size, active = _sizes(rank, width)
     if active is not None and solver not in ("auto", "dense"):
         fail("solver", "be 'dense' for a traced `rank`", repr(solver))
     rounding = width * float(jnp.finfo(dtype).eps)
     cutoff = rtol if rtol is not None else rounding if route == "qr" else float(jnp.finfo(dtype).eps) ** 0.5
-    if not is_traced(alpha) and not is_traced(problem.root) and float(alpha) == 0.0:
-        _check_regular(problem.root, cutoff, size if kind == "pcr" else width, kind)
+    if not is_traced(alpha) and not is_traced(problem.x) and float(alpha) == 0.0:
+        _check_regular(problem.x, cutoff, size if kind == "pcr" else width, kind)
     solver = "dense" if active is not None else solver
     alpha = jnp.asarray(alpha, dtype)
-    basis, values = _basis(_Method(kind, size, solver, route, cutoff), problem.root, problem.cross, alpha)
+    basis, values = _basis(_Method(kind, size, solver, route, cutoff), problem.x, problem.y, alpha)
     if active is not None:
         kept = jnp.arange(size) < active
         basis, values = basis * kept[None], values * kept
@@ -203,11 +203,10 @@ def _fit(
 
 
 def _from_pairs(
-    x: Array | np.ndarray, y: Array | np.ndarray, observable: Array | np.ndarray | None, center: bool, route: str
+    x: Array | np.ndarray, y: Array | np.ndarray, observable: Array | np.ndarray | None, center: bool
 ) -> tuple[_Problem, tuple[int, ...]]:
     check_ndim("x", x, 2, "[samples, features]")
     check_ndim("y", y, 2, "[samples, features]")
-    same = observable is None and not center
     observable = y if observable is None else observable
     for name, array in (("x", x), ("y", y), ("observable", observable)):
         if array.shape[0] != x.shape[0]:
@@ -224,18 +223,16 @@ def _from_pairs(
         offset, mean = jnp.mean(x, 0), jnp.mean(flat, 0)
         x, y, flat = x - offset[None], y - offset[None], flat - mean[None]
     x, y, flat = (array * (number**-0.5) for array in (x, y, flat))
-    root = gram_root(x) if number > x.shape[1] and route == "qr" else x
-    cross = product(x.T, y)
-    return _Problem(root, cross, cross if same else product(x.T, flat), offset, mean, y), shape
+    return _Problem(x, y, flat, offset, mean), shape
 
 
 def _from_moments(seen: Moments) -> _Problem:
     offset, mean = jnp.zeros_like(seen.mean_x), jnp.zeros_like(seen.mean_observable)
     if seen.center:
         offset, mean = seen.mean_x, seen.mean_observable
-    scale = jax.lax.rsqrt(seen.count)
-    cross, cross_observable = seen.cross / seen.count, seen.cross_observable / seen.count
-    return _Problem(seen.root_x * scale, cross, cross_observable, offset, mean, seen.root_y * scale)
+    width, width_y, _ = seen.widths
+    x, y, observable = jnp.split(seen.root * jax.lax.rsqrt(seen.count), [width, width + width_y], 1)
+    return _Problem(x, y, observable, offset, mean)
 
 
 def _sizes(rank: Rank | None, width: int) -> tuple[int, Array | None]:
@@ -250,13 +247,13 @@ def _sizes(rank: Rank | None, width: int) -> tuple[int, Array | None]:
     return size, None
 
 
-def _check_regular(root: Array, cutoff: float, needed: int, kind: str) -> None:
-    values = np.linalg.svd(np.asarray(root), compute_uv=False)
+def _check_regular(x: Array, cutoff: float, needed: int, kind: str) -> None:
+    values = np.linalg.svd(np.asarray(gram_root(x)), compute_uv=False)
     found = int((values > cutoff * values[0]).sum())
     if found < needed:
         raise ValueError(
             f"`alpha` must be positive where the covariance of `x` is singular: {kind} needs rank {needed}, C_x has "
-            f"rank {found} of {root.shape[1]}. Pass alpha > 0, drop dependent features, or lower the rank."
+            f"rank {found} of {x.shape[1]}. Pass alpha > 0, drop dependent features, or lower the rank."
         )
 
 
@@ -271,11 +268,11 @@ class _Method(NamedTuple):
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _basis(method: _Method, root: Array, cross: Array, alpha: Array) -> tuple[Array, Array]:
-    """U [d, size] and the estimator's singular values, from C_x = root^T root and C_xy."""
-    whiten, values, _ = _whitening(method, root, alpha)
+def _basis(method: _Method, x: Array, y: Array, alpha: Array) -> tuple[Array, Array]:
+    """U [d, size] and the estimator's singular values, from rows with x^T x = C_x and x^T y = C_xy."""
+    whiten, values, whitened = _whitening(method, x, alpha)
     if method.kind == "reduced_rank":
-        rows = product(whiten.T, cross)
+        rows = whitened(y)
         number = min(method.size, *rows.shape)
         vectors, values = leading_left_vectors(rows, number, solver=method.solver)
         whiten = product(whiten, vectors)
@@ -285,16 +282,33 @@ def _basis(method: _Method, root: Array, cross: Array, alpha: Array) -> tuple[Ar
     return jnp.pad(whiten, ((0, 0), (0, missing))), jnp.pad(values, (0, missing))
 
 
-def _whitening(method: _Method, root: Array, alpha: Array) -> tuple[Array, Array, Array]:
-    """W [d, k], W^T (C_x + alpha I) W = I on the range of C_x; falling deviations [k]; directions in rows [k, d]."""
-    if method.route == "qr":
-        _, values, right = jnp.linalg.svd(root, full_matrices=False)
-    else:
-        squares, vectors = jnp.linalg.eigh(product(root.T, root))
+def _whitening(method: _Method, x: Array, alpha: Array) -> tuple[Array, Array, Callable[[Array], Array]]:
+    """W [d, k], W^T (C_x + alpha I) W = I on the range of C_x; falling deviations [k]; and y -> W^T x^T y."""
+    if method.route == "covariance":
+        squares, vectors = jnp.linalg.eigh(product(x.T, x))
         values, right = jnp.sqrt(jnp.maximum(squares, 0.0))[::-1], vectors.T[::-1]
+        whiten, _ = _scaled(method, values, right, alpha)
+        return whiten, values, lambda y: product(whiten.T, product(x.T, y))
+    tall = x.shape[0] > x.shape[1]
+    if tall and method.kind != "reduced_rank":  # which does without Q
+        orthogonal, root = None, gram_root(x)
+    else:
+        orthogonal, root = jnp.linalg.qr(x) if tall else (None, x)
+    left, values, right = jnp.linalg.svd(root, full_matrices=False)
+    whiten, scale = _scaled(method, values, right, alpha)
+
+    def whitened(y: Array) -> Array:
+        # Through Q: W^T (x^T y) would multiply the rounding of x^T y by W.
+        seen = y if orthogonal is None else product(orthogonal.T, y)
+        return (values * scale)[:, None] * product(left.T, seen)
+
+    return whiten, values, whitened
+
+
+def _scaled(method: _Method, values: Array, right: Array, alpha: Array) -> tuple[Array, Array]:
     kept = values > method.cutoff * values[0]
     scale = jnp.where(kept, jax.lax.rsqrt(jnp.where(kept, values**2 + alpha, 1.0)), 0.0)
-    return right.T * scale[None], values, right
+    return right.T * scale[None], scale
 
 
 @_basis.defjvp
@@ -304,11 +318,13 @@ def _basis_jvp(method, primals, tangents):
     Whatever is computed from U U^T has this derivative, also where singular values coincide within the span.
     """
     kind, size = method.kind, method.size
-    (root, cross, alpha), (d_root, d_cross, d_alpha) = primals, tangents
-    basis, values = _basis(method, root, cross, alpha)
-    half = product(root.T, d_root)
-    d_cov = half + half.T + d_alpha * jnp.eye(root.shape[1], dtype=root.dtype)
-    whiten, deviations, right = _whitening(method, root, alpha)
+    (x, y, alpha), (d_x, d_y, d_alpha) = primals, tangents
+    basis, values = _basis(method, x, y, alpha)
+    half = product(x.T, d_x)
+    d_cov = half + half.T + d_alpha * jnp.eye(x.shape[1], dtype=x.dtype)
+    squares, vectors = jnp.linalg.eigh(product(x.T, x))
+    squares, right = jnp.maximum(squares, 0.0)[::-1], vectors.T[::-1]
+    whiten, scale = _scaled(method, jnp.sqrt(squares), right, alpha)
 
     def inverse(block: Array) -> Array:
         return product(whiten, product(whiten.T, block))
@@ -317,24 +333,22 @@ def _basis_jvp(method, primals, tangents):
         return (basis, values), (-0.5 * inverse(product(d_cov, basis)), jnp.zeros_like(values))
     if kind == "pcr":
         # U = V G^(-1/2) with V the leading directions, G = V^T (C_x + alpha) V.
-        if right.shape[0] < right.shape[1]:  # fewer samples than features: the null directions count too
-            right = jnp.linalg.svd(root, full_matrices=True)[2]
-        squares = jnp.pad(deviations, (0, right.shape[0] - deviations.shape[0])) ** 2
         mixed = product(product(right, d_cov), right.T)
         outside = _divided(mixed[size:, :size], squares[None, :size] - squares[size:, None])
-        scale = jnp.where(
-            squares[:size] > 0, jax.lax.rsqrt(jnp.where(squares[:size] > 0, squares[:size] + alpha, 1.0)), 0.0
-        )
+        scale = scale[:size]
         inside = -0.5 * scale[:, None] * mixed[:size, :size] * scale[None]
-        d_basis = product(right[size:].T, outside * scale[None]) + product(basis, inside)
+        own = whiten[:, :size]
+        d_own = product(right[size:].T, outside * scale[None]) + product(own, inside)
+        d_basis = product(d_own, product(_pull(own, x, alpha), basis))  # in the fit's own columns
         return (basis, values), (d_basis, jnp.zeros_like(values))
-    rows = product(whiten.T, cross)
+    rows = product(whiten.T, product(x.T, y))
+    d_cross = product(d_x.T, y) + product(x.T, d_y)
     d_rows = product(whiten.T, d_cross) - 0.5 * product(product(whiten.T, product(d_cov, whiten)), rows)
     left, sizes, _ = jnp.linalg.svd(rows, full_matrices=rows.shape[0] > rows.shape[1])
     squares = jnp.pad(sizes, (0, left.shape[1] - sizes.shape[0])) ** 2
     d_square = product(d_rows, rows.T)
     # The solver's own columns of U, and not the decomposition's: the two differ by a rotation.
-    turn = product(product(left[:, :size].T, _pull(whiten, root, alpha)), basis)
+    turn = product(product(left[:, :size].T, _pull(whiten, x, alpha)), basis)
     mixed = product(product(left.T, d_square + d_square.T), left)
     outside = _divided(mixed[size:, :size], squares[None, :size] - squares[size:, None])
     d_basis = product(whiten, product(product(left[:, size:], outside), turn)) - 0.5 * inverse(product(d_cov, basis))
@@ -342,9 +356,9 @@ def _basis_jvp(method, primals, tangents):
     return (basis, values), (d_basis, jnp.where(values > 0, slopes, 0.0))
 
 
-def _pull(whiten: Array, root: Array, alpha: Array) -> Array:
+def _pull(whiten: Array, x: Array, alpha: Array) -> Array:
     """W^T (C_x + alpha I): takes U = W E back to E."""
-    return product(product(whiten.T, root.T), root) + alpha * whiten.T
+    return product(product(whiten.T, x.T), x) + alpha * whiten.T
 
 
 def _divided(numerator: Array, gap: Array) -> Array:
@@ -355,13 +369,13 @@ def _divided(numerator: Array, gap: Array) -> Array:
 def _assemble(
     problem: _Problem, basis: Array, values: Array, alpha: Array, shape: tuple[int, ...], cutoff: float
 ) -> Operator:
-    dual = product(problem.cross.T, basis)
-    latent_x, latent_y = product(problem.root, basis), product(problem.rows_y, basis)
+    latent_x, latent_y = product(problem.x, basis), product(problem.y, basis)
+    dual = product(problem.y.T, latent_x)
     return Operator(
         encode=LinearMap(problem.offset, basis),
         dual=LinearMap(problem.offset, dual),
-        core=product(basis.T, product(problem.cross, basis)),
-        readout=product(basis.T, problem.cross_observable),
+        core=product(latent_x.T, latent_y),
+        readout=product(latent_x.T, problem.observable),
         mean_observable=problem.mean_observable,
         gram_x=product(latent_x.T, latent_x),
         gram_y=product(latent_y.T, latent_y),
@@ -370,6 +384,6 @@ def _assemble(
         singular_values=values,
         alpha=alpha,
         effective_rank=jnp.sum(values > cutoff * jnp.max(values)),
-        trace_y=jnp.sum(problem.rows_y**2),
+        trace_y=jnp.sum(problem.y**2),
         observable_shape=shape,
     )

@@ -80,7 +80,7 @@ def check_rows_finite(name: str, array: Array | np.ndarray) -> None:
 
 
 class Moments(eqx.Module):
-    """Means and second moments of pairs, and of an observable of the successors.
+    """Means and second moments of pairs and of an observable of the successors.
 
     With `center`, moments are about the means and merging accounts for their difference; without, about zero.
 
@@ -89,10 +89,7 @@ class Moments(eqx.Module):
         mean_x: [d]. The means are kept either way.
         mean_y: [dy].
         mean_observable: [o].
-        root_x: R with R^T R = sum_i x_i x_i^T, upper triangular: [d, d].
-        root_y: The same of y: [dy, dy].
-        cross: sum_i x_i y_i^T: [d, dy].
-        cross_observable: sum_i x_i o_i^T: [d, o].
+        root: R with R^T R = sum_i z_i z_i^T for z = (x, y, o) joined, upper triangular: [d + dy + o, d + dy + o].
         center: Whether moments are about the means.
     """
 
@@ -100,11 +97,13 @@ class Moments(eqx.Module):
     mean_x: Float[Array, " d"]
     mean_y: Float[Array, " dy"]
     mean_observable: Float[Array, " o"]
-    root_x: Float[Array, "d d"]
-    root_y: Float[Array, "dy dy"]
-    cross: Float[Array, "d dy"]
-    cross_observable: Float[Array, "d o"]
+    root: Float[Array, "all all"]
     center: bool = eqx.field(static=True)
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """d, dy and o."""
+        return self.mean_x.shape[0], self.mean_y.shape[0], self.mean_observable.shape[0]
 
 
 def moments(
@@ -142,10 +141,7 @@ def moments(
         mean_x=mean_x,
         mean_y=mean_y,
         mean_observable=mean_o,
-        root_x=gram_root(x),
-        root_y=gram_root(y),
-        cross=_product(x.T, y),
-        cross_observable=_product(x.T, observable),
+        root=gram_root(jnp.concatenate([x, y, observable], 1)),
         center=center,
     )
 
@@ -170,27 +166,19 @@ def merge_moments(first: Moments, second: Moments) -> Moments:
     """
     if first.center != second.center:
         fail("second", f"be {'' if first.center else 'un'}centred as `first` is", "the other kind")
-    if first.cross.shape != second.cross.shape or first.mean_observable.shape != second.mean_observable.shape:
-        fail("second", f"have the widths of `first`, {first.cross.shape}", second.cross.shape)
+    if first.widths != second.widths:
+        fail("second", f"have the widths of `first`, {first.widths}", second.widths)
     count = first.count + second.count
     share = second.count / count
     weight = jnp.sqrt(first.count * share) if first.center else jnp.zeros_like(count)
-    step_x, step_y = second.mean_x - first.mean_x, second.mean_y - first.mean_y
-    step_o = second.mean_observable - first.mean_observable
-    row = weight * step_x
-
-    def root(one: Array, other: Array, step: Array) -> Array:
-        return gram_root(jnp.concatenate([one, other, (weight * step)[None]]))
-
+    steps = [getattr(second, name) - getattr(first, name) for name in ("mean_x", "mean_y", "mean_observable")]
+    row = weight * jnp.concatenate(steps)
     return Moments(
         count=count,
-        mean_x=first.mean_x + share * step_x,
-        mean_y=first.mean_y + share * step_y,
-        mean_observable=first.mean_observable + share * step_o,
-        root_x=root(first.root_x, second.root_x, step_x),
-        root_y=root(first.root_y, second.root_y, step_y),
-        cross=first.cross + second.cross + row[:, None] * (weight * step_y)[None],
-        cross_observable=first.cross_observable + second.cross_observable + row[:, None] * (weight * step_o)[None],
+        mean_x=first.mean_x + share * steps[0],
+        mean_y=first.mean_y + share * steps[1],
+        mean_observable=first.mean_observable + share * steps[2],
+        root=gram_root(jnp.concatenate([first.root, second.root, row[None]])),
         center=first.center,
     )
 

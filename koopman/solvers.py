@@ -1,6 +1,7 @@
 """Leading singular vectors of a matrix, or of an operator known by its products."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ def leading_eigenpairs(
     size: int,
     number: int,
     *,
-    dtype: jnp.dtype,
+    dtype: Any,
     inner: Callable[[Array], Array] | None = None,
     tol: float | None = None,
     max_restarts: int = 50,
@@ -28,8 +29,8 @@ def leading_eigenpairs(
     """Leading eigenpairs of a positive semidefinite operator, by restarted block Krylov spaces.
 
     A space [Q, A Q, A^2 Q, ...] is orthonormalised, the operator is diagonalised in it (Rayleigh and Ritz), and its
-    best vectors begin the next space, until all residuals are below `tol` times the largest eigenvalue. The first block
-    is drawn from a fixed key, so the outcome is a pure function of the operator.
+    best vectors begin the next space, until all residuals are below `tol` times the largest eigenvalue or stop falling.
+    The first block is drawn from a fixed key, so the outcome is a pure function of the operator.
 
     Args:
         apply: A on a block [size, columns]; self-adjoint and non-negative in the inner product.
@@ -65,14 +66,17 @@ def leading_eigenpairs(
         off = images - vectors * values[None]
         return vectors, values, jnp.max(jnp.linalg.norm(off[:, :number], axis=0) / jnp.linalg.norm(images[:, 0]))
 
-    def going(state: tuple[Array, Array, Array, Array]) -> Array:
-        return (state[2] > limit) & (state[3] < max_restarts)
+    def going(state: tuple[Array, ...]) -> Array:
+        _, _, off, before, count = state
+        # Where rounding keeps the residual from falling any further, so does another space.
+        return (off > limit) & ((off < 0.95 * before) | (count < 3)) & (count < max_restarts)
 
-    def body(state: tuple[Array, Array, Array, Array]) -> tuple[Array, Array, Array, Array]:
-        return *space(state[0]), state[3] + 1
+    def body(state: tuple[Array, ...]) -> tuple[Array, ...]:
+        return *space(state[0]), state[2], state[4] + 1
 
     start = _orthonormal(apply(jax.random.normal(jax.random.key(0), (size, width), dtype)), None)
-    vectors, values, _, _ = lax.while_loop(going, body, (*space(start), jnp.asarray(1)))
+    first = space(start)
+    vectors, values, *_ = lax.while_loop(going, body, (*first, first[2], jnp.asarray(1)))
     return vectors[:, :number], values[:number]
 
 

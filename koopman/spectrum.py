@@ -69,7 +69,7 @@ def decompose(operator: Operator) -> Spectrum:
         Colbrook, Ayton and Szoke (2023), Residual dynamic mode decomposition, eq. 3.1.
     """
     core = jax.lax.stop_gradient(operator.core)
-    values, right = _eigenpairs(core)
+    values, right = eigenpairs(core)
     power = jnp.real(jnp.sum(right.conj() * product(operator.gram_x.astype(right.dtype), right), 0))
     # An eigenfunction that vanishes on the data keeps its scale.
     scale = jnp.where(power > 0, jax.lax.rsqrt(jnp.where(power > 0, power, 1.0)), 1.0)
@@ -192,17 +192,17 @@ def singular_values(operator: Operator) -> Float[Array, " r"]:
 
 @jax.custom_jvp
 def _eigenvalues(matrix: Array) -> Array:
-    return _eigenpairs(matrix)[0]
+    return eigenpairs(matrix)[0]
 
 
 @_eigenvalues.defjvp
 def _eigenvalues_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    values, right = _eigenpairs(primals[0])
+    values, right = eigenpairs(primals[0])
     turned = product(jnp.linalg.inv(right), product(tangents[0].astype(right.dtype), right))
     return values, jnp.diagonal(turned)
 
 
-def _eigenpairs(matrix: Array) -> tuple[Array, Array]:
+def eigenpairs(matrix: Array) -> tuple[Array, Array]:
     """Eigenvalues in the house's order and unit eigenvectors whose largest entry is real and positive."""
     if jax.default_backend() == "cpu":
         values, right = jnp.linalg.eig(matrix)

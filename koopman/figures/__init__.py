@@ -1,0 +1,1 @@
+"""Figures: one module each, with Config, compute and draw."""

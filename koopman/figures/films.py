@@ -1,0 +1,220 @@
+"""Forecasting a film of digits, and reading the forecasts with an oracle."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Complex, Float, Int
+
+from koopman.fitted import Operator, product
+from koopman.forecast import predict
+from koopman.learn import encode
+from koopman.networks import Encoder
+from koopman.spectrum import decompose, eigenpairs, left_eigenfunctions
+
+PROTOCOLS = {
+    "images": "picture by picture",
+    "powers": "powers of the operator",
+    "circle": "powers, eigenvalues on the unit circle",
+    "roots": "powers, eigenvalues at the roots of unity",
+}
+"""Ways to look ahead: the model applied to its own forecast picture, or its operator alone, as fitted or projected."""
+
+SCALES = ("raw", "rescaled")
+"""Forecasts as they are, or each picture brought to the training pictures' mean norm before it is read."""
+
+
+class Pixels(eqx.Module):
+    """Pictures as features: their pixels, standardised.
+
+    Attributes:
+        mean: Per pixel, [784].
+        deviation: Per pixel, 1 where it is constant.
+    """
+
+    mean: Float[Array, " d"]
+    deviation: Float[Array, " d"]
+
+    def __call__(self, image: Float[Array, "28 28"]) -> Float[Array, " d"]:
+        """Features of one picture."""
+        return (image.reshape(-1) - self.mean) / self.deviation
+
+
+class Latent(eqx.Module):
+    """A linear map of features in place of a fitted operator.
+
+    Attributes:
+        matrix: Features times it are those of the next picture: [d, d].
+    """
+
+    matrix: Float[Array, "d d"]
+
+
+class Forecaster(eqx.Module):
+    """From pictures to the pictures that come after them.
+
+    Attributes:
+        features: One picture to its features.
+        dynamics: A fitted operator, or a linear map of the features.
+        picture: From what the dynamics forecast to a picture; None where they forecast pictures.
+    """
+
+    features: Callable[[Array], Array]
+    dynamics: Operator | Latent
+    picture: Callable[[Array], Array] | None
+
+    def __call__(self, images: Float[Array, "n 28 28"], steps: Int[Array, " t"]) -> Float[Array, "t n 28 28"]:
+        """The pictures `steps` ahead."""
+        values = encode(self.features, images)
+        if isinstance(self.dynamics, Operator):
+            forecasts = predict(self.dynamics, values, steps)
+        else:
+            powers = jax.vmap(lambda s: _matrix_power(self.dynamics.matrix, s))(steps)
+            forecasts = product(values[None], powers)
+        return forecasts if self.picture is None else jax.vmap(jax.vmap(self.picture))(forecasts)
+
+
+def _matrix_power(matrix: Array, exponent: Array) -> Array:
+    """A traced power, one squaring per binary digit."""
+
+    def body(digit: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
+        power, square = state
+        used = ((exponent >> digit) & 1) == 1
+        return jnp.where(used, product(power, square), power), product(square, square)
+
+    eye = jnp.eye(matrix.shape[0], dtype=matrix.dtype)
+    return jax.lax.fori_loop(0, 31, body, (eye, matrix))[0]
+
+
+class Spectral(NamedTuple):
+    """Eigenpairs of what a forecaster's features obey, in the order of `koopman.spectrum.decompose`."""
+
+    values: Complex[Array, " r"]
+    right: Complex[Array, "r r"]
+    left: Complex[Array, "r r"]
+
+
+def spectral(dynamics: Operator | Latent) -> Spectral:
+    """Eigenvalues and eigenvectors of an operator's core or of a latent map.
+
+    Args:
+        dynamics: A forecaster's.
+
+    Returns:
+        Its eigenpairs.
+    """
+    if isinstance(dynamics, Operator):
+        found = decompose(dynamics)
+        return Spectral(found.eigenvalues, found.right, found.left)
+    values, right = eigenpairs(dynamics.matrix)
+    return Spectral(values, right, jnp.linalg.inv(right).T)
+
+
+def project(forecaster: Forecaster, kind: str, num_digits: int) -> Forecaster:
+    """The same forecaster with its eigenvalues moved, eigenvectors as they are.
+
+    Args:
+        forecaster: Any.
+        kind: "circle" (to modulus 1, phases kept) or "roots" (to the nearest root of unity).
+        num_digits: k of the k-th roots.
+
+    Returns:
+        A forecaster whose features neither decay nor grow.
+    """
+    values, right, left = spectral(forecaster.dynamics)
+    turns = jnp.angle(values) / (2 * jnp.pi)
+    turns = jnp.round(turns * num_digits) / num_digits if kind == "roots" else turns
+    moved = jnp.exp(2j * jnp.pi * turns)
+    core = jnp.real(product(right * moved[None], left.T))
+    where = (lambda f: f.dynamics.core) if isinstance(forecaster.dynamics, Operator) else (lambda f: f.dynamics.matrix)
+    return eqx.tree_at(where, forecaster, core)
+
+
+class Judged(NamedTuple):
+    """One forecaster's forecasts, read by the oracle.
+
+    Attributes:
+        logits: [protocol, scale, time, n, classes].
+        strips: Forecasts from the first picture, [protocol, steps, 28, 28].
+        eigenvalues: [r].
+        left: Left eigenfunctions on the pictures, [n, r]; zero for a latent map.
+    """
+
+    logits: np.ndarray
+    strips: np.ndarray
+    eigenvalues: np.ndarray
+    left: np.ndarray
+
+
+def judge(
+    forecaster: Forecaster,
+    oracle: Encoder,
+    images: Float[Array | np.ndarray, "n 28 28"],
+    *,
+    num_steps: int,
+    far: int,
+    norm: float,
+    num_digits: int,
+) -> Judged:
+    """Forecasts from every picture by every protocol, and what the oracle sees in them.
+
+    Args:
+        forecaster: The model.
+        oracle: The classifier.
+        images: Pictures to begin with.
+        num_steps: Horizons 1 to this one by every protocol.
+        far: One more horizon, for powers only; the "images" protocol repeats its last one there as NaN.
+        norm: Mean norm of a training picture, to which rescaled forecasts are brought.
+        num_digits: Classes.
+
+    Returns:
+        Logits for horizons 1 to `num_steps` and `far`.
+    """
+    images = jnp.asarray(images)
+    one = jnp.asarray([1])
+    logits, strips = [], []
+    for protocol in PROTOCOLS:
+        own = forecaster if protocol in ("images", "powers") else _project(forecaster, protocol, num_digits)
+        seen, strip, current = [], [], images
+        for step in [*range(1, num_steps + 1), far]:
+            if protocol == "images" and step == far:
+                seen.append(jnp.full_like(seen[-1], jnp.nan))
+                continue
+            now = _forecast(own, current, one if protocol == "images" else jnp.asarray([step]))
+            seen.append(_read(oracle, now, norm))
+            strip.append(now[0])
+            current = now if protocol == "images" else images
+        logits.append(jnp.stack(seen, 1))
+        strips.append(jnp.stack(strip[:num_steps]))
+    values = spectral(forecaster.dynamics).values
+    return Judged(
+        *(np.asarray(part) for part in (jnp.stack(logits), jnp.stack(strips), values, _left(forecaster, images)))
+    )
+
+
+@eqx.filter_jit
+def _project(forecaster: Forecaster, kind: str, num_digits: int) -> Forecaster:
+    return project(forecaster, kind, num_digits)
+
+
+@eqx.filter_jit
+def _forecast(forecaster: Forecaster, images: Array, steps: Array) -> Array:
+    return forecaster(images, steps)[0]
+
+
+@eqx.filter_jit
+def _read(oracle: Encoder, images: Array, norm: float) -> Array:
+    sizes = jnp.sqrt(jnp.sum(images**2, (1, 2), keepdims=True))
+    rescaled = images * (norm / jnp.where(sizes > 0, sizes, 1.0))
+    return jnp.stack([encode(oracle, images), encode(oracle, rescaled)])
+
+
+@eqx.filter_jit
+def _left(forecaster: Forecaster, images: Array) -> Any:
+    values = encode(forecaster.features, images)
+    if isinstance(forecaster.dynamics, Operator):
+        return left_eigenfunctions(forecaster.dynamics, values)
+    return jnp.zeros((len(images), forecaster.dynamics.matrix.shape[0]), jnp.complex64)

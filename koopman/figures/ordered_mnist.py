@@ -1,0 +1,477 @@
+"""Figure `ordered-mnist`: learning that digits come in turn, and forecasting the pictures to come.
+
+Encoders are trained on a film whose next picture shows the next digit, operators are fitted on their features, and an
+oracle, a classifier trained apart, reads the forecast pictures. The true operator is a cycle: its eigenvalues are roots
+of unity, so a good model is as right after 1000 steps as after one.
+"""
+
+import dataclasses
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+from jaxtyping import Array
+from matplotlib.figure import Figure
+
+from dissociation import plotting
+from dissociation.data.datasets import Dataset
+from dissociation.figures.artifacts import Parts, identity_of
+from dissociation.progress import MeterFactory, open_meter
+from koopman.datasets.ordered_mnist import OrderedDigits, cycle_spectrum, ordered_mnist
+from koopman.figures.films import PROTOCOLS, SCALES, Forecaster, Latent, Pixels, judge
+from koopman.learn import encode, member, train_autoencoders, train_classifiers, train_encoders, validation_loss
+from koopman.operators import fit_reduced_rank
+from koopman.pairs import lagged_pairs
+
+STEM = "ordered-mnist"
+"""The name of the files."""
+
+LABELS = {
+    "linear": "linear",
+    "classifier": "classifier features",
+    "vamp": "VAMP-2",
+    "contrastive": "spectral contrastive",
+    "dpnets": "DPNets",
+    "autoencoder": "autoencoder",
+    "autoencoder_operator": "autoencoder, fitted operator",
+    "autoencoder_images": "autoencoder, image regression",
+    "orthogonal": "orthogonal autoencoder",
+}
+"""What the models are called, in the order of tables and legends."""
+
+SHOWN = {
+    "linear": "images",
+    "classifier": "images",
+    "vamp": "images",
+    "contrastive": "images",
+    "dpnets": "images",
+    "autoencoder": "powers",
+    "autoencoder_operator": "powers",
+    "autoencoder_images": "images",
+    "orthogonal": "powers",
+}
+"""The protocol by which a model's curve and strip are drawn."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The film, the networks, and how far to look."""
+
+    data: Literal["glyphs", "mnist"] = "glyphs"
+    """Data set: digits drawn by code, or MNIST."""
+    num_digits: int = 5
+    """Digits in the cycle."""
+    num_seeds: int = 3
+    """Networks of every kind, trained from scratch."""
+    num_train: int = 3000
+    """Pictures of the film for training: the first ones."""
+    num_validation: int = 1000
+    """The next ones, for validation losses."""
+    num_test: int = 1000
+    """The next ones, from which forecasts begin."""
+    num_epochs: int = 50
+    """Passes over the training film, for encoders and autoencoders."""
+    oracle_epochs: int = 20
+    """Passes for the oracle."""
+    batch_size: int = 64
+    """Pairs, or pictures, in a batch."""
+    alpha: float = 1e-6
+    """Regularisation of the operators."""
+    num_steps: int = 15
+    """Horizons."""
+    far: int = 1000
+    """One horizon more, for powers of the operator."""
+
+    def quick(self) -> "Config":
+        """A small run that shows that everything works: no science."""
+        return dataclasses.replace(
+            self,
+            num_seeds=2,
+            num_train=300,
+            num_validation=100,
+            num_test=100,
+            num_epochs=2,
+            oracle_epochs=4,
+            num_steps=3,
+        )
+
+
+class Results(NamedTuple):
+    """Everything the figure shows.
+
+    Attributes:
+        config: What was asked for.
+        data: The film's source and sizes.
+        images: Test pictures, [n, 28, 28].
+        labels: Their digits, [n].
+        times: Horizons of the accuracies: 1 to `num_steps`, and `far`.
+        logits: Per model, the oracle's, [seeds, protocols, scales, times, n, classes].
+        strips: Per model, forecast pictures from the first test picture, [seeds, protocols, num_steps, 28, 28].
+        eigenvalues: Per model, [seeds, r].
+        left: Per model, left eigenfunctions on the test pictures, [seeds, n, r].
+        validation: Per trained encoder, its validation loss along training, [seeds, epochs + 1].
+        batched: The same at the end as the mean over batches, [seeds].
+        oracle_accuracy: On the validation pictures, [seeds].
+        seconds: Wall time of every part.
+    """
+
+    config: Config
+    data: dict[str, Any]
+    images: np.ndarray
+    labels: np.ndarray
+    times: np.ndarray
+    logits: dict[str, np.ndarray]
+    strips: dict[str, np.ndarray]
+    eigenvalues: dict[str, np.ndarray]
+    left: dict[str, np.ndarray]
+    validation: dict[str, np.ndarray]
+    batched: dict[str, np.ndarray]
+    oracle_accuracy: np.ndarray
+    seconds: dict[str, float]
+
+    def accuracy(self, model: str) -> np.ndarray:
+        """Share of forecasts that the oracle reads as the right digit: [seeds, protocols, scales, times]."""
+        digits = (self.labels[None] + self.times[:, None]) % self.config.num_digits
+        found = self.logits[model].argmax(-1) == digits
+        return np.where(np.isfinite(self.logits[model]).all(-1), found, np.nan).mean(-1)
+
+
+def compute(
+    config: Config,
+    *,
+    key: Array,
+    dataset: Dataset | None = None,
+    folder: str | os.PathLike[str] | None = None,
+    progress: str | MeterFactory | None = None,
+) -> Results:
+    """Trains, fits, forecasts and reads.
+
+    Args:
+        config: What to do.
+        key: Everything random follows from it.
+        dataset: The source of the film, in place of the one that `config.data` names.
+        folder: Where finished parts are kept; a second call with the same arguments goes on from there.
+        progress: See `dissociation.progress`.
+
+    Returns:
+        The results.
+
+    Raises:
+        ValueError: If the film is shorter than the three splits, or `folder` holds parts of another run.
+    """
+    film = ordered_mnist(config.num_digits, data=config.data if dataset is None else dataset)
+    train, validation, test, labels = _split(config, film)
+    parts = Parts(folder, identity_of(config, key, (film.images, film.labels)))
+    trained, curves, batched = _train(config, key, train, validation, labels, parts, progress)
+    builders = _builders(config, train, trained)
+    norm = float(np.sqrt((train**2).sum((1, 2))).mean())
+    judged: dict[str, dict[str, np.ndarray]] = {}
+    meter = open_meter(progress, len(builders), "forecasting")
+    try:
+        for done, (name, build) in enumerate(builders.items()):
+            meter.advance(done, LABELS[name])
+
+            def evaluate(build: Callable[[int], Forecaster] = build) -> dict[str, np.ndarray]:
+                options = {"num_steps": config.num_steps, "far": config.far, "num_digits": config.num_digits}
+                seeds = [
+                    judge(build(seed), member(trained["oracle"], seed), test, norm=norm, **options)._asdict()
+                    for seed in range(config.num_seeds)
+                ]
+                return {field: np.stack([seed[field] for seed in seeds]) for field in seeds[0]}
+
+            judged[name] = parts.get(name, evaluate)
+        meter.advance(len(builders), "done")
+    finally:
+        meter.close()
+
+    def of(field: str) -> dict[str, np.ndarray]:
+        return {name: part[field] for name, part in judged.items()}
+
+    read = _logits_of_members(trained["oracle"], validation, config.num_seeds).argmax(-1)
+    return Results(
+        config=config,
+        data={"name": film.name, "num_train": len(train), "num_validation": len(validation), "num_test": len(test)},
+        images=test,
+        labels=labels["test"],
+        times=np.asarray([*range(1, config.num_steps + 1), config.far]),
+        logits=of("logits"),
+        strips=of("strips"),
+        eigenvalues=of("eigenvalues"),
+        left=of("left"),
+        validation=curves,
+        batched=batched,
+        oracle_accuracy=(read == labels["validation"][None]).mean(1),
+        seconds=parts.seconds,
+    )
+
+
+def _split(config: Config, film: OrderedDigits) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+    sizes = np.cumsum([config.num_train, config.num_validation, config.num_test])
+    if sizes[-1] > len(film.images):
+        raise ValueError(
+            f"`num_train`, `num_validation` and `num_test` must sum to at most the film's length, {len(film.images)}, "
+            f"got {sizes[-1]}."
+        )
+    images, labels = np.split(film.images, sizes)[:3], np.split(film.labels, sizes)[:3]
+    return *images, dict(zip(("train", "validation", "test"), labels, strict=True))
+
+
+def _train(
+    config: Config,
+    key: Array,
+    train: np.ndarray,
+    validation: np.ndarray,
+    labels: dict[str, np.ndarray],
+    parts: Parts,
+    progress: str | MeterFactory | None,
+) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """All networks, validation losses of the encoders along training, and at the end as means over batches."""
+    oracle_key, *keys = jax.random.split(jax.random.fold_in(key, 1), 6)
+    common = {"num_seeds": config.num_seeds, "batch_size": config.batch_size, "progress": progress}
+
+    def options(name: str) -> dict[str, Any]:
+        path: Path | None = parts.path(f"{name}.ckpt")
+        return {**common, "checkpoint": path, "num_epochs": config.num_epochs, "validation": validation}
+
+    oracle_options = {**common, "num_epochs": config.oracle_epochs, "checkpoint": parts.path("oracle.ckpt")}
+    oracle = train_classifiers(train, labels["train"], key=oracle_key, num_classes=config.num_digits, **oracle_options)
+    parts.seconds["training the oracle"] = oracle.seconds
+    found: dict[str, Any] = {"oracle": oracle.models}
+    curves, batched = {}, {}
+    for name, own in zip(("vamp", "contrastive", "dpnets"), keys, strict=False):
+        result = train_encoders(name, train, key=own, features=config.num_digits, **options(name))
+        found[name], curves[name] = result.models, np.asarray(result.history.observed)
+        run = eqx.filter_jit(lambda model, images, kind=name: validation_loss(kind, model, images, batch_size=64))
+        losses = [run(member(result.models, seed), jnp.asarray(validation)) for seed in range(config.num_seeds)]
+        batched[name] = np.asarray(losses)
+        parts.seconds[f"training {name}"] = result.seconds
+    for name, own, orthogonal in (("autoencoder", keys[3], False), ("orthogonal", keys[4], True)):
+        settings = {"features": config.num_digits, "orthogonal": orthogonal}
+        result = train_autoencoders(train, key=own, **settings, **options(name))
+        found[name], curves[name] = result.models, np.asarray(result.history.observed)
+        parts.seconds[f"training {name}"] = result.seconds
+    return found, curves, batched
+
+
+def _builders(config: Config, train: np.ndarray, trained: dict[str, Any]) -> dict[str, Callable[[int], Forecaster]]:
+    """For every model, a function from a seed's number to its forecaster."""
+    images = jnp.asarray(train)
+
+    def pixels(seed: int) -> Forecaster:
+        flat = images.reshape(len(images), -1)
+        deviation = jnp.std(flat, 0)
+        features = Pixels(jnp.mean(flat, 0), jnp.where(deviation > 0, deviation, 1.0))
+        return _fitted(features, images, config, center=True)
+
+    def through(name: str) -> Callable[[int], Forecaster]:
+        def build(seed: int) -> Forecaster:
+            model = member(trained[name], seed)
+            return _fitted(getattr(model, "encoder", model) if name == "autoencoder" else model, images, config)
+
+        return build
+
+    def own(name: str) -> Callable[[int], Forecaster]:
+        def build(seed: int) -> Forecaster:
+            model = member(trained[name], seed)
+            return Forecaster(model.encoder, Latent(model.matrix()), model.decoder)
+
+        return build
+
+    def latent(seed: int) -> Forecaster:
+        model = member(trained["autoencoder"], seed)
+        return _fitted(model.encoder, images, config, picture=model.decoder)
+
+    return {
+        "linear": pixels,
+        "classifier": through("oracle"),
+        "vamp": through("vamp"),
+        "contrastive": through("contrastive"),
+        "dpnets": through("dpnets"),
+        "autoencoder": own("autoencoder"),
+        "autoencoder_operator": latent,
+        "autoencoder_images": through("autoencoder"),
+        "orthogonal": own("orthogonal"),
+    }
+
+
+def _fitted(
+    features: Callable[[Array], Array],
+    images: Array,
+    config: Config,
+    *,
+    center: bool = False,
+    picture: Callable[[Array], Array] | None = None,
+) -> Forecaster:
+    """A forecaster by reduced rank regression on features, of pictures or, where there is a decoder, of features.
+
+    With `center` the constant function goes, and its eigenvalue 1 with it.
+    """
+    return _fit(features, images, config.num_digits, config.alpha, center, picture)
+
+
+@eqx.filter_jit
+def _fit(features: Any, images: Array, rank: int, alpha: float, center: bool, picture: Any) -> Forecaster:
+    x, y = lagged_pairs(encode(features, images))
+    observable = images[1:] if picture is None else None
+    operator = fit_reduced_rank(x, y, rank=rank, alpha=alpha, observable=observable, center=center)
+    return Forecaster(features, operator, picture)
+
+
+def _logits_of_members(models: Any, images: np.ndarray, count: int) -> np.ndarray:
+    run = eqx.filter_jit(encode)
+    return np.stack([np.asarray(run(member(models, seed), jnp.asarray(images))) for seed in range(count)])
+
+
+def eigenvalue_errors(results: Results) -> dict[str, np.ndarray]:
+    """Per model, the largest distance of a root of unity to the nearest eigenvalue: [seeds]."""
+    roots = cycle_spectrum(results.config.num_digits)
+    return {
+        name: np.abs(values[:, :, None] - roots[None, None]).min(1).max(1)
+        for name, values in results.eigenvalues.items()
+    }
+
+
+def draw(results: Results) -> Figure:
+    """The film, accuracy against time, forecast strips, eigenfunctions and eigenvalues.
+
+    Args:
+        results: What `compute` returned.
+
+    Returns:
+        A figure of 7 x 8.5 inches.
+    """
+    with plotting.house_style():
+        figure = plt.figure(figsize=(7.0, 8.5))
+        film, curves, strips, lower = figure.subfigures(4, 1, height_ratios=[0.7, 2.3, 4.2, 2.2])
+        _draw_film(film, results)
+        _draw_accuracy(curves, results)
+        _draw_strips(strips, results)
+        _draw_spectra(lower, results)
+    plt.close(figure)  # out of pyplot's hands: a notebook shows what it is given
+    return figure
+
+
+def _draw_film(panel: Any, results: Results) -> None:
+    axes = panel.subplots(1, 10)
+    for axis, image, label in zip(axes, results.images, results.labels, strict=False):
+        axis.imshow(image, cmap="gray", vmin=0, vmax=1)
+        axis.set_title(str(label), fontsize="small")
+        axis.axis("off")
+
+
+def _draw_accuracy(panel: Any, results: Results) -> None:
+    axis = panel.subplots()
+    steps = results.config.num_steps
+    for name, protocol in SHOWN.items():
+        curve = results.accuracy(name)[:, list(PROTOCOLS).index(protocol), 0, :steps]
+        plotting.band(axis, results.times[:steps], curve, label=LABELS[name])
+    axis.axhline(1 / results.config.num_digits, linestyle="dashed", color="black", label="Random")
+    axis.set(xlabel="time steps", ylabel="accuracy", xlim=(1, steps), ylim=(0, 1.1))
+    panel.legend(*axis.get_legend_handles_labels(), loc="outside right center", fontsize="small")
+
+
+def _draw_strips(panel: Any, results: Results) -> None:
+    steps, digits = results.config.num_steps, results.config.num_digits
+    shown = min(steps, 14)
+    axes = panel.subplots(len(SHOWN), shown + 1)
+    start, label = results.images[0], int(results.labels[0])
+    for row, (name, protocol) in zip(axes, SHOWN.items(), strict=True):
+        which = list(PROTOCOLS).index(protocol)
+        read = results.logits[name][0, which, 0, :shown, 0].argmax(-1)
+        for step, axis in enumerate(row):
+            image = start if step == 0 else results.strips[name][0, which, step - 1]
+            axis.imshow(image, cmap="gray")
+            axis.set(xticks=[], yticks=[])
+            axis.spines[:].set_visible(False)
+            true = (label + step) % digits
+            if row is axes[0]:
+                axis.set_title(str(true), fontsize="small")
+            if step:
+                colour = "limegreen" if read[step - 1] == true else "red"
+                axis.text(0.97, 0.97, str(read[step - 1]), transform=axis.transAxes, ha="right", va="top", color=colour)
+        row[0].set_ylabel(LABELS[name], rotation=0, ha="right", va="center", fontsize="small")
+
+
+def _draw_spectra(panel: Any, results: Results) -> None:
+    names = ["classifier", "vamp", "contrastive"]
+    axes = panel.subplots(1, len(names) + 1)
+    colours = plt.rcParams["axes.prop_cycle"].by_key()["color"]
+    for axis, name in zip(axes, names, strict=False):
+        values, left = results.eigenvalues[name][0], results.left[name][0]
+        pairs = [i for i in range(len(values)) if values[i].imag > 1e-3][:2]
+        first, second = [left[:, i].real for i in (pairs if len(pairs) == 2 else (0, 1))]
+        for digit in range(results.config.num_digits):
+            own = results.labels == digit
+            axis.scatter(first[own], second[own], s=2, color=colours[digit % len(colours)], label=str(digit))
+        axis.set(xticks=[], yticks=[], title=LABELS[name])
+    axes[0].set(xlabel="left eigenfunction 1", ylabel="left eigenfunction 2")
+    axes[0].legend(markerscale=3, fontsize="x-small", loc="best")
+    disc = axes[-1]
+    turn = np.exp(1j * np.linspace(0, 2 * np.pi, 200))
+    disc.plot(turn.real, turn.imag, color="black", linewidth=0.5)
+    roots = cycle_spectrum(results.config.num_digits)
+    disc.plot(roots.real, roots.imag, "+", color="black", markersize=8, label="roots of unity")
+    for name in ("linear", *names):
+        values = results.eigenvalues[name].reshape(-1)
+        disc.scatter(values.real, values.imag, s=6, label=LABELS[name], zorder=3)
+    disc.set(aspect="equal", xticks=[-1, 0, 1], yticks=[-1, 0, 1], title="eigenvalues")
+    disc.legend(fontsize="xx-small", loc="center")
+
+
+def arrays(results: Results) -> dict[str, np.ndarray]:
+    """The arrays of the figure under flat names, for an `.npz` file."""
+    fields = ("logits", "strips", "eigenvalues", "left", "validation", "batched")
+    flat = {f"{field}_{name}": part for field in fields for name, part in getattr(results, field).items()}
+    labels = {f"predicted_{name}": part.argmax(-1).astype(np.int8) for name, part in results.logits.items()}
+    accuracy = {f"accuracy_{name}": results.accuracy(name) for name in results.logits}
+    fixed = {"times": results.times, "labels": results.labels, "oracle_accuracy": results.oracle_accuracy}
+    return {**fixed, **accuracy, **labels, **flat}
+
+
+def describe(results: Results) -> dict[str, Any]:
+    """What the JSON beside the figure says."""
+    return {
+        "figure": "ordered-mnist",
+        "config": results.config,
+        "data": results.data,
+        "protocols": list(PROTOCOLS),
+        "scales": list(SCALES),
+        "largest distance of a root of unity to an eigenvalue": eigenvalue_errors(results),
+    }
+
+
+def headline(results: Results) -> str:
+    """What was computed on, in a line."""
+    sizes = ", ".join(f"{results.data[f'num_{part}']} {part}" for part in ("train", "validation", "test"))
+    oracle = 100 * results.oracle_accuracy
+    return (
+        f"{results.data['name']}: {sizes} pictures, {results.config.num_seeds} seeds; "
+        f"oracle {oracle.mean():.2f} \u00b1 {oracle.std():.2f} % right on validation pictures"
+    )
+
+
+def table(results: Results) -> list[list[str]]:
+    """A header and a row per model: accuracies at the last step and far ahead, eigenvalues, validation loss."""
+    last, far = results.config.num_steps, results.config.far
+    header = ["model", f"pictures, {last}", f"powers, {last}", f"rescaled, {last}", f"powers, {far}"]
+    header += [f"rescaled, {far}", f"circle, {last}", f"circle, {far}", f"roots, {far}", "eigenvalue error", "loss"]
+    errors = eigenvalue_errors(results)
+    rows = [header]
+    for name in results.logits:
+        found = results.accuracy(name)
+        cells = [(0, 0, last - 1), (1, 0, last - 1), (1, 1, last - 1), (1, 0, last), (1, 1, last)]
+        cells += [(2, 0, last - 1), (2, 0, last), (3, 0, last)]
+        row = [_spread(found[:, protocol, scale, time]) for protocol, scale, time in cells]
+        loss = _spread(results.validation[name][:, -1]) if name in results.validation else ""
+        rows.append([LABELS[name], *row, _spread(errors[name]), loss])
+    return rows
+
+
+def _spread(values: np.ndarray) -> str:
+    return f"{values.mean():.3f} \u00b1 {values.std():.3f}"

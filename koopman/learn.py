@@ -1,0 +1,305 @@
+"""Encoders, autoencoders and classifiers of films, many seeds at once, through `dissociation.training.fit`."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float, Int, Key, UInt32
+
+from dissociation.checks import check_choice, check_count, check_non_negative, check_positive, check_same_length, fail
+from dissociation.training import FitResult, fit
+from koopman.losses import autoencoder_loss, dpnets_loss, spectral_contrastive_loss, vamp_loss
+from koopman.networks import Autoencoder, Encoder, FeatureMap, whiten_head
+
+AnyKey = Key[Array, ""] | UInt32[Array, "2"]
+Images = Float[Array | np.ndarray, "n 28 28"]
+
+ENCODER_LOSSES: dict[str, Callable[[Array, Array], Array]] = {
+    "vamp": partial(vamp_loss, center_covariances=False),
+    "contrastive": spectral_contrastive_loss,
+    "dpnets": partial(dpnets_loss, center_covariances=False),
+}
+"""Losses of features now and one step later: VAMP-2 without centring, spectral contrastive, DPNets."""
+
+
+def encode(model: Callable[[Array], Array], images: Images) -> Array:
+    """`model` at every picture: [n, ...]."""
+    return jax.vmap(model)(jnp.asarray(images))
+
+
+def pair_loss(kind: str, model: FeatureMap, x: Images, y: Images) -> Float[Array, ""]:
+    """The loss of pairs of pictures: features of x, and features of y in the lagged view.
+
+    Args:
+        kind: One of `ENCODER_LOSSES`.
+        model: One feature map.
+        x: Pictures.
+        y: The pictures after them.
+
+    Returns:
+        The loss. For `n` classes in a cycle the optimum of "vamp" and of "contrastive" is -n with n features.
+    """
+    check_choice("kind", kind, tuple(ENCODER_LOSSES))
+    # One pass for both: a convolution of twice the pictures is cheaper than two.
+    both = encode(model, jnp.concatenate([jnp.asarray(x), jnp.asarray(y)]))
+    return ENCODER_LOSSES[kind](both[: len(x)], jax.vmap(model.lag)(both[len(x) :]))
+
+
+def reconstruction_loss(model: Autoencoder, x: Images, y: Images) -> Float[Array, ""]:
+    """`autoencoder_loss` of pairs of pictures.
+
+    Args:
+        model: One autoencoder.
+        x: Pictures.
+        y: The pictures after them.
+
+    Returns:
+        Mean squared errors of reconstruction, of the linear step between features, and of the predicted picture.
+    """
+    x, y = jnp.asarray(x), jnp.asarray(y)
+    features = encode(model.encoder, jnp.concatenate([x, y]))
+    now, later = features[: len(x)], features[len(x) :]
+    evolved = now @ model.matrix()
+    pictures = encode(model.decoder, jnp.concatenate([now, evolved]))
+    return autoencoder_loss(x, y, pictures[: len(x)], later, evolved, pictures[len(x) :])
+
+
+def train_encoders(
+    kind: str,
+    images: Images,
+    *,
+    key: AnyKey,
+    num_seeds: int = 5,
+    num_epochs: int = 50,
+    batch_size: int = 64,
+    learning_rate: float = 2e-3,
+    weight_decay: float = 0.01,
+    features: int = 5,
+    init: str = "pytorch",
+    whiten: bool = True,
+    validation: Images | None = None,
+    **options: Any,
+) -> FitResult:
+    """Trains feature maps on a film, pairs of one picture and the next, with AdamW.
+
+    Args:
+        kind: "vamp", "contrastive" or "dpnets".
+        images: The film.
+        key: One key; every seed's network follows from it, and the order of batches, which all seeds share.
+        num_seeds: Networks.
+        num_epochs: Passes over the pairs.
+        batch_size: Pairs in a batch; the last, smaller one of an epoch is kept.
+        learning_rate: AdamW's.
+        weight_decay: AdamW's.
+        features: Width of the output.
+        init: "pytorch" or "lecun".
+        whiten: Whether training begins with `whiten_head`, see there; without it the contrastive loss stays on its
+            plateau of -1 for many epochs.
+        validation: Another film, whose loss (all pairs at once) is observed after every epoch.
+        **options: For `dissociation.training.fit`: `progress`, `checkpoint`, `log`, `mesh`, `member_map`.
+
+    Returns:
+        What `fit` returns; `history.observed` is the validation loss [seeds, epochs + 1], if there is one.
+
+    Raises:
+        ValueError: If an option is out of range or the film has fewer than two pictures.
+
+    References:
+        Kostic et al. (2024), Learning invariant representations of time-homogeneous stochastic dynamical systems.
+    """
+    check_choice("kind", kind, tuple(ENCODER_LOSSES))
+    build_key, fit_key = jax.random.split(key)
+    models = _stack(lambda k: FeatureMap(features, init=init, key=k), build_key, num_seeds)
+    if whiten:
+        models = _each(lambda model: whiten_head(model, images[:1000]), models, num_seeds)
+
+    def loss(model: FeatureMap, batch: tuple[Array, Array], key: Array) -> Array:
+        return pair_loss(kind, model, *batch)
+
+    observe = None if validation is None else _Validation(partial(pair_loss, kind), *_pairs(validation))
+    return _fit(
+        models, loss, _pairs(images), fit_key, num_epochs, batch_size, learning_rate, weight_decay, observe, options
+    )
+
+
+def train_autoencoders(
+    images: Images,
+    *,
+    key: AnyKey,
+    num_seeds: int = 5,
+    num_epochs: int = 50,
+    batch_size: int = 64,
+    learning_rate: float = 2e-3,
+    weight_decay: float = 0.01,
+    features: int = 5,
+    orthogonal: bool = False,
+    upsampling: str = "nearest",
+    init: str = "pytorch",
+    validation: Images | None = None,
+    **options: Any,
+) -> FitResult:
+    """Trains dynamical autoencoders on a film.
+
+    Args:
+        images: The film.
+        key: One key.
+        num_seeds: Networks.
+        num_epochs: Passes over the pairs.
+        batch_size: Pairs in a batch.
+        learning_rate: AdamW's.
+        weight_decay: AdamW's.
+        features: Width of the latent space.
+        orthogonal: Whether the latent map is kept orthogonal.
+        upsampling: "nearest" or "bilinear".
+        init: "pytorch" or "lecun".
+        validation: Another film, whose loss is observed after every epoch.
+        **options: For `dissociation.training.fit`.
+
+    Returns:
+        What `fit` returns.
+
+    Raises:
+        ValueError: If an option is out of range or the film has fewer than two pictures.
+
+    References:
+        Lusch, Kutz and Brunton (2018), Deep learning for universal linear embeddings of nonlinear dynamics.
+    """
+    build_key, fit_key = jax.random.split(key)
+    settings = {"orthogonal": orthogonal, "upsampling": upsampling, "init": init}
+    models = _stack(lambda k: Autoencoder(features, **settings, key=k), build_key, num_seeds)
+
+    def loss(model: Autoencoder, batch: tuple[Array, Array], key: Array) -> Array:
+        return reconstruction_loss(model, *batch)
+
+    observe = None if validation is None else _Validation(reconstruction_loss, *_pairs(validation))
+    return _fit(
+        models, loss, _pairs(images), fit_key, num_epochs, batch_size, learning_rate, weight_decay, observe, options
+    )
+
+
+def train_classifiers(
+    images: Images,
+    labels: Int[Array | np.ndarray, " n"],
+    *,
+    key: AnyKey,
+    num_classes: int = 5,
+    num_seeds: int = 5,
+    num_epochs: int = 20,
+    batch_size: int = 64,
+    learning_rate: float = 8e-4,
+    weight_decay: float = 0.01,
+    init: str = "pytorch",
+    **options: Any,
+) -> FitResult:
+    """Trains encoders as classifiers, by cross entropy: the oracle that reads forecast pictures.
+
+    Args:
+        images: Pictures.
+        labels: Classes, 0 to `num_classes` - 1.
+        key: One key.
+        num_classes: Width of the output.
+        num_seeds: Networks.
+        num_epochs: Passes over the pictures.
+        batch_size: Pictures in a batch.
+        learning_rate: AdamW's.
+        weight_decay: AdamW's.
+        init: "pytorch" or "lecun".
+        **options: For `dissociation.training.fit`.
+
+    Returns:
+        What `fit` returns.
+
+    Raises:
+        ValueError: If lengths disagree or an option is out of range.
+    """
+    check_same_length("images", len(images), "labels", len(labels))
+    build_key, fit_key = jax.random.split(key)
+    models = _stack(lambda k: Encoder(num_classes, init=init, key=k), build_key, num_seeds)
+
+    def loss(model: Encoder, batch: tuple[Array, Array], key: Array) -> Array:
+        logits = encode(model, batch[0])
+        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, batch[1]))
+
+    data = jnp.asarray(images), jnp.asarray(labels)
+    return _fit(models, loss, data, fit_key, num_epochs, batch_size, learning_rate, weight_decay, None, options)
+
+
+def validation_loss(kind: str, model: FeatureMap, images: Images, *, batch_size: int | None = None) -> Float[Array, ""]:
+    """`pair_loss` of a film: of all pairs at once, or as the mean over batches.
+
+    The two differ: covariances of a batch of 64 are noisier than those of a thousand pairs, and VAMP's optimum over
+    noise lies lower, so the mean over batches looks better for the same network.
+
+    Args:
+        kind: One of `ENCODER_LOSSES`.
+        model: One feature map.
+        images: The film.
+        batch_size: Pairs in a batch, in order; the last, smaller one counts as much as the others. None: all at once.
+
+    Returns:
+        The loss.
+    """
+    x, y = _pairs(images)
+    if batch_size is None:
+        return pair_loss(kind, model, x, y)
+    check_count("batch_size", batch_size, minimum=2)
+    starts = range(0, len(x), batch_size)
+    return jnp.mean(jnp.stack([pair_loss(kind, model, x[i : i + batch_size], y[i : i + batch_size]) for i in starts]))
+
+
+def member(models: Any, index: int) -> Any:
+    """One of stacked models."""
+    return jax.tree.map(lambda leaf: leaf[index] if eqx.is_array(leaf) else leaf, models)
+
+
+class _Validation(eqx.Module):
+    """An observation: the loss of other pairs."""
+
+    loss: Callable[[Any, Array, Array], Array]
+    x: Array
+    y: Array
+
+    def __call__(self, model: Any, step: Array, key: Array) -> Array:
+        return self.loss(model, self.x, self.y)
+
+
+def _pairs(images: Images) -> tuple[Array, Array]:
+    if len(images) < 2:
+        fail("images", "hold at least two pictures", f"{len(images)}")
+    return jnp.asarray(images[:-1]), jnp.asarray(images[1:])
+
+
+def _stack(build: Callable[[Array], Any], key: Array, num_seeds: int) -> Any:
+    count = check_count("num_seeds", num_seeds, minimum=1)
+    return eqx.filter_vmap(build)(jax.random.split(key, count))
+
+
+def _each(change: Callable[[Any], Any], models: Any, count: int) -> Any:
+    """A change of every member in turn, by one compiled program: a mapped convolution is slow on a CPU."""
+    run = eqx.filter_jit(change)
+    changed = [run(member(models, index)) for index in range(count)]
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves) if eqx.is_array(leaves[0]) else leaves[0], *changed)
+
+
+def _fit(
+    models: Any,
+    loss: Callable[..., Array],
+    data: Any,
+    key: Array,
+    num_epochs: int,
+    batch_size: int,
+    learning_rate: float,
+    weight_decay: float,
+    observe: Callable[..., Any] | None,
+    options: dict[str, Any],
+) -> FitResult:
+    check_positive("learning_rate", learning_rate)
+    check_non_negative("weight_decay", weight_decay)
+    optimizer = optax.adamw(learning_rate, weight_decay=weight_decay)
+    schedule = {"num_epochs": num_epochs, "batch_size": batch_size}
+    return fit(models, loss, data, optimizer, **schedule, key=key, observe=observe, **options)

@@ -1,0 +1,301 @@
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from koopman.forecast import predict, risk
+from koopman.operators import fit_pcr, fit_reduced_rank, fit_ridge
+from koopman.pairs import lagged_pairs, moments, scan_moments
+from koopman.spectrum import eigenvalues, singular_values
+
+FITS = {
+    "ridge": fit_ridge,
+    "pcr": lambda *a, **k: fit_pcr(*a, rank=3, **k),
+    "reduced_rank": lambda *a, **k: fit_reduced_rank(*a, rank=3, **k),
+}
+
+
+def linear_trajectory(n=400, d=5, noise=0.3, seed=0, scale=1.0):
+    rng = np.random.default_rng(seed)
+    matrix = np.diag(np.linspace(0.95, 0.1, d)) + np.triu(0.2 * rng.normal(size=(d, d)), 1)
+    states = [rng.normal(size=d)]
+    for _ in range(n):
+        states.append(matrix @ states[-1] + noise * rng.normal(size=d))
+    return matrix, scale * np.asarray(states)
+
+
+def operator_matrix(operator):
+    """G itself: features of x times it are the forecast features."""
+    return np.asarray(operator.encode.matrix @ operator.dual.matrix.T)
+
+
+def test_noise_free_linear_system_is_recovered():
+    with jax.enable_x64(True):
+        matrix, states = linear_trajectory(40, noise=0.0)
+        operator = fit_ridge(*lagged_pairs(states), alpha=0.0)
+        np.testing.assert_allclose(operator_matrix(operator), matrix.T, atol=1e-8)
+        np.testing.assert_allclose(np.sort(eigenvalues(operator).real), np.sort(np.diag(matrix)), atol=1e-8)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1e-2])
+def test_estimators_are_their_definitions(alpha):
+    with jax.enable_x64(True):
+        x, y = (np.asarray(a) for a in lagged_pairs(linear_trajectory()[1]))
+        c_x, c_xy = x.T @ x / len(x), x.T @ y / len(x)
+        regular = c_x + alpha * np.eye(5)
+        exact = np.linalg.solve(regular, c_xy)
+        np.testing.assert_allclose(operator_matrix(fit_ridge(x, y, alpha=alpha)), exact, atol=1e-10)
+        _, vectors = np.linalg.eigh(c_x)
+        project = vectors[:, -3:] @ vectors[:, -3:].T
+        np.testing.assert_allclose(operator_matrix(fit_pcr(x, y, rank=3, alpha=alpha)), project @ exact, atol=1e-10)
+        values, turn = np.linalg.eigh(regular)
+        root = (turn / np.sqrt(values)) @ turn.T
+        left = np.linalg.svd(root @ c_xy)[0][:, :3]
+        reduced = root @ left @ left.T @ root @ c_xy
+        operator = fit_reduced_rank(x, y, rank=3, alpha=alpha)
+        np.testing.assert_allclose(operator_matrix(operator), reduced, atol=1e-10)
+        basis = operator.encode.matrix
+        np.testing.assert_allclose(basis.T @ regular @ basis, np.eye(3), atol=1e-10)
+
+
+def test_reduced_rank_has_the_least_risk_of_its_rank():
+    with jax.enable_x64(True):
+        x, y = lagged_pairs(linear_trajectory()[1])
+        found = [float(risk(fit(x, y, rank=2, alpha=0.0), x, y)) for fit in (fit_reduced_rank, fit_pcr)]
+        assert found[0] < found[1]
+        rank = [float(risk(fit_reduced_rank(x, y, rank=r, alpha=0.0), x, y)) for r in (1, 2, 3, 5)]
+        assert rank == sorted(rank, reverse=True)
+        np.testing.assert_allclose(rank[-1], risk(fit_ridge(x, y, alpha=0.0), x, y))
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-5])
+def test_against_kooplearn(scale):
+    linear_model = pytest.importorskip("kooplearn.linear_model")
+    with jax.enable_x64(True):
+        states = linear_trajectory(scale=scale)[1]
+        x, y = lagged_pairs(states)
+        for fit, reduced in ((fit_reduced_rank, True), (fit_pcr, False)):
+            options = {"n_components": 3, "alpha": 1e-3 * scale**2, "reduced_rank": reduced, "eigen_solver": "dense"}
+            peer = linear_model.Ridge(**options).fit(states)
+            if scale < 1 and reduced and peer.rank_ < 3:
+                continue  # its thresholds are absolute: at this scale it drops directions
+            operator = fit(x, y, rank=3, alpha=1e-3 * scale**2)
+            np.testing.assert_allclose(operator_matrix(operator), peer.estimator_, atol=1e-6)
+            np.testing.assert_allclose(
+                np.sort_complex(eigenvalues(operator)), np.sort_complex(peer.eig()), rtol=1e-6, atol=1e-9
+            )
+            np.testing.assert_allclose(predict(operator, x[:5], 3), peer.predict(states[:5], n_steps=3), rtol=1e-6)
+            np.testing.assert_allclose(risk(operator, x, y), peer.risk(), rtol=1e-6)
+            np.testing.assert_allclose(singular_values(operator), peer._svals()[:3], rtol=1e-6)
+
+
+def test_no_regularisation_is_the_limit_of_a_small_one():
+    # A known fault elsewhere: at alpha = 0 reduced rank came out divided by its squared singular values.
+    with jax.enable_x64(True):
+        x, y = lagged_pairs(linear_trajectory()[1])
+        zero, small = (operator_matrix(fit_reduced_rank(x, y, rank=3, alpha=a)) for a in (0.0, 1e-10))
+        np.testing.assert_allclose(zero, small, atol=1e-8)
+
+
+@pytest.mark.parametrize("kind", FITS)
+def test_the_scale_of_features_changes_nothing(kind):
+    # Another: thresholds were absolute, so the rank fell with the features' scale.
+    x, y = (a.astype(np.float32) for a in lagged_pairs(linear_trajectory()[1]))
+    big = FITS[kind](x, y, alpha=1e-3)
+    small = FITS[kind](1e-6 * x, 1e-6 * y, alpha=1e-15)
+    np.testing.assert_allclose(operator_matrix(small), operator_matrix(big), atol=2e-4)
+    assert int(small.effective_rank) == int(big.effective_rank)
+
+
+def test_float32_keeps_three_digits():
+    with jax.enable_x64(True):
+        # Nearly dependent features: the condition number of C_x is 1e6, that of the data 1e3.
+        rng = np.random.default_rng(3)
+        states = (
+            linear_trajectory()[1] @ np.diag(10.0 ** (-0.75 * np.arange(5))) @ np.linalg.qr(rng.normal(size=(5, 5)))[0]
+        )
+        single = lagged_pairs(states.astype(np.float32))
+        exact = eigenvalues(fit_reduced_rank(*(a.astype(float) for a in single), rank=5, alpha=1e-6))
+        found = {r: eigenvalues(fit_reduced_rank(*single, rank=5, alpha=1e-6, route=r)) for r in ("qr", "covariance")}
+        np.testing.assert_allclose(np.abs(found["qr"]), np.abs(exact), rtol=1e-3)
+        # The negative control: covariances square the condition number.
+        assert np.abs(np.abs(found["covariance"]) / np.abs(exact) - 1).max() > 0.05
+
+
+@pytest.mark.parametrize("kind", FITS)
+def test_covariance_route_agrees_in_double_precision(kind):
+    with jax.enable_x64(True):
+        x, y = lagged_pairs(linear_trajectory()[1])
+        one, other = (FITS[kind](x, y, alpha=1e-3, route=route) for route in ("qr", "covariance"))
+        np.testing.assert_allclose(operator_matrix(one), operator_matrix(other), atol=1e-10)
+
+
+@pytest.mark.parametrize("solver", ["krylov", "randomized"])
+def test_solvers_agree(solver):
+    with jax.enable_x64(True):
+        x, y = lagged_pairs(linear_trajectory(d=40)[1])
+        one = fit_reduced_rank(x, y, rank=3, solver="dense")
+        other = fit_reduced_rank(x, y, rank=3, solver=solver)
+        tol = 1e-6 if solver == "krylov" else 1e-2
+        np.testing.assert_allclose(operator_matrix(other), operator_matrix(one), atol=tol)
+
+
+@pytest.mark.parametrize("center", [False, True])
+@pytest.mark.parametrize("kind", FITS)
+def test_streamed_moments_fit_as_the_data_do(kind, center):
+    x, y = (np.asarray(a, np.float32) + 1 for a in lagged_pairs(linear_trajectory()[1]))
+    o = np.sin(y[:, :2])
+    streamed = scan_moments(x.reshape(8, 50, 5), y.reshape(8, 50, 5), observable=o.reshape(8, 50, 2), center=center)
+    whole = FITS[kind](x, y, alpha=1e-3, observable=o, center=center)
+    found = FITS[kind](streamed, alpha=1e-3)
+    np.testing.assert_allclose(operator_matrix(found), operator_matrix(whole), atol=2e-3)
+    if not center:  # y is taken about its own mean in a stream, about that of x in memory
+        np.testing.assert_allclose(found.gram_y, whole.gram_y, atol=2e-3)
+    np.testing.assert_allclose(predict(found, x[:4], 2), predict(whole, x[:4], 2), atol=5e-3)
+
+
+def test_centring_removes_the_constant():
+    with jax.enable_x64(True):
+        x, y = (a + 3.0 for a in lagged_pairs(linear_trajectory(4000)[1]))
+        plain, centred = (eigenvalues(fit_ridge(x, y, center=c)) for c in (False, True))
+        direct = eigenvalues(fit_ridge(x - x.mean(0)[None], y - x.mean(0)[None]))
+        np.testing.assert_allclose(np.abs(centred), np.abs(direct), atol=1e-3)
+        assert np.abs(plain[0] - 1) < 1e-2 < np.abs(centred[0] - 1)
+        # Forecasts of what is centred carry the mean: far ahead they are the mean.
+        far = predict(fit_ridge(x, y, center=True), x[:3], 500)
+        np.testing.assert_allclose(far, np.broadcast_to(y.mean(0), (3, 5)), atol=1e-3)
+
+
+def test_pictures_as_observables():
+    x, y = (np.asarray(a, np.float32) for a in lagged_pairs(linear_trajectory()[1]))
+    pictures = np.einsum("ni,hi,wi->nhw", y, *np.random.default_rng(0).normal(size=(2, 3, 5))).astype(np.float32)
+    forecast = predict(fit_ridge(x, y, observable=pictures), x[:6], [1, 4])
+    assert forecast.shape == (2, 6, 3, 3)
+    flat = predict(fit_ridge(x, y, observable=pictures.reshape(-1, 9)), x[:6], [1, 4])
+    np.testing.assert_allclose(forecast.reshape(2, 6, 9), flat, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", FITS)
+def test_jit_vmap_and_loop_agree(kind):
+    x, y = (np.asarray(a, np.float32) for a in lagged_pairs(linear_trajectory()[1]))
+    alphas = jnp.asarray([1e-4, 1e-2, 1.0])
+
+    def core(alpha, x=x, y=y):
+        return eigenvalues(FITS[kind](x, y, alpha=alpha))
+
+    loop = np.stack([core(alpha) for alpha in alphas])
+    np.testing.assert_allclose(jax.jit(jax.vmap(core))(alphas), loop, atol=2e-5)
+    many = jnp.stack([x[:200], x[200:]]), jnp.stack([y[:200], y[200:]])
+    mapped = jax.vmap(lambda x, y: core(1e-3, x, y))(*many)
+    np.testing.assert_allclose(mapped, np.stack([core(1e-3, x, y) for x, y in zip(*many, strict=True)]), atol=2e-5)
+
+
+def test_one_compilation_for_all_alphas():
+    x, y = lagged_pairs(linear_trajectory()[1])
+    traces = []
+
+    @jax.jit
+    def fit(x, y, alpha):
+        traces.append(0)
+        return fit_reduced_rank(x, y, rank=2, alpha=alpha)
+
+    for alpha in (1e-3, 0.1, 2.0):
+        fit(x, y, alpha)
+    assert len(traces) == 1
+
+
+@pytest.mark.parametrize("kind", ["pcr", "reduced_rank"])
+def test_ranks_by_masking(kind):
+    fit = {"pcr": fit_pcr, "reduced_rank": fit_reduced_rank}[kind]
+    x, y = (np.asarray(a, np.float32) for a in lagged_pairs(linear_trajectory()[1]))
+    ranks = jnp.arange(1, 6)
+    swept = jax.vmap(lambda rank: fit(x, y, rank=rank, alpha=1e-3))(ranks)
+    for index, rank in enumerate(ranks.tolist()):
+        own = fit(x, y, rank=rank, alpha=1e-3)
+        masked = jax.tree.map(lambda leaf, i=index: leaf[i] if eqx.is_array(leaf) else leaf, swept)
+        np.testing.assert_allclose(operator_matrix(masked), operator_matrix(own), atol=1e-4)
+        values = np.abs(eigenvalues(masked))
+        np.testing.assert_allclose(values[:rank], np.abs(eigenvalues(own)), atol=1e-4)
+        np.testing.assert_allclose(values[rank:], 0, atol=1e-6)
+
+
+@pytest.mark.parametrize("dependent", [False, True])
+@pytest.mark.parametrize("kind", FITS)
+def test_gradients_against_finite_differences(kind, dependent):
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(5)
+        x, y = (np.asarray(a) for a in lagged_pairs(linear_trajectory(120)[1]))
+        if dependent:  # a repeated feature: C_x is singular, and its null space must not turn gradients to NaN
+            x, y = (np.concatenate([a, a[:, :1]], 1) for a in (x, y))
+        seen = slice(None, 80)
+
+        def value(x_fit, y_fit, alpha):
+            operator = FITS[kind](x_fit, y_fit, alpha=alpha)
+            return risk(operator, x[80:], y[80:]) + jnp.sum(predict(operator, x[80:], 3) ** 2)
+
+        point = jnp.asarray(x[seen]), jnp.asarray(y[seen]), jnp.asarray(0.1)
+        step = rng.normal(size=point[0].shape), rng.normal(size=point[1].shape), 0.3
+        slope = sum(jnp.vdot(g, s) for g, s in zip(jax.grad(value, (0, 1, 2))(*point), step, strict=True))
+        ends = [value(*(p + e * s for p, s in zip(point, step, strict=True))) for e in (1e-5, -1e-5)]
+        np.testing.assert_allclose(slope, (ends[0] - ends[1]) / 2e-5, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", FITS)
+def test_more_features_than_samples(kind):
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(6)
+        x, y = rng.normal(size=(2, 8, 20))
+        found = FITS[kind](x, y, alpha=0.1)
+        c_x, c_xy = x.T @ x / 8, x.T @ y / 8
+        if kind == "ridge":
+            np.testing.assert_allclose(
+                operator_matrix(found), np.linalg.solve(c_x + 0.1 * np.eye(20), c_xy), atol=1e-10
+            )
+        basis = found.encode.matrix
+        used = found.singular_values > 1e-9
+        gram = basis.T @ (c_x + 0.1 * np.eye(20)) @ basis
+        np.testing.assert_allclose(gram[used][:, used], np.eye(int(used.sum())), atol=1e-9)
+        assert int(found.effective_rank) == min(8, found.core.shape[0])
+
+
+def test_a_singular_covariance_is_named():
+    x, y = lagged_pairs(linear_trajectory()[1])
+    x, y = (jnp.concatenate([a, a[:, :1]], 1) for a in (x, y))
+    with pytest.raises(ValueError, match="ridge needs rank 6, C_x has rank 5 of 6. Pass alpha > 0"):
+        fit_ridge(x, y, alpha=0.0)
+    # Five principal directions there are.
+    assert np.isfinite(fit_pcr(x, y, rank=5, alpha=0.0).core).all()
+    inside = jax.jit(lambda x, y: fit_reduced_rank(x, y, rank=6, alpha=0.0))(x, y)
+    assert np.isfinite(inside.core).all()
+    assert int(inside.effective_rank) == 5
+
+
+X, Y = (np.ones((6, 2), np.float32) * np.arange(6)[:, None] for _ in range(2))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "words"),
+    [
+        ((X, Y[:-1]), {}, ValueError, "as many samples as `x`"),
+        ((X, Y), {"rank": 3}, ValueError, r"`rank` must be at most the number of features \(2\), got 3"),
+        ((X, Y), {"rank": 0}, ValueError, "`rank`"),
+        ((X, Y), {"rank": 1.5}, TypeError, "`rank`"),
+        ((X, Y), {"alpha": -1.0}, ValueError, "`alpha` must be non-negative"),
+        ((X, Y), {"solver": "arnoldi"}, ValueError, "'krylov'"),
+        ((X, Y), {"route": "svd"}, ValueError, "'qr', 'covariance'"),
+        ((X[:1], Y[:1]), {}, ValueError, "at least two pairs"),
+        ((X.astype(int), Y), {}, TypeError, "floating"),
+        ((np.where(X == 3, np.nan, X), Y), {}, ValueError, "`x` must be finite, got 1 bad rows, the first at index 3"),
+        ((X, None), {}, ValueError, "lagged_pairs"),
+        ((X, np.ones((6, 3), np.float32)), {}, ValueError, "features of `x`"),
+        ((moments(X, Y), Y), {}, ValueError, "stand alone"),
+    ],
+)
+def test_bad_input_is_refused(arguments, options, error, words):
+    import jaxtyping
+
+    with pytest.raises((error, jaxtyping.TypeCheckError)) as caught:
+        fit_reduced_rank(*arguments, **({"rank": 1} | options))
+    if not isinstance(caught.value, jaxtyping.TypeCheckError):
+        assert caught.match(words)

@@ -1,0 +1,50 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from koopman.solvers import leading_eigenpairs, leading_left_vectors
+
+
+def matrix_of(values, rows, columns, seed=0):
+    rng = np.random.default_rng(seed)
+    left, right = (np.linalg.qr(rng.normal(size=(n, len(values))))[0] for n in (rows, columns))
+    return left, (left * values) @ right.T
+
+
+@pytest.mark.parametrize("solver", ["dense", "krylov", "randomized"])
+@pytest.mark.parametrize(("rows", "columns"), [(60, 40), (30, 90)])
+def test_leading_vectors_of_a_known_matrix(solver, rows, columns):
+    with jax.enable_x64(True):
+        left, matrix = matrix_of(0.5 ** np.arange(20), rows, columns)
+        vectors, values = leading_left_vectors(jnp.asarray(matrix), 4, solver=solver)
+        np.testing.assert_allclose(values, 0.5 ** np.arange(4), rtol=1e-10)
+        np.testing.assert_allclose(np.abs(left[:, :4].T @ vectors), np.eye(4), atol=1e-6)
+
+
+def test_krylov_converges_where_power_iterations_have_not():
+    # A slowly falling spectrum: four power iterations are 1 % off, the Krylov space goes on to rounding.
+    with jax.enable_x64(True):
+        values = np.linspace(1.0, 0.9, 100)
+        _, matrix = matrix_of(values, 120, 110)
+        found = {s: leading_left_vectors(jnp.asarray(matrix), 3, solver=s)[1] for s in ("krylov", "randomized")}
+        np.testing.assert_allclose(found["krylov"], values[:3], rtol=1e-10)
+        assert np.abs(found["randomized"] / values[:3] - 1).max() > 1e-3
+
+
+def test_eigenpairs_in_another_inner_product():
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(2)
+        gram, other = (a @ a.T + 0.1 * np.eye(50) for a in rng.normal(size=(2, 50, 50)))
+        # other @ gram is self-adjoint in <u, v> = u^T gram v.
+        vectors, values = leading_eigenpairs(
+            lambda block: other @ (gram @ block), 50, 3, dtype=jnp.float64, inner=lambda block: gram @ block
+        )
+        np.testing.assert_allclose(values, np.sort(np.linalg.eigvals(other @ gram).real)[::-1][:3], rtol=1e-9)
+        np.testing.assert_allclose(vectors.T @ gram @ vectors, np.eye(3), atol=1e-9)
+        np.testing.assert_allclose(other @ gram @ vectors, vectors * values[None], rtol=1e-4, atol=1e-6 * values[0])
+
+
+def test_unknown_solver():
+    with pytest.raises(ValueError, match="'auto', 'dense', 'krylov', 'randomized'"):
+        leading_left_vectors(jnp.eye(3), 1, solver="arpack")
