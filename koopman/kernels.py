@@ -1,0 +1,158 @@
+"""Kernels: modules that turn two arrays of states into their matrix of kernel values, [n, d] and [m, d] to [n, m].
+
+Any function of that shape serves as a kernel; these are the common ones. Their parameters are arrays, so they can be
+swept by `vmap` and learned by `grad`.
+"""
+
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float
+
+from dissociation.checks import check_choice, check_count, check_ndim, check_non_negative, check_positive, fail
+
+Scalar = float | int | Float[Array | np.ndarray, ""]
+States = Float[Array | np.ndarray, "n d"]
+
+
+class Linear(eqx.Module):
+    """k(x, y) = x . y: explicit features through their Gram matrix."""
+
+    def __call__(self, x: States, y: Float[Array | np.ndarray, "m d"]) -> Float[Array, "n m"]:
+        """The matrix of kernel values."""
+        return _product(*_pair(x, y))
+
+
+class RBF(eqx.Module):
+    """k(x, y) = exp(-|x - y|^2 / (2 l^2)).
+
+    Attributes:
+        length_scale: l, in units of the states; `median_distance` is a common choice.
+    """
+
+    length_scale: Scalar
+
+    def __check_init__(self):
+        check_positive("length_scale", self.length_scale)
+
+    def __call__(self, x: States, y: Float[Array | np.ndarray, "m d"]) -> Float[Array, "n m"]:
+        """The matrix of kernel values."""
+        return jnp.exp(-0.5 * squared_distances(x, y) / self.length_scale**2)
+
+
+class Laplacian(eqx.Module):
+    """k(x, y) = exp(-|x - y| / l), with the Euclidean norm: the Matern kernel of smoothness 1/2.
+
+    Attributes:
+        length_scale: l.
+    """
+
+    length_scale: Scalar
+
+    def __check_init__(self):
+        check_positive("length_scale", self.length_scale)
+
+    def __call__(self, x: States, y: Float[Array | np.ndarray, "m d"]) -> Float[Array, "n m"]:
+        """The matrix of kernel values."""
+        return jnp.exp(-_distances(x, y) / self.length_scale)
+
+
+class Matern(eqx.Module):
+    """The Matern kernel of smoothness 1/2, 3/2 or 5/2.
+
+    With s = sqrt(2 nu) |x - y| / l: exp(-s), (1 + s) exp(-s), (1 + s + s^2 / 3) exp(-s) (Rasmussen and Williams 2006,
+    eq. 4.17).
+
+    Attributes:
+        length_scale: l.
+        nu: 0.5, 1.5 or 2.5.
+    """
+
+    length_scale: Scalar
+    nu: float = eqx.field(static=True, default=1.5)
+
+    def __check_init__(self):
+        check_positive("length_scale", self.length_scale)
+        check_choice("nu", str(float(self.nu)), ("0.5", "1.5", "2.5"))
+
+    def __call__(self, x: States, y: Float[Array | np.ndarray, "m d"]) -> Float[Array, "n m"]:
+        """The matrix of kernel values."""
+        s = (2 * self.nu) ** 0.5 * _distances(x, y) / self.length_scale
+        factor = {0.5: 1.0, 1.5: 1.0 + s, 2.5: 1.0 + s + s**2 / 3}[float(self.nu)]
+        return factor * jnp.exp(-s)
+
+
+class Polynomial(eqx.Module):
+    """k(x, y) = (gamma x . y + c)^p.
+
+    Attributes:
+        degree: p, at least 1.
+        gamma: Factor, positive.
+        offset: c, non-negative.
+    """
+
+    degree: int = eqx.field(static=True, default=2)
+    gamma: Scalar = 1.0
+    offset: Scalar = 1.0
+
+    def __check_init__(self):
+        check_count("degree", self.degree, minimum=1)
+        check_positive("gamma", self.gamma)
+        check_non_negative("offset", self.offset)
+
+    def __call__(self, x: States, y: Float[Array | np.ndarray, "m d"]) -> Float[Array, "n m"]:
+        """The matrix of kernel values."""
+        return (self.gamma * _product(*_pair(x, y)) + self.offset) ** self.degree
+
+
+def median_distance(x: States, *, max_samples: int = 1000) -> Float[Array, ""]:
+    """The median Euclidean distance between two states: the usual length scale of an RBF kernel.
+
+    Args:
+        x: States.
+        max_samples: As many states, evenly spaced along x, are compared at most.
+
+    Returns:
+        A length in the units of x.
+
+    Raises:
+        ValueError: If there are fewer than two states.
+
+    References:
+        Gretton et al. (2012), A kernel two-sample test, section 8.
+    """
+    check_ndim("x", x, 2, "[samples, dimensions]")
+    check_count("max_samples", max_samples, minimum=2)
+    if x.shape[0] < 2:
+        fail("x", "hold at least two states", f"shape {x.shape}")
+    some = jnp.asarray(x)[:: -(-x.shape[0] // max_samples)]
+    rows, columns = np.triu_indices(some.shape[0], 1)
+    return jnp.median(_distances(some, some)[rows, columns])
+
+
+def squared_distances(x: States, y: Float[Array | np.ndarray, "m d"]) -> Float[Array, "n m"]:
+    """|x_i - y_j|^2 by one product, never below zero; states are taken about the mean of y, against cancellation."""
+    x, y = _pair(x, y)
+    mean = lax.stop_gradient(jnp.mean(y, 0))[None]
+    x, y = x - mean, y - mean
+    square = jnp.sum(x**2, 1)[:, None] + jnp.sum(y**2, 1)[None] - 2 * _product(x, y)
+    return jnp.maximum(square, 0.0)
+
+
+def _distances(x: States, y: Float[Array | np.ndarray, "m d"]) -> Array:
+    square = squared_distances(x, y)
+    apart = square > 0  # the root has no finite slope at zero
+    return jnp.where(apart, jnp.sqrt(jnp.where(apart, square, 1.0)), 0.0)
+
+
+def _pair(x: Array | np.ndarray, y: Array | np.ndarray) -> tuple[Array, Array]:
+    check_ndim("x", x, 2, "[samples, dimensions]")
+    check_ndim("y", y, 2, "[samples, dimensions]")
+    if x.shape[1] != y.shape[1]:
+        fail("y", f"have the dimensions of `x` ({x.shape[1]})", y.shape[1])
+    return jnp.asarray(x), jnp.asarray(y)
+
+
+def _product(x: Array, y: Array) -> Array:
+    return jnp.matmul(x, y.T, precision=lax.Precision.HIGHEST)

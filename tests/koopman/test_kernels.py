@@ -1,0 +1,75 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from koopman import kernels
+
+RNG = np.random.default_rng(0)
+X, Y = RNG.normal(3.0, 1.0, size=(2, 9, 4))
+DISTANCE = np.linalg.norm(X[:, None] - Y[None], axis=-1)
+
+CASES = [
+    (kernels.Linear(), X @ Y.T),
+    (kernels.RBF(0.7), np.exp(-(DISTANCE**2) / (2 * 0.7**2))),
+    (kernels.Laplacian(0.7), np.exp(-DISTANCE / 0.7)),
+    (kernels.Matern(0.7, 0.5), np.exp(-DISTANCE / 0.7)),
+    (kernels.Matern(0.7, 1.5), (1 + 3**0.5 * DISTANCE / 0.7) * np.exp(-(3**0.5) * DISTANCE / 0.7)),
+    (kernels.Polynomial(3, 0.5, 2.0), (0.5 * X @ Y.T + 2) ** 3),
+]
+
+
+@pytest.mark.parametrize(("kernel", "wanted"), CASES, ids=lambda c: type(c).__name__)
+def test_closed_forms(kernel, wanted):
+    with jax.enable_x64(True):
+        np.testing.assert_allclose(kernel(X, Y), wanted, rtol=1e-10)
+        np.testing.assert_allclose(jax.jit(lambda x: kernel(x, Y))(X), wanted, rtol=1e-10)
+
+
+@pytest.mark.parametrize("nu", [0.5, 1.5, 2.5])
+def test_against_scikit_learn(nu):
+    pairwise = pytest.importorskip("sklearn.gaussian_process.kernels")
+    with jax.enable_x64(True):
+        np.testing.assert_allclose(kernels.Matern(1.3, nu)(X, Y), pairwise.Matern(1.3, nu=nu)(X, Y), rtol=1e-10)
+
+
+def test_float32_far_from_the_origin():
+    # Squared norms of 1e6 would leave no digit of distances near 1: states are taken about their mean.
+    far = (X + 1000).astype(np.float32)
+    exact = np.linalg.norm(far[:, None].astype(float) - far[None], axis=-1) ** 2
+    np.testing.assert_allclose(kernels.squared_distances(far, far), exact, atol=1e-3)
+    assert float(kernels.squared_distances(far, far).min()) >= 0
+
+
+@pytest.mark.parametrize(("kernel", "_"), CASES, ids=lambda c: type(c).__name__)
+def test_gradients_are_finite_and_right(kernel, _):
+    with jax.enable_x64(True):
+        weight, step = RNG.normal(size=(9, 9)), RNG.normal(size=X.shape)
+        value = jax.jit(lambda x: jnp.sum(weight * kernel(x, jnp.asarray(Y))))
+        numeric = (value(X + 1e-5 * step) - value(X - 1e-5 * step)) / 2e-5
+        np.testing.assert_allclose(jnp.vdot(jax.grad(value)(jnp.asarray(X)), step), numeric, rtol=1e-6)
+        # On the diagonal distances are zero, where a root has no finite slope.
+        assert np.isfinite(jax.grad(lambda x: jnp.sum(kernel(x, x)))(jnp.asarray(X))).all()
+
+
+def test_median_distance():
+    with jax.enable_x64(True):
+        rows, columns = np.triu_indices(9, 1)
+        exact = np.median(np.linalg.norm(X[rows] - X[columns], axis=1))
+        np.testing.assert_allclose(kernels.median_distance(X), exact, rtol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: kernels.RBF(0.0), "`length_scale` must be positive"),
+        (lambda: kernels.Matern(1.0, 2.0), "'0.5', '1.5', '2.5'"),
+        (lambda: kernels.Polynomial(0), "`degree`"),
+        (lambda: kernels.Linear()(X, Y[:, :3]), "dimensions"),
+        (lambda: kernels.median_distance(X[:1]), "at least two states"),
+    ],
+)
+def test_bad_input_is_refused(make, words):
+    with pytest.raises((ValueError, TypeError)) as caught:
+        make()
+    assert isinstance(caught.value, TypeError) or caught.match(words)

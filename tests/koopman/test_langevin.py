@@ -1,0 +1,228 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.stats import kstest
+
+from koopman.datasets.langevin import (
+    langevin_spectrum,
+    overdamped_langevin,
+    prinz_langevin,
+    prinz_potential,
+    prinz_spectrum,
+)
+from koopman.datasets.systems import ornstein_uhlenbeck_spectrum
+
+ROOT_2 = np.sqrt(2)
+BUMPS = ((0.8, 80, 0.0), (0.2, 80, 0.5), (0.5, 40, -0.5))  # height, sharpness, place
+
+
+def prinz_by_hand(x):
+    """The potential and its first two derivatives in NumPy."""
+    values = [4 * x**8, 32 * x**7, 224 * x**6]
+    for height, a, place in BUMPS:
+        bump = 4 * height * np.exp(-a * (x - place) ** 2)
+        values[0] = values[0] + bump
+        values[1] = values[1] - 2 * a * (x - place) * bump
+        values[2] = values[2] + (4 * a**2 * (x - place) ** 2 - 2 * a) * bump
+    return values
+
+
+def schroedinger(friction, states, lag=1e-4, waves=120):
+    """Eigenvalues and eigenfunctions from sines in the symmetrised form -D (f'' - W f), exponentially accurate.
+
+    W = (V' / 2 kT)^2 - V'' / 2 kT; the eigenfunctions come multiplied by exp(-V / 2 kT) / sqrt(Z).
+    """
+    temperature, diffusion = 1 / friction, 1 / friction**2
+    edge = 1.08 * (9 * temperature + 1) ** 0.125
+    nodes, weights = np.polynomial.legendre.leggauss(4 * waves)
+    nodes, weights = edge * nodes, edge * weights
+    k = np.arange(1, waves + 1) * np.pi / (2 * edge)
+    energy, slope, curvature = prinz_by_hand(nodes)
+    well = (slope / (2 * temperature)) ** 2 - curvature / (2 * temperature)
+    sines = np.sin(k[None, :] * (nodes + edge)[:, None]) / np.sqrt(edge)
+    rates, vectors = np.linalg.eigh(np.diag(k**2) + (sines * (weights * well)[:, None]).T @ sines)
+    partition = weights @ np.exp(-energy / temperature)
+    density = np.exp(-prinz_by_hand(states)[0] / temperature) / partition
+    functions = np.sin(k[None, :] * (states + edge)[:, None]) / np.sqrt(edge) @ vectors[:, :4]
+    functions = functions / np.sqrt(density)[:, None]
+    return np.exp(-lag * diffusion * rates[:4]), functions * np.sign(functions[-1])[None, :], density
+
+
+def test_prinz_potential_and_its_force():
+    x = np.linspace(-1.3, 1.3, 27)
+    with jax.enable_x64(True):
+        np.testing.assert_allclose(prinz_potential(x), prinz_by_hand(x)[0], rtol=1e-13)
+        force = jax.vmap(jax.grad(prinz_potential))(jnp.asarray(x))
+        np.testing.assert_allclose(force, prinz_by_hand(x)[1], rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("friction", "expected"),
+    [(0.1, [1, 0.97989261, 0.92044637, 0.84199274]), (1.0, [1, 0.99988011, 0.99921146, 0.99846504])],
+)
+def test_prinz_spectrum(friction, expected):
+    """Published eigenvalues; those at friction 0.1 are up to 8e-9 off, as the second computation shows."""
+    x = np.linspace(-1.2, 1.2, 50)
+    spectrum = prinz_spectrum(friction=friction)
+    np.testing.assert_allclose(spectrum.eigenvalues, expected, atol=1.2e-8)
+    values, functions, density = schroedinger(friction, x)
+    np.testing.assert_allclose(spectrum.eigenvalues, values, atol=3e-9)
+    np.testing.assert_allclose(spectrum.right(x[:, None]), functions, atol=1e-4)
+    np.testing.assert_allclose(spectrum.density(x[:, None]), density, rtol=1e-9)
+    finer = prinz_spectrum(friction=friction, num_cells=800)
+    np.testing.assert_allclose(finer.eigenvalues, values, atol=3e-10)
+    np.testing.assert_allclose(finer.right(x[:, None]), functions, atol=1e-5)
+
+
+def test_eigenfunctions_are_orthonormal():
+    spectrum = prinz_spectrum(friction=1.0)
+    x = np.linspace(-1.4, 1.4, 4001)[:, None]
+    functions = spectrum.right(x)
+    gram = (functions * spectrum.density(x)[:, None]).T @ functions * (x[1] - x[0])
+    np.testing.assert_allclose(gram, np.eye(4), atol=1e-5)
+    assert spectrum.left is spectrum.right  # reversible
+
+
+def test_harmonic_well_is_ornstein_uhlenbeck():
+    theta, friction, sigma, lag = 1.7, 0.6, 0.9, 0.2
+    spectrum = langevin_spectrum(
+        lambda x: 0.5 * theta * friction * x**2,
+        (-30.0, 30.0),
+        friction=friction,
+        sigma=sigma,
+        time_step=lag,
+        num_components=5,
+        num_cells=800,
+    )
+    exact = ornstein_uhlenbeck_spectrum(theta=theta, sigma=sigma / friction, time_step=lag, num_components=5)
+    np.testing.assert_allclose(spectrum.eigenvalues, exact.eigenvalues, atol=4e-8)
+    x = np.linspace(-2, 2, 21)[:, None]
+    np.testing.assert_allclose(spectrum.density(x), exact.density(x), rtol=1e-9)
+    np.testing.assert_allclose(spectrum.right(x), exact.right(x), atol=1e-4)
+
+
+def test_reflected_free_diffusion_has_cosines():
+    spectrum = langevin_spectrum(lambda x: 0 * x, (1.0, 3.0), friction=2.0, sigma=0.8, time_step=0.3)
+    k = np.arange(4)
+    np.testing.assert_allclose(spectrum.eigenvalues, np.exp(-0.3 * 0.5 * 0.4**2 * (k * np.pi / 2) ** 2), rtol=5e-9)
+    x = np.linspace(1.05, 2.95, 11)[:, None]
+    expected = np.where(k == 0, 1, ROOT_2)[None, :] * np.cos(k[None, :] * np.pi * (3 - x) / 2)
+    np.testing.assert_allclose(spectrum.right(x), expected, atol=1e-7)
+    np.testing.assert_allclose(spectrum.density(x), 0.5, rtol=1e-12)
+
+
+def test_a_wide_domain_changes_nothing():
+    narrow, wide = (
+        langevin_spectrum(prinz_potential, (-end, end), time_step=1e-4, num_cells=800) for end in (1.5, 6.0)
+    )
+    np.testing.assert_allclose(wide.eigenvalues, narrow.eigenvalues, atol=1e-9)
+    cut = langevin_spectrum(prinz_potential, (-0.4, 1.4), time_step=1e-4)  # without the well on the left it does
+    assert np.abs(cut.eigenvalues - narrow.eigenvalues)[1] > 5e-5
+
+
+def euler_kernel_eigenvalue(substeps, points=800):
+    """The second eigenvalue of the Euler scheme itself at friction 0.1, from its Gaussian transition density."""
+    step = 1e-4 / substeps
+    x = np.linspace(-2, 2, points)
+    mean = x - prinz_by_hand(x)[1] * step / 0.1
+    kernel = np.exp(-((x[None, :] - mean[:, None]) ** 2) / (2 * 200 * step))
+    kernel *= (x[1] - x[0]) / np.sqrt(2 * np.pi * 200 * step)
+    vectors = np.stack([np.ones(points), x], axis=1)
+    for _ in range(60 * substeps):  # subspace iteration
+        vectors = np.linalg.qr(kernel @ vectors)[0]
+    return np.sort(np.linalg.eigvals(vectors.T @ kernel @ vectors).real)[0] ** substeps
+
+
+def test_error_of_the_scheme_is_as_documented():
+    rate = -np.log(prinz_spectrum().eigenvalues[1])
+    np.testing.assert_allclose(-np.log(euler_kernel_eigenvalue(1)) / rate, 1.043, atol=1e-3)
+    np.testing.assert_allclose(-np.log(euler_kernel_eigenvalue(10)) / rate, 1.003, atol=1e-3)
+
+
+def test_prinz_trajectories_follow_density_and_spectrum(key):
+    n, lag = 10_000, 20
+    path = np.asarray(prinz_langevin(lag, key=key, num_trajectories=n), np.float64)
+    assert path.shape == (n, lag + 1, 1)
+    spectrum = prinz_spectrum()
+    x = np.linspace(-2, 2, 4001)
+    cumulative = np.cumsum(spectrum.density(x[:, None])) * (x[1] - x[0])
+    for states in (path[:, 0, 0], path[:, -1, 0]):  # starts in equilibrium and stays there
+        assert kstest(states, lambda s: np.interp(s, x, cumulative)).pvalue > 1e-3
+    assert kstest(path[:, 0, 0] + 0.05, lambda s: np.interp(s, x, cumulative)).pvalue < 1e-3
+    for component in (1, 2):
+        start, end = (spectrum.right(path[:, t])[:, component] for t in (0, -1))
+        products = start * end
+        expected = spectrum.eigenvalues[component] ** lag
+        bias = 0.004 * expected * -np.log(expected)  # of the scheme
+        assert abs(products.mean() - expected) < 4 * products.std() / np.sqrt(n) + bias
+
+
+def test_scheme_in_a_harmonic_well(key):
+    """Without noise the state shrinks by (1 - h k / friction) per substep; with it the variance has a closed form."""
+    stiffness = jnp.array([1.0, 3.0])
+
+    def potential(x):
+        return 0.5 * jnp.sum(stiffness * x**2)
+
+    start = np.array([1.0, -2.0])
+    path = overdamped_langevin(potential, 4, key=key, initial=start, friction=2.0, sigma=0.0, time_step=0.1, substeps=5)
+    factor = (1 - 0.02 * np.array([1.0, 3.0]) / 2) ** (5 * np.arange(5)[:, None])
+    np.testing.assert_allclose(path, start * factor, rtol=1e-5)
+
+    n, h, sigma = 20_000, 0.1, 0.7
+    shrink = 1 - h * np.array([1.0, 3.0]) / 2
+    path = overdamped_langevin(
+        potential, 3, key=key, num_trajectories=n, initial=start, friction=2.0, sigma=sigma, time_step=h
+    )
+    variance = (sigma / 2) ** 2 * h * (1 + shrink**2 + shrink**4)
+    last = np.asarray(path[:, -1], np.float64)
+    np.testing.assert_array_less(np.abs(last.var(axis=0) / variance - 1), 4 * np.sqrt(2 / n))
+    np.testing.assert_array_less(np.abs(last.mean(axis=0) - start * shrink**3), 4 * np.sqrt(variance / n))
+    assert abs(np.corrcoef(last.T)[0, 1]) < 4 / np.sqrt(n)
+
+
+def test_plain_jit_vmap_and_loop_agree(key):
+    keys = jax.random.split(key, 3)
+    frictions = jnp.array([0.1, 0.5, 1.0])
+
+    def one(key, friction):
+        return prinz_langevin(3, key=key, friction=friction, substeps=2)
+
+    looped = jnp.stack([one(k, f) for k, f in zip(keys, frictions, strict=True)])
+    np.testing.assert_allclose(jax.vmap(one)(keys, frictions), looped, atol=1e-5)
+    np.testing.assert_allclose(jax.jit(jax.vmap(one))(keys, frictions), looped, atol=1e-5)
+    batch = prinz_langevin(3, key=key, num_trajectories=3, substeps=2)
+    np.testing.assert_allclose(batch[0], looped[0], atol=1e-5)
+    assert np.ptp(batch[:, 0]) > 1e-3
+
+
+def test_wrong_arguments_are_named(key):
+    with pytest.raises(ValueError, match="`num_steps` must be at least 1"):
+        prinz_langevin(0, key=key)
+    with pytest.raises(ValueError, match="`friction` must be positive"):
+        prinz_langevin(3, key=key, friction=0.0)
+    with pytest.raises(ValueError, match="`sigma` must be non-negative"):
+        overdamped_langevin(prinz_potential, 3, key=key, initial=np.zeros(1), sigma=-1.0)
+    with pytest.raises(ValueError, match="`substeps` must be at least 1"):
+        prinz_langevin(3, key=key, substeps=0)
+    with pytest.raises(ValueError, match=r"`initial` must have shape \(1,\), got \(2,\)"):
+        prinz_langevin(3, key=key, initial=np.zeros(2))
+    with pytest.raises(ValueError, match=r"`initial` must have shape \(2,\) or \(4, 2\), got \(3, 2\)"):
+        overdamped_langevin(jnp.sum, 3, key=key, initial=np.zeros((3, 2)), num_trajectories=4)
+    with pytest.raises(ValueError, match="`domain` must be two ends in ascending order"):
+        langevin_spectrum(prinz_potential, (1.0, -1.0))
+    with pytest.raises(ValueError, match="`domain` must be narrower"):
+        langevin_spectrum(prinz_potential, (-1e3, 1e3))
+    with pytest.raises(ValueError, match="`num_cells` must be even"):
+        prinz_spectrum(num_cells=101)
+    with pytest.raises(ValueError, match="`num_cells` must be at least 32"):
+        prinz_spectrum(num_cells=20)
+
+
+@pytest.mark.parametrize("friction", [0.1, 1.0])
+def test_against_kooplearn(friction):
+    datasets = pytest.importorskip("kooplearn.datasets")
+    values = datasets.compute_prinz_potential_eig(friction, ROOT_2, 1e-4)
+    # With 128 cosines on (-3, 3) the peer is 1.2e-7 off at friction 1.
+    np.testing.assert_allclose(prinz_spectrum(friction=friction).eigenvalues, values, atol=2e-7)

@@ -1,0 +1,224 @@
+from functools import partial
+from itertools import product
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.linalg import solve_discrete_lyapunov
+
+from koopman.datasets.exact import conjugate_order
+from koopman.datasets.linear import (
+    linear_spectrum,
+    linear_system,
+    regime_switching_spectrum,
+    regime_switching_var,
+    stationary_covariance,
+)
+
+A = np.array([[0.8, -0.5], [0.4, 0.6]])  # eigenvalues 0.7 +- 0.436i
+A3 = np.array([[0.9, 0.5, 0.0], [0.0, 0.7, 0.3], [-0.1, 0.0, -0.4]])
+B = np.array([[0.3, 0.0, 0.1], [0.2, 0.4, 0.0]])
+MATRICES = np.array([[[0.9, 0.2], [-0.1, 0.7]], [[0.5, -0.4], [0.6, 0.3]]])
+TRANSITION = np.array([[0.9, 0.1], [0.3, 0.7]])
+
+
+def monomials(x, degree):
+    powers = [p for p in product(range(degree + 1), repeat=x.shape[1]) if sum(p) <= degree]
+    return np.stack([np.prod(x ** np.array(p), axis=1) for p in powers], axis=1)
+
+
+def assert_same_spectrum(first, second, atol):
+    """Equal as multisets: each has its partner."""
+    assert len(first) == len(second)
+    rest = list(second)
+    for value in first:
+        nearest = int(np.argmin(np.abs(np.array(rest) - value)))
+        assert abs(rest.pop(nearest) - value) < atol
+
+
+def test_products_of_a_rotation():
+    angle, radius = 0.5, 0.9
+    rotation = radius * np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
+    spectrum = linear_spectrum(rotation, 2)
+    turn = np.exp(1j * angle)
+    expected = [1, radius * turn, radius / turn, radius**2, radius**2 * turn**2, radius**2 / turn**2]
+    assert_same_spectrum(spectrum.eigenvalues, expected, 1e-14)
+    np.testing.assert_allclose(spectrum.eigenvalues[:3], expected[:3], atol=1e-14)
+    # The three of modulus 0.81 stand in any order, but the pair together and the upper one first.
+    upper = int(np.argmax(spectrum.eigenvalues[3:].imag)) + 3
+    np.testing.assert_allclose(spectrum.eigenvalues[upper + 1], spectrum.eigenvalues[upper].conj(), atol=1e-14)
+
+
+@pytest.mark.parametrize(("matrix", "degree"), [(A, 3), (A3, 2)], ids=["2d", "3d"])
+def test_products_against_regression_on_monomials(matrix, degree):
+    """Monomials up to a degree are closed under a linear map: least squares on them finds the operator."""
+    spectrum = linear_spectrum(matrix, degree)
+    x = np.random.default_rng(0).standard_normal((200, len(matrix)))
+    lifted = np.linalg.lstsq(monomials(x, degree), monomials(x @ matrix.T, degree), rcond=None)[0]
+    assert_same_spectrum(np.linalg.eigvals(lifted), spectrum.eigenvalues, 1e-9)
+    np.testing.assert_allclose(
+        spectrum.right(x @ matrix.T), spectrum.right(x) * spectrum.eigenvalues[None, :], atol=1e-11
+    )
+    assert np.linalg.matrix_rank(spectrum.right(x)) == len(spectrum.eigenvalues)
+    assert spectrum.density is None
+
+
+@pytest.mark.parametrize("noise", [B, 0.4], ids=["matrix", "deviation"])
+def test_eigenfunctions_with_noise_by_quadrature(noise):
+    """E[f(A x + B z)] by Gauss-Hermite sums, which are exact for polynomials."""
+    spectrum = linear_spectrum(A, 4, noise=noise)
+    silent = linear_spectrum(A, 4)
+    assert_same_spectrum(spectrum.eigenvalues, silent.eigenvalues, 1e-13)
+    b = noise * np.eye(2) if np.ndim(noise) == 0 else noise
+    z, weights = np.polynomial.hermite_e.hermegauss(6)
+    z = np.stack([axis.ravel() for axis in np.meshgrid(*[z] * b.shape[1])], axis=1)
+    weights = np.prod(np.stack(np.meshgrid(*[weights / weights.sum()] * b.shape[1])), axis=0).ravel()
+    x = np.random.default_rng(0).standard_normal((20, 2))
+
+    def residual(right):
+        expected = np.stack([weights @ right((A @ point)[None] + z @ b.T) for point in x])
+        return np.abs(expected - right(x) * spectrum.eigenvalues[None, :]).max()
+
+    assert residual(spectrum.right) < 1e-10
+    assert residual(silent.right) > 0.1  # products of linear functions are no eigenfunctions with noise
+    root = np.linalg.cholesky(stationary_covariance(A, noise))
+    states = np.stack([axis.ravel() for axis in np.meshgrid(*[np.linspace(-7, 7, 141)] * 2)], axis=1) @ root.T
+    mass = spectrum.density(states) * 0.1**2 * np.prod(np.diag(root))
+    np.testing.assert_allclose(mass.sum(), 1, atol=1e-8)
+    covariance = (states * mass[:, None]).T @ states
+    np.testing.assert_allclose(covariance, stationary_covariance(A, noise), atol=1e-8)
+    np.testing.assert_allclose(mass @ np.abs(spectrum.right(states)[:, 1:3]) ** 2, 1, atol=1e-7)
+
+
+@pytest.mark.parametrize("matrix", [A, 0.9995 * A / np.abs(np.linalg.eigvals(A)).max(), np.zeros((2, 2))])
+def test_stationary_covariance_against_scipy(matrix):
+    covariance = stationary_covariance(matrix, B)
+    np.testing.assert_allclose(covariance, solve_discrete_lyapunov(matrix, B @ B.T), rtol=1e-9)
+    np.testing.assert_allclose(covariance, matrix @ covariance @ matrix.T + B @ B.T, rtol=1e-12)
+    np.testing.assert_allclose(stationary_covariance(matrix, 2), 4 * stationary_covariance(matrix, 1.0), rtol=1e-12)
+
+
+def test_no_stationary_distribution():
+    with pytest.raises(ValueError, match="`matrix` must have all eigenvalues inside the unit circle.*radius 1.1"):
+        stationary_covariance(np.diag([1.1, 0.5]), 1.0)
+    with pytest.raises(ValueError, match="`matrix` must have all eigenvalues inside"):
+        linear_spectrum(np.eye(2), 2, noise=0.1)
+    np.testing.assert_allclose(linear_spectrum(np.diag([1.1, 0.5]), 1).eigenvalues, [1.1, 1, 0.5])
+
+
+def test_noise_free_trajectories_are_powers(key):
+    start = jax.random.normal(key, (3, 2))
+    path = linear_system(A, 6, key=key, num_trajectories=3, initial=start)
+    expected = np.stack([np.asarray(start) @ np.linalg.matrix_power(A, t).T for t in range(7)], axis=1)
+    np.testing.assert_allclose(path, expected, atol=1e-6)
+
+
+def test_noise_has_the_covariance_of_its_matrix(key):
+    """From the stationary distribution every later state has its covariance, and the next one its cross-covariance."""
+    n = 20_000
+    covariance = stationary_covariance(A, B)
+    start = jax.random.normal(key, (n, 2)) @ jnp.asarray(np.linalg.cholesky(covariance).T)
+    path = np.asarray(linear_system(A, 3, key=key, num_trajectories=n, noise=B, initial=start), np.float64)
+    # The fourth moments of a normal: a product of two coordinates has variance C_ii C_jj + C_ij^2.
+    error = np.sqrt((np.outer(np.diag(covariance), np.diag(covariance)) + covariance**2) / n)
+    np.testing.assert_array_less(np.abs(path[:, 3].T @ path[:, 3] / n - covariance), 4 * error)
+    np.testing.assert_array_less(np.abs(path[:, 3].T @ path[:, 2] / n - A @ covariance), 6 * error)
+    assert np.any(np.abs(path[:, 3].T @ path[:, 2] / n - A.T @ covariance) > 6 * error)
+    drawn = np.asarray(linear_system(A, 1, key=key, num_trajectories=n))[:, 0]
+    np.testing.assert_allclose(drawn.T @ drawn / n, np.eye(2), atol=4 * np.sqrt(2 / n))
+
+
+def test_regime_eigenfunctions_by_their_definition():
+    """E[f(x', s') | x, s] = sum_j P_sj f(A_s x, j) for functions affine in the state."""
+    spectrum = regime_switching_spectrum(MATRICES, TRANSITION)
+    x = np.random.default_rng(0).standard_normal((12, 2))
+    regimes = np.arange(12) % 2
+    moved = np.einsum("nab,nb->na", MATRICES[regimes], x)
+    expected = sum(TRANSITION[regimes, j][:, None] * spectrum.right(moved, np.full(12, j)) for j in range(2))
+    np.testing.assert_allclose(expected, spectrum.right(x, regimes) * spectrum.eigenvalues[None, :], atol=1e-12)
+    assert np.linalg.matrix_rank(spectrum.right(x, regimes)) == 6
+    np.testing.assert_allclose(spectrum.eigenvalues[conjugate_order(spectrum.eigenvalues)], spectrum.eigenvalues)
+    assert_same_spectrum([1, 0.6], [v for v in spectrum.eigenvalues if min(abs(v - 1), abs(v - 0.6)) < 1e-12], 1e-12)
+
+
+def test_regime_means_by_enumeration(key):
+    """The mean after n steps is a sum over all paths of regimes."""
+    n, steps, start = 20_000, 4, np.array([1.0, -0.5])
+    run = regime_switching_var(
+        MATRICES, TRANSITION, steps, key=key, num_trajectories=n, noise=0.1, initial=start, initial_regime=1
+    )
+    mean, occupied = np.zeros(2), np.zeros(2)
+    for tail in product(range(2), repeat=steps):
+        path = (1, *tail)
+        probability = np.prod([TRANSITION[i, j] for i, j in zip(path[:-1], path[1:], strict=True)])
+        state = start
+        for regime in path[:-1]:
+            state = MATRICES[regime] @ state
+        mean, occupied = mean + probability * state, occupied + probability * np.eye(2)[path[-1]]
+    last = np.asarray(run.states[:, -1], np.float64)
+    np.testing.assert_array_less(np.abs(last.mean(axis=0) - mean), 4 * last.std(axis=0) / np.sqrt(n))
+    share = np.mean(np.asarray(run.regimes[:, -1]) == 1)
+    assert abs(share - occupied[1]) < 4 * np.sqrt(occupied[1] * (1 - occupied[1]) / n)
+    assert np.all(np.asarray(run.regimes[:, 0]) == 1)
+
+
+def test_states_obey_the_regime_recorded_with_them(key):
+    run = regime_switching_var(MATRICES, TRANSITION, 30, key=key)
+    states, regimes = np.asarray(run.states), np.asarray(run.regimes)
+    assert set(regimes) == {0, 1}
+    expected = np.einsum("tab,tb->ta", MATRICES[regimes[:-1]], states[:-1])
+    np.testing.assert_allclose(states[1:], expected, atol=1e-6)
+
+
+def test_plain_jit_vmap_and_loop_agree(key):
+    keys = jax.random.split(key, 3)
+    sweep = jnp.array([0.0, 0.1, 0.5])
+
+    def linear(key, noise):
+        return linear_system(jnp.asarray(A), 4, key=key, noise=noise)
+
+    def switching(key, noise):
+        return regime_switching_var(jnp.asarray(MATRICES), jnp.asarray(TRANSITION), 4, key=key, noise=noise).states
+
+    for one in (linear, switching):
+        looped = jnp.stack([one(k, s) for k, s in zip(keys, sweep, strict=True)])
+        np.testing.assert_allclose(jax.vmap(one)(keys, sweep), looped, atol=1e-6)
+        np.testing.assert_allclose(jax.jit(jax.vmap(one))(keys, sweep), looped, atol=1e-6)
+        assert np.ptp(looped[:, -1]) > 1e-3
+    batch = linear_system(A, 4, key=key, num_trajectories=3)
+    np.testing.assert_allclose(batch, jnp.stack([linear(k, 0.0) for k in keys]), atol=1e-6)
+    # A derivative of the last state in the matrix, against differences.
+    total = partial(linear_system, num_steps=3, key=key, initial=np.array([1.0, 2.0]))
+    gradient = jax.grad(lambda a: total(a).sum())(jnp.asarray(A))
+    with jax.enable_x64(True):
+        shift = 1e-6 * np.eye(2)[:, :1] @ np.eye(2)[1:]
+        difference = (total(A + shift).sum() - total(A - shift).sum()) / 2e-6
+    np.testing.assert_allclose(gradient[0, 1], difference, rtol=1e-4)
+
+
+def test_wrong_arguments_are_named(key):
+    with pytest.raises(ValueError, match="`num_steps` must be at least 1"):
+        linear_system(A, 0, key=key)
+    with pytest.raises(ValueError, match="`noise` must be non-negative"):
+        linear_system(A, 3, key=key, noise=-1.0)
+    with pytest.raises(ValueError, match=r"`noise` must have a row per direction \(2\)"):
+        linear_system(A, 3, key=key, noise=np.ones((3, 1)))
+    with pytest.raises(ValueError, match="`matrix` must be square"):
+        linear_spectrum(np.ones((2, 3)), 1)
+    with pytest.raises(ValueError, match=r"`initial` must have shape \(2,\), got \(3,\)"):
+        linear_system(A, 3, key=key, initial=np.zeros(3))
+    with pytest.raises(ValueError, match="`transition` must have rows that sum to 1"):
+        regime_switching_var(MATRICES, np.array([[0.5, 0.4], [0.5, 0.5]]), 3, key=key)
+    with pytest.raises(ValueError, match=r"`transition` must have shape \(2, 2\)"):
+        regime_switching_spectrum(MATRICES, np.eye(3))
+
+
+def test_against_kooplearn(key):
+    datasets = pytest.importorskip("kooplearn.datasets")
+    start = np.array([1.0, 0.5])
+    peer = datasets.make_linear_system(start, A, n_steps=5).to_numpy()
+    np.testing.assert_allclose(linear_system(A, 5, key=key, initial=start), peer, atol=1e-6)
+    swap = np.array([[0.0, 1.0], [1.0, 0.0]])  # no chance left
+    peer = datasets.make_regime_switching_var(start, *MATRICES, swap, n_steps=5).to_numpy()
+    np.testing.assert_allclose(regime_switching_var(MATRICES, swap, 5, key=key, initial=start).states, peer, atol=1e-6)

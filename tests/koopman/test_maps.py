@@ -1,0 +1,178 @@
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.special import fresnel
+from scipy.stats import beta, kstest
+
+from koopman.datasets.exact import conjugate_order
+from koopman.datasets.maps import logistic_features, logistic_map, logistic_noise, logistic_spectrum
+
+NODES, WEIGHTS = np.polynomial.legendre.leggauss(600)
+X, WEIGHTS = (NODES[:, None] + 1) / 2, WEIGHTS / 2
+
+
+def transition_density(order):
+    """p(y | x) at the Gauss-Legendre nodes, straight from the definition of the map; rows x, columns y."""
+    shift = X.T - 4 * X * (1 - X)
+    return np.cos(np.pi * shift) ** (2 * order) * 4.0**order / math.comb(2 * order, order)
+
+
+def test_order_of_eigenvalues():
+    pair = np.complex128(-0.1 + 0.8j)
+    values = np.array([0.5, pair.conj() * (1 + 1e-15), 1.0, pair, 0.3j, -0.3j, -0.9])
+    np.testing.assert_array_equal(values[conjugate_order(values)], [1, -0.9, pair, values[1], 0.5, 0.3j, -0.3j])
+    twice = np.array([0.3j, -0.3j, -0.3j, 0.3j])
+    np.testing.assert_array_equal(twice[conjugate_order(twice)], [0.3j, -0.3j, 0.3j, -0.3j])
+
+
+def test_order_one_has_a_closed_form():
+    """The second eigenvalue is the integral of cos(2 pi y) cos(2 pi S(y)): Fresnel's cosines and sines."""
+
+    def integral(shift):  # of cos(2 pi (u + shift)^2 - pi / 8) over [0, 1]
+        (s1, c1), (s0, c0) = fresnel(2 * (1 + shift)), fresnel(2 * shift)
+        return 0.5 * (np.cos(np.pi / 8) * (c1 - c0) + np.sin(np.pi / 8) * (s1 - s0))
+
+    expected = -0.5 * (integral(0.25) + integral(-0.25))
+    np.testing.assert_allclose(logistic_spectrum(1).eigenvalues, [1, expected], rtol=1e-13)
+
+
+def test_known_eigenvalues_at_order_20():
+    expected = [1, -0.208118 + 0.325683j, -0.208118 - 0.325683j, 0.000775 + 0.035229j, 0.000775 - 0.035229j]
+    np.testing.assert_allclose(logistic_spectrum(20, num_components=5).eigenvalues, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("order", [1, 3, 20])
+def test_spectrum_against_the_discretised_kernel(order):
+    spectrum = logistic_spectrum(order)
+    operator = transition_density(order) * WEIGHTS[None, :]
+    values = np.linalg.eigvals(operator)
+    values = values[conjugate_order(values)]
+    k = min(order + 1, 7)
+    # The operator is far from normal: rounding in 600 x 600 matters more than in 21 x 21, the more the smaller.
+    np.testing.assert_allclose(spectrum.eigenvalues[:k], values[:k], atol=1e-8 if order == 20 else 1e-12)
+    np.testing.assert_allclose(values[order + 1 :], 0, atol=1e-6)  # the rest of the operator
+    values, right = spectrum.eigenvalues[:k], spectrum.right(X)[:, :k]
+    left, density = spectrum.left(X)[:, :k], spectrum.density(X)
+    np.testing.assert_allclose(operator @ right, right * values, atol=1e-11)
+    np.testing.assert_allclose((density * WEIGHTS) @ transition_density(order), density, atol=1e-11)
+    weighted = left * (density * WEIGHTS)[:, None]
+    pushed = transition_density(order).T @ weighted / density[:, None]  # the adjoint in L2 of the density
+    np.testing.assert_allclose(pushed, left * values.conj(), rtol=1e-7, atol=1e-9)
+    np.testing.assert_allclose(weighted.conj().T @ right, np.eye(k), atol=1e-7)
+    np.testing.assert_allclose((density * WEIGHTS) @ np.abs(right) ** 2, 1, atol=1e-11)
+    np.testing.assert_allclose(right[:, 0], 1, atol=1e-11)
+    assert density.min() > 0
+    np.testing.assert_allclose(WEIGHTS @ density, 1, atol=1e-12)
+
+
+def test_the_operator_maps_features_to_features():
+    operator = transition_density(5) * WEIGHTS[None, :]
+
+    def residual(order):
+        with jax.enable_x64(True):
+            features = np.asarray(logistic_features(jnp.asarray(X), order))
+        moved = operator @ features
+        fitted = np.linalg.lstsq(features, moved, rcond=None)
+        return np.abs(moved - features @ fitted[0]).max(), fitted[0]
+
+    error, matrix = residual(5)
+    assert error < 1e-12
+    values = np.linalg.eigvals(matrix)
+    np.testing.assert_allclose(values[conjugate_order(values)][:6], logistic_spectrum(5).eigenvalues, atol=1e-12)
+    assert residual(2)[0] > 1e-2  # too small a span is not invariant
+
+
+def test_features_follow_their_formula():
+    features = logistic_features(jnp.array([[0.0], [0.25], [0.5]]), 2)
+    root, s = np.sqrt(2), 2 * np.pi * 0.75
+    expected = [
+        [1, root, root, 0, 0],
+        [1, root * np.cos(s), root * np.cos(2 * s), root * np.sin(s), root * np.sin(2 * s)],
+        [1, root, root, 0, 0],
+    ]
+    np.testing.assert_allclose(features, expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("order", [1, 20])
+def test_noise_has_its_distribution(order, key):
+    draws = np.asarray(logistic_noise(key, (20_000,), order=order))
+    assert np.abs(draws).max() < 0.5
+    assert kstest(np.sin(np.pi * draws) ** 2, beta(0.5, order + 0.5).cdf).pvalue > 1e-3
+    assert kstest(np.sin(np.pi * draws) ** 2, beta(0.5, 1.2 * order + 0.5).cdf).pvalue < 1e-3  # the test can tell
+    assert abs(np.mean(draws > 0) - 0.5) < 4 * 0.5 / np.sqrt(len(draws))
+
+
+def test_trajectories_follow_the_density_and_the_operator(key):
+    """Means over a trajectory are independent between trajectories: their spread is the standard error."""
+    path = np.asarray(logistic_map(50, key=key, num_trajectories=800), np.float64)
+    assert path.shape == (800, 51, 1)
+    assert path.min() >= 0
+    assert path.max() < 1
+    spectrum = logistic_spectrum(20, num_components=3)
+    density = WEIGHTS * spectrum.density(X)
+    for states in (path[:, :1], path):  # stationary from the first state on
+        for m in (1, 2, 3):
+            for wave in (np.cos, np.sin):
+                means = wave(2 * np.pi * m * states).mean(axis=(1, 2))
+                expected = density @ wave(2 * np.pi * m * X[:, 0])
+                assert abs(means.mean() - expected) < 4.5 * means.std() / np.sqrt(800)
+    right = spectrum.right(path.reshape(-1, 1))[:, 1].reshape(800, 51)
+    for lag in (1, 2):
+        products = np.mean(right[:, :-lag].conj() * right[:, lag:], axis=1)
+        error = np.std(products) / np.sqrt(800)
+        assert error < 0.01
+        assert abs(products.mean() - spectrum.eigenvalues[1] ** lag) < 4.5 * error
+
+
+def test_plain_jit_vmap_and_loop_agree(key):
+    def one(key):
+        return logistic_map(6, key=key, order=3)
+
+    keys = jax.random.split(key, 2)
+    looped = jnp.stack([one(k) for k in keys])
+    # Rounding doubles at every step of the map.
+    np.testing.assert_allclose(jax.vmap(one)(keys), looped, atol=1e-4)
+    np.testing.assert_allclose(jax.jit(jax.vmap(one))(keys), looped, atol=1e-4)
+    np.testing.assert_allclose(logistic_map(6, key=key, order=3, num_trajectories=2), looped, atol=1e-4)
+    assert np.ptp(looped[:, 0]) > 1e-3
+
+
+def test_initial_states_and_longer_runs(key):
+    start = jnp.array([[0.1], [0.7]])
+    path = logistic_map(5, key=key, num_trajectories=2, initial=start)
+    np.testing.assert_array_equal(path[:, 0], start)
+    shared = logistic_map(5, key=key, num_trajectories=2, initial=start[0])
+    np.testing.assert_array_equal(shared[:, 0], jnp.tile(start[:1], (2, 1)))
+    np.testing.assert_allclose(shared[0], path[0], atol=1e-5)
+    longer = logistic_map(8, key=key, num_trajectories=2, initial=start)
+    np.testing.assert_allclose(longer[:, :6], path, atol=1e-4)
+    with jax.enable_x64(True):
+        assert logistic_map(2, key=key).dtype == np.float64
+
+
+def test_wrong_arguments_are_named(key):
+    with pytest.raises(ValueError, match="`num_steps` must be at least 1, got 0"):
+        logistic_map(0, key=key)
+    with pytest.raises(ValueError, match="`num_trajectories` must be at least 1"):
+        logistic_map(3, key=key, num_trajectories=0)
+    with pytest.raises(ValueError, match="`order` must be at least 1"):
+        logistic_spectrum(0)
+    with pytest.raises(ValueError, match=r"`initial` must have shape \(1,\), got \(2,\)"):
+        logistic_map(3, key=key, initial=jnp.zeros(2))
+    with pytest.raises(ValueError, match=r"`initial` must have shape \(1,\) or \(4, 1\), got \(3, 1\)"):
+        logistic_map(3, key=key, num_trajectories=4, initial=jnp.zeros((3, 1)))
+
+
+def test_against_kooplearn():
+    datasets = pytest.importorskip("kooplearn.datasets")
+    x = np.linspace(0, 1, 40)
+    spectrum = logistic_spectrum(10)
+    values, right = datasets.compute_logistic_map_eig(M=10, eval_right_on=x, num_components=3)
+    np.testing.assert_allclose(values, spectrum.eigenvalues[:3], atol=1e-8)
+    ratio = spectrum.right(x[:, None])[:, :3] / right
+    np.testing.assert_allclose(ratio, np.broadcast_to(ratio[:1], ratio.shape), rtol=1e-6)
+    density = datasets.compute_logistic_map_invariant_pdf(M=10)(x)
+    np.testing.assert_allclose(density, spectrum.density(x[:, None]), atol=1e-4)

@@ -1,0 +1,153 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from koopman.forecast import predict, risk
+from koopman.kernels import RBF, Linear, Polynomial
+from koopman.nystroem import choose_centres, fit_kernel_pcr, fit_kernel_reduced_rank, fit_kernel_ridge, fit_nystroem
+from koopman.operators import fit_pcr, fit_reduced_rank, fit_ridge
+from koopman.pairs import lagged_pairs
+from koopman.spectrum import decompose, eigenvalues, left_eigenfunctions, right_eigenfunctions, singular_values
+
+KINDS = ("ridge", "pcr", "reduced_rank")
+
+
+def states(n=120, d=3, seed=0):
+    rng = np.random.default_rng(seed)
+    matrix = np.diag(np.linspace(0.9, 0.3, d)) + np.triu(0.2 * rng.normal(size=(d, d)), 1)
+    path = [rng.normal(size=d)]
+    for _ in range(n):
+        path.append(matrix @ path[-1] + 0.3 * rng.normal(size=d))
+    return np.asarray(path)
+
+
+def fit_kernel(kind, x, y, kernel, **options):
+    fit = {"ridge": fit_kernel_ridge, "pcr": fit_kernel_pcr, "reduced_rank": fit_kernel_reduced_rank}[kind]
+    return fit(x, y, kernel, **({} if kind == "ridge" else {"rank": 2}), **options)
+
+
+@pytest.mark.parametrize("solver", ["dense", "krylov"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_linear_kernel_is_explicit_regression(kind, solver):
+    if kind == "ridge" and solver == "krylov":
+        pytest.skip("all eigenpairs are dense")
+    with jax.enable_x64(True):
+        x, y = (np.asarray(a) for a in lagged_pairs(states()))
+        options = {} if kind == "ridge" else {"solver": solver}
+        found = fit_kernel(kind, x, y, Linear(), alpha=1e-2, **options)
+        explicit = {"ridge": fit_ridge, "pcr": fit_pcr, "reduced_rank": fit_reduced_rank}[kind]
+        wanted = explicit(x, y, alpha=1e-2, **({} if kind == "ridge" else {"rank": 2}))
+        rank = 3 if kind == "ridge" else 2
+        np.testing.assert_allclose(eigenvalues(found)[:rank], eigenvalues(wanted), atol=1e-7)
+        np.testing.assert_allclose(predict(found, x[:7], [1, 3]), predict(wanted, x[:7], [1, 3]), atol=1e-7)
+        np.testing.assert_allclose(risk(found, x, y), risk(wanted, x, y), rtol=1e-7)
+        np.testing.assert_allclose(singular_values(found)[:rank], singular_values(wanted), atol=1e-6)
+        residuals = decompose(found).residuals[:rank]
+        np.testing.assert_allclose(residuals, decompose(wanted).residuals, atol=1e-6)
+        one, other = (left_eigenfunctions(o, x[:7]) for o in (found, wanted))
+        right_one, right_other = (right_eigenfunctions(o, x[:7]) for o in (found, wanted))
+        # Eigenfunctions have a sign of their own, their products have not.
+        np.testing.assert_allclose((one * right_one)[:, :rank], other * right_other, atol=1e-6)
+
+
+@pytest.mark.parametrize(("kind", "solver"), [("pcr", "dense"), ("pcr", "krylov"), ("reduced_rank", "krylov")])
+def test_against_kooplearn(kind, solver):
+    kernel = pytest.importorskip("kooplearn.kernel")
+    with jax.enable_x64(True):
+        path = states(200)
+        x, y = lagged_pairs(path)
+        reduced = kind == "reduced_rank"
+        options = {"n_components": 4, "alpha": 1e-3, "kernel": "rbf", "gamma": 0.5, "eigen_solver": "dense"}
+        peer = kernel.KernelRidge(reduced_rank=reduced, **options).fit(path)
+        fit = fit_kernel_reduced_rank if reduced else fit_kernel_pcr
+        found = fit(x, y, RBF(1.0), rank=4, alpha=1e-3, solver=solver)
+        np.testing.assert_allclose(np.sort_complex(eigenvalues(found)), np.sort_complex(peer.eig()), atol=1e-6)
+        # The peer's kernel forecasts read the states of x where its linear ones read those of y: one step less ahead.
+        behind = fit(x, y, RBF(1.0), rank=4, alpha=1e-3, solver=solver, observable=x)
+        np.testing.assert_allclose(predict(behind, x[:9], 3), peer.predict(path[:9], n_steps=3), atol=1e-6)
+        np.testing.assert_allclose(risk(found, x, y), peer.risk(), atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_samples_as_centres_are_the_exact_kernel(kind):
+    with jax.enable_x64(True):
+        # A kernel of finite rank, 10, so that the centres span the whole space.
+        x, y = (np.asarray(a) for a in lagged_pairs(states(80)))
+        kernel = Polynomial(2)
+        exact = fit_kernel(kind, x, y, kernel, alpha=1e-2)
+        options = {} if kind == "ridge" else {"rank": 2}
+        found = fit_nystroem(x, y, kernel, x, kind=kind, alpha=1e-2, **options)
+        rank = 2 if options else 10
+        np.testing.assert_allclose(eigenvalues(found)[:rank], eigenvalues(exact)[:rank], atol=1e-6)
+        np.testing.assert_allclose(predict(found, x[:5], 2), predict(exact, x[:5], 2), atol=1e-6)
+        np.testing.assert_allclose(risk(found, x, y), risk(exact, x, y), rtol=1e-5)
+
+
+def test_centres_approach_the_exact_kernel():
+    with jax.enable_x64(True):
+        x, y = (np.asarray(a) for a in lagged_pairs(states(400)))
+        kernel = RBF(1.0)
+        exact = predict(fit_kernel_reduced_rank(x, y, kernel, rank=4, alpha=1e-3), x)
+        errors = {}
+        for number in (10, 40, 160):
+            chosen = choose_centres(x, number, key=jax.random.key(0))
+            found = fit_nystroem(x, y, kernel, x[chosen], rank=4, alpha=1e-3)
+            errors[number] = float(jnp.abs(predict(found, x) - exact).max())
+        assert errors[160] < 0.1 * errors[40] < 0.1 * errors[10] or errors[160] < 1e-3 < errors[10]
+
+
+def test_leverage_scores_find_the_rare_states():
+    rng = np.random.default_rng(1)
+    # 20 of 1000 states are far from all others: uniform centres miss most of them.
+    x = np.concatenate([0.1 * rng.normal(size=(980, 2)), 5.0 * rng.normal(size=(20, 2))]).astype(np.float32)
+    options = {"kernel": RBF(0.5), "alpha": 1e-4}
+    keys = jax.random.split(jax.random.key(2), 8)
+    found = {
+        method: np.mean([np.sum(choose_centres(x, 60, key=k, method=method, **options) >= 980) for k in keys])
+        for method in ("uniform", "leverage")
+    }
+    assert found["uniform"] < 3
+    assert found["leverage"] > 2 * found["uniform"]
+    chosen = choose_centres(x, 60, key=keys[0], method="leverage", **options)
+    assert len(set(np.asarray(chosen).tolist())) == 60
+
+
+def test_jit_vmap_and_loop_agree():
+    x, y = (np.asarray(a, np.float32) for a in lagged_pairs(states(60)))
+    alphas = jnp.asarray([1e-3, 1e-2, 0.1])
+
+    def fitted(alpha):
+        return predict(fit_kernel_reduced_rank(x, y, RBF(1.0), rank=3, alpha=alpha), x[:5], 2)
+
+    loop = np.stack([fitted(alpha) for alpha in alphas])
+    np.testing.assert_allclose(jax.jit(jax.vmap(fitted))(alphas), loop, atol=1e-4)
+
+
+X = np.ones((6, 2)) * np.arange(6)[:, None]
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: fit_kernel_pcr(X, X[:-1], Linear(), rank=1), "shape of `x`"),
+        (lambda: fit_kernel_pcr(X, X, Linear(), rank=7), "at most the number of samples"),
+        (lambda: fit_kernel_ridge(X, X, Linear(), alpha=-1.0), "`alpha`"),
+        (lambda: fit_kernel_pcr(X, X, Linear(), rank=1, solver="arnoldi"), "'krylov'"),
+        (lambda: fit_nystroem(X, X, Linear(), X, kind="lasso", rank=1), "'ridge', 'pcr', 'reduced_rank'"),
+        (lambda: fit_nystroem(X, X, Linear(), X, kind="pcr"), "`rank` must be given for 'pcr'"),
+        (lambda: choose_centres(X, 7, key=jax.random.key(0)), "`num_centres`"),
+        (lambda: choose_centres(X, 2, key=jax.random.key(0), method="leverage"), "`kernel` must be given"),
+        (lambda: fit_kernel_ridge(np.where(X == 2, np.nan, X), X, Linear()), "first at index 2"),
+    ],
+)
+def test_bad_input_is_refused(call, words):
+    with pytest.raises((ValueError, TypeError)) as caught:
+        call()
+    assert isinstance(caught.value, TypeError) or caught.match(words)
+
+
+def test_a_regularisation_below_the_precision_is_named():
+    x = np.zeros((40, 1), np.float32)
+    with pytest.raises(ValueError, match="positive definite in float32.*enable x64"):
+        fit_kernel_reduced_rank(x, x, RBF(1.0), rank=1, alpha=1e-12, solver="krylov")

@@ -1,0 +1,184 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.integrate import solve_ivp
+from scipy.linalg import expm
+
+from koopman.datasets.linear import linear_spectrum
+from koopman.datasets.systems import (
+    duffing,
+    lorenz63,
+    ornstein_uhlenbeck,
+    ornstein_uhlenbeck_spectrum,
+    rk4_trajectory,
+)
+
+
+def test_ornstein_uhlenbeck_spectrum_by_quadrature():
+    """E[f(x')] by Gauss-Hermite sums over the transition density, exact for polynomials."""
+    theta, sigma, lag = 0.8, 0.6, 0.3
+    spectrum = ornstein_uhlenbeck_spectrum(theta=theta, sigma=sigma, time_step=lag, num_components=6)
+    np.testing.assert_allclose(spectrum.eigenvalues, np.exp(-0.24 * np.arange(6)))
+    z, weights = np.polynomial.hermite_e.hermegauss(20)
+    weights = weights / weights.sum()
+    decay, variance = np.exp(-theta * lag), sigma**2 / (2 * theta)
+    x = np.linspace(-1, 1.1, 7)[:, None]
+    moved = decay * x + np.sqrt(variance * (1 - decay**2)) * z[None, :]
+    expected = np.einsum("z,xzk->xk", weights, spectrum.right(moved.reshape(-1, 1)).reshape(7, 20, 6))
+    np.testing.assert_allclose(expected, spectrum.right(x) * spectrum.eigenvalues[None, :], atol=1e-12)
+    functions = spectrum.right(np.sqrt(variance) * z[:, None])
+    np.testing.assert_allclose((functions * weights[:, None]).T @ functions, np.eye(6), atol=1e-11)
+    grid = np.linspace(-5, 5, 2001)[:, None]
+    mass = spectrum.density(grid) * 0.005
+    np.testing.assert_allclose([mass.sum(), mass @ grid[:, 0] ** 2], [1, variance], rtol=1e-12)
+
+    # One dimension of the linear system, whose functions are not scaled.
+    linear = linear_spectrum(np.array([[decay]]), 5, noise=float(np.sqrt(variance * (1 - decay**2))))
+    np.testing.assert_allclose(linear.eigenvalues, spectrum.eigenvalues)
+    ratio = linear.right(x) / spectrum.right(x)
+    np.testing.assert_allclose(np.abs(ratio), np.broadcast_to(np.sqrt([1, 1, 2, 6, 24, 120]), (7, 6)), rtol=1e-9)
+
+
+@pytest.mark.parametrize("time_step", [0.05, 2.0])
+def test_ornstein_uhlenbeck_has_exact_transitions(time_step, key):
+    """A long step is as exact as a short one; Euler's scheme would be unstable at theta time_step = 3."""
+    n, theta, sigma = 20_000, 1.5, 0.8
+    path = ornstein_uhlenbeck(4, key=key, num_trajectories=n, theta=theta, sigma=sigma, time_step=time_step)
+    path = np.asarray(path, np.float64)[:, :, 0]
+    variance = sigma**2 / (2 * theta)
+    for t in range(5):
+        assert abs(path[:, t].var() / variance - 1) < 4 * np.sqrt(2 / n)
+        assert abs(path[:, t].mean()) < 4 * np.sqrt(variance / n)
+    for lag in (1, 4):
+        expected = np.exp(-theta * time_step * lag)
+        correlation = np.mean(path[:, 0] * path[:, lag]) / variance
+        assert abs(correlation - expected) < 4 * np.sqrt((1 + expected**2) / n)
+    still = ornstein_uhlenbeck(4, key=key, sigma=0.0, time_step=0.3, initial=np.array([2.0]))
+    np.testing.assert_allclose(still[:, 0], 2 * np.exp(-0.3 * np.arange(5)), rtol=1e-6)
+
+
+def test_autocorrelation_along_one_trajectory(key):
+    """Bartlett's standard error, the sum over lags of the squared correlations, allows for the memory."""
+    steps, time_step = 50_000, 0.1
+    path = np.asarray(ornstein_uhlenbeck(steps, key=key, time_step=time_step), np.float64)[:, 0]
+    memory = np.exp(-2 * time_step * np.abs(np.arange(-100, 101))).sum()
+    for lag in (1, 5, 10):
+        empirical = np.mean(path[:-lag] * path[lag:])
+        assert abs(empirical - np.exp(-time_step * lag)) < 4 * np.sqrt(2 * memory / steps)
+
+
+def test_runge_kutta_closed_forms():
+    """On x' = c x a step multiplies by the Taylor polynomial of degree four; cubics in time are integrated exactly."""
+    with jax.enable_x64(True):
+        path = rk4_trajectory(lambda t, x: -0.7 * x, np.array([1.0, 2.0]), 5, time_step=0.6, substeps=2)
+        z = -0.7 * 0.3
+        factor = 1 + z + z**2 / 2 + z**3 / 6 + z**4 / 24
+        np.testing.assert_allclose(path, factor ** (2 * np.arange(6)[:, None]) * np.array([1, 2]), rtol=1e-13)
+        path = rk4_trajectory(lambda t, x: t**3 + 0 * x, np.zeros(1), 4, time_step=0.5)
+        np.testing.assert_allclose(path[:, 0], (0.5 * np.arange(5)) ** 4 / 4, rtol=1e-13)
+
+
+def test_runge_kutta_has_order_four():
+    def error(substeps):
+        ends = duffing(1, initial=np.array([1.0, 0.0]), time_step=2.0, substeps=substeps, gamma=1.0, beta=1.0)
+        return ends[-1]
+
+    with jax.enable_x64(True):
+        exact = error(640)
+        errors = [np.abs(error(n) - exact).max() for n in (10, 20, 40)]
+    np.testing.assert_allclose(np.array(errors[:-1]) / np.array(errors[1:]), 16, rtol=0.25)
+
+
+def test_duffing_against_scipy():
+    parameters = {"alpha": -1.0, "beta": 1.0, "gamma": 0.3, "delta": 0.25, "omega": 1.2}
+
+    def field(t, state):
+        x, v = state
+        return [v, 0.3 * np.cos(1.2 * t) + x - x**3 - 0.25 * v]
+
+    start = np.array([0.4, -0.2])
+    times = 0.05 * np.arange(101)
+    solution = solve_ivp(field, (0, 5), start, t_eval=times, rtol=1e-11, atol=1e-12).y.T
+    with jax.enable_x64(True):
+        path = duffing(100, initial=start, time_step=0.05, substeps=4, **parameters)
+        np.testing.assert_allclose(path, solution, atol=1e-8)
+    path = duffing(100, initial=start, time_step=0.05, **parameters)
+    np.testing.assert_allclose(path, solution, atol=1e-5)
+    linear = duffing(10, initial=start, time_step=0.1, beta=0.0, gamma=0.0)
+    flow = expm(0.1 * np.array([[0, 1], [-0.5, -2.5]]))
+    expected = [np.linalg.matrix_power(flow, t) @ start for t in range(11)]
+    np.testing.assert_allclose(linear, expected, atol=1e-5)
+
+
+def test_lorenz_against_scipy():
+    def field(t, state):
+        x, y, z = state
+        return [10 * (y - x), x * (28 - z) - y, x * y - 8 / 3 * z]
+
+    start = np.array([1.0, 2.0, 20.0])
+    solution = solve_ivp(field, (0, 2), start, t_eval=0.01 * np.arange(201), rtol=1e-11, atol=1e-11).y.T
+    with jax.enable_x64(True):
+        path = lorenz63(200, initial=start, substeps=8)
+        np.testing.assert_allclose(path, solution, atol=1e-6)
+    fixed = np.array([np.sqrt(72), np.sqrt(72), 27])
+    np.testing.assert_allclose(lorenz63(20, initial=fixed), np.broadcast_to(fixed, (21, 3)), atol=1e-3)
+    mirrored = lorenz63(50, initial=start * np.array([-1, -1, 1]))
+    np.testing.assert_array_equal(mirrored, lorenz63(50, initial=start) * jnp.array([-1, -1, 1])[None, :])
+
+
+def test_lorenz_averages():
+    """Time averages of derivatives vanish but for the ends: d(x^2)/dt and dz/dt tie <x^2>, <x y> and <z> together."""
+    with jax.enable_x64(True):
+        path = np.asarray(lorenz63(20_000, initial=np.array([1.0, 2.0, 20.0]), time_step=0.01))
+    x, y, z = path.T
+
+    def average(values):  # by the trapezoid rule, whose error is far below the bound
+        return (values.sum() - (values[0] + values[-1]) / 2) / 20_000
+
+    ends = path[-1] - path[0]
+    np.testing.assert_allclose(average(x * y) - 8 / 3 * average(z), ends[2] / 200, atol=2e-4)
+    squares = (x[-1] ** 2 - x[0] ** 2) / (2 * 200)
+    np.testing.assert_allclose(10 * (average(x * y) - average(x**2)), squares, atol=2e-3)
+    assert abs(average(z) - 23.55) < 0.3
+
+
+def test_plain_jit_vmap_and_loop_agree(key):
+    keys = jax.random.split(key, 3)
+    rates = jnp.array([0.5, 1.0, 2.0])
+    for one in (
+        lambda k, rate: ornstein_uhlenbeck(5, key=k, theta=rate),
+        lambda k, rate: duffing(5, key=k, omega=rate),
+        lambda k, rate: lorenz63(5, key=k, beta=rate),
+    ):
+        looped = jnp.stack([one(k, rate) for k, rate in zip(keys, rates, strict=True)])
+        np.testing.assert_allclose(jax.vmap(one)(keys, rates), looped, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(jax.jit(jax.vmap(one))(keys, rates), looped, rtol=1e-5, atol=1e-5)
+        assert np.ptp(looped[:, 0, 0]) > 1e-3
+    batch = lorenz63(5, key=key, num_trajectories=3, beta=0.5)
+    np.testing.assert_allclose(batch[0], lorenz63(5, key=keys[0], beta=0.5), rtol=1e-5)
+    given = jnp.arange(6.0).reshape(3, 2)
+    np.testing.assert_array_equal(duffing(2, num_trajectories=3, initial=given)[:, 0], given)
+
+
+def test_wrong_arguments_are_named(key):
+    with pytest.raises(ValueError, match="`num_steps` must be at least 1"):
+        lorenz63(0, key=key)
+    with pytest.raises(ValueError, match="`key` must be given where `initial` is not"):
+        duffing(3)
+    with pytest.raises(ValueError, match=r"`initial` must have shape \(3,\), got \(2,\)"):
+        lorenz63(3, initial=np.zeros(2))
+    with pytest.raises(ValueError, match="`theta` must be positive"):
+        ornstein_uhlenbeck(3, key=key, theta=-1.0)
+    with pytest.raises(ValueError, match="`sigma` must be non-negative"):
+        ornstein_uhlenbeck(3, key=key, sigma=-1.0)
+    with pytest.raises(ValueError, match="`time_step` must be positive"):
+        rk4_trajectory(lambda t, x: x, np.zeros(1), 3, time_step=0.0)
+
+
+def test_against_kooplearn():
+    """The peer's relative tolerance is 1e-3. Its Lorenz system (2.0.3) lacks the term -y and is not compared."""
+    datasets = pytest.importorskip("kooplearn.datasets")
+    start = np.array([0.5, -1.0])
+    peer = datasets.make_duffing(start, n_steps=100).to_numpy()[:101]
+    np.testing.assert_allclose(duffing(100, initial=start), peer, atol=5e-3)
