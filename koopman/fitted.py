@@ -14,10 +14,10 @@ from collections.abc import Callable
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 from dissociation.checks import fail
+from dissociation.linalg import product
 
 
 class LinearMap(eqx.Module):
@@ -93,8 +93,3 @@ class Operator(eqx.Module):
     effective_rank: Int[Array, ""]
     trace_y: Float[Array, ""]
     observable_shape: tuple[int, ...] = eqx.field(static=True)
-
-
-def product(a: Array, b: Array) -> Array:
-    """The matrix product at the highest precision."""
-    return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)

@@ -8,7 +8,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from dissociation.checks import check_count, check_same_length, fail, is_traced
-from koopman.fitted import LinearMap, Operator, product
+from dissociation.linalg import product
+from koopman.fitted import LinearMap, Operator
 from koopman.pairs import check_rows_finite
 
 Steps = int | Sequence[int] | Int[Array | np.ndarray, "..."]

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from dissociation.checks import check_count, check_ndim, check_non_negative, check_positive, check_same_length, fail
-from koopman.fitted import product
+from dissociation.linalg import product
 from koopman.pairs import check_rows_finite, gram_root
 
 Scalar = float | int | Float[Array | np.ndarray, ""]

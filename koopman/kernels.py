@@ -11,6 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from dissociation.checks import check_choice, check_count, check_ndim, check_non_negative, check_positive, fail
+from dissociation.linalg import product
 
 Scalar = float | int | Float[Array | np.ndarray, ""]
 States = Float[Array | np.ndarray, "n d"]
@@ -21,7 +22,7 @@ class Linear(eqx.Module):
 
     def __call__(self, x: States, y: Float[Array | np.ndarray, "m d"]) -> Float[Array, "n m"]:
         """The matrix of kernel values."""
-        return _product(*_pair(x, y))
+        return _products(*_pair(x, y))
 
 
 class RBF(eqx.Module):
@@ -103,7 +104,7 @@ class Polynomial(eqx.Module):
 
     def __call__(self, x: States, y: Float[Array | np.ndarray, "m d"]) -> Float[Array, "n m"]:
         """The matrix of kernel values."""
-        return (self.gamma * _product(*_pair(x, y)) + self.offset) ** self.degree
+        return (self.gamma * _products(*_pair(x, y)) + self.offset) ** self.degree
 
 
 def median_distance(x: States, *, max_samples: int = 1000) -> Float[Array, ""]:
@@ -136,7 +137,7 @@ def squared_distances(x: States, y: Float[Array | np.ndarray, "m d"]) -> Float[A
     x, y = _pair(x, y)
     mean = lax.stop_gradient(jnp.mean(y, 0))[None]
     x, y = x - mean, y - mean
-    square = jnp.sum(x**2, 1)[:, None] + jnp.sum(y**2, 1)[None] - 2 * _product(x, y)
+    square = jnp.sum(x**2, 1)[:, None] + jnp.sum(y**2, 1)[None] - 2 * _products(x, y)
     return jnp.maximum(square, 0.0)
 
 
@@ -154,5 +155,5 @@ def _pair(x: Array | np.ndarray, y: Array | np.ndarray) -> tuple[Array, Array]:
     return jnp.asarray(x), jnp.asarray(y)
 
 
-def _product(x: Array, y: Array) -> Array:
-    return jnp.matmul(x, y.T, precision=lax.Precision.HIGHEST)
+def _products(x: Array, y: Array) -> Array:
+    return product(x, y.T)

@@ -10,11 +10,11 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from dissociation.linalg import psd_power
 from jax import lax
 from jaxtyping import Array, Float, Key, UInt32
 
 from dissociation.checks import check_choice
+from dissociation.linalg import psd_power
 
 AnyKey = Key[Array, ""] | UInt32[Array, "2"]
 Init = Literal["pytorch", "lecun"]

@@ -25,8 +25,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Key, UInt32
 
 from dissociation.checks import check_choice, check_count, check_ndim, check_non_negative, fail, is_traced
-from dissociation.linalg import psd_power
-from koopman.fitted import KernelMap, LinearMap, Operator, product
+from dissociation.linalg import product, psd_power
+from koopman.fitted import KernelMap, LinearMap, Operator
 from koopman.operators import fit_pcr, fit_reduced_rank, fit_ridge
 from koopman.pairs import check_rows_finite
 from koopman.solvers import leading_eigenpairs

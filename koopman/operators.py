@@ -21,7 +21,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from dissociation.checks import check_choice, check_count, check_ndim, check_non_negative, fail, is_traced
-from koopman.fitted import LinearMap, Operator, product
+from dissociation.linalg import product
+from koopman.fitted import LinearMap, Operator
 from koopman.pairs import Moments, check_rows_finite, gram_root
 from koopman.solvers import SOLVERS, leading_left_vectors
 

@@ -16,6 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from dissociation.checks import check_count, check_same_length, fail, is_traced
+from dissociation.linalg import product
 
 
 class Pairs(NamedTuple):
@@ -230,12 +231,8 @@ def _gram_root_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array
     (x,), (dx,) = primals, tangents
     root = gram_root(x)
     left, sizes, right = jnp.linalg.svd(root)
-    half = _product(_product(right, _product(x.T, dx)), right.T)
+    half = product(product(right, product(x.T, dx)), right.T)
     squares = sizes[:, None] ** 2 + sizes[None] ** 2
     kept = squares > (sizes.shape[0] * jnp.finfo(x.dtype).eps * sizes[0]) ** 2
     factor = jnp.where(kept, sizes[:, None] / jnp.where(kept, squares, 1.0), 0.0)
-    return root, _product(left, _product((half + half.T) * factor, right))
-
-
-def _product(a: Array, b: Array) -> Array:
-    return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
+    return root, product(left, product((half + half.T) * factor, right))

@@ -9,6 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from dissociation.checks import check_choice
+from dissociation.linalg import product
 
 SOLVERS = ("auto", "dense", "krylov", "randomized")
 # Columns beyond those asked for, and blocks of one Krylov space before it is restarted with its best vectors.
@@ -58,11 +59,11 @@ def leading_eigenpairs(
         basis = _orthonormal(jnp.concatenate(columns, 1), inner)
         image = apply(basis)
         dual = basis if inner is None else inner(basis)
-        small = _product(dual.T, image)
+        small = product(dual.T, image)
         values, mixing = jnp.linalg.eigh(0.5 * (small + small.T))
         best = mixing[:, ::-1][:, :width]
         values = values[::-1][:width]
-        vectors, images = _product(basis, best), _product(image, best)
+        vectors, images = product(basis, best), product(image, best)
         off = images - vectors * values[None]
         return vectors, values, jnp.max(jnp.linalg.norm(off[:, :number], axis=0) / jnp.linalg.norm(images[:, 0]))
 
@@ -110,15 +111,15 @@ def leading_left_vectors(
         return left[:, :number], values[:number]
     if solver == "krylov":
         vectors, squares = leading_eigenpairs(
-            lambda block: _product(matrix, _product(matrix.T, block)), rows, number, dtype=matrix.dtype
+            lambda block: product(matrix, product(matrix.T, block)), rows, number, dtype=matrix.dtype
         )
         return vectors, jnp.sqrt(jnp.maximum(squares, 0.0))
     width = min(number + _OVERSAMPLING, rows, columns)
-    block = _orthonormal(_product(matrix, jax.random.normal(jax.random.key(0), (columns, width), matrix.dtype)), None)
+    block = _orthonormal(product(matrix, jax.random.normal(jax.random.key(0), (columns, width), matrix.dtype)), None)
     for _ in range(4):
-        block = _orthonormal(_product(matrix, _orthonormal(_product(matrix.T, block), None)), None)
-    left, values, _ = jnp.linalg.svd(_product(block.T, matrix), full_matrices=False)
-    return _product(block, left[:, :number]), values[:number]
+        block = _orthonormal(product(matrix, _orthonormal(product(matrix.T, block), None)), None)
+    left, values, _ = jnp.linalg.svd(product(block.T, matrix), full_matrices=False)
+    return product(block, left[:, :number]), values[:number]
 
 
 def _orthonormal(block: Array, inner: Callable[[Array], Array] | None) -> Array:
@@ -127,12 +128,8 @@ def _orthonormal(block: Array, inner: Callable[[Array], Array] | None) -> Array:
     if inner is None:
         return block
     for _ in range(2):  # once more against rounding
-        gram = _product(block.T, inner(block))
+        gram = product(block.T, inner(block))
         values, vectors = jnp.linalg.eigh(0.5 * (gram + gram.T))
         kept = values > 10 * values.shape[0] * jnp.finfo(values.dtype).eps * values[-1]
-        block = _product(block, vectors * jnp.where(kept, lax.rsqrt(jnp.where(kept, values, 1.0)), 0.0)[None])
+        block = product(block, vectors * jnp.where(kept, lax.rsqrt(jnp.where(kept, values, 1.0)), 0.0)[None])
     return block
-
-
-def _product(a: Array, b: Array) -> Array:
-    return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)

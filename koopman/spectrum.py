@@ -17,7 +17,8 @@ import numpy as np
 from jaxtyping import Array, Complex, Float
 
 from dissociation.checks import check_positive
-from koopman.fitted import Operator, product
+from dissociation.linalg import product
+from koopman.fitted import Operator
 
 Scalar = float | int | Float[Array | np.ndarray, ""]
 
@@ -219,7 +220,7 @@ def eigenpairs(matrix: Array) -> tuple[Array, Array]:
     return values, right * (jnp.abs(largest) / jnp.where(largest == 0, 1.0, largest))
 
 
-def _eig_on_host(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _eig_on_host(matrix: Array | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     values, right = np.linalg.eig(np.asarray(matrix))
     kind = np.result_type(matrix.dtype, np.complex64)
     return values.astype(kind), right.astype(kind)

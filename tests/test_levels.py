@@ -15,7 +15,8 @@ LEVELS = {
         "training": 3, "fig4": 4, "figures": 5, "cli": 6, "__main__": 7,
     },
     "koopman": {
-        "datasets": 1, "losses": 1, "kernels": 1, "operators": 2, "nystroem": 2,
+        "datasets": 1, "losses": 1, "kernels": 1, "networks": 1, "pairs": 1, "solvers": 1, "fitted": 1,
+        "operators": 2, "generator": 2, "nystroem": 3,
         "spectrum": 3, "forecast": 3, "learn": 4, "figures": 5, "__main__": 6,
     },
 }  # fmt: skip

@@ -20,6 +20,17 @@ from dissociation.training import FitResult
 from dissociation.weights.certificate import certify
 
 
+def source(config: Any) -> Dataset:
+    """The data set that a figure's configuration names: `data`, `num_train` and `num_test` of it."""
+    return load(config.data, num_train=config.num_train, num_test=config.num_test)
+
+
+def members_headline(config: Any, data: dict[str, Any]) -> str:
+    """What a figure was computed on, in a line."""
+    sizes = f"{data['num_train']} training and {data['num_test']} test images"
+    return f"{data['name']}: {sizes}, {config.num_seeds} seeds, {config.num_epochs} epochs"
+
+
 def train_members(
     config: Any,
     *,
@@ -43,7 +54,7 @@ def train_members(
     Raises:
         ValueError: If `folder` holds parts of another run.
     """
-    data = dataset or load(config.data, num_train=config.num_train, num_test=config.num_test)
+    data = dataset or source(config)
     parts = Parts(folder, identity_of(config, key, data))
     trained = fit_mnist(
         num_epochs=config.num_epochs,

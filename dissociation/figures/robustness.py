@@ -22,7 +22,16 @@ from matplotlib.figure import Figure
 
 from dissociation import plotting
 from dissociation.data.datasets import Dataset
-from dissociation.figures.members import certify_members, measure_members, train_members, worst
+from dissociation.figures.members import (
+    certify_members,
+    measure_members,
+    members_headline,
+    train_members,
+    worst,
+)
+from dissociation.figures.members import (
+    source as source,
+)
 from dissociation.metrics.robustness import input_noise_error, parameter_noise_error
 from dissociation.progress import MeterFactory, open_meter
 from dissociation.weights.mlp import (
@@ -278,6 +287,11 @@ def arrays(results: Results) -> dict[str, np.ndarray]:
     for kind in ("input_error", "parameter_error", "clean_error"):
         named |= {f"{kind}_{name}": value for name, value in getattr(results, kind).items()}
     return named | {"test_error": results.test_error}
+
+
+def headline(results: Results) -> str:
+    """What was computed on, in a line."""
+    return members_headline(results.config, results.data)
 
 
 def describe(results: Results) -> dict[str, Any]:

@@ -25,7 +25,16 @@ from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator, ScalarFo
 from dissociation import plotting
 from dissociation.data.datasets import Dataset
 from dissociation.data.tasks import coarse_grained, rotated_quarters
-from dissociation.figures.members import certify_members, measure_members, train_members, worst
+from dissociation.figures.members import (
+    certify_members,
+    measure_members,
+    members_headline,
+    train_members,
+    worst,
+)
+from dissociation.figures.members import (
+    source as source,
+)
 from dissociation.metrics.probes import stable_step_size
 from dissociation.metrics.transfer import hidden_features, transfer_errors
 from dissociation.progress import MeterFactory, open_meter
@@ -244,6 +253,11 @@ def arrays(results: Results) -> dict[str, np.ndarray]:
     }
     clean = {f"clean_error_{variant}": error for variant, error in results.clean_error.items()}
     return {"budgets": results.budgets, **named, **clean, "test_error": results.test_error}
+
+
+def headline(results: Results) -> str:
+    """What was computed on, in a line."""
+    return members_headline(results.config, results.data)
 
 
 def describe(results: Results) -> dict[str, Any]:

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Complex, Float, Int
 
-from koopman.fitted import Operator, product
+from dissociation.linalg import product
+from koopman.fitted import Operator
 from koopman.forecast import predict
 from koopman.learn import encode
 from koopman.networks import Encoder

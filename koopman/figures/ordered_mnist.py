@@ -20,7 +20,7 @@ from jaxtyping import Array
 from matplotlib.figure import Figure
 
 from dissociation import plotting
-from dissociation.data.datasets import Dataset
+from dissociation.data.datasets import Dataset, load
 from dissociation.figures.artifacts import Parts, identity_of
 from dissociation.progress import MeterFactory, open_meter
 from koopman.datasets.ordered_mnist import OrderedDigits, cycle_spectrum, ordered_mnist
@@ -142,6 +142,11 @@ class Results(NamedTuple):
         return np.where(np.isfinite(self.logits[model]).all(-1), found, np.nan).mean(-1)
 
 
+def source(config: Config) -> Dataset:
+    """The data set that the film is cut from."""
+    return load(config.data)
+
+
 def compute(
     config: Config,
     *,
@@ -165,7 +170,7 @@ def compute(
     Raises:
         ValueError: If the film is shorter than the three splits, or `folder` holds parts of another run.
     """
-    film = ordered_mnist(config.num_digits, data=config.data if dataset is None else dataset)
+    film = ordered_mnist(config.num_digits, data=source(config) if dataset is None else dataset)
     train, validation, test, labels = _split(config, film)
     parts = Parts(folder, identity_of(config, key, (film.images, film.labels)))
     trained, curves, batched = _train(config, key, train, validation, labels, parts, progress)

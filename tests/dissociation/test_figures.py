@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dissociation import cli
-from dissociation.figures import robustness, transfer
+from dissociation.figures import command, robustness, transfer
 from dissociation.figures.artifacts import Parts
 
 KEY = jax.random.PRNGKey(5)
@@ -117,7 +117,7 @@ def test_transfer_curves_and_figure(transferred):
 
 
 def test_command_line_writes_everything_and_resumes(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(cli, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(command, "cache_folder", lambda: tmp_path / "cache")
     tiny = ["--num-seeds", "1", "--num-epochs", "1", "--num-train", "200", "--num-test", "60", "--width", "16"]
     arguments = ["robustness", *tiny, "--num-scales", "3", "--num-nuisance", "8", "--out", str(tmp_path / "out")]
     assert cli.main([*arguments, "--silent"]) == 0
@@ -140,7 +140,7 @@ def test_command_line_writes_everything_and_resumes(tmp_path, capsys, monkeypatc
 
 
 def test_command_line_names_what_is_wrong(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(cli, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(command, "cache_folder", lambda: tmp_path / "cache")
     with pytest.raises(SystemExit):
         cli.main(["robustness", "--data", "cifar"])
     assert "cifar" in capsys.readouterr().err

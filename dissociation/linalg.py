@@ -1,0 +1,165 @@
+"""Small differentiable linear algebra: powers of positive semidefinite matrices, the nuclear norm, centring.
+
+An eigenvector has no derivative where eigenvalues coincide, and JAX's own rules are not finite there. The functions
+here depend on the matrix alone, whichever eigenvectors are taken, so they do have one; their rules are written out.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Inexact
+
+from dissociation.checks import check_ndim, check_non_negative, fail
+
+__all__ = ["centre", "nuclear_norm", "product", "psd_power"]
+
+Scalar = float | int | Float[Array | np.ndarray, ""]
+
+
+def product(a: Inexact[Array, "... n k"], b: Inexact[Array, "... k m"]) -> Inexact[Array, "... n m"]:
+    """The matrix product at the highest precision that the backend has."""
+    return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
+
+
+def centre(x: Float[Array | np.ndarray, "n d"]) -> Float[Array, "n d"]:
+    """Subtracts the mean of every column.
+
+    It does so twice: the first mean carries the rounding of a large offset, and a column that is constant would be left
+    with a small constant instead of zeros.
+
+    Args:
+        x: [samples, features].
+
+    Returns:
+        [samples, features], of column mean zero.
+
+    Example:
+        >>> centre(jnp.array([[1.0, 5.0], [3.0, 5.0]]))
+        Array([[-1.,  0.],
+               [ 1.,  0.]], dtype=float32)
+    """
+    check_ndim("x", x, 2, "[samples, features]")
+    x = jnp.asarray(x)
+    x = x - jnp.mean(x, 0)[None]
+    return x - jnp.mean(x, 0)[None]
+
+
+def psd_power(
+    matrix: Float[Array | np.ndarray, "d d"], power: float | int, *, rtol: Scalar | None = None
+) -> Float[Array, "d d"]:
+    r"""A power of a positive semidefinite matrix, of its inverse kind only on the range of the matrix.
+
+        M = V diag(l) V^T   ->   V diag(f(l)) V^T,     f(l) = l^power if l > rtol max(l), else 0
+
+    Power -1 is the pseudo-inverse, -1/2 whitens, 1/2 is the square root, 0 projects onto the range. The derivative is
+
+        dP = V (F * (V^T dM V)) V^T,     F_ij = (f(l_i) - f(l_j)) / (l_i - l_j)
+
+    with its limit l^(power - 1) power where eigenvalues coincide, f(l_i) / l_i where l_j is cut off, and 0 where both
+    are. It is finite for every spectrum and is the true one along directions that keep the rank.
+
+    Args:
+        matrix: Symmetric; its symmetric part is taken.
+        power: Exponent, a Python number.
+        rtol: Relative size at which an eigenvalue counts as zero, non-negative; default d times rounding.
+
+    Returns:
+        Symmetric, positive semidefinite, [d, d].
+
+    Raises:
+        ValueError: If `matrix` is not square or `rtol` is negative.
+
+    References:
+        Daleckii and Krein (1965), Integration and differentiation of functions of Hermitian operators.
+        Higham (2008), Functions of matrices, theorem 3.11.
+
+    Example:
+        >>> psd_power(jnp.diag(jnp.array([4.0, 0.0])), -0.5)
+        Array([[0.5, 0. ],
+               [0. , 0. ]], dtype=float32)
+    """
+    check_ndim("matrix", matrix, 2, "[d, d]")
+    if matrix.shape[0] != matrix.shape[1]:
+        fail("matrix", "be square", f"shape {matrix.shape}")
+    matrix = jnp.asarray(matrix)
+    if rtol is None:
+        rtol = matrix.shape[0] * float(jnp.finfo(matrix.dtype).eps)
+    check_non_negative("rtol", rtol)
+    return _psd_power(float(power), 0.5 * (matrix + matrix.T), jnp.asarray(rtol, matrix.dtype))
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _psd_power(power: float, matrix: Array, rtol: Array) -> Array:
+    _, _, _, image = _decompose(power, matrix, rtol)
+    return image
+
+
+@_psd_power.defjvp
+def _psd_power_jvp(power: float, primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    values, kept, vectors, image = _decompose(power, *primals)
+    # With r = log(a / b), (a^p - b^p) / (a - b) = (a b)^((p - 1) / 2) sinh(p r / 2) / sinh(r / 2): smooth and even in
+    # r, so nothing cancels where a is close to b.
+    ratio = jnp.log(values)[:, None] - jnp.log(values)[None]
+    equal = ratio == 0
+    quotient = jnp.where(equal, power, jnp.sinh(0.5 * power * ratio) / jnp.sinh(jnp.where(equal, 1.0, 0.5 * ratio)))
+    half = values ** (0.5 * (power - 1))
+    edge = jnp.where(kept, values ** (power - 1), 0.0)
+    slopes = jnp.where(kept[:, None] & kept[None], half[:, None] * half[None] * quotient, edge[:, None] + edge[None])
+    turned = product(product(vectors.T, tangents[0]), vectors)
+    return image, product(product(vectors, slopes * turned), vectors.T)
+
+
+def _decompose(power: float, matrix: Array, rtol: Array) -> tuple[Array, Array, Array, Array]:
+    """Eigenvalues (1 where cut off), which are kept, eigenvectors, and the power of the matrix."""
+    values, vectors = jnp.linalg.eigh(matrix, symmetrize_input=False)
+    kept = values > rtol * jnp.maximum(values[-1], 0.0)
+    values = jnp.where(kept, values, 1.0)
+    return values, kept, vectors, product(vectors * jnp.where(kept, values**power, 0.0)[None], vectors.T)
+
+
+def nuclear_norm(matrix: Float[Array | np.ndarray, "m k"], *, rtol: Scalar | None = None) -> Float[Array, ""]:
+    """The sum of the singular values; d|M| = <U V^T, dM> with the singular vectors of those that are not negligible.
+
+    Where the rank is deficient the norm has a kink, and this is the subgradient of least norm.
+
+    Args:
+        matrix: [m, k].
+        rtol: Relative size at which a singular value counts as zero in the derivative, non-negative; default the larger
+            side times rounding.
+
+    Returns:
+        The norm, non-negative.
+
+    Raises:
+        ValueError: If `matrix` is no matrix or `rtol` is negative.
+
+    References:
+        Watson (1992), Characterization of the subdifferential of some matrix norms.
+
+    Example:
+        >>> nuclear_norm(jnp.array([[0.0, 2.0], [-1.0, 0.0]]))
+        Array(3., dtype=float32)
+    """
+    check_ndim("matrix", matrix, 2, "[m, k]")
+    matrix = jnp.asarray(matrix)
+    if rtol is None:
+        rtol = max(matrix.shape) * float(jnp.finfo(matrix.dtype).eps)
+    check_non_negative("rtol", rtol)
+    return _nuclear_norm(matrix, jnp.asarray(rtol, matrix.dtype))
+
+
+@jax.custom_jvp
+def _nuclear_norm(matrix: Array, rtol: Array) -> Array:
+    del rtol
+    return jnp.sum(jnp.linalg.svd(matrix, compute_uv=False))
+
+
+@_nuclear_norm.defjvp
+def _nuclear_norm_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    matrix, rtol = primals
+    left, values, right = jnp.linalg.svd(matrix, full_matrices=False)
+    polar = product(left * (values > rtol * values[0])[None], right)
+    return jnp.sum(values), jnp.sum(polar * tangents[0])

@@ -1,0 +1,106 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from koopman.forecast import predict, r2_score, risk, score
+from koopman.operators import fit_reduced_rank, fit_ridge
+from koopman.pairs import lagged_pairs
+
+
+def trajectory(n=200, seed=0):
+    rng = np.random.default_rng(seed)
+    matrix = np.asarray([[0.9, 0.2, 0.0], [-0.2, 0.9, 0.1], [0.0, 0.0, 0.7]])
+    path = [rng.normal(size=3)]
+    for _ in range(n):
+        path.append(matrix @ path[-1] + 0.2 * rng.normal(size=3))
+    return matrix, np.asarray(path)
+
+
+def test_powers_of_the_operator():
+    with jax.enable_x64(True):
+        x, y = (np.asarray(a) for a in lagged_pairs(trajectory()[1]))
+        operator = fit_reduced_rank(x, y, rank=2, alpha=1e-3)
+        matrix = np.asarray(operator.encode.matrix @ operator.dual.matrix.T)
+        steps = [1, 2, 3, 7, 100]
+        many = predict(operator, x[:5], steps)
+        for step, found in zip(steps, many, strict=True):
+            np.testing.assert_allclose(found, x[:5] @ np.linalg.matrix_power(matrix, step), atol=1e-10)
+            np.testing.assert_allclose(predict(operator, x[:5], step), found, atol=1e-12)
+        traced = jax.jit(lambda step: predict(operator, x[:5], step))
+        np.testing.assert_allclose(traced(7), many[3], atol=1e-12)
+        np.testing.assert_allclose(jax.vmap(traced)(jnp.asarray(steps)), many, atol=1e-12)
+
+
+def test_far_ahead_nothing_overflows_on_the_way():
+    # An unstable operator: squares beyond those needed overflow float32, and must not reach the result.
+    grow = np.asarray([[1.0], [1.5], [2.25], [3.375]], np.float32)
+    operator = fit_ridge(grow[:-1], grow[1:], alpha=0.0)
+    np.testing.assert_allclose(predict(operator, grow[:1], 130), 1.5**130, rtol=1e-4)
+    np.testing.assert_allclose(jax.jit(lambda s: predict(operator, grow[:1], s))(130), 1.5**130, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("lag", "steps"), [(1, 1), (2, 1), (1, 3), (2, 3)])
+def test_score_compares_what_was_forecast_with_what_came(lag, steps):
+    """Scores elsewhere were misaligned for lag > 1 with several steps: they compared with t + lag + steps - 1."""
+    with jax.enable_x64(True):
+        matrix, _ = trajectory()
+        path = [np.asarray([1.0, -1.0, 0.5])]
+        for _ in range(60):
+            path.append(matrix @ path[-1])
+        path = np.asarray(path)
+        operator = fit_ridge(*lagged_pairs(path, lag), alpha=0.0)
+        np.testing.assert_allclose(score(operator, path, lag=lag, steps=steps), 1.0, atol=1e-9)
+        # The negative control: compared one sample off, an exact forecast is not perfect.
+        assert score(operator, path[:-1], lag=lag, steps=steps, observable=path[1:]) < 0.99
+
+
+def test_score_is_a_metric_of_an_observable():
+    with jax.enable_x64(True):
+        path = trajectory()[1]
+        x, y = lagged_pairs(path)
+        energy = (path**2).sum(1, keepdims=True)
+        operator = fit_ridge(x, y, observable=energy[1:])
+        found = score(operator, path, observable=energy)
+        np.testing.assert_allclose(found, r2_score(energy[1:], predict(operator, x)), rtol=1e-12)
+        error = score(operator, path, observable=energy, metric=lambda a, b: jnp.mean((a - b) ** 2))
+        np.testing.assert_allclose(error, np.mean((energy[1:] - predict(operator, x)) ** 2), rtol=1e-12)
+
+
+def test_r2_against_scikit_learn():
+    metrics = pytest.importorskip("sklearn.metrics")
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(0)
+        target, forecast = rng.normal(size=(2, 30, 4))
+        np.testing.assert_allclose(r2_score(target, forecast), metrics.r2_score(target, forecast), rtol=1e-12)
+        target[:, 0] = forecast[:, 0] = 2.0  # constant and right, then constant and wrong
+        np.testing.assert_allclose(r2_score(target, forecast), metrics.r2_score(target, forecast), rtol=1e-12)
+        forecast[:, 0] = 3.0
+        np.testing.assert_allclose(r2_score(target, forecast), metrics.r2_score(target, forecast), rtol=1e-12)
+
+
+def test_risk_is_the_mean_squared_error_of_features():
+    with jax.enable_x64(True):
+        x, y = lagged_pairs(trajectory()[1])
+        operator = fit_ridge(x, y, alpha=0.1)
+        np.testing.assert_allclose(risk(operator, x, y), jnp.mean(jnp.sum((y - predict(operator, x)) ** 2, 1)))
+
+
+PATH = trajectory(20)[1]
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda o: predict(o, PATH, 0), "`steps` must be whole numbers of at least 1"),
+        (lambda o: predict(o, PATH, [[1, 2]]), "one or a list"),
+        (lambda o: predict(o, PATH[:, :2]), "as the operator was fitted"),
+        (lambda o: score(o, PATH, lag=7, steps=3), r"longer than lag \* steps \(21\)"),
+        (lambda o: score(o, np.where(PATH[3] == PATH, np.nan, PATH)), "first at index 3"),
+    ],
+)
+def test_bad_input_is_refused(call, words):
+    operator = fit_ridge(*lagged_pairs(PATH))
+    with pytest.raises((ValueError, TypeError)) as caught:
+        call(operator)
+    assert isinstance(caught.value, TypeError) or caught.match(words)

@@ -1,0 +1,611 @@
+from itertools import permutations
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+import scipy.linalg
+
+from koopman.losses import (
+    autoencoder_loss,
+    dpnets_loss,
+    energy_loss,
+    orthonormal_fro_reg,
+    orthonormal_logfro_reg,
+    spectral_contrastive_loss,
+    vamp_loss,
+    vamp_score,
+)
+
+# Every loss as a function of a batch of pairs.
+LOSSES = {
+    "vamp-2": vamp_loss,
+    "vamp-1": lambda x, y: vamp_loss(x, y, schatten_norm=1),
+    "vamp-2-uncentred": lambda x, y: vamp_loss(x, y, center_covariances=False),
+    "vamp-1-uncentred": lambda x, y: vamp_loss(x, y, schatten_norm=1, center_covariances=False),
+    "dpnets": lambda x, y: dpnets_loss(x, y, metric_deformation=0.3),
+    "dpnets-relaxed": lambda x, y: dpnets_loss(x, y, metric_deformation=0.3, relaxed=True),
+    "contrastive": spectral_contrastive_loss,
+    "autoencoder": lambda x, y: autoencoder_loss(x, y, x + 0.1, y**2, x, 2 * x, alpha_lin=0.3, alpha_pred=2.0),
+    "energy-pooled": lambda x, y: energy_loss(x, y[:, :, None] * jnp.ones((1, 1, 2)), grad_weight=0.2),
+    "energy": lambda x, y: energy_loss(x, y[:, :, None] * jnp.ones((1, 1, 2)), grad_weight=0.2, form="energy"),
+    "fro": lambda x, y: orthonormal_fro_reg(x + y),
+    "fro-keyed": lambda x, y: orthonormal_fro_reg(x + y, key=jax.random.key(3)),
+    "logfro": lambda x, y: orthonormal_logfro_reg(x + y),
+    "score": lambda x, y: vamp_score(np.eye(9)[:, : x.shape[1]], np.eye(9)[::-1, 2 : x.shape[1] + 2], x, y, rank=2),
+}
+every_loss = pytest.mark.parametrize("name", LOSSES)
+
+
+@pytest.fixture
+def unchecked():
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def batch(n=40, d=3, seed=0, dtype=np.float64):
+    """Correlated pairs with means and unequal scales."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(n, d)) @ rng.normal(size=(d, d)) + rng.normal(size=d)
+    return x.astype(dtype), (x @ rng.normal(size=(d, d)) / d + rng.normal(size=(n, d)) + 0.5).astype(dtype)
+
+
+def exact_gaussians(n, sizes, seed=0):
+    """Samples whose empirical means and cross-covariances are zero and whose covariances are I, to rounding."""
+    draws = np.random.default_rng(seed).normal(size=(n, sum(sizes) + 1))
+    draws[:, 0] = 1
+    white = np.linalg.qr(draws)[0][:, 1:] * n**0.5
+    return np.split(white, np.cumsum(sizes)[:-1], axis=1)
+
+
+def linear_system():
+    """A, the noise's covariance and the stationary covariance of x_{t+1} = A x_t + noise."""
+    a = np.array([[0.9, 0.2, 0.0], [-0.3, 0.6, 0.1], [0.0, 0.2, 0.3]])
+    noise = np.array([[1.0, 0.3, 0.0], [0.3, 0.5, 0.1], [0.0, 0.1, 0.8]])
+    return a, noise, scipy.linalg.solve_discrete_lyapunov(a, noise)
+
+
+def directional(function, point, direction, step=1e-4):
+    far = function(point + 2 * step * direction) - function(point - 2 * step * direction)
+    near = function(point + step * direction) - function(point - step * direction)
+    return (8 * near - far) / (12 * step)
+
+
+# Closed forms.
+
+
+@pytest.mark.parametrize("schatten_norm", [1, 2])
+def test_vamp_of_a_cycle_a_permutation_and_identical_features(schatten_norm):
+    """Deterministic and invertible: all singular values are 1, and centring takes the constant's away."""
+    states = np.tile(np.eye(5), (7, 1))[3:].astype(np.float32)  # unequal counts
+    for order in (np.roll(np.arange(5), 1), np.array([3, 0, 4, 2, 1]), np.arange(5)):
+        uncentred = vamp_loss(states, states[:, order], schatten_norm=schatten_norm, center_covariances=False)
+        np.testing.assert_allclose(uncentred, -5, atol=2e-5)
+        np.testing.assert_allclose(vamp_loss(states, states[:, order], schatten_norm=schatten_norm), -4, atol=2e-5)
+    merged = states @ np.kron(np.eye(5)[:, :2], np.ones((1, 1))).astype(np.float32)  # two of five states are seen
+    np.testing.assert_allclose(vamp_loss(merged, merged, center_covariances=False), -2, atol=1e-5)
+    shuffled = np.random.default_rng(0).permutation(states)  # negative control
+    assert vamp_loss(states, shuffled, schatten_norm=schatten_norm, center_covariances=False) > -4
+
+
+def test_vamp_of_a_linear_system():
+    """VAMP-2 is tr(A^T S^{-1} A S) with S the stationary covariance; on samples of those exact covariances exactly."""
+    a, noise, stationary = linear_system()
+    inverse, root = np.linalg.inv(stationary), np.linalg.inv(scipy.linalg.sqrtm(stationary))
+    expected = np.trace(a.T @ inverse @ a @ stationary)
+    correlations = np.linalg.svd(root @ stationary @ a.T @ root, compute_uv=False)
+    start, kick = exact_gaussians(50, (3, 3))
+    with jax.enable_x64(True):
+        x = start @ np.linalg.cholesky(stationary).T
+        y = x @ a.T + kick @ np.linalg.cholesky(noise).T
+        np.testing.assert_allclose(vamp_loss(x + 7, y - 2), -expected, rtol=1e-10)
+        np.testing.assert_allclose(vamp_loss(x, y, schatten_norm=1), -correlations.sum(), rtol=1e-10)
+        # Centred samples with a constant feature appended: the constant's singular value 1 is added, uncentred.
+        ones = np.ones((50, 1))
+        loss = vamp_loss(np.hstack([x, ones]), np.hstack([y, ones]), center_covariances=False)
+        np.testing.assert_allclose(loss, -expected - 1, rtol=1e-10)
+
+
+def test_vamp_of_a_simulated_linear_system(key):
+    a, noise, stationary = linear_system()
+    expected = np.trace(a.T @ np.linalg.inv(stationary) @ a @ stationary)
+    factor = jnp.asarray(np.linalg.cholesky(noise), jnp.float32)
+
+    def replicate(key):
+        first, others = jax.random.split(key)
+        start = jnp.asarray(np.linalg.cholesky(stationary), jnp.float32) @ jax.random.normal(first, (3,))
+        kicks = jax.random.normal(others, (4000, 3)) @ factor.T
+        _, path = jax.lax.scan(lambda x, kick: (jnp.asarray(a, jnp.float32) @ x + kick,) * 2, start, kicks)
+        return vamp_loss(path[:-1], path[1:])
+
+    losses = jax.jit(jax.vmap(replicate))(jax.random.split(key, 64))
+    error = losses.std() / 8
+    assert abs(losses.mean() + expected) < 4 * error + 9 / 4000  # the bias of independent noise is below d^2 / n
+    assert error < 0.01
+
+
+def test_vamp_of_independent_gaussians(key):
+    """The column spaces are independent random subspaces: the expectation of tr(P_x P_y) is d^2 / (n - 1), or / n."""
+    draws = jax.random.normal(key, (4000, 2, 20, 3))
+    for center, freedom in ((True, 19), (False, 20)):
+        losses = jax.vmap(lambda pair, center=center: vamp_loss(pair[0], pair[1], center_covariances=center))(draws)
+        assert abs(losses.mean() + 9 / freedom) < 4 * losses.std() / 4000**0.5
+    assert 4 * losses.std() / 4000**0.5 < 9 / 19 - 9 / 20  # so that the two are told apart
+
+
+def test_vamp_does_not_change_under_linear_maps():
+    x, y = batch(dtype=np.float32)
+    rng = np.random.default_rng(5)
+    for schatten_norm in (1, 2):
+        loss = vamp_loss(x, y, schatten_norm=schatten_norm)
+        mapped = vamp_loss(x @ rng.normal(size=(3, 3)).astype(np.float32) + 5, y * 3, schatten_norm=schatten_norm)
+        np.testing.assert_allclose(mapped, loss, rtol=1e-3)
+        # Columns may differ by any factor, in single precision too.
+        far = np.array([1e-8, 1.0, 1e6], np.float32)
+        np.testing.assert_allclose(vamp_loss(x * far, y * far[::-1], schatten_norm=schatten_norm), loss, rtol=1e-4)
+        assert abs(vamp_loss(x**3, y, schatten_norm=schatten_norm) - loss) > 0.01  # negative control
+
+
+def test_contrastive_of_a_cycle():
+    """One-hot features times s, m rounds of the cycle: n (m - 1) other pairs match, each with s^4."""
+    m, scale = 4, 1.3
+    x = scale * np.tile(np.eye(5), (m, 1)).astype(np.float32)
+    expected = scale**4 * (m - 1) / (5 * m - 1) - 2 * scale**2
+    for n_copies, pair in ((1, (x, x)), (1, (x[:, [1, 2, 3, 4, 0]], x[:, [1, 2, 3, 4, 0]]))):
+        np.testing.assert_allclose(spectral_contrastive_loss(*pair), n_copies * expected, rtol=1e-5)
+    one_round = x[:5]  # n <= d: nothing but the diagonal, which does not count
+    np.testing.assert_allclose(spectral_contrastive_loss(one_round, one_round), -2 * scale**2, rtol=1e-6)
+    other = spectral_contrastive_loss(x, np.roll(x, 1, axis=1))
+    np.testing.assert_allclose(other, scale**4 * m / (5 * m - 1), rtol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (10, 5), (11, 5), (200, 5), (200, 1)])
+def test_contrastive_equals_its_definition_in_either_form(shape):
+    x, y = batch(*shape)
+    n = shape[0]
+    inner = x @ y.T
+    expected = (inner**2).sum() - (np.diag(inner) ** 2).sum()
+    expected = expected / (n * (n - 1)) - 2 / n * np.trace(inner)
+    with jax.enable_x64(True):
+        np.testing.assert_allclose(spectral_contrastive_loss(x, y), expected, rtol=1e-12)
+    single = spectral_contrastive_loss(x.astype(np.float32), y.astype(np.float32))
+    np.testing.assert_allclose(single, expected, rtol=1e-5, atol=1e-5 * (inner**2).mean())
+
+
+def test_contrastive_takes_no_square_of_the_batch():
+    x = jnp.ones((3000, 4))
+    shapes = str(jax.make_jaxpr(jax.grad(spectral_contrastive_loss))(x, x))
+    assert "3000,3000" not in shapes
+    assert "8,8" in str(jax.make_jaxpr(spectral_contrastive_loss)(x[:8], x[:8]))
+
+
+def test_contrastive_is_unbiased(key):
+    """For Gaussians the expectation is tr(M_x M_y) - 2 E<x, y>, with second moments M."""
+    mean = jnp.array([0.5, -1.0])
+    x = jax.random.normal(key, (20_000, 5, 2)) + mean[None, None]
+    y = 0.5 * x + jax.random.normal(jax.random.fold_in(key, 1), x.shape)
+    losses = jax.vmap(spectral_contrastive_loss)(x, y)
+    moment_x = np.eye(2) + np.outer(mean, mean)
+    moment_y = 1.25 * np.eye(2) + 0.25 * np.outer(mean, mean)
+    expected = np.trace(moment_x @ moment_y) - 2 * 0.5 * np.trace(moment_x)
+    error = losses.std() / 20_000**0.5
+    assert abs(losses.mean() - expected) < 4 * error
+    # Negative control: with the diagonal the mean is far off.
+    biased = jnp.einsum("bni,bmi->bnm", x, y) ** 2
+    biased = biased.mean((1, 2)) - 2 * jnp.sum(x * y, 2).mean(1)
+    assert abs(biased.mean() - expected) > 20 * error
+
+
+def test_autoencoder_by_hand():
+    x, y = np.ones((2, 3, 4), np.float32), np.zeros((2, 3, 4), np.float32)
+    code, moved = np.zeros((2, 5), np.float32), np.full((2, 5), 3, np.float32)
+    loss = autoencoder_loss(x, y, x + 2, code, moved, y + 5, alpha_rec=10.0, alpha_lin=100.0, alpha_pred=1000.0)
+    assert loss == 10 * 4 + 100 * 9 + 1000 * 25
+    assert autoencoder_loss(x, y, x, code, code, y) == 0
+
+
+def reflected_cosines(orders, n=2000):
+    """Eigenfunctions of -d^2/dt^2 on [0, pi] with reflecting ends, of eigenvalues k^2, at midpoints; derivatives."""
+    time = (np.arange(n) + 0.5) * np.pi / n
+    scale = np.where(np.asarray(orders) > 0, 2**0.5, 1.0)
+    features = scale * np.cos(np.outer(time, orders))
+    return features, (-scale * np.asarray(orders) * np.sin(np.outer(time, orders)))[:, :, None]
+
+
+def test_energy_form_is_minimal_at_the_eigenfunctions():
+    weight = 0.2
+    features, slopes = reflected_cosines([0, 1, 2, 3, 4])
+    shrink = 1 / (1 + weight * np.arange(5.0) ** 2)
+
+    def at(mixing):
+        jac = jnp.einsum("nim,ij->njm", slopes, mixing)
+        return energy_loss(features @ mixing, jac, grad_weight=weight, form="energy")
+
+    with jax.enable_x64(True):
+        turn = np.linalg.qr(np.random.default_rng(0).normal(size=(3, 3)))[0]
+        best = jnp.asarray(np.diag(shrink)[:, :3] @ turn)  # the first three, in any rotation
+        np.testing.assert_allclose(at(best), -np.sum(shrink[:3] ** 2), rtol=1e-9)
+        np.testing.assert_allclose(jax.grad(at)(best), 0, atol=1e-9)
+        assert (jnp.linalg.eigvalsh(jax.hessian(at)(best).reshape(15, 15)) > -1e-9).all()
+        # Negative control: another triple is a saddle.
+        saddle = jnp.asarray(np.diag(shrink)[:, [0, 1, 3]])
+        np.testing.assert_allclose(at(saddle), -np.sum(shrink[[0, 1, 3]] ** 2), rtol=1e-9)
+        assert jnp.linalg.eigvalsh(jax.hessian(at)(saddle).reshape(15, 15)).min() < -0.01
+
+
+def test_pooled_form_does_not_rank_eigenfunctions():
+    """As its docstring says: with {1, cos kt} it is lower for k = 2 than for k = 1, in closed form."""
+    weight = 0.01
+
+    def least(orders, form):
+        features, slopes = reflected_cosines(orders)
+        scales = [np.array([u, v]) for u in np.linspace(0.9, 1.05, 31) for v in np.linspace(0.9, 1.05, 31)]
+        losses = jax.vmap(lambda s: energy_loss(features * s, slopes * s[:, None], grad_weight=weight, form=form))
+        return losses(jnp.asarray(np.array(scales), jnp.float32)).min()
+
+    with jax.numpy_rank_promotion("allow"):
+        np.testing.assert_allclose(least([0, 1], "energy"), -1 - 1 / (1 + weight) ** 2, atol=1e-4)
+        np.testing.assert_allclose(least([0, 2], "energy"), -1 - 1 / (1 + 4 * weight) ** 2, atol=1e-4)
+        np.testing.assert_allclose(least([0, 2], "pooled"), -1 - 1 / (1 + 16 * weight**2), atol=1e-4)
+        assert least([0, 1], "pooled") > least([0, 2], "pooled") + 0.01
+
+
+@pytest.mark.parametrize(("n", "d", "m"), [(5, 3, 2), (30, 3, 2), (30, 2, 1)])
+def test_energy_equals_its_definitions(n, d, m):
+    x, _ = batch(n, d)
+    jac = np.random.default_rng(7).normal(size=(n, d, m))
+    kernel = x @ x.T + 0.3 * np.einsum("idk,jdk->ij", jac, jac)
+    moment = (x.T @ x + 0.3 * np.einsum("nik,njk->ij", jac, jac)) / n
+    size = 2 * np.trace(x.T @ x) / n
+    with jax.enable_x64(True):
+        np.testing.assert_allclose(energy_loss(x, jac, grad_weight=0.3), (kernel**2).mean() - size, rtol=1e-11)
+        energy = energy_loss(x, jac, grad_weight=0.3, form="energy")
+        np.testing.assert_allclose(energy, (moment**2).sum() - size, rtol=1e-11)
+
+
+def test_orthonormality_of_exact_gaussians():
+    """Covariance S and mean m known: the barrier in closed form, and its zero."""
+    (white,) = exact_gaussians(30, (3,))
+    mean = np.array([0.1, -0.2, 0.3])
+    for scale in (np.ones(3), np.array([0.5, 1.0, 2.0])):
+        turn = np.linalg.qr(np.random.default_rng(1).normal(size=(3, 3)))[0]
+        values = scale**2
+        expected = np.mean(values**2 - values - np.log(values)) + 2 * mean @ mean
+        with jax.enable_x64(True):
+            np.testing.assert_allclose(orthonormal_logfro_reg(white * scale @ turn + mean), expected, atol=1e-12)
+    with jax.enable_x64(True):
+        np.testing.assert_allclose(orthonormal_logfro_reg(white), 0, atol=1e-12)
+
+
+def test_fro_is_the_average_over_quadruples():
+    x = np.random.default_rng(2).exponential(size=(6, 2))
+    squares = [((x[i] - x[j]) @ (x[k] - x[m])) ** 2 / 4 for i, j, k, m in permutations(range(6), 4)]
+    trace = np.trace(np.cov(x.T))
+    inner = x @ x.T
+    mean = (inner.sum() - np.trace(inner)) / 30  # pairs of different samples
+    expected = (np.mean(squares) - 2 * trace + 2 + 2 * mean) / 2
+    with jax.enable_x64(True):
+        np.testing.assert_allclose(orthonormal_fro_reg(x), expected, rtol=1e-10)
+        wide = np.hstack([x, np.zeros((6, 4))])  # n <= 2 d: the other form of the sum
+        np.testing.assert_allclose(orthonormal_fro_reg(wide) * 6 - 4, expected * 2, rtol=1e-10)
+        # A key draws quadruples; over many keys the average is the same.
+        draws = jax.vmap(lambda key: orthonormal_fro_reg(x, key=key))(jax.random.split(jax.random.key(0), 20_000))
+        assert abs(draws.mean() - expected) < 4 * draws.std() / 20_000**0.5
+        assert draws.std() > 0.1
+
+
+def test_fro_is_unbiased(key):
+    """Skewed, correlated samples with a mean, in batches of seven, against the value of their distribution."""
+    mixing = jnp.array([[1.0, 0.5, 0.0], [0.0, 0.7, -0.4], [0.2, 0.0, 0.6]])
+    x = jax.random.exponential(key, (40_000, 7, 3)) @ mixing + jnp.array([0.3, -0.5, 0.1])[None, None]
+    covariance, mean = mixing.T @ mixing, jnp.ones(3) @ mixing + jnp.array([0.3, -0.5, 0.1])
+    expected = (jnp.sum((covariance - jnp.eye(3)) ** 2) + 2 * mean @ mean) / 3
+    exact = jax.vmap(orthonormal_fro_reg)(x)
+    keyed = jax.vmap(lambda x, key: orthonormal_fro_reg(x, key=key))(x, jax.random.split(key, 40_000))
+    for estimates in (exact, keyed):
+        assert abs(estimates.mean() - expected) < 4 * estimates.std() / 200
+    assert keyed.std() > 1.2 * exact.std()
+    # Negative control: the plug-in estimate is off by many standard errors.
+    centred = x - x.mean(1, keepdims=True)
+    plugged = jnp.einsum("bni,bnj->bij", centred, centred) / 7
+    size = jnp.sum(x.mean(1) ** 2, 1)
+    plugged = (jnp.sum((plugged - jnp.eye(3)[None]) ** 2, (1, 2)) + 2 * size) / 3
+    assert abs(plugged.mean() - expected) > 10 * plugged.std() / 200
+
+
+@pytest.mark.parametrize("center", [True, False])
+def test_dpnets_by_its_equation(center):
+    x, y = batch()
+    with jax.enable_x64(True):
+        a, b = (x - x.mean(0), y - y.mean(0)) if center else (x, y)
+        cov_x, cov_y, cross = a.T @ a / 40, b.T @ b / 40, a.T @ b / 40
+        penalty = sum(np.trace(c @ c - c - scipy.linalg.logm(c)) for c in (cov_x, cov_y))
+        plain = np.trace(np.linalg.solve(cov_x, cross) @ np.linalg.solve(cov_y, cross.T))
+        relaxed = (cross**2).sum() / np.linalg.norm(cov_x, 2) / np.linalg.norm(cov_y, 2)
+        assert relaxed < plain
+        for score, option in ((plain, False), (relaxed, True)):
+            loss = dpnets_loss(x, y, relaxed=option, metric_deformation=0.7, center_covariances=center)
+            np.testing.assert_allclose(loss, -score + 0.7 / 6 * penalty, rtol=1e-9)
+
+
+def test_dpnets_of_orthonormal_features():
+    """Covariances I: no penalty, and both scores are |C_xy|^2; at a perfect cycle of centred codes they are d."""
+    code, noise = exact_gaussians(60, (3, 3))
+    with jax.enable_x64(True):
+        y = 0.6 * code[:, ::-1] + 0.8 * noise
+        for relaxed in (False, True):
+            np.testing.assert_allclose(dpnets_loss(code, y, relaxed=relaxed), -3 * 0.36, rtol=1e-10)
+            np.testing.assert_allclose(dpnets_loss(code, -code, relaxed=relaxed), -3, rtol=1e-10)
+            stretched = dpnets_loss(code * np.array([1.0, 1.0, 2.0]), y, relaxed=relaxed)
+            gap = (16 - 4 - np.log(4)) / 6
+            score = 0.36 * (3 if not relaxed else (2 + 4) / 4)
+            np.testing.assert_allclose(stretched, gap - score, rtol=1e-10)
+
+
+# The score on test data.
+
+
+@pytest.mark.parametrize("schatten_norm", [1, 2])
+@pytest.mark.parametrize("center", [True, False])
+def test_score_without_a_rank_is_the_loss_of_the_test_data(schatten_norm, center):
+    options = {"schatten_norm": schatten_norm, "center_covariances": center}
+    train, test = batch(seed=0), batch(n=25, seed=1)
+    with jax.enable_x64(True):
+        np.testing.assert_allclose(vamp_score(*train, *train, **options), -vamp_loss(*train, **options), rtol=1e-9)
+        np.testing.assert_allclose(vamp_score(*train, *test, **options), -vamp_loss(*test, **options), rtol=1e-9)
+        # Of the training data, the leading singular values alone count.
+        values = [vamp_score(*train, *train, rank=k, **options) for k in (1, 2, 3)]
+        gains = np.diff(values, prepend=0)
+        assert (np.diff(gains) < 0).all()
+        np.testing.assert_allclose(values[-1], -vamp_loss(*train, **options), rtol=1e-9)
+        assert abs(vamp_score(*train, *test, rank=1, **options) + vamp_loss(*test, **options)) > 1e-3
+
+
+@pytest.mark.parametrize("schatten_norm", [1, 2])
+def test_score_against_a_direct_computation(schatten_norm):
+    (x, y), (x_test, y_test) = batch(seed=0, d=5), batch(n=25, seed=1, d=5)
+
+    def covariances(x, y):
+        x, y = x - x.mean(0), y - y.mean(0)
+        return x.T @ x / len(x), x.T @ y / len(x), y.T @ y / len(x)
+
+    def inverse_root(matrix):
+        return np.linalg.inv(scipy.linalg.sqrtm(matrix).real)
+
+    cov_x, cross, cov_y = covariances(x, y)
+    left, _, right = np.linalg.svd(inverse_root(cov_x) @ cross @ inverse_root(cov_y))
+    u, v = inverse_root(cov_x) @ left[:, :2], inverse_root(cov_y) @ right[:2].T
+    cov_x, cross, cov_y = covariances(x_test, y_test)
+    seen = inverse_root(u.T @ cov_x @ u) @ (u.T @ cross @ v) @ inverse_root(v.T @ cov_y @ v)
+    expected = (np.linalg.svd(seen, compute_uv=False) ** schatten_norm).sum()
+    with jax.enable_x64(True):
+        score = vamp_score(x, y, x_test, y_test, schatten_norm=schatten_norm, rank=2)
+        np.testing.assert_allclose(score, expected, rtol=1e-9)
+
+
+def test_score_sees_what_was_overfitted(key):
+    """Features of pure noise: the leading functions of a short training set score high there and nothing elsewhere."""
+    draws = jax.random.normal(key, (500, 4, 20, 5))
+    train = jax.vmap(lambda a: vamp_score(a[0], a[1], a[0], a[1], rank=1))(draws)
+    test = jax.vmap(lambda a: vamp_score(a[0], a[1], a[2], a[3], rank=1))(draws)
+    assert abs(test.mean() - 1 / 19) < 4 * test.std() / 500**0.5  # one independent function each
+    assert train.mean() > 0.4
+
+
+def test_score_of_deficient_training_data():
+    x, y = batch(d=3)
+    doubled = [np.hstack([a, a[:, :1], np.full((40, 1), 0.1)]) for a in (x, y)]
+    with jax.enable_x64(True):
+        for rank in (2, None):
+            score = vamp_score(*doubled, *doubled, rank=rank)
+            np.testing.assert_allclose(score, vamp_score(x, y, x, y, rank=rank), rtol=1e-8)
+
+
+# All of them.
+
+
+@every_loss
+def test_gradient_is_that_of_finite_differences(name):
+    loss = LOSSES[name]
+    x, y = batch()
+    rng = np.random.default_rng(8)
+    direction = rng.normal(size=(2, *x.shape))
+    with jax.enable_x64(True):
+        pair = jnp.stack([x, y])
+        gradient = jax.grad(lambda pair: loss(pair[0], pair[1]))(pair)
+        expected = directional(lambda pair: loss(pair[0], pair[1]), pair, direction)
+        np.testing.assert_allclose(jnp.sum(gradient * direction), expected, rtol=1e-6, atol=1e-8)
+
+
+DEFICIENT = {
+    "constant": lambda z: jnp.concatenate([z, jnp.full((len(z), 1), 0.1)], 1),
+    "duplicated": lambda z: jnp.concatenate([z, z[:, :1], z[:, :2]], 1),
+    "combination": lambda z: z @ jnp.asarray(np.random.default_rng(9).normal(size=(3, 5))),
+    "zero": lambda z: jnp.concatenate([z, 0 * z[:, :1]], 1),
+    "few-samples": lambda z: (z[:5] @ jnp.asarray(np.random.default_rng(9).normal(size=(3, 5)))) ** 3,
+}
+
+
+@every_loss
+@pytest.mark.parametrize("kind", DEFICIENT)
+def test_gradient_of_deficient_batches(name, kind):
+    """Finite in all entries, in both precisions, and right along changes of the batch that keep the rank."""
+    loss, extend = LOSSES[name], DEFICIENT[kind]
+    x, y = batch()
+    direction = np.random.default_rng(10).normal(size=(2, *x.shape))
+    single = (extend(jnp.asarray(x, jnp.float32)), extend(jnp.asarray(y, jnp.float32)))
+    assert all(jnp.isfinite(part).all() for part in jax.grad(loss, argnums=(0, 1))(*single))
+
+    def total(pair):
+        return loss(extend(pair[0]), extend(pair[1]))
+
+    with jax.enable_x64(True):
+        pair = jnp.stack([x, y])
+        gradient = jax.grad(total)(pair)
+        expected = directional(total, pair, direction)
+        np.testing.assert_allclose(jnp.sum(gradient * direction), expected, rtol=1e-5, atol=1e-7)
+        full = jax.grad(loss, argnums=(0, 1))(extend(pair[0]), extend(pair[1]))
+        assert all(jnp.isfinite(part).all() for part in full)
+        # The loss itself is that of single precision.
+        np.testing.assert_allclose(loss(*single), total(pair), rtol=2e-3)
+
+
+def test_deficient_features_change_no_score():
+    x, y = batch(dtype=np.float32)
+    for schatten_norm in (1, 2):
+        loss = vamp_loss(x, y, schatten_norm=schatten_norm)
+        for kind in ("constant", "duplicated", "combination", "zero"):
+            wide = vamp_loss(DEFICIENT[kind](x), DEFICIENT[kind](y), schatten_norm=schatten_norm)
+            np.testing.assert_allclose(wide, loss, rtol=1e-3)
+        few = vamp_loss(x[:3], y[:3], schatten_norm=schatten_norm)  # two directions are left, and all is explained
+        np.testing.assert_allclose(few, -2, rtol=1e-3)
+    offset = np.full((40, 1), 1e4 / 3, np.float32)  # rounding of its mean must not make it a feature
+    np.testing.assert_allclose(vamp_loss(np.hstack([x, offset]), np.hstack([y, offset])), vamp_loss(x, y), rtol=1e-4)
+
+
+def test_plain_inverses_are_not_finite_on_deficient_batches():
+    """Negative control of the tests above: the loss by inversion and by JAX's eigenvectors."""
+    x, y = (jnp.concatenate([a, a[:, :1]], 1) for a in batch(dtype=np.float32))
+
+    def naive(x, y):
+        values, vectors = jnp.linalg.eigh(x.T @ x / 40)
+        root = (vectors * values[None] ** -0.5) @ vectors.T
+        return jnp.sum((root @ (x.T @ y)) ** 2)
+
+    assert not jnp.isfinite(jax.grad(naive)(x, y)).all() or jnp.abs(jax.grad(naive)(x, y)).max() > 1e4
+
+
+@every_loss
+def test_plain_jit_vmap_and_loop_agree(name):
+    pairs = [batch(seed=seed, dtype=np.float32) for seed in range(3)]
+    both = jax.value_and_grad(LOSSES[name])
+    looped = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[both(*pair) for pair in pairs])
+    x, y = (jnp.stack(side) for side in zip(*pairs, strict=True))
+    jitted = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[jax.jit(both)(*pair) for pair in pairs])
+    for result in (jitted, jax.vmap(both)(x, y), jax.jit(jax.vmap(both))(x, y)):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), result, looped)
+    assert looped[0].dtype == jnp.float32
+
+
+@every_loss
+def test_dtype_follows_the_input(name):
+    with jax.enable_x64(True):
+        for dtype in (np.float32, np.float64):
+            x, y = (jnp.asarray(a) for a in batch(dtype=dtype))
+            if name != "score":  # its training data here are of double precision
+                assert LOSSES[name](x, y).dtype == dtype
+
+
+def test_weights_are_traced(key):
+    x, y = (jnp.asarray(a) for a in batch(dtype=np.float32))
+    traces = []
+
+    @jax.jit
+    def losses(weight):
+        traces.append(weight)
+        return jnp.stack(
+            [
+                dpnets_loss(x, y, metric_deformation=weight),
+                energy_loss(x, y[:, :, None], grad_weight=weight),
+                autoencoder_loss(x, y, y, x, y, x, alpha_rec=weight, alpha_lin=weight, alpha_pred=weight),
+            ]
+        )
+
+    values = jnp.stack([losses(jnp.asarray(weight)) for weight in (0.0, 1.0, 2.0)])
+    assert len(traces) == 1
+    np.testing.assert_allclose(values[0, 2], 0)
+    np.testing.assert_allclose(values[2, ::2] - values[1, ::2], values[1, ::2] - values[0, ::2], rtol=1e-4)
+    slope = jax.grad(lambda weight: energy_loss(x, y[:, :, None], grad_weight=weight))(0.0)
+    assert jnp.isfinite(slope)
+    assert slope > 0
+
+
+# An independent library.
+
+
+@pytest.fixture
+def peer():
+    torch = pytest.importorskip("torch")
+    functional = pytest.importorskip("kooplearn.torch.nn._functional")
+
+    def value_and_gradient(name, *arrays, **options):
+        tensors = [torch.tensor(array, requires_grad=True) for array in arrays]
+        value = getattr(functional, name)(*tensors, **options)
+        value.backward()
+        return value.item(), tensors[0].grad.numpy()
+
+    return value_and_gradient
+
+
+def agree(ours, theirs):
+    np.testing.assert_allclose(ours[0], theirs[0], rtol=1e-7)
+    np.testing.assert_allclose(ours[1], theirs[1], rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("n", [12, 200])
+def test_losses_and_gradients_against_kooplearn(peer, n):
+    x, y = batch(n, 4)
+    jac = np.random.default_rng(11).normal(size=(n, 4, 2))
+    others = [np.random.default_rng(seed).normal(size=x.shape) for seed in range(4)]
+    with jax.enable_x64(True):
+        for schatten_norm in (1, 2):
+            for center in (True, False):
+                options = {"schatten_norm": schatten_norm, "center_covariances": center}
+                ours = jax.value_and_grad(lambda x, o=options: vamp_loss(x, y, **o))(x)
+                if schatten_norm == 2:
+                    agree(ours, peer("vamp_loss", x, y, **options))
+                else:  # the gradient of their square root by eigenvectors is inexact
+                    np.testing.assert_allclose(ours[0], peer("vamp_loss", x, y, **options)[0], rtol=1e-7)
+        agree(jax.value_and_grad(spectral_contrastive_loss)(x, y), peer("spectral_contrastive_loss", x, y))
+        ours = jax.value_and_grad(autoencoder_loss)(x, y, *others, alpha_rec=0.5, alpha_lin=2.0, alpha_pred=3.0)
+        agree(ours, peer("dynamic_ae_loss", x, y, *others, alpha_rec=0.5, alpha_lin=2.0, alpha_pred=3.0))
+        ours = jax.value_and_grad(energy_loss)(x, jac, grad_weight=0.3)
+        agree(ours, peer("energy_loss", x, jac, grad_weight=0.3))
+        agree(jax.value_and_grad(orthonormal_logfro_reg)(x), peer("orthonormal_logfro_reg", x))
+        # Theirs is the plug-in estimate, whatever its permutation: the three traces differ by known amounts.
+        centred = x - x.mean(0)
+        plug = centred.T @ centred / n
+        norms = (centred**2).sum(1)
+        exact = ((n * plug) ** 2).sum() - (norms**2).sum() + norms.sum() ** 2 / (n - 1) / (n - 2)
+        exact = (exact - 2 / (n - 2) * (norms**2).sum()) / n / (n - 3)
+        gap = exact - (plug**2).sum() - (2 + 2) * norms.sum() / n / (n - 1)
+        np.testing.assert_allclose(orthonormal_fro_reg(x), peer("orthonormal_fro_reg", x)[0] + gap / 4, rtol=1e-7)
+
+
+def test_losses_in_single_precision_against_kooplearn(peer):
+    x, y = batch(64, 5, seed=3)
+    double = {name: peer(name, x, y)[0] for name in ("vamp_loss", "spectral_contrastive_loss")}
+    x, y = x.astype(np.float32), y.astype(np.float32)
+    np.testing.assert_allclose(vamp_loss(x, y), double["vamp_loss"], rtol=1e-5)
+    np.testing.assert_allclose(spectral_contrastive_loss(x, y), double["spectral_contrastive_loss"], rtol=1e-5)
+    np.testing.assert_allclose(orthonormal_logfro_reg(x), peer("orthonormal_logfro_reg", x.astype(float))[0], rtol=1e-5)
+
+
+def test_wrong_arguments_are_named(unchecked):
+    x, y = batch(dtype=np.float32)
+    with pytest.raises(ValueError, match="`schatten_norm` must be 1 or 2, got 3"):
+        vamp_loss(x, y, schatten_norm=3)
+    with pytest.raises(ValueError, match=r"`y` must have the shape of `x` \(40, 3\), got \(39, 3\)"):
+        vamp_loss(x, y[1:])
+    with pytest.raises(ValueError, match=r"`y_test` must have the shape of `x_test`"):
+        vamp_score(x, y, x, y[1:])
+    with pytest.raises(ValueError, match=r"`x_test` must have as many features as `x` \(3\), got 2"):
+        vamp_score(x, y, x[:, :2], y[:, :2])
+    with pytest.raises(ValueError, match=r"`rank` must be at most the number of features \(3\), got 4"):
+        vamp_score(x, y, x, y, rank=4)
+    with pytest.raises(ValueError, match="`metric_deformation` must be non-negative"):
+        dpnets_loss(x, y, metric_deformation=-1.0)
+    with pytest.raises(ValueError, match="`x` must hold at least two pairs"):
+        spectral_contrastive_loss(x[:1], y[:1])
+    with pytest.raises(ValueError, match=r"`x_rec` must have the shape of `x`"):
+        autoencoder_loss(x, y, x[:, :1], x, x, y)
+    with pytest.raises(ValueError, match=r"`alpha_lin` must be non-negative"):
+        autoencoder_loss(x, y, x, x, x, y, alpha_lin=-1.0)
+    with pytest.raises(ValueError, match=r"`jac` must have shape \[\*\(40, 3\), coordinates\]"):
+        energy_loss(x, np.zeros((40, 2, 3), np.float32))
+    with pytest.raises(ValueError, match="`form` must be one of 'pooled', 'energy'"):
+        energy_loss(x, x[:, :, None], form="other")
+    with pytest.raises(ValueError, match="`x` must hold at least four samples"):
+        orthonormal_fro_reg(x[:3])

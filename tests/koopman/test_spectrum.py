@@ -1,0 +1,154 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from koopman.datasets.maps import logistic_features, logistic_map, logistic_spectrum
+from koopman.forecast import predict
+from koopman.operators import fit_reduced_rank, fit_ridge
+from koopman.pairs import lagged_pairs
+from koopman.spectrum import (
+    decompose,
+    eigenvalues,
+    left_eigenfunctions,
+    modes,
+    right_eigenfunctions,
+    singular_values,
+)
+
+
+def rotation(n=300, angle=0.3, decay=0.95, noise=0.1, seed=0):
+    """A damped rotation, a real decay, and noise: one conjugate pair and one real eigenvalue."""
+    rng = np.random.default_rng(seed)
+    turn = decay * np.asarray([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
+    matrix = np.block([[turn, np.zeros((2, 1))], [np.zeros((1, 2)), np.full((1, 1), 0.6)]])
+    path = [rng.normal(size=3)]
+    for _ in range(n):
+        path.append(matrix @ path[-1] + noise * rng.normal(size=3))
+    return np.asarray(path)
+
+
+def test_a_cycle_has_the_roots_of_unity():
+    with jax.enable_x64(True):
+        cycle = np.eye(5)[np.arange(51) % 5]
+        operator = fit_ridge(cycle[:-1], cycle[1:], alpha=0.0)
+        roots = np.exp(2j * np.pi * np.asarray([0, 1, -1, 2, -2]) / 5)
+        np.testing.assert_allclose(eigenvalues(operator), roots, atol=1e-12)
+        found = decompose(operator)
+        np.testing.assert_allclose(found.residuals, 0, atol=1e-7)
+        np.testing.assert_allclose(found.condition, 1, atol=1e-9)
+        np.testing.assert_allclose(singular_values(operator), 1, atol=1e-12)
+
+
+def test_eigenfunctions_obey_their_equations():
+    with jax.enable_x64(True):
+        x, y = (np.asarray(a) for a in lagged_pairs(rotation()))
+        operator = fit_ridge(x, y, alpha=1e-3)
+        found = decompose(operator)
+        matrix = np.asarray(operator.encode.matrix @ operator.dual.matrix.T)  # G
+        weights = np.asarray(operator.encode.matrix @ found.right)  # psi = phi(x) weights
+        np.testing.assert_allclose(matrix @ weights, weights * np.asarray(found.eigenvalues), atol=1e-10)
+        duals = np.asarray(operator.dual.matrix @ (found.left / found.eigenvalues[None]))
+        np.testing.assert_allclose(matrix.T @ duals, duals * np.asarray(found.eigenvalues), atol=1e-10)
+        np.testing.assert_allclose(duals.T @ weights, np.eye(3), atol=1e-10)
+        right, left = right_eigenfunctions(operator, x, found), left_eigenfunctions(operator, x, found)
+        np.testing.assert_allclose(right, x @ weights, atol=1e-10)
+        np.testing.assert_allclose(left, x @ duals, atol=1e-10)
+        np.testing.assert_allclose(jnp.mean(jnp.abs(right) ** 2, 0), 1, atol=1e-10)
+
+
+def test_residuals_are_the_distance_to_an_eigenfunction():
+    with jax.enable_x64(True):
+        x, y = (np.asarray(a) for a in lagged_pairs(rotation()))
+        operator = fit_reduced_rank(x, y, rank=2, alpha=1e-2)
+        found = decompose(operator)
+        now, later = (right_eigenfunctions(operator, a, found) for a in (x, y))
+        exact = np.sqrt(np.mean(np.abs(later - found.eigenvalues[None] * now) ** 2, 0))
+        np.testing.assert_allclose(found.residuals, exact, rtol=1e-8)
+
+
+def test_residuals_unmask_spurious_eigenvalues():
+    # Without noise the damped rotation's eigenpairs are exact; a feature that is noise adds one that is not.
+    with jax.enable_x64(True):
+        path = np.concatenate([rotation(noise=0.0), np.random.default_rng(1).normal(size=(301, 1))], 1)
+        found = decompose(fit_ridge(*lagged_pairs(path), alpha=0.0))
+        exact = np.argsort(found.residuals)[:3]
+        assert (found.residuals[exact] < 1e-6).all()
+        assert found.residuals[np.setdiff1d(np.arange(4), exact)[0]] > 0.5
+        np.testing.assert_allclose(np.sort(np.abs(found.eigenvalues[exact])), [0.6, 0.95, 0.95], atol=1e-8)
+
+
+def test_order_keeps_pairs_together_and_is_stable():
+    x, y = (np.asarray(a, np.float32) for a in lagged_pairs(rotation()))
+    orders = []
+    for seed in range(5):
+        turn = np.linalg.qr(np.random.default_rng(seed).normal(size=(3, 3)))[0].astype(np.float32)
+        values = np.asarray(eigenvalues(fit_ridge(x @ turn, y @ turn)))
+        assert values[0].imag > 0
+        np.testing.assert_array_equal(values[1], values[0].conj())
+        orders.append(values)
+    np.testing.assert_allclose(orders, np.broadcast_to(orders[0], (5, 3)), atol=1e-4)
+
+
+def test_modes_sum_to_the_forecast_and_tell_times():
+    with jax.enable_x64(True):
+        path = rotation(noise=0.0)
+        operator = fit_ridge(*lagged_pairs(path), alpha=0.0)
+        found, x = modes(operator, time_step=0.5), path[:6]
+        values = right_eigenfunctions(operator, x)
+        for steps in (1, 4):
+            power = eigenvalues(operator) ** (steps - 1)
+            np.testing.assert_allclose(
+                (values * power[None]) @ found.amplitudes, predict(operator, x, steps), atol=1e-9
+            )
+        np.testing.assert_allclose(found.frequency, [0.3 / np.pi, 0.3 / np.pi, 0.0], atol=1e-9)
+        np.testing.assert_allclose(found.implied_time_scale[0], -0.5 / np.log(0.95), rtol=1e-7)
+        np.testing.assert_allclose(found.half_life[2], 0.5 * np.log(2) / -np.log(0.6), rtol=1e-7)
+
+
+def test_derivative_of_eigenvalues():
+    with jax.enable_x64(True):
+        x, y = (np.asarray(a) for a in lagged_pairs(rotation()))
+        alpha, step = jnp.asarray(0.05), 1e-6
+
+        def value(alpha):
+            return jnp.sum(jnp.abs(eigenvalues(fit_ridge(x, y, alpha=alpha))) ** 2)
+
+        numeric = (value(alpha + step) - value(alpha - step)) / (2 * step)
+        np.testing.assert_allclose(jax.grad(value)(alpha), numeric, rtol=1e-6)
+
+
+def test_host_and_device_routes_agree(monkeypatch):
+    # Where a backend has no eigendecomposition, the host's serves, under jit and vmap too.
+    x, y = (np.asarray(a, np.float32) for a in lagged_pairs(rotation()))
+    operators = [fit_ridge(x, y, alpha=a) for a in (1e-3, 0.1)]
+    here = [decompose(o) for o in operators]
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *operators)
+    mapped = jax.jit(jax.vmap(decompose))(stacked)
+    for index, one in enumerate(here):
+        np.testing.assert_allclose(mapped.eigenvalues[index], one.eigenvalues, atol=1e-5)
+        np.testing.assert_allclose(mapped.residuals[index], one.residuals, atol=1e-4)
+
+
+def test_the_noisy_logistic_map():
+    """The exact features at full rank: the leading pair at 200 000 samples, over five trajectories."""
+    with jax.enable_x64(True):
+        exact = logistic_spectrum(20).eigenvalues[:3]
+        pairs = []
+        for seed in range(5):
+            states = logistic_map(1000, key=jax.random.key(seed), num_trajectories=40, order=20)
+            x, y = lagged_pairs(list(states))
+            features = [logistic_features(part, 20) for part in (x, y)]
+            pairs.append(np.asarray(eigenvalues(fit_ridge(*features, alpha=1e-9)))[:3])
+        mean, error = np.mean(pairs, 0), np.std(np.abs(pairs), 0)
+        np.testing.assert_allclose(mean[0], 1, atol=1e-3)
+        np.testing.assert_allclose(mean[1:], exact[1:], atol=5 * error[1:].max() / np.sqrt(5) + 0.02)
+
+
+def test_width_is_checked():
+    x, y = lagged_pairs(rotation())
+    with pytest.raises((ValueError, TypeError), match=r"shape \[n, 3\], as the operator was fitted"):
+        right_eigenfunctions(fit_ridge(x, y), x[:, :2])
+    with pytest.raises(ValueError, match="`time_step`"):
+        modes(fit_ridge(x, y), time_step=0.0)
