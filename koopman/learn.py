@@ -14,10 +14,11 @@ from jaxtyping import Array, Float, Int, Key, UInt32
 from dissociation.checks import check_choice, check_count, check_non_negative, check_positive, check_same_length, fail
 from dissociation.training import FitResult, fit
 from koopman.losses import autoencoder_loss, dpnets_loss, spectral_contrastive_loss, vamp_loss
-from koopman.networks import Autoencoder, Encoder, FeatureMap, whiten_head
+from koopman.networks import Autoencoder, Encoder, FeatureMap
 
 AnyKey = Key[Array, ""] | UInt32[Array, "2"]
 Images = Float[Array | np.ndarray, "n 28 28"]
+Film = Float[Array | np.ndarray, "m 28 28"]
 
 ENCODER_LOSSES: dict[str, Callable[[Array, Array], Array]] = {
     "vamp": partial(vamp_loss, center_covariances=False),
@@ -65,7 +66,7 @@ def reconstruction_loss(model: Autoencoder, x: Images, y: Images) -> Float[Array
     features = encode(model.encoder, jnp.concatenate([x, y]))
     now, later = features[: len(x)], features[len(x) :]
     evolved = now @ model.matrix()
-    pictures = encode(model.decoder, jnp.concatenate([now, evolved]))
+    pictures = jax.vmap(model.decoder)(jnp.concatenate([now, evolved]))
     return autoencoder_loss(x, y, pictures[: len(x)], later, evolved, pictures[len(x) :])
 
 
@@ -81,8 +82,8 @@ def train_encoders(
     weight_decay: float = 0.01,
     features: int = 5,
     init: str = "pytorch",
-    whiten: bool = True,
-    validation: Images | None = None,
+    length: float | None = None,
+    validation: Film | None = None,
     **options: Any,
 ) -> FitResult:
     """Trains feature maps on a film, pairs of one picture and the next, with AdamW.
@@ -98,8 +99,8 @@ def train_encoders(
         weight_decay: AdamW's.
         features: Width of the output.
         init: "pytorch" or "lecun".
-        whiten: Whether training begins with `whiten_head`, see there; without it the contrastive loss stays on its
-            plateau of -1 for many epochs.
+        length: Norm of the features, default sqrt(features); published: 1, with which the contrastive loss waits on a
+            plateau of -1 for many epochs, see `FeatureMap`.
         validation: Another film, whose loss (all pairs at once) is observed after every epoch.
         **options: For `dissociation.training.fit`: `progress`, `checkpoint`, `log`, `mesh`, `member_map`.
 
@@ -114,9 +115,8 @@ def train_encoders(
     """
     check_choice("kind", kind, tuple(ENCODER_LOSSES))
     build_key, fit_key = jax.random.split(key)
-    models = _stack(lambda k: FeatureMap(features, init=init, key=k), build_key, num_seeds)
-    if whiten:
-        models = _each(lambda model: whiten_head(model, images[:1000]), models, num_seeds)
+    length = features**0.5 if length is None else length
+    models = _stack(lambda k: FeatureMap(features, length=length, init=init, key=k), build_key, num_seeds)
 
     def loss(model: FeatureMap, batch: tuple[Array, Array], key: Array) -> Array:
         return pair_loss(kind, model, *batch)
@@ -140,7 +140,7 @@ def train_autoencoders(
     orthogonal: bool = False,
     upsampling: str = "nearest",
     init: str = "pytorch",
-    validation: Images | None = None,
+    validation: Film | None = None,
     **options: Any,
 ) -> FitResult:
     """Trains dynamical autoencoders on a film.
@@ -277,13 +277,6 @@ def _pairs(images: Images) -> tuple[Array, Array]:
 def _stack(build: Callable[[Array], Any], key: Array, num_seeds: int) -> Any:
     count = check_count("num_seeds", num_seeds, minimum=1)
     return eqx.filter_vmap(build)(jax.random.split(key, count))
-
-
-def _each(change: Callable[[Any], Any], models: Any, count: int) -> Any:
-    """A change of every member in turn, by one compiled program: a mapped convolution is slow on a CPU."""
-    run = eqx.filter_jit(change)
-    changed = [run(member(models, index)) for index in range(count)]
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves) if eqx.is_array(leaves[0]) else leaves[0], *changed)
 
 
 def _fit(

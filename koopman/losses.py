@@ -67,7 +67,7 @@ def vamp_loss(x: Features, y: Features, *, schatten_norm: int = 2, center_covari
     """
     x, y = _as_pair(x, y)
     _check_schatten_norm(schatten_norm)
-    _, _, cross = _whitened(x, y, center_covariances)
+    _, cross = _whitened(x, y, center_covariances)
     return -nuclear_norm(cross) if schatten_norm == 1 else -jnp.sum(cross**2)
 
 
@@ -121,12 +121,12 @@ def vamp_score(
     rank = size if rank is None else check_count("rank", rank, minimum=1)
     if rank > size:
         fail("rank", f"be at most the number of features ({size})", rank)
-    scale, root, cross = _whitened(x, y, center_covariances)
+    maps, cross = _whitened(x, y, center_covariances)
     left, values, right = jnp.linalg.svd(cross)
     # Functions without any correlation are rounding noise where the covariances are deficient.
     found = values > size * float(jnp.finfo(cross.dtype).eps)
-    turn = jnp.stack([left, right.T])[..., :rank] * found[:rank]
-    functions = lax.stop_gradient(scale[..., None] * product(root, turn))
+    turn = jnp.stack([left, right.T])[..., :rank] * found[None, None, :rank]
+    functions = lax.stop_gradient(product(maps, turn))
     if center_covariances:
         x_test, y_test = centre(x_test), centre(y_test)
     return -vamp_loss(
@@ -437,23 +437,32 @@ def _covariances(x: Array) -> Array:
     return product(jnp.swapaxes(x, -1, -2), x) / x.shape[-2]
 
 
-def _whitened(x: Array, y: Array, center: bool) -> tuple[Array, Array, Array]:
-    """Whitening maps of x and of y, as a scale per column [2, d] and a root [2, d, d]; and the whitened C_xy [d, d]."""
+def _whitened(x: Array, y: Array, center: bool) -> tuple[Array, Array]:
+    """Whitening maps of x and of y [2, d, d], and C_xy between the whitened features [d, d].
+
+    In single precision a covariance holds deviations down to a thousandth of the largest. So the features are first
+    divided by their deviations, then nearly whitened, and only then whitened with a cut-off. The first two maps count
+    as constants: linear maps do not change what is computed, so neither do their derivatives.
+    """
     n, d = x.shape
     eps = float(jnp.finfo(x.dtype).eps)
-    # Both at once: one batched decomposition instead of two.
+    # Sums over n samples round: null directions of three features were seen at 0.2 sqrt(n) units, of more at 2.
+    rtol = eps * max(d, 0.5 * n**0.5)
+    # Both sides in one batched decomposition.
     raw = jnp.stack([x, y])
     both = jax.vmap(centre)(raw) if center else raw
     size, level = (jnp.sqrt(jnp.mean(lax.stop_gradient(columns) ** 2, 1)) for columns in (both, raw))
     kept = size > 8 * eps * level  # else constant up to rounding
-    # The whitened C_xy does not depend on the scale, up to a rotation: neither does its derivative.
     scale = jnp.where(kept, 1 / jnp.where(kept, size, 1.0), 0.0)
     both = both * scale[:, None]
-    # Sums over n samples round: null directions of three features were seen at 0.2 sqrt(n) units, of more at 2.
-    rtol = eps * max(d, 0.5 * n**0.5)
+    values, vectors = jnp.linalg.eigh(lax.stop_gradient(_covariances(both)))
+    values = jnp.maximum(values, 0.0)
+    nearly = vectors * lax.rsqrt(values + rtol * jnp.maximum(values[:, -1:], 1.0))[:, None]
+    both = product(both, nearly)
     root = jax.vmap(lambda covariance: psd_power(covariance, -0.5, rtol=rtol))(_covariances(both))
+    maps = scale[..., None] * product(nearly, root)
     cross = product(both[0].T, both[1]) / n
-    return scale, root, product(product(root[0], cross), root[1])
+    return maps, product(product(root[0], cross), root[1])
 
 
 def _as_pair(x: Features, y: Features, names: tuple[str, str] = ("x", "y")) -> tuple[Array, Array]:

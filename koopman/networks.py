@@ -13,8 +13,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Key, UInt32
 
-from dissociation.checks import check_choice
-from dissociation.linalg import psd_power
+from dissociation.checks import check_choice, check_positive
 
 AnyKey = Key[Array, ""] | UInt32[Array, "2"]
 Init = Literal["pytorch", "lecun"]
@@ -142,26 +141,37 @@ class Decoder(eqx.Module):
 
 
 class FeatureMap(eqx.Module):
-    """An encoder whose output has length 1, and the view of the next picture.
+    """An encoder whose output has a fixed length, and the view of the next picture.
+
+    The length matters to losses that compare scales. Features of norm 1 in d directions have C_x = I / d at best, and
+    the spectral contrastive loss then has its minimum at lag weights W = C_x^{-1} C_xy C_y^{-1} of singular values d.
+    PyTorch starts them below 1, and Adam moves a weight by no more than the learning rate in a step, so W is too small
+    for anything but a constant feature for thousands of steps: the loss waits on a plateau of -1. Features of norm
+    sqrt(d) have C_x = I and W orthogonal at the optimum, and training leaves the plateau in a few epochs (the length is
+    the temperature of contrastive learning). VAMP does not see it.
 
     Attributes:
         encoder: The network.
         lag: Linear layer without bias after the normalisation, for the lagged view.
+        length: Norm of the features.
     """
 
     encoder: Encoder
     lag: Affine
+    length: float = eqx.field(static=True)
 
-    def __init__(self, features: int = FEATURES, *, init: str = "pytorch", key: AnyKey):
+    def __init__(self, features: int = FEATURES, *, length: float = 1.0, init: str = "pytorch", key: AnyKey):
+        check_positive("length", length)
         first, second = jax.random.split(key)
+        self.length = length
         self.encoder = Encoder(features, init=init, key=first)
         self.lag = Affine(features, features, bias=False, init=init, key=second)
 
     def __call__(self, image: Float[Array | np.ndarray, "28 28"]) -> Float[Array, " features"]:
-        """Features of one picture, of norm 1."""
+        """Features of one picture, of norm `length`."""
         features = self.encoder(image)
         # The norm's root has no finite slope at zero, hence the clip inside it.
-        return features * lax.rsqrt(jnp.maximum(jnp.sum(features**2), 1e-24))
+        return features * (self.length * lax.rsqrt(jnp.maximum(jnp.sum(features**2), 1e-24)))
 
     def lagged(self, image: Float[Array | np.ndarray, "28 28"]) -> Float[Array, " features"]:
         """The next picture's features as the present one is compared with them."""
@@ -209,29 +219,3 @@ class Autoencoder(eqx.Module):
     def __call__(self, image: Float[Array | np.ndarray, "28 28"]) -> Float[Array, "28 28"]:
         """The picture, encoded and decoded."""
         return self.decoder(self.encoder(image))
-
-
-def whiten_head(model: FeatureMap, images: Float[Array | np.ndarray, "n 28 28"]) -> FeatureMap:
-    """Sets the encoder's last layer so that its outputs on `images` have mean 0 and covariance I.
-
-    A fresh ReLU encoder gives all pictures nearly the same output, far from zero: normalised, they are one point, and
-    contrastive losses begin on the plateau of a constant feature (-1), which they take dozens of epochs to leave.
-
-    Args:
-        model: One feature map.
-        images: Pictures, more than features.
-
-    Returns:
-        The same feature map with another last layer.
-
-    References:
-        Kraehenbuehl et al. (2016), Data-dependent initializations of convolutional neural networks, section 3.
-    """
-    outputs = jax.vmap(model.encoder)(jnp.asarray(images))
-    mean = jnp.mean(outputs, 0)
-    root = psd_power(jnp.cov(outputs.T, bias=True), -0.5)
-    head = model.encoder.head
-    bias = jnp.zeros_like(mean) if head.bias is None else head.bias
-    return eqx.tree_at(
-        lambda m: (m.encoder.head.weight, m.encoder.head.bias), model, (head.weight @ root, (bias - mean) @ root)
-    )

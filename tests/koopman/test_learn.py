@@ -1,0 +1,76 @@
+import jax
+import numpy as np
+import pytest
+
+from dissociation.data.datasets import load
+from koopman.datasets.ordered_mnist import ordered_mnist
+from koopman.learn import (
+    encode,
+    member,
+    pair_loss,
+    train_autoencoders,
+    train_classifiers,
+    train_encoders,
+    validation_loss,
+)
+from koopman.networks import FeatureMap
+
+
+@pytest.fixture(scope="module")
+def film():
+    return ordered_mnist(5, data=load("glyphs", num_train=700, num_test=20))
+
+
+@pytest.mark.parametrize("kind", ["vamp", "contrastive"])
+def test_encoders_leave_the_plateau(film, kind):
+    train, validation = film.images[:200], film.images[200:300]
+    options = {"key": jax.random.key(0), "num_seeds": 2, "num_epochs": 8}
+    result = train_encoders(kind, train, validation=validation, **options)
+    curves = np.asarray(result.history.observed)
+    assert curves.shape == (2, 9)
+    assert (curves[:, -1] < -1.5).all()  # a constant feature has -1, five classes told apart -5
+    for seed in range(2):
+        exact = validation_loss(kind, member(result.models, seed), validation)
+        np.testing.assert_allclose(curves[seed, -1], exact, rtol=2e-3)
+
+
+def test_members_do_not_depend_on_their_company(film):
+    options = {"key": jax.random.key(1), "num_epochs": 1}
+    several = train_encoders("vamp", film.images[:130], num_seeds=2, **options)
+    again = train_encoders("vamp", film.images[:130], num_seeds=2, **options)
+    weights = [np.asarray(r.models.encoder.head.weight) for r in (several, again)]
+    np.testing.assert_array_equal(*weights)
+    assert np.abs(weights[0][0] - weights[0][1]).max() > 0.01
+
+
+def test_batched_validation_is_the_mean_over_batches(film):
+    model, images = FeatureMap(key=jax.random.key(0)), film.images[:141]
+    x, y = images[:-1], images[1:]
+    wanted = np.mean([pair_loss("contrastive", model, x[i : i + 64], y[i : i + 64]) for i in (0, 64, 128)])
+    np.testing.assert_allclose(validation_loss("contrastive", model, images, batch_size=64), wanted, rtol=1e-5)
+    assert abs(wanted - validation_loss("contrastive", model, images)) > 1e-6
+
+
+def test_autoencoders_and_classifiers_learn(film):
+    images, labels = film.images[:300], film.labels[:300]
+    options = {"key": jax.random.key(0), "num_seeds": 1}
+    for orthogonal in (False, True):
+        result = train_autoencoders(
+            images[:150], validation=images[150:200], num_epochs=3, orthogonal=orthogonal, **options
+        )
+        curve = np.asarray(result.history.observed)[0]
+        assert curve[-1] < 0.8 * curve[0]
+    oracle = member(train_classifiers(images, labels, num_epochs=6, **options).models, 0)
+    right = np.mean(np.asarray(encode(oracle, film.images[300:])).argmax(1) == film.labels[300:])
+    assert right > 0.6  # chance is 0.2
+
+
+def test_bad_input_is_refused(film):
+    with pytest.raises(ValueError, match="'vamp', 'contrastive', 'dpnets'"):
+        train_encoders("simclr", film.images[:9], key=jax.random.key(0))
+    with pytest.raises(ValueError, match="at least two pictures"):
+        train_encoders("vamp", film.images[:1], key=jax.random.key(0))
+    with pytest.raises(ValueError, match="`learning_rate`"):
+        train_autoencoders(film.images[:9], key=jax.random.key(0), learning_rate=0.0)
+    with pytest.raises((ValueError, TypeError)):
+        train_classifiers(film.images[:9], film.labels[:8], key=jax.random.key(0))
