@@ -114,6 +114,9 @@ def train_encoders(
         Kostic et al. (2024), Learning invariant representations of time-homogeneous stochastic dynamical systems.
     """
     check_choice("kind", kind, tuple(ENCODER_LOSSES))
+    if (len(images) - 1) % batch_size == 1:
+        fail("batch_size", "not leave a single pair for the last batch", f"{batch_size} for {len(images) - 1} pairs")
+    optimizer = _adamw(learning_rate, weight_decay)
     build_key, fit_key = jax.random.split(key)
     length = features**0.5 if length is None else length
     models = _stack(lambda k: FeatureMap(features, length=length, init=init, key=k), build_key, num_seeds)
@@ -122,9 +125,7 @@ def train_encoders(
         return pair_loss(kind, model, *batch)
 
     observe = None if validation is None else _Validation(partial(pair_loss, kind), *_pairs(validation))
-    return _fit(
-        models, loss, _pairs(images), fit_key, num_epochs, batch_size, learning_rate, weight_decay, observe, options
-    )
+    return _fit(models, loss, _pairs(images), fit_key, num_epochs, batch_size, optimizer, observe, options)
 
 
 def train_autoencoders(
@@ -169,6 +170,7 @@ def train_autoencoders(
     References:
         Lusch, Kutz and Brunton (2018), Deep learning for universal linear embeddings of nonlinear dynamics.
     """
+    optimizer = _adamw(learning_rate, weight_decay)
     build_key, fit_key = jax.random.split(key)
     settings = {"orthogonal": orthogonal, "upsampling": upsampling, "init": init}
     models = _stack(lambda k: Autoencoder(features, **settings, key=k), build_key, num_seeds)
@@ -177,9 +179,7 @@ def train_autoencoders(
         return reconstruction_loss(model, *batch)
 
     observe = None if validation is None else _Validation(reconstruction_loss, *_pairs(validation))
-    return _fit(
-        models, loss, _pairs(images), fit_key, num_epochs, batch_size, learning_rate, weight_decay, observe, options
-    )
+    return _fit(models, loss, _pairs(images), fit_key, num_epochs, batch_size, optimizer, observe, options)
 
 
 def train_classifiers(
@@ -218,6 +218,7 @@ def train_classifiers(
         ValueError: If lengths disagree or an option is out of range.
     """
     check_same_length("images", len(images), "labels", len(labels))
+    optimizer = _adamw(learning_rate, weight_decay)
     build_key, fit_key = jax.random.split(key)
     models = _stack(lambda k: Encoder(num_classes, init=init, key=k), build_key, num_seeds)
 
@@ -226,7 +227,7 @@ def train_classifiers(
         return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, batch[1]))
 
     data = jnp.asarray(images), jnp.asarray(labels)
-    return _fit(models, loss, data, fit_key, num_epochs, batch_size, learning_rate, weight_decay, None, options)
+    return _fit(models, loss, data, fit_key, num_epochs, batch_size, optimizer, None, options)
 
 
 def validation_loss(kind: str, model: FeatureMap, images: Images, *, batch_size: int | None = None) -> Float[Array, ""]:
@@ -279,6 +280,12 @@ def _stack(build: Callable[[Array], Any], key: Array, num_seeds: int) -> Any:
     return eqx.filter_vmap(build)(jax.random.split(key, count))
 
 
+def _adamw(learning_rate: float, weight_decay: float) -> optax.GradientTransformation:
+    check_positive("learning_rate", learning_rate)
+    check_non_negative("weight_decay", weight_decay)
+    return optax.adamw(learning_rate, weight_decay=weight_decay)
+
+
 def _fit(
     models: Any,
     loss: Callable[..., Array],
@@ -286,13 +293,9 @@ def _fit(
     key: Array,
     num_epochs: int,
     batch_size: int,
-    learning_rate: float,
-    weight_decay: float,
+    optimizer: optax.GradientTransformation,
     observe: Callable[..., Any] | None,
     options: dict[str, Any],
 ) -> FitResult:
-    check_positive("learning_rate", learning_rate)
-    check_non_negative("weight_decay", weight_decay)
-    optimizer = optax.adamw(learning_rate, weight_decay=weight_decay)
     schedule = {"num_epochs": num_epochs, "batch_size": batch_size}
     return fit(models, loss, data, optimizer, **schedule, key=key, observe=observe, **options)

@@ -5,6 +5,9 @@ one belongs to row i of the other. Covariances are divided by n: C_x = x^T x / n
 means are subtracted where `center_covariances` holds. All losses are to be minimised.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -173,15 +176,17 @@ def dpnets_loss(
     """
     x, y = _as_pair(x, y)
     check_non_negative("metric_deformation", metric_deformation)
-    both = jnp.stack([centre(x), centre(y)]) if center_covariances else jnp.stack([x, y])
-    loss = jnp.zeros((), x.dtype) if relaxed else vamp_loss(x, y, center_covariances=center_covariances)
-    # The term of value zero orders the two decompositions: side by side, in a batch, they can hang on a CPU.
-    values = jnp.linalg.eigvalsh(_covariances(both) + 0 * lax.stop_gradient(loss))
+    if center_covariances:
+        x, y = centre(x), centre(y)
+    loss = jnp.zeros((), x.dtype) if relaxed else vamp_loss(x, y, center_covariances=False)
+    # The term of value zero puts these decompositions after the others: see `_in_turn`.
+    later = 0 * lax.stop_gradient(loss)
+    values = _in_turn(lambda side: jnp.linalg.eigvalsh(_covariance(side) + later), x, y)
     if relaxed:
         top = values[0, -1] * values[1, -1]
-        cross = product(both[0].T, both[1]) / x.shape[0]
+        cross = product(x.T, y) / x.shape[0]
         loss = -jnp.sum(cross**2) / jnp.where(top > 0, top, 1.0)
-    return loss + metric_deformation / (2 * x.shape[1]) * jnp.sum(jax.vmap(_deformation)(values))
+    return loss + metric_deformation / (2 * x.shape[1]) * (_deformation(values[0]) + _deformation(values[1]))
 
 
 def spectral_contrastive_loss(x: Features, y: Features) -> Loss:
@@ -414,7 +419,7 @@ def orthonormal_logfro_reg(x: Features) -> Loss:
     """
     check_ndim("x", x, 2, "[samples, features]")
     x = jnp.asarray(x)
-    values = jnp.linalg.eigvalsh(_covariances(centre(x)))
+    values = jnp.linalg.eigvalsh(_covariance(centre(x)))
     return _deformation(values) / x.shape[1] + 2 * jnp.sum(jnp.mean(x, 0) ** 2)
 
 
@@ -433,8 +438,8 @@ def _off_diagonal_squares(x: Array, y: Array) -> Array:
     return jnp.sum(product(x.T, x) * product(y.T, y)) - jnp.sum(jnp.sum(x * y, 1) ** 2)
 
 
-def _covariances(x: Array) -> Array:
-    return product(jnp.swapaxes(x, -1, -2), x) / x.shape[-2]
+def _covariance(x: Array) -> Array:
+    return product(x.T, x) / x.shape[0]
 
 
 def _whitened(x: Array, y: Array, center: bool) -> tuple[Array, Array]:
@@ -448,21 +453,31 @@ def _whitened(x: Array, y: Array, center: bool) -> tuple[Array, Array]:
     eps = float(jnp.finfo(x.dtype).eps)
     # Sums over n samples round: null directions of three features were seen at 0.2 sqrt(n) units, of more at 2.
     rtol = eps * max(d, 0.5 * n**0.5)
-    # Both sides in one batched decomposition.
-    raw = jnp.stack([x, y])
-    both = jax.vmap(centre)(raw) if center else raw
-    size, level = (jnp.sqrt(jnp.mean(lax.stop_gradient(columns) ** 2, 1)) for columns in (both, raw))
-    kept = size > 8 * eps * level  # else constant up to rounding
-    scale = jnp.where(kept, 1 / jnp.where(kept, size, 1.0), 0.0)
-    both = both * scale[:, None]
-    values, vectors = jnp.linalg.eigh(lax.stop_gradient(_covariances(both)))
-    values = jnp.maximum(values, 0.0)
-    nearly = vectors * lax.rsqrt(values + rtol * jnp.maximum(values[:, -1:], 1.0))[:, None]
-    both = product(both, nearly)
-    root = jax.vmap(lambda covariance: psd_power(covariance, -0.5, rtol=rtol))(_covariances(both))
-    maps = scale[..., None] * product(nearly, root)
-    cross = product(both[0].T, both[1]) / n
-    return maps, product(product(root[0], cross), root[1])
+
+    def side(raw: Array) -> tuple[Array, Array, Array]:
+        columns = centre(raw) if center else raw
+        size, level = (jnp.sqrt(jnp.mean(lax.stop_gradient(part) ** 2, 0)) for part in (columns, raw))
+        kept = size > 8 * eps * level  # else constant up to rounding
+        scale = jnp.where(kept, 1 / jnp.where(kept, size, 1.0), 0.0)
+        columns = columns * scale[None]
+        values, vectors = jnp.linalg.eigh(lax.stop_gradient(_covariance(columns)))
+        values = jnp.maximum(values, 0.0)
+        nearly = vectors * lax.rsqrt(values + rtol * jnp.maximum(values[-1], 1.0))[None]
+        columns = product(columns, nearly)
+        root = psd_power(_covariance(columns), -0.5, rtol=rtol)
+        return columns, root, scale[:, None] * product(nearly, root)
+
+    columns, roots, maps = _in_turn(side, x, y)
+    return maps, product(product(roots[0], product(columns[0].T, columns[1]) / n), roots[1])
+
+
+def _in_turn(function: Callable[[Array], Any], x: Array, y: Array) -> Any:
+    """The function of x and of y, stacked.
+
+    In a loop, since LAPACK on a CPU takes 100 times as long for a batch of two matrices (from 64 x 64 on) as for one
+    after the other, and batched calls side by side in one program can hang.
+    """
+    return lax.map(function, jnp.stack([x, y]))
 
 
 def _as_pair(x: Features, y: Features, names: tuple[str, str] = ("x", "y")) -> tuple[Array, Array]:

@@ -18,20 +18,23 @@ from koopman.networks import FeatureMap
 
 @pytest.fixture(scope="module")
 def film():
-    return ordered_mnist(5, data=load("glyphs", num_train=700, num_test=20))
+    return ordered_mnist(5, data=load("glyphs", num_train=1300, num_test=20))
 
 
-@pytest.mark.parametrize("kind", ["vamp", "contrastive"])
-def test_encoders_leave_the_plateau(film, kind):
-    train, validation = film.images[:200], film.images[200:300]
-    options = {"key": jax.random.key(0), "num_seeds": 2, "num_epochs": 8}
+@pytest.mark.parametrize("kind", ["vamp", "contrastive", "dpnets"])
+def test_encoders_learn_the_cycle(film, kind):
+    train, validation = film.images[:460], film.images[460:560]
+    epochs = 30 if kind == "contrastive" else 12
+    options = {"key": jax.random.key(0), "num_seeds": 1, "num_epochs": epochs}
     result = train_encoders(kind, train, validation=validation, **options)
-    curves = np.asarray(result.history.observed)
-    assert curves.shape == (2, 9)
-    assert (curves[:, -1] < -1.5).all()  # a constant feature has -1, five classes told apart -5
-    for seed in range(2):
-        exact = validation_loss(kind, member(result.models, seed), validation)
-        np.testing.assert_allclose(curves[seed, -1], exact, rtol=2e-3)
+    curve = np.asarray(result.history.observed)[0]
+    assert curve.shape == (epochs + 1,)
+    assert curve[-1] < -1.4  # a constant feature has -1, five classes told apart have -5
+    exact = validation_loss(kind, member(result.models, 0), validation)
+    np.testing.assert_allclose(curve[-1], exact, rtol=2e-3)
+    if kind == "contrastive":  # with features of norm 1, as published, it is still on the plateau
+        short = train_encoders(kind, train, validation=validation, length=1.0, **options)
+        assert np.asarray(short.history.observed)[0, -1] > -1.1
 
 
 def test_members_do_not_depend_on_their_company(film):
@@ -61,7 +64,7 @@ def test_autoencoders_and_classifiers_learn(film):
         curve = np.asarray(result.history.observed)[0]
         assert curve[-1] < 0.8 * curve[0]
     oracle = member(train_classifiers(images, labels, num_epochs=6, **options).models, 0)
-    right = np.mean(np.asarray(encode(oracle, film.images[300:])).argmax(1) == film.labels[300:])
+    right = np.mean(np.asarray(encode(oracle, film.images[300:500])).argmax(1) == film.labels[300:500])
     assert right > 0.6  # chance is 0.2
 
 
@@ -70,6 +73,8 @@ def test_bad_input_is_refused(film):
         train_encoders("simclr", film.images[:9], key=jax.random.key(0))
     with pytest.raises(ValueError, match="at least two pictures"):
         train_encoders("vamp", film.images[:1], key=jax.random.key(0))
+    with pytest.raises(ValueError, match="a single pair for the last batch, got 4 for 9 pairs"):
+        train_encoders("vamp", film.images[:10], key=jax.random.key(0), batch_size=4)
     with pytest.raises(ValueError, match="`learning_rate`"):
         train_autoencoders(film.images[:9], key=jax.random.key(0), learning_rate=0.0)
     with pytest.raises((ValueError, TypeError)):
