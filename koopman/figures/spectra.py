@@ -1,0 +1,371 @@
+"""Figure `spectra`: estimated against exact eigenvalues and eigenfunctions, where the truth is known.
+
+Three systems: the noisy logistic map (not reversible, a conjugate pair leads), an Ornstein-Uhlenbeck process, and
+overdamped Langevin dynamics in the Prinz potential. Four estimators: ridge, principal components, reduced rank, and
+reduced rank on Nystroem features. Every number is a mean over independent trajectories.
+"""
+
+import dataclasses
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+from jaxtyping import Array
+from matplotlib.figure import Figure
+
+from dissociation import plotting
+from dissociation.bmap import bmap
+from dissociation.figures.artifacts import Parts, identity_of
+from dissociation.progress import MeterFactory, open_meter
+from koopman.datasets.exact import ExactSpectrum
+from koopman.datasets.langevin import prinz_langevin, prinz_spectrum
+from koopman.datasets.maps import logistic_features, logistic_map, logistic_spectrum
+from koopman.datasets.systems import ornstein_uhlenbeck, ornstein_uhlenbeck_spectrum
+from koopman.fitted import Operator
+from koopman.kernels import RBF
+from koopman.nystroem import fit_nystroem
+from koopman.operators import fit_pcr, fit_reduced_rank, fit_ridge
+from koopman.pairs import lagged_pairs
+from koopman.spectrum import decompose, right_eigenfunctions
+
+STEM = "spectra"
+"""The name of the files."""
+
+ESTIMATORS = {
+    "ridge": "ridge",
+    "pcr": "principal components",
+    "reduced_rank": "reduced rank",
+    "nystroem": "Nystr\u00f6m reduced rank",
+}
+"""What the estimators are called, in the order of the legend."""
+
+
+class System(NamedTuple):
+    """A system with a known spectrum, and how it is looked at.
+
+    Attributes:
+        label: What it is called.
+        sample: (number of transitions, key) to a trajectory [time, 1].
+        features: States [n, 1] to features [n, d].
+        exact: The truth at the lag.
+        lag: Steps from x to y.
+        rank: Of the truncated estimators.
+        compared: Eigenvalues compared with the truth, the trivial one left out.
+        length_scale: Of the Nystroem estimator's RBF kernel.
+        grid: States at which an eigenfunction is drawn, [points].
+    """
+
+    label: str
+    sample: Callable[[int, Array], Array]
+    features: Callable[[Array], Array]
+    exact: ExactSpectrum
+    lag: int
+    rank: int
+    compared: int
+    length_scale: float
+    grid: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How many trajectories of which lengths."""
+
+    num_trajectories: int = 20
+    """Independent trajectories of every length."""
+    lengths: tuple[int, ...] = (1000, 3000, 10_000, 30_000, 100_000)
+    """Transitions in a trajectory."""
+    alpha: float = 1e-6
+    """Regularisation."""
+    num_centres: int = 50
+    """Centres of the Nystroem estimator, spread evenly over the grid of states."""
+    order: int = 20
+    """Order of the logistic map's noise; its operator is exact on 2 * order + 1 features."""
+
+    def quick(self) -> "Config":
+        """A small run that shows that everything works."""
+        return dataclasses.replace(self, num_trajectories=4, lengths=(500, 2000), num_centres=20)
+
+
+class Results(NamedTuple):
+    """Everything the figure shows.
+
+    Attributes:
+        config: What was asked for.
+        data: What the systems are.
+        exact: Per system, the eigenvalues compared, [compared].
+        eigenvalues: Per system and estimator, the estimate nearest to each of them, [lengths, trajectories, compared].
+        functions: Per system and estimator, the first of their eigenfunctions on the grid at the largest length, scaled
+            to the truth, [trajectories, points].
+        exact_functions: Per system, the same of the truth, [points].
+        grids: Per system, [points].
+        seconds: Wall time of every part.
+    """
+
+    config: Config
+    data: dict[str, Any]
+    exact: dict[str, np.ndarray]
+    eigenvalues: dict[str, dict[str, np.ndarray]]
+    functions: dict[str, dict[str, np.ndarray]]
+    exact_functions: dict[str, np.ndarray]
+    grids: dict[str, np.ndarray]
+    seconds: dict[str, float]
+
+
+def systems(config: Config) -> dict[str, System]:
+    """The three systems.
+
+    Args:
+        config: `order` of it.
+
+    Returns:
+        By name.
+    """
+    return {
+        "logistic": System(
+            "noisy logistic map",
+            lambda steps, key: logistic_map(steps, key=key, order=config.order),
+            lambda x: logistic_features(x, config.order),
+            logistic_spectrum(config.order),
+            lag=1,
+            rank=5,
+            compared=2,
+            length_scale=0.1,
+            grid=np.linspace(0.0, 1.0, 101),
+        ),
+        "ornstein_uhlenbeck": System(
+            "Ornstein-Uhlenbeck",
+            lambda steps, key: ornstein_uhlenbeck(steps, key=key, time_step=0.1),
+            partial(_hermite, 6),
+            ornstein_uhlenbeck_spectrum(time_step=0.5, num_components=4),
+            lag=5,
+            rank=5,
+            compared=3,
+            length_scale=1.0,
+            grid=np.linspace(-2.5, 2.5, 101),
+        ),
+        "prinz": System(
+            "Prinz potential",
+            lambda steps, key: prinz_langevin(steps, key=key),
+            _bumps,
+            prinz_spectrum(time_step=1e-3, num_components=4),
+            lag=10,
+            rank=6,
+            compared=3,
+            length_scale=0.2,
+            grid=np.linspace(-1.1, 1.1, 101),
+        ),
+    }
+
+
+def _hermite(count: int, x: Array) -> Array:
+    """Normalised probabilists' Hermite polynomials."""
+    columns = [jnp.ones_like(x[:, 0]), x[:, 0]]
+    for k in range(2, count):
+        columns.append((x[:, 0] * columns[-1] - (k - 1) ** 0.5 * columns[-2]) / k**0.5)
+    return jnp.stack(columns[:count], 1)
+
+
+def _bumps(x: Array) -> Array:
+    """A constant and 19 Gaussian bumps of width 0.15 from -1.2 to 1.2."""
+    centres = jnp.linspace(-1.2, 1.2, 19, dtype=x.dtype)
+    bumps = jnp.exp(-0.5 * ((x - centres[None]) / 0.15) ** 2)
+    return jnp.concatenate([jnp.ones_like(x), bumps], 1)
+
+
+def compute(
+    config: Config,
+    *,
+    key: Array,
+    dataset: Any = None,
+    folder: str | os.PathLike[str] | None = None,
+    progress: str | MeterFactory | None = None,
+) -> Results:
+    """Simulates, fits and compares.
+
+    Args:
+        config: What to do.
+        key: Everything random follows from it.
+        dataset: Not used: the systems are simulated.
+        folder: Where finished parts are kept; a second call with the same arguments goes on from there.
+        progress: See `dissociation.progress`.
+
+    Returns:
+        The results.
+
+    Raises:
+        ValueError: If `folder` holds parts of another run.
+    """
+    del dataset
+    parts = Parts(folder, identity_of(config, key, np.zeros(0)))
+    found = systems(config)
+    jobs = [(name, index) for name in found for index in range(len(config.lengths))]
+    values: dict[str, dict[str, list[np.ndarray]]] = {name: {e: [] for e in ESTIMATORS} for name in found}
+    functions: dict[str, dict[str, np.ndarray]] = {name: {} for name in found}
+    meter = open_meter(progress, len(jobs), "simulating and fitting")
+    try:
+        for done, (name, index) in enumerate(jobs):
+            meter.advance(done, f"{found[name].label}, {config.lengths[index]} transitions")
+            own = jax.random.fold_in(jax.random.fold_in(key, list(found).index(name)), index)
+            part = parts.get(f"{name}_{index}", partial(_trials, config, found[name], config.lengths[index], own))
+            for estimator in ESTIMATORS:
+                values[name][estimator].append(part[f"values_{estimator}"])
+                functions[name][estimator] = part[f"functions_{estimator}"]
+        meter.advance(len(jobs), "done")
+    finally:
+        meter.close()
+    return Results(
+        config=config,
+        data={name: system.label for name, system in found.items()},
+        exact={name: _compared(system) for name, system in found.items()},
+        eigenvalues={n: {e: np.stack(part) for e, part in own.items()} for n, own in values.items()},
+        functions=functions,
+        exact_functions={name: _exact_function(system) for name, system in found.items()},
+        grids={name: system.grid for name, system in found.items()},
+        seconds=parts.seconds,
+    )
+
+
+def _compared(system: System) -> np.ndarray:
+    return np.asarray(system.exact.eigenvalues, complex)[1 : 1 + system.compared]
+
+
+def _exact_function(system: System) -> np.ndarray:
+    return np.real(system.exact.right(system.grid[:, None])[:, 1])
+
+
+def _trials(config: Config, system: System, length: int, key: Array) -> dict[str, Array]:
+    """All trajectories of one length: the estimates nearest to the truth, and the first eigenfunction."""
+    exact, truth = jnp.asarray(_compared(system), jnp.complex64), jnp.asarray(_exact_function(system), jnp.float32)
+    grid = jnp.asarray(system.grid[:, None], jnp.float32)
+    centres = jnp.linspace(grid[0], grid[-1], config.num_centres)
+
+    def one(key: Array) -> dict[str, Array]:
+        x, y = lagged_pairs(system.sample(length, key), system.lag)
+        features = system.features(x), system.features(y)
+        options = {"rank": system.rank, "alpha": config.alpha}
+        kernel = RBF(system.length_scale)
+        fitted: dict[str, tuple[Operator, Array]] = {
+            "ridge": (fit_ridge(*features, alpha=config.alpha), system.features(grid)),
+            "pcr": (fit_pcr(*features, **options), system.features(grid)),
+            "reduced_rank": (fit_reduced_rank(*features, **options), system.features(grid)),
+            "nystroem": (fit_nystroem(x, y, kernel, centres, **options), grid),
+        }
+        out = {}
+        for name, (operator, where) in fitted.items():
+            spectrum = decompose(operator)
+            nearest = jnp.argmin(jnp.abs(spectrum.eigenvalues[None] - exact[:, None]), 1)
+            out[f"values_{name}"] = spectrum.eigenvalues[nearest]
+            function = right_eigenfunctions(operator, where, spectrum)[:, nearest[0]]
+            # An eigenfunction has a complex factor of its own: the one that brings it closest to the truth.
+            factor = jnp.vdot(function, truth) / jnp.vdot(function, function)
+            out[f"functions_{name}"] = jnp.real(factor * function)
+        return out
+
+    keys = jax.random.split(key, config.num_trajectories)
+    batch_size = 1 if jax.default_backend() == "cpu" else None
+    return eqx.filter_jit(bmap(one, batch_size=batch_size))(keys)
+
+
+def rates(results: Results, system: str, estimator: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rates -log|lambda| per lag at the largest length: exact, mean over trajectories, standard error of the mean.
+
+    Args:
+        results: What `compute` returned.
+        system: Its name.
+        estimator: Its name.
+
+    Returns:
+        Three arrays [compared].
+    """
+    found = -np.log(np.abs(results.eigenvalues[system][estimator][-1]))
+    error = found.std(0, ddof=1) / np.sqrt(len(found))
+    return -np.log(np.abs(results.exact[system])), found.mean(0), error
+
+
+def draw(results: Results) -> Figure:
+    """A row per system: eigenvalues, the leading eigenfunction, and the error against the number of samples.
+
+    Args:
+        results: What `compute` returned.
+
+    Returns:
+        A figure of 6.5 x 5.5 inches.
+    """
+    lengths = np.asarray(results.config.lengths)
+    with plotting.house_style():
+        figure, axes = plt.subplots(3, 3, figsize=(6.5, 5.5), squeeze=False)
+        for row, (name, label) in zip(axes, results.data.items(), strict=True):
+            exact = results.exact[name]
+            for estimator, title in ESTIMATORS.items():
+                values = results.eigenvalues[name][estimator]
+                last = values[-1].reshape(-1)
+                row[0].scatter(last.real, last.imag, s=4, alpha=0.6, linewidths=0)
+                plotting.band(row[1], results.grids[name], results.functions[name][estimator], label=title)
+                error = (np.abs(values - exact[None, None]) / np.abs(exact)[None, None]).max(-1)
+                row[2].plot(lengths, error.mean(1), marker="o", markersize=2.5, label=title)
+            row[0].plot(exact.real, exact.imag, "k+", markersize=8)
+            row[0].set(title=label, xlabel="Re", ylabel="Im")
+            row[1].plot(results.grids[name], results.exact_functions[name], "k--", linewidth=0.8, label="exact")
+            row[1].set(title="leading eigenfunction", xlabel="state")
+            guide = lengths**-0.5
+            row[2].plot(
+                lengths, guide * (error.mean(1)[0] / guide[0]), color="black", linestyle=":", label="$n^{-1/2}$"
+            )
+            row[2].set(xscale="log", yscale="log", title="largest relative error", xlabel="transitions")
+        handles = axes[0, 2].get_legend_handles_labels(), axes[0, 1].get_legend_handles_labels()
+        drawn = dict(zip(handles[0][1] + handles[1][1], handles[0][0] + handles[1][0], strict=True))
+        figure.legend(drawn.values(), drawn.keys(), loc="outside upper center", ncols=3)
+    plt.close(figure)  # out of pyplot's hands: a notebook shows what it is given
+    return figure
+
+
+def arrays(results: Results) -> dict[str, np.ndarray]:
+    """The arrays of the figure under flat names, for an `.npz` file."""
+    flat = {
+        f"{kind}_{n}": part
+        for kind in ("exact", "grids", "exact_functions")
+        for n, part in getattr(results, kind).items()
+    }
+    for kind in ("eigenvalues", "functions"):
+        for name, own in getattr(results, kind).items():
+            flat |= {f"{kind}_{name}_{estimator}": part for estimator, part in own.items()}
+    return {"lengths": np.asarray(results.config.lengths), **flat}
+
+
+def describe(results: Results) -> dict[str, Any]:
+    """What the JSON beside the figure says."""
+    return {
+        "figure": "spectra",
+        "config": results.config,
+        "systems": results.data,
+        "exact": {name: np.stack([values.real, values.imag], -1) for name, values in results.exact.items()},
+    }
+
+
+def headline(results: Results) -> str:
+    """What was computed on, in a line."""
+    config = results.config
+    return (
+        f"{config.num_trajectories} trajectories of up to {config.lengths[-1]} transitions; rates -log|lambda| per lag"
+    )
+
+
+def source(config: Config) -> None:
+    """Nothing is loaded: the systems are simulated."""
+
+
+def table(results: Results) -> list[list[str]]:
+    """A header and a row per system, estimator and rate: exact, mean, standard error, and the bias in errors."""
+    rows = [["system", "estimator", "exact rate", "mean", "standard error", "bias / error"]]
+    for name, label in results.data.items():
+        for estimator, title in ESTIMATORS.items():
+            for exact, mean, error in zip(*rates(results, name, estimator), strict=True):
+                cells = [f"{exact:.5f}", f"{mean:.5f}", f"{error:.5f}", f"{(mean - exact) / error:+.1f}"]
+                rows.append([label, title, *cells])
+    return rows
