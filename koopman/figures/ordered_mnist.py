@@ -20,6 +20,7 @@ from jaxtyping import Array
 from matplotlib.figure import Figure
 
 from dissociation import plotting
+from dissociation.checks import check_choice
 from dissociation.data.datasets import Dataset, load
 from dissociation.figures.artifacts import Parts, identity_of
 from dissociation.progress import MeterFactory, open_meter
@@ -44,6 +45,19 @@ LABELS = {
     "orthogonal": "orthogonal autoencoder",
 }
 """What the models are called, in the order of tables and legends."""
+
+LOOKS = {
+    "linear": {"color": "0.6"},
+    "autoencoder": {"linestyle": (0, (2, 1)), "color": "C0"},
+    "autoencoder_operator": {"linestyle": (0, (2, 1)), "color": "C1"},
+    "autoencoder_images": {"linestyle": (0, (2, 1)), "color": "C2"},
+    "orthogonal": {"linestyle": (0, (2, 1)), "color": "C3"},
+    "classifier": {"color": "C0"},
+    "vamp": {"color": "C1"},
+    "contrastive": {"color": "C2"},
+    "dpnets": {"color": "C3"},
+}
+"""Encoders are drawn in full, autoencoders in dashes."""
 
 SHOWN = {
     "linear": "images",
@@ -87,6 +101,12 @@ class Config:
     """Horizons."""
     far: int = 1000
     """One horizon more, for powers of the operator."""
+    models: tuple[str, ...] = tuple(LABELS)
+    """Which models; the oracle is always trained."""
+
+    def __post_init__(self):
+        for name in self.models:
+            check_choice("models", name, LABELS)
 
     def quick(self) -> "Config":
         """A small run that shows that everything works: no science."""
@@ -250,6 +270,8 @@ def _train(
     found: dict[str, Any] = {"oracle": oracle.models}
     curves, batched = {}, {}
     for name, own in zip(("vamp", "contrastive", "dpnets"), keys, strict=False):
+        if name not in config.models:
+            continue
         result = train_encoders(name, train, key=own, features=config.num_digits, **options(name))
         found[name], curves[name] = result.models, np.asarray(result.history.observed)
         run = eqx.filter_jit(lambda model, images, kind=name: validation_loss(kind, model, images, batch_size=64))
@@ -257,6 +279,8 @@ def _train(
         batched[name] = np.asarray(losses)
         parts.seconds[f"training {name}"] = result.seconds
     for name, own, orthogonal in (("autoencoder", keys[3], False), ("orthogonal", keys[4], True)):
+        if not any(model.startswith(name) for model in config.models):
+            continue
         settings = {"features": config.num_digits, "orthogonal": orthogonal}
         result = train_autoencoders(train, key=own, **settings, **options(name))
         found[name], curves[name] = result.models, np.asarray(result.history.observed)
@@ -292,7 +316,7 @@ def _builders(config: Config, train: np.ndarray, trained: dict[str, Any]) -> dic
         model = member(trained["autoencoder"], seed)
         return _fitted(model.encoder, images, config, picture=model.decoder)
 
-    return {
+    everything = {
         "linear": pixels,
         "classifier": through("oracle"),
         "vamp": through("vamp"),
@@ -303,6 +327,7 @@ def _builders(config: Config, train: np.ndarray, trained: dict[str, Any]) -> dic
         "autoencoder_images": through("autoencoder"),
         "orthogonal": own("orthogonal"),
     }
+    return {name: build for name, build in everything.items() if name in config.models}
 
 
 def _fitted(
@@ -373,9 +398,10 @@ def _draw_film(panel: Any, results: Results) -> None:
 def _draw_accuracy(panel: Any, results: Results) -> None:
     axis = panel.subplots()
     steps = results.config.num_steps
-    for name, protocol in SHOWN.items():
+    for name in results.logits:
+        protocol = SHOWN[name]
         curve = results.accuracy(name)[:, list(PROTOCOLS).index(protocol), 0, :steps]
-        plotting.band(axis, results.times[:steps], curve, label=LABELS[name])
+        plotting.band(axis, results.times[:steps], curve, label=LABELS[name], **LOOKS[name])
     axis.axhline(1 / results.config.num_digits, linestyle="dashed", color="black", label="Random")
     axis.set(xlabel="time steps", ylabel="accuracy", xlim=(1, steps), ylim=(0, 1.1))
     panel.legend(*axis.get_legend_handles_labels(), loc="outside right center", fontsize="small")
@@ -384,10 +410,10 @@ def _draw_accuracy(panel: Any, results: Results) -> None:
 def _draw_strips(panel: Any, results: Results) -> None:
     steps, digits = results.config.num_steps, results.config.num_digits
     shown = min(steps, 14)
-    axes = panel.subplots(len(SHOWN), shown + 1)
+    axes = panel.subplots(len(results.logits), shown + 1, squeeze=False)
     start, label = results.images[0], int(results.labels[0])
-    for row, (name, protocol) in zip(axes, SHOWN.items(), strict=True):
-        which = list(PROTOCOLS).index(protocol)
+    for row, name in zip(axes, results.logits, strict=True):
+        which = list(PROTOCOLS).index(SHOWN[name])
         read = results.logits[name][0, which, 0, :shown, 0].argmax(-1)
         for step, axis in enumerate(row):
             image = start if step == 0 else results.strips[name][0, which, step - 1]
@@ -404,8 +430,8 @@ def _draw_strips(panel: Any, results: Results) -> None:
 
 
 def _draw_spectra(panel: Any, results: Results) -> None:
-    names = ["classifier", "vamp", "contrastive"]
-    axes = panel.subplots(1, len(names) + 1)
+    names = [name for name in ("classifier", "vamp", "contrastive") if name in results.logits]
+    axes = panel.subplots(1, len(names) + 1, squeeze=False)[0]
     colours = plt.rcParams["axes.prop_cycle"].by_key()["color"]
     for axis, name in zip(axes, names, strict=False):
         values, left = results.eigenvalues[name][0], results.left[name][0]
@@ -415,18 +441,19 @@ def _draw_spectra(panel: Any, results: Results) -> None:
             own = results.labels == digit
             axis.scatter(first[own], second[own], s=2, color=colours[digit % len(colours)], label=str(digit))
         axis.set(xticks=[], yticks=[], title=LABELS[name])
-    axes[0].set(xlabel="left eigenfunction 1", ylabel="left eigenfunction 2")
-    axes[0].legend(markerscale=3, fontsize="x-small", loc="best")
+    if names:
+        axes[0].set(xlabel="left eigenfunction 1", ylabel="left eigenfunction 2")
+        axes[0].legend(markerscale=3, fontsize="x-small", loc="best")
     disc = axes[-1]
     turn = np.exp(1j * np.linspace(0, 2 * np.pi, 200))
     disc.plot(turn.real, turn.imag, color="black", linewidth=0.5)
     roots = cycle_spectrum(results.config.num_digits)
     disc.plot(roots.real, roots.imag, "+", color="black", markersize=8, label="roots of unity")
-    for name in ("linear", *names):
+    for name in [name for name in ("linear", *names) if name in results.logits]:
         values = results.eigenvalues[name].reshape(-1)
-        disc.scatter(values.real, values.imag, s=6, label=LABELS[name], zorder=3)
+        disc.scatter(values.real, values.imag, s=6, label=LABELS[name], zorder=3, color=LOOKS[name]["color"])
     disc.set(aspect="equal", xticks=[-1, 0, 1], yticks=[-1, 0, 1], title="eigenvalues")
-    disc.legend(fontsize="xx-small", loc="center")
+    panel.legend(*disc.get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize="x-small")
 
 
 def arrays(results: Results) -> dict[str, np.ndarray]:

@@ -21,6 +21,7 @@ from matplotlib.figure import Figure
 
 from dissociation import plotting
 from dissociation.bmap import bmap
+from dissociation.checks import check_choice
 from dissociation.figures.artifacts import Parts, identity_of
 from dissociation.progress import MeterFactory, open_meter
 from koopman.datasets.exact import ExactSpectrum
@@ -84,6 +85,8 @@ class Config:
     """Regularisation."""
     num_centres: int = 50
     """Centres of the Nystroem estimator, spread evenly over the grid of states."""
+    systems: tuple[str, ...] = ("logistic", "ornstein_uhlenbeck", "prinz")
+    """Which systems."""
     order: int = 20
     """Order of the logistic map's noise; its operator is exact on 2 * order + 1 features."""
 
@@ -118,15 +121,17 @@ class Results(NamedTuple):
 
 
 def systems(config: Config) -> dict[str, System]:
-    """The three systems.
+    """The systems asked for.
 
     Args:
-        config: `order` of it.
+        config: `systems` and `order` of it.
 
     Returns:
         By name.
     """
-    return {
+    for name in config.systems:
+        check_choice("systems", name, ("logistic", "ornstein_uhlenbeck", "prinz"))
+    known = {
         "logistic": System(
             "noisy logistic map",
             lambda steps, key: logistic_map(steps, key=key, order=config.order),
@@ -161,6 +166,7 @@ def systems(config: Config) -> dict[str, System]:
             grid=np.linspace(-1.1, 1.1, 101),
         ),
     }
+    return {name: known[name] for name in config.systems}
 
 
 def _hermite(count: int, x: Array) -> Array:
@@ -295,11 +301,12 @@ def draw(results: Results) -> Figure:
         results: What `compute` returned.
 
     Returns:
-        A figure of 6.5 x 5.5 inches.
+        A figure 6.5 inches wide.
     """
     lengths = np.asarray(results.config.lengths)
     with plotting.house_style():
-        figure, axes = plt.subplots(3, 3, figsize=(6.5, 5.5), squeeze=False)
+        rows = len(results.data)
+        figure, axes = plt.subplots(rows, 3, figsize=(6.5, 0.7 + 1.6 * rows), squeeze=False)
         for row, (name, label) in zip(axes, results.data.items(), strict=True):
             exact = results.exact[name]
             for estimator, title in ESTIMATORS.items():

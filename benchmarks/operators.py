@@ -1,0 +1,129 @@
+"""Operators against kooplearn, on the same data in one run: single fits, and 16 regularisations at once.
+
+    python benchmarks/operators.py                 # 5000 samples: 784 pixels, rank 5; Lorenz 63 with kernels, rank 25
+    python benchmarks/operators.py --samples 500   # small
+
+Everything is float64, as the peer computes; times are medians, compile time stands apart, and the eigenvalues of both
+sides are compared. The linear data are ordered digits, from MNIST where DISSOCIATION_DATA names them, else drawn ones.
+"""
+
+import argparse
+import os
+import statistics
+import time
+
+import jax
+
+jax.config.update("jax_enable_x64", True)
+
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+from kooplearn.kernel import KernelRidge, NystroemKernelRidge  # noqa: E402
+from kooplearn.linear_model import Ridge  # noqa: E402
+
+from koopman.datasets.ordered_mnist import ordered_mnist  # noqa: E402
+from koopman.datasets.systems import lorenz63  # noqa: E402
+from koopman.kernels import RBF, median_distance  # noqa: E402
+from koopman.nystroem import fit_kernel_reduced_rank, fit_nystroem  # noqa: E402
+from koopman.operators import fit_reduced_rank  # noqa: E402
+from koopman.pairs import lagged_pairs  # noqa: E402
+from koopman.spectrum import eigenvalues  # noqa: E402
+
+
+def median(function, repeats):
+    """Median seconds of a call, after one that is not counted, and that one's seconds."""
+    spent = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        jax.block_until_ready(function())
+        spent.append(time.perf_counter() - start)
+    return statistics.median(spent[1:]), spent[0]
+
+
+def compare(name, peer, fit, arguments, alphas, repeats):
+    """Prints the two sides' times and eigenvalues, for one regularisation and for all."""
+    theirs, _ = median(peer.fit_once, repeats)
+    one = jax.jit(fit)
+    ours, first = median(lambda: one(*arguments, alphas[0]), repeats)
+    print(f"{name}: peer {theirs:.3f} s, ours {ours:.3f} s, {theirs / ours:.2f} times; compiling {first - ours:.1f} s")
+    mine = np.sort(np.abs(eigenvalues(one(*arguments, alphas[0]))))[::-1]
+    other = np.sort(np.abs(peer.model.eig()))[::-1]
+    shown = min(5, len(mine), len(other))
+    print(f"    moduli ours {mine[:shown].round(5)}, peer {other[:shown].round(5)}")
+    sweep = jax.jit(jax.vmap(fit, (*(None for _ in arguments), 0)))
+    many, first = median(lambda: sweep(*arguments, alphas), max(1, repeats // 2))
+    times = f"{many:.3f} s, {len(alphas) * theirs / many:.1f} times; {first - many:.1f} s compiling"
+    print(f"    {len(alphas)} alphas at once: {times}", flush=True)
+
+
+class Peer:
+    """A peer's model on one trajectory."""
+
+    def __init__(self, model, trajectory):
+        self.model, self.trajectory = model, trajectory
+
+    def fit_once(self):
+        """Fits the model."""
+        self.model.fit(self.trajectory)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=int, default=5000)
+    parser.add_argument("--centres", type=int, default=500)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--only", choices=["linear", "kernel", "nystroem"])
+    options = parser.parse_args()
+    number, alphas = options.samples, jnp.logspace(-6, -1, 16)
+    wanted = {options.only} if options.only else {"linear", "kernel", "nystroem"}
+    print(f"{os.cpu_count()} cores, load {os.getloadavg()}")
+
+    if "linear" in wanted:
+        film = ordered_mnist(5, data="mnist" if "DISSOCIATION_DATA" in os.environ else "glyphs")
+        pixels = film.images[: number + 1].reshape(-1, 784).astype(float)
+        peer = Peer(Ridge(n_components=5, alpha=1e-6, reduced_rank=True), pixels)
+        x, y = lagged_pairs(pixels)
+        for route in ("qr", "covariance"):
+            fit = lambda x, y, a, r=route: fit_reduced_rank(x, y, rank=5, alpha=a, route=r)  # noqa: E731
+            compare(
+                f"reduced rank, {film.name}, {x.shape}, rank 5, route {route}",
+                peer,
+                fit,
+                (x, y),
+                alphas,
+                options.repeats,
+            )
+
+    path = np.asarray(lorenz63(number + 1000, key=jax.random.key(0)))[1000:]
+    path = (path - path.mean(0)) / path.std(0)
+    x, y = lagged_pairs(path)
+    scale = float(median_distance(x))
+    settings = {"n_components": 25, "alpha": 1e-6, "reduced_rank": True, "kernel": "rbf", "gamma": 0.5 / scale**2}
+    if "kernel" in wanted:
+        peer = Peer(KernelRidge(**settings), path)
+        fit = lambda x, y, a: fit_kernel_reduced_rank(x, y, RBF(scale), rank=25, alpha=a)  # noqa: E731
+        compare(
+            f"kernel reduced rank, Lorenz 63, {x.shape}, rank 25",
+            peer,
+            fit,
+            (x, y),
+            alphas,
+            max(1, options.repeats // 2),
+        )
+    if "nystroem" in wanted:
+        peer = Peer(NystroemKernelRidge(n_centers=options.centres, random_state=0, **settings), path)
+        chosen = np.random.default_rng(0).choice(len(x), options.centres, replace=False)
+        for route in ("qr", "covariance"):
+            fit = lambda x, y, a, r=route: fit_nystroem(x, y, RBF(scale), x[chosen], rank=25, alpha=a, route=r)  # noqa: E731
+            compare(
+                f"Nystroem, Lorenz 63, {x.shape}, {options.centres} centres, route {route}",
+                peer,
+                fit,
+                (x, y),
+                alphas,
+                options.repeats,
+            )
+
+
+if __name__ == "__main__":
+    main()
