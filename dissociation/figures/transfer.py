@@ -1,7 +1,7 @@
 """Figure `transfer`: what a linear probe learns from the representations of networks of one function.
 
 Networks are trained on the digits and rewritten without changing their function. Softmax probes then learn another
-task from the second hidden layer: how far an image was turned, or a coarser class. Three probes tell things apart: the
+task from the second hidden layer: how far an image was turned, or a coarser class. Probes tell things apart: the
 converged one says what the representation holds; a fixed budget of gradient steps, at a rate that follows each
 representation's curvature, what a learner with limited time takes from it; the same steps at one rate for all networks
 of a seed (the largest that is stable for each of them), what the rate adds.
@@ -23,6 +23,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator, ScalarFormatter
 
 from dissociation import plotting
+from dissociation.checks import check_choice
 from dissociation.data.datasets import Dataset
 from dissociation.data.tasks import coarse_grained, rotated_quarters
 from dissociation.figures.members import (
@@ -63,7 +64,7 @@ LOOKS = {
 """Curves that lie on each other stay visible: the trained one is broad, others share it in dashes."""
 
 TASKS = {"rotation": "rotated by quarter turns", "coarse": "least prime factor"}
-PROBES = {"converged": "converged", "gradient": "{} steps, own rate", "one_rate": "{} steps, one rate"}
+PROBES = {"converged": "converged probe", "gradient": "{} gradient steps", "one_rate": "{} steps, one rate"}
 """The learners, by their titles in the figure."""
 
 
@@ -95,6 +96,12 @@ class Config:
     """How many times each neuron stands in the duplicated network."""
     num_zero: int = 128
     """Neurons without effect, one per group."""
+    probes: tuple[str, ...] = ("converged", "gradient")
+    """Learners; "one_rate" is a third, whose gradient steps have one rate for all networks of a seed."""
+
+    def __post_init__(self):
+        for name in self.probes:
+            check_choice("probes", name, PROBES)
 
     def quick(self) -> "Config":
         """A small run that shows that everything works: seconds, no science."""
@@ -177,9 +184,9 @@ def compute(
     }
     fractions = np.arange(1, config.num_budgets + 1) / config.num_budgets
     variants = rewrites(config)
-    errors = {task: {probe: {} for probe in PROBES} for task in TASKS}
+    errors = {task: {probe: {} for probe in config.probes} for task in TASKS}
     clean, certificates = {}, {}
-    jobs = [(name, task, probe) for task in TASKS for probe in PROBES for name in variants]
+    jobs = [(name, task, probe) for task in TASKS for probe in config.probes for name in variants]
     meter = open_meter(progress, len(jobs), "probing")
     try:
         for name, rewrite in variants.items():
@@ -219,16 +226,17 @@ def draw(results: Results) -> Figure:
     """
     first, last = results.budgets[-1] / 10, results.budgets[-1]
     ticks = [tick for tick in (first, 2 * first, 5 * first, last) if tick >= results.budgets[0]]
+    columns = len(results.config.probes)
     with plotting.house_style():
-        figure, axes = plt.subplots(2, len(PROBES), figsize=(4.86, 2.4), sharex=True, sharey="row")
+        figure, axes = plt.subplots(2, columns, figsize=(1.62 * columns, 2.4), sharex=True, sharey="row", squeeze=False)
         for row, (task, title) in zip(axes, TASKS.items(), strict=True):
-            for panel, (probe, name) in zip(row, PROBES.items(), strict=True):
+            for panel, probe in zip(row, results.config.probes, strict=True):
                 for variant, curves in results.transfer_error[task][probe].items():
                     plotting.band(panel, results.budgets, curves.T, label=LABELS[variant], **LOOKS[variant])
                 panel.set(xscale="log")
                 panel.text(0.04, 0.97, title, transform=panel.transAxes, va="top", fontsize="small")
                 if panel in axes[0]:
-                    panel.set_title(name.format(results.config.gradient_steps))
+                    panel.set_title(PROBES[probe].format(results.config.gradient_steps))
                 panel.set_xlim(max(first, results.budgets[0]), last)
                 panel.xaxis.set_major_locator(FixedLocator(ticks))
                 panel.xaxis.set_major_formatter(ScalarFormatter())
@@ -272,7 +280,7 @@ def describe(results: Results) -> dict[str, Any]:
 
 def table(results: Results) -> list[list[str]]:
     """A header and a row per variant: transfer errors (%) with all samples, and what the function did."""
-    names = [(task, probe) for task in TASKS for probe in PROBES]
+    names = [(task, probe) for task in TASKS for probe in results.config.probes]
     header = ["variant", *(f"{task}, {probe}" for task, probe in names), "largest change of a logit", "flips"]
     rows = [header]
     for variant, certificate in results.certificates.items():

@@ -25,7 +25,9 @@ def noise(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def transferred():
-    config = transfer.Config(**SMALL, num_budgets=2, num_splits=3, num_zero=6, gradient_steps=20)
+    config = transfer.Config(
+        **SMALL, num_budgets=2, num_splits=3, num_zero=6, gradient_steps=150, probes=tuple(transfer.PROBES)
+    )
     return transfer.compute(config, key=KEY)
 
 
@@ -105,10 +107,10 @@ def test_transfer_curves_and_figure(transferred):
         assert curves["trained"][-1].mean() < chance - 0.1
         # Standardised features forget a common factor, so the converged probe cannot see the scaling.
         np.testing.assert_allclose(curves["scaled"], curves["trained"], atol=2 / 75)
-        # With a limited number of steps it is the rate that sees it: the trained network's features are 20 times
-        # smaller, so a rate that is stable for the scaled ones leaves them where they began.
-        one_rate = results.transfer_error[task]["one_rate"]
-        assert one_rate["trained"][-1].mean() > one_rate["scaled"][-1].mean() + 0.1
+    # With a limited number of steps it is the rate that sees it: the trained network's features are 20 times smaller, so
+    # a rate that is stable for the scaled ones leaves them where they began.
+    one_rate = results.transfer_error["rotation"]["one_rate"]
+    assert one_rate["trained"][-1].mean() > one_rate["scaled"][-1].mean() + 0.1
     figure = transfer.draw(results)
     assert figure.axes[0].get_ylim() == (0, 1)
     assert figure.axes[3].get_xlabel() == "sample budget (log)"

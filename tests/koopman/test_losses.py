@@ -507,6 +507,19 @@ def test_plain_jit_vmap_and_loop_agree(name):
     assert looped[0].dtype == jnp.float32
 
 
+def test_members_with_wide_features_do_not_hang(key):
+    """Two independent decompositions in one program, batched by members, did: here they are ordered."""
+    x = jax.random.normal(key, (4, 150, 100))
+    y = x + jax.random.normal(jax.random.fold_in(key, 1), x.shape)
+    both = jax.value_and_grad(dpnets_loss)
+    mapped = jax.jit(jax.vmap(both))
+    for _ in range(2):
+        values, gradients = jax.block_until_ready(mapped(x, y))
+    value, gradient = jax.jit(both)(x[2], y[2])
+    np.testing.assert_allclose(values[2], value, rtol=1e-4)
+    np.testing.assert_allclose(gradients[2], gradient, rtol=1e-2, atol=1e-4)
+
+
 @every_loss
 def test_dtype_follows_the_input(name):
     with jax.enable_x64(True):
