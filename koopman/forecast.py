@@ -36,7 +36,7 @@ def predict(operator: Operator, x: Float[Array | np.ndarray, "n d"], steps: Step
     """
     steps = _checked(steps)
     latent = operator.encode(x)
-    if np.ndim(steps) == 0:
+    if isinstance(steps, int) or (not isinstance(steps, np.ndarray) and steps.ndim == 0):
         return _read(operator, product(latent, _power(operator.core, steps)))
     powers = _powers(operator.core, jnp.asarray(steps))
     return _read(operator, product(latent[None], powers))

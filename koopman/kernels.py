@@ -80,7 +80,8 @@ class Matern(eqx.Module):
     def __call__(self, x: States, y: Float[Array | np.ndarray, "m d"]) -> Float[Array, "n m"]:
         """The matrix of kernel values."""
         s = (2 * self.nu) ** 0.5 * _distances(x, y) / self.length_scale
-        factor = {0.5: 1.0, 1.5: 1.0 + s, 2.5: 1.0 + s + s**2 / 3}[float(self.nu)]
+        s = jnp.asarray(s)
+        factor = jnp.ones_like(s) if self.nu == 0.5 else 1.0 + s if self.nu == 1.5 else 1.0 + s + s**2 / 3
         return factor * jnp.exp(-s)
 
 

@@ -118,8 +118,8 @@ def train_encoders(
         fail("batch_size", "not leave a single pair for the last batch", f"{batch_size} for {len(images) - 1} pairs")
     optimizer = _adamw(learning_rate, weight_decay)
     build_key, fit_key = jax.random.split(key)
-    length = features**0.5 if length is None else length
-    models = _stack(lambda k: FeatureMap(features, length=length, init=init, key=k), build_key, num_seeds)
+    norm = features**0.5 if length is None else length
+    models = _stack(lambda k: FeatureMap(features, length=norm, init=init, key=k), build_key, num_seeds)
 
     def loss(model: FeatureMap, batch: tuple[Array, Array], key: Array) -> Array:
         return pair_loss(kind, model, *batch)

@@ -473,10 +473,9 @@ def _whitened(x: Array, y: Array, center: bool) -> tuple[Array, Array]:
 
 
 def _after(earlier: Array, array: Array) -> Array:
-    """The array, known only once the scalar `earlier` is: puts decompositions in order.
+    """The array, known only once the scalar `earlier` is.
 
-    Batched decompositions side by side in one program can hang on a CPU. Stacking them in one call is no way out: LAPACK
-    with threads of its own took 100 times as long for a batch of two as for one after the other (2 cores, 64 x 64).
+    It puts decompositions in order: independent ones in one program, each batched by `vmap`, can hang on a CPU.
     """
     return array + 0 * lax.stop_gradient(earlier)
 

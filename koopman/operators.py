@@ -223,8 +223,8 @@ def _from_pairs(
     if center:
         offset, mean = jnp.mean(x, 0), jnp.mean(flat, 0)
         x, y, flat = x - offset[None], y - offset[None], flat - mean[None]
-    x, y, flat = (array * (number**-0.5) for array in (x, y, flat))
-    return _Problem(x, y, flat, offset, mean), shape
+    scale = number**-0.5
+    return _Problem(x * scale, y * scale, flat * scale, offset, mean), shape
 
 
 def _from_moments(seen: Moments) -> _Problem:

@@ -54,7 +54,7 @@ def lagged_pairs(trajectories: Array | np.ndarray | Sequence[Array | np.ndarray]
     Array([ 1.,  2.,  3., 11.], dtype=float32)
     """
     lag = check_count("lag", lag, minimum=1)
-    many = list(trajectories) if isinstance(trajectories, list | tuple) else [trajectories]
+    many = [trajectories] if isinstance(trajectories, Array | np.ndarray) else list(trajectories)
     if not many:
         fail("trajectories", "hold at least one trajectory", "none")
     for index, trajectory in enumerate(many):

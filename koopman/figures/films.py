@@ -1,6 +1,7 @@
 """Forecasting a film of digits, and reading the forecasts with an oracle."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -73,7 +74,7 @@ class Forecaster(eqx.Module):
         if isinstance(self.dynamics, Operator):
             forecasts = predict(self.dynamics, values, steps)
         else:
-            powers = jax.vmap(lambda s: _matrix_power(self.dynamics.matrix, s))(steps)
+            powers = jax.vmap(partial(_matrix_power, self.dynamics.matrix))(steps)
             forecasts = product(values[None], powers)
         return forecasts if self.picture is None else jax.vmap(jax.vmap(self.picture))(forecasts)
 

@@ -243,8 +243,9 @@ def _split(config: Config, film: OrderedDigits) -> tuple[np.ndarray, np.ndarray,
             f"`num_train`, `num_validation` and `num_test` must sum to at most the film's length, {len(film.images)}, "
             f"got {sizes[-1]}."
         )
-    images, labels = np.split(film.images, sizes)[:3], np.split(film.labels, sizes)[:3]
-    return *images, dict(zip(("train", "validation", "test"), labels, strict=True))
+    train, validation, test, _ = np.split(film.images, sizes)
+    labels = np.split(film.labels, sizes)
+    return train, validation, test, dict(zip(("train", "validation", "test"), labels[:3], strict=True))
 
 
 def _train(
@@ -378,7 +379,8 @@ def draw(results: Results) -> Figure:
     """
     with plotting.house_style():
         figure = plt.figure(figsize=(7.0, 8.5))
-        film, curves, strips, lower = figure.subfigures(4, 1, height_ratios=[0.7, 2.3, 4.2, 2.2])
+        panels: Any = figure.subfigures(4, 1, height_ratios=[0.7, 2.3, 4.2, 2.2])
+        film, curves, strips, lower = panels
         _draw_film(film, results)
         _draw_accuracy(curves, results)
         _draw_strips(strips, results)
@@ -446,12 +448,12 @@ def _draw_spectra(panel: Any, results: Results) -> None:
         axes[0].legend(markerscale=3, fontsize="x-small", loc="best")
     disc = axes[-1]
     turn = np.exp(1j * np.linspace(0, 2 * np.pi, 200))
-    disc.plot(turn.real, turn.imag, color="black", linewidth=0.5)
+    disc.plot(np.real(turn), np.imag(turn), color="black", linewidth=0.5)
     roots = cycle_spectrum(results.config.num_digits)
-    disc.plot(roots.real, roots.imag, "+", color="black", markersize=8, label="roots of unity")
+    disc.plot(np.real(roots), np.imag(roots), "+", color="black", markersize=8, label="roots of unity")
     for name in [name for name in ("linear", *names) if name in results.logits]:
         values = results.eigenvalues[name].reshape(-1)
-        disc.scatter(values.real, values.imag, s=6, label=LABELS[name], zorder=3, color=LOOKS[name]["color"])
+        disc.scatter(np.real(values), np.imag(values), s=6, label=LABELS[name], zorder=3, color=LOOKS[name]["color"])
     disc.set(aspect="equal", xticks=[-1, 0, 1], yticks=[-1, 0, 1], title="eigenvalues")
     panel.legend(*disc.get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize="x-small")
 

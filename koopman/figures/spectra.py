@@ -308,15 +308,15 @@ def draw(results: Results) -> Figure:
         rows = len(results.data)
         figure, axes = plt.subplots(rows, 3, figsize=(6.5, 0.7 + 1.6 * rows), squeeze=False)
         for row, (name, label) in zip(axes, results.data.items(), strict=True):
-            exact = results.exact[name]
+            exact, error = results.exact[name], np.ones((len(lengths), 1))
             for estimator, title in ESTIMATORS.items():
                 values = results.eigenvalues[name][estimator]
                 last = values[-1].reshape(-1)
-                row[0].scatter(last.real, last.imag, s=4, alpha=0.6, linewidths=0)
+                row[0].scatter(np.real(last), np.imag(last), s=4, alpha=0.6, linewidths=0)
                 plotting.band(row[1], results.grids[name], results.functions[name][estimator], label=title)
                 error = (np.abs(values - exact[None, None]) / np.abs(exact)[None, None]).max(-1)
                 row[2].plot(lengths, error.mean(1), marker="o", markersize=2.5, label=title)
-            row[0].plot(exact.real, exact.imag, "k+", markersize=8)
+            row[0].plot(np.real(exact), np.imag(exact), "k+", markersize=8)
             row[0].set(title=label, xlabel="Re", ylabel="Im")
             row[1].plot(results.grids[name], results.exact_functions[name], "k--", linewidth=0.8, label="exact")
             row[1].set(title="leading eigenfunction", xlabel="state")
@@ -351,7 +351,7 @@ def describe(results: Results) -> dict[str, Any]:
         "figure": "spectra",
         "config": results.config,
         "systems": results.data,
-        "exact": {name: np.stack([values.real, values.imag], -1) for name, values in results.exact.items()},
+        "exact": {name: np.stack([np.real(values), np.imag(values)], -1) for name, values in results.exact.items()},
     }
 
 

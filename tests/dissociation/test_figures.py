@@ -107,15 +107,15 @@ def test_transfer_curves_and_figure(transferred):
         assert curves["trained"][-1].mean() < chance - 0.1
         # Standardised features forget a common factor, so the converged probe cannot see the scaling.
         np.testing.assert_allclose(curves["scaled"], curves["trained"], atol=2 / 75)
-    # With a limited number of steps it is the rate that sees it: the trained network's features are 20 times smaller, so
-    # a rate that is stable for the scaled ones leaves them where they began.
+    # With a limited number of steps it is the rate that sees it: the trained network's features are 20 times smaller,
+    # so a rate that is stable for the scaled ones leaves them where they began.
     one_rate = results.transfer_error["rotation"]["one_rate"]
     assert one_rate["trained"][-1].mean() > one_rate["scaled"][-1].mean() + 0.1
     figure = transfer.draw(results)
     assert figure.axes[0].get_ylim() == (0, 1)
-    assert figure.axes[3].get_xlabel() == "sample budget (log)"
+    assert figure.axes[2].get_xlabel() == "sample budget (log)"
     assert figure.axes[0].get_ylabel() == "transfer error"
-    assert [len(axes.lines) for axes in figure.axes] == 6 * [4]
+    assert [len(axes.lines) for axes in figure.axes] == 4 * [4]
 
 
 def test_command_line_writes_everything_and_resumes(tmp_path, capsys, monkeypatch):
