@@ -82,7 +82,7 @@ class Matern(eqx.Module):
         s = (2 * self.nu) ** 0.5 * _distances(x, y) / self.length_scale
         s = jnp.asarray(s)
         factor = jnp.ones_like(s) if self.nu == 0.5 else 1.0 + s if self.nu == 1.5 else 1.0 + s + s**2 / 3
-        return factor * jnp.exp(-s)
+        return jnp.asarray(factor * jnp.exp(-s))
 
 
 class Polynomial(eqx.Module):
