@@ -82,7 +82,7 @@ class Matern(eqx.Module):
         s = (2 * self.nu) ** 0.5 * _distances(x, y) / self.length_scale
         s = jnp.asarray(s)
         factor = jnp.ones_like(s) if self.nu == 0.5 else 1.0 + s if self.nu == 1.5 else 1.0 + s + s**2 / 3
-        return jnp.asarray(factor * jnp.exp(-s))
+        return factor * jnp.exp(-s)
 
 
 class Polynomial(eqx.Module):
@@ -105,7 +105,7 @@ class Polynomial(eqx.Module):
 
     def __call__(self, x: States, y: Float[Array | np.ndarray, "m d"]) -> Float[Array, "n m"]:
         """The matrix of kernel values."""
-        return (self.gamma * _products(*_pair(x, y)) + self.offset) ** self.degree
+        return jnp.asarray(self.gamma * _products(*_pair(x, y)) + self.offset) ** self.degree
 
 
 def median_distance(x: States, *, max_samples: int = 1000) -> Float[Array, ""]:
