@@ -7,6 +7,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
 import jax
 import matplotlib as mpl
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 mpl.use("Agg")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -15,3 +16,12 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 @pytest.fixture
 def key():
     return jax.random.key(20)
+
+
+@pytest.fixture(autouse=True)
+def _no_compilation_cache():
+    """The command line turns the persistent cache on for its process; a test of it must not do so for those after it."""
+    yield
+    if jax.config.jax_compilation_cache_dir is not None:
+        jax.config.update("jax_compilation_cache_dir", None)
+        compilation_cache.reset_cache()

@@ -25,9 +25,8 @@ def noise(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def transferred():
-    config = transfer.Config(
-        **SMALL, num_budgets=2, num_splits=3, num_zero=6, gradient_steps=150, probes=tuple(transfer.PROBES)
-    )
+    sizes = {"num_budgets": 2, "num_splits": 3, "num_zero": 6, "gradient_steps": 150}
+    config = transfer.Config(**SMALL, **sizes, probes=("converged", "one_rate"))
     return transfer.compute(config, key=KEY)
 
 
