@@ -20,7 +20,7 @@ def key():
 
 @pytest.fixture(autouse=True)
 def _no_compilation_cache():
-    """The command line turns the persistent cache on for its process; a test of it must not do so for those after it."""
+    """The command line turns the persistent cache on for its process; a test of it must not do so for others."""
     yield
     if jax.config.jax_compilation_cache_dir is not None:
         jax.config.update("jax_compilation_cache_dir", None)
