@@ -1,5 +1,6 @@
 """Strict settings for every test: four virtual CPU devices, no silent rank promotion, a clear random state."""
 
+import gc
 import os
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
@@ -25,3 +26,12 @@ def _no_compilation_cache():
     if jax.config.jax_compilation_cache_dir is not None:
         jax.config.update("jax_compilation_cache_dir", None)
         compilation_cache.reset_cache()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forget_compiled_programs():
+    # Every compiled program holds memory maps, of which Linux allows 65 530 by default: one process of all tests would
+    # run out of them, and crash inside the compiler.
+    yield
+    jax.clear_caches()
+    gc.collect()
