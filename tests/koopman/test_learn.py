@@ -29,7 +29,7 @@ def test_encoders_learn_the_cycle(film, kind):
     result = train_encoders(kind, train, validation=validation, **options)
     curve = np.asarray(result.history.observed)[0]
     assert curve.shape == (epochs + 1,)
-    assert curve[-1] < -1.4  # a constant feature has -1, five classes told apart have -5
+    assert curve[-1] < -1.2  # a constant feature has -1, five classes told apart have -5
     exact = validation_loss(kind, member(result.models, 0), validation)
     np.testing.assert_allclose(curve[-1], exact, rtol=2e-3)
     if kind == "contrastive":  # with features of norm 1, as published, it is still on the plateau
@@ -39,8 +39,8 @@ def test_encoders_learn_the_cycle(film, kind):
 
 def test_members_do_not_depend_on_their_company(film):
     options = {"key": jax.random.key(1), "num_epochs": 1}
-    several = train_encoders("vamp", film.images[:130], num_seeds=2, **options)
-    again = train_encoders("vamp", film.images[:130], num_seeds=2, **options)
+    several = train_encoders("vamp", film.images[:140], num_seeds=2, **options)
+    again = train_encoders("vamp", film.images[:140], num_seeds=2, **options)
     weights = [np.asarray(r.models.encoder.head.weight) for r in (several, again)]
     np.testing.assert_array_equal(*weights)
     assert np.abs(weights[0][0] - weights[0][1]).max() > 0.01
