@@ -75,7 +75,6 @@ class Operator(eqx.Module):
             principal components and ridge: [r].
         alpha: Tikhonov regularisation.
         effective_rank: Singular values above rounding; below the rank asked for if the data do not hold it.
-        trace_y: E |phi(y)|^2, for the risk.
         observable_shape: Shape of one observable.
     """
 
@@ -91,5 +90,4 @@ class Operator(eqx.Module):
     singular_values: Float[Array, " r"]
     alpha: Float[Array, ""]
     effective_rank: Int[Array, ""]
-    trace_y: Float[Array, ""]
     observable_shape: tuple[int, ...] = eqx.field(static=True)

@@ -7,10 +7,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from dissociation.checks import check_count, check_same_length, fail, is_traced
+from dissociation.checks import check_count, check_finite, check_same_length, fail, is_traced
 from dissociation.linalg import product
 from koopman.fitted import LinearMap, Operator
-from koopman.pairs import check_rows_finite
 
 Steps = int | Sequence[int] | Int[Array | np.ndarray, "..."]
 
@@ -37,8 +36,8 @@ def predict(operator: Operator, x: Float[Array | np.ndarray, "n d"], steps: Step
     steps = _checked(steps)
     latent = operator.encode(x)
     if isinstance(steps, int) or (not isinstance(steps, np.ndarray) and steps.ndim == 0):
-        return _read(operator, product(latent, _power(operator.core, steps)))
-    powers = _powers(operator.core, jnp.asarray(steps))
+        return _read(operator, product(latent, matrix_powers(operator.core, jnp.asarray(steps - 1)[None])[0]))
+    powers = matrix_powers(operator.core, steps - 1)
     return _read(operator, product(latent[None], powers))
 
 
@@ -57,24 +56,28 @@ def _checked(steps: Steps) -> int | np.ndarray | Array:
     return int(known) if known.ndim == 0 else known
 
 
-def _power(core: Array, steps: int | Array) -> Array:
-    return _powers(core, jnp.asarray(steps)[None], None if is_traced(steps) else int(steps))[0]
+def matrix_powers(matrix: Float[Array, "r r"], exponents: Int[Array | np.ndarray, " t"]) -> Float[Array, "t r r"]:
+    """Powers of one matrix, by one squaring per binary digit that all of them share.
 
+    Args:
+        matrix: A square matrix.
+        exponents: Non-negative; may be traced, which costs the 31 squarings of the largest there could be.
 
-def _powers(core: Array, steps: Array, largest: int | None = None) -> Array:
-    """core^(steps - 1) for every entry of [T]: one squaring per binary digit, shared by all."""
-    if largest is None:
-        largest = 2**31 - 1 if is_traced(steps) else int(np.max(np.asarray(steps)))
-    eye = jnp.broadcast_to(jnp.eye(core.shape[0], dtype=core.dtype), (*steps.shape, *core.shape))
+    Returns:
+        The powers, in the order of the exponents.
+    """
+    digits = 31 if is_traced(exponents) else max(1, int(np.max(np.asarray(exponents))).bit_length())
+    exponents = jnp.asarray(exponents)
+    eye = jnp.broadcast_to(jnp.eye(matrix.shape[0], dtype=matrix.dtype), (*exponents.shape, *matrix.shape))
 
     def body(digit: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
         powers, square = state
-        used = ((steps - 1) >> digit) & 1
+        used = ((exponents >> digit) & 1) == 1
         # Where a digit is absent the product is left out rather than multiplied away: a large square may overflow.
-        powers = jnp.where((used == 1)[:, None, None], product(powers, square[None]), powers)
+        powers = jnp.where(used[:, None, None], product(powers, square[None]), powers)
         return powers, product(square, square)
 
-    return lax.fori_loop(0, max(1, (largest - 1).bit_length()), body, (eye, core))[0]
+    return lax.fori_loop(0, digits, body, (eye, matrix))[0]
 
 
 def risk(
@@ -157,7 +160,7 @@ def score(
     ahead = check_count("lag", lag, minimum=1) * check_count("steps", steps, minimum=1)
     observable = trajectory if observable is None else observable
     check_same_length("trajectory", trajectory.shape[0], "observable", observable.shape[0])
-    check_rows_finite("trajectory", trajectory)
+    check_finite("trajectory", trajectory)
     if trajectory.shape[0] <= ahead:
         fail("trajectory", f"be longer than lag * steps ({ahead})", f"{trajectory.shape[0]} samples")
     return metric(jnp.asarray(observable)[ahead:], predict(operator, trajectory[:-ahead], steps))

@@ -11,9 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from dissociation.checks import check_count, check_ndim, check_non_negative, check_positive, check_same_length, fail
+from dissociation.checks import (
+    check_count,
+    check_finite,
+    check_ndim,
+    check_non_negative,
+    check_positive,
+    check_same_length,
+    fail,
+)
 from dissociation.linalg import product
-from koopman.pairs import check_rows_finite, gram_root
+from koopman.pairs import gram_root
 
 Scalar = float | int | Float[Array | np.ndarray, ""]
 
@@ -63,8 +71,8 @@ def fit_generator(
     check_ndim("jac", jac, 3, "[samples, features, coordinates]")
     check_same_length("x", x.shape[0], "jac", jac.shape[0])
     check_same_length("x", x.shape[1], "jac", jac.shape[1], "features")
-    check_rows_finite("x", x)
-    check_rows_finite("jac", jac)
+    check_finite("x", x)
+    check_finite("jac", jac)
     check_positive("diffusion", diffusion)
     check_non_negative("alpha", alpha)
     size = check_count("rank", rank, minimum=1)

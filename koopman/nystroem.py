@@ -28,7 +28,7 @@ from dissociation.checks import check_choice, check_count, check_ndim, check_non
 from dissociation.linalg import product, psd_power
 from koopman.fitted import KernelMap, LinearMap, Operator
 from koopman.operators import fit_pcr, fit_reduced_rank, fit_ridge
-from koopman.pairs import check_rows_finite
+from koopman.pairs import checked_pairs
 from koopman.solvers import leading_eigenpairs
 
 Scalar = float | int | Float[Array | np.ndarray, ""]
@@ -142,7 +142,7 @@ def _fit(
     observable: Array | np.ndarray | None,
     solver: str,
 ) -> Operator:
-    x, y, flat, shape = _checked(x, y, observable)
+    x, y, flat, shape = checked_pairs(x, y, observable, "dimensions")
     check_non_negative("alpha", alpha)
     check_choice("solver", solver, ("auto", "dense", "krylov"))
     number = x.shape[0]
@@ -172,26 +172,8 @@ def _fit(
         singular_values=values,
         alpha=alpha,
         effective_rank=jnp.sum(values > _cutoff(gram_x) ** 0.5 * jnp.max(values)),
-        trace_y=jnp.trace(gram_y),
         observable_shape=shape,
     )
-
-
-def _checked(
-    x: Array | np.ndarray, y: Array | np.ndarray, observable: Array | np.ndarray | None
-) -> tuple[Array, Array, Array, tuple[int, ...]]:
-    check_ndim("x", x, 2, "[samples, dimensions]")
-    if x.shape != y.shape:
-        fail("y", f"have the shape of `x`, {x.shape}", y.shape, "See koopman.pairs.lagged_pairs")
-    observable = y if observable is None else observable
-    if observable.shape[0] != x.shape[0]:
-        fail("observable", f"have as many samples as `x` ({x.shape[0]})", observable.shape[0])
-    if x.shape[0] < 2:
-        fail("x", "hold at least two pairs", f"shape {x.shape}", "Use a longer trajectory or a shorter lag")
-    for name, array in (("x", x), ("y", y), ("observable", observable)):
-        check_rows_finite(name, array)
-    flat = jnp.asarray(observable).reshape(x.shape[0], -1)
-    return jnp.asarray(x), jnp.asarray(y), flat, tuple(observable.shape[1:])
 
 
 def _cutoff(gram: Array) -> float:
@@ -374,10 +356,9 @@ def fit_nystroem(
         systems.
     """
     check_choice("kind", kind, ("ridge", "pcr", "reduced_rank"))
-    x, y, _, shape = _checked(x, y, observable)
+    x, y, flat, shape = checked_pairs(x, y, observable, "dimensions")
     features = nystroem_map(kernel, centres)
-    observable = y if observable is None else observable
-    options = {"alpha": alpha, "observable": observable, "route": route}
+    options = {"alpha": alpha, "observable": flat.reshape(x.shape[0], *shape), "route": route}
     if kind != "ridge":
         if rank is None:
             fail("rank", f"be given for {kind!r}", "None")
@@ -391,6 +372,4 @@ def fit_nystroem(
         matrix = linear.matrix if isinstance(linear, LinearMap) else linear.coefficients
         return KernelMap(kernel, features.centres, product(features.whitening, matrix))
 
-    trace = jnp.mean(jax.lax.map(lambda row: kernel(row[None], row[None])[0, 0], y))
-    parts = (lifted(fitted.encode), lifted(fitted.dual), trace)
-    return eqx.tree_at(lambda o: (o.encode, o.dual, o.trace_y), fitted, parts)
+    return eqx.tree_at(lambda o: (o.encode, o.dual), fitted, (lifted(fitted.encode), lifted(fitted.dual)))

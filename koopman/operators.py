@@ -20,10 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from dissociation.checks import check_choice, check_count, check_ndim, check_non_negative, fail, is_traced
+from dissociation.checks import check_choice, check_count, check_non_negative, fail, is_traced
 from dissociation.linalg import product
 from koopman.fitted import LinearMap, Operator
-from koopman.pairs import Moments, check_rows_finite, gram_root
+from koopman.pairs import Moments, checked_pairs, gram_root
 from koopman.solvers import SOLVERS, leading_left_vectors
 
 Scalar = float | int | Float[Array | np.ndarray, ""]
@@ -185,8 +185,6 @@ def _fit(
             fail("y", "be given with `x`", "None", "See koopman.pairs.lagged_pairs")
         problem, shape = _from_pairs(x, y, observable, center)
     width, dtype = problem.x.shape[1], problem.x.dtype
-    if problem.y.shape[1] != width:
-        fail("y", f"have the features of `x` ({width})", problem.y.shape[1])
     size, active = _sizes(rank, width)
     if active is not None and solver not in ("auto", "dense"):
         fail("solver", "be 'dense' for a traced `rank`", repr(solver))
@@ -206,24 +204,12 @@ def _fit(
 def _from_pairs(
     x: Array | np.ndarray, y: Array | np.ndarray, observable: Array | np.ndarray | None, center: bool
 ) -> tuple[_Problem, tuple[int, ...]]:
-    check_ndim("x", x, 2, "[samples, features]")
-    check_ndim("y", y, 2, "[samples, features]")
-    observable = y if observable is None else observable
-    for name, array in (("x", x), ("y", y), ("observable", observable)):
-        if array.shape[0] != x.shape[0]:
-            fail(name, f"have as many samples as `x` ({x.shape[0]})", array.shape[0])
-        if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise TypeError(f"`{name}` must be floating point, got {array.dtype}.")
-        check_rows_finite(name, array)
-    if x.shape[0] < 2:
-        fail("x", "hold at least two pairs", f"shape {x.shape}", "Use a longer trajectory or a shorter lag")
-    number, shape = x.shape[0], observable.shape[1:]
-    x, y, flat = jnp.asarray(x), jnp.asarray(y), jnp.asarray(observable).reshape(number, -1)
+    x, y, flat, shape = checked_pairs(x, y, observable, "features")
     offset, mean = jnp.zeros(x.shape[1:], x.dtype), jnp.zeros(flat.shape[1:], x.dtype)
     if center:
         offset, mean = jnp.mean(x, 0), jnp.mean(flat, 0)
         x, y, flat = x - offset[None], y - offset[None], flat - mean[None]
-    scale = number**-0.5
+    scale = x.shape[0] ** -0.5
     return _Problem(x * scale, y * scale, flat * scale, offset, mean), shape
 
 
@@ -232,6 +218,8 @@ def _from_moments(seen: Moments) -> _Problem:
     if seen.center:
         offset, mean = seen.mean_x, seen.mean_observable
     width, width_y, _ = seen.widths
+    if width_y != width:
+        fail("x", f"hold moments of as many features of the successors as of the states ({width})", width_y)
     x, y, observable = jnp.split(seen.root * jax.lax.rsqrt(seen.count), [width, width + width_y], 1)
     return _Problem(x, y, observable, offset, mean)
 
@@ -240,9 +228,9 @@ def _sizes(rank: Rank | None, width: int) -> tuple[int, Array | None]:
     """The static number of latent functions, and the traced number of those in use."""
     if rank is None:
         return width, None
-    if is_traced(rank) or (isinstance(rank, jax.Array) and rank.ndim == 0):
+    if is_traced(rank):
         return width, jnp.asarray(rank)
-    size = check_count("rank", rank, minimum=1)
+    size = check_count("rank", rank.item() if isinstance(rank, jax.Array) else rank, minimum=1)
     if size > width:
         fail("rank", f"be at most the number of features ({width})", rank)
     return size, None
@@ -385,6 +373,5 @@ def _assemble(
         singular_values=values,
         alpha=alpha,
         effective_rank=jnp.sum(values > cutoff * jnp.max(values)),
-        trace_y=jnp.sum(problem.y**2),
         observable_shape=shape,
     )

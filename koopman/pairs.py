@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from dissociation.checks import check_count, check_same_length, fail, is_traced
+from dissociation.checks import check_count, check_finite, check_ndim, check_same_length, fail
 from dissociation.linalg import product
 
 
@@ -65,19 +65,59 @@ def lagged_pairs(trajectories: Array | np.ndarray | Sequence[Array | np.ndarray]
             fail(which, f"be longer than the lag ({lag})", f"{np.shape(trajectory)[0]} samples", "Shorten the lag")
         if np.shape(trajectory)[1:] != np.shape(many[0])[1:]:
             fail(which, f"have states of shape {np.shape(many[0])[1:]}", np.shape(trajectory)[1:])
-        check_rows_finite(which, trajectory)
+        check_finite(which, trajectory)
     arrays = [jnp.asarray(trajectory) for trajectory in many]
     return Pairs(jnp.concatenate([a[:-lag] for a in arrays]), jnp.concatenate([a[lag:] for a in arrays]))
 
 
-def check_rows_finite(name: str, array: Array | np.ndarray) -> None:
-    """Raises if a known array holds a value that is not finite, and names its first row (axis 0)."""
-    if is_traced(array) or not jnp.issubdtype(array.dtype, jnp.floating):
-        return
-    known = np.asarray(array)
-    bad = ~np.isfinite(known.reshape(len(known), -1)).all(1)
-    if bad.any():
-        fail(name, "be finite", f"{int(bad.sum())} bad rows, the first at index {int(bad.argmax())}")
+class Observed(NamedTuple):
+    """Pairs and an observable of the successors, checked.
+
+    Attributes:
+        x: [n, d].
+        y: [n, d].
+        observable: Its entries in one row, [n, o].
+        shape: The shape of one observable.
+    """
+
+    x: Array
+    y: Array
+    observable: Array
+    shape: tuple[int, ...]
+
+
+def checked_pairs(
+    x: Array | np.ndarray, y: Array | np.ndarray, observable: Array | np.ndarray | None, columns: str
+) -> Observed:
+    """What every estimator asks of its data.
+
+    Args:
+        x: The states, or features of them.
+        y: Their successors.
+        observable: What is to be predicted, [n, ...]; default `y`.
+        columns: What the second axis holds, for error messages.
+
+    Returns:
+        The data as arrays.
+
+    Raises:
+        ValueError: If shapes disagree, there are fewer than two pairs, or known data are not finite.
+        TypeError: If data are not floating point.
+    """
+    check_ndim("x", x, 2, f"[samples, {columns}]")
+    check_ndim("y", y, 2, f"[samples, {columns}]")
+    observable = y if observable is None else observable
+    for name, array in (("x", x), ("y", y), ("observable", observable)):
+        check_same_length("x", x.shape[0], name, array.shape[0])
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise TypeError(f"`{name}` must be floating point, got {array.dtype}.")
+        check_finite(name, array)
+    if y.shape[1] != x.shape[1]:
+        fail("y", f"have the {columns} of `x` ({x.shape[1]})", y.shape[1], "See koopman.pairs.lagged_pairs")
+    if x.shape[0] < 2:
+        fail("x", "hold at least two pairs", f"shape {x.shape}", "Use a longer trajectory or a shorter lag")
+    flat = jnp.asarray(observable).reshape(x.shape[0], -1)
+    return Observed(jnp.asarray(x), jnp.asarray(y), flat, tuple(observable.shape[1:]))
 
 
 class Moments(eqx.Module):

@@ -1,7 +1,6 @@
 """Forecasting a film of digits, and reading the forecasts with an oracle."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -12,7 +11,7 @@ from jaxtyping import Array, Complex, Float, Int
 
 from dissociation.linalg import product
 from koopman.fitted import Operator
-from koopman.forecast import predict
+from koopman.forecast import matrix_powers, predict
 from koopman.learn import encode
 from koopman.networks import Encoder
 from koopman.spectrum import decompose, eigenpairs, left_eigenfunctions
@@ -74,21 +73,8 @@ class Forecaster(eqx.Module):
         if isinstance(self.dynamics, Operator):
             forecasts = predict(self.dynamics, values, steps)
         else:
-            powers = jax.vmap(partial(_matrix_power, self.dynamics.matrix))(steps)
-            forecasts = product(values[None], powers)
+            forecasts = product(values[None], matrix_powers(self.dynamics.matrix, steps))
         return forecasts if self.picture is None else jax.vmap(jax.vmap(self.picture))(forecasts)
-
-
-def _matrix_power(matrix: Array, exponent: Array) -> Array:
-    """A traced power, one squaring per binary digit."""
-
-    def body(digit: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
-        power, square = state
-        used = ((exponent >> digit) & 1) == 1
-        return jnp.where(used, product(power, square), power), product(square, square)
-
-    eye = jnp.eye(matrix.shape[0], dtype=matrix.dtype)
-    return jax.lax.fori_loop(0, 31, body, (eye, matrix))[0]
 
 
 class Spectral(NamedTuple):

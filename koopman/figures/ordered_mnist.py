@@ -5,14 +5,11 @@ oracle, a classifier trained apart, reads the forecast pictures. The true operat
 of unity, so a good model is as right after 1000 steps as after one.
 """
 
-import dataclasses
 import os
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
@@ -20,31 +17,16 @@ from jaxtyping import Array
 from matplotlib.figure import Figure
 
 from dissociation import plotting
-from dissociation.checks import check_choice
 from dissociation.data.datasets import Dataset, load
 from dissociation.figures.artifacts import Parts, identity_of
 from dissociation.progress import MeterFactory, open_meter
 from koopman.datasets.ordered_mnist import OrderedDigits, cycle_spectrum, ordered_mnist
-from koopman.figures.films import PROTOCOLS, SCALES, Forecaster, Latent, Pixels, judge
-from koopman.learn import encode, member, train_autoencoders, train_classifiers, train_encoders, validation_loss
-from koopman.operators import fit_reduced_rank
-from koopman.pairs import lagged_pairs
+from koopman.figures.film_models import LABELS, Config, forecasters, train_networks
+from koopman.figures.films import PROTOCOLS, SCALES, Forecaster, judge
+from koopman.learn import encode, member
 
 STEM = "ordered-mnist"
 """The name of the files."""
-
-LABELS = {
-    "linear": "linear",
-    "classifier": "classifier features",
-    "vamp": "VAMP-2",
-    "contrastive": "spectral contrastive",
-    "dpnets": "DPNets",
-    "autoencoder": "autoencoder",
-    "autoencoder_operator": "autoencoder, fitted operator",
-    "autoencoder_images": "autoencoder, image regression",
-    "orthogonal": "orthogonal autoencoder",
-}
-"""What the models are called, in the order of tables and legends."""
 
 LOOKS = {
     "linear": {"color": "0.6"},
@@ -71,55 +53,6 @@ SHOWN = {
     "orthogonal": "powers",
 }
 """The protocol by which a model's curve and strip are drawn."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """The film, the networks, and how far to look."""
-
-    data: Literal["glyphs", "mnist"] = "glyphs"
-    """Data set: digits drawn by code, or MNIST."""
-    num_digits: int = 5
-    """Digits in the cycle."""
-    num_seeds: int = 3
-    """Networks of every kind, trained from scratch."""
-    num_train: int = 3000
-    """Pictures of the film for training: the first ones."""
-    num_validation: int = 1000
-    """The next ones, for validation losses."""
-    num_test: int = 1000
-    """The next ones, from which forecasts begin."""
-    num_epochs: int = 50
-    """Passes over the training film, for encoders and autoencoders."""
-    oracle_epochs: int = 20
-    """Passes for the oracle."""
-    batch_size: int = 64
-    """Pairs, or pictures, in a batch."""
-    alpha: float = 1e-6
-    """Regularisation of the operators."""
-    num_steps: int = 15
-    """Horizons."""
-    far: int = 1000
-    """One horizon more, for powers of the operator."""
-    models: tuple[str, ...] = tuple(LABELS)
-    """Which models; the oracle is always trained."""
-
-    def __post_init__(self):
-        for name in self.models:
-            check_choice("models", name, LABELS)
-
-    def quick(self) -> "Config":
-        """A small run that shows that everything works: no science."""
-        return dataclasses.replace(
-            self,
-            num_seeds=2,
-            num_train=300,
-            num_validation=100,
-            num_test=100,
-            num_epochs=2,
-            oracle_epochs=4,
-            num_steps=3,
-        )
 
 
 class Results(NamedTuple):
@@ -193,8 +126,8 @@ def compute(
     film = ordered_mnist(config.num_digits, data=source(config) if dataset is None else dataset)
     train, validation, test, labels = _split(config, film)
     parts = Parts(folder, identity_of(config, key, (film.images, film.labels)))
-    trained, curves, batched = _train(config, key, train, validation, labels, parts, progress)
-    builders = _builders(config, train, trained)
+    trained, curves, batched = train_networks(config, key, train, validation, labels, parts, progress)
+    builders = forecasters(config, train, trained)
     norm = float(np.sqrt((train**2).sum((1, 2))).mean())
     judged: dict[str, dict[str, np.ndarray]] = {}
     meter = open_meter(progress, len(builders), "forecasting")
@@ -246,112 +179,6 @@ def _split(config: Config, film: OrderedDigits) -> tuple[np.ndarray, np.ndarray,
     train, validation, test, _ = np.split(film.images, sizes)
     labels = np.split(film.labels, sizes)
     return train, validation, test, dict(zip(("train", "validation", "test"), labels[:3], strict=True))
-
-
-def _train(
-    config: Config,
-    key: Array,
-    train: np.ndarray,
-    validation: np.ndarray,
-    labels: dict[str, np.ndarray],
-    parts: Parts,
-    progress: str | MeterFactory | None,
-) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """All networks, validation losses of the encoders along training, and at the end as means over batches."""
-    oracle_key, *keys = jax.random.split(jax.random.fold_in(key, 1), 6)
-    common = {"num_seeds": config.num_seeds, "batch_size": config.batch_size, "progress": progress}
-
-    def options(name: str) -> dict[str, Any]:
-        path: Path | None = parts.path(f"{name}.ckpt")
-        return {**common, "checkpoint": path, "num_epochs": config.num_epochs, "validation": validation}
-
-    oracle_options = {**common, "num_epochs": config.oracle_epochs, "checkpoint": parts.path("oracle.ckpt")}
-    oracle = train_classifiers(train, labels["train"], key=oracle_key, num_classes=config.num_digits, **oracle_options)
-    parts.seconds["training the oracle"] = oracle.seconds
-    found: dict[str, Any] = {"oracle": oracle.models}
-    curves, batched = {}, {}
-    for name, own in zip(("vamp", "contrastive", "dpnets"), keys, strict=False):
-        if name not in config.models:
-            continue
-        result = train_encoders(name, train, key=own, features=config.num_digits, **options(name))
-        found[name], curves[name] = result.models, np.asarray(result.history.observed)
-        run = eqx.filter_jit(lambda model, images, kind=name: validation_loss(kind, model, images, batch_size=64))
-        losses = [run(member(result.models, seed), jnp.asarray(validation)) for seed in range(config.num_seeds)]
-        batched[name] = np.asarray(losses)
-        parts.seconds[f"training {name}"] = result.seconds
-    for name, own, orthogonal in (("autoencoder", keys[3], False), ("orthogonal", keys[4], True)):
-        if not any(model.startswith(name) for model in config.models):
-            continue
-        settings = {"features": config.num_digits, "orthogonal": orthogonal}
-        result = train_autoencoders(train, key=own, **settings, **options(name))
-        found[name], curves[name] = result.models, np.asarray(result.history.observed)
-        parts.seconds[f"training {name}"] = result.seconds
-    return found, curves, batched
-
-
-def _builders(config: Config, train: np.ndarray, trained: dict[str, Any]) -> dict[str, Callable[[int], Forecaster]]:
-    """For every model, a function from a seed's number to its forecaster."""
-    images = jnp.asarray(train)
-
-    def pixels(seed: int) -> Forecaster:
-        flat = images.reshape(len(images), -1)
-        deviation = jnp.std(flat, 0)
-        features = Pixels(jnp.mean(flat, 0), jnp.where(deviation > 0, deviation, 1.0))
-        return _fitted(features, images, config, center=True)
-
-    def through(name: str) -> Callable[[int], Forecaster]:
-        def build(seed: int) -> Forecaster:
-            model = member(trained[name], seed)
-            return _fitted(getattr(model, "encoder", model) if name == "autoencoder" else model, images, config)
-
-        return build
-
-    def own(name: str) -> Callable[[int], Forecaster]:
-        def build(seed: int) -> Forecaster:
-            model = member(trained[name], seed)
-            return Forecaster(model.encoder, Latent(model.matrix()), model.decoder)
-
-        return build
-
-    def latent(seed: int) -> Forecaster:
-        model = member(trained["autoencoder"], seed)
-        return _fitted(model.encoder, images, config, picture=model.decoder)
-
-    everything = {
-        "linear": pixels,
-        "classifier": through("oracle"),
-        "vamp": through("vamp"),
-        "contrastive": through("contrastive"),
-        "dpnets": through("dpnets"),
-        "autoencoder": own("autoencoder"),
-        "autoencoder_operator": latent,
-        "autoencoder_images": through("autoencoder"),
-        "orthogonal": own("orthogonal"),
-    }
-    return {name: build for name, build in everything.items() if name in config.models}
-
-
-def _fitted(
-    features: Callable[[Array], Array],
-    images: Array,
-    config: Config,
-    *,
-    center: bool = False,
-    picture: Callable[[Array], Array] | None = None,
-) -> Forecaster:
-    """A forecaster by reduced rank regression on features, of pictures or, where there is a decoder, of features.
-
-    With `center` the constant function goes, and its eigenvalue 1 with it.
-    """
-    return _fit(features, images, config.num_digits, config.alpha, center, picture)
-
-
-@eqx.filter_jit
-def _fit(features: Any, images: Array, rank: int, alpha: float, center: bool, picture: Any) -> Forecaster:
-    x, y = lagged_pairs(encode(features, images))
-    observable = images[1:] if picture is None else None
-    operator = fit_reduced_rank(x, y, rank=rank, alpha=alpha, observable=observable, center=center)
-    return Forecaster(features, operator, picture)
 
 
 def _logits_of_members(models: Any, images: np.ndarray, count: int) -> np.ndarray:

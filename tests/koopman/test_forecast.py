@@ -96,7 +96,10 @@ PATH = trajectory(20)[1]
         (lambda o: predict(o, PATH, [[1, 2]]), "one or a list"),
         (lambda o: predict(o, PATH[:, :2]), "as the operator was fitted"),
         (lambda o: score(o, PATH, lag=7, steps=3), r"longer than lag \* steps \(21\)"),
-        (lambda o: score(o, np.where(PATH[3] == PATH, np.nan, PATH)), "first at index 3"),
+        (
+            lambda o: score(o, np.where(PATH[3] == PATH, np.nan, PATH)),
+            r"`trajectory` must be finite, got nan at index \(3, 0\)",
+        ),
     ],
 )
 def test_bad_input_is_refused(call, words):

@@ -286,7 +286,7 @@ X, Y = (np.ones((6, 2), np.float32) * np.arange(6)[:, None] for _ in range(2))
         ((X, Y), {"route": "svd"}, ValueError, "'qr', 'covariance'"),
         ((X[:1], Y[:1]), {}, ValueError, "at least two pairs"),
         ((X.astype(int), Y), {}, TypeError, "floating"),
-        ((np.where(X == 3, np.nan, X), Y), {}, ValueError, "`x` must be finite, got 1 bad rows, the first at index 3"),
+        ((np.where(X == 3, np.nan, X), Y), {}, ValueError, r"`x` must be finite, got nan at index \(3, 0\)"),
         ((X, None), {}, ValueError, "lagged_pairs"),
         ((X, np.ones((6, 3), np.float32)), {}, ValueError, "features of `x`"),
         ((moments(X, Y), Y), {}, ValueError, "stand alone"),

@@ -34,7 +34,7 @@ def test_one_trajectory_of_pictures():
         ([np.zeros((5, 2)), np.zeros((5, 3))], 1, ValueError, r"states of shape \(2,\)"),
         ([], 1, ValueError, "at least one trajectory"),
         (np.zeros((5, 2)), 0, ValueError, "`lag`"),
-        (np.asarray([[0.0], [1.0], [np.nan], [np.inf]]), 1, ValueError, "2 bad rows, the first at index 2"),
+        (np.asarray([[0.0], [1.0], [np.nan], [np.inf]]), 1, ValueError, r"nan at index \(2, 0\)"),
     ],
 )
 def test_pairs_refuse(trajectories, lag, error, words):
