@@ -13,7 +13,7 @@ import equinox as eqx
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Complex
 from matplotlib.figure import Figure
 
 from dissociation import plotting
@@ -189,10 +189,25 @@ def _logits_of_members(models: Any, images: np.ndarray, count: int) -> np.ndarra
 def eigenvalue_errors(results: Results) -> dict[str, np.ndarray]:
     """Per model, the largest distance of a root of unity to the nearest eigenvalue: [seeds]."""
     roots = cycle_spectrum(results.config.num_digits)
+    return {name: np.abs(nearest(values, roots) - roots[None]).max(1) for name, values in results.eigenvalues.items()}
+
+
+def phase_errors(results: Results) -> dict[str, np.ndarray]:
+    """Per model, the largest angle between a root of unity and the nearest eigenvalue, radians per step: [seeds].
+
+    After t steps powers of the operator are out by t times it; digits are mistaken from about pi / k on.
+    """
+    roots = cycle_spectrum(results.config.num_digits)
     return {
-        name: np.abs(values[:, :, None] - roots[None, None]).min(1).max(1)
+        name: np.abs(np.angle(nearest(values, roots) * np.conj(roots)[None])).max(1)
         for name, values in results.eigenvalues.items()
     }
+
+
+def nearest(values: Complex[np.ndarray, "seeds r"], roots: Complex[np.ndarray, " k"]) -> Complex[np.ndarray, "seeds k"]:
+    """For every root the nearest eigenvalue of each seed."""
+    closest = np.abs(values[:, :, None] - roots[None, None]).argmin(1)
+    return np.take_along_axis(values, closest, 1)
 
 
 def draw(results: Results) -> Figure:
@@ -303,7 +318,8 @@ def describe(results: Results) -> dict[str, Any]:
         "data": results.data,
         "protocols": list(PROTOCOLS),
         "scales": list(SCALES),
-        "largest distance of a root of unity to an eigenvalue": eigenvalue_errors(results),
+        "largest distance of a root of unity to the nearest eigenvalue": eigenvalue_errors(results),
+        "largest phase error, radians per step": phase_errors(results),
     }
 
 
@@ -321,8 +337,16 @@ def table(results: Results) -> list[list[str]]:
     """A header and a row per model: accuracies at the last step and far ahead, eigenvalues, validation loss."""
     last, far = results.config.num_steps, results.config.far
     header = ["model", f"pictures, {last}", f"powers, {last}", f"rescaled, {last}", f"powers, {far}"]
-    header += [f"rescaled, {far}", f"circle, {last}", f"circle, {far}", f"roots, {far}", "eigenvalue error", "loss"]
-    errors = eigenvalue_errors(results)
+    header += [
+        f"rescaled, {far}",
+        f"circle, {last}",
+        f"circle, {far}",
+        f"roots, {far}",
+        "eigenvalue error",
+        "phase error",
+        "loss",
+    ]
+    errors, phases = eigenvalue_errors(results), phase_errors(results)
     rows = [header]
     for name in results.logits:
         found = results.accuracy(name)
@@ -330,9 +354,9 @@ def table(results: Results) -> list[list[str]]:
         cells += [(2, 0, last - 1), (2, 0, last), (3, 0, last)]
         row = [_spread(found[:, protocol, scale, time]) for protocol, scale, time in cells]
         loss = _spread(results.validation[name][:, -1]) if name in results.validation else ""
-        rows.append([LABELS[name], *row, _spread(errors[name]), loss])
+        rows.append([LABELS[name], *row, _spread(errors[name]), _spread(phases[name], 5), loss])
     return rows
 
 
-def _spread(values: np.ndarray) -> str:
-    return f"{values.mean():.3f} \u00b1 {values.std():.3f}"
+def _spread(values: np.ndarray, places: int = 3) -> str:
+    return f"{values.mean():.{places}f} \u00b1 {values.std():.{places}f}"

@@ -47,6 +47,14 @@ def test_ordered_digits(film_results):
     assert any(text.get_text() == "Random" for text in figure.subfigs[1].legends[0].get_texts())
 
 
+def test_distances_to_the_roots_of_unity(film_results):
+    roots = np.exp(2j * np.pi * np.arange(5) / 5)
+    found = np.stack([roots[::-1], roots * np.exp([0.02j, 0, 0, 0, 0]), roots * [1, 1, 0.9, 1, 1]])
+    results = film_results._replace(eigenvalues={"linear": found.astype(np.complex64)})
+    np.testing.assert_allclose(ordered_mnist.phase_errors(results)["linear"], [0, 0.02, 0], atol=1e-6)
+    np.testing.assert_allclose(ordered_mnist.eigenvalue_errors(results)["linear"], [0, 0.02, 0.1], atol=1e-5)
+
+
 def test_projection_moves_eigenvalues_only():
     rng = np.random.default_rng(0)
     turn = 2 * np.pi / 5 + 0.05
