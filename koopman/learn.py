@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -19,6 +19,7 @@ from koopman.networks import Autoencoder, Encoder, FeatureMap
 AnyKey = Key[Array, ""] | UInt32[Array, "2"]
 Images = Float[Array | np.ndarray, "n 28 28"]
 Film = Float[Array | np.ndarray, "m 28 28"]
+Rate = float | Float[Array | np.ndarray, "..."]
 
 ENCODER_LOSSES: dict[str, Callable[[Array, Array], Array]] = {
     "vamp": partial(vamp_loss, center_covariances=False),
@@ -78,8 +79,8 @@ def train_encoders(
     num_seeds: int = 5,
     num_epochs: int = 50,
     batch_size: int = 64,
-    learning_rate: float = 2e-3,
-    weight_decay: float = 0.01,
+    learning_rate: Rate = 2e-3,
+    weight_decay: Rate = 0.01,
     features: int = 5,
     init: str = "pytorch",
     length: float | None = None,
@@ -95,8 +96,8 @@ def train_encoders(
         num_seeds: Networks.
         num_epochs: Passes over the pairs.
         batch_size: Pairs in a batch; the last, smaller one of an epoch is kept.
-        learning_rate: AdamW's.
-        weight_decay: AdamW's.
+        learning_rate: AdamW's, one for all seeds or one for each: [num_seeds].
+        weight_decay: AdamW's, likewise.
         features: Width of the output.
         init: "pytorch" or "lecun".
         length: Norm of the features, default sqrt(features); published: 1, with which the contrastive loss waits on a
@@ -116,16 +117,13 @@ def train_encoders(
     check_choice("kind", kind, tuple(ENCODER_LOSSES))
     if (len(images) - 1) % batch_size == 1:
         fail("batch_size", "not leave a single pair for the last batch", f"{batch_size} for {len(images) - 1} pairs")
-    optimizer = _adamw(learning_rate, weight_decay)
+    rates = _rates(learning_rate, weight_decay, num_seeds)
     build_key, fit_key = jax.random.split(key)
     norm = features**0.5 if length is None else length
     models = _stack(lambda k: FeatureMap(features, length=norm, init=init, key=k), build_key, num_seeds)
 
-    def loss(model: FeatureMap, batch: tuple[Array, Array], key: Array) -> Array:
-        return pair_loss(kind, model, *batch)
-
-    observe = None if validation is None else _Validation(partial(pair_loss, kind), *_pairs(validation))
-    return _fit(models, loss, _pairs(images), fit_key, num_epochs, batch_size, optimizer, observe, options)
+    observe = None if validation is None else _Validation(kind, *_pairs(validation))
+    return _fit(models, _Loss(kind), _pairs(images), fit_key, num_epochs, batch_size, rates, observe, options)
 
 
 def train_autoencoders(
@@ -135,8 +133,8 @@ def train_autoencoders(
     num_seeds: int = 5,
     num_epochs: int = 50,
     batch_size: int = 64,
-    learning_rate: float = 2e-3,
-    weight_decay: float = 0.01,
+    learning_rate: Rate = 2e-3,
+    weight_decay: Rate = 0.01,
     features: int = 5,
     orthogonal: bool = False,
     upsampling: str = "nearest",
@@ -152,8 +150,8 @@ def train_autoencoders(
         num_seeds: Networks.
         num_epochs: Passes over the pairs.
         batch_size: Pairs in a batch.
-        learning_rate: AdamW's.
-        weight_decay: AdamW's.
+        learning_rate: AdamW's, one for all seeds or one for each: [num_seeds].
+        weight_decay: AdamW's, likewise.
         features: Width of the latent space.
         orthogonal: Whether the latent map is kept orthogonal.
         upsampling: "nearest" or "bilinear".
@@ -170,16 +168,14 @@ def train_autoencoders(
     References:
         Lusch, Kutz and Brunton (2018), Deep learning for universal linear embeddings of nonlinear dynamics.
     """
-    optimizer = _adamw(learning_rate, weight_decay)
+    rates = _rates(learning_rate, weight_decay, num_seeds)
     build_key, fit_key = jax.random.split(key)
     settings = {"orthogonal": orthogonal, "upsampling": upsampling, "init": init}
     models = _stack(lambda k: Autoencoder(features, **settings, key=k), build_key, num_seeds)
 
-    def loss(model: Autoencoder, batch: tuple[Array, Array], key: Array) -> Array:
-        return reconstruction_loss(model, *batch)
-
-    observe = None if validation is None else _Validation(reconstruction_loss, *_pairs(validation))
-    return _fit(models, loss, _pairs(images), fit_key, num_epochs, batch_size, optimizer, observe, options)
+    observe = None if validation is None else _Validation("reconstruction", *_pairs(validation))
+    loss = _Loss("reconstruction")
+    return _fit(models, loss, _pairs(images), fit_key, num_epochs, batch_size, rates, observe, options)
 
 
 def train_classifiers(
@@ -191,8 +187,8 @@ def train_classifiers(
     num_seeds: int = 5,
     num_epochs: int = 20,
     batch_size: int = 64,
-    learning_rate: float = 8e-4,
-    weight_decay: float = 0.01,
+    learning_rate: Rate = 8e-4,
+    weight_decay: Rate = 0.01,
     init: str = "pytorch",
     **options: Any,
 ) -> FitResult:
@@ -206,8 +202,8 @@ def train_classifiers(
         num_seeds: Networks.
         num_epochs: Passes over the pictures.
         batch_size: Pictures in a batch.
-        learning_rate: AdamW's.
-        weight_decay: AdamW's.
+        learning_rate: AdamW's, one for all seeds or one for each: [num_seeds].
+        weight_decay: AdamW's, likewise.
         init: "pytorch" or "lecun".
         **options: For `dissociation.training.fit`.
 
@@ -218,16 +214,12 @@ def train_classifiers(
         ValueError: If lengths disagree or an option is out of range.
     """
     check_same_length("images", len(images), "labels", len(labels))
-    optimizer = _adamw(learning_rate, weight_decay)
+    rates = _rates(learning_rate, weight_decay, num_seeds)
     build_key, fit_key = jax.random.split(key)
     models = _stack(lambda k: Encoder(num_classes, init=init, key=k), build_key, num_seeds)
 
-    def loss(model: Encoder, batch: tuple[Array, Array], key: Array) -> Array:
-        logits = encode(model, batch[0])
-        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, batch[1]))
-
-    data = jnp.asarray(images), jnp.asarray(labels)
-    return _fit(models, loss, data, fit_key, num_epochs, batch_size, optimizer, None, options)
+    data, loss = (jnp.asarray(images), jnp.asarray(labels)), _Loss("classes")
+    return _fit(models, loss, data, fit_key, num_epochs, batch_size, rates, None, options)
 
 
 def validation_loss(kind: str, model: FeatureMap, images: Images, *, batch_size: int | None = None) -> Float[Array, ""]:
@@ -258,15 +250,28 @@ def member(models: Any, index: int) -> Any:
     return jax.tree.map(lambda leaf: leaf[index] if eqx.is_array(leaf) else leaf, models)
 
 
+class _Loss(eqx.Module):
+    """The loss of a batch. Equal for equal kinds, unlike closures, so that training twice compiles once."""
+
+    kind: str = eqx.field(static=True)
+
+    def __call__(self, model: Any, batch: tuple[Array, Array], key: Array) -> Array:
+        if self.kind == "classes":
+            return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(encode(model, batch[0]), batch[1]))
+        if self.kind == "reconstruction":
+            return reconstruction_loss(model, *batch)
+        return pair_loss(self.kind, model, *batch)
+
+
 class _Validation(eqx.Module):
     """An observation: the loss of other pairs."""
 
-    loss: Callable[[Any, Array, Array], Array]
+    kind: str = eqx.field(static=True)
     x: Array
     y: Array
 
     def __call__(self, model: Any, step: Array, key: Array) -> Array:
-        return self.loss(model, self.x, self.y)
+        return _Loss(self.kind)(model, (self.x, self.y), key)
 
 
 def _pairs(images: Images) -> tuple[Array, Array]:
@@ -280,22 +285,36 @@ def _stack(build: Callable[[Array], Any], key: Array, num_seeds: int) -> Any:
     return eqx.filter_vmap(build)(jax.random.split(key, count))
 
 
-def _adamw(learning_rate: float, weight_decay: float) -> optax.GradientTransformation:
+class _Rates(NamedTuple):
+    """AdamW's settings, one per seed; traced."""
+
+    learning_rate: Array
+    weight_decay: Array
+
+
+def _rates(learning_rate: Rate, weight_decay: Rate, num_seeds: int) -> _Rates:
     check_positive("learning_rate", learning_rate)
     check_non_negative("weight_decay", weight_decay)
-    return optax.adamw(learning_rate, weight_decay=weight_decay)
+    for name, value in (("learning_rate", learning_rate), ("weight_decay", weight_decay)):
+        if np.ndim(value) and np.shape(value) != (num_seeds,):
+            fail(name, f"be one number, or one per seed ({num_seeds})", f"shape {np.shape(value)}")
+    return _Rates(*(jnp.full(num_seeds, value, float) for value in (learning_rate, weight_decay)))
+
+
+def _adamw(rates: _Rates) -> optax.GradientTransformation:
+    return optax.adamw(rates.learning_rate, weight_decay=rates.weight_decay)
 
 
 def _fit(
     models: Any,
-    loss: Callable[..., Array],
+    loss: _Loss,
     data: Any,
     key: Array,
     num_epochs: int,
     batch_size: int,
-    optimizer: optax.GradientTransformation,
-    observe: Callable[..., Any] | None,
+    rates: _Rates,
+    observe: _Validation | None,
     options: dict[str, Any],
 ) -> FitResult:
     schedule = {"num_epochs": num_epochs, "batch_size": batch_size}
-    return fit(models, loss, data, optimizer, **schedule, key=key, observe=observe, **options)
+    return fit(models, loss, data, _adamw, **schedule, key=key, hyperparams=rates, observe=observe, **options)

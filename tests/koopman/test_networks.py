@@ -19,6 +19,17 @@ def test_convolution_and_pooling_by_hand():
     np.testing.assert_array_equal(max_pool(x), np.asarray(x).reshape(3, 2, 4, 2, 2).max((1, 3)))
 
 
+def test_a_convolution_after_nearest_upsampling_is_done_below():
+    layer = Convolution(3, 4, key=jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (6, 8, 3))
+    above = jax.image.resize(x, (12, 16, 3), "nearest")
+    np.testing.assert_allclose(layer.upsampled(x), layer(above), atol=1e-5)
+    slopes = [jax.grad(lambda w, f=f: jnp.sum(f(eqx.tree_at(lambda m: m.weight, layer, w)) ** 2))(layer.weight)
+              for f in (lambda m: m.upsampled(x), lambda m: m(above))]  # fmt: skip
+    np.testing.assert_allclose(*slopes, rtol=1e-4, atol=1e-3)
+    assert np.abs(layer.upsampled(x) - layer(jax.image.resize(x, (12, 16, 3), "bilinear"))).max() > 0.1
+
+
 def test_encoder_against_torch():
     torch = pytest.importorskip("torch")
     encoder = Encoder(key=jax.random.key(0))
