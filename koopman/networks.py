@@ -5,8 +5,6 @@ and pooling is three elementwise maxima, whose gradient is several times faster 
 convolution after nearest upsampling is done at the lower resolution.
 """
 
-from typing import Literal
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -15,20 +13,10 @@ from jax import lax
 from jaxtyping import Array, Float, Key, UInt32
 
 from dissociation.checks import check_choice, check_positive
+from dissociation.models.initial import INITS, draw_weights
 
 AnyKey = Key[Array, ""] | UInt32[Array, "2"]
-Init = Literal["pytorch", "lecun"]
-INITS = ("pytorch", "lecun")
-"""PyTorch's default (uniform in +-1/sqrt(fan_in), biases too), or flax's (truncated normal of variance 1/fan_in)."""
-
 FEATURES = 5
-
-
-def _draw(init: str, shape: tuple[int, ...], fan_in: int, key: Array) -> Array:
-    if init == "pytorch":
-        return jax.random.uniform(key, shape, minval=-(fan_in**-0.5), maxval=fan_in**-0.5)
-    # A normal cut at two deviations has 0.8796 of its deviation left.
-    return jax.random.truncated_normal(key, -2.0, 2.0, shape) * (fan_in**-0.5 / 0.87962566)
 
 
 class Affine(eqx.Module):
@@ -45,9 +33,11 @@ class Affine(eqx.Module):
     def __init__(self, inputs: int, outputs: int, *, bias: bool = True, init: str = "pytorch", key: AnyKey):
         check_choice("init", init, INITS)
         first, second = jax.random.split(key)
-        self.weight = _draw(init, (inputs, outputs), inputs, first)
+        self.weight = draw_weights(init, (inputs, outputs), inputs, key=first)
         zero = init == "lecun"
-        self.bias = (jnp.zeros(outputs) if zero else _draw(init, (outputs,), inputs, second)) if bias else None
+        self.bias = (
+            (jnp.zeros(outputs) if zero else draw_weights(init, (outputs,), inputs, key=second)) if bias else None
+        )
 
     def __call__(self, x: Float[Array, " i"]) -> Float[Array, " o"]:
         """The layer's output."""
@@ -71,8 +61,8 @@ class Convolution(eqx.Module):
         first, second = jax.random.split(key)
         # PyTorch counts the outputs of a transposed convolution as its fan-in.
         fan_in = 25 * (outputs if transposed and init == "pytorch" else inputs)
-        self.weight = _draw(init, (5, 5, inputs, outputs), fan_in, first)
-        self.bias = jnp.zeros(outputs) if init == "lecun" else _draw(init, (outputs,), fan_in, second)
+        self.weight = draw_weights(init, (5, 5, inputs, outputs), fan_in, key=first)
+        self.bias = jnp.zeros(outputs) if init == "lecun" else draw_weights(init, (outputs,), fan_in, key=second)
 
     def __call__(self, x: Float[Array, "h w i"]) -> Float[Array, "h w o"]:
         """The layer's output."""

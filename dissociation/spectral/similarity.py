@@ -1,0 +1,254 @@
+"""Do two spectra hold the same components? By rank, by the best matching, by subspaces, and as whole forms."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float, Int, Key, UInt32
+from scipy import stats
+
+from dissociation.checks import check_count, check_same_length, fail
+from dissociation.linalg import product
+from dissociation.spectral.forms import Spectrum
+
+AnyKey = Key[Array, ""] | UInt32[Array, "2"]
+
+
+def overlaps(a: Spectrum, b: Spectrum) -> Float[Array, "outputs components_a components_b"]:
+    """|cosine| of every component of one spectrum with every one of the other, output by output.
+
+    Args:
+        a: One spectrum.
+        b: Another over the same inputs, of any number of components.
+
+    Returns:
+        Numbers from 0 to 1.
+
+    Raises:
+        ValueError: If outputs or widths differ.
+    """
+    if a.vectors.shape[::2] != b.vectors.shape[::2]:
+        fail("b", f"have outputs and width of `a`, {a.vectors.shape[::2]}", b.vectors.shape[::2])
+    return jnp.abs(product(a.vectors, b.vectors.swapaxes(1, 2)))
+
+
+def rank_similarity(a: Spectrum, b: Spectrum) -> Float[Array, "outputs components"]:
+    """|cosine| of equally ranked components, for as many as both have.
+
+    A swap of two neighbours in rank counts as no similarity at all; see `matched_similarity`.
+
+    Args:
+        a: One spectrum.
+        b: Another, in the same order.
+
+    Returns:
+        Numbers from 0 to 1. By chance, between random directions of d dimensions, sqrt(2 / (pi d)) on average.
+
+    References:
+        Pearce et al. (2024), section 4.2.
+    """
+    return jnp.diagonal(overlaps(a, b), axis1=1, axis2=2)
+
+
+def matched_similarity(a: Spectrum, b: Spectrum, num_components: int) -> Float[Array, "outputs components"]:
+    """|cosine| under the one-to-one matching of the leading components that maximises its sum.
+
+    Args:
+        a: One spectrum.
+        b: Another.
+        num_components: k leading components of either.
+
+    Returns:
+        In the order of `a`.
+
+    Raises:
+        ValueError: If there are fewer components.
+
+    References:
+        Kuhn (1955), The Hungarian method for the assignment problem.
+    """
+    found = overlaps(_leading(a, num_components), _leading(b, num_components))
+
+    def match(table: Array) -> Array:
+        rows, columns = optax.assignment.hungarian_algorithm(-table)
+        return jnp.zeros(num_components, table.dtype).at[rows].set(table[rows, columns])
+
+    return jax.vmap(match)(found)
+
+
+def principal_angles(a: Spectrum, b: Spectrum, num_components: int) -> Float[Array, "outputs components"]:
+    """Angles in radians between the subspaces of the leading components, rising; 0 is shared.
+
+    Cosines near 1 lose half the digits, so small angles come from sines.
+
+    Args:
+        a: One spectrum.
+        b: Another.
+        num_components: k, the dimension of the subspaces.
+
+    Returns:
+        From 0 to pi / 2.
+
+    Raises:
+        ValueError: If there are fewer components.
+
+    References:
+        Bjorck and Golub (1973), Numerical methods for computing angles between linear subspaces, section 3.
+    """
+    first, second = _leading(a, num_components).vectors, _leading(b, num_components).vectors
+    inner = product(first, second.swapaxes(1, 2))
+    cosines = jnp.linalg.svd(inner, compute_uv=False)
+    sines = jnp.linalg.svd(second - product(inner.swapaxes(1, 2), first), compute_uv=False)[:, ::-1]
+    small = cosines**2 > 0.5
+    return jnp.where(small, jnp.arcsin(jnp.clip(sines, 0, 1)), jnp.arccos(jnp.clip(cosines, 0, 1)))
+
+
+def form_similarity(a: Spectrum, b: Spectrum) -> Float[Array, " outputs"]:
+    """Cosine of the whole quadratic forms in the Frobenius product, signs and all.
+
+    <Q_a, Q_b> = sum_ij lambda_i mu_j (v_i . w_j)^2, without either matrix.
+
+    Args:
+        a: One spectrum.
+        b: Another.
+
+    Returns:
+        From -1 to 1 per output.
+    """
+    inner = jnp.einsum("oi,oij,oj->o", a.values, overlaps(a, b) ** 2, b.values, precision="highest")
+    sizes = jnp.linalg.norm(a.values, axis=1) * jnp.linalg.norm(b.values, axis=1)
+    return inner / sizes
+
+
+def _leading(spectrum: Spectrum, count: int) -> Spectrum:
+    count = check_count("num_components", count, minimum=1)
+    if count > spectrum.values.shape[1]:
+        fail("num_components", f"be at most {spectrum.values.shape[1]}", count)
+    return Spectrum(spectrum.values[:, :count], spectrum.vectors[:, :count], spectrum.constant)
+
+
+def member_pairs(num_members: int, other: int | None = None) -> tuple[Int[np.ndarray, " p"], Int[np.ndarray, " p"]]:
+    """Indices of all pairs of members, nobody with itself.
+
+    Args:
+        num_members: Members of one population.
+        other: Members of another, for all pairs across; default: unordered pairs within the one.
+
+    Returns:
+        Two lists of equal length, NumPy.
+
+    Raises:
+        ValueError: If there is no pair.
+
+    >>> member_pairs(3)
+    (array([0, 0, 1]), array([1, 2, 2]))
+    """
+    if other is None:
+        check_count("num_members", num_members, minimum=2)
+        return np.triu_indices(num_members, 1)
+    count = check_count("other", other, minimum=1)
+    first, second = np.indices((check_count("num_members", num_members, minimum=1), count)).reshape(2, -1)
+    return first, second
+
+
+class Interval(NamedTuple):
+    """A mean and the ends of its confidence interval; arrays of one shape."""
+
+    mean: Array
+    low: Array
+    high: Array
+
+
+def student_interval(samples: Float[Array | np.ndarray, "n *rest"], level: float = 0.9) -> Interval:
+    """Student's interval for the mean over the first axis, which holds if samples are independent.
+
+    Args:
+        samples: At least two.
+        level: Coverage, between 0 and 1.
+
+    Returns:
+        The interval.
+
+    Raises:
+        ValueError: If there is one sample, or `level` is not between 0 and 1.
+    """
+    count = check_count("samples", samples.shape[0], minimum=2)
+    _check_level(level)
+    values = jnp.asarray(samples)
+    mean = jnp.mean(values, 0)
+    half = float(stats.t.ppf(0.5 + 0.5 * level, count - 1)) * jnp.std(values, axis=0, ddof=1) / count**0.5
+    return Interval(mean, mean - half, mean + half)
+
+
+def bootstrap_interval(
+    statistic: Callable[[Array], Array],
+    num_members: int,
+    *,
+    key: AnyKey,
+    level: float = 0.9,
+    num_resamples: int = 1000,
+) -> Interval:
+    """Percentile bootstrap over members, for statistics of pairs: pairs share members and are not independent.
+
+    Args:
+        statistic: From members' weights [num_members] (how often each was drawn, summing to their number) to an array;
+            a mean over pairs weighs each pair by the product of its members' weights, see `pair_mean`.
+        num_members: Members.
+        key: Draws the resamples.
+        level: Coverage.
+        num_resamples: Resamples.
+
+    Returns:
+        The statistic at weights of one, and the percentiles.
+
+    Raises:
+        ValueError: If an option is out of range.
+
+    References:
+        Efron and Tibshirani (1993), An introduction to the bootstrap, section 13.3.
+    """
+    check_count("num_members", num_members, minimum=2)
+    check_count("num_resamples", num_resamples, minimum=1)
+    _check_level(level)
+    drawn = jax.random.randint(key, (num_resamples, num_members), 0, num_members)
+    weights = jax.vmap(lambda row: jnp.bincount(row, length=num_members))(drawn).astype(float)
+    values = jax.vmap(statistic)(weights)
+    low, high = jnp.nanquantile(values, jnp.asarray([0.5 - 0.5 * level, 0.5 + 0.5 * level]), axis=0)
+    return Interval(statistic(jnp.ones(num_members)), low, high)
+
+
+def _check_level(level: float) -> None:
+    if not 0 < level < 1:
+        fail("level", "be between 0 and 1", level)
+
+
+def pair_mean(
+    values: Float[Array | np.ndarray, "pairs *rest"],
+    first: Int[Array | np.ndarray, " pairs"],
+    second: Int[Array | np.ndarray, " pairs"],
+) -> Callable[[Array], Array]:
+    """The mean over pairs as a function of members' weights, for `bootstrap_interval`.
+
+    Args:
+        values: Something of every pair.
+        first: One member of each, as from `member_pairs`.
+        second: The other.
+
+    Returns:
+        A function of weights; a resample of one member alone holds no pair and gives NaN.
+
+    Raises:
+        ValueError: If lengths disagree.
+    """
+    check_same_length("values", values.shape[0], "first", first.shape[0], "pairs")
+    check_same_length("values", values.shape[0], "second", second.shape[0], "pairs")
+    table = jnp.asarray(values)
+
+    def mean(weights: Array) -> Array:
+        own = weights[jnp.asarray(first)] * weights[jnp.asarray(second)]
+        return jnp.tensordot(own, table, 1) / jnp.sum(own)
+
+    return mean

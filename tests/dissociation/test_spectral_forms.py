@@ -1,0 +1,193 @@
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dissociation.models.bilinear import BilinearNetwork
+from dissociation.spectral import Spectrum, decompose, interaction_tensor, truncate
+from dissociation.spectral.forms import (
+    activations,
+    adversarial_mask,
+    contributions,
+    mean_contribution,
+    reorder,
+    truncated_outputs,
+)
+
+RNG = np.random.default_rng(0)
+
+
+def network(inputs=20, hidden=8, classes=3, seed=0, **options):
+    return BilinearNetwork(inputs, hidden, classes, key=jax.random.key(seed), **options)
+
+
+def dense_forms(model):
+    """Input-space matrices in float64, straight from the definition."""
+    embed, head = np.asarray(model.embed, float), np.asarray(model.head, float)
+    left, right = (np.asarray(w, float) @ embed for w in (model.layers[0].left, model.layers[0].right))
+    forms = np.einsum("co,oi,oj->cij", head, left, right)
+    return 0.5 * (forms + forms.swapaxes(1, 2))
+
+
+@pytest.mark.parametrize("hidden", [30, 300])
+def test_decomposition_against_a_dense_reference(hidden):
+    model = network(784, hidden, 10)
+    dense = dense_forms(model)
+    found = decompose(model)
+    assert found.vectors.shape == (10, hidden, 784)
+    for form, values, vectors in zip(dense, np.asarray(found.values), np.asarray(found.vectors), strict=True):
+        exact = np.linalg.eigvalsh(form)
+        exact = exact[np.argsort(-np.abs(exact))][:hidden]
+        scale = np.abs(exact[0])
+        np.testing.assert_allclose(np.sort(values), np.sort(exact), atol=1e-5 * scale)
+        np.testing.assert_allclose(form @ vectors.T, values * vectors.T, atol=1e-5 * scale)
+        np.testing.assert_allclose(vectors @ vectors.T, np.eye(hidden), atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"bias": True}, {"residual": True}, {"bias": True, "residual": True}])
+@pytest.mark.parametrize(("inputs", "hidden"), [(20, 8), (6, 9)])
+@pytest.mark.parametrize("space", ["input", "hidden"])
+def test_the_form_is_the_network(options, inputs, hidden, space):
+    model = network(inputs, hidden, **options)
+    x = RNG.normal(size=(5, inputs)).astype(np.float32)
+    seen = x if space == "input" else jax.vmap(lambda one: model.representations(one)["embed"])(x)
+    tensor = interaction_tensor(model, space=space)
+    full = np.pad(seen, ((0, 0), (0, 1)), constant_values=1) if options else seen
+    np.testing.assert_array_equal(tensor, tensor.swapaxes(1, 2))
+    logits = jax.vmap(model)(x)
+    np.testing.assert_allclose(np.einsum("ni,cij,nj->nc", full, tensor, full), logits, atol=1e-5)
+    spectrum = decompose(model, space=space)
+    np.testing.assert_allclose(jax.vmap(spectrum)(seen), logits, atol=1e-5)
+    # All components are the whole network, none is nothing.
+    by_number = truncated_outputs(spectrum, seen)
+    np.testing.assert_allclose(by_number[:, -1], logits, atol=1e-5)
+    np.testing.assert_array_equal(by_number[:, 0], 0)
+    np.testing.assert_allclose(jax.vmap(truncate(spectrum, 2))(seen), by_number[:, 2], atol=1e-6)
+
+
+def test_projected_hidden_eigenvectors_are_not_those_on_inputs():
+    model = network()
+    projected = decompose(model, space="hidden").vectors @ model.embed
+    projected /= jnp.linalg.norm(projected, axis=2, keepdims=True)
+    inner = projected @ projected.swapaxes(1, 2)
+    assert np.abs(inner - np.eye(8)[None]).max() > 0.1
+    own = decompose(model).vectors
+    np.testing.assert_allclose(own @ own.swapaxes(1, 2), np.broadcast_to(np.eye(8), (3, 8, 8)), atol=1e-5)
+
+
+def test_orders():
+    model = network()
+    values = {by: np.asarray(decompose(model, by=by).values) for by in ("magnitude", "positive", "negative")}
+    assert (np.diff(np.abs(values["magnitude"])) <= 0).all()
+    assert (np.diff(values["positive"]) <= 0).all()
+    assert (np.diff(values["negative"]) >= 0).all()
+    assert values["positive"][0, 0] > 0 > values["negative"][0, 0]
+    np.testing.assert_allclose(np.sort(values["magnitude"]), values["negative"], atol=1e-6)
+    with pytest.raises(ValueError, match="'magnitude', 'positive', 'negative'"):
+        decompose(model, by="first")
+
+
+def test_boolean_tasks_are_recovered():
+    # Over inputs in {0, 1}: AND = ab, XOR = (a - b)^2, OR = a + b - ab; with a^2 = a all are quadratic forms.
+    tasks = {
+        "and": [[0, 0.5, 0], [0.5, 0, 0], [0, 0, 0]],
+        "or": [[0, -0.5, 0.5], [-0.5, 0, 0.5], [0.5, 0.5, 0]],
+        "xor": [[1, -1, 0], [-1, 1, 0], [0, 0, 0]],
+        "xnor": [[-1, 1, 0], [1, -1, 0], [0, 0, 1]],
+        "nand": [[0, -0.5, 0], [-0.5, 0, 0], [0, 0, 1]],
+        "nor": [[0, 0.5, -0.5], [0.5, 0, -0.5], [-0.5, -0.5, 1]],
+    }
+    cases = np.asarray([[0, 0], [0, 1], [1, 0], [1, 1]], np.float32)
+    truth = {"and": [0, 0, 0, 1], "or": [0, 1, 1, 1], "xor": [0, 1, 1, 0]}
+    truth |= {"n" + name: [1 - value for value in values] for name, values in list(truth.items())[:2]}
+    truth["xnor"] = [1, 0, 0, 1]
+    forms = np.asarray([tasks[name] for name in tasks])
+    full = np.pad(cases, ((0, 0), (0, 1)), constant_values=1)
+    np.testing.assert_allclose(np.einsum("ni,cij,nj->cn", full, forms, full), [truth[name] for name in tasks])
+    # Layers whose rows are the forms' eigenvectors compute them, and decomposing the layer returns the forms.
+    values, vectors = np.linalg.eigh(forms)
+    rows = vectors.swapaxes(1, 2).reshape(-1, 3)
+    model = network(2, 18, 6, bias=True)
+    layer = model.layers[0]
+    where = lambda m: (  # noqa: E731
+        m.embed, m.head, *(getattr(m.layers[0], n) for n in ("left", "right", "left_bias", "right_bias"))
+    )  # fmt: skip
+    embed = np.eye(18, 2)
+    wide = np.pad(rows[:, :2], ((0, 0), (0, 16)))
+    head = np.zeros((6, 18))
+    for task in range(6):
+        head[task, 3 * task : 3 * task + 3] = values[task]
+    parts = [embed, head, wide, wide, rows[:, 2], rows[:, 2]]
+    model = eqx.tree_at(where, model, [jnp.asarray(part, jnp.float32) for part in parts])
+    assert layer.left.shape == model.layers[0].left.shape
+    np.testing.assert_allclose(jax.vmap(model)(cases), np.asarray([truth[name] for name in tasks]).T, atol=1e-5)
+    np.testing.assert_allclose(interaction_tensor(model), forms, atol=1e-5)
+
+
+def test_deeper_layers_by_directions_pulled_back():
+    model = network(num_layers=2)
+    x = RNG.normal(size=(4, 20)).astype(np.float32)
+    below = jax.vmap(lambda one: model.representations(one)["layer0"])(x)
+    last = decompose(model, space="hidden")
+    np.testing.assert_allclose(jax.vmap(last)(below), jax.vmap(model)(x), atol=1e-6)
+    # An eigenvector of the last layer is an output direction of the one below it.
+    directions = last.vectors[0, :3]
+    pulled = decompose(model, directions, layer=0)
+    np.testing.assert_allclose(jax.vmap(pulled)(x), below @ directions.T, atol=1e-5)
+
+
+def test_contributions_and_their_order():
+    model = network()
+    x = RNG.normal(size=(50, 20)).astype(np.float32) * np.linspace(0.01, 3, 20, dtype=np.float32)
+    spectrum = decompose(model)
+    np.testing.assert_allclose(contributions(spectrum, x).sum(2), jax.vmap(model)(x), atol=1e-4)
+    np.testing.assert_allclose(activations(spectrum, x)[:, 1, 2], x @ spectrum.vectors[1, 2], atol=1e-5)
+    weight = mean_contribution(spectrum, x)
+    ordered = reorder(spectrum, weight)
+    assert (np.diff(mean_contribution(ordered, x)) <= 1e-6).all()
+    assert (np.asarray(ordered.values) != np.asarray(spectrum.values)).any()
+    np.testing.assert_allclose(jax.vmap(ordered)(x), jax.vmap(model)(x), atol=1e-4)
+
+
+def test_masks_excite_one_component_alone():
+    spectrum = decompose(network(60, 12))
+    mask = adversarial_mask(spectrum, 1, 2, against=4, norm=2.0)
+    np.testing.assert_allclose(jnp.linalg.norm(mask), 2.0, rtol=1e-5)
+    found = np.abs(activations(spectrum, mask[None])[0, :, :4])
+    assert found[1, 2] > 0.5
+    found[1, 2] = 0
+    assert found.max() < 1e-4
+    with pytest.raises(ValueError, match="`component` must be within the spectrum's 4"):
+        adversarial_mask(spectrum, 1, 4, against=4)
+
+
+def test_stacked_models_jit_and_loop_agree():
+    models = eqx.filter_vmap(lambda key: BilinearNetwork(20, 8, 3, key=key))(jax.random.split(jax.random.key(0), 3))
+    stacked = eqx.filter_jit(eqx.filter_vmap(decompose))(models)
+    for index in range(3):
+        alone = decompose(jax.tree.map(lambda leaf, i=index: leaf[i], models))
+        np.testing.assert_allclose(stacked.values[index], alone.values, atol=1e-6)
+        np.testing.assert_allclose(np.abs(np.sum(stacked.vectors[index] * alone.vectors, 2)), 1, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: decompose(network(gate="relu")), "without a gate, got 'relu'"),
+        (lambda: decompose(network(num_layers=2)), "`space` must be 'hidden' for every layer but the first"),
+        (lambda: decompose(network(num_layers=2), layer=0), "`directions` must be given"),
+        (lambda: decompose(network(), layer=1), "`layer` must be one of the model's 1"),
+        (lambda: decompose(network(), np.ones((2, 5), np.float32)), r"the layer's width \(8\)"),
+        (lambda: truncate(decompose(network()), 9), "`num_components` must be at most 8"),
+        (lambda: activations(decompose(network()), np.ones((2, 21), np.float32)), r"shape \[n, 20\]"),
+    ],
+)
+def test_bad_input_is_refused(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
+def test_a_spectrum_is_a_pytree():
+    spectrum = decompose(network())
+    assert isinstance(jax.tree.map(lambda leaf: leaf, spectrum), Spectrum)
