@@ -2,6 +2,7 @@
 
 import tyro
 
+from dissociation.figures import eigenvectors as eigenvectors_figure
 from dissociation.figures import robustness as robustness_figure
 from dissociation.figures import transfer as transfer_figure
 from dissociation.figures.command import RunOptions, produce
@@ -23,13 +24,21 @@ def transfer(
     return produce(transfer_figure, config, run)
 
 
+def eigenvectors(
+    config: tyro.conf.OmitArgPrefixes[eigenvectors_figure.Config] = eigenvectors_figure.Config(),  # noqa: B008
+    run: tyro.conf.OmitArgPrefixes[RunOptions] = RunOptions(),  # noqa: B008
+) -> int:
+    """Eigenvectors of bilinear networks, compared across seeds and sizes."""
+    return produce(eigenvectors_figure, config, run)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; returns the exit status.
 
     Args:
         arguments: The words after the program's name; None takes them from the process.
     """
-    figures = {"robustness": robustness, "transfer": transfer}
+    figures = {"robustness": robustness, "transfer": transfer, "eigenvectors": eigenvectors}
     return tyro.extras.subcommand_cli_from_dict(
         figures, prog="dissociation", description="Figures of the toolkit, from data to PDF.", args=arguments
     )

@@ -12,7 +12,7 @@ LEVELS = {
         "linalg": 0, "progress": 0, "plotting": 0, "sharding": 0, "schedule": 0,
         "bmap": 1, "checkpoint": 1, "data": 1, "models": 1,
         "member_map": 2, "weights": 2, "linear": 2, "spectral": 2, "metrics": 2,
-        "training": 3, "fig4": 4, "figures": 5, "cli": 6, "__main__": 7,
+        "training": 3, "fig4": 4, "recipes": 4, "figures": 5, "cli": 6, "__main__": 7,
     },
     "koopman": {
         "datasets": 1, "losses": 1, "kernels": 1, "networks": 1, "pairs": 1, "solvers": 1, "fitted": 1,

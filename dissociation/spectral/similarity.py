@@ -185,7 +185,7 @@ def student_interval(samples: Float[Array | np.ndarray, "n *rest"], level: float
 
 def bootstrap_interval(
     statistic: Callable[[Array], Array],
-    num_members: int,
+    num_members: int | tuple[int, ...],
     *,
     key: AnyKey,
     level: float = 0.9,
@@ -196,7 +196,7 @@ def bootstrap_interval(
     Args:
         statistic: From members' weights [num_members] (how often each was drawn, summing to their number) to an array;
             a mean over pairs weighs each pair by the product of its members' weights, see `pair_mean`.
-        num_members: Members.
+        num_members: Members; of several populations a tuple, each of which is resampled by itself.
         key: Draws the resamples.
         level: Coverage.
         num_resamples: Resamples.
@@ -210,14 +210,21 @@ def bootstrap_interval(
     References:
         Efron and Tibshirani (1993), An introduction to the bootstrap, section 13.3.
     """
-    check_count("num_members", num_members, minimum=2)
+    groups = (num_members,) if isinstance(num_members, int) else num_members
+    for count in groups:
+        check_count("num_members", count, minimum=2)
     check_count("num_resamples", num_resamples, minimum=1)
     _check_level(level)
-    drawn = jax.random.randint(key, (num_resamples, num_members), 0, num_members)
-    weights = jax.vmap(lambda row: jnp.bincount(row, length=num_members))(drawn).astype(float)
+
+    def resample(key: Array, count: int) -> Array:
+        drawn = jax.random.randint(key, (num_resamples, count), 0, count)
+        return jax.vmap(lambda row: jnp.bincount(row, length=count))(drawn).astype(float)
+
+    keys = jax.random.split(key, len(groups))
+    weights = jnp.concatenate([resample(own, count) for own, count in zip(keys, groups, strict=True)], 1)
     values = jax.vmap(statistic)(weights)
     low, high = jnp.nanquantile(values, jnp.asarray([0.5 - 0.5 * level, 0.5 + 0.5 * level]), axis=0)
-    return Interval(statistic(jnp.ones(num_members)), low, high)
+    return Interval(statistic(jnp.ones(weights.shape[1])), low, high)
 
 
 def _check_level(level: float) -> None:

@@ -1,0 +1,508 @@
+"""Figure `eigenvectors`: what bilinear networks of several sizes and seeds see, from their weights alone.
+
+Every class of a bilinear network is a quadratic form of the picture, whose eigenvectors are its features. Do networks
+of other seeds and sizes have the same ones, and how many of them carry the classification?
+"""
+
+import dataclasses
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+from jaxtyping import Array
+from matplotlib.figure import Figure
+
+from dissociation import plotting
+from dissociation.bmap import bmap
+from dissociation.checks import check_count, fail
+from dissociation.data.datasets import Dataset, load
+from dissociation.figures.artifacts import Parts, identity_of
+from dissociation.progress import MeterFactory
+from dissociation.recipes.bilinear import train_bilinear
+from dissociation.spectral import Spectrum, decompose, truncate
+from dissociation.spectral.certificate import certified_radius, margins
+from dissociation.spectral.forms import contributions, mean_contribution, reorder, truncated_outputs
+from dissociation.spectral.similarity import (
+    bootstrap_interval,
+    form_similarity,
+    matched_similarity,
+    member_pairs,
+    pair_mean,
+    rank_similarity,
+    student_interval,
+)
+
+STEM = "eigenvectors"
+"""The name of the files."""
+
+MEASURES = ("magnitude", "positive", "negative", "matched", "form")
+"""Similarity of equally ranked components in three orders, of the best matching, and of the whole forms."""
+
+ORDERS = {"magnitude": "by |eigenvalue|", "contribution": "by mean contribution"}
+"""The orders in which components are kept."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The networks, and what is compared."""
+
+    data: Literal["glyphs", "mnist"] = "glyphs"
+    """Data set: digits drawn by code, or MNIST."""
+    sizes: tuple[int, ...] = (30, 50, 100, 300)
+    """Hidden sizes."""
+    reference: int = 300
+    """The size that all are compared with; one of the sizes."""
+    num_seeds: int = 5
+    """Networks of each size."""
+    large: int = 500
+    """Sizes from here on ..."""
+    num_large_seeds: int = 3
+    """... have this many networks."""
+    num_epochs: int = 100
+    """Passes over the training pictures."""
+    batch_size: int = 2048
+    """Pictures in a batch."""
+    weight_decay: float = 1.0
+    """AdamW's."""
+    noise: float = 0.4
+    """Standard deviation of the noise on training pictures."""
+    num_ranks: int = 20
+    """Leading components that are compared."""
+    num_components: int = 30
+    """Most components per class in truncations."""
+    digit: int = 5
+    """The class whose spectrum is drawn."""
+    num_certified: int = 100
+    """Test pictures whose distance to another class is computed, for the reference size's first network."""
+    num_train: int | None = None
+    """Training pictures; all by default."""
+    num_test: int | None = None
+    """Test pictures; all by default."""
+
+    def __post_init__(self):
+        if self.reference not in self.sizes:
+            fail("reference", f"be one of the sizes {self.sizes}", self.reference)
+        for name in ("num_seeds", "num_large_seeds"):
+            check_count(name, getattr(self, name), minimum=2)
+
+    def seeds(self, size: int) -> int:
+        """Networks of a size."""
+        return self.num_large_seeds if size >= self.large else self.num_seeds
+
+    def quick(self) -> "Config":
+        """A small run that shows that everything works: no science."""
+        small = {"sizes": (12, 24), "reference": 24, "num_seeds": 3, "num_epochs": 10, "batch_size": 100}
+        few = {"num_ranks": 5, "num_components": 10, "num_certified": 10, "num_train": 1000, "num_test": 200}
+        return dataclasses.replace(self, **small, **few)
+
+
+class Results(NamedTuple):
+    """Everything the figure shows; dictionaries by size.
+
+    Attributes:
+        config: What was asked for.
+        data: The data set's name and sizes.
+        history: "train_loss", "train_accuracy", "validation_loss", "validation_accuracy", [seeds, epochs + 1] each.
+        similarity: Per measure, with networks of the reference size: [pairs, classes, ranks] (forms: one rank).
+        pairs: First and second member of every pair, [2, pairs].
+        top: Mean similarity of the leading component between all sizes, [sizes, sizes].
+        with_self: The reference size's with every network also compared with itself, as published.
+        error: Per order, test error from the leading 0, 1, ... components, [seeds, components + 1].
+        full_error: Test error of the whole networks, [seeds].
+        values: Eigenvalues of the first network of the reference size for one class, [components].
+        leading: Its three most positive and three most negative eigenvectors, most extreme first, [2, 3, pixels].
+        explained: One test picture of that class ("image"), and its components' contributions to the class's logit
+            ("contributions"), their eigenvectors ("vectors") and values ("values"), the largest first.
+        radii: Distance to the nearest picture of another class, by components kept (0 stands for all): [pictures].
+        seconds: Wall time of every part.
+    """
+
+    config: Config
+    data: dict[str, Any]
+    history: dict[int, dict[str, np.ndarray]]
+    similarity: dict[int, dict[str, np.ndarray]]
+    pairs: dict[int, np.ndarray]
+    top: np.ndarray
+    with_self: float
+    error: dict[int, dict[str, np.ndarray]]
+    full_error: dict[int, np.ndarray]
+    values: np.ndarray
+    leading: np.ndarray
+    explained: dict[str, np.ndarray]
+    radii: dict[int, np.ndarray]
+    seconds: dict[str, float]
+
+
+def source(config: Config) -> Dataset:
+    """The data set that the configuration names."""
+    return load(config.data, num_train=config.num_train, num_test=config.num_test)
+
+
+def compute(
+    config: Config,
+    *,
+    key: Array,
+    dataset: Dataset | None = None,
+    folder: str | os.PathLike[str] | None = None,
+    progress: str | MeterFactory | None = None,
+) -> Results:
+    """Trains, decomposes and compares.
+
+    Args:
+        config: What to do.
+        key: Everything random follows from it.
+        dataset: In place of the one that `config.data` names.
+        folder: Where finished parts are kept; a second call with the same arguments goes on from there.
+        progress: See `dissociation.progress`.
+
+    Returns:
+        The results.
+
+    Raises:
+        ValueError: If `folder` holds parts of another run.
+    """
+    data = source(config) if dataset is None else dataset
+    parts = Parts(folder, identity_of(config, key, data))
+    images, labels = jnp.asarray(data.test_images), jnp.asarray(data.test_labels.argmax(1))
+    history: dict[int, dict[str, np.ndarray]] = {}
+    error: dict[int, dict[str, np.ndarray]] = {}
+    full_error, leading, forms, reference = {}, {}, {}, ()
+    for size in config.sizes:
+        trained = train_bilinear(
+            data,
+            size,
+            key=jax.random.fold_in(key, size),
+            num_seeds=config.seeds(size),
+            num_epochs=config.num_epochs,
+            batch_size=config.batch_size,
+            weight_decay=config.weight_decay,
+            noise=config.noise,
+            progress=progress,
+            checkpoint=parts.path(f"size_{size}.ckpt"),
+        )
+        parts.seconds[f"training size {size}"] = trained.seconds
+        history[size] = trained.history.observed
+        run = eqx.filter_jit(bmap(decompose, batch_size=1))
+        spectra = run(trained.models)
+        forms[size] = spectra
+        leading[size] = {by: _leading(spectra, by, config.num_ranks) for by in ("magnitude", "positive", "negative")}
+        part = parts.get(f"truncation_{size}", partial(_truncations, config, spectra, images, labels))
+        error[size], full_error[size] = {order: part[order] for order in ORDERS}, part["full"]
+        if size == config.reference:
+            reference = jax.tree.map(lambda leaf: leaf[0], (trained.models, spectra))
+    similarity, pairs = {}, {}
+    for size in config.sizes:
+        pairs[size] = np.stack(_pairs(config, size, config.reference))
+        similarity[size] = parts.get(
+            f"similarity_{size}", partial(_similarities, leading, forms, size, config.reference, pairs[size])
+        )
+    own = similarity[config.reference]["magnitude"][:, :, 0].mean()
+    count = config.seeds(config.reference)
+    part = parts.get("details", partial(_details, config, *reference, images, labels))
+    return Results(
+        config=config,
+        data={"name": data.name, "num_train": len(data.train_images), "num_test": len(data.test_images)},
+        history=history,
+        similarity=similarity,
+        pairs=pairs,
+        top=parts.get("top", partial(_top, config, leading))["top"],
+        # Pairs i <= j: n (n - 1) / 2 true ones and n of a network with itself.
+        with_self=float((own * (count - 1) / 2 + 1) / ((count - 1) / 2 + 1)),
+        error=error,
+        full_error=full_error,
+        values=part["values"],
+        leading=part["leading"],
+        explained={name: part[name] for name in ("image", "contributions", "vectors", "component_values")},
+        radii={int(name.removeprefix("radii_")): array for name, array in part.items() if name.startswith("radii_")},
+        seconds=parts.seconds,
+    )
+
+
+def _pairs(config: Config, size: int, other: int) -> tuple[np.ndarray, np.ndarray]:
+    if size == other:
+        return member_pairs(config.seeds(size))
+    return member_pairs(config.seeds(size), config.seeds(other))
+
+
+def _leading(spectra: Spectrum, by: str, count: int) -> Spectrum:
+    """The leading components of stacked spectra."""
+
+    def one(spectrum: Spectrum) -> Spectrum:
+        values = spectrum.values
+        return reorder(spectrum, {"magnitude": jnp.abs(values), "positive": values, "negative": -values}[by])
+
+    return jax.vmap(lambda spectrum: truncate(one(spectrum), min(count, spectrum.values.shape[1])))(spectra)
+
+
+def _each_pair(
+    measure: Callable[[Spectrum, Spectrum], Array], first: Spectrum, second: Spectrum, pairs: np.ndarray
+) -> Array:
+    def one(pair: Array) -> Array:
+        return measure(
+            *(jax.tree.map(lambda leaf, i=i: leaf[i], s) for s, i in zip((first, second), pair, strict=True))
+        )
+
+    return eqx.filter_jit(lambda p: jax.lax.map(one, p))(jnp.asarray(pairs.T))
+
+
+def _similarities(
+    leading: dict[int, dict[str, Spectrum]], forms: dict[int, Spectrum], size: int, other: int, pairs: np.ndarray
+) -> dict[str, Array]:
+    found = {
+        by: _each_pair(rank_similarity, leading[size][by], leading[other][by], pairs)
+        for by in ("magnitude", "positive", "negative")
+    }
+    one, two = leading[size]["magnitude"], leading[other]["magnitude"]
+    count = min(one.values.shape[2], two.values.shape[2])
+    found["matched"] = _each_pair(partial(matched_similarity, num_components=count), one, two, pairs)
+    found["form"] = _each_pair(form_similarity, forms[size], forms[other], pairs)[:, :, None]
+    return found
+
+
+def _top(config: Config, leading: dict[int, dict[str, Spectrum]]) -> dict[str, np.ndarray]:
+    table = np.zeros((len(config.sizes),) * 2)
+    for i, size in enumerate(config.sizes):
+        for j, other in enumerate(config.sizes[: i + 1]):
+            one, two = (jax.vmap(lambda s: truncate(s, 1))(leading[which]["magnitude"]) for which in (size, other))
+            pairs = np.stack(_pairs(config, size, other))
+            table[i, j] = table[j, i] = np.mean(_each_pair(rank_similarity, one, two, pairs))
+    return {"top": table}
+
+
+def _truncations(config: Config, spectra: Spectrum, images: Array, labels: Array) -> dict[str, Array]:
+    """Test errors from leading components, in both orders, and from all."""
+
+    def one(spectrum: Spectrum) -> dict[str, Array]:
+        def wrong(outputs: Array) -> Array:
+            return jnp.mean(jnp.argmax(outputs, -1) != labels.reshape(-1, *(1,) * (outputs.ndim - 2)), 0)
+
+        count = min(config.num_components, spectrum.values.shape[1])
+        by_contribution = reorder(spectrum, mean_contribution(spectrum, images))
+        return {
+            "magnitude": wrong(truncated_outputs(truncate(spectrum, count), images)),
+            "contribution": wrong(truncated_outputs(truncate(by_contribution, count), images)),
+            "full": wrong(jnp.sum(contributions(spectrum, images), 2)),
+        }
+
+    return eqx.filter_jit(bmap(one, batch_size=1))(spectra)
+
+
+def _details(config: Config, model: Any, spectrum: Spectrum, images: Array, labels: Array) -> dict[str, Array]:
+    """The spectrum of one class, the explanation of one picture, and certified radii, of one network."""
+    order = jnp.argsort(spectrum.values[config.digit])
+    vectors = spectrum.vectors[config.digit]
+    chosen = images[jnp.argmax(labels == config.digit)]
+    parts = contributions(spectrum, chosen[None])[0, config.digit]
+    largest = jnp.argsort(-jnp.abs(parts))[:5]
+    found = {
+        "values": spectrum.values[config.digit][order[::-1]],
+        "leading": jnp.stack([vectors[order[::-1][:3]], vectors[order[:3]]]),
+        "image": chosen,
+        "contributions": parts[largest],
+        "vectors": vectors[largest],
+        "component_values": spectrum.values[config.digit][largest],
+    }
+    count = min(config.num_certified, len(images))
+    kept = sorted({1, 5, config.num_components} & set(range(spectrum.values.shape[1])))
+    for components in (0, *kept):
+        forms = margins(truncate(spectrum, components)) if components else margins(model)
+        run = eqx.filter_jit(lambda f, x, y: bmap(lambda a, b: certified_radius(f, a, b).radius, batch_size=20)(x, y))
+        found[f"radii_{components}"] = run(forms, images[:count], labels[:count])
+    return found
+
+
+def components_needed(results: Results, order: str = "magnitude", drop: float = 1e-3) -> dict[int, float]:
+    """By size, the least number of components per class that costs less than `drop` of accuracy, mean over seeds.
+
+    Infinite where no number up to `num_components` does.
+    """
+    found = {}
+    for size, errors in results.error.items():
+        lost = (errors[order] - results.full_error[size][:, None]).mean(0)
+        enough = np.flatnonzero(lost < drop)
+        found[size] = float(enough[0]) if len(enough) else np.inf
+    return found
+
+
+def intervals(results: Results, size: int, measure: str = "magnitude", *, resample: bool = True) -> np.ndarray:
+    """Mean over pairs and classes by rank, and a 90 % interval: [3, ranks].
+
+    Args:
+        results: What `compute` returned.
+        size: Hidden size, compared with the reference.
+        measure: One of `MEASURES`.
+        resample: Whether members are resampled; else Student's interval over pairs and classes, as published, which
+            takes pairs that share a network, and classes of one pair, for independent.
+
+    Returns:
+        Mean, lower and upper end.
+    """
+    values = results.similarity[size][measure]
+    if not resample:
+        return np.stack(student_interval(values.reshape(-1, values.shape[2]).astype(np.float32)))
+    config = results.config
+    first, second = results.pairs[size]
+    groups = config.seeds(size) if size == config.reference else (config.seeds(size), config.seeds(config.reference))
+    offset = 0 if isinstance(groups, int) else groups[0]
+    statistic = pair_mean(values.mean(1).astype(np.float32), first, second + offset)
+    return np.stack(bootstrap_interval(statistic, groups, key=jax.random.key(0)))
+
+
+def draw(results: Results) -> Figure:
+    """Six panels: similarity by rank and between sizes, truncation, the spectrum of a class, and an explanation.
+
+    Args:
+        results: What `compute` returned.
+
+    Returns:
+        A figure of 7.2 x 6.8 inches.
+    """
+    with plotting.house_style():
+        figure = plt.figure(figsize=(7.2, 6.8))
+        upper, middle, lower = figure.subfigures(3, 1, height_ratios=[1.0, 1.0, 1.05])
+        _draw_similarity(upper, results)
+        _draw_truncation(middle, results)
+        _draw_details(lower, results)
+    plt.close(figure)  # out of pyplot's hands: a notebook shows what it is given
+    return figure
+
+
+def _draw_similarity(panel: Any, results: Results) -> None:
+    left, right = panel.subplots(1, 2, width_ratios=[1.6, 1])
+    for index, size in enumerate(results.config.sizes):
+        for resample, alpha in ((True, 0.15), (False, 0.35)):
+            mean, low, high = intervals(results, size, resample=resample)
+            ranks = np.arange(1, len(mean) + 1)
+            left.fill_between(ranks, low, high, alpha=alpha, color=f"C{index}", linewidth=0)
+        left.plot(ranks, mean, color=f"C{index}", label=str(size))
+    chance = (2 / (np.pi * results.leading.shape[-1])) ** 0.5
+    left.axhline(chance, color="black", linestyle=":", linewidth=0.8, label="chance")
+    left.set(
+        xlabel="eigenvector rank", ylabel="similarity", ylim=(0, 1.01), title=f"with size {results.config.reference}"
+    )
+    left.legend(title="size", fontsize="x-small", ncols=2, title_fontsize="x-small")
+    names = [str(size) for size in results.config.sizes]
+    shown = right.imshow(results.top, vmin=0, vmax=1, cmap="RdBu")
+    for (i, j), value in np.ndenumerate(results.top):
+        right.text(j, i, f"{value:.2f}", ha="center", va="center", fontsize="x-small")
+    right.set(xticks=range(len(names)), yticks=range(len(names)), xticklabels=names, yticklabels=names)
+    right.set(xlabel="size", ylabel="size", title="leading eigenvector")
+    panel.colorbar(shown, ax=right)
+
+
+def _draw_truncation(panel: Any, results: Results) -> None:
+    left, *drops = panel.subplots(1, 3)
+    drops[1].sharey(drops[0])
+    for index, size in enumerate(results.config.sizes):
+        errors = results.error[size]
+        components = np.arange(errors["magnitude"].shape[1])
+        style = {"color": f"C{index}", "label": str(size)}
+        _student_band(left, components, 100 * errors["magnitude"], **style)
+        for axis, order in zip(drops, ORDERS, strict=True):
+            lost = 100 * (errors[order] - results.full_error[size][:, None])
+            _student_band(axis, components[1:], lost[:, 1:], **style)
+    left.set(yscale="log", ylim=(1, 100), xlabel="eigenvector rank (per digit)", ylabel="classification error (%)")
+    ticks = (1, 2, 5, 10, 20, 50, 100)
+    left.set_yticks(ticks, [str(tick) for tick in ticks])
+    left.minorticks_off()
+    for axis, title in zip(drops, ORDERS.values(), strict=True):
+        axis.axhline(0, color="black", linewidth=0.5)
+        axis.set_yscale("symlog", linthresh=0.1)
+        axis.set(xlabel="eigenvector rank (per digit)", title=title)
+    drops[0].set(ylabel="accuracy drop (%)")
+    left.legend(title="size", fontsize="x-small", title_fontsize="x-small")
+
+
+def _student_band(axis: Any, x: np.ndarray, curves: np.ndarray, *, color: str, label: str) -> None:
+    mean, low, high = (np.asarray(part) for part in student_interval(curves.astype(np.float32)))
+    axis.plot(x, mean, color=color, label=label)
+    axis.fill_between(
+        x, np.maximum(low, 1e-3) if axis.get_yscale() == "log" else low, high, color=color, alpha=0.2, lw=0
+    )
+
+
+def _draw_details(panel: Any, results: Results) -> None:
+    left, right = panel.subfigures(1, 2)
+    shape = (round(results.leading.shape[-1] ** 0.5), -1)
+    grid = left.subplots(2, 4, width_ratios=[1.8, 1, 1, 1])
+    for axis in grid[:, 0]:
+        axis.remove()
+    axis = left.add_subplot(grid[0, 0].get_gridspec()[:, 0])
+    axis.plot(results.values, np.arange(len(results.values)), ".", markersize=2)
+    axis.set(xlabel="eigenvalue", yticks=[], title=f"digit {results.config.digit}")
+    axis.axvline(0, color="black", linewidth=0.5)
+    for row, vectors, name in zip(grid, results.leading, ("positive", "negative"), strict=True):
+        for place, vector in zip(row[1:], vectors, strict=True):
+            _picture(place, vector.reshape(shape))
+        row[1].set_ylabel(name, fontsize="small")
+    top = right.subplots(2, 3)
+    top[0, 0].imshow(results.explained["image"].reshape(shape), cmap="gray")
+    top[0, 0].set(xticks=[], yticks=[], title="picture")
+    parts = zip(top.flat[1:], *(results.explained[n] for n in ("contributions", "vectors")), strict=False)
+    for place, contribution, vector in parts:
+        _picture(place, vector.reshape(shape))
+        place.set_title(f"{contribution:+.2f}")
+
+
+def _picture(axis: Any, image: np.ndarray) -> None:
+    limit = np.abs(image).max()
+    axis.imshow(image, cmap="RdBu", vmin=-limit, vmax=limit)
+    axis.set(xticks=[], yticks=[])
+    axis.spines[:].set_visible(False)
+
+
+def arrays(results: Results) -> dict[str, np.ndarray]:
+    """The arrays of the figure under flat names, for an `.npz` file."""
+    flat = {"top": results.top, "values": results.values, "leading": results.leading, **results.explained}
+    for size in results.config.sizes:
+        flat |= {f"{name}_{size}": part for name, part in results.history[size].items()}
+        flat |= {f"similarity_{name}_{size}": part for name, part in results.similarity[size].items()}
+        flat |= {f"error_{name}_{size}": part for name, part in results.error[size].items()}
+        flat |= {f"pairs_{size}": results.pairs[size], f"full_error_{size}": results.full_error[size]}
+    return flat | {f"radii_{kept}": part for kept, part in results.radii.items()}
+
+
+def describe(results: Results) -> dict[str, Any]:
+    """What the JSON beside the figure says."""
+    return {
+        "figure": STEM,
+        "config": results.config,
+        "data": results.data,
+        "similarity of the leading component with every network compared with itself too": results.with_self,
+        "components per class that cost less than 0.1 %": {
+            order: components_needed(results, order) for order in ORDERS
+        },
+    }
+
+
+def headline(results: Results) -> str:
+    """What was computed on, in a line."""
+    sizes = f"{results.data['num_train']} training and {results.data['num_test']} test pictures"
+    return (
+        f"{results.data['name']}: {sizes}, {results.config.num_epochs} epochs; similarities with size "
+        f"{results.config.reference}, pairs of different networks only"
+    )
+
+
+def table(results: Results) -> list[list[str]]:
+    """A header and a row per size: accuracy, similarity of some ranks in three orders, components needed."""
+    shown = [rank for rank in (1, 5, 20) if rank <= results.config.num_ranks]
+    rows = [["size", "seeds", "accuracy"]]
+    rows[0] += [f"rank {rank}, {by}" for by in ("magnitude", "positive", "negative") for rank in shown]
+    rows[0] += ["matched", "form", "needed", "needed, by contribution"]
+    needed = [components_needed(results, order) for order in ORDERS]
+    for size in results.config.sizes:
+        accuracy = 100 * (1 - results.full_error[size])
+        row = [str(size), str(len(accuracy)), f"{accuracy.mean():.2f} \u00b1 {accuracy.std():.2f} %"]
+        for by in ("magnitude", "positive", "negative"):
+            means = results.similarity[size][by].mean((0, 1))
+            row += [f"{means[rank - 1]:.3f}" if rank <= len(means) else "" for rank in shown]
+        row += [f"{results.similarity[size][measure].mean():.3f}" for measure in ("matched", "form")]
+        rows.append(row + [f"{found[size]:g}" for found in needed])
+    return rows

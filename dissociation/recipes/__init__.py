@@ -1,0 +1,1 @@
+"""Published training recipes of the systems that figures look at."""

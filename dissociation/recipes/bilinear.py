@@ -1,0 +1,145 @@
+"""Training bilinear networks on pictures, many seeds at once."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Key, UInt32
+
+from dissociation.checks import check_count, check_non_negative, check_positive
+from dissociation.data.datasets import Dataset
+from dissociation.models.bilinear import BilinearNetwork
+from dissociation.schedule import steps_per_epoch
+from dissociation.training import FitResult, fit
+
+AnyKey = Key[Array, ""] | UInt32[Array, "2"]
+Scalar = float | int | Float[Array, ""]
+
+
+def train_bilinear(
+    dataset: Dataset,
+    hidden: int = 256,
+    *,
+    key: AnyKey,
+    num_seeds: int = 5,
+    num_epochs: int = 100,
+    batch_size: int = 2048,
+    learning_rate: Scalar = 1e-3,
+    weight_decay: Scalar = 1.0,
+    noise: Scalar = 0.4,
+    num_observed: int = 10_000,
+    network: dict[str, Any] | None = None,
+    **options: Any,
+) -> FitResult:
+    """Trains stacked `BilinearNetwork`s by cross entropy on noisy pictures.
+
+    AdamW; the learning rate falls along a cosine to zero, one step of it per epoch. Every picture gets Gaussian noise
+    anew in every step, of its own in every network. The last, smaller batch of an epoch is dropped.
+
+    Args:
+        dataset: Pictures and one-hot labels.
+        hidden: Width of embedding and layer.
+        key: One key: every seed's network and noise follow from it, and the order of batches, which all share.
+        num_seeds: Networks.
+        num_epochs: Passes over the training pictures.
+        batch_size: Pictures in a batch; all of them if there are fewer.
+        learning_rate: At the start.
+        weight_decay: AdamW's.
+        noise: Standard deviation of the noise on pictures, whose pixels lie in [0, 1].
+        num_observed: Training pictures on which loss and accuracy are observed, the first ones; test pictures all.
+        network: More options of `BilinearNetwork`.
+        **options: For `dissociation.training.fit`: `progress`, `checkpoint`, `log`, `mesh`, `member_map`.
+
+    Returns:
+        What `fit` returns; `history.observed` holds "train_loss", "train_accuracy", "validation_loss" and
+        "validation_accuracy" without noise, each [seeds, epochs + 1].
+
+    Raises:
+        ValueError: If an option is out of range.
+
+    References:
+        Pearce et al. (2024), Bilinear MLPs enable weight-based mechanistic interpretability, section 4.
+    """
+    check_positive("learning_rate", learning_rate)
+    check_non_negative("weight_decay", weight_decay)
+    check_non_negative("noise", noise)
+    count = check_count("num_seeds", num_seeds, minimum=1)
+    seen = check_count("num_observed", num_observed, minimum=1)
+    build_key, fit_key = jax.random.split(key)
+    sizes = {"inputs": dataset.num_pixels, "hidden": hidden, "classes": dataset.num_classes}
+    models = eqx.filter_vmap(lambda k: BilinearNetwork(**sizes, **(network or {}), key=k))(
+        jax.random.split(build_key, count)
+    )
+    batch_size = min(batch_size, len(dataset.train_images))
+    epoch_steps = steps_per_epoch(len(dataset.train_images), batch_size, drop_remainder=True)
+    data = jnp.asarray(dataset.train_images), jnp.asarray(dataset.train_labels)
+    observe = Observation(
+        *(part[:seen] for part in data), *map(jnp.asarray, (dataset.test_images, dataset.test_labels))
+    )
+    settings = (learning_rate, weight_decay, num_epochs, epoch_steps)
+    hyperparams = jnp.broadcast_to(jnp.asarray(settings, float), (count, 4))
+    return fit(
+        models,
+        NoisyCrossEntropy(jnp.asarray(noise, float)),
+        data,
+        _optimizer,
+        num_epochs=num_epochs,
+        batch_size=batch_size,
+        drop_remainder=True,
+        key=fit_key,
+        hyperparams=hyperparams,
+        observe=observe,
+        **options,
+    )
+
+
+def _optimizer(settings: Float[Array, "4"]) -> optax.GradientTransformation:
+    learning_rate, weight_decay, num_epochs, epoch_steps = settings
+
+    def rate(step: Array) -> Array:
+        epoch = jnp.floor(step / epoch_steps)
+        return 0.5 * learning_rate * (1 + jnp.cos(jnp.pi * epoch / num_epochs))
+
+    return optax.adamw(rate, weight_decay=weight_decay)
+
+
+def cross_entropy(
+    model: BilinearNetwork, images: Float[Array, "n d"], labels: Float[Array, "n classes"]
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Mean cross entropy and accuracy of one network."""
+    logits = jax.vmap(model)(images)
+    right = jnp.argmax(logits, 1) == jnp.argmax(labels, 1)
+    return jnp.mean(optax.softmax_cross_entropy(logits, labels)), jnp.mean(right)
+
+
+class NoisyCrossEntropy(eqx.Module):
+    """A loss of one batch: pictures plus noise.
+
+    Attributes:
+        noise: Standard deviation.
+    """
+
+    noise: Float[Array, ""]
+
+    def __call__(self, model: BilinearNetwork, batch: tuple[Array, Array], key: Array) -> Array:
+        """The loss."""
+        images, labels = batch
+        return cross_entropy(model, images + self.noise * jax.random.normal(key, images.shape, images.dtype), labels)[0]
+
+
+class Observation(eqx.Module):
+    """Loss and accuracy on training and on validation pictures, without noise."""
+
+    train_images: Float[Array, "n d"]
+    train_labels: Float[Array, "n classes"]
+    images: Float[Array, "m d"]
+    labels: Float[Array, "m classes"]
+
+    def __call__(self, model: BilinearNetwork, step: Array, key: Array) -> dict[str, Array]:
+        """The four numbers."""
+        train = cross_entropy(model, self.train_images, self.train_labels)
+        validation = cross_entropy(model, self.images, self.labels)
+        names = ("train_loss", "train_accuracy", "validation_loss", "validation_accuracy")
+        return dict(zip(names, (*train, *validation), strict=True))
