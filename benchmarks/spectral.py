@@ -1,0 +1,139 @@
+"""Bilinear networks against PyTorch, in one run: training epochs, several seeds, and eigendecompositions.
+
+    python benchmarks/spectral.py [--samples 60000] [--repeats 3] [--only training seeds decompose]
+
+training: one epoch at size 300, against a lean PyTorch loop (batches cut from a tensor) and against the published kind
+of loader (samples indexed one by one and stacked). seeds: one epoch of 5 networks of size 100 against 5 PyTorch epochs.
+decompose: eigenvectors on inputs of 5 networks x 10 classes at size 300 against torch.linalg.eigh of the same matrices.
+Compile time is reported apart: the first call.
+"""
+
+import argparse
+import os
+import time
+from functools import partial
+
+import equinox as eqx
+import jax
+import numpy as np
+import torch
+
+from dissociation.bmap import bmap
+from dissociation.data.datasets import Dataset
+from dissociation.models.bilinear import BilinearNetwork
+from dissociation.recipes.bilinear import train_bilinear
+from dissociation.spectral import decompose
+
+BATCH = 2048
+
+
+class TorchBilinear(torch.nn.Module):
+    """The peer's network."""
+
+    def __init__(self, hidden):
+        super().__init__()
+        self.embed = torch.nn.Linear(784, hidden, bias=False)
+        self.both = torch.nn.Linear(hidden, 2 * hidden, bias=False)
+        self.head = torch.nn.Linear(hidden, 10, bias=False)
+
+    def forward(self, x):
+        """Logits."""
+        left, right = self.both(self.embed(x)).chunk(2, dim=-1)
+        return self.head(left * right)
+
+
+def timed(function):
+    began = time.perf_counter()
+    function()
+    return time.perf_counter() - began
+
+
+def torch_epoch(images, labels, hidden, num_seeds, loader):
+    x, y = torch.from_numpy(images), torch.from_numpy(labels.argmax(1))
+    for seed in range(num_seeds):
+        torch.manual_seed(seed)
+        model = TorchBilinear(hidden)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=1.0)
+        if loader == "published":
+            pairs = torch.utils.data.TensorDataset(x, y)
+            batches = torch.utils.data.DataLoader(pairs, batch_size=BATCH, shuffle=True, drop_last=True)
+        else:
+            chosen = torch.randperm(len(x)).split(BATCH)
+            batches = ((x[c], y[c]) for c in chosen if len(c) == BATCH)
+        for pictures, truth in batches:
+            optimizer.zero_grad()
+            logits = model(pictures + 0.4 * torch.randn_like(pictures))
+            torch.nn.functional.cross_entropy(logits, truth).backward()
+            optimizer.step()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=int, default=60_000)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2, help="threads of PyTorch; XLA takes all cores")
+    parser.add_argument("--only", nargs="+", choices=["training", "seeds", "decompose"])
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    wanted = options.only or ["training", "seeds", "decompose"]
+    print(f"{os.cpu_count()} cores, load {os.getloadavg()}, {jax.devices()}")
+    rng = np.random.default_rng(0)
+    images = rng.random((options.samples, 784), np.float32)
+    labels = np.eye(10, dtype=np.float32)[rng.integers(0, 10, options.samples)]
+    data = Dataset("random", images, labels, images[:10], labels[:10])
+    for name, hidden, num_seeds in (("training", 300, 1), ("seeds", 100, 5)):
+        if name not in wanted:
+            continue
+
+        def epochs(number, hidden=hidden, num_seeds=num_seeds):
+            # Observations are no part of an epoch: few pictures. The schedule of an epoch is compiled once.
+            result = train_bilinear(
+                data, hidden, key=jax.random.key(0), num_seeds=num_seeds, num_epochs=number, num_observed=10
+            )
+            jax.block_until_ready(result.models)
+
+        first = timed(lambda: epochs(1))
+        peers = ("lean", "published") if name == "training" else ("lean",)
+        ours, theirs = [], {loader: [] for loader in peers}
+        for _ in range(options.repeats):  # in turn, so that a drift of the machine meets both
+            ours.append(timed(lambda: epochs(1)))
+            for loader in peers:
+                theirs[loader].append(timed(partial(torch_epoch, images, labels, hidden, num_seeds, loader)))
+        shown = ", ".join(
+            f"PyTorch {k} {np.median(t):.2f} s ({np.median(np.divide(t, ours)):.2f} times ours)"
+            for k, t in theirs.items()
+        )
+        print(
+            f"{name}: {num_seeds} x size {hidden}: ours {np.median(ours):.2f} s (first {first:.2f} s), {shown}",
+            flush=True,
+        )
+    if "decompose" in wanted:
+        models = eqx.filter_vmap(lambda k: BilinearNetwork(784, 300, key=k))(jax.random.split(jax.random.key(0), 5))
+        run = eqx.filter_jit(bmap(decompose, batch_size=1))
+        first = timed(lambda: jax.block_until_ready(run(models)))
+        weights = [torch.from_numpy(np.array(w)) for w in (models.embed, models.layers[0].left, models.layers[0].right)]
+        head = torch.from_numpy(np.array(models.head))
+
+        def peer():
+            embed, left, right = weights
+            root = torch.linalg.qr(embed.mT)[1]
+            left, right = left @ root.mT, right @ root.mT
+            forms = torch.einsum("sco,soi,soj->scij", head, left, right)
+            return torch.linalg.eigh(0.5 * (forms + forms.mT))
+
+        peer()
+        ours, theirs = [], []
+        for _ in range(options.repeats):
+            ours.append(timed(lambda: jax.block_until_ready(run(models))))
+            theirs.append(timed(peer))
+        ratio = np.median(np.divide(theirs, ours))
+        mine, other = np.sort(np.asarray(run(models).values), -1), peer()[0].numpy()
+        print(
+            f"decompose: 5 x 10 x size 300: ours {np.median(ours):.2f} s, vectors on inputs included "
+            f"(first {first:.2f} s), PyTorch {np.median(theirs):.2f} s ({ratio:.2f} times ours); "
+            f"largest difference {np.abs(mine - other).max():.1e}"
+        )
+
+
+if __name__ == "__main__":
+    main()
