@@ -191,7 +191,7 @@ def compute(
         run = eqx.filter_jit(bmap(decompose, batch_size=1))
         spectra = run(trained.models)
         forms[size] = spectra
-        leading[size] = {by: _leading(spectra, by, config.num_ranks) for by in ("magnitude", "positive", "negative")}
+        leading[size] = _leading(spectra, min(config.num_ranks, spectra.values.shape[2]))
         part = parts.get(f"truncation_{size}", partial(_truncations, config, spectra, images, labels))
         error[size], full_error[size] = {order: part[order] for order in ORDERS}, part["full"]
         if size == config.reference:
@@ -230,25 +230,28 @@ def _pairs(config: Config, size: int, other: int) -> tuple[np.ndarray, np.ndarra
     return member_pairs(config.seeds(size), config.seeds(other))
 
 
-def _leading(spectra: Spectrum, by: str, count: int) -> Spectrum:
-    """The leading components of stacked spectra."""
+@eqx.filter_jit
+def _leading(spectra: Spectrum, count: int) -> dict[str, Spectrum]:
+    """The leading components of stacked spectra, in three orders."""
 
-    def one(spectrum: Spectrum) -> Spectrum:
+    def one(spectrum: Spectrum) -> dict[str, Spectrum]:
         values = spectrum.values
-        return reorder(spectrum, {"magnitude": jnp.abs(values), "positive": values, "negative": -values}[by])
+        orders = {"magnitude": jnp.abs(values), "positive": values, "negative": -values}
+        return {by: truncate(reorder(spectrum, importance), count) for by, importance in orders.items()}
 
-    return jax.vmap(lambda spectrum: truncate(one(spectrum), min(count, spectrum.values.shape[1])))(spectra)
+    return jax.vmap(one)(spectra)
 
 
+@eqx.filter_jit
 def _each_pair(
-    measure: Callable[[Spectrum, Spectrum], Array], first: Spectrum, second: Spectrum, pairs: np.ndarray
+    measure: Callable[[Spectrum, Spectrum], Array], first: Spectrum, second: Spectrum, pairs: Array | np.ndarray
 ) -> Array:
     def one(pair: Array) -> Array:
         return measure(
             *(jax.tree.map(lambda leaf, i=i: leaf[i], s) for s, i in zip((first, second), pair, strict=True))
         )
 
-    return eqx.filter_jit(lambda p: jax.lax.map(one, p))(jnp.asarray(pairs.T))
+    return jax.lax.map(one, jnp.asarray(pairs.T))
 
 
 def _similarities(
@@ -258,18 +261,22 @@ def _similarities(
         by: _each_pair(rank_similarity, leading[size][by], leading[other][by], pairs)
         for by in ("magnitude", "positive", "negative")
     }
-    one, two = leading[size]["magnitude"], leading[other]["magnitude"]
-    count = min(one.values.shape[2], two.values.shape[2])
-    found["matched"] = _each_pair(partial(matched_similarity, num_components=count), one, two, pairs)
+    found["matched"] = _each_pair(_matched, leading[size]["magnitude"], leading[other]["magnitude"], pairs)
     found["form"] = _each_pair(form_similarity, forms[size], forms[other], pairs)[:, :, None]
     return found
 
 
+def _matched(a: Spectrum, b: Spectrum) -> Array:
+    return matched_similarity(a, b, min(a.values.shape[1], b.values.shape[1]))
+
+
 def _top(config: Config, leading: dict[int, dict[str, Spectrum]]) -> dict[str, np.ndarray]:
     table = np.zeros((len(config.sizes),) * 2)
+    first = {size: eqx.filter_jit(jax.vmap(partial(truncate, num_components=1)))(leading[size]["magnitude"])
+             for size in config.sizes}  # fmt: skip
     for i, size in enumerate(config.sizes):
         for j, other in enumerate(config.sizes[: i + 1]):
-            one, two = (jax.vmap(lambda s: truncate(s, 1))(leading[which]["magnitude"]) for which in (size, other))
+            one, two = first[size], first[other]
             pairs = np.stack(_pairs(config, size, other))
             table[i, j] = table[j, i] = np.mean(_each_pair(rank_similarity, one, two, pairs))
     return {"top": table}

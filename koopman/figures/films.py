@@ -69,7 +69,10 @@ class Forecaster(eqx.Module):
 
     def __call__(self, images: Float[Array, "n 28 28"], steps: Int[Array, " t"]) -> Float[Array, "t n 28 28"]:
         """The pictures `steps` ahead."""
-        values = encode(self.features, images)
+        return self.ahead(encode(self.features, images), steps)
+
+    def ahead(self, values: Float[Array, "n d"], steps: Int[Array, " t"]) -> Float[Array, "t n 28 28"]:
+        """The same from features."""
         if isinstance(self.dynamics, Operator):
             forecasts = predict(self.dynamics, values, steps)
         else:
@@ -162,7 +165,7 @@ def judge(
         Logits for horizons 1 to `num_steps` and `far`.
     """
     images = jnp.asarray(images)
-    one = jnp.asarray([1])
+    one, values = jnp.asarray([1]), _features(forecaster, images)
     logits, strips = [], []
     for protocol in PROTOCOLS:
         own = forecaster if protocol in ("images", "powers") else _project(forecaster, protocol, num_digits)
@@ -171,16 +174,16 @@ def judge(
             if protocol == "images" and step == far:
                 seen.append(jnp.full_like(seen[-1], jnp.nan))
                 continue
-            now = _forecast(own, current, one if protocol == "images" else jnp.asarray([step]))
+            if protocol == "images":
+                now = current = _forecast(own, current, one)
+            else:
+                now = _ahead(own, values, jnp.asarray([step]))
             seen.append(_read(oracle, now, norm))
             strip.append(now[0])
-            current = now if protocol == "images" else images
         logits.append(jnp.stack(seen, 1))
         strips.append(jnp.stack(strip[:num_steps]))
-    values = spectral(forecaster.dynamics).values
-    return Judged(
-        *(np.asarray(part) for part in (jnp.stack(logits), jnp.stack(strips), values, _left(forecaster, images)))
-    )
+    eigenvalues, left = spectral(forecaster.dynamics).values, _left(forecaster, values)
+    return Judged(*(np.asarray(part) for part in (jnp.stack(logits), jnp.stack(strips), eigenvalues, left)))
 
 
 @eqx.filter_jit
@@ -194,6 +197,16 @@ def _forecast(forecaster: Forecaster, images: Array, steps: Array) -> Array:
 
 
 @eqx.filter_jit
+def _ahead(forecaster: Forecaster, values: Array, steps: Array) -> Array:
+    return forecaster.ahead(values, steps)[0]
+
+
+@eqx.filter_jit
+def _features(forecaster: Forecaster, images: Array) -> Array:
+    return encode(forecaster.features, images)
+
+
+@eqx.filter_jit
 def _read(oracle: Encoder, images: Array, norm: float) -> Array:
     sizes = jnp.sqrt(jnp.sum(images**2, (1, 2), keepdims=True))
     rescaled = images * (norm / jnp.where(sizes > 0, sizes, 1.0))
@@ -201,8 +214,7 @@ def _read(oracle: Encoder, images: Array, norm: float) -> Array:
 
 
 @eqx.filter_jit
-def _left(forecaster: Forecaster, images: Array) -> Any:
-    values = encode(forecaster.features, images)
+def _left(forecaster: Forecaster, values: Array) -> Any:
     if isinstance(forecaster.dynamics, Operator):
         return left_eigenfunctions(forecaster.dynamics, values)
-    return jnp.zeros((len(images), forecaster.dynamics.matrix.shape[0]), jnp.complex64)
+    return jnp.zeros((len(values), forecaster.dynamics.matrix.shape[0]), jnp.complex64)

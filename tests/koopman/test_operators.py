@@ -299,3 +299,19 @@ def test_bad_input_is_refused(arguments, options, error, words):
         fit_reduced_rank(*arguments, **({"rank": 1} | options))
     if not isinstance(caught.value, jaxtyping.TypeCheckError):
         assert caught.match(words)
+
+
+def test_fits_over_devices_agree_with_fits_in_turn():
+    rng = np.random.default_rng(0)
+    paths = rng.normal(size=(8, 40, 3)).astype(np.float32)
+    x, y = paths[:, :-1], paths[:, 1:]
+    mesh = jax.make_mesh((4,), ("members",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
+    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("members"))
+
+    def fit(x, y):
+        return fit_reduced_rank(x, y, rank=2, alpha=1e-3).core
+
+    spread = jax.jit(jax.vmap(fit))(jax.device_put(x, split), jax.device_put(y, split))
+    assert len(spread.sharding.device_set) == 4
+    alone = np.stack([np.abs(np.linalg.eigvals(fit(a, b))) for a, b in zip(x, y, strict=True)])
+    np.testing.assert_allclose(np.abs(np.linalg.eigvals(spread)), alone, atol=1e-4)
