@@ -201,8 +201,9 @@ class Autoencoder(eqx.Module):
         encoder: Picture to features.
         decoder: Features to picture.
         dynamics: What the linear map is made of: itself, or the skew part of a Cayley transform: [features, features].
-        orthogonal: Whether the map is kept orthogonal, K = (I - S)(I + S)^{-1} with S = A - A^T, so that features
-            neither decay nor grow.
+        orthogonal: Whether the map is kept orthogonal, K = ((I - S)(I + S)^{-1})^2 with S = A - A^T, so that features
+            neither decay nor grow. Without the square an angle near 180 degrees needs a large S, which learning
+            rates reach late.
     """
 
     encoder: Encoder
@@ -230,7 +231,8 @@ class Autoencoder(eqx.Module):
         if not self.orthogonal:
             return self.dynamics
         skew, eye = self.dynamics - self.dynamics.T, jnp.eye(self.dynamics.shape[0])
-        return jnp.linalg.solve(eye + skew, eye - skew)
+        half = jnp.linalg.solve(eye + skew, eye - skew)
+        return half @ half
 
     def __call__(self, image: Float[Array | np.ndarray, "28 28"]) -> Float[Array, "28 28"]:
         """The picture, encoded and decoded."""
