@@ -104,7 +104,7 @@ class Results(NamedTuple):
         exact: Per system, the eigenvalues compared, [compared].
         eigenvalues: Per system and estimator, the estimate nearest to each of them, [lengths, trajectories, compared].
         functions: Per system and estimator, the first of their eigenfunctions on the grid at the largest length, scaled
-            to the truth, [trajectories, points].
+            to the truth, real part, [trajectories, points].
         exact_functions: Per system, the same of the truth, [points].
         grids: Per system, [points].
         seconds: Wall time of every part.
@@ -231,7 +231,7 @@ def compute(
         exact={name: _compared(system) for name, system in found.items()},
         eigenvalues={n: {e: np.stack(part) for e, part in own.items()} for n, own in values.items()},
         functions=functions,
-        exact_functions={name: _exact_function(system) for name, system in found.items()},
+        exact_functions={name: np.real(_exact_function(system)) for name, system in found.items()},
         grids={name: system.grid for name, system in found.items()},
         seconds=parts.seconds,
     )
@@ -242,12 +242,12 @@ def _compared(system: System) -> np.ndarray:
 
 
 def _exact_function(system: System) -> np.ndarray:
-    return np.real(system.exact.right(system.grid[:, None])[:, 1])
+    return np.asarray(system.exact.right(system.grid[:, None])[:, 1], complex)
 
 
 def _trials(config: Config, system: System, length: int, key: Array) -> dict[str, Array]:
     """All trajectories of one length: the estimates nearest to the truth, and the first eigenfunction."""
-    exact, truth = jnp.asarray(_compared(system), jnp.complex64), jnp.asarray(_exact_function(system), jnp.float32)
+    exact, truth = (jnp.asarray(part(system), jnp.complex64) for part in (_compared, _exact_function))
     grid = jnp.asarray(system.grid[:, None], jnp.float32)
     centres = jnp.linspace(grid[0], grid[-1], config.num_centres)
 
@@ -318,6 +318,7 @@ def draw(results: Results) -> Figure:
                 row[2].plot(lengths, error.mean(1), marker="o", markersize=2.5, label=title)
             row[0].plot(np.real(exact), np.imag(exact), "k+", markersize=8)
             row[0].set(title=label, xlabel="Re", ylabel="Im")
+            row[0].locator_params(axis="x", nbins=5)
             row[1].plot(results.grids[name], results.exact_functions[name], "k--", linewidth=0.8, label="exact")
             row[1].set(title="leading eigenfunction", xlabel="state")
             guide = lengths**-0.5
