@@ -372,7 +372,8 @@ def draw(results: Results) -> Figure:
     """
     with plotting.house_style():
         figure = plt.figure(figsize=(7.2, 6.8))
-        upper, middle, lower = figure.subfigures(3, 1, height_ratios=[1.0, 1.0, 1.05])
+        rows: Any = figure.subfigures(3, 1, height_ratios=[1.0, 1.0, 1.05])
+        upper, middle, lower = rows
         _draw_similarity(upper, results)
         _draw_truncation(middle, results)
         _draw_details(lower, results)
@@ -435,7 +436,8 @@ def _student_band(axis: Any, x: np.ndarray, curves: np.ndarray, *, color: str, l
 
 
 def _draw_details(panel: Any, results: Results) -> None:
-    left, right = panel.subfigures(1, 2)
+    halves: Any = panel.subfigures(1, 2)
+    left, right = halves
     shape = (round(results.leading.shape[-1] ** 0.5), -1)
     grid = left.subplots(2, 4, width_ratios=[1.8, 1, 1, 1])
     for axis in grid[:, 0]:

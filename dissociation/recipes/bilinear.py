@@ -6,6 +6,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Key, UInt32
 
 from dissociation.checks import check_count, check_non_negative, check_positive
@@ -98,8 +99,8 @@ def train_bilinear(
 def _optimizer(settings: Float[Array, "4"]) -> optax.GradientTransformation:
     learning_rate, weight_decay, num_epochs, epoch_steps = settings
 
-    def rate(step: Array) -> Array:
-        epoch = jnp.floor(step / epoch_steps)
+    def rate(step: ArrayLike) -> Array:
+        epoch = jnp.floor(jnp.asarray(step) / epoch_steps)
         return 0.5 * learning_rate * (1 + jnp.cos(jnp.pi * epoch / num_epochs))
 
     return optax.adamw(rate, weight_decay=weight_decay)

@@ -91,7 +91,8 @@ def margins(source: BilinearNetwork | Spectrum) -> Margins:
             lambda pair: _in_eigenbasis(forms[pair[0]] - forms[pair[1]], size, lift),
             (jnp.asarray(first), jnp.asarray(second)),
         )
-    return Margins(*parts, jnp.asarray(table))
+    values, directions, linear, offset = parts
+    return Margins(values, directions, linear, offset, jnp.asarray(table))
 
 
 def _in_eigenbasis(form: Array, size: int, lift: Array) -> tuple[Array, Array, Array, Array]:
