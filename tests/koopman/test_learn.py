@@ -44,6 +44,12 @@ def test_members_do_not_depend_on_their_company(film):
     weights = [np.asarray(r.models.encoder.head.weight) for r in (several, again)]
     np.testing.assert_array_equal(*weights)
     assert np.abs(weights[0][0] - weights[0][1]).max() > 0.01
+    # A rate per seed: the first as before, the second another.
+    rates = np.asarray([2e-3, 1e-3], np.float32)
+    swept = train_encoders("vamp", film.images[:140], num_seeds=2, learning_rate=rates, **options)
+    changed = np.asarray(swept.models.encoder.head.weight)
+    np.testing.assert_array_equal(changed[0], weights[0][0])
+    assert np.abs(changed[1] - weights[0][1]).max() > 1e-3
 
 
 def test_batched_validation_is_the_mean_over_batches(film):
@@ -77,5 +83,9 @@ def test_bad_input_is_refused(film):
         train_encoders("vamp", film.images[:10], key=jax.random.key(0), batch_size=4)
     with pytest.raises(ValueError, match="`learning_rate`"):
         train_autoencoders(film.images[:9], key=jax.random.key(0), learning_rate=0.0)
+    with pytest.raises(
+        ValueError, match=r"`learning_rate` must be one number, or one per seed \(2\), got shape \(3,\)"
+    ):
+        train_encoders("vamp", film.images[:10], key=jax.random.key(0), num_seeds=2, learning_rate=np.full(3, 1e-3))
     with pytest.raises((ValueError, TypeError)):
         train_classifiers(film.images[:9], film.labels[:8], key=jax.random.key(0))
