@@ -118,7 +118,9 @@ def fit_kernel_reduced_rank(
         rank: Rank, from 1 to n.
         alpha: Tikhonov regularisation; above zero for the "krylov" solver, which factors K + alpha I.
         observable: What forecasts return.
-        solver: "dense", "krylov" or "auto": "krylov" above 1000 samples.
+        solver: "dense" (two whole eigendecompositions), "krylov" (one Cholesky factor per `alpha`, and the leading
+            eigenvectors), "spectral" (one eigendecomposition of K and the leading eigenvectors: dearer once, but a
+            `vmap` over `alpha` shares it) or "auto": "krylov" above 1000 samples.
 
     Returns:
         The fitted operator.
@@ -144,7 +146,7 @@ def _fit(
 ) -> Operator:
     x, y, flat, shape = checked_pairs(x, y, observable, "dimensions")
     check_non_negative("alpha", alpha)
-    check_choice("solver", solver, ("auto", "dense", "krylov"))
+    check_choice("solver", solver, ("auto", "dense", "krylov", *(("spectral",) if kind == "reduced_rank" else ())))
     number = x.shape[0]
     size = number if rank is None else check_count("rank", rank, minimum=1)
     if size > number:
@@ -155,6 +157,7 @@ def _fit(
     alpha = jnp.asarray(alpha, x.dtype)
     find = {("pcr", "dense"): _pcr_dense, ("pcr", "krylov"): _pcr_krylov}
     find |= {("reduced_rank", "dense"): _reduced_dense, ("reduced_rank", "krylov"): _reduced_krylov}
+    find |= {("reduced_rank", "spectral"): _reduced_spectral}
     weights, values = find[kind, solver](gram_x, gram_y, alpha, size)
     coefficients = weights * number**-0.5
     latent_x = product(gram_x, coefficients) * number
@@ -198,14 +201,29 @@ def _pcr_krylov(gram_x: Array, gram_y: Array, alpha: Array, size: int) -> tuple[
 
 
 def _reduced_dense(gram_x: Array, gram_y: Array, alpha: Array, size: int) -> tuple[Array, Array]:
+    return _reduced_turned(gram_x, gram_y, alpha, size, krylov=False)
+
+
+def _reduced_spectral(gram_x: Array, gram_y: Array, alpha: Array, size: int) -> tuple[Array, Array]:
+    return _reduced_turned(gram_x, gram_y, alpha, size, krylov=True)
+
+
+def _reduced_turned(gram_x: Array, gram_y: Array, alpha: Array, size: int, *, krylov: bool) -> tuple[Array, Array]:
+    """In the eigenbasis P of K: T = P diag(g)^2 P^T, and P^T L P does without `alpha`."""
     values, vectors = jnp.linalg.eigh(gram_x)
     kept = values > _cutoff(gram_x) * values[-1]
     safe = jnp.where(kept, values, 1.0)
-    half = vectors * jnp.where(kept, jnp.sqrt(safe / (safe + alpha)), 0.0)[None]  # T = half half^T
-    squares, turn = jnp.linalg.eigh(product(half.T, product(gram_y, half)))
-    squares, turn = squares[::-1][:size], turn[:, ::-1][:, :size]
-    scale = jnp.where(kept, jax.lax.rsqrt(safe * (safe + alpha)), 0.0)
-    return product(vectors * scale[None], turn), jnp.sqrt(jnp.maximum(squares, 0.0))
+    gain = jnp.where(kept, jnp.sqrt(safe / (safe + alpha)), 0.0)[:, None]
+    turned = product(vectors.T, product(gram_y, vectors))
+    if krylov:
+        turn, squares = leading_eigenpairs(
+            lambda block: gain * product(turned, gain * block), values.shape[0], size, dtype=gram_x.dtype
+        )
+    else:
+        squares, turn = jnp.linalg.eigh(gain * turned * gain.T)
+        squares, turn = squares[::-1][:size], turn[:, ::-1][:, :size]
+    scale = jnp.where(kept, jax.lax.rsqrt(safe * (safe + alpha)), 0.0)[:, None]
+    return product(vectors, scale * turn), jnp.sqrt(jnp.maximum(squares, 0.0))
 
 
 def _reduced_krylov(gram_x: Array, gram_y: Array, alpha: Array, size: int) -> tuple[Array, Array]:
@@ -223,9 +241,7 @@ def _reduced_krylov(gram_x: Array, gram_y: Array, alpha: Array, size: int) -> tu
     def shrink(block: Array) -> Array:
         return block - alpha * solve(block)  # T
 
-    vectors, squares = leading_eigenpairs(
-        lambda block: product(gram_y, shrink(block)), number, size, dtype=gram_x.dtype, inner=shrink
-    )
+    vectors, squares = leading_eigenpairs(partial(product, gram_y), number, size, dtype=gram_x.dtype, inner=shrink)
     return solve(vectors), jnp.sqrt(jnp.maximum(squares, 0.0))
 
 

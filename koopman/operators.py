@@ -260,11 +260,11 @@ class _Method(NamedTuple):
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _basis(method: _Method, x: Array, y: Array, alpha: Array) -> tuple[Array, Array]:
     """U [d, size] and the estimator's singular values, from rows with x^T x = C_x and x^T y = C_xy."""
-    whiten, values, whitened = _whitening(method, x, alpha)
+    whiten, values, gain, turned = _whitening(method, x, alpha)
     if method.kind == "reduced_rank":
-        rows = whitened(y)
+        rows = turned(y)
         number = min(method.size, *rows.shape)
-        vectors, values = leading_left_vectors(rows, number, solver=method.solver)
+        vectors, values = leading_left_vectors(rows, number, scale=gain, solver=method.solver)
         whiten = product(whiten, vectors)
     else:
         whiten, values = whiten[:, : method.size], values[: method.size]
@@ -272,13 +272,16 @@ def _basis(method: _Method, x: Array, y: Array, alpha: Array) -> tuple[Array, Ar
     return jnp.pad(whiten, ((0, 0), (0, missing))), jnp.pad(values, (0, missing))
 
 
-def _whitening(method: _Method, x: Array, alpha: Array) -> tuple[Array, Array, Callable[[Array], Array]]:
-    """W [d, k], W^T (C_x + alpha I) W = I on the range of C_x; falling deviations [k]; and y -> W^T x^T y."""
+def _whitening(method: _Method, x: Array, alpha: Array) -> tuple[Array, Array, Array, Callable[[Array], Array]]:
+    """W [d, k], W^T (C_x + alpha I) W = I on the range of C_x; falling deviations [k]; g [k] and f, W^T x^T y = g f(y).
+
+    `alpha` is in g alone, so that all values of a sweep share f(y).
+    """
     if method.route == "covariance":
         squares, vectors = jnp.linalg.eigh(product(x.T, x))
         values, right = jnp.sqrt(jnp.maximum(squares, 0.0))[::-1], vectors.T[::-1]
-        whiten, _ = _scaled(method, values, right, alpha)
-        return whiten, values, lambda y: product(whiten.T, product(x.T, y))
+        whiten, scale = _scaled(method, values, right, alpha)
+        return whiten, values, scale, lambda y: product(right, product(x.T, y))
     tall = x.shape[0] > x.shape[1]
     if tall and method.kind != "reduced_rank":  # which does without Q
         orthogonal, root = None, gram_root(x)
@@ -287,12 +290,11 @@ def _whitening(method: _Method, x: Array, alpha: Array) -> tuple[Array, Array, C
     left, values, right = jnp.linalg.svd(root, full_matrices=False)
     whiten, scale = _scaled(method, values, right, alpha)
 
-    def whitened(y: Array) -> Array:
+    def turned(y: Array) -> Array:
         # Through Q: W^T (x^T y) would multiply the rounding of x^T y by W.
-        seen = y if orthogonal is None else product(orthogonal.T, y)
-        return (values * scale)[:, None] * product(left.T, seen)
+        return product(left.T, y if orthogonal is None else product(orthogonal.T, y))
 
-    return whiten, values, whitened
+    return whiten, values, values * scale, turned
 
 
 def _scaled(method: _Method, values: Array, right: Array, alpha: Array) -> tuple[Array, Array]:

@@ -29,7 +29,11 @@ def fit_kernel(kind, x, y, kernel, **options):
 
 @pytest.mark.parametrize(
     ("kind", "solver"),
-    [("ridge", "dense"), *((kind, solver) for kind in ("pcr", "reduced_rank") for solver in ("dense", "krylov"))],
+    [
+        ("ridge", "dense"),
+        *((kind, solver) for kind in ("pcr", "reduced_rank") for solver in ("dense", "krylov")),
+        ("reduced_rank", "spectral"),
+    ],
 )
 def test_the_linear_kernel_is_explicit_regression(kind, solver):
     with jax.enable_x64(True):
@@ -51,7 +55,9 @@ def test_the_linear_kernel_is_explicit_regression(kind, solver):
         np.testing.assert_allclose((one * right_one)[:, :rank], other * right_other, atol=1e-6)
 
 
-@pytest.mark.parametrize(("kind", "solver"), [("pcr", "dense"), ("pcr", "krylov"), ("reduced_rank", "krylov")])
+@pytest.mark.parametrize(
+    ("kind", "solver"), [("pcr", "dense"), ("pcr", "krylov"), ("reduced_rank", "krylov"), ("reduced_rank", "spectral")]
+)
 def test_against_kooplearn(kind, solver):
     kernel = pytest.importorskip("kooplearn.kernel")
     with jax.enable_x64(True):

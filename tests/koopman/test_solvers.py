@@ -22,6 +22,18 @@ def test_leading_vectors_of_a_known_matrix(solver, rows, columns):
         np.testing.assert_allclose(np.abs(left[:, :4].T @ vectors), np.eye(4), atol=1e-6)
 
 
+@pytest.mark.parametrize("solver", ["dense", "krylov", "randomized"])
+def test_scaled_rows(solver):
+    with jax.enable_x64(True):
+        _, matrix = matrix_of(0.5 ** np.arange(20), 60, 40)
+        scales = np.random.default_rng(1).uniform(0.5, 2.0, size=(3, 60))
+        find = jax.vmap(lambda scale: leading_left_vectors(jnp.asarray(matrix), 4, scale=scale, solver=solver))
+        for scale, vectors, values in zip(scales, *find(jnp.asarray(scales)), strict=True):
+            left, exact, _ = np.linalg.svd(scale[:, None] * matrix)
+            np.testing.assert_allclose(values, exact[:4], rtol=1e-7)
+            np.testing.assert_allclose(np.abs(left[:, :4].T @ vectors), np.eye(4), atol=1e-4)
+
+
 def test_krylov_converges_where_power_iterations_have_not():
     # A slowly falling spectrum: four power iterations are 1 % off, the Krylov space goes on to rounding.
     with jax.enable_x64(True):
@@ -38,7 +50,7 @@ def test_eigenpairs_in_another_inner_product():
         gram, other = (a @ a.T + 0.1 * np.eye(50) for a in rng.normal(size=(2, 50, 50)))
         # other @ gram is self-adjoint in <u, v> = u^T gram v.
         vectors, values = leading_eigenpairs(
-            lambda block: other @ (gram @ block), 50, 3, dtype=jnp.float64, inner=lambda block: gram @ block
+            lambda block: other @ block, 50, 3, dtype=jnp.float64, inner=lambda block: gram @ block
         )
         np.testing.assert_allclose(values, np.sort(np.linalg.eigvals(other @ gram).real)[::-1][:3], rtol=1e-9)
         np.testing.assert_allclose(vectors.T @ gram @ vectors, np.eye(3), atol=1e-9)
