@@ -15,7 +15,13 @@ from dissociation.bmap import bmap
 from dissociation.checks import check_count, fail
 from dissociation.spectral import Spectrum, truncate
 from dissociation.spectral.certificate import certified_radius, margins
-from dissociation.spectral.forms import contributions, mean_contribution, reorder, truncated_outputs
+from dissociation.spectral.forms import (
+    adversarial_mask,
+    contributions,
+    mean_contribution,
+    reorder,
+    truncated_outputs,
+)
 from dissociation.spectral.similarity import form_similarity, matched_similarity, member_pairs, rank_similarity
 
 MEASURES = ("magnitude", "positive", "negative", "matched", "form")
@@ -55,6 +61,8 @@ class Config:
     """Most components per class in truncations."""
     digit: int = 5
     """The class whose spectrum is drawn."""
+    mask_norms: tuple[float, ...] = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0)
+    """Euclidean norms of the masks added to test pictures."""
     num_certified: int = 100
     """Test pictures whose distance to another class is computed, for the reference size's first network."""
     num_train: int | None = None
@@ -180,3 +188,42 @@ def details(config: Config, model: Any, spectrum: Spectrum, images: Array, label
         run = eqx.filter_jit(lambda f, x, y: bmap(lambda a, b: certified_radius(f, a, b).radius, batch_size=20)(x, y))
         found[f"radii_{components}"] = run(forms, images[:count], labels[:count])
     return found
+
+
+def masking(
+    config: Config, model: Any, spectrum: Spectrum, images: Array, labels: Array, *, key: Array
+) -> dict[str, Array]:
+    """What a mask from the most positive eigenvector of one class costs, added to all test pictures, by its norm.
+
+    Args:
+        config: `digit` and `mask_norms`.
+        model: One network.
+        spectrum: Its decomposition.
+        images: Test pictures, [n, pixels].
+        labels: Their classes, [n].
+        key: Draws ten random masks to compare with.
+
+    Returns:
+        "mask" [pixels]; "mask_accuracy" and "mask_share", the share of pictures taken for the class, of the mask and of
+        its negative (an eigenvector has no sign): [2, norms]; "random_accuracy" [norms], mean over random masks.
+    """
+    mask = adversarial_mask(reorder(spectrum, spectrum.values), config.digit, 0)
+    random = jax.random.normal(key, (10, mask.shape[0]), mask.dtype)
+    random = random / jnp.linalg.norm(random, axis=1, keepdims=True)
+    norms = jnp.asarray(config.mask_norms, mask.dtype)
+
+    @eqx.filter_jit
+    def classes(model: Any, images: Array, masks: Array) -> Array:
+        """[masks, norms, n]."""
+        steps = masks[:, None] * norms[None, :, None]
+        return jax.lax.map(
+            lambda step: jnp.argmax(jax.vmap(model)(images + step[None]), 1), steps.reshape(-1, mask.shape[0])
+        ).reshape(*steps.shape[:2], -1)
+
+    found, control = (classes(model, images, masks) for masks in (jnp.stack([mask, -mask]), random))
+    return {
+        "mask": mask,
+        "mask_accuracy": jnp.mean(found == labels[None, None], 2),
+        "mask_share": jnp.mean(found == config.digit, 2),
+        "random_accuracy": jnp.mean(control == labels[None, None], (0, 2)),
+    }

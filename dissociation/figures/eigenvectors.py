@@ -15,6 +15,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from jaxtyping import Array
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from dissociation import plotting
 from dissociation.bmap import bmap
@@ -26,6 +27,7 @@ from dissociation.figures.eigenvector_measures import (
     compared_pairs,
     details,
     leading_components,
+    masking,
     similarities,
     top_similarity,
     truncations,
@@ -57,6 +59,7 @@ class Results(NamedTuple):
         explained: One test picture of that class ("image"), and its components' contributions to the class's logit
             ("contributions"), their eigenvectors ("vectors") and values ("component_values"), the largest first.
         radii: Distance to the nearest picture of another class, by components kept (0 stands for all): [pictures].
+        masks: See `eigenvector_measures.masking`.
         seconds: Wall time of every part.
     """
 
@@ -73,6 +76,7 @@ class Results(NamedTuple):
     leading: np.ndarray
     explained: dict[str, np.ndarray]
     radii: dict[int, np.ndarray]
+    masks: dict[str, np.ndarray]
     seconds: dict[str, float]
 
 
@@ -157,6 +161,7 @@ def compute(
         leading=part["leading"],
         explained={name: part[name] for name in ("image", "contributions", "vectors", "component_values")},
         radii={int(name.removeprefix("radii_")): array for name, array in part.items() if name.startswith("radii_")},
+        masks=parts.get("masks", partial(masking, config, *reference, images, labels, key=jax.random.fold_in(key, 0))),
         seconds=parts.seconds,
     )
 
@@ -232,6 +237,7 @@ def _draw_similarity(panel: Any, results: Results) -> None:
         xlabel="eigenvector rank", ylabel="similarity", ylim=(0, 1.01), title=f"with size {results.config.reference}"
     )
     left.legend(title="size", fontsize="x-small", ncols=2, title_fontsize="x-small")
+    left.xaxis.set_major_locator(MaxNLocator(integer=True))
     names = [str(size) for size in results.config.sizes]
     shown = right.imshow(results.top, vmin=0, vmax=1, cmap="RdBu")
     for (i, j), value in np.ndenumerate(results.top):
@@ -256,10 +262,12 @@ def _draw_truncation(panel: Any, results: Results) -> None:
     ticks = (1, 2, 5, 10, 20, 50, 100)
     left.set_yticks(ticks, [str(tick) for tick in ticks])
     left.minorticks_off()
+    left.xaxis.set_major_locator(MaxNLocator(integer=True))
     for axis, title in zip(drops, ORDERS.values(), strict=True):
         axis.axhline(0, color="black", linewidth=0.5)
         axis.set_yscale("symlog", linthresh=0.1)
         axis.set(xlabel="eigenvector rank (per digit)", title=title)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     drops[0].set(ylabel="accuracy drop (%)")
     left.legend(title="size", fontsize="x-small", title_fontsize="x-small")
 
@@ -306,6 +314,7 @@ def _picture(axis: Any, image: np.ndarray) -> None:
 def arrays(results: Results) -> dict[str, np.ndarray]:
     """The arrays of the figure under flat names, for an `.npz` file."""
     flat = {"top": results.top, "values": results.values, "leading": results.leading, **results.explained}
+    flat |= results.masks
     for size in results.config.sizes:
         flat |= {f"{name}_{size}": part for name, part in results.history[size].items()}
         flat |= {f"similarity_{name}_{size}": part for name, part in results.similarity[size].items()}

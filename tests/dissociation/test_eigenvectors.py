@@ -5,6 +5,7 @@ import jax
 import numpy as np
 import pytest
 
+from dissociation.figures import eigenvector_tables as tables
 from dissociation.figures import eigenvectors
 
 KEY = jax.random.PRNGKey(3)
@@ -74,6 +75,32 @@ def test_details(small):
     assert set(results.radii) == {0, 1, 5, 10}
     assert (results.radii[0] >= 0).all()
     np.testing.assert_allclose((results.radii[0] > 0).mean(), 1 - results.full_error[24][0], atol=0.35)
+
+
+def test_masks(small):
+    results, config, _ = small
+    masks = results.masks
+    np.testing.assert_allclose(np.linalg.norm(masks["mask"]), 1, rtol=1e-5)
+    whole = 1 - results.full_error[config.reference][0]
+    np.testing.assert_allclose(masks["mask_accuracy"][:, 0], whole, atol=1e-6)
+    np.testing.assert_allclose(masks["random_accuracy"][0], whole, atol=1e-6)
+    # A mask of weights alone does far more harm than random ones of its norm, and draws pictures to its digit.
+    worst = masks["mask_accuracy"][:, -1].min()
+    assert worst < masks["random_accuracy"][-1] - 0.1
+    assert masks["mask_share"][:, -1].max() > masks["mask_share"][0, 0] + 0.1
+
+
+def test_tables(small):
+    results, config, _ = small
+    for make in (tables.similarity_table, tables.accuracy_table, tables.mask_table, tables.certified_table):
+        rows = make(results)
+        assert len({len(row) for row in rows}) == 1
+        assert len(rows) > 1
+    certified = {row[0]: row[1:] for row in tables.certified_table(results, (0.0, 1e6))[1:]}
+    assert list(certified) == ["1", "5", "10", "all"]
+    np.testing.assert_allclose(float(certified["all"][0]), (results.radii[0] > 0).mean(), atol=5e-3)
+    assert float(certified["all"][1]) == 0
+    assert [row[1] for row in tables.similarity_table(results)[1:]] == ["1", "5"] * 3  # 5 ranks were compared
 
 
 def test_pictures_tables_and_resuming(small):

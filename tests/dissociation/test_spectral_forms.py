@@ -2,6 +2,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from dissociation.models.bilinear import BilinearNetwork
@@ -14,6 +15,7 @@ from dissociation.spectral.forms import (
     reorder,
     truncated_outputs,
 )
+from dissociation.training import fit
 
 RNG = np.random.default_rng(0)
 
@@ -123,6 +125,37 @@ def test_boolean_tasks_are_recovered():
     assert layer.left.shape == model.layers[0].left.shape
     np.testing.assert_allclose(jax.vmap(model)(cases), np.asarray([truth[name] for name in tasks]).T, atol=1e-5)
     np.testing.assert_allclose(interaction_tensor(model), forms, atol=1e-5)
+
+
+def test_trained_boolean_tasks_are_recovered():
+    # Gates of three pairs of inputs, continued from {0, 1} to numbers in [0, 1], where each is one quadratic form.
+    # Inputs are sparse: half of them are zero.
+    def gates(x):
+        (a, b), (c, d), (e, f) = x.reshape(3, 2)
+        both, either = e * f, e + f - e * f
+        return jnp.stack([a * b, a + b - a * b, c + d - 2 * c * d, 1 - c - d + 2 * c * d, 1 - both, 1 - either])
+
+    values, kept = jax.random.uniform(jax.random.key(0), (2, 2000, 6))
+    inputs = values * (kept < 0.5)
+    targets = jax.vmap(gates)(inputs)
+    models = eqx.filter_vmap(lambda key: BilinearNetwork(6, 24, 6, bias=True, key=key))(
+        jax.random.split(jax.random.key(1), 2)
+    )
+    trained = fit(models, squared_error, (inputs, targets), optax.adam(optax.cosine_decay_schedule(1e-2, 3000)),
+                  num_steps=3000, batch_size=250, key=jax.random.key(2))  # fmt: skip
+    # A form is half the second derivative, with the constant appended.
+    quadratic = 0.5 * jax.hessian(gates)(jnp.zeros(6))
+    linear, constant = jax.jacobian(gates)(jnp.zeros(6)), gates(jnp.zeros(6))
+    known = jnp.zeros((6, 7, 7)).at[:, :6, :6].set(quadratic)
+    known = known.at[:, :6, 6].set(linear / 2).at[:, 6, :6].set(linear / 2).at[:, 6, 6].set(constant)
+    for member in range(2):
+        found = interaction_tensor(jax.tree.map(lambda leaf, i=member: leaf[i], trained.models))
+        np.testing.assert_allclose(found, known, atol=0.02)
+
+
+def squared_error(model, batch, key):
+    inputs, targets = batch
+    return jnp.mean((jax.vmap(model)(inputs) - targets) ** 2)
 
 
 def test_deeper_layers_by_directions_pulled_back():
