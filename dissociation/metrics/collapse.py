@@ -1,0 +1,309 @@
+"""Neural collapse: how far the features of a class have shrunk to a point, and how the points of classes stand.
+
+Everything follows from the moments of features by class. Those come from all samples at once (two passes: means first,
+then squared distances from them) or from batches, merged by Chan's update. The one-pass form, mean of squares less
+square of the mean, cancels when classes collapse, and can come out negative.
+"""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from dissociation.checks import check_count, check_ndim, check_same_length, fail, is_traced
+from dissociation.linalg import product
+
+Features = Float[Array | np.ndarray, "n d"]
+Labels = Int[Array | np.ndarray, " n"]
+
+
+class ClassMoments(eqx.Module):
+    """Moments of features by class. A class without samples has count, mean and spread 0, and no part in any measure.
+
+    Attributes:
+        counts: Samples of every class, n_c: [classes].
+        means: mu_c, [classes, d].
+        spread: sum_i |z_i - mu_c|^2 over the samples of every class, [classes].
+        norms: sum_i |z_i| over all samples.
+        scatter: sum_i (z_i - mu_c)(z_i - mu_c)^T over all samples, [d, d], or None.
+    """
+
+    counts: Float[Array, " classes"]
+    means: Float[Array, "classes d"]
+    spread: Float[Array, " classes"]
+    norms: Float[Array, ""]
+    scatter: Float[Array, "d d"] | None
+
+
+class Collapse(eqx.Module):
+    """The measures followed through training.
+
+    Attributes:
+        within: Mean squared distance of features from their class's mean, sum_i |z_i - mu_c|^2 / n.
+        between: Mean squared distance of class means from the mean of all, sum_c (n_c / n) |mu_c - mu|^2.
+        scale: Mean norm of features, sum_i |z_i| / n.
+        nc1: within / (between + 1e-8).
+        rnc1: within / (scale^2 + 1e-10): also small where classes have not come apart.
+        nc2: Condition number of the matrix of uncentred class means, from 1 (an orthogonal frame) to infinity (more
+            classes than dimensions, or linearly dependent means).
+    """
+
+    within: Float[Array, ""]
+    between: Float[Array, ""]
+    scale: Float[Array, ""]
+    nc1: Float[Array, ""]
+    rnc1: Float[Array, ""]
+    nc2: Float[Array, ""]
+
+
+class Frame(eqx.Module):
+    """How far centred class means are from a simplex equiangular tight frame; 0 at the frame.
+
+    Attributes:
+        equinorm: Standard deviation of their norms over the mean norm.
+        equiangularity: Standard deviation of the cosines of all pairs.
+        maximal_angle: Mean distance of the cosines from that of the frame, |cos + 1 / (C - 1)|.
+    """
+
+    equinorm: Float[Array, ""]
+    equiangularity: Float[Array, ""]
+    maximal_angle: Float[Array, ""]
+
+
+def class_moments(features: Features, labels: Labels, num_classes: int, *, scatter: bool = False) -> ClassMoments:
+    """Moments of features by class, in two passes.
+
+    Args:
+        features: Z, [samples, d].
+        labels: Classes from 0, [samples].
+        num_classes: C.
+        scatter: Whether the [d, d] matrix for `trace_ratio` is made, at a cost of n d^2.
+
+    Returns:
+        The moments.
+
+    Raises:
+        ValueError: If shapes disagree, or a label is not below `num_classes`.
+    """
+    check_ndim("features", features, 2, "[samples, dimensions]")
+    check_same_length("features", features.shape[0], "labels", labels.shape[0])
+    count = check_count("num_classes", num_classes, minimum=1)
+    if not is_traced(labels) and labels.size and (int(labels.min()) < 0 or int(labels.max()) >= count):
+        fail("labels", f"lie between 0 and {count - 1}", f"{int(labels.min())} to {int(labels.max())}")
+    features = jnp.asarray(features)
+    member = jax.nn.one_hot(labels, count, dtype=features.dtype)
+    counts = jnp.sum(member, 0)
+    means = product(member.T, features) / jnp.maximum(counts, 1.0)[:, None]
+    residual = features - means[labels]
+    # Rounding of the means is taken out by a second look at what is left.
+    means = means + product(member.T, residual) / jnp.maximum(counts, 1.0)[:, None]
+    residual = features - means[labels]
+    return ClassMoments(
+        counts=counts,
+        means=means,
+        spread=product(member.T, jnp.sum(residual**2, 1)[:, None])[:, 0],
+        norms=jnp.sum(jnp.linalg.norm(features, axis=1)),
+        scatter=product(residual.T, residual) if scatter else None,
+    )
+
+
+def merge_moments(a: ClassMoments, b: ClassMoments) -> ClassMoments:
+    """Moments of two sets of samples together, from those of each.
+
+    Args:
+        a: Moments.
+        b: Moments of other samples of the same classes.
+
+    Returns:
+        Their moments; `scatter` only if both have one.
+
+    Raises:
+        ValueError: If the numbers of classes or dimensions differ.
+
+    References:
+        Chan, Golub and LeVeque (1983), Algorithms for computing the sample variance.
+    """
+    if a.means.shape != b.means.shape:
+        fail("b", f"have class means of the shape of `a`'s, {a.means.shape}", b.means.shape)
+    counts = a.counts + b.counts
+    share = b.counts / jnp.maximum(counts, 1.0)
+    apart = b.means - a.means
+    weight = a.counts * share
+    scatter = None
+    if a.scatter is not None and b.scatter is not None:
+        scatter = a.scatter + b.scatter + product(apart.T, weight[:, None] * apart)
+    return ClassMoments(
+        counts=counts,
+        means=a.means + share[:, None] * apart,
+        spread=a.spread + b.spread + weight * jnp.sum(apart**2, 1),
+        norms=a.norms + b.norms,
+        scatter=scatter,
+    )
+
+
+def neural_collapse(moments: ClassMoments) -> Collapse:
+    """Within-class and between-class variance, scale, and the condition number of class means.
+
+    Args:
+        moments: Of the features.
+
+    Returns:
+        The measures.
+
+    References:
+        Sakamoto and Sato (2025), Explaining grokking and information bottleneck through neural collapse emergence.
+        Papyan, Han and Donoho (2020), Prevalence of neural collapse during the terminal phase of deep learning.
+    """
+    number = jnp.sum(moments.counts)
+    within = jnp.sum(moments.spread) / number
+    centred, _ = _centred(moments)
+    between = jnp.sum(moments.counts / number * jnp.sum(centred**2, 1))
+    scale = moments.norms / number
+    return Collapse(
+        within=within,
+        between=between,
+        scale=scale,
+        nc1=within / (between + 1e-8),
+        rnc1=within / (scale**2 + 1e-10),
+        nc2=_condition_number(moments),
+    )
+
+
+def _centred(moments: ClassMoments) -> tuple[Array, Bool[Array, " classes"]]:
+    """Class means less the mean of all samples, zero for classes without samples."""
+    present = moments.counts > 0
+    weight = moments.counts / jnp.sum(moments.counts)
+    centred = moments.means - jnp.sum(weight[:, None] * moments.means, 0)[None]
+    return jnp.where(present[:, None], centred, 0.0), present
+
+
+def _condition_number(moments: ClassMoments) -> Array:
+    means = jnp.where((moments.counts > 0)[:, None], moments.means, 0.0)
+    values = jnp.linalg.svd(means, compute_uv=False)  # absent classes add zeros at the end
+    present = jnp.sum(moments.counts > 0)
+    least = values[jnp.minimum(present, values.shape[0]) - 1]
+    rounding = max(means.shape) * jnp.finfo(means.dtype).eps
+    enough = (present <= values.shape[0]) & (least > rounding * values[0])
+    return jnp.where(enough, values[0] / jnp.where(enough, least, 1.0), jnp.inf)
+
+
+def trace_ratio(moments: ClassMoments) -> Float[Array, ""]:
+    """tr(S_W pinv(S_B)) / C: within-class covariance in units of the between-class one, class by class dimension.
+
+    S_W = sum_i (z_i - mu_c)(z_i - mu_c)^T / n and S_B = sum_c (mu_c - mu_G)(mu_c - mu_G)^T / C, with mu_G the mean of
+    the class means; classes without samples do not count in C.
+
+    Args:
+        moments: With `scatter`.
+
+    Returns:
+        A number from 0.
+
+    Raises:
+        ValueError: If the moments have no scatter.
+
+    References:
+        Papyan, Han and Donoho (2020), section "Properties of neural collapse", NC1.
+    """
+    if moments.scatter is None:
+        fail("moments", "have a scatter matrix", "None", "Ask for it: class_moments(..., scatter=True)")
+    means, present = _about_their_mean(moments)
+    number, classes = jnp.sum(moments.counts), jnp.sum(present)
+    # S_B = M^T M / C with few rows M: its pseudo-inverse by the small side.
+    _, values, right = jnp.linalg.svd(means, full_matrices=False)
+    # Means about their mean have rank C - 1 at most, whatever rounding makes of the last value.
+    kept = (values > max(means.shape) * jnp.finfo(means.dtype).eps * values[0]) & (
+        jnp.arange(len(values)) < classes - 1
+    )
+    inverse = jnp.where(kept, classes / jnp.where(kept, values, 1.0) ** 2, 0.0)
+    along = jnp.sum(right * product(right, moments.scatter / number), 1)
+    return jnp.sum(inverse * along) / classes
+
+
+def _about_their_mean(moments: ClassMoments) -> tuple[Array, Bool[Array, " classes"]]:
+    present = moments.counts > 0
+    means = jnp.where(present[:, None], moments.means, 0.0)
+    middle = jnp.sum(means, 0) / jnp.sum(present)
+    return jnp.where(present[:, None], means - middle[None], 0.0), present
+
+
+def simplex_frame(moments: ClassMoments) -> Frame:
+    """Equinorm and equiangularity of class means about their mean (NC2).
+
+    Args:
+        moments: Of features of at least two classes.
+
+    Returns:
+        Three distances from the simplex equiangular tight frame.
+
+    References:
+        Papyan, Han and Donoho (2020), NC2.
+    """
+    means, present = _about_their_mean(moments)
+    norms = jnp.linalg.norm(means, axis=1)
+    classes = jnp.sum(present)
+    average = jnp.sum(norms) / classes
+    deviation = jnp.sqrt(jnp.sum(jnp.where(present, (norms - average) ** 2, 0.0)) / classes)
+    unit = means / jnp.where(norms > 0, norms, 1.0)[:, None]
+    rows, columns = np.triu_indices(means.shape[0], 1)
+    cosines = product(unit, unit.T)[rows, columns]
+    both = present[rows] & present[columns]
+    pairs = jnp.sum(both)
+    mean = jnp.sum(jnp.where(both, cosines, 0.0)) / pairs
+    variance = jnp.sum(jnp.where(both, (cosines - mean) ** 2, 0.0)) / pairs
+    off = jnp.abs(cosines + 1.0 / (classes - 1))
+    return Frame(deviation / average, jnp.sqrt(variance), jnp.sum(jnp.where(both, off, 0.0)) / pairs)
+
+
+def self_duality(moments: ClassMoments, classifier: Float[Array | np.ndarray, "classes d"]) -> Float[Array, ""]:
+    """|W / |W| - M / |M||^2 with Frobenius norms: whether the last layer's rows are the centred class means (NC3).
+
+    Args:
+        moments: Of the last layer's inputs.
+        classifier: The last layer's weights W; rows of classes without samples are left out.
+
+    Returns:
+        From 0 (proportional) over 2 (unrelated) to 4.
+
+    Raises:
+        ValueError: If the shapes disagree.
+
+    References:
+        Papyan, Han and Donoho (2020), NC3.
+    """
+    if classifier.shape != moments.means.shape:
+        fail("classifier", f"have the shape of the class means, {moments.means.shape}", classifier.shape)
+    means, present = _about_their_mean(moments)
+    weights = jnp.where(present[:, None], jnp.asarray(classifier), 0.0)
+    apart = weights / jnp.linalg.norm(weights) - means / jnp.linalg.norm(means)
+    return jnp.sum(apart**2)
+
+
+def nearest_centre_agreement(
+    features: Features, logits: Float[Array | np.ndarray, "n classes"], moments: ClassMoments
+) -> Float[Array, ""]:
+    """Share of samples that the network puts into the class whose mean is nearest (NC4).
+
+    Args:
+        features: [samples, d].
+        logits: The network's, [samples, classes].
+        moments: Of the training features, as a rule.
+
+    Returns:
+        From 0 to 1.
+
+    Raises:
+        ValueError: If the numbers of samples disagree.
+
+    References:
+        Papyan, Han and Donoho (2020), NC4.
+    """
+    check_same_length("features", features.shape[0], "logits", logits.shape[0])
+    means = moments.means
+    # |z - mu|^2 less |z|^2; about the middle of the means, against cancellation.
+    middle = jnp.mean(means, 0)
+    centred, points = means - middle[None], jnp.asarray(features) - middle[None]
+    distance = jnp.sum(centred**2, 1)[None] - 2 * product(points, centred.T)
+    nearest = jnp.argmin(jnp.where(moments.counts > 0, distance, jnp.inf), 1)
+    return jnp.mean(nearest == jnp.argmax(logits, 1))

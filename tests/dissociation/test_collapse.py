@@ -1,0 +1,172 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dissociation.metrics.collapse import (
+    class_moments,
+    merge_moments,
+    nearest_centre_agreement,
+    neural_collapse,
+    self_duality,
+    simplex_frame,
+    trace_ratio,
+)
+
+RNG = np.random.default_rng(0)
+
+
+def samples(count=400, width=12, classes=5, noise=0.5, seed=0):
+    rng = np.random.default_rng(seed)
+    labels = rng.choice(classes, count, p=np.arange(1, classes + 1) / sum(range(1, classes + 1)))
+    means = rng.normal(size=(classes, width))
+    return (means[labels] + noise * rng.normal(size=(count, width))).astype(np.float32), labels
+
+
+def reference(features, labels, classes):
+    """Straight from the definitions, in float64."""
+    z = features.astype(float)
+    present = [c for c in range(classes) if (labels == c).any()]
+    means = np.stack([z[labels == c].mean(0) for c in present])
+    within = np.mean([np.sum((z[i] - means[present.index(c)]) ** 2) for i, c in enumerate(labels)])
+    between = np.sum([(labels == c).mean() * np.sum((m - z.mean(0)) ** 2) for c, m in zip(present, means, strict=True)])
+    scale = np.linalg.norm(z, axis=1).mean()
+    values = np.linalg.svd(means, compute_uv=False)
+    centred = means - means.mean(0)
+    s_w = sum(np.outer(z[i] - means[present.index(c)], z[i] - means[present.index(c)]) for i, c in enumerate(labels))
+    s_b = centred.T @ centred / len(present)
+    norms = np.linalg.norm(centred, axis=1)
+    cosines = (centred @ centred.T / np.outer(norms, norms))[np.triu_indices(len(present), 1)]
+    return {
+        "within": within,
+        "between": between,
+        "scale": scale,
+        "nc1": within / (between + 1e-8),
+        "rnc1": within / (scale**2 + 1e-10),
+        "nc2": values[0] / values[-1],
+        "trace": np.trace(s_w / len(z) @ np.linalg.pinv(s_b, rcond=1e-8)) / len(present),
+        "equinorm": norms.std() / norms.mean(),
+        "equiangularity": cosines.std(),
+        "maximal_angle": np.abs(cosines + 1 / (len(present) - 1)).mean(),
+    }
+
+
+def measured(moments):
+    found = {**vars(neural_collapse(moments)), **vars(simplex_frame(moments))}
+    return found | ({} if moments.scatter is None else {"trace": trace_ratio(moments)})
+
+
+@pytest.mark.parametrize("classes", [5, 7])  # 7: two classes have no samples
+@pytest.mark.parametrize("offset", [0.0, 30.0])
+def test_against_the_definitions_in_float64(classes, offset):
+    features, labels = samples()
+    features = features + np.float32(offset)
+    expected = reference(features, labels, classes)
+    found = measured(class_moments(features, labels, classes, scatter=True))
+    assert set(found) == set(expected)
+    for name, value in expected.items():
+        rtol = 1e-5 if offset == 0 else 1e-4
+        np.testing.assert_allclose(found[name], value, rtol=rtol, err_msg=name)
+
+
+def test_batches_merge_to_the_whole():
+    features, labels = samples()
+    whole = class_moments(features, labels, 5, scatter=True)
+    merged = class_moments(features[:7], labels[:7], 5, scatter=True)  # some classes are not in the first batch
+    for start, stop in ((7, 150), (150, 400)):
+        merged = merge_moments(merged, class_moments(features[start:stop], labels[start:stop], 5, scatter=True))
+    for name, value in vars(whole).items():
+        np.testing.assert_allclose(getattr(merged, name), value, rtol=1e-5, atol=1e-4, err_msg=name)
+    for name, value in measured(whole).items():
+        np.testing.assert_allclose(measured(merged)[name], value, rtol=1e-4, err_msg=name)
+    assert merge_moments(whole, class_moments(features, labels, 5)).scatter is None
+
+
+def test_near_collapse_nothing_cancels():
+    # Classes 1000 apart from the origin with a spread of 0.01: mean of squares less square of the mean is all rounding.
+    rng = np.random.default_rng(0)
+    labels = np.arange(300) % 3
+    centres = np.asarray([[1000.0, 0, 0], [0, 1000.0, 0], [0, 0, 1000.0]])
+    features = (centres[labels] + 0.01 * rng.normal(size=(300, 3))).astype(np.float32)
+    exact = reference(features, labels, 3)
+    one_pass = np.mean(np.sum(features**2, 1)) - np.mean([np.sum(features[labels == c].mean(0) ** 2) for c in range(3)])
+    assert abs(one_pass / exact["within"] - 1) > 10  # the control: the published form
+    found = neural_collapse(class_moments(features, labels, 3))
+    np.testing.assert_allclose(found.within, exact["within"], rtol=1e-3)
+    np.testing.assert_allclose(found.nc2, 1.0, rtol=1e-4)
+    halves = [class_moments(features[i::2], labels[i::2], 3) for i in range(2)]
+    np.testing.assert_allclose(neural_collapse(merge_moments(*halves)).within, exact["within"], rtol=2e-2)
+
+
+def test_collapsed_features_of_a_simplex():
+    simplex = np.eye(4) - 0.25
+    labels = np.arange(40) % 4
+    features = simplex[labels].astype(np.float32)
+    moments = class_moments(features, labels, 4, scatter=True)
+    found = measured(moments)
+    for name in ("within", "nc1", "rnc1", "trace", "equinorm", "equiangularity", "maximal_angle"):
+        np.testing.assert_allclose(found[name], 0.0, atol=1e-6, err_msg=name)
+    assert found["nc2"] == np.inf  # the means of a simplex about its middle are linearly dependent
+    np.testing.assert_allclose(self_duality(moments, 3.0 * simplex), 0.0, atol=1e-6)
+    np.testing.assert_allclose(self_duality(moments, -simplex), 4.0, atol=1e-6)
+    turned = simplex[[1, 0, 3, 2]]
+    np.testing.assert_allclose(
+        self_duality(moments, turned), 2 - 2 * np.sum(simplex * turned) / np.sum(simplex**2), atol=1e-6
+    )
+    # An orthogonal frame is the other end: condition number 1.
+    np.testing.assert_allclose(neural_collapse(class_moments(np.eye(4, dtype=np.float32)[labels], labels, 4)).nc2, 1.0)
+
+
+def test_more_classes_than_dimensions_have_no_condition_number():
+    features, labels = samples(width=3)
+    assert neural_collapse(class_moments(features, labels, 5)).nc2 == np.inf
+
+
+def test_nearest_centre():
+    features, labels = samples(noise=0.8)
+    moments = class_moments(features, labels, 6)
+    means = np.stack([features[labels == c].mean(0) for c in range(5)])
+    nearest = np.argmin(((features[:, None] - means) ** 2).sum(2), 1)
+    logits = RNG.normal(size=(400, 6)).astype(np.float32)
+    np.testing.assert_allclose(
+        nearest_centre_agreement(features, logits, moments), np.mean(nearest == logits.argmax(1)), atol=1e-6
+    )
+    np.testing.assert_allclose(nearest_centre_agreement(features, np.eye(6)[nearest], moments), 1.0)
+
+
+def test_jit_vmap_and_loop_agree():
+    features = np.stack([samples(seed=s)[0] for s in range(3)])
+    labels = samples()[1]
+    both = lambda z: measured(class_moments(z, labels, 5, scatter=True))  # noqa: E731
+    loop = [both(z) for z in features]
+    for found in (
+        jax.vmap(both)(features),
+        jax.jit(jax.vmap(both))(features),
+        jax.lax.map(both, jnp.asarray(features)),
+    ):
+        for name, values in found.items():
+            np.testing.assert_allclose(values, [one[name] for one in loop], rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (
+            lambda: class_moments(np.ones((3, 2)), np.asarray([0, 1, 5]), 3),
+            "`labels` must lie between 0 and 2, got 0 to 5",
+        ),
+        (lambda: class_moments(np.ones((3, 2)), np.asarray([0, 1]), 3), "labels"),
+        (lambda: trace_ratio(class_moments(np.ones((3, 2)), np.arange(3), 3)), "`moments` must have a scatter matrix"),
+        (
+            lambda: merge_moments(*(class_moments(np.ones((3, w)), np.arange(3), 3) for w in (2, 4))),
+            "`b` must have class means of the shape",
+        ),
+        (
+            lambda: self_duality(class_moments(np.ones((3, 2)), np.arange(3), 3), np.ones((3, 4))),
+            "`classifier` must have the shape of the class means",
+        ),
+    ],
+)
+def test_bad_input_is_refused(call, words):
+    with pytest.raises((ValueError, TypeError), match=words):
+        call()
