@@ -1,0 +1,1 @@
+"""How much representations say about inputs and labels, by several estimators."""

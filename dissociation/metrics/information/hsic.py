@@ -1,0 +1,166 @@
+"""Normalised HSIC: the dependence of two sets of features, from kernel matrices of mini-batches.
+
+With centred kernel matrices K and L of n samples,
+
+    nHSIC = tr(K (K + eps n I)^{-1} L (L + eps n I)^{-1}),
+
+which counts the directions of sample space that both kernels span: from 0 to n - 1, or to C - 1 against one-hot labels
+of C classes with the linear kernel.
+
+The Gaussian kernel of the literature, exp(-|a - b|^2 / (2 sigma^2 d)) with sigma = 5, has a fixed bandwidth. Features
+that shrink become alike to it although nothing was lost. `bandwidth="median"` measures distances in units of their
+median instead, and does not follow the scale of the features.
+"""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Key, UInt32
+
+from dissociation.checks import check_choice, check_count, check_ndim, check_positive, check_same_length, fail
+from dissociation.linalg import product
+
+AnyKey = Key[Array, ""] | UInt32[Array, "2"]
+Scalar = float | int | Float[Array, ""]
+Features = Float[Array | np.ndarray, "n d"]
+
+BANDWIDTHS = ("dimension", "median")
+"""2 sigma^2 d, as published, or 2 sigma^2 times the median squared distance of a batch (there sigma = 1 is usual)."""
+
+
+class InformationPlane(eqx.Module):
+    """Dependence of features on inputs and on labels.
+
+    Attributes:
+        zx: nHSIC(Z; X), from 0 to batch_size - 1.
+        zy: nHSIC(Z; Y), from 0 to C - 1.
+    """
+
+    zx: Float[Array, ""]
+    zy: Float[Array, ""]
+
+
+def gaussian_gram(x: Features, *, sigma: Scalar = 5.0, bandwidth: str = "dimension") -> Float[Array, "n n"]:
+    """Kernel matrix exp(-|x_i - x_j|^2 / (2 sigma^2 s)), s the dimension or the median squared distance.
+
+    Args:
+        x: Features, [samples, d].
+        sigma: Positive.
+        bandwidth: One of `BANDWIDTHS`.
+
+    Returns:
+        The matrix, not centred.
+
+    Raises:
+        ValueError: If `sigma` is not positive or `bandwidth` is unknown.
+
+    References:
+        Ma, Lewis and Kleijn (2020), The HSIC bottleneck: deep learning without back-propagation.
+    """
+    check_ndim("x", x, 2, "[samples, dimensions]")
+    check_positive("sigma", sigma)
+    check_choice("bandwidth", bandwidth, BANDWIDTHS)
+    x = jnp.asarray(x)
+    x = x - jnp.mean(x, 0)[None]
+    lengths = jnp.sum(x**2, 1)
+    square = jnp.maximum(lengths[:, None] + lengths[None] - 2 * product(x, x.T), 0.0)
+    square = square * (1 - jnp.eye(x.shape[0], dtype=x.dtype))  # a sample is at no distance from itself
+    scale = jnp.asarray(x.shape[1], x.dtype)
+    if bandwidth == "median":
+        scale = jnp.median(square[np.triu_indices(x.shape[0], 1)])
+        scale = jnp.where(scale > 0, scale, 1.0)  # all alike
+    return jnp.exp(-square / (2 * jnp.asarray(sigma, x.dtype) ** 2 * scale))
+
+
+def centred_gram(gram: Float[Array, "*b n n"]) -> Float[Array, "*b n n"]:
+    """H K H with H = I - 1 1^T / n: the kernel matrix of centred features."""
+    rows = gram - jnp.mean(gram, -1, keepdims=True)
+    return rows - jnp.mean(rows, -2, keepdims=True)
+
+
+def normalised_hsic(grams: Float[Array, "kernels *b n n"], *, epsilon: Scalar = 1e-5) -> Float[Array, "others *b"]:
+    """Normalised HSIC of the first of several kernel matrices with each of the others.
+
+    Args:
+        grams: Kernel matrices of the same samples, the first one centred.
+        epsilon: Regularisation, positive.
+
+    Returns:
+        [kernels - 1, ...]. All systems are solved as one stack.
+
+    Raises:
+        ValueError: If there are fewer than two matrices, or `epsilon` is not positive.
+
+    References:
+        Fukumizu, Gretton, Sun and Schoelkopf (2007), Kernel measures of conditional dependence.
+    """
+    check_positive("epsilon", epsilon)
+    if grams.shape[0] < 2:
+        fail("grams", "hold at least two kernel matrices", grams.shape[0])
+    number = grams.shape[-1]
+    ridge = jnp.asarray(epsilon, grams.dtype) * number * jnp.eye(number, dtype=grams.dtype)
+    shape = grams.shape
+    flat = grams.reshape(-1, number, number)
+    spans = jnp.linalg.solve(flat + ridge[None], flat).reshape(shape)
+    return jnp.sum(spans[:1] * spans[1:].swapaxes(-1, -2), (-1, -2))
+
+
+def information_plane(
+    features: Features,
+    inputs: Float[Array | np.ndarray, "n p"],
+    labels: Float[Array | np.ndarray, "n classes"],
+    *,
+    key: AnyKey,
+    batch_size: int = 100,
+    num_passes: int = 3,
+    sigma: Scalar = 5.0,
+    bandwidth: str = "dimension",
+    epsilon: Scalar = 1e-5,
+) -> InformationPlane:
+    """nHSIC(Z; X) and nHSIC(Z; Y), means over mini-batches of several shuffled passes.
+
+    Rows of all three belong together and are shuffled together.
+
+    Args:
+        features: Z, [samples, d].
+        inputs: X, [samples, p].
+        labels: Y, one-hot: [samples, classes], with the linear kernel, not centred.
+        key: Shuffles.
+        batch_size: n of a kernel matrix; what is left over of a pass is dropped.
+        num_passes: Passes.
+        sigma: Of the Gaussian kernels of Z and X.
+        bandwidth: One of `BANDWIDTHS`.
+        epsilon: Regularisation.
+
+    Returns:
+        Two numbers.
+
+    Raises:
+        ValueError: If lengths differ, `batch_size` is above the number of samples, or an option is out of range.
+
+    References:
+        Sakamoto and Sato (2025), Explaining grokking and information bottleneck through neural collapse emergence.
+    """
+    number = features.shape[0]
+    check_same_length("features", number, "inputs", inputs.shape[0])
+    check_same_length("features", number, "labels", labels.shape[0])
+    size, passes = check_count("batch_size", batch_size, minimum=2), check_count("num_passes", num_passes, minimum=1)
+    if size > number:
+        fail("batch_size", f"be at most the number of samples ({number})", batch_size)
+    check_choice("bandwidth", bandwidth, BANDWIDTHS)
+    features, inputs, labels = (jnp.asarray(part) for part in (features, inputs, labels))
+    batches = number // size
+
+    def one_pass(key: Array) -> Array:
+        order = jax.random.permutation(key, number)[: batches * size].reshape(batches, size)
+
+        def grams(rows: Array) -> Array:
+            z, x = (gaussian_gram(part[rows], sigma=sigma, bandwidth=bandwidth) for part in (features, inputs))
+            y = labels[rows].astype(z.dtype)
+            return jnp.stack([centred_gram(z), centred_gram(x.astype(z.dtype)), product(y, y.T)])
+
+        return jnp.mean(normalised_hsic(jax.vmap(grams, out_axes=1)(order), epsilon=epsilon), 1)
+
+    found = jnp.mean(jax.lax.map(one_pass, jax.random.split(key, passes)), 0)
+    return InformationPlane(found[0], found[1])

@@ -1,0 +1,149 @@
+"""Mutual information of features with a little Gaussian noise on them, from all pairs of samples.
+
+A deterministic network loses nothing: I(X; Z) is infinite for continuous X, and log n for n samples. With noise,
+T = Z + N(0, s^2 I) is a mixture of one Gaussian per sample, whose entropy is finite:
+
+    I(T; X) = h(T) - h(N),    I(T; Y) = h(T) - sum_c p_c h(T | Y = c),    I(T; X | Y) = I(T; X) - I(T; Y).
+
+The entropy of a mixture is estimated by Monte Carlo, or bounded from pairwise distances (Kolchinsky and Tracey).
+"""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Key, UInt32
+
+from dissociation.checks import check_choice, check_count, check_ndim, check_positive, check_same_length, fail
+from dissociation.linalg import product
+
+AnyKey = Key[Array, ""] | UInt32[Array, "2"]
+Scalar = float | int | Float[Array, ""]
+Features = Float[Array | np.ndarray, "n d"]
+
+METHODS = ("monte_carlo", "upper", "lower")
+"""Draws from the mixture; the upper bound by Kullback-Leibler divergences; the lower bound by Bhattacharyya's."""
+
+
+class SmoothedInformation(eqx.Module):
+    """What noisy features say, in nats.
+
+    Attributes:
+        zx: I(T; X), from 0 to log n.
+        zy: I(T; Y), from 0 to H(Y).
+        zx_given_y: I(T; X | Y) = zx - zy.
+        saturated: Whether zx is within 1 % of log n: every sample is a cluster of its own, and the true value may be
+            anything above. `zx` and `zx_given_y` are NaN then.
+    """
+
+    zx: Float[Array, ""]
+    zy: Float[Array, ""]
+    zx_given_y: Float[Array, ""]
+    saturated: Bool[Array, ""]
+
+
+def log_density(
+    points: Float[Array | np.ndarray, "m k"], centres: Features, noise: Scalar, *, block: int = 1000
+) -> Float[Array, " m"]:
+    """Log of (1 / n) sum_j N(t; z_j, s^2 I): a Gaussian kernel density with the centres as reference points.
+
+    The sum is divided by the number of reference points, however many points it is evaluated at.
+
+    Args:
+        points: Where, [m, d].
+        centres: Reference points z, [n, d].
+        noise: s.
+        block: Points that are compared at once: block x n distances are in memory.
+
+    Returns:
+        In nats, [m].
+
+    Raises:
+        ValueError: If widths differ or `noise` is not positive.
+    """
+    check_positive("noise", noise)
+    check_ndim("points", points, 2, "[points, dimensions]")
+    check_ndim("centres", centres, 2, "[samples, dimensions]")
+    if points.shape[1] != centres.shape[1]:
+        fail("points", f"have the width of `centres` ({centres.shape[1]})", points.shape[1])
+    points, centres = jnp.asarray(points), jnp.asarray(centres)
+    noise = jnp.asarray(noise, centres.dtype)
+    owners, labels = (jnp.zeros(len(part), int) for part in (points, centres))
+    found, _ = _log_mixtures(points, owners, centres, labels, 2 * noise**2, block)
+    return found - 0.5 * centres.shape[1] * jnp.log(2 * jnp.pi * noise**2)
+
+
+def _log_mixtures(
+    points: Array, owners: Array, centres: Array, labels: Array, scale: Array, block: int
+) -> tuple[Array, Array]:
+    """Log mean_j exp(-|t_i - z_j|^2 / scale) of every point: over all centres, and over those of its own label."""
+    size = min(check_count("block", block, minimum=1), points.shape[0])
+    middle = jnp.mean(centres, 0)
+    centres, points = centres - middle[None], points - middle[None]
+    lengths = jnp.sum(centres**2, 1)
+
+    def some(part: tuple[Array, Array]) -> tuple[Array, Array]:
+        point, owner = part
+        square = jnp.sum(point**2, 1)[:, None] + lengths[None] - 2 * product(point, centres.T)
+        logs = -jnp.maximum(square, 0.0) / scale
+        same = owner[:, None] == labels[None]
+        own = jax.nn.logsumexp(jnp.where(same, logs, -jnp.inf), axis=1) - jnp.log(jnp.sum(same, 1))
+        return jax.nn.logsumexp(logs, axis=1) - jnp.log(logs.shape[1]), own
+
+    extra = -points.shape[0] % size
+    padded = jnp.pad(points, ((0, extra), (0, 0))).reshape(-1, size, points.shape[1])
+    found = jax.lax.map(some, (padded, jnp.pad(owners, (0, extra)).reshape(-1, size)))
+    return found[0].reshape(-1)[: points.shape[0]], found[1].reshape(-1)[: points.shape[0]]
+
+
+def smoothed_information(
+    features: Features,
+    labels: Int[Array | np.ndarray, " n"],
+    noise: Scalar,
+    *,
+    method: str = "monte_carlo",
+    key: AnyKey | None = None,
+    num_draws: int = 1,
+    block: int = 1000,
+) -> SmoothedInformation:
+    """Information of features plus noise about the samples they came from, and about their labels.
+
+    Args:
+        features: Z, one row per sample, all samples distinct: [samples, d].
+        labels: Classes from 0, [samples].
+        noise: Standard deviation s of the noise, in the units of the features.
+        method: One of `METHODS`.
+        key: Draws the noise of "monte_carlo".
+        num_draws: Of the noise, per sample.
+        block: Samples compared at once with all others.
+
+    Returns:
+        In nats.
+
+    Raises:
+        ValueError: If lengths differ, an option is out of range, or "monte_carlo" has no key.
+
+    References:
+        Goldfeld et al. (2019), Estimating information flow in deep neural networks.
+        Kolchinsky and Tracey (2017), Estimating mixture entropy with pairwise distances, eqs. 10 and 12.
+    """
+    check_choice("method", method, METHODS)
+    check_positive("noise", noise)
+    check_same_length("features", features.shape[0], "labels", labels.shape[0])
+    draws = check_count("num_draws", num_draws, minimum=1)
+    features, labels = jnp.asarray(features), jnp.asarray(labels)
+    noise = jnp.asarray(noise, features.dtype)
+    number, width = features.shape
+    points, owners, offset = features, labels, 0.0
+    if method == "monte_carlo":
+        if key is None:
+            fail("key", "be given for 'monte_carlo'", "None")
+        kicks = jax.random.normal(key, (draws, *features.shape), features.dtype)
+        points, owners = (features[None] + noise * kicks).reshape(-1, width), jnp.tile(labels, draws)
+        offset = 0.5 * width  # E |t - z|^2 / (2 s^2) from the Gaussian's own centre
+    scale = (8 if method == "lower" else 2) * noise**2
+    whole, own = _log_mixtures(points, owners, features, labels, scale, block)
+    zx, zy = -jnp.mean(whole) - offset, jnp.mean(own - whole)
+    saturated = zx > 0.99 * jnp.log(number)
+    zx = jnp.where(saturated, jnp.nan, zx)
+    return SmoothedInformation(zx, zy, zx - zy, saturated)

@@ -1,0 +1,107 @@
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dissociation.metrics.information.hsic import centred_gram, gaussian_gram, information_plane, normalised_hsic
+
+KEY = jax.random.key(0)
+
+
+def reference_gram(x, sigma=5.0, scale=None):
+    square = ((x[:, None] - x[None]) ** 2).sum(-1)
+    return np.exp(-square / (2 * sigma**2 * (x.shape[1] if scale is None else scale)))
+
+
+def reference_hsic(k, other, epsilon=1e-5):
+    ridge = epsilon * len(k) * np.eye(len(k))
+    return np.trace(k @ np.linalg.inv(k + ridge) @ other @ np.linalg.inv(other + ridge))
+
+
+def clusters(count=200, classes=4, width=6, noise=0.1, seed=0):
+    rng = np.random.default_rng(seed)
+    labels = rng.integers(0, classes, count)
+    x = rng.normal(size=(classes, width))[labels] + noise * rng.normal(size=(count, width))
+    return x.astype(np.float32), labels
+
+
+def test_against_the_definition_in_float64():
+    x, labels = clusters(60)
+    z = np.tanh(x @ np.random.default_rng(1).normal(size=(6, 8))).astype(np.float32)
+    centre = np.eye(60) - 1 / 60
+    gram_z, gram_x = (centre @ reference_gram(part.astype(float)) @ centre for part in (z, x))
+    y = np.eye(4)[labels]
+    expected = [reference_hsic(gram_z, gram_x), reference_hsic(gram_z, y @ y.T)]
+    with jax.enable_x64(True):
+        grams = [centred_gram(gaussian_gram(part.astype(float))) for part in (z, x)]
+        found = normalised_hsic(jnp.stack([*grams, jnp.asarray(y @ y.T)]))
+        np.testing.assert_allclose(found, expected, rtol=1e-9)
+    # One batch of all samples, in another order, and in float32.
+    plane = information_plane(z, x, y.astype(np.float32), key=KEY, batch_size=60, num_passes=2)
+    np.testing.assert_allclose([plane.zx, plane.zy], expected, rtol=1e-3)
+
+
+def test_bounds_are_reached():
+    # Labels as features: all C - 1 centred directions. A kernel of pairwise distant samples spans all n - 1.
+    _, labels = clusters(100)
+    y = np.eye(4, dtype=np.float32)[labels]
+    narrow = information_plane(y, y, y, key=KEY, batch_size=100, num_passes=1, sigma=0.1)
+    np.testing.assert_allclose([narrow.zx, narrow.zy], [3, 3], rtol=1e-3)
+    far = 100 * np.eye(100, dtype=np.float32)
+    apart = information_plane(far, far, y, key=KEY, batch_size=100, num_passes=1)
+    np.testing.assert_allclose([apart.zx, apart.zy], [99, 3], rtol=3e-3)
+
+
+def test_independent_features_and_rows_that_do_not_belong_together_say_little():
+    # The published code drew features and inputs in two passes over a shuffled loader: the last case.
+    x, labels = clusters(300)
+    y = np.eye(4, dtype=np.float32)[labels]
+    order = np.random.default_rng(0).permutation(300)
+    noise = np.random.default_rng(5).normal(size=(300, 6)).astype(np.float32)
+    right, unrelated, wrong = (
+        information_plane(*data, key=KEY) for data in ((x, x, y), (noise, x, y), (x, x[order], y[order]))
+    )
+    assert right.zy > 2.9  # of at most 3
+    assert unrelated.zy < 0.8
+    assert wrong.zy < 0.3
+    assert wrong.zx < 0.2 * right.zx
+
+
+def test_fixed_bandwidth_follows_the_scale_and_the_median_does_not():
+    x, labels = clusters(200, noise=1.0)
+    y = np.eye(4, dtype=np.float32)[labels]
+    measure = eqx.filter_jit(
+        lambda scale, bandwidth: information_plane(scale * x, x, y, key=KEY, bandwidth=bandwidth, sigma=1.0).zx
+    )
+    fixed = [float(measure(s, "dimension")) for s in (1.0, 1 / 70)]
+    free = [float(measure(s, "median")) for s in (1.0, 1 / 70)]
+    assert fixed[1] < 0.5 * fixed[0]
+    np.testing.assert_allclose(free[1], free[0], rtol=1e-3)
+
+
+def test_jit_vmap_and_loop_agree():
+    x, labels = clusters(120)
+    y = np.eye(4, dtype=np.float32)[labels]
+    features = np.stack([x, np.tanh(x), x**2])
+    one = lambda z: information_plane(z, x, y, key=KEY, batch_size=40)  # noqa: E731
+    loop = [one(z) for z in features]
+    for found in (jax.vmap(one)(features), jax.jit(jax.vmap(one))(features)):
+        for name in ("zx", "zy"):
+            np.testing.assert_allclose(getattr(found, name), [getattr(f, name) for f in loop], rtol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"batch_size": 500}, r"`batch_size` must be at most the number of samples \(40\)"),
+        ({"bandwidth": "mean"}, "'dimension', 'median'"),
+        ({"sigma": 0.0}, "`sigma` must be positive"),
+        ({"epsilon": 0.0}, "`epsilon` must be positive"),
+        ({"num_passes": 0}, "`num_passes` must be"),
+    ],
+)
+def test_bad_input_is_refused(options, words):
+    x, labels = clusters(40)
+    with pytest.raises(ValueError, match=words):
+        information_plane(x, x, np.eye(4, dtype=np.float32)[labels], key=KEY, **{"batch_size": 20, **options})

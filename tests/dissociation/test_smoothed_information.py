@@ -1,0 +1,96 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.integrate import quad
+from scipy.stats import gaussian_kde, norm
+
+from dissociation.metrics.information.smoothed import log_density, smoothed_information
+
+KEY = jax.random.key(0)
+
+
+@pytest.mark.parametrize("width", [1, 2, 3])
+def test_gaussian_features_have_the_channels_information(width):
+    # I(Z + noise; Z) = (1/2) sum log(1 + v / s^2), of which n samples show all while it is well below log n.
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(width)
+        features = rng.normal(size=(3000, width)) * np.asarray([1.0, 0.7, 0.5])[:width]
+        exact = 0.5 * np.sum(np.log(1 + np.asarray([1.0, 0.7, 0.5])[:width] ** 2 / 0.25))
+        labels = np.zeros(3000, int)
+        found = {
+            method: smoothed_information(features, labels, 0.5, method=method, key=KEY, num_draws=2)
+            for method in ("monte_carlo", "upper", "lower")
+        }
+        np.testing.assert_allclose(found["monte_carlo"].zx, exact, atol=0.04)
+        assert found["lower"].zx < found["monte_carlo"].zx < found["upper"].zx
+        for one in found.values():
+            np.testing.assert_allclose(one.zy, 0.0, atol=1e-9)  # one label says nothing
+            np.testing.assert_allclose(one.zx_given_y, one.zx)
+
+
+def test_two_overlapping_classes():
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(0)
+        labels = rng.integers(0, 2, 4000)
+        features = np.where(labels, 1.0, -1.0)[:, None]
+        spread = 0.8
+        mixture = lambda t: 0.5 * (norm.pdf(t, 1, spread) + norm.pdf(t, -1, spread))  # noqa: E731
+        entropy = quad(lambda t: -mixture(t) * np.log(mixture(t)), -8, 8)[0]
+        exact = entropy - 0.5 * np.log(2 * np.pi * np.e * spread**2)
+        found = smoothed_information(features, labels, spread, key=KEY, num_draws=5)
+        np.testing.assert_allclose(found.zy, exact, atol=0.02)
+        # The features are the labels: given them, nothing is left.
+        np.testing.assert_allclose(found.zx_given_y, 0.0, atol=0.02)
+        shuffled = smoothed_information(features, rng.permutation(labels), spread, key=KEY)
+        np.testing.assert_allclose(shuffled.zy, 0.0, atol=3e-3)
+
+
+def test_saturation_is_said_and_never_infinite():
+    features = 1e3 * np.arange(100.0, dtype=np.float32)[:, None]
+    labels = np.arange(100) % 4
+    for method in ("monte_carlo", "upper", "lower"):
+        found = smoothed_information(features, labels, 0.1, method=method, key=KEY)
+        assert found.saturated
+        assert np.isnan(found.zx)
+        assert np.isnan(found.zx_given_y)
+        np.testing.assert_allclose(found.zy, np.log(4), rtol=1e-3)
+    assert not smoothed_information(features, labels, 1e4, key=KEY).saturated
+
+
+def test_density_is_divided_by_the_reference_points():
+    rng = np.random.default_rng(0)
+    centres = rng.normal(size=(300, 2))
+    peer = gaussian_kde(centres.T)
+    # scipy's kernel has the data's covariance: take it out.
+    root = np.linalg.cholesky(peer.covariance)
+    with jax.enable_x64(True):
+        for number in (7, 900):
+            points = rng.normal(size=(number, 2))
+            found = log_density(*(np.linalg.solve(root, part.T).T for part in (points, centres)), 1.0, block=256)
+            np.testing.assert_allclose(found - np.log(np.linalg.det(root)), peer.logpdf(points.T), rtol=1e-9)
+
+
+def test_jit_vmap_and_loop_agree():
+    rng = np.random.default_rng(0)
+    features = rng.normal(size=(3, 200, 4)).astype(np.float32)
+    labels = rng.integers(0, 3, 200)
+    one = lambda z: smoothed_information(z, labels, 0.5, key=KEY, block=64)  # noqa: E731
+    loop = [one(z) for z in features]
+    for found in (jax.vmap(one)(features), jax.jit(jax.vmap(one))(features)):
+        for name in ("zx", "zy", "zx_given_y"):
+            np.testing.assert_allclose(getattr(found, name), [getattr(f, name) for f in loop], rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda z, y: smoothed_information(z, y, 0.5), "`key` must be given for 'monte_carlo'"),
+        (lambda z, y: smoothed_information(z, y, 0.0, key=KEY), "`noise` must be positive"),
+        (lambda z, y: smoothed_information(z, y, 1.0, method="jensen"), "'monte_carlo', 'upper', 'lower'"),
+        (lambda z, y: log_density(jnp.ones((2, 3)), z, 1.0), r"`points` must have the width of `centres` \(2\)"),
+    ],
+)
+def test_bad_input_is_refused(call, words):
+    with pytest.raises(ValueError, match=words):
+        call(np.ones((5, 2), np.float32), np.zeros(5, int))
