@@ -12,9 +12,10 @@ import optax
 from jaxtyping import Array, Float, Int, Key, UInt32
 
 from dissociation.checks import check_choice, check_count, check_non_negative, check_positive, check_same_length, fail
+from dissociation.models.cnn import Encoder
 from dissociation.training import FitResult, fit
 from koopman.losses import autoencoder_loss, dpnets_loss, spectral_contrastive_loss, vamp_loss
-from koopman.networks import Autoencoder, Encoder, FeatureMap
+from koopman.networks import Autoencoder, FeatureMap
 
 AnyKey = Key[Array, ""] | UInt32[Array, "2"]
 Images = Float[Array | np.ndarray, "n 28 28"]

@@ -10,10 +10,10 @@ import numpy as np
 from jaxtyping import Array, Complex, Float, Int
 
 from dissociation.linalg import product
+from dissociation.models.cnn import Encoder
 from koopman.fitted import Operator
 from koopman.forecast import matrix_powers, predict
 from koopman.learn import encode
-from koopman.networks import Encoder
 from koopman.spectrum import decompose, eigenpairs, left_eigenfunctions
 
 PROTOCOLS = {

@@ -1,0 +1,117 @@
+"""Convolutional networks on pictures of 28 x 28 pixels: an encoder, its mirror image, and a classifier."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Key, UInt32
+
+from dissociation.checks import check_choice, check_count
+from dissociation.models.layers import Affine, Convolution, max_pool
+
+AnyKey = Key[Array, ""] | UInt32[Array, "2"]
+
+
+class Encoder(eqx.Module):
+    """Picture to features: two of (5 x 5 convolution, ReLU, 2 x 2 max-pool), to 16 and 32 channels, and a linear layer.
+
+    Attributes:
+        convolutions: The two convolutions.
+        head: The linear layer, [1568, features].
+    """
+
+    convolutions: tuple[Convolution, Convolution]
+    head: Affine
+
+    def __init__(self, features: int, *, init: str = "pytorch", key: AnyKey):
+        keys = jax.random.split(key, 3)
+        self.convolutions = (Convolution(1, 16, init=init, key=keys[0]), Convolution(16, 32, init=init, key=keys[1]))
+        self.head = Affine(32 * 49, features, init=init, key=keys[2])
+
+    def __call__(self, image: Float[Array | np.ndarray, "28 28"]) -> Float[Array, " features"]:
+        """Features of one picture."""
+        hidden = jnp.asarray(image)[:, :, None]
+        for convolution in self.convolutions:
+            hidden = jax.nn.relu(max_pool(convolution(hidden)))  # the same as ReLU first, on a quarter of the values
+        return self.head(hidden.reshape(-1))
+
+
+class Decoder(eqx.Module):
+    """Features to picture, the encoder's mirror image; no activation at the end.
+
+    Attributes:
+        head: The linear layer, [features, 1568].
+        convolutions: Two transposed convolutions (of stride 1: plain ones with turned kernels), to 16 and 1 channels.
+        upsampling: "nearest" or "bilinear".
+    """
+
+    head: Affine
+    convolutions: tuple[Convolution, Convolution]
+    upsampling: str = eqx.field(static=True)
+
+    def __init__(self, features: int, *, upsampling: str = "nearest", init: str = "pytorch", key: AnyKey):
+        check_choice("upsampling", upsampling, ("nearest", "bilinear"))
+        keys = jax.random.split(key, 3)
+        self.head = Affine(features, 32 * 49, init=init, key=keys[0])
+        turned = {"transposed": True, "init": init}
+        self.convolutions = (Convolution(32, 16, **turned, key=keys[1]), Convolution(16, 1, **turned, key=keys[2]))
+        self.upsampling = upsampling
+
+    def __call__(self, features: Float[Array, " features"]) -> Float[Array, "28 28"]:
+        """The picture."""
+        hidden = self.head(features).reshape(7, 7, 32)
+        for convolution in self.convolutions:
+            if self.upsampling == "nearest":
+                hidden = convolution.upsampled(jax.nn.relu(hidden))
+            else:
+                shape = (2 * hidden.shape[0], 2 * hidden.shape[1], hidden.shape[2])
+                hidden = convolution(jax.nn.relu(jax.image.resize(hidden, shape, self.upsampling)))
+        return hidden[:, :, 0]
+
+
+class CNN(eqx.Module):
+    """Encoder, ReLU, head: a small classifier of pictures given flat.
+
+    Attributes:
+        encoder: Picture to `width` features.
+        head: Features to logits.
+        last_activation: Whether the features pass a ReLU.
+    """
+
+    encoder: Encoder
+    head: Affine
+    last_activation: bool = eqx.field(static=True)
+
+    def __init__(
+        self,
+        width: int = 200,
+        classes: int = 10,
+        *,
+        last_activation: bool = True,
+        init: str = "pytorch",
+        key: AnyKey,
+    ):
+        """A fresh network.
+
+        Args:
+            width: Features.
+            classes: Width of the output.
+            last_activation: Whether the features pass a ReLU.
+            init: One of `initial.INITS`.
+            key: Draws the weights.
+        """
+        width, classes = check_count("width", width, minimum=1), check_count("classes", classes, minimum=1)
+        first, second = jax.random.split(key)
+        self.encoder = Encoder(width, init=init, key=first)
+        self.head = Affine(width, classes, init=init, key=second)
+        self.last_activation = last_activation
+
+    def representations(self, x: Float[Array | np.ndarray, " 784"]) -> dict[str, Array]:
+        """What is computed on the way: "features" and "logits"."""
+        features = self.encoder(jnp.asarray(x).reshape(28, 28))
+        features = jax.nn.relu(features) if self.last_activation else features
+        return {"features": features, "logits": self.head(features)}
+
+    def __call__(self, x: Float[Array | np.ndarray, " 784"]) -> Float[Array, " classes"]:
+        """Logits of one picture."""
+        return self.representations(x)["logits"]

@@ -1,0 +1,86 @@
+"""Multilayer perceptrons whose hidden representations are offered by name."""
+
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Key, UInt32
+
+from dissociation.checks import check_choice, check_count
+from dissociation.models.layers import Affine
+
+AnyKey = Key[Array, ""] | UInt32[Array, "2"]
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "relu": jax.nn.relu,
+    "tanh": jnp.tanh,
+    "gelu": jax.nn.gelu,
+    "none": lambda x: x,
+}
+"""What follows the hidden layers."""
+
+
+class MLP(eqx.Module):
+    """Affine layers with an activation between them.
+
+    Attributes:
+        layers: Hidden layers and the head, weights [in, out].
+        activation: One of `ACTIVATIONS`.
+        last_activation: Whether the last hidden layer has it too.
+    """
+
+    layers: tuple[Affine, ...]
+    activation: str = eqx.field(static=True)
+    last_activation: bool = eqx.field(static=True)
+
+    def __init__(
+        self,
+        inputs: int = 784,
+        width: int = 200,
+        depth: int = 2,
+        classes: int = 10,
+        *,
+        activation: str = "relu",
+        last_activation: bool = True,
+        init: str = "pytorch",
+        key: AnyKey,
+    ):
+        """A fresh network.
+
+        Args:
+            inputs: Width of the input.
+            width: Width of the hidden layers.
+            depth: Hidden layers, at least 1.
+            classes: Width of the output.
+            activation: One of `ACTIVATIONS`.
+            last_activation: Whether the last hidden layer has an activation: the features are what comes after it.
+            init: One of `initial.INITS`.
+            key: Draws weights and biases.
+        """
+        for name, value in (("inputs", inputs), ("width", width), ("depth", depth), ("classes", classes)):
+            check_count(name, value, minimum=1)
+        check_choice("activation", activation, ACTIVATIONS)
+        sizes = [inputs, *[width] * depth, classes]
+        keys = jax.random.split(key, depth + 1)
+        self.layers = tuple(
+            Affine(*pair, init=init, key=k)
+            for pair, k in zip(zip(sizes[:-1], sizes[1:], strict=True), keys, strict=True)
+        )
+        self.activation, self.last_activation = activation, last_activation
+
+    def representations(self, x: Float[Array | np.ndarray, " inputs"]) -> dict[str, Array]:
+        """Everything computed on the way: "hidden0", ..., "features" (the last hidden layer) and "logits"."""
+        hidden, found = jnp.asarray(x), {}
+        *inner, head = self.layers
+        for index, layer in enumerate(inner):
+            hidden = layer(hidden)
+            if self.last_activation or index < len(inner) - 1:
+                hidden = ACTIVATIONS[self.activation](hidden)
+            found[f"hidden{index}" if index < len(inner) - 1 else "features"] = hidden
+        return {**found, "logits": head(hidden)}
+
+    def __call__(self, x: Float[Array | np.ndarray, " inputs"]) -> Float[Array, " classes"]:
+        """Logits of one example."""
+        return self.representations(x)["logits"]

@@ -1,0 +1,90 @@
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dissociation.models.cnn import CNN, Decoder, Encoder
+from dissociation.models.layers import Affine, Convolution, max_pool
+
+IMAGES = np.random.default_rng(0).uniform(size=(12, 28, 28)).astype(np.float32)
+
+
+def test_convolution_and_pooling_by_hand():
+    layer = Convolution(2, 3, key=jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (6, 8, 2))
+    padded = np.pad(x, ((2, 2), (2, 2), (0, 0)))
+    patches = np.stack([[padded[i : i + 5, j : j + 5] for j in range(8)] for i in range(6)])
+    wanted = np.einsum("hwijc,ijco->hwo", patches, layer.weight) + np.asarray(layer.bias)
+    np.testing.assert_allclose(layer(x), wanted, atol=1e-5)
+    np.testing.assert_array_equal(max_pool(x), np.asarray(x).reshape(3, 2, 4, 2, 2).max((1, 3)))
+
+
+def test_a_convolution_after_nearest_upsampling_is_done_below():
+    layer = Convolution(3, 4, key=jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (6, 8, 3))
+    above = jax.image.resize(x, (12, 16, 3), "nearest")
+    np.testing.assert_allclose(layer.upsampled(x), layer(above), atol=1e-5)
+    slopes = [jax.grad(lambda w, f=f: jnp.sum(f(eqx.tree_at(lambda m: m.weight, layer, w)) ** 2))(layer.weight)
+              for f in (lambda m: m.upsampled(x), lambda m: m(above))]  # fmt: skip
+    np.testing.assert_allclose(*slopes, rtol=1e-4, atol=1e-3)
+    assert np.abs(layer.upsampled(x) - layer(jax.image.resize(x, (12, 16, 3), "bilinear"))).max() > 0.1
+
+
+def test_encoder_against_torch():
+    torch = pytest.importorskip("torch")
+    encoder = Encoder(5, key=jax.random.key(0))
+    first, second = encoder.convolutions
+
+    def tensor(array, *axes):
+        return torch.tensor(np.array(array)).permute(*axes) if axes else torch.tensor(np.array(array))
+
+    x = torch.tensor(IMAGES)[:, None]
+    for layer in (first, second):
+        x = torch.conv2d(x, tensor(layer.weight, 3, 2, 0, 1), tensor(layer.bias), padding=2)
+        x = torch.max_pool2d(torch.relu(x), 2)
+    # Channels last, so the linear layer reads pixels before channels.
+    wanted = x.permute(0, 2, 3, 1).reshape(len(x), -1) @ tensor(encoder.head.weight) + tensor(encoder.head.bias)
+    np.testing.assert_allclose(jax.vmap(encoder)(IMAGES), wanted.numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize("upsampling", ["nearest", "bilinear"])
+def test_decoder_against_torch(upsampling):
+    torch = pytest.importorskip("torch")
+    decoder = Decoder(5, upsampling=upsampling, key=jax.random.key(0))
+    features = np.random.default_rng(1).normal(size=(3, 5)).astype(np.float32)
+    x = torch.tensor(np.asarray(jax.vmap(decoder.head)(features))).reshape(3, 7, 7, 32).permute(0, 3, 1, 2)
+    for layer in decoder.convolutions:
+        x = torch.relu(torch.nn.functional.interpolate(x, scale_factor=2, mode=upsampling))
+        # A transposed convolution of stride 1 is a convolution with the kernel turned by half a turn.
+        weight = torch.tensor(np.array(layer.weight)).flip(0, 1).permute(2, 3, 0, 1)
+        x = torch.conv_transpose2d(x, weight, torch.tensor(np.array(layer.bias)), padding=2)
+    np.testing.assert_allclose(jax.vmap(decoder)(features), x[:, 0].numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize("init", ["pytorch", "lecun"])
+def test_initialisations(init):
+    layer = Affine(400, 300, init=init, key=jax.random.key(0))
+    spread = np.std(layer.weight)
+    if init == "pytorch":
+        assert np.abs(layer.weight).max() <= 0.05
+        np.testing.assert_allclose(spread, 0.05 / 3**0.5, rtol=0.01)
+        assert np.abs(layer.bias).max() > 0.02
+    else:
+        np.testing.assert_allclose(spread, 0.05, rtol=0.01)
+        np.testing.assert_array_equal(layer.bias, 0)
+    with pytest.raises(ValueError, match="'pytorch', 'lecun'"):
+        Affine(2, 2, init="flax", key=jax.random.key(0))
+
+
+@pytest.mark.parametrize("last_activation", [True, False])
+def test_classifier(last_activation):
+    model = CNN(30, 7, last_activation=last_activation, key=jax.random.key(0))
+    flat = IMAGES.reshape(12, -1)
+    found = jax.vmap(model.representations)(flat)
+    features = jax.vmap(model.encoder)(IMAGES)
+    expected = np.asarray(np.maximum(features, 0) if last_activation else features)
+    weight, bias = (np.asarray(part) for part in (model.head.weight, model.head.bias))
+    np.testing.assert_allclose(found["features"], expected, atol=1e-6)
+    np.testing.assert_allclose(found["logits"], expected @ weight + bias, atol=1e-5)
+    np.testing.assert_array_equal(jax.vmap(model)(flat), found["logits"])
