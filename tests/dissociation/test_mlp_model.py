@@ -17,7 +17,7 @@ def test_by_hand(last_activation):
     features = hidden @ b + second
     features = np.maximum(features, 0) if last_activation else features
     found = jax.vmap(model.representations)(X)
-    assert list(found) == ["hidden0", "features", "logits"]
+    assert set(found) == {"hidden0", "features", "logits"}
     np.testing.assert_allclose(found["hidden0"], hidden, atol=1e-6)
     np.testing.assert_allclose(found["features"], features, atol=1e-6)
     np.testing.assert_allclose(found["logits"], features @ c + third, atol=1e-6)

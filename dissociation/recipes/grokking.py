@@ -1,0 +1,215 @@
+"""Training until networks grok: large initial weights, few pictures, many steps, many weight decays at once."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float, Int
+
+from dissociation.checks import check_choice, check_count, check_non_negative, check_positive, fail
+from dissociation.data.datasets import Dataset
+from dissociation.metrics.collapse import class_moments, neural_collapse
+from dissociation.models.cnn import CNN
+from dissociation.models.mlp import MLP
+from dissociation.training import FitResult, fit
+
+PIXEL_MEAN, PIXEL_DEVIATION = 0.1307, 0.3081
+"""Of MNIST's training pictures, in [0, 1]."""
+
+
+def standardised(images: Float[Array | np.ndarray, "n d"]) -> Float[Array, "n d"]:
+    """Pictures in units of MNIST's deviation about its mean."""
+    return (jnp.asarray(images) - PIXEL_MEAN) / PIXEL_DEVIATION
+
+
+def observation_steps(num_steps: int) -> Int[np.ndarray, " times"]:
+    """Steps 0 to 29, every tenth to 150, then every num_steps / 150, rounded, to the last.
+
+    Args:
+        num_steps: The last step.
+
+    Example:
+        >>> len(observation_steps(100_000))
+        193
+    """
+    total = check_count("num_steps", num_steps, minimum=1)
+    later = np.rint(np.arange(1, 151) * total / 150).astype(int)
+    steps = np.unique(np.concatenate([np.arange(30), np.arange(30, 151, 10), later[later > 150], [total]]))
+    return steps[steps <= total]
+
+
+def train_grokking(
+    dataset: Dataset,
+    *,
+    weight_decays: Sequence[float] = (0.3, 0.1, 0.03, 0.01, 0.003, 0.001),
+    seeds: Sequence[int] = (42, 43, 44, 45, 46),
+    num_steps: int = 100_000,
+    num_train: int = 1000,
+    batch_size: int = 100,
+    learning_rate: float = 1e-3,
+    init_scale: float = 8.0,
+    optimizer: str = "adamw",
+    network: str = "mlp",
+    options: dict[str, Any] | None = None,
+    measures: eqx.Module | None = None,
+    measure_at: Sequence[int] | Int[np.ndarray, " times"] = (),
+    **fit_options: Any,
+) -> FitResult:
+    """Trains one network per weight decay and seed by squared error against one-hot labels.
+
+    A seed sets a network's weights and the order of its batches, whatever its weight decay. Every parameter is
+    multiplied by `init_scale` before training, and decays, biases too.
+
+    Args:
+        dataset: Pictures and one-hot labels; the first `num_train` training pictures are seen.
+        weight_decays: AdamW's; traced.
+        seeds: Non-negative.
+        num_steps: Optimiser steps.
+        num_train: Training pictures.
+        batch_size: Reshuffled every epoch.
+        learning_rate: Of the optimiser.
+        init_scale: Factor of all initial parameters.
+        optimizer: "adamw", or "sgd" with the decay times the learning rate, as in AdamW.
+        network: "mlp" or "cnn".
+        options: Of `models.mlp.MLP` or `models.cnn.CNN`.
+        measures: Called as `measures(model, key)` at `measure_at`, for what is too dear to compute at all observations.
+        measure_at: Steps out of `observation_steps(num_steps)`.
+        **fit_options: For `training.fit`: `progress`, `checkpoint`, `log`, `mesh`, `member_map`.
+
+    Returns:
+        What `fit` returns, with members in the order [decay, seed]: member d * len(seeds) + s. The loss is summed over
+        classes and batch. `history.observed` has `CheapMeasures`' numbers at `observation_steps`, and under "dear"
+        those of `measures`, NaN at the steps that are not in `measure_at`.
+
+    Raises:
+        ValueError: If an option is out of range, or `measure_at` holds other steps.
+
+    References:
+        Sakamoto and Sato (2025), Explaining grokking and information bottleneck through neural collapse emergence.
+    """
+    check_choice("optimizer", optimizer, ("adamw", "sgd"))
+    check_choice("network", network, ("mlp", "cnn"))
+    check_positive("learning_rate", learning_rate)
+    check_positive("init_scale", init_scale)
+    for decay in weight_decays:
+        check_non_negative("weight_decays", decay)
+    count = check_count("num_train", num_train, minimum=1)
+    if count > len(dataset.train_images):
+        fail("num_train", f"be at most the number of training pictures ({len(dataset.train_images)})", num_train)
+    times = observation_steps(num_steps)
+    if not np.isin(measure_at, times).all():
+        fail("measure_at", "be steps of `observation_steps(num_steps)`", sorted(set(measure_at) - set(times.tolist())))
+    keys = jnp.tile(jnp.stack([jax.random.PRNGKey(seed) for seed in seeds]), (len(weight_decays), 1))
+    parts = jax.vmap(lambda key: jax.random.split(key))(keys)
+
+    def build(key: Array) -> eqx.Module:
+        sizes = {"classes": dataset.num_classes, **(options or {})}
+        model = MLP(dataset.num_pixels, **sizes, key=key) if network == "mlp" else CNN(**sizes, key=key)
+        return jax.tree.map(lambda leaf: init_scale * leaf if eqx.is_inexact_array(leaf) else leaf, model)
+
+    models = eqx.filter_jit(eqx.filter_vmap(build))(parts[:, 0])
+    images, labels = standardised(dataset.train_images[:count]), jnp.asarray(dataset.train_labels[:count])
+    settings = jnp.stack(
+        [jnp.repeat(jnp.asarray(weight_decays, float), len(seeds)), jnp.full(len(keys), learning_rate)], 1
+    )
+    observe = Observation(
+        CheapMeasures(images, labels, standardised(dataset.test_images), jnp.asarray(dataset.test_labels)),
+        measures,
+        jnp.asarray(measure_at, int),
+    )
+    return fit(
+        models,
+        squared_error,
+        (images, labels),
+        _adamw if optimizer == "adamw" else _sgd,
+        num_steps=num_steps,
+        batch_size=batch_size,
+        key=parts[:, 1],
+        shared_batches=False,
+        hyperparams=settings,
+        observe=observe,
+        observe_at=times,
+        **fit_options,
+    )
+
+
+def _adamw(settings: Float[Array, "2"]) -> optax.GradientTransformation:
+    return optax.adamw(settings[1], weight_decay=settings[0])
+
+
+def _sgd(settings: Float[Array, "2"]) -> optax.GradientTransformation:
+    return optax.chain(optax.add_decayed_weights(settings[0]), optax.sgd(settings[1]))
+
+
+def squared_error(model: MLP | CNN, batch: tuple[Array, Array], key: Array) -> Float[Array, ""]:
+    """Sum over pictures and classes of (logit - one-hot label)^2."""
+    images, labels = batch
+    return jnp.sum((jax.vmap(model)(images) - labels) ** 2)
+
+
+class CheapMeasures(eqx.Module):
+    """Accuracy and neural collapse on training and on test pictures.
+
+    Attributes:
+        train_images: [n, d].
+        train_labels: [n, classes].
+        images: Of the test set.
+        labels: Of the test set.
+    """
+
+    train_images: Float[Array, "n d"]
+    train_labels: Float[Array, "n classes"]
+    images: Float[Array, "m d"]
+    labels: Float[Array, "m classes"]
+
+    def __call__(self, model: MLP | CNN) -> dict[str, Array]:
+        """The numbers by name: "train_..." and "test_..."."""
+        found = {}
+        for split, images, labels in (
+            ("train", self.train_images, self.train_labels),
+            ("test", self.images, self.labels),
+        ):
+            seen = jax.vmap(model.representations)(images)
+            features, logits = seen["features"], seen["logits"]
+            truth = jnp.argmax(labels, 1)
+            collapse = neural_collapse(class_moments(features, truth, labels.shape[1]))
+            measured = {
+                "accuracy": jnp.mean(jnp.argmax(logits, 1) == truth),
+                "loss": jnp.sum((logits - labels) ** 2) / labels.shape[0],
+                "within_class_variance": collapse.within,
+                "between_class_variance": collapse.between,
+                "scale_means": collapse.scale,
+                "nc1_score": collapse.nc1,
+                "rnc1_score": collapse.rnc1,
+                "nc2_score": collapse.nc2,
+            }
+            found |= {f"{split}_{name}": value for name, value in measured.items()}
+        return found
+
+
+class Observation(eqx.Module):
+    """Cheap measures at every observation, dear ones at some.
+
+    Attributes:
+        cheap: Called with the model.
+        dear: Called with model and key, or None.
+        steps: When the dear ones are computed.
+    """
+
+    cheap: CheapMeasures
+    dear: Any
+    steps: Int[Array, " times"]
+
+    def __call__(self, model: MLP | CNN, step: Array, key: Array) -> dict[str, Any]:
+        """All measures of one network."""
+        found: dict[str, Any] = self.cheap(model)
+        if self.dear is None:
+            return found
+        like = jax.eval_shape(self.dear, model, key)
+        empty = jax.tree.map(lambda leaf: jnp.full(leaf.shape, jnp.nan, leaf.dtype), like)
+        asked = jnp.any(self.steps == step)
+        return {**found, "dear": jax.lax.cond(asked, lambda: self.dear(model, key), lambda: empty)}

@@ -1,0 +1,97 @@
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dissociation.data.datasets import load
+from dissociation.metrics.collapse import class_moments, neural_collapse
+from dissociation.recipes.grokking import observation_steps, standardised, train_grokking
+
+SMALL = {"num_steps": 200, "num_train": 100, "batch_size": 50, "options": {"width": 16}}
+
+
+@pytest.fixture(scope="module")
+def data():
+    return load("glyphs", num_train=150, num_test=60)
+
+
+class Norm(eqx.Module):
+    def __call__(self, model, key):
+        return {"norm": jnp.linalg.norm(model.layers[0].weight)}
+
+
+@pytest.fixture(scope="module")
+def trained(data):
+    return train_grokking(
+        data, weight_decays=(3.0, 0.1, 0.0), seeds=(42, 43), measures=Norm(), measure_at=(0, 20, 200), **SMALL
+    )
+
+
+def test_members_are_decays_by_seeds(trained):
+    observed = trained.history.observed
+    grid = {name: values.reshape(3, 2, -1) for name, values in observed.items() if name != "dear"}
+    np.testing.assert_array_equal(trained.history.observed_at, observation_steps(200))
+    for values in grid.values():
+        # A seed begins alike whatever its decay, and seeds differ.
+        np.testing.assert_array_equal(values[:, :, 0], values[:1, :, 0].repeat(3, 0))
+        assert values[0, 0, 0] != values[0, 1, 0] or values[0, 0, -1] != values[0, 1, -1]
+    assert (grid["train_loss"][..., -1] < 0.5 * grid["train_loss"][..., 0]).all()
+    norms = observed["dear"]["norm"].reshape(3, 2, -1)
+    assert (np.diff(norms[:, :, -1], axis=0) > 0).all()  # the less decay, the larger the weights
+
+
+def test_dear_measures_come_when_asked(trained):
+    norms = trained.history.observed["dear"]["norm"]
+    asked = np.isin(trained.history.observed_at, (0, 20, 200))
+    assert np.isfinite(norms[:, asked]).all()
+    assert np.isnan(norms[:, ~asked]).all()
+
+
+def test_the_beginning_is_eight_times_pytorchs(trained, data):
+    result = train_grokking(data, weight_decays=(0.0,), seeds=(42,), **{**SMALL, "num_steps": 1}, learning_rate=1e-9)
+    model = jax.tree.map(lambda leaf: leaf[0], result.models)
+    for layer, fan_in in zip(model.layers, (784, 16, 16), strict=True):
+        for part in (layer.weight, layer.bias):
+            assert 0.8 < np.abs(part).max() * fan_in**0.5 / 8 <= 1
+    # What is observed at step 0 belongs to that network, with pictures standardised.
+    images = (np.asarray(data.test_images) - 0.1307) / 0.3081
+    np.testing.assert_allclose(standardised(data.test_images), images, rtol=1e-5)
+    seen = jax.vmap(model.representations)(images)
+    truth = data.test_labels.argmax(1)
+    observed = {name: values[0, 0] for name, values in trained.history.observed.items() if name != "dear"}
+    np.testing.assert_allclose(observed["test_accuracy"], np.mean(seen["logits"].argmax(1) == truth), atol=1e-6)
+    loss = np.sum((np.asarray(seen["logits"]) - data.test_labels) ** 2) / 60
+    np.testing.assert_allclose(observed["test_loss"], loss, rtol=1e-4)
+    collapse = neural_collapse(class_moments(seen["features"], truth, 10))
+    np.testing.assert_allclose(observed["test_rnc1_score"], collapse.rnc1, rtol=1e-4)
+    np.testing.assert_allclose(observed["test_nc2_score"], collapse.nc2, rtol=1e-3)
+
+
+def test_a_member_alone_is_the_member_of_the_sweep(trained, data):
+    alone = train_grokking(data, weight_decays=(0.1,), seeds=(43,), **SMALL)
+    for name, values in alone.history.observed.items():
+        np.testing.assert_array_equal(values[0], trained.history.observed[name][3], err_msg=name)
+
+
+@pytest.mark.parametrize("options", [{"optimizer": "sgd", "learning_rate": 1e-5}, {"network": "cnn"}])
+def test_other_optimisers_and_networks(data, options):
+    small = {**SMALL, "num_steps": 4, "init_scale": 1.0}
+    result = train_grokking(data, weight_decays=(0.1,), seeds=(1,), **small, **options)
+    observed = result.history.observed
+    assert observed["train_loss"][0, -1] < observed["train_loss"][0, 0]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"measure_at": (31,)}, "`measure_at` must be steps"),
+        ({"num_train": 1000}, r"`num_train` must be at most the number of training pictures \(150\)"),
+        ({"optimizer": "adam"}, "'adamw', 'sgd'"),
+        ({"network": "rnn"}, "'mlp', 'cnn'"),
+        ({"weight_decays": (-0.1,)}, "`weight_decays` must be non-negative"),
+    ],
+)
+def test_bad_input_is_refused(data, options, words):
+    with pytest.raises(ValueError, match=words):
+        train_grokking(data, **{**SMALL, **options})
