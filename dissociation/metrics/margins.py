@@ -1,0 +1,132 @@
+"""Where features stand between two classes of a linear last layer: signed distances, and the plane of two weights."""
+
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from dissociation.checks import check_count, check_ndim, fail, is_traced
+from dissociation.linalg import product
+from dissociation.models.layers import Affine
+
+Features = Float[Array | np.ndarray, "n d"]
+Weights = Float[Array | np.ndarray, "classes d"]
+Biases = Float[Array | np.ndarray, " classes"]
+
+
+class Plane(eqx.Module):
+    """The plane spanned by the last layer's weights of two classes.
+
+    Attributes:
+        basis: Orthonormal: e1 along w_a - w_b, e2 along the rest of w_b: [2, d].
+        boundary: Where the two classes' logits are equal, as a coordinate along e1: a line parallel to e2. It holds for
+            every point of feature space, in the plane or not.
+    """
+
+    basis: Float[Array, "2 d"]
+    boundary: Float[Array, ""]
+
+    def coordinates(self, features: Features) -> Float[Array, "n 2"]:
+        """Features projected onto the plane."""
+        return product(jnp.asarray(features), self.basis.T)
+
+
+def linear_head(model: Any) -> tuple[Float[Array, "classes d"], Float[Array, " classes"]]:
+    """Weights and biases of a model's last layer.
+
+    Args:
+        model: With a layer `head`, or a sequence `layers`, whose last is affine: of `dissociation.models`, or
+            `eqx.nn.MLP`.
+
+    Returns:
+        Weights [classes, d] and biases [classes], zero if there are none.
+
+    Raises:
+        TypeError: If the last layer is not linear, or cannot be told.
+    """
+    last = getattr(model, "head", None)
+    if last is None:
+        last = (getattr(model, "layers", None) or [None])[-1]
+    if isinstance(last, Affine):
+        weights, biases = last.weight.T, last.bias
+    elif isinstance(last, eqx.nn.Linear):
+        weights, biases = last.weight, last.bias
+    else:
+        raise TypeError(f"`model` must have a linear last layer, got {type(model).__name__} ending in {last!r:.60}.")
+    return weights, jnp.zeros(weights.shape[0], weights.dtype) if biases is None else biases
+
+
+def signed_distance(
+    features: Features, weights: Weights, biases: Biases, first: int, second: int
+) -> Float[Array, " n"]:
+    """Distance to the boundary between two classes, (z . (w_a - w_b) + b_a - b_b) / |w_a - w_b|.
+
+    Args:
+        features: The last layer's inputs z, [samples, d].
+        weights: The last layer's, [classes, d].
+        biases: [classes].
+        first: Class a, on whose side distances are positive.
+        second: Class b.
+
+    Returns:
+        In units of the features.
+
+    Raises:
+        ValueError: If a class is unknown, or the two have the same weights.
+
+    Example:
+        >>> signed_distance(jnp.array([[3.0, 4.0]]), jnp.array([[2.0, 0.0], [0.0, 0.0]]), jnp.array([0.0, 2.0]), 0, 1)
+        Array([2.], dtype=float32)
+    """
+    check_ndim("features", features, 2, "[samples, dimensions]")
+    a, b = _classes(weights, first, second)
+    weights, biases = jnp.asarray(weights), jnp.asarray(biases)
+    normal = weights[a] - weights[b]
+    length = jnp.linalg.norm(normal)
+    if not is_traced(length) and float(length) == 0.0:
+        fail("weights", f"differ between classes {a} and {b}", "equal rows")
+    return (product(jnp.asarray(features), normal[:, None])[:, 0] + biases[a] - biases[b]) / length
+
+
+def class_plane(weights: Weights, biases: Biases, first: int, second: int, *, rtol: float = 1e-5) -> Plane:
+    """The plane of two classes' weights, for drawing samples and the boundary between them.
+
+    Args:
+        weights: The last layer's, [classes, d].
+        biases: [classes].
+        first: Class a.
+        second: Class b.
+        rtol: Below this share of its length, the part of w_b across w_a - w_b is rounding: the weights are parallel.
+
+    Returns:
+        The plane.
+
+    Raises:
+        ValueError: If a class is unknown, or the weights are parallel or equal, and span no plane.
+    """
+    a, b = _classes(weights, first, second)
+    weights, biases = jnp.asarray(weights), jnp.asarray(biases)
+    normal = weights[a] - weights[b]
+    length = jnp.linalg.norm(normal)
+    if not is_traced(length) and float(length) == 0.0:
+        fail("weights", f"differ between classes {a} and {b}", "equal rows")
+    along = normal / length
+    rest = weights[b] - jnp.dot(weights[b], along) * along
+    rest = rest - jnp.dot(rest, along) * along  # once more, against rounding
+    size = jnp.linalg.norm(rest)
+    if not is_traced(size) and float(size) <= rtol * float(jnp.linalg.norm(weights[b])):
+        fail("weights", f"of classes {a} and {b} span a plane", "parallel rows")
+    return Plane(jnp.stack([along, rest / size]), (biases[b] - biases[a]) / length)
+
+
+def _classes(weights: Weights, first: int, second: int) -> tuple[int, int]:
+    check_ndim("weights", weights, 2, "[classes, dimensions]")
+    number = weights.shape[0]
+    for name, value in (("first", first), ("second", second)):
+        if check_count(name, value) >= number:
+            fail(name, f"be a class from 0 to {number - 1}", value)
+    if first == second:
+        fail("second", "be another class than `first`", second)
+    return first, second

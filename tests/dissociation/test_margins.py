@@ -1,0 +1,76 @@
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dissociation.metrics.margins import class_plane, linear_head, signed_distance
+from dissociation.models.bilinear import BilinearNetwork
+from dissociation.models.cnn import CNN
+from dissociation.models.mlp import MLP
+
+RNG = np.random.default_rng(0)
+Z, W, B = (RNG.normal(size=shape).astype(np.float32) for shape in ((50, 6), (4, 6), (4,)))
+
+
+def test_the_sign_is_the_logits_and_the_length_the_way_to_the_boundary():
+    distance = signed_distance(Z, W, B, 1, 3)
+    logits = Z @ W.T + B
+    np.testing.assert_array_equal(distance > 0, logits[:, 1] > logits[:, 3])
+    # Moving by the distance against the normal lands on the boundary.
+    normal = (W[1] - W[3]) / np.linalg.norm(W[1] - W[3])
+    moved = (Z - np.asarray(distance)[:, None] * normal) @ W.T + B
+    np.testing.assert_allclose(moved[:, 1], moved[:, 3], atol=1e-5)
+    np.testing.assert_allclose(signed_distance(Z, W, B, 3, 1), -distance, rtol=1e-5)
+    without = signed_distance(Z, W, np.zeros(4, np.float32), 1, 3)
+    np.testing.assert_allclose(distance - without, (B[1] - B[3]) / np.linalg.norm(W[1] - W[3]), rtol=1e-4)
+
+
+def test_the_plane():
+    plane = class_plane(W, B, 0, 2)
+    np.testing.assert_allclose(plane.basis @ plane.basis.T, np.eye(2), atol=1e-6)
+    # It holds both weights, and the first axis points from b to a.
+    for row in W[[0, 2]]:
+        np.testing.assert_allclose(plane.basis.T @ (plane.basis @ row), row, atol=1e-5)
+    np.testing.assert_allclose(plane.basis[0], (W[0] - W[2]) / np.linalg.norm(W[0] - W[2]), atol=1e-6)
+    # A sample's place relative to the line is its signed distance, in the plane or not.
+    apart = plane.coordinates(Z)[:, 0] - plane.boundary
+    np.testing.assert_allclose(apart, signed_distance(Z, W, B, 0, 2), atol=1e-5)
+
+
+@pytest.mark.parametrize("model", [MLP(6, 8, 1, 3, key=jax.random.key(0)), CNN(8, 3, key=jax.random.key(0)),
+                                   eqx.nn.MLP(6, 3, 8, 1, key=jax.random.key(0))])  # fmt: skip
+def test_heads(model):
+    weights, biases = linear_head(model)
+    assert weights.shape == (3, 8)
+    last = model.head if isinstance(model, CNN) else model.layers[-1]
+    z = jax.random.normal(jax.random.key(1), (8,))
+    np.testing.assert_allclose(last(z), weights @ z + biases, atol=1e-6)
+    bare = eqx.nn.MLP(6, 3, 8, 1, use_final_bias=False, key=jax.random.key(0))
+    np.testing.assert_array_equal(linear_head(bare)[1], 0)
+
+
+def test_jit_and_vmap():
+    stacked = np.stack([W, 2 * W, W[::-1]])
+    loop = [signed_distance(Z, w, B, 0, 1) for w in stacked]
+    found = jax.jit(jax.vmap(lambda w: signed_distance(Z, w, B, 0, 1)))(stacked)
+    np.testing.assert_allclose(found, loop, atol=1e-5)
+    basis = jax.jit(jax.vmap(lambda w: class_plane(w, B, 0, 1).basis))(stacked)
+    np.testing.assert_allclose(basis, [class_plane(w, B, 0, 1).basis for w in stacked], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: class_plane(jnp.asarray([[1.0, 2.0], [2.0, 4.0]]), jnp.zeros(2), 0, 1), ValueError, "parallel rows"),
+        (lambda: class_plane(jnp.ones((2, 2)), jnp.zeros(2), 0, 1), ValueError, "equal rows"),
+        (lambda: signed_distance(Z, np.ones((4, 6), np.float32), B, 0, 1), ValueError, "equal rows"),
+        (lambda: signed_distance(Z, W, B, 0, 4), ValueError, "`second` must be a class from 0 to 3, got 4"),
+        (lambda: signed_distance(Z, W, B, 2, 2), ValueError, "`second` must be another class"),
+        (lambda: linear_head(BilinearNetwork(6, 4, 3, key=jax.random.key(0))), TypeError, "linear last layer"),
+        (lambda: linear_head(jnp.tanh), TypeError, "linear last layer"),
+    ],
+)
+def test_bad_input_is_refused(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
