@@ -1,6 +1,6 @@
 """Bilinear networks: layers g(x) = (W x) * (V x), whose every output is a quadratic form of the input."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import equinox as eqx
 import jax
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Key, UInt32
 
-from dissociation.checks import check_choice, check_count
+from dissociation.checks import check_choice, check_count, fail
 from dissociation.models.initial import Initialiser, draw_weights
 
 AnyKey = Key[Array, ""] | UInt32[Array, "2"]
@@ -62,6 +62,51 @@ class BilinearLayer(eqx.Module):
         if self.left_bias is not None and self.right_bias is not None:
             left, right = left + self.left_bias, right + self.right_bias
         return GATES[self.gate](left) * right
+
+
+def wrap_bilinear(
+    embed: Float[Array | np.ndarray, "hidden inputs"],
+    layers: Sequence[tuple[Float[Array | np.ndarray, "..."], ...]],
+    head: Float[Array | np.ndarray, "classes last"],
+    *,
+    residual: bool = False,
+) -> "BilinearNetwork":
+    """A `BilinearNetwork` of given weights: the way into `dissociation.spectral` for any other bilinear model.
+
+    Args:
+        embed: [hidden, inputs]; the identity for a model without embedding.
+        layers: (W, V) or (W, V, b, c) of every layer, matrices [outputs, inputs of the layer].
+        head: [classes, outputs of the last layer].
+        residual: Whether every layer's input is added to its output.
+
+    Returns:
+        The network.
+
+    Raises:
+        ValueError: If there are no layers, or their shapes do not follow one another.
+
+    Example:
+        >>> eye = jnp.eye(2)
+        >>> wrap_bilinear(eye, [(eye, eye)], jnp.ones((1, 2)))(jnp.array([3.0, 4.0]))  # 3^2 + 4^2
+        Array([25.], dtype=float32)
+    """
+    if not layers:
+        fail("layers", "hold at least one layer", "none")
+    width, found = embed.shape[0], []
+    for index, parts in enumerate(layers):
+        left, right, *biases = (jnp.asarray(part) for part in parts)
+        if left.ndim != 2 or left.shape != right.shape or left.shape[1] != width or len(biases) not in (0, 2):
+            shapes = [tuple(part.shape) for part in parts]
+            fail("layers", f"have two matrices [outputs, {width}], and two biases or none, in layer {index}", shapes)
+        width = left.shape[0]
+        layer = BilinearLayer(1, 1, bias=len(biases) == 2, key=jax.random.PRNGKey(0))
+        names = ("left", "right", "left_bias", "right_bias")[: len(parts)]
+        found.append(eqx.tree_at(lambda m, n=names: [getattr(m, name) for name in n], layer, [left, right, *biases]))
+    if head.shape[1] != width:
+        fail("head", f"have {width} columns, the last layer's outputs", tuple(head.shape))
+    empty = BilinearNetwork(1, 1, 1, num_layers=len(found), residual=residual, key=jax.random.PRNGKey(0))
+    parts = [jnp.asarray(embed), tuple(found), jnp.asarray(head)]
+    return eqx.tree_at(lambda m: [m.embed, m.layers, m.head], empty, parts)
 
 
 class BilinearNetwork(eqx.Module):

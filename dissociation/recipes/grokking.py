@@ -167,7 +167,11 @@ class CheapMeasures(eqx.Module):
     labels: Float[Array, "m classes"]
 
     def __call__(self, model: MLP | CNN) -> dict[str, Array]:
-        """The numbers by name: "train_..." and "test_..."."""
+        """The numbers by name.
+
+        "train_accuracy", "test_accuracy"; losses per picture; measures of collapse on training pictures ("nc1_score")
+        and on test pictures ("test_nc1_score").
+        """
         found = {}
         for split, images, labels in (
             ("train", self.train_images, self.train_labels),
@@ -177,9 +181,9 @@ class CheapMeasures(eqx.Module):
             features, logits = seen["features"], seen["logits"]
             truth = jnp.argmax(labels, 1)
             collapse = neural_collapse(class_moments(features, truth, labels.shape[1]))
+            found[f"{split}_accuracy"] = jnp.mean(jnp.argmax(logits, 1) == truth)
+            found[f"{split}_loss"] = jnp.sum((logits - labels) ** 2) / labels.shape[0]
             measured = {
-                "accuracy": jnp.mean(jnp.argmax(logits, 1) == truth),
-                "loss": jnp.sum((logits - labels) ** 2) / labels.shape[0],
                 "within_class_variance": collapse.within,
                 "between_class_variance": collapse.between,
                 "scale_means": collapse.scale,
@@ -187,7 +191,7 @@ class CheapMeasures(eqx.Module):
                 "rnc1_score": collapse.rnc1,
                 "nc2_score": collapse.nc2,
             }
-            found |= {f"{split}_{name}": value for name, value in measured.items()}
+            found |= {name if split == "train" else f"test_{name}": value for name, value in measured.items()}
         return found
 
 

@@ -4,8 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dissociation.models.bilinear import GATES, BilinearLayer, BilinearNetwork
+from dissociation.models.bilinear import GATES, BilinearLayer, BilinearNetwork, wrap_bilinear
 from dissociation.models.initial import draw_weights
+from dissociation.spectral import decompose
 
 X = np.random.default_rng(0).normal(size=(7, 12)).astype(np.float32)
 
@@ -63,3 +64,43 @@ def test_initialisation_by_a_function():
 def test_bad_input_is_refused(options, words):
     with pytest.raises(ValueError, match=words):
         BilinearNetwork(4, 3, 2, **options, key=jax.random.key(0))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_any_bilinear_model_can_be_wrapped(bias):
+    # Layers of different widths, as no constructor here makes them.
+    rng = np.random.default_rng(0)
+    embed, head = rng.normal(size=(5, 7)).astype(np.float32), rng.normal(size=(3, 4)).astype(np.float32)
+    sizes = [(6, 5), (4, 6)]
+    layers = [
+        tuple(rng.normal(size=s).astype(np.float32) for s in (shape, shape, *((shape[:1],) * 2 if bias else ())))
+        for shape in sizes
+    ]
+    model = wrap_bilinear(embed, layers, head)
+    x = rng.normal(size=7).astype(np.float32)
+    hidden = embed @ x
+    for left, right, *biases in layers:
+        b, c = biases or (0, 0)
+        hidden = (left @ hidden + b) * (right @ hidden + c)
+    np.testing.assert_allclose(model(x), head @ hidden, rtol=1e-4)
+    # And decomposed: the first layer's forms give what it computes.
+    spectrum = decompose(model, np.eye(6, dtype=np.float32), layer=0)
+    left, right, *biases = layers[0]
+    b, c = biases or (0, 0)
+    np.testing.assert_allclose(spectrum(x), (left @ (embed @ x) + b) * (right @ (embed @ x) + c), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("layers", "head", "words"),
+    [
+        ([], (3, 5), "`layers` must hold at least one layer"),
+        ([((4, 5), (4, 6))], (3, 4), "in layer 0"),
+        ([((4, 5), (4, 5), (4,))], (3, 4), "in layer 0"),
+        ([((4, 5), (4, 5)), ((2, 3), (2, 3))], (3, 2), r"two matrices \[outputs, 4\]"),
+        ([((4, 5), (4, 5))], (3, 5), "`head` must have 4 columns"),
+    ],
+)
+def test_what_does_not_fit_is_not_wrapped(layers, head, words):
+    arrays = [tuple(np.ones(shape, np.float32) for shape in layer) for layer in layers]
+    with pytest.raises(ValueError, match=words):
+        wrap_bilinear(np.ones((5, 7), np.float32), arrays, np.ones(head, np.float32))

@@ -1,0 +1,24 @@
+import equinox as eqx
+import jax
+import numpy as np
+import pytest
+
+from dissociation.data.datasets import load
+from dissociation.recipes.compression import encode, train_compression
+
+
+def test_pictures_are_compressed():
+    data = load("glyphs", num_train=300, num_test=70)
+    model = train_compression(data.train_images, 4, key=jax.random.key(0), num_epochs=30, batch_size=40)
+    test = np.asarray(data.test_images)
+    error = np.mean((np.asarray(eqx.filter_jit(lambda m, x: jax.vmap(m)(x))(model, test)) - test) ** 2)
+    blank = np.mean((np.asarray(data.train_images).mean(0) - test) ** 2)
+    assert error < 0.9 * blank  # better than the mean picture
+    codes = encode(model, test)
+    assert codes.shape == (70, 4)
+    np.testing.assert_allclose(codes, jax.vmap(model.encoder)(test.reshape(-1, 28, 28)), rtol=1e-4, atol=1e-5)
+
+
+def test_bad_input_is_refused():
+    with pytest.raises(ValueError, match="`code` must be"):
+        train_compression(np.zeros((10, 784), np.float32), 0, key=jax.random.key(0))
