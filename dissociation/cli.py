@@ -2,6 +2,7 @@
 
 import tyro
 
+from dissociation.figures import collapse as collapse_figure
 from dissociation.figures import eigenvectors as eigenvectors_figure
 from dissociation.figures import robustness as robustness_figure
 from dissociation.figures import transfer as transfer_figure
@@ -32,13 +33,21 @@ def eigenvectors(
     return produce(eigenvectors_figure, config, run)
 
 
+def collapse(
+    config: tyro.conf.OmitArgPrefixes[collapse_figure.Config] = collapse_figure.Config(),  # noqa: B008
+    run: tyro.conf.OmitArgPrefixes[RunOptions] = RunOptions(),  # noqa: B008
+) -> int:
+    """Grokking, neural collapse and the information plane through training, over weight decays and seeds."""
+    return produce(collapse_figure, config, run)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; returns the exit status.
 
     Args:
         arguments: The words after the program's name; None takes them from the process.
     """
-    figures = {"robustness": robustness, "transfer": transfer, "eigenvectors": eigenvectors}
+    figures = {"robustness": robustness, "transfer": transfer, "eigenvectors": eigenvectors, "collapse": collapse}
     return tyro.extras.subcommand_cli_from_dict(
         figures, prog="dissociation", description="Figures of the toolkit, from data to PDF.", args=arguments
     )

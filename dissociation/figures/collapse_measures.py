@@ -1,0 +1,221 @@
+"""What the figure of neural collapse measures: its configuration, the dear measures, margins, and crossing times."""
+
+import dataclasses
+from typing import Any, Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float
+
+from dissociation.checks import check_count, fail
+from dissociation.data.datasets import Dataset
+from dissociation.metrics.crossing import first_cross, log_slope, median_crossing
+from dissociation.metrics.information.hsic import information_plane
+from dissociation.metrics.information.nearest import information, label_information, whiten
+from dissociation.metrics.margins import linear_head, signed_distance
+from dissociation.recipes.compression import encode, train_compression
+from dissociation.recipes.grokking import observation_steps, standardised
+from dissociation.schedule import log_spaced_steps
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The networks, and what is measured on them."""
+
+    data: Literal["glyphs", "mnist"] = "glyphs"
+    """Data set: digits drawn by code, or MNIST."""
+    weight_decays: tuple[float, ...] = (0.3, 0.1, 0.03, 0.01, 0.003, 0.001)
+    """AdamW's."""
+    seeds: tuple[int, ...] = (42, 43, 44, 45, 46)
+    """Networks of every weight decay."""
+    num_steps: int = 100_000
+    """Optimiser steps."""
+    num_seen: int = 1000
+    """Training pictures that are trained on, the first ones; the others are unseen."""
+    batch_size: int = 100
+    """Pictures in a batch."""
+    learning_rate: float = 1e-3
+    """Of the optimiser."""
+    init_scale: float = 8.0
+    """Factor of all initial parameters."""
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    """The optimiser."""
+    network: Literal["mlp", "cnn"] = "mlp"
+    """The architecture."""
+    width: int = 200
+    """Of the hidden layers; of the last one for a convolutional network."""
+    depth: int = 2
+    """Hidden layers of a multilayer perceptron."""
+    last_activation: bool = True
+    """Whether features are taken after an activation."""
+    num_information: int = 30
+    """Observations at which information is measured, evenly spaced in the logarithm of the step; 0 for none."""
+    num_pictures: int = 10_000
+    """Test pictures on which it is measured, at most."""
+    num_neighbours: int = 5
+    """Of the nearest-neighbour estimators."""
+    feature_noise: float = 0.1
+    """Standard deviation of the noise on whitened features, without which information would be infinite."""
+    code: int = 4
+    """Numbers to which pictures and features are compressed."""
+    compression_epochs: int = 10
+    """Passes of the autoencoder over at most 10 000 training pictures."""
+    classes: tuple[int, int] = (0, 1)
+    """Whose margins are drawn."""
+    accuracy_threshold: float = 0.99
+    """Training accuracy above which a network has fitted."""
+    collapse_threshold: float = 0.1
+    """RNC1 below which it has collapsed."""
+    num_train: int | None = None
+    """Training pictures loaded; all by default."""
+    num_test: int | None = None
+    """Test pictures; all by default."""
+
+    def __post_init__(self):
+        for name in ("weight_decays", "seeds"):
+            values = getattr(self, name)
+            if not values or len(set(values)) != len(values):
+                fail(name, "be different numbers, one at least", values)
+        check_count("num_information", self.num_information)
+
+    def quick(self) -> "Config":
+        """A small run that shows that everything works: no science."""
+        small = {"weight_decays": (0.3, 0.03), "seeds": (42, 43), "num_steps": 300, "num_seen": 200, "width": 32}
+        few = {"num_information": 3, "num_pictures": 300, "compression_epochs": 2, "num_train": 400, "num_test": 300}
+        return dataclasses.replace(self, **small, **few)
+
+    def information_steps(self) -> np.ndarray:
+        """The observations nearest to `num_information` steps evenly spaced in the logarithm."""
+        times = observation_steps(self.num_steps)
+        if self.num_information < 2:
+            return times[:0] if self.num_information == 0 else times[-1:]
+        wanted = log_spaced_steps(self.num_steps, self.num_information)
+        return np.unique(times[np.abs(times[None] - wanted[:, None]).argmin(1)])
+
+
+class Information(eqx.Module):
+    """The dear measures of one network, on test pictures.
+
+    Attributes:
+        images: Standardised pictures X, [n, pixels].
+        labels: One-hot Y, [n, classes].
+        codes: Pictures compressed and whitened, [n, code].
+        feature_noise: On whitened features.
+        num_neighbours: Of the estimators.
+    """
+
+    images: Float[Array, "n d"]
+    labels: Float[Array, "n classes"]
+    codes: Float[Array, "n code"]
+    feature_noise: float = eqx.field(static=True)
+    num_neighbours: int = eqx.field(static=True)
+
+    def __call__(self, model: Any, key: Array) -> dict[str, Array]:
+        """By name; "null" stands for shuffled pairs, "free" for a bandwidth that follows the features' scale."""
+        keys = jax.random.split(key, 3)
+        features = jax.vmap(model.representations)(self.images)["features"]
+        size = min(100, len(self.images))
+        plane = information_plane(features, self.images, self.labels, key=keys[0], batch_size=size)
+        # One after the other: independent stacks of solves in one program can hang on a CPU.
+        features, plane = lax.optimization_barrier((features, plane))
+        free = information_plane(
+            features, self.images, self.labels, key=keys[0], batch_size=size, sigma=1.0, bandwidth="median"
+        )
+        features, free = lax.optimization_barrier((features, free))
+        codes = whiten(features, self.codes.shape[1])
+        codes = codes + self.feature_noise * jax.random.normal(keys[1], codes.shape, codes.dtype)
+        order = jax.random.permutation(keys[2], len(codes))
+        truth, classes = jnp.argmax(self.labels, 1), self.labels.shape[1]
+        found = {"nhsic_zx": plane.zx, "nhsic_zy": plane.zy, "nhsic_zx_free": free.zx, "nhsic_zy_free": free.zy}
+        for name, z in (("", codes), ("_null", codes[order])):
+            zx = information(self.codes, z, num_neighbours=self.num_neighbours)
+            zy = label_information(z, truth, num_classes=classes, num_neighbours=self.num_neighbours)
+            found |= {f"mi_zx_compression{name}": zx.value, f"mi_zy_compression{name}": zy.value}
+            found |= {f"mi_zx_error{name}": zx.error, f"mi_zy_error{name}": zy.error}
+        kraskov = information(self.codes, codes, estimator="kraskov", num_neighbours=self.num_neighbours)
+        return {**found, "mi_zx_kraskov": kraskov.value}
+
+
+def compressed(config: Config, data: Dataset, *, key: Array) -> dict[str, Array]:
+    """Codes of the test pictures, whitened, from an autoencoder of training pictures: "codes" [n, code]."""
+    model = train_compression(data.train_images[:10_000], config.code, key=key, num_epochs=config.compression_epochs)
+    return {"codes": whiten(encode(model, data.test_images[: config.num_pictures]))}
+
+
+def information_measures(config: Config, data: Dataset, codes: Array | np.ndarray) -> Information:
+    """The dear measures on the first test pictures."""
+    count = len(codes)
+    return Information(
+        standardised(data.test_images[:count]),
+        jnp.asarray(data.test_labels[:count]),
+        jnp.asarray(codes),
+        config.feature_noise,
+        config.num_neighbours,
+    )
+
+
+def margins_of(config: Config, data: Dataset, models: Any) -> dict[str, np.ndarray]:
+    """Signed distances to the boundary between two classes, of their samples, in every network.
+
+    Returns:
+        For each of the classes and for seen and unseen samples, "margin_{class}_{seen|unseen}": [members, samples].
+        Unseen are the training pictures after the first `num_seen`, and all test pictures.
+    """
+    first, second = config.classes
+    seen = data.train_images[: config.num_seen], data.train_labels[: config.num_seen]
+    rest = (
+        [data.train_images[config.num_seen :], data.test_images],
+        [data.train_labels[config.num_seen :], data.test_labels],
+    )
+    unseen = tuple(np.concatenate([np.asarray(part) for part in parts]) for parts in rest)
+
+    @eqx.filter_jit
+    def distances(models: Any, images: Array) -> Array:
+        def one(model: Any) -> Array:
+            weights, biases = linear_head(model)
+            features = jax.vmap(model.representations)(images)["features"]
+            return signed_distance(features, weights, biases, first, second)
+
+        params, static = eqx.partition(models, eqx.is_array)
+        return lax.map(lambda p: one(eqx.combine(p, static)), params)
+
+    found = {}
+    for name, (images, labels) in (("seen", seen), ("unseen", unseen)):
+        truth = np.asarray(labels).argmax(1)
+        for label in config.classes:
+            chosen = standardised(np.asarray(images)[truth == label])
+            found[f"margin_{label}_{name}"] = np.asarray(distances(models, chosen))
+    return found
+
+
+def crossings(config: Config, series: dict[str, np.ndarray], time_step: np.ndarray) -> dict[str, np.ndarray]:
+    """First steps of fitting and of collapse, NaN where there is none: "fitted" and "collapsed", [decay, seed]."""
+    times = np.asarray(time_step, np.float32)
+    fitted = first_cross(times, series["train_accuracy"], config.accuracy_threshold)
+    collapsed = first_cross(times, series["rnc1_score"], config.collapse_threshold, "below")
+    return {"fitted": np.asarray(fitted), "collapsed": np.asarray(collapsed)}
+
+
+def crossing_table(config: Config, found: dict[str, np.ndarray], end: int) -> list[list[str]]:
+    """A header, and a row per weight decay: medians with 90 % intervals, and how much later collapse came."""
+    rows = [["weight decay", "fitted at", "collapsed at", "90 % interval", "never collapsed", "collapsed / fitted"]]
+    for decay, fitted, collapsed in zip(config.weight_decays, found["fitted"], found["collapsed"], strict=True):
+        first, later = median_crossing(fitted, end), median_crossing(collapsed, end)
+        never = f"{int(np.isnan(collapsed).sum())} of {len(collapsed)}"
+        ratio = later.value / first.value if np.isfinite(first.value) else np.nan
+        interval = f"{later.low:.0f} to {later.high:.0f}"
+        rows.append([f"{decay:g}", f"{first.value:.0f}", f"{later.value:.0f}", interval, never, f"{ratio:.1f}"])
+    return rows
+
+
+def crossing_slope(config: Config, found: dict[str, np.ndarray], end: int) -> str:
+    """The slope of log collapse time on log weight decay with its standard error, or why there is none."""
+    places = np.repeat(np.asarray(config.weight_decays, float), found["collapsed"].shape[1])
+    try:
+        line = log_slope(found["collapsed"].reshape(-1).astype(float), places, end)
+    except ValueError as error:
+        return f"no slope: {error}"
+    return f"collapse time goes as (weight decay)^({line.slope:.2f} \u00b1 {line.error:.2f})"
