@@ -55,7 +55,8 @@ def fit_generator(
         x: Features phi of samples of the invariant measure.
         jac: Their derivatives with respect to the state's m coordinates.
         rank: Slowest eigenpairs returned, at most d.
-        diffusion: D, in units of length^2 / time: k_B T / gamma, or sigma^2 / 2 for noise sigma dW.
+        diffusion: D, in units of length^2 / time: k_B T / gamma; s^2 / 2 for dynamics with noise s dW, which is
+            sigma^2 / (2 friction^2) for `datasets.langevin.overdamped_langevin`.
         alpha: Tikhonov regularisation of C, non-negative.
 
     Returns:

@@ -8,8 +8,9 @@ are u(x) = k(x, X) c / sqrt(n):
 - reduced rank: c = (K + alpha I)^(-1) v with the leading eigenvectors of L T v = sigma^2 v, T = K (K + alpha I)^(-1),
   normalised to v^T T v = 1.
 
-Gram matrices hold the squares of what feature matrices hold: in float32 directions of C_x below 1e-6 of its largest
-eigenvalue are lost, and `alpha` has to lie above that. Use x64 for smaller ones.
+Gram matrices hold the squares of what feature matrices hold: eigenvalues of C_x below n times the rounding unit of the
+largest (6e-4 for 5000 samples in float32) count as zero in the dense routes, and `alpha` has to lie above rounding in
+the one that factors K + alpha I. Use x64 for smaller ones.
 
 Nystroem's features k(x, Z) k(Z, Z)^(-1/2) of some centres Z are explicit, so the estimators of `operators` apply, and
 cost falls from n^3 to n m^2.

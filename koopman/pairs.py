@@ -240,7 +240,8 @@ def scan_moments(
         center: Whether moments are about the means.
 
     Returns:
-        The same as `moments` of all rows, up to rounding, with the memory of one batch.
+        The same as `moments` of all rows, up to rounding. Beside the stacked rows themselves it takes the memory of one
+        batch; for data that do not fit in memory, merge `moments` of what is read with `merge_moments`.
 
     Raises:
         ValueError: As `moments`.

@@ -103,6 +103,7 @@ class Results(NamedTuple):
         data: What the systems are.
         exact: Per system, the eigenvalues compared, [compared].
         eigenvalues: Per system and estimator, the estimate nearest to each of them, [lengths, trajectories, compared].
+            One estimate may be nearest to several, and choosing flatters estimators that have many to choose from.
         functions: Per system and estimator, the first of their eigenfunctions on the grid at the largest length, scaled
             to the truth, real part, [trajectories, points].
         exact_functions: Per system, the same of the truth, [points].
@@ -372,8 +373,10 @@ def table(results: Results) -> list[list[str]]:
     """A header and a row per system, estimator and rate: exact, mean, standard error, and the bias in errors."""
     rows = [["system", "estimator", "exact rate", "mean", "standard error", "bias / error"]]
     for name, label in results.data.items():
+        one_of_each_pair = np.imag(results.exact[name]) >= 0  # conjugates have one rate
         for estimator, title in ESTIMATORS.items():
-            for exact, mean, error in zip(*rates(results, name, estimator), strict=True):
+            kept = (part[one_of_each_pair] for part in rates(results, name, estimator))
+            for exact, mean, error in zip(*kept, strict=True):
                 cells = [f"{exact:.5f}", f"{mean:.5f}", f"{error:.5f}", f"{(mean - exact) / error:+.1f}"]
                 rows.append([label, title, *cells])
     return rows

@@ -101,7 +101,7 @@ def test_spectra():
     assert np.linalg.norm(found - truth) < 0.35 * np.linalg.norm(truth)
     figure = spectra.draw(results)
     assert len(figure.axes) == 6
-    assert len(spectra.table(results)) == 1 + 4 * (2 + 3)
+    assert len(spectra.table(results)) == 1 + 4 * (1 + 3)  # a conjugate pair has one rate
     exact, mean, error = spectra.rates(results, "ornstein_uhlenbeck", "ridge")
     np.testing.assert_allclose(exact, [0.5, 1.0, 1.5])
     assert (np.abs(mean - exact)[:2] < 5 * error[:2] + 0.05).all()
