@@ -120,7 +120,7 @@ def compute(
 
 
 class _Keeper:
-    """Keeps the series so far on disk, at most twice a minute; called at every observation."""
+    """Keeps the series so far on disk, at every tenth observation; goes on with those of an interrupted run."""
 
     def __init__(self, config: Config, path: Path | None):
         self.config, self.path = config, path
@@ -130,6 +130,12 @@ class _Keeper:
     def __call__(self, step: int, records: dict[str, Any]) -> None:
         if self.path is None:
             return
+        if not self.steps and step > 0 and self.path.exists():
+            with np.load(self.path) as kept:
+                earlier = dict(kept)
+            before = np.flatnonzero(earlier["time_step"] < step)
+            self.steps = earlier.pop("time_step")[before].tolist()
+            self.found = [{name: leaf[..., i] for name, leaf in earlier.items()} for i in before]
         self.steps.append(step)
         self.found.append(_flat(records["observed"]))
         if len(self.steps) % 10 == 0:
@@ -267,7 +273,8 @@ def _draw_information(axes: Any, results: Results) -> None:
     titles = ("information", "nHSIC, fixed bandwidth", "nHSIC, median bandwidth")
     pairs = (("mi_zx_compression", "mi_zy_compression"), ("nhsic_zx", "nhsic_zy"), ("nhsic_zx_free", "nhsic_zy_free"))
     for axis, title, (inputs, labels) in zip(axes, titles, pairs, strict=True):
-        axis.set(title=title, ylabel="I(Z;X) - I(Z;Y)")
+        kind = "I" if inputs.startswith("mi") else "nHSIC"
+        axis.set(title=title, ylabel=f"{kind}(Z;X) - {kind}(Z;Y)")
         if inputs not in found or not np.isfinite(found[inputs]).any():
             axis.text(0.5, 0.5, "not measured", ha="center", transform=axis.transAxes)
             continue
@@ -287,7 +294,8 @@ def _draw_margins(axis: Any, results: Results) -> None:
     classes = results.config.classes
     for place, label in enumerate(classes):
         for side, split, color in (("low", "seen", "C0"), ("high", "unseen", "C1")):
-            values = results.margins[f"margin_{label}_{split}"][0].reshape(-1)
+            largest = int(np.argmax(results.config.weight_decays))
+            values = results.margins[f"margin_{label}_{split}"][largest].reshape(-1)
             if values.size < 2 or values.std() == 0:
                 continue
             quartiles = [[0.25, 0.5, 0.75]]

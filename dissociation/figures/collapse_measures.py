@@ -80,6 +80,9 @@ class Config:
             if not values or len(set(values)) != len(values):
                 fail(name, "be different numbers, one at least", values)
         check_count("num_information", self.num_information)
+        first, second = self.classes
+        if first == second or min(self.classes) < 0 or max(self.classes) > 9:
+            fail("classes", "be two different digits", self.classes)
 
     def quick(self) -> "Config":
         """A small run that shows that everything works: no science."""

@@ -191,7 +191,7 @@ def details(config: Config, model: Any, spectrum: Spectrum, images: Array, label
 
 
 def masking(
-    config: Config, model: Any, spectrum: Spectrum, images: Array, labels: Array, *, key: Array
+    config: Config, model: Any, spectrum: Spectrum, images: Array, labels: Array, *, key: Array, against: int = 2
 ) -> dict[str, Array]:
     """What a mask from the most positive eigenvector of one class costs, added to all test pictures, by its norm.
 
@@ -202,12 +202,14 @@ def masking(
         images: Test pictures, [n, pixels].
         labels: Their classes, [n].
         key: Draws ten random masks to compare with.
+        against: Leading components of every class that the mask spares. The more, the less is left of the eigenvector
+            in a mask of given norm: with 10 nothing that tells (0.6 % at size 300 on MNIST, against 71 % with 2).
 
     Returns:
         "mask" [pixels]; "mask_accuracy" and "mask_share", the share of pictures taken for the class, of the mask and of
         its negative (an eigenvector has no sign): [2, norms]; "random_accuracy" [norms], mean over random masks.
     """
-    mask = adversarial_mask(reorder(spectrum, spectrum.values), config.digit, 0)
+    mask = adversarial_mask(reorder(spectrum, spectrum.values), config.digit, 0, against=against)
     random = jax.random.normal(key, (10, mask.shape[0]), mask.dtype)
     random = random / jnp.linalg.norm(random, axis=1, keepdims=True)
     norms = jnp.asarray(config.mask_norms, mask.dtype)

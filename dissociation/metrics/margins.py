@@ -3,6 +3,7 @@
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
@@ -46,6 +47,13 @@ def linear_head(model: Any) -> tuple[Float[Array, "classes d"], Float[Array, " c
     Raises:
         TypeError: If the last layer is not linear, or cannot be told.
     """
+    if isinstance(model, eqx.nn.MLP):
+        with jax.ensure_compile_time_eval():
+            probe = jnp.asarray([-1.5, 0.5])
+            if not np.allclose(model.final_activation(probe), probe):
+                raise TypeError(
+                    f"`model` must have a linear last layer, got {type(model).__name__} with an activation."
+                )
     last = getattr(model, "head", None)
     if last is None:
         last = (getattr(model, "layers", None) or [None])[-1]

@@ -92,5 +92,5 @@ def projected_attack(
         return state[1], state[2]
 
     steps_found, lowest = jax.vmap(one)(jax.random.split(key, restarts))
-    first = jnp.argmin(lowest)
+    first = jnp.argmin(jnp.where(jnp.isnan(lowest), jnp.inf, lowest))
     return Attack(steps_found[first], lowest[first], lowest[first] < 0)

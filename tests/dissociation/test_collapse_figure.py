@@ -107,3 +107,17 @@ def test_bad_input_is_refused(tmp_path):
         collapse.Config(seeds=(1, 1))
     with pytest.raises(FileNotFoundError, match="must hold series.npz"):
         collapse.load_partial(collapse.Config(), tmp_path)
+
+
+def test_an_interrupted_sweep_keeps_its_beginning(tmp_path):
+    path = tmp_path / "series.npz"
+    records = lambda step: {"observed": {"rnc1_score": np.full(4, step), "dear": {"nhsic_zx": np.zeros(4)}}}  # noqa: E731
+    first = collapse._Keeper(collapse.Config(), path)
+    for step in range(20):
+        first(step, records(step))
+    later = collapse._Keeper(collapse.Config(), path)  # another process, from a checkpoint of step 15
+    for step in range(15, 35):
+        later(step, records(step))
+    with np.load(path) as kept:
+        np.testing.assert_array_equal(kept["time_step"], np.arange(30))
+        np.testing.assert_array_equal(kept["rnc1_score"], np.tile(np.arange(30), (4, 1)))

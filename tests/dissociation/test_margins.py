@@ -69,6 +69,11 @@ def test_jit_and_vmap():
         (lambda: signed_distance(Z, W, B, 2, 2), ValueError, "`second` must be another class"),
         (lambda: linear_head(BilinearNetwork(6, 4, 3, key=jax.random.key(0))), TypeError, "linear last layer"),
         (lambda: linear_head(jnp.tanh), TypeError, "linear last layer"),
+        (
+            lambda: linear_head(eqx.nn.MLP(6, 3, 8, 1, final_activation=jnp.tanh, key=jax.random.key(0))),
+            TypeError,
+            "with an activation",
+        ),
     ],
 )
 def test_bad_input_is_refused(call, error, words):

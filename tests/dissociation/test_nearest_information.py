@@ -139,6 +139,10 @@ def test_whitening():
     found = np.asarray(whiten(points, 5))
     np.testing.assert_allclose(found.mean(0), 0, atol=1e-4)
     np.testing.assert_allclose(np.cov(found.T, bias=True), np.diag([1, 1, 1, 1, 0]), atol=1e-3)
+    # Turned, the missing directions are rounding, and still zero.
+    turn = np.linalg.qr(rng.normal(size=(6, 6)))[0]
+    turned = np.asarray(whiten((points @ turn).astype(np.float32), 5))
+    np.testing.assert_allclose(np.cov(turned.T, bias=True), np.diag([1, 1, 1, 1, 0]), atol=1e-3)
     _, _, right = np.linalg.svd(points - points.mean(0), full_matrices=False)
     expected = (points - points.mean(0)) @ right[0]
     np.testing.assert_allclose(np.abs(np.corrcoef(found[:, 0], expected)[0, 1]), 1, rtol=1e-5)

@@ -32,8 +32,9 @@ class SmoothedInformation(eqx.Module):
         zx: I(T; X), from 0 to log n.
         zy: I(T; Y), from 0 to H(Y).
         zx_given_y: I(T; X | Y) = zx - zy.
-        saturated: Whether zx is within 1 % of log n: every sample is a cluster of its own, and the true value may be
-            anything above. `zx` and `zx_given_y` are NaN then.
+        saturated: Whether nothing can be said, and all three are NaN: zx is within 1 % of log n (every sample is a
+            cluster of its own, whatever its label), or the features are so long against the noise that their distances
+            are rounding (in float32 from about 1000 times the noise on; use x64, or standardise).
     """
 
     zx: Float[Array, ""]
@@ -144,6 +145,8 @@ def smoothed_information(
     scale = (8 if method == "lower" else 2) * noise**2
     whole, own = _log_mixtures(points, owners, features, labels, scale, block)
     zx, zy = -jnp.mean(whole) - offset, jnp.mean(own - whole)
-    saturated = zx > 0.99 * jnp.log(number)
-    zx = jnp.where(saturated, jnp.nan, zx)
+    longest = jnp.max(jnp.sum((features - jnp.mean(features, 0)[None]) ** 2, 1))
+    coarse = jnp.finfo(features.dtype).eps * longest > 0.1 * noise**2
+    saturated = (zx > 0.99 * jnp.log(number)) | coarse
+    zx, zy = (jnp.where(saturated, jnp.nan, value) for value in (zx, zy))
     return SmoothedInformation(zx, zy, zx - zy, saturated)
