@@ -258,9 +258,13 @@ def test_affine_maps_of_features_leave_the_converged_probe():
 def test_separable_data_converge_with_a_small_penalty():
     x, _ = make_data(60, 90, 3)
     y = np.eye(3, dtype=np.float32)[np.arange(60) % 3]
-    fit = probes.crossval_softmax_fit(x, y, 4, ridge=1e-2)
-    assert fit.converged.all()
-    np.testing.assert_allclose(fit.losses, sklearn_folds(x, y, 4, 1e-2)[1], rtol=RTOL)
+    expected = sklearn_folds(x, y, 4, 1e-2)[1]
+    np.testing.assert_allclose(probes.crossval_softmax_fit(x, y, 4, ridge=1e-2).losses, expected, rtol=RTOL)
+    # In float32 it depends on the processor's rounding whether the last fold gets below the tolerance.
+    with jax.enable_x64(True):
+        fit = probes.crossval_softmax_fit(x.astype(float), y.astype(float), 4, ridge=1e-2)
+        assert fit.converged.all()
+        np.testing.assert_allclose(fit.losses, expected, rtol=RTOL)
 
 
 def test_too_few_steps_are_reported():
