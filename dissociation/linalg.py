@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Inexact
 
 from dissociation.checks import check_ndim, check_non_negative, fail
 
-__all__ = ["centre", "nuclear_norm", "product", "psd_power"]
+__all__ = ["centre", "nuclear_norm", "positive_inverse", "product", "psd_power"]
 
 Scalar = float | int | Float[Array | np.ndarray, ""]
 
@@ -45,6 +45,52 @@ def centre(x: Float[Array | np.ndarray, "n d"]) -> Float[Array, "n d"]:
     x = jnp.asarray(x)
     x = x - jnp.mean(x, 0)[None]
     return x - jnp.mean(x, 0)[None]
+
+
+def positive_inverse(matrix: Float[Array | np.ndarray, "*b n m"]) -> Float[Array, "*b n m"]:
+    """Inverses of positive definite matrices, for stacks of small ones.
+
+    By Cholesky's factor L, whose inverse is put together from those of its diagonal blocks, twice as large in every
+    round: [[A, 0], [B, C]]^{-1} = [[A^{-1}, 0], [-C^{-1} B A^{-1}, C^{-1}]]. But for the factor everything is a batched
+    product, where triangular solves of a stack go one by one.
+
+    Args:
+        matrix: [..., n, n], symmetric. One that is not positive definite in rounding gives NaN.
+
+    Returns:
+        [..., n, n].
+
+    Raises:
+        ValueError: If the matrices are not square.
+
+    Example:
+        >>> positive_inverse(jnp.array([[4.0, 0.0], [0.0, 1.0]]))
+        Array([[0.25, 0.  ],
+               [0.  , 1.  ]], dtype=float32)
+    """
+    matrix = jnp.asarray(matrix)
+    if matrix.ndim < 2 or matrix.shape[-1] != matrix.shape[-2]:
+        fail("matrix", "be a stack of square matrices", matrix.shape)
+    number, batch = matrix.shape[-1], matrix.shape[:-2]
+    size = 1 << max(number - 1, 0).bit_length()
+    factor = jnp.linalg.cholesky(matrix)
+    extra = size - number
+    padded = jnp.pad(factor, ((0, 0),) * len(batch) + ((0, extra), (0, extra)))
+    rest = jnp.diag(jnp.arange(size) >= number).astype(padded.dtype)
+    padded = padded + rest[(None,) * len(batch)]
+    blocks = 1 / jnp.diagonal(padded, axis1=-2, axis2=-1)[..., None, None]  # [..., blocks, width, width]
+    width = 1
+    while width < size:
+        first, second = blocks[..., ::2, :, :], blocks[..., 1::2, :, :]
+        count = size // (2 * width)
+        cut = padded.reshape(*batch, count, 2 * width, count, 2 * width)
+        own = jnp.moveaxis(jnp.diagonal(cut, axis1=-4, axis2=-2), -1, -3)  # the diagonal blocks
+        below = -product(second, product(own[..., width:, :width], first))
+        upper = jnp.concatenate([first, jnp.zeros_like(first)], -1)
+        blocks = jnp.concatenate([upper, jnp.concatenate([below, second], -1)], -2)
+        width *= 2
+    inverse = blocks[..., 0, :number, :number]
+    return product(jnp.swapaxes(inverse, -1, -2), inverse)
 
 
 def psd_power(

@@ -22,6 +22,7 @@ def map_members(
     member_map: str,
     members_per_batch: int | None = None,
     mesh: Mesh | None = None,
+    ordered: bool = False,
 ) -> Any:
     """`function(shared, member)` for every member.
 
@@ -35,6 +36,8 @@ def map_members(
         member_map: "vmap" (batched), "scan" (in turn, a compiled loop) or "unroll" (in turn, no loop).
         members_per_batch: With "vmap", how many members are batched at once; None means all.
         mesh: Devices to lay the members over; must divide their number (`sharding.pad_members`).
+        ordered: With "unroll", whether a member waits for the one before it. Decompositions of several members at once
+            can hang on a CPU.
 
     Returns:
         The results, every leaf with members first.
@@ -48,14 +51,14 @@ def map_members(
     """
     checks.check_choice("member_map", member_map, MEMBER_MAPS)
     if mesh is None:
-        return _map_locally(function, shared, stacked, member_map, members_per_batch)
+        return _map_locally(function, shared, stacked, member_map, members_per_batch, ordered)
     shared_arrays, shared_static = eqx.partition(shared, eqx.is_array)
     stacked_arrays, stacked_static = eqx.partition(stacked, eqx.is_array)
 
     def local(shared_arrays: Any, stacked_arrays: Any) -> Any:
         own_shared = eqx.combine(shared_arrays, shared_static)
         own_stacked = eqx.combine(stacked_arrays, stacked_static)
-        return _map_locally(function, own_shared, own_stacked, member_map, members_per_batch)
+        return _map_locally(function, own_shared, own_stacked, member_map, members_per_batch, ordered)
 
     whole, split = PartitionSpec(), PartitionSpec(sharding.MEMBER_AXIS)
     mapped = jax.shard_map(local, mesh=mesh, in_specs=(whole, split), out_specs=split, check_vma=False)
@@ -63,7 +66,12 @@ def map_members(
 
 
 def _map_locally(
-    function: Callable[[Any, Any], Any], shared: Any, stacked: Any, member_map: str, members_per_batch: int | None
+    function: Callable[[Any, Any], Any],
+    shared: Any,
+    stacked: Any,
+    member_map: str,
+    members_per_batch: int | None,
+    ordered: bool,
 ) -> Any:
     if member_map == "vmap":
         return bmap(function, in_axes=(None, eqx.if_array(0)), batch_size=members_per_batch)(shared, stacked)
@@ -72,5 +80,9 @@ def _map_locally(
         return jax.lax.map(lambda member: function(shared, eqx.combine(member, static)), arrays)
     count = jax.tree.leaves(arrays)[0].shape[0]
     members = [jax.tree.map(lambda leaf, i=i: leaf[i], arrays) for i in range(count)]
-    results = [function(shared, eqx.combine(member, static)) for member in members]
+    results = []
+    for member in members:
+        if ordered and results:
+            member, results[-1] = jax.lax.optimization_barrier((member, results[-1]))
+        results.append(function(shared, eqx.combine(member, static)))
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *results)

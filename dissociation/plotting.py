@@ -47,13 +47,14 @@ def band(
     Args:
         axes: Where to draw.
         x: [points].
-        curves: One curve per member, [members, points].
+        curves: One curve per member, [members, points]; members that are not finite at a point are left out there.
         label: The line's name in the legend.
         floor: The least height of the band's lower edge, for logarithmic axes.
         line: Handed to `Axes.plot`, for example `color` or `linestyle`.
     """
     checks.check_same_length("x", len(x), "curves", curves.shape[1], "points")
-    mean, deviation = curves.mean(axis=0), curves.std(axis=0)
+    finite = np.ma.masked_invalid(curves)
+    mean, deviation = (np.ma.filled(part.astype(float), np.nan) for part in (finite.mean(axis=0), finite.std(axis=0)))
     lower = mean - deviation if floor is None else np.maximum(mean - deviation, floor)
     (drawn,) = axes.plot(x, mean, label=label, **line)
     axes.fill_between(x, lower, mean + deviation, color=drawn.get_color(), alpha=0.2, linewidth=0)

@@ -93,3 +93,23 @@ class Parts:
 def identity_of(config: Any, key: jax.Array, data: Any) -> dict[str, Any]:
     """What makes two runs the same: configuration, key, and the contents of the data."""
     return {"config": config, "key": checkpoint.fingerprint(key), "data": checkpoint.fingerprint(data)}
+
+
+def check_parts_of(folder: str | os.PathLike[str], config: Any) -> None:
+    """Raises unless `folder` holds parts of a run with this configuration.
+
+    Raises:
+        FileNotFoundError: If it holds no parts.
+        ValueError: If they are of another configuration.
+    """
+    path = Path(folder) / "identity.json"
+    if not path.exists():
+        raise FileNotFoundError(f"`folder` must hold parts of a run, got {folder}, without {path.name}.")
+    found = json.loads(path.read_text())["config"]
+    wanted = json.loads(json.dumps(config, default=_plain))
+    different = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+    if different:
+        raise ValueError(
+            f"`folder` must hold parts of a run of this configuration, got {folder}, "
+            f"whose {', '.join(different)} differ."
+        )

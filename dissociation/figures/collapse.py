@@ -10,15 +10,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import matplotlib.pyplot as plt
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array
 from matplotlib.figure import Figure
 
-from dissociation import plotting
+from dissociation import checkpoint as checkpoints
 from dissociation.checks import fail
-from dissociation.data.datasets import Dataset, load
-from dissociation.figures.artifacts import Parts, identity_of, save_arrays
+from dissociation.data.datasets import Dataset
+from dissociation.figures.artifacts import Parts, check_parts_of, identity_of, save_arrays
+from dissociation.figures.collapse_drawing import draw_results
 from dissociation.figures.collapse_measures import (
     Config,
     compressed,
@@ -28,15 +31,16 @@ from dissociation.figures.collapse_measures import (
     information_measures,
     margins_of,
 )
+from dissociation.figures.members import source
 from dissociation.progress import MeterFactory
-from dissociation.recipes.grokking import train_grokking
+from dissociation.recipes.grokking import initial_models, train_grokking
 
-__all__ = ["STEM", "Config", "Results", "compute", "draw", "load_partial", "series_of", "source"]
+__all__ = ["STEM", "Config", "Results", "compute", "draw", "load_models", "load_partial", "series_of", "source"]
 
 STEM = "collapse"
 """The name of the files."""
 
-_SAVED = "series"
+_SAVED, _MODELS = "series", "models.ckpt"
 
 
 class Results(NamedTuple):
@@ -50,7 +54,8 @@ class Results(NamedTuple):
         time_step: Steps of the series, [time].
         information: By name, [decay, seed, time]: the dear measures, on test pictures.
         information_step: Their steps, [time].
-        margins: Signed distances to the boundary between two classes by class and split, [decay, seed, samples].
+        margins: By class and split, signed distances to the boundary between two classes, [decay, seed, samples], and
+            coordinates in the plane of the two classes' weights, [decay, seed, samples, 2]: see `margins_of`.
         seconds: Wall time of every part.
     """
 
@@ -64,11 +69,6 @@ class Results(NamedTuple):
     seconds: dict[str, float]
 
 
-def source(config: Config) -> Dataset:
-    """The data set that the configuration names."""
-    return load(config.data, num_train=config.num_train, num_test=config.num_test)
-
-
 def compute(
     config: Config,
     *,
@@ -76,6 +76,7 @@ def compute(
     dataset: Dataset | None = None,
     folder: str | os.PathLike[str] | None = None,
     progress: str | MeterFactory | None = None,
+    mesh: Mesh | None = None,
 ) -> Results:
     """Trains all networks and follows them.
 
@@ -85,6 +86,7 @@ def compute(
         dataset: In place of the one that `config.data` names.
         folder: Where finished parts are kept, and the series so far: see `load_partial`.
         progress: See `dissociation.progress`.
+        mesh: Devices over which the networks are laid: see `sharding.member_mesh`.
 
     Returns:
         The results.
@@ -98,21 +100,24 @@ def compute(
     if config.num_information:
         codes = parts.get("codes", partial(compressed, config, data, key=key))["codes"]
         measures = information_measures(config, data, codes)
-    keeper = _Keeper(config, parts.path(f"{_SAVED}.npz"))
+    keeper = _Keeper(parts.path(f"{_SAVED}.npz"))
     names = ("weight_decays", "seeds", "num_steps", "batch_size", "learning_rate", "init_scale", "optimizer", "network")
-    sizes = {"width": config.width, "last_activation": config.last_activation}
     trained = train_grokking(
         data,
         num_train=config.num_seen,
-        options=sizes | ({"depth": config.depth} if config.network == "mlp" else {}),
+        options=_network_options(config),
         measures=measures,
         measure_at=config.information_steps(),
         log=keeper,
         checkpoint=parts.path("networks.ckpt"),
         progress=progress,
+        shown=("train_accuracy", "test_accuracy", "rnc1_score", "nc2_score"),
+        mesh=mesh,
         **{name: getattr(config, name) for name in names},
     )
     parts.seconds["training and measuring"] = trained.seconds
+    if (path := parts.path(_MODELS)) is not None:
+        checkpoints.save(path, trained.models)
     flat = _flat(trained.history.observed)
     margins = parts.get("margins", partial(margins_of, config, data, trained.models))
     described = {"name": data.name, "num_seen": config.num_seen, "num_test": len(data.test_images)}
@@ -122,8 +127,8 @@ def compute(
 class _Keeper:
     """Keeps the series so far on disk, at every tenth observation; goes on with those of an interrupted run."""
 
-    def __init__(self, config: Config, path: Path | None):
-        self.config, self.path = config, path
+    def __init__(self, path: Path | None):
+        self.path = path
         self.steps: list[int] = []
         self.found: list[dict[str, np.ndarray]] = []
 
@@ -167,7 +172,7 @@ def _assemble(
         time_step=np.asarray(steps),
         information={name: leaf[:, :, asked] for name, leaf in shaped.items() if name in dear},
         information_step=np.asarray(steps)[asked],
-        margins={name: np.asarray(leaf).reshape(*grid, -1) for name, leaf in margins.items()},
+        margins={name: np.asarray(leaf).reshape(*grid, *leaf.shape[1:]) for name, leaf in margins.items()},
         seconds=seconds,
     )
 
@@ -184,17 +189,44 @@ def load_partial(config: Config, folder: str | os.PathLike[str]) -> Results:
 
     Raises:
         FileNotFoundError: If nothing has been kept yet.
+        ValueError: If what was kept is of another configuration.
     """
     path = Path(folder) / f"{_SAVED}.npz"
     if not path.exists():
         raise FileNotFoundError(
             f"`folder` must hold {path.name} of a sweep under way, got {folder}. Is it the first minute?"
         )
+    check_parts_of(folder, config)
     with np.load(path) as kept:
         flat = dict(kept)
     steps = flat.pop("time_step")
     data = {"name": config.data, "num_seen": config.num_seen, "num_test": config.num_test or "all"}
     return _assemble(config, data, steps, flat, {}, {})
+
+
+def load_models(config: Config, folder: str | os.PathLike[str]) -> Any:
+    """The trained networks of a finished sweep.
+
+    Args:
+        config: Of the sweep.
+        folder: The one given to `compute`.
+
+    Returns:
+        Stacked models, in the order [decay, seed].
+
+    Raises:
+        FileNotFoundError: If the sweep has not ended.
+        ValueError: If what was kept is of another configuration.
+    """
+    check_parts_of(folder, config)
+    keys = jnp.zeros((len(config.weight_decays) * len(config.seeds), 2), jnp.uint32)
+    like = jax.eval_shape(lambda: initial_models(keys, network=config.network, options=_network_options(config)))
+    return checkpoints.restore(Path(folder) / _MODELS, like)
+
+
+def _network_options(config: Config) -> dict[str, Any]:
+    sizes = {"width": config.width, "last_activation": config.last_activation}
+    return sizes | ({"depth": config.depth} if config.network == "mlp" else {})
 
 
 def series_of(results: Results, name: str, weight_decay: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -232,97 +264,7 @@ def draw(results: Results) -> Figure:
     Returns:
         A figure 7.2 inches wide.
     """
-    with plotting.house_style():
-        figure, axes = plt.subplots(3, 3, figsize=(7.2, 6.6), layout="constrained")
-        _draw_training(axes[0], results)
-        _draw_information(axes[1], results)
-        _draw_margins(axes[2, 0], results)
-        _draw_crossings(axes[2, 1], results)
-        _draw_scale(axes[2, 2], results)
-    plt.close(figure)  # out of pyplot's hands: a notebook shows what it is given
-    return figure
-
-
-def _curves(axis: Any, steps: np.ndarray, values: np.ndarray, decays: tuple[float, ...], **style: Any) -> None:
-    """A band over seeds per weight decay, from step 10 on."""
-    later = steps >= 10
-    for index, (decay, own) in enumerate(zip(decays, values, strict=True)):
-        plotting.band(axis, steps[later], own[:, later], color=f"C{index}", label=f"$\\lambda$ = {decay:g}", **style)
-    axis.set(xscale="log", xlabel="step")
-
-
-def _draw_training(axes: Any, results: Results) -> None:
-    decays, steps = results.config.weight_decays, results.time_step
-    _curves(axes[0], steps, results.series["test_accuracy"], decays)
-    for index, own in enumerate(results.series["train_accuracy"]):
-        later = steps >= 10
-        axes[0].plot(steps[later], own.mean(0)[later], linestyle="--", color=f"C{index}", linewidth=0.8)
-    axes[0].set(ylim=(0, 1.02), ylabel="accuracy", title="test (line), training (dashed)")
-    axes[0].legend(fontsize="x-small")
-    _curves(axes[1], steps, results.series["rnc1_score"], decays)
-    axes[1].set(yscale="log", ylabel="RNC1", title="collapse of classes (training)")
-    _curves(
-        axes[2], steps, np.where(np.isfinite(results.series["nc2_score"]), results.series["nc2_score"], np.nan), decays
-    )
-    axes[2].axhline(1, color="black", linestyle=":", linewidth=0.8)
-    axes[2].set(ylim=(0, None), ylabel="NC2", title="condition number of means")
-
-
-def _draw_information(axes: Any, results: Results) -> None:
-    decays, steps, found = results.config.weight_decays, results.information_step, results.information
-    titles = ("information", "nHSIC, fixed bandwidth", "nHSIC, median bandwidth")
-    pairs = (("mi_zx_compression", "mi_zy_compression"), ("nhsic_zx", "nhsic_zy"), ("nhsic_zx_free", "nhsic_zy_free"))
-    for axis, title, (inputs, labels) in zip(axes, titles, pairs, strict=True):
-        kind = "I" if inputs.startswith("mi") else "nHSIC"
-        axis.set(title=title, ylabel=f"{kind}(Z;X) - {kind}(Z;Y)")
-        if inputs not in found or not np.isfinite(found[inputs]).any():
-            axis.text(0.5, 0.5, "not measured", ha="center", transform=axis.transAxes)
-            continue
-        _curves(axis, steps, found[inputs] - found[labels], decays)
-        if inputs.startswith("mi"):
-            null = (found["mi_zx_compression_null"] - found["mi_zy_compression_null"]).reshape(-1, len(steps))
-            plotting.band(axis, steps[steps >= 10], null[:, steps >= 10], color="grey", label="shuffled")
-            axis.legend(handles=axis.lines[-1:], fontsize="x-small")
-
-
-def _draw_margins(axis: Any, results: Results) -> None:
-    axis.set(title="margins, largest weight decay", ylabel="signed distance")
-    axis.axhline(0, color="black", linewidth=0.5)
-    if not results.margins:
-        axis.text(0.5, 0.5, "training", ha="center", transform=axis.transAxes)
-        return
-    classes = results.config.classes
-    for place, label in enumerate(classes):
-        for side, split, color in (("low", "seen", "C0"), ("high", "unseen", "C1")):
-            largest = int(np.argmax(results.config.weight_decays))
-            values = results.margins[f"margin_{label}_{split}"][largest].reshape(-1)
-            if values.size < 2 or values.std() == 0:
-                continue
-            quartiles = [[0.25, 0.5, 0.75]]
-            body = axis.violinplot(values, [place], side=side, showextrema=False, quantiles=quartiles, widths=0.8)
-            body["bodies"][0].set(facecolor=color, alpha=0.6, label=split if place == 0 else None)
-            body["cquantiles"].set(color=color, linewidth=0.8)
-    axis.set(xticks=range(len(classes)), xticklabels=[f"class {label}" for label in classes])
-    axis.legend(fontsize="x-small")
-
-
-def _draw_crossings(axis: Any, results: Results) -> None:
-    config, end = results.config, int(results.time_step[-1])
-    found = crossings(config, results.series, results.time_step)
-    for name, color, marker in (("fitted", "C0", "o"), ("collapsed", "C1", "s")):
-        times = found[name]
-        places = np.repeat(config.weight_decays, times.shape[1])
-        flat = times.reshape(-1)
-        crossed = ~np.isnan(flat)
-        axis.plot(places[crossed], flat[crossed], marker, color=color, markersize=3, label=name, linestyle="")
-        axis.plot(places[~crossed], np.full((~crossed).sum(), end), "^", color=color, markersize=3, mfc="none", ls="")
-    axis.set(xscale="log", yscale="log", xlabel="weight decay", ylabel="step", title="first crossing (open: never)")
-    axis.legend(fontsize="x-small")
-
-
-def _draw_scale(axis: Any, results: Results) -> None:
-    _curves(axis, results.time_step, results.series["scale_means"], results.config.weight_decays)
-    axis.set(yscale="log", ylabel="mean norm", title="scale of features")
+    return draw_results(results)
 
 
 def arrays(results: Results) -> dict[str, np.ndarray]:

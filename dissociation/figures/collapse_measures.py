@@ -12,10 +12,11 @@ from jaxtyping import Array, Float
 
 from dissociation.checks import check_count, fail
 from dissociation.data.datasets import Dataset
-from dissociation.metrics.crossing import first_cross, log_slope, median_crossing
+from dissociation.metrics.crossing import Median, Slope, first_cross, log_slope, median_crossing
 from dissociation.metrics.information.hsic import information_plane
 from dissociation.metrics.information.nearest import information, label_information, whiten
-from dissociation.metrics.margins import linear_head, signed_distance
+from dissociation.metrics.information.smoothed import smoothed_information
+from dissociation.metrics.margins import class_plane, linear_head, signed_distance
 from dissociation.recipes.compression import encode, train_compression
 from dissociation.recipes.grokking import observation_steps, standardised
 from dissociation.schedule import log_spaced_steps
@@ -63,6 +64,11 @@ class Config:
     """Numbers to which pictures and features are compressed."""
     compression_epochs: int = 10
     """Passes of the autoencoder over at most 10 000 training pictures."""
+    smoothing: float = 0.5
+    """Standard deviation of the noise for smoothed information over the features' root mean square distance from their
+    mean."""
+    num_smoothed: int = 2000
+    """Test pictures for smoothed information, whose cost grows with their square, at most."""
     classes: tuple[int, int] = (0, 1)
     """Whose margins are drawn."""
     accuracy_threshold: float = 0.99
@@ -86,7 +92,8 @@ class Config:
 
     def quick(self) -> "Config":
         """A small run that shows that everything works: no science."""
-        small = {"weight_decays": (0.3, 0.03), "seeds": (42, 43), "num_steps": 300, "num_seen": 200, "width": 32}
+        small = {"weight_decays": (0.3, 0.03), "seeds": (42, 43), "num_steps": 1000, "num_seen": 200, "width": 32}
+        small |= {"init_scale": 2.0, "learning_rate": 3e-3}  # learns in so few steps
         few = {"num_information": 3, "num_pictures": 300, "compression_epochs": 2, "num_train": 400, "num_test": 300}
         return dataclasses.replace(self, **small, **few)
 
@@ -108,6 +115,8 @@ class Information(eqx.Module):
         codes: Pictures compressed and whitened, [n, code].
         feature_noise: On whitened features.
         num_neighbours: Of the estimators.
+        smoothing: Noise of smoothed information, in units of the features' spread.
+        num_smoothed: Pictures for it.
     """
 
     images: Float[Array, "n d"]
@@ -115,10 +124,12 @@ class Information(eqx.Module):
     codes: Float[Array, "n code"]
     feature_noise: float = eqx.field(static=True)
     num_neighbours: int = eqx.field(static=True)
+    smoothing: float = eqx.field(static=True)
+    num_smoothed: int = eqx.field(static=True)
 
     def __call__(self, model: Any, key: Array) -> dict[str, Array]:
         """By name; "null" stands for shuffled pairs, "free" for a bandwidth that follows the features' scale."""
-        keys = jax.random.split(key, 3)
+        keys = jax.random.split(key, 4)
         features = jax.vmap(model.representations)(self.images)["features"]
         size = min(100, len(self.images))
         plane = information_plane(features, self.images, self.labels, key=keys[0], batch_size=size)
@@ -139,7 +150,12 @@ class Information(eqx.Module):
             found |= {f"mi_zx_compression{name}": zx.value, f"mi_zy_compression{name}": zy.value}
             found |= {f"mi_zx_error{name}": zx.error, f"mi_zy_error{name}": zy.error}
         kraskov = information(self.codes, codes, estimator="kraskov", num_neighbours=self.num_neighbours)
-        return {**found, "mi_zx_kraskov": kraskov.value}
+        some = features[: self.num_smoothed]
+        spread = jnp.sqrt(jnp.mean(jnp.sum((some - jnp.mean(some, 0)[None]) ** 2, 1)))
+        noise = self.smoothing * jnp.maximum(spread, jnp.finfo(some.dtype).tiny)
+        smoothed = smoothed_information(some, truth[: self.num_smoothed], noise, key=keys[3])
+        named = {"mi_zx_smoothed": smoothed.zx, "mi_zy_smoothed": smoothed.zy}
+        return {**found, **named, "mi_zx_kraskov": kraskov.value}
 
 
 def compressed(config: Config, data: Dataset, *, key: Array) -> dict[str, Array]:
@@ -157,6 +173,8 @@ def information_measures(config: Config, data: Dataset, codes: Array | np.ndarra
         jnp.asarray(codes),
         config.feature_noise,
         config.num_neighbours,
+        config.smoothing,
+        config.num_smoothed,
     )
 
 
@@ -164,8 +182,10 @@ def margins_of(config: Config, data: Dataset, models: Any) -> dict[str, np.ndarr
     """Signed distances to the boundary between two classes, of their samples, in every network.
 
     Returns:
-        For each of the classes and for seen and unseen samples, "margin_{class}_{seen|unseen}": [members, samples].
-        Unseen are the training pictures after the first `num_seen`, and all test pictures.
+        For each of the classes and for seen and unseen samples, "margin_{class}_{seen|unseen}": [members, samples], and
+        "plane_{class}_{seen|unseen}": coordinates in the plane of the two classes' weights, [members, samples, 2].
+        Where the boundary crosses its first axis is "plane_boundary", [members]. Unseen are the training pictures after
+        the first `num_seen`, and all test pictures.
     """
     first, second = config.classes
     seen = data.train_images[: config.num_seen], data.train_labels[: config.num_seen]
@@ -176,49 +196,78 @@ def margins_of(config: Config, data: Dataset, models: Any) -> dict[str, np.ndarr
     unseen = tuple(np.concatenate([np.asarray(part) for part in parts]) for parts in rest)
 
     @eqx.filter_jit
-    def distances(models: Any, images: Array) -> Array:
-        def one(model: Any) -> Array:
-            weights, biases = linear_head(model)
-            features = jax.vmap(model.representations)(images)["features"]
-            return signed_distance(features, weights, biases, first, second)
-
-        params, static = eqx.partition(models, eqx.is_array)
-        return lax.map(lambda p: one(eqx.combine(p, static)), params)
+    def places(model: Any, images: Array) -> tuple[Array, Array, Array]:
+        weights, biases = linear_head(model)
+        features = jax.vmap(model.representations)(images)["features"]
+        plane = class_plane(weights, biases, first, second)
+        distances = signed_distance(features, weights, biases, first, second)
+        return distances, plane.coordinates(features), plane.boundary
 
     found = {}
+    number = jax.tree.leaves(eqx.filter(models, eqx.is_array))[0].shape[0]
+    members = [jax.tree.map(lambda leaf, i=i: leaf[i] if eqx.is_array(leaf) else leaf, models) for i in range(number)]
     for name, (images, labels) in (("seen", seen), ("unseen", unseen)):
         truth = np.asarray(labels).argmax(1)
         for label in config.classes:
             chosen = standardised(np.asarray(images)[truth == label])
-            found[f"margin_{label}_{name}"] = np.asarray(distances(models, chosen))
+            # Members in turn, and not in a compiled loop, where a CPU's convolutions are slow.
+            parts = [places(member, chosen) for member in members]
+            margin, plane, boundary = (np.stack(part) for part in zip(*parts, strict=True))
+            found |= {f"margin_{label}_{name}": margin, f"plane_{label}_{name}": plane, "plane_boundary": boundary}
     return found
 
 
 def crossings(config: Config, series: dict[str, np.ndarray], time_step: np.ndarray) -> dict[str, np.ndarray]:
-    """First steps of fitting and of collapse, NaN where there is none: "fitted" and "collapsed", [decay, seed]."""
+    """First steps of fitting and of collapse, NaN where there is none: "fitted", "collapsed", "delay", [decay, seed].
+
+    Collapse is looked for from fitting on: features of the beginning may be as close to each other, for other reasons.
+    "delay" is the one less the other.
+    """
     times = np.asarray(time_step, np.float32)
-    fitted = first_cross(times, series["train_accuracy"], config.accuracy_threshold)
-    collapsed = first_cross(times, series["rnc1_score"], config.collapse_threshold, "below")
-    return {"fitted": np.asarray(fitted), "collapsed": np.asarray(collapsed)}
+    fitted = np.asarray(first_cross(times, series["train_accuracy"], config.accuracy_threshold))
+    after = np.where(times >= fitted[..., None], series["rnc1_score"], np.nan)
+    collapsed = np.asarray(first_cross(times, after, config.collapse_threshold, "below"))
+    return {"fitted": fitted, "collapsed": collapsed, "delay": collapsed - fitted}
+
+
+def median_delay(fitted: np.ndarray, delay: np.ndarray, end: int) -> Median:
+    """Median steps from fitting to collapse over the seeds that fitted; NaN if none did."""
+    chosen = ~np.isnan(fitted)
+    if not chosen.any():
+        return Median(np.nan, np.nan, np.nan)
+    return median_crossing(delay[chosen], end - fitted[chosen])
 
 
 def crossing_table(config: Config, found: dict[str, np.ndarray], end: int) -> list[list[str]]:
     """A header, and a row per weight decay: medians with 90 % intervals, and how much later collapse came."""
-    rows = [["weight decay", "fitted at", "collapsed at", "90 % interval", "never collapsed", "collapsed / fitted"]]
-    for decay, fitted, collapsed in zip(config.weight_decays, found["fitted"], found["collapsed"], strict=True):
-        first, later = median_crossing(fitted, end), median_crossing(collapsed, end)
+    rows = [["weight decay", "fitted at", "collapsed at", "90 % interval", "never", "steps between", "90 % interval"]]
+    for decay, *times in zip(config.weight_decays, found["fitted"], found["collapsed"], found["delay"], strict=True):
+        fitted, collapsed, delay = times
+        first, later, between = (
+            median_crossing(fitted, end),
+            median_crossing(collapsed, end),
+            median_delay(fitted, delay, end),
+        )
         never = f"{int(np.isnan(collapsed).sum())} of {len(collapsed)}"
-        ratio = later.value / first.value if np.isfinite(first.value) else np.nan
-        interval = f"{later.low:.0f} to {later.high:.0f}"
-        rows.append([f"{decay:g}", f"{first.value:.0f}", f"{later.value:.0f}", interval, never, f"{ratio:.1f}"])
+        shown = [f"{first.value:.0f}", f"{later.value:.0f}", f"{later.low:.0f} to {later.high:.0f}", never]
+        rows.append([f"{decay:g}", *shown, f"{between.value:.0f}", f"{between.low:.0f} to {between.high:.0f}"])
     return rows
+
+
+def crossing_line(config: Config, found: dict[str, np.ndarray], end: int) -> Slope:
+    """The line of log collapse time on log weight decay.
+
+    Raises:
+        ValueError: If too few networks collapsed.
+    """
+    places = np.repeat(np.asarray(config.weight_decays, float), found["collapsed"].shape[1])
+    return log_slope(found["collapsed"].reshape(-1).astype(float), places, end)
 
 
 def crossing_slope(config: Config, found: dict[str, np.ndarray], end: int) -> str:
     """The slope of log collapse time on log weight decay with its standard error, or why there is none."""
-    places = np.repeat(np.asarray(config.weight_decays, float), found["collapsed"].shape[1])
     try:
-        line = log_slope(found["collapsed"].reshape(-1).astype(float), places, end)
+        line = crossing_line(config, found, end)
     except ValueError as error:
         return f"no slope: {error}"
     return f"collapse time goes as (weight decay)^({line.slope:.2f} \u00b1 {line.error:.2f})"

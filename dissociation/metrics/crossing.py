@@ -74,12 +74,14 @@ def first_cross(
     return jnp.where(jnp.any(beyond, -1), x[jnp.argmax(beyond, -1)], jnp.nan)
 
 
-def median_crossing(times: Float[np.ndarray, " n"], end: float | int, *, level: float = 0.9) -> Median:
+def median_crossing(
+    times: Float[np.ndarray, " n"], end: float | int | Float[np.ndarray, " n"], *, level: float = 0.9
+) -> Median:
     """Kaplan and Meier's median of crossing times, on the host.
 
     Args:
         times: NaN for samples that had not crossed when their run ended.
-        end: When runs ended.
+        end: When runs ended, all of them or each.
         level: Of the interval (Brookmeyer and Crowley's, from log-log limits of the survival function).
 
     Returns:
@@ -95,9 +97,10 @@ def median_crossing(times: Float[np.ndarray, " n"], end: float | int, *, level: 
     if times.size == 0:
         fail("times", "hold at least one time", "none")
     crossed = ~np.isnan(times)
+    ends = np.broadcast_to(np.asarray(end, float), times.shape)
     if not crossed.any():
-        return Median(np.inf, end, np.inf)
-    data = stats.CensoredData(uncensored=times[crossed], right=np.full((~crossed).sum(), end, float))
+        return Median(np.inf, float(ends.min()), np.inf)
+    data = stats.CensoredData(uncensored=times[crossed], right=ends[~crossed])
     survival = stats.ecdf(data).sf
     with np.errstate(divide="ignore", invalid="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # where all or none have crossed there are no limits

@@ -8,11 +8,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from dissociation.checks import check_choice, check_count, check_non_negative, check_positive, fail
 from dissociation.data.datasets import Dataset
-from dissociation.metrics.collapse import class_moments, neural_collapse
+from dissociation.metrics.collapse import (
+    class_moments,
+    nearest_centre_agreement,
+    neural_collapse,
+    self_duality,
+    simplex_frame,
+    trace_ratio,
+)
+from dissociation.metrics.margins import linear_head
 from dissociation.models.cnn import CNN
 from dissociation.models.mlp import MLP
 from dissociation.training import FitResult, fit
@@ -51,7 +59,7 @@ def train_grokking(
     num_train: int = 1000,
     batch_size: int = 100,
     learning_rate: float = 1e-3,
-    init_scale: float = 8.0,
+    init_scale: float | Sequence[float] | Float[Array | np.ndarray, " members"] = 8.0,
     optimizer: str = "adamw",
     network: str = "mlp",
     options: dict[str, Any] | None = None,
@@ -72,7 +80,7 @@ def train_grokking(
         num_train: Training pictures.
         batch_size: Reshuffled every epoch.
         learning_rate: Of the optimiser.
-        init_scale: Factor of all initial parameters.
+        init_scale: Factor of all initial parameters, one for all or one per member; traced.
         optimizer: "adamw", or "sgd" with the decay times the learning rate, as in AdamW.
         network: "mlp" or "cnn".
         options: Of `models.mlp.MLP` or `models.cnn.CNN`.
@@ -94,7 +102,6 @@ def train_grokking(
     check_choice("optimizer", optimizer, ("adamw", "sgd"))
     check_choice("network", network, ("mlp", "cnn"))
     check_positive("learning_rate", learning_rate)
-    check_positive("init_scale", init_scale)
     for decay in weight_decays:
         check_non_negative("weight_decays", decay)
     count = check_count("num_train", num_train, minimum=1)
@@ -105,13 +112,8 @@ def train_grokking(
         fail("measure_at", "be steps of `observation_steps(num_steps)`", sorted(set(measure_at) - set(times.tolist())))
     keys = jnp.tile(jnp.stack([jax.random.PRNGKey(seed) for seed in seeds]), (len(weight_decays), 1))
     parts = jax.vmap(lambda key: jax.random.split(key))(keys)
-
-    def build(key: Array) -> eqx.Module:
-        sizes = {"classes": dataset.num_classes, **(options or {})}
-        model = MLP(dataset.num_pixels, **sizes, key=key) if network == "mlp" else CNN(**sizes, key=key)
-        return jax.tree.map(lambda leaf: init_scale * leaf if eqx.is_inexact_array(leaf) else leaf, model)
-
-    models = eqx.filter_jit(eqx.filter_vmap(build))(parts[:, 0])
+    sizes = {"classes": dataset.num_classes, **({"inputs": dataset.num_pixels} if network == "mlp" else {})}
+    models = initial_models(parts[:, 0], init_scale, network, {**sizes, **(options or {})})
     images, labels = standardised(dataset.train_images[:count]), jnp.asarray(dataset.train_labels[:count])
     settings = jnp.stack(
         [jnp.repeat(jnp.asarray(weight_decays, float), len(seeds)), jnp.full(len(keys), learning_rate)], 1
@@ -135,6 +137,39 @@ def train_grokking(
         observe_at=times,
         **fit_options,
     )
+
+
+def initial_models(
+    keys: Array,
+    init_scale: float | Sequence[float] | Float[Array | np.ndarray, " members"] = 8.0,
+    network: str = "mlp",
+    options: dict[str, Any] | None = None,
+) -> PyTree:
+    """Networks before training, every parameter multiplied by `init_scale`.
+
+    Args:
+        keys: One per member.
+        init_scale: One factor for all, or one per member.
+        network: "mlp" or "cnn".
+        options: Of `models.mlp.MLP` or `models.cnn.CNN`.
+
+    Returns:
+        Stacked models.
+
+    Raises:
+        ValueError: If a factor is not positive, or their number is neither one nor that of the keys.
+    """
+    check_choice("network", network, ("mlp", "cnn"))
+    scales = np.atleast_1d(np.asarray(init_scale, float))
+    check_positive("init_scale", scales)
+    if scales.shape not in ((1,), (len(keys),)):
+        fail("init_scale", f"be one number, or one for each of the {len(keys)} members", f"shape {scales.shape}")
+
+    def build(key: Array, scale: Array) -> eqx.Module:
+        model = (MLP if network == "mlp" else CNN)(**(options or {}), key=key)
+        return jax.tree.map(lambda leaf: scale * leaf if eqx.is_inexact_array(leaf) else leaf, model)
+
+    return eqx.filter_jit(eqx.filter_vmap(build))(keys, jnp.broadcast_to(jnp.asarray(scales, float), (len(keys),)))
 
 
 def _adamw(settings: Float[Array, "2"]) -> optax.GradientTransformation:
@@ -170,9 +205,11 @@ class CheapMeasures(eqx.Module):
         """The numbers by name.
 
         "train_accuracy", "test_accuracy"; losses per picture; measures of collapse on training pictures ("nc1_score")
-        and on test pictures ("test_nc1_score").
+        and on test pictures ("test_nc1_score"). Nearest centres ("nc4_score") are those of training pictures for both.
         """
         found = {}
+        classifier, _ = linear_head(model)
+        centres = None
         for split, images, labels in (
             ("train", self.train_images, self.train_labels),
             ("test", self.images, self.labels),
@@ -180,7 +217,13 @@ class CheapMeasures(eqx.Module):
             seen = jax.vmap(model.representations)(images)
             features, logits = seen["features"], seen["logits"]
             truth = jnp.argmax(labels, 1)
-            collapse = neural_collapse(class_moments(features, truth, labels.shape[1]))
+            # One decomposition after the other: several at once can hang on a CPU.
+            features, found = jax.lax.optimization_barrier((features, found))
+            moments = class_moments(features, truth, labels.shape[1], scatter=True)
+            centres = moments if centres is None else centres
+            collapse = neural_collapse(moments)
+            moments, collapse = jax.lax.optimization_barrier((moments, collapse))
+            frame = simplex_frame(moments)
             found[f"{split}_accuracy"] = jnp.mean(jnp.argmax(logits, 1) == truth)
             found[f"{split}_loss"] = jnp.sum((logits - labels) ** 2) / labels.shape[0]
             measured = {
@@ -190,6 +233,12 @@ class CheapMeasures(eqx.Module):
                 "nc1_score": collapse.nc1,
                 "rnc1_score": collapse.rnc1,
                 "nc2_score": collapse.nc2,
+                "trace_ratio": trace_ratio(moments),
+                "equinorm": frame.equinorm,
+                "equiangularity": frame.equiangularity,
+                "maximal_angle": frame.maximal_angle,
+                "nc3_score": self_duality(moments, classifier),
+                "nc4_score": nearest_centre_agreement(features, logits, centres),
             }
             found |= {name if split == "train" else f"test_{name}": value for name, value in measured.items()}
         return found

@@ -61,6 +61,7 @@ def fit(
     members_per_batch: int | None = None,
     mesh: Mesh | None = None,
     progress: str | MeterFactory | None = None,
+    shown: Sequence[str] | None = None,
     log: Callable[[int, dict[str, Any]], Any] | None = None,
     checkpoint: str | Path | None = None,
     checkpoint_seconds: float = 60.0,
@@ -93,6 +94,7 @@ def fit(
         members_per_batch: With "vmap", how many members are batched at once; None means all.
         mesh: A mesh from `sharding.member_mesh`, over whose devices the members are laid.
         progress: None, "terminal", "notebook" or a meter factory, see `dissociation.progress`.
+        shown: Names of observed numbers, one per member each, for progress to show beside the loss; default: six.
         log: `log(step, records)` on the host at the steps of `observe_at`; `records["loss"]` is each member's mean
             loss since the last record ([members], NaN at the start), `records["observed"]` the observation with
             members first. Returning True stops the run.
@@ -166,7 +168,7 @@ def fit(
     run.began = began
     meter = open_meter(progress, total, "training")
     try:
-        run.to_the_end(total, times, meter, log)
+        run.to_the_end(total, times, meter, log, shown)
     finally:
         meter.close()
     trained = sharding.drop_padding(run.state[0], num_members)

@@ -2,7 +2,7 @@
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,10 +14,16 @@ from jaxtyping import Array
 
 from dissociation import checkpoint as checkpoints
 from dissociation import checks, sharding
-from dissociation.training.steps import MAX_CHUNK, Program, initialise, observe_members, permutation, run_chunk
+from dissociation.training.steps import MAX_CHUNK, Program, initialise, observe_members, permutations, run_chunk
 
 CHUNK_SECONDS = 1.0
 """How long a chunk should take: how often progress is shown and an interrupt is heard."""
+
+MAX_DESCRIBED = 6
+"""Observed numbers that progress shows, if nobody says which."""
+
+MAX_ORDER = 65_536
+"""The longest order in samples, if it covers more than one epoch."""
 
 
 class History(NamedTuple):
@@ -43,22 +49,36 @@ class Batches(NamedTuple):
     data_key: Array
     member_keys: Array | None
 
-    def order(self, epoch: int) -> Array | None:
-        """[samples], or [members, samples] if members do not share their batches; None for full batches."""
+    @property
+    def span(self) -> int:
+        """Epochs that one order covers: several if they are short and no smaller batch stands between them."""
+        if self.batch_size is None or self.epoch_steps != self.num_samples // self.batch_size:
+            return 1
+        return max(1, min(MAX_CHUNK // self.epoch_steps, MAX_ORDER // self.num_samples))
+
+    def order(self, block: int) -> Array | None:
+        """Of the epochs from block * span on: [samples], or [members, samples] if members do not share their batches.
+
+        None for full batches. Of several epochs, only the samples that are in a batch.
+        """
         if self.batch_size is None:
             return None
         keys = self.data_key if self.member_keys is None else self.member_keys
-        orders = permutation if self.member_keys is None else eqx.filter_vmap(permutation, in_axes=(0, None, None))
-        return orders(keys, jnp.asarray(epoch), self.num_samples)
+        draw = (
+            permutations if self.member_keys is None else eqx.filter_vmap(permutations, in_axes=(0, None, None, None))
+        )
+        kept = self.num_samples if self.span == 1 else self.epoch_steps * self.batch_size
+        return draw(keys, block * self.span + jnp.arange(self.span), self.num_samples, kept)
 
     def segment(self, step: int) -> tuple[int | None, int, int]:
         """Batch size at `step`, position of its first sample in the order, and the step up to which both hold."""
         if self.batch_size is None:
             return None, 0, step + MAX_CHUNK
-        epoch, within = divmod(step, self.epoch_steps)
+        block_steps = self.span * self.epoch_steps
+        block, within = divmod(step, block_steps)
         full, rest = divmod(self.num_samples, self.batch_size)
-        if within < full:
-            return self.batch_size, within * self.batch_size, epoch * self.epoch_steps + full
+        if within < self.span * full:
+            return self.batch_size, within * self.batch_size, block * block_steps + self.span * full
         return rest, within * self.batch_size, step + 1
 
 
@@ -84,7 +104,7 @@ class Run:
         self.observed_at: list[int] = []
         self.observations: list[Any] = []
         self.diverged_at = np.full(num_members, -1)
-        self.epoch, self.order = -1, None
+        self.block, self.order = -1, None
         self.chunk, self.saved_at, self.recorded_at = 1, time.perf_counter(), 0
         self.began, self.earlier_seconds = time.perf_counter(), 0.0
 
@@ -92,14 +112,21 @@ class Run:
         """Wall time so far, earlier parts included."""
         return self.earlier_seconds + time.perf_counter() - self.began
 
-    def to_the_end(self, total: int, times: np.ndarray, meter: Any, log: Callable[..., Any] | None) -> None:
+    def to_the_end(
+        self,
+        total: int,
+        times: np.ndarray,
+        meter: Any,
+        log: Callable[..., Any] | None,
+        shown: Sequence[str] | None,
+    ) -> None:
         """Alternates between chunks of steps and records, until `total` steps are done or `log` returns True."""
         stopped, described = False, ""
         try:
             while True:
                 if self.step in times and self.step not in self.observed_at:
                     records = self.observe()
-                    described = _describe(records)
+                    described = _describe(records, shown)
                     stopped = log is not None and log(self.step, records) is True
                 meter.advance(self.step, described)
                 if stopped or self.step == total:
@@ -116,9 +143,9 @@ class Run:
     def advance(self, target: int) -> None:
         """Runs one chunk of steps, up to `target` at the most, and records its losses."""
         batch_size, position, end = self.batches.segment(self.step)
-        epoch = self.step // self.batches.epoch_steps
-        if epoch != self.epoch:
-            self.epoch, self.order = epoch, self.batches.order(epoch)
+        block = self.step // (self.batches.span * self.batches.epoch_steps)
+        if block != self.block:
+            self.block, self.order = block, self.batches.order(block)
         count = min(target - self.step, end - self.step, self.chunk, MAX_CHUNK)
         began = time.perf_counter()
         calls, per_call = (count, 1) if self.program.member_map == "unroll" else (1, count)
@@ -212,13 +239,14 @@ class Run:
             warnings.warn(f"{message}; the other members go on.", RuntimeWarning, stacklevel=5)
 
 
-def _describe(records: dict[str, Any]) -> str:
-    """Mean and standard deviation over members of the loss and of every scalar observed, in a line."""
+def _describe(records: dict[str, Any], shown: Sequence[str] | None) -> str:
+    """Mean and standard deviation over members of the loss and of some of the numbers observed, in a line."""
     leaves = jax.tree_util.tree_leaves_with_path(records)
     scalars = [
         (jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in leaves if leaf.ndim == 1
     ]
-    shown = [
-        (name.removeprefix("observed.") or name, leaf[np.isfinite(leaf)].astype(np.float64)) for name, leaf in scalars
-    ]
-    return ", ".join(f"{name} {leaf.mean():.4g} \u00b1 {leaf.std():.2g}" for name, leaf in shown if leaf.size)
+    known = {name.removeprefix("observed."): leaf[np.isfinite(leaf)].astype(np.float64) for name, leaf in scalars}
+    others = [name for name in known if name != "loss"]
+    names = ["loss", *(others[:MAX_DESCRIBED] if shown is None else [name for name in shown if name in others])]
+    described = [(name, known[name]) for name in names if known[name].size]
+    return ", ".join(f"{name} {leaf.mean():.4g} \u00b1 {leaf.std():.2g}" for name, leaf in described)

@@ -39,8 +39,10 @@ class Program(eqx.Module):
     mesh: Mesh | None = eqx.field(static=True)
 
 
-def _over_members(program: Program, function: Callable[..., Any], shared: Any, stacked: Any) -> Any:
-    how = {"members_per_batch": program.members_per_batch, "mesh": program.mesh}
+def _over_members(
+    program: Program, function: Callable[..., Any], shared: Any, stacked: Any, *, ordered: bool = False
+) -> Any:
+    how = {"members_per_batch": program.members_per_batch, "mesh": program.mesh, "ordered": ordered}
     return map_members(function, shared, stacked, member_map=program.member_map, **how)
 
 
@@ -65,7 +67,7 @@ def initialise(program: Program, params: Any) -> Any:
 def run_chunk(inputs: Any, state: Any) -> Any:
     """Several steps of every member, or one where members are unrolled: the new state, and the steps' losses.
 
-    `inputs` is the program, the epoch's order (or one per member), `[first step, position in the order, steps]`, and
+    `inputs` is the program, the order of samples (or one per member), `[first step, position in the order, steps]`, and
     the batch size. The state is donated.
     """
     program, order, place, batch_size = inputs
@@ -120,10 +122,14 @@ def observe_members(inputs: Any, params: Any) -> Any:
         observed = program.observe(model, step, jax.random.fold_in(member.observe_key, step))
         return jax.tree.map(jnp.asarray, observed)
 
-    return _over_members(program, one, (program, step), (program.members, params))
+    return _over_members(program, one, (program, step), (program.members, params), ordered=True)
 
 
 @eqx.filter_jit
-def permutation(key: Array, epoch: Array, num_samples: int) -> Array:
-    """The order of the samples in an epoch, [samples]."""
-    return jax.random.permutation(jax.random.fold_in(key, epoch), num_samples)
+def permutations(key: Array, epochs: Array, num_samples: int, kept: int) -> Array:
+    """The order of the samples in every epoch, cut to the first `kept`, one epoch after the other: [epochs * kept]."""
+
+    def one(epoch: Array) -> Array:
+        return jax.random.permutation(jax.random.fold_in(key, epoch), num_samples)[:kept]
+
+    return jax.vmap(one)(epochs).reshape(-1)

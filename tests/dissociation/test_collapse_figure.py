@@ -112,10 +112,10 @@ def test_bad_input_is_refused(tmp_path):
 def test_an_interrupted_sweep_keeps_its_beginning(tmp_path):
     path = tmp_path / "series.npz"
     records = lambda step: {"observed": {"rnc1_score": np.full(4, step), "dear": {"nhsic_zx": np.zeros(4)}}}  # noqa: E731
-    first = collapse._Keeper(collapse.Config(), path)
+    first = collapse._Keeper(path)
     for step in range(20):
         first(step, records(step))
-    later = collapse._Keeper(collapse.Config(), path)  # another process, from a checkpoint of step 15
+    later = collapse._Keeper(path)  # another process, from a checkpoint of step 15
     for step in range(15, 35):
         later(step, records(step))
     with np.load(path) as kept:

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import scipy.linalg
 
-from dissociation.linalg import centre, nuclear_norm, psd_power
+from dissociation.linalg import centre, nuclear_norm, positive_inverse, psd_power
 
 
 @pytest.fixture
@@ -143,6 +143,27 @@ def test_power_plain_jit_vmap_and_loop_agree(key):
     for function in (jax.vmap(both), jax.jit(jax.vmap(both))):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), function(matrices, cutoffs), looped)
     assert jnp.abs(looped[0] - jnp.stack([both(m, 0.0)[0] for m in matrices]))[2] > 1e-3  # the cut-off does something
+
+
+@pytest.mark.parametrize("number", [1, 2, 5, 16, 100])
+def test_inverse_of_positive_matrices(key, number):
+    roots = np.asarray(jax.random.normal(key, (3, 2, number, number)), np.float64)
+    matrices = roots @ roots.swapaxes(-1, -2) / number + 1e-3 * np.eye(number)
+    expected = np.linalg.inv(matrices)
+    found = jax.jit(positive_inverse)(matrices.astype(np.float32))
+    solved = jnp.linalg.solve(matrices.astype(np.float32), jnp.broadcast_to(jnp.eye(number), matrices.shape))
+    size = np.abs(expected).max()
+    assert np.abs(found - expected).max() < max(3 * np.abs(solved - expected).max(), 1e-6 * size)
+    np.testing.assert_allclose(
+        positive_inverse(jnp.asarray(matrices[0, 0], jnp.float32)), found[0, 0], rtol=1e-3
+    )
+    mapped = jax.vmap(jax.vmap(positive_inverse))(matrices.astype(np.float32))
+    np.testing.assert_allclose(mapped, found, atol=1e-4 * size)
+    gradient = jax.grad(lambda m: jnp.trace(positive_inverse(m)))(jnp.diag(jnp.arange(1.0, number + 1)))
+    np.testing.assert_allclose(gradient, -np.diag(1.0 / np.arange(1.0, number + 1) ** 2), atol=1e-6)
+    assert np.isnan(positive_inverse(-jnp.eye(number))).all()
+    with pytest.raises(ValueError, match="square matrices"):
+        positive_inverse(jnp.ones((2, 3, number + 1)))
 
 
 def test_nuclear_norm_against_numpy_and_its_derivative():

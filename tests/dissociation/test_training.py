@@ -171,6 +171,22 @@ def test_chunks_leave_no_trace(key, monkeypatch, member_map):
     np.testing.assert_array_equal(weights(whole), weights(run()))
 
 
+@pytest.mark.parametrize(("samples", "drop", "epochs"), [(12, False, 42), (14, True, 36), (14, False, 1)])
+def test_orders_of_several_short_epochs_at_once_change_nothing(key, monkeypatch, samples, drop, epochs):
+    models, data = linear_members(key), regression(key, samples=samples)
+    options = {"num_steps": 150, "batch_size": 4, "drop_remainder": drop, "key": key}
+    found = []
+    for longest in (512, 1):
+        monkeypatch.setattr(run_module, "MAX_ORDER", longest)
+        steps = samples // 4 if drop or samples % 4 == 0 else samples // 4 + 1
+        batches = run_module.Batches(samples, 4, steps, key, None)
+        assert batches.span == (epochs if longest > 1 else 1)
+        for shared in (True, False):
+            result = fit(models, noisy_error, data, optax.adam(0.05), shared_batches=shared, **options)
+            found.append((weights(result), result.history.loss))
+    jax.tree.map(np.testing.assert_array_equal, found[:2], found[2:])
+
+
 def test_hyperparameters_differ_by_member_and_compile_once(key):
     models, data = linear_members(key), regression(key)
     rates, decays = jnp.array([0.1, 0.03, 0.01]), jnp.array([0.0, 0.1, 1.0])

@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Array, Float, Key, UInt32
 
 from dissociation.checks import check_choice, check_count, check_ndim, check_positive, check_same_length, fail
-from dissociation.linalg import product
+from dissociation.linalg import positive_inverse, product
 
 AnyKey = Key[Array, ""] | UInt32[Array, "2"]
 Scalar = float | int | Float[Array, ""]
@@ -87,7 +87,7 @@ def normalised_hsic(grams: Float[Array, "kernels *b n n"], *, epsilon: Scalar = 
         epsilon: Regularisation, positive.
 
     Returns:
-        [kernels - 1, ...]. All systems are solved as one stack.
+        [kernels - 1, ...]. All matrices are inverted as one stack: K (K + e I)^{-1} = I - e (K + e I)^{-1}.
 
     Raises:
         ValueError: If there are fewer than two matrices, or `epsilon` is not positive.
@@ -101,8 +101,8 @@ def normalised_hsic(grams: Float[Array, "kernels *b n n"], *, epsilon: Scalar = 
     number = grams.shape[-1]
     ridge = jnp.asarray(epsilon, grams.dtype) * number * jnp.eye(number, dtype=grams.dtype)
     shape = grams.shape
-    flat = grams.reshape(-1, number, number)
-    spans = jnp.linalg.solve(flat + ridge[None], flat).reshape(shape)
+    inverses = positive_inverse(grams.reshape(-1, number, number) + ridge[None])
+    spans = (jnp.eye(number, dtype=grams.dtype)[None] - ridge[0, 0] * inverses).reshape(shape)
     return jnp.sum(spans[:1] * spans[1:].swapaxes(-1, -2), (-1, -2))
 
 

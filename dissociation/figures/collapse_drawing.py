@@ -1,0 +1,215 @@
+"""How the figure of neural collapse is drawn, panel by panel, from its results."""
+
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.figure import Figure
+
+from dissociation import plotting
+from dissociation.figures.collapse_measures import crossing_line, crossings
+from dissociation.metrics.crossing import median_crossing
+
+SHOWN_POINTS = 400
+"""Samples of a class and split in the plane of two classes, at most."""
+
+
+def draw_results(results: Any) -> Figure:
+    """The figure: rows of training, information, estimators and geometry, and margins with crossing times.
+
+    Args:
+        results: `figures.collapse.Results`.
+
+    Returns:
+        7.2 x 8.8 inches.
+    """
+    with plotting.house_style():
+        figure, axes = plt.subplots(4, 3, figsize=(7.2, 8.8), layout="constrained")
+        _training(axes[0], results)
+        _information(axes[1], results)
+        _estimators(axes[2, 0], results)
+        _geometry(axes[2, 1], results)
+        _scale(axes[2, 2], results)
+        _margins(axes[3, 0], results)
+        _plane(axes[3, 1], results)
+        _crossings(axes[3, 2], results)
+    plt.close(figure)  # out of pyplot's hands: a notebook shows what it is given
+    return figure
+
+
+def _curves(axis: Any, steps: np.ndarray, values: np.ndarray, decays: tuple[float, ...], **style: Any) -> None:
+    """A band over seeds per weight decay, from step 10 on."""
+    later = steps >= 10
+    for index, (decay, own) in enumerate(zip(decays, values, strict=True)):
+        plotting.band(axis, steps[later], own[:, later], color=f"C{index}", label=f"$\\lambda$ = {decay:g}", **style)
+    axis.set(xscale="log", xlabel="step")
+
+
+def _floor(values: np.ndarray) -> float:
+    """For the lower edge of bands on a logarithmic axis: half the least positive value."""
+    positive = values[np.isfinite(values) & (values > 0)]
+    return 0.5 * float(positive.min()) if positive.size else 1e-12
+
+
+def _mean(values: np.ndarray) -> np.ndarray:
+    """Over seeds, those left out that are not finite."""
+    return np.ma.filled(np.ma.masked_invalid(values).mean(0).astype(float), np.nan)
+
+
+def _training(axes: Any, results: Any) -> None:
+    decays, steps, series = results.config.weight_decays, results.time_step, results.series
+    later = steps >= 10
+    _curves(axes[0], steps, series["test_accuracy"], decays)
+    for index, own in enumerate(series["train_accuracy"]):
+        axes[0].plot(steps[later], _mean(own)[later], linestyle="--", color=f"C{index}", linewidth=0.8)
+    axes[0].set(ylim=(0, 1.02), ylabel="accuracy", title="test (line), training (dashed)")
+    axes[0].legend(fontsize="x-small")
+    _curves(axes[1], steps, series["rnc1_score"], decays, floor=_floor(series["rnc1_score"]))
+    axes[1].axhline(results.config.collapse_threshold, color="black", linestyle=":", linewidth=0.8)
+    axes[1].set(yscale="log", ylabel="RNC1", title="collapse of classes (training)")
+    _curves(axes[2], steps, series["nc2_score"], decays)
+    axes[2].axhline(1, color="black", linestyle=":", linewidth=0.8)
+    axes[2].set(ylim=(0, None), ylabel="NC2", title="condition number of means")
+
+
+def _information(axes: Any, results: Any) -> None:
+    decays, steps, found = results.config.weight_decays, results.information_step, results.information
+    titles = ("information (dotted: shuffled)", "nHSIC, fixed bandwidth", "nHSIC, median bandwidth")
+    pairs = (("mi_zx_compression", "mi_zy_compression"), ("nhsic_zx", "nhsic_zy"), ("nhsic_zx_free", "nhsic_zy_free"))
+    later = steps >= 10
+    for axis, title, (inputs, labels) in zip(axes, titles, pairs, strict=True):
+        kind = "I" if inputs.startswith("mi") else "nHSIC"
+        axis.set(title=title, ylabel=f"{kind}(Z;X) - {kind}(Z;Y)")
+        if inputs not in found or not np.isfinite(found[inputs]).any():
+            _empty(axis, "not measured")
+            continue
+        _curves(axis, steps, found[inputs] - found[labels], decays)
+        if inputs.startswith("mi"):
+            for index, own in enumerate(found["mi_zx_compression_null"] - found["mi_zy_compression_null"]):
+                axis.plot(steps[later], _mean(own)[later], linestyle=":", color=f"C{index}", linewidth=0.8)
+
+
+def _largest(results: Any) -> int:
+    return int(np.argmax(results.config.weight_decays))
+
+
+def _estimators(axis: Any, results: Any) -> None:
+    """I(Z;X) and I(Z;Y) by three estimators at the largest weight decay."""
+    steps, found, largest = results.information_step, results.information, _largest(results)
+    axis.set(title=f"estimators, $\\lambda$ = {results.config.weight_decays[largest]:g}", ylabel="nats")
+    if "mi_zx_compression" not in found:
+        _empty(axis, "not measured")
+        return
+    later = steps >= 10
+    names = (
+        ("mi_zx_compression", "C0", "-", "I(Z;X) entropies"),
+        ("mi_zx_kraskov", "C0", "--", "I(Z;X) Kraskov"),
+        ("mi_zx_smoothed", "C0", ":", "I(Z;X) smoothed"),
+        ("mi_zy_compression", "C1", "-", "I(Z;Y) entropies"),
+        ("mi_zy_smoothed", "C1", ":", "I(Z;Y) smoothed"),
+    )
+    for name, color, style, label in names:
+        axis.plot(steps[later], _mean(found[name][largest])[later], color=color, linestyle=style, label=label)
+    axis.set(xscale="log", xlabel="step", ylim=(min(0.0, axis.get_ylim()[0]), None))
+    axis.legend(fontsize="x-small")
+
+
+def _geometry(axis: Any, results: Any) -> None:
+    """The rest of the canon at the largest weight decay, on training samples."""
+    steps, series, largest = results.time_step, results.series, _largest(results)
+    names = {
+        "trace_ratio": "tr($S_W S_B^+$)/C",
+        "equinorm": "NC2 norms",
+        "equiangularity": "NC2 angles",
+        "nc3_score": "NC3",
+        "nc4_score": "1 - NC4",
+    }
+    later = steps >= 10
+    for index, (name, label) in enumerate(names.items()):
+        values = _mean(series[name][largest])
+        values = 1 - values if name == "nc4_score" else values
+        axis.plot(steps[later], np.where(values > 0, values, np.nan)[later], color=f"C{index}", label=label)
+    axis.set(xscale="log", yscale="log", xlabel="step", ylabel="distance")
+    axis.set_title(f"distances from collapse, $\\lambda$ = {results.config.weight_decays[largest]:g}")
+    axis.legend(fontsize="x-small")
+
+
+def _scale(axis: Any, results: Any) -> None:
+    values = results.series["scale_means"]
+    _curves(axis, results.time_step, values, results.config.weight_decays, floor=_floor(values))
+    axis.set(yscale="log", ylabel="mean norm", title="scale of features")
+
+
+def _empty(axis: Any, why: str) -> None:
+    axis.text(0.5, 0.5, why, ha="center", transform=axis.transAxes)
+
+
+def _margins(axis: Any, results: Any) -> None:
+    largest, classes = _largest(results), results.config.classes
+    axis.set(title=f"margins, $\\lambda$ = {results.config.weight_decays[largest]:g}", ylabel="signed distance")
+    axis.axhline(0, color="black", linewidth=0.5)
+    if not results.margins:
+        _empty(axis, "after training")
+        return
+    for place, label in enumerate(classes):
+        for side, split, color in (("low", "seen", "C0"), ("high", "unseen", "C1")):
+            values = results.margins[f"margin_{label}_{split}"][largest].reshape(-1)
+            values = values[np.isfinite(values)]
+            if values.size < 2 or values.std() == 0:
+                continue
+            quartiles = [[0.25, 0.5, 0.75]]
+            body = axis.violinplot(values, [place], side=side, showextrema=False, quantiles=quartiles, widths=0.8)
+            body["bodies"][0].set(facecolor=color, alpha=0.6, label=split if place == 0 else None)
+            body["cquantiles"].set(color=color, linewidth=0.8)
+    axis.set(xticks=range(len(classes)), xticklabels=[f"class {label}" for label in classes])
+    if axis.get_legend_handles_labels()[0]:
+        axis.legend(fontsize="x-small")
+
+
+def _plane(axis: Any, results: Any) -> None:
+    """Samples of two classes in the plane of their weights, of the first seed at the largest weight decay."""
+    largest, classes = _largest(results), results.config.classes
+    axis.set(title=f"plane of classes {classes[0]} and {classes[1]}", xlabel="along $w_a - w_b$", ylabel="across")
+    if not results.margins:
+        _empty(axis, "after training")
+        return
+    for color, label in zip(("C0", "C1"), classes, strict=True):
+        for split, size, alpha in (("unseen", 2, 0.3), ("seen", 6, 1.0)):
+            points = results.margins[f"plane_{label}_{split}"][largest, 0]
+            points = points[:: max(1, len(points) // SHOWN_POINTS)]
+            kind = {"s": size, "alpha": alpha, "color": color, "linewidth": 0}
+            axis.scatter(*points.T, **kind, label=f"{label}" if split == "seen" else None)
+    axis.axvline(float(results.margins["plane_boundary"][largest, 0]), color="black", linewidth=0.8)
+    axis.legend(fontsize="x-small")
+
+
+def _crossings(axis: Any, results: Any) -> None:
+    config, end = results.config, int(results.time_step[-1])
+    found = crossings(config, results.series, results.time_step)
+    for name, color, marker, aside in (("fitted", "C0", "o", 0.93), ("collapsed", "C1", "s", 1.07)):
+        times = np.maximum(found[name], 1)  # a logarithmic axis has no step 0
+        places = np.repeat(config.weight_decays, times.shape[1]) * aside
+        flat = times.reshape(-1)
+        crossed = ~np.isnan(flat)
+        axis.plot(places[crossed], flat[crossed], marker, color=color, markersize=2, alpha=0.5, linestyle="")
+        axis.plot(places[~crossed], np.full((~crossed).sum(), end), "^", color=color, markersize=3, mfc="none", ls="")
+        medians = [median_crossing(own, end) for own in times]
+        values, low, high = (np.asarray([getattr(m, part) for m in medians]) for part in ("value", "low", "high"))
+        kept = np.isfinite(values)
+        if not kept.any():
+            continue
+        low, high = (np.where(np.isfinite(edge), edge, end)[kept] for edge in (low, high))
+        spread = np.maximum([values[kept] - low, high - values[kept]], 0)
+        where = np.asarray(config.weight_decays)[kept] * aside
+        axis.errorbar(where, values[kept], spread, color=color, fmt=marker, markersize=4, label=name, linewidth=1)
+    try:
+        line = crossing_line(config, found, end)
+    except ValueError:
+        line = None
+    if line is not None and np.isfinite(line.slope):
+        ends = np.asarray([min(config.weight_decays), max(config.weight_decays)])
+        times = np.exp(line.intercept + line.slope * np.log(ends))
+        axis.plot(ends, times, color="C1", linewidth=0.8, linestyle="--", label=f"slope {line.slope:.2f}")
+    axis.set(xscale="log", yscale="log", xlabel="weight decay", ylabel="step", title="first crossing (open: never)")
+    if axis.get_legend_handles_labels()[0]:
+        axis.legend(fontsize="x-small")
