@@ -135,8 +135,8 @@ def log_slope(times: Float[np.ndarray, " n"], at: Float[np.ndarray, " n"], end: 
     flatten the line. With the line and the spread s written as (slope, intercept, 1) / s the likelihood is concave.
 
     Where all crossings lie on one line, as tied ones do, and no other sample should by that line have crossed before
-    `end`, the likelihood grows without bound as the spread goes to 0: the result is that line, with spread 0. Such times
-    differ by less than the steps at which they were observed.
+    `end`, the likelihood grows without bound as the spread goes to 0: the result is that line, with spread 0. Such
+    times differ by less than the steps at which they were observed.
 
     Args:
         times: Positive; NaN for samples that had not crossed.
