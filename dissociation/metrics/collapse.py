@@ -76,8 +76,8 @@ def class_moments(features: Features, labels: Labels, num_classes: int, *, scatt
 
     Args:
         features: Z, [samples, d].
-        labels: Classes from 0, [samples].
-        num_classes: C.
+        labels: Classes from 0, [samples]. Traced ones are not checked.
+        num_classes: C; some may have no samples.
         scatter: Whether the [d, d] matrix for `trace_ratio` is made, at a cost of n d^2.
 
     Returns:
@@ -103,9 +103,15 @@ def class_moments(features: Features, labels: Labels, num_classes: int, *, scatt
         counts=counts,
         means=means,
         spread=product(member.T, jnp.sum(residual**2, 1)[:, None])[:, 0],
-        norms=jnp.sum(jnp.linalg.norm(features, axis=1)),
+        norms=jnp.sum(_root(jnp.sum(features**2, 1))),
         scatter=product(residual.T, residual) if scatter else None,
     )
+
+
+def _root(squares: Array) -> Array:
+    """Square root whose derivative at zero is zero: of a distance, the subgradient of least norm."""
+    positive = squares > 0
+    return jnp.where(positive, jnp.sqrt(jnp.where(positive, squares, 1.0)), 0.0)
 
 
 def merge_moments(a: ClassMoments, b: ClassMoments) -> ClassMoments:
@@ -192,33 +198,53 @@ def trace_ratio(moments: ClassMoments) -> Float[Array, ""]:
     """tr(S_W pinv(S_B)) / C: within-class covariance in units of the between-class one, class by class dimension.
 
     S_W = sum_i (z_i - mu_c)(z_i - mu_c)^T / n and S_B = sum_c (mu_c - mu_G)(mu_c - mu_G)^T / C, with mu_G the mean of
-    the class means; classes without samples do not count in C.
+    the class means; classes without samples do not count in C. Directions in which class means do not differ have no
+    part in it: all but C - 1 at least.
 
     Args:
         moments: With `scatter`.
 
     Returns:
-        A number from 0.
+        A number from 0; infinite where classes have a spread but their means coincide to rounding, NaN where there is
+        nothing to compare: one class, or neither spread nor distance.
 
     Raises:
         ValueError: If the moments have no scatter.
 
     References:
         Papyan, Han and Donoho (2020), section "Properties of neural collapse", NC1.
+        Golub and Pereyra (1973), The differentiation of pseudo-inverses, for the derivative.
     """
     if moments.scatter is None:
         fail("moments", "have a scatter matrix", "None", "Ask for it: class_moments(..., scatter=True)")
     means, present = _about_their_mean(moments)
-    number, classes = jnp.sum(moments.counts), jnp.sum(present)
-    # S_B = M^T M / C with few rows M: its pseudo-inverse by the small side.
-    _, values, right = jnp.linalg.svd(means, full_matrices=False)
+    within, classes = moments.scatter / jnp.sum(moments.counts), jnp.sum(present)
+    # S_B = M^T M / C with few rows M, so that pinv(S_B) / C = pinv(M) pinv(M)^T.
+    left, values, right = jnp.linalg.svd(jax.lax.stop_gradient(means), full_matrices=False)
+    rounding = max(means.shape) * jnp.finfo(means.dtype).eps
     # Means about their mean have rank C - 1 at most, whatever rounding makes of the last value.
-    kept = (values > max(means.shape) * jnp.finfo(means.dtype).eps * values[0]) & (
-        jnp.arange(len(values)) < classes - 1
+    kept = (values > rounding * values[0]) & (jnp.arange(len(values)) < classes - 1)
+    inverse = product(right.T * jnp.where(kept, 1 / jnp.where(kept, values, 1.0), 0.0)[None], left.T)
+    inverse = _pinv_near(means, inverse)
+    ratio = jnp.sum(inverse * product(within, inverse))
+    apart = values[0] > rounding * jnp.linalg.norm(moments.means)
+    spread = (classes > 1) & (jnp.trace(within) > 0)
+    return jnp.where(apart, ratio, jnp.where(spread, jnp.inf, jnp.nan))
+
+
+def _pinv_near(matrix: Array, inverse: Array) -> Array:
+    """The pseudo-inverse, given as a constant, with its derivative at fixed rank."""
+    here = jax.lax.stop_gradient(matrix)
+    step = (matrix - here).T
+    outside = step - product(product(step, here), inverse)
+    turned = product(step, product(inverse.T, inverse))
+    return (
+        inverse
+        - product(product(inverse, step.T), inverse)
+        + product(inverse, product(inverse.T, outside))
+        + turned
+        - product(inverse, product(here, turned))
     )
-    inverse = jnp.where(kept, classes / jnp.where(kept, values, 1.0) ** 2, 0.0)
-    along = jnp.sum(right * product(right, moments.scatter / number), 1)
-    return jnp.sum(inverse * along) / classes
 
 
 def _about_their_mean(moments: ClassMoments) -> tuple[Array, Bool[Array, " classes"]]:
@@ -235,16 +261,17 @@ def simplex_frame(moments: ClassMoments) -> Frame:
         moments: Of features of at least two classes.
 
     Returns:
-        Three distances from the simplex equiangular tight frame.
+        Three distances from the simplex equiangular tight frame; NaN with one class, and `equinorm` also where all
+        means coincide.
 
     References:
         Papyan, Han and Donoho (2020), NC2.
     """
     means, present = _about_their_mean(moments)
-    norms = jnp.linalg.norm(means, axis=1)
+    norms = _root(jnp.sum(means**2, 1))
     classes = jnp.sum(present)
     average = jnp.sum(norms) / classes
-    deviation = jnp.sqrt(jnp.sum(jnp.where(present, (norms - average) ** 2, 0.0)) / classes)
+    deviation = _root(jnp.sum(jnp.where(present, (norms - average) ** 2, 0.0)) / classes)
     unit = means / jnp.where(norms > 0, norms, 1.0)[:, None]
     rows, columns = np.triu_indices(means.shape[0], 1)
     cosines = product(unit, unit.T)[rows, columns]
@@ -253,7 +280,7 @@ def simplex_frame(moments: ClassMoments) -> Frame:
     mean = jnp.sum(jnp.where(both, cosines, 0.0)) / pairs
     variance = jnp.sum(jnp.where(both, (cosines - mean) ** 2, 0.0)) / pairs
     off = jnp.abs(cosines + 1.0 / (classes - 1))
-    return Frame(deviation / average, jnp.sqrt(variance), jnp.sum(jnp.where(both, off, 0.0)) / pairs)
+    return Frame(deviation / average, _root(variance), jnp.sum(jnp.where(both, off, 0.0)) / pairs)
 
 
 def self_duality(moments: ClassMoments, classifier: Float[Array | np.ndarray, "classes d"]) -> Float[Array, ""]:
@@ -264,7 +291,7 @@ def self_duality(moments: ClassMoments, classifier: Float[Array | np.ndarray, "c
         classifier: The last layer's weights W; rows of classes without samples are left out.
 
     Returns:
-        From 0 (proportional) over 2 (unrelated) to 4.
+        From 0 (proportional) over 2 (unrelated) to 4; NaN if the weights are zero or all means coincide.
 
     Raises:
         ValueError: If the shapes disagree.
@@ -294,16 +321,16 @@ def nearest_centre_agreement(
         From 0 to 1.
 
     Raises:
-        ValueError: If the numbers of samples disagree.
+        ValueError: If the numbers of samples or of classes disagree.
 
     References:
         Papyan, Han and Donoho (2020), NC4.
     """
     check_same_length("features", features.shape[0], "logits", logits.shape[0])
-    means = moments.means
+    check_same_length("moments", moments.means.shape[0], "logits", logits.shape[1], "classes")
+    means, present = _about_their_mean(moments)
     # |z - mu|^2 less |z|^2; about the middle of the means, against cancellation.
-    middle = jnp.mean(means, 0)
-    centred, points = means - middle[None], jnp.asarray(features) - middle[None]
-    distance = jnp.sum(centred**2, 1)[None] - 2 * product(points, centred.T)
-    nearest = jnp.argmin(jnp.where(moments.counts > 0, distance, jnp.inf), 1)
+    middle = jnp.sum(jnp.where(present[:, None], moments.means, 0.0), 0) / jnp.sum(present)
+    distance = jnp.sum(means**2, 1)[None] - 2 * product(jnp.asarray(features) - middle[None], means.T)
+    nearest = jnp.argmin(jnp.where(present, distance, jnp.inf), 1)
     return jnp.mean(nearest == jnp.argmax(logits, 1))

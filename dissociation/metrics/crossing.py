@@ -8,9 +8,12 @@ import numpy as np
 from jaxtyping import Array, Float
 from scipy import optimize, stats
 
-from dissociation.checks import check_choice, check_same_length, fail
+from dissociation.checks import check_choice, check_positive, check_same_length, fail
 
 DIRECTIONS = ("above", "below")
+
+# Logarithms of times closer than this to a line lie on it: times in float32.
+_ON_THE_LINE = 1e-6
 
 
 class Median(NamedTuple):
@@ -18,7 +21,7 @@ class Median(NamedTuple):
 
     Attributes:
         value: Infinite if fewer than half of the samples had the event.
-        low: Lower end of the interval.
+        low: Lower end of the interval; minus infinity if the data do not bound it.
         high: Upper end; infinite if the data do not bound it.
     """
 
@@ -33,8 +36,8 @@ class Slope(NamedTuple):
     Attributes:
         slope: Of the line.
         intercept: At log 1.
-        spread: Standard deviation of log times about the line.
-        error: Standard error of the slope, from the curvature of the likelihood.
+        spread: Standard deviation of log times about the line; 0 where all crossings lie on it.
+        error: Standard error of the slope, from the curvature of the likelihood; NaN where the spread is 0.
     """
 
     slope: float
@@ -79,16 +82,21 @@ def median_crossing(
 ) -> Median:
     """Kaplan and Meier's median of crossing times, on the host.
 
+    The interval is Brookmeyer and Crowley's, from log-log limits of the survival function. Those do not exist before
+    the first crossing nor after the last sample's; there the interval goes by the chance 2^-n that all samples lie on
+    one side of their median. At level 0.9 fewer than four samples do not bound it from below, fewer than five not from
+    above, and five do if all of them have crossed.
+
     Args:
         times: NaN for samples that had not crossed when their run ended.
         end: When runs ended, all of them or each.
-        level: Of the interval (Brookmeyer and Crowley's, from log-log limits of the survival function).
+        level: Of the interval, between 0 and 1. It is approximate in small samples.
 
     Returns:
-        Median and interval.
+        Median and interval; an end that the data do not bound is infinite.
 
     Raises:
-        ValueError: If there are no times.
+        ValueError: If there are no times, or `level` is out of range.
 
     References:
         Kaplan and Meier (1958). Brookmeyer and Crowley (1982), A confidence interval for the median survival time.
@@ -96,65 +104,109 @@ def median_crossing(
     times = np.asarray(times, float)
     if times.size == 0:
         fail("times", "hold at least one time", "none")
+    if not 0 < level < 1:
+        fail("level", "lie between 0 and 1", level)
     crossed = ~np.isnan(times)
     ends = np.broadcast_to(np.asarray(end, float), times.shape)
+    one_side = 0.5**times.size
+    bounded = one_side <= 1 - level
     if not crossed.any():
-        return Median(np.inf, float(ends.min()), np.inf)
+        return Median(np.inf, float(ends.min()) if bounded else -np.inf, np.inf)
     data = stats.CensoredData(uncensored=times[crossed], right=ends[~crossed])
     survival = stats.ecdf(data).sf
     with np.errstate(divide="ignore", invalid="ignore"), warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # where all or none have crossed there are no limits
+        warnings.simplefilter("ignore", RuntimeWarning)  # where all or none have crossed, there are no limits
         limits = survival.confidence_interval(level, method="log-log")
 
-    def half(curve: Any) -> float:
-        chance = np.where(np.isnan(curve.probabilities), survival.probabilities, curve.probabilities)
+    def half(chance: np.ndarray) -> float:
         below = np.flatnonzero(chance <= 0.5)
         return float(survival.quantiles[below[0]]) if len(below) else np.inf
 
-    return Median(half(survival), half(limits.low), half(limits.high))
+    def limit(curve: Any, after_all: float) -> np.ndarray:
+        beyond = np.where(survival.probabilities > 0, 1.0, after_all)
+        return np.where(np.isnan(curve.probabilities), beyond, curve.probabilities)
+
+    low = half(limit(limits.low, 0.0)) if bounded else -np.inf
+    high = half(limit(limits.high, 0.0 if 2 * one_side <= 1 - level else 1.0))
+    return Median(half(survival.probabilities), low, high)
 
 
 def log_slope(times: Float[np.ndarray, " n"], at: Float[np.ndarray, " n"], end: float | int) -> Slope:
     """A line through log time against log `at`, by maximum likelihood with a normal spread, on the host.
 
     Samples that never crossed count as "later than `end`" (Tobin's model of censored data): leaving them out would
-    flatten the line.
+    flatten the line. With the line and the spread s written as (slope, intercept, 1) / s the likelihood is concave.
+
+    Where all crossings lie on one line, as tied ones do, and no other sample should by that line have crossed before
+    `end`, the likelihood grows without bound as the spread goes to 0: the result is that line, with spread 0. Such
+    times differ by less than the steps at which they were observed.
 
     Args:
         times: Positive; NaN for samples that had not crossed.
         at: What the times depend on, positive.
-        end: When runs ended.
+        end: When runs ended, positive.
 
     Returns:
         The line.
 
     Raises:
-        ValueError: If lengths differ, or fewer than three times at two different places were crossed.
+        ValueError: If lengths differ, a value is not positive, or fewer than three times at two different places were
+            crossed.
 
     References:
         Tobin (1958), Estimation of relationships for limited dependent variables.
+        Olsen (1978), Note on the uniqueness of the maximum likelihood estimator for the Tobit model.
     """
     times, at = np.asarray(times, float), np.asarray(at, float)
     check_same_length("times", len(times), "at", len(at))
     crossed = ~np.isnan(times)
+    wrong = crossed & ~((times > 0) & np.isfinite(times))
+    if wrong.any():
+        fail("times", "be positive and finite, or NaN where there was no crossing", times[wrong][0])
+    check_positive("at", at)
+    check_positive("end", end)
     if crossed.sum() < 3 or len(np.unique(at[crossed])) < 2:
         fail("times", "hold three crossings at two places at least", f"{crossed.sum()} crossings")
     logs, places = np.log(np.where(crossed, times, end)), np.log(at)
-    start = np.polyfit(places[crossed], logs[crossed], 1)
-    spread = max(np.std(logs[crossed] - np.polyval(start, places[crossed])), 1e-3)
+    middle, width = places[crossed].mean(), places[crossed].std()
+    design = np.stack([(places - middle) / width, np.ones_like(places)], 1)
+    line = np.linalg.lstsq(design[crossed], logs[crossed], rcond=None)[0]
+    beyond = logs - design @ line
+    if np.abs(beyond[crossed]).max() <= _ON_THE_LINE and np.all(beyond[~crossed] <= _ON_THE_LINE):
+        slope = line[0] / width
+        return Slope(float(slope), float(line[1] - slope * middle), 0.0, np.nan)
+    scaled, covariance = _tobit(design, logs, crossed)
+    slope, height, spread = scaled[0] / scaled[2], scaled[1] / scaled[2], 1 / scaled[2]
+    gradient = np.asarray([spread, 0.0, -slope * spread])
+    error = np.sqrt(gradient @ covariance @ gradient) / width
+    return Slope(float(slope / width), float(height - slope / width * middle), float(spread), float(error))
 
-    def cost(parameters: np.ndarray) -> float:
-        slope, intercept, log_spread = parameters
-        residual = (logs - intercept - slope * places) / np.exp(log_spread)
-        return -float(np.sum(np.where(crossed, stats.norm.logpdf(residual) - log_spread, stats.norm.logsf(residual))))
 
-    found = optimize.minimize(cost, [*start, np.log(spread)], method="Nelder-Mead",
-                              options={"maxiter": 5000, "xatol": 1e-8, "fatol": 1e-10})  # fmt: skip
-    slope, intercept, log_spread = found.x
-    step = 1e-3
-    around = [[cost(found.x + step * (np.eye(3)[i] * a + np.eye(3)[j] * b)) for a in (1, -1) for b in (1, -1)]
-              for i in range(3) for j in range(3)]  # fmt: skip
-    curvature = np.asarray([(pp - pm - mp + mm) / (4 * step**2) for pp, pm, mp, mm in around]).reshape(3, 3)
-    return Slope(
-        float(slope), float(intercept), float(np.exp(log_spread)), float(np.linalg.inv(curvature)[0, 0] ** 0.5)
-    )
+def _tobit(design: np.ndarray, logs: np.ndarray, crossed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The maximum of the likelihood in (slope, height, 1) / spread, and the inverse of its negative curvature there."""
+    # Residuals in units of the spread are linear in the parameters.
+    rows = np.concatenate([-design, logs[:, None]], 1)
+
+    def cost(scaled: np.ndarray) -> float:
+        residual = rows @ scaled
+        if scaled[2] <= 0:
+            return np.inf
+        chance = np.where(crossed, stats.norm.logpdf(residual) + np.log(scaled[2]), stats.norm.logsf(residual))
+        return -float(np.sum(chance))
+
+    def slopes(scaled: np.ndarray) -> np.ndarray:
+        residual = rows @ scaled
+        return rows.T @ np.where(crossed, residual, hazard(residual)) - np.asarray([0, 0, crossed.sum() / scaled[2]])
+
+    def curvature(scaled: np.ndarray) -> np.ndarray:
+        residual = rows @ scaled
+        weights = np.where(crossed, 1.0, hazard(residual) * (hazard(residual) - residual))
+        return rows.T @ (weights[:, None] * rows) + np.diag([0, 0, crossed.sum() / scaled[2] ** 2])
+
+    def hazard(residual: np.ndarray) -> np.ndarray:
+        return np.exp(stats.norm.logpdf(residual) - stats.norm.logsf(residual))
+
+    line = np.linalg.lstsq(design, logs, rcond=None)[0]
+    start = np.append(line, 1.0) / max(np.std(logs - design @ line), 1e-3)
+    found = optimize.minimize(cost, start, jac=slopes, hess=curvature, method="trust-exact", options={"gtol": 1e-8})
+    return found.x, np.linalg.inv(curvature(found.x))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from dissociation.checks import check_count, check_ndim, fail, is_traced
+from dissociation.checks import check_count, check_ndim, check_same_length, fail, is_traced
 from dissociation.linalg import product
 from dissociation.models.layers import Affine
 
@@ -79,23 +79,18 @@ def signed_distance(
         second: Class b.
 
     Returns:
-        In units of the features.
+        In units of the features; NaN or infinite if traced weights are the same.
 
     Raises:
-        ValueError: If a class is unknown, or the two have the same weights.
+        ValueError: If lengths differ, a class is unknown, or the two have the same weights.
 
     Example:
         >>> signed_distance(jnp.array([[3.0, 4.0]]), jnp.array([[2.0, 0.0], [0.0, 0.0]]), jnp.array([0.0, 2.0]), 0, 1)
         Array([2.], dtype=float32)
     """
     check_ndim("features", features, 2, "[samples, dimensions]")
-    a, b = _classes(weights, first, second)
-    weights, biases = jnp.asarray(weights), jnp.asarray(biases)
-    normal = weights[a] - weights[b]
-    length = jnp.linalg.norm(normal)
-    if not is_traced(length) and float(length) == 0.0:
-        fail("weights", f"differ between classes {a} and {b}", "equal rows")
-    return (product(jnp.asarray(features), normal[:, None])[:, 0] + biases[a] - biases[b]) / length
+    normal, length, offset = _between(weights, biases, first, second)
+    return (product(jnp.asarray(features), normal[:, None])[:, 0] + offset) / length
 
 
 def class_plane(weights: Weights, biases: Biases, first: int, second: int, *, rtol: float = 1e-5) -> Plane:
@@ -109,32 +104,34 @@ def class_plane(weights: Weights, biases: Biases, first: int, second: int, *, rt
         rtol: Below this share of its length, the part of w_b across w_a - w_b is rounding: the weights are parallel.
 
     Returns:
-        The plane.
+        The plane; with NaN if traced weights span none.
 
     Raises:
-        ValueError: If a class is unknown, or the weights are parallel or equal, and span no plane.
+        ValueError: If lengths differ, a class is unknown, or the weights are parallel or equal, and span no plane.
     """
-    a, b = _classes(weights, first, second)
-    weights, biases = jnp.asarray(weights), jnp.asarray(biases)
-    normal = weights[a] - weights[b]
-    length = jnp.linalg.norm(normal)
-    if not is_traced(length) and float(length) == 0.0:
-        fail("weights", f"differ between classes {a} and {b}", "equal rows")
-    along = normal / length
-    rest = weights[b] - jnp.dot(weights[b], along) * along
-    rest = rest - jnp.dot(rest, along) * along  # once more, against rounding
+    normal, length, offset = _between(weights, biases, first, second)
+    along, other = normal / length, jnp.asarray(weights)[second]
+    rest = other - jnp.sum(other * along) * along
+    rest = rest - jnp.sum(rest * along) * along  # once more, against rounding
     size = jnp.linalg.norm(rest)
-    if not is_traced(size) and float(size) <= rtol * float(jnp.linalg.norm(weights[b])):
-        fail("weights", f"of classes {a} and {b} span a plane", "parallel rows")
-    return Plane(jnp.stack([along, rest / size]), (biases[b] - biases[a]) / length)
+    if not is_traced(size) and float(size) <= rtol * float(jnp.linalg.norm(other)):
+        fail("weights", f"of classes {first} and {second} span a plane", "parallel rows")
+    return Plane(jnp.stack([along, rest / size]), -offset / length)
 
 
-def _classes(weights: Weights, first: int, second: int) -> tuple[int, int]:
+def _between(weights: Weights, biases: Biases, first: int, second: int) -> tuple[Array, Array, Array]:
+    """The normal w_a - w_b of the boundary between two classes, its length, and b_a - b_b."""
     check_ndim("weights", weights, 2, "[classes, dimensions]")
     number = weights.shape[0]
+    check_same_length("weights", number, "biases", biases.shape[0], "classes")
     for name, value in (("first", first), ("second", second)):
         if check_count(name, value) >= number:
             fail(name, f"be a class from 0 to {number - 1}", value)
     if first == second:
         fail("second", "be another class than `first`", second)
-    return first, second
+    weights, biases = jnp.asarray(weights), jnp.asarray(biases)
+    normal = weights[first] - weights[second]
+    length = jnp.linalg.norm(normal)
+    if not is_traced(length) and float(length) == 0.0:
+        fail("weights", f"differ between classes {first} and {second}", "equal rows")
+    return normal, length, biases[first] - biases[second]

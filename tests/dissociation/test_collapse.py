@@ -23,50 +23,109 @@ def samples(count=400, width=12, classes=5, noise=0.5, seed=0):
     return (means[labels] + noise * rng.normal(size=(count, width))).astype(np.float32), labels
 
 
-def reference(features, labels, classes):
+def reference(features, labels, classes, classifier=None, logits=None):
     """Straight from the definitions, in float64."""
     z = features.astype(float)
     present = [c for c in range(classes) if (labels == c).any()]
     means = np.stack([z[labels == c].mean(0) for c in present])
-    within = np.mean([np.sum((z[i] - means[present.index(c)]) ** 2) for i, c in enumerate(labels)])
+    apart = np.stack([z[i] - means[present.index(c)] for i, c in enumerate(labels)])
+    within = np.mean([a @ a for a in apart])
     between = np.sum([(labels == c).mean() * np.sum((m - z.mean(0)) ** 2) for c, m in zip(present, means, strict=True)])
     scale = np.linalg.norm(z, axis=1).mean()
     values = np.linalg.svd(means, compute_uv=False)
     centred = means - means.mean(0)
-    s_w = sum(np.outer(z[i] - means[present.index(c)], z[i] - means[present.index(c)]) for i, c in enumerate(labels))
+    s_w = sum(np.outer(a, a) for a in apart) / len(z)
     s_b = centred.T @ centred / len(present)
     norms = np.linalg.norm(centred, axis=1)
     cosines = (centred @ centred.T / np.outer(norms, norms))[np.triu_indices(len(present), 1)]
-    return {
+    found = {
         "within": within,
         "between": between,
         "scale": scale,
         "nc1": within / (between + 1e-8),
         "rnc1": within / (scale**2 + 1e-10),
-        "nc2": values[0] / values[-1],
-        "trace": np.trace(s_w / len(z) @ np.linalg.pinv(s_b, rcond=1e-8)) / len(present),
+        "nc2": values[0] / values[-1] if len(present) <= z.shape[1] else np.inf,
+        "trace": np.trace(s_w @ np.linalg.pinv(s_b, rcond=1e-8)) / len(present),
         "equinorm": norms.std() / norms.mean(),
         "equiangularity": cosines.std(),
         "maximal_angle": np.abs(cosines + 1 / (len(present) - 1)).mean(),
     }
+    if classifier is not None:
+        rows = classifier.astype(float)[present]
+        found["nc3"] = np.linalg.norm(rows / np.linalg.norm(rows) - centred / np.linalg.norm(centred)) ** 2
+        nearest = [present[int(np.argmin([np.linalg.norm(x - m) for m in means]))] for x in z]
+        found["nc4"] = np.mean([c == np.argmax(row) for c, row in zip(nearest, logits, strict=True)])
+    return found
 
 
+@jax.jit
 def measured(moments):
     found = {**vars(neural_collapse(moments)), **vars(simplex_frame(moments))}
     return found | ({} if moments.scatter is None else {"trace": trace_ratio(moments)})
 
 
-@pytest.mark.parametrize("classes", [5, 7])  # 7: two classes have no samples
-@pytest.mark.parametrize("offset", [0.0, 30.0])
-def test_against_the_definitions_in_float64(classes, offset):
-    features, labels = samples()
-    features = features + np.float32(offset)
-    expected = reference(features, labels, classes)
-    found = measured(class_moments(features, labels, classes, scatter=True))
+@pytest.mark.parametrize(
+    ("names", "width", "offset"),
+    [
+        ([0, 1, 2, 3, 4], 12, 0.0),
+        ([0, 1, 3, 4, 6], 12, 0.0),  # of seven classes, 2 and 5 have no samples
+        ([0, 1, 3, 4, 6], 12, 30.0),
+        ([0, 1, 2, 4, 5], 3, 0.0),  # more classes than dimensions, one of them without samples
+    ],
+)
+def test_against_the_definitions_in_float64(names, width, offset):
+    features, labels = samples(width=width)
+    features, labels, classes = features + np.float32(offset), np.asarray(names)[labels], max(names) + 1
+    classifier = RNG.normal(size=(classes, width)).astype(np.float32)
+    logits = (features - features.mean(0)) @ classifier.T
+    expected = reference(features, labels, classes, classifier, logits)
+    moments = class_moments(features, labels, classes, scatter=True)
+    found = measured(moments) | {
+        "nc3": self_duality(moments, classifier),
+        "nc4": nearest_centre_agreement(features, logits, moments),
+    }
     assert set(found) == set(expected)
+    assert 0 < expected["nc4"] < 1
     for name, value in expected.items():
         rtol = 1e-5 if offset == 0 else 1e-4
         np.testing.assert_allclose(found[name], value, rtol=rtol, err_msg=name)
+
+
+def test_trace_ratio_where_class_means_coincide():
+    # Every class holds the same samples: a spread, and nothing between. Below: no spread either, and one class alone.
+    points = RNG.normal(size=(10, 4)).astype(np.float32) + 3
+    labels = np.repeat(np.arange(3), 10)
+    ratio = jax.jit(lambda z, y: trace_ratio(class_moments(z, y, 5, scatter=True)))
+    assert ratio(np.tile(points, (3, 1)), labels) == np.inf
+    assert np.isnan(ratio(np.zeros((30, 4), np.float32), labels))
+    assert np.isnan(ratio(np.tile(points, (3, 1)), np.zeros(30, int)))
+    # Two classes coincide, a third does not: the direction towards it is left.
+    shifted = np.tile(points, (3, 1))
+    shifted[20:] += np.asarray([0.0, 2.0, 0.0, 0.0], np.float32)
+    expected = 2 / 3 * points[:, 1].astype(float).var() * 9 / 8  # rank one: S_B = 8/9 along the shift
+    np.testing.assert_allclose(ratio(shifted, labels), expected / 2, rtol=1e-4)
+
+
+def test_gradients_are_true_and_finite():
+    features, labels = samples(60, 6, 4)
+    features[0] = 0  # a sample without norm
+    direction = RNG.normal(size=features.shape)
+
+    def measures(step):
+        moments = class_moments(features.astype(float) + step * direction, labels, 5, scatter=True)  # one class absent
+        return measured(moments) | {"nc3": self_duality(moments, np.ones((5, 6)) - np.eye(5, 6))}
+
+    with jax.enable_x64(True):
+        both = jax.jit(lambda step: jax.jvp(measures, (step,), (jnp.ones_like(step),)))
+        (_, slopes), (ahead, _), (behind, _) = (both(jnp.asarray(step)) for step in (0.0, 1e-5, -1e-5))
+        for name, slope in slopes.items():
+            if name != "scale" and name != "rnc1":  # these have a kink at the sample of no norm
+                np.testing.assert_allclose(slope, (ahead[name] - behind[name]) / 2e-5, rtol=1e-5, err_msg=name)
+    simplex = jnp.asarray((np.eye(4) - 0.25)[np.arange(8) % 4])  # a perfect frame, collapsed
+    at_frame = lambda z: measured(class_moments(z, np.arange(8) % 4, 4, scatter=True))  # noqa: E731
+    slopes = jax.jit(jax.jacrev(at_frame))(simplex)
+    for name in ("rnc1", "trace", "equinorm", "equiangularity"):
+        assert np.isfinite(slopes[name]).all(), name
 
 
 def test_batches_merge_to_the_whole():
@@ -137,15 +196,16 @@ def test_nearest_centre():
 def test_jit_vmap_and_loop_agree():
     features = np.stack([samples(seed=s)[0] for s in range(3)])
     labels = samples()[1]
-    both = lambda z: measured(class_moments(z, labels, 5, scatter=True))  # noqa: E731
-    loop = [both(z) for z in features]
-    for found in (
-        jax.vmap(both)(features),
-        jax.jit(jax.vmap(both))(features),
-        jax.lax.map(both, jnp.asarray(features)),
-    ):
-        for name, values in found.items():
-            np.testing.assert_allclose(values, [one[name] for one in loop], rtol=1e-5, err_msg=name)
+
+    def both(z):
+        return measured.__wrapped__(class_moments(z, labels, 5, scatter=True))
+
+    compiled = jax.jit(both)
+    loop = [compiled(z) for z in features]
+    for name, value in both(features[0]).items():
+        np.testing.assert_allclose(value, loop[0][name], rtol=1e-5, err_msg=name)
+    for name, values in jax.jit(jax.vmap(both))(features).items():
+        np.testing.assert_allclose(values, [one[name] for one in loop], rtol=1e-5, err_msg=name)
 
 
 @pytest.mark.parametrize(
@@ -164,6 +224,12 @@ def test_jit_vmap_and_loop_agree():
         (
             lambda: self_duality(class_moments(np.ones((3, 2)), np.arange(3), 3), np.ones((3, 4))),
             "`classifier` must have the shape of the class means",
+        ),
+        (
+            lambda: nearest_centre_agreement(
+                np.ones((3, 2)), np.ones((3, 4)), class_moments(np.ones((3, 2)), np.arange(3), 3)
+            ),
+            "`logits` must have as many classes",
         ),
     ],
 )

@@ -1,6 +1,8 @@
 import jax
 import numpy as np
 import pytest
+from scipy.optimize import minimize
+from scipy.stats import norm
 
 from dissociation.metrics.crossing import first_cross, log_slope, median_crossing
 
@@ -36,6 +38,66 @@ def test_the_medians_interval_covers():
     np.testing.assert_allclose(np.mean(covered), 0.9, atol=0.06)
 
 
+def test_few_samples_bound_the_median_as_far_as_they_can():
+    # All n samples lie on one side of their median with chance 2^-n: 1/8 of three is above 1/10, 1/16 of four is not.
+    for number, low, high in ((1, -np.inf, np.inf), (3, -np.inf, np.inf), (4, 1, np.inf), (5, 1, 5)):
+        found = median_crossing(np.arange(1.0, number + 1), 10)
+        assert (found.low, found.high) == (low, high), number
+        never = median_crossing(np.full(number, np.nan), 10)
+        assert never == (np.inf, -np.inf if number < 4 else 10, np.inf)
+    assert median_crossing(np.full(5, 3.0), 10) == (3, 3, 3)
+    assert median_crossing(np.full(2, 3.0), 10) == (3, -np.inf, np.inf)
+    assert median_crossing(np.asarray([1.0, 2.0, 3.0, 4.0, np.nan]), 10).high == np.inf
+    # The interval holds the true median at least as often as it says.
+    rng = np.random.default_rng(0)
+    for number in (2, 4, 5):
+        found = [median_crossing(rng.exponential(size=number), 1e9) for _ in range(200)]
+        covered = np.mean([one.low <= np.log(2) <= one.high for one in found])
+        assert covered > 0.9 - 3 * (0.9 * 0.1 / 200) ** 0.5, number
+
+
+def test_the_slope_of_times_on_a_line():
+    at = np.repeat(np.asarray([0.1, 0.01]), 3)
+    tied = log_slope(np.full(6, 40.0), at, 100.0)
+    np.testing.assert_allclose(tied[:3], [0.0, np.log(40), 0.0], atol=1e-12)
+    assert np.isnan(tied.error)
+    steep = log_slope((3 * at**-0.5).astype(np.float32).astype(float), at, 100.0)
+    np.testing.assert_allclose(steep[:3], [-0.5, np.log(3), 0.0], atol=1e-6)
+    # A censored sample that the line would have cross after the end agrees with it, one long before does not.
+    late, early = (log_slope(np.append(np.full(6, 40.0), np.nan), np.append(at, 0.1), end) for end in (40.0, 100.0))
+    assert late.spread == 0
+    assert early.spread > 0.1
+    assert early.error > 0
+
+
+def test_the_slope_is_the_likelihoods_maximum():
+    rng = np.random.default_rng(3)
+    at = np.repeat(np.asarray([3e-4, 1e-4, 3e-5]), 4)
+    times = np.exp(1.0 - 0.7 * np.log(at) + 0.2 * rng.normal(size=12))
+    end = np.quantile(times, 0.7)
+    times[times > end] = np.nan
+    crossed = ~np.isnan(times)
+
+    def likelihood(slope, intercept, spread):
+        line = intercept + slope * np.log(at)
+        seen = norm.logpdf(np.log(times), line, spread)
+        return np.sum(np.where(crossed, seen, norm.logsf(np.log(end), line, spread)))
+
+    found = log_slope(times, at, end)
+    best = likelihood(*found[:3])
+    for shift in ([1e-3, 0, 0], [0, 1e-2, 0], [0, 0, 1e-3], [1e-3, 9e-3, 0]):
+        for sign in (1, -1):
+            assert likelihood(*(np.asarray(found[:3]) + sign * np.asarray(shift))) < best
+    # The error: where the profile likelihood, over the other two, has fallen by half, for small steps.
+    profile = minimize(
+        lambda rest: -likelihood(found.slope + 0.1 * found.error, rest[0], np.exp(rest[1])),
+        [found.intercept + 0.1 * found.error * 9, np.log(found.spread)],
+        method="Nelder-Mead",
+        options={"xatol": 1e-9, "fatol": 1e-12},
+    )
+    np.testing.assert_allclose(best + profile.fun, 0.5 * 0.1**2, rtol=0.05)
+
+
 def test_the_slope_of_censored_times():
     rng = np.random.default_rng(0)
     at = np.repeat(np.asarray([0.3, 0.1, 0.03, 0.01]), 50)
@@ -61,7 +123,12 @@ def test_the_slope_of_censored_times():
         (lambda: first_cross(np.arange(3.0), np.arange(4.0), 1.0), "`y`"),
         (lambda: first_cross(np.arange(3.0), np.arange(3.0), 1.0, "up"), "'above', 'below'"),
         (lambda: median_crossing(np.zeros(0), 1.0), "`times` must hold at least one"),
+        (lambda: median_crossing(np.ones(3), 1.0, level=1.0), "`level` must lie between 0 and 1"),
         (lambda: log_slope(np.asarray([1.0, np.nan, 2.0]), np.ones(3), 3.0), "three crossings"),
+        (lambda: log_slope(np.asarray([1.0, 0.0, 2.0]), np.ones(3), 3.0), "`times` must be positive and finite"),
+        (lambda: log_slope(np.asarray([1.0, np.inf, 2.0]), np.ones(3), 3.0), "`times` must be positive and finite"),
+        (lambda: log_slope(np.ones(3), np.asarray([1.0, 2.0, 0.0]), 3.0), "`at` must be positive"),
+        (lambda: log_slope(np.ones(3), np.asarray([1.0, 2.0, 3.0]), 0.0), "`end` must be positive"),
     ],
 )
 def test_bad_input_is_refused(call, words):

@@ -1,4 +1,3 @@
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +6,10 @@ import pytest
 from dissociation.metrics.information.hsic import centred_gram, gaussian_gram, information_plane, normalised_hsic
 
 KEY = jax.random.key(0)
+plane_of = jax.jit(
+    lambda *data, **options: information_plane(*data, key=KEY, **options),
+    static_argnames=("batch_size", "num_passes", "bandwidth"),
+)
 
 
 def reference_gram(x, sigma=5.0, scale=None):
@@ -33,12 +36,16 @@ def test_against_the_definition_in_float64():
     gram_z, gram_x = (centre @ reference_gram(part.astype(float)) @ centre for part in (z, x))
     y = np.eye(4)[labels]
     expected = [reference_hsic(gram_z, gram_x), reference_hsic(gram_z, y @ y.T)]
+
+    @jax.jit
+    def measure(z, x):
+        return normalised_hsic(jnp.stack([*(centred_gram(gaussian_gram(part)) for part in (z, x)), y @ y.T]))
+
     with jax.enable_x64(True):
-        grams = [centred_gram(gaussian_gram(part.astype(float))) for part in (z, x)]
-        found = normalised_hsic(jnp.stack([*grams, jnp.asarray(y @ y.T)]))
+        found = measure(z.astype(float), x.astype(float))
         np.testing.assert_allclose(found, expected, rtol=1e-9)
     # One batch of all samples, in another order, and in float32.
-    plane = information_plane(z, x, y.astype(np.float32), key=KEY, batch_size=60, num_passes=2)
+    plane = plane_of(z, x, y.astype(np.float32), batch_size=60, num_passes=2)
     np.testing.assert_allclose([plane.zx, plane.zy], expected, rtol=1e-3)
 
 
@@ -46,10 +53,10 @@ def test_bounds_are_reached():
     # Labels as features: all C - 1 centred directions. A kernel of pairwise distant samples spans all n - 1.
     _, labels = clusters(100)
     y = np.eye(4, dtype=np.float32)[labels]
-    narrow = information_plane(y, y, y, key=KEY, batch_size=100, num_passes=1, sigma=0.1)
+    narrow = plane_of(y, y, y, batch_size=100, num_passes=1, sigma=0.1)
     np.testing.assert_allclose([narrow.zx, narrow.zy], [3, 3], rtol=1e-3)
     far = 100 * np.eye(100, dtype=np.float32)
-    apart = information_plane(far, far, y, key=KEY, batch_size=100, num_passes=1)
+    apart = plane_of(far, far, y, batch_size=100, num_passes=1)
     np.testing.assert_allclose([apart.zx, apart.zy], [99, 3], rtol=3e-3)
 
 
@@ -59,9 +66,7 @@ def test_independent_features_and_rows_that_do_not_belong_together_say_little():
     y = np.eye(4, dtype=np.float32)[labels]
     order = np.random.default_rng(0).permutation(300)
     noise = np.random.default_rng(5).normal(size=(300, 6)).astype(np.float32)
-    right, unrelated, wrong = (
-        information_plane(*data, key=KEY) for data in ((x, x, y), (noise, x, y), (x, x[order], y[order]))
-    )
+    right, unrelated, wrong = (plane_of(*data) for data in ((x, x, y), (noise, x, y), (x, x[order], y[order])))
     assert right.zy > 2.9  # of at most 3
     assert unrelated.zy < 0.8
     assert wrong.zy < 0.3
@@ -71,13 +76,32 @@ def test_independent_features_and_rows_that_do_not_belong_together_say_little():
 def test_fixed_bandwidth_follows_the_scale_and_the_median_does_not():
     x, labels = clusters(200, noise=1.0)
     y = np.eye(4, dtype=np.float32)[labels]
-    measure = eqx.filter_jit(
-        lambda scale, bandwidth: information_plane(scale * x, x, y, key=KEY, bandwidth=bandwidth, sigma=1.0).zx
+    scales = np.asarray([1.0, 1 / 70], np.float32)
+    fixed, free = (
+        [float(plane_of(s * x, x, y, bandwidth=name, sigma=1.0).zx) for s in scales] for name in ("dimension", "median")
     )
-    fixed = [float(measure(s, "dimension")) for s in (1.0, 1 / 70)]
-    free = [float(measure(s, "median")) for s in (1.0, 1 / 70)]
     assert fixed[1] < 0.5 * fixed[0]
     np.testing.assert_allclose(free[1], free[0], rtol=1e-3)
+
+
+def test_a_median_of_zero_is_defined():
+    # 70 of 80 samples coincide, so that most distances are zero; the scale of the others still does not matter.
+    rng = np.random.default_rng(0)
+    x = np.zeros((80, 3), np.float32)
+    x[70:] = rng.normal(size=(10, 3))
+    gram = jax.jit(lambda x: gaussian_gram(x, sigma=1.0, bandwidth="median"))
+    square = ((x[:, None].astype(float) - x[None]) ** 2).sum(-1)
+    expected = np.exp(-square / (2 * square[np.triu_indices(80, 1)].mean()))
+    for scale in (1.0, 1e-3):
+        np.testing.assert_allclose(gram(scale * x + np.float32(0)), expected, rtol=1e-4)
+    # Features that are all alike have a constant kernel, whatever the value, and no dependence; so says the slope.
+    for value in (0.0, 0.1, 1e4):
+        same = np.full((80, 3), value, np.float32)
+        np.testing.assert_array_equal(gram(same), 1.0)
+    assert np.isfinite(jax.jit(jax.grad(lambda x: jnp.sum(centred_gram(gram(x)))))(same)).all()
+    labels = np.eye(4, dtype=np.float32)[rng.integers(0, 4, 80)]
+    plane = plane_of(same, x, labels, batch_size=40, num_passes=1, bandwidth="median")
+    np.testing.assert_allclose([plane.zx, plane.zy], 0.0, atol=1e-6)
 
 
 def test_jit_vmap_and_loop_agree():
@@ -85,10 +109,11 @@ def test_jit_vmap_and_loop_agree():
     y = np.eye(4, dtype=np.float32)[labels]
     features = np.stack([x, np.tanh(x), x**2])
     one = lambda z: information_plane(z, x, y, key=KEY, batch_size=40)  # noqa: E731
-    loop = [one(z) for z in features]
-    for found in (jax.vmap(one)(features), jax.jit(jax.vmap(one))(features)):
-        for name in ("zx", "zy"):
-            np.testing.assert_allclose(getattr(found, name), [getattr(f, name) for f in loop], rtol=2e-3)
+    compiled = jax.jit(one)
+    loop, plain, together = [compiled(z) for z in features], one(features[0]), jax.jit(jax.vmap(one))(features)
+    for name in ("zx", "zy"):
+        np.testing.assert_allclose(getattr(plain, name), getattr(loop[0], name), rtol=2e-3)
+        np.testing.assert_allclose(getattr(together, name), [getattr(f, name) for f in loop], rtol=2e-3)
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,7 @@ def test_jit_and_vmap():
         (lambda: class_plane(jnp.ones((2, 2)), jnp.zeros(2), 0, 1), ValueError, "equal rows"),
         (lambda: signed_distance(Z, np.ones((4, 6), np.float32), B, 0, 1), ValueError, "equal rows"),
         (lambda: signed_distance(Z, W, B, 0, 4), ValueError, "`second` must be a class from 0 to 3, got 4"),
+        (lambda: signed_distance(Z, W, B[:3], 0, 1), (ValueError, TypeError), "biases"),
         (lambda: signed_distance(Z, W, B, 2, 2), ValueError, "`second` must be another class"),
         (lambda: linear_head(BilinearNetwork(6, 4, 3, key=jax.random.key(0))), TypeError, "linear last layer"),
         (lambda: linear_head(jnp.tanh), TypeError, "linear last layer"),

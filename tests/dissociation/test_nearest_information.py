@@ -119,9 +119,53 @@ def test_classes(estimator):
     np.testing.assert_allclose(shuffled.value, 0.0, atol=0.03)
 
 
+measure_labels = jax.jit(label_information, static_argnames=("num_classes", "estimator"))
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_classes_that_stand_apart_say_the_entropy_of_labels(estimator):
+    rng = np.random.default_rng(0)
+    labels = rng.choice(4, 300, p=[0.5, 0.3, 0.1, 0.1])
+    share = np.bincount(labels) / 300
+    z = (10.0 * labels[:, None] + rng.normal(size=(300, 2))).astype(np.float32)
+    found = measure_labels(z, labels, num_classes=4, estimator=estimator)
+    assert found.reliable
+    np.testing.assert_allclose(found.value, -np.sum(share * np.log(share)), rtol=1e-5)
+    # One class has nothing to tell, and says so.
+    alone = measure_labels(z, np.zeros(300, int), num_classes=4, estimator=estimator)
+    assert alone.reliable
+    np.testing.assert_allclose(alone.value, 0.0, atol=1e-6)
+    # Traced labels out of range are not checked, and not used either.
+    for wrong in (labels - 1, labels + 1):
+        lost = measure_labels(z, wrong, num_classes=4, estimator=estimator)
+        assert not lost.reliable
+        assert np.isnan(lost.value)
+
+
+def test_more_than_labels_can_hold_is_not_a_number():
+    # Fours of all classes close together: with the negative weights of neighbours in 8 dimensions that is a surplus.
+    rng = np.random.default_rng(0)
+    z = np.repeat(rng.normal(size=(75, 8)), 4, 0) + 1e-3 * rng.normal(size=(300, 8))
+    found = measure_labels(z.astype(np.float32), np.arange(300) % 4, num_classes=4)
+    assert not found.reliable
+    assert np.isnan(found.value)
+    assert np.isnan(found.error)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_the_dtype_is_that_of_x(estimator):
+    x, z = gaussian_pair(0.75, 2, 300)
+    expected = measure(x, z, estimator=estimator)
+    with jax.enable_x64(True):
+        found = measure(x, z.astype(float), estimator=estimator)
+        assert found.value.dtype == np.float32
+        np.testing.assert_allclose(found.value, expected.value, rtol=1e-5)
+
+
 def test_what_cannot_be_told_is_not_a_number():
     x, _ = gaussian_pair(0.0, 2, 500)
     copies = np.repeat(x[:50], 10, 0)
+    assert len(copies) == len(x)  # one compiled program for both
     for estimator in ESTIMATORS:
         for found in (measure(copies, copies, estimator=estimator), measure(x, x, estimator=estimator)):
             assert not found.reliable, estimator
@@ -152,14 +196,20 @@ def test_jit_vmap_and_loop_agree():
     x, _ = gaussian_pair(0.0, 2, 300)
     z = np.stack([gaussian_pair(c, 2, 300)[1] for c in (0.3, 0.6, 0.9)])
     labels = np.arange(300) % 3
-    for one in (
-        lambda z: information(x, z).value,
-        lambda z: information(x, z, estimator="kraskov").value,
-        lambda z: label_information(z, labels, num_classes=3).value,
-    ):
-        loop = [one(part) for part in z]
-        np.testing.assert_allclose(jax.vmap(one)(z), loop, rtol=1e-4, atol=1e-5)
-        np.testing.assert_allclose(jax.jit(jax.vmap(one))(jnp.asarray(z)), loop, rtol=1e-4, atol=1e-5)
+
+    def one(z):
+        return jnp.stack(
+            [
+                information(x, z).value,
+                information(x, z, estimator="kraskov").value,
+                label_information(z, labels, num_classes=3).value,
+            ]
+        )
+
+    compiled = jax.jit(one)
+    loop = np.stack([compiled(part) for part in z])
+    np.testing.assert_allclose(one(z[0]), loop[0], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(jax.jit(jax.vmap(one))(z), loop, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -169,6 +219,8 @@ def test_jit_vmap_and_loop_agree():
         (lambda x: entropy_weights(2, 8), "`num_neighbours` must be at least 3 in 8 dimensions"),
         (lambda x: information(x, x, estimator="ksg"), "'entropies', 'kraskov'"),
         (lambda x: label_information(x, np.arange(30) // 28, num_classes=2), "got 2 of class 1"),
+        (lambda x: label_information(x, np.arange(30) % 3, num_classes=2), "`labels` must lie between 0 and 1, got 0"),
+        (lambda x: label_information(x, np.arange(30) % 3 - 1, num_classes=3), "`labels` must lie between 0 and 2"),
         (lambda x: whiten(x, 3), r"`num_components` must be at most the dimension \(2\)"),
     ],
 )

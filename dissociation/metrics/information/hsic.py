@@ -9,7 +9,8 @@ of C classes with the linear kernel.
 
 The Gaussian kernel of the literature, exp(-|a - b|^2 / (2 sigma^2 d)) with sigma = 5, has a fixed bandwidth. Features
 that shrink become alike to it although nothing was lost. `bandwidth="median"` measures distances in units of their
-median instead, and does not follow the scale of the features.
+median instead, and does not follow the scale of the features. Where the median is zero, since more than half of the
+pairs coincide, it is their mean; and features that are all alike have a constant kernel.
 """
 
 import equinox as eqx
@@ -19,7 +20,7 @@ import numpy as np
 from jaxtyping import Array, Float, Key, UInt32
 
 from dissociation.checks import check_choice, check_count, check_ndim, check_positive, check_same_length, fail
-from dissociation.linalg import positive_inverse, product
+from dissociation.linalg import centre, positive_inverse, product
 
 AnyKey = Key[Array, ""] | UInt32[Array, "2"]
 Scalar = float | int | Float[Array, ""]
@@ -44,6 +45,8 @@ class InformationPlane(eqx.Module):
 def gaussian_gram(x: Features, *, sigma: Scalar = 5.0, bandwidth: str = "dimension") -> Float[Array, "n n"]:
     """Kernel matrix exp(-|x_i - x_j|^2 / (2 sigma^2 s)), s the dimension or the median squared distance.
 
+    A median of zero is replaced by the mean, and a mean of zero by 1.
+
     Args:
         x: Features, [samples, d].
         sigma: Positive.
@@ -61,15 +64,17 @@ def gaussian_gram(x: Features, *, sigma: Scalar = 5.0, bandwidth: str = "dimensi
     check_ndim("x", x, 2, "[samples, dimensions]")
     check_positive("sigma", sigma)
     check_choice("bandwidth", bandwidth, BANDWIDTHS)
-    x = jnp.asarray(x)
-    x = x - jnp.mean(x, 0)[None]
+    x = centre(x)
     lengths = jnp.sum(x**2, 1)
     square = jnp.maximum(lengths[:, None] + lengths[None] - 2 * product(x, x.T), 0.0)
     square = square * (1 - jnp.eye(x.shape[0], dtype=x.dtype))  # a sample is at no distance from itself
     scale = jnp.asarray(x.shape[1], x.dtype)
     if bandwidth == "median":
-        scale = jnp.median(square[np.triu_indices(x.shape[0], 1)])
-        scale = jnp.where(scale > 0, scale, 1.0)  # all alike
+        # Squared distances of points that coincide come out as a few roundings of squared lengths.
+        rounding = 8 * jnp.finfo(x.dtype).eps * jnp.max(lengths)
+        pairs = square[np.triu_indices(x.shape[0], 1)]
+        middle, mean = jnp.median(pairs), jnp.mean(pairs)
+        scale = jnp.where(middle > rounding, middle, jnp.where(mean > rounding, mean, 1.0))
     return jnp.exp(-square / (2 * jnp.asarray(sigma, x.dtype) ** 2 * scale))
 
 

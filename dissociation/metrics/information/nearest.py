@@ -24,6 +24,7 @@ from jaxtyping import Array, Bool, Float, Int
 from scipy.special import gammaln
 
 from dissociation.checks import check_choice, check_count, check_ndim, check_same_length, fail, is_traced
+from dissociation.linalg import centre, product
 
 Points = Float[Array | np.ndarray, "n d"]
 
@@ -43,8 +44,9 @@ class Estimate(eqx.Module):
         value: The estimate; NaN where it is not `reliable`.
         error: Standard error from the spread of the samples' own terms, which takes them for independent.
         reliable: False where more than 1 % of the samples coincide with neighbours (an entropy is then minus infinity,
-            an information infinite; fewer are taken for rounding), or where an information comes within 5 % of the most
-            that n samples can show: log n, and psi(k) less for Kraskov's estimator.
+            an information infinite; fewer are taken for rounding), where an information comes within 5 % of the most
+            that n samples can show (log n, and psi(k) less for Kraskov's estimator), or where one about labels is above
+            what labels can hold by more than its error.
     """
 
     value: Float[Array, ""]
@@ -142,7 +144,7 @@ def information(
 
     Args:
         x: [n, p].
-        z: [n, d].
+        z: [n, d]; taken to the dtype of x.
         estimator: "entropies": H(X) + H(Z) - H(X, Z). "kraskov": his first estimator, with the larger of the two
             Euclidean distances.
         num_neighbours: k.
@@ -162,9 +164,10 @@ def information(
     check_ndim("x", x, 2, "[samples, dimensions]")
     check_ndim("z", z, 2, "[samples, dimensions]")
     check_same_length("x", x.shape[0], "z", z.shape[0])
-    x, z = jnp.asarray(x), jnp.asarray(z)
+    x = jnp.asarray(x)
+    z = jnp.asarray(z, x.dtype)
     if estimator == "entropies":
-        joint = jnp.concatenate([x, z.astype(x.dtype)], 1)
+        joint = jnp.concatenate([x, z], 1)
         parts = [_entropy_terms(points, num_neighbours, block) for points in (x, z, joint)]
         return _estimate(parts[0] + parts[1] - parts[2], math.log(x.shape[0]))
     number = x.shape[0]
@@ -197,17 +200,20 @@ def label_information(
 
     Args:
         z: [n, d].
-        labels: Classes from 0, [n]; every class that occurs needs more than `num_neighbours` samples.
+        labels: Classes from 0, [n]; every class that occurs needs more than `num_neighbours` samples. Traced labels
+            that are out of range, or of a class with too few, give NaN and `reliable` False.
         num_classes: C.
         estimator: "entropies": H(Z) - sum_c (n_c / n) H(Z | c). "kraskov": the variant for one discrete variable.
         num_neighbours: k.
         block: Samples compared at once.
 
     Returns:
-        In nats, at most H(Y) but for the estimator's error.
+        In nats, at most H(Y), the entropy of the labels among these samples. Classes that stand apart do reach it:
+        there it is the truth, and reliable. An estimate above it is H(Y) as long as finite classes and the error
+        explain it, and NaN beyond.
 
     Raises:
-        ValueError: If lengths differ, an option is out of range, or a class has too few samples.
+        ValueError: If lengths differ, an option or a label is out of range, or a class has too few samples.
 
     References:
         Ross (2014), Mutual information between discrete and continuous data sets.
@@ -218,6 +224,8 @@ def label_information(
     number = z.shape[0]
     count, classes = _check_neighbours(num_neighbours, number), check_count("num_classes", num_classes, minimum=1)
     if not is_traced(labels):
+        if int(labels.min()) < 0 or int(labels.max()) >= classes:
+            fail("labels", f"lie between 0 and {classes - 1}", f"{int(labels.min())} to {int(labels.max())}")
         sizes = np.bincount(np.asarray(labels), minlength=classes)
         small = np.flatnonzero((sizes > 0) & (sizes <= count))
         if len(small):
@@ -225,14 +233,26 @@ def label_information(
     z, labels = jnp.asarray(z), jnp.asarray(labels)
     sizes = jnp.sum(jax.nn.one_hot(labels, classes, dtype=z.dtype), 0)[labels]
     squares = _smallest(z, labels, count, block, _squared)
+    total = jnp.asarray(number, z.dtype)
+    # Neighbours of the class that are the neighbours of all: the most that a term can be with equal weights.
     if estimator == "entropies":
-        inner = _terms_of_distances(squares, z.shape[1], sizes)
-        return _estimate(_entropy_terms(z, count, block) - inner)
-    radius = squares[:, -1]
-    near = _closer(z, radius, block).astype(z.dtype) + 1  # the k-th neighbour of the class, on the rim, counts
-    terms = digamma(jnp.asarray(number, z.dtype)) + digamma(jnp.asarray(count, z.dtype))
-    terms = terms - digamma(sizes) - digamma(near)
-    return _estimate(jnp.where(jnp.mean(radius > 0) > 1 - _TIES, terms, jnp.inf))
+        terms = _entropy_terms(z, count, block) - _terms_of_distances(squares, z.shape[1], sizes)
+        most = jnp.log((total - 1) / (sizes - 1))
+    else:
+        radius = squares[:, -1]
+        near = _closer(z, radius, block).astype(z.dtype) + 1  # the k-th neighbour of the class, on the rim, counts
+        most = digamma(total) - digamma(sizes)
+        terms = most + digamma(jnp.asarray(count, z.dtype)) - digamma(near)
+        terms = jnp.where(jnp.mean(radius > 0) > 1 - _TIES, terms, jnp.inf)
+    terms = jnp.where(jnp.all((labels >= 0) & (labels < classes)), terms, jnp.nan)
+    return _capped(_estimate(terms), jnp.mean(most), jnp.mean(jnp.log(total / sizes)))
+
+
+def _capped(found: Estimate, most: Array, entropy: Array) -> Estimate:
+    """An information of at most `entropy`; not reliable more than three errors above what the estimator can reach."""
+    reliable = found.reliable & (found.value <= most + 3 * found.error + 1e-3)
+    value, error = jnp.minimum(found.value, entropy), found.error
+    return Estimate(jnp.where(reliable, value, jnp.nan), jnp.where(reliable, error, jnp.nan), reliable)
 
 
 def whiten(points: Points, num_components: int | None = None, *, rtol: float | None = None) -> Float[Array, "n k"]:
@@ -256,13 +276,13 @@ def whiten(points: Points, num_components: int | None = None, *, rtol: float | N
     if count > width:
         fail("num_components", f"be at most the dimension ({width})", num_components)
     points = jnp.asarray(points)
-    centred = points - jnp.mean(points, 0)[None]
-    values, vectors = jnp.linalg.eigh(jnp.matmul(centred.T, centred, precision="highest") / points.shape[0])
+    centred = centre(points)
+    values, vectors = jnp.linalg.eigh(product(centred.T, centred) / points.shape[0])
     values, vectors = values[::-1][:count], vectors[:, ::-1][:, :count]
     cutoff = width * float(jnp.finfo(values.dtype).eps) if rtol is None else rtol**2
     kept = values > cutoff * jnp.maximum(values[0], jnp.finfo(values.dtype).tiny)
     scale = jnp.where(kept, jax.lax.rsqrt(jnp.where(kept, values, 1.0)), 0.0)
-    return jnp.matmul(centred, vectors, precision="highest") * scale[None]
+    return product(centred, vectors) * scale[None]
 
 
 def _check_neighbours(num_neighbours: int, number: int) -> int:

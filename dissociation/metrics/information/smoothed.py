@@ -22,16 +22,18 @@ Scalar = float | int | Float[Array, ""]
 Features = Float[Array | np.ndarray, "n d"]
 
 METHODS = ("monte_carlo", "upper", "lower")
-"""Draws from the mixture; the upper bound by Kullback-Leibler divergences; the lower bound by Bhattacharyya's."""
+"""Draws from the mixture, or bounds on its entropy h(T), and so on I(T; X), from distances of pairs of components: from
+above by Kullback-Leibler divergences (from Jensen's inequality), from below by Bhattacharyya distances. I(T; Y) is a
+difference of two such entropies, and so with either method an estimate and no bound."""
 
 
 class SmoothedInformation(eqx.Module):
     """What noisy features say, in nats.
 
     Attributes:
-        zx: I(T; X), from 0 to log n.
-        zy: I(T; Y), from 0 to H(Y).
-        zx_given_y: I(T; X | Y) = zx - zy.
+        zx: I(T; X), from 0 to log n; a bound with the methods "upper" and "lower".
+        zy: I(T; Y), from 0 to H(Y); with no method a bound.
+        zx_given_y: I(T; X | Y) = zx - zy: an average over classes, and a bound of the same kind as zx.
         saturated: Whether nothing can be said, and all three are NaN: zx is within 1 % of log n (every sample is a
             cluster of its own, whatever its label), or the features are so long against the noise that their distances
             are rounding (in float32 from about 1000 times the noise on; use x64, or standardise).
@@ -126,7 +128,7 @@ def smoothed_information(
 
     References:
         Goldfeld et al. (2019), Estimating information flow in deep neural networks.
-        Kolchinsky and Tracey (2017), Estimating mixture entropy with pairwise distances, eqs. 10 and 12.
+        Kolchinsky and Tracey (2017), Estimating mixture entropy with pairwise distances, section 4.
     """
     check_choice("method", method, METHODS)
     check_positive("noise", noise)
