@@ -2,11 +2,14 @@ import dataclasses
 import warnings
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dissociation.data.datasets import load
 from dissociation.figures import collapse
-from dissociation.figures.collapse_measures import crossing_slope, crossings
+from dissociation.figures.collapse_measures import crossing_slope, crossings, margins_of, median_delay
+from dissociation.recipes.grokking import initial_models, standardised
 
 KEY = jax.random.PRNGKey(3)
 NAMES = {
@@ -18,7 +21,15 @@ NAMES = {
     "within_class_variance",
     "scale_means",
 }
-DEAR = {"mi_zx_compression", "mi_zy_compression", "nhsic_zx", "nhsic_zy", "nhsic_zx_free", "mi_zx_compression_null"}
+DEAR = {
+    "mi_zx_compression",
+    "mi_zy_compression",
+    "nhsic_zx",
+    "nhsic_zy",
+    "nhsic_zx_free",
+    "mi_zx_compression_null",
+    "mi_zx_smoothed",
+}
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +80,47 @@ def test_margins(small):
     # Samples of the first class lie on its side of the boundary, those of the second on the other.
     assert (results.margins["margin_0_seen"] > 0).mean() > 0.8
     assert (results.margins["margin_1_seen"] < 0).mean() > 0.8
+    # The first coordinate in the plane is the signed distance but for where the boundary lies.
+    for name in ("0_seen", "1_unseen"):
+        along = results.margins[f"plane_{name}"][..., 0]
+        boundary = results.margins["plane_boundary"][..., None]
+        np.testing.assert_allclose(along - boundary, results.margins[f"margin_{name}"], atol=1e-3)
+
+
+def test_models_are_kept(small):
+    results, config, folder = small
+    models = collapse.load_models(config, folder)
+    data = collapse.source(config)
+    images, truth = standardised(data.test_images), data.test_labels.argmax(1)
+    for index in range(4):
+        model = jax.tree.map(lambda leaf, i=index: leaf[i], models)
+        accuracy = np.mean(np.asarray(jax.vmap(model)(images)).argmax(1) == truth)
+        np.testing.assert_allclose(results.series["test_accuracy"].reshape(4, -1)[index, -1], accuracy, atol=1e-6)
+    other = dataclasses.replace(config, width=64)
+    for read in (collapse.load_models, collapse.load_partial):
+        with pytest.raises(ValueError, match="whose width differ"):
+            read(other, folder)
+    with pytest.raises(FileNotFoundError, match=r"identity\.json"):
+        collapse.load_models(config, folder / "none")
+
+
+def test_margins_of_convolutional_networks(small):
+    config = dataclasses.replace(small[1], network="cnn", num_seen=60)
+    data = load("glyphs", num_train=60, num_test=60)
+    models = initial_models(jnp.zeros((2, 2), jnp.uint32), 1.0, "cnn", {"width": 32})
+    found = margins_of(config, data, models)
+    assert found["plane_0_seen"].shape == (2, *found["margin_0_seen"].shape[1:], 2)
+    np.testing.assert_array_equal(found["margin_1_unseen"][0], found["margin_1_unseen"][1])
+
+
+def test_a_seed_that_diverged_does_not_hide_the_others(small):
+    results, _, _ = small
+    series = {name: values.copy() for name, values in results.series.items()}
+    for values in series.values():
+        values[0, 0] = np.nan
+    figure = collapse.draw(results._replace(series=series))
+    line = figure.axes[0].lines[0].get_ydata()
+    np.testing.assert_allclose(line[-1], results.series["test_accuracy"][0, 1, -1])
 
 
 def test_crossings(small):
@@ -78,6 +130,15 @@ def test_crossings(small):
     found = crossings(config, {"train_accuracy": curves, "rnc1_score": 1 - curves}, steps)
     np.testing.assert_array_equal(found["fitted"], [[20, np.nan]])
     np.testing.assert_array_equal(found["collapsed"], [[20, np.nan]])
+    np.testing.assert_array_equal(found["delay"], [[0, np.nan]])
+    # Features that lie together before the network has fitted have not collapsed.
+    early = np.asarray([[[0.01, 0.5, 0.5, 0.05]]])
+    found = crossings(config, {"train_accuracy": curves[:, :1], "rnc1_score": early}, steps)
+    np.testing.assert_array_equal(found["collapsed"], [[40]])
+    np.testing.assert_array_equal(found["delay"], [[20]])
+    assert median_delay(np.asarray([20.0, np.nan]), np.asarray([30.0, np.nan]), 100).value == 30
+    assert np.isnan(median_delay(np.full(2, np.nan), np.full(2, np.nan), 100).value)
+    assert median_delay(np.asarray([20.0, 30.0, 30.0]), np.asarray([30.0, np.nan, np.nan]), 100).value == np.inf
     decays = np.asarray([0.3, 0.1])[:, None] * np.ones((1, 2))
     exact = {"collapsed": 100 / decays * np.asarray([[1.0, 1.01]])}
     config = dataclasses.replace(config, weight_decays=(0.3, 0.1))

@@ -154,9 +154,7 @@ def test_inverse_of_positive_matrices(key, number):
     solved = jnp.linalg.solve(matrices.astype(np.float32), jnp.broadcast_to(jnp.eye(number), matrices.shape))
     size = np.abs(expected).max()
     assert np.abs(found - expected).max() < max(3 * np.abs(solved - expected).max(), 1e-6 * size)
-    np.testing.assert_allclose(
-        positive_inverse(jnp.asarray(matrices[0, 0], jnp.float32)), found[0, 0], rtol=1e-3
-    )
+    np.testing.assert_allclose(positive_inverse(jnp.asarray(matrices[0, 0], jnp.float32)), found[0, 0], rtol=1e-3)
     mapped = jax.vmap(jax.vmap(positive_inverse))(matrices.astype(np.float32))
     np.testing.assert_allclose(mapped, found, atol=1e-4 * size)
     gradient = jax.grad(lambda m: jnp.trace(positive_inverse(m)))(jnp.diag(jnp.arange(1.0, number + 1)))

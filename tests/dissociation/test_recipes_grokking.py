@@ -6,7 +6,7 @@ import pytest
 
 from dissociation.data.datasets import load
 from dissociation.metrics.collapse import class_moments, neural_collapse
-from dissociation.recipes.grokking import observation_steps, standardised, train_grokking
+from dissociation.recipes.grokking import initial_models, observation_steps, standardised, train_grokking
 
 SMALL = {"num_steps": 200, "num_train": 100, "batch_size": 50, "options": {"width": 16}}
 
@@ -74,6 +74,13 @@ def test_a_member_alone_is_the_member_of_the_sweep(trained, data):
         np.testing.assert_array_equal(values[0], trained.history.observed[name][3], err_msg=name)
 
 
+def test_initial_scales_by_member():
+    keys = jnp.tile(jax.random.PRNGKey(3)[None], (2, 1))
+    models = initial_models(keys, (8.0, 2.0), options={"width": 16})
+    for leaf in jax.tree.leaves(models):
+        np.testing.assert_allclose(leaf[0], 4 * leaf[1], rtol=1e-6)
+
+
 @pytest.mark.parametrize("options", [{"optimizer": "sgd", "learning_rate": 1e-5}, {"network": "cnn"}])
 def test_other_optimisers_and_networks(data, options):
     small = {**SMALL, "num_steps": 4, "init_scale": 1.0}
@@ -89,6 +96,8 @@ def test_other_optimisers_and_networks(data, options):
         ({"num_train": 1000}, r"`num_train` must be at most the number of training pictures \(150\)"),
         ({"optimizer": "adam"}, "'adamw', 'sgd'"),
         ({"network": "rnn"}, "'mlp', 'cnn'"),
+        ({"init_scale": (8.0, 1.0)}, "`init_scale` must be one number, or one for each of the 30 members"),
+        ({"init_scale": 0.0}, "`init_scale` must be positive"),
         ({"weight_decays": (-0.1,)}, "`weight_decays` must be non-negative"),
     ],
 )

@@ -373,6 +373,29 @@ def test_convolutions_are_kept_out_of_loops_on_a_cpu(key):
     np.testing.assert_allclose(chosen.history.loss, run("scan").history.loss, rtol=1e-5)
 
 
+def test_unrolled_members_are_observed_in_turn(key):
+    # Decompositions of several members at once can hang on a CPU.
+    def observe(model, step, key):
+        stack = jnp.stack([model.weight @ model.weight.T + k * jnp.eye(2) for k in range(8)])
+        first = jnp.linalg.eigh(stack)[0]
+        return {"values": first, "solved": jnp.linalg.solve(stack, stack)}
+
+    models, data = linear_members(key), regression(key)
+    found = [
+        fit(models, squared_error, data, optax.sgd(0.1), num_steps=2, batch_size=None, key=key, observe=observe,
+            member_map=how).history.observed
+        for how in ("unroll", "scan")
+    ]  # fmt: skip
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *found)
+
+
+def test_progress_shows_what_is_asked():
+    records = {"loss": np.ones(2), "observed": {name: np.full(2, 3.0) for name in "abcdefgh"}}
+    assert run_module._describe(records, None).count("\u00b1") == 7
+    assert run_module._describe(records, ("h", "b")) == "loss 1 \u00b1 0, h 3 \u00b1 0, b 3 \u00b1 0"
+    assert run_module._describe(records, ("none",)) == "loss 1 \u00b1 0"
+
+
 def test_other_arrays_stay_and_arrays_of_the_loss_are_inputs(key):
     models = {"weight": jnp.ones((2, 3)), "count": jnp.array([3, 4]), "key": jax.random.split(key, 2)}
 
