@@ -71,6 +71,18 @@ def test_projection_moves_eigenvalues_only():
         )
 
 
+@pytest.mark.parametrize(("num_digits", "root"), [(5, 1.0), (4, -1.0)])
+def test_a_real_eigenvalue_goes_to_a_real_root(num_digits, root):
+    # -1 is as far from two complex fifth roots; either alone would leave a real part that decays.
+    mix = np.random.default_rng(1).normal(size=(3, 3))
+    matrix = np.linalg.solve(mix, np.diag([-0.8, 0.7, 0.5]) @ mix)
+    plain = Forecaster(lambda image: image, Latent(jnp.asarray(matrix, jnp.float32)), None)
+    moved = project(plain, "roots", num_digits).dynamics.matrix
+    np.testing.assert_allclose(np.sort(np.linalg.eigvals(moved)), [root, 1, 1], atol=1e-4)
+    np.testing.assert_allclose(np.linalg.matrix_power(moved, num_digits), np.eye(3), atol=1e-3)
+    np.testing.assert_allclose(mix @ moved, np.diag([root, 1, 1]) @ mix, atol=1e-3)
+
+
 def test_a_film_must_hold_the_three_splits():
     labels = np.eye(10, dtype=np.float32)
     config = dataclasses.replace(ordered_mnist.Config(), num_train=5000)
