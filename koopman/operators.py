@@ -216,12 +216,16 @@ def _from_pairs(
 
 def _from_moments(seen: Moments) -> _Problem:
     offset, mean = jnp.zeros_like(seen.mean_x), jnp.zeros_like(seen.mean_observable)
-    if seen.center:
-        offset, mean = seen.mean_x, seen.mean_observable
     width, width_y, _ = seen.widths
     if width_y != width:
         fail("x", f"hold moments of as many features of the successors as of the states ({width})", width_y)
-    x, y, observable = jnp.split(seen.root * jax.lax.rsqrt(seen.count), [width, width + width_y], 1)
+    rows = seen.root * jax.lax.rsqrt(seen.count)
+    if seen.center:
+        # Successors are about their own mean there, and about that of x here: one row more is the step between.
+        offset, mean = seen.mean_x, seen.mean_observable
+        step = jnp.concatenate([jnp.zeros_like(offset), seen.mean_y - offset, jnp.zeros_like(mean)])
+        rows = jnp.concatenate([rows, step[None]])
+    x, y, observable = jnp.split(rows, [width, width + width_y], 1)
     return _Problem(x, y, observable, offset, mean)
 
 
