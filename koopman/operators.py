@@ -219,6 +219,8 @@ def _from_moments(seen: Moments) -> _Problem:
     width, width_y, _ = seen.widths
     if width_y != width:
         fail("x", f"hold moments of as many features of the successors as of the states ({width})", width_y)
+    if not is_traced(seen.root) and not np.isfinite(np.asarray(seen.root)).all():
+        fail("x", "be moments of finite data", "others", "Outside jit `moments` names the row that is not finite")
     rows = seen.root * jax.lax.rsqrt(seen.count)
     if seen.center:
         # Successors are about their own mean there, and about that of x here: one row more is the step between.
