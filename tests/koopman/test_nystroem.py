@@ -75,6 +75,28 @@ def test_against_kooplearn(kind, solver):
         np.testing.assert_allclose(risk(found, x, y), peer.risk(), atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["pcr", "reduced_rank"])
+def test_centres_against_kooplearn(kind):
+    kernel = pytest.importorskip("kooplearn.kernel")
+    with jax.enable_x64(True):
+        # A kernel of rank 6 and as many centres: the peer's own centres for successors then span the same space. Nor
+        # does it regularise reduced rank there.
+        path = states(200, d=2)
+        x, y = lagged_pairs(path)
+        options = {"kernel": "poly", "gamma": 1.0, "degree": 2, "coef0": 1.0, "n_centers": 6, "random_state": 0}
+        reduced = kind == "reduced_rank"
+        peer = kernel.NystroemKernelRidge(
+            n_components=3, alpha=1e-12, reduced_rank=reduced, eigen_solver="dense", **options
+        ).fit(path)
+        found = fit_nystroem(x, y, Polynomial(2), x[peer.nys_centers_idxs_], kind=kind, rank=3, alpha=0.0)
+        values, right = peer.eig(eval_right_on=path[:20])
+        order = np.argsort(-np.abs(values))
+        np.testing.assert_allclose(eigenvalues(found), values[order], atol=1e-6)
+        own, right = np.asarray(right_eigenfunctions(found, x[:20])), right[:, order]
+        overlap = np.sum(own.conj() * right, 0) / np.linalg.norm(own, axis=0) / np.linalg.norm(right, axis=0)
+        np.testing.assert_allclose(np.abs(overlap), 1.0, atol=1e-6)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_samples_as_centres_are_the_exact_kernel(kind):
     with jax.enable_x64(True):
