@@ -4,7 +4,11 @@ Any function of that shape serves as a kernel; these are the common ones. Their 
 swept by `vmap` and learned by `grad`.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -106,6 +110,28 @@ class Polynomial(eqx.Module):
     def __call__(self, x: States, y: Float[Array | np.ndarray, "m d"]) -> Float[Array, "n m"]:
         """The matrix of kernel values."""
         return jnp.asarray(self.gamma * _products(*_pair(x, y)) + self.offset) ** self.degree
+
+
+class Function(eqx.Module):
+    """A plain function as a kernel. It is static, so that `jax.jit` takes and returns operators that hold it.
+
+    What is to be swept or learned belongs in the fields of a module of its own: a traced value in a function's closure
+    does not outlive the transformation.
+
+    Attributes:
+        function: Of two arrays of states to their matrix of kernel values.
+    """
+
+    function: Callable[[Array, Array], Array] = eqx.field(static=True)
+
+    def __call__(self, x: States, y: Float[Array | np.ndarray, "m d"]) -> Float[Array, "n m"]:
+        """The matrix of kernel values."""
+        return self.function(*_pair(x, y))
+
+
+def as_module(kernel: Callable[[Array, Array], Array]) -> Any:
+    """The kernel itself if it is a PyTree, a plain function as a `Function`."""
+    return Function(kernel) if jax.tree.structure(kernel) == jax.tree.structure(0) else kernel
 
 
 def median_distance(x: States, *, max_samples: int = 1000) -> Float[Array, ""]:

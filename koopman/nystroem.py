@@ -17,7 +17,6 @@ cost falls from n^3 to n m^2.
 """
 
 from collections.abc import Callable
-from functools import partial
 
 import equinox as eqx
 import jax
@@ -28,9 +27,11 @@ from jaxtyping import Array, Float, Int, Key, UInt32
 from dissociation.checks import check_choice, check_count, check_ndim, check_non_negative, fail, is_traced
 from dissociation.linalg import product, psd_power
 from koopman.fitted import KernelMap, LinearMap, Operator
+from koopman.kernel_subspaces import GramMethod, gram_cutoff, gram_weights
+from koopman.kernels import as_module
 from koopman.operators import fit_pcr, fit_reduced_rank, fit_ridge
 from koopman.pairs import checked_pairs
-from koopman.solvers import leading_eigenpairs
+from koopman.subspaces import Rank, latent_size, refuse_singular
 
 Scalar = float | int | Float[Array | np.ndarray, ""]
 AnyKey = Key[Array, ""] | UInt32[Array, "2"]
@@ -59,7 +60,8 @@ def fit_kernel_ridge(
         The fitted operator.
 
     Raises:
-        ValueError: If shapes disagree, data are not finite, or `alpha` is negative.
+        ValueError: If shapes disagree, data are not finite, `alpha` is negative, or it is zero and K is singular (the
+            error names its rank).
 
     References:
         Kostic et al. (2022), Learning dynamical systems via Koopman operator regression in RKHS, eq. 7.
@@ -72,7 +74,7 @@ def fit_kernel_pcr(
     y: States,
     kernel: Kernel,
     *,
-    rank: int,
+    rank: Rank,
     alpha: Scalar = 1e-6,
     observable: Float[Array | np.ndarray, "n *o"] | None = None,
     solver: str = "auto",
@@ -83,7 +85,8 @@ def fit_kernel_pcr(
         x: States.
         y: Their successors.
         kernel: The kernel.
-        rank: Principal directions kept, from 1 to n.
+        rank: Principal directions kept, from 1 to n. If it is traced, all shapes are those of rank n and latent
+            functions beyond `rank` are zero, as in `fit_pcr`; then the solver is the dense one.
         alpha: Tikhonov regularisation.
         observable: What forecasts return.
         solver: "dense" (all eigenpairs), "krylov" (the leading ones) or "auto": "krylov" above 1000 samples.
@@ -105,7 +108,7 @@ def fit_kernel_reduced_rank(
     y: States,
     kernel: Kernel,
     *,
-    rank: int,
+    rank: Rank,
     alpha: Scalar = 1e-6,
     observable: Float[Array | np.ndarray, "n *o"] | None = None,
     solver: str = "auto",
@@ -116,7 +119,7 @@ def fit_kernel_reduced_rank(
         x: States.
         y: Their successors.
         kernel: The kernel.
-        rank: Rank, from 1 to n.
+        rank: Rank, from 1 to n; may be traced, as in `fit_kernel_pcr`.
         alpha: Tikhonov regularisation; above zero for the "krylov" solver, which factors K + alpha I.
         observable: What forecasts return.
         solver: "dense" (two whole eigendecompositions), "krylov" (one Cholesky factor per `alpha`, and the leading
@@ -140,7 +143,7 @@ def _fit(
     x: Array | np.ndarray,
     y: Array | np.ndarray,
     kernel: Kernel,
-    rank: int | None,
+    rank: Rank | None,
     alpha: Scalar,
     observable: Array | np.ndarray | None,
     solver: str,
@@ -148,18 +151,23 @@ def _fit(
     x, y, flat, shape = checked_pairs(x, y, observable, "dimensions")
     check_non_negative("alpha", alpha)
     check_choice("solver", solver, ("auto", "dense", "krylov", *(("spectral",) if kind == "reduced_rank" else ())))
+    kernel = as_module(kernel)
     number = x.shape[0]
-    size = number if rank is None else check_count("rank", rank, minimum=1)
-    if size > number:
-        fail("rank", f"be at most the number of samples ({number})", rank)
+    size, active = latent_size(rank, number, "samples")
+    if active is not None and solver not in ("auto", "dense"):
+        fail("solver", "be 'dense' for a traced `rank`", repr(solver))
     if solver == "auto":
         solver = "krylov" if number > 1000 and size <= number // 16 else "dense"
     gram_x, gram_y = kernel(x, x) / number, kernel(y, y) / number
     alpha = jnp.asarray(alpha, x.dtype)
-    find = {("pcr", "dense"): _pcr_dense, ("pcr", "krylov"): _pcr_krylov}
-    find |= {("reduced_rank", "dense"): _reduced_dense, ("reduced_rank", "krylov"): _reduced_krylov}
-    find |= {("reduced_rank", "spectral"): _reduced_spectral}
-    weights, values = find[kind, solver](gram_x, gram_y, alpha, size)
+    weights, values = gram_weights(GramMethod(kind, size, solver), gram_x, gram_y, alpha, active)
+    if (
+        not is_traced(alpha)
+        and not is_traced(gram_x)
+        and float(alpha) == 0.0
+        and (kind, solver) != ("reduced_rank", "krylov")
+    ):
+        _check_regular("ridge" if rank is None else kind, gram_x, values, size)
     coefficients = weights * number**-0.5
     latent_x = product(gram_x, coefficients) * number
     latent_y = product(kernel(y, x), coefficients)
@@ -175,75 +183,18 @@ def _fit(
         basis_gram=product(coefficients.T, latent_x),
         singular_values=values,
         alpha=alpha,
-        effective_rank=jnp.sum(values > _cutoff(gram_x) ** 0.5 * jnp.max(values)),
+        effective_rank=jnp.sum(values > gram_cutoff(gram_x) ** 0.5 * jnp.max(values)),
         observable_shape=shape,
     )
 
 
-def _cutoff(gram: Array) -> float:
-    return gram.shape[0] * float(jnp.finfo(gram.dtype).eps)
-
-
-def _pcr_weights(values: Array, vectors: Array, alpha: Array, cutoff: float) -> tuple[Array, Array]:
-    kept = values > cutoff * values[0]
-    safe = jnp.where(kept, values, 1.0)
-    scale = jnp.where(kept, jax.lax.rsqrt(safe * (safe + alpha)), 0.0)
-    return vectors * scale[None], jnp.sqrt(jnp.maximum(values, 0.0))
-
-
-def _pcr_dense(gram_x: Array, gram_y: Array, alpha: Array, size: int) -> tuple[Array, Array]:
-    values, vectors = jnp.linalg.eigh(gram_x)
-    return _pcr_weights(values[::-1][:size], vectors[:, ::-1][:, :size], alpha, _cutoff(gram_x))
-
-
-def _pcr_krylov(gram_x: Array, gram_y: Array, alpha: Array, size: int) -> tuple[Array, Array]:
-    vectors, values = leading_eigenpairs(partial(product, gram_x), gram_x.shape[0], size, dtype=gram_x.dtype)
-    return _pcr_weights(values, vectors, alpha, _cutoff(gram_x))
-
-
-def _reduced_dense(gram_x: Array, gram_y: Array, alpha: Array, size: int) -> tuple[Array, Array]:
-    return _reduced_turned(gram_x, gram_y, alpha, size, krylov=False)
-
-
-def _reduced_spectral(gram_x: Array, gram_y: Array, alpha: Array, size: int) -> tuple[Array, Array]:
-    return _reduced_turned(gram_x, gram_y, alpha, size, krylov=True)
-
-
-def _reduced_turned(gram_x: Array, gram_y: Array, alpha: Array, size: int, *, krylov: bool) -> tuple[Array, Array]:
-    """In the eigenbasis P of K: T = P diag(g)^2 P^T, and P^T L P does without `alpha`."""
-    values, vectors = jnp.linalg.eigh(gram_x)
-    kept = values > _cutoff(gram_x) * values[-1]
-    safe = jnp.where(kept, values, 1.0)
-    gain = jnp.where(kept, jnp.sqrt(safe / (safe + alpha)), 0.0)[:, None]
-    turned = product(vectors.T, product(gram_y, vectors))
-    if krylov:
-        turn, squares = leading_eigenpairs(
-            lambda block: gain * product(turned, gain * block), values.shape[0], size, dtype=gram_x.dtype
-        )
-    else:
-        squares, turn = jnp.linalg.eigh(gain * turned * gain.T)
-        squares, turn = squares[::-1][:size], turn[:, ::-1][:, :size]
-    scale = jnp.where(kept, jax.lax.rsqrt(safe * (safe + alpha)), 0.0)[:, None]
-    return product(vectors, scale * turn), jnp.sqrt(jnp.maximum(squares, 0.0))
-
-
-def _reduced_krylov(gram_x: Array, gram_y: Array, alpha: Array, size: int) -> tuple[Array, Array]:
+def _check_regular(kind: str, gram_x: Array, values: Array, size: int) -> None:
+    """As `operators` at alpha = 0; principal components have the eigenvalues of K at hand."""
+    reduced = kind == "reduced_rank"
+    squares = np.linalg.eigvalsh(np.asarray(gram_x))[::-1] if reduced else np.asarray(values) ** 2
     number = gram_x.shape[0]
-    factor = jnp.linalg.cholesky(gram_x + alpha * jnp.eye(number, dtype=gram_x.dtype))
-    if not is_traced(factor) and not bool(jnp.isfinite(factor[-1, -1])):
-        raise ValueError(
-            f"`alpha` must make K + alpha I positive definite in {gram_x.dtype}, got {float(alpha):.3g}. Raise it "
-            f"above {_cutoff(gram_x) * float(jnp.trace(gram_x)):.1g}, use solver='dense', or enable x64."
-        )
-
-    def solve(block: Array) -> Array:
-        return jax.scipy.linalg.cho_solve((factor, True), block)
-
-    def shrink(block: Array) -> Array:
-        return block - alpha * solve(block)  # T
-
-    vectors, squares = leading_eigenpairs(partial(product, gram_y), number, size, dtype=gram_x.dtype, inner=shrink)
-    return solve(vectors), jnp.sqrt(jnp.maximum(squares, 0.0))
+    needed = number if reduced else size
+    refuse_singular(kind, squares, gram_cutoff(gram_x), needed, number, ("the kernel matrix of `x`", "K"))
 
 
 class NystroemMap(eqx.Module):
@@ -282,6 +233,7 @@ def nystroem_map(
     """
     check_ndim("centres", centres, 2, "[centres, dimensions]")
     centres = jnp.asarray(centres)
+    kernel = as_module(kernel)
     return NystroemMap(kernel, centres, psd_power(kernel(centres, centres), -0.5, rtol=rtol))
 
 
@@ -339,7 +291,7 @@ def fit_nystroem(
     centres: Float[Array | np.ndarray, "m d"],
     *,
     kind: str = "reduced_rank",
-    rank: int | None = None,
+    rank: Rank | None = None,
     alpha: Scalar = 1e-6,
     observable: Float[Array | np.ndarray, "n *o"] | None = None,
     solver: str = "auto",
@@ -356,10 +308,10 @@ def fit_nystroem(
         kernel: The kernel.
         centres: Z, for instance `x[choose_centres(...)]`.
         kind: "ridge", "pcr" or "reduced_rank".
-        rank: For the latter two.
+        rank: For the latter two; may be traced.
         alpha: Tikhonov regularisation.
         observable: What forecasts return; default the states.
-        solver: For "reduced_rank", as in `fit_reduced_rank`.
+        solver: For the latter two, as in `fit_reduced_rank`.
         route: "qr" or "covariance", as in `fit_ridge`.
 
     Returns:
@@ -375,13 +327,12 @@ def fit_nystroem(
     check_choice("kind", kind, ("ridge", "pcr", "reduced_rank"))
     x, y, flat, shape = checked_pairs(x, y, observable, "dimensions")
     features = nystroem_map(kernel, centres)
+    kernel = features.kernel
     options = {"alpha": alpha, "observable": flat.reshape(x.shape[0], *shape), "route": route}
     if kind != "ridge":
         if rank is None:
             fail("rank", f"be given for {kind!r}", "None")
-        options["rank"] = rank
-    if kind == "reduced_rank":
-        options["solver"] = solver
+        options |= {"rank": rank, "solver": solver}
     fit = {"ridge": fit_ridge, "pcr": fit_pcr, "reduced_rank": fit_reduced_rank}[kind]
     fitted = fit(features(x), features(y), **options)
 

@@ -11,23 +11,21 @@ Covariances enter as the QR factor of the data, so float32 does not square the c
 serves all values of `alpha` under `jax.vmap`.
 """
 
-from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from dissociation.checks import check_choice, check_count, check_non_negative, fail, is_traced
+from dissociation.checks import check_choice, check_non_negative, fail, is_traced
 from dissociation.linalg import product
 from koopman.fitted import LinearMap, Operator
 from koopman.pairs import Moments, checked_pairs, gram_root
-from koopman.solvers import SOLVERS, leading_left_vectors
+from koopman.solvers import SOLVERS
+from koopman.subspaces import Method, Rank, latent_size, refuse_singular, whitened_basis
 
 Scalar = float | int | Float[Array | np.ndarray, ""]
-Rank = int | Int[Array | np.ndarray, ""]
 Data = Float[Array | np.ndarray, "n d"] | Moments
 
 
@@ -80,6 +78,7 @@ def fit_pcr(
     alpha: Scalar = 1e-6,
     observable: Float[Array | np.ndarray, "n *o"] | None = None,
     center: bool = False,
+    solver: str = "dense",
     route: str = "qr",
     rtol: float | None = None,
 ) -> Operator:
@@ -93,6 +92,8 @@ def fit_pcr(
         alpha: Tikhonov regularisation, as in `fit_ridge`.
         observable: What forecasts return.
         center: Whether features and observable are taken about their means.
+        solver: "dense" (all directions), or as in `leading_left_vectors` for a few directions of many features; the
+            others square the condition number, as "covariance" does.
         route: "qr" or "covariance", as in `fit_ridge`.
         rtol: Relative size below which a singular value of the data counts as zero.
 
@@ -100,13 +101,13 @@ def fit_pcr(
         The fitted operator.
 
     Raises:
-        ValueError: As `fit_ridge`, or if `rank` is above the number of features.
+        ValueError: As `fit_ridge`, or if `rank` is above the number of features, or the solver is unknown.
         TypeError: As `fit_ridge`.
 
     References:
         Kostic et al. (2022), eq. 8.
     """
-    return _fit("pcr", x, y, rank, alpha, observable, center, "dense", route, rtol)
+    return _fit("pcr", x, y, rank, alpha, observable, center, solver, route, rtol)
 
 
 def fit_reduced_rank(
@@ -186,19 +187,18 @@ def _fit(
             fail("y", "be given with `x`", "None", "See koopman.pairs.lagged_pairs")
         problem, shape = _from_pairs(x, y, observable, center)
     width, dtype = problem.x.shape[1], problem.x.dtype
-    size, active = _sizes(rank, width)
+    size, active = latent_size(rank, width, "features")
     if active is not None and solver not in ("auto", "dense"):
         fail("solver", "be 'dense' for a traced `rank`", repr(solver))
     rounding = width * float(jnp.finfo(dtype).eps)
     cutoff = rtol if rtol is not None else rounding if route == "qr" else float(jnp.finfo(dtype).eps) ** 0.5
     if not is_traced(alpha) and not is_traced(problem.x) and float(alpha) == 0.0:
-        _check_regular(problem.x, cutoff, size if kind == "pcr" else width, kind)
-    solver = "dense" if active is not None else solver
+        values = np.linalg.svd(np.asarray(gram_root(problem.x)), compute_uv=False)
+        needed = size if kind == "pcr" else width
+        refuse_singular(kind, values, cutoff, needed, width, ("the covariance of `x`", "C_x"))
     alpha = jnp.asarray(alpha, dtype)
-    basis, values = _basis(_Method(kind, size, solver, route, cutoff), problem.x, problem.y, alpha)
-    if active is not None:
-        kept = jnp.arange(size) < active
-        basis, values = basis * kept[None], values * kept
+    method = Method(kind, size, "dense" if active is not None else solver, route, cutoff)
+    basis, values = whitened_basis(method, problem.x, problem.y, alpha, active)
     return _assemble(problem, basis, values, alpha, tuple(shape), cutoff)
 
 
@@ -216,146 +216,19 @@ def _from_pairs(
 
 def _from_moments(seen: Moments) -> _Problem:
     offset, mean = jnp.zeros_like(seen.mean_x), jnp.zeros_like(seen.mean_observable)
-    if seen.center:
-        offset, mean = seen.mean_x, seen.mean_observable
     width, width_y, _ = seen.widths
     if width_y != width:
         fail("x", f"hold moments of as many features of the successors as of the states ({width})", width_y)
-    x, y, observable = jnp.split(seen.root * jax.lax.rsqrt(seen.count), [width, width + width_y], 1)
+    if not is_traced(seen.root) and not np.isfinite(np.asarray(seen.root)).all():
+        fail("x", "be moments of finite data", "others", "Outside jit `moments` names the row that is not finite")
+    rows = seen.root * jax.lax.rsqrt(seen.count)
+    if seen.center:
+        # Successors are about their own mean there, and about that of x here: one row more is the step between.
+        offset, mean = seen.mean_x, seen.mean_observable
+        step = jnp.concatenate([jnp.zeros_like(offset), seen.mean_y - offset, jnp.zeros_like(mean)])
+        rows = jnp.concatenate([rows, step[None]])
+    x, y, observable = jnp.split(rows, [width, width + width_y], 1)
     return _Problem(x, y, observable, offset, mean)
-
-
-def _sizes(rank: Rank | None, width: int) -> tuple[int, Array | None]:
-    """The static number of latent functions, and the traced number of those in use."""
-    if rank is None:
-        return width, None
-    if is_traced(rank):
-        return width, jnp.asarray(rank)
-    size = check_count("rank", rank.item() if isinstance(rank, jax.Array) else rank, minimum=1)
-    if size > width:
-        fail("rank", f"be at most the number of features ({width})", rank)
-    return size, None
-
-
-def _check_regular(x: Array, cutoff: float, needed: int, kind: str) -> None:
-    values = np.linalg.svd(np.asarray(gram_root(x)), compute_uv=False)
-    found = int((values > cutoff * values[0]).sum())
-    if found < needed:
-        raise ValueError(
-            f"`alpha` must be positive where the covariance of `x` is singular: {kind} needs rank {needed}, C_x has "
-            f"rank {found} of {x.shape[1]}. Pass alpha > 0, drop dependent features, or lower the rank."
-        )
-
-
-class _Method(NamedTuple):
-    """The static choices of a fit."""
-
-    kind: str
-    size: int
-    solver: str
-    route: str
-    cutoff: float
-
-
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _basis(method: _Method, x: Array, y: Array, alpha: Array) -> tuple[Array, Array]:
-    """U [d, size] and the estimator's singular values, from rows with x^T x = C_x and x^T y = C_xy."""
-    whiten, values, gain, turned = _whitening(method, x, alpha)
-    if method.kind == "reduced_rank":
-        rows = turned(y)
-        number = min(method.size, *rows.shape)
-        vectors, values = leading_left_vectors(rows, number, scale=gain, solver=method.solver)
-        whiten = product(whiten, vectors)
-    else:
-        whiten, values = whiten[:, : method.size], values[: method.size]
-    missing = method.size - values.shape[0]  # fewer samples than the rank asked for
-    return jnp.pad(whiten, ((0, 0), (0, missing))), jnp.pad(values, (0, missing))
-
-
-def _whitening(method: _Method, x: Array, alpha: Array) -> tuple[Array, Array, Array, Callable[[Array], Array]]:
-    """W [d, k], W^T (C_x + alpha I) W = I on the range of C_x; falling deviations [k]; g [k] and f, W^T x^T y = g f(y).
-
-    `alpha` is in g alone, so that all values of a sweep share f(y).
-    """
-    if method.route == "covariance":
-        squares, vectors = jnp.linalg.eigh(product(x.T, x))
-        values, right = jnp.sqrt(jnp.maximum(squares, 0.0))[::-1], vectors.T[::-1]
-        whiten, scale = _scaled(method, values, right, alpha)
-        return whiten, values, scale, lambda y: product(right, product(x.T, y))
-    tall = x.shape[0] > x.shape[1]
-    if tall and method.kind != "reduced_rank":  # which does without Q
-        orthogonal, root = None, gram_root(x)
-    else:
-        orthogonal, root = jnp.linalg.qr(x) if tall else (None, x)
-    left, values, right = jnp.linalg.svd(root, full_matrices=False)
-    whiten, scale = _scaled(method, values, right, alpha)
-
-    def turned(y: Array) -> Array:
-        # Through Q: W^T (x^T y) would multiply the rounding of x^T y by W.
-        return product(left.T, y if orthogonal is None else product(orthogonal.T, y))
-
-    return whiten, values, values * scale, turned
-
-
-def _scaled(method: _Method, values: Array, right: Array, alpha: Array) -> tuple[Array, Array]:
-    kept = values > method.cutoff * values[0]
-    scale = jnp.where(kept, jax.lax.rsqrt(jnp.where(kept, values**2 + alpha, 1.0)), 0.0)
-    return right.T * scale[None], scale
-
-
-@_basis.defjvp
-def _basis_jvp(method, primals, tangents):
-    """By perturbation theory of the covariances, with no rotation among the columns of U: they span, and no more.
-
-    Whatever is computed from U U^T has this derivative, also where singular values coincide within the span.
-    """
-    kind, size = method.kind, method.size
-    (x, y, alpha), (d_x, d_y, d_alpha) = primals, tangents
-    basis, values = _basis(method, x, y, alpha)
-    half = product(x.T, d_x)
-    d_cov = half + half.T + d_alpha * jnp.eye(x.shape[1], dtype=x.dtype)
-    squares, vectors = jnp.linalg.eigh(product(x.T, x))
-    squares, right = jnp.maximum(squares, 0.0)[::-1], vectors.T[::-1]
-    whiten, scale = _scaled(method, jnp.sqrt(squares), right, alpha)
-
-    def inverse(block: Array) -> Array:
-        return product(whiten, product(whiten.T, block))
-
-    if kind == "ridge":
-        return (basis, values), (-0.5 * inverse(product(d_cov, basis)), jnp.zeros_like(values))
-    if kind == "pcr":
-        # U = V G^(-1/2) with V the leading directions, G = V^T (C_x + alpha) V.
-        mixed = product(product(right, d_cov), right.T)
-        outside = _divided(mixed[size:, :size], squares[None, :size] - squares[size:, None])
-        scale = scale[:size]
-        inside = -0.5 * scale[:, None] * mixed[:size, :size] * scale[None]
-        own = whiten[:, :size]
-        d_own = product(right[size:].T, outside * scale[None]) + product(own, inside)
-        d_basis = product(d_own, product(_pull(own, x, alpha), basis))  # in the fit's own columns
-        return (basis, values), (d_basis, jnp.zeros_like(values))
-    rows = product(whiten.T, product(x.T, y))
-    d_cross = product(d_x.T, y) + product(x.T, d_y)
-    d_rows = product(whiten.T, d_cross) - 0.5 * product(product(whiten.T, product(d_cov, whiten)), rows)
-    left, sizes, _ = jnp.linalg.svd(rows, full_matrices=rows.shape[0] > rows.shape[1])
-    squares = jnp.pad(sizes, (0, left.shape[1] - sizes.shape[0])) ** 2
-    d_square = product(d_rows, rows.T)
-    # The solver's own columns of U, and not the decomposition's: the two differ by a rotation.
-    turn = product(product(left[:, :size].T, _pull(whiten, x, alpha)), basis)
-    mixed = product(product(left.T, d_square + d_square.T), left)
-    outside = _divided(mixed[size:, :size], squares[None, :size] - squares[size:, None])
-    d_basis = product(whiten, product(product(left[:, size:], outside), turn)) - 0.5 * inverse(product(d_cov, basis))
-    slopes = 0.5 * jnp.diagonal(mixed)[:size] / jnp.where(values > 0, values, 1.0)
-    return (basis, values), (d_basis, jnp.where(values > 0, slopes, 0.0))
-
-
-def _pull(whiten: Array, x: Array, alpha: Array) -> Array:
-    """W^T (C_x + alpha I): takes U = W E back to E."""
-    return product(product(whiten.T, x.T), x) + alpha * whiten.T
-
-
-def _divided(numerator: Array, gap: Array) -> Array:
-    safe = jnp.where(gap == 0, 1.0, gap)
-    return jnp.where(gap == 0, 0.0, numerator / safe)
 
 
 def _assemble(

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from dissociation.checks import check_count, check_finite, check_ndim, check_same_length, fail
+from dissociation.checks import check_count, check_finite, check_ndim, check_same_length, fail, is_traced
 from dissociation.linalg import product
 
 
@@ -31,7 +31,12 @@ class Pairs(NamedTuple):
     y: Array
 
 
-def lagged_pairs(trajectories: Array | np.ndarray | Sequence[Array | np.ndarray], lag: int = 1) -> Pairs:
+def lagged_pairs(
+    trajectories: Array | np.ndarray | Sequence[Array | np.ndarray],
+    lag: int | Int[Array | np.ndarray, ""] = 1,
+    *,
+    max_lag: int | None = None,
+) -> Pairs:
     """Pairs (x_t, x_{t+lag}) of one or of many trajectories.
 
     Args:
@@ -39,21 +44,33 @@ def lagged_pairs(trajectories: Array | np.ndarray | Sequence[Array | np.ndarray]
             trajectories of equal length in one array [trajectories, time, ...] pass `list(array)`, or map over the
             first axis with `jax.vmap` to fit one operator to each.
         lag: Steps between the two members of a pair, at least 1.
+        max_lag: With it `lag` may be traced, up to this number (beyond it means as much as it), so that lags can be
+            swept by `jax.vmap`: every trajectory gives the pairs of its first time - max_lag states, whatever the lag.
 
     Returns:
         All pairs, trajectory after trajectory, each in the order of time.
 
     Raises:
-        ValueError: If a trajectory has no pair at this lag, state shapes differ, or known data are not finite.
-        TypeError: If `lag` is no Python integer.
+        ValueError: If a trajectory has no pair at this lag, `lag` is known and out of range, state shapes differ, or
+            known data are not finite.
+        TypeError: If `lag` is no Python integer and there is no `max_lag`.
 
     References:
         Wu and Noe (2020), Variational approach for learning Markov processes from time series data, section 2.
 
     >>> lagged_pairs([np.arange(4.0), np.arange(10.0, 12.0)]).y
     Array([ 1.,  2.,  3., 11.], dtype=float32)
+    >>> jax.vmap(lambda lag: lagged_pairs(np.arange(5.0), lag, max_lag=3).y)(jnp.asarray([1, 3]))
+    Array([[1., 2.],
+           [3., 4.]], dtype=float32)
     """
-    lag = check_count("lag", lag, minimum=1)
+    if max_lag is None:
+        steps = longest = check_count("lag", lag, minimum=1)
+    else:
+        longest = check_count("max_lag", max_lag, minimum=1)
+        steps = lag if is_traced(lag) else check_count("lag", np.asarray(lag).item(), minimum=1)
+        if not is_traced(lag) and steps > longest:
+            fail("lag", f"be at most `max_lag` ({longest})", lag)
     many = [trajectories] if isinstance(trajectories, Array | np.ndarray) else list(trajectories)
     if not many:
         fail("trajectories", "hold at least one trajectory", "none")
@@ -61,13 +78,14 @@ def lagged_pairs(trajectories: Array | np.ndarray | Sequence[Array | np.ndarray]
         which = f"trajectories[{index}]" if len(many) > 1 else "trajectories"
         if np.ndim(trajectory) < 1:
             fail(which, "have a time axis", f"shape {np.shape(trajectory)}")
-        if np.shape(trajectory)[0] <= lag:
-            fail(which, f"be longer than the lag ({lag})", f"{np.shape(trajectory)[0]} samples", "Shorten the lag")
+        if np.shape(trajectory)[0] <= longest:
+            fail(which, f"be longer than the lag ({longest})", f"{np.shape(trajectory)[0]} samples", "Shorten the lag")
         if np.shape(trajectory)[1:] != np.shape(many[0])[1:]:
             fail(which, f"have states of shape {np.shape(many[0])[1:]}", np.shape(trajectory)[1:])
         check_finite(which, trajectory)
     arrays = [jnp.asarray(trajectory) for trajectory in many]
-    return Pairs(jnp.concatenate([a[:-lag] for a in arrays]), jnp.concatenate([a[lag:] for a in arrays]))
+    later = [lax.dynamic_slice_in_dim(a, steps, a.shape[0] - longest) for a in arrays]
+    return Pairs(jnp.concatenate([a[:-longest] for a in arrays]), jnp.concatenate(later))
 
 
 class Observed(NamedTuple):
@@ -166,11 +184,12 @@ def moments(
         The moments. `merge_moments` adds those of more pairs, `scan_moments` goes through batches.
 
     Raises:
-        ValueError: If lengths disagree or there is no pair.
+        ValueError: If lengths disagree, there is no pair, or known data are not finite (the error names the row).
     """
     observable = y if observable is None else observable
-    check_same_length("x", x.shape[0], "y", y.shape[0])
-    check_same_length("x", x.shape[0], "observable", observable.shape[0])
+    for name, array in (("x", x), ("y", y), ("observable", observable)):
+        check_same_length("x", x.shape[0], name, array.shape[0])
+        check_finite(name, array)
     if x.shape[0] < 1:
         fail("x", "hold at least one pair", f"shape {x.shape}")
     x, y, observable = jnp.asarray(x), jnp.asarray(y), jnp.asarray(observable)
@@ -244,9 +263,12 @@ def scan_moments(
         batch; for data that do not fit in memory, merge `moments` of what is read with `merge_moments`.
 
     Raises:
-        ValueError: As `moments`.
+        ValueError: As `moments`; the error names the batch and the row.
     """
-    data = jnp.asarray(x), jnp.asarray(y), jnp.asarray(y if observable is None else observable)
+    observable = y if observable is None else observable
+    for name, array in (("x", x), ("y", y), ("observable", observable)):
+        check_finite(name, array)
+    data = jnp.asarray(x), jnp.asarray(y), jnp.asarray(observable)
 
     def one(batch: tuple[Array, Array, Array]) -> Moments:
         return moments(batch[0], batch[1], observable=batch[2], center=center)

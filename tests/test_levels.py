@@ -16,7 +16,7 @@ LEVELS = {
     },
     "koopman": {
         "datasets": 1, "losses": 1, "kernels": 1, "networks": 1, "pairs": 1, "solvers": 1, "fitted": 1,
-        "operators": 2, "generator": 2, "nystroem": 3,
+        "subspaces": 2, "generator": 2, "operators": 3, "kernel_subspaces": 3, "nystroem": 4,
         "spectrum": 3, "forecast": 3, "learn": 4, "figures": 5, "__main__": 6,
     },
 }  # fmt: skip

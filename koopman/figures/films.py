@@ -109,7 +109,8 @@ def project(forecaster: Forecaster, kind: str, num_digits: int) -> Forecaster:
 
     Args:
         forecaster: Any.
-        kind: "circle" (to modulus 1, phases kept) or "roots" (to the nearest root of unity).
+        kind: "circle" (to modulus 1, phases kept) or "roots" (to the nearest root of unity; a real eigenvalue, which
+            has no conjugate to move along, to the nearest real one: to 1 where k is odd).
         num_digits: k of the k-th roots.
 
     Returns:
@@ -117,7 +118,9 @@ def project(forecaster: Forecaster, kind: str, num_digits: int) -> Forecaster:
     """
     values, right, left = spectral(forecaster.dynamics)
     turns = jnp.angle(values) / (2 * jnp.pi)
-    turns = jnp.round(turns * num_digits) / num_digits if kind == "roots" else turns
+    if kind == "roots":
+        nearest = jnp.round(turns * num_digits) / num_digits
+        turns = jnp.where(values.imag != 0, nearest, 0.0 if num_digits % 2 else turns)
     moved = jnp.exp(2j * jnp.pi * turns)
     core = jnp.real(product(right * moved[None], left.T))
     where = (lambda f: f.dynamics.core) if isinstance(forecaster.dynamics, Operator) else (lambda f: f.dynamics.matrix)

@@ -15,7 +15,7 @@ from koopman.figures.films import PROTOCOLS, Forecaster, Latent, project, spectr
 
 @pytest.fixture(scope="module")
 def film_results():
-    models = ("linear", "classifier", "autoencoder")
+    models = ("linear", "classifier", "vamp", "contrastive", "dpnets", "autoencoder", "orthogonal")
     sizes = {"num_seeds": 1, "num_train": 230, "num_steps": 2, "oracle_epochs": 10, "models": models}
     config = dataclasses.replace(ordered_mnist.Config().quick(), **sizes)
     return ordered_mnist.compute(config, key=jax.random.key(0), dataset=load("glyphs", num_train=1000, num_test=20))
@@ -39,7 +39,12 @@ def test_ordered_digits(film_results):
     assert errors["classifier"][0] < errors["linear"][0]
     assert results.strips["autoencoder"].shape == (1, 4, 2, 28, 28)
     assert "glyphs" in ordered_mnist.headline(results)
-    assert len(ordered_mnist.table(results)) == 1 + 3
+    assert len(ordered_mnist.table(results)) == 1 + 7
+    for name in ("vamp", "contrastive", "dpnets", "autoencoder", "orthogonal"):
+        assert np.isfinite(results.validation[name]).all()
+        assert results.validation[name][0, -1] < results.validation[name][0, 0]
+    # A Cayley transform is orthogonal, trained or not.
+    np.testing.assert_allclose(np.abs(results.eigenvalues["orthogonal"]), 1.0, atol=1e-5)
     figure = ordered_mnist.draw(results)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -69,6 +74,18 @@ def test_projection_moves_eigenvalues_only():
         np.testing.assert_allclose(
             overlap, np.prod([np.linalg.norm(m, axis=0) for m in (own, moved.right)], 0), rtol=1e-4
         )
+
+
+@pytest.mark.parametrize(("num_digits", "root"), [(5, 1.0), (4, -1.0)])
+def test_a_real_eigenvalue_goes_to_a_real_root(num_digits, root):
+    # -1 is as far from two complex fifth roots; either alone would leave a real part that decays.
+    mix = np.random.default_rng(1).normal(size=(3, 3))
+    matrix = np.linalg.solve(mix, np.diag([-0.8, 0.7, 0.5]) @ mix)
+    plain = Forecaster(lambda image: image, Latent(jnp.asarray(matrix, jnp.float32)), None)
+    moved = project(plain, "roots", num_digits).dynamics.matrix
+    np.testing.assert_allclose(np.sort(np.linalg.eigvals(moved)), [root, 1, 1], atol=1e-4)
+    np.testing.assert_allclose(np.linalg.matrix_power(moved, num_digits), np.eye(3), atol=1e-3)
+    np.testing.assert_allclose(mix @ moved, np.diag([root, 1, 1]) @ mix, atol=1e-3)
 
 
 def test_a_film_must_hold_the_three_splits():

@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from koopman.datasets.langevin import langevin_spectrum, overdamped_langevin
 from koopman.generator import fit_generator
 
 THETA, SIGMA = 0.7, 1.3
@@ -37,6 +38,30 @@ def test_eigenfunctions_are_hermite_polynomials():
         exact = np.stack([np.ones(7), scaled, (scaled**2 - 1) / np.sqrt(2)], 1)
         values = np.asarray(jax.vmap(hermite)(grid) @ found.coefficients)
         np.testing.assert_allclose(values * np.sign(np.sum(values * exact, 0)), exact, atol=0.03)
+
+
+def test_rates_of_langevin_dynamics_in_two_wells(key):
+    def potential(x):
+        return 2 * (x[0] ** 2 - 1) ** 2
+
+    def features(x):
+        return (x / 1.2) ** jnp.arange(10)
+
+    # As many start in either well, and five units of time settle them there.
+    start = jnp.where(jnp.arange(400)[:, None] % 2, 1.0, -1.0)
+    options = {"friction": 1.0, "sigma": np.sqrt(2)}
+    paths = overdamped_langevin(
+        potential, 200, key=key, initial=start, num_trajectories=400, time_step=0.1, substeps=20, **options
+    )
+    samples = paths[:, 50:].reshape(-1, 1)
+    found = fit_generator(
+        *jax.jit(lambda x: (jax.vmap(features)(x), jax.vmap(jax.jacfwd(features))(x)))(samples), rank=3, diffusion=1.0
+    )
+    exact = langevin_spectrum(potential, (-3.0, 3.0), time_step=0.1, num_components=4, **options).eigenvalues
+    rates = np.log(exact)[1:3] / 0.1
+    np.testing.assert_allclose(found.eigenvalues[0], 0.0, atol=1e-3)
+    np.testing.assert_allclose(found.eigenvalues[1:], rates, rtol=0.1)
+    assert (found.eigenvalues[1:] < rates).all()  # a basis that is not complete makes all rates faster
 
 
 def test_dependent_features_come_last():

@@ -75,6 +75,28 @@ def test_against_kooplearn(kind, solver):
         np.testing.assert_allclose(risk(found, x, y), peer.risk(), atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["pcr", "reduced_rank"])
+def test_centres_against_kooplearn(kind):
+    kernel = pytest.importorskip("kooplearn.kernel")
+    with jax.enable_x64(True):
+        # A kernel of rank 6 and as many centres: the peer's own centres for successors then span the same space. Nor
+        # does it regularise reduced rank there.
+        path = states(200, d=2)
+        x, y = lagged_pairs(path)
+        options = {"kernel": "poly", "gamma": 1.0, "degree": 2, "coef0": 1.0, "n_centers": 6, "random_state": 0}
+        reduced = kind == "reduced_rank"
+        peer = kernel.NystroemKernelRidge(
+            n_components=3, alpha=1e-12, reduced_rank=reduced, eigen_solver="dense", **options
+        ).fit(path)
+        found = fit_nystroem(x, y, Polynomial(2), x[peer.nys_centers_idxs_], kind=kind, rank=3, alpha=0.0)
+        values, right = peer.eig(eval_right_on=path[:20])
+        order = np.argsort(-np.abs(values))
+        np.testing.assert_allclose(eigenvalues(found), values[order], atol=1e-6)
+        own, right = np.asarray(right_eigenfunctions(found, x[:20])), right[:, order]
+        overlap = np.sum(own.conj() * right, 0) / np.linalg.norm(own, axis=0) / np.linalg.norm(right, axis=0)
+        np.testing.assert_allclose(np.abs(overlap), 1.0, atol=1e-6)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_samples_as_centres_are_the_exact_kernel(kind):
     with jax.enable_x64(True):
@@ -128,6 +150,89 @@ def test_jit_vmap_and_loop_agree():
 
     loop = np.stack([fitted(alpha) for alpha in alphas])
     np.testing.assert_allclose(jax.jit(jax.vmap(fitted))(alphas), loop, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "solver", "kernel"),
+    [
+        ("ridge", "dense", Polynomial(2)),  # K is singular, and its null space must not turn gradients to NaN
+        ("pcr", "krylov", RBF(1.0)),
+        ("reduced_rank", "dense", Polynomial(2)),
+        ("reduced_rank", "krylov", RBF(1.0)),
+    ],
+)
+def test_gradients_against_finite_differences(kind, solver, kernel):
+    with jax.enable_x64(True):
+        x, y = (np.asarray(a) for a in lagged_pairs(states(30)))
+        steps = np.random.default_rng(3).normal(size=(2, 20, 3))
+        options = {} if kind == "ridge" else {"solver": solver}
+
+        @jax.jit
+        def value(alpha, move):
+            a, b = (jnp.asarray(part[:20]) + move * step for part, step in zip((x, y), steps, strict=True))
+            operator = fit_kernel(kind, a, b, kernel, alpha=alpha, **options)
+            size = jnp.sum(operator.singular_values[:2])
+            return risk(operator, x[20:], y[20:]) + jnp.sum(predict(operator, x[20:], 3) ** 2) + size
+
+        slopes = jax.jit(jax.grad(value, (0, 1)))(0.1, 0.0)
+        numeric = [(value(0.1 + a, b) - value(0.1 - a, -b)) / 2e-5 for a, b in ((1e-5, 0.0), (0.0, 1e-5))]
+        np.testing.assert_allclose(slopes, numeric, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["pcr", "reduced_rank"])
+def test_ranks_by_masking(kind):
+    with jax.enable_x64(True):
+        x, y = (np.asarray(a) for a in lagged_pairs(states(25)))
+        exact = {"pcr": fit_kernel_pcr, "reduced_rank": fit_kernel_reduced_rank}[kind]
+
+        def value(alpha, rank):
+            return risk(exact(x, y, RBF(1.0), rank=rank, alpha=alpha), x, y)
+
+        both = jax.value_and_grad(value)
+        swept = jax.jit(jax.vmap(lambda rank: both(1e-2, rank)))(jnp.asarray([1, 3]))
+        own = [jax.jit(lambda alpha, rank=rank: both(alpha, rank))(1e-2) for rank in (1, 3)]
+        np.testing.assert_allclose(np.stack(swept, 1), np.asarray(own), rtol=1e-6)
+        with pytest.raises(ValueError, match="`solver` must be 'dense' for a traced `rank`"):
+            jax.jit(lambda rank: exact(x, y, RBF(1.0), rank=rank, solver="krylov"))(2)
+
+
+def test_ranks_by_masking_on_centres():
+    x, y = (np.asarray(a, np.float32) for a in lagged_pairs(states(25)))
+
+    def value(rank):
+        return risk(fit_nystroem(x, y, RBF(1.0), x[:8], rank=rank, alpha=1e-2), x, y)
+
+    swept = jax.jit(jax.vmap(value))(jnp.asarray([1, 3]))
+    np.testing.assert_allclose(swept, [jax.jit(lambda rank=rank: value(rank))() for rank in (1, 3)], rtol=1e-4)
+
+
+def test_plain_functions_are_kernels_under_jit():
+    x, y = (np.asarray(a, np.float32) for a in lagged_pairs(states(40)))
+
+    def gaussian(a, b):
+        return jnp.exp(-0.5 * jnp.sum((a[:, None] - b[None]) ** 2, -1))
+
+    for fit in (fit_kernel_reduced_rank, lambda *a, **k: fit_nystroem(*a, x[:10], **k)):
+        operator = jax.jit(lambda x, y, fit=fit: fit(x, y, gaussian, rank=3, alpha=1e-2))(x, y)
+        found = jax.jit(predict)(operator, x[:5])
+        wanted = jax.jit(lambda x, y, fit=fit: predict(fit(x, y, RBF(1.0), rank=3, alpha=1e-2), x[:5]))(x, y)
+        np.testing.assert_allclose(found, wanted, atol=1e-4)
+
+
+def test_a_singular_kernel_matrix_is_named():
+    x, y = lagged_pairs(states(30))
+    for call, needed in (
+        (lambda: fit_kernel_ridge(x, y, Linear(), alpha=0.0), "ridge needs rank 30"),
+        (lambda: fit_kernel_pcr(x, y, Linear(), rank=4, alpha=0.0), "pcr needs rank 4"),
+        (lambda: fit_kernel_reduced_rank(x, y, Linear(), rank=2, alpha=0.0), "reduced_rank needs rank 30"),
+    ):
+        with pytest.raises(ValueError, match=f"{needed}, K has rank 3 of 30. Pass alpha > 0"):
+            call()
+    # Three principal directions there are; under jit the rank found is reported.
+    assert np.isfinite(fit_kernel_pcr(x, y, Linear(), rank=3, alpha=0.0).core).all()
+    inside = jax.jit(lambda x, y: fit_kernel_ridge(x, y, Linear(), alpha=0.0))(x, y)
+    assert int(inside.effective_rank) == 3
+    assert np.isfinite(inside.core).all()
 
 
 X = np.ones((6, 2)) * np.arange(6)[:, None]

@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from koopman.operators import fit_ridge
 from koopman.pairs import gram_root, lagged_pairs, merge_moments, moments, scan_moments
 
 
@@ -40,6 +41,36 @@ def test_one_trajectory_of_pictures():
 def test_pairs_refuse(trajectories, lag, error, words):
     with pytest.raises(error, match=words):
         lagged_pairs(trajectories, lag)
+
+
+def test_lags_can_be_swept():
+    trajectories = [np.random.default_rng(n).normal(size=(n, 2)).astype(np.float32) for n in (9, 6)]
+    x, y = jax.jit(jax.vmap(lambda lag: lagged_pairs(trajectories, lag, max_lag=4)))(jnp.arange(1, 5))
+    assert x.shape == y.shape == (4, 5 + 2, 2)
+    np.testing.assert_array_equal(x, np.broadcast_to(np.concatenate([t[:-4] for t in trajectories]), x.shape))
+    for index, lag in enumerate(range(1, 5)):
+        np.testing.assert_array_equal(y[index], np.concatenate([t[lag:][: len(t) - 4] for t in trajectories]))
+    np.testing.assert_array_equal(lagged_pairs(trajectories, 4, max_lag=4).y, lagged_pairs(trajectories, 4).y)
+    for lag, words in ((5, r"`lag` must be at most `max_lag` \(4\)"), (0, "`lag` must be at least 1")):
+        with pytest.raises(ValueError, match=words):
+            lagged_pairs(trajectories, lag, max_lag=4)
+    with pytest.raises(ValueError, match=r"trajectories\[1\]` must be longer than the lag \(6\)"):
+        lagged_pairs(trajectories, 1, max_lag=6)
+
+
+def test_moments_refuse_what_is_not_finite():
+    x, y, o = draw()
+    bad = np.where(np.arange(60)[:, None] == 13, np.nan, y).astype(np.float32)
+    with pytest.raises(ValueError, match=r"`y` must be finite, got nan at index \(13, 0\)"):
+        moments(x, bad)
+    with pytest.raises(ValueError, match=r"`observable` must be finite, got nan at index \(13, 0\)"):
+        moments(x, y, observable=bad)
+    with pytest.raises(ValueError, match=r"`y` must be finite, got nan at index \(1, 3, 0\)"):
+        scan_moments(x.reshape(6, 10, 3), bad.reshape(6, 10, 3))
+    # Under jit values are not known; what comes out is refused by the fit.
+    seen = jax.jit(moments)(x, bad)
+    with pytest.raises(ValueError, match="`x` must be moments of finite data"):
+        fit_ridge(seen)
 
 
 def draw(n=60, d=3, seed=0):

@@ -4,6 +4,9 @@ import numpy as np
 import pytest
 
 from koopman.datasets.waves import travelling_waves, wave_spectrum
+from koopman.operators import fit_pcr
+from koopman.pairs import lagged_pairs
+from koopman.spectrum import modes
 
 SETTINGS = {
     "grid_shape": (12, 10),
@@ -57,6 +60,21 @@ def test_regression_on_fields_finds_the_eigenvalues(key):
     values, singular = regression_eigenvalues(fields, 6)
     assert singular[6] < 1e-10 * singular[0]
     assert_same_spectrum(values, wave_spectrum(**SETTINGS).eigenvalues, 1e-10)
+
+
+def test_modes_of_an_operator_are_the_waves(key):
+    truth = wave_spectrum(**SETTINGS)
+    with jax.enable_x64(True):
+        fields = travelling_waves(20, key=key, **SETTINGS).reshape(21, -1)
+        found = modes(jax.jit(lambda x, y: fit_pcr(x, y, rank=6, alpha=0.0))(*lagged_pairs(fields)), time_step=0.3)
+    np.testing.assert_allclose(found.frequency, np.abs(truth.exponents.imag) / (2 * np.pi), rtol=1e-8)
+    np.testing.assert_allclose(found.implied_time_scale[2:], -1 / truth.exponents.real[2:], rtol=1e-7)
+    np.testing.assert_allclose(found.half_life[2:], -np.log(2) / truth.exponents.real[2:], rtol=1e-7)
+    assert np.abs(found.implied_time_scale[:2]).min() > 1e6  # the first wave does not decay
+    # A mode's amplitude is the wave itself, up to a complex factor; which of a pair comes first is a convention.
+    flat, waves = np.asarray(found.amplitudes), truth.modes.reshape(6, -1)
+    overlap = np.abs(flat.conj() @ waves.T) / np.linalg.norm(flat, axis=1)[:, None] / np.linalg.norm(waves, axis=1)
+    np.testing.assert_allclose(overlap, np.eye(6), atol=1e-7)
 
 
 def test_standing_oscillation_needs_two_fields(key):
