@@ -20,8 +20,12 @@ def labelled(model, count=12, seed=0):
 
 
 def certify(model, x, labels):
-    forms = margins(model)
-    return eqx.filter_jit(jax.vmap(lambda one, label: certified_radius(forms, one, label)))(x, labels)
+    @eqx.filter_jit
+    def run(model, x, labels):
+        forms = margins(model)
+        return jax.vmap(lambda one, label: certified_radius(forms, one, label))(x, labels)
+
+    return run(model, x, labels)
 
 
 @pytest.mark.parametrize("options", [{}, {"bias": True}, {"residual": True}])
