@@ -253,13 +253,20 @@ def _draw_each(
     border: int,
     batch_size: int,
 ) -> Float[Array, "n pixels"]:
-    """One picture per label and key, `batch_size` at once."""
+    """One picture per label and key, at most `batch_size` at once."""
 
     def draw(item):
         label, key = item
         return draw_glyph(templates, label, key=key, variation=variation, border=border)
 
-    return jax.lax.map(draw, (labels, keys), batch_size=batch_size)
+    # Batches of one size, the last filled up: a smaller rest would be a second program to compile.
+    num = labels.shape[0]
+    if num <= batch_size:
+        return jax.vmap(draw)((labels, keys))
+    batches = -(-num // batch_size)
+    size = -(-num // batches)
+    filled = jnp.minimum(jnp.arange(batches * size), num - 1)
+    return jax.lax.map(draw, (labels[filled], keys[filled]), batch_size=size)[:num]
 
 
 def glyph_labels(num: int, *, key: AnyKey) -> Int[Array, " num"]:
@@ -273,8 +280,11 @@ def glyph_labels(num: int, *, key: AnyKey) -> Int[Array, " num"]:
         Digits 0 to 9. Fewer labels from the same key are the leading ones of more.
     """
     check_count("num", num)
-    keys = _fold_in_all(key, -(-num // NUM_CLASSES))
-    return jax.vmap(lambda k: jax.random.permutation(k, NUM_CLASSES))(keys).reshape(-1)[:num]
+    return _orders(_fold_in_all(key, -(-num // NUM_CLASSES))).reshape(-1)[:num]
+
+
+def _orders(keys: Key[Array, " n"] | UInt32[Array, "n 2"]) -> Int[Array, "n 10"]:
+    return jax.vmap(lambda k: jax.random.permutation(k, NUM_CLASSES))(keys)
 
 
 @partial(jax.jit, static_argnames=("num_train", "num_test"))
@@ -286,12 +296,16 @@ def _draw_splits(
     variation: Variation,
 ) -> tuple[Float[Array, "n pixels"], Float[Array, "n 10"]]:
     """Pictures and one-hot labels of both splits, training first: one map, so that it compiles once."""
-    labels, keys = [], []
+    tens, order_keys, keys = [], [], []
     for split, num in enumerate((num_train, num_test)):
         label_key, picture_key = jax.random.split(jax.random.fold_in(key, split))
-        labels.append(glyph_labels(num, key=label_key))
+        tens.append(-(-num // NUM_CLASSES))
+        order_keys.append(_fold_in_all(label_key, tens[-1]))
         keys.append(_fold_in_all(picture_key, num))
-    labels, keys = jnp.concatenate(labels), jnp.concatenate(keys)
+    # As `glyph_labels`, in one call for both splits.
+    train, test = jnp.split(_orders(jnp.concatenate(order_keys)), tens[:1])
+    labels = jnp.concatenate([train.reshape(-1)[:num_train], test.reshape(-1)[:num_test]])
+    keys = jnp.concatenate(keys)
     images = _draw_each(templates, labels, keys, variation, BORDER, _BATCH)
     return images, jax.nn.one_hot(labels, NUM_CLASSES, dtype=images.dtype)
 

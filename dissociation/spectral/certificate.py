@@ -154,15 +154,17 @@ def _nearest(values: Array, slopes: Array, start: Array) -> Array:
     lowest = jnp.argmin(values)
     bottom, scale = values[lowest], jnp.max(jnp.abs(values))
     curved = bottom < -values.shape[0] * jnp.finfo(values.dtype).eps * scale
-    depth = jnp.where(curved, -bottom, 1.0)
+    base = jnp.where(curved, bottom, 0.0)
+    # The root lies at 1 / m near the curvature, or near slope^2 / start where the margin is all but linear.
+    limits = jnp.finfo(values.dtype)
+    unit = jnp.maximum(jnp.where(curved, -bottom, scale), jnp.sum(slopes**2) / jnp.maximum(start, limits.tiny))
+    unit = jnp.clip(unit, limits.tiny**0.5, limits.max)
 
     def step(place: Array) -> Array:
-        # m from 0 to its largest, fine at both ends: (1 - w) / |min(a)|, or (1 - w) / (w scale) where it has no bound.
-        # All terms of 1 + m a are non-negative, so nothing cancels.
+        # m = (1 - w) / (w unit - (1 - w) base): from 0 to its largest, fine at both ends. No term of 1 + m a is
+        # negative, so nothing cancels.
         w, rest = jax.nn.sigmoid(-place), jax.nn.sigmoid(place)
-        bounded = -rest * slopes / depth / (w + rest * (values - bottom) / depth)
-        open_ended = -rest * slopes / (w * scale + rest * jnp.maximum(values, 0.0))
-        return jnp.where(curved, bounded, open_ended)
+        return -rest * slopes / (w * unit + rest * jnp.maximum(values - base, 0.0))
 
     def margin(y: Array) -> Array:
         return start + jnp.sum(y * (2 * slopes + values * y))

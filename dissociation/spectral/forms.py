@@ -83,6 +83,10 @@ def decompose(
 ) -> Spectrum:
     """Eigenvalues and eigenvectors of a layer's quadratic forms, found in the smaller of its two spaces.
 
+    On a CPU most of the time goes to LAPACK, over whose batch XLA spreads the cores. OpenBLAS's own threads only stand
+    in its way: with OPENBLAS_NUM_THREADS=1, set before Python starts, `eigh` of 10 matrices of size 300 took 28 ms on
+    two cores instead of 54.
+
     Args:
         model: One network; map over stacked ones with `bmap`.
         directions: As in `interaction_tensor`.

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from scipy.optimize import minimize
 
-from dissociation.models.bilinear import BilinearNetwork
+from dissociation.models.bilinear import BilinearNetwork, wrap_bilinear
 from dissociation.spectral import Spectrum, decompose, truncate
 from dissociation.spectral.certificate import certified_accuracy, certified_radius, margins
 
@@ -20,8 +20,12 @@ def labelled(model, count=12, seed=0):
 
 
 def certify(model, x, labels):
-    forms = margins(model)
-    return eqx.filter_jit(jax.vmap(lambda one, label: certified_radius(forms, one, label)))(x, labels)
+    @eqx.filter_jit
+    def run(model, x, labels):
+        forms = margins(model)
+        return jax.vmap(lambda one, label: certified_radius(forms, one, label))(x, labels)
+
+    return run(model, x, labels)
 
 
 @pytest.mark.parametrize("options", [{}, {"bias": True}, {"residual": True}])
@@ -83,6 +87,19 @@ def test_closed_forms():
     # the digits.
     found = certified_radius(margins(spectrum_of([1, 1], [0, 0])), np.asarray([2.0, 0.0], np.float32), 0)
     np.testing.assert_allclose(found.radius, 2, rtol=1e-3)
+
+
+@pytest.mark.parametrize("curvature", [0.0, 1e-20, -1e-20, 1e-7, -1e-7])
+def test_an_all_but_linear_margin_has_the_distance_to_a_plane(curvature):
+    # (c x + 1) * (V x) with c next to nothing: logits V x.
+    weights, ones = np.asarray([[1.0, 2.0], [0.0, -1.0]], np.float32), np.ones(2, np.float32)
+    layer = (curvature * np.eye(2, dtype=np.float32), weights, ones, 0 * ones)
+    model = wrap_bilinear(np.eye(2, dtype=np.float32), [layer], np.eye(2, dtype=np.float32))
+    x, difference = ones, weights[0] - weights[1]
+    found = certified_radius(margins(model), x, 0)
+    distance = difference @ x / np.linalg.norm(difference)
+    np.testing.assert_allclose(found.radius, distance, rtol=1e-5)
+    np.testing.assert_allclose(found.step, -distance * difference / np.linalg.norm(difference), rtol=1e-5)
 
 
 def test_no_rival_and_misclassified():

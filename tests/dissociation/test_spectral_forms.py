@@ -38,11 +38,16 @@ def test_decomposition_against_a_dense_reference(hidden):
     dense = dense_forms(model)
     found = decompose(model)
     assert found.vectors.shape == (10, hidden, 784)
-    for form, values, vectors in zip(dense, np.asarray(found.values), np.asarray(found.vectors), strict=True):
-        exact = np.linalg.eigvalsh(form)
-        exact = exact[np.argsort(-np.abs(exact))][:hidden]
-        scale = np.abs(exact[0])
-        np.testing.assert_allclose(np.sort(values), np.sort(exact), atol=1e-5 * scale)
+    for index, (form, values, vectors) in enumerate(
+        zip(dense, np.asarray(found.values, float), np.asarray(found.vectors, float), strict=True)
+    ):
+        scale = np.abs(values[0])
+        if index < 2:  # the slow one
+            exact = np.linalg.eigvalsh(form)
+            exact = exact[np.argsort(-np.abs(exact))][:hidden]
+            np.testing.assert_allclose(np.sort(values), np.sort(exact), atol=1e-5 * scale)
+        # Orthonormal eigenvectors whose eigenvalues make up the whole norm: none is missing.
+        np.testing.assert_allclose(np.linalg.norm(values), np.linalg.norm(form), rtol=1e-5)
         np.testing.assert_allclose(form @ vectors.T, values * vectors.T, atol=1e-5 * scale)
         np.testing.assert_allclose(vectors @ vectors.T, np.eye(hidden), atol=1e-5)
 
