@@ -211,5 +211,7 @@ def _crossings(axis: Any, results: Any) -> None:
         times = np.exp(line.intercept + line.slope * np.log(ends))
         axis.plot(ends, times, color="C1", linewidth=0.8, linestyle="--", label=f"slope {line.slope:.2f}")
     axis.set(xscale="log", yscale="log", xlabel="weight decay", ylabel="step", title="first crossing (open: never)")
+    axis.set_xticks(config.weight_decays, [f"{decay:g}" for decay in config.weight_decays])
+    axis.set_xticks([], minor=True)
     if axis.get_legend_handles_labels()[0]:
         axis.legend(fontsize="x-small")

@@ -1,17 +1,21 @@
 """What the figure of neural collapse measures: its configuration, the dear measures, margins, and crossing times."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any, Literal
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import platformdirs
 from jax import lax
 from jaxtyping import Array, Float
 
+from dissociation import checkpoint
 from dissociation.checks import check_count, fail
 from dissociation.data.datasets import Dataset
+from dissociation.figures.artifacts import Parts
 from dissociation.metrics.crossing import Median, Slope, first_cross, log_slope, median_crossing
 from dissociation.metrics.information.hsic import information_plane
 from dissociation.metrics.information.nearest import information, label_information, whiten
@@ -158,10 +162,21 @@ class Information(eqx.Module):
         return {**found, **named, "mi_zx_kraskov": kraskov.value}
 
 
-def compressed(config: Config, data: Dataset, *, key: Array) -> dict[str, Array]:
-    """Codes of the test pictures, whitened, from an autoencoder of training pictures: "codes" [n, code]."""
-    model = train_compression(data.train_images[:10_000], config.code, key=key, num_epochs=config.compression_epochs)
-    return {"codes": whiten(encode(model, data.test_images[: config.num_pictures]))}
+def compressed(config: Config, data: Dataset, *, key: Array) -> dict[str, np.ndarray]:
+    """Codes of the test pictures, whitened, from an autoencoder of training pictures, kept: "codes" [n, code]."""
+    seen, images = data.train_images[:10_000], data.test_images[: config.num_pictures]
+    asked = {"seen": seen, "images": images, "key": key, "code": config.code, "epochs": config.compression_epochs}
+
+    def train() -> dict[str, Array]:
+        model = train_compression(seen, config.code, key=key, num_epochs=config.compression_epochs)
+        return {"codes": whiten(encode(model, images))}
+
+    return Parts(code_cache() / checkpoint.fingerprint(asked), {"format": 1}).get("codes", train)
+
+
+def code_cache() -> Path:
+    """Where codes of pictures are kept from one sweep to the next."""
+    return Path(platformdirs.user_cache_dir("dissociation")) / "codes"
 
 
 def information_measures(config: Config, data: Dataset, codes: Array | np.ndarray) -> Information:
@@ -249,9 +264,13 @@ def crossing_table(config: Config, found: dict[str, np.ndarray], end: int) -> li
             median_delay(fitted, delay, end),
         )
         never = f"{int(np.isnan(collapsed).sum())} of {len(collapsed)}"
-        shown = [f"{first.value:.0f}", f"{later.value:.0f}", f"{later.low:.0f} to {later.high:.0f}", never]
-        rows.append([f"{decay:g}", *shown, f"{between.value:.0f}", f"{between.low:.0f} to {between.high:.0f}"])
+        shown = [f"{first.value:.0f}", f"{later.value:.0f}", _interval(later), never]
+        rows.append([f"{decay:g}", *shown, f"{between.value:.0f}", _interval(between)])
     return rows
+
+
+def _interval(median: Median) -> str:
+    return f"{max(median.low, 0.0):.0f} to {median.high:.0f}"  # no time is negative
 
 
 def crossing_line(config: Config, found: dict[str, np.ndarray], end: int) -> Slope:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dissociation.data.datasets import load
-from dissociation.figures import collapse
+from dissociation.figures import collapse, collapse_measures
 from dissociation.figures.collapse_measures import crossing_slope, crossings, margins_of, median_delay
 from dissociation.recipes.grokking import initial_models, standardised
 
@@ -38,8 +38,15 @@ def small(tmp_path_factory):
     config = dataclasses.replace(
         collapse.Config().quick(), num_steps=200, num_pictures=200, num_test=200, init_scale=1.0, learning_rate=5e-3
     )
-    folder = tmp_path_factory.mktemp("collapse")
-    return collapse.compute(config, key=KEY, folder=folder), config, folder
+    folder, cache = tmp_path_factory.mktemp("collapse"), tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collapse_measures, "code_cache", lambda: cache)
+        results = collapse.compute(config, key=KEY, folder=folder)
+        (kept,) = cache.iterdir()  # the next sweep finds them
+        with np.load(folder / "codes.npz") as first:
+            again = collapse_measures.compressed(config, collapse.source(config), key=KEY)
+            np.testing.assert_array_equal(first["codes"], again["codes"])
+    return results, config, folder
 
 
 def test_series(small):
