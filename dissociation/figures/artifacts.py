@@ -38,7 +38,10 @@ def save_description(path: str | os.PathLike[str], description: Mapping[str, Any
     }
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps({**description, "environment": environment}, indent=2, default=_plain) + "\n")
+    # What is not finite has no place in JSON: null.
+    plain = json.dumps({**description, "environment": environment}, default=_plain)
+    strict = json.loads(plain, parse_constant=lambda _: None)
+    target.write_text(json.dumps(strict, indent=2) + "\n")
 
 
 def _plain(value: Any) -> Any:

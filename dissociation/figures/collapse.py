@@ -95,6 +95,8 @@ def compute(
         ValueError: If `folder` holds parts of another run, or an option is out of range.
     """
     data = source(config) if dataset is None else dataset
+    if max(config.classes) >= data.num_classes:
+        fail("classes", f"be among the {data.num_classes} of the data", config.classes)
     parts = Parts(folder, identity_of(config, key, data))
     measures = None
     if config.num_information:
@@ -111,7 +113,7 @@ def compute(
         log=keeper,
         checkpoint=parts.path("networks.ckpt"),
         progress=progress,
-        shown=("train_accuracy", "test_accuracy", "rnc1_score", "nc2_score"),
+        shown=("train_loss", "train_accuracy", "test_accuracy", "rnc1_score", "nc2_score"),
         mesh=mesh,
         **{name: getattr(config, name) for name in names},
     )
@@ -125,7 +127,7 @@ def compute(
 
 
 class _Keeper:
-    """Keeps the series so far on disk, at every tenth observation; goes on with those of an interrupted run."""
+    """Keeps the series so far on disk; goes on with those of an interrupted run."""
 
     def __init__(self, path: Path | None):
         self.path = path
@@ -143,9 +145,9 @@ class _Keeper:
             self.found = [{name: leaf[..., i] for name, leaf in earlier.items()} for i in before]
         self.steps.append(step)
         self.found.append(_flat(records["observed"]))
-        if len(self.steps) % 10 == 0:
-            stacked = {name: np.stack([one[name] for one in self.found], -1) for name in self.found[0]}
-            save_arrays(self.path, {"time_step": np.asarray(self.steps), **stacked})
+        # At every observation: never behind the checkpoint, which is written later and less often.
+        stacked = {name: np.stack([one[name] for one in self.found], -1) for name in self.found[0]}
+        save_arrays(self.path, {"time_step": np.asarray(self.steps), **stacked})
 
 
 def _flat(observed: dict[str, Any]) -> dict[str, np.ndarray]:
@@ -194,7 +196,7 @@ def load_partial(config: Config, folder: str | os.PathLike[str]) -> Results:
     path = Path(folder) / f"{_SAVED}.npz"
     if not path.exists():
         raise FileNotFoundError(
-            f"`folder` must hold {path.name} of a sweep under way, got {folder}. Is it the first minute?"
+            f"`folder` must hold {path.name} of a sweep under way, got {folder}. Has it come to its first observation?"
         )
     check_parts_of(folder, config)
     with np.load(path) as kept:

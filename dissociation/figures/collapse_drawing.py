@@ -74,7 +74,7 @@ def _training(axes: Any, results: Any) -> None:
 
 def _information(axes: Any, results: Any) -> None:
     decays, steps, found = results.config.weight_decays, results.information_step, results.information
-    titles = ("information (dotted: shuffled)", "nHSIC, fixed bandwidth", "nHSIC, median bandwidth")
+    titles = ("information (dotted: shuffled)", "fixed bandwidth (dotted: shuffled)", "median bandwidth")
     pairs = (("mi_zx_compression", "mi_zy_compression"), ("nhsic_zx", "nhsic_zy"), ("nhsic_zx_free", "nhsic_zy_free"))
     later = steps >= 10
     for axis, title, (inputs, labels) in zip(axes, titles, pairs, strict=True):
@@ -84,9 +84,8 @@ def _information(axes: Any, results: Any) -> None:
             _empty(axis, "not measured")
             continue
         _curves(axis, steps, found[inputs] - found[labels], decays)
-        if inputs.startswith("mi"):
-            for index, own in enumerate(found["mi_zx_compression_null"] - found["mi_zy_compression_null"]):
-                axis.plot(steps[later], _mean(own)[later], linestyle=":", color=f"C{index}", linewidth=0.8)
+        for index, own in enumerate(found[f"{inputs}_null"] - found[f"{labels}_null"]):
+            axis.plot(steps[later], _mean(own)[later], linestyle=":", color=f"C{index}", linewidth=0.8)
 
 
 def _largest(results: Any) -> int:
@@ -107,6 +106,9 @@ def _estimators(axis: Any, results: Any) -> None:
         ("mi_zx_smoothed", "C0", ":", "I(Z;X) smoothed"),
         ("mi_zy_compression", "C1", "-", "I(Z;Y) entropies"),
         ("mi_zy_smoothed", "C1", ":", "I(Z;Y) smoothed"),
+        ("mi_zx_compression_null", "grey", "-", "shuffled"),
+        ("mi_zx_kraskov_null", "grey", "--", None),
+        ("mi_zy_compression_null", "grey", "-", None),
     )
     for name, color, style, label in names:
         axis.plot(steps[later], _mean(found[name][largest])[later], color=color, linestyle=style, label=label)
@@ -186,9 +188,12 @@ def _plane(axis: Any, results: Any) -> None:
 def _crossings(axis: Any, results: Any) -> None:
     config, end = results.config, int(results.time_step[-1])
     found = crossings(config, results.series, results.time_step)
-    for name, color, marker, aside in (("fitted", "C0", "o", 0.93), ("collapsed", "C1", "s", 1.07)):
-        times = np.maximum(found[name], 1)  # a logarithmic axis has no step 0
-        places = np.repeat(config.weight_decays, times.shape[1]) * aside
+    shown = (("fitted", "C0", "o", 0.88), ("generalised", "C2", "d", 1.0), ("collapsed", "C1", "s", 1.14))
+    positive = np.asarray(config.weight_decays) > 0  # none has a place on a logarithmic axis
+    for name, color, marker, aside in shown:
+        times = np.maximum(found[name], 1)[positive]  # nor has step 0
+        decays = np.asarray(config.weight_decays)[positive]
+        places = np.repeat(decays, times.shape[1]) * aside
         flat = times.reshape(-1)
         crossed = ~np.isnan(flat)
         axis.plot(places[crossed], flat[crossed], marker, color=color, markersize=2, alpha=0.5, linestyle="")
@@ -200,18 +205,20 @@ def _crossings(axis: Any, results: Any) -> None:
             continue
         low, high = (np.where(np.isfinite(edge), edge, end)[kept] for edge in (low, high))
         spread = np.maximum([values[kept] - low, high - values[kept]], 0)
-        where = np.asarray(config.weight_decays)[kept] * aside
+        where = decays[kept] * aside
         axis.errorbar(where, values[kept], spread, color=color, fmt=marker, markersize=4, label=name, linewidth=1)
     try:
         line = crossing_line(config, found, end)
     except ValueError:
         line = None
     if line is not None and np.isfinite(line.slope):
-        ends = np.asarray([min(config.weight_decays), max(config.weight_decays)])
+        decays = np.asarray(config.weight_decays)[positive]
+        ends = np.asarray([decays.min(), decays.max()])
         times = np.exp(line.intercept + line.slope * np.log(ends))
         axis.plot(ends, times, color="C1", linewidth=0.8, linestyle="--", label=f"slope {line.slope:.2f}")
     axis.set(xscale="log", yscale="log", xlabel="weight decay", ylabel="step", title="first crossing (open: never)")
-    axis.set_xticks(config.weight_decays, [f"{decay:g}" for decay in config.weight_decays])
+    decays = [decay for decay in config.weight_decays if decay > 0]
+    axis.set_xticks(decays, [f"{decay:g}" for decay in decays])
     axis.set_xticks([], minor=True)
     if axis.get_legend_handles_labels()[0]:
         axis.legend(fontsize="x-small")

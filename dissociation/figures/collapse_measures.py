@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from dissociation import checkpoint
-from dissociation.checks import check_count, fail
+from dissociation.checks import check_count, check_positive, fail
 from dissociation.data.datasets import Dataset
 from dissociation.figures.artifacts import Parts
 from dissociation.metrics.crossing import Median, Slope, first_cross, log_slope, median_crossing
@@ -47,7 +47,8 @@ class Config:
     init_scale: float = 8.0
     """Factor of all initial parameters."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
-    """The optimiser."""
+    """The optimiser. The loss is a sum over classes and batch, and steep at an initial scale of 8: "sgd" diverges there
+    at the default rate; it wants about 1e-5 at scale 1."""
     network: Literal["mlp", "cnn"] = "mlp"
     """The architecture."""
     width: int = 200
@@ -68,9 +69,9 @@ class Config:
     """Numbers to which pictures and features are compressed."""
     compression_epochs: int = 10
     """Passes of the autoencoder over at most 10 000 training pictures."""
-    smoothing: float = 0.5
+    smoothing: float = 0.3
     """Standard deviation of the noise for smoothed information over the features' root mean square distance from their
-    mean."""
+    mean: d features can then show (d / 2) log(1 + 1 / (smoothing^2 d)) nats at the most."""
     num_smoothed: int = 2000
     """Test pictures for smoothed information, whose cost grows with their square, at most."""
     classes: tuple[int, int] = (0, 1)
@@ -79,6 +80,8 @@ class Config:
     """Training accuracy above which a network has fitted."""
     collapse_threshold: float = 0.1
     """RNC1 below which it has collapsed."""
+    test_threshold: float = 0.8
+    """Test accuracy above which it has generalised."""
     num_train: int | None = None
     """Training pictures loaded; all by default."""
     num_test: int | None = None
@@ -90,6 +93,14 @@ class Config:
             if not values or len(set(values)) != len(values):
                 fail(name, "be different numbers, one at least", values)
         check_count("num_information", self.num_information)
+        for name in ("num_steps", "num_seen", "batch_size", "width", "depth", "num_pictures", "num_neighbours", "code",
+                     "compression_epochs", "num_smoothed"):  # fmt: skip
+            check_count(name, getattr(self, name), minimum=1)
+        for name in ("learning_rate", "init_scale", "feature_noise", "smoothing", "collapse_threshold"):
+            check_positive(name, getattr(self, name))
+        for name in ("accuracy_threshold", "test_threshold"):
+            if not 0 <= getattr(self, name) < 1:
+                fail(name, "lie from 0 to below 1", getattr(self, name))
         first, second = self.classes
         if first == second or min(self.classes) < 0 or max(self.classes) > 9:
             fail("classes", "be two different digits", self.classes)
@@ -102,12 +113,19 @@ class Config:
         return dataclasses.replace(self, **small, **few)
 
     def information_steps(self) -> np.ndarray:
-        """The observations nearest to `num_information` steps evenly spaced in the logarithm."""
+        """`num_information` observations, nearest to steps evenly spaced in the logarithm; all if there are no more."""
         times = observation_steps(self.num_steps)
         if self.num_information < 2:
             return times[:0] if self.num_information == 0 else times[-1:]
-        wanted = log_spaced_steps(self.num_steps, self.num_information)
-        return np.unique(times[np.abs(times[None] - wanted[:, None]).argmin(1)])
+        if self.num_information >= len(times):
+            return times
+        finer = self.num_information
+        while True:  # where observations are sparse several wanted steps share one: ask for more until enough differ
+            wanted = log_spaced_steps(self.num_steps, min(finer, self.num_steps + 1))
+            chosen = np.unique(times[np.abs(times[None] - wanted[:, None]).argmin(1)])
+            if len(chosen) >= self.num_information:
+                return chosen[np.rint(np.linspace(0, len(chosen) - 1, self.num_information)).astype(int)]
+            finer += 1
 
 
 class Information(eqx.Module):
@@ -132,7 +150,10 @@ class Information(eqx.Module):
     num_smoothed: int = eqx.field(static=True)
 
     def __call__(self, model: Any, key: Array) -> dict[str, Array]:
-        """By name; "null" stands for shuffled pairs, "free" for a bandwidth that follows the features' scale."""
+        """By name; "null" stands for shuffled pairs, "free" for a bandwidth that follows the features' scale.
+
+        The free bandwidth is the published one for features of variance 1.
+        """
         keys = jax.random.split(key, 4)
         features = jax.vmap(model.representations)(self.images)["features"]
         size = min(100, len(self.images))
@@ -140,38 +161,43 @@ class Information(eqx.Module):
         # One after the other: independent stacks of solves in one program can hang on a CPU.
         features, plane = lax.optimization_barrier((features, plane))
         free = information_plane(
-            features, self.images, self.labels, key=keys[0], batch_size=size, sigma=1.0, bandwidth="median"
+            features, self.images, self.labels, key=keys[0], batch_size=size, sigma=5 / 2**0.5, bandwidth="median"
         )
         features, free = lax.optimization_barrier((features, free))
         codes = whiten(features, self.codes.shape[1])
         codes = codes + self.feature_noise * jax.random.normal(keys[1], codes.shape, codes.dtype)
         order = jax.random.permutation(keys[2], len(codes))
         truth, classes = jnp.argmax(self.labels, 1), self.labels.shape[1]
-        found = {"nhsic_zx": plane.zx, "nhsic_zy": plane.zy, "nhsic_zx_free": free.zx, "nhsic_zy_free": free.zy}
+        found = {}
+        for name, own in (("", plane), ("_free", free)):
+            found |= {f"nhsic_zx{name}": own.zx, f"nhsic_zy{name}": own.zy}
+            found |= {f"nhsic_zx{name}_null": own.zx_null, f"nhsic_zy{name}_null": own.zy_null}
         for name, z in (("", codes), ("_null", codes[order])):
             zx = information(self.codes, z, num_neighbours=self.num_neighbours)
             zy = label_information(z, truth, num_classes=classes, num_neighbours=self.num_neighbours)
             found |= {f"mi_zx_compression{name}": zx.value, f"mi_zy_compression{name}": zy.value}
             found |= {f"mi_zx_error{name}": zx.error, f"mi_zy_error{name}": zy.error}
-        kraskov = information(self.codes, codes, estimator="kraskov", num_neighbours=self.num_neighbours)
+            kraskov = information(self.codes, z, estimator="kraskov", num_neighbours=self.num_neighbours)
+            found |= {f"mi_zx_kraskov{name}": kraskov.value}
         some = features[: self.num_smoothed]
         spread = jnp.sqrt(jnp.mean(jnp.sum((some - jnp.mean(some, 0)[None]) ** 2, 1)))
         noise = self.smoothing * jnp.maximum(spread, jnp.finfo(some.dtype).tiny)
         smoothed = smoothed_information(some, truth[: self.num_smoothed], noise, key=keys[3])
         named = {"mi_zx_smoothed": smoothed.zx, "mi_zy_smoothed": smoothed.zy}
-        return {**found, **named, "mi_zx_kraskov": kraskov.value}
+        return {**found, **named}
 
 
 def compressed(config: Config, data: Dataset, *, key: Array) -> dict[str, np.ndarray]:
     """Codes of the test pictures, whitened, from an autoencoder of training pictures, kept: "codes" [n, code]."""
     seen, images = data.train_images[:10_000], data.test_images[: config.num_pictures]
     asked = {"seen": seen, "images": images, "key": key, "code": config.code, "epochs": config.compression_epochs}
+    asked["format"] = 1  # to be raised when `train_compression` finds other codes
 
     def train() -> dict[str, Array]:
         model = train_compression(seen, config.code, key=key, num_epochs=config.compression_epochs)
         return {"codes": whiten(encode(model, images))}
 
-    return Parts(code_cache() / checkpoint.fingerprint(asked), {"format": 1}).get("codes", train)
+    return Parts(code_cache() / checkpoint.fingerprint(asked), {}).get("codes", train)
 
 
 def code_cache() -> Path:
@@ -233,16 +259,18 @@ def margins_of(config: Config, data: Dataset, models: Any) -> dict[str, np.ndarr
 
 
 def crossings(config: Config, series: dict[str, np.ndarray], time_step: np.ndarray) -> dict[str, np.ndarray]:
-    """First steps of fitting and of collapse, NaN where there is none: "fitted", "collapsed", "delay", [decay, seed].
+    """First steps, [decay, seed], NaN where there is none: "fitted", "generalised", "collapsed"; and "delay".
 
-    Collapse is looked for from fitting on: features of the beginning may be as close to each other, for other reasons.
-    "delay" is the one less the other.
+    They are steps of `time_step`, so each is late by less than the steps between two observations. Collapse is looked
+    for from fitting on: features of the beginning may be as close to each other, for other reasons. "delay" is the one
+    less the other.
     """
     times = np.asarray(time_step, np.float32)
+    generalised = np.asarray(first_cross(times, series["test_accuracy"], config.test_threshold))
     fitted = np.asarray(first_cross(times, series["train_accuracy"], config.accuracy_threshold))
     after = np.where(times >= fitted[..., None], series["rnc1_score"], np.nan)
     collapsed = np.asarray(first_cross(times, after, config.collapse_threshold, "below"))
-    return {"fitted": fitted, "collapsed": collapsed, "delay": collapsed - fitted}
+    return {"fitted": fitted, "generalised": generalised, "collapsed": collapsed, "delay": collapsed - fitted}
 
 
 def median_delay(fitted: np.ndarray, delay: np.ndarray, end: int) -> Median:
@@ -255,16 +283,16 @@ def median_delay(fitted: np.ndarray, delay: np.ndarray, end: int) -> Median:
 
 def crossing_table(config: Config, found: dict[str, np.ndarray], end: int) -> list[list[str]]:
     """A header, and a row per weight decay: medians with 90 % intervals, and how much later collapse came."""
-    rows = [["weight decay", "fitted at", "collapsed at", "90 % interval", "never", "steps between", "90 % interval"]]
-    for decay, *times in zip(config.weight_decays, found["fitted"], found["collapsed"], found["delay"], strict=True):
-        fitted, collapsed, delay = times
-        first, later, between = (
-            median_crossing(fitted, end),
-            median_crossing(collapsed, end),
-            median_delay(fitted, delay, end),
-        )
+    rows = [
+        ["weight decay", "fitted at", "generalised", "collapsed", "90 % interval", "never", "delay", "90 % interval"]
+    ]
+    names = ("fitted", "generalised", "collapsed", "delay")
+    for decay, *times in zip(config.weight_decays, *(found[name] for name in names), strict=True):
+        fitted, _, collapsed, delay = times
+        first, general, later = (median_crossing(own, end) for own in times[:3])
+        between = median_delay(fitted, delay, end)
         never = f"{int(np.isnan(collapsed).sum())} of {len(collapsed)}"
-        shown = [f"{first.value:.0f}", f"{later.value:.0f}", _interval(later), never]
+        shown = [f"{first.value:.0f}", f"{general.value:.0f}", f"{later.value:.0f}", _interval(later), never]
         rows.append([f"{decay:g}", *shown, f"{between.value:.0f}", _interval(between)])
     return rows
 
@@ -273,20 +301,34 @@ def _interval(median: Median) -> str:
     return f"{max(median.low, 0.0):.0f} to {median.high:.0f}"  # no time is negative
 
 
-def crossing_line(config: Config, found: dict[str, np.ndarray], end: int) -> Slope:
-    """The line of log collapse time on log weight decay.
+def crossing_line(config: Config, found: dict[str, np.ndarray], end: int, name: str = "collapsed") -> Slope:
+    """The line of log time on log weight decay, over positive decays.
+
+    Args:
+        config: The sweep's.
+        found: What `crossings` returned.
+        end: The last step.
+        name: "fitted", "generalised", "collapsed", or "delay", over the networks that fitted.
 
     Raises:
-        ValueError: If too few networks collapsed.
+        ValueError: If too few networks crossed.
     """
-    places = np.repeat(np.asarray(config.weight_decays, float), found["collapsed"].shape[1])
-    return log_slope(found["collapsed"].reshape(-1).astype(float), places, end)
+    decays, times = np.asarray(config.weight_decays, float), np.asarray(found[name], float)
+    places = np.repeat(decays, times.shape[1])
+    ends = np.full(times.shape, float(end)) - (found["fitted"] if name == "delay" else 0.0)
+    # A delay that the run's end leaves no room for says nothing.
+    kept = (places > 0) & (ends.reshape(-1) > 0)
+    return log_slope(times.reshape(-1)[kept], places[kept], ends.reshape(-1)[kept])
 
 
 def crossing_slope(config: Config, found: dict[str, np.ndarray], end: int) -> str:
-    """The slope of log collapse time on log weight decay with its standard error, or why there is none."""
-    try:
-        line = crossing_line(config, found, end)
-    except ValueError as error:
-        return f"no slope: {error}"
-    return f"collapse time goes as (weight decay)^({line.slope:.2f} \u00b1 {line.error:.2f})"
+    """Slopes of log collapse time and of log delay on log weight decay with standard errors, or why there are none."""
+    said = []
+    for name, words in (("collapsed", "collapse time"), ("delay", "delay after fitting")):
+        try:
+            line = crossing_line(config, found, end, name)
+        except ValueError as error:
+            said.append(f"{words}: no slope, {error}")
+        else:
+            said.append(f"{words} goes as (weight decay)^({line.slope:.2f} \u00b1 {line.error:.2f})")
+    return "; ".join(said)

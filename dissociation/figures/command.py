@@ -52,7 +52,7 @@ def produce(figure: ModuleType, config: Any, run: RunOptions, *, program: str = 
     began = time.perf_counter()
     config = config.quick() if run.quick else config
     compiling = start_compilation_cache()
-    parts = run.out / f".{figure.STEM}-parts"
+    parts = run.out / f".{figure.STEM}-{'quick-' if run.quick else ''}parts"
     if not run.resume:
         shutil.rmtree(parts, ignore_errors=True)
     try:

@@ -131,7 +131,9 @@ def median_crossing(
     return Median(half(survival.probabilities), low, high)
 
 
-def log_slope(times: Float[np.ndarray, " n"], at: Float[np.ndarray, " n"], end: float | int) -> Slope:
+def log_slope(
+    times: Float[np.ndarray, " n"], at: Float[np.ndarray, " n"], end: float | int | Float[np.ndarray, " n"]
+) -> Slope:
     """A line through log time against log `at`, by maximum likelihood with a normal spread, on the host.
 
     Samples that never crossed count as "later than `end`" (Tobin's model of censored data): leaving them out would
@@ -144,7 +146,7 @@ def log_slope(times: Float[np.ndarray, " n"], at: Float[np.ndarray, " n"], end: 
     Args:
         times: Positive; NaN for samples that had not crossed.
         at: What the times depend on, positive.
-        end: When runs ended, positive.
+        end: When runs ended, all of them or each, positive.
 
     Returns:
         The line.

@@ -265,4 +265,8 @@ class Observation(eqx.Module):
         like = jax.eval_shape(self.dear, model, key)
         empty = jax.tree.map(lambda leaf: jnp.full(leaf.shape, jnp.nan, leaf.dtype), like)
         asked = jnp.any(self.steps == step)
+        # After the cheap ones: decompositions of both at once can hang on a CPU.
+        arrays, static = eqx.partition(model, eqx.is_array)
+        arrays, found = jax.lax.optimization_barrier((arrays, found))
+        model = eqx.combine(arrays, static)
         return {**found, "dear": jax.lax.cond(asked, lambda: self.dear(model, key), lambda: empty)}

@@ -149,8 +149,11 @@ def fit(
             sharding.place_members(sharding.pad_members(tree, mesh.size), mesh) for tree in (params, members)
         )
         data = sharding.replicate(data, mesh)
+    order_keys = None if shared_batches else member_keys
+    if mesh is not None and order_keys is not None:
+        order_keys = sharding.pad_members(order_keys, mesh.size)
     program = Program(loss, observe, optimizer, data, static, members, member_map, members_per_batch, mesh)
-    batches = Batches(num_samples, batch_size, epoch_steps, data_key, None if shared_batches else member_keys)
+    batches = Batches(num_samples, batch_size, epoch_steps, data_key, order_keys)
     identity = None
     if checkpoint is not None:
         settings = {"num_steps": total, "batch_size": batch_size, "drop_remainder": drop_remainder}

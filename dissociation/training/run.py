@@ -169,11 +169,23 @@ class Run:
         mean = done[:, since:].mean(axis=1) if self.step > since else np.full(self.num_members, np.nan, done.dtype)
         observed = None
         if self.program.observe is not None:
-            observed = observe_members((self.program, jnp.asarray(self.step)), self.state[0])
+            observed = self._observe_all()
             observed = jax.tree.map(lambda leaf: np.asarray(leaf)[: self.num_members], observed)
         self.observed_at.append(self.step)
         self.observations.append(observed)
         return {"loss": mean, "observed": observed}
+
+    def _observe_all(self) -> Any:
+        step, params = jnp.asarray(self.step), self.state[0]
+        if self.program.member_map != "unroll" or self.program.mesh is not None:
+            return observe_members((self.program, step), params)
+        # One member's program for all: it compiles once, and only one member's decompositions run at a time.
+        parts = []
+        for index in range(self.num_members):
+            members, own = jax.tree.map(lambda leaf, i=index: leaf[i : i + 1], (self.program.members, params))
+            program = eqx.tree_at(lambda p: p.members, self.program, members)
+            parts.append(jax.tree.map(np.asarray, observe_members((program, step), own)))
+        return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
 
     def history(self) -> History:
         """Everything recorded, stacked."""

@@ -1,4 +1,5 @@
 import dataclasses
+import json
 import warnings
 
 import jax
@@ -9,7 +10,7 @@ import pytest
 from dissociation.data.datasets import load
 from dissociation.figures import collapse, collapse_measures
 from dissociation.figures.collapse_measures import crossing_slope, crossings, margins_of, median_delay
-from dissociation.recipes.grokking import initial_models, standardised
+from dissociation.recipes.grokking import initial_models, observation_steps, standardised
 
 KEY = jax.random.PRNGKey(3)
 NAMES = {
@@ -36,7 +37,7 @@ DEAR = {
 def small(tmp_path_factory):
     # Small weights and a large rate: so short a run has to learn something.
     config = dataclasses.replace(
-        collapse.Config().quick(), num_steps=200, num_pictures=200, num_test=200, init_scale=1.0, learning_rate=5e-3
+        collapse.Config().quick(), num_steps=200, num_pictures=260, num_test=260, init_scale=1.0, learning_rate=5e-3
     )
     folder, cache = tmp_path_factory.mktemp("collapse"), tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
@@ -134,23 +135,28 @@ def test_crossings(small):
     results, config, _ = small
     steps = np.asarray([0, 10, 20, 40])
     curves = np.asarray([[[0.1, 0.5, 1.0, 1.0], [0.1, 0.2, 0.3, 0.4]]])
-    found = crossings(config, {"train_accuracy": curves, "rnc1_score": 1 - curves}, steps)
+    found = crossings(config, {"train_accuracy": curves, "test_accuracy": curves, "rnc1_score": 1 - curves}, steps)
     np.testing.assert_array_equal(found["fitted"], [[20, np.nan]])
     np.testing.assert_array_equal(found["collapsed"], [[20, np.nan]])
     np.testing.assert_array_equal(found["delay"], [[0, np.nan]])
     # Features that lie together before the network has fitted have not collapsed.
     early = np.asarray([[[0.01, 0.5, 0.5, 0.05]]])
-    found = crossings(config, {"train_accuracy": curves[:, :1], "rnc1_score": early}, steps)
+    found = crossings(config, {"train_accuracy": curves[:, :1], "test_accuracy": early, "rnc1_score": early}, steps)
     np.testing.assert_array_equal(found["collapsed"], [[40]])
     np.testing.assert_array_equal(found["delay"], [[20]])
     assert median_delay(np.asarray([20.0, np.nan]), np.asarray([30.0, np.nan]), 100).value == 30
     assert np.isnan(median_delay(np.full(2, np.nan), np.full(2, np.nan), 100).value)
     assert median_delay(np.asarray([20.0, 30.0, 30.0]), np.asarray([30.0, np.nan, np.nan]), 100).value == np.inf
-    decays = np.asarray([0.3, 0.1])[:, None] * np.ones((1, 2))
-    exact = {"collapsed": 100 / decays * np.asarray([[1.0, 1.01]])}
-    config = dataclasses.replace(config, weight_decays=(0.3, 0.1))
-    assert "(weight decay)^(-1.00" in crossing_slope(config, exact, 10**6)
-    assert "no slope" in crossing_slope(config, {"collapsed": np.full((2, 2), np.nan)}, 100)
+    assert found["generalised"].tolist() == [[np.nan]] or np.isnan(found["generalised"]).all()
+    decays = np.asarray([0.3, 0.1, 0.0])[:, None] * np.ones((1, 2))
+    times = np.where(decays > 0, 100 / np.where(decays > 0, decays, 1.0), np.nan) * np.asarray([[1.0, 1.01]])
+    exact = {"collapsed": times, "fitted": np.full((3, 2), 10.0), "delay": times - 10}
+    config = dataclasses.replace(config, weight_decays=(0.3, 0.1, 0.0))  # no decay has no place on a line of logarithms
+    said = crossing_slope(config, exact, 10**6)
+    assert "collapse time goes as (weight decay)^(-1.00" in said
+    assert "delay after fitting goes as (weight decay)^(-1.02" in said
+    never = dict.fromkeys(exact, np.full((3, 2), np.nan))
+    assert "no slope" in crossing_slope(config, never, 100)
 
 
 def test_pictures_tables_and_resuming(small):
@@ -162,9 +168,10 @@ def test_pictures_tables_and_resuming(small):
             figure.canvas.draw()
     part = collapse.load_partial(config, folder)
     count = len(part.time_step)
-    assert 10 <= count <= len(results.time_step)
+    assert count == len(results.time_step)
     np.testing.assert_array_equal(part.series["rnc1_score"], results.series["rnc1_score"][..., :count])
     assert len({len(row) for row in collapse.table(results)}) == 1
+    json.dumps(collapse.describe(results), default=str)
     assert "glyphs" in collapse.headline(results)
     again = collapse.compute(config, key=KEY, folder=folder)
     jax.tree.map(np.testing.assert_array_equal, collapse.arrays(results), collapse.arrays(again))
@@ -173,6 +180,10 @@ def test_pictures_tables_and_resuming(small):
 def test_bad_input_is_refused(tmp_path):
     with pytest.raises(ValueError, match="`seeds` must be different numbers"):
         collapse.Config(seeds=(1, 1))
+    with pytest.raises(ValueError, match="`smoothing` must be positive"):
+        collapse.Config(smoothing=0.0)
+    with pytest.raises(ValueError, match="`test_threshold` must lie from 0"):
+        collapse.Config(test_threshold=1.5)
     with pytest.raises(FileNotFoundError, match="must hold series.npz"):
         collapse.load_partial(collapse.Config(), tmp_path)
 
@@ -187,5 +198,17 @@ def test_an_interrupted_sweep_keeps_its_beginning(tmp_path):
     for step in range(15, 35):
         later(step, records(step))
     with np.load(path) as kept:
-        np.testing.assert_array_equal(kept["time_step"], np.arange(30))
-        np.testing.assert_array_equal(kept["rnc1_score"], np.tile(np.arange(30), (4, 1)))
+        np.testing.assert_array_equal(kept["time_step"], np.arange(35))
+        np.testing.assert_array_equal(kept["rnc1_score"], np.tile(np.arange(35), (4, 1)))
+
+
+def test_information_is_measured_as_often_as_asked():
+    for steps in (1000, 100_000):
+        config = collapse.Config(num_steps=steps)
+        chosen = config.information_steps()
+        assert len(chosen) == 30
+        assert set(chosen) <= set(observation_steps(steps))
+        assert chosen[0] <= 1
+        assert chosen[-1] == steps
+    few = collapse.Config(num_steps=5, num_information=30).information_steps()
+    np.testing.assert_array_equal(few, np.arange(6))

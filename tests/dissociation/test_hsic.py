@@ -3,7 +3,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dissociation.metrics.information.hsic import centred_gram, gaussian_gram, information_plane, normalised_hsic
+from dissociation.linalg import product
+from dissociation.metrics.information.hsic import (
+    centred_gram,
+    gaussian_gram,
+    information_plane,
+    normalised_hsic,
+    shuffled_hsic,
+)
 
 KEY = jax.random.key(0)
 plane_of = jax.jit(
@@ -71,6 +78,27 @@ def test_independent_features_and_rows_that_do_not_belong_together_say_little():
     assert unrelated.zy < 0.8
     assert wrong.zy < 0.3
     assert wrong.zx < 0.2 * right.zx
+
+
+def test_by_chance_is_the_mean_over_shuffled_pairs():
+    # Many dimensions and few samples: both kernels span nearly everything, related or not.
+    keys = jax.random.split(jax.random.key(5), 3)
+    x = jax.random.normal(keys[0], (40, 100))
+    z = jax.nn.relu(x @ jax.random.normal(keys[1], (100, 60)))
+    labels = jax.nn.one_hot(jnp.arange(40) % 4, 4)
+    grams = jnp.stack([centred_gram(gaussian_gram(z)), centred_gram(gaussian_gram(x)), product(labels, labels.T)])
+    by_chance = shuffled_hsic(grams)
+
+    def shuffled(key):
+        order = jax.random.permutation(key, 40)
+        return normalised_hsic(jnp.concatenate([grams[:1][:, order][:, :, order], grams[1:]]))
+
+    draws = jax.jit(jax.vmap(shuffled))(jax.random.split(keys[2], 400))
+    error = draws.std(0) / 20
+    assert (jnp.abs(draws.mean(0) - by_chance) < 4 * error + 1e-3).all()
+    plane = information_plane(z, x, labels, key=keys[0], batch_size=40, num_passes=1)
+    np.testing.assert_allclose([plane.zx_null, plane.zy_null], by_chance, rtol=1e-4)
+    assert plane.zx_null > 0.9 * plane.zx  # what the measure alone does not tell
 
 
 def test_fixed_bandwidth_follows_the_scale_and_the_median_does_not():

@@ -45,8 +45,9 @@ class Estimate(eqx.Module):
         error: Standard error from the spread of the samples' own terms, which takes them for independent.
         reliable: False where more than 1 % of the samples coincide with neighbours (an entropy is then minus infinity,
             an information infinite; fewer are taken for rounding), where an information comes within 5 % of the most
-            that n samples can show (log n, and psi(k) less for Kraskov's estimator), or where one about labels is above
-            what labels can hold by more than its error.
+            that n samples can show (log n, and psi(k) less for Kraskov's estimator), where one about labels is above
+            what labels can hold by more than its error, or where there are fewer than 2^d samples in d dimensions,
+            those of both sides together for an information.
     """
 
     value: Float[Array, ""]
@@ -126,7 +127,7 @@ def entropy(points: Points, *, num_neighbours: int = 5, block: int = 250) -> Est
         True
     """
     terms = _entropy_terms(jnp.asarray(points), num_neighbours, block)
-    return _estimate(terms)
+    return _estimate(terms, enough=_enough(*points.shape))
 
 
 def information(
@@ -169,7 +170,7 @@ def information(
     if estimator == "entropies":
         joint = jnp.concatenate([x, z], 1)
         parts = [_entropy_terms(points, num_neighbours, block) for points in (x, z, joint)]
-        return _estimate(parts[0] + parts[1] - parts[2], math.log(x.shape[0]))
+        return _estimate(parts[0] + parts[1] - parts[2], math.log(x.shape[0]), _enough(*joint.shape))
     number = x.shape[0]
     count = _check_neighbours(num_neighbours, number)
     joint, split = jnp.concatenate([x, z], 1), x.shape[1]
@@ -184,7 +185,7 @@ def information(
     terms = terms - sum(digamma(near.astype(x.dtype) + 1) for near in counts)
     terms = jnp.where(jnp.mean(radius > 0) > 1 - _TIES, terms, jnp.inf)
     # With the k neighbours alone within reach of both margins.
-    return _estimate(terms, math.log(number) - digamma(jnp.asarray(count, x.dtype)))
+    return _estimate(terms, math.log(number) - digamma(jnp.asarray(count, x.dtype)), _enough(*joint.shape))
 
 
 def label_information(
@@ -245,7 +246,7 @@ def label_information(
         terms = most + digamma(jnp.asarray(count, z.dtype)) - digamma(near)
         terms = jnp.where(jnp.mean(radius > 0) > 1 - _TIES, terms, jnp.inf)
     terms = jnp.where(jnp.all((labels >= 0) & (labels < classes)), terms, jnp.nan)
-    return _capped(_estimate(terms), jnp.mean(most), jnp.mean(jnp.log(total / sizes)))
+    return _capped(_estimate(terms, enough=_enough(*z.shape)), jnp.mean(most), jnp.mean(jnp.log(total / sizes)))
 
 
 def _capped(found: Estimate, most: Array, entropy: Array) -> Estimate:
@@ -374,10 +375,15 @@ def _terms_of_distances(squares: Array, width: int, sizes: Array) -> Array:
     return jnp.sum(weights[None] * logs, 1) + jnp.log(sizes - 1)
 
 
-def _estimate(terms: Array, most: float | Array = math.inf) -> Estimate:
-    """Mean and error; not reliable near the most that so many samples can show."""
+def _enough(number: int, width: int) -> bool:
+    """At least 2^d samples: with fewer the nearest neighbours are hardly nearer than the others."""
+    return number >= 2**width
+
+
+def _estimate(terms: Array, most: float | Array = math.inf, enough: bool = True) -> Estimate:
+    """Mean and error; not reliable near the most that so many samples can show, nor from too few."""
     number = terms.shape[0]
     value = jnp.mean(terms)
-    reliable = jnp.isfinite(value) & (value < 0.95 * most)
+    reliable = jnp.isfinite(value) & (value < 0.95 * most) & enough
     error = jnp.std(terms) / number**0.5
     return Estimate(jnp.where(reliable, value, jnp.nan), jnp.where(reliable, error, jnp.nan), reliable)
