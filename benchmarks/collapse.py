@@ -1,11 +1,13 @@
 """Grokking sweeps against PyTorch, in one run: optimiser steps, a whole run with its observations, and information.
 
-    python benchmarks/collapse.py [--steps 1000] [--members 1 30] [--repeats 3] [--only steps whole share knn]
+    python benchmarks/collapse.py [--steps 1000] [--members 1 30] [--repeats 3] [--only steps whole knn]
 
 steps: of 1 and of 30 members (784-200-200-10, batches of 100), against a lean PyTorch loop (batches cut from a tensor)
-member after member. whole: one member with all its observations against the published style of loop (a data loader,
-measures in Python). share: what cheap and dear measures cost beside the training of 100 000 steps. knn: information of
-10 000 points in 4 + 4 dimensions against scikit-learn's KD-tree. Compile time is reported apart: the first call.
+member after member; PyTorch with one and two threads and with the plain and the fused AdamW, the fastest counts.
+whole: a step, a cheap observation and one of nHSIC, ours against the published style of loop (a data loader, measures
+in Python), and what 100 000 steps with their observations cost by adding up; the share of our measures, the dear ones
+of the figure too. knn: information of 10 000 points in 4 + 4 dimensions against scikit-learn's KD-tree (which uses one
+thread). Compile time is apart: the first call.
 """
 
 import argparse
@@ -31,7 +33,6 @@ from dissociation.recipes.grokking import (
     initial_models,
     observation_steps,
     squared_error,
-    train_grokking,
 )
 from dissociation.training import fit
 
@@ -49,19 +50,20 @@ def adamw(settings):
     return optax.adamw(1e-3, weight_decay=settings)
 
 
-def torch_network():
+def torch_network(fused=False):
     layers = [torch.nn.Linear(784, 200), torch.nn.ReLU(), torch.nn.Linear(200, 200), torch.nn.ReLU()]
     model = torch.nn.Sequential(*layers, torch.nn.Linear(200, 10))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(8.0)
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=fused)
 
 
-def torch_lean(x, y, members, steps):
+def torch_lean(x, y, members, steps, threads, fused):
+    torch.set_num_threads(threads)
     for seed in range(members):
         torch.manual_seed(seed)
-        model, optimizer = torch_network()
+        model, optimizer = torch_network(fused)
         done = 0
         while done < steps:
             for chosen in torch.randperm(len(x)).split(BATCH):
@@ -71,88 +73,51 @@ def torch_lean(x, y, members, steps):
                 done += 1
 
 
-def torch_published(data, steps, times, dear_times):
-    """A data loader; at every observation accuracies and measures of collapse by loaders; nHSIC at some."""
-    train = torch.utils.data.TensorDataset(*(torch.from_numpy(a) for a in (data.train_images, data.train_labels)))
-    test = torch.utils.data.TensorDataset(*(torch.from_numpy(a) for a in (data.test_images, data.test_labels)))
+def torch_loader_steps(train, steps):
     loader = torch.utils.data.DataLoader(train, batch_size=BATCH, shuffle=True)
     model, optimizer = torch_network()
-    body, done = model[:-1], 0
-    while True:
+    done = 0
+    while done < steps:
         for x, y in loader:
-            if done in times:
-                with torch.no_grad():
-                    torch_measures(model, body, train, test, dear=done in dear_times)
-            if done == steps:
-                return
             optimizer.zero_grad()
             ((model(x) - y) ** 2).sum().backward()
             optimizer.step()
             done += 1
 
 
-def torch_measures(model, body, train, test, *, dear):
+@torch.no_grad()
+def torch_cheap(model, train, test):
+    """Accuracy and measures of collapse on both sets, by loaders."""
+    body, head = model[:-1], model[-1]
     for pictures in (train, test):
         features, labels, hits = [], [], 0
         for x, y in torch.utils.data.DataLoader(pictures, batch_size=BATCH):
-            hits += (model(x).argmax(1) == y.argmax(1)).sum().item()
-            features.append(body(x))
+            z = body(x)
+            hits += (head(z).argmax(1) == y.argmax(1)).sum().item()
+            features.append(z)
             labels.append(y.argmax(1))
         z, c = torch.cat(features), torch.cat(labels)
         means = torch.stack([z[c == k].mean(0) for k in range(10)])
         within = sum(((z[c == k] - means[k]) ** 2).sum() for k in range(10)) / len(z)
         (within / z.norm(dim=1).mean() ** 2).item()
         torch.linalg.cond(means).item()
-    if not dear:
-        return
+
+
+@torch.no_grad()
+def torch_plane(model, test):
+    """Normalised HSIC on batches of three shuffled passes, with the [n, n, d] array of the published code."""
+    body, centre = model[:-1], torch.eye(BATCH) - 1 / BATCH
+    ridge = 1e-5 * BATCH * torch.eye(BATCH)
     for _ in range(3):
         for x, y in torch.utils.data.DataLoader(test, batch_size=BATCH, shuffle=True):
-            z, ridge, spans = body(x), 1e-5 * BATCH * torch.eye(BATCH), []
-            for part in (z, x):
-                square = ((part[:, None] - part[None]) ** 2).sum(-1)  # the [n, n, d] array of the published code
-                gram = torch.exp(-square / (2 * 25 * part.shape[1]))
-                centre = torch.eye(BATCH) - 1 / BATCH
-                gram = centre @ gram @ centre
+            spans = []
+            for part in (body(x), x):
+                square = ((part[:, None] - part[None]) ** 2).sum(-1)
+                gram = centre @ torch.exp(-square / (2 * 25 * part.shape[1])) @ centre
                 spans.append(gram @ torch.linalg.inv(gram + ridge))
             gram = y @ y.T
             spans.append(gram @ torch.linalg.inv(gram + ridge))
             torch.trace(spans[0] @ spans[1]).item(), torch.trace(spans[0] @ spans[2]).item()
-
-
-def our_steps(images, labels, members, steps):
-    models = initial_models(jax.random.split(jax.random.PRNGKey(0), members))
-    result = fit(
-        models, squared_error, (images, labels), adamw, num_steps=steps, batch_size=BATCH, shared_batches=False,
-        key=jax.random.split(jax.random.PRNGKey(1), members), hyperparams=jnp.full(members, 0.1), observe_at=[steps],
-    )  # fmt: skip
-    jax.block_until_ready(result.models)
-
-
-def measure_steps(options, data):
-    x, y = jnp.asarray(data.train_images), jnp.asarray(data.train_labels)
-    tx, ty = torch.from_numpy(data.train_images), torch.from_numpy(data.train_labels)
-    for members in options.members:
-        steps, peers = options.steps if members == 1 else max(options.steps // 4, 100), min(members, 4)
-        ours, theirs = partial(our_steps, x, y, members, steps), partial(torch_lean, tx, ty, peers, steps)
-        first = timed(ours)
-        torch_lean(tx, ty, 1, 100)
-        mine, other = [], []
-        for _ in range(options.repeats):
-            mine.append(members * steps / timed(ours))
-            other.append(peers * steps / timed(theirs))
-        print(
-            f"steps: {members} members: ours {np.median(mine):.0f} member steps a second "
-            f"({np.median(mine) * FLOPS / 1e9:.0f} GFLOP/s; first call of {steps} steps {first:.1f} s), "
-            f"PyTorch {np.median(other):.0f}: {np.median(np.divide(mine, other)):.2f} times as fast",
-            flush=True,
-        )
-
-
-def peak(repeats=5):
-    a = jnp.ones((2000, 2000), jnp.float32)
-    run = jax.jit(lambda m: m @ m)
-    jax.block_until_ready(run(a))
-    return 2 * 2000**3 / min(timed(lambda: jax.block_until_ready(run(a))) for _ in range(repeats)) / 1e9
 
 
 class PlaneOnly(eqx.Module):
@@ -168,51 +133,90 @@ class PlaneOnly(eqx.Module):
         return {"zx": plane.zx, "zy": plane.zy}
 
 
-def measure_whole(options, data):
-    steps = options.whole_steps
-    times = observation_steps(steps)
-    dear = Config(num_steps=steps).information_steps()
-    # nHSIC alone is dear here, on both sides: what the published loop also measures.
-    measures = PlaneOnly(jnp.asarray(data.test_images), jnp.asarray(data.test_labels))
+def our_steps(images, labels, models, steps):
+    members = len(jax.tree.leaves(models)[0])
+    result = fit(
+        models, squared_error, (images, labels), adamw, num_steps=steps, batch_size=BATCH, shared_batches=False,
+        key=jax.random.split(jax.random.PRNGKey(1), members), hyperparams=jnp.full(members, 0.1), observe_at=[steps],
+    )  # fmt: skip
+    jax.block_until_ready(result.models)
 
-    def ours():
-        result = train_grokking(
-            data, weight_decays=(0.1,), seeds=(42,), num_steps=steps, measures=measures, measure_at=dear
+
+def measure_steps(options, data):
+    x, y = jnp.asarray(data.train_images), jnp.asarray(data.train_labels)
+    tx, ty = torch.from_numpy(data.train_images), torch.from_numpy(data.train_labels)
+    ways = {(threads, fused): 0.0 for threads in (1, 2) for fused in (False, True)}
+    for way in ways:
+        torch_lean(tx, ty, 1, 100, *way)
+        ways[way] = timed(partial(torch_lean, tx, ty, 1, 300, *way))
+    best = min(ways, key=ways.get)
+    print(f"PyTorch {torch.__version__} is fastest with {best[0]} threads, {'fused' if best[1] else 'plain'} AdamW")
+    for members in options.members:
+        steps, peers = options.steps if members == 1 else max(options.steps // 4, 100), min(members, 4)
+        models = initial_models(jax.random.split(jax.random.PRNGKey(0), members))
+        ours, theirs = partial(our_steps, x, y, models, steps), partial(torch_lean, tx, ty, peers, steps, *best)
+        first = timed(ours)
+        mine, other, peaks = [], [], []
+        for _ in range(options.repeats):
+            peaks.append(peak())
+            mine.append(members * steps / timed(ours))
+            other.append(peers * steps / timed(theirs))
+        share = np.median(np.multiply(mine, FLOPS / 1e9) / peaks)
+        print(
+            f"steps: {members} members: ours {np.median(mine):.0f} member steps a second "
+            f"({np.median(mine) * FLOPS / 1e9:.0f} GFLOP/s, {100 * share:.0f} % of {np.median(peaks):.0f}; first call of {steps} steps {first:.1f} s), "
+            f"PyTorch {np.median(other):.0f}: {np.median(np.divide(mine, other)):.2f} times as fast",
+            flush=True,
         )
-        jax.block_until_ready(result.models)
-
-    first, mine = timed(ours), timed(ours)
-    theirs = timed(lambda: torch_published(data, steps, set(times.tolist()), set(dear.tolist())))
-    print(
-        f"whole: 1 member, {steps} steps, {len(times)} observations, {len(dear)} of nHSIC: ours {mine:.1f} s "
-        f"(first call {first:.1f} s), published style {theirs:.1f} s: {theirs / mine:.1f} times as fast",
-        flush=True,
-    )
 
 
-def measure_share(options, data):
-    config = Config()
-    codes = jax.random.normal(jax.random.PRNGKey(0), (len(data.test_images), config.code))
-    dear = information_measures(config, data, codes)
-    cheap = CheapMeasures(*(jnp.asarray(a) for a in (data.train_images, data.train_labels)),
-                          *(jnp.asarray(a) for a in (data.test_images, data.test_labels)))  # fmt: skip
-    model = jax.tree.map(lambda leaf: leaf[0], initial_models(jax.random.PRNGKey(0)[None]))
+def peak(repeats=5):
+    a = jnp.ones((2000, 2000), jnp.float32)
+    run = jax.jit(lambda m: m @ m)
+    jax.block_until_ready(run(a))
+    return 2 * 2000**3 / min(timed(lambda: jax.block_until_ready(run(a))) for _ in range(repeats)) / 1e9
+
+
+def measure_whole(options, data):
+    """Every part of a run apart, ours and the peer's in turn."""
+    sets = [torch.utils.data.TensorDataset(*(torch.from_numpy(a) for a in pair)) for pair in (
+        (data.train_images, data.train_labels), (data.test_images, data.test_labels))]  # fmt: skip
+    x, y, images, labels = (jnp.asarray(a) for a in (data.train_images, data.train_labels, data.test_images,
+                                                     data.test_labels))  # fmt: skip
+    models = initial_models(jax.random.PRNGKey(0)[None])
+    model = jax.tree.map(lambda leaf: leaf[0], models)
+    codes = jax.random.normal(jax.random.PRNGKey(0), (len(images), 4))
+    cheap, plane = CheapMeasures(x, y, images, labels), PlaneOnly(images, labels)
+    dear = information_measures(Config(), data, codes)
+    with_key = jax.jit(lambda m, f: f(m, jax.random.PRNGKey(1)))
+    network = torch_network()[0]
+    torch.set_num_threads(options.threads)
+    number = options.steps
     runs = {
-        "cheap": partial(jax.jit(lambda m, f: f(m)), model, cheap),
-        "dear": partial(jax.jit(lambda m, f: f(m, jax.random.PRNGKey(1))), model, dear),
+        "step": (partial(our_steps, x, y, models, 2 * number), partial(torch_loader_steps, sets[0], number)),
+        "cheap": (partial(jax.jit(lambda m, f: f(m)), model, cheap), partial(torch_cheap, network, *sets)),
+        "nHSIC": (partial(with_key, model, plane), partial(torch_plane, network, sets[1])),
+        "dear": (partial(with_key, model, dear), lambda: None),
     }
     costs = {}
-    for name, run in runs.items():
-        jax.block_until_ready(run())
-        costs[name] = min(timed(lambda run=run: jax.block_until_ready(run())) for _ in range(3))
-    train = partial(our_steps, jnp.asarray(data.train_images), jnp.asarray(data.train_labels), 1)
-    train(500)
-    whole = 100_000 * min(timed(partial(train, 1000)) for _ in range(3)) / 1000
-    count = len(observation_steps(100_000))
+    for name, (ours, theirs) in runs.items():
+        jax.block_until_ready(ours())
+        pairs = [(timed(lambda f=ours: jax.block_until_ready(f())), timed(theirs)) for _ in range(options.repeats)]
+        mine, other = np.median(pairs, axis=0)
+        if name == "step":  # twice as many less as many: without what a call costs
+            mine = mine - np.median([timed(partial(our_steps, x, y, models, number)) for _ in range(options.repeats)])
+            mine, other = mine / number, other / number
+        costs[name] = mine, other
+        print(f"whole: {name}: ours {1e3 * mine:.2f} ms, published style {1e3 * other:.2f} ms", flush=True)
+    steps, times, often = 100_000, len(observation_steps(100_000)), len(Config().information_steps())
+    for title, asked in (("without nHSIC", 0), ("with nHSIC", often)):
+        mine, other = (steps * costs["step"][i] + times * costs["cheap"][i] + asked * costs["nHSIC"][i] for i in (0, 1))
+        ratio = f"{other / mine:.1f} times as fast"
+        print(f"whole: 100 000 steps, {times} observations, {title}: {mine:.0f} and {other:.0f} s: {ratio}")
+    training = steps * costs["step"][0]
     print(
-        f"share: of the training of 100 000 steps ({whole:.0f} s a member) {count} cheap observations of "
-        f"{costs['cheap']:.3f} s cost {count * costs['cheap'] / whole:.2f}, 30 dear ones of {costs['dear']:.2f} s "
-        f"{30 * costs['dear'] / whole:.2f}",
+        f"whole: share of the training ({training:.0f} s a member): cheap measures "
+        f"{times * costs['cheap'][0] / training:.2f}, {often} dear ones {often * costs['dear'][0] / training:.2f}",
         flush=True,
     )
 
@@ -245,15 +249,13 @@ def measure_knn(options):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--whole-steps", type=int, default=10_000)
     parser.add_argument("--members", type=int, nargs="+", default=[1, 30])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2, help="threads of PyTorch; XLA takes all cores")
-    parser.add_argument("--only", nargs="+", choices=["steps", "whole", "share", "knn"])
+    parser.add_argument("--threads", type=int, default=2, help="of PyTorch in `whole`; XLA takes all cores")
+    parser.add_argument("--only", nargs="+", choices=["steps", "whole", "knn"])
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    wanted = options.only or ["steps", "whole", "share", "knn"]
-    print(f"{os.cpu_count()} cores, load {os.getloadavg()}, {jax.devices()}, products of 2000: {peak():.0f} GFLOP/s")
+    wanted = options.only or ["steps", "whole", "knn"]
+    print(f"{os.cpu_count()} cores, load {os.getloadavg()}, {jax.devices()}")
     rng = np.random.default_rng(0)
 
     def make(number):
@@ -265,8 +267,6 @@ def main():
         measure_steps(options, data)
     if "whole" in wanted:
         measure_whole(options, data)
-    if "share" in wanted:
-        measure_share(options, data)
     if "knn" in wanted:
         measure_knn(options)
 
