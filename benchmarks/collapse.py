@@ -164,8 +164,9 @@ def measure_steps(options, data):
         share = np.median(np.multiply(mine, FLOPS / 1e9) / peaks)
         print(
             f"steps: {members} members: ours {np.median(mine):.0f} member steps a second "
-            f"({np.median(mine) * FLOPS / 1e9:.0f} GFLOP/s, {100 * share:.0f} % of {np.median(peaks):.0f}; first call of {steps} steps {first:.1f} s), "
-            f"PyTorch {np.median(other):.0f}: {np.median(np.divide(mine, other)):.2f} times as fast",
+            f"({np.median(mine) * FLOPS / 1e9:.0f} GFLOP/s, {100 * share:.0f} % of {np.median(peaks):.0f}; first call "
+            f"of {steps} steps {first:.1f} s), PyTorch {np.median(other):.0f}: "
+            f"{np.median(np.divide(mine, other)):.2f} times as fast",
             flush=True,
         )
 

@@ -1,8 +1,11 @@
 """The host's side of a run: chunks of steps, records, checkpoints."""
 
+import signal
+import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -132,7 +135,8 @@ class Run:
                 if stopped or self.step == total:
                     break
                 later = times[times > self.step]
-                self.advance(min([total, *later[:1].tolist()]))
+                with _interrupts_later():
+                    self.advance(min([total, *later[:1].tolist()]))
                 if time.perf_counter() - self.saved_at >= self.checkpoint_seconds:
                     self.save()
         except KeyboardInterrupt:
@@ -249,6 +253,23 @@ class Run:
             self.diverged_at[member] = self.step + column
             message = f"member {member}: the loss became {losses[member, column]} at step {self.step + column}"
             warnings.warn(f"{message}; the other members go on.", RuntimeWarning, stacklevel=5)
+
+
+@contextmanager
+def _interrupts_later() -> Iterator[None]:
+    """Holds an interrupt (Ctrl-C) back until what is inside is done: a chunk's donated state must not be lost."""
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    heard: list[tuple[int, Any]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: heard.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if heard:
+        handler(*heard[0])
 
 
 def _describe(records: dict[str, Any], shown: Sequence[str] | None) -> str:

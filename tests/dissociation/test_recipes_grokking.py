@@ -74,6 +74,17 @@ def test_a_member_alone_is_the_member_of_the_sweep(trained, data):
         np.testing.assert_array_equal(values[0], trained.history.observed[name][3], err_msg=name)
 
 
+def test_every_parameter_decays_apart_from_the_gradient(data):
+    # A first step of AdamW: the gradient's part has the size of the rate, whatever the decay, and is the same in both.
+    options = {**SMALL, "num_steps": 1, "learning_rate": 0.01}
+    models = train_grokking(data, weight_decays=(0.0, 5.0), seeds=(42,), **options).models
+    key = jax.random.split(jax.random.PRNGKey(42))[0]
+    start = initial_models(key[None], 8.0, options={"width": 16})
+    for before, after in zip(jax.tree.leaves(start), jax.tree.leaves(models), strict=True):
+        np.testing.assert_allclose(after[0] - after[1], 0.01 * 5.0 * before[0], rtol=1e-3, atol=1e-5)
+        assert np.isclose(np.abs(after[0] - before[0]), 0.01, rtol=1e-3).mean() > 0.2  # where there is a gradient
+
+
 def test_initial_scales_by_member():
     keys = jnp.tile(jax.random.PRNGKey(3)[None], (2, 1))
     models = initial_models(keys, (8.0, 2.0), options={"width": 16})

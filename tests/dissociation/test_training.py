@@ -1,3 +1,4 @@
+import os
 import signal
 import subprocess
 import sys
@@ -141,6 +142,10 @@ def test_members_in_turn_do_not_feel_each_other(key, member_map):
     two_devices = run(models, mesh=sharding.member_mesh(jax.devices("cpu")[:2]))
     np.testing.assert_array_equal(weights(together), weights(two_devices))
     np.testing.assert_array_equal(together.history.loss, two_devices.history.loss)
+    # Three members on two devices are padded, and so are their own orders.
+    own = {"shared_batches": False, "key": jax.random.split(key, 3)}
+    mesh = sharding.member_mesh(jax.devices("cpu")[:2])
+    np.testing.assert_array_equal(weights(run(models, **own)), weights(run(models, mesh=mesh, **own)))
 
 
 def test_vmap_agrees_with_members_in_turn(key):
@@ -305,6 +310,32 @@ def test_an_interrupted_run_resumes_bit_for_bit(key, tmp_path, member_map):
 
     with pytest.raises(ValueError, match="whose key differ"):
         fit(models, noisy_error, data, optax.adam(0.05), checkpoint=path, **{**options, "key": jax.random.key(1)})
+
+
+def test_an_interrupt_while_a_chunk_runs_loses_nothing(key, tmp_path, monkeypatch):
+    # The chunk's input state is donated: at that moment the host holds nothing that could be saved.
+    models, data = linear_members(key), regression(key, samples=30)
+    options = {"num_steps": 25, "batch_size": 4, "key": key}
+    whole = fit(models, noisy_error, data, optax.adam(0.05), **options)
+    run_chunk, path = run_module.run_chunk, tmp_path / "run"
+
+    def interrupted(inputs, state):
+        result = run_chunk(inputs, state)
+        if int(inputs[2][0]) >= 8:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)
+        return result
+
+    monkeypatch.setattr(run_module, "run_chunk", interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        fit(models, noisy_error, data, optax.adam(0.05), checkpoint=path, **options)
+    assert signal.getsignal(signal.SIGINT) is before
+    assert 8 < checkpoints.read_header(path)["step"] < 25
+    monkeypatch.setattr(run_module, "run_chunk", run_chunk)
+    resumed = fit(models, noisy_error, data, optax.adam(0.05), checkpoint=path, **options)
+    np.testing.assert_array_equal(weights(whole), weights(resumed))
+    np.testing.assert_array_equal(whole.history.loss, resumed.history.loss)
 
 
 KILLED = """
