@@ -14,13 +14,9 @@ mpl.use("Agg")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """A module to a worker, but every notebook for itself, and notebooks, the longest, first."""
-    for item in items:
-        notebook = item.path.name == "test_notebooks.py"
-        item.add_marker(pytest.mark.xdist_group(item.name if notebook else str(item.path)))
-    items.sort(key=lambda item: item.path.name != "test_notebooks.py")
+    """Notebooks, the longest, first; workers take modules in this order."""
+    items.sort(key=lambda item: item.path.parent.name != "notebooks")
 
 
 @pytest.fixture

@@ -1,0 +1,6 @@
+import pytest
+
+
+@pytest.mark.timeout(600)
+def test_it_runs(run_notebook):
+    run_notebook("ordered_mnist")
