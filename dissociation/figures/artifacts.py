@@ -50,6 +50,15 @@ def _plain(value: Any) -> Any:
     return np.asarray(value).tolist()
 
 
+def _as_read(value: Any) -> Any:
+    """What comes back after writing to JSON."""
+    return json.loads(json.dumps(value, default=_plain))
+
+
+def _differences(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+    return sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+
+
 class Parts:
     """Named pieces of a long computation, each kept in a folder as soon as it is done.
 
@@ -62,10 +71,9 @@ class Parts:
         self.seconds: dict[str, float] = {}
         if self.folder is None:
             return
-        wanted = json.loads(json.dumps(dict(identity), default=_plain))
+        wanted = _as_read(dict(identity))
         path = self.folder / "identity.json"
-        if path.exists() and (found := json.loads(path.read_text())) != wanted:
-            different = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+        if path.exists() and (different := _differences(json.loads(path.read_text()), wanted)):
             raise ValueError(
                 f"`folder` must hold parts of the same run, got {self.folder}, whose {', '.join(different)} differ. "
                 "Name another folder, or start anew by deleting it."
@@ -108,10 +116,7 @@ def check_parts_of(folder: str | os.PathLike[str], config: Any) -> None:
     path = Path(folder) / "identity.json"
     if not path.exists():
         raise FileNotFoundError(f"`folder` must hold parts of a run, got {folder}, without {path.name}.")
-    found = json.loads(path.read_text())["config"]
-    wanted = json.loads(json.dumps(config, default=_plain))
-    different = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
-    if different:
+    if different := _differences(json.loads(path.read_text())["config"], _as_read(config)):
         raise ValueError(
             f"`folder` must hold parts of a run of this configuration, got {folder}, "
             f"whose {', '.join(different)} differ."

@@ -15,13 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array
-from matplotlib.figure import Figure
 
 from dissociation import checkpoint as checkpoints
 from dissociation.checks import fail
 from dissociation.data.datasets import Dataset
 from dissociation.figures.artifacts import Parts, check_parts_of, identity_of, save_arrays
-from dissociation.figures.collapse_drawing import draw_results
+from dissociation.figures.collapse_drawing import draw
 from dissociation.figures.collapse_measures import (
     Config,
     compressed,
@@ -255,18 +254,6 @@ def series_of(results: Results, name: str, weight_decay: float, seed: int) -> tu
         fail("weight_decay, seed", wanted, f"weight decay {weight_decay:g}, seed {seed}")
     steps = results.time_step if name in results.series else results.information_step
     return steps, known[name][decays.index(weight_decay), seeds.index(seed)]
-
-
-def draw(results: Results) -> Figure:
-    """Accuracy and collapse, the information plane, margins, and crossing times.
-
-    Args:
-        results: What `compute` or `load_partial` returned.
-
-    Returns:
-        A figure 7.2 inches wide.
-    """
-    return draw_results(results)
 
 
 def arrays(results: Results) -> dict[str, np.ndarray]:

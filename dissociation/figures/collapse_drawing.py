@@ -14,11 +14,11 @@ SHOWN_POINTS = 400
 """Samples of a class and split in the plane of two classes, at most."""
 
 
-def draw_results(results: Any) -> Figure:
-    """The figure: rows of training, information, estimators and geometry, and margins with crossing times.
+def draw(results: Any) -> Figure:
+    """Rows of training, of information, of estimators and geometry, and of margins with crossing times.
 
     Args:
-        results: `figures.collapse.Results`.
+        results: What `figures.collapse.compute` or `load_partial` returned.
 
     Returns:
         7.2 x 8.8 inches.

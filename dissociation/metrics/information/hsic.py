@@ -107,8 +107,7 @@ def normalised_hsic(grams: Float[Array, "kernels *b n n"], *, epsilon: Scalar = 
     References:
         Fukumizu, Gretton, Sun and Schoelkopf (2007), Kernel measures of conditional dependence.
     """
-    spans = _spans(grams, epsilon)
-    return jnp.sum(spans[:1] * spans[1:].swapaxes(-1, -2), (-1, -2))
+    return _in_common(_spans(grams, epsilon))
 
 
 def shuffled_hsic(grams: Float[Array, "kernels *b n n"], *, epsilon: Scalar = 1e-5) -> Float[Array, "others *b"]:
@@ -127,6 +126,10 @@ def shuffled_hsic(grams: Float[Array, "kernels *b n n"], *, epsilon: Scalar = 1e
         ValueError: As `normalised_hsic`.
     """
     return _by_chance(_spans(grams, epsilon))
+
+
+def _in_common(spans: Array) -> Array:
+    return jnp.sum(spans[:1] * spans[1:].swapaxes(-1, -2), (-1, -2))
 
 
 def _by_chance(spans: Array) -> Array:
@@ -201,8 +204,7 @@ def information_plane(
             return jnp.stack([centred_gram(z), centred_gram(x.astype(z.dtype)), product(y, y.T)])
 
         spans = _spans(jax.vmap(grams, out_axes=1)(order), epsilon)
-        found = jnp.sum(spans[:1] * spans[1:].swapaxes(-1, -2), (-1, -2))
-        return jnp.mean(jnp.concatenate([found, _by_chance(spans)]), 1)
+        return jnp.mean(jnp.concatenate([_in_common(spans), _by_chance(spans)]), 1)
 
     found = jnp.mean(jax.lax.map(one_pass, jax.random.split(key, passes)), 0)
     return InformationPlane(*found)
