@@ -14,6 +14,7 @@ def run_notebook(monkeypatch):
     def run(name):
         monkeypatch.setenv("DISSOCIATION_QUICK", "1")
         monkeypatch.delenv("DISSOCIATION_RESULTS", raising=False)
+        monkeypatch.delenv("XLA_FLAGS", raising=False)
         monkeypatch.delenv("MPLBACKEND", raising=False)  # the kernel's own backend puts figures into the notebook
         notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
         NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(FOLDER)}}).execute()
