@@ -42,7 +42,14 @@ def _curves(axis: Any, steps: np.ndarray, values: np.ndarray, decays: tuple[floa
     later = steps >= 10
     for index, (decay, own) in enumerate(zip(decays, values, strict=True)):
         plotting.band(axis, steps[later], own[:, later], color=f"C{index}", label=f"$\\lambda$ = {decay:g}", **style)
-    axis.set(xscale="log", xlabel="step")
+    _against_steps(axis, steps)
+
+
+def _against_steps(axis: Any, steps: np.ndarray, *, yscale: str = "linear") -> None:
+    """Limits are set: a logarithmic axis cannot find its own where nothing is finite, or no step has come to 10."""
+    axis.set(xscale="log", xlabel="step", xlim=(9, 1.1 * max(10, int(steps[-1]) if len(steps) else 10)))
+    if any((np.asarray(line.get_ydata()) > 0).any() for line in axis.lines):
+        axis.set(yscale=yscale)
 
 
 def _floor(values: np.ndarray) -> float:
@@ -112,7 +119,8 @@ def _estimators(axis: Any, results: Any) -> None:
     )
     for name, color, style, label in names:
         axis.plot(steps[later], _mean(found[name][largest])[later], color=color, linestyle=style, label=label)
-    axis.set(xscale="log", xlabel="step", ylim=(min(0.0, axis.get_ylim()[0]), None))
+    _against_steps(axis, steps)
+    axis.set(ylim=(min(0.0, axis.get_ylim()[0]), None))
     axis.legend(fontsize="x-small")
 
 
@@ -131,7 +139,8 @@ def _geometry(axis: Any, results: Any) -> None:
         values = _mean(series[name][largest])
         values = 1 - values if name == "nc4_score" else values
         axis.plot(steps[later], np.where(values > 0, values, np.nan)[later], color=f"C{index}", label=label)
-    axis.set(xscale="log", yscale="log", xlabel="step", ylabel="distance")
+    _against_steps(axis, steps, yscale="log")
+    axis.set(ylabel="distance")
     axis.set_title(f"distances from collapse, $\\lambda$ = {results.config.weight_decays[largest]:g}")
     axis.legend(fontsize="x-small")
 
@@ -139,7 +148,8 @@ def _geometry(axis: Any, results: Any) -> None:
 def _scale(axis: Any, results: Any) -> None:
     values = results.series["scale_means"]
     _curves(axis, results.time_step, values, results.config.weight_decays, floor=_floor(values))
-    axis.set(yscale="log", ylabel="mean norm", title="scale of features")
+    _against_steps(axis, results.time_step, yscale="log")
+    axis.set(ylabel="mean norm", title="scale of features")
 
 
 def _empty(axis: Any, why: str) -> None:
@@ -189,7 +199,11 @@ def _crossings(axis: Any, results: Any) -> None:
     config, end = results.config, int(results.time_step[-1])
     found = crossings(config, results.series, results.time_step)
     shown = (("fitted", "C0", "o", 0.88), ("generalised", "C2", "d", 1.0), ("collapsed", "C1", "s", 1.14))
+    axis.set(xlabel="weight decay", ylabel="step", title="first crossing (open: never)")
     positive = np.asarray(config.weight_decays) > 0  # none has a place on a logarithmic axis
+    if not positive.any():
+        _empty(axis, "no weight decay")
+        return
     for name, color, marker, aside in shown:
         times = np.maximum(found[name], 1)[positive]  # nor has step 0
         decays = np.asarray(config.weight_decays)[positive]
@@ -216,7 +230,7 @@ def _crossings(axis: Any, results: Any) -> None:
         ends = np.asarray([decays.min(), decays.max()])
         times = np.exp(line.intercept + line.slope * np.log(ends))
         axis.plot(ends, times, color="C1", linewidth=0.8, linestyle="--", label=f"slope {line.slope:.2f}")
-    axis.set(xscale="log", yscale="log", xlabel="weight decay", ylabel="step", title="first crossing (open: never)")
+    axis.set(xscale="log", yscale="log")
     decays = [decay for decay in config.weight_decays if decay > 0]
     axis.set_xticks(decays, [f"{decay:g}" for decay in decays])
     axis.set_xticks([], minor=True)

@@ -32,7 +32,8 @@ class RunOptions:
     quick: Flag = False
     """A small run that shows that everything works: it overrides the sizes above."""
     resume: Flag = False
-    """Go on with an interrupted run of the same settings; without it, its finished parts are discarded."""
+    """Go on with an interrupted run of the same settings; without it, its finished parts are set aside, and those that
+    were set aside before are lost."""
     silent: Flag = False
     """Show no progress."""
 
@@ -53,8 +54,10 @@ def produce(figure: ModuleType, config: Any, run: RunOptions, *, program: str = 
     config = config.quick() if run.quick else config
     compiling = start_compilation_cache()
     parts = run.out / f".{figure.STEM}-{'quick-' if run.quick else ''}parts"
-    if not run.resume:
-        shutil.rmtree(parts, ignore_errors=True)
+    if not run.resume and parts.exists():
+        aside = parts.with_name(f"{parts.name}-before")
+        shutil.rmtree(aside, ignore_errors=True)
+        parts.rename(aside)
     try:
         data = figure.source(config)
     except (OSError, ValueError) as error:

@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dissociation import cli
 from dissociation.data.datasets import load
-from dissociation.figures import collapse, collapse_measures
+from dissociation.figures import collapse, collapse_measures, command
 from dissociation.figures.collapse_measures import crossing_slope, crossings, margins_of, median_delay
 from dissociation.recipes.grokking import initial_models, observation_steps, standardised
+from dissociation.sharding import member_mesh
 
 KEY = jax.random.PRNGKey(3)
 NAMES = {
@@ -131,6 +133,30 @@ def test_a_seed_that_diverged_does_not_hide_the_others(small):
     np.testing.assert_allclose(line[-1], results.series["test_accuracy"][0, 1, -1])
 
 
+def test_figures_of_nothing(small):
+    results, config, _ = small
+    nan = {name: np.full_like(values, np.nan) for name, values in results.series.items()}
+    no_steps = {name: values[..., :0] for name, values in results.information.items()}
+    diverged = results._replace(series=nan, information={}, margins={})
+    begun = results._replace(
+        series={name: values[..., :5] for name, values in results.series.items()},
+        time_step=results.time_step[:5],
+        information=no_steps,
+        information_step=results.information_step[:0],
+        margins={},
+    )
+    without = results._replace(
+        config=dataclasses.replace(config, weight_decays=(0.0,)),
+        series={name: values[:1] for name, values in results.series.items()},
+        information={name: values[:1] for name, values in results.information.items()},
+    )
+    for shown in (diverged, begun, without):
+        figure = collapse.draw(shown)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            figure.canvas.draw()
+
+
 def test_crossings(small):
     results, config, _ = small
     steps = np.asarray([0, 10, 20, 40])
@@ -175,6 +201,49 @@ def test_pictures_tables_and_resuming(small):
     assert "glyphs" in collapse.headline(results)
     again = collapse.compute(config, key=KEY, folder=folder)
     jax.tree.map(np.testing.assert_array_equal, collapse.arrays(results), collapse.arrays(again))
+
+
+TINY = ["--weight-decays", "0.3", "0.03", "--seeds", "42", "43", "--num-steps", "20", "--num-seen", "100"]
+TINY += ["--num-train", "120", "--num-test", "60", "--width", "8", "--num-information", "0"]
+
+
+def test_command_line_sets_earlier_parts_aside(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(command, "cache_folder", lambda: tmp_path / "cache")
+    arguments = ["collapse", *TINY, "--out", str(tmp_path), "--silent"]
+    assert cli.main(arguments) == 0
+    assert "2 weight decays x 2 seeds, 20 steps" in capsys.readouterr().out
+    assert {path.suffix for path in tmp_path.glob("collapse.*")} == {".pdf", ".png", ".npz", ".json"}
+    description = json.loads((tmp_path / "collapse.json").read_text())
+    assert description["config"]["weight_decays"] == [0.3, 0.03]
+    with np.load(tmp_path / "collapse.npz") as first:
+        kept = dict(first)
+    assert kept["rnc1_score"].shape == (2, 2, len(observation_steps(20)))
+    assert cli.main([*arguments, "--resume"]) == 0
+    with np.load(tmp_path / "collapse.npz") as again:
+        np.testing.assert_array_equal(kept["rnc1_score"], again["rnc1_score"])
+    assert cli.main([*arguments, "--num-steps", "10"]) == 0  # by mistake without --resume: nothing is lost
+    assert (tmp_path / ".collapse-parts-before" / "models.ckpt").exists()
+
+
+def tiny(**options):
+    sizes = {"num_steps": 3, "num_seen": 40, "batch_size": 20, "num_train": 60, "num_test": 60, "width": 12}
+    return dataclasses.replace(collapse.Config().quick(), seeds=(42,), **sizes, **options)
+
+
+def test_a_sweep_over_devices():
+    config = tiny(num_information=0)
+    alone, spread = (collapse.compute(config, key=KEY, mesh=mesh) for mesh in (None, member_mesh(jax.devices()[:2])))
+    for name, values in alone.series.items():
+        np.testing.assert_allclose(spread.series[name], values, rtol=2e-3, atol=1e-4, err_msg=name)
+
+
+def test_a_sweep_of_convolutional_networks():
+    results = collapse.compute(
+        tiny(network="cnn", num_information=1, num_pictures=60, num_smoothed=60, compression_epochs=1), key=KEY
+    )
+    assert np.isfinite(results.series["rnc1_score"]).all()
+    assert np.isfinite(results.information["nhsic_zy"]).all()
+    assert (results.series["within_class_variance"][..., 0] > 0).all()
 
 
 def test_bad_input_is_refused(tmp_path):

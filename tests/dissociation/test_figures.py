@@ -136,6 +136,7 @@ def test_command_line_writes_everything_and_resumes(tmp_path, capsys, monkeypatc
     assert description["certificates on the test images"]["scaled"]["changed_predictions"] == 0
     assert "jax" in description["environment"]
     assert cli.main([*arguments, "--silent", "--resume"]) == 0
+    assert not list(out.glob(".*-before"))
     again = np.load(out / "noise-robustness.npz")
     np.testing.assert_array_equal(arrays["parameter_error_trained"], again["parameter_error_trained"])
 
