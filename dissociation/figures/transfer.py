@@ -197,8 +197,9 @@ def compute(
             certificates[name] = worst(part)
         for done, (name, task, probe) in enumerate(jobs):
             meter.advance(done, f"{LABELS[name]}, {task}, {probe}")
-            measure = eqx.Partial(_transfer_curve, config, tuple(fractions.tolist()), probe, *tasks[task])
-            job = partial(measure_members, variants[name], measure, trained.models, keys, keys)
+            job = partial(
+                _curves, config, tuple(fractions.tolist()), probe, tasks[task], variants, name, trained.models, keys
+            )
             errors[task][probe][name] = parts.get(f"{name}_{task}_{probe}", job)["error"].T
         meter.advance(len(jobs), "done")
     finally:
@@ -291,23 +292,52 @@ def table(results: Results) -> list[list[str]]:
     return rows
 
 
-def _transfer_curve(
+def _curves(
     config: Config,
     fractions: tuple[float, ...],
     probe: str,
-    images: Array,
+    task: tuple[Array, Array],
+    variants: dict[str, Callable[[eqx.nn.MLP, Array], eqx.nn.MLP]],
+    name: str,
+    models: eqx.nn.MLP,
+    keys: Array,
+) -> dict[str, Array]:
+    """The probe's errors on the features of every member's variant, [members, budgets]; `keys` are the rewrites'."""
+    images, labels = task
+    represent = eqx.Partial(_represent, images)
+    features = measure_members(variants[name], represent, models, keys, keys)
+    steps = None
+    if probe == "one_rate":
+        step = eqx.Partial(_stable_step, images)
+        steps = jnp.min(jnp.stack([measure_members(one, step, models, keys, keys) for one in variants.values()]), 0)
+    # In a program of its own: it is the dear one to compile, and variants of one width share it.
+    measure = eqx.Partial(_errors, config, fractions, probe, labels)
+    return measure_members(_as_it_is, measure, (features, steps), keys, keys)
+
+
+def _represent(images: Array, model: eqx.nn.MLP, rewritten: eqx.nn.MLP, key: Array) -> Array:
+    return hidden_features(rewritten, images, REWRITTEN_LAYER)
+
+
+def _stable_step(images: Array, model: eqx.nn.MLP, rewritten: eqx.nn.MLP, key: Array) -> Array:
+    return stable_step_size(hidden_features(rewritten, images, REWRITTEN_LAYER))
+
+
+def _as_it_is(given: Any, key: Array) -> Any:
+    return given
+
+
+def _errors(
+    config: Config,
+    fractions: tuple[float, ...],
+    probe: str,
     labels: Array,
-    model: eqx.nn.MLP,
-    rewritten: eqx.nn.MLP,
+    given: tuple[Array, Array | None],
+    same: Any,
     key: Array,
 ) -> dict[str, Array]:
-    """The probe's error on the rewritten network's features, for every budget; `key` is the one of the rewrite."""
-    features = hidden_features(rewritten, images, REWRITTEN_LAYER)
+    features, step = given
     kind: Literal["converged", "gradient"] = "converged" if probe == "converged" else "gradient"
-    options: dict[str, Any] = {} if kind == "converged" else {"num_steps": config.gradient_steps}
-    if probe == "one_rate":
-        everyone = [rewrite(model, key) for rewrite in rewrites(config).values()]
-        steps = [stable_step_size(hidden_features(one, images, REWRITTEN_LAYER)) for one in everyone]
-        options["step_size"] = jnp.min(jnp.stack(steps))
+    options: dict[str, Any] = {} if kind == "converged" else {"num_steps": config.gradient_steps, "step_size": step}
     error = transfer_errors(features, labels, fractions=fractions, num_splits=config.num_splits, probe=kind, **options)
     return {"error": error}

@@ -119,8 +119,9 @@ def test_transfer_curves_and_figure(transferred):
 
 def test_command_line_writes_everything_and_resumes(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(command, "cache_folder", lambda: tmp_path / "cache")
-    tiny = ["--num-seeds", "1", "--num-epochs", "1", "--num-train", "200", "--num-test", "60", "--width", "16"]
-    arguments = ["robustness", *tiny, "--num-scales", "3", "--num-nuisance", "8", "--out", str(tmp_path / "out")]
+    # The sizes of the fixture: nothing to compile again.
+    sizes = [word for name, value in SMALL.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    arguments = ["robustness", *sizes, "--num-scales", "6", "--num-nuisance", "48", "--out", str(tmp_path / "out")]
     assert cli.main([*arguments, "--silent"]) == 0
     shown = capsys.readouterr()
     assert "input null-perturbed" in shown.out
@@ -128,11 +129,11 @@ def test_command_line_writes_everything_and_resumes(tmp_path, capsys, monkeypatc
     out = tmp_path / "out"
     assert {path.suffix for path in out.glob("noise-robustness.*")} == {".pdf", ".png", ".npz", ".json"}
     arrays = np.load(out / "noise-robustness.npz")
-    assert arrays["input_error_scaled"].shape == (1, 3)
-    assert arrays["parameter_error_scaled"].shape == (3, 1)
+    assert arrays["input_error_scaled"].shape == (2, 6)
+    assert arrays["parameter_error_scaled"].shape == (6, 2)
     description = json.loads((out / "noise-robustness.json").read_text())
-    assert description["data"] == {"name": "glyphs", "num_train": 200, "num_test": 60}
-    assert description["config"]["num_nuisance"] == 8
+    assert description["data"] == {"name": "glyphs", "num_train": 600, "num_test": 150}
+    assert description["config"]["num_nuisance"] == 48
     assert description["certificates on the test images"]["scaled"]["changed_predictions"] == 0
     assert "jax" in description["environment"]
     assert cli.main([*arguments, "--silent", "--resume"]) == 0

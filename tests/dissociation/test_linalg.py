@@ -150,16 +150,17 @@ def test_inverse_of_positive_matrices(key, number):
     roots = np.asarray(jax.random.normal(key, (3, 2, number, number)), np.float64)
     matrices = roots @ roots.swapaxes(-1, -2) / number + 1e-3 * np.eye(number)
     expected = np.linalg.inv(matrices)
-    found = jax.jit(positive_inverse)(matrices.astype(np.float32))
+    inverse = jax.jit(positive_inverse)
+    found = inverse(matrices.astype(np.float32))
     solved = jnp.linalg.solve(matrices.astype(np.float32), jnp.broadcast_to(jnp.eye(number), matrices.shape))
     size = np.abs(expected).max()
     assert np.abs(found - expected).max() < max(3 * np.abs(solved - expected).max(), 1e-6 * size)
-    np.testing.assert_allclose(positive_inverse(jnp.asarray(matrices[0, 0], jnp.float32)), found[0, 0], rtol=1e-3)
+    np.testing.assert_allclose(inverse(matrices[0, 0].astype(np.float32)), found[0, 0], rtol=1e-3)
     if number > 5:  # no need to compile the rest for large ones
         return
-    mapped = jax.vmap(jax.vmap(positive_inverse))(matrices.astype(np.float32))
+    mapped = jax.jit(jax.vmap(jax.vmap(positive_inverse)))(matrices.astype(np.float32))
     np.testing.assert_allclose(mapped, found, atol=1e-4 * size)
-    gradient = jax.grad(lambda m: jnp.trace(positive_inverse(m)))(jnp.diag(jnp.arange(1.0, number + 1)))
+    gradient = jax.jit(jax.grad(lambda m: jnp.trace(positive_inverse(m))))(jnp.diag(jnp.arange(1.0, number + 1)))
     np.testing.assert_allclose(gradient, -np.diag(1.0 / np.arange(1.0, number + 1) ** 2), atol=1e-6)
     assert np.isnan(positive_inverse(-jnp.eye(number))).all()
     with pytest.raises(ValueError, match="square matrices"):

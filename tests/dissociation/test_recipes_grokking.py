@@ -28,6 +28,10 @@ def trained(data):
     )
 
 
+def beginning(seed):
+    return initial_models(jax.random.split(jax.random.PRNGKey(seed))[:1], 8.0, options={"width": 16})
+
+
 def test_members_are_decays_by_seeds(trained):
     observed = trained.history.observed
     grid = {name: values.reshape(3, 2, -1) for name, values in observed.items() if name != "dear"}
@@ -49,8 +53,7 @@ def test_dear_measures_come_when_asked(trained):
 
 
 def test_the_beginning_is_eight_times_pytorchs(trained, data):
-    result = train_grokking(data, weight_decays=(0.0,), seeds=(42,), **{**SMALL, "num_steps": 1}, learning_rate=1e-9)
-    model = jax.tree.map(lambda leaf: leaf[0], result.models)
+    model = jax.tree.map(lambda leaf: leaf[0], beginning(42))
     for layer, fan_in in zip(model.layers, (784, 16, 16), strict=True):
         for part in (layer.weight, layer.bias):
             assert 0.8 < np.abs(part).max() * fan_in**0.5 / 8 <= 1
@@ -78,8 +81,7 @@ def test_every_parameter_decays_apart_from_the_gradient(data):
     # A first step of AdamW: the gradient's part has the size of the rate, whatever the decay, and is the same in both.
     options = {**SMALL, "num_steps": 1, "learning_rate": 0.01}
     models = train_grokking(data, weight_decays=(0.0, 5.0), seeds=(42,), **options).models
-    key = jax.random.split(jax.random.PRNGKey(42))[0]
-    start = initial_models(key[None], 8.0, options={"width": 16})
+    start = beginning(42)
     for before, after in zip(jax.tree.leaves(start), jax.tree.leaves(models), strict=True):
         np.testing.assert_allclose(after[0] - after[1], 0.01 * 5.0 * before[0], rtol=1e-3, atol=1e-5)
         assert np.isclose(np.abs(after[0] - before[0]), 0.01, rtol=1e-3).mean() > 0.2  # where there is a gradient
