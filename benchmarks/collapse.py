@@ -1,6 +1,6 @@
 """Grokking sweeps against PyTorch, in one run: optimiser steps, a whole run with its observations, and information.
 
-    python benchmarks/collapse.py [--steps 1000] [--members 1 30] [--repeats 3] [--only steps whole knn]
+    python benchmarks/collapse.py [--steps 4000] [--members 1 30] [--repeats 3] [--only steps whole knn]
 
 steps: of 1 and of 30 members (784-200-200-10, batches of 100), against a lean PyTorch loop (batches cut from a tensor)
 member after member; PyTorch's AdamW as it comes and fused, each with as many threads as suit it.

@@ -37,12 +37,14 @@ def draw(results: Any) -> Figure:
     return figure
 
 
-def _curves(axis: Any, steps: np.ndarray, values: np.ndarray, decays: tuple[float, ...], **style: Any) -> None:
+def _curves(
+    axis: Any, steps: np.ndarray, values: np.ndarray, decays: tuple[float, ...], *, yscale: str = "linear", **style: Any
+) -> None:
     """A band over seeds per weight decay, from step 10 on."""
     later = steps >= 10
     for index, (decay, own) in enumerate(zip(decays, values, strict=True)):
         plotting.band(axis, steps[later], own[:, later], color=f"C{index}", label=f"$\\lambda$ = {decay:g}", **style)
-    _against_steps(axis, steps)
+    _against_steps(axis, steps, yscale=yscale)
 
 
 def _against_steps(axis: Any, steps: np.ndarray, *, yscale: str = "linear") -> None:
@@ -71,9 +73,9 @@ def _training(axes: Any, results: Any) -> None:
         axes[0].plot(steps[later], _mean(own)[later], linestyle="--", color=f"C{index}", linewidth=0.8)
     axes[0].set(ylim=(0, 1.02), ylabel="accuracy", title="test (line), training (dashed)")
     axes[0].legend(fontsize="x-small")
-    _curves(axes[1], steps, series["rnc1_score"], decays, floor=_floor(series["rnc1_score"]))
+    _curves(axes[1], steps, series["rnc1_score"], decays, yscale="log", floor=_floor(series["rnc1_score"]))
     axes[1].axhline(results.config.collapse_threshold, color="black", linestyle=":", linewidth=0.8)
-    axes[1].set(yscale="log", ylabel="RNC1", title="collapse of classes (training)")
+    axes[1].set(ylabel="RNC1", title="collapse of classes (training)")
     _curves(axes[2], steps, series["nc2_score"], decays)
     axes[2].axhline(1, color="black", linestyle=":", linewidth=0.8)
     axes[2].set(ylim=(0, None), ylabel="NC2", title="condition number of means")
@@ -147,8 +149,7 @@ def _geometry(axis: Any, results: Any) -> None:
 
 def _scale(axis: Any, results: Any) -> None:
     values = results.series["scale_means"]
-    _curves(axis, results.time_step, values, results.config.weight_decays, floor=_floor(values))
-    _against_steps(axis, results.time_step, yscale="log")
+    _curves(axis, results.time_step, values, results.config.weight_decays, yscale="log", floor=_floor(values))
     axis.set(ylabel="mean norm", title="scale of features")
 
 

@@ -83,7 +83,7 @@ def measure_members(
     Args:
         rewrite: From one model and a key to the rewritten model.
         measure: From the model, the rewritten model and a key to a PyTree of arrays.
-        models: Stacked models.
+        models: Stacked models, or whatever else of theirs `rewrite` takes, members first.
         rewrite_keys: One key per member.
         measure_keys: One key per member.
 

@@ -242,7 +242,8 @@ def test_a_sweep_of_convolutional_networks():
         tiny(network="cnn", num_information=1, num_pictures=60, num_smoothed=60, compression_epochs=1), key=KEY
     )
     assert np.isfinite(results.series["rnc1_score"]).all()
-    assert np.isfinite(results.information["nhsic_zy"]).all()
+    zy = results.information["nhsic_zy"]
+    assert ((zy > 0) & (zy <= 9 + 1e-3)).all()  # classes less one
     assert (results.series["within_class_variance"][..., 0] > 0).all()
 
 

@@ -156,8 +156,6 @@ def test_inverse_of_positive_matrices(key, number):
     size = np.abs(expected).max()
     assert np.abs(found - expected).max() < max(3 * np.abs(solved - expected).max(), 1e-6 * size)
     np.testing.assert_allclose(inverse(matrices[0, 0].astype(np.float32)), found[0, 0], rtol=1e-3)
-    if number > 5:  # no need to compile the rest for large ones
-        return
     mapped = jax.jit(jax.vmap(jax.vmap(positive_inverse)))(matrices.astype(np.float32))
     np.testing.assert_allclose(mapped, found, atol=1e-4 * size)
     gradient = jax.jit(jax.grad(lambda m: jnp.trace(positive_inverse(m))))(jnp.diag(jnp.arange(1.0, number + 1)))
