@@ -61,7 +61,7 @@ def compare(name, peer, fit, seeds, alphas, repeats, *, sweep=None, members=jax.
     one = jax.jit(fit)
     ours, first = median(lambda: one(*arguments, alphas[0]), repeats)
     print(f"{name}: peer {theirs:.3f} s, ours {ours:.3f} s, {theirs / ours:.2f} times; compiling {first - ours:.1f} s")
-    mine = np.sort(np.abs(eigenvalues(one(*arguments, alphas[0]))))[::-1]
+    mine = np.sort(np.abs(eigenvalues(one(*arguments, alphas[0]), undo_shrinkage=False)))[::-1]
     other = np.sort(np.abs(peer.model.eig()))[::-1]
     shown = min(5, len(mine), len(other))
     print(f"    moduli ours {mine[:shown].round(5)}, peer {other[:shown].round(5)}")

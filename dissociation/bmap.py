@@ -7,7 +7,6 @@ over the full ones and one more call takes what is left.
 import functools
 import inspect
 import logging
-import os
 import warnings
 from collections.abc import Callable, Hashable
 from typing import Any, NoReturn
@@ -18,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from dissociation import checks
+from dissociation import checks, memory
+from dissociation.validation import validated
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +27,7 @@ LOOPS = ("auto", "scan", "unroll")
 CORRECTIONS = 6
 
 
+@validated
 def bmap(
     fun: Callable[..., Any] | None = None,
     *,
@@ -60,13 +61,12 @@ def bmap(
         axis_name: The mapped axis' name for collectives, which cannot cross batches: needs a single batch.
         axis_size: The number of members; needed only if no argument is mapped.
         batch_size: Members per batch, at least 1; the last batch may be smaller. None: a single batch, which is
-            `equinox.filter_vmap` itself. "auto": the largest batch that fits `memory_budget` by the compiler's own
-            account; the call is compiled ahead of time for that, and the program that was measured is run. Works on
-            concrete arguments only, outside `jit`, `grad` and `vmap`. The choice is logged at level INFO.
-        memory_budget: For "auto": bytes for temporaries and results, beyond the arguments. None: nine tenths of what
-            the device has free; on a CPU, a quarter of the host's available memory, because there the compiler does
-            not count the scratch of its matrix routines (a perceptron 784-512-512-10 on 2000 images at 40 noise
-            scales: 239 MiB by its account, 728 MiB in the process).
+            `equinox.filter_vmap` itself. "auto": the largest batch that fits `memory_budget` by the account of
+            `memory.program_bytes`; the call is compiled ahead of time for that, and the program that was measured is
+            run. Works on concrete arguments only, outside `jit`, `grad` and `vmap`. The choice is logged at level INFO.
+        memory_budget: For "auto": bytes for temporaries and results, beyond the arguments; on a CPU the scratch of
+            matrix routines counts. None: nine tenths of what the device has free; on a CPU, half of what the process
+            can still take (the machine's free memory, limits of control groups, `ulimit`).
         loop: "scan" (compiled loop), "unroll" (Python loop) or "auto" (as above).
 
     Returns:
@@ -278,7 +278,7 @@ class _Plan:
 def _run_largest_batch(plan: _Plan, mapped: list[Any], budget: int | None) -> tuple[list[Any], list[Any]]:
     """Runs `plan` in the largest batches whose compiled program stays within `budget` bytes."""
     mapped = [jnp.asarray(leaf) for leaf in mapped]
-    budget = _free_memory(mapped) if budget is None else budget
+    budget = memory.free_memory(mapped) if budget is None else budget
 
     @functools.cache
     def program(batch_size: int) -> tuple[Callable[[], Any], int]:
@@ -299,11 +299,10 @@ def _compiled(function: Callable[[list[Any]], Any], arrays: list[Any]) -> tuple[
         _refuse_auto()
     program = jax.jit(lambda captured, arrays: eqx.combine(captured, static)(arrays))
     executable = program.lower(captured, arrays).compile()
-    usage = executable.memory_analysis()
-    if usage is None:
+    needed = memory.program_bytes(executable)
+    if needed is None:
         advice = "This backend gives no memory analysis"
         checks.fail("batch_size", "be a number here", "'auto'", advice)
-    needed = usage.temp_size_in_bytes + usage.output_size_in_bytes - usage.alias_size_in_bytes
     return (lambda: executable(captured, arrays)), needed
 
 
@@ -333,37 +332,6 @@ def _largest_batch(bytes_of: Callable[[int], int], size: int, budget: int) -> in
         else:
             too_large = guess
     return fits
-
-
-def _free_memory(arrays: list[Any]) -> int:
-    """A safe share of the bytes that are free where the arrays live."""
-    devices = set().union(*(leaf.devices() for leaf in arrays)) or {jax.local_devices()[0]}
-    free = [_free_on_device(device) for device in devices]
-    return min(_free_on_host() // 4 if number is None else number * 9 // 10 for number in free)
-
-
-def _free_on_device(device: Any) -> int | None:
-    stats = device.memory_stats() or {}
-    return stats["bytes_limit"] - stats["bytes_in_use"] if {"bytes_limit", "bytes_in_use"} <= stats.keys() else None
-
-
-def _free_on_host() -> int:
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            table = dict(line.split(":", 1) for line in lines)
-        return int(table["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return _free_pages()
-
-
-def _free_pages() -> int:
-    """Free memory by `os.sysconf`; half of the physical memory where only that is known."""
-    known = getattr(os, "sysconf_names", {})
-    if "SC_PAGE_SIZE" in known and "SC_AVPHYS_PAGES" in known:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    if "SC_PAGE_SIZE" in known and "SC_PHYS_PAGES" in known:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    checks.fail("memory_budget", "be given on this system, whose free memory is unknown", None)
 
 
 def _refuse_auto() -> NoReturn:

@@ -1,13 +1,12 @@
 """Atomic save and restore of PyTrees: a JSON header, then the bytes of every leaf, each with its checksum.
 
-A file is written beside its target and renamed over it, so a reader finds the old file or the new one, never half of
-one. Typed PRNG keys are kept with the name of their implementation.
+A reader finds the old file or the new one, never half of one, and what was changed since is noticed. Typed
+PRNG keys are kept with the name of their implementation.
 """
 
 import hashlib
 import json
 import os
-import tempfile
 import zlib
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-MAGIC = b"dissociation checkpoint 1\n"
+from dissociation.files import RefusedFile, replacing
+from dissociation.validation import validated
+
+MAGIC = b"dissociation checkpoint 2\n"
+
+_ADVICE = "Delete it to begin again without it."
 
 
+@validated
 def save(path: str | os.PathLike[str], tree: Any, header: dict[str, Any] | None = None) -> None:
     """Writes `tree` and a header, atomically.
 
@@ -38,32 +43,24 @@ def save(path: str | os.PathLike[str], tree: Any, header: dict[str, Any] | None 
         described.append({"path": name, "bytes": len(blob), "crc32": zlib.crc32(blob), **entry})
         blobs.append(blob)
     meta = json.dumps({"user": header or {}, "leaves": described}).encode()
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, scratch = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(MAGIC + len(meta).to_bytes(8, "little") + meta)
-            for blob in blobs:
-                file.write(blob)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(scratch, target)
-    except BaseException:
-        Path(scratch).unlink(missing_ok=True)
-        raise
+    with replacing(path) as file:
+        file.write(MAGIC + len(meta).to_bytes(8, "little") + zlib.crc32(meta).to_bytes(4, "little") + meta)
+        for blob in blobs:
+            file.write(blob)
 
 
+@validated
 def read_header(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The header that `save` was given.
 
     Raises:
         FileNotFoundError: If there is no such file.
-        ValueError: If it is no checkpoint, or is damaged.
+        RefusedFile: If it is no checkpoint, or is damaged.
     """
     return _read_meta(Path(path).read_bytes(), path)[0]["user"]
 
 
+@validated
 def restore(path: str | os.PathLike[str], like: Any) -> Any:
     """Reads a tree of the structure of `like`.
 
@@ -77,26 +74,27 @@ def restore(path: str | os.PathLike[str], like: Any) -> Any:
 
     Raises:
         FileNotFoundError: If there is no such file.
-        ValueError: If the file is damaged or does not fit `like`; the error names the leaf's path.
+        RefusedFile: If the file is damaged or does not fit `like`; the error names the leaf's path.
     """
     contents = Path(path).read_bytes()
     meta, offset = _read_meta(contents, path)
     wanted = dict(_storable_leaves(like))
     found = {entry["path"]: entry for entry in meta["leaves"]}
     if missing := sorted(wanted.keys() - found.keys()):
-        raise ValueError(f"{path} lacks the leaf {missing[0]} ({len(missing)} missing in all).")
+        raise RefusedFile(f"{path} lacks the leaf {missing[0]} ({len(missing)} missing in all).")
     if extra := sorted(found.keys() - wanted.keys()):
-        raise ValueError(f"{path} holds the leaf {extra[0]}, which `like` lacks ({len(extra)} in all).")
+        raise RefusedFile(f"{path} holds the leaf {extra[0]}, which `like` lacks ({len(extra)} in all).")
     values = {}
     for entry in meta["leaves"]:
         blob = contents[offset : offset + entry["bytes"]]
         offset += entry["bytes"]
         if len(blob) != entry["bytes"] or zlib.crc32(blob) != entry["crc32"]:
-            raise ValueError(f"{path} is damaged at the leaf {entry['path']}: its checksum does not fit.")
+            raise RefusedFile(f"{path} is damaged at the leaf {entry['path']}: its checksum does not fit. {_ADVICE}")
         values[entry["path"]] = _decode(entry, blob, wanted[entry["path"]], path)
     return jax.tree_util.tree_map_with_path(lambda p, leaf: values.get(jax.tree_util.keystr(p), leaf), like)
 
 
+@validated
 def fingerprint(tree: Any) -> str:
     """A digest of everything in `tree` that `save` would store: paths, dtypes, shapes and bytes, in hexadecimal."""
     digest = hashlib.blake2b(digest_size=16)
@@ -135,29 +133,29 @@ def _decode(entry: dict[str, Any], blob: bytes, like: Any, path: Any) -> Any:
     name = entry["path"]
     if entry["kind"] == "number":
         if type(like) is not type(entry["value"]):
-            raise ValueError(f"{path}: the leaf {name} is {entry['value']!r}, wanted a {type(like).__name__}.")
+            raise RefusedFile(f"{path}: the leaf {name} is {entry['value']!r}, wanted a {type(like).__name__}.")
         return entry["value"]
     dtype = jnp.dtype(entry["dtype"])
     data = np.frombuffer(blob, dtype).reshape(entry["shape"])
     if entry["kind"] == "key":
         key = jax.random.wrap_key_data(jnp.asarray(data), impl=entry["implementation"])
         if not _is_key(like) or key.shape != like.shape or key.dtype != like.dtype:
-            raise ValueError(f"{path}: the leaf {name} is a key {key.dtype} of shape {key.shape}, wanted {like}.")
+            raise RefusedFile(f"{path}: the leaf {name} is a key {key.dtype} of shape {key.shape}, wanted {like}.")
         return key
     shape, wanted = np.shape(like), jnp.dtype(getattr(like, "dtype", np.asarray(like).dtype))
     if tuple(entry["shape"]) != shape or dtype != wanted:
-        raise ValueError(
+        raise RefusedFile(
             f"{path}: the leaf {name} has shape {tuple(entry['shape'])} and dtype {dtype}, wanted {shape} and {wanted}."
         )
     return data.copy() if isinstance(like, np.ndarray) else jnp.asarray(data)
 
 
 def _read_meta(contents: bytes, path: Any) -> tuple[dict[str, Any], int]:
-    start = len(MAGIC) + 8
-    if contents[: len(MAGIC)] != MAGIC:
-        raise ValueError(f"{path} must be a checkpoint that begins with {MAGIC!r}, got {contents[:16]!r}.")
-    end = start + int.from_bytes(contents[len(MAGIC) : start], "little")
-    try:
-        return json.loads(contents[start:end]), end
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: its header cannot be read.") from error
+    size, start = len(MAGIC), len(MAGIC) + 12
+    if contents[:size] != MAGIC:
+        raise RefusedFile(f"{path} must be a checkpoint that begins with {MAGIC!r}, got {contents[:16]!r}. {_ADVICE}")
+    end = start + int.from_bytes(contents[size : size + 8], "little")
+    meta = contents[start:end]
+    if len(contents) < end or zlib.crc32(meta) != int.from_bytes(contents[size + 8 : start], "little"):
+        raise RefusedFile(f"{path} is damaged: its header cannot be read. {_ADVICE}")
+    return json.loads(meta), end

@@ -3,16 +3,22 @@
 Shapes are always checked. Values are checked where they are known: a traced value passes.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
 
+class WrongValue(ValueError):
+    """An argument that its caller has to change: what it must be and what came, in a sentence."""
+
+
 def fail(name: str, wanted: str, got: object, advice: str = "") -> NoReturn:
-    """Raises the house's `ValueError`.
+    """Raises the common `ValueError`.
 
     Args:
         name: The argument at fault, as the caller wrote it.
@@ -21,10 +27,20 @@ def fail(name: str, wanted: str, got: object, advice: str = "") -> NoReturn:
         advice: A sentence on what to do, without its final stop.
 
     Raises:
-        ValueError: Always.
+        WrongValue: Always; it is a `ValueError`.
     """
     tail = f" {advice}." if advice else ""
-    raise ValueError(f"`{name}` must {wanted}, got {got}.{tail}")
+    raise WrongValue(f"`{name}` must {wanted}, got {got}.{tail}")
+
+
+def fail_kind(name: str, wanted: str, got: object, advice: str = "") -> NoReturn:
+    """Raises the common `TypeError`, in the words of `fail`: for what is of another kind altogether.
+
+    Raises:
+        TypeError: Always.
+    """
+    tail = f" {advice}." if advice else ""
+    raise TypeError(f"`{name}` must {wanted}, got {got}.{tail}")
 
 
 def is_traced(value: Any) -> bool:
@@ -79,15 +95,35 @@ def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
 
 def check_finite(name: str, array: ArrayLike) -> None:
     """Raises unless every known entry of `array` is finite, and names the first bad position."""
-    if is_traced(array):
+    if is_traced(array) or _is_finite(array):
         return
-    bad = ~np.isfinite(np.asarray(array))
-    if bad.any():
-        position = tuple(int(i) for i in np.argwhere(bad)[0])
-        fail(name, "be finite", f"{np.asarray(array)[position]} at index {position}")
+    array = np.asarray(array)
+    position = tuple(int(i) for i in np.argwhere(~np.isfinite(array))[0])
+    fail(name, "be finite", f"{array[position]} at index {position}")
+
+
+def _is_finite(array: ArrayLike) -> bool:
+    if isinstance(array, jax.Array) and array.devices().pop().platform != "cpu":
+        with jax.ensure_compile_time_eval():  # where the data are, also while a program around is traced
+            return bool(jnp.isfinite(array).all())
+    array = np.asarray(array)
+    with np.errstate(all="ignore"):  # a sum is quicker than a mask; one that overflows is looked at again
+        return bool(np.isfinite(array.sum())) or bool(np.isfinite(array).all())
 
 
 def check_same_length(first: str, length: int, second: str, other: int, meaning: str = "samples") -> None:
     """Raises unless two arguments agree in their number of `meaning`."""
     if length != other:
         fail(second, f"have as many {meaning} as `{first}` ({length})", other)
+
+
+def check_distinct(name: str, values: Sequence[Any]) -> None:
+    """Raises unless there is at least one value and no value twice."""
+    if not values or len(set(values)) != len(values):
+        fail(name, "be different from each other, one at least", values)
+
+
+def check_seed(name: str, value: Any) -> None:
+    """Raises unless `value` is one of the integers that `jax.random.PRNGKey` tells apart."""
+    if not 0 <= check_count(name, value) < 2**32:
+        fail(name, "lie from 0 to 4294967295", value)

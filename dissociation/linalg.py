@@ -12,11 +12,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Inexact
 
-from dissociation.checks import check_ndim, check_non_negative, fail
+from dissociation.checks import check_non_negative, fail
+from dissociation.types import Scalar
+from dissociation.validation import validated
 
-__all__ = ["centre", "nuclear_norm", "positive_inverse", "product", "psd_power"]
-
-Scalar = float | int | Float[Array | np.ndarray, ""]
+__all__ = ["centre", "finite_part", "nuclear_norm", "positive_inverse", "product", "psd_power"]
 
 
 def product(a: Inexact[Array, "... n k"], b: Inexact[Array, "... k m"]) -> Inexact[Array, "... n m"]:
@@ -24,6 +24,26 @@ def product(a: Inexact[Array, "... n k"], b: Inexact[Array, "... k m"]) -> Inexa
     return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
 
 
+def finite_part(matrix: Float[Array, "*b n m"]) -> tuple[Float[Array, "*b n m"], Float[Array, "*b"]]:
+    """A matrix that LAPACK can be given, and a number to add to all that comes of it.
+
+    On an infinite or undefined entry its decompositions may loop without end, and may return finite numbers.
+
+    Args:
+        matrix: [..., n, m].
+
+    Returns:
+        The matrix, with zeros for one that is not finite throughout, and 0, or NaN for one that is not: [...].
+
+    Example:
+        >>> finite_part(jnp.array([[1.0, jnp.inf]]))
+        (Array([[0., 0.]], dtype=float32), Array(nan, dtype=float32))
+    """
+    finite = jnp.all(jnp.isfinite(matrix), (-2, -1))
+    return jnp.where(finite[..., None, None], matrix, 0.0), jnp.where(finite, 0.0, jnp.nan).astype(matrix.dtype)
+
+
+@validated
 def centre(x: Float[Array | np.ndarray, "n d"]) -> Float[Array, "n d"]:
     """Subtracts the mean of every column.
 
@@ -41,12 +61,12 @@ def centre(x: Float[Array | np.ndarray, "n d"]) -> Float[Array, "n d"]:
         Array([[-1.,  0.],
                [ 1.,  0.]], dtype=float32)
     """
-    check_ndim("x", x, 2, "[samples, features]")
     x = jnp.asarray(x)
     x = x - jnp.mean(x, 0)[None]
     return x - jnp.mean(x, 0)[None]
 
 
+@validated
 def positive_inverse(matrix: Float[Array | np.ndarray, "*b n m"]) -> Float[Array, "*b n m"]:
     """Inverses of positive definite matrices, for stacks of small ones.
 
@@ -93,6 +113,7 @@ def positive_inverse(matrix: Float[Array | np.ndarray, "*b n m"]) -> Float[Array
     return product(jnp.swapaxes(inverse, -1, -2), inverse)
 
 
+@validated
 def psd_power(
     matrix: Float[Array | np.ndarray, "d d"], power: float | int, *, rtol: Scalar | None = None
 ) -> Float[Array, "d d"]:
@@ -113,7 +134,7 @@ def psd_power(
         rtol: Relative size at which an eigenvalue counts as zero, non-negative; default d times rounding.
 
     Returns:
-        Symmetric, positive semidefinite, [d, d].
+        Symmetric, positive semidefinite, [d, d]; NaN if an entry of `matrix` is NaN or infinite.
 
     Raises:
         ValueError: If `matrix` is not square or `rtol` is negative.
@@ -127,9 +148,6 @@ def psd_power(
         Array([[0.5, 0. ],
                [0. , 0. ]], dtype=float32)
     """
-    check_ndim("matrix", matrix, 2, "[d, d]")
-    if matrix.shape[0] != matrix.shape[1]:
-        fail("matrix", "be square", f"shape {matrix.shape}")
     matrix = jnp.asarray(matrix)
     if rtol is None:
         rtol = matrix.shape[0] * float(jnp.finfo(matrix.dtype).eps)
@@ -160,12 +178,15 @@ def _psd_power_jvp(power: float, primals: tuple[Array, Array], tangents: tuple[A
 
 def _decompose(power: float, matrix: Array, rtol: Array) -> tuple[Array, Array, Array, Array]:
     """Eigenvalues (1 where cut off), which are kept, eigenvectors, and the power of the matrix."""
+    matrix, undefined = finite_part(matrix)
     values, vectors = jnp.linalg.eigh(matrix, symmetrize_input=False)
     kept = values > rtol * jnp.maximum(values[-1], 0.0)
     values = jnp.where(kept, values, 1.0)
-    return values, kept, vectors, product(vectors * jnp.where(kept, values**power, 0.0)[None], vectors.T)
+    image = product(vectors * jnp.where(kept, values**power, 0.0)[None], vectors.T)
+    return values, kept, vectors + undefined, image + undefined
 
 
+@validated
 def nuclear_norm(matrix: Float[Array | np.ndarray, "m k"], *, rtol: Scalar | None = None) -> Float[Array, ""]:
     """The sum of the singular values; d|M| = <U V^T, dM> with the singular vectors of those that are not negligible.
 
@@ -177,7 +198,7 @@ def nuclear_norm(matrix: Float[Array | np.ndarray, "m k"], *, rtol: Scalar | Non
             side times rounding.
 
     Returns:
-        The norm, non-negative.
+        The norm, non-negative; NaN if an entry is NaN or infinite.
 
     Raises:
         ValueError: If `matrix` is no matrix or `rtol` is negative.
@@ -189,7 +210,6 @@ def nuclear_norm(matrix: Float[Array | np.ndarray, "m k"], *, rtol: Scalar | Non
         >>> nuclear_norm(jnp.array([[0.0, 2.0], [-1.0, 0.0]]))
         Array(3., dtype=float32)
     """
-    check_ndim("matrix", matrix, 2, "[m, k]")
     matrix = jnp.asarray(matrix)
     if rtol is None:
         rtol = max(matrix.shape) * float(jnp.finfo(matrix.dtype).eps)
@@ -200,12 +220,14 @@ def nuclear_norm(matrix: Float[Array | np.ndarray, "m k"], *, rtol: Scalar | Non
 @jax.custom_jvp
 def _nuclear_norm(matrix: Array, rtol: Array) -> Array:
     del rtol
-    return jnp.sum(jnp.linalg.svd(matrix, compute_uv=False))
+    matrix, undefined = finite_part(matrix)
+    return jnp.sum(jnp.linalg.svd(matrix, compute_uv=False)) + undefined
 
 
 @_nuclear_norm.defjvp
 def _nuclear_norm_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
     matrix, rtol = primals
+    matrix, undefined = finite_part(matrix)
     left, values, right = jnp.linalg.svd(matrix, full_matrices=False)
-    polar = product(left * (values > rtol * values[0])[None], right)
-    return jnp.sum(values), jnp.sum(polar * tangents[0])
+    polar = product(left * (values > rtol * values[0])[None], right) + undefined
+    return jnp.sum(values) + undefined, jnp.sum(polar * tangents[0])

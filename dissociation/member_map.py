@@ -10,10 +10,12 @@ from jax.sharding import Mesh, PartitionSpec
 
 from dissociation import checks, sharding
 from dissociation.bmap import bmap
+from dissociation.validation import validated
 
 MEMBER_MAPS = ("vmap", "scan", "unroll")
 
 
+@validated
 def map_members(
     function: Callable[[Any, Any], Any],
     shared: Any,

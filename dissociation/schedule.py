@@ -4,8 +4,10 @@ import numpy as np
 from jaxtyping import Int
 
 from dissociation import checks
+from dissociation.validation import validated
 
 
+@validated
 def steps_per_epoch(num_samples: int, batch_size: int | None, *, drop_remainder: bool = False) -> int:
     """The number of optimiser steps in one pass over the data.
 
@@ -31,6 +33,7 @@ def steps_per_epoch(num_samples: int, batch_size: int | None, *, drop_remainder:
     return full + (rest > 0 and not drop_remainder)
 
 
+@validated
 def log_spaced_steps(num_steps: int, count: int) -> Int[np.ndarray, " times"]:
     """Whole steps from 0 to `num_steps`, evenly spaced in the logarithm, without repetition.
 

@@ -15,10 +15,12 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from dissociation import checks
+from dissociation.validation import validated
 
 MEMBER_AXIS = "members"
 
 
+@validated
 def member_mesh(devices: Sequence[Any] | None = None) -> Mesh:
     """A one-dimensional mesh whose axis is `"members"`.
 
@@ -32,12 +34,14 @@ def member_mesh(devices: Sequence[Any] | None = None) -> Mesh:
     return Mesh(np.array(chosen), (MEMBER_AXIS,), axis_types=(AxisType.Auto,))
 
 
+@validated
 def check_mesh(mesh: Mesh) -> None:
     """Raises unless `mesh` has exactly the axis `"members"`."""
     if mesh.axis_names != (MEMBER_AXIS,):
         checks.fail("mesh", f"have the one axis {MEMBER_AXIS!r}", mesh.axis_names, "Make it with sharding.member_mesh")
 
 
+@validated
 def pad_members(tree: Any, num_devices: int) -> Any:
     """Repeats the last member until `num_devices` divides their number.
 
@@ -47,7 +51,13 @@ def pad_members(tree: Any, num_devices: int) -> Any:
 
     Returns:
         The tree; leaves that are not arrays are left alone.
+
+    Raises:
+        TypeError: If `num_devices` is no integer.
+        ValueError: If it is below 1, or the leaves do not all have the same number of members, at least one.
     """
+    checks.check_count("num_devices", num_devices, minimum=1)
+    _check_members(tree)
 
     def pad(leaf: jax.Array) -> jax.Array:
         missing = -leaf.shape[0] % num_devices
@@ -56,16 +66,43 @@ def pad_members(tree: Any, num_devices: int) -> Any:
     return _map_arrays(pad, tree)
 
 
+@validated
 def drop_padding(tree: Any, num_members: int) -> Any:
-    """Keeps the first `num_members` members of every array leaf: undoes `pad_members`."""
+    """Keeps the first `num_members` members of every array leaf: undoes `pad_members`.
+
+    Args:
+        tree: A PyTree whose array leaves carry members first.
+        num_members: How many are no padding, from 1 to as many as there are.
+
+    Returns:
+        The tree; leaves that are not arrays are left alone.
+
+    Raises:
+        TypeError: If `num_members` is no integer.
+        ValueError: If it is out of range, or the leaves do not all have the same number of members.
+    """
+    count = checks.check_count("num_members", num_members, minimum=1)
+    present = _check_members(tree)
+    if present is not None and count > present:
+        checks.fail("num_members", f"be at most {present}, the members of `tree`", count)
     return _map_arrays(lambda leaf: leaf[:num_members], tree)
 
 
+def _check_members(tree: Any) -> int | None:
+    """How many members the array leaves of a tree carry; None if it has no such leaf. Raises if they disagree."""
+    shapes = [leaf.shape for leaf in jax.tree.leaves(tree) if eqx.is_array(leaf)]
+    if any(not shape or not shape[0] or shape[0] != shapes[0][0] for shape in shapes):
+        checks.fail("tree", "carry the same members, at least one, first in every array", f"shapes {str(shapes)[:200]}")
+    return shapes[0][0] if shapes else None
+
+
+@validated
 def place_members(tree: Any, mesh: Mesh) -> Any:
     """Puts every array leaf on the mesh, its leading axis split over the devices."""
     return _map_arrays(lambda leaf: jax.device_put(leaf, NamedSharding(mesh, PartitionSpec(MEMBER_AXIS))), tree)
 
 
+@validated
 def replicate(tree: Any, mesh: Mesh) -> Any:
     """Puts a whole copy of every array leaf on each device of the mesh."""
     return _map_arrays(lambda leaf: jax.device_put(leaf, NamedSharding(mesh, PartitionSpec())), tree)

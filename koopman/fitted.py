@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from dissociation.checks import fail
 from dissociation.linalg import product
+from dissociation.validation import validated
 
 
 class LinearMap(eqx.Module):
@@ -31,9 +32,10 @@ class LinearMap(eqx.Module):
     offset: Float[Array, " d"]
     matrix: Float[Array, "d r"]
 
+    @validated
     def __call__(self, x: Float[Array | np.ndarray, "n d"]) -> Float[Array, "n r"]:
         """Values at features x."""
-        if np.ndim(x) != 2 or x.shape[-1] != self.matrix.shape[0]:
+        if x.shape[1] != self.matrix.shape[0]:
             fail("x", f"have shape [n, {self.matrix.shape[0]}], as the operator was fitted", np.shape(x))
         return product(jnp.asarray(x) - self.offset[None], self.matrix)
 
@@ -51,9 +53,10 @@ class KernelMap(eqx.Module):
     centres: Float[Array, "m d"]
     coefficients: Float[Array, "m r"]
 
+    @validated
     def __call__(self, x: Float[Array | np.ndarray, "n d"]) -> Float[Array, "n r"]:
         """Values at states x."""
-        if np.ndim(x) != 2 or x.shape[-1] != self.centres.shape[1]:
+        if x.shape[1] != self.centres.shape[1]:
             fail("x", f"have shape [n, {self.centres.shape[1]}], as the operator was fitted", np.shape(x))
         return product(self.kernel(jnp.asarray(x), self.centres), self.coefficients)
 

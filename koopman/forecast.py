@@ -7,13 +7,16 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from dissociation.checks import check_count, check_finite, check_same_length, fail, is_traced
+from dissociation.checks import check_count, check_non_negative, fail, is_traced
 from dissociation.linalg import product
+from dissociation.types import Count
+from dissociation.validation import validated
 from koopman.fitted import LinearMap, Operator
 
-Steps = int | Sequence[int] | Int[Array | np.ndarray, "..."]
+Steps = Int[Array | np.ndarray, " t"] | Sequence[int] | Count
 
 
+@validated
 def predict(operator: Operator, x: Float[Array | np.ndarray, "n d"], steps: Steps = 1) -> Float[Array, "..."]:
     """E[o(x_{t + steps}) | x_t] of the observable that the operator was fitted with, by default the features.
 
@@ -36,7 +39,8 @@ def predict(operator: Operator, x: Float[Array | np.ndarray, "n d"], steps: Step
     steps = _checked(steps)
     latent = operator.encode(x)
     if isinstance(steps, int) or (not isinstance(steps, np.ndarray) and steps.ndim == 0):
-        return _read(operator, product(latent, matrix_powers(operator.core, jnp.asarray(steps - 1)[None])[0]))
+        exponents = np.asarray([steps - 1]) if isinstance(steps, int) else (steps - 1)[None]
+        return _read(operator, product(latent, matrix_powers(operator.core, exponents)[0]))
     powers = matrix_powers(operator.core, steps - 1)
     return _read(operator, product(latent[None], powers))
 
@@ -51,12 +55,15 @@ def _checked(steps: Steps) -> int | np.ndarray | Array:
     if is_traced(steps):
         return steps  # pyright: ignore[reportReturnType]
     known = np.asarray(steps)
-    if known.ndim > 1 or not np.issubdtype(known.dtype, np.integer) or known.size == 0 or known.min() < 1:
-        fail("steps", "be whole numbers of at least 1, one or a list", steps)
+    if known.min() < 1:
+        fail("steps", "be at least 1", steps)
     return int(known) if known.ndim == 0 else known
 
 
-def matrix_powers(matrix: Float[Array, "r r"], exponents: Int[Array | np.ndarray, " t"]) -> Float[Array, "t r r"]:
+@validated
+def matrix_powers(
+    matrix: Float[Array | np.ndarray, "r r"], exponents: Int[Array | np.ndarray, " t"]
+) -> Float[Array, "t r r"]:
     """Powers of one matrix, by one squaring per binary digit that all of them share.
 
     Args:
@@ -64,22 +71,30 @@ def matrix_powers(matrix: Float[Array, "r r"], exponents: Int[Array | np.ndarray
         exponents: Non-negative; may be traced, which costs the 31 squarings of the largest there could be.
 
     Returns:
-        The powers, in the order of the exponents.
+        The powers, in the order of the exponents; NaN for a traced exponent below zero.
+
+    Raises:
+        ValueError: If the matrix is not square, or a known exponent is negative.
     """
-    digits = 31 if is_traced(exponents) else max(1, int(np.max(np.asarray(exponents))).bit_length())
-    exponents = jnp.asarray(exponents)
-    eye = jnp.broadcast_to(jnp.eye(matrix.shape[0], dtype=matrix.dtype), (*exponents.shape, *matrix.shape))
+    check_non_negative("exponents", exponents)
+    digits = 31 if is_traced(exponents) else int(np.max(np.asarray(exponents), initial=1)).bit_length()
+    matrix, exponents = jnp.asarray(matrix), jnp.asarray(exponents)
+    eye = jnp.eye(matrix.shape[0], dtype=matrix.dtype)
 
     def body(digit: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
         powers, square = state
-        used = ((exponents >> digit) & 1) == 1
-        # Where a digit is absent the product is left out rather than multiplied away: a large square may overflow.
-        powers = jnp.where(used[:, None, None], product(powers, square[None]), powers)
+        left = exponents >> digit
+        used = ((left & 1) == 1)[:, None, None]
+        # What is not used is neither multiplied nor squared: it may overflow, here or in a gradient.
+        powers = jnp.where(used, product(powers, jnp.where(used, square[None], eye[None])), powers)
+        square = jnp.where(jnp.any(left > 1), square, 0.0)
         return powers, product(square, square)
 
-    return lax.fori_loop(0, digits, body, (eye, matrix))[0]
+    powers = lax.fori_loop(0, digits, body, (jnp.broadcast_to(eye, (*exponents.shape, *eye.shape)), matrix))[0]
+    return jnp.where((exponents < 0)[:, None, None], jnp.nan, powers)
 
 
+@validated
 def risk(
     operator: Operator, x: Float[Array | np.ndarray, "n d"], y: Float[Array | np.ndarray, "n d"]
 ) -> Float[Array, ""]:
@@ -99,7 +114,6 @@ def risk(
     References:
         Kostic et al. (2022), eq. 4.
     """
-    check_same_length("x", x.shape[0], "y", y.shape[0])
     latent = operator.encode(x)
     if isinstance(operator.dual, LinearMap):
         error = jnp.asarray(y) - operator.dual.offset[None] - product(latent, operator.dual.matrix.T)
@@ -110,6 +124,7 @@ def risk(
     return own - 2 * across + jnp.mean(jnp.sum(product(latent, operator.dual_gram) * latent, 1))
 
 
+@validated
 def r2_score(target: Float[Array | np.ndarray, "n *o"], forecast: Float[Array | np.ndarray, "n *o"]) -> Array:
     """1 - sum of squared errors / sum of squared deviations, averaged over the entries of the observable.
 
@@ -117,13 +132,19 @@ def r2_score(target: Float[Array | np.ndarray, "n *o"], forecast: Float[Array | 
 
     Args:
         target: What came.
-        forecast: What was forecast.
+        forecast: What was forecast, in the same shape.
 
     Returns:
         At most 1; 0 for the mean's own error.
+
+    Raises:
+        ValueError: If shapes differ, or there are fewer than two samples.
     """
-    target = jnp.asarray(target).reshape(target.shape[0], -1)
-    forecast = jnp.asarray(forecast).reshape(target.shape)
+    if np.shape(target) != np.shape(forecast):
+        fail("forecast", f"have the shape of `target` {np.shape(target)}", np.shape(forecast))
+    if target.shape[0] < 2:
+        fail("target", "hold at least two samples: one has no spread", f"shape {np.shape(target)}")
+    target, forecast = (jnp.asarray(array).reshape(np.shape(target)[0], -1) for array in (target, forecast))
     error = jnp.sum((target - forecast) ** 2, 0)
     spread = jnp.sum((target - jnp.mean(target, 0)[None]) ** 2, 0)
     constant = spread == 0
@@ -131,6 +152,7 @@ def r2_score(target: Float[Array | np.ndarray, "n *o"], forecast: Float[Array | 
     return jnp.mean(jnp.where(constant, jnp.where(error == 0, 1.0, 0.0), ratio))
 
 
+@validated(finite=("trajectory",))
 def score(
     operator: Operator,
     trajectory: Float[Array | np.ndarray, "time d"],
@@ -159,8 +181,6 @@ def score(
     """
     ahead = check_count("lag", lag, minimum=1) * check_count("steps", steps, minimum=1)
     observable = trajectory if observable is None else observable
-    check_same_length("trajectory", trajectory.shape[0], "observable", observable.shape[0])
-    check_finite("trajectory", trajectory)
     if trajectory.shape[0] <= ahead:
         fail("trajectory", f"be longer than lag * steps ({ahead})", f"{trajectory.shape[0]} samples")
     return metric(jnp.asarray(observable)[ahead:], predict(operator, trajectory[:-ahead], steps))

@@ -11,19 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from dissociation.checks import (
-    check_count,
-    check_finite,
-    check_ndim,
-    check_non_negative,
-    check_positive,
-    check_same_length,
-    fail,
-)
+from dissociation.checks import check_count, check_non_negative, check_positive, fail
 from dissociation.linalg import product
+from dissociation.types import Scalar
+from dissociation.validation import validated
 from koopman.pairs import gram_root
-
-Scalar = float | int | Float[Array | np.ndarray, ""]
+from koopman.perturbation import couplings
 
 
 class Generator(NamedTuple):
@@ -31,25 +24,39 @@ class Generator(NamedTuple):
 
     Attributes:
         eigenvalues: Rates, non-positive and falling from the slowest: [r].
-        coefficients: Eigenfunctions are features times these columns, of mean square 1 on the samples up to `alpha`:
-            [d, r].
+        coefficients: Eigenfunctions are features times these columns, of mean square 1 on the samples; the largest
+            coefficient is positive: [d, r].
+        support: How many samples carry each eigenfunction: n (E f^2)^2 / E f^4, from 1 to n: [r]. A slow rate on a few
+            samples is one that they alone suggest.
     """
 
     eigenvalues: Float[Array, " r"]
     coefficients: Float[Array, "d r"]
+    support: Float[Array, " r"]
 
 
+@validated(finite=("x", "jac"))
 def fit_generator(
     x: Float[Array | np.ndarray, "n d"],
     jac: Float[Array | np.ndarray, "n d m"],
     *,
     rank: int,
     diffusion: Scalar = 1.0,
-    alpha: Scalar = 1e-6,
+    alpha: Scalar | None = None,
+    shift: Scalar | None = None,
 ) -> Generator:
-    """Rayleigh and Ritz for the generator: E c = -lambda (C + alpha I) c with E = D E[J J^T] and C = E[phi phi^T].
+    r"""Rayleigh and Ritz for the resolvent (shift - L)^{-1} in the energy space, with Tikhonov regularisation.
 
-    By the variational principle eigenvalues of the exact moments lie at or below the true ones.
+        C c = mu (shift (C + alpha I) + E) c,     rate = shift - 1 / mu,     C = E[phi phi^T],   E = D E[J J^T]
+
+    In the energy space, where <f, g> = shift E[f g] - E[f L g] = f^T (shift C + E) g, the resolvent has the quadratic
+    form E[f^2] = f^T C f. So -rate is (E + shift alpha I) / C along c: regularisation makes directions that the samples
+    hardly hold (C << alpha) fast and sorts them last; added to C alone it would make them slow. The shift sets how
+    much: without alpha it cancels.
+
+    By the variational principle rates of the exact moments lie at or below the true ones, and below those at alpha = 0
+    for any alpha. Samples err to either side. Where a few lie alone in a tail, features that are flat there make a
+    function of them with a rate near 0, which only a larger alpha or wider features remove: see `Generator.support`.
 
     Args:
         x: Features phi of samples of the invariant measure.
@@ -57,35 +64,77 @@ def fit_generator(
         rank: Slowest eigenpairs returned, at most d.
         diffusion: D, in units of length^2 / time: k_B T / gamma; s^2 / 2 for dynamics with noise s dW, which is
             sigma^2 / (2 friction^2) for `datasets.langevin.overdamped_langevin`.
-        alpha: Tikhonov regularisation of C, non-negative.
+        alpha: Tikhonov regularisation in the units of C, non-negative. None is 1e-6 tr(C) / d.
+        shift: Positive, in units of 1 / time. None is tr(E) / tr(C), the mean rate of the features; rates far from it
+            lose digits.
 
     Returns:
-        The slowest eigenpairs; the constant function, if it is among the features' span, comes first with rate 0.
+        The slowest eigenpairs; the constant function, if it is among the features' span, comes first with rate 0, or
+        -shift alpha |c|^2. Directions that the samples do not hold at all come last, with rate minus infinity.
+        Derivatives are not finite where rates coincide.
 
     Raises:
         ValueError: If shapes disagree, data are not finite, or an option is out of range.
 
     References:
-        Kostic et al. (2024), Learning the infinitesimal generator of stochastic diffusion processes, section 3.
+        Kostic, Lounici, Halconruy, Devergne and Pontil (2024), Learning the infinitesimal generator of stochastic
+        diffusion processes, section 4 (the energy space and its regularised risk).
     """
-    check_ndim("x", x, 2, "[samples, features]")
-    check_ndim("jac", jac, 3, "[samples, features, coordinates]")
-    check_same_length("x", x.shape[0], "jac", jac.shape[0])
-    check_same_length("x", x.shape[1], "jac", jac.shape[1], "features")
-    check_finite("x", x)
-    check_finite("jac", jac)
     check_positive("diffusion", diffusion)
-    check_non_negative("alpha", alpha)
+    if alpha is not None:
+        check_non_negative("alpha", alpha)
+    if shift is not None:
+        check_positive("shift", shift)
     size = check_count("rank", rank, minimum=1)
     if size > x.shape[1]:
         fail("rank", f"be at most the number of features ({x.shape[1]})", rank)
     number, width = x.shape
     x, flat = jnp.asarray(x), jnp.moveaxis(jnp.asarray(jac), 2, 1).reshape(-1, width)
-    _, values, right = jnp.linalg.svd(gram_root(x * number**-0.5))
-    kept = values > width * jnp.finfo(x.dtype).eps * values[0]
-    whiten = right.T * jnp.where(kept, jax.lax.rsqrt(jnp.where(kept, values**2 + alpha, 1.0)), 0.0)[None]
-    slopes = product(flat, whiten) * jnp.sqrt(diffusion / number)
-    # Directions that the samples do not hold come last, not first: as if they decayed at once.
-    energy = product(slopes.T, slopes) + jnp.diag(jnp.where(kept, 0.0, jnp.finfo(x.dtype).max ** 0.5))
-    rates, turn = jnp.linalg.eigh(energy)
-    return Generator(-rates[:size], product(whiten, turn[:, :size]))
+    root = gram_root(x * number**-0.5)
+    slope = gram_root(flat * jnp.sqrt(jnp.asarray(diffusion, x.dtype) / number))
+    held, energy = jnp.sum(root**2), jnp.sum(slope**2)
+    if shift is None:  # any will do where there is no energy, or nothing at all
+        known = (held > 0) & (energy > 0)
+        shift = jnp.where(known, energy, 1.0) / jnp.where(known, held, 1.0)
+    penalty = 1e-6 * held / width if alpha is None else jnp.asarray(alpha, x.dtype)
+    rows, ridge = jnp.stack([jnp.sqrt(shift) * root, slope]), shift * penalty
+    vectors = _pencil(rows, ridge)[:, :size]
+    # Rayleigh's quotient, whose numerator cannot turn negative and does not cancel.
+    held, energy = jnp.sum(product(rows, vectors[None]) ** 2, 1)
+    found = held > (width * jnp.finfo(x.dtype).eps) ** 2
+    square = jnp.where(found, held / shift, 1.0)
+    coefficients = vectors * jax.lax.rsqrt(square)[None]
+    rates = jnp.where(found, -(energy + ridge * jnp.sum(vectors**2, 0)) / square, -jnp.inf)
+    moment = jnp.mean(product(x, coefficients) ** 4, 0)
+    return Generator(rates, coefficients, jnp.where(found, number / jnp.where(found, moment, 1.0), 0.0))
+
+
+@jax.custom_jvp
+def _pencil(rows: Float[Array, "2 d d"], ridge: Float[Array, ""]) -> Float[Array, "d d"]:
+    """Eigenvectors v of H v = s^2 A v with v^T A v = 1, s falling; A = H + rows[1]^T rows[1] + ridge I.
+
+    H = rows[0]^T rows[0]. The cosines of the stacked rows' singular vectors do not square the condition number.
+    """
+    width = rows.shape[-1]
+    stack = jnp.concatenate([*rows, jnp.sqrt(ridge) * jnp.eye(width, dtype=rows.dtype)])
+    left, sizes, right = jnp.linalg.svd(stack, full_matrices=False)
+    kept = sizes > width * jnp.finfo(rows.dtype).eps * sizes[0]
+    whiten = right.T * jnp.where(kept, 1.0 / jnp.where(kept, sizes, 1.0), 0.0)[None]
+    vectors = product(whiten, jnp.linalg.svd(left[:width] * kept[None])[2].T)
+    largest = jnp.take_along_axis(vectors, jnp.argmax(jnp.abs(vectors), 0)[None], 0)
+    return vectors * jnp.where(largest < 0, -1.0, 1.0)
+
+
+@_pencil.defjvp
+def _pencil_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    (rows, ridge), (d_rows, d_ridge) = primals, tangents
+    vectors = _pencil(rows, ridge)
+    seen = product(rows, vectors[None])
+    half = product(jnp.swapaxes(seen, 1, 2), product(d_rows, vectors[None]))
+    d_held, d_slope = half + jnp.swapaxes(half, 1, 2)
+    d_energy = d_held + d_slope + d_ridge * product(vectors.T, vectors)
+    squares = jnp.sum(seen[0] ** 2, 0)
+    gap = squares[None] - squares[:, None]
+    unresolved = (jnp.abs(gap) <= 64 * jnp.finfo(rows.dtype).eps) & ~jnp.eye(len(squares), dtype=bool)
+    turn = couplings(d_held - d_energy * squares[None], gap, unresolved)  # lengths cancel in all that is made of them
+    return vectors, product(vectors, turn)

@@ -14,19 +14,30 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from dissociation.checks import check_choice, check_count, check_ndim, check_non_negative, check_positive, fail
+from dissociation.checks import (
+    check_choice,
+    check_count,
+    check_non_negative,
+    check_positive,
+    fail,
+    fail_kind,
+)
+from dissociation.conversion import describe
 from dissociation.linalg import product
+from dissociation.types import Scalar
+from dissociation.validation import validated
+from koopman.diagnostics import warn_narrowed
 
-Scalar = float | int | Float[Array | np.ndarray, ""]
 States = Float[Array | np.ndarray, "n d"]
 
 
 class Linear(eqx.Module):
     """k(x, y) = x . y: explicit features through their Gram matrix."""
 
+    @validated
     def __call__(self, x: States, y: Float[Array | np.ndarray, "m d"]) -> Float[Array, "n m"]:
         """The matrix of kernel values."""
-        return _products(*_pair(x, y))
+        return _products(x, y)
 
 
 class RBF(eqx.Module):
@@ -41,6 +52,7 @@ class RBF(eqx.Module):
     def __check_init__(self):
         check_positive("length_scale", self.length_scale)
 
+    @validated
     def __call__(self, x: States, y: Float[Array | np.ndarray, "m d"]) -> Float[Array, "n m"]:
         """The matrix of kernel values."""
         return jnp.exp(-0.5 * squared_distances(x, y) / self.length_scale**2)
@@ -58,6 +70,7 @@ class Laplacian(eqx.Module):
     def __check_init__(self):
         check_positive("length_scale", self.length_scale)
 
+    @validated
     def __call__(self, x: States, y: Float[Array | np.ndarray, "m d"]) -> Float[Array, "n m"]:
         """The matrix of kernel values."""
         return jnp.exp(-_distances(x, y) / self.length_scale)
@@ -81,6 +94,7 @@ class Matern(eqx.Module):
         check_positive("length_scale", self.length_scale)
         check_choice("nu", str(float(self.nu)), ("0.5", "1.5", "2.5"))
 
+    @validated
     def __call__(self, x: States, y: Float[Array | np.ndarray, "m d"]) -> Float[Array, "n m"]:
         """The matrix of kernel values."""
         s = (2 * self.nu) ** 0.5 * _distances(x, y) / self.length_scale
@@ -107,9 +121,10 @@ class Polynomial(eqx.Module):
         check_positive("gamma", self.gamma)
         check_non_negative("offset", self.offset)
 
+    @validated
     def __call__(self, x: States, y: Float[Array | np.ndarray, "m d"]) -> Float[Array, "n m"]:
         """The matrix of kernel values."""
-        return jnp.asarray(self.gamma * _products(*_pair(x, y)) + self.offset) ** self.degree
+        return jnp.asarray(self.gamma * _products(x, y) + self.offset) ** self.degree
 
 
 class Function(eqx.Module):
@@ -124,16 +139,25 @@ class Function(eqx.Module):
 
     function: Callable[[Array, Array], Array] = eqx.field(static=True)
 
+    @validated
     def __call__(self, x: States, y: Float[Array | np.ndarray, "m d"]) -> Float[Array, "n m"]:
         """The matrix of kernel values."""
-        return self.function(*_pair(x, y))
+        return self.function(jnp.asarray(x), jnp.asarray(y))
 
 
+@validated
 def as_module(kernel: Callable[[Array, Array], Array]) -> Any:
-    """The kernel itself if it is a PyTree, a plain function as a `Function`."""
+    """The kernel itself if it is a PyTree, a plain function as a `Function`.
+
+    Raises:
+        TypeError: If it is a class of kernels.
+    """
+    if isinstance(kernel, type):
+        fail_kind("kernel", "be a kernel, for example `RBF(1.0)`", describe(kernel))
     return Function(kernel) if jax.tree.structure(kernel) == jax.tree.structure(0) else kernel
 
 
+@validated(finite=("x",))
 def median_distance(x: States, *, max_samples: int = 1000) -> Float[Array, ""]:
     """The median Euclidean distance between two states: the usual length scale of an RBF kernel.
 
@@ -145,23 +169,24 @@ def median_distance(x: States, *, max_samples: int = 1000) -> Float[Array, ""]:
         A length in the units of x.
 
     Raises:
-        ValueError: If there are fewer than two states.
+        ValueError: If there are fewer than two states, or known ones are not finite.
 
     References:
         Gretton et al. (2012), A kernel two-sample test, section 8.
     """
-    check_ndim("x", x, 2, "[samples, dimensions]")
     check_count("max_samples", max_samples, minimum=2)
     if x.shape[0] < 2:
         fail("x", "hold at least two states", f"shape {x.shape}")
+    warn_narrowed(x)
     some = jnp.asarray(x)[:: -(-x.shape[0] // max_samples)]
     rows, columns = np.triu_indices(some.shape[0], 1)
     return jnp.median(_distances(some, some)[rows, columns])
 
 
+@validated
 def squared_distances(x: States, y: Float[Array | np.ndarray, "m d"]) -> Float[Array, "n m"]:
     """|x_i - y_j|^2 by one product, never below zero; states are taken about the mean of y, against cancellation."""
-    x, y = _pair(x, y)
+    x, y = jnp.asarray(x), jnp.asarray(y)
     mean = lax.stop_gradient(jnp.mean(y, 0))[None]
     x, y = x - mean, y - mean
     square = jnp.sum(x**2, 1)[:, None] + jnp.sum(y**2, 1)[None] - 2 * _products(x, y)
@@ -170,17 +195,9 @@ def squared_distances(x: States, y: Float[Array | np.ndarray, "m d"]) -> Float[A
 
 def _distances(x: States, y: Float[Array | np.ndarray, "m d"]) -> Array:
     square = squared_distances(x, y)
-    apart = square > 0  # the root has no finite slope at zero
+    apart = square != 0  # the root has no finite slope at zero; not `> 0`, which would make NaN a distance of zero
     return jnp.where(apart, jnp.sqrt(jnp.where(apart, square, 1.0)), 0.0)
 
 
-def _pair(x: Array | np.ndarray, y: Array | np.ndarray) -> tuple[Array, Array]:
-    check_ndim("x", x, 2, "[samples, dimensions]")
-    check_ndim("y", y, 2, "[samples, dimensions]")
-    if x.shape[1] != y.shape[1]:
-        fail("y", f"have the dimensions of `x` ({x.shape[1]})", y.shape[1])
-    return jnp.asarray(x), jnp.asarray(y)
-
-
-def _products(x: Array, y: Array) -> Array:
-    return product(x, y.T)
+def _products(x: Array | np.ndarray, y: Array | np.ndarray) -> Array:
+    return product(jnp.asarray(x), jnp.asarray(y).T)

@@ -1,6 +1,10 @@
-"""Encoders, autoencoders and classifiers of films, many seeds at once, through `dissociation.training.fit`."""
+"""Encoders and autoencoders of sequences, and classifiers, many seeds at once, through `dissociation.training.fit`.
 
-from collections.abc import Callable
+Trajectories come as everywhere in `koopman`: one array [time, ...], a list of such arrays, or one array whose axis of
+trajectories is named. States may have any shape; where no network is given they are images of 28 x 28 pixels.
+"""
+
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -9,18 +13,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Float, Int, Key, UInt32
+from jaxtyping import Array, Float
 
-from dissociation.checks import check_choice, check_count, check_non_negative, check_positive, check_same_length, fail
+from dissociation.checks import check_choice, check_count, check_non_negative, check_positive, fail, is_traced
 from dissociation.models.cnn import Encoder
 from dissociation.training import FitResult, fit
+from dissociation.types import Classes, PRNGKey, Scalar
+from dissociation.validation import validated
 from koopman.losses import autoencoder_loss, dpnets_loss, spectral_contrastive_loss, vamp_loss
-from koopman.networks import Autoencoder, FeatureMap
+from koopman.networks import FEATURES, Autoencoder, FeatureMap, Network, build_network
+from koopman.pairs import Pairs, lagged_pairs
 
-AnyKey = Key[Array, ""] | UInt32[Array, "2"]
-Images = Float[Array | np.ndarray, "n 28 28"]
-Film = Float[Array | np.ndarray, "m 28 28"]
-Rate = float | Float[Array | np.ndarray, "..."]
+States = Float[Array | np.ndarray, "n *state"]
+Trajectories = Float[Array | np.ndarray, "..."] | Sequence[Float[Array | np.ndarray, "..."]]
+Rate = Float[Array | np.ndarray, " seeds"] | Scalar
 
 ENCODER_LOSSES: dict[str, Callable[[Array, Array], Array]] = {
     "vamp": partial(vamp_loss, center_covariances=False),
@@ -30,161 +36,220 @@ ENCODER_LOSSES: dict[str, Callable[[Array, Array], Array]] = {
 """Losses of features now and one step later: VAMP-2 without centring, spectral contrastive, DPNets."""
 
 
-def encode(model: Callable[[Array], Array], images: Images) -> Array:
-    """`model` at every picture: [n, ...]."""
-    return jax.vmap(model)(jnp.asarray(images))
+@validated
+def encode(model: Callable[[Array], Array], states: States) -> Array:
+    """`model` at every state: [n, ...]."""
+    return jax.vmap(model)(jnp.asarray(states))
 
 
-def pair_loss(kind: str, model: FeatureMap, x: Images, y: Images) -> Float[Array, ""]:
-    """The loss of pairs of pictures: features of x, and features of y in the lagged view.
+@validated
+def pair_loss(kind: str, model: FeatureMap, x: States, y: States) -> Float[Array, ""]:
+    """The loss of pairs of states: features of x against the lagged head's features of y.
 
     Args:
         kind: One of `ENCODER_LOSSES`.
         model: One feature map.
-        x: Pictures.
-        y: The pictures after them.
+        x: States.
+        y: The states one lag later.
 
     Returns:
         The loss. For n classes in a cycle and n features the optimum of "vamp" is -n, and so is that of "contrastive"
         for many pairs; see `validation_loss` for few.
     """
     check_choice("kind", kind, tuple(ENCODER_LOSSES))
-    # One pass for both: a convolution of twice the pictures is cheaper than two.
+    _check_states(x, y)
+    # One pass for both: a convolution of twice the images is cheaper than two.
     both = encode(model, jnp.concatenate([jnp.asarray(x), jnp.asarray(y)]))
-    return ENCODER_LOSSES[kind](both[: len(x)], jax.vmap(model.lag)(both[len(x) :]))
+    return ENCODER_LOSSES[kind](both[: len(x)], jax.vmap(model.lagged_head)(both[len(x) :]))
 
 
-def reconstruction_loss(model: Autoencoder, x: Images, y: Images) -> Float[Array, ""]:
-    """`autoencoder_loss` of pairs of pictures.
+@validated
+def reconstruction_loss(model: Autoencoder, x: States, y: States) -> Float[Array, ""]:
+    """`autoencoder_loss` of pairs of states, with the error of the latent step in units of the states.
+
+        mean (x - dec(enc(x)))^2  +  r mean (enc(y) - K enc(x))^2  +  mean (y - dec(K enc(x)))^2
+
+    with r = var y / var enc(y), variances over the batch, averaged over entries. With r = 1, as published, the second
+    term falls with the size of the features, for which the decoder makes up: they shrink until it weighs nothing, and
+    their step stays as wrong as it was (on MNIST by their own variance). The ratio makes the loss blind to their size.
 
     Args:
         model: One autoencoder.
-        x: Pictures.
-        y: The pictures after them.
+        x: States.
+        y: The states one lag later.
 
     Returns:
-        Mean squared errors of reconstruction, of the linear step between features, and of the predicted picture.
+        The sum of three mean squared errors: of reconstruction, of the latent step, and of the predicted state.
+
+    References:
+        Lusch, Kutz and Brunton (2018), Deep learning for universal linear embeddings of nonlinear dynamics.
     """
+    _check_states(x, y)
     x, y = jnp.asarray(x), jnp.asarray(y)
     features = encode(model.encoder, jnp.concatenate([x, y]))
     now, later = features[: len(x)], features[len(x) :]
     evolved = now @ model.matrix()
-    pictures = jax.vmap(model.decoder)(jnp.concatenate([now, evolved]))
-    return autoencoder_loss(x, y, pictures[: len(x)], later, evolved, pictures[len(x) :])
+    states = jax.vmap(model.decoder)(jnp.concatenate([now, evolved]))
+    spread = jnp.mean(jnp.var(later, 0))
+    ratio = jnp.where(spread > 0, jnp.mean(jnp.var(y, 0)) / jnp.where(spread > 0, spread, 1.0), 0.0)
+    return autoencoder_loss(x, y, states[: len(x)], later, evolved, states[len(x) :], alpha_lin=ratio)
 
 
+@validated
 def train_encoders(
     kind: str,
-    images: Images,
+    trajectories: Trajectories,
     *,
-    key: AnyKey,
+    key: PRNGKey,
+    encoder: Network | None = None,
+    features: int | None = None,
+    feature_norm: float | None = None,
+    lag: int = 1,
+    trajectory_axis: int | None = None,
     num_seeds: int = 5,
     num_epochs: int = 50,
     batch_size: int = 64,
     learning_rate: Rate = 2e-3,
     weight_decay: Rate = 0.01,
-    features: int = 5,
     init: str = "pytorch",
-    length: float | None = None,
-    validation: Film | None = None,
+    validation: Trajectories | None = None,
     **options: Any,
 ) -> FitResult:
-    """Trains feature maps on a film, pairs of one picture and the next, with AdamW.
+    """Trains feature maps on pairs of a state and the state one lag later, with AdamW.
 
     Args:
         kind: "vamp", "contrastive" or "dpnets".
-        images: The film.
+        trajectories: One trajectory [time, ...] with states of any shape, a list of them (of any lengths; no pair goes
+            from one to the next), or one array with `trajectory_axis`.
         key: One key; every seed's network follows from it, and the order of batches, which all seeds share.
+        encoder: A network from one state to a vector of features: an Equinox module, from whose weights every seed
+            begins, or a function from a key to one. Default: the encoder of images of 28 x 28 pixels.
+        features: Width of the default encoder, 5 if not given; that of another is its own.
+        feature_norm: Norm of the features. Default: sqrt(features) for images, and for an encoder of your own what it
+            puts out, as it is. Published for images: 1, with which the contrastive loss waits on a plateau of -1 for
+            many epochs, see `FeatureMap`.
+        lag: Steps between the two states of a pair.
+        trajectory_axis: In an array that holds several trajectories of equal length, their axis; the first of the
+            others is time.
         num_seeds: Networks.
         num_epochs: Passes over the pairs.
         batch_size: Pairs in a batch; the last, smaller one of an epoch is kept.
         learning_rate: AdamW's, one for all seeds or one for each: [num_seeds].
         weight_decay: AdamW's, likewise.
-        features: Width of the output.
-        init: "pytorch" or "lecun".
-        length: Norm of the features, default sqrt(features); published: 1, with which the contrastive loss waits on a
-            plateau of -1 for many epochs, see `FeatureMap`.
-        validation: Another film, whose loss (all pairs at once) is observed after every epoch.
+        init: "pytorch" or "lecun", of the default encoder and the lagged head.
+        validation: Other trajectories, in the form of `trajectories`, whose loss (all pairs at once) is observed after
+            every epoch.
         **options: For `dissociation.training.fit`: `progress`, `checkpoint`, `log`, `mesh`, `member_map`.
 
     Returns:
         What `fit` returns; `history.observed` is the validation loss [seeds, epochs + 1], if there is one.
 
     Raises:
-        ValueError: If an option is out of range or the film has fewer than two pictures.
+        ValueError: If an option is out of range, a trajectory has no pair at this lag, or the encoder does not go from
+            one state to a vector of features.
+        TypeError: If `encoder` is neither a module nor a function from a key to one.
 
     References:
         Kostic et al. (2024), Learning invariant representations of time-homogeneous stochastic dynamical systems.
     """
     check_choice("kind", kind, tuple(ENCODER_LOSSES))
-    if (len(images) - 1) % batch_size == 1:
-        fail("batch_size", "not leave a single pair for the last batch", f"{batch_size} for {len(images) - 1} pairs")
+    pairs = _pairs("trajectories", trajectories, lag, trajectory_axis)
+    if len(pairs.x) % batch_size == 1:
+        fail("batch_size", "not leave a single pair for the last batch", f"{batch_size} for {len(pairs.x)} pairs")
+    width = _encoder_width(encoder, features, pairs.x[0], key)
+    if feature_norm is None and encoder is None:
+        feature_norm = width**0.5
     rates = _rates(learning_rate, weight_decay, num_seeds)
     build_key, fit_key = jax.random.split(key)
-    norm = features**0.5 if length is None else length
-    models = _stack(lambda k: FeatureMap(features, length=norm, init=init, key=k), build_key, num_seeds)
+    settings = {"encoder": encoder, "feature_norm": feature_norm, "init": init}
+    models = _stack(lambda k: FeatureMap(width, **settings, key=k), build_key, num_seeds)
 
-    observe = None if validation is None else _Validation(kind, *_pairs(validation))
-    return _fit(models, _Loss(kind), _pairs(images), fit_key, num_epochs, batch_size, rates, observe, options)
+    observe = _observe(kind, validation, lag, trajectory_axis, pairs.x)
+    return _fit(models, _Loss(kind), pairs, fit_key, num_epochs, batch_size, rates, observe, options)
 
 
+@validated
 def train_autoencoders(
-    images: Images,
+    trajectories: Trajectories,
     *,
-    key: AnyKey,
+    key: PRNGKey,
+    encoder: Network | None = None,
+    decoder: Network | None = None,
+    features: int | None = None,
+    lag: int = 1,
+    trajectory_axis: int | None = None,
     num_seeds: int = 5,
     num_epochs: int = 50,
     batch_size: int = 64,
-    learning_rate: Rate = 2e-3,
+    learning_rate: Rate = 1e-3,
     weight_decay: Rate = 0.01,
-    features: int = 5,
     orthogonal: bool = False,
     upsampling: str = "nearest",
-    init: str = "pytorch",
-    validation: Film | None = None,
+    init: str = "lecun",
+    validation: Trajectories | None = None,
     **options: Any,
 ) -> FitResult:
-    """Trains dynamical autoencoders on a film.
+    """Trains dynamical autoencoders: features that move by a linear map, from which states are drawn again.
+
+    An untrained decoder draws noise, which a loss damps fastest by silencing the encoder: at first all its units are
+    driven down together, by some learning rates' worth of every weight. With the published loss, PyTorch's initial
+    weights (a third of the variance here) and a rate of 2e-3, most rectified units of the convolutional encoder were
+    silent after 20 steps, and with the last of them its gradient is exactly zero: it draws the mean image for good.
+    `reconstruction_loss`, initial weights of variance 1/fan_in without biases and the published rate keep them alive.
 
     Args:
-        images: The film.
+        trajectories: One trajectory [time, ...], a list of them, or one array with `trajectory_axis`, see
+            `train_encoders`.
         key: One key.
+        encoder: A network from one state to a vector of features, or a function from a key to one, see
+            `train_encoders`.
+        decoder: A network from a vector of features to one state, likewise; needed for states other than images of
+            28 x 28 pixels.
+        features: Width of the latent space of the default encoder, 5 if not given; that of another is its own.
+        lag: Steps between the two states of a pair.
+        trajectory_axis: In an array that holds several trajectories, their axis.
         num_seeds: Networks.
         num_epochs: Passes over the pairs.
         batch_size: Pairs in a batch.
-        learning_rate: AdamW's, one for all seeds or one for each: [num_seeds].
+        learning_rate: AdamW's, one for all seeds or one for each: [num_seeds]; see above for larger ones.
         weight_decay: AdamW's, likewise.
-        features: Width of the latent space.
         orthogonal: Whether the latent map is kept orthogonal.
-        upsampling: "nearest" or "bilinear".
-        init: "pytorch" or "lecun".
-        validation: Another film, whose loss is observed after every epoch.
+        upsampling: Of the default decoder, "nearest" or "bilinear".
+        init: "pytorch" or "lecun", of the default networks.
+        validation: Other trajectories, whose loss is observed after every epoch.
         **options: For `dissociation.training.fit`.
 
     Returns:
         What `fit` returns.
 
     Raises:
-        ValueError: If an option is out of range or the film has fewer than two pictures.
+        ValueError: If an option is out of range, a trajectory has no pair at this lag, or the encoder or the decoder
+            does not fit the states.
+        TypeError: If either is neither a module nor a function from a key to one.
 
     References:
         Lusch, Kutz and Brunton (2018), Deep learning for universal linear embeddings of nonlinear dynamics.
     """
+    pairs = _pairs("trajectories", trajectories, lag, trajectory_axis)
+    width = _encoder_width(encoder, features, pairs.x[0], key)
+    _check_decoder(decoder, width, pairs.x[0], key)
     rates = _rates(learning_rate, weight_decay, num_seeds)
     build_key, fit_key = jax.random.split(key)
-    settings = {"orthogonal": orthogonal, "upsampling": upsampling, "init": init}
-    models = _stack(lambda k: Autoencoder(features, **settings, key=k), build_key, num_seeds)
+    settings = {"encoder": encoder, "decoder": decoder, "orthogonal": orthogonal, "upsampling": upsampling}
+    models = _stack(lambda k: Autoencoder(width, **settings, init=init, key=k), build_key, num_seeds)
 
-    observe = None if validation is None else _Validation("reconstruction", *_pairs(validation))
+    observe = _observe("reconstruction", validation, lag, trajectory_axis, pairs.x)
     loss = _Loss("reconstruction")
-    return _fit(models, loss, _pairs(images), fit_key, num_epochs, batch_size, rates, observe, options)
+    return _fit(models, loss, pairs, fit_key, num_epochs, batch_size, rates, observe, options)
 
 
+@validated
 def train_classifiers(
-    images: Images,
-    labels: Int[Array | np.ndarray, " n"],
+    states: States,
+    labels: Classes,
     *,
-    key: AnyKey,
+    key: PRNGKey,
+    encoder: Network | None = None,
     num_classes: int = 5,
     num_seeds: int = 5,
     num_epochs: int = 20,
@@ -194,54 +259,74 @@ def train_classifiers(
     init: str = "pytorch",
     **options: Any,
 ) -> FitResult:
-    """Trains encoders as classifiers, by cross entropy: the oracle that reads forecast pictures.
+    """Trains encoders as classifiers, by cross entropy: the oracle that reads forecast images.
 
     Args:
-        images: Pictures.
+        states: Images of 28 x 28 pixels, or states of any shape that `encoder` takes.
         labels: Classes, 0 to `num_classes` - 1.
         key: One key.
+        encoder: A network from one state to [num_classes], or a function from a key to one; default: that of images.
         num_classes: Width of the output.
         num_seeds: Networks.
-        num_epochs: Passes over the pictures.
-        batch_size: Pictures in a batch.
+        num_epochs: Passes over the states.
+        batch_size: States in a batch.
         learning_rate: AdamW's, one for all seeds or one for each: [num_seeds].
         weight_decay: AdamW's, likewise.
-        init: "pytorch" or "lecun".
+        init: "pytorch" or "lecun", of the default encoder.
         **options: For `dissociation.training.fit`.
 
     Returns:
         What `fit` returns.
 
     Raises:
-        ValueError: If lengths disagree or an option is out of range.
+        ValueError: If lengths disagree, an option is out of range, or the encoder does not go from one state to
+            [num_classes].
+        TypeError: If `encoder` is neither a module nor a function from a key to one.
     """
-    check_same_length("images", len(images), "labels", len(labels))
+    check_count("num_classes", num_classes, minimum=2)
+    if not is_traced(labels) and int(labels.max()) >= num_classes:
+        fail("labels", f"be classes below `num_classes` ({num_classes})", int(labels.max()))
+    states, labels = jnp.asarray(states), jnp.asarray(labels)
+    width = _encoder_width(encoder, num_classes, states[0], key, name="num_classes")
     rates = _rates(learning_rate, weight_decay, num_seeds)
     build_key, fit_key = jax.random.split(key)
-    models = _stack(lambda k: Encoder(num_classes, init=init, key=k), build_key, num_seeds)
 
-    data, loss = (jnp.asarray(images), jnp.asarray(labels)), _Loss("classes")
-    return _fit(models, loss, data, fit_key, num_epochs, batch_size, rates, None, options)
+    def build(own: Array) -> Any:
+        return Encoder(width, init=init, key=own) if encoder is None else build_network("encoder", encoder, key=own)
+
+    models = _stack(build, build_key, num_seeds)
+    return _fit(models, _Loss("classes"), (states, labels), fit_key, num_epochs, batch_size, rates, None, options)
 
 
-def validation_loss(kind: str, model: FeatureMap, images: Images, *, batch_size: int | None = None) -> Float[Array, ""]:
-    """`pair_loss` of a film: of all pairs at once, or as the mean over batches.
+@validated
+def validation_loss(
+    kind: str,
+    model: FeatureMap,
+    trajectories: Trajectories,
+    *,
+    lag: int = 1,
+    trajectory_axis: int | None = None,
+    batch_size: int | None = None,
+) -> Float[Array, ""]:
+    """`pair_loss` of trajectories: of all pairs at once, or as the mean over batches.
 
     The two differ, and the mean over batches looks better for the same network. The contrastive loss leaves out i = j,
     a pair of one class. Of five classes in turn that leaves (12.8 - 1) / 63 = 0.187 equal pairs in a batch of 64, and
-    0.199 of 999 pairs: with perfect features, 25 times the share less 10 is -5.32 and -5.02. VAMP gains a little from
+    0.199 of 999 pairs: with perfect features, 25 times the share minus 10 is -5.32 and -5.02. VAMP gains a little from
     covariances that are noisier in a batch.
 
     Args:
         kind: One of `ENCODER_LOSSES`.
         model: One feature map.
-        images: The film.
+        trajectories: One trajectory [time, ...], a list of them, or one array with `trajectory_axis`.
+        lag: Steps between the two states of a pair.
+        trajectory_axis: In an array that holds several trajectories, their axis.
         batch_size: Pairs in a batch, in order; the last, smaller one counts as much as the others. None: all at once.
 
     Returns:
         The loss.
     """
-    x, y = _pairs(images)
+    x, y = _pairs("trajectories", trajectories, lag, trajectory_axis)
     if batch_size is None:
         return pair_loss(kind, model, x, y)
     check_count("batch_size", batch_size, minimum=2)
@@ -249,9 +334,22 @@ def validation_loss(kind: str, model: FeatureMap, images: Images, *, batch_size:
     return jnp.mean(jnp.stack([pair_loss(kind, model, x[i : i + batch_size], y[i : i + batch_size]) for i in starts]))
 
 
+@validated
 def member(models: Any, index: int) -> Any:
-    """One of stacked models."""
+    """One of stacked models.
+
+    Raises:
+        ValueError: If there is none of this index.
+    """
+    count = min((len(leaf) for leaf in jax.tree.leaves(models) if eqx.is_array(leaf)), default=0)
+    if not -count <= index < count:
+        fail("index", f"be below the number of models ({count})", index)
     return jax.tree.map(lambda leaf: leaf[index] if eqx.is_array(leaf) else leaf, models)
+
+
+def _check_states(x: States, y: States) -> None:
+    if np.shape(x) != np.shape(y):
+        fail("y", f"have the shape of `x` {np.shape(x)}", np.shape(y))
 
 
 class _Loss(eqx.Module):
@@ -278,10 +376,71 @@ class _Validation(eqx.Module):
         return _Loss(self.kind)(model, (self.x, self.y), key)
 
 
-def _pairs(images: Images) -> tuple[Array, Array]:
-    if len(images) < 2:
-        fail("images", "hold at least two pictures", f"{len(images)}")
-    return jnp.asarray(images[:-1]), jnp.asarray(images[1:])
+def _pairs(name: str, trajectories: Trajectories, lag: int, trajectory_axis: int | None) -> Pairs:
+    """`lagged_pairs` of one trajectory, of a list, or of an array whose axis of trajectories is named."""
+    if not isinstance(trajectories, Array | np.ndarray):
+        if trajectory_axis is not None:
+            fail("trajectory_axis", f"be None where `{name}` is a list", trajectory_axis)
+        return lagged_pairs(list(trajectories), lag)
+    if trajectory_axis is None:
+        return lagged_pairs([trajectories], lag)
+    if not -trajectories.ndim <= trajectory_axis < trajectories.ndim:
+        fail("trajectory_axis", f"be an axis of `{name}` (shape {trajectories.shape})", trajectory_axis)
+    return lagged_pairs(list(jnp.moveaxis(jnp.asarray(trajectories), trajectory_axis, 0)), lag)
+
+
+def _observe(
+    kind: str, validation: Trajectories | None, lag: int, trajectory_axis: int | None, states: Array
+) -> _Validation | None:
+    """The loss of `validation`, if there is one, whose states must be like those of training."""
+    if validation is None:
+        return None
+    pairs = _pairs("validation", validation, lag, trajectory_axis)
+    if pairs.x.shape[1:] != states.shape[1:]:
+        fail("validation", f"have the states of `trajectories`, of shape {states.shape[1:]}", pairs.x.shape[1:])
+    return _Validation(kind, *pairs)
+
+
+def _encoder_width(
+    encoder: Network | None, features: int | None, state: Array, key: PRNGKey, name: str = "features"
+) -> int:
+    """The features that an encoder makes of one state; refuses an encoder and states that do not fit."""
+    if encoder is None:
+        if state.shape != (28, 28):
+            advice = "Pass `encoder=`, or name the axis of trajectories"
+            fail("encoder", "be given for states other than images of 28 x 28 pixels", f"shape {state.shape}", advice)
+        return FEATURES if features is None else check_count(name, features, minimum=1)
+    shape = _output_shape("encoder", encoder, state, key)
+    if len(shape) != 1:
+        advice = "For several trajectories in one array name their axis (`trajectory_axis=0`) or pass a list"
+        wanted = f"make a vector of features of one state (shape {state.shape})"
+        fail("encoder", wanted, f"an output of shape {shape}", advice)
+    if features is not None and shape[0] != features:
+        fail(name, f"be the width of the encoder's output ({shape[0]})", features)
+    return shape[0]
+
+
+def _check_decoder(decoder: Network | None, width: int, state: Array, key: PRNGKey) -> None:
+    """Refuses a decoder that does not make a state of features."""
+    if decoder is None and state.shape != (28, 28):
+        fail("decoder", "be given for states other than images of 28 x 28 pixels", f"shape {state.shape}")
+    if decoder is not None:
+        shape = _output_shape("decoder", decoder, jnp.zeros(width, state.dtype), key)
+        if shape != state.shape:
+            fail("decoder", f"make a state (shape {state.shape}) of {width} features", f"an output of shape {shape}")
+
+
+def _output_shape(name: str, network: Network, example: Array, key: PRNGKey) -> tuple[int, ...]:
+    """The shape of what a network makes of one example, by abstract evaluation."""
+    made = eqx.filter_eval_shape(lambda k: build_network(name, network, key=k), key)
+    try:
+        out = eqx.filter_eval_shape(lambda model, x: model(x), made, example)
+    except Exception as error:  # whatever the caller's network raises, it is about the example's shape or kind
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ValueError(f"`{name}` must take one example of shape {example.shape}, got {reason!r}.") from error
+    if not isinstance(out, jax.ShapeDtypeStruct):
+        fail(name, "make one array of one example", type(out).__name__)
+    return out.shape
 
 
 def _stack(build: Callable[[Array], Any], key: Array, num_seeds: int) -> Any:

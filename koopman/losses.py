@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Key, UInt32
+from jaxtyping import Array, Float
 
-from dissociation.checks import check_choice, check_count, check_ndim, check_non_negative, fail
+from dissociation.checks import check_choice, check_count, check_non_negative, fail
 from dissociation.linalg import centre, nuclear_norm, product, psd_power
+from dissociation.types import PRNGKey, Scalar
+from dissociation.validation import validated
 
 __all__ = [
     "autoencoder_loss",
@@ -25,12 +27,11 @@ __all__ = [
     "vamp_score",
 ]
 
-PRNGKey = Key[Array, ""] | UInt32[Array | np.ndarray, "2"]
-Scalar = float | int | Float[Array | np.ndarray, ""]
 Features = Float[Array | np.ndarray, "n d"]
 Loss = Float[Array, ""]
 
 
+@validated
 def vamp_loss(x: Features, y: Features, *, schatten_norm: int = 2, center_covariances: bool = True) -> Loss:
     r"""Minus the VAMP-p score: how much of the next step's features the present ones determine linearly.
 
@@ -40,8 +41,11 @@ def vamp_loss(x: Features, y: Features, *, schatten_norm: int = 2, center_covari
     it: five one-hot states in a perfect cycle score 5, centred 4, for either p. Linear maps of the features leave the
     score as it is. The score of n independent pairs is not zero: for p = 2 it is d^2 / (n - 1) on average, centred.
 
+    With n <= d + 1 samples (n <= d uncentred) each side's features span all there is, and the score is their rank
+    whatever they are: such batches are refused.
+
     Directions of a covariance below its relative cut-off are left out and have no part in the gradient, which is finite
-    for any batch (a constant or repeated feature, n < d). Covariances square condition numbers, so whitening is done in
+    for any batch (a constant or repeated feature). Covariances square condition numbers, so whitening is done in
     two steps, the first of which brings the condition number near 1 whatever it was: in float32 features of condition
     number 1e5 still score to 1e-3, and directions below about 3e-6 of the largest are left out.
 
@@ -55,7 +59,8 @@ def vamp_loss(x: Features, y: Features, *, schatten_norm: int = 2, center_covari
         Between -d and 0.
 
     Raises:
-        ValueError: If shapes disagree or `schatten_norm` is not 1 or 2.
+        ValueError: If shapes disagree, there are too few samples, or `schatten_norm` is not 1 or 2.
+        TypeError: If they are not real numbers.
 
     References:
         Wu and Noe (2020), Variational approach for learning Markov processes from time series data, VAMP-r score.
@@ -65,12 +70,14 @@ def vamp_loss(x: Features, y: Features, *, schatten_norm: int = 2, center_covari
         >>> vamp_loss(states, jnp.roll(states, 1, axis=0), center_covariances=False).round(4)
         Array(-5., dtype=float32)
     """
-    x, y = _as_pair(x, y)
+    x, y = jnp.asarray(x), jnp.asarray(y)
     _check_schatten_norm(schatten_norm)
+    _check_enough("x", x, x.shape[1], center_covariances)
     _, cross = _whitened(x, y, center_covariances)
     return -nuclear_norm(cross) if schatten_norm == 1 else -jnp.sum(cross**2)
 
 
+@validated
 def vamp_score(
     x: Features,
     y: Features,
@@ -87,7 +94,7 @@ def vamp_score(
 
         | (u^T C_x u)^{-1/2} (u^T C_xy v) (v^T C_y v)^{-1/2} |_p^p,     C the covariances of the test pairs,
 
-    so the score judges the spans of u and of v. Two consequences. On the training data itself with `rank=None` it is
+    so the score compares the spans of u and of v. Two consequences. On the training data itself with `rank=None` it is
     minus `vamp_loss`, for p = 1 and for p = 2. And with `rank=None` on other data it still is minus the `vamp_loss` of
     those data, since all features together span the same whatever was fitted (as long as the training covariances are
     regular): pass a rank below d to test the fit. Test data are centred by their own means.
@@ -105,22 +112,23 @@ def vamp_score(
         Between 0 and the rank. Differentiable in the test features; the fitted functions count as constants.
 
     Raises:
-        ValueError: If shapes disagree, `schatten_norm` is not 1 or 2, or `rank` is above d.
+        ValueError: If shapes disagree, there are too few samples (as in `vamp_loss`, on the test data for `rank`
+            features), `schatten_norm` is not 1 or 2, or `rank` is above d.
         TypeError: If `rank` is no integer.
 
     References:
         Wu and Noe (2020), Variational approach for learning Markov processes from time series data, eq. 33 of
         arXiv:1707.04659.
     """
-    x, y = _as_pair(x, y)
-    x_test, y_test = _as_pair(x_test, y_test, ("x_test", "y_test"))
+    x, y = jnp.asarray(x), jnp.asarray(y)
+    x_test, y_test = jnp.asarray(x_test), jnp.asarray(y_test)
     _check_schatten_norm(schatten_norm)
     size = x.shape[1]
-    if x_test.shape[1] != size:
-        fail("x_test", f"have as many features as `x` ({size})", x_test.shape[1])
     rank = size if rank is None else check_count("rank", rank, minimum=1)
     if rank > size:
         fail("rank", f"be at most the number of features ({size})", rank)
+    _check_enough("x", x, size, center_covariances)
+    _check_enough("x_test", x_test, rank, center_covariances)
     maps, cross = _whitened(x, y, center_covariances)
     left, values, right = jnp.linalg.svd(cross)
     # Functions without any correlation are rounding noise where the covariances are deficient.
@@ -137,6 +145,7 @@ def vamp_score(
     )
 
 
+@validated
 def dpnets_loss(
     x: Features,
     y: Features,
@@ -165,14 +174,18 @@ def dpnets_loss(
         At least -d. Eigenvalues of a covariance below its cut-off count as d times rounding and have no gradient.
 
     Raises:
-        ValueError: If shapes disagree or `metric_deformation` is negative.
+        ValueError: If shapes disagree, there are too few samples for the score that is not relaxed (as in `vamp_loss`),
+            or `metric_deformation` is negative.
+        TypeError: If they are not real numbers.
 
     References:
         Kostic, Novelli, Grazzi, Lounici and Pontil (2024), Learning invariant representations of time-homogeneous
         stochastic dynamical systems, section 3.
     """
-    x, y = _as_pair(x, y)
+    x, y = jnp.asarray(x), jnp.asarray(y)
     check_non_negative("metric_deformation", metric_deformation)
+    if not relaxed:
+        _check_enough("x", x, x.shape[1], center_covariances)
     if center_covariances:
         x, y = centre(x), centre(y)
     loss = jnp.zeros((), x.dtype) if relaxed else vamp_loss(x, y, center_covariances=False)
@@ -185,6 +198,7 @@ def dpnets_loss(
     return loss + metric_deformation / (2 * x.shape[1]) * (_deformation(values_x) + _deformation(values_y))
 
 
+@validated
 def spectral_contrastive_loss(x: Features, y: Features) -> Loss:
     r"""The spectral contrastive loss: the true pairs are to be aligned, all others orthogonal.
 
@@ -208,6 +222,7 @@ def spectral_contrastive_loss(x: Features, y: Features) -> Loss:
 
     Raises:
         ValueError: If shapes disagree or there are fewer than two pairs.
+        TypeError: If they are not real numbers.
 
     References:
         HaoChen, Wei, Gaidon and Ma (2021), Provable guarantees for self-supervised deep learning with spectral
@@ -219,13 +234,14 @@ def spectral_contrastive_loss(x: Features, y: Features) -> Loss:
         >>> spectral_contrastive_loss(jnp.eye(5), jnp.eye(5))
         Array(-2., dtype=float32)
     """
-    x, y = _as_pair(x, y)
+    x, y = jnp.asarray(x), jnp.asarray(y)
     n = x.shape[0]
     if n < 2:
         fail("x", "hold at least two pairs", f"shape {x.shape}")
     return _off_diagonal_squares(x, y) / float(n * (n - 1)) - (2.0 / n) * jnp.sum(x * y)
 
 
+@validated
 def autoencoder_loss(
     x: Float[Array | np.ndarray, "n *state"],
     y: Float[Array | np.ndarray, "n *state"],
@@ -261,6 +277,7 @@ def autoencoder_loss(
 
     Raises:
         ValueError: If shapes disagree or a weight is negative.
+        TypeError: If they are not real numbers.
 
     References:
         Lusch, Kutz and Brunton (2018), Deep learning for universal linear embeddings of nonlinear dynamics.
@@ -279,12 +296,13 @@ def autoencoder_loss(
     return terms[0] + terms[1] + terms[2]
 
 
+@validated
 def energy_loss(
     x: Features,
     jac: Float[Array | np.ndarray, "n d m"],
     *,
     grad_weight: Scalar = 1e-3,
-    form: str = "pooled",
+    form: str = "energy",
 ) -> Loss:
     r"""A loss for the generator L of a reversible diffusion, from features and their gradients: no pairs in time.
 
@@ -300,8 +318,7 @@ def energy_loss(
     The pooled form is what kooplearn computes, to its value. It is not the same number, and it does not rank
     eigenfunctions: features and gradients are added into one scalar kernel, so <d_k x_l, x_j>^2 stands where
     |d_k x_l|^2 |x_j|^2 would. To first order in a it charges only the part of a gradient that lies in the span of the
-    features: on an interval with reflecting ends {1, cos 2t} has a lower loss than {1, cos t}. Choose "energy" to learn
-    eigenfunctions, "pooled" to compare with that library.
+    features: on an interval with reflecting ends {1, cos 2t} has a lower loss than {1, cos t}.
 
     Expectations are means over the batch, in pairs with the diagonal: the estimate of the first term is biased upwards,
     by order 1 / n.
@@ -310,13 +327,14 @@ def energy_loss(
         x: Features, [n, d]. Samples are to follow the invariant distribution.
         jac: Their derivatives by the m coordinates of the state, [n, d, m].
         grad_weight: Non-negative; one over the shift of the resolvent, in units of time. May be traced.
-        form: "pooled" or "energy".
+        form: "energy", which learns eigenfunctions, or "pooled", for comparison with that library.
 
     Returns:
         At least -d.
 
     Raises:
         ValueError: If shapes disagree, `grad_weight` is negative or `form` is unknown.
+        TypeError: If they are not real numbers.
 
     References:
         Kostic, Lounici, Halconruy, Devergne and Pontil (2024), Learning the infinitesimal generator of stochastic
@@ -324,13 +342,9 @@ def energy_loss(
         Devergne, Kostic, Parrinello and Pontil (2024), From biased to unbiased dynamics: an infinitesimal generator
         approach.
     """
-    check_ndim("x", x, 2, "[samples, features]")
-    check_ndim("jac", jac, 3, "[samples, features, coordinates]")
-    if tuple(jac.shape[:2]) != tuple(x.shape):
-        fail("jac", f"have shape [*{tuple(x.shape)}, coordinates], as `x`", jac.shape)
-    check_non_negative("grad_weight", grad_weight)
-    check_choice("form", form, ("pooled", "energy"))
     x, jac = jnp.asarray(x), jnp.asarray(jac)
+    check_non_negative("grad_weight", grad_weight)
+    check_choice("form", form, ("energy", "pooled"))
     n, d = x.shape
     if form == "energy":
         rows = jnp.moveaxis(jac, 2, 1).reshape(-1, d)
@@ -345,6 +359,7 @@ def energy_loss(
     return squares / float(n * n) - (2.0 / n) * jnp.sum(x**2)
 
 
+@validated
 def orthonormal_fro_reg(x: Features, *, key: PRNGKey | None = None) -> Loss:
     r"""An unbiased estimate of how far features are from orthonormal and centred.
 
@@ -370,12 +385,12 @@ def orthonormal_fro_reg(x: Features, *, key: PRNGKey | None = None) -> Loss:
 
     Raises:
         ValueError: If there are fewer than four samples.
+        TypeError: If they are not real numbers.
 
     References:
         Himeno and Yamada (2014), Estimations for some functions of covariance matrix in high dimension under
         non-normality.
     """
-    check_ndim("x", x, 2, "[samples, features]")
     x = jnp.asarray(x)
     n, d = x.shape
     if n < 4:
@@ -395,6 +410,7 @@ def orthonormal_fro_reg(x: Features, *, key: PRNGKey | None = None) -> Loss:
     return (square - 2 * trace + d + 2 * mean) / d
 
 
+@validated
 def orthonormal_logfro_reg(x: Features) -> Loss:
     r"""How far features are from orthonormal and centred, with a barrier against their collapse.
 
@@ -409,12 +425,12 @@ def orthonormal_logfro_reg(x: Features) -> Loss:
 
     Raises:
         ValueError: If `x` is no matrix.
+        TypeError: If they are not real numbers.
 
     References:
         Kostic, Novelli, Grazzi, Lounici and Pontil (2024), Learning invariant representations of time-homogeneous
         stochastic dynamical systems, metric distortion loss.
     """
-    check_ndim("x", x, 2, "[samples, features]")
     x = jnp.asarray(x)
     values = jnp.linalg.eigvalsh(_covariance(centre(x)))
     return _deformation(values) / x.shape[1] + 2 * jnp.sum(jnp.mean(x, 0) ** 2)
@@ -480,12 +496,16 @@ def _after(earlier: Array, array: Array) -> Array:
     return array + 0 * lax.stop_gradient(earlier)
 
 
-def _as_pair(x: Features, y: Features, names: tuple[str, str] = ("x", "y")) -> tuple[Array, Array]:
-    for name, array in zip(names, (x, y), strict=True):
-        check_ndim(name, array, 2, "[samples, features]")
-    if tuple(x.shape) != tuple(y.shape):
-        fail(names[1], f"have the shape of `{names[0]}` {tuple(x.shape)}", tuple(y.shape))
-    return jnp.asarray(x), jnp.asarray(y)
+def _check_enough(name: str, x: Array, size: int, center: bool) -> None:
+    """Fewer samples than this are correlated perfectly by any features."""
+    least = size + (2 if center else 1)
+    if x.shape[0] < least:
+        fail(
+            name,
+            f"hold at least {least} samples for {size} features{', centred' if center else ''}",
+            x.shape[0],
+            "With fewer the score is the same for any features",
+        )
 
 
 def _check_schatten_norm(schatten_norm: int) -> None:

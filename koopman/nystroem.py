@@ -8,9 +8,9 @@ are u(x) = k(x, X) c / sqrt(n):
 - reduced rank: c = (K + alpha I)^(-1) v with the leading eigenvectors of L T v = sigma^2 v, T = K (K + alpha I)^(-1),
   normalised to v^T T v = 1.
 
-Gram matrices hold the squares of what feature matrices hold: eigenvalues of C_x below n times the rounding unit of the
-largest (6e-4 for 5000 samples in float32) count as zero in the dense routes, and `alpha` has to lie above rounding in
-the one that factors K + alpha I. Use x64 for smaller ones.
+Gram matrices hold the squares of what feature matrices hold: eigenvalues of C_x below 8 times the rounding unit of the
+largest (1e-6 in float32) count as zero in the dense routes, and `alpha` has to lie well above rounding in the one that
+factors K + alpha I. Use x64 for smaller ones.
 
 Nystroem's features k(x, Z) k(Z, Z)^(-1/2) of some centres Z are explicit, so the estimators of `operators` apply, and
 cost falls from n^3 to n m^2.
@@ -22,29 +22,31 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Key, UInt32
+from jaxtyping import Array, Float, Int
 
-from dissociation.checks import check_choice, check_count, check_ndim, check_non_negative, fail, is_traced
+from dissociation.checks import check_choice, check_count, check_non_negative, fail, is_traced
 from dissociation.linalg import product, psd_power
+from dissociation.types import PRNGKey, Scalar
+from dissociation.validation import validated
+from koopman.diagnostics import warn_inexact, warn_large_alpha, warn_narrowed, warn_tied
 from koopman.fitted import KernelMap, LinearMap, Operator
-from koopman.kernel_subspaces import GramMethod, gram_cutoff, gram_weights
+from koopman.kernel_subspaces import GramMethod, cholesky_floor, gram_cutoff, gram_weights
 from koopman.kernels import as_module
 from koopman.operators import fit_pcr, fit_reduced_rank, fit_ridge
-from koopman.pairs import checked_pairs
+from koopman.pairs import checked_pairs, default_alpha
 from koopman.subspaces import Rank, latent_size, refuse_singular
 
-Scalar = float | int | Float[Array | np.ndarray, ""]
-AnyKey = Key[Array, ""] | UInt32[Array, "2"]
 Kernel = Callable[[Array, Array], Array]
 States = Float[Array | np.ndarray, "n d"]
 
 
+@validated
 def fit_kernel_ridge(
     x: States,
     y: States,
     kernel: Kernel,
     *,
-    alpha: Scalar = 1e-6,
+    alpha: Scalar | None = None,
     observable: Float[Array | np.ndarray, "n *o"] | None = None,
 ) -> Operator:
     """Kernel ridge regression, G = (C_x + alpha I)^{-1} C_xy on the span of the samples: an operator of rank n.
@@ -53,11 +55,15 @@ def fit_kernel_ridge(
         x: States.
         y: Their successors, see `lagged_pairs`.
         kernel: A module of `koopman.kernels`, or any function of two arrays of states to their kernel matrix.
-        alpha: Tikhonov regularisation, in the units of k(x, x). Traced.
+        alpha: Tikhonov regularisation, in units of k(x, x); None is 1e-6 times the mean of k(x, x). Traced.
         observable: What forecasts return, at the successors' times: [n, ...]. Default: the states.
 
     Returns:
         The fitted operator.
+
+    Warns:
+        UserWarning: Where values are known, if `alpha` exceeds eigenvalue number `rank` of k(X, X) / n, rounding
+            outweighs `alpha`, or singular values `rank` and `rank` + 1 agree to rounding.
 
     Raises:
         ValueError: If shapes disagree, data are not finite, `alpha` is negative, or it is zero and K is singular (the
@@ -69,13 +75,14 @@ def fit_kernel_ridge(
     return _fit("pcr", x, y, kernel, None, alpha, observable, "dense")
 
 
+@validated
 def fit_kernel_pcr(
     x: States,
     y: States,
     kernel: Kernel,
     *,
     rank: Rank,
-    alpha: Scalar = 1e-6,
+    alpha: Scalar | None = None,
     observable: Float[Array | np.ndarray, "n *o"] | None = None,
     solver: str = "auto",
 ) -> Operator:
@@ -103,13 +110,14 @@ def fit_kernel_pcr(
     return _fit("pcr", x, y, kernel, rank, alpha, observable, solver)
 
 
+@validated
 def fit_kernel_reduced_rank(
     x: States,
     y: States,
     kernel: Kernel,
     *,
     rank: Rank,
-    alpha: Scalar = 1e-6,
+    alpha: Scalar | None = None,
     observable: Float[Array | np.ndarray, "n *o"] | None = None,
     solver: str = "auto",
 ) -> Operator:
@@ -124,7 +132,8 @@ def fit_kernel_reduced_rank(
         observable: What forecasts return.
         solver: "dense" (two whole eigendecompositions), "krylov" (one Cholesky factor per `alpha`, and the leading
             eigenvectors), "spectral" (one eigendecomposition of K and the leading eigenvectors: dearer once, but a
-            `vmap` over `alpha` shares it) or "auto": "krylov" above 1000 samples.
+            `vmap` over `alpha` shares it) or "auto": above 1000 samples "krylov" where `alpha` is known to lie above
+            rounding, 100 times the rounding unit times the mean of k(x, x), or the dtype is float64; else "spectral".
 
     Returns:
         The fitted operator.
@@ -144,34 +153,33 @@ def _fit(
     y: Array | np.ndarray,
     kernel: Kernel,
     rank: Rank | None,
-    alpha: Scalar,
+    alpha: Scalar | None,
     observable: Array | np.ndarray | None,
     solver: str,
 ) -> Operator:
-    x, y, flat, shape = checked_pairs(x, y, observable, "dimensions")
-    check_non_negative("alpha", alpha)
+    x, y, flat, shape = checked_pairs(x, y, observable)
+    if alpha is not None:
+        check_non_negative("alpha", alpha)
     check_choice("solver", solver, ("auto", "dense", "krylov", *(("spectral",) if kind == "reduced_rank" else ())))
     kernel = as_module(kernel)
     number = x.shape[0]
     size, active = latent_size(rank, number, "samples")
     if active is not None and solver not in ("auto", "dense"):
         fail("solver", "be 'dense' for a traced `rank`", repr(solver))
-    if solver == "auto":
-        solver = "krylov" if number > 1000 and size <= number // 16 else "dense"
     gram_x, gram_y = kernel(x, x) / number, kernel(y, y) / number
-    alpha = jnp.asarray(alpha, x.dtype)
-    weights, values = gram_weights(GramMethod(kind, size, solver), gram_x, gram_y, alpha, active)
-    if (
-        not is_traced(alpha)
-        and not is_traced(gram_x)
-        and float(alpha) == 0.0
-        and (kind, solver) != ("reduced_rank", "krylov")
-    ):
+    given, trace = alpha is not None, jnp.trace(gram_x)
+    alpha = jnp.asarray(alpha, x.dtype) if given else default_alpha(trace)
+    known = not (is_traced(alpha) or is_traced(gram_x) or is_traced(gram_y))
+    if solver == "auto":
+        solver = _solver(kind, gram_x, alpha, size)
+    found = gram_weights(GramMethod(kind, size, solver), gram_x, gram_y, alpha, active)
+    weights, values = found.vectors, found.values
+    if known and given and float(alpha) == 0.0 and (kind, solver) != ("reduced_rank", "krylov"):
         _check_regular("ridge" if rank is None else kind, gram_x, values, size)
     coefficients = weights * number**-0.5
     latent_x = product(gram_x, coefficients) * number
     latent_y = product(kernel(y, x), coefficients)
-    return Operator(
+    operator = Operator(
         encode=KernelMap(kernel, x, coefficients),
         dual=KernelMap(kernel, y, latent_x / number),
         core=product(latent_x.T, latent_y) / number,
@@ -186,6 +194,25 @@ def _fit(
         effective_rank=jnp.sum(values > gram_cutoff(gram_x) ** 0.5 * jnp.max(values)),
         observable_shape=shape,
     )
+    if known and active is None:
+        if rank is not None:
+            which = f"eigenvalue {size} of k(X, X) / n"
+            warn_large_alpha(float(alpha), float(found.variance), float(trace), which)
+            warn_tied(np.asarray(values), np.asarray(found.rest), gram_cutoff(gram_x) ** 0.5)
+        warn_inexact(operator.gram_x, operator.basis_gram, float(alpha))
+    return operator
+
+
+def _solver(kind: str, gram_x: Array, alpha: Array, size: int) -> str:
+    """What "auto" stands for: an iterative solver for a few directions of many samples, where rounding allows it."""
+    number = gram_x.shape[0]
+    if number <= 1000 or size > number // 16:
+        return "dense"
+    if kind == "pcr":
+        return "krylov"
+    if is_traced(alpha) or is_traced(gram_x):  # float64 has room enough below any usual `alpha`
+        return "krylov" if jnp.finfo(gram_x.dtype).eps < 1e-12 else "spectral"
+    return "krylov" if float(alpha) > float(cholesky_floor(gram_x)) else "spectral"
 
 
 def _check_regular(kind: str, gram_x: Array, values: Array, size: int) -> None:
@@ -215,6 +242,7 @@ class NystroemMap(eqx.Module):
         return product(self.kernel(jnp.asarray(x), self.centres), self.whitening)
 
 
+@validated(finite=("centres",))
 def nystroem_map(
     kernel: Kernel, centres: Float[Array | np.ndarray, "m d"], *, rtol: float | None = None
 ) -> NystroemMap:
@@ -231,20 +259,21 @@ def nystroem_map(
     References:
         Williams and Seeger (2001), Using the Nystroem method to speed up kernel machines.
     """
-    check_ndim("centres", centres, 2, "[centres, dimensions]")
+    warn_narrowed(centres)
     centres = jnp.asarray(centres)
     kernel = as_module(kernel)
     return NystroemMap(kernel, centres, psd_power(kernel(centres, centres), -0.5, rtol=rtol))
 
 
+@validated(finite=("x",))
 def choose_centres(
     x: States,
     num_centres: int,
     *,
-    key: AnyKey,
+    key: PRNGKey,
     method: str = "uniform",
     kernel: Kernel | None = None,
-    alpha: Scalar = 1e-6,
+    alpha: Scalar | None = None,
 ) -> Int[Array, " m"]:
     """Which samples serve as centres, without repetition.
 
@@ -255,13 +284,14 @@ def choose_centres(
         method: "uniform", or "leverage": with probabilities that follow the ridge leverage scores of the samples,
             [K (K + alpha I)^{-1}]_ii, themselves estimated from m uniform centres.
         kernel: For "leverage".
-        alpha: For "leverage".
+        alpha: For "leverage"; None is 1e-6 times the mean of k(x, x) on the span of the centres.
 
     Returns:
         Indices into x.
 
     Raises:
-        ValueError: If `num_centres` is out of range, the method is unknown, or "leverage" has no kernel.
+        ValueError: If `num_centres` is out of range, known states are not finite, the method is unknown, or "leverage"
+            has no kernel.
 
     References:
         Rudi, Calandriello, Carratino and Rosasco (2018), On fast leverage score sampling and optimal learning.
@@ -276,14 +306,18 @@ def choose_centres(
         return uniform
     if kernel is None:
         fail("kernel", "be given for leverage scores", "None")
-    check_non_negative("alpha", alpha)
+    warn_narrowed(x)
     features = nystroem_map(kernel, jnp.asarray(x)[uniform])(x) * number**-0.5
+    if alpha is None:
+        alpha = default_alpha(jnp.sum(features**2))
+    check_non_negative("alpha", alpha)
     gram = product(features.T, features) + alpha * jnp.eye(count, dtype=features.dtype)
     scores = jnp.sum(features * product(features, psd_power(gram, -1.0)), 1)
     noise = jax.random.gumbel(second, (number,), features.dtype)
     return jax.lax.top_k(jnp.log(jnp.maximum(scores, jnp.finfo(scores.dtype).tiny)) + noise, count)[1]
 
 
+@validated
 def fit_nystroem(
     x: States,
     y: States,
@@ -292,7 +326,7 @@ def fit_nystroem(
     *,
     kind: str = "reduced_rank",
     rank: Rank | None = None,
-    alpha: Scalar = 1e-6,
+    alpha: Scalar | None = None,
     observable: Float[Array | np.ndarray, "n *o"] | None = None,
     solver: str = "auto",
     route: str = "qr",
@@ -309,7 +343,7 @@ def fit_nystroem(
         centres: Z, for instance `x[choose_centres(...)]`.
         kind: "ridge", "pcr" or "reduced_rank".
         rank: For the latter two; may be traced.
-        alpha: Tikhonov regularisation.
+        alpha: Tikhonov regularisation; None is 1e-6 times the mean of k(x, x) on the span of the centres.
         observable: What forecasts return; default the states.
         solver: For the latter two, as in `fit_reduced_rank`.
         route: "qr" or "covariance", as in `fit_ridge`.
@@ -325,16 +359,18 @@ def fit_nystroem(
         systems.
     """
     check_choice("kind", kind, ("ridge", "pcr", "reduced_rank"))
-    x, y, flat, shape = checked_pairs(x, y, observable, "dimensions")
+    x, y, flat, shape = checked_pairs(x, y, observable)
     features = nystroem_map(kernel, centres)
-    kernel = features.kernel
+    kernel, features_x = features.kernel, features(x)
+    if alpha is None:
+        alpha = default_alpha(jnp.sum(features_x**2) / x.shape[0])
     options = {"alpha": alpha, "observable": flat.reshape(x.shape[0], *shape), "route": route}
     if kind != "ridge":
         if rank is None:
             fail("rank", f"be given for {kind!r}", "None")
         options |= {"rank": rank, "solver": solver}
     fit = {"ridge": fit_ridge, "pcr": fit_pcr, "reduced_rank": fit_reduced_rank}[kind]
-    fitted = fit(features(x), features(y), **options)
+    fitted = fit(features_x, features(y), **options)
 
     def lifted(linear: LinearMap | KernelMap) -> KernelMap:
         matrix = linear.matrix if isinstance(linear, LinearMap) else linear.coefficients

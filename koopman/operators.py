@@ -20,20 +20,23 @@ from jaxtyping import Array, Float
 
 from dissociation.checks import check_choice, check_non_negative, fail, is_traced
 from dissociation.linalg import product
+from dissociation.types import Scalar
+from dissociation.validation import validated
+from koopman.diagnostics import warn_inexact, warn_large_alpha, warn_offset, warn_tied
 from koopman.fitted import LinearMap, Operator
-from koopman.pairs import Moments, checked_pairs, gram_root
+from koopman.pairs import Moments, checked_pairs, default_alpha, gram_root, mean_of
 from koopman.solvers import SOLVERS
-from koopman.subspaces import Method, Rank, latent_size, refuse_singular, whitened_basis
+from koopman.subspaces import Basis, Method, Rank, latent_size, refuse_singular, whitened_basis
 
-Scalar = float | int | Float[Array | np.ndarray, ""]
 Data = Float[Array | np.ndarray, "n d"] | Moments
 
 
+@validated
 def fit_ridge(
     x: Data,
     y: Float[Array | np.ndarray, "n d"] | None = None,
     *,
-    alpha: Scalar = 1e-6,
+    alpha: Scalar | None = None,
     observable: Float[Array | np.ndarray, "n *o"] | None = None,
     center: bool = False,
     route: str = "qr",
@@ -44,8 +47,8 @@ def fit_ridge(
     Args:
         x: Features of the states [n, d], or `Moments`.
         y: Features of their successors, one lag later; see `lagged_pairs`. None if `x` are moments.
-        alpha: Tikhonov regularisation, non-negative, in the units of C_x. Traced: a sweep by `jax.vmap` decomposes the
-            data once.
+        alpha: Tikhonov regularisation, non-negative, in units of C_x; None is 1e-6 tr(C_x) / d, so that the unit of the
+            data does not matter. Traced: a sweep by `jax.vmap` decomposes the data once.
         observable: What forecasts return, at the successors' times: [n, ...]. Default: the features themselves.
         center: Whether features and observable are taken about their means. It removes the constant function, whose
             eigenvalue is 1; the drift between the means of x and y is neglected, as in a stationary process.
@@ -59,10 +62,15 @@ def fit_ridge(
     Returns:
         The fitted operator, of rank d.
 
+    Warns:
+        UserWarning: Where values are known, if `alpha` exceeds tr(C_x) / d (for the other two estimators: eigenvalue
+            number `rank` of C_x); if a column's variance is below the rounding of its squared mean and `center` is
+            False; if rounding outweighs `alpha`; if singular values `rank` and `rank` + 1 agree to rounding.
+
     Raises:
         ValueError: If shapes disagree, there are fewer than two pairs, known data are not finite (the error names the
             row), `alpha` is negative, or it is zero and C_x is singular (the error names its rank).
-        TypeError: If data are not floating point.
+        TypeError: If data are not real numbers.
 
     References:
         Kostic et al. (2022), Learning dynamical systems via Koopman operator regression in RKHS, eq. 7.
@@ -70,12 +78,13 @@ def fit_ridge(
     return _fit("ridge", x, y, None, alpha, observable, center, "dense", route, rtol)
 
 
+@validated
 def fit_pcr(
     x: Data,
     y: Float[Array | np.ndarray, "n d"] | None = None,
     *,
     rank: Rank,
-    alpha: Scalar = 1e-6,
+    alpha: Scalar | None = None,
     observable: Float[Array | np.ndarray, "n *o"] | None = None,
     center: bool = False,
     solver: str = "dense",
@@ -89,7 +98,7 @@ def fit_pcr(
         y: Features of their successors.
         rank: Directions kept, from 1 to d. If it is traced, all shapes are those of rank d and latent functions
             beyond `rank` are zero, so that ranks too can be swept by `jax.vmap`.
-        alpha: Tikhonov regularisation, as in `fit_ridge`.
+        alpha: Tikhonov regularisation and its default, as in `fit_ridge`.
         observable: What forecasts return.
         center: Whether features and observable are taken about their means.
         solver: "dense" (all directions), or as in `leading_left_vectors` for a few directions of many features; the
@@ -99,6 +108,9 @@ def fit_pcr(
 
     Returns:
         The fitted operator.
+
+    Warns:
+        UserWarning: As `fit_ridge`.
 
     Raises:
         ValueError: As `fit_ridge`, or if `rank` is above the number of features, or the solver is unknown.
@@ -110,12 +122,13 @@ def fit_pcr(
     return _fit("pcr", x, y, rank, alpha, observable, center, solver, route, rtol)
 
 
+@validated
 def fit_reduced_rank(
     x: Data,
     y: Float[Array | np.ndarray, "n d"] | None = None,
     *,
     rank: Rank,
-    alpha: Scalar = 1e-6,
+    alpha: Scalar | None = None,
     observable: Float[Array | np.ndarray, "n *o"] | None = None,
     center: bool = False,
     solver: str = "auto",
@@ -128,7 +141,7 @@ def fit_reduced_rank(
         x: Features of the states [n, d], or `Moments`.
         y: Features of their successors.
         rank: Rank, from 1 to d; may be traced, as in `fit_pcr`, with the dense solver.
-        alpha: Tikhonov regularisation, as in `fit_ridge`.
+        alpha: Tikhonov regularisation and its default, as in `fit_ridge`.
         observable: What forecasts return.
         center: Whether features and observable are taken about their means.
         solver: "auto", "dense", "krylov" or "randomized", see `leading_left_vectors`.
@@ -137,6 +150,9 @@ def fit_reduced_rank(
 
     Returns:
         The fitted operator.
+
+    Warns:
+        UserWarning: As `fit_ridge`.
 
     Raises:
         ValueError: As `fit_pcr`, or if the solver is unknown.
@@ -168,7 +184,7 @@ def _fit(
     x: Array | np.ndarray | Moments,
     y: Array | np.ndarray | None,
     rank: Rank | None,
-    alpha: Scalar,
+    alpha: Scalar | None,
     observable: Array | np.ndarray | None,
     center: bool,
     solver: str,
@@ -177,7 +193,9 @@ def _fit(
 ) -> Operator:
     check_choice("solver", solver, SOLVERS)
     check_choice("route", route, ("qr", "covariance"))
-    check_non_negative("alpha", alpha)
+    for name, value in (("alpha", alpha), ("rtol", rtol)):
+        if value is not None:
+            check_non_negative(name, value)
     if isinstance(x, Moments):
         if y is not None or observable is not None or center:
             fail("x", "stand alone when it is `Moments`: they hold successors, observable and means", "more arguments")
@@ -192,23 +210,35 @@ def _fit(
         fail("solver", "be 'dense' for a traced `rank`", repr(solver))
     rounding = width * float(jnp.finfo(dtype).eps)
     cutoff = rtol if rtol is not None else rounding if route == "qr" else float(jnp.finfo(dtype).eps) ** 0.5
-    if not is_traced(alpha) and not is_traced(problem.x) and float(alpha) == 0.0:
+    trace = jnp.sum(problem.x**2)
+    given = alpha is not None
+    alpha = jnp.asarray(alpha, dtype) if given else default_alpha(trace, width)
+    known = not is_traced(alpha) and not is_traced(problem.x) and not is_traced(problem.y)
+    if known and given and float(alpha) == 0.0:
         values = np.linalg.svd(np.asarray(gram_root(problem.x)), compute_uv=False)
         needed = size if kind == "pcr" else width
         refuse_singular(kind, values, cutoff, needed, width, ("the covariance of `x`", "C_x"))
-    alpha = jnp.asarray(alpha, dtype)
     method = Method(kind, size, "dense" if active is not None else solver, route, cutoff)
-    basis, values = whitened_basis(method, problem.x, problem.y, alpha, active)
-    return _assemble(problem, basis, values, alpha, tuple(shape), cutoff)
+    basis = whitened_basis(method, problem.x, problem.y, alpha, active)
+    operator = _assemble(problem, basis, alpha, tuple(shape), cutoff)
+    if known and active is None:
+        which = "the mean eigenvalue of C_x" if kind == "ridge" else f"eigenvalue {size} of C_x"
+        warn_large_alpha(float(alpha), float(basis.variance), float(trace), which)
+        warn_tied(np.asarray(basis.values), np.asarray(basis.rest), cutoff)
+        warn_inexact(operator.gram_x, operator.basis_gram, float(alpha))
+    return operator
 
 
 def _from_pairs(
     x: Array | np.ndarray, y: Array | np.ndarray, observable: Array | np.ndarray | None, center: bool
 ) -> tuple[_Problem, tuple[int, ...]]:
-    x, y, flat, shape = checked_pairs(x, y, observable, "features")
+    x, y, flat, shape = checked_pairs(x, y, observable)
     offset, mean = jnp.zeros(x.shape[1:], x.dtype), jnp.zeros(flat.shape[1:], x.dtype)
-    if center:
-        offset, mean = jnp.mean(x, 0), jnp.mean(flat, 0)
+    if not center:
+        warn_offset(x)
+    else:
+        # About the mean as it is stored, which is within rounding of the mean: what the operator subtracts is the same.
+        (offset, _), (mean, _) = mean_of(x), mean_of(flat)
         x, y, flat = x - offset[None], y - offset[None], flat - mean[None]
     scale = x.shape[0] ** -0.5
     return _Problem(x * scale, y * scale, flat * scale, offset, mean), shape
@@ -225,15 +255,15 @@ def _from_moments(seen: Moments) -> _Problem:
     if seen.center:
         # Successors are about their own mean there, and about that of x here: one row more is the step between.
         offset, mean = seen.mean_x, seen.mean_observable
-        step = jnp.concatenate([jnp.zeros_like(offset), seen.mean_y - offset, jnp.zeros_like(mean)])
+        drift = (seen.mean_y - offset) + (seen.rest[1 + width : 1 + 2 * width] - seen.rest[1 : 1 + width])
+        step = jnp.concatenate([jnp.zeros_like(offset), drift, jnp.zeros_like(mean)])
         rows = jnp.concatenate([rows, step[None]])
     x, y, observable = jnp.split(rows, [width, width + width_y], 1)
     return _Problem(x, y, observable, offset, mean)
 
 
-def _assemble(
-    problem: _Problem, basis: Array, values: Array, alpha: Array, shape: tuple[int, ...], cutoff: float
-) -> Operator:
+def _assemble(problem: _Problem, found: Basis, alpha: Array, shape: tuple[int, ...], cutoff: float) -> Operator:
+    basis, values = found.vectors, found.values
     latent_x, latent_y = product(problem.x, basis), product(problem.y, basis)
     dual = product(problem.y.T, latent_x)
     return Operator(

@@ -6,17 +6,22 @@ condition number.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Real
 
-from dissociation.checks import check_count, check_finite, check_ndim, check_same_length, fail, is_traced
+from dissociation.checks import check_count, check_finite, fail, is_traced
 from dissociation.linalg import product
+from dissociation.types import Count
+from dissociation.validation import validated
+from koopman.diagnostics import warn_narrowed, warn_offset
+
+Trajectories = Real[Array | np.ndarray, "..."] | Sequence[Real[Array | np.ndarray, "..."]]
 
 
 class Pairs(NamedTuple):
@@ -31,36 +36,44 @@ class Pairs(NamedTuple):
     y: Array
 
 
+@validated
 def lagged_pairs(
-    trajectories: Array | np.ndarray | Sequence[Array | np.ndarray],
-    lag: int | Int[Array | np.ndarray, ""] = 1,
+    trajectories: Trajectories,
+    lag: Count = 1,
     *,
     max_lag: int | None = None,
+    trajectory_axis: int | None = None,
 ) -> Pairs:
     """Pairs (x_t, x_{t+lag}) of one or of many trajectories.
 
     Args:
-        trajectories: One trajectory [time, ...], or a list of them, of any lengths but of one state shape. For
-            trajectories of equal length in one array [trajectories, time, ...] pass `list(array)`, or map over the
-            first axis with `jax.vmap` to fit one operator to each.
+        trajectories: One trajectory, [time] or [time, d]; or a list of them, [time, ...] each, of any lengths but of
+            one state shape; or with `trajectory_axis` many of equal length in one array. An array of more axes does not
+            say which of them is time and is refused: for one trajectory of images pass `[images]`.
         lag: Steps between the two members of a pair, at least 1.
-        max_lag: With it `lag` may be traced, up to this number (beyond it means as much as it), so that lags can be
-            swept by `jax.vmap`: every trajectory gives the pairs of its first time - max_lag states, whatever the lag.
+        max_lag: With it `lag` may be traced, up to this number, so that lags can be swept by `jax.vmap`: every
+            trajectory gives the pairs of its first time - max_lag states, whatever the lag. States must be floating
+            point then, and successors at a traced lag that is out of range are NaN.
+        trajectory_axis: The axis of the array that counts trajectories; the first of the others is time. It is 0 for
+            what `koopman.datasets` returns with `num_trajectories`.
 
     Returns:
-        All pairs, trajectory after trajectory, each in the order of time.
+        All pairs, trajectory after trajectory, each in the order of time; none crosses from one to the next.
 
     Raises:
-        ValueError: If a trajectory has no pair at this lag, `lag` is known and out of range, state shapes differ, or
-            known data are not finite.
-        TypeError: If `lag` is no Python integer and there is no `max_lag`.
+        ValueError: If an array has three axes or more and no `trajectory_axis`, a trajectory has no pair at this lag,
+            `lag` is known and out of range, state shapes differ, or known data are not finite.
+        TypeError: If `lag` is no Python integer and there is no `max_lag`, a trajectory is no array, or states are not
+            floating point and `lag` is traced.
 
     References:
         Wu and Noe (2020), Variational approach for learning Markov processes from time series data, section 2.
 
-    >>> lagged_pairs([np.arange(4.0), np.arange(10.0, 12.0)]).y
+    >>> lagged_pairs([jnp.arange(4.0), jnp.arange(10.0, 12.0)]).y
     Array([ 1.,  2.,  3., 11.], dtype=float32)
-    >>> jax.vmap(lambda lag: lagged_pairs(np.arange(5.0), lag, max_lag=3).y)(jnp.asarray([1, 3]))
+    >>> lagged_pairs(jnp.arange(6.0).reshape(2, 3), trajectory_axis=0).y
+    Array([1., 2., 4., 5.], dtype=float32)
+    >>> jax.vmap(lambda lag: lagged_pairs(jnp.arange(5.0), lag, max_lag=3).y)(jnp.asarray([1, 3]))
     Array([[1., 2.],
            [3., 4.]], dtype=float32)
     """
@@ -68,24 +81,60 @@ def lagged_pairs(
         steps = longest = check_count("lag", lag, minimum=1)
     else:
         longest = check_count("max_lag", max_lag, minimum=1)
-        steps = lag if is_traced(lag) else check_count("lag", np.asarray(lag).item(), minimum=1)
+        steps = lag if is_traced(lag) else check_count("lag", lag, minimum=1)
         if not is_traced(lag) and steps > longest:
             fail("lag", f"be at most `max_lag` ({longest})", lag)
-    many = [trajectories] if isinstance(trajectories, Array | np.ndarray) else list(trajectories)
-    if not many:
+    stacks = _stacked(trajectories, trajectory_axis, longest)
+    x = jnp.concatenate([_joined(stack[:, :-longest]) for stack in stacks])
+    y = jnp.concatenate(
+        [_joined(lax.dynamic_slice_in_dim(stack, steps, stack.shape[1] - longest, 1)) for stack in stacks]
+    )
+    if is_traced(steps):
+        if not jnp.issubdtype(y.dtype, jnp.floating):
+            raise TypeError(f"`trajectories` must be floating point where `lag` is traced, got {y.dtype}.")
+        y = jnp.where((steps >= 1) & (steps <= longest), y, jnp.nan)
+    return Pairs(x, y)
+
+
+def _stacked(trajectories: Any, axis: int | None, longest: int) -> list[Array]:
+    """Checked trajectories in stacks of equal length, [trajectories, time, ...] each."""
+    if isinstance(trajectories, Array | np.ndarray):
+        check_finite("trajectories", trajectories)
+        warn_narrowed(trajectories)
+        stacks = [_one_stack(jnp.asarray(trajectories), axis)]
+    else:
+        if axis is not None:
+            fail("trajectory_axis", "be None for a list of trajectories", axis)
+        for index, trajectory in enumerate(trajectories):
+            check_finite(f"trajectories[{index}]", trajectory)
+        warn_narrowed(*trajectories)
+        stacks = [jnp.asarray(trajectory)[None] for trajectory in trajectories]
+    if not stacks or not stacks[0].shape[0]:
         fail("trajectories", "hold at least one trajectory", "none")
-    for index, trajectory in enumerate(many):
-        which = f"trajectories[{index}]" if len(many) > 1 else "trajectories"
-        if np.ndim(trajectory) < 1:
-            fail(which, "have a time axis", f"shape {np.shape(trajectory)}")
-        if np.shape(trajectory)[0] <= longest:
-            fail(which, f"be longer than the lag ({longest})", f"{np.shape(trajectory)[0]} samples", "Shorten the lag")
-        if np.shape(trajectory)[1:] != np.shape(many[0])[1:]:
-            fail(which, f"have states of shape {np.shape(many[0])[1:]}", np.shape(trajectory)[1:])
-        check_finite(which, trajectory)
-    arrays = [jnp.asarray(trajectory) for trajectory in many]
-    later = [lax.dynamic_slice_in_dim(a, steps, a.shape[0] - longest) for a in arrays]
-    return Pairs(jnp.concatenate([a[:-longest] for a in arrays]), jnp.concatenate(later))
+    for index, stack in enumerate(stacks):
+        which = f"trajectories[{index}]" if len(stacks) > 1 else "trajectories"
+        if stack.ndim < 2:
+            fail(which, "have a time axis", f"shape {stack.shape[1:]}")
+        if stack.shape[1] <= longest:
+            fail(which, f"be longer than the lag ({longest})", f"{stack.shape[1]} samples", "Shorten the lag")
+        if stack.shape[2:] != stacks[0].shape[2:]:
+            fail(which, f"have states of shape {stacks[0].shape[2:]}", stack.shape[2:])
+    return stacks
+
+
+def _one_stack(array: Array, axis: int | None) -> Array:
+    if axis is None:
+        if array.ndim > 2:
+            advice = "Pass trajectory_axis=0 for [trajectories, time, ...], or [array] for one trajectory [time, ...]"
+            fail("trajectories", "name the axis of trajectories if of three axes or more", array.shape, advice)
+        return array[None]
+    if array.ndim < 2 or not -array.ndim <= axis < array.ndim:
+        fail("trajectory_axis", "be an axis of `trajectories`, with another for time", f"{axis} of {array.shape}")
+    return jnp.moveaxis(array, axis, 0)
+
+
+def _joined(stack: Array) -> Array:
+    return stack.reshape(-1, *stack.shape[2:])
 
 
 class Observed(NamedTuple):
@@ -104,50 +153,56 @@ class Observed(NamedTuple):
     shape: tuple[int, ...]
 
 
-def checked_pairs(
-    x: Array | np.ndarray, y: Array | np.ndarray, observable: Array | np.ndarray | None, columns: str
-) -> Observed:
+def checked_pairs(x: Array | np.ndarray, y: Array | np.ndarray, observable: Array | np.ndarray | None) -> Observed:
     """What every estimator asks of its data.
 
     Args:
         x: The states, or features of them.
         y: Their successors.
         observable: What is to be predicted, [n, ...]; default `y`.
-        columns: What the second axis holds, for error messages.
 
     Returns:
         The data as arrays.
 
     Raises:
-        ValueError: If shapes disagree, there are fewer than two pairs, or known data are not finite.
-        TypeError: If data are not floating point.
+        ValueError: If there are fewer than two pairs, or known data are not finite.
     """
-    check_ndim("x", x, 2, f"[samples, {columns}]")
-    check_ndim("y", y, 2, f"[samples, {columns}]")
     observable = y if observable is None else observable
     for name, array in (("x", x), ("y", y), ("observable", observable)):
-        check_same_length("x", x.shape[0], name, array.shape[0])
-        if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise TypeError(f"`{name}` must be floating point, got {array.dtype}.")
         check_finite(name, array)
-    if y.shape[1] != x.shape[1]:
-        fail("y", f"have the {columns} of `x` ({x.shape[1]})", y.shape[1], "See koopman.pairs.lagged_pairs")
     if x.shape[0] < 2:
         fail("x", "hold at least two pairs", f"shape {x.shape}", "Use a longer trajectory or a shorter lag")
+    warn_narrowed(x, y, observable)
     flat = jnp.asarray(observable).reshape(x.shape[0], -1)
     return Observed(jnp.asarray(x), jnp.asarray(y), flat, tuple(observable.shape[1:]))
+
+
+def default_alpha(trace: Float[Array, ""], number: int = 1) -> Float[Array, ""]:
+    """The regularisation where none is given: 1e-6 times the mean eigenvalue, so that units of the data cancel.
+
+    Args:
+        trace: Of the covariance C_x; for a kernel, the mean of k(x, x), which is the trace of C_x in its space.
+        number: Eigenvalues in the mean: d for d explicit features, 1 for a kernel, whose space has no dimension.
+
+    Returns:
+        alpha, in units of C_x; traced where the trace is.
+    """
+    return 1e-6 / number * trace
 
 
 class Moments(eqx.Module):
     """Means and second moments of pairs and of an observable of the successors.
 
-    With `center`, moments are about the means and merging accounts for their difference; without, about zero.
+    With `center`, moments are about the means and merging accounts for their difference; without, about zero. The count
+    and the means go on in `rest` where the dtype ends: float32 counts by ones up to 2^24, and a mean far from zero
+    would stop at its rounding.
 
     Attributes:
         count: Pairs seen.
         mean_x: [d]. The means are kept either way.
         mean_y: [dy].
         mean_observable: [o].
+        rest: What rounding left out of the count and of the means, joined: [1 + d + dy + o].
         root: R with R^T R = sum_i z_i z_i^T for z = (x, y, o) joined, upper triangular: [d + dy + o, d + dy + o].
         center: Whether moments are about the means.
     """
@@ -156,6 +211,7 @@ class Moments(eqx.Module):
     mean_x: Float[Array, " d"]
     mean_y: Float[Array, " dy"]
     mean_observable: Float[Array, " o"]
+    rest: Float[Array, " numbers"]
     root: Float[Array, "all all"]
     center: bool = eqx.field(static=True)
 
@@ -164,7 +220,13 @@ class Moments(eqx.Module):
         """d, dy and o."""
         return self.mean_x.shape[0], self.mean_y.shape[0], self.mean_observable.shape[0]
 
+    @property
+    def total(self) -> tuple[Array, Array]:
+        """The count and the means, joined as `rest` is, and `rest`."""
+        return jnp.concatenate([self.count[None], self.mean_x, self.mean_y, self.mean_observable]), self.rest
 
+
+@validated(finite=("x", "y", "observable"))
 def moments(
     x: Float[Array | np.ndarray, "n d"],
     y: Float[Array | np.ndarray, "n dy"],
@@ -187,25 +249,48 @@ def moments(
         ValueError: If lengths disagree, there is no pair, or known data are not finite (the error names the row).
     """
     observable = y if observable is None else observable
-    for name, array in (("x", x), ("y", y), ("observable", observable)):
-        check_same_length("x", x.shape[0], name, array.shape[0])
-        check_finite(name, array)
-    if x.shape[0] < 1:
-        fail("x", "hold at least one pair", f"shape {x.shape}")
-    x, y, observable = jnp.asarray(x), jnp.asarray(y), jnp.asarray(observable)
-    mean_x, mean_y, mean_o = jnp.mean(x, 0), jnp.mean(y, 0), jnp.mean(observable, 0)
+    warn_narrowed(x, y, observable)
+    if not center:
+        warn_offset(x)
+    return _moments(jnp.asarray(x), jnp.asarray(y), jnp.asarray(observable), center)
+
+
+def _moments(x: Array, y: Array, observable: Array, center: bool) -> Moments:
+    joint = jnp.concatenate([x, y, observable], 1)
+    mean, rest = mean_of(joint)
     if center:
-        x, y, observable = x - mean_x[None], y - mean_y[None], observable - mean_o[None]
-    return Moments(
-        count=jnp.asarray(x.shape[0], x.dtype),
-        mean_x=mean_x,
-        mean_y=mean_y,
-        mean_observable=mean_o,
-        root=gram_root(jnp.concatenate([x, y, observable], 1)),
-        center=center,
+        joint = (joint - mean[None]) - rest[None]
+    return _of_total(
+        jnp.concatenate([jnp.asarray([x.shape[0]], x.dtype), mean]),
+        jnp.concatenate([jnp.zeros(1, x.dtype), rest]),
+        gram_root(joint),
+        (x.shape[1], y.shape[1]),
+        center,
     )
 
 
+def _of_total(total: Array, rest: Array, root: Array, widths: tuple[int, ...], center: bool) -> Moments:
+    start, middle = 1 + widths[0], 1 + widths[0] + widths[1]
+    return Moments(total[0], total[1:start], total[start:middle], total[middle:], rest, root, center)
+
+
+def mean_of(x: Float[Array, "n d"]) -> tuple[Float[Array, " d"], Float[Array, " d"]]:
+    """The mean of every column, and what rounding left out of it.
+
+    The first mean carries the rounding of a large offset; the mean of what it leaves has none.
+    """
+    mean = jnp.mean(x, 0)
+    return _sum_of_two(mean, jnp.mean(x - mean[None], 0))
+
+
+def _sum_of_two(a: Array, b: Array) -> tuple[Array, Array]:
+    """A sum and its rounding error, exactly (Knuth 1969, section 4.2.2, theorem B)."""
+    total = a + b
+    part = total - a
+    return total, (a - (total - part)) + (b - part)
+
+
+@validated
 def merge_moments(first: Moments, second: Moments) -> Moments:
     """The moments of two sets of pairs together.
 
@@ -228,21 +313,19 @@ def merge_moments(first: Moments, second: Moments) -> Moments:
         fail("second", f"be {'' if first.center else 'un'}centred as `first` is", "the other kind")
     if first.widths != second.widths:
         fail("second", f"have the widths of `first`, {first.widths}", second.widths)
-    count = first.count + second.count
-    share = second.count / count
-    weight = jnp.sqrt(first.count * share) if first.center else jnp.zeros_like(count)
-    steps = [getattr(second, name) - getattr(first, name) for name in ("mean_x", "mean_y", "mean_observable")]
-    row = weight * jnp.concatenate(steps)
-    return Moments(
-        count=count,
-        mean_x=first.mean_x + share * steps[0],
-        mean_y=first.mean_y + share * steps[1],
-        mean_observable=first.mean_observable + share * steps[2],
-        root=gram_root(jnp.concatenate([first.root, second.root, row[None]])),
-        center=first.center,
-    )
+    (total, rest), (other, other_rest) = first.total, second.total
+    step = (other - total) + (other_rest - rest)
+    share = second.count / (first.count + second.count)
+    # Means move by a share of the step between them, the count by all of the second's.
+    is_count = jnp.arange(total.shape[0]) == 0
+    total, lost = _sum_of_two(total, jnp.where(is_count, second.count, share * step))
+    total, rest = _sum_of_two(total, lost + rest + jnp.where(is_count, other_rest, 0.0))
+    weight = jnp.sqrt(first.count * share) if first.center else jnp.zeros_like(share)
+    root = gram_root(jnp.concatenate([first.root, second.root, weight * step[None, 1:]]))
+    return _of_total(total, rest, root, first.widths, first.center)
 
 
+@validated(finite=("x", "y", "observable"))
 def scan_moments(
     x: Float[Array | np.ndarray, "batches n d"],
     y: Float[Array | np.ndarray, "batches n dy"],
@@ -266,16 +349,17 @@ def scan_moments(
         ValueError: As `moments`; the error names the batch and the row.
     """
     observable = y if observable is None else observable
-    for name, array in (("x", x), ("y", y), ("observable", observable)):
-        check_finite(name, array)
+    warn_narrowed(x, y, observable)
+    if not center:
+        warn_offset(x)
     data = jnp.asarray(x), jnp.asarray(y), jnp.asarray(observable)
+    first = _moments(data[0][0], data[1][0], data[2][0], center)
+    others = jax.tree.map(lambda leaf: leaf[1:], data)
 
-    def one(batch: tuple[Array, Array, Array]) -> Moments:
-        return moments(batch[0], batch[1], observable=batch[2], center=center)
+    def add(so_far: Moments, batch: tuple[Array, Array, Array]) -> tuple[Moments, None]:
+        return merge_moments(so_far, _moments(*batch, center)), None
 
-    first = one(jax.tree.map(lambda leaf: leaf[0], data))
-    rest = jax.tree.map(lambda leaf: leaf[1:], data)
-    return lax.scan(lambda so_far, batch: (merge_moments(so_far, one(batch)), None), first, rest)[0]
+    return lax.scan(add, first, others)[0]
 
 
 @jax.custom_jvp

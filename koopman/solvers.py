@@ -1,15 +1,18 @@
 """Leading singular vectors of a matrix, or of an operator known by its products."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from dissociation.checks import check_choice
-from dissociation.linalg import product
+from dissociation.checks import check_choice, check_positive, is_traced
+from dissociation.linalg import finite_part, product
+from dissociation.validation import validated
+from koopman.diagnostics import warn_unconverged
 
 SOLVERS = ("auto", "dense", "krylov", "randomized")
 # Columns beyond those asked for, and blocks of one Krylov space before it is restarted with its best vectors: few
@@ -18,6 +21,21 @@ _OVERSAMPLING, _BLOCKS = 4, 8
 _OVERSAMPLING_WITH_INNER, _BLOCKS_WITH_INNER = 8, 2
 
 
+class Leading(NamedTuple):
+    """The leading part of a spectrum.
+
+    Attributes:
+        vectors: Eigenvectors or left singular vectors, [size, number].
+        values: Their values, falling: [number].
+        rest: Values that follow, all of them from a dense solver, or a few and from below from an iterative one.
+    """
+
+    vectors: Array
+    values: Array
+    rest: Array
+
+
+@validated
 def leading_eigenpairs(
     apply: Callable[[Array], Array],
     size: int,
@@ -27,12 +45,14 @@ def leading_eigenpairs(
     inner: Callable[[Array], Array] | None = None,
     tol: float | None = None,
     max_restarts: int = 50,
-) -> tuple[Float[Array, "size number"], Float[Array, " number"]]:
+) -> Leading:
     """Leading eigenpairs of a positive semidefinite operator, by restarted block Krylov spaces.
 
     A space [Q, A Q, A^2 Q, ...] is orthonormalised, the operator is diagonalised in it (Rayleigh and Ritz), and its
     best vectors begin the next space, until all residuals are below `tol` times the largest eigenvalue or stop falling.
-    The first block is drawn from a fixed key, so the outcome is a pure function of the operator.
+    The first block is drawn from a fixed key, so the outcome is a pure function of the operator. Where the first such
+    space would be everything, it is taken to be everything. A known residual that stays above the fourth root of the
+    rounding unit, where eigenvalues have lost half of their digits, is warned of.
 
     Args:
         apply: A on a block [size, columns]; self-adjoint and non-negative in the inner product. With `inner`: A T^+, so
@@ -51,9 +71,13 @@ def leading_eigenpairs(
         Musco and Musco (2015), Randomized block Krylov methods for stronger and faster approximate SVD, algorithm 2.
     """
     extra, blocks = (_OVERSAMPLING, _BLOCKS) if inner is None else (_OVERSAMPLING_WITH_INNER, _BLOCKS_WITH_INNER)
-    width = min(number + extra, size)
-    blocks = max(1, min(blocks, size // width))
+    width = number + extra
+    if size <= blocks * width:  # one block alone would never grow, and the start of two is as good as all
+        width, blocks = size, 1
+    if tol is not None:
+        check_positive("tol", tol)
     limit = 30 * jnp.finfo(dtype).eps if tol is None else tol
+    tiny = jnp.finfo(dtype).tiny
     image_of = apply if inner is None else lambda block: apply(inner(block))
 
     def space(block: Array) -> tuple[Array, Array, Array]:
@@ -67,8 +91,11 @@ def leading_eigenpairs(
         best = mixing[:, ::-1][:, :width]
         values = values[::-1][:width]
         vectors, images = product(basis, best), product(image, best)
-        off = images - vectors * values[None]
-        return vectors, values, jnp.max(jnp.linalg.norm(off[:, :number], axis=0) / jnp.linalg.norm(images[:, 0]))
+        # In the inner product, whose null directions carry rounding that means nothing. The largest eigenvalue is the
+        # norm of its vector's image.
+        off = (images - vectors * values[None])[:, :number]
+        squares = jnp.sum(off * (off if inner is None else inner(off)), 0)
+        return vectors, values, jnp.sqrt(jnp.maximum(jnp.max(squares), 0.0)) / jnp.maximum(values[0], tiny)
 
     def going(state: tuple[Array, ...]) -> Array:
         _, _, off, before, count = state
@@ -80,17 +107,24 @@ def leading_eigenpairs(
 
     start = jnp.linalg.qr(image_of(jax.random.normal(jax.random.key(0), (size, width), dtype)))[0]
     first = space(start)
-    vectors, values, *_ = lax.while_loop(going, body, (*first, first[2], jnp.asarray(1)))
-    return vectors[:, :number], values[:number]
+    vectors, values, off, *_ = lax.while_loop(going, body, (*first, first[2], jnp.asarray(1)))
+    if not is_traced(off):
+        warn_unconverged(float(off), float(jnp.finfo(dtype).eps))
+    return Leading(vectors[:, :number], values[:number], values[number:])
 
 
+@validated(finite=("matrix",))
 def leading_left_vectors(
-    matrix: Float[Array, "k m"], number: int, *, scale: Float[Array, " k"] | None = None, solver: str = "auto"
-) -> tuple[Float[Array, "k number"], Float[Array, " number"]]:
+    matrix: Float[Array | np.ndarray, "k m"],
+    number: int,
+    *,
+    scale: Float[Array | np.ndarray, " k"] | None = None,
+    solver: str = "auto",
+) -> Leading:
     """Leading left singular vectors and singular values of a matrix, or of diag(scale) times it.
 
     Args:
-        matrix: The matrix.
+        matrix: The matrix, finite. A traced one that is not gives NaN.
         scale: Factors of its rows. Under a `vmap` over them alone, the products with the matrix stay one product each.
         number: How many, at most min(k, m).
         solver: "dense" (LAPACK), "krylov" (`leading_eigenpairs` of M M^T, to convergence), "randomized" (four power
@@ -101,14 +135,15 @@ def leading_left_vectors(
         Orthonormal vectors and values in falling order.
 
     Raises:
-        ValueError: If the solver is unknown.
+        ValueError: If the solver is unknown, or the matrix not finite.
 
     References:
         Halko, Martinsson and Tropp (2011), Finding structure with randomness.
     """
     check_choice("solver", solver, SOLVERS)
+    matrix, undefined = finite_part(jnp.asarray(matrix))
     rows, columns = matrix.shape
-    factors = jnp.ones((rows, 1), matrix.dtype) if scale is None else scale[:, None]
+    factors = jnp.ones((rows, 1), matrix.dtype) if scale is None else jnp.asarray(scale)[:, None]
     if solver == "auto":
         solver = "krylov" if min(rows, columns) > 256 and number <= min(rows, columns) // 16 else "dense"
     if solver == "krylov":
@@ -116,18 +151,20 @@ def leading_left_vectors(
         def squared(block: Array) -> Array:
             return factors * product(matrix, product(matrix.T, factors * block))
 
-        vectors, squares = leading_eigenpairs(squared, rows, number, dtype=matrix.dtype)
-        return vectors, jnp.sqrt(jnp.maximum(squares, 0.0))
+        vectors, *squares = leading_eigenpairs(squared, rows, number, dtype=matrix.dtype)
+        return Leading(vectors + undefined, *(jnp.sqrt(jnp.maximum(part, 0.0)) + undefined for part in squares))
     matrix = factors * matrix
     if solver == "dense":
         left, values, _ = jnp.linalg.svd(matrix, full_matrices=False)
-        return left[:, :number], values[:number]
+        return Leading(left[:, :number] + undefined, values[:number] + undefined, values[number:] + undefined)
     width = min(number + 2 * _OVERSAMPLING, rows, columns)
     block = jnp.linalg.qr(product(matrix, jax.random.normal(jax.random.key(0), (columns, width), matrix.dtype)))[0]
     for _ in range(4):
         block = jnp.linalg.qr(product(matrix, jnp.linalg.qr(product(matrix.T, block))[0]))[0]
     left, values, _ = jnp.linalg.svd(product(block.T, matrix), full_matrices=False)
-    return product(block, left[:, :number]), values[:number]
+    return Leading(
+        product(block, left[:, :number]) + undefined, values[:number] + undefined, values[number:] + undefined
+    )
 
 
 def _orthonormal(block: Array, inner: Callable[[Array], Array] | None) -> tuple[Array, Array]:

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from dissociation.checks import check_count, fail, is_traced
 from dissociation.linalg import product
 from koopman.pairs import gram_root
-from koopman.solvers import leading_left_vectors
+from koopman.solvers import Leading, leading_left_vectors
 
 Rank = int | Int[Array | np.ndarray, ""]
 
@@ -88,13 +88,29 @@ class Method(NamedTuple):
     cutoff: float
 
 
+class Basis(NamedTuple):
+    """What latent functions span.
+
+    Attributes:
+        vectors: U, [d, size].
+        values: The estimator's singular values, falling: [size].
+        rest: Those that follow, as far as the solver knows them. Without derivative, as `variance`.
+        variance: Eigenvalue number `size` of C_x, or for ridge the mean of all: what `alpha` is to be compared with.
+    """
+
+    vectors: Array
+    values: Array
+    rest: Array
+    variance: Array
+
+
 def whitened_basis(
     method: Method,
     x: Float[Array, "m d"],
     y: Float[Array, "m dy"],
     alpha: Float[Array, ""],
     active: Int[Array, ""] | None = None,
-) -> tuple[Float[Array, "d r"], Float[Array, " r"]]:
+) -> Basis:
     """U and the estimator's singular values, from rows with x^T x = C_x and x^T y = C_xy.
 
     Args:
@@ -105,38 +121,44 @@ def whitened_basis(
         active: Columns in use, the others are zero; default all.
 
     Returns:
-        U [d, size] and singular values [size].
+        The basis, of static size.
     """
     return _basis(method, x, y, alpha, jnp.asarray(method.size if active is None else active))
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _basis(method: Method, x: Array, y: Array, alpha: Array, active: Array) -> tuple[Array, Array]:
+def _basis(method: Method, x: Array, y: Array, alpha: Array, active: Array) -> Basis:
     if method.kind == "pcr" and method.solver != "dense":
-        basis, values = _leading_directions(method, x, alpha)
+        basis, values, rest = _leading_directions(method, x, alpha)
+        deviations = values
     else:
-        basis, values, gain, turned = _whitening(method, x, alpha)
+        basis, deviations, gain, turned = _whitening(method, x, alpha)
         if method.kind == "reduced_rank":
             rows = turned(y)
             number = min(method.size, *rows.shape)
-            vectors, values = leading_left_vectors(rows, number, scale=gain, solver=method.solver)
+            vectors, values, rest = leading_left_vectors(rows, number, scale=gain, solver=method.solver)
             basis = product(basis, vectors)
         else:
-            basis, values = basis[:, : method.size], values[: method.size]
+            basis, values, rest = basis[:, : method.size], deviations[: method.size], deviations[method.size :]
+    if method.kind == "ridge":
+        variance = jnp.sum(deviations**2) / x.shape[1]
+    else:
+        variance = deviations[min(method.size, deviations.shape[0]) - 1] ** 2
     missing = method.size - values.shape[0]  # fewer samples than the rank asked for
     used = jnp.arange(method.size) < active
-    return jnp.pad(basis, ((0, 0), (0, missing))) * used[None], jnp.pad(values, (0, missing)) * used
+    basis = jnp.pad(basis, ((0, 0), (0, missing))) * used[None]
+    return Basis(basis, jnp.pad(values, (0, missing)) * used, rest, variance)
 
 
-def _leading_directions(method: Method, x: Array, alpha: Array) -> tuple[Array, Array]:
+def _leading_directions(method: Method, x: Array, alpha: Array) -> Leading:
     """The first columns of W and deviations of `_whitening`, without the others."""
     if method.route == "covariance":
-        vectors, squares = leading_left_vectors(product(x.T, x), method.size, solver=method.solver)
-        values = jnp.sqrt(squares)
+        vectors, *squares = leading_left_vectors(product(x.T, x), method.size, solver=method.solver)
+        values, rest = (jnp.sqrt(part) for part in squares)
     else:
         root = gram_root(x) if x.shape[0] > x.shape[1] else x
-        vectors, values = leading_left_vectors(root.T, min(method.size, *root.shape), solver=method.solver)
-    return _scaled(method, values, vectors.T, alpha)[0], values
+        vectors, values, rest = leading_left_vectors(root.T, min(method.size, *root.shape), solver=method.solver)
+    return Leading(_scaled(method, values, vectors.T, alpha)[0], values, rest)
 
 
 def _whitening(method: Method, x: Array, alpha: Array) -> tuple[Array, Array, Array, Callable[[Array], Array]]:
@@ -175,7 +197,12 @@ def _basis_jvp(method, primals, tangents):
     """By perturbation theory of the covariances, with no rotation among the columns of U: they span, and no more."""
     kind, size = method.kind, method.size
     (x, y, alpha, active), (d_x, d_y, d_alpha, _) = primals, tangents
-    basis, values = _basis(method, x, y, alpha, active)
+    found = _basis(method, x, y, alpha, active)
+    basis, values = found.vectors, found.values
+
+    def slopes(d_basis: Array, d_values: Array) -> tuple[Basis, Basis]:
+        return found, Basis(d_basis, d_values, jnp.zeros_like(found.rest), jnp.zeros_like(found.variance))
+
     half = product(x.T, d_x)
     d_cov = half + half.T + d_alpha * jnp.eye(x.shape[1], dtype=x.dtype)
     squares, vectors = jnp.linalg.eigh(product(x.T, x))
@@ -189,7 +216,7 @@ def _basis_jvp(method, primals, tangents):
         mixed = product(product(right, d_cov), right.T)
         d_values = halved(jnp.diagonal(mixed)[:size] - d_alpha, values)
         if kind == "ridge":
-            return (basis, values), (-0.5 * inverse(product(d_cov, basis)), d_values)
+            return slopes(-0.5 * inverse(product(d_cov, basis)), d_values)
         # U = V G^(-1/2) with V the leading directions, G = V^T (C_x + alpha) V.
         outside = mixing(mixed[:, :size], squares, active)
         used = jnp.arange(size) < active
@@ -197,7 +224,7 @@ def _basis_jvp(method, primals, tangents):
         scale = scale[:size] * used
         inside = -0.5 * scale[:, None] * mixed[:size, :size] * scale[None]
         d_own = product(right.T, outside * scale[None]) + product(own, inside)
-        return (basis, values), (product(d_own, product(_pull(own, x, alpha), basis)), d_values)  # in the fit's columns
+        return slopes(product(d_own, product(_pull(own, x, alpha), basis)), d_values)  # in the fit's columns
     rows = product(whiten.T, product(x.T, y))
     d_cross = product(d_x.T, y) + product(x.T, d_y)
     d_rows = product(whiten.T, d_cross) - 0.5 * product(product(whiten.T, product(d_cov, whiten)), rows)
@@ -209,7 +236,7 @@ def _basis_jvp(method, primals, tangents):
     mixed = product(product(left.T, d_square + d_square.T), left)
     outside = mixing(mixed[:, :size], squares, active)
     d_basis = product(whiten, product(product(left, outside), turn)) - 0.5 * inverse(product(d_cov, basis))
-    return (basis, values), (d_basis, halved(jnp.diagonal(mixed)[:size], values))
+    return slopes(d_basis, halved(jnp.diagonal(mixed)[:size], values))
 
 
 def _pull(whiten: Array, x: Array, alpha: Array) -> Array:

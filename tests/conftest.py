@@ -21,6 +21,11 @@ mpl.use("Agg")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+def pytest_configure(config):
+    # Tests in float32 pass NumPy's float64 on purpose; the warning of it has a test of its own.
+    config.addinivalue_line("filterwarnings", "ignore:Data in float64 are computed in float32")
+
+
 def pytest_collection_modifyitems(items):
     """Notebooks, the longest, first; workers take modules in this order."""
     items.sort(key=lambda item: item.path.parent.name != "notebooks")

@@ -1,11 +1,12 @@
-"""The type checker must be at work in both packages: a wrong shape or kind must raise there."""
+"""The type checker must be at work in both packages: a wrong kind must raise in functions without a gate."""
 
+import jax
 import jax.numpy as jnp
 import jaxtyping
 import pytest
 
 from dissociation import checks
-from koopman.pairs import lagged_pairs
+from koopman.datasets.trajectories import step_keys
 
 
 def test_dissociation_is_checked():
@@ -16,5 +17,5 @@ def test_dissociation_is_checked():
 
 def test_koopman_is_checked():
     with pytest.raises(jaxtyping.TypeCheckError):
-        lagged_pairs(jnp.ones((3, 1)), 1.0)  # pyright: ignore[reportArgumentType]
-    assert lagged_pairs(jnp.ones((3, 1))).x.shape == (2, 1)
+        step_keys(jax.random.key(0), 1.0)  # pyright: ignore[reportArgumentType]
+    assert step_keys(jax.random.key(0), 2).shape == (2,)

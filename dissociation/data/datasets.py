@@ -5,7 +5,7 @@ import os
 import equinox as eqx
 import jax
 import numpy as np
-from jaxtyping import Array, Float, Key, UInt32
+from jaxtyping import Array, Float
 
 from dissociation.checks import (
     check_choice,
@@ -18,27 +18,27 @@ from dissociation.checks import (
 )
 from dissociation.data.glyphs import glyph_data
 from dissociation.data.mnist import mnist_data
+from dissociation.types import PRNGKey
+from dissociation.validation import validated
 
 NAMES = ("glyphs", "mnist")
 """What `load` knows."""
 
 _GLYPH_SIZES = (10_000, 2_000)
 
-AnyKey = Key[Array, ""] | UInt32[Array, "2"]
-
 
 class Dataset(eqx.Module):
-    """Labelled pictures for training and testing; checked when it is made, by `load` or by hand.
+    """Labelled images for training and testing; checked when it is made, by `load` or by hand.
 
     Attributes:
-        name: Where the pictures come from; results carry it.
-        train_images: Pictures [n, d], flat.
+        name: Where the images come from; results carry it.
+        train_images: Images [n, d], flat.
         train_labels: One-hot labels [n, classes].
-        test_images: Pictures [m, d].
+        test_images: Images [m, d].
         test_labels: One-hot labels [m, classes].
 
     Raises:
-        ValueError: If the name is empty, lengths or widths disagree, a picture is not finite, or a row of labels is
+        ValueError: If the name is empty, lengths or widths disagree, an image is not finite, or a row of labels is
             not one-hot; the message names the array.
     """
 
@@ -64,7 +64,7 @@ class Dataset(eqx.Module):
 
     @property
     def num_pixels(self) -> int:
-        """Features of one picture."""
+        """Features of one image."""
         return self.train_images.shape[1]
 
     @property
@@ -84,29 +84,30 @@ def _check_one_hot(name: str, labels: Float[Array | np.ndarray, "n classes"]) ->
         fail(name, "be one-hot", f"{labels[row]} in row {row}")
 
 
+@validated
 def load(
     name: str,
     *,
     num_train: int | None = None,
     num_test: int | None = None,
     folder: str | os.PathLike[str] | None = None,
-    key: AnyKey | None = None,
+    key: PRNGKey | None = None,
 ) -> Dataset:
     """Loads a data set by name; never gives another one than it was asked for.
 
     Args:
         name: "glyphs" (digits drawn by code) or "mnist".
-        num_train: Training pictures, at least 1: any number of glyphs, the leading ones of MNIST. None stands for
+        num_train: Training images, at least 1: any number of glyphs, the leading ones of MNIST. None stands for
             10 000 glyphs, and for MNIST's 60 000.
-        num_test: Test pictures, at least 1; None stands for 2 000 glyphs, and for MNIST's 10 000.
+        num_test: Test images, at least 1; None stands for 2 000 glyphs, and for MNIST's 10 000.
         folder: Where MNIST's files are, passed on to `mnist_data`; glyphs have no files.
         key: Draws the glyphs, None is `jax.random.key(0)`; MNIST has no randomness.
 
     Returns:
-        The data set, float32 NumPy arrays: pictures [n, 784] in [0, 1], one-hot labels [n, 10].
+        The data set, float32 NumPy arrays: images [n, 784] in [0, 1], one-hot labels [n, 10].
 
     Raises:
-        TypeError: If a number of pictures is no Python integer.
+        TypeError: If a number of images is no Python integer.
         ValueError: If the name is unknown, a number is below 1, or more of MNIST is asked for than there is.
     """
     check_choice("name", name, NAMES)

@@ -1,6 +1,6 @@
 """Digits drawn by code: a built-in stand-in for MNIST that needs no file and no download.
 
-The digits of matplotlib's bundled fonts become signed distance fields once, on the host. A picture is one such
+The digits of matplotlib's bundled fonts become signed distance fields once, on the host. An image is one such
 field, read through a random smooth map of the plane and turned into ink: with `x` a pixel and `u` the map,
 
     image(x) = clip(ink * step((field(u(x)) + weight) / blur) + noise * N(0, 1), 0, 1) * (x is off the border)
@@ -16,20 +16,22 @@ import jax
 import jax.numpy as jnp
 import matplotlib as mpl
 import numpy as np
-from jaxtyping import Array, Float, Int, Key, Real, UInt32
+from jaxtyping import Array, Float, Int, Real
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import TextPath
 
-from dissociation.checks import check_count, check_ndim, fail, is_traced
+from dissociation.checks import check_count, fail, is_traced
+from dissociation.types import Count, PRNGKey, PRNGKeys
+from dissociation.validation import validated
 
 SIDE = 28
-"""Pixels along a side of a picture, as in MNIST."""
+"""Pixels along a side of an image, as in MNIST."""
 
 NUM_CLASSES = 10
 """The digits 0 to 9."""
 
 BORDER = 2
-"""Rows and columns on each side that are dark in every picture."""
+"""Rows and columns on each side that are dark in every image."""
 
 FONTS = (
     "DejaVuSans", "DejaVuSans-Bold", "DejaVuSansMono", "DejaVuSansMono-Bold",
@@ -44,13 +46,11 @@ _SAMPLES = 57  # Grid points along a side of a distance field: two per pixel, en
 _SPACING = SIDE / (_SAMPLES - 1)
 _HEIGHT = 20.0  # Height of every undistorted digit in pixels.
 _MODES = 3  # Cosine modes per axis in the elastic map, the constant one (a shift) left out.
-_BATCH = 1000  # Pictures drawn at once: 60 000 would need gigabytes of temporaries.
-
-AnyKey = Key[Array, ""] | UInt32[Array, "2"]
+_BATCH = 1000  # Images drawn at once: 60 000 would need gigabytes of temporaries.
 
 
 class Variation(NamedTuple):
-    """How far pictures of one digit differ; every number may be traced, and zeros give the font's own shape.
+    """How far images of one digit differ; every number may be traced, and zeros give the font's own shape.
 
     Attributes:
         rotation: Largest angle, in radians, to either side.
@@ -97,14 +97,14 @@ def glyph_templates() -> Float[np.ndarray, "fonts 10 side side"]:
     """The undistorted digits of all fonts, as signed distance fields (host, NumPy, computed once).
 
     Every digit is 20 pixels high, keeps its aspect ratio, and is centred by its bounding box. The field is sampled
-    twice per pixel, from one edge of the picture to the other.
+    twice per pixel, from one edge of the image to the other.
 
     Returns:
         Distances to the outline in pixels, positive in the ink, [font, digit, row, column]; float32, read-only,
         fonts in the order of `FONTS`.
     """
     line = np.arange(_SAMPLES) * _SPACING - SIDE / 2
-    # Rows run down the picture, and the fonts' second coordinate up.
+    # Rows run down the image, and the fonts' second coordinate up.
     right, up = (axis.reshape(-1, 1) for axis in np.meshgrid(line, -line, indexing="xy"))
     fields = np.empty((len(FONTS), NUM_CLASSES, _SAMPLES, _SAMPLES), np.float32)
     folder = Path(mpl.get_data_path()) / "fonts" / "ttf"
@@ -144,11 +144,12 @@ def _elastic(draws: Float[Array, "modes 2"], centres: Float[Array, "pixels 2"]) 
     return modes @ (draws * decay[:, None])
 
 
+@validated(finite=("templates",))
 def draw_glyph(
     templates: Float[Array | np.ndarray, "fonts 10 samples samples"],
-    label: int | Int[Array | np.ndarray, ""],
+    label: Count,
     *,
-    key: AnyKey,
+    key: PRNGKey,
     variation: Variation | None = None,
     border: int = BORDER,
 ) -> Float[Array, " pixels"]:
@@ -161,17 +162,16 @@ def draw_glyph(
         templates: Signed distance fields in pixels, as `glyph_templates` makes them.
         label: The digit, 0 to 9.
         key: Picks font and variation.
-        variation: How much pictures vary; None is `Variation()`.
+        variation: How much images vary; None is `Variation()`.
         border: Rows and columns on each side that are exactly zero, 0 to 13.
 
     Returns:
-        The picture's 784 pixels, row after row, in [0, 1]; dtype of `templates`.
+        The image's 784 pixels, row after row, in [0, 1]; dtype of `templates`.
 
     Raises:
         ValueError: If `templates`, a known `label` or `border` is out of range.
     """
     templates = jnp.asarray(templates)
-    check_ndim("templates", templates, 4, "[fonts, digits, rows, columns]")
     check_count("border", border)
     if 2 * border >= SIDE:
         fail("border", f"leave some of {SIDE} rows", border)
@@ -203,35 +203,35 @@ def draw_glyph(
     return jnp.where(inside, image, 0).astype(dtype)
 
 
+@validated(finite=("templates",))
 def draw_glyphs(
     templates: Float[Array | np.ndarray, "fonts 10 samples samples"],
     labels: Int[Array | np.ndarray, " n"],
     *,
-    key: AnyKey,
+    key: PRNGKey,
     variation: Variation | None = None,
     border: int = BORDER,
     batch_size: int = _BATCH,
 ) -> Float[Array, "n pixels"]:
-    """Draws a digit for every label: `draw_glyph` with the key `fold_in(key, i)` for picture i.
+    """Draws a digit for every label: `draw_glyph` with the key `fold_in(key, i)` for image i.
 
-    Picture i depends on the key, i and its label alone, so a shorter list of labels gives the leading pictures of a
+    Picture i depends on the key, i and its label alone, so a shorter list of labels gives the leading images of a
     longer one, and `batch_size` changes memory only.
 
     Args:
         templates: Signed distance fields in pixels, as `glyph_templates` makes them.
         labels: Digits, 0 to 9.
         key: Picks fonts and variations.
-        variation: How much pictures vary; None is `Variation()`.
+        variation: How much images vary; None is `Variation()`.
         border: Rows and columns on each side that are exactly zero.
-        batch_size: Pictures drawn at once, at least 1.
+        batch_size: Images drawn at once, at least 1.
 
     Returns:
-        Pictures [n, 784] in [0, 1].
+        Images [n, 784] in [0, 1].
 
     Raises:
         ValueError: If an argument is out of range; the message names it.
     """
-    check_ndim("labels", labels, 1, "[samples]")
     check_count("batch_size", batch_size, minimum=1)
     if not is_traced(labels) and np.any((np.asarray(labels) < 0) | (np.asarray(labels) >= NUM_CLASSES)):
         fail("labels", "be digits, 0 to 9", f"values from {np.min(labels)} to {np.max(labels)}")
@@ -240,7 +240,7 @@ def draw_glyphs(
     return _draw_each(jnp.asarray(templates), labels, keys, variation, border, batch_size)
 
 
-def _fold_in_all(key: AnyKey, num: int) -> Key[Array, " num"] | UInt32[Array, "num 2"]:
+def _fold_in_all(key: PRNGKey, num: int) -> PRNGKeys:
     """One key per number from 0 to `num` - 1, the same for any larger `num`."""
     return jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(num))
 
@@ -248,12 +248,12 @@ def _fold_in_all(key: AnyKey, num: int) -> Key[Array, " num"] | UInt32[Array, "n
 def _draw_each(
     templates: Float[Array, "fonts 10 samples samples"],
     labels: Int[Array, " n"],
-    keys: Key[Array, " n"] | UInt32[Array, "n 2"],
+    keys: PRNGKeys,
     variation: Variation | None,
     border: int,
     batch_size: int,
 ) -> Float[Array, "n pixels"]:
-    """One picture per label and key, at most `batch_size` at once."""
+    """One image per label and key, at most `batch_size` at once."""
 
     def draw(item):
         label, key = item
@@ -269,7 +269,8 @@ def _draw_each(
     return jax.lax.map(draw, (labels[filled], keys[filled]), batch_size=size)[:num]
 
 
-def glyph_labels(num: int, *, key: AnyKey) -> Int[Array, " num"]:
+@validated
+def glyph_labels(num: int, *, key: PRNGKey) -> Int[Array, " num"]:
     """Balanced random labels: every ten in a row hold each digit once, in random order.
 
     Args:
@@ -283,7 +284,7 @@ def glyph_labels(num: int, *, key: AnyKey) -> Int[Array, " num"]:
     return _orders(_fold_in_all(key, -(-num // NUM_CLASSES))).reshape(-1)[:num]
 
 
-def _orders(keys: Key[Array, " n"] | UInt32[Array, "n 2"]) -> Int[Array, "n 10"]:
+def _orders(keys: PRNGKeys) -> Int[Array, "n 10"]:
     return jax.vmap(lambda k: jax.random.permutation(k, NUM_CLASSES))(keys)
 
 
@@ -292,16 +293,16 @@ def _draw_splits(
     templates: Float[Array, "fonts 10 samples samples"],
     num_train: int,
     num_test: int,
-    key: AnyKey,
+    key: PRNGKey,
     variation: Variation,
 ) -> tuple[Float[Array, "n pixels"], Float[Array, "n 10"]]:
-    """Pictures and one-hot labels of both splits, training first: one map, so that it compiles once."""
+    """Images and one-hot labels of both splits, training first: one map, so that it compiles once."""
     tens, order_keys, keys = [], [], []
     for split, num in enumerate((num_train, num_test)):
-        label_key, picture_key = jax.random.split(jax.random.fold_in(key, split))
+        label_key, image_key = jax.random.split(jax.random.fold_in(key, split))
         tens.append(-(-num // NUM_CLASSES))
         order_keys.append(_fold_in_all(label_key, tens[-1]))
-        keys.append(_fold_in_all(picture_key, num))
+        keys.append(_fold_in_all(image_key, num))
     # As `glyph_labels`, in one call for both splits.
     train, test = jnp.split(_orders(jnp.concatenate(order_keys)), tens[:1])
     labels = jnp.concatenate([train.reshape(-1)[:num_train], test.reshape(-1)[:num_test]])
@@ -310,11 +311,12 @@ def _draw_splits(
     return images, jax.nn.one_hot(labels, NUM_CLASSES, dtype=images.dtype)
 
 
+@validated
 def glyph_data(
     num_train: int = 10_000,
     num_test: int = 2_000,
     *,
-    key: AnyKey,
+    key: PRNGKey,
     variation: Variation | None = None,
 ) -> tuple[
     Float[np.ndarray, "train 784"],
@@ -325,26 +327,26 @@ def glyph_data(
     """Draws a training and a test set of digits, in the form of `mnist_data`.
 
     Both sets use the same fonts and the same variation, with independent draws; labels are balanced and in random
-    order. The same key gives the same pictures, and a smaller set is the beginning of a larger one. The outer two
-    rows and columns are zero in every picture, and noise reaches all others: with at least 576 pictures the null
+    order. The same key gives the same images, and a smaller set is the beginning of a larger one. The outer two
+    rows and columns are zero in every image, and noise reaches all others: with at least 576 images the null
     space of the data is exactly the 208 border pixels.
 
-    At the default sizes and variation (key 0), scikit-learn's softmax regression gets 90.7 % of the test pictures at
+    At the default sizes and variation (key 0), scikit-learn's softmax regression gets 90.7 % of the test images at
     C = 0.02 and 93.0 % at C = 1 (150 steps). Bias-free ReLU layers 784-1024-1024-10 under SGD (rate 0.1 falling to 0,
     batches of 128) get 88.5 % after 5 epochs, where a linear layer alone gets 83.1 %, and 95.2 % after 10.
 
     Args:
-        num_train: Training pictures, at least 1.
-        num_test: Test pictures, at least 1.
+        num_train: Training images, at least 1.
+        num_test: Test images, at least 1.
         key: Picks everything.
-        variation: How much pictures vary; None is `Variation()`.
+        variation: How much images vary; None is `Variation()`.
 
     Returns:
-        `(train_images, train_labels, test_images, test_labels)`, float32 NumPy arrays: pictures [n, 784] in [0, 1]
+        `(train_images, train_labels, test_images, test_labels)`, float32 NumPy arrays: images [n, 784] in [0, 1]
         and one-hot labels [n, 10].
 
     Raises:
-        TypeError: If a number of pictures is no Python integer.
+        TypeError: If a number of images is no Python integer.
         ValueError: If it is below 1.
     """
     check_count("num_train", num_train, minimum=1)

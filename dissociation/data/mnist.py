@@ -7,13 +7,20 @@ References:
 import gzip
 import hashlib
 import os
+import shutil
 import tempfile
+import threading
+import time
 import zlib
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import platformdirs
 from jaxtyping import Float, UInt8
+
+from dissociation.validation import validated
 
 ENVIRONMENT_VARIABLE = "DISSOCIATION_DATA"
 MIRRORS = (
@@ -27,6 +34,9 @@ CHECKSUMS = {
     "t10k-images-idx3-ubyte": "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
     "t10k-labels-idx1-ubyte": "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
 }
+DOWNLOAD_SECONDS = 300.0
+"""The longest that a mirror may take for one file, the largest of which has 10 MB."""
+_SCRATCH = ".download-"
 NUM_CLASSES = 10
 PERMUTATION_SEED = 37
 
@@ -38,25 +48,26 @@ MnistArrays = tuple[
 ]
 
 
+@validated
 def mnist_data(permute_train: bool = False, *, folder: str | os.PathLike[str] | None = None) -> MnistArrays:
     """Loads MNIST as flat images in [0, 1] and one-hot labels.
 
-    The files (gzipped or not) are looked for in `folder`; else in the folder that the environment variable
-    `DISSOCIATION_DATA` names and in its `mnist` subfolder; else in the platform's cache folder; else they are
-    downloaded there. Their contents are verified wherever they come from.
+    The files (gzipped or not) are looked for in `folder` and its subfolder `mnist`; without it, in those that the
+    environment variable `DISSOCIATION_DATA` names; only without either in the platform's cache folder, to which they
+    are downloaded if need be. Their contents are verified wherever they come from.
 
     Args:
         permute_train: Whether to permute training images and labels together, by a fixed seed.
-        folder: Where the four files are; nothing else is searched if it is given.
+        folder: Where the four files are; nothing else is searched if it, or the variable, is given.
 
     Returns:
         `(train_images [60000, 784], train_labels [60000, 10], test_images [10000, 784], test_labels [10000, 10])`,
         float32 NumPy arrays.
 
     Raises:
-        FileNotFoundError: If `folder` lacks a file.
+        FileNotFoundError: If `folder`, or what the variable names, lacks a file.
         ValueError: If a file is corrupt, truncated, or not the original.
-        ConnectionError: If no file is found and no mirror answers.
+        ConnectionError: If no file is found and no mirror answers in time.
     """
     files = {name: _read(_find(name, folder), name) for name in CHECKSUMS}
     train_images, train_labels, test_images, test_labels = (
@@ -68,11 +79,13 @@ def mnist_data(permute_train: bool = False, *, folder: str | os.PathLike[str] | 
     return train_images, train_labels, test_images, test_labels
 
 
+@validated
 def cache_folder() -> Path:
     """The folder of the platform's cache that downloads go to."""
     return Path(platformdirs.user_cache_dir("dissociation")) / "mnist"
 
 
+@validated
 def parse_idx(contents: bytes, *, source: str = "the file") -> UInt8[np.ndarray, "..."]:
     """Parses an IDX file of unsigned bytes.
 
@@ -126,15 +139,17 @@ def _read(path: Path, name: str) -> UInt8[np.ndarray, "..."]:
 
 
 def _find(name: str, folder: str | os.PathLike[str] | None) -> Path:
-    if folder is not None:
-        found = _in_folders(name, [Path(folder), Path(folder) / "mnist"])
-        if found is None:
-            raise FileNotFoundError(f"`folder` must hold {name} or {name}.gz, got {folder} without either.")
-        return found
-    folders = [cache_folder()]
-    if variable := os.environ.get(ENVIRONMENT_VARIABLE):
-        folders = [Path(variable), Path(variable) / "mnist", *folders]
-    return _in_folders(name, folders) or _download(name)
+    asked, place = (
+        ("folder", folder) if folder is not None else (ENVIRONMENT_VARIABLE, os.environ.get(ENVIRONMENT_VARIABLE))
+    )
+    if not place:
+        return _in_folders(name, [cache_folder()]) or _download(name)
+    found = _in_folders(name, [Path(place), Path(place) / "mnist"])
+    if found is None:
+        got = f"{place} without either" if Path(place).is_dir() else f"{place}, which is no folder"
+        advice = "" if folder is not None else " Unset it to have MNIST downloaded."
+        raise FileNotFoundError(f"`{asked}` must hold {name} or {name}.gz, got {got}.{advice}")
+    return found
 
 
 def _in_folders(name: str, folders: list[Path]) -> Path | None:
@@ -143,34 +158,69 @@ def _in_folders(name: str, folders: list[Path]) -> Path | None:
 
 
 def _download(name: str) -> Path:
-    import pooch  # Loaded only here: most runs never download.
-
     folder = cache_folder()
-    folder.mkdir(parents=True, exist_ok=True)
     target = folder / f"{name}.gz"
     failures = []
-    for mirror in MIRRORS:
-        # Verified in a folder of its own, then renamed: an interruption leaves no half-written file behind.
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            try:
-                pooch.get_logger().setLevel("WARNING")
-                fetched = pooch.retrieve(
-                    mirror + target.name,
-                    known_hash=None,
-                    fname=target.name,
-                    path=scratch,
-                    downloader=pooch.HTTPDownloader(progressbar=True, timeout=30),  # pyright: ignore[reportArgumentType]
-                )
-                _read(Path(fetched), name)
-                os.replace(fetched, target)
-                return target
-            except (OSError, ValueError) as error:  # requests' errors are OSErrors
-                failures.append(f"{mirror}: {error}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _sweep(folder)
+        for mirror in MIRRORS:
+            # Verified in a folder of its own, then renamed: an interruption leaves no half-written file behind.
+            with tempfile.TemporaryDirectory(dir=folder, prefix=_SCRATCH) as scratch:
+                try:
+                    fetched = _fetch(mirror + target.name, Path(scratch) / target.name)
+                    _read(fetched, name)
+                    os.replace(fetched, target)
+                    return target
+                except (OSError, ValueError) as error:  # requests' errors are OSErrors
+                    failures.append(f"{mirror}: {error}")
+    finally:
+        with suppress(OSError):
+            folder.rmdir()  # if nothing was downloaded, nothing was there
     raise ConnectionError(
         f"MNIST could not be downloaded ({'; '.join(failures)}). Three ways out: pass `folder=` with the four IDX "
         f"files; set {ENVIRONMENT_VARIABLE} to such a folder; or use the built-in data, `--data glyphs`, which "
         "needs no download."
     )
+
+
+def _fetch(address: str, target: Path) -> Path:
+    """Downloads a file.
+
+    Raises:
+        TimeoutError: After `DOWNLOAD_SECONDS` in all: a server that sends a byte now and then never comes to the
+            timeout of one read.
+        OSError: If the server does not answer, or not with a file.
+    """
+    import pooch  # Loaded only here: most runs never download.
+
+    pooch.get_logger().setLevel("WARNING")
+    loader: Any = pooch.HTTPDownloader(progressbar=True, timeout=min(30, DOWNLOAD_SECONDS))
+    failure: list[Exception] = []
+
+    def run() -> None:
+        try:
+            pooch.retrieve(address, None, fname=target.name, path=target.parent, downloader=loader)
+        except Exception as error:
+            failure.append(error)
+
+    # Not in this thread, which can then leave, be it for the time or for an interrupt.
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(DOWNLOAD_SECONDS)
+    if thread.is_alive():
+        raise TimeoutError(f"not done after {DOWNLOAD_SECONDS:g} s")
+    if failure:
+        raise failure[0]
+    return target
+
+
+def _sweep(folder: Path) -> None:
+    """Removes what downloads left whose process was killed: none under way is as old."""
+    for path in folder.glob(f"{_SCRATCH}*"):
+        with suppress(OSError):
+            if time.time() - path.stat().st_mtime > 2 * DOWNLOAD_SECONDS:
+                shutil.rmtree(path)
 
 
 def _images(array: UInt8[np.ndarray, "n height width"]) -> Float[np.ndarray, "n pixels"]:

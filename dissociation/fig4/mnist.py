@@ -10,11 +10,14 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
+from dissociation.checks import check_count
 from dissociation.data.datasets import Dataset, load
 from dissociation.data.mnist import mnist_data
+from dissociation.metrics.robustness import error_rate
 from dissociation.progress import MeterFactory
 from dissociation.schedule import steps_per_epoch
 from dissociation.training import FitResult, fit
+from dissociation.validation import validated
 
 __all__ = ["fit_mnist", "fresh_networks", "mnist_data", "train_mnist"]
 
@@ -23,6 +26,7 @@ BATCH_SIZE = 128
 FIRST_RATE, LAST_RATE = 1e-1, 1e-6
 
 
+@validated
 def train_mnist(
     *,
     num_epochs: int = 30,
@@ -37,7 +41,8 @@ def train_mnist(
     Args:
         num_epochs: Passes over the training images; 0 returns the fresh networks.
         num_seeds: How many networks.
-        key: Split into one key per network; None means `jax.random.PRNGKey(37)`.
+        key: Split once, into one key per network and one for the order of batches; None means
+            `jax.random.PRNGKey(37)`.
         dataset: "mnist", "glyphs", or a loaded `Dataset`.
         width: Units in each of the two hidden layers.
         progress: A meter showing loss and test error as mean and standard deviation over seeds; None for silence.
@@ -53,6 +58,7 @@ def train_mnist(
     ).models
 
 
+@validated
 def fit_mnist(
     *,
     num_epochs: int = 30,
@@ -88,9 +94,9 @@ def fit_mnist(
     """
     key = jax.random.PRNGKey(DEFAULT_SEED) if key is None else key
     data = load(dataset) if isinstance(dataset, str) else dataset
-    models = fresh_networks(
-        num_seeds, key=key, num_inputs=data.train_images.shape[1], num_classes=data.train_labels.shape[1], width=width
-    )
+    count = check_count("num_seeds", num_seeds, minimum=1)
+    keys = jax.random.split(key, count + 1)
+    models = _networks(keys[:count], data.train_images.shape[1], data.train_labels.shape[1], width)
     batch_size = min(BATCH_SIZE, len(data.train_images))
     total = num_epochs * steps_per_epoch(len(data.train_images), batch_size)
     return fit(
@@ -100,7 +106,7 @@ def fit_mnist(
         optax.sgd(optax.linear_schedule(FIRST_RATE, LAST_RATE, max(total, 1))),
         num_epochs=num_epochs,
         batch_size=batch_size,
-        key=jax.random.fold_in(key, num_seeds),
+        key=keys[count],
         observe=HeldOutPerformance(jnp.asarray(data.test_images), jnp.asarray(data.test_labels)),
         progress=progress,
         mesh=mesh,
@@ -108,6 +114,7 @@ def fit_mnist(
     )
 
 
+@validated
 def fresh_networks(
     num_seeds: int, *, key: Array, num_inputs: int = 784, num_classes: int = 10, width: int = 1024
 ) -> eqx.nn.MLP:
@@ -123,13 +130,18 @@ def fresh_networks(
     Returns:
         A stacked `eqx.nn.MLP`.
     """
+    count = check_count("num_seeds", num_seeds, minimum=1)
+    return _networks(jax.random.split(key, count), num_inputs, num_classes, width)
 
+
+def _networks(keys: Array, num_inputs: int, num_classes: int, width: int) -> eqx.nn.MLP:
     def one(key: Array) -> eqx.nn.MLP:
         return eqx.nn.MLP(num_inputs, num_classes, width, 2, jax.nn.relu, use_bias=False, use_final_bias=False, key=key)
 
-    return eqx.filter_vmap(one)(jax.random.split(key, num_seeds))
+    return eqx.filter_vmap(one)(keys)
 
 
+@validated
 def cross_entropy(model: Any, batch: tuple[Array, Array], key: Array | None = None) -> Float[Array, ""]:
     """Mean over the batch of -sum_k y_k log softmax(f(x))_k, in nats.
 
@@ -149,10 +161,9 @@ class HeldOutPerformance(eqx.Module):
     labels: Float[Array, "n classes"]
 
     def __call__(self, model: Any, step: Array, key: Array) -> dict[str, Float[Array, ""]]:
-        """Returns `{"test_error", "test_loss"}`, the error between 0 and 1, the loss in nats."""
+        """Returns `{"test_error", "test_loss"}`, the error between 0 and 1 or NaN, the loss in nats."""
         logits = jax.vmap(model)(self.images)
-        wrong = logits.argmax(axis=1) != self.labels.argmax(axis=1)
         return {
-            "test_error": wrong.mean(dtype=logits.dtype),
+            "test_error": error_rate(logits, self.labels),
             "test_loss": optax.softmax_cross_entropy(logits, self.labels).mean(),
         }

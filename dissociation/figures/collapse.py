@@ -19,7 +19,7 @@ from jaxtyping import Array
 from dissociation import checkpoint as checkpoints
 from dissociation.checks import fail
 from dissociation.data.datasets import Dataset
-from dissociation.figures.artifacts import Parts, check_parts_of, identity_of, save_arrays
+from dissociation.figures.artifacts import Parts, check_parts_of, identity_of, read_part
 from dissociation.figures.collapse_drawing import draw
 from dissociation.figures.collapse_measures import (
     Config,
@@ -30,7 +30,9 @@ from dissociation.figures.collapse_measures import (
     information_measures,
     margins_of,
 )
-from dissociation.figures.members import source
+from dissociation.figures.members import source as members_source
+from dissociation.figures.seeds import masked_part, named_diverged, number, stand_ins
+from dissociation.files import RefusedFile
 from dissociation.progress import MeterFactory
 from dissociation.recipes.grokking import initial_models, train_grokking
 
@@ -38,6 +40,23 @@ __all__ = ["STEM", "Config", "Results", "compute", "draw", "load_models", "load_
 
 STEM = "collapse"
 """The name of the files."""
+
+_MEMBERS = ("weight_decays", "seeds")
+
+AXES = {
+    "weight_decays": ("weight_decays",),
+    "seeds": ("seeds",),
+    "time_step": ("times",),
+    "information_step": ("information_times",),
+    "nhsic": (*_MEMBERS, "information_times"),
+    "mi_": (*_MEMBERS, "information_times"),
+    "margin": (*_MEMBERS, "images"),
+    "plane": (*_MEMBERS, "images", "coordinates"),
+    "plane_boundary": _MEMBERS,
+    "diverged_at": _MEMBERS,
+    "": (*_MEMBERS, "times"),
+}
+"""What the axes of the saved arrays are, by how the arrays' names begin."""
 
 _SAVED, _MODELS = "series", "models.ckpt"
 
@@ -55,6 +74,7 @@ class Results(NamedTuple):
         information_step: Their steps, [time].
         margins: By class and split, signed distances to the boundary between two classes, [decay, seed, samples], and
             coordinates in the plane of the two classes' weights, [decay, seed, samples, 2]: see `margins_of`.
+        diverged_at: The step at which a network diverged, or -1: [decay, seed]. From there on its numbers are NaN.
         seconds: Wall time of every part.
     """
 
@@ -65,6 +85,7 @@ class Results(NamedTuple):
     information: dict[str, np.ndarray]
     information_step: np.ndarray
     margins: dict[str, np.ndarray]
+    diverged_at: np.ndarray
     seconds: dict[str, float]
 
 
@@ -91,17 +112,50 @@ def compute(
         The results.
 
     Raises:
-        ValueError: If `folder` holds parts of another run, or an option is out of range.
+        RefusedFile: If `folder` holds parts of another run, or broken ones.
+        WrongValue: If an option does not fit the data.
     """
     data = source(config) if dataset is None else dataset
+    _check_data(config, data)
+    with Parts(folder, identity_of(config, key, data)) as parts:
+        return _computed(config, key, data, parts, progress, mesh)
+
+
+def source(config: Config) -> Dataset:
+    """The data set that the configuration names.
+
+    Raises:
+        WrongValue: If an option does not fit it.
+    """
+    data = members_source(config)
+    _check_data(config, data)
+    return data
+
+
+def _check_data(config: Config, data: Dataset) -> None:
     if max(config.classes) >= data.num_classes:
         fail("classes", f"be among the {data.num_classes} of the data", config.classes)
-    parts = Parts(folder, identity_of(config, key, data))
+    if config.num_seen > len(data.train_images):
+        fail("num_seen", f"be at most the number of training pictures ({len(data.train_images)})", config.num_seen)
+    if config.num_information and min(config.num_pictures, len(data.test_images)) <= config.num_neighbours:
+        have = f"{min(config.num_pictures, len(data.test_images))} test pictures"
+        fail("num_neighbours", f"be below the number of pictures ({have})", config.num_neighbours)
+
+
+def _computed(
+    config: Config,
+    key: Array,
+    data: Dataset,
+    parts: Parts,
+    progress: str | MeterFactory | None,
+    mesh: Mesh | None,
+) -> Results:
     measures = None
     if config.num_information:
-        codes = parts.get("codes", partial(compressed, config, data, key=key))["codes"]
+        code_key = jax.random.fold_in(key, 2)  # of its own though `key` is a network's seed, which folds in 0 and 1
+        codes = parts.get("codes", partial(compressed, config, data, key=code_key))["codes"]
         measures = information_measures(config, data, codes)
-    keeper = _Keeper(parts.path(f"{_SAVED}.npz"))
+    keeper = _Keeper(parts)
     names = ("weight_decays", "seeds", "num_steps", "batch_size", "learning_rate", "init_scale", "optimizer", "network")
     trained = train_grokking(
         data,
@@ -118,27 +172,28 @@ def compute(
     )
     parts.seconds["training and measuring"] = trained.seconds
     if (path := parts.path(_MODELS)) is not None:
-        checkpoints.save(path, trained.models)
+        checkpoints.save(path, trained.models, {"run": parts.digest})
     flat = _flat(trained.history.observed)
-    margins = parts.get("margins", partial(margins_of, config, data, trained.models))
+    alive = trained.diverged_at < 0
+    job = partial(margins_of, config, data, stand_ins(trained.models, alive))
+    margins = masked_part(parts, "margins", alive, job)
     described = {"name": data.name, "num_seen": config.num_seen, "num_test": len(data.test_images)}
-    return _assemble(config, described, trained.history.observed_at, flat, margins, parts.seconds)
+    diverged_at = trained.diverged_at
+    return _assemble(config, described, trained.history.observed_at, flat, margins, diverged_at, parts.seconds)
 
 
 class _Keeper:
     """Keeps the series so far on disk; goes on with those of an interrupted run."""
 
-    def __init__(self, path: Path | None):
-        self.path = path
+    def __init__(self, parts: Parts):
+        self.parts = parts
         self.steps: list[int] = []
         self.found: list[dict[str, np.ndarray]] = []
 
     def __call__(self, step: int, records: dict[str, Any]) -> None:
-        if self.path is None:
+        if self.parts.folder is None:
             return
-        if not self.steps and step > 0 and self.path.exists():
-            with np.load(self.path) as kept:
-                earlier = dict(kept)
+        if not self.steps and step > 0 and (earlier := self.parts.load(_SAVED)) is not None:
             before = np.flatnonzero(earlier["time_step"] < step)
             self.steps = earlier.pop("time_step")[before].tolist()
             self.found = [{name: leaf[..., i] for name, leaf in earlier.items()} for i in before]
@@ -146,7 +201,7 @@ class _Keeper:
         self.found.append(_flat(records["observed"]))
         # At every observation: never behind the checkpoint, which is written later and less often.
         stacked = {name: np.stack([one[name] for one in self.found], -1) for name in self.found[0]}
-        save_arrays(self.path, {"time_step": np.asarray(self.steps), **stacked})
+        self.parts.save(_SAVED, {"time_step": np.asarray(self.steps), **stacked})
 
 
 def _flat(observed: dict[str, Any]) -> dict[str, np.ndarray]:
@@ -160,9 +215,16 @@ def _assemble(
     steps: np.ndarray,
     flat: dict[str, np.ndarray],
     margins: dict[str, np.ndarray],
+    diverged_at: np.ndarray | None,
     seconds: dict[str, float],
 ) -> Results:
     grid = len(config.weight_decays), len(config.seeds)
+    # The numbers of a network that is not finite may look plausible: its accuracy is that of the first class.
+    finite = np.isfinite(flat["train_loss"])
+    if diverged_at is None:  # of a sweep under way: the first observation that shows it
+        steps = np.asarray(steps)
+        diverged_at = np.where(finite.all(-1), -1, steps[np.argmin(finite, -1)])
+    flat = {name: np.where(finite, values, np.nan) for name, values in flat.items()}
     shaped = {name: np.asarray(leaf).reshape(*grid, -1) for name, leaf in flat.items()}
     dear = {name for name in shaped if name.startswith(("nhsic", "mi_"))}
     asked = np.isin(steps, config.information_steps())
@@ -174,6 +236,7 @@ def _assemble(
         information={name: leaf[:, :, asked] for name, leaf in shaped.items() if name in dear},
         information_step=np.asarray(steps)[asked],
         margins={name: np.asarray(leaf).reshape(*grid, *leaf.shape[1:]) for name, leaf in margins.items()},
+        diverged_at=np.asarray(diverged_at).reshape(grid),
         seconds=seconds,
     )
 
@@ -183,26 +246,24 @@ def load_partial(config: Config, folder: str | os.PathLike[str]) -> Results:
 
     Args:
         config: Of the sweep.
-        folder: The one given to `compute`; the command line's is `.collapse-parts` in its output folder.
+        folder: The one given to `compute`; the command line's is `parts` in the run's own folder.
 
     Returns:
         Results without margins, up to the last time that was kept.
 
     Raises:
         FileNotFoundError: If nothing has been kept yet.
-        ValueError: If what was kept is of another configuration.
+        RefusedFile: If what was kept is of another configuration, or broken.
     """
     path = Path(folder) / f"{_SAVED}.npz"
     if not path.exists():
         raise FileNotFoundError(
             f"`folder` must hold {path.name} of a sweep under way, got {folder}. Has it come to its first observation?"
         )
-    check_parts_of(folder, config)
-    with np.load(path) as kept:
-        flat = dict(kept)
+    flat = read_part(path, check_parts_of(folder, config))
     steps = flat.pop("time_step")
     data = {"name": config.data, "num_seen": config.num_seen, "num_test": config.num_test or "all"}
-    return _assemble(config, data, steps, flat, {}, {})
+    return _assemble(config, data, steps, flat, {}, None, {})
 
 
 def load_models(config: Config, folder: str | os.PathLike[str]) -> Any:
@@ -217,12 +278,14 @@ def load_models(config: Config, folder: str | os.PathLike[str]) -> Any:
 
     Raises:
         FileNotFoundError: If the sweep has not ended.
-        ValueError: If what was kept is of another configuration.
+        RefusedFile: If what was kept is of another configuration, or broken.
     """
-    check_parts_of(folder, config)
+    path, digest = Path(folder) / _MODELS, check_parts_of(folder, config)
+    if checkpoints.read_header(path).get("run") != digest:
+        raise RefusedFile(f"{path} belongs to another run. Delete it and run the sweep again: it goes on from its end.")
     keys = jnp.zeros((len(config.weight_decays) * len(config.seeds), 2), jnp.uint32)
     like = jax.eval_shape(lambda: initial_models(keys, network=config.network, options=_network_options(config)))
-    return checkpoints.restore(Path(folder) / _MODELS, like)
+    return checkpoints.restore(path, like)
 
 
 def _network_options(config: Config) -> dict[str, Any]:
@@ -261,7 +324,8 @@ def arrays(results: Results) -> dict[str, np.ndarray]:
     config = results.config
     steps = {"time_step": results.time_step, "information_step": results.information_step}
     axes = {"weight_decays": np.asarray(config.weight_decays), "seeds": np.asarray(config.seeds)}
-    return {**steps, **axes, **results.series, **results.information, **results.margins}
+    members = {**axes, "diverged_at": results.diverged_at}
+    return {**steps, **members, **results.series, **results.information, **results.margins}
 
 
 def describe(results: Results) -> dict[str, Any]:
@@ -281,10 +345,12 @@ def headline(results: Results) -> str:
     """What was computed on, in a line, and how the time of collapse depends on weight decay."""
     config, data = results.config, results.data
     found = crossings(config, results.series, results.time_step)
+    names = [f"weight decay {decay:g} seed {seed}" for decay in config.weight_decays for seed in config.seeds]
     return (
         f"{data['name']}: {data['num_seen']} training and {data['num_test']} test pictures, "
         f"{len(config.weight_decays)} weight decays x {len(config.seeds)} seeds, {config.num_steps} steps; "
         f"{crossing_slope(config, found, int(results.time_step[-1]))}"
+        f"{named_diverged(names, results.diverged_at.reshape(-1))}"
     )
 
 
@@ -296,6 +362,6 @@ def table(results: Results) -> list[list[str]]:
     rows[0] += ["test accuracy", "RNC1", "NC2"]
     names = ("test_accuracy", "rnc1_score", "nc2_score")
     for index, row in enumerate(rows[1:]):
-        accuracy, rnc1, nc2 = (results.series[name][index, :, -1].mean() for name in names)
-        row += [f"{accuracy:.4f}", f"{rnc1:.2g}", f"{nc2:.3g}"]
+        ends = [results.series[name][index, :, -1] for name in names]
+        row += [number(values, form) for values, form in zip(ends, (".4f", ".2g", ".3g"), strict=True)]
     return rows

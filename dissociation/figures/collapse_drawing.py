@@ -102,7 +102,7 @@ def _largest(results: Any) -> int:
 
 
 def _estimators(axis: Any, results: Any) -> None:
-    """I(Z;X) and I(Z;Y) by three estimators at the largest weight decay."""
+    """I(Z;X) and I(Z;Y) by two estimators at the largest weight decay."""
     steps, found, largest = results.information_step, results.information, _largest(results)
     axis.set(title=f"estimators, $\\lambda$ = {results.config.weight_decays[largest]:g}", ylabel="nats")
     if "mi_zx_compression" not in found:
@@ -111,12 +111,10 @@ def _estimators(axis: Any, results: Any) -> None:
     later = steps >= 10
     names = (
         ("mi_zx_compression", "C0", "-", "I(Z;X) entropies"),
-        ("mi_zx_kraskov", "C0", "--", "I(Z;X) Kraskov"),
         ("mi_zx_smoothed", "C0", ":", "I(Z;X) smoothed"),
         ("mi_zy_compression", "C1", "-", "I(Z;Y) entropies"),
         ("mi_zy_smoothed", "C1", ":", "I(Z;Y) smoothed"),
         ("mi_zx_compression_null", "grey", "-", "shuffled"),
-        ("mi_zx_kraskov_null", "grey", "--", None),
         ("mi_zy_compression_null", "grey", "-", None),
     )
     for name, color, style, label in names:
@@ -180,19 +178,20 @@ def _margins(axis: Any, results: Any) -> None:
 
 
 def _plane(axis: Any, results: Any) -> None:
-    """Samples of two classes in the plane of their weights, of the first seed at the largest weight decay."""
+    """Samples of two classes in the plane of their weights, of one seed at the largest weight decay."""
     largest, classes = _largest(results), results.config.classes
+    first = int(np.argmax(results.diverged_at[largest] < 0))  # the first that did not diverge
     axis.set(title=f"plane of classes {classes[0]} and {classes[1]}", xlabel="along $w_a - w_b$", ylabel="across")
     if not results.margins:
         _empty(axis, "after training")
         return
     for color, label in zip(("C0", "C1"), classes, strict=True):
         for split, size, alpha in (("unseen", 2, 0.3), ("seen", 6, 1.0)):
-            points = results.margins[f"plane_{label}_{split}"][largest, 0]
+            points = results.margins[f"plane_{label}_{split}"][largest, first]
             points = points[:: max(1, len(points) // SHOWN_POINTS)]
             kind = {"s": size, "alpha": alpha, "color": color, "linewidth": 0}
             axis.scatter(*points.T, **kind, label=f"{label}" if split == "seen" else None)
-    axis.axvline(float(results.margins["plane_boundary"][largest, 0]), color="black", linewidth=0.8)
+    axis.axvline(float(results.margins["plane_boundary"][largest, first]), color="black", linewidth=0.8)
     axis.legend(fontsize="x-small")
 
 
@@ -207,13 +206,17 @@ def _crossings(axis: Any, results: Any) -> None:
         return
     for name, color, marker, aside in shown:
         times = np.maximum(found[name], 1)[positive]  # nor has step 0
-        decays = np.asarray(config.weight_decays)[positive]
-        places = np.repeat(decays, times.shape[1]) * aside
-        flat = times.reshape(-1)
+        decays, alive = np.asarray(config.weight_decays)[positive], ~found["diverged"][positive]
+        places = (np.repeat(decays, times.shape[1]) * aside)[alive.reshape(-1)]
+        flat = times[alive]
         crossed = ~np.isnan(flat)
         axis.plot(places[crossed], flat[crossed], marker, color=color, markersize=2, alpha=0.5, linestyle="")
         axis.plot(places[~crossed], np.full((~crossed).sum(), end), "^", color=color, markersize=3, mfc="none", ls="")
-        medians = [median_crossing(own, end) for own in times]
+        some = alive.any(1)
+        medians = [median_crossing(own[left], end) for own, left in zip(times[some], alive[some], strict=True)]
+        if not medians:
+            continue
+        decays = decays[some]
         values, low, high = (np.asarray([getattr(m, part) for m in medians]) for part in ("value", "low", "high"))
         kept = np.isfinite(values)
         if not kept.any():

@@ -1,12 +1,19 @@
 """From a figure's configuration to files: what the command lines of both packages share.
 
-A figure is a module with `STEM`, `Config`, `compute`, `draw`, `arrays`, `describe`, `table` and `headline`.
+A figure is a module with `STEM`, `AXES`, `Config`, `source`, `compute`, `draw`, `arrays`, `describe`, `table` and
+`headline`. A run of it has a folder of its own, named by figure, settings and a digest of all that defines the run, so
+that other settings, other data or a rehearsal never touch its results, and the same command goes on where it stopped.
 """
 
+import contextlib
 import dataclasses
-import shutil
+import io
+import os
+import re
 import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
@@ -15,10 +22,16 @@ import jax
 import platformdirs
 import tyro
 
-from dissociation import plotting
-from dissociation.figures.artifacts import save_arrays, save_description
+from dissociation import interrupts, plotting
+from dissociation.checks import WrongValue, check_seed
+from dissociation.figures import artifacts
+from dissociation.files import RefusedFile
 
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
+
+DEFAULT_SEED = 37
+
+_LONGEST_NAME = 60
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,16 +39,88 @@ class RunOptions:
     """Where and how a figure is made."""
 
     out: Path = Path("results")
-    """Folder for the figure (PDF and PNG), its arrays (.npz), and the description of the run (.json)."""
-    seed: int = 37
+    """Folder in which every run has a folder of its own: the figure (PDF and PNG), its arrays (.npz), a description of
+    the run (.json), and the parts from which an interrupted run goes on."""
+    seed: int = DEFAULT_SEED
     """Everything random follows from it."""
     quick: Flag = False
-    """A small run that shows that everything works: it overrides the sizes above."""
+    """A small run that shows that everything works; sizes that are given as well hold."""
     resume: Flag = False
-    """Go on with an interrupted run of the same settings; without it, its finished parts are set aside, and those that
-    were set aside before are lost."""
+    """Go on with an earlier run of the same settings, and refuse to begin a new one. Without it the same command goes
+    on as well, or begins if there is nothing to go on with."""
+    fresh: Flag = False
+    """Begin anew though there is an earlier run of the same settings, whose parts are set aside."""
     silent: Flag = False
     """Show no progress."""
+
+    def __post_init__(self):
+        check_seed("seed", self.seed)
+        if self.fresh and self.resume:
+            raise WrongValue("`fresh` must not be given together with `resume`.")
+
+
+def run_command(
+    figures: Mapping[str, tuple[ModuleType, str]], arguments: Sequence[str] | None, *, program: str, description: str
+) -> int:
+    """The command line of a package.
+
+    Args:
+        figures: By the command's name, the figure's module and what it shows.
+        arguments: The words after the program's name; None takes them from the process.
+        program: The command's name.
+        description: What it is for.
+
+    Returns:
+        The exit status, see `produce`; 2 for a wrong option or value.
+
+    Raises:
+        SystemExit: After `--help`.
+    """
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    commands = {name: _command(*entry, "--quick" in words, program) for name, entry in figures.items()}
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            chosen = tyro.extras.subcommand_cli_from_dict(commands, prog=program, description=description, args=words)
+    except SystemExit as end:
+        if end.code in (0, None):
+            raise
+        print(f"{program}: {_one_line(said.getvalue())}", file=sys.stderr)
+        return 2
+    return chosen()
+
+
+def _command(figure: ModuleType, shown: str, quick: bool, program: str) -> Callable[..., Callable[[], int]]:
+    """A function whose signature is a figure's options, with the defaults of a rehearsal if it is one."""
+    default = figure.Config().quick() if quick else figure.Config()
+
+    def choose(
+        config: tyro.conf.OmitArgPrefixes[figure.Config] = default,  # pyright: ignore[reportInvalidTypeForm]
+        run: tyro.conf.OmitArgPrefixes[RunOptions] = RunOptions(),  # noqa: B008
+    ) -> Callable[[], int]:
+        return lambda: produce(figure, config, run, program=program)
+
+    choose.__doc__ = shown
+    return choose
+
+
+def _one_line(box: str) -> str:
+    """The parser's framed message as a sentence."""
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", box).rstrip().splitlines()
+    framed = bool(lines) and lines[0].startswith("\u256d")  # else, without Unicode, a title and a rule are above
+    sections: list[list[str]] = [[]]
+    for line in lines[1:-1] if framed else lines[2:]:
+        words = line.strip("\u2502 ")
+        if set(words) <= {"\u2500", "-"}:
+            sections.append([])
+        else:
+            sections[-1].append(words)
+    first, *others = (" ".join(section) for section in sections)
+    sentence = re.sub(r"^Error parsing \S*__\S*: ", "", first)
+    meant = next((re.search(r"--[\w-]+", other) for other in others if other.startswith("Perhaps")), None)
+    if meant is None and others and others[0].startswith("Available"):
+        sentence = f"{sentence}. {others[0]}"
+    return f"{sentence} (perhaps {meant.group()}; --help lists all)" if meant else sentence
 
 
 def produce(figure: ModuleType, config: Any, run: RunOptions, *, program: str = "dissociation") -> int:
@@ -48,47 +133,107 @@ def produce(figure: ModuleType, config: Any, run: RunOptions, *, program: str = 
         program: The command's name, for messages.
 
     Returns:
-        The exit status: 0, 1 for data that cannot be read or settings that cannot be met, 130 for an interrupt.
+        The exit status: 0; 1 for data or files that cannot be read or written; 2 for settings that the data cannot
+        meet; 130 after an interrupt and 143 after SIGTERM.
     """
-    began = time.perf_counter()
-    config = config.quick() if run.quick else config
-    compiling = start_compilation_cache()
-    parts = run.out / f".{figure.STEM}-{'quick-' if run.quick else ''}parts"
-    if not run.resume and parts.exists():
-        aside = parts.with_name(f"{parts.name}-before")
-        shutil.rmtree(aside, ignore_errors=True)
-        parts.rename(aside)
+    interrupts.begin()
+
+    def tell(what: object, status: int) -> int:
+        print(f"{program}: {' '.join(str(what).split())}", file=sys.stderr)
+        return status
+
+    def stopped() -> int:
+        print(f"\n{program}: stopped. {interrupts.advice}", file=sys.stderr)
+        return interrupts.status()
+
+    interrupts.advice = interrupts.NOTHING
     try:
-        data = figure.source(config)
-    except (OSError, ValueError) as error:
-        print(f"{program}: {error}", file=sys.stderr)
-        return 1
-    try:
-        results = figure.compute(
-            config,
-            key=jax.random.PRNGKey(run.seed),
-            dataset=data,
-            folder=parts,
-            progress=None if run.silent else "terminal",
-        )
+        try:
+            data = figure.source(config)
+        except (OSError, ValueError) as error:
+            return tell(error, 2 if isinstance(error, WrongValue) else 1)
+        return _run(figure, config, run, data)
     except KeyboardInterrupt:
-        print(f"\nStopped. Add --resume to go on; finished parts are in {parts}.", file=sys.stderr)
-        return 130
-    stem = run.out / figure.STEM
-    pictures = plotting.save_figure(figure.draw(results), stem)
-    save_arrays(stem.with_suffix(".npz"), figure.arrays(results))
-    seconds = time.perf_counter() - began
-    description = figure.describe(results) | {
-        "seed": run.seed,
-        "seconds": results.seconds | {"this call": seconds, "compiling": compiling["seconds"]},
-    }
-    save_description(stem.with_suffix(".json"), description)
+        return stopped()
+    except BrokenPipeError:  # whoever read the table has seen enough of it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (OSError, WrongValue, RefusedFile, MemoryError) as error:
+        nameless = isinstance(error, OSError) and error.errno is not None and error.filename is None
+        return tell(f"{error} (while writing to {run.out})" if nameless else error, 1)
+    except Exception as error:
+        if interrupts.heard():  # on its way through a compiler an interrupt can become another exception
+            return stopped()
+        if "RESOURCE_EXHAUSTED" in str(error):
+            return tell(f"out of memory; choose smaller sizes. {str(error).splitlines()[0]}", 1)
+        raise
+
+
+def _run(figure: ModuleType, config: Any, run: RunOptions, data: Any) -> int:
+    began = time.perf_counter()
+    key = jax.random.PRNGKey(run.seed)
+    identity = artifacts.identity_of(config, key, data)
+    folder = run.out / run_name(figure, config, run, identity)
+    parts = folder / "parts"
+    if run.resume and not (parts / artifacts.IDENTITY).exists():
+        raise RefusedFile(_nothing_to_resume(figure, run, folder, identity))
+    with artifacts.locked(folder):
+        if run.fresh and parts.exists():
+            aside = next(path for i in range(1, 10**6) if not (path := folder / f"parts-before-{i}").exists())
+            parts.rename(aside)
+        elif parts.exists() and not run.silent:
+            print(f"Going on in {folder} (--fresh begins anew).", file=sys.stderr)
+        interrupts.advice = f"The same command goes on; finished parts are in {parts}."
+        compiling = start_compilation_cache()
+        progress = None if run.silent else "terminal"
+        results = figure.compute(config, key=key, dataset=data, folder=parts, progress=progress)
+        stem = folder / figure.STEM
+        written = [*plotting.save_figure(figure.draw(results), stem), stem.with_suffix(".npz")]
+        arrays = figure.arrays(results)
+        axes = artifacts.axes_of(arrays, figure.AXES)
+        artifacts.save_arrays(written[-1], arrays, axes)
+        seconds = time.perf_counter() - began
+        description = figure.describe(results) | {
+            "seed": run.seed,
+            "axes": axes,
+            "seconds": results.seconds | {"this call": seconds, "compiling": compiling["seconds"]},
+        }
+        written.append(stem.with_suffix(".json"))
+        artifacts.save_description(written[-1], description)
     print(f"\n{figure.headline(results)}\n")
     print(aligned(figure.table(results)))
     compiled = f"{compiling['seconds']:.1f} s went into compiling {compiling['programs']} programs"
     print(f"\n{seconds:.0f} s; {compiled} ({compiling['cached']} more came from {cache_folder()}).")
-    print("Wrote " + ", ".join(str(path) for path in [*pictures, stem.with_suffix(".npz"), stem.with_suffix(".json")]))
+    print(f"Wrote {', '.join(path.name for path in written)} in {folder}", flush=True)
     return 0
+
+
+def run_name(figure: ModuleType, config: Any, run: RunOptions, identity: Mapping[str, Any]) -> str:
+    """The name of a run's folder: figure, settings that are not the default, and a digest of all that defines it."""
+    default = figure.Config().quick() if run.quick else figure.Config()
+    words = [figure.STEM, *(["quick"] * run.quick)]
+    if run.seed != DEFAULT_SEED:
+        words.append(f"seed-{run.seed}")
+    for field in dataclasses.fields(config):
+        if (value := getattr(config, field.name)) != getattr(default, field.name):
+            values = value if isinstance(value, tuple) else (value,)
+            words.append("-".join([field.name, *(str(part) for part in values)]))
+    name = re.sub(r"[^\w.-]+|_(?=_)", "-", "_".join(words))[:_LONGEST_NAME].rstrip("-_.")
+    own = {**identity, "figure": figure.STEM, "version": metadata.version("dissociation")}
+    return f"{name}_{artifacts.digest_of(own)[:10]}"
+
+
+def _nothing_to_resume(figure: ModuleType, run: RunOptions, folder: Path, identity: Mapping[str, Any]) -> str:
+    """Why `--resume` refuses, with the run that differs least."""
+    others = []
+    for path in sorted(run.out.glob(f"{figure.STEM}_*")):
+        with contextlib.suppress(OSError, ValueError):
+            others.append((artifacts.differences(artifacts.read_identity(path / "parts"), identity), path))
+    near = ""
+    if others:
+        differ, path = min(others, key=lambda other: len(other[0]))
+        near = f" The nearest is {path}, whose {', '.join(differ) or 'version'} differ."
+    return f"`resume` must find an earlier run of the same settings, got none in {folder}.{near}"
 
 
 def cache_folder() -> Path:

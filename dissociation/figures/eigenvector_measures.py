@@ -12,7 +12,9 @@ import numpy as np
 from jaxtyping import Array
 
 from dissociation.bmap import bmap
-from dissociation.checks import check_count, fail
+from dissociation.checks import check_choice, check_count, check_distinct, check_non_negative, fail
+from dissociation.data.datasets import NAMES
+from dissociation.figures.members import check_sizes
 from dissociation.spectral import Spectrum, truncate
 from dissociation.spectral.certificate import certified_radius, margins
 from dissociation.spectral.forms import (
@@ -71,6 +73,18 @@ class Config:
     """Test pictures; all by default."""
 
     def __post_init__(self):
+        check_choice("data", self.data, NAMES)
+        check_sizes(self)
+        check_distinct("sizes", self.sizes)
+        for size in self.sizes:
+            check_count("sizes", size, minimum=1)
+        for name in ("large", "num_epochs", "batch_size", "num_ranks", "num_components", "num_certified"):
+            check_count(name, getattr(self, name), minimum=1)
+        check_non_negative("weight_decay", self.weight_decay)
+        check_non_negative("noise", self.noise)
+        check_non_negative("mask_norms", np.asarray(self.mask_norms))
+        if not 0 <= check_count("digit", self.digit) <= 9:
+            fail("digit", "be a digit from 0 to 9", self.digit)
         if self.reference not in self.sizes:
             fail("reference", f"be one of the sizes {self.sizes}", self.reference)
         for name in ("num_seeds", "num_large_seeds"):
@@ -88,7 +102,7 @@ class Config:
 
 
 def compared_pairs(config: Config, size: int, other: int) -> tuple[np.ndarray, np.ndarray]:
-    """First and second members of all pairs of two sizes, nobody with itself."""
+    """First and second members of all pairs of two sizes, no member with itself."""
     if size == other:
         return member_pairs(config.seeds(size))
     return member_pairs(config.seeds(size), config.seeds(other))
@@ -135,8 +149,13 @@ def _matched(a: Spectrum, b: Spectrum) -> Array:
     return matched_similarity(a, b, min(a.values.shape[1], b.values.shape[1]))
 
 
-def top_similarity(config: Config, leading: dict[int, dict[str, Spectrum]]) -> dict[str, np.ndarray]:
-    """Mean similarity of the leading component between all sizes, "top": [sizes, sizes]."""
+def top_similarity(
+    config: Config, leading: dict[int, dict[str, Spectrum]], alive: dict[int, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """Mean similarity of the leading component between all sizes, "top": [sizes, sizes]; NaN where there is no pair.
+
+    Pairs with a network that diverged, which `alive` says by size, are left out.
+    """
     table = np.zeros((len(config.sizes),) * 2)
     first = {size: eqx.filter_jit(jax.vmap(partial(truncate, num_components=1)))(leading[size]["magnitude"])
              for size in config.sizes}  # fmt: skip
@@ -144,7 +163,9 @@ def top_similarity(config: Config, leading: dict[int, dict[str, Spectrum]]) -> d
         for j, other in enumerate(config.sizes[: i + 1]):
             one, two = first[size], first[other]
             pairs = np.stack(compared_pairs(config, size, other))
-            table[i, j] = table[j, i] = np.mean(_each_pair(rank_similarity, one, two, pairs))
+            found = np.asarray(_each_pair(rank_similarity, one, two, pairs))
+            known = found[alive[size][pairs[0]] & alive[other][pairs[1]]]
+            table[i, j] = table[j, i] = known.mean() if known.size else np.nan
     return {"top": table}
 
 

@@ -33,8 +33,9 @@ def accuracy_table(results: Results) -> list[list[str]]:
     """Test accuracy by size, mean, least and most over seeds, and the components per class that are enough."""
     rows = [["size", "seeds", "accuracy", "lowest", "highest"]]
     for size, errors in results.full_error.items():
-        right = 1 - errors
-        rows.append([str(size), str(len(right)), *(f"{v:.4f}" for v in (right.mean(), right.min(), right.max()))])
+        right = 1 - errors[np.isfinite(errors)]  # without networks that diverged
+        count = str(len(errors)) if len(right) == len(errors) else f"{len(right)} of {len(errors)}"
+        rows.append([str(size), count, *(f"{v:.4f}" for v in (right.mean(), right.min(), right.max()))])
     return rows
 
 

@@ -19,7 +19,7 @@ from matplotlib.ticker import MaxNLocator
 
 from dissociation import plotting
 from dissociation.bmap import bmap
-from dissociation.data.datasets import Dataset, load
+from dissociation.data.datasets import Dataset
 from dissociation.figures.artifacts import Parts, identity_of
 from dissociation.figures.eigenvector_measures import (
     ORDERS,
@@ -32,6 +32,9 @@ from dissociation.figures.eigenvector_measures import (
     top_similarity,
     truncations,
 )
+from dissociation.figures.members import source as source
+from dissociation.figures.seeds import cell, check_some_left, masked_part, named_diverged, stand_ins
+from dissociation.plotting import summarise
 from dissociation.progress import MeterFactory
 from dissociation.recipes.bilinear import train_bilinear
 from dissociation.spectral import decompose
@@ -39,6 +42,29 @@ from dissociation.spectral.similarity import bootstrap_interval, pair_mean, stud
 
 STEM = "eigenvectors"
 """The name of the files."""
+
+AXES = {
+    "top": ("sizes", "sizes"),
+    "values": ("components",),
+    "leading": ("ends", "ranks", "pixels"),
+    "image": ("pixels",),
+    "contributions": ("components",),
+    "vectors": ("components", "pixels"),
+    "component_values": ("components",),
+    "mask": ("pixels",),
+    "mask_accuracy": ("signs", "norms"),
+    "mask_share": ("signs", "norms"),
+    "random_accuracy": ("norms",),
+    "train": ("seeds", "epochs"),
+    "validation": ("seeds", "epochs"),
+    "similarity": ("pairs", "classes", "ranks"),
+    "error": ("seeds", "components"),
+    "pairs": ("members", "pairs"),
+    "full_error": ("seeds",),
+    "diverged_at": ("seeds",),
+    "radii": ("images",),
+}
+"""What the axes of the saved arrays are, by how the arrays' names begin."""
 
 
 class Results(NamedTuple):
@@ -60,6 +86,7 @@ class Results(NamedTuple):
             ("contributions"), their eigenvectors ("vectors") and values ("component_values"), the largest first.
         radii: Distance to the nearest picture of another class, by components kept (0 stands for all): [pictures].
         masks: See `eigenvector_measures.masking`.
+        diverged_at: The step at which a network diverged, or -1: [seeds]. Its numbers, and those of its pairs, are NaN.
         seconds: Wall time of every part.
     """
 
@@ -77,12 +104,8 @@ class Results(NamedTuple):
     explained: dict[str, np.ndarray]
     radii: dict[int, np.ndarray]
     masks: dict[str, np.ndarray]
+    diverged_at: dict[int, np.ndarray]
     seconds: dict[str, float]
-
-
-def source(config: Config) -> Dataset:
-    """The data set that the configuration names."""
-    return load(config.data, num_train=config.num_train, num_test=config.num_test)
 
 
 def compute(
@@ -106,14 +129,20 @@ def compute(
         The results.
 
     Raises:
-        ValueError: If `folder` holds parts of another run.
+        RefusedFile: If `folder` holds parts of another run, or broken ones.
+        WrongValue: If an option does not fit the data, or all networks of a size diverged.
     """
     data = source(config) if dataset is None else dataset
-    parts = Parts(folder, identity_of(config, key, data))
+    with Parts(folder, identity_of(config, key, data)) as parts:
+        return _computed(config, key, data, parts, progress)
+
+
+def _computed(config: Config, key: Array, data: Dataset, parts: Parts, progress: str | MeterFactory | None) -> Results:
     images, labels = jnp.asarray(data.test_images), jnp.asarray(data.test_labels.argmax(1))
     history: dict[int, dict[str, np.ndarray]] = {}
     error: dict[int, dict[str, np.ndarray]] = {}
     full_error, leading, forms, reference = {}, {}, {}, ()
+    diverged_at, alive = {}, {}
     for size in config.sizes:
         trained = train_bilinear(
             data,
@@ -128,23 +157,27 @@ def compute(
             checkpoint=parts.path(f"size_{size}.ckpt"),
         )
         parts.seconds[f"training size {size}"] = trained.seconds
-        history[size] = trained.history.observed
+        history[size] = _finite_history(trained.history.observed)
+        diverged_at[size] = trained.diverged_at
+        alive[size] = check_some_left(trained.diverged_at, f"networks of size {size}")
+        models = stand_ins(trained.models, alive[size])
         run = eqx.filter_jit(bmap(decompose, batch_size=1))
-        spectra = run(trained.models)
+        spectra = run(models)
         forms[size] = spectra
         leading[size] = leading_components(spectra, min(config.num_ranks, spectra.values.shape[2]))
-        part = parts.get(f"truncation_{size}", partial(truncations, config, spectra, images, labels))
+        job = partial(truncations, config, spectra, images, labels)
+        part = masked_part(parts, f"truncation_{size}", alive[size], job)
         error[size], full_error[size] = {order: part[order] for order in ORDERS}, part["full"]
         if size == config.reference:
-            reference = jax.tree.map(lambda leaf: leaf[0], (trained.models, spectra))
+            reference = jax.tree.map(lambda leaf: leaf[0], (models, spectra))
     similarity, pairs = {}, {}
     for size in config.sizes:
         pairs[size] = np.stack(compared_pairs(config, size, config.reference))
-        similarity[size] = parts.get(
-            f"similarity_{size}", partial(similarities, leading, forms, size, config.reference, pairs[size])
-        )
-    own = similarity[config.reference]["magnitude"][:, :, 0].mean()
-    count = config.seeds(config.reference)
+        both = alive[size][pairs[size][0]] & alive[config.reference][pairs[size][1]]
+        job = partial(similarities, leading, forms, size, config.reference, pairs[size])
+        similarity[size] = masked_part(parts, f"similarity_{size}", both, job)
+    own = _pooled(similarity[config.reference]["magnitude"])[0]
+    count = int(alive[config.reference].sum())
     part = parts.get("details", partial(details, config, *reference, images, labels))
     return Results(
         config=config,
@@ -152,7 +185,7 @@ def compute(
         history=history,
         similarity=similarity,
         pairs=pairs,
-        top=parts.get("top", partial(top_similarity, config, leading))["top"],
+        top=parts.get("top", partial(top_similarity, config, leading, alive))["top"],
         # Pairs i <= j: n (n - 1) / 2 true ones and n of a network with itself.
         with_self=float((own * (count - 1) / 2 + 1) / ((count - 1) / 2 + 1)),
         error=error,
@@ -162,8 +195,20 @@ def compute(
         explained={name: part[name] for name in ("image", "contributions", "vectors", "component_values")},
         radii={int(name.removeprefix("radii_")): array for name, array in part.items() if name.startswith("radii_")},
         masks=parts.get("masks", partial(masking, config, *reference, images, labels, key=jax.random.fold_in(key, 0))),
+        diverged_at=diverged_at,
         seconds=parts.seconds,
     )
+
+
+def _finite_history(observed: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """NaN from where a network diverged: its accuracy would be that of the first class."""
+    finite = np.isfinite(observed["train_loss"]) & np.isfinite(observed["validation_loss"])
+    return {name: np.where(finite, values, np.nan) for name, values in observed.items()}
+
+
+def _pooled(similarity: np.ndarray) -> np.ndarray:
+    """Mean over pairs and classes of networks that did not diverge: [ranks]."""
+    return summarise(similarity.reshape(-1, similarity.shape[2])).mean
 
 
 def components_needed(results: Results, order: str = "magnitude", drop: float = 1e-3) -> dict[int, float]:
@@ -173,7 +218,7 @@ def components_needed(results: Results, order: str = "magnitude", drop: float = 
     """
     found = {}
     for size, errors in results.error.items():
-        lost = (errors[order] - results.full_error[size][:, None]).mean(0)
+        lost = summarise(errors[order] - results.full_error[size][:, None]).mean
         enough = np.flatnonzero(lost < drop)
         found[size] = float(enough[0]) if len(enough) else np.inf
     return found
@@ -193,13 +238,19 @@ def intervals(results: Results, size: int, measure: str = "magnitude", *, resamp
         Mean, lower and upper end.
     """
     values = results.similarity[size][measure]
+    known = np.isfinite(values).all((1, 2))
+    values, (first, second) = values[known].astype(np.float32), results.pairs[size][:, known]
+    same = size == results.config.reference
+    # Members are numbered anew, those that diverged left out.
+    mine, others = (np.flatnonzero(results.diverged_at[which] < 0) for which in (size, results.config.reference))
+    groups = len(mine) if same else (len(mine), len(others))
+    if len(values) == 0 or min(len(mine), len(others)) < 2:
+        mean = _pooled(values)
+        return np.stack([mean, np.full_like(mean, np.nan), np.full_like(mean, np.nan)])
     if not resample:
-        return np.stack(student_interval(values.reshape(-1, values.shape[2]).astype(np.float32)))
-    config = results.config
-    first, second = results.pairs[size]
-    groups = config.seeds(size) if size == config.reference else (config.seeds(size), config.seeds(config.reference))
-    offset = 0 if isinstance(groups, int) else groups[0]
-    statistic = pair_mean(values.mean(1).astype(np.float32), first, second + offset)
+        return np.stack(student_interval(values.reshape(-1, values.shape[2])))
+    offset = 0 if same else len(mine)
+    statistic = pair_mean(values.mean(1), np.searchsorted(mine, first), np.searchsorted(others, second) + offset)
     return np.stack(bootstrap_interval(statistic, groups, key=jax.random.key(0)))
 
 
@@ -273,8 +324,11 @@ def _draw_truncation(panel: Any, results: Results) -> None:
 
 
 def _student_band(axis: Any, x: np.ndarray, curves: np.ndarray, *, color: str, label: str) -> None:
-    mean, low, high = (np.asarray(part) for part in student_interval(curves.astype(np.float32)))
-    axis.plot(x, mean, color=color, label=label)
+    known = curves[np.isfinite(curves).all(1)].astype(np.float32)
+    axis.plot(x, summarise(known).mean, color=color, label=label)
+    if len(known) < 2:
+        return
+    _, low, high = (np.asarray(part) for part in student_interval(known))
     axis.fill_between(
         x, np.maximum(low, 1e-3) if axis.get_yscale() == "log" else low, high, color=color, alpha=0.2, lw=0
     )
@@ -320,6 +374,7 @@ def arrays(results: Results) -> dict[str, np.ndarray]:
         flat |= {f"similarity_{name}_{size}": part for name, part in results.similarity[size].items()}
         flat |= {f"error_{name}_{size}": part for name, part in results.error[size].items()}
         flat |= {f"pairs_{size}": results.pairs[size], f"full_error_{size}": results.full_error[size]}
+        flat |= {f"diverged_at_{size}": results.diverged_at[size]}
     return flat | {f"radii_{kept}": part for kept, part in results.radii.items()}
 
 
@@ -339,9 +394,11 @@ def describe(results: Results) -> dict[str, Any]:
 def headline(results: Results) -> str:
     """What was computed on, in a line."""
     sizes = f"{results.data['num_train']} training and {results.data['num_test']} test pictures"
+    names = [f"size {size} seed {i}" for size, steps in results.diverged_at.items() for i in range(len(steps))]
+    gone = named_diverged(names, np.concatenate(list(results.diverged_at.values())))
     return (
         f"{results.data['name']}: {sizes}, {results.config.num_epochs} epochs; similarities with size "
-        f"{results.config.reference}, pairs of different networks only"
+        f"{results.config.reference}, pairs of different networks only{gone}"
     )
 
 
@@ -354,10 +411,11 @@ def table(results: Results) -> list[list[str]]:
     needed = [components_needed(results, order) for order in ORDERS]
     for size in results.config.sizes:
         accuracy = 100 * (1 - results.full_error[size])
-        row = [str(size), str(len(accuracy)), f"{accuracy.mean():.2f} \u00b1 {accuracy.std():.2f} %"]
+        row = [str(size), str(len(accuracy)), cell(accuracy, unit=" %")]
         for by in ("magnitude", "positive", "negative"):
-            means = results.similarity[size][by].mean((0, 1))
+            means = _pooled(results.similarity[size][by])
             row += [f"{means[rank - 1]:.3f}" if rank <= len(means) else "" for rank in shown]
-        row += [f"{results.similarity[size][measure].mean():.3f}" for measure in ("matched", "form")]
+        pooled = (_pooled(results.similarity[size][measure]) for measure in ("matched", "form"))
+        row += [f"{mean.mean():.3f}" for mean in pooled]
         rows.append(row + [f"{found[size]:g}" for found in needed])
     return rows

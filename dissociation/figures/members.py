@@ -1,8 +1,7 @@
 """Training stacked members, rewriting them, and measuring what came of it."""
 
-import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -11,13 +10,34 @@ import numpy as np
 from jaxtyping import Array
 
 from dissociation.bmap import bmap
-from dissociation.data.datasets import Dataset, load
+from dissociation.checks import check_choice, check_count, check_positive, fail
+from dissociation.data.datasets import NAMES, Dataset, load
 from dissociation.fig4.mnist import fit_mnist
-from dissociation.figures.artifacts import Parts, identity_of
+from dissociation.figures.artifacts import Parts
+from dissociation.figures.seeds import check_some_left, named_diverged, stand_ins
 from dissociation.metrics.robustness import input_noise_error
 from dissociation.progress import MeterFactory
-from dissociation.training import FitResult
 from dissociation.weights.certificate import certify
+
+
+def check_members(config: Any) -> None:
+    """Raises unless what the configurations of trained and rewritten networks share can be met."""
+    check_choice("data", config.data, NAMES)
+    for name in ("num_seeds", "width"):
+        check_count(name, getattr(config, name), minimum=1)
+    check_count("num_epochs", config.num_epochs)
+    check_sizes(config)
+    check_positive("scale_factor", config.scale_factor)
+    check_positive("duplicate_multiplier", config.duplicate_multiplier)
+    if config.duplicate_multiplier < 1:
+        fail("duplicate_multiplier", "be at least 1", config.duplicate_multiplier)
+
+
+def check_sizes(config: Any) -> None:
+    """Raises unless `num_train` and `num_test` are counts or None."""
+    for name in ("num_train", "num_test"):
+        if getattr(config, name) is not None:
+            check_count(name, getattr(config, name), minimum=1)
 
 
 def source(config: Any) -> Dataset:
@@ -25,37 +45,49 @@ def source(config: Any) -> Dataset:
     return load(config.data, num_train=config.num_train, num_test=config.num_test)
 
 
-def members_headline(config: Any, data: dict[str, Any]) -> str:
-    """What a figure was computed on, in a line."""
+def members_headline(config: Any, data: dict[str, Any], diverged_at: np.ndarray) -> str:
+    """What a figure was computed on, and which networks diverged, in a line."""
     sizes = f"{data['num_train']} training and {data['num_test']} test images"
-    return f"{data['name']}: {sizes}, {config.num_seeds} seeds, {config.num_epochs} epochs"
+    gone = named_diverged([f"seed {i}" for i in range(config.num_seeds)], diverged_at)
+    return f"{data['name']}: {sizes}, {config.num_seeds} seeds, {config.num_epochs} epochs{gone}"
+
+
+class Trained(NamedTuple):
+    """Networks that figures measure.
+
+    Attributes:
+        models: Stacked; those that diverged replaced by others, see `seeds.stand_ins`.
+        alive: Which did not diverge, [seeds].
+        diverged_at: The step at which a network did, or -1: [seeds].
+        test_error: Along training, NaN from where a network diverged: [seeds, epochs + 1].
+        seconds: Wall time.
+    """
+
+    models: Any
+    alive: np.ndarray
+    diverged_at: np.ndarray
+    test_error: np.ndarray
+    seconds: float
 
 
 def train_members(
-    config: Any,
-    *,
-    key: Array,
-    dataset: Dataset | None,
-    folder: str | os.PathLike[str] | None,
-    progress: str | MeterFactory | None,
-) -> tuple[Dataset, Parts, FitResult]:
+    config: Any, *, key: Array, data: Dataset, parts: Parts, progress: str | MeterFactory | None
+) -> Trained:
     """What every figure of trained networks begins with.
 
     Args:
-        config: A figure's configuration: `data`, `num_train`, `num_test`, `num_seeds`, `num_epochs` and `width` of it.
+        config: A figure's configuration: `num_seeds`, `num_epochs` and `width` of it.
         key: The networks' key, see `fit_mnist`.
-        dataset: In place of the one that `config.data` names.
-        folder: Where finished parts and the training's checkpoint are kept.
+        data: What they learn.
+        parts: Where the training's checkpoint is kept.
         progress: See `dissociation.progress`.
 
     Returns:
-        The data, the parts kept in `folder`, and the trained networks.
+        The trained networks.
 
     Raises:
-        ValueError: If `folder` holds parts of another run.
+        WrongValue: If all of them diverged.
     """
-    data = dataset or source(config)
-    parts = Parts(folder, identity_of(config, key, data))
     trained = fit_mnist(
         num_epochs=config.num_epochs,
         num_seeds=config.num_seeds,
@@ -65,7 +97,10 @@ def train_members(
         progress=progress,
         checkpoint=parts.path("training.ckpt"),
     )
-    return data, parts, trained
+    alive = check_some_left(trained.diverged_at)
+    observed = trained.history.observed
+    error = np.where(np.isfinite(observed["test_loss"]), observed["test_error"], np.nan)
+    return Trained(stand_ins(trained.models, alive), alive, trained.diverged_at, error, trained.seconds)
 
 
 def measure_members(
@@ -112,5 +147,9 @@ def certify_members(images: Array, labels: Array, model: Any, rewritten: Any, ke
 
 
 def worst(certificates: dict[str, np.ndarray]) -> dict[str, float]:
-    """Certificates of all seeds in one: the largest changes, and changed predictions and inputs in all."""
-    return {name: float(value.max() if name.startswith("max") else value.sum()) for name, value in certificates.items()}
+    """Certificates of all seeds in one: the largest changes, and changed predictions and inputs in all.
+
+    Networks that diverged, whose numbers are NaN, are left out.
+    """
+    known = {name: value[np.isfinite(value)] for name, value in certificates.items()}
+    return {name: float(value.max() if name.startswith("max") else value.sum()) for name, value in known.items()}

@@ -21,9 +21,12 @@ from jaxtyping import Array
 from matplotlib.figure import Figure
 
 from dissociation import plotting
+from dissociation.checks import check_count, check_non_negative
 from dissociation.data.datasets import Dataset
+from dissociation.figures.artifacts import Parts, identity_of
 from dissociation.figures.members import (
     certify_members,
+    check_members,
     measure_members,
     members_headline,
     train_members,
@@ -32,6 +35,7 @@ from dissociation.figures.members import (
 from dissociation.figures.members import (
     source as source,
 )
+from dissociation.figures.seeds import cell, masked_part
 from dissociation.metrics.robustness import input_noise_error, parameter_noise_error
 from dissociation.progress import MeterFactory, open_meter
 from dissociation.weights.mlp import (
@@ -48,6 +52,17 @@ STEM = "noise-robustness"
 
 REWRITTEN_LAYER = 1
 """The second hidden layer."""
+
+AXES = {
+    "input_scales": ("scales",),
+    "parameter_scales": ("scales",),
+    "input_error": ("seeds", "scales"),
+    "parameter_error": ("seeds", "scales"),
+    "clean_error": ("seeds",),
+    "test_error": ("seeds", "epochs"),
+    "diverged_at": ("seeds",),
+}
+"""What the axes of the saved arrays are, by how the arrays' names begin."""
 
 LABELS = {
     "trained": "trained",
@@ -100,6 +115,12 @@ class Config:
     published_null: bool = False
     """Whether to show what the usual float32 cut-off does: a null space too large, so the function changes."""
 
+    def __post_init__(self):
+        check_members(self)
+        check_count("num_scales", self.num_scales, minimum=2)
+        check_count("num_nuisance", self.num_nuisance)
+        check_non_negative("null_scale", self.null_scale)
+
     def quick(self) -> "Config":
         """A small run that shows that everything works: seconds, no science."""
         return dataclasses.replace(
@@ -116,12 +137,13 @@ class Results(NamedTuple):
         input_scales: Noise scales on inputs, in units of pixel intensity (0 to 1), [scales].
         parameter_scales: Noise scales on parameters, [scales].
         input_error: Per variant, test error under input noise, [seeds, scales].
-        parameter_error: Per variant, test error under parameter noise, [scales, seeds].
+        parameter_error: Per variant, test error under parameter noise, [seeds, scales].
         clean_error: Per variant, test error without noise, [seeds].
         certificates: Per variant, largest absolute and relative change of a logit on the test images over all seeds,
             and predictions changed in all.
         null_space: Its dimension, the rank of the data, and the singular values on both sides of the cut.
         test_error: Test error along training, [seeds, epochs + 1].
+        diverged_at: The step at which a network diverged, or -1: [seeds]. Its numbers are NaN.
         seconds: Wall time of every part.
     """
 
@@ -135,6 +157,7 @@ class Results(NamedTuple):
     certificates: dict[str, dict[str, float]]
     null_space: dict[str, float]
     test_error: np.ndarray
+    diverged_at: np.ndarray
     seconds: dict[str, float]
 
 
@@ -194,15 +217,21 @@ def compute(
         The results.
 
     Raises:
-        ValueError: If `folder` holds parts of another run.
+        RefusedFile: If `folder` holds parts of another run, or broken ones.
+        WrongValue: If all networks diverged.
     """
-    data, parts, trained = train_members(config, key=key, dataset=dataset, folder=folder, progress=progress)
+    data = source(config) if dataset is None else dataset
+    with Parts(folder, identity_of(config, key, data)) as parts:
+        return _computed(config, key, data, parts, progress)
+
+
+def _computed(config: Config, key: Array, data: Dataset, parts: Parts, progress: str | MeterFactory | None) -> Results:
+    train_key, rewrite_key, input_key, parameter_key = jax.random.split(key, 4)
+    trained = train_members(config, key=train_key, data=data, parts=parts, progress=progress)
     all_images = np.concatenate([data.train_images, data.test_images])
     null_space = parts.get("null_space", lambda: _null_space(all_images, data, config))
     variants = rewrites(config, null_space["basis"], null_space.get("published_basis"))
 
-    rewrite_key, noise_key = jax.random.split(jax.random.fold_in(key, 1))
-    input_key, parameter_key = jax.random.split(noise_key)
     scales = {
         "input": jnp.logspace(-1, 1, config.num_scales),
         "parameter": jnp.logspace(-4, 0, config.num_scales),
@@ -214,7 +243,9 @@ def compute(
         ),
         "parameter": eqx.Partial(_parameter_curve, images, labels, scales["parameter"]),
     }
-    rewrite_keys = jax.random.split(rewrite_key, config.num_seeds)
+    rewrite_keys = {
+        name: jax.random.split(jax.random.fold_in(rewrite_key, i), config.num_seeds) for i, name in enumerate(variants)
+    }
     noise_keys = jax.random.split(parameter_key, config.num_seeds)
     errors: dict[str, dict[str, np.ndarray]] = {"input": {}, "parameter": {}, "clean": {}}
     certificates: dict[str, dict[str, float]] = {}
@@ -225,9 +256,11 @@ def compute(
         for done, (name, kind) in enumerate(jobs):
             meter.advance(done, f"{LABELS[name]}, {kind}")
             measure = eqx.Partial(certify_members, images, labels) if kind == "certificate" else curves[kind]
-            part = parts.get(
+            part = masked_part(
+                parts,
                 f"{name}_{kind}",
-                partial(measure_members, variants[name], measure, trained.models, rewrite_keys, noise_keys),
+                trained.alive,
+                partial(measure_members, variants[name], measure, trained.models, rewrite_keys[name], noise_keys),
             )
             if kind == "certificate":
                 errors["clean"][name] = part.pop("clean_error")
@@ -243,11 +276,12 @@ def compute(
         input_scales=np.asarray(scales["input"]),
         parameter_scales=np.asarray(scales["parameter"]),
         input_error=errors["input"],
-        parameter_error={name: error.T for name, error in errors["parameter"].items()},
+        parameter_error=errors["parameter"],
         clean_error=errors["clean"],
         certificates=certificates,
         null_space={name: float(value) for name, value in null_space.items() if np.ndim(value) == 0},
-        test_error=trained.history.observed["test_error"],
+        test_error=trained.test_error,
+        diverged_at=trained.diverged_at,
         seconds={"training": trained.seconds, **parts.seconds},
     )
 
@@ -263,7 +297,7 @@ def draw(results: Results) -> Figure:
     """
     panels = {
         "input noise": (results.input_scales, results.input_error),
-        "parameter noise": (results.parameter_scales, {k: v.T for k, v in results.parameter_error.items()}),
+        "parameter noise": (results.parameter_scales, results.parameter_error),
     }
     with plotting.house_style():
         figure, axes = plt.subplots(1, 2, figsize=(3.24, 1.6), sharey=True)
@@ -286,12 +320,12 @@ def arrays(results: Results) -> dict[str, np.ndarray]:
     named = {"input_scales": results.input_scales, "parameter_scales": results.parameter_scales}
     for kind in ("input_error", "parameter_error", "clean_error"):
         named |= {f"{kind}_{name}": value for name, value in getattr(results, kind).items()}
-    return named | {"test_error": results.test_error}
+    return named | {"test_error": results.test_error, "diverged_at": results.diverged_at}
 
 
 def headline(results: Results) -> str:
     """What was computed on, in a line."""
-    return members_headline(results.config, results.data)
+    return members_headline(results.config, results.data, results.diverged_at)
 
 
 def describe(results: Results) -> dict[str, Any]:
@@ -321,8 +355,8 @@ def table(results: Results) -> list[list[str]]:
     for name, clean in results.clean_error.items():
         noisy = [results.input_error[name][:, at_input]]
         if name in results.parameter_error:
-            noisy.append(results.parameter_error[name][at_parameter])
-        errors = [f"{100 * e.mean():.2f} ± {100 * e.std():.2f} %" for e in [clean, *noisy]]
+            noisy.append(results.parameter_error[name][:, at_parameter])
+        errors = [cell(error, factor=100, unit=" %") for error in [clean, *noisy]]
         certificate = results.certificates[name]
         changes = [f"{certificate['max_abs_change']:.1e}", f"{certificate['changed_predictions']:.0f}"]
         rows.append([LABELS[name], *errors, *[""] * (3 - len(errors)), *changes])

@@ -23,19 +23,20 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator, ScalarFormatter
 
 from dissociation import plotting
-from dissociation.checks import check_choice
+from dissociation.checks import check_choice, check_count, check_distinct, fail
 from dissociation.data.datasets import Dataset
 from dissociation.data.tasks import coarse_grained, rotated_quarters
+from dissociation.figures.artifacts import Parts, identity_of
 from dissociation.figures.members import (
     certify_members,
+    check_members,
     measure_members,
     members_headline,
     train_members,
     worst,
 )
-from dissociation.figures.members import (
-    source as source,
-)
+from dissociation.figures.members import source as members_source
+from dissociation.figures.seeds import cell, masked_part
 from dissociation.metrics.probes import stable_step_size
 from dissociation.metrics.transfer import hidden_features, transfer_errors
 from dissociation.progress import MeterFactory, open_meter
@@ -46,6 +47,15 @@ STEM = "transfer"
 
 REWRITTEN_LAYER = 1
 """The second hidden layer, whose post-activations the probes read."""
+
+AXES = {
+    "budgets": ("budgets",),
+    "transfer_error": ("seeds", "budgets"),
+    "clean_error": ("seeds",),
+    "test_error": ("seeds", "epochs"),
+    "diverged_at": ("seeds",),
+}
+"""What the axes of the saved arrays are, by how the arrays' names begin."""
 
 LABELS = {
     "trained": "trained",
@@ -100,6 +110,12 @@ class Config:
     """Learners; "one_rate" is a third, whose gradient steps have one rate for all networks of a seed."""
 
     def __post_init__(self):
+        check_members(self)
+        check_count("num_budgets", self.num_budgets, minimum=1)
+        check_count("num_splits", self.num_splits, minimum=2)
+        check_count("gradient_steps", self.gradient_steps, minimum=1)
+        check_count("num_zero", self.num_zero)
+        check_distinct("probes", self.probes)
         for name in self.probes:
             check_choice("probes", name, PROBES)
 
@@ -118,11 +134,12 @@ class Results(NamedTuple):
         config: What was asked for.
         data: The data set's name and sizes.
         budgets: Samples that the probes had, [budgets].
-        transfer_error: Per task, probe and variant: 1 - accuracy on held-out folds, [budgets, seeds].
+        transfer_error: Per task, probe and variant: 1 - accuracy on held-out folds, [seeds, budgets].
         clean_error: Per variant, test error on the digits themselves, [seeds].
         certificates: Per variant, largest absolute and relative change of a logit on the test images over all seeds,
             and predictions changed in all.
         test_error: Test error along training, [seeds, epochs + 1].
+        diverged_at: The step at which a network diverged, or -1: [seeds]. Its numbers are NaN.
         seconds: Wall time of every part.
     """
 
@@ -133,7 +150,26 @@ class Results(NamedTuple):
     clean_error: dict[str, np.ndarray]
     certificates: dict[str, dict[str, float]]
     test_error: np.ndarray
+    diverged_at: np.ndarray
     seconds: dict[str, float]
+
+
+def source(config: Config) -> Dataset:
+    """The data set that the configuration names.
+
+    Raises:
+        WrongValue: If the smallest budget has fewer samples than there are folds.
+    """
+    data = members_source(config)
+    _check_budgets(config, data)
+    return data
+
+
+def _check_budgets(config: Config, data: Dataset) -> None:
+    smallest = len(data.test_images) // config.num_budgets
+    if smallest < config.num_splits:
+        wanted = f"leave each of the `num_splits` folds ({config.num_splits}) a sample of the smallest budget"
+        fail("num_budgets", wanted, f"{config.num_budgets} budgets of {len(data.test_images)} test images")
 
 
 def rewrites(config: Config) -> dict[str, Callable[[eqx.nn.MLP, Array], eqx.nn.MLP]]:
@@ -172,10 +208,18 @@ def compute(
         The results.
 
     Raises:
-        ValueError: If `folder` holds parts of another run.
+        RefusedFile: If `folder` holds parts of another run, or broken ones.
+        WrongValue: If the smallest budget has fewer samples than folds, or all networks diverged.
     """
-    data, parts, trained = train_members(config, key=key, dataset=dataset, folder=folder, progress=progress)
-    rewrite_key, rotation_key, coarse_key = jax.random.split(jax.random.fold_in(key, 2), 3)
+    data = source(config) if dataset is None else dataset
+    _check_budgets(config, data)
+    with Parts(folder, identity_of(config, key, data)) as parts:
+        return _computed(config, key, data, parts, progress)
+
+
+def _computed(config: Config, key: Array, data: Dataset, parts: Parts, progress: str | MeterFactory | None) -> Results:
+    train_key, rewrite_key, rotation_key, coarse_key = jax.random.split(key, 4)
+    trained = train_members(config, key=train_key, data=data, parts=parts, progress=progress)
     keys = jax.random.split(rewrite_key, config.num_seeds)
     images, labels = jnp.asarray(data.test_images), jnp.asarray(data.test_labels)
     tasks = {
@@ -192,7 +236,7 @@ def compute(
         for name, rewrite in variants.items():
             measure = eqx.Partial(certify_members, images, labels)
             job = partial(measure_members, rewrite, measure, trained.models, keys, keys)
-            part = parts.get(f"{name}_certificate", job)
+            part = masked_part(parts, f"{name}_certificate", trained.alive, job)
             clean[name] = part.pop("clean_error")
             certificates[name] = worst(part)
         for done, (name, task, probe) in enumerate(jobs):
@@ -200,7 +244,7 @@ def compute(
             job = partial(
                 _curves, config, tuple(fractions.tolist()), probe, tasks[task], variants, name, trained.models, keys
             )
-            errors[task][probe][name] = parts.get(f"{name}_{task}_{probe}", job)["error"].T
+            errors[task][probe][name] = masked_part(parts, f"{name}_{task}_{probe}", trained.alive, job)["error"]
         meter.advance(len(jobs), "done")
     finally:
         meter.close()
@@ -211,7 +255,8 @@ def compute(
         transfer_error=errors,
         clean_error=clean,
         certificates=certificates,
-        test_error=trained.history.observed["test_error"],
+        test_error=trained.test_error,
+        diverged_at=trained.diverged_at,
         seconds={"training": trained.seconds, **parts.seconds},
     )
 
@@ -233,7 +278,7 @@ def draw(results: Results) -> Figure:
         for row, (task, title) in zip(axes, TASKS.items(), strict=True):
             for panel, probe in zip(row, results.config.probes, strict=True):
                 for variant, curves in results.transfer_error[task][probe].items():
-                    plotting.band(panel, results.budgets, curves.T, label=LABELS[variant], **LOOKS[variant])
+                    plotting.band(panel, results.budgets, curves, label=LABELS[variant], **LOOKS[variant])
                 panel.set(xscale="log")
                 panel.text(0.04, 0.97, title, transform=panel.transAxes, va="top", fontsize="small")
                 if panel in axes[0]:
@@ -261,12 +306,13 @@ def arrays(results: Results) -> dict[str, np.ndarray]:
         for variant, curves in variants.items()
     }
     clean = {f"clean_error_{variant}": error for variant, error in results.clean_error.items()}
-    return {"budgets": results.budgets, **named, **clean, "test_error": results.test_error}
+    along = {"test_error": results.test_error, "diverged_at": results.diverged_at}
+    return {"budgets": results.budgets, **named, **clean, **along}
 
 
 def headline(results: Results) -> str:
     """What was computed on, in a line."""
-    return members_headline(results.config, results.data)
+    return members_headline(results.config, results.data, results.diverged_at)
 
 
 def describe(results: Results) -> dict[str, Any]:
@@ -285,8 +331,8 @@ def table(results: Results) -> list[list[str]]:
     header = ["variant", *(f"{task}, {probe}" for task, probe in names), "largest change of a logit", "flips"]
     rows = [header]
     for variant, certificate in results.certificates.items():
-        errors = [results.transfer_error[task][probe][variant][-1] for task, probe in names]
-        cells = [f"{100 * error.mean():.2f} \u00b1 {100 * error.std():.2f} %" for error in errors]
+        errors = [results.transfer_error[task][probe][variant][:, -1] for task, probe in names]
+        cells = [cell(error, factor=100, unit=" %") for error in errors]
         changes = [f"{certificate['max_abs_change']:.1e}", f"{certificate['changed_predictions']:.0f}"]
         rows.append([LABELS[variant], *cells, *changes])
     return rows
@@ -339,5 +385,7 @@ def _errors(
     features, step = given
     kind: Literal["converged", "gradient"] = "converged" if probe == "converged" else "gradient"
     options: dict[str, Any] = {} if kind == "converged" else {"num_steps": config.gradient_steps, "step_size": step}
-    error = transfer_errors(features, labels, fractions=fractions, num_splits=config.num_splits, probe=kind, **options)
+    # As published: rows as the test set has them, in contiguous folds.
+    options |= {"key": None, "folds": "contiguous", "num_splits": config.num_splits}
+    error = transfer_errors(features, labels, fractions=fractions, probe=kind, **options)
     return {"error": error}

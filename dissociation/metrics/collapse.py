@@ -2,28 +2,37 @@
 
 Everything follows from the moments of features by class. Those come from all samples at once (two passes: means first,
 then squared distances from them) or from batches, merged by Chan's update. The one-pass form, mean of squares less
-square of the mean, cancels when classes collapse, and can come out negative.
+square of the mean, cancels when classes collapse, and can come out negative. Class means are kept with what their
+rounding took, so that an offset that all features share costs no digits.
 """
 
-import equinox as eqx
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
-from dissociation.checks import check_count, check_ndim, check_same_length, fail, is_traced
-from dissociation.linalg import product
+from dissociation.checks import check_count, check_finite, check_ndim, check_same_length, fail, is_traced
+from dissociation.linalg import finite_part, product
+from dissociation.results import Result
+from dissociation.types import Classes
+from dissociation.validation import validated
 
 Features = Float[Array | np.ndarray, "n d"]
-Labels = Int[Array | np.ndarray, " n"]
 
 
-class ClassMoments(eqx.Module):
+# A common offset of the features beyond this many times their spread is all that uncentred measures see.
+_LARGE_OFFSET = 100.0
+
+
+class ClassMoments(Result):
     """Moments of features by class. A class without samples has count, mean and spread 0, and no part in any measure.
 
     Attributes:
         counts: Samples of every class, n_c: [classes].
-        means: mu_c, [classes, d].
+        means: mu_c to rounding, [classes, d].
+        rest: mu_c - means, which an offset that features share makes as large as their differences: [classes, d].
         spread: sum_i |z_i - mu_c|^2 over the samples of every class, [classes].
         norms: sum_i |z_i| over all samples.
         scatter: sum_i (z_i - mu_c)(z_i - mu_c)^T over all samples, [d, d], or None.
@@ -31,12 +40,13 @@ class ClassMoments(eqx.Module):
 
     counts: Float[Array, " classes"]
     means: Float[Array, "classes d"]
+    rest: Float[Array, "classes d"]
     spread: Float[Array, " classes"]
     norms: Float[Array, ""]
     scatter: Float[Array, "d d"] | None
 
 
-class Collapse(eqx.Module):
+class Collapse(Result):
     """The measures followed through training.
 
     Attributes:
@@ -57,7 +67,7 @@ class Collapse(eqx.Module):
     nc2: Float[Array, ""]
 
 
-class Frame(eqx.Module):
+class Frame(Result):
     """How far centred class means are from a simplex equiangular tight frame; 0 at the frame.
 
     Attributes:
@@ -71,37 +81,49 @@ class Frame(eqx.Module):
     maximal_angle: Float[Array, ""]
 
 
-def class_moments(features: Features, labels: Labels, num_classes: int, *, scatter: bool = False) -> ClassMoments:
+@validated(empty=("features", "labels"))
+def class_moments(features: Features, labels: Classes, num_classes: int, *, scatter: bool = False) -> ClassMoments:
     """Moments of features by class, in two passes.
 
     Args:
-        features: Z, [samples, d].
-        labels: Classes from 0, [samples]. Traced ones are not checked.
+        features: Z, finite, [samples, d].
+        labels: Classes from 0, [samples].
         num_classes: C; some may have no samples.
         scatter: Whether the [d, d] matrix for `trace_ratio` is made, at a cost of n d^2.
 
     Returns:
-        The moments.
+        The moments; NaN if a traced feature is NaN or infinite, or a traced label is no class.
 
     Raises:
-        ValueError: If shapes disagree, or a label is not below `num_classes`.
+        ValueError: If shapes disagree, a feature is not finite, or a label is not below `num_classes`.
     """
     check_ndim("features", features, 2, "[samples, dimensions]")
     check_same_length("features", features.shape[0], "labels", labels.shape[0])
     count = check_count("num_classes", num_classes, minimum=1)
     if not is_traced(labels) and labels.size and (int(labels.min()) < 0 or int(labels.max()) >= count):
         fail("labels", f"lie between 0 and {count - 1}", f"{int(labels.min())} to {int(labels.max())}")
-    features = jnp.asarray(features)
+    check_finite("features", features)
+    features, labels = jnp.asarray(features), jnp.asarray(labels)
     member = jax.nn.one_hot(labels, count, dtype=features.dtype)
     counts = jnp.sum(member, 0)
-    means = product(member.T, features) / jnp.maximum(counts, 1.0)[:, None]
-    residual = features - means[labels]
-    # Rounding of the means is taken out by a second look at what is left.
-    means = means + product(member.T, residual) / jnp.maximum(counts, 1.0)[:, None]
-    residual = features - means[labels]
+    place = jnp.where((labels >= 0) & (labels < count), labels, count)  # beyond the last class: NaN
+
+    def mean(of: Array) -> Array:
+        return product(member.T, of) / jnp.maximum(counts, 1.0)[:, None]
+
+    def of_sample(table: Array) -> Array:
+        return table.at[place].get(mode="fill", fill_value=jnp.nan)
+
+    # The difference from a number of like size is exact. What rounding made of the means is in the mean of the rest.
+    means = mean(features)
+    apart = features - of_sample(means)
+    rest = mean(apart)
+    rest = rest + mean(apart - of_sample(rest))
+    residual = apart - of_sample(rest)
     return ClassMoments(
         counts=counts,
         means=means,
+        rest=rest,
         spread=product(member.T, jnp.sum(residual**2, 1)[:, None])[:, 0],
         norms=jnp.sum(_root(jnp.sum(features**2, 1))),
         scatter=product(residual.T, residual) if scatter else None,
@@ -110,10 +132,11 @@ def class_moments(features: Features, labels: Labels, num_classes: int, *, scatt
 
 def _root(squares: Array) -> Array:
     """Square root whose derivative at zero is zero: of a distance, the subgradient of least norm."""
-    positive = squares > 0
-    return jnp.where(positive, jnp.sqrt(jnp.where(positive, squares, 1.0)), 0.0)
+    zero = squares == 0
+    return jnp.where(zero, 0.0, jnp.sqrt(jnp.where(zero, 1.0, squares)))
 
 
+@validated
 def merge_moments(a: ClassMoments, b: ClassMoments) -> ClassMoments:
     """Moments of two sets of samples together, from those of each.
 
@@ -134,22 +157,34 @@ def merge_moments(a: ClassMoments, b: ClassMoments) -> ClassMoments:
         fail("b", f"have class means of the shape of `a`'s, {a.means.shape}", b.means.shape)
     counts = a.counts + b.counts
     share = b.counts / jnp.maximum(counts, 1.0)
-    apart = b.means - a.means
+    # A class that `a` has not is where `b` has it: its zeros would cost the digits in `rest`.
+    known = (a.counts > 0)[:, None]
+    first, rest = jnp.where(known, a.means, b.means), jnp.where(known, a.rest, b.rest)
+    apart = (b.means - first) + (b.rest - rest)
     weight = a.counts * share
+    # Knuth's sum: the new means and what their rounding took are first + step exactly.
+    step = rest + share[:, None] * apart
+    means = first + step
+    moved = means - first
     scatter = None
     if a.scatter is not None and b.scatter is not None:
         scatter = a.scatter + b.scatter + product(apart.T, weight[:, None] * apart)
     return ClassMoments(
         counts=counts,
-        means=a.means + share[:, None] * apart,
+        means=means,
+        rest=(first - (means - moved)) + (step - moved),
         spread=a.spread + b.spread + weight * jnp.sum(apart**2, 1),
         norms=a.norms + b.norms,
         scatter=scatter,
     )
 
 
+@validated
 def neural_collapse(moments: ClassMoments) -> Collapse:
     """Within-class and between-class variance, scale, and the condition number of class means.
+
+    `scale`, `rnc1` and `nc2` are of uncentred features, as they were published. Where all features share an offset far
+    beyond their spread these three say how large it is; that is warned of where the numbers are known.
 
     Args:
         moments: Of the features.
@@ -157,14 +192,18 @@ def neural_collapse(moments: ClassMoments) -> Collapse:
     Returns:
         The measures.
 
+    Warns:
+        UserWarning: If the features' mean is more than 100 times as far from zero as they are from it.
+
     References:
         Sakamoto and Sato (2025), Explaining grokking and information bottleneck through neural collapse emergence.
         Papyan, Han and Donoho (2020), Prevalence of neural collapse during the terminal phase of deep learning.
     """
     number = jnp.sum(moments.counts)
     within = jnp.sum(moments.spread) / number
-    centred, _ = _centred(moments)
+    centred, _ = _centred(moments, moments.counts)
     between = jnp.sum(moments.counts / number * jnp.sum(centred**2, 1))
+    _warn_of_offset(moments, within + between)
     scale = moments.norms / number
     return Collapse(
         within=within,
@@ -176,24 +215,38 @@ def neural_collapse(moments: ClassMoments) -> Collapse:
     )
 
 
-def _centred(moments: ClassMoments) -> tuple[Array, Bool[Array, " classes"]]:
-    """Class means less the mean of all samples, zero for classes without samples."""
+def _centred(moments: ClassMoments, weights: Array) -> tuple[Array, Bool[Array, " classes"]]:
+    """Class means minus their weighted mean, zero for classes without samples; and which have some."""
     present = moments.counts > 0
-    weight = moments.counts / jnp.sum(moments.counts)
-    centred = moments.means - jnp.sum(weight[:, None] * moments.means, 0)[None]
-    return jnp.where(present[:, None], centred, 0.0), present
+    share = jnp.where(present, weights, 0.0)[:, None] / jnp.sum(jnp.where(present, weights, 0.0))
+    centred = moments.means - jnp.sum(share * moments.means, 0)[None] + moments.rest
+    return jnp.where(present[:, None], centred - jnp.sum(share * centred, 0)[None], 0.0), present
+
+
+def _warn_of_offset(moments: ClassMoments, variance: Array) -> None:
+    if is_traced(moments.means) or is_traced(variance):
+        return
+    mean = jnp.sum(moments.counts[:, None] * moments.means, 0) / jnp.sum(moments.counts)
+    offset, spread = float(jnp.linalg.norm(mean)), float(jnp.sqrt(variance))
+    if spread > 0 and offset > _LARGE_OFFSET * spread:
+        warnings.warn(
+            f"`moments` are of features {offset:.3g} from zero that spread by {spread:.3g}: `scale`, `rnc1` and `nc2`,"
+            " which do not subtract their mean, measure this offset. Centre the features first.",
+            stacklevel=3,
+        )
 
 
 def _condition_number(moments: ClassMoments) -> Array:
-    means = jnp.where((moments.counts > 0)[:, None], moments.means, 0.0)
+    means, undefined = finite_part(moments.means)
     values = jnp.linalg.svd(means, compute_uv=False)  # absent classes add zeros at the end
     present = jnp.sum(moments.counts > 0)
     least = values[jnp.minimum(present, values.shape[0]) - 1]
     rounding = max(means.shape) * jnp.finfo(means.dtype).eps
     enough = (present <= values.shape[0]) & (least > rounding * values[0])
-    return jnp.where(enough, values[0] / jnp.where(enough, least, 1.0), jnp.inf)
+    return jnp.where(enough, values[0] / jnp.where(enough, least, 1.0), jnp.inf) + undefined
 
 
+@validated
 def trace_ratio(moments: ClassMoments) -> Float[Array, ""]:
     """tr(S_W pinv(S_B)) / C: within-class covariance in units of the between-class one, class by class dimension.
 
@@ -217,19 +270,19 @@ def trace_ratio(moments: ClassMoments) -> Float[Array, ""]:
     """
     if moments.scatter is None:
         fail("moments", "have a scatter matrix", "None", "Ask for it: class_moments(..., scatter=True)")
-    means, present = _about_their_mean(moments)
+    means, present, smallest = _about_their_mean(moments)
     within, classes = moments.scatter / jnp.sum(moments.counts), jnp.sum(present)
+    means, undefined = finite_part(means)
     # S_B = M^T M / C with few rows M, so that pinv(S_B) / C = pinv(M) pinv(M)^T.
     left, values, right = jnp.linalg.svd(jax.lax.stop_gradient(means), full_matrices=False)
     rounding = max(means.shape) * jnp.finfo(means.dtype).eps
     # Means about their mean have rank C - 1 at most, whatever rounding makes of the last value.
-    kept = (values > rounding * values[0]) & (jnp.arange(len(values)) < classes - 1)
+    kept = (values > jnp.maximum(rounding * values[0], smallest)) & (jnp.arange(len(values)) < classes - 1)
     inverse = product(right.T * jnp.where(kept, 1 / jnp.where(kept, values, 1.0), 0.0)[None], left.T)
     inverse = _pinv_near(means, inverse)
     ratio = jnp.sum(inverse * product(within, inverse))
-    apart = values[0] > rounding * jnp.linalg.norm(moments.means)
     spread = (classes > 1) & (jnp.trace(within) > 0)
-    return jnp.where(apart, ratio, jnp.where(spread, jnp.inf, jnp.nan))
+    return jnp.where(values[0] > smallest, ratio, jnp.where(spread, jnp.inf, jnp.nan)) + undefined
 
 
 def _pinv_near(matrix: Array, inverse: Array) -> Array:
@@ -247,13 +300,16 @@ def _pinv_near(matrix: Array, inverse: Array) -> Array:
     )
 
 
-def _about_their_mean(moments: ClassMoments) -> tuple[Array, Bool[Array, " classes"]]:
-    present = moments.counts > 0
-    means = jnp.where(present[:, None], moments.means, 0.0)
-    middle = jnp.sum(means, 0) / jnp.sum(present)
-    return jnp.where(present[:, None], means - middle[None], 0.0), present
+def _about_their_mean(moments: ClassMoments) -> tuple[Array, Bool[Array, " classes"], Array]:
+    """Class means about their mean, zero where there are none; which there are; and what rounding makes of zero."""
+    means, present = _centred(moments, jnp.ones_like(moments.counts))
+    # A mean's rounding goes by what was summed: the distances of samples from one another.
+    number = jnp.sum(moments.counts)
+    size = jnp.sqrt(jnp.sum(moments.spread / number) + jnp.sum(moments.counts / number * jnp.sum(means**2, 1)))
+    return means, present, jax.lax.stop_gradient(8 * means.shape[0] ** 0.5 * jnp.finfo(means.dtype).eps * size)
 
 
+@validated
 def simplex_frame(moments: ClassMoments) -> Frame:
     """Equinorm and equiangularity of class means about their mean (NC2).
 
@@ -261,16 +317,18 @@ def simplex_frame(moments: ClassMoments) -> Frame:
         moments: Of features of at least two classes.
 
     Returns:
-        Three distances from the simplex equiangular tight frame; NaN with one class, and `equinorm` also where all
-        means coincide.
+        Three distances from the simplex equiangular tight frame; NaN with one class and where all means coincide. The
+        two of angles are NaN also where one class's mean is the mean of all, which has no direction.
 
     References:
         Papyan, Han and Donoho (2020), NC2.
     """
-    means, present = _about_their_mean(moments)
+    means, present, smallest = _about_their_mean(moments)
     norms = _root(jnp.sum(means**2, 1))
     classes = jnp.sum(present)
     average = jnp.sum(norms) / classes
+    apart = (classes > 1) & (jnp.max(norms) > smallest)
+    directed = apart & jnp.all(~present | (norms > smallest))
     deviation = _root(jnp.sum(jnp.where(present, (norms - average) ** 2, 0.0)) / classes)
     unit = means / jnp.where(norms > 0, norms, 1.0)[:, None]
     rows, columns = np.triu_indices(means.shape[0], 1)
@@ -280,9 +338,14 @@ def simplex_frame(moments: ClassMoments) -> Frame:
     mean = jnp.sum(jnp.where(both, cosines, 0.0)) / pairs
     variance = jnp.sum(jnp.where(both, (cosines - mean) ** 2, 0.0)) / pairs
     off = jnp.abs(cosines + 1.0 / (classes - 1))
-    return Frame(deviation / average, _root(variance), jnp.sum(jnp.where(both, off, 0.0)) / pairs)
+    return Frame(
+        equinorm=jnp.where(apart, deviation / jnp.where(apart, average, 1.0), jnp.nan),
+        equiangularity=jnp.where(directed, _root(variance), jnp.nan),
+        maximal_angle=jnp.where(directed, jnp.sum(jnp.where(both, off, 0.0)) / pairs, jnp.nan),
+    )
 
 
+@validated
 def self_duality(moments: ClassMoments, classifier: Float[Array | np.ndarray, "classes d"]) -> Float[Array, ""]:
     """|W / |W| - M / |M||^2 with Frobenius norms: whether the last layer's rows are the centred class means (NC3).
 
@@ -301,12 +364,14 @@ def self_duality(moments: ClassMoments, classifier: Float[Array | np.ndarray, "c
     """
     if classifier.shape != moments.means.shape:
         fail("classifier", f"have the shape of the class means, {moments.means.shape}", classifier.shape)
-    means, present = _about_their_mean(moments)
+    means, present, smallest = _about_their_mean(moments)
     weights = jnp.where(present[:, None], jnp.asarray(classifier), 0.0)
-    apart = weights / jnp.linalg.norm(weights) - means / jnp.linalg.norm(means)
+    size = jnp.linalg.norm(means)
+    apart = weights / jnp.linalg.norm(weights) - means / jnp.where(size > smallest, size, jnp.nan)
     return jnp.sum(apart**2)
 
 
+@validated
 def nearest_centre_agreement(
     features: Features, logits: Float[Array | np.ndarray, "n classes"], moments: ClassMoments
 ) -> Float[Array, ""]:
@@ -318,19 +383,25 @@ def nearest_centre_agreement(
         moments: Of the training features, as a rule.
 
     Returns:
-        From 0 to 1.
+        From 0 to 1; NaN if there are no samples or no classes, a feature is NaN or infinite, or the largest logit of a
+        sample is.
 
     Raises:
-        ValueError: If the numbers of samples or of classes disagree.
+        ValueError: If the numbers of samples or of classes disagree, or a known feature is not finite.
 
     References:
         Papyan, Han and Donoho (2020), NC4.
     """
     check_same_length("features", features.shape[0], "logits", logits.shape[0])
     check_same_length("moments", moments.means.shape[0], "logits", logits.shape[1], "classes")
-    means, present = _about_their_mean(moments)
-    # |z - mu|^2 less |z|^2; about the middle of the means, against cancellation.
-    middle = jnp.sum(jnp.where(present[:, None], moments.means, 0.0), 0) / jnp.sum(present)
-    distance = jnp.sum(means**2, 1)[None] - 2 * product(jnp.asarray(features) - middle[None], means.T)
-    nearest = jnp.argmin(jnp.where(present, distance, jnp.inf), 1)
-    return jnp.mean(nearest == jnp.argmax(logits, 1))
+    check_same_length("moments", moments.means.shape[1], "features", features.shape[1], "dimensions")
+    check_finite("features", features)
+    means, present, _ = _about_their_mean(moments)
+    # |z - mu|^2 minus |z|^2; about the middle of the means, against cancellation.
+    share = jnp.where(present, 1.0, 0.0)[:, None] / jnp.sum(present)
+    middle = jnp.sum(share * moments.means, 0)[None]
+    about = jnp.asarray(features) - middle - jnp.sum(share * (moments.means - middle + moments.rest), 0)[None]
+    distance = jnp.where(present[None], jnp.sum(means**2, 1)[None] - 2 * product(about, means.T), jnp.inf)
+    agree = jnp.mean(jnp.argmin(distance, 1) == jnp.argmax(logits, 1), dtype=distance.dtype)
+    defined = jnp.isfinite(jnp.min(distance, 1)) & jnp.isfinite(jnp.max(logits, 1))
+    return jnp.where(jnp.all(defined), agree, jnp.nan)

@@ -1,6 +1,7 @@
 """When curves cross a threshold, as survival times: those that never do within a run are not left out."""
 
 import warnings
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -8,7 +9,8 @@ import numpy as np
 from jaxtyping import Array, Float
 from scipy import optimize, stats
 
-from dissociation.checks import check_choice, check_positive, check_same_length, fail
+from dissociation.checks import check_choice, check_finite, check_positive, check_same_length, fail, is_traced
+from dissociation.validation import validated
 
 DIRECTIONS = ("above", "below")
 
@@ -37,15 +39,21 @@ class Slope(NamedTuple):
         slope: Of the line.
         intercept: At log 1.
         spread: Standard deviation of log times about the line; 0 where all crossings lie on it.
-        error: Standard error of the slope, from the curvature of the likelihood; NaN where the spread is 0.
+        error: Standard error of the slope: from the curvature of the likelihood, times sqrt(k / (k - 2)) with k
+            crossings, as of a line by least squares; NaN where the spread is 0.
+        low: Lower end of the slope's interval, Student's with k - 2 degrees of freedom; NaN with the error.
+        high: Its upper end.
     """
 
     slope: float
     intercept: float
     spread: float
     error: float
+    low: float
+    high: float
 
 
+@validated
 def first_cross(
     x: Float[Array | np.ndarray, " times"],
     y: Float[Array | np.ndarray, "*b steps"],
@@ -55,7 +63,7 @@ def first_cross(
     """The first x at which y is beyond the threshold; NaN if it never is.
 
     Args:
-        x: Rising, [times].
+        x: Rising, [times]; a traced one is not checked.
         y: Curves, [..., times]; NaN is not beyond anything.
         threshold: In the units of y; reaching it is not enough.
         direction: "above" or "below".
@@ -64,7 +72,7 @@ def first_cross(
         One x per curve.
 
     Raises:
-        ValueError: If lengths differ or the direction is unknown.
+        ValueError: If lengths differ, x does not rise, or the direction is unknown.
 
     Example:
         >>> first_cross(jnp.array([0.0, 1.0, 2.0]), jnp.array([[0.1, 0.6, 0.9], [0.1, 0.2, 0.3]]), 0.5)
@@ -72,11 +80,14 @@ def first_cross(
     """
     check_choice("direction", direction, DIRECTIONS)
     check_same_length("x", x.shape[0], "y", y.shape[-1], "times")
+    if not is_traced(x) and not np.all(np.diff(np.asarray(x)) > 0):
+        fail("x", "rise", np.asarray(x))
     x, y = jnp.asarray(x), jnp.asarray(y)
     beyond = y > threshold if direction == "above" else y < threshold
     return jnp.where(jnp.any(beyond, -1), x[jnp.argmax(beyond, -1)], jnp.nan)
 
 
+@validated
 def median_crossing(
     times: Float[np.ndarray, " n"], end: float | int | Float[np.ndarray, " n"], *, level: float = 0.9
 ) -> Median:
@@ -96,7 +107,7 @@ def median_crossing(
         Median and interval; an end that the data do not bound is infinite.
 
     Raises:
-        ValueError: If there are no times, or `level` is out of range.
+        ValueError: If there are no times, one is infinite, an end is not finite, or `level` is out of range.
 
     References:
         Kaplan and Meier (1958). Brookmeyer and Crowley (1982), A confidence interval for the median survival time.
@@ -107,6 +118,8 @@ def median_crossing(
     if not 0 < level < 1:
         fail("level", "lie between 0 and 1", level)
     crossed = ~np.isnan(times)
+    check_finite("times", times[crossed])
+    check_finite("end", end)
     ends = np.broadcast_to(np.asarray(end, float), times.shape)
     one_side = 0.5**times.size
     bounded = one_side <= 1 - level
@@ -128,11 +141,27 @@ def median_crossing(
 
     low = half(limit(limits.low, 0.0)) if bounded else -np.inf
     high = half(limit(limits.high, 0.0 if 2 * one_side <= 1 - level else 1.0))
-    return Median(half(survival.probabilities), low, high)
+    return Median(_product_limit_median(times[crossed], ends[~crossed]), low, high)
 
 
+def _product_limit_median(crossed: np.ndarray, censored: np.ndarray) -> float:
+    """Where the product-limit estimate is no longer above 1/2, in exact fractions: it often is 1/2 to the digit."""
+    survival = Fraction(1)
+    for time, events in zip(*np.unique(crossed, return_counts=True), strict=True):
+        at_risk = int((crossed >= time).sum() + (censored >= time).sum())
+        survival *= Fraction(at_risk - int(events), at_risk)
+        if survival <= Fraction(1, 2):
+            return float(time)
+    return np.inf
+
+
+@validated
 def log_slope(
-    times: Float[np.ndarray, " n"], at: Float[np.ndarray, " n"], end: float | int | Float[np.ndarray, " n"]
+    times: Float[np.ndarray, " n"],
+    at: Float[np.ndarray, " n"],
+    end: float | int | Float[np.ndarray, " n"],
+    *,
+    level: float = 0.95,
 ) -> Slope:
     """A line through log time against log `at`, by maximum likelihood with a normal spread, on the host.
 
@@ -147,13 +176,16 @@ def log_slope(
         times: Positive; NaN for samples that had not crossed.
         at: What the times depend on, positive.
         end: When runs ended, all of them or each, positive.
+        level: Of the slope's interval, between 0 and 1. The correction for few samples is exact to first order without
+            censored ones; with up to half of them censored intervals at 0.95 held 94 to 97 % of slopes for 8 and 15
+            samples.
 
     Returns:
         The line.
 
     Raises:
-        ValueError: If lengths differ, a value is not positive, or fewer than three times at two different places were
-            crossed.
+        ValueError: If lengths differ, a value or `level` is out of range, or fewer than three times at two different
+            places were crossed.
 
     References:
         Tobin (1958), Estimation of relationships for limited dependent variables.
@@ -165,6 +197,8 @@ def log_slope(
     wrong = crossed & ~((times > 0) & np.isfinite(times))
     if wrong.any():
         fail("times", "be positive and finite, or NaN where there was no crossing", times[wrong][0])
+    if not 0 < level < 1:
+        fail("level", "lie between 0 and 1", level)
     check_positive("at", at)
     check_positive("end", end)
     if crossed.sum() < 3 or len(np.unique(at[crossed])) < 2:
@@ -176,12 +210,22 @@ def log_slope(
     beyond = logs - design @ line
     if np.abs(beyond[crossed]).max() <= _ON_THE_LINE and np.all(beyond[~crossed] <= _ON_THE_LINE):
         slope = line[0] / width
-        return Slope(float(slope), float(line[1] - slope * middle), 0.0, np.nan)
+        return Slope(float(slope), float(line[1] - slope * middle), 0.0, np.nan, np.nan, np.nan)
     scaled, covariance = _tobit(design, logs, crossed)
     slope, height, spread = scaled[0] / scaled[2], scaled[1] / scaled[2], 1 / scaled[2]
     gradient = np.asarray([spread, 0.0, -slope * spread])
-    error = np.sqrt(gradient @ covariance @ gradient) / width
-    return Slope(float(slope / width), float(height - slope / width * middle), float(spread), float(error))
+    slope, free = slope / width, crossed.sum() - 2
+    # The likelihood's maximum takes the spread for known: too small by the parameters of the line.
+    error = np.sqrt(gradient @ covariance @ gradient * (free + 2) / free) / width
+    half = stats.t.ppf(0.5 + 0.5 * level, free) * error
+    return Slope(
+        float(slope),
+        float(height - slope * middle),
+        float(spread),
+        float(error),
+        float(slope - half),
+        float(slope + half),
+    )
 
 
 def _tobit(design: np.ndarray, logs: np.ndarray, crossed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -11,13 +11,15 @@ from jaxtyping import Array, Float
 from dissociation.checks import check_count, check_ndim, check_same_length, fail, is_traced
 from dissociation.linalg import product
 from dissociation.models.layers import Affine
+from dissociation.results import Result
+from dissociation.validation import validated
 
 Features = Float[Array | np.ndarray, "n d"]
 Weights = Float[Array | np.ndarray, "classes d"]
 Biases = Float[Array | np.ndarray, " classes"]
 
 
-class Plane(eqx.Module):
+class Plane(Result):
     """The plane spanned by the last layer's weights of two classes.
 
     Attributes:
@@ -30,10 +32,12 @@ class Plane(eqx.Module):
     boundary: Float[Array, ""]
 
     def coordinates(self, features: Features) -> Float[Array, "n 2"]:
-        """Features projected onto the plane."""
+        """Features projected onto the plane, [samples, d] to [samples, 2]."""
+        _check_width(features, self.basis)
         return product(jnp.asarray(features), self.basis.T)
 
 
+@validated
 def linear_head(model: Any) -> tuple[Float[Array, "classes d"], Float[Array, " classes"]]:
     """Weights and biases of a model's last layer.
 
@@ -49,8 +53,9 @@ def linear_head(model: Any) -> tuple[Float[Array, "classes d"], Float[Array, " c
     """
     if isinstance(model, eqx.nn.MLP):
         with jax.ensure_compile_time_eval():
-            probe = jnp.asarray([-1.5, 0.5])
-            if not np.allclose(model.final_activation(probe), probe):
+            # Of all sizes: a clipped output is the identity on small numbers.
+            probe = jnp.asarray(np.outer([-1.5, 0.5], 10.0 ** np.arange(-15, 16)).ravel(), float)
+            if not np.allclose(jax.vmap(model.final_activation)(probe), probe, atol=0):
                 raise TypeError(
                     f"`model` must have a linear last layer, got {type(model).__name__} with an activation."
                 )
@@ -66,6 +71,7 @@ def linear_head(model: Any) -> tuple[Float[Array, "classes d"], Float[Array, " c
     return weights, jnp.zeros(weights.shape[0], weights.dtype) if biases is None else biases
 
 
+@validated
 def signed_distance(
     features: Features, weights: Weights, biases: Biases, first: int, second: int
 ) -> Float[Array, " n"]:
@@ -79,20 +85,21 @@ def signed_distance(
         second: Class b.
 
     Returns:
-        In units of the features; NaN or infinite if traced weights are the same.
+        In units of the features; NaN if traced weights are the same.
 
     Raises:
-        ValueError: If lengths differ, a class is unknown, or the two have the same weights.
+        ValueError: If lengths or widths differ, a class is unknown, or the two have the same weights.
 
     Example:
         >>> signed_distance(jnp.array([[3.0, 4.0]]), jnp.array([[2.0, 0.0], [0.0, 0.0]]), jnp.array([0.0, 2.0]), 0, 1)
         Array([2.], dtype=float32)
     """
-    check_ndim("features", features, 2, "[samples, dimensions]")
+    _check_width(features, weights)
     normal, length, offset = _between(weights, biases, first, second)
     return (product(jnp.asarray(features), normal[:, None])[:, 0] + offset) / length
 
 
+@validated
 def class_plane(weights: Weights, biases: Biases, first: int, second: int, *, rtol: float = 1e-5) -> Plane:
     """The plane of two classes' weights, for drawing samples and the boundary between them.
 
@@ -116,7 +123,14 @@ def class_plane(weights: Weights, biases: Biases, first: int, second: int, *, rt
     size = jnp.linalg.norm(rest)
     if not is_traced(size) and float(size) <= rtol * float(jnp.linalg.norm(other)):
         fail("weights", f"of classes {first} and {second} span a plane", "parallel rows")
+    size = jnp.where(size > rtol * jnp.linalg.norm(other), size, jnp.nan)
     return Plane(jnp.stack([along, rest / size]), -offset / length)
+
+
+def _check_width(features: Features, rows: Weights) -> None:
+    """Raises unless features [samples, d] have the dimensions that `rows` has columns."""
+    check_ndim("features", features, 2, "[samples, dimensions]")
+    check_same_length("weights", rows.shape[1], "features", features.shape[1], "dimensions")
 
 
 def _between(weights: Weights, biases: Biases, first: int, second: int) -> tuple[Array, Array, Array]:
@@ -134,4 +148,4 @@ def _between(weights: Weights, biases: Biases, first: int, second: int) -> tuple
     length = jnp.linalg.norm(normal)
     if not is_traced(length) and float(length) == 0.0:
         fail("weights", f"differ between classes {first} and {second}", "equal rows")
-    return normal, length, biases[first] - biases[second]
+    return normal, jnp.where(length > 0, length, jnp.nan), biases[first] - biases[second]

@@ -9,31 +9,46 @@ All folds are trained at once. A fold is a mask over samples, so the logits of e
 the data. Under `jax.vmap` over members, the members are solved in turn, each with its own number of iterations.
 """
 
+import warnings
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_batching import sequential_vmap
-from jaxtyping import Array, Float, Int, Key, UInt32
+from jaxtyping import Array, Float
 
-from dissociation.checks import check_count, check_ndim, check_positive, check_same_length, fail, is_traced
+from dissociation.checks import (
+    check_choice,
+    check_count,
+    check_ndim,
+    check_positive,
+    check_same_length,
+    fail,
+    is_traced,
+)
 from dissociation.metrics.softmax_solver import SoftmaxFit, descend_fixed, fold_of_samples, largest_eigenvalue, minimise
+from dissociation.types import Count, OneHot, PRNGKey, Scalar
+from dissociation.validation import validated
 
-Scalar = float | int | Float[Array | np.ndarray, ""]
-Count = int | Int[Array | np.ndarray, ""]
-AnyKey = Key[Array, ""] | UInt32[Array, "2"]
+FOLDS = ("stratified", "contiguous")
+"""Every class dealt out evenly among the folds, in whatever order the rows come; or blocks of rows in that order, the
+first `n % num_splits` of which are one sample longer, as in scikit-learn's `KFold`. With contiguous folds, rows sorted
+by class leave no training part with the classes that it is tested on."""
 
 
+@validated
 def crossval_softmax_predict(
     x: Float[Array | np.ndarray, "n d"],
-    y: Float[Array | np.ndarray, "n classes"],
+    y: OneHot,
     num_splits: int = 10,
     *,
     ridge: Scalar = 1.0,
-    key: AnyKey | None = None,
+    folds: str = "stratified",
+    key: PRNGKey | None = None,
     num_samples: Count | None = None,
     tol: Scalar | None = None,
+    max_steps: int = 1000,
 ) -> Float[Array, "n classes"]:
     r"""Held-out class probabilities of a converged softmax probe.
 
@@ -51,17 +66,20 @@ def crossval_softmax_predict(
     Args:
         x: Features. May be traced, and mapped over members by `jax.vmap` or `eqx.filter_vmap`.
         y: One-hot labels.
-        num_splits: Folds, from 2 to n. They are contiguous blocks in the given order; the first `n % num_splits` are
-            one sample longer, as in scikit-learn's `KFold`.
+        num_splits: Folds, from 2 to n.
         ridge: Penalty on the weights, above zero. The intercept is not penalised.
-        key: Shuffles the samples over the folds. The result keeps the given order all the same.
+        folds: How samples are shared out, one of `FOLDS`.
+        key: Shuffles the samples before they are shared out. The result keeps the given order all the same.
         num_samples: Uses the first `num_samples` samples only, at the cost of all n; later rows of the result are zero.
             It is traced: all values share one compilation. `x[:num_samples]` gives the same, compiled for each length.
         tol: Where to stop: the `gap` of `SoftmaxFit`, a fold's relative distance from its minimum. Default 1e-5 in
             float32 and 1e-9 in float64. Probabilities move with the square root of it.
+        max_steps: Limit of the solver's loop.
 
     Returns:
-        Probabilities in [0, 1] that sum to one in each row, each from the fold that did not see the sample.
+        Probabilities in [0, 1] that sum to one in each row, each from the fold that did not see the sample. Rows of a
+        fold that did not converge are NaN, with a `RuntimeWarning` unless the call is traced. The `argmax` of such a
+        row is 0: ask for NaN before an accuracy, or for `converged` of `crossval_softmax_fit`.
 
     Raises:
         ValueError: If shapes disagree, `y` is not one-hot, `ridge` or `tol` is not positive, or there are too few
@@ -75,17 +93,30 @@ def crossval_softmax_predict(
     >>> crossval_softmax_predict(x, x, num_splits=2).argmax(1)
     Array([0, 1, 2, 0, 1, 2], dtype=int32)
     """
-    fit = crossval_softmax_fit(x, y, num_splits, ridge=ridge, key=key, num_samples=num_samples, tol=tol)
-    return fit.probabilities
+    options = {"folds": folds, "key": key, "num_samples": num_samples}
+    fit, ids = _converged(x, y, num_splits, ridge=ridge, tol=tol, max_steps=max_steps, **options)
+    if not is_traced(fit.converged) and not np.all(fit.converged):
+        number, gap = int(np.sum(~np.asarray(fit.converged))), float(jnp.max(fit.gap))
+        warnings.warn(
+            f"{number} of {fit.converged.size} folds did not converge in {int(fit.iterations)} steps (gap up to "
+            f"{gap:.1e}): their probabilities are NaN. Raise `ridge`, `tol` or `max_steps`.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    # Samples in no fold are beyond the last one, and keep their zeros.
+    known = jnp.append(fit.converged, True)[ids]
+    return jnp.where(known[:, None], fit.probabilities, jnp.nan)
 
 
+@validated
 def crossval_softmax_fit(
     x: Float[Array | np.ndarray, "n d"],
-    y: Float[Array | np.ndarray, "n classes"],
+    y: OneHot,
     num_splits: int = 10,
     *,
     ridge: Scalar = 1.0,
-    key: AnyKey | None = None,
+    folds: str = "stratified",
+    key: PRNGKey | None = None,
     num_samples: Count | None = None,
     tol: Scalar | None = None,
     max_steps: int = 1000,
@@ -93,23 +124,25 @@ def crossval_softmax_fit(
     r"""The probe of `crossval_softmax_predict` with its coefficients and the solver's record.
 
     L-BFGS, all folds in one loop, in the metric of one curvature matrix that all folds and classes share and that is
-    computed anew after 8, 24, 72 ... steps. A fold that has converged is frozen, and the loop
-    ends with its last fold. The penalty makes the loss f strongly convex in the weights, f - f* <= ||g||^2 / (2 ridge),
-    which is what the stopping rule and `gap` use. The unpenalised intercept is counted in g as if it were penalised, so
-    `gap` is no strict bound: in float64, on 1000 MNIST samples x 1024 features, the distance was at most 1.13 times it.
+    computed anew after 8, 24, 72 ... steps. A fold whose line search fails begins anew, with an empty memory and a new
+    matrix. A fold that has converged is frozen, and the loop ends with its last fold. The penalty makes the loss f
+    strongly convex in the weights, f - f* <= ||g||^2 / (2 ridge), which is what the stopping rule and `gap` use. The
+    unpenalised intercept is counted in g as if it were penalised, so `gap` is no strict bound: in float64, on 1000
+    MNIST samples x 1024 features, the distance was at most 1.13 times it.
 
     Args:
         x: Features.
         y: One-hot labels.
         num_splits: Folds.
         ridge: Penalty on the weights, see `crossval_softmax_predict`.
-        key: Shuffles the samples over the folds.
+        folds: How samples are shared out, one of `FOLDS`.
+        key: Shuffles the samples before they are shared out.
         num_samples: Uses the first `num_samples` samples only.
         tol: The `gap` at which a fold stops.
         max_steps: Limit of the loop.
 
     Returns:
-        The fit of every fold. Check `converged`: the function itself cannot raise on values when it is traced.
+        Where every fold came to, with `converged`: `probabilities` of a fold that did not are those of its last step.
 
     Raises:
         ValueError: As `crossval_softmax_predict`.
@@ -118,24 +151,32 @@ def crossval_softmax_fit(
     References:
         Nocedal and Wright (2006), Numerical Optimization, algorithm 7.4.
     """
-    x, y, count = _prepare(x, y, num_splits, num_samples)
+    options = {"folds": folds, "key": key, "num_samples": num_samples}
+    return _converged(x, y, num_splits, ridge=ridge, tol=tol, max_steps=max_steps, **options)[0]
+
+
+def _converged(x, y, num_splits, *, ridge, folds, key, num_samples, tol, max_steps) -> tuple[SoftmaxFit, Array]:
+    """The fit, and the fold of every sample."""
+    x, y, count = _prepare(x, y, num_splits, num_samples, folds)
     check_positive("ridge", ridge)
     if tol is None:
         tol = 1e-5 if jnp.finfo(x.dtype).bits <= 32 else 1e-9
     check_positive("tol", tol)
     limit = check_count("max_steps", max_steps, minimum=1)
     scalars = jnp.asarray(ridge, x.dtype), jnp.asarray(tol, x.dtype)
-    return _solve_in_turn(x, y, count, key, *scalars, num_splits=num_splits, limit=limit)
+    return _solve_in_turn(x, y, count, key, *scalars, num_splits=num_splits, folds=folds, limit=limit)
 
 
+@validated
 def crossval_gradient_predict(
     x: Float[Array | np.ndarray, "n d"],
-    y: Float[Array | np.ndarray, "n classes"],
+    y: OneHot,
     num_splits: int = 10,
     *,
     num_steps: Count = 200,
     step_size: Scalar | None = None,
-    key: AnyKey | None = None,
+    folds: str = "stratified",
+    key: PRNGKey | None = None,
     num_samples: Count | None = None,
 ) -> Float[Array, "n classes"]:
     r"""Held-out class probabilities of a softmax probe after a fixed budget of gradient steps.
@@ -154,7 +195,8 @@ def crossval_gradient_predict(
         num_splits: Folds, as in `crossval_softmax_predict`.
         num_steps: Steps; traced.
         step_size: Step in units of the mean loss, shared by the folds; traced. Default 1 / L of each fold.
-        key: Shuffles the samples over the folds.
+        folds: How samples are shared out, one of `FOLDS`.
+        key: Shuffles the samples before they are shared out.
         num_samples: Uses the first `num_samples` samples only; later rows of the result are zero.
 
     Returns:
@@ -167,7 +209,7 @@ def crossval_gradient_predict(
     References:
         Boehning (1992), Multinomial logistic regression algorithm, theorem 1.
     """
-    x, y, count = _prepare(x, y, num_splits, num_samples)
+    x, y, count = _prepare(x, y, num_splits, num_samples, folds)
     if step_size is None:
         step_size = 0.0  # the solver's sign for "of each fold"
     else:
@@ -175,9 +217,11 @@ def crossval_gradient_predict(
     if not is_traced(num_steps) and int(num_steps) < 0:
         fail("num_steps", "be at least 0", num_steps)
     steps = jnp.asarray(num_steps, jnp.int32)
-    return _descend_in_turn(x, y, count, key, steps, jnp.asarray(step_size, x.dtype), num_splits=num_splits)
+    size = jnp.asarray(step_size, x.dtype)
+    return _descend_in_turn(x, y, count, key, steps, size, num_splits=num_splits, folds=folds)
 
 
+@validated
 def stable_step_size(x: Float[Array | np.ndarray, "n d"]) -> Float[Array, ""]:
     """The step 1 / L of `crossval_gradient_predict` for training on all of `x`, any step below twice it being stable.
 
@@ -197,7 +241,7 @@ def stable_step_size(x: Float[Array | np.ndarray, "n d"]) -> Float[Array, ""]:
 
 
 def _prepare(
-    x: Array | np.ndarray, y: Array | np.ndarray, num_splits: int, num_samples: Count | None
+    x: Array | np.ndarray, y: Array | np.ndarray, num_splits: int, num_samples: Count | None, folds: str
 ) -> tuple[Array, Array, Array]:
     """Checks the arguments that the probes share and returns the arrays and the number of samples in use."""
     check_ndim("x", x, 2, "[samples, features]")
@@ -213,6 +257,7 @@ def _prepare(
         known = np.asarray(y)
         if not (np.all((known == 0) | (known == 1)) and np.all(known.sum(1) == 1)):
             fail("y", "be one-hot: a single 1 in every row", "other rows", "See jax.nn.one_hot")
+    check_choice("folds", folds, FOLDS)
     check_count("num_splits", num_splits, minimum=2)
     if num_splits > size:
         fail("num_splits", f"be at most the number of samples ({size})", num_splits)
@@ -224,13 +269,14 @@ def _prepare(
 
 
 # Jitted here, unlike other primitives: op by op, a call at a new length would compile dozens of programs, not one.
-@partial(jax.jit, static_argnames=("num_splits", "limit"))
-def _solve_in_turn(x, y, count, key, ridge, tol, *, num_splits: int, limit: int) -> SoftmaxFit:
-    ids = fold_of_samples(x.shape[0], num_splits, count, key)
-    return sequential_vmap(partial(minimise, num_splits=num_splits, limit=limit))(x, y, ids, ridge, tol)
+@partial(jax.jit, static_argnames=("num_splits", "folds", "limit"))
+def _solve_in_turn(x, y, count, key, ridge, tol, *, num_splits: int, folds: str, limit: int):
+    ids = fold_of_samples(jnp.argmax(y, 1), num_splits, count, key, folds)
+    fit = sequential_vmap(partial(minimise, num_splits=num_splits, limit=limit))(x, y, ids, ridge, tol)
+    return fit, ids
 
 
-@partial(jax.jit, static_argnames="num_splits")
-def _descend_in_turn(x, y, count, key, num_steps, step_size, *, num_splits: int) -> Array:
-    ids = fold_of_samples(x.shape[0], num_splits, count, key)
+@partial(jax.jit, static_argnames=("num_splits", "folds"))
+def _descend_in_turn(x, y, count, key, num_steps, step_size, *, num_splits: int, folds: str) -> Array:
+    ids = fold_of_samples(jnp.argmax(y, 1), num_splits, count, key, folds)
     return sequential_vmap(partial(descend_fixed, num_splits=num_splits))(x, y, ids, num_steps, step_size)

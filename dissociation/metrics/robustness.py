@@ -11,32 +11,46 @@ from jaxtyping import Array, Float, PyTree
 
 from dissociation import checks
 from dissociation.bmap import bmap
+from dissociation.types import OneHot
+from dissociation.validation import validated
 
 __all__ = ["error_rate", "input_noise_error", "parameter_noise_error"]
 
 Images = Float[Array | np.ndarray, "n pixels"]
-Labels = Float[Array | np.ndarray, "n classes"]
 Scales = Float[Array | np.ndarray, " scales"]
 
 
-def error_rate(logits: Float[Array, "n classes"], labels: Labels) -> Float[Array, ""]:
-    """The share of samples whose largest logit is not at the label, between 0 and 1.
+@validated
+def error_rate(logits: Float[Array | np.ndarray, "n classes"], labels: OneHot) -> Float[Array, ""]:
+    """The share of samples whose largest logit is not at the label.
 
     Args:
         logits: [samples, classes].
         labels: One-hot, [samples, classes].
 
+    Returns:
+        Between 0 and 1; NaN if there are no samples, or the largest logit of any is NaN or infinite: a network that has
+        diverged names no class.
+
+    Raises:
+        ValueError: If the shapes differ.
+
     Example:
         >>> error_rate(jnp.array([[2.0, 1.0], [0.0, 3.0]]), jnp.array([[1.0, 0.0], [1.0, 0.0]]))
         Array(0.5, dtype=float32)
     """
-    return (logits.argmax(axis=1) != labels.argmax(axis=1)).mean(dtype=logits.dtype)
+    if logits.shape != labels.shape:
+        checks.fail("labels", f"have the shape of `logits` {logits.shape}", labels.shape)
+    logits = jnp.asarray(logits)
+    wrong = (logits.argmax(axis=1) != labels.argmax(axis=1)).mean(dtype=logits.dtype)
+    return jnp.where(jnp.all(jnp.isfinite(logits.max(axis=1))), wrong, jnp.nan)
 
 
+@validated
 def input_noise_error(
     model: Callable[[Array], Array],
     images: Images,
-    labels: Labels,
+    labels: OneHot,
     scales: Scales,
     *,
     noise: Float[Array | np.ndarray, "..."],
@@ -58,7 +72,7 @@ def input_noise_error(
             CPU, None takes all.
 
     Returns:
-        Error rates between 0 and 1, [scales].
+        Error rates between 0 and 1, [scales]; NaN as in `error_rate`.
 
     Raises:
         ValueError: If a scale is negative or the shapes do not fit.
@@ -76,10 +90,11 @@ def input_noise_error(
         return over_scales(jnp.asarray(scales), still, moving, tail, jnp.asarray(labels))
 
 
+@validated
 def parameter_noise_error(
     model: PyTree,
     images: Images,
-    labels: Labels,
+    labels: OneHot,
     scales: Scales,
     *,
     noise: PyTree,
@@ -99,12 +114,21 @@ def parameter_noise_error(
         scales_per_batch: How many scales are evaluated at once; None takes all.
 
     Returns:
-        Error rates between 0 and 1, [scales].
+        Error rates between 0 and 1, [scales]; NaN as in `error_rate`.
 
     Raises:
-        ValueError: If a scale is negative.
+        ValueError: If a scale is negative, or `noise` is not shaped like the parameters.
     """
     checks.check_non_negative("scales", scales)
+    shapes = [
+        [
+            (path, leaf.shape)
+            for path, leaf in jax.tree_util.tree_leaves_with_path(eqx.filter(tree, eqx.is_inexact_array))
+        ]
+        for tree in (model, noise)
+    ]
+    if shapes[0] != shapes[1]:
+        checks.fail("noise", "be shaped like the parameters of `model`", f"{[shape for _, shape in shapes[1]]}")
     images = jnp.asarray(images)
     with jax.default_matmul_precision("highest"):
         still, tail = _apply_first_layer(model, images)

@@ -42,17 +42,25 @@ class SoftmaxFit(NamedTuple):
     iterations: Int[Array, ""]
 
 
-def fold_of_samples(size: int, num_splits: int, count: Array, key: Array | None) -> Array:
-    """The fold of each sample, contiguous in the given or a shuffled order; `num_splits` for samples past `count`."""
-    index = jnp.arange(size, dtype=jnp.int32)
-    place = index
+def fold_of_samples(labels: Array, num_splits: int, count: Array, key: Array | None, folds: str) -> Array:
+    """The fold of each sample in the given or a shuffled order; `num_splits` for samples past `count`."""
+    index = jnp.arange(labels.shape[0], dtype=jnp.int32)
+    used, place = index < count, index
     if key is not None:
-        draw = jnp.where(index < count, jax.random.uniform(key, (size,)), 2.0)
-        place = jnp.argsort(jnp.argsort(draw)).astype(jnp.int32)
-    short, longer = count // num_splits, count % num_splits
-    border = longer * (short + 1)
-    fold = jnp.where(place < border, place // (short + 1), longer + (place - border) // jnp.maximum(short, 1))
-    return jnp.where(index < count, fold, num_splits)
+        place = _ranks(jnp.where(used, jax.random.uniform(key, labels.shape), 2.0))
+    if folds == "stratified":
+        # Dealt out class by class, so that folds differ by one sample at most, in each class and in all.
+        fold = _ranks(place, jnp.where(used, labels, jnp.iinfo(labels.dtype).max)) % num_splits
+    else:
+        short, longer = count // num_splits, count % num_splits
+        border = longer * (short + 1)
+        fold = jnp.where(place < border, place // (short + 1), longer + (place - border) // jnp.maximum(short, 1))
+    return jnp.where(used, fold, num_splits)
+
+
+def _ranks(*keys: Array) -> Array:
+    """Where every entry comes when sorted; the last key counts most."""
+    return jnp.argsort(jnp.lexsort(keys)).astype(jnp.int32)
 
 
 def _product(a: Array, b: Array) -> Array:
@@ -97,12 +105,15 @@ class _Problem(NamedTuple):
         return jax.nn.softmax(logits + self.offset, 1)
 
     def residual(self, chances: Array) -> Array:
-        return self.mask * (chances - self.labels[None])
+        # 1 - p of the true class as the sum of the others: the difference has no digits left where p is close to 1.
+        others = chances * (1.0 - self.labels[None])
+        return self.mask * (others - self.labels[None] * jnp.sum(others, 1, keepdims=True))
 
     def value(self, logits: Array, weights: Array) -> Array:
         shifted = logits + self.offset
-        loss = jax.nn.logsumexp(shifted, 1) - jnp.sum(shifted * self.labels[None], 1)
-        return jnp.sum(self.mask[:, 0] * loss, -1) + 0.5 * _dot(self.penalty * weights, weights)
+        true = jnp.sum(shifted * self.labels[None], 1, keepdims=True)
+        others = jax.nn.logsumexp(jnp.where(self.labels[None] > 0, -jnp.inf, shifted - true), 1)
+        return jnp.sum(self.mask[:, 0] * jax.nn.softplus(others), -1) + 0.5 * _dot(self.penalty * weights, weights)
 
     def gradient(self, chances: Array, weights: Array) -> Array:
         return self.pull_back(self.residual(chances)) + self.penalty * weights
@@ -119,29 +130,41 @@ def _held_out(probabilities: Array, ids: Array) -> Array:
     return jnp.sum(probabilities, 0, where=own[:, None]).T
 
 
-def _standardise(x: Array, ids: Array, num_splits: int) -> tuple[Array, Array, Array]:
-    """Centres and scales all samples in use; returns data with a column of ones, and the mean and deviation."""
+def _standardise(x: Array, ids: Array, num_splits: int) -> tuple[Array, Array, Array, Array]:
+    """Centres and scales all samples in use; returns data with a column of ones, mean, deviation and rounding.
+
+    Columns whose values differ by their rounding alone are zero: scaled up, they would be a second column of ones.
+    """
     used = (ids < num_splits)[:, None]
     count = jnp.sum(used).astype(x.dtype)
-    mean = jnp.sum(jnp.where(used, x, 0.0), 0) / count
-    centred = jnp.where(used, x - mean[None], 0.0)
+    x = jnp.where(used, x, 0.0)
+    mean = jnp.sum(x, 0) / count
+    # A mean far from zero is off by its rounding: what it leaves over is taken away, too.
+    rest = jnp.sum(jnp.where(used, x - mean[None], 0.0), 0) / count
+    centred = jnp.where(used, (x - mean[None]) - rest[None], 0.0)
+    rounding = 4 * jnp.finfo(x.dtype).eps * jnp.max(jnp.abs(x), 0)
     deviation = jnp.sqrt(jnp.sum(centred**2, 0) / count)
-    # A constant feature can keep a deviation of rounding size, which the folds' own test then finds constant.
-    data = centred * jnp.where(deviation > 0, 1.0 / deviation, 0.0)[None]
-    return jnp.concatenate([data, jnp.ones((x.shape[0], 1), x.dtype)], 1), mean, deviation
+    deviation = jnp.where(_range(centred, used) <= rounding, 0.0, deviation)
+    scale = jnp.where(deviation > 0, 1.0 / deviation, 0.0)
+    data = jnp.concatenate([centred * scale[None], jnp.ones((x.shape[0], 1), x.dtype)], 1)
+    return data, mean + rest, deviation, jnp.append(rounding * scale, 0.0)
+
+
+def _range(data: Array, chosen: Array) -> Array:
+    largest = jnp.max(data, 0, where=chosen, initial=-jnp.inf)
+    return largest - jnp.min(data, 0, where=chosen, initial=jnp.inf)
 
 
 def build(x: Array, y: Array, ids: Array, ridge: Array, num_splits: int) -> tuple[_Problem, Array, Array]:
     """The regressions of all folds, with the mean and deviation that take coefficients back to raw features."""
-    data, mean, deviation = _standardise(x, ids, num_splits)
+    data, mean, deviation, rounding = _standardise(x, ids, num_splits)
     mask = _fold_masks(ids, num_splits, x.dtype)
 
     def moments(weights: Array) -> tuple[Array, Array]:
         average = _product(weights, data) / jnp.sum(weights)
         variance = _product(weights, (data - average[None]) ** 2) / jnp.sum(weights)
-        chosen = weights[:, None] > 0
-        # Equality of the extremes, and not a small variance, is what makes a feature constant under rounding.
-        constant = jnp.max(data, 0, where=chosen, initial=-jnp.inf) <= jnp.min(data, 0, where=chosen, initial=jnp.inf)
+        # The range, and not a small variance, is what makes a feature constant under rounding.
+        constant = _range(data, weights[:, None] > 0) <= rounding
         return average, jnp.where(constant, 0.0, lax.rsqrt(jnp.where(constant, 1.0, variance)))
 
     average, scale = lax.map(moments, mask)
@@ -184,8 +207,9 @@ def _metric(problem: _Problem, chances: Array) -> Array:
     """The inverse of one curvature for all folds and classes: p (1 - p) averaged over both weighs every sample."""
     weight = jnp.mean(problem.mask * chances * (1.0 - chances), (0, 1))
     gram = _product((problem.data * weight[:, None]).T, problem.data)
-    # Where the ridge falls below the rounding of the Gram matrix, only a shift of that size keeps it positive definite.
-    floor = 4 * jnp.finfo(gram.dtype).eps * jnp.trace(gram)
+    # A ridge below the rounding of the Gram matrix would leave an inverse that is not positive definite; and one far
+    # below the curvature makes a metric that no longer fits a few steps on, where the curvature has fallen.
+    floor = 3e-5 * jnp.trace(gram)
     return inverse(gram + jnp.diag(jnp.maximum(problem.penalty[0, 0], floor)))
 
 
@@ -203,6 +227,10 @@ class _Pairs(NamedTuple):
         inverse = jnp.where(good, 1.0 / jnp.where(good, inner, 1.0), 0.0)
         slot = visit % _MEMORY
         return _Pairs(*(old.at[slot].set(new) for old, new in zip(self, (weights, gradient, inverse), strict=True)))
+
+    def forget(self, folds: Array) -> "_Pairs":
+        """Empties the memory of some folds."""
+        return self._replace(inverse=jnp.where(folds[None], 0.0, self.inverse))
 
     def descend(self, visit: Array, gradient: Array, metric: Array) -> Array:
         """The quasi-Newton step from `gradient`, the two loops of L-BFGS around `metric`."""
@@ -264,13 +292,13 @@ class _State(NamedTuple):
     pairs: _Pairs
     metric: Array  # [d + 1, d + 1]
     active: Array  # [folds]
+    restart: Array  # whether a fold begins anew, with an empty memory and a new metric
     visits: Array  # rounds so far, one more than steps
 
 
 def minimise(x: Array, y: Array, ids: Array, ridge: Array, tol: Array, *, num_splits: int, limit: int) -> SoftmaxFit:
     """Every fold's minimum, by L-BFGS in a metric that the folds share; see `crossval_softmax_fit`."""
     problem, mean, deviation = build(x, y, ids, ridge, num_splits)
-    rounding = jnp.finfo(x.dtype).eps
 
     def going(state):
         return jnp.any(state.active) & (state.visits <= limit)
@@ -283,15 +311,17 @@ def minimise(x: Array, y: Array, ids: Array, ridge: Array, tol: Array, *, num_sp
         # The last round only measures: it takes no step, whether all folds have converged or steps have run out.
         active = state.active & (square > 2 * ridge * tol * value) & (visit < limit)
         pairs = state.pairs.add(visit, weights - state.past_weights, gradient - state.past_gradient)
-        due = jnp.any(visit == jnp.asarray(_REFRESH)) & jnp.any(active)
+        due = (jnp.any(visit == jnp.asarray(_REFRESH)) | state.restart) & jnp.any(active)
         metric = lax.cond(due, lambda: _metric(problem, chances), lambda: state.metric)
         step = jnp.where(active[:, None, None], pairs.descend(visit, gradient, metric), 0.0)
         change, slope = problem.logits(step), _dot(gradient, step)
-        active = active & (-slope > 0.01 * rounding * value)
-        length = _line_search(problem, logits, change, weights, step, value, slope, active)
+        length = _line_search(problem, logits, change, weights, step, value, slope, active & (slope < 0))
         moved, logits = weights + length[:, None, None] * step, logits + length[:, None, None] * change
-        active = active & (length > 0)
-        return _State(moved, logits, weights, gradient, value, square, pairs, metric, active, visit + 1)
+        # Where no length serves, memory or an old metric are at fault, or else the rounding of the gradient.
+        stuck = active & (length == 0)
+        again = stuck & (jnp.any(pairs.inverse > 0, 0) | ~due)
+        pairs, active = pairs.forget(again), active & (again | ~stuck)
+        return _State(moved, logits, weights, gradient, value, square, pairs, metric, active, jnp.any(again), visit + 1)
 
     shape, size = (num_splits, y.shape[1]), x.shape[1] + 1
     zero, weights = jnp.zeros((num_splits,), x.dtype), jnp.zeros((*shape, size), x.dtype)
@@ -306,6 +336,7 @@ def minimise(x: Array, y: Array, ids: Array, ridge: Array, tol: Array, *, num_sp
         pairs=_Pairs(ring, ring, jnp.zeros((_MEMORY, num_splits), x.dtype)),
         metric=jnp.zeros((size, size), x.dtype),
         active=jnp.ones((num_splits,), bool),
+        restart=jnp.asarray(False),
         visits=jnp.asarray(0),
     )
     state = lax.while_loop(going, body, state)

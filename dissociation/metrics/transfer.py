@@ -1,5 +1,6 @@
 """Transfer: how well a representation serves a new task, for growing budgets of labelled samples."""
 
+import warnings
 from collections.abc import Sequence
 from itertools import groupby
 from math import ceil
@@ -11,10 +12,13 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from dissociation.checks import check_choice, check_count, check_ndim, check_same_length, fail
-from dissociation.metrics.probes import Count, Scalar, crossval_gradient_predict, crossval_softmax_predict
+from dissociation.checks import check_choice, check_count, check_ndim, fail, is_traced
+from dissociation.metrics.probes import crossval_gradient_predict, crossval_softmax_predict
+from dissociation.types import Count, OneHot, PRNGKey, Scalar
+from dissociation.validation import validated
 
 
+@validated
 def hidden_features(
     model: eqx.nn.MLP, images: Float[Array | np.ndarray, "n inputs"], layer: int = 1
 ) -> Float[Array, "n hidden"]:
@@ -51,29 +55,35 @@ def hidden_features(
     return jax.vmap(forward)(jnp.asarray(images))
 
 
+@validated
 def transfer_errors(
     features: Float[Array | np.ndarray, "n d"],
-    labels: Float[Array | np.ndarray, "n classes"],
+    labels: OneHot,
     *,
+    key: PRNGKey | None,
     fractions: Sequence[float] = tuple(k / 20 for k in range(1, 21)),
     num_splits: int = 10,
+    folds: str = "stratified",
     probe: str = "converged",
     ridge: Scalar = 1.0,
     num_steps: Count = 200,
     step_size: Scalar | None = None,
     num_buckets: int = 4,
 ) -> Float[Array, " budgets"]:
-    """Cross-validated error of a probe on the first int(p n) samples, for every fraction p.
+    """Cross-validated error of a probe on int(p n) samples, for every fraction p; each budget holds all smaller ones.
 
     Under `jax.jit` all budgets are one compilation: they are sorted into `num_buckets` groups by size, and a group runs
     in turn through one solver whose arrays are as long as the group's largest budget. One bucket compiles fastest and
     makes every budget cost as much as the largest; more buckets compile longer and follow the budgets.
 
     Args:
-        features: Representation of the samples, in the order in which budgets take them.
+        features: Representation of the samples.
         labels: One-hot labels.
+        key: Draws the order in which budgets take samples: one key for several representations compares them on the
+            same ones. None takes rows as they come, which is wrong where they are sorted.
         fractions: Budgets as fractions of n in (0, 1], in any order.
         num_splits: Folds of the cross-validation.
+        folds: How a budget's samples are shared out, one of `dissociation.metrics.probes.FOLDS`.
         probe: "converged" for `crossval_softmax_predict`, "gradient" for `crossval_gradient_predict`.
         ridge: Penalty of the converged probe.
         num_steps: Steps of the gradient probe.
@@ -81,14 +91,13 @@ def transfer_errors(
         num_buckets: Solvers of different length.
 
     Returns:
-        1 - accuracy per fraction, in [0, 1].
+        1 - accuracy per fraction, in [0, 1]; NaN for a budget with a fold whose probe did not converge, with a
+        `RuntimeWarning` unless the call is traced.
 
     Raises:
-        ValueError: If a fraction is outside (0, 1] or leaves fewer samples than folds, or `probe` is unknown.
+        ValueError: If a fraction is outside (0, 1] or leaves fewer samples than folds, if `probe` or `folds` is
+            unknown, or if rows are taken as they come and the smallest budget lacks a class.
     """
-    check_ndim("features", features, 2, "[samples, features]")
-    check_ndim("labels", labels, 2, "[samples, classes]")
-    check_same_length("features", features.shape[0], "labels", labels.shape[0])
     check_choice("probe", probe, ("converged", "gradient"))
     check_count("num_splits", num_splits, minimum=2)
     check_count("num_buckets", num_buckets, minimum=1)
@@ -96,17 +105,26 @@ def transfer_errors(
     counts = [_budget(fraction, size, num_splits) for fraction in fractions]
     if not counts:
         fail("fractions", "name at least one budget", fractions)
-    features, labels = jnp.asarray(features), np.asarray(labels) if isinstance(labels, np.ndarray) else labels
+    features = jnp.asarray(features)
+    if key is not None:
+        order = jax.random.permutation(key, size)
+        features, labels = features[order], jnp.asarray(labels)[order]
+    elif not is_traced(labels):
+        missing = np.flatnonzero(np.any(labels, 0) & ~np.any(labels[: min(counts)], 0))
+        if len(missing):
+            wanted = f"hold every class in the first {min(counts)} rows, which are the smallest budget"
+            fail("labels", wanted, f"none of class {missing[0]}", "Pass a `key`, which draws budgets from all rows")
 
     def error(count: Array, length: int) -> Array:
         x, y = features[:length], labels[:length]
         if probe == "converged":
-            chances = crossval_softmax_predict(x, y, num_splits, ridge=ridge, num_samples=count)
+            chances = crossval_softmax_predict(x, y, num_splits, ridge=ridge, folds=folds, num_samples=count)
         else:
-            options = {"num_steps": num_steps, "step_size": step_size}
+            options = {"num_steps": num_steps, "step_size": step_size, "folds": folds}
             chances = crossval_gradient_predict(x, y, num_splits, num_samples=count, **options)
         right = jnp.argmax(chances, -1) == jnp.argmax(jnp.asarray(y), -1)
-        return 1.0 - jnp.sum(right & (jnp.arange(length) < count)) / count.astype(features.dtype)
+        wrong = 1.0 - jnp.sum(right & (jnp.arange(length) < count)) / count.astype(features.dtype)
+        return jnp.where(jnp.any(jnp.isnan(chances)), jnp.nan, wrong)
 
     order = sorted(range(len(counts)), key=counts.__getitem__)
     errors = []
@@ -114,7 +132,15 @@ def transfer_errors(
         members = [counts[i] for i in group]
         # The last is the largest. One program for the group, whatever its number of budgets.
         errors.append(lax.map(lambda count, n=members[-1]: error(count, n), jnp.asarray(members, jnp.int32)))
-    return jnp.concatenate(errors)[np.argsort(order)]
+    found = jnp.concatenate(errors)[np.argsort(order)]
+    if not is_traced(found) and np.any(np.isnan(found)):
+        number, advice = (
+            int(np.sum(np.isnan(found))),
+            "Raise `ridge`." if probe == "converged" else "Lower `step_size`.",
+        )
+        text = f"a probe did not converge in {number} of {len(counts)} budgets: their errors are NaN. {advice}"
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+    return found
 
 
 def _budget(fraction: float, size: int, num_splits: int) -> int:

@@ -6,12 +6,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Key, UInt32
+from jaxtyping import Array, Float
 
-from dissociation.checks import check_choice, check_count, fail
+from dissociation.checks import check_choice, check_count, check_ndim, fail
 from dissociation.models.initial import Initialiser, draw_weights
-
-AnyKey = Key[Array, ""] | UInt32[Array, "2"]
+from dissociation.types import PRNGKey
+from dissociation.validation import validated
 
 GATES: dict[str, Callable[[Array], Array]] = {
     "none": lambda x: x,
@@ -47,7 +47,7 @@ class BilinearLayer(eqx.Module):
         bias: bool = False,
         gate: str = "none",
         init: str | Initialiser = "pytorch",
-        key: AnyKey,
+        key: PRNGKey,
     ):
         check_choice("gate", gate, GATES)
         keys = jax.random.split(key, 4)
@@ -64,6 +64,7 @@ class BilinearLayer(eqx.Module):
         return GATES[self.gate](left) * right
 
 
+@validated
 def wrap_bilinear(
     embed: Float[Array | np.ndarray, "hidden inputs"],
     layers: Sequence[tuple[Float[Array | np.ndarray, "..."], ...]],
@@ -138,7 +139,7 @@ class BilinearNetwork(eqx.Module):
         gate: str = "none",
         residual: bool = False,
         init: str | Initialiser = "pytorch",
-        key: AnyKey,
+        key: PRNGKey,
     ):
         """A fresh network.
 
@@ -164,6 +165,7 @@ class BilinearNetwork(eqx.Module):
 
     def representations(self, x: Float[Array | np.ndarray, " inputs"]) -> dict[str, Array]:
         """Everything computed on the way: "embed", "layer0", "layer1", ..., "logits"."""
+        check_ndim("x", x, 1, "[inputs] of one example")
         hidden = self.embed @ jnp.asarray(x)
         found = {"embed": hidden}
         for index, layer in enumerate(self.layers):

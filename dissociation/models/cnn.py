@@ -1,4 +1,4 @@
-"""Convolutional networks on pictures of 28 x 28 pixels: an encoder, its mirror image, and a classifier."""
+"""Convolutional networks on images of 28 x 28 pixels: an encoder, its mirror, and a classifier."""
 
 import equinox as eqx
 import jax
@@ -6,14 +6,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Key, UInt32
 
-from dissociation.checks import check_choice, check_count
+from dissociation.checks import check_choice, check_count, check_ndim
 from dissociation.models.layers import Affine, Convolution, max_pool
 
 AnyKey = Key[Array, ""] | UInt32[Array, "2"]
 
 
 class Encoder(eqx.Module):
-    """Picture to features: two of (5 x 5 convolution, ReLU, 2 x 2 max-pool), to 16 and 32 channels, and a linear layer.
+    """Image to features: two of (5 x 5 convolution, ReLU, 2 x 2 max-pool), to 16 and 32 channels, and a linear layer.
 
     Attributes:
         convolutions: The two convolutions.
@@ -29,7 +29,8 @@ class Encoder(eqx.Module):
         self.head = Affine(32 * 49, features, init=init, key=keys[2])
 
     def __call__(self, image: Float[Array | np.ndarray, "28 28"]) -> Float[Array, " features"]:
-        """Features of one picture."""
+        """Features of one image."""
+        check_ndim("image", image, 2, "[28, 28] of one image")
         hidden = jnp.asarray(image)[:, :, None]
         for convolution in self.convolutions:
             hidden = jax.nn.relu(max_pool(convolution(hidden)))  # the same as ReLU first, on a quarter of the values
@@ -37,7 +38,7 @@ class Encoder(eqx.Module):
 
 
 class Decoder(eqx.Module):
-    """Features to picture, the encoder's mirror image; no activation at the end.
+    """Features to image, the encoder's mirror; no activation at the end.
 
     Attributes:
         head: The linear layer, [features, 1568].
@@ -58,7 +59,7 @@ class Decoder(eqx.Module):
         self.upsampling = upsampling
 
     def __call__(self, features: Float[Array, " features"]) -> Float[Array, "28 28"]:
-        """The picture."""
+        """The image."""
         hidden = self.head(features).reshape(7, 7, 32)
         for convolution in self.convolutions:
             if self.upsampling == "nearest":
@@ -70,10 +71,10 @@ class Decoder(eqx.Module):
 
 
 class CNN(eqx.Module):
-    """Encoder, ReLU, head: a small classifier of pictures given flat.
+    """Encoder, ReLU, head: a small classifier of images given flat.
 
     Attributes:
-        encoder: Picture to `width` features.
+        encoder: Image to `width` features.
         head: Features to logits.
         last_activation: Whether the features pass a ReLU.
     """
@@ -108,10 +109,11 @@ class CNN(eqx.Module):
 
     def representations(self, x: Float[Array | np.ndarray, " 784"]) -> dict[str, Array]:
         """What is computed on the way: "features" and "logits"."""
+        check_ndim("x", x, 1, "[784] of one image")
         features = self.encoder(jnp.asarray(x).reshape(28, 28))
         features = jax.nn.relu(features) if self.last_activation else features
         return {"features": features, "logits": self.head(features)}
 
     def __call__(self, x: Float[Array | np.ndarray, " 784"]) -> Float[Array, " classes"]:
-        """Logits of one picture."""
+        """Logits of one image."""
         return self.representations(x)["logits"]

@@ -3,19 +3,21 @@
 from collections.abc import Callable
 
 import jax
-from jaxtyping import Array, Float, Key, UInt32
+from jaxtyping import Array, Float
 
-from dissociation.checks import check_choice, check_count
+from dissociation.checks import check_choice, check_count, fail
+from dissociation.types import PRNGKey
+from dissociation.validation import validated
 
-AnyKey = Key[Array, ""] | UInt32[Array, "2"]
-Initialiser = Callable[[AnyKey, tuple[int, ...], int], Array]
+Initialiser = Callable[[PRNGKey, tuple[int, ...], int], Array]
 
 INITS = ("pytorch", "lecun")
 """PyTorch's default (uniform in +-1/sqrt(fan_in)), or flax's (normal of variance 1/fan_in, cut at two deviations)."""
 
 
+@validated
 def draw_weights(
-    init: str | Initialiser, shape: tuple[int, ...], fan_in: int, *, key: AnyKey
+    init: str | Initialiser, shape: tuple[int, ...], fan_in: int, *, key: PRNGKey
 ) -> Float[Array, "*shape"]:
     """Weights of a layer.
 
@@ -29,14 +31,17 @@ def draw_weights(
         The weights.
 
     Raises:
-        ValueError: If the name is unknown or `fan_in` below 1.
+        ValueError: If the name is unknown, `fan_in` below 1, or the function gives another shape.
 
     >>> bool(abs(draw_weights("pytorch", (3, 100), 100, key=jax.random.key(0))).max() <= 0.1)
     True
     """
     fan_in = check_count("fan_in", fan_in, minimum=1)
     if not isinstance(init, str):
-        return init(key, shape, fan_in)
+        weights = init(key, shape, fan_in)
+        if weights.shape != shape:
+            fail("init", f"give weights of shape {shape}", weights.shape)
+        return weights
     check_choice("init", init, INITS)
     bound = fan_in**-0.5
     if init == "pytorch":

@@ -1,6 +1,6 @@
 """Layers with named initialisation: affine, convolution, pooling.
 
-Modules take one example. Pictures run channels last, the layout in which XLA's CPU convolutions are fastest, and
+Modules take one example. Images run channels last, the layout in which XLA's CPU convolutions are fastest, and
 pooling is three elementwise maxima, whose gradient is several times faster than that of `reduce_window`. A convolution
 after nearest upsampling is done at the lower resolution.
 """
@@ -9,12 +9,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Key, UInt32
+from jaxtyping import Array, Float
 
-from dissociation.checks import check_choice
+from dissociation.checks import check_choice, check_ndim, fail
 from dissociation.models.initial import INITS, draw_weights
-
-AnyKey = Key[Array, ""] | UInt32[Array, "2"]
+from dissociation.types import PRNGKey
+from dissociation.validation import validated
 
 
 class Affine(eqx.Module):
@@ -28,7 +28,7 @@ class Affine(eqx.Module):
     weight: Float[Array, "i o"]
     bias: Float[Array, " o"] | None
 
-    def __init__(self, inputs: int, outputs: int, *, bias: bool = True, init: str = "pytorch", key: AnyKey):
+    def __init__(self, inputs: int, outputs: int, *, bias: bool = True, init: str = "pytorch", key: PRNGKey):
         check_choice("init", init, INITS)
         first, second = jax.random.split(key)
         self.weight = draw_weights(init, (inputs, outputs), inputs, key=first)
@@ -44,7 +44,7 @@ class Affine(eqx.Module):
 
 
 class Convolution(eqx.Module):
-    """5 x 5 convolution of stride 1 that keeps the picture's size.
+    """5 x 5 convolution of stride 1 that keeps the image's size.
 
     Attributes:
         weight: [5, 5, in, out].
@@ -54,7 +54,7 @@ class Convolution(eqx.Module):
     weight: Float[Array, "5 5 i o"]
     bias: Float[Array, " o"]
 
-    def __init__(self, inputs: int, outputs: int, *, transposed: bool = False, init: str = "pytorch", key: AnyKey):
+    def __init__(self, inputs: int, outputs: int, *, transposed: bool = False, init: str = "pytorch", key: PRNGKey):
         check_choice("init", init, INITS)
         first, second = jax.random.split(key)
         # PyTorch counts the outputs of a transposed convolution as its fan-in.
@@ -91,7 +91,21 @@ def _convolve(x: Float[Array, "h w i"], weight: Float[Array, "k l i o"], *, padd
     return lax.conv_general_dilated(x[None], weight, (1, 1), around, dimension_numbers=kinds)[0]
 
 
+@validated
 def max_pool(x: Float[Array, "h w c"]) -> Float[Array, "h//2 w//2 c"]:
-    """The largest of every 2 x 2 square."""
+    """The largest of every 2 x 2 square of one image.
+
+    Args:
+        x: [height, width, channels], both sides even.
+
+    Returns:
+        [height / 2, width / 2, channels].
+
+    Raises:
+        ValueError: If there is another number of axes, as of a batch, or a side is odd.
+    """
+    check_ndim("x", x, 3, "[height, width, channels]")
+    if x.shape[0] % 2 or x.shape[1] % 2:
+        fail("x", "have sides of even length", f"shape {x.shape}")
     upper, lower = x[::2], x[1::2]
     return jnp.maximum(jnp.maximum(upper[:, ::2], upper[:, 1::2]), jnp.maximum(lower[:, ::2], lower[:, 1::2]))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Key, UInt32
 
-from dissociation.checks import check_choice, check_count
+from dissociation.checks import check_choice, check_count, check_ndim
 from dissociation.models.layers import Affine
 
 AnyKey = Key[Array, ""] | UInt32[Array, "2"]
@@ -72,6 +72,7 @@ class MLP(eqx.Module):
 
     def representations(self, x: Float[Array | np.ndarray, " inputs"]) -> dict[str, Array]:
         """Everything computed on the way: "hidden0", ..., "features" (the last hidden layer) and "logits"."""
+        check_ndim("x", x, 1, "[inputs] of one example")
         hidden, found = jnp.asarray(x), {}
         *inner, head = self.layers
         for index, layer in enumerate(inner):

@@ -7,23 +7,24 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float, Key, UInt32
+from jaxtyping import Array, Float
 
 from dissociation.checks import check_count, check_non_negative, check_positive
 from dissociation.data.datasets import Dataset
+from dissociation.metrics.robustness import error_rate
 from dissociation.models.bilinear import BilinearNetwork
 from dissociation.schedule import steps_per_epoch
 from dissociation.training import FitResult, fit
+from dissociation.types import PRNGKey, Scalar
+from dissociation.validation import validated
 
-AnyKey = Key[Array, ""] | UInt32[Array, "2"]
-Scalar = float | int | Float[Array, ""]
 
-
+@validated
 def train_bilinear(
     dataset: Dataset,
     hidden: int = 256,
     *,
-    key: AnyKey,
+    key: PRNGKey,
     num_seeds: int = 5,
     num_epochs: int = 100,
     batch_size: int = 2048,
@@ -106,13 +107,13 @@ def _optimizer(settings: Float[Array, "4"]) -> optax.GradientTransformation:
     return optax.adamw(rate, weight_decay=weight_decay)
 
 
+@validated
 def cross_entropy(
     model: BilinearNetwork, images: Float[Array, "n d"], labels: Float[Array, "n classes"]
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Mean cross entropy and accuracy of one network."""
+    """Mean cross entropy and accuracy of one network; both are NaN if it has diverged."""
     logits = jax.vmap(model)(images)
-    right = jnp.argmax(logits, 1) == jnp.argmax(labels, 1)
-    return jnp.mean(optax.softmax_cross_entropy(logits, labels)), jnp.mean(right)
+    return jnp.mean(optax.softmax_cross_entropy(logits, labels)), 1 - error_rate(logits, labels)
 
 
 class NoisyCrossEntropy(eqx.Module):

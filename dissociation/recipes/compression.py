@@ -7,13 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Float, Key, UInt32
+from jaxtyping import Array, Float
 
 from dissociation.checks import check_count
 from dissociation.models.cnn import Decoder, Encoder
 from dissociation.training import fit
+from dissociation.types import PRNGKey
+from dissociation.validation import validated
 
-AnyKey = Key[Array, ""] | UInt32[Array, "2"]
 Images = Float[Array | np.ndarray, "n 784"]
 
 
@@ -28,8 +29,9 @@ class Autoencoder(eqx.Module):
         return self.decoder(self.encoder(image.reshape(28, 28))).reshape(-1)
 
 
+@validated
 def train_compression(
-    images: Images, code: int = 4, *, key: AnyKey, num_epochs: int = 10, batch_size: int = 100, **options: Any
+    images: Images, code: int = 4, *, key: PRNGKey, num_epochs: int = 10, batch_size: int = 100, **options: Any
 ) -> Autoencoder:
     """Trains an autoencoder by squared error, with Adam at 2e-3 falling along a cosine to zero.
 
@@ -66,12 +68,14 @@ def train_compression(
     return jax.tree.map(lambda leaf: leaf[0] if eqx.is_array(leaf) else leaf, trained.models)
 
 
+@validated
 def reconstruction_error(model: Autoencoder, batch: Images, key: Array) -> Float[Array, ""]:
     """Mean over pictures and pixels of the squared difference."""
     images = jnp.asarray(batch)
     return jnp.mean((jax.vmap(model)(images) - images) ** 2)
 
 
+@validated
 @eqx.filter_jit
 def encode(model: Autoencoder, images: Images) -> Float[Array, "n code"]:
     """Codes of pictures, in slices of 500."""

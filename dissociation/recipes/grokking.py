@@ -21,19 +21,23 @@ from dissociation.metrics.collapse import (
     trace_ratio,
 )
 from dissociation.metrics.margins import linear_head
+from dissociation.metrics.robustness import error_rate
 from dissociation.models.cnn import CNN
 from dissociation.models.mlp import MLP
 from dissociation.training import FitResult, fit
+from dissociation.validation import validated
 
 PIXEL_MEAN, PIXEL_DEVIATION = 0.1307, 0.3081
 """Of MNIST's training pictures, in [0, 1]."""
 
 
+@validated
 def standardised(images: Float[Array | np.ndarray, "n d"]) -> Float[Array, "n d"]:
     """Pictures in units of MNIST's deviation about its mean."""
     return (jnp.asarray(images) - PIXEL_MEAN) / PIXEL_DEVIATION
 
 
+@validated
 def observation_steps(num_steps: int) -> Int[np.ndarray, " times"]:
     """Steps 0 to 29, every tenth to 150, then every num_steps / 150, rounded, to the last.
 
@@ -50,6 +54,7 @@ def observation_steps(num_steps: int) -> Int[np.ndarray, " times"]:
     return steps[steps <= total]
 
 
+@validated
 def train_grokking(
     dataset: Dataset,
     *,
@@ -111,9 +116,9 @@ def train_grokking(
     if not np.isin(measure_at, times).all():
         fail("measure_at", "be steps of `observation_steps(num_steps)`", sorted(set(measure_at) - set(times.tolist())))
     keys = jnp.tile(jnp.stack([jax.random.PRNGKey(seed) for seed in seeds]), (len(weight_decays), 1))
-    parts = jax.vmap(lambda key: jax.random.split(key))(keys)
+    init_keys, fit_keys = (jax.vmap(lambda key, i=i: jax.random.fold_in(key, i))(keys) for i in range(2))
     sizes = {"classes": dataset.num_classes, **({"inputs": dataset.num_pixels} if network == "mlp" else {})}
-    models = initial_models(parts[:, 0], init_scale, network, {**sizes, **(options or {})})
+    models = initial_models(init_keys, init_scale, network, {**sizes, **(options or {})})
     images, labels = standardised(dataset.train_images[:count]), jnp.asarray(dataset.train_labels[:count])
     settings = jnp.stack(
         [jnp.repeat(jnp.asarray(weight_decays, float), len(seeds)), jnp.full(len(keys), learning_rate)], 1
@@ -130,7 +135,7 @@ def train_grokking(
         _adamw if optimizer == "adamw" else _sgd,
         num_steps=num_steps,
         batch_size=batch_size,
-        key=parts[:, 1],
+        key=fit_keys,
         shared_batches=False,
         hyperparams=settings,
         observe=observe,
@@ -139,6 +144,7 @@ def train_grokking(
     )
 
 
+@validated
 def initial_models(
     keys: Array,
     init_scale: float | Sequence[float] | Float[Array | np.ndarray, " members"] = 8.0,
@@ -180,6 +186,7 @@ def _sgd(settings: Float[Array, "2"]) -> optax.GradientTransformation:
     return optax.chain(optax.add_decayed_weights(settings[0]), optax.sgd(settings[1]))
 
 
+@validated
 def squared_error(model: MLP | CNN, batch: tuple[Array, Array], key: Array) -> Float[Array, ""]:
     """Sum over pictures and classes of (logit - one-hot label)^2."""
     images, labels = batch
@@ -224,7 +231,7 @@ class CheapMeasures(eqx.Module):
             collapse = neural_collapse(moments)
             moments, collapse = jax.lax.optimization_barrier((moments, collapse))
             frame = simplex_frame(moments)
-            found[f"{split}_accuracy"] = jnp.mean(jnp.argmax(logits, 1) == truth)
+            found[f"{split}_accuracy"] = 1 - error_rate(logits, labels)
             found[f"{split}_loss"] = jnp.sum((logits - labels) ** 2) / labels.shape[0]
             measured = {
                 "within_class_variance": collapse.within,

@@ -2,18 +2,18 @@
 
 from collections.abc import Callable
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Key, UInt32
+from jaxtyping import Array, Bool, Float, Int
 
-from dissociation.checks import check_count, check_positive
+from dissociation.checks import check_count, check_finite, check_ndim, check_positive, fail, is_traced
+from dissociation.results import Result
+from dissociation.types import PRNGKey
+from dissociation.validation import validated
 
-AnyKey = Key[Array, ""] | UInt32[Array, "2"]
 
-
-class Attack(eqx.Module):
+class Attack(Result):
     """The best of several restarts.
 
     Attributes:
@@ -27,13 +27,14 @@ class Attack(eqx.Module):
     found: Bool[Array, ""]
 
 
+@validated
 def projected_attack(
     model: Callable[[Array], Array],
     x: Float[Array | np.ndarray, " d"],
     label: Int[Array | np.ndarray, ""] | int,
     radius: Float[Array | np.ndarray, ""] | float,
     *,
-    key: AnyKey,
+    key: PRNGKey,
     num_restarts: int = 20,
     num_steps: int = 100,
 ) -> Attack:
@@ -53,10 +54,12 @@ def projected_attack(
         num_steps: Steps from each, at least 1.
 
     Returns:
-        The attack with the lowest margin among all points visited.
+        The attack with the lowest margin among all points visited; a margin of NaN where the model's logits
+        are, or a traced label is no class.
 
     Raises:
-        ValueError: If a count is below 1, or the radius is not positive.
+        ValueError: If a count is below 1, the radius is not positive, the input not one finite example, or the label no
+            class.
 
     References:
         Madry et al. (2018), Towards deep learning models resistant to adversarial attacks, section 2.1.
@@ -64,12 +67,18 @@ def projected_attack(
     restarts = check_count("num_restarts", num_restarts, minimum=1)
     steps = check_count("num_steps", num_steps, minimum=1)
     check_positive("radius", radius)
+    check_ndim("x", x, 1, "[d] of one example")
+    check_finite("x", x)
     x, radius = jnp.asarray(x), jnp.asarray(radius)
+    classes = jax.eval_shape(model, x).shape[0]
+    if not is_traced(label) and not 0 <= int(label) < classes:
+        fail("label", f"be a class from 0 to {classes - 1}", label)
+    label = jnp.where((label >= 0) & (label < classes), label, classes)
 
     def margin(step: Array) -> Array:
         logits = model(x + step)
         others = jnp.where(jnp.arange(logits.shape[0]) == label, -jnp.inf, logits)
-        return logits[label] - jnp.max(others)
+        return logits.at[label].get(mode="fill", fill_value=jnp.nan) - jnp.max(others)
 
     def project(step: Array) -> Array:
         return step * jnp.minimum(1.0, radius / jnp.maximum(jnp.linalg.norm(step), jnp.finfo(x.dtype).tiny))

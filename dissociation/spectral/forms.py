@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from dissociation.checks import check_choice, check_count, check_ndim, fail
+from dissociation.checks import check_choice, check_count, check_finite, check_ndim, fail
 from dissociation.linalg import product
 from dissociation.models.bilinear import BilinearNetwork
+from dissociation.validation import validated
 
 ORDERS = ("magnitude", "positive", "negative")
 """By falling |eigenvalue|, by falling eigenvalue (most positive first), by rising eigenvalue (most negative first)."""
@@ -42,6 +43,7 @@ class Spectrum(eqx.Module):
         return jnp.sum(contributions(self, jnp.asarray(x)[None])[0], 1)
 
 
+@validated(finite=("directions",))
 def interaction_tensor(
     model: BilinearNetwork,
     directions: Float[Array | np.ndarray, "outputs o"] | None = None,
@@ -73,6 +75,7 @@ def interaction_tensor(
     return 0.5 * (full + full.swapaxes(1, 2))  # symmetric to the last bit
 
 
+@validated(finite=("directions",))
 def decompose(
     model: BilinearNetwork,
     directions: Float[Array | np.ndarray, "outputs o"] | None = None,
@@ -112,6 +115,7 @@ def decompose(
     return reorder(found, {"magnitude": jnp.abs(values), "positive": values, "negative": -values}[by])
 
 
+@validated
 def compact_forms(
     model: BilinearNetwork, directions: Array | np.ndarray | None, layer: int, space: str
 ) -> tuple[Array, Array]:
@@ -157,6 +161,7 @@ def _has_constant(model: BilinearNetwork, layer: int) -> bool:
     return model.residual or model.layers[layer].left_bias is not None
 
 
+@validated
 def reorder(spectrum: Spectrum, importance: Float[Array | np.ndarray, "outputs components"]) -> Spectrum:
     """The same components, the most important first.
 
@@ -165,13 +170,20 @@ def reorder(spectrum: Spectrum, importance: Float[Array | np.ndarray, "outputs c
         importance: For instance `mean_contribution`.
 
     Returns:
-        The spectrum by falling importance; ties keep their order.
+        The spectrum by falling importance; ties keep their order, and traced NaN come last.
+
+    Raises:
+        ValueError: If `importance` has another shape, or is not finite.
     """
+    if importance.shape != spectrum.values.shape:
+        fail("importance", f"have the shape of the spectrum's values {spectrum.values.shape}", importance.shape)
+    check_finite("importance", importance)
     order = jnp.argsort(-jnp.asarray(importance), axis=1, stable=True)
     values = jnp.take_along_axis(spectrum.values, order, 1)
     return Spectrum(values, jnp.take_along_axis(spectrum.vectors, order[:, :, None], 1), spectrum.constant)
 
 
+@validated
 def truncate(spectrum: Spectrum, num_components: int) -> Spectrum:
     """The leading components of every output: a network of that rank.
 
@@ -191,6 +203,7 @@ def truncate(spectrum: Spectrum, num_components: int) -> Spectrum:
     return Spectrum(spectrum.values[:, :count], spectrum.vectors[:, :count], spectrum.constant)
 
 
+@validated
 def activations(spectrum: Spectrum, x: Float[Array | np.ndarray, "n d"]) -> Float[Array, "n outputs components"]:
     """v_i . x of every component.
 
@@ -213,6 +226,7 @@ def activations(spectrum: Spectrum, x: Float[Array | np.ndarray, "n d"]) -> Floa
     return found + spectrum.vectors[None, :, :, width] if spectrum.constant else found
 
 
+@validated
 def contributions(spectrum: Spectrum, x: Float[Array | np.ndarray, "n d"]) -> Float[Array, "n outputs components"]:
     """lambda_i (v_i . x)^2: what every component adds to the output, the explanation of an example.
 
@@ -226,6 +240,7 @@ def contributions(spectrum: Spectrum, x: Float[Array | np.ndarray, "n d"]) -> Fl
     return spectrum.values[None] * activations(spectrum, x) ** 2
 
 
+@validated
 def mean_contribution(spectrum: Spectrum, x: Float[Array | np.ndarray, "n d"]) -> Float[Array, "outputs components"]:
     """|lambda_i| E (v_i . x)^2 over examples, an order of components that knows the data.
 
@@ -239,6 +254,7 @@ def mean_contribution(spectrum: Spectrum, x: Float[Array | np.ndarray, "n d"]) -
     return jnp.mean(jnp.abs(contributions(spectrum, x)), 0)
 
 
+@validated
 def truncated_outputs(
     spectrum: Spectrum, x: Float[Array | np.ndarray, "n d"]
 ) -> Float[Array, "n components_and_none outputs"]:
@@ -255,6 +271,7 @@ def truncated_outputs(
     return jnp.pad(added, ((0, 0), (0, 0), (1, 0))).swapaxes(1, 2)
 
 
+@validated
 def adversarial_mask(
     spectrum: Spectrum, output: int, component: int, *, against: int = 10, norm: float | Float[Array, ""] = 1.0
 ) -> Float[Array, " d"]:

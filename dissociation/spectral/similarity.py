@@ -7,16 +7,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Float, Int, Key, UInt32
+from jaxtyping import Array, Float, Int
 from scipy import stats
 
-from dissociation.checks import check_count, check_same_length, fail
+from dissociation.checks import check_count, check_same_length, fail, is_traced
 from dissociation.linalg import product
 from dissociation.spectral.forms import Spectrum
+from dissociation.types import PRNGKey
+from dissociation.validation import validated
 
-AnyKey = Key[Array, ""] | UInt32[Array, "2"]
 
-
+@validated
 def overlaps(a: Spectrum, b: Spectrum) -> Float[Array, "outputs components_a components_b"]:
     """|cosine| of every component of one spectrum with every one of the other, output by output.
 
@@ -28,13 +29,16 @@ def overlaps(a: Spectrum, b: Spectrum) -> Float[Array, "outputs components_a com
         Numbers from 0 to 1.
 
     Raises:
-        ValueError: If outputs or widths differ.
+        ValueError: If outputs or widths differ, or one alone has a constant coordinate.
     """
+    if a.constant != b.constant:
+        fail("b", f"have a constant coordinate if and only if `a` has ({a.constant})", b.constant)
     if a.vectors.shape[::2] != b.vectors.shape[::2]:
         fail("b", f"have outputs and width of `a`, {a.vectors.shape[::2]}", b.vectors.shape[::2])
     return jnp.abs(product(a.vectors, b.vectors.swapaxes(1, 2)))
 
 
+@validated
 def rank_similarity(a: Spectrum, b: Spectrum) -> Float[Array, "outputs components"]:
     """|cosine| of equally ranked components, for as many as both have.
 
@@ -53,6 +57,7 @@ def rank_similarity(a: Spectrum, b: Spectrum) -> Float[Array, "outputs component
     return jnp.diagonal(overlaps(a, b), axis1=1, axis2=2)
 
 
+@validated
 def matched_similarity(a: Spectrum, b: Spectrum, num_components: int) -> Float[Array, "outputs components"]:
     """|cosine| under the one-to-one matching of the leading components that maximises its sum.
 
@@ -79,6 +84,7 @@ def matched_similarity(a: Spectrum, b: Spectrum, num_components: int) -> Float[A
     return jax.vmap(match)(found)
 
 
+@validated
 def principal_angles(a: Spectrum, b: Spectrum, num_components: int) -> Float[Array, "outputs components"]:
     """Angles in radians between the subspaces of the leading components, rising; 0 is shared.
 
@@ -103,9 +109,11 @@ def principal_angles(a: Spectrum, b: Spectrum, num_components: int) -> Float[Arr
     cosines = jnp.linalg.svd(inner, compute_uv=False)
     sines = jnp.linalg.svd(second - product(inner.swapaxes(1, 2), first), compute_uv=False)[:, ::-1]
     small = cosines**2 > 0.5
-    return jnp.where(small, jnp.arcsin(jnp.clip(sines, 0, 1)), jnp.arccos(jnp.clip(cosines, 0, 1)))
+    # The one that is not taken has no part in the derivative either, which is infinite at 1.
+    return jnp.where(small, jnp.arcsin(jnp.where(small, sines, 0.0)), jnp.arccos(jnp.where(small, 0.0, cosines)))
 
 
+@validated
 def form_similarity(a: Spectrum, b: Spectrum) -> Float[Array, " outputs"]:
     """Cosine of the whole quadratic forms in the Frobenius product, signs and all.
 
@@ -130,6 +138,7 @@ def _leading(spectrum: Spectrum, count: int) -> Spectrum:
     return Spectrum(spectrum.values[:, :count], spectrum.vectors[:, :count], spectrum.constant)
 
 
+@validated
 def member_pairs(num_members: int, other: int | None = None) -> tuple[Int[np.ndarray, " p"], Int[np.ndarray, " p"]]:
     """Indices of all pairs of members, nobody with itself.
 
@@ -162,6 +171,7 @@ class Interval(NamedTuple):
     high: Array
 
 
+@validated
 def student_interval(samples: Float[Array | np.ndarray, "n *rest"], level: float = 0.9) -> Interval:
     """Student's interval for the mean over the first axis, which holds if samples are independent.
 
@@ -183,11 +193,12 @@ def student_interval(samples: Float[Array | np.ndarray, "n *rest"], level: float
     return Interval(mean, mean - half, mean + half)
 
 
+@validated
 def bootstrap_interval(
     statistic: Callable[[Array], Array],
     num_members: int | tuple[int, ...],
     *,
-    key: AnyKey,
+    key: PRNGKey,
     level: float = 0.9,
     num_resamples: int = 1000,
 ) -> Interval:
@@ -202,7 +213,7 @@ def bootstrap_interval(
         num_resamples: Resamples.
 
     Returns:
-        The statistic at weights of one, and the percentiles.
+        The statistic at weights of one, and the percentiles; all NaN where that is.
 
     Raises:
         ValueError: If an option is out of range.
@@ -224,7 +235,9 @@ def bootstrap_interval(
     weights = jnp.concatenate([resample(own, count) for own, count in zip(keys, groups, strict=True)], 1)
     values = jax.vmap(statistic)(weights)
     low, high = jnp.nanquantile(values, jnp.asarray([0.5 - 0.5 * level, 0.5 + 0.5 * level]), axis=0)
-    return Interval(statistic(jnp.ones(weights.shape[1])), low, high)
+    mean = statistic(jnp.ones(weights.shape[1]))
+    # Resamples without the member whose values are undefined must not bound a mean that is.
+    return Interval(mean, *(jnp.where(jnp.isnan(mean), jnp.nan, end) for end in (low, high)))
 
 
 def _check_level(level: float) -> None:
@@ -232,6 +245,7 @@ def _check_level(level: float) -> None:
         fail("level", "be between 0 and 1", level)
 
 
+@validated
 def pair_mean(
     values: Float[Array | np.ndarray, "pairs *rest"],
     first: Int[Array | np.ndarray, " pairs"],
@@ -245,17 +259,27 @@ def pair_mean(
         second: The other.
 
     Returns:
-        A function of weights; a resample of one member alone holds no pair and gives NaN.
+        A function of weights; a resample of one member alone holds no pair and gives NaN. It raises a `ValueError` if
+        there are fewer weights than members named.
 
     Raises:
-        ValueError: If lengths disagree.
+        ValueError: If lengths disagree, or an index is negative.
     """
     check_same_length("values", values.shape[0], "first", first.shape[0], "pairs")
     check_same_length("values", values.shape[0], "second", second.shape[0], "pairs")
-    table = jnp.asarray(values)
+    table, pairs = jnp.asarray(values), {"first": first, "second": second}
+    known = {name: np.asarray(members) for name, members in pairs.items() if not is_traced(members)}
+    for name, members in known.items():
+        if members.size and members.min() < 0:
+            fail(name, "hold members counted from 0", members.min())
 
     def mean(weights: Array) -> Array:
-        own = weights[jnp.asarray(first)] * weights[jnp.asarray(second)]
+        for name, members in known.items():
+            if members.size and members.max() >= weights.shape[0]:
+                fail(name, f"hold members below {weights.shape[0]}, the number of weights", members.max())
+        # A traced index that is out of range would be clamped.
+        chosen = [weights.at[jnp.asarray(members)].get(mode="fill", fill_value=jnp.nan) for members in pairs.values()]
+        own = chosen[0] * chosen[1]
         return jnp.tensordot(own, table, 1) / jnp.sum(own)
 
     return mean

@@ -9,14 +9,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Key, UInt32
+from jaxtyping import Array, Float
 
 from dissociation.checks import check_count
 from dissociation.linalg import product
 from dissociation.models.bilinear import BilinearNetwork
 from dissociation.spectral.forms import compact_forms
-
-AnyKey = Key[Array, ""] | UInt32[Array, "2"]
+from dissociation.types import PRNGKey
+from dissociation.validation import validated
 
 
 class HigherOrderSVD(NamedTuple):
@@ -37,6 +37,7 @@ class HigherOrderSVD(NamedTuple):
     input_values: Float[Array, " r"]
 
 
+@validated
 def higher_order_svd(
     model: BilinearNetwork, directions: Float[Array, "k o"] | None = None, *, layer: int = -1, space: str = "input"
 ) -> HigherOrderSVD:
@@ -69,7 +70,8 @@ def higher_order_svd(
 def _left_singular(unfolding: Array) -> tuple[Array, Array]:
     # The factor of the transposed QR has the singular values of the unfolding and is square.
     root = jnp.linalg.qr(unfolding.T, mode="r") if unfolding.shape[1] > unfolding.shape[0] else unfolding.T
-    _, values, right = jnp.linalg.svd(root, full_matrices=True)
+    # Full only where there are too few rows: that decomposition has no derivative.
+    _, values, right = jnp.linalg.svd(root, full_matrices=root.shape[0] < root.shape[1])
     return right.T, jnp.pad(values, (0, unfolding.shape[0] - values.shape[0]))
 
 
@@ -89,12 +91,13 @@ class LowRank(NamedTuple):
     cosine: Float[Array, ""]
 
 
+@validated
 def low_rank(
     model: BilinearNetwork,
     directions: Float[Array, "k o"] | None = None,
     *,
     rank: int,
-    key: AnyKey,
+    key: PRNGKey,
     num_iterations: int = 100,
     layer: int = -1,
     space: str = "input",

@@ -1,5 +1,6 @@
 """`fit`: from models, a loss and data to trained models and their history."""
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,7 +20,9 @@ from dissociation.member_map import MEMBER_MAPS
 from dissociation.progress import MeterFactory, open_meter
 from dissociation.schedule import check_steps, steps_per_epoch
 from dissociation.training.run import Batches, History, Run
-from dissociation.training.steps import MemberInputs, Program
+from dissociation.training.steps import MemberInputs, Program, trace_gradient, trace_observation, trace_optimizer
+from dissociation.training.traced import Code, Traced
+from dissociation.validation import validated
 
 
 class FitResult(NamedTuple):
@@ -42,6 +45,7 @@ class FitResult(NamedTuple):
     seconds: float
 
 
+@validated
 def fit(
     models: PyTree,
     loss: Callable[..., Any],
@@ -65,6 +69,7 @@ def fit(
     log: Callable[[int, dict[str, Any]], Any] | None = None,
     checkpoint: str | Path | None = None,
     checkpoint_seconds: float = 60.0,
+    same_program: bool = False,
 ) -> FitResult:
     """Trains stacked members side by side.
 
@@ -72,12 +77,15 @@ def fit(
     `batch_size` does not divide their number. A step is `optax.apply_updates(params, update)` on every inexact
     array of a member; other arrays of a model stay as they are.
 
+    Loss, optimiser and observation are traced at every call, and compiled unless an equal program was before: an
+    optimiser or a loss that the caller made anew compiles nothing if it computes the same.
+
     Args:
         models: An Equinox module, or any PyTree, whose array leaves carry members on the leading axis.
-        loss: `loss(model, batch, key) -> scalar` for one member; the key differs by step and member. It may be a
-            PyTree with arrays (an Equinox module): they are passed to the compiled program, not baked into it.
+        loss: `loss(model, batch, key) -> scalar` for one member; the key differs by step and member. Arrays that it
+            holds or closes over are passed to the compiled program, not baked into it.
         data: A PyTree of arrays, samples first, the same for all members.
-        optimizer: An Optax transformation, or a function from one member's hyperparameters to one.
+        optimizer: An Optax transformation, or, with `hyperparams`, a function from one member's to one.
         num_steps: Optimiser steps; give this or `num_epochs`.
         num_epochs: Passes over the data.
         batch_size: Samples in a batch; None takes all of them in every step, in the given order.
@@ -87,7 +95,7 @@ def fit(
         drop_remainder: Whether to drop the last, smaller batch of an epoch.
         observe: `observe(model, step, key) -> PyTree of arrays` for one member, `step` traced.
         observe_at: Steps at which to observe and to call `log`, 0 (before the first update) and the last included
-            if wanted; default: the beginning and the end of every epoch.
+            if wanted; default: the beginning and the end of every epoch, and none without `observe` and `log`.
         member_map: "vmap" (members batched in one program), "scan" (in turn inside the program), "unroll" (in
             turn, one step per call, no loop in the program) or "auto": on a CPU "scan", or "unroll" if the loss
             contains a convolution, which XLA's CPU backend runs slowly inside a loop; elsewhere "vmap".
@@ -99,15 +107,20 @@ def fit(
             loss since the last record ([members], NaN at the start), `records["observed"]` the observation with
             members first. Returning True stops the run.
         checkpoint: A file. If it exists the run goes on from it, and the outcome equals the uninterrupted one bit
-            for bit; it is written as the run goes on, on an interrupt, and at the end.
+            for bit; it is written as the run goes on, on an interrupt, and at the end. It goes on from the same data,
+            models, hyperparameters and key, under the same loss, optimiser and observation; devices, mapping, and the
+            number of steps may be others: a finished run is extended by more of them.
         checkpoint_seconds: The least time between two writes.
+        same_program: Take the checkpoint's loss, optimiser and observation for the same, though they are not traced to
+            the same operations, as after an update of JAX.
 
     Returns:
         A `FitResult`.
 
     Raises:
         ValueError: If arguments contradict each other or the data, or the checkpoint is of another run.
-        TypeError: If a count is no Python integer.
+        TypeError: If a count is no Python integer, or `optimizer` is no transformation (without `hyperparams`) or
+            no function to one (with them).
     """
     began = time.perf_counter()
     num_samples, num_members = _leading_size("data", data), _leading_size("models", models)
@@ -117,31 +130,30 @@ def fit(
     epoch_steps = steps_per_epoch(num_samples, batch_size, drop_remainder=drop_remainder)
     total = _total_steps(num_steps, num_epochs, epoch_steps)
     if observe_at is None:
-        observe_at = np.union1d(np.arange(0, total + 1, epoch_steps), [total])
+        observe_at = _ends_of_epochs(total, epoch_steps) if observe or log else np.zeros(0, int)
     times = check_steps("observe_at", observe_at, total)
-    checks.check_choice("member_map", member_map, ("auto", *MEMBER_MAPS))
-    if members_per_batch is not None:
-        checks.check_count("members_per_batch", members_per_batch, minimum=1)
+    _check_optimizer(optimizer, hyperparams)
     if mesh is not None:
         sharding.check_mesh(mesh)
 
-    data_key, member_keys = _split_key(key, num_members, shared_batches)
+    order_keys, loss_keys, observe_keys = _split_key(key, num_members, shared_batches)
     params, frozen, static = _split_models(models)
-    members = MemberInputs(
-        frozen,
-        jax.tree.map(jnp.asarray, hyperparams),
-        jax.vmap(lambda k: jax.random.fold_in(k, 0))(member_keys),
-        jax.vmap(lambda k: jax.random.fold_in(k, 1))(member_keys),
-    )
+    members = MemberInputs(frozen, jax.tree.map(jnp.asarray, hyperparams), loss_keys, observe_keys)
     data = jax.tree.map(jnp.asarray, data)
-    has_convolution = _has_convolution(loss, eqx.combine(params, frozen, static), data, batch_size)
-    if member_map == "auto":
-        platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
-        member_map = "vmap" if platform != "cpu" else "unroll" if has_convolution else "scan"
-    if members_per_batch is not None and member_map != "vmap":
-        checks.fail(
-            "members_per_batch", f"be None where members go in turn (member_map={member_map!r})", members_per_batch
+    one_params, one = _example(params), _example(members)
+
+    @functools.cache
+    def gradient(size: int | None) -> Traced:
+        batch = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct((size or num_samples, *leaf.shape[1:]), leaf.dtype), data
         )
+        return trace_gradient(loss, static, one_params, one.frozen, batch, one.loss_key)
+
+    member_map = _choose_map(member_map, members_per_batch, mesh, gradient(batch_size).code)
+    traced = (
+        *trace_optimizer(optimizer, one.hyperparams, one_params),
+        None if observe is None else trace_observation(observe, static, one_params, one.frozen, one.observe_key),
+    )
     # The state is donated to every chunk; the caller's arrays must outlive it.
     params = jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), params)
     if mesh is not None:
@@ -149,25 +161,24 @@ def fit(
             sharding.place_members(sharding.pad_members(tree, mesh.size), mesh) for tree in (params, members)
         )
         data = sharding.replicate(data, mesh)
-    order_keys = None if shared_batches else member_keys
-    if mesh is not None and order_keys is not None:
-        order_keys = sharding.pad_members(order_keys, mesh.size)
-    program = Program(loss, observe, optimizer, data, static, members, member_map, members_per_batch, mesh)
-    batches = Batches(num_samples, batch_size, epoch_steps, data_key, order_keys)
+        if not shared_batches:
+            order_keys = sharding.pad_members(order_keys, mesh.size)
+    program = Program(*traced, data, members, member_map, members_per_batch, mesh)
+    batches = Batches(num_samples, batch_size, epoch_steps, order_keys)
     identity = None
     if checkpoint is not None:
-        settings = {"num_steps": total, "batch_size": batch_size, "drop_remainder": drop_remainder}
         identity = {
-            **settings,
+            **_fingerprints(gradient(batch_size), *traced),
+            "batch_size": batch_size,
+            "drop_remainder": drop_remainder,
             "shared_batches": shared_batches,
-            "observe_at": [int(step) for step in times],
             "data": checkpoints.fingerprint(data),
             "models": checkpoints.fingerprint(models),
             "hyperparams": checkpoints.fingerprint(hyperparams),
             "key": checkpoints.fingerprint(key),
         }
-    run = Run(program, params, batches, num_members, checkpoint, identity, checkpoint_seconds)
-    run.resume()
+    run = Run(program, gradient, params, batches, num_members, checkpoint, identity, checkpoint_seconds)
+    run.resume(total, times, same_program)
     run.began = began
     meter = open_meter(progress, total, "training")
     try:
@@ -210,18 +221,68 @@ def _total_steps(num_steps: int | None, num_epochs: int | None, epoch_steps: int
     return checks.check_count("num_steps", num_steps)
 
 
-def _split_key(key: Array, num_members: int, shared_batches: bool) -> tuple[Array, Array]:
-    """One key for the order of the data, and one for every member."""
+def _ends_of_epochs(total: int, epoch_steps: int) -> Int[np.ndarray, " times"]:
+    return np.union1d(np.arange(0, total + 1, epoch_steps), [total])
+
+
+def _choose_map(member_map: str, members_per_batch: int | None, mesh: Mesh | None, gradient: Code) -> str:
+    """How members are mapped: as asked, or as suits the platform and the gradient's operations."""
+    checks.check_choice("member_map", member_map, ("auto", *MEMBER_MAPS))
+    if members_per_batch is not None:
+        checks.check_count("members_per_batch", members_per_batch, minimum=1)
+    if member_map == "auto":
+        platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+        in_turn = "unroll" if "conv_general_dilated" in gradient.primitives else "scan"
+        member_map = in_turn if platform == "cpu" else "vmap"
+    if members_per_batch is not None and member_map != "vmap":
+        wanted = f"be None where members go in turn (member_map={member_map!r})"
+        checks.fail("members_per_batch", wanted, members_per_batch)
+    return member_map
+
+
+def _fingerprints(gradient: Traced, init: Traced, update: Traced, observe: Traced | None) -> dict[str, Any]:
+    """What `same_program=True` skips: the program by its parts, and the precision of matrix products in it."""
+    precision = getattr(jax.config, "jax_default_matmul_precision", None)
+    return {
+        "loss": [gradient.fingerprint(), precision],
+        "optimizer": [init.fingerprint(), update.fingerprint(), precision],
+        "observe": None if observe is None else [observe.fingerprint(), precision],
+    }
+
+
+def _check_optimizer(optimizer: Any, hyperparams: Any) -> None:
+    made = isinstance(optimizer, optax.GradientTransformation)
+    if hyperparams is None and not made:
+        raise TypeError(
+            f"`optimizer` must be an optax.GradientTransformation where `hyperparams` is None, got {optimizer!r}. "
+            "Call it, as in optax.adam(1e-3), or give the hyperparameters that it is to be called with."
+        )
+    if hyperparams is not None and (made or not callable(optimizer)):
+        raise TypeError(
+            "`optimizer` must be a function of one member's hyperparameters where `hyperparams` is given, got "
+            f"{optimizer!r}, which does not use them."
+        )
+
+
+def _split_key(key: Array, num_members: int, shared_batches: bool) -> tuple[Array, Array, Array]:
+    """Keys of the order of the data (one, or one per member), of every member's losses and of its observations."""
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.wrap_key_data(key)
+    shared: Any = None
     if key.ndim == 0:
-        data_key, member_root = jax.random.fold_in(key, 0), jax.random.fold_in(key, 1)
-        return data_key, jax.vmap(lambda i: jax.random.fold_in(member_root, i))(jnp.arange(num_members))
-    if key.shape != (num_members,):
+        shared, root = jax.random.split(key)
+        key = jax.vmap(lambda i: jax.random.fold_in(root, i))(jnp.arange(num_members))
+    elif key.shape != (num_members,):
         checks.fail("key", f"be one key or one per member ({num_members})", f"shape {key.shape}")
-    if shared_batches:
+    elif shared_batches:
         checks.fail("shared_batches", "be False where every member has a key of its own", shared_batches)
-    return key[0], key
+    loss_keys, observe_keys, order_keys = jnp.moveaxis(jax.vmap(lambda k: jax.random.split(k, 3))(key), 1, 0)
+    return (shared if shared_batches else order_keys), loss_keys, observe_keys
+
+
+def _example(tree: Any) -> Any:
+    """The arrays of one member, as shapes and dtypes."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), tree)
 
 
 def _split_models(models: Any) -> tuple[Any, Any, Any]:
@@ -229,16 +290,3 @@ def _split_models(models: Any) -> tuple[Any, Any, Any]:
     models = jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf, models)
     params, rest = eqx.partition(models, eqx.is_inexact_array)
     return params, *eqx.partition(rest, eqx.is_array)
-
-
-def _has_convolution(loss: Callable[..., Any], models: Any, data: Any, batch_size: int | None) -> bool:
-    """Traces the loss for one member, raises unless it is a scalar, and looks for a convolution in it."""
-
-    def first(tree: Any, index: Any) -> Any:
-        return jax.tree.map(lambda leaf: leaf[index] if eqx.is_array(leaf) else leaf, tree)
-
-    inputs = first(models, 0), first(data, slice(batch_size)), jax.random.key(0)
-    jaxpr, shape, _ = eqx.filter_make_jaxpr(loss)(*inputs)
-    if getattr(shape, "shape", None) != ():
-        checks.fail("loss", "return a scalar for one member and one batch", shape)
-    return "conv_general_dilated" in str(jaxpr)

@@ -18,6 +18,7 @@ from jaxtyping import Array
 from dissociation import checkpoint as checkpoints
 from dissociation import checks, sharding
 from dissociation.training.steps import MAX_CHUNK, Program, initialise, observe_members, permutations, run_chunk
+from dissociation.training.traced import Traced
 
 CHUNK_SECONDS = 1.0
 """How long a chunk should take: how often progress is shown and an interrupt is heard."""
@@ -49,8 +50,7 @@ class Batches(NamedTuple):
     num_samples: int
     batch_size: int | None
     epoch_steps: int
-    data_key: Array
-    member_keys: Array | None
+    keys: Array  # one, or one per member
 
     @property
     def span(self) -> int:
@@ -66,12 +66,9 @@ class Batches(NamedTuple):
         """
         if self.batch_size is None:
             return None
-        keys = self.data_key if self.member_keys is None else self.member_keys
-        draw = (
-            permutations if self.member_keys is None else eqx.filter_vmap(permutations, in_axes=(0, None, None, None))
-        )
+        draw = permutations if self.keys.ndim == 0 else eqx.filter_vmap(permutations, in_axes=(0, None, None, None))
         kept = self.num_samples if self.span == 1 else self.epoch_steps * self.batch_size
-        return draw(keys, block * self.span + jnp.arange(self.span), self.num_samples, kept)
+        return draw(self.keys, block * self.span + jnp.arange(self.span), self.num_samples, kept)
 
     def segment(self, step: int) -> tuple[int | None, int, int]:
         """Batch size at `step`, position of its first sample in the order, and the step up to which both hold."""
@@ -91,6 +88,7 @@ class Run:
     def __init__(
         self,
         program: Program,
+        gradient: Callable[[int | None], Traced],
         params: Any,
         batches: Batches,
         num_members: int,
@@ -98,7 +96,7 @@ class Run:
         identity: dict[str, Any] | None,
         checkpoint_seconds: float,
     ):
-        self.program, self.batches, self.num_members = program, batches, num_members
+        self.program, self.gradient, self.batches, self.num_members = program, gradient, batches, num_members
         self.path = None if checkpoint is None else Path(checkpoint)
         self.identity, self.checkpoint_seconds = identity, checkpoint_seconds
         self.state = initialise(program, params)
@@ -137,6 +135,8 @@ class Run:
                 later = times[times > self.step]
                 with _interrupts_later():
                     self.advance(min([total, *later[:1].tolist()]))
+                if not len(times):
+                    described = _describe({"loss": self.losses[-1].mean(axis=1)}, shown)
                 if time.perf_counter() - self.saved_at >= self.checkpoint_seconds:
                     self.save()
         except KeyboardInterrupt:
@@ -153,10 +153,11 @@ class Run:
         count = min(target - self.step, end - self.step, self.chunk, MAX_CHUNK)
         began = time.perf_counter()
         calls, per_call = (count, 1) if self.program.member_map == "unroll" else (1, count)
-        columns = []
+        columns, gradient = [], self.gradient(batch_size)
         for i in range(calls):
             place = jnp.asarray([self.step + i, position + i * (batch_size or 0), per_call])
-            self.state, losses = run_chunk((self.program, self.order, place, batch_size), self.state)
+            inputs = self.program, self.order, place, batch_size, gradient
+            self.state, losses = run_chunk(inputs, self.state)
             columns.append(losses)
         losses = np.concatenate([np.asarray(column) for column in columns], axis=1)
         seconds = time.perf_counter() - began
@@ -204,44 +205,62 @@ class Run:
             return
         header = {
             "run": self.identity,
+            "jax": jax.__version__,
             "step": self.step,
             "seconds": self.seconds(),
-            "recorded_at": self.recorded_at,
             "observed_at": self.observed_at,
         }
-        checkpoints.save(self.path, (self.state, *self.history()), header)
+        state = sharding.drop_padding(self.state, self.num_members)  # the number of devices may change
+        checkpoints.save(self.path, (state, *self.history()), header)
         self.saved_at = time.perf_counter()
 
-    def resume(self) -> None:
-        """Goes back to where the checkpoint stands, if there is one."""
+    def resume(self, total: int, times: np.ndarray, same_program: bool) -> None:
+        """Goes back to where the checkpoint stands, if there is one, and drops records at other steps than `times`."""
         if self.path is None or not self.path.exists():
             return
         header = checkpoints.read_header(self.path)
-        identity = self.identity or {}
-        different = [name for name, value in identity.items() if header["run"].get(name) != value]
-        if different:
-            checks.fail(
-                "checkpoint",
-                "be a file of the same run",
-                f"{self.path}, whose {', '.join(different)} differ",
-                "Delete it or name another file",
-            )
-        self.step, self.recorded_at = header["step"], header["recorded_at"]
-        self.observed_at, self.earlier_seconds = header["observed_at"], header["seconds"]
-        times = len(self.observed_at)
-        observed = None
-        if self.program.observe is not None and times:
+        self._check_identity(header.get("run", {}), header.get("jax"), same_program)
+        self.step, recorded = header["step"], header["observed_at"]
+        if self.step > total:
+            wanted = f"be at least the {self.step} of {self.path}, where the run stands already"
+            checks.fail("num_steps", wanted, total, "Delete it or name another file")
+        observed, missed = None, [int(time) for time in times if time < self.step and time not in recorded]
+        if self.program.observe is not None:
+            if missed:
+                wanted = f"hold no step before {self.step} at which the run in {self.path} was not observed"
+                checks.fail("observe_at", wanted, missed[0])
             shapes = eqx.filter_eval_shape(observe_members, (self.program, jnp.asarray(0)), self.state[0])
-            observed = jax.tree.map(lambda s: np.zeros((self.num_members, times, *s.shape[1:]), s.dtype), shapes)
-        like = History(np.zeros((self.num_members, self.step), self._loss_dtype()), np.zeros(times, np.int64), observed)
-        self.state, *recorded = checkpoints.restore(self.path, (self.state, *like))
-        history = History(*recorded)
-        if self.program.mesh is not None:
-            self.state = sharding.place_members(self.state, self.program.mesh)
-        self.losses = [history.loss]
-        self.observations = [jax.tree.map(lambda leaf, i=i: leaf[:, i], history.observed) for i in range(times)]
+            observed = jax.tree.map(
+                lambda s: np.zeros((self.num_members, len(recorded), *s.shape[1:]), s.dtype), shapes
+            )
+        losses = np.zeros((self.num_members, self.step), self._loss_dtype())
+        like = History(losses, np.zeros(len(recorded), np.int64), observed if recorded else None)
+        state = sharding.drop_padding(self.state, self.num_members)
+        self.state, *restored = checkpoints.restore(self.path, (state, *like))
+        history = History(*restored)
+        if (mesh := self.program.mesh) is not None:
+            self.state = sharding.place_members(sharding.pad_members(self.state, mesh.size), mesh)
+        self.losses, self.earlier_seconds = [history.loss], header["seconds"]
+        kept = [index for index, time in enumerate(recorded) if time in times]
+        self.observed_at = [recorded[index] for index in kept]
+        self.observations = [jax.tree.map(lambda leaf, i=i: leaf[:, i], history.observed) for i in kept]
+        self.recorded_at = max(self.observed_at, default=0)
         bad = ~np.isfinite(history.loss)
         self.diverged_at = np.where(bad.any(axis=1), bad.argmax(axis=1) if self.step else 0, -1)
+
+    def _check_identity(self, found: dict[str, Any], version: str | None, same_program: bool) -> None:
+        """Raises unless `found`, of a checkpoint written under JAX `version`, is this run's identity."""
+        traced = ("loss", "optimizer", "observe")
+        own = {name: value for name, value in (self.identity or {}).items() if not (same_program and name in traced)}
+        different = [name for name, value in own.items() if found.get(name, "unknown") != value]
+        if not different:
+            return
+        advice = "Delete it or name another file"
+        if set(different) <= set(traced):
+            cause = "" if version == jax.__version__ else f" (JAX {version} wrote it, this is {jax.__version__})"
+            advice += f"; if it is the same program{cause}, say same_program=True"
+        got = f"{self.path}, whose {', '.join(different)} differ"
+        checks.fail("checkpoint", "be a file of the same run", got, advice)
 
     def _loss_dtype(self) -> Any:
         return jax.eval_shape(lambda: jnp.zeros(())).dtype

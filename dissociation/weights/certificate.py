@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from dissociation.checks import check_count, fail
+from dissociation.validation import validated
 
 
 class Certificate(NamedTuple):
@@ -17,7 +18,8 @@ class Certificate(NamedTuple):
     Attributes:
         max_abs_change: The largest change of any output on any input; NaN if an output is.
         max_rel_change: The same over the largest absolute output of the original model.
-        changed_predictions: On how many inputs the largest output is another one (of a single output: its sign).
+        changed_predictions: On how many inputs the largest output is another one (of a single output: its sign), or
+            either model's largest is NaN or infinite.
         num_inputs: How many inputs were compared.
     """
 
@@ -31,6 +33,7 @@ class Certificate(NamedTuple):
         return (self.max_abs_change <= tolerance) & (self.changed_predictions == 0)
 
 
+@validated(finite=("inputs",))
 def certify(
     original: Callable[..., Array],
     rewritten: Callable[..., Array],
@@ -55,18 +58,19 @@ def certify(
 
     Raises:
         TypeError: If `batch_size` is no integer.
-        ValueError: If there are no inputs or the two models differ in the shape of their outputs.
+        ValueError: If there are no inputs, one is not finite, or the two models differ in the shape of their outputs.
     """
     num_inputs = inputs.shape[0]
-    if num_inputs == 0:
-        fail("inputs", "hold at least one example", f"shape {inputs.shape}")
 
     def compare(example: Array) -> tuple[Array, Array, Array]:
         before, after = original(example), rewritten(example)
         if before.shape != after.shape:
             fail("rewritten", f"give outputs of the shape that `original` gives, {before.shape}", after.shape)
         before, after = before.ravel(), after.ravel()
-        return jnp.max(jnp.abs(after - before)), jnp.max(jnp.abs(before)), _prediction(before) != _prediction(after)
+        # An output that is not finite names no class, so it is never the same one.
+        defined = jnp.isfinite(jnp.max(before)) & jnp.isfinite(jnp.max(after))
+        flipped = (_prediction(before) != _prediction(after)) | ~defined
+        return jnp.max(jnp.abs(after - before)), jnp.max(jnp.abs(before)), flipped
 
     inputs = jnp.asarray(inputs)
     with jax.default_matmul_precision("highest"):

@@ -14,9 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float, Int, Key, Real, UInt32
+from jaxtyping import Array, Float, Int, Real
 
 from dissociation.checks import fail
+from dissociation.types import PRNGKey, Scalar
+from dissociation.validation import validated
 from dissociation.weights.neurons import (
     add_phantom_zero_neurons,
     add_random_zero_neurons,
@@ -25,11 +27,11 @@ from dissociation.weights.neurons import (
 )
 from dissociation.weights.symmetry import permute_neurons, perturb_in_null_space
 
-PRNGKey = Key[Array, ""] | UInt32[Array | np.ndarray, "2"]
 Rewrite = Callable[[Array, Array], tuple[Array, Array]]
 Module = TypeVar("Module", bound=eqx.Module)
 
 
+@validated
 def rewrite_mlp(model: eqx.nn.MLP, rewrite: Rewrite, *, layer: int = -1) -> eqx.nn.MLP:
     """Applies a rewrite of matrices to one hidden layer of a perceptron.
 
@@ -73,6 +75,7 @@ def rewrite_mlp(model: eqx.nn.MLP, rewrite: Rewrite, *, layer: int = -1) -> eqx.
     return _replaced(model, layers=tuple(layers), width_size=width)
 
 
+@validated
 def scale_mlp(
     model: eqx.nn.MLP,
     scale_factor: Real[ArrayLike, "..."] = 0.1,
@@ -83,7 +86,8 @@ def scale_mlp(
     """Scales the incoming weights and the bias of a hidden layer by a > 0 and its outgoing weights by 1 / a.
 
     Args:
-        model: A perceptron whose activation is positively homogeneous, which is tried out on a few numbers.
+        model: A perceptron whose activation is positively homogeneous, which is tried out on numbers of either sign and
+            of sizes from 1e-15 to 1e15.
         scale_factor: The factor a, or a vector of one per hidden neuron. May be traced.
         layer: Which hidden layer.
         assume_homogeneous: Whether to leave out the trial of the activation.
@@ -106,9 +110,8 @@ def scale_mlp(
     return rewrite_mlp(model, lambda w_in, w_out: scale_neurons(w_in, w_out, scale_factor), layer=layer)
 
 
-def duplicate_mlp(
-    model: eqx.nn.MLP, duplicate_multiplier: float | int | np.number = 1.2, *, layer: int = -1
-) -> eqx.nn.MLP:
+@validated
+def duplicate_mlp(model: eqx.nn.MLP, duplicate_multiplier: float | int = 1.2, *, layer: int = -1) -> eqx.nn.MLP:
     """Repeats the neurons of a hidden layer, biases with them, and shares out their outgoing weights.
 
     Args:
@@ -126,6 +129,7 @@ def duplicate_mlp(
     return rewrite_mlp(model, lambda w_in, w_out: duplicate_neurons(w_in, w_out, duplicate_multiplier), layer=layer)
 
 
+@validated
 def add_random_zero_to_mlp(
     model: eqx.nn.MLP,
     num_zero_groups: int = 3,
@@ -133,8 +137,8 @@ def add_random_zero_to_mlp(
     *,
     key: PRNGKey,
     layer: int = -1,
-    incoming_std: Real[ArrayLike, ""] = 1.0,
-    outgoing_std: Real[ArrayLike, ""] | None = None,
+    incoming_std: Scalar = 1.0,
+    outgoing_std: Scalar | None = None,
 ) -> eqx.nn.MLP:
     """Appends groups of neurons that cancel out to a hidden layer; their biases are drawn like incoming weights.
 
@@ -162,13 +166,14 @@ def add_random_zero_to_mlp(
     return rewrite_mlp(model, rewrite, layer=layer)
 
 
+@validated(finite=("inputs", "pattern"), empty=("pattern",))
 def add_phantom_zero_to_mlp(
     model: eqx.nn.MLP,
     inputs: Float[Array | np.ndarray, "batch ..."],
     pattern: Float[Array | np.ndarray, "batch new"],
     *,
     layer: int = -1,
-    rtol: Real[ArrayLike, ""] | None = None,
+    rtol: Scalar | None = None,
 ) -> eqx.nn.MLP:
     """Appends neurons without effect to a hidden layer, whose preactivations show a pattern on inputs of the model.
 
@@ -199,6 +204,7 @@ def add_phantom_zero_to_mlp(
     )
 
 
+@validated
 def permute_mlp(
     model: eqx.nn.MLP,
     permutation: Int[Array | np.ndarray, " hidden"] | None = None,
@@ -224,10 +230,11 @@ def permute_mlp(
     return rewrite_mlp(model, lambda w_in, w_out: permute_neurons(w_in, w_out, permutation, key=key), layer=layer)
 
 
+@validated(empty=("basis",))
 def perturb_mlp_in_null_space(
     model: eqx.nn.MLP,
     basis: Float[Array | np.ndarray, "null ..."],
-    scale: Real[ArrayLike, ""],
+    scale: Scalar,
     *,
     key: PRNGKey,
 ) -> eqx.nn.MLP:
@@ -285,14 +292,17 @@ def _hidden_index(model: eqx.nn.MLP, layer: int) -> int:
 
 
 def _is_homogeneous(activation: Callable[[Array], Array]) -> bool:
-    """Whether f(a x) = a f(x) at a few numbers on both sides of zero, for a few a > 0."""
+    """Whether f(a) = a f(1) and f(-a) = a f(-1) for sizes a from 1e-15 to 1e15, and f(0) = 0.
+
+    A positively homogeneous function of one number is no more than its values at 1 and -1.
+    """
     # Known numbers, also where a caller is being traced.
     with jax.ensure_compile_time_eval():
-        points = jnp.asarray([-300.0, -7.0, -1.0, -0.1, -1e-3, 0.0, 1e-3, 0.1, 1.0, 7.0, 300.0])
-        factors = jnp.asarray([1e-2, 0.3, 20.0])
-        scaled = jax.vmap(jax.vmap(activation))(factors[:, None] * points[None, :])
-        wanted = factors[:, None] * jax.vmap(activation)(points)[None, :]
-        return bool(jnp.allclose(scaled, wanted, rtol=1e-5, atol=0))
+        sizes = jnp.asarray(np.concatenate([[0.0], 1.7 * 10.0 ** np.arange(-15, 16)]), float)
+        found = jax.vmap(activation)(jnp.concatenate([sizes, -sizes]))
+        ends = jax.vmap(activation)(jnp.asarray([1.0, -1.0]))
+        wanted = jnp.concatenate([sizes * ends[0], sizes * ends[1]])
+        return bool(jnp.allclose(found, wanted, rtol=1e-5, atol=0))
 
 
 def _replaced(module: Module, **fields: object) -> Module:

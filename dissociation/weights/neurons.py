@@ -10,23 +10,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float, Key, Real, UInt32
+from jaxtyping import Array, Float, Real
 
 from dissociation.checks import (
     check_count,
-    check_finite,
-    check_ndim,
     check_non_negative,
     check_positive,
     check_same_length,
     fail,
-    is_traced,
 )
+from dissociation.types import PRNGKey, Scalar
+from dissociation.validation import validated
 
-PRNGKey = Key[Array, ""] | UInt32[Array | np.ndarray, "2"]
 Pair = tuple[Float[Array, "new_hidden inputs"], Float[Array, "outputs new_hidden"]]
 
 
+@validated
 def scale_neurons(
     w_in: Float[Array | np.ndarray, "hidden inputs"],
     w_out: Float[Array | np.ndarray, "outputs hidden"],
@@ -43,29 +42,30 @@ def scale_neurons(
         scale_factor: The factor a, positive: one for all neurons, or a vector [hidden]. May be traced.
 
     Returns:
-        `(w_in, w_out)`, of the shapes given.
+        `(w_in, w_out)`, of the shapes given; NaN for neurons whose traced factor is not positive and finite.
 
     Raises:
-        ValueError: If the shapes do not fit or `scale_factor` is not positive and finite.
+        ValueError: If the shapes do not fit or a known `scale_factor` is not positive and finite.
 
     References:
         Dinh, Pascanu, Bengio and Bengio (2017), Sharp minima can generalize for deep nets, section 3.
         Neyshabur, Salakhutdinov and Srebro (2015), Path-SGD, section 2.
     """
-    w_in, w_out = _as_pair(w_in, w_out)
+    w_in, w_out = jnp.asarray(w_in), jnp.asarray(w_out)
     check_positive("scale_factor", scale_factor)
     hidden = w_in.shape[0]
     factor = jnp.asarray(scale_factor, w_in.dtype)
     if factor.shape not in ((), (hidden,)):
         fail("scale_factor", f"be one number or one per hidden neuron ({hidden})", f"shape {factor.shape}")
-    factor = jnp.broadcast_to(factor, (hidden,))
+    factor = jnp.broadcast_to(jnp.where((factor > 0) & jnp.isfinite(factor), factor, jnp.nan), (hidden,))
     return w_in * factor[:, None], w_out / factor[None, :]
 
 
+@validated
 def duplicate_neurons(
     w_in: Float[Array | np.ndarray, "hidden inputs"],
     w_out: Float[Array | np.ndarray, "outputs hidden"],
-    duplicate_multiplier: float | int | np.number = 1.2,
+    duplicate_multiplier: float | int = 1.2,
 ) -> Pair:
     """Repeats hidden neurons and shares the outgoing weights out equally over the copies of each.
 
@@ -82,16 +82,14 @@ def duplicate_neurons(
         `(w_in, w_out)` with about m times as many hidden neurons.
 
     Raises:
-        TypeError: If `duplicate_multiplier` is traced.
+        TypeError: If `duplicate_multiplier` is traced or no real number.
         ValueError: If the shapes do not fit or `duplicate_multiplier` is below 1 or not finite.
 
     References:
         Simsek, Ged, Jacot, Spadaro, Hongler, Gerstner and Brea (2021), Geometry of the loss landscape in
         overparameterized neural networks, section 3.
     """
-    w_in, w_out = _as_pair(w_in, w_out)
-    if is_traced(duplicate_multiplier):
-        raise TypeError(f"`duplicate_multiplier` must be a plain number (it sets shapes), got {duplicate_multiplier}.")
+    w_in, w_out = jnp.asarray(w_in), jnp.asarray(w_out)
     multiplier = float(duplicate_multiplier)
     if not (math.isfinite(multiplier) and multiplier >= 1):
         fail("duplicate_multiplier", "be finite and at least 1", multiplier, "Fewer neurons would change the function")
@@ -103,6 +101,7 @@ def duplicate_neurons(
     return w_in[original], w_out[:, original] / jnp.asarray(copies[original], w_out.dtype)[None, :]
 
 
+@validated
 def add_random_zero_neurons(
     w_in: Float[Array | np.ndarray, "hidden inputs"],
     w_out: Float[Array | np.ndarray, "outputs hidden"],
@@ -110,8 +109,8 @@ def add_random_zero_neurons(
     neurons_per_group: int = 4,
     *,
     key: PRNGKey,
-    incoming_std: Real[ArrayLike, ""] = 1.0,
-    outgoing_std: Real[ArrayLike, ""] | None = None,
+    incoming_std: Scalar = 1.0,
+    outgoing_std: Scalar | None = None,
 ) -> Pair:
     """Appends groups of neurons that cancel out: the neurons of a group share their incoming weights.
 
@@ -142,7 +141,7 @@ def add_random_zero_neurons(
         Simsek, Ged, Jacot, Spadaro, Hongler, Gerstner and Brea (2021), Geometry of the loss landscape in
         overparameterized neural networks, section 3 (zero-type neurons).
     """
-    w_in, w_out = _as_pair(w_in, w_out)
+    w_in, w_out = jnp.asarray(w_in), jnp.asarray(w_out)
     groups = check_count("num_zero_groups", num_zero_groups)
     size = check_count("neurons_per_group", neurons_per_group, minimum=1)
     check_non_negative("incoming_std", incoming_std)
@@ -162,13 +161,14 @@ def add_random_zero_neurons(
     return jnp.concatenate([w_in, new_in]), jnp.concatenate([w_out, new_out], axis=1)
 
 
+@validated(finite=("inputs", "pattern"), empty=("pattern",))
 def add_phantom_zero_neurons(
     w_in: Float[Array | np.ndarray, "hidden inputs"],
     w_out: Float[Array | np.ndarray, "outputs hidden"],
     inputs: Float[Array | np.ndarray, "batch inputs"],
     pattern: Float[Array | np.ndarray, "batch new"],
     *,
-    rtol: Real[ArrayLike, ""] | None = None,
+    rtol: Scalar | None = None,
 ) -> Pair:
     """Appends neurons without effect whose preactivations on given inputs show a given pattern.
 
@@ -192,21 +192,18 @@ def add_phantom_zero_neurons(
     Raises:
         ValueError: If the shapes do not fit, or known `inputs` or `pattern` are not finite.
     """
-    w_in, w_out = _as_pair(w_in, w_out)
-    check_ndim("inputs", inputs, 2, "[batch, inputs]")
-    check_ndim("pattern", pattern, 2, "[batch, new neurons]")
+    w_in, w_out = jnp.asarray(w_in), jnp.asarray(w_out)
     check_same_length("w_in", w_in.shape[1], "inputs", inputs.shape[1], "columns")
-    check_same_length("inputs", inputs.shape[0], "pattern", pattern.shape[0], "rows")
-    check_finite("inputs", inputs)
-    check_finite("pattern", pattern)
-    data = jax.lax.stop_gradient(jnp.asarray(inputs, w_in.dtype))
-    incoming = _least_squares(data, jnp.asarray(pattern, w_in.dtype), rtol).T
+    incoming = _least_squares(jnp.asarray(inputs, w_in.dtype), jnp.asarray(pattern, w_in.dtype), rtol).T
     outgoing = jnp.zeros((w_out.shape[0], incoming.shape[0]), w_out.dtype)
     return jnp.concatenate([w_in, incoming]), jnp.concatenate([w_out, outgoing], axis=1)
 
 
 def _least_squares(a: Array, b: Array, rtol: ArrayLike | None) -> Array:
-    """The smallest x that minimises |a x - b|, refined twice."""
+    """The smallest x that minimises |a x - b|, refined twice; differentiable where the rank of a stays.
+
+    The pseudo-inverse's derivative is that of Golub and Pereyra (1973), without one of the singular vectors.
+    """
     if min(a.shape) == 0:
         return jnp.zeros((a.shape[1], b.shape[1]), a.dtype)
     if rtol is None:
@@ -214,6 +211,8 @@ def _least_squares(a: Array, b: Array, rtol: ArrayLike | None) -> Array:
         # missed by up to 0.34 with it, by 2e-5 with this one, which still drops the rounding noise of low-rank inputs.
         rtol = float(jnp.finfo(a.dtype).eps) * math.sqrt(max(a.shape))
     check_non_negative("rtol", rtol)
+    step = a - jax.lax.stop_gradient(a)  # zero, but for its derivative
+    a = jax.lax.stop_gradient(a)
     u, s, vt = jnp.linalg.svd(a, full_matrices=False)
     kept = (s > 0) & (s >= jnp.asarray(rtol, a.dtype) * s[0])
     inverse = jnp.where(kept, 1 / jnp.where(kept, s, 1), 0)
@@ -226,12 +225,10 @@ def _least_squares(a: Array, b: Array, rtol: ArrayLike | None) -> Array:
     # condition number magnifies.
     for _ in range(3):
         x = x + times(vt.T, inverse[:, None] * times(u.T, b - times(a, x)))
-    return x
-
-
-def _as_pair(w_in: ArrayLike, w_out: ArrayLike) -> tuple[Array, Array]:
-    """Both matrices as JAX arrays, once their shapes are known to fit."""
-    check_ndim("w_in", w_in, 2, "[hidden, inputs]")
-    check_ndim("w_out", w_out, 2, "[outputs, hidden]")
-    check_same_length("w_in", np.shape(w_in)[0], "w_out", np.shape(w_out)[1], "hidden neurons")
-    return jnp.asarray(w_in), jnp.asarray(w_out)
+    here = jax.lax.stop_gradient(x)
+    # dx = -a^+ da x + a^+ (a^+)^T da^T (b - a x) + (1 - a^+ a) da^T (a^+)^T x
+    missed = times(step.T, jax.lax.stop_gradient(b) - times(a, here))
+    within = inverse[:, None] * (inverse[:, None] * times(vt, missed) - times(u.T, times(step, here)))
+    across = times(step.T, times(u, inverse[:, None] * times(vt, here)))
+    kept_rows = vt * kept[:, None]
+    return x + times(vt.T, within) + across - times(kept_rows.T, times(kept_rows, across))

@@ -6,15 +6,16 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
-from jaxtyping import Array, Key, PyTree, Real, UInt32
+from jaxtyping import Array, PyTree
 
 from dissociation.checks import check_non_negative, fail
+from dissociation.types import PRNGKey, Scalar
+from dissociation.validation import validated
 
-PRNGKey = Key[Array, ""] | UInt32[Array | np.ndarray, "2"]
 Model = TypeVar("Model")
 
 
+@validated
 def parameter_noise(model: PyTree, *, key: PRNGKey) -> PyTree:
     """Draws N(0, 1) for every parameter of a model.
 
@@ -27,15 +28,21 @@ def parameter_noise(model: PyTree, *, key: PRNGKey) -> PyTree:
 
     Returns:
         A tree like `model`, with noise where it has parameters and None where it has anything else.
+
+    Raises:
+        ValueError: If `model` has no parameters.
     """
     parameters = eqx.filter(model, eqx.is_inexact_array)
     leaves, treedef = jax.tree.flatten(parameters)
+    if not leaves:
+        fail("model", "hold at least one array of floating-point numbers", f"none in a {type(model).__name__}")
     keys = jax.random.split(key, len(leaves))
     draws = [jax.random.normal(k, leaf.shape, leaf.dtype) for k, leaf in zip(keys, leaves, strict=True)]
     return jax.tree.unflatten(treedef, draws)
 
 
-def perturb_parameters(model: Model, noise: PyTree, scale: Real[ArrayLike, ""]) -> Model:
+@validated
+def perturb_parameters(model: Model, noise: PyTree, scale: Scalar) -> Model:
     """Adds `scale * noise` to the parameters of a model. Not function-preserving.
 
     Args:
@@ -62,7 +69,8 @@ def perturb_parameters(model: Model, noise: PyTree, scale: Real[ArrayLike, ""]) 
     return eqx.combine(jax.tree.map(perturbed, parameters, noise), rest)
 
 
-def add_parameter_noise(model: Model, scale: Real[ArrayLike, ""], *, key: PRNGKey) -> Model:
+@validated
+def add_parameter_noise(model: Model, scale: Scalar, *, key: PRNGKey) -> Model:
     """Adds `scale * N(0, 1)` to every parameter of a model. Not function-preserving.
 
     Args:

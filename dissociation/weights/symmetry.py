@@ -5,18 +5,24 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
-from jaxtyping import Array, Float, Int, Key, Real, UInt32
+from jaxtyping import Array, Float, Int, Real
 
-from dissociation.checks import check_finite, check_ndim, check_non_negative, check_same_length, fail, is_traced
-
-PRNGKey = Key[Array, ""] | UInt32[Array | np.ndarray, "2"]
+from dissociation.checks import (
+    check_non_negative,
+    check_same_length,
+    fail,
+    fail_kind,
+    is_traced,
+)
+from dissociation.types import PRNGKey, Scalar
+from dissociation.validation import validated
 
 # Far above what float64 rounding leaves of a null direction, far below what float32 data resolve.
 RELATIVE_CUTOFF = 1e-10
 CHUNK = 8192
 
 
+@validated
 def permute_neurons(
     w_in: Float[Array | np.ndarray, "hidden inputs"],
     w_out: Float[Array | np.ndarray, "outputs hidden"],
@@ -39,10 +45,7 @@ def permute_neurons(
         ValueError: If the shapes do not fit, `permutation` repeats or lacks a neuron, or both or neither of
             `permutation` and `key` are given.
     """
-    check_ndim("w_in", w_in, 2, "[hidden, inputs]")
-    check_ndim("w_out", w_out, 2, "[outputs, hidden]")
     hidden = w_in.shape[0]
-    check_same_length("w_in", hidden, "w_out", w_out.shape[1], "hidden neurons")
     if permutation is None:
         if key is None:
             fail("permutation", "be given, or `key` to draw it", "neither")
@@ -73,6 +76,7 @@ class NullSpectrum(NamedTuple):
     gap: float
 
 
+@validated(finite=("dataset",))
 def null_spectrum(dataset: Real[Array | np.ndarray, "samples ..."], rtol: float | None = None) -> NullSpectrum:
     """Decomposes a dataset into the directions its samples have and those that none has.
 
@@ -94,15 +98,10 @@ def null_spectrum(dataset: Real[Array | np.ndarray, "samples ..."], rtol: float 
             `rtol` is negative.
     """
     if is_traced(dataset):
-        raise TypeError(
-            "`dataset` must be a known array (its rank sets shapes), got a traced one. Call it outside of jit."
-        )
-    if dataset.ndim < 2 or dataset.size == 0:
-        fail(
-            "dataset", "have samples first and then at least one axis of features, none empty", f"shape {dataset.shape}"
-        )
+        fail_kind("dataset", "be a known array (its rank sets shapes)", "a traced one", "Call it outside of jit")
     samples = np.asarray(dataset)
-    check_finite("dataset", samples)
+    if samples.ndim < 2:
+        fail("dataset", "have samples first and then at least one axis of features", f"shape {samples.shape}")
     rtol = RELATIVE_CUTOFF if rtol is None else rtol
     check_non_negative("rtol", rtol)
 
@@ -122,6 +121,7 @@ def null_spectrum(dataset: Real[Array | np.ndarray, "samples ..."], rtol: float 
     return NullSpectrum(basis=np.ascontiguousarray(basis), singular_values=singular_values, rank=rank, gap=gap)
 
 
+@validated
 def null_basis(
     dataset: Real[Array | np.ndarray, "samples ..."], rtol: float | None = None
 ) -> Float[np.ndarray, "null ..."]:
@@ -141,6 +141,7 @@ def null_basis(
     return null_spectrum(dataset, rtol).basis
 
 
+@validated
 def null_dimension(dataset: Real[Array | np.ndarray, "samples ..."], rtol: float | None = None) -> tuple[int, int, int]:
     """How many dimensions a dataset leaves empty.
 
@@ -160,10 +161,11 @@ def null_dimension(dataset: Real[Array | np.ndarray, "samples ..."], rtol: float
     return features - spectrum.rank, spectrum.rank, features
 
 
+@validated(empty=("basis",))
 def perturb_in_null_space(
     w_in: Float[Array | np.ndarray, "hidden inputs"],
     basis: Float[Array | np.ndarray, "null ..."],
-    scale: Real[ArrayLike, ""],
+    scale: Scalar,
     *,
     key: PRNGKey,
 ) -> Float[Array, "hidden inputs"]:
@@ -184,7 +186,6 @@ def perturb_in_null_space(
     Raises:
         ValueError: If `basis` does not fit `w_in`, or `scale` is negative.
     """
-    check_ndim("w_in", w_in, 2, "[hidden, inputs]")
     check_non_negative("scale", scale)
     w_in = jnp.asarray(w_in)
     features = int(np.prod(basis.shape[1:]))

@@ -11,8 +11,10 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from dissociation.checks import check_count, check_non_negative, check_positive, fail
+from dissociation.types import PRNGKey, Scalar
+from dissociation.validation import validated
 from koopman.datasets.exact import ExactSpectrum, column
-from koopman.datasets.trajectories import PRNGKey, Scalar, run_trajectories, scan_trajectory, step_keys
+from koopman.datasets.trajectories import run_trajectories, scan_trajectory, step_keys
 
 __all__ = ["langevin_spectrum", "overdamped_langevin", "prinz_langevin", "prinz_potential", "prinz_spectrum"]
 
@@ -21,12 +23,13 @@ SQRT_2 = math.sqrt(2.0)
 CUT_OFF = 36.0  # in kT: exp(-36) is the epsilon of float64
 
 
+@validated
 def overdamped_langevin(
     potential: Callable[[Array], Array],
     num_steps: int,
     *,
     key: PRNGKey,
-    initial: Float[Array | np.ndarray, "..."],
+    initial: Float[Array | np.ndarray, "... d"],
     num_trajectories: int | None = None,
     friction: Scalar = 1.0,
     sigma: Scalar = SQRT_2,
@@ -61,8 +64,6 @@ def overdamped_langevin(
     """
     num_steps = check_count("num_steps", num_steps, minimum=1)
     advance = partial(_euler_steps, potential, **_scheme(friction, sigma, time_step, substeps))
-    if np.ndim(initial) == 0:
-        fail("initial", "have shape (d,) or (num_trajectories, d)", np.shape(initial))
 
     def one(key: Array, initial: Array) -> Array:
         return scan_trajectory(advance, initial, step_keys(key, num_steps))
@@ -98,6 +99,7 @@ def _euler_steps(
     return jax.lax.scan(step, state, jax.random.normal(key, (substeps, *state.shape), state.dtype))[0]
 
 
+@validated
 def langevin_spectrum(
     potential: Callable[[Array], Array],
     domain: tuple[float, float],
@@ -162,7 +164,7 @@ def langevin_spectrum(
 
 def _within_cut_off(energy: Callable[..., np.ndarray], domain: tuple[float, float]) -> tuple[float, float]:
     """The part of the domain from the first to the last point that is not out of reach."""
-    if not (np.all(np.isfinite(domain)) and domain[0] < domain[1]):
+    if not (len(domain) == 2 and np.all(np.isfinite(domain)) and domain[0] < domain[1]):
         fail("domain", "be two ends in ascending order", domain)
     grid = np.linspace(*domain, 4001)
     level = energy(grid)
@@ -213,6 +215,7 @@ def _interpolate(chain: _Chain, x: np.ndarray) -> np.ndarray:
     return np.sum([w[:, None] * chain.functions[first + i] for i, w in enumerate(weights)], axis=0)
 
 
+@validated
 def prinz_potential(x: Float[Array | np.ndarray, "..."]) -> Float[Array, "..."]:
     """Four wells on a line, entry by entry.
 
@@ -227,6 +230,7 @@ def prinz_potential(x: Float[Array | np.ndarray, "..."]) -> Float[Array, "..."]:
     return 4 * (x**8 + bumps)
 
 
+@validated
 def prinz_langevin(
     num_steps: int,
     *,
@@ -284,6 +288,7 @@ def prinz_langevin(
     )
 
 
+@validated
 def prinz_spectrum(
     *,
     friction: Scalar = 0.1,

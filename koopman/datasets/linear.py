@@ -7,11 +7,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Real
+from jaxtyping import Array, Float, Int
 
 from dissociation.checks import check_count, check_finite, check_ndim, check_non_negative, fail, is_traced
+from dissociation.types import Count, PRNGKey, Scalar
+from dissociation.validation import validated
 from koopman.datasets.exact import ExactSpectrum, conjugate_order
-from koopman.datasets.trajectories import PRNGKey, Scalar, run_trajectories, scan_trajectory, step_keys
+from koopman.datasets.trajectories import run_trajectories, scan_trajectory, step_keys
 
 __all__ = [
     "RegimeTrajectory",
@@ -22,10 +24,13 @@ __all__ = [
     "stationary_covariance",
 ]
 
-Matrix = Real[Array | np.ndarray, "rows columns"]
-Noise = Scalar | Float[Array | np.ndarray, "directions sources"]
+Matrix = Float[Array | np.ndarray, "d d"]
+Matrices = Float[Array | np.ndarray, "regimes d d"]
+Transition = Float[Array | np.ndarray, "regimes regimes"]
+Noise = Float[Array | np.ndarray, "d sources"] | Scalar
 
 
+@validated(finite=("matrix",))
 def linear_system(
     matrix: Matrix,
     num_steps: int,
@@ -53,7 +58,7 @@ def linear_system(
         ValueError: If a shape does not fit, a count is below 1, the deviation is negative or a number is not finite.
     """
     num_steps = check_count("num_steps", num_steps, minimum=1)
-    matrix = _square(matrix)
+    matrix = jnp.asarray(matrix)
     d = matrix.shape[0]
     sources = _noise_matrix(noise, d, matrix.dtype)
 
@@ -74,6 +79,7 @@ def linear_system(
     )
 
 
+@validated(finite=("matrix",))
 def stationary_covariance(matrix: Matrix, noise: Noise) -> Float[np.ndarray, "d d"]:
     """The covariance C of the stationary distribution of `linear_system`, C = A C A^T + B B^T, on the host.
 
@@ -87,7 +93,7 @@ def stationary_covariance(matrix: Matrix, noise: Noise) -> Float[np.ndarray, "d 
     References:
         Smith (1968), Matrix equation XA + BX = C, SIAM J. Appl. Math. 16 (doubling).
     """
-    a = np.asarray(_square(matrix, np), np.float64)
+    a = np.asarray(matrix, np.float64)
     radius = np.max(np.abs(np.linalg.eigvals(a)))
     if not radius < 1:
         fail("matrix", "have all eigenvalues inside the unit circle to be stationary", f"spectral radius {radius:.6g}")
@@ -98,6 +104,7 @@ def stationary_covariance(matrix: Matrix, noise: Noise) -> Float[np.ndarray, "d 
     return covariance + a @ covariance @ a.T
 
 
+@validated(finite=("matrix",))
 def linear_spectrum(matrix: Matrix, degree: int, *, noise: Noise = 0.0) -> ExactSpectrum:
     """Spectrum of the evolution operator of `linear_system` on polynomials up to a degree, on the host.
 
@@ -126,7 +133,7 @@ def linear_spectrum(matrix: Matrix, degree: int, *, noise: Noise = 0.0) -> Exact
         Ornstein-Uhlenbeck operators in L^p spaces, theorem 3.1 (continuous time).
     """
     degree = check_count("degree", degree)
-    a = np.asarray(_square(matrix, np), np.float64)
+    a = np.asarray(matrix, np.float64)
     d = len(a)
     noisy = bool(np.any(_noise_matrix(noise, d, np.float64, np)))
     covariance = stationary_covariance(a, noise) if noisy else np.zeros((d, d))
@@ -177,16 +184,17 @@ class RegimeTrajectory(NamedTuple):
     regimes: Int[Array, "*trajectories time"]
 
 
+@validated(finite=("matrices",))
 def regime_switching_var(
-    matrices: Real[Array | np.ndarray, "regimes rows columns"],
-    transition: Float[Array | np.ndarray, "from to"],
+    matrices: Matrices,
+    transition: Transition,
     num_steps: int,
     *,
     key: PRNGKey,
     num_trajectories: int | None = None,
     noise: Scalar = 0.0,
     initial: Float[Array | np.ndarray, "..."] | None = None,
-    initial_regime: int | Int[Array | np.ndarray, ""] = 0,
+    initial_regime: Count = 0,
 ) -> RegimeTrajectory:
     """Trajectories of a vector autoregression whose matrix follows a Markov chain.
 
@@ -200,7 +208,7 @@ def regime_switching_var(
         num_trajectories: Size of a batch; None gives one trajectory without that axis.
         noise: Standard deviation of the noise in every direction, 0 or more.
         initial: State [d], or [num_trajectories, d]. None draws it from N(0, I).
-        initial_regime: The regime of the first step.
+        initial_regime: The regime of the first step, from 0.
 
     Returns:
         States and regimes, the initial ones first: time has length num_steps + 1.
@@ -211,8 +219,11 @@ def regime_switching_var(
     """
     num_steps = check_count("num_steps", num_steps, minimum=1)
     check_non_negative("noise", noise)
-    matrices, transition = _regimes(matrices, transition)
-    d = matrices.shape[1]
+    _check_stochastic(transition)
+    matrices, transition = jnp.asarray(matrices), jnp.asarray(transition)
+    regimes, d = matrices.shape[:2]
+    if not is_traced(initial_regime) and not 0 <= initial_regime < regimes:
+        fail("initial_regime", f"be one of the regimes 0 to {regimes - 1}", initial_regime)
 
     def one(key: Array, initial: Array) -> RegimeTrajectory:
         def step(carry: tuple[Array, Array], key: Array) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
@@ -239,9 +250,10 @@ def regime_switching_var(
     )
 
 
+@validated(finite=("matrices",))
 def regime_switching_spectrum(
-    matrices: Real[Array | np.ndarray, "regimes rows columns"],
-    transition: Float[Array | np.ndarray, "from to"],
+    matrices: Matrices,
+    transition: Transition,
 ) -> ExactSpectrum:
     """Spectrum of `regime_switching_var` on functions of state and regime that are affine in the state, on the host.
 
@@ -259,7 +271,8 @@ def regime_switching_spectrum(
     References:
         Costa, Fragoso and Marques (2005), Discrete-time Markov jump linear systems, section 3.2 (first moment).
     """
-    a, p = (np.asarray(x, np.float64) for x in _regimes(matrices, transition, np))
+    _check_stochastic(transition)
+    a, p = np.asarray(matrices, np.float64), np.asarray(transition, np.float64)
     regimes, d = a.shape[:2]
     blocks = np.einsum("sj,sab->sbja", p, a).reshape(regimes * d, regimes * d)
     (chain_values, offsets), (block_values, slopes) = np.linalg.eig(p), np.linalg.eig(blocks)
@@ -275,40 +288,16 @@ def regime_switching_spectrum(
     return ExactSpectrum(values[order], right_functions)
 
 
-def _square(matrix: Matrix, xp: Any = jnp) -> Any:
-    check_ndim("matrix", matrix, 2, "[d, d]")
-    if matrix.shape[0] != matrix.shape[1]:
-        fail("matrix", "be square", f"shape {matrix.shape}")
-    check_finite("matrix", matrix)
-    return _floating(matrix, xp)
-
-
 def _noise_matrix(noise: Any, d: int, dtype: Any, xp: Any = jnp) -> Any:
     """B as a matrix [d, sources]."""
     if np.ndim(noise) == 2:
-        if noise.shape[0] != d:
-            fail("noise", f"have a row per direction ({d})", f"shape {noise.shape}")
         check_finite("noise", noise)
         return xp.asarray(noise, dtype)
     check_non_negative("noise", noise)
     return xp.asarray(noise, dtype) * xp.eye(d, dtype=dtype)
 
 
-def _regimes(matrices: Any, transition: Any, xp: Any = jnp) -> tuple[Any, Any]:
-    check_ndim("matrices", matrices, 3, "[regimes, d, d]")
-    if matrices.shape[1] != matrices.shape[2]:
-        fail("matrices", "be square", f"shape {matrices.shape}")
-    check_finite("matrices", matrices)
-    regimes = matrices.shape[0]
-    if np.shape(transition) != (regimes, regimes):
-        fail("transition", f"have shape {(regimes, regimes)}", np.shape(transition))
+def _check_stochastic(transition: Transition) -> None:
     check_non_negative("transition", transition)
     if not is_traced(transition) and not np.allclose(np.sum(np.asarray(transition), axis=1), 1, atol=1e-5):
         fail("transition", "have rows that sum to 1", np.sum(np.asarray(transition), axis=1))
-    return _floating(matrices, xp), _floating(transition, xp)
-
-
-def _floating(array: Any, xp: Any) -> Any:
-    """As an array of floats, of the given precision where it is one."""
-    array = xp.asarray(array)
-    return array if xp.issubdtype(array.dtype, np.floating) else array.astype(xp.result_type(float))

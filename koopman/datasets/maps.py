@@ -7,15 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from dissociation.checks import check_count, check_ndim
+from dissociation.checks import check_count, fail
+from dissociation.types import PRNGKey
+from dissociation.validation import validated
 from koopman.datasets.exact import ExactSpectrum, column, conjugate_order, gauss_legendre, unit_phase
-from koopman.datasets.trajectories import PRNGKey, run_trajectories, scan_trajectory, step_keys
+from koopman.datasets.trajectories import run_trajectories, scan_trajectory, step_keys
 
 __all__ = ["logistic_features", "logistic_map", "logistic_noise", "logistic_spectrum"]
 
 Points = Float[Array | np.ndarray, "n 1"]
 
 
+@validated
 def logistic_map(
     num_steps: int,
     *,
@@ -76,6 +79,7 @@ def logistic_map(
     )
 
 
+@validated(empty=("shape",))
 def logistic_noise(key: PRNGKey, shape: tuple[int, ...] = (), *, order: int = 20) -> Float[Array, "..."]:
     """Draws with density proportional to cos(pi xi)^(2 order) on [-1/2, 1/2], exactly.
 
@@ -89,12 +93,15 @@ def logistic_noise(key: PRNGKey, shape: tuple[int, ...] = (), *, order: int = 20
         order: Noise order M, 1 or more.
     """
     order = check_count("order", order, minimum=1)
+    if any(size < 0 for size in shape):
+        fail("shape", "hold no negative number", shape)
     key_normal, key_pairs = jax.random.split(key)
     z = jax.random.normal(key_normal, (*shape, 2))
     pairs = jnp.sum(jax.random.exponential(key_pairs, (*shape, order)), axis=-1)
     return jnp.arctan2(z[..., 0], jnp.sqrt(z[..., 1] ** 2 + 2 * pairs)) / math.pi
 
 
+@validated
 def logistic_features(states: Points, order: int = 20) -> Float[Array, "n features"]:
     """Trigonometric features of s = 4 x (1 - x), in whose span the evolution operator is exact.
 
@@ -111,13 +118,13 @@ def logistic_features(states: Points, order: int = 20) -> Float[Array, "n featur
         [n, 2 M + 1], between -sqrt(2) and sqrt(2).
     """
     order = check_count("order", order, minimum=1)
-    check_ndim("states", states, 2, "[n, 1]")
     states = jnp.asarray(states)
     angle = 2 * math.pi * (4 * states * (1 - states)) * jnp.arange(1, order + 1, dtype=states.dtype)[None, :]
     waves = jnp.concatenate([jnp.cos(angle), jnp.sin(angle)], axis=1)
     return jnp.concatenate([jnp.ones_like(states), math.sqrt(2) * waves], axis=1)
 
 
+@validated
 def logistic_spectrum(order: int = 20, *, num_components: int | None = None) -> ExactSpectrum:
     """Spectrum of the evolution operator of `logistic_map`, on the host.
 

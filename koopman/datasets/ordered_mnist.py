@@ -12,6 +12,7 @@ from jaxtyping import Complex, Float, Int
 
 from dissociation.checks import check_count, fail
 from dissociation.data.datasets import Dataset, load
+from dissociation.validation import validated
 
 
 class OrderedDigits(NamedTuple):
@@ -28,6 +29,7 @@ class OrderedDigits(NamedTuple):
     name: str
 
 
+@validated
 def ordered_mnist(
     num_digits: int = 5,
     *,
@@ -68,6 +70,7 @@ def ordered_mnist(
     return OrderedDigits(images.reshape(-1, 28, 28), labels[order].astype(np.int32), source.name)
 
 
+@validated
 def cycle_spectrum(num_digits: int = 5) -> Complex[np.ndarray, " k"]:
     """Eigenvalues of the cycle of classes: the k-th roots of unity, 1 first and conjugates adjacent.
 

@@ -10,14 +10,17 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from dissociation.checks import check_count, check_non_negative, check_positive
+from dissociation.types import PRNGKey, Scalar
+from dissociation.validation import validated
 from koopman.datasets.exact import ExactSpectrum, column
-from koopman.datasets.trajectories import PRNGKey, Scalar, run_trajectories, scan_trajectory, step_keys
+from koopman.datasets.trajectories import run_trajectories, scan_trajectory, step_keys
 
 __all__ = ["duffing", "lorenz63", "ornstein_uhlenbeck", "ornstein_uhlenbeck_spectrum", "rk4_trajectory"]
 
 SQRT_2 = math.sqrt(2.0)
 
 
+@validated
 def ornstein_uhlenbeck(
     num_steps: int,
     *,
@@ -76,6 +79,7 @@ def ornstein_uhlenbeck(
     )
 
 
+@validated
 def ornstein_uhlenbeck_spectrum(
     *, theta: Scalar = 1.0, sigma: Scalar = SQRT_2, time_step: Scalar = 0.1, num_components: int = 4
 ) -> ExactSpectrum:
@@ -111,6 +115,7 @@ def ornstein_uhlenbeck_spectrum(
     return ExactSpectrum(np.exp(-degrees * float(theta) * float(time_step)), functions, functions, density)
 
 
+@validated
 def rk4_trajectory(
     field: Callable[[Array, Array], Array],
     initial: Float[Array | np.ndarray, "..."],
@@ -158,6 +163,7 @@ def rk4_trajectory(
     return scan_trajectory(advance, start, jnp.arange(num_steps))
 
 
+@validated
 def duffing(
     num_steps: int,
     *,
@@ -218,6 +224,7 @@ def duffing(
     )
 
 
+@validated
 def lorenz63(
     num_steps: int,
     *,

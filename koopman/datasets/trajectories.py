@@ -7,14 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float, Key, UInt32
+from jaxtyping import Array
 
 from dissociation.checks import check_count, check_finite, fail
+from dissociation.types import PRNGKey, Scalar
 
 __all__ = ["PRNGKey", "Scalar", "run_trajectories", "scan_trajectory", "step_keys"]
-
-PRNGKey = Key[Array, ""] | UInt32[Array | np.ndarray, "2"]
-Scalar = float | int | Float[Array | np.ndarray, ""]
 
 
 def run_trajectories(

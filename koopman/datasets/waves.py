@@ -16,15 +16,16 @@ from jaxtyping import Array, Complex, Float, Int
 from dissociation.checks import (
     check_count,
     check_finite,
-    check_ndim,
     check_non_negative,
     check_positive,
     check_same_length,
     fail,
     is_traced,
 )
+from dissociation.types import PRNGKey, Scalar
+from dissociation.validation import validated
 from koopman.datasets.exact import conjugate_order
-from koopman.datasets.trajectories import PRNGKey, Scalar, run_trajectories
+from koopman.datasets.trajectories import run_trajectories
 
 __all__ = ["WaveSpectrum", "travelling_waves", "wave_spectrum"]
 
@@ -36,6 +37,7 @@ FREQUENCIES = (1.0, 2.5, 4.0)
 GROWTH_RATES = (0.0, -0.05, -0.2)
 
 
+@validated
 def travelling_waves(
     num_steps: int,
     *,
@@ -120,6 +122,7 @@ class WaveSpectrum(NamedTuple):
     modes: Complex[np.ndarray, "components *grid"]
 
 
+@validated
 def wave_spectrum(
     *,
     grid_shape: tuple[int, ...] = (32, 32),
@@ -142,10 +145,9 @@ def wave_spectrum(
 
 def _wavenumbers(wavenumbers: Wavenumbers, grid_shape: tuple[int, ...]) -> np.ndarray:
     k = np.asarray(wavenumbers)
-    check_ndim("wavenumbers", k, 2, "[waves, axes]")
     check_same_length("grid_shape", len(grid_shape), "wavenumbers", k.shape[1], "axes")
     sizes = np.array([check_count("grid_shape", size, minimum=1) for size in grid_shape])
-    if not np.issubdtype(k.dtype, np.integer) or np.any(2 * np.abs(k) >= np.maximum(sizes, 2)[None, :]):
+    if np.any(2 * np.abs(k) >= np.maximum(sizes, 2)[None, :]):
         fail("wavenumbers", f"be whole numbers below half of `grid_shape` {grid_shape}", wavenumbers)
     if not np.all(np.any(k != 0, axis=1)):
         fail("wavenumbers", "not be zero along every axis", wavenumbers)

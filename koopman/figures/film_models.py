@@ -1,4 +1,4 @@
-"""The models of a film of digits: what they are called, how they are trained, and the forecasters made of them."""
+"""The models of a sequence of digits: what they are called, how they are trained, and the forecasters made of them."""
 
 import dataclasses
 from collections.abc import Callable
@@ -11,13 +11,27 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from dissociation.checks import check_choice
+from dissociation.checks import check_choice, check_count, check_distinct, check_positive, fail
+from dissociation.data.datasets import NAMES
 from dissociation.figures.artifacts import Parts
 from dissociation.progress import MeterFactory
 from koopman.figures.films import Forecaster, Latent, Pixels
 from koopman.learn import encode, member, train_autoencoders, train_classifiers, train_encoders, validation_loss
 from koopman.operators import fit_reduced_rank
 from koopman.pairs import lagged_pairs
+
+NETWORKS = {
+    "linear": (),
+    "classifier": (),
+    "vamp": ("vamp",),
+    "contrastive": ("contrastive",),
+    "dpnets": ("dpnets",),
+    "autoencoder": ("autoencoder",),
+    "autoencoder_operator": ("autoencoder",),
+    "autoencoder_images": ("autoencoder",),
+    "orthogonal": ("orthogonal",),
+}
+"""The trained networks that a model needs, besides the oracle, which reads all forecasts."""
 
 LABELS = {
     "linear": "linear",
@@ -35,7 +49,7 @@ LABELS = {
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The film, the networks, and how far to look."""
+    """The sequence, the networks, and how far to look."""
 
     data: Literal["glyphs", "mnist"] = "glyphs"
     """Data set: digits drawn by code, or MNIST."""
@@ -44,17 +58,17 @@ class Config:
     num_seeds: int = 3
     """Networks of every kind, trained from scratch."""
     num_train: int = 3000
-    """Pictures of the film for training: the first ones."""
+    """Images of the sequence for training: the first ones."""
     num_validation: int = 1000
     """The next ones, for validation losses."""
     num_test: int = 1000
     """The next ones, from which forecasts begin."""
     num_epochs: int = 50
-    """Passes over the training film, for encoders and autoencoders."""
+    """Passes over the training sequence, for encoders and autoencoders."""
     oracle_epochs: int = 20
     """Passes for the oracle."""
     batch_size: int = 64
-    """Pairs, or pictures, in a batch."""
+    """Pairs, or images, in a batch."""
     alpha: float = 1e-6
     """Regularisation of the operators."""
     num_steps: int = 15
@@ -65,6 +79,21 @@ class Config:
     """Which models; the oracle is always trained."""
 
     def __post_init__(self):
+        check_choice("data", self.data, NAMES)
+        for name in ("num_digits", "num_seeds", "num_test", "num_steps", "batch_size"):
+            check_count(name, getattr(self, name), minimum=1)
+        for name in ("num_train", "num_validation"):
+            check_count(name, getattr(self, name), minimum=2)
+        if self.num_digits > 10:
+            fail("num_digits", "be at most 10", self.num_digits)
+        if self.batch_size >= self.num_train:
+            fail("batch_size", f"be below `num_train` ({self.num_train})", self.batch_size)
+        for name in ("num_epochs", "oracle_epochs"):
+            check_count(name, getattr(self, name))
+        if check_count("far", self.far) <= self.num_steps:
+            fail("far", f"be beyond `num_steps` ({self.num_steps})", self.far)
+        check_positive("alpha", self.alpha)
+        check_distinct("models", self.models)
         for name in self.models:
             check_choice("models", name, LABELS)
 
@@ -83,17 +112,19 @@ class Config:
 
 
 class Networks(NamedTuple):
-    """Everything that is trained on a film.
+    """Everything that is trained on a sequence.
 
     Attributes:
         models: By name, stacked over seeds; "oracle" reads forecasts.
-        validation: Per encoder and autoencoder, its loss on the validation film, [seeds, epochs + 1].
+        validation: Per encoder and autoencoder, its loss on the validation images, [seeds, epochs + 1].
         batched: Per encoder, the same at the end as the mean over batches of 64, [seeds].
+        diverged_at: By name, the step at which a network diverged, or -1: [seeds].
     """
 
     models: dict[str, Any]
     validation: dict[str, np.ndarray]
     batched: dict[str, np.ndarray]
+    diverged_at: dict[str, np.ndarray]
 
 
 def train_networks(
@@ -110,7 +141,7 @@ def train_networks(
     Args:
         config: What to train.
         key: Everything random follows from it.
-        train: The film, [n, 28, 28].
+        train: The sequence, [n, 28, 28].
         validation: Another stretch of it.
         labels: Digits under "train".
         parts: Where checkpoints lie, and wall times are noted.
@@ -130,7 +161,7 @@ def train_networks(
     oracle = train_classifiers(train, labels["train"], key=oracle_key, num_classes=config.num_digits, **oracle_options)
     parts.seconds["training the oracle"] = oracle.seconds
     found: dict[str, Any] = {"oracle": oracle.models}
-    curves, batched = {}, {}
+    curves, batched, diverged_at = {}, {}, {"oracle": oracle.diverged_at}
     for name, own in zip(("vamp", "contrastive", "dpnets"), keys, strict=False):
         if name not in config.models:
             continue
@@ -138,7 +169,7 @@ def train_networks(
         found[name], curves[name] = result.models, np.asarray(result.history.observed)
         run = eqx.filter_jit(lambda model, images, kind=name: validation_loss(kind, model, images, batch_size=64))
         losses = [run(member(result.models, seed), jnp.asarray(validation)) for seed in range(config.num_seeds)]
-        batched[name] = np.asarray(losses)
+        batched[name], diverged_at[name] = np.asarray(losses), result.diverged_at
         parts.seconds[f"training {name}"] = result.seconds
     for name, own, orthogonal in (("autoencoder", keys[3], False), ("orthogonal", keys[4], True)):
         if not any(model.startswith(name) for model in config.models):
@@ -146,8 +177,9 @@ def train_networks(
         settings = {"features": config.num_digits, "orthogonal": orthogonal}
         result = train_autoencoders(train, key=own, **settings, **options(name))
         found[name], curves[name] = result.models, np.asarray(result.history.observed)
+        diverged_at[name] = result.diverged_at
         parts.seconds[f"training {name}"] = result.seconds
-    return Networks(found, curves, batched)
+    return Networks(found, curves, batched, diverged_at)
 
 
 def forecasters(config: Config, train: np.ndarray, trained: dict[str, Any]) -> dict[str, Callable[[int], Forecaster]]:
@@ -155,7 +187,7 @@ def forecasters(config: Config, train: np.ndarray, trained: dict[str, Any]) -> d
 
     Args:
         config: Which models, and the rank and regularisation of their operators.
-        train: The film that operators are fitted on.
+        train: The sequence that operators are fitted on.
         trained: `Networks.models`.
 
     Returns:
@@ -185,7 +217,7 @@ def forecasters(config: Config, train: np.ndarray, trained: dict[str, Any]) -> d
 
     def latent(seed: int) -> Forecaster:
         model = member(trained["autoencoder"], seed)
-        return _fitted(model.encoder, images, config, picture=model.decoder)
+        return _fitted(model.encoder, images, config, decoder=model.decoder)
 
     everything = {
         "linear": pixels,
@@ -207,18 +239,18 @@ def _fitted(
     config: Config,
     *,
     center: bool = False,
-    picture: Callable[[Array], Array] | None = None,
+    decoder: Callable[[Array], Array] | None = None,
 ) -> Forecaster:
-    """A forecaster by reduced rank regression on features, of pictures or, where there is a decoder, of features.
+    """A forecaster by reduced rank regression on features, of images or, where there is a decoder, of features.
 
     With `center` the constant function goes, and its eigenvalue 1 with it.
     """
-    return _fit(features, images, config.num_digits, config.alpha, center, picture)
+    return _fit(features, images, config.num_digits, config.alpha, center, decoder)
 
 
 @eqx.filter_jit
-def _fit(features: Any, images: Array, rank: int, alpha: float, center: bool, picture: Any) -> Forecaster:
+def _fit(features: Any, images: Array, rank: int, alpha: float, center: bool, decoder: Any) -> Forecaster:
     x, y = lagged_pairs(encode(features, images))
-    observable = images[1:] if picture is None else None
+    observable = images[1:] if decoder is None else None
     operator = fit_reduced_rank(x, y, rank=rank, alpha=alpha, observable=observable, center=center)
-    return Forecaster(features, operator, picture)
+    return Forecaster(features, operator, decoder)

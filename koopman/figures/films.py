@@ -1,4 +1,4 @@
-"""Forecasting a film of digits, and reading the forecasts with an oracle."""
+"""Forecasting a sequence of digits, and reading the forecasts with an oracle."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,19 +17,19 @@ from koopman.learn import encode
 from koopman.spectrum import decompose, eigenpairs, left_eigenfunctions
 
 PROTOCOLS = {
-    "images": "picture by picture",
+    "images": "image by image",
     "powers": "powers of the operator",
     "circle": "powers, eigenvalues on the unit circle",
     "roots": "powers, eigenvalues at the roots of unity",
 }
-"""Ways to look ahead: the model applied to its own forecast picture, or its operator alone, as fitted or projected."""
+"""Ways to look ahead: the model applied to its own forecast image, or its operator alone, as fitted or projected."""
 
 SCALES = ("raw", "rescaled")
-"""Forecasts as they are, or each picture brought to the training pictures' mean norm before it is read."""
+"""Forecasts as they are, or each image brought to the training images' mean norm before it is read."""
 
 
 class Pixels(eqx.Module):
-    """Pictures as features: their pixels, standardised.
+    """Images as features: their pixels, standardised.
 
     Attributes:
         mean: Per pixel, [784].
@@ -40,7 +40,7 @@ class Pixels(eqx.Module):
     deviation: Float[Array, " d"]
 
     def __call__(self, image: Float[Array, "28 28"]) -> Float[Array, " d"]:
-        """Features of one picture."""
+        """Features of one image."""
         return (image.reshape(-1) - self.mean) / self.deviation
 
 
@@ -48,27 +48,27 @@ class Latent(eqx.Module):
     """A linear map of features in place of a fitted operator.
 
     Attributes:
-        matrix: Features times it are those of the next picture: [d, d].
+        matrix: Features times it are those of the next image: [d, d].
     """
 
     matrix: Float[Array, "d d"]
 
 
 class Forecaster(eqx.Module):
-    """From pictures to the pictures that come after them.
+    """From images to the images that come after them.
 
     Attributes:
-        features: One picture to its features.
+        features: One image to its features.
         dynamics: A fitted operator, or a linear map of the features.
-        picture: From what the dynamics forecast to a picture; None where they forecast pictures.
+        decoder: From what the dynamics forecast to an image; None where they forecast images.
     """
 
     features: Callable[[Array], Array]
     dynamics: Operator | Latent
-    picture: Callable[[Array], Array] | None
+    decoder: Callable[[Array], Array] | None
 
     def __call__(self, images: Float[Array, "n 28 28"], steps: Int[Array, " t"]) -> Float[Array, "t n 28 28"]:
-        """The pictures `steps` ahead."""
+        """The images `steps` ahead."""
         return self.ahead(encode(self.features, images), steps)
 
     def ahead(self, values: Float[Array, "n d"], steps: Int[Array, " t"]) -> Float[Array, "t n 28 28"]:
@@ -77,7 +77,7 @@ class Forecaster(eqx.Module):
             forecasts = predict(self.dynamics, values, steps)
         else:
             forecasts = product(values[None], matrix_powers(self.dynamics.matrix, steps))
-        return forecasts if self.picture is None else jax.vmap(jax.vmap(self.picture))(forecasts)
+        return forecasts if self.decoder is None else jax.vmap(jax.vmap(self.decoder))(forecasts)
 
 
 class Spectral(NamedTuple):
@@ -98,8 +98,8 @@ def spectral(dynamics: Operator | Latent) -> Spectral:
         Its eigenpairs.
     """
     if isinstance(dynamics, Operator):
-        found = decompose(dynamics)
-        return Spectral(found.eigenvalues, found.right, found.left)
+        pairs = decompose(dynamics)
+        return Spectral(pairs.eigenvalues, pairs.right, pairs.left)
     values, right = eigenpairs(dynamics.matrix)
     return Spectral(values, right, jnp.linalg.inv(right).T)
 
@@ -127,14 +127,14 @@ def project(forecaster: Forecaster, kind: str, num_digits: int) -> Forecaster:
     return eqx.tree_at(where, forecaster, core)
 
 
-class Judged(NamedTuple):
+class Evaluation(NamedTuple):
     """One forecaster's forecasts, read by the oracle.
 
     Attributes:
         logits: [protocol, scale, time, n, classes].
-        strips: Forecasts from the first picture, [protocol, steps, 28, 28].
+        strips: Forecasts from the first image, [protocol, steps, 28, 28].
         eigenvalues: [r].
-        left: Left eigenfunctions on the pictures, [n, r]; zero for a latent map.
+        left: Left eigenfunctions on the images, [n, r]; zero for a latent map.
     """
 
     logits: np.ndarray
@@ -143,7 +143,7 @@ class Judged(NamedTuple):
     left: np.ndarray
 
 
-def judge(
+def evaluate(
     forecaster: Forecaster,
     oracle: Encoder,
     images: Float[Array | np.ndarray, "n 28 28"],
@@ -152,16 +152,16 @@ def judge(
     far: int,
     norm: float,
     num_digits: int,
-) -> Judged:
-    """Forecasts from every picture by every protocol, and what the oracle sees in them.
+) -> Evaluation:
+    """Forecasts from every image by every protocol, and the classes that the oracle gives them.
 
     Args:
         forecaster: The model.
         oracle: The classifier.
-        images: Pictures to begin with.
+        images: Images to begin with.
         num_steps: Horizons 1 to this one by every protocol.
         far: One more horizon, for powers only; the "images" protocol repeats its last one there as NaN.
-        norm: Mean norm of a training picture, to which rescaled forecasts are brought.
+        norm: Mean norm of a training image, to which rescaled forecasts are brought.
         num_digits: Classes.
 
     Returns:
@@ -171,22 +171,22 @@ def judge(
     one, values = jnp.asarray([1]), _features(forecaster, images)
     logits, strips = [], []
     for protocol in PROTOCOLS:
-        own = forecaster if protocol in ("images", "powers") else _project(forecaster, protocol, num_digits)
-        seen, strip, current = [], [], images
+        moved = forecaster if protocol in ("images", "powers") else _project(forecaster, protocol, num_digits)
+        outputs, strip, current = [], [], images
         for step in [*range(1, num_steps + 1), far]:
             if protocol == "images" and step == far:
-                seen.append(jnp.full_like(seen[-1], jnp.nan))
+                outputs.append(jnp.full_like(outputs[-1], jnp.nan))
                 continue
             if protocol == "images":
-                now = current = _forecast(own, current, one)
+                now = current = _forecast(moved, current, one)
             else:
-                now = _ahead(own, values, jnp.asarray([step]))
-            seen.append(_read(oracle, now, norm))
+                now = _ahead(moved, values, jnp.asarray([step]))
+            outputs.append(_read(oracle, now, norm))
             strip.append(now[0])
-        logits.append(jnp.stack(seen, 1))
+        logits.append(jnp.stack(outputs, 1))
         strips.append(jnp.stack(strip[:num_steps]))
     eigenvalues, left = spectral(forecaster.dynamics).values, _left(forecaster, values)
-    return Judged(*(np.asarray(part) for part in (jnp.stack(logits), jnp.stack(strips), eigenvalues, left)))
+    return Evaluation(*(np.asarray(part) for part in (jnp.stack(logits), jnp.stack(strips), eigenvalues, left)))
 
 
 @eqx.filter_jit

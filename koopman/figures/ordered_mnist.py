@@ -1,12 +1,13 @@
-"""Figure `ordered-mnist`: learning that digits come in turn, and forecasting the pictures to come.
+"""Figure `ordered-mnist`: learning that digits come in turn, and forecasting the images to come.
 
-Encoders are trained on a film whose next picture shows the next digit, operators are fitted on their features, and an
-oracle, a classifier trained apart, reads the forecast pictures. The true operator is a cycle: its eigenvalues are roots
+Encoders are trained on a sequence whose next image shows the next digit, operators are fitted on their features, and an
+oracle, a classifier trained apart, reads the forecast images. The true operator is a cycle: its eigenvalues are roots
 of unity, so a good model is as right after 1000 steps as after one.
 """
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -17,16 +18,34 @@ from jaxtyping import Array, Complex
 from matplotlib.figure import Figure
 
 from dissociation import plotting
+from dissociation.checks import WrongValue
 from dissociation.data.datasets import Dataset, load
 from dissociation.figures.artifacts import Parts, identity_of
+from dissociation.figures.seeds import cell, check_some_left, named_diverged
 from dissociation.progress import MeterFactory, open_meter
 from koopman.datasets.ordered_mnist import OrderedDigits, cycle_spectrum, ordered_mnist
-from koopman.figures.film_models import LABELS, Config, forecasters, train_networks
-from koopman.figures.films import PROTOCOLS, SCALES, Forecaster, judge
+from koopman.figures.film_models import LABELS, NETWORKS, Config, forecasters, train_networks
+from koopman.figures.films import PROTOCOLS, SCALES, Forecaster, evaluate
 from koopman.learn import encode, member
 
 STEM = "ordered-mnist"
 """The name of the files."""
+
+AXES = {
+    "times": ("times",),
+    "labels": ("images",),
+    "oracle_accuracy": ("seeds",),
+    "accuracy": ("seeds", "protocols", "scales", "times"),
+    "predicted": ("seeds", "protocols", "scales", "times", "images"),
+    "logits": ("seeds", "protocols", "scales", "times", "images", "classes"),
+    "strips": ("seeds", "protocols", "steps", "rows", "columns"),
+    "eigenvalues": ("seeds", "components"),
+    "left": ("seeds", "images", "components"),
+    "validation": ("seeds", "epochs"),
+    "batched": ("seeds",),
+    "diverged_at": ("seeds",),
+}
+"""What the axes of the saved arrays are, by how the arrays' names begin."""
 
 LOOKS = {
     "linear": {"color": "0.6"},
@@ -60,17 +79,19 @@ class Results(NamedTuple):
 
     Attributes:
         config: What was asked for.
-        data: The film's source and sizes.
-        images: Test pictures, [n, 28, 28].
+        data: The sequence's source and sizes.
+        images: Test images, [n, 28, 28].
         labels: Their digits, [n].
         times: Horizons of the accuracies: 1 to `num_steps`, and `far`.
         logits: Per model, the oracle's, [seeds, protocols, scales, times, n, classes].
-        strips: Per model, forecast pictures from the first test picture, [seeds, protocols, num_steps, 28, 28].
+        strips: Per model, forecast images from the first test image, [seeds, protocols, num_steps, 28, 28].
         eigenvalues: Per model, [seeds, r].
-        left: Per model, left eigenfunctions on the test pictures, [seeds, n, r].
+        left: Per model, left eigenfunctions on the test images, [seeds, n, r].
         validation: Per trained encoder, its validation loss along training, [seeds, epochs + 1].
         batched: The same at the end as the mean over batches, [seeds].
-        oracle_accuracy: On the validation pictures, [seeds].
+        oracle_accuracy: On the validation images, [seeds].
+        diverged_at: Per trained network, the step at which a seed diverged, or -1: [seeds]. Its numbers are NaN, and
+            all numbers of a seed whose oracle diverged.
         seconds: Wall time of every part.
     """
 
@@ -86,6 +107,7 @@ class Results(NamedTuple):
     validation: dict[str, np.ndarray]
     batched: dict[str, np.ndarray]
     oracle_accuracy: np.ndarray
+    diverged_at: dict[str, np.ndarray]
     seconds: dict[str, float]
 
     def accuracy(self, model: str) -> np.ndarray:
@@ -96,8 +118,14 @@ class Results(NamedTuple):
 
 
 def source(config: Config) -> Dataset:
-    """The data set that the film is cut from."""
-    return load(config.data)
+    """The data set that the sequence is cut from.
+
+    Raises:
+        WrongValue: If the sequence is shorter than the three splits.
+    """
+    data = load(config.data)
+    _split(config, ordered_mnist(config.num_digits, data=data))
+    return data
 
 
 def compute(
@@ -113,7 +141,7 @@ def compute(
     Args:
         config: What to do.
         key: Everything random follows from it.
-        dataset: The source of the film, in place of the one that `config.data` names.
+        dataset: The source of the sequence, in place of the one that `config.data` names.
         folder: Where finished parts are kept; a second call with the same arguments goes on from there.
         progress: See `dissociation.progress`.
 
@@ -121,37 +149,52 @@ def compute(
         The results.
 
     Raises:
-        ValueError: If the film is shorter than the three splits, or `folder` holds parts of another run.
+        RefusedFile: If `folder` holds parts of another run, or broken ones.
+        WrongValue: If the sequence is shorter than the three splits, or the oracle diverged with all seeds.
     """
     film = ordered_mnist(config.num_digits, data=source(config) if dataset is None else dataset)
+    _split(config, film)
+    with Parts(folder, identity_of(config, key, (film.images, film.labels))) as parts:
+        return _computed(config, key, film, parts, progress)
+
+
+def _computed(
+    config: Config, key: Array, film: OrderedDigits, parts: Parts, progress: str | MeterFactory | None
+) -> Results:
     train, validation, test, labels = _split(config, film)
-    parts = Parts(folder, identity_of(config, key, (film.images, film.labels)))
-    trained, curves, batched = train_networks(config, key, train, validation, labels, parts, progress)
+    trained, curves, batched, diverged_at = train_networks(config, key, train, validation, labels, parts, progress)
+    check_some_left(diverged_at["oracle"], "oracles")
     builders = forecasters(config, train, trained)
     norm = float(np.sqrt((train**2).sum((1, 2))).mean())
-    judged: dict[str, dict[str, np.ndarray]] = {}
+    evaluations: dict[str, dict[str, np.ndarray]] = {}
     meter = open_meter(progress, len(builders), "forecasting")
     try:
         for done, (name, build) in enumerate(builders.items()):
             meter.advance(done, LABELS[name])
 
-            def evaluate(build: Callable[[int], Forecaster] = build) -> dict[str, np.ndarray]:
+            def over_seeds(name: str, build: Callable[[int], Forecaster]) -> dict[str, np.ndarray]:
                 options = {"num_steps": config.num_steps, "far": config.far, "num_digits": config.num_digits}
-                seeds = [
-                    judge(build(seed), member(trained["oracle"], seed), test, norm=norm, **options)._asdict()
-                    for seed in range(config.num_seeds)
-                ]
-                return {field: np.stack([seed[field] for seed in seeds]) for field in seeds[0]}
+                needed = [diverged_at[network] for network in ("oracle", *NETWORKS[name])]
+                alive = (np.stack(needed) < 0).all(0)
+                seeds = {
+                    seed: evaluate(build(seed), member(trained["oracle"], seed), test, norm=norm, **options)._asdict()
+                    for seed in np.flatnonzero(alive).tolist()
+                }
+                nothing = next(iter(seeds.values()), None) or _nothing(config, test)
+                nothing = {field: np.full_like(value, np.nan) for field, value in nothing.items()}
+                seeds = [seeds.get(seed, nothing) for seed in range(config.num_seeds)]
+                return {field: np.stack([seed[field] for seed in seeds]) for field in nothing}
 
-            judged[name] = parts.get(name, evaluate)
+            evaluations[name] = parts.get(name, partial(over_seeds, name, build))
         meter.advance(len(builders), "done")
     finally:
         meter.close()
 
     def of(field: str) -> dict[str, np.ndarray]:
-        return {name: part[field] for name, part in judged.items()}
+        return {name: part[field] for name, part in evaluations.items()}
 
     read = _logits_of_members(trained["oracle"], validation, config.num_seeds).argmax(-1)
+    right = (read == labels["validation"][None]).mean(1)
     return Results(
         config=config,
         data={"name": film.name, "num_train": len(train), "num_validation": len(validation), "num_test": len(test)},
@@ -164,17 +207,29 @@ def compute(
         left=of("left"),
         validation=curves,
         batched=batched,
-        oracle_accuracy=(read == labels["validation"][None]).mean(1),
+        oracle_accuracy=np.where(diverged_at["oracle"] < 0, right, np.nan),
+        diverged_at=diverged_at,
         seconds=parts.seconds,
     )
+
+
+def _nothing(config: Config, test: np.ndarray) -> dict[str, np.ndarray]:
+    """The shapes of a model's forecasts for one seed, where there is no seed to take them from."""
+    protocols, digits = len(PROTOCOLS), config.num_digits
+    return {
+        "logits": np.zeros((protocols, len(SCALES), config.num_steps + 1, len(test), digits), np.float32),
+        "strips": np.zeros((protocols, config.num_steps, *test.shape[1:]), np.float32),
+        "eigenvalues": np.zeros(digits, np.complex64),
+        "left": np.zeros((len(test), digits), np.complex64),
+    }
 
 
 def _split(config: Config, film: OrderedDigits) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, np.ndarray]]:
     sizes = np.cumsum([config.num_train, config.num_validation, config.num_test])
     if sizes[-1] > len(film.images):
-        raise ValueError(
-            f"`num_train`, `num_validation` and `num_test` must sum to at most the film's length, {len(film.images)}, "
-            f"got {sizes[-1]}."
+        raise WrongValue(
+            f"`num_train`, `num_validation` and `num_test` must sum to at most the sequence's length, "
+            f"{len(film.images)}, got {sizes[-1]}."
         )
     train, validation, test, _ = np.split(film.images, sizes)
     labels = np.split(film.labels, sizes)
@@ -210,8 +265,18 @@ def nearest(values: Complex[np.ndarray, "seeds r"], roots: Complex[np.ndarray, "
     return np.take_along_axis(values, closest, 1)
 
 
+def predicted(logits: np.ndarray) -> np.ndarray:
+    """What the oracle reads, int8: the class of the largest logit, or -1 where one is not finite."""
+    return np.where(np.isfinite(logits).all(-1), logits.argmax(-1), -1).astype(np.int8)
+
+
+def _shown_seed(results: Results, name: str) -> int:
+    """The first that did not diverge."""
+    return int(np.isfinite(results.eigenvalues[name]).all(1).argmax())
+
+
 def draw(results: Results) -> Figure:
-    """The film, accuracy against time, forecast strips, eigenfunctions and eigenvalues.
+    """The sequence, accuracy against time, forecast strips, eigenfunctions and eigenvalues.
 
     Args:
         results: What `compute` returned.
@@ -222,8 +287,8 @@ def draw(results: Results) -> Figure:
     with plotting.house_style():
         figure = plt.figure(figsize=(7.0, 8.5))
         panels: Any = figure.subfigures(4, 1, height_ratios=[0.7, 2.3, 4.2, 2.2])
-        film, curves, strips, lower = panels
-        _draw_film(film, results)
+        sequence, curves, strips, lower = panels
+        _draw_sequence(sequence, results)
         _draw_accuracy(curves, results)
         _draw_strips(strips, results)
         _draw_spectra(lower, results)
@@ -231,7 +296,7 @@ def draw(results: Results) -> Figure:
     return figure
 
 
-def _draw_film(panel: Any, results: Results) -> None:
+def _draw_sequence(panel: Any, results: Results) -> None:
     axes = panel.subplots(1, 10)
     for axis, image, label in zip(axes, results.images, results.labels, strict=False):
         axis.imshow(image, cmap="gray", vmin=0, vmax=1)
@@ -257,10 +322,10 @@ def _draw_strips(panel: Any, results: Results) -> None:
     axes = panel.subplots(len(results.logits), shown + 1, squeeze=False)
     start, label = results.images[0], int(results.labels[0])
     for row, name in zip(axes, results.logits, strict=True):
-        which = list(PROTOCOLS).index(SHOWN[name])
-        read = results.logits[name][0, which, 0, :shown, 0].argmax(-1)
+        which, seed = list(PROTOCOLS).index(SHOWN[name]), _shown_seed(results, name)
+        read = predicted(results.logits[name][seed, which, 0, :shown, 0])
         for step, axis in enumerate(row):
-            image = start if step == 0 else results.strips[name][0, which, step - 1]
+            image = start if step == 0 else results.strips[name][seed, which, step - 1]
             axis.imshow(image, cmap="gray")
             axis.set(xticks=[], yticks=[])
             axis.spines[:].set_visible(False)
@@ -278,7 +343,8 @@ def _draw_spectra(panel: Any, results: Results) -> None:
     axes = panel.subplots(1, len(names) + 1, squeeze=False)[0]
     colours = plt.rcParams["axes.prop_cycle"].by_key()["color"]
     for axis, name in zip(axes, names, strict=False):
-        values, left = results.eigenvalues[name][0], results.left[name][0]
+        seed = _shown_seed(results, name)
+        values, left = results.eigenvalues[name][seed], results.left[name][seed]
         pairs = [i for i in range(len(values)) if values[i].imag > 1e-3][:2]
         first, second = [left[:, i].real for i in (pairs if len(pairs) == 2 else (0, 1))]
         for digit in range(results.config.num_digits):
@@ -304,10 +370,11 @@ def arrays(results: Results) -> dict[str, np.ndarray]:
     """The arrays of the figure under flat names, for an `.npz` file."""
     fields = ("logits", "strips", "eigenvalues", "left", "validation", "batched")
     flat = {f"{field}_{name}": part for field in fields for name, part in getattr(results, field).items()}
-    labels = {f"predicted_{name}": part.argmax(-1).astype(np.int8) for name, part in results.logits.items()}
+    labels = {f"predicted_{name}": predicted(part) for name, part in results.logits.items()}
     accuracy = {f"accuracy_{name}": results.accuracy(name) for name in results.logits}
     fixed = {"times": results.times, "labels": results.labels, "oracle_accuracy": results.oracle_accuracy}
-    return {**fixed, **accuracy, **labels, **flat}
+    diverged = {f"diverged_at_{name}": steps for name, steps in results.diverged_at.items()}
+    return {**fixed, **accuracy, **labels, **flat, **diverged}
 
 
 def describe(results: Results) -> dict[str, Any]:
@@ -326,17 +393,19 @@ def describe(results: Results) -> dict[str, Any]:
 def headline(results: Results) -> str:
     """What was computed on, in a line."""
     sizes = ", ".join(f"{results.data[f'num_{part}']} {part}" for part in ("train", "validation", "test"))
-    oracle = 100 * results.oracle_accuracy
+    names = [f"{name} seed {i}" for name, steps in results.diverged_at.items() for i in range(len(steps))]
+    oracle = cell(results.oracle_accuracy, factor=100, unit=" %")
     return (
         f"{results.data['name']}: {sizes} pictures, {results.config.num_seeds} seeds; "
-        f"oracle {oracle.mean():.2f} \u00b1 {oracle.std():.2f} % right on validation pictures"
+        f"oracle {oracle} right on validation pictures"
+        f"{named_diverged(names, np.concatenate(list(results.diverged_at.values())))}"
     )
 
 
 def table(results: Results) -> list[list[str]]:
     """A header and a row per model: accuracies at the last step and far ahead, eigenvalues, validation loss."""
     last, far = results.config.num_steps, results.config.far
-    header = ["model", f"pictures, {last}", f"powers, {last}", f"rescaled, {last}", f"powers, {far}"]
+    header = ["model", f"images, {last}", f"powers, {last}", f"rescaled, {last}", f"powers, {far}"]
     header += [
         f"rescaled, {far}",
         f"circle, {last}",
@@ -352,11 +421,7 @@ def table(results: Results) -> list[list[str]]:
         found = results.accuracy(name)
         cells = [(0, 0, last - 1), (1, 0, last - 1), (1, 1, last - 1), (1, 0, last), (1, 1, last)]
         cells += [(2, 0, last - 1), (2, 0, last), (3, 0, last)]
-        row = [_spread(found[:, protocol, scale, time]) for protocol, scale, time in cells]
-        loss = _spread(results.validation[name][:, -1]) if name in results.validation else ""
-        rows.append([LABELS[name], *row, _spread(errors[name]), _spread(phases[name], 5), loss])
+        row = [cell(found[:, protocol, scale, time], 3) for protocol, scale, time in cells]
+        loss = cell(results.validation[name][:, -1], 3) if name in results.validation else ""
+        rows.append([LABELS[name], *row, cell(errors[name], 3), cell(phases[name], 5), loss])
     return rows
-
-
-def _spread(values: np.ndarray, places: int = 3) -> str:
-    return f"{values.mean():.{places}f} \u00b1 {values.std():.{places}f}"

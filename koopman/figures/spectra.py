@@ -21,8 +21,9 @@ from matplotlib.figure import Figure
 
 from dissociation import plotting
 from dissociation.bmap import bmap
-from dissociation.checks import check_choice
+from dissociation.checks import check_choice, check_count, check_distinct, check_positive
 from dissociation.figures.artifacts import Parts, identity_of
+from dissociation.plotting import summarise
 from dissociation.progress import MeterFactory, open_meter
 from koopman.datasets.exact import ExactSpectrum
 from koopman.datasets.langevin import prinz_langevin, prinz_spectrum
@@ -38,6 +39,16 @@ from koopman.spectrum import decompose, right_eigenfunctions
 STEM = "spectra"
 """The name of the files."""
 
+AXES = {
+    "lengths": ("lengths",),
+    "exact": ("eigenvalues",),
+    "grids": ("points",),
+    "exact_functions": ("points",),
+    "eigenvalues": ("trajectories", "lengths", "eigenvalues"),
+    "functions": ("trajectories", "points"),
+}
+"""What the axes of the saved arrays are, by how the arrays' names begin."""
+
 ESTIMATORS = {
     "ridge": "ridge",
     "pcr": "principal components",
@@ -45,6 +56,13 @@ ESTIMATORS = {
     "nystroem": "Nystr\u00f6m reduced rank",
 }
 """What the estimators are called, in the order of the legend."""
+
+
+SYSTEMS = ("logistic", "ornstein_uhlenbeck", "prinz")
+"""The systems there are."""
+
+MAX_RANK = 6
+"""Of their operators, which centres must not be fewer than."""
 
 
 class System(NamedTuple):
@@ -85,10 +103,22 @@ class Config:
     """Regularisation."""
     num_centres: int = 50
     """Centres of the Nystroem estimator, spread evenly over the grid of states."""
-    systems: tuple[str, ...] = ("logistic", "ornstein_uhlenbeck", "prinz")
+    systems: tuple[str, ...] = SYSTEMS
     """Which systems."""
     order: int = 20
     """Order of the logistic map's noise; its operator is exact on 2 * order + 1 features."""
+
+    def __post_init__(self):
+        for name in ("num_trajectories", "order"):
+            check_count(name, getattr(self, name), minimum=1)
+        check_count("num_centres", self.num_centres, minimum=MAX_RANK)
+        check_positive("alpha", self.alpha)
+        check_distinct("lengths", self.lengths)
+        for length in self.lengths:
+            check_count("lengths", length, minimum=100)
+        check_distinct("systems", self.systems)
+        for name in self.systems:
+            check_choice("systems", name, SYSTEMS)
 
     def quick(self) -> "Config":
         """A small run that shows that everything works."""
@@ -102,7 +132,7 @@ class Results(NamedTuple):
         config: What was asked for.
         data: What the systems are.
         exact: Per system, the eigenvalues compared, [compared].
-        eigenvalues: Per system and estimator, the estimate nearest to each of them, [lengths, trajectories, compared].
+        eigenvalues: Per system and estimator, the estimate nearest to each of them, [trajectories, lengths, compared].
             One estimate may be nearest to several, and choosing flatters estimators that have many to choose from.
         functions: Per system and estimator, the first of their eigenfunctions on the grid at the largest length, scaled
             to the truth, real part, [trajectories, points].
@@ -130,8 +160,6 @@ def systems(config: Config) -> dict[str, System]:
     Returns:
         By name.
     """
-    for name in config.systems:
-        check_choice("systems", name, ("logistic", "ornstein_uhlenbeck", "prinz"))
     known = {
         "logistic": System(
             "noisy logistic map",
@@ -161,7 +189,7 @@ def systems(config: Config) -> dict[str, System]:
             _bumps,
             prinz_spectrum(time_step=1e-3, num_components=4),
             lag=10,
-            rank=6,
+            rank=MAX_RANK,
             compared=3,
             length_scale=0.2,
             grid=np.linspace(-1.1, 1.1, 101),
@@ -206,10 +234,14 @@ def compute(
         The results.
 
     Raises:
-        ValueError: If `folder` holds parts of another run.
+        RefusedFile: If `folder` holds parts of another run, or broken ones.
     """
     del dataset
-    parts = Parts(folder, identity_of(config, key, np.zeros(0)))
+    with Parts(folder, identity_of(config, key, np.zeros(0))) as parts:
+        return _computed(config, key, parts, progress)
+
+
+def _computed(config: Config, key: Array, parts: Parts, progress: str | MeterFactory | None) -> Results:
     found = systems(config)
     jobs = [(name, index) for name in found for index in range(len(config.lengths))]
     values: dict[str, dict[str, list[np.ndarray]]] = {name: {e: [] for e in ESTIMATORS} for name in found}
@@ -230,7 +262,7 @@ def compute(
         config=config,
         data={name: system.label for name, system in found.items()},
         exact={name: _compared(system) for name, system in found.items()},
-        eigenvalues={n: {e: np.stack(part) for e, part in own.items()} for n, own in values.items()},
+        eigenvalues={n: {e: np.stack(part, 1) for e, part in own.items()} for n, own in values.items()},
         functions=functions,
         exact_functions={name: np.real(_exact_function(system)) for name, system in found.items()},
         grids={name: system.grid for name, system in found.items()},
@@ -290,9 +322,8 @@ def rates(results: Results, system: str, estimator: str) -> tuple[np.ndarray, np
     Returns:
         Three arrays [compared].
     """
-    found = -np.log(np.abs(results.eigenvalues[system][estimator][-1]))
-    error = found.std(0, ddof=1) / np.sqrt(len(found))
-    return -np.log(np.abs(results.exact[system])), found.mean(0), error
+    mean, deviation, count = summarise(-np.log(np.abs(results.eigenvalues[system][estimator][:, -1])))
+    return -np.log(np.abs(results.exact[system])), mean, deviation / np.sqrt(np.maximum(count, 1))
 
 
 def draw(results: Results) -> Figure:
@@ -309,23 +340,21 @@ def draw(results: Results) -> Figure:
         rows = len(results.data)
         figure, axes = plt.subplots(rows, 3, figsize=(6.5, 0.7 + 1.6 * rows), squeeze=False)
         for row, (name, label) in zip(axes, results.data.items(), strict=True):
-            exact, error = results.exact[name], np.ones((len(lengths), 1))
+            exact, error = results.exact[name], np.ones(len(lengths))
             for estimator, title in ESTIMATORS.items():
                 values = results.eigenvalues[name][estimator]
-                last = values[-1].reshape(-1)
+                last = values[:, -1].reshape(-1)
                 row[0].scatter(np.real(last), np.imag(last), s=4, alpha=0.6, linewidths=0)
                 plotting.band(row[1], results.grids[name], results.functions[name][estimator], label=title)
-                error = (np.abs(values - exact[None, None]) / np.abs(exact)[None, None]).max(-1)
-                row[2].plot(lengths, error.mean(1), marker="o", markersize=2.5, label=title)
+                error = summarise((np.abs(values - exact[None, None]) / np.abs(exact)[None, None]).max(-1)).mean
+                row[2].plot(lengths, error, marker="o", markersize=2.5, label=title)
             row[0].plot(np.real(exact), np.imag(exact), "k+", markersize=8)
             row[0].set(title=label, xlabel="Re", ylabel="Im")
             row[0].locator_params(axis="x", nbins=5)
             row[1].plot(results.grids[name], results.exact_functions[name], "k--", linewidth=0.8, label="exact")
             row[1].set(title="leading eigenfunction", xlabel="state")
             guide = lengths**-0.5
-            row[2].plot(
-                lengths, guide * (error.mean(1)[0] / guide[0]), color="black", linestyle=":", label="$n^{-1/2}$"
-            )
+            row[2].plot(lengths, guide * (error[0] / guide[0]), color="black", linestyle=":", label="$n^{-1/2}$")
             row[2].set(xscale="log", yscale="log", title="largest relative error", xlabel="transitions")
         handles = axes[0, 2].get_legend_handles_labels(), axes[0, 1].get_legend_handles_labels()
         drawn = dict(zip(handles[0][1] + handles[1][1], handles[0][0] + handles[1][0], strict=True))

@@ -103,7 +103,21 @@ def test_the_highest_precision_is_asked_for():
 def test_certificate_refuses():
     with pytest.raises(ValueError, match="`rewritten` must give outputs of the shape"):
         certify(lambda x: x, lambda x: x[:1], INPUTS)
-    with pytest.raises(ValueError, match="`inputs` must hold at least one example"):
+    with pytest.raises(ValueError, match="`inputs` must not be empty"):
         certify(jnp.sin, jnp.sin, INPUTS[:0])
     with pytest.raises(ValueError, match="`batch_size` must be at least 1"):
         certify(jnp.sin, jnp.sin, INPUTS, batch_size=0)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_outputs_without_a_largest_are_changed_predictions(bad):
+
+    def model(value):
+        return lambda x: jnp.where((x == -4.0) & (value != 0), value, x)
+
+    for before, after in ((0.0, bad), (bad, 0.0), (bad, bad)):
+        found = certify(model(before), model(after), INPUTS)
+        assert int(found.changed_predictions) == 1
+        assert not bool(found.kept(1e30))
+    with pytest.raises(ValueError, match="`inputs` must be finite"):
+        certify(jnp.sin, jnp.sin, np.where(INPUTS == 2, bad, INPUTS))

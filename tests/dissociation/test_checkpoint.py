@@ -1,3 +1,5 @@
+import os
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -72,6 +74,26 @@ def test_a_failed_write_leaves_the_old_file(key, tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
+def test_all_bytes_are_on_the_disk_before_the_name_is(tmp_path, monkeypatch):
+    # Otherwise a loss of power may leave the new name with nothing, or half, behind it.
+    done, fsync, replace = [], os.fsync, os.replace
+
+    def synced(descriptor):
+        fsync(descriptor)
+        done.append(("on the disk", os.fstat(descriptor).st_size))
+
+    def named(source, target, **options):
+        done.append(("named", os.path.getsize(source)))
+        replace(source, target, **options)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", named)
+    checkpoint.save(tmp_path / "file", jnp.ones(1000), {"step": 1})
+    size = (tmp_path / "file").stat().st_size
+    assert size > 4000
+    assert ("on the disk", size) in done[: done.index(("named", size))]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -105,6 +127,26 @@ def test_damage_is_noticed(key, tmp_path):
     path.write_bytes(b"something else")
     with pytest.raises(ValueError, match="must be a checkpoint"):
         checkpoint.read_header(path)
+
+
+def test_a_changed_header_is_noticed(tmp_path):
+    path = tmp_path / "file"
+    checkpoint.save(path, {"a": jnp.arange(3.0)}, {"step": 10})
+    whole = path.read_bytes()
+    assert whole.count(b'"step": 10') == 1
+    path.write_bytes(whole.replace(b'"step": 10', b'"step": 90'))  # still JSON, and the leaves are whole
+    with pytest.raises(ValueError, match=r"is damaged: its header cannot be read\. Delete it"):
+        checkpoint.read_header(path)
+    with pytest.raises(ValueError, match="is damaged"):
+        checkpoint.restore(path, {"a": jnp.zeros(3)})
+    path.write_bytes(whole)
+    assert checkpoint.read_header(path) == {"step": 10}
+
+
+def test_a_checkpoint_has_the_permissions_of_any_new_file(tmp_path):
+    (tmp_path / "other").touch()
+    checkpoint.save(tmp_path / "file", jnp.ones(3))
+    assert (tmp_path / "file").stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
 def test_fingerprint_sees_every_value(key):

@@ -1,13 +1,23 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 
 from dissociation.models.cnn import CNN, Decoder, Encoder
+from dissociation.models.initial import draw_weights
 from dissociation.models.layers import Affine, Convolution, max_pool
 
 IMAGES = np.random.default_rng(0).uniform(size=(12, 28, 28)).astype(np.float32)
+
+
+@pytest.fixture
+def unchecked():
+    """As users run it: our own errors, not the type checker's."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def test_convolution_and_pooling_by_hand():
@@ -88,3 +98,25 @@ def test_classifier(last_activation):
     np.testing.assert_allclose(found["features"], expected, atol=1e-6)
     np.testing.assert_allclose(found["logits"], expected @ weight + bias, atol=1e-5)
     np.testing.assert_array_equal(jax.vmap(model)(flat), found["logits"])
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_batches_and_odd_sides_are_refused():
+    batch = jnp.zeros((2, 4, 6, 3))
+    for x, words in (
+        (batch, r"`x` must have 3 axes \[h, w, c\]"),
+        (batch[0, 0], "3 axes"),
+        (batch[0, :3], "even"),
+        (batch[0, :, :5], "even"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            max_pool(x)
+    with pytest.raises(ValueError, match="`image` must have 2 axes"):
+        Encoder(5, key=jax.random.key(0))(IMAGES)
+    with pytest.raises(ValueError, match="`x` must have 1 axes"):
+        CNN(5, key=jax.random.key(0))(IMAGES[0])
+
+
+def test_weights_of_another_shape_are_refused():
+    with pytest.raises(ValueError, match=r"`init` must give weights of shape \(5, 3\), got \(3, 5\)"):
+        draw_weights(lambda key, shape, fan_in: jnp.zeros(shape[::-1]), (5, 3), 3, key=jax.random.key(0))

@@ -1,3 +1,5 @@
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -236,3 +238,100 @@ def test_jit_vmap_and_loop_agree():
 def test_bad_input_is_refused(call, words):
     with pytest.raises((ValueError, TypeError), match=words):
         call()
+
+
+@pytest.mark.parametrize(
+    ("offset", "width", "classes"), [(0.0, 512, 10), (1e3, 512, 10), (1e4, 512, 10), (-1e4, 40, 7), (1e4, 3, 5)]
+)
+@pytest.mark.parametrize("batches", [1, 3])
+def test_an_offset_costs_centred_measures_nothing(offset, width, classes, batches):
+    rng = np.random.default_rng(1)
+    labels = rng.permutation(np.arange(600) % classes)
+    shift = offset * rng.uniform(0.5, 1.5, width)
+    features = (shift + rng.normal(size=(classes, width))[labels] + rng.normal(size=(600, width))).astype(np.float32)
+    classifier = rng.normal(size=(classes, width)).astype(np.float32)
+    logits = rng.normal(size=(600, classes)).astype(np.float32)
+    exact = reference(features, labels, classes, classifier, logits)  # of the same rounded numbers
+    parts = [class_moments(features[i::batches], labels[i::batches], classes, scatter=True) for i in range(batches)]
+    moments = parts[0]
+    for part in parts[1:]:
+        moments = merge_moments(moments, part)
+    empty = class_moments(features[:0], labels[:0], classes, scatter=True)
+    for together in (moments, merge_moments(empty, moments), merge_moments(moments, empty)):
+        found = measured(together) | {
+            "nc3": self_duality(together, classifier),
+            "nc4": nearest_centre_agreement(features, logits, together),
+        }
+        for name in set(found) - {"nc2"}:
+            np.testing.assert_allclose(found[name], exact[name], rtol=1e-3, err_msg=name)
+    means = [features[labels == c].mean(0, float) for c in range(classes)]
+    np.testing.assert_allclose(moments.means, means, rtol=1e-6, atol=1e-6)
+
+
+def test_uncentred_measures_of_an_offset_are_warned_of():
+    features, labels = samples()
+    for offset, warned in ((0, False), (10, False), (1e4, True), (-1e4, True)):
+        moments = class_moments(features + np.float32(offset), labels, 5)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            neural_collapse(moments)
+            measured(moments)  # traced: no numbers to go by
+        assert len(seen) == warned, offset
+        assert all("`nc2`" in str(one.message) for one in seen)
+
+
+def test_where_the_frame_is_undefined():
+    labels = np.arange(12) % 3
+    noise = RNG.normal(size=(4, 5))[np.repeat(np.arange(4), 3)]
+    for offset in (0.0, 1e3):  # the same four samples in every class
+        same = (offset + noise).astype(np.float32)
+        moments = class_moments(same, labels, 4)
+        assert np.isnan([*vars(simplex_frame(moments)).values(), self_duality(moments, np.ones((4, 5)))]).all()
+    assert np.isnan([*vars(simplex_frame(class_moments(same, 0 * labels, 4))).values()]).all()
+    # The middle class is at the mean of all: norms are defined, angles are not.
+    middle = simplex_frame(class_moments((noise + (labels - 1)[:, None]).astype(np.float32), labels, 4))
+    np.testing.assert_allclose(middle.equinorm, 0.5**0.5, rtol=1e-5)
+    assert np.isnan([middle.equiangularity, middle.maximal_angle]).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_features_that_are_not_finite_are_refused_or_give_nan(dtype, bad):
+    with jax.enable_x64(dtype is np.float64):
+        features, labels = samples(40)
+        features = features.astype(dtype)
+        features[7, 3] = bad
+        logits, classifier = np.eye(5, dtype=dtype)[labels], np.ones((5, 12), dtype)
+        with pytest.raises(ValueError, match=r"`features` must be finite, got .* at index \(7, 3\)"):
+            class_moments(features, labels, 5)
+        moments = jax.jit(lambda z: class_moments(z, labels, 5, scatter=True))(features)
+        found = measured(moments) | {"nc3": self_duality(moments, classifier)}
+        assert not np.isfinite(list(found.values())).any(), found  # the mean norm may be infinite
+        good = class_moments(np.nan_to_num(features, posinf=0, neginf=0), labels, 5)
+        with pytest.raises(ValueError, match="`features` must be finite"):
+            nearest_centre_agreement(features, logits, good)
+        agreement = jax.jit(nearest_centre_agreement)
+        assert np.isnan(agreement(features, logits, good))
+        finite = np.zeros_like(features)
+        assert np.isnan(agreement(finite, logits, moments))
+        assert np.isfinite(agreement(finite, logits, good))
+        logits[3, 1] = np.abs(bad)
+        assert np.isnan(agreement(finite, logits, good))
+
+
+def test_traced_labels_out_of_range_give_nan():
+    features, labels = samples(40)
+    run = jax.jit(lambda y: class_moments(features, y, 5).spread.sum())
+    assert np.isfinite(run(labels))
+    for wrong in (-1, 5, 99):
+        assert np.isnan(run(np.where(np.arange(40) == 3, wrong, labels)))
+
+
+def test_results_print_their_numbers():
+    moments = class_moments(*samples(), 5, scatter=True)
+    found = neural_collapse(moments)
+    assert f"nc1={float(found.nc1):.4f}"[:9] in repr(found)
+    assert "f32[]" not in repr(found) + repr(simplex_frame(moments))
+    assert "scatter=f32[12,12]" in repr(moments)
+    assert "counts=[" in repr(moments)
+    jax.jit(lambda z: repr(neural_collapse(class_moments(z, samples()[1], 5))) and z)(samples()[0])

@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import shutil
 import warnings
 
 import jax
@@ -10,7 +11,9 @@ import pytest
 from dissociation import cli
 from dissociation.data.datasets import load
 from dissociation.figures import collapse, collapse_measures, command
+from dissociation.figures.artifacts import Parts, axes_of, digest_of, read_identity
 from dissociation.figures.collapse_measures import crossing_slope, crossings, margins_of, median_delay
+from dissociation.figures.seeds import masked
 from dissociation.recipes.grokking import initial_models, observation_steps, standardised
 from dissociation.sharding import member_mesh
 
@@ -45,7 +48,7 @@ def small(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collapse_measures, "code_cache", lambda: cache)
         results = collapse.compute(config, key=KEY, folder=folder)
-        (kept,) = cache.iterdir()  # the next sweep finds them
+        assert len(list(cache.iterdir())) == 1  # the next sweep finds them
         with np.load(folder / "codes.npz") as first:
             again = collapse_measures.compressed(config, collapse.source(config), key=KEY)
             np.testing.assert_array_equal(first["codes"], again["codes"])
@@ -63,9 +66,12 @@ def test_series(small):
     np.testing.assert_array_equal(results.information_step, config.information_steps())
     assert (results.series["train_accuracy"][..., -1] > results.series["train_accuracy"][..., 0]).all()
     assert (results.information["nhsic_zy"] <= 9 + 1e-3).all()
-    # Labels are in the features to some degree, and shuffled pairs are not.
+    # Labels are in the features to some degree, and shuffled pairs are not: with 26 samples a class, what is said of
+    # these may even be too far below zero to pass.
     found = results.information
-    assert (found["mi_zy_compression"][..., -1] > found["mi_zy_compression_null"][..., -1]).all()
+    null = np.nan_to_num(found["mi_zy_compression_null"][..., -1], nan=0.0)
+    assert (found["mi_zy_compression"][..., -1] > np.maximum(null, 0)).all()
+    assert (null < 0.3).all()
 
 
 def test_one_curve(small):
@@ -114,8 +120,22 @@ def test_models_are_kept(small):
         collapse.load_models(config, folder / "none")
 
 
+def test_models_and_series_of_another_run_are_refused(small, tmp_path):
+    _, config, folder = small
+    for path in folder.iterdir():
+        if path.is_file() and path.name != ".lock":
+            shutil.copy(path, tmp_path)
+    other = dataclasses.replace(config, num_steps=100)
+    identity = {**read_identity(tmp_path), "config": json.loads(json.dumps(dataclasses.asdict(other)))}
+    kept = {"identity": identity, "digest": digest_of(identity)}
+    (tmp_path / "identity.json").write_text(json.dumps(kept))  # of a run whose files were replaced
+    for read, name in ((collapse.load_models, "models.ckpt"), (collapse.load_partial, "series.npz")):
+        with pytest.raises(ValueError, match=f"{name} belongs to another run"):
+            read(other, tmp_path)
+
+
 def test_margins_of_convolutional_networks(small):
-    config = dataclasses.replace(small[1], network="cnn", num_seen=60)
+    config = dataclasses.replace(small[1], network="cnn", num_seen=60, batch_size=60)
     data = load("glyphs", num_train=60, num_test=60)
     models = initial_models(jnp.zeros((2, 2), jnp.uint32), 1.0, "cnn", {"width": 32})
     found = margins_of(config, data, models)
@@ -123,19 +143,61 @@ def test_margins_of_convolutional_networks(small):
     np.testing.assert_array_equal(found["margin_1_unseen"][0], found["margin_1_unseen"][1])
 
 
-def test_a_seed_that_diverged_does_not_hide_the_others(small):
-    results, _, _ = small
-    series = {name: values.copy() for name, values in results.series.items()}
-    for values in series.values():
-        values[0, 0] = np.nan
-    figure = collapse.draw(results._replace(series=series))
-    line = figure.axes[0].lines[0].get_ydata()
-    np.testing.assert_allclose(line[-1], results.series["test_accuracy"][0, 1, -1])
+def with_a_diverged_seed(small):
+    """The first network of the first decay is not finite from the third observation on; accuracies look plausible."""
+    results, config, _ = small
+    flat = {
+        **results.series,
+        **{name: np.full(results.series["train_loss"].shape, 0.5) for name in results.information},
+    }
+    flat = {name: values.reshape(4, -1).copy() for name, values in flat.items()}
+    flat["train_loss"][0, 2:] = np.inf
+    margins = {name: values.reshape(4, *values.shape[2:]) for name, values in results.margins.items()}
+    margins = masked(margins, np.array([False, True, True, True]))
+    for diverged_at in (np.array([9, -1, -1, -1]), None):  # after training, and under way
+        yield collapse._assemble(config, results.data, results.time_step, flat, margins, diverged_at, {})
+
+
+def test_a_seed_that_diverged_is_left_out_and_named(small):
+    results, config, _ = small
+    for found, step in zip(with_a_diverged_seed(small), (9, results.time_step[2]), strict=True):
+        for name, values in found.series.items():
+            assert np.isfinite(values[0, 0, :2]).all(), name
+            assert np.isnan(values[0, 0, 2:]).all(), name
+            np.testing.assert_array_equal(values[0, 1], results.series[name][0, 1])
+        later = found.information_step >= results.time_step[2]
+        np.testing.assert_array_equal(np.isnan(found.information["nhsic_zx"][0, 0]), later)
+        np.testing.assert_array_equal(found.diverged_at, [[step, -1], [-1, -1]])
+        assert f"left out: weight decay 0.3 seed 42 at step {step} (3 of 4" in collapse.headline(found)
+        figure = collapse.draw(found)
+        line = figure.axes[0].lines[0].get_ydata()
+        np.testing.assert_allclose(line[-1], results.series["test_accuracy"][0, 1, -1])
+        row = collapse.table(found)[1]
+        assert row[-3] == f"{results.series['test_accuracy'][0, 1, -1]:.4f} (1 of 2)"
+        times = crossings(config, found.series, found.time_step)
+        whole = crossings(config, results.series, results.time_step)
+        assert times["diverged"].tolist() == [[True, False], [False, False]]
+        assert np.isnan(times["fitted"][0, 0])
+        np.testing.assert_array_equal(times["fitted"][1], whole["fitted"][1])
+        assert " of 1" in row[5]  # one network could have crossed
+
+
+def test_names_of_axes_fit_every_array(small):
+    results, config, _ = small
+    arrays = collapse.arrays(results)
+    lengths = {"weight_decays": 2, "seeds": 2, "times": len(results.time_step), "coordinates": 2}
+    lengths["information_times"] = len(results.information_step)
+    for name, axes in axes_of(arrays, collapse.AXES).items():
+        known = [(lengths[axis], size) for axis, size in zip(axes, arrays[name].shape, strict=True) if axis in lengths]
+        assert len(known) >= 1
+        assert all(wanted == size for wanted, size in known), name
 
 
 def test_figures_of_nothing(small):
     results, config, _ = small
     nan = {name: np.full_like(values, np.nan) for name, values in results.series.items()}
+    no_decay = {"margins": {name: values[:1] for name, values in results.margins.items()}}
+    no_decay["diverged_at"] = results.diverged_at[:1]
     no_steps = {name: values[..., :0] for name, values in results.information.items()}
     diverged = results._replace(series=nan, information={}, margins={})
     begun = results._replace(
@@ -149,6 +211,7 @@ def test_figures_of_nothing(small):
         config=dataclasses.replace(config, weight_decays=(0.0,)),
         series={name: values[:1] for name, values in results.series.items()},
         information={name: values[:1] for name, values in results.information.items()},
+        **no_decay,
     )
     for shown in (diverged, begun, without):
         figure = collapse.draw(shown)
@@ -161,13 +224,21 @@ def test_crossings(small):
     results, config, _ = small
     steps = np.asarray([0, 10, 20, 40])
     curves = np.asarray([[[0.1, 0.5, 1.0, 1.0], [0.1, 0.2, 0.3, 0.4]]])
-    found = crossings(config, {"train_accuracy": curves, "test_accuracy": curves, "rnc1_score": 1 - curves}, steps)
+    found = crossings(
+        config,
+        {"train_accuracy": curves, "test_accuracy": curves, "rnc1_score": 1 - curves, "train_loss": curves},
+        steps,
+    )
     np.testing.assert_array_equal(found["fitted"], [[20, np.nan]])
     np.testing.assert_array_equal(found["collapsed"], [[20, np.nan]])
     np.testing.assert_array_equal(found["delay"], [[0, np.nan]])
     # Features that lie together before the network has fitted have not collapsed.
     early = np.asarray([[[0.01, 0.5, 0.5, 0.05]]])
-    found = crossings(config, {"train_accuracy": curves[:, :1], "test_accuracy": early, "rnc1_score": early}, steps)
+    found = crossings(
+        config,
+        {"train_accuracy": curves[:, :1], "test_accuracy": early, "rnc1_score": early, "train_loss": early},
+        steps,
+    )
     np.testing.assert_array_equal(found["collapsed"], [[40]])
     np.testing.assert_array_equal(found["delay"], [[20]])
     assert median_delay(np.asarray([20.0, np.nan]), np.asarray([30.0, np.nan]), 100).value == 30
@@ -177,11 +248,12 @@ def test_crossings(small):
     decays = np.asarray([0.3, 0.1, 0.0])[:, None] * np.ones((1, 2))
     times = np.where(decays > 0, 100 / np.where(decays > 0, decays, 1.0), np.nan) * np.asarray([[1.0, 1.01]])
     exact = {"collapsed": times, "fitted": np.full((3, 2), 10.0), "delay": times - 10}
+    exact["diverged"] = np.zeros((3, 2), bool)
     config = dataclasses.replace(config, weight_decays=(0.3, 0.1, 0.0))  # no decay has no place on a line of logarithms
     said = crossing_slope(config, exact, 10**6)
     assert "collapse time goes as (weight decay)^(-1.00" in said
     assert "delay after fitting goes as (weight decay)^(-1.02" in said
-    never = dict.fromkeys(exact, np.full((3, 2), np.nan))
+    never = dict.fromkeys(exact, np.full((3, 2), np.nan)) | {"diverged": exact["diverged"]}
     assert "no slope" in crossing_slope(config, never, 100)
 
 
@@ -207,22 +279,23 @@ TINY = ["--weight-decays", "0.3", "0.03", "--seeds", "42", "43", "--num-steps", 
 TINY += ["--num-train", "120", "--num-test", "60", "--width", "8", "--num-information", "0"]
 
 
-def test_command_line_sets_earlier_parts_aside(tmp_path, capsys, monkeypatch):
+def test_command_line_goes_on(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(command, "cache_folder", lambda: tmp_path / "cache")
-    arguments = ["collapse", *TINY, "--out", str(tmp_path), "--silent"]
+    arguments = ["collapse", *TINY, "--out", str(tmp_path / "out"), "--silent"]
     assert cli.main(arguments) == 0
     assert "2 weight decays x 2 seeds, 20 steps" in capsys.readouterr().out
-    assert {path.suffix for path in tmp_path.glob("collapse.*")} == {".pdf", ".png", ".npz", ".json"}
-    description = json.loads((tmp_path / "collapse.json").read_text())
+    (out,) = (tmp_path / "out").iterdir()
+    assert {path.suffix for path in out.glob("collapse.*")} == {".pdf", ".png", ".npz", ".json"}
+    description = json.loads((out / "collapse.json").read_text())
     assert description["config"]["weight_decays"] == [0.3, 0.03]
-    with np.load(tmp_path / "collapse.npz") as first:
+    with np.load(out / "collapse.npz") as first:
         kept = dict(first)
     assert kept["rnc1_score"].shape == (2, 2, len(observation_steps(20)))
+    assert json.loads(str(kept["axes"]))["rnc1_score"] == ["weight_decays", "seeds", "times"]
     assert cli.main([*arguments, "--resume"]) == 0
-    with np.load(tmp_path / "collapse.npz") as again:
+    with np.load(out / "collapse.npz") as again:
         np.testing.assert_array_equal(kept["rnc1_score"], again["rnc1_score"])
-    assert cli.main(arguments) == 0  # by mistake without --resume: nothing is lost
-    assert (tmp_path / ".collapse-parts-before" / "models.ckpt").exists()
+    assert (out / "parts" / "models.ckpt").exists()
 
 
 def tiny(**options):
@@ -248,7 +321,7 @@ def test_a_sweep_of_convolutional_networks():
 
 
 def test_bad_input_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="`seeds` must be different numbers"):
+    with pytest.raises(ValueError, match="`seeds` must be different from each other"):
         collapse.Config(seeds=(1, 1))
     with pytest.raises(ValueError, match="`smoothing` must be positive"):
         collapse.Config(smoothing=0.0)
@@ -259,17 +332,21 @@ def test_bad_input_is_refused(tmp_path):
 
 
 def test_an_interrupted_sweep_keeps_its_beginning(tmp_path):
-    path = tmp_path / "series.npz"
     records = lambda step: {"observed": {"rnc1_score": np.full(4, step), "dear": {"nhsic_zx": np.zeros(4)}}}  # noqa: E731
-    first = collapse._Keeper(path)
-    for step in range(20):
-        first(step, records(step))
-    later = collapse._Keeper(path)  # another process, from a checkpoint of step 15
-    for step in range(15, 35):
-        later(step, records(step))
-    with np.load(path) as kept:
+    with Parts(tmp_path, {}) as parts:
+        first = collapse._Keeper(parts)
+        for step in range(20):
+            first(step, records(step))
+    with Parts(tmp_path, {}) as parts:
+        later = collapse._Keeper(parts)  # another process, from a checkpoint of step 15
+        for step in range(15, 35):
+            later(step, records(step))
+        kept = parts.load("series")
         np.testing.assert_array_equal(kept["time_step"], np.arange(35))
         np.testing.assert_array_equal(kept["rnc1_score"], np.tile(np.arange(35), (4, 1)))
+        np.savez(tmp_path / "series.npz", **kept)
+        with pytest.raises(ValueError, match=r"series\.npz belongs to another run"):
+            collapse._Keeper(parts)(15, records(15))
 
 
 def test_information_is_measured_as_often_as_asked():

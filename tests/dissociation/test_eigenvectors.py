@@ -2,11 +2,16 @@ import dataclasses
 import warnings
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from dissociation.figures import eigenvector_tables as tables
 from dissociation.figures import eigenvectors
+from dissociation.figures.artifacts import axes_of
+from dissociation.figures.eigenvector_measures import top_similarity
+from dissociation.figures.seeds import masked
+from dissociation.spectral import Spectrum
 
 KEY = jax.random.PRNGKey(3)
 
@@ -21,7 +26,7 @@ def small(tmp_path_factory):
 def test_similarity(small):
     results, config, _ = small
     for size, measures in results.similarity.items():
-        pairs = 3 if size == config.reference else 9  # nobody with itself
+        pairs = 3 if size == config.reference else 9  # no network with itself
         for by in ("magnitude", "positive", "negative", "matched"):
             assert measures[by].shape == (pairs, 10, 5)
         # The best matching is at least as good as matching equal ranks.
@@ -44,6 +49,63 @@ def test_intervals(small):
         for mean, low, high in (honest, published):
             assert (low <= mean + 1e-6).all()
             assert (mean <= high + 1e-6).all()
+
+
+def test_networks_that_diverged_are_left_out_and_named(small):
+    results, config, _ = small
+    # The last of the reference size's three networks, and the first of the other size's.
+    diverged_at = {12: np.array([5, -1, -1]), 24: np.array([-1, -1, 9])}
+    similarity, pairs = {}, results.pairs
+    for size, measures in results.similarity.items():
+        gone = (diverged_at[size][pairs[size][0]] >= 0) | (diverged_at[24][pairs[size][1]] >= 0)
+        similarity[size] = masked(measures, ~gone)
+        assert (~gone).sum() == (1 if size == 24 else 4)
+    left = {size: masked({"full": results.full_error[size], **results.error[size]}, diverged_at[size] < 0)
+            for size in config.sizes}  # fmt: skip
+    found = results._replace(
+        similarity=similarity,
+        diverged_at=diverged_at,
+        full_error={size: part.pop("full") for size, part in left.items()},
+        error=left,
+    )
+    for resample in (True, False):
+        mean, low, high = eigenvectors.intervals(found, 12, resample=resample)
+        kept = results.similarity[12]["magnitude"][[3, 4, 6, 7]]
+        np.testing.assert_allclose(mean, kept.mean((0, 1)), rtol=1e-5)
+        assert ((low <= mean + 1e-6) & (mean <= high + 1e-6)).all()
+    rows = eigenvectors.table(found)
+    assert [row[2].endswith("(2 of 3)") for row in rows[1:]] == [True, True]
+    assert "nan" not in "".join(sum(rows, []))
+    assert tables.accuracy_table(found)[1][1] == "2 of 3"
+    headline = eigenvectors.headline(found)
+    assert headline.endswith("size 12 seed 0 at step 5, size 24 seed 2 at step 9 (4 of 6 networks remain)")
+    figure = eigenvectors.draw(found)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        figure.canvas.draw()
+
+
+def test_top_similarity_is_of_networks_that_did_not_diverge(small):
+    results, config, _ = small
+    rng = np.random.default_rng(0)
+    vectors = np.linalg.qr(rng.normal(size=(3, 10, 8, 8)))[0]
+    stacked = jax.vmap(lambda own: Spectrum(jnp.ones((10, 8)), own, False))(jnp.asarray(vectors, jnp.float32))
+    spectra = {size: {"magnitude": stacked} for size in config.sizes}
+    for kept in ([True, True, True], [True, False, True]):
+        alive = {size: np.array(kept) for size in config.sizes}
+        top = top_similarity(config, spectra, alive)["top"]
+        first = np.abs(np.einsum("aci,bci->abc", vectors[:, :, 0], vectors[:, :, 0])).mean(2)[np.ix_(kept, kept)]
+        np.testing.assert_allclose(top[1, 1], first[np.triu_indices(len(first), 1)].mean(), rtol=1e-5)
+        np.testing.assert_allclose(top[0, 1], first.mean(), rtol=1e-5)
+
+
+def test_names_of_axes_fit_every_array(small):
+    results, config, _ = small
+    arrays = eigenvectors.arrays(results)
+    lengths = {"seeds": 3, "epochs": config.num_epochs + 1, "classes": 10, "sizes": 2, "pixels": 784, "norms": 7}
+    for name, axes in axes_of(arrays, eigenvectors.AXES).items():
+        for axis, size in zip(axes, arrays[name].shape, strict=True):
+            assert size == lengths.get(axis, size), name
 
 
 def test_truncation(small):

@@ -4,16 +4,18 @@ import dataclasses
 import json
 import warnings
 
+import equinox as eqx
 import jax
+import jaxtyping
 import numpy as np
 import pytest
 
 from dissociation import cli
-from dissociation.figures import command, robustness, transfer
-from dissociation.figures.artifacts import Parts
+from dissociation.figures import collapse, command, eigenvectors, members, robustness, transfer
+from dissociation.figures.artifacts import Parts, axes_of
 
 KEY = jax.random.PRNGKey(5)
-SMALL = {"num_seeds": 2, "num_epochs": 4, "num_train": 600, "num_test": 150, "width": 48}
+SMALL = {"num_seeds": 2, "num_epochs": 30, "num_train": 600, "num_test": 150, "width": 48}
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +43,7 @@ def test_rewrites_of_neurons_leave_the_input_noise_curve_where_it_was(noise):
 def test_noise_on_parameters_tells_them_apart(noise):
     results, *_ = noise
     trained, scaled = results.parameter_error["trained"], results.parameter_error["scaled"]
-    assert results.parameter_error["trained"].shape == (6, 2)
+    assert trained.shape == scaled.shape == (2, 6)
     assert (scaled - trained).max() > 0.1
     assert "published_null" not in results.parameter_error
 
@@ -62,23 +64,76 @@ def test_finished_parts_are_used_again_and_others_refused(noise):
     again = robustness.compute(config, key=KEY, folder=folder)
     assert before == {path: path.stat().st_mtime_ns for path in before}
     jax.tree.map(np.testing.assert_array_equal, robustness.arrays(results), robustness.arrays(again))
-    with pytest.raises(ValueError, match="whose config differ"):
+    with pytest.raises(ValueError, match="whose null_scale differ"):
         robustness.compute(dataclasses.replace(config, null_scale=0.2), key=KEY, folder=folder)
     with pytest.raises(ValueError, match="whose key differ"):
         robustness.compute(config, key=jax.random.PRNGKey(6), folder=folder)
 
 
 def test_a_part_is_kept_as_soon_as_it_is_done(tmp_path):
-    parts = Parts(tmp_path / "parts", {"config": {"a": 1}})
-    np.testing.assert_array_equal(parts.get("one", lambda: {"x": np.arange(3)})["x"], [0, 1, 2])
-    again = Parts(tmp_path / "parts", {"config": {"a": 1}})
+    with Parts(tmp_path / "parts", {"config": {"a": 1}}) as parts:
+        np.testing.assert_array_equal(parts.get("one", lambda: {"x": np.arange(3)})["x"], [0, 1, 2])
 
     def never():
         raise AssertionError("computed twice")
 
-    np.testing.assert_array_equal(again.get("one", never)["x"], [0, 1, 2])
+    with Parts(tmp_path / "parts", {"config": {"a": 1}}) as again:
+        np.testing.assert_array_equal(again.get("one", never)["x"], [0, 1, 2])
     assert again.seconds["one"] == parts.seconds["one"]
-    assert Parts(None, {}).get("one", lambda: {"x": np.ones(1)})["x"] == 1
+    with Parts(None, {}) as nowhere:
+        assert nowhere.get("one", lambda: {"x": np.ones(1)})["x"] == 1
+
+
+def test_a_folder_of_parts_has_one_user_at_a_time(tmp_path):
+    with Parts(tmp_path, {"a": 1}), pytest.raises(OSError, match="is in use by process"), Parts(tmp_path, {"a": 1}):
+        pass
+    with pytest.raises(ValueError, match="whose a differ"), Parts(tmp_path, {"a": 2}):
+        pass
+    with Parts(tmp_path, {"a": 1}):  # free again after a use and after a refusal
+        pass
+
+
+@pytest.fixture
+def one_diverges(monkeypatch):
+    """The second of the seeds diverges at step 7, in the second epoch."""
+    real = members.fit_mnist
+
+    def fit_mnist(**options):
+        trained = real(**options)
+        models = jax.tree.map(lambda leaf: leaf.at[1].set(np.nan) if eqx.is_array(leaf) else leaf, trained.models)
+        observed = {name: values.copy() for name, values in trained.history.observed.items()}
+        observed["test_loss"][1, 2:] = np.nan  # and the test error stays what it was: that of a class
+        history = trained.history._replace(observed=observed)
+        return trained._replace(models=models, history=history, diverged_at=np.array([-1, 7]))
+
+    monkeypatch.setattr(members, "fit_mnist", fit_mnist)
+
+
+def test_a_network_that_diverged_is_left_out_and_named(noise, one_diverges, tmp_path):
+    results, config, _ = noise
+    found = robustness.compute(config, key=KEY, folder=tmp_path)
+    for kind in ("input_error", "parameter_error", "clean_error"):
+        for name, values in getattr(found, kind).items():
+            assert np.isnan(values[1]).all()
+            np.testing.assert_array_equal(values[0], getattr(results, kind)[name][0])
+    np.testing.assert_array_equal(np.isnan(found.test_error), [[False] * 5, [False] * 2 + [True] * 3])
+    assert found.certificates["scaled"]["num_inputs"] == 150
+    assert found.certificates["scaled"]["max_abs_change"] <= results.certificates["scaled"]["max_abs_change"]
+    assert robustness.headline(found).endswith("diverged and left out: seed 1 at step 7 (1 of 2 networks remain)")
+    assert "diverged" not in robustness.headline(results)
+    row = robustness.table(found)[1]
+    assert row[1] == f"{100 * results.clean_error['trained'][0]:.2f} % (1 of 2)"
+    lines = robustness.draw(found).axes[0].lines
+    np.testing.assert_allclose(lines[0].get_ydata(), results.input_error["trained"][0])
+
+
+def test_networks_that_all_diverged_are_an_error(one_diverges):
+    config = robustness.Config(**{**SMALL, "num_seeds": 1})
+    with pytest.MonkeyPatch.context() as patch:
+        real = members.fit_mnist
+        patch.setattr(members, "fit_mnist", lambda **options: real(**options)._replace(diverged_at=np.array([3])))
+        with pytest.raises(ValueError, match="All 1 networks diverged, at step 3"):
+            robustness.compute(dataclasses.replace(config, num_seeds=2), key=KEY)
 
 
 def test_noise_figure_is_as_specified(noise):
@@ -103,13 +158,13 @@ def test_transfer_curves_and_figure(transferred):
     for task, chance in (("rotation", 0.75), ("coarse", 0.9)):
         curves = results.transfer_error[task]["converged"]
         assert curves["trained"].shape == (2, 2)
-        assert curves["trained"][-1].mean() < chance - 0.1
+        assert curves["trained"][:, -1].mean() < chance - 0.1
         # Standardised features forget a common factor, so the converged probe cannot see the scaling.
         np.testing.assert_allclose(curves["scaled"], curves["trained"], atol=2 / 75)
     # With a limited number of steps it is the rate that sees it: the trained network's features are 20 times smaller,
     # so a rate that is stable for the scaled ones leaves them where they began.
     one_rate = results.transfer_error["rotation"]["one_rate"]
-    assert one_rate["trained"][-1].mean() > one_rate["scaled"][-1].mean() + 0.1
+    assert one_rate["trained"][:, -1].mean() > one_rate["scaled"][:, -1].mean() + 0.1
     figure = transfer.draw(results)
     assert figure.axes[0].get_ylim() == (0, 1)
     assert figure.axes[2].get_xlabel() == "sample budget (log)"
@@ -117,7 +172,38 @@ def test_transfer_curves_and_figure(transferred):
     assert [len(axes.lines) for axes in figure.axes] == 4 * [4]
 
 
-def test_command_line_writes_everything_and_resumes(tmp_path, capsys, monkeypatch):
+def test_transfer_leaves_out_a_network_that_diverged(one_diverges, monkeypatch):
+    config = transfer.Config(**SMALL, num_budgets=2, num_splits=3, num_zero=6)
+    curves = np.array([[0.5, 0.25], [0.75, 0.75]], np.float32)  # what the probes find on the stand-in too
+
+    def probe(config, fractions, probe, task, variants, name, models, keys):
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(eqx.filter(models, eqx.is_array)))
+        return {"error": curves}
+
+    monkeypatch.setattr(transfer, "_curves", probe)
+    certificate = {"clean_error": np.ones(2), "max_abs_change": np.ones(2), "changed_predictions": np.array([3, 4])}
+    monkeypatch.setattr(transfer, "measure_members", lambda *_: dict(certificate))
+    found = transfer.compute(config, key=KEY)
+    for probes in found.transfer_error.values():
+        for values in probes["converged"].values():
+            np.testing.assert_array_equal(values, [[0.5, 0.25], [np.nan, np.nan]])
+    assert transfer.table(found)[1][1:3] == ["25.00 % (1 of 2)"] * 2
+    assert transfer.table(found)[1][-1] == "3"
+    assert "seed 1 at step 7" in transfer.headline(found)
+    line = transfer.draw(found).axes[0].lines[0].get_ydata()
+    np.testing.assert_allclose(line, [0.5, 0.25])
+
+
+def test_names_of_axes_fit_every_array(noise, transferred):
+    for figure, results in ((robustness, noise[0]), (transfer, transferred)):
+        arrays = figure.arrays(results)
+        axes = axes_of(arrays, figure.AXES)
+        lengths = {"seeds": 2, "epochs": 5, "scales": 6, "budgets": 2}
+        for name, array in arrays.items():
+            assert array.shape == tuple(lengths[axis] for axis in axes[name]), name
+
+
+def test_command_line_writes_everything_and_goes_on(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(command, "cache_folder", lambda: tmp_path / "cache")
     # The sizes of the fixture: nothing to compile again.
     sizes = [word for name, value in SMALL.items() for word in (f"--{name.replace('_', '-')}", str(value))]
@@ -126,26 +212,71 @@ def test_command_line_writes_everything_and_resumes(tmp_path, capsys, monkeypatc
     shown = capsys.readouterr()
     assert "input null-perturbed" in shown.out
     assert "compiling" in shown.out
-    out = tmp_path / "out"
+    (out,) = (tmp_path / "out").iterdir()
     assert {path.suffix for path in out.glob("noise-robustness.*")} == {".pdf", ".png", ".npz", ".json"}
     arrays = np.load(out / "noise-robustness.npz")
-    assert arrays["input_error_scaled"].shape == (2, 6)
-    assert arrays["parameter_error_scaled"].shape == (6, 2)
+    assert arrays["input_error_scaled"].shape == arrays["parameter_error_scaled"].shape == (2, 6)
+    assert json.loads(str(arrays["axes"]))["parameter_error_scaled"] == ["seeds", "scales"]
     description = json.loads((out / "noise-robustness.json").read_text())
     assert description["data"] == {"name": "glyphs", "num_train": 600, "num_test": 150}
     assert description["config"]["num_nuisance"] == 48
     assert description["certificates on the test images"]["scaled"]["changed_predictions"] == 0
     assert "jax" in description["environment"]
     assert cli.main([*arguments, "--silent", "--resume"]) == 0
-    assert not list(out.glob(".*-before"))
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [out.name]
     again = np.load(out / "noise-robustness.npz")
     np.testing.assert_array_equal(arrays["parameter_error_trained"], again["parameter_error_trained"])
 
 
-def test_command_line_names_what_is_wrong(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(command, "cache_folder", lambda: tmp_path / "cache")
-    with pytest.raises(SystemExit):
-        cli.main(["robustness", "--data", "cifar"])
-    assert "cifar" in capsys.readouterr().err
-    assert cli.main(["transfer", "--num-train", "0", "--out", str(tmp_path)]) == 1
-    assert "`num_train` must be at least 1, got 0" in capsys.readouterr().err
+WRONG = {
+    ("robustness", "transfer"): {
+        "num_seeds": [0, -1], "num_epochs": [-1], "num_train": [0], "num_test": [0], "width": [0], "data": ["cifar"],
+        "scale_factor": [0.0, -1.0, np.inf, np.nan], "duplicate_multiplier": [0.5, 0.0, np.nan],
+    },
+    ("robustness",): {"num_scales": [0, 1], "num_nuisance": [-1], "null_scale": [-0.1, np.nan]},
+    ("transfer",): {
+        "num_budgets": [0], "num_splits": [1], "gradient_steps": [0], "num_zero": [-1],
+        "probes": [(), ("gradient", "gradient"), ("other",)],
+    },
+    ("eigenvectors",): {
+        "sizes": [(), (300, 300), (0, 300)], "reference": [7], "num_seeds": [1], "num_large_seeds": [0], "large": [0],
+        "num_epochs": [0], "batch_size": [0], "weight_decay": [-1.0], "noise": [-1.0, np.nan], "num_ranks": [0],
+        "num_components": [0], "digit": [10, -1], "mask_norms": [(1.0, -1.0)], "num_certified": [0], "num_test": [0],
+        "data": ["cifar"],
+    },
+    ("collapse",): {
+        "weight_decays": [(), (-0.1,), (0.1, 0.1)], "seeds": [(), (-1,), (2**32,)], "num_steps": [0], "width": [0],
+        "num_seen": [0, 99], "optimizer": ["adam"], "network": ["rnn"], "data": ["cifar"], "num_information": [-1],
+        "classes": [(1, 1), (0, 10)], "accuracy_threshold": [1.0, -0.1], "code": [0], "learning_rate": [0.0],
+    },
+}  # fmt: skip
+MODULES = {"robustness": robustness, "transfer": transfer, "eigenvectors": eigenvectors, "collapse": collapse}
+
+
+@pytest.mark.parametrize(
+    ("figure", "name", "value"),
+    [
+        (figure, name, value)
+        for figures, wrong in WRONG.items()
+        for figure in figures
+        for name, values in wrong.items()
+        for value in values
+    ],
+)
+def test_settings_that_cannot_be_met_are_refused_at_once(figure, name, value, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # it knows some of the choices, too
+    with pytest.raises(ValueError, match="`(num_seen|batch_size|" + name + ")` must "):
+        MODULES[figure].Config(**{name: value})
+
+
+def test_settings_that_the_data_cannot_meet_are_refused_before_training(tmp_path, capsys):
+    for words, name in (
+        (["transfer", "--num-test", "20", "--num-train", "50"], "num_budgets"),
+        (["collapse", "--num-train", "50"], "num_seen"),
+        (["collapse", "--num-test", "5"], "num_neighbours"),
+    ):
+        assert cli.main([*words, "--out", str(tmp_path / "out")]) == 2
+        error = capsys.readouterr().err
+        assert f"`{name}` must " in error
+        assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()

@@ -6,7 +6,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
-from dissociation import checks, plotting, sharding
+from dissociation import checks, files, plotting, sharding
 from dissociation.member_map import map_members
 from dissociation.progress import open_meter
 from dissociation.schedule import log_spaced_steps, steps_per_epoch
@@ -87,14 +87,44 @@ def test_map_members_equals_a_loop(member_map, devices):
         jax.tree.map(lambda a, b, m=m: np.testing.assert_allclose(a[m], b, rtol=1e-6), mapped, alone)
 
 
-def test_band_is_mean_and_population_deviation():
-    curves = np.array([[1.0, 2.0], [3.0, 6.0]])
+@pytest.mark.parametrize("members", [2, 3, 7])
+def test_a_summary_is_that_of_the_members_that_are_finite(members):
+    values = np.random.default_rng(members).normal(size=(members + 2, 4)) + 1e6
+    values[1], values[3] = np.nan, np.inf
+    values[:, 3] = np.nan
+    rest = np.delete(values, (1, 3), 0)
+    mean, deviation, count = plotting.summarise(values)
+    assert count.tolist() == [members] * 3 + [0]
+    np.testing.assert_allclose(mean, [*rest.mean(0)[:3], np.nan], rtol=1e-15)
+    np.testing.assert_allclose(deviation, [*rest.std(0, ddof=1)[:3], np.nan], rtol=1e-9)
+    assert np.isnan(plotting.summarise(values[:1]).deviation).all()  # one member says nothing of the spread
+
+
+def test_band_is_mean_and_sample_deviation():
+    curves = np.array([[1.0, 2.0, 5.0], [3.0, 6.0, np.nan], [np.nan, 4.0, np.nan]])
     _, axes = plt.subplots()
-    plotting.band(axes, np.array([0.0, 1.0]), curves, label="a")
-    np.testing.assert_allclose(axes.lines[0].get_ydata(), [2, 4])
+    plotting.band(axes, np.array([0.0, 1.0, 2.0]), curves, label="a")
+    np.testing.assert_allclose(axes.lines[0].get_ydata(), [2, 4, 5])
     edges = axes.collections[0].get_paths()[0].vertices[:, 1]
-    assert {1.0, 3.0, 2.0, 6.0} <= set(edges.tolist())
+    np.testing.assert_allclose(np.unique(edges.round(6)), np.unique(np.round([2 - 2**0.5, 2, 2 + 2**0.5, 6], 6)))
     assert axes.collections[0].get_alpha() == 0.2
+    plt.close()
+
+
+def test_images_are_whole_or_not_there(tmp_path, monkeypatch):
+    figure = plt.figure(figsize=(1, 1))
+    paths = plotting.save_figure(figure, tmp_path / "deep" / "a.b")
+    assert [path.name for path in paths] == ["a.b.pdf", "a.b.png"]
+    before = [path.read_bytes() for path in paths]
+
+    def full(*_, **__):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(files.os, "fsync", full)
+    with pytest.raises(OSError, match="disk full"):
+        plotting.save_figure(figure, tmp_path / "deep" / "a.b")
+    assert [path.read_bytes() for path in paths] == before
+    assert len(list((tmp_path / "deep").iterdir())) == 2
     plt.close()
 
 
@@ -115,4 +145,30 @@ def test_checks_speak_one_language():
         checks.check_finite("x", np.array([[1.0], [np.nan]]))
     with pytest.raises(TypeError, match=r"`n` must be a Python integer \(it sets a shape\), got True"):
         checks.check_count("n", True)
+    for values in ((), (1, 1), ("a", "b", "a")):
+        with pytest.raises(ValueError, match="`names` must be different from each other, one at least"):
+            checks.check_distinct("names", values)
+    for seed in (-1, 2**32):
+        with pytest.raises(ValueError, match="`seed` must"):
+            checks.check_seed("seed", seed)
+    checks.check_seed("seed", 2**32 - 1)
     jax.jit(lambda x: checks.check_positive("x", x))(-1.0)  # traced: passes
+
+
+def test_padding_out_of_range_is_refused():
+    tree = {"x": jnp.zeros((3, 2)), "y": jnp.zeros(3), "name": "kept"}
+    for count in (0, -1, -4):
+        with pytest.raises(ValueError, match="`num_devices` must be at least 1"):
+            sharding.pad_members(tree, count)
+        with pytest.raises(ValueError, match="`num_members` must be at least 1"):
+            sharding.drop_padding(tree, count)
+    for count in (4, 99):
+        with pytest.raises(ValueError, match=f"`num_members` must be at most 3, the members of `tree`, got {count}"):
+            sharding.drop_padding(tree, count)
+    for count in (2.0, True):
+        with pytest.raises(TypeError, match="num_devices"):
+            sharding.pad_members(tree, count)
+    for bad in (jnp.zeros(()), jnp.zeros((0, 2)), jnp.zeros((4, 2))):
+        with pytest.raises(ValueError, match="`tree` must carry the same members"):
+            sharding.pad_members({**tree, "x": bad}, 2)
+    assert sharding.pad_members({"name": "kept"}, 2) == {"name": "kept"}

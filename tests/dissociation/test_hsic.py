@@ -97,7 +97,7 @@ def test_by_chance_is_the_mean_over_shuffled_pairs():
     error = draws.std(0) / 20
     assert (jnp.abs(draws.mean(0) - by_chance) < 4 * error + 1e-3).all()
     plane = information_plane(z, x, labels, key=keys[0], batch_size=40, num_passes=1)
-    np.testing.assert_allclose([plane.zx_null, plane.zy_null], by_chance, rtol=1e-4)
+    np.testing.assert_allclose([plane.zx_null, plane.zy_null], by_chance, rtol=5e-4)  # float32, summed in another order
     assert plane.zx_null > 0.9 * plane.zx  # what the measure alone does not tell
 
 

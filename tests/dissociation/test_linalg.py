@@ -219,7 +219,7 @@ def test_dtype_follows_the_input_and_wrong_arguments_are_named(unchecked):
         for dtype in (jnp.float32, jnp.float64):
             matrix = jnp.eye(3, dtype=dtype)
             assert psd_power(matrix, -0.5).dtype == nuclear_norm(matrix).dtype == centre(matrix).dtype == dtype
-    with pytest.raises(ValueError, match="`matrix` must be square"):
+    with pytest.raises(ValueError, match=r"`matrix` must be of shape \[d, d\], got shape \(2, 3\)"):
         psd_power(jnp.ones((2, 3)), 1.0)
     with pytest.raises(ValueError, match="`matrix` must have 2 axes"):
         nuclear_norm(jnp.ones(3))
@@ -227,3 +227,22 @@ def test_dtype_follows_the_input_and_wrong_arguments_are_named(unchecked):
         psd_power(jnp.eye(2), 1.0, rtol=-1.0)
     with pytest.raises(ValueError, match="`rtol` must be non-negative"):
         nuclear_norm(jnp.eye(2), rtol=-1.0)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("size", [1, 3, 40])
+def test_what_is_not_finite_stays_undefined(bad, size):
+    matrix = symmetric(np.linspace(1, 2, size)).astype(np.float32)
+    matrix[size // 2, 0] = bad
+    for power in (-0.5, 0, 2):
+        value, slope = jax.jvp(lambda m, p=power: psd_power(m, p), (jnp.asarray(matrix),), (jnp.ones((size, size)),))
+        assert np.isnan(value).all()
+        assert np.isnan(slope).all()
+    value, slope = jax.value_and_grad(nuclear_norm)(jnp.asarray(matrix))
+    assert np.isnan(value)
+    assert np.isnan(slope).all()
+    # Of a stack, the others are what they were.
+    stack = jnp.stack([jnp.eye(size), jnp.asarray(matrix)])
+    both = jax.vmap(lambda m: psd_power(m, 0.5))(stack)
+    np.testing.assert_allclose(both[0], np.eye(size), atol=1e-6)
+    assert np.isnan(both[1]).all()

@@ -75,8 +75,32 @@ def test_jit_and_vmap():
             TypeError,
             "with an activation",
         ),
+        (
+            # The identity on small numbers, and on large positive ones.
+            lambda: linear_head(
+                eqx.nn.MLP(6, 3, 8, 1, final_activation=lambda z: jnp.maximum(z, -1e6), key=jax.random.key(0))
+            ),
+            TypeError,
+            "with an activation",
+        ),
+        (lambda: signed_distance(Z[:, :5], W, B, 0, 1), (ValueError, TypeError), "features"),
     ],
 )
 def test_bad_input_is_refused(call, error, words):
     with pytest.raises(error, match=words):
         call()
+
+
+def test_traced_weights_that_span_nothing_give_nan():
+    for weights in (np.ones((2, 3)), np.zeros((2, 3))):
+        assert np.isnan(jax.jit(lambda w: signed_distance(np.ones((4, 3)), w, np.zeros(2), 0, 1))(weights)).all()
+    for factor in (2.0, 1.1, -3.7):
+        parallel = np.asarray([[0.1, 0.2, 0.7]], np.float32) * np.asarray([[1.0], [factor]], np.float32)
+        plane = jax.jit(lambda w: class_plane(w, np.zeros(2, np.float32), 0, 1))(parallel)
+        assert np.isnan(plane.basis[1]).all()
+
+
+def test_a_plane_prints_its_numbers():
+    shown = repr(class_plane(np.eye(2, dtype=np.float32), np.zeros(2, np.float32), 0, 1))
+    assert "0.707107" in shown
+    assert "f32" not in shown

@@ -1,10 +1,20 @@
 import jax
+import jaxtyping
 import numpy as np
 import pytest
 
+from dissociation.models.bilinear import BilinearNetwork
 from dissociation.models.mlp import MLP
 
 X = np.random.default_rng(0).normal(size=(5, 12)).astype(np.float32)
+
+
+@pytest.fixture
+def unchecked():
+    """As users run it: our own errors, not the type checker's."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.mark.parametrize("last_activation", [True, False])
@@ -40,3 +50,12 @@ def test_initialisation_is_pytorchs():
 def test_bad_input_is_refused(options, words):
     with pytest.raises(ValueError, match=words):
         MLP(**options, key=jax.random.key(0))
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("model", [MLP, BilinearNetwork])
+def test_a_batch_is_refused(model):
+    # A square batch would pass through the bilinear network as columns.
+    for batch in (X, X.T, np.zeros((12, 12), np.float32), np.float32(1)):
+        with pytest.raises(ValueError, match="`x` must have 1 axes"):
+            model(12, 8, key=jax.random.key(0))(batch)

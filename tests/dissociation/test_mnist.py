@@ -1,9 +1,11 @@
+import contextlib
 import functools
 import gzip
 import hashlib
 import http.server
 import os
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -77,6 +79,20 @@ def test_environment_variable_and_its_subfolder(small, tmp_path, monkeypatch, su
     assert mnist.mnist_data()[0].shape == (12, 784)
 
 
+@pytest.mark.parametrize("place", ["nowhere", "empty", "file"])
+def test_an_environment_variable_that_names_nothing_is_an_error(small, tmp_path, monkeypatch, place):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    write(tmp_path / "cache", small)  # not taken in its stead
+    monkeypatch.setenv(mnist.ENVIRONMENT_VARIABLE, str(tmp_path / place))
+    with pytest.raises(FileNotFoundError, match="`DISSOCIATION_DATA` must hold train-images-idx3-ubyte") as caught:
+        mnist.mnist_data()
+    assert str(tmp_path / place) in str(caught.value)
+    assert ("no folder" in str(caught.value)) == (place != "empty")
+    monkeypatch.setenv(mnist.ENVIRONMENT_VARIABLE, "")  # as good as unset
+    assert mnist.mnist_data()[0].shape == (12, 784)
+
+
 def test_argument_comes_first(small, tmp_path, monkeypatch):
     write(tmp_path / "env", small)
     monkeypatch.setenv(mnist.ENVIRONMENT_VARIABLE, str(tmp_path / "env"))
@@ -108,7 +124,7 @@ def test_every_fault_is_named(small, tmp_path, damage, message):
 def test_offline_names_three_ways_out(small, tmp_path):
     with pytest.raises(ConnectionError, match=r"folder=.*DISSOCIATION_DATA.*--data glyphs"):
         mnist.mnist_data()
-    assert not list((tmp_path / "cache").rglob("*ubyte*"))
+    assert not (tmp_path / "cache").exists()
 
 
 class Handler(http.server.SimpleHTTPRequestHandler):
@@ -145,7 +161,63 @@ def test_damaged_download_leaves_nothing(small, tmp_path, server, monkeypatch):
     monkeypatch.setattr(mnist, "MIRRORS", (f"{server}/bad/",))
     with pytest.raises(ConnectionError, match="truncated"):
         mnist.mnist_data()
-    assert not list((tmp_path / "cache").iterdir())
+    assert not (tmp_path / "cache").exists()
+
+
+class Slow(Handler):
+    """Sends a byte now and then: no single read ever waits for long."""
+
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("Content-Length", "1000000")
+        self.end_headers()
+        with contextlib.suppress(OSError):
+            while True:
+                self.wfile.write(b"x")
+                time.sleep(0.05)
+
+
+@pytest.fixture
+def slow_mirror(monkeypatch):
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Slow) as running:
+        running.daemon_threads = True
+        threading.Thread(target=running.serve_forever, daemon=True).start()
+        monkeypatch.setattr(mnist, "MIRRORS", (f"http://127.0.0.1:{running.server_port}/",))
+        yield
+        running.shutdown()
+
+
+def test_a_slow_mirror_has_its_time(small, tmp_path, slow_mirror, monkeypatch):
+    monkeypatch.setattr(mnist, "DOWNLOAD_SECONDS", 0.5)
+    began = time.perf_counter()
+    with pytest.raises(ConnectionError, match=r"not done after 0\.5 s"):
+        mnist.mnist_data()
+    assert time.perf_counter() - began < 5
+    assert not (tmp_path / "cache").exists()
+
+
+def test_an_aborted_download_leaves_nothing(small, tmp_path, slow_mirror, monkeypatch):
+    def interrupt(thread, timeout):
+        time.sleep(0.2)
+        assert list((tmp_path / "cache").iterdir())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "join", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        mnist._download("train-images-idx3-ubyte")
+    monkeypatch.undo()
+    assert not (tmp_path / "cache").exists()
+
+
+def test_what_a_killed_download_left_is_removed_by_the_next(small, tmp_path, monkeypatch):
+    old, new = (tmp_path / "cache" / f"{mnist._SCRATCH}{name}" for name in ("old", "new"))
+    for folder in (old, new):
+        folder.mkdir(parents=True)
+        (folder / "half").write_bytes(b"1")
+    os.utime(old, (0, 0))
+    with pytest.raises(ConnectionError):
+        mnist.mnist_data()
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [new.name]  # perhaps of a process beside this one
 
 
 @pytest.mark.skipif(mnist.ENVIRONMENT_VARIABLE not in os.environ, reason="needs the MNIST files")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import KFold
+from sklearn.model_selection import StratifiedKFold as KFoldByClass
 from threadpoolctl import threadpool_limits
 
 from dissociation.metrics import probes, softmax_solver
@@ -74,16 +75,16 @@ def sklearn_folds(x, y, num_splits, ridge):
 )
 def test_equals_sklearn_on_the_same_folds(size, classes, num_splits, ridge):
     x, y = make_data(*size, classes)
-    fit = probes.crossval_softmax_fit(x, y, num_splits, ridge=ridge)
+    fit = probes.crossval_softmax_fit(x, y, num_splits, ridge=ridge, folds="contiguous")
     chances, losses = sklearn_folds(x, y, num_splits, ridge)
     np.testing.assert_allclose(fit.losses, losses, rtol=RTOL)
     np.testing.assert_allclose(fold_losses(x, y, fit, num_splits, ridge), losses, rtol=RTOL)
     assert fit.converged.all()
     # Probabilities move with the square root of the loss: against a peer solved to 1e-9 ours is solved further, too.
-    tight = probes.crossval_softmax_fit(x, y, num_splits, ridge=ridge, tol=1e-6)
+    tight = probes.crossval_softmax_fit(x, y, num_splits, ridge=ridge, tol=1e-6, folds="contiguous")
     np.testing.assert_allclose(tight.probabilities, chances, atol=0.01)
     # Negative control: the same comparison sees a factor of two in the penalty.
-    other = probes.crossval_softmax_fit(x, y, num_splits, ridge=2 * ridge)
+    other = probes.crossval_softmax_fit(x, y, num_splits, ridge=2 * ridge, folds="contiguous")
     assert (fold_losses(x, y, other, num_splits, ridge) > losses * (1 + 10 * RTOL)).all()
 
 
@@ -91,7 +92,7 @@ def test_stationary_in_float64():
     """The conditions of the minimum hold: residuals orthogonal to the features up to the ridge, and of mean zero."""
     x, y = make_data(dtype=np.float64)
     with jax.enable_x64(True):
-        fit = probes.crossval_softmax_fit(x, y, 5, ridge=0.3, tol=1e-14)
+        fit = probes.crossval_softmax_fit(x, y, 5, ridge=0.3, tol=1e-14, folds="contiguous")
         assert fit.probabilities.dtype == jnp.float64
         fit = jax.tree.map(np.asarray, fit)
     assert fit.converged.all()
@@ -109,7 +110,7 @@ def test_gradient_and_curvature_of_the_loss():
     """The gradient by hand equals differentiation, the loss's own finite differences and a dense standardisation."""
     x, y = make_data(40, 5, 3, dtype=np.float64)
     with jax.enable_x64(True):
-        ids = softmax_solver.fold_of_samples(40, 4, jnp.asarray(40, jnp.int32), None)
+        ids = fold_of(40, 4)
         problem, _, _ = softmax_solver.build(jnp.asarray(x), jnp.asarray(y), ids, jnp.asarray(0.7), 4)
         weights = jnp.asarray(np.random.default_rng(1).normal(size=(4, 3, 6)))
 
@@ -125,6 +126,11 @@ def test_gradient_and_curvature_of_the_loss():
     for fold, (train, _) in enumerate(KFold(4).split(x)):
         dense = standardised(x, train) @ np.asarray(weights)[fold, :, :-1].T + np.asarray(weights)[fold, :, -1]
         np.testing.assert_allclose(logits[fold].T, dense, atol=1e-10)
+
+
+def fold_of(labels, num_splits, count=None, key=None, folds="contiguous"):
+    labels = jnp.zeros(labels, int) if isinstance(labels, int) else jnp.asarray(labels)
+    return softmax_solver.fold_of_samples(labels, num_splits, jnp.asarray(count or len(labels)), key, folds)
 
 
 @pytest.mark.parametrize("size", [1, 9, 64, 150])
@@ -188,37 +194,82 @@ def test_under_filter_vmap_of_models(key):
 
 
 @pytest.mark.parametrize(("n", "num_splits"), [(103, 10), (12, 5), (9, 9)])
-def test_folds_are_those_of_kfold(n, num_splits):
-    ids = np.asarray(softmax_solver.fold_of_samples(n, num_splits, jnp.asarray(n, jnp.int32), None))
+def test_contiguous_folds_are_those_of_kfold(n, num_splits):
+    ids = np.asarray(fold_of(n, num_splits))
     for fold, (_, test) in enumerate(KFold(num_splits).split(np.zeros(n))):
         np.testing.assert_array_equal(np.flatnonzero(ids == fold), test)
+
+
+@pytest.mark.parametrize("order", ["sorted", "alternating", "random"])
+@pytest.mark.parametrize(("sizes", "num_splits"), [((40, 33, 30), 10), ((7, 5), 5), ((90, 5, 12), 4)])
+def test_stratified_folds_hold_every_class_evenly(order, sizes, num_splits):
+    labels = np.repeat(np.arange(len(sizes)), sizes)
+    number = len(labels)
+    places = {
+        "sorted": np.arange(number),
+        "alternating": np.argsort(np.arange(number) % 3, kind="stable"),
+        "random": np.random.default_rng(0).permutation(number),
+    }
+    labels = labels[places[order]]
+    for key in (None, jax.random.key(0)):
+        ids = np.asarray(fold_of(labels, num_splits, key=key, folds="stratified"))
+        table = np.array([np.bincount(labels[ids == fold], minlength=len(sizes)) for fold in range(num_splits)])
+        assert np.ptp(table, axis=0).max() <= 1
+        assert np.ptp(table.sum(1)) <= 1
+        # The same numbers of every class as scikit-learn's, whichever fold has one more.
+        peers = [np.bincount(labels[test]) for _, test in KFoldByClass(num_splits).split(labels, labels)]
+        padded = np.array([np.pad(row, (0, len(sizes) - len(row))) for row in peers])
+        np.testing.assert_array_equal(np.sort(table, 0), np.sort(padded, 0))
+    part = number - 5
+    used = np.asarray(fold_of(labels, num_splits, part, folds="stratified"))
+    np.testing.assert_array_equal(used[:part], fold_of(labels[:part], num_splits, folds="stratified"))
+    assert (used[part:] == num_splits).all()
 
 
 @pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
 def test_a_key_shuffles_folds_and_keeps_the_order(make_key):
     x, y = make_data()
-    ids = np.asarray(softmax_solver.fold_of_samples(103, 10, jnp.asarray(83, jnp.int32), make_key(3)))
+    ids = np.asarray(fold_of(103, 10, 83, make_key(3)))
     assert sorted(np.bincount(ids, minlength=11)) == sorted([9] * 3 + [8] * 7 + [20])
     assert (ids[83:] == 10).all()
     assert (np.diff(ids[:83]) < 0).any()
-    shuffled = probes.crossval_softmax_predict(x, y, 10, key=make_key(3))
-    plain = probes.crossval_softmax_predict(x, y, 10)
+    shuffled = probes.crossval_softmax_predict(x, y, 10, key=make_key(3), folds="contiguous")
+    plain = probes.crossval_softmax_predict(x, y, 10, folds="contiguous")
     assert np.abs(shuffled - plain).max() > 1e-4
     # The same samples in sorted blocks of that shuffle, with folds in the order, give the same rows.
-    ids = np.asarray(softmax_solver.fold_of_samples(103, 10, jnp.asarray(103, jnp.int32), make_key(3)))
-    order = np.argsort(ids, kind="stable")
-    np.testing.assert_allclose(probes.crossval_softmax_predict(x[order], y[order], 10), shuffled[order], atol=2e-3)
+    order = np.argsort(np.asarray(fold_of(103, 10, key=make_key(3))), kind="stable")
+    blocks = probes.crossval_softmax_predict(x[order], y[order], 10, folds="contiguous")
+    np.testing.assert_allclose(blocks, shuffled[order], atol=2e-3)
 
 
-def test_ordered_labels_show_that_the_order_is_kept():
+@pytest.mark.parametrize("predict", [probes.crossval_softmax_predict, probes.crossval_gradient_predict])
+def test_rows_sorted_by_class_are_predicted_as_well_as_others(predict):
+    """Of features that say something and of features that do not, whatever the classes' sizes."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(300, 4)).astype(np.float32)
+    truth = np.eye(3, dtype=np.float32)
+    labels = (2 * x[:, :3] + rng.gumbel(size=(300, 3))).argmax(1)
+    place = np.argsort(labels, kind="stable")
+    y = truth[labels]
+    wrong = lambda a, b, **options: np.asarray(predict(a, b, 5, **options).argmax(1) != b.argmax(1), float)  # noqa: E731
+    for features, low, high in ((x, 0.1, 0.5), (rng.normal(size=x.shape).astype(np.float32), 0.5, 0.8)):
+        shuffled, ordered = wrong(features, y)[place], wrong(features[place], y[place])
+        difference = ordered - shuffled
+        assert abs(difference.mean()) <= 3 * max(difference.std(), 0.05) / 300**0.5
+        assert low < ordered.mean() < high
+    # Negative control: blocks of sorted rows leave little of a class to train on.
+    assert wrong(x[place], y[place], folds="contiguous").mean() > wrong(x[place], y[place]).mean() + 0.05
+
+
+def test_contiguous_folds_of_sorted_classes_never_predict_them():
     """With classes in blocks of one fold each, every held-out class is unknown and never predicted."""
     x, _ = make_data(30, 6, 3)
     y = np.eye(3, dtype=np.float32)[np.repeat(np.arange(3), 10)]
-    fit = probes.crossval_softmax_fit(x, y, 3)
+    fit = probes.crossval_softmax_fit(x, y, 3, folds="contiguous")
     np.testing.assert_array_equal(np.sum(fit.probabilities * y, 1), 0)
     assert np.isneginf(np.diag(fit.intercepts)).all()
     assert fit.converged.all()
-    shuffled = probes.crossval_softmax_predict(x, y, 3, key=jax.random.key(0))
+    shuffled = probes.crossval_softmax_predict(x, y, 3, key=jax.random.key(0), folds="contiguous")
     assert np.sum(shuffled * y, 1).min() > 0
     # scikit-learn, which meets two classes only, keeps one vector: the double of its penalty.
     np.testing.assert_allclose(fit.probabilities, sklearn_absent(x, y, 3), atol=0.01)
@@ -238,9 +289,9 @@ def test_features_constant_in_one_training_part_only():
     x, y = make_data(50, 6, 3)
     x[:, 1] = 0.3
     x[:10, 1] = 1e4 * np.arange(10)
-    fit = probes.crossval_softmax_fit(x, y, 5)
-    without = x * (np.arange(6) != 1)
-    np.testing.assert_allclose(fit.probabilities[:10], probes.crossval_softmax_predict(without, y, 5)[:10], atol=2e-3)
+    fit = probes.crossval_softmax_fit(x, y, 5, folds="contiguous")
+    without = probes.crossval_softmax_predict(x * (np.arange(6) != 1), y, 5, folds="contiguous")
+    np.testing.assert_allclose(fit.probabilities[:10], without[:10], atol=2e-3)
     np.testing.assert_array_equal(fit.coefficients[0, 1], 0)
     assert np.abs(fit.coefficients[1:, 1]).min() > 0
     np.testing.assert_allclose(fit.losses, sklearn_folds(x, y, 5, 1.0)[1], rtol=RTOL)
@@ -255,16 +306,79 @@ def test_affine_maps_of_features_leave_the_converged_probe():
     assert np.abs(probes.crossval_softmax_fit(mixed, y).losses / losses - 1).max() > 10 * RTOL
 
 
-def test_separable_data_converge_with_a_small_penalty():
-    x, _ = make_data(60, 90, 3)
-    y = np.eye(3, dtype=np.float32)[np.arange(60) % 3]
-    expected = sklearn_folds(x, y, 4, 1e-2)[1]
-    np.testing.assert_allclose(probes.crossval_softmax_fit(x, y, 4, ridge=1e-2).losses, expected, rtol=RTOL)
-    # In float32 it depends on the processor's rounding whether the last fold gets below the tolerance.
-    with jax.enable_x64(True):
-        fit = probes.crossval_softmax_fit(x.astype(float), y.astype(float), 4, ridge=1e-2)
+def constant_columns(n, kind, dtype):
+    """Columns that hold no information but the rounding of their values: [n, 12]."""
+    rng = np.random.default_rng(5)
+    values = (rng.normal(size=12) * np.geomspace(1e-3, 1e4, 12)).astype(dtype)
+    table = np.tile(values, (n, 1))
+    if kind == "rounding":
+        table = np.where(rng.random((n, 12)) < 0.5, np.nextafter(table, dtype(np.inf)), table)
+    return table
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("kind", ["constant", "rounding"])
+def test_constant_columns_do_no_harm(kind, dtype):
+    x, y = make_data(103, 8, 4, dtype=dtype)
+    with jax.enable_x64(dtype == np.float64):
+        plain = probes.crossval_softmax_fit(np.pad(x, ((0, 0), (0, 12))), y, 5, ridge=0.1)
+        fit = probes.crossval_softmax_fit(np.c_[x, constant_columns(103, kind, dtype)], y, 5, ridge=0.1)
         assert fit.converged.all()
+        assert fit.iterations <= plain.iterations + 1
+        np.testing.assert_allclose(fit.losses, plain.losses, rtol=RTOL)
+        np.testing.assert_allclose(fit.probabilities, plain.probabilities, atol=2e-3)
+        np.testing.assert_array_equal(fit.coefficients[:, 8:], 0)
+
+
+@pytest.mark.parametrize("offset", [1e2, 1e4])
+def test_a_common_offset_costs_its_digits_and_no_more(offset):
+    """The probe of float32 is that of float64 on the same rounded features."""
+    x, y = make_data()
+    moved = (x + np.float32(offset)).astype(np.float32)
+    fit = probes.crossval_softmax_fit(moved, y, 5, tol=1e-7)
+    assert fit.converged.all()
+    with jax.enable_x64(True):
+        exact = probes.crossval_softmax_fit(moved.astype(float), y.astype(float), 5, tol=1e-12)
+        np.testing.assert_allclose(fit.losses, exact.losses, rtol=RTOL)
+        np.testing.assert_allclose(fit.probabilities, exact.probabilities, atol=2e-3)
+
+
+@pytest.mark.parametrize("size", [(60, 90, 3), (30, 200, 3), (60, 400, 2)])
+def test_separable_data_converge_with_a_small_penalty(size):
+    """Also where the penalty is far below the rounding of the curvature."""
+    x, _ = make_data(*size)
+    y = np.eye(size[2], dtype=np.float32)[np.arange(size[0]) % size[2]]
+    for ridge in (1e-2, 3e-3, 1e-6):
+        fit = probes.crossval_softmax_fit(x, y, 4, ridge=ridge)
+        assert fit.converged.all(), ridge
+        assert fit.iterations < 250
+        with jax.enable_x64(True):
+            exact = probes.crossval_softmax_fit(x.astype(float), y.astype(float), 4, ridge=ridge)
+            assert exact.converged.all()
+            np.testing.assert_allclose(fit.losses, exact.losses, rtol=RTOL)
+            np.testing.assert_allclose(fit.probabilities, exact.probabilities, atol=0.06)
+    expected = sklearn_folds(x, y, 4, 1e-2)[1] if size[1] == 90 else None
+    if expected is not None:
+        fit = probes.crossval_softmax_fit(x, y, 4, ridge=1e-2, folds="contiguous")
         np.testing.assert_allclose(fit.losses, expected, rtol=RTOL)
+
+
+def test_a_failed_line_search_begins_anew(monkeypatch):
+    """With curvature that rounding has spoilt, most of these folds stop at once unless they do."""
+
+    def spoilt(problem, chances):
+        weight = jnp.mean(problem.mask * chances * (1.0 - chances), (0, 1))
+        gram = softmax_solver._product((problem.data * weight[:, None]).T, problem.data)
+        floor = 4 * jnp.finfo(gram.dtype).eps * jnp.trace(gram)
+        return softmax_solver.inverse(gram + jnp.diag(jnp.maximum(problem.penalty[0, 0], floor)))
+
+    monkeypatch.setattr(softmax_solver, "_metric", spoilt)
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(30, 200)).astype(np.float32)
+    y = np.eye(3, dtype=np.float32)[(x @ rng.normal(size=(200, 3)) + rng.gumbel(size=(30, 3))).argmax(1)]
+    scalars = jnp.asarray(3e-3), jnp.asarray(1e-5)
+    fit = softmax_solver.minimise(jnp.asarray(x), jnp.asarray(y), fold_of(30, 5), *scalars, num_splits=5, limit=500)
+    assert fit.converged.all()
 
 
 def test_too_few_steps_are_reported():
@@ -277,9 +391,35 @@ def test_too_few_steps_are_reported():
     assert (missing <= fit.gap).all()
 
 
+def test_folds_that_did_not_converge_predict_nothing():
+    x, y = make_data(60, 6, 3)
+    tol = float(jnp.median(probes.crossval_softmax_fit(x, y, 4, max_steps=4).gap))
+    fit = probes.crossval_softmax_fit(x, y, 4, tol=tol, max_steps=4)
+    assert 0 < fit.converged.sum() < 4
+    with pytest.warns(RuntimeWarning, match="folds did not converge in .* steps"):
+        chances = probes.crossval_softmax_predict(x, y, 4, tol=tol, max_steps=4)
+    lost = np.isnan(chances)
+    ids = np.asarray(fold_of(y.argmax(1), 4, folds="stratified"))
+    np.testing.assert_array_equal(lost, np.tile(~np.asarray(fit.converged)[ids][:, None], 3))
+    np.testing.assert_array_equal(np.asarray(chances)[~lost], np.asarray(fit.probabilities)[~lost])
+    # Where nothing can be said in words, the numbers say it, and those of samples in no fold stay zero.
+    run = jax.jit(lambda x, c: probes.crossval_softmax_predict(x, y, 4, max_steps=4, num_samples=c))
+    part = run(x, 50)
+    assert np.isnan(part[:50]).all()
+    np.testing.assert_array_equal(part[50:], 0)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_features_that_are_no_numbers_predict_nothing(bad):
+    x, y = make_data(60, 6, 3)
+    x[7, 1] = bad
+    with pytest.warns(RuntimeWarning, match="4 of 4 folds did not converge"):
+        assert np.isnan(probes.crossval_softmax_predict(x, y, 4)).all()
+
+
 def test_gradient_probe_is_gradient_descent():
     x, y = make_data(40, 5, 3)
-    ours = probes.crossval_gradient_predict(x, y, 4, num_steps=7, step_size=0.01)
+    ours = probes.crossval_gradient_predict(x, y, 4, num_steps=7, step_size=0.01, folds="contiguous")
     for train, test in KFold(4).split(x):
         weights, shift = np.zeros((5, 3)), np.zeros(3)
         for _ in range(7):
@@ -322,11 +462,16 @@ def test_what_a_limited_learner_sees_of_a_common_factor():
     [
         ({"num_splits": 31}, ValueError, "`num_splits` must be at most the number of samples"),
         ({"num_splits": 1}, ValueError, "`num_splits` must be at least 2"),
+        ({"folds": "random"}, ValueError, "`folds` must be one of 'stratified', 'contiguous'"),
         ({"num_splits": 2.5}, TypeError, "num_splits"),
         ({"num_samples": 31}, ValueError, "`num_samples` must lie between"),
         ({"num_samples": 4}, ValueError, "`num_samples` must lie between"),
-        ({"y": 2 * np.eye(3, dtype=np.float32)[np.arange(30) % 3]}, ValueError, "`y` must be one-hot"),
-        ({"y": np.ones((30, 1), np.float32)}, ValueError, "`y` must have at least 2 classes"),
+        (
+            {"y": 2 * np.eye(3, dtype=np.float32)[np.arange(30) % 3]},
+            ValueError,
+            "`y` must be integers .* or one-hot rows",
+        ),
+        ({"y": np.ones((30, 1), np.float32)}, ValueError, "`y` must be .* got one column"),
     ],
 )
 def test_wrong_use(predict, change, kind, message):
@@ -345,11 +490,11 @@ def test_penalty_and_tolerance_are_positive(change):
 def test_shape_errors_name_the_argument():
     x, y = make_data(30, 6, 3)
     with pytest.raises(ValueError, match="`y` must have as many samples as `x`"):
-        probes._prepare(x, y[:-1], 5, None)
+        probes._prepare(x, y[:-1], 5, None, "stratified")
     with pytest.raises(ValueError, match=r"`y` must have 2 axes"):
-        probes._prepare(x, y[:, 0], 5, None)
+        probes._prepare(x, y[:, 0], 5, None, "stratified")
     with pytest.raises(TypeError, match="`x` must be floating point"):
-        probes._prepare(x.astype(int), y, 5, None)
+        probes._prepare(x.astype(int), y, 5, None, "stratified")
 
 
 def test_import_path_of_the_notebook():
@@ -363,7 +508,7 @@ def test_pixels_of_mnist_against_sklearn():
 
     _, _, images, labels = mnist_data()
     x, y = np.asarray(images[:300]), np.asarray(labels[:300])
-    fit = probes.crossval_softmax_fit(x, y, 3)
+    fit = probes.crossval_softmax_fit(x, y, 3, folds="contiguous")
     assert fit.converged.all()
     chances, losses = sklearn_folds(x, y, 3, 1.0)
     np.testing.assert_allclose(fit.losses, losses, rtol=RTOL)

@@ -5,7 +5,10 @@ import numpy as np
 import pytest
 from scipy.stats import norm
 
+from dissociation.fig4.mnist import HeldOutPerformance
 from dissociation.metrics.robustness import error_rate, input_noise_error, parameter_noise_error
+from dissociation.models.bilinear import BilinearNetwork
+from dissociation.recipes.bilinear import cross_entropy
 from dissociation.weights.noise import parameter_noise, perturb_parameters
 
 SCALES = jnp.array([0.0, 0.3, 1.0, 3.0])
@@ -81,3 +84,54 @@ def test_wrong_arguments_are_named(key):
         input_noise_error(model, images, labels, -SCALES, noise=noise)
     with pytest.raises(ValueError, match=r"`noise` must have the shape of `images` \(200, 6\), got \(199, 6\)"):
         input_noise_error(model, images, labels, SCALES, noise=noise[1:])
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("label", [0, 2])
+def test_a_network_that_has_diverged_has_no_error_rate(bad, label, key):
+    labels = jax.nn.one_hot(jnp.full(5, label), 3)
+    logits = jnp.zeros((5, 3)).at[3, 1].set(bad)
+    assert np.isnan(error_rate(logits, labels))
+    assert np.isnan(jax.jit(error_rate)(logits, labels))
+    members = jax.vmap(error_rate, (0, None))(jnp.stack([labels, logits]), labels)
+    np.testing.assert_array_equal(members, [0, np.nan])
+    # A class that is ruled out is a prediction.
+    assert error_rate(labels.at[:, 1].set(-np.inf), labels) == 0
+
+
+def test_noise_that_breaks_the_network_gives_nan(key):
+    model, images, labels, noise = problem(key)
+    broken = eqx.tree_at(lambda m: m.layers[1].weight, model, replace_fn=lambda w: w.at[0, 0].set(jnp.nan))
+    draws = parameter_noise(model, key=key)
+    for errors in (
+        input_noise_error(broken, images, labels, SCALES, noise=noise),
+        input_noise_error(lambda x: broken(x), images, labels, SCALES, noise=noise),
+        parameter_noise_error(broken, images, labels, SCALES, noise=draws),
+    ):
+        assert np.isnan(errors).all()
+    huge = jax.tree.map(lambda draw: draw * 1e30, draws)
+    errors = parameter_noise_error(model, images, labels, SCALES, noise=huge)
+    np.testing.assert_array_equal(np.isnan(errors), [False, True, True, True])
+
+
+def test_noise_of_another_shape_is_refused(key):
+    model, images, labels, _ = problem(key)
+    for other in (eqx.nn.MLP(6, 3, 1, 2, key=key), eqx.nn.MLP(6, 3, 16, 1, key=key)):
+        with pytest.raises(ValueError, match="`noise` must be shaped like the parameters"):
+            parameter_noise_error(model, images, labels, SCALES, noise=parameter_noise(other, key=key))
+
+
+def test_observers_of_a_network_that_has_diverged_say_nan():
+    images, labels = jnp.ones((4, 3)), jnp.eye(2)[jnp.array([0, 0, 1, 0])]
+    model = eqx.nn.MLP(3, 2, 4, 1, use_bias=False, key=jax.random.key(0))
+
+    def broken(model):
+        return jax.tree.map(lambda leaf: leaf * np.nan if eqx.is_array(leaf) else leaf, model)
+
+    observe = HeldOutPerformance(images, labels)
+    assert 0 <= observe(model, jnp.asarray(0), jax.random.key(0))["test_error"] <= 1
+    assert np.isnan(
+        observe(broken(model), jnp.asarray(0), jax.random.key(0))["test_error"]
+    )  # and not 0.25, the share of other classes than 0
+    network = BilinearNetwork(3, 4, 2, key=jax.random.key(0))
+    assert np.isnan(cross_entropy(broken(network), images, labels)[1])

@@ -218,6 +218,9 @@ def test_stacked_models_jit_and_loop_agree():
         (lambda: decompose(network(), layer=1), "`layer` must be one of the model's 1"),
         (lambda: decompose(network(), np.ones((2, 5), np.float32)), r"the layer's width \(8\)"),
         (lambda: truncate(decompose(network()), 9), "`num_components` must be at most 8"),
+        (lambda: reorder(decompose(network()), np.ones((3, 5), np.float32)), "`importance` must have the shape"),
+        (lambda: reorder(decompose(network()), np.ones((1, 8), np.float32)), "`importance` must have the shape"),
+        (lambda: reorder(decompose(network()), np.full((3, 8), np.nan, np.float32)), "`importance` must be finite"),
         (lambda: activations(decompose(network()), np.ones((2, 21), np.float32)), r"shape \[n, 20\]"),
     ],
 )

@@ -116,10 +116,31 @@ def test_bootstrap_over_members_is_wider_than_over_pairs():
     assert short <= 0.65 * trials
 
 
+@pytest.mark.parametrize("level", [0.5, 0.9])
+def test_both_ends_of_the_bootstrap_are_its_percentiles(level):
+    # The mean of many members is normal: its percentiles are known, within the error of a percentile of 4000 draws.
+    values = jnp.asarray(np.random.default_rng(0).normal(size=200), jnp.float32)
+    mean = lambda weights: weights @ values / weights.sum()  # noqa: E731
+    options = {"key": jax.random.key(1), "level": level, "num_resamples": 4000}
+    found = bootstrap_interval(mean, 200, **options)
+    error = float(values.std()) / 200**0.5
+    end = scipy.stats.norm.ppf(0.5 + 0.5 * level)
+    slack = 4 * (0.25 * (1 - level**2) / 4000) ** 0.5 / scipy.stats.norm.pdf(end)
+    np.testing.assert_allclose((found.high - found.mean) / error, end, atol=slack)
+    np.testing.assert_allclose((found.mean - found.low) / error, end, atol=slack)
+    # Percentiles follow a rising function, here one with a longer upper side.
+    curved = bootstrap_interval(lambda weights: jnp.exp(20 * mean(weights)), 200, **options)
+    np.testing.assert_allclose(curved, np.exp(20 * np.asarray(found)), rtol=1e-2)
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
         (lambda: overlaps(spectrum(0), spectrum(0, width=13)), "outputs and width of `a`"),
+        (
+            lambda: overlaps(spectrum(0), Spectrum(spectrum(0).values, spectrum(0).vectors, True)),
+            "`b` must have a constant coordinate if and only if",
+        ),
         (lambda: principal_angles(spectrum(0), spectrum(1), 6), "`num_components` must be at most 5"),
         (lambda: member_pairs(1), "`num_members` must be at least 2"),
         (lambda: student_interval(np.ones((3, 2), np.float32), 1.0), "`level` must be between 0 and 1"),
@@ -129,3 +150,24 @@ def test_bootstrap_over_members_is_wider_than_over_pairs():
 def test_bad_input_is_refused(call, words):
     with pytest.raises(ValueError, match=words):
         call()
+
+
+def test_members_out_of_range_are_refused_or_undefined():
+    first, second = member_pairs(4)
+    mean = pair_mean(np.ones(6, np.float32), first, second)
+    assert mean(jnp.ones(4)) == 1
+    with pytest.raises(ValueError, match="`second` must hold members below 3, the number of weights, got 3"):
+        mean(jnp.ones(3))
+    with pytest.raises(ValueError, match="`first` must hold members counted from 0, got -1"):
+        pair_mean(np.ones(6, np.float32), first - 1, second)
+    traced = jax.jit(lambda f, s, w: pair_mean(np.ones(6, np.float32), f, s)(w))
+    assert traced(first, second, jnp.ones(4)) == 1
+    assert np.isnan(traced(first, second, jnp.ones(3)))
+
+
+def test_an_undefined_member_leaves_no_interval():
+    first, second = member_pairs(5)
+    values = np.where((first == 0) | (second == 0), np.nan, 1.0).astype(np.float32)
+    table = np.stack([values, np.ones(10, np.float32)], 1)
+    interval = bootstrap_interval(pair_mean(table, first, second), 5, key=jax.random.key(0))
+    np.testing.assert_array_equal(np.stack(interval), [[np.nan, 1]] * 3)

@@ -125,7 +125,7 @@ def test_wrong_use_says_what_is_wrong(key):
         rotated_quarters(np.zeros((8, 3, 5), np.float32), key=key)
     with pytest.raises(ValueError, match="`images` must hold at least 4"):
         rotated_quarters(np.zeros((3, 16), np.float32), key=key)
-    with pytest.raises(ValueError, match="`labels` must have 10 columns"):
+    with pytest.raises(ValueError, match=r"`labels` must be of shape \[n, 10\]"):
         coarse_labels(np.eye(4, dtype=np.float32))
     with pytest.raises(ValueError, match="`number` must be at least 0"):
         least_prime_factor(-1)
@@ -133,5 +133,7 @@ def test_wrong_use_says_what_is_wrong(key):
 
 def test_lengths_that_disagree_raise_without_a_type_checker(monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-    with pytest.raises(ValueError, match=r"`labels` must have as many samples as `images` \(5\), got 10"):
+    with pytest.raises(
+        ValueError, match=r"`labels` must be of shape \[n, 10\] with n = 5 as in `images`, got shape \(10, 10\)"
+    ):
         coarse_grained(np.zeros((5, 16), np.float32), np.eye(10, dtype=np.float32))

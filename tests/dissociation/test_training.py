@@ -1,4 +1,5 @@
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -184,7 +185,7 @@ def test_orders_of_several_short_epochs_at_once_change_nothing(key, monkeypatch,
     for longest in (512, 1):
         monkeypatch.setattr(run_module, "MAX_ORDER", longest)
         steps = samples // 4 if drop or samples % 4 == 0 else samples // 4 + 1
-        batches = run_module.Batches(samples, 4, steps, key, None)
+        batches = run_module.Batches(samples, 4, steps, key)
         assert batches.span == (epochs if longest > 1 else 1)
         for shared in (True, False):
             result = fit(models, noisy_error, data, optax.adam(0.05), shared_batches=shared, **options)
@@ -327,6 +328,7 @@ def test_an_interrupt_while_a_chunk_runs_loses_nothing(key, tmp_path, monkeypatc
         return result
 
     monkeypatch.setattr(run_module, "run_chunk", interrupted)
+    monkeypatch.setattr(run_module, "CHUNK_SECONDS", 0.0)
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         fit(models, noisy_error, data, optax.adam(0.05), checkpoint=path, **options)
@@ -336,6 +338,158 @@ def test_an_interrupt_while_a_chunk_runs_loses_nothing(key, tmp_path, monkeypatc
     resumed = fit(models, noisy_error, data, optax.adam(0.05), checkpoint=path, **options)
     np.testing.assert_array_equal(weights(whole), weights(resumed))
     np.testing.assert_array_equal(whole.history.loss, resumed.history.loss)
+
+
+def resumable(key, path, num_steps=12, batch_size=4, target=0.0, power=2, rate=0.05, scale=1.0, **options):
+    """A run whose loss, optimiser and observation are other functions at every call, with their settings inside."""
+    models, data = linear_members(jax.random.key(1)), regression(jax.random.key(2), samples=10)
+    shift = jnp.full((1, 4), target)
+
+    def loss(model, batch, key):
+        x, y = batch
+        return jnp.mean(jnp.abs(jax.vmap(model)(x + shift) - y) ** power)
+
+    def observe(model, step, key):
+        return scale * jnp.sum(model.weight)
+
+    settings = {"observe": observe, "batch_size": batch_size, "key": key, "checkpoint": path}
+    optimizer = rate if callable(rate) else optax.adam(rate)
+    return fit(models, loss, data, optimizer, **{**settings, "num_steps": num_steps, **options})
+
+
+@pytest.fixture(scope="module")
+def stopped_run(tmp_path_factory):
+    """A checkpoint of 12 steps, and what 30 in one go come to."""
+    key, path = jax.random.key(20), tmp_path_factory.mktemp("stopped") / "run"
+    resumable(key, path)
+    return path, resumable(key, None, num_steps=30)
+
+
+def other_observation(model, step, key):
+    return jnp.max(model.weight)
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"power": 4}, "loss"),
+        ({"target": 0.5}, "loss"),
+        ({"rate": 0.1}, "optimizer"),
+        ({"rate": 0.05000001}, "optimizer"),
+        ({"rate": optax.sgd}, "optimizer, hyperparams"),
+        ({"scale": 2.0}, "observe"),
+        ({"observe": other_observation}, "observe"),
+        ({"observe": None}, "observe"),
+        ({"power": 4, "rate": 0.1}, "loss, optimizer"),
+        ({"batch_size": 5}, "loss, batch_size"),
+        ({"drop_remainder": True}, "drop_remainder"),
+        ({"shared_batches": False}, "shared_batches"),
+        ({"key": jax.random.key(1)}, "key"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else value,
+)
+def test_a_checkpoint_is_refused_to_another_program(key, tmp_path, stopped_run, change, name):
+    path = shutil.copy(stopped_run[0], tmp_path)
+    if name.endswith("hyperparams"):
+        change = {**change, "hyperparams": jnp.full(3, 0.05)}
+    with pytest.raises(ValueError, match=f"`checkpoint` must be a file of the same run, got .*, whose {name} differ"):
+        resumable(**{"key": key, "path": path, "num_steps": 30, **change})
+
+
+@pytest.mark.parametrize("options", [{}, {"member_map": "unroll"}, {"mesh": 2}])
+def test_a_finished_run_is_extended(key, tmp_path, stopped_run, options):
+    """By the same program, made anew, on whatever devices; as if it had been one run."""
+    path, whole = shutil.copy(stopped_run[0], tmp_path), stopped_run[1]
+    if "mesh" in options:
+        options = {"mesh": sharding.member_mesh(jax.devices("cpu")[: options["mesh"]])}
+    longer = resumable(key, path, num_steps=30, **options)
+    np.testing.assert_array_equal(weights(longer), weights(whole))
+    np.testing.assert_array_equal(longer.history.loss, whole.history.loss)
+    np.testing.assert_array_equal(longer.history.observed_at, whole.history.observed_at)
+    np.testing.assert_array_equal(longer.history.observed, whole.history.observed)
+    if not options:
+        return
+    again = resumable(key, path, num_steps=30)  # on one device again: the file holds no padding
+    np.testing.assert_array_equal(weights(again), weights(whole))
+
+
+def test_records_at_steps_that_have_passed_are_neither_invented_nor_kept(key, tmp_path, stopped_run):
+    path = shutil.copy(stopped_run[0], tmp_path)  # observed at 0, 3, 6, 9 and 12
+    with pytest.raises(
+        ValueError, match=r"`observe_at` must hold no step before 12 at which .* was not observed, got 4"
+    ):
+        resumable(key, path, num_steps=30, observe_at=[3, 4, 20])
+    some = resumable(key, path, num_steps=30, observe_at=[3, 12, 20])
+    assert some.history.observed_at.tolist() == [3, 12, 20]
+    np.testing.assert_array_equal(some.history.observed[:, :2], stopped_run[1].history.observed[:, [1, 4]])
+    with pytest.raises(ValueError, match="`num_steps` must be at least the 30 of"):
+        resumable(key, path, num_steps=29)
+
+
+def test_a_schedule_that_depends_on_the_number_of_steps_is_another_program(key, tmp_path):
+    def run(num_steps, total, **options):
+        rate = optax.adam(optax.cosine_decay_schedule(0.1, total))
+        data = regression(key, samples=10)
+        more = {"num_steps": num_steps, "batch_size": 4, "key": key, "checkpoint": tmp_path / "run"}
+        return fit(linear_members(key), squared_error, data, rate, **more, **options)
+
+    run(10, 10)
+    with pytest.raises(ValueError, match=r"whose optimizer differ.*say same_program=True"):
+        run(20, 20)
+    assert run(20, 10).num_steps == 20
+    assert run(30, 30, same_program=True).num_steps == 30
+
+
+def test_a_trace_of_another_version_says_so(key, tmp_path, stopped_run, monkeypatch):
+    path = shutil.copy(stopped_run[0], tmp_path)
+    monkeypatch.setattr(jax, "__version__", "99.0")
+    with pytest.raises(
+        ValueError, match=r"whose loss differ.*\(JAX .* wrote it, this is 99.0\), say same_program=True"
+    ):
+        resumable(key, path, num_steps=30, power=4)
+    resumable(key, path, num_steps=30)  # the same operations under another version: the same program
+    # Told so or not, other data are another run.
+    with pytest.raises(ValueError, match="whose key differ"):
+        resumable(jax.random.key(1), path, num_steps=30, same_program=True)
+
+
+@pytest.mark.parametrize("batch_size", [None, 10])
+def test_nothing_to_record_takes_no_trip_to_the_host_per_step(key, monkeypatch, batch_size):
+    chunks, run_chunk = [], run_module.run_chunk
+    monkeypatch.setattr(run_module, "run_chunk", lambda *args: chunks.append(1) or run_chunk(*args))
+    options = {"num_steps": 2000, "batch_size": batch_size, "key": key}
+    models, data = linear_members(key), regression(key, samples=10)
+    monkeypatch.setattr(run_module, "CHUNK_SECONDS", 1e9)  # on a busy machine as on a quiet one
+    quiet = fit(models, squared_error, data, optax.sgd(0.1), **options)
+    assert len(chunks) <= 12  # of 1, 4, 16, ... steps, and never more than 512
+    assert quiet.history.loss.shape == (3, 2000)
+    assert quiet.history.observed_at.size == 0
+    # Whoever wants to hear of every epoch does.
+    steps = []
+    heard = fit(
+        models, squared_error, data, optax.sgd(0.1), **{**options, "num_steps": 7}, log=lambda s, r: steps.append(s)
+    )
+    assert steps == heard.history.observed_at.tolist() == list(range(8))
+
+
+def test_progress_without_records_shows_the_loss(key):
+    told = []
+
+    class Meter:
+        def __init__(self, total, description):
+            pass
+
+        def advance(self, step, text):
+            told.append((step, text))
+
+        def close(self):
+            pass
+
+    data = regression(key)
+    fit(linear_members(key), squared_error, data, optax.sgd(0.1), num_steps=9, batch_size=None, key=key, progress=Meter)
+    assert told[0] == (0, "")
+    assert told[-1][0] == 9
+    assert told[-1][1].startswith("loss ")
 
 
 KILLED = """
@@ -465,12 +619,22 @@ def test_zero_steps_return_the_fresh_models(key):
         ({"key": jax.random.split(jax.random.key(0), 2)}, ValueError, "one per member"),
         ({"members_per_batch": 2, "member_map": "scan"}, ValueError, "`members_per_batch` must be None"),
         ({"progress": "loud"}, ValueError, "'terminal', 'notebook', 'auto', got 'loud'"),
+        (
+            {"optimizer": optax.adam},
+            TypeError,
+            "`optimizer` must be an optax.GradientTransformation where .* None, got",
+        ),
+        ({"optimizer": lambda rate: optax.sgd(0.1)}, TypeError, r"Call it, as in optax.adam\(1e-3\)"),
+        ({"optimizer": optax.inject_hyperparams(optax.sgd)}, TypeError, "`optimizer` must be"),
+        ({"hyperparams": jnp.ones(3)}, TypeError, "`optimizer` must be a function .*, which does not use them"),
+        ({"optimizer": lambda rate: optax.adam, "hyperparams": jnp.ones(3)}, TypeError, "must return an optax.Grad"),
+        ({"optimizer": lambda rate: None, "hyperparams": jnp.ones(3)}, TypeError, "`optimizer` must return"),
     ],
 )
 def test_wrong_arguments_are_named(key, change, error, message):
-    options = {"num_steps": 2, "batch_size": 4, "key": key, **change}
+    options = {"num_steps": 2, "batch_size": 4, "key": key, "optimizer": optax.sgd(0.1), **change}
     with pytest.raises(error, match=message):
-        fit(linear_members(key), squared_error, regression(key), optax.sgd(0.1), **options)
+        fit(linear_members(key), squared_error, regression(key), **options)
 
 
 def test_wrong_trees_are_named(key):

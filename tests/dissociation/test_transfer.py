@@ -63,7 +63,7 @@ def test_errors_are_those_of_the_probe_on_slices(probe, num_buckets):
         count = round(120 * fraction)
         chances = np.asarray(predict(x[:count], y[:count], 5))
         wanted.append(np.mean(chances.argmax(1) != y[:count].argmax(1)))
-    options = {"fractions": fractions, "num_splits": 5, "probe": probe, "num_buckets": num_buckets}
+    options = {"key": None, "fractions": fractions, "num_splits": 5, "probe": probe, "num_buckets": num_buckets}
     errors = transfer.transfer_errors(x, y, **options)
     np.testing.assert_allclose(errors, wanted, atol=1.01 / 30)  # one sample at a tie, in the smallest budget
     assert np.abs(errors - np.array(wanted)).sum() < 2 / 30
@@ -79,13 +79,13 @@ def test_default_budgets_are_twentieths():
     assert [transfer._budget(k / 20, 10_000, 10) for k in range(1, 21)] == [500 * k for k in range(1, 21)]
     assert transfer._budget(0.57, 100, 10) == 57  # int(0.57 * 100) is 56
     assert transfer._budget(0.999, 100, 10) == 99
-    assert transfer.transfer_errors(x, y, num_buckets=2).shape == (20,)
+    assert transfer.transfer_errors(x, y, key=None, num_buckets=2).shape == (20,)
 
 
 def test_a_perfect_and_a_useless_representation():
     _, y = make_data(300)
     noise = np.random.default_rng(1).normal(size=(300, 3)).astype(np.float32)
-    options = {"fractions": (0.5, 1.0), "num_buckets": 1}
+    options = {"key": None, "fractions": (0.5, 1.0), "num_buckets": 1}
     np.testing.assert_array_equal(transfer.transfer_errors(y, y, **options), 0)
     assert transfer.transfer_errors(noise, y, **options).min() > 0.3
 
@@ -95,13 +95,54 @@ def test_a_perfect_and_a_useless_representation():
     [
         ({"fractions": (0.0, 1.0)}, r"`fractions` must lie in \(0, 1\]"),
         ({"fractions": (0.01,)}, "`fractions` must leave at least `num_splits`"),
-        ({"fractions": ()}, "`fractions` must name at least one budget"),
+        ({"fractions": ()}, "`fractions` must not be empty"),
         ({"probe": "lucky"}, "`probe` must be one of 'converged', 'gradient'"),
     ],
 )
 def test_wrong_use(options, message):
     with pytest.raises(ValueError, match=message):
-        transfer.transfer_errors(*make_data(), **options)
+        transfer.transfer_errors(*make_data(), **{"key": None} | options)
+
+
+@pytest.mark.parametrize("probe", ["converged", "gradient"])
+def test_sorted_rows_transfer_as_well_as_shuffled_ones(probe):
+    """Of features that say something and of features that do not, for budgets below the size of a class, too."""
+    options = {"fractions": (0.2, 0.5, 1.0), "num_splits": 5, "probe": probe, "num_buckets": 1}
+    run = jax.jit(lambda x, y, key: transfer.transfer_errors(x, y, key=key, **options))
+    x, y = make_data(300)
+    noise = np.random.default_rng(1).normal(size=x.shape).astype(np.float32)
+    place = np.argsort(y.argmax(1), kind="stable")
+    keys = jax.random.split(jax.random.key(0), 8)
+    for features, low in ((x, 0.1), (noise, 0.5)):
+        given, ordered = (
+            np.stack([run(features[rows], y[rows], key) for key in keys]) for rows in (slice(None), place)
+        )
+        spread = (given.var(0, ddof=1) + ordered.var(0, ddof=1)) ** 0.5 / len(keys) ** 0.5
+        assert (np.abs(given.mean(0) - ordered.mean(0)) <= 3.5 * np.maximum(spread, 0.003)).all()
+        assert (ordered.mean(0) > low).all()
+    # As they come, the first rows are of one class: no error there is no news, and it is refused where it is seen.
+    with pytest.raises(ValueError, match=r"every class in the first 60 rows.*got none of class 1.*Pass a `key`"):
+        transfer.transfer_errors(noise[place], y[place], key=None, **options)
+
+
+def test_one_key_is_one_order_for_all_members():
+    x, y = make_data()
+    options = {"fractions": (0.3, 1.0), "num_splits": 5, "num_buckets": 1}
+    key = jax.random.key(2)
+    members = jnp.stack([jnp.asarray(x), 3 * jnp.asarray(x)])
+    both = jax.vmap(lambda member: transfer.transfer_errors(member, y, key=key, **options))(members)
+    order = jax.random.permutation(key, len(x))
+    wanted = transfer.transfer_errors(x[order], y[order], key=None, **options)
+    np.testing.assert_allclose(both, np.stack([wanted, wanted]), atol=1.01 / 36)
+    assert np.abs(wanted - transfer.transfer_errors(x, y, key=None, **options)).max() > 0
+
+
+def test_budgets_without_a_converged_probe_have_no_error():
+    x, y = make_data()
+    x[60, 0] = np.nan  # in the larger budget alone
+    with pytest.warns(RuntimeWarning, match="did not converge in 1 of 2 budgets"):
+        errors = transfer.transfer_errors(x, y, key=None, fractions=(0.5, 1.0), num_splits=5, num_buckets=1)
+    np.testing.assert_array_equal(np.isnan(errors), [False, True])
 
 
 def test_only_hidden_layers(key):

@@ -1,28 +1,35 @@
 import dataclasses
+import json
 import warnings
+from functools import partial
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 
 from dissociation.data.datasets import Dataset, load
 from dissociation.figures import command
-from koopman import __main__ as koopman_main
+from dissociation.figures.artifacts import axes_of
+from dissociation.models.cnn import Encoder
+from koopman import cli
 from koopman.figures import ordered_mnist, spectra
-from koopman.figures.films import PROTOCOLS, Forecaster, Latent, project, spectral
+from koopman.figures.film_models import Networks
+from koopman.figures.films import PROTOCOLS, Evaluation, Forecaster, Latent, project, spectral
 
 
 @pytest.fixture(scope="module")
-def film_results():
+def sequence_results():
     models = ("linear", "classifier", "vamp", "contrastive", "dpnets", "autoencoder", "orthogonal")
     sizes = {"num_seeds": 1, "num_train": 230, "num_steps": 2, "oracle_epochs": 10, "models": models}
     config = dataclasses.replace(ordered_mnist.Config().quick(), **sizes)
     return ordered_mnist.compute(config, key=jax.random.key(0), dataset=load("glyphs", num_train=1000, num_test=20))
 
 
-def test_ordered_digits(film_results):
-    results = film_results
+def test_ordered_digits(sequence_results):
+    results = sequence_results
     assert results.times.tolist() == [1, 2, 1000]
     for name in results.config.models:
         accuracy = results.accuracy(name)
@@ -52,10 +59,10 @@ def test_ordered_digits(film_results):
     assert any(text.get_text() == "Random" for text in figure.subfigs[1].legends[0].get_texts())
 
 
-def test_distances_to_the_roots_of_unity(film_results):
+def test_distances_to_the_roots_of_unity(sequence_results):
     roots = np.exp(2j * np.pi * np.arange(5) / 5)
     found = np.stack([roots[::-1], roots * np.exp([0.02j, 0, 0, 0, 0]), roots * [1, 1, 0.9, 1, 1]])
-    results = film_results._replace(eigenvalues={"linear": found.astype(np.complex64)})
+    results = sequence_results._replace(eigenvalues={"linear": found.astype(np.complex64)})
     np.testing.assert_allclose(ordered_mnist.phase_errors(results)["linear"], [0, 0.02, 0], atol=1e-6)
     np.testing.assert_allclose(ordered_mnist.eigenvalue_errors(results)["linear"], [0, 0.02, 0.1], atol=1e-5)
 
@@ -88,10 +95,10 @@ def test_a_real_eigenvalue_goes_to_a_real_root(num_digits, root):
     np.testing.assert_allclose(mix @ moved, np.diag([root, 1, 1]) @ mix, atol=1e-3)
 
 
-def test_a_film_must_hold_the_three_splits():
+def test_a_sequence_must_hold_the_three_splits():
     labels = np.eye(10, dtype=np.float32)
     config = dataclasses.replace(ordered_mnist.Config(), num_train=5000)
-    with pytest.raises(ValueError, match="at most the film's length"):
+    with pytest.raises(ValueError, match="at most the sequence's length"):
         ordered_mnist.compute(
             config,
             key=jax.random.key(0),
@@ -107,8 +114,8 @@ def test_spectra():
     for name, exact in results.exact.items():
         for estimator in spectra.ESTIMATORS:
             values = results.eigenvalues[name][estimator]
-            assert values.shape == (1, 4, len(exact))
-        error = np.abs(results.eigenvalues[name]["ridge"][0] - exact[None])[:, 0].mean()
+            assert values.shape == (4, 1, len(exact))
+        error = np.abs(results.eigenvalues[name]["ridge"][:, 0] - exact[None])[:, 0].mean()
         assert error < 0.12
     # What the first eigenfunction of an Ornstein-Uhlenbeck process is, is known: the state itself.
     grid, truth = results.grids["ornstein_uhlenbeck"], results.exact_functions["ornstein_uhlenbeck"]
@@ -127,9 +134,105 @@ def test_spectra():
 def test_command_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(command, "cache_folder", lambda: tmp_path / "cache")
     sizes = ["--num-trajectories", "2", "--lengths", "300", "--num-centres", "10", "--systems", "ornstein_uhlenbeck"]
-    assert koopman_main.main(["spectra", *sizes, "--out", str(tmp_path), "--silent"]) == 0
+    assert cli.main(["spectra", *sizes, "--out", str(tmp_path), "--silent"]) == 0
     shown = capsys.readouterr().out
     assert "Ornstein-Uhlenbeck" in shown
-    assert {path.suffix for path in tmp_path.glob("spectra.*")} == {".pdf", ".png", ".npz", ".json"}
-    with pytest.raises(SystemExit):
-        koopman_main.main(["ordered-mnist", "--data", "cifar"])
+    (out,) = tmp_path.glob("spectra_*")
+    assert {path.suffix for path in out.glob("spectra.*")} == {".pdf", ".png", ".npz", ".json"}
+    with np.load(out / "spectra.npz") as arrays:
+        assert arrays["eigenvalues_ornstein_uhlenbeck_ridge"].shape == (2, 1, 3)
+        axes = json.loads(str(arrays["axes"]))
+    assert axes["eigenvalues_ornstein_uhlenbeck_ridge"] == ["trajectories", "lengths", "eigenvalues"]
+    assert axes["exact_functions_ornstein_uhlenbeck"] == ["points"]
+    capsys.readouterr()
+    assert cli.main(["ordered-mnist", "--data", "cifar"]) == 2
+    assert "cifar" in capsys.readouterr().err
+    assert cli.main(["ordered-mnist", "--num-train", "100000", "--out", str(tmp_path / "new")]) == 2
+    assert "at most the sequence's length" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("figure", "name", "value"),
+    [
+        *((ordered_mnist, name, 0) for name in ("num_digits", "num_seeds", "num_test", "num_steps", "batch_size")),
+        *((ordered_mnist, name, 1) for name in ("num_train", "num_validation")),
+        *((ordered_mnist, name, -1) for name in ("num_epochs", "oracle_epochs")),
+        *((ordered_mnist, "models", value) for value in ((), ("linear", "linear"), ("other",))),
+        (ordered_mnist, "num_digits", 11), (ordered_mnist, "far", 15), (ordered_mnist, "alpha", 0.0),
+        (ordered_mnist, "batch_size", 3000), (ordered_mnist, "data", "cifar"),
+        *((spectra, name, 0) for name in ("num_trajectories", "order", "alpha")),
+        *((spectra, "lengths", value) for value in ((), (0,), (1000, 1000), (99,))),
+        *((spectra, "systems", value) for value in ((), ("prinz", "prinz"), ("other",))), (spectra, "num_centres", 5),
+    ],
+)  # fmt: skip
+def test_settings_that_cannot_be_met_are_refused_at_once(figure, name, value, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # it knows some of the choices, too
+    with pytest.raises(ValueError, match=f"`({name}|batch_size)` must "):
+        figure.Config(**{name: value})
+
+
+def test_networks_that_diverged_are_left_out_and_named(sequence_results, tmp_path):
+    # Two seeds, of which one did not come through: the second oracle, and the first of the DPNets.
+    names = ("linear", "dpnets")
+    two = {
+        field: {name: np.repeat(getattr(sequence_results, field)[name], 2, 0) for name in names}
+        for field in ("logits", "strips", "eigenvalues", "left")
+    }
+    for field in two.values():
+        field["linear"][1] = field["dpnets"][:] = np.nan
+    results = sequence_results._replace(
+        config=dataclasses.replace(sequence_results.config, models=names, num_seeds=2),
+        **two,
+        oracle_accuracy=np.array([0.75, np.nan]),
+        diverged_at={"oracle": np.array([-1, 4]), "dpnets": np.array([8, -1])},
+    )
+    row, gone = ordered_mnist.table(results)[1:]
+    accuracy = sequence_results.accuracy("linear")[0, 1, 0, 1]
+    assert row[2] == f"{accuracy:.3f} (1 of 2)"
+    assert gone[2] == "none of 2"
+    headline = ordered_mnist.headline(results)
+    assert "oracle 75.00 % (1 of 2)" in headline
+    assert headline.endswith("left out: oracle seed 1 at step 4, dpnets seed 0 at step 8 (2 of 4 networks remain)")
+    arrays = ordered_mnist.arrays(results)
+    assert (arrays["predicted_dpnets"] == -1).all()  # not class 0
+    figure = ordered_mnist.draw(results)
+    figure.canvas.draw()
+    read = {text.get_text() for axis in figure.subfigs[2].axes[3:] for text in axis.texts}
+    assert read == {"-1"}  # of a row in which nothing was forecast
+
+
+def test_a_seed_that_diverged_is_not_measured(monkeypatch):
+    models = ("classifier", "contrastive")
+    sizes = {"num_seeds": 2, "num_train": 130, "num_steps": 1, "num_test": 20}
+    config = dataclasses.replace(ordered_mnist.Config().quick(), models=models, **sizes)
+    oracle = eqx.filter_vmap(lambda key: Encoder(5, key=key))(jax.random.split(jax.random.key(1)))
+    oracle = jax.tree.map(lambda leaf: leaf.at[0].set(np.nan) if eqx.is_array(leaf) else leaf, oracle)
+    gone = {"oracle": np.array([2, -1]), "contrastive": np.array([-1, 3])}
+    trained = Networks({"oracle": oracle}, {}, {}, gone)
+    seen = []
+
+    def build(name, seed):
+        seen.append((name, seed))
+
+    shapes = ordered_mnist._nothing(config, np.zeros((20, 28, 28)))
+    evaluation = Evaluation(**{name: np.ones_like(part) for name, part in shapes.items()})
+    monkeypatch.setattr(ordered_mnist, "train_networks", lambda *_: trained)
+    monkeypatch.setattr(ordered_mnist, "forecasters", lambda *_: {name: partial(build, name) for name in models})
+    monkeypatch.setattr(ordered_mnist, "evaluate", lambda *_, **__: evaluation)
+    data = load("glyphs", num_train=1000, num_test=20)
+    results = ordered_mnist.compute(config, key=jax.random.key(0), dataset=data)
+    assert seen == [("classifier", 1)]  # both contrastive seeds lack their oracle or themselves
+    np.testing.assert_array_equal(np.isnan(results.accuracy("classifier")[:, 1, 0, 0]), [True, False])
+    assert np.isnan(results.accuracy("contrastive")).all()
+    np.testing.assert_array_equal(np.isnan(results.oracle_accuracy), [True, False])
+    assert results.logits["contrastive"].shape == results.logits["classifier"].shape
+    assert results.left["contrastive"].shape == results.left["classifier"].shape
+
+
+def test_names_of_axes_fit_every_array(sequence_results):
+    arrays = ordered_mnist.arrays(sequence_results)
+    lengths = {"seeds": 1, "protocols": len(PROTOCOLS), "scales": 2, "times": 3, "images": 100, "classes": 5}
+    for name, axes in axes_of(arrays, ordered_mnist.AXES).items():
+        for axis, size in zip(axes, arrays[name].shape, strict=True):
+            assert size == lengths.get(axis, size), name

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from koopman.forecast import predict, r2_score, risk, score
+from koopman.forecast import matrix_powers, predict, r2_score, risk, score
 from koopman.operators import fit_reduced_rank, fit_ridge
 from koopman.pairs import lagged_pairs
 
@@ -38,6 +38,46 @@ def test_far_ahead_nothing_overflows_on_the_way():
     operator = fit_ridge(grow[:-1], grow[1:], alpha=0.0)
     np.testing.assert_allclose(predict(operator, grow[:1], 130), 1.5**130, rtol=1e-4)
     np.testing.assert_allclose(jax.jit(lambda s: predict(operator, grow[:1], s))(130), 1.5**130, rtol=1e-4)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_gradients_of_powers_do_not_see_the_squares_that_were_not_used(traced):
+    matrix = np.asarray([[1.5, 0.2], [0.0, 1.1]], np.float32)
+    exponents = jnp.asarray([0, 1, 5, 40])
+
+    def total(matrix, exponents):
+        return jnp.sum(matrix_powers(matrix, exponents)[:3])
+
+    found = jax.jit(jax.grad(total))(matrix, exponents) if traced else jax.grad(total)(matrix, exponents)
+    power = lambda m: np.sum([np.linalg.matrix_power(m, k) for k in (0, 1, 5)])  # noqa: E731
+    steps = 1e-6 * np.eye(4).reshape(4, 2, 2)
+    numeric = [(power(matrix.astype(float) + s) - power(matrix.astype(float) - s)) / 2e-6 for s in steps]
+    np.testing.assert_allclose(found.ravel(), numeric, rtol=1e-4)
+
+
+def test_powers_below_zero_are_no_numbers():
+    """By binary digits they would be huge powers."""
+    for exponents in ([-1], [2, -3], np.asarray([0, -1])):
+        with pytest.raises(ValueError, match="`exponents` must be non-negative"):
+            matrix_powers(2 * jnp.eye(2), np.asarray(exponents))
+    traced = jax.jit(matrix_powers)(2 * jnp.eye(2), jnp.asarray([-1, 0, 3]))
+    assert jnp.isnan(traced[0]).all()
+    np.testing.assert_array_equal(traced[1:], [np.eye(2), 8 * np.eye(2)])
+    with pytest.raises((ValueError, TypeError), match="square|matrix"):
+        matrix_powers(jnp.ones((2, 3)), np.asarray([1]))
+    operator = fit_ridge(*lagged_pairs(PATH))
+    assert jnp.isnan(jax.jit(lambda s: predict(operator, PATH[:2], s))(0)).all()
+
+
+@pytest.mark.parametrize("shape", [(4, 5), (20,), (5, 4, 1), (1, 4), (5, 1)])
+def test_r2_compares_like_with_like(shape):
+    """Reshaped to fit, R^2 of X and X^T was a number."""
+    target = np.random.default_rng(0).normal(size=(5, 4))
+    with pytest.raises((ValueError, TypeError)) as caught:
+        r2_score(target, np.resize(target, shape))
+    assert isinstance(caught.value, TypeError) or caught.match("`forecast` must (have the|be of) shape .* `target`")
+    with pytest.raises(ValueError, match="`target` must hold at least two samples"):
+        r2_score(target[:1], target[:1])
 
 
 @pytest.mark.parametrize(("lag", "steps"), [(1, 1), (2, 1), (1, 3), (2, 3)])
@@ -92,9 +132,10 @@ PATH = trajectory(20)[1]
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda o: predict(o, PATH, 0), "`steps` must be whole numbers of at least 1"),
-        (lambda o: predict(o, PATH, [[1, 2]]), "one or a list"),
+        (lambda o: predict(o, PATH, 0), "`steps` must be at least 1, got 0"),
+        (lambda o: predict(o, PATH, [[1, 2]]), r"`steps` must have 1 axis \[t\]"),
         (lambda o: predict(o, PATH[:, :2]), "as the operator was fitted"),
+        (lambda o: risk(o, PATH, PATH[:, :1]), "`y` must be of shape .* with d = 3 as in `x`"),
         (lambda o: score(o, PATH, lag=7, steps=3), r"longer than lag \* steps \(21\)"),
         (
             lambda o: score(o, np.where(PATH[3] == PATH, np.nan, PATH)),

@@ -2,8 +2,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.linalg
 
-from koopman.datasets.langevin import langevin_spectrum, overdamped_langevin
+from koopman.datasets.langevin import langevin_spectrum, overdamped_langevin, prinz_potential, prinz_spectrum
 from koopman.generator import fit_generator
 
 THETA, SIGMA = 0.7, 1.3
@@ -64,12 +65,113 @@ def test_rates_of_langevin_dynamics_in_two_wells(key):
     assert (found.eigenvalues[1:] < rates).all()  # a basis that is not complete makes all rates faster
 
 
+def small(n=12, d=4, m=2, seed=3):
+    rng = np.random.default_rng(seed)
+    return rng.normal(size=(n, d)), rng.normal(size=(n, d, m))
+
+
+@pytest.mark.parametrize(("alpha", "shift"), [(0.0, None), (0.3, None), (0.3, 2.0), (None, 5.0), (None, None)])
+def test_against_a_dense_pencil(alpha, shift):
+    x, jac = small()
+    c, e = x.T @ x / 12, 0.7 * np.einsum("nik,njk->ij", jac, jac) / 12
+    by = np.trace(e) / np.trace(c) if shift is None else shift
+    penalty = 1e-6 * np.trace(c) / 4 if alpha is None else alpha
+    values, vectors = scipy.linalg.eigh(c, by * (c + penalty * np.eye(4)) + e)
+    vectors = (vectors / np.sqrt(np.sum(vectors * (c @ vectors), 0)))[:, ::-1]
+    vectors = vectors * np.sign(np.take_along_axis(vectors, np.abs(vectors).argmax(0)[None], 0))
+    with jax.enable_x64(True):
+        found = fit_generator(x, jac, rank=3, diffusion=0.7, alpha=alpha, shift=shift)
+        np.testing.assert_allclose(found.eigenvalues, (by - 1 / values[::-1])[:3], rtol=1e-11)
+        np.testing.assert_allclose(found.coefficients, vectors[:, :3], rtol=1e-10)
+        functions = x @ vectors[:, :3]
+        support = np.sum(functions**2, 0) ** 2 / np.sum(functions**4, 0)
+        np.testing.assert_allclose(found.support, support, rtol=1e-10)
+
+
+def test_without_alpha_the_shift_cancels_and_units_do_not_matter():
+    x, jac = small()
+    with jax.enable_x64(True):
+        plain = fit_generator(x, jac, rank=4, alpha=0.0)
+        for shift in (0.1, 30.0):
+            np.testing.assert_allclose(fit_generator(x, jac, rank=4, alpha=0.0, shift=shift)[0], plain[0], rtol=1e-10)
+        once = fit_generator(x, jac, rank=4)
+        scaled = fit_generator(1e-4 * x, 1e-4 * jac, rank=4)
+        np.testing.assert_allclose(scaled.eigenvalues, once.eigenvalues, rtol=1e-10)
+        np.testing.assert_allclose(fit_generator(x, jac, rank=4, diffusion=60.0)[0], 60 * once[0], rtol=1e-10)
+
+
+def bumps(x, reach, width):
+    """30 Gaussian features and their slopes."""
+    centres = np.linspace(-reach, reach, 30)
+    away = (x[:, None] - centres) / width
+    values = np.exp(-(away**2) / 2)
+    return values, (-away / width * values)[:, :, None]
+
+
+def compressed(rows):
+    """30 rows with the second moments of many, which are all that rates depend on."""
+    squares, vectors = np.linalg.eigh(rows.T @ rows / len(rows))
+    return np.sqrt(30 * np.maximum(squares, 0))[:, None] * vectors.T
+
+
+def prinz_samples():
+    """Inverse of the distribution function on a grid, and the standard deviation."""
+    grid = np.linspace(-2, 2, 20_001)
+    with jax.enable_x64(True):
+        density = np.exp(-np.asarray(prinz_potential(grid)) / 10)
+    level = np.cumsum(density) / density.sum()
+    draw = lambda rng: np.interp(rng.uniform(size=20_000), level, grid)  # noqa: E731
+    return draw, np.sqrt((density @ grid**2) / density.sum())
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("name", ["ornstein_uhlenbeck", "prinz"])
+def test_thirty_bumps_at_any_alpha(name, dtype):
+    """Added to C alone, alpha made directions that the samples hardly hold slow: 0, -.006, -.025, ... for 0, -1, -2."""
+    if name == "prinz":
+        draw, deviation = prinz_samples()
+        diffusion, reach, tolerance = 100.0, 3 * deviation, 0.1
+        rates = np.log(prinz_spectrum(time_step=1e-3, num_components=3).eigenvalues)[1:] / 1e-3
+    else:
+        deviation, diffusion, reach, tolerance, rates = 1.0, 1.0, 5.0, 0.05, np.asarray([-1.0, -2.0])
+        draw = lambda rng: rng.normal(size=20_000)  # noqa: E731
+    with jax.enable_x64(dtype == np.float64):
+        fit = jax.jit(
+            lambda x, jac, part: (
+                fit_generator(x, jac, rank=4, diffusion=diffusion, alpha=part * jnp.sum(x**2) / x.size).eigenvalues
+            )
+        )
+        for width in (0.35, 0.6, 1.0):
+            found = []
+            for seed in range(10):
+                x, jac = bumps(draw(np.random.default_rng(seed)), reach, width * deviation)
+                x, jac = compressed(x).astype(dtype), compressed(jac[:, :, 0])[:, :, None].astype(dtype)
+                found.append([fit(x, jac, part) for part in (1e-8, 1e-6, 1e-4)])
+            found = np.asarray(found, float)  # [draws, alphas, rates]
+            assert np.abs(found[:, :, 0] / rates[0]).max() < 0.005
+            np.testing.assert_allclose(np.median(found, 0)[:, 1:3], [rates] * 3, rtol=tolerance)
+
+
+def test_few_samples_in_a_tail_are_told_by_their_support():
+    """Beyond 4 deviations two samples are left, and a function that is flat at both has no energy."""
+    rng = np.random.default_rng(0)
+    x, jac = bumps(np.append(np.clip(rng.normal(size=5000), -3, 3), [4.4, 4.45]), 5.0, 0.35)
+    with jax.enable_x64(True):
+        found = fit_generator(x, jac, rank=4, alpha=1e-8 * np.mean(x**2))
+        slow = np.flatnonzero(found.support < 10)
+        assert len(slow) == 1
+        assert found.eigenvalues[slow[0]] > -0.9  # a rate that the process does not have
+        wide = fit_generator(x, jac, rank=4, alpha=1e-2 * np.mean(x**2))
+        assert (wide.support[:3] > 100).all()
+        np.testing.assert_allclose(wide.eigenvalues[1], -1, rtol=0.15)
+
+
 def test_dependent_features_come_last():
     with jax.enable_x64(True):
         x, jac = ornstein_uhlenbeck(5000)
-        double = fit_generator(jnp.concatenate([x, x], 1), jnp.concatenate([jac, jac], 1), rank=5, diffusion=0.845)
-        single = fit_generator(x, jac, rank=4, diffusion=0.845)
-        np.testing.assert_allclose(double.eigenvalues[:4], single.eigenvalues, rtol=1e-5, atol=1e-9)
+        double = fit_generator(jnp.concatenate([x, x], 1), jnp.concatenate([jac, jac], 1), rank=5, alpha=0.0)
+        single = fit_generator(x, jac, rank=4, alpha=0.0)
+        np.testing.assert_allclose(double.eigenvalues[:4], single.eigenvalues, rtol=1e-9, atol=1e-9)
         assert double.eigenvalues[4] < -1e9
 
 
@@ -79,6 +181,7 @@ def test_bad_input_is_refused():
         ({"rank": 5}, "at most the number of features"),
         ({"diffusion": 0.0}, "`diffusion`"),
         ({"alpha": -1.0}, "`alpha`"),
+        ({"shift": 0.0}, "`shift`"),
     ):
         with pytest.raises(ValueError, match=words):
             fit_generator(x, jac, **({"rank": 1} | change))

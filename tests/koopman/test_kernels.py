@@ -52,6 +52,12 @@ def test_gradients_are_finite_and_right(kernel, _):
         assert np.isfinite(jax.grad(lambda x: jnp.sum(kernel(x, x)))(jnp.asarray(X))).all()
 
 
+@pytest.mark.parametrize(("kernel", "_"), CASES, ids=lambda c: type(c).__name__)
+def test_states_that_are_not_numbers_have_no_kernel_value(kernel, _):
+    bad = np.where(np.arange(9)[:, None] == 4, np.nan, X).astype(np.float32)
+    np.testing.assert_array_equal(np.isnan(kernel(bad, Y[:3])).all(1), np.arange(9) == 4)
+
+
 def test_median_distance():
     with jax.enable_x64(True):
         rows, columns = np.triu_indices(9, 1)
@@ -65,8 +71,9 @@ def test_median_distance():
         (lambda: kernels.RBF(0.0), "`length_scale` must be positive"),
         (lambda: kernels.Matern(1.0, 2.0), "'0.5', '1.5', '2.5'"),
         (lambda: kernels.Polynomial(0), "`degree`"),
-        (lambda: kernels.Linear()(X, Y[:, :3]), "dimensions"),
+        (lambda: kernels.Linear()(X, Y[:, :3]), "`y` must be of shape .* as in `x`"),
         (lambda: kernels.median_distance(X[:1]), "at least two states"),
+        (lambda: kernels.median_distance(np.where(X[2, 1] == X, np.nan, X)), r"nan at index \(2, 1\)"),
     ],
 )
 def test_bad_input_is_refused(make, words):

@@ -1,29 +1,40 @@
+import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from dissociation.data.datasets import load
+from dissociation.models.layers import Affine, max_pool
+from dissociation.training import fit
+from koopman.datasets.linear import linear_system
 from koopman.datasets.ordered_mnist import ordered_mnist
 from koopman.learn import (
     encode,
     member,
     pair_loss,
+    reconstruction_loss,
     train_autoencoders,
     train_classifiers,
     train_encoders,
     validation_loss,
 )
-from koopman.networks import FeatureMap
+from koopman.losses import autoencoder_loss
+from koopman.networks import Autoencoder, FeatureMap
+from koopman.operators import fit_ridge
+from koopman.pairs import lagged_pairs
+from koopman.spectrum import eigenvalues
 
 
 @pytest.fixture(scope="module")
-def film():
+def digits():
     return ordered_mnist(5, data=load("glyphs", num_train=1300, num_test=20))
 
 
 @pytest.mark.parametrize("kind", ["vamp", "contrastive", "dpnets"])
-def test_encoders_learn_the_cycle(film, kind):
-    train, validation = film.images[:460], film.images[460:560]
+def test_encoders_learn_the_cycle(digits, kind):
+    train, validation = digits.images[:460], digits.images[460:560]
     epochs = 30 if kind == "contrastive" else 12
     options = {"key": jax.random.key(0), "num_seeds": 1, "num_epochs": epochs}
     result = train_encoders(kind, train, validation=validation, **options)
@@ -33,35 +44,35 @@ def test_encoders_learn_the_cycle(film, kind):
     exact = validation_loss(kind, member(result.models, 0), validation)
     np.testing.assert_allclose(curve[-1], exact, rtol=2e-3)
     if kind == "contrastive":  # with features of norm 1, as published, it is still on the plateau
-        short = train_encoders(kind, train, validation=validation, length=1.0, **options)
+        short = train_encoders(kind, train, validation=validation, feature_norm=1.0, **options)
         assert np.asarray(short.history.observed)[0, -1] > -1.1
 
 
-def test_members_do_not_depend_on_their_company(film):
+def test_members_do_not_depend_on_their_company(digits):
     options = {"key": jax.random.key(1), "num_epochs": 1}
-    several = train_encoders("vamp", film.images[:140], num_seeds=2, **options)
-    again = train_encoders("vamp", film.images[:140], num_seeds=2, **options)
+    several = train_encoders("vamp", digits.images[:140], num_seeds=2, **options)
+    again = train_encoders("vamp", digits.images[:140], num_seeds=2, **options)
     weights = [np.asarray(r.models.encoder.head.weight) for r in (several, again)]
     np.testing.assert_array_equal(*weights)
     assert np.abs(weights[0][0] - weights[0][1]).max() > 0.01
     # A rate per seed: the first as before, the second another.
     rates = np.asarray([2e-3, 1e-3], np.float32)
-    swept = train_encoders("vamp", film.images[:140], num_seeds=2, learning_rate=rates, **options)
+    swept = train_encoders("vamp", digits.images[:140], num_seeds=2, learning_rate=rates, **options)
     changed = np.asarray(swept.models.encoder.head.weight)
     np.testing.assert_array_equal(changed[0], weights[0][0])
     assert np.abs(changed[1] - weights[0][1]).max() > 1e-3
 
 
-def test_batched_validation_is_the_mean_over_batches(film):
-    model, images = FeatureMap(key=jax.random.key(0)), film.images[:141]
+def test_batched_validation_is_the_mean_over_batches(digits):
+    model, images = FeatureMap(key=jax.random.key(0)), digits.images[:141]
     x, y = images[:-1], images[1:]
     wanted = np.mean([pair_loss("contrastive", model, x[i : i + 64], y[i : i + 64]) for i in (0, 64, 128)])
     np.testing.assert_allclose(validation_loss("contrastive", model, images, batch_size=64), wanted, rtol=1e-5)
     assert abs(wanted - validation_loss("contrastive", model, images)) > 1e-6
 
 
-def test_autoencoders_and_classifiers_learn(film):
-    images, labels = film.images[:300], film.labels[:300]
+def test_autoencoders_and_classifiers_learn(digits):
+    images, labels = digits.images[:300], digits.labels[:300]
     options = {"key": jax.random.key(0), "num_seeds": 1}
     for orthogonal in (False, True):
         result = train_autoencoders(
@@ -70,22 +81,173 @@ def test_autoencoders_and_classifiers_learn(film):
         curve = np.asarray(result.history.observed)[0]
         assert curve[-1] < 0.8 * curve[0]
     oracle = member(train_classifiers(images, labels, num_epochs=6, **options).models, 0)
-    right = np.mean(np.asarray(encode(oracle, film.images[300:500])).argmax(1) == film.labels[300:500])
+    right = np.mean(np.asarray(encode(oracle, digits.images[300:500])).argmax(1) == digits.labels[300:500])
     assert right > 0.6  # chance is 0.2
 
 
-def test_bad_input_is_refused(film):
+def test_the_loss_of_autoencoders_does_not_see_the_size_of_features(trajectories):
+    networks = {"encoder": linear(5, 2), "decoder": linear(2, 5)}
+    model = Autoencoder(2, **networks, key=jax.random.key(0))
+    x, y = trajectories[0, :-1], trajectories[0, 1:]
+    parts = model.encoder.weight, model.dynamics, model.decoder.weight
+    into, latent, out = (np.asarray(part, float) for part in parts)
+    now, later = x @ into, y @ into
+    step = np.mean((later - now @ latent) ** 2) * y.var(0).mean() / later.var(0).mean()
+    wanted = np.mean((x - now @ out) ** 2) + step + np.mean((y - now @ latent @ out) ** 2)
+    np.testing.assert_allclose(reconstruction_loss(model, x, y), wanted, rtol=1e-5)
+    weights = lambda m: (m.encoder.weight, m.decoder.weight)  # noqa: E731
+    small = eqx.tree_at(weights, model, (model.encoder.weight / 100, model.decoder.weight * 100))
+    np.testing.assert_allclose(reconstruction_loss(small, x, y), wanted, rtol=1e-4)
+    # Features that do not vary, and batches of one pair, have a finite loss and slope.
+    dead = eqx.tree_at(weights, model, replace_fn=jnp.zeros_like)
+    for one, pairs in ((dead, (x, y)), (model, (x[:1], y[:1]))):
+        loss, slope = eqx.filter_value_and_grad(reconstruction_loss)(one, *pairs)
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((loss, slope)))
+
+
+def share_of_living_channels(model, images):
+    """Channels of the encoder's second convolution that answer to any image; the others have no gradient."""
+    first, second = model.encoder.convolutions
+    answers = jax.vmap(lambda image: second(jax.nn.relu(max_pool(first(image[:, :, None])))))(jnp.asarray(images))
+    return float(jnp.mean(jnp.any(answers > 0, (0, 1, 2))))
+
+
+def test_the_first_steps_leave_an_autoencoder_alive(digits):
+    """An untrained decoder draws noise, which the loss damps fastest by silencing the encoder."""
+    images, options = jnp.asarray(digits.images[:321]), {"num_epochs": 6, "batch_size": 64, "key": jax.random.key(1)}
+
+    def published(model, batch, key):  # the latent step's error in units of the features, which then shrink
+        (x, y), encode_all = batch, jax.vmap(model.encoder)
+        now, later = encode_all(x), encode_all(y)
+        drawn, ahead = jax.vmap(model.decoder)(now), jax.vmap(model.decoder)(now @ model.matrix())
+        return autoencoder_loss(x, y, drawn, later, now @ model.matrix(), ahead)
+
+    start = eqx.filter_vmap(lambda key: Autoencoder(init="pytorch", key=key))(jax.random.split(jax.random.key(0), 1))
+    silent = fit(start, published, (images[:-1], images[1:]), optax.adamw(2e-3), **options).models
+    models = train_autoencoders(images, num_seeds=1, **options).models
+    assert share_of_living_channels(member(silent, 0), images[:100]) < 0.4
+    assert share_of_living_channels(member(models, 0), images[:100]) > 0.9
+
+
+# Two slow directions, of eigenvalues 0.8 +- 0.4i, under a mixture with three fast ones.
+SLOW = np.asarray([[0.8, 0.4], [-0.4, 0.8]])
+MIXING = np.linalg.qr(np.random.default_rng(0).normal(size=(5, 5)))[0]
+SYSTEM = MIXING @ np.block([[SLOW, np.zeros((2, 3))], [np.zeros((3, 2)), np.diag([0.2, 0.1, -0.1])]]) @ MIXING.T
+
+
+@pytest.fixture(scope="module")
+def trajectories():
+    return np.asarray(linear_system(SYSTEM, 299, key=jax.random.key(0), num_trajectories=8, noise=1.0))  # [8, 300, 5]
+
+
+def linear(inputs, outputs):
+    # Without a bias: the constant function is the slowest of all.
+    return lambda key: Affine(inputs, outputs, bias=False, key=key)
+
+
+@pytest.mark.parametrize(("kind", "lag"), [("vamp", 1), ("vamp", 2), ("contrastive", 1)])
+def test_encoders_find_the_slow_directions_of_a_linear_system(trajectories, kind, lag):
+    options = {"num_seeds": 1, "num_epochs": 25, "learning_rate": 1e-2, "lag": lag, "trajectory_axis": 0}
+    result = train_encoders(kind, trajectories, key=jax.random.key(1), encoder=linear(5, 2), **options)
+    features = [encode(member(result.models, 0), states) for states in trajectories]
+    found = eigenvalues(fit_ridge(*lagged_pairs(features, lag), alpha=1e-6))
+    np.testing.assert_allclose(found[0], (0.8 + 0.4j) ** lag, atol=0.05)
+    np.testing.assert_allclose(found[1], (0.8 - 0.4j) ** lag, atol=0.05)
+
+
+def test_autoencoders_learn_a_linear_system_of_states_of_any_shape():
+    # Without noise the latent map is the system's own: rotations by other angles, of states [2, 2].
+    turn = np.linalg.qr(np.random.default_rng(1).normal(size=(4, 4)))[0]
+    states = np.stack([turn @ state for state in np.random.default_rng(2).normal(size=(400, 4, 1))])
+    pairs = np.stack([states[..., 0], (turn @ states)[..., 0]], 1).reshape(400, 2, 2, 2).astype(np.float32)
+
+    def encoder(key):
+        return eqx.nn.Sequential([eqx.nn.Lambda(jnp.ravel), eqx.nn.Linear(4, 4, key=key)])
+
+    def decoder(key):
+        return eqx.nn.Sequential([eqx.nn.Linear(4, 4, key=key), eqx.nn.Lambda(lambda x: x.reshape(2, 2))])
+
+    options = {"num_seeds": 1, "num_epochs": 60, "learning_rate": 1e-2, "trajectory_axis": 0}
+    networks = {"encoder": encoder, "decoder": decoder}
+    result = train_autoencoders(pairs, validation=pairs, key=jax.random.key(0), **networks, **options)
+    model = member(result.models, 0)
+    found, truth = np.linalg.eigvals(model.matrix()), np.linalg.eigvals(turn)
+    assert np.abs(found[:, None] - truth[None]).min(0).max() < 0.05
+    np.testing.assert_allclose(jax.vmap(model)(pairs[:, 0]), pairs[:, 0], atol=0.1)
+    # A trajectory of two states has one pair: what was observed is the loss of these 400.
+    exact = reconstruction_loss(model, pairs[:, 0], pairs[:, 1])
+    np.testing.assert_allclose(np.asarray(result.history.observed)[0, -1], exact, rtol=1e-3)
+
+
+def test_no_pair_goes_from_one_trajectory_to_the_next(trajectories):
+    options = {"key": jax.random.key(0), "encoder": linear(5, 2), "num_seeds": 1, "num_epochs": 1}
+    weights = [
+        np.asarray(train_encoders("vamp", data, trajectory_axis=axis, lag=3, **options).models.encoder.weight)
+        for data, axis in [
+            (list(trajectories), None),
+            (trajectories, 0),
+            (trajectories.swapaxes(0, 1), -2),
+            (np.concatenate(list(trajectories)), None),
+        ]
+    ]
+    np.testing.assert_array_equal(weights[0], weights[1])
+    np.testing.assert_array_equal(weights[0], weights[2])
+    assert np.abs(weights[0] - weights[3]).max() > 1e-6
+    # Lengths may differ, and the loss is that of the pairs of `lagged_pairs`.
+    model, uneven = FeatureMap(2, encoder=linear(5, 2), key=jax.random.key(0)), [trajectories[0], trajectories[1, :50]]
+    x, y = lagged_pairs(uneven, 3)
+    assert len(x) == 297 + 47
+    np.testing.assert_allclose(validation_loss("vamp", model, uneven, lag=3), pair_loss("vamp", model, x, y), rtol=1e-6)
+
+
+def test_a_module_is_where_all_seeds_begin(trajectories):
+    start = Affine(5, 2, key=jax.random.key(3))
+    options = {"key": jax.random.key(0), "num_seeds": 2, "num_epochs": 0, "trajectory_axis": 0}
+    models = train_encoders("vamp", trajectories, encoder=start, **options).models
+    np.testing.assert_array_equal(models.encoder.weight, np.stack([start.weight] * 2))
+    made = train_encoders("vamp", trajectories, encoder=linear(5, 2), **options).models
+    assert np.abs(made.encoder.weight[0] - made.encoder.weight[1]).max() > 0.01
+    # Labels of states: the classes are the signs of a coordinate.
+    states = trajectories.reshape(-1, 5)
+    settings = {"encoder": linear(5, 2), "num_classes": 2, "learning_rate": 1e-2, "num_seeds": 1, "num_epochs": 5}
+    oracle = member(
+        train_classifiers(states, (states[:, 0] > 0).astype(int), key=jax.random.key(0), **settings).models, 0
+    )
+    assert np.mean(np.asarray(encode(oracle, states)).argmax(1) == (states[:, 0] > 0)) > 0.95
+
+
+def test_bad_input_is_refused(digits, trajectories):
+    images, key = digits.images, jax.random.key(0)
     with pytest.raises(ValueError, match="'vamp', 'contrastive', 'dpnets'"):
-        train_encoders("simclr", film.images[:9], key=jax.random.key(0))
-    with pytest.raises(ValueError, match="at least two pictures"):
-        train_encoders("vamp", film.images[:1], key=jax.random.key(0))
+        train_encoders("simclr", images[:9], key=key)
+    with pytest.raises(ValueError, match="longer than the lag"):
+        train_encoders("vamp", images[:1], key=key)
     with pytest.raises(ValueError, match="a single pair for the last batch, got 4 for 9 pairs"):
-        train_encoders("vamp", film.images[:10], key=jax.random.key(0), batch_size=4)
+        train_encoders("vamp", images[:10], key=key, batch_size=4)
     with pytest.raises(ValueError, match="`learning_rate`"):
-        train_autoencoders(film.images[:9], key=jax.random.key(0), learning_rate=0.0)
+        train_autoencoders(images[:9], key=key, learning_rate=0.0)
     with pytest.raises(
         ValueError, match=r"`learning_rate` must be one number, or one per seed \(2\), got shape \(3,\)"
     ):
-        train_encoders("vamp", film.images[:10], key=jax.random.key(0), num_seeds=2, learning_rate=np.full(3, 1e-3))
+        train_encoders("vamp", images[:10], key=key, num_seeds=2, learning_rate=np.full(3, 1e-3))
     with pytest.raises((ValueError, TypeError)):
-        train_classifiers(film.images[:9], film.labels[:8], key=jax.random.key(0))
+        train_classifiers(images[:9], digits.labels[:8], key=key)
+    states = trajectories[0]
+    with pytest.raises(ValueError, match=r"`encoder` must be given for states other than images .*, got shape \(5,\)"):
+        train_encoders("vamp", states, key=key)
+    with pytest.raises(ValueError, match=r"`decoder` must be given .*, got shape \(5,\)"):
+        train_autoencoders(states, key=key, encoder=linear(5, 2))
+    with pytest.raises(ValueError, match=r"`decoder` must make a state \(shape \(5,\)\) of 2 features, got .*\(4,\)"):
+        train_autoencoders(states, key=key, encoder=linear(5, 2), decoder=linear(2, 4))
+    with pytest.raises(ValueError, match=r"`encoder` must take one example of shape \(5,\), got"):
+        train_encoders("vamp", states, key=key, encoder=linear(4, 2))
+    with pytest.raises(ValueError, match=r"vector of features .* got an output of shape \(300, 5\).*trajectory_axis=0"):
+        train_encoders("vamp", trajectories, key=key, encoder=eqx.nn.Lambda(jnp.tanh))
+    with pytest.raises(ValueError, match=r"`features` must be the width of the encoder's output \(2\), got 3"):
+        train_encoders("vamp", states, key=key, encoder=linear(5, 2), features=3)
+    with pytest.raises(ValueError, match="`trajectory_axis` must be None where `trajectories` is a list"):
+        train_encoders("vamp", list(trajectories), key=key, encoder=linear(5, 2), trajectory_axis=0)
+    with pytest.raises(ValueError, match="`trajectory_axis` must be an axis of `trajectories`"):
+        train_encoders("vamp", trajectories, key=key, encoder=linear(5, 2), trajectory_axis=3)
+    with pytest.raises(ValueError, match=r"`validation` must have the states of `trajectories`"):
+        train_encoders("vamp", states, key=key, encoder=linear(5, 2), validation=states[:, :4])

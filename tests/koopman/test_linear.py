@@ -202,15 +202,15 @@ def test_wrong_arguments_are_named(key):
         linear_system(A, 0, key=key)
     with pytest.raises(ValueError, match="`noise` must be non-negative"):
         linear_system(A, 3, key=key, noise=-1.0)
-    with pytest.raises(ValueError, match=r"`noise` must have a row per direction \(2\)"):
+    with pytest.raises(ValueError, match=r"`noise` must be of shape \[d, sources\] with d = 2 as in `matrix`"):
         linear_system(A, 3, key=key, noise=np.ones((3, 1)))
-    with pytest.raises(ValueError, match="`matrix` must be square"):
+    with pytest.raises(ValueError, match=r"`matrix` must be of shape \[d, d\]"):
         linear_spectrum(np.ones((2, 3)), 1)
     with pytest.raises(ValueError, match=r"`initial` must have shape \(2,\), got \(3,\)"):
         linear_system(A, 3, key=key, initial=np.zeros(3))
     with pytest.raises(ValueError, match="`transition` must have rows that sum to 1"):
         regime_switching_var(MATRICES, np.array([[0.5, 0.4], [0.5, 0.5]]), 3, key=key)
-    with pytest.raises(ValueError, match=r"`transition` must have shape \(2, 2\)"):
+    with pytest.raises(ValueError, match=r"`transition` must be of shape \[regimes, regimes\] with regimes = 2"):
         regime_switching_spectrum(MATRICES, np.eye(3))
 
 

@@ -1,3 +1,4 @@
+from functools import partial
 from itertools import permutations
 
 import jax
@@ -28,8 +29,8 @@ LOSSES = {
     "dpnets-relaxed": lambda x, y: dpnets_loss(x, y, metric_deformation=0.3, relaxed=True),
     "contrastive": spectral_contrastive_loss,
     "autoencoder": lambda x, y: autoencoder_loss(x, y, x + 0.1, y**2, x, 2 * x, alpha_lin=0.3, alpha_pred=2.0),
-    "energy-pooled": lambda x, y: energy_loss(x, jnp.stack([y, 2 * y], 2), grad_weight=0.2),
-    "energy": lambda x, y: energy_loss(x, jnp.stack([y, 2 * y], 2), grad_weight=0.2, form="energy"),
+    "energy-pooled": lambda x, y: energy_loss(x, jnp.stack([y, 2 * y], 2), grad_weight=0.2, form="pooled"),
+    "energy": lambda x, y: energy_loss(x, jnp.stack([y, 2 * y], 2), grad_weight=0.2),
     "fro": lambda x, y: orthonormal_fro_reg(x + y),
     "fro-keyed": lambda x, y: orthonormal_fro_reg(x + y, key=jax.random.key(3)),
     "logfro": lambda x, y: orthonormal_logfro_reg(x + y),
@@ -277,8 +278,9 @@ def test_energy_equals_its_definitions(n, d, m):
     moment = (x.T @ x + 0.3 * np.einsum("nik,njk->ij", jac, jac)) / n
     size = 2 * np.trace(x.T @ x) / n
     with jax.enable_x64(True):
-        np.testing.assert_allclose(energy_loss(x, jac, grad_weight=0.3), (kernel**2).mean() - size, rtol=1e-11)
-        energy = energy_loss(x, jac, grad_weight=0.3, form="energy")
+        pooled = energy_loss(x, jac, grad_weight=0.3, form="pooled")
+        np.testing.assert_allclose(pooled, (kernel**2).mean() - size, rtol=1e-11)
+        energy = energy_loss(x, jac, grad_weight=0.3)  # the form that ranks is the default
         np.testing.assert_allclose(energy, (moment**2).sum() - size, rtol=1e-11)
 
 
@@ -443,12 +445,14 @@ def dependent(z):
 
 
 def few(z):
-    """Five features of four samples."""
+    """Five features of four samples, which VAMP scores refuse."""
     return jnp.sin(z[:4] @ jnp.asarray(np.random.default_rng(9).normal(size=(3, 5))))
 
 
-@pytest.mark.parametrize("name", DECOMPOSED)
-@pytest.mark.parametrize("extend", [dependent, few])
+@pytest.mark.parametrize(
+    ("name", "extend"),
+    [*((name, dependent) for name in DECOMPOSED), *((name, few) for name in ("dpnets-relaxed", "logfro", "score"))],
+)
 def test_gradient_of_deficient_batches(name, extend):
     """Finite in all entries, in both precisions, and right along changes of the batch that keep the rank."""
     loss = LOSSES[name]
@@ -476,8 +480,6 @@ def test_deficient_features_change_no_score():
     for schatten_norm in (1, 2):
         loss = vamp_loss(x, y, schatten_norm=schatten_norm)
         np.testing.assert_allclose(vamp_loss(dependent(x), dependent(y), schatten_norm=schatten_norm), loss, rtol=1e-3)
-        short = vamp_loss(few(x), few(y), schatten_norm=schatten_norm)  # three directions, all explained
-        np.testing.assert_allclose(short, -3, rtol=1e-3)
     offset = np.full((40, 1), 1e4 / 3, np.float32)  # rounding of its mean must not make it a feature
     np.testing.assert_allclose(vamp_loss(np.hstack([x, offset]), np.hstack([y, offset])), vamp_loss(x, y), rtol=1e-4)
 
@@ -589,7 +591,7 @@ def test_losses_and_gradients_against_kooplearn(peer, n):
         agree(jax.value_and_grad(spectral_contrastive_loss)(x, y), peer("spectral_contrastive_loss", x, y))
         ours = jax.value_and_grad(autoencoder_loss)(x, y, *others, alpha_rec=0.5, alpha_lin=2.0, alpha_pred=3.0)
         agree(ours, peer("dynamic_ae_loss", x, y, *others, alpha_rec=0.5, alpha_lin=2.0, alpha_pred=3.0))
-        ours = jax.value_and_grad(energy_loss)(x, jac, grad_weight=0.3)
+        ours = jax.value_and_grad(energy_loss)(x, jac, grad_weight=0.3, form="pooled")
         agree(ours, peer("energy_loss", x, jac, grad_weight=0.3))
         agree(jax.value_and_grad(orthonormal_logfro_reg)(x), peer("orthonormal_logfro_reg", x))
         # Theirs is the plug-in estimate, whatever its permutation: the three traces differ by known amounts.
@@ -611,15 +613,47 @@ def test_losses_in_single_precision_against_kooplearn(peer):
     np.testing.assert_allclose(orthonormal_logfro_reg(x), peer("orthonormal_logfro_reg", x.astype(float))[0], rtol=1e-5)
 
 
+@pytest.mark.parametrize("center", [True, False])
+def test_batches_that_any_features_explain_are_refused(center):
+    """They score their rank whatever they hold: one more sample, and noise no longer does."""
+    least = 5 if center else 4
+    options = {"center_covariances": center}
+    x, y = batch(n=least, dtype=np.float32)
+    assert vamp_loss(x, y, **options) > -2.999
+    dpnets_loss(x, y, **options)
+    short = x[:-1], y[:-1]
+    words = f"`x` must hold at least {least} samples for 3 features"
+    for loss in (vamp_loss, dpnets_loss, jax.jit(partial(vamp_loss, **options))):
+        with pytest.raises(ValueError, match=words):
+            loss(*short, **({} if loss not in (vamp_loss, dpnets_loss) else options))
+    dpnets_loss(*short, relaxed=True, **options)
+    more = batch(n=20, dtype=np.float32)
+    with pytest.raises(ValueError, match=words):
+        vamp_score(*short, *more, **options)
+    with pytest.raises(ValueError, match="`x_test` must hold at least"):
+        vamp_score(*more, *short, **options)
+    assert jnp.isfinite(vamp_score(*more, *short, rank=2, **options))
+
+
+@every_loss
+def test_complex_features_are_refused_and_integers_are_numbers(unchecked, name):
+    """Squared where they would need a modulus, complex features gave plausible numbers."""
+    x, y = (np.round(4 * a).astype(np.int32) for a in batch())
+    np.testing.assert_array_equal(LOSSES[name](x, y), LOSSES[name](x.astype(np.float32), y.astype(np.float32)))
+    for pair in ((x + 1j, y), (x, y + 1j), (x + 1j, y + 1j)):
+        with pytest.raises(TypeError, match=r"`\w+` must hold real numbers, got dtype complex"):
+            LOSSES[name](*pair)
+
+
 def test_wrong_arguments_are_named(unchecked):
     x, y = batch(dtype=np.float32)
     with pytest.raises(ValueError, match="`schatten_norm` must be 1 or 2, got 3"):
         vamp_loss(x, y, schatten_norm=3)
-    with pytest.raises(ValueError, match=r"`y` must have the shape of `x` \(40, 3\), got \(39, 3\)"):
+    with pytest.raises(ValueError, match=r"`y` must be of shape \[n, d\] with n = 40 as in `x`, got shape \(39, 3\)"):
         vamp_loss(x, y[1:])
-    with pytest.raises(ValueError, match=r"`y_test` must have the shape of `x_test`"):
+    with pytest.raises(ValueError, match=r"`y_test` must be of shape \[m, d\] with m = 40 as in `x_test`"):
         vamp_score(x, y, x, y[1:])
-    with pytest.raises(ValueError, match=r"`x_test` must have as many features as `x` \(3\), got 2"):
+    with pytest.raises(ValueError, match=r"`x_test` must be of shape \[m, d\] with d = 3 as in `x`"):
         vamp_score(x, y, x[:, :2], y[:, :2])
     with pytest.raises(ValueError, match=r"`rank` must be at most the number of features \(3\), got 4"):
         vamp_score(x, y, x, y, rank=4)
@@ -631,9 +665,9 @@ def test_wrong_arguments_are_named(unchecked):
         autoencoder_loss(x, y, x[:, :1], x, x, y)
     with pytest.raises(ValueError, match=r"`alpha_lin` must be non-negative"):
         autoencoder_loss(x, y, x, x, x, y, alpha_lin=-1.0)
-    with pytest.raises(ValueError, match=r"`jac` must have shape \[\*\(40, 3\), coordinates\]"):
+    with pytest.raises(ValueError, match=r"`jac` must be of shape \[n, d, m\] with d = 3 as in `x`"):
         energy_loss(x, np.zeros((40, 2, 3), np.float32))
-    with pytest.raises(ValueError, match="`form` must be one of 'pooled', 'energy'"):
+    with pytest.raises(ValueError, match="`form` must be one of 'energy', 'pooled'"):
         energy_loss(x, x[:, :, None], form="other")
     with pytest.raises(ValueError, match="`x` must hold at least four samples"):
         orthonormal_fro_reg(x[:3])

@@ -2,19 +2,22 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from koopman.networks import Autoencoder, FeatureMap
+from dissociation.models.layers import Affine
+from koopman.networks import Autoencoder, FeatureMap, build_network
 
 IMAGES = np.random.default_rng(0).uniform(size=(12, 28, 28)).astype(np.float32)
+STATES = np.random.default_rng(1).normal(size=(12, 3)).astype(np.float32)
 
 
 def test_feature_maps_have_norm_one_and_a_finite_slope_at_zero():
     model = FeatureMap(key=jax.random.key(0))
     features = jax.vmap(model)(IMAGES)
     np.testing.assert_allclose(jnp.linalg.norm(features, axis=1), 1, atol=1e-6)
-    longer = FeatureMap(length=3.0, key=jax.random.key(0))
+    longer = FeatureMap(feature_norm=3.0, key=jax.random.key(0))
     np.testing.assert_allclose(jax.vmap(longer)(IMAGES), 3 * features, rtol=1e-5)
-    np.testing.assert_allclose(model.lagged(IMAGES[0]), features[0] @ model.lag.weight, atol=1e-6)
+    np.testing.assert_allclose(model.lagged(IMAGES[0]), features[0] @ model.lagged_head.weight, atol=1e-6)
     head = lambda m: (m.encoder.head.weight, m.encoder.head.bias)  # noqa: E731
     dead = eqx.tree_at(head, model, replace_fn=jnp.zeros_like)
     slopes = eqx.filter_grad(lambda m: jnp.sum(m(IMAGES[0])))(dead)
@@ -27,3 +30,29 @@ def test_orthogonal_dynamics():
     np.testing.assert_allclose(matrix @ matrix.T, np.eye(5), atol=1e-6)
     assert np.abs(free.matrix() @ free.matrix().T - np.eye(5)).max() > 0.1
     assert kept(IMAGES[0]).shape == (28, 28)
+
+
+def test_networks_of_your_own():
+    make = lambda key: Affine(3, 2, key=key)  # noqa: E731
+    layer = make(jax.random.key(7))
+    raw = FeatureMap(2, encoder=layer, feature_norm=None, key=jax.random.key(0))
+    np.testing.assert_allclose(jax.vmap(raw)(STATES), jax.vmap(layer)(STATES), rtol=1e-6)
+    unit = FeatureMap(2, encoder=layer, key=jax.random.key(0))
+    np.testing.assert_allclose(jnp.linalg.norm(jax.vmap(unit)(STATES), axis=1), 1, atol=1e-6)
+    first, second = (FeatureMap(2, encoder=make, key=jax.random.key(seed)).encoder.weight for seed in (0, 1))
+    assert np.abs(first - second).max() > 0.01
+
+    model = Autoencoder(2, encoder=make, decoder=lambda key: Affine(2, 3, key=key), key=jax.random.key(0))
+    np.testing.assert_allclose(model(STATES[0]), model.decoder(model.encoder(jnp.asarray(STATES[0]))), rtol=1e-6)
+    # Arrays of a module may be NumPy's; they come out as JAX's, which training takes.
+    plain = eqx.tree_at(lambda m: m.weight, layer, np.asarray(layer.weight))
+    assert isinstance(build_network("encoder", plain, key=jax.random.key(0)).weight, jax.Array)
+
+
+@pytest.mark.parametrize(
+    ("network", "came"),
+    [(eqx.Module(), "Module"), (lambda key: 3.0, "a function to float"), (lambda key: jnp.tanh, "a function to ")],
+)
+def test_what_is_no_network_is_refused(network, came):
+    with pytest.raises(TypeError, match=f"`encoder` must be an Equinox module .*, got {came}"):
+        build_network("encoder", network, key=jax.random.key(0))

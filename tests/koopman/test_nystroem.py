@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from koopman import nystroem
 from koopman.forecast import predict, risk
 from koopman.kernels import RBF, Linear, Polynomial
 from koopman.nystroem import choose_centres, fit_kernel_pcr, fit_kernel_reduced_rank, fit_kernel_ridge, fit_nystroem
@@ -68,7 +69,9 @@ def test_against_kooplearn(kind, solver):
         peer = kernel.KernelRidge(reduced_rank=reduced, **options).fit(path)
         fit = fit_kernel_reduced_rank if reduced else fit_kernel_pcr
         found = fit(x, y, RBF(1.0), rank=4, alpha=1e-3, solver=solver)
-        np.testing.assert_allclose(np.sort_complex(eigenvalues(found)), np.sort_complex(peer.eig()), atol=1e-6)
+        np.testing.assert_allclose(
+            np.sort_complex(eigenvalues(found, undo_shrinkage=False)), np.sort_complex(peer.eig()), atol=1e-6
+        )
         # The peer's kernel forecasts read the states of x where its linear ones read those of y: one step less ahead.
         behind = fit(x, y, RBF(1.0), rank=4, alpha=1e-3, solver=solver, observable=x)
         np.testing.assert_allclose(predict(behind, x[:9], 3), peer.predict(path[:9], n_steps=3), atol=1e-6)
@@ -91,7 +94,7 @@ def test_centres_against_kooplearn(kind):
         found = fit_nystroem(x, y, Polynomial(2), x[peer.nys_centers_idxs_], kind=kind, rank=3, alpha=0.0)
         values, right = peer.eig(eval_right_on=path[:20])
         order = np.argsort(-np.abs(values))
-        np.testing.assert_allclose(eigenvalues(found), values[order], atol=1e-6)
+        np.testing.assert_allclose(eigenvalues(found, undo_shrinkage=False), values[order], atol=1e-6)
         own, right = np.asarray(right_eigenfunctions(found, x[:20])), right[:, order]
         overlap = np.sum(own.conj() * right, 0) / np.linalg.norm(own, axis=0) / np.linalg.norm(right, axis=0)
         np.testing.assert_allclose(np.abs(overlap), 1.0, atol=1e-6)
@@ -143,7 +146,7 @@ def test_leverage_scores_find_the_rare_states():
 
 def test_jit_vmap_and_loop_agree():
     x, y = (np.asarray(a, np.float32) for a in lagged_pairs(states(60)))
-    alphas = jnp.asarray([1e-3, 1e-2, 0.1])
+    alphas = jnp.asarray([1e-3, 1e-2, 0.05])
 
     def fitted(alpha):
         return predict(fit_kernel_reduced_rank(x, y, RBF(1.0), rank=3, alpha=alpha), x[:5], 2)
@@ -206,6 +209,69 @@ def test_ranks_by_masking_on_centres():
     np.testing.assert_allclose(swept, [jax.jit(lambda rank=rank: value(rank))() for rank in (1, 3)], rtol=1e-4)
 
 
+@pytest.mark.parametrize("kernel", [Linear(), Polynomial(3), RBF(1.0)], ids=lambda k: type(k).__name__)
+@pytest.mark.parametrize("number", [60, 300])
+def test_float32_on_whole_kernel_matrices(kernel, number):
+    # A cut-off that grew with the samples lost directions (RBF); Cholesky's rounding made up others (cubic, linear).
+    path = states(number)
+    x, y = path[:-1], path[1:]
+    rank = 3 if isinstance(kernel, Linear) else 8
+    alpha = 1e-4 * float(np.mean(jnp.diagonal(kernel(x, x))))
+    with jax.enable_x64(True):
+        exact = fit_kernel_reduced_rank(x, y, kernel, rank=rank, alpha=alpha)
+        wanted = float(risk(exact, x, y)), np.abs(eigenvalues(exact))
+    x, y = x.astype(np.float32), y.astype(np.float32)
+    for solver in ("auto", "spectral", "krylov"):
+        found = fit_kernel_reduced_rank(x, y, kernel, rank=rank, alpha=alpha, solver=solver)
+        np.testing.assert_allclose(risk(found, x, y), wanted[0], rtol=2e-3)
+        np.testing.assert_allclose(np.abs(eigenvalues(found)), wanted[1], atol=5e-3)
+
+
+def test_an_alpha_below_the_rounding_of_a_factor_is_said():
+    path = states(200).astype(np.float32)
+    x, y = path[:-1], path[1:]
+    kernel = Polynomial(3)
+    with pytest.warns(UserWarning, match="orthonormal only to .* rounding of float32 outweighs `alpha`"):
+        fit_kernel_reduced_rank(x, y, kernel, rank=8, alpha=1e-6, solver="krylov")
+    fit_kernel_reduced_rank(x, y, kernel, rank=8, alpha=1e-3, solver="krylov")
+    fit_kernel_reduced_rank(x, y, kernel, rank=8, alpha=1e-6)
+
+
+def test_what_auto_stands_for():
+    gram = jnp.eye(1600, dtype=jnp.float32) / 1600
+    floor = 100 * float(jnp.finfo(jnp.float32).eps)
+    for alpha, wanted in ((2 * floor, "krylov"), (0.5 * floor, "spectral"), (0.0, "spectral")):
+        assert nystroem._solver("reduced_rank", gram, jnp.asarray(alpha), 5) == wanted
+    assert nystroem._solver("pcr", gram, jnp.asarray(0.0), 5) == "krylov"
+    assert nystroem._solver("reduced_rank", gram, jnp.asarray(1.0), 101) == "dense"
+    assert nystroem._solver("reduced_rank", gram[:1000, :1000], jnp.asarray(1.0), 5) == "dense"
+    said = []
+    jax.jit(lambda alpha: said.append(nystroem._solver("reduced_rank", gram, alpha, 5)))(1.0)
+    with jax.enable_x64(True):
+        jax.jit(lambda gram: said.append(nystroem._solver("reduced_rank", gram, jnp.ones(()), 5)))(
+            np.asarray(gram, float)
+        )
+    assert said == ["spectral", "krylov"]
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1e3])
+def test_the_default_regularisation_follows_the_kernel(scale):
+    with jax.enable_x64(True):
+        path = states(80)
+        x, y = path[:-1], path[1:]
+        for kind in KINDS:
+            wanted = fit_kernel(kind, x, y, Linear())
+            found = fit_kernel(kind, scale * x, scale * y, Linear())
+            np.testing.assert_allclose(eigenvalues(found)[:2], eigenvalues(wanted)[:2], rtol=1e-8)
+            np.testing.assert_allclose(found.alpha, 1e-6 * scale**2 * np.mean(np.sum(x**2, 1)), rtol=1e-10)
+            options = {} if kind == "ridge" else {"rank": 2}
+            centres = fit_nystroem(scale * x, scale * y, Linear(), scale * x[:9], kind=kind, **options)
+            np.testing.assert_allclose(centres.alpha, found.alpha, rtol=1e-8)
+            np.testing.assert_allclose(eigenvalues(centres)[:2], eigenvalues(wanted)[:2], rtol=1e-6)
+        with pytest.warns(UserWarning, match=r"exceeds eigenvalue 2 of k\(X, X\) / n"):
+            fit_kernel_pcr(x, y, Linear(), rank=2, alpha=100.0)
+
+
 def test_plain_functions_are_kernels_under_jit():
     x, y = (np.asarray(a, np.float32) for a in lagged_pairs(states(40)))
 
@@ -241,7 +307,7 @@ X = np.ones((6, 2)) * np.arange(6)[:, None]
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: fit_kernel_pcr(X, X[:-1], Linear(), rank=1), "as many samples as `x`"),
+        (lambda: fit_kernel_pcr(X, X[:-1], Linear(), rank=1), "with n = 6 as in `x`"),
         (lambda: fit_kernel_pcr(X, X, Linear(), rank=7), "at most the number of samples"),
         (lambda: fit_kernel_ridge(X, X, Linear(), alpha=-1.0), "`alpha`"),
         (lambda: fit_kernel_pcr(X, X, Linear(), rank=1, solver="arnoldi"), "'krylov'"),
@@ -249,6 +315,8 @@ X = np.ones((6, 2)) * np.arange(6)[:, None]
         (lambda: fit_nystroem(X, X, Linear(), X, kind="pcr"), "`rank` must be given for 'pcr'"),
         (lambda: choose_centres(X, 7, key=jax.random.key(0)), "`num_centres`"),
         (lambda: choose_centres(X, 2, key=jax.random.key(0), method="leverage"), "`kernel` must be given"),
+        (lambda: choose_centres(np.where(X == 2, np.nan, X), 2, key=jax.random.key(0)), r"nan at index \(2, 0\)"),
+        (lambda: fit_nystroem(X, X, Linear(), np.where(X == 2, np.nan, X), rank=1), r"`centres` must be finite"),
         (
             lambda: fit_kernel_ridge(np.where(X == 2, np.nan, X), X, Linear()),
             r"`x` must be finite, got nan at index \(2, 0\)",

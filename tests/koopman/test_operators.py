@@ -83,7 +83,10 @@ def test_against_kooplearn(scale):
             operator = fit(x, y, rank=3, alpha=1e-3 * scale**2)
             np.testing.assert_allclose(operator_matrix(operator), peer.estimator_, atol=1e-6)
             np.testing.assert_allclose(
-                np.sort_complex(eigenvalues(operator)), np.sort_complex(peer.eig()), rtol=1e-6, atol=1e-9
+                np.sort_complex(eigenvalues(operator, undo_shrinkage=False)),
+                np.sort_complex(peer.eig()),
+                rtol=1e-6,
+                atol=1e-9,
             )
             np.testing.assert_allclose(predict(operator, x[:5], 3), peer.predict(states[:5], n_steps=3), rtol=1e-6)
             np.testing.assert_allclose(risk(operator, x, y), peer.risk(), rtol=1e-6)
@@ -106,6 +109,79 @@ def test_the_scale_of_features_changes_nothing(kind):
     small = FITS[kind](1e-6 * x, 1e-6 * y, alpha=1e-15)
     np.testing.assert_allclose(operator_matrix(small), operator_matrix(big), atol=2e-4)
     assert int(small.effective_rank) == int(big.effective_rank)
+
+
+@pytest.mark.parametrize("kind", FITS)
+def test_the_default_regularisation_follows_the_data(kind):
+    states = linear_trajectory()[1].astype(np.float32)
+    wanted = eigenvalues(FITS[kind](*lagged_pairs(states)))
+    for scale in (1e-3, 1e3):
+        x, y = lagged_pairs(scale * states)
+        np.testing.assert_allclose(eigenvalues(FITS[kind](x, y)), wanted, atol=1e-5)
+        np.testing.assert_allclose(eigenvalues(jax.jit(FITS[kind])(x, y)), wanted, atol=1e-5)
+        np.testing.assert_allclose(eigenvalues(FITS[kind](moments(x, y))), wanted, atol=1e-5)
+        alpha = 1e-6 * float(jnp.mean(x**2))
+        np.testing.assert_allclose(FITS[kind](x, y).alpha, alpha, rtol=1e-5)
+        np.testing.assert_allclose(FITS[kind](moments(x, y)).alpha, alpha, rtol=1e-4)
+        # The negative control: a number is in units of C_x.
+        if scale < 1:
+            with pytest.warns(UserWarning, match=r"`alpha` \(1e-06\) exceeds .* of C_x"):
+                fixed = eigenvalues(FITS[kind](x, y, alpha=1e-6))
+            assert np.abs(np.abs(fixed) - np.abs(wanted)).max() > 0.1
+
+
+def test_an_alpha_above_the_variance_is_named():
+    x = np.random.default_rng(0).normal(size=(500, 3)) * [3.0, 1.0, 0.1]
+    with jax.enable_x64(True):
+        squares = np.linalg.eigvalsh(x.T @ x / 500)[::-1]
+        for fit in (fit_pcr, fit_reduced_rank):
+            for rank in (1, 2, 3):
+                fit(x, x, rank=rank, alpha=0.99 * squares[rank - 1])
+                words = rf"`alpha` .* exceeds eigenvalue {rank} of C_x \({squares[rank - 1]:.3g}\)"
+                with pytest.warns(UserWarning, match=words):
+                    fit(x, x, rank=rank, alpha=1.01 * squares[rank - 1])
+        fit_ridge(x, x, alpha=0.99 * squares.mean())  # above the smallest of them, which it is there to outweigh
+        with pytest.warns(UserWarning, match="exceeds the mean eigenvalue of C_x"):
+            fit_ridge(x, x, alpha=1.01 * squares.mean())
+        jax.jit(lambda alpha: fit_ridge(x, x, alpha=alpha).core)(1e3)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_a_rank_that_cuts_through_equal_singular_values_is_named(dtype):
+    # A cycle of four states among noise: its operator has four singular values 1.
+    with jax.enable_x64(dtype is np.float64):
+        x = np.eye(4, dtype=dtype)[np.arange(41) % 4]
+        x, y = x[:-1], x[1:]
+        for rank in (1, 2, 3):
+            words = rf"Singular values {rank} and {rank + 1} agree.*rank {rank} .*Use rank"
+            for fit in (fit_reduced_rank, fit_pcr):
+                with pytest.warns(UserWarning, match=words):
+                    fit(x, y, rank=rank)
+        fit_reduced_rank(x, y, rank=4)
+        scale = np.asarray([1, 0.7, 0.7, 0.4], dtype)
+        target = y @ np.diag(scale)
+        with pytest.warns(UserWarning, match=r"Use rank 3 or 1\."):
+            fit_reduced_rank(x, target, rank=2)
+        for rank in (1, 3, 4):
+            fit_reduced_rank(x, target, rank=rank)
+        apart = y @ np.diag(np.asarray([1, 0.7, 0.6995, 0.4], dtype))
+        fit_reduced_rank(x, apart, rank=2)
+
+
+@pytest.mark.parametrize("kind", FITS)
+def test_centred_data_far_from_zero(kind):
+    states = (linear_trajectory(2000)[1] + 1e4).astype(np.float32)
+    x, y = states[:-1], states[1:]
+
+    def numbers(operator):
+        sizes = np.abs(eigenvalues(operator)), operator.singular_values, [risk(operator, x, y).item()]
+        return np.concatenate([*sizes, np.ravel(operator.gram_y if kind == "ridge" else [])])
+
+    with jax.enable_x64(True):
+        exact = numbers(FITS[kind](x.astype(float), y.astype(float), alpha=1e-3, center=True))
+    batches = scan_moments(x.reshape(100, 20, 5), y.reshape(100, 20, 5), center=True)
+    for found in (FITS[kind](x, y, alpha=1e-3, center=True), FITS[kind](batches, alpha=1e-3)):
+        np.testing.assert_allclose(np.abs(numbers(found)), np.abs(exact), atol=1e-3)
 
 
 def test_float32_keeps_three_digits():
@@ -183,7 +259,7 @@ def test_pictures_as_observables():
 @pytest.mark.parametrize("kind", FITS)
 def test_jit_vmap_and_loop_agree(kind):
     x, y = (np.asarray(a, np.float32) for a in lagged_pairs(linear_trajectory()[1]))
-    alphas = jnp.asarray([1e-4, 1e-2, 1.0])
+    alphas = jnp.asarray([1e-4, 1e-2, 0.1])
 
     def core(alpha, x=x, y=y):
         return eigenvalues(FITS[kind](x, y, alpha=alpha))
@@ -301,7 +377,7 @@ X, Y = (np.ones((6, 2), np.float32) * np.arange(6)[:, None] for _ in range(2))
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "words"),
     [
-        ((X, Y[:-1]), {}, ValueError, "as many samples as `x`"),
+        ((X, Y[:-1]), {}, ValueError, "with n = 6 as in `x`"),
         ((X, Y), {"rank": 3}, ValueError, r"`rank` must be at most the number of features \(2\), got 3"),
         ((X, Y), {"rank": 0}, ValueError, "`rank`"),
         ((X, Y), {"rank": 1.5}, TypeError, "`rank`"),
@@ -309,10 +385,10 @@ X, Y = (np.ones((6, 2), np.float32) * np.arange(6)[:, None] for _ in range(2))
         ((X, Y), {"solver": "arnoldi"}, ValueError, "'krylov'"),
         ((X, Y), {"route": "svd"}, ValueError, "'qr', 'covariance'"),
         ((X[:1], Y[:1]), {}, ValueError, "at least two pairs"),
-        ((X.astype(int), Y), {}, TypeError, "floating"),
+        ((X + 1j, Y), {}, TypeError, "`x` must hold real numbers"),
         ((np.where(X == 3, np.nan, X), Y), {}, ValueError, r"`x` must be finite, got nan at index \(3, 0\)"),
         ((X, None), {}, ValueError, "lagged_pairs"),
-        ((X, np.ones((6, 3), np.float32)), {}, ValueError, "features of `x`"),
+        ((X, np.ones((6, 3), np.float32)), {}, ValueError, "with d = 2 as in `x`"),
         ((moments(X, Y), Y), {}, ValueError, "stand alone"),
     ],
 )

@@ -1,10 +1,14 @@
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from koopman import diagnostics
+from koopman.datasets.maps import logistic_map
 from koopman.operators import fit_ridge
-from koopman.pairs import gram_root, lagged_pairs, merge_moments, moments, scan_moments
+from koopman.pairs import default_alpha, gram_root, lagged_pairs, merge_moments, moments, scan_moments
 
 
 @pytest.mark.parametrize("lag", [1, 3])
@@ -20,11 +24,42 @@ def test_pairs_stay_within_their_trajectory(lag):
     assert np.sum(x // 100 != y // 100) == 2 * lag
 
 
-def test_one_trajectory_of_pictures():
-    film = np.arange(24.0).reshape(4, 3, 2)
-    x, y = lagged_pairs(film, 2)
-    np.testing.assert_array_equal(x, film[:2])
-    np.testing.assert_array_equal(y, film[2:])
+def test_one_trajectory_of_images():
+    images = np.arange(24.0).reshape(4, 3, 2)
+    x, y = lagged_pairs([images], 2)
+    np.testing.assert_array_equal(x, images[:2])
+    np.testing.assert_array_equal(y, images[2:])
+
+
+@pytest.mark.parametrize("lag", [1, 3])
+def test_stacked_trajectories_are_those_of_a_list(lag):
+    states = logistic_map(6, key=jax.random.key(0), num_trajectories=4)
+    listed = lagged_pairs(list(states), lag)
+    for array, axis in ((states, 0), (np.asarray(states).swapaxes(0, 1), 1), (jnp.moveaxis(states, 0, -1), -1)):
+        for found, wanted in zip(lagged_pairs(array, lag, trajectory_axis=axis), listed, strict=True):
+            np.testing.assert_array_equal(found, wanted)
+    scalars = lagged_pairs(states[..., 0], lag, trajectory_axis=0)
+    np.testing.assert_array_equal(scalars.y, listed.y[:, 0])
+    mapped = jax.vmap(lambda one: lagged_pairs(one, lag))(states)
+    np.testing.assert_array_equal(mapped.y.reshape(-1, 1), listed.y)
+
+
+@pytest.mark.parametrize("shape", [(4, 7, 1), (4, 7, 3, 2), (1, 7, 2)])
+def test_an_axis_of_trajectories_is_named(shape):
+    states = np.zeros(shape, np.float32)
+    with pytest.raises(ValueError, match=r"`trajectories` must name the axis.*Pass trajectory_axis=0"):
+        lagged_pairs(states)
+    with pytest.raises(ValueError, match="Pass trajectory_axis=0"):
+        jax.jit(lagged_pairs)(states)
+    with pytest.raises(TypeError, match=r"`trajectories\[0\]` must be an array.*numpy.asarray"):
+        lagged_pairs(states.tolist())
+    for axis in (len(shape), -len(shape) - 1):
+        with pytest.raises(ValueError, match="`trajectory_axis` must be an axis"):
+            lagged_pairs(states, trajectory_axis=axis)
+    with pytest.raises(ValueError, match="`trajectory_axis` must be None for a list"):
+        lagged_pairs(list(states), trajectory_axis=0)
+    with pytest.raises(ValueError, match="with another for time"):
+        lagged_pairs(np.zeros(5, np.float32), trajectory_axis=0)
 
 
 @pytest.mark.parametrize(
@@ -56,6 +91,44 @@ def test_lags_can_be_swept():
             lagged_pairs(trajectories, lag, max_lag=4)
     with pytest.raises(ValueError, match=r"trajectories\[1\]` must be longer than the lag \(6\)"):
         lagged_pairs(trajectories, 1, max_lag=6)
+
+
+def test_a_traced_lag_out_of_range_gives_no_pairs():
+    states = np.arange(9, dtype=np.float32)[:, None]
+    y = jax.vmap(lambda lag: lagged_pairs(states, lag, max_lag=4).y)(jnp.arange(-2, 7))
+    np.testing.assert_array_equal(np.isfinite(y).all((1, 2)), np.isin(np.arange(-2, 7), (1, 2, 3, 4)))
+    np.testing.assert_array_equal(np.isnan(y).all((1, 2)), np.isin(np.arange(-2, 7), (-2, -1, 0, 5, 6)))
+    with pytest.raises(TypeError, match="floating point where `lag` is traced"):
+        jax.jit(lambda lag: lagged_pairs(states.astype(int), lag, max_lag=4))(1)
+
+
+def test_float64_that_becomes_float32_is_said_once():
+    states = np.arange(9.0)[:, None]
+    calls = (
+        lambda: lagged_pairs(states),
+        lambda: lagged_pairs([states]),
+        lambda: moments(states, states),
+        lambda: scan_moments(states[None], states[None]),
+        lambda: fit_ridge(states, states + 1),
+    )
+    for call in calls:
+        diagnostics._warn_narrowed.cache_clear()
+        with pytest.warns(UserWarning, match="float64 are computed in float32.*jax_enable_x64"):
+            call()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        calls[0]()
+        diagnostics._warn_narrowed.cache_clear()
+        lagged_pairs(states.astype(np.float32))
+        with jax.enable_x64(True):
+            calls[0]()
+    diagnostics._warn_narrowed.cache_clear()
+
+
+def test_default_regularisation():
+    x = np.asarray([[1.0, 2.0], [3.0, -4.0]], np.float32)
+    np.testing.assert_allclose(default_alpha(jnp.trace(x.T @ x / 2), 2), 1e-6 * 30 / 4, rtol=1e-6)
+    np.testing.assert_allclose(default_alpha(jnp.asarray(3.0)), 3e-6, rtol=1e-6)
 
 
 def test_moments_refuse_what_is_not_finite():
@@ -96,10 +169,69 @@ def test_moments_merge_to_those_of_all_pairs(center):
     np.testing.assert_allclose(np.tril(whole.root, -1), 0)
 
 
+def centred_gram(found):
+    root = np.asarray(found.root, float)
+    return root.T @ root / float(found.count)
+
+
+@pytest.mark.parametrize("offset", [1e4, -3e4])
+def test_centred_moments_far_from_zero(offset):
+    rng = np.random.default_rng(3)
+    data = [(rng.normal(size=(3000, d)) * [1.0, 0.3][:d] + offset).astype(np.float32) for d in (2, 2, 1)]
+    exact = np.concatenate([a.astype(float) for a in data], 1)
+    cov = np.cov(exact.T, bias=True)
+    unit = np.sqrt(np.outer(np.diag(cov), np.diag(cov)))
+    x, y, o = data
+    batches = [a.reshape(1000, 3, -1) for a in data]  # a mean far from zero would not move by a thousandth of a step
+    parts = [moments(a, b, observable=c, center=True) for a, b, c in ((x[:7], y[:7], o[:7]), (x[7:], y[7:], o[7:]))]
+    for found in (
+        moments(x, y, observable=o, center=True),
+        jax.jit(lambda *a: moments(*a[:2], observable=a[2], center=True))(*data),
+        merge_moments(*parts),
+        scan_moments(batches[0], batches[1], observable=batches[2], center=True),
+    ):
+        np.testing.assert_allclose(centred_gram(found) / unit, cov / unit, atol=1e-3)
+        mean = np.concatenate([np.asarray(m, float) for m in (found.mean_x, found.mean_y, found.mean_observable)])
+        np.testing.assert_allclose(mean + np.asarray(found.rest, float)[1:], exact.mean(0), atol=1e-3 * 0.3)
+
+
+def test_the_count_goes_on_beyond_the_integers_of_float32():
+    one = moments(np.ones((1, 1), np.float32), np.ones((1, 1), np.float32), center=True)
+    many = one
+    for _ in range(26):  # 2^26
+        many = merge_moments(many, many)
+    assert float(many.count) == 2**26
+    for _ in range(12):
+        many = merge_moments(many, one)
+    assert float(many.count) + float(many.rest[0]) == 2**26 + 12
+    assert float(many.count) > 2**26
+
+
+def test_an_offset_that_swamps_the_variance_is_named():
+    x = (np.random.default_rng(0).normal(size=(400, 2)) + [0.0, 1e4]).astype(np.float32)
+    calls = (
+        lambda x, **o: moments(x, x, **o),
+        lambda x, **o: scan_moments(x.reshape(4, 100, 2), x.reshape(4, 100, 2), **o),
+        lambda x, **o: fit_ridge(x, x, **o),
+    )
+    for call in calls:
+        with pytest.warns(UserWarning, match=r"Column 1 of `x` varies by .* about 1e\+04.*center=True") as seen:
+            call(x)
+        assert len(seen) == 1
+        for quiet in (x - [[0, 9e3]], np.where([[True, False]], x, 1e4)):  # a constant has nothing to lose
+            call(quiet.astype(np.float32))
+        call(x, center=True)
+    jax.jit(calls[0])(x)
+    with jax.enable_x64(True):
+        calls[0](x.astype(float))
+
+
 def test_moments_refuse_what_does_not_fit():
     x, y, _ = draw()
     with pytest.raises((ValueError, TypeError)):
         moments(x, y[:-1])
+    with pytest.raises((ValueError, TypeError)):
+        scan_moments(x[None], y[None, :-1])
     with pytest.raises(ValueError, match="centred as `first` is"):
         merge_moments(moments(x, y, center=True), moments(x, y))
     with pytest.raises(ValueError, match="widths of `first`"):

@@ -17,7 +17,7 @@ def matrix_of(values, rows, columns, seed=0):
 def test_leading_vectors_of_a_known_matrix(solver, rows, columns):
     with jax.enable_x64(True):
         left, matrix = matrix_of(0.5 ** np.arange(20), rows, columns)
-        vectors, values = leading_left_vectors(jnp.asarray(matrix), 4, solver=solver)
+        vectors, values, _ = leading_left_vectors(jnp.asarray(matrix), 4, solver=solver)
         np.testing.assert_allclose(values, 0.5 ** np.arange(4), rtol=1e-10)
         np.testing.assert_allclose(np.abs(left[:, :4].T @ vectors), np.eye(4), atol=1e-6)
 
@@ -28,7 +28,7 @@ def test_scaled_rows(solver):
         _, matrix = matrix_of(0.5 ** np.arange(20), 60, 40)
         scales = np.random.default_rng(1).uniform(0.5, 2.0, size=(3, 60))
         find = jax.vmap(lambda scale: leading_left_vectors(jnp.asarray(matrix), 4, scale=scale, solver=solver))
-        for scale, vectors, values in zip(scales, *find(jnp.asarray(scales)), strict=True):
+        for scale, vectors, values in zip(scales, *find(jnp.asarray(scales))[:2], strict=True):
             left, exact, _ = np.linalg.svd(scale[:, None] * matrix)
             np.testing.assert_allclose(values, exact[:4], rtol=1e-7)
             np.testing.assert_allclose(np.abs(left[:, :4].T @ vectors), np.eye(4), atol=1e-4)
@@ -49,7 +49,7 @@ def test_eigenpairs_in_another_inner_product():
         rng = np.random.default_rng(2)
         gram, other = (a @ a.T + 0.1 * np.eye(50) for a in rng.normal(size=(2, 50, 50)))
         # other @ gram is self-adjoint in <u, v> = u^T gram v.
-        vectors, values = leading_eigenpairs(
+        vectors, values, _ = leading_eigenpairs(
             lambda block: other @ block, 50, 3, dtype=jnp.float64, inner=lambda block: gram @ block
         )
         np.testing.assert_allclose(values, np.sort(np.linalg.eigvals(other @ gram).real)[::-1][:3], rtol=1e-9)
@@ -57,6 +57,43 @@ def test_eigenpairs_in_another_inner_product():
         np.testing.assert_allclose(other @ gram @ vectors, vectors * values[None], rtol=1e-4, atol=1e-6 * values[0])
 
 
+@pytest.mark.parametrize(("size", "number"), [(1, 1), (8, 2), (8, 8), (13, 3), (40, 20)])
+def test_small_operators(size, number):
+    # Of 8 rows a block of 2 + 4 leaves no room for a second one, and a space of one block never grows.
+    spectra = np.stack([np.arange(size, 0, -1), np.linspace(1, 0.97, size), 0.5 ** np.arange(size)])
+
+    for inner, factor in ((None, 1), (lambda block: 2 * block, 2)):
+
+        def solve(values, inner=inner):
+            return leading_eigenpairs(lambda b: values[:, None] * b, size, number, dtype=jnp.float32, inner=inner)
+
+        for values, vectors, found in zip(
+            spectra, *jax.jit(jax.vmap(solve))(jnp.asarray(spectra, jnp.float32))[:2], strict=True
+        ):
+            np.testing.assert_allclose(found, factor * values[:number], atol=2e-5 * values[0])
+            off = factor * values[:, None] * vectors - vectors * found[None]
+            assert np.abs(off).max() < 5e-5 * values[0]
+
+
+def test_a_solver_that_does_not_converge_says_so():
+    with jax.enable_x64(True):
+        values = jnp.linspace(1.0, 0.9, 400)[:, None]
+        with pytest.warns(UserWarning, match="ended with a relative residual of"):
+            leading_eigenpairs(lambda b: values * b, 400, 2, dtype=jnp.float64, max_restarts=1)
+        leading_eigenpairs(lambda b: values * b, 400, 2, dtype=jnp.float64)
+
+
 def test_unknown_solver():
     with pytest.raises(ValueError, match="'auto', 'dense', 'krylov', 'randomized'"):
         leading_left_vectors(jnp.eye(3), 1, solver="arpack")
+
+
+@pytest.mark.parametrize("solver", ["auto", "dense", "krylov", "randomized"])
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_a_matrix_that_is_not_finite_is_refused_or_gives_nan(solver, bad):
+    matrix = np.random.default_rng(0).normal(size=(60, 40)).astype(np.float32)
+    matrix[3, 5] = bad
+    with pytest.raises(ValueError, match=r"`matrix` must be finite, got .* at index \(3, 5\)"):
+        leading_left_vectors(jnp.asarray(matrix), 3, solver=solver)
+    for found in jax.jit(lambda m: leading_left_vectors(m, 3, solver=solver))(matrix):
+        assert np.isnan(found).all()

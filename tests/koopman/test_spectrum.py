@@ -1,3 +1,5 @@
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -5,7 +7,9 @@ import pytest
 
 from koopman.datasets.maps import logistic_features, logistic_map, logistic_spectrum
 from koopman.forecast import predict
-from koopman.operators import fit_reduced_rank, fit_ridge
+from koopman.kernels import RBF
+from koopman.nystroem import fit_kernel_reduced_rank, fit_kernel_ridge
+from koopman.operators import fit_pcr, fit_reduced_rank, fit_ridge
 from koopman.pairs import lagged_pairs
 from koopman.spectrum import (
     decompose,
@@ -40,21 +44,100 @@ def test_a_cycle_has_the_roots_of_unity():
         np.testing.assert_allclose(singular_values(operator), 1, atol=1e-12)
 
 
-def test_eigenfunctions_obey_their_equations():
+@pytest.mark.parametrize("undo", [True, False])
+def test_eigenfunctions_obey_their_equations(undo):
     with jax.enable_x64(True):
         x, y = (np.asarray(a) for a in lagged_pairs(rotation()))
-        operator = fit_ridge(x, y, alpha=1e-3)
-        found = decompose(operator)
-        matrix = np.asarray(operator.encode.matrix @ operator.dual.matrix.T)  # G
+        operator = fit_ridge(x, y, alpha=1e-2)
+        found = decompose(operator, undo_shrinkage=undo)
+        shrunk = 0.01 * np.asarray(operator.basis_gram)
+        undone = sum(np.linalg.matrix_power(shrunk, k) for k in range(4 if undo else 1))
+        matrix = np.asarray(operator.encode.matrix @ undone @ operator.dual.matrix.T)  # G, or G with less alpha
         weights = np.asarray(operator.encode.matrix @ found.right)  # psi = phi(x) weights
         np.testing.assert_allclose(matrix @ weights, weights * np.asarray(found.eigenvalues), atol=1e-10)
-        duals = np.asarray(operator.dual.matrix @ (found.left / found.eigenvalues[None]))
+        duals = np.asarray(operator.dual.matrix @ (found.dual / found.eigenvalues[None]))
         np.testing.assert_allclose(matrix.T @ duals, duals * np.asarray(found.eigenvalues), atol=1e-10)
         np.testing.assert_allclose(duals.T @ weights, np.eye(3), atol=1e-10)
         right, left = right_eigenfunctions(operator, x, found), left_eigenfunctions(operator, x, found)
         np.testing.assert_allclose(right, x @ weights, atol=1e-10)
         np.testing.assert_allclose(left, x @ duals, atol=1e-10)
         np.testing.assert_allclose(jnp.mean(jnp.abs(right) ** 2, 0), 1, atol=1e-10)
+        amplitudes = np.asarray(modes(operator, spectrum=found).amplitudes)
+        largest = np.take_along_axis(amplitudes, np.abs(amplitudes).argmax(1)[:, None], 1)
+        np.testing.assert_allclose(largest, np.abs(largest), atol=1e-12)
+        np.testing.assert_allclose(eigenvalues(operator, undo_shrinkage=undo), found.eigenvalues, atol=1e-12)
+
+
+@pytest.mark.parametrize(("estimator", "rank"), [("ridge", 3), ("pcr", 2), ("reduced_rank", 2), ("kernel", 4)])
+@pytest.mark.parametrize("part", [1e-3, 0.05])
+def test_shrinkage_is_undone(estimator, rank, part):
+    """Against least squares on the span of the latent functions, by how much `alpha` had moved the eigenvalues."""
+    with jax.enable_x64(True):
+        x, y = (np.asarray(a) for a in lagged_pairs(rotation(n=150)))
+        alpha = part * np.linalg.eigvalsh(x.T @ x / len(x))[-2]
+        fit = {
+            "ridge": fit_ridge,
+            "pcr": partial(fit_pcr, rank=rank),
+            "reduced_rank": partial(fit_reduced_rank, rank=rank),
+        }
+        if estimator == "kernel":
+            operator = fit_kernel_reduced_rank(x, y, RBF(2.0), rank=rank, alpha=0.1 * part)
+        else:
+            operator = fit[estimator](x, y, alpha=alpha)
+        now, later = operator.encode(x), operator.encode(y)
+        exact = np.linalg.eigvals(np.linalg.lstsq(now, later, rcond=None)[0])
+        exact = exact[np.lexsort((-exact.imag, -np.abs(exact).round(9)))][:2]
+        as_fitted, undone = (decompose(operator, undo_shrinkage=undo) for undo in (False, True))
+        before, after = (np.abs(found.eigenvalues[:2] - exact) for found in (as_fitted, undone))
+        assert (after < 0.02 * before).all()
+        # To first order, the shrinkage that is told is the one that was there.
+        np.testing.assert_allclose(before / np.abs(exact), 1 - as_fitted.shrinkage[:2], rtol=0.3)
+        np.testing.assert_allclose(1 - undone.shrinkage, (1 - as_fitted.shrinkage) ** 4, rtol=0.5, atol=1e-12)
+
+
+def test_nothing_grows_where_alpha_outweighs_the_data():
+    """Least squares on 40 samples' own kernel functions is noise; undoing stays within a factor of four of the fit."""
+    with jax.enable_x64(True):
+        x, y = (np.asarray(a) for a in lagged_pairs(rotation(n=40)))
+        operator = fit_kernel_ridge(x, y, RBF(1.0), alpha=0.5)
+        found = decompose(operator)
+        assert np.abs(found.eigenvalues).max() < 1
+        assert found.shrinkage.min() < 0.1
+        np.testing.assert_array_less(np.linalg.norm(operator.core, 2), 1)
+        assert np.abs(np.linalg.eigvals(np.linalg.pinv(operator.gram_x) @ operator.core)).max() > 1
+
+
+@pytest.mark.parametrize("estimator", [fit_ridge, partial(fit_pcr, rank=4), partial(fit_reduced_rank, rank=4)])
+def test_bootstraps_of_the_eigenvalue_one_hold_it(estimator):
+    """Shrunk by the alpha that prediction chose, the interval was [.988, .990]."""
+    rng = np.random.default_rng(0)
+    paths = [rotation(n=60, noise=0.3, seed=seed) for seed in range(5)]
+    centres = 2 * rng.normal(size=(12, 3))
+    kernel = RBF(3.0)
+    features = [np.asarray(kernel(jnp.asarray(path), jnp.asarray(centres)), float) for path in paths]
+    with jax.enable_x64(True):
+
+        @jax.jit
+        def values(x, y):
+            operator = estimator(x, y, alpha=0.02)
+            return jnp.stack([eigenvalues(operator, undo_shrinkage=undo)[0].real for undo in (True, False)])
+
+        draws = [values(*lagged_pairs([features[i] for i in rng.integers(5, size=5)])) for _ in range(30)]
+        low, high = np.quantile(draws, [0.025, 0.975], 0)
+        assert low[0] < 1 < high[0]
+        assert high[0] - low[0] < 0.03
+        assert high[1] < 1  # as fitted: negative control
+
+
+def test_order_of_a_traced_rank_is_that_of_the_rank():
+    """Columns beyond it are zero, and stay so when shrinkage is undone."""
+    with jax.enable_x64(True):
+        x, y = (np.asarray(a) for a in lagged_pairs(rotation()))
+        masked = jax.jit(lambda rank: decompose(fit_reduced_rank(x, y, rank=rank, alpha=0.05)))(2)
+        cut = decompose(fit_reduced_rank(x, y, rank=2, alpha=0.05))
+        np.testing.assert_allclose(masked.eigenvalues, [*cut.eigenvalues, 0], atol=1e-12)
+        for name in ("residuals", "shrinkage", "condition"):
+            np.testing.assert_allclose(getattr(masked, name)[:2], getattr(cut, name), rtol=1e-9)
 
 
 def test_residuals_are_the_distance_to_an_eigenfunction():
@@ -121,7 +204,7 @@ def test_derivative_of_eigenvalues():
 def test_host_and_device_routes_agree(monkeypatch):
     # Where a backend has no eigendecomposition, the host's serves, under jit and vmap too.
     x, y = (np.asarray(a, np.float32) for a in lagged_pairs(rotation()))
-    operators = [fit_ridge(x, y, alpha=a) for a in (1e-3, 0.1)]
+    operators = [fit_ridge(x, y, alpha=a) for a in (1e-3, 0.05)]
     here = [decompose(o) for o in operators]
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *operators)

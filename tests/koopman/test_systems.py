@@ -127,6 +127,22 @@ def test_lorenz_against_scipy():
     np.testing.assert_array_equal(mirrored, lorenz63(50, initial=start) * jnp.array([-1, -1, 1])[None, :])
 
 
+def test_initial_states_are_drawn_as_they_say(key):
+    """N(m, s^2 I): every mean within four standard errors, every deviation too, no correlations."""
+    n = 4000
+    for sample, mean, deviation in (
+        (lambda k: lorenz63(1, key=k, num_trajectories=n, mu=20.0), [0, 0, 19], 5.0),
+        (lambda k: lorenz63(1, key=k, num_trajectories=n), [0, 0, 27], 5.0),
+        (lambda k: duffing(1, key=k, num_trajectories=n), [0, 0], 1.0),
+        (lambda k: ornstein_uhlenbeck(1, key=k, num_trajectories=n, theta=2.0, sigma=3.0), [0], 1.5),
+    ):
+        start = np.asarray(sample(key), float)[:, 0]
+        np.testing.assert_allclose(start.mean(0), mean, atol=4 * deviation / n**0.5)
+        np.testing.assert_allclose(
+            np.cov(start.T), deviation**2 * np.eye(len(mean)).squeeze(), atol=6 * deviation**2 / n**0.5
+        )
+
+
 def test_lorenz_averages():
     """Time averages of derivatives vanish but for the ends: d(x^2)/dt and dz/dt tie <x^2>, <x y> and <z> together."""
     with jax.enable_x64(True):

@@ -18,13 +18,13 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Key, UInt32
+from jaxtyping import Array, Float
 
 from dissociation.checks import check_choice, check_count, check_ndim, check_positive, check_same_length, fail
 from dissociation.linalg import centre, positive_inverse, product
+from dissociation.types import OneHot, PRNGKey, Scalar
+from dissociation.validation import validated
 
-AnyKey = Key[Array, ""] | UInt32[Array, "2"]
-Scalar = float | int | Float[Array, ""]
 Features = Float[Array | np.ndarray, "n d"]
 
 BANDWIDTHS = ("dimension", "median")
@@ -49,6 +49,7 @@ class InformationPlane(eqx.Module):
     zy_null: Float[Array, ""]
 
 
+@validated
 def gaussian_gram(x: Features, *, sigma: Scalar = 5.0, bandwidth: str = "dimension") -> Float[Array, "n n"]:
     """Kernel matrix exp(-|x_i - x_j|^2 / (2 sigma^2 s)), s the dimension or the median squared distance.
 
@@ -85,12 +86,14 @@ def gaussian_gram(x: Features, *, sigma: Scalar = 5.0, bandwidth: str = "dimensi
     return jnp.exp(-square / (2 * jnp.asarray(sigma, x.dtype) ** 2 * scale))
 
 
+@validated
 def centred_gram(gram: Float[Array, "*b n n"]) -> Float[Array, "*b n n"]:
     """H K H with H = I - 1 1^T / n: the kernel matrix of centred features."""
     rows = gram - jnp.mean(gram, -1, keepdims=True)
     return rows - jnp.mean(rows, -2, keepdims=True)
 
 
+@validated(finite=("grams",))
 def normalised_hsic(grams: Float[Array, "kernels *b n n"], *, epsilon: Scalar = 1e-5) -> Float[Array, "others *b"]:
     """Normalised HSIC of the first of several kernel matrices with each of the others.
 
@@ -110,6 +113,7 @@ def normalised_hsic(grams: Float[Array, "kernels *b n n"], *, epsilon: Scalar = 
     return _in_common(_spans(grams, epsilon))
 
 
+@validated(finite=("grams",))
 def shuffled_hsic(grams: Float[Array, "kernels *b n n"], *, epsilon: Scalar = 1e-5) -> Float[Array, "others *b"]:
     """The mean of `normalised_hsic` over all orders of the first kernel matrix's samples: what there is by chance.
 
@@ -149,12 +153,13 @@ def _spans(grams: Array, epsilon: Scalar) -> Array:
     return (jnp.eye(number, dtype=grams.dtype)[None] - ridge[0, 0] * inverses).reshape(shape)
 
 
+@validated
 def information_plane(
     features: Features,
     inputs: Float[Array | np.ndarray, "n p"],
-    labels: Float[Array | np.ndarray, "n classes"],
+    labels: OneHot,
     *,
-    key: AnyKey,
+    key: PRNGKey,
     batch_size: int = 100,
     num_passes: int = 3,
     sigma: Scalar = 5.0,

@@ -12,13 +12,13 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Key, UInt32
+from jaxtyping import Array, Bool, Float
 
 from dissociation.checks import check_choice, check_count, check_ndim, check_positive, check_same_length, fail
 from dissociation.linalg import product
+from dissociation.types import Classes, PRNGKey, Scalar
+from dissociation.validation import validated
 
-AnyKey = Key[Array, ""] | UInt32[Array, "2"]
-Scalar = float | int | Float[Array, ""]
 Features = Float[Array | np.ndarray, "n d"]
 
 METHODS = ("monte_carlo", "upper", "lower")
@@ -45,6 +45,7 @@ class SmoothedInformation(eqx.Module):
     saturated: Bool[Array, ""]
 
 
+@validated
 def log_density(
     points: Float[Array | np.ndarray, "m k"], centres: Features, noise: Scalar, *, block: int = 1000
 ) -> Float[Array, " m"]:
@@ -99,13 +100,14 @@ def _log_mixtures(
     return found[0].reshape(-1)[: points.shape[0]], found[1].reshape(-1)[: points.shape[0]]
 
 
+@validated
 def smoothed_information(
     features: Features,
-    labels: Int[Array | np.ndarray, " n"],
+    labels: Classes,
     noise: Scalar,
     *,
     method: str = "monte_carlo",
-    key: AnyKey | None = None,
+    key: PRNGKey | None = None,
     num_draws: int = 1,
     block: int = 1000,
 ) -> SmoothedInformation:

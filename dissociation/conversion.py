@@ -1,0 +1,222 @@
+"""What may stand for an array, a key or labels, brought into one form or refused in one sentence.
+
+Messages name the argument, what was wanted and what came: "`x` must be an array of real numbers [n, d], got None."
+"""
+
+import functools
+import reprlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dissociation.checks import fail, fail_kind, is_traced
+
+
+@functools.cache
+def number_kind(dtype: Any) -> str:
+    """What numbers of a dtype are: "bool", "int", "float", "complex", or "key" for random keys."""
+    parents = {"key": jax.dtypes.extended, "bool": jnp.bool_, "int": jnp.integer, "float": jnp.floating}
+    return next((kind for kind, parent in parents.items() if jnp.issubdtype(dtype, parent)), "complex")
+
+
+def as_array(
+    name: str, value: Any, words: str = "numbers", *, bare: bool = False, may_be_empty: bool = False
+) -> jax.Array | np.ndarray:
+    """Whatever may stand for an array as one: JAX's and NumPy's as they are, others through NumPy or DLPack.
+
+    Args:
+        name: The argument, as the caller wrote it.
+        value: Anything.
+        words: What the array should hold, for the message.
+        bare: Whether to leave out "an array of" in the message.
+        may_be_empty: Whether it may have no entries.
+
+    Returns:
+        A JAX or NumPy array of numbers, in the machine's byte order.
+
+    Raises:
+        TypeError: If it is no array of numbers: text, objects, masked entries, ragged lists, None.
+        ValueError: If it is empty.
+    """
+    wanted = f"be {words}" if bare else f"be an array of {words}"
+    if isinstance(value, (jax.Array, np.ndarray, np.generic)) or is_traced(value):
+        array = value
+    elif value is None or isinstance(value, (str, bytes, dict, set, frozenset, type)) or callable(value):
+        fail_kind(name, wanted, describe(value))
+    else:
+        array = _converted(name, value, wanted)
+    if isinstance(array, np.ma.MaskedArray) and np.ma.is_masked(array):
+        fail(name, wanted, "a masked array", "Fill or drop its masked entries")
+    if isinstance(array, (np.ndarray, np.generic)):
+        array = np.asarray(array)
+        if array.dtype.kind in "US" or (array.dtype == object and any(isinstance(x, str) for x in array.flat)):
+            advice = "`numpy.unique(labels, return_inverse=True)[1]` makes integers of text labels"
+            fail_kind(name, wanted, f"text, {reprlib.repr(value)}", advice)
+        if array.dtype.kind in "OmM" or array.dtype.names is not None:
+            fail_kind(name, wanted, f"entries of dtype {array.dtype}, {describe(value)}")
+        if not array.dtype.isnative:
+            array = array.astype(array.dtype.newbyteorder("="))
+    elif number_kind(array.dtype) == "key":
+        fail_kind(name, wanted, f"{array.dtype} of shape {array.shape}")
+    if array.size == 0 and not may_be_empty:
+        fail(name, "not be empty", f"shape {array.shape}")
+    return array
+
+
+def _converted(name: str, value: Any, wanted: str) -> Any:
+    ways: list[Callable[[Any], Any]] = []
+    if isinstance(value, (list, tuple)) and any(map(is_traced, jax.tree.leaves(value))):
+        ways.append(jnp.asarray)
+    elif isinstance(value, (list, tuple, range, bool, int, float, complex)) or hasattr(value, "__array__"):
+        ways.append(np.asarray)
+    if hasattr(value, "__dlpack__"):
+        ways += [np.from_dlpack, jnp.from_dlpack]  # the second from other devices than the host
+    reason = "it has neither __array__ nor __dlpack__"
+    for way in ways:
+        try:
+            return way(value)
+        except Exception as error:
+            reason = str(error).partition("\n")[0]
+    if isinstance(value, (list, tuple)):
+        fail(name, wanted, "a list whose rows differ in shape")
+    return fail_kind(name, wanted, f"{describe(value)} ({reason})")
+
+
+def as_numbers(name: str, array: Any, numbers: frozenset[str]) -> Any:
+    """An array with numbers of one of these kinds: halves become float32, integers floats where floats are meant.
+
+    Raises:
+        TypeError: If its numbers are of another kind.
+    """
+    dtype = array.dtype
+    kind = number_kind(dtype)
+    if kind == "float" and "float" in numbers:
+        if dtype.itemsize < 4:
+            return array.astype(np.float32)
+        return array.astype(np.float64) if dtype.itemsize > 8 else array
+    if kind in numbers:
+        return array
+    if kind in ("bool", "int") and "float" in numbers:
+        return array.astype(jax.dtypes.canonicalize_dtype(float))
+    if kind in ("bool", "int", "float") and "complex" in numbers:
+        return array.astype(jax.dtypes.canonicalize_dtype(complex))
+    if kind == "bool" and "int" in numbers:
+        return array.astype(jax.dtypes.canonicalize_dtype(int))
+    advice = "Take its real and imaginary parts as two features" if kind == "complex" else ""
+    return fail_kind(name, f"hold {kind_words(numbers)}", f"dtype {dtype}", advice)
+
+
+def kind_words(numbers: frozenset[str]) -> str:
+    """What numbers of these kinds are called."""
+    if "float" in numbers:
+        return "numbers" if "complex" in numbers else "real numbers"
+    return "truth values" if numbers == {"bool"} else "integers"
+
+
+def as_key(name: str, value: Any, stacked: bool = False) -> Any:
+    """A random key, or with `stacked` one per member: typed (`jax.random.key`) or raw (`jax.random.PRNGKey`).
+
+    Raises:
+        TypeError: If it is none.
+        ValueError: If there are more or fewer keys.
+    """
+    wanted = "be random keys, one per member, as `jax.random.split(jax.random.key(0), 3)` makes them"
+    wanted = wanted if stacked else "be a random key, as `jax.random.key(0)` makes it"
+    if not isinstance(value, (jax.Array, np.ndarray)) and not is_traced(value):
+        fail_kind(name, wanted, describe(value))
+    if number_kind(value.dtype) == "key":
+        shape = value.shape
+    elif value.dtype == np.uint32 and value.shape[-1:] == (2,):
+        value, shape = jnp.asarray(value), value.shape[:-1]
+    else:
+        fail_kind(name, wanted, describe(value))
+    if len(shape) != stacked:
+        fail(name, wanted, f"keys of shape {shape}", "" if stacked else "Map over keys by `jax.vmap`")
+    return value
+
+
+def as_classes(name: str, labels: Any, *, may_be_empty: bool = False) -> Any:
+    """Labels as integers [n], from integers or one-hot rows [n, classes].
+
+    Raises:
+        TypeError: If they are text or floats.
+        ValueError: If they are negative, or rows are not one-hot.
+    """
+    labels = _checked_labels(name, labels, may_be_empty=may_be_empty)
+    if labels.ndim == 1:
+        return labels
+    return (jnp if isinstance(labels, jax.Array) else np).argmax(labels, axis=1)
+
+
+def as_one_hot(name: str, labels: Any, num_classes: int | None = None, *, soft: bool = False) -> Any:
+    """Labels as one-hot rows [n, classes], from integers [n] or one-hot rows.
+
+    Args:
+        name: The argument, as the caller wrote it.
+        labels: Integers from 0 or one-hot rows.
+        num_classes: How many there are; default: those of the rows, or one more than the largest integer.
+        soft: Whether rows may be probabilities.
+
+    Returns:
+        Floats, JAX's or NumPy's as the labels are.
+
+    Raises:
+        TypeError: If they are text, or floats that are not one-hot, or traced integers of an unknown number of classes.
+        ValueError: If they are out of range, or rows are not one-hot.
+    """
+    labels = _checked_labels(name, labels, soft)
+    if labels.ndim == 2:
+        return as_numbers(name, labels, frozenset({"float"}))
+    if num_classes is None:
+        if is_traced(labels):
+            advice = "Traced integers do not say how many classes there are: give jax.nn.one_hot(labels, num_classes)"
+            fail_kind(name, "be one-hot under a transformation", "integers", advice)
+        num_classes = int(np.max(labels)) + 1
+    if not is_traced(labels) and int(np.max(labels)) >= num_classes:
+        fail(name, f"be integers from 0 to {num_classes - 1}", int(np.max(labels)))
+    if isinstance(labels, jax.Array):
+        return jax.nn.one_hot(labels, num_classes)
+    return (labels[:, None] == np.arange(num_classes)).astype(jax.dtypes.canonicalize_dtype(float))
+
+
+def _checked_labels(name: str, labels: Any, soft: bool = False, may_be_empty: bool = False) -> Any:
+    wanted = f"integers [n] or {'rows of probabilities' if soft else 'one-hot rows'} [n, classes]"
+    labels = as_array(name, labels, wanted, bare=True, may_be_empty=may_be_empty)
+    if labels.ndim not in (1, 2):
+        fail(name, f"be {wanted}", f"shape {labels.shape}")
+    if labels.ndim == 2 and labels.shape[1] == 1:
+        fail(name, f"be {wanted}", f"one column, shape {labels.shape}", "Take it out: labels[:, 0]")
+    if labels.ndim == 1:
+        if number_kind(labels.dtype) not in ("int", "bool"):
+            fail_kind(name, f"be {wanted}", f"dtype {labels.dtype}", "If they are whole numbers, labels.astype(int)")
+        labels = labels.astype(int) if labels.dtype == np.bool_ else labels
+        if not is_traced(labels) and labels.size and int(np.min(labels)) < 0:
+            fail(name, "be integers from 0", int(np.min(labels)))
+        return labels
+    labels = as_numbers(name, labels, frozenset({"int", "float"}))
+    if not is_traced(labels):
+        rows = np.asarray(labels)
+        right = (rows >= 0).all(1) if soft else ((rows == 0) | (rows == 1)).all(1)
+        wrong = ~(right & (np.abs(rows.sum(1) - 1) <= (1e-3 if soft else 0)))
+        if wrong.any():
+            at = int(wrong.argmax())
+            fail(name, f"be {wanted}", f"{np.array2string(rows[at], threshold=12)} in row {at}")
+    return labels
+
+
+def describe(value: Any) -> str:
+    """What came, in a few words."""
+    if value is None:
+        return "None"
+    if isinstance(value, (jax.Array, np.ndarray, np.generic)):
+        return f"an array of dtype {value.dtype} and shape {value.shape}"
+    if isinstance(value, (str, bytes, int, float, complex)):
+        return f"{type(value).__name__} {reprlib.repr(value)}"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if callable(value) and hasattr(value, "__name__"):
+        return f"the function {value.__name__}"
+    return f"an object of type {type(value).__name__}"

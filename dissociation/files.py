@@ -1,0 +1,71 @@
+"""Files that are whole or not there: written beside their target, brought to the disk, and renamed over it.
+
+A reader finds the old file or the new one, never half of one; a write that fails leaves the old one and nothing else.
+"""
+
+import os
+import re
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+_SCRATCH = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
+
+
+class RefusedFile(ValueError):
+    """A file that is broken, missing, or of something else; the message holds its path and what to do."""
+
+
+@contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """Opens a file whose bytes take the place of `path` when the block ends, and vanish if it raises.
+
+    Args:
+        path: The file; its folder is made if need be. It gets the permissions of any new file of the user's.
+
+    Yields:
+        A binary file to write to.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    # Not `tempfile`: its files are readable by their owner alone, and keep that through a rename.
+    descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(scratch, target)
+    except BaseException:
+        scratch.unlink(missing_ok=True)
+        raise
+    _sync_folder(target.parent)
+
+
+def write_bytes(path: str | os.PathLike[str], contents: bytes) -> None:
+    """Writes a whole file, see `replacing`."""
+    with replacing(path) as file:
+        file.write(contents)
+
+
+def sweep(folder: str | os.PathLike[str]) -> None:
+    """Removes what a process that was killed inside `replacing` left in `folder`; for its only user."""
+    for path in Path(folder).iterdir():
+        if _SCRATCH.fullmatch(path.name):
+            path.unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Brings the rename to the disk as well, where the system lets a folder be opened."""
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

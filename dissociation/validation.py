@@ -1,0 +1,369 @@
+"""The gate that arguments pass: what may stand for an array, and one sentence for what may not.
+
+`@validated` reads a function's annotations and brings every argument into the form that they name, or refuses it with
+its name, what came and what was wanted:
+
+- where an array is meant, lists, NumPy, JAX, and whatever has `__array__` or `__dlpack__` (PyTorch, pandas) will do;
+  text, objects, masked entries, complex numbers for real ones, empty arrays and wrong shapes are refused; integers
+  become floats where floats are meant, and half precisions float32; an axis of one name has one length throughout;
+- labels (`types.OneHot`, `types.Classes`) may be integers or one-hot;
+- keys may be typed or raw; counts, options, flags, functions and objects must be of their kind.
+
+Kinds and shapes are known under every transformation and always checked. Values are checked where `finite` asks for it,
+and never on tracers.
+"""
+
+import collections
+import collections.abc
+import dataclasses
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dissociation.checks import check_finite, fail, fail_kind, is_traced
+from dissociation.conversion import as_array, as_classes, as_key, as_numbers, as_one_hot, describe, kind_words
+from dissociation.types import Labels
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Bound = dict[str, tuple[int, str]]  # name of an axis -> its length, and the argument that had it first
+
+
+@overload
+def validated(function: Function) -> Function: ...
+@overload
+def validated(*, finite: Iterable[str] = (), empty: Iterable[str] = ()) -> Callable[[Function], Function]: ...
+def validated(function: Any = None, *, finite: Iterable[str] = (), empty: Iterable[str] = ()) -> Any:
+    """Decorates a function so that its arguments pass the gate that its annotations describe.
+
+    Args:
+        function: The function; its jaxtyping annotations say what each argument is.
+        finite: Names of array arguments whose values must be finite: a pass over the data, so only for functions that
+            do far more work than that.
+        empty: Names of array arguments that may have no entries.
+
+    Returns:
+        The function, of the same signature; `__wrapped__` is the one within.
+
+    Example:
+        >>> from jaxtyping import Array, Float
+        >>> @validated
+        ... def total(x: Float[Array, "n d"]) -> Float[Array, ""]:
+        ...     return jnp.sum(x)
+        >>> total([[1, 2], [3, 4]])
+        Array(10., dtype=float32)
+        >>> total([1.0, 2.0])
+        Traceback (most recent call last):
+        ValueError: `x` must have 2 axes [n, d], got shape (2,).
+    """
+    if function is None:
+        return functools.partial(validated, finite=tuple(finite), empty=tuple(empty))
+    parameters = inspect.signature(function).parameters.values()
+    positions = tuple(p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
+    takes_more = any(p.kind == p.VAR_KEYWORD for p in parameters)
+
+    @functools.cache  # at the first call: an import stays quick
+    def rules() -> dict[str, _Rule]:
+        hints = getattr(function, "__annotations__", {})
+        found = {name: rule for name in positions if (rule := _rule(hints.get(name, Any))) is not None}
+        # Labels last: the other arguments may tell how many classes there are.
+        return dict(sorted(found.items(), key=lambda item: item[1].labels is not None))
+
+    @functools.wraps(function)
+    def gate(*args: Any, **kwargs: Any) -> Any:
+        if len(args) > len(positions) or not (takes_more or kwargs.keys() <= set(positions)):
+            return function(*args, **kwargs)  # Python says what is wrong with the call
+        given = dict(zip(positions, args, strict=False)) | kwargs
+        bound: Bound = {}
+        for name, rule in rules().items():
+            if name in given:
+                given[name] = rule.admit(name, given[name], bound, may_be_empty=name in empty)
+        for name in finite:
+            if given.get(name) is not None:
+                check_finite(name, given[name])
+        return function(*(given[name] for name in positions[: len(args)]), **{name: given[name] for name in kwargs})
+
+    gate.__validated__ = {"finite": finite, "empty": empty}  # type: ignore[attr-defined]  # the fuzz test asks
+    return gate
+
+
+class _Axes(NamedTuple):
+    """The shape that an annotation asks for."""
+
+    names: tuple[str | int | None, ...]  # a name, a fixed length, or None where anything goes
+    variadic: int | None  # where any number of axes may stand
+
+    def __str__(self) -> str:
+        words = ["_" if name is None else str(name) for name in self.names]
+        if self.variadic is not None:
+            words.insert(self.variadic, "...")
+        return f"[{', '.join(words)}]"
+
+    def fits(self, ndim: int) -> bool:
+        return ndim == len(self.names) if self.variadic is None else ndim >= len(self.names)
+
+    def check(self, name: str, shape: tuple[int, ...], bound: Bound) -> None:
+        if not self.fits(len(shape)):
+            least = "at least " if self.variadic is not None else ""
+            count = len(self.names)
+            wanted = f"have {least}{count} {'axis' if count == 1 else 'axes'} {self}" if count else "be a single number"
+            fail(name, wanted, f"shape {shape}")
+        before = len(self.names) if self.variadic is None else self.variadic
+        sizes = (*shape[:before], *shape[len(shape) - len(self.names) + before :])
+        for wanted, size in zip(self.names, sizes, strict=True):
+            if isinstance(wanted, int) and size != wanted:
+                fail(name, f"be of shape {self}", f"shape {shape}")
+            if isinstance(wanted, str):
+                known, first = bound.setdefault(wanted, (size, name))
+                if size != known:
+                    where = "" if first == name else f" with {wanted} = {known} as in `{first}`"
+                    fail(name, f"be of shape {self}{where}", f"shape {shape}")
+
+
+class _Kind(NamedTuple):
+    """One jaxtyping annotation: numbers of what kind, and of what shape."""
+
+    numbers: frozenset[str]  # of "bool", "int", "float", "complex"
+    axes: _Axes
+    on_host: bool  # NumPy alone
+    on_device: bool  # JAX alone
+
+    @property
+    def words(self) -> str:
+        return kind_words(self.numbers)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rule:
+    """What one parameter takes."""
+
+    optional: bool = False
+    key: _Axes | None = None
+    arrays: tuple[_Kind, ...] = ()
+    labels: Labels | None = None
+    numbers: tuple[type, ...] = ()  # Python's own: bool, int, float, complex
+    sequence: tuple[type, ...] = ()  # of such numbers
+    listed: tuple[_Kind, ...] = ()  # arrays, in a list
+    instances: tuple[type, ...] = ()
+    choices: tuple[Any, ...] = ()
+    function: bool = False
+
+    def admit(self, name: str, value: Any, bound: Bound, *, may_be_empty: bool = False) -> Any:
+        """The argument as the function wants it, or an error that names it."""
+        if (value is None and self.optional) or self._is_instance(value):
+            return value
+        if self.listed and isinstance(value, (list, tuple)):
+            return [self._admit_listed(f"{name}[{i}]", item) for i, item in enumerate(value)]
+        if self.function and callable(value):
+            return value
+        if self.choices:
+            return self._admit_choice(name, value)
+        if self.key is not None:
+            return as_key(name, value, stacked=self.key.names != ())
+        if self.labels is not None:
+            return self._admit_labels(name, value, bound, may_be_empty)
+        if self.numbers and self._is_number(value):
+            return self._admit_number(name, value)
+        if self.arrays:
+            return self._admit_array(name, value, bound, may_be_empty)
+        if self.sequence:
+            return self._admit_sequence(name, value, may_be_empty)
+        return fail_kind(name, f"be {self._words()}", describe(value))
+
+    def _admit_choice(self, name: str, value: Any) -> Any:
+        if not any(value is choice or (type(value) is type(choice) and value == choice) for choice in self.choices):
+            fail(name, f"be one of {', '.join(map(repr, self.choices))}", describe(value))
+        return value
+
+    def _is_instance(self, value: Any) -> bool:
+        text = isinstance(value, (str, bytes))  # which is a sequence too
+        return isinstance(value, self.instances) and not (text and collections.abc.Sequence in self.instances)
+
+    @functools.cached_property
+    def _has_axes(self) -> bool:
+        return any(kind.axes.names or kind.axes.variadic is not None for kind in self.arrays)
+
+    def _is_number(self, value: Any) -> bool:
+        """Whether to take it for a number; a list and the like is one only where no array is meant."""
+        if isinstance(value, (bool, int, float, complex)):
+            return True
+        if isinstance(value, (np.ndarray, np.generic, jax.Array)) or is_traced(value):
+            return value.ndim == 0
+        return not (self._has_axes or self.sequence)
+
+    def _words(self) -> str:
+        words = ["a function"] if self.function else []
+        words += ["text" if kind is str else f"of type {kind.__name__}" for kind in self.instances]
+        return " or ".join(words)
+
+    def _admit_array(self, name: str, value: Any, bound: Bound, may_be_empty: bool) -> Any:
+        kind = self.arrays[0]
+        words = f"{kind.words} {kind.axes}" if self._has_axes else "a number"
+        array = as_array(name, value, words, bare=not self._has_axes, may_be_empty=may_be_empty)
+        kind = next((kind for kind in self.arrays if kind.axes.fits(array.ndim)), kind)
+        array = as_numbers(name, array, kind.numbers)
+        kind.axes.check(name, array.shape, bound)
+        return _placed(name, array, kind)
+
+    def _admit_number(self, name: str, value: Any) -> Any:
+        kinds = set(self.numbers)
+        words = "a number" if {float, complex} & kinds else "True or False" if kinds == {bool} else "a whole number"
+        if isinstance(value, (bool, np.bool_)) and bool not in kinds:
+            fail_kind(name, f"be {words}", repr(value))
+        if type(value) in kinds or (type(value) is int and {float, complex} & kinds):
+            return value
+        array = as_array(name, value, words, bare=True)
+        if array.ndim:
+            fail(name, f"be {words}", f"shape {array.shape}")
+        single = any(kind.axes.fits(0) for kind in self.arrays)
+        if single and (float in kinds or complex in kinds or is_traced(array)):
+            return _placed(name, as_numbers(name, array, self.arrays[0].numbers), self.arrays[0])
+        if is_traced(array):
+            fail_kind(name, f"be {words} that is known when the program is traced", "a traced value")
+        wanted = next(kind for kind in (complex, float, int, bool) if kind in kinds)
+        return wanted(as_numbers(name, array, frozenset({wanted.__name__})).item())
+
+    def _admit_sequence(self, name: str, value: Any, may_be_empty: bool) -> Any:
+        if may_be_empty and isinstance(value, (tuple, list)) and not value:
+            return ()
+        words = "real numbers" if float in self.sequence else "whole numbers"
+        array = as_array(name, value, f"{words}, one after the other")
+        if array.ndim != 1 or is_traced(array):
+            fail(name, f"be known {words}, one after the other", f"shape {array.shape}")
+        return tuple(as_numbers(name, array, frozenset({"float" if float in self.sequence else "int"})).tolist())
+
+    def _admit_listed(self, name: str, value: Any) -> Any:
+        kind = self.listed[0]
+        words = f"{kind.words} {kind.axes}"
+        if isinstance(value, (list, tuple, bool, int, float, complex)):  # one array, in rows?
+            advice = "Give nested lists as one array, numpy.asarray(...)"
+            fail_kind(name, f"be an array of {words}", f"an object of type {type(value).__name__}", advice)
+        array = as_numbers(name, as_array(name, value, words), kind.numbers)
+        kind.axes.check(name, array.shape, {})
+        return array
+
+    def _admit_labels(self, name: str, value: Any, bound: Bound, may_be_empty: bool) -> Any:
+        kind = self.labels or Labels(one_hot=True)
+        width = self.arrays[0].axes.names[-1]  # one name for classes, or their number
+        num_classes = width if isinstance(width, int) else bound.get("classes", (None,))[0]
+        if kind.one_hot:
+            labels = as_one_hot(name, value, num_classes, soft=kind.soft)
+        else:
+            labels = as_classes(name, value, may_be_empty=may_be_empty)
+        self.arrays[0].axes.check(name, labels.shape, bound)
+        return labels
+
+
+def _placed(name: str, array: Any, kind: _Kind) -> Any:
+    if kind.on_host:
+        if is_traced(array):
+            fail_kind(name, "be known: it is worked on by the host", "a traced value")
+        return np.asarray(array)
+    return jnp.asarray(array) if kind.on_device else array
+
+
+def _rule(hint: Any) -> _Rule | None:
+    """The rule of an annotation, or None where anything is taken."""
+    found: dict[str, list[Any]] = collections.defaultdict(list)
+    for member in _members(hint):
+        slot, item = _sorted_in(member)
+        found[slot].append(item)
+    if "free" in found:
+        return None
+    arrays = [] if "key" in found else found["arrays"]  # the raw form of a key
+    for place in ("on_host", "on_device"):
+        if not all(getattr(kind, place) for kind in arrays):
+            arrays = [kind._replace(**{place: False}) for kind in arrays]
+    return _Rule(
+        optional="optional" in found,
+        key=next(iter(found["key"]), None),
+        arrays=tuple(arrays),
+        labels=next(iter(found["labels"]), None),
+        numbers=tuple(found["numbers"]),
+        sequence=tuple(found["sequence"]),
+        listed=tuple(found["listed"]),
+        instances=tuple(found["instances"]),
+        choices=tuple(found["choices"]),
+        function="function" in found,
+    )
+
+
+def _members(hint: Any) -> Iterator[Any]:
+    """The members of a union, and the mark of an annotated one beside it."""
+    if typing.get_origin(hint) in (Union, types.UnionType):
+        for member in typing.get_args(hint):
+            yield from _members(member)
+    elif typing.get_origin(hint) is Annotated:
+        yield from (mark for mark in hint.__metadata__ if isinstance(mark, Labels))
+        yield from _members(hint.__origin__)
+    elif typing.get_origin(hint) is Literal:
+        yield from (_Choice(choice) for choice in typing.get_args(hint))
+    elif not (isinstance(hint, type) and issubclass(hint, np.generic)):  # those go as Python's own
+        yield hint
+
+
+class _Choice(NamedTuple):
+    value: Any
+
+
+def _sorted_in(member: Any) -> tuple[str, Any]:
+    """Which field of a rule a member of a union belongs to, and what stands there."""
+    origin = typing.get_origin(member)
+    if member is None or member is type(None):
+        return "optional", True
+    if isinstance(member, Labels):
+        return "labels", member
+    if isinstance(member, _Choice):
+        return "choices", member.value
+    if hasattr(member, "dtypes"):
+        return ("key", _axes(member)) if member.dtypes == ("prng_key",) else ("arrays", _kind(member))
+    if member in (bool, int, float, complex):
+        return "numbers", member
+    if origin is collections.abc.Callable:
+        return "function", member
+    if origin in _SEQUENCES and (sorted_in := _sequence_sorted_in(member)):
+        return sorted_in
+    kind = origin or member
+    if isinstance(kind, type) and kind not in (Any, object, jax.Array, np.ndarray):
+        return "instances", kind
+    return "free", member  # Any, bare arrays, type variables, names that stand for later
+
+
+def _sequence_sorted_in(member: Any) -> tuple[str, Any] | None:
+    first, *rest = typing.get_args(member)
+    if first in (int, float):
+        return "sequence", first
+    slot, item = _sorted_in(next(_members(first)))
+    if slot in ("sequence", "rows"):
+        return "rows", member  # of numbers: the array beside it in the union takes them
+    if slot == "arrays" and (rest == [...] or not rest):
+        return "listed", item
+    return None
+
+
+_SEQUENCES = (collections.abc.Sequence, tuple, list)
+_NAMES = {"bool": "bool", "int": "int32", "float": "float32", "complex": "complex64"}
+
+
+def _kind(annotation: Any) -> _Kind:
+    dtypes = annotation.dtypes
+    known = dtypes if isinstance(dtypes, (tuple, list)) else tuple(_NAMES.values())
+    numbers = frozenset(kind for kind, example in _NAMES.items() if example in known) or frozenset({"int"})
+    array_type = annotation.array_type
+    return _Kind(numbers, _axes(annotation), array_type is np.ndarray, array_type is jax.Array)
+
+
+def _axes(annotation: Any) -> _Axes:
+    names = []
+    for i, dim in enumerate(annotation.dims):
+        if i == annotation.index_variadic:
+            continue
+        size, name = getattr(dim, "size", None), getattr(dim, "name", None)
+        names.append(None if getattr(dim, "broadcastable", False) else size if isinstance(size, int) else name)
+    return _Axes(tuple(names), annotation.index_variadic)

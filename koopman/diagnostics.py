@@ -1,0 +1,135 @@
+"""Warnings about data and options with which an estimator's numbers are not what they seem.
+
+All look at known values alone: of what is traced nothing is said, and nothing computed. They name this module as their
+place, so that one filter, `warnings.filterwarnings("ignore", module="koopman")`, is for all of them.
+"""
+
+import warnings
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from dissociation.checks import is_traced
+
+# Rows of the data that `warn_offset` looks at: means and variances of as many are known to 3 %.
+_ROWS = 1000
+
+
+def warn_narrowed(*arrays: Array | np.ndarray) -> None:
+    """Warns, once per process, if NumPy's float64 is to be computed in float32 because JAX's x64 mode is off."""
+    if any(isinstance(a, np.ndarray) and a.dtype == np.float64 for a in arrays) and _working(np.float64) != np.float64:
+        _warn_narrowed()
+
+
+def _working(dtype: Any) -> Any:
+    """The dtype in which JAX computes data of a dtype."""
+    return jax.dtypes.canonicalize_dtype(dtype)
+
+
+@cache
+def _warn_narrowed() -> None:
+    warnings.warn(
+        "Data in float64 are computed in float32, which may not tell close eigenvalues apart. For float64 call "
+        "jax.config.update('jax_enable_x64', True) at the start; to keep float32 pass x.astype(numpy.float32).",
+        stacklevel=1,
+    )
+
+
+def warn_offset(x: Array | np.ndarray) -> None:
+    """Warns if a column varies by less than the rounding of its squared mean, so that second moments lose it.
+
+    Columns that are constant, as the function 1 in a dictionary, have nothing to lose.
+
+    Args:
+        x: Features that are not centred, [..., d].
+    """
+    if is_traced(x) or not x.size:
+        return
+    eps = float(jnp.finfo(_working(x.dtype)).eps)
+    rows = np.asarray(x).reshape(-1, x.shape[-1])
+    some = rows[:: -(-rows.shape[0] // _ROWS)].astype(np.float64)
+    mean, deviation = np.abs(some.mean(0)), some.std(0)
+    lost = deviation < eps**0.5 * mean
+    if lost.any() and (lost := lost & (np.ptp(some, 0) > 0)).any():
+        worst = np.argmax(np.where(lost, mean / np.where(lost, deviation, 1.0), 0.0))
+        warnings.warn(
+            f"Column {worst} of `x` varies by {deviation[worst]:.2g} about {mean[worst]:.2g}, and its variance is "
+            f"below the rounding ({eps:.1g}) of the squared mean: pass center=True.",
+            stacklevel=1,
+        )
+
+
+def warn_large_alpha(alpha: float, variance: float, trace: float, which: str) -> None:
+    """Warns if the regularisation outweighs what it is added to.
+
+    Args:
+        alpha: The regularisation.
+        variance: An eigenvalue of C_x.
+        trace: Of C_x; an `alpha` of up to 1e-6 times it, as the default, is never large.
+        which: Which eigenvalue that is.
+    """
+    if alpha > variance and alpha > 1.01e-6 * trace:
+        warnings.warn(
+            f"`alpha` ({alpha:.3g}) exceeds {which} ({variance:.3g}), which shrinks what it weighs on to "
+            f"{variance / (variance + alpha):.2g} of its size. It is in units of C_x: alpha=None is 1e-6 of the mean.",
+            stacklevel=1,
+        )
+
+
+def warn_tied(values: np.ndarray, rest: np.ndarray, cutoff: float) -> None:
+    """Warns if the rank cuts through equal singular values, so that rounding chooses what is kept.
+
+    Args:
+        values: Singular values kept, falling.
+        rest: Those that follow, as far as they are known.
+        cutoff: Relative size below which one counts as zero.
+    """
+    if not rest.size or values[-1] <= cutoff * values[0]:
+        return
+    tolerance = np.finfo(values.dtype).eps ** 0.75 * values[-1]
+    if values[-1] - rest[0] > tolerance:
+        return
+    rank = len(values)
+    above, below = int((rest >= values[-1] - tolerance).sum()), int((values > values[-1] + tolerance).sum())
+    ranks = [str(rank + above)] * (above < len(rest)) + [str(below)] * (below > 0)
+    warnings.warn(
+        f"Singular values {rank} and {rank + 1} agree ({values[-1]:.6g}, gap {abs(values[-1] - rest[0]):.1g}): at rank "
+        f"{rank} rounding chooses which directions stay, and eigenvalues are lost. Use rank "
+        f"{' or '.join(ranks) or f'{rank + above} or more'}.",
+        stacklevel=1,
+    )
+
+
+def warn_inexact(gram_x: Array, basis_gram: Array, alpha: float) -> None:
+    """Warns if latent functions are not as orthonormal as their estimator makes them.
+
+    Args:
+        gram_x: U^T C_x U.
+        basis_gram: U^T U. The first and `alpha` times this add up to the identity, but for columns not in use.
+        alpha: The regularisation.
+    """
+    gram = np.asarray(gram_x) + np.asarray(basis_gram) * np.asarray(alpha, gram_x.dtype)
+    error = np.abs(gram - np.diag(np.diagonal(gram) > 0)).max()
+    if error > 1e-2:
+        warnings.warn(
+            f"Latent functions are orthonormal only to {error:.1g}, for the rounding of {gram.dtype} outweighs "
+            "`alpha`; eigenvalues may be off by as much. Raise `alpha`, take another solver or route, or enable x64.",
+            stacklevel=1,
+        )
+
+
+def warn_unconverged(residual: float, eps: float) -> None:
+    """Warns if an iterative solver left eigenvalues with less than half of their digits.
+
+    Args:
+        residual: Relative to the largest eigenvalue; those of a self-adjoint operator err by its square.
+        eps: The rounding unit.
+    """
+    if residual > eps**0.25:
+        warnings.warn(
+            f"The Krylov solver ended with a relative residual of {residual:.1g}; take the dense one.", stacklevel=1
+        )

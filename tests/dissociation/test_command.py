@@ -1,0 +1,409 @@
+"""The command line on a figure that costs nothing: what it says, what lies on disk, and what kills leave."""
+
+import importlib.util
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dissociation.figures import command
+from dissociation.figures.artifacts import read_part
+
+TOY = Path(__file__).with_name("toy_figure.py")
+ROOT = TOY.parents[2]
+
+
+@pytest.fixture(scope="module")
+def toy():
+    spec = importlib.util.spec_from_file_location("toy_figure", TOY)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["toy_figure"] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["toy_figure"]
+
+
+@pytest.fixture
+def run(toy, tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "cache_folder", lambda: tmp_path / "cache")
+
+    def run(*words, out=None):
+        place = ["--out", str(tmp_path / "out" if out is None else out)]
+        arguments = ["toy", *map(str, words), *place]
+        return command.run_command({"toy": (toy, "A toy.")}, arguments, program="toy", description="Toys.")
+
+    return run
+
+
+def folders(out):
+    return sorted(path for path in out.iterdir() if path.is_dir())
+
+
+def contents(folder):
+    with np.load(folder / "toy.npz") as file:
+        return {name: file[name] for name in file}
+
+
+def test_a_run_has_a_folder_of_its_own(run, tmp_path, capsys):
+    for words in ((), ("--seed", 4), ("--num-seeds", 2), ("--quick",), ("--quick", "--num-seeds", 3)):
+        assert run(*words) == 0
+    found = folders(tmp_path / "out")
+    assert len(found) == 5  # settings, seeds and rehearsals do not touch each other
+    assert {path.name.rsplit("_", 1)[0] for path in found} == {
+        "toy", "toy_seed-4", "toy_num_seeds-2", "toy_quick", "toy_quick_num_seeds-3",
+    }  # fmt: skip
+    for folder in found:
+        names = {path.name for path in folder.iterdir()}
+        assert names == {".lock", "parts", "toy.json", "toy.npz", "toy.pdf", "toy.png"}
+        assert str(folder) in capsys.readouterr().out or folder != found[0]
+    shapes = {path.name.rsplit("_", 1)[0]: contents(path)["part0"].shape for path in found}
+    assert shapes["toy_quick"] == (2, 2)
+    assert shapes["toy_quick_num_seeds-3"] == (3, 2)  # what is given holds, the rest is a rehearsal's
+
+
+def test_other_data_are_another_run(run, toy, tmp_path, monkeypatch):
+    assert run() == 0
+    real = toy.source
+    monkeypatch.setattr(toy, "source", lambda config: real(config) + 1)
+    assert run() == 0
+    assert len(folders(tmp_path / "out")) == 2
+
+
+def test_arrays_come_with_names_of_their_axes(run, toy, tmp_path, monkeypatch, capsys):
+    run()
+    (folder,) = folders(tmp_path / "out")
+    assert json.loads(str(contents(folder)["axes"])) == {f"part{i}": ["seeds", "steps"] for i in range(3)}
+    description = json.loads((folder / "toy.json").read_text())
+    assert description["axes"]["part2"] == ["seeds", "steps"]
+    assert description["nan"] is None
+    monkeypatch.setattr(toy, "AXES", {"part": ("seeds",)})
+    with pytest.raises(ValueError, match="`axes` must name the axes of part0"):
+        run()
+
+
+def test_everything_has_the_permissions_of_any_new_file(run, tmp_path):
+    before = os.umask(0o027)
+    try:
+        assert run() == 0
+    finally:
+        os.umask(before)
+    files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert len(files) == 4 + 4 + 2  # figure, arrays, description; parts and identity; locks
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o640}
+
+
+def test_the_same_command_goes_on(run, toy, tmp_path, monkeypatch, capsys):
+    real, done = toy._part, []
+
+    def part(config, key, i):
+        if i == 1 and len(done) == 1:
+            done.append("interrupt")
+            raise KeyboardInterrupt
+        done.append(i)
+        return real(config, key, i)
+
+    monkeypatch.setattr(toy, "_part", part)
+    assert run() == 130
+    said = capsys.readouterr().err
+    assert "The same command goes on" in said
+    (folder,) = folders(tmp_path / "out")
+    assert str(folder / "parts") in said
+    assert run("--resume") == 0
+    assert done == [0, "interrupt", 1, 2]
+    assert run() == 0
+    assert done == [0, "interrupt", 1, 2]
+    assert "Going on in" in capsys.readouterr().err
+    first = contents(folder)
+    assert run("--fresh") == 0
+    assert done[4:] == [0, 1, 2]
+    assert (folder / "parts-before-1" / "part0.npz").exists()  # by mistake: nothing is lost
+    assert run("--fresh") == 0
+    assert (folder / "parts-before-1" / "part0.npz").exists()
+    assert (folder / "parts-before-2" / "part0.npz").exists()
+    for name, array in contents(folder).items():
+        np.testing.assert_array_equal(array, first[name])
+
+
+def test_nothing_to_resume_names_the_nearest_run(run, tmp_path, capsys):
+    assert run("--num-seeds", 4) == 0
+    assert run("--num-seeds", 5, "--num-steps", 7, "--seed", 3) == 0
+    capsys.readouterr()
+    assert run("--num-seeds", 5, "--resume") == 1
+    said = capsys.readouterr().err
+    assert said.startswith("toy: `resume` must find an earlier run of the same settings, got none in ")
+    assert "toy_num_seeds-4_" in said
+    assert "whose num_seeds differ." in said
+    assert said.count("\n") == 1
+    assert len(folders(tmp_path / "out")) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        (("--num-seeds", 0), 2, "`num_seeds` must be at least 1, got 0."),
+        (("--num-seds", 1), 2, "Unrecognized options: --num-seds, 1 (perhaps --num-seeds; --help lists all)"),
+        (("--num-seeds", "x"), 2, "invalid literal for int"),
+        (("--seed", -1), 2, "`seed` must be at least 0, got -1."),
+        (("--seed", 2**32), 2, "`seed` must lie from 0 to 4294967295, got 4294967296."),
+        (("--resume", "--fresh"), 2, "`fresh` must not be given together with `resume`."),
+        (("--num-steps", 101), 2, "`num_steps` must be at most 100"),
+        (("--resume",), 1, "`resume` must find an earlier run"),
+    ],
+)
+def test_wrong_values_are_told_in_a_line_before_anything_starts(run, tmp_path, capsys, words, status, said):
+    assert run(*words) == status
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.startswith("toy: ")
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_the_parser_is_told_in_a_line_in_any_encoding(run, monkeypatch, capsys, encoding):
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding))
+    assert run("--num-seds", 1) == 2
+    said = "Unrecognized options: --num-seds, 1 (perhaps --num-seeds; --help lists all)"
+    assert capsys.readouterr().err == f"toy: {said}\n"
+
+
+def test_commands_and_help(toy, capsys):
+    for words in ([], ["toi"]):
+        assert command.run_command({"toy": (toy, "A toy.")}, words, program="toy", description="Toys.") == 2
+        error = capsys.readouterr().err
+        assert "toy" in error.removeprefix("toy: ")
+        assert error.count("\n") == 1
+    with pytest.raises(SystemExit) as end:
+        command.run_command({"toy": (toy, "A toy.")}, ["toy", "--help"], program="toy", description="Toys.")
+    assert not end.value.code
+    assert "--num-seeds" in capsys.readouterr().out
+
+
+def test_data_that_are_missing_touch_nothing(run, tmp_path, monkeypatch, capsys):
+    assert run() == 0
+    (folder,) = folders(tmp_path / "out")
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    monkeypatch.setenv("TOY_DATA", "/nowhere")
+    capsys.readouterr()
+    for words in ((), ("--fresh",), ("--num-seeds", 0), ("--fresh", "--num-seds", 1)):
+        assert run(*words) in (1, 2)
+        assert capsys.readouterr().err.count("\n") == 1
+    assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+def spoil_last_byte(path):
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+
+
+def spoil_arrays(path):
+    with np.load(path) as file:
+        arrays = dict(file)
+    arrays["part"] = np.zeros_like(arrays["part"])
+    np.savez_compressed(path, **arrays)
+
+
+def save_one_array(path):
+    with path.open("wb") as file:
+        np.save(file, np.zeros(3))
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil", "said"),
+    [
+        ("part1.npz", lambda path: path.write_bytes(path.read_bytes()[:-30]), "is broken"),
+        ("part1.npz", lambda path: path.write_bytes(b""), "is broken"),
+        ("part1.npz", lambda path: path.write_bytes(b"text"), "is broken"),
+        ("part1.npz", spoil_arrays, "was changed or renamed"),
+        ("part1.npz", lambda path: shutil.copy(path.with_name("part0.npz"), path), "was changed or renamed"),
+        ("part1.npz", lambda path: np.savez(path, part=np.zeros((3, 4)), seconds=1.0), "belongs to another run"),
+        ("part1.npz", save_one_array, "is broken"),
+        ("identity.json", lambda path: path.unlink(), "is missing"),
+        ("identity.json", lambda path: path.write_text("{"), "is broken"),
+        ("identity.json", lambda path: path.write_text("[]"), "is broken"),
+        ("identity.json", lambda path: path.write_text(path.read_text().replace("4", "5")), "was changed"),
+    ],
+)
+def test_parts_that_are_broken_or_changed_are_refused(run, tmp_path, capsys, name, spoil, said):
+    assert run() == 0
+    (folder,) = folders(tmp_path / "out")
+    figure = (folder / "toy.npz").read_bytes()
+    spoil(folder / "parts" / name)
+    capsys.readouterr()
+    assert run("--silent") == 1
+    error = capsys.readouterr().err
+    assert said in error
+    assert str(folder / "parts" / name) in error
+    assert "elete" in error  # what to do
+    assert error.count("\n") == 1
+    assert (folder / "toy.npz").read_bytes() == figure
+    if name == "part1.npz":  # as advised
+        (folder / "parts" / name).unlink()
+        assert run() == 0
+    else:
+        assert run("--fresh") == 0
+    assert np.isfinite(contents(folder)["part1"]).all()
+
+
+def test_parts_of_another_run_are_refused(run, tmp_path, capsys):
+    assert run() == 0
+    assert run("--seed", 4) == 0
+    one, other = folders(tmp_path / "out")
+    (one / "parts" / "part1.npz").write_bytes((other / "parts" / "part1.npz").read_bytes())
+    capsys.readouterr()
+    assert run("--silent") == 1
+    assert "part1.npz belongs to another run" in capsys.readouterr().err
+    for path in (other / "parts").iterdir():  # identity and all
+        (one / "parts" / path.name).write_bytes(path.read_bytes())
+    assert run("--silent") == 1
+    assert "whose key differ" in capsys.readouterr().err
+
+
+def environment(tmp_path):
+    own = {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path / "cache"), "JAX_PLATFORMS": "cpu"}
+    return {**os.environ, **own}
+
+
+def start(tmp_path, *words):
+    arguments = [sys.executable, str(TOY), "toy", *map(str, words), "--silent"]
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(arguments, env=environment(tmp_path), cwd=tmp_path, **options)
+
+
+def wait_for(path):
+    while not path.exists():
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def gate(tmp_path):
+    folder = tmp_path / "gate"
+    folder.mkdir()
+    return folder
+
+
+def test_two_runs_at_once(run, tmp_path, gate, capsys):
+    # One stands in its second part while another of the same settings, and one of others, try the same place.
+    (gate / "0").touch()
+    with start(tmp_path, "--out", tmp_path / "out", "--gate", gate) as first:
+        wait_for(gate / "waiting1")
+        for words in ((), ("--fresh",), ("--resume",)):
+            assert run("--gate", gate, "--silent", *words) == 1
+            error = capsys.readouterr().err
+            assert f"is in use by process {first.pid} on " in error
+            assert error.count("\n") == 1
+        for name in ("1", "2"):
+            (gate / name).touch()
+        assert run("--gate", gate, "--seed", 5, "--silent") == 0
+        assert first.wait(60) == 0
+    for folder in folders(tmp_path / "out"):
+        seed = 5 if "seed-5" in folder.name else 37
+        assert run("--gate", gate, "--seed", seed, out=tmp_path / "alone") == 0
+        for path in (folder / "parts").glob("*.npz"):
+            read_part(path, json.loads((folder / "parts" / "identity.json").read_text())["digest"])
+    for folder, alone in zip(folders(tmp_path / "out"), folders(tmp_path / "alone"), strict=True):
+        for name, array in contents(folder).items():
+            np.testing.assert_array_equal(array, contents(alone)[name])
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)]
+)
+def test_a_run_that_was_stopped_goes_on(run, tmp_path, gate, number, status):
+    (gate / "0").touch()
+    with start(tmp_path, "--out", tmp_path / "out", "--gate", gate) as process:
+        wait_for(gate / "waiting1")
+        process.send_signal(number)
+        assert process.wait(60) == status
+        error = process.stderr.read()
+    assert "Traceback" not in error
+    if number != signal.SIGKILL:
+        assert "toy: stopped. The same command goes on; finished parts are in " in error
+    for name in ("1", "2"):
+        (gate / name).touch()
+    (folder,) = folders(tmp_path / "out")
+    kept = (folder / "parts" / "part0.npz").stat().st_mtime_ns
+    assert run("--gate", gate) == 0
+    assert (folder / "parts" / "part0.npz").stat().st_mtime_ns == kept
+
+
+def test_a_full_disk_is_told_in_a_line_wherever_it_fills(run, capsys, small_disk):
+    out, ballast = small_disk / "out", small_disk / "ballast"
+    statuses = []
+    for pages in range(16):  # free ones: the first failure is later every time
+        shutil.rmtree(out, ignore_errors=True)
+        ballast.write_bytes(b"x" * 4096 * (16 - pages))
+        statuses.append(run("--silent", out=out))
+        error = capsys.readouterr().err
+        assert not [path for path in out.rglob("*") if path.name.endswith(".tmp")]
+        assert not [path for path in out.rglob("toy.*") if path.stat().st_size == 0]
+        if statuses[-1]:
+            assert "No space left on device" in error
+            assert str(out) in error
+            assert error.count("\n") == 1
+            ballast.unlink()
+            assert run("--silent", out=out) == 0  # the same command goes on
+    assert set(statuses) == {0, 1}
+    assert statuses == sorted(statuses, reverse=True)
+    assert statuses.index(0) > 5
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 64 KiB, where this user may mount one."""
+    yield from mounted(tmp_path / "disk", "size=64k")
+
+
+@pytest.fixture
+def locked_disk(tmp_path):
+    yield from mounted(tmp_path / "disk", "ro")
+
+
+def mounted(folder, option):
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", option, "tmpfs", str(folder)]
+    try:
+        done = subprocess.run(command, capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        done = False
+    if not done:
+        pytest.skip("needs the right to mount")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_folder_that_cannot_be_written_is_told_at_once(run, toy, tmp_path, capsys, locked_disk, monkeypatch):
+    monkeypatch.setattr(toy, "compute", None)  # not come to
+    (tmp_path / "file").touch()
+    for out in (locked_disk, locked_disk / "new", tmp_path / "file"):
+        assert run(out=out) == 1
+        error = capsys.readouterr().err
+        assert str(out) in error
+        assert error.count("\n") == 1
+
+
+def test_a_bug_shows_its_traceback(run, toy, monkeypatch):
+    def broken(*args, **options):
+        raise ValueError("shapes do not fit")
+
+    monkeypatch.setattr(toy, "compute", broken)
+    with pytest.raises(ValueError, match="shapes do not fit"):
+        run()
+
+
+@pytest.mark.parametrize("package", ["dissociation", "koopman"])
+def test_both_packages_are_programs(tmp_path, package):
+    words = [sys.executable, "-m", package, "--quick"]
+    done = subprocess.run(words, env=environment(tmp_path), cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"{package}: ")
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "results").exists()

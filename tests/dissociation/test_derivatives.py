@@ -1,0 +1,145 @@
+"""Every public output that has a derivative, against central differences in float64, in one table."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dissociation import linalg
+from dissociation.metrics import collapse, crossing, margins, robustness
+from dissociation.models.bilinear import BilinearNetwork
+from dissociation.models.layers import Convolution, max_pool
+from dissociation.models.mlp import MLP
+from dissociation.spectral import attack, certificate, forms, similarity, tensor
+from dissociation.weights import neurons, noise, symmetry
+from dissociation.weights.certificate import certify
+
+LABELS = np.arange(12) % 3
+KEY = 7
+
+
+def network(shift=0.0, **options):
+    """A network of float64 whose weights all move with `shift`."""
+    with jax.ensure_compile_time_eval():
+        parts, structure = jax.tree.flatten(BilinearNetwork(5, 4, 3, key=jax.random.key(0), **options))
+        parts = [np.asarray(part, float) for part in parts]
+    rng = np.random.default_rng(0)
+    moved = [jnp.asarray(part + shift * rng.normal(size=part.shape)) for part in parts]
+    return jax.tree.unflatten(structure, moved)
+
+
+def spectra(shift):
+    one, other = forms.decompose(network(shift)), forms.decompose(network(0.3 + 0.7 * shift))
+    return one, other
+
+
+def moments(z):
+    halves = [collapse.class_moments(part, LABELS[:6], 4, scatter=True) for part in (z[:6], z[6:])]
+    return collapse.merge_moments(*halves)
+
+
+def measures(z):
+    found = moments(z)
+    values = [*vars(collapse.neural_collapse(found)).values(), *vars(collapse.simplex_frame(found)).values()]
+    extra = [collapse.trace_ratio(found), collapse.self_duality(found, np.arange(24.0).reshape(4, 6) % 5)]
+    return [value for value in values if value.shape == ()] + extra
+
+
+def certified(model, x, label=0):
+    found = certificate.certified_radius(certificate.margins(model), x, label)
+    return [found.radius, found.step, found.radii[1:]]
+
+
+def projectors(spectrum):
+    return jnp.einsum("oci,ocj->ocij", spectrum.vectors, spectrum.vectors)
+
+
+def pairs_interval(values):
+    mean = similarity.pair_mean(values, *similarity.member_pairs(4))
+    return tuple(similarity.bootstrap_interval(mean, 4, key=jax.random.key(1), num_resamples=20))
+
+
+X5 = np.asarray([0.3, -1.2, 0.8, 0.5, -0.4])
+# Name: a function of arrays, and their shapes. An empty shape is one number near zero.
+TABLE = {
+    "product": (linalg.product, (3, 4), (4, 2)),
+    "centre": (linalg.centre, (5, 3)),
+    "positive_inverse": (lambda a: linalg.positive_inverse(a @ a.T + jnp.eye(5)), (5, 5)),
+    "psd_power": (lambda a: linalg.psd_power(a @ a.T, -0.5), (4, 6)),
+    "psd_power of low rank": (lambda a: linalg.psd_power(a @ a.T, -0.5, rtol=1e-9), (5, 3)),
+    "nuclear_norm": (linalg.nuclear_norm, (4, 3)),
+    "collapse": (measures, (12, 6)),
+    "collapse far away": (lambda z: measures(z + 100.0)[6:], (12, 6)),
+    "nearest_centre_agreement": (lambda z: collapse.nearest_centre_agreement(z, z[:, :4], moments(z)), (12, 6)),
+    "first_cross": (lambda x, y: crossing.first_cross(jnp.cumsum(x**2 + 0.1), y, 0.0), (6,), (3, 6)),
+    "error_rate": (lambda z: robustness.error_rate(z, np.eye(3)[LABELS]), (12, 3)),
+    "signed_distance": (lambda z, w, b: margins.signed_distance(z, w, b, 0, 2), (6, 4), (3, 4), (3,)),
+    "class_plane": (lambda w, b: jax.tree.leaves(margins.class_plane(w, b, 0, 2)), (3, 4), (3,)),
+    "MLP": (lambda x: MLP(6, 4, 2, 3, key=jax.random.key(0))(x), (6,)),
+    "Convolution": (lambda x: max_pool(Convolution(2, 3, key=jax.random.key(0)).upsampled(x)), (4, 4, 2)),
+    "BilinearNetwork": (lambda s, x: network(s, bias=True, residual=True)(x), (), (5,)),
+    "interaction_tensor": (lambda s: forms.interaction_tensor(network(s, bias=True)), ()),
+    "decompose": (lambda s: [forms.decompose(network(s)).values, projectors(forms.decompose(network(s)))], ()),
+    "contributions": (lambda s, x: [f(spectra(s)[0], x) for f in (forms.contributions, forms.mean_contribution)],
+                      (), (3, 5)),
+    "truncated_outputs": (lambda s, x: forms.truncated_outputs(spectra(s)[0], x), (), (3, 5)),
+    "adversarial_mask": (lambda s: jnp.abs(forms.adversarial_mask(spectra(s)[0], 1, 0, against=1)), ()),
+    "similarities": (lambda s: [similarity.overlaps(*spectra(s)), similarity.rank_similarity(*spectra(s)),
+                                similarity.form_similarity(*spectra(s))], ()),
+    "matched_similarity": (lambda s: similarity.matched_similarity(*spectra(s), 3), ()),
+    "principal_angles": (lambda s: similarity.principal_angles(*spectra(s), 2), ()),
+    "student_interval": (lambda v: tuple(similarity.student_interval(v)), (5, 2)),
+    "bootstrap_interval": (pairs_interval, (6,)),
+    "higher_order_svd": (lambda s: tensor.higher_order_svd(network(s))[3:], ()),
+    "low_rank": (lambda s: tensor.low_rank(network(s), rank=1, key=jax.random.key(2), num_iterations=5).cosine, ()),
+    "certified_radius in the input": (lambda x: certified(network(bias=True), X5 + 0.1 * x), (5,)),
+    "certified_radius in the weights": (lambda s: certified(network(s, residual=True), X5), ()),
+    "certified_radius, hard case": (lambda s, x: certified(forms.Spectrum(
+        jnp.asarray([[1.0, -0.3], [0.0, 0.0]]) + s * jnp.asarray([[0.5, 0.7], [0.0, 0.0]]),
+        jnp.asarray([np.eye(2)] * 2), False), jnp.stack([2 + x[0], 0.0]))[0], (), (1,)),
+    "projected_attack": (lambda x: attack.projected_attack(
+        network(), X5 + 0.1 * x, 0, 0.1, key=jax.random.key(3), num_restarts=1, num_steps=3).margin, (5,)),
+    "scale_neurons": (lambda a, b, s: neurons.scale_neurons(a, b, 2.0 + s), (4, 3), (2, 4), (4,)),
+    "duplicate_neurons": (lambda a, b: neurons.duplicate_neurons(a, b, 1.5), (4, 3), (2, 4)),
+    "add_random_zero_neurons": (lambda a, b: neurons.add_random_zero_neurons(a, b, key=jax.random.key(1)),
+                                (4, 3), (2, 4)),
+    "phantoms, exact": (neurons.add_phantom_zero_neurons, (4, 6), (2, 4), (3, 6), (3, 2)),
+    "phantoms, missed": (neurons.add_phantom_zero_neurons, (4, 3), (2, 4), (6, 3), (6, 2)),
+    "phantoms, low rank": (lambda a, b, x, y, p: neurons.add_phantom_zero_neurons(a, b, x @ y, p, rtol=1e-9),
+                           (4, 5), (2, 4), (6, 2), (2, 5), (6, 2)),
+    "permute_neurons": (lambda a, b: symmetry.permute_neurons(a, b, np.asarray([2, 0, 1])), (3, 4), (2, 3)),
+    "perturb_in_null_space": (lambda w, s: symmetry.perturb_in_null_space(
+        w, np.eye(4)[:2], 1.0 + s, key=jax.random.key(1)), (3, 4), ()),
+    "perturb_parameters": (lambda w, d, s: noise.perturb_parameters(w, d, 1.0 + s), (3, 4), (3, 4), ()),
+    "certify": (lambda s, x: certify(lambda z: jnp.sin(z), lambda z: jnp.sin((1.5 + s) * z), x)[:2], (), (4, 3)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_derivatives_are_those_of_central_differences(name):
+    function, *shapes = TABLE[name]
+    rng = np.random.default_rng(KEY)
+    with jax.enable_x64(True):
+        points, directions = ([jnp.asarray(rng.normal(size=shape)) for shape in shapes] for _ in range(2))
+        points = [0.1 * point if point.shape == () else point for point in points]
+
+        def along(step):
+            moved = [point + step * direction for point, direction in zip(points, directions, strict=True)]
+            return [leaf for leaf in jax.tree.leaves(function(*moved)) if eqx.is_inexact_array(leaf)]
+
+        @jax.jit
+        def both(step):
+            return jax.jvp(along, (step,), (jnp.ones_like(step),))
+
+        # Fourth order, so that a step above the rounding of solvers will do.
+        size = 1e-4
+        values = [both(jnp.asarray(k * size))[0] for k in (-2, -1, 1, 2)]
+        _, slopes = both(jnp.asarray(0.0))
+        assert slopes
+        for slope, *parts in zip(slopes, *values, strict=True):
+            a, b, c, d = (np.asarray(part) for part in parts)
+            expected = (a - 8 * b + 8 * c - d) / (12 * size)
+            some = np.isfinite(expected)
+            assert some.any()
+            np.testing.assert_allclose(np.asarray(slope)[some], expected[some], rtol=1e-5, atol=1e-6, err_msg=name)

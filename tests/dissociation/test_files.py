@@ -1,0 +1,126 @@
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from dissociation import files
+
+
+@pytest.fixture
+def umask():
+    before = os.umask(0)
+    yield os.umask
+    os.umask(before)
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o002, 0o664), (0o077, 0o600)])
+def test_a_file_has_the_permissions_of_any_new_file(tmp_path, umask, mask, mode):
+    umask(mask)
+    path = tmp_path / "deep" / "file"
+    for contents in (b"one", b"two"):  # made, and replaced
+        files.write_bytes(path, contents)
+        assert path.read_bytes() == contents
+        assert path.stat().st_mode & 0o777 == mode
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt()])
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, error):
+    files.write_bytes(tmp_path / "file", b"old")
+
+    def fail():
+        with files.replacing(tmp_path / "file") as file:
+            file.write(b"half of the new")
+            raise error
+
+    with pytest.raises(type(error)):
+        fail()
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert (tmp_path / "file").read_bytes() == b"old"
+
+
+def test_bytes_are_on_the_disk_before_the_name_is(tmp_path, monkeypatch):
+    done = []
+    for name in ("fsync", "replace"):
+        real = getattr(os, name)
+
+        def call(*args, name=name, real=real):
+            size = os.fstat(args[0]).st_size if name == "fsync" else None
+            done.append((name, size))
+            return real(*args)
+
+        monkeypatch.setattr(files.os, name, call)
+    files.write_bytes(tmp_path / "file", b"12345")
+    assert done[:2] == [("fsync", 5), ("replace", None)]
+    assert done[2][0] == "fsync"  # the folder
+
+
+WRITER = """
+import sys
+from dissociation import files
+with files.replacing(sys.argv[1]) as file:
+    file.write(b"new" * 1000)
+    file.flush()
+    print("inside", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_process_killed_inside_a_write_leaves_the_old_file(tmp_path):
+    path = tmp_path / "file"
+    files.write_bytes(path, b"old")
+    (tmp_path / ".own.tmp").write_bytes(b"the user's")
+    options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", WRITER, str(path)], **options) as process:
+        assert process.stdout.readline() == b"inside\n"
+        process.send_signal(signal.SIGKILL)
+    assert path.read_bytes() == b"old"
+    assert len(list(tmp_path.iterdir())) == 3
+    files.sweep(tmp_path)
+    assert sorted(child.name for child in tmp_path.iterdir()) == [".own.tmp", "file"]
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 64 KiB, where this user may mount one."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
+    try:
+        mounted = subprocess.run(command, capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        mounted = False
+    if not mounted:
+        pytest.skip("needs the right to mount")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_keeps_the_old_file(small_disk):
+    path = small_disk / "file"
+    files.write_bytes(path, b"old")
+    with pytest.raises(OSError, match="No space left"):
+        files.write_bytes(path, b"n" * 200_000)
+    assert [child.name for child in small_disk.iterdir()] == ["file"]
+    assert path.read_bytes() == b"old"
+
+
+LIMITED = """
+import resource, signal, sys
+from dissociation import files
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+try:
+    files.write_bytes(sys.argv[1], b"n" * 200_000)
+except OSError as error:
+    print(error)
+"""
+
+
+def test_a_file_larger_than_allowed_keeps_the_old_one(tmp_path):
+    path = tmp_path / "file"
+    files.write_bytes(path, b"old")
+    done = subprocess.run([sys.executable, "-c", LIMITED, str(path)], capture_output=True, text=True, check=True)
+    assert "File too large" in done.stdout
+    assert [child.read_bytes() for child in tmp_path.iterdir()] == [b"old"]

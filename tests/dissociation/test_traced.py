@@ -1,0 +1,186 @@
+"""Traced functions are equal if they compute the same, and compile once; and others are not."""
+
+import functools
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from dissociation.training import fit
+from dissociation.training.traced import trace
+
+X = jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
+
+
+def code(function):
+    return trace(function, X).code
+
+
+def rule(scale):
+    @jax.custom_vjp
+    def function(x):
+        return scale * x
+
+    function.defvjp(lambda x: (scale * x, None), lambda _, g: (g,))
+    return function
+
+
+def jitted_with(array):
+    return lambda x: jax.jit(lambda y: y * array)(x)
+
+
+SAME = {
+    "jit with an array": lambda: jitted_with(np.arange(3.0)[None]),
+    "closure": lambda: lambda x, c=0.1: c * x,
+    "partial": lambda: functools.partial(jnp.power, 2.0),
+    "jit inside": lambda: lambda x: jax.jit(lambda y: 2 * y)(x) + jax.jit(lambda z: 2 * z)(x),
+    "loop": lambda: lambda x: jax.lax.scan(lambda c, row: (c + row, c), jnp.zeros(3), x)[1],
+    "rule of its own": lambda: rule(3.0),
+    "activation": lambda: lambda x: jax.nn.relu(x) + jax.nn.gelu(x),
+    "draw": lambda: lambda x: x + jax.random.normal(jax.random.key(0), x.shape),
+    "array inside": lambda: lambda x: x + np.arange(3.0, dtype=np.float32)[None],
+}
+DIFFERENT = {
+    "constant": (lambda x: 0.1 * x, lambda x: 0.1000001 * x),
+    "constant inside": (lambda x: jax.jit(lambda y: 2 * y)(x), lambda x: jax.jit(lambda y: 3 * y)(x)),
+    "array inside": (jitted_with(np.ones((1, 3))), jitted_with(np.full((1, 3), 2.0))),
+    "array of JAX inside": (jitted_with(jnp.ones((1, 3))), jitted_with(jnp.full((1, 3), 2.0))),
+    "in a loop": (
+        lambda x: jax.lax.fori_loop(0, 3, lambda i, y: y * 2.0, x),
+        lambda x: jax.lax.fori_loop(0, 3, lambda i, y: y * 2.5, x),
+    ),
+    "trips": (
+        lambda x: jax.lax.fori_loop(0, 3, lambda i, y: y * 2.0, x),
+        lambda x: jax.lax.fori_loop(0, 4, lambda i, y: y * 2.0, x),
+    ),
+    "operation": (jnp.sin, jnp.cos),
+    "order": (lambda x: x - jnp.flip(x), lambda x: jnp.flip(x) - x),
+    "which result": (lambda x: (jnp.sin(x), jnp.cos(x))[0], lambda x: (jnp.sin(x), jnp.cos(x))[1]),
+    "axis": (lambda x: jnp.flip(x, 0), lambda x: jnp.flip(x, 1)),
+    "precision": (lambda x: x @ x.T, lambda x: jnp.matmul(x, x.T, precision="highest")),
+    "forward": (rule(3.0), rule(4.0)),
+    "structure": (lambda x: (x, x), lambda x: [x, x]),
+    "dtype": (lambda x: x.astype(jnp.float16), lambda x: x.astype(jnp.bfloat16)),
+    "sign of zero": (lambda x: x * 0.0, lambda x: x * -0.0),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_functions_made_anew_are_equal(name):
+    one, other = code(SAME[name]()), code(SAME[name]())
+    assert one == other
+    assert hash(one) == hash(other)
+    assert one.digest == other.digest
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_functions_that_compute_something_else_are_not(name):
+    one, other = map(code, DIFFERENT[name])
+    assert one != other
+    if name != "structure":
+        assert one.digest != other.digest
+
+
+def test_equal_operations_may_have_other_arrays():
+    def scaled(factor):
+        array = jnp.full((1, 3), factor)
+        return trace(lambda x: x * array, X)
+
+    small, large = scaled(1.0), scaled(2.0)
+    assert small.code == large.code
+    assert small.fingerprint() != large.fingerprint()
+    np.testing.assert_array_equal(large(X), 2 * small(X))
+
+
+def test_callbacks_are_equal_to_themselves_only():
+    # What a Python function does cannot be compared; `print` twice is the same one.
+    def told(callback):
+        return trace(lambda x: jax.debug.callback(callback, x), X).code
+
+    def heard(x):
+        pass
+
+    assert told(heard) != told(lambda x: None)
+    assert code(lambda x: x) != told(heard)
+
+
+def test_a_traced_function_equals_the_function():
+    def function(tree):
+        return {"sum": tree["x"] + OFFSET, "gradient": jax.grad(lambda x: jnp.sum(jnp.tanh(x) ** 2))(tree["x"])}
+
+    traced = trace(function, {"x": jax.ShapeDtypeStruct(X.shape, X.dtype)})
+    jax.tree.map(np.testing.assert_array_equal, traced({"x": X}), function({"x": X}))
+    stacked = jnp.stack([X, 2 * X])
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6),
+        jax.jit(jax.vmap(traced))({"x": stacked}),
+        jax.vmap(function)({"x": stacked}),
+    )
+    with pytest.raises(TypeError, match="`args` must have the structure"):
+        traced(X)
+
+
+OFFSET = 1.5
+FINGERPRINT = """
+import jax, jax.numpy as jnp, optax
+from dissociation.training.traced import trace
+step = optax.adamw(1e-3, weight_decay=0.1)
+def update(g, p): return optax.apply_updates(p, step.update(jax.nn.gelu(g), step.init(p), p)[0])
+{lines}
+found = trace(update, jnp.ones(3), jnp.ones(3)).fingerprint()
+"""
+
+
+def test_fingerprints_are_the_same_in_another_process_and_on_other_lines():
+    here = {}
+    exec(FINGERPRINT.format(lines="\n# further down\n"), here)
+    command = [sys.executable, "-c", FINGERPRINT.format(lines="") + "print(found)"]
+    there = subprocess.run(command, capture_output=True, check=True, text=True).stdout
+    assert there.strip() == here["found"]
+
+
+def compilations(caplog, function):
+    """What the call compiles, by name."""
+    caplog.clear()
+    with jax.log_compiles():
+        function()
+    return [message for message in caplog.messages if "Finished XLA compilation" in message]
+
+
+def training(rate=0.1, power=2, offset=0.0, scale=1.0, made=optax.adam, decimals=None):
+    """The same loss and optimiser, made anew: their functions are other objects at every call."""
+    target = jnp.full(3, offset)
+
+    def loss(model, batch, key):
+        return jnp.mean(jnp.abs(batch @ model - jnp.sum(target) - scale) ** power)
+
+    def observe(model, step, key):
+        return jnp.sum(model) if decimals is None else jnp.round(jnp.sum(model), decimals)
+
+    models, options = jnp.ones((2, 3)), {"num_steps": 6, "batch_size": 3, "key": jax.random.key(0)}
+    return fit(models, loss, X, made(rate), observe=observe, observe_at=[6], **options)
+
+
+def test_equal_programs_compile_once(caplog):
+    assert compilations(caplog, training)  # negative control: the first time
+    assert compilations(caplog, training) == []
+    # Arrays of a closure are arguments; their values compile nothing, and count.
+    assert compilations(caplog, lambda: training(offset=0.5)) == []
+    assert not np.array_equal(training(offset=0.5).models, training().models)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"rate": 0.2}, {"power": 3}, {"scale": 2.0}, {"made": optax.sgd}, {"decimals": 1}],
+    ids=lambda change: "-".join(change),
+)
+def test_other_programs_are_not_taken_for_one_another(caplog, change):
+    first = training()
+    assert compilations(caplog, lambda: training(**change))
+    other = training(**change)
+    assert np.array_equal(first.history.loss, other.history.loss) == ("decimals" in change)
+    assert not np.array_equal(first.history.observed, other.history.observed)

@@ -1,0 +1,348 @@
+"""The gate: what stands for an array is taken, and what does not is refused by name."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pandas as pd
+import pytest
+from jaxtyping import Array, Float, Int
+
+from dissociation.conversion import as_classes, as_one_hot
+from dissociation.types import Classes, Count, OneHot, PRNGKey, PRNGKeys, Scalar
+from dissociation.validation import validated
+
+
+class Foreign:
+    """Stands for another library's tensor: nothing but `__array__`."""
+
+    def __init__(self, values):
+        self.values = np.asarray(values)
+
+    def __array__(self, dtype=None, copy=None):
+        return self.values
+
+
+class Capsule:
+    """Nothing but DLPack."""
+
+    def __init__(self, values):
+        self.values = np.asarray(values)
+
+    def __dlpack__(self, **options):
+        return self.values.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self.values.__dlpack_device__()
+
+
+@validated(finite=("x",))
+def take(
+    x: Float[Array | np.ndarray, "n d"],
+    y: Float[Array | np.ndarray, "n *rest"] | None = None,
+    *,
+    scale: Scalar = 1.0,
+    count: int = 1,
+    steps: Count = 1,
+    flag: bool = False,
+    word: str = "a",
+    choice: Literal["left", "right"] = "left",
+    function: Callable[[Any], Any] | None = None,
+    key: PRNGKey | None = None,
+    keys: PRNGKeys | None = None,
+    fractions: Sequence[float] = (0.5,),
+    module: eqx.nn.MLP | None = None,
+    indices: Int[Array | np.ndarray, " k"] | None = None,
+) -> dict[str, Any]:
+    """Returns what came through."""
+    return dict(locals())
+
+
+ROWS = [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        ROWS,
+        [[1, 2], [3, 4], [5, 6]],
+        [np.array([1.0, 2.0]), jnp.array([3.0, 4.0]), (5, 6)],
+        np.array(ROWS, np.float16),
+        np.array(ROWS, ml_dtypes.bfloat16),
+        jnp.array(ROWS, jnp.bfloat16),
+        np.array(ROWS, ">f4"),
+        np.array(ROWS, np.uint8),
+        np.array(ROWS, np.longdouble),
+        np.array(ROWS)[::-1, ::-1][::-1, ::-1],
+        pd.DataFrame(ROWS),
+        Foreign(ROWS),
+        Capsule(ROWS),
+        np.ma.array(ROWS),
+    ],
+    ids=lambda rows: f"{type(rows).__name__}-{getattr(rows, 'dtype', '')}",
+)
+def test_whatever_stands_for_an_array_is_taken(rows):
+    x = take(rows)["x"]
+    assert isinstance(x, np.ndarray | jax.Array)
+    assert x.dtype in (np.float32, np.float64)
+    np.testing.assert_array_equal(np.asarray(x, float), ROWS)
+
+
+def test_arrays_pass_untouched():
+    for x in (jnp.ones((3, 2)), np.ones((3, 2)), np.ones((3, 2), np.float32)):
+        assert take(x)["x"] is x
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"x": None}, TypeError, r"`x` must be an array of real numbers \[n, d\], got None\."),
+        ({"x": "text"}, TypeError, r"`x` must be .*got str 'text'"),
+        ({"x": [["a", "b"]]}, TypeError, "`x` must be .*got text.*return_inverse=True"),
+        ({"x": {"a": 1}}, TypeError, "`x` must be .*got an object of type dict"),
+        ({"x": {1, 2}}, TypeError, "`x` must be .*got an object of type set"),
+        ({"x": object()}, TypeError, "`x` must be .*got an object of type object"),
+        ({"x": np.sum}, TypeError, "`x` must be .*got the function sum"),
+        ({"x": (row for row in ROWS)}, TypeError, "`x` must be .*got an object of type generator"),
+        ({"x": [[1.0], [2.0, 3.0]]}, ValueError, "`x` must be .*rows differ in shape"),
+        ({"x": [[1.0, None]]}, TypeError, "`x` must be .*dtype object"),
+        ({"x": np.array([["1", 2]], object)}, TypeError, "`x` must be .*got text"),
+        ({"x": np.array([["2020-01-01"]], "M8[D]")}, TypeError, "`x` must be .*datetime64"),
+        ({"x": np.ones((2, 2), complex)}, TypeError, "`x` must hold real numbers, got dtype complex128"),
+        ({"x": np.ma.array(ROWS, mask=np.eye(3, 2))}, ValueError, "`x` must be .*masked"),
+        ({"x": jax.random.key(0)}, TypeError, r"`x` must be .*got key<fry> of shape \(\)"),
+        ({"x": 1.0}, ValueError, r"`x` must have 2 axes \[n, d\], got shape \(\)"),
+        ({"x": [1.0, 2.0]}, ValueError, r"`x` must have 2 axes \[n, d\], got shape \(2,\)"),
+        ({"x": np.ones((2, 2, 2))}, ValueError, "`x` must have 2 axes"),
+        ({"x": np.ones((0, 2))}, ValueError, r"`x` must not be empty, got shape \(0, 2\)"),
+        ({"x": [[1.0, np.nan]]}, ValueError, r"`x` must be finite, got nan at index \(0, 1\)"),
+        ({"x": np.full((2, 2), 3e38, np.float32) * [1, np.inf]}, ValueError, "`x` must be finite, got inf"),
+        ({"y": np.ones((2, 2))}, ValueError, r"`y` must be of shape \[n, \.\.\.\] with n = 3 as in `x`, got shape"),
+        ({"y": 2.0}, ValueError, r"`y` must have at least 1 axis \[n, \.\.\.\]"),
+        ({"scale": "2"}, TypeError, "`scale` must be a number, got str '2'"),
+        ({"scale": True}, TypeError, "`scale` must be a number, got True"),
+        ({"scale": 1j}, TypeError, "`scale` must"),
+        ({"scale": None}, TypeError, "`scale` must be a number, got None"),
+        ({"scale": [1.0, 2.0]}, ValueError, r"`scale` must be a number, got shape \(2,\)"),
+        ({"count": 2.0}, TypeError, "`count` must hold integers, got dtype float64"),
+        ({"count": True}, TypeError, "`count` must be a whole number, got True"),
+        ({"count": "3"}, TypeError, "`count` must be a whole number, got str '3'"),
+        ({"steps": 1.5}, TypeError, "`steps` must hold integers"),
+        ({"flag": 1}, TypeError, "`flag` must"),
+        ({"flag": "yes"}, TypeError, "`flag` must be True or False"),
+        ({"word": 3}, TypeError, "`word` must be text, got int 3"),
+        ({"choice": "up"}, ValueError, "`choice` must be one of 'left', 'right', got str 'up'"),
+        ({"choice": np.ones(3)}, ValueError, "`choice` must be one of"),
+        ({"function": 3}, TypeError, "`function` must be a function, got int 3"),
+        ({"key": 0}, TypeError, r"`key` must be a random key, as `jax.random.key\(0\)` makes it, got int 0"),
+        ({"key": 0.5}, TypeError, "`key` must be a random key"),
+        ({"key": "seed"}, TypeError, "`key` must be a random key"),
+        ({"key": jnp.zeros(2)}, TypeError, "`key` must be a random key, .*float32"),
+        (
+            {"key": jax.random.split(jax.random.key(0), 3)},
+            ValueError,
+            r"`key` must .* got keys of shape \(3,\)\..*vmap",
+        ),
+        ({"keys": jax.random.PRNGKey(0)}, ValueError, r"`keys` must be random keys, one per member"),
+        ({"fractions": "0.5"}, TypeError, "`fractions` must be an array of real numbers"),
+        (
+            {"fractions": 0.5},
+            ValueError,
+            r"`fractions` must be known real numbers, one after the other, got shape \(\)",
+        ),
+        ({"module": jax.nn.relu}, TypeError, "`module` must be of type MLP, got the function relu"),
+        ({"indices": [0.5]}, TypeError, "`indices` must hold integers, got dtype float64"),
+    ],
+)
+def test_the_rest_is_refused_by_name(arguments, error, message):
+    with pytest.raises(error, match="^" + message):
+        take(**{"x": ROWS} | arguments)
+
+
+def test_kinds_of_one_thing():
+    took = take(
+        ROWS,
+        scale=np.float16(2),
+        count=np.int64(3),
+        steps=jnp.asarray(4),
+        flag=np.True_,
+        key=np.array([0, 1], np.uint32),
+        keys=jax.random.split(jax.random.PRNGKey(0), 3),
+        fractions=np.array([0.25, 1.0]),
+        indices=[2, 0],
+    )
+    assert (took["scale"], took["count"], took["steps"]) == (2.0, 3, 4)
+    assert type(took["count"]) is int
+    assert took["flag"] is True
+    assert took["fractions"] == (0.25, 1.0)
+    assert isinstance(took["key"], jax.Array)
+    assert took["keys"].shape == (3, 2)
+    assert take(ROWS, key=jax.random.key(0))["key"].dtype == jax.random.key(0).dtype
+
+
+def test_traced_values_pass_and_traced_shapes_do_not():
+    def inner(x, scale, steps):
+        took = take(x, scale=scale, steps=steps)
+        return took["x"] * took["scale"] + took["steps"]
+
+    out = jax.jit(inner)(jnp.full((3, 2), jnp.nan), 2.0, 3)  # values are not looked at
+    assert out.shape == (3, 2)
+    batched = jax.vmap(inner, in_axes=(0, 0, None))(jnp.ones((4, 3, 2)), jnp.arange(4.0), 1)
+    np.testing.assert_allclose(batched[:, 0, 0], np.arange(4) + 1)
+    np.testing.assert_allclose(jax.grad(lambda s: inner(jnp.ones((3, 2)), s, 1).sum())(2.0), 6.0)
+    with pytest.raises(ValueError, match="`x` must have 2 axes"):
+        jax.jit(inner)(jnp.ones(3), 2.0, 3)
+    with pytest.raises(TypeError, match="`count` must be a whole number that is known"):
+        jax.jit(lambda n: take(ROWS, count=n)["x"])(3)
+    listed = jax.jit(lambda a: take([[a, 2.0], [3.0, a]])["x"])(1.0)
+    np.testing.assert_array_equal(listed, [[1, 2], [3, 1]])
+
+
+@validated(empty=("shape",))
+def opened(
+    x: Float[Array | np.ndarray, "n d"],
+    shape: tuple[int, ...] = (1,),
+    rows: Int[np.ndarray, "n d"] | tuple[tuple[int, ...], ...] = ((1, 2),),
+    anything: Any = None,
+    paths: Float[Array | np.ndarray, "..."] | Sequence[Float[Array | np.ndarray, "time ..."]] | None = None,
+    **options: Any,
+) -> Any:
+    """Returns what came through."""
+    return x, shape, rows, paths, options
+
+
+def test_options_for_others_pass_and_the_rest_is_still_checked():
+    x, *_, options = opened(ROWS, anything=object(), depth=3)
+    assert isinstance(x, np.ndarray)
+    assert options == {"depth": 3}
+    with pytest.raises(ValueError, match="`x` must have 2 axes"):
+        opened([1.0], depth=3)
+
+
+def test_sequences_of_no_numbers_and_of_rows():
+    assert opened(ROWS, shape=())[1] == ()
+    with pytest.raises(ValueError, match="`fractions` must not be empty"):
+        take(ROWS, fractions=())
+    rows = opened(ROWS, rows=((1, 2), (3, 4), (5, 6)))[2]
+    np.testing.assert_array_equal(rows, ROWS)
+    assert isinstance(rows, np.ndarray)
+    for wrong, message in ((((1, 2),), "`rows` must be of shape"), ((("a", "b"),) * 3, "`rows` must be .*text")):
+        with pytest.raises((TypeError, ValueError), match=message):
+            opened(ROWS, rows=wrong)
+
+
+@pytest.mark.parametrize("kind", [np.asarray, jnp.asarray, Foreign, pd.Series])
+def test_arrays_in_a_list_are_taken_one_by_one(kind):
+    first, second = opened(ROWS, paths=[kind([1, 2, 3]), kind([4.0])])[3]
+    np.testing.assert_array_equal(first, [1, 2, 3])
+    assert first.dtype.kind == second.dtype.kind == "f"
+    assert opened(ROWS, paths=kind([1.0, 2.0]))[3].shape == (2,)
+
+
+@pytest.mark.parametrize(
+    ("paths", "message"),
+    [
+        ([np.ones(3), ["a"]], r"`paths\[1\]` must be an array .*type list. Give nested lists as one array"),
+        ([[1.0, 2.0], [3.0, 4.0]], r"`paths\[0\]` must be an array .*Give nested lists"),
+        ([np.ones(3), np.ones(3) * 1j], r"`paths\[1\]` must hold real numbers"),
+        ([np.ones(3), np.asarray(1.0)], r"`paths\[1\]` must have at least 1 axis"),
+        ([np.array(["a"])], r"`paths\[0\]` must be an array .*text"),
+        ([np.ones(3), np.ones((0, 2))], r"`paths\[1\]` must not be empty"),
+        ({1.0, 2.0}, "`paths` must be an array"),
+    ],
+    ids=str,
+)
+def test_lists_of_other_things_are_refused(paths, message):
+    with pytest.raises((TypeError, ValueError), match="^" + message):
+        opened(ROWS, paths=paths)
+
+
+def test_counts_that_are_known_become_integers():
+    for three in (3, np.int64(3), np.asarray(3), jnp.asarray(3)):
+        assert type(take(ROWS, steps=three)["steps"]) is int
+
+
+def test_python_says_what_is_wrong_with_a_call():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'z'"):
+        take(ROWS, z=1)
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'x'"):
+        take()
+
+
+@validated
+def forward(x: Float[Array, " n"], **options: Any) -> Any:
+    """Returns what came through."""
+    return x, options
+
+
+def test_further_keywords_pass():
+    x, options = forward([1, 2], other=3)
+    assert x.dtype == jnp.float32
+    assert options == {"other": 3}
+    with pytest.raises(ValueError, match="`x` must have 1 axis"):
+        forward([[1]], other=3)
+
+
+@validated
+def score(labels: OneHot, logits: Float[Array | np.ndarray, "n classes"]) -> Any:
+    """Labels as they came through, one-hot."""
+    return labels
+
+
+@validated
+def count(labels: Classes, features: Float[Array | np.ndarray, "n d"] | None = None) -> Any:
+    """Labels as they came through, integers."""
+    return labels
+
+
+LOGITS = np.zeros((3, 4), np.float32)
+
+
+@pytest.mark.parametrize("kind", [list, np.asarray, jnp.asarray, Foreign, pd.Series])
+def test_labels_are_integers_or_one_hot(kind):
+    rows = np.eye(4)[[2, 0, 1]]
+    np.testing.assert_array_equal(score(kind([2, 0, 1]), LOGITS), rows)  # four classes, as the logits say
+    np.testing.assert_array_equal(count(kind([2, 0, 1])), [2, 0, 1])
+    if kind is not pd.Series:
+        np.testing.assert_array_equal(score(kind(rows), LOGITS), rows)
+        np.testing.assert_array_equal(count(kind(rows)), [2, 0, 1])
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        (["cat", "dog", "cat"], "`labels` must be integers .*got text.*numpy.unique"),
+        (pd.Series(["cat", "dog", "cat"]), "`labels` must be integers .*got text"),
+        (
+            [0.0, 1.0, 2.0],
+            r"`labels` must be integers .*dtype float64. If they are whole numbers, labels.astype\(int\)",
+        ),
+        ([0, 1, -1], "`labels` must be integers from 0, got -1"),
+        ([0, 1], r"`labels` must be of shape \[n.* with n = 3"),
+        ([[1], [0], [2]], r"`labels` must be .*one column.*labels\[:, 0\]"),
+        (np.full((3, 4), 0.25), "`labels` must be .*in row 0"),
+        (np.eye(4)[[0, 1, 2]] * 2, "`labels` must be .*in row 0"),
+        (np.full((3, 4), np.nan), "`labels` must be .*in row 0"),
+        (np.zeros((3, 4, 1)), "`labels` must be"),
+    ],
+    ids=str,
+)
+def test_labels_of_other_kinds_are_refused(labels, message):
+    with pytest.raises((TypeError, ValueError), match="^" + message):
+        score(labels, LOGITS)
+    with pytest.raises((TypeError, ValueError), match="^" + message):
+        count(labels, np.zeros((3, 2)))
+
+
+def test_labels_under_a_transformation():
+    rows = jax.jit(lambda k: score(k, jnp.asarray(LOGITS)))(jnp.array([2, 0, 1]))
+    np.testing.assert_array_equal(rows, np.eye(4)[[2, 0, 1]])
+    with pytest.raises(TypeError, match="`labels` must be one-hot under a transformation"):
+        jax.jit(lambda k: as_one_hot("labels", k))(jnp.array([2, 0, 1]))
+    with pytest.raises(ValueError, match="`labels` must be integers from 0 to 3, got 4"):
+        score([4, 0, 1], LOGITS)
+    np.testing.assert_array_equal(jax.jit(lambda y: as_classes("labels", y))(jnp.eye(3)), [0, 1, 2])

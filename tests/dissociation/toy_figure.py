@@ -1,0 +1,101 @@
+"""A figure that costs nothing: three parts, each of which may wait for a file to appear."""
+
+import dataclasses
+import os
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import matplotlib.pyplot as plt
+import numpy as np
+
+from dissociation.checks import check_count, fail
+from dissociation.figures.artifacts import Parts, identity_of
+
+STEM = "toy"
+AXES = {"part": ("seeds", "steps")}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Sizes."""
+
+    num_seeds: int = 3
+    """Rows."""
+    num_steps: int = 4
+    """Columns."""
+    gate: str = ""
+    """A folder: part i waits for its file i."""
+
+    def __post_init__(self):
+        check_count("num_seeds", self.num_seeds, minimum=1)
+
+    def quick(self):
+        return dataclasses.replace(self, num_seeds=2, num_steps=2)
+
+
+class Results(NamedTuple):
+    parts: list
+    seconds: dict
+
+
+def source(config):
+    if config.num_steps > 100:
+        fail("num_steps", "be at most 100, which is all of the data", config.num_steps)
+    if "TOY_DATA" in os.environ:
+        raise FileNotFoundError(f"`TOY_DATA` must name a folder,\ngot {os.environ['TOY_DATA']}")
+    return np.arange(config.num_steps)
+
+
+def compute(config, *, key, dataset, folder, progress):
+    with Parts(folder, identity_of(config, key, dataset)) as parts:
+        found = [parts.get(f"part{i}", lambda i=i: _part(config, key, i))["part"] for i in range(3)]
+        return Results(found, parts.seconds)
+
+
+def _part(config, key, i):
+    if config.gate:
+        (Path(config.gate) / f"waiting{i}").touch()
+        while not (Path(config.gate) / str(i)).exists():
+            time.sleep(0.01)
+    return {"part": jax.random.normal(jax.random.fold_in(key, i), (config.num_seeds, config.num_steps))}
+
+
+def draw(results):
+    figure = plt.figure(figsize=(1, 1))
+    figure.add_artist(plt.Line2D([0, 1], results.parts[0][0][:2]))
+    plt.close(figure)
+    return figure
+
+
+def arrays(results):
+    return {f"part{i}": part for i, part in enumerate(results.parts)}
+
+
+def describe(results):
+    return {"figure": STEM, "nan": np.nan}
+
+
+def headline(results):
+    return "a toy"
+
+
+def table(results):
+    return [["part", "mean"], *([str(i), f"{part.mean():.3f}"] for i, part in enumerate(results.parts))]
+
+
+if __name__ == "__main__":
+    import sys
+
+    import matplotlib as mpl
+
+    from dissociation import interrupts
+
+    mpl.use("Agg")
+    interrupts.listen("toy")
+    from dissociation.figures.command import run_command
+
+    status = run_command({"toy": (sys.modules[__name__], "A toy.")}, None, program="toy", description="Toys.")
+    interrupts.end()
+    sys.exit(status)

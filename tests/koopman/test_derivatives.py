@@ -1,0 +1,196 @@
+"""Every public output that has a derivative, against finite differences; where there is none, nothing that looks so."""
+
+from functools import partial
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from koopman import losses
+from koopman.forecast import matrix_powers, predict, r2_score, risk, score
+from koopman.generator import fit_generator
+from koopman.operators import fit_pcr, fit_reduced_rank, fit_ridge
+from koopman.spectrum import (
+    decompose,
+    eigenpairs,
+    eigenvalues,
+    left_eigenfunctions,
+    modes,
+    right_eigenfunctions,
+    singular_values,
+)
+
+RNG = np.random.default_rng(5)
+TURN = 0.9 * np.asarray([[np.cos(0.4), -np.sin(0.4), 0.1], [np.sin(0.4), np.cos(0.4), 0.0], [0.0, 0.2, 0.5]])
+X = RNG.normal(size=(30, 3)) * np.asarray([1.0, 1.4, 0.8])
+Y = X @ TURN.T + 0.3 * RNG.normal(size=X.shape)
+JAC = RNG.normal(size=(30, 3, 2))
+
+
+def of_operator(fit, x, y, alpha):
+    """All that is computed from an operator, whichever rotation of its latent functions the fit has."""
+    observable = jnp.concatenate([y, y[:, :1] ** 2], 1)
+    operator = fit(x, y, alpha=alpha, observable=observable)
+    out = {"operator.singular_values": operator.singular_values, "singular_values": singular_values(operator)}
+    for undo in (True, False):
+        spectrum = decompose(operator, undo_shrinkage=undo)
+        out[f"eigenvalues {undo}"] = eigenvalues(operator, undo_shrinkage=undo)
+        for name in ("eigenvalues", "residuals", "condition", "shrinkage"):
+            out[f"decompose.{name} {undo}"] = getattr(spectrum, name)
+        found = modes(operator, time_step=0.5, spectrum=spectrum)
+        out |= {f"modes.{name} {undo}": value for name, value in found._asdict().items()}
+        out[f"right {undo}"] = right_eigenfunctions(operator, x[:4], spectrum)
+        out[f"moduli {undo}"] = jnp.abs(right_eigenfunctions(operator, np.ones((2, 3)), spectrum))
+        out[f"left {undo}"] = left_eigenfunctions(operator, x[:4], spectrum)
+    out["predict"] = predict(operator, x[:4], [1, 3])
+    out["risk"] = risk(operator, x, y)
+    out["score"] = score(operator, x, steps=2, observable=observable)
+    out["r2_score"] = r2_score(observable, predict(operator, x))
+    return out
+
+
+def of_moments(core, gram_y, readout):
+    """The decomposition in the coordinates of the latent functions."""
+    operator = fit_ridge(X, Y, alpha=0.2)
+    operator = eqx.tree_at(lambda o: (o.core, o.gram_y, o.readout), operator, (core, gram_y, readout))
+    out = {f"decompose.{name}": value for name, value in decompose(operator)._asdict().items()}
+    out["eigenpairs"] = jnp.concatenate([eigenpairs(core)[0][None], eigenpairs(core)[1]])
+    out["matrix_powers"] = matrix_powers(core, np.asarray([0, 1, 6]))
+    return out
+
+
+def of_generator(x, jac, diffusion, alpha, shift):
+    out = {}
+    for name, options in (
+        ("default", {}),
+        ("alpha", {"alpha": alpha}),
+        ("shift", {"alpha": alpha, "shift": shift}),
+        ("alpha 0", {"alpha": 0.0 * alpha}),
+    ):
+        found = fit_generator(x, jac, rank=3, diffusion=diffusion, **options)
+        out |= {f"{field} {name}": value for field, value in found._asdict().items()}
+    return out
+
+
+def of_losses(x, y, jac, weight):
+    others = (x + 0.1, y**2, x, 2 * x)
+    out = {
+        "spectral_contrastive": losses.spectral_contrastive_loss(x, y),
+        "autoencoder": losses.autoencoder_loss(x, y, *others, alpha_rec=weight, alpha_lin=0.3, alpha_pred=weight),
+        "energy": losses.energy_loss(x, jac, grad_weight=weight),
+        "energy pooled": losses.energy_loss(x, jac, grad_weight=weight, form="pooled"),
+        "fro": losses.orthonormal_fro_reg(x),
+        "fro keyed": losses.orthonormal_fro_reg(x, key=jax.random.key(0)),
+        "logfro": losses.orthonormal_logfro_reg(x),
+        "vamp_score": losses.vamp_score(X[::-1], Y, x, y, rank=2),
+    }
+    for relaxed in (True, False):
+        out[f"dpnets {relaxed}"] = losses.dpnets_loss(x, y, relaxed=relaxed, metric_deformation=weight)
+    for norm in (1, 2):
+        out[f"vamp {norm}"] = losses.vamp_loss(x, y, schatten_norm=norm)
+    return out
+
+
+CORE = np.asarray([[0.8, -0.3, 0.1], [0.4, 0.7, 0.0], [0.2, 0.1, 0.3]])
+TABLE = {
+    "ridge": (partial(of_operator, fit_ridge), (X, Y, 0.3)),
+    "pcr": (partial(of_operator, partial(fit_pcr, rank=2)), (X, Y, 0.3)),
+    "reduced_rank": (partial(of_operator, partial(fit_reduced_rank, rank=2)), (X, Y, 0.3)),
+    "moments": (of_moments, (CORE, 2 * np.eye(3) + 0.1 * CORE @ CORE.T, RNG.normal(size=(3, 2)))),
+    "generator": (of_generator, (X, JAC, 0.7, 0.1, 2.0)),
+    "losses": (of_losses, (X, Y, JAC, 0.4)),
+}
+
+
+def flat(outputs):
+    """Complex values by their parts."""
+    return {k: jnp.stack([v.real, v.imag]) if jnp.iscomplexobj(v) else v for k, v in outputs.items()}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_every_output_against_finite_differences(name):
+    outputs, point = TABLE[name]
+    rng = np.random.default_rng(1)
+    with jax.enable_x64(True):
+        point = tuple(jnp.asarray(part) for part in point)
+        direction = tuple(jnp.asarray(rng.normal(size=part.shape)) for part in point)
+        function = jax.jit(lambda point: flat(outputs(*point)))
+        found = jax.jit(lambda point: jax.jvp(function, (point,), (direction,))[1])(point)
+
+        def along(step):
+            return function(jax.tree.map(lambda part, way: part + step * way, point, direction))
+
+        ends = [along(step) for step in (-2e-4, -1e-4, 1e-4, 2e-4)]
+        for key, value in found.items():
+            values = [np.asarray(end[key]) for end in ends]
+            numeric = (8 * (values[2] - values[1]) - (values[3] - values[0])) / 12e-4
+            size = max(np.abs(numeric).max(), np.abs(values[1]).max() * 1e-3, 1e-6)
+            assert np.abs(numeric - value).max() < 1e-6 * size, f"{name}: {key}\n{value}\n{numeric}"
+        # Reverse mode is its transpose.
+        pull = {key: jnp.asarray(rng.normal(size=value.shape)) for key, value in found.items()}
+        (gradient,) = jax.jit(lambda point: jax.vjp(function, point)[1](pull))(point)
+        backward = sum(jnp.vdot(a, b) for a, b in zip(gradient, direction, strict=True))
+        forward = sum(jnp.vdot(pull[key], value) for key, value in found.items())
+        np.testing.assert_allclose(backward, forward, rtol=1e-9)
+
+
+def pulled(function, point):
+    """The gradient of sums of each output, alone."""
+    return jax.grad(lambda point: jnp.sum(jnp.real(function(point))))(point)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize(
+    "matrix",
+    [
+        np.diag([0.9, 0.5, 0.5]),
+        np.asarray([[0.9, 0.0, 0.0], [0.0, 0.5, 1.0], [0.0, 0.0, 0.5]]),  # one eigenvector of two
+        np.kron(np.eye(2), CORE[:2, :2]),  # two equal conjugate pairs
+        np.zeros((2, 2)),
+    ],
+)
+def test_coinciding_eigenvalues_have_no_derivative(matrix, dtype):
+    """In any basis, and the others keep theirs."""
+    with jax.enable_x64(dtype == np.float64):
+        for seed in (None, 0, 1):
+            basis = np.eye(len(matrix)) if seed is None else np.random.default_rng(seed).normal(size=matrix.shape)
+            moved = jnp.asarray(basis @ matrix @ np.linalg.inv(basis), dtype)
+            for slot in (len(matrix) - 1, len(matrix) - 2):
+                assert not jnp.isfinite(pulled(lambda m, s=slot: eigenpairs(m)[0][s], moved)).all()
+                weights = jnp.asarray(np.random.default_rng(3).normal(size=len(matrix)), dtype)
+                turned = pulled(lambda m, s=slot, v=weights: v * jnp.real(eigenpairs(m)[1][:, s]), moved)
+                assert not jnp.isfinite(turned).all()
+            if len(matrix) == 3 and matrix[1, 2] == 0:  # the defective one has no left eigenvectors at all
+                found = pulled(lambda m: eigenpairs(m)[0][0], moved)
+                exact = np.outer(np.linalg.inv(basis)[0], basis[:, 0])  # l w^T
+                np.testing.assert_allclose(found, exact, atol=2e-3 if dtype == np.float32 else 1e-6)
+
+
+def test_coinciding_rates_and_singular_values_have_no_derivative():
+    with jax.enable_x64(True):
+        x = np.linalg.qr(RNG.normal(size=(30, 3)))[0]
+        jac = np.concatenate([x, np.zeros_like(x)]).reshape(2, 30, 3).transpose(1, 2, 0)  # E = C: all rates are one
+        for part in (0, 1):
+            slope = pulled(lambda x, part=part: fit_generator(x, jac, rank=2, alpha=0.0)[part] ** 2, jnp.asarray(x))
+            assert not jnp.isfinite(slope).all()
+        cycle = jnp.eye(4)[np.arange(13) % 4]
+        fitted = lambda x: singular_values(fit_ridge(x, jnp.roll(cycle[:-1], -1, 0), alpha=0.0))  # noqa: E731
+        assert not jnp.isfinite(jax.grad(lambda x: fitted(x)[0])(cycle[:-1])).all()
+
+
+def test_masked_ranks_leave_the_gradients_of_the_others_alone():
+    """Zeros coincide, and nothing that depends on the leading eigenvalues alone is to see it."""
+    with jax.enable_x64(True):
+
+        def values(alpha, rank):
+            operator = fit_pcr(jnp.pad(X, ((0, 0), (0, 2))), jnp.pad(Y, ((0, 0), (0, 2))), rank=rank, alpha=alpha)
+            found = decompose(operator)
+            times = modes(operator, spectrum=found).implied_time_scale
+            return jnp.sum(jnp.abs(found.eigenvalues) ** 2) + found.residuals[0] + times[0] + found.condition[1]
+
+        cut = jax.grad(lambda alpha: values(alpha, 2))(0.2)
+        np.testing.assert_allclose(jax.jit(jax.grad(values))(0.2, 2), cut, rtol=1e-8)
+        step = (values(0.2 + 1e-5, 2) - values(0.2 - 1e-5, 2)) / 2e-5
+        np.testing.assert_allclose(cut, step, rtol=1e-7)

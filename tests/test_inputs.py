@@ -1,0 +1,288 @@
+"""Every public function, fed with what people feed by mistake: it is refused by name, or does the right thing.
+
+A row of the registry is a valid call. Every argument of it is replaced in turn by bad values of some twenty kinds,
+chosen by what its annotation says it is. What counts as a fault: an error that does not begin with the name of an
+argument, a hang, and acceptance without a word. NaN may pass if the result is NaN. Type checkers are not asked: they
+are looked through, as users do without them.
+"""
+
+import importlib
+import inspect
+import pkgutil
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from registry import CALLS, MAY_PASS
+
+import dissociation
+import koopman
+from dissociation import validation
+
+INTERNAL = {
+    "dissociation.checks": "the checks themselves",
+    "dissociation.conversion": "the gate itself: test_validation.py",
+    "dissociation.validation": "the gate itself: test_validation.py",
+    "dissociation.cli": "the command line, whose words tyro and every `Config` check",
+    "dissociation.__main__": "the command line",
+    "koopman.__main__": "the command line",
+    "koopman.cli": "the command line",
+    "dissociation.figures": "`Config` and `RunOptions` are checked whole: test_figures.py",
+    "koopman.figures": "`Config` and `RunOptions` are checked whole: test_figures.py",
+    "dissociation.training.steps": "compiled parts of `fit`",
+    "dissociation.training.run": "the host's part of `fit`",
+    "dissociation.metrics.softmax_solver": "the solver within the probes",
+    "dissociation.files": "how files are written",
+    "dissociation.interrupts": "how the command line hears signals",
+    "dissociation.memory": "what `bmap` asks of the machine",
+    "dissociation.plotting": "what figures share",
+    "dissociation.progress": "what long work shows",
+    "dissociation.checkpoint.read_header": "takes a path alone: test_checkpoint.py",
+    "dissociation.checkpoint.restore": "takes a path and any tree: test_checkpoint.py",
+    "dissociation.checkpoint.save": "takes a path and any tree: test_checkpoint.py",
+    "dissociation.data.mnist.cache_folder": "takes nothing",
+    "dissociation.data.mnist.mnist_data": "takes a folder alone: test_mnist.py",
+    "dissociation.data.glyphs.glyph_templates": "takes nothing",
+    "dissociation.sharding.check_mesh": "a check",
+    "dissociation.spectral.rounding": "bounds within the certificates",
+    "dissociation.spectral.forms.compact_forms": "a part of `decompose`",
+    "dissociation.training.traced": "how `fit` knows its program",
+    "dissociation.recipes.compression.encode": "takes what `train_compression` gives",
+    "dissociation.recipes.compression.reconstruction_error": "a loss that `fit` calls",
+    "dissociation.recipes.grokking.initial_models": "a part of `train_grokking`",
+    "dissociation.recipes.grokking.squared_error": "a loss that `fit` calls",
+    "dissociation.linalg.product": "a tool within",
+    "dissociation.linalg.finite_part": "a tool within",
+    "dissociation.schedule.check_steps": "a check",
+    "koopman.datasets.exact": "what the datasets are made of",
+    "koopman.datasets.trajectories": "what the datasets are made of",
+    "koopman.diagnostics": "the warnings themselves",
+    "koopman.perturbation": "derivatives within the spectra",
+    "koopman.pairs.checked_pairs": "a check",
+    "koopman.pairs.default_alpha": "a tool within",
+    "koopman.pairs.mean_of": "a tool within",
+    "koopman.pairs.gram_root": "a tool within",
+    "koopman.spectrum.eigenpairs": "a tool within",
+    "koopman.subspaces": "the solvers within the estimators",
+    "koopman.kernel_subspaces": "the solvers within the estimators",
+}
+"""Modules and functions that others of the packages call, and users do not, and why that is so."""
+
+
+def public_functions():
+    """Every function of both packages that users may import, by its dotted name."""
+    found = {}
+    for package in (dissociation, koopman):
+        for info in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+            if any(info.name == name or info.name.startswith(name + ".") for name in INTERNAL):
+                continue
+            module = importlib.import_module(info.name)
+            for name, function in vars(module).items():
+                own = inspect.isroutine(function) and function.__module__ == info.name and not name.startswith("_")
+                if own and f"{info.name}.{name}" not in INTERNAL:
+                    found[f"{info.name}.{name}"] = function
+    return found
+
+
+PUBLIC = public_functions()
+NAMES = {function: name for name, function in PUBLIC.items()}
+ROWS = [pytest.param(function, id=NAMES.get(function, str(function))) for function in CALLS]
+
+
+def test_every_public_function_has_a_row():
+    missing = sorted(name for name, function in PUBLIC.items() if function not in CALLS)
+    unknown = [str(function) for function in CALLS if function not in NAMES]
+    assert not missing, f"tests/tools/registry lacks a valid call of: {', '.join(missing)}"
+    assert not unknown, f"tests/tools/registry names functions that are not public: {', '.join(unknown)}"
+
+
+def unchecked(function):
+    """The function as users have it, without the type checker that these tests put in below the gate."""
+    return validation.validated(**settings_of(function))(inspect.unwrap(function))
+
+
+class Foreign:
+    """Another library's tensor."""
+
+    def __init__(self, values):
+        self.values = np.asarray(values)
+
+    def __array__(self, dtype=None, copy=None):
+        return self.values
+
+
+def settings_of(function):
+    """What the gate of a function was told: whose values must be finite, and what may be empty."""
+    gate = function
+    while not hasattr(gate, "__validated__"):
+        assert hasattr(gate, "__wrapped__"), f"{NAMES[function]} is not decorated with `validated`"
+        gate = gate.__wrapped__
+    return gate.__validated__
+
+
+def rule_of(function, name):
+    return validation._rule(inspect.unwrap(function).__annotations__.get(name))
+
+
+def arrays_of(function, call):
+    """Names of the arguments that are arrays, and no keys."""
+    given = {name: value for name, value in call.items() if isinstance(value, np.ndarray | jax.Array) and value.ndim}
+    rules = {name: rule_of(function, name) for name in given}
+    return [name for name, rule in rules.items() if rule is not None and rule.key is None]
+
+
+def bad_arrays(rule, x):
+    """Kinds of bad input for an array argument, where `x` is a good one."""
+    bad = {
+        "complex numbers": x + 1j,
+        "words": np.full(x.shape, "a").tolist(),
+        "objects": np.full(x.shape, None),
+        "dates": np.full(x.shape, "2020-01-01", "M8[D]"),
+        "ragged": [[1.0], [1.0, 2.0]],
+        "masked": np.ma.array(x, mask=np.ones(x.shape, bool)),
+        "empty": np.zeros((0, *x.shape[1:]), x.dtype),
+        "empty list": [],
+    }
+    if any("complex" in kind.numbers for kind in rule.arrays):
+        del bad["complex numbers"]
+    if rule.arrays and all(kind.axes.variadic is None for kind in rule.arrays):
+        bad |= {"an axis more": x[None], "two axes more": x[None, None]}
+    return bad
+
+
+def bad_numbers(rule):
+    """Kinds of bad input for an argument that is one number."""
+    bad = {"a list": [1.0, 2.0], "words": "1.0", "two numbers": np.ones(2)}
+    if bool not in rule.numbers:
+        bad["True"] = True
+    if float not in rule.numbers:
+        bad["half"] = 1.5
+    return bad
+
+
+def bad_values(rule, value):
+    """Kinds of bad input for an argument of this rule, where `value` is a good one."""
+    bad = {"an object": object(), "a dict": {"a": 1}, "a set": {1, 2}, "a complex number": 1 + 2j}
+    if dict in rule.instances:
+        del bad["a dict"]
+    if not rule.optional:
+        bad["None"] = None
+    if str not in rule.instances:
+        bad["text"] = "three"
+    if not rule.function:
+        bad["a function"] = np.sum
+    if rule.key is not None:
+        return bad | {"an integer": 3, "a float": 0.5, "keys": jax.random.split(jax.random.key(0), (2, 2))}
+    if rule.labels is not None:
+        floats = np.linspace(0, 1, len(np.asarray(value)))
+        return bad | {"words": ["cat"] * len(np.asarray(value)), "floats": floats, "NaN": floats * np.nan}
+    if isinstance(value, np.ndarray | jax.Array) and value.ndim:
+        return bad | bad_arrays(rule, np.asarray(value))
+    if rule.numbers and not rule.sequence:
+        return bad | bad_numbers(rule)
+    if str in rule.instances:
+        return bad | {"a number": 3, "bytes": b"qr"}
+    return bad
+
+
+def check_refused(function, call, name, kind, value, reason):
+    run = unchecked(function)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            out = run(**call | {name: value})
+        except (TypeError, ValueError) as error:
+            if re.match(rf"`({'|'.join(call)})(\[.*\])?` must", str(error)):
+                return
+            raise AssertionError(f"{name} = {kind}: obscure error: {error!r}") from error
+        except Exception as error:
+            raise AssertionError(f"{name} = {kind}: obscure error: {error!r}") from error
+    if reason == "NaN":
+        leaves = [np.asarray(x) for x in jax.tree.leaves(out) if hasattr(x, "dtype") and x.dtype.kind in "fc"]
+        shown = np.isnan if kind == "NaN" else lambda leaf: ~np.isfinite(leaf)
+        assert any(shown(leaf).any() for leaf in leaves), (
+            f"{name} = {kind}: accepted, and nothing in the result shows it"
+        )
+    else:
+        raise AssertionError(f"{name} = {kind}: accepted without a word")
+
+
+def passes(function, name, kind):
+    if kind in ("empty", "empty list") and name in settings_of(function)["empty"]:
+        return True
+    return any(allowed in ((name, kind), (name, None)) for allowed in MAY_PASS.get(function, {}))
+
+
+@pytest.mark.parametrize("function", ROWS)
+def test_bad_kinds_are_refused_by_name(function):
+    call = CALLS[function]()
+    for name, value in call.items():
+        rule = rule_of(function, name)
+        if rule is None:
+            continue
+        for kind, bad in bad_values(rule, value).items():
+            if not passes(function, name, kind):
+                check_refused(function, call, name, kind, bad, "refused")
+
+
+@pytest.mark.parametrize("function", ROWS)
+def test_values_that_are_not_finite_show(function):
+    call = CALLS[function]()
+    for name in arrays_of(function, call):
+        x = np.asarray(call[name])
+        if x.dtype.kind == "f" and rule_of(function, name).labels is None:
+            for kind, bad in (("NaN", np.nan), ("inf", np.inf)):
+                spoilt = x.copy()
+                spoilt.flat[spoilt.size // 2] = bad
+                if not passes(function, name, kind):
+                    check_refused(function, call, name, kind, spoilt, "NaN")
+    for name, value in call.items():
+        if isinstance(value, float) and not passes(function, name, "NaN"):
+            check_refused(function, call, name, "NaN", float("nan"), "NaN")
+
+
+@pytest.mark.parametrize("function", ROWS)
+def test_lengths_that_disagree_are_refused(function):
+    call = CALLS[function]()
+    axes = {}
+    for name in arrays_of(function, call):
+        rule = rule_of(function, name)
+        if rule.arrays and rule.arrays[0].axes.variadic is None:
+            for i, axis in enumerate(rule.arrays[0].axes.names):
+                axes.setdefault(axis, []).append((name, i))
+    for shared in axes.values():
+        for name, i in shared if len(shared) > 1 else []:
+            if i < call[name].ndim and call[name].shape[i] > 1 and not passes(function, name, "length"):
+                short = np.asarray(call[name]).take(range(call[name].shape[i] - 1), axis=i)
+                check_refused(function, call, name, f"axis {i} one shorter", short, "refused")
+
+
+def same(first, second, tolerance):
+    leaves = [jax.tree.leaves(tree) for tree in (first, second)]
+    assert len(leaves[0]) == len(leaves[1])
+    for a, b in zip(*leaves, strict=True):
+        if hasattr(a, "dtype") and not jnp.issubdtype(a.dtype, jax.dtypes.extended):
+            assert a.shape == b.shape
+            if a.dtype.kind in "fc":
+                scale = max(1.0, float(np.nanmax(np.abs(np.asarray(a)), initial=0)))
+                np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=tolerance * scale, rtol=tolerance)
+
+
+@pytest.mark.parametrize("function", ROWS)
+def test_whatever_stands_for_an_array_gives_the_same(function):
+    call = CALLS[function]()
+    names = arrays_of(function, call)
+    if not names:
+        return
+    run = unchecked(function)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        wanted = run(**call)
+        # float32 lists come back as float64, which x64 off makes float32 again.
+        ways = {"a list": lambda x: np.asarray(x).tolist(), "foreign": lambda x: Foreign(np.asarray(x))}
+        for kind, way in (ways | {"JAX": jnp.asarray, "NumPy": np.asarray}).items():
+            others = {name: way(call[name]) for name in names if not passes(function, name, kind)}
+            same(wanted, run(**call | others), 2e-3)

@@ -1,0 +1,267 @@
+"""No key is used for two purposes: the keys that samplers consume are recorded in every figure of both packages.
+
+Whoever asks `jax.random` for a draw, a split or a fold is told by the place in the project that asks. The key itself is
+seen when the compiled program runs.
+"""
+
+import dataclasses
+import inspect
+import sys
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+from dissociation.data.datasets import load
+from dissociation.figures import collapse, collapse_measures, eigenvectors, robustness, transfer
+from dissociation.training import fit
+from koopman.figures import ordered_mnist, spectra
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = tuple(str(ROOT / package) + "/" for package in ("dissociation", "koopman"))
+
+SHARED = {
+    # A seed's networks under several weight decays begin alike, see the same batches, and are measured alike.
+    "dissociation/models/initial.py draw_weights: uniform",
+    "dissociation/training/steps.py permutations.one: permutation",
+    "dissociation/figures/collapse_measures.py Information.__call__: normal",
+    "dissociation/figures/collapse_measures.py Information.__call__: permutation",
+    "dissociation/metrics/information/smoothed.py smoothed_information: normal",
+    "dissociation/metrics/information/hsic.py information_plane.one_pass: permutation",
+    # Whatever is measured on a rewritten network, it is the same network.
+    "dissociation/weights/symmetry.py perturb_in_null_space: normal",
+    "dissociation/weights/neurons.py add_random_zero_neurons: normal",
+    # One direction of noise for all scales and variants of a seed.
+    "dissociation/weights/noise.py parameter_noise: normal",
+}
+"""Places that draw from one key several times, on purpose."""
+
+
+class Ledger:
+    """What became of every key that a running program used."""
+
+    def __init__(self):
+        self.draws: dict[bytes, Counter] = defaultdict(Counter)  # how often each place drew from it
+        self.splits: dict[bytes, set[int]] = defaultdict(set)
+        self.folds: set[bytes] = set()
+
+    def note(self, keys, kind, place, count):
+        for key in np.asarray(keys).reshape(-1, np.shape(keys)[-1]):
+            if kind == "split":
+                self.splits[key.tobytes()].add(count)
+            elif kind == "fold_in":
+                self.folds.add(key.tobytes())
+            else:
+                self.draws[key.tobytes()][f"{place}: {kind}"] += 1
+
+    def faults(self):
+        """A sentence for every key with two purposes."""
+        found = set()
+        for key, places in self.draws.items():
+            if len(places) > 1:
+                found.add(f"one key for {' and '.join(sorted(places))}")
+            if key in self.splits or key in self.folds:
+                found.add(f"{', '.join(places)} draws from a key that is also split or folded")
+        for key, counts in self.splits.items():
+            if key in self.folds:
+                found.add(f"a key is split into {sorted(counts)} and folded")
+            if len(counts) > 1:
+                found.add(f"a key is split into {sorted(counts)}")
+        return sorted(found)
+
+    def repeated(self):
+        """Places that drew from one key more than once."""
+        return {place for places in self.draws.values() for place, times in places.items() if times > 1}
+
+
+LEDGER = Ledger()
+seen = Primitive("seen")  # the identity on a key's words, which are told when the program runs
+seen.def_abstract_eval(lambda words, **_: words)
+
+
+@seen.def_impl
+def _see(words, *, kind, place, count):
+    LEDGER.note(words, kind, place, count)
+    return words
+
+
+def _lower(words, **told):
+    def tell(words):
+        LEDGER.note(words, **told)
+        return np.asarray(words)
+
+    return jax.pure_callback(tell, jax.ShapeDtypeStruct(words.shape, words.dtype), words)
+
+
+def _batch(arguments, dimensions, **told):
+    return seen.bind(jnp.moveaxis(arguments[0], dimensions[0], 0), **told), 0
+
+
+mlir.register_lowering(seen, mlir.lower_fun(_lower, multiple_results=False))
+batching.primitive_batchers[seen] = _batch
+
+
+def _place():
+    """The innermost function of the project on the stack."""
+    frame = sys._getframe(2)
+    while frame is not None and not frame.f_code.co_filename.startswith(PACKAGES):
+        frame = frame.f_back
+    if frame is None:
+        return "outside"
+    name = frame.f_code.co_qualname.replace("<locals>.", "").removesuffix(".<listcomp>")
+    return f"{Path(frame.f_code.co_filename).relative_to(ROOT)} {name}"
+
+
+def _told(function, kind, key_data=jax.random.key_data, key_impl=jax.random.key_impl):
+    def wrapper(key, *args, **kwargs):
+        typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+        count = kwargs.get("num", args[0] if args else 2) if kind == "split" else 0
+        words = key_data(key) if typed else jnp.asarray(key)
+        words = seen.bind(words, kind=kind, place=_place(), count=int(np.prod(count)))
+        key = jax.random.wrap_key_data(words, impl=key_impl(key)) if typed else words
+        return function(key, *args, **kwargs)
+
+    return wrapper
+
+
+def _takes_a_key(name, function):
+    if name in ("clone", "key_data", "key_impl") or not callable(function) or inspect.isclass(function):
+        return False
+    return next(iter(inspect.signature(function).parameters), "") == "key"
+
+
+@pytest.fixture
+def ledger(monkeypatch):
+    """Records all uses of keys; programs that were compiled without are forgotten, and so are those with."""
+    monkeypatch.setattr(sys.modules[__name__], "LEDGER", Ledger())
+    for name, function in list(vars(jax.random).items()):
+        if _takes_a_key(name, function):
+            monkeypatch.setattr(jax.random, name, _told(function, name))
+    jax.clear_caches()
+    yield LEDGER
+    jax.clear_caches()
+
+
+def split_and_folded(key):
+    return jax.random.split(key, 2), jax.random.fold_in(key, 5)
+
+
+def split_twice(key):
+    return jax.random.split(key, 2), jax.random.split(key, 3)
+
+
+def drawn_and_split(key):
+    return jax.random.normal(key), jax.random.split(key)
+
+
+def drawn_twice(key):
+    return jax.random.normal(key), jax.random.uniform(jax.random.wrap_key_data(jax.random.key_data(key)))
+
+
+def same_child(key):
+    return jax.random.normal(jax.random.fold_in(key, 1)), jax.jit(first_child)(jax.random.key_data(key))
+
+
+def first_child(words):
+    return jax.random.uniform(jax.random.split(jax.random.wrap_key_data(words))[1])
+
+
+def as_it_should_be(key):
+    first, second = jax.random.split(key)
+    steps = jax.vmap(lambda i: jax.random.normal(jax.random.fold_in(second, i), (3,)))(jnp.arange(4))
+    return jax.random.permutation(first, 5), steps
+
+
+@pytest.mark.parametrize("how", ["jit", "vmap in scan"])
+@pytest.mark.parametrize(
+    "function", [split_and_folded, split_twice, drawn_and_split, drawn_twice, same_child, as_it_should_be]
+)
+def test_the_ledger_sees_through_transformations(ledger, monkeypatch, function, how):
+    monkeypatch.setattr(sys.modules[__name__], "PACKAGES", (str(Path(__file__)),))
+    keys = jax.random.wrap_key_data(jnp.asarray([[0, 1], [0, 2]], jnp.uint32))
+    jax.block_until_ready(jax.jit(function)(keys[0]) if how == "jit" else jax.lax.map(jax.vmap(function), keys[None]))
+    if function is as_it_should_be:
+        assert ledger.faults() == []
+        assert sum(map(len, ledger.draws.values())) == (5 if how == "jit" else 10)
+    else:
+        assert ledger.faults()
+
+
+SMALL = {"num_seeds": 2, "num_epochs": 1, "num_train": 200, "num_test": 40, "width": 8}
+
+
+def collapse_in_small(tmp_path, monkeypatch):
+    monkeypatch.setattr(collapse_measures, "code_cache", lambda: tmp_path)
+    sizes = {"num_steps": 3, "num_pictures": 40, "num_test": 40, "num_seen": 40, "batch_size": 20, "seeds": (42, 43)}
+    config = dataclasses.replace(collapse.Config().quick(), **sizes, weight_decays=(0.1, 0.3))
+    collapse.compute(config, key=jax.random.PRNGKey(42))  # one of the networks' own seeds
+
+
+def eigenvectors_in_small(tmp_path, monkeypatch):
+    sizes = {"num_epochs": 1, "num_train": 100, "num_test": 30, "batch_size": 50}
+    eigenvectors.compute(dataclasses.replace(eigenvectors.Config().quick(), **sizes), key=jax.random.PRNGKey(3))
+
+
+def robustness_in_small(tmp_path, monkeypatch):
+    config = robustness.Config(**SMALL, num_scales=2, num_nuisance=4, published_null=True)
+    robustness.compute(config, key=jax.random.PRNGKey(3))
+
+
+def transfer_in_small(tmp_path, monkeypatch):
+    config = transfer.Config(**SMALL, num_budgets=1, num_splits=2, num_zero=4, gradient_steps=2)
+    transfer.compute(config, key=jax.random.PRNGKey(3))
+
+
+def ordered_digits_in_small(tmp_path, monkeypatch):
+    models = ("classifier", "vamp", "contrastive", "dpnets", "autoencoder", "orthogonal")
+    sizes = {"num_seeds": 2, "num_epochs": 1, "oracle_epochs": 1, "num_train": 33, "num_validation": 20, "num_test": 20}
+    config = dataclasses.replace(ordered_mnist.Config().quick(), **sizes, batch_size=16, models=models)
+    # Forecasts draw nothing, and take most of the time.
+    monkeypatch.setattr(ordered_mnist, "forecasters", lambda *_: {})
+    data = load("glyphs", num_train=300, num_test=20)
+    ordered_mnist.compute(config, key=jax.random.PRNGKey(3), dataset=data)
+
+
+def spectra_in_small(tmp_path, monkeypatch):
+    sizes = {"lengths": (200, 300), "num_trajectories": 2}
+    spectra.compute(dataclasses.replace(spectra.Config().quick(), **sizes), key=jax.random.PRNGKey(3))
+
+
+FIGURES = [
+    collapse_in_small,
+    eigenvectors_in_small,
+    robustness_in_small,
+    transfer_in_small,
+    ordered_digits_in_small,
+    spectra_in_small,
+]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("figure", FIGURES)
+def test_no_key_of_a_figure_serves_two_purposes(ledger, tmp_path, monkeypatch, figure):
+    figure(tmp_path, monkeypatch)
+    assert len(ledger.draws) > 3
+    assert ledger.faults() == []
+    assert ledger.repeated() <= SHARED
+
+
+def test_members_with_their_own_batches_draw_from_keys_of_their_own(ledger):
+    def loss(model, batch, key):
+        return jnp.mean((batch @ model + jax.random.normal(key)) ** 2)
+
+    def observe(model, step, key):
+        return jax.random.normal(key)
+
+    options = {"num_steps": 7, "batch_size": 4, "shared_batches": False, "observe": observe}
+    fit(
+        jnp.ones((3, 2)), loss, jnp.ones((10, 2)), optax.sgd(0.1), key=jax.random.split(jax.random.key(0), 3), **options
+    )
+    assert ledger.faults() == []
+    assert ledger.repeated() == set()

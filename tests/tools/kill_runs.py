@@ -1,0 +1,122 @@
+"""Kills runs of a command at random moments, or starts them side by side, and compares what they leave.
+
+    python tests/tools/kill_runs.py dissociation robustness --quick --num-train 300 --kills 12
+
+A reference run, in a folder of its own, says how long the command takes. Then the same command is stopped `--kills`
+times, each time after a time drawn evenly from that span, by SIGKILL, SIGINT and SIGTERM in turn, and started again;
+the last run goes through. With `--pair` two runs with different seeds go side by side in one folder, and a second one
+of the first seed is started beside them. Arrays are compared bit for bit with those of runs alone. Anything that looks
+like a traceback is shown, and counts.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+SIGNALS = (signal.SIGKILL, signal.SIGINT, signal.SIGTERM)
+STATUS = {signal.SIGKILL: -9, signal.SIGINT: 130, signal.SIGTERM: 143}
+
+
+def begin(words: list[str], out: Path, errors: Path) -> subprocess.Popen[bytes]:
+    """Starts the command in the folder `out`, silently but for what it says to `errors`."""
+    arguments = [sys.executable, "-m", *words, "--silent", "--out", str(out)]
+    with errors.open("ab") as file:
+        return subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=file)
+
+
+def arrays(out: Path) -> dict[str, dict[str, np.ndarray]]:
+    """What lies in the folder: by run and part or figure, its arrays but for wall times and marks."""
+    found = {}
+    for path in sorted(out.rglob("*.npz")):
+        with np.load(path) as file:
+            names = [name for name in file if name not in ("seconds", "checksum")]
+            found[str(path.relative_to(out))] = {name: file[name] for name in names}
+    return found
+
+
+def compare(found: Path, wanted: Path) -> tuple[int, int, int]:
+    """Number of arrays, of those that differ or lack, and of files of another run."""
+    here, there = arrays(found), arrays(wanted)
+    number = sum(len(part) for part in there.values())
+
+    def same(path: str, name: str, value: np.ndarray) -> bool:
+        mine = here.get(path, {}).get(name)
+        return mine is not None and np.array_equal(mine, value, equal_nan=value.dtype.kind in "fc")
+
+    different = sum(not same(path, name, value) for path, part in there.items() for name, value in part.items())
+    return number, different, len(here.keys() - there.keys())
+
+
+def kill_often(words: list[str], folder: Path, kills: int, rng: random.Random, errors: Path) -> int:
+    """Returns the number of faults."""
+    began = time.perf_counter()
+    assert begin(words, folder / "alone", errors).wait() == 0, errors.read_text()
+    span = time.perf_counter() - began
+    faults, ended = 0, []
+    for i in range(kills):
+        number = SIGNALS[i % 3]
+        process = begin(words, folder / "killed", errors)
+        time.sleep(rng.uniform(0, span))
+        early = process.poll() is not None
+        process.send_signal(number)
+        status = process.wait()
+        ended.append("done" if early else str(status))
+        wrong = status not in ((0,) if early else (0, STATUS[number], -number))
+        faults += wrong
+        if wrong:
+            print(f"kill {i} by {number.name}: status {status}")
+    assert begin(words, folder / "killed", errors).wait() == 0, errors.read_text()
+    number, different, foreign = compare(folder / "killed", folder / "alone")
+    print(f"{' '.join(words)}: {span:.0f} s alone; {kills} kills ended {', '.join(ended)}")
+    print(f"  {number} arrays, {different} different, {foreign} foreign")
+    return faults + different + foreign
+
+
+def run_pair(words: list[str], folder: Path, errors: Path) -> int:
+    """Returns the number of faults."""
+    both = [begin([*words, "--seed", seed], folder / "pair", errors) for seed in ("37", "38")]
+    time.sleep(5)
+    third = begin([*words, "--seed", "37"], folder / "pair", errors)
+    statuses = [process.wait() for process in (*both, third)]
+    for seed in ("37", "38"):
+        assert begin([*words, "--seed", seed], folder / "apart", errors).wait() == 0, errors.read_text()
+    number, different, foreign = compare(folder / "pair", folder / "apart")
+    print(f"{' '.join(words)}: side by side with statuses {statuses} (the third is told, or comes too late or early)")
+    print(f"  {number} arrays, {different} different, {foreign} foreign")
+    return different + foreign + (0 not in statuses[:1] + statuses[2:]) + (statuses[1] != 0)
+
+
+def main() -> int:
+    """Returns the number of faults."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=12)
+    parser.add_argument("--pair", action="store_true")
+    parser.add_argument("--random", type=int, default=0)
+    own, words = parser.parse_known_args()
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    with tempfile.TemporaryDirectory() as scratch:
+        os.environ["XDG_CACHE_HOME"] = f"{scratch}/cache"
+        errors = Path(scratch) / "errors"
+        if own.pair:
+            faults = run_pair(words, Path(scratch), errors)
+        else:
+            faults = kill_often(words, Path(scratch), own.kills, random.Random(own.random), errors)
+        said = errors.read_text()
+        if "Traceback" in said:
+            faults += 1
+            print(said)
+        print(json.dumps({"command": " ".join(words), "faults": faults}))
+    return int(faults > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,294 @@
+"""Valid calls of the public functions of `dissociation`."""
+
+import equinox as eqx
+import jax
+import numpy as np
+import optax
+
+from dissociation import bmap, checkpoint, linalg, member_map, schedule, sharding
+from dissociation.data import datasets, glyphs, tasks
+from dissociation.data import mnist as mnist_files
+from dissociation.fig4 import mnist
+from dissociation.metrics import collapse, crossing, margins, probes, robustness, transfer
+from dissociation.metrics.information import hsic, nearest, smoothed
+from dissociation.models import bilinear, initial, layers
+from dissociation.recipes import bilinear as bilinear_recipe
+from dissociation.recipes import compression, grokking
+from dissociation.spectral import attack, forms, similarity, tensor
+from dissociation.spectral import certificate as distances
+from dissociation.training import fitting
+from dissociation.weights import certificate, mlp, neurons, noise, symmetry
+
+RANDOM = np.random.default_rng(0)
+TALL = RANDOM.standard_normal((12, 3)).astype(np.float32)
+POSITIVE = TALL.T @ TALL
+
+DIGITS = RANDOM.integers(0, 10, 12)
+FONTS = RANDOM.standard_normal((2, 10, 57, 57)).astype(np.float32)
+KEY = np.array([0, 1], np.uint32)  # raw: making a typed one would start a backend
+
+
+def network():
+    """A perceptron of 3 inputs, two hidden layers of 5 and 2 outputs."""
+    return eqx.nn.MLP(3, 2, 5, 2, key=jax.random.key(1))
+
+
+def layer():
+    """Weights of a hidden layer of 4 neurons, between 3 inputs and 2 outputs."""
+    generator = np.random.default_rng(1)
+    return {"w_in": generator.standard_normal((4, 3)), "w_out": generator.standard_normal((2, 4))}
+
+
+def bilinear_network(seed=0):
+    """A bilinear network of 3 inputs, 4 hidden features and 2 outputs."""
+    return bilinear.BilinearNetwork(3, 4, 2, key=jax.random.key(seed))
+
+
+def spectrum(seed=0):
+    """The spectrum of such a network."""
+    return forms.decompose(bilinear_network(seed))
+
+
+def moments():
+    """Moments of 12 samples of 3 features in 3 classes."""
+    return collapse.class_moments(TALL, np.arange(12) % 3, 3)
+
+
+def dataset():
+    """Twenty images of 9 pixels in 2 classes."""
+    generator = np.random.default_rng(2)
+    images, labels = generator.random((20, 9)).astype(np.float32), np.eye(2, dtype=np.float32)[np.arange(20) % 2]
+    return datasets.Dataset("small", images[:12], labels[:12], images[12:], labels[12:])
+
+
+def noisy_call():
+    """What the errors under noise share."""
+    return {"model": network(), "images": TALL, "labels": np.arange(12) % 2, "scales": np.array([0.0, 0.5])}
+
+
+def squared_error(model, batch, key):
+    """A loss."""
+    return ((jax.vmap(model)(batch[0]) - batch[1]) ** 2).mean()
+
+
+def training_call():
+    """Two members for two steps."""
+    members = eqx.filter_vmap(lambda key: eqx.nn.MLP(3, 2, 5, 1, key=key))(jax.random.split(jax.random.key(0), 2))
+    data = (TALL, TALL[:, :2])
+    return {"models": members, "loss": squared_error, "data": data, "optimizer": optax.sgd(0.1), "num_steps": 2}
+
+
+TIMES = np.array([3.0, 5.0, np.nan, 9.0, 4.0])
+GRAMS = np.stack([TALL @ TALL.T, np.eye(12, dtype=np.float32)])
+LABELS = np.arange(12) % 3
+SMALL = {"num_epochs": 1, "key": KEY}
+
+CALLS = {
+    glyphs.draw_glyph: lambda: {"templates": FONTS, "label": 3, "key": KEY, "border": 2},
+    glyphs.draw_glyphs: lambda: {"templates": FONTS, "labels": DIGITS[:3], "key": KEY, "batch_size": 2},
+    glyphs.glyph_labels: lambda: {"num": 12, "key": KEY},
+    glyphs.glyph_data: lambda: {"num_train": 3, "num_test": 2, "key": KEY},
+    tasks.least_prime_factor: lambda: {"number": 9},
+    tasks.rotated_quarters: lambda: {"images": RANDOM.random((5, 16)), "key": KEY},
+    tasks.coarse_labels: lambda: {"labels": DIGITS},
+    tasks.coarse_grained: lambda: {"images": RANDOM.random((12, 16)), "labels": DIGITS, "key": KEY},
+    linalg.centre: lambda: {"x": TALL},
+    linalg.positive_inverse: lambda: {"matrix": POSITIVE},
+    linalg.psd_power: lambda: {"matrix": POSITIVE, "power": 0.5, "rtol": 1e-6},
+    linalg.nuclear_norm: lambda: {"matrix": TALL, "rtol": 1e-6},
+    schedule.steps_per_epoch: lambda: {"num_samples": 10, "batch_size": 4, "drop_remainder": True},
+    schedule.log_spaced_steps: lambda: {"num_steps": 10, "count": 4},
+    initial.draw_weights: lambda: {"init": "lecun", "shape": (3, 4), "fan_in": 4, "key": KEY},
+    layers.max_pool: lambda: {"x": RANDOM.random((4, 6, 2))},
+    bilinear.wrap_bilinear: lambda: {"embed": np.eye(3), "layers": [(np.eye(3), np.eye(3))], "head": np.ones((2, 3))},
+    neurons.scale_neurons: lambda: layer() | {"scale_factor": np.array([0.5, 1.0, 2.0, 3.0])},
+    neurons.duplicate_neurons: lambda: layer() | {"duplicate_multiplier": 1.5},
+    neurons.add_random_zero_neurons: lambda: (
+        layer() | {"num_zero_groups": 2, "neurons_per_group": 2, "key": KEY, "incoming_std": 0.5, "outgoing_std": 0.5}
+    ),
+    neurons.add_phantom_zero_neurons: lambda: layer() | {"inputs": TALL, "pattern": TALL[:, :2], "rtol": 1e-5},
+    symmetry.permute_neurons: lambda: layer() | {"permutation": np.array([2, 0, 1, 3])},
+    symmetry.null_spectrum: lambda: {"dataset": TALL, "rtol": 1e-9},
+    symmetry.null_basis: lambda: {"dataset": TALL, "rtol": 1e-9},
+    symmetry.null_dimension: lambda: {"dataset": TALL, "rtol": 1e-9},
+    symmetry.perturb_in_null_space: lambda: {"w_in": layer()["w_in"], "basis": np.eye(3)[:1], "scale": 0.1, "key": KEY},
+    certificate.certify: lambda: {"original": network(), "rewritten": network(), "inputs": TALL, "batch_size": 5},
+    noise.parameter_noise: lambda: {"model": network(), "key": KEY},
+    noise.perturb_parameters: lambda: {
+        "model": network(),
+        "noise": noise.parameter_noise(network(), key=KEY),
+        "scale": 0.1,
+    },
+    noise.add_parameter_noise: lambda: {"model": network(), "scale": 0.1, "key": KEY},
+    mlp.rewrite_mlp: lambda: {"model": network(), "rewrite": lambda w_in, w_out: (w_in, w_out), "layer": 0},
+    mlp.scale_mlp: lambda: {"model": network(), "scale_factor": 2.0, "layer": 0, "assume_homogeneous": True},
+    mlp.duplicate_mlp: lambda: {"model": network(), "duplicate_multiplier": 2.0, "layer": 0},
+    mlp.add_random_zero_to_mlp: lambda: {
+        "model": network(),
+        "num_zero_groups": 2,
+        "neurons_per_group": 2,
+        "key": KEY,
+        "layer": 0,
+        "incoming_std": 0.5,
+    },
+    mlp.add_phantom_zero_to_mlp: lambda: {"model": network(), "inputs": TALL, "pattern": TALL[:, :2], "rtol": 1e-5},
+    mlp.permute_mlp: lambda: {"model": network(), "permutation": np.array([2, 0, 1, 3, 4]), "layer": 0},
+    mlp.perturb_mlp_in_null_space: lambda: {"model": network(), "basis": np.eye(3)[:1], "scale": 0.1, "key": KEY},
+    bmap.bmap: lambda: {"fun": np.sin, "batch_size": 2},
+    member_map.map_members: lambda: {
+        "function": lambda scale, x: scale * x,
+        "shared": 2.0,
+        "stacked": TALL,
+        "member_map": "scan",
+    },
+    sharding.member_mesh: dict,
+    sharding.pad_members: lambda: {"tree": TALL, "num_devices": 5},
+    sharding.drop_padding: lambda: {"tree": TALL, "num_members": 5},
+    sharding.place_members: lambda: {"tree": TALL, "mesh": sharding.member_mesh()},
+    sharding.replicate: lambda: {"tree": TALL, "mesh": sharding.member_mesh()},
+    checkpoint.fingerprint: lambda: {"tree": TALL},
+    datasets.load: lambda: {"name": "glyphs", "num_train": 3, "num_test": 2, "key": KEY},
+    mnist_files.parse_idx: lambda: {"contents": bytes([0, 0, 8, 1, 0, 0, 0, 2, 5, 6]), "source": "labels"},
+    mnist.fresh_networks: lambda: {"num_seeds": 2, "key": KEY, "num_inputs": 3, "num_classes": 2, "width": 4},
+    mnist.fit_mnist: lambda: SMALL | {"num_seeds": 2, "dataset": dataset(), "width": 4, "progress": None},
+    mnist.train_mnist: lambda: SMALL | {"num_seeds": 2, "dataset": dataset(), "width": 4, "progress": None},
+    mnist.cross_entropy: lambda: {"model": network(), "batch": (TALL, np.eye(2)[np.arange(12) % 2])},
+    collapse.class_moments: lambda: {"features": TALL, "labels": LABELS, "num_classes": 3},
+    collapse.merge_moments: lambda: {"a": moments(), "b": moments()},
+    collapse.neural_collapse: lambda: {"moments": moments()},
+    collapse.trace_ratio: lambda: {"moments": moments()},
+    collapse.simplex_frame: lambda: {"moments": moments()},
+    collapse.self_duality: lambda: {"moments": moments(), "classifier": np.eye(3)},
+    collapse.nearest_centre_agreement: lambda: {"features": TALL, "logits": TALL, "moments": moments()},
+    crossing.first_cross: lambda: {
+        "x": np.arange(4.0),
+        "y": np.array([0.0, 1.0, 2.0, 3.0]),
+        "threshold": 1.5,
+        "direction": "above",
+    },
+    crossing.median_crossing: lambda: {"times": TIMES, "end": 10.0, "level": 0.9},
+    crossing.log_slope: lambda: {"times": TIMES, "at": np.arange(1.0, 6.0), "end": 10.0, "level": 0.9},
+    margins.linear_head: lambda: {"model": network()},
+    margins.signed_distance: lambda: {
+        "features": TALL,
+        "weights": np.eye(3),
+        "biases": np.zeros(3),
+        "first": 0,
+        "second": 1,
+    },
+    margins.class_plane: lambda: {"weights": np.eye(3), "biases": np.zeros(3), "first": 0, "second": 1, "rtol": 1e-5},
+    robustness.error_rate: lambda: {"logits": TALL, "labels": LABELS},
+    robustness.input_noise_error: lambda: noisy_call() | {"noise": TALL},
+    robustness.parameter_noise_error: lambda: noisy_call() | {"noise": noise.parameter_noise(network(), key=KEY)},
+    transfer.hidden_features: lambda: {"model": network(), "images": TALL, "layer": 1},
+    transfer.transfer_errors: lambda: {
+        "features": TALL,
+        "labels": LABELS,
+        "key": KEY,
+        "fractions": np.array([0.5, 1.0]),
+        "num_splits": 2,
+        "ridge": 1.0,
+        "num_buckets": 1,
+    },
+    probes.crossval_softmax_predict: lambda: {"x": TALL, "y": LABELS, "num_splits": 2, "ridge": 1.0, "key": KEY},
+    probes.crossval_softmax_fit: lambda: {"x": TALL, "y": LABELS, "num_splits": 2, "ridge": 1.0, "key": KEY},
+    probes.crossval_gradient_predict: lambda: {
+        "x": TALL,
+        "y": LABELS,
+        "num_splits": 2,
+        "num_steps": 3,
+        "step_size": 0.1,
+        "key": KEY,
+    },
+    probes.stable_step_size: lambda: {"x": TALL},
+    hsic.gaussian_gram: lambda: {"x": TALL, "sigma": 5.0, "bandwidth": "dimension"},
+    hsic.centred_gram: lambda: {"gram": GRAMS[0]},
+    hsic.normalised_hsic: lambda: {"grams": GRAMS, "epsilon": 1e-3},
+    hsic.shuffled_hsic: lambda: {"grams": GRAMS, "epsilon": 1e-3},
+    hsic.information_plane: lambda: {
+        "features": TALL,
+        "inputs": TALL,
+        "labels": LABELS,
+        "key": KEY,
+        "batch_size": 6,
+        "num_passes": 1,
+        "sigma": 5.0,
+    },
+    nearest.neighbour_distances: lambda: {"points": TALL, "num_neighbours": 2, "block": 4},
+    nearest.entropy_weights: lambda: {"num_neighbours": 5, "dimension": 4},
+    nearest.entropy: lambda: {"points": TALL, "num_neighbours": 2},
+    nearest.information: lambda: {"x": TALL[:, :1], "z": TALL[:, 1:], "num_neighbours": 2},
+    nearest.label_information: lambda: {"z": TALL, "labels": LABELS, "num_classes": 3, "num_neighbours": 2},
+    nearest.whiten: lambda: {"points": TALL, "num_components": 2, "rtol": 1e-6},
+    smoothed.log_density: lambda: {"points": TALL, "centres": TALL, "noise": 0.5, "block": 4},
+    smoothed.smoothed_information: lambda: {"features": TALL, "labels": LABELS, "noise": 0.5, "key": KEY},
+    bilinear_recipe.cross_entropy: lambda: {
+        "model": bilinear_network(),
+        "images": TALL,
+        "labels": np.eye(2)[np.arange(12) % 2],
+    },
+    bilinear_recipe.train_bilinear: lambda: (
+        SMALL | {"dataset": dataset(), "hidden": 3, "num_seeds": 2, "batch_size": 6}
+    ),
+    compression.train_compression: lambda: SMALL | {"images": np.zeros((4, 784)), "code": 2, "batch_size": 2},
+    grokking.standardised: lambda: {"images": TALL},
+    grokking.train_grokking: lambda: {
+        "dataset": dataset(),
+        "weight_decays": (0.1,),
+        "seeds": (0,),
+        "num_steps": 2,
+        "num_train": 8,
+        "batch_size": 4,
+        "options": {"width": 4},
+    },
+    grokking.observation_steps: lambda: {"num_steps": 10},
+    attack.projected_attack: lambda: {
+        "model": bilinear_network(),
+        "x": TALL[0],
+        "label": 1,
+        "radius": 0.5,
+        "key": KEY,
+        "num_restarts": 2,
+        "num_steps": 2,
+    },
+    distances.margins: lambda: {"source": spectrum()},
+    distances.certified_radius: lambda: {"source": distances.margins(spectrum()), "x": TALL[0], "label": 1},
+    distances.certified_accuracy: lambda: {"radii": TALL[:, 0], "levels": np.array([0.0, 0.1])},
+    forms.activations: lambda: {"spectrum": spectrum(), "x": TALL},
+    forms.contributions: lambda: {"spectrum": spectrum(), "x": TALL},
+    forms.mean_contribution: lambda: {"spectrum": spectrum(), "x": TALL},
+    forms.truncated_outputs: lambda: {"spectrum": spectrum(), "x": TALL},
+    forms.adversarial_mask: lambda: {"spectrum": spectrum(), "output": 0, "component": 0, "against": 1, "norm": 1.0},
+    forms.decompose: lambda: {
+        "model": bilinear_network(),
+        "directions": np.eye(4)[:2],
+        "layer": 0,
+        "space": "input",
+        "by": "magnitude",
+    },
+    forms.interaction_tensor: lambda: {"model": bilinear_network(), "directions": np.eye(4)[:2], "layer": 0},
+    forms.reorder: lambda: {"spectrum": spectrum(), "importance": np.ones(spectrum().values.shape)},
+    forms.truncate: lambda: {"spectrum": spectrum(), "num_components": 2},
+    similarity.overlaps: lambda: {"a": spectrum(), "b": spectrum(1)},
+    similarity.rank_similarity: lambda: {"a": spectrum(), "b": spectrum(1)},
+    similarity.matched_similarity: lambda: {"a": spectrum(), "b": spectrum(1), "num_components": 2},
+    similarity.principal_angles: lambda: {"a": spectrum(), "b": spectrum(1), "num_components": 2},
+    similarity.form_similarity: lambda: {"a": spectrum(), "b": spectrum(1)},
+    similarity.member_pairs: lambda: {"num_members": 4, "other": 3},
+    similarity.pair_mean: lambda: {
+        "values": np.arange(3.0),
+        "first": np.array([0, 0, 1]),
+        "second": np.array([1, 2, 2]),
+    },
+    similarity.student_interval: lambda: {"samples": TALL[:, 0], "level": 0.9},
+    similarity.bootstrap_interval: lambda: {
+        "statistic": lambda counts: counts.sum(),
+        "num_members": 4,
+        "key": KEY,
+        "level": 0.9,
+        "num_resamples": 10,
+    },
+    tensor.higher_order_svd: lambda: {"model": bilinear_network(), "directions": np.eye(4)[:2], "layer": 0},
+    tensor.low_rank: lambda: {"model": bilinear_network(), "rank": 2, "key": KEY, "num_iterations": 3},
+    fitting.fit: lambda: training_call() | {"batch_size": 4, "key": KEY, "shared_batches": True},
+}

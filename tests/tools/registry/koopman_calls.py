@@ -1,0 +1,366 @@
+"""Valid calls of the public functions of `koopman`."""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dissociation.data.datasets import Dataset
+from koopman import (
+    forecast,
+    generator,
+    kernels,
+    learn,
+    losses,
+    networks,
+    nystroem,
+    operators,
+    pairs,
+    solvers,
+    spectrum,
+)
+from koopman.datasets import langevin, linear, maps, ordered_mnist, systems, waves
+
+RANDOM = np.random.default_rng(0)
+PATH = RANDOM.standard_normal((13, 3)).astype(np.float32)
+X, Y = PATH[:-1], PATH[1:]
+JACOBIAN = RANDOM.standard_normal((12, 3, 2)).astype(np.float32)
+OBSERVABLE = RANDOM.standard_normal((12, 2)).astype(np.float32)
+STABLE = np.array([[0.5, 0.1], [0.0, 0.3]], np.float32)
+TRANSITION = np.array([[0.9, 0.1], [0.2, 0.8]], np.float32)
+WAVES = {
+    "grid_shape": (6, 6),
+    "wavenumbers": np.array([[1, 0], [0, 2]]),
+    "frequencies": np.array([1.0, 2.5]),
+    "growth_rates": np.array([0.0, -0.1]),
+    "time_step": 0.1,
+}
+KEY = np.array([0, 1], np.uint32)  # raw: making a typed one would start a backend
+KERNEL = kernels.RBF(1.0)
+
+
+def energy(x):
+    """A harmonic well."""
+    return jnp.sum(x**2) / 2
+
+
+def harmonic(t, x):
+    """A rotation."""
+    return jnp.stack([x[1], -x[0]])
+
+
+def kernel(x, y):
+    """The kernel of plain products, as a plain function."""
+    return x @ y.T
+
+
+def encoder():
+    """From states of 3 coordinates to 2 features."""
+    return eqx.nn.Linear(3, 2, key=jax.random.key(0))
+
+
+def decoder():
+    """From 2 features to states of 3 coordinates."""
+    return eqx.nn.Linear(2, 3, key=jax.random.key(1))
+
+
+@functools.cache
+def operator():
+    """A fitted operator on 3 features."""
+    return operators.fit_ridge(X, Y, alpha=0.1)
+
+
+@functools.cache
+def decomposed():
+    """Its spectrum."""
+    return spectrum.decompose(operator())
+
+
+def feature_map():
+    """A feature map of states of 3 coordinates."""
+    return networks.FeatureMap(2, encoder=encoder(), key=jax.random.key(0))
+
+
+def autoencoder():
+    """An autoencoder of states of 3 coordinates."""
+    return networks.Autoencoder(2, encoder=encoder(), decoder=decoder(), key=jax.random.key(0))
+
+
+def digits():
+    """Pictures of two classes."""
+    labels = np.eye(2, dtype=np.float32)[[0, 1, 1, 0]]
+    pictures = RANDOM.random((4, 784)).astype(np.float32)
+    return Dataset("noise", pictures, labels, pictures, labels)
+
+
+def training():
+    """A training as short as can be."""
+    schedule = {"num_seeds": 1, "num_epochs": 1, "batch_size": 6, "learning_rate": 1e-3, "weight_decay": 0.01}
+    return schedule | {"key": KEY, "encoder": encoder(), "init": "lecun"}
+
+
+PAIRS = {"x": X, "y": Y}
+FIT = PAIRS | {"alpha": 0.1, "observable": OBSERVABLE}
+OPTIONS = {"center": False, "route": "qr", "rtol": 1e-6}
+
+CALLS = {
+    langevin.overdamped_langevin: lambda: {
+        "potential": energy,
+        "num_steps": 3,
+        "key": KEY,
+        "initial": np.ones((2, 3), np.float32),
+        "num_trajectories": 2,
+        "friction": 1.0,
+        "sigma": 1.0,
+        "time_step": 0.01,
+        "substeps": 2,
+    },
+    langevin.langevin_spectrum: lambda: {
+        "potential": energy,
+        "domain": (-3.0, 3.0),
+        "friction": 1.0,
+        "sigma": 1.0,
+        "time_step": 0.1,
+        "num_components": 2,
+        "num_cells": 40,
+    },
+    langevin.prinz_potential: lambda: {"x": X},
+    langevin.prinz_langevin: lambda: {
+        "num_steps": 3,
+        "key": KEY,
+        "num_trajectories": 2,
+        "friction": 1.0,
+        "sigma": 1.0,
+        "time_step": 1e-3,
+        "substeps": 2,
+        "initial": np.ones((2, 1), np.float32),
+    },
+    langevin.prinz_spectrum: lambda: {
+        "friction": 1.0,
+        "sigma": 1.0,
+        "time_step": 0.1,
+        "num_components": 2,
+        "num_cells": 40,
+    },
+    linear.linear_system: lambda: {
+        "matrix": STABLE,
+        "num_steps": 3,
+        "key": KEY,
+        "num_trajectories": 2,
+        "noise": STABLE[:, :1],
+        "initial": np.ones(2, np.float32),
+    },
+    linear.stationary_covariance: lambda: {"matrix": STABLE, "noise": 0.1},
+    linear.linear_spectrum: lambda: {"matrix": STABLE, "degree": 2, "noise": STABLE},
+    linear.regime_switching_var: lambda: {
+        "matrices": np.stack([STABLE, -STABLE]),
+        "transition": TRANSITION,
+        "num_steps": 3,
+        "key": KEY,
+        "num_trajectories": 2,
+        "noise": 0.1,
+        "initial": np.ones(2, np.float32),
+        "initial_regime": 1,
+    },
+    linear.regime_switching_spectrum: lambda: {
+        "matrices": np.stack([STABLE, -STABLE]),
+        "transition": TRANSITION,
+    },
+    maps.logistic_map: lambda: {
+        "num_steps": 3,
+        "key": KEY,
+        "num_trajectories": 2,
+        "order": 2,
+        "initial": np.full((2, 1), 0.3, np.float32),
+    },
+    maps.logistic_noise: lambda: {"key": KEY, "shape": (2, 3), "order": 2},
+    maps.logistic_features: lambda: {"states": RANDOM.random((5, 1)), "order": 2},
+    maps.logistic_spectrum: lambda: {"order": 2, "num_components": 2},
+    ordered_mnist.ordered_mnist: lambda: {"num_digits": 2, "data": digits(), "folder": "."},
+    ordered_mnist.cycle_spectrum: lambda: {"num_digits": 4},
+    systems.ornstein_uhlenbeck: lambda: {
+        "num_steps": 3,
+        "key": KEY,
+        "num_trajectories": 2,
+        "theta": 1.0,
+        "sigma": 1.0,
+        "time_step": 0.1,
+        "initial": np.ones((2, 1), np.float32),
+    },
+    systems.ornstein_uhlenbeck_spectrum: lambda: {"theta": 1.0, "sigma": 1.0, "time_step": 0.1, "num_components": 3},
+    systems.rk4_trajectory: lambda: {
+        "field": harmonic,
+        "initial": np.ones(2, np.float32),
+        "num_steps": 3,
+        "time_step": 0.1,
+        "substeps": 2,
+    },
+    systems.duffing: lambda: {
+        "num_steps": 3,
+        "key": KEY,
+        "num_trajectories": 2,
+        "initial": np.ones((2, 2), np.float32),
+        "time_step": 0.01,
+        "substeps": 2,
+        "alpha": 0.5,
+        "beta": 0.1,
+        "gamma": 0.1,
+        "delta": 2.5,
+        "omega": 2.0,
+    },
+    systems.lorenz63: lambda: {
+        "num_steps": 3,
+        "key": KEY,
+        "num_trajectories": 2,
+        "initial": np.ones((2, 3), np.float32),
+        "time_step": 0.01,
+        "substeps": 2,
+        "sigma": 10.0,
+        "mu": 28.0,
+        "beta": 2.5,
+    },
+    waves.travelling_waves: lambda: (
+        WAVES | {"num_steps": 3, "key": KEY, "num_trajectories": 2, "amplitudes": np.array([1.0, 0.5]), "noise": 0.1}
+    ),
+    waves.wave_spectrum: lambda: dict(WAVES),
+    forecast.predict: lambda: {"operator": operator(), "x": X, "steps": 2},
+    forecast.matrix_powers: lambda: {"matrix": STABLE, "exponents": np.array([1, 3])},
+    forecast.risk: lambda: {"operator": operator()} | PAIRS,
+    forecast.r2_score: lambda: {"target": X, "forecast": Y},
+    forecast.score: lambda: {
+        "operator": operator(),
+        "trajectory": PATH,
+        "lag": 1,
+        "steps": 2,
+        "observable": PATH,
+        "metric": forecast.r2_score,
+    },
+    generator.fit_generator: lambda: {
+        "x": X,
+        "jac": JACOBIAN,
+        "rank": 2,
+        "diffusion": 1.0,
+        "alpha": 0.1,
+        "shift": 1.0,
+    },
+    kernels.as_module: lambda: {"kernel": kernel},
+    kernels.median_distance: lambda: {"x": X, "max_samples": 10},
+    kernels.squared_distances: lambda: {"x": X, "y": Y[:5]},
+    learn.encode: lambda: {"model": encoder(), "states": X},
+    learn.pair_loss: lambda: {"kind": "vamp", "model": feature_map()} | PAIRS,
+    learn.reconstruction_loss: lambda: {"model": autoencoder()} | PAIRS,
+    learn.train_encoders: lambda: (
+        training()
+        | {"kind": "vamp", "trajectories": PATH, "features": 2, "feature_norm": 1.0, "lag": 1, "validation": PATH}
+    ),
+    learn.train_autoencoders: lambda: (
+        training()
+        | {
+            "trajectories": PATH,
+            "decoder": decoder(),
+            "features": 2,
+            "lag": 1,
+            "orthogonal": True,
+            "upsampling": "nearest",
+            "validation": PATH,
+        }
+    ),
+    learn.train_classifiers: lambda: training() | {"states": X, "labels": np.arange(12) % 2, "num_classes": 2},
+    learn.validation_loss: lambda: {
+        "kind": "vamp",
+        "model": feature_map(),
+        "trajectories": np.stack([PATH, PATH[::-1]]),
+        "lag": 1,
+        "trajectory_axis": 0,
+        "batch_size": 12,
+    },
+    learn.member: lambda: {"models": {"weight": jnp.ones((3, 2))}, "index": 1},
+    losses.vamp_loss: lambda: PAIRS | {"schatten_norm": 2, "center_covariances": True},
+    losses.vamp_score: lambda: (
+        PAIRS | {"x_test": X[:7], "y_test": Y[:7], "schatten_norm": 2, "center_covariances": True, "rank": 2}
+    ),
+    losses.dpnets_loss: lambda: PAIRS | {"relaxed": False, "metric_deformation": 1.0, "center_covariances": True},
+    losses.spectral_contrastive_loss: lambda: dict(PAIRS),
+    losses.autoencoder_loss: lambda: (
+        PAIRS
+        | {"x_rec": X + 1, "y_enc": X[:, :2], "x_evo": Y[:, :2], "y_pred": Y + 1}
+        | {"alpha_rec": 1.0, "alpha_lin": 1.0, "alpha_pred": 1.0}
+    ),
+    losses.energy_loss: lambda: {"x": X, "jac": JACOBIAN, "grad_weight": 0.1, "form": "energy"},
+    losses.orthonormal_fro_reg: lambda: {"x": X, "key": KEY},
+    losses.orthonormal_logfro_reg: lambda: {"x": X},
+    networks.build_network: lambda: {
+        "name": "network",
+        "network": lambda key: eqx.nn.Linear(3, 2, key=key),
+        "key": KEY,
+    },
+    nystroem.fit_kernel_ridge: lambda: FIT | {"kernel": KERNEL},
+    nystroem.fit_kernel_pcr: lambda: FIT | {"kernel": kernel, "rank": 2, "solver": "dense"},
+    nystroem.fit_kernel_reduced_rank: lambda: FIT | {"kernel": KERNEL, "rank": 2, "solver": "dense"},
+    nystroem.nystroem_map: lambda: {"kernel": KERNEL, "centres": X[:4], "rtol": 1e-6},
+    nystroem.choose_centres: lambda: {
+        "x": X,
+        "num_centres": 4,
+        "key": KEY,
+        "method": "leverage",
+        "kernel": KERNEL,
+        "alpha": 0.1,
+    },
+    nystroem.fit_nystroem: lambda: (
+        FIT | {"kernel": KERNEL, "centres": X[:4], "kind": "reduced_rank", "rank": 2, "solver": "dense", "route": "qr"}
+    ),
+    operators.fit_ridge: lambda: FIT | OPTIONS,
+    operators.fit_pcr: lambda: FIT | OPTIONS | {"rank": 2, "solver": "dense"},
+    operators.fit_reduced_rank: lambda: FIT | OPTIONS | {"rank": 2, "solver": "dense"},
+    pairs.lagged_pairs: lambda: {
+        "trajectories": np.stack([PATH, PATH]),
+        "lag": 1,
+        "max_lag": 2,
+        "trajectory_axis": 0,
+    },
+    pairs.moments: lambda: PAIRS | {"observable": OBSERVABLE, "center": True},
+    pairs.merge_moments: lambda: {"first": pairs.moments(X, Y), "second": pairs.moments(Y, X)},
+    pairs.scan_moments: lambda: {
+        "x": X.reshape(3, 4, 3),
+        "y": Y.reshape(3, 4, 3),
+        "observable": OBSERVABLE.reshape(3, 4, 2),
+        "center": True,
+    },
+    solvers.leading_eigenpairs: lambda: {
+        "apply": lambda block: 2 * block,
+        "size": 5,
+        "number": 2,
+        "dtype": np.float32,
+        "inner": lambda block: block,
+        "tol": 1e-4,
+        "max_restarts": 3,
+    },
+    solvers.leading_left_vectors: lambda: {
+        "matrix": X,
+        "number": 2,
+        "scale": np.arange(1.0, 13.0, dtype=np.float32),
+        "solver": "dense",
+    },
+    spectrum.eigenvalues: lambda: {"operator": operator(), "undo_shrinkage": True},
+    spectrum.decompose: lambda: {"operator": operator(), "undo_shrinkage": True},
+    spectrum.right_eigenfunctions: lambda: {"operator": operator(), "x": X, "spectrum": decomposed()},
+    spectrum.left_eigenfunctions: lambda: {"operator": operator(), "x": X, "spectrum": decomposed()},
+    spectrum.modes: lambda: {
+        "operator": operator(),
+        "time_step": 0.1,
+        "spectrum": decomposed(),
+        "undo_shrinkage": True,
+    },
+    spectrum.singular_values: lambda: {"operator": operator()},
+}
+
+_NESTED = "a nested list does not say whether its rows are states or trajectories, and is refused"
+
+MAY_PASS = {
+    pairs.lagged_pairs: {("trajectories", "a list"): _NESTED},
+    learn.validation_loss: {("trajectories", "a list"): _NESTED},
+    learn.train_encoders: {("trajectories", "a list"): _NESTED, ("validation", "a list"): _NESTED},
+    learn.train_autoencoders: {("trajectories", "a list"): _NESTED, ("validation", "a list"): _NESTED},
+}
