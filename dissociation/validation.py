@@ -60,7 +60,8 @@ def validated(function: Any = None, *, finite: Iterable[str] = (), empty: Iterab
         Array(10., dtype=float32)
         >>> total([1.0, 2.0])
         Traceback (most recent call last):
-        ValueError: `x` must have 2 axes [n, d], got shape (2,).
+            ...
+        dissociation.checks.WrongValue: `x` must have 2 axes [n, d], got shape (2,).
     """
     if function is None:
         return functools.partial(validated, finite=tuple(finite), empty=tuple(empty))

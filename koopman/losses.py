@@ -66,7 +66,7 @@ def vamp_loss(x: Features, y: Features, *, schatten_norm: int = 2, center_covari
         Wu and Noe (2020), Variational approach for learning Markov processes from time series data, VAMP-r score.
 
     Example:
-        >>> states = jnp.eye(5)
+        >>> states = jnp.tile(jnp.eye(5), (2, 1))
         >>> vamp_loss(states, jnp.roll(states, 1, axis=0), center_covariances=False).round(4)
         Array(-5., dtype=float32)
     """

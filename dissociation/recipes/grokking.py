@@ -54,7 +54,7 @@ def observation_steps(num_steps: int) -> Int[np.ndarray, " times"]:
     return steps[steps <= total]
 
 
-@validated
+@validated(empty=("measure_at",))
 def train_grokking(
     dataset: Dataset,
     *,

@@ -50,7 +50,7 @@ def small(tmp_path_factory):
         results = collapse.compute(config, key=KEY, folder=folder)
         assert len(list(cache.iterdir())) == 1  # the next sweep finds them
         with np.load(folder / "codes.npz") as first:
-            again = collapse_measures.compressed(config, collapse.source(config), key=KEY)
+            again = collapse_measures.compressed(config, collapse.source(config), key=jax.random.fold_in(KEY, 2))
             np.testing.assert_array_equal(first["codes"], again["codes"])
     return results, config, folder
 

@@ -81,7 +81,7 @@ def test_shrinkage_is_undone(estimator, rank, part):
             "reduced_rank": partial(fit_reduced_rank, rank=rank),
         }
         if estimator == "kernel":
-            operator = fit_kernel_reduced_rank(x, y, RBF(2.0), rank=rank, alpha=0.1 * part)
+            operator = fit_kernel_reduced_rank(x, y, RBF(2.0), rank=rank, alpha=0.05 * part)
         else:
             operator = fit[estimator](x, y, alpha=alpha)
         now, later = operator.encode(x), operator.encode(y)
