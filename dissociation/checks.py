@@ -54,20 +54,36 @@ def check_ndim(name: str, array: ArrayLike, ndim: int, meaning: str) -> None:
         fail(name, f"have {ndim} axes {meaning}", f"shape {np.shape(array)}")
 
 
-def check_positive(name: str, value: ArrayLike) -> None:
+def _known_numbers(name: str, value: Any) -> np.ndarray:
+    try:
+        number = np.asarray(value)
+    except ValueError:  # a list whose rows differ in length
+        number = np.asarray(None)
+    if number.dtype.kind not in "iuf" and not jnp.issubdtype(number.dtype, jnp.floating):
+        fail_kind(name, "be a real number", repr(value))
+    return number
+
+
+def check_single(name: str, value: Any) -> None:
+    """Raises unless `value` is one number, known or traced."""
+    if np.ndim(value):
+        fail(name, "be a single number", f"shape {np.shape(value)}", "Map over several by `jax.vmap`")
+
+
+def check_positive(name: str, value: Any) -> None:
     """Raises unless every known entry of `value` is above zero and finite."""
     if is_traced(value):
         return
-    number = np.asarray(value)
+    number = _known_numbers(name, value)
     if not np.all(np.isfinite(number) & (number > 0)):
         fail(name, "be positive and finite", value)
 
 
-def check_non_negative(name: str, value: ArrayLike) -> None:
+def check_non_negative(name: str, value: Any) -> None:
     """Raises unless every known entry of `value` is at least zero and finite."""
     if is_traced(value):
         return
-    number = np.asarray(value)
+    number = _known_numbers(name, value)
     if not np.all(np.isfinite(number) & (number >= 0)):
         fail(name, "be non-negative and finite", value)
 

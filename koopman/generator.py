@@ -78,7 +78,7 @@ def fit_generator(
 
     References:
         Kostic, Lounici, Halconruy, Devergne and Pontil (2024), Learning the infinitesimal generator of stochastic
-        diffusion processes, section 4 (the energy space and its regularised risk).
+        diffusion processes (the energy space and its regularised risk).
     """
     check_positive("diffusion", diffusion)
     if alpha is not None:

@@ -15,10 +15,10 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from dissociation.checks import (
-    check_choice,
     check_count,
     check_non_negative,
     check_positive,
+    check_single,
     fail,
     fail_kind,
 )
@@ -50,6 +50,7 @@ class RBF(eqx.Module):
     length_scale: Scalar
 
     def __check_init__(self):
+        check_single("length_scale", self.length_scale)
         check_positive("length_scale", self.length_scale)
 
     @validated
@@ -68,6 +69,7 @@ class Laplacian(eqx.Module):
     length_scale: Scalar
 
     def __check_init__(self):
+        check_single("length_scale", self.length_scale)
         check_positive("length_scale", self.length_scale)
 
     @validated
@@ -91,8 +93,11 @@ class Matern(eqx.Module):
     nu: float = eqx.field(static=True, default=1.5)
 
     def __check_init__(self):
+        check_single("length_scale", self.length_scale)
         check_positive("length_scale", self.length_scale)
-        check_choice("nu", str(float(self.nu)), ("0.5", "1.5", "2.5"))
+        check_single("nu", self.nu)
+        if self.nu not in (0.5, 1.5, 2.5):
+            fail("nu", "be one of 0.5, 1.5, 2.5", self.nu)
 
     @validated
     def __call__(self, x: States, y: Float[Array | np.ndarray, "m d"]) -> Float[Array, "n m"]:
@@ -118,6 +123,8 @@ class Polynomial(eqx.Module):
 
     def __check_init__(self):
         check_count("degree", self.degree, minimum=1)
+        check_single("gamma", self.gamma)
+        check_single("offset", self.offset)
         check_positive("gamma", self.gamma)
         check_non_negative("offset", self.offset)
 

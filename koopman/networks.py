@@ -71,6 +71,7 @@ class FeatureMap(eqx.Module):
     lagged_head: Affine
     feature_norm: float | None = eqx.field(static=True)
 
+    @validated
     def __init__(
         self,
         features: int = FEATURES,
@@ -129,6 +130,7 @@ class Autoencoder(eqx.Module):
     dynamics: Float[Array, "f f"]
     orthogonal: bool = eqx.field(static=True)
 
+    @validated
     def __init__(
         self,
         features: int = FEATURES,

@@ -10,6 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from dissociation.checks import check_choice, check_positive, is_traced
+from dissociation.keys import named_key
 from dissociation.linalg import finite_part, product
 from dissociation.validation import validated
 from koopman.diagnostics import warn_unconverged
@@ -105,7 +106,7 @@ def leading_eigenpairs(
     def body(state: tuple[Array, ...]) -> tuple[Array, ...]:
         return *space(state[0]), state[2], state[4] + 1
 
-    start = jnp.linalg.qr(image_of(jax.random.normal(jax.random.key(0), (size, width), dtype)))[0]
+    start = jnp.linalg.qr(image_of(jax.random.normal(named_key("first vectors"), (size, width), dtype)))[0]
     first = space(start)
     vectors, values, off, *_ = lax.while_loop(going, body, (*first, first[2], jnp.asarray(1)))
     if not is_traced(off):
@@ -158,7 +159,9 @@ def leading_left_vectors(
         left, values, _ = jnp.linalg.svd(matrix, full_matrices=False)
         return Leading(left[:, :number] + undefined, values[:number] + undefined, values[number:] + undefined)
     width = min(number + 2 * _OVERSAMPLING, rows, columns)
-    block = jnp.linalg.qr(product(matrix, jax.random.normal(jax.random.key(0), (columns, width), matrix.dtype)))[0]
+    block = jnp.linalg.qr(
+        product(matrix, jax.random.normal(named_key("first vectors"), (columns, width), matrix.dtype))
+    )[0]
     for _ in range(4):
         block = jnp.linalg.qr(product(matrix, jnp.linalg.qr(product(matrix.T, block))[0]))[0]
     left, values, _ = jnp.linalg.svd(product(block.T, matrix), full_matrices=False)

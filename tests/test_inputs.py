@@ -12,8 +12,10 @@ import pkgutil
 import re
 import warnings
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 from registry import CALLS, MAY_PASS
@@ -35,6 +37,8 @@ INTERNAL = {
     "dissociation.training.steps": "compiled parts of `fit`",
     "dissociation.training.run": "the host's part of `fit`",
     "dissociation.metrics.softmax_solver": "the solver within the probes",
+    "dissociation.keys": "takes a name alone",
+    "dissociation.models.layers.as_example": "a check",
     "dissociation.files": "how files are written",
     "dissociation.interrupts": "how the command line hears signals",
     "dissociation.memory": "what `bmap` asks of the machine",
@@ -72,8 +76,18 @@ INTERNAL = {
 """Modules and functions that others of the packages call, and users do not, and why that is so."""
 
 
+def is_module(value):
+    return inspect.isclass(value) and issubclass(value, eqx.Module)
+
+
+def made_by_hand(module):
+    """Whether the module has a constructor or checks of its own, as modules that users make have."""
+    init = inspect.unwrap(vars(module)["__init__"])
+    return "__check_init__" in vars(module) or init.__code__.co_filename != "<string>"  # that of dataclasses
+
+
 def public_functions():
-    """Every function of both packages that users may import, by its dotted name."""
+    """Functions of both packages that users may import, and modules that they make by hand, by dotted names."""
     found = {}
     for package in (dissociation, koopman):
         for info in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
@@ -81,8 +95,9 @@ def public_functions():
                 continue
             module = importlib.import_module(info.name)
             for name, function in vars(module).items():
-                own = inspect.isroutine(function) and function.__module__ == info.name and not name.startswith("_")
-                if own and f"{info.name}.{name}" not in INTERNAL:
+                made = is_module(function) and made_by_hand(function)
+                usable = (inspect.isroutine(function) or made) and not name.startswith("_")
+                if usable and function.__module__ == info.name and f"{info.name}.{name}" not in INTERNAL:
                     found[f"{info.name}.{name}"] = function
     return found
 
@@ -101,6 +116,14 @@ def test_every_public_function_has_a_row():
 
 def unchecked(function):
     """The function as users have it, without the type checker that these tests put in below the gate."""
+    if inspect.isclass(function):
+
+        def make(**call):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+                return function(**call)
+
+        return make
     return validation.validated(**settings_of(function))(inspect.unwrap(function))
 
 
@@ -116,15 +139,21 @@ class Foreign:
 
 def settings_of(function):
     """What the gate of a function was told: whose values must be finite, and what may be empty."""
-    gate = function
+    gate = body_of(function)
+    if "__check_init__" in vars(function):  # a module that checks its fields when it has them
+        return {"finite": (), "empty": ()}
     while not hasattr(gate, "__validated__"):
         assert hasattr(gate, "__wrapped__"), f"{NAMES[function]} is not decorated with `validated`"
         gate = gate.__wrapped__
     return gate.__validated__
 
 
+def body_of(function):
+    return function.__init__ if inspect.isclass(function) else function
+
+
 def rule_of(function, name):
-    return validation._rule(inspect.unwrap(function).__annotations__.get(name))
+    return validation._rule(inspect.unwrap(body_of(function)).__annotations__.get(name))
 
 
 def arrays_of(function, call):

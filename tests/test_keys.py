@@ -205,17 +205,17 @@ def collapse_in_small(tmp_path, monkeypatch):
 
 def eigenvectors_in_small(tmp_path, monkeypatch):
     sizes = {"num_epochs": 1, "num_train": 100, "num_test": 30, "batch_size": 50}
-    eigenvectors.compute(dataclasses.replace(eigenvectors.Config().quick(), **sizes), key=jax.random.PRNGKey(3))
+    eigenvectors.compute(dataclasses.replace(eigenvectors.Config().quick(), **sizes), key=jax.random.PRNGKey(0))
 
 
 def robustness_in_small(tmp_path, monkeypatch):
     config = robustness.Config(**SMALL, num_scales=2, num_nuisance=4, published_null=True)
-    robustness.compute(config, key=jax.random.PRNGKey(3))
+    robustness.compute(config, key=jax.random.PRNGKey(0))
 
 
 def transfer_in_small(tmp_path, monkeypatch):
     config = transfer.Config(**SMALL, num_budgets=1, num_splits=2, num_zero=4, gradient_steps=2)
-    transfer.compute(config, key=jax.random.PRNGKey(3))
+    transfer.compute(config, key=jax.random.PRNGKey(0))
 
 
 def ordered_digits_in_small(tmp_path, monkeypatch):
@@ -225,12 +225,12 @@ def ordered_digits_in_small(tmp_path, monkeypatch):
     # Forecasts draw nothing, and take most of the time.
     monkeypatch.setattr(ordered_mnist, "forecasters", lambda *_: {})
     data = load("glyphs", num_train=300, num_test=20)
-    ordered_mnist.compute(config, key=jax.random.PRNGKey(3), dataset=data)
+    ordered_mnist.compute(config, key=jax.random.PRNGKey(0), dataset=data)
 
 
 def spectra_in_small(tmp_path, monkeypatch):
     sizes = {"lengths": (200, 300), "num_trajectories": 2}
-    spectra.compute(dataclasses.replace(spectra.Config().quick(), **sizes), key=jax.random.PRNGKey(3))
+    spectra.compute(dataclasses.replace(spectra.Config().quick(), **sizes), key=jax.random.PRNGKey(0))
 
 
 FIGURES = [

@@ -1,23 +1,17 @@
 """One door to the data sets: `load(name)` gives a `Dataset` that carries its name."""
 
 import os
+from typing import Any
 
 import equinox as eqx
-import jax
 import numpy as np
 from jaxtyping import Array, Float
 
-from dissociation.checks import (
-    check_choice,
-    check_count,
-    check_finite,
-    check_ndim,
-    check_same_length,
-    fail,
-    is_traced,
-)
+from dissociation.checks import check_choice, check_count, check_same_length, fail, is_traced
+from dissociation.conversion import as_array, as_classes, as_one_hot
 from dissociation.data.glyphs import glyph_data
 from dissociation.data.mnist import mnist_data
+from dissociation.keys import named_key
 from dissociation.types import PRNGKey
 from dissociation.validation import validated
 
@@ -30,6 +24,9 @@ _GLYPH_SIZES = (10_000, 2_000)
 class Dataset(eqx.Module):
     """Labelled images for training and testing; checked when it is made, by `load` or by hand.
 
+    Labels are given as integers [n] or one-hot rows [n, classes] and kept one-hot. Integers go up to the largest among
+    training and test labels: give one-hot rows if there are classes that neither shows.
+
     Attributes:
         name: Where the images come from; results carry it.
         train_images: Images [n, d], flat.
@@ -38,6 +35,7 @@ class Dataset(eqx.Module):
         test_labels: One-hot labels [m, classes].
 
     Raises:
+        TypeError: If images or labels hold something else than numbers.
         ValueError: If the name is empty, lengths or widths disagree, an image is not finite, or a row of labels is
             not one-hot; the message names the array.
     """
@@ -48,19 +46,26 @@ class Dataset(eqx.Module):
     test_images: Float[Array | np.ndarray, "m d"]
     test_labels: Float[Array | np.ndarray, "m classes"]
 
-    def __check_init__(self):
-        if not self.name:
+    @validated(finite=("train_images", "test_images"))
+    def __init__(
+        self,
+        name: str,
+        train_images: Float[Array | np.ndarray, "n d"],
+        train_labels: Any,
+        test_images: Float[Array | np.ndarray, "m d"],
+        test_labels: Any,
+    ):
+        if not name:
             fail("name", "say where the data come from", "an empty string")
-        for split in ("train", "test"):
-            images, labels = getattr(self, f"{split}_images"), getattr(self, f"{split}_labels")
-            check_ndim(f"{split}_images", images, 2, "[samples, pixels]")
-            check_ndim(f"{split}_labels", labels, 2, "[samples, classes]")
-            check_same_length(f"{split}_images", len(images), f"{split}_labels", len(labels))
-            check_finite(f"{split}_images", images)
-            _check_one_hot(f"{split}_labels", labels)
-        for kind, meaning in (("images", "pixels"), ("labels", "classes")):
-            train, test = getattr(self, f"train_{kind}"), getattr(self, f"test_{kind}")
-            check_same_length(f"train_{kind}", train.shape[1], f"test_{kind}", test.shape[1], meaning)
+        self.name = name
+        self.train_images, self.test_images = train_images, test_images
+        labels = {"train": train_labels, "test": test_labels}
+        classes = max(_classes_in(f"{split}_labels", given) for split, given in labels.items())
+        for split, images in (("train", train_images), ("test", test_images)):
+            rows = as_one_hot(f"{split}_labels", labels[split], classes or None)
+            check_same_length(f"{split}_images", len(images), f"{split}_labels", len(rows))
+            setattr(self, f"{split}_labels", rows)
+        check_same_length("train_labels", classes, "test_labels", self.test_labels.shape[1], "classes")
 
     @property
     def num_pixels(self) -> int:
@@ -73,15 +78,12 @@ class Dataset(eqx.Module):
         return self.train_labels.shape[1]
 
 
-def _check_one_hot(name: str, labels: Float[Array | np.ndarray, "n classes"]) -> None:
-    """Raises unless every known row is a one among zeros."""
-    if is_traced(labels):
-        return
-    labels = np.asarray(labels)
-    bad = np.any((labels != 0) & (labels != 1), axis=1) | (np.sum(labels == 1, axis=1) != 1)
-    if bad.any():
-        row = int(np.argmax(bad))
-        fail(name, "be one-hot", f"{labels[row]} in row {row}")
+def _classes_in(name: str, labels: Any) -> int:
+    """How many classes there are at least, as far as labels tell; 0 if they are traced integers."""
+    labels = as_array(name, labels, "integers [n] or one-hot rows [n, classes]", bare=True)
+    if labels.ndim > 1:
+        return labels.shape[1]
+    return 0 if is_traced(labels) else int(as_classes(name, labels).max()) + 1
 
 
 @validated
@@ -101,7 +103,7 @@ def load(
             10 000 glyphs, and for MNIST's 60 000.
         num_test: Test images, at least 1; None stands for 2 000 glyphs, and for MNIST's 10 000.
         folder: Where MNIST's files are, passed on to `mnist_data`; glyphs have no files.
-        key: Draws the glyphs, None is `jax.random.key(0)`; MNIST has no randomness.
+        key: Draws the glyphs; None is `named_key("glyphs")`, which no seed makes; MNIST has no randomness.
 
     Returns:
         The data set, float32 NumPy arrays: images [n, 784] in [0, 1], one-hot labels [n, 10].
@@ -119,7 +121,7 @@ def load(
         arrays = glyph_data(
             default_train if num_train is None else num_train,
             default_test if num_test is None else num_test,
-            key=jax.random.key(0) if key is None else key,
+            key=named_key("glyphs") if key is None else key,
         )
         return Dataset(name, *arrays)
     train_images, train_labels, test_images, test_labels = mnist_data(folder=folder)

@@ -34,6 +34,7 @@ from dissociation.figures.eigenvector_measures import (
 )
 from dissociation.figures.members import source as source
 from dissociation.figures.seeds import cell, check_some_left, masked_part, named_diverged, stand_ins
+from dissociation.keys import named_key
 from dissociation.plotting import summarise
 from dissociation.progress import MeterFactory
 from dissociation.recipes.bilinear import train_bilinear
@@ -251,7 +252,7 @@ def intervals(results: Results, size: int, measure: str = "magnitude", *, resamp
         return np.stack(student_interval(values.reshape(-1, values.shape[2])))
     offset = 0 if same else len(mine)
     statistic = pair_mean(values.mean(1), np.searchsorted(mine, first), np.searchsorted(others, second) + offset)
-    return np.stack(bootstrap_interval(statistic, groups, key=jax.random.key(0)))
+    return np.stack(bootstrap_interval(statistic, groups, key=named_key("bootstrap of intervals")))
 
 
 def draw(results: Results) -> Figure:

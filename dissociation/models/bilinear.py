@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from dissociation.checks import check_choice, check_count, check_ndim, fail
+from dissociation.checks import check_choice, check_count, fail
 from dissociation.models.initial import Initialiser, draw_weights
+from dissociation.models.layers import as_example
 from dissociation.types import PRNGKey
 from dissociation.validation import validated
 
@@ -39,6 +40,7 @@ class BilinearLayer(eqx.Module):
     right_bias: Float[Array, " o"] | None
     gate: str = eqx.field(static=True)
 
+    @validated
     def __init__(
         self,
         inputs: int,
@@ -128,6 +130,7 @@ class BilinearNetwork(eqx.Module):
     head: Float[Array, "classes hidden"]
     residual: bool = eqx.field(static=True)
 
+    @validated
     def __init__(
         self,
         inputs: int = 784,
@@ -165,8 +168,8 @@ class BilinearNetwork(eqx.Module):
 
     def representations(self, x: Float[Array | np.ndarray, " inputs"]) -> dict[str, Array]:
         """Everything computed on the way: "embed", "layer0", "layer1", ..., "logits"."""
-        check_ndim("x", x, 1, "[inputs] of one example")
-        hidden = self.embed @ jnp.asarray(x)
+        x = as_example("x", x, self.embed.shape[-1])
+        hidden = self.embed @ x
         found = {"embed": hidden}
         for index, layer in enumerate(self.layers):
             hidden = layer(hidden) + hidden if self.residual else layer(hidden)

@@ -2,14 +2,13 @@
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Key, UInt32
+from jaxtyping import Array, Float
 
-from dissociation.checks import check_choice, check_count, check_ndim
-from dissociation.models.layers import Affine, Convolution, max_pool
-
-AnyKey = Key[Array, ""] | UInt32[Array, "2"]
+from dissociation.checks import check_choice, check_count
+from dissociation.models.layers import Affine, Convolution, as_example, max_pool
+from dissociation.types import PRNGKey
+from dissociation.validation import validated
 
 
 class Encoder(eqx.Module):
@@ -23,15 +22,16 @@ class Encoder(eqx.Module):
     convolutions: tuple[Convolution, Convolution]
     head: Affine
 
-    def __init__(self, features: int, *, init: str = "pytorch", key: AnyKey):
+    @validated
+    def __init__(self, features: int, *, init: str = "pytorch", key: PRNGKey):
         keys = jax.random.split(key, 3)
         self.convolutions = (Convolution(1, 16, init=init, key=keys[0]), Convolution(16, 32, init=init, key=keys[1]))
         self.head = Affine(32 * 49, features, init=init, key=keys[2])
 
     def __call__(self, image: Float[Array | np.ndarray, "28 28"]) -> Float[Array, " features"]:
         """Features of one image."""
-        check_ndim("image", image, 2, "[28, 28] of one image")
-        hidden = jnp.asarray(image)[:, :, None]
+        image = as_example("image", image, 28, 28)
+        hidden = image[:, :, None]
         for convolution in self.convolutions:
             hidden = jax.nn.relu(max_pool(convolution(hidden)))  # the same as ReLU first, on a quarter of the values
         return self.head(hidden.reshape(-1))
@@ -50,7 +50,8 @@ class Decoder(eqx.Module):
     convolutions: tuple[Convolution, Convolution]
     upsampling: str = eqx.field(static=True)
 
-    def __init__(self, features: int, *, upsampling: str = "nearest", init: str = "pytorch", key: AnyKey):
+    @validated
+    def __init__(self, features: int, *, upsampling: str = "nearest", init: str = "pytorch", key: PRNGKey):
         check_choice("upsampling", upsampling, ("nearest", "bilinear"))
         keys = jax.random.split(key, 3)
         self.head = Affine(features, 32 * 49, init=init, key=keys[0])
@@ -83,6 +84,7 @@ class CNN(eqx.Module):
     head: Affine
     last_activation: bool = eqx.field(static=True)
 
+    @validated
     def __init__(
         self,
         width: int = 200,
@@ -90,7 +92,7 @@ class CNN(eqx.Module):
         *,
         last_activation: bool = True,
         init: str = "pytorch",
-        key: AnyKey,
+        key: PRNGKey,
     ):
         """A fresh network.
 
@@ -109,8 +111,7 @@ class CNN(eqx.Module):
 
     def representations(self, x: Float[Array | np.ndarray, " 784"]) -> dict[str, Array]:
         """What is computed on the way: "features" and "logits"."""
-        check_ndim("x", x, 1, "[784] of one image")
-        features = self.encoder(jnp.asarray(x).reshape(28, 28))
+        features = self.encoder(as_example("x", x, 784).reshape(28, 28))
         features = jax.nn.relu(features) if self.last_activation else features
         return {"features": features, "logits": self.head(features)}
 

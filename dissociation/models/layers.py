@@ -5,6 +5,8 @@ pooling is three elementwise maxima, whose gradient is several times faster than
 after nearest upsampling is done at the lower resolution.
 """
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -12,9 +14,24 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from dissociation.checks import check_choice, check_ndim, fail
+from dissociation.conversion import as_array, as_numbers
 from dissociation.models.initial import INITS, draw_weights
 from dissociation.types import PRNGKey
 from dissociation.validation import validated
+
+
+def as_example(name: str, x: Any, *shape: int) -> Array:
+    """What a network of one example was called with, as an array.
+
+    Raises:
+        TypeError: If it holds no real numbers.
+        ValueError: If it has another shape.
+    """
+    array = as_numbers(name, as_array(name, x, f"real numbers, one example {list(shape)}"), frozenset({"float"}))
+    if array.shape != shape:
+        advice = "Map the network over examples by `jax.vmap`" if array.ndim > len(shape) else ""
+        fail(name, f"be one example of shape {shape}", f"shape {array.shape}", advice)
+    return jnp.asarray(array)
 
 
 class Affine(eqx.Module):
@@ -28,6 +45,7 @@ class Affine(eqx.Module):
     weight: Float[Array, "i o"]
     bias: Float[Array, " o"] | None
 
+    @validated
     def __init__(self, inputs: int, outputs: int, *, bias: bool = True, init: str = "pytorch", key: PRNGKey):
         check_choice("init", init, INITS)
         first, second = jax.random.split(key)
@@ -54,6 +72,7 @@ class Convolution(eqx.Module):
     weight: Float[Array, "5 5 i o"]
     bias: Float[Array, " o"]
 
+    @validated
     def __init__(self, inputs: int, outputs: int, *, transposed: bool = False, init: str = "pytorch", key: PRNGKey):
         check_choice("init", init, INITS)
         first, second = jax.random.split(key)

@@ -6,12 +6,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Key, UInt32
+from jaxtyping import Array, Float
 
-from dissociation.checks import check_choice, check_count, check_ndim
-from dissociation.models.layers import Affine
-
-AnyKey = Key[Array, ""] | UInt32[Array, "2"]
+from dissociation.checks import check_choice, check_count
+from dissociation.models.layers import Affine, as_example
+from dissociation.types import PRNGKey
+from dissociation.validation import validated
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "relu": jax.nn.relu,
@@ -35,6 +35,7 @@ class MLP(eqx.Module):
     activation: str = eqx.field(static=True)
     last_activation: bool = eqx.field(static=True)
 
+    @validated
     def __init__(
         self,
         inputs: int = 784,
@@ -45,7 +46,7 @@ class MLP(eqx.Module):
         activation: str = "relu",
         last_activation: bool = True,
         init: str = "pytorch",
-        key: AnyKey,
+        key: PRNGKey,
     ):
         """A fresh network.
 
@@ -72,8 +73,8 @@ class MLP(eqx.Module):
 
     def representations(self, x: Float[Array | np.ndarray, " inputs"]) -> dict[str, Array]:
         """Everything computed on the way: "hidden0", ..., "features" (the last hidden layer) and "logits"."""
-        check_ndim("x", x, 1, "[inputs] of one example")
-        hidden, found = jnp.asarray(x), {}
+        x = as_example("x", x, self.layers[0].weight.shape[-2])
+        hidden, found = x, {}
         *inner, head = self.layers
         for index, layer in enumerate(inner):
             hidden = layer(hidden)

@@ -10,6 +10,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array
 
 from dissociation.checks import check_count, check_finite, fail
+from dissociation.keys import named_key
 from dissociation.types import PRNGKey, Scalar
 
 __all__ = ["PRNGKey", "Scalar", "run_trajectories", "scan_trajectory", "step_keys"]
@@ -42,7 +43,7 @@ def run_trajectories(
     if key is None:
         if initial is None:
             fail("key", "be given where `initial` is not", None)
-        key = jax.random.key(0)  # never looked at
+        key = named_key("nothing")  # never looked at
     count = None if num_trajectories is None else check_count("num_trajectories", num_trajectories, minimum=1)
     shapes = [(dimension,)] if count is None else [(dimension,), (count, dimension)]
     if initial is not None:

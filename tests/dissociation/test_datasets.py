@@ -1,6 +1,7 @@
 import os
 
 import jax
+import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from dissociation.data import datasets
 from dissociation.data.datasets import NAMES, Dataset, load
 from dissociation.data.glyphs import glyph_data
+from dissociation.keys import named_key
 
 FIELDS = ("train_images", "train_labels", "test_images", "test_labels")
 
@@ -46,7 +48,7 @@ def test_glyphs_by_name_are_the_glyphs(key):
     for field, expected in zip(FIELDS, glyph_data(30, 20, key=key), strict=True):
         assert np.array_equal(getattr(data, field), expected)
     default = load("glyphs", num_train=30, num_test=20)
-    assert np.array_equal(default.train_images, glyph_data(30, 20, key=jax.random.key(0))[0])
+    assert np.array_equal(default.train_images, glyph_data(30, 20, key=named_key("glyphs"))[0])
     assert not np.array_equal(default.train_images, data.train_images)
 
 
@@ -121,13 +123,17 @@ def spoil(array, index, value):
     ("field", "change", "message"),
     [
         ("train_images", lambda a: spoil(a, (2, 1), np.nan), r"be finite, got nan at index \(2, 1\)"),
-        ("test_labels", lambda a: spoil(a, (1, 1), 1), "be one-hot, got .* in row 1"),
-        ("train_labels", lambda a: spoil(a, 3, 0), "be one-hot, got .* in row 3"),
-        ("train_labels", lambda a: a / 2, "be one-hot"),
+        ("test_labels", lambda a: spoil(a, (1, 1), 1), "be integers .* or one-hot rows .*, got .* in row 1"),
+        ("train_labels", lambda a: spoil(a, 3, 0), "be integers .* or one-hot rows .*, got .* in row 3"),
+        ("train_labels", lambda a: a / 2, "be integers .* or one-hot rows"),
         ("test_labels", lambda a: a[:2], r"have as many samples as `test_images` \(3\), got 2"),
-        ("test_images", lambda a: a[:, :3], r"have as many pixels as `train_images` \(4\), got 3"),
-        ("test_labels", lambda a: a[:, :2], "be one-hot|have as many classes"),
-        ("train_images", lambda a: a.reshape(5, 2, 2), r"have 2 axes \[samples, pixels\], got shape \(5, 2, 2\)"),
+        (
+            "test_images",
+            lambda a: a[:, :3],
+            r"be of shape \[m, d\] with d = 4 as in `train_images`, got shape \(3, 3\)",
+        ),
+        ("test_labels", lambda a: a[:, :2], "be integers .* or one-hot rows|have as many classes"),
+        ("train_images", lambda a: a.reshape(5, 2, 2), r"have 2 axes \[n, d\], got shape \(5, 2, 2\)"),
     ],
 )
 def test_own_data_are_checked(parts, field, change, message, monkeypatch):
@@ -135,6 +141,31 @@ def test_own_data_are_checked(parts, field, change, message, monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     with pytest.raises(ValueError, match=f"`{field}` must {message}"):
         Dataset("mine", **{**parts, field: change(parts[field])})
+
+
+@pytest.mark.parametrize("convert", [np.asarray, jnp.asarray, list, lambda labels: labels.astype(np.uint8)])
+def test_labels_may_be_integers(parts, convert):
+    """Classes count up to the largest of both splits; one-hot rows beside integers say how many there are."""
+    given = parts | {"train_labels": convert(np.array([0, 1, 1, 0, 1])), "test_labels": convert(np.array([1, 2, 0]))}
+    data = Dataset("mine", **given)
+    np.testing.assert_array_equal(data.train_labels, np.eye(3)[[0, 1, 1, 0, 1]])
+    np.testing.assert_array_equal(data.test_labels, np.eye(3)[[1, 2, 0]])
+    mixed = Dataset("mine", **given | {"test_labels": np.eye(5)[[1, 2, 0]]})
+    assert mixed.train_labels.shape == (5, 5)
+    for wrong in (np.array([0, 1, -1]), np.array([0.0, 1.0, 2.0]), np.array(["a", "b", "a"]), np.array([0, 1])):
+        with pytest.raises((TypeError, ValueError), match="`test_labels` must"):
+            Dataset("mine", **given | {"test_labels": wrong})
+    with pytest.raises(ValueError, match=r"have as many classes as `train_labels` \(4\), got 3"):
+        Dataset("mine", **given | {"train_labels": [0, 1, 3, 0, 1], "test_labels": np.eye(3)})
+
+
+def test_images_may_be_lists_and_bytes(parts):
+    lists = {name: array.astype(int).tolist() for name, array in parts.items()}
+    data = Dataset("mine", **lists)
+    assert data.train_images.dtype == np.float32
+    assert Dataset("mine", **parts | {"train_images": np.full((5, 4), 200, np.uint8)}).train_images.max() == 200
+    with pytest.raises(TypeError, match="`train_images` must hold real numbers, got dtype complex64"):
+        Dataset("mine", **parts | {"train_images": np.ones((5, 4), np.complex64)})
 
 
 def test_a_data_set_has_a_name(parts):

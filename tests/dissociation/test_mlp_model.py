@@ -57,5 +57,5 @@ def test_bad_input_is_refused(options, words):
 def test_a_batch_is_refused(model):
     # A square batch would pass through the bilinear network as columns.
     for batch in (X, X.T, np.zeros((12, 12), np.float32), np.float32(1)):
-        with pytest.raises(ValueError, match="`x` must have 1 axes"):
+        with pytest.raises(ValueError, match=r"`x` must be one example of shape"):
             model(12, 8, key=jax.random.key(0))(batch)

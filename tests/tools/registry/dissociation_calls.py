@@ -11,7 +11,8 @@ from dissociation.data import mnist as mnist_files
 from dissociation.fig4 import mnist
 from dissociation.metrics import collapse, crossing, margins, probes, robustness, transfer
 from dissociation.metrics.information import hsic, nearest, smoothed
-from dissociation.models import bilinear, initial, layers
+from dissociation.models import bilinear, cnn, initial, layers
+from dissociation.models import mlp as perceptron
 from dissociation.recipes import bilinear as bilinear_recipe
 from dissociation.recipes import compression, grokking
 from dissociation.spectral import attack, forms, similarity, tensor
@@ -84,6 +85,21 @@ LABELS = np.arange(12) % 3
 SMALL = {"num_epochs": 1, "key": KEY}
 
 CALLS = {
+    datasets.Dataset: lambda: {
+        "name": "mine",
+        "train_images": TALL,
+        "train_labels": np.arange(12) % 3,
+        "test_images": TALL,
+        "test_labels": np.arange(12) % 3,
+    },
+    layers.Affine: lambda: {"inputs": 3, "outputs": 2, "bias": True, "init": "lecun", "key": KEY},
+    layers.Convolution: lambda: {"inputs": 1, "outputs": 2, "transposed": True, "init": "lecun", "key": KEY},
+    perceptron.MLP: lambda: {"inputs": 3, "width": 4, "depth": 1, "activation": "tanh", "init": "lecun", "key": KEY},
+    cnn.Encoder: lambda: {"features": 2, "init": "lecun", "key": KEY},
+    cnn.Decoder: lambda: {"features": 2, "upsampling": "bilinear", "init": "lecun", "key": KEY},
+    cnn.CNN: lambda: {"width": 3, "classes": 2, "last_activation": False, "init": "lecun", "key": KEY},
+    bilinear.BilinearLayer: lambda: {"inputs": 3, "outputs": 2, "bias": True, "gate": "relu", "key": KEY},
+    bilinear.BilinearNetwork: lambda: {"inputs": 3, "hidden": 4, "num_layers": 2, "residual": True, "key": KEY},
     glyphs.draw_glyph: lambda: {"templates": FONTS, "label": 3, "key": KEY, "border": 2},
     glyphs.draw_glyphs: lambda: {"templates": FONTS, "labels": DIGITS[:3], "key": KEY, "batch_size": 2},
     glyphs.glyph_labels: lambda: {"num": 12, "key": KEY},

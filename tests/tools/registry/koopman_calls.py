@@ -106,6 +106,24 @@ FIT = PAIRS | {"alpha": 0.1, "observable": OBSERVABLE}
 OPTIONS = {"center": False, "route": "qr", "rtol": 1e-6}
 
 CALLS = {
+    kernels.RBF: lambda: {"length_scale": 1.5},
+    kernels.Laplacian: lambda: {"length_scale": 1.5},
+    kernels.Matern: lambda: {"length_scale": 1.5, "nu": 2.5},
+    kernels.Polynomial: lambda: {"degree": 3, "gamma": 0.5, "offset": 0.0},
+    networks.FeatureMap: lambda: {
+        "features": 2,
+        "encoder": encoder(),
+        "feature_norm": 1.5,
+        "init": "lecun",
+        "key": KEY,
+    },
+    networks.Autoencoder: lambda: {
+        "features": 2,
+        "orthogonal": True,
+        "upsampling": "bilinear",
+        "init": "lecun",
+        "key": KEY,
+    },
     langevin.overdamped_langevin: lambda: {
         "potential": energy,
         "num_steps": 3,
