@@ -37,6 +37,8 @@ SHARED = {
     # Whatever is measured on a rewritten network, it is the same network.
     "dissociation/weights/symmetry.py perturb_in_null_space: normal",
     "dissociation/weights/neurons.py add_random_zero_neurons: normal",
+    # Samples of a Gaussian that ranks choose from.
+    "dissociation/metrics/information/nearest.py _normal_scores: normal",
     # One direction of noise for all scales and variants of a seed.
     "dissociation/weights/noise.py parameter_noise: normal",
 }

@@ -1,10 +1,12 @@
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy.integrate import quad
 from scipy.special import digamma
-from scipy.stats import norm
+from scipy.stats import kstest, norm, rankdata, spearmanr
 
 from dissociation.metrics.information import nearest
 from dissociation.metrics.information.nearest import (
@@ -205,7 +207,7 @@ def test_kraskov_of_labels_against_all_distances():
     z = rng.normal(size=(200, 1)) + labels[:, None]
     with jax.enable_x64(True):
         found = label_information(z, labels, num_classes=3, estimator="kraskov")
-        points = np.asarray(nearest._drawn_in(jnp.asarray(z)))  # one coordinate: a factor changes no neighbours
+        points = np.asarray(nearest._normal_scores(jnp.asarray(z)))  # one coordinate: a factor changes no neighbours
     apart = np.linalg.norm(points[:, None] - points[None], axis=2) + np.diag(np.full(200, np.inf))
     radius = np.sort(np.where(labels[:, None] == labels[None], apart, np.inf), 1)[:, 4]
     sizes = np.bincount(labels)[labels]
@@ -358,6 +360,38 @@ def test_jit_vmap_and_loop_agree():
     loop = np.stack([compiled(part) for part in z])
     np.testing.assert_allclose(one(z[0]), loop[0], rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(jax.jit(jax.vmap(one))(z), loop, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("estimator", nearest.ESTIMATORS)
+def test_rising_maps_of_coordinates_do_not_matter(estimator):
+    """Tails as heavy and as light as can be: the very same estimate, and so the same standing of it."""
+    generator = np.random.default_rng(0)
+    width = 1 if estimator == "kraskov" else 2
+    x = generator.normal(size=(400, width))
+    z = 0.6 * x + 0.8 * generator.normal(size=(400, width))
+    plain = information(x, z, estimator=estimator)
+    assert plain.reliable
+    assert abs(plain.value + 0.5 * width * np.log(1 - 0.6**2)) < 3 * plain.error
+    maps = (lambda a: a**3, lambda a: np.exp(5 * a), lambda a: np.tanh(a), lambda a: np.sign(a) * np.abs(a) ** 0.2)
+    for first, second in itertools.pairwise(maps):
+        mapped = information(first(x), second(z), estimator=estimator)
+        np.testing.assert_allclose([mapped.value, mapped.error], [plain.value, plain.error], rtol=1e-3, atol=1e-3)
+
+
+def test_normal_scores():
+    points = np.random.default_rng(0).standard_t(2, size=(1000, 2)).astype(np.float32)
+    points[:100, 1] = points[200, 1]
+    scores = np.asarray(nearest._normal_scores(jnp.asarray(points)))
+    for column, found in zip(points.T, scores.T, strict=True):
+        np.testing.assert_array_equal(rankdata(found, "dense"), rankdata(column, "dense"))
+    assert kstest(scores[:, 0], norm.cdf).pvalue > 0.01
+    assert abs(spearmanr(np.sort(scores[:, 0])[1:] - np.sort(scores[:, 0])[:-1], np.arange(999))[0]) < 0.1
+
+
+def test_what_is_not_to_be_trusted_has_no_derivative():
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(60, 2)).round(1), jnp.float32)
+    assert not entropy(x).reliable
+    assert jnp.isnan(jax.grad(lambda x: entropy(x).value)(x)).all()
 
 
 @pytest.mark.parametrize(

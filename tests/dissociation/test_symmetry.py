@@ -131,6 +131,7 @@ def test_weak_directions_are_not_null():
     # The cut-off can be asked for.
     assert null_dimension(data, rtol=1e-5) == (3, 3, 6)
     assert null_dimension(data, 1e-8) == (2, 4, 6)
+    assert null_dimension(np.diag([1, 1.2e-10, 0.8e-10])) == (1, 2, 3)  # it is 1e-10
 
 
 def test_dimension_does_not_depend_on_the_number_of_samples():

@@ -3,10 +3,10 @@
     python tests/tools/kill_runs.py dissociation robustness --quick --num-train 300 --kills 12
 
 A reference run, in a folder of its own, says how long the command takes. Then the same command is stopped `--kills`
-times, each time after a time drawn evenly from that span, by SIGKILL, SIGINT and SIGTERM in turn, and started again;
-the last run goes through. With `--pair` two runs with different seeds go side by side in one folder, and a second one
-of the first seed is started beside them. Arrays are compared bit for bit with those of runs alone. Anything that looks
-like a traceback is shown, and counts.
+times, each time after a time drawn evenly from that span, by SIGKILL, SIGINT and SIGTERM in turn, and started again; a
+run that came to its end is followed by one in another folder, and the last run goes through. With `--pair` two runs
+with different seeds go side by side in one folder, and a second one of the first seed is started beside them. Arrays
+are compared bit for bit with those of runs alone. Anything that looks like a traceback is shown, and counts.
 """
 
 import argparse
@@ -61,10 +61,10 @@ def kill_often(words: list[str], folder: Path, kills: int, rng: random.Random, e
     began = time.perf_counter()
     assert begin(words, folder / "alone", errors).wait() == 0, errors.read_text()
     span = time.perf_counter() - began
-    faults, ended = 0, []
-    for i in range(kills):
-        number = SIGNALS[i % 3]
-        process = begin(words, folder / "killed", errors)
+    faults, ended, folders = 0, [], [folder / "killed"]
+    while sum(word != "done" for word in ended) < kills:
+        number = SIGNALS[len(ended) % 3]
+        process = begin(words, folders[-1], errors)
         time.sleep(rng.uniform(0, span))
         early = process.poll() is not None
         process.send_signal(number)
@@ -73,10 +73,12 @@ def kill_often(words: list[str], folder: Path, kills: int, rng: random.Random, e
         wrong = status not in ((0,) if early else (0, STATUS[number], -number))
         faults += wrong
         if wrong:
-            print(f"kill {i} by {number.name}: status {status}")
-    assert begin(words, folder / "killed", errors).wait() == 0, errors.read_text()
-    number, different, foreign = compare(folder / "killed", folder / "alone")
-    print(f"{' '.join(words)}: {span:.0f} s alone; {kills} kills ended {', '.join(ended)}")
+            print(f"{number.name} number {len(ended)}: status {status}")
+        if status == 0:  # the next ones are to hit a run too
+            folders.append(folder / f"killed-{len(folders)}")
+    assert begin(words, folders[-1], errors).wait() == 0, errors.read_text()
+    number, different, foreign = np.sum([compare(killed, folder / "alone") for killed in folders], axis=0).tolist()
+    print(f"{' '.join(words)}: {span:.0f} s alone, {len(folders)} runs; {kills} kills ended {', '.join(ended)}")
     print(f"  {number} arrays, {different} different, {foreign} foreign")
     return faults + different + foreign
 
