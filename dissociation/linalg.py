@@ -5,6 +5,7 @@ here depend on the matrix alone, whichever eigenvectors are taken, so they do ha
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +17,23 @@ from dissociation.checks import check_non_negative, fail
 from dissociation.types import Scalar
 from dissociation.validation import validated
 
-__all__ = ["centre", "finite_part", "nuclear_norm", "positive_inverse", "product", "psd_power"]
+__all__ = ["centre", "finite_part", "no_derivative", "nuclear_norm", "positive_inverse", "product", "psd_power"]
 
 
 def product(a: Inexact[Array, "... n k"], b: Inexact[Array, "... k m"]) -> Inexact[Array, "... n m"]:
     """The matrix product at the highest precision that the backend has."""
     return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1,))
+def no_derivative(x: Array, what: str) -> Array:
+    """The array itself, through which no derivative is taken: that is an error which names `what`."""
+    return x
+
+
+@no_derivative.defjvp
+def _no_derivative(what: str, primals: Any, tangents: Any) -> Any:
+    raise TypeError(f"{what} has no derivative.")
 
 
 def finite_part(matrix: Float[Array, "*b n m"]) -> tuple[Float[Array, "*b n m"], Float[Array, "*b"]]:

@@ -60,6 +60,7 @@ INTERNAL = {
     "dissociation.recipes.grokking.squared_error": "a loss that `fit` calls",
     "dissociation.linalg.product": "a tool within",
     "dissociation.linalg.finite_part": "a tool within",
+    "dissociation.linalg.no_derivative": "a tool within",
     "dissociation.schedule.check_steps": "a check",
     "koopman.datasets.exact": "what the datasets are made of",
     "koopman.datasets.trajectories": "what the datasets are made of",

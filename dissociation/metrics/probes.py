@@ -27,6 +27,7 @@ from dissociation.checks import (
     fail,
     is_traced,
 )
+from dissociation.linalg import no_derivative
 from dissociation.metrics.softmax_solver import SoftmaxFit, descend_fixed, fold_of_samples, largest_eigenvalue, minimise
 from dissociation.types import Count, OneHot, PRNGKey, Scalar
 from dissociation.validation import validated
@@ -97,9 +98,10 @@ def crossval_softmax_predict(
     fit, ids = _converged(x, y, num_splits, ridge=ridge, tol=tol, max_steps=max_steps, **options)
     if not is_traced(fit.converged) and not np.all(fit.converged):
         number, gap = int(np.sum(~np.asarray(fit.converged))), float(jnp.max(fit.gap))
+        advice = "Raise `ridge`, `tol` or `max_steps`" if np.isfinite(gap) else "Is `x` finite, and not too large?"
         warnings.warn(
             f"{number} of {fit.converged.size} folds did not converge in {int(fit.iterations)} steps (gap up to "
-            f"{gap:.1e}): their probabilities are NaN. Raise `ridge`, `tol` or `max_steps`.",
+            f"{gap:.1e}): their probabilities are NaN. {advice}",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -265,6 +267,7 @@ def _prepare(
         num_samples = size
     elif not is_traced(num_samples) and not num_splits <= int(num_samples) <= size:
         fail("num_samples", f"lie between `num_splits` ({num_splits}) and the length of `x` ({size})", num_samples)
+    x = no_derivative(x, "A cross-validated probe, as a function of its features,")
     return x, jnp.asarray(y, x.dtype), jnp.asarray(num_samples, jnp.int32)
 
 

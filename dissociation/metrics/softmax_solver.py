@@ -138,6 +138,9 @@ def _standardise(x: Array, ids: Array, num_splits: int) -> tuple[Array, Array, A
     used = (ids < num_splits)[:, None]
     count = jnp.sum(used).astype(x.dtype)
     x = jnp.where(used, x, 0.0)
+    # In units of a power of two, which changes no digit: squares neither overflow nor vanish.
+    units = jnp.frexp(jnp.max(jnp.abs(x), 0))[1]
+    x = jnp.ldexp(x, -units[None])
     mean = jnp.sum(x, 0) / count
     # A mean far from zero is off by its rounding: what it leaves over is taken away, too.
     rest = jnp.sum(jnp.where(used, x - mean[None], 0.0), 0) / count
@@ -147,7 +150,7 @@ def _standardise(x: Array, ids: Array, num_splits: int) -> tuple[Array, Array, A
     deviation = jnp.where(_range(centred, used) <= rounding, 0.0, deviation)
     scale = jnp.where(deviation > 0, 1.0 / deviation, 0.0)
     data = jnp.concatenate([centred * scale[None], jnp.ones((x.shape[0], 1), x.dtype)], 1)
-    return data, mean + rest, deviation, jnp.append(rounding * scale, 0.0)
+    return data, jnp.ldexp(mean + rest, units), jnp.ldexp(deviation, units), jnp.append(rounding * scale, 0.0)
 
 
 def _range(data: Array, chosen: Array) -> Array:
@@ -363,8 +366,11 @@ def largest_eigenvalue(data: Array, num_iterations: int = 50) -> Array:
         vector = _product(_product(data, vector), data)
         return vector / jnp.linalg.norm(vector)
 
-    vector = lax.fori_loop(0, num_iterations, body, body(0, jnp.sum(data, 0)))
-    return jnp.sum(_product(data, vector) ** 2)
+    largest = jnp.max(jnp.abs(data))
+    data = data / largest  # squares of sums do not overflow
+    first = jnp.mean(data, 0)
+    vector = lax.fori_loop(0, num_iterations, body, first / jnp.linalg.norm(first))
+    return jnp.sum(_product(data, vector) ** 2) * largest**2
 
 
 def descend_fixed(x: Array, y: Array, ids: Array, num_steps: Array, step_size: Array, *, num_splits: int) -> Array:

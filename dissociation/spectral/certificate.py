@@ -193,8 +193,10 @@ def certified_radius(
     slopes = values * along + linear
     margin = jnp.sum(along * (slopes + linear), 1) + sign[:, 0] * source.offset[own]
     errors = _errors(source, image, own, along, values, linear)
-    steps = jax.vmap(_nearest)(values, slopes, margin, errors[2])
-    found = jnp.where(rivals == label, jnp.inf, jnp.linalg.norm(steps, axis=1))
+    # The label's own margin is zero everywhere, where a step has no derivative: another stands in.
+    same = rivals == label
+    steps = jax.vmap(_nearest)(values, jnp.where(same[:, None], 1.0, slopes), jnp.where(same, 1.0, margin), errors[2])
+    found = jnp.where(same, jnp.inf, jnp.linalg.norm(steps, axis=1))
     full = source.values.shape[1] == image.shape[0]
     certified = jax.vmap(lambda *parts: _certified(*parts, full=full))(values, slopes, margin, errors, found)
     radii = jnp.where(rivals == label, jnp.inf, certified)

@@ -452,6 +452,10 @@ def wide(x):
     return jax.lax.cumsum(jnp.outer(x, jnp.ones(1000)), axis=0).max(axis=0).sum()
 
 
+def test_a_budget_of_one_byte_is_one():
+    assert bmap(wide, batch_size="auto", memory_budget=1) is not None
+
+
 def chosen_batch(caplog, *, budget, size=40):
     x = arange(size, 100)
     caplog.clear()

@@ -10,7 +10,7 @@ import pytest
 
 from dissociation import cli
 from dissociation.data.datasets import load
-from dissociation.figures import collapse, collapse_measures, command
+from dissociation.figures import collapse, collapse_drawing, collapse_measures, command
 from dissociation.figures.artifacts import Parts, axes_of, digest_of, read_identity
 from dissociation.figures.collapse_measures import crossing_slope, crossings, margins_of, median_delay
 from dissociation.figures.seeds import masked
@@ -257,6 +257,19 @@ def test_crossings(small):
     assert "no slope" in crossing_slope(config, never, 100)
 
 
+def test_the_line_of_first_crossings(small, monkeypatch):
+    results, _, _ = small
+    times = 100 / np.asarray([0.3, 0.03])[:, None] * np.asarray([[1.0, 1.01]])
+    found = {"fitted": np.full((2, 2), 10.0), "generalised": times / 2, "collapsed": times, "delay": times - 10}
+    found["diverged"] = np.zeros((2, 2), bool)
+    monkeypatch.setattr(collapse_drawing, "crossings", lambda *_: found)
+    axes = next(axes for axes in collapse.draw(results).axes if axes.get_title().startswith("first crossing"))
+    (line,) = (line for line in axes.lines if str(line.get_label()).startswith("slope"))
+    assert line.get_label() == "slope -1.00"
+    np.testing.assert_allclose(line.get_xdata(), [0.03, 0.3])
+    np.testing.assert_allclose(line.get_ydata(), [100 / 0.03, 100 / 0.3], rtol=0.02)
+
+
 def test_pictures_tables_and_resuming(small):
     results, config, folder = small
     for shown in (results, collapse.load_partial(config, folder)):
@@ -327,6 +340,9 @@ def test_bad_input_is_refused(tmp_path):
         collapse.Config(smoothing=0.0)
     with pytest.raises(ValueError, match="`test_threshold` must lie from 0"):
         collapse.Config(test_threshold=1.5)
+    for name in ("accuracy_threshold", "test_threshold"):  # nothing is above it
+        with pytest.raises(ValueError, match=f"`{name}` must lie from 0 to below 1, got 1.0"):
+            collapse.Config(**{name: 1.0})
     with pytest.raises(FileNotFoundError, match="must hold series.npz"):
         collapse.load_partial(collapse.Config(), tmp_path)
 

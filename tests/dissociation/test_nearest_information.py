@@ -207,7 +207,7 @@ def test_kraskov_of_labels_against_all_distances():
     z = rng.normal(size=(200, 1)) + labels[:, None]
     with jax.enable_x64(True):
         found = label_information(z, labels, num_classes=3, estimator="kraskov")
-        points = np.asarray(nearest._normal_scores(jnp.asarray(z)))  # one coordinate: a factor changes no neighbours
+        points = np.asarray(nearest._drawn_in(jnp.asarray(z)))  # one coordinate: a factor changes no neighbours
     apart = np.linalg.norm(points[:, None] - points[None], axis=2) + np.diag(np.full(200, np.inf))
     radius = np.sort(np.where(labels[:, None] == labels[None], apart, np.inf), 1)[:, 4]
     sizes = np.bincount(labels)[labels]

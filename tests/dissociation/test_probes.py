@@ -343,6 +343,31 @@ def test_a_common_offset_costs_its_digits_and_no_more(offset):
         np.testing.assert_allclose(fit.probabilities, exact.probabilities, atol=2e-3)
 
 
+@pytest.mark.parametrize("unit", [1e20, 1e-20, 1e30, 1e-30])
+def test_units_do_not_matter_to_the_converged_probe(unit):
+    x, y = make_data(n=80, d=6)
+    plain, scaled = (probes.crossval_softmax_fit(f * x, y, 5) for f in (np.float32(1), np.float32(unit)))
+    assert plain.converged.all()
+    assert scaled.converged.all()
+    np.testing.assert_allclose(scaled.probabilities, plain.probabilities, atol=2e-2)
+    np.testing.assert_allclose(scaled.coefficients * np.float32(unit), plain.coefficients, atol=0.05)
+
+
+@pytest.mark.parametrize(("offset", "number"), [(1e4, 10_000), (1e5, 400), (1e12, 100)])
+def test_a_stable_step_at_an_offset(offset, number):
+    x = (np.random.default_rng(0).normal(size=(number, 6)) + offset).astype(np.float32)
+    np.testing.assert_allclose(probes.stable_step_size(x), 2 / (6 * offset**2 + 1), rtol=1e-3)
+    y = np.eye(2, dtype=np.float32)[np.arange(number) % 2]
+    assert np.isfinite(probes.crossval_gradient_predict(x, y, 2, num_steps=3)).all()
+
+
+@pytest.mark.parametrize("predict", [probes.crossval_softmax_predict, probes.crossval_gradient_predict])
+def test_derivatives_are_refused(predict):
+    x, y = make_data(n=20, d=4)
+    with pytest.raises(TypeError, match="probe, as a function of its features, has no derivative"):
+        jax.grad(lambda x: predict(x, y, 2).sum())(x)
+
+
 @pytest.mark.parametrize("size", [(60, 90, 3), (30, 200, 3), (60, 400, 2)])
 def test_separable_data_converge_with_a_small_penalty(size):
     """Also where the penalty is far below the rounding of the curvature."""

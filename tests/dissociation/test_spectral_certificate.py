@@ -105,6 +105,22 @@ def test_an_all_but_linear_margin_has_the_distance_to_a_plane(curvature):
     np.testing.assert_allclose(found.step, -distance * difference / np.linalg.norm(difference), rtol=1e-5)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_derivatives_in_reverse(seed):
+    """Of radius and step, against finite differences: forms of all signs, for the label's own row has none."""
+    rng = np.random.default_rng(seed)
+    with jax.enable_x64(True):
+        layer = (rng.normal(size=(6, 6)), rng.normal(size=(6, 6)))
+        model = wrap_bilinear(rng.normal(size=(6, 5)), [layer], rng.normal(size=(3, 6)))
+        forms, x = margins(model), jnp.asarray(rng.normal(size=5))
+        label = int(jnp.argmax(model(x)))
+        along = jnp.asarray(rng.normal(size=5))
+        one = lambda v: certified_radius(forms, v, label)  # noqa: E731
+        for part in (lambda v: one(v).radius, lambda v: one(v).step @ along):
+            slope = jax.jit(jax.grad(part))(x) @ along
+            np.testing.assert_allclose(slope, (part(x + 1e-6 * along) - part(x - 1e-6 * along)) / 2e-6, rtol=1e-4)
+
+
 def test_no_rival_and_misclassified():
     # With a constant, 1 + x^2 against 0 never changes sign.
     vectors = jnp.broadcast_to(jnp.eye(2), (2, 2, 2))
