@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.integrate import quad
 from scipy.special import digamma
-from scipy.stats import kstest, norm, rankdata, spearmanr
+from scipy.stats import iqr, kstest, norm, rankdata, spearmanr
 
 from dissociation.metrics.information import nearest
 from dissociation.metrics.information.nearest import (
@@ -386,6 +386,13 @@ def test_normal_scores():
         np.testing.assert_array_equal(rankdata(found, "dense"), rankdata(column, "dense"))
     assert kstest(scores[:, 0], norm.cdf).pvalue > 0.01
     assert abs(spearmanr(np.sort(scores[:, 0])[1:] - np.sort(scores[:, 0])[:-1], np.arange(999))[0]) < 0.1
+
+
+def test_tails_are_drawn_in_beyond_three_robust_deviations():
+    points = np.random.default_rng(0).standard_t(2, size=(500, 2)).astype(np.float32) * [1.0, 50.0] + [3.0, 0.0]
+    drawn = np.asarray(nearest._drawn_in(jnp.asarray(points, jnp.float32)))
+    wanted = (points - np.median(points, 0)) / iqr(points, axis=0, scale="normal")
+    np.testing.assert_allclose(3 * np.sinh(drawn), wanted, rtol=1e-3, atol=1e-3)
 
 
 def test_what_is_not_to_be_trusted_has_no_derivative():
