@@ -38,6 +38,7 @@ INTERNAL = {
     "dissociation.training.run": "the host's part of `fit`",
     "dissociation.metrics.softmax_solver": "the solver within the probes",
     "dissociation.keys": "takes a name alone",
+    "dissociation.metrics.probes.warn_unstable": "a warning",
     "dissociation.models.layers.as_example": "a check",
     "dissociation.files": "how files are written",
     "dissociation.interrupts": "how the command line hears signals",

@@ -196,7 +196,8 @@ def crossval_gradient_predict(
         y: One-hot labels.
         num_splits: Folds, as in `crossval_softmax_predict`.
         num_steps: Steps; traced.
-        step_size: Step in units of the mean loss, shared by the folds; traced. Default 1 / L of each fold.
+        step_size: Step in units of the mean loss, shared by the folds; traced. Default 1 / L of each fold. Above 2 / L
+            of all samples a `RuntimeWarning` says so, unless the call is traced.
         folds: How samples are shared out, one of `FOLDS`.
         key: Shuffles the samples before they are shared out.
         num_samples: Uses the first `num_samples` samples only; later rows of the result are zero.
@@ -216,6 +217,7 @@ def crossval_gradient_predict(
         step_size = 0.0  # the solver's sign for "of each fold"
     else:
         check_positive("step_size", step_size)
+        warn_unstable(x, count, step_size)
     if not is_traced(num_steps) and int(num_steps) < 0:
         fail("num_steps", "be at least 0", num_steps)
     steps = jnp.asarray(num_steps, jnp.int32)
@@ -240,6 +242,20 @@ def stable_step_size(x: Float[Array | np.ndarray, "n d"]) -> Float[Array, ""]:
     array = jnp.asarray(x)
     ones = jnp.ones((array.shape[0], 1), array.dtype)
     return 2.0 * array.shape[0] / largest_eigenvalue(jnp.concatenate([array, ones], 1))
+
+
+def warn_unstable(x: Array, count: Count, step_size: Scalar) -> None:
+    """Warns if steps of this size on the first `count` samples are above what is known to be stable."""
+    if is_traced(x) or is_traced(count) or is_traced(step_size):
+        return
+    limit = 2 * float(stable_step_size(x[: int(count)]))
+    if float(step_size) > limit:
+        warnings.warn(
+            f"`step_size` ({float(step_size):.3g}) is above the stable {limit:.3g}: the loss may rise, and"
+            " the probe says little about `x`.",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 def _prepare(

@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from dissociation.checks import check_choice, check_count, check_ndim, fail, is_traced
-from dissociation.metrics.probes import crossval_gradient_predict, crossval_softmax_predict
+from dissociation.metrics.probes import crossval_gradient_predict, crossval_softmax_predict, warn_unstable
 from dissociation.types import Count, OneHot, PRNGKey, Scalar
 from dissociation.validation import validated
 
@@ -106,6 +106,8 @@ def transfer_errors(
     if not counts:
         fail("fractions", "name at least one budget", fractions)
     features = jnp.asarray(features)
+    if probe == "gradient" and step_size is not None:
+        warn_unstable(features, size, step_size)
     if key is not None:
         order = jax.random.permutation(key, size)
         features, labels = features[order], jnp.asarray(labels)[order]

@@ -13,6 +13,7 @@ from sklearn.model_selection import StratifiedKFold as KFoldByClass
 from threadpoolctl import threadpool_limits
 
 from dissociation.metrics import probes, softmax_solver
+from dissociation.metrics.transfer import transfer_errors
 
 RTOL = 1e-4  # promised agreement of losses
 
@@ -468,7 +469,20 @@ def test_gradient_probe_is_stable_at_its_step_and_not_far_above():
     falling = [loss(steps, None) for steps in (0, 1, 20, 200)]
     assert falling == sorted(falling, reverse=True)
     np.testing.assert_allclose(falling[0], np.log(3), rtol=1e-5)
-    assert loss(200, 30 * step) > falling[-1]
+    with pytest.warns(RuntimeWarning, match="is above the stable"):
+        assert loss(200, 30 * step) > falling[-1]
+
+
+def test_steps_above_the_stable_one_are_told():
+    x, y = make_data(40, 6, 3)
+    limit = 2 * float(probes.stable_step_size(x))
+    probes.crossval_gradient_predict(x, y, 4, num_steps=2, step_size=0.99 * limit)
+    for call in (
+        probes.crossval_gradient_predict,
+        lambda x, y, n, **o: transfer_errors(x, y, key=None, probe="gradient", num_splits=n, fractions=(1.0,), **o),
+    ):
+        with pytest.warns(RuntimeWarning, match="is above the stable"):
+            call(x, y, 4, num_steps=2, step_size=1.01 * limit)
 
 
 def test_what_a_limited_learner_sees_of_a_common_factor():
