@@ -105,11 +105,13 @@ def fit(
         shown: Names of observed numbers, one per member each, for progress to show beside the loss; default: six.
         log: `log(step, records)` on the host at the steps of `observe_at`; `records["loss"]` is each member's mean
             loss since the last record ([members], NaN at the start), `records["observed"]` the observation with
-            members first. Returning True stops the run.
+            members first. Returning True (or NumPy's or JAX's form of it)
+            stops the run.
         checkpoint: A file. If it exists the run goes on from it, and the outcome equals the uninterrupted one bit
             for bit; it is written as the run goes on, on an interrupt, and at the end. It goes on from the same data,
             models, hyperparameters and key, under the same loss, optimiser and observation; devices, mapping, and the
-            number of steps may be others: a finished run is extended by more of them.
+            number of steps may be others: a finished run is extended by more of them. One that `log` stopped stays
+            stopped, unless there is no `log` any more, or no observation at that step. One call at a time has it.
         checkpoint_seconds: The least time between two writes.
         same_program: Take the checkpoint's loss, optimiser and observation for the same, though they are not traced to
             the same operations, as after an update of JAX.

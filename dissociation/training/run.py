@@ -106,6 +106,7 @@ class Run:
         self.observations: list[Any] = []
         self.diverged_at = np.full(num_members, -1)
         self.block, self.order = -1, None
+        self.stopped = False
         self.chunk, self.saved_at, self.recorded_at = 1, time.perf_counter(), 0
         self.began, self.earlier_seconds = time.perf_counter(), 0.0
 
@@ -122,15 +123,16 @@ class Run:
         shown: Sequence[str] | None,
     ) -> None:
         """Alternates between chunks of steps and records, until `total` steps are done or `log` returns True."""
-        stopped, described = False, ""
+        described = ""
+        self.stopped = self.stopped and log is not None and self.step in self.observed_at
         try:
             while True:
                 if self.step in times and self.step not in self.observed_at:
                     records = self.observe()
                     described = _describe(records, shown)
-                    stopped = log is not None and log(self.step, records) is True
+                    self.stopped = log is not None and _is_true(log(self.step, records))
                 meter.advance(self.step, described)
-                if stopped or self.step == total:
+                if self.stopped or self.step == total:
                     break
                 later = times[times > self.step]
                 with _interrupts_later():
@@ -209,6 +211,7 @@ class Run:
             "step": self.step,
             "seconds": self.seconds(),
             "observed_at": self.observed_at,
+            "stopped": self.stopped,
         }
         state = sharding.drop_padding(self.state, self.num_members)  # the number of devices may change
         checkpoints.save(self.path, (state, *self.history()), header)
@@ -241,6 +244,7 @@ class Run:
         if (mesh := self.program.mesh) is not None:
             self.state = sharding.place_members(sharding.pad_members(self.state, mesh.size), mesh)
         self.losses, self.earlier_seconds = [history.loss], header["seconds"]
+        self.stopped = header.get("stopped", False)
         kept = [index for index, time in enumerate(recorded) if time in times]
         self.observed_at = [recorded[index] for index in kept]
         self.observations = [jax.tree.map(lambda leaf, i=i: leaf[:, i], history.observed) for i in kept]
@@ -272,6 +276,11 @@ class Run:
             self.diverged_at[member] = self.step + column
             message = f"member {member}: the loss became {losses[member, column]} at step {self.step + column}"
             warnings.warn(f"{message}; the other members go on.", RuntimeWarning, stacklevel=5)
+
+
+def _is_true(answer: Any) -> bool:
+    """Whether it is True, or NumPy's or JAX's form of it; None and all that is no truth value is not."""
+    return bool(getattr(answer, "dtype", type(answer)) == bool and np.size(answer) == 1 and np.all(answer))
 
 
 @contextmanager

@@ -260,6 +260,39 @@ def test_log_gets_records_and_can_stop(key):
     np.testing.assert_allclose(seen[2][1]["observed"], np.asarray(run.models.weight).sum((1, 2)), rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("answer", "stops"),
+    [(True, True), (np.True_, True), (jnp.array(True), True), (np.array([True]), True), (np.False_, False)]
+    + [(None, False), (1, False), ("True", False), (np.ones(2, bool), False), (jnp.array(1), False)],
+)
+def test_any_form_of_true_stops_and_nothing_else_does(key, answer, stops):
+    options = {"num_steps": 4, "batch_size": None, "key": key, "observe_at": [0, 2], "log": lambda *_: answer}
+    result = fit(linear_members(key), squared_error, regression(key), optax.sgd(0.1), **options)
+    assert result.num_steps == (0 if stops else 4)
+
+
+def test_a_run_that_log_stopped_stays_stopped(key, tmp_path):
+    seen = []
+
+    def log(step, records):
+        seen.append(step)
+        return np.bool_(step >= 6)
+
+    def run(**changes):
+        options = {"num_steps": 12, "batch_size": 4, "key": key, "observe_at": range(0, 13, 3), "log": log}
+        options |= {"checkpoint": tmp_path / "run"} | changes
+        return fit(linear_members(key), squared_error, regression(key), optax.sgd(0.1), **options)
+
+    first, again = run(), run()
+    assert first.num_steps == again.num_steps == 6 and seen == [0, 3, 6]
+    np.testing.assert_array_equal(weights(first), weights(again))
+    np.testing.assert_array_equal(first.history.loss, again.history.loss)
+    assert run(num_steps=30, observe_at=range(0, 31, 3)).num_steps == 6
+    assert run(observe_at=[0, 9, 12]).num_steps == 9  # not asked at step 6
+    whole = run(log=None, observe_at=None)
+    np.testing.assert_array_equal(weights(whole), weights(run(log=None, observe_at=None, checkpoint=None)))
+
+
 @pytest.mark.parametrize("member_map", ["scan", "vmap"])
 def test_a_diverging_member_is_named_and_poisons_no_other(key, member_map):
     models, data = linear_members(key), regression(key)
