@@ -6,6 +6,8 @@ A reader finds the old file or the new one, never half of one; a write that fail
 import os
 import re
 import secrets
+import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -52,6 +54,35 @@ def write_bytes(path: str | os.PathLike[str], contents: bytes) -> None:
     """Writes a whole file, see `replacing`."""
     with replacing(path) as file:
         file.write(contents)
+
+
+@contextmanager
+def locked(lock: str | os.PathLike[str], subject: object) -> Iterator[None]:
+    """Holds `subject` for one process by a file `lock`, which is made if need be; the lock ends with the block.
+
+    Raises:
+        BlockingIOError: If another process, or this one, holds it; the message says which.
+        OSError: If the file cannot be made or written to.
+    """
+    import fcntl  # where there is none, all but locks can still be used
+
+    path = Path(lock)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+            message = f"{subject} is in use by {holder}. Wait for it to end, or stop it."
+            raise BlockingIOError(message) from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
+        file.flush()
+        try:
+            yield
+        finally:
+            file.truncate(0)
 
 
 def sweep(folder: str | os.PathLike[str]) -> None:

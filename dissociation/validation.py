@@ -28,7 +28,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from dissociation.checks import check_finite, fail, fail_kind, is_traced
-from dissociation.conversion import as_array, as_classes, as_key, as_numbers, as_one_hot, describe, kind_words
+from dissociation.conversion import (
+    as_array,
+    as_classes,
+    as_key,
+    as_numbers,
+    as_one_hot,
+    check_fits,
+    describe,
+    kind_words,
+)
 from dissociation.types import Labels
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -145,7 +154,7 @@ class _Rule:
     """What one parameter takes."""
 
     optional: bool = False
-    key: _Axes | None = None
+    keys: frozenset[bool] = frozenset()  # one, or one per member
     arrays: tuple[_Kind, ...] = ()
     labels: Labels | None = None
     numbers: tuple[type, ...] = ()  # Python's own: bool, int, float, complex
@@ -165,8 +174,8 @@ class _Rule:
             return value
         if self.choices:
             return self._admit_choice(name, value)
-        if self.key is not None:
-            return as_key(name, value, stacked=self.key.names != ())
+        if self.keys:
+            return as_key(name, value, stacked=next(iter(self.keys)) if len(self.keys) == 1 else None)
         if self.labels is not None:
             return self._admit_labels(name, value, bound, may_be_empty)
         if self.numbers and self._is_number(value):
@@ -266,6 +275,7 @@ def _placed(name: str, array: Any, kind: _Kind) -> Any:
         if is_traced(array):
             fail_kind(name, "be known: it is worked on by the host", "a traced value")
         return np.asarray(array)
+    check_fits(name, array)
     return jnp.asarray(array) if kind.on_device else array
 
 
@@ -283,7 +293,7 @@ def _rule(hint: Any) -> _Rule | None:
             arrays = [kind._replace(**{place: False}) for kind in arrays]
     return _Rule(
         optional="optional" in found,
-        key=next(iter(found["key"]), None),
+        keys=frozenset(axes.names != () for axes in found["key"]),
         arrays=tuple(arrays),
         labels=next(iter(found["labels"]), None),
         numbers=tuple(found["numbers"]),

@@ -96,6 +96,8 @@ class Run:
         identity: dict[str, Any] | None,
         checkpoint_seconds: float,
     ):
+        if not checkpoint_seconds >= 0:
+            checks.fail("checkpoint_seconds", "be at least 0", checkpoint_seconds)
         self.program, self.gradient, self.batches, self.num_members = program, gradient, batches, num_members
         self.path = None if checkpoint is None else Path(checkpoint)
         self.identity, self.checkpoint_seconds = identity, checkpoint_seconds
@@ -280,7 +282,9 @@ class Run:
 
 def _is_true(answer: Any) -> bool:
     """Whether it is True, or NumPy's or JAX's form of it; None and all that is no truth value is not."""
-    return bool(getattr(answer, "dtype", type(answer)) == bool and np.size(answer) == 1 and np.all(answer))
+    return bool(
+        getattr(answer, "dtype", type(answer)) in (bool, np.dtype(bool)) and np.size(answer) == 1 and np.all(answer)
+    )
 
 
 @contextmanager
@@ -300,12 +304,24 @@ def _interrupts_later() -> Iterator[None]:
         handler(*heard[0])
 
 
+def check_shown(shown: Sequence[str] | None, observe: Traced | None) -> None:
+    """Raises unless `shown` names numbers that `observe` gives, one per member."""
+    found: dict[str, Any] = {}
+    if observe is not None:
+        found["observed"] = observe.code.out_tree.unflatten([var.aval for var in observe.code.jaxpr.outvars])
+    names = ["loss", *(name.removeprefix("observed.") for name, leaf in _named(found) if leaf.ndim == 0)]
+    for name in shown or ():
+        checks.check_choice("shown", name, names)
+
+
+def _named(tree: Any) -> list[tuple[str, Any]]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in leaves]
+
+
 def _describe(records: dict[str, Any], shown: Sequence[str] | None) -> str:
     """Mean and standard deviation over members of the loss and of some of the numbers observed, in a line."""
-    leaves = jax.tree_util.tree_leaves_with_path(records)
-    scalars = [
-        (jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in leaves if leaf.ndim == 1
-    ]
+    scalars = [(name, leaf) for name, leaf in _named(records) if leaf.ndim == 1]
     known = {name.removeprefix("observed."): leaf[np.isfinite(leaf)].astype(np.float64) for name, leaf in scalars}
     others = [name for name in known if name != "loss"]
     names = ["loss", *(others[:MAX_DESCRIBED] if shown is None else [name for name in shown if name in others])]
