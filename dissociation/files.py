@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TextIO
 
 _SCRATCH = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 
@@ -58,31 +58,40 @@ def write_bytes(path: str | os.PathLike[str], contents: bytes) -> None:
 
 @contextmanager
 def locked(lock: str | os.PathLike[str], subject: object) -> Iterator[None]:
-    """Holds `subject` for one process by a file `lock`, which is made if need be; the lock ends with the block.
+    """Holds `subject` for one process by a file `lock`, which is there as long as the block, or as the process.
 
     Raises:
         BlockingIOError: If another process, or this one, holds it; the message says which.
         OSError: If the file cannot be made or written to.
     """
-    import fcntl  # where there is none, all but locks can still be used
-
     path = Path(lock)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            holder = file.read().strip() or "another process"
-            message = f"{subject} is in use by {holder}. Wait for it to end, or stop it."
-            raise BlockingIOError(message) from None
+    with _lock_file(path, subject) as file:
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
         file.flush()
         try:
             yield
         finally:
-            file.truncate(0)
+            path.unlink(missing_ok=True)
+
+
+def _lock_file(path: Path, subject: object) -> TextIO:
+    import fcntl  # where there is none, all but locks can still be used
+
+    while True:
+        file = open(path, "a+")  # noqa: SIM115
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+                    return file
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+            file.close()
+            raise BlockingIOError(f"{subject} is in use by {holder}. Wait for it to end, or stop it.") from None
+        file.close()  # its last holder removed it meanwhile
 
 
 def sweep(folder: str | os.PathLike[str]) -> None:
