@@ -21,7 +21,7 @@ import inspect
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, overload
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn, TypeVar, Union, overload
 
 import jax
 import jax.numpy as jnp
@@ -184,7 +184,13 @@ class _Rule:
             return self._admit_array(name, value, bound, may_be_empty)
         if self.sequence:
             return self._admit_sequence(name, value, may_be_empty)
-        return fail_kind(name, f"be {self._words()}", describe(value))
+        return self._refuse(name, value)
+
+    def _refuse(self, name: str, value: Any) -> NoReturn:
+        if type(value).__name__ in {kind.__name__ for kind in self.instances}:  # of another library
+            wanted = " or ".join(f"of type {_full_name(kind)}" for kind in self.instances)
+            fail_kind(name, f"be {wanted}", f"an object of type {_full_name(type(value))}")
+        fail_kind(name, f"be {self._words()}", describe(value))
 
     def _admit_choice(self, name: str, value: Any) -> Any:
         if not any(value is choice or (type(value) is type(choice) and value == choice) for choice in self.choices):
@@ -268,6 +274,11 @@ class _Rule:
             labels = as_classes(name, value, may_be_empty=may_be_empty)
         self.arrays[0].axes.check(name, labels.shape, bound)
         return labels
+
+
+def _full_name(kind: type) -> str:
+    """Where users import a class from: modules whose names begin with _ are left out."""
+    return ".".join([*(part for part in kind.__module__.split(".") if not part.startswith("_")), kind.__name__])
 
 
 def _placed(name: str, array: Any, kind: _Kind) -> Any:
