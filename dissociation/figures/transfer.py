@@ -279,7 +279,7 @@ def draw(results: Results) -> Figure:
     first, last = results.budgets[-1] / 10, results.budgets[-1]
     ticks = [tick for tick in (first, 2 * first, 5 * first, last) if tick >= results.budgets[0]]
     columns = len(results.config.probes)
-    dots = {"marker": "."} if len(results.budgets) == 1 else {}
+    dots: dict[str, Any] = {"marker": "."} if len(results.budgets) == 1 else {}
     with plotting.house_style():
         figure, axes = plt.subplots(2, columns, figsize=(1.62 * columns, 2.4), sharex=True, sharey="row", squeeze=False)
         for row, (task, title) in zip(axes, TASKS.items(), strict=True):

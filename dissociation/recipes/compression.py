@@ -29,7 +29,7 @@ class Autoencoder(eqx.Module):
         return self.decoder(self.encoder(image.reshape(28, 28))).reshape(-1)
 
 
-@validated
+@validated(finite=("images",))
 def train_compression(
     images: Images, code: int = 4, *, key: PRNGKey, num_epochs: int = 10, batch_size: int = 100, **options: Any
 ) -> Autoencoder:

@@ -318,7 +318,7 @@ def _check_optimizer(optimizer: Any, hyperparams: Any) -> None:
         )
 
 
-def _split_key(key: Array, num_members: int, shared_batches: bool) -> tuple[Array, Array, Array]:
+def _split_key(key: Any, num_members: int, shared_batches: bool) -> tuple[Array, Array, Array]:
     """Keys of the order of the data (one, or one per member), of every member's losses and of its observations."""
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.wrap_key_data(key)
