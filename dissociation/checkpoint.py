@@ -91,6 +91,8 @@ def restore(path: str | os.PathLike[str], like: Any) -> Any:
         if len(blob) != entry["bytes"] or zlib.crc32(blob) != entry["crc32"]:
             raise RefusedFile(f"{path} is damaged at the leaf {entry['path']}: its checksum does not fit. {_ADVICE}")
         values[entry["path"]] = _decode(entry, blob, wanted[entry["path"]], path)
+    if offset != len(contents):
+        raise RefusedFile(f"{path} is damaged: {len(contents) - offset} bytes follow its last leaf. {_ADVICE}")
     return jax.tree_util.tree_map_with_path(lambda p, leaf: values.get(jax.tree_util.keystr(p), leaf), like)
 
 

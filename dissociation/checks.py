@@ -127,6 +127,30 @@ def _is_finite(array: ArrayLike) -> bool:
         return bool(np.isfinite(array.sum())) or bool(np.isfinite(array).all())
 
 
+def check_model(name: str, model: Any, example: Any) -> jax.ShapeDtypeStruct:
+    """The shape and dtype of what `model` makes of one example.
+
+    Raises:
+        TypeError: If it takes no example of that shape, or gives anything but one array of real numbers.
+        ValueError: If that is empty, or the model itself says in a sentence of the toolkit what it wants.
+    """
+    wanted = f"take one example of shape {np.shape(example)}"
+    try:
+        found = jax.eval_shape(model, jax.ShapeDtypeStruct(np.shape(example), example.dtype))
+    except WrongValue:
+        raise
+    except (TypeError, ValueError) as error:
+        first = str(error).strip().partition("\n")[0].rstrip(".")
+        raise TypeError(f"`{name}` must {wanted} (a single model, no stacked ones), got an error: {first}.") from error
+    if not isinstance(found, jax.ShapeDtypeStruct):
+        fail_kind(name, "give one array", f"{jax.tree.structure(found)}")
+    if jnp.issubdtype(found.dtype, jnp.complexfloating):
+        fail_kind(name, "give real numbers", f"dtype {found.dtype}")
+    if 0 in found.shape:
+        fail(name, "give outputs that are not empty", f"shape {found.shape}")
+    return found
+
+
 def check_same_length(first: str, length: int, second: str, other: int, meaning: str = "samples") -> None:
     """Raises unless two arguments agree in their number of `meaning`."""
     if length != other:

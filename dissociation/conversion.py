@@ -109,6 +109,20 @@ def as_numbers(name: str, array: Any, numbers: frozenset[str]) -> Any:
     return fail_kind(name, f"hold {kind_words(numbers)}", f"dtype {dtype}", advice)
 
 
+def check_fits(name: str, array: Any) -> None:
+    """Raises if an array's integers are beyond those that JAX keeps, as 64 bits are where only 32 are enabled."""
+    if is_traced(array) or number_kind(array.dtype) != "int" or not array.size:
+        return
+    kept = jax.dtypes.canonicalize_dtype(array.dtype)
+    if kept == array.dtype:
+        return
+    limits = np.iinfo(kept)
+    for extreme in (array.min(), array.max()):
+        if not limits.min <= extreme <= limits.max:
+            advice = "Larger ones need jax.config.update('jax_enable_x64', True)"
+            fail(name, f"hold integers from {limits.min} to {limits.max}", extreme, advice)
+
+
 def kind_words(numbers: frozenset[str]) -> str:
     """What numbers of these kinds are called."""
     if "float" in numbers:
@@ -116,8 +130,10 @@ def kind_words(numbers: frozenset[str]) -> str:
     return "truth values" if numbers == {"bool"} else "integers"
 
 
-def as_key(name: str, value: Any, stacked: bool = False) -> Any:
+def as_key(name: str, value: Any, stacked: bool | None = False) -> Any:
     """A random key, or with `stacked` one per member: typed (`jax.random.key`) or raw (`jax.random.PRNGKey`).
+
+    With None it may be either.
 
     Raises:
         TypeError: If it is none.
@@ -133,7 +149,7 @@ def as_key(name: str, value: Any, stacked: bool = False) -> Any:
         value, shape = jnp.asarray(value), value.shape[:-1]
     else:
         fail_kind(name, wanted, describe(value))
-    if len(shape) != stacked:
+    if len(shape) not in ((0, 1) if stacked is None else (stacked,)):
         fail(name, wanted, f"keys of shape {shape}", "" if stacked else "Map over keys by `jax.vmap`")
     return value
 
@@ -195,6 +211,7 @@ def _checked_labels(name: str, labels: Any, soft: bool = False, may_be_empty: bo
         labels = labels.astype(int) if labels.dtype == np.bool_ else labels
         if not is_traced(labels) and labels.size and int(np.min(labels)) < 0:
             fail(name, "be integers from 0", int(np.min(labels)))
+        check_fits(name, labels)
         return labels
     labels = as_numbers(name, labels, frozenset({"int", "float"}))
     if not is_traced(labels):

@@ -6,10 +6,12 @@ A reader finds the old file or the new one, never half of one; a write that fail
 import os
 import re
 import secrets
+import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TextIO
 
 _SCRATCH = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 
@@ -52,6 +54,44 @@ def write_bytes(path: str | os.PathLike[str], contents: bytes) -> None:
     """Writes a whole file, see `replacing`."""
     with replacing(path) as file:
         file.write(contents)
+
+
+@contextmanager
+def locked(lock: str | os.PathLike[str], subject: object) -> Iterator[None]:
+    """Holds `subject` for one process by a file `lock`, which is there as long as the block, or as the process.
+
+    Raises:
+        BlockingIOError: If another process, or this one, holds it; the message says which.
+        OSError: If the file cannot be made or written to.
+    """
+    path = Path(lock)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _lock_file(path, subject) as file:
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
+        file.flush()
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _lock_file(path: Path, subject: object) -> TextIO:
+    import fcntl  # where there is none, all but locks can still be used
+
+    while True:
+        file = open(path, "a+")  # noqa: SIM115
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+                    return file
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+            file.close()
+            raise BlockingIOError(f"{subject} is in use by {holder}. Wait for it to end, or stop it.") from None
+        file.close()  # its last holder removed it meanwhile
 
 
 def sweep(folder: str | os.PathLike[str]) -> None:

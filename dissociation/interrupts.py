@@ -6,6 +6,7 @@ deaf for as long as it runs, and an exception can be lost in a callback. That is
 replaced as a whole. This module imports no more than the standard library, so that it is there first.
 """
 
+import contextlib
 import os
 import signal
 import socket
@@ -63,7 +64,16 @@ def heard() -> bool:
 
 
 def end() -> None:
-    """From now on signals end the process as they do by default: there is nothing left to save."""
+    """From now on signals end the process as they do by default: there is nothing left to save.
+
+    After an interrupt the process ends here: a compiler's threads may still run, and taking the interpreter down under
+    them is no end that a program survives.
+    """
+    if _heard:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status())
     signal.set_wakeup_fd(-1)
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)

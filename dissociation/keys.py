@@ -3,6 +3,7 @@
 import hashlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Key
 
@@ -23,4 +24,4 @@ def named_key(name: str) -> Key[Array, ""]:
         True
     """
     words = np.frombuffer(hashlib.sha256(name.encode()).digest()[:8], ">u4").astype(np.uint32)
-    return jax.random.wrap_key_data(words | np.array([1, 0], np.uint32), impl="threefry2x32")
+    return jax.random.wrap_key_data(jnp.asarray(words | np.array([1, 0], np.uint32)), impl="threefry2x32")

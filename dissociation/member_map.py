@@ -16,6 +16,33 @@ MEMBER_MAPS = ("vmap", "scan", "unroll")
 
 
 @validated
+def member(models: Any, index: int) -> Any:
+    """One of stacked members.
+
+    Args:
+        models: A PyTree whose array leaves carry members first; other leaves belong to all.
+        index: Which one; counted from the end if negative.
+
+    Returns:
+        The PyTree with every array at `index`.
+
+    Raises:
+        ValueError: If there is none of this index, or the arrays do not agree in their number of members.
+
+    Example:
+        >>> member({"weight": jnp.arange(6.0).reshape(3, 2), "name": "a"}, -1)
+        {'name': 'a', 'weight': Array([4., 5.], dtype=float32)}
+    """
+    counts = {leaf.shape[:1] for leaf in jax.tree.leaves(models) if hasattr(leaf, "shape")}
+    if len(counts) != 1 or counts == {()}:
+        checks.fail("models", "hold arrays that agree in a leading axis", f"leading axes {sorted(counts)}")
+    ((count,),) = counts
+    if not -count <= index < count:
+        checks.fail("index", f"lie from {-count} to {count - 1}", index)
+    return jax.tree.map(lambda leaf: leaf[index] if hasattr(leaf, "shape") else leaf, models)
+
+
+@validated
 def map_members(
     function: Callable[[Any, Any], Any],
     shared: Any,

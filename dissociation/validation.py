@@ -21,14 +21,23 @@ import inspect
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, overload
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn, TypeVar, Union, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from dissociation.checks import check_finite, fail, fail_kind, is_traced
-from dissociation.conversion import as_array, as_classes, as_key, as_numbers, as_one_hot, describe, kind_words
+from dissociation.conversion import (
+    as_array,
+    as_classes,
+    as_key,
+    as_numbers,
+    as_one_hot,
+    check_fits,
+    describe,
+    kind_words,
+)
 from dissociation.types import Labels
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -145,7 +154,7 @@ class _Rule:
     """What one parameter takes."""
 
     optional: bool = False
-    key: _Axes | None = None
+    keys: frozenset[bool] = frozenset()  # one, or one per member
     arrays: tuple[_Kind, ...] = ()
     labels: Labels | None = None
     numbers: tuple[type, ...] = ()  # Python's own: bool, int, float, complex
@@ -165,8 +174,8 @@ class _Rule:
             return value
         if self.choices:
             return self._admit_choice(name, value)
-        if self.key is not None:
-            return as_key(name, value, stacked=self.key.names != ())
+        if self.keys:
+            return as_key(name, value, stacked=next(iter(self.keys)) if len(self.keys) == 1 else None)
         if self.labels is not None:
             return self._admit_labels(name, value, bound, may_be_empty)
         if self.numbers and self._is_number(value):
@@ -175,7 +184,13 @@ class _Rule:
             return self._admit_array(name, value, bound, may_be_empty)
         if self.sequence:
             return self._admit_sequence(name, value, may_be_empty)
-        return fail_kind(name, f"be {self._words()}", describe(value))
+        return self._refuse(name, value)
+
+    def _refuse(self, name: str, value: Any) -> NoReturn:
+        if type(value).__name__ in {kind.__name__ for kind in self.instances}:  # of another library
+            wanted = " or ".join(f"of type {_full_name(kind)}" for kind in self.instances)
+            fail_kind(name, f"be {wanted}", f"an object of type {_full_name(type(value))}")
+        fail_kind(name, f"be {self._words()}", describe(value))
 
     def _admit_choice(self, name: str, value: Any) -> Any:
         if not any(value is choice or (type(value) is type(choice) and value == choice) for choice in self.choices):
@@ -261,11 +276,17 @@ class _Rule:
         return labels
 
 
+def _full_name(kind: type) -> str:
+    """Where users import a class from: modules whose names begin with _ are left out."""
+    return ".".join([*(part for part in kind.__module__.split(".") if not part.startswith("_")), kind.__name__])
+
+
 def _placed(name: str, array: Any, kind: _Kind) -> Any:
     if kind.on_host:
         if is_traced(array):
             fail_kind(name, "be known: it is worked on by the host", "a traced value")
         return np.asarray(array)
+    check_fits(name, array)
     return jnp.asarray(array) if kind.on_device else array
 
 
@@ -283,7 +304,7 @@ def _rule(hint: Any) -> _Rule | None:
             arrays = [kind._replace(**{place: False}) for kind in arrays]
     return _Rule(
         optional="optional" in found,
-        key=next(iter(found["key"]), None),
+        keys=frozenset(axes.names != () for axes in found["key"]),
         arrays=tuple(arrays),
         labels=next(iter(found["labels"]), None),
         numbers=tuple(found["numbers"]),

@@ -162,7 +162,7 @@ def arrays_of(function, call):
     """Names of the arguments that are arrays, and no keys."""
     given = {name: value for name, value in call.items() if isinstance(value, np.ndarray | jax.Array) and value.ndim}
     rules = {name: rule_of(function, name) for name in given}
-    return [name for name, rule in rules.items() if rule is not None and rule.key is None]
+    return [name for name, rule in rules.items() if rule is not None and not rule.keys]
 
 
 def bad_arrays(rule, x):
@@ -205,7 +205,7 @@ def bad_values(rule, value):
         bad["text"] = "three"
     if not rule.function:
         bad["a function"] = np.sum
-    if rule.key is not None:
+    if rule.keys:
         return bad | {"an integer": 3, "a float": 0.5, "keys": jax.random.split(jax.random.key(0), (2, 2))}
     if rule.labels is not None:
         floats = np.linspace(0, 1, len(np.asarray(value)))

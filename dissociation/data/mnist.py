@@ -142,11 +142,12 @@ def _find(name: str, folder: str | os.PathLike[str] | None) -> Path:
     asked, place = (
         ("folder", folder) if folder is not None else (ENVIRONMENT_VARIABLE, os.environ.get(ENVIRONMENT_VARIABLE))
     )
-    if not place:
+    if place is None:
         return _in_folders(name, [cache_folder()]) or _download(name)
-    found = _in_folders(name, [Path(place), Path(place) / "mnist"])
+    found = _in_folders(name, [Path(place), Path(place) / "mnist"]) if os.fspath(place) else None
     if found is None:
         got = f"{place} without either" if Path(place).is_dir() else f"{place}, which is no folder"
+        got = got if os.fspath(place) else "an empty name"
         advice = "" if folder is not None else " Unset it to have MNIST downloaded."
         raise FileNotFoundError(f"`{asked}` must hold {name} or {name}.gz, got {got}.{advice}")
     return found

@@ -9,7 +9,7 @@ from typing import Annotated
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Num
+from jaxtyping import Array, Float, Real
 
 from dissociation.checks import check_count, fail
 from dissociation.types import Labels, PRNGKey
@@ -49,7 +49,7 @@ COARSE_CLASSES = tuple(sorted({least_prime_factor(digit) for digit in range(10)}
 """What the columns of coarse-grained labels stand for: 0, 1, 2, 3, 5, 7."""
 
 
-def _side(images: Num[Array, "n ..."]) -> int:
+def _side(images: Real[Array, "n ..."]) -> int:
     """The side of square images, flat or not."""
     shape = images.shape
     if len(shape) == 3 and shape[1] == shape[2]:
@@ -61,8 +61,8 @@ def _side(images: Num[Array, "n ..."]) -> int:
 
 @validated
 def rotated_quarters(
-    images: Num[Array | np.ndarray, "n *image"], *, key: PRNGKey
-) -> tuple[Num[Array, "n *image"], Float[Array, "n 4"]]:
+    images: Real[Array | np.ndarray, "n *image"], *, key: PRNGKey
+) -> tuple[Real[Array, "n *image"], Float[Array, "n 4"]]:
     """Turns a random quarter of the images by 0, 90, 180 and 270 degrees each: the task is to tell the turn.
 
     The images are permuted, cut into four quarters, turned counter-clockwise (row 0 is the top), and permuted
@@ -117,11 +117,11 @@ def coarse_labels(labels: Digits) -> Float[Array, "n 6"]:
 
 @validated
 def coarse_grained(
-    images: Num[Array | np.ndarray, "n *image"],
+    images: Real[Array | np.ndarray, "n *image"],
     labels: Digits,
     *,
     key: PRNGKey | None = None,
-) -> tuple[Num[Array, "n *image"], Float[Array, "n 6"]]:
+) -> tuple[Real[Array, "n *image"], Float[Array, "n 6"]]:
     """The digits under coarser labels: the least prime factor of the digit, 0 and 1 kept.
 
     Args:

@@ -17,6 +17,7 @@ from dissociation.metrics.robustness import error_rate
 from dissociation.progress import MeterFactory
 from dissociation.schedule import steps_per_epoch
 from dissociation.training import FitResult, fit
+from dissociation.types import PRNGKey
 from dissociation.validation import validated
 
 __all__ = ["fit_mnist", "fresh_networks", "mnist_data", "train_mnist"]
@@ -31,7 +32,7 @@ def train_mnist(
     *,
     num_epochs: int = 30,
     num_seeds: int = 10,
-    key: Array | None = None,
+    key: PRNGKey | None = None,
     dataset: str | Dataset = "mnist",
     width: int = 1024,
     progress: str | MeterFactory | None = "auto",
@@ -63,7 +64,7 @@ def fit_mnist(
     *,
     num_epochs: int = 30,
     num_seeds: int = 10,
-    key: Array | None = None,
+    key: PRNGKey | None = None,
     dataset: str | Dataset = "mnist",
     width: int = 1024,
     progress: str | MeterFactory | None = "auto",
@@ -95,6 +96,7 @@ def fit_mnist(
     key = jax.random.PRNGKey(DEFAULT_SEED) if key is None else key
     data = load(dataset) if isinstance(dataset, str) else dataset
     count = check_count("num_seeds", num_seeds, minimum=1)
+    check_count("width", width, minimum=1)
     keys = jax.random.split(key, count + 1)
     models = _networks(keys[:count], data.train_images.shape[1], data.train_labels.shape[1], width)
     batch_size = min(BATCH_SIZE, len(data.train_images))
@@ -116,7 +118,7 @@ def fit_mnist(
 
 @validated
 def fresh_networks(
-    num_seeds: int, *, key: Array, num_inputs: int = 784, num_classes: int = 10, width: int = 1024
+    num_seeds: int, *, key: PRNGKey, num_inputs: int = 784, num_classes: int = 10, width: int = 1024
 ) -> eqx.nn.MLP:
     """Stacked ReLU networks with two hidden layers, no biases and Equinox's initialisation, one key per seed.
 
@@ -131,6 +133,8 @@ def fresh_networks(
         A stacked `eqx.nn.MLP`.
     """
     count = check_count("num_seeds", num_seeds, minimum=1)
+    for name, value in (("num_inputs", num_inputs), ("num_classes", num_classes), ("width", width)):
+        check_count(name, value, minimum=1)
     return _networks(jax.random.split(key, count), num_inputs, num_classes, width)
 
 

@@ -5,11 +5,9 @@ renamed or brought from another run is refused rather than mixed in.
 """
 
 import dataclasses
-import fcntl
 import json
 import os
 import platform
-import socket
 import time
 import zipfile
 import zlib
@@ -23,8 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dissociation import checkpoint
-from dissociation.files import RefusedFile, replacing, sweep, write_bytes
+from dissociation import checkpoint, files
+from dissociation.files import RefusedFile, replacing, write_bytes
 
 Arrays = dict[str, np.ndarray]
 
@@ -205,24 +203,9 @@ def locked(folder: str | os.PathLike[str]) -> Iterator[None]:
         BlockingIOError: If another process, or this one, holds it; the message says which.
         OSError: If it cannot be made or written to.
     """
-    path = Path(folder) / ".lock"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            holder = file.read().strip() or "another process"
-            message = f"{folder} is in use by {holder}. Wait for it to end, or stop it."
-            raise BlockingIOError(message) from None
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
-        file.flush()
-        sweep(folder)
-        try:
-            yield
-        finally:
-            file.truncate(0)
+    with files.locked(Path(folder) / ".lock", folder):
+        files.sweep(folder)
+        yield
 
 
 class Parts:

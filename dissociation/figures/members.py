@@ -7,7 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Bool
 
 from dissociation.bmap import bmap
 from dissociation.checks import check_choice, check_count, check_positive, fail
@@ -19,6 +19,12 @@ from dissociation.metrics.robustness import input_noise_error
 from dissociation.progress import MeterFactory
 from dissociation.weights.certificate import certify
 
+FACTORS = (1e-15, 1e15)
+"""Scale factors between which squares of what they scale stay within float32."""
+
+MAX_WEIGHTS = 2**28
+"""Incoming weights that a rewritten layer may have: a GiB of float32."""
+
 
 def check_members(config: Any) -> None:
     """Raises unless what the configurations of trained and rewritten networks share can be met."""
@@ -29,8 +35,20 @@ def check_members(config: Any) -> None:
     check_sizes(config)
     check_positive("scale_factor", config.scale_factor)
     check_positive("duplicate_multiplier", config.duplicate_multiplier)
+    least, most = FACTORS
+    if not least <= config.scale_factor <= most:
+        fail("scale_factor", f"lie from {least:g} to {most:g}", config.scale_factor)
     if config.duplicate_multiplier < 1:
         fail("duplicate_multiplier", "be at least 1", config.duplicate_multiplier)
+    check_neurons(
+        "duplicate_multiplier", config.duplicate_multiplier, config.width * config.duplicate_multiplier, config
+    )
+
+
+def check_neurons(name: str, value: float | int, neurons: float | int, config: Any) -> None:
+    """Raises if so many neurons in the rewritten layer have more than `MAX_WEIGHTS` weights."""
+    if neurons * config.width > MAX_WEIGHTS:
+        fail(name, f"leave a layer of `width` {config.width} at most {MAX_WEIGHTS} weights", value)
 
 
 def check_sizes(config: Any) -> None:
@@ -146,10 +164,10 @@ def certify_members(images: Array, labels: Array, model: Any, rewritten: Any, ke
     return {**certificate._asdict(), "clean_error": error}
 
 
-def worst(certificates: dict[str, np.ndarray]) -> dict[str, float]:
+def worst(certificates: dict[str, np.ndarray], alive: Bool[np.ndarray, " seeds"]) -> dict[str, float]:
     """Certificates of all seeds in one: the largest changes, and changed predictions and inputs in all.
 
-    Networks that diverged, whose numbers are NaN, are left out.
+    Networks that diverged are left out. A change that is NaN, of a network that did not, is the largest.
     """
-    known = {name: value[np.isfinite(value)] for name, value in certificates.items()}
+    known = {name: value[alive] for name, value in certificates.items()}
     return {name: float(value.max() if name.startswith("max") else value.sum()) for name, value in known.items()}

@@ -21,12 +21,14 @@ from jaxtyping import Array
 from matplotlib.figure import Figure
 
 from dissociation import plotting
-from dissociation.checks import check_count, check_non_negative
+from dissociation.checks import check_count, check_non_negative, fail
 from dissociation.data.datasets import Dataset
 from dissociation.figures.artifacts import Parts, identity_of
 from dissociation.figures.members import (
+    FACTORS,
     certify_members,
     check_members,
+    check_neurons,
     measure_members,
     members_headline,
     train_members,
@@ -119,7 +121,10 @@ class Config:
         check_members(self)
         check_count("num_scales", self.num_scales, minimum=2)
         check_count("num_nuisance", self.num_nuisance)
+        check_neurons("num_nuisance", self.num_nuisance, self.num_nuisance, self)
         check_non_negative("null_scale", self.null_scale)
+        if self.null_scale > FACTORS[1]:
+            fail("null_scale", f"be at most {FACTORS[1]:g}", self.null_scale)
 
     def quick(self) -> "Config":
         """A small run that shows that everything works: seconds, no science."""
@@ -264,7 +269,7 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts, progress:
             )
             if kind == "certificate":
                 errors["clean"][name] = part.pop("clean_error")
-                certificates[name] = worst(part)
+                certificates[name] = worst(part, trained.alive)
             else:
                 errors[kind][name] = part["error"]
         meter.advance(len(jobs), "done")

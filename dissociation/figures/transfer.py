@@ -25,11 +25,12 @@ from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator, ScalarFo
 from dissociation import plotting
 from dissociation.checks import check_choice, check_count, check_distinct, fail
 from dissociation.data.datasets import Dataset
-from dissociation.data.tasks import coarse_grained, rotated_quarters
+from dissociation.data.tasks import NUM_QUARTERS, coarse_grained, rotated_quarters
 from dissociation.figures.artifacts import Parts, identity_of
 from dissociation.figures.members import (
     certify_members,
     check_members,
+    check_neurons,
     measure_members,
     members_headline,
     train_members,
@@ -115,6 +116,7 @@ class Config:
         check_count("num_splits", self.num_splits, minimum=2)
         check_count("gradient_steps", self.gradient_steps, minimum=1)
         check_count("num_zero", self.num_zero)
+        check_neurons("num_zero", self.num_zero, self.num_zero, self)
         check_distinct("probes", self.probes)
         for name in self.probes:
             check_choice("probes", name, PROBES)
@@ -166,6 +168,10 @@ def source(config: Config) -> Dataset:
 
 
 def _check_budgets(config: Config, data: Dataset) -> None:
+    if len(data.test_images) < NUM_QUARTERS:
+        fail(
+            "num_test", f"be at least {NUM_QUARTERS}: a quarter of the images is turned each way", len(data.test_images)
+        )
     smallest = len(data.test_images) // config.num_budgets
     if smallest < config.num_splits:
         wanted = f"leave each of the `num_splits` folds ({config.num_splits}) a sample of the smallest budget"
@@ -238,7 +244,7 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts, progress:
             job = partial(measure_members, rewrite, measure, trained.models, keys, keys)
             part = masked_part(parts, f"{name}_certificate", trained.alive, job)
             clean[name] = part.pop("clean_error")
-            certificates[name] = worst(part)
+            certificates[name] = worst(part, trained.alive)
         for done, (name, task, probe) in enumerate(jobs):
             meter.advance(done, f"{LABELS[name]}, {task}, {probe}")
             job = partial(
@@ -273,17 +279,18 @@ def draw(results: Results) -> Figure:
     first, last = results.budgets[-1] / 10, results.budgets[-1]
     ticks = [tick for tick in (first, 2 * first, 5 * first, last) if tick >= results.budgets[0]]
     columns = len(results.config.probes)
+    dots: dict[str, Any] = {"marker": "."} if len(results.budgets) == 1 else {}
     with plotting.house_style():
         figure, axes = plt.subplots(2, columns, figsize=(1.62 * columns, 2.4), sharex=True, sharey="row", squeeze=False)
         for row, (task, title) in zip(axes, TASKS.items(), strict=True):
             for panel, probe in zip(row, results.config.probes, strict=True):
                 for variant, curves in results.transfer_error[task][probe].items():
-                    plotting.band(panel, results.budgets, curves, label=LABELS[variant], **LOOKS[variant])
+                    plotting.band(panel, results.budgets, curves, label=LABELS[variant], **LOOKS[variant], **dots)
                 panel.set(xscale="log")
                 panel.text(0.04, 0.97, title, transform=panel.transAxes, va="top", fontsize="small")
                 if panel in axes[0]:
                     panel.set_title(PROBES[probe].format(results.config.gradient_steps))
-                panel.set_xlim(max(first, results.budgets[0]), last)
+                panel.set_xlim(first if dots else max(first, results.budgets[0]), last)
                 panel.xaxis.set_major_locator(FixedLocator(ticks))
                 panel.xaxis.set_major_formatter(ScalarFormatter())
                 panel.xaxis.set_minor_locator(NullLocator())

@@ -107,7 +107,8 @@ def median_crossing(
         Median and interval; an end that the data do not bound is infinite.
 
     Raises:
-        ValueError: If there are no times, one is infinite, an end is not finite, or `level` is out of range.
+        ValueError: If there are no times, one is infinite, an end is not finite or before its crossing, or `level` is
+            out of range.
 
     References:
         Kaplan and Meier (1958). Brookmeyer and Crowley (1982), A confidence interval for the median survival time.
@@ -121,6 +122,7 @@ def median_crossing(
     check_finite("times", times[crossed])
     check_finite("end", end)
     ends = np.broadcast_to(np.asarray(end, float), times.shape)
+    _check_ends(times, ends)
     one_side = 0.5**times.size
     bounded = one_side <= 1 - level
     if not crossed.any():
@@ -142,6 +144,11 @@ def median_crossing(
     low = half(limit(limits.low, 0.0)) if bounded else -np.inf
     high = half(limit(limits.high, 0.0 if 2 * one_side <= 1 - level else 1.0))
     return Median(_product_limit_median(times[crossed], ends[~crossed]), low, high)
+
+
+def _check_ends(times: np.ndarray, ends: np.ndarray) -> None:
+    if (late := times > ends).any():
+        fail("end", f"be no earlier than the crossing at {times[late][0]:g}", f"{ends[late][0]:g}")
 
 
 def _product_limit_median(crossed: np.ndarray, censored: np.ndarray) -> float:
@@ -201,6 +208,7 @@ def log_slope(
         fail("level", "lie between 0 and 1", level)
     check_positive("at", at)
     check_positive("end", end)
+    _check_ends(times, np.broadcast_to(np.asarray(end, float), times.shape))
     if crossed.sum() < 3 or len(np.unique(at[crossed])) < 2:
         fail("times", "hold three crossings at two places at least", f"{crossed.sum()} crossings")
     logs, places = np.log(np.where(crossed, times, end)), np.log(at)

@@ -80,6 +80,7 @@ def input_noise_error(
     checks.check_non_negative("scales", scales)
     if noise.shape != images.shape:
         checks.fail("noise", f"have the shape of `images` {images.shape}", noise.shape)
+    _check_outputs(model, images, labels)
     still, moving, tail = _split_first_layer(model, jnp.asarray(images), jnp.asarray(noise))
 
     def at(scale: Array, still: Array, moving: Array, tail: Any, labels: Array) -> Array:
@@ -92,7 +93,7 @@ def input_noise_error(
 
 @validated
 def parameter_noise_error(
-    model: PyTree,
+    model: Callable[[Array], Array],
     images: Images,
     labels: OneHot,
     scales: Scales,
@@ -129,6 +130,7 @@ def parameter_noise_error(
     ]
     if shapes[0] != shapes[1]:
         checks.fail("noise", "be shaped like the parameters of `model`", f"{[shape for _, shape in shapes[1]]}")
+    _check_outputs(model, images, labels)
     images = jnp.asarray(images)
     with jax.default_matmul_precision("highest"):
         still, tail = _apply_first_layer(model, images)
@@ -142,6 +144,12 @@ def parameter_noise_error(
     over_scales = bmap(at, in_axes=(0, None, None, None, None, None), batch_size=scales_per_batch)
     with jax.default_matmul_precision("highest"):
         return over_scales(jnp.asarray(scales), still, moving, tail, tail_noise, jnp.asarray(labels))
+
+
+def _check_outputs(model: Callable[[Array], Array], images: Any, labels: Any) -> None:
+    found = checks.check_model("model", model, images[0])
+    if found.shape != labels.shape[1:]:
+        checks.fail("model", f"give an output for each of the {labels.shape[1]} classes", f"shape {found.shape}")
 
 
 def _apply_first_layer(model: Any, images: Any) -> tuple[Any, Any]:

@@ -1,6 +1,7 @@
 """Bilinear networks: layers g(x) = (W x) * (V x), whose every output is a quadratic form of the input."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -8,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from dissociation.checks import check_choice, check_count, fail
+from dissociation.checks import check_choice, fail
+from dissociation.conversion import as_array, as_numbers
 from dissociation.models.initial import Initialiser, draw_weights
-from dissociation.models.layers import as_example
+from dissociation.models.layers import as_example, check_sizes
 from dissociation.types import PRNGKey
 from dissociation.validation import validated
 
@@ -52,14 +54,16 @@ class BilinearLayer(eqx.Module):
         key: PRNGKey,
     ):
         check_choice("gate", gate, GATES)
+        check_sizes(inputs=inputs, outputs=outputs)
         keys = jax.random.split(key, 4)
         self.left, self.right = (draw_weights(init, (outputs, inputs), inputs, key=k) for k in keys[:2])
         biases = [draw_weights(init, (outputs,), inputs, key=k) if bias else None for k in keys[2:]]
         self.left_bias, self.right_bias = biases
         self.gate = gate
 
-    def __call__(self, x: Float[Array, " i"]) -> Float[Array, " o"]:
+    def __call__(self, x: Float[Array | np.ndarray, " i"]) -> Float[Array, " o"]:
         """The layer's output."""
+        x = as_example("x", x, self.left.shape[-1])
         left, right = self.left @ x, self.right @ x
         if self.left_bias is not None and self.right_bias is not None:
             left, right = left + self.left_bias, right + self.right_bias
@@ -97,11 +101,14 @@ def wrap_bilinear(
         fail("layers", "hold at least one layer", "none")
     width, found = embed.shape[0], []
     for index, parts in enumerate(layers):
-        left, right, *biases = (jnp.asarray(part) for part in parts)
-        if left.ndim != 2 or left.shape != right.shape or left.shape[1] != width or len(biases) not in (0, 2):
-            shapes = [tuple(part.shape) for part in parts]
-            fail("layers", f"have two matrices [outputs, {width}], and two biases or none, in layer {index}", shapes)
-        width = left.shape[0]
+        arrays = [_real(f"layers[{index}][{i}]", part) for i, part in enumerate(parts)]
+        shapes = [tuple(array.shape) for array in arrays]
+        outputs = shapes[0][0] if shapes and shapes[0] else 0
+        if shapes not in ([(outputs, width)] * 2, [(outputs, width)] * 2 + [(outputs,)] * 2):
+            wanted = f"have two matrices [outputs, {width}], and two biases [outputs] or none, in layer {index}"
+            fail("layers", wanted, shapes)
+        left, right, *biases = arrays
+        width = outputs
         layer = BilinearLayer(1, 1, bias=len(biases) == 2, key=jax.random.PRNGKey(0))
         names = ("left", "right", "left_bias", "right_bias")[: len(parts)]
         found.append(eqx.tree_at(lambda m, n=names: [getattr(m, name) for name in n], layer, [left, right, *biases]))
@@ -110,6 +117,10 @@ def wrap_bilinear(
     empty = BilinearNetwork(1, 1, 1, num_layers=len(found), residual=residual, key=jax.random.PRNGKey(0))
     parts = [jnp.asarray(embed), tuple(found), jnp.asarray(head)]
     return eqx.tree_at(lambda m: [m.embed, m.layers, m.head], empty, parts)
+
+
+def _real(name: str, value: Any) -> Array:
+    return jnp.asarray(as_numbers(name, as_array(name, value, "real numbers"), frozenset({"float"})))
 
 
 class BilinearNetwork(eqx.Module):
@@ -157,8 +168,7 @@ class BilinearNetwork(eqx.Module):
             init: One of `dissociation.models.initial.INITS`, or a function `(key, shape, fan_in) -> array`.
             key: Draws the weights.
         """
-        for name, value in (("inputs", inputs), ("hidden", hidden), ("classes", classes), ("num_layers", num_layers)):
-            check_count(name, value, minimum=1)
+        check_sizes(inputs=inputs, hidden=hidden, classes=classes, num_layers=num_layers)
         first, last, *keys = jax.random.split(key, num_layers + 2)
         self.embed = draw_weights(init, (hidden, inputs), inputs, key=first)
         options = {"bias": bias, "gate": gate, "init": init}

@@ -5,8 +5,8 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float
 
-from dissociation.checks import check_choice, check_count
-from dissociation.models.layers import Affine, Convolution, as_example, max_pool
+from dissociation.checks import check_choice
+from dissociation.models.layers import Affine, Convolution, as_example, check_sizes, max_pool
 from dissociation.types import PRNGKey
 from dissociation.validation import validated
 
@@ -24,6 +24,7 @@ class Encoder(eqx.Module):
 
     @validated
     def __init__(self, features: int, *, init: str = "pytorch", key: PRNGKey):
+        check_sizes(features=features)
         keys = jax.random.split(key, 3)
         self.convolutions = (Convolution(1, 16, init=init, key=keys[0]), Convolution(16, 32, init=init, key=keys[1]))
         self.head = Affine(32 * 49, features, init=init, key=keys[2])
@@ -53,15 +54,16 @@ class Decoder(eqx.Module):
     @validated
     def __init__(self, features: int, *, upsampling: str = "nearest", init: str = "pytorch", key: PRNGKey):
         check_choice("upsampling", upsampling, ("nearest", "bilinear"))
+        check_sizes(features=features)
         keys = jax.random.split(key, 3)
         self.head = Affine(features, 32 * 49, init=init, key=keys[0])
         turned = {"transposed": True, "init": init}
         self.convolutions = (Convolution(32, 16, **turned, key=keys[1]), Convolution(16, 1, **turned, key=keys[2]))
         self.upsampling = upsampling
 
-    def __call__(self, features: Float[Array, " features"]) -> Float[Array, "28 28"]:
+    def __call__(self, features: Float[Array | np.ndarray, " features"]) -> Float[Array, "28 28"]:
         """The image."""
-        hidden = self.head(features).reshape(7, 7, 32)
+        hidden = self.head(as_example("features", features, self.head.weight.shape[-2])).reshape(7, 7, 32)
         for convolution in self.convolutions:
             if self.upsampling == "nearest":
                 hidden = convolution.upsampled(jax.nn.relu(hidden))
@@ -103,7 +105,7 @@ class CNN(eqx.Module):
             init: One of `initial.INITS`.
             key: Draws the weights.
         """
-        width, classes = check_count("width", width, minimum=1), check_count("classes", classes, minimum=1)
+        check_sizes(width=width, classes=classes)
         first, second = jax.random.split(key)
         self.encoder = Encoder(width, init=init, key=first)
         self.head = Affine(width, classes, init=init, key=second)

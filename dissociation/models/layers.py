@@ -10,28 +10,37 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from dissociation.checks import check_choice, check_ndim, fail
+from dissociation.checks import check_choice, check_count, check_ndim, fail
 from dissociation.conversion import as_array, as_numbers
 from dissociation.models.initial import INITS, draw_weights
 from dissociation.types import PRNGKey
 from dissociation.validation import validated
 
 
-def as_example(name: str, x: Any, *shape: int) -> Array:
-    """What a network of one example was called with, as an array.
+def as_example(name: str, x: Any, *shape: int | str) -> Array:
+    """What a network of one example was called with, as an array; a word in its shape stands for any length.
 
     Raises:
         TypeError: If it holds no real numbers.
         ValueError: If it has another shape.
     """
-    array = as_numbers(name, as_array(name, x, f"real numbers, one example {list(shape)}"), frozenset({"float"}))
-    if array.shape != shape:
+    wanted = f"({', '.join(map(str, shape))}{',' * (len(shape) == 1)})"
+    array = as_numbers(name, as_array(name, x, f"real numbers, one example {wanted}"), frozenset({"float"}))
+    sizes = tuple(n if isinstance(m, int) else m for m, n in zip(shape, array.shape, strict=False))
+    if array.ndim != len(shape) or sizes != shape:
         advice = "Map the network over examples by `jax.vmap`" if array.ndim > len(shape) else ""
-        fail(name, f"be one example of shape {shape}", f"shape {array.shape}", advice)
+        fail(name, f"be one example of shape {wanted}", f"shape {array.shape}", advice)
     return jnp.asarray(array)
+
+
+def check_sizes(**sizes: int) -> None:
+    """Raises unless all are counts of at least 1."""
+    for name, size in sizes.items():
+        check_count(name, size, minimum=1)
 
 
 class Affine(eqx.Module):
@@ -48,6 +57,7 @@ class Affine(eqx.Module):
     @validated
     def __init__(self, inputs: int, outputs: int, *, bias: bool = True, init: str = "pytorch", key: PRNGKey):
         check_choice("init", init, INITS)
+        check_sizes(inputs=inputs, outputs=outputs)
         first, second = jax.random.split(key)
         self.weight = draw_weights(init, (inputs, outputs), inputs, key=first)
         zero = init == "lecun"
@@ -55,9 +65,9 @@ class Affine(eqx.Module):
             (jnp.zeros(outputs) if zero else draw_weights(init, (outputs,), inputs, key=second)) if bias else None
         )
 
-    def __call__(self, x: Float[Array, " i"]) -> Float[Array, " o"]:
+    def __call__(self, x: Float[Array | np.ndarray, " i"]) -> Float[Array, " o"]:
         """The layer's output."""
-        y = x @ self.weight
+        y = as_example("x", x, self.weight.shape[-2]) @ self.weight
         return y if self.bias is None else y + self.bias
 
 
@@ -75,22 +85,25 @@ class Convolution(eqx.Module):
     @validated
     def __init__(self, inputs: int, outputs: int, *, transposed: bool = False, init: str = "pytorch", key: PRNGKey):
         check_choice("init", init, INITS)
+        check_sizes(inputs=inputs, outputs=outputs)
         first, second = jax.random.split(key)
         # PyTorch counts the outputs of a transposed convolution as its fan-in.
         fan_in = 25 * (outputs if transposed and init == "pytorch" else inputs)
         self.weight = draw_weights(init, (5, 5, inputs, outputs), fan_in, key=first)
         self.bias = jnp.zeros(outputs) if init == "lecun" else draw_weights(init, (outputs,), fan_in, key=second)
 
-    def __call__(self, x: Float[Array, "h w i"]) -> Float[Array, "h w o"]:
+    def __call__(self, x: Float[Array | np.ndarray, "h w i"]) -> Float[Array, "h w o"]:
         """The layer's output."""
+        x = as_example("x", x, "height", "width", self.weight.shape[-2])
         return _convolve(x, self.weight, padding=2) + self.bias[None, None]
 
-    def upsampled(self, x: Float[Array, "h w i"]) -> Float[Array, "2*h 2*w o"]:
+    def upsampled(self, x: Float[Array | np.ndarray, "h w i"]) -> Float[Array, "2*h 2*w o"]:
         """The output for an input whose every entry was repeated in a 2 x 2 square first (nearest upsampling).
 
         Of the 5 x 5 entries under the kernel at most 3 x 3 differ, so weights of equal entries are added before the
         convolution and not after: 9 products instead of 25.
         """
+        x = as_example("x", x, "height", "width", self.weight.shape[-2])
         height, width, _ = x.shape
         add = jnp.asarray(_EQUAL_ENTRIES, x.dtype)
         merged = jnp.einsum("apk,bql,klio->pqiabo", add, add, self.weight, precision="highest")

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from dissociation.checks import check_choice, check_count
-from dissociation.models.layers import Affine, as_example
+from dissociation.checks import check_choice
+from dissociation.models.layers import Affine, as_example, check_sizes
 from dissociation.types import PRNGKey
 from dissociation.validation import validated
 
@@ -60,8 +60,7 @@ class MLP(eqx.Module):
             init: One of `initial.INITS`.
             key: Draws weights and biases.
         """
-        for name, value in (("inputs", inputs), ("width", width), ("depth", depth), ("classes", classes)):
-            check_count(name, value, minimum=1)
+        check_sizes(inputs=inputs, width=width, depth=depth, classes=classes)
         check_choice("activation", activation, ACTIVATIONS)
         sizes = [inputs, *[width] * depth, classes]
         keys = jax.random.split(key, depth + 1)

@@ -29,7 +29,7 @@ class Autoencoder(eqx.Module):
         return self.decoder(self.encoder(image.reshape(28, 28))).reshape(-1)
 
 
-@validated
+@validated(finite=("images",))
 def train_compression(
     images: Images, code: int = 4, *, key: PRNGKey, num_epochs: int = 10, batch_size: int = 100, **options: Any
 ) -> Autoencoder:
@@ -50,6 +50,8 @@ def train_compression(
         ValueError: If a count is below 1.
     """
     size = check_count("code", code, minimum=1)
+    for name, value in (("num_epochs", num_epochs), ("batch_size", batch_size)):
+        check_count(name, value, minimum=1)
     build, order = jax.random.split(key)
     first, second = jax.random.split(build)
     model = Autoencoder(Encoder(size, key=first), Decoder(size, key=second))

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int, PyTree
 
-from dissociation.checks import check_choice, check_count, check_non_negative, check_positive, fail
+from dissociation.checks import check_choice, check_count, check_non_negative, check_positive, check_seed, fail
 from dissociation.data.datasets import Dataset
 from dissociation.metrics.collapse import (
     class_moments,
@@ -25,6 +25,7 @@ from dissociation.metrics.robustness import error_rate
 from dissociation.models.cnn import CNN
 from dissociation.models.mlp import MLP
 from dissociation.training import FitResult, fit
+from dissociation.types import PRNGKeys
 from dissociation.validation import validated
 
 PIXEL_MEAN, PIXEL_DEVIATION = 0.1307, 0.3081
@@ -80,7 +81,7 @@ def train_grokking(
     Args:
         dataset: Pictures and one-hot labels; the first `num_train` training pictures are seen.
         weight_decays: AdamW's; traced.
-        seeds: Non-negative.
+        seeds: From 0 to 4294967295.
         num_steps: Optimiser steps.
         num_train: Training pictures.
         batch_size: Reshuffled every epoch.
@@ -107,6 +108,8 @@ def train_grokking(
     check_choice("optimizer", optimizer, ("adamw", "sgd"))
     check_choice("network", network, ("mlp", "cnn"))
     check_positive("learning_rate", learning_rate)
+    for seed in seeds:
+        check_seed("seeds", seed)
     for decay in weight_decays:
         check_non_negative("weight_decays", decay)
     count = check_count("num_train", num_train, minimum=1)
@@ -146,8 +149,8 @@ def train_grokking(
 
 @validated
 def initial_models(
-    keys: Array,
-    init_scale: float | Sequence[float] | Float[Array | np.ndarray, " members"] = 8.0,
+    keys: PRNGKeys,
+    init_scale: float | Sequence[float] | Float[Array | np.ndarray, " scales"] = 8.0,
     network: str = "mlp",
     options: dict[str, Any] | None = None,
 ) -> PyTree:

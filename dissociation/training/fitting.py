@@ -3,6 +3,7 @@
 import functools
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,13 +16,15 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int, PyTree
 
 from dissociation import checkpoint as checkpoints
-from dissociation import checks, sharding
+from dissociation import checks, files, sharding
+from dissociation.conversion import as_array, as_numbers, check_fits, describe, number_kind
 from dissociation.member_map import MEMBER_MAPS
 from dissociation.progress import MeterFactory, open_meter
 from dissociation.schedule import check_steps, steps_per_epoch
-from dissociation.training.run import Batches, History, Run
+from dissociation.training.run import Batches, History, Run, check_shown
 from dissociation.training.steps import MemberInputs, Program, trace_gradient, trace_observation, trace_optimizer
 from dissociation.training.traced import Code, Traced
+from dissociation.types import PRNGKey, PRNGKeys
 from dissociation.validation import validated
 
 
@@ -55,7 +58,7 @@ def fit(
     num_steps: int | None = None,
     num_epochs: int | None = None,
     batch_size: int | None,
-    key: Array,
+    key: PRNGKey | PRNGKeys,
     hyperparams: PyTree = None,
     shared_batches: bool = True,
     drop_remainder: bool = False,
@@ -81,10 +84,11 @@ def fit(
     optimiser or a loss that the caller made anew compiles nothing if it computes the same.
 
     Args:
-        models: An Equinox module, or any PyTree, whose array leaves carry members on the leading axis.
+        models: An Equinox module, or any PyTree, whose array leaves carry members on the leading axis. Floats
+            of half precision are trained, and returned, as float32.
         loss: `loss(model, batch, key) -> scalar` for one member; the key differs by step and member. Arrays that it
             holds or closes over are passed to the compiled program, not baked into it.
-        data: A PyTree of arrays, samples first, the same for all members.
+        data: A PyTree of finite arrays, samples first, the same for all members.
         optimizer: An Optax transformation, or, with `hyperparams`, a function from one member's to one.
         num_steps: Optimiser steps; give this or `num_epochs`.
         num_epochs: Passes over the data.
@@ -105,11 +109,13 @@ def fit(
         shown: Names of observed numbers, one per member each, for progress to show beside the loss; default: six.
         log: `log(step, records)` on the host at the steps of `observe_at`; `records["loss"]` is each member's mean
             loss since the last record ([members], NaN at the start), `records["observed"]` the observation with
-            members first. Returning True stops the run.
+            members first. Returning True (or NumPy's or JAX's form of it)
+            stops the run.
         checkpoint: A file. If it exists the run goes on from it, and the outcome equals the uninterrupted one bit
             for bit; it is written as the run goes on, on an interrupt, and at the end. It goes on from the same data,
             models, hyperparameters and key, under the same loss, optimiser and observation; devices, mapping, and the
-            number of steps may be others: a finished run is extended by more of them.
+            number of steps may be others: a finished run is extended by more of them. One that `log` stopped stays
+            stopped, unless there is no `log` any more, or no observation at that step. One call at a time has it.
         checkpoint_seconds: The least time between two writes.
         same_program: Take the checkpoint's loss, optimiser and observation for the same, though they are not traced to
             the same operations, as after an update of JAX.
@@ -119,12 +125,15 @@ def fit(
 
     Raises:
         ValueError: If arguments contradict each other or the data, or the checkpoint is of another run.
-        TypeError: If a count is no Python integer, or `optimizer` is no transformation (without `hyperparams`) or
-            no function to one (with them).
+        BlockingIOError: If another call is writing to the checkpoint.
+        TypeError: If a count is no Python integer, data are no arrays of numbers, or `optimizer` is no transformation
+            (without `hyperparams`) or no function to one (with them).
     """
     began = time.perf_counter()
+    data, models = _as_arrays("data", data, "samples", finite=True), _checked_models(models)
     num_samples, num_members = _leading_size("data", data), _leading_size("models", models)
     if hyperparams is not None:
+        hyperparams = _as_arrays("hyperparams", hyperparams, "members")
         found = _leading_size("hyperparams", hyperparams)
         checks.check_same_length("models", num_members, "hyperparams", found, "members")
     epoch_steps = steps_per_epoch(num_samples, batch_size, drop_remainder=drop_remainder)
@@ -154,6 +163,7 @@ def fit(
         *trace_optimizer(optimizer, one.hyperparams, one_params),
         None if observe is None else trace_observation(observe, static, one_params, one.frozen, one.observe_key),
     )
+    check_shown(shown, traced[-1])
     # The state is donated to every chunk; the caller's arrays must outlive it.
     params = jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), params)
     if mesh is not None:
@@ -178,13 +188,14 @@ def fit(
             "key": checkpoints.fingerprint(key),
         }
     run = Run(program, gradient, params, batches, num_members, checkpoint, identity, checkpoint_seconds)
-    run.resume(total, times, same_program)
-    run.began = began
-    meter = open_meter(progress, total, "training")
-    try:
-        run.to_the_end(total, times, meter, log, shown)
-    finally:
-        meter.close()
+    with _held(run.path):
+        run.resume(total, times, same_program)
+        run.began = began
+        meter = open_meter(progress, total, "training")
+        try:
+            run.to_the_end(total, times, meter, log, shown)
+        finally:
+            meter.close()
     trained = sharding.drop_padding(run.state[0], num_members)
     return FitResult(
         models=eqx.combine(trained, frozen, static),
@@ -196,9 +207,50 @@ def fit(
     )
 
 
+def _held(path: Path | None) -> AbstractContextManager[None]:
+    return nullcontext() if path is None else files.locked(path.with_name(f".{path.name}.lock"), path)
+
+
+def _as_arrays(name: str, tree: Any, first: str, *, finite: bool = False) -> Any:
+    """The tree with an array for every leaf; what is none is named by its place."""
+
+    def one(path: Any, leaf: Any) -> Any:
+        if isinstance(leaf, (bool, int, float, complex, str, bytes)):
+            found = f"{describe(leaf)} at {name}{jax.tree_util.keystr(path)}"
+            checks.fail_kind(name, f"hold arrays, {first} first", found, "numpy.asarray makes an array of a list")
+        place = f"{name}{jax.tree_util.keystr(path)}"
+        if isinstance(leaf, jax.Array) and number_kind(leaf.dtype) == "key":
+            return leaf
+        array = as_array(place, leaf, may_be_empty=True)
+        check_fits(place, array)
+        if finite and number_kind(array.dtype) in ("float", "complex"):
+            checks.check_finite(place, array)
+        return array
+
+    return jax.tree_util.tree_map_with_path(one, tree)
+
+
+def _checked_models(models: Any) -> Any:
+    """Models whose arrays hold real numbers that JAX keeps, none of them in half precision."""
+
+    def one(path: Any, leaf: Any) -> Any:
+        if not isinstance(leaf, np.ndarray) and not eqx.is_inexact_array(leaf):
+            return leaf
+        place = f"models{jax.tree_util.keystr(path)}"
+        array = as_array(place, leaf, "real numbers", may_be_empty=True)
+        check_fits(place, array)
+        return as_numbers(place, array, frozenset({"bool", "int", "float"}))
+
+    return jax.tree_util.tree_map_with_path(one, models)
+
+
 def _leading_size(name: str, tree: Any) -> int:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    arrays = [(jax.tree_util.keystr(path), leaf) for path, leaf in leaves if eqx.is_array_like(leaf)]
+    arrays = [
+        (jax.tree_util.keystr(path), leaf)
+        for path, leaf in leaves
+        if eqx.is_array(leaf) or isinstance(leaf, np.ndarray)
+    ]
     sizes: dict[str, tuple[int, ...]] = {path: np.shape(leaf)[:1] for path, leaf in arrays}
     if not sizes:
         checks.fail(name, "hold at least one array", "none")
@@ -210,6 +262,8 @@ def _leading_size(name: str, tree: Any) -> int:
                 f"agree in the leading axis of all arrays ({first_path}: {first})",
                 f"{path} with {size or 'no axis'}",
             )
+    if not first[0]:
+        checks.fail(name, "not be empty", f"a leading axis of length 0 ({first_path})")
     return int(first[0])
 
 
@@ -264,7 +318,7 @@ def _check_optimizer(optimizer: Any, hyperparams: Any) -> None:
         )
 
 
-def _split_key(key: Array, num_members: int, shared_batches: bool) -> tuple[Array, Array, Array]:
+def _split_key(key: Any, num_members: int, shared_batches: bool) -> tuple[Array, Array, Array]:
     """Keys of the order of the data (one, or one per member), of every member's losses and of its observations."""
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.wrap_key_data(key)

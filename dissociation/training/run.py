@@ -96,6 +96,8 @@ class Run:
         identity: dict[str, Any] | None,
         checkpoint_seconds: float,
     ):
+        if not checkpoint_seconds >= 0:
+            checks.fail("checkpoint_seconds", "be at least 0", checkpoint_seconds)
         self.program, self.gradient, self.batches, self.num_members = program, gradient, batches, num_members
         self.path = None if checkpoint is None else Path(checkpoint)
         self.identity, self.checkpoint_seconds = identity, checkpoint_seconds
@@ -106,6 +108,7 @@ class Run:
         self.observations: list[Any] = []
         self.diverged_at = np.full(num_members, -1)
         self.block, self.order = -1, None
+        self.stopped = False
         self.chunk, self.saved_at, self.recorded_at = 1, time.perf_counter(), 0
         self.began, self.earlier_seconds = time.perf_counter(), 0.0
 
@@ -122,15 +125,16 @@ class Run:
         shown: Sequence[str] | None,
     ) -> None:
         """Alternates between chunks of steps and records, until `total` steps are done or `log` returns True."""
-        stopped, described = False, ""
+        described = ""
+        self.stopped = self.stopped and log is not None and self.step in self.observed_at
         try:
             while True:
                 if self.step in times and self.step not in self.observed_at:
                     records = self.observe()
                     described = _describe(records, shown)
-                    stopped = log is not None and log(self.step, records) is True
+                    self.stopped = log is not None and _is_true(log(self.step, records))
                 meter.advance(self.step, described)
-                if stopped or self.step == total:
+                if self.stopped or self.step == total:
                     break
                 later = times[times > self.step]
                 with _interrupts_later():
@@ -209,6 +213,7 @@ class Run:
             "step": self.step,
             "seconds": self.seconds(),
             "observed_at": self.observed_at,
+            "stopped": self.stopped,
         }
         state = sharding.drop_padding(self.state, self.num_members)  # the number of devices may change
         checkpoints.save(self.path, (state, *self.history()), header)
@@ -241,6 +246,7 @@ class Run:
         if (mesh := self.program.mesh) is not None:
             self.state = sharding.place_members(sharding.pad_members(self.state, mesh.size), mesh)
         self.losses, self.earlier_seconds = [history.loss], header["seconds"]
+        self.stopped = header.get("stopped", False)
         kept = [index for index, time in enumerate(recorded) if time in times]
         self.observed_at = [recorded[index] for index in kept]
         self.observations = [jax.tree.map(lambda leaf, i=i: leaf[:, i], history.observed) for i in kept]
@@ -274,6 +280,13 @@ class Run:
             warnings.warn(f"{message}; the other members go on.", RuntimeWarning, stacklevel=5)
 
 
+def _is_true(answer: Any) -> bool:
+    """Whether it is True, or NumPy's or JAX's form of it; None and all that is no truth value is not."""
+    return bool(
+        getattr(answer, "dtype", type(answer)) in (bool, np.dtype(bool)) and np.size(answer) == 1 and np.all(answer)
+    )
+
+
 @contextmanager
 def _interrupts_later() -> Iterator[None]:
     """Holds an interrupt (Ctrl-C) back until what is inside is done: a chunk's donated state must not be lost."""
@@ -291,12 +304,24 @@ def _interrupts_later() -> Iterator[None]:
         handler(*heard[0])
 
 
+def check_shown(shown: Sequence[str] | None, observe: Traced | None) -> None:
+    """Raises unless `shown` names numbers that `observe` gives, one per member."""
+    found: dict[str, Any] = {}
+    if observe is not None:
+        found["observed"] = observe.code.out_tree.unflatten([var.aval for var in observe.code.jaxpr.outvars])
+    names = ["loss", *(name.removeprefix("observed.") for name, leaf in _named(found) if leaf.ndim == 0)]
+    for name in shown or ():
+        checks.check_choice("shown", name, names)
+
+
+def _named(tree: Any) -> list[tuple[str, Any]]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in leaves]
+
+
 def _describe(records: dict[str, Any], shown: Sequence[str] | None) -> str:
     """Mean and standard deviation over members of the loss and of some of the numbers observed, in a line."""
-    leaves = jax.tree_util.tree_leaves_with_path(records)
-    scalars = [
-        (jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in leaves if leaf.ndim == 1
-    ]
+    scalars = [(name, leaf) for name, leaf in _named(records) if leaf.ndim == 1]
     known = {name.removeprefix("observed."): leaf[np.isfinite(leaf)].astype(np.float64) for name, leaf in scalars}
     others = [name for name in known if name != "loss"]
     names = ["loss", *(others[:MAX_DESCRIBED] if shown is None else [name for name in shown if name in others])]

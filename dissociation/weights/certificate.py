@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from dissociation.checks import check_count, fail
+from dissociation.checks import check_count, check_model, fail
 from dissociation.validation import validated
 
 
@@ -57,16 +57,13 @@ def certify(
         The certificate, of scalars.
 
     Raises:
-        TypeError: If `batch_size` is no integer.
+        TypeError: If `batch_size` is no integer, or a model does not take one example or gives no real array.
         ValueError: If there are no inputs, one is not finite, or the two models differ in the shape of their outputs.
     """
     num_inputs = inputs.shape[0]
 
     def compare(example: Array) -> tuple[Array, Array, Array]:
-        before, after = original(example), rewritten(example)
-        if before.shape != after.shape:
-            fail("rewritten", f"give outputs of the shape that `original` gives, {before.shape}", after.shape)
-        before, after = before.ravel(), after.ravel()
+        before, after = original(example).ravel(), rewritten(example).ravel()
         # An output that is not finite names no class, so it is never the same one.
         defined = jnp.isfinite(jnp.max(before)) & jnp.isfinite(jnp.max(after))
         flipped = (_prediction(before) != _prediction(after)) | ~defined
@@ -74,6 +71,9 @@ def certify(
 
     inputs = jnp.asarray(inputs)
     with jax.default_matmul_precision("highest"):
+        before, after = (check_model(*named, inputs[0]) for named in (("original", original), ("rewritten", rewritten)))
+        if before.shape != after.shape:
+            fail("rewritten", f"give outputs of the shape that `original` gives, {before.shape}", after.shape)
         if batch_size is None:
             changes, sizes, flips = jax.vmap(compare)(inputs)
         else:

@@ -193,6 +193,9 @@ def add_phantom_zero_to_mlp(
     """
     index = _hidden_index(model, layer)
     seen = jnp.asarray(inputs)
+    features = model.layers[0].in_features
+    if features != "scalar" and seen.shape[1:] != (features,):
+        fail("inputs", f"be examples of shape ({features},), as the model takes them", f"shape {seen.shape}")
     with jax.default_matmul_precision("highest"):
         for linear in model.layers[:index]:
             seen = jax.vmap(jax.vmap(model.activation))(jax.vmap(linear)(seen))

@@ -106,10 +106,12 @@ def null_spectrum(dataset: Real[Array | np.ndarray, "samples ..."], rtol: float 
     check_non_negative("rtol", rtol)
 
     flat = samples.reshape(len(samples), -1)
-    eigenvalues, vectors = np.linalg.eigh(_gram(flat, None))
+    # By a power of two, which changes no digit: squares of very large or small numbers are beyond float64.
+    scale = 2.0 ** np.frexp(max(abs(float(flat.min())), abs(float(flat.max()))))[1]
+    eigenvalues, vectors = np.linalg.eigh(_gram(flat, scale, None))
     small = eigenvalues <= 1e-8 * eigenvalues[-1]
     if small.any():
-        eigenvalues[small], rotation = np.linalg.eigh(_gram(flat, vectors[:, small]))
+        eigenvalues[small], rotation = np.linalg.eigh(_gram(flat, scale, vectors[:, small]))
         vectors[:, small] = vectors[:, small] @ rotation
     singular_values = np.sqrt(np.maximum(eigenvalues, 0))[::-1]
     directions = vectors.T[::-1]
@@ -117,6 +119,7 @@ def null_spectrum(dataset: Real[Array | np.ndarray, "samples ..."], rtol: float 
     rank = int(np.sum(singular_values > rtol * singular_values[0]))
     clear = 0 < rank < len(singular_values) and singular_values[rank] > 0
     gap = float(singular_values[rank - 1] / singular_values[rank]) if clear else float("inf")
+    singular_values = scale * singular_values
     basis = directions[rank:].reshape(-1, *samples.shape[1:])
     return NullSpectrum(basis=np.ascontiguousarray(basis), singular_values=singular_values, rank=rank, gap=gap)
 
@@ -184,24 +187,29 @@ def perturb_in_null_space(
         The new incoming weights.
 
     Raises:
-        ValueError: If `basis` does not fit `w_in`, or `scale` is negative.
+        ValueError: If `basis` does not fit `w_in` or is not orthonormal, or `scale` is negative.
     """
     check_non_negative("scale", scale)
     w_in = jnp.asarray(w_in)
     features = int(np.prod(basis.shape[1:]))
     check_same_length("w_in", w_in.shape[1], "basis", features, "inputs")
+    if not is_traced(basis):
+        known = np.asarray(basis, np.float64).reshape(-1, features)
+        away = np.abs(known @ known.T - np.eye(len(known))).max(initial=0)
+        if not away <= 1e-3:
+            fail("basis", "hold orthonormal directions", f"inner products {away:.2g} away from 0 or 1")
     directions = jnp.asarray(basis, w_in.dtype).reshape(-1, features)
     coefficients = jax.random.normal(key, (w_in.shape[0], len(directions)), w_in.dtype)
     noise = jnp.matmul(coefficients, directions, precision=jax.lax.Precision.HIGHEST)
     return w_in + jnp.asarray(scale, w_in.dtype) * noise
 
 
-def _gram(samples: np.ndarray, directions: np.ndarray | None) -> np.ndarray:
-    """Sum over samples of x x^T in float64, of their coordinates along `directions` if there are any."""
+def _gram(samples: np.ndarray, scale: float, directions: np.ndarray | None) -> np.ndarray:
+    """Sum over samples of x x^T / scale^2 in float64, of coordinates along `directions` if there are any."""
     size = samples.shape[1] if directions is None else directions.shape[1]
     total = np.zeros((size, size))
     for start in range(0, len(samples), CHUNK):
-        chunk = samples[start : start + CHUNK].astype(np.float64)
+        chunk = samples[start : start + CHUNK].astype(np.float64) / scale
         if directions is not None:
             chunk = chunk @ directions
         total += chunk.T @ chunk

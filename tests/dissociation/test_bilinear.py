@@ -1,6 +1,7 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 
@@ -104,3 +105,19 @@ def test_what_does_not_fit_is_not_wrapped(layers, head, words):
     arrays = [tuple(np.ones(shape, np.float32) for shape in layer) for layer in layers]
     with pytest.raises(ValueError, match=words):
         wrap_bilinear(np.ones((5, 7), np.float32), arrays, np.ones(head, np.float32))
+
+
+def test_parts_that_are_no_real_weights_are_named(monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    eye, head = np.eye(3, dtype=np.float32), np.ones((2, 3), np.float32)
+    for parts, error, words in (
+        ((eye, np.full((3, 3), "a")), TypeError, r"`layers\[1\]\[1\]` must be an array of real numbers, got text"),
+        ((eye, eye * 1j), TypeError, r"`layers\[1\]\[1\]` must hold real numbers, got dtype complex64"),
+        ((eye, eye, np.ones(2), np.ones(3)), ValueError, r"two biases \[outputs\] or none, in layer 1, got \[\(3, 3\)"),
+        ((eye, eye, np.ones(3)), ValueError, "two biases"),
+        ((eye, eye[:2]), ValueError, "two matrices"),
+        ((np.float32(1.0), eye), ValueError, "two matrices"),
+        ((), ValueError, r"two matrices \[outputs, 3\], .*, in layer 1, got \[\]"),
+    ):
+        with pytest.raises(error, match=words):
+            wrap_bilinear(eye, [(eye, eye), parts], head)

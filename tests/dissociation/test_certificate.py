@@ -5,6 +5,7 @@ import jaxtyping
 import numpy as np
 import pytest
 
+from dissociation.models.mlp import MLP
 from dissociation.weights.certificate import certify
 from dissociation.weights.mlp import scale_mlp
 from dissociation.weights.noise import add_parameter_noise
@@ -107,6 +108,25 @@ def test_certificate_refuses():
         certify(jnp.sin, jnp.sin, INPUTS[:0])
     with pytest.raises(ValueError, match="`batch_size` must be at least 1"):
         certify(jnp.sin, jnp.sin, INPUTS, batch_size=0)
+    with pytest.raises(TypeError, match="`rewritten` must give one array, got PyTreeDef"):
+        certify(jnp.sin, lambda x: (x, x), INPUTS)
+    with pytest.raises(TypeError, match="`original` must give real numbers, got dtype complex64"):
+        certify(lambda x: x + 1j, jnp.sin, INPUTS)
+    with pytest.raises(ValueError, match=r"`original` must give outputs that are not empty, got shape \(0,\)"):
+        certify(lambda x: x[:0], jnp.sin, INPUTS)
+
+
+def test_models_that_do_not_take_an_input_are_named():
+    model = eqx.nn.MLP(2, 3, 4, 2, key=jax.random.key(0))
+    stacked = eqx.filter_vmap(lambda key: eqx.nn.MLP(2, 3, 4, 2, key=key))(jax.random.split(jax.random.key(0), 5))
+    wide = eqx.nn.MLP(3, 3, 4, 2, key=jax.random.key(0))
+    for wrong in (stacked, wide):
+        with pytest.raises(TypeError, match=r"`original` must take one example of shape \(2,\) .* got an error: "):
+            certify(wrong, model, INPUTS)
+        with pytest.raises(TypeError, match=r"`rewritten` must take one example of shape \(2,\)"):
+            certify(model, wrong, INPUTS)
+    with pytest.raises(ValueError, match=r"`x` must be one example of shape \(3,\), got shape \(2,\)"):
+        certify(MLP(3, 4, 1, 2, key=jax.random.key(0)), model, INPUTS)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

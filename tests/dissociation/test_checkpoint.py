@@ -118,6 +118,9 @@ def test_damage_is_noticed(key, tmp_path):
     path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     with pytest.raises(ValueError, match=r"damaged at the leaf \['a'\]"):
         checkpoint.restore(path, {"a": jnp.zeros(100)})
+    path.write_bytes(whole + b"more")
+    with pytest.raises(ValueError, match="damaged: 4 bytes follow its last leaf. Delete it"):
+        checkpoint.restore(path, {"a": jnp.zeros(100)})
     path.write_bytes(whole[:-10])
     with pytest.raises(ValueError, match="damaged at the leaf"):
         checkpoint.restore(path, {"a": jnp.zeros(100)})

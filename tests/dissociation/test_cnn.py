@@ -5,6 +5,7 @@ import jaxtyping
 import numpy as np
 import pytest
 
+from dissociation.models.bilinear import BilinearLayer
 from dissociation.models.cnn import CNN, Decoder, Encoder
 from dissociation.models.initial import draw_weights
 from dissociation.models.layers import Affine, Convolution, max_pool
@@ -115,6 +116,47 @@ def test_batches_and_odd_sides_are_refused():
         Encoder(5, key=jax.random.key(0))(IMAGES)
     with pytest.raises(ValueError, match=r"`x` must be one example of shape \(784,\), got .* by `jax.vmap`"):
         CNN(5, key=jax.random.key(0))(IMAGES[0])
+
+
+@pytest.mark.parametrize("make", [Affine, Convolution, BilinearLayer])
+def test_sizes_of_layers_are_counts(make):
+    for sizes, name in (((0, 3), "inputs"), ((3, -1), "outputs")):
+        with pytest.raises(ValueError, match=f"`{name}` must be at least 1, got"):
+            make(*sizes, key=jax.random.key(0))
+    for wrong in ("3", 3.5, None):
+        with pytest.raises(TypeError, match="`inputs` must be a whole number|`inputs` must hold integers"):
+            make(wrong, 3, key=jax.random.key(0))
+
+
+@pytest.mark.parametrize("make", [Encoder, Decoder])
+def test_numbers_of_features_are_counts(make):
+    for wrong in (0, -1):
+        with pytest.raises(ValueError, match=f"`features` must be at least 1, got {wrong}"):
+            make(wrong, key=jax.random.key(0))
+    with pytest.raises(TypeError, match="`features` must"):
+        make("3", key=jax.random.key(0))
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_layers_name_wrong_inputs():
+    key = jax.random.key(0)
+    convolution = Convolution(3, 2, key=key)
+    for layer in (Affine(3, 2, key=key), BilinearLayer(3, 2, key=key)):
+        with pytest.raises(ValueError, match=r"`x` must be one example of shape \(3,\), got shape \(4,\)"):
+            layer(jnp.ones(4))
+        with pytest.raises(ValueError, match=r"got shape \(5, 3\)\. Map the network over examples by `jax.vmap`"):
+            layer(jnp.ones((5, 3)))
+        with pytest.raises(TypeError, match="`x` must hold real numbers, got dtype complex64"):
+            layer(jnp.ones(3, complex))
+        np.testing.assert_array_equal(layer([1, 2, 3]), layer(jnp.array([1.0, 2.0, 3.0])))
+    for call in (convolution, convolution.upsampled):
+        for shape in ((4, 4), (4, 4, 2), (2, 4, 4, 3)):
+            with pytest.raises(ValueError, match=r"`x` must be one example of shape \(height, width, 3\), got shape"):
+                call(jnp.ones(shape))
+        with pytest.raises(TypeError, match="`x` must be .*, got text"):
+            call(np.full((4, 4, 3), "a"))
+    with pytest.raises(ValueError, match=r"`features` must be one example of shape \(5,\), got shape \(4,\)"):
+        Decoder(5, key=key)(jnp.ones(4))
 
 
 def test_weights_of_another_shape_are_refused():

@@ -62,7 +62,7 @@ def test_a_run_has_a_folder_of_its_own(run, tmp_path, capsys):
     }  # fmt: skip
     for folder in found:
         names = {path.name for path in folder.iterdir()}
-        assert names == {".lock", "parts", "toy.json", "toy.npz", "toy.pdf", "toy.png"}
+        assert names == {"parts", "toy.json", "toy.npz", "toy.pdf", "toy.png"}
         assert str(folder) in capsys.readouterr().out or folder != found[0]
     shapes = {path.name.rsplit("_", 1)[0]: contents(path)["part0"].shape for path in found}
     assert shapes["toy_quick"] == (2, 2)
@@ -96,7 +96,7 @@ def test_everything_has_the_permissions_of_any_new_file(run, tmp_path):
     finally:
         os.umask(before)
     files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
-    assert len(files) == 4 + 4 + 2  # figure, arrays, description; parts and identity; locks
+    assert len(files) == 4 + 4  # figure, arrays, description; parts and identity
     assert {path.stat().st_mode & 0o777 for path in files} == {0o640}
 
 

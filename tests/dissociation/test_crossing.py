@@ -139,13 +139,13 @@ def test_the_slopes_interval_covers(number, censored):
 
 
 def test_a_survival_of_one_half_is_counted():
-    cases = [([np.nan, 1, 3, 2, 4, 4, np.nan, 3, 5, 2], end) for end in (3, 99)]
+    cases = [([np.nan, 1, 3, 2, 4, 4, np.nan, 3, 5, 2], end) for end in (5, 99)]
     rng = np.random.default_rng(0)
     for _ in range(60):  # few values, so that exact halves and ties are common
         number = int(rng.integers(2, 15))
         times = rng.integers(1, 6, number).astype(float)
         times[rng.random(number) < 0.3] = np.nan
-        cases.append((times, rng.integers(1, 7, number).astype(float)))
+        cases.append((times, np.fmax(times, rng.integers(1, 7, number))))
     halves = 0
     for times, end in cases:
         times, ends = np.asarray(times, float), np.broadcast_to(end, len(times))
@@ -160,7 +160,7 @@ def test_a_survival_of_one_half_is_counted():
                 break
         assert median_crossing(times, end).value == expected, (times, end)
     assert halves > 5
-    assert median_crossing(np.asarray(cases[0][0]), 3).value == median_crossing(np.asarray(cases[0][0]), 99).value == 3
+    assert median_crossing(np.asarray(cases[0][0]), 5).value == median_crossing(np.asarray(cases[0][0]), 99).value == 3
 
 
 @pytest.mark.parametrize(
@@ -170,6 +170,9 @@ def test_a_survival_of_one_half_is_counted():
         (lambda: first_cross(np.asarray([0.0, np.nan, 1.0]), np.arange(3.0), 1.0), "`x` must rise"),
         (lambda: median_crossing(np.asarray([1.0, np.inf]), 1.0), "`times` must be finite"),
         (lambda: median_crossing(np.asarray([1.0, np.nan]), np.nan), "`end` must be finite"),
+        (lambda: median_crossing([5, 6, 7], end=3), "`end` must be no earlier than the crossing at 5, got 3"),
+        (lambda: median_crossing([np.nan, 6, 7], end=[1, 6, 6.5]), "the crossing at 7, got 6.5"),
+        (lambda: log_slope([2.0, 3.0, 4.0], [1.0, 2.0, 3.0], 3.5), "the crossing at 4, got 3.5"),
         (lambda: log_slope(np.ones(3), np.ones(3), 3.0, level=1.5), "`level` must lie between 0 and 1"),
         (lambda: first_cross(np.arange(3.0), np.arange(4.0), 1.0), "`y`"),
         (lambda: first_cross(np.arange(3.0), np.arange(3.0), 1.0, "up"), "'above', 'below'"),

@@ -195,6 +195,25 @@ def test_transfer_leaves_out_a_network_that_diverged(one_diverges, monkeypatch):
     np.testing.assert_allclose(line, [0.5, 0.25])
 
 
+def test_a_change_that_is_nan_shows_unless_its_network_diverged():
+    changes = {"max_abs_change": np.array([0.5, np.nan, 2.0]), "changed_predictions": np.array([1.0, np.nan, 3.0])}
+    alive = np.array([True, False, True])
+    assert members.worst(changes, alive) == {"max_abs_change": 2.0, "changed_predictions": 4.0}
+    assert np.isnan(members.worst(changes, ~alive)["max_abs_change"])
+    assert np.isnan(members.worst(changes, alive | True)["max_abs_change"])
+    assert members.worst({"max_abs_change": np.array([np.inf, 1.0, 0.0])}, alive)["max_abs_change"] == np.inf
+
+
+def test_a_single_budget_is_drawn(transferred):
+    errors = {
+        task: {probe: {name: curves[:, :1] for name, curves in variants.items()} for probe, variants in probes.items()}
+        for task, probes in transferred.transfer_error.items()
+    }
+    figure = transfer.draw(transferred._replace(budgets=transferred.budgets[-1:], transfer_error=errors))
+    assert figure.axes[0].get_xlim() == (15.0, 150.0)
+    assert figure.axes[0].lines[0].get_marker() == "."
+
+
 def test_names_of_axes_fit_every_array(noise, transferred):
     for figure, results in ((robustness, noise[0]), (transfer, transferred)):
         arrays = figure.arrays(results)
@@ -232,11 +251,12 @@ def test_command_line_writes_everything_and_goes_on(tmp_path, capsys, monkeypatc
 WRONG = {
     ("robustness", "transfer"): {
         "num_seeds": [0, -1], "num_epochs": [-1], "num_train": [0], "num_test": [0], "width": [0], "data": ["cifar"],
-        "scale_factor": [0.0, -1.0, np.inf, np.nan], "duplicate_multiplier": [0.5, 0.0, np.nan],
+        "scale_factor": [0.0, -1.0, np.inf, np.nan, 1e30, 1e-30],
+        "duplicate_multiplier": [0.5, 0.0, np.nan, 1e12],
     },
-    ("robustness",): {"num_scales": [0, 1], "num_nuisance": [-1], "null_scale": [-0.1, np.nan]},
+    ("robustness",): {"num_scales": [0, 1], "num_nuisance": [-1, 2**40], "null_scale": [-0.1, np.nan, 1e38]},
     ("transfer",): {
-        "num_budgets": [0], "num_splits": [1], "gradient_steps": [0], "num_zero": [-1],
+        "num_budgets": [0], "num_splits": [1], "gradient_steps": [0], "num_zero": [-1, 2**40],
         "probes": [(), ("gradient", "gradient"), ("other",)],
     },
     ("eigenvectors",): {
@@ -273,6 +293,7 @@ def test_settings_that_cannot_be_met_are_refused_at_once(figure, name, value, mo
 def test_settings_that_the_data_cannot_meet_are_refused_before_training(tmp_path, capsys):
     for words, name in (
         (["transfer", "--num-test", "20", "--num-train", "50"], "num_budgets"),
+        (["transfer", "--quick", "--num-test", "3", "--num-splits", "2", "--num-budgets", "1"], "num_test"),
         (["collapse", "--num-train", "50"], "num_seen"),
         (["collapse", "--num-test", "5"], "num_neighbours"),
     ):

@@ -124,3 +124,33 @@ def test_a_file_larger_than_allowed_keeps_the_old_one(tmp_path):
     done = subprocess.run([sys.executable, "-c", LIMITED, str(path)], capture_output=True, text=True, check=True)
     assert "File too large" in done.stdout
     assert [child.read_bytes() for child in tmp_path.iterdir()] == [b"old"]
+
+
+def test_a_lock_has_one_holder_and_ends_with_its_block(tmp_path):
+    lock = tmp_path / "folder" / ".lock"
+    lock.parent.mkdir()
+    lock.write_text("process 1, which was killed")
+    for _ in range(2):
+        with files.locked(lock, "the run"):
+            message = rf"the run is in use by process {os.getpid()} on .* Wait for it"
+            with pytest.raises(BlockingIOError, match=message), files.locked(lock, "the run"):
+                pass
+            with files.locked(tmp_path / "other", "another"):
+                pass
+        assert not lock.exists()
+
+
+def test_a_lock_that_its_holder_just_removed_is_made_anew(tmp_path, monkeypatch):
+    lock = tmp_path / ".lock"
+    first = [True]
+
+    def samestat(*stats):
+        if first.pop():
+            first.append(False)
+            lock.unlink()
+            return False
+        return first.append(False) or True
+
+    monkeypatch.setattr(os.path, "samestat", samestat)
+    with files.locked(lock, "the run"):
+        assert lock.read_text().startswith(f"process {os.getpid()} on ")

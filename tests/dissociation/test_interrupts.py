@@ -27,16 +27,24 @@ if kind == "callback":
         def __del__(self):
             time.sleep(30)
     Lost()
+if kind == "threads":
+    import atexit, os
+    interrupts.begin()
+    atexit.register(os.abort)
 try:
     time.sleep(30)
 except KeyboardInterrupt:
-    print("saved", flush=True)
+    print("saved")
+    if kind == "threads":
+        interrupts.end()
     sys.exit(interrupts.status())
 """
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize(("kind", "said"), [("importing", ""), ("saving", "saved"), ("deaf", ""), ("callback", "")])
+@pytest.mark.parametrize(
+    ("kind", "said"), [("importing", ""), ("saving", "saved"), ("threads", "saved"), ("deaf", ""), ("callback", "")]
+)
 def test_signals_end_a_program_at_any_moment(kind, said, number):
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", INTERRUPTED, kind], **options) as process:
@@ -50,5 +58,5 @@ def test_signals_end_a_program_at_any_moment(kind, said, number):
     assert "Traceback" not in error
     assert time.perf_counter() - began < 5
     assert ("the program: stopped. Nothing had begun." in error) == (
-        kind != "saving"
+        kind not in ("saving", "threads")
     )  # a program that ends by itself says so itself

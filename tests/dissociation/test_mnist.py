@@ -89,7 +89,14 @@ def test_an_environment_variable_that_names_nothing_is_an_error(small, tmp_path,
         mnist.mnist_data()
     assert str(tmp_path / place) in str(caught.value)
     assert ("no folder" in str(caught.value)) == (place != "empty")
-    monkeypatch.setenv(mnist.ENVIRONMENT_VARIABLE, "")  # as good as unset
+    monkeypatch.setenv(mnist.ENVIRONMENT_VARIABLE, "")
+    with pytest.raises(
+        FileNotFoundError, match=r"`DISSOCIATION_DATA` must hold train-.*, got an empty name\. Unset it"
+    ):
+        mnist.mnist_data()
+    with pytest.raises(FileNotFoundError, match=r"`folder` must hold train-.*, got an empty name\.$"):
+        mnist.mnist_data(folder="")
+    monkeypatch.delenv(mnist.ENVIRONMENT_VARIABLE)
     assert mnist.mnist_data()[0].shape == (12, 784)
 
 

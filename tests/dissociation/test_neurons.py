@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from dissociation.fig4 import expand
+from dissociation.models.mlp import MLP
 from dissociation.weights import mlp
 from dissociation.weights.certificate import certify
 from dissociation.weights.neurons import (
@@ -305,6 +306,16 @@ def test_phantom_refuses(layer):
         add_phantom_zero_neurons(*layer, inputs, pattern * np.nan)
 
 
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("layer", [0, 1])
+def test_phantom_of_a_model_names_examples_of_another_shape(layer):
+    model = perceptron()
+    width = model.layers[0].in_features
+    for shape in ((4, width + 1), (4,), (4, 1, width)):
+        with pytest.raises(ValueError, match=rf"`inputs` must be examples of shape \({width},\), .*got shape"):
+            mlp.add_phantom_zero_to_mlp(model, np.ones(shape, np.float32), np.ones((4, 2), np.float32), layer=layer)
+
+
 # all four
 
 REWRITES = {
@@ -493,6 +504,8 @@ def test_models_that_cannot_be_rewritten_are_refused(key):
         mlp.scale_mlp(perceptron(depth=0))
     with pytest.raises(TypeError, match="`model` must be of type MLP, got an object of type Linear"):
         mlp.duplicate_mlp(eqx.nn.Linear(6, 3, key=key))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="of type equinox.nn.MLP, got an object of type dissociation.models.mlp.MLP"):
+        mlp.scale_mlp(MLP(6, 3, key=key))  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="scan=False"):
         mlp.duplicate_mlp(perceptron(depth=3, scan=True))
     with pytest.raises(ValueError, match="activation without parameters"):

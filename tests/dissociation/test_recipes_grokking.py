@@ -94,6 +94,11 @@ def test_initial_scales_by_member():
         np.testing.assert_allclose(leaf[0], 4 * leaf[1], rtol=1e-6)
 
 
+def test_keys_that_are_none_are_named():
+    with pytest.raises(TypeError, match="`keys` must be random keys, one per member.*, got int 3"):
+        initial_models(3)
+
+
 @pytest.mark.parametrize("options", [{"optimizer": "sgd", "learning_rate": 1e-5}, {"network": "cnn"}])
 def test_other_optimisers_and_networks(data, options):
     small = {**SMALL, "num_steps": 4, "init_scale": 1.0}
@@ -107,6 +112,8 @@ def test_other_optimisers_and_networks(data, options):
     [
         ({"measure_at": (31,)}, "`measure_at` must be steps"),
         ({"num_train": 1000}, r"`num_train` must be at most the number of training pictures \(150\)"),
+        ({"seeds": (0, 2**32)}, "`seeds` must lie from 0 to 4294967295, got 4294967296"),
+        ({"seeds": (-1,)}, "`seeds` must be at least 0, got -1"),
         ({"optimizer": "adam"}, "'adamw', 'sgd'"),
         ({"network": "rnn"}, "'mlp', 'cnn'"),
         ({"init_scale": (8.0, 1.0)}, "`init_scale` must be one number, or one for each of the 30 members"),

@@ -84,6 +84,23 @@ def test_wrong_arguments_are_named(key):
         input_noise_error(model, images, labels, -SCALES, noise=noise)
     with pytest.raises(ValueError, match=r"`noise` must have the shape of `images` \(200, 6\), got \(199, 6\)"):
         input_noise_error(model, images, labels, SCALES, noise=noise[1:])
+    with pytest.raises(TypeError, match="`model` must be a function, got str 'a'"):
+        parameter_noise_error("a", images, labels, SCALES, noise="a")
+
+
+def test_models_that_do_not_fit_the_images_are_named(key):
+    model, images, labels, noise = problem(key)
+    stacked = eqx.filter_vmap(lambda key: eqx.nn.MLP(6, 3, 16, 2, key=key))(jax.random.split(key, 2))
+    wide, other = eqx.nn.MLP(7, 3, 16, 2, key=key), eqx.nn.MLP(6, 2, 16, 2, key=key)
+    for wrong, error, words in (
+        (stacked, TypeError, r"`model` must take one example of shape \(6,\) \(a single model, no stacked ones\)"),
+        (wide, TypeError, r"`model` must take one example of shape \(6,\)"),
+        (other, ValueError, r"`model` must give an output for each of the 3 classes, got shape \(2,\)"),
+    ):
+        with pytest.raises(error, match=words):
+            input_noise_error(wrong, images, labels, SCALES, noise=noise)
+        with pytest.raises(error, match=words):
+            parameter_noise_error(wrong, images, labels, SCALES, noise=parameter_noise(wrong, key=key))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

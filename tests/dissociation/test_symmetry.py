@@ -243,9 +243,23 @@ def test_noise_refuses(images, key):
         perturb_in_null_space(jnp.ones((3, 63)), basis, 0.1, key=key)
     with pytest.raises(ValueError, match="`scale` must be non-negative"):
         perturb_in_null_space(jnp.ones((3, 64)), basis, -0.1, key=key)
+    for wrong in (2 * basis, basis + 0.1, np.concatenate([basis, basis[:1]]), basis * np.nan):
+        with pytest.raises(ValueError, match="`basis` must hold orthonormal directions, got inner products"):
+            perturb_in_null_space(jnp.ones((3, 64)), wrong, 0.1, key=key)
     models = eqx.filter_vmap(lambda k: eqx.nn.MLP(64, 2, 4, 1, key=k))(jax.random.split(key, 2))
     with pytest.raises(ValueError, match="Map over stacked members"):
         perturb_mlp_in_null_space(models, basis, 0.1, key=key)
+
+
+@pytest.mark.parametrize("factor", [1e200, 1e-200, 2.0**-3])
+def test_the_null_space_does_not_depend_on_units(factor):
+    data = np.random.default_rng(0).normal(size=(5, 8))
+    plain, scaled = null_spectrum(data), null_spectrum(factor * data)
+    assert plain.rank == scaled.rank == 5
+    np.testing.assert_allclose(scaled.singular_values[:5], factor * plain.singular_values[:5], rtol=1e-12)
+    np.testing.assert_allclose(scaled.basis @ data.T, 0, atol=1e-13)
+    assert null_spectrum(np.zeros((5, 8))).rank == 0
+    assert null_spectrum(np.full((5, 8), -128, np.int8)).rank == 1
 
 
 # the real digits

@@ -125,6 +125,8 @@ def test_wrong_use_says_what_is_wrong(key):
         rotated_quarters(np.zeros((8, 3, 5), np.float32), key=key)
     with pytest.raises(ValueError, match="`images` must hold at least 4"):
         rotated_quarters(np.zeros((3, 16), np.float32), key=key)
+    with pytest.raises(TypeError, match="`images` must hold real numbers, got dtype complex64"):
+        rotated_quarters(np.zeros((8, 16), np.complex64), key=key)
     with pytest.raises(ValueError, match=r"`labels` must be of shape \[n, 10\]"):
         coarse_labels(np.eye(4, dtype=np.float32))
     with pytest.raises(ValueError, match="`number` must be at least 0"):

@@ -260,6 +260,40 @@ def test_log_gets_records_and_can_stop(key):
     np.testing.assert_allclose(seen[2][1]["observed"], np.asarray(run.models.weight).sum((1, 2)), rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("answer", "stops"),
+    [(True, True), (np.True_, True), (jnp.array(True), True), (np.array([True]), True), (np.False_, False)]
+    + [(None, False), (1, False), ("True", False), (np.ones(2, bool), False), (jnp.array(1), False)],
+)
+def test_any_form_of_true_stops_and_nothing_else_does(key, answer, stops):
+    options = {"num_steps": 4, "batch_size": None, "key": key, "observe_at": [0, 2], "log": lambda *_: answer}
+    result = fit(linear_members(key), squared_error, regression(key), optax.sgd(0.1), **options)
+    assert result.num_steps == (0 if stops else 4)
+
+
+def test_a_run_that_log_stopped_stays_stopped(key, tmp_path):
+    seen = []
+
+    def log(step, records):
+        seen.append(step)
+        return np.bool_(step >= 6)
+
+    def run(**changes):
+        options = {"num_steps": 12, "batch_size": 4, "key": key, "observe_at": range(0, 13, 3), "log": log}
+        options |= {"checkpoint": tmp_path / "run"} | changes
+        return fit(linear_members(key), squared_error, regression(key), optax.sgd(0.1), **options)
+
+    first, again = run(), run()
+    assert first.num_steps == again.num_steps == 6
+    assert seen == [0, 3, 6]
+    np.testing.assert_array_equal(weights(first), weights(again))
+    np.testing.assert_array_equal(first.history.loss, again.history.loss)
+    assert run(num_steps=30, observe_at=range(0, 31, 3)).num_steps == 6
+    assert run(observe_at=[0, 9, 12]).num_steps == 9  # not asked at step 6
+    whole = run(log=None, observe_at=None)
+    np.testing.assert_array_equal(weights(whole), weights(run(log=None, observe_at=None, checkpoint=None)))
+
+
 @pytest.mark.parametrize("member_map", ["scan", "vmap"])
 def test_a_diverging_member_is_named_and_poisons_no_other(key, member_map):
     models, data = linear_members(key), regression(key)
@@ -618,6 +652,28 @@ def test_zero_steps_return_the_fresh_models(key):
         ({"key": jax.random.split(jax.random.key(0), 3)}, ValueError, "`shared_batches` must be False"),
         ({"key": jax.random.split(jax.random.key(0), 2)}, ValueError, "one per member"),
         ({"members_per_batch": 2, "member_map": "scan"}, ValueError, "`members_per_batch` must be None"),
+        ({"key": 0}, TypeError, r"`key` must be a random key.*, got int 0\."),
+        ({"key": None}, TypeError, r"`key` must be a random key.*, got None\."),
+        ({"key": jnp.ones(2)}, TypeError, "`key` must be a random key.*, got an array of dtype float32"),
+        (
+            {"key": jax.random.split(jax.random.key(0), (2, 2))},
+            ValueError,
+            r"`key` must be .*, got keys of shape \(2, 2\)",
+        ),
+        (
+            {"hyperparams": [1e-2, 1e-3]},
+            TypeError,
+            r"`hyperparams` must hold arrays, members first, got float 0.01 at hyp",
+        ),
+        ({"hyperparams": "a"}, TypeError, "`hyperparams` must hold arrays, members first, got str 'a'"),
+        ({"checkpoint_seconds": -1.0}, ValueError, "`checkpoint_seconds` must be at least 0, got -1.0"),
+        ({"checkpoint_seconds": np.nan}, ValueError, "`checkpoint_seconds` must be at least 0, got nan"),
+        ({"shown": ["foo"]}, ValueError, "`shown` must be one of 'loss', got 'foo'"),
+        (
+            {"shown": ["foo"], "observe": lambda m, s, k: {"a": jnp.ones(()), "b": jnp.ones(2)}},
+            ValueError,
+            "`shown` must be one of 'loss', 'a', got 'foo'",
+        ),
         ({"progress": "loud"}, ValueError, "'terminal', 'notebook', 'auto', got 'loud'"),
         (
             {"optimizer": optax.adam},
@@ -644,5 +700,107 @@ def test_wrong_trees_are_named(key):
         fit(models, squared_error, (x, y[:9]), optax.sgd(0.1), **options)
     with pytest.raises(ValueError, match="`models` must hold at least one array"):
         fit(lambda x: x, squared_error, (x, y), optax.sgd(0.1), **options)
+    with pytest.raises(ValueError, match=r"`models` must not be empty, got a leading axis of length 0"):
+        fit(Linear(jnp.ones((0, 2, 4))), squared_error, (x, y), optax.sgd(0.1), **options)
+    with pytest.raises(TypeError, match=r"`models.weight` must hold real numbers, got dtype complex64"):
+        fit(Linear(jnp.ones((3, 2, 4), complex)), squared_error, (x, y), optax.sgd(0.1), **options)
+    with pytest.raises(TypeError, match=r"`models.weight` must be .*, got text"):
+        fit(Linear(np.full((3, 2, 4), "a")), squared_error, (x, y), optax.sgd(0.1), **options)
     with pytest.raises(ValueError, match="`loss` must return a scalar"):
         fit(models, lambda m, b, k: b[0], (x, y), optax.sgd(0.1), **options)
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "message"),
+    [
+        (
+            ([[1.0, 2.0]], [3.0]),
+            TypeError,
+            r"`data` must hold arrays, samples first, got float 1.0 at data\[0\]\[0\]\[0\]",
+        ),
+        ({"x": np.ones(10), "y": "text"}, TypeError, r"got str 'text' at data\['y'\]"),
+        (np.array(["a"] * 10), TypeError, "`data` must be an array of numbers, got text"),
+        ((np.ones(10), np.full(10, None)), TypeError, r"`data\[1\]` must be .* dtype object"),
+        (np.full(10, 2**40), ValueError, "`data` must hold integers from -2147483648 to 2147483647, got 1099511627776"),
+        (np.full(10, -(2**40)), ValueError, "got -1099511627776. Larger ones need"),
+        (np.full(10, 2**32, np.uint64), ValueError, "`data` must hold integers from 0 to 4294967295, got 4294967296"),
+        (
+            (np.ones(10), np.array([1.0] * 9 + [np.nan])),
+            ValueError,
+            r"`data\[1\]` must be finite, got nan at index \(9,\)",
+        ),
+        (jnp.full(10, jnp.inf, jnp.bfloat16), ValueError, "`data` must be finite, got inf"),
+        (np.ones((0, 2)), ValueError, "`data` must not be empty"),
+        ({}, ValueError, "`data` must hold at least one array"),
+    ],
+)
+def test_data_that_are_no_arrays_of_numbers_are_refused(key, data, error, message):
+    with pytest.raises(error, match=message):
+        fit(linear_members(key), squared_error, data, optax.sgd(0.1), num_steps=1, batch_size=None, key=key)
+
+
+class ArrayLike:
+    """As of another library."""
+
+    def __init__(self, array):
+        self.array = np.asarray(array)
+
+    def __array__(self, dtype=None, copy=None):
+        return self.array
+
+
+def test_data_of_other_libraries_and_other_kinds_of_numbers_are_taken(key):
+    models, (x, y) = linear_members(key), regression(key)
+    options = {"num_steps": 3, "batch_size": 4, "key": key}
+    plain = fit(models, squared_error, (x, y), optax.sgd(0.1), **options)
+    other = fit(models, squared_error, (ArrayLike(x), ArrayLike(y)), optax.sgd(0.1), **options)
+    np.testing.assert_array_equal(weights(plain), weights(other))
+    sample_keys, whole = jax.random.split(key, 10), np.arange(10) - 2**31
+
+    def loss(model, batch, key):
+        assert jnp.issubdtype(batch[0].dtype, jax.dtypes.prng_key)
+        return jnp.sum(model.weight) * (jnp.mean(batch[1] * 1.0) + jnp.mean(jnp.abs(batch[2])))
+
+    seen = fit(models, loss, (sample_keys, whole, 1j * x.astype(jnp.float16)), optax.sgd(0.1), **options)
+    assert np.isfinite(seen.history.loss).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_models_of_half_precision_are_trained_in_float32(key, dtype):
+    models = jax.tree.map(lambda leaf: leaf.astype(dtype), linear_members(key))
+    options = {"num_steps": 5, "batch_size": 4, "key": key}
+    half = fit(models, squared_error, regression(key), optax.adam(0.01), **options)
+    full = fit(Linear(models.weight.astype(jnp.float32)), squared_error, regression(key), optax.adam(0.01), **options)
+    assert half.models.weight.dtype == jnp.float32
+    np.testing.assert_array_equal(weights(half), weights(full))
+
+
+def test_numbers_that_are_no_arrays_belong_to_all_members(key):
+    """As the rate of a dropout layer."""
+
+    def make(key):
+        return eqx.nn.Sequential([eqx.nn.Linear(4, 2, key=key), eqx.nn.Dropout(0.5)])
+
+    def loss(model, batch, key):
+        x, y = batch
+        keys = jax.random.split(key, len(x))
+        return jnp.mean((jax.vmap(lambda x, k: model(x, key=k))(x, keys) - y) ** 2)
+
+    models = eqx.filter_vmap(make)(jax.random.split(key, 3))
+    result = fit(models, loss, regression(key), optax.adam(0.1), num_steps=40, batch_size=None, key=key)
+    assert result.models.layers[1].p == 0.5
+    assert (result.history.loss[:, -5:].mean(1) < result.history.loss[:, 0]).all()
+
+
+def test_one_call_at_a_time_has_a_checkpoint(key, tmp_path):
+    def run(log=None, name="run"):
+        return resumable(key, tmp_path / name, observe_at=[0, 12], log=log)
+
+    def second(step, records):
+        if step == 0:
+            with pytest.raises(BlockingIOError, match=rf"run is in use by process {os.getpid()} on .* Wait for it"):
+                run()
+            run(name="other")
+
+    run(log=second)
+    run()  # it is free again

@@ -346,3 +346,38 @@ def test_labels_under_a_transformation():
     with pytest.raises(ValueError, match="`labels` must be integers from 0 to 3, got 4"):
         score([4, 0, 1], LOGITS)
     np.testing.assert_array_equal(jax.jit(lambda y: as_classes("labels", y))(jnp.eye(3)), [0, 1, 2])
+
+
+@validated
+def first_of(x: Int[Array, " n"], labels: Classes | None = None, host: Int[np.ndarray, " m"] | None = None) -> Any:
+    return x[0], host
+
+
+def test_integers_that_would_wrap_are_refused():
+    assert int(first_of(np.array([2**31 - 1]))[0]) == 2**31 - 1
+    assert int(first_of([-(2**31)])[0]) == -(2**31)
+    assert first_of([1], host=np.array([2**40]))[1] == 2**40  # never goes to JAX
+    with pytest.raises(
+        ValueError, match=r"`x` must hold integers from -2147483648 to 2147483647, got 2147483648\. Larger"
+    ):
+        first_of([0, 2**31])
+    with pytest.raises(ValueError, match=r"`x` must hold integers .*, got -1099511627776"):
+        first_of(np.array([-(2**40)]))
+    with pytest.raises(ValueError, match=r"`labels` must hold integers .*, got 1099511627776"):
+        first_of([0], labels=np.array([2**40]))
+
+
+@validated
+def draw(key: PRNGKey | PRNGKeys) -> Any:
+    return key.shape
+
+
+def test_keys_may_be_one_or_several_where_both_are_meant():
+    typed, raw = jax.random.key(0), jax.random.PRNGKey(0)
+    assert (draw(typed), draw(jax.random.split(typed, 3))) == ((), (3,))
+    assert (draw(raw), draw(np.asarray(jax.random.split(raw, 3)))) == ((2,), (3, 2))
+    for wrong in (0, None, "a", jnp.ones(2)):
+        with pytest.raises(TypeError, match="`key` must be a random key"):
+            draw(wrong)
+    with pytest.raises(ValueError, match=r"got keys of shape \(2, 2\)"):
+        draw(jax.random.split(typed, (2, 2)))

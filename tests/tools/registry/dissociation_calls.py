@@ -151,6 +151,7 @@ CALLS = {
     mlp.permute_mlp: lambda: {"model": network(), "permutation": np.array([2, 0, 1, 3, 4]), "layer": 0},
     mlp.perturb_mlp_in_null_space: lambda: {"model": network(), "basis": np.eye(3)[:1], "scale": 0.1, "key": KEY},
     bmap.bmap: lambda: {"fun": np.sin, "batch_size": 2},
+    member_map.member: lambda: {"models": {"weight": np.ones((3, 2))}, "index": 1},
     member_map.map_members: lambda: {
         "function": lambda scale, x: scale * x,
         "shared": 2.0,
