@@ -63,6 +63,24 @@ def warn_offset(x: Array | np.ndarray) -> None:
         )
 
 
+def warn_constant(x: Array, gram: Array) -> None:
+    """Warns if different states are all but one to a kernel: rounding of its values outweighs how they vary.
+
+    Args:
+        x: States, [n, d].
+        gram: k(x, x), up to a factor: [n, n].
+    """
+    trace = float(jnp.trace(gram))
+    about_mean = trace - float(np.sum(np.asarray(gram), dtype=np.float64)) / gram.shape[0]
+    eps = float(jnp.finfo(gram.dtype).eps)
+    if about_mean < 8 * eps * trace and not is_traced(x) and np.ptp(np.asarray(x), 0).any():
+        warnings.warn(
+            f"k(x, x) varies about its mean by {max(about_mean, 0.0) / trace:.1g} of it, below its rounding "
+            f"({8 * eps:.1g}), and all but the constant is lost: take the states about their mean, or another kernel.",
+            stacklevel=1,
+        )
+
+
 def warn_large_alpha(alpha: float, variance: float, trace: float, which: str) -> None:
     """Warns if the regularisation outweighs what it is added to.
 
@@ -104,17 +122,14 @@ def warn_tied(values: np.ndarray, rest: np.ndarray, cutoff: float) -> None:
     )
 
 
-def warn_inexact(gram_x: Array, basis_gram: Array, alpha: float) -> None:
+def warn_inexact(operator: Any) -> None:
     """Warns if latent functions are not as orthonormal as their estimator makes them.
 
-    Args:
-        gram_x: U^T C_x U.
-        basis_gram: U^T U. The first and `alpha` times this add up to the identity, but for columns not in use.
-        alpha: The regularisation.
+    U^T C_x U and `alpha` U^T U add up to the identity, but for columns not in use.
     """
-    gram = np.asarray(gram_x) + np.asarray(basis_gram) * np.asarray(alpha, gram_x.dtype)
+    gram = np.asarray(operator.gram_x) + np.asarray(operator.basis_gram) * np.asarray(operator.alpha)
     error = np.abs(gram - np.diag(np.diagonal(gram) > 0)).max()
-    if error > 1e-2:
+    if not error <= 1e-2:  # nor if it is NaN
         warnings.warn(
             f"Latent functions are orthonormal only to {error:.1g}, for the rounding of {gram.dtype} outweighs "
             "`alpha`; eigenvalues may be off by as much. Raise `alpha`, take another solver or route, or enable x64.",

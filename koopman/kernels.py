@@ -21,6 +21,7 @@ from dissociation.checks import (
     check_single,
     fail,
     fail_kind,
+    is_traced,
 )
 from dissociation.conversion import describe
 from dissociation.linalg import product
@@ -149,7 +150,7 @@ class Function(eqx.Module):
     @validated
     def __call__(self, x: States, y: Float[Array | np.ndarray, "m d"]) -> Float[Array, "n m"]:
         """The matrix of kernel values."""
-        return self.function(jnp.asarray(x), jnp.asarray(y))
+        return gram(self.function, jnp.asarray(x), jnp.asarray(y))
 
 
 @validated
@@ -162,6 +163,47 @@ def as_module(kernel: Callable[[Array, Array], Array]) -> Any:
     if isinstance(kernel, type):
         fail_kind("kernel", "be a kernel, for example `RBF(1.0)`", describe(kernel))
     return Function(kernel) if jax.tree.structure(kernel) == jax.tree.structure(0) else kernel
+
+
+def gram(kernel: Callable[[Array, Array], Array], x: Float[Array, "n d"], y: Float[Array, "m d"]) -> Array:
+    """The matrix of kernel values of states, checked for its kind and shape: whatever function a caller takes for one.
+
+    Raises:
+        ValueError: If it is not [n, m].
+        TypeError: If it is no array of real numbers.
+    """
+    values, wanted = kernel(x, y), (x.shape[0], y.shape[0])
+    if not isinstance(values, Array | np.ndarray | np.generic | float):
+        fail_kind("kernel", "give an array of kernel values", describe(values))
+    values = jnp.asarray(values)
+    if values.shape != wanted:
+        advice = "A function of two single states is mapped by `jax.vmap` over each"
+        fail("kernel", f"give a matrix [n, m] of n and m states, here {wanted}", f"shape {values.shape}", advice)
+    if not jnp.issubdtype(values.dtype, jnp.floating):
+        fail_kind("kernel", "give real floating-point numbers", str(values.dtype))
+    return values
+
+
+def own_gram(kernel: Callable[[Array, Array], Array], x: Float[Array, "n d"]) -> Array:
+    """`gram` of states with themselves, whose known values must be those of a positive kernel.
+
+    Raises:
+        ValueError: If they are not finite, not symmetric, or negative on the diagonal.
+        TypeError: As `gram`.
+    """
+    values = gram(kernel, x, x)
+    if is_traced(values):
+        return values
+    size = float(jnp.max(jnp.abs(values)))
+    if not np.isfinite(size):
+        fail("kernel", "give finite values", size, f"What {values.dtype} cannot hold overflows: scale the states")
+    rounding = float(jnp.finfo(values.dtype).eps) ** 0.5
+    least, skew = float(jnp.min(jnp.diagonal(values))), float(jnp.max(jnp.abs(values - values.T)))
+    if least < -rounding * size:
+        fail("kernel", "be positive semidefinite: k(x, x) at least 0", f"{least:.3g}")
+    if skew > rounding * size:
+        fail("kernel", "be symmetric, k(x, y) = k(y, x)", f"two values that differ by {skew:.3g}")
+    return values
 
 
 @validated(finite=("x",))

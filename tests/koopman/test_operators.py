@@ -111,6 +111,26 @@ def test_the_scale_of_features_changes_nothing(kind):
     assert int(small.effective_rank) == int(big.effective_rank)
 
 
+@pytest.mark.parametrize("route", ["qr", "covariance"])
+@pytest.mark.parametrize("kind", FITS)
+def test_squares_near_the_ends_of_float32_are_right_or_refused(kind, route):
+    states = linear_trajectory(d=3)[1].astype(np.float32)
+    wanted = FITS[kind](*lagged_pairs(states), route=route)
+    for scale in (1e-15, 1e-10, 1e10, 1e15):
+        x, y = lagged_pairs(np.float32(scale) * states)
+        found = FITS[kind](x, y, route=route)
+        np.testing.assert_allclose(eigenvalues(found), eigenvalues(wanted), atol=1e-3)
+        np.testing.assert_allclose(singular_values(found), singular_values(wanted), atol=1e-3)
+        np.testing.assert_allclose(found.singular_values / scale, wanted.singular_values, rtol=1e-2)
+    for scale in (1e-25, 1e-18, 1e18, 1e25):
+        x, y = lagged_pairs(np.float32(scale) * states)
+        with pytest.raises(ValueError, match="`x` must have a mean square from .* to .*Scale the data"):
+            FITS[kind](x, y, route=route)
+    with jax.enable_x64(True):
+        found = FITS[kind](*lagged_pairs(1e25 * states.astype(float)), route=route)
+        np.testing.assert_allclose(eigenvalues(found), eigenvalues(wanted), atol=1e-3)
+
+
 @pytest.mark.parametrize("kind", FITS)
 def test_the_default_regularisation_follows_the_data(kind):
     states = linear_trajectory()[1].astype(np.float32)
