@@ -39,13 +39,15 @@ def _warn_narrowed() -> None:
     )
 
 
-def warn_offset(x: Array | np.ndarray) -> None:
+def warn_offset(x: Array | np.ndarray, name: str = "x", *, advice: str = "pass center=True") -> None:
     """Warns if a column varies by less than the rounding of its squared mean, so that second moments lose it.
 
     Columns that are constant, as the function 1 in a dictionary, have nothing to lose.
 
     Args:
         x: Features that are not centred, [..., d].
+        name: What the caller calls them.
+        advice: What to do.
     """
     if is_traced(x) or not x.size:
         return
@@ -57,8 +59,8 @@ def warn_offset(x: Array | np.ndarray) -> None:
     if lost.any() and (lost := lost & (np.ptp(some, 0) > 0)).any():
         worst = np.argmax(np.where(lost, mean / np.where(lost, deviation, 1.0), 0.0))
         warnings.warn(
-            f"Column {worst} of `x` varies by {deviation[worst]:.2g} about {mean[worst]:.2g}, and its variance is "
-            f"below the rounding ({eps:.1g}) of the squared mean: pass center=True.",
+            f"Column {worst} of `{name}` varies by {deviation[worst]:.2g} about {mean[worst]:.2g}, and its variance is "
+            f"below the rounding ({eps:.1g}) of the squared mean: {advice}.",
             stacklevel=1,
         )
 

@@ -32,6 +32,12 @@ from koopman.diagnostics import warn_narrowed
 States = Float[Array | np.ndarray, "n d"]
 
 
+def plain_number(value: Any) -> Any:
+    """One known number of NumPy or JAX as Python's own, which may be static; anything else as it is."""
+    known = isinstance(value, np.generic | np.ndarray | Array) and not is_traced(value) and np.ndim(value) == 0
+    return value.item() if known else value
+
+
 class Linear(eqx.Module):
     """k(x, y) = x . y: explicit features through their Gram matrix."""
 
@@ -91,7 +97,7 @@ class Matern(eqx.Module):
     """
 
     length_scale: Scalar
-    nu: float = eqx.field(static=True, default=1.5)
+    nu: float = eqx.field(static=True, default=1.5, converter=plain_number)
 
     def __check_init__(self):
         check_single("length_scale", self.length_scale)
@@ -118,7 +124,7 @@ class Polynomial(eqx.Module):
         offset: c, non-negative.
     """
 
-    degree: int = eqx.field(static=True, default=2)
+    degree: int = eqx.field(static=True, default=2, converter=plain_number)
     gamma: Scalar = 1.0
     offset: Scalar = 1.0
 
@@ -229,7 +235,7 @@ def median_distance(x: States, *, max_samples: int = 1000) -> Float[Array, ""]:
     warn_narrowed(x)
     some = jnp.asarray(x)[:: -(-x.shape[0] // max_samples)]
     rows, columns = np.triu_indices(some.shape[0], 1)
-    return jnp.median(_distances(some, some)[rows, columns])
+    return jnp.median(jnp.sqrt(squared_distances(some, some)[rows, columns]))
 
 
 @validated
@@ -243,9 +249,16 @@ def squared_distances(x: States, y: Float[Array | np.ndarray, "m d"]) -> Float[A
 
 
 def _distances(x: States, y: Float[Array | np.ndarray, "m d"]) -> Array:
-    square = squared_distances(x, y)
-    apart = square != 0  # the root has no finite slope at zero; not `> 0`, which would make NaN a distance of zero
-    return jnp.where(apart, jnp.sqrt(jnp.where(apart, square, 1.0)), 0.0)
+    """|x_i - y_j| by differences, a row at a time: the root of a product's rounding would not be small."""
+    y = jnp.asarray(y)
+
+    @jax.checkpoint  # or a gradient would keep all n m d differences
+    def from_one(one: Array) -> Array:
+        square = jnp.sum((one[None] - y) ** 2, 1)
+        apart = square != 0  # the root has no finite slope at zero; not `> 0`, which would make NaN a distance of zero
+        return jnp.where(apart, jnp.sqrt(jnp.where(apart, square, 1.0)), 0.0)
+
+    return lax.map(from_one, jnp.asarray(x))
 
 
 def _products(x: Array | np.ndarray, y: Array | np.ndarray) -> Array:
