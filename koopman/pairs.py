@@ -49,7 +49,8 @@ def lagged_pairs(
     Args:
         trajectories: One trajectory, [time] or [time, d]; or a list of them, [time, ...] each, of any lengths but of
             one state shape; or with `trajectory_axis` many of equal length in one array. An array of more axes does not
-            say which of them is time and is refused: for one trajectory of images pass `[images]`.
+            say which of them is time and is refused: for one trajectory of images pass `[images]`. Lists of numbers,
+            [1.0, 2.0] or [[1.0, 2.0], [3.0, 4.0]], are one trajectory; a list of lists of such rows is several.
         lag: Steps between the two members of a pair, at least 1.
         max_lag: With it `lag` may be traced, up to this number, so that lags can be swept by `jax.vmap`: every
             trajectory gives the pairs of its first time - max_lag states, whatever the lag. States must be floating

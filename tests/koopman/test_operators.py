@@ -4,7 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from koopman.fitted import KernelMap, LinearMap
 from koopman.forecast import predict, risk
+from koopman.kernels import Linear
 from koopman.operators import fit_pcr, fit_reduced_rank, fit_ridge
 from koopman.pairs import lagged_pairs, moments, scan_moments
 from koopman.spectrum import eigenvalues, singular_values
@@ -435,3 +437,9 @@ def test_fits_over_devices_agree_with_fits_in_turn():
     assert len(spread.sharding.device_set) == 4
     alone = np.stack([np.abs(np.linalg.eigvals(fit(a, b))) for a, b in zip(x, y, strict=True)])
     np.testing.assert_allclose(np.abs(np.linalg.eigvals(spread)), alone, atol=1e-4)
+
+
+def test_a_map_may_be_made_of_lists():
+    np.testing.assert_allclose(LinearMap([0.5], [[2.0]])(np.ones((3, 1), np.float32)), np.ones((3, 1)))
+    kernel = KernelMap(Linear(), [[1.0], [2.0]], [[1.0], [1.0]])
+    np.testing.assert_allclose(kernel([[2.0]]), [[6.0]])
