@@ -83,7 +83,7 @@ def warn_constant(x: Array, gram: Array) -> None:
         )
 
 
-def warn_large_alpha(alpha: float, variance: float, trace: float, which: str) -> None:
+def warn_large_alpha(alpha: Array, variance: Array, trace: Array, which: str, unit: Array) -> None:
     """Warns if the regularisation outweighs what it is added to.
 
     Args:
@@ -91,7 +91,9 @@ def warn_large_alpha(alpha: float, variance: float, trace: float, which: str) ->
         variance: An eigenvalue of C_x.
         trace: Of C_x; an `alpha` of up to 1e-6 times it, as the default, is never large.
         which: Which eigenvalue that is.
+        unit: Of the features, in whose square the three are given.
     """
+    alpha, variance, trace = (float(part) * float(unit) ** 2 for part in (alpha, variance, trace))
     if alpha > variance and alpha > 1.01e-6 * trace:
         warnings.warn(
             f"`alpha` ({alpha:.3g}) exceeds {which} ({variance:.3g}), which shrinks what it weighs on to "

@@ -112,8 +112,7 @@ def fit_generator(
     if not (is_traced(held) or is_traced(energy) or is_traced(penalty)):
         if energy > 0 and held > 0:
             check_square("jac", float(energy / held) * float(pace) ** 2, "squares, over those of `x`,", x.dtype)
-        sizes = (float(part) * float(unit) ** 2 for part in (penalty, held / width, held))
-        warn_large_alpha(*sizes, "the mean eigenvalue of E[phi phi^T]")
+        warn_large_alpha(penalty, held / width, held, "the mean eigenvalue of E[phi phi^T]", unit)
     rows, ridge = jnp.stack([jnp.sqrt(shift) * root, slope]), shift * penalty
     vectors = _pencil(rows, ridge)[:, :size]
     # Rayleigh's quotient, whose numerator cannot turn negative and does not cancel.

@@ -207,7 +207,7 @@ def _fit(
     if known and active is None:
         which = "the mean of k(x, x)" if rank is None else f"eigenvalue {size} of k(X, X) / n"
         variance = trace if rank is None else found.variance
-        warn_large_alpha(*(float(part) * float(unit) ** 2 for part in (alpha, variance, trace)), which)
+        warn_large_alpha(alpha, variance, trace, which, unit)
         if rank is not None:
             warn_tied(np.asarray(values), np.asarray(found.rest), gram_cutoff(gram_x) ** 0.5)
         warn_inexact(operator)

@@ -229,7 +229,7 @@ def _fit(
     operator = _assemble(problem, basis, alpha, unit, tuple(shape), cutoff)
     if known and active is None:
         which = "the mean eigenvalue of C_x" if kind == "ridge" else f"eigenvalue {size} of C_x"
-        warn_large_alpha(*(float(part) * float(unit) ** 2 for part in (alpha, basis.variance, trace)), which)
+        warn_large_alpha(alpha, basis.variance, trace, which, unit)
         warn_tied(np.asarray(basis.values), np.asarray(basis.rest), cutoff)
         warn_inexact(operator)
     return operator
