@@ -377,6 +377,7 @@ CALLS = {
 _SEVERAL = "lists within lists of rows are several trajectories, which have no `trajectory_axis`"
 
 MAY_PASS = {
+    pairs.lagged_pairs: {("trajectories", "a list"): _SEVERAL},
     learn.validation_loss: {("trajectories", "a list"): _SEVERAL},
     learn.train_encoders: {("trajectories", "a list"): _SEVERAL, ("validation", "a list"): _SEVERAL},
     learn.train_autoencoders: {("trajectories", "a list"): _SEVERAL, ("validation", "a list"): _SEVERAL},
