@@ -93,11 +93,11 @@ def warn_large_alpha(alpha: Array, variance: Array, trace: Array, which: str, un
         which: Which eigenvalue that is.
         unit: Of the features, in whose square the three are given.
     """
-    alpha, variance, trace = (float(part) * float(unit) ** 2 for part in (alpha, variance, trace))
-    if alpha > variance and alpha > 1.01e-6 * trace:
+    given, held, total = (float(part) * float(unit) ** 2 for part in (alpha, variance, trace))
+    if given > held and given > 1.01e-6 * total:
         warnings.warn(
-            f"`alpha` ({alpha:.3g}) exceeds {which} ({variance:.3g}), which shrinks what it weighs on to "
-            f"{variance / (variance + alpha):.2g} of its size. It is in units of C_x: alpha=None is 1e-6 of the mean.",
+            f"`alpha` ({given:.3g}) exceeds {which} ({held:.3g}), which shrinks what it weighs on to "
+            f"{held / (held + given):.2g} of its size. It is in units of C_x: alpha=None is 1e-6 of the mean.",
             stacklevel=1,
         )
 
