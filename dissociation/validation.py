@@ -6,6 +6,7 @@ its name, what came and what was wanted:
 - where an array is meant, lists, NumPy, JAX, and whatever has `__array__` or `__dlpack__` (PyTorch, pandas) will do;
   text, objects, masked entries, complex numbers for real ones, empty arrays and wrong shapes are refused; integers
   become floats where floats are meant, and half precisions float32; an axis of one name has one length throughout;
+- where one array or a list of several is meant, numbers in one or two levels of lists are one array;
 - labels (`types.OneHot`, `types.Classes`) may be integers or one-hot;
 - keys may be typed or raw; counts, options, flags, functions and objects must be of their kind.
 
@@ -168,7 +169,7 @@ class _Rule:
         """The argument as the function wants it, or an error that names it."""
         if (value is None and self.optional) or self._is_instance(value):
             return value
-        if self.listed and isinstance(value, (list, tuple)):
+        if self.listed and isinstance(value, (list, tuple)) and not (self.arrays and _levels(value) in (1, 2)):
             return [self._admit_listed(f"{name}[{i}]", item) for i, item in enumerate(value)]
         if self.function and callable(value):
             return value
@@ -257,7 +258,8 @@ class _Rule:
     def _admit_listed(self, name: str, value: Any) -> Any:
         kind = self.listed[0]
         words = f"{kind.words} {kind.axes}"
-        if isinstance(value, (list, tuple, bool, int, float, complex)):  # one array, in rows?
+        rows = isinstance(value, (list, tuple)) and not (self.arrays and _levels(value) > 1)
+        if rows or isinstance(value, (bool, int, float, complex)):  # one array, in rows?
             advice = "Give nested lists as one array, numpy.asarray(...)"
             fail_kind(name, f"be an array of {words}", f"an object of type {type(value).__name__}", advice)
         array = as_numbers(name, as_array(name, value, words), kind.numbers)
@@ -279,6 +281,14 @@ class _Rule:
 def _full_name(kind: type) -> str:
     """Where users import a class from: modules whose names begin with _ are left out."""
     return ".".join([*(part for part in kind.__module__.split(".") if not part.startswith("_")), kind.__name__])
+
+
+def _levels(value: Any) -> int:
+    """How many lists are within each other around numbers; 0 around arrays, or around nothing."""
+    levels = 0
+    while isinstance(value, (list, tuple)) and value:
+        value, levels = value[0], levels + 1
+    return levels if isinstance(value, (bool, int, float, complex, np.generic)) else 0
 
 
 def _placed(name: str, array: Any, kind: _Kind) -> Any:

@@ -39,13 +39,15 @@ def _warn_narrowed() -> None:
     )
 
 
-def warn_offset(x: Array | np.ndarray) -> None:
+def warn_offset(x: Array | np.ndarray, name: str = "x", *, advice: str = "pass center=True") -> None:
     """Warns if a column varies by less than the rounding of its squared mean, so that second moments lose it.
 
     Columns that are constant, as the function 1 in a dictionary, have nothing to lose.
 
     Args:
         x: Features that are not centred, [..., d].
+        name: What the caller calls them.
+        advice: What to do.
     """
     if is_traced(x) or not x.size:
         return
@@ -57,13 +59,31 @@ def warn_offset(x: Array | np.ndarray) -> None:
     if lost.any() and (lost := lost & (np.ptp(some, 0) > 0)).any():
         worst = np.argmax(np.where(lost, mean / np.where(lost, deviation, 1.0), 0.0))
         warnings.warn(
-            f"Column {worst} of `x` varies by {deviation[worst]:.2g} about {mean[worst]:.2g}, and its variance is "
-            f"below the rounding ({eps:.1g}) of the squared mean: pass center=True.",
+            f"Column {worst} of `{name}` varies by {deviation[worst]:.2g} about {mean[worst]:.2g}, and its variance is "
+            f"below the rounding ({eps:.1g}) of the squared mean: {advice}.",
             stacklevel=1,
         )
 
 
-def warn_large_alpha(alpha: float, variance: float, trace: float, which: str) -> None:
+def warn_constant(x: Array, gram: Array) -> None:
+    """Warns if different states are all but one to a kernel: rounding of its values outweighs how they vary.
+
+    Args:
+        x: States, [n, d].
+        gram: k(x, x), up to a factor: [n, n].
+    """
+    trace = float(jnp.trace(gram))
+    about_mean = trace - float(np.sum(np.asarray(gram), dtype=np.float64)) / gram.shape[0]
+    eps = float(jnp.finfo(gram.dtype).eps)
+    if about_mean < 8 * eps * trace and not is_traced(x) and np.ptp(np.asarray(x), 0).any():
+        warnings.warn(
+            f"k(x, x) varies about its mean by {max(about_mean, 0.0) / trace:.1g} of it, below its rounding "
+            f"({8 * eps:.1g}), and all but the constant is lost: take the states about their mean, or another kernel.",
+            stacklevel=1,
+        )
+
+
+def warn_large_alpha(alpha: Array, variance: Array, trace: Array, which: str, unit: Array) -> None:
     """Warns if the regularisation outweighs what it is added to.
 
     Args:
@@ -71,11 +91,13 @@ def warn_large_alpha(alpha: float, variance: float, trace: float, which: str) ->
         variance: An eigenvalue of C_x.
         trace: Of C_x; an `alpha` of up to 1e-6 times it, as the default, is never large.
         which: Which eigenvalue that is.
+        unit: Of the features, in whose square the three are given.
     """
-    if alpha > variance and alpha > 1.01e-6 * trace:
+    given, held, total = (float(part) * float(unit) ** 2 for part in (alpha, variance, trace))
+    if given > held and given > 1.01e-6 * total:
         warnings.warn(
-            f"`alpha` ({alpha:.3g}) exceeds {which} ({variance:.3g}), which shrinks what it weighs on to "
-            f"{variance / (variance + alpha):.2g} of its size. It is in units of C_x: alpha=None is 1e-6 of the mean.",
+            f"`alpha` ({given:.3g}) exceeds {which} ({held:.3g}), which shrinks what it weighs on to "
+            f"{held / (held + given):.2g} of its size. It is in units of C_x: alpha=None is 1e-6 of the mean.",
             stacklevel=1,
         )
 
@@ -104,17 +126,14 @@ def warn_tied(values: np.ndarray, rest: np.ndarray, cutoff: float) -> None:
     )
 
 
-def warn_inexact(gram_x: Array, basis_gram: Array, alpha: float) -> None:
+def warn_inexact(operator: Any) -> None:
     """Warns if latent functions are not as orthonormal as their estimator makes them.
 
-    Args:
-        gram_x: U^T C_x U.
-        basis_gram: U^T U. The first and `alpha` times this add up to the identity, but for columns not in use.
-        alpha: The regularisation.
+    U^T C_x U and `alpha` U^T U add up to the identity, but for columns not in use.
     """
-    gram = np.asarray(gram_x) + np.asarray(basis_gram) * np.asarray(alpha, gram_x.dtype)
+    gram = np.asarray(operator.gram_x) + np.asarray(operator.basis_gram) * np.asarray(operator.alpha)
     error = np.abs(gram - np.diag(np.diagonal(gram) > 0)).max()
-    if error > 1e-2:
+    if not error <= 1e-2:  # nor if it is NaN
         warnings.warn(
             f"Latent functions are orthonormal only to {error:.1g}, for the rounding of {gram.dtype} outweighs "
             "`alpha`; eigenvalues may be off by as much. Raise `alpha`, take another solver or route, or enable x64.",

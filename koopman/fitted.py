@@ -10,6 +10,7 @@ What is computed from an operator are functions in `spectrum` and `forecast`.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -21,6 +22,11 @@ from dissociation.linalg import product
 from dissociation.validation import validated
 
 
+def _listed(values: Any) -> Any:
+    """Lists as an array; what stands for an array in a transformation is left alone."""
+    return jnp.asarray(values, float) if isinstance(values, list | tuple) else values
+
+
 class LinearMap(eqx.Module):
     """x -> (x - offset) matrix, for explicit features.
 
@@ -29,8 +35,8 @@ class LinearMap(eqx.Module):
         matrix: [d, r].
     """
 
-    offset: Float[Array, " d"]
-    matrix: Float[Array, "d r"]
+    offset: Float[Array, " d"] = eqx.field(converter=_listed)
+    matrix: Float[Array, "d r"] = eqx.field(converter=_listed)
 
     @validated
     def __call__(self, x: Float[Array | np.ndarray, "n d"]) -> Float[Array, "n r"]:
@@ -50,8 +56,8 @@ class KernelMap(eqx.Module):
     """
 
     kernel: Callable[[Array, Array], Array]
-    centres: Float[Array, "m d"]
-    coefficients: Float[Array, "m r"]
+    centres: Float[Array, "m d"] = eqx.field(converter=_listed)
+    coefficients: Float[Array, "m r"] = eqx.field(converter=_listed)
 
     @validated
     def __call__(self, x: Float[Array | np.ndarray, "n d"]) -> Float[Array, "n r"]:

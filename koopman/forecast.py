@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -11,6 +12,7 @@ from dissociation.checks import check_count, check_non_negative, fail, is_traced
 from dissociation.linalg import product
 from dissociation.types import Count
 from dissociation.validation import validated
+from koopman.diagnostics import warn_narrowed
 from koopman.fitted import LinearMap, Operator
 
 Steps = Int[Array | np.ndarray, " t"] | Sequence[int] | Count
@@ -28,15 +30,17 @@ def predict(operator: Operator, x: Float[Array | np.ndarray, "n d"], steps: Step
         steps: Lags ahead, at least 1: a number, or a list [T] for many horizons at once. May be traced.
 
     Returns:
-        Forecasts [n, ...] for a number, [T, n, ...] for a list.
+        Forecasts [n, ...] for a number, [T, n, ...] for a list; NaN where x is.
 
     Raises:
-        ValueError: If x has another width than the operator was fitted on, or a step is below 1.
+        ValueError: If x has another width than the operator was fitted on, a step is below 1, or beyond the integers
+            that JAX computes with (2^31 - 1, and 2^63 - 1 in x64).
 
     References:
         Kostic et al. (2022), section 2.
     """
     steps = _checked(steps)
+    warn_narrowed(x)
     latent = operator.encode(x)
     if isinstance(steps, int) or (not isinstance(steps, np.ndarray) and steps.ndim == 0):
         exponents = np.asarray([steps - 1]) if isinstance(steps, int) else (steps - 1)[None]
@@ -57,7 +61,15 @@ def _checked(steps: Steps) -> int | np.ndarray | Array:
     known = np.asarray(steps)
     if known.min() < 1:
         fail("steps", "be at least 1", steps)
+    _check_integers("steps", known)
     return int(known) if known.ndim == 0 else known
+
+
+def _check_integers(name: str, known: np.ndarray) -> None:
+    """Raises where a known number would wrap around."""
+    largest = jnp.iinfo(jax.dtypes.canonicalize_dtype(np.int64)).max
+    if known.max(initial=0) > largest:
+        fail(name, f"be at most {largest}", known.max())
 
 
 @validated
@@ -74,9 +86,11 @@ def matrix_powers(
         The powers, in the order of the exponents; NaN for a traced exponent below zero.
 
     Raises:
-        ValueError: If the matrix is not square, or a known exponent is negative.
+        ValueError: If the matrix is not square, or a known exponent is negative or beyond JAX's integers.
     """
     check_non_negative("exponents", exponents)
+    if not is_traced(exponents):
+        _check_integers("exponents", np.asarray(exponents))
     digits = 31 if is_traced(exponents) else int(np.max(np.asarray(exponents), initial=1)).bit_length()
     matrix, exponents = jnp.asarray(matrix), jnp.asarray(exponents)
     eye = jnp.eye(matrix.shape[0], dtype=matrix.dtype)
@@ -114,6 +128,7 @@ def risk(
     References:
         Kostic et al. (2022), eq. 4.
     """
+    warn_narrowed(x, y)
     latent = operator.encode(x)
     if isinstance(operator.dual, LinearMap):
         error = jnp.asarray(y) - operator.dual.offset[None] - product(latent, operator.dual.matrix.T)
@@ -144,12 +159,15 @@ def r2_score(target: Float[Array | np.ndarray, "n *o"], forecast: Float[Array | 
         fail("forecast", f"have the shape of `target` {np.shape(target)}", np.shape(forecast))
     if target.shape[0] < 2:
         fail("target", "hold at least two samples: one has no spread", f"shape {np.shape(target)}")
+    warn_narrowed(target, forecast)
     target, forecast = (jnp.asarray(array).reshape(np.shape(target)[0], -1) for array in (target, forecast))
-    error = jnp.sum((target - forecast) ** 2, 0)
-    spread = jnp.sum((target - jnp.mean(target, 0)[None]) ** 2, 0)
-    constant = spread == 0
+    away, off = target - jnp.mean(target, 0)[None], target - forecast
+    unit = lax.stop_gradient(jnp.max(jnp.abs(away), 0))  # squares of the data may overflow, or vanish
+    constant = jnp.all(target == target[:1], 0)  # whose mean may have rounded
+    unit = jnp.where(constant | (unit == 0), 1.0, unit)[None]
+    error, spread = jnp.sum((off / unit) ** 2, 0), jnp.sum((away / unit) ** 2, 0)
     ratio = 1.0 - error / jnp.where(constant, 1.0, spread)
-    return jnp.mean(jnp.where(constant, jnp.where(error == 0, 1.0, 0.0), ratio))
+    return jnp.mean(jnp.where(constant, jnp.where(jnp.all(off == 0, 0), 1.0, 0.0), ratio))
 
 
 @validated(finite=("trajectory",))

@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from dissociation.checks import check_count, check_non_negative, check_positive, fail
+from dissociation.checks import check_count, check_non_negative, check_positive, fail, is_traced
 from dissociation.linalg import product
 from dissociation.types import Scalar
 from dissociation.validation import validated
-from koopman.pairs import gram_root
+from koopman.diagnostics import warn_large_alpha, warn_narrowed, warn_offset
+from koopman.pairs import check_square, gram_root, scale_of
 from koopman.perturbation import couplings
 
 
@@ -73,8 +74,12 @@ def fit_generator(
         -shift alpha |c|^2. Directions that the samples do not hold at all come last, with rate minus infinity.
         Derivatives are not finite where rates coincide.
 
+    Warns:
+        UserWarning: Where values are known, if `alpha` exceeds tr(C) / d, or a feature's variance is below the rounding
+            of its squared mean.
+
     Raises:
-        ValueError: If shapes disagree, data are not finite, or an option is out of range.
+        ValueError: If shapes disagree, data are not finite, an option is out of range, or rates are out of the dtype's.
 
     References:
         Kostic, Lounici, Halconruy, Devergne and Pontil (2024), Learning the infinitesimal generator of stochastic
@@ -88,15 +93,26 @@ def fit_generator(
     size = check_count("rank", rank, minimum=1)
     if size > x.shape[1]:
         fail("rank", f"be at most the number of features ({x.shape[1]})", rank)
+    warn_narrowed(x, jac)
+    warn_offset(x, advice="take them about their mean")
     number, width = x.shape
     x, flat = jnp.asarray(x), jnp.moveaxis(jnp.asarray(jac), 2, 1).reshape(-1, width)
-    root = gram_root(x * number**-0.5)
-    slope = gram_root(flat * jnp.sqrt(jnp.asarray(diffusion, x.dtype) / number))
+    # In units of the features and of the rates, in which squares neither overflow nor vanish.
+    unit = scale_of(jnp.max(jnp.abs(x)))
+    x, flat = x / unit, flat / unit * jnp.sqrt(jnp.asarray(diffusion, x.dtype))
+    pace = scale_of(jnp.max(jnp.abs(flat)))
+    root, slope = gram_root(x * number**-0.5), gram_root(flat / pace * number**-0.5)
     held, energy = jnp.sum(root**2), jnp.sum(slope**2)
     if shift is None:  # any will do where there is no energy, or nothing at all
         known = (held > 0) & (energy > 0)
         shift = jnp.where(known, energy, 1.0) / jnp.where(known, held, 1.0)
-    penalty = 1e-6 * held / width if alpha is None else jnp.asarray(alpha, x.dtype)
+    else:
+        shift = jnp.asarray(shift, x.dtype) / pace / pace
+    penalty = 1e-6 * held / width if alpha is None else jnp.asarray(alpha, x.dtype) / unit / unit
+    if not (is_traced(held) or is_traced(energy) or is_traced(penalty)):
+        if energy > 0 and held > 0:
+            check_square("jac", float(energy / held) * float(pace) ** 2, "squares, over those of `x`,", x.dtype)
+        warn_large_alpha(penalty, held / width, held, "the mean eigenvalue of E[phi phi^T]", unit)
     rows, ridge = jnp.stack([jnp.sqrt(shift) * root, slope]), shift * penalty
     vectors = _pencil(rows, ridge)[:, :size]
     # Rayleigh's quotient, whose numerator cannot turn negative and does not cancel.
@@ -104,9 +120,9 @@ def fit_generator(
     found = held > (width * jnp.finfo(x.dtype).eps) ** 2
     square = jnp.where(found, held / shift, 1.0)
     coefficients = vectors * jax.lax.rsqrt(square)[None]
-    rates = jnp.where(found, -(energy + ridge * jnp.sum(vectors**2, 0)) / square, -jnp.inf)
+    rates = jnp.where(found, -(energy + ridge * jnp.sum(vectors**2, 0)) / square * pace * pace, -jnp.inf)
     moment = jnp.mean(product(x, coefficients) ** 4, 0)
-    return Generator(rates, coefficients, jnp.where(found, number / jnp.where(found, moment, 1.0), 0.0))
+    return Generator(rates, coefficients / unit, jnp.where(found, number / jnp.where(found, moment, 1.0), 0.0))
 
 
 @jax.custom_jvp

@@ -108,7 +108,7 @@ def _scale(values: Array, cutoff: float, alpha: Array) -> tuple[Array, Array]:
     """(lambda (lambda + alpha))^(-1/2), zero where lambda is cut off, and where it is not."""
     kept = values > cutoff * values[0]
     safe = jnp.where(kept, values, 1.0)
-    return jnp.where(kept, jax.lax.rsqrt(safe * (safe + alpha)), 0.0), kept
+    return jnp.where(kept, jax.lax.rsqrt(safe) * jax.lax.rsqrt(safe + alpha), 0.0), kept
 
 
 class _Turned(NamedTuple):

@@ -21,6 +21,7 @@ from dissociation.checks import (
     check_single,
     fail,
     fail_kind,
+    is_traced,
 )
 from dissociation.conversion import describe
 from dissociation.linalg import product
@@ -29,6 +30,12 @@ from dissociation.validation import validated
 from koopman.diagnostics import warn_narrowed
 
 States = Float[Array | np.ndarray, "n d"]
+
+
+def plain_number(value: Any) -> Any:
+    """One known number of NumPy or JAX as Python's own, which may be static; anything else as it is."""
+    known = isinstance(value, np.generic | np.ndarray | Array) and not is_traced(value) and np.ndim(value) == 0
+    return value.item() if known else value
 
 
 class Linear(eqx.Module):
@@ -90,7 +97,7 @@ class Matern(eqx.Module):
     """
 
     length_scale: Scalar
-    nu: float = eqx.field(static=True, default=1.5)
+    nu: float = eqx.field(static=True, default=1.5, converter=plain_number)
 
     def __check_init__(self):
         check_single("length_scale", self.length_scale)
@@ -117,7 +124,7 @@ class Polynomial(eqx.Module):
         offset: c, non-negative.
     """
 
-    degree: int = eqx.field(static=True, default=2)
+    degree: int = eqx.field(static=True, default=2, converter=plain_number)
     gamma: Scalar = 1.0
     offset: Scalar = 1.0
 
@@ -149,7 +156,7 @@ class Function(eqx.Module):
     @validated
     def __call__(self, x: States, y: Float[Array | np.ndarray, "m d"]) -> Float[Array, "n m"]:
         """The matrix of kernel values."""
-        return self.function(jnp.asarray(x), jnp.asarray(y))
+        return gram(self.function, jnp.asarray(x), jnp.asarray(y))
 
 
 @validated
@@ -162,6 +169,47 @@ def as_module(kernel: Callable[[Array, Array], Array]) -> Any:
     if isinstance(kernel, type):
         fail_kind("kernel", "be a kernel, for example `RBF(1.0)`", describe(kernel))
     return Function(kernel) if jax.tree.structure(kernel) == jax.tree.structure(0) else kernel
+
+
+def gram(kernel: Callable[[Array, Array], Array], x: Float[Array, "n d"], y: Float[Array, "m d"]) -> Array:
+    """The matrix of kernel values of states, checked for its kind and shape: whatever function a caller takes for one.
+
+    Raises:
+        ValueError: If it is not [n, m].
+        TypeError: If it is no array of real numbers.
+    """
+    values, wanted = kernel(x, y), (x.shape[0], y.shape[0])
+    if not isinstance(values, Array | np.ndarray | np.generic | float):
+        fail_kind("kernel", "give an array of kernel values", describe(values))
+    values = jnp.asarray(values)
+    if values.shape != wanted:
+        advice = "A function of two single states is mapped by `jax.vmap` over each"
+        fail("kernel", f"give a matrix [n, m] of n and m states, here {wanted}", f"shape {values.shape}", advice)
+    if not jnp.issubdtype(values.dtype, jnp.floating):
+        fail_kind("kernel", "give real floating-point numbers", str(values.dtype))
+    return values
+
+
+def own_gram(kernel: Callable[[Array, Array], Array], x: Float[Array, "n d"]) -> Array:
+    """`gram` of states with themselves, whose known values must be those of a positive kernel.
+
+    Raises:
+        ValueError: If they are not finite, not symmetric, or negative on the diagonal.
+        TypeError: As `gram`.
+    """
+    values = gram(kernel, x, x)
+    if is_traced(values):
+        return values
+    size = float(jnp.max(jnp.abs(values)))
+    if not np.isfinite(size):
+        fail("kernel", "give finite values", size, f"What {values.dtype} cannot hold overflows: scale the states")
+    rounding = float(jnp.finfo(values.dtype).eps) ** 0.5
+    least, skew = float(jnp.min(jnp.diagonal(values))), float(jnp.max(jnp.abs(values - values.T)))
+    if least < -rounding * size:
+        fail("kernel", "be positive semidefinite: k(x, x) at least 0", f"{least:.3g}")
+    if skew > rounding * size:
+        fail("kernel", "be symmetric, k(x, y) = k(y, x)", f"two values that differ by {skew:.3g}")
+    return values
 
 
 @validated(finite=("x",))
@@ -187,7 +235,7 @@ def median_distance(x: States, *, max_samples: int = 1000) -> Float[Array, ""]:
     warn_narrowed(x)
     some = jnp.asarray(x)[:: -(-x.shape[0] // max_samples)]
     rows, columns = np.triu_indices(some.shape[0], 1)
-    return jnp.median(_distances(some, some)[rows, columns])
+    return jnp.median(jnp.sqrt(squared_distances(some, some)[rows, columns]))
 
 
 @validated
@@ -201,9 +249,16 @@ def squared_distances(x: States, y: Float[Array | np.ndarray, "m d"]) -> Float[A
 
 
 def _distances(x: States, y: Float[Array | np.ndarray, "m d"]) -> Array:
-    square = squared_distances(x, y)
-    apart = square != 0  # the root has no finite slope at zero; not `> 0`, which would make NaN a distance of zero
-    return jnp.where(apart, jnp.sqrt(jnp.where(apart, square, 1.0)), 0.0)
+    """|x_i - y_j| by differences, a row at a time: the root of a product's rounding would not be small."""
+    y = jnp.asarray(y)
+
+    @jax.checkpoint  # or a gradient would keep all n m d differences
+    def from_one(one: Array) -> Array:
+        square = jnp.sum((one[None] - y) ** 2, 1)
+        apart = square != 0  # the root has no finite slope at zero; not `> 0`, which would make NaN a distance of zero
+        return jnp.where(apart, jnp.sqrt(jnp.where(apart, square, 1.0)), 0.0)
+
+    return lax.map(from_one, jnp.asarray(x))
 
 
 def _products(x: Array | np.ndarray, y: Array | np.ndarray) -> Array:

@@ -4,6 +4,7 @@ Trajectories come as everywhere in `koopman`: one array [time, ...], a list of s
 trajectories is named. States may have any shape; where no network is given they are images of 28 x 28 pixels.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,7 +16,16 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float
 
-from dissociation.checks import check_choice, check_count, check_non_negative, check_positive, fail, is_traced
+from dissociation.checks import (
+    WrongValue,
+    check_choice,
+    check_count,
+    check_non_negative,
+    check_positive,
+    fail,
+    fail_kind,
+    is_traced,
+)
 from dissociation.models.cnn import Encoder
 from dissociation.training import FitResult, fit
 from dissociation.types import Classes, PRNGKey, Scalar
@@ -38,7 +48,8 @@ ENCODER_LOSSES: dict[str, Callable[[Array, Array], Array]] = {
 
 @validated
 def encode(model: Callable[[Array], Array], states: States) -> Array:
-    """`model` at every state: [n, ...]."""
+    """`model`, one and not a stack, at every state: [n, ...]; what a state that is not finite gives is not either."""
+    _check_one(model)
     return jax.vmap(model)(jnp.asarray(states))
 
 
@@ -57,6 +68,7 @@ def pair_loss(kind: str, model: FeatureMap, x: States, y: States) -> Float[Array
         for many pairs; see `validation_loss` for few.
     """
     check_choice("kind", kind, tuple(ENCODER_LOSSES))
+    _check_one(model)
     _check_states(x, y)
     # One pass for both: a convolution of twice the images is cheaper than two.
     both = encode(model, jnp.concatenate([jnp.asarray(x), jnp.asarray(y)]))
@@ -84,6 +96,7 @@ def reconstruction_loss(model: Autoencoder, x: States, y: States) -> Float[Array
     References:
         Lusch, Kutz and Brunton (2018), Deep learning for universal linear embeddings of nonlinear dynamics.
     """
+    _check_one(model)
     _check_states(x, y)
     x, y = jnp.asarray(x), jnp.asarray(y)
     features = encode(model.encoder, jnp.concatenate([x, y]))
@@ -120,7 +133,7 @@ def train_encoders(
     Args:
         kind: "vamp", "contrastive" or "dpnets".
         trajectories: One trajectory [time, ...] with states of any shape, a list of them (of any lengths; no pair goes
-            from one to the next), or one array with `trajectory_axis`.
+            from one to the next), or one array with `trajectory_axis`. Rows of numbers in lists are one trajectory.
         key: One key; every seed's network follows from it, and the order of batches, which all seeds share.
         encoder: A network from one state to a vector of features: an Equinox module, from whose weights every seed
             begins, or a function from a key to one. Default: the encoder of images of 28 x 28 pixels.
@@ -154,9 +167,9 @@ def train_encoders(
     """
     check_choice("kind", kind, tuple(ENCODER_LOSSES))
     pairs = _pairs("trajectories", trajectories, lag, trajectory_axis)
-    if len(pairs.x) % batch_size == 1:
-        fail("batch_size", "not leave a single pair for the last batch", f"{batch_size} for {len(pairs.x)} pairs")
     width = _encoder_width(encoder, features, pairs.x[0], key)
+    least = _least_pairs(kind, width)
+    _check_batches(len(pairs.x), batch_size, least)
     if feature_norm is None and encoder is None:
         feature_norm = width**0.5
     rates = _rates(learning_rate, weight_decay, num_seeds)
@@ -164,7 +177,7 @@ def train_encoders(
     settings = {"encoder": encoder, "feature_norm": feature_norm, "init": init}
     models = _stack(lambda k: FeatureMap(width, **settings, key=k), build_key, num_seeds)
 
-    observe = _observe(kind, validation, lag, trajectory_axis, pairs.x)
+    observe = _observe(kind, validation, lag, trajectory_axis, pairs.x, least)
     return _fit(models, _Loss(kind), pairs, fit_key, num_epochs, batch_size, rates, observe, options)
 
 
@@ -231,6 +244,7 @@ def train_autoencoders(
         Lusch, Kutz and Brunton (2018), Deep learning for universal linear embeddings of nonlinear dynamics.
     """
     pairs = _pairs("trajectories", trajectories, lag, trajectory_axis)
+    _check_batches(len(pairs.x), batch_size)
     width = _encoder_width(encoder, features, pairs.x[0], key)
     _check_decoder(decoder, width, pairs.x[0], key)
     rates = _rates(learning_rate, weight_decay, num_seeds)
@@ -243,7 +257,7 @@ def train_autoencoders(
     return _fit(models, loss, pairs, fit_key, num_epochs, batch_size, rates, observe, options)
 
 
-@validated
+@validated(finite=("states",))
 def train_classifiers(
     states: States,
     labels: Classes,
@@ -279,13 +293,14 @@ def train_classifiers(
         What `fit` returns.
 
     Raises:
-        ValueError: If lengths disagree, an option is out of range, or the encoder does not go from one state to
-            [num_classes].
+        ValueError: If lengths disagree, states are not finite, an option is out of range, or the encoder does not go
+            from one state to [num_classes].
         TypeError: If `encoder` is neither a module nor a function from a key to one.
     """
     check_count("num_classes", num_classes, minimum=2)
     if not is_traced(labels) and int(labels.max()) >= num_classes:
         fail("labels", f"be classes below `num_classes` ({num_classes})", int(labels.max()))
+    _check_batches(len(states), batch_size)
     states, labels = jnp.asarray(states), jnp.asarray(labels)
     width = _encoder_width(encoder, num_classes, states[0], key, name="num_classes")
     rates = _rates(learning_rate, weight_decay, num_seeds)
@@ -325,11 +340,18 @@ def validation_loss(
 
     Returns:
         The loss.
+
+    Raises:
+        ValueError: If `kind` is unknown, `model` is a stack of them, a trajectory has no pair at this lag, or a batch
+            has fewer pairs than the loss needs.
     """
+    check_choice("kind", kind, tuple(ENCODER_LOSSES))
+    _check_one(model)
     x, y = _pairs("trajectories", trajectories, lag, trajectory_axis)
+    least = _least_pairs(kind, model.lagged_head.weight.shape[0])
+    _check_batches(len(x), len(x) if batch_size is None else batch_size, least)
     if batch_size is None:
         return pair_loss(kind, model, x, y)
-    check_count("batch_size", batch_size, minimum=2)
     starts = range(0, len(x), batch_size)
     return jnp.mean(jnp.stack([pair_loss(kind, model, x[i : i + batch_size], y[i : i + batch_size]) for i in starts]))
 
@@ -340,11 +362,36 @@ def member(models: Any, index: int) -> Any:
 
     Raises:
         ValueError: If there is none of this index.
+        TypeError: If it is the whole result of a training.
     """
+    if isinstance(models, FitResult):
+        fail_kind("models", "be stacked models, as in `result.models`", "a FitResult")
     count = min((len(leaf) for leaf in jax.tree.leaves(models) if eqx.is_array(leaf)), default=0)
     if not -count <= index < count:
         fail("index", f"be below the number of models ({count})", index)
     return jax.tree.map(lambda leaf: leaf[index] if eqx.is_array(leaf) else leaf, models)
+
+
+def _check_one(model: Any) -> None:
+    """Refuses stacked models where one is meant."""
+    weight = {FeatureMap: lambda m: m.lagged_head.weight, Autoencoder: lambda m: m.dynamics}.get(type(model))
+    if weight is not None and np.ndim(weight(model)) > 2:
+        fail("model", "be one model", f"{len(weight(model))} stacked ones", "Take one of them: `member(models, 0)`")
+
+
+def _least_pairs(kind: str, width: int) -> int:
+    """What a batch needs for the loss to be one."""
+    return 2 if kind == "contrastive" else width + 1
+
+
+def _check_batches(number: int, batch_size: int, least: int = 1) -> None:
+    check_count("batch_size", batch_size, minimum=1)
+    if number < least:
+        fail("trajectories", f"hold at least {least} pairs, which the loss of these features needs", number)
+    smallest = number % batch_size or batch_size
+    if min(smallest, number) < least:
+        wanted = f"leave at least {least} pairs for every batch, which the loss of these features needs"
+        fail("batch_size", wanted, f"a batch of {smallest} ({number} pairs by {batch_size})")
 
 
 def _check_states(x: States, y: States) -> None:
@@ -378,6 +425,13 @@ class _Validation(eqx.Module):
 
 def _pairs(name: str, trajectories: Trajectories, lag: int, trajectory_axis: int | None) -> Pairs:
     """`lagged_pairs` of one trajectory, of a list, or of an array whose axis of trajectories is named."""
+    try:
+        return _lagged(name, trajectories, lag, trajectory_axis)
+    except WrongValue as error:  # of `lagged_pairs`, which has its own name for them
+        raise WrongValue(str(error).replace("`trajectories", f"`{name}")) from None
+
+
+def _lagged(name: str, trajectories: Trajectories, lag: int, trajectory_axis: int | None) -> Pairs:
     if not isinstance(trajectories, Array | np.ndarray):
         if trajectory_axis is not None:
             fail("trajectory_axis", f"be None where `{name}` is a list", trajectory_axis)
@@ -390,7 +444,7 @@ def _pairs(name: str, trajectories: Trajectories, lag: int, trajectory_axis: int
 
 
 def _observe(
-    kind: str, validation: Trajectories | None, lag: int, trajectory_axis: int | None, states: Array
+    kind: str, validation: Trajectories | None, lag: int, trajectory_axis: int | None, states: Array, least: int = 1
 ) -> _Validation | None:
     """The loss of `validation`, if there is one, whose states must be like those of training."""
     if validation is None:
@@ -398,6 +452,8 @@ def _observe(
     pairs = _pairs("validation", validation, lag, trajectory_axis)
     if pairs.x.shape[1:] != states.shape[1:]:
         fail("validation", f"have the states of `trajectories`, of shape {states.shape[1:]}", pairs.x.shape[1:])
+    if len(pairs.x) < least:
+        fail("validation", f"hold at least {least} pairs, which the loss of these features needs", len(pairs.x))
     return _Validation(kind, *pairs)
 
 
@@ -479,5 +535,21 @@ def _fit(
     observe: _Validation | None,
     options: dict[str, Any],
 ) -> FitResult:
+    own = {
+        "models",
+        "loss",
+        "data",
+        "optimizer",
+        "num_steps",
+        "num_epochs",
+        "batch_size",
+        "key",
+        "hyperparams",
+        "observe",
+    }
+    known = [name for name in inspect.signature(fit).parameters if name not in own]
+    for name in options:
+        if name not in known:
+            fail_kind(name, f"be left out, or be one of {', '.join(known)}", "an unknown option")
     schedule = {"num_epochs": num_epochs, "batch_size": batch_size}
     return fit(models, loss, data, _adamw, **schedule, key=key, hyperparams=rates, observe=observe, **options)

@@ -15,6 +15,7 @@ from dissociation.checks import check_choice, check_count, check_non_negative, f
 from dissociation.linalg import centre, nuclear_norm, product, psd_power
 from dissociation.types import PRNGKey, Scalar
 from dissociation.validation import validated
+from koopman.diagnostics import warn_offset
 
 __all__ = [
     "autoencoder_loss",
@@ -56,7 +57,11 @@ def vamp_loss(x: Features, y: Features, *, schatten_norm: int = 2, center_covari
         center_covariances: Whether the means are subtracted.
 
     Returns:
-        Between -d and 0.
+        Between -d and 0, whatever the units of the features.
+
+    Warns:
+        UserWarning: Outside `jit` and not centred, if a feature's variance is below the rounding of its squared mean;
+            as do the other losses that see means.
 
     Raises:
         ValueError: If shapes disagree, there are too few samples, or `schatten_norm` is not 1 or 2.
@@ -73,8 +78,19 @@ def vamp_loss(x: Features, y: Features, *, schatten_norm: int = 2, center_covari
     x, y = jnp.asarray(x), jnp.asarray(y)
     _check_schatten_norm(schatten_norm)
     _check_enough("x", x, x.shape[1], center_covariances)
-    _, cross = _whitened(x, y, center_covariances)
+    if not center_covariances:
+        _warn_offsets(x=x, y=y)
+    return _vamp(x, y, schatten_norm, center_covariances)
+
+
+def _vamp(x: Array, y: Array, schatten_norm: int, center: bool) -> Array:
+    _, cross = _whitened(x, y, center)
     return -nuclear_norm(cross) if schatten_norm == 1 else -jnp.sum(cross**2)
+
+
+def _warn_offsets(advice: str = "pass center_covariances=True", **features: Array) -> None:
+    for name, array in features.items():
+        warn_offset(array, name, advice=advice)
 
 
 @validated
@@ -129,6 +145,8 @@ def vamp_score(
         fail("rank", f"be at most the number of features ({size})", rank)
     _check_enough("x", x, size, center_covariances)
     _check_enough("x_test", x_test, rank, center_covariances)
+    if not center_covariances:
+        _warn_offsets(x=x, y=y, x_test=x_test, y_test=y_test)
     maps, cross = _whitened(x, y, center_covariances)
     left, values, right = jnp.linalg.svd(cross)
     # Functions without any correlation are rounding noise where the covariances are deficient.
@@ -137,12 +155,8 @@ def vamp_score(
     functions = lax.stop_gradient(product(maps, turn))
     if center_covariances:
         x_test, y_test = centre(x_test), centre(y_test)
-    return -vamp_loss(
-        product(x_test, functions[0]),
-        product(y_test, functions[1]),
-        schatten_norm=schatten_norm,
-        center_covariances=center_covariances,
-    )
+    tested = product(x_test, functions[0]), product(y_test, functions[1])
+    return -_vamp(*tested, schatten_norm, center_covariances)
 
 
 @validated
@@ -188,7 +202,9 @@ def dpnets_loss(
         _check_enough("x", x, x.shape[1], center_covariances)
     if center_covariances:
         x, y = centre(x), centre(y)
-    loss = jnp.zeros((), x.dtype) if relaxed else vamp_loss(x, y, center_covariances=False)
+    else:
+        _warn_offsets(x=x, y=y)
+    loss = jnp.zeros((), x.dtype) if relaxed else _vamp(x, y, 2, center=False)
     values_x = jnp.linalg.eigvalsh(_after(loss, _covariance(x)))
     values_y = jnp.linalg.eigvalsh(_after(values_x[-1], _covariance(y)))
     if relaxed:
@@ -238,6 +254,7 @@ def spectral_contrastive_loss(x: Features, y: Features) -> Loss:
     n = x.shape[0]
     if n < 2:
         fail("x", "hold at least two pairs", f"shape {x.shape}")
+    _warn_offsets("take features about their mean", x=x, y=y)
     return _off_diagonal_squares(x, y) / float(n * (n - 1)) - (2.0 / n) * jnp.sum(x * y)
 
 
@@ -471,7 +488,7 @@ def _whitened(x: Array, y: Array, center: bool) -> tuple[Array, Array]:
     last = jnp.zeros((), x.dtype)
     for raw in (x, y):
         side = centre(raw) if center else raw
-        size, level = (jnp.sqrt(jnp.mean(lax.stop_gradient(part) ** 2, 0)) for part in (side, raw))
+        size, level = (_root_mean_square(lax.stop_gradient(part)) for part in (side, raw))
         kept = size > 8 * eps * level  # else constant up to rounding
         scale = jnp.where(kept, 1 / jnp.where(kept, size, 1.0), 0.0)
         side = side * scale[None]
@@ -486,6 +503,12 @@ def _whitened(x: Array, y: Array, center: bool) -> tuple[Array, Array]:
         maps.append(scale[:, None] * product(nearly, root))
     cross = product(columns[0].T, columns[1]) / n
     return jnp.stack(maps), product(product(roots[0], cross), roots[1])
+
+
+def _root_mean_square(x: Array) -> Array:
+    """Of every column, whatever its size: squares of the data themselves may overflow or vanish."""
+    top = jnp.max(jnp.abs(x), 0)
+    return top * jnp.sqrt(jnp.mean((x / jnp.where(top > 0, top, 1.0)[None]) ** 2, 0))
 
 
 def _after(earlier: Array, array: Array) -> Array:

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from dissociation.checks import check_positive
+from dissociation.checks import check_count, check_positive, fail, fail_kind
 from dissociation.models.cnn import Decoder, Encoder
 from dissociation.models.layers import Affine
 from dissociation.types import PRNGKey
@@ -39,12 +39,16 @@ def build_network(name: str, network: Network, *, key: PRNGKey) -> Any:
     Raises:
         TypeError: If neither comes out as an Equinox module that can be called.
     """
-    made = network if isinstance(network, eqx.Module) else network(key)
+    wanted = "be an Equinox module that takes one example, or a function from a key to one"
+    if isinstance(network, type):
+        fail_kind(name, wanted, f"the class {network.__name__}")
+    try:
+        made = network if isinstance(network, eqx.Module) else network(key)
+    except Exception as error:  # whatever it raises, it does not take a key
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise TypeError(f"`{name}` must {wanted}, got a function that fails on a key: {reason!r}.") from error
     if not isinstance(made, eqx.Module) or not callable(made):
-        came = type(made).__name__ if made is network else f"a function to {type(made).__name__}"
-        raise TypeError(
-            f"`{name}` must be an Equinox module that takes one example, or a function from a key to one, got {came}."
-        )
+        fail_kind(name, wanted, type(made).__name__ if made is network else f"a function to {type(made).__name__}")
     return jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf, made)
 
 
@@ -91,6 +95,7 @@ class FeatureMap(eqx.Module):
             init: How the default encoder and the lagged head begin, one of `dissociation.models.initial.INITS`.
             key: Draws the weights.
         """
+        check_count("features", features, minimum=1)
         if feature_norm is not None:
             check_positive("feature_norm", feature_norm)
         first, second = jax.random.split(key)
@@ -103,6 +108,9 @@ class FeatureMap(eqx.Module):
     def __call__(self, state: Float[Array | np.ndarray, "*state"]) -> Float[Array, " features"]:
         """Features of one state, of norm `feature_norm` if there is one."""
         features = self.encoder(jnp.asarray(state))
+        width = self.lagged_head.weight.shape[-1]
+        if jnp.shape(features) != (width,):
+            fail("encoder", f"make a vector of {width} features, as `features` says", f"shape {jnp.shape(features)}")
         if self.feature_norm is None:
             return features
         # The norm's root has no finite slope at zero, hence the clip inside it.
@@ -156,6 +164,7 @@ class Autoencoder(eqx.Module):
                 keeps what it begins with, and must not grow.
             key: Draws the weights.
         """
+        check_count("features", features, minimum=1)
         keys = jax.random.split(key, 3)
         self.encoder = (
             Encoder(features, init=init, key=keys[0])

@@ -16,6 +16,7 @@ Nystroem's features k(x, Z) k(Z, Z)^(-1/2) of some centres Z are explicit, so th
 cost falls from n^3 to n m^2.
 """
 
+import warnings
 from collections.abc import Callable
 
 import equinox as eqx
@@ -28,12 +29,12 @@ from dissociation.checks import check_choice, check_count, check_non_negative, f
 from dissociation.linalg import product, psd_power
 from dissociation.types import PRNGKey, Scalar
 from dissociation.validation import validated
-from koopman.diagnostics import warn_inexact, warn_large_alpha, warn_narrowed, warn_tied
+from koopman.diagnostics import warn_constant, warn_inexact, warn_large_alpha, warn_narrowed, warn_tied
 from koopman.fitted import KernelMap, LinearMap, Operator
 from koopman.kernel_subspaces import GramMethod, cholesky_floor, gram_cutoff, gram_weights
-from koopman.kernels import as_module
+from koopman.kernels import as_module, gram, own_gram
 from koopman.operators import fit_pcr, fit_reduced_rank, fit_ridge
-from koopman.pairs import checked_pairs, default_alpha
+from koopman.pairs import check_square, checked_pairs, default_alpha, scale_of
 from koopman.subspaces import Rank, latent_size, refuse_singular
 
 Kernel = Callable[[Array, Array], Array]
@@ -62,12 +63,15 @@ def fit_kernel_ridge(
         The fitted operator.
 
     Warns:
-        UserWarning: Where values are known, if `alpha` exceeds eigenvalue number `rank` of k(X, X) / n, rounding
-            outweighs `alpha`, or singular values `rank` and `rank` + 1 agree to rounding.
+        UserWarning: Where values are known, if `alpha` exceeds the mean of k(x, x), rounding outweighs `alpha`, or
+            k(x, x) varies by less than its rounding. The other two estimators compare `alpha` with eigenvalue number
+            `rank` of k(X, X) / n, and warn if singular values `rank` and `rank` + 1 agree to rounding.
 
     Raises:
-        ValueError: If shapes disagree, data are not finite, `alpha` is negative, or it is zero and K is singular (the
-            error names its rank).
+        ValueError: If shapes disagree, data are not finite, `alpha` is negative, it is zero and K is singular (the
+            error names its rank), or the kernel's values are no symmetric [n, n], not finite, negative for a state
+            with itself, or out of the dtype's range.
+        TypeError: If the kernel does not give an array of real numbers.
 
     References:
         Kostic et al. (2022), Learning dynamical systems via Koopman operator regression in RKHS, eq. 7.
@@ -166,9 +170,15 @@ def _fit(
     size, active = latent_size(rank, number, "samples")
     if active is not None and solver not in ("auto", "dense"):
         fail("solver", "be 'dense' for a traced `rank`", repr(solver))
-    gram_x, gram_y = kernel(x, x) / number, kernel(y, y) / number
+    gram_x, gram_y = own_gram(kernel, x) / number, own_gram(kernel, y) / number
+    if not is_traced(gram_x):
+        check_square("kernel", float(jnp.trace(gram_x)), "a mean of k(x, x)", gram_x.dtype)
+        warn_constant(x, gram_x)
+    # In units in which the squares of kernel values neither overflow nor vanish.
+    unit = scale_of(jnp.sqrt(jnp.trace(gram_x)))
+    gram_x, gram_y = gram_x / unit / unit, gram_y / unit / unit
     given, trace = alpha is not None, jnp.trace(gram_x)
-    alpha = jnp.asarray(alpha, x.dtype) if given else default_alpha(trace)
+    alpha = jnp.asarray(alpha, x.dtype) / unit / unit if given else default_alpha(trace)
     known = not (is_traced(alpha) or is_traced(gram_x) or is_traced(gram_y))
     if solver == "auto":
         solver = _solver(kind, gram_x, alpha, size)
@@ -176,9 +186,9 @@ def _fit(
     weights, values = found.vectors, found.values
     if known and given and float(alpha) == 0.0 and (kind, solver) != ("reduced_rank", "krylov"):
         _check_regular("ridge" if rank is None else kind, gram_x, values, size)
-    coefficients = weights * number**-0.5
-    latent_x = product(gram_x, coefficients) * number
-    latent_y = product(kernel(y, x), coefficients)
+    latent_x = product(gram_x, weights) * number**0.5
+    coefficients = weights / unit / unit * number**-0.5
+    latent_y = product(gram(kernel, y, x), coefficients)
     operator = Operator(
         encode=KernelMap(kernel, x, coefficients),
         dual=KernelMap(kernel, y, latent_x / number),
@@ -187,19 +197,20 @@ def _fit(
         mean_observable=jnp.zeros(flat.shape[1:], flat.dtype),
         gram_x=product(latent_x.T, latent_x) / number,
         gram_y=product(latent_y.T, latent_y) / number,
-        dual_gram=product(latent_x.T, product(gram_y, latent_x)) / number,
+        dual_gram=product(latent_x.T, product(gram_y, latent_x)) / number * unit * unit,
         basis_gram=product(coefficients.T, latent_x),
-        singular_values=values,
-        alpha=alpha,
+        singular_values=values * unit,
+        alpha=alpha * unit * unit,
         effective_rank=jnp.sum(values > gram_cutoff(gram_x) ** 0.5 * jnp.max(values)),
         observable_shape=shape,
     )
     if known and active is None:
+        which = "the mean of k(x, x)" if rank is None else f"eigenvalue {size} of k(X, X) / n"
+        variance = trace if rank is None else found.variance
+        warn_large_alpha(alpha, variance, trace, which, unit)
         if rank is not None:
-            which = f"eigenvalue {size} of k(X, X) / n"
-            warn_large_alpha(float(alpha), float(found.variance), float(trace), which)
             warn_tied(np.asarray(values), np.asarray(found.rest), gram_cutoff(gram_x) ** 0.5)
-        warn_inexact(operator.gram_x, operator.basis_gram, float(alpha))
+        warn_inexact(operator)
     return operator
 
 
@@ -239,7 +250,7 @@ class NystroemMap(eqx.Module):
 
     def __call__(self, x: States) -> Float[Array, "n m"]:
         """Features of states."""
-        return product(self.kernel(jnp.asarray(x), self.centres), self.whitening)
+        return product(gram(self.kernel, jnp.asarray(x), self.centres), self.whitening)
 
 
 @validated(finite=("centres",))
@@ -256,13 +267,23 @@ def nystroem_map(
     Returns:
         The feature map, for the estimators of `koopman.operators` and for streaming moments.
 
+    Warns:
+        UserWarning: If k(Z, Z) varies by less than its rounding.
+
+    Raises:
+        ValueError: If centres are not finite, or the kernel's values are not those of a kernel, as `fit_kernel_ridge`.
+        TypeError: As `fit_kernel_ridge`.
+
     References:
         Williams and Seeger (2001), Using the Nystroem method to speed up kernel machines.
     """
     warn_narrowed(centres)
     centres = jnp.asarray(centres)
     kernel = as_module(kernel)
-    return NystroemMap(kernel, centres, psd_power(kernel(centres, centres), -0.5, rtol=rtol))
+    values = own_gram(kernel, centres)
+    if not is_traced(values):
+        warn_constant(centres, values)
+    return NystroemMap(kernel, centres, psd_power(values, -0.5, rtol=rtol))
 
 
 @validated(finite=("x",))
@@ -351,8 +372,12 @@ def fit_nystroem(
     Returns:
         The fitted operator.
 
+    Warns:
+        UserWarning: As `fit_reduced_rank` on the features, and as `nystroem_map`.
+
     Raises:
-        ValueError: As `fit_reduced_rank`, or if `kind` is unknown.
+        ValueError: As `fit_reduced_rank` and `nystroem_map`, or if `kind` is unknown.
+        TypeError: As `nystroem_map`.
 
     References:
         Meanti et al. (2023), Estimating Koopman operators with sketching to provably learn large scale dynamical
@@ -370,7 +395,9 @@ def fit_nystroem(
             fail("rank", f"be given for {kind!r}", "None")
         options |= {"rank": rank, "solver": solver}
     fit = {"ridge": fit_ridge, "pcr": fit_pcr, "reduced_rank": fit_reduced_rank}[kind]
-    fitted = fit(features_x, features(y), **options)
+    with warnings.catch_warnings():  # columns of features are none of the caller's; `nystroem_map` has warned
+        warnings.filterwarnings("ignore", "Column .* varies by", module="koopman")
+        fitted = fit(features_x, features(y), **options)
 
     def lifted(linear: LinearMap | KernelMap) -> KernelMap:
         matrix = linear.matrix if isinstance(linear, LinearMap) else linear.coefficients

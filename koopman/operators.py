@@ -24,7 +24,7 @@ from dissociation.types import Scalar
 from dissociation.validation import validated
 from koopman.diagnostics import warn_inexact, warn_large_alpha, warn_offset, warn_tied
 from koopman.fitted import LinearMap, Operator
-from koopman.pairs import Moments, checked_pairs, default_alpha, gram_root, mean_of
+from koopman.pairs import Moments, check_square, checked_pairs, default_alpha, gram_root, mean_of, scale_of
 from koopman.solvers import SOLVERS
 from koopman.subspaces import Basis, Method, Rank, latent_size, refuse_singular, whitened_basis
 
@@ -69,7 +69,8 @@ def fit_ridge(
 
     Raises:
         ValueError: If shapes disagree, there are fewer than two pairs, known data are not finite (the error names the
-            row), `alpha` is negative, or it is zero and C_x is singular (the error names its rank).
+            row), their mean square is out of the dtype's range, `alpha` is negative, or it is zero and C_x is singular
+            (the error names its rank).
         TypeError: If data are not real numbers.
 
     References:
@@ -205,6 +206,9 @@ def _fit(
             fail("y", "be given with `x`", "None", "See koopman.pairs.lagged_pairs")
         problem, shape = _from_pairs(x, y, observable, center)
     width, dtype = problem.x.shape[1], problem.x.dtype
+    largest = jnp.max(jnp.abs(problem.x))
+    unit = scale_of(largest)  # in which squares neither overflow nor vanish
+    problem = problem._replace(x=problem.x / unit, y=problem.y / unit)
     size, active = latent_size(rank, width, "features")
     if active is not None and solver not in ("auto", "dense"):
         fail("solver", "be 'dense' for a traced `rank`", repr(solver))
@@ -212,20 +216,22 @@ def _fit(
     cutoff = rtol if rtol is not None else rounding if route == "qr" else float(jnp.finfo(dtype).eps) ** 0.5
     trace = jnp.sum(problem.x**2)
     given = alpha is not None
-    alpha = jnp.asarray(alpha, dtype) if given else default_alpha(trace, width)
+    alpha = jnp.asarray(alpha, dtype) / unit / unit if given else default_alpha(trace, width)
     known = not is_traced(alpha) and not is_traced(problem.x) and not is_traced(problem.y)
+    if not is_traced(largest) and float(largest) > 0:
+        check_square("x", float(trace) / width * float(unit) ** 2, "a mean square", dtype)
     if known and given and float(alpha) == 0.0:
         values = np.linalg.svd(np.asarray(gram_root(problem.x)), compute_uv=False)
         needed = size if kind == "pcr" else width
         refuse_singular(kind, values, cutoff, needed, width, ("the covariance of `x`", "C_x"))
     method = Method(kind, size, "dense" if active is not None else solver, route, cutoff)
     basis = whitened_basis(method, problem.x, problem.y, alpha, active)
-    operator = _assemble(problem, basis, alpha, tuple(shape), cutoff)
+    operator = _assemble(problem, basis, alpha, unit, tuple(shape), cutoff)
     if known and active is None:
         which = "the mean eigenvalue of C_x" if kind == "ridge" else f"eigenvalue {size} of C_x"
-        warn_large_alpha(float(alpha), float(basis.variance), float(trace), which)
+        warn_large_alpha(alpha, basis.variance, trace, which, unit)
         warn_tied(np.asarray(basis.values), np.asarray(basis.rest), cutoff)
-        warn_inexact(operator.gram_x, operator.basis_gram, float(alpha))
+        warn_inexact(operator)
     return operator
 
 
@@ -262,22 +268,25 @@ def _from_moments(seen: Moments) -> _Problem:
     return _Problem(x, y, observable, offset, mean)
 
 
-def _assemble(problem: _Problem, found: Basis, alpha: Array, shape: tuple[int, ...], cutoff: float) -> Operator:
+def _assemble(
+    problem: _Problem, found: Basis, alpha: Array, unit: Array, shape: tuple[int, ...], cutoff: float
+) -> Operator:
+    """The operator, from what is in units of the features."""
     basis, values = found.vectors, found.values
     latent_x, latent_y = product(problem.x, basis), product(problem.y, basis)
     dual = product(problem.y.T, latent_x)
     return Operator(
-        encode=LinearMap(problem.offset, basis),
-        dual=LinearMap(problem.offset, dual),
+        encode=LinearMap(problem.offset, basis / unit),
+        dual=LinearMap(problem.offset, dual * unit),
         core=product(latent_x.T, latent_y),
         readout=product(latent_x.T, problem.observable),
         mean_observable=problem.mean_observable,
         gram_x=product(latent_x.T, latent_x),
         gram_y=product(latent_y.T, latent_y),
-        dual_gram=product(dual.T, dual),
-        basis_gram=product(basis.T, basis),
-        singular_values=values,
-        alpha=alpha,
+        dual_gram=product(dual.T, dual) * unit * unit,
+        basis_gram=product(basis.T, basis) / unit / unit,
+        singular_values=values * unit,
+        alpha=alpha * unit * unit,
         effective_rank=jnp.sum(values > cutoff * jnp.max(values)),
         observable_shape=shape,
     )

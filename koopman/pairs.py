@@ -49,7 +49,8 @@ def lagged_pairs(
     Args:
         trajectories: One trajectory, [time] or [time, d]; or a list of them, [time, ...] each, of any lengths but of
             one state shape; or with `trajectory_axis` many of equal length in one array. An array of more axes does not
-            say which of them is time and is refused: for one trajectory of images pass `[images]`.
+            say which of them is time and is refused: for one trajectory of images pass `[images]`. Lists of numbers,
+            [1.0, 2.0] or [[1.0, 2.0], [3.0, 4.0]], are one trajectory; a list of lists of such rows is several.
         lag: Steps between the two members of a pair, at least 1.
         max_lag: With it `lag` may be traced, up to this number, so that lags can be swept by `jax.vmap`: every
             trajectory gives the pairs of its first time - max_lag states, whatever the lag. States must be floating
@@ -188,6 +189,38 @@ def default_alpha(trace: Float[Array, ""], number: int = 1) -> Float[Array, ""]:
         alpha, in units of C_x; traced where the trace is.
     """
     return 1e-6 / number * trace
+
+
+def scale_of(size: Float[Array, ""]) -> Float[Array, ""]:
+    """A power of two near a size: what divides data without rounding, and counts as a constant.
+
+    Args:
+        size: Non-negative.
+
+    Returns:
+        At most twice the size; 1 for zero and for what is not finite.
+    """
+    size = lax.stop_gradient(size)
+    usable = (size > 0) & jnp.isfinite(size)
+    return jnp.ldexp(jnp.ones_like(size), jnp.frexp(jnp.where(usable, size, 1.0))[1])
+
+
+def check_square(name: str, square: float, what: str, dtype: Any) -> None:
+    """Raises unless a known size of second moments leaves room to both sides of it in the dtype.
+
+    Operators hold `alpha`, a millionth of it, and inverses.
+
+    Args:
+        name: The argument at fault.
+        square: What `what` says, in the units of C_x.
+        what: Words for it.
+        dtype: Of the second moments.
+    """
+    limits = jnp.finfo(dtype)
+    low, high = float(limits.tiny / limits.eps), float(limits.max) * float(limits.eps) ** 0.75
+    if not low < square < high:
+        wanted = f"have {what} from {low:.0e} to {high:.0e}, of which {limits.dtype} holds inverses"
+        fail(name, wanted, f"{square:.3g}", "Scale the data")
 
 
 class Moments(eqx.Module):

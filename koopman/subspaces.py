@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 from dissociation.checks import check_count, fail, is_traced
 from dissociation.linalg import product
 from koopman.pairs import gram_root
+from koopman.perturbation import refused
 from koopman.solvers import Leading, leading_left_vectors
 
 Rank = int | Int[Array | np.ndarray, ""]
@@ -218,8 +219,8 @@ def _basis_jvp(method, primals, tangents):
         if kind == "ridge":
             return slopes(-0.5 * inverse(product(d_cov, basis)), d_values)
         # U = V G^(-1/2) with V the leading directions, G = V^T (C_x + alpha) V.
-        outside = mixing(mixed[:, :size], squares, active)
-        used = jnp.arange(size) < active
+        used = (jnp.arange(size) < active) & jnp.any(basis != 0, 0)  # and none that is cut off
+        outside = mixing(mixed[:, :size], squares, jnp.sum(used))
         own = whiten[:, :size] * used[None]
         scale = scale[:size] * used
         inside = -0.5 * scale[:, None] * mixed[:size, :size] * scale[None]
@@ -256,13 +257,18 @@ def mixing(
         floor: Relative size at which an eigenvalue counts as zero.
 
     Returns:
-        Coefficients; zero where s_j and s_i agree or are both zero, where there is no derivative.
+        Coefficients; not finite where s_j and s_i agree up to rounding, where there is no derivative, and zero where
+        both are zero.
     """
     rows, columns = jnp.arange(numerator.shape[0])[:, None], jnp.arange(numerator.shape[1])[None]
     leading = squares[None, : numerator.shape[1]]
     gap = leading - squares[:, None]
-    used = (rows >= active) & (columns < active) & (gap != 0) & (leading > floor * squares[0])
-    return jnp.where(used, numerator / jnp.where(used, gap, 1.0), 0.0)
+    used = (rows >= active) & (columns < active) & (leading > floor * squares[0])
+    eps = jnp.finfo(squares.dtype).eps
+    # Small ones may be rounding themselves, which what is computed from the whole does not see.
+    noise = 64 * eps * jnp.where(leading > eps**0.5 * squares[0], squares[0], leading)
+    tied = used & (gap <= noise)
+    return refused(jnp.where(used, numerator / jnp.where(used & ~tied, gap, 1.0), 0.0), tied)
 
 
 def halved(slopes: Float[Array, " r"], values: Float[Array, " r"]) -> Float[Array, " r"]:

@@ -6,7 +6,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Array, Float, Inexact, Int
 
-from dissociation.checks import check_ndim
+from dissociation.checks import fail
+from dissociation.validation import validated
 
 __all__ = ["ExactSpectrum", "conjugate_order"]
 
@@ -59,10 +60,18 @@ def conjugate_order(eigenvalues: Inexact[np.ndarray, " n"]) -> Int[np.ndarray, "
     return np.array([*order, *lower], int)
 
 
+@validated(finite=("states",))
 def column(states: Float[Array | np.ndarray, "n 1"]) -> Float[np.ndarray, " n"]:
     """States on a line as a vector of float64."""
-    check_ndim("states", states, 2, "[n, 1]")
     return np.asarray(states, np.float64)[:, 0]
+
+
+@validated(finite=("states",))
+def rows(states: Float[Array | np.ndarray, "n d"], width: int) -> Float[np.ndarray, "n d"]:
+    """States of so many coordinates in float64."""
+    if states.shape[1] != width:
+        fail("states", f"have shape [n, {width}]", f"shape {states.shape}")
+    return np.asarray(states, np.float64)
 
 
 def unit_phase(coefficients: Inexact[np.ndarray, "rows n"]) -> Inexact[np.ndarray, "rows n"]:

@@ -57,12 +57,14 @@ def overdamped_langevin(
 
     Raises:
         TypeError: If a count is no Python integer.
-        ValueError: If a number is out of range or `initial` has the wrong shape.
+        ValueError: If a number is out of range, `initial` has the wrong shape, or the potential gives more than one
+            number.
 
     References:
         Maruyama (1955), Continuous Markov processes and stochastic equations.
     """
     num_steps = check_count("num_steps", num_steps, minimum=1)
+    _check_potential(potential, initial)
     advance = partial(_euler_steps, potential, **_scheme(friction, sigma, time_step, substeps))
 
     def one(key: Array, initial: Array) -> Array:
@@ -76,6 +78,13 @@ def overdamped_langevin(
         initial=initial,
         dimension=np.shape(initial)[-1],
     )
+
+
+def _check_potential(potential: Callable[[Array], Array], states: Array | np.ndarray) -> None:
+    one = jax.ShapeDtypeStruct(np.shape(states)[-1:], jnp.result_type(float))
+    energy = jax.eval_shape(potential, one)
+    if getattr(energy, "shape", None) not in ((), (1,)) or not jnp.issubdtype(energy.dtype, jnp.floating):
+        fail("potential", f"give one real energy of a state {list(one.shape)}", f"{energy}")
 
 
 def _scheme(friction: Scalar, sigma: Scalar, time_step: Scalar, substeps: int) -> dict[str, Any]:
@@ -131,7 +140,8 @@ def langevin_spectrum(
         the invariant density and positive at the upper end, left ones equal to right ones; that density.
 
     Raises:
-        ValueError: If an argument is out of range.
+        ValueError: If an argument is out of range, or the potential is not defined throughout, gives more than one
+            number, or has a wall too steep for the cells.
 
     References:
         Latorre, Metzner, Hartmann and Schuette (2011), Commun. Math. Sci. 9, 1051-1072 (structure-preserving).
@@ -141,6 +151,7 @@ def langevin_spectrum(
     components = check_count("num_components", num_components, minimum=1)
     if check_count("num_cells", num_cells, minimum=8 * components) % 2:
         fail("num_cells", "be even", num_cells)
+    _check_potential(potential, np.zeros(1))
     temperature = _temperature(friction, sigma)
 
     def energy(x: np.ndarray) -> np.ndarray:
@@ -152,10 +163,12 @@ def langevin_spectrum(
     rates = temperature / float(friction) * (4 * fine.rates - coarse.rates) / 3
     rates[0] = 0.0
 
+    @validated
     def functions(states: Points) -> np.ndarray:
         x = column(states)
         return (4 * _interpolate(fine, x) - _interpolate(coarse, x)) / 3
 
+    @validated
     def density(states: Points) -> np.ndarray:
         return np.exp(-energy(column(states)) - fine.log_partition)
 
@@ -168,6 +181,10 @@ def _within_cut_off(energy: Callable[..., np.ndarray], domain: tuple[float, floa
         fail("domain", "be two ends in ascending order", domain)
     grid = np.linspace(*domain, 4001)
     level = energy(grid)
+    undefined = np.isnan(level) | (level == -np.inf)
+    if undefined.any() or not np.isfinite(level).any():
+        where = int(np.argmax(undefined))
+        fail("potential", "have a value at every state of the domain", f"{level[where]} at {grid[where]:.6g}")
     within = grid[level < np.min(level) + CUT_OFF]
     if len(within) < 40:
         fail("domain", "be narrower: only a hundredth of it or less is within reach", domain)
@@ -189,9 +206,13 @@ def _reversible_chain(energy: Callable[..., np.ndarray], a: float, b: float, cel
     centres = (edges[1:] + edges[:-1]) / 2
     cell, edge = energy(centres), energy(edges[1:-1])
     leaving = np.zeros(cells)
-    leaving[:-1] += np.exp(cell[:-1] - edge)
-    leaving[1:] += np.exp(cell[1:] - edge)
-    between = -np.exp((cell[1:] + cell[:-1]) / 2 - edge)
+    with np.errstate(all="ignore"):  # what is not finite is refused
+        leaving[:-1] += np.exp(cell[:-1] - edge)
+        leaving[1:] += np.exp(cell[1:] - edge)
+        between = -np.exp((cell[1:] + cell[:-1]) / 2 - edge)
+    if not (np.isfinite(leaving).all() and np.isfinite(between).all()):
+        advice = "Choose a `domain` without it, or more cells"
+        fail("potential", "rise and fall by less than 700 kT between neighbouring cells", "a steeper wall", advice)
     rates, vectors = np.linalg.eigh((np.diag(leaving) + np.diag(between, 1) + np.diag(between, -1)) / h**2)
     lowest = np.min(cell)
     partition = np.sum(np.exp(lowest - cell)) * h

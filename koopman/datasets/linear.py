@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from dissociation.checks import check_count, check_finite, check_ndim, check_non_negative, fail, is_traced
+from dissociation.checks import check_count, check_finite, check_non_negative, fail, is_traced
 from dissociation.types import Count, PRNGKey, Scalar
 from dissociation.validation import validated
-from koopman.datasets.exact import ExactSpectrum, conjugate_order
+from koopman.datasets.exact import ExactSpectrum, conjugate_order, rows
 from koopman.datasets.trajectories import run_trajectories, scan_trajectory, step_keys
 
 __all__ = [
@@ -122,8 +122,8 @@ def linear_spectrum(matrix: Matrix, degree: int, *, noise: Noise = 0.0) -> Exact
 
     Returns:
         All C(d + degree, degree) eigenvalues; right eigenfunctions, those of degree one with variance one under the
-        stationary distribution (or |w_i| = 1 without noise), the others not scaled; no left ones; the stationary
-        density where the noise reaches every direction.
+        stationary distribution (or |w_i| = 1 where no noise reaches), the others not scaled; no left ones; the
+        stationary density where the noise reaches every direction.
 
     Raises:
         ValueError: If a shape does not fit, or there is noise and `matrix` is not stable.
@@ -139,15 +139,17 @@ def linear_spectrum(matrix: Matrix, degree: int, *, noise: Noise = 0.0) -> Exact
     covariance = stationary_covariance(a, noise) if noisy else np.zeros((d, d))
     values, w = np.linalg.eig(a.T)
     if noisy:
-        w = w / np.sqrt(np.einsum("ai,ab,bi->i", w.conj(), covariance, w).real)[None, :]
+        variance = np.einsum("ai,ab,bi->i", w.conj(), covariance, w).real
+        moved = variance > 1e-14 * np.trace(covariance)  # what the noise does not reach keeps |w_i| = 1
+        w = w / np.sqrt(np.where(moved, variance, 1.0))[None, :]
     c = w.T @ covariance @ w
     factors = [term for n in range(degree + 1) for term in combinations_with_replacement(range(d), n)]
     products = np.array([np.prod(values[list(term)]) for term in factors])
     order = conjugate_order(products)
 
+    @validated
     def right_functions(states: Float[Array | np.ndarray, "n d"]) -> np.ndarray:
-        check_ndim("states", states, 2, "[n, d]")
-        u = np.asarray(states, np.float64) @ w
+        u = rows(states, d) @ w
         hermite: dict[tuple[int, ...], np.ndarray] = {(): np.ones(len(u), u.dtype)}
         for term in factors[1:]:
             i, rest = term[0], term[1:]
@@ -163,9 +165,9 @@ def linear_spectrum(matrix: Matrix, degree: int, *, noise: Noise = 0.0) -> Exact
 def _normal_density(covariance: np.ndarray) -> Callable[..., np.ndarray]:
     root = np.linalg.cholesky(covariance)
 
+    @validated
     def density(states: Float[Array | np.ndarray, "n d"]) -> np.ndarray:
-        check_ndim("states", states, 2, "[n, d]")
-        white = np.linalg.solve(root, np.asarray(states, np.float64).T)
+        white = np.linalg.solve(root, rows(states, len(root)).T)
         scale = (2 * np.pi) ** (len(root) / 2) * np.prod(np.diag(root))
         return np.exp(-0.5 * np.sum(white**2, axis=0)) / scale
 
@@ -280,9 +282,11 @@ def regime_switching_spectrum(
     order = conjugate_order(values)
     slopes = slopes.reshape(regimes, d, -1)
 
+    @validated
     def right_functions(states: Float[Array | np.ndarray, "n d"], at: Int[Array | np.ndarray, " n"]) -> np.ndarray:
-        check_ndim("states", states, 2, "[n, d]")
-        x, at = np.asarray(states, np.float64), np.asarray(at)
+        x, at = rows(states, d), np.asarray(at)
+        if at.shape != x.shape[:1] or at.dtype.kind not in "iu" or not np.all((at >= 0) & (at < regimes)):
+            fail("at", f"hold the regime of every state, 0 to {regimes - 1}", f"{at.dtype} of shape {at.shape}")
         return np.concatenate([offsets[at], np.einsum("nd,ndk->nk", x, slopes[at])], axis=1)[:, order]
 
     return ExactSpectrum(values[order], right_functions)

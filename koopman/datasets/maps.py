@@ -169,12 +169,15 @@ def logistic_spectrum(order: int = 20, *, num_components: int | None = None) -> 
     signed = before @ left
     left /= np.sum(weights[:, None] * signed * (after[:, : order + 1] @ right), axis=0)[None, :]
 
+    @validated
     def right_functions(states: Points) -> np.ndarray:
         return _fourier(_parabola(column(states)), order)[:, : order + 1] @ right
 
+    @validated
     def density_function(states: Points) -> np.ndarray:
         return _fourier(column(states), order) @ invariant
 
+    @validated
     def left_functions(states: Points) -> np.ndarray:
         return (_fourier(column(states), order) @ left).conj() / density_function(states)[:, None]
 

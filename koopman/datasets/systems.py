@@ -9,7 +9,7 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from dissociation.checks import check_count, check_non_negative, check_positive
+from dissociation.checks import check_count, check_non_negative, check_positive, fail
 from dissociation.types import PRNGKey, Scalar
 from dissociation.validation import validated
 from koopman.datasets.exact import ExactSpectrum, column
@@ -105,17 +105,22 @@ def ornstein_uhlenbeck_spectrum(
     def scaled(states: Float[Array | np.ndarray, "n 1"]) -> np.ndarray:
         return column(states) / scale
 
+    @validated
     def functions(states: Float[Array | np.ndarray, "n 1"]) -> np.ndarray:
-        norms = np.array([math.sqrt(math.factorial(k)) for k in degrees])
-        return np.polynomial.hermite_e.hermevander(scaled(states), len(degrees) - 1) / norms[None, :]
+        x = scaled(states)
+        found = [np.ones_like(x), x]
+        for k in degrees[2:]:  # normalised at once: factorials overflow
+            found.append((x * found[-1] - math.sqrt(k - 1) * found[-2]) / math.sqrt(k))
+        return np.stack(found[: len(degrees)], axis=1)
 
+    @validated
     def density(states: Float[Array | np.ndarray, "n 1"]) -> np.ndarray:
         return np.exp(-(scaled(states) ** 2) / 2) / (scale * math.sqrt(2 * math.pi))
 
     return ExactSpectrum(np.exp(-degrees * float(theta) * float(time_step)), functions, functions, density)
 
 
-@validated
+@validated(finite=("initial",))
 def rk4_trajectory(
     field: Callable[[Array, Array], Array],
     initial: Float[Array | np.ndarray, "..."],
@@ -138,7 +143,7 @@ def rk4_trajectory(
 
     Raises:
         TypeError: If a count is no Python integer.
-        ValueError: If a number is out of range.
+        ValueError: If a number is out of range, the initial state is not finite, or the field has another shape.
 
     References:
         Hairer, Norsett and Wanner (1993), Solving ordinary differential equations I, table 1.2.
@@ -147,6 +152,9 @@ def rk4_trajectory(
     substeps = check_count("substeps", substeps, minimum=1)
     check_positive("time_step", time_step)
     start = jnp.asarray(initial)
+    slope = jax.eval_shape(field, jax.ShapeDtypeStruct((), start.dtype), start)
+    if getattr(slope, "shape", None) != start.shape:
+        fail("field", f"give one derivative of the state's shape {start.shape}", f"{slope}")
     h = jnp.asarray(time_step, start.dtype) / substeps
 
     def substep(state: Array, index: Array) -> tuple[Array, None]:
@@ -163,7 +171,7 @@ def rk4_trajectory(
     return scan_trajectory(advance, start, jnp.arange(num_steps))
 
 
-@validated
+@validated(finite=("alpha", "beta", "gamma", "delta", "omega"))
 def duffing(
     num_steps: int,
     *,
@@ -224,7 +232,7 @@ def duffing(
     )
 
 
-@validated
+@validated(finite=("sigma", "mu", "beta"))
 def lorenz63(
     num_steps: int,
     *,

@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 
 from dissociation import plotting
 from dissociation.bmap import bmap
-from dissociation.checks import check_choice, check_count, check_distinct, check_positive
+from dissociation.checks import check_choice, check_count, check_distinct, check_positive, fail
 from dissociation.figures.artifacts import Parts, identity_of
 from dissociation.plotting import summarise
 from dissociation.progress import MeterFactory, open_meter
@@ -98,9 +98,9 @@ class Config:
     num_trajectories: int = 20
     """Independent trajectories of every length."""
     lengths: tuple[int, ...] = (1000, 3000, 10_000, 30_000, 100_000)
-    """Transitions in a trajectory."""
+    """Transitions in a trajectory, rising, from 100 to 1e8."""
     alpha: float = 1e-6
-    """Regularisation."""
+    """Regularisation, up to 1e6."""
     num_centres: int = 50
     """Centres of the Nystroem estimator, spread evenly over the grid of states."""
     systems: tuple[str, ...] = SYSTEMS
@@ -109,13 +109,20 @@ class Config:
     """Order of the logistic map's noise; its operator is exact on 2 * order + 1 features."""
 
     def __post_init__(self):
-        for name in ("num_trajectories", "order"):
-            check_count(name, getattr(self, name), minimum=1)
-        check_count("num_centres", self.num_centres, minimum=MAX_RANK)
+        check_count("num_trajectories", self.num_trajectories, minimum=1)
+        for name, value, least, most in (
+            ("order", self.order, 2, 200),  # five features at least, and quadrature of few thousand nodes
+            ("num_centres", self.num_centres, MAX_RANK, 5000),
+            *(("lengths", length, 100, 10**8) for length in self.lengths),
+        ):
+            if check_count(name, value, minimum=least) > most:
+                fail(name, f"be at most {most}", value)
         check_positive("alpha", self.alpha)
+        if self.alpha > 1e6:
+            fail("alpha", "be at most 1e6, where features have mean squares of one", self.alpha)
         check_distinct("lengths", self.lengths)
-        for length in self.lengths:
-            check_count("lengths", length, minimum=100)
+        if list(self.lengths) != sorted(self.lengths):
+            fail("lengths", "rise: the last is the one that rates are told of", self.lengths)
         check_distinct("systems", self.systems)
         for name in self.systems:
             check_choice("systems", name, SYSTEMS)

@@ -241,13 +241,15 @@ def test_arrays_in_a_list_are_taken_one_by_one(kind):
     np.testing.assert_array_equal(first, [1, 2, 3])
     assert first.dtype.kind == second.dtype.kind == "f"
     assert opened(ROWS, paths=kind([1.0, 2.0]))[3].shape == (2,)
+    assert opened(ROWS, paths=[[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])[3].shape == (3, 2)  # rows of one
+    assert [path.shape for path in opened(ROWS, paths=[[[1.0, 2.0]], [[3.0, 4.0]]])[3]] == [(1, 2), (1, 2)]
 
 
 @pytest.mark.parametrize(
     ("paths", "message"),
     [
         ([np.ones(3), ["a"]], r"`paths\[1\]` must be an array .*type list. Give nested lists as one array"),
-        ([[1.0, 2.0], [3.0, 4.0]], r"`paths\[0\]` must be an array .*Give nested lists"),
+        ([[1.0, 2.0], [3.0]], r"`paths` must be an array"),
         ([np.ones(3), np.ones(3) * 1j], r"`paths\[1\]` must hold real numbers"),
         ([np.ones(3), np.asarray(1.0)], r"`paths\[1\]` must have at least 1 axis"),
         ([np.array(["a"])], r"`paths\[0\]` must be an array .*text"),

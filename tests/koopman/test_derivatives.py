@@ -11,6 +11,8 @@ import pytest
 from koopman import losses
 from koopman.forecast import matrix_powers, predict, r2_score, risk, score
 from koopman.generator import fit_generator
+from koopman.kernels import Linear
+from koopman.nystroem import fit_kernel_pcr, fit_kernel_reduced_rank
 from koopman.operators import fit_pcr, fit_reduced_rank, fit_ridge
 from koopman.spectrum import (
     decompose,
@@ -194,3 +196,38 @@ def test_masked_ranks_leave_the_gradients_of_the_others_alone():
         np.testing.assert_allclose(jax.jit(jax.grad(values))(0.2, 2), cut, rtol=1e-8)
         step = (values(0.2 + 1e-5, 2) - values(0.2 - 1e-5, 2)) / 2e-5
         np.testing.assert_allclose(cut, step, rtol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize(
+    "fit",
+    [
+        fit_pcr,
+        fit_reduced_rank,
+        partial(fit_kernel_pcr, kernel=Linear()),
+        partial(fit_kernel_reduced_rank, kernel=Linear()),
+    ],
+)
+def test_no_derivative_where_the_rank_cuts_equal_singular_values(fit, dtype):
+    with jax.enable_x64(dtype is np.float64):
+        x = np.eye(4, dtype=dtype)[np.arange(37) % 4]
+        x, y, step = x[:-1], x[1:], RNG.normal(size=(36, 4)).astype(dtype)
+
+        def slope(fit, target=y, **options):
+            forecast = lambda s: predict(fit(x + s * step, target, alpha=1e-3, **options), x)  # noqa: E731
+            return jax.jvp(forecast, (dtype(0),), (dtype(1),))[1]
+
+        assert not jnp.isfinite(slope(fit, rank=2)).any()
+        # Where both are equal but neither is cut off nothing is lost, and all of them together are the ridge estimator.
+        np.testing.assert_allclose(slope(fit, rank=4), slope(fit_ridge), atol=1e-4)
+        if "pcr" not in str(fit):
+            apart = y * np.asarray([1, 1, 0.99, 0.3], dtype)  # one per cent is a gap
+            assert not jnp.isfinite(slope(fit, apart, rank=1)).any()
+            for rank in (2, 3):
+                with jax.enable_x64(True):
+                    ends = [
+                        predict(fit(x + s * step.astype(float), apart.astype(float), rank=rank, alpha=1e-3), x)
+                        for s in (-1e-6, 1e-6)
+                    ]
+                wanted = np.asarray(ends[1] - ends[0]) / 2e-6
+                np.testing.assert_allclose(slope(fit, apart, rank=rank), wanted, atol=1e-2 * np.abs(wanted).max())

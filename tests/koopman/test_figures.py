@@ -236,3 +236,20 @@ def test_names_of_axes_fit_every_array(sequence_results):
     for name, axes in axes_of(arrays, ordered_mnist.AXES).items():
         for axis, size in zip(axes, arrays[name].shape, strict=True):
             assert size == lengths.get(axis, size), name
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        (["--alpha", "1e300"], "alpha"),
+        (["--lengths", "1000000000000"], "lengths"),
+        (["--lengths", "300", "200"], "lengths"),
+        (["--order", "1"], "order"),
+        (["--order", "100000"], "order"),
+        (["--num-centres", "1000000"], "num_centres"),
+    ],
+)
+def test_options_of_spectra_out_of_range_are_refused_at_once(options, name, tmp_path, capsys):
+    assert cli.main(["spectra", "--quick", *options, "--out", str(tmp_path / "new"), "--silent"]) == 2
+    assert f"`{name}` must " in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()

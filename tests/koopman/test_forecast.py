@@ -3,7 +3,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from koopman import diagnostics
 from koopman.forecast import matrix_powers, predict, r2_score, risk, score
+from koopman.generator import fit_generator
 from koopman.operators import fit_reduced_rank, fit_ridge
 from koopman.pairs import lagged_pairs
 
@@ -148,3 +150,51 @@ def test_bad_input_is_refused(call, words):
     with pytest.raises((ValueError, TypeError)) as caught:
         call(operator)
     assert isinstance(caught.value, TypeError) or caught.match(words)
+
+
+def test_steps_beyond_the_integers_are_named():
+    operator = fit_ridge(*lagged_pairs(trajectory()[1].astype(np.float32)))
+    x = np.ones((2, 3), np.float32)
+    assert np.abs(predict(operator, x, 2**31 - 1)).max() < 1e-6
+    for steps in (2**31, 4294967297, 2**40, 10**30, [1, 2**31], np.asarray([3, 2**40])):  # 2^32 + 1 was step 1
+        with pytest.raises(ValueError, match="`steps` must be at most 2147483647, got "):
+            predict(operator, x, steps)
+    with pytest.raises(ValueError, match="`exponents` must be at most 2147483647"):
+        matrix_powers(np.eye(2), np.asarray([2**32]))
+    with jax.enable_x64(True):
+        np.testing.assert_array_equal(matrix_powers(np.eye(2), np.asarray([2**40])), np.eye(2)[None])
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-21, 1e21, 1e30])
+def test_scores_do_not_depend_on_units(scale):
+    rng, unit = np.random.default_rng(0), np.float32(scale)
+    x, y = rng.normal(size=(2, 50, 3)).astype(np.float32)
+    np.testing.assert_allclose(r2_score(x * unit, y * unit), r2_score(x, y), rtol=1e-5)
+    np.testing.assert_allclose(r2_score(x * unit, -5 * x * unit), r2_score(x, -5 * x), rtol=1e-5)
+    same = np.full((50, 1), unit)
+    assert r2_score(same, same) == 1
+    assert r2_score(same, 2 * same) == 0
+
+
+def test_float64_that_becomes_float32_is_named():
+    operator = fit_ridge(*lagged_pairs(trajectory()[1].astype(np.float32)))
+    x = np.ones((3, 3)) + np.eye(3)
+    for call in (
+        lambda x: predict(operator, x),
+        lambda x: risk(operator, x, x),
+        lambda x: r2_score(x, x),
+        lambda x: fit_generator(x, x[..., None], rank=1),
+    ):
+        call(x.astype(np.float32))
+        diagnostics._warn_narrowed.cache_clear()  # said once per process
+        with pytest.warns(UserWarning, match="float64 are computed in float32"):
+            call(x)
+
+
+def test_what_is_not_finite_is_forecast_as_such():
+    operator = fit_ridge(*lagged_pairs(trajectory()[1].astype(np.float32)))
+    x = np.ones((2, 3), np.float32)
+    x[1, 0] = np.nan
+    found = np.asarray(predict(operator, x))
+    assert np.isnan(found[1]).all()
+    assert np.isfinite(found[0]).all()

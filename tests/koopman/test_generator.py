@@ -185,3 +185,32 @@ def test_bad_input_is_refused():
     ):
         with pytest.raises(ValueError, match=words):
             fit_generator(x, jac, **({"rank": 1} | change))
+
+
+def test_units_change_nothing_but_rates():
+    x, jac = (np.asarray(part, np.float32) for part in ornstein_uhlenbeck(300))
+    wanted = fit_generator(x, jac, rank=3)
+    for scale in (1e-30, 1e-20, 1e19, 1e30):
+        unit = np.float32(scale)
+        found = fit_generator(x * unit, jac * unit, rank=3)
+        np.testing.assert_allclose(found.eigenvalues, wanted.eigenvalues, rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(found.coefficients * unit, wanted.coefficients, rtol=2e-2, atol=1e-3)
+        np.testing.assert_allclose(found.support, wanted.support, rtol=1e-2)
+    faster = fit_generator(x, jac * np.float32(1e12), rank=3)
+    np.testing.assert_allclose(faster.eigenvalues / 1e24, wanted.eigenvalues, rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(
+        fit_generator(x, jac * np.float32(1e12), rank=3, shift=2e24, alpha=1e-3).eigenvalues / 1e24,
+        fit_generator(x, jac, rank=3, shift=2.0, alpha=1e-3).eigenvalues,
+        rtol=1e-3,
+        atol=1e-4,
+    )
+    with pytest.raises(ValueError, match="`jac` must have squares, over those of `x`"):
+        fit_generator(x, jac * np.float32(1e20), rank=3)
+
+
+def test_an_alpha_above_the_features_and_a_large_mean_are_named():
+    x, jac = (np.asarray(part, np.float32)[:, 1:2] for part in ornstein_uhlenbeck(300))
+    with pytest.warns(UserWarning, match=r"`alpha` \(10\) exceeds the mean eigenvalue of E\[phi phi\^T\]"):
+        fit_generator(x, jac, rank=1, alpha=10.0)
+    with pytest.warns(UserWarning, match="Column 0 of `x` varies.*take them about their mean"):
+        fit_generator(x + np.float32(1e4), jac, rank=1)

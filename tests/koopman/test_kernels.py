@@ -69,7 +69,7 @@ def test_median_distance():
     ("make", "words"),
     [
         (lambda: kernels.RBF(0.0), "`length_scale` must be positive"),
-        (lambda: kernels.Matern(1.0, 2.0), "'0.5', '1.5', '2.5'"),
+        (lambda: kernels.Matern(1.0, 2.0), "one of 0.5, 1.5, 2.5"),
         (lambda: kernels.Polynomial(0), "`degree`"),
         (lambda: kernels.Linear()(X, Y[:, :3]), "`y` must be of shape .* as in `x`"),
         (lambda: kernels.median_distance(X[:1]), "at least two states"),
@@ -80,3 +80,27 @@ def test_bad_input_is_refused(make, words):
     with pytest.raises((ValueError, TypeError)) as caught:
         make()
     assert isinstance(caught.value, TypeError) or caught.match(words)
+
+
+@pytest.mark.parametrize(
+    "kernel", [kernels.Laplacian(0.1), kernels.Matern(0.1, 0.5), kernels.Matern(0.1, 1.5), kernels.Matern(0.1, 2.5)]
+)
+def test_kernels_of_distances_are_exact_for_close_states(kernel):
+    # The root of a cancelled square took up to a tenth off the diagonal.
+    x = (RNG.normal(size=(50, 5)) * 10).astype(np.float32)
+    near = x + np.float32(2e-3) * RNG.normal(size=x.shape).astype(np.float32)
+    with jax.enable_x64(True):
+        wanted = kernel(x.astype(float), near.astype(float))
+    np.testing.assert_array_equal(np.diagonal(kernel(x, x)), 1.0)
+    np.testing.assert_allclose(kernel(x, near), wanted, atol=1e-5)
+    np.testing.assert_allclose(jax.jit(kernel)(x, near), wanted, atol=1e-5)
+    stacked = jax.vmap(kernel)(np.stack([x, near]), np.stack([near, near]))
+    np.testing.assert_allclose(stacked[0], wanted, atol=1e-5)
+    assert jnp.isfinite(jax.grad(lambda x: jnp.sum(kernel(x, x)))(x)).all()
+
+
+@pytest.mark.parametrize("make", [np.int64, np.asarray, jnp.asarray])
+def test_numbers_of_numpy_are_static_too(make):
+    assert type(kernels.Polynomial(make(2)).degree) is int
+    assert type(kernels.Matern(1.0, make(np.float32(1.5)) if make is not np.int64 else np.float32(1.5)).nu) is float
+    assert kernels.Polynomial(make(2)) == kernels.Polynomial(2)

@@ -226,3 +226,25 @@ def test_against_kooplearn(friction):
     values = datasets.compute_prinz_potential_eig(friction, ROOT_2, 1e-4)
     # With 128 cosines on (-3, 3) the peer is 1.2e-7 off at friction 1.
     np.testing.assert_allclose(prinz_spectrum(friction=friction).eigenvalues, values, atol=2e-7)
+
+
+@pytest.mark.parametrize(
+    ("potential", "words"),
+    [
+        (lambda x: 1 / x[0] ** 2, "rise and fall by less than .* Choose a `domain`"),
+        (
+            lambda x: jnp.where(x[0] > 0.5, jnp.nan, x[0] ** 2),
+            "have a value at every state of the domain, got nan at 0.5",
+        ),
+        (lambda x: jnp.log(jnp.abs(x[0])), "have a value at every state of the domain, got -inf at 0"),
+        (lambda x: None, "give one real energy"),
+        (lambda x: jnp.stack([x, x]), "give one real energy"),
+        (lambda x: x[0] + 1j, "give one real energy"),
+    ],
+)
+def test_what_is_no_potential_is_refused(potential, words):
+    with pytest.raises(ValueError, match=f"`potential` must {words}"):
+        langevin_spectrum(potential, (-3.0, 3.0))
+    if "energy" in words:
+        with pytest.raises(ValueError, match=f"`potential` must {words}"):
+            overdamped_langevin(potential, 3, key=jax.random.key(0), initial=np.ones(1))

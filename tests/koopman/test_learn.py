@@ -1,3 +1,5 @@
+from functools import partial
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -222,7 +224,7 @@ def test_bad_input_is_refused(digits, trajectories):
         train_encoders("simclr", images[:9], key=key)
     with pytest.raises(ValueError, match="longer than the lag"):
         train_encoders("vamp", images[:1], key=key)
-    with pytest.raises(ValueError, match="a single pair for the last batch, got 4 for 9 pairs"):
+    with pytest.raises(ValueError, match=r"leave at least 6 pairs for every batch.*got a batch of 1 \(9 pairs by 4\)"):
         train_encoders("vamp", images[:10], key=key, batch_size=4)
     with pytest.raises(ValueError, match="`learning_rate`"):
         train_autoencoders(images[:9], key=key, learning_rate=0.0)
@@ -251,3 +253,57 @@ def test_bad_input_is_refused(digits, trajectories):
         train_encoders("vamp", trajectories, key=key, encoder=linear(5, 2), trajectory_axis=3)
     with pytest.raises(ValueError, match=r"`validation` must have the states of `trajectories`"):
         train_encoders("vamp", states, key=key, encoder=linear(5, 2), validation=states[:, :4])
+
+
+def test_options_that_do_not_fit_are_named(trajectories):
+    states, key = trajectories[0], jax.random.key(0)
+    encoders = partial(train_encoders, "vamp", states, key=key, encoder=linear(5, 2), num_epochs=0, num_seeds=1)
+    autoencoders = partial(train_autoencoders, states, key=key, encoder=linear(5, 2), decoder=linear(2, 5))
+    classes = partial(train_classifiers, states, np.zeros(len(states), int), key=key, encoder=linear(5, 2))
+    for train in (encoders, autoencoders, partial(classes, num_classes=2)):
+        for size in (0, -3):
+            with pytest.raises(ValueError, match="`batch_size` must be at least 1"):
+                train(batch_size=size)
+        with pytest.raises(TypeError, match="`foo` must be left out, or be one of .*progress.*, got an unknown option"):
+            train(foo=1)
+        for wrong, words in ((eqx.nn.MLP, "the class MLP"), (lambda s: s * 2, "a function that fails on a key")):
+            with pytest.raises(TypeError, match=f"`encoder` must be an Equinox module .*, got {words}"):
+                train(encoder=wrong)
+    for size, last in ((2, 1), (len(states) - 2, 1), (len(states) - 3, 2)):
+        with pytest.raises(ValueError, match=rf"`batch_size` must leave at least 3 pairs .*got a batch of {last} \("):
+            encoders(batch_size=size)
+    encoders(batch_size=len(states) - 4)
+    with pytest.raises(ValueError, match="`trajectories` must hold at least 3 pairs"):
+        train_encoders("vamp", states[:3], key=key, encoder=linear(5, 2))
+    for validation, words in (
+        (states[:1], "`validation` must be longer than the lag"),
+        (states[:3], "`validation` must hold at least 3 pairs"),
+        ([states, states[:1]], r"`validation\[1\]` must be longer"),
+        (np.where(states > 0, states, np.nan), r"`validation\[0\]` must be finite"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            encoders(validation=validation)
+    with pytest.raises(ValueError, match="`states` must be finite"):
+        train_classifiers(np.where(states > 0, states, np.nan), np.zeros(len(states), int), key=key)
+    listed = train_encoders("vamp", [t.tolist() for t in trajectories], key=key, encoder=linear(5, 2), num_epochs=0)
+    assert listed.num_steps == 0
+
+
+def test_stacked_models_are_told_from_one(trajectories):
+    states = trajectories[0]
+    options = {"key": jax.random.key(0), "num_seeds": 2, "num_epochs": 0}
+    result = train_encoders("vamp", states, encoder=linear(5, 2), **options)
+    coders = train_autoencoders(states, encoder=linear(5, 2), decoder=linear(2, 5), **options).models
+    for call in (
+        lambda: encode(result.models, states),
+        lambda: pair_loss("vamp", result.models, states[:-1], states[1:]),
+        lambda: validation_loss("vamp", result.models, states),
+        lambda: reconstruction_loss(coders, states[:-1], states[1:]),
+    ):
+        with pytest.raises(ValueError, match=r"`model` must be one model, got 2 stacked ones.*member\(models, 0\)"):
+            call()
+    with pytest.raises(TypeError, match=r"`models` must be stacked models, as in `result.models`, got a FitResult"):
+        member(result, 0)
+    assert encode(member(result.models, 0), states).shape == (len(states), 2)
+    assert eqx.filter_vmap(lambda model: encode(model, states))(result.models).shape == (2, len(states), 2)
+    assert jnp.isnan(encode(member(result.models, 0), states * np.nan)).all()

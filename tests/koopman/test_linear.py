@@ -222,3 +222,28 @@ def test_against_kooplearn(key):
     swap = np.array([[0.0, 1.0], [1.0, 0.0]])  # no chance left
     peer = datasets.make_regime_switching_var(start, *MATRICES, swap, n_steps=5).to_numpy()
     np.testing.assert_allclose(regime_switching_var(MATRICES, swap, 5, key=key, initial=start).states, peer, atol=1e-6)
+
+
+def test_directions_that_no_noise_reaches():
+    exact = linear_spectrum(np.diag([0.5, 0.3]), 1, noise=[[1.0], [0.0]])
+    states = np.asarray([[1.0, 2.0], [-3.0, 0.5]])
+    found = exact.right(states)
+    np.testing.assert_allclose(np.abs(found[:, 1]), np.abs(states[:, 0]) * np.sqrt(1 - 0.5**2))  # of variance one
+    np.testing.assert_allclose(np.abs(found[:, 2]), np.abs(states[:, 1]))
+    assert exact.density is None
+
+
+def test_functions_of_an_exact_spectrum_check_their_states():
+    exact = linear_spectrum(np.diag([0.5, 0.3]), 1, noise=1.0)
+    for function in (exact.right, exact.density):
+        for states, words in ((np.ones((4, 3)), r"have shape \[n, 2\]"), ([[1.0, np.inf]], "finite")):
+            with pytest.raises(ValueError, match=f"`states` must .*{words}"):
+                function(states)
+    switching = regime_switching_spectrum(np.asarray([0.5 * np.eye(2), 0.3 * np.eye(2)]), np.full((2, 2), 0.5))
+    for at, words in (
+        ([0, 2], "hold the regime of every state, 0 to 1"),
+        ([0.0, 1.0], "hold integers"),
+        ([0], "be of shape"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=f"`at` must {words}"):
+            switching.right(np.ones((2, 2)), at)

@@ -671,3 +671,32 @@ def test_wrong_arguments_are_named(unchecked):
         energy_loss(x, x[:, :, None], form="other")
     with pytest.raises(ValueError, match="`x` must hold at least four samples"):
         orthonormal_fro_reg(x[:3])
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-20, 1e19, 1e30])
+@pytest.mark.parametrize("center", [False, True])
+def test_vamp_does_not_see_units(scale, center):
+    rng, unit = np.random.default_rng(0), np.float32(scale)
+    x = rng.normal(size=(60, 3)).astype(np.float32)
+    y = (0.7 * x + rng.normal(size=x.shape)).astype(np.float32)
+    options = {"center_covariances": center}
+    for norm in (1, 2):
+        loss = partial(vamp_loss, schatten_norm=norm, **options)
+        np.testing.assert_allclose(loss(x * unit, y * unit), loss(x, y), rtol=1e-4)
+        np.testing.assert_allclose(loss(x * unit, y), loss(x, y), rtol=1e-4)  # units of its own for either
+    slope = jax.grad(partial(vamp_loss, **options))
+    np.testing.assert_allclose(slope(x * unit, y * unit) * unit, slope(x, y), atol=1e-5)
+    score = partial(vamp_score, rank=2, **options)
+    np.testing.assert_allclose(score(x * unit, y * unit, y * unit, x * unit), score(x, y, y, x), rtol=1e-3)
+
+
+def test_a_mean_that_swamps_the_variance_is_named():
+    rng = np.random.default_rng(0)
+    x, y = (rng.normal(size=(2, 60, 3)) + 1e4).astype(np.float32)
+    for loss in (vamp_loss, dpnets_loss, lambda *a, **k: vamp_score(*a, *a, **k)):
+        with pytest.warns(UserWarning, match="Column . of `y` varies.*pass center_covariances=True"):
+            loss(x - x.mean(0)[None], y, center_covariances=False)
+        loss(x, y, center_covariances=True)
+        jax.jit(partial(loss, center_covariances=False))(x, y)
+    with pytest.warns(UserWarning, match="take features about their mean"):
+        spectral_contrastive_loss(x, y)

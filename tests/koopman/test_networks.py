@@ -56,3 +56,25 @@ def test_networks_of_your_own():
 def test_what_is_no_network_is_refused(network, came):
     with pytest.raises(TypeError, match=f"`encoder` must be an Equinox module .*, got {came}"):
         build_network("encoder", network, key=jax.random.key(0))
+
+
+@pytest.mark.parametrize("network", [FeatureMap, Autoencoder])
+def test_what_is_no_network_is_named(network):
+    key = jax.random.key(0)
+    for features, error in ((0, ValueError), (-1, ValueError), (2.5, TypeError), ("a", TypeError)):
+        with pytest.raises(error, match="`features`"):
+            network(features, key=key)
+    for encoder in (3, eqx.nn.MLP, lambda s: s * 2, lambda key: None):
+        with pytest.raises(TypeError, match="`encoder`"):
+            network(2, encoder=encoder, key=key)
+
+
+def test_an_encoder_of_another_width_is_named():
+    model = FeatureMap(7, encoder=eqx.nn.Linear(4, 3, key=jax.random.key(1)), key=jax.random.key(0))
+    for call in (model, model.lagged):
+        with pytest.raises(ValueError, match=r"`encoder` must make a vector of 7 features, .*got shape \(3,\)"):
+            call(jnp.ones(4))
+    norm = FeatureMap(3, encoder=model.encoder, feature_norm=np.float32(2), key=jax.random.key(0))
+    assert type(norm.feature_norm) is float
+    with pytest.raises(TypeError, match="`orthogonal`"):
+        Autoencoder(3, orthogonal="yes", key=jax.random.key(0))

@@ -301,6 +301,86 @@ def test_a_singular_kernel_matrix_is_named():
     assert np.isfinite(inside.core).all()
 
 
+@pytest.mark.parametrize("kernel", [Linear(), Polynomial(2, offset=0.0), Polynomial(3, offset=0.0)])
+@pytest.mark.parametrize(
+    ("kind", "solver"), [("pcr", "dense"), ("pcr", "krylov"), ("reduced_rank", "dense"), ("reduced_rank", "spectral")]
+)
+def test_the_scale_of_states_changes_nothing(kind, solver, kernel):
+    # Squares of kernel values overflowed at 1e5, and vanished at 1e-10.
+    path = states().astype(np.float32)
+    wanted = fit_kernel(kind, *lagged_pairs(path), kernel, solver=solver)
+    degree = getattr(kernel, "degree", 1)
+    for scale in (1e5, 10 ** (-12 / degree)):
+        found = fit_kernel(kind, *lagged_pairs(np.float32(scale) * path), kernel, solver=solver)
+        np.testing.assert_allclose(eigenvalues(found), eigenvalues(wanted), atol=5e-3)
+        np.testing.assert_allclose(singular_values(found), singular_values(wanted), atol=5e-3)
+        np.testing.assert_allclose(found.singular_values / scale**degree, wanted.singular_values, rtol=1e-2)
+        np.testing.assert_allclose(predict(found, scale * path[:5]) / scale, predict(wanted, path[:5]), atol=0.05)
+
+
+def test_kernel_values_beyond_float32_are_refused():
+    for scale, kernel, words in (
+        (1e-18, Linear(), "`kernel` must have a mean of k"),
+        (1e-30, Linear(), "got 0. Scale"),
+        (1e17, Linear(), "`kernel` must have a mean of k"),
+        (1e12, Polynomial(4), "`kernel` must give finite values, got inf.*scale the states"),
+    ):
+        x, y = lagged_pairs(np.float32(scale) * states().astype(np.float32))
+        with pytest.raises(ValueError, match=words):
+            fit_kernel_ridge(x, y, kernel)
+
+
+@pytest.mark.parametrize("kernel", [Linear(), Polynomial(2), RBF(1e6)])
+def test_states_that_are_all_but_one_to_the_kernel_are_named(kernel):
+    path = states().astype(np.float32) + np.float32(0 if isinstance(kernel, RBF) else 1e5)
+    x, y = lagged_pairs(path)
+    for fit in (lambda: fit_kernel("pcr", x, y, kernel), lambda: fit_nystroem(x, y, kernel, x[:9], kind="ridge")):
+        with pytest.warns(UserWarning, match=r"k\(x, x\) varies about its mean") as seen:
+            fit()
+        assert not any("center=True" in str(warning.message) for warning in seen)  # which these do not take
+    fit_kernel("pcr", x - x.mean(0)[None], y - x.mean(0)[None], RBF(1.0))
+    fit_kernel("pcr", np.ones_like(x), np.ones_like(x), kernel)  # the states are one, and nothing is lost
+
+
+def test_an_alpha_above_kernel_values_is_named():
+    with jax.enable_x64(True):
+        x, y = lagged_pairs(states())
+        fit_kernel_ridge(x, y, RBF(1.0), alpha=0.9)
+        with pytest.warns(UserWarning, match=r"`alpha` \(1.1\) exceeds the mean of k\(x, x\) \(1\)"):
+            fit_kernel_ridge(x, y, RBF(1.0), alpha=1.1)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "error", "words"),
+    [
+        (lambda a, b: jnp.exp(-jnp.sum((a - b) ** 2)), ValueError, r"a matrix \[n, m\] .*\(6, 6\), got shape \(\)"),
+        (lambda a, b: jnp.exp(-jnp.sum((a - b) ** 2, 1)), ValueError, r"got shape \(6,\)"),
+        (lambda a, b: None, TypeError, "`kernel` must give an array of kernel values, got None"),
+        (lambda a, b: (a @ b.T).tolist(), TypeError, "`kernel` must give an array"),
+        (lambda a, b: (a @ b.T).astype(complex), TypeError, "real floating-point numbers, got complex64"),
+        (lambda a, b: jnp.log(a @ b.T - 1), ValueError, "`kernel` must give finite values"),
+        (
+            lambda a, b: a @ jnp.asarray([[1.0, 2.0], [0.0, 1.0]]) @ (b * jnp.asarray([[1.0, 3.0]])).T,
+            ValueError,
+            "symm",
+        ),
+        (lambda a, b: -(a @ b.T), ValueError, "`kernel` must be positive semidefinite"),
+    ],
+)
+def test_what_is_no_kernel_is_refused(kernel, error, words):
+    x = np.arange(12, dtype=np.float32).reshape(6, 2) % 5
+    for fit in (
+        lambda: fit_kernel_ridge(x, x, kernel),
+        lambda: fit_kernel_reduced_rank(x, x, kernel, rank=1),
+        lambda: fit_nystroem(x, x, kernel, x, rank=1),
+    ):
+        with pytest.raises(error, match=words):
+            fit()
+    if "shape" in words or "complex" in words:  # known also of what is traced
+        with pytest.raises(error, match=words):
+            jax.jit(lambda x: fit_kernel_ridge(x, x, kernel))(x)
+
+
 X = np.ones((6, 2)) * np.arange(6)[:, None]
 
 

@@ -4,7 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from koopman.fitted import KernelMap, LinearMap
 from koopman.forecast import predict, risk
+from koopman.kernels import Linear
 from koopman.operators import fit_pcr, fit_reduced_rank, fit_ridge
 from koopman.pairs import lagged_pairs, moments, scan_moments
 from koopman.spectrum import eigenvalues, singular_values
@@ -109,6 +111,26 @@ def test_the_scale_of_features_changes_nothing(kind):
     small = FITS[kind](1e-6 * x, 1e-6 * y, alpha=1e-15)
     np.testing.assert_allclose(operator_matrix(small), operator_matrix(big), atol=2e-4)
     assert int(small.effective_rank) == int(big.effective_rank)
+
+
+@pytest.mark.parametrize("route", ["qr", "covariance"])
+@pytest.mark.parametrize("kind", FITS)
+def test_squares_near_the_ends_of_float32_are_right_or_refused(kind, route):
+    states = linear_trajectory(d=3)[1].astype(np.float32)
+    wanted = FITS[kind](*lagged_pairs(states), route=route)
+    for scale in (1e-15, 1e-10, 1e10, 1e15):
+        x, y = lagged_pairs(np.float32(scale) * states)
+        found = FITS[kind](x, y, route=route)
+        np.testing.assert_allclose(eigenvalues(found), eigenvalues(wanted), atol=1e-3)
+        np.testing.assert_allclose(singular_values(found), singular_values(wanted), atol=1e-3)
+        np.testing.assert_allclose(found.singular_values / scale, wanted.singular_values, rtol=1e-2)
+    for scale in (1e-25, 1e-18, 1e18, 1e25):
+        x, y = lagged_pairs(np.float32(scale) * states)
+        with pytest.raises(ValueError, match="`x` must have a mean square from .* to .*Scale the data"):
+            FITS[kind](x, y, route=route)
+    with jax.enable_x64(True):
+        found = FITS[kind](*lagged_pairs(1e25 * states.astype(float)), route=route)
+        np.testing.assert_allclose(eigenvalues(found), eigenvalues(wanted), atol=1e-3)
 
 
 @pytest.mark.parametrize("kind", FITS)
@@ -415,3 +437,9 @@ def test_fits_over_devices_agree_with_fits_in_turn():
     assert len(spread.sharding.device_set) == 4
     alone = np.stack([np.abs(np.linalg.eigvals(fit(a, b))) for a, b in zip(x, y, strict=True)])
     np.testing.assert_allclose(np.abs(np.linalg.eigvals(spread)), alone, atol=1e-4)
+
+
+def test_a_map_may_be_made_of_lists():
+    np.testing.assert_allclose(LinearMap([0.5], [[2.0]])(np.ones((3, 1), np.float32)), np.ones((3, 1)))
+    kernel = KernelMap(Linear(), [[1.0], [2.0]], [[1.0], [1.0]])
+    np.testing.assert_allclose(kernel([[2.0]]), [[6.0]])

@@ -254,3 +254,16 @@ def test_gram_root_and_its_gradient(shape):
         slope = jnp.vdot(jax.grad(value)(jnp.asarray(x)), step)
         numeric = (value(jnp.asarray(x + 1e-5 * step)) - value(jnp.asarray(x - 1e-5 * step))) / 2e-5
         np.testing.assert_allclose(slope, numeric, rtol=1e-6)
+
+
+def test_lists_of_numbers_are_one_trajectory():
+    rows = [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]
+    np.testing.assert_array_equal(lagged_pairs([1.0, 2.0, 3.0]).y, [2.0, 3.0])
+    np.testing.assert_array_equal(lagged_pairs(rows).y, np.asarray(rows)[1:])
+    np.testing.assert_array_equal(lagged_pairs(tuple(map(tuple, rows))).x, np.asarray(rows)[:-1])
+    several = [rows, rows[:2]]
+    np.testing.assert_array_equal(lagged_pairs(several).y, lagged_pairs([np.asarray(r, np.float32) for r in several]).y)
+    np.testing.assert_array_equal(lagged_pairs([np.float32([1, 2]), np.float32([4, 5, 6])]).y, [2.0, 5.0, 6.0])
+    for wrong in ([[1.0, 2.0], [3.0]], [1.0, [2.0, 3.0]], [np.ones(3, np.float32), [1.0, 2.0]], [["a"]]):
+        with pytest.raises((TypeError, ValueError), match="`trajectories"):
+            lagged_pairs(wrong)

@@ -1,3 +1,6 @@
+import math
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -198,3 +201,45 @@ def test_against_kooplearn():
     start = np.array([0.5, -1.0])
     peer = datasets.make_duffing(start, n_steps=100).to_numpy()[:101]
     np.testing.assert_allclose(duffing(100, initial=start), peer, atol=5e-3)
+
+
+def test_numbers_that_are_none_are_refused():
+    key = jax.random.key(0)
+    for call, name in (
+        (lambda v: lorenz63(3, key=key, sigma=v), "sigma"),
+        (lambda v: lorenz63(3, key=key, mu=v), "mu"),
+        (lambda v: lorenz63(3, key=key, beta=v), "beta"),
+        *((partial(lambda k, v: duffing(3, key=key, **{k: v}), k), k) for k in ("alpha", "beta", "gamma", "delta")),
+        (lambda v: duffing(3, key=key, omega=v), "omega"),
+        (lambda v: rk4_trajectory(lambda t, x: -x, [v], 3, time_step=0.1), "initial"),
+    ):
+        for value in (np.nan, np.inf):
+            with pytest.raises(ValueError, match=f"`{name}` must be finite"):
+                call(value)
+    for field in (lambda t, x: jnp.sum(x), lambda t, x: None, lambda t, x: (x, x)):
+        with pytest.raises(ValueError, match=r"`field` must give one derivative of the state's shape \(2,\)"):
+            rk4_trajectory(field, [1.0, 2.0], 3, time_step=0.1)
+
+
+def test_functions_of_an_exact_spectrum_check_their_states():
+    exact = ornstein_uhlenbeck_spectrum()
+    for function in (exact.right, exact.density):
+        for states, words in (
+            (np.ones((3, 2)), "be of shape"),
+            (np.ones(3), "have 2 axes"),
+            ([[np.nan]], "finite"),
+            ([["a"]], "text"),
+        ):
+            with pytest.raises((ValueError, TypeError), match=f"`states` must .*{words}"):
+                function(states)
+
+
+def test_many_hermite_polynomials_do_not_overflow():
+    states = np.linspace(-2, 2, 5)[:, None]
+    many, few = (ornstein_uhlenbeck_spectrum(num_components=n) for n in (400, 12))
+    assert np.isfinite(many.right(states)).all()
+    np.testing.assert_allclose(many.right(states)[:, :12], few.right(states))
+    norms = np.sqrt([float(math.factorial(k)) for k in range(12)])
+    wanted = np.polynomial.hermite_e.hermevander(states[:, 0], 11) / norms[None]
+    np.testing.assert_allclose(few.right(states), wanted, atol=1e-12)
+    assert ornstein_uhlenbeck_spectrum(num_components=1).right(states).shape == (5, 1)

@@ -374,11 +374,11 @@ CALLS = {
     spectrum.singular_values: lambda: {"operator": operator()},
 }
 
-_NESTED = "a nested list does not say whether its rows are states or trajectories, and is refused"
+_SEVERAL = "lists within lists of rows are several trajectories, which have no `trajectory_axis`"
 
 MAY_PASS = {
-    pairs.lagged_pairs: {("trajectories", "a list"): _NESTED},
-    learn.validation_loss: {("trajectories", "a list"): _NESTED},
-    learn.train_encoders: {("trajectories", "a list"): _NESTED, ("validation", "a list"): _NESTED},
-    learn.train_autoencoders: {("trajectories", "a list"): _NESTED, ("validation", "a list"): _NESTED},
+    pairs.lagged_pairs: {("trajectories", "a list"): _SEVERAL},
+    learn.validation_loss: {("trajectories", "a list"): _SEVERAL},
+    learn.train_encoders: {("trajectories", "a list"): _SEVERAL, ("validation", "a list"): _SEVERAL},
+    learn.train_autoencoders: {("trajectories", "a list"): _SEVERAL, ("validation", "a list"): _SEVERAL},
 }
