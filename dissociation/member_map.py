@@ -27,12 +27,15 @@ def member(models: Any, index: int) -> Any:
         The PyTree with every array at `index`.
 
     Raises:
+        TypeError: If it is the whole result of a training.
         ValueError: If there is none of this index, or the arrays do not agree in their number of members.
 
     Example:
         >>> member({"weight": jnp.arange(6.0).reshape(3, 2), "name": "a"}, -1)
         {'name': 'a', 'weight': Array([4., 5.], dtype=float32)}
     """
+    if hasattr(models, "history"):
+        checks.fail_kind("models", "be stacked models, as in `result.models`", f"a {type(models).__name__}")
     counts = {leaf.shape[:1] for leaf in jax.tree.leaves(models) if hasattr(leaf, "shape")}
     if len(counts) != 1 or counts == {()}:
         checks.fail("models", "hold arrays that agree in a leading axis", f"leading axes {sorted(counts)}")

@@ -356,22 +356,6 @@ def validation_loss(
     return jnp.mean(jnp.stack([pair_loss(kind, model, x[i : i + batch_size], y[i : i + batch_size]) for i in starts]))
 
 
-@validated
-def member(models: Any, index: int) -> Any:
-    """One of stacked models.
-
-    Raises:
-        ValueError: If there is none of this index.
-        TypeError: If it is the whole result of a training.
-    """
-    if isinstance(models, FitResult):
-        fail_kind("models", "be stacked models, as in `result.models`", "a FitResult")
-    count = min((len(leaf) for leaf in jax.tree.leaves(models) if eqx.is_array(leaf)), default=0)
-    if not -count <= index < count:
-        fail("index", f"be below the number of models ({count})", index)
-    return jax.tree.map(lambda leaf: leaf[index] if eqx.is_array(leaf) else leaf, models)
-
-
 def _check_one(model: Any) -> None:
     """Refuses stacked models where one is meant."""
     weight = {FeatureMap: lambda m: m.lagged_head.weight, Autoencoder: lambda m: m.dynamics}.get(type(model))

@@ -14,9 +14,10 @@ from jaxtyping import Array
 from dissociation.checks import check_choice, check_count, check_distinct, check_positive, fail
 from dissociation.data.datasets import NAMES
 from dissociation.figures.artifacts import Parts
+from dissociation.member_map import member
 from dissociation.progress import MeterFactory
 from koopman.figures.films import Forecaster, Latent, Pixels
-from koopman.learn import encode, member, train_autoencoders, train_classifiers, train_encoders, validation_loss
+from koopman.learn import encode, train_autoencoders, train_classifiers, train_encoders, validation_loss
 from koopman.operators import fit_reduced_rank
 from koopman.pairs import lagged_pairs
 

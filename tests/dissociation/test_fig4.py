@@ -27,7 +27,7 @@ IMAGES = 50
 
 @pytest.fixture(scope="module")
 def small():
-    return load("glyphs", num_train=400, num_test=IMAGES)
+    return load("glyphs", num_train=400, num_test=IMAGES, key=jax.random.key(0))
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +165,7 @@ def test_hidden_features_by_plain_vmap_and_the_probe(models, small, monkeypatch)
 
 
 def test_training_beats_chance_by_far_and_keeps_history(small):
-    result = fit_mnist(num_epochs=8, num_seeds=2, dataset=load("glyphs", num_train=2000, num_test=500), width=128,
+    result = fit_mnist(num_epochs=8, num_seeds=2, dataset=load("glyphs", num_train=2000, num_test=500, key=jax.random.key(0)), width=128,
                        progress=None)  # fmt: skip
     errors = result.history.observed["test_error"]
     assert errors.shape == (2, 9)
@@ -217,4 +217,4 @@ def test_the_module_offers_the_pinned_names():
     assert mnist_module.mnist_data is mnist_data
     with pytest.raises(ValueError, match="'glyphs', 'mnist', got 'cifar'"):
         train_mnist(num_epochs=0, num_seeds=1, dataset="cifar", progress=None)
-    assert isinstance(load("glyphs", num_train=10, num_test=10), Dataset)
+    assert isinstance(load("glyphs", num_train=10, num_test=10, key=jax.random.key(0)), Dataset)

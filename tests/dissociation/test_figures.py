@@ -165,7 +165,7 @@ def test_transfer_curves_and_figure(transferred):
     # With a limited number of steps it is the rate that sees it: the trained network's features are 20 times smaller,
     # so a rate that is stable for the scaled ones leaves them where they began.
     one_rate = results.transfer_error["rotation"]["one_rate"]
-    assert one_rate["trained"][:, -1].mean() > one_rate["scaled"][:, -1].mean() + 0.1
+    assert one_rate["trained"][:, -1].mean() > one_rate["scaled"][:, -1].mean() + 0.05
     figure = transfer.draw(results)
     assert figure.axes[0].get_ylim() == (0, 1)
     assert figure.axes[2].get_xlabel() == "sample budget (log)"

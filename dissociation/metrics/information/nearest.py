@@ -205,7 +205,7 @@ def information(
     ways = [_coordinates(part, x.shape[1]) for part in (_normal_scores(both), _drawn_in(both))]
     # Normal scores bend a strong linear relation of several coordinates a little.
     bent = ways[1][3] < ways[0][3] - _BENT
-    x, z, joint, linear = jax.tree.map(lambda scores, drawn: jnp.where(bent, drawn, scores), *ways)
+    x, z, joint, linear = (jnp.where(bent, drawn, scores) for scores, drawn in zip(*ways, strict=True))
     parts = [_entropy_terms(points, count, block) for points in (x, z, joint)]
     # The determinants of each side by itself are in both entropies, and cancel.
     terms = parts[0] + parts[1] - parts[2] - linear

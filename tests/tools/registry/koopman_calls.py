@@ -294,7 +294,6 @@ CALLS = {
         "trajectory_axis": 0,
         "batch_size": 12,
     },
-    learn.member: lambda: {"models": {"weight": jnp.ones((3, 2))}, "index": 1},
     losses.vamp_loss: lambda: PAIRS | {"schatten_norm": 2, "center_covariances": True},
     losses.vamp_score: lambda: (
         PAIRS | {"x_test": X[:7], "y_test": Y[:7], "schatten_norm": 2, "center_covariances": True, "rank": 2}
