@@ -165,7 +165,7 @@ def test_hidden_features_by_plain_vmap_and_the_probe(models, small, monkeypatch)
 
 
 def test_training_beats_chance_by_far_and_keeps_history(small):
-    result = fit_mnist(num_epochs=8, num_seeds=2, dataset=load("glyphs", num_train=2000, num_test=500, key=jax.random.key(0)), width=128,
+    result = fit_mnist(num_epochs=8, num_seeds=2, dataset=load("glyphs", num_train=2000, num_test=500), width=128,
                        progress=None)  # fmt: skip
     errors = result.history.observed["test_error"]
     assert errors.shape == (2, 9)
