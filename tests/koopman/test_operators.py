@@ -443,3 +443,12 @@ def test_a_map_may_be_made_of_lists():
     np.testing.assert_allclose(LinearMap([0.5], [[2.0]])(np.ones((3, 1), np.float32)), np.ones((3, 1)))
     kernel = KernelMap(Linear(), [[1.0], [2.0]], [[1.0], [1.0]])
     np.testing.assert_allclose(kernel([[2.0]]), [[6.0]])
+
+
+@pytest.mark.parametrize("third", [0.0, 1.0])
+def test_latent_functions_not_in_use_are_no_fault(third):
+    """A feature that is zero, or another one again: a column of zeros, of which no warning speaks."""
+    x = np.random.default_rng(0).normal(size=(100, 3)).astype(np.float32)
+    x[:, 2] = third * x[:, 1]
+    operator = fit_ridge(x, 0.5 * x, alpha=1e-3)
+    np.testing.assert_allclose(np.diagonal(operator.gram_x), [1, 1, 0], atol=2e-3)
