@@ -395,6 +395,18 @@ def test_tails_are_drawn_in_beyond_three_robust_deviations():
     np.testing.assert_allclose(3 * np.sinh(drawn), wanted, rtol=1e-3, atol=1e-3)
 
 
+def test_coinciding_points_have_distances_with_a_slope():
+    points = jnp.asarray([[0.0, 0.0], [0.0, 0.0], [3.0, 4.0]])
+    np.testing.assert_allclose(nearest.neighbour_distances(points, 2), [[0, 5], [0, 5], [5, 5]])
+    slope = jax.grad(lambda x: nearest.neighbour_distances(x, 2).sum())(points)
+    assert np.isfinite(slope).all()
+    np.testing.assert_allclose(slope[2], [4 * 0.6, 4 * 0.8], rtol=1e-6)
+
+
+def test_an_estimate_prints_its_numbers():
+    assert repr(entropy(jnp.arange(60.0)[:, None])).startswith("Estimate(value=4.")
+
+
 def test_what_is_not_to_be_trusted_has_no_derivative():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(60, 2)).round(1), jnp.float32)
     assert not entropy(x).reliable

@@ -14,7 +14,6 @@ median instead, and does not follow the scale of the features. Where the median 
 pairs coincide, it is their mean; and features that are all alike have a constant kernel.
 """
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +21,7 @@ from jaxtyping import Array, Float
 
 from dissociation.checks import check_choice, check_count, check_ndim, check_positive, check_same_length, fail
 from dissociation.linalg import centre, positive_inverse, product
+from dissociation.results import Result
 from dissociation.types import OneHot, PRNGKey, Scalar
 from dissociation.validation import validated
 
@@ -33,7 +33,7 @@ variance 1 that distance is 2 d: there 5 / sqrt(2) is the published 5. At sigma 
 is near its largest whatever the features."""
 
 
-class InformationPlane(eqx.Module):
+class InformationPlane(Result):
     """Dependence of features on inputs and on labels.
 
     Attributes:

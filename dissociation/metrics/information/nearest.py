@@ -22,7 +22,6 @@ coordinate by coordinate: products of coordinates would cancel at the distances 
 import math
 from collections.abc import Callable
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,6 +32,7 @@ from scipy.special import gammaln
 from dissociation.checks import check_choice, check_count, check_non_negative, check_same_length, fail, is_traced
 from dissociation.keys import named_key
 from dissociation.linalg import centre, product
+from dissociation.results import Result
 from dissociation.types import Classes
 from dissociation.validation import validated
 
@@ -53,7 +53,7 @@ ESTIMATORS = ("entropies", "kraskov")
 """Differences of entropies, each the weighted Kozachenko-Leonenko one, or Kraskov's estimator."""
 
 
-class Estimate(eqx.Module):
+class Estimate(Result):
     """A number of nats.
 
     What `error` leaves out is bias. An information by "entropies" resolves a strong relation only as far as it is
@@ -98,8 +98,9 @@ def neighbour_distances(points: Points, num_neighbours: int, *, block: int = 250
         ValueError: If there are not more than `num_neighbours` points.
     """
     count = _check_neighbours(num_neighbours, points.shape[0])
-    squares = _smallest(jnp.asarray(points), jnp.zeros(points.shape[0], int), count, block, _squared)
-    return jnp.sqrt(squares[0])
+    squares = _smallest(jnp.asarray(points), jnp.zeros(points.shape[0], int), count, block, _squared)[0]
+    apart = squares > 0  # a distance of zero has no slope, and is given none
+    return jnp.where(apart, jnp.sqrt(jnp.where(apart, squares, 1.0)), squares)
 
 
 @validated

@@ -8,7 +8,6 @@ T = Z + N(0, s^2 I) is a mixture of one Gaussian per sample, whose entropy is fi
 The entropy of a mixture is estimated by Monte Carlo, or bounded from pairwise distances (Kolchinsky and Tracey).
 """
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +15,7 @@ from jaxtyping import Array, Bool, Float
 
 from dissociation.checks import check_choice, check_count, check_ndim, check_positive, check_same_length, fail
 from dissociation.linalg import product
+from dissociation.results import Result
 from dissociation.types import Classes, PRNGKey, Scalar
 from dissociation.validation import validated
 
@@ -27,7 +27,7 @@ above by Kullback-Leibler divergences (from Jensen's inequality), from below by 
 difference of two such entropies, and so with either method an estimate and no bound."""
 
 
-class SmoothedInformation(eqx.Module):
+class SmoothedInformation(Result):
     """What noisy features say, in nats.
 
     Attributes:
