@@ -38,7 +38,7 @@ SHARED = {
     "dissociation/weights/symmetry.py perturb_in_null_space: normal",
     "dissociation/weights/neurons.py add_random_zero_neurons: normal",
     # Samples of a Gaussian that ranks choose from.
-    "dissociation/metrics/information/nearest.py _normal_scores: normal",
+    "dissociation/metrics/information/coordinates.py normal_scores: normal",
     # One direction of noise for all scales and variants of a seed.
     "dissociation/weights/noise.py parameter_noise: normal",
 }

@@ -26,8 +26,9 @@ from dissociation.data.datasets import NAMES, Dataset
 from dissociation.figures.artifacts import Arrays, read_part, save_part
 from dissociation.figures.members import check_sizes
 from dissociation.metrics.crossing import Median, Slope, first_cross, log_slope, median_crossing
+from dissociation.metrics.information.coordinates import whiten
 from dissociation.metrics.information.hsic import information_plane
-from dissociation.metrics.information.nearest import information, label_information, whiten
+from dissociation.metrics.information.nearest import information, label_information
 from dissociation.metrics.information.smoothed import smoothed_information
 from dissociation.metrics.margins import class_plane, linear_head, signed_distance
 from dissociation.recipes.compression import encode, train_compression

@@ -8,16 +8,16 @@ from scipy.integrate import quad
 from scipy.special import digamma
 from scipy.stats import iqr, kstest, norm, rankdata, spearmanr
 
-from dissociation.metrics.information import nearest
+from dissociation.metrics.information import coordinates, nearest, neighbours
+from dissociation.metrics.information.coordinates import whiten
 from dissociation.metrics.information.nearest import (
     ESTIMATORS,
     entropy,
     entropy_weights,
     information,
     label_information,
-    neighbour_distances,
-    whiten,
 )
+from dissociation.metrics.information.neighbours import neighbour_distances
 
 measure = jax.jit(information, static_argnames=("estimator", "num_neighbours"))
 
@@ -160,20 +160,20 @@ def test_classes_in_any_units():
 def test_coordinates_in_which_points_are_white():
     rng = np.random.default_rng(0)
     points = (rng.normal(size=(300, 4)) @ rng.normal(size=(4, 4)) * [1e3, 1, 1e-3, 1] + 50).astype(np.float32)
-    white, logs = nearest._whitened(jnp.asarray(points))
+    white, logs = coordinates.whitened(jnp.asarray(points))
     np.testing.assert_allclose(np.cov(np.asarray(white, float).T, bias=True), np.eye(4), atol=1e-4)
     exact = 0.5 * np.linalg.slogdet(np.cov(points.astype(float).T, bias=True))[1]
     np.testing.assert_allclose(logs, exact, rtol=1e-3)
     # A copy of a coordinate and a constant have no volume.
     for other in (points[:, :1], np.full((300, 1), 7.3, np.float32), points[:, :1] - 2 * points[:, 3:]):
-        white, logs = nearest._whitened(jnp.asarray(np.c_[points, other]))
+        white, logs = coordinates.whitened(jnp.asarray(np.c_[points, other]))
         assert np.isneginf(logs)
         np.testing.assert_array_equal(white[:, 4], 0)
     # By another reference: it is that one which is white.
     labels = np.arange(300) % 3
     moved = points + labels[:, None]
     inside = moved - np.stack([moved[labels == c].mean(0) for c in range(3)])[labels]
-    white = np.asarray(nearest._whitened(jnp.asarray(moved), jnp.asarray(inside))[0], float)
+    white = np.asarray(coordinates.whitened(jnp.asarray(moved), jnp.asarray(inside))[0], float)
     inside = white - np.stack([white[labels == c].mean(0) for c in range(3)])[labels]
     np.testing.assert_allclose(np.cov(inside.T, bias=True), np.eye(4), atol=1e-2)
 
@@ -187,9 +187,9 @@ def test_kraskov_against_all_distances():
     """Equation 8 and Ross's variant, term by term, for all samples, halves and parts."""
     x, z = gaussian_pair(0.6, 2, 200)
     with jax.enable_x64(True):
-        x, z = (np.asarray(nearest._whitened(jnp.asarray(part, float))[0]) for part in (x, z))
+        x, z = (np.asarray(coordinates.whitened(jnp.asarray(part, float))[0]) for part in (x, z))
         terms = np.asarray(nearest._kraskov_terms(jnp.asarray(x), jnp.asarray(z), 5, 64))
-    groups = nearest._num_parts(200, 5)
+    groups = neighbours.num_parts(200, 5)
     assert groups == 10
     for level, stride in enumerate((1, 2, groups)):
         for start in range(stride):
@@ -207,7 +207,7 @@ def test_kraskov_of_labels_against_all_distances():
     z = rng.normal(size=(200, 1)) + labels[:, None]
     with jax.enable_x64(True):
         found = label_information(z, labels, num_classes=3, estimator="kraskov")
-        points = np.asarray(nearest._drawn_in(jnp.asarray(z)))  # one coordinate: a factor changes no neighbours
+        points = np.asarray(coordinates.drawn_in(jnp.asarray(z)))  # one coordinate: a factor changes no neighbours
     apart = np.linalg.norm(points[:, None] - points[None], axis=2) + np.diag(np.full(200, np.inf))
     radius = np.sort(np.where(labels[:, None] == labels[None], apart, np.inf), 1)[:, 4]
     sizes = np.bincount(labels)[labels]
@@ -220,8 +220,8 @@ def test_halves_and_parts_of_the_samples(width):
     points = np.random.default_rng(0).normal(size=(203, width))
     groups = 8
     with jax.enable_x64(True):
-        found = nearest._smallest(jnp.asarray(points), jnp.zeros(203, int), 3, 50, nearest._squared, groups)
-        sizes = np.asarray(nearest._sizes(203, groups, np.dtype(float)))
+        found = neighbours.smallest(jnp.asarray(points), jnp.zeros(203, int), 3, 50, neighbours.squared, groups)
+        sizes = np.asarray(neighbours.part_sizes(203, groups, np.dtype(float)))
     for level, stride in enumerate((1, 2, groups)):
         for start in range(stride):
             own = points[start::stride]
@@ -381,7 +381,7 @@ def test_rising_maps_of_coordinates_do_not_matter(estimator):
 def test_normal_scores():
     points = np.random.default_rng(0).standard_t(2, size=(1000, 2)).astype(np.float32)
     points[:100, 1] = points[200, 1]
-    scores = np.asarray(nearest._normal_scores(jnp.asarray(points)))
+    scores = np.asarray(coordinates.normal_scores(jnp.asarray(points)))
     for column, found in zip(points.T, scores.T, strict=True):
         np.testing.assert_array_equal(rankdata(found, "dense"), rankdata(column, "dense"))
     assert kstest(scores[:, 0], norm.cdf).pvalue > 0.01
@@ -390,15 +390,15 @@ def test_normal_scores():
 
 def test_tails_are_drawn_in_beyond_three_robust_deviations():
     points = np.random.default_rng(0).standard_t(2, size=(500, 2)).astype(np.float32) * [1.0, 50.0] + [3.0, 0.0]
-    drawn = np.asarray(nearest._drawn_in(jnp.asarray(points, jnp.float32)))
+    drawn = np.asarray(coordinates.drawn_in(jnp.asarray(points, jnp.float32)))
     wanted = (points - np.median(points, 0)) / iqr(points, axis=0, scale="normal")
     np.testing.assert_allclose(3 * np.sinh(drawn), wanted, rtol=1e-3, atol=1e-3)
 
 
 def test_coinciding_points_have_distances_with_a_slope():
     points = jnp.asarray([[0.0, 0.0], [0.0, 0.0], [3.0, 4.0]])
-    np.testing.assert_allclose(nearest.neighbour_distances(points, 2), [[0, 5], [0, 5], [5, 5]])
-    slope = jax.grad(lambda x: nearest.neighbour_distances(x, 2).sum())(points)
+    np.testing.assert_allclose(neighbours.neighbour_distances(points, 2), [[0, 5], [0, 5], [5, 5]])
+    slope = jax.grad(lambda x: neighbours.neighbour_distances(x, 2).sum())(points)
     assert np.isfinite(slope).all()
     np.testing.assert_allclose(slope[2], [4 * 0.6, 4 * 0.8], rtol=1e-6)
 

@@ -33,6 +33,8 @@ TESTED_BY = {
     "dissociation.training.fitting": ["dissociation/test_training.py"],
     "dissociation.training.steps": ["dissociation/test_training.py"],
     "dissociation.metrics.softmax_solver": ["dissociation/test_probes.py", "dissociation/test_transfer.py"],
+    "dissociation.metrics.information.coordinates": ["dissociation/test_nearest_information.py"],
+    "dissociation.metrics.information.neighbours": ["dissociation/test_nearest_information.py"],
     "dissociation.figures.collapse_drawing": ["dissociation/test_collapse_figure.py"],
     "dissociation.figures.eigenvector_measures": ["dissociation/test_eigenvectors.py"],
     "dissociation.figures.members": ["dissociation/test_figures.py"],

@@ -14,13 +14,9 @@ Then each side is whitened, and for the entropy of both together the joint distr
 the information of the linear relation: neighbours see only what is left over, however strong it is and whatever the
 units. Ranks have no derivatives: those of an information are zero, and `smoothed_information` has some. For labels,
 whose classes may stand apart, there is asinh alone.
-
-Neighbours come from distances in blocks, so everything runs on any device and maps over members. Differences are taken
-coordinate by coordinate: products of coordinates would cancel at the distances that matter here.
 """
 
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -29,23 +25,23 @@ from jax.scipy.special import digamma
 from jaxtyping import Array, Bool, Float
 from scipy.special import gammaln
 
-from dissociation.checks import check_choice, check_count, check_non_negative, check_same_length, fail, is_traced
-from dissociation.keys import named_key
-from dissociation.linalg import centre, product
+from dissociation.checks import check_choice, check_count, check_same_length, fail, is_traced
+from dissociation.linalg import product
+from dissociation.metrics.information.coordinates import Points, drawn_in, normal_scores, whitened
+from dissociation.metrics.information.neighbours import (
+    check_neighbours,
+    closer,
+    num_parts,
+    part_sizes,
+    smallest,
+    squared,
+)
 from dissociation.results import Result
 from dissociation.types import Classes
 from dissociation.validation import validated
 
-Points = Float[Array | np.ndarray, "n d"]
-
-# Distances per group in the search for the smallest.
-_GROUP = 32
 # Share of samples that may coincide with a neighbour in rounding before an estimate is called unreliable.
 _TIES = 0.01
-# Interleaved parts of the samples whose own estimates give the error, at most.
-_PARTS = 16
-# Robust standard deviations beyond which asinh draws tails in.
-_TAIL = 3.0
 # Nats of linear information from which on it counts that it is larger between coordinates that are not normal scores.
 _BENT = 0.25
 
@@ -80,27 +76,6 @@ class Estimate(Result):
     value: Float[Array, ""]
     error: Float[Array, ""]
     reliable: Bool[Array, ""]
-
-
-@validated(finite=("points",))
-def neighbour_distances(points: Points, num_neighbours: int, *, block: int = 250) -> Float[Array, "n k"]:
-    """Euclidean distances to the nearest other points, rising.
-
-    Args:
-        points: [n, d], few dimensions.
-        num_neighbours: k, below n.
-        block: Points compared at once with all others.
-
-    Returns:
-        [n, k].
-
-    Raises:
-        ValueError: If there are not more than `num_neighbours` points.
-    """
-    count = _check_neighbours(num_neighbours, points.shape[0])
-    squares = _smallest(jnp.asarray(points), jnp.zeros(points.shape[0], int), count, block, _squared)[0]
-    apart = squares > 0  # a distance of zero has no slope, and is given none
-    return jnp.where(apart, jnp.sqrt(jnp.where(apart, squares, 1.0)), squares)
 
 
 @validated
@@ -156,10 +131,10 @@ def entropy(points: Points, *, num_neighbours: int = 5, block: int = 250) -> Est
         >>> bool(jnp.abs(found.value - 1.419) < 3 * found.error)
         True
     """
-    count = _check_neighbours(num_neighbours, points.shape[0])
-    white, logs = _whitened(jnp.asarray(points))
+    count = check_neighbours(num_neighbours, points.shape[0])
+    white, logs = whitened(jnp.asarray(points))
     terms = _entropy_terms(white, count, block) + logs
-    groups = _num_parts(len(white), count)
+    groups = num_parts(len(white), count)
     return _estimate(terms, groups, enough=groups > 1 and len(white) >= 2 ** white.shape[1])
 
 
@@ -200,17 +175,17 @@ def information(
     check_choice("estimator", estimator, ESTIMATORS)
     check_same_length("x", x.shape[0], "z", z.shape[0])
     number, width = x.shape[0], x.shape[1] + z.shape[1]
-    count = _check_neighbours(num_neighbours, number)
+    count = check_neighbours(num_neighbours, number)
     x = jnp.asarray(x)
     both = jnp.concatenate([x, jnp.asarray(z, x.dtype)], 1)
-    ways = [_coordinates(part, x.shape[1]) for part in (_normal_scores(both), _drawn_in(both))]
+    ways = [_coordinates(part, x.shape[1]) for part in (normal_scores(both), drawn_in(both))]
     # Normal scores bend a strong linear relation of several coordinates a little.
     bent = ways[1][3] < ways[0][3] - _BENT
     x, z, joint, linear = (jnp.where(bent, drawn, scores) for scores, drawn in zip(*ways, strict=True))
     parts = [_entropy_terms(points, count, block) for points in (x, z, joint)]
     # The determinants of each side by itself are in both entropies, and cancel.
     terms = parts[0] + parts[1] - parts[2] - linear
-    groups, most = _num_parts(number, count), 2 / 3 * math.log(number)
+    groups, most = num_parts(number, count), 2 / 3 * math.log(number)
     found = _estimate(terms, groups, least=0.0, most=most - linear, enough=groups > 1 and number >= 2**width)
     if estimator == "entropies":
         return found
@@ -224,20 +199,20 @@ def information(
 
 def _coordinates(both: Array, split: int) -> tuple[Array, Array, Array, Array]:
     """Each side white, both together white, and the log determinant that this took: minus the linear information."""
-    x, z = (_whitened(part)[0] for part in jnp.split(both, [split], 1))
-    return x, z, *_whitened(jnp.concatenate([x, z], 1))
+    x, z = (whitened(part)[0] for part in jnp.split(both, [split], 1))
+    return x, z, *whitened(jnp.concatenate([x, z], 1))
 
 
 def _kraskov_terms(x: Array, z: Array, count: int, block: int) -> Array:
     number, split = x.shape
 
     def larger(a: Array, b: Array) -> Array:
-        return jnp.maximum(_squared(a[:, :split], b[:, :split]), _squared(a[:, split:], b[:, split:]))
+        return jnp.maximum(squared(a[:, :split], b[:, :split]), squared(a[:, split:], b[:, split:]))
 
-    groups = _num_parts(number, count)
-    radius = _smallest(jnp.concatenate([x, z], 1), jnp.zeros(number, int), count, block, larger, groups)[:, :, -1]
-    counts = [_closer(points, radius, block, groups) for points in (x, z)]
-    terms = digamma(jnp.asarray(count, x.dtype)) + digamma(_sizes(number, groups, x.dtype))
+    groups = num_parts(number, count)
+    radius = smallest(jnp.concatenate([x, z], 1), jnp.zeros(number, int), count, block, larger, groups)[:, :, -1]
+    counts = [closer(points, radius, block, groups) for points in (x, z)]
+    terms = digamma(jnp.asarray(count, x.dtype)) + digamma(part_sizes(number, groups, x.dtype))
     terms = terms - sum(digamma(near.astype(x.dtype) + 1) for near in counts)
     return jnp.where(jnp.mean(radius[0] > 0) > 1 - _TIES, terms, jnp.inf)
 
@@ -279,7 +254,7 @@ def label_information(
     check_choice("estimator", estimator, ESTIMATORS)
     check_same_length("z", z.shape[0], "labels", labels.shape[0])
     number = z.shape[0]
-    count, classes = _check_neighbours(num_neighbours, number), check_count("num_classes", num_classes, minimum=1)
+    count, classes = check_neighbours(num_neighbours, number), check_count("num_classes", num_classes, minimum=1)
     if not is_traced(labels):
         if int(labels.min()) < 0 or int(labels.max()) >= classes:
             fail("labels", f"lie between 0 and {classes - 1}", f"{int(labels.min())} to {int(labels.max())}")
@@ -287,21 +262,21 @@ def label_information(
         small = np.flatnonzero((sizes > 0) & (sizes <= count))
         if len(small):
             fail("labels", f"have more than {count} samples of every class", f"{sizes[small[0]]} of class {small[0]}")
-    z, labels = _drawn_in(jnp.asarray(z)), jnp.asarray(labels)
+    z, labels = drawn_in(jnp.asarray(z)), jnp.asarray(labels)
     members = jax.nn.one_hot(labels, classes, dtype=z.dtype)
     numbers = jnp.sum(members, 0)
     means = product(members.T, z) / jnp.maximum(numbers, 1)[:, None]
-    z, _ = _whitened(z, z - product(members, means))
+    z, _ = whitened(z, z - product(members, means))
     sizes, total = numbers[labels], jnp.asarray(number, z.dtype)
-    squares = _smallest(z, labels, count, block, _squared)[0]
+    squares = smallest(z, labels, count, block, squared)[0]
     # Neighbours of the class that are the neighbours of all: the most that a term can be with equal weights.
     if estimator == "entropies":
-        everything = _smallest(z, jnp.zeros(number, int), count, block, _squared)[0]
+        everything = smallest(z, jnp.zeros(number, int), count, block, squared)[0]
         terms = _terms_of_distances(everything, z.shape[1], total) - _terms_of_distances(squares, z.shape[1], sizes)
         most = jnp.log((total - 1) / (sizes - 1))
     else:
         radius = squares[:, -1]
-        near = _closer(z, radius[None], block)[0].astype(z.dtype) + 1  # the class's k-th, on the rim, counts
+        near = closer(z, radius[None], block)[0].astype(z.dtype) + 1  # the class's k-th, on the rim, counts
         most = digamma(total) - digamma(sizes)
         terms = most + digamma(jnp.asarray(count, z.dtype)) - digamma(near)
         terms = jnp.where(jnp.mean(radius > 0) > 1 - _TIES, terms, jnp.inf)
@@ -321,204 +296,12 @@ def _where(reliable: Array, value: Array, error: Array) -> Estimate:
     return Estimate(kept * value, kept * error, reliable)
 
 
-def _drawn_in(points: Array) -> Array:
-    """Arsinh of every coordinate, which leaves three robust deviations about the median nearly as they are."""
-    low, middle, high = jnp.quantile(points, jnp.asarray([0.25, 0.5, 0.75], points.dtype), axis=0)
-    points = points - middle[None]
-    deviation = (high - low) / 1.349  # of a Gaussian
-    deviation = jnp.where(deviation > 0, deviation, jnp.max(jnp.abs(points), 0))
-    return jnp.arcsinh(points / (_TAIL * jnp.where(deviation > 0, deviation, 1.0))[None])
-
-
-def _normal_scores(points: Array) -> Array:
-    """Every coordinate replaced, rank by rank, by a sample of a Gaussian. What coincides stays so.
-
-    Ranks of a sample are independent of its ordered values, so these are samples of a distribution with Gaussian
-    margins and the same information. Quantiles of a Gaussian would do but for their even spacing, which neighbours see.
-    """
-    key = named_key("normal scores")
-    scores = jax.random.normal(key, points.shape[::-1], jnp.float32).astype(points.dtype)
-
-    def replaced(column: Array, sample: Array) -> Array:
-        return jnp.sort(sample)[jnp.searchsorted(jnp.sort(column), column)]
-
-    return jax.vmap(replaced, (1, 0), 1)(points, scores)
-
-
-def _whitened(points: Array, reference: Array | None = None) -> tuple[Array, Array]:
-    """Points in coordinates in which the reference is white, and the log volume that they were divided by.
-
-    By Gram and Schmidt, twice each: a covariance would have half the digits. A coordinate that is constant or a linear
-    function of those before it becomes zero (of another reference, keeps its own scale), and the logarithm infinite.
-    """
-    points = centre(points)
-    reference = points if reference is None else centre(reference)
-    number = points.shape[0]
-
-    def body(index: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        white, done, logs = state
-        column, own = points[:, index][:, None], reference[:, index][:, None]
-        before = jnp.sqrt(jnp.mean(own**2))
-        for _ in range(2):
-            shares = product(done.T, own) / number
-            column, own = column - product(white, shares), own - product(done, shares)
-        left = jnp.sqrt(jnp.mean(own**2))
-        full = left > 32 * jnp.finfo(points.dtype).eps * jnp.maximum(before, jnp.sqrt(jnp.mean(column**2)))
-        scale = jnp.where(full, 1.0 / jnp.where(full, left, 1.0), 0.0)
-        log = jnp.where(full, jnp.log(jnp.where(full, left, 1.0)), -jnp.inf)
-        rest = column / jnp.maximum(jnp.sqrt(jnp.mean(column**2)), jnp.finfo(points.dtype).tiny)
-        column = column * scale if reference is points else jnp.where(full, column * scale, rest)
-        return white.at[:, index].set(column[:, 0]), done.at[:, index].set(own[:, 0] * scale), logs + log
-
-    zero = jnp.zeros_like(points)
-    white, _, logs = jax.lax.fori_loop(0, points.shape[1], body, (zero, zero, jnp.zeros((), points.dtype)))
-    return white, logs
-
-
-@validated
-def whiten(points: Points, num_components: int | None = None, *, rtol: float | None = None) -> Float[Array, "n k"]:
-    """Leading principal components, each divided by its standard deviation.
-
-    Args:
-        points: [n, d].
-        num_components: How many; default d.
-        rtol: Components below this share of the largest deviation are zero; default sqrt(d times rounding), below
-            which a covariance shows none (0.005 for 200 dimensions in float32).
-
-    Returns:
-        [n, num_components], uncorrelated, of variance 1 or 0.
-
-    Raises:
-        ValueError: If `num_components` is above the dimension.
-    """
-    if rtol is not None:
-        check_non_negative("rtol", rtol)
-    width = points.shape[1]
-    count = width if num_components is None else check_count("num_components", num_components, minimum=1)
-    if count > width:
-        fail("num_components", f"be at most the dimension ({width})", num_components)
-    points = jnp.asarray(points)
-    centred = centre(points)
-    values, vectors = jnp.linalg.eigh(product(centred.T, centred) / points.shape[0])
-    values, vectors = values[::-1][:count], vectors[:, ::-1][:, :count]
-    cutoff = width * float(jnp.finfo(values.dtype).eps) if rtol is None else rtol**2
-    kept = values > cutoff * jnp.maximum(values[0], jnp.finfo(values.dtype).tiny)
-    scale = jnp.where(kept, jax.lax.rsqrt(jnp.where(kept, values, 1.0)), 0.0)
-    return product(centred, vectors) * scale[None]
-
-
-def _check_neighbours(num_neighbours: int, number: int) -> int:
-    count = check_count("num_neighbours", num_neighbours, minimum=1)
-    if count >= number:
-        fail("num_neighbours", f"be below the number of samples ({number})", num_neighbours)
-    return count
-
-
-def _squared(a: Array, b: Array) -> Array:
-    """|a_i - b_j|^2, coordinate by coordinate: no array [i, j, d], and no cancellation."""
-    total = jnp.zeros((a.shape[0], b.shape[0]), a.dtype)
-    for index in range(a.shape[1]):
-        total = total + (a[:, index, None] - b[None, :, index]) ** 2
-    return total
-
-
-def _blocks(arrays: tuple[Array, ...], block: int) -> tuple[tuple[Array, ...], int]:
-    number = arrays[0].shape[0]
-    size = min(check_count("block", block, minimum=1), number)
-    extra = -number % size
-    padded = tuple(jnp.pad(a, ((0, extra), *((0, 0),) * (a.ndim - 1))).reshape(-1, size, *a.shape[1:]) for a in arrays)
-    return padded, number
-
-
-def _num_parts(number: int, count: int) -> int:
-    """Interleaved parts with at least 4 k samples each, an even number of them, or all samples in one."""
-    return max(min(_PARTS, number // (4 * count)) // 2 * 2, 1)
-
-
-def _strides(groups: int) -> tuple[int, ...]:
-    """Of all samples, the halves, and the parts: sample i belongs to number i % stride."""
-    return (1, 2, groups) if groups > 1 else (1,)
-
-
-def _sizes(number: int, groups: int, dtype: jnp.dtype) -> Array:
-    """How many samples there are in that of every sample: [levels, n]."""
-    index = np.arange(number)
-    return jnp.asarray([(number - 1 - index % stride) // stride + 1 for stride in _strides(groups)], dtype)
-
-
-def _smallest(
-    points: Array,
-    labels: Array,
-    count: int,
-    block: int,
-    distance: Callable[[Array, Array], Array],
-    groups: int = 1,
-) -> Array:
-    """Every point's smallest distances to others of its label, rising: [levels, n, count]; infinite if there are fewer.
-
-    Levels are all points and, with several groups, its own half and group. Every distance is computed once: the
-    smallest of every group are found first.
-    """
-    index = jnp.arange(points.shape[0])
-    parts, number = _blocks((points, labels, index), block)
-    # Groups one after the other, each to a multiple of that of the search, with points that no label admits.
-    width = -(-number // (groups * _GROUP)) * _GROUP
-    columns = (np.arange(groups)[:, None] + groups * np.arange(width)[None]).reshape(-1)
-    chosen = np.minimum(columns, number - 1)
-    others, names = points[chosen], jnp.where(columns < number, labels[chosen], -1)
-    group = np.arange(groups)
-
-    def some(part: tuple[Array, ...]) -> Array:
-        point, label, own = part
-        allowed = (label[:, None] == names[None]) & (own[:, None] != columns[None])
-        values = jnp.where(allowed, distance(point, others), jnp.inf)
-        least = _least(values.reshape(-1, width), count).reshape(-1, groups, count)
-        same = [group[None] % stride == (own % stride)[:, None] for stride in _strides(groups)]
-        levels = [jnp.where(one[:, :, None], least, jnp.inf).reshape(-1, groups * count) for one in same]
-        return -jax.lax.top_k(-jnp.stack(levels), count)[0]
-
-    found = jax.lax.map(some, parts)
-    return found.swapaxes(0, 1).reshape(found.shape[1], -1, count)[:, :number]
-
-
-def _least(values: Array, count: int) -> Array:
-    """The `count` smallest of every row, rising; rows are a multiple of the group long.
-
-    They lie in the groups with the `count` smallest minima, so the sort sees few candidates.
-    """
-    rows, columns = values.shape
-    groups = columns // _GROUP
-    if groups > count:
-        grouped = values.reshape(rows, groups, _GROUP)
-        chosen = jax.lax.top_k(-jnp.min(grouped, 2), count)[1]
-        values = jnp.take_along_axis(grouped, chosen[:, :, None], 1).reshape(rows, -1)
-    return -jax.lax.top_k(-values, count)[0]
-
-
-def _closer(points: Array, radius: Array, block: int, groups: int = 1) -> Array:
-    """How many others lie strictly within a squared radius of every point, level by level: [levels, n]."""
-    index = jnp.arange(points.shape[0])
-    parts, number = _blocks((points, radius.T, index), block)
-
-    def some(part: tuple[Array, ...]) -> Array:
-        point, limits, own = part
-        squares = jnp.where(own[:, None] != index[None], _squared(point, points), jnp.inf)
-        levels = [
-            jnp.sum((squares < limits[:, level, None]) & (own[:, None] % stride == index[None] % stride), 1)
-            for level, stride in enumerate(_strides(groups))
-        ]
-        return jnp.stack(levels)
-
-    found = jax.lax.map(some, parts)
-    return found.swapaxes(0, 1).reshape(found.shape[1], -1)[:, :number]
-
-
 def _entropy_terms(points: Array, count: int, block: int) -> Array:
     """Every sample's term of the entropy of all samples, of the two halves, and of the parts: [levels, n]."""
     number = points.shape[0]
-    groups = _num_parts(number, count)
-    squares = _smallest(points, jnp.zeros(number, int), count, block, _squared, groups)
-    sizes = _sizes(number, groups, points.dtype)
+    groups = num_parts(number, count)
+    squares = smallest(points, jnp.zeros(number, int), count, block, squared, groups)
+    sizes = part_sizes(number, groups, points.dtype)
     width = points.shape[1]
     return jnp.stack([_terms_of_distances(level, width, size) for level, size in zip(squares, sizes, strict=True)])
 

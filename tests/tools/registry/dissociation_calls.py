@@ -10,7 +10,7 @@ from dissociation.data import datasets, glyphs, tasks
 from dissociation.data import mnist as mnist_files
 from dissociation.fig4 import mnist
 from dissociation.metrics import collapse, crossing, margins, probes, robustness, transfer
-from dissociation.metrics.information import hsic, nearest, smoothed
+from dissociation.metrics.information import coordinates, hsic, nearest, neighbours, smoothed
 from dissociation.models import bilinear, cnn, initial, layers
 from dissociation.models import mlp as perceptron
 from dissociation.recipes import bilinear as bilinear_recipe
@@ -231,12 +231,12 @@ CALLS = {
         "num_passes": 1,
         "sigma": 5.0,
     },
-    nearest.neighbour_distances: lambda: {"points": TALL, "num_neighbours": 2, "block": 4},
+    neighbours.neighbour_distances: lambda: {"points": TALL, "num_neighbours": 2, "block": 4},
     nearest.entropy_weights: lambda: {"num_neighbours": 5, "dimension": 4},
     nearest.entropy: lambda: {"points": TALL, "num_neighbours": 2},
     nearest.information: lambda: {"x": TALL[:, :1], "z": TALL[:, 1:], "num_neighbours": 2},
     nearest.label_information: lambda: {"z": TALL, "labels": LABELS, "num_classes": 3, "num_neighbours": 2},
-    nearest.whiten: lambda: {"points": TALL, "num_components": 2, "rtol": 1e-6},
+    coordinates.whiten: lambda: {"points": TALL, "num_components": 2, "rtol": 1e-6},
     smoothed.log_density: lambda: {"points": TALL, "centres": TALL, "noise": 0.5, "block": 4},
     smoothed.smoothed_information: lambda: {"features": TALL, "labels": LABELS, "noise": 0.5, "key": KEY},
     bilinear_recipe.cross_entropy: lambda: {

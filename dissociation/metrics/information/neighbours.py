@@ -1,0 +1,149 @@
+"""Distances to the nearest neighbours: of all samples, and within interleaved parts of them, in one search.
+
+Distances come in blocks, so everything runs on any device and maps over members. Differences are taken coordinate by
+coordinate: products of coordinates would cancel at the distances that matter here.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from dissociation.checks import check_count, fail
+from dissociation.metrics.information.coordinates import Points
+from dissociation.validation import validated
+
+# Distances per group in the search for the smallest.
+_GROUP = 32
+# Interleaved parts of the samples whose own estimates give the error, at most.
+_PARTS = 16
+
+
+@validated(finite=("points",))
+def neighbour_distances(points: Points, num_neighbours: int, *, block: int = 250) -> Float[Array, "n k"]:
+    """Euclidean distances to the nearest other points, rising.
+
+    Args:
+        points: [n, d], few dimensions.
+        num_neighbours: k, below n.
+        block: Points compared at once with all others.
+
+    Returns:
+        [n, k].
+
+    Raises:
+        ValueError: If there are not more than `num_neighbours` points.
+    """
+    count = check_neighbours(num_neighbours, points.shape[0])
+    squares = smallest(jnp.asarray(points), jnp.zeros(points.shape[0], int), count, block, squared)[0]
+    apart = squares > 0  # a distance of zero has no slope, and is given none
+    return jnp.where(apart, jnp.sqrt(jnp.where(apart, squares, 1.0)), squares)
+
+
+def check_neighbours(num_neighbours: int, number: int) -> int:
+    """Returns the number of neighbours, or raises unless there are more samples."""
+    count = check_count("num_neighbours", num_neighbours, minimum=1)
+    if count >= number:
+        fail("num_neighbours", f"be below the number of samples ({number})", num_neighbours)
+    return count
+
+
+def squared(a: Array, b: Array) -> Array:
+    """|a_i - b_j|^2, coordinate by coordinate: no array [i, j, d], and no cancellation."""
+    total = jnp.zeros((a.shape[0], b.shape[0]), a.dtype)
+    for index in range(a.shape[1]):
+        total = total + (a[:, index, None] - b[None, :, index]) ** 2
+    return total
+
+
+def _blocks(arrays: tuple[Array, ...], block: int) -> tuple[tuple[Array, ...], int]:
+    number = arrays[0].shape[0]
+    size = min(check_count("block", block, minimum=1), number)
+    extra = -number % size
+    padded = tuple(jnp.pad(a, ((0, extra), *((0, 0),) * (a.ndim - 1))).reshape(-1, size, *a.shape[1:]) for a in arrays)
+    return padded, number
+
+
+def num_parts(number: int, count: int) -> int:
+    """Interleaved parts with at least 4 k samples each, an even number of them, or all samples in one."""
+    return max(min(_PARTS, number // (4 * count)) // 2 * 2, 1)
+
+
+def strides(groups: int) -> tuple[int, ...]:
+    """Of all samples, the halves, and the parts: sample i belongs to number i % stride."""
+    return (1, 2, groups) if groups > 1 else (1,)
+
+
+def part_sizes(number: int, groups: int, dtype: jnp.dtype) -> Array:
+    """How many samples there are in that of every sample: [levels, n]."""
+    index = np.arange(number)
+    return jnp.asarray([(number - 1 - index % stride) // stride + 1 for stride in strides(groups)], dtype)
+
+
+def smallest(
+    points: Array,
+    labels: Array,
+    count: int,
+    block: int,
+    distance: Callable[[Array, Array], Array],
+    groups: int = 1,
+) -> Array:
+    """Every point's smallest distances to others of its label, rising: [levels, n, count]; infinite if there are fewer.
+
+    Levels are all points and, with several groups, its own half and group. Every distance is computed once: the
+    smallest of every group are found first.
+    """
+    index = jnp.arange(points.shape[0])
+    parts, number = _blocks((points, labels, index), block)
+    # Groups one after the other, each to a multiple of that of the search, with points that no label admits.
+    width = -(-number // (groups * _GROUP)) * _GROUP
+    columns = (np.arange(groups)[:, None] + groups * np.arange(width)[None]).reshape(-1)
+    chosen = np.minimum(columns, number - 1)
+    others, names = points[chosen], jnp.where(columns < number, labels[chosen], -1)
+    group = np.arange(groups)
+
+    def some(part: tuple[Array, ...]) -> Array:
+        point, label, own = part
+        allowed = (label[:, None] == names[None]) & (own[:, None] != columns[None])
+        values = jnp.where(allowed, distance(point, others), jnp.inf)
+        least = _least(values.reshape(-1, width), count).reshape(-1, groups, count)
+        same = [group[None] % stride == (own % stride)[:, None] for stride in strides(groups)]
+        levels = [jnp.where(one[:, :, None], least, jnp.inf).reshape(-1, groups * count) for one in same]
+        return -jax.lax.top_k(-jnp.stack(levels), count)[0]
+
+    found = jax.lax.map(some, parts)
+    return found.swapaxes(0, 1).reshape(found.shape[1], -1, count)[:, :number]
+
+
+def _least(values: Array, count: int) -> Array:
+    """The `count` smallest of every row, rising; rows are a multiple of the group long.
+
+    They lie in the groups with the `count` smallest minima, so the sort sees few candidates.
+    """
+    rows, columns = values.shape
+    groups = columns // _GROUP
+    if groups > count:
+        grouped = values.reshape(rows, groups, _GROUP)
+        chosen = jax.lax.top_k(-jnp.min(grouped, 2), count)[1]
+        values = jnp.take_along_axis(grouped, chosen[:, :, None], 1).reshape(rows, -1)
+    return -jax.lax.top_k(-values, count)[0]
+
+
+def closer(points: Array, radius: Array, block: int, groups: int = 1) -> Array:
+    """How many others lie strictly within a squared radius of every point, level by level: [levels, n]."""
+    index = jnp.arange(points.shape[0])
+    parts, number = _blocks((points, radius.T, index), block)
+
+    def some(part: tuple[Array, ...]) -> Array:
+        point, limits, own = part
+        squares = jnp.where(own[:, None] != index[None], squared(point, points), jnp.inf)
+        levels = [
+            jnp.sum((squares < limits[:, level, None]) & (own[:, None] % stride == index[None] % stride), 1)
+            for level, stride in enumerate(strides(groups))
+        ]
+        return jnp.stack(levels)
+
+    found = jax.lax.map(some, parts)
+    return found.swapaxes(0, 1).reshape(found.shape[1], -1)[:, :number]
