@@ -50,6 +50,7 @@ INTERNAL = {
     "dissociation.metrics.information.coordinates.whitened": "a part of the estimators",
     "dissociation.metrics.probes.warn_unstable": "a warning",
     "dissociation.models.layers.as_example": "a check",
+    "dissociation.models.layers.check_sizes": "a check",
     "dissociation.files": "how files are written",
     "dissociation.interrupts": "how the command line hears signals",
     "dissociation.memory": "what `bmap` asks of the machine",

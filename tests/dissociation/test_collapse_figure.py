@@ -259,15 +259,15 @@ def test_crossings(small):
 
 def test_the_line_of_first_crossings(small, monkeypatch):
     results, _, _ = small
-    times = 100 / np.asarray([0.3, 0.03])[:, None] * np.asarray([[1.0, 1.01]])
-    found = {"fitted": np.full((2, 2), 10.0), "generalised": times / 2, "collapsed": times, "delay": times - 10}
+    times = 2 / np.asarray([0.3, 0.03])[:, None] * np.asarray([[1.0, 1.01]])
+    found = {"fitted": np.full((2, 2), 1.0), "generalised": times / 2, "collapsed": times, "delay": times - 1}
     found["diverged"] = np.zeros((2, 2), bool)
     monkeypatch.setattr(collapse_drawing, "crossings", lambda *_: found)
     axes = next(axes for axes in collapse.draw(results).axes if axes.get_title().startswith("first crossing"))
     (line,) = (line for line in axes.lines if str(line.get_label()).startswith("slope"))
     assert line.get_label() == "slope -1.00"
     np.testing.assert_allclose(line.get_xdata(), [0.03, 0.3])
-    np.testing.assert_allclose(line.get_ydata(), [100 / 0.03, 100 / 0.3], rtol=0.02)
+    np.testing.assert_allclose(line.get_ydata(), [2 / 0.03, 2 / 0.3], rtol=0.02)
 
 
 def test_pictures_tables_and_resuming(small):

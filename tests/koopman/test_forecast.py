@@ -157,9 +157,9 @@ def test_steps_beyond_the_integers_are_named():
     x = np.ones((2, 3), np.float32)
     assert np.abs(predict(operator, x, 2**31 - 1)).max() < 1e-6
     for steps in (2**31, 4294967297, 2**40, 10**30, [1, 2**31], np.asarray([3, 2**40])):  # 2^32 + 1 was step 1
-        with pytest.raises(ValueError, match="`steps` must be at most 2147483647, got "):
+        with pytest.raises(ValueError, match="`steps` must (be at most|hold integers from .* to) 2147483647, got "):
             predict(operator, x, steps)
-    with pytest.raises(ValueError, match="`exponents` must be at most 2147483647"):
+    with pytest.raises(ValueError, match="`exponents` must (be at most|hold integers from .* to) 2147483647"):
         matrix_powers(np.eye(2), np.asarray([2**32]))
     with jax.enable_x64(True):
         np.testing.assert_array_equal(matrix_powers(np.eye(2), np.asarray([2**40])), np.eye(2)[None])
