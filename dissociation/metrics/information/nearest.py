@@ -17,6 +17,7 @@ whose classes may stand apart, there is asinh alone.
 """
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -178,10 +179,10 @@ def information(
     count = check_neighbours(num_neighbours, number)
     x = jnp.asarray(x)
     both = jnp.concatenate([x, jnp.asarray(z, x.dtype)], 1)
-    ways = [_coordinates(part, x.shape[1]) for part in (normal_scores(both), drawn_in(both))]
+    ways = jax.vmap(partial(_coordinates, split=x.shape[1]))(jnp.stack([normal_scores(both), drawn_in(both)]))
     # Normal scores bend a strong linear relation of several coordinates a little.
-    bent = ways[1][3] < ways[0][3] - _BENT
-    x, z, joint, linear = (jnp.where(bent, drawn, scores) for scores, drawn in zip(*ways, strict=True))
+    straighter = (ways[3][1] < ways[3][0] - _BENT).astype(int)
+    x, z, joint, linear = (way[straighter] for way in ways)
     parts = [_entropy_terms(points, count, block) for points in (x, z, joint)]
     # The determinants of each side by itself are in both entropies, and cancel.
     terms = parts[0] + parts[1] - parts[2] - linear
