@@ -135,7 +135,7 @@ def fit_kernel_reduced_rank(
         alpha: Tikhonov regularisation; above zero for the "krylov" solver, which factors K + alpha I.
         observable: What forecasts return.
         solver: "dense" (two whole eigendecompositions), "krylov" (one Cholesky factor per `alpha`, and the leading
-            eigenvectors), "spectral" (one eigendecomposition of K and the leading eigenvectors: dearer once, but a
+            eigenvectors), "spectral" (one eigendecomposition of K and the leading eigenvectors: slower once, but a
             `vmap` over `alpha` shares it) or "auto": above 1000 samples "krylov" where `alpha` is known to lie above
             rounding, 100 times the rounding unit times the mean of k(x, x), or the dtype is float64; else "spectral".
 

@@ -70,7 +70,7 @@ class Results(NamedTuple):
         series: By name, [decay, seed, time]: accuracies, losses and measures of collapse. Those of collapse are on
             training pictures, or on test pictures where the name begins with "test_".
         time_step: Steps of the series, [time].
-        information: By name, [decay, seed, time]: the dear measures, on test pictures.
+        information: By name, [decay, seed, time]: the costly measures, on test pictures.
         information_step: Their steps, [time].
         margins: By class and split, signed distances to the boundary between two classes, [decay, seed, samples], and
             coordinates in the plane of the two classes' weights, [decay, seed, samples, 2]: see `margins_of`.
@@ -205,7 +205,7 @@ class _Keeper:
 
 
 def _flat(observed: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Dear measures beside the cheap ones."""
+    """Costly measures beside the cheap ones."""
     return {**{name: leaf for name, leaf in observed.items() if name != "dear"}, **observed.get("dear", {})}
 
 

@@ -1,4 +1,4 @@
-"""What the figure of neural collapse measures: its configuration, the dear measures, margins, and crossing times."""
+"""What the figure of neural collapse measures: its configuration, the costly measures, margins, and crossing times."""
 
 import dataclasses
 from pathlib import Path
@@ -145,7 +145,7 @@ class Config:
 
 
 class Information(eqx.Module):
-    """The dear measures of one network, on test pictures.
+    """The costly measures of one network, on test pictures.
 
     Attributes:
         images: Standardised pictures X, [n, pixels].
@@ -223,7 +223,7 @@ def code_cache() -> Path:
 
 
 def information_measures(config: Config, data: Dataset, codes: Array | np.ndarray) -> Information:
-    """The dear measures on the first test pictures."""
+    """The costly measures on the first test pictures."""
     count = len(codes)
     return Information(
         standardised(data.test_images[:count]),

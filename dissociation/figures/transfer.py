@@ -363,7 +363,7 @@ def _curves(
     if probe == "one_rate":
         step = eqx.Partial(_stable_step, images)
         steps = jnp.min(jnp.stack([measure_members(one, step, models, keys, keys) for one in variants.values()]), 0)
-    # In a program of its own: it is the dear one to compile, and variants of one width share it.
+    # In a program of its own: it is the slow one to compile, and variants of one width share it.
     measure = eqx.Partial(_errors, config, fractions, probe, labels)
     return measure_members(_as_it_is, measure, (features, steps), keys, keys)
 

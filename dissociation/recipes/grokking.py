@@ -90,7 +90,7 @@ def train_grokking(
         optimizer: "adamw", or "sgd" with the decay times the learning rate, as in AdamW.
         network: "mlp" or "cnn".
         options: Of `models.mlp.MLP` or `models.cnn.CNN`.
-        measures: Called as `measures(model, key)` at `measure_at`, for what is too dear to compute at all observations.
+        measures: Called as `measures(model, key)` at `measure_at`, for what is too slow for all observations.
         measure_at: Steps out of `observation_steps(num_steps)`.
         **fit_options: For `training.fit`: `progress`, `checkpoint`, `log`, `mesh`, `member_map`.
 
@@ -255,12 +255,12 @@ class CheapMeasures(eqx.Module):
 
 
 class Observation(eqx.Module):
-    """Cheap measures at every observation, dear ones at some.
+    """Cheap measures at every observation, costly ones at some.
 
     Attributes:
         cheap: Called with the model.
         dear: Called with model and key, or None.
-        steps: When the dear ones are computed.
+        steps: When the costly ones are computed.
     """
 
     cheap: CheapMeasures

@@ -356,30 +356,6 @@ def test_a_full_disk_is_told_in_a_line_wherever_it_fills(run, capsys, small_disk
     assert statuses.index(0) > 5
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A disk of 64 KiB, where this user may mount one."""
-    yield from mounted(tmp_path / "disk", "size=64k")
-
-
-@pytest.fixture
-def locked_disk(tmp_path):
-    yield from mounted(tmp_path / "disk", "ro")
-
-
-def mounted(folder, option):
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", option, "tmpfs", str(folder)]
-    try:
-        done = subprocess.run(command, capture_output=True, check=False).returncode == 0
-    except FileNotFoundError:
-        done = False
-    if not done:
-        pytest.skip("needs the right to mount")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-
-
 def test_a_folder_that_cannot_be_written_is_told_at_once(run, toy, tmp_path, capsys, locked_disk, monkeypatch):
     monkeypatch.setattr(toy, "compute", None)  # not come to
     (tmp_path / "file").touch()

@@ -81,22 +81,6 @@ def test_a_process_killed_inside_a_write_leaves_the_old_file(tmp_path):
     assert sorted(child.name for child in tmp_path.iterdir()) == [".own.tmp", "file"]
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A disk of 64 KiB, where this user may mount one."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
-    try:
-        mounted = subprocess.run(command, capture_output=True, check=False).returncode == 0
-    except FileNotFoundError:
-        mounted = False
-    if not mounted:
-        pytest.skip("needs the right to mount")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-
-
 def test_a_full_disk_keeps_the_old_file(small_disk):
     path = small_disk / "file"
     files.write_bytes(path, b"old")
