@@ -93,7 +93,8 @@ def map_members(
         return _map_locally(function, own_shared, own_stacked, member_map, members_per_batch, ordered)
 
     whole, split = PartitionSpec(), PartitionSpec(sharding.MEMBER_AXIS)
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=(whole, split), out_specs=split, check_vma=False)
+    over = {sharding.MEMBER_AXIS}
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(whole, split), out_specs=split, axis_names=over, check_vma=False)
     return mapped(shared_arrays, stacked_arrays)
 
 

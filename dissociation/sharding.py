@@ -17,28 +17,43 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from dissociation import checks
 from dissociation.validation import validated
 
-MEMBER_AXIS = "members"
+MEMBER_AXIS, DATA_AXIS = "members", "data"
 
 
 @validated
-def member_mesh(devices: Sequence[Any] | None = None) -> Mesh:
-    """A one-dimensional mesh whose axis is `"members"`.
+def member_mesh(devices: Sequence[Any] | None = None, *, data: int = 1) -> Mesh:
+    """A mesh whose axes are `"members"`, and `"data"` if batches are laid over several devices too.
 
     Args:
         devices: The devices to use; None means all of the default backend.
+        data: Over how many devices a member's batches are laid; must divide the number of devices.
 
     Returns:
-        A mesh with an automatic axis, as `training.fit(mesh=...)` takes it.
+        A mesh with automatic axes, as `training.Layout` takes it.
+
+    Raises:
+        ValueError: If `data` does not divide the number of devices.
     """
     chosen = jax.devices() if devices is None else list(devices)
-    return Mesh(np.array(chosen), (MEMBER_AXIS,), axis_types=(AxisType.Auto,))
+    checks.check_count("data", data, minimum=1)
+    if len(chosen) % data:
+        checks.fail("data", f"divide the number of devices ({len(chosen)})", data)
+    if data == 1:
+        return Mesh(np.array(chosen), (MEMBER_AXIS,), axis_types=(AxisType.Auto,))
+    return Mesh(np.array(chosen).reshape(-1, data), (MEMBER_AXIS, DATA_AXIS), axis_types=(AxisType.Auto,) * 2)
+
+
+def member_devices(mesh: Mesh) -> int:
+    """Over how many devices a mesh lays members."""
+    return mesh.shape[MEMBER_AXIS]
 
 
 @validated
 def check_mesh(mesh: Mesh) -> None:
-    """Raises unless `mesh` has exactly the axis `"members"`."""
-    if mesh.axis_names != (MEMBER_AXIS,):
-        checks.fail("mesh", f"have the one axis {MEMBER_AXIS!r}", mesh.axis_names, "Make it with sharding.member_mesh")
+    """Raises unless `mesh` has the axis `"members"`, and no other but `"data"`."""
+    if mesh.axis_names not in ((MEMBER_AXIS,), (MEMBER_AXIS, DATA_AXIS)):
+        wanted = f"have the axis {MEMBER_AXIS!r}, and {DATA_AXIS!r} at most"
+        checks.fail("mesh", wanted, mesh.axis_names, "Make it with sharding.member_mesh")
 
 
 @validated

@@ -4,7 +4,6 @@ Trajectories come as everywhere in `koopman`: one array [time, ...], a list of s
 trajectories is named. States may have any shape; where no network is given they are images of 28 x 28 pixels.
 """
 
-import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,7 +26,7 @@ from dissociation.checks import (
     is_traced,
 )
 from dissociation.models.cnn import Encoder
-from dissociation.training import FitResult, fit
+from dissociation.training import Epochs, FitResult, Save, fit, make_step
 from dissociation.types import Classes, PRNGKey, Scalar
 from dissociation.validation import validated
 from koopman.losses import autoencoder_loss, dpnets_loss, spectral_contrastive_loss, vamp_loss
@@ -37,6 +36,9 @@ from koopman.pairs import Pairs, lagged_pairs
 States = Float[Array | np.ndarray, "n *state"]
 Trajectories = Float[Array | np.ndarray, "..."] | Sequence[Float[Array | np.ndarray, "..."]]
 Rate = Float[Array | np.ndarray, " seeds"] | Scalar
+
+FIT_OPTIONS = ("callbacks", "checkpoint", "layout", "same_program")
+"""What training here hands on to `fit`."""
 
 ENCODER_LOSSES: dict[str, Callable[[Array, Array], Array]] = {
     "vamp": partial(vamp_loss, center_covariances=False),
@@ -152,7 +154,7 @@ def train_encoders(
         init: "pytorch" or "lecun", of the default encoder and the lagged head.
         validation: Other trajectories, in the form of `trajectories`, whose loss (all pairs at once) is observed after
             every epoch.
-        **options: For `dissociation.training.fit`: `progress`, `checkpoint`, `log`, `mesh`, `member_map`.
+        **options: For `dissociation.training.fit`: `callbacks`, `checkpoint`, `layout`, `same_program`.
 
     Returns:
         What `fit` returns; `history.observed` is the validation loss [seeds, epochs + 1], if there is one.
@@ -519,21 +521,8 @@ def _fit(
     observe: _Validation | None,
     options: dict[str, Any],
 ) -> FitResult:
-    own = {
-        "models",
-        "loss",
-        "data",
-        "optimizer",
-        "num_steps",
-        "num_epochs",
-        "batch_size",
-        "key",
-        "hyperparams",
-        "observe",
-    }
-    known = [name for name in inspect.signature(fit).parameters if name not in own]
     for name in options:
-        if name not in known:
-            fail_kind(name, f"be left out, or be one of {', '.join(known)}", "an unknown option")
-    schedule = {"num_epochs": num_epochs, "batch_size": batch_size}
-    return fit(models, loss, data, _adamw, **schedule, key=key, hyperparams=rates, observe=observe, **options)
+        if name not in FIT_OPTIONS:
+            fail_kind(name, f"be left out, or be one of {', '.join(FIT_OPTIONS)}", "an unknown option")
+    step, sampler, save = make_step(loss, _adamw), Epochs(data, batch_size), Save(observe)
+    return fit(models, step, sampler, num_epochs=num_epochs, key=key, hyperparams=rates, save=save, **options)

@@ -16,7 +16,7 @@ from dissociation.data.mnist import mnist_data
 from dissociation.metrics.robustness import error_rate
 from dissociation.progress import MeterFactory
 from dissociation.schedule import steps_per_epoch
-from dissociation.training import FitResult, fit
+from dissociation.training import Epochs, FitResult, Layout, Progress, Save, fit, make_step
 from dissociation.types import PRNGKey
 from dissociation.validation import validated
 
@@ -103,15 +103,13 @@ def fit_mnist(
     total = num_epochs * steps_per_epoch(len(data.train_images), batch_size)
     return fit(
         models,
-        cross_entropy,
-        (data.train_images, data.train_labels),
-        optax.sgd(optax.linear_schedule(FIRST_RATE, LAST_RATE, max(total, 1))),
+        make_step(cross_entropy, optax.sgd(optax.linear_schedule(FIRST_RATE, LAST_RATE, max(total, 1)))),
+        Epochs((data.train_images, data.train_labels), batch_size),
         num_epochs=num_epochs,
-        batch_size=batch_size,
         key=keys[count],
-        observe=HeldOutPerformance(jnp.asarray(data.test_images), jnp.asarray(data.test_labels)),
-        progress=progress,
-        mesh=mesh,
+        save=Save(HeldOutPerformance(jnp.asarray(data.test_images), jnp.asarray(data.test_labels))),
+        callbacks=[Progress(progress)],
+        layout=Layout(mesh=mesh),
         checkpoint=checkpoint,
     )
 
@@ -159,7 +157,7 @@ def cross_entropy(model: Any, batch: tuple[Array, Array], key: Array | None = No
 
 
 class HeldOutPerformance(eqx.Module):
-    """Observes error rate and cross entropy on held-out images, for `training.fit(observe=...)`."""
+    """Observes error rate and cross entropy on held-out images, for `training.Save(observe=...)`."""
 
     images: Float[Array, "n pixels"]
     labels: Float[Array, "n classes"]

@@ -35,6 +35,7 @@ from dissociation.figures.seeds import masked_part, named_diverged, number, stan
 from dissociation.files import RefusedFile
 from dissociation.progress import MeterFactory
 from dissociation.recipes.grokking import initial_models, train_grokking
+from dissociation.training import Layout, Progress
 
 __all__ = ["STEM", "Config", "Results", "compute", "draw", "load_models", "load_partial", "series_of", "source"]
 
@@ -59,6 +60,7 @@ AXES = {
 """What the axes of the saved arrays are, by how the arrays' names begin."""
 
 _SAVED, _MODELS = "series", "models.ckpt"
+_SHOWN = "train_loss", "train_accuracy", "test_accuracy", "rnc1_score", "nc2_score"
 
 
 class Results(NamedTuple):
@@ -163,11 +165,9 @@ def _computed(
         options=_network_options(config),
         measures=measures,
         measure_at=config.information_steps(),
-        log=keeper,
+        callbacks=[Progress(progress, _SHOWN), keeper],
         checkpoint=parts.path("networks.ckpt"),
-        progress=progress,
-        shown=("train_loss", "train_accuracy", "test_accuracy", "rnc1_score", "nc2_score"),
-        mesh=mesh,
+        layout=Layout(mesh=mesh),
         **{name: getattr(config, name) for name in names},
     )
     parts.seconds["training and measuring"] = trained.seconds

@@ -40,6 +40,7 @@ from dissociation.progress import MeterFactory
 from dissociation.recipes.bilinear import train_bilinear
 from dissociation.spectral import decompose
 from dissociation.spectral.similarity import bootstrap_interval, pair_mean, student_interval
+from dissociation.training import Progress
 
 STEM = "eigenvectors"
 """The name of the files."""
@@ -154,7 +155,7 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts, progress:
             batch_size=config.batch_size,
             weight_decay=config.weight_decay,
             noise=config.noise,
-            progress=progress,
+            callbacks=[Progress(progress)],
             checkpoint=parts.path(f"size_{size}.ckpt"),
         )
         parts.seconds[f"training size {size}"] = trained.seconds

@@ -1,6 +1,6 @@
 """Training bilinear networks on pictures, many seeds at once."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -14,7 +14,7 @@ from dissociation.data.datasets import Dataset
 from dissociation.metrics.robustness import error_rate
 from dissociation.models.bilinear import BilinearNetwork
 from dissociation.schedule import steps_per_epoch
-from dissociation.training import FitResult, fit
+from dissociation.training import Epochs, FitResult, Save, fit, make_step
 from dissociation.types import PRNGKey, Scalar
 from dissociation.validation import validated
 
@@ -52,7 +52,7 @@ def train_bilinear(
         noise: Standard deviation of the noise on pictures, whose pixels lie in [0, 1].
         num_observed: Training pictures on which loss and accuracy are observed, the first ones; test pictures all.
         network: More options of `BilinearNetwork`.
-        **options: For `dissociation.training.fit`: `progress`, `checkpoint`, `log`, `mesh`, `member_map`.
+        **options: For `dissociation.training.fit`: `callbacks`, `checkpoint`, `layout`.
 
     Returns:
         What `fit` returns; `history.observed` holds "train_loss", "train_accuracy", "validation_loss" and
@@ -80,31 +80,34 @@ def train_bilinear(
     observe = Observation(
         *(part[:seen] for part in data), *map(jnp.asarray, (dataset.test_images, dataset.test_labels))
     )
-    settings = (learning_rate, weight_decay, num_epochs, epoch_steps)
-    hyperparams = jnp.broadcast_to(jnp.asarray(settings, float), (count, 4))
+    settings = Settings(*map(float, (learning_rate, weight_decay, num_epochs, epoch_steps)))
     return fit(
         models,
-        NoisyCrossEntropy(jnp.asarray(noise, float)),
-        data,
-        _optimizer,
+        make_step(NoisyCrossEntropy(jnp.asarray(noise, float)), _optimizer),
+        Epochs(data, batch_size, drop_remainder=True),
         num_epochs=num_epochs,
-        batch_size=batch_size,
-        drop_remainder=True,
         key=fit_key,
-        hyperparams=hyperparams,
-        observe=observe,
+        hyperparams=jax.tree.map(lambda value: jnp.full(count, value), settings),
+        save=Save(observe),
         **options,
     )
 
 
-def _optimizer(settings: Float[Array, "4"]) -> optax.GradientTransformation:
-    learning_rate, weight_decay, num_epochs, epoch_steps = settings
+class Settings(NamedTuple):
+    """Of the optimiser; traced, so that other values compile nothing anew: [members] each."""
 
+    learning_rate: Any
+    weight_decay: Any
+    num_epochs: Any
+    epoch_steps: Any
+
+
+def _optimizer(settings: Settings) -> optax.GradientTransformation:
     def rate(step: ArrayLike) -> Array:
-        epoch = jnp.floor(jnp.asarray(step) / epoch_steps)
-        return 0.5 * learning_rate * (1 + jnp.cos(jnp.pi * epoch / num_epochs))
+        epoch = jnp.floor(jnp.asarray(step) / settings.epoch_steps)
+        return 0.5 * settings.learning_rate * (1 + jnp.cos(jnp.pi * epoch / settings.num_epochs))
 
-    return optax.adamw(rate, weight_decay=weight_decay)
+    return optax.adamw(rate, weight_decay=settings.weight_decay)
 
 
 @validated

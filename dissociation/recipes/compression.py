@@ -11,7 +11,8 @@ from jaxtyping import Array, Float
 
 from dissociation.checks import check_count
 from dissociation.models.cnn import Decoder, Encoder
-from dissociation.training import fit
+from dissociation.member_map import member
+from dissociation.training import Epochs, fit, make_step
 from dissociation.types import PRNGKey
 from dissociation.validation import validated
 
@@ -58,16 +59,13 @@ def train_compression(
     steps = num_epochs * max(1, len(images) // batch_size)
     trained = fit(
         jax.tree.map(lambda leaf: leaf[None] if eqx.is_array(leaf) else leaf, model),
-        reconstruction_error,
-        jnp.asarray(images),
-        optax.adam(optax.cosine_decay_schedule(2e-3, steps)),
+        make_step(reconstruction_error, optax.adam(optax.cosine_decay_schedule(2e-3, steps))),
+        Epochs(images, min(batch_size, len(images)), drop_remainder=True),
         num_epochs=num_epochs,
-        batch_size=min(batch_size, len(images)),
-        drop_remainder=True,
         key=order,
         **options,
     )
-    return jax.tree.map(lambda leaf: leaf[0] if eqx.is_array(leaf) else leaf, trained.models)
+    return member(trained.models, 0)
 
 
 @validated

@@ -1,7 +1,7 @@
 """Training until networks grok: large initial weights, few pictures, many steps, many weight decays at once."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -24,7 +24,8 @@ from dissociation.metrics.margins import linear_head
 from dissociation.metrics.robustness import error_rate
 from dissociation.models.cnn import CNN
 from dissociation.models.mlp import MLP
-from dissociation.training import FitResult, fit
+from dissociation.sweeps import Grid
+from dissociation.training import Epochs, FitResult, Save, fit, make_step
 from dissociation.types import PRNGKeys
 from dissociation.validation import validated
 
@@ -92,10 +93,10 @@ def train_grokking(
         options: Of `models.mlp.MLP` or `models.cnn.CNN`.
         measures: Called as `measures(model, key)` at `measure_at`, for what is too slow for all observations.
         measure_at: Steps out of `observation_steps(num_steps)`.
-        **fit_options: For `training.fit`: `progress`, `checkpoint`, `log`, `mesh`, `member_map`.
+        **fit_options: For `training.fit`: `callbacks`, `checkpoint`, `layout`.
 
     Returns:
-        What `fit` returns, with members in the order [decay, seed]: member d * len(seeds) + s. The loss is summed over
+        What `fit` returns, with members in the order of `Grid(weight_decay=weight_decays, seed=seeds)`. The loss is summed over
         classes and batch. `history.observed` has `CheapMeasures`' numbers at `observation_steps`, and under "dear"
         those of `measures`, NaN at the steps that are not in `measure_at`.
 
@@ -118,14 +119,13 @@ def train_grokking(
     times = observation_steps(num_steps)
     if not np.isin(measure_at, times).all():
         fail("measure_at", "be steps of `observation_steps(num_steps)`", sorted(set(measure_at) - set(times.tolist())))
-    keys = jnp.tile(jnp.stack([jax.random.PRNGKey(seed) for seed in seeds]), (len(weight_decays), 1))
+    grid = Grid(weight_decay=weight_decays, seed=seeds)
+    keys = jnp.stack([jax.random.PRNGKey(seed) for seed in grid.values["seed"].tolist()])
     init_keys, fit_keys = (jax.vmap(lambda key, i=i: jax.random.fold_in(key, i))(keys) for i in range(2))
     sizes = {"classes": dataset.num_classes, **({"inputs": dataset.num_pixels} if network == "mlp" else {})}
     models = initial_models(init_keys, init_scale, network, {**sizes, **(options or {})})
     images, labels = standardised(dataset.train_images[:count]), jnp.asarray(dataset.train_labels[:count])
-    settings = jnp.stack(
-        [jnp.repeat(jnp.asarray(weight_decays, float), len(seeds)), jnp.full(len(keys), learning_rate)], 1
-    )
+    rates = Rates(grid.hyperparams("weight_decay")["weight_decay"], jnp.full(len(grid), learning_rate, float))
     observe = Observation(
         CheapMeasures(images, labels, standardised(dataset.test_images), jnp.asarray(dataset.test_labels)),
         measures,
@@ -133,16 +133,12 @@ def train_grokking(
     )
     return fit(
         models,
-        squared_error,
-        (images, labels),
-        _adamw if optimizer == "adamw" else _sgd,
+        make_step(squared_error, _adamw if optimizer == "adamw" else _sgd),
+        Epochs((images, labels), batch_size, shared=False),
         num_steps=num_steps,
-        batch_size=batch_size,
         key=fit_keys,
-        shared_batches=False,
-        hyperparams=settings,
-        observe=observe,
-        observe_at=times,
+        hyperparams=rates,
+        save=Save(observe, times),
         **fit_options,
     )
 
@@ -181,12 +177,19 @@ def initial_models(
     return eqx.filter_jit(eqx.filter_vmap(build))(keys, jnp.broadcast_to(jnp.asarray(scales, float), (len(keys),)))
 
 
-def _adamw(settings: Float[Array, "2"]) -> optax.GradientTransformation:
-    return optax.adamw(settings[1], weight_decay=settings[0])
+class Rates(NamedTuple):
+    """What differs by member: [members] each."""
+
+    weight_decay: Array
+    learning_rate: Array
 
 
-def _sgd(settings: Float[Array, "2"]) -> optax.GradientTransformation:
-    return optax.chain(optax.add_decayed_weights(settings[0]), optax.sgd(settings[1]))
+def _adamw(rates: Rates) -> optax.GradientTransformation:
+    return optax.adamw(rates.learning_rate, weight_decay=rates.weight_decay)
+
+
+def _sgd(rates: Rates) -> optax.GradientTransformation:
+    return optax.chain(optax.add_decayed_weights(rates.weight_decay), optax.sgd(rates.learning_rate))
 
 
 @validated

@@ -1,5 +1,6 @@
 """The host's side of a run: chunks of steps, records, checkpoints."""
 
+import functools
 import signal
 import threading
 import time
@@ -17,247 +18,382 @@ from jaxtyping import Array
 
 from dissociation import checkpoint as checkpoints
 from dissociation import checks, sharding
-from dissociation.training.steps import MAX_CHUNK, Program, initialise, observe_members, permutations, run_chunk
+from dissociation.training.callbacks import Callback
+from dissociation.training.chunk import (
+    MAX_CHUNK,
+    Layout,
+    Source,
+    chosen_layout,
+    observe_members,
+    run_chunk,
+    trace_observation,
+    trace_step,
+)
+from dissociation.training.loop import Streams
+from dissociation.training.samplers import HostBatches, Prefetched, Sampler, Segment
+from dissociation.training.state import Info, State, Step
 from dissociation.training.traced import Traced
 
 CHUNK_SECONDS = 1.0
 """How long a chunk should take: how often progress is shown and an interrupt is heard."""
-
-MAX_DESCRIBED = 6
-"""Observed numbers that progress shows, if nobody says which."""
-
-MAX_ORDER = 65_536
-"""The longest order in samples, if it covers more than one epoch."""
 
 
 class History(NamedTuple):
     """What was recorded along the way.
 
     Attributes:
-        loss: The loss of every step's batch, before the update: [members, steps], NumPy.
+        loss: The loss of every step's batch, before the update: [members, steps], NumPy. NaN where a member is frozen.
         observed_at: The steps of the observations: [times]; step s is the state after s updates.
-        observed: The results of `observe`, every leaf [members, times, ...], NumPy; None without `observe`.
+        observed: The observations, every leaf [members, times, ...], NumPy; None if nothing is observed.
+        metrics: What the loss returned beside its scalar, every leaf [members, steps, ...]; None if nothing.
+        first_step: The step of the first loss: 0 unless training began at a state that had updates already.
     """
 
     loss: np.ndarray
     observed_at: np.ndarray
     observed: Any
+    metrics: Any
+    first_step: int
 
 
-class Batches(NamedTuple):
-    """The order of the samples: a permutation per epoch, cut into batches."""
+class Save(NamedTuple):
+    """What to record, and when.
 
-    num_samples: int
-    batch_size: int | None
-    epoch_steps: int
-    keys: Array  # one, or one per member
+    Attributes:
+        observe: `observe(model, step, key) -> PyTree of arrays` for one member, `step` traced; where the state has an
+            `aux`, `observe(model, aux, step, key)`.
+        at: Steps at which to observe and to call the callbacks' `record`, the first and the last included if wanted;
+            default: the beginning and the end of every epoch (of the run, where an epoch is one step), and none
+            without `observe` and callbacks that record.
+        seconds: The least time between two writes of the checkpoint.
+    """
 
-    @property
-    def span(self) -> int:
-        """Epochs that one order covers: several if they are short and no smaller batch stands between them."""
-        if self.batch_size is None or self.epoch_steps != self.num_samples // self.batch_size:
-            return 1
-        return max(1, min(MAX_CHUNK // self.epoch_steps, MAX_ORDER // self.num_samples))
+    observe: Callable[..., Any] | None = None
+    at: Any = None
+    seconds: float = 60.0
 
-    def order(self, block: int) -> Array | None:
-        """Of the epochs from block * span on: [samples], or [members, samples] if members do not share their batches.
 
-        None for full batches. Of several epochs, only the samples that are in a batch.
-        """
-        if self.batch_size is None:
-            return None
-        draw = permutations if self.keys.ndim == 0 else eqx.filter_vmap(permutations, in_axes=(0, None, None, None))
-        kept = self.num_samples if self.span == 1 else self.epoch_steps * self.batch_size
-        return draw(self.keys, block * self.span + jnp.arange(self.span), self.num_samples, kept)
+class Batches:
+    """What the batches of a run are made from: the sampler's arrays, and the plan of the current block."""
 
-    def segment(self, step: int) -> tuple[int | None, int, int]:
-        """Batch size at `step`, position of its first sample in the order, and the step up to which both hold."""
-        if self.batch_size is None:
-            return None, 0, step + MAX_CHUNK
-        block_steps = self.span * self.epoch_steps
-        block, within = divmod(step, block_steps)
-        full, rest = divmod(self.num_samples, self.batch_size)
-        if within < self.span * full:
-            return self.batch_size, within * self.batch_size, block * block_steps + self.span * full
-        return rest, within * self.batch_size, step + 1
+    def __init__(self, sampler: Sampler, order_keys: Array, num_members: int, layout: Layout):
+        self.sampler, self.keys, self.num_members, self.mesh = sampler, order_keys, num_members, layout.mesh
+        arrays = eqx.filter(sampler, eqx.is_array)
+        self.arrays = self._placed(arrays, own=sampler.stacked)
+        self._block, self._plan = -1, None
+        self._prefetched, self._ahead = None, 0
+
+    def one_arrays(self) -> Any:
+        """The sampler's arrays as one member gets them, as shapes and dtypes."""
+        arrays = eqx.filter(self.sampler, eqx.is_array)
+        return example(arrays) if self.sampler.stacked else jax.tree.map(_shape, arrays)
+
+    def one_plan(self, step: int) -> Any:
+        """A plan as one member gets it, as shapes and dtypes."""
+        if isinstance(self.sampler, HostBatches):
+            return jax.tree.map(_shape, self.source(step)[0].plan)
+        key = self.keys if self.sampler.shared else self.keys[0]
+        return eqx.filter_eval_shape(lambda key: self.sampler.plan(key, 0), key)
+
+    def source(self, step: int) -> tuple[Source, Source, Segment]:
+        """What all members, and what each of them, take a step's batch from; and where the step lies."""
+        found = self.sampler.segment(step)
+        if found.block != self._block:
+            self._plan = self._next_plan(step, found)
+            self._block = found.block
+        if isinstance(self.sampler, HostBatches):
+            found = found._replace(end=min(found.end, found.block * self.sampler.block + self._ahead))
+        own_plan = not self.sampler.shared
+        own = Source(self.arrays if self.sampler.stacked else None, self._plan if own_plan else None)
+        common = Source(None if self.sampler.stacked else self.arrays, None if own_plan else self._plan)
+        return common, own, found
+
+    def _next_plan(self, step: int, found: Segment) -> Any:
+        if isinstance(self.sampler, HostBatches):
+            if self._prefetched is None:
+                self._prefetched = Prefetched(self.sampler, step)
+            try:
+                plan, self._ahead = self._prefetched.next_block()
+            except StopIteration:
+                wanted = f"give batches up to the last step, one of {step} among them"
+                checks.fail("start", wanted, "an iterator that has ended", "Let it begin anew: itertools.cycle")
+            return self._placed(plan, own=False)
+        if self.sampler.shared:
+            return self._placed(_plan(self.sampler, self.keys, found.block), own=False)
+        keys = self.keys
+        plan = _own_plans(self.sampler, keys, found.block)
+        return self._placed(plan, own=True)
+
+    def _placed(self, tree: Any, *, own: bool) -> Any:
+        if self.mesh is None:
+            return tree
+        if not own:
+            return sharding.replicate(tree, self.mesh)
+        return sharding.place_members(sharding.pad_members(tree, sharding.member_devices(self.mesh)), self.mesh)
+
+    def close(self) -> None:
+        """Ends the thread that makes batches, if there is one."""
+        if self._prefetched is not None:
+            self._prefetched.close()
+
+
+@eqx.filter_jit
+def _plan(sampler: Sampler, key: Array, block: Any) -> Any:
+    return sampler.plan(key, block)
+
+
+@eqx.filter_jit
+def _own_plans(sampler: Sampler, keys: Array, block: Any) -> Any:
+    return jax.vmap(lambda key: sampler.plan(key, block))(keys)
 
 
 class Run:
-    """The host's side of one run: where it stands, and what was recorded."""
+    """One run: where it stands, and what was recorded.
+
+    Args:
+        state: Stacked; donated to the steps.
+        step: One optimiser step.
+        sampler: What it sees.
+        keys: Every member's.
+        order_keys: Of the batches: one, or one per member.
+        save: What to record.
+        layout: Where members lie.
+        callbacks: What happens on the way.
+    """
 
     def __init__(
         self,
-        program: Program,
-        gradient: Callable[[int | None], Traced],
-        params: Any,
-        batches: Batches,
-        num_members: int,
-        checkpoint: str | Path | None,
-        identity: dict[str, Any] | None,
-        checkpoint_seconds: float,
+        state: State,
+        step: Step,
+        sampler: Sampler,
+        keys: Streams,
+        order_keys: Array,
+        save: Save,
+        layout: Layout,
+        callbacks: Sequence[Callback],
     ):
-        if not checkpoint_seconds >= 0:
-            checks.fail("checkpoint_seconds", "be at least 0", checkpoint_seconds)
-        self.program, self.gradient, self.batches, self.num_members = program, gradient, batches, num_members
-        self.path = None if checkpoint is None else Path(checkpoint)
-        self.identity, self.checkpoint_seconds = identity, checkpoint_seconds
-        self.state = initialise(program, params)
-        self.step = 0
-        self.losses = [np.zeros((num_members, 0), self._loss_dtype())]
+        if not save.seconds >= 0:
+            checks.fail("save", "have `seconds` of at least 0", save.seconds)
+        self.num_members = len(keys.loss)
+        self.first = self.step = int(np.max(np.asarray(state.step)))
+        self.save, self.callbacks = save, callbacks
+        one = example(state)
+        batches = Batches(sampler, order_keys, self.num_members, Layout())
+        arrays, plan = batches.one_arrays(), batches.one_plan(self.step)
+        size = sampler.segment(self.step).size
+        draft = trace_step(
+            step, sampler, size, layout._replace(mesh=None), one, arrays, plan, jnp.asarray(0), keys.loss[0]
+        )
+        self.layout = chosen_layout(layout, draft.code)
+        kept = {size: draft} if self.layout.mesh is None else {}
+
+        def traced(size: int | None) -> Traced:
+            if size not in kept:
+                example = one, arrays, plan, jnp.asarray(0), keys.loss[0]
+                kept[size] = trace_step(step, sampler, size, self.layout, *example)
+            return kept[size]
+
+        self.traced, self.info = traced, jax.eval_shape(draft, one, arrays, plan, jnp.asarray(0), keys.loss[0])[1]
+        self.observe = None
+        if save.observe is not None:
+            self.observe = trace_observation(save.observe, one, jnp.asarray(0), keys.observe[0])
+        self.state = self._placed(jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), state))
+        self.keys = self._placed(keys)
+        self.batches = Batches(sampler, order_keys, self.num_members, self.layout) if self.layout.mesh else batches
+        self.infos = [jax.tree.map(lambda leaf: np.zeros((self.num_members, 0, *leaf.shape), leaf.dtype), self.info)]
         self.observed_at: list[int] = []
         self.observations: list[Any] = []
-        self.diverged_at = np.full(num_members, -1)
-        self.block, self.order = -1, None
+        self.diverged_at = np.full(self.num_members, -1)
+        self.frozen = np.zeros(self.num_members, bool)
         self.stopped = False
-        self.chunk, self.saved_at, self.recorded_at = 1, time.perf_counter(), 0
+        self.chunk, self.saved_at, self.recorded_at = 1, time.perf_counter(), self.first
         self.began, self.earlier_seconds = time.perf_counter(), 0.0
+
+    def _placed(self, tree: Any) -> Any:
+        """Arrays of members, on the devices."""
+        if (mesh := self.layout.mesh) is None:
+            return tree
+        return sharding.place_members(sharding.pad_members(tree, sharding.member_devices(mesh)), mesh)
 
     def seconds(self) -> float:
         """Wall time so far, earlier parts included."""
         return self.earlier_seconds + time.perf_counter() - self.began
 
-    def to_the_end(
-        self,
-        total: int,
-        times: np.ndarray,
-        meter: Any,
-        log: Callable[..., Any] | None,
-        shown: Sequence[str] | None,
-    ) -> None:
-        """Alternates between chunks of steps and records, until `total` steps are done or `log` returns True."""
-        described = ""
-        self.stopped = self.stopped and log is not None and self.step in self.observed_at
+    def to_the_end(self, total: int, times: np.ndarray, checkpoint: "Checkpoint | None") -> None:
+        """Alternates between chunks of steps and records, until `total` steps are done or a callback ends the run."""
+        past = [(step, self.records(i)) for i, step in enumerate(self.observed_at)]
+        listens = any(records_something(callback) for callback in self.callbacks)
+        self.stopped = self.stopped and listens and self.step in self.observed_at
+        losses, since = self.infos[0].loss[:, :0], checkpoint is not None
         try:
+            for callback in self.callbacks:
+                callback.begin(self.step, total, past)
             while True:
                 if self.step in times and self.step not in self.observed_at:
-                    records = self.observe()
-                    described = _describe(records, shown)
-                    self.stopped = log is not None and _is_true(log(self.step, records))
-                meter.advance(self.step, described)
-                if self.stopped or self.step == total:
+                    self.record()
+                for callback in self.callbacks:
+                    callback.advance(self.step, losses)
+                if self.stopped or self.step == total or self.frozen.all():
                     break
                 later = times[times > self.step]
                 with _interrupts_later():
-                    self.advance(min([total, *later[:1].tolist()]))
-                if not len(times):
-                    described = _describe({"loss": self.losses[-1].mean(axis=1)}, shown)
-                if time.perf_counter() - self.saved_at >= self.checkpoint_seconds:
-                    self.save()
+                    losses = self.advance(min([total, *later[:1].tolist()]))
+                if since and time.perf_counter() - self.saved_at >= self.save.seconds:
+                    self.write(checkpoint)
         except KeyboardInterrupt:
-            self.save()
+            self.write(checkpoint)
             raise
-        self.save()
+        finally:
+            self.batches.close()
+            for callback in self.callbacks:
+                callback.close()
+        self.write(checkpoint)
 
-    def advance(self, target: int) -> None:
-        """Runs one chunk of steps, up to `target` at the most, and records its losses."""
-        batch_size, position, end = self.batches.segment(self.step)
-        block = self.step // (self.batches.span * self.batches.epoch_steps)
-        if block != self.block:
-            self.block, self.order = block, self.batches.order(block)
-        count = min(target - self.step, end - self.step, self.chunk, MAX_CHUNK)
+    def advance(self, target: int) -> np.ndarray:
+        """Runs one chunk of steps, up to `target` at the most, and records what they say; returns their losses."""
+        common, own, place = self.batches.source(self.step)
+        count = min(target - self.step, place.end - self.step, self.chunk, MAX_CHUNK)
         began = time.perf_counter()
-        calls, per_call = (count, 1) if self.program.member_map == "unroll" else (1, count)
-        columns, gradient = [], self.gradient(batch_size)
+        calls, per_call = (count, 1) if self.layout.member_map == "unroll" else (1, count)
+        columns, traced = [], self.traced(place.size)
+        active = self._placed(jnp.asarray(~self.frozen)) if self.frozen.any() else None
         for i in range(calls):
-            place = jnp.asarray([self.step + i, position + i * (batch_size or 0), per_call])
-            inputs = self.program, self.order, place, batch_size, gradient
-            self.state, losses = run_chunk(inputs, self.state)
-            columns.append(losses)
-        losses = np.concatenate([np.asarray(column) for column in columns], axis=1)
+            where = jnp.asarray([self.step + i, place.within + i, per_call])
+            inputs = self.layout, traced, self.keys.loss, active, common, own, where
+            self.state, infos = run_chunk(inputs, self.state)
+            columns.append(infos)
+        infos = jax.tree.map(lambda *leaves: np.concatenate([np.asarray(leaf) for leaf in leaves], axis=1), *columns)
         seconds = time.perf_counter() - began
-        self.losses.append(losses[: self.num_members, :count])
-        self._notice_divergence(self.losses[-1])
+        infos = jax.tree.map(lambda leaf: leaf[: self.num_members, :count], infos)
+        self.infos.append(infos)
+        self._notice_divergence(infos.loss)
         self.step += count
         if count == self.chunk:  # otherwise the time says nothing about a whole chunk
             self.chunk = int(np.clip(self.chunk * CHUNK_SECONDS / max(seconds, 1e-6), 1, 4 * self.chunk))
+        return infos.loss
 
-    def observe(self) -> dict[str, Any]:
-        """Records the observation at the current step and returns what `log` gets."""
-        done = np.concatenate(self.losses, axis=1)
-        since, self.recorded_at = self.recorded_at, self.step
-        mean = done[:, since:].mean(axis=1) if self.step > since else np.full(self.num_members, np.nan, done.dtype)
+    def record(self) -> None:
+        """Records the observation at the current step, and asks the callbacks."""
         observed = None
-        if self.program.observe is not None:
-            observed = self._observe_all()
-            observed = jax.tree.map(lambda leaf: np.asarray(leaf)[: self.num_members], observed)
+        if self.observe is not None:
+            observed = jax.tree.map(lambda leaf: np.asarray(leaf)[: self.num_members], self._observe_all())
         self.observed_at.append(self.step)
         self.observations.append(observed)
-        return {"loss": mean, "observed": observed}
+        self.infos = [_joined(self.infos)]
+        records = self.records(len(self.observed_at) - 1)
+        for callback in self.callbacks:
+            answer = callback.record(self.step, records)
+            self.stopped = self.stopped or _is_true(answer)
+            if np.shape(answer) == (self.num_members,) and np.asarray(answer).dtype == bool:
+                self.frozen = self.frozen | np.asarray(answer)
+
+    def records(self, index: int) -> dict[str, Any]:
+        """What callbacks get of a record: means since the one before, and the observation."""
+        at, since = self.observed_at[index], self.observed_at[index - 1] if index else self.first
+        done: Info = _joined(self.infos)
+
+        def mean(leaf: np.ndarray) -> np.ndarray:
+            part = leaf[:, since - self.first : at - self.first]
+            return (
+                part.mean(axis=1)
+                if at > since
+                else np.full_like(leaf[:, :1].mean(axis=1), np.nan)
+                if leaf.shape[1]
+                else np.full((len(leaf), *leaf.shape[2:]), np.nan)
+            )
+
+        return {**jax.tree.map(mean, done)._asdict(), "observed": self.observations[index]}
 
     def _observe_all(self) -> Any:
-        step, params = jnp.asarray(self.step), self.state[0]
-        if self.program.member_map != "unroll" or self.program.mesh is not None:
-            return observe_members((self.program, step), params)
+        step = jnp.asarray(self.step)
+        if self.layout.member_map != "unroll" or self.layout.mesh is not None:
+            return observe_members((self.layout, self.observe, self.keys.observe, step), self.state)
         # One member's program for all: it compiles once, and only one member's decompositions run at a time.
         parts = []
         for index in range(self.num_members):
-            members, own = jax.tree.map(lambda leaf, i=index: leaf[i : i + 1], (self.program.members, params))
-            program = eqx.tree_at(lambda p: p.members, self.program, members)
-            parts.append(jax.tree.map(np.asarray, observe_members((program, step), own)))
+            key, own = jax.tree.map(lambda leaf, i=index: leaf[i : i + 1], (self.keys.observe, self.state))
+            parts.append(jax.tree.map(np.asarray, observe_members((self.layout, self.observe, key, step), own)))
         return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
 
     def history(self) -> History:
         """Everything recorded, stacked."""
-        observed = None
-        if self.program.observe is not None and self.observations:
+        observed, done = None, _joined(self.infos)
+        if self.observe is not None and self.observations:
             observed = jax.tree.map(lambda *leaves: np.stack(leaves, axis=1), *self.observations)
-        return History(np.concatenate(self.losses, axis=1), np.asarray(self.observed_at, np.int64), observed)
+        return History(done.loss, np.asarray(self.observed_at, np.int64), observed, done.metrics, self.first)
 
-    def save(self) -> None:
+    def write(self, checkpoint: "Checkpoint | None") -> None:
         """Writes the checkpoint, if there is one."""
-        if self.path is None:
+        if checkpoint is None:
             return
         header = {
-            "run": self.identity,
+            "run": checkpoint.identity,
             "jax": jax.__version__,
             "step": self.step,
             "seconds": self.seconds(),
             "observed_at": self.observed_at,
             "stopped": self.stopped,
+            "frozen": self.frozen.tolist(),
+            "diverged_at": self.diverged_at.tolist(),
         }
         state = sharding.drop_padding(self.state, self.num_members)  # the number of devices may change
-        checkpoints.save(self.path, (state, *self.history()), header)
+        checkpoints.save(checkpoint.path, (state, *self.history()[:4]), header)
         self.saved_at = time.perf_counter()
 
-    def resume(self, total: int, times: np.ndarray, same_program: bool) -> None:
+    def resume(self, checkpoint: "Checkpoint", total: int, times: np.ndarray) -> None:
         """Goes back to where the checkpoint stands, if there is one, and drops records at other steps than `times`."""
-        if self.path is None or not self.path.exists():
+        path = checkpoint.path
+        if not path.exists():
             return
-        header = checkpoints.read_header(self.path)
-        self._check_identity(header.get("run", {}), header.get("jax"), same_program)
+        header = checkpoints.read_header(path)
+        checkpoint.check(header)
         self.step, recorded = header["step"], header["observed_at"]
         if self.step > total:
-            wanted = f"be at least the {self.step} of {self.path}, where the run stands already"
-            checks.fail("num_steps", wanted, total, "Delete it or name another file")
+            wanted = f"be at least the {self.step - self.first} of {path}, where the run stands already"
+            checks.fail("num_steps", wanted, total - self.first, "Delete it or name another file")
         observed, missed = None, [int(time) for time in times if time < self.step and time not in recorded]
-        if self.program.observe is not None:
+        if self.observe is not None:
             if missed:
-                wanted = f"hold no step before {self.step} at which the run in {self.path} was not observed"
-                checks.fail("observe_at", wanted, missed[0])
-            shapes = eqx.filter_eval_shape(observe_members, (self.program, jnp.asarray(0)), self.state[0])
+                wanted = f"hold no step before {self.step} at which the run in {path} was not observed"
+                checks.fail("at", wanted, missed[0])
+            inputs = (self.layout, self.observe, self.keys.observe, jnp.asarray(0))
+            shapes = eqx.filter_eval_shape(observe_members, inputs, self.state)
             observed = jax.tree.map(
                 lambda s: np.zeros((self.num_members, len(recorded), *s.shape[1:]), s.dtype), shapes
             )
-        losses = np.zeros((self.num_members, self.step), self._loss_dtype())
-        like = History(losses, np.zeros(len(recorded), np.int64), observed if recorded else None)
+        done = self.step - self.first
+        infos = jax.tree.map(lambda leaf: np.zeros((self.num_members, done, *leaf.shape), leaf.dtype), self.info)
+        like = infos.loss, np.zeros(len(recorded), np.int64), observed if recorded else None, infos.metrics
         state = sharding.drop_padding(self.state, self.num_members)
-        self.state, *restored = checkpoints.restore(self.path, (state, *like))
-        history = History(*restored)
-        if (mesh := self.program.mesh) is not None:
-            self.state = sharding.place_members(sharding.pad_members(self.state, mesh.size), mesh)
-        self.losses, self.earlier_seconds = [history.loss], header["seconds"]
-        self.stopped = header.get("stopped", False)
+        state, loss, _, observed, metrics = checkpoints.restore(path, (state, *like))
+        self.state = self._placed(state)
+        self.infos, self.earlier_seconds = [Info(loss, metrics)], header["seconds"]
+        self.stopped, self.frozen = header["stopped"], np.asarray(header["frozen"])
+        self.diverged_at = np.asarray(header["diverged_at"])
         kept = [index for index, time in enumerate(recorded) if time in times]
         self.observed_at = [recorded[index] for index in kept]
-        self.observations = [jax.tree.map(lambda leaf, i=i: leaf[:, i], history.observed) for i in kept]
-        self.recorded_at = max(self.observed_at, default=0)
-        bad = ~np.isfinite(history.loss)
-        self.diverged_at = np.where(bad.any(axis=1), bad.argmax(axis=1) if self.step else 0, -1)
+        self.observations = [jax.tree.map(lambda leaf, i=i: leaf[:, i], observed) for i in kept]
 
-    def _check_identity(self, found: dict[str, Any], version: str | None, same_program: bool) -> None:
-        """Raises unless `found`, of a checkpoint written under JAX `version`, is this run's identity."""
-        traced = ("loss", "optimizer", "observe")
-        own = {name: value for name, value in (self.identity or {}).items() if not (same_program and name in traced)}
+    def _notice_divergence(self, losses: np.ndarray) -> None:
+        bad = ~np.isfinite(losses)
+        for member in np.flatnonzero(bad.any(axis=1) & (self.diverged_at < 0) & ~self.frozen):
+            column = int(bad[member].argmax())
+            self.diverged_at[member] = self.step + column
+            message = f"member {member}: the loss became {losses[member, column]} at step {self.step + column}"
+            warnings.warn(f"{message}; the other members go on.", RuntimeWarning, stacklevel=5)
+
+
+class Checkpoint(NamedTuple):
+    """A run's file: where it lies, what it belongs to, and whether to take its program for the same."""
+
+    path: Path
+    identity: dict[str, Any]
+    same_program: bool
+
+    def check(self, header: dict[str, Any]) -> None:
+        """Raises unless the file with this header is this run's."""
+        traced, found, version = ("loss", "optimizer", "step", "observe"), header.get("run", {}), header.get("jax")
+        own = {k: value for k, value in self.identity.items() if not (self.same_program and k in traced)}
         different = [name for name, value in own.items() if found.get(name, "unknown") != value]
         if not different:
             return
@@ -268,16 +404,28 @@ class Run:
         got = f"{self.path}, whose {', '.join(different)} differ"
         checks.fail("checkpoint", "be a file of the same run", got, advice)
 
-    def _loss_dtype(self) -> Any:
-        return jax.eval_shape(lambda: jnp.zeros(())).dtype
 
-    def _notice_divergence(self, losses: np.ndarray) -> None:
-        bad = ~np.isfinite(losses)
-        for member in np.flatnonzero(bad.any(axis=1) & (self.diverged_at < 0)):
-            column = int(bad[member].argmax())
-            self.diverged_at[member] = self.step + column
-            message = f"member {member}: the loss became {losses[member, column]} at step {self.step + column}"
-            warnings.warn(f"{message}; the other members go on.", RuntimeWarning, stacklevel=5)
+def records_something(callback: Callback) -> bool:
+    """Whether a callback wants records for more than a line of text."""
+    from dissociation.training.callbacks import Progress
+
+    own = "record" in vars(callback) or type(callback).record is not Callback.record
+    return own and not isinstance(callback, Progress)
+
+
+def example(tree: Any) -> Any:
+    """The arrays of one member, as shapes and dtypes."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), tree)
+
+
+def _shape(leaf: Any) -> Any:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+
+def _joined(infos: Sequence[Info]) -> Info:
+    if len(infos) == 1:
+        return infos[0]
+    return jax.tree.map(lambda *leaves: np.concatenate(leaves, axis=1), *infos)
 
 
 def _is_true(answer: Any) -> bool:
@@ -302,28 +450,3 @@ def _interrupts_later() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
     if heard:
         handler(*heard[0])
-
-
-def check_shown(shown: Sequence[str] | None, observe: Traced | None) -> None:
-    """Raises unless `shown` names numbers that `observe` gives, one per member."""
-    found: dict[str, Any] = {}
-    if observe is not None:
-        found["observed"] = observe.code.out_tree.unflatten([var.aval for var in observe.code.jaxpr.outvars])
-    names = ["loss", *(name.removeprefix("observed.") for name, leaf in _named(found) if leaf.ndim == 0)]
-    for name in shown or ():
-        checks.check_choice("shown", name, names)
-
-
-def _named(tree: Any) -> list[tuple[str, Any]]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in leaves]
-
-
-def _describe(records: dict[str, Any], shown: Sequence[str] | None) -> str:
-    """Mean and standard deviation over members of the loss and of some of the numbers observed, in a line."""
-    scalars = [(name, leaf) for name, leaf in _named(records) if leaf.ndim == 1]
-    known = {name.removeprefix("observed."): leaf[np.isfinite(leaf)].astype(np.float64) for name, leaf in scalars}
-    others = [name for name in known if name != "loss"]
-    names = ["loss", *(others[:MAX_DESCRIBED] if shown is None else [name for name in shown if name in others])]
-    described = [(name, known[name]) for name in names if known[name].size]
-    return ", ".join(f"{name} {leaf.mean():.4g} \u00b1 {leaf.std():.2g}" for name, leaf in described)

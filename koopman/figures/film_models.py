@@ -16,6 +16,7 @@ from dissociation.data.datasets import NAMES
 from dissociation.figures.artifacts import Parts
 from dissociation.member_map import member
 from dissociation.progress import MeterFactory
+from dissociation.training import Progress
 from koopman.figures.films import Forecaster, Latent, Pixels
 from koopman.learn import encode, train_autoencoders, train_classifiers, train_encoders, validation_loss
 from koopman.operators import fit_reduced_rank
@@ -152,7 +153,7 @@ def train_networks(
         The networks and their validation losses.
     """
     oracle_key, *keys = jax.random.split(jax.random.fold_in(key, 1), 6)
-    common = {"num_seeds": config.num_seeds, "batch_size": config.batch_size, "progress": progress}
+    common = {"num_seeds": config.num_seeds, "batch_size": config.batch_size, "callbacks": [Progress(progress)]}
 
     def options(name: str) -> dict[str, Any]:
         path: Path | None = parts.path(f"{name}.ckpt")

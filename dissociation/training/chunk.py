@@ -1,0 +1,170 @@
+"""The compiled part of a run: some steps of every member, and observations of them."""
+
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, PartitionSpec
+from jaxtyping import Array
+
+from dissociation import checks, sharding
+from dissociation.member_map import MEMBER_MAPS, map_members
+from dissociation.training.samplers import Sampler
+from dissociation.training.state import State, Step
+from dissociation.training.traced import Code, Traced, trace
+
+MAX_CHUNK = 512
+"""The longest chunk in steps: the length of the buffer that a compiled chunk writes losses and metrics to."""
+
+
+class Layout(NamedTuple):
+    """Where members lie, and in what order they are trained.
+
+    Attributes:
+        member_map: "vmap" (members batched in one program), "scan" (in turn inside the program), "unroll" (in turn, one
+            step per call, no loop in the program) or "auto": on a CPU "scan", or "unroll" if a step contains a
+            convolution, which XLA's CPU backend runs slowly inside a loop; elsewhere "vmap".
+        members_per_batch: With "vmap", how many members are batched at once; None means all.
+        mesh: Of `sharding.member_mesh`: devices over which the members are laid, and, along its axis "data" if it has
+            one, the samples of every batch.
+    """
+
+    member_map: str = "auto"
+    members_per_batch: int | None = None
+    mesh: Mesh | None = None
+
+
+def chosen_layout(layout: Layout, step: Code) -> Layout:
+    """The layout with the member map that suits the platform and the step's operations, if it is left open."""
+    member_map, per_batch, mesh = layout
+    checks.check_choice("member_map", member_map, ("auto", *MEMBER_MAPS))
+    if mesh is not None:
+        sharding.check_mesh(mesh)
+    if per_batch is not None:
+        checks.check_count("members_per_batch", per_batch, minimum=1)
+    if member_map == "auto":
+        platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+        in_turn = "unroll" if "conv_general_dilated" in step.primitives else "scan"
+        member_map = in_turn if platform == "cpu" else "vmap"
+    if per_batch is not None and member_map != "vmap":
+        wanted = f"be None where members go in turn (member_map={member_map!r})"
+        checks.fail("members_per_batch", wanted, per_batch)
+    return Layout(member_map, per_batch, mesh)
+
+
+class Source(NamedTuple):
+    """What batches are made from; both are None, the member's own, or all members'.
+
+    Attributes:
+        arrays: The sampler's.
+        plan: Of the current block.
+    """
+
+    arrays: Any
+    plan: Any
+
+
+def trace_step(step: Step, sampler: Sampler, size: int | None, layout: Layout, *example: Any) -> Traced:
+    """From state, sampler's arrays, plan, place in the block and key of one member to (state, info)."""
+    static = eqx.filter(sampler, eqx.is_array, inverse=True)
+
+    def function(state: State, arrays: Any, plan: Any, within: Array, key: Array) -> Any:
+        batch = eqx.combine(arrays, static).batch(plan, within, size)
+        return step(state, _over_data(batch, layout.mesh), key)
+
+    if layout.mesh is None or sharding.DATA_AXIS not in layout.mesh.axis_names:
+        return trace(function, *example)
+    # As it is inside `map_members`, where the axis of members is no matter of the compiler's any more.
+    inside = layout.mesh.abstract_mesh.update_axis_types({sharding.MEMBER_AXIS: AxisType.Manual})
+    with jax.sharding.use_abstract_mesh(inside):
+        return trace(function, *example)
+
+
+def _over_data(batch: Any, mesh: Mesh | None) -> Any:
+    """The batch laid over the mesh's data axis, if it has one that divides its samples."""
+    if mesh is None or sharding.DATA_AXIS not in mesh.axis_names:
+        return batch
+    devices = mesh.shape[sharding.DATA_AXIS]
+
+    def place(leaf: Array) -> Array:
+        axes = (sharding.DATA_AXIS,) if leaf.ndim and leaf.shape[0] % devices == 0 else ()
+        return jax.lax.with_sharding_constraint(leaf, PartitionSpec(*axes))
+
+    return jax.tree.map(place, batch)
+
+
+def trace_observation(observe: Any, *example: Any) -> Traced:
+    """From state, step and key of one member to its observation."""
+
+    def observation(state: State, step: Array, key: Array) -> Any:
+        carried = () if state.aux is None else (state.aux,)
+        return jax.tree.map(jnp.asarray, observe(state.model, *carried, step, key))
+
+    return trace(observation, *example)
+
+
+@eqx.filter_jit(donate="all-except-first")
+def run_chunk(inputs: Any, state: State) -> Any:
+    """Several steps of every member, or one where members are unrolled: the new state, and the steps' `Info`s.
+
+    `inputs` is the layout, the traced step, the members' loss keys, which of them go on (None: all), what all and what
+    each of them take batches from, and `[first step, place in the block, steps]`. The state is donated.
+    """
+    layout, traced, keys, active, common, own, place = inputs
+
+    def one(shared: Any, stacked: Any) -> Any:
+        traced, common, (start, within, count) = shared
+        state, own, key, goes_on = stacked
+        source = Source(*(mine if theirs is None else theirs for mine, theirs in zip(own, common, strict=True)))
+
+        def step(i: Array | int, state: State) -> Any:
+            return traced(state, *source, within + i, jax.random.fold_in(key, start + i))
+
+        infos = jax.eval_shape(lambda state: step(0, state)[1], state)
+        rows = 1 if layout.member_map == "unroll" else MAX_CHUNK
+
+        def body(i: Array, carry: Any) -> Any:
+            state, buffers = carry
+            state, info = step(i, state)
+            return state, jax.tree.map(lambda buffer, leaf: buffer.at[i].set(leaf.astype(buffer.dtype)), buffers, info)
+
+        def run(state: State) -> Any:
+            if layout.member_map == "unroll":
+                state, info = step(0, state)
+                return state, jax.tree.map(lambda leaf: leaf[None], info)
+            buffers = jax.tree.map(lambda leaf: jnp.zeros((rows, *leaf.shape), leaf.dtype), infos)
+            return jax.lax.fori_loop(0, count, body, (state, buffers))
+
+        def stay(state: State) -> Any:
+            return state, jax.tree.map(lambda leaf: missing((rows, *leaf.shape), leaf.dtype), infos)
+
+        return run(state) if goes_on is None else jax.lax.cond(goes_on, run, stay, state)
+
+    return _over_members(layout, one, (traced, common, place), (state, own, keys, active))
+
+
+def missing(shape: tuple[int, ...], dtype: Any) -> Array:
+    """What stands for numbers that there are none of: NaN, or the least number, or False."""
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return jnp.full(shape, jnp.nan, dtype)
+    return jnp.full(shape, jnp.iinfo(dtype).min if jnp.issubdtype(dtype, jnp.integer) else False, dtype)
+
+
+@eqx.filter_jit
+def observe_members(inputs: Any, state: State) -> Any:
+    """What is observed of every member; `inputs` is the layout, the traced observation, the keys and the step."""
+    layout, traced, keys, step = inputs
+
+    def one(shared: Any, stacked: Any) -> Any:
+        observe, step = shared
+        key, own_state = stacked
+        return observe(own_state, step, jax.random.fold_in(key, step))
+
+    return _over_members(layout, one, (traced, step), (keys, state), ordered=True)
+
+
+def _over_members(layout: Layout, function: Any, shared: Any, stacked: Any, *, ordered: bool = False) -> Any:
+    member_map, per_batch, mesh = layout
+    how = {"members_per_batch": per_batch, "mesh": mesh, "ordered": ordered}
+    return map_members(function, shared, stacked, member_map=member_map, **how)

@@ -1,0 +1,353 @@
+"""Samplers: what a training step sees, as objects that a compiled loop and the host both can ask.
+
+A sampler says how steps are cut into blocks (`segment`), draws once what a block needs (`plan`), and makes the batch of
+a step (`batch`). Everything follows from a key and the step's number, so batches are the same however steps are
+chunked, mapped or resumed.
+"""
+
+import itertools
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, PyTree
+
+from dissociation import checks
+from dissociation.conversion import as_array, check_fits, describe, number_kind
+from dissociation.schedule import steps_per_epoch
+from dissociation.types import PRNGKey
+from dissociation.validation import validated
+
+MAX_BLOCK = 512
+"""The longest block of several epochs, in steps."""
+
+MAX_ORDER = 65_536
+"""The longest order in samples, if it covers more than one epoch."""
+
+UNENDING = 2**62
+
+
+class Segment(NamedTuple):
+    """Where a step lies.
+
+    Attributes:
+        size: Samples in its batch, where that may differ between steps; a program is compiled for each.
+        block: The block whose plan it needs.
+        within: Its place in the block.
+        end: The step up to which size and block hold.
+    """
+
+    size: int | None
+    block: int
+    within: int
+    end: int
+
+
+class Sampler(eqx.Module):
+    """What a step sees. To write one, give `segment`, `plan` and `batch`.
+
+    Attributes:
+        shared: Whether all members of a sweep draw with one key, or each with its own.
+        stacked: Whether its arrays carry members first: data of each member's own.
+        epoch_steps: Steps in a pass over the data; 1 where there is no such thing.
+    """
+
+    shared: eqx.AbstractVar[bool]
+    stacked: eqx.AbstractVar[bool]
+    epoch_steps: eqx.AbstractVar[int]
+
+    def segment(self, step: int) -> Segment:
+        """Where `step` lies, on the host."""
+        return Segment(None, 0, step, UNENDING)
+
+    def plan(self, key: PRNGKey, block: Any) -> PyTree:
+        """What is drawn once for a block (its number may be traced); None if nothing."""
+        return None
+
+    def batch(self, plan: PyTree, within: Any, size: int | None) -> PyTree:
+        """The batch at a place of a block."""
+        raise NotImplementedError
+
+
+class FullBatch(Sampler):
+    """All samples in every step, in the given order.
+
+    Args:
+        data: A PyTree of finite arrays, samples first; with `stacked`, members and then samples.
+        stacked: Whether every member has data of its own.
+
+    Raises:
+        TypeError: If a leaf is no array of numbers.
+        ValueError: If arrays disagree in their number of samples, hold none, or are not finite.
+    """
+
+    data: PyTree
+    stacked: bool = eqx.field(static=True)
+    shared: bool = eqx.field(static=True)
+    epoch_steps: int = eqx.field(static=True)
+
+    @validated
+    def __init__(self, data: Any, *, stacked: bool = False):
+        self.data, self.stacked, self.shared, self.epoch_steps = as_data(data, stacked), stacked, True, 1
+
+    def batch(self, plan: PyTree, within: Any, size: int | None) -> PyTree:
+        """The data."""
+        return self.data
+
+
+class Epochs(Sampler):
+    """Passes over arrays in batches, the samples in a new random order every time.
+
+    Args:
+        data: A PyTree of finite arrays, samples first; with `stacked`, members and then samples.
+        batch_size: Samples in a batch; the last one of a pass is smaller if it does not divide their number.
+        shared: Whether all members see the same batches in the same order.
+        shuffle: Whether the order is random; if not, it is the given one.
+        drop_remainder: Whether to leave out a last, smaller batch.
+        stacked: Whether every member has data of its own.
+
+    Raises:
+        TypeError: If a leaf is no array of numbers.
+        ValueError: If arrays disagree in their number of samples, hold none, are not finite, or are fewer than a batch.
+    """
+
+    data: PyTree
+    batch_size: int = eqx.field(static=True)
+    shared: bool = eqx.field(static=True)
+    shuffle: bool = eqx.field(static=True)
+    stacked: bool = eqx.field(static=True)
+    num_samples: int = eqx.field(static=True)
+    epoch_steps: int = eqx.field(static=True)
+
+    @validated
+    def __init__(
+        self,
+        data: Any,
+        batch_size: int,
+        *,
+        shared: bool = True,
+        shuffle: bool = True,
+        drop_remainder: bool = False,
+        stacked: bool = False,
+    ):
+        self.data, self.batch_size = as_data(data, stacked), batch_size
+        self.shared, self.shuffle, self.stacked = shared, shuffle, stacked
+        self.num_samples = jax.tree.leaves(self.data)[0].shape[int(stacked)]
+        self.epoch_steps = steps_per_epoch(self.num_samples, batch_size, drop_remainder=drop_remainder)
+
+    @property
+    def span(self) -> int:
+        """Epochs that one block covers: several if they are short and no smaller batch stands between them."""
+        if self.epoch_steps != self.num_samples // self.batch_size:
+            return 1
+        return max(1, min(MAX_BLOCK // self.epoch_steps, MAX_ORDER // self.num_samples))
+
+    def segment(self, step: int) -> Segment:
+        """Where `step` lies: blocks are epochs, or several short ones."""
+        block, within = divmod(step, self.span * self.epoch_steps)
+        full, rest = divmod(self.num_samples, self.batch_size)
+        if within < self.span * full:
+            return Segment(self.batch_size, block, within, step - within + self.span * full)
+        return Segment(rest, block, within, step + 1)
+
+    def plan(self, key: PRNGKey, block: Any) -> Array | None:
+        """The order of the samples in the block; of several epochs, only those that are in a batch."""
+        if not self.shuffle:
+            return None
+        kept = self.num_samples if self.span == 1 else self.epoch_steps * self.batch_size
+        return permutations(key, block * self.span + jnp.arange(self.span), self.num_samples, kept)
+
+    def batch(self, plan: Array | None, within: Any, size: int | None) -> PyTree:
+        """`size` samples."""
+        wanted = self.batch_size if size is None else size
+        if plan is None:
+            start = within % self.epoch_steps * self.batch_size
+            return jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, start, wanted), self.data)
+        chosen = jax.lax.dynamic_slice_in_dim(plan, within * self.batch_size, wanted)
+        return jax.tree.map(lambda leaf: leaf.at[chosen].get(mode="promise_in_bounds"), self.data)
+
+
+class Online(Sampler):
+    """Batches drawn afresh in every step.
+
+    Args:
+        draw: `draw(key) -> batch`, or `draw(source, key)` if there is a `source`.
+        source: A PyTree of arrays that `draw` is given: a teacher; with `stacked`, members first.
+        shared: Whether all members see the same draws.
+        stacked: Whether every member has a source of its own.
+
+    Raises:
+        ValueError: If `stacked` without a source.
+    """
+
+    draw: Callable[..., Any]
+    source: PyTree
+    shared: bool = eqx.field(static=True)
+    stacked: bool = eqx.field(static=True)
+    epoch_steps: int = eqx.field(static=True)
+
+    @validated
+    def __init__(self, draw: Callable[..., Any], source: Any = None, *, shared: bool = False, stacked: bool = False):
+        if stacked and source is None:
+            checks.fail("source", "be given where every member has its own (`stacked=True`)", None)
+        self.draw, self.source, self.shared, self.stacked, self.epoch_steps = draw, source, shared, stacked, 1
+
+    def plan(self, key: PRNGKey, block: Any) -> PyTree:
+        """The key."""
+        return key
+
+    def batch(self, plan: PyTree, within: Any, size: int | None) -> PyTree:
+        """A draw."""
+        key = jax.random.fold_in(plan, within)
+        return self.draw(key) if self.source is None else self.draw(self.source, key)
+
+
+class HostBatches(Sampler):
+    """Batches that the host makes, one after the other: data larger than memory, or any Python iterator.
+
+    For `fit` alone; a compiled loop cannot ask the host. Batches are made in a thread ahead of the training.
+
+    Args:
+        start: `start(step)` gives an iterator (of PyTrees of arrays, all of the same shapes) whose first batch is that
+            of step `step`: 0, or where a resumed run goes on. A `grain` loader gives one by setting its state.
+        epoch_steps: Batches in a pass over the data, so that training may be counted in epochs.
+        block: Batches that are handed over at once.
+
+    Raises:
+        ValueError: If a count is below 1.
+    """
+
+    start: Callable[[int], Iterator[Any]] = eqx.field(static=True)
+    epoch_steps: int = eqx.field(static=True)
+    block: int = eqx.field(static=True)
+    shared: bool = eqx.field(static=True)
+    stacked: bool = eqx.field(static=True)
+
+    @validated
+    def __init__(self, start: Callable[[int], Any], *, epoch_steps: int = 1, block: int = 16):
+        for name, value in (("epoch_steps", epoch_steps), ("block", block)):
+            checks.check_count(name, value, minimum=1)
+        self.start, self.epoch_steps, self.block, self.shared, self.stacked = start, epoch_steps, block, True, False
+
+    def segment(self, step: int) -> Segment:
+        """Where `step` lies."""
+        block, within = divmod(step, self.block)
+        return Segment(None, block, within, (block + 1) * self.block)
+
+    def batch(self, plan: PyTree, within: Any, size: int | None) -> PyTree:
+        """One of those handed over."""
+        return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, within, keepdims=False), plan)
+
+
+class Prefetched:
+    """The blocks of a `HostBatches`, made ahead in a thread; a block that the iterator does not fill repeats its last.
+
+    Attributes:
+        error: What the iterator raised.
+    """
+
+    def __init__(self, sampler: HostBatches, step: int):
+        self._sampler, self._blocks, self._ended = sampler, queue.Queue(maxsize=2), threading.Event()
+        self._first, self._skip = divmod(step, sampler.block)
+        self._thread = threading.Thread(target=self._fill, args=(sampler.start(step),), daemon=True)
+        self._thread.start()
+
+    def _fill(self, batches: Iterator[Any]) -> None:
+        size = self._sampler.block - self._skip
+        try:
+            while not self._ended.is_set():
+                part = list(itertools.islice(batches, size))
+                if part:  # what came before a run that goes on is never looked at
+                    part = [part[0]] * (self._sampler.block - size) + part
+                self._put(part)
+                if len(part) < self._sampler.block:
+                    return
+                size = self._sampler.block
+        except BaseException as error:  # it belongs to the thread that trains
+            self._put(error)
+
+    def _put(self, item: Any) -> None:
+        while not self._ended.is_set():
+            try:
+                return self._blocks.put(item, timeout=0.1)
+            except queue.Full:
+                continue
+
+    def next_block(self) -> tuple[PyTree, int]:
+        """The next block, stacked, and how many of its batches there are."""
+        part = self._blocks.get()
+        if isinstance(part, BaseException):
+            raise part
+        if not part:
+            raise StopIteration
+        filled = part + [part[-1]] * (self._sampler.block - len(part))
+        try:
+            stacked = jax.tree.map(lambda *leaves: np.stack([np.asarray(leaf) for leaf in leaves]), *filled)
+        except ValueError as error:
+            wanted = "give batches of one structure and shape"
+            checks.fail("start", wanted, str(error), "Drop a last, smaller batch, or fill it up")
+        return as_data(stacked, finite=False), len(part)
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._ended.set()
+
+
+@eqx.filter_jit
+def permutations(key: Array, epochs: Array, num_samples: int, kept: int) -> Array:
+    """The order of the samples in every epoch, cut to the first `kept`, one epoch after the other: [epochs * kept]."""
+
+    def one(epoch: Array) -> Array:
+        return jax.random.permutation(jax.random.fold_in(key, epoch), num_samples)[:kept]
+
+    return jax.vmap(one)(epochs).reshape(-1)
+
+
+def as_data(data: Any, stacked: bool = False, *, finite: bool = True) -> Any:
+    """Data as JAX arrays, samples first (after members, if they are stacked), or an error that names the leaf."""
+    arrays = as_arrays("data", data, "samples", finite=finite)
+    axes = ("members", "samples") if stacked else ("samples",)
+    for axis, meaning in enumerate(axes):
+        leading_size("data", arrays, axis, meaning)
+    return jax.tree.map(jnp.asarray, arrays)
+
+
+def as_arrays(name: str, tree: Any, first: str, *, finite: bool = False) -> Any:
+    """The tree with an array for every leaf; what is none is named by its place."""
+
+    def one(path: Any, leaf: Any) -> Any:
+        if isinstance(leaf, (bool, int, float, complex, str, bytes)):
+            found = f"{describe(leaf)} at {name}{jax.tree_util.keystr(path)}"
+            checks.fail_kind(name, f"hold arrays, {first} first", found, "numpy.asarray makes an array of a list")
+        place = f"{name}{jax.tree_util.keystr(path)}"
+        if isinstance(leaf, jax.Array) and number_kind(leaf.dtype) == "key":
+            return leaf
+        array = as_array(place, leaf, may_be_empty=True)
+        check_fits(place, array)
+        if finite and number_kind(array.dtype) in ("float", "complex"):
+            checks.check_finite(place, array)
+        return array
+
+    return jax.tree_util.tree_map_with_path(one, tree)
+
+
+def leading_size(name: str, tree: Any, axis: int = 0, meaning: str = "leading") -> int:
+    """The length of an axis in all arrays of a tree, or an error that names the array that differs."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    arrays = [(jax.tree_util.keystr(p), x) for p, x in leaves if eqx.is_array(x) or isinstance(x, np.ndarray)]
+    sizes: dict[str, tuple[int, ...]] = {path: np.shape(leaf)[axis : axis + 1] for path, leaf in arrays}
+    if not sizes:
+        checks.fail(name, "hold at least one array", "none")
+    first_path, first = next(iter(sizes.items()))
+    for path, size in sizes.items():
+        if size != first or not size:
+            wanted = f"agree in the leading axis of all arrays ({first_path}: {first})"
+            checks.fail(name, wanted, f"{path} with {size or 'no axis'}")
+    if not first[0]:
+        checks.fail(name, "not be empty", f"a leading axis of length 0 ({first_path})")
+    return int(first[0])

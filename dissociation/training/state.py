@@ -1,0 +1,276 @@
+"""`State` and `make_step`: one optimiser step of one network, as a pure function."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float, Int, PyTree
+
+from dissociation import checks
+from dissociation.conversion import as_array, as_numbers, check_fits
+from dissociation.types import PRNGKey
+from dissociation.validation import validated
+
+
+class Static:
+    """The parts of a model that are no arrays: equal where they are the same or compare equal, one by one."""
+
+    def __init__(self, tree: Any):
+        self.leaves, self.treedef = jax.tree.flatten(tree)
+
+    def __hash__(self) -> int:
+        return hash(self.treedef)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Static):
+            return NotImplemented
+        if self.treedef != other.treedef:
+            return False
+        return all(a is b or bool(a == b) for a, b in zip(self.leaves, other.leaves, strict=True))
+
+    def tree(self) -> Any:
+        """The tree, with None where arrays were."""
+        return self.treedef.unflatten(self.leaves)
+
+
+class State(eqx.Module):
+    """Where the training of a network stands: a PyTree of arrays, for `jax.jit`, `vmap`, `grad` and `lax.scan`.
+
+    Stacked states carry members on the leading axis of every array.
+
+    Attributes:
+        arrays: The model's arrays; the inexact ones among them are trained.
+        aux: What a step carries along beside the model: an `eqx.nn.State`, multipliers, averages; None if nothing.
+        opt_state: The optimiser's.
+        hyperparams: What the optimiser is made with, None if it is ready-made; stays as it is.
+        step: Updates so far.
+        static: The rest of the model: see `model`.
+    """
+
+    arrays: PyTree
+    aux: PyTree
+    opt_state: PyTree
+    hyperparams: PyTree
+    step: Int[Array, "..."]
+    static: Static = eqx.field(static=True)
+
+    @property
+    def model(self) -> Any:
+        """The model, or stacked models."""
+        return eqx.combine(self.arrays, self.static.tree())
+
+    def replace(self, **changes: Any) -> "State":
+        """The state with `model`, `aux`, `opt_state`, `hyperparams` or `step` replaced."""
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        if "model" in changes:
+            fields["arrays"], static = eqx.partition(changes.pop("model"), eqx.is_array)
+            fields["static"] = Static(static)
+        for name in changes:
+            checks.check_choice("changes", name, ("model", "aux", "opt_state", "hyperparams", "step"))
+        return State(**(fields | changes))
+
+
+class Info(NamedTuple):
+    """What a step says of itself.
+
+    Attributes:
+        loss: Of the batch, before the update.
+        metrics: What the loss returned beside it; None if nothing.
+    """
+
+    loss: Float[Array, "..."]
+    metrics: PyTree
+
+
+class Step(eqx.Module):
+    """One optimiser step, see `make_step`."""
+
+    loss: Callable[..., Any]
+    optimizer: Any
+    after_update: Callable[[State], State] | None
+    micro_batches: int = eqx.field(static=True)
+
+    @validated
+    def init(self, model: Any, *, aux: Any = None, hyperparams: Any = None) -> State:
+        """The state to begin with.
+
+        Args:
+            model: One network, any PyTree; floats of half precision become float32. `eqx.filter_vmap(step.init)` makes
+                stacked states of stacked models.
+            aux: What the loss gets and returns beside the model.
+            hyperparams: A PyTree of numbers or arrays that `optimizer`, a function of them, is called with.
+
+        Returns:
+            The state.
+
+        Raises:
+            TypeError: If the optimiser is a function and `hyperparams` is None, or the reverse, or the model holds
+                complex numbers.
+        """
+        check_optimizer(self.optimizer, hyperparams)
+        arrays, static = eqx.partition(checked_models(model), eqx.is_array)
+        if aux is not None:
+            aux = jax.tree.map(lambda leaf: leaf if eqx.is_array(leaf) else jnp.asarray(leaf), aux)
+        if hyperparams is not None:
+            hyperparams = jax.tree.map(jnp.asarray, hyperparams)
+        opt_state = transformation(self.optimizer, hyperparams).init(_trained(arrays))
+        opt_state = jax.tree.map(jnp.asarray, opt_state)
+        return State(arrays, aux, opt_state, hyperparams, jnp.asarray(0), Static(static))
+
+    def __call__(self, state: State, batch: PyTree, key: PRNGKey) -> tuple[State, Info]:
+        """The state after one update, and what was seen on the way; `key` goes to the loss."""
+        arrays = _trained(state.arrays)
+        others = eqx.filter(state.arrays, eqx.is_inexact_array, inverse=True)
+        static = state.static.tree()
+
+        def objective(arrays: Any, aux: Any, batch: Any, key: Any) -> Any:
+            return _evaluate(self.loss, eqx.combine(arrays, others, static), aux, batch, key)
+
+        slopes = jax.value_and_grad(objective, has_aux=True)
+        if self.micro_batches == 1:
+            (value, (aux, metrics)), slope = slopes(arrays, state.aux, batch, key)
+        else:
+            value, aux, metrics, slope = self._accumulate(slopes, arrays, state.aux, batch, key)
+        optimizer = transformation(self.optimizer, state.hyperparams)
+        updates, opt_state = optimizer.update(slope, state.opt_state, arrays)
+        arrays = eqx.combine(optax.apply_updates(arrays, updates), others)
+        new = State(arrays, aux, opt_state, state.hyperparams, state.step + 1, state.static)
+        if self.after_update is not None:
+            new = _same_structure(self.after_update(new), new)
+        return new, Info(value, metrics)
+
+    def _accumulate(self, slopes: Callable[..., Any], arrays: Any, aux: Any, batch: Any, key: Any) -> Any:
+        """Means of value, metrics and gradient over the micro-batches, one after the other; `aux` goes through all."""
+        count = self.micro_batches
+        for leaf in jax.tree.leaves(batch):
+            if not leaf.ndim or leaf.shape[0] % count:
+                advice = "Give a batch size that `micro_batches` divides, and drop the remainder"
+                checks.fail("micro_batches", f"divide every batch (shape {leaf.shape})", count, advice)
+        parts = jax.tree.map(lambda leaf: leaf.reshape(count, -1, *leaf.shape[1:]), batch)
+
+        def one(aux: Any, part: Any) -> Any:
+            (value, (aux, metrics)), slope = slopes(arrays, aux, *part)
+            return aux, (value, metrics, slope)
+
+        aux, found = jax.lax.scan(one, aux, (parts, jax.random.split(key, count)))
+        value, metrics, slope = jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), found)
+        return value, aux, metrics, slope
+
+
+@validated
+def make_step(
+    loss: Callable[..., Any],
+    optimizer: Any,
+    *,
+    after_update: Callable[[State], State] | None = None,
+    micro_batches: int = 1,
+) -> Step:
+    """One optimiser step as a pure function `step(state, batch, key) -> (state, info)`.
+
+    The gradient is with respect to every inexact array of the model; other arrays stay as they are.
+
+    Args:
+        loss: `loss(model, batch, key)` of one network: a scalar, or a scalar and metrics (any PyTree of arrays). Where
+            the state has an `aux`, `loss(model, aux, batch, key)`: a scalar and the new `aux`, or these and metrics.
+        optimizer: An Optax transformation, or a function from a state's `hyperparams` to one.
+        after_update: From the updated state to the one that counts, by `State.replace`: a projection of the model on
+            a constraint, an ascent of multipliers in `aux`, an average of weights.
+        micro_batches: Parts that every batch is cut into, whose gradients (and losses, metrics) are averaged: for
+            batches too large for the memory. Every part gets a key of its own.
+
+    Returns:
+        The step; `step.init(model)` makes the state to begin with.
+
+    Raises:
+        TypeError: If `optimizer` is no transformation and cannot be called.
+        ValueError: If `micro_batches` is below 1.
+
+    Example:
+        >>> step = make_step(lambda w, batch, key: (w - batch) ** 2, optax.sgd(0.25))
+        >>> state = step.init(jnp.array(1.0))
+        >>> state, info = jax.jit(step)(state, jnp.array(3.0), jax.random.key(0))
+        >>> state.model, info.loss
+        (Array(2., dtype=float32), Array(4., dtype=float32))
+    """
+    if not isinstance(optimizer, optax.GradientTransformation) and not callable(optimizer):
+        wanted = "be an optax.GradientTransformation, or a function from hyperparameters to one"
+        checks.fail_kind("optimizer", wanted, repr(optimizer))
+    return Step(loss, optimizer, after_update, checks.check_count("micro_batches", micro_batches, minimum=1))
+
+
+def check_optimizer(optimizer: Any, hyperparams: Any) -> None:
+    """Raises unless hyperparameters are there where the optimiser is a function of them, and only there."""
+    made = isinstance(optimizer, optax.GradientTransformation)
+    if hyperparams is None and not made:
+        raise TypeError(
+            f"`optimizer` must be an optax.GradientTransformation where `hyperparams` is None, got {optimizer!r}. "
+            "Call it, as in optax.adam(1e-3), or give the hyperparameters that it is to be called with."
+        )
+    if hyperparams is not None and (made or not callable(optimizer)):
+        raise TypeError(
+            "`optimizer` must be a function of one member's hyperparameters where `hyperparams` is given, got "
+            f"{optimizer!r}, which does not use them."
+        )
+
+
+def transformation(optimizer: Any, hyperparams: Any) -> optax.GradientTransformation:
+    """The optimiser, made with its hyperparameters if it is a function of them."""
+    if isinstance(optimizer, optax.GradientTransformation):
+        return optimizer
+    check_optimizer(optimizer, hyperparams)
+    made = optimizer(hyperparams)
+    if not isinstance(made, optax.GradientTransformation):
+        raise TypeError(
+            f"`optimizer` must return an optax.GradientTransformation for one member's `hyperparams`, got {made!r}."
+        )
+    return made
+
+
+def checked_models(models: Any) -> Any:
+    """Models whose arrays hold real numbers that JAX keeps, none of them in half precision."""
+
+    def one(path: Any, leaf: Any) -> Any:
+        if not isinstance(leaf, np.ndarray) and not eqx.is_inexact_array(leaf):
+            return leaf
+        place = f"models{jax.tree_util.keystr(path)}"
+        array = as_array(place, leaf, "real numbers", may_be_empty=True)
+        check_fits(place, array)
+        return jnp.asarray(as_numbers(place, array, frozenset({"bool", "int", "float"})))
+
+    return jax.tree_util.tree_map_with_path(one, models)
+
+
+def _trained(arrays: Any) -> Any:
+    return eqx.filter(arrays, eqx.is_inexact_array)
+
+
+def _evaluate(loss: Callable[..., Any], model: Any, aux: Any, batch: Any, key: Any) -> Any:
+    """(scalar, (aux, metrics)) of a loss of any of its forms."""
+    if aux is None:
+        out = loss(model, batch, key)
+        value, metrics = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
+    else:
+        # A copy: an `eqx.nn.State` may be used once, and the caller's must outlive the call.
+        out = loss(model, jax.tree.map(lambda leaf: leaf, aux), batch, key)
+        if not isinstance(out, tuple) or len(out) not in (2, 3):
+            checks.fail(
+                "loss", "return a scalar and the new `aux`, and metrics if it has any, where there is `aux`", out
+            )
+        value, new, metrics = out if len(out) == 3 else (*out, None)
+        aux = _same_structure(new, aux, "loss", "aux")
+    if getattr(value, "shape", None) != ():
+        checks.fail("loss", "return a scalar for one member and one batch, or a tuple that begins with it", value)
+    return value, (aux, jax.tree.map(jnp.asarray, metrics))
+
+
+def _same_structure(new: Any, old: Any, name: str = "after_update", what: str = "the state") -> Any:
+    """`new`, whose arrays must be of the shapes and dtypes of `old`: a loop cannot carry anything else."""
+    shapes = [[(leaf.shape, leaf.dtype) for leaf in map(jnp.asarray, jax.tree.leaves(tree))] for tree in (new, old)]
+    if jax.tree.structure(new) != jax.tree.structure(old) or shapes[0] != shapes[1]:
+        found = jax.tree.map(jnp.shape, new)
+        checks.fail(name, f"return {what} with the arrays that it had: {jax.tree.map(jnp.shape, old)}", found)
+    return new
