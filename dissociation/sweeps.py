@@ -24,10 +24,6 @@ class Grid:
     Args:
         **axes: The values of each quantity: numbers, or text (for what is no array: the name of an optimiser).
 
-    Attributes:
-        axes: The name of every axis; of a zipped one, its names with a comma between.
-        shape: The length of every axis.
-
     Raises:
         ValueError: If there is no axis, or one has no values.
         TypeError: If values are neither numbers nor text, one after the other.
@@ -79,10 +75,12 @@ class Grid:
 
     @property
     def axes(self) -> tuple[str, ...]:
+        """The name of every axis; of a zipped one, its names with a comma between."""
         return tuple(",".join(part) for part in self._parts)
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The length of every axis."""
         return tuple(len(next(iter(part.values()))) for part in self._parts)
 
     def __len__(self) -> int:
@@ -236,10 +234,9 @@ def _values(name: str, values: Any) -> np.ndarray:
     """The values of an axis: numbers or text."""
     if isinstance(values, (list, tuple)) and values and all(isinstance(value, str) for value in values):
         return np.asarray(values)
-    array = as_numbers(
-        name, as_array(name, values, "numbers or text, one after the other"), frozenset({"bool", "int", "float"})
-    )
-    check_fits(name, array := np.asarray(array))
+    given = as_array(name, values, "numbers or text, one after the other")
+    array = np.asarray(as_numbers(name, given, frozenset({"bool", "int", "float"})))
+    check_fits(name, array)
     if array.ndim != 1:
         checks.fail(name, "be values, one after the other", f"shape {array.shape}")
     return array

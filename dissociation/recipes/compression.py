@@ -10,8 +10,8 @@ import optax
 from jaxtyping import Array, Float
 
 from dissociation.checks import check_count
-from dissociation.models.cnn import Decoder, Encoder
 from dissociation.member_map import member
+from dissociation.models.cnn import Decoder, Encoder
 from dissociation.training import Epochs, fit, make_step
 from dissociation.types import PRNGKey
 from dissociation.validation import validated

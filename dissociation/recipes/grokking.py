@@ -96,9 +96,9 @@ def train_grokking(
         **fit_options: For `training.fit`: `callbacks`, `checkpoint`, `layout`.
 
     Returns:
-        What `fit` returns, with members in the order of `Grid(weight_decay=weight_decays, seed=seeds)`. The loss is summed over
-        classes and batch. `history.observed` has `CheapMeasures`' numbers at `observation_steps`, and under "dear"
-        those of `measures`, NaN at the steps that are not in `measure_at`.
+        What `fit` returns, with members in the order of `Grid(weight_decay=weight_decays, seed=seeds)`. The loss is
+        summed over classes and batch. `history.observed` has `CheapMeasures`' numbers at `observation_steps`, and under
+        "dear" those of `measures`, NaN at the steps that are not in `measure_at`.
 
     Raises:
         ValueError: If an option is out of range, or `measure_at` holds other steps.

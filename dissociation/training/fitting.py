@@ -146,9 +146,8 @@ def _begin(models: Any, step: Step, aux: Any, hyperparams: Any) -> State:
             found = leading_size(name, as_arrays(name, tree, "members"))
             checks.check_same_length("models", count, name, found, "members")
     hyperparams = jax.tree.map(jnp.asarray, hyperparams)
-    check_optimizer(
-        step.optimizer, models.hyperparams if isinstance(models, State) and hyperparams is None else hyperparams
-    )
+    old = models.hyperparams if isinstance(models, State) else None
+    check_optimizer(step.optimizer, old if hyperparams is None else hyperparams)
     if not isinstance(models, State):
         models = checked_models(models)
         one = eqx.filter_vmap(lambda model, aux, hyperparams: step.init(model, aux=aux, hyperparams=hyperparams))
@@ -209,16 +208,14 @@ def _identity(run: Run, state: State, step: Step, sampler: Sampler) -> dict[str,
 
     after = None if step.after_update is None else trace(step.after_update, one).fingerprint()
     fields = {name: value for name, value in vars(sampler).items() if isinstance(value, bool | int | str)}
-    data = (
-        "the host's" if isinstance(sampler, HostBatches) else checkpoints.fingerprint(eqx.filter(sampler, eqx.is_array))
-    )
+    arrays = eqx.filter(sampler, eqx.is_array)
     return {
         "loss": [trace(loss, one, batch, key).fingerprint(), precision],
         "optimizer": [trace(update, one.hyperparams, one.opt_state, trained).fingerprint(), precision],
         "step": [after, step.micro_batches, precision],
         "observe": None if run.observe is None else [run.observe.fingerprint(), precision],
         "sampler": [type(sampler).__name__, fields, draw.code.digest],
-        "data": data,
+        "data": "the host's" if isinstance(sampler, HostBatches) else checkpoints.fingerprint(arrays),
         "begin": run.first,
     }
 

@@ -1,6 +1,5 @@
 """The host's side of a run: chunks of steps, records, checkpoints."""
 
-import functools
 import signal
 import threading
 import time
@@ -181,19 +180,17 @@ class Run:
         batches = Batches(sampler, order_keys, self.num_members, Layout())
         arrays, plan = batches.one_arrays(), batches.one_plan(self.step)
         size = sampler.segment(self.step).size
-        draft = trace_step(
-            step, sampler, size, layout._replace(mesh=None), one, arrays, plan, jnp.asarray(0), keys.loss[0]
-        )
-        self.layout = chosen_layout(layout, draft.code)
+        inputs = one, arrays, plan, jnp.asarray(0), keys.loss[0]
+        draft = trace_step(step, sampler, size, layout._replace(mesh=None), *inputs)
+        self.layout, self.info = chosen_layout(layout, draft.code), draft.out[1]
         kept = {size: draft} if self.layout.mesh is None else {}
 
         def traced(size: int | None) -> Traced:
             if size not in kept:
-                example = one, arrays, plan, jnp.asarray(0), keys.loss[0]
-                kept[size] = trace_step(step, sampler, size, self.layout, *example)
+                kept[size] = trace_step(step, sampler, size, self.layout, *inputs)
             return kept[size]
 
-        self.traced, self.info = traced, jax.eval_shape(draft, one, arrays, plan, jnp.asarray(0), keys.loss[0])[1]
+        self.traced = traced
         self.observe = None
         if save.observe is not None:
             self.observe = trace_observation(save.observe, one, jnp.asarray(0), keys.observe[0])
@@ -294,13 +291,8 @@ class Run:
 
         def mean(leaf: np.ndarray) -> np.ndarray:
             part = leaf[:, since - self.first : at - self.first]
-            return (
-                part.mean(axis=1)
-                if at > since
-                else np.full_like(leaf[:, :1].mean(axis=1), np.nan)
-                if leaf.shape[1]
-                else np.full((len(leaf), *leaf.shape[2:]), np.nan)
-            )
+            kind = np.result_type(leaf.dtype, np.float16)
+            return part.mean(axis=1) if at > since else np.full((len(leaf), *leaf.shape[2:]), np.nan, kind)
 
         return {**jax.tree.map(mean, done)._asdict(), "observed": self.observations[index]}
 

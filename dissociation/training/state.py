@@ -257,9 +257,8 @@ def _evaluate(loss: Callable[..., Any], model: Any, aux: Any, batch: Any, key: A
         # A copy: an `eqx.nn.State` may be used once, and the caller's must outlive the call.
         out = loss(model, jax.tree.map(lambda leaf: leaf, aux), batch, key)
         if not isinstance(out, tuple) or len(out) not in (2, 3):
-            checks.fail(
-                "loss", "return a scalar and the new `aux`, and metrics if it has any, where there is `aux`", out
-            )
+            wanted = "return a scalar and the new `aux`, or these and metrics, where a state has an `aux`"
+            checks.fail("loss", wanted, type(out).__name__)
         value, new, metrics = out if len(out) == 3 else (*out, None)
         aux = _same_structure(new, aux, "loss", "aux")
     if getattr(value, "shape", None) != ():

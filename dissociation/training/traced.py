@@ -78,6 +78,11 @@ class Traced(eqx.Module):
         closed = jex.ClosedJaxpr(self.code.jaxpr, self.consts)
         return self.code.out_tree.unflatten(jex.jaxpr_as_fun(closed)(*leaves))
 
+    @property
+    def out(self) -> Any:
+        """The result, as shapes and dtypes."""
+        return self.code.out_tree.unflatten([var.aval for var in self.code.jaxpr.outvars])
+
     def fingerprint(self) -> str:
         """A digest of operations and arrays, the same in every process with the same version of JAX."""
         return self.code.digest + checkpoints.fingerprint(self.consts)
