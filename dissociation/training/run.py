@@ -17,7 +17,7 @@ from jaxtyping import Array
 
 from dissociation import checkpoint as checkpoints
 from dissociation import checks, sharding
-from dissociation.training.callbacks import Callback
+from dissociation.training.callbacks import Callback, Progress
 from dissociation.training.chunk import (
     MAX_CHUNK,
     Layout,
@@ -80,7 +80,7 @@ class Batches:
         arrays = eqx.filter(sampler, eqx.is_array)
         self.arrays = self._placed(arrays, own=sampler.stacked)
         self._block, self._plan = -1, None
-        self._prefetched, self._ahead = None, 0
+        self._prefetched, self._ahead, self._expected = None, 0, -1
 
     def one_arrays(self) -> Any:
         """The sampler's arrays as one member gets them, as shapes and dtypes."""
@@ -92,7 +92,7 @@ class Batches:
         if isinstance(self.sampler, HostBatches):
             return jax.tree.map(_shape, self.source(step)[0].plan)
         key = self.keys if self.sampler.shared else self.keys[0]
-        return eqx.filter_eval_shape(lambda key: self.sampler.plan(key, 0), key)
+        return jax.eval_shape(lambda key: self.sampler.plan(key, 0), key)
 
     def source(self, step: int) -> tuple[Source, Source, Segment]:
         """What all members, and what each of them, take a step's batch from; and where the step lies."""
@@ -109,19 +109,19 @@ class Batches:
 
     def _next_plan(self, step: int, found: Segment) -> Any:
         if isinstance(self.sampler, HostBatches):
-            if self._prefetched is None:
+            if self._prefetched is None or step != self._expected:
+                self.close()
                 self._prefetched = Prefetched(self.sampler, step)
             try:
                 plan, self._ahead = self._prefetched.next_block()
+                self._expected = found.block * self.sampler.block + self._ahead
             except StopIteration:
                 wanted = f"give batches up to the last step, one of {step} among them"
                 checks.fail("start", wanted, "an iterator that has ended", "Let it begin anew: itertools.cycle")
             return self._placed(plan, own=False)
         if self.sampler.shared:
             return self._placed(_plan(self.sampler, self.keys, found.block), own=False)
-        keys = self.keys
-        plan = _own_plans(self.sampler, keys, found.block)
-        return self._placed(plan, own=True)
+        return self._placed(_own_plans(self.sampler, self.keys, found.block), own=True)
 
     def _placed(self, tree: Any, *, own: bool) -> Any:
         if self.mesh is None:
@@ -196,7 +196,10 @@ class Run:
             self.observe = trace_observation(save.observe, one, jnp.asarray(0), keys.observe[0])
         self.state = self._placed(jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), state))
         self.keys = self._placed(keys)
-        self.batches = Batches(sampler, order_keys, self.num_members, self.layout) if self.layout.mesh else batches
+        self.batches = batches
+        if self.layout.mesh is not None:
+            batches.close()
+            self.batches = Batches(sampler, order_keys, self.num_members, self.layout)
         self.infos = [jax.tree.map(lambda leaf: np.zeros((self.num_members, 0, *leaf.shape), leaf.dtype), self.info)]
         self.observed_at: list[int] = []
         self.observations: list[Any] = []
@@ -221,7 +224,7 @@ class Run:
         past = [(step, self.records(i)) for i, step in enumerate(self.observed_at)]
         listens = any(records_something(callback) for callback in self.callbacks)
         self.stopped = self.stopped and listens and self.step in self.observed_at
-        losses, since = self.infos[0].loss[:, :0], checkpoint is not None
+        losses = self.infos[0].loss[:, :0]
         try:
             for callback in self.callbacks:
                 callback.begin(self.step, total, past)
@@ -235,7 +238,7 @@ class Run:
                 later = times[times > self.step]
                 with _interrupts_later():
                     losses = self.advance(min([total, *later[:1].tolist()]))
-                if since and time.perf_counter() - self.saved_at >= self.save.seconds:
+                if checkpoint is not None and time.perf_counter() - self.saved_at >= self.save.seconds:
                     self.write(checkpoint)
         except KeyboardInterrupt:
             self.write(checkpoint)
@@ -399,8 +402,6 @@ class Checkpoint(NamedTuple):
 
 def records_something(callback: Callback) -> bool:
     """Whether a callback wants records for more than a line of text."""
-    from dissociation.training.callbacks import Progress
-
     own = "record" in vars(callback) or type(callback).record is not Callback.record
     return own and not isinstance(callback, Progress)
 
