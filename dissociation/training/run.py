@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import equinox as eqx
 import jax
@@ -75,12 +75,12 @@ class Save(NamedTuple):
 class Batches:
     """What the batches of a run are made from: the sampler's arrays, and the plan of the current block."""
 
-    def __init__(self, sampler: Sampler, order_keys: Array, num_members: int, layout: Layout):
-        self.sampler, self.keys, self.num_members, self.mesh = sampler, order_keys, num_members, layout.mesh
+    def __init__(self, sampler: Sampler, order_keys: Array, layout: Layout):
+        self.sampler, self.keys, self.mesh = sampler, order_keys, layout.mesh
         arrays = eqx.filter(sampler, eqx.is_array)
         self.arrays = self._placed(arrays, own=sampler.stacked)
         self._block, self._plan = -1, None
-        self._prefetched, self._ahead, self._expected = None, 0, -1
+        self._prefetched, self._expected = None, -1
 
     def one_arrays(self) -> Any:
         """The sampler's arrays as one member gets them, as shapes and dtypes."""
@@ -101,7 +101,9 @@ class Batches:
             self._plan = self._next_plan(step, found)
             self._block = found.block
         if isinstance(self.sampler, HostBatches):
-            found = found._replace(end=min(found.end, found.block * self.sampler.block + self._ahead))
+            found = found._replace(end=self._expected)
+            if step >= found.end:
+                self._fail_ended(step)
         own_plan = not self.sampler.shared
         own = Source(self.arrays if self.sampler.stacked else None, self._plan if own_plan else None)
         common = Source(None if self.sampler.stacked else self.arrays, None if own_plan else self._plan)
@@ -113,15 +115,18 @@ class Batches:
                 self.close()
                 self._prefetched = Prefetched(self.sampler, step)
             try:
-                plan, self._ahead = self._prefetched.next_block()
-                self._expected = found.block * self.sampler.block + self._ahead
+                plan, count = self._prefetched.next_block()
             except StopIteration:
-                wanted = f"give batches up to the last step, one of {step} among them"
-                checks.fail("start", wanted, "an iterator that has ended", "Let it begin anew: itertools.cycle")
+                self._fail_ended(step)
+            self._expected = found.block * self.sampler.block + count
             return self._placed(plan, own=False)
         if self.sampler.shared:
             return self._placed(_plan(self.sampler, self.keys, found.block), own=False)
         return self._placed(_own_plans(self.sampler, self.keys, found.block), own=True)
+
+    def _fail_ended(self, step: int) -> NoReturn:
+        wanted = f"give a batch for every step, {step} among them"
+        checks.fail("start", wanted, "an iterator that has ended", "Let it begin anew, as by itertools.cycle")
 
     def _placed(self, tree: Any, *, own: bool) -> Any:
         if self.mesh is None:
@@ -177,7 +182,7 @@ class Run:
         self.first = self.step = int(np.max(np.asarray(state.step)))
         self.save, self.callbacks = save, callbacks
         one = example(state)
-        batches = Batches(sampler, order_keys, self.num_members, Layout())
+        batches = Batches(sampler, order_keys, Layout())
         arrays, plan = batches.one_arrays(), batches.one_plan(self.step)
         size = sampler.segment(self.step).size
         inputs = one, arrays, plan, jnp.asarray(0), keys.loss[0]
@@ -199,7 +204,7 @@ class Run:
         self.batches = batches
         if self.layout.mesh is not None:
             batches.close()
-            self.batches = Batches(sampler, order_keys, self.num_members, self.layout)
+            self.batches = Batches(sampler, order_keys, self.layout)
         self.infos = [jax.tree.map(lambda leaf: np.zeros((self.num_members, 0, *leaf.shape), leaf.dtype), self.info)]
         self.observed_at: list[int] = []
         self.observations: list[Any] = []
