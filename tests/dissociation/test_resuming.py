@@ -1,0 +1,468 @@
+"""Runs that are interrupted, killed, extended: what a checkpoint gives back, and to whom."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from linear_regression import linear_members, noisy_error, regression, squared_error, weights
+
+from dissociation import checkpoint as checkpoints
+from dissociation import sharding
+from dissociation.training import (
+    CsvLog,
+    EarlyStop,
+    Epochs,
+    FreezeDiverged,
+    FullBatch,
+    HostBatches,
+    Layout,
+    Online,
+    Save,
+    fit,
+    make_step,
+)
+from dissociation.training import run as run_module
+
+
+def same_run(first, second):
+    """The same bits, whichever way they came about."""
+    jax.tree.map(np.testing.assert_array_equal, first.state, second.state)
+    jax.tree.map(np.testing.assert_array_equal, first.history, second.history)
+    np.testing.assert_array_equal(first.diverged_at, second.diverged_at)
+
+
+def interrupt_at(step):
+    def interrupt(now, records):
+        if now == step:
+            raise KeyboardInterrupt
+
+    return interrupt
+
+
+def test_a_run_that_a_callback_stopped_stays_stopped(key, tmp_path):
+    seen = []
+
+    def log(step, records):
+        seen.append(step)
+        return np.bool_(step >= 6)
+
+    def run(**changes):
+        options = {"num_steps": 12, "at": range(0, 13, 3), "callbacks": [log], "checkpoint": tmp_path / "run"}
+        options |= changes
+        step, sampler = make_step(squared_error, optax.sgd(0.1)), Epochs(regression(key), 4)
+        return fit(linear_members(key), step, sampler, key=key, save=Save(at=options.pop("at")), **options)
+
+    first, again = run(), run()
+    assert first.num_steps == again.num_steps == 6
+    assert seen == [0, 3, 6]
+    np.testing.assert_array_equal(weights(first), weights(again))
+    np.testing.assert_array_equal(first.history.loss, again.history.loss)
+    assert run(num_steps=30, at=range(0, 31, 3)).num_steps == 6
+    assert run(at=[0, 9, 12]).num_steps == 9  # not asked at step 6
+    whole = run(callbacks=[], at=None)
+    np.testing.assert_array_equal(weights(whole), weights(run(callbacks=[], at=None, checkpoint=None)))
+
+
+@pytest.mark.parametrize("member_map", ["scan", "vmap", "unroll"])
+def test_an_interrupted_run_resumes_bit_for_bit(key, tmp_path, member_map):
+    models, sampler = linear_members(key), Epochs(regression(key, samples=30), 4)
+    step = make_step(noisy_error, optax.adam(0.05))
+    options = {
+        "num_steps": 25, "key": key, "save": Save(lambda m, s, k: jax.random.normal(k) + m.weight, range(0, 26, 5)),
+        "layout": Layout(member_map),
+    }  # fmt: skip
+    whole = fit(models, step, sampler, **options)
+    path = tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt):
+        fit(models, step, sampler, checkpoint=path, callbacks=[interrupt_at(15)], **options)
+    assert checkpoints.read_header(path)["step"] == 15
+    steps = []
+    resumed = fit(models, step, sampler, checkpoint=path, callbacks=[lambda s, r: steps.append(s)], **options)
+    assert steps == [20, 25]
+    same_run(whole, resumed)
+    assert [p.name for p in tmp_path.iterdir()] == ["run"]
+
+    with pytest.raises(ValueError, match="whose key differ"):
+        fit(models, step, sampler, checkpoint=path, **{**options, "key": jax.random.key(1)})
+
+
+def test_an_interrupt_while_a_chunk_runs_loses_nothing(key, tmp_path, monkeypatch):
+    # The chunk's input state is donated: at that moment the host holds nothing that could be saved.
+    models, sampler = linear_members(key), Epochs(regression(key, samples=30), 4)
+    step, options = make_step(noisy_error, optax.adam(0.05)), {"num_steps": 25, "key": key}
+    whole = fit(models, step, sampler, **options)
+    run_chunk, path = run_module.run_chunk, tmp_path / "run"
+
+    def interrupted(inputs, state):
+        result = run_chunk(inputs, state)
+        if int(inputs[-1][0]) >= 8:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)
+        return result
+
+    monkeypatch.setattr(run_module, "run_chunk", interrupted)
+    monkeypatch.setattr(run_module, "CHUNK_SECONDS", 0.0)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        fit(models, step, sampler, checkpoint=path, **options)
+    assert signal.getsignal(signal.SIGINT) is before
+    assert 8 < checkpoints.read_header(path)["step"] < 25
+    monkeypatch.setattr(run_module, "run_chunk", run_chunk)
+    same_run(whole, fit(models, step, sampler, checkpoint=path, **options))
+
+
+def halved(state):
+    return state.replace(model=jax.tree.map(lambda leaf: 0.5 * leaf, state.model))
+
+
+def quartered(state):
+    return state.replace(model=jax.tree.map(lambda leaf: 0.25 * leaf, state.model))
+
+
+def resumable(key, path, num_steps=12, batch_size=4, target=0.0, power=2, rate=0.05, scale=1.0, **options):
+    """A run whose loss, optimiser and observation are other functions at every call, with their settings inside."""
+    models, data = linear_members(jax.random.key(1)), regression(jax.random.key(2), samples=10)
+    shift = jnp.full((1, 4), target)
+
+    def loss(model, batch, key):
+        x, y = batch
+        return jnp.mean(jnp.abs(jax.vmap(model)(x + shift) - y) ** power)
+
+    def observe(model, step, key):
+        return scale * jnp.sum(model.weight)
+
+    def given(*names):
+        return {name: options.pop(name) for name in names if name in options}
+
+    optimizer = rate if callable(rate) else optax.adam(rate)
+    step = make_step(loss, optimizer, **given("after_update", "micro_batches"))
+    sampler = options.pop("sampler", None) or Epochs(data, batch_size, **given("drop_remainder", "shared", "shuffle"))
+    save = Save(**{"observe": observe, **given("observe", "at")})
+    layout = Layout(**given("member_map", "mesh"))
+    models = options.pop("models", models)
+    return fit(
+        models, step, sampler, num_steps=num_steps, key=key, checkpoint=path, save=save, layout=layout, **options
+    )
+
+
+@pytest.fixture(scope="module")
+def stopped_run(tmp_path_factory):
+    """A checkpoint of 12 steps, and what 30 in one go come to."""
+    key, path = jax.random.key(20), tmp_path_factory.mktemp("stopped") / "run"
+    resumable(key, path)
+    return path, resumable(key, None, num_steps=30)
+
+
+def other_observation(model, step, key):
+    return jnp.max(model.weight)
+
+
+def whole_set(seed=2):
+    return FullBatch(regression(jax.random.key(seed), samples=10))
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"power": 4}, "loss"),
+        ({"target": 0.5}, "loss"),
+        ({"rate": 0.1}, "optimizer"),
+        ({"rate": 0.05000001}, "optimizer"),
+        ({"rate": optax.sgd}, "hyperparams, optimizer"),
+        ({"scale": 2.0}, "observe"),
+        ({"observe": other_observation}, "observe"),
+        ({"observe": None}, "observe"),
+        ({"power": 4, "rate": 0.1}, "loss, optimizer"),
+        ({"after_update": halved}, "step"),
+        ({"batch_size": 5}, "loss, sampler"),
+        ({"drop_remainder": True}, "sampler"),
+        ({"shared": False}, "sampler"),
+        ({"shuffle": False}, "sampler"),
+        ({"sampler": whole_set()}, "loss, sampler"),
+        ({"sampler": whole_set(3)}, "loss, sampler, data"),
+        ({"models": linear_members(jax.random.key(7))}, "models"),
+        ({"key": jax.random.key(1)}, "key"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else value,
+)
+def test_a_checkpoint_is_refused_to_another_program(key, tmp_path, stopped_run, change, name):
+    path = shutil.copy(stopped_run[0], tmp_path)
+    if name.startswith("hyperparams"):
+        change = {**change, "hyperparams": jnp.full(3, 0.05)}
+    with pytest.raises(ValueError, match=f"`checkpoint` must be a file of the same run, got .*, whose {name} differ"):
+        resumable(**{"key": key, "path": path, "num_steps": 30, **change})
+
+
+def test_a_checkpoint_is_refused_to_another_step(key, tmp_path):
+    """Of another number of micro-batches, or another projection."""
+    data = regression(key, samples=8)
+
+    def run(**options):
+        step = make_step(squared_error, optax.sgd(0.1), **{"after_update": halved, "micro_batches": 2, **options})
+        return fit(linear_members(key), step, Epochs(data, 4), num_steps=4, key=key, checkpoint=tmp_path / "run")
+
+    run()
+    for change in ({"micro_batches": 4}, {"after_update": quartered}, {"after_update": None}):
+        with pytest.raises(ValueError, match="whose step differ"):
+            run(**change)
+    assert run().num_steps == 4
+
+
+def drawn(scale):
+    return lambda key: (scale * jax.random.normal(key, (4, 4)), jnp.ones((4, 2)))
+
+
+def drawn_about(shift):
+    shift = jnp.full((1, 4), shift)
+    return lambda key: (shift + jax.random.normal(key, (4, 4)), jnp.ones((4, 2)))
+
+
+def drawn_from(source, key):
+    return source + jax.random.normal(key, (4, 4)), jnp.ones((4, 2))
+
+
+@pytest.mark.parametrize(
+    ("make", "one", "other", "name"),
+    [
+        (lambda scale: Online(drawn(scale)), 1.0, 2.0, "sampler"),
+        (lambda shift: Online(drawn_about(shift)), 1.0, 2.0, "sampler"),
+        (lambda source: Online(drawn_from, jnp.full((1, 4), source)), 1.0, 2.0, "data"),
+        (lambda shared: Online(drawn(1.0), shared=shared), True, False, "sampler"),
+    ],
+    ids=["constant", "array of the closure", "source", "shared"],
+)
+def test_a_checkpoint_is_refused_to_other_draws(key, tmp_path, make, one, other, name):
+    resumable(key, tmp_path / "run", sampler=make(one))
+    with pytest.raises(ValueError, match=f"whose {name} differ"):
+        resumable(key, tmp_path / "run", sampler=make(other), num_steps=30)
+    resumed = resumable(key, tmp_path / "run", sampler=make(one), num_steps=30)  # made anew, and the same
+    same_run(resumed, resumable(key, None, sampler=make(one), num_steps=30))
+
+
+@pytest.mark.parametrize("options", [{}, {"member_map": "unroll"}, {"mesh": 2}])
+def test_a_finished_run_is_extended(key, tmp_path, stopped_run, options):
+    """By the same program, made anew, on whatever devices; as if it had been one run."""
+    path, whole = shutil.copy(stopped_run[0], tmp_path), stopped_run[1]
+    if "mesh" in options:
+        options = {"mesh": sharding.member_mesh(jax.devices("cpu")[: options["mesh"]])}
+    longer = resumable(key, path, num_steps=30, **options)
+    same_run(longer, whole)
+    if not options:
+        return
+    again = resumable(key, path, num_steps=30)  # on one device again: the file holds no padding
+    np.testing.assert_array_equal(weights(again), weights(whole))
+
+
+def test_records_at_steps_that_have_passed_are_neither_invented_nor_kept(key, tmp_path, stopped_run):
+    path = shutil.copy(stopped_run[0], tmp_path)  # observed at 0, 3, 6, 9 and 12
+    with pytest.raises(ValueError, match=r"`at` must hold no step before 12 at which .* was not observed, got 4"):
+        resumable(key, path, num_steps=30, at=[3, 4, 20])
+    some = resumable(key, path, num_steps=30, at=[3, 12, 20])
+    assert some.history.observed_at.tolist() == [3, 12, 20]
+    np.testing.assert_array_equal(some.history.observed[:, :2], stopped_run[1].history.observed[:, [1, 4]])
+    with pytest.raises(ValueError, match="`num_steps` must be at least the 30 of"):
+        resumable(key, path, num_steps=29)
+
+
+def test_a_schedule_that_depends_on_the_number_of_steps_is_another_program(key, tmp_path):
+    def run(num_steps, total, **options):
+        step = make_step(squared_error, optax.adam(optax.cosine_decay_schedule(0.1, total)))
+        sampler, more = Epochs(regression(key, samples=10), 4), {"num_steps": num_steps, "key": key}
+        return fit(linear_members(key), step, sampler, checkpoint=tmp_path / "run", **more, **options)
+
+    run(10, 10)
+    with pytest.raises(ValueError, match=r"whose optimizer differ.*say same_program=True"):
+        run(20, 20)
+    assert run(20, 10).num_steps == 20
+    assert run(30, 30, same_program=True).num_steps == 30
+
+
+def test_a_trace_of_another_version_says_so(key, tmp_path, stopped_run, monkeypatch):
+    path = shutil.copy(stopped_run[0], tmp_path)
+    monkeypatch.setattr(jax, "__version__", "99.0")
+    with pytest.raises(
+        ValueError, match=r"whose loss differ.*\(JAX .* wrote it, this is 99.0\), say same_program=True"
+    ):
+        resumable(key, path, num_steps=30, power=4)
+    resumable(key, path, num_steps=30)  # the same operations under another version: the same program
+    # Told so or not, other data are another run.
+    with pytest.raises(ValueError, match="whose key differ"):
+        resumable(jax.random.key(1), path, num_steps=30, same_program=True)
+
+
+def test_a_second_phase_resumes_as_the_first_does(key, tmp_path):
+    """Begun at a state of 5 steps, interrupted at 11, ended at 20."""
+    step, sampler = make_step(noisy_error, optax.adam(0.05)), Epochs(regression(key), 4)
+    begun = fit(linear_members(key), step, sampler, num_steps=5, key=key)
+    options = {"num_steps": 15, "key": key, "save": Save(lambda m, s, k: m.weight, range(5, 21, 3))}
+    whole = fit(begun.state, step, sampler, **options)
+    path = tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt):
+        fit(begun.state, step, sampler, checkpoint=path, callbacks=[interrupt_at(11)], **options)
+    same_run(whole, fit(begun.state, step, sampler, checkpoint=path, **options))
+    assert whole.history.observed_at.tolist() == list(range(5, 21, 3))
+    assert whole.history.loss.shape == (3, 15)
+    with pytest.raises(ValueError, match="begin"):
+        fit(begun.state.replace(step=begun.state.step + 1), step, sampler, checkpoint=path, **options)
+
+
+class Normalised(eqx.Module):
+    norm: eqx.nn.BatchNorm
+    head: eqx.nn.Linear
+
+    def __init__(self, key):
+        self.norm = eqx.nn.BatchNorm(4, "batch", mode="batch")
+        self.head = eqx.nn.Linear(4, 2, key=key)
+
+    def __call__(self, x, state):
+        x, state = self.norm(x, state)
+        return self.head(x), state
+
+
+def normalised_error(model, state, batch, key):
+    x, y = batch
+    out, state = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(x, state)
+    value = jnp.mean((out - y + 0.1 * jax.random.normal(key, y.shape)) ** 2)
+    return value, state, {"bias": model.head.bias}
+
+
+@pytest.mark.parametrize("member_map", ["scan", "vmap"])
+def test_aux_metrics_and_frozen_members_resume_bit_for_bit(key, tmp_path, member_map):
+    models, aux = eqx.filter_vmap(eqx.nn.make_with_state(Normalised))(jax.random.split(key, 3))
+    step, sampler = make_step(normalised_error, optax.adam(0.05)), Epochs(regression(key, samples=30), 4)
+
+    def freeze(step, records):
+        return np.array([False, step >= 6, step >= 12])
+
+    def observe(model, aux, step, key):
+        return {"weight": model.head.weight, "mean": aux.get(model.norm.batch_state_index)[0]}
+
+    options = {"num_steps": 24, "key": key, "aux": aux, "save": Save(observe, range(0, 25, 3))}
+    options |= {"layout": Layout(member_map)}
+    whole = fit(models, step, sampler, callbacks=[freeze], **options)
+    for stop in (9, 15):
+        with pytest.raises(KeyboardInterrupt):
+            fit(models, step, sampler, checkpoint=tmp_path / "run", callbacks=[interrupt_at(stop), freeze], **options)
+        assert checkpoints.read_header(tmp_path / "run")["frozen"] == [False, True, stop > 12]
+    resumed = fit(models, step, sampler, checkpoint=tmp_path / "run", callbacks=[freeze], **options)
+    same_run(whole, resumed)
+    # The frozen ones stay where they were, averages included, and the other goes on.
+    weight, mean = whole.history.observed["weight"], whole.history.observed["mean"]
+    for m, frozen_at in ((1, 2), (2, 4)):
+        for values in (weight, mean):
+            assert (values[m, frozen_at:] == values[m, frozen_at]).all()
+            assert (values[m, frozen_at] != values[m, frozen_at - 1]).any()
+        assert np.isnan(whole.history.loss[m, 3 * frozen_at :]).all()
+        assert np.isnan(whole.history.metrics["bias"][m, 3 * frozen_at :]).all()
+    assert np.isfinite(whole.history.loss[0]).all()
+    assert (weight[0, -1] != weight[0, -2]).any()
+    assert (whole.diverged_at == -1).all()
+
+
+@pytest.mark.parametrize("stop", [4, 10])
+def test_early_stops_and_tables_resume(key, tmp_path, stop):
+    """A member's patience, and the rows of a table, do not feel that the run was cut in two."""
+    models, sampler = linear_members(key), FullBatch(regression(key))
+    step = make_step(squared_error, lambda rate: optax.sgd(rate))
+    options = {"num_steps": 40, "key": key, "hyperparams": jnp.array([0.1, 0.0, 1.0])}
+    options |= {"save": Save(lambda m, s, k: {"norm": jnp.linalg.norm(m.weight)}, range(0, 41, 2))}
+
+    def callbacks(name, *more):
+        stops = EarlyStop("loss", 3), FreezeDiverged()
+        return [*more, CsvLog(tmp_path / name, {"rate": [0.1, 0.0, 1.0]}), *stops]
+
+    with np.testing.suppress_warnings() as sup:
+        sup.filter(RuntimeWarning)
+        whole = fit(models, step, sampler, callbacks=callbacks("whole.csv"), **options)
+        options["checkpoint"] = tmp_path / "run"
+        with pytest.raises(KeyboardInterrupt):
+            fit(models, step, sampler, callbacks=callbacks("parts.csv", interrupt_at(stop)), **options)
+        (tmp_path / "parts.csv").write_text((tmp_path / "parts.csv").read_text() + "torn")
+        resumed = fit(models, step, sampler, callbacks=callbacks("parts.csv"), **options)
+    same_run(whole, resumed)
+    assert np.isnan(whole.history.loss[1, -1])  # it stood still, and was frozen
+    assert np.isfinite(whole.history.loss[0, 9])
+    assert (tmp_path / "parts.csv").read_bytes() == (tmp_path / "whole.csv").read_bytes()
+
+
+def test_batches_of_the_host_resume_at_the_right_step(key, tmp_path, monkeypatch):
+    data, begun = regression(key, samples=64), []
+
+    def start(step):
+        begun.append(step)
+        batches = [(data[0][i : i + 4], data[1][i : i + 4]) for i in range(0, 64, 4)]
+        return (batches[i % 16] for i in range(step, 10**9))
+
+    monkeypatch.setattr(run_module, "CHUNK_SECONDS", 0.0)
+    models, step = linear_members(key), make_step(noisy_error, optax.adam(0.05))
+    sampler = HostBatches(start, epoch_steps=16, block=3)
+    options = {"num_steps": 20, "key": key, "save": Save(at=range(21))}
+    whole = fit(models, step, sampler, **options)
+    for stop in (4, 11):
+        with pytest.raises(KeyboardInterrupt):
+            fit(models, step, sampler, checkpoint=tmp_path / "run", callbacks=[interrupt_at(stop)], **options)
+    resumed = fit(models, step, sampler, checkpoint=tmp_path / "run", **options)
+    same_run(whole, resumed)
+    assert begun[-1] == 11
+
+
+KILLED = """
+import jax, jax.numpy as jnp, numpy as np, optax, sys
+from dissociation import training
+training.run.CHUNK_SECONDS = 0.001
+x = jax.random.normal(jax.random.key(0), (500, 20))
+loss = lambda w, b, k: jnp.mean((b @ w - 1) ** 2) + 0.01 * jax.random.normal(k)
+result = training.fit(
+    jnp.ones((3, 20)), training.make_step(loss, optax.adam(1e-3)), training.Epochs(x, 32), num_epochs=int(sys.argv[2]),
+    key=jax.random.key(1), save=training.Save(seconds=0.0), layout=training.Layout("scan"),
+    checkpoint=None if sys.argv[1] == "none" else sys.argv[1],
+)
+np.save(sys.argv[3], np.concatenate([result.models, result.history.loss], axis=1))
+"""
+
+
+def test_kill_minus_nine_at_any_moment(tmp_path):
+    script = tmp_path / "run.py"
+    script.write_text(textwrap.dedent(KILLED))
+    path = tmp_path / "checkpoint"
+
+    def command(checkpoint, output):
+        return [sys.executable, str(script), str(checkpoint), "40", str(tmp_path / output)]
+
+    subprocess.run(command("none", "whole.npy"), check=True)
+    kills = 0
+    for delay in (0.0, 0.2, 0.05):
+        process = subprocess.Popen(command(path, "resumed.npy"))
+        start = checkpoints.read_header(path)["step"] if path.exists() else -1
+        while process.poll() is None and not (path.exists() and checkpoints.read_header(path)["step"] > start):
+            time.sleep(0.002)
+        time.sleep(delay)
+        process.send_signal(signal.SIGKILL)
+        kills += process.wait() == -signal.SIGKILL
+    assert kills >= 1
+    subprocess.run(command(path, "resumed.npy"), check=True)
+    np.testing.assert_array_equal(np.load(tmp_path / "whole.npy"), np.load(tmp_path / "resumed.npy"))
+
+
+def test_one_call_at_a_time_has_a_checkpoint(key, tmp_path):
+    def run(*callbacks, name="run"):
+        return resumable(key, tmp_path / name, at=[0, 12], callbacks=callbacks)
+
+    def second(step, records):
+        if step == 0:
+            with pytest.raises(BlockingIOError, match=rf"run is in use by process {os.getpid()} on .* Wait for it"):
+                run()
+            run(name="other")
+
+    run(second)
+    run()  # it is free again

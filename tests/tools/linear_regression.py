@@ -1,0 +1,42 @@
+"""Members to train in tests: linear maps, data, losses."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+class Linear(eqx.Module):
+    weight: jax.Array
+    name: str = eqx.field(static=True, default="linear")
+
+    def __call__(self, x):
+        return self.weight @ x
+
+
+def linear_members(key, members=3, out=2, inputs=4):
+    return eqx.filter_vmap(lambda k: Linear(jax.random.normal(k, (out, inputs))))(jax.random.split(key, members))
+
+
+def regression(key, samples=10, inputs=4, out=2):
+    x_key, y_key = jax.random.split(key)
+    return jax.random.normal(x_key, (samples, inputs)), jax.random.normal(y_key, (samples, out))
+
+
+def squared_error(model, batch, key):
+    x, y = batch
+    return 0.5 * jnp.mean(jnp.sum((jax.vmap(model)(x) - y) ** 2, axis=1))
+
+
+def noisy_error(model, batch, key):
+    x, y = batch
+    return squared_error(model, (x + jax.random.normal(key, x.shape), y), key)
+
+
+def mean_of_batch(model, batch, key):
+    """What is in the batch, whatever the model."""
+    return jnp.mean(batch) + 0 * sum(jnp.sum(leaf) for leaf in jax.tree.leaves(model))
+
+
+def weights(result):
+    return np.asarray(result.models.weight)
