@@ -1,0 +1,342 @@
+"""What a training step sees: passes over arrays, draws, and batches of the host."""
+
+import threading
+import time
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from linear_regression import linear_members, mean_of_batch, noisy_error, regression, squared_error, weights
+
+from dissociation import sharding
+from dissociation.training import Epochs, FullBatch, HostBatches, Layout, Online, Sampler, fit, make_step
+from dissociation.training import run as run_module
+from dissociation.training import samplers as samplers_module
+
+SEEN = make_step(mean_of_batch, optax.sgd(0.0))
+"""A step whose loss is the mean of its batch."""
+
+
+def losses(sampler, key, members=3, **options):
+    return fit(jnp.zeros((members, 1)), SEEN, sampler, key=key, **options).history.loss
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_every_epoch_uses_every_sample_once(key, shared):
+    data = 2.0 ** jnp.arange(8)
+    seen = losses(Epochs(data, 1, shared=shared), key, num_epochs=2)
+    for own in seen:
+        assert sorted(own[:8]) == sorted(own[8:]) == data.tolist()
+        assert own[:8].tolist() != own[8:].tolist()
+    assert (seen == seen[0]).all() == shared
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+@pytest.mark.parametrize("size", [3, 4])
+def test_without_shuffling_batches_come_in_the_given_order(key, size, stacked):
+    data = jnp.arange(10.0)
+    sampler = Epochs(data[None] * jnp.arange(1.0, 4)[:, None] if stacked else data, size, shuffle=False, stacked=stacked)
+    wanted = [np.mean(np.arange(i, min(i + size, 10))) for i in range(0, 10, size)] * 3
+    factors = np.arange(1, 4) if stacked else np.ones(3)
+    np.testing.assert_allclose(losses(sampler, key, num_epochs=3), factors[:, None] * wanted, rtol=1e-6)
+
+
+def test_remainder_is_used_or_dropped(key):
+    data = jnp.arange(10.0)
+    kept, dropped = (losses(Epochs(data, 4, drop_remainder=drop), key, 1, num_epochs=1)[0] for drop in (False, True))
+    assert kept @ [4, 4, 2] == pytest.approx(45)
+    assert len(dropped) == 2
+    np.testing.assert_array_equal(dropped, kept[:2])
+
+
+@pytest.mark.parametrize(("samples", "drop", "epochs"), [(12, False, 42), (14, True, 36), (14, False, 1)])
+def test_orders_of_several_short_epochs_at_once_change_nothing(key, monkeypatch, samples, drop, epochs):
+    models, data = linear_members(key), regression(key, samples=samples)
+    step, found = make_step(noisy_error, optax.adam(0.05)), []
+    for longest in (512, 1):
+        monkeypatch.setattr(samplers_module, "MAX_ORDER", longest)
+        jax.clear_caches()
+        for shared in (True, False):
+            sampler = Epochs(data, 4, shared=shared, drop_remainder=drop)
+            assert sampler.span == (epochs if longest > 1 else 1)
+            result = fit(models, step, sampler, num_steps=150, key=key)
+            found.append((weights(result), result.history.loss))
+    jax.clear_caches()
+    jax.tree.map(np.testing.assert_array_equal, found[:2], found[2:])
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("kind", [Epochs, FullBatch, Online])
+def test_members_may_have_data_of_their_own(key, kind, shared):
+    """Stacked data: every member as if it were alone with its own."""
+    stacked = jax.random.normal(key, (3, 12))
+    member_keys = key if shared else jax.random.split(key, 3)
+
+    def run(data, stacked, members, keys):
+        if kind is FullBatch:
+            sampler = FullBatch(data, stacked=stacked)
+        elif kind is Epochs:
+            sampler = Epochs(data, 5, stacked=stacked, shared=shared)
+        else:
+            sampler = Online(lambda source, key: source + jax.random.normal(key), data, stacked=stacked, shared=shared)
+        if kind is FullBatch and not shared:
+            keys = key
+        return losses(sampler, keys, members, num_steps=7)
+
+    found = run(stacked, True, 3, member_keys)
+    for m in range(3):
+        alone = run(stacked[m], False, 1, key if shared else member_keys[m : m + 1])
+        np.testing.assert_array_equal(found[m], alone[0])
+    assert len(np.unique(found[:, 0])) == 3
+
+
+def test_stacked_data_must_belong_to_the_members(key):
+    with pytest.raises(ValueError, match=r"`sampler` must have as many members as `models` \(3\), got 2"):
+        losses(Epochs(jnp.ones((2, 8)), 4, stacked=True), key, num_steps=1)
+    with pytest.raises(ValueError, match="`source` must be given"):
+        Online(lambda key: key, stacked=True)
+    with pytest.raises(ValueError, match="`batch_size` must be at most"):  # four members of three samples
+        Epochs(jnp.ones((4, 3)), 4, stacked=True)
+    with pytest.raises(ValueError, match=r"`data` must agree .*\[1\] with \(4,\)"):
+        Epochs((jnp.ones((3, 5)), jnp.ones((3, 4))), 2, stacked=True)
+
+
+def test_draws_differ_by_step_and_by_member_unless_shared(key):
+    own = losses(Online(jax.random.normal), key, num_steps=5)
+    assert len(np.unique(own)) == 15
+    shared = losses(Online(jax.random.normal, shared=True), key, num_steps=5)
+    assert len(np.unique(shared)) == 5
+    assert (shared == shared[0]).all()
+    # By hand: the first part of a key is that of the order, of a member the third.
+    order = jax.random.split(key)[0]
+    wanted = [jax.random.normal(jax.random.fold_in(order, step)) for step in range(5)]
+    np.testing.assert_array_equal(shared[0], wanted)
+    member_keys = jax.random.split(jax.random.key(3), 3)
+    found = losses(Online(jax.random.normal), member_keys, num_steps=5)
+    for m in range(3):
+        order = jax.random.split(member_keys[m], 3)[2]
+        wanted = [jax.random.normal(jax.random.fold_in(order, step)) for step in range(5)]
+        np.testing.assert_array_equal(found[m], wanted)
+
+
+class Alternating(Sampler):
+    """A sampler of a user's own: one sample after the other, from a start that is drawn once for ten steps."""
+
+    data: jax.Array
+    shared: bool = eqx.field(static=True, default=False)
+    stacked: bool = eqx.field(static=True, default=False)
+    epoch_steps: int = eqx.field(static=True, default=10)
+
+    def segment(self, step):
+        block, within = divmod(step, 10)
+        return samplers_module.Segment(None, block, within, 10 * (block + 1))
+
+    def plan(self, key, block):
+        return jax.random.randint(jax.random.fold_in(key, block), (), 0, len(self.data))
+
+    def batch(self, plan, within, size):
+        return self.data[(plan + within) % len(self.data)][None]
+
+
+def test_a_sampler_of_ones_own(key):
+    found = losses(Alternating(jnp.arange(50.0)), key, num_epochs=3)
+    steps = np.diff(found.reshape(3, 3, 10), axis=2) % 50
+    assert (steps == 1).all()
+    assert len(np.unique(found.reshape(3, 3, 10)[:, :, 0])) > 5  # every member and every block begins elsewhere
+
+
+SAMPLERS = {
+    "epochs": lambda data: Epochs(data, 6),
+    "own orders": lambda data: Epochs(data, 7, shared=False),
+    "in order": lambda data: Epochs(data, 7, shuffle=False),
+    "draws": lambda data: Online(
+        lambda source, key: jax.tree.map(lambda leaf: leaf[jax.random.permutation(key, len(leaf))[:5]], source), data
+    ),
+    "of the host": lambda data: HostBatches(
+        lambda step: (jax.tree.map(lambda leaf, i=i: leaf[i % 4 : i % 4 + 6], data) for i in range(step, 100)), block=4
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_batches_are_the_same_however_steps_are_chunked_and_mapped(key, monkeypatch, name):
+    """The same bits for chunks of any length, members in a loop or one by one, and over devices."""
+    models, data = linear_members(key), regression(key, samples=30)
+    step = make_step(noisy_error, optax.adam(0.05))
+
+    def run(seconds, **layout):
+        monkeypatch.setattr(run_module, "CHUNK_SECONDS", seconds)
+        result = fit(models, step, SAMPLERS[name](data), num_steps=23, key=key, layout=Layout(**layout))
+        return weights(result), result.history.loss
+
+    whole = run(1e9, member_map="scan")
+    two = sharding.member_mesh(jax.devices("cpu")[:2])
+    for other in (run(0.0, member_map="scan"), run(1e9, member_map="unroll"), run(1e9, member_map="scan", mesh=two)):
+        jax.tree.map(np.testing.assert_array_equal, whole, other)
+
+
+def in_order(data, size, begun=None):
+    """What `Epochs(data, size, shuffle=False)` gives, batch by batch, from any step on and without end."""
+
+    def start(step):
+        if begun is not None:
+            begun.append(step)
+        count = len(data[0]) // size
+        while True:
+            at = step % count * size
+            yield jax.tree.map(lambda leaf: np.asarray(leaf)[at : at + size], data)  # noqa: B023
+            step += 1
+
+    return start
+
+
+@pytest.mark.parametrize("block", [1, 4, 16, 100])
+@pytest.mark.parametrize("member_map", ["scan", "vmap"])
+def test_batches_of_the_host_equal_those_of_arrays(key, member_map, block):
+    models, data = linear_members(key), regression(key, samples=20)
+    step, layout = make_step(noisy_error, optax.adam(0.05)), Layout(member_map)
+    inside = fit(models, step, Epochs(data, 4, shuffle=False), num_steps=33, key=key, layout=layout)
+    sampler = HostBatches(in_order(data, 4), epoch_steps=5, block=block)
+    outside = fit(models, step, sampler, num_steps=33, key=key, layout=layout)
+    np.testing.assert_array_equal(weights(inside), weights(outside))
+    np.testing.assert_array_equal(inside.history.loss, outside.history.loss)
+    assert fit(models, step, sampler, num_epochs=2, key=key).num_steps == 10
+
+
+def test_batches_of_the_host_go_on_where_a_state_stands(key):
+    models, data = linear_members(key), regression(key, samples=20)
+    step, sampler = make_step(noisy_error, optax.adam(0.05)), HostBatches(in_order(data, 4), block=3)
+    whole = fit(models, step, sampler, num_steps=15, key=key)
+    first = fit(models, step, sampler, num_steps=7, key=key)
+    begun = []
+    second = fit(first.state, step, HostBatches(in_order(data, 4, begun), block=3), num_steps=8, key=key)
+    np.testing.assert_array_equal(weights(whole), weights(second))
+    assert set(begun) == {7}
+
+
+@pytest.mark.parametrize("block", [4, 16])
+@pytest.mark.parametrize("count", [0, 1, 8, 10])
+def test_an_iterator_that_ends_says_so(key, count, block):
+    data = jnp.ones((4, 3))
+    sampler = HostBatches(lambda step: iter([data] * (count - step)), block=block)
+    with pytest.raises(ValueError, match=r"`start` must give batches up to the last step.*an iterator that has ended"):
+        losses(sampler, key, num_steps=11)
+    if count:
+        assert losses(sampler, key, num_steps=count).shape == (3, count)
+
+
+@pytest.mark.parametrize("fails_at", [0, 5, 9])
+def test_an_iterator_that_raises_passes_its_error_on(key, fails_at):
+    def start(step):
+        for i in range(step, 100):
+            if i == fails_at:
+                raise OSError("the disk is gone")
+            yield np.ones((4, 3), np.float32)
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        losses(HostBatches(start, block=4), key, num_steps=20)
+    with pytest.raises(ZeroDivisionError):
+        losses(HostBatches(lambda step: 1 // 0), key, num_steps=20)
+
+
+def test_batches_of_several_shapes_are_refused(key):
+    sizes = [4, 4, 4, 2]
+    for block in (4, 2, 1):  # within what is handed over at once, and between
+        sampler = HostBatches(lambda step: (np.ones(size, np.float32) for size in sizes[step:]), block=block)
+        with pytest.raises(ValueError, match=r"`start` must give batches of one structure and shape.*smaller batch"):
+            losses(sampler, key, num_steps=4)
+    with pytest.raises(TypeError, match="`data` must"):
+        losses(HostBatches(lambda step: iter([np.array(["a"])] * 20)), key, num_steps=4)
+
+
+def batch_threads():
+    return [thread for thread in threading.enumerate() if "_fill" in thread.name]
+
+
+@pytest.mark.parametrize("mesh", [None, 2])
+def test_the_thread_of_the_host_ends_with_the_run(key, tmp_path, mesh):
+    """At the end, after an error on the way, and where nothing begins."""
+    data = regression(key, samples=20)
+    layout = Layout(mesh=None if mesh is None else sharding.member_mesh(jax.devices("cpu")[:mesh]))
+    models, sampler = linear_members(key), HostBatches(in_order(data, 4), block=2)
+    step, options = make_step(squared_error, optax.sgd(0.1)), {"num_steps": 6, "key": key, "layout": layout}
+
+    def fail(step, records):
+        raise RuntimeError("on the way")
+
+    fit(models, step, sampler, checkpoint=tmp_path / "run", **options)
+    with pytest.raises(RuntimeError, match="on the way"):
+        fit(models, step, sampler, callbacks=[fail], **options)
+    with pytest.raises(ValueError, match="whose loss differ"):
+        fit(models, make_step(noisy_error, optax.sgd(0.1)), sampler, checkpoint=tmp_path / "run", **options)
+    end = time.monotonic() + 10
+    while batch_threads() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert batch_threads() == []
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "message"),
+    [
+        (
+            ([[1.0, 2.0]], [3.0]),
+            TypeError,
+            r"`data` must hold arrays, samples first, got float 1.0 at data\[0\]\[0\]\[0\]",
+        ),
+        ({"x": np.ones(10), "y": "text"}, TypeError, r"got str 'text' at data\['y'\]"),
+        (np.array(["a"] * 10), TypeError, "`data` must be an array of numbers, got text"),
+        ((np.ones(10), np.full(10, None)), TypeError, r"`data\[1\]` must be .* dtype object"),
+        (np.full(10, 2**40), ValueError, "`data` must hold integers from -2147483648 to 2147483647, got 1099511627776"),
+        (np.full(10, -(2**40)), ValueError, "got -1099511627776. Larger ones need"),
+        (np.full(10, 2**32, np.uint64), ValueError, "`data` must hold integers from 0 to 4294967295, got 4294967296"),
+        (
+            (np.ones(10), np.array([1.0] * 9 + [np.nan])),
+            ValueError,
+            r"`data\[1\]` must be finite, got nan at index \(9,\)",
+        ),
+        (jnp.full(10, jnp.inf, jnp.bfloat16), ValueError, "`data` must be finite, got inf"),
+        (np.ones((0, 2)), ValueError, "`data` must not be empty"),
+        ({}, ValueError, "`data` must hold at least one array"),
+        ((np.ones(10), np.ones(9)), ValueError, r"`data` must agree in the leading axis.*\[1\] with \(9,\)"),
+    ],
+)
+@pytest.mark.parametrize("sampler", [FullBatch, lambda data: Epochs(data, 2)], ids=["whole", "batches"])
+def test_data_that_are_no_arrays_of_numbers_are_refused(data, error, message, sampler):
+    with pytest.raises(error, match=message):
+        sampler(data)
+
+
+def test_counts_of_the_host_are_checked():
+    for name in ("epoch_steps", "block"):
+        with pytest.raises(ValueError, match=f"`{name}` must be at least 1, got 0"):
+            HostBatches(lambda step: iter([]), **{name: 0})
+
+
+class ArrayLike:
+    """As of another library."""
+
+    def __init__(self, array):
+        self.array = np.asarray(array)
+
+    def __array__(self, dtype=None, copy=None):
+        return self.array
+
+
+def test_data_of_other_libraries_and_other_kinds_of_numbers_are_taken(key):
+    models, (x, y) = linear_members(key), regression(key)
+    step, options = make_step(squared_error, optax.sgd(0.1)), {"num_steps": 3, "key": key}
+    plain = fit(models, step, Epochs((x, y), 4), **options)
+    other = fit(models, step, Epochs((ArrayLike(x), ArrayLike(y)), 4), **options)
+    np.testing.assert_array_equal(weights(plain), weights(other))
+    sample_keys, whole = jax.random.split(key, 10), np.arange(10) - 2**31
+
+    def loss(model, batch, key):
+        assert jnp.issubdtype(batch[0].dtype, jax.dtypes.prng_key)
+        return jnp.sum(model.weight) * (jnp.mean(batch[1] * 1.0) + jnp.mean(jnp.abs(batch[2])))
+
+    data = (sample_keys, whole, 1j * x.astype(jnp.float16))
+    seen = fit(models, make_step(loss, optax.sgd(0.1)), Epochs(data, 4), **options)
+    assert np.isfinite(seen.history.loss).all()

@@ -1,0 +1,168 @@
+"""`train`: a whole training as a pure function."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from linear_regression import Linear, linear_members, mean_of_batch, noisy_error, regression, squared_error, weights
+
+from dissociation.training import Epochs, FullBatch, HostBatches, Online, fit, make_step, train
+
+ADAM = make_step(noisy_error, optax.adam(0.05))
+
+
+def samplers(data):
+    def draw(source, key):
+        return jax.tree.map(lambda leaf: leaf[jax.random.permutation(key, len(leaf))[:5]], source)
+
+    return {
+        "remainder": Epochs(data, 4, shared=False),
+        "without remainder": Epochs(data, 5, shared=False),
+        "dropped": Epochs(data, 4, shared=False, drop_remainder=True),
+        "in order": Epochs(data, 4, shared=False, shuffle=False),
+        "whole": FullBatch(data),
+        "draws": Online(draw, data),
+    }
+
+
+NAMES = list(samplers(np.ones((10, 1))))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_equals_fit_for_a_member_with_its_own_key(key, name):
+    models, sampler = linear_members(key), samplers(regression(key))[name]
+    keys = jax.random.split(jax.random.key(5), 3)
+    # The whole set has no order, and so `shared` means nothing to it: its members get keys that follow from one.
+    result = fit(models, ADAM, sampler, num_steps=17, key=key if name == "whole" else keys)
+    if name == "whole":
+        keys = jax.vmap(lambda i: jax.random.fold_in(jax.random.split(key)[1], i))(jnp.arange(3))
+    run = jax.jit(lambda state, key: train(state, ADAM, sampler, 17, key=key))
+    for m in range(3):
+        state, infos = run(ADAM.init(Linear(models.weight[m])), keys[m])
+        np.testing.assert_allclose(infos.loss, result.history.loss[m], rtol=1e-5)
+        np.testing.assert_allclose(state.model.weight, weights(result)[m], rtol=1e-5, atol=1e-6)
+        assert state.step == 17
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parts_equal_the_whole(key, name):
+    sampler, start = samplers(regression(key))[name], ADAM.init(Linear(jnp.ones((2, 4))))
+    whole, infos = train(start, ADAM, sampler, 17, key=key)
+    first, early = train(start, ADAM, sampler, 7, key=key)
+    second, late = train(first, ADAM, sampler, 10, key=key, first_step=7)
+    np.testing.assert_allclose(second.model.weight, whole.model.weight, rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(jnp.concatenate([early.loss, late.loss]), infos.loss, rtol=1e-5)
+    assert infos.loss.shape == (17,)
+    assert second.step == whole.step == 17
+
+
+@pytest.mark.parametrize("drop", [True, False])
+def test_every_epoch_uses_every_sample_once(key, drop):
+    """And the remainder is the last batch of an epoch, or none."""
+    step, data = make_step(mean_of_batch, optax.sgd(0.0)), 2.0 ** jnp.arange(10)
+    _, infos = train(step.init(jnp.ones(1)), step, Epochs(data, 4, drop_remainder=drop), 9, key=key)
+    if drop:
+        sums = 4 * infos.loss[:8].reshape(4, 2)
+        missing = 1023 - sums.sum(1)  # two samples
+        assert all(bin(int(left)).count("1") == 2 for left in missing)
+    else:
+        sums = infos.loss.reshape(3, 3) @ jnp.array([4.0, 4.0, 2.0])
+        np.testing.assert_allclose(sums, 1023)
+    assert len(np.unique(infos.loss)) > 5
+
+
+def test_vmap_equals_a_loop(key):
+    """Over states, keys, hyperparameters and data at once."""
+    models, (x, y) = linear_members(key), regression(key)
+    step = make_step(noisy_error, lambda rate: optax.sgd(rate))
+    scales, rates, keys = jnp.array([1.0, 2.0, 3.0]), jnp.array([0.1, 0.05, 0.01]), jax.random.split(key, 3)
+
+    def run(model, rate, scale, key):
+        sampler = Epochs((scale * x, y), 4)
+        return train(step.init(model, hyperparams=rate), step, sampler, 7, key=key)
+
+    states, infos = jax.jit(jax.vmap(run))(models, rates, scales, keys)
+    for m in range(3):
+        state, info = run(Linear(models.weight[m]), rates[m], scales[m], keys[m])
+        np.testing.assert_allclose(states.model.weight[m], state.model.weight, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(infos.loss[m], info.loss, rtol=1e-5)
+
+
+@pytest.mark.parametrize("optimizer", [lambda rate: optax.sgd(rate, momentum=0.9), lambda r: optax.adam(r, eps_root=1e-8)])
+def test_the_gradient_through_training_is_that_of_finite_differences(optimizer):
+    with jax.enable_x64(True):
+        key = jax.random.key(2)
+        x, y = regression(key, samples=10)
+        start = jax.random.normal(key, (2, 4))
+        step = make_step(noisy_error, optimizer)
+
+        def final(start, rate, y):
+            state = step.init(Linear(start), hyperparams=rate)
+            state, infos = train(state, step, Epochs((x, y), 4), 20, key=key)
+            return jnp.sum(state.model.weight**2) + infos.loss.mean()
+
+        arguments = start, jnp.asarray(0.03), y
+        slopes = jax.jit(jax.grad(final, (0, 1, 2)))(*arguments)
+        value = jax.jit(final)
+        for i, slope in enumerate(slopes):
+            towards = jax.random.normal(jax.random.key(i), jnp.shape(slope))
+            moved = [
+                value(*(leaf + sign * 1e-6 * towards if j == i else leaf for j, leaf in enumerate(arguments)))
+                for sign in (1, -1)
+            ]
+            wanted = (moved[0] - moved[1]) / 2e-6
+            assert np.abs(wanted) > 1e-3
+            np.testing.assert_allclose(jnp.sum(slope * towards), wanted, rtol=1e-5)
+
+
+def test_no_steps_return_the_state(key):
+    def loss(model, batch, key):
+        return squared_error(model, batch, key), {"first": batch[0][:2]}
+
+    step = make_step(loss, optax.sgd(0.1))
+    for sampler in (Epochs(regression(key), 4), FullBatch(regression(key))):
+        start = step.init(Linear(jnp.ones((2, 4))))
+        state, infos = train(start, step, sampler, 0, key=key)
+        jax.tree.map(np.testing.assert_array_equal, state, start)
+        assert infos.loss.shape == (0,)
+        assert infos.metrics["first"].shape == (0, 2, 4)
+        assert infos.loss.dtype == jnp.float32
+
+
+def test_metrics_of_every_step(key):
+    step = make_step(lambda w, batch, key: (w * jnp.mean(batch), {"batch": jnp.max(batch)}), optax.sgd(0.0))
+    _, infos = train(step.init(jnp.asarray(1.0)), step, Epochs(jnp.arange(10.0), 4, shuffle=False), 8, key=key)
+    np.testing.assert_array_equal(infos.metrics["batch"], [3, 7, 9, 3, 7, 9, 3, 7])
+    np.testing.assert_allclose(infos.loss, [1.5, 5.5, 8.5, 1.5, 5.5, 8.5, 1.5, 5.5])
+
+
+def test_raw_keys_and_keys_of_other_kinds(key):
+    step, sampler = make_step(noisy_error, optax.sgd(0.1)), Epochs(regression(key), 4)
+    start = step.init(Linear(jnp.ones((2, 4))))
+    typed, raw = (train(start, step, sampler, 5, key=k)[1].loss for k in (key, jax.random.key_data(key)))
+    np.testing.assert_array_equal(typed, raw)
+
+
+def test_what_cannot_be_is_refused(key):
+    step, start = ADAM, ADAM.init(Linear(jnp.ones((2, 4))))
+    with pytest.raises(TypeError, match=r"`sampler` must draw its batches in the program.*`training.fit`"):
+        train(start, step, HostBatches(lambda step: iter([])), 3, key=key)
+    sampler = Epochs(regression(key), 4)
+    with pytest.raises(ValueError, match="`num_steps` must be at least 0, got -1"):
+        train(start, step, sampler, -1, key=key)
+    with pytest.raises(ValueError, match="`first_step` must be at least 0, got -1"):
+        train(start, step, sampler, 1, key=key, first_step=-1)
+    with pytest.raises(TypeError, match="`key` must be a random key"):
+        train(start, step, sampler, 1, key=3)
+
+
+def test_one_network_needs_no_members(key):
+    """Trained alone, it is the network of the docstring's shape, with all that is not trained in its place."""
+    model = {"net": eqx.nn.MLP(4, 2, 8, 1, key=key), "count": jnp.asarray(3)}
+    step = make_step(lambda m, b, k: jnp.mean((jax.vmap(m["net"])(b[0]) - b[1]) ** 2), optax.adam(0.01))
+    state, infos = train(step.init(model), step, FullBatch(regression(key)), 50, key=key)
+    assert infos.loss[-1] < 0.8 * infos.loss[0]
+    assert state.model["count"] == 3
+    assert state.model["net"].activation is model["net"].activation

@@ -1,0 +1,286 @@
+"""One optimiser step as a pure function: `make_step`, `State`."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from linear_regression import Linear, linear_members, noisy_error, regression, squared_error, weights
+
+from dissociation.training import Epochs, FullBatch, fit, make_step, train
+
+
+def with_metrics(model, batch, key):
+    value = squared_error(model, batch, key)
+    return value, {"twice": 2 * value, "draw": jax.random.normal(key)}
+
+
+def test_steps_equal_a_loop_of_optax(key):
+    model, data = Linear(jax.random.normal(key, (2, 4))), regression(key)
+    optimizer = optax.adamw(0.05, weight_decay=0.1)
+    step = make_step(with_metrics, optimizer)
+    state = step.init(model)
+    weight, opt_state = model.weight, optimizer.init(model.weight)
+    for i in range(5):
+        step_key = jax.random.fold_in(key, i)
+        state, info = step(state, data, step_key)
+        value, slope = jax.value_and_grad(lambda w: squared_error(Linear(w), data, None))(weight)
+        update, opt_state = optimizer.update(slope, opt_state, weight)
+        weight = weight + update
+        np.testing.assert_allclose(info.loss, value, rtol=1e-6)
+        np.testing.assert_allclose(info.metrics["twice"], 2 * value, rtol=1e-6)
+        np.testing.assert_array_equal(info.metrics["draw"], jax.random.normal(step_key))
+        np.testing.assert_allclose(state.model.weight, weight, rtol=1e-6)
+        assert state.step == i + 1
+    assert isinstance(state.model, Linear)
+    np.testing.assert_array_equal(model.weight, jax.random.normal(key, (2, 4)))  # nothing is donated
+
+
+def test_a_state_survives_transformations(key):
+    models, data = linear_members(key), regression(key)
+    step = make_step(noisy_error, optax.adam(0.05))
+    states = eqx.filter_vmap(step.init)(models)
+    keys = jax.random.split(key, 4)
+
+    def several(state):
+        return jax.lax.scan(lambda state, k: step(state, data, k), state, keys)
+
+    mapped, infos = jax.jit(jax.vmap(several))(states)
+    assert infos.loss.shape == (3, 4)
+    assert mapped.model.name == "linear"
+    for m in range(3):
+        alone = step.init(Linear(models.weight[m]))
+        for own_key in keys:
+            alone, _ = step(alone, data, own_key)
+        np.testing.assert_allclose(mapped.model.weight[m], alone.model.weight, rtol=1e-5, atol=1e-6)
+    assert mapped.step.tolist() == [4, 4, 4]
+    # Two states of one kind are one structure, so that a program compiled for one serves the other.
+    first, second = step.init(Linear(models.weight[0])), step.init(Linear(models.weight[1]))
+    assert jax.tree.structure(first) == jax.tree.structure(second)
+    traces = []
+    run = jax.jit(lambda state: traces.append(1) or step(state, data, key)[1].loss)
+    run(first), run(second)
+    assert len(traces) == 1
+    leaves, structure = jax.tree.flatten(states)
+    assert all(eqx.is_array(leaf) for leaf in leaves)
+    assert structure.unflatten(leaves).model.name == "linear"
+
+
+def test_replace_changes_what_it_is_told(key):
+    step = make_step(squared_error, lambda rate: optax.sgd(rate, momentum=0.9))
+    state = step.init(Linear(jnp.ones((2, 4))), aux={"mean": 1.0}, hyperparams=0.5)
+    other = state.replace(model=Linear(jnp.zeros((2, 4)), "other"), hyperparams=jnp.asarray(0.25))
+    assert other.model.name == "other"
+    assert state.model.name == "linear"
+    np.testing.assert_array_equal(other.model.weight, 0)
+    np.testing.assert_array_equal(state.model.weight, 1)
+    assert other.hyperparams == 0.25
+    assert other.aux == state.aux
+    jax.tree.map(np.testing.assert_array_equal, other.opt_state, state.opt_state)
+    assert state.replace(step=jnp.asarray(7)).step == 7
+    assert state.replace(aux=None).aux is None
+    with pytest.raises(ValueError, match="'model', 'aux', 'opt_state', 'hyperparams', 'step', got 'weight'"):
+        state.replace(weight=1)
+
+
+def test_hyperparameters_are_numbers_of_the_state(key):
+    data = regression(key)
+    step = make_step(squared_error, lambda settings: optax.adamw(settings["rate"], weight_decay=settings["decay"]))
+    state = step.init(Linear(jnp.ones((2, 4))), hyperparams={"rate": 0.1, "decay": 0.5})
+    plain = make_step(squared_error, optax.adamw(0.1, weight_decay=0.5))
+    wanted, _ = plain(plain.init(Linear(jnp.ones((2, 4)))), data, key)
+    found, _ = step(state, data, key)
+    np.testing.assert_allclose(found.model.weight, wanted.model.weight, rtol=1e-6)
+    assert found.hyperparams == state.hyperparams
+    slope = jax.grad(lambda rate: step(state.replace(hyperparams={"rate": rate, "decay": 0.0}), data, key)[0].model.weight[0, 0])
+    assert np.abs(slope(0.1)) == pytest.approx(1.0, rel=1e-3)  # a first step of Adam has the size of its rate
+
+
+class Normalised(eqx.Module):
+    norm: eqx.nn.BatchNorm
+    head: eqx.nn.Linear
+
+    def __init__(self, key):
+        self.norm = eqx.nn.BatchNorm(4, "batch", mode="batch", momentum=0.75)
+        self.head = eqx.nn.Linear(4, 2, key=key)
+
+    def __call__(self, x, state):
+        x, state = self.norm(x, state)
+        return self.head(x), state
+
+
+def normalised_error(model, state, batch, key):
+    x, y = batch
+    out, state = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(x, state)
+    return jnp.mean((out - y) ** 2), state
+
+
+def normalised_loop(model, state, batches, optimizer):
+    """Training of one member by hand."""
+
+    @eqx.filter_jit
+    def update(model, state, opt_state, batch):
+        slopes = eqx.filter_value_and_grad(normalised_error, has_aux=True)
+        (value, state), slope = slopes(model, state, batch, None)
+        updates, opt_state = optimizer.update(slope, opt_state)
+        return eqx.apply_updates(model, updates), state, opt_state, value
+
+    opt_state, values = optimizer.init(eqx.filter(model, eqx.is_inexact_array)), []
+    for batch in batches:
+        model, state, opt_state, value = update(model, state, opt_state, batch)
+        values.append(value)
+    return model, state, values
+
+
+@pytest.mark.parametrize("how", ["fit", "train"])
+def test_batch_statistics_are_carried_by_every_member(key, how):
+    models, aux = eqx.filter_vmap(eqx.nn.make_with_state(Normalised))(jax.random.split(key, 3))
+    x, y = regression(key, samples=12)
+    x, optimizer = 2 * x + 1, optax.adam(0.05)
+    step, sampler = make_step(normalised_error, optimizer), Epochs((x, y), 4, shuffle=False)
+    if how == "fit":
+        result = fit(models, step, sampler, num_steps=9, key=key, aux=aux)
+        state, losses = result.state, result.history.loss
+    else:
+        states = eqx.filter_vmap(lambda model, aux: step.init(model, aux=aux))(models, aux)
+        state, infos = jax.vmap(lambda state: train(state, step, sampler, 9, key=key))(states)
+        losses = infos.loss
+    for m in range(3):
+        own, own_aux = eqx.nn.make_with_state(Normalised)(jax.random.split(key, 3)[m])
+        batches = [(x[i : i + 4], y[i : i + 4]) for i in (0, 4, 8)] * 3
+        model, wanted, values = normalised_loop(own, own_aux, batches, optimizer)
+        np.testing.assert_allclose(losses[m], values, rtol=1e-4)
+        np.testing.assert_allclose(state.model.head.weight[m], model.head.weight, rtol=1e-4, atol=1e-5)
+        found = jax.tree.leaves(jax.tree.map(lambda leaf, m=m: leaf[m], state.aux))
+        for one, other in zip(found, jax.tree.leaves(wanted), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+    # The running mean is that of the batches, by its momentum.
+    mean = np.zeros(4)
+    for batch in batches:
+        mean = 0.75 * mean + 0.25 * np.asarray(batch[0]).mean(0)
+    assert any(np.shape(leaf) == (4,) and np.allclose(leaf, mean, rtol=1e-3, atol=1e-3) for leaf in found)
+
+
+def test_the_callers_aux_outlives_the_call(key):
+    model, aux = eqx.nn.make_with_state(Normalised)(key)
+    step = make_step(normalised_error, optax.sgd(0.1))
+    state = step.init(model, aux=aux)
+    first, second = (step(state, regression(key), key)[0] for _ in range(2))
+    np.testing.assert_array_equal(first.model.head.weight, second.model.head.weight)
+
+
+def test_multipliers_ascend_while_the_model_descends():
+    """min w^2 with w = 1 by a Lagrangian: w = 1, multiplier -2."""
+
+    def lagrangian(w, multiplier, batch, key):
+        return w**2 + multiplier * (w - 1) + 0.5 * (w - 1) ** 2 + 0 * jnp.sum(batch), multiplier
+
+    def ascend(state):
+        return state.replace(aux=state.aux + 0.1 * (state.model - 1))
+
+    step = make_step(lagrangian, optax.sgd(0.1), after_update=ascend)
+    w, multiplier = 3.0, 0.0
+    for _ in range(300):
+        w -= 0.1 * (2 * w + multiplier + (w - 1))
+        multiplier += 0.1 * (w - 1)
+    result = fit(
+        jnp.full(2, 3.0), step, FullBatch(jnp.ones(1)), num_steps=300, key=jax.random.key(0), aux=jnp.zeros(2)
+    )
+    np.testing.assert_allclose(result.models, w, rtol=1e-5)
+    np.testing.assert_allclose(result.state.aux, multiplier, rtol=1e-5)
+    np.testing.assert_allclose([w, multiplier], [1, -2], rtol=1e-3)
+
+
+def test_a_projection_keeps_weights_on_the_sphere(key):
+    def onto_sphere(state):
+        weight = state.model.weight
+        return state.replace(model=Linear(weight / jnp.linalg.norm(weight)))
+
+    models, data = linear_members(key), regression(key)
+    step = make_step(squared_error, optax.sgd(0.1), after_update=onto_sphere)
+    result = fit(models, step, FullBatch(data), num_steps=6, key=key)
+    np.testing.assert_allclose(np.linalg.norm(weights(result).reshape(3, -1), axis=1), 1, rtol=1e-6)
+    weight = models.weight[0]
+    for _ in range(6):
+        weight = weight - 0.1 * jax.grad(lambda w: squared_error(Linear(w), data, None))(weight)
+        weight = weight / jnp.linalg.norm(weight)
+    np.testing.assert_allclose(weights(result)[0], weight, rtol=1e-5, atol=1e-6)
+
+
+def test_micro_batches_average_to_the_whole(key):
+    models, data = linear_members(key), regression(key, samples=24)
+    whole, parts = (
+        fit(models, make_step(with_metrics, optax.sgd(0.1), micro_batches=count), Epochs(data, 8), num_steps=6, key=key)
+        for count in (1, 4)
+    )
+    np.testing.assert_allclose(weights(parts), weights(whole), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(parts.history.loss, whole.history.loss, rtol=1e-5)
+    np.testing.assert_allclose(parts.history.metrics["twice"], whole.history.metrics["twice"], rtol=1e-5)
+    # A part draws with a key of its own: the mean of four draws, not one draw.
+    step = make_step(lambda w, batch, key: jax.random.normal(key) + 0 * w, optax.sgd(0.1), micro_batches=4)
+    _, info = step(step.init(jnp.asarray(1.0)), jnp.ones(8), key)
+    draws = jax.vmap(jax.random.normal)(jax.random.split(key, 4))
+    assert info.loss == pytest.approx(float(draws.mean()), rel=1e-5)
+    assert np.std(draws) > 0.1
+
+
+def test_micro_batches_see_the_samples_in_order(key):
+    """And hand what they carry from one to the next."""
+
+    def loss(w, seen, batch, key):
+        return w * jnp.mean(batch), 10 * seen + batch[0]
+
+    step = make_step(loss, optax.sgd(1.0), micro_batches=3)
+    state, info = step(step.init(jnp.asarray(1.0), aux=0.0), jnp.arange(1.0, 7.0), key)
+    assert state.aux == 135  # the parts begin at 1, 3 and 5
+    assert info.loss == pytest.approx(3.5)
+    assert state.model == pytest.approx(1 - 3.5)
+
+
+def test_micro_batches_must_divide_the_batch(key):
+    data = regression(key)
+    step = make_step(squared_error, optax.sgd(0.1), micro_batches=4)
+    with pytest.raises(ValueError, match=r"`micro_batches` must divide every batch \(shape \(10, 4\)\), got 4"):
+        step(step.init(Linear(jnp.ones((2, 4)))), data, key)
+    with pytest.raises(ValueError, match=r"divide every batch \(shape \(2, 4\)\).*drop the remainder"):
+        fit(linear_members(key), step, Epochs(data, 4), num_epochs=1, key=key)
+    assert fit(linear_members(key), step, Epochs(data, 4, drop_remainder=True), num_epochs=1, key=key).num_steps == 2
+    with pytest.raises(ValueError, match="divide every batch"):
+        step(step.init(Linear(jnp.ones((2, 4)))), (data[0][:8], jnp.ones(())), key)
+
+
+def test_an_optimiser_and_its_hyperparameters_belong_together(key):
+    model = Linear(jnp.ones((2, 4)))
+    with pytest.raises(TypeError, match=r"`optimizer` must be an optax.GradientTransformation where .* is None"):
+        make_step(squared_error, optax.adam).init(model)
+    with pytest.raises(TypeError, match="`optimizer` must be a function .*which does not use them"):
+        make_step(squared_error, optax.adam(0.1)).init(model, hyperparams=0.1)
+    with pytest.raises(TypeError, match="`optimizer` must return an optax.GradientTransformation"):
+        make_step(squared_error, lambda rate: rate).init(model, hyperparams=0.1)
+    with pytest.raises(TypeError, match="`optimizer` must be an optax.GradientTransformation, or a function"):
+        make_step(squared_error, None)
+    for count, error in ((0, ValueError), (2.0, TypeError)):
+        with pytest.raises(error, match="`micro_batches` must"):
+            make_step(squared_error, optax.sgd(0.1), micro_batches=count)
+    with pytest.raises(TypeError, match="complex64"):
+        make_step(squared_error, optax.sgd(0.1)).init(Linear(jnp.ones((2, 4), complex)))
+
+
+def test_what_is_returned_must_be_what_a_loop_can_carry(key):
+    model, data = Linear(jnp.ones((2, 4))), regression(key)
+
+    def run(loss, after_update=None, aux=None):
+        step = make_step(loss, optax.sgd(0.1), after_update=after_update)
+        return step(step.init(model, aux=aux), data, key)
+
+    with pytest.raises(ValueError, match="`after_update` must return the state with the arrays that it had"):
+        run(squared_error, lambda state: state.replace(model=Linear(jnp.ones((2, 3)))))
+    with pytest.raises(ValueError, match="`after_update` must return the state"):
+        run(squared_error, lambda state: state.model)
+    with pytest.raises(ValueError, match="`loss` must return aux with the arrays"):
+        run(lambda m, aux, b, k: (squared_error(m, b, k), {"other": aux}), aux=jnp.ones(()))
+    with pytest.raises(ValueError, match="`loss` must return a scalar and the new `aux`"):
+        run(lambda m, aux, b, k: squared_error(m, b, k), aux=jnp.ones(()))
+    with pytest.raises(ValueError, match="`loss` must return a scalar"):
+        run(lambda m, b, k: b[0])
