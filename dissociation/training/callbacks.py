@@ -137,11 +137,11 @@ class EarlyStop(Callback):
         checks.check_count("patience", patience)
         checks.check_non_negative("least_change", least_change)
         self.name, self.patience, self.least_change, self.rising = name, patience, least_change, rising
-        self._best, self._waited = None, None
+        self._best, self._waited, self._first = None, None, -1
 
     def begin(self, step: int, num_steps: int, past: Sequence[tuple[int, dict[str, Any]]]) -> None:
         """Takes up where the records so far end."""
-        self._best = self._waited = None
+        self._best, self._waited, self._first = None, None, past[0][0] if past else step
         for recorded, records in past:
             self.record(recorded, records)
 
@@ -152,7 +152,7 @@ class EarlyStop(Callback):
         values = -numbers[self.name] if self.rising else numbers[self.name]
         if self._best is None or self._waited is None:
             self._best, self._waited = np.full(len(values), np.inf), np.zeros(len(values), int)
-        if step or not np.isnan(values).all():  # there is no loss before the first step
+        if step != self._first or not np.isnan(values).all():  # there is no loss before the first step
             better = values < self._best - self.least_change
             self._best = np.where(better, values, self._best)
             self._waited = np.where(better, 0, self._waited + 1)
@@ -162,9 +162,16 @@ class EarlyStop(Callback):
 class FreezeDiverged(Callback):
     """Freezes members whose loss is not finite."""
 
+    _first = -1
+
+    def begin(self, step: int, num_steps: int, past: Sequence[tuple[int, dict[str, Any]]]) -> None:
+        """Notes where the records begin."""
+        self._first = past[0][0] if past else step
+
     def record(self, step: int, records: dict[str, Any]) -> np.ndarray | None:
         """Which members have diverged."""
-        return ~np.isfinite(records["loss"]) if step else None
+        loss = records["loss"]
+        return None if step == self._first and np.isnan(loss).all() else ~np.isfinite(loss)
 
 
 def scalars(records: dict[str, Any]) -> list[tuple[str, Any]]:

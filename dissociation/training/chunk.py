@@ -94,14 +94,19 @@ def _over_data(batch: Any, mesh: Mesh | None) -> Any:
     return jax.tree.map(place, batch)
 
 
-def trace_observation(observe: Any, *example: Any) -> Traced:
-    """From state, step and key of one member to its observation."""
+def trace_observation(observe: Any, state: State, *example: Any) -> Traced:
+    """From state (as `observable` has it), step and key of one member to its observation."""
 
     def observation(state: State, step: Array, key: Array) -> Any:
         carried = () if state.aux is None else (state.aux,)
         return jax.tree.map(jnp.asarray, observe(state.model, *carried, step, key))
 
-    return trace(observation, *example)
+    return trace(observation, observable(state), *example)
+
+
+def observable(state: State) -> State:
+    """The state without what is the optimiser's alone: what losses and observations can tell apart."""
+    return state.replace(opt_state=None, hyperparams=None)
 
 
 @eqx.filter_jit(donate="all-except-first")
@@ -159,7 +164,7 @@ def observe_members(inputs: Any, state: State) -> Any:
     def one(shared: Any, stacked: Any) -> Any:
         observe, step = shared
         key, own_state = stacked
-        return observe(own_state, step, jax.random.fold_in(key, step))
+        return observe(observable(own_state), step, jax.random.fold_in(key, step))
 
     return _over_members(layout, one, (traced, step), (keys, state), ordered=True)
 

@@ -16,7 +16,7 @@ from dissociation import checkpoint as checkpoints
 from dissociation import checks, files, sharding
 from dissociation.schedule import check_steps
 from dissociation.training.callbacks import Callback, OfFunction
-from dissociation.training.chunk import Layout
+from dissociation.training.chunk import Layout, observable
 from dissociation.training.loop import streams
 from dissociation.training.run import Checkpoint, History, Run, Save, example, records_something
 from dissociation.training.samplers import HostBatches, Sampler, as_arrays, leading_size
@@ -210,13 +210,13 @@ def _identity(run: Run, state: State, step: Step, sampler: Sampler) -> dict[str,
     fields = {name: value for name, value in vars(sampler).items() if isinstance(value, bool | int | str)}
     arrays = eqx.filter(sampler, eqx.is_array)
     return {
-        "loss": [trace(loss, one, batch, key).fingerprint(), precision],
+        "loss": [trace(loss, observable(one), batch, key).fingerprint(), precision],
         "optimizer": [trace(update, one.hyperparams, one.opt_state, trained).fingerprint(), precision],
         "step": [after, step.micro_batches, precision],
         "observe": None if run.observe is None else [run.observe.fingerprint(), precision],
-        "sampler": [type(sampler).__name__, fields, draw.code.digest],
+        "sampler": [type(sampler).__name__, fields, draw.fingerprint()],
         "data": "the host's" if isinstance(sampler, HostBatches) else checkpoints.fingerprint(arrays),
-        "begin": run.first,
+        "begin": [run.first, checkpoints.fingerprint(state.opt_state) if run.first else None],
     }
 
 

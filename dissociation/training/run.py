@@ -286,11 +286,17 @@ class Run:
         self.observations.append(observed)
         self.infos = [_joined(self.infos)]
         records = self.records(len(self.observed_at) - 1)
+        interrupted = None
         for callback in self.callbacks:
-            answer = callback.record(self.step, records)
+            try:
+                answer = callback.record(self.step, records)
+            except KeyboardInterrupt as error:  # the record counts: the others hear of it all the same
+                interrupted, answer = error, None
             self.stopped = self.stopped or _is_true(answer)
             if np.shape(answer) == (self.num_members,) and np.asarray(answer).dtype == bool:
                 self.frozen = self.frozen | np.asarray(answer)
+        if interrupted is not None:
+            raise interrupted
 
     def records(self, index: int) -> dict[str, Any]:
         """What callbacks get of a record: means since the one before, and the observation."""
