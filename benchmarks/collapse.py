@@ -34,7 +34,7 @@ from dissociation.recipes.grokking import (
     observation_steps,
     squared_error,
 )
-from dissociation.training import fit
+from dissociation.training import Epochs, Save, fit, make_step
 
 SEEN, BATCH = 1000, 100
 FLOPS = 2 * 3 * BATCH * (784 * 200 + 200 * 200 + 200 * 10) - 2 * BATCH * 784 * 200  # no gradient on inputs
@@ -136,8 +136,8 @@ class PlaneOnly(eqx.Module):
 def our_steps(images, labels, models, steps):
     members = len(jax.tree.leaves(models)[0])
     result = fit(
-        models, squared_error, (images, labels), adamw, num_steps=steps, batch_size=BATCH, shared_batches=False,
-        key=jax.random.split(jax.random.PRNGKey(1), members), hyperparams=jnp.full(members, 0.1), observe_at=[steps],
+        models, make_step(squared_error, adamw), Epochs((images, labels), BATCH, shared=False), num_steps=steps,
+        key=jax.random.split(jax.random.PRNGKey(1), members), hyperparams=jnp.full(members, 0.1), save=Save(at=[steps]),
     )  # fmt: skip
     jax.block_until_ready(result.models)
 

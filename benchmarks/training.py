@@ -18,7 +18,7 @@ import optax
 import torch
 
 from dissociation.fig4.mnist import cross_entropy, fresh_networks
-from dissociation.training import fit
+from dissociation.training import Epochs, fit, make_step
 
 BATCH = 128
 FLOPS_PER_SAMPLE = 2 * (2 * 784 * 1024 + 3 * 1024 * 1024 + 3 * 1024 * 10)
@@ -69,7 +69,7 @@ def main():
     rng = np.random.default_rng(0)
     images = rng.random((options.samples, 784), np.float32)
     labels = np.eye(10, dtype=np.float32)[rng.integers(0, 10, options.samples)]
-    optimizer = optax.sgd(optax.linear_schedule(0.1, 1e-6, 469))
+    step = make_step(cross_entropy, optax.sgd(optax.linear_schedule(0.1, 1e-6, 469)))
 
     print(f"{options.samples} images, batches of {BATCH}, PyTorch on {options.threads} threads, {jax.devices()}")
     print("seeds  ours s  (first call)  GFLOP/s  of peak | torch s  GFLOP/s  of its peak | torch/ours")
@@ -77,8 +77,7 @@ def main():
         models = fresh_networks(num_seeds, key=jax.random.key(0))
 
         def epoch(models=models):
-            result = fit(models, cross_entropy, (images, labels), optimizer, num_epochs=1, batch_size=BATCH,
-                         key=jax.random.key(1))  # fmt: skip
+            result = fit(models, step, Epochs((images, labels), BATCH), num_epochs=1, key=jax.random.key(1))
             jax.block_until_ready(result.models.layers[0].weight)
 
         first = timed(epoch)

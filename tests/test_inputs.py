@@ -34,8 +34,18 @@ INTERNAL = {
     "koopman.cli": "the command line",
     "dissociation.figures": "`Config` and `RunOptions` are checked whole: test_figures.py",
     "koopman.figures": "`Config` and `RunOptions` are checked whole: test_figures.py",
-    "dissociation.training.steps": "compiled parts of `fit`",
+    "dissociation.training.chunk": "compiled parts of `fit`",
     "dissociation.training.run": "the host's part of `fit`",
+    "dissociation.training.callbacks.described": "a line of text",
+    "dissociation.training.callbacks.scalars": "what callbacks share",
+    "dissociation.training.loop.streams": "the keys within",
+    "dissociation.training.samplers.as_arrays": "a check",
+    "dissociation.training.samplers.as_data": "a check",
+    "dissociation.training.samplers.leading_size": "a check",
+    "dissociation.training.samplers.permutations": "the orders within",
+    "dissociation.training.state.check_optimizer": "a check",
+    "dissociation.training.state.checked_models": "a check",
+    "dissociation.training.state.transformation": "a tool within",
     "dissociation.metrics.softmax_solver": "the solver within the probes",
     "dissociation.keys": "takes a name alone",
     "dissociation.metrics.information.neighbours.check_neighbours": "a part of the search",
@@ -63,6 +73,7 @@ INTERNAL = {
     "dissociation.data.mnist.mnist_data": "takes a folder alone: test_mnist.py",
     "dissociation.data.glyphs.glyph_templates": "takes nothing",
     "dissociation.sharding.check_mesh": "a check",
+    "dissociation.sharding.member_devices": "takes a mesh alone",
     "dissociation.spectral.rounding": "bounds within the certificates",
     "dissociation.spectral.forms.compact_forms": "a part of `decompose`",
     "dissociation.training.traced": "how `fit` knows its program",
@@ -104,8 +115,18 @@ def made_by_hand(module):
     return "__check_init__" in vars(module) or init.__code__.co_filename != "<string>"  # that of dataclasses
 
 
+def gates_of(value):
+    """Methods of a plain class that check what they get, by name; itself, as what makes it, by none."""
+    if not inspect.isclass(value) or is_module(value):
+        return {}
+    own = {name: method for name, method in vars(value).items() if hasattr(method, "__validated__")}
+    return {f".{name}": method for name, method in own.items() if not name.startswith("_")} | (
+        {"": value} if "__init__" in own else {}
+    )
+
+
 def public_functions():
-    """Functions of both packages that users may import, and modules that they make by hand, by dotted names."""
+    """Functions of both packages that users may import, and what they make by hand, by dotted names."""
     found = {}
     for package in (dissociation, koopman):
         for info in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
@@ -115,8 +136,11 @@ def public_functions():
             for name, function in vars(module).items():
                 made = is_module(function) and made_by_hand(function)
                 usable = (inspect.isroutine(function) or made) and not name.startswith("_")
-                if usable and function.__module__ == info.name and f"{info.name}.{name}" not in INTERNAL:
+                if getattr(function, "__module__", None) != info.name or f"{info.name}.{name}" in INTERNAL:
+                    continue
+                if usable:
                     found[f"{info.name}.{name}"] = function
+                found |= {f"{info.name}.{name}{end}": method for end, method in gates_of(function).items()}
     return found
 
 

@@ -6,6 +6,7 @@ seen when the compiled program runs.
 
 import dataclasses
 import inspect
+import itertools
 import sys
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -20,7 +21,7 @@ from jax.interpreters import batching, mlir
 
 from dissociation.data.datasets import load
 from dissociation.figures import collapse, collapse_measures, eigenvectors, robustness, transfer
-from dissociation.training import fit
+from dissociation.training import Epochs, Online, Save, fit, make_step
 from koopman.figures import ordered_mnist, spectra
 
 ROOT = Path(__file__).parents[1]
@@ -29,7 +30,7 @@ PACKAGES = tuple(str(ROOT / package) + "/" for package in ("dissociation", "koop
 SHARED = {
     # A seed's networks under several weight decays begin alike, see the same batches, and are measured alike.
     "dissociation/models/initial.py draw_weights: uniform",
-    "dissociation/training/steps.py permutations.one: permutation",
+    "dissociation/training/samplers.py permutations.one: permutation",
     "dissociation/figures/collapse_measures.py Information.__call__: normal",
     "dissociation/figures/collapse_measures.py Information.__call__: permutation",
     "dissociation/metrics/information/smoothed.py smoothed_information: normal",
@@ -261,9 +262,10 @@ def test_members_with_their_own_batches_draw_from_keys_of_their_own(ledger):
     def observe(model, step, key):
         return jax.random.normal(key)
 
-    options = {"num_steps": 7, "batch_size": 4, "shared_batches": False, "observe": observe}
-    fit(
-        jnp.ones((3, 2)), loss, jnp.ones((10, 2)), optax.sgd(0.1), key=jax.random.split(jax.random.key(0), 3), **options
-    )
-    assert ledger.faults() == []
-    assert ledger.repeated() == set()
+    for seed, (own_draws, count) in enumerate(itertools.product((False, True), (1, 2))):
+        drawn = Online(lambda key: jax.random.normal(key, (4, 2)))
+        sampler = drawn if own_draws else Epochs(jnp.ones((10, 2)), 4, shared=False)
+        step, keys = make_step(loss, optax.sgd(0.1), micro_batches=count), jax.random.split(jax.random.key(seed), 3)
+        fit(jnp.ones((3, 2)), step, sampler, num_steps=7, key=keys, save=Save(observe))
+        assert ledger.faults() == []
+        assert ledger.repeated() == set()

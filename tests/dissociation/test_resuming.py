@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import warnings
 
 import equinox as eqx
 import jax
@@ -144,7 +145,7 @@ def resumable(key, path, num_steps=12, batch_size=4, target=0.0, power=2, rate=0
     def given(*names):
         return {name: options.pop(name) for name in names if name in options}
 
-    optimizer = rate if callable(rate) else optax.adam(rate)
+    optimizer = options.pop("optimizer", rate if callable(rate) else optax.adam(rate))
     step = make_step(loss, optimizer, **given("after_update", "micro_batches"))
     sampler = options.pop("sampler", None) or Epochs(data, batch_size, **given("drop_remainder", "shared", "shuffle"))
     save = Save(**{"observe": observe, **given("observe", "at")})
@@ -179,6 +180,7 @@ def whole_set(seed=2):
         ({"rate": 0.1}, "optimizer"),
         ({"rate": 0.05000001}, "optimizer"),
         ({"rate": optax.sgd}, "hyperparams, optimizer"),
+        ({"optimizer": optax.sgd(0.05)}, "optimizer"),
         ({"scale": 2.0}, "observe"),
         ({"observe": other_observation}, "observe"),
         ({"observe": None}, "observe"),
@@ -312,8 +314,11 @@ def test_a_second_phase_resumes_as_the_first_does(key, tmp_path):
     same_run(whole, fit(begun.state, step, sampler, checkpoint=path, **options))
     assert whole.history.observed_at.tolist() == list(range(5, 21, 3))
     assert whole.history.loss.shape == (3, 15)
-    with pytest.raises(ValueError, match="begin"):
-        fit(begun.state.replace(step=begun.state.step + 1), step, sampler, checkpoint=path, **options)
+    later, new = begun.state.replace(step=begun.state.step + 1), fit(begun.models, step, sampler, num_steps=0, key=key)
+    averages = begun.state.replace(opt_state=new.state.opt_state)
+    for other in (later, averages):
+        with pytest.raises(ValueError, match="whose begin differ"):
+            fit(other, step, sampler, checkpoint=path, num_steps=15, key=key, save=Save(options["save"].observe))
 
 
 class Normalised(eqx.Module):
@@ -381,8 +386,8 @@ def test_early_stops_and_tables_resume(key, tmp_path, stop):
         stops = EarlyStop("loss", 3), FreezeDiverged()
         return [*more, CsvLog(tmp_path / name, {"rate": [0.1, 0.0, 1.0]}), *stops]
 
-    with np.testing.suppress_warnings() as sup:
-        sup.filter(RuntimeWarning)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
         whole = fit(models, step, sampler, callbacks=callbacks("whole.csv"), **options)
         options["checkpoint"] = tmp_path / "run"
         with pytest.raises(KeyboardInterrupt):

@@ -15,7 +15,7 @@ from dissociation.spectral.forms import (
     reorder,
     truncated_outputs,
 )
-from dissociation.training import fit
+from dissociation.training import Epochs, fit, make_step
 
 RNG = np.random.default_rng(0)
 
@@ -146,8 +146,8 @@ def test_trained_boolean_tasks_are_recovered():
     models = eqx.filter_vmap(lambda key: BilinearNetwork(6, 24, 6, bias=True, key=key))(
         jax.random.split(jax.random.key(1), 2)
     )
-    trained = fit(models, squared_error, (inputs, targets), optax.adam(optax.cosine_decay_schedule(1e-2, 3000)),
-                  num_steps=3000, batch_size=250, key=jax.random.key(2))  # fmt: skip
+    step = make_step(squared_error, optax.adam(optax.cosine_decay_schedule(1e-2, 3000)))
+    trained = fit(models, step, Epochs((inputs, targets), 250), num_steps=3000, key=jax.random.key(2))
     # A form is half the second derivative, with the constant appended.
     quadratic = 0.5 * jax.hessian(gates)(jnp.zeros(6))
     linear, constant = jax.jacobian(gates)(jnp.zeros(6)), gates(jnp.zeros(6))

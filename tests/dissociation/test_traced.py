@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from dissociation.training import fit
+from dissociation.training import Epochs, Save, fit, make_step
 from dissociation.training.traced import trace
 
 X = jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
@@ -161,8 +161,8 @@ def training(rate=0.1, power=2, offset=0.0, scale=1.0, made=optax.adam, decimals
     def observe(model, step, key):
         return jnp.sum(model) if decimals is None else jnp.round(jnp.sum(model), decimals)
 
-    models, options = jnp.ones((2, 3)), {"num_steps": 6, "batch_size": 3, "key": jax.random.key(0)}
-    return fit(models, loss, X, made(rate), observe=observe, observe_at=[6], **options)
+    options = {"num_steps": 6, "key": jax.random.key(0), "save": Save(observe, [6])}
+    return fit(jnp.ones((2, 3)), make_step(loss, made(rate)), Epochs(X, 3), **options)
 
 
 def test_equal_programs_compile_once(caplog):

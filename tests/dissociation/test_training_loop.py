@@ -90,7 +90,9 @@ def test_vmap_equals_a_loop(key):
         np.testing.assert_allclose(infos.loss[m], info.loss, rtol=1e-5)
 
 
-@pytest.mark.parametrize("optimizer", [lambda rate: optax.sgd(rate, momentum=0.9), lambda r: optax.adam(r, eps_root=1e-8)])
+@pytest.mark.parametrize(
+    "optimizer", [lambda rate: optax.sgd(rate, momentum=0.9), lambda r: optax.adam(r, eps_root=1e-8)]
+)
 def test_the_gradient_through_training_is_that_of_finite_differences(optimizer):
     with jax.enable_x64(True):
         key = jax.random.key(2)

@@ -93,7 +93,9 @@ def test_hyperparameters_are_numbers_of_the_state(key):
     found, _ = step(state, data, key)
     np.testing.assert_allclose(found.model.weight, wanted.model.weight, rtol=1e-6)
     assert found.hyperparams == state.hyperparams
-    slope = jax.grad(lambda rate: step(state.replace(hyperparams={"rate": rate, "decay": 0.0}), data, key)[0].model.weight[0, 0])
+    slope = jax.grad(
+        lambda rate: step(state.replace(hyperparams={"rate": rate, "decay": 0.0}), data, key)[0].model.weight[0, 0]
+    )
     assert np.abs(slope(0.1)) == pytest.approx(1.0, rel=1e-3)  # a first step of Adam has the size of its rate
 
 
@@ -184,9 +186,7 @@ def test_multipliers_ascend_while_the_model_descends():
     for _ in range(300):
         w -= 0.1 * (2 * w + multiplier + (w - 1))
         multiplier += 0.1 * (w - 1)
-    result = fit(
-        jnp.full(2, 3.0), step, FullBatch(jnp.ones(1)), num_steps=300, key=jax.random.key(0), aux=jnp.zeros(2)
-    )
+    result = fit(jnp.full(2, 3.0), step, FullBatch(jnp.ones(1)), num_steps=300, key=jax.random.key(0), aux=jnp.zeros(2))
     np.testing.assert_allclose(result.models, w, rtol=1e-5)
     np.testing.assert_allclose(result.state.aux, multiplier, rtol=1e-5)
     np.testing.assert_allclose([w, multiplier], [1, -2], rtol=1e-3)

@@ -10,7 +10,7 @@ import pytest
 from dissociation.data.datasets import load
 from dissociation.member_map import member
 from dissociation.models.layers import Affine, max_pool
-from dissociation.training import fit
+from dissociation.training import Epochs, fit, make_step
 from koopman.datasets.linear import linear_system
 from koopman.datasets.ordered_mnist import ordered_mnist
 from koopman.learn import (
@@ -116,7 +116,7 @@ def share_of_living_channels(model, images):
 
 def test_the_first_steps_leave_an_autoencoder_alive(digits):
     """An untrained decoder draws noise, which the loss damps fastest by silencing the encoder."""
-    images, options = jnp.asarray(digits.images[:321]), {"num_epochs": 6, "batch_size": 64, "key": jax.random.key(1)}
+    images, options = jnp.asarray(digits.images[:321]), {"num_epochs": 6, "key": jax.random.key(1)}
 
     def published(model, batch, key):  # the latent step's error in units of the features, which then shrink
         (x, y), encode_all = batch, jax.vmap(model.encoder)
@@ -125,8 +125,9 @@ def test_the_first_steps_leave_an_autoencoder_alive(digits):
         return autoencoder_loss(x, y, drawn, later, now @ model.matrix(), ahead)
 
     start = eqx.filter_vmap(lambda key: Autoencoder(init="pytorch", key=key))(jax.random.split(jax.random.key(0), 1))
-    silent = fit(start, published, (images[:-1], images[1:]), optax.adamw(2e-3), **options).models
-    models = train_autoencoders(images, num_seeds=1, **options).models
+    pairs = Epochs((images[:-1], images[1:]), 64)
+    silent = fit(start, make_step(published, optax.adamw(2e-3)), pairs, **options).models
+    models = train_autoencoders(images, num_seeds=1, batch_size=64, **options).models
     assert share_of_living_channels(member(silent, 0), images[:100]) < 0.4
     assert share_of_living_channels(member(models, 0), images[:100]) > 0.9
 

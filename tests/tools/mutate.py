@@ -30,8 +30,13 @@ SWAPS |= {"==": "!=", "!=": "==", "and": "or", "or": "and", "min": "max", "max":
 SWAPS |= {"maximum": "minimum", "sum": "mean", "mean": "sum", "all": "any", "any": "all", "argmax": "argmin"}
 SWAPS |= {"argmin": "argmax", "floor": "ceil", "ceil": "floor", "True": "False", "False": "True"}
 TESTED_BY = {
-    "dissociation.training.fitting": ["dissociation/test_training.py"],
-    "dissociation.training.steps": ["dissociation/test_training.py"],
+    "dissociation.training.state": ["dissociation/test_training_state.py"],
+    "dissociation.training.samplers": ["dissociation/test_samplers.py", "dissociation/test_training_loop.py"],
+    "dissociation.training.loop": ["dissociation/test_training_loop.py"],
+    "dissociation.training.chunk": ["dissociation/test_training.py", "dissociation/test_callbacks.py"],
+    "dissociation.training.run": ["dissociation/test_training.py", "dissociation/test_resuming.py"],
+    "dissociation.training.fitting": ["dissociation/test_training.py", "dissociation/test_resuming.py"],
+    "dissociation.training.callbacks": ["dissociation/test_callbacks.py", "dissociation/test_resuming.py"],
     "dissociation.metrics.softmax_solver": ["dissociation/test_probes.py", "dissociation/test_transfer.py"],
     "dissociation.metrics.information.coordinates": ["dissociation/test_nearest_information.py"],
     "dissociation.metrics.information.neighbours": ["dissociation/test_nearest_information.py"],

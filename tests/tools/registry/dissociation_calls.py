@@ -5,7 +5,7 @@ import jax
 import numpy as np
 import optax
 
-from dissociation import bmap, checkpoint, linalg, member_map, schedule, sharding
+from dissociation import bmap, checkpoint, linalg, member_map, schedule, sharding, sweeps
 from dissociation.data import datasets, glyphs, tasks
 from dissociation.data import mnist as mnist_files
 from dissociation.fig4 import mnist
@@ -17,7 +17,7 @@ from dissociation.recipes import bilinear as bilinear_recipe
 from dissociation.recipes import compression, grokking
 from dissociation.spectral import attack, forms, similarity, tensor
 from dissociation.spectral import certificate as distances
-from dissociation.training import fitting
+from dissociation.training import callbacks, fitting, loop, samplers, state
 from dissociation.weights import certificate, mlp, neurons, noise, symmetry
 
 RANDOM = np.random.default_rng(0)
@@ -75,10 +75,15 @@ def squared_error(model, batch, key):
 def training_call():
     """Two members for two steps."""
     members = eqx.filter_vmap(lambda key: eqx.nn.MLP(3, 2, 5, 1, key=key))(jax.random.split(jax.random.key(0), 2))
-    data = (TALL, TALL[:, :2])
-    return {"models": members, "loss": squared_error, "data": data, "optimizer": optax.sgd(0.1), "num_steps": 2}
+    return {"models": members, "step": training_step(), "sampler": samplers.Epochs(PAIRS, 4), "num_steps": 2}
 
 
+def training_step():
+    """A step of stochastic gradient descent."""
+    return state.make_step(squared_error, optax.sgd(0.1))
+
+
+PAIRS = TALL, TALL[:, :2]
 TIMES = np.array([3.0, 5.0, np.nan, 9.0, 4.0])
 GRAMS = np.stack([TALL @ TALL.T, np.eye(12, dtype=np.float32)])
 LABELS = np.arange(12) % 3
@@ -307,5 +312,28 @@ CALLS = {
     },
     tensor.higher_order_svd: lambda: {"model": bilinear_network(), "directions": np.eye(4)[:2], "layer": 0},
     tensor.low_rank: lambda: {"model": bilinear_network(), "rank": 2, "key": KEY, "num_iterations": 3},
-    fitting.fit: lambda: training_call() | {"batch_size": 4, "key": KEY, "shared_batches": True},
+    fitting.fit: lambda: training_call() | {"key": KEY, "same_program": False},
+    loop.train: lambda: {
+        "state": training_step().init(network()),
+        "step": training_step(),
+        "sampler": samplers.Epochs(PAIRS, 4),
+        "num_steps": 2,
+        "key": KEY,
+        "first_step": 1,
+    },
+    state.make_step: lambda: {"loss": squared_error, "optimizer": optax.sgd(0.1), "micro_batches": 2},
+    samplers.FullBatch: lambda: {"data": PAIRS, "stacked": False},
+    samplers.Epochs: lambda: {
+        "data": PAIRS,
+        "batch_size": 4,
+        "shared": True,
+        "shuffle": True,
+        "drop_remainder": False,
+        "stacked": False,
+    },
+    samplers.Online: lambda: {"draw": jax.random.normal, "shared": True, "stacked": False},
+    samplers.HostBatches: lambda: {"start": lambda step: iter([PAIRS]), "epoch_steps": 2, "block": 4},
+    callbacks.CsvLog: lambda: {"path": "log.csv", "columns": {"rate": [0.1, 0.2]}},
+    callbacks.EarlyStop: lambda: {"name": "loss", "patience": 2, "least_change": 0.1, "rising": False},
+    sweeps.Grid.keys: lambda: {"self": sweeps.Grid(seed=[0, 1]), "key": KEY, "name": "seed"},
 }

@@ -1,0 +1,336 @@
+"""What happens on the host while a run goes on."""
+
+import csv
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from linear_regression import linear_members, regression, squared_error, weights
+
+from dissociation.training import (
+    Callback,
+    CsvLog,
+    EarlyStop,
+    Epochs,
+    FreezeDiverged,
+    FullBatch,
+    Layout,
+    Progress,
+    Save,
+    fit,
+    make_step,
+)
+from dissociation.training import callbacks as callbacks_module
+
+SGD = make_step(squared_error, optax.sgd(0.1))
+RATED = make_step(squared_error, lambda rate: optax.sgd(rate))
+
+
+def test_a_function_gets_records_and_can_stop(key):
+    models, data = linear_members(key), regression(key)
+    seen = []
+
+    def log(step, records):
+        seen.append((step, records))
+        return step >= 6
+
+    save = Save(lambda model, step, key: jnp.sum(model.weight), range(0, 31, 3))
+    run = fit(models, SGD, Epochs(data, 4), num_steps=30, key=key, callbacks=[log], save=save)
+    assert [step for step, _ in seen] == [0, 3, 6]
+    assert run.num_steps == 6
+    assert run.history.loss.shape == (3, 6)
+    assert np.isnan(seen[0][1]["loss"]).all()
+    np.testing.assert_allclose(seen[2][1]["loss"], run.history.loss[:, 3:6].mean(1), rtol=1e-6)
+    np.testing.assert_allclose(seen[2][1]["observed"], np.asarray(run.models.weight).sum((1, 2)), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("answer", "stops"),
+    [(True, True), (np.True_, True), (jnp.array(True), True), (np.array([True]), True), (np.False_, False)]
+    + [(None, False), (1, False), ("True", False), (np.ones(2, bool), False), (jnp.array(1), False)],
+)
+def test_any_form_of_true_stops_and_nothing_else_does(key, answer, stops):
+    options = {"num_steps": 4, "key": key, "save": Save(at=[0, 2]), "callbacks": [lambda *_: answer]}
+    result = fit(linear_members(key), SGD, FullBatch(regression(key)), **options)
+    assert result.num_steps == (0 if stops else 4)
+
+
+def test_records_hold_means_of_metrics(key):
+    seen = []
+
+    def loss(model, batch, key):
+        return squared_error(model, batch, key), {"draws": jax.random.normal(key, (2,)), "ones": jnp.asarray(1)}
+
+    step = make_step(loss, optax.sgd(0.1))
+    options = {"num_steps": 5, "key": key, "save": Save(at=[0, 2, 5])}
+    run = fit(
+        linear_members(key), step, FullBatch(regression(key)), callbacks=[lambda s, r: seen.append((s, r))], **options
+    )
+    assert [step for step, _ in seen] == [0, 2, 5]
+    assert seen[0][1]["observed"] is None
+    for (_, records), (first, last) in zip(seen[1:], ((0, 2), (2, 5)), strict=True):
+        wanted = run.history.metrics["draws"][:, first:last].mean(1)
+        np.testing.assert_allclose(records["metrics"]["draws"], wanted, rtol=1e-5)
+        np.testing.assert_array_equal(records["metrics"]["ones"], 1)
+    assert seen[0][1]["metrics"]["draws"].shape == (3, 2)
+    assert np.isnan(seen[0][1]["metrics"]["draws"]).all()
+
+
+class Told(Callback):
+    """Notes all that it is told."""
+
+    def __init__(self):
+        self.calls = []
+
+    def begin(self, step, num_steps, past):
+        self.calls.append(("begin", step, num_steps, [s for s, _ in past]))
+
+    def advance(self, step, loss):
+        self.calls.append(("advance", step, loss.shape))
+
+    def record(self, step, records):
+        self.calls.append(("record", step))
+
+    def close(self):
+        self.calls.append(("close",))
+
+
+def test_callbacks_are_told_in_order(key, tmp_path):
+    def run(num_steps, *callbacks, **options):
+        save = Save(at=[0, 4])
+        sampler = FullBatch(regression(key))
+        return fit(
+            linear_members(key), SGD, sampler, num_steps=num_steps, key=key, save=save, callbacks=callbacks, **options
+        )
+
+    first, second = Told(), Told()
+    result = run(6, first, checkpoint=tmp_path / "run")
+    assert first.calls[:3] == [("begin", 0, 6, []), ("record", 0), ("advance", 0, (3, 0))]
+    assert first.calls[-1] == ("close",)
+    moves = [call for call in first.calls if call[0] == "advance"]
+    assert moves[-1][1] == 6
+    assert sum(shape[1] for *_, shape in moves) == 6
+    run(9, second, checkpoint=tmp_path / "run")
+    assert second.calls[:2] == [("begin", 6, 9, [0, 4]), ("advance", 6, (3, 0))]
+    # What fails on the way is closed all the same, and nothing of it is swallowed.
+    third = Told()
+    with pytest.raises(RuntimeError, match="at 4"):
+        run(6, third, lambda step, records: fail_at(step, 4))
+    assert third.calls[-1] == ("close",)
+    assert ("record", 4) in third.calls
+    # Methods may be left out.
+    same = run(6, Callback(), Callback())
+    np.testing.assert_array_equal(weights(same), weights(result))
+
+
+def fail_at(step, last):
+    if step == last:
+        raise RuntimeError(f"at {step}")
+
+
+class Meter:
+    told: list = []
+
+    def __init__(self, total, description):
+        self.told.append(("begin", total))
+
+    def advance(self, step, text):
+        self.told.append((step, text))
+
+    def close(self):
+        self.told.append(("close", ""))
+
+
+def test_progress_without_records_shows_the_loss(key, monkeypatch):
+    monkeypatch.setattr(Meter, "told", told := [])
+    fit(linear_members(key), SGD, FullBatch(regression(key)), num_steps=9, key=key, callbacks=[Progress(Meter)])
+    assert told[:2] == [("begin", 9), (0, "")]
+    assert told[-2][0] == 9
+    assert told[-2][1].startswith("loss ")
+    assert told[-1] == ("close", "")
+
+
+def test_progress_shows_records(key, monkeypatch):
+    monkeypatch.setattr(Meter, "told", told := [])
+    save = Save(lambda model, step, key: {"norm": jnp.linalg.norm(model.weight), "all": model.weight}, [0, 3, 9])
+    options = {"num_steps": 9, "key": key, "save": save}
+    result = fit(linear_members(key), SGD, FullBatch(regression(key)), callbacks=[Progress(Meter)], **options)
+    loss, norm = result.history.loss[:, 3:].mean(1), result.history.observed["norm"][:, -1]
+    wanted = f"loss {loss.mean():.4g} \u00b1 {loss.std():.2g}, norm {norm.mean():.4g} \u00b1 {norm.std():.2g}"
+    assert told[-2] == (9, wanted)
+    assert told[1][1].startswith("norm ")  # there is no loss yet
+
+
+def test_progress_shows_what_is_asked():
+    records = {"loss": np.ones(2), "observed": {name: np.full(2, 3.0) for name in "abcdefgh"}}
+    described = callbacks_module.described
+    assert described(records, None).count("\u00b1") == 7
+    assert described(records, ("h", "b")) == "loss 1 \u00b1 0, h 3 \u00b1 0, b 3 \u00b1 0"
+    assert described(records, ("none",)) == "loss 1 \u00b1 0"
+
+
+def test_names_are_short_where_they_are_clear():
+    ones = np.ones(2)
+    records = {"loss": ones, "metrics": {"a": ones, "b": ones}, "observed": {"a": ones, "c": {"d": ones}}}
+    names = [name for name, _ in callbacks_module.scalars(records)]
+    assert names == ["loss", "metrics.a", "b", "observed.a", "c.d"]
+
+
+@pytest.mark.parametrize("member_map", ["scan", "vmap", "unroll"])
+def test_members_that_wait_too_long_are_frozen(key, member_map):
+    """Against the rule written down; others go on as if they were alone."""
+    models, data = linear_members(key), regression(key)
+    rates = jnp.array([0.3, 0.0, 0.02])
+
+    def run(**options):
+        save = Save(lambda m, s, k: {"copy": m.weight}, range(0, 61, 2))
+        layout = Layout(member_map)
+        return fit(
+            models,
+            RATED,
+            FullBatch(data),
+            num_steps=60,
+            key=key,
+            hyperparams=rates,
+            save=save,
+            layout=layout,
+            **options,
+        )
+
+    free, stopped = run(), run(callbacks=[EarlyStop("loss", 3, least_change=1e-3)])
+    ends = []
+    for losses in free.history.loss.reshape(3, 30, 2).mean(2):
+        best, waited = np.inf, 0
+        for record, loss in enumerate(losses, start=1):
+            best, waited = (loss, 0) if loss < best - 1e-3 else (best, waited + 1)
+            if waited > 3:
+                break
+        ends.append(2 * record)
+    assert ends[1] == 10  # its first loss, and four that are no better
+    assert len(set(ends)) == 3
+    assert max(ends) < 60
+    assert stopped.num_steps == max(ends)
+    for m, end in enumerate(ends):
+        copies = stopped.history.observed["copy"][m]
+        np.testing.assert_array_equal(weights(stopped)[m], free.history.observed["copy"][m, end // 2])
+        assert (copies[end // 2 :] == copies[end // 2]).all()
+        np.testing.assert_array_equal(stopped.history.loss[m, :end], free.history.loss[m, :end])
+        assert np.isnan(stopped.history.loss[m, end:]).all()
+        assert stopped.state.step[m] == end
+    assert (stopped.diverged_at == -1).all()
+
+
+def test_early_stops_look_at_what_they_are_told_to(key):
+    def records(value, name="score"):
+        return {"loss": np.full(2, np.nan), "metrics": None, "observed": {name: np.asarray(value, float)}}
+
+    def asked(stop, values):
+        stop.begin(0, 10, [])
+        return [stop.record(step, records(value)).tolist() for step, value in enumerate(values)]
+
+    falling = EarlyStop("score", 1)
+    values = [[1.0, 1.0], [0.5, 1.0], [0.6, 0.9], [0.5, 0.8], [0.4, np.nan], [0.3, np.nan]]
+    wanted = [[False, False], [False, False], [False, False], [True, False], [False, False], [False, True]]
+    assert asked(falling, values) == wanted
+    assert asked(falling, values) == wanted  # every run begins anew
+    rising = EarlyStop("score", 0, rising=True)
+    assert asked(rising, [[1, 1], [2, 1], [3, 2]]) == [[False, False], [False, True], [False, False]]
+    at_least = EarlyStop("score", 0, least_change=0.5)
+    assert asked(at_least, [[2, 2], [1.6, 1.4]]) == [[False, False], [True, False]]
+    falling.begin(3, 10, [(step, records(value)) for step, value in enumerate(values[:3])])
+    assert falling.record(3, records(values[3])).tolist() == [True, False]
+    with pytest.raises(ValueError, match="`name` must be one of 'loss', 'score', got 'other'"):
+        EarlyStop("other", 1).record(0, records([1, 1]))
+    with pytest.raises(ValueError, match="`patience` must be at least 0"):
+        EarlyStop("loss", -1)
+    with pytest.raises(ValueError, match="`least_change` must be non-negative"):
+        EarlyStop("loss", 1, least_change=-0.5)
+
+
+def test_a_phase_that_goes_on_is_not_stopped_for_what_it_has_not_seen(key):
+    """Its first record has no loss yet: neither impatience nor divergence."""
+    sampler = FullBatch(regression(key))
+    first = fit(linear_members(key), SGD, sampler, num_steps=5, key=key)
+    options = {"num_steps": 4, "key": key, "save": Save(at=range(5, 10))}
+    plain = fit(first.state, SGD, sampler, **options)
+    guarded = fit(first.state, SGD, sampler, callbacks=[FreezeDiverged(), EarlyStop("loss", 0)], **options)
+    assert guarded.num_steps == 9
+    np.testing.assert_array_equal(weights(plain), weights(guarded))
+    np.testing.assert_array_equal(plain.history.loss, guarded.history.loss)
+
+
+@pytest.mark.parametrize("member_map", ["scan", "vmap"])
+def test_diverged_members_are_frozen(key, member_map):
+    models, data = linear_members(key), regression(key)
+    rates = jnp.array([0.1, 1e4, 0.2])
+
+    def run(rates=rates, **options):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            return fit(
+                models, RATED, FullBatch(data), num_steps=60, key=key, hyperparams=rates, save=Save(at=range(0, 61, 3)),
+                layout=Layout(member_map), **options,
+            )  # fmt: skip
+
+    free, guarded = run(), run(callbacks=[FreezeDiverged()])
+    at = -(-(free.diverged_at[1] + 1) // 3) * 3  # the first record that the loss is in
+    assert 0 < at < 60
+    np.testing.assert_array_equal(free.diverged_at, guarded.diverged_at)
+    np.testing.assert_array_equal(weights(free)[[0, 2]], weights(guarded)[[0, 2]])
+    assert guarded.state.step.tolist() == [60, at, 60]
+    assert run(rates=jnp.full(3, 1e4), callbacks=[FreezeDiverged()]).num_steps < 60  # none is left
+
+
+def test_a_truth_value_per_member_freezes_for_good(key):
+    def freeze(step, records):
+        return np.array([False, step == 3, False])
+
+    options = {"num_steps": 9, "key": key, "save": Save(at=range(10))}
+    sampler = FullBatch(regression(key))
+    result = fit(linear_members(key), SGD, sampler, callbacks=[freeze, lambda *_: np.zeros(3, bool)], **options)
+    assert result.state.step.tolist() == [9, 3, 9]
+    # What is frozen in one phase goes on in the next, unless it is frozen there.
+    assert fit(result.state, SGD, sampler, num_steps=2, key=key).num_steps == 11
+
+
+def test_a_table_has_a_row_per_record_and_member(key, tmp_path):
+    def loss(model, batch, key):
+        return squared_error(model, batch, key), {"first": model.weight[0, 0], "all": model.weight}
+
+    path = tmp_path / "log.csv"
+    path.write_text("what was here before")
+    step = make_step(loss, lambda rate: optax.sgd(rate))
+    save = Save(lambda model, step, key: {"norm": jnp.linalg.norm(model.weight), "whole": model.weight}, [0, 2, 5])
+    rates = np.array([0.1, 0.2, 0.3], np.float32)
+    log = CsvLog(path, {"rate": rates, "name": ["a", "b", "c"]})
+    options = {"num_steps": 5, "key": key, "hyperparams": jnp.asarray(rates), "save": save, "callbacks": [log]}
+    result = fit(linear_members(key), step, FullBatch(regression(key)), **options)
+    with path.open(newline="") as file:
+        header, *rows = csv.reader(file)
+    assert header == ["step", "member", "rate", "name", "loss", "first", "norm"]
+    assert [row[:2] for row in rows] == [[str(step), str(m)] for step in (0, 2, 5) for m in range(3)]
+    assert [row[3] for row in rows] == ["a", "b", "c"] * 3
+    np.testing.assert_array_equal(np.float32([row[2] for row in rows]), np.tile(rates, 3))
+    found = np.float32([row[4:] for row in rows]).reshape(3, 3, 3)  # [times, members, numbers]
+    assert np.isnan(found[0, :, :2]).all()
+    for i, (first, last) in enumerate(((0, 2), (2, 5)), start=1):
+        np.testing.assert_allclose(found[i, :, 0], result.history.loss[:, first:last].mean(1), rtol=1e-6)
+        np.testing.assert_allclose(found[i, :, 1], result.history.metrics["first"][:, first:last].mean(1), rtol=1e-6)
+    np.testing.assert_array_equal(found[:, :, 2], result.history.observed["norm"].T)
+    assert [p.name for p in tmp_path.iterdir()] == ["log.csv"]
+
+
+def test_columns_must_say_something_of_every_member(key, tmp_path):
+    log = CsvLog(tmp_path / "log.csv", {"rate": [0.1, 0.2]})
+    with pytest.raises((ValueError, IndexError)):
+        fit(linear_members(key), SGD, FullBatch(regression(key)), num_steps=1, key=key, callbacks=[log])
+
+
+def test_what_is_no_callback_is_refused(key):
+    with pytest.raises(TypeError, match="`callbacks"):
+        fit(linear_members(key), SGD, FullBatch(regression(key)), num_steps=1, key=key, callbacks=[3])
+    with pytest.raises(TypeError, match="`callbacks"):
+        fit(linear_members(key), SGD, FullBatch(regression(key)), num_steps=1, key=key, callbacks=print)

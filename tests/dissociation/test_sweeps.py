@@ -1,0 +1,202 @@
+"""Named axes of a sweep: what every member is, and results back in those axes."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from linear_regression import linear_members, regression, squared_error
+
+from dissociation.sweeps import Grid
+from dissociation.training import Epochs, fit, make_step
+
+
+def test_members_are_the_product_the_last_axis_fastest():
+    axes = {"decay": [0.1, 0.3], "name": ["adam", "sgd", "lion"], "seed": [4, 5]}
+    grid = Grid(**axes)
+    wanted = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+    assert list(grid) == wanted
+    assert len(grid) == 12
+    assert grid.axes == ("decay", "name", "seed")
+    assert grid.shape == (2, 3, 2)
+    for name, column in grid.values.items():
+        assert column.tolist() == [member[name] for member in wanted]
+    assert repr(grid) == "Grid(decay: 2, name: 3, seed: 2)"
+    assert isinstance(list(grid)[0]["seed"], int)
+    assert isinstance(list(grid)[0]["decay"], float)
+
+
+def test_zipped_quantities_vary_together():
+    grid = Grid.zipped(width=[8, 64, 256], rate=[0.1, 0.01, 0.001])
+    assert grid.axes == ("width,rate",)
+    assert grid.shape == (3,)
+    assert list(grid) == [{"width": 8, "rate": 0.1}, {"width": 64, "rate": 0.01}, {"width": 256, "rate": 0.001}]
+    both = grid * Grid(seed=[0, 1])
+    assert both.axes == ("width,rate", "seed")
+    assert both.shape == (3, 2)
+    assert [member["rate"] for member in both] == [0.1, 0.1, 0.01, 0.01, 0.001, 0.001]
+    assert (Grid(seed=[0, 1]) * grid).axes == ("seed", "width,rate")
+    assert len(grid) == 3  # grids do not change
+    with pytest.raises(ValueError, match=r"`rate` must have as many values as `width` \(3\), got 2"):
+        Grid.zipped(width=[8, 64, 256], rate=[0.1, 0.01])
+
+
+def test_products_are_products():
+    a, b, c = Grid(a=[1, 2]), Grid(b=[3, 4, 5]), Grid(c=["x", "y"])
+    assert list(a * b * c) == list(Grid(a=[1, 2], b=[3, 4, 5], c=["x", "y"])) == list(a * (b * c))
+    with pytest.raises(ValueError, match="`axes` must be different"):
+        a * Grid(b=[1], a=[3])
+    with pytest.raises(ValueError, match="`axes` must be different"):
+        a * Grid.zipped(b=[1, 2], a=[3, 4])
+    with pytest.raises(TypeError):
+        a * 3
+
+
+def test_members_are_found_by_their_coordinates():
+    grid = Grid(decay=[0.1, 0.3], name=["adam", "sgd"], seed=[4, 5, 6])
+    members = list(grid)
+    for found, wanted in (
+        (grid.where(decay=0.3), {"decay": 0.3}),
+        (grid.where(name="sgd", seed=5), {"name": "sgd", "seed": 5}),
+        (grid.where(decay=0.1, name="adam", seed=6), {"decay": 0.1, "name": "adam", "seed": 6}),
+        (grid.where(), {}),
+    ):
+        assert found.tolist() == [i for i, member in enumerate(members) if wanted.items() <= member.items()]
+    zipped = Grid.zipped(width=[8, 64], rate=[0.1, 0.01])
+    assert zipped.where(width=64, rate=0.01).tolist() == [1]
+    assert zipped.where(width=64, rate=0.1).tolist() == []
+    with pytest.raises(ValueError, match="`coordinates` must be one of 'decay', 'name', 'seed', got 'other'"):
+        grid.where(other=1)
+    with pytest.raises(ValueError, match="`seed` must be one of 4, 5, 6, got 7"):
+        grid.where(seed=7)
+
+
+def test_results_come_back_in_named_axes():
+    grid = Grid(decay=[0.1, 0.3], name=["a", "b", "c"], seed=[4, 5])
+    tree = {"loss": np.arange(12 * 7).reshape(12, 7), "last": jnp.arange(12.0), "none": None, "text": "kept"}
+    found = grid.unflatten(tree)
+    assert found["loss"].shape == (2, 3, 2, 7)
+    assert found["last"].shape == (2, 3, 2)
+    assert found["none"] is None
+    assert found["text"] == "kept"
+    for member, values in zip(grid, tree["loss"], strict=True):
+        place = [0.1, 0.3].index(member["decay"]), "abc".index(member["name"]), [4, 5].index(member["seed"])
+        np.testing.assert_array_equal(found["loss"][place], values)
+    with pytest.raises(ValueError, match=r"`tree` must hold arrays of 12 members, one for each of Grid.*got \(6,\)"):
+        grid.unflatten(np.arange(6))
+
+
+@pytest.mark.parametrize("name", ["width", "decay", "seed"])
+def test_splitting_and_joining_is_the_identity(name):
+    grid = Grid(decay=[0.1, 0.3], width=[8, 64, 256], seed=[4, 5])
+    parts, members = grid.split(name), list(grid)
+    assert [value for value, _ in parts] == list(dict.fromkeys(member[name] for member in members))
+    results = []
+    for value, rest in parts:
+        own = [{name: value, **member} for member in rest]
+        results.append(
+            {"place": np.array([members.index(one) for one in own]), "twice": np.ones((len(rest), 2)) * value}
+        )
+    joined = grid.join(name, results)
+    np.testing.assert_array_equal(joined["place"], np.arange(12))
+    np.testing.assert_array_equal(joined["twice"][:, 0], grid.values[name])
+    assert joined["twice"].shape == (12, 2)
+
+
+def test_splitting_at_the_edges():
+    ((first, nothing), (second, _)) = Grid(width=[8, 64]).split("width")
+    assert (first, second, nothing) == (8, 64, None)
+    np.testing.assert_array_equal(Grid(width=[8, 64]).join("width", [np.ones(1), np.zeros(1)]), [1, 0])
+    both = Grid.zipped(width=[8, 64], rate=[0.1, 0.01]) * Grid(seed=[0, 1])
+    with pytest.raises(ValueError, match="`name` must be one of 'seed', got 'width'"):
+        both.split("width")
+    assert [rest.axes for _, rest in both.split("seed")] == [("width,rate",)] * 2
+    grid = Grid(width=[8, 64], seed=[0, 1, 2])
+    with pytest.raises(ValueError, match=r"`results` must have as many groups|`results` must"):
+        grid.join("width", [np.ones(3)])
+    for wrong in (np.ones(2), np.ones((3, 2)), np.ones(())):
+        with pytest.raises(ValueError, match="`results` must hold arrays of equal shapes, 3 members first"):
+            grid.join("width", [np.ones(3), wrong])
+
+
+def test_a_seed_has_its_key_whatever_else_a_member_is(key):
+    """The same for all of a seed's members, and whatever other seeds and settings there are."""
+    grid = Grid(decay=[0.1, 0.3], seed=[4, 0, 2**32 - 1])
+    data = np.asarray(jax.random.key_data(grid.keys(key))).reshape(2, 3, -1)
+    np.testing.assert_array_equal(data[0], data[1])
+    assert len(np.unique(data[0], axis=0)) == 3
+    np.testing.assert_array_equal(data[0, 0], jax.random.key_data(jax.random.fold_in(key, 4)))
+    other = Grid(seed=[7, 4], width=[1, 2])
+    np.testing.assert_array_equal(jax.random.key_data(other.keys(key))[2], data[0, 0])
+    raw = Grid(seed=[4]).keys(jax.random.key_data(key))
+    np.testing.assert_array_equal(jax.random.key_data(raw)[0], data[0, 0])
+    named = Grid(start=[4]).keys(key, "start")
+    np.testing.assert_array_equal(jax.random.key_data(named)[0], data[0, 0])
+    assert not np.array_equal(jax.random.key_data(Grid(seed=[4]).keys(jax.random.key(1)))[0], data[0, 0])
+
+
+@pytest.mark.parametrize(
+    ("seeds", "error", "message"),
+    [
+        ([0.5], TypeError, "`seed` must"),
+        (["a"], TypeError, "`seed` must"),
+        ([-1], ValueError, "`seed` must be at least 0, got -1"),
+        ([2**32], ValueError, "`seed` must lie from 0 to 4294967295|integers"),
+    ],
+)
+def test_what_is_no_seed_is_refused(key, seeds, error, message):
+    with pytest.raises(error, match=message):
+        Grid(seed=seeds).keys(key)
+
+
+def test_quantities_become_hyperparameters():
+    grid = Grid(rate=[1, 2], name=["a", "b"], decay=[0.5])
+    found = grid.hyperparams("rate", "decay")
+    assert list(found) == ["rate", "decay"]
+    np.testing.assert_array_equal(found["rate"], [1, 1, 2, 2])
+    np.testing.assert_array_equal(found["decay"], [0.5] * 4)
+    assert all(leaf.dtype == jnp.float32 for leaf in found.values())
+    with pytest.raises(TypeError, match="`names` must name quantities that are numbers, got 'name', which is text"):
+        grid.hyperparams("name")
+    with pytest.raises(ValueError, match="`names` must be one of 'rate', 'name', 'decay', got 'other'"):
+        grid.hyperparams("other")
+
+
+@pytest.mark.parametrize(
+    ("axes", "error", "message"),
+    [
+        ({}, ValueError, "`axes` must name at least one axis"),
+        ({"rate": []}, ValueError, "`rate` must"),
+        ({"rate": 0.1}, (TypeError, ValueError), "`rate` must"),
+        ({"rate": [[0.1, 0.2]]}, ValueError, "`rate` must be values, one after the other"),
+        ({"rate": [0.1, "a"]}, TypeError, "`rate` must"),
+        ({"rate": [None]}, TypeError, "`rate` must"),
+        ({"rate": [1j]}, TypeError, "`rate` must"),
+        ({"name": "adam"}, TypeError, "`name` must"),
+    ],
+)
+def test_axes_that_are_none_are_refused(axes, error, message):
+    with pytest.raises(error, match=message):
+        Grid(**axes)
+
+
+def test_a_sweep_end_to_end(key):
+    """Members of a seed begin alike and see the same batches; results have the sweep's axes."""
+    grid = Grid(rate=[0.0, 0.1], seed=[3, 9, 11])
+    keys = grid.keys(key)
+    models = jax.vmap(lambda k: jax.tree.map(lambda leaf: leaf[0], linear_members(k, members=1)))(keys)
+    step = make_step(squared_error, lambda settings: optax.sgd(settings["rate"]))
+    sampler = Epochs(regression(key), 4, shared=False)
+    result = fit(models, step, sampler, num_epochs=3, key=keys, hyperparams=grid.hyperparams("rate"))
+    loss = grid.unflatten(result.history.loss)
+    assert loss.shape == (2, 3, 9)
+    np.testing.assert_array_equal(loss[0, :, 0], loss[1, :, 0])
+    assert (loss[1, :, -3:].sum(-1) < loss[0, :, -3:].sum(-1)).all()
+    assert len(np.unique(loss[0, :, 0])) == 3
+    alone = fit(
+        jax.tree.map(lambda leaf: leaf[4:5], models), step, sampler, num_epochs=3, key=keys[4:5],
+        hyperparams={"rate": jnp.array([0.1])},
+    )  # fmt: skip
+    np.testing.assert_allclose(alone.history.loss[0], loss[1, 1], rtol=1e-5)
