@@ -113,10 +113,10 @@ def observable(state: State) -> State:
 def run_chunk(inputs: Any, state: State) -> Any:
     """Several steps of every member, or one where members are unrolled: the new state, and the steps' `Info`s.
 
-    `inputs` is the layout, the traced step, the members' loss keys, which of them go on (None: all), what all and what
-    each of them take batches from, and `[first step, place in the block, steps]`. The state is donated.
+    `inputs` is the layout, the traced step, the members' loss keys, which of them go on (None: all), what each and what
+    all of them take batches from, and `[first step, place in the block, steps]`. The state is donated.
     """
-    layout, traced, keys, active, common, own, place = inputs
+    layout, traced, keys, active, own, common, place = inputs
 
     def one(shared: Any, stacked: Any) -> Any:
         traced, common, (start, within, count) = shared

@@ -260,16 +260,20 @@ class Run:
         count = min(target - self.step, place.end - self.step, self.chunk, MAX_CHUNK)
         began = time.perf_counter()
         calls, per_call = (count, 1) if self.layout.member_map == "unroll" else (1, count)
-        columns, traced = [], self.traced(place.size)
+        traced, places = self.traced(place.size), [(self.step + i, place.within + i, per_call) for i in range(calls)]
+
+        def steps(members: Any) -> Any:
+            state, *others = members
+            columns = []
+            for where in places:
+                state, infos = run_chunk((self.layout, traced, *others, common, jnp.asarray(where)), state)
+                columns.append(infos)
+            return state, jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=1), *columns)
+
         active = self._placed(jnp.asarray(~self.frozen)) if self.frozen.any() else None
-        for i in range(calls):
-            where = jnp.asarray([self.step + i, place.within + i, per_call])
-            inputs = self.layout, traced, self.keys.loss, active, common, own, where
-            self.state, infos = run_chunk(inputs, self.state)
-            columns.append(infos)
-        infos = jax.tree.map(lambda *leaves: np.concatenate([np.asarray(leaf) for leaf in leaves], axis=1), *columns)
+        self.state, infos = self._over_members(steps, (self.state, self.keys.loss, active, own))
+        infos = jax.tree.map(lambda leaf: np.asarray(leaf)[: self.num_members, :count], infos)
         seconds = time.perf_counter() - began
-        infos = jax.tree.map(lambda leaf: leaf[: self.num_members, :count], infos)
         self.infos.append(infos)
         self._notice_divergence(infos.loss)
         self.step += count
@@ -281,7 +285,14 @@ class Run:
         """Records the observation at the current step, and asks the callbacks."""
         observed = None
         if self.observe is not None:
-            observed = jax.tree.map(lambda leaf: np.asarray(leaf)[: self.num_members], self._observe_all())
+            program, step = self.observe, jnp.asarray(self.step)
+
+            def observe(members: Any) -> Any:
+                state, keys = members
+                return jax.block_until_ready(observe_members((self.layout, program, keys, step), state))
+
+            observed = self._over_members(observe, (self.state, self.keys.observe))
+            observed = jax.tree.map(lambda leaf: np.asarray(leaf)[: self.num_members], observed)
         self.observed_at.append(self.step)
         self.observations.append(observed)
         self.infos = [_joined(self.infos)]
@@ -310,16 +321,15 @@ class Run:
 
         return {**jax.tree.map(mean, done)._asdict(), "observed": self.observations[index]}
 
-    def _observe_all(self) -> Any:
-        step = jnp.asarray(self.step)
+    def _over_members(self, function: Callable[[Any], Any], members: Any) -> Any:
+        """A function of stacked members; where they are unrolled on one device, one after the other.
+
+        One member's program then serves all: it compiles once, and only one member's decompositions run at a time.
+        """
         if self.layout.member_map != "unroll" or self.layout.mesh is not None:
-            return observe_members((self.layout, self.observe, self.keys.observe, step), self.state)
-        # One member's program for all: it compiles once, and only one member's decompositions run at a time.
-        parts = []
-        for index in range(self.num_members):
-            key, own = jax.tree.map(lambda leaf, i=index: leaf[i : i + 1], (self.keys.observe, self.state))
-            parts.append(jax.tree.map(np.asarray, observe_members((self.layout, self.observe, key, step), own)))
-        return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
+            return function(members)
+        parts = [function(jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], members)) for i in range(self.num_members)]
+        return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
 
     def history(self) -> History:
         """Everything recorded, stacked."""
