@@ -120,9 +120,10 @@ class Batches:
                 self._fail_ended(step)
             self._expected = found.block * self.sampler.block + count
             return self._placed(plan, own=False)
+        number = jnp.asarray(found.block)  # an array: a number would be compiled in
         if self.sampler.shared:
-            return self._placed(_plan(self.sampler, self.keys, found.block), own=False)
-        return self._placed(_own_plans(self.sampler, self.keys, found.block), own=True)
+            return self._placed(_plan(self.sampler, self.keys, number), own=False)
+        return self._placed(_own_plans(self.sampler, self.keys, number), own=True)
 
     def _fail_ended(self, step: int) -> NoReturn:
         wanted = f"give a batch for every step, {step} among them"

@@ -204,7 +204,7 @@ def test_members_that_wait_too_long_are_frozen(key, member_map):
     ends = []
     for losses in free.history.loss.reshape(3, 30, 2).mean(2):
         best, waited = np.inf, 0
-        for record, loss in enumerate(losses, start=1):
+        for record, loss in enumerate(losses, start=1):  # noqa: B007
             best, waited = (loss, 0) if loss < best - 1e-3 else (best, waited + 1)
             if waited > 3:
                 break

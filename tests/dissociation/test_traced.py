@@ -173,6 +173,18 @@ def test_equal_programs_compile_once(caplog):
     assert not np.array_equal(training(offset=0.5).models, training().models)
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_later_epochs_compile_nothing(caplog, shared):
+    step = make_step(lambda model, batch, key: jnp.mean((batch @ model) ** 2), optax.sgd(0.1))
+    sampler = Epochs(X, 3, shared=shared)
+
+    def epochs(count):
+        fit(jnp.ones((2, 3)), step, sampler, num_epochs=count, key=jax.random.key(0))
+
+    assert compilations(caplog, lambda: epochs(2))  # batches of both sizes
+    assert compilations(caplog, lambda: epochs(7)) == []
+
+
 @pytest.mark.parametrize(
     "change",
     [{"rate": 0.2}, {"power": 3}, {"scale": 2.0}, {"made": optax.sgd}, {"decimals": 1}],
