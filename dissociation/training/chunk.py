@@ -106,7 +106,8 @@ def trace_observation(observe: Any, state: State, *example: Any) -> Traced:
 
 def observable(state: State) -> State:
     """The state without what is the optimiser's alone: what losses and observations can tell apart."""
-    return state.replace(opt_state=None, hyperparams=None)
+    where = lambda state: (state.opt_state, state.hyperparams)  # noqa: E731
+    return eqx.tree_at(where, state, (None, None), is_leaf=lambda leaf: leaf is None)
 
 
 @eqx.filter_jit(donate="all-except-first")
