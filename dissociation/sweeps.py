@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from dissociation import checks
-from dissociation.conversion import as_array, as_numbers, check_fits
+from dissociation.conversion import as_array, as_numbers
 from dissociation.types import PRNGKey
 from dissociation.validation import validated
 
@@ -41,13 +41,13 @@ class Grid:
         array([3, 4, 5])
     """
 
-    def __init__(self, **axes: Sequence[Any]):
+    def __init__(self, **axes: Any):
         if not axes:
             checks.fail("axes", "name at least one axis", "none")
         self._parts = tuple({name: _values(name, values)} for name, values in axes.items())
 
     @classmethod
-    def zipped(cls, **quantities: Sequence[Any]) -> "Grid":
+    def zipped(cls, **quantities: Any) -> "Grid":
         """One axis, along which several quantities vary together.
 
         Raises:
@@ -209,7 +209,7 @@ class Grid:
             ValueError: If there is not one result per value, or shapes differ.
         """
         groups = self.split(name)
-        checks.check_same_length("results", len(results), name, len(groups), "groups")
+        checks.check_same_length(name, len(groups), "results", len(results), "groups")
         axis = self.axes.index(name)
         rest = [size for i, size in enumerate(self.shape) if i != axis]
 
@@ -218,7 +218,7 @@ class Grid:
             if len(shapes) > 1 or not next(iter(shapes)) or next(iter(shapes))[0] != math.prod(rest):
                 wanted = f"hold arrays of equal shapes, {math.prod(rest)} members first"
                 checks.fail("results", wanted, sorted(shapes))
-            parts = [np.asarray(leaf).reshape(*rest, *leaf.shape[1:]) for leaf in leaves]
+            parts = [np.asarray(leaf).reshape((*rest, *leaf.shape[1:])) for leaf in leaves]
             return np.stack(parts, axis).reshape(len(self), *leaves[0].shape[1:])
 
         return jax.tree.map(one, *results)
@@ -236,7 +236,6 @@ def _values(name: str, values: Any) -> np.ndarray:
         return np.asarray(values)
     given = as_array(name, values, "numbers or text, one after the other")
     array = np.asarray(as_numbers(name, given, frozenset({"bool", "int", "float"})))
-    check_fits(name, array)
     if array.ndim != 1:
         checks.fail(name, "be values, one after the other", f"shape {array.shape}")
     return array

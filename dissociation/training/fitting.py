@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -115,17 +115,18 @@ def fit(
     times = _times(save, heard, first, total, sampler.epoch_steps)
     order_keys, own_keys = _split_key(key, num_members, sampler.shared)
     run = Run(state, step, sampler, own_keys, order_keys, save, layout, heard)
-    file = None
-    if checkpoint is not None:
-        parts = {"models": state.arrays, "aux": state.aux, "hyperparams": state.hyperparams, "key": key}
-        identity = {name: checkpoints.fingerprint(part) for name, part in parts.items()}
-        identity |= _identity(run, state, step, sampler)
-        file = Checkpoint(Path(checkpoint), identity, same_program)
-    with nullcontext() if file is None else files.locked(file.path.with_name(f".{file.path.name}.lock"), file.path):
-        if file is not None:
-            run.resume(file, total, times)
-        run.began = began
-        run.to_the_end(total, times, file)
+    with closing(run.batches):
+        file = None
+        if checkpoint is not None:
+            parts = {"models": state.arrays, "aux": state.aux, "hyperparams": state.hyperparams, "key": key}
+            identity = {name: checkpoints.fingerprint(part) for name, part in parts.items()}
+            identity |= _identity(run, state, step, sampler)
+            file = Checkpoint(Path(checkpoint), identity, same_program)
+        with nullcontext() if file is None else files.locked(file.path.with_name(f".{file.path.name}.lock"), file.path):
+            if file is not None:
+                run.resume(file, total, times)
+            run.began = began
+            run.to_the_end(total, times, file)
     state = sharding.drop_padding(run.state, num_members)
     return FitResult(
         models=state.model,

@@ -80,7 +80,7 @@ class Batches:
         arrays = eqx.filter(sampler, eqx.is_array)
         self.arrays = self._placed(arrays, own=sampler.stacked)
         self._block, self._plan = -1, None
-        self._prefetched, self._expected = None, -1
+        self._prefetched, self._expected, self._like = None, -1, None
 
     def one_arrays(self) -> Any:
         """The sampler's arrays as one member gets them, as shapes and dtypes."""
@@ -119,6 +119,10 @@ class Batches:
             except StopIteration:
                 self._fail_ended(step)
             self._expected = found.block * self.sampler.block + count
+            shapes = jax.tree.map(_shape, plan)
+            if self._like not in (None, shapes):
+                self.sampler.fail_shapes(f"{shapes} after {self._like}")
+            self._like = shapes
             return self._placed(plan, own=False)
         number = jnp.asarray(found.block)  # an array: a number would be compiled in
         if self.sampler.shared:

@@ -9,7 +9,7 @@ import itertools
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import equinox as eqx
 import jax
@@ -243,6 +243,11 @@ class HostBatches(Sampler):
         """One of those handed over."""
         return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, within, keepdims=False), plan)
 
+    def fail_shapes(self, found: str) -> NoReturn:
+        """Says that batches differ."""
+        wanted = "give batches of one structure and shape"
+        checks.fail("start", wanted, found, "Drop a last, smaller batch, or fill it up")
+
 
 class Prefetched:
     """The blocks of a `HostBatches`, made ahead in a thread; a block that the iterator does not fill repeats its last.
@@ -289,8 +294,7 @@ class Prefetched:
         try:
             stacked = jax.tree.map(lambda *leaves: np.stack([np.asarray(leaf) for leaf in leaves]), *filled)
         except ValueError as error:
-            wanted = "give batches of one structure and shape"
-            checks.fail("start", wanted, str(error), "Drop a last, smaller batch, or fill it up")
+            self._sampler.fail_shapes(str(error))
         return as_data(stacked, finite=False), len(part)
 
     def close(self) -> None:
