@@ -76,7 +76,10 @@ class Traced(eqx.Module):
         if in_tree != self.code.in_tree:
             raise TypeError(f"`args` must have the structure {self.code.in_tree}, got {in_tree}.")
         closed = jex.ClosedJaxpr(self.code.jaxpr, self.consts)
-        return self.code.out_tree.unflatten(jex.jaxpr_as_fun(closed)(*leaves))
+        found = zip(jex.jaxpr_as_fun(closed)(*leaves), self.code.jaxpr.outvars, strict=True)
+        # A constant comes as a number.
+        outs = [out if isinstance(out, jax.Array) else jnp.asarray(out, var.aval.dtype) for out, var in found]
+        return self.code.out_tree.unflatten(outs)
 
     @property
     def out(self) -> Any:

@@ -179,30 +179,28 @@ def test_names_are_short_where_they_are_clear():
     assert names == ["loss", "metrics.a", "b", "observed.a", "c.d"]
 
 
+def equal_for(member_map):
+    """In turn, members do not feel that others are frozen; side by side their last digits may."""
+    if member_map == "vmap":
+        return lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    return np.testing.assert_array_equal
+
+
 @pytest.mark.parametrize("member_map", ["scan", "vmap", "unroll"])
 def test_members_that_wait_too_long_are_frozen(key, member_map):
     """Against the rule written down; others go on as if they were alone."""
     models, data = linear_members(key), regression(key)
     rates = jnp.array([0.3, 0.0, 0.02])
+    same = equal_for(member_map)
 
     def run(**options):
-        save = Save(lambda m, s, k: {"copy": m.weight}, range(0, 61, 2))
-        layout = Layout(member_map)
-        return fit(
-            models,
-            RATED,
-            FullBatch(data),
-            num_steps=60,
-            key=key,
-            hyperparams=rates,
-            save=save,
-            layout=layout,
-            **options,
-        )
+        save, layout = Save(lambda m, s, k: {"copy": m.weight}, range(0, 201, 2)), Layout(member_map)
+        options |= {"hyperparams": rates, "save": save, "layout": layout}
+        return fit(models, RATED, FullBatch(data), num_steps=200, key=key, **options)
 
     free, stopped = run(), run(callbacks=[EarlyStop("loss", 3, least_change=1e-3)])
     ends = []
-    for losses in free.history.loss.reshape(3, 30, 2).mean(2):
+    for losses in free.history.loss.reshape(3, 100, 2).mean(2):
         best, waited = np.inf, 0
         for record, loss in enumerate(losses, start=1):  # noqa: B007
             best, waited = (loss, 0) if loss < best - 1e-3 else (best, waited + 1)
@@ -211,13 +209,14 @@ def test_members_that_wait_too_long_are_frozen(key, member_map):
         ends.append(2 * record)
     assert ends[1] == 10  # its first loss, and four that are no better
     assert len(set(ends)) == 3
-    assert max(ends) < 60
+    assert max(ends) < 200
     assert stopped.num_steps == max(ends)
     for m, end in enumerate(ends):
         copies = stopped.history.observed["copy"][m]
-        np.testing.assert_array_equal(weights(stopped)[m], free.history.observed["copy"][m, end // 2])
+        np.testing.assert_array_equal(weights(stopped)[m], copies[end // 2])
         assert (copies[end // 2 :] == copies[end // 2]).all()
-        np.testing.assert_array_equal(stopped.history.loss[m, :end], free.history.loss[m, :end])
+        same(copies[: end // 2 + 1], free.history.observed["copy"][m, : end // 2 + 1])
+        same(stopped.history.loss[m, :end], free.history.loss[m, :end])
         assert np.isnan(stopped.history.loss[m, end:]).all()
         assert stopped.state.step[m] == end
     assert (stopped.diverged_at == -1).all()
@@ -279,7 +278,7 @@ def test_diverged_members_are_frozen(key, member_map):
     at = -(-(free.diverged_at[1] + 1) // 3) * 3  # the first record that the loss is in
     assert 0 < at < 60
     np.testing.assert_array_equal(free.diverged_at, guarded.diverged_at)
-    np.testing.assert_array_equal(weights(free)[[0, 2]], weights(guarded)[[0, 2]])
+    equal_for(member_map)(weights(free)[[0, 2]], weights(guarded)[[0, 2]])
     assert guarded.state.step.tolist() == [60, at, 60]
     assert run(rates=jnp.full(3, 1e4), callbacks=[FreezeDiverged()]).num_steps < 60  # none is left
 
@@ -327,10 +326,3 @@ def test_columns_must_say_something_of_every_member(key, tmp_path):
     log = CsvLog(tmp_path / "log.csv", {"rate": [0.1, 0.2]})
     with pytest.raises((ValueError, IndexError)):
         fit(linear_members(key), SGD, FullBatch(regression(key)), num_steps=1, key=key, callbacks=[log])
-
-
-def test_what_is_no_callback_is_refused(key):
-    with pytest.raises(TypeError, match="`callbacks"):
-        fit(linear_members(key), SGD, FullBatch(regression(key)), num_steps=1, key=key, callbacks=[3])
-    with pytest.raises(TypeError, match="`callbacks"):
-        fit(linear_members(key), SGD, FullBatch(regression(key)), num_steps=1, key=key, callbacks=print)
