@@ -157,13 +157,26 @@ class Run:
         count = min(target - self.step, end - self.step, self.chunk, MAX_CHUNK)
         began = time.perf_counter()
         calls, per_call = (count, 1) if self.program.member_map == "unroll" else (1, count)
-        columns, gradient = [], self.gradient(batch_size)
-        for i in range(calls):
-            place = jnp.asarray([self.step + i, position + i * (batch_size or 0), per_call])
-            inputs = self.program, self.order, place, batch_size, gradient
-            self.state, losses = run_chunk(inputs, self.state)
-            columns.append(losses)
-        losses = np.concatenate([np.asarray(column) for column in columns], axis=1)
+        gradient = self.gradient(batch_size)
+
+        def steps(program: Program, state: Any, order: Any) -> Any:
+            columns = []
+            for i in range(calls):
+                place = jnp.asarray([self.step + i, position + i * (batch_size or 0), per_call])
+                state, losses = run_chunk((program, order, place, batch_size, gradient), state)
+                columns.append(losses)
+            return state, jnp.concatenate(columns, axis=1)
+
+        if not self._one_by_one:
+            self.state, losses = steps(self.program, self.state, self.order)
+        else:
+            parts = []
+            for index in range(self.num_members):
+                program, state = self._alone(index, self.state)
+                own = self.order is not None and self.order.ndim == 2
+                parts.append(steps(program, state, self.order[index : index + 1] if own else self.order))
+            self.state, losses = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
+        losses = np.asarray(losses)
         seconds = time.perf_counter() - began
         self.losses.append(losses[: self.num_members, :count])
         self._notice_divergence(self.losses[-1])
@@ -186,15 +199,26 @@ class Run:
 
     def _observe_all(self) -> Any:
         step, params = jnp.asarray(self.step), self.state[0]
-        if self.program.member_map != "unroll" or self.program.mesh is not None:
+        if not self._one_by_one:
             return observe_members((self.program, step), params)
-        # One member's program for all: it compiles once, and only one member's decompositions run at a time.
         parts = []
         for index in range(self.num_members):
-            members, own = jax.tree.map(lambda leaf, i=index: leaf[i : i + 1], (self.program.members, params))
-            program = eqx.tree_at(lambda p: p.members, self.program, members)
+            program, own = self._alone(index, params)
             parts.append(jax.tree.map(np.asarray, observe_members((program, step), own)))
         return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
+
+    @property
+    def _one_by_one(self) -> bool:
+        """Whether members are unrolled on one device: one member's program serves all, and compiles once.
+
+        Several members in one program may share kernels, in which a member's last bits depend on its company.
+        """
+        return self.program.member_map == "unroll" and self.program.mesh is None
+
+    def _alone(self, index: int, tree: Any) -> tuple[Program, Any]:
+        """The program and arrays of one member."""
+        members, own = jax.tree.map(lambda leaf: leaf[index : index + 1], (self.program.members, tree))
+        return eqx.tree_at(lambda p: p.members, self.program, members), own
 
     def history(self) -> History:
         """Everything recorded, stacked."""

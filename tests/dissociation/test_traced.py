@@ -173,6 +173,20 @@ def test_equal_programs_compile_once(caplog):
     assert not np.array_equal(training(offset=0.5).models, training().models)
 
 
+def test_unrolled_members_share_one_members_program(caplog):
+    """So their bits cannot depend on their number, nor does the time to compile."""
+
+    def unrolled(members):
+        def loss(model, batch, key):
+            return jnp.mean((batch @ model - 1.5) ** 2)
+
+        options = {"num_steps": 2, "batch_size": 2, "key": jax.random.key(0), "member_map": "unroll"}
+        return fit(jnp.ones((members, 3)), loss, X, optax.adam(0.3), observe=lambda m, step, key: m.sum(), **options)
+
+    assert any("run_chunk" in message for message in compilations(caplog, lambda: unrolled(1)))
+    assert not [m for m in compilations(caplog, lambda: unrolled(4)) if "run_chunk" in m or "observe_members" in m]
+
+
 @pytest.mark.parametrize(
     "change",
     [{"rate": 0.2}, {"power": 3}, {"scale": 2.0}, {"made": optax.sgd}, {"decimals": 1}],
