@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from dissociation.training import Epochs, Save, fit, make_step
+from dissociation.training import Epochs, Layout, Save, fit, make_step
 from dissociation.training.traced import trace
 
 X = jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
@@ -183,6 +183,19 @@ def test_later_epochs_compile_nothing(caplog, shared):
 
     assert compilations(caplog, lambda: epochs(2))  # batches of both sizes
     assert compilations(caplog, lambda: epochs(7)) == []
+
+
+def test_unrolled_members_share_one_members_program(caplog):
+    """So their bits cannot depend on their number, nor does the time to compile."""
+
+    def unrolled(members):
+        step = make_step(lambda model, batch, key: jnp.mean((batch @ model - 1.5) ** 2), optax.adam(0.3))
+        save, layout = Save(lambda model, step, key: model.sum()), Layout("unroll")
+        options = {"num_steps": 2, "key": jax.random.key(0), "save": save, "layout": layout}
+        return fit(jnp.ones((members, 3)), step, Epochs(X, 2), **options)
+
+    assert any("run_chunk" in message for message in compilations(caplog, lambda: unrolled(1)))
+    assert not [m for m in compilations(caplog, lambda: unrolled(4)) if "run_chunk" in m or "observe_members" in m]
 
 
 @pytest.mark.parametrize(
