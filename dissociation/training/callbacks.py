@@ -44,18 +44,22 @@ class OfFunction(Callback):
     """A function of step and records as a callback."""
 
     def __init__(self, function: Callable[[int, dict[str, Any]], Any]):
-        self.record = function
+        self.function = function
+
+    def record(self, step: int, records: dict[str, Any]) -> Any:
+        """Calls it."""
+        return self.function(step, records)
 
 
 class Progress(Callback):
     """A meter of steps, with the loss and recorded numbers as mean and standard deviation over members.
 
     Args:
-        how: "auto", "terminal", "notebook", or a factory `(total, description) -> Meter`.
+        how: "auto", "terminal", "notebook", None for silence, or a factory `(total, description) -> Meter`.
         shown: Names of the numbers to show beside the loss, one per member each; default: the first six.
     """
 
-    def __init__(self, how: str | MeterFactory = "auto", shown: Sequence[str] | None = None):
+    def __init__(self, how: str | MeterFactory | None = "auto", shown: Sequence[str] | None = None):
         self.how, self.shown, self._meter, self._text, self._recorded = how, shown, None, "", False
 
     def begin(self, step: int, num_steps: int, past: Sequence[tuple[int, dict[str, Any]]]) -> None:
@@ -110,6 +114,10 @@ class CsvLog(Callback):
         text = io.StringIO()
         table = csv.writer(text)
         if self._names is None:
+            for name, values in self.columns.items():
+                if np.shape(values) != numbers["loss"].shape:
+                    wanted = f"hold one value for each of the {len(numbers['loss'])} members"
+                    checks.fail("columns", wanted, f"shape {np.shape(values)} for {name!r}")
             self._names = list(numbers)
             table.writerow(["step", "member", *self.columns, *self._names])
         for member in range(len(numbers["loss"])):

@@ -323,6 +323,9 @@ def test_a_table_has_a_row_per_record_and_member(key, tmp_path):
 
 
 def test_columns_must_say_something_of_every_member(key, tmp_path):
-    log = CsvLog(tmp_path / "log.csv", {"rate": [0.1, 0.2]})
-    with pytest.raises((ValueError, IndexError)):
-        fit(linear_members(key), SGD, FullBatch(regression(key)), num_steps=1, key=key, callbacks=[log])
+    for values, shape in (([0.1, 0.2], r"\(2,\)"), ([0.1] * 4, r"\(4,\)"), (0.1, r"\(\)")):
+        log = CsvLog(tmp_path / "log.csv", {"rate": values})
+        with pytest.raises(
+            ValueError, match=f"`columns` must hold one value for each of the 3 members, got shape {shape}"
+        ):
+            fit(linear_members(key), SGD, FullBatch(regression(key)), num_steps=1, key=key, callbacks=[log])

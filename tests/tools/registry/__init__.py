@@ -7,6 +7,7 @@ runs every row some dozens of times.
 from dissociation import linalg
 from dissociation.metrics import crossing
 from dissociation.spectral import certificate, similarity
+from dissociation.training import callbacks
 from registry.dissociation_calls import CALLS as DISSOCIATION
 from registry.koopman_calls import CALLS as KOOPMAN
 from registry.koopman_calls import MAY_PASS as KOOPMAN_MAY_PASS
@@ -25,6 +26,7 @@ MAY_PASS = {
         ("levels", "inf"): "nothing is certified there",
     },
     similarity.pair_mean: {("values", "NaN"): "returns a function", ("values", "inf"): "returns a function"},
+    callbacks.CsvLog: {("columns", "a dict"): "names and values, whose number a run compares with its members"},
     linalg.positive_inverse: {("matrix", "inf"): "the limit: what has no bound has inverse zero"},
 } | KOOPMAN_MAY_PASS
 """What looks like bad input and is none: function -> {(argument, kind or None for all): why}."""
