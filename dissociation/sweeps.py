@@ -11,6 +11,7 @@ from jaxtyping import Array, PyTree
 
 from dissociation import checks
 from dissociation.conversion import as_array, as_numbers
+from dissociation.keys import typed
 from dissociation.types import PRNGKey
 from dissociation.validation import validated
 
@@ -44,7 +45,9 @@ class Grid:
     def __init__(self, **axes: Any):
         if not axes:
             checks.fail("axes", "name at least one axis", "none")
-        self._parts = tuple({name: _values(name, values)} for name, values in axes.items())
+        self._parts: tuple[Mapping[str, np.ndarray], ...] = tuple(
+            {name: _values(name, values)} for name, values in axes.items()
+        )
 
     @classmethod
     def zipped(cls, **quantities: Any) -> "Grid":
@@ -142,8 +145,8 @@ class Grid:
         checks.check_choice("name", name, values)
         for seed in values[name].tolist():
             checks.check_seed(name, seed)
-        typed = key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)
-        return jax.vmap(lambda seed: jax.random.fold_in(typed, seed))(jnp.asarray(values[name], jnp.uint32))
+        root = typed(key)
+        return jax.vmap(lambda seed: jax.random.fold_in(root, seed))(jnp.asarray(values[name], jnp.uint32))
 
     def where(self, **coordinates: Any) -> np.ndarray:
         """Positions of the members whose quantities have these values.

@@ -14,6 +14,7 @@ from jaxtyping import Array, PyTree
 
 from dissociation import checkpoint as checkpoints
 from dissociation import checks, files, sharding
+from dissociation.keys import typed
 from dissociation.schedule import check_steps
 from dissociation.training.callbacks import Callback, OfFunction
 from dissociation.training.chunk import Layout, observable
@@ -223,8 +224,7 @@ def _identity(run: Run, state: State, step: Step, sampler: Sampler) -> dict[str,
 
 def _split_key(key: Any, num_members: int, shared: bool) -> tuple[Array, Any]:
     """Keys of the order of the data (one, or one per member), and every member's."""
-    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        key = jax.random.wrap_key_data(key)
+    key = typed(key)
     order: Any = None
     if key.ndim == 0:
         order, root = jax.random.split(key)

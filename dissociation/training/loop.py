@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from dissociation import checks
+from dissociation.keys import typed
 from dissociation.training.samplers import HostBatches, Sampler
 from dissociation.training.state import Info, State, Step
 from dissociation.types import PRNGKey
@@ -33,7 +34,7 @@ class _Piece(NamedTuple):
 
     size: int | None
     within: int
-    count: int
+    steps: int
 
 
 @validated
@@ -61,7 +62,8 @@ def train(
 
     Example:
         >>> import optax
-        >>> from dissociation.training.samplers import FullBatch
+        >>> from dissociation.keys import typed
+    from dissociation.training.samplers import FullBatch
         >>> from dissociation.training.state import make_step
         >>> step = make_step(lambda w, batch, key: jnp.mean((w - batch) ** 2), optax.sgd(0.25))
         >>> sampler = FullBatch(jnp.array([2.0, 4.0]))
@@ -73,27 +75,27 @@ def train(
     if isinstance(sampler, HostBatches):
         checks.fail_kind("sampler", "draw its batches in the program", "a HostBatches", "Train with `training.fit`")
     total, first = checks.check_count("num_steps", num_steps), checks.check_count("first_step", first_step)
-    keys = streams(jax.random.wrap_key_data(key) if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key)
+    keys = streams(typed(key))
 
     def piece(carry: Any, plan: Any, start: Any, part: _Piece) -> Any:
         def one(state: State, i: Array) -> tuple[State, Info]:
             batch = sampler.batch(plan, part.within + i, part.size)
             return step(state, batch, jax.random.fold_in(keys.loss, start + i))
 
-        return jax.lax.scan(one, carry, jnp.arange(part.count))
+        return jax.lax.scan(one, carry, jnp.arange(part.steps))
 
     def block(carry: Any, number: Any, start: Any, parts: tuple[_Piece, ...]) -> Any:
         plan, found = sampler.plan(keys.order, number), []
         for part in parts:
             carry, infos = piece(carry, plan, start, part)
             found.append(infos)
-            start = start + part.count
+            start = start + part.steps
         return carry, _joined(found)
 
     found, begin = [], first
     for (parts, _), group in itertools.groupby(_blocks(sampler, first, total), lambda entry: entry[:2]):
         numbers = [number for *_, number in group]
-        length = sum(part.count for part in parts)
+        length = sum(part.steps for part in parts)
         if len(numbers) == 1:
             state, infos = block(state, numbers[0], begin, parts)
         else:

@@ -309,8 +309,9 @@ class Run:
             except KeyboardInterrupt as error:  # the record counts: the others hear of it all the same
                 interrupted, answer = error, None
             self.stopped = self.stopped or _is_true(answer)
-            if np.shape(answer) == (self.num_members,) and np.asarray(answer).dtype == bool:
-                self.frozen = self.frozen | np.asarray(answer)
+            frozen = np.asarray(answer)
+            if frozen.shape == (self.num_members,) and frozen.dtype == bool:
+                self.frozen = self.frozen | frozen
         if interrupted is not None:
             raise interrupted
 
@@ -428,8 +429,7 @@ class Checkpoint(NamedTuple):
 
 def records_something(callback: Callback) -> bool:
     """Whether a callback wants records for more than a line of text."""
-    own = "record" in vars(callback) or type(callback).record is not Callback.record
-    return own and not isinstance(callback, Progress)
+    return type(callback).record is not Callback.record and not isinstance(callback, Progress)
 
 
 def example(tree: Any) -> Any:

@@ -19,6 +19,7 @@ from jaxtyping import Array, PyTree
 
 from dissociation import checks
 from dissociation.conversion import as_array, check_fits, describe, number_kind
+from dissociation.keys import typed
 from dissociation.schedule import steps_per_epoch
 from dissociation.types import PRNGKey
 from dissociation.validation import validated
@@ -160,7 +161,7 @@ class Epochs(Sampler):
         if not self.shuffle:
             return None
         kept = self.num_samples if self.span == 1 else self.epoch_steps * self.batch_size
-        return permutations(key, block * self.span + jnp.arange(self.span), self.num_samples, kept)
+        return permutations(typed(key), block * self.span + jnp.arange(self.span), self.num_samples, kept)
 
     def batch(self, plan: Array | None, within: Any, size: int | None) -> PyTree:
         """`size` samples."""

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Int, PyTree
 
 from dissociation import checks
 from dissociation.conversion import as_array, as_numbers, check_fits
@@ -78,11 +78,11 @@ class Info(NamedTuple):
     """What a step says of itself.
 
     Attributes:
-        loss: Of the batch, before the update.
+        loss: Of the batch, before the update: a scalar, or one per step and member.
         metrics: What the loss returned beside it; None if nothing.
     """
 
-    loss: Float[Array, "..."]
+    loss: Any
     metrics: PyTree
 
 

@@ -76,15 +76,19 @@ class Traced(eqx.Module):
         if in_tree != self.code.in_tree:
             raise TypeError(f"`args` must have the structure {self.code.in_tree}, got {in_tree}.")
         closed = jex.ClosedJaxpr(self.code.jaxpr, self.consts)
-        found = zip(jex.jaxpr_as_fun(closed)(*leaves), self.code.jaxpr.outvars, strict=True)
+        found = zip(jex.jaxpr_as_fun(closed)(*leaves), self._avals, strict=True)
         # A constant comes as a number.
-        outs = [out if isinstance(out, jax.Array) else jnp.asarray(out, var.aval.dtype) for out, var in found]
+        outs = [out if isinstance(out, jax.Array) else jnp.asarray(out, aval.dtype) for out, aval in found]
         return self.code.out_tree.unflatten(outs)
 
     @property
     def out(self) -> Any:
         """The result, as shapes and dtypes."""
-        return self.code.out_tree.unflatten([var.aval for var in self.code.jaxpr.outvars])
+        return self.code.out_tree.unflatten([jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in self._avals])
+
+    @property
+    def _avals(self) -> list[Any]:
+        return [var.aval for var in self.code.jaxpr.outvars]
 
     def fingerprint(self) -> str:
         """A digest of operations and arrays, the same in every process with the same version of JAX."""
