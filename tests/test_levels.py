@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LEVELS = {
     "dissociation": {
-        "checks": -2, "types": -2, "keys": -2, "conversion": -1, "validation": -0.5, "files": -1, "interrupts": -1,
+        "types": -3, "checks": -2, "keys": -2, "conversion": -1, "validation": -0.5, "files": -1, "interrupts": -1,
         "linalg": 0, "results": 0, "progress": 0, "plotting": 0, "sharding": 0, "schedule": 0, "memory": 0,
         "bmap": 1, "checkpoint": 1, "data": 1, "models": 1,
         "member_map": 2, "sweeps": 2, "weights": 2, "linear": 2, "spectral": 2, "metrics": 2,
