@@ -6,7 +6,7 @@ import pytest
 
 from dissociation.data.datasets import load
 from dissociation.models.bilinear import BilinearNetwork
-from dissociation.recipes.bilinear import NoisyCrossEntropy, _optimizer, train_bilinear
+from dissociation.recipes.bilinear import NoisyCrossEntropy, Settings, _optimizer, train_bilinear
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def test_training_learns_digits(data):
 
 
 def test_the_learning_rate_steps_down_once_per_epoch():
-    optimizer = _optimizer(jnp.asarray([1e-3, 0.0, 4.0, 10.0]))
+    optimizer = _optimizer(Settings(1e-3, 0.0, 4.0, 10.0))
     params = jnp.ones(3)
     state, sizes = optimizer.init(params), []
     for _ in range(40):
@@ -44,7 +44,7 @@ def test_noise_is_added_and_decay_pulls():
     wanted = optax.softmax_cross_entropy(logits, batch[1]).mean()
     np.testing.assert_allclose(NoisyCrossEntropy(jnp.asarray(0.3))(model, batch, jax.random.key(7)), wanted, rtol=1e-6)
     assert NoisyCrossEntropy(jnp.asarray(0.0))(model, batch, jax.random.key(7)) != wanted
-    optimizer = _optimizer(jnp.asarray([1e-2, 0.5, 4.0, 10.0]))
+    optimizer = _optimizer(Settings(1e-2, 0.5, 4.0, 10.0))
     updates, _ = optimizer.update(jnp.zeros(3), optimizer.init(jnp.ones(3)), jnp.ones(3))
     np.testing.assert_allclose(updates, -1e-2 * 0.5, rtol=1e-5)
 
