@@ -68,7 +68,7 @@ def test_members_are_split_over_devices_and_padding_is_dropped(num_members):
     assert {shard.data.shape[0] for shard in placed["x"].addressable_shards} == {-(-num_members // 4)}
     np.testing.assert_array_equal(sharding.drop_padding(placed, num_members)["x"], tree["x"])
     assert placed["name"] == "kept"
-    with pytest.raises(ValueError, match="`mesh` must have the one axis 'members'"):
+    with pytest.raises(ValueError, match="`mesh` must have the axis 'members', and 'data' at most"):
         sharding.check_mesh(jax.make_mesh((1,), ("batch",)))
 
 
@@ -189,3 +189,19 @@ def test_one_of_stacked_members():
     for wrong in ({"a": jnp.ones(3), "b": jnp.ones(2)}, {"rate": 0.5}, jnp.ones(())):
         with pytest.raises(ValueError, match="`models` must hold arrays that agree in a leading axis, got"):
             member(wrong, 0)
+
+
+def test_a_mesh_may_have_an_axis_of_data():
+    devices = jax.devices("cpu")[:4]
+    mesh = sharding.member_mesh(devices, data=2)
+    assert mesh.axis_names == ("members", "data")
+    assert mesh.devices.tolist() == [devices[:2], devices[2:]]
+    assert sharding.member_devices(mesh) == 2
+    assert sharding.member_devices(sharding.member_mesh(devices)) == 4
+    placed = sharding.place_members(sharding.pad_members(jnp.arange(3.0), 2), mesh)
+    assert {shard.data.shape for shard in placed.addressable_shards} == {(2,)}
+    sharding.check_mesh(mesh)
+    with pytest.raises(ValueError, match=r"`data` must divide the number of devices \(4\), got 3"):
+        sharding.member_mesh(devices, data=3)
+    with pytest.raises(ValueError, match="`data` must be at least 1, got 0"):
+        sharding.member_mesh(devices, data=0)
