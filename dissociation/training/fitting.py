@@ -112,7 +112,7 @@ def fit(
         checks.check_same_length("models", num_members, "sampler", found, "members")
     first = int(np.max(np.asarray(state.step)))
     total = first + _total_steps(num_steps, num_epochs, sampler.epoch_steps)
-    heard = [each if isinstance(each, Callback) else OfFunction(each) for each in callbacks]
+    heard = [_callback(i, each) for i, each in enumerate(callbacks)]
     times = _times(save, heard, first, total, sampler.epoch_steps)
     order_keys, own_keys = _split_key(key, num_members, sampler.shared)
     run = Run(state, step, sampler, own_keys, order_keys, save, layout, heard)
@@ -138,6 +138,15 @@ def fit(
         seconds=run.seconds(),
         state=state,
     )
+
+
+def _callback(index: int, given: Any) -> Callback:
+    if isinstance(given, Callback):
+        return given
+    if not callable(given) or isinstance(given, type):
+        wanted = "be a function of step and records, or a Callback"
+        checks.fail_kind(f"callbacks[{index}]", wanted, repr(given))
+    return OfFunction(given)
 
 
 def _begin(models: Any, step: Step, aux: Any, hyperparams: Any) -> State:

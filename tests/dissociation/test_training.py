@@ -11,7 +11,7 @@ import pytest
 from linear_regression import Linear, linear_members, mean_of_batch, noisy_error, regression, squared_error, weights
 
 from dissociation import sharding
-from dissociation.training import Epochs, FullBatch, Layout, Online, Progress, Save, fit, make_step
+from dissociation.training import EarlyStop, Epochs, FullBatch, Layout, Online, Progress, Save, fit, make_step
 from dissociation.training import chunk as chunk_module
 from dissociation.training import run as run_module
 
@@ -460,6 +460,8 @@ def test_nothing_to_record_takes_no_trip_to_the_host_per_step(key, monkeypatch, 
         ({"optimizer": lambda rate: optax.adam, "hyperparams": jnp.ones(3)}, TypeError, "must return an optax.Grad"),
         ({"optimizer": lambda rate: None, "hyperparams": jnp.ones(3)}, TypeError, "`optimizer` must return"),
         ({"optimizer": "adam"}, TypeError, "`optimizer` must be an optax.GradientTransformation, or a function"),
+        ({"callbacks": [print, 3]}, TypeError, r"`callbacks\[1\]` must be a function of step and records, or a Callback"),
+        ({"callbacks": [EarlyStop]}, TypeError, r"`callbacks\[0\]` must be a function of step and records"),
     ],
 )
 def test_wrong_arguments_are_named(key, change, error, message):
@@ -467,7 +469,7 @@ def test_wrong_arguments_are_named(key, change, error, message):
     given = {name: options.pop(name) for name in list(options) if name in ("observe", "at", "seconds")}
     layout = {name: options.pop(name) for name in list(options) if name in ("member_map", "members_per_batch")}
     shown = {name: options.pop(name) for name in list(options) if name in ("progress", "shown")}
-    callbacks = [Progress(shown.pop("progress"), **shown)] if shown else []
+    callbacks = [Progress(shown.pop("progress"), **shown)] if shown else options.pop("callbacks", [])
     with pytest.raises(error, match=message):
         fit(
             linear_members(key),
