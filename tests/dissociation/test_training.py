@@ -460,7 +460,11 @@ def test_nothing_to_record_takes_no_trip_to_the_host_per_step(key, monkeypatch, 
         ({"optimizer": lambda rate: optax.adam, "hyperparams": jnp.ones(3)}, TypeError, "must return an optax.Grad"),
         ({"optimizer": lambda rate: None, "hyperparams": jnp.ones(3)}, TypeError, "`optimizer` must return"),
         ({"optimizer": "adam"}, TypeError, "`optimizer` must be an optax.GradientTransformation, or a function"),
-        ({"callbacks": [print, 3]}, TypeError, r"`callbacks\[1\]` must be a function of step and records, or a Callback"),
+        (
+            {"callbacks": [print, 3]},
+            TypeError,
+            r"`callbacks\[1\]` must be a function of step and records, or a Callback",
+        ),
         ({"callbacks": [EarlyStop]}, TypeError, r"`callbacks\[0\]` must be a function of step and records"),
     ],
 )
