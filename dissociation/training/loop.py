@@ -62,8 +62,7 @@ def train(
 
     Example:
         >>> import optax
-        >>> from dissociation.keys import typed
-    from dissociation.training.samplers import FullBatch
+        >>> from dissociation.training.samplers import FullBatch
         >>> from dissociation.training.state import make_step
         >>> step = make_step(lambda w, batch, key: jnp.mean((w - batch) ** 2), optax.sgd(0.25))
         >>> sampler = FullBatch(jnp.array([2.0, 4.0]))

@@ -193,8 +193,8 @@ def make_step(
         >>> step = make_step(lambda w, batch, key: (w - batch) ** 2, optax.sgd(0.25))
         >>> state = step.init(jnp.array(1.0))
         >>> state, info = jax.jit(step)(state, jnp.array(3.0), jax.random.key(0))
-        >>> state.model, info.loss
-        (Array(2., dtype=float32), Array(4., dtype=float32))
+        >>> float(state.model), float(info.loss)
+        (2.0, 4.0)
     """
     if not isinstance(optimizer, optax.GradientTransformation) and not callable(optimizer):
         wanted = "be an optax.GradientTransformation, or a function from hyperparameters to one"
