@@ -265,7 +265,9 @@ def test_options_that_do_not_fit_are_named(trajectories):
         for size in (0, -3):
             with pytest.raises(ValueError, match="`batch_size` must be at least 1"):
                 train(batch_size=size)
-        with pytest.raises(TypeError, match="`foo` must be left out, or be one of callbacks, .*, got an unknown option"):
+        with pytest.raises(
+            TypeError, match="`foo` must be left out, or be one of callbacks, .*, got an unknown option"
+        ):
             train(foo=1)
         for wrong, words in ((eqx.nn.MLP, "the class MLP"), (lambda s: s * 2, "a function that fails on a key")):
             with pytest.raises(TypeError, match=f"`encoder` must be an Equinox module .*, got {words}"):
