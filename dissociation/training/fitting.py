@@ -1,7 +1,7 @@
 """`fit`: from models, a step and a sampler to trained models and their history."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -62,7 +62,7 @@ def fit(
     aux: PyTree = None,
     save: Save = Save(),  # noqa: B008  # a tuple of constants
     layout: Layout = Layout(),  # noqa: B008
-    callbacks: Sequence[Callback | Callable[[int, dict[str, Any]], Any]] = (),
+    callbacks: Sequence[Any] = (),
     checkpoint: str | Path | None = None,
     same_program: bool = False,
 ) -> FitResult:
