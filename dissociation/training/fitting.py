@@ -16,10 +16,11 @@ from dissociation import checkpoint as checkpoints
 from dissociation import checks, files, sharding
 from dissociation.keys import typed
 from dissociation.schedule import check_steps
+from dissociation.training.batches import Batches, example
 from dissociation.training.callbacks import Callback, OfFunction
 from dissociation.training.chunk import Layout, observable
 from dissociation.training.loop import streams
-from dissociation.training.run import Checkpoint, History, Run, Save, example, records_something
+from dissociation.training.run import Checkpoint, History, Run, Save, records_something
 from dissociation.training.samplers import HostBatches, Sampler, as_arrays, leading_size
 from dissociation.training.state import State, Step, check_optimizer, checked_models, transformation
 from dissociation.training.traced import trace
@@ -115,8 +116,8 @@ def fit(
     heard = [_callback(i, each) for i, each in enumerate(callbacks)]
     times = _times(save, heard, first, total, sampler.epoch_steps)
     order_keys, own_keys = _split_key(key, num_members, sampler.shared)
-    run = Run(state, step, sampler, own_keys, order_keys, save, layout, heard)
-    with closing(run.batches):
+    with closing(Batches(sampler, order_keys)) as batches:
+        run = Run(state, step, batches, own_keys, save, layout, heard)
         file = None
         if checkpoint is not None:
             parts = {"models": state.arrays, "aux": state.aux, "hyperparams": state.hyperparams, "key": key}

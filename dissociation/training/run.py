@@ -7,21 +7,20 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
 
 from dissociation import checkpoint as checkpoints
 from dissociation import checks, sharding
+from dissociation.training.batches import Batches, example
 from dissociation.training.callbacks import Callback, Progress
 from dissociation.training.chunk import (
     MAX_CHUNK,
     Layout,
-    Source,
     chosen_layout,
     observe_members,
     run_chunk,
@@ -29,7 +28,6 @@ from dissociation.training.chunk import (
     trace_step,
 )
 from dissociation.training.loop import Streams
-from dissociation.training.samplers import HostBatches, Prefetched, Sampler, Segment
 from dissociation.training.state import Info, State, Step
 from dissociation.training.traced import Traced
 
@@ -72,99 +70,14 @@ class Save(NamedTuple):
     seconds: float = 60.0
 
 
-class Batches:
-    """What the batches of a run are made from: the sampler's arrays, and the plan of the current block."""
-
-    def __init__(self, sampler: Sampler, order_keys: Array, layout: Layout):
-        self.sampler, self.keys, self.mesh = sampler, order_keys, layout.mesh
-        arrays = eqx.filter(sampler, eqx.is_array)
-        self.arrays = self._placed(arrays, own=sampler.stacked)
-        self._block, self._plan = -1, None
-        self._prefetched, self._expected, self._like = None, -1, None
-
-    def one_arrays(self) -> Any:
-        """The sampler's arrays as one member gets them, as shapes and dtypes."""
-        arrays = eqx.filter(self.sampler, eqx.is_array)
-        return example(arrays) if self.sampler.stacked else jax.tree.map(_shape, arrays)
-
-    def one_plan(self, step: int) -> Any:
-        """A plan as one member gets it, as shapes and dtypes."""
-        if isinstance(self.sampler, HostBatches):
-            return jax.tree.map(_shape, self.source(step)[0].plan)
-        key = self.keys if self.sampler.shared else self.keys[0]
-        return jax.eval_shape(lambda key: self.sampler.plan(key, 0), key)
-
-    def source(self, step: int) -> tuple[Source, Source, Segment]:
-        """What all members, and what each of them, take a step's batch from; and where the step lies."""
-        found = self.sampler.segment(step)
-        if found.block != self._block:
-            self._plan = self._next_plan(step, found)
-            self._block = found.block
-        if isinstance(self.sampler, HostBatches):
-            found = found._replace(end=self._expected)
-            if step >= found.end:
-                self._fail_ended(step)
-        own_plan = not self.sampler.shared
-        own = Source(self.arrays if self.sampler.stacked else None, self._plan if own_plan else None)
-        common = Source(None if self.sampler.stacked else self.arrays, None if own_plan else self._plan)
-        return common, own, found
-
-    def _next_plan(self, step: int, found: Segment) -> Any:
-        if isinstance(self.sampler, HostBatches):
-            if self._prefetched is None or step != self._expected:
-                self.close()
-                self._prefetched = Prefetched(self.sampler, step)
-            try:
-                plan, count = self._prefetched.next_block()
-            except StopIteration:
-                self._fail_ended(step)
-            self._expected = found.block * self.sampler.block + count
-            shapes = jax.tree.map(_shape, plan)
-            if self._like not in (None, shapes):
-                self.sampler.fail_shapes(f"{shapes} after {self._like}")
-            self._like = shapes
-            return self._placed(plan, own=False)
-        number = jnp.asarray(found.block)  # an array: a number would be compiled in
-        if self.sampler.shared:
-            return self._placed(_plan(self.sampler, self.keys, number), own=False)
-        return self._placed(_own_plans(self.sampler, self.keys, number), own=True)
-
-    def _fail_ended(self, step: int) -> NoReturn:
-        wanted = f"give a batch for every step, {step} among them"
-        checks.fail("start", wanted, "an iterator that has ended", "Let it begin anew, as by itertools.cycle")
-
-    def _placed(self, tree: Any, *, own: bool) -> Any:
-        if self.mesh is None:
-            return tree
-        if not own:
-            return sharding.replicate(tree, self.mesh)
-        return sharding.place_members(sharding.pad_members(tree, sharding.member_devices(self.mesh)), self.mesh)
-
-    def close(self) -> None:
-        """Ends the thread that makes batches, if there is one."""
-        if self._prefetched is not None:
-            self._prefetched.close()
-
-
-@eqx.filter_jit
-def _plan(sampler: Sampler, key: Array, block: Any) -> Any:
-    return sampler.plan(key, block)
-
-
-@eqx.filter_jit
-def _own_plans(sampler: Sampler, keys: Array, block: Any) -> Any:
-    return jax.vmap(lambda key: sampler.plan(key, block))(keys)
-
-
 class Run:
     """One run: where it stands, and what was recorded.
 
     Args:
         state: Stacked; donated to the steps.
         step: One optimiser step.
-        sampler: What it sees.
+        batches: What it sees.
         keys: Every member's.
-        order_keys: Of the batches: one, or one per member.
         save: What to record.
         layout: Where members lie.
         callbacks: What happens on the way.
@@ -174,20 +87,20 @@ class Run:
         self,
         state: State,
         step: Step,
-        sampler: Sampler,
+        batches: Batches,
         keys: Streams,
-        order_keys: Array,
         save: Save,
         layout: Layout,
         callbacks: Sequence[Callback],
     ):
         if not save.seconds >= 0:
             checks.fail("save", "have `seconds` of at least 0", save.seconds)
+        if save.observe is not None and not callable(save.observe):
+            checks.fail_kind("save", "have a function as `observe`", repr(save.observe))
         self.num_members = len(keys.loss)
         self.first = self.step = int(np.max(np.asarray(state.step)))
-        self.save, self.callbacks = save, callbacks
-        one = example(state)
-        batches = Batches(sampler, order_keys, Layout())
+        self.save, self.callbacks, self.batches = save, callbacks, batches
+        one, sampler = example(state), batches.sampler
         arrays, plan = batches.one_arrays(), batches.one_plan(self.step)
         size = sampler.segment(self.step).size
         inputs = one, arrays, plan, jnp.asarray(0), keys.loss[0]
@@ -206,17 +119,14 @@ class Run:
             self.observe = trace_observation(save.observe, one, jnp.asarray(0), keys.observe[0])
         self.state = self._placed(jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), state))
         self.keys = self._placed(keys)
-        self.batches = batches
-        if self.layout.mesh is not None:
-            batches.close()
-            self.batches = Batches(sampler, order_keys, self.layout)
+        batches.lay(self.layout.mesh)
         self.infos = [jax.tree.map(lambda leaf: np.zeros((self.num_members, 0, *leaf.shape), leaf.dtype), self.info)]
         self.observed_at: list[int] = []
         self.observations: list[Any] = []
         self.diverged_at = np.full(self.num_members, -1)
         self.frozen = np.zeros(self.num_members, bool)
         self.stopped = False
-        self.chunk, self.saved_at, self.recorded_at = 1, time.perf_counter(), self.first
+        self.chunk, self.saved_at = 1, time.perf_counter()
         self.began, self.earlier_seconds = time.perf_counter(), 0.0
 
     def _placed(self, tree: Any) -> Any:
@@ -254,7 +164,6 @@ class Run:
             self.write(checkpoint)
             raise
         finally:
-            self.batches.close()
             for callback in self.callbacks:
                 callback.close()
         self.write(checkpoint)
@@ -310,7 +219,10 @@ class Run:
                 interrupted, answer = error, None
             self.stopped = self.stopped or _is_true(answer)
             frozen = np.asarray(answer)
-            if frozen.shape == (self.num_members,) and frozen.dtype == bool:
+            if frozen.ndim and frozen.dtype == bool:
+                if frozen.shape != (self.num_members,) and frozen.size > 1:
+                    wanted = f"return None, True, or a truth value for each of the {self.num_members} members"
+                    checks.fail("callbacks", wanted, f"shape {frozen.shape}")
                 self.frozen = self.frozen | frozen
         if interrupted is not None:
             raise interrupted
@@ -430,15 +342,6 @@ class Checkpoint(NamedTuple):
 def records_something(callback: Callback) -> bool:
     """Whether a callback wants records for more than a line of text."""
     return type(callback).record is not Callback.record and not isinstance(callback, Progress)
-
-
-def example(tree: Any) -> Any:
-    """The arrays of one member, as shapes and dtypes."""
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), tree)
-
-
-def _shape(leaf: Any) -> Any:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
 
 def _joined(infos: Sequence[Info]) -> Info:

@@ -5,9 +5,6 @@ a step (`batch`). Everything follows from a key and the step's number, so batche
 chunked, mapped or resumed.
 """
 
-import itertools
-import queue
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, NoReturn
 
@@ -250,59 +247,6 @@ class HostBatches(Sampler):
         checks.fail("start", wanted, found, "Drop a last, smaller batch, or fill it up")
 
 
-class Prefetched:
-    """The blocks of a `HostBatches`, made ahead in a thread; a block that the iterator does not fill repeats its last.
-
-    Attributes:
-        error: What the iterator raised.
-    """
-
-    def __init__(self, sampler: HostBatches, step: int):
-        self._sampler, self._blocks, self._ended = sampler, queue.Queue(maxsize=2), threading.Event()
-        self._first, self._skip = divmod(step, sampler.block)
-        self._thread = threading.Thread(target=self._fill, args=(sampler.start(step),), daemon=True)
-        self._thread.start()
-
-    def _fill(self, batches: Iterator[Any]) -> None:
-        size = self._sampler.block - self._skip
-        try:
-            while not self._ended.is_set():
-                part = list(itertools.islice(batches, size))
-                if part:  # what came before a run that goes on is never looked at
-                    part = [part[0]] * (self._sampler.block - size) + part
-                self._put(part)
-                if len(part) < self._sampler.block:
-                    return
-                size = self._sampler.block
-        except BaseException as error:  # it belongs to the thread that trains
-            self._put(error)
-
-    def _put(self, item: Any) -> None:
-        while not self._ended.is_set():
-            try:
-                return self._blocks.put(item, timeout=0.1)
-            except queue.Full:
-                continue
-
-    def next_block(self) -> tuple[PyTree, int]:
-        """The next block, stacked, and how many of its batches there are."""
-        part = self._blocks.get()
-        if isinstance(part, BaseException):
-            raise part
-        if not part:
-            raise StopIteration
-        filled = part + [part[-1]] * (self._sampler.block - len(part))
-        try:
-            stacked = jax.tree.map(lambda *leaves: np.stack([np.asarray(leaf) for leaf in leaves]), *filled)
-        except ValueError as error:
-            self._sampler.fail_shapes(str(error))
-        return as_data(stacked, finite=False), len(part)
-
-    def close(self) -> None:
-        """Ends the thread."""
-        self._ended.set()
-
-
 @eqx.filter_jit
 def permutations(key: Array, epochs: Array, num_samples: int, kept: int) -> Array:
     """The order of the samples in every epoch, cut to the first `kept`, one epoch after the other: [epochs * kept]."""
@@ -316,9 +260,8 @@ def permutations(key: Array, epochs: Array, num_samples: int, kept: int) -> Arra
 def as_data(data: Any, stacked: bool = False, *, finite: bool = True) -> Any:
     """Data as JAX arrays, samples first (after members, if they are stacked), or an error that names the leaf."""
     arrays = as_arrays("data", data, "samples", finite=finite)
-    axes = ("members", "samples") if stacked else ("samples",)
-    for axis, meaning in enumerate(axes):
-        leading_size("data", arrays, axis, meaning)
+    for axis in range(1 + stacked):
+        leading_size("data", arrays, axis)
     return jax.tree.map(jnp.asarray, arrays)
 
 
@@ -341,8 +284,9 @@ def as_arrays(name: str, tree: Any, first: str, *, finite: bool = False) -> Any:
     return jax.tree_util.tree_map_with_path(one, tree)
 
 
-def leading_size(name: str, tree: Any, axis: int = 0, meaning: str = "leading") -> int:
+def leading_size(name: str, tree: Any, axis: int = 0) -> int:
     """The length of an axis in all arrays of a tree, or an error that names the array that differs."""
+    meaning = "second" if axis else "leading"
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     arrays = [(jax.tree_util.keystr(p), x) for p, x in leaves if eqx.is_array(x) or isinstance(x, np.ndarray)]
     sizes: dict[str, tuple[int, ...]] = {path: np.shape(leaf)[axis : axis + 1] for path, leaf in arrays}
@@ -351,8 +295,8 @@ def leading_size(name: str, tree: Any, axis: int = 0, meaning: str = "leading") 
     first_path, first = next(iter(sizes.items()))
     for path, size in sizes.items():
         if size != first or not size:
-            wanted = f"agree in the leading axis of all arrays ({first_path}: {first})"
+            wanted = f"agree in the {meaning} axis of all arrays ({first_path}: {first})"
             checks.fail(name, wanted, f"{path} with {size or 'no axis'}")
     if not first[0]:
-        checks.fail(name, "not be empty", f"a leading axis of length 0 ({first_path})")
+        checks.fail(name, "not be empty", f"a {meaning} axis of length 0 ({first_path})")
     return int(first[0])

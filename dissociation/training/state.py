@@ -108,11 +108,14 @@ class Step(eqx.Module):
             The state.
 
         Raises:
+            ValueError: If the model holds no array.
             TypeError: If the optimiser is a function and `hyperparams` is None, or the reverse, or the model holds
                 complex numbers.
         """
         check_optimizer(self.optimizer, hyperparams)
         arrays, static = eqx.partition(checked_models(model), eqx.is_array)
+        if not jax.tree.leaves(arrays):
+            checks.fail("model", "hold at least one array", "none")
         if aux is not None:
             aux = jax.tree.map(lambda leaf: leaf if eqx.is_array(leaf) else jnp.asarray(leaf), aux)
         if hyperparams is not None:
@@ -270,6 +273,6 @@ def _same_structure(new: Any, old: Any, name: str = "after_update", what: str = 
     """`new`, whose arrays must be of the shapes and dtypes of `old`: a loop cannot carry anything else."""
     shapes = [[(leaf.shape, leaf.dtype) for leaf in map(jnp.asarray, jax.tree.leaves(tree))] for tree in (new, old)]
     if jax.tree.structure(new) != jax.tree.structure(old) or shapes[0] != shapes[1]:
-        found = jax.tree.map(jnp.shape, new)
-        checks.fail(name, f"return {what} with the arrays that it had: {jax.tree.map(jnp.shape, old)}", found)
+        found = type(new).__name__ if type(new) is not type(old) else f"arrays of {str(shapes[0])[:200]}"
+        checks.fail(name, f"return {what} as it was: a {type(old).__name__}, arrays of {str(shapes[1])[:200]}", found)
     return new

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from linear_regression import linear_members, noisy_error, regression, squared_error, weights
+from linear_regression import Normalised, linear_members, noisy_error, regression, squared_error, weights
 
 from dissociation import checkpoint as checkpoints
 from dissociation import sharding
@@ -319,19 +319,6 @@ def test_a_second_phase_resumes_as_the_first_does(key, tmp_path):
     for other in (later, averages):
         with pytest.raises(ValueError, match="begin differ"):
             fit(other, step, sampler, checkpoint=path, num_steps=15, key=key, save=Save(options["save"].observe))
-
-
-class Normalised(eqx.Module):
-    norm: eqx.nn.BatchNorm
-    head: eqx.nn.Linear
-
-    def __init__(self, key):
-        self.norm = eqx.nn.BatchNorm(4, "batch", mode="batch")
-        self.head = eqx.nn.Linear(4, 2, key=key)
-
-    def __call__(self, x, state):
-        x, state = self.norm(x, state)
-        return self.head(x), state
 
 
 def normalised_error(model, state, batch, key):

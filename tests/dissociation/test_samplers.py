@@ -1,5 +1,6 @@
 """What a training step sees: passes over arrays, draws, and batches of the host."""
 
+import itertools
 import threading
 import time
 
@@ -257,7 +258,7 @@ def test_batches_of_several_shapes_are_refused(key):
         sampler = HostBatches(lambda step: (np.ones(size, np.float32) for size in sizes[step:]), block=block)
         with pytest.raises(ValueError, match=r"`start` must give batches of one structure and shape.*smaller batch"):
             losses(sampler, key, num_steps=4)
-    with pytest.raises(TypeError, match="`data` must"):
+    with pytest.raises(TypeError, match="`start` must"):
         losses(HostBatches(lambda step: iter([np.array(["a"])] * 20)), key, num_steps=4)
 
 
@@ -322,6 +323,32 @@ def test_counts_of_the_host_are_checked():
     for name in ("epoch_steps", "block"):
         with pytest.raises(ValueError, match=f"`{name}` must be at least 1, got 0"):
             HostBatches(lambda step: iter([]), **{name: 0})
+
+
+@pytest.mark.parametrize(
+    ("started", "message"),
+    [
+        (3, "`start` must return an iterator of batches, got int 3"),
+        (None, "`start` must return an iterator of batches, got None"),
+        ([1.0] * 9, "`start` must hold arrays, samples first, got float 1.0"),
+        ([[[1.0, 2.0]]] * 9, "`start` must hold arrays, samples first, got float 1.0"),
+    ],
+)
+def test_what_the_host_starts_must_give_batches(key, started, message):
+    step = make_step(squared_error, optax.sgd(0.1))
+    with pytest.raises(TypeError, match=message):
+        fit(linear_members(key), step, HostBatches(lambda step: started), num_steps=2, key=key)
+
+
+def test_no_thread_is_left_by_a_run_that_did_not_begin(key):
+    batches, before = HostBatches(lambda step: itertools.repeat(np.ones((2, 4)))), threading.active_count()
+    for loss in (lambda model, batch, key: batch, 3):
+        with pytest.raises((ValueError, TypeError)):
+            fit(linear_members(key), make_step(loss, optax.sgd(0.1)), batches, num_steps=2, key=key)
+    until = time.monotonic() + 5
+    while threading.active_count() > before and time.monotonic() < until:
+        time.sleep(0.05)
+    assert threading.active_count() <= before
 
 
 class ArrayLike:

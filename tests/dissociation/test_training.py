@@ -465,6 +465,12 @@ def test_nothing_to_record_takes_no_trip_to_the_host_per_step(key, monkeypatch, 
             TypeError,
             r"`callbacks\[1\]` must be a function of step and records, or a Callback",
         ),
+        ({"observe": "loss"}, TypeError, "`save` must have a function as `observe`, got 'loss'"),
+        (
+            {"callbacks": [lambda step, records: np.array([True, False])], "at": [1]},
+            ValueError,
+            "`callbacks` must return None, True, or a truth value for each of the 3 members, got shape \\(2,\\)",
+        ),
         ({"callbacks": [EarlyStop]}, TypeError, r"`callbacks\[0\]` must be a function of step and records"),
     ],
 )

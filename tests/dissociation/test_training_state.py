@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from linear_regression import Linear, linear_members, noisy_error, regression, squared_error, weights
+from linear_regression import Linear, Normalised, linear_members, noisy_error, regression, squared_error, weights
 
 from dissociation.training import Epochs, FullBatch, fit, make_step, train
 
@@ -97,19 +97,6 @@ def test_hyperparameters_are_numbers_of_the_state(key):
         lambda rate: step(state.replace(hyperparams={"rate": rate, "decay": 0.0}), data, key)[0].model.weight[0, 0]
     )
     assert np.abs(slope(0.1)) == pytest.approx(1.0, rel=1e-3)  # a first step of Adam has the size of its rate
-
-
-class Normalised(eqx.Module):
-    norm: eqx.nn.BatchNorm
-    head: eqx.nn.Linear
-
-    def __init__(self, key):
-        self.norm = eqx.nn.BatchNorm(4, "batch", mode="batch", momentum=0.75)
-        self.head = eqx.nn.Linear(4, 2, key=key)
-
-    def __call__(self, x, state):
-        x, state = self.norm(x, state)
-        return self.head(x), state
 
 
 def normalised_error(model, state, batch, key):
@@ -274,13 +261,18 @@ def test_what_is_returned_must_be_what_a_loop_can_carry(key):
         step = make_step(loss, optax.sgd(0.1), after_update=after_update)
         return step(step.init(model, aux=aux), data, key)
 
-    with pytest.raises(ValueError, match="`after_update` must return the state with the arrays that it had"):
+    with pytest.raises(ValueError, match="`after_update` must return the state as it was: a State, arrays of"):
         run(squared_error, lambda state: state.replace(model=Linear(jnp.ones((2, 3)))))
     with pytest.raises(ValueError, match="`after_update` must return the state"):
         run(squared_error, lambda state: state.model)
-    with pytest.raises(ValueError, match="`loss` must return aux with the arrays"):
+    with pytest.raises(ValueError, match="`loss` must return aux as it was"):
         run(lambda m, aux, b, k: (squared_error(m, b, k), {"other": aux}), aux=jnp.ones(()))
     with pytest.raises(ValueError, match="`loss` must return a scalar and the new `aux`"):
         run(lambda m, aux, b, k: squared_error(m, b, k), aux=jnp.ones(()))
     with pytest.raises(ValueError, match="`loss` must return a scalar"):
         run(lambda m, b, k: b[0])
+
+
+def test_a_model_without_arrays_is_refused():
+    with pytest.raises(ValueError, match="`model` must hold at least one array, got none"):
+        make_step(squared_error, optax.sgd(0.1)).init(jnp.tanh)

@@ -1,4 +1,4 @@
-"""Members to train in tests: linear maps, data, losses."""
+"""Members to train in tests: linear maps, with batch normalisation or without, data, losses."""
 
 import equinox as eqx
 import jax
@@ -12,6 +12,19 @@ class Linear(eqx.Module):
 
     def __call__(self, x):
         return self.weight @ x
+
+
+class Normalised(eqx.Module):
+    norm: eqx.nn.BatchNorm
+    head: eqx.nn.Linear
+
+    def __init__(self, key):
+        self.norm = eqx.nn.BatchNorm(4, "batch", mode="batch", momentum=0.75)
+        self.head = eqx.nn.Linear(4, 2, key=key)
+
+    def __call__(self, x, state):
+        x, state = self.norm(x, state)
+        return self.head(x), state
 
 
 def linear_members(key, members=3, out=2, inputs=4):
