@@ -32,6 +32,7 @@ SWAPS |= {"argmin": "argmax", "floor": "ceil", "ceil": "floor", "True": "False",
 TESTED_BY = {
     "dissociation.training.state": ["dissociation/test_training_state.py"],
     "dissociation.training.samplers": ["dissociation/test_samplers.py", "dissociation/test_training_loop.py"],
+    "dissociation.training.batches": ["dissociation/test_samplers.py", "dissociation/test_callbacks.py"],
     "dissociation.training.loop": ["dissociation/test_training_loop.py"],
     "dissociation.training.chunk": ["dissociation/test_training.py", "dissociation/test_callbacks.py"],
     "dissociation.training.run": ["dissociation/test_training.py", "dissociation/test_resuming.py"],
