@@ -4,12 +4,12 @@
 over the full ones and one more call takes what is left.
 """
 
+import dataclasses
 import functools
 import inspect
-import logging
 import warnings
 from collections.abc import Callable, Hashable
-from typing import Any, NoReturn
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -17,14 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from dissociation import checks, memory
+from dissociation import checks
+from dissociation.batch_size import run_largest
 from dissociation.validation import validated
-
-logger = logging.getLogger(__name__)
 
 EVERY_ARRAY = eqx.if_array(0)
 LOOPS = ("auto", "scan", "unroll")
-CORRECTIONS = 6
 
 
 @validated
@@ -132,30 +130,19 @@ class _Batched(eqx.Module):
             names = ", ".join(f"`{name}`" for name in kwargs)
             raise RuntimeError(f"{names} must be passed by position, got keyword arguments, which bmap does not map.")
         in_axes = _in_axes_by_position(self.fun, self.in_axes, args)
-        leaves, structure = jax.tree.flatten(args)
         axes = _axis_of_each_leaf("in_axes", in_axes, args)
         size = _common_size(self.fun, args, axes, self.axis_size)
         if size is None:
             return self._unmapped(args)
-        if self.batch_size is None or (self.batch_size != "auto" and self.batch_size >= size):
+        if self.batch_size == "auto":
+            return self._in_largest_batches(args, axes, size)
+        if self.batch_size is None or self.batch_size >= size:
             options = {"axis_name": self.axis_name, "axis_size": self.axis_size}
             return eqx.filter_vmap(self.fun, in_axes=in_axes, out_axes=self.out_axes, **options)(*args)
-
-        def member(mapped: list[Any]) -> Any:
-            values = iter(mapped)
-            full = [leaf if axis is None else next(values) for leaf, axis in zip(leaves, axes, strict=True)]
-            return self.fun(*structure.unflatten(full))
-
-        mapped_axes = [axis for axis in axes if axis is not None]
-        mapped = [leaf for leaf, axis in zip(leaves, axes, strict=True) if axis is not None]
-        plan = _Plan(member, mapped_axes, self.out_axes, self.axis_name, size, self.loop)
-        if self.batch_size == "auto":
-            if any(checks.is_traced(leaf) for leaf in jax.tree.leaves((self.fun, leaves))):
-                _refuse_auto()
-            stacked, shared = _run_largest_batch(plan, mapped, self.memory_budget)
-        else:
-            stacked, shared = plan.run(mapped, self.batch_size)
-        return plan.assemble(stacked, shared)
+        if self.axis_name is not None:
+            wanted = f"be at least the {size} members while `axis_name` is given"
+            checks.fail("batch_size", wanted, self.batch_size, "Collectives cannot cross batches")
+        return self._in_batches(args, axes, size)
 
     def _unmapped(self, args: tuple[Any, ...]) -> Any:
         """One plain call: allowed while no result is to be stacked."""
@@ -165,86 +152,60 @@ class _Batched(eqx.Module):
             checks.fail("in_axes", "map at least one argument where results are stacked", "nothing to map", advice)
         return out
 
+    def _in_largest_batches(self, args: tuple[Any, ...], axes: list[int | None], size: int) -> Any:
+        leaves, structure = jax.tree.flatten(args)
 
-class _Plan:
-    """One call: arrays in, arrays out, and the layout of the result, which is known once `fun` was traced."""
+        def of_size(count: int) -> Callable[[list[Any]], Any]:
+            sized = dataclasses.replace(self, batch_size=count)
+            return lambda mapped: sized(*structure.unflatten(_filled(leaves, axes, mapped)))
 
-    def __init__(
-        self,
-        member: Callable[[list[Any]], Any],
-        in_axes: list[int],
-        out_axes: PyTree,
-        axis_name: Hashable,
-        size: int,
-        loop: str,
-    ):
-        self.member, self.in_axes, self.out_axes = member, in_axes, out_axes
-        self.axis_name, self.size, self.loop = axis_name, size, loop
-        self.layout: tuple[Any, list[int | None], list[Any]] | None = None
+        mapped = [leaf for leaf, axis in zip(leaves, axes, strict=True) if axis is not None]
+        return run_largest(of_size, mapped, size, self.memory_budget)
 
-    def one(self, mapped: list[Any]) -> tuple[list[Any], list[Any]]:
-        """One member's result as (leaves to stack, array leaves that all members share)."""
-        out = self.member(mapped)
-        leaves, structure = jax.tree.flatten(out)
-        axes = _axis_of_each_leaf("out_axes", self.out_axes, out)
-        stacked = [leaf for leaf, axis in zip(leaves, axes, strict=True) if axis is not None]
-        shared = [leaf for leaf, axis in zip(leaves, axes, strict=True) if axis is None and eqx.is_array(leaf)]
-        # None marks an array; what is left (functions, strings, numbers) is the same for every member.
-        static = [None if axis is not None or eqx.is_array(leaf) else leaf
-                  for leaf, axis in zip(leaves, axes, strict=True)]  # fmt: skip
-        self.layout = structure, axes, static
-        return stacked, shared
+    def _in_batches(self, args: tuple[Any, ...], axes: list[int | None], size: int) -> Any:
+        leaves, structure = jax.tree.flatten(args)
 
-    def batch(self, mapped: list[Any], count: int) -> tuple[list[Any], list[Any]]:
-        """`count` members at once, arrays with members first."""
-        vmapped = jax.vmap(self.one, out_axes=(0, None), axis_name=self.axis_name, axis_size=count)
-        if count > 1 or self.axis_name is not None:
-            return vmapped(mapped)
-        # A member alone needs no batching rules: products and convolutions keep their fast forms.
-        stacked, shared = self.one([leaf[0] for leaf in mapped])
-        if shared:
-            jax.eval_shape(vmapped, mapped)  # raises if they depend on a mapped argument
-        return [jnp.asarray(leaf)[None] for leaf in stacked], shared
+        def member(mapped: list[Any]) -> Any:
+            """One member's result: arrays to stack, arrays that all members share, and how they lie in it."""
+            out = self.fun(*structure.unflatten(_filled(leaves, axes, mapped)))
+            out_axes = _axis_of_each_leaf("out_axes", self.out_axes, out)
+            found = list(zip(jax.tree.leaves(out), out_axes, strict=True))
+            own = [None if axis is None else jnp.asarray(leaf) for leaf, axis in found]
+            common = [leaf if axis is None else None for leaf, axis in found]
+            return own, common, out_axes, jax.tree.structure(out)
 
-    def run(self, mapped: list[Any], batch_size: int) -> tuple[list[Any], list[Any]]:
-        """All members, `batch_size` at a time: (stacked leaves with members first, shared arrays)."""
-        mapped = [jnp.moveaxis(jnp.asarray(leaf), axis, 0) for leaf, axis in zip(mapped, self.in_axes, strict=True)]
-        batch_size = min(batch_size, self.size)
-        batches, rest = divmod(self.size, batch_size)
-        if self.axis_name is not None and batches + (rest > 0) > 1:
-            wanted = f"be at least the {self.size} members while `axis_name` is given"
-            checks.fail("batch_size", wanted, batch_size, "Collectives cannot cross batches")
-        if batches == 1:
-            parts = [self.batch([leaf[:batch_size] for leaf in mapped] if rest else mapped, batch_size)]
-        else:
-            parts = self._loop([leaf[: batches * batch_size] for leaf in mapped], batches, batch_size)
-        if rest:
-            parts.append(self.batch([leaf[-rest:] for leaf in mapped], rest))
-        stacked = [leaves[0] if len(leaves) == 1 else jnp.concatenate(leaves)
-                   for leaves in zip(*(part[0] for part in parts), strict=True)]  # fmt: skip
-        shared = parts[-1][1]
-        if shared is None:
-            # Shared arrays are the same in every batch: one member outside the loop yields them without a stack.
-            shared = self.batch([leaf[:1] for leaf in mapped], 1)[1] if self._shares() else []
-        return stacked, shared
-
-    def _loop(self, mapped: list[Any], batches: int, batch_size: int) -> list[tuple[list[Any], list[Any] | None]]:
-        """The full batches, in parts still to be concatenated; None where the shared arrays are not known."""
-        cut = [leaf.reshape(batches, batch_size, *leaf.shape[1:]) for leaf in mapped]
+        mapped = [jnp.moveaxis(jnp.asarray(leaf), axis, 0)
+                  for leaf, axis in zip(leaves, axes, strict=True) if axis is not None]  # fmt: skip
         # A structure keeps weak types, which example arrays of the same dtype would lose.
-        example = jax.eval_shape(lambda arrays: [leaf[0] for leaf in arrays], cut)
-        traced = eqx.filter_closure_convert(lambda arrays: self.batch(arrays, batch_size), example)
-        if self._unrolls(traced, example, mapped):
-            return [traced([leaf[i] for leaf in cut]) for i in range(batches)]
-        _, stacked = jax.lax.scan(lambda _, arrays: (None, traced(arrays)[0]), None, cut, length=batches)
-        return [([leaf.reshape(batches * batch_size, *leaf.shape[2:]) for leaf in stacked], None)]
+        example = jax.eval_shape(lambda arrays: [leaf[0] for leaf in arrays], mapped)
+        one = eqx.filter_closure_convert(member, example)
+        _, common, out_axes, out_structure = eqx.filter_eval_shape(one, example)
+        own_of = lambda row: one(row[1])[0]  # noqa: E731
+        rows = jnp.arange(size), mapped  # there may be nothing to map but the number of members
+        if self._unrolls(lambda mapped: one(mapped)[0], example, (one, mapped)):
+            starts = range(0, size, self.batch_size)
+            parts = [
+                _batch(own_of, jax.tree.map(lambda leaf, i=i: leaf[i : i + self.batch_size], rows)) for i in starts
+            ]
+            own = jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *parts)
+        else:
+            # Batches of one member need no batching rules: products and convolutions keep their fast forms.
+            own = jax.lax.map(own_of, rows, batch_size=None if self.batch_size == 1 else self.batch_size)
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in common):  # raises if one depends on a mapped argument
+            first = jax.tree.map(lambda leaf: leaf[:1], rows)
+            common = eqx.filter_vmap(lambda row: one(row[1])[1], out_axes=None)(first)
+        leaves = [
+            leaf if axis is None else jnp.moveaxis(rows, 0, axis)
+            for leaf, rows, axis in zip(common, own, out_axes, strict=True)
+        ]
+        return out_structure.unflatten(leaves)
 
-    def _unrolls(self, traced: Callable[..., Any], example: list[Any], mapped: list[Any]) -> bool:
+    def _unrolls(self, own_of: Callable[..., Any], example: list[Any], arrays: Any) -> bool:
         if self.loop != "auto":
             return self.loop == "unroll"
-        if jax.default_backend() != "cpu" or not _has_convolution(jax.make_jaxpr(traced)(example)):
+        if jax.default_backend() != "cpu" or "conv_general_dilated[" not in str(jax.make_jaxpr(own_of)(example)):
             return False
-        if any(checks.is_traced(leaf) for leaf in jax.tree.leaves((traced, mapped))):
+        if any(checks.is_traced(leaf) for leaf in jax.tree.leaves(arrays)):
             message = (
                 "bmap loops over batches with a convolution inside a compiled program on a CPU, where XLA is slow. "
                 "loop='unroll' is faster and takes more memory; loop='scan' keeps the loop and silences this."
@@ -253,107 +214,17 @@ class _Plan:
             return False
         return True
 
-    def assemble(self, stacked: list[Any], shared: list[Any]) -> Any:
-        """The result as `fun` laid it out, members at `out_axes`."""
-        structure, axes, static = self._layout()
-        stacked_leaves, shared_leaves = iter(stacked), iter(shared)
-        leaves = []
-        for axis, leaf in zip(axes, static, strict=True):
-            if axis is not None:
-                leaves.append(jnp.moveaxis(next(stacked_leaves), 0, axis))
-            else:
-                leaves.append(next(shared_leaves) if leaf is None else leaf)
-        return structure.unflatten(leaves)
 
-    def _shares(self) -> bool:
-        _, axes, static = self._layout()
-        return any(axis is None and leaf is None for axis, leaf in zip(axes, static, strict=True))
-
-    def _layout(self) -> tuple[Any, list[int | None], list[Any]]:
-        if self.layout is None:
-            raise RuntimeError("the mapped function has not been traced")
-        return self.layout
+def _filled(leaves: list[Any], axes: list[int | None], mapped: list[Any]) -> list[Any]:
+    """All leaves, the mapped ones replaced in turn."""
+    values = iter(mapped)
+    return [leaf if axis is None else next(values) for leaf, axis in zip(leaves, axes, strict=True)]
 
 
-def _run_largest_batch(plan: _Plan, mapped: list[Any], budget: int | None) -> tuple[list[Any], list[Any]]:
-    """Runs `plan` in the largest batches whose compiled program stays within `budget` bytes."""
-    mapped = [jnp.asarray(leaf) for leaf in mapped]
-    budget = memory.free_memory(mapped) if budget is None else budget
-
-    @functools.cache
-    def program(batch_size: int) -> tuple[Callable[[], Any], int]:
-        return _compiled(lambda arrays: plan.run(arrays, batch_size), mapped)
-
-    chosen = _largest_batch(lambda batch_size: program(batch_size)[1], plan.size, budget)
-    run, needed = program(chosen)
-    logger.info("batches of %d of %d members: %d bytes of %d", chosen, plan.size, needed, budget)
-    return run()
-
-
-def _compiled(function: Callable[[list[Any]], Any], arrays: list[Any]) -> tuple[Callable[[], Any], int]:
-    """`function(arrays)` ready to run, and the bytes that it takes for temporaries and results."""
-    closed = eqx.filter_closure_convert(function, arrays)
-    # Arrays that `function` closes over become inputs of the program: as constants, they would be folded and copied.
-    captured, static = eqx.partition(closed, eqx.is_array)
-    if any(checks.is_traced(leaf) for leaf in jax.tree.leaves(captured)):
-        _refuse_auto()
-    program = jax.jit(lambda captured, arrays: eqx.combine(captured, static)(arrays))
-    executable = program.lower(captured, arrays).compile()
-    needed = memory.program_bytes(executable)
-    if needed is None:
-        advice = "This backend gives no memory analysis"
-        checks.fail("batch_size", "be a number here", "'auto'", advice)
-    return (lambda: executable(captured, arrays)), needed
-
-
-def _largest_batch(bytes_of: Callable[[int], int], size: int, budget: int) -> int:
-    """The largest batch of at most `size` members whose program needs at most `budget` bytes, in few calls.
-
-    A single batch is tried first. If it is too large, batches of 2 and 4 give the slope (memory is linear in the batch
-    from 2 on, not from 1), and the line gives a guess, which is tried and corrected. The answer is the largest where
-    the line holds, and fits in any case.
-    """
-    if bytes_of(size) <= budget:
-        return size
-    fits = next((batch for batch in (4, 2, 1) if batch < size and bytes_of(batch) <= budget), 0)
-    if fits == 0:
-        checks.fail("memory_budget", f"be at least {bytes_of(1)} bytes (one member at a time, all results)", budget)
-    if fits < 4:
-        return 3 if fits == 2 and size > 3 and bytes_of(3) <= budget else fits
-    too_large, slope = size, (bytes_of(4) - bytes_of(2)) / 2
-    for _ in range(CORRECTIONS):
-        room = int((budget - bytes_of(fits)) / max(slope, 1.0))
-        guess = min(fits + room, too_large - 1)
-        if guess <= fits:
-            break
-        slope = (bytes_of(guess) - bytes_of(fits)) / (guess - fits)
-        if bytes_of(guess) <= budget:
-            fits = guess
-        else:
-            too_large = guess
-    return fits
-
-
-def _refuse_auto() -> NoReturn:
-    raise ValueError(
-        "`batch_size` must be a number or None inside jit, grad, vmap and other transformations, got 'auto'. The "
-        "program that runs is not known there; choose with 'auto' outside, on concrete arrays."
-    )
-
-
-def _has_convolution(jaxpr: Any) -> bool:
-    """Whether a program, or one inside of it, convolves."""
-    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        if equation.primitive.name == "conv_general_dilated":
-            return True
-        inner = (value for entry in equation.params.values() for value in (entry if _is_list(entry) else (entry,)))
-        if any(_has_convolution(value) for value in inner if hasattr(value, "eqns")):
-            return True
-    return False
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, tuple | list)
+def _batch(own_of: Callable[..., Any], rows: Any) -> list[Any]:
+    if len(rows[0]) == 1:
+        return jax.tree.map(lambda leaf: leaf[None], own_of(jax.tree.map(lambda leaf: leaf[0], rows)))
+    return jax.vmap(own_of)(rows)
 
 
 def _in_axes_by_position(fun: Callable[..., Any], in_axes: PyTree, args: tuple[Any, ...]) -> PyTree:

@@ -3,14 +3,19 @@
 import gc
 import os
 from importlib.metadata import version
+from pathlib import Path
 
-# Most of the time of these tests is compiling of small programs, and XLA's older emitters do it in two thirds of it.
-# Notebooks and benchmarks run with the newer ones, as users do. A version without the flag would end the process.
+# Most of the time of these tests is compiling of small programs. Without optimisation, and by XLA's older emitters, it
+# takes half of that; notebooks and benchmarks run as users do. A version without a flag would end the process.
 os.environ.setdefault(
     "XLA_FLAGS",
-    "--xla_force_host_platform_device_count=4"
+    "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
     + " --xla_cpu_use_fusion_emitters=false" * version("jaxlib").startswith("0.10."),
 )
+# What was compiled is kept in the checkout, for other modules, processes and runs of the same program.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".cache" / "jax"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 import jax
 import matplotlib as mpl
@@ -37,11 +42,14 @@ def key():
 
 
 @pytest.fixture(autouse=True)
-def _no_compilation_cache():
-    """The command line turns the persistent cache on for its process; a test of it must not do so for others."""
+def _own_compilation_cache():
+    """The command line chooses a cache for its process; a test of it must not do so for others."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: jax.config.values[name] for name in names}
     yield
-    if jax.config.jax_compilation_cache_dir is not None:
-        jax.config.update("jax_compilation_cache_dir", None)
+    if before != {name: jax.config.values[name] for name in names}:
+        for name, value in before.items():
+            jax.config.update(name, value)
         compilation_cache.reset_cache()
 
 

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import platformdirs
-from jax import lax
 from jaxtyping import Array, Float
 
 from dissociation import checkpoint
@@ -25,6 +24,7 @@ from dissociation.checks import (
 from dissociation.data.datasets import NAMES, Dataset
 from dissociation.figures.artifacts import Arrays, read_part, save_part
 from dissociation.figures.members import check_sizes
+from dissociation.members import after, count, take
 from dissociation.metrics.crossing import Median, Slope, first_cross, log_slope, median_crossing
 from dissociation.metrics.information.coordinates import whiten
 from dissociation.metrics.information.hsic import information_plane
@@ -174,12 +174,11 @@ class Information(eqx.Module):
         features = jax.vmap(model.representations)(self.images)["features"]
         size = min(100, len(self.images))
         plane = information_plane(features, self.images, self.labels, key=keys[0], batch_size=size)
-        # One after the other: independent stacks of solves in one program can hang on a CPU.
-        features, plane = lax.optimization_barrier((features, plane))
+        plane, features = after(plane, features)
         free = information_plane(
             features, self.images, self.labels, key=keys[0], batch_size=size, sigma=5 / 2**0.5, bandwidth="median"
         )
-        features, free = lax.optimization_barrier((features, free))
+        free, features = after(free, features)
         codes = whiten(features, self.codes.shape[1])
         codes = codes + self.feature_noise * jax.random.normal(keys[1], codes.shape, codes.dtype)
         order = jax.random.permutation(keys[2], len(codes))
@@ -262,14 +261,13 @@ def margins_of(config: Config, data: Dataset, models: Any) -> dict[str, np.ndarr
         return distances, plane.coordinates(features), plane.boundary
 
     found = {}
-    number = jax.tree.leaves(eqx.filter(models, eqx.is_array))[0].shape[0]
-    members = [jax.tree.map(lambda leaf, i=i: leaf[i] if eqx.is_array(leaf) else leaf, models) for i in range(number)]
+    each = [take(models, index) for index in range(count(models))]
     for name, (images, labels) in (("seen", seen), ("unseen", unseen)):
         truth = np.asarray(labels).argmax(1)
         for label in config.classes:
             chosen = standardised(np.asarray(images)[truth == label])
             # Members in turn, and not in a compiled loop, where a CPU's convolutions are slow.
-            parts = [places(member, chosen) for member in members]
+            parts = [places(model, chosen) for model in each]
             margin, plane, boundary = (np.stack(part) for part in zip(*parts, strict=True))
             found |= {f"margin_{label}_{name}": margin, f"plane_{label}_{name}": plane, "plane_boundary": boundary}
     return found

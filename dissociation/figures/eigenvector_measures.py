@@ -15,6 +15,7 @@ from dissociation.bmap import bmap
 from dissociation.checks import check_choice, check_count, check_distinct, check_non_negative, fail
 from dissociation.data.datasets import NAMES
 from dissociation.figures.members import check_sizes
+from dissociation.members import take
 from dissociation.spectral import Spectrum, truncate
 from dissociation.spectral.certificate import certified_radius, margins
 from dissociation.spectral.forms import (
@@ -125,9 +126,7 @@ def _each_pair(
     measure: Callable[[Spectrum, Spectrum], Array], first: Spectrum, second: Spectrum, pairs: Array | np.ndarray
 ) -> Array:
     def one(pair: Array) -> Array:
-        return measure(
-            *(jax.tree.map(lambda leaf, i=i: leaf[i], s) for s, i in zip((first, second), pair, strict=True))
-        )
+        return measure(take(first, pair[0]), take(second, pair[1]))
 
     return jax.lax.map(one, jnp.asarray(pairs.T))
 

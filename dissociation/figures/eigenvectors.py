@@ -35,6 +35,7 @@ from dissociation.figures.eigenvector_measures import (
 from dissociation.figures.members import source as source
 from dissociation.figures.seeds import cell, check_some_left, masked_part, named_diverged, stand_ins
 from dissociation.keys import named_key
+from dissociation.members import take
 from dissociation.plotting import summarise
 from dissociation.progress import MeterFactory
 from dissociation.recipes.bilinear import train_bilinear
@@ -171,7 +172,7 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts, progress:
         part = masked_part(parts, f"truncation_{size}", alive[size], job)
         error[size], full_error[size] = {order: part[order] for order in ORDERS}, part["full"]
         if size == config.reference:
-            reference = jax.tree.map(lambda leaf: leaf[0], (models, spectra))
+            reference = take((models, spectra), 0)
     similarity, pairs = {}, {}
     for size in config.sizes:
         pairs[size] = np.stack(compared_pairs(config, size, config.reference))

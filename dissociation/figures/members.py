@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
@@ -15,6 +14,7 @@ from dissociation.data.datasets import NAMES, Dataset, load
 from dissociation.fig4.mnist import fit_mnist
 from dissociation.figures.artifacts import Parts
 from dissociation.figures.seeds import check_some_left, named_diverged, stand_ins
+from dissociation.members import per_batch
 from dissociation.metrics.robustness import input_noise_error
 from dissociation.progress import MeterFactory
 from dissociation.weights.certificate import certify
@@ -153,8 +153,7 @@ def _measure_members(functions: Any, models: Any, rewrite_keys: Array, measure_k
     def one(model: Any, rewrite_key: Array, measure_key: Array) -> Any:
         return measure(model, rewrite(model, rewrite_key), measure_key)
 
-    batch_size = 1 if jax.default_backend() == "cpu" else None
-    return bmap(one, batch_size=batch_size)(models, rewrite_keys, measure_keys)
+    return bmap(one, batch_size=per_batch())(models, rewrite_keys, measure_keys)
 
 
 def certify_members(images: Array, labels: Array, model: Any, rewritten: Any, key: Array) -> dict[str, Array]:

@@ -3,13 +3,12 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import equinox as eqx
-import jax
 import numpy as np
 from jaxtyping import Bool, Int, Real
 
 from dissociation.checks import WrongValue
 from dissociation.figures.artifacts import Arrays, Parts
+from dissociation.members import take
 from dissociation.plotting import summarise
 
 
@@ -39,7 +38,7 @@ def stand_ins(models: Any, alive: Bool[np.ndarray, " members"]) -> Any:
     if alive.all():
         return models
     places = np.where(alive, np.arange(len(alive)), int(np.argmax(alive)))
-    return jax.tree.map(lambda leaf: leaf[places] if eqx.is_array(leaf) else leaf, models)
+    return take(models, places)
 
 
 def masked(values: Mapping[str, Any], alive: Bool[np.ndarray, "*members"]) -> Arrays:

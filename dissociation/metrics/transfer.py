@@ -13,6 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from dissociation.checks import check_choice, check_count, check_ndim, fail, is_traced
+from dissociation.members import take
 from dissociation.metrics.probes import crossval_gradient_predict, crossval_softmax_predict, warn_unstable
 from dissociation.types import Count, OneHot, PRNGKey, Scalar
 from dissociation.validation import validated
@@ -48,7 +49,7 @@ def hidden_features(
         for index in range(layer + 1):
             image = model.layers[index](image)
             # An activation with parameters holds them stacked over layers, and Equinox applies it neuron by neuron.
-            own = jax.tree.map(lambda leaf, i=index: leaf[i] if eqx.is_array(leaf) else leaf, model.activation)
+            own = take(model.activation, index)
             image = eqx.filter_vmap(lambda activation, value: activation(value))(own, image)
         return image
 

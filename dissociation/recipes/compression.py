@@ -10,7 +10,7 @@ import optax
 from jaxtyping import Array, Float
 
 from dissociation.checks import check_count
-from dissociation.member_map import member
+from dissociation.members import member, stack
 from dissociation.models.cnn import Decoder, Encoder
 from dissociation.training import Epochs, fit, make_step
 from dissociation.types import PRNGKey
@@ -58,7 +58,7 @@ def train_compression(
     model = Autoencoder(Encoder(size, key=first), Decoder(size, key=second))
     steps = num_epochs * max(1, len(images) // batch_size)
     trained = fit(
-        jax.tree.map(lambda leaf: leaf[None] if eqx.is_array(leaf) else leaf, model),
+        stack([model]),
         make_step(reconstruction_error, optax.adam(optax.cosine_decay_schedule(2e-3, steps))),
         Epochs(images, min(batch_size, len(images)), drop_remainder=True),
         num_epochs=num_epochs,

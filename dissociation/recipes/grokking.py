@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from dissociation.checks import check_choice, check_count, check_non_negative, check_positive, check_seed, fail
 from dissociation.data.datasets import Dataset
+from dissociation.members import after
 from dissociation.metrics.collapse import (
     class_moments,
     nearest_centre_agreement,
@@ -230,12 +231,11 @@ class CheapMeasures(eqx.Module):
             seen = jax.vmap(model.representations)(images)
             features, logits = seen["features"], seen["logits"]
             truth = jnp.argmax(labels, 1)
-            # One decomposition after the other: several at once can hang on a CPU.
-            features, found = jax.lax.optimization_barrier((features, found))
+            found, features = after(found, features)
             moments = class_moments(features, truth, labels.shape[1], scatter=True)
             centres = moments if centres is None else centres
             collapse = neural_collapse(moments)
-            moments, collapse = jax.lax.optimization_barrier((moments, collapse))
+            collapse, moments = after(collapse, moments)
             frame = simplex_frame(moments)
             found[f"{split}_accuracy"] = 1 - error_rate(logits, labels)
             found[f"{split}_loss"] = jnp.sum((logits - labels) ** 2) / labels.shape[0]
@@ -278,8 +278,5 @@ class Observation(eqx.Module):
         like = jax.eval_shape(self.dear, model, key)
         empty = jax.tree.map(lambda leaf: jnp.full(leaf.shape, jnp.nan, leaf.dtype), like)
         asked = jnp.any(self.steps == step)
-        # After the cheap ones: decompositions of both at once can hang on a CPU.
-        arrays, static = eqx.partition(model, eqx.is_array)
-        arrays, found = jax.lax.optimization_barrier((arrays, found))
-        model = eqx.combine(arrays, static)
+        found, model = after(found, model)
         return {**found, "dear": jax.lax.cond(asked, lambda: self.dear(model, key), lambda: empty)}

@@ -9,7 +9,9 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from jaxtyping import Array
 
 from dissociation import checks, sharding
-from dissociation.member_map import MEMBER_MAPS, map_members
+from dissociation.batch_size import largest, needed_bytes
+from dissociation.members import MEMBER_MAPS, count, map_members, per_batch
+from dissociation.memory import free_memory
 from dissociation.training.samplers import Sampler
 from dissociation.training.state import State, Step
 from dissociation.training.traced import Code, Traced, trace
@@ -25,32 +27,37 @@ class Layout(NamedTuple):
         member_map: "vmap" (members batched in one program), "scan" (in turn inside the program), "unroll" (in turn, one
             step per call, no loop in the program) or "auto": on a CPU "scan", or "unroll" if a step contains a
             convolution, which XLA's CPU backend runs slowly inside a loop; elsewhere "vmap".
-        members_per_batch: With "vmap", how many members are batched at once; None means all.
+        members_per_batch: With "vmap", how many members are batched at once; None means all, "auto" as many as fit in
+            the memory that is free (their program is compiled once more to measure that).
         mesh: Of `sharding.member_mesh`: devices over which the members are laid, and, along its axis "data" if it has
             one, the samples of every batch.
     """
 
     member_map: str = "auto"
-    members_per_batch: int | None = None
+    members_per_batch: int | str | None = None
     mesh: Mesh | None = None
 
 
 def chosen_layout(layout: Layout, step: Code) -> Layout:
     """The layout with the member map that suits the platform and the step's operations, if it is left open."""
-    member_map, per_batch, mesh = layout
+    member_map, members_per_batch, mesh = layout
     checks.check_choice("member_map", member_map, ("auto", *MEMBER_MAPS))
     if mesh is not None:
         sharding.check_mesh(mesh)
-    if per_batch is not None:
-        checks.check_count("members_per_batch", per_batch, minimum=1)
+    if isinstance(members_per_batch, str):
+        checks.check_choice("members_per_batch", members_per_batch, ("auto",))
+    elif members_per_batch is not None:
+        checks.check_count("members_per_batch", members_per_batch, minimum=1)
     if member_map == "auto":
         platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
         in_turn = "unroll" if "conv_general_dilated" in step.primitives else "scan"
-        member_map = in_turn if platform == "cpu" else "vmap"
-    if per_batch is not None and member_map != "vmap":
+        member_map = in_turn if per_batch(platform) == 1 else "vmap"
+    if members_per_batch == "auto" and member_map != "vmap":
+        members_per_batch = None
+    if members_per_batch is not None and member_map != "vmap":
         wanted = f"be None where members go in turn (member_map={member_map!r})"
-        checks.fail("members_per_batch", wanted, per_batch)
-    return Layout(member_map, per_batch, mesh)
+        checks.fail("members_per_batch", wanted, members_per_batch)
+    return Layout(member_map, members_per_batch, mesh)
 
 
 class Source(NamedTuple):
@@ -120,7 +127,7 @@ def run_chunk(inputs: Any, state: State) -> Any:
     layout, traced, keys, active, own, common, place = inputs
 
     def one(shared: Any, stacked: Any) -> Any:
-        traced, common, (start, within, count) = shared
+        traced, common, (start, within, steps) = shared
         state, own, key, goes_on = stacked
         source = Source(*(mine if theirs is None else theirs for mine, theirs in zip(own, common, strict=True)))
 
@@ -140,7 +147,7 @@ def run_chunk(inputs: Any, state: State) -> Any:
                 state, info = step(0, state)
                 return state, jax.tree.map(lambda leaf: leaf[None], info)
             buffers = jax.tree.map(lambda leaf: jnp.zeros((rows, *leaf.shape), leaf.dtype), infos)
-            return jax.lax.fori_loop(0, count, body, (state, buffers))
+            return jax.lax.fori_loop(0, steps, body, (state, buffers))
 
         def stay(state: State) -> Any:
             return state, jax.tree.map(lambda leaf: missing((rows, *leaf.shape), leaf.dtype), infos)
@@ -148,6 +155,19 @@ def run_chunk(inputs: Any, state: State) -> Any:
         return run(state) if goes_on is None else jax.lax.cond(goes_on, run, stay, state)
 
     return _over_members(layout, one, (traced, common, place), (state, own, keys, active))
+
+
+def largest_batch(inputs: Any, state: State) -> int:
+    """As many members per batch, on each device, as the memory that is free allows; `inputs` as of `run_chunk`."""
+    layout, *others = inputs
+    devices = 1 if layout.mesh is None else sharding.member_devices(layout.mesh)
+
+    def bytes_of(size: int) -> int:
+        jitted: Any = run_chunk
+        program = jitted.lower((layout._replace(members_per_batch=size), *others), state).compile()
+        return needed_bytes(program.compiled)
+
+    return largest(bytes_of, count(state) // devices, free_memory(jax.tree.leaves(eqx.filter(state, eqx.is_array))))
 
 
 def missing(shape: tuple[int, ...], dtype: Any) -> Array:

@@ -9,6 +9,7 @@ from jaxtyping import Array
 
 from dissociation import checks
 from dissociation.keys import typed
+from dissociation.members import concatenate
 from dissociation.training.samplers import HostBatches, Sampler
 from dissociation.training.state import Info, State, Step
 from dissociation.types import PRNGKey
@@ -89,7 +90,7 @@ def train(
             carry, infos = piece(carry, plan, start, part)
             found.append(infos)
             start = start + part.steps
-        return carry, _joined(found)
+        return carry, concatenate(found)
 
     found, begin = [], first
     for (parts, _), group in itertools.groupby(_blocks(sampler, first, total), lambda entry: entry[:2]):
@@ -107,7 +108,7 @@ def train(
         batch = sampler.batch(sampler.plan(keys.order, 0), 0, sampler.segment(0).size)
         like = jax.eval_shape(step, state, batch, keys.loss)[1]
         return state, jax.tree.map(lambda leaf: jnp.zeros((0, *leaf.shape), leaf.dtype), like)
-    return state, _joined(found)
+    return state, concatenate(found)
 
 
 def _blocks(sampler: Sampler, first: int, total: int) -> Any:
@@ -120,7 +121,3 @@ def _blocks(sampler: Sampler, first: int, total: int) -> Any:
             parts.append(_Piece(found.size, found.within, stop - at))
             at = stop
         yield tuple(parts), None, number
-
-
-def _joined(infos: list[Any]) -> Any:
-    return infos[0] if len(infos) == 1 else jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *infos)

@@ -16,12 +16,14 @@ import numpy as np
 
 from dissociation import checkpoint as checkpoints
 from dissociation import checks, sharding
+from dissociation.members import concatenate, stack, take
 from dissociation.training.batches import Batches, example
 from dissociation.training.callbacks import Callback, Progress
 from dissociation.training.chunk import (
     MAX_CHUNK,
     Layout,
     chosen_layout,
+    largest_batch,
     observe_members,
     run_chunk,
     trace_observation,
@@ -120,6 +122,10 @@ class Run:
         self.state = self._placed(jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), state))
         self.keys = self._placed(keys)
         batches.lay(self.layout.mesh)
+        if self.layout.members_per_batch == "auto":
+            common, own, place = batches.source(self.step)
+            inputs = self.layout, traced(place.size), self.keys.loss, None, own, common, jnp.asarray([self.step, 0, 1])
+            self.layout = self.layout._replace(members_per_batch=largest_batch(inputs, self.state))
         self.infos = [jax.tree.map(lambda leaf: np.zeros((self.num_members, 0, *leaf.shape), leaf.dtype), self.info)]
         self.observed_at: list[int] = []
         self.observations: list[Any] = []
@@ -182,7 +188,7 @@ class Run:
             for where in places:
                 state, infos = run_chunk((self.layout, traced, *others, common, jnp.asarray(where)), state)
                 columns.append(infos)
-            return state, jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=1), *columns)
+            return state, concatenate(columns, axis=1)
 
         active = self._placed(jnp.asarray(~self.frozen)) if self.frozen.any() else None
         self.state, infos = self._over_members(steps, (self.state, self.keys.loss, active, own))
@@ -209,7 +215,7 @@ class Run:
             observed = jax.tree.map(lambda leaf: np.asarray(leaf)[: self.num_members], observed)
         self.observed_at.append(self.step)
         self.observations.append(observed)
-        self.infos = [_joined(self.infos)]
+        self.infos = [concatenate(self.infos, axis=1)]
         records = self.records(len(self.observed_at) - 1)
         interrupted = None
         for callback in self.callbacks:
@@ -230,7 +236,7 @@ class Run:
     def records(self, index: int) -> dict[str, Any]:
         """What callbacks get of a record: means since the one before, and the observation."""
         at, since = self.observed_at[index], self.observed_at[index - 1] if index else self.first
-        done: Info = _joined(self.infos)
+        done: Info = concatenate(self.infos, axis=1)
 
         def mean(leaf: np.ndarray) -> np.ndarray:
             part = leaf[:, since - self.first : at - self.first]
@@ -246,14 +252,13 @@ class Run:
         """
         if self.layout.member_map != "unroll" or self.layout.mesh is not None:
             return function(members)
-        parts = [function(jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], members)) for i in range(self.num_members)]
-        return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
+        return concatenate([function(take(members, slice(i, i + 1))) for i in range(self.num_members)])
 
     def history(self) -> History:
         """Everything recorded, stacked."""
-        observed, done = None, _joined(self.infos)
+        observed, done = None, concatenate(self.infos, axis=1)
         if self.observe is not None and self.observations:
-            observed = jax.tree.map(lambda *leaves: np.stack(leaves, axis=1), *self.observations)
+            observed = stack(self.observations, axis=1)
         return History(done.loss, np.asarray(self.observed_at, np.int64), observed, done.metrics, self.first)
 
     def write(self, checkpoint: "Checkpoint | None") -> None:

@@ -14,7 +14,7 @@ from jaxtyping import Array
 from dissociation.checks import check_choice, check_count, check_distinct, check_positive, fail
 from dissociation.data.datasets import NAMES
 from dissociation.figures.artifacts import Parts
-from dissociation.member_map import member
+from dissociation.members import member
 from dissociation.progress import MeterFactory
 from dissociation.training import Progress
 from koopman.figures.films import Forecaster, Latent, Pixels

@@ -22,7 +22,7 @@ from dissociation.checks import WrongValue
 from dissociation.data.datasets import Dataset, load
 from dissociation.figures.artifacts import Parts, identity_of
 from dissociation.figures.seeds import cell, check_some_left, named_diverged
-from dissociation.member_map import member
+from dissociation.members import member
 from dissociation.progress import MeterFactory, open_meter
 from koopman.datasets.ordered_mnist import OrderedDigits, cycle_spectrum, ordered_mnist
 from koopman.figures.film_models import LABELS, NETWORKS, Config, forecasters, train_networks

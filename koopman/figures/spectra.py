@@ -23,6 +23,7 @@ from dissociation import plotting
 from dissociation.bmap import bmap
 from dissociation.checks import check_choice, check_count, check_distinct, check_positive, fail
 from dissociation.figures.artifacts import Parts, identity_of
+from dissociation.members import per_batch
 from dissociation.plotting import summarise
 from dissociation.progress import MeterFactory, open_meter
 from koopman.datasets.exact import ExactSpectrum
@@ -314,8 +315,7 @@ def _trials(config: Config, system: System, length: int, key: Array) -> dict[str
         return out
 
     keys = jax.random.split(key, config.num_trajectories)
-    batch_size = 1 if jax.default_backend() == "cpu" else None
-    return eqx.filter_jit(bmap(one, batch_size=batch_size))(keys)
+    return eqx.filter_jit(bmap(one, batch_size=per_batch()))(keys)
 
 
 def rates(results: Results, system: str, estimator: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import dissociation.bmap as module
+from dissociation import batch_size as sizes
 from dissociation.bmap import bmap
 from dissociation.fig4.expand import add_random_zero_neurons, duplicate_neurons, scale_neurons
 from dissociation.memory import program_bytes
@@ -459,10 +459,10 @@ def test_a_budget_of_one_byte_is_one():
 def chosen_batch(caplog, *, budget, size=40):
     x = arange(size, 100)
     caplog.clear()
-    with caplog.at_level(logging.INFO, module.__name__):
+    with caplog.at_level(logging.INFO, sizes.__name__):
         result = bmap(wide, batch_size="auto", memory_budget=budget)(x)
     np.testing.assert_allclose(result, jax.vmap(wide)(x), rtol=1e-6)
-    (record,) = [r for r in caplog.records if r.name == module.__name__]
+    (record,) = [r for r in caplog.records if r.name == sizes.__name__]
     chosen, members, needed, allowed = record.args
     assert members == size
     assert needed <= allowed
@@ -473,7 +473,7 @@ def test_auto_takes_the_largest_batch_that_fits(caplog):
     x = arange(40, 100)
 
     def needed(batch_size):
-        return program_bytes(jax.jit(bmap(wide, batch_size=batch_size)).lower(x).compile())
+        return program_bytes(eqx.filter_jit(bmap(wide, batch_size=batch_size)).lower(x).compile().compiled)
 
     table = {batch: needed(batch) for batch in (1, 8, 10, 40)}
     assert table[40] > 3 * table[10]
@@ -502,8 +502,8 @@ def test_auto_search_on_a_known_cost(step):
     for budget in range(50, 700, 3):
         best = max(b for b in range(1, 51) if cost(b) <= budget)
         calls = []
-        found = module._largest_batch(lambda b, calls=calls: calls.append(b) or cost(b), 50, budget)
-        assert len(set(calls)) <= (5 if step == 0 else 4 + module.CORRECTIONS)
+        found = sizes.largest(lambda b, calls=calls: calls.append(b) or cost(b), 50, budget)
+        assert len(set(calls)) <= (5 if step == 0 else 4 + sizes.CORRECTIONS)
         assert found == best if step == 0 else (0.9 * best <= found <= best)
 
 
@@ -548,3 +548,10 @@ def test_convolutions_in_a_compiled_loop_on_a_cpu_are_reported():
 
 def test_dense_layers_stay_in_one_compiled_loop():
     assert loops_in(bmap(jnp.dot, batch_size=2), arange(SIZE, 3), arange(SIZE, 3)) == 1
+
+
+@pytest.mark.parametrize("loop", ["scan", "unroll"])
+@pytest.mark.parametrize("batch_size", [1, 2, 5, "auto"])
+def test_a_number_of_members_is_enough_to_map(loop, batch_size):
+    repeated = bmap(lambda x: x + 1, in_axes=None, axis_size=5, batch_size=batch_size, loop=loop)
+    np.testing.assert_array_equal(repeated(jnp.arange(2.0)), [[1.0, 2.0]] * 5)

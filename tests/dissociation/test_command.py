@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -383,3 +384,11 @@ def test_both_packages_are_programs(tmp_path, package):
     assert done.stderr.startswith(f"{package}: ")
     assert done.stderr.count("\n") == 1
     assert not (tmp_path / "results").exists()
+
+
+@pytest.mark.parametrize("own", [None, "own"])
+def test_compiled_programs_are_kept_where_the_user_says(tmp_path, monkeypatch, own):
+    monkeypatch.setattr(command, "cache_folder", lambda: tmp_path / "cache")
+    jax.config.update("jax_compilation_cache_dir", own and str(tmp_path / own))
+    command.start_compilation_cache()
+    assert jax.config.jax_compilation_cache_dir == str(tmp_path / (own or "cache"))

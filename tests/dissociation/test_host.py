@@ -1,6 +1,5 @@
 """The small host-side modules: schedules, progress, sharding, plotting, argument checks."""
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
@@ -8,7 +7,6 @@ import numpy as np
 import pytest
 
 from dissociation import checks, files, plotting, sharding
-from dissociation.member_map import map_members, member
 from dissociation.progress import open_meter
 from dissociation.schedule import log_spaced_steps, steps_per_epoch
 
@@ -70,22 +68,6 @@ def test_members_are_split_over_devices_and_padding_is_dropped(num_members):
     assert placed["name"] == "kept"
     with pytest.raises(ValueError, match="`mesh` must have the axis 'members', and 'data' at most"):
         sharding.check_mesh(jax.make_mesh((1,), ("batch",)))
-
-
-@pytest.mark.parametrize("member_map", ["vmap", "scan", "unroll"])
-@pytest.mark.parametrize("devices", [0, 2])
-def test_map_members_equals_a_loop(member_map, devices):
-    shared = (jnp.arange(3.0), "static")
-    stacked = {"x": jnp.arange(12.0).reshape(4, 3), "f": jnp.sin}
-    mesh = sharding.member_mesh(jax.devices("cpu")[:devices]) if devices else None
-
-    def function(shared, member):
-        return {"out": member["f"](shared[0] @ member["x"]), "sum": member["x"].sum()}
-
-    mapped = map_members(function, shared, stacked, member_map=member_map, mesh=mesh)
-    for m in range(4):
-        alone = function(shared, {"x": stacked["x"][m], "f": jnp.sin})
-        jax.tree.map(lambda a, b, m=m: np.testing.assert_allclose(a[m], b, rtol=1e-6), mapped, alone)
 
 
 @pytest.mark.parametrize("members", [2, 3, 7])
@@ -173,22 +155,6 @@ def test_padding_out_of_range_is_refused():
         with pytest.raises(ValueError, match="`tree` must carry the same members"):
             sharding.pad_members({**tree, "x": bad}, 2)
     assert sharding.pad_members({"name": "kept"}, 2) == {"name": "kept"}
-
-
-def test_one_of_stacked_members():
-    keys = jax.random.split(jax.random.key(0), 3)
-    stacked = eqx.filter_vmap(lambda key: eqx.nn.MLP(4, 2, 5, 1, key=key))(keys)
-    for index in (0, 2, -1):
-        alone = eqx.nn.MLP(4, 2, 5, 1, key=keys[index])
-        np.testing.assert_allclose(member(stacked, index)(jnp.ones(4)), alone(jnp.ones(4)), rtol=1e-5)
-    numbers = member({"x": np.arange(3), "rate": 0.5, "key": keys}, 1)
-    assert (numbers["x"], numbers["rate"], numbers["key"].shape) == (1, 0.5, ())
-    for index in (3, -4):
-        with pytest.raises(ValueError, match=f"`index` must lie from -3 to 2, got {index}"):
-            member(stacked, index)
-    for wrong in ({"a": jnp.ones(3), "b": jnp.ones(2)}, {"rate": 0.5}, jnp.ones(())):
-        with pytest.raises(ValueError, match="`models` must hold arrays that agree in a leading axis, got"):
-            member(wrong, 0)
 
 
 def test_a_mesh_may_have_an_axis_of_data():

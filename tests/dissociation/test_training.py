@@ -113,6 +113,32 @@ def test_batches_may_be_laid_over_devices_too(key, member_map):
         np.testing.assert_allclose(spread.history.loss, plain.history.loss, rtol=1e-5)
 
 
+@pytest.mark.parametrize("devices", [0, 2])
+def test_members_per_batch_follow_the_memory(key, monkeypatch, devices):
+    models, sizes, needed = linear_members(key, 12, out=40), [], []
+    data = regression(key, samples=400, out=40)
+    mesh = sharding.member_mesh(jax.devices("cpu")[:devices]) if devices else None
+    largest, needed_bytes = chunk_module.largest_batch, chunk_module.needed_bytes
+
+    def run(budget, *layout):
+        with monkeypatch.context() as patch:
+            patch.setattr(chunk_module, "free_memory", lambda arrays: budget)
+            patch.setattr(
+                chunk_module, "needed_bytes", lambda program: needed.append(needed_bytes(program)) or needed[-1]
+            )
+            patch.setattr(run_module, "largest_batch", lambda *args: sizes.append(largest(*args)) or sizes[-1])
+            step, layout = make_step(noisy_error, optax.adam(0.05)), Layout(*layout, mesh=mesh)
+            return weights(fit(models, step, Epochs(data, 200), num_epochs=2, key=key, layout=layout))
+
+    plain = run(None, "vmap")
+    np.testing.assert_allclose(run(2**40, "vmap", "auto"), plain, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(run(needed[0] - 1, "vmap", "auto"), plain, rtol=1e-5, atol=1e-6)
+    assert sizes[0] == 12 // max(devices, 1) > sizes[1] >= 1
+    with pytest.raises(ValueError, match=r"`memory_budget` must be at least \d+ bytes"):
+        run(100, "vmap", "auto")
+    np.testing.assert_allclose(run(100, "scan", "auto"), plain, rtol=1e-5, atol=1e-6)  # in turn: nothing to choose
+
+
 @pytest.mark.parametrize("member_map", ["scan", "vmap", "unroll"])
 def test_chunks_leave_no_trace(key, monkeypatch, member_map):
     models, data = linear_members(key), regression(key, samples=40)

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 from dissociation.data.datasets import load
-from dissociation.member_map import member
+from dissociation.members import member
 from dissociation.models.layers import Affine, max_pool
 from dissociation.training import Epochs, fit, make_step
 from koopman.datasets.linear import linear_system

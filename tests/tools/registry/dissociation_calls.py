@@ -5,7 +5,7 @@ import jax
 import numpy as np
 import optax
 
-from dissociation import bmap, checkpoint, linalg, member_map, schedule, sharding, sweeps
+from dissociation import bmap, checkpoint, linalg, members, schedule, sharding, sweeps
 from dissociation.data import datasets, glyphs, tasks
 from dissociation.data import mnist as mnist_files
 from dissociation.fig4 import mnist
@@ -74,8 +74,8 @@ def squared_error(model, batch, key):
 
 def training_call():
     """Two members for two steps."""
-    members = eqx.filter_vmap(lambda key: eqx.nn.MLP(3, 2, 5, 1, key=key))(jax.random.split(jax.random.key(0), 2))
-    return {"models": members, "step": training_step(), "sampler": samplers.Epochs(PAIRS, 4), "num_steps": 2}
+    models = eqx.filter_vmap(lambda key: eqx.nn.MLP(3, 2, 5, 1, key=key))(jax.random.split(jax.random.key(0), 2))
+    return {"models": models, "step": training_step(), "sampler": samplers.Epochs(PAIRS, 4), "num_steps": 2}
 
 
 def training_step():
@@ -156,8 +156,11 @@ CALLS = {
     mlp.permute_mlp: lambda: {"model": network(), "permutation": np.array([2, 0, 1, 3, 4]), "layer": 0},
     mlp.perturb_mlp_in_null_space: lambda: {"model": network(), "basis": np.eye(3)[:1], "scale": 0.1, "key": KEY},
     bmap.bmap: lambda: {"fun": np.sin, "batch_size": 2},
-    member_map.member: lambda: {"models": {"weight": np.ones((3, 2))}, "index": 1},
-    member_map.map_members: lambda: {
+    members.member: lambda: {"models": {"weight": np.ones((3, 2))}, "index": 1},
+    members.count: lambda: {"models": {"weight": np.ones((3, 2))}},
+    members.stack: lambda: {"trees": [TALL, TALL], "axis": 1},
+    members.concatenate: lambda: {"trees": [TALL, TALL], "axis": 1},
+    members.map_members: lambda: {
         "function": lambda scale, x: scale * x,
         "shared": 2.0,
         "stacked": TALL,

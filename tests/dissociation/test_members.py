@@ -1,0 +1,97 @@
+"""Members: taken, counted, stacked, mapped over, one after the other."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dissociation import sharding
+from dissociation.members import after, concatenate, count, map_members, member, stack, take
+
+
+@pytest.mark.parametrize("member_map", ["vmap", "scan", "unroll"])
+@pytest.mark.parametrize("devices", [0, 2])
+def test_map_members_equals_a_loop(member_map, devices):
+    shared = (jnp.arange(3.0), "static")
+    stacked = {"x": jnp.arange(12.0).reshape(4, 3), "f": jnp.sin}
+    mesh = sharding.member_mesh(jax.devices("cpu")[:devices]) if devices else None
+
+    def function(shared, member):
+        return {"out": member["f"](shared[0] @ member["x"]), "sum": member["x"].sum()}
+
+    mapped = map_members(function, shared, stacked, member_map=member_map, mesh=mesh)
+    for m in range(4):
+        alone = function(shared, {"x": stacked["x"][m], "f": jnp.sin})
+        jax.tree.map(lambda a, b, m=m: np.testing.assert_allclose(a[m], b, rtol=1e-6), mapped, alone)
+
+
+def test_one_of_stacked_members():
+    keys = jax.random.split(jax.random.key(0), 3)
+    stacked = eqx.filter_vmap(lambda key: eqx.nn.MLP(4, 2, 5, 1, key=key))(keys)
+    for index in (0, 2, -1):
+        alone = eqx.nn.MLP(4, 2, 5, 1, key=keys[index])
+        np.testing.assert_allclose(member(stacked, index)(jnp.ones(4)), alone(jnp.ones(4)), rtol=1e-5)
+    numbers = member({"x": np.arange(3), "rate": 0.5, "key": keys}, 1)
+    assert (numbers["x"], numbers["rate"], numbers["key"].shape) == (1, 0.5, ())
+    for index in (3, -4):
+        with pytest.raises(ValueError, match=f"`index` must lie from -3 to 2, got {index}"):
+            member(stacked, index)
+    for wrong in ({"a": jnp.ones(3), "b": jnp.ones(2)}, {"rate": 0.5}, jnp.ones(())):
+        with pytest.raises(ValueError, match="`models` must hold arrays that agree in a leading axis, got"):
+            member(wrong, 0)
+
+
+def members_of(number):
+    generator = np.random.default_rng(number)
+    return [{"w": generator.normal(size=(2, 3)), "f": np.tanh} for _ in range(number)]
+
+
+@pytest.mark.parametrize("kind", [np.asarray, jnp.asarray])
+def test_stacked_members_come_apart_again(kind):
+    each = [{"w": kind(one["w"]), "f": one["f"]} for one in members_of(3)]
+    whole = stack(each)
+    assert count(whole) == 3
+    assert type(whole["w"]) is type(each[0]["w"])
+    assert whole["f"] is np.tanh
+    for i in range(3):
+        np.testing.assert_array_equal(member(whole, i)["w"], each[i]["w"])
+    np.testing.assert_array_equal(take(whole, slice(1, 3))["w"], whole["w"][1:])
+    np.testing.assert_array_equal(take(whole, np.array([2, 0]))["w"][0], each[2]["w"])
+    np.testing.assert_array_equal(stack(each, axis=1)["w"][:, 2], each[2]["w"])
+
+
+def test_parts_are_put_end_to_end():
+    first, second = ({"w": np.full((2, size), size)} for size in (1, 3))
+    np.testing.assert_array_equal(concatenate([first, second], axis=1)["w"], [[1, 3, 3, 3]] * 2)
+    assert isinstance(concatenate([first, second], axis=1)["w"], np.ndarray)
+    assert concatenate([first]) is first
+
+
+@pytest.mark.parametrize("join", [stack, concatenate])
+def test_nothing_and_other_shapes_are_not_joined(join):
+    with pytest.raises(ValueError, match="`trees` must hold at least one PyTree, got none"):
+        join([])
+    with pytest.raises(ValueError, match=r"`trees` must be alike, got arrays of .*\(2, 3\).*\(2, 2\)"):
+        join([{"w": np.ones((2, 3))}, {"w": np.ones((2, 2))}])
+    with pytest.raises(ValueError, match="`trees` must be alike, got"):
+        join([{"w": np.ones((2, 3))}, {"v": np.ones((2, 3))}])
+
+
+def test_models_that_disagree_are_not_counted():
+    with pytest.raises(ValueError, match="`models` must hold arrays that agree in a leading axis"):
+        count({"a": np.ones(3), "b": np.ones(2)})
+    with pytest.raises(ValueError, match="`models` must hold arrays"):
+        count({"f": np.tanh})
+
+
+def test_what_comes_after_waits_and_keeps_its_values_and_derivatives():
+    def slope(x, ordered):
+        done, then = jnp.sin(x), {"x": x, "f": jnp.cos}
+        if ordered:
+            done, then = after(done, then)
+        return done * then["f"](then["x"])
+
+    np.testing.assert_allclose(*(jax.grad(slope)(0.3, ordered) for ordered in (True, False)), rtol=1e-6)
+    text = str(jax.make_jaxpr(lambda x: slope(x, True))(0.3))
+    assert text.index("sin") < text.index("optimization_barrier") < text.index("cos")
