@@ -50,7 +50,7 @@ def test_a_function_gets_records_and_can_stop(key):
 @pytest.mark.parametrize(
     ("answer", "stops"),
     [(True, True), (np.True_, True), (jnp.array(True), True), (np.array([True]), True), (np.False_, False)]
-    + [(None, False), (1, False), ("True", False), (np.ones(2, bool), False), (jnp.array(1), False)],
+    + [(None, False), (1, False), ("True", False), (np.ones(2), False), (jnp.array(1), False)],
 )
 def test_any_form_of_true_stops_and_nothing_else_does(key, answer, stops):
     options = {"num_steps": 4, "key": key, "save": Save(at=[0, 2]), "callbacks": [lambda *_: answer]}
