@@ -5,11 +5,12 @@ import os
 from importlib.metadata import version
 from pathlib import Path
 
-# Most of the time of these tests is compiling of small programs. Without optimisation, and by XLA's older emitters, it
-# takes half of that; notebooks and benchmarks run as users do. A version without a flag would end the process.
+# Most of the time of these tests is compiling of small programs. With little optimisation, and by XLA's older emitters,
+# it takes half of that; with none, equal sums would be contracted unequally and lose equal bits. Notebooks and
+# benchmarks run as users do. A version without a flag would end the process.
 os.environ.setdefault(
     "XLA_FLAGS",
-    "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
+    "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=1"
     + " --xla_cpu_use_fusion_emitters=false" * version("jaxlib").startswith("0.10."),
 )
 # What was compiled is kept in the checkout, for other modules, processes and runs of the same program.
