@@ -11,12 +11,12 @@ from jaxtyping import Array, Bool
 from dissociation.bmap import bmap
 from dissociation.checks import check_choice, check_count, check_positive, fail
 from dissociation.data.datasets import NAMES, Dataset, load
-from dissociation.fig4.mnist import fit_mnist
 from dissociation.figures.artifacts import Parts
 from dissociation.figures.seeds import check_some_left, named_diverged, stand_ins
 from dissociation.members import per_batch
 from dissociation.metrics.robustness import input_noise_error
 from dissociation.progress import MeterFactory
+from dissociation.recipes.mnist import fit_mnist
 from dissociation.weights.certificate import certify
 
 FACTORS = (1e-15, 1e15)
