@@ -23,7 +23,7 @@ from dissociation.checks import (
 )
 from dissociation.data.datasets import NAMES, Dataset
 from dissociation.figures.artifacts import Arrays, read_part, save_part
-from dissociation.figures.members import check_sizes
+from dissociation.figures.members import DataName, check_sizes
 from dissociation.members import after, count, take
 from dissociation.metrics.crossing import Median, Slope, first_cross, log_slope, median_crossing
 from dissociation.metrics.information.coordinates import whiten
@@ -40,8 +40,8 @@ from dissociation.schedule import log_spaced_steps
 class Config:
     """The networks, and what is measured on them."""
 
-    data: Literal["glyphs", "mnist"] = "glyphs"
-    """Data set: digits drawn by code, or MNIST."""
+    data: DataName = "glyphs"
+    """Data set, by its name in `data.datasets.SOURCES`."""
     weight_decays: tuple[float, ...] = (0.3, 0.1, 0.03, 0.01, 0.003, 0.001)
     """AdamW's."""
     seeds: tuple[int, ...] = (42, 43, 44, 45, 46)

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -14,7 +14,7 @@ from jaxtyping import Array
 from dissociation.bmap import bmap
 from dissociation.checks import check_choice, check_count, check_distinct, check_non_negative, fail
 from dissociation.data.datasets import NAMES
-from dissociation.figures.members import check_sizes
+from dissociation.figures.members import DataName, check_sizes
 from dissociation.members import take
 from dissociation.spectral import Spectrum, truncate
 from dissociation.spectral.certificate import certified_radius, margins
@@ -38,8 +38,8 @@ ORDERS = {"magnitude": "by |eigenvalue|", "contribution": "by mean contribution"
 class Config:
     """The networks, and what is compared."""
 
-    data: Literal["glyphs", "mnist"] = "glyphs"
-    """Data set: digits drawn by code, or MNIST."""
+    data: DataName = "glyphs"
+    """Data set, by its name in `data.datasets.SOURCES`."""
     sizes: tuple[int, ...] = (30, 50, 100, 300)
     """Hidden sizes."""
     reference: int = 300

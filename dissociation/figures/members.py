@@ -1,16 +1,17 @@
 """Training stacked members, rewriting them, and measuring what came of it."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
+import tyro
 from jaxtyping import Array, Bool
 
 from dissociation.bmap import bmap
 from dissociation.checks import check_choice, check_count, check_positive, fail
-from dissociation.data.datasets import NAMES, Dataset, load
+from dissociation.data.datasets import NAMES, SOURCES, Dataset, load
 from dissociation.figures.artifacts import Parts
 from dissociation.figures.seeds import check_some_left, named_diverged, stand_ins
 from dissociation.members import per_batch
@@ -18,6 +19,12 @@ from dissociation.metrics.robustness import input_noise_error
 from dissociation.progress import MeterFactory
 from dissociation.recipes.mnist import fit_mnist
 from dissociation.weights.certificate import certify
+
+if TYPE_CHECKING:
+    DataName = str
+else:
+    _HELP = f"Data set: {', or '.join(known.shows for known in SOURCES.values())}."
+    DataName = Annotated[Literal[NAMES], tyro.conf.arg(help=_HELP)]
 
 FACTORS = (1e-15, 1e15)
 """Scale factors between which squares of what they scale stay within float32."""

@@ -10,7 +10,7 @@ import dataclasses
 import os
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -26,6 +26,7 @@ from dissociation.data.datasets import Dataset
 from dissociation.figures.artifacts import Parts, identity_of
 from dissociation.figures.members import (
     FACTORS,
+    DataName,
     certify_members,
     check_members,
     check_neurons,
@@ -34,9 +35,7 @@ from dissociation.figures.members import (
     train_members,
     worst,
 )
-from dissociation.figures.members import (
-    source as source,
-)
+from dissociation.figures.members import source as source
 from dissociation.figures.seeds import cell, masked_part
 from dissociation.metrics.robustness import input_noise_error, parameter_noise_error
 from dissociation.progress import MeterFactory, open_meter
@@ -92,8 +91,8 @@ LOOKS = {
 class Config:
     """What is trained, how it is rewritten, and at which noise it is measured."""
 
-    data: Literal["glyphs", "mnist"] = "glyphs"
-    """Data set: digits drawn by code, or MNIST."""
+    data: DataName = "glyphs"
+    """Data set, by its name in `data.datasets.SOURCES`."""
     num_seeds: int = 4
     """Networks trained from scratch."""
     num_epochs: int = 10

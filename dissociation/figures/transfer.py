@@ -28,6 +28,7 @@ from dissociation.data.datasets import Dataset
 from dissociation.data.tasks import NUM_QUARTERS, coarse_grained, rotated_quarters
 from dissociation.figures.artifacts import Parts, identity_of
 from dissociation.figures.members import (
+    DataName,
     certify_members,
     check_members,
     check_neurons,
@@ -83,8 +84,8 @@ PROBES = {"converged": "converged probe", "gradient": "{} gradient steps", "one_
 class Config:
     """What is trained, how it is rewritten, and how the probes learn."""
 
-    data: Literal["glyphs", "mnist"] = "glyphs"
-    """Data set: digits drawn by code, or MNIST."""
+    data: DataName = "glyphs"
+    """Data set, by its name in `data.datasets.SOURCES`."""
     num_seeds: int = 3
     """Networks trained from scratch."""
     num_epochs: int = 10

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -14,6 +14,7 @@ from jaxtyping import Array
 from dissociation.checks import check_choice, check_count, check_distinct, check_positive, fail
 from dissociation.data.datasets import NAMES
 from dissociation.figures.artifacts import Parts
+from dissociation.figures.members import DataName
 from dissociation.members import member
 from dissociation.progress import MeterFactory
 from dissociation.training import Progress
@@ -53,8 +54,8 @@ LABELS = {
 class Config:
     """The sequence, the networks, and how far to look."""
 
-    data: Literal["glyphs", "mnist"] = "glyphs"
-    """Data set: digits drawn by code, or MNIST."""
+    data: DataName = "glyphs"
+    """Data set, by its name in `data.datasets.SOURCES`."""
     num_digits: int = 5
     """Digits in the cycle."""
     num_seeds: int = 3
