@@ -44,7 +44,7 @@ from dissociation.spectral.similarity import bootstrap_interval, pair_mean, stud
 from dissociation.training import Progress
 
 STEM = "eigenvectors"
-"""The name of the files."""
+SHOWS = "Eigenvectors of bilinear networks, compared across seeds and sizes."
 
 AXES = {
     "top": ("sizes", "sizes"),
@@ -67,7 +67,6 @@ AXES = {
     "diverged_at": ("seeds",),
     "radii": ("images",),
 }
-"""What the axes of the saved arrays are, by how the arrays' names begin."""
 
 
 class Results(NamedTuple):

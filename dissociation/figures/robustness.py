@@ -49,7 +49,7 @@ from dissociation.weights.noise import parameter_noise
 from dissociation.weights.symmetry import null_basis, null_spectrum
 
 STEM = "noise-robustness"
-"""The name of the files."""
+SHOWS = "Test error of function-preserving rewrites under noise on inputs and on parameters."
 
 REWRITTEN_LAYER = 1
 """The second hidden layer."""
@@ -63,7 +63,6 @@ AXES = {
     "test_error": ("seeds", "epochs"),
     "diverged_at": ("seeds",),
 }
-"""What the axes of the saved arrays are, by how the arrays' names begin."""
 
 LABELS = {
     "trained": "trained",

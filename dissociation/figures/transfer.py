@@ -45,7 +45,7 @@ from dissociation.progress import MeterFactory, open_meter
 from dissociation.weights.mlp import add_random_zero_to_mlp, duplicate_mlp, scale_mlp
 
 STEM = "transfer"
-"""The name of the files."""
+SHOWS = "Transfer error of function-preserving rewrites against the sample budget."
 
 REWRITTEN_LAYER = 1
 """The second hidden layer, whose post-activations the probes read."""
@@ -57,7 +57,6 @@ AXES = {
     "test_error": ("seeds", "epochs"),
     "diverged_at": ("seeds",),
 }
-"""What the axes of the saved arrays are, by how the arrays' names begin."""
 
 LABELS = {
     "trained": "trained",

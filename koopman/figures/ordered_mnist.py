@@ -30,7 +30,7 @@ from koopman.figures.films import PROTOCOLS, SCALES, Forecaster, evaluate
 from koopman.learn import encode
 
 STEM = "ordered-mnist"
-"""The name of the files."""
+SHOWS = "Digits in turn: encoders, operators, and forecast images read by an oracle."
 
 AXES = {
     "times": ("times",),
@@ -46,7 +46,6 @@ AXES = {
     "batched": ("seeds",),
     "diverged_at": ("seeds",),
 }
-"""What the axes of the saved arrays are, by how the arrays' names begin."""
 
 LOOKS = {
     "linear": {"color": "0.6"},

@@ -38,7 +38,7 @@ from koopman.pairs import lagged_pairs
 from koopman.spectrum import decompose, right_eigenfunctions
 
 STEM = "spectra"
-"""The name of the files."""
+SHOWS = "Estimated against exact eigenvalues and eigenfunctions of systems whose spectra are known."
 
 AXES = {
     "lengths": ("lengths",),
@@ -48,7 +48,6 @@ AXES = {
     "eigenvalues": ("trajectories", "lengths", "eigenvalues"),
     "functions": ("trajectories", "points"),
 }
-"""What the axes of the saved arrays are, by how the arrays' names begin."""
 
 ESTIMATORS = {
     "ridge": "ridge",
