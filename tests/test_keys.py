@@ -40,6 +40,8 @@ SHARED = {
     "dissociation/weights/neurons.py add_random_zero_neurons: normal",
     # Samples of a Gaussian that ranks choose from.
     "dissociation/metrics/information/coordinates.py normal_scores: normal",
+    # Members resampled alike for every measure and size.
+    "dissociation/spectral/similarity.py bootstrap_interval.resample: randint",
     # One direction of noise for all scales and variants of a seed.
     "dissociation/weights/noise.py parameter_noise: normal",
 }
