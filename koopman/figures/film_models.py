@@ -1,6 +1,5 @@
 """The models of a sequence of digits: what they are called, how they are trained, and the forecasters made of them."""
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,10 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from dissociation.checks import check_choice, check_count, check_distinct, check_positive, fail
-from dissociation.data.datasets import NAMES
 from dissociation.figures.artifacts import Parts
-from dissociation.figures.members import DataName
 from dissociation.members import member
 from dissociation.progress import MeterFactory
 from dissociation.training import Progress
@@ -50,70 +46,6 @@ LABELS = {
 """What the models are called, in the order of tables and legends."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """The sequence, the networks, and how far to look."""
-
-    data: DataName = "glyphs"
-    """Data set, by its name in `data.datasets.SOURCES`."""
-    num_digits: int = 5
-    """Digits in the cycle."""
-    num_seeds: int = 3
-    """Networks of every kind, trained from scratch."""
-    num_train: int = 3000
-    """Images of the sequence for training: the first ones."""
-    num_validation: int = 1000
-    """The next ones, for validation losses."""
-    num_test: int = 1000
-    """The next ones, from which forecasts begin."""
-    num_epochs: int = 50
-    """Passes over the training sequence, for encoders and autoencoders."""
-    oracle_epochs: int = 20
-    """Passes for the oracle."""
-    batch_size: int = 64
-    """Pairs, or images, in a batch."""
-    alpha: float = 1e-6
-    """Regularisation of the operators."""
-    num_steps: int = 15
-    """Horizons."""
-    far: int = 1000
-    """One horizon more, for powers of the operator."""
-    models: tuple[str, ...] = tuple(LABELS)
-    """Which models; the oracle is always trained."""
-
-    def __post_init__(self):
-        check_choice("data", self.data, NAMES)
-        for name in ("num_digits", "num_seeds", "num_test", "num_steps", "batch_size"):
-            check_count(name, getattr(self, name), minimum=1)
-        for name in ("num_train", "num_validation"):
-            check_count(name, getattr(self, name), minimum=2)
-        if self.num_digits > 10:
-            fail("num_digits", "be at most 10", self.num_digits)
-        if self.batch_size >= self.num_train:
-            fail("batch_size", f"be below `num_train` ({self.num_train})", self.batch_size)
-        for name in ("num_epochs", "oracle_epochs"):
-            check_count(name, getattr(self, name))
-        if check_count("far", self.far) <= self.num_steps:
-            fail("far", f"be beyond `num_steps` ({self.num_steps})", self.far)
-        check_positive("alpha", self.alpha)
-        check_distinct("models", self.models)
-        for name in self.models:
-            check_choice("models", name, LABELS)
-
-    def quick(self) -> "Config":
-        """A small run that shows that everything works: no science."""
-        return dataclasses.replace(
-            self,
-            num_seeds=2,
-            num_train=300,
-            num_validation=100,
-            num_test=100,
-            num_epochs=2,
-            oracle_epochs=4,
-            num_steps=3,
-        )
-
-
 class Networks(NamedTuple):
     """Everything that is trained on a sequence.
 
@@ -131,7 +63,7 @@ class Networks(NamedTuple):
 
 
 def train_networks(
-    config: Config,
+    config: Any,
     key: Array,
     train: np.ndarray,
     validation: np.ndarray,
@@ -142,7 +74,7 @@ def train_networks(
     """Trains the oracle and the networks that the models of `config` need, all seeds at once.
 
     Args:
-        config: What to train.
+        config: The figure's: counts and models of it.
         key: Everything random follows from it.
         train: The sequence, [n, 28, 28].
         validation: Another stretch of it.
@@ -185,7 +117,7 @@ def train_networks(
     return Networks(found, curves, batched, diverged_at)
 
 
-def forecasters(config: Config, train: np.ndarray, trained: dict[str, Any]) -> dict[str, Callable[[int], Forecaster]]:
+def forecasters(config: Any, train: np.ndarray, trained: dict[str, Any]) -> dict[str, Callable[[int], Forecaster]]:
     """For every model of `config`, a function from a seed's number to its forecaster.
 
     Args:
@@ -239,7 +171,7 @@ def forecasters(config: Config, train: np.ndarray, trained: dict[str, Any]) -> d
 def _fitted(
     features: Callable[[Array], Array],
     images: Array,
-    config: Config,
+    config: Any,
     *,
     center: bool = False,
     decoder: Callable[[Array], Array] | None = None,

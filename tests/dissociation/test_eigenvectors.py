@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from drawn import assert_only_draws
 
 from dissociation.figures import eigenvector_tables as tables
 from dissociation.figures import eigenvectors
@@ -172,10 +173,9 @@ def test_tables(small):
 
 def test_pictures_tables_and_resuming(small):
     results, config, folder = small
-    figure = eigenvectors.draw(results)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        figure.canvas.draw()
+        assert_only_draws(eigenvectors, results)
     rows = eigenvectors.table(results)
     assert len({len(row) for row in rows}) == 1
     assert "glyphs" in eigenvectors.headline(results)
