@@ -358,7 +358,10 @@ def test_a_full_disk_is_told_in_a_line_wherever_it_fills(run, capsys, small_disk
 
 
 def test_a_folder_that_cannot_be_written_is_told_at_once(run, toy, tmp_path, capsys, locked_disk, monkeypatch):
-    monkeypatch.setattr(toy, "compute", None)  # not come to
+    def compute(*_, **__):
+        raise AssertionError("come to")
+
+    monkeypatch.setattr(toy, "compute", compute)
     (tmp_path / "file").touch()
     for out in (locked_disk, locked_disk / "new", tmp_path / "file"):
         assert run(out=out) == 1
