@@ -5,11 +5,7 @@ from dissociation.figures.command import run_command
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line; returns the exit status.
-
-    Args:
-        arguments: The words after the program's name; None takes them from the process.
-    """
+    """Runs the command line on these words, by default those of the process; returns the exit status."""
     return run_command(
         figures(), arguments, program="dissociation", description="Figures of the toolkit, from data to PDF."
     )

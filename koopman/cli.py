@@ -5,11 +5,7 @@ from koopman.figures import figures
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line; returns the exit status.
-
-    Args:
-        arguments: The words after the program's name; None takes them from the process.
-    """
+    """Runs the command line on these words, by default those of the process; returns the exit status."""
     return run_command(
         figures(), arguments, program="koopman", description="Figures of learned evolution operators, from data to PDF."
     )

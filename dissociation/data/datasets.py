@@ -82,8 +82,8 @@ def _classes_in(name: str, labels: Any) -> int:
     return 0 if is_traced(labels) else int(as_classes(name, labels).max()) + 1
 
 
-Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
-"""Training images and labels, test images and labels."""
+Arrays = tuple[np.ndarray, ...]
+"""Four: training images and labels, test images and labels."""
 
 
 class Source(NamedTuple):
@@ -104,13 +104,9 @@ def _glyphs(train: int | None, test: int | None, folder: Any, key: PRNGKey | Non
 
 
 def _mnist(train: int | None, test: int | None, folder: Any, key: PRNGKey | None) -> Arrays:
-    train_images, train_labels, test_images, test_labels = mnist_data(folder=folder)
-    return (
-        _leading("num_train", train_images, train),
-        _leading("num_train", train_labels, train),
-        _leading("num_test", test_images, test),
-        _leading("num_test", test_labels, test),
-    )
+    sizes = (("num_train", train),) * 2 + (("num_test", test),) * 2
+    arrays = mnist_data(folder=folder)
+    return tuple(_leading(name, array, number) for (name, number), array in zip(sizes, arrays, strict=True))
 
 
 SOURCES = {"glyphs": Source("digits drawn by code", _glyphs), "mnist": Source("MNIST", _mnist)}

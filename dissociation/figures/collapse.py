@@ -182,15 +182,10 @@ def compute(
     progress: str | MeterFactory | None = None,
     mesh: Mesh | None = None,
 ) -> Results:
-    """Trains all networks and follows them.
+    """Trains all networks and follows them; see `protocol.Figure.compute`.
 
-    Args:
-        config: What to do.
-        key: Of the autoencoder that compresses pictures; networks follow from `config.seeds`.
-        dataset: See `protocol.Figure.compute`.
-        folder: Where finished parts are kept, and the series so far: see `load_partial`.
-        progress: See `dissociation.progress`.
-        mesh: Devices over which the networks are laid: see `sharding.member_mesh`.
+    `key` is the autoencoder's that compresses pictures, networks follow from `config.seeds`. Beside the parts `folder`
+    keeps the series so far, see `load_partial`. The networks are laid over the devices of `mesh`, if one is given.
     """
     data = source(config) if dataset is None else dataset
     _check_data(config, data)

@@ -13,14 +13,7 @@ SHOWN_POINTS = 400
 
 
 def draw(results: Any) -> Figure:
-    """Rows of training, of information, of estimators and geometry, and of margins with crossing times.
-
-    Args:
-        results: What `figures.collapse.compute` or `load_partial` returned.
-
-    Returns:
-        7.2 x 8.8 inches.
-    """
+    """Rows of training, of information, of estimators and geometry, and of margins with crossings; 7.2 x 8.8 inches."""
     with plotting.house_style():
         figure, axes = plt.subplots(4, 3, figsize=(7.2, 8.8), layout="constrained")
         _training(axes[0], results)

@@ -27,13 +27,7 @@ class Crossings(NamedTuple):
 
 
 def crossings(config: Any, series: dict[str, np.ndarray], time_step: np.ndarray) -> Crossings:
-    """What `Crossings` says of the series of a sweep.
-
-    Args:
-        config: The sweep's `weight_decays`, `accuracy_threshold`, `test_threshold` and `collapse_threshold`.
-        series: By name, [decay, seed, time].
-        time_step: Steps of the series, [time].
-    """
+    """What `Crossings` says of `series` at `time_step`, with the thresholds and the weight decays of `config`."""
     first, end = first_crossings(config, series, time_step), int(time_step[-1])
     names = [name for name in first if name != "diverged"]
     median: dict[str, np.ndarray] = {name: np.full((len(config.weight_decays), 3), np.nan) for name in names}
@@ -103,13 +97,7 @@ def crossing_table(weight_decays: tuple[float, ...], found: Crossings) -> list[l
 def crossing_line(
     weight_decays: tuple[float, ...], found: dict[str, np.ndarray], end: int, name: str = "collapsed"
 ) -> Slope:
-    """The line of log time on log weight decay, over positive decays.
-
-    Args:
-        weight_decays: The sweep's.
-        found: What `first_crossings` returned.
-        end: The last step.
-        name: "fitted", "generalised", "collapsed", or "delay", over the networks that fitted.
+    """The line of log time `name` on log weight decay, over positive decays; `found` is `Crossings.first`.
 
     Raises:
         ValueError: If too few networks crossed.

@@ -12,14 +12,7 @@ from dissociation.figures.eigenvector_measures import ORDERS
 
 
 def draw(results: Any) -> Figure:
-    """Six panels: similarity by rank and between sizes, truncation, the spectrum of a class, and an explanation.
-
-    Args:
-        results: What `figures.eigenvectors.compute` returned.
-
-    Returns:
-        A figure of 7.2 x 6.8 inches.
-    """
+    """Similarity by rank and between sizes, truncation, the spectrum of a class, an explanation; 7.2 x 6.8 inches."""
     with plotting.house_style():
         figure = plt.figure(figsize=(7.2, 6.8))
         rows: Any = figure.subfigures(3, 1, height_ratios=[1.0, 1.0, 1.05])

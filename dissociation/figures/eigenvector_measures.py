@@ -198,19 +198,16 @@ def pooled(similarity: np.ndarray) -> np.ndarray:
 def intervals(
     similarity: np.ndarray, pairs: np.ndarray, alive: np.ndarray, others: np.ndarray | None = None
 ) -> np.ndarray:
-    """Mean over pairs and classes by rank with its 90 % interval, of two kinds.
+    """Mean over pairs and classes by rank, lower and upper end of its 90 % interval, of two kinds: [2, 3, ranks].
 
     The first resamples members. The second is Student's over pairs and classes, as published, which takes pairs that
-    share a network, and classes of one pair, for independent.
+    share a network, and classes of one pair, for independent. Less than two members have no interval: NaN.
 
     Args:
         similarity: [pairs, classes, ranks], NaN for pairs with a network that diverged.
         pairs: First and second member of every pair, [2, pairs].
         alive: Which first members did not diverge.
         others: Which second members; None if both are of one population.
-
-    Returns:
-        Mean, lower and upper end, [2, 3, ranks]; no ends with less than two members.
     """
     known = np.isfinite(similarity).all((1, 2))
     values, (first, second) = similarity[known].astype(np.float32), pairs[:, known]
@@ -226,17 +223,14 @@ def intervals(
 
 
 def truncation_bands(error: dict[str, np.ndarray], full: np.ndarray) -> dict[str, np.ndarray]:
-    """Test error (%) by components kept, and by order what it is above the whole networks', from one component on.
-
-    Returns:
-        "error" and a row per order: mean over seeds and Student's 90 % interval, [3, components].
-    """
+    """By components kept, test error (%), and by order the error above the whole networks': `_student_band` of each."""
     curves = {"error": 100 * error["magnitude"]}
     curves |= {order: (100 * (error[order] - full[:, None]))[:, 1:] for order in ORDERS}
     return {name: _student_band(values) for name, values in curves.items()}
 
 
 def _student_band(curves: np.ndarray) -> np.ndarray:
+    """Mean over seeds and Student's 90 % interval, [3, components]."""
     known = curves[np.isfinite(curves).all(1)].astype(np.float32)
     mean = summarise(known).mean
     ends = student_interval(known)[1:] if len(known) > 1 else (np.full_like(mean, np.nan),) * 2

@@ -19,6 +19,7 @@ from dissociation.metrics.robustness import input_noise_error
 from dissociation.progress import MeterFactory
 from dissociation.recipes.mnist import fit_mnist
 from dissociation.weights.certificate import certify
+from dissociation.weights.mlp import add_random_zero_to_mlp, duplicate_mlp, scale_mlp
 
 if TYPE_CHECKING:
     DataName = str
@@ -28,6 +29,9 @@ else:
 
 FACTORS = (1e-15, 1e15)
 """Scale factors between which squares of what they scale stay within float32."""
+
+REWRITTEN_LAYER = 1
+"""The second hidden layer."""
 
 MAX_WEIGHTS = 2**28
 """Incoming weights that a rewritten layer may have: a GiB of float32."""
@@ -75,6 +79,21 @@ def members_headline(config: Any, data: dict[str, Any], diverged_at: np.ndarray)
     sizes = f"{data['num_train']} training and {data['num_test']} test images"
     gone = named_diverged([f"seed {i}" for i in range(config.num_seeds)], diverged_at)
     return f"{data['name']}: {sizes}, {config.num_seeds} seeds, {config.num_epochs} epochs{gone}"
+
+
+def neuron_rewrites(config: Any, num_zero: int) -> dict[str, Callable[[eqx.nn.MLP, Array], eqx.nn.MLP]]:
+    """Functions of one network and a key: itself, with neurons scaled, duplicated, and some without effect added."""
+
+    def scaled(model: eqx.nn.MLP, key: Array) -> eqx.nn.MLP:
+        return scale_mlp(model, config.scale_factor, layer=REWRITTEN_LAYER)
+
+    def duplicated(model: eqx.nn.MLP, key: Array) -> eqx.nn.MLP:
+        return duplicate_mlp(model, config.duplicate_multiplier, layer=REWRITTEN_LAYER)
+
+    def zero(model: eqx.nn.MLP, key: Array) -> eqx.nn.MLP:
+        return add_random_zero_to_mlp(model, num_zero, 1, key=key, layer=REWRITTEN_LAYER)
+
+    return {"trained": lambda model, key: model, "scaled": scaled, "duplicated": duplicated, "zero": zero}
 
 
 class Trained(NamedTuple):

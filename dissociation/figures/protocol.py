@@ -24,44 +24,37 @@ class Settings(Protocol):
 
 @runtime_checkable
 class Measured(Protocol):
-    """A figure's results, a named tuple: all that `draw`, `arrays` and the tables show."""
+    """A figure's results, a named tuple: all that is drawn and told of, and wall times of its parts."""
 
     @property
-    def seconds(self) -> dict[str, float]:
-        """Wall time of every part."""
-        ...
+    def seconds(self) -> dict[str, float]: ...  # noqa: D102
 
 
 @runtime_checkable
 class Figure(Protocol):
-    """A module which `figures()` of its package lists."""
+    """A module, which `figures()` of its package lists.
+
+    Attributes:
+        STEM: The name of the files.
+        SHOWS: What the figure shows, in a sentence: the help of its command.
+        AXES: What the axes of the saved arrays are, by how the arrays' names begin.
+        Config: The class of its options, which stands in the module itself.
+    """
 
     @property
-    def STEM(self) -> str:  # noqa: N802
-        """The name of the files."""
-        ...
+    def STEM(self) -> str: ...  # noqa: D102, N802
 
     @property
-    def SHOWS(self) -> str:  # noqa: N802
-        """What the figure shows, in a sentence: the help of its command."""
-        ...
+    def SHOWS(self) -> str: ...  # noqa: D102, N802
 
     @property
-    def AXES(self) -> Mapping[str, tuple[str, ...]]:  # noqa: N802
-        """What the axes of the saved arrays are, by how the arrays' names begin."""
-        ...
+    def AXES(self) -> Mapping[str, tuple[str, ...]]: ...  # noqa: D102, N802
 
     @property
-    def Config(self) -> Callable[..., Settings]:  # noqa: N802
-        """The class of its options, of the figure's own module."""
-        ...
+    def Config(self) -> Callable[..., Settings]: ...  # noqa: D102, N802
 
     def source(self, config: Any) -> Any:
-        """What is computed on, loaded; its contents are part of a run's identity.
-
-        Raises:
-            WrongValue: If an option does not fit it.
-        """
+        """What is computed on, loaded; its contents are part of a run's identity. Raises if an option does not fit."""
         ...
 
     def compute(

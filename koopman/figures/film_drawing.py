@@ -44,14 +44,7 @@ def _shown_seed(results: Any, name: str) -> int:
 
 
 def draw(results: Any) -> Figure:
-    """The sequence, accuracy against time, forecast strips, eigenfunctions and eigenvalues.
-
-    Args:
-        results: What `figures.ordered_mnist.compute` returned.
-
-    Returns:
-        A figure of 7 x 8.5 inches.
-    """
+    """The sequence, accuracy against time, forecast strips, eigenfunctions and eigenvalues, on 7 x 8.5 inches."""
     with plotting.house_style():
         figure = plt.figure(figsize=(7.0, 8.5))
         panels: Any = figure.subfigures(4, 1, height_ratios=[0.7, 2.3, 4.2, 2.2])

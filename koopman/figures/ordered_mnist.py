@@ -174,15 +174,7 @@ def compute(
     folder: str | os.PathLike[str] | None = None,
     progress: str | MeterFactory | None = None,
 ) -> Results:
-    """Trains, fits, forecasts and reads; see `protocol.Figure.compute`.
-
-    Args:
-        config: What to do.
-        key: Everything random follows from it.
-        dataset: The source of the sequence, in place of the one that `config.data` names.
-        folder: Where finished parts are kept.
-        progress: See `dissociation.progress`.
-    """
+    """Trains, fits, forecasts and reads, the sequence cut from `dataset`; see `protocol.Figure.compute`."""
     film = ordered_mnist(config.num_digits, data=source(config) if dataset is None else dataset)
     _split(config, film)
     with Parts(folder, identity_of(config, key, (film.images, film.labels))) as parts:
