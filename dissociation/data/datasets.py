@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import numpy as np
@@ -82,35 +82,26 @@ def _classes_in(name: str, labels: Any) -> int:
     return 0 if is_traced(labels) else int(as_classes(name, labels).max()) + 1
 
 
-Arrays = tuple[np.ndarray, ...]
-"""Four: training images and labels, test images and labels."""
-
-
-class Source(NamedTuple):
-    """What is registered of a data set.
-
-    Attributes:
-        shows: What it is, in the middle of a sentence.
-        arrays: From numbers of training and test images (None: its own), folder and key to the arrays.
-    """
-
-    shows: str
-    arrays: Callable[[int | None, int | None, str | os.PathLike[str] | None, PRNGKey | None], Arrays]
-
-
-def _glyphs(train: int | None, test: int | None, folder: Any, key: PRNGKey | None) -> Arrays:
+def _glyphs(train: int | None, test: int | None, folder: Any, key: PRNGKey | None) -> tuple[np.ndarray, ...]:
     key = named_key("glyphs") if key is None else key
     return glyph_data(10_000 if train is None else train, 2_000 if test is None else test, key=key)
 
 
-def _mnist(train: int | None, test: int | None, folder: Any, key: PRNGKey | None) -> Arrays:
+def _mnist(train: int | None, test: int | None, folder: Any, key: PRNGKey | None) -> tuple[np.ndarray, ...]:
     sizes = (("num_train", train),) * 2 + (("num_test", test),) * 2
     arrays = mnist_data(folder=folder)
     return tuple(_leading(name, array, number) for (name, number), array in zip(sizes, arrays, strict=True))
 
 
-SOURCES = {"glyphs": Source("digits drawn by code", _glyphs), "mnist": Source("MNIST", _mnist)}
-"""The data sets that `load`, figures and command lines know, by name: a new one is an entry here."""
+SOURCES: dict[str, tuple[str, Callable[..., tuple[np.ndarray, ...]]]] = {
+    "glyphs": ("digits drawn by code", _glyphs),
+    "mnist": ("MNIST", _mnist),
+}
+"""The data sets that `load`, figures and command lines know, by name; a new one is an entry here.
+
+What it is, in the middle of a sentence; and a function from numbers of training and test images (None: its own), folder
+and key to training images and labels, test images and labels.
+"""
 
 NAMES = tuple(SOURCES)
 """What `load` knows."""
@@ -146,7 +137,7 @@ def load(
     for argument, number in (("num_train", num_train), ("num_test", num_test)):
         if number is not None:
             check_count(argument, number, minimum=1)
-    return Dataset(name, *SOURCES[name].arrays(num_train, num_test, folder, key))
+    return Dataset(name, *SOURCES[name][1](num_train, num_test, folder, key))
 
 
 def _leading(argument: str, array: np.ndarray, number: int | None) -> np.ndarray:

@@ -27,7 +27,7 @@ from dissociation.checks import (
     check_seed,
     fail,
 )
-from dissociation.data.datasets import NAMES, Dataset
+from dissociation.data.datasets import Dataset
 from dissociation.figures.artifacts import Parts, check_parts_of, identity_of, read_part
 from dissociation.figures.collapse_drawing import draw
 from dissociation.figures.collapse_measures import (
@@ -40,7 +40,7 @@ from dissociation.figures.collapse_measures import (
     spread_observations,
 )
 from dissociation.figures.collapse_results import Results, assemble, crossing_table, series_of
-from dissociation.figures.members import DataName, check_sizes
+from dissociation.figures.members import DataName, check_source
 from dissociation.figures.members import source as members_source
 from dissociation.figures.seeds import masked_part, named_diverged, number, stand_ins
 from dissociation.files import RefusedFile
@@ -138,9 +138,9 @@ class Config:
     """Test pictures; all by default."""
 
     def __post_init__(self):
-        for name, choices in (("data", NAMES), ("optimizer", ("adamw", "sgd")), ("network", ("mlp", "cnn"))):
-            check_choice(name, getattr(self, name), choices)
-        check_sizes(self)
+        check_source(self)
+        check_choice("optimizer", self.optimizer, ("adamw", "sgd"))
+        check_choice("network", self.network, ("mlp", "cnn"))
         for name in ("weight_decays", "seeds"):
             check_distinct(name, getattr(self, name))
         check_non_negative("weight_decays", np.asarray(self.weight_decays))
@@ -308,8 +308,8 @@ def arrays(results: Results) -> dict[str, np.ndarray]:
     """The arrays of the figure under flat names, for an `.npz` file."""
     config, found = results.config, results.crossings
     steps = {"time_step": results.time_step, "information_step": results.information_step}
-    axes = {"weight_decays": np.asarray(config.weight_decays), "seeds": np.asarray(config.seeds)}
-    members = {**axes, "diverged_at": results.diverged_at, "collapse_line": found.line}
+    members = {"weight_decays": np.asarray(config.weight_decays), "seeds": np.asarray(config.seeds)}
+    members |= {"diverged_at": results.diverged_at, "collapse_line": found.line}
     members |= {f"first_{name}": values for name, values in found.first.items()}
     members |= {f"median_{name}": values for name, values in found.median.items()}
     return {**steps, **members, **results.series, **results.information, **results.margins}

@@ -194,9 +194,9 @@ def _crossings(axis: Any, results: Any) -> None:
     if not positive.any():
         _empty(axis, "no weight decay")
         return
+    decays, alive = np.asarray(config.weight_decays)[positive], ~found.first["diverged"][positive]
     for name, color, marker, aside in shown:
         times = np.maximum(found.first[name], 1)[positive]  # nor has step 0
-        decays, alive = np.asarray(config.weight_decays)[positive], ~found.first["diverged"][positive]
         places = (np.repeat(decays, times.shape[1]) * aside)[alive.reshape(-1)]
         flat = times[alive]
         crossed = ~np.isnan(flat)
@@ -212,12 +212,10 @@ def _crossings(axis: Any, results: Any) -> None:
         axis.errorbar(where, values, spread, color=color, fmt=marker, markersize=4, label=name, linewidth=1)
     slope, intercept = found.line
     if np.isfinite(slope):
-        decays = np.asarray(config.weight_decays)[positive]
         ends = np.asarray([decays.min(), decays.max()])
         times = np.exp(intercept + slope * np.log(ends))
         axis.plot(ends, times, color="C1", linewidth=0.8, linestyle="--", label=f"slope {slope:.2f}")
     axis.set(xscale="log", yscale="log")
-    decays = [decay for decay in config.weight_decays if decay > 0]
     axis.set_xticks(decays, [f"{decay:g}" for decay in decays])
     axis.set_xticks([], minor=True)
     if axis.get_legend_handles_labels()[0]:

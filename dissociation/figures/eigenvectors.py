@@ -16,8 +16,8 @@ import numpy as np
 from jaxtyping import Array
 
 from dissociation.bmap import bmap
-from dissociation.checks import check_choice, check_count, check_distinct, check_non_negative, fail
-from dissociation.data.datasets import NAMES, Dataset
+from dissociation.checks import check_count, check_distinct, check_non_negative, fail
+from dissociation.data.datasets import Dataset
 from dissociation.figures.artifacts import Parts, identity_of
 from dissociation.figures.eigenvector_drawing import draw as draw
 from dissociation.figures.eigenvector_measures import (
@@ -33,7 +33,7 @@ from dissociation.figures.eigenvector_measures import (
     truncation_bands,
     truncations,
 )
-from dissociation.figures.members import DataName, check_sizes
+from dissociation.figures.members import DataName, check_source
 from dissociation.figures.members import source as source
 from dissociation.figures.seeds import cell, check_some_left, masked_part, named_diverged, stand_ins
 from dissociation.members import take
@@ -111,8 +111,7 @@ class Config:
     """Test pictures; all by default."""
 
     def __post_init__(self):
-        check_choice("data", self.data, NAMES)
-        check_sizes(self)
+        check_source(self)
         check_distinct("sizes", self.sizes)
         for size in self.sizes:
             check_count("sizes", size, minimum=1)

@@ -24,7 +24,7 @@ from dissociation.weights.mlp import add_random_zero_to_mlp, duplicate_mlp, scal
 if TYPE_CHECKING:
     DataName = str
 else:
-    _HELP = f"Data set: {', or '.join(known.shows for known in SOURCES.values())}."
+    _HELP = f"Data set: {', or '.join(shown for shown, _ in SOURCES.values())}."
     DataName = Annotated[Literal[NAMES], tyro.conf.arg(help=_HELP)]
 
 FACTORS = (1e-15, 1e15)
@@ -39,11 +39,10 @@ MAX_WEIGHTS = 2**28
 
 def check_members(config: Any) -> None:
     """Raises unless what the configurations of trained and rewritten networks share can be met."""
-    check_choice("data", config.data, NAMES)
+    check_source(config)
     for name in ("num_seeds", "width"):
         check_count(name, getattr(config, name), minimum=1)
     check_count("num_epochs", config.num_epochs)
-    check_sizes(config)
     check_positive("scale_factor", config.scale_factor)
     check_positive("duplicate_multiplier", config.duplicate_multiplier)
     least, most = FACTORS
@@ -62,8 +61,9 @@ def check_neurons(name: str, value: float | int, neurons: float | int, config: A
         fail(name, f"leave a layer of `width` {config.width} at most {MAX_WEIGHTS} weights", value)
 
 
-def check_sizes(config: Any) -> None:
-    """Raises unless `num_train` and `num_test` are counts or None."""
+def check_source(config: Any) -> None:
+    """Raises unless `data` is known, and `num_train` and `num_test` are counts or None."""
+    check_choice("data", config.data, NAMES)
     for name in ("num_train", "num_test"):
         if getattr(config, name) is not None:
             check_count(name, getattr(config, name), minimum=1)

@@ -162,10 +162,8 @@ def rewrites(
 ) -> dict[str, Callable[..., Any]]:
     """The variants: functions of one network and a key, the trained network itself first.
 
-    Args:
-        config: Sizes of the rewrites.
-        basis: Orthonormal basis of the data's null space, [dimension, pixels].
-        published_basis: A second one, too large, for the variant that is not function-preserving; None leaves it out.
+    `basis` of the data's null space is orthonormal, [dimension, pixels]; `published_basis` a second one, too large, for
+    the variant that is not function-preserving.
     """
 
     def moved(basis: Array | np.ndarray, model: eqx.nn.MLP, key: Array) -> eqx.nn.MLP:

@@ -8,34 +8,8 @@ from matplotlib.figure import Figure
 
 from dissociation import plotting
 from koopman.datasets.ordered_mnist import cycle_spectrum
-from koopman.figures.film_models import LABELS
+from koopman.figures.film_models import MODELS
 from koopman.figures.films import PROTOCOLS, predicted
-
-LOOKS = {
-    "linear": {"color": "0.6"},
-    "autoencoder": {"linestyle": (0, (2, 1)), "color": "C0"},
-    "autoencoder_operator": {"linestyle": (0, (2, 1)), "color": "C1"},
-    "autoencoder_images": {"linestyle": (0, (2, 1)), "color": "C2"},
-    "orthogonal": {"linestyle": (0, (2, 1)), "color": "C3"},
-    "classifier": {"color": "C0"},
-    "vamp": {"color": "C1"},
-    "contrastive": {"color": "C2"},
-    "dpnets": {"color": "C3"},
-}
-"""Encoders are drawn in full, autoencoders in dashes."""
-
-SHOWN = {
-    "linear": "images",
-    "classifier": "images",
-    "vamp": "images",
-    "contrastive": "images",
-    "dpnets": "images",
-    "autoencoder": "powers",
-    "autoencoder_operator": "powers",
-    "autoencoder_images": "images",
-    "orthogonal": "powers",
-}
-"""The protocol by which a model's curve and strip are drawn."""
 
 
 def _shown_seed(results: Any, name: str) -> int:
@@ -69,9 +43,9 @@ def _draw_accuracy(panel: Any, results: Any) -> None:
     axis = panel.subplots()
     steps = results.config.num_steps
     for name in results.logits:
-        protocol = SHOWN[name]
-        curve = results.accuracy(name)[:, list(PROTOCOLS).index(protocol), 0, :steps]
-        plotting.band(axis, results.times[:steps], curve, label=LABELS[name], **LOOKS[name])
+        model = MODELS[name]
+        curve = results.accuracy(name)[:, list(PROTOCOLS).index(model.shown), 0, :steps]
+        plotting.band(axis, results.times[:steps], curve, label=model.label, **model.look)
     axis.axhline(1 / results.config.num_digits, linestyle="dashed", color="black", label="Random")
     axis.set(xlabel="time steps", ylabel="accuracy", xlim=(1, steps), ylim=(0, 1.1))
     panel.legend(*axis.get_legend_handles_labels(), loc="outside right center", fontsize="small")
@@ -83,7 +57,7 @@ def _draw_strips(panel: Any, results: Any) -> None:
     axes = panel.subplots(len(results.logits), shown + 1, squeeze=False)
     start, label = results.images[0], int(results.labels[0])
     for row, name in zip(axes, results.logits, strict=True):
-        which, seed = list(PROTOCOLS).index(SHOWN[name]), _shown_seed(results, name)
+        which, seed = list(PROTOCOLS).index(MODELS[name].shown), _shown_seed(results, name)
         read = predicted(results.logits[name][seed, which, 0, :shown, 0])
         for step, axis in enumerate(row):
             image = start if step == 0 else results.strips[name][seed, which, step - 1]
@@ -96,7 +70,7 @@ def _draw_strips(panel: Any, results: Any) -> None:
             if step:
                 colour = "limegreen" if read[step - 1] == true else "red"
                 axis.text(0.97, 0.97, str(read[step - 1]), transform=axis.transAxes, ha="right", va="top", color=colour)
-        row[0].set_ylabel(LABELS[name], rotation=0, ha="right", va="center", fontsize="small")
+        row[0].set_ylabel(MODELS[name].label, rotation=0, ha="right", va="center", fontsize="small")
 
 
 def _draw_spectra(panel: Any, results: Any) -> None:
@@ -111,7 +85,7 @@ def _draw_spectra(panel: Any, results: Any) -> None:
         for digit in range(results.config.num_digits):
             own = results.labels == digit
             axis.scatter(first[own], second[own], s=2, color=colours[digit % len(colours)], label=str(digit))
-        axis.set(xticks=[], yticks=[], title=LABELS[name])
+        axis.set(xticks=[], yticks=[], title=MODELS[name].label)
     if names:
         axes[0].set(xlabel="left eigenfunction 1", ylabel="left eigenfunction 2")
         axes[0].legend(markerscale=3, fontsize="x-small", loc="best")
@@ -122,6 +96,7 @@ def _draw_spectra(panel: Any, results: Any) -> None:
     disc.plot(np.real(roots), np.imag(roots), "+", color="black", markersize=8, label="roots of unity")
     for name in [name for name in ("linear", *names) if name in results.logits]:
         values = results.eigenvalues[name].reshape(-1)
-        disc.scatter(np.real(values), np.imag(values), s=6, label=LABELS[name], zorder=3, color=LOOKS[name]["color"])
+        model = MODELS[name]
+        disc.scatter(np.real(values), np.imag(values), s=6, label=model.label, zorder=3, color=model.look["color"])
     disc.set(aspect="equal", xticks=[-1, 0, 1], yticks=[-1, 0, 1], title="eigenvalues")
     panel.legend(*disc.get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize="x-small")

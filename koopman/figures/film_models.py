@@ -19,31 +19,39 @@ from koopman.learn import encode, train_autoencoders, train_classifiers, train_e
 from koopman.operators import fit_reduced_rank
 from koopman.pairs import lagged_pairs
 
-NETWORKS = {
-    "linear": (),
-    "classifier": (),
-    "vamp": ("vamp",),
-    "contrastive": ("contrastive",),
-    "dpnets": ("dpnets",),
-    "autoencoder": ("autoencoder",),
-    "autoencoder_operator": ("autoencoder",),
-    "autoencoder_images": ("autoencoder",),
-    "orthogonal": ("orthogonal",),
-}
-"""The trained networks that a model needs, besides the oracle, which reads all forecasts."""
 
-LABELS = {
-    "linear": "linear",
-    "classifier": "classifier features",
-    "vamp": "VAMP-2",
-    "contrastive": "spectral contrastive",
-    "dpnets": "DPNets",
-    "autoencoder": "autoencoder",
-    "autoencoder_operator": "autoencoder, fitted operator",
-    "autoencoder_images": "autoencoder, image regression",
-    "orthogonal": "orthogonal autoencoder",
+class Model(NamedTuple):
+    """A way to foresee the sequence.
+
+    Attributes:
+        label: What it is called.
+        networks: The trained networks that it needs, besides the oracle, which reads all forecasts.
+        shown: The protocol by which its curve and strip are drawn.
+        look: Of its curve.
+    """
+
+    label: str
+    networks: tuple[str, ...]
+    shown: str
+    look: dict[str, Any]
+
+
+_DASHED: dict[str, Any] = {"linestyle": (0, (2, 1))}
+
+MODELS = {
+    "linear": Model("linear", (), "images", {"color": "0.6"}),
+    "classifier": Model("classifier features", (), "images", {"color": "C0"}),
+    "vamp": Model("VAMP-2", ("vamp",), "images", {"color": "C1"}),
+    "contrastive": Model("spectral contrastive", ("contrastive",), "images", {"color": "C2"}),
+    "dpnets": Model("DPNets", ("dpnets",), "images", {"color": "C3"}),
+    "autoencoder": Model("autoencoder", ("autoencoder",), "powers", _DASHED | {"color": "C0"}),
+    "autoencoder_operator": Model(
+        "autoencoder, fitted operator", ("autoencoder",), "powers", _DASHED | {"color": "C1"}
+    ),
+    "autoencoder_images": Model("autoencoder, image regression", ("autoencoder",), "images", _DASHED | {"color": "C2"}),
+    "orthogonal": Model("orthogonal autoencoder", ("orthogonal",), "powers", _DASHED | {"color": "C3"}),
 }
-"""What the models are called, in the order of tables and legends."""
+"""In the order of tables and legends; encoders are drawn in full, autoencoders in dashes."""
 
 
 class Networks(NamedTuple):
@@ -71,19 +79,9 @@ def train_networks(
     parts: Parts,
     progress: str | MeterFactory | None,
 ) -> Networks:
-    """Trains the oracle and the networks that the models of `config` need, all seeds at once.
+    """Trains the oracle and the networks that the models of `config` need on a sequence, all seeds at once.
 
-    Args:
-        config: The figure's: counts and models of it.
-        key: Everything random follows from it.
-        train: The sequence, [n, 28, 28].
-        validation: Another stretch of it.
-        labels: Digits under "train".
-        parts: Where checkpoints lie, and wall times are noted.
-        progress: See `dissociation.progress`.
-
-    Returns:
-        The networks and their validation losses.
+    `train`, [n, 28, 28], shows digits `labels["train"]`; `validation` is another stretch. `parts` keeps checkpoints.
     """
     oracle_key, *keys = jax.random.split(jax.random.fold_in(key, 1), 6)
     common = {"num_seeds": config.num_seeds, "batch_size": config.batch_size, "callbacks": [Progress(progress)]}
@@ -118,16 +116,7 @@ def train_networks(
 
 
 def forecasters(config: Any, train: np.ndarray, trained: dict[str, Any]) -> dict[str, Callable[[int], Forecaster]]:
-    """For every model of `config`, a function from a seed's number to its forecaster.
-
-    Args:
-        config: Which models, and the rank and regularisation of their operators.
-        train: The sequence that operators are fitted on.
-        trained: `Networks.models`.
-
-    Returns:
-        The functions by the models' names.
-    """
+    """For every model of `config`, from a seed's number to its forecaster: one of `trained`, or fitted on `train`."""
     images = jnp.asarray(train)
 
     def pixels(seed: int) -> Forecaster:

@@ -25,7 +25,7 @@ from dissociation.members import member
 from dissociation.progress import MeterFactory, open_meter
 from koopman.datasets.ordered_mnist import OrderedDigits, cycle_spectrum, ordered_mnist
 from koopman.figures.film_drawing import draw as draw
-from koopman.figures.film_models import LABELS, NETWORKS, forecasters, train_networks
+from koopman.figures.film_models import MODELS, forecasters, train_networks
 from koopman.figures.films import PROTOCOLS, SCALES, Forecaster, evaluate, predicted
 from koopman.learn import encode
 
@@ -76,7 +76,7 @@ class Config:
     """Horizons."""
     far: int = 1000
     """One horizon more, for powers of the operator."""
-    models: tuple[str, ...] = tuple(LABELS)
+    models: tuple[str, ...] = tuple(MODELS)
     """Which models; the oracle is always trained."""
 
     def __post_init__(self):
@@ -96,7 +96,7 @@ class Config:
         check_positive("alpha", self.alpha)
         check_distinct("models", self.models)
         for name in self.models:
-            check_choice("models", name, LABELS)
+            check_choice("models", name, MODELS)
 
     def quick(self) -> "Config":
         """A small run that shows that everything works: no science."""
@@ -193,11 +193,11 @@ def _computed(
     meter = open_meter(progress, len(builders), "forecasting")
     try:
         for done, (name, build) in enumerate(builders.items()):
-            meter.advance(done, LABELS[name])
+            meter.advance(done, MODELS[name].label)
 
             def over_seeds(name: str, build: Callable[[int], Forecaster]) -> dict[str, np.ndarray]:
                 options = {"num_steps": config.num_steps, "far": config.far, "num_digits": config.num_digits}
-                needed = [diverged_at[network] for network in ("oracle", *NETWORKS[name])]
+                needed = [diverged_at[network] for network in ("oracle", *MODELS[name].networks)]
                 alive = (np.stack(needed) < 0).all(0)
                 seeds = {
                     seed: evaluate(build(seed), member(trained["oracle"], seed), test, norm=norm, **options)._asdict()
@@ -345,5 +345,5 @@ def table(results: Results) -> list[list[str]]:
         cells += [(2, 0, last - 1), (2, 0, last), (3, 0, last)]
         row = [cell(found[:, protocol, scale, time], 3) for protocol, scale, time in cells]
         loss = cell(results.validation[name][:, -1], 3) if name in results.validation else ""
-        rows.append([LABELS[name], *row, cell(errors[name], 3), cell(phases[name], 5), loss])
+        rows.append([MODELS[name].label, *row, cell(errors[name], 3), cell(phases[name], 5), loss])
     return rows
