@@ -25,7 +25,8 @@ from scipy.special import digamma, gammaln
 from sklearn.neighbors import KDTree
 
 from dissociation.data.datasets import Dataset
-from dissociation.figures.collapse_measures import Config, information_measures
+from dissociation.figures.collapse import Config
+from dissociation.figures.collapse_measures import information_measures
 from dissociation.metrics.information.hsic import information_plane
 from dissociation.metrics.information.nearest import entropy_weights, information
 from dissociation.recipes.grokking import (

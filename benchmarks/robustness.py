@@ -23,8 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dissociation.bmap import bmap
-from dissociation.fig4.mnist import fresh_networks
 from dissociation.metrics.robustness import error_rate, input_noise_error
+from dissociation.recipes.mnist import fresh_networks
 
 SCALES = np.logspace(-1, 1, 40, dtype=np.float32)
 

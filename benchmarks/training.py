@@ -17,7 +17,7 @@ import numpy as np
 import optax
 import torch
 
-from dissociation.fig4.mnist import cross_entropy, fresh_networks
+from dissociation.recipes.mnist import cross_entropy, fresh_networks
 from dissociation.training import Epochs, fit, make_step
 
 BATCH = 128

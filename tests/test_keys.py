@@ -19,6 +19,8 @@ import pytest
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
+import dissociation.figures
+import koopman.figures
 from dissociation.data.datasets import load
 from dissociation.figures import collapse, collapse_measures, eigenvectors, robustness, transfer
 from dissociation.training import Epochs, Online, Save, fit, make_step
@@ -40,6 +42,8 @@ SHARED = {
     "dissociation/weights/neurons.py add_random_zero_neurons: normal",
     # Samples of a Gaussian that ranks choose from.
     "dissociation/metrics/information/coordinates.py normal_scores: normal",
+    # Members resampled alike for every measure and size.
+    "dissociation/spectral/similarity.py bootstrap_interval.resample: randint",
     # One direction of noise for all scales and variants of a seed.
     "dissociation/weights/noise.py parameter_noise: normal",
 }
@@ -236,20 +240,20 @@ def spectra_in_small(tmp_path, monkeypatch):
     spectra.compute(dataclasses.replace(spectra.Config().quick(), **sizes), key=jax.random.PRNGKey(0))
 
 
-FIGURES = [
-    collapse_in_small,
-    eigenvectors_in_small,
-    robustness_in_small,
-    transfer_in_small,
-    ordered_digits_in_small,
-    spectra_in_small,
-]
+IN_SMALL = {
+    "collapse": collapse_in_small,
+    "eigenvectors": eigenvectors_in_small,
+    "robustness": robustness_in_small,
+    "transfer": transfer_in_small,
+    "ordered-mnist": ordered_digits_in_small,
+    "spectra": spectra_in_small,
+}
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("figure", FIGURES)
+@pytest.mark.parametrize("figure", dissociation.figures.figures() | koopman.figures.figures())
 def test_no_key_of_a_figure_serves_two_purposes(ledger, tmp_path, monkeypatch, figure):
-    figure(tmp_path, monkeypatch)
+    IN_SMALL[figure](tmp_path, monkeypatch)
     assert len(ledger.draws) > 3
     assert ledger.faults() == []
     assert ledger.repeated() <= SHARED

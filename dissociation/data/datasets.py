@@ -1,6 +1,7 @@
 """One door to the data sets: `load(name)` gives a `Dataset` that carries its name."""
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -14,11 +15,6 @@ from dissociation.data.mnist import mnist_data
 from dissociation.keys import named_key
 from dissociation.types import PRNGKey
 from dissociation.validation import validated
-
-NAMES = ("glyphs", "mnist")
-"""What `load` knows."""
-
-_GLYPH_SIZES = (10_000, 2_000)
 
 
 class Dataset(eqx.Module):
@@ -86,6 +82,31 @@ def _classes_in(name: str, labels: Any) -> int:
     return 0 if is_traced(labels) else int(as_classes(name, labels).max()) + 1
 
 
+def _glyphs(train: int | None, test: int | None, folder: Any, key: PRNGKey | None) -> tuple[np.ndarray, ...]:
+    key = named_key("glyphs") if key is None else key
+    return glyph_data(10_000 if train is None else train, 2_000 if test is None else test, key=key)
+
+
+def _mnist(train: int | None, test: int | None, folder: Any, key: PRNGKey | None) -> tuple[np.ndarray, ...]:
+    sizes = (("num_train", train),) * 2 + (("num_test", test),) * 2
+    arrays = mnist_data(folder=folder)
+    return tuple(_leading(name, array, number) for (name, number), array in zip(sizes, arrays, strict=True))
+
+
+SOURCES: dict[str, tuple[str, Callable[..., tuple[np.ndarray, ...]]]] = {
+    "glyphs": ("digits drawn by code", _glyphs),
+    "mnist": ("MNIST", _mnist),
+}
+"""The data sets that `load`, figures and command lines know, by name; a new one is an entry here.
+
+What it is, in the middle of a sentence; and a function from numbers of training and test images (None: its own), folder
+and key to training images and labels, test images and labels.
+"""
+
+NAMES = tuple(SOURCES)
+"""What `load` knows."""
+
+
 @validated
 def load(
     name: str,
@@ -98,11 +119,11 @@ def load(
     """Loads a data set by name; never gives another one than it was asked for.
 
     Args:
-        name: "glyphs" (digits drawn by code) or "mnist".
+        name: One of `NAMES`: "glyphs" (digits drawn by code), "mnist".
         num_train: Training images, at least 1: any number of glyphs, the leading ones of MNIST. None stands for
             10 000 glyphs, and for MNIST's 60 000.
         num_test: Test images, at least 1; None stands for 2 000 glyphs, and for MNIST's 10 000.
-        folder: Where MNIST's files are, passed on to `mnist_data`; glyphs have no files.
+        folder: Where files are, for MNIST passed on to `mnist_data`; glyphs have none.
         key: Draws the glyphs; None is `named_key("glyphs")`, which no seed makes; MNIST has no randomness.
 
     Returns:
@@ -116,22 +137,7 @@ def load(
     for argument, number in (("num_train", num_train), ("num_test", num_test)):
         if number is not None:
             check_count(argument, number, minimum=1)
-    if name == "glyphs":
-        default_train, default_test = _GLYPH_SIZES
-        arrays = glyph_data(
-            default_train if num_train is None else num_train,
-            default_test if num_test is None else num_test,
-            key=named_key("glyphs") if key is None else key,
-        )
-        return Dataset(name, *arrays)
-    train_images, train_labels, test_images, test_labels = mnist_data(folder=folder)
-    return Dataset(
-        name,
-        _leading("num_train", train_images, num_train),
-        _leading("num_train", train_labels, num_train),
-        _leading("num_test", test_images, num_test),
-        _leading("num_test", test_labels, num_test),
-    )
+    return Dataset(name, *SOURCES[name][1](num_train, num_test, folder, key))
 
 
 def _leading(argument: str, array: np.ndarray, number: int | None) -> np.ndarray:

@@ -1,1 +1,10 @@
-"""One module per figure: a frozen `Config`, `compute` and `draw`."""
+"""The figures: modules that provide what `protocol.Figure` asks for."""
+
+from dissociation.figures.protocol import Figure
+
+
+def figures() -> dict[str, Figure]:
+    """The figures of this package by their commands' names, listed here alone; imported now, which takes seconds."""
+    from dissociation.figures import collapse, eigenvectors, robustness, transfer
+
+    return {"robustness": robustness, "transfer": transfer, "eigenvectors": eigenvectors, "collapse": collapse}

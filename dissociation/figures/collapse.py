@@ -5,10 +5,11 @@ features of a class shrink to a point, sooner the larger the weight decay, and w
 about the picture beyond its class.
 """
 
+import dataclasses
 import os
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,19 +18,29 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from dissociation import checkpoint as checkpoints
-from dissociation.checks import fail
+from dissociation.checks import (
+    check_choice,
+    check_count,
+    check_distinct,
+    check_non_negative,
+    check_positive,
+    check_seed,
+    fail,
+)
 from dissociation.data.datasets import Dataset
 from dissociation.figures.artifacts import Parts, check_parts_of, identity_of, read_part
 from dissociation.figures.collapse_drawing import draw
 from dissociation.figures.collapse_measures import (
-    Config,
+    SAVED,
+    SeriesKeeper,
     compressed,
-    crossing_slope,
-    crossing_table,
-    crossings,
+    flat,
     information_measures,
     margins_of,
+    spread_observations,
 )
+from dissociation.figures.collapse_results import Results, assemble, crossing_table, series_of
+from dissociation.figures.members import DataName, check_source
 from dissociation.figures.members import source as members_source
 from dissociation.figures.seeds import masked_part, named_diverged, number, stand_ins
 from dissociation.files import RefusedFile
@@ -40,7 +51,7 @@ from dissociation.training import Layout, Progress
 __all__ = ["STEM", "Config", "Results", "compute", "draw", "load_models", "load_partial", "series_of", "source"]
 
 STEM = "collapse"
-"""The name of the files."""
+SHOWS = "Grokking, neural collapse and the information plane through training, over weight decays and seeds."
 
 _MEMBERS = ("weight_decays", "seeds")
 
@@ -55,40 +66,111 @@ AXES = {
     "plane": (*_MEMBERS, "images", "coordinates"),
     "plane_boundary": _MEMBERS,
     "diverged_at": _MEMBERS,
+    "first_": _MEMBERS,
+    "median_": ("weight_decays", "bounds"),
+    "collapse_line": ("coefficients",),
     "": (*_MEMBERS, "times"),
 }
-"""What the axes of the saved arrays are, by how the arrays' names begin."""
 
-_SAVED, _MODELS = "series", "models.ckpt"
+_MODELS = "models.ckpt"
 _SHOWN = "train_loss", "train_accuracy", "test_accuracy", "rnc1_score", "nc2_score"
 
 
-class Results(NamedTuple):
-    """Everything the figure shows.
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The networks, and what is measured on them."""
 
-    Attributes:
-        config: What was asked for.
-        data: The data set's name and sizes.
-        series: By name, [decay, seed, time]: accuracies, losses and measures of collapse. Those of collapse are on
-            training pictures, or on test pictures where the name begins with "test_".
-        time_step: Steps of the series, [time].
-        information: By name, [decay, seed, time]: the costly measures, on test pictures.
-        information_step: Their steps, [time].
-        margins: By class and split, signed distances to the boundary between two classes, [decay, seed, samples], and
-            coordinates in the plane of the two classes' weights, [decay, seed, samples, 2]: see `margins_of`.
-        diverged_at: The step at which a network diverged, or -1: [decay, seed]. From there on its numbers are NaN.
-        seconds: Wall time of every part.
-    """
+    data: DataName = "glyphs"
+    """Data set, by its name in `data.datasets.SOURCES`."""
+    weight_decays: tuple[float, ...] = (0.3, 0.1, 0.03, 0.01, 0.003, 0.001)
+    """AdamW's."""
+    seeds: tuple[int, ...] = (42, 43, 44, 45, 46)
+    """Networks of every weight decay."""
+    num_steps: int = 100_000
+    """Optimiser steps."""
+    num_seen: int = 1000
+    """Training pictures that are trained on, the first ones; the others are unseen."""
+    batch_size: int = 100
+    """Pictures in a batch."""
+    learning_rate: float = 1e-3
+    """Of the optimiser."""
+    init_scale: float = 8.0
+    """Factor of all initial parameters."""
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    """The optimiser. The loss is a sum over classes and batch, and steep at an initial scale of 8: "sgd" diverges there
+    at the default rate within 3 steps (glyphs); at scale 1 it learns with 1e-4."""
+    network: Literal["mlp", "cnn"] = "mlp"
+    """The architecture."""
+    width: int = 200
+    """Of the hidden layers; of the last one for a convolutional network."""
+    depth: int = 2
+    """Hidden layers of a multilayer perceptron."""
+    last_activation: bool = True
+    """Whether features are taken after an activation."""
+    num_information: int = 30
+    """Observations at which information is measured, evenly spaced in the logarithm of the step; 0 for none."""
+    num_pictures: int = 10_000
+    """Test pictures on which it is measured, at most."""
+    num_neighbours: int = 10
+    """Of the estimators by entropies, the ones that are right in 4 + 4 dimensions; Kraskov's falls short there."""
+    feature_noise: float = 0.1
+    """Standard deviation of the noise on whitened features, without which information would be infinite."""
+    code: int = 4
+    """Numbers to which pictures and features are compressed."""
+    compression_epochs: int = 10
+    """Passes of the autoencoder over at most 10 000 training pictures."""
+    smoothing: float = 0.3
+    """Standard deviation of the noise for smoothed information over the features' root mean square distance from their
+    mean: d features can then show (d / 2) log(1 + 1 / (smoothing^2 d)) nats at the most."""
+    num_smoothed: int = 2000
+    """Test pictures for smoothed information, whose cost grows with their square, at most."""
+    classes: tuple[int, int] = (0, 1)
+    """Whose margins are drawn."""
+    accuracy_threshold: float = 0.99
+    """Training accuracy above which a network has fitted."""
+    collapse_threshold: float = 0.1
+    """RNC1 below which it has collapsed."""
+    test_threshold: float = 0.8
+    """Test accuracy above which it has generalised."""
+    num_train: int | None = None
+    """Training pictures loaded; all by default."""
+    num_test: int | None = None
+    """Test pictures; all by default."""
 
-    config: Config
-    data: dict[str, Any]
-    series: dict[str, np.ndarray]
-    time_step: np.ndarray
-    information: dict[str, np.ndarray]
-    information_step: np.ndarray
-    margins: dict[str, np.ndarray]
-    diverged_at: np.ndarray
-    seconds: dict[str, float]
+    def __post_init__(self):
+        check_source(self)
+        check_choice("optimizer", self.optimizer, ("adamw", "sgd"))
+        check_choice("network", self.network, ("mlp", "cnn"))
+        for name in ("weight_decays", "seeds"):
+            check_distinct(name, getattr(self, name))
+        check_non_negative("weight_decays", np.asarray(self.weight_decays))
+        for seed in self.seeds:
+            check_seed("seeds", seed)
+        check_count("num_information", self.num_information)
+        for name in ("num_steps", "num_seen", "batch_size", "width", "depth", "num_pictures", "num_neighbours", "code",
+                     "compression_epochs", "num_smoothed"):  # fmt: skip
+            check_count(name, getattr(self, name), minimum=1)
+        for name in ("learning_rate", "init_scale", "feature_noise", "smoothing", "collapse_threshold"):
+            check_positive(name, getattr(self, name))
+        if self.batch_size > self.num_seen:
+            fail("batch_size", f"be at most `num_seen` ({self.num_seen})", self.batch_size)
+        for name in ("accuracy_threshold", "test_threshold"):
+            if not 0 <= getattr(self, name) < 1:
+                fail(name, "lie from 0 to below 1", getattr(self, name))
+        first, second = (check_count("classes", label) for label in self.classes)
+        if first == second or min(self.classes) < 0 or max(self.classes) > 9:
+            fail("classes", "be two different digits", self.classes)
+
+    def quick(self) -> "Config":
+        """A small run that shows that everything works: no science."""
+        small = {"weight_decays": (0.3, 0.03), "seeds": (42, 43), "num_steps": 1000, "num_seen": 200, "width": 32}
+        small |= {"init_scale": 2.0, "learning_rate": 3e-3}  # learns in so few steps
+        few = {"num_information": 3, "num_pictures": 300, "compression_epochs": 2, "num_train": 400, "num_test": 300}
+        return dataclasses.replace(self, **small, **few)
+
+    def information_steps(self) -> np.ndarray:
+        """`num_information` observations, nearest to steps evenly spaced in the logarithm; all if there are no more."""
+        return spread_observations(self.num_steps, self.num_information)
 
 
 def compute(
@@ -100,22 +182,10 @@ def compute(
     progress: str | MeterFactory | None = None,
     mesh: Mesh | None = None,
 ) -> Results:
-    """Trains all networks and follows them.
+    """Trains all networks and follows them; see `protocol.Figure.compute`.
 
-    Args:
-        config: What to do.
-        key: Of the autoencoder that compresses pictures; networks follow from `config.seeds`.
-        dataset: In place of the one that `config.data` names.
-        folder: Where finished parts are kept, and the series so far: see `load_partial`.
-        progress: See `dissociation.progress`.
-        mesh: Devices over which the networks are laid: see `sharding.member_mesh`.
-
-    Returns:
-        The results.
-
-    Raises:
-        RefusedFile: If `folder` holds parts of another run, or broken ones.
-        WrongValue: If an option does not fit the data.
+    `key` is the autoencoder's that compresses pictures, networks follow from `config.seeds`. Beside the parts `folder`
+    keeps the series so far, see `load_partial`. The networks are laid over the devices of `mesh`, if one is given.
     """
     data = source(config) if dataset is None else dataset
     _check_data(config, data)
@@ -155,9 +225,10 @@ def _computed(
     measures = None
     if config.num_information:
         code_key = jax.random.fold_in(key, 2)  # of its own though `key` is a network's seed, which folds in 0 and 1
-        codes = parts.get("codes", partial(compressed, config, data, key=code_key))["codes"]
+        seen, images = data.train_images[:10_000], data.test_images[: config.num_pictures]
+        options = {"size": config.code, "num_epochs": config.compression_epochs}
+        codes = parts.get("codes", partial(compressed, seen, images, **options, key=code_key))["codes"]
         measures = information_measures(config, data, codes)
-    keeper = _Keeper(parts)
     names = ("weight_decays", "seeds", "num_steps", "batch_size", "learning_rate", "init_scale", "optimizer", "network")
     trained = train_grokking(
         data,
@@ -165,7 +236,7 @@ def _computed(
         options=_network_options(config),
         measures=measures,
         measure_at=config.information_steps(),
-        callbacks=[Progress(progress, _SHOWN), keeper],
+        callbacks=[Progress(progress, _SHOWN), SeriesKeeper(parts)],
         checkpoint=parts.path("networks.ckpt"),
         layout=Layout(mesh=mesh),
         **{name: getattr(config, name) for name in names},
@@ -173,72 +244,12 @@ def _computed(
     parts.seconds["training and measuring"] = trained.seconds
     if (path := parts.path(_MODELS)) is not None:
         checkpoints.save(path, trained.models, {"run": parts.digest})
-    flat = _flat(trained.history.observed)
     alive = trained.diverged_at < 0
-    job = partial(margins_of, config, data, stand_ins(trained.models, alive))
+    job = partial(margins_of, data, stand_ins(trained.models, alive), config.classes, config.num_seen)
     margins = masked_part(parts, "margins", alive, job)
     described = {"name": data.name, "num_seen": config.num_seen, "num_test": len(data.test_images)}
-    diverged_at = trained.diverged_at
-    return _assemble(config, described, trained.history.observed_at, flat, margins, diverged_at, parts.seconds)
-
-
-class _Keeper:
-    """Keeps the series so far on disk; goes on with those of an interrupted run."""
-
-    def __init__(self, parts: Parts):
-        self.parts = parts
-        self.steps: list[int] = []
-        self.found: list[dict[str, np.ndarray]] = []
-
-    def __call__(self, step: int, records: dict[str, Any]) -> None:
-        if self.parts.folder is None:
-            return
-        if not self.steps and step > 0 and (earlier := self.parts.load(_SAVED)) is not None:
-            before = np.flatnonzero(earlier["time_step"] < step)
-            self.steps = earlier.pop("time_step")[before].tolist()
-            self.found = [{name: leaf[..., i] for name, leaf in earlier.items()} for i in before]
-        self.steps.append(step)
-        self.found.append(_flat(records["observed"]))
-        # At every observation: never behind the checkpoint, which is written later and less often.
-        stacked = {name: np.stack([one[name] for one in self.found], -1) for name in self.found[0]}
-        self.parts.save(_SAVED, {"time_step": np.asarray(self.steps), **stacked})
-
-
-def _flat(observed: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Costly measures beside the cheap ones."""
-    return {**{name: leaf for name, leaf in observed.items() if name != "dear"}, **observed.get("dear", {})}
-
-
-def _assemble(
-    config: Config,
-    data: dict[str, Any],
-    steps: np.ndarray,
-    flat: dict[str, np.ndarray],
-    margins: dict[str, np.ndarray],
-    diverged_at: np.ndarray | None,
-    seconds: dict[str, float],
-) -> Results:
-    grid = len(config.weight_decays), len(config.seeds)
-    # The numbers of a network that is not finite may look plausible: its accuracy is that of the first class.
-    finite = np.isfinite(flat["train_loss"])
-    if diverged_at is None:  # of a sweep under way: the first observation that shows it
-        steps = np.asarray(steps)
-        diverged_at = np.where(finite.all(-1), -1, steps[np.argmin(finite, -1)])
-    flat = {name: np.where(finite, values, np.nan) for name, values in flat.items()}
-    shaped = {name: np.asarray(leaf).reshape(*grid, -1) for name, leaf in flat.items()}
-    dear = {name for name in shaped if name.startswith(("nhsic", "mi_"))}
-    asked = np.isin(steps, config.information_steps())
-    return Results(
-        config=config,
-        data=data,
-        series={name: leaf for name, leaf in shaped.items() if name not in dear},
-        time_step=np.asarray(steps),
-        information={name: leaf[:, :, asked] for name, leaf in shaped.items() if name in dear},
-        information_step=np.asarray(steps)[asked],
-        margins={name: np.asarray(leaf).reshape(*grid, *leaf.shape[1:]) for name, leaf in margins.items()},
-        diverged_at=np.asarray(diverged_at).reshape(grid),
-        seconds=seconds,
-    )
+    series, steps = flat(trained.history.observed), trained.history.observed_at
+    return assemble(config, described, steps, series, margins, trained.diverged_at, parts.seconds)
 
 
 def load_partial(config: Config, folder: str | os.PathLike[str]) -> Results:
@@ -255,15 +266,15 @@ def load_partial(config: Config, folder: str | os.PathLike[str]) -> Results:
         FileNotFoundError: If nothing has been kept yet.
         RefusedFile: If what was kept is of another configuration, or broken.
     """
-    path = Path(folder) / f"{_SAVED}.npz"
+    path = Path(folder) / f"{SAVED}.npz"
     if not path.exists():
         raise FileNotFoundError(
             f"`folder` must hold {path.name} of a sweep under way, got {folder}. Has it come to its first observation?"
         )
-    flat = read_part(path, check_parts_of(folder, config))
-    steps = flat.pop("time_step")
+    series = read_part(path, check_parts_of(folder, config))
+    steps = series.pop("time_step")
     data = {"name": config.data, "num_seen": config.num_seen, "num_test": config.num_test or "all"}
-    return _assemble(config, data, steps, flat, {}, None, {})
+    return assemble(config, data, steps, series, {}, None, {})
 
 
 def load_models(config: Config, folder: str | os.PathLike[str]) -> Any:
@@ -293,72 +304,43 @@ def _network_options(config: Config) -> dict[str, Any]:
     return sizes | ({"depth": config.depth} if config.network == "mlp" else {})
 
 
-def series_of(results: Results, name: str, weight_decay: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """One curve: its steps and its values.
-
-    Args:
-        results: What `compute` returned.
-        name: Of `series` or `information`.
-        weight_decay: One of the configuration's.
-        seed: One of the configuration's.
-
-    Returns:
-        Two arrays [time].
-
-    Raises:
-        ValueError: If there is no such series, or no such network; both of decay and seed are named.
-    """
-    known = {**results.series, **results.information}
-    if name not in known:
-        fail("name", f"be one of {', '.join(sorted(known))}", name)
-    decays, seeds = results.config.weight_decays, results.config.seeds
-    if weight_decay not in decays or seed not in seeds:
-        wanted = f"be of a network that was trained: weight decay in {decays}, seed in {seeds}"
-        fail("weight_decay, seed", wanted, f"weight decay {weight_decay:g}, seed {seed}")
-    steps = results.time_step if name in results.series else results.information_step
-    return steps, known[name][decays.index(weight_decay), seeds.index(seed)]
-
-
 def arrays(results: Results) -> dict[str, np.ndarray]:
     """The arrays of the figure under flat names, for an `.npz` file."""
-    config = results.config
+    config, found = results.config, results.crossings
     steps = {"time_step": results.time_step, "information_step": results.information_step}
-    axes = {"weight_decays": np.asarray(config.weight_decays), "seeds": np.asarray(config.seeds)}
-    members = {**axes, "diverged_at": results.diverged_at}
+    members = {"weight_decays": np.asarray(config.weight_decays), "seeds": np.asarray(config.seeds)}
+    members |= {"diverged_at": results.diverged_at, "collapse_line": found.line}
+    members |= {f"first_{name}": values for name, values in found.first.items()}
+    members |= {f"median_{name}": values for name, values in found.median.items()}
     return {**steps, **members, **results.series, **results.information, **results.margins}
 
 
 def describe(results: Results) -> dict[str, Any]:
     """What the JSON beside the figure says."""
-    config = results.config
-    found = crossings(config, results.series, results.time_step)
     return {
         "figure": STEM,
-        "config": config,
+        "config": results.config,
         "data": results.data,
-        "first steps": found,
-        "slope": crossing_slope(config, found, int(results.time_step[-1])),
+        "first steps": results.crossings.first,
+        "slope": results.crossings.slope,
     }
 
 
 def headline(results: Results) -> str:
     """What was computed on, in a line, and how the time of collapse depends on weight decay."""
     config, data = results.config, results.data
-    found = crossings(config, results.series, results.time_step)
     names = [f"weight decay {decay:g} seed {seed}" for decay in config.weight_decays for seed in config.seeds]
     return (
         f"{data['name']}: {data['num_seen']} training and {data['num_test']} test pictures, "
         f"{len(config.weight_decays)} weight decays x {len(config.seeds)} seeds, {config.num_steps} steps; "
-        f"{crossing_slope(config, found, int(results.time_step[-1]))}"
+        f"{results.crossings.slope}"
         f"{named_diverged(names, results.diverged_at.reshape(-1))}"
     )
 
 
 def table(results: Results) -> list[list[str]]:
     """A header and a row per weight decay: when networks fitted and collapsed, and how they end."""
-    config = results.config
-    found = crossings(config, results.series, results.time_step)
-    rows = crossing_table(config, found, int(results.time_step[-1]))
+    rows = crossing_table(results.config.weight_decays, results.crossings)
     rows[0] += ["test accuracy", "RNC1", "NC2"]
     names = ("test_accuracy", "rnc1_score", "nc2_score")
     for index, row in enumerate(rows[1:]):

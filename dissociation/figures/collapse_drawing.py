@@ -7,22 +7,13 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from dissociation import plotting
-from dissociation.figures.collapse_measures import crossing_line, crossings
-from dissociation.metrics.crossing import median_crossing
 
 SHOWN_POINTS = 400
 """Samples of a class and split in the plane of two classes, at most."""
 
 
 def draw(results: Any) -> Figure:
-    """Rows of training, of information, of estimators and geometry, and of margins with crossing times.
-
-    Args:
-        results: What `figures.collapse.compute` or `load_partial` returned.
-
-    Returns:
-        7.2 x 8.8 inches.
-    """
+    """Rows of training, of information, of estimators and geometry, and of margins with crossings; 7.2 x 8.8 inches."""
     with plotting.house_style():
         figure, axes = plt.subplots(4, 3, figsize=(7.2, 8.8), layout="constrained")
         _training(axes[0], results)
@@ -196,46 +187,35 @@ def _plane(axis: Any, results: Any) -> None:
 
 
 def _crossings(axis: Any, results: Any) -> None:
-    config, end = results.config, int(results.time_step[-1])
-    found = crossings(config, results.series, results.time_step)
+    config, end, found = results.config, int(results.time_step[-1]), results.crossings
     shown = (("fitted", "C0", "o", 0.88), ("generalised", "C2", "d", 1.0), ("collapsed", "C1", "s", 1.14))
     axis.set(xlabel="weight decay", ylabel="step", title="first crossing (open: never)")
     positive = np.asarray(config.weight_decays) > 0  # none has a place on a logarithmic axis
     if not positive.any():
         _empty(axis, "no weight decay")
         return
+    decays, alive = np.asarray(config.weight_decays)[positive], ~found.first["diverged"][positive]
     for name, color, marker, aside in shown:
-        times = np.maximum(found[name], 1)[positive]  # nor has step 0
-        decays, alive = np.asarray(config.weight_decays)[positive], ~found["diverged"][positive]
+        times = np.maximum(found.first[name], 1)[positive]  # nor has step 0
         places = (np.repeat(decays, times.shape[1]) * aside)[alive.reshape(-1)]
         flat = times[alive]
         crossed = ~np.isnan(flat)
         axis.plot(places[crossed], flat[crossed], marker, color=color, markersize=2, alpha=0.5, linestyle="")
         axis.plot(places[~crossed], np.full((~crossed).sum(), end), "^", color=color, markersize=3, mfc="none", ls="")
-        some = alive.any(1)
-        medians = [median_crossing(own[left], end) for own, left in zip(times[some], alive[some], strict=True)]
-        if not medians:
-            continue
-        decays = decays[some]
-        values, low, high = (np.asarray([getattr(m, part) for m in medians]) for part in ("value", "low", "high"))
-        kept = np.isfinite(values)
+        medians = found.median[name][positive]
+        kept = np.isfinite(medians[:, 0])
         if not kept.any():
             continue
-        low, high = (np.where(np.isfinite(edge), edge, end)[kept] for edge in (low, high))
-        spread = np.maximum([values[kept] - low, high - values[kept]], 0)
+        values, low, high = np.where(np.isfinite(medians), np.maximum(medians, 1), end)[kept].T
+        spread = np.maximum([values - low, high - values], 0)
         where = decays[kept] * aside
-        axis.errorbar(where, values[kept], spread, color=color, fmt=marker, markersize=4, label=name, linewidth=1)
-    try:
-        line = crossing_line(config, found, end)
-    except ValueError:
-        line = None
-    if line is not None and np.isfinite(line.slope):
-        decays = np.asarray(config.weight_decays)[positive]
+        axis.errorbar(where, values, spread, color=color, fmt=marker, markersize=4, label=name, linewidth=1)
+    slope, intercept = found.line
+    if np.isfinite(slope):
         ends = np.asarray([decays.min(), decays.max()])
-        times = np.exp(line.intercept + line.slope * np.log(ends))
-        axis.plot(ends, times, color="C1", linewidth=0.8, linestyle="--", label=f"slope {line.slope:.2f}")
+        times = np.exp(intercept + slope * np.log(ends))
+        axis.plot(ends, times, color="C1", linewidth=0.8, linestyle="--", label=f"slope {slope:.2f}")
     axis.set(xscale="log", yscale="log")
-    decays = [decay for decay in config.weight_decays if decay > 0]
     axis.set_xticks(decays, [f"{decay:g}" for decay in decays])
     axis.set_xticks([], minor=True)
     if axis.get_legend_handles_labels()[0]:

@@ -1,7 +1,6 @@
 """From a figure's configuration to files: what the command lines of both packages share.
 
-A figure is a module with `STEM`, `AXES`, `Config`, `source`, `compute`, `draw`, `arrays`, `describe`, `table` and
-`headline`. A run of it has a folder of its own, named by figure, settings and a digest of all that defines the run, so
+A run of a figure has a folder of its own, named by figure, settings and a digest of all that defines the run, so
 that other settings, other data or a rehearsal never touch its results, and the same command goes on where it stopped.
 """
 
@@ -15,7 +14,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from types import ModuleType
 from typing import Annotated, Any
 
 import jax
@@ -25,6 +23,7 @@ import tyro
 from dissociation import interrupts, plotting
 from dissociation.checks import WrongValue, check_seed
 from dissociation.figures import artifacts
+from dissociation.figures.protocol import Figure
 from dissociation.files import RefusedFile
 
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
@@ -60,12 +59,12 @@ class RunOptions:
 
 
 def run_command(
-    figures: Mapping[str, tuple[ModuleType, str]], arguments: Sequence[str] | None, *, program: str, description: str
+    figures: Mapping[str, Figure], arguments: Sequence[str] | None, *, program: str, description: str
 ) -> int:
     """The command line of a package.
 
     Args:
-        figures: By the command's name, the figure's module and what it shows.
+        figures: By the command's name.
         arguments: The words after the program's name; None takes them from the process.
         program: The command's name.
         description: What it is for.
@@ -77,7 +76,7 @@ def run_command(
         SystemExit: After `--help`.
     """
     words = sys.argv[1:] if arguments is None else list(arguments)
-    commands = {name: _command(*entry, "--quick" in words, program) for name, entry in figures.items()}
+    commands = {name: _command(figure, "--quick" in words, program) for name, figure in figures.items()}
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
@@ -90,7 +89,7 @@ def run_command(
     return chosen()
 
 
-def _command(figure: ModuleType, shown: str, quick: bool, program: str) -> Callable[..., Callable[[], int]]:
+def _command(figure: Figure, quick: bool, program: str) -> Callable[..., Callable[[], int]]:
     """A function whose signature is a figure's options, with the defaults of a rehearsal if it is one."""
     default = figure.Config().quick() if quick else figure.Config()
 
@@ -100,7 +99,7 @@ def _command(figure: ModuleType, shown: str, quick: bool, program: str) -> Calla
     ) -> Callable[[], int]:
         return lambda: produce(figure, config, run, program=program)
 
-    choose.__doc__ = shown
+    choose.__doc__ = figure.SHOWS
     return choose
 
 
@@ -123,11 +122,11 @@ def _one_line(box: str) -> str:
     return f"{sentence} (perhaps {meant.group()}; --help lists all)" if meant else sentence
 
 
-def produce(figure: ModuleType, config: Any, run: RunOptions, *, program: str = "dissociation") -> int:
+def produce(figure: Figure, config: Any, run: RunOptions, *, program: str = "dissociation") -> int:
     """Computes, draws, writes and reports one figure.
 
     Args:
-        figure: The figure's module.
+        figure: Which.
         config: Its configuration.
         run: Where and how.
         program: The command's name, for messages.
@@ -169,7 +168,7 @@ def produce(figure: ModuleType, config: Any, run: RunOptions, *, program: str = 
         raise
 
 
-def _run(figure: ModuleType, config: Any, run: RunOptions, data: Any) -> int:
+def _run(figure: Figure, config: Any, run: RunOptions, data: Any) -> int:
     began = time.perf_counter()
     key = jax.random.PRNGKey(run.seed)
     identity = artifacts.identity_of(config, key, data)
@@ -208,7 +207,7 @@ def _run(figure: ModuleType, config: Any, run: RunOptions, data: Any) -> int:
     return 0
 
 
-def run_name(figure: ModuleType, config: Any, run: RunOptions, identity: Mapping[str, Any]) -> str:
+def run_name(figure: Figure, config: Any, run: RunOptions, identity: Mapping[str, Any]) -> str:
     """The name of a run's folder: figure, settings that are not the default, and a digest of all that defines it."""
     default = figure.Config().quick() if run.quick else figure.Config()
     words = [figure.STEM, *(["quick"] * run.quick)]
@@ -223,7 +222,7 @@ def run_name(figure: ModuleType, config: Any, run: RunOptions, identity: Mapping
     return f"{name}_{artifacts.digest_of(own)[:10]}"
 
 
-def _nothing_to_resume(figure: ModuleType, run: RunOptions, folder: Path, identity: Mapping[str, Any]) -> str:
+def _nothing_to_resume(figure: Figure, run: RunOptions, folder: Path, identity: Mapping[str, Any]) -> str:
     """Why `--resume` refuses, with the run that differs least."""
     others = []
     for path in sorted(run.out.glob(f"{figure.STEM}_*")):

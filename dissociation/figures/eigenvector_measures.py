@@ -1,9 +1,8 @@
 """What the figure of eigenvectors measures on trained networks: agreement, truncation, explanation, distance."""
 
-import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -12,10 +11,9 @@ import numpy as np
 from jaxtyping import Array
 
 from dissociation.bmap import bmap
-from dissociation.checks import check_choice, check_count, check_distinct, check_non_negative, fail
-from dissociation.data.datasets import NAMES
-from dissociation.figures.members import check_sizes
+from dissociation.keys import named_key
 from dissociation.members import take
+from dissociation.plotting import summarise
 from dissociation.spectral import Spectrum, truncate
 from dissociation.spectral.certificate import certified_radius, margins
 from dissociation.spectral.forms import (
@@ -25,7 +23,15 @@ from dissociation.spectral.forms import (
     reorder,
     truncated_outputs,
 )
-from dissociation.spectral.similarity import form_similarity, matched_similarity, member_pairs, rank_similarity
+from dissociation.spectral.similarity import (
+    bootstrap_interval,
+    form_similarity,
+    matched_similarity,
+    member_pairs,
+    pair_mean,
+    rank_similarity,
+    student_interval,
+)
 
 MEASURES = ("magnitude", "positive", "negative", "matched", "form")
 """Similarity of equally ranked components in three orders, of the best matching, and of the whole forms."""
@@ -34,79 +40,10 @@ ORDERS = {"magnitude": "by |eigenvalue|", "contribution": "by mean contribution"
 """The orders in which components are kept."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """The networks, and what is compared."""
-
-    data: Literal["glyphs", "mnist"] = "glyphs"
-    """Data set: digits drawn by code, or MNIST."""
-    sizes: tuple[int, ...] = (30, 50, 100, 300)
-    """Hidden sizes."""
-    reference: int = 300
-    """The size that all are compared with; one of the sizes."""
-    num_seeds: int = 5
-    """Networks of each size."""
-    large: int = 500
-    """Sizes from here on ..."""
-    num_large_seeds: int = 3
-    """... have this many networks."""
-    num_epochs: int = 100
-    """Passes over the training pictures."""
-    batch_size: int = 2048
-    """Pictures in a batch."""
-    weight_decay: float = 1.0
-    """AdamW's."""
-    noise: float = 0.4
-    """Standard deviation of the noise on training pictures."""
-    num_ranks: int = 20
-    """Leading components that are compared."""
-    num_components: int = 30
-    """Most components per class in truncations."""
-    digit: int = 5
-    """The class whose spectrum is drawn."""
-    mask_norms: tuple[float, ...] = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0)
-    """Euclidean norms of the masks added to test pictures."""
-    num_certified: int = 100
-    """Test pictures whose distance to another class is computed, for the reference size's first network."""
-    num_train: int | None = None
-    """Training pictures; all by default."""
-    num_test: int | None = None
-    """Test pictures; all by default."""
-
-    def __post_init__(self):
-        check_choice("data", self.data, NAMES)
-        check_sizes(self)
-        check_distinct("sizes", self.sizes)
-        for size in self.sizes:
-            check_count("sizes", size, minimum=1)
-        for name in ("large", "num_epochs", "batch_size", "num_ranks", "num_components", "num_certified"):
-            check_count(name, getattr(self, name), minimum=1)
-        check_non_negative("weight_decay", self.weight_decay)
-        check_non_negative("noise", self.noise)
-        check_non_negative("mask_norms", np.asarray(self.mask_norms))
-        if not 0 <= check_count("digit", self.digit) <= 9:
-            fail("digit", "be a digit from 0 to 9", self.digit)
-        if self.reference not in self.sizes:
-            fail("reference", f"be one of the sizes {self.sizes}", self.reference)
-        for name in ("num_seeds", "num_large_seeds"):
-            check_count(name, getattr(self, name), minimum=2)
-
-    def seeds(self, size: int) -> int:
-        """Networks of a size."""
-        return self.num_large_seeds if size >= self.large else self.num_seeds
-
-    def quick(self) -> "Config":
-        """A small run that shows that everything works: no science."""
-        small = {"sizes": (12, 24), "reference": 24, "num_seeds": 3, "num_epochs": 10, "batch_size": 100}
-        few = {"num_ranks": 5, "num_components": 10, "num_certified": 10, "num_train": 1000, "num_test": 200}
-        return dataclasses.replace(self, **small, **few)
-
-
-def compared_pairs(config: Config, size: int, other: int) -> tuple[np.ndarray, np.ndarray]:
-    """First and second members of all pairs of two sizes, no member with itself."""
-    if size == other:
-        return member_pairs(config.seeds(size))
-    return member_pairs(config.seeds(size), config.seeds(other))
+def compared_pairs(alive: dict[int, np.ndarray], size: int, other: int) -> np.ndarray:
+    """First and second members of all pairs of two sizes, no member with itself: [2, pairs]."""
+    one, two = len(alive[size]), len(alive[other])
+    return np.stack(member_pairs(one) if size == other else member_pairs(one, two))
 
 
 @eqx.filter_jit
@@ -148,34 +85,33 @@ def _matched(a: Spectrum, b: Spectrum) -> Array:
     return matched_similarity(a, b, min(a.values.shape[1], b.values.shape[1]))
 
 
-def top_similarity(
-    config: Config, leading: dict[int, dict[str, Spectrum]], alive: dict[int, np.ndarray]
-) -> dict[str, np.ndarray]:
+def top_similarity(leading: dict[int, dict[str, Spectrum]], alive: dict[int, np.ndarray]) -> dict[str, np.ndarray]:
     """Mean similarity of the leading component between all sizes, "top": [sizes, sizes]; NaN where there is no pair.
 
     Pairs with a network that diverged, which `alive` says by size, are left out.
     """
-    table = np.zeros((len(config.sizes),) * 2)
+    sizes = list(alive)
+    table = np.zeros((len(sizes),) * 2)
     first = {size: eqx.filter_jit(jax.vmap(partial(truncate, num_components=1)))(leading[size]["magnitude"])
-             for size in config.sizes}  # fmt: skip
-    for i, size in enumerate(config.sizes):
-        for j, other in enumerate(config.sizes[: i + 1]):
+             for size in sizes}  # fmt: skip
+    for i, size in enumerate(sizes):
+        for j, other in enumerate(sizes[: i + 1]):
             one, two = first[size], first[other]
-            pairs = np.stack(compared_pairs(config, size, other))
+            pairs = compared_pairs(alive, size, other)
             found = np.asarray(_each_pair(rank_similarity, one, two, pairs))
             known = found[alive[size][pairs[0]] & alive[other][pairs[1]]]
             table[i, j] = table[j, i] = known.mean() if known.size else np.nan
     return {"top": table}
 
 
-def truncations(config: Config, spectra: Spectrum, images: Array, labels: Array) -> dict[str, Array]:
+def truncations(num_components: int, spectra: Spectrum, images: Array, labels: Array) -> dict[str, Array]:
     """Test errors from leading components, in both orders, and from all."""
 
     def one(spectrum: Spectrum) -> dict[str, Array]:
         def wrong(outputs: Array) -> Array:
             return jnp.mean(jnp.argmax(outputs, -1) != labels.reshape(-1, *(1,) * (outputs.ndim - 2)), 0)
 
-        count = min(config.num_components, spectrum.values.shape[1])
+        count = min(num_components, spectrum.values.shape[1])
         by_contribution = reorder(spectrum, mean_contribution(spectrum, images))
         return {
             "magnitude": wrong(truncated_outputs(truncate(spectrum, count), images)),
@@ -186,8 +122,11 @@ def truncations(config: Config, spectra: Spectrum, images: Array, labels: Array)
     return eqx.filter_jit(bmap(one, batch_size=1))(spectra)
 
 
-def details(config: Config, model: Any, spectrum: Spectrum, images: Array, labels: Array) -> dict[str, Array]:
-    """The spectrum of one class, the explanation of one picture, and certified radii, of one network."""
+def details(config: Any, model: Any, spectrum: Spectrum, images: Array, labels: Array) -> dict[str, Array]:
+    """The spectrum of one class, the explanation of one picture, and certified radii, of one network.
+
+    `config` says for which `digit`, of how many pictures (`num_certified`), and with which `num_components`.
+    """
     order = jnp.argsort(spectrum.values[config.digit])
     vectors = spectrum.vectors[config.digit]
     chosen = images[jnp.argmax(labels == config.digit)]
@@ -211,7 +150,7 @@ def details(config: Config, model: Any, spectrum: Spectrum, images: Array, label
 
 
 def masking(
-    config: Config, model: Any, spectrum: Spectrum, images: Array, labels: Array, *, key: Array, against: int = 2
+    config: Any, model: Any, spectrum: Spectrum, images: Array, labels: Array, *, key: Array, against: int = 2
 ) -> dict[str, Array]:
     """What a mask from the most positive eigenvector of one class costs, added to all test pictures, by its norm.
 
@@ -249,3 +188,50 @@ def masking(
         "mask_share": jnp.mean(found == config.digit, 2),
         "random_accuracy": jnp.mean(control == labels[None, None], (0, 2)),
     }
+
+
+def pooled(similarity: np.ndarray) -> np.ndarray:
+    """Mean over pairs and classes of networks that did not diverge: [ranks]."""
+    return summarise(similarity.reshape(-1, similarity.shape[2])).mean
+
+
+def intervals(
+    similarity: np.ndarray, pairs: np.ndarray, alive: np.ndarray, others: np.ndarray | None = None
+) -> np.ndarray:
+    """Mean over pairs and classes by rank, lower and upper end of its 90 % interval, of two kinds: [2, 3, ranks].
+
+    The first resamples members. The second is Student's over pairs and classes, as published, which takes pairs that
+    share a network, and classes of one pair, for independent. Less than two members have no interval: NaN.
+
+    Args:
+        similarity: [pairs, classes, ranks], NaN for pairs with a network that diverged.
+        pairs: First and second member of every pair, [2, pairs].
+        alive: Which first members did not diverge.
+        others: Which second members; None if both are of one population.
+    """
+    known = np.isfinite(similarity).all((1, 2))
+    values, (first, second) = similarity[known].astype(np.float32), pairs[:, known]
+    # Members are numbered anew, those that diverged left out.
+    mine, theirs = (np.flatnonzero(which) for which in (alive, alive if others is None else others))
+    if len(values) == 0 or min(len(mine), len(theirs)) < 2:
+        mean = pooled(values)
+        return np.stack([np.stack([mean, np.full_like(mean, np.nan), np.full_like(mean, np.nan)])] * 2)
+    offset, groups = (0, len(mine)) if others is None else (len(mine), (len(mine), len(theirs)))
+    statistic = pair_mean(values.mean(1), np.searchsorted(mine, first), np.searchsorted(theirs, second) + offset)
+    resampled = bootstrap_interval(statistic, groups, key=named_key("bootstrap of intervals"))
+    return np.stack([np.stack(resampled), np.stack(student_interval(values.reshape(-1, values.shape[2])))])
+
+
+def truncation_bands(error: dict[str, np.ndarray], full: np.ndarray) -> dict[str, np.ndarray]:
+    """By components kept, test error (%), and by order the error above the whole networks': `_student_band` of each."""
+    curves = {"error": 100 * error["magnitude"]}
+    curves |= {order: (100 * (error[order] - full[:, None]))[:, 1:] for order in ORDERS}
+    return {name: _student_band(values) for name, values in curves.items()}
+
+
+def _student_band(curves: np.ndarray) -> np.ndarray:
+    """Mean over seeds and Student's 90 % interval, [3, components]."""
+    known = curves[np.isfinite(curves).all(1)].astype(np.float32)
+    mean = summarise(known).mean
+    ends = student_interval(known)[1:] if len(known) > 1 else (np.full_like(mean, np.nan),) * 2
+    return np.stack([mean, *ends])

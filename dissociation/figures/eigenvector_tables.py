@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from dissociation.figures.eigenvectors import Results, intervals
+from dissociation.figures.eigenvectors import Results
 from dissociation.spectral.certificate import certified_accuracy
 
 
@@ -19,7 +19,7 @@ def similarity_table(results: Results, ranks: tuple[int, ...] = (1, 5, 20)) -> l
     rows = [["components", "rank", "similarity", "members resampled", "Student over pairs x classes", "chance"]]
     chance = (2 / (np.pi * results.leading.shape[-1])) ** 0.5
     for measure in ("magnitude", "positive", "negative"):
-        honest, published = (intervals(results, results.config.reference, measure, resample=r) for r in (True, False))
+        honest, published = results.intervals[results.config.reference][measure]
         for rank in ranks:
             if rank > honest.shape[1]:
                 continue

@@ -4,6 +4,7 @@ Every class of a bilinear network is a quadratic form of the picture, whose eige
 of other seeds and sizes have the same ones, and how many of them carry the classification?
 """
 
+import dataclasses
 import os
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,40 +12,39 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
 import numpy as np
 from jaxtyping import Array
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
-from dissociation import plotting
 from dissociation.bmap import bmap
+from dissociation.checks import check_count, check_distinct, check_non_negative, fail
 from dissociation.data.datasets import Dataset
 from dissociation.figures.artifacts import Parts, identity_of
+from dissociation.figures.eigenvector_drawing import draw as draw
 from dissociation.figures.eigenvector_measures import (
     ORDERS,
-    Config,
     compared_pairs,
     details,
+    intervals,
     leading_components,
     masking,
+    pooled,
     similarities,
     top_similarity,
+    truncation_bands,
     truncations,
 )
+from dissociation.figures.members import DataName, check_source
 from dissociation.figures.members import source as source
 from dissociation.figures.seeds import cell, check_some_left, masked_part, named_diverged, stand_ins
-from dissociation.keys import named_key
 from dissociation.members import take
 from dissociation.plotting import summarise
 from dissociation.progress import MeterFactory
 from dissociation.recipes.bilinear import train_bilinear
 from dissociation.spectral import decompose
-from dissociation.spectral.similarity import bootstrap_interval, pair_mean, student_interval
 from dissociation.training import Progress
 
 STEM = "eigenvectors"
-"""The name of the files."""
+SHOWS = "Eigenvectors of bilinear networks, compared across seeds and sizes."
 
 AXES = {
     "top": ("sizes", "sizes"),
@@ -64,10 +64,78 @@ AXES = {
     "error": ("seeds", "components"),
     "pairs": ("members", "pairs"),
     "full_error": ("seeds",),
+    "interval": ("kinds", "bounds", "ranks"),
+    "band": ("bounds", "components"),
     "diverged_at": ("seeds",),
     "radii": ("images",),
 }
-"""What the axes of the saved arrays are, by how the arrays' names begin."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The networks, and what is compared."""
+
+    data: DataName = "glyphs"
+    """Data set, by its name in `data.datasets.SOURCES`."""
+    sizes: tuple[int, ...] = (30, 50, 100, 300)
+    """Hidden sizes."""
+    reference: int = 300
+    """The size that all are compared with; one of the sizes."""
+    num_seeds: int = 5
+    """Networks of each size."""
+    large: int = 500
+    """Sizes from here on ..."""
+    num_large_seeds: int = 3
+    """... have this many networks."""
+    num_epochs: int = 100
+    """Passes over the training pictures."""
+    batch_size: int = 2048
+    """Pictures in a batch."""
+    weight_decay: float = 1.0
+    """AdamW's."""
+    noise: float = 0.4
+    """Standard deviation of the noise on training pictures."""
+    num_ranks: int = 20
+    """Leading components that are compared."""
+    num_components: int = 30
+    """Most components per class in truncations."""
+    digit: int = 5
+    """The class whose spectrum is drawn."""
+    mask_norms: tuple[float, ...] = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0)
+    """Euclidean norms of the masks added to test pictures."""
+    num_certified: int = 100
+    """Test pictures whose distance to another class is computed, for the reference size's first network."""
+    num_train: int | None = None
+    """Training pictures; all by default."""
+    num_test: int | None = None
+    """Test pictures; all by default."""
+
+    def __post_init__(self):
+        check_source(self)
+        check_distinct("sizes", self.sizes)
+        for size in self.sizes:
+            check_count("sizes", size, minimum=1)
+        for name in ("large", "num_epochs", "batch_size", "num_ranks", "num_components", "num_certified"):
+            check_count(name, getattr(self, name), minimum=1)
+        check_non_negative("weight_decay", self.weight_decay)
+        check_non_negative("noise", self.noise)
+        check_non_negative("mask_norms", np.asarray(self.mask_norms))
+        if not 0 <= check_count("digit", self.digit) <= 9:
+            fail("digit", "be a digit from 0 to 9", self.digit)
+        if self.reference not in self.sizes:
+            fail("reference", f"be one of the sizes {self.sizes}", self.reference)
+        for name in ("num_seeds", "num_large_seeds"):
+            check_count(name, getattr(self, name), minimum=2)
+
+    def seeds(self, size: int) -> int:
+        """Networks of a size."""
+        return self.num_large_seeds if size >= self.large else self.num_seeds
+
+    def quick(self) -> "Config":
+        """A small run that shows that everything works: no science."""
+        small = {"sizes": (12, 24), "reference": 24, "num_seeds": 3, "num_epochs": 10, "batch_size": 100}
+        few = {"num_ranks": 5, "num_components": 10, "num_certified": 10, "num_train": 1000, "num_test": 200}
+        return dataclasses.replace(self, **small, **few)
 
 
 class Results(NamedTuple):
@@ -78,11 +146,14 @@ class Results(NamedTuple):
         data: The data set's name and sizes.
         history: "train_loss", "train_accuracy", "validation_loss", "validation_accuracy", [seeds, epochs + 1] each.
         similarity: Per measure, with networks of the reference size: [pairs, classes, ranks] (forms: one rank).
+        intervals: Mean over pairs and classes with ends, see `eigenvector_measures.intervals`, [2, 3, ranks]: by
+            magnitude, and within the reference size "positive" and "negative" too.
         pairs: First and second member of every pair, [2, pairs].
         top: Mean similarity of the leading component between all sizes, [sizes, sizes].
         with_self: The reference size's with every network also compared with itself, as published.
         error: Per order, test error from the leading 0, 1, ... components, [seeds, components + 1].
         full_error: Test error of the whole networks, [seeds].
+        bands: See `eigenvector_measures.truncation_bands`.
         values: Eigenvalues of the first network of the reference size for one class, [components].
         leading: Its three most positive and three most negative eigenvectors, most extreme first, [2, 3, pixels].
         explained: One test picture of that class ("image"), and its components' contributions to the class's logit
@@ -97,11 +168,13 @@ class Results(NamedTuple):
     data: dict[str, Any]
     history: dict[int, dict[str, np.ndarray]]
     similarity: dict[int, dict[str, np.ndarray]]
+    intervals: dict[int, dict[str, np.ndarray]]
     pairs: dict[int, np.ndarray]
     top: np.ndarray
     with_self: float
     error: dict[int, dict[str, np.ndarray]]
     full_error: dict[int, np.ndarray]
+    bands: dict[int, dict[str, np.ndarray]]
     values: np.ndarray
     leading: np.ndarray
     explained: dict[str, np.ndarray]
@@ -119,22 +192,7 @@ def compute(
     folder: str | os.PathLike[str] | None = None,
     progress: str | MeterFactory | None = None,
 ) -> Results:
-    """Trains, decomposes and compares.
-
-    Args:
-        config: What to do.
-        key: Everything random follows from it.
-        dataset: In place of the one that `config.data` names.
-        folder: Where finished parts are kept; a second call with the same arguments goes on from there.
-        progress: See `dissociation.progress`.
-
-    Returns:
-        The results.
-
-    Raises:
-        RefusedFile: If `folder` holds parts of another run, or broken ones.
-        WrongValue: If an option does not fit the data, or all networks of a size diverged.
-    """
+    """Trains, decomposes and compares; see `protocol.Figure.compute`."""
     data = source(config) if dataset is None else dataset
     with Parts(folder, identity_of(config, key, data)) as parts:
         return _computed(config, key, data, parts, progress)
@@ -168,18 +226,18 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts, progress:
         spectra = run(models)
         forms[size] = spectra
         leading[size] = leading_components(spectra, min(config.num_ranks, spectra.values.shape[2]))
-        job = partial(truncations, config, spectra, images, labels)
+        job = partial(truncations, config.num_components, spectra, images, labels)
         part = masked_part(parts, f"truncation_{size}", alive[size], job)
         error[size], full_error[size] = {order: part[order] for order in ORDERS}, part["full"]
         if size == config.reference:
             reference = take((models, spectra), 0)
     similarity, pairs = {}, {}
     for size in config.sizes:
-        pairs[size] = np.stack(compared_pairs(config, size, config.reference))
+        pairs[size] = compared_pairs(alive, size, config.reference)
         both = alive[size][pairs[size][0]] & alive[config.reference][pairs[size][1]]
         job = partial(similarities, leading, forms, size, config.reference, pairs[size])
         similarity[size] = masked_part(parts, f"similarity_{size}", both, job)
-    own = _pooled(similarity[config.reference]["magnitude"])[0]
+    own = pooled(similarity[config.reference]["magnitude"])[0]
     count = int(alive[config.reference].sum())
     part = parts.get("details", partial(details, config, *reference, images, labels))
     return Results(
@@ -187,12 +245,14 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts, progress:
         data={"name": data.name, "num_train": len(data.train_images), "num_test": len(data.test_images)},
         history=history,
         similarity=similarity,
+        intervals={size: _intervals(config, size, similarity[size], pairs[size], alive) for size in config.sizes},
         pairs=pairs,
-        top=parts.get("top", partial(top_similarity, config, leading, alive))["top"],
+        top=parts.get("top", partial(top_similarity, leading, alive))["top"],
         # Pairs i <= j: n (n - 1) / 2 true ones and n of a network with itself.
         with_self=float((own * (count - 1) / 2 + 1) / ((count - 1) / 2 + 1)),
         error=error,
         full_error=full_error,
+        bands={size: truncation_bands(error[size], full_error[size]) for size in config.sizes},
         values=part["values"],
         leading=part["leading"],
         explained={name: part[name] for name in ("image", "contributions", "vectors", "component_values")},
@@ -203,15 +263,18 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts, progress:
     )
 
 
+def _intervals(
+    config: Config, size: int, similarity: dict[str, np.ndarray], pairs: np.ndarray, alive: dict[int, np.ndarray]
+) -> dict[str, np.ndarray]:
+    own = size == config.reference
+    names = ("magnitude", "positive", "negative") if own else ("magnitude",)
+    return {by: intervals(similarity[by], pairs, alive[size], None if own else alive[config.reference]) for by in names}
+
+
 def _finite_history(observed: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """NaN from where a network diverged: its accuracy would be that of the first class."""
     finite = np.isfinite(observed["train_loss"]) & np.isfinite(observed["validation_loss"])
     return {name: np.where(finite, values, np.nan) for name, values in observed.items()}
-
-
-def _pooled(similarity: np.ndarray) -> np.ndarray:
-    """Mean over pairs and classes of networks that did not diverge: [ranks]."""
-    return summarise(similarity.reshape(-1, similarity.shape[2])).mean
 
 
 def components_needed(results: Results, order: str = "magnitude", drop: float = 1e-3) -> dict[int, float]:
@@ -227,147 +290,6 @@ def components_needed(results: Results, order: str = "magnitude", drop: float = 
     return found
 
 
-def intervals(results: Results, size: int, measure: str = "magnitude", *, resample: bool = True) -> np.ndarray:
-    """Mean over pairs and classes by rank, and a 90 % interval: [3, ranks].
-
-    Args:
-        results: What `compute` returned.
-        size: Hidden size, compared with the reference.
-        measure: One of `eigenvector_measures.MEASURES`.
-        resample: Whether members are resampled; else Student's interval over pairs and classes, as published, which
-            takes pairs that share a network, and classes of one pair, for independent.
-
-    Returns:
-        Mean, lower and upper end.
-    """
-    values = results.similarity[size][measure]
-    known = np.isfinite(values).all((1, 2))
-    values, (first, second) = values[known].astype(np.float32), results.pairs[size][:, known]
-    same = size == results.config.reference
-    # Members are numbered anew, those that diverged left out.
-    mine, others = (np.flatnonzero(results.diverged_at[which] < 0) for which in (size, results.config.reference))
-    groups = len(mine) if same else (len(mine), len(others))
-    if len(values) == 0 or min(len(mine), len(others)) < 2:
-        mean = _pooled(values)
-        return np.stack([mean, np.full_like(mean, np.nan), np.full_like(mean, np.nan)])
-    if not resample:
-        return np.stack(student_interval(values.reshape(-1, values.shape[2])))
-    offset = 0 if same else len(mine)
-    statistic = pair_mean(values.mean(1), np.searchsorted(mine, first), np.searchsorted(others, second) + offset)
-    return np.stack(bootstrap_interval(statistic, groups, key=named_key("bootstrap of intervals")))
-
-
-def draw(results: Results) -> Figure:
-    """Six panels: similarity by rank and between sizes, truncation, the spectrum of a class, and an explanation.
-
-    Args:
-        results: What `compute` returned.
-
-    Returns:
-        A figure of 7.2 x 6.8 inches.
-    """
-    with plotting.house_style():
-        figure = plt.figure(figsize=(7.2, 6.8))
-        rows: Any = figure.subfigures(3, 1, height_ratios=[1.0, 1.0, 1.05])
-        upper, middle, lower = rows
-        _draw_similarity(upper, results)
-        _draw_truncation(middle, results)
-        _draw_details(lower, results)
-    plt.close(figure)  # out of pyplot's hands: a notebook shows what it is given
-    return figure
-
-
-def _draw_similarity(panel: Any, results: Results) -> None:
-    left, right = panel.subplots(1, 2, width_ratios=[1.6, 1])
-    for index, size in enumerate(results.config.sizes):
-        for resample, alpha in ((True, 0.15), (False, 0.35)):
-            mean, low, high = intervals(results, size, resample=resample)
-            ranks = np.arange(1, len(mean) + 1)
-            left.fill_between(ranks, low, high, alpha=alpha, color=f"C{index}", linewidth=0)
-        left.plot(ranks, mean, color=f"C{index}", label=str(size))
-    chance = (2 / (np.pi * results.leading.shape[-1])) ** 0.5
-    left.axhline(chance, color="black", linestyle=":", linewidth=0.8, label="chance")
-    left.set(
-        xlabel="eigenvector rank", ylabel="similarity", ylim=(0, 1.01), title=f"with size {results.config.reference}"
-    )
-    left.legend(title="size", fontsize="x-small", ncols=2, title_fontsize="x-small")
-    left.xaxis.set_major_locator(MaxNLocator(integer=True))
-    names = [str(size) for size in results.config.sizes]
-    shown = right.imshow(results.top, vmin=0, vmax=1, cmap="RdBu")
-    for (i, j), value in np.ndenumerate(results.top):
-        right.text(j, i, f"{value:.2f}", ha="center", va="center", fontsize="x-small")
-    right.set(xticks=range(len(names)), yticks=range(len(names)), xticklabels=names, yticklabels=names)
-    right.set(xlabel="size", ylabel="size", title="leading eigenvector")
-    panel.colorbar(shown, ax=right)
-
-
-def _draw_truncation(panel: Any, results: Results) -> None:
-    left, *drops = panel.subplots(1, 3)
-    drops[1].sharey(drops[0])
-    for index, size in enumerate(results.config.sizes):
-        errors = results.error[size]
-        components = np.arange(errors["magnitude"].shape[1])
-        style = {"color": f"C{index}", "label": str(size)}
-        _student_band(left, components, 100 * errors["magnitude"], **style)
-        for axis, order in zip(drops, ORDERS, strict=True):
-            lost = 100 * (errors[order] - results.full_error[size][:, None])
-            _student_band(axis, components[1:], lost[:, 1:], **style)
-    left.set(yscale="log", ylim=(1, 100), xlabel="eigenvector rank (per digit)", ylabel="classification error (%)")
-    ticks = (1, 2, 5, 10, 20, 50, 100)
-    left.set_yticks(ticks, [str(tick) for tick in ticks])
-    left.minorticks_off()
-    left.xaxis.set_major_locator(MaxNLocator(integer=True))
-    for axis, title in zip(drops, ORDERS.values(), strict=True):
-        axis.axhline(0, color="black", linewidth=0.5)
-        axis.set_yscale("symlog", linthresh=0.1)
-        axis.set(xlabel="eigenvector rank (per digit)", title=title)
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-    drops[0].set(ylabel="accuracy drop (%)")
-    left.legend(title="size", fontsize="x-small", title_fontsize="x-small")
-
-
-def _student_band(axis: Any, x: np.ndarray, curves: np.ndarray, *, color: str, label: str) -> None:
-    known = curves[np.isfinite(curves).all(1)].astype(np.float32)
-    axis.plot(x, summarise(known).mean, color=color, label=label)
-    if len(known) < 2:
-        return
-    _, low, high = (np.asarray(part) for part in student_interval(known))
-    axis.fill_between(
-        x, np.maximum(low, 1e-3) if axis.get_yscale() == "log" else low, high, color=color, alpha=0.2, lw=0
-    )
-
-
-def _draw_details(panel: Any, results: Results) -> None:
-    halves: Any = panel.subfigures(1, 2)
-    left, right = halves
-    shape = (round(results.leading.shape[-1] ** 0.5), -1)
-    grid = left.subplots(2, 4, width_ratios=[1.8, 1, 1, 1])
-    for axis in grid[:, 0]:
-        axis.remove()
-    axis = left.add_subplot(grid[0, 0].get_gridspec()[:, 0])
-    axis.plot(results.values, np.arange(len(results.values)), ".", markersize=2)
-    axis.set(xlabel="eigenvalue", yticks=[], title=f"digit {results.config.digit}")
-    axis.axvline(0, color="black", linewidth=0.5)
-    for row, vectors, name in zip(grid, results.leading, ("positive", "negative"), strict=True):
-        for place, vector in zip(row[1:], vectors, strict=True):
-            _picture(place, vector.reshape(shape))
-        row[1].set_ylabel(name, fontsize="small")
-    top = right.subplots(2, 3)
-    top[0, 0].imshow(results.explained["image"].reshape(shape), cmap="gray")
-    top[0, 0].set(xticks=[], yticks=[], title="picture")
-    parts = zip(top.flat[1:], *(results.explained[n] for n in ("contributions", "vectors")), strict=False)
-    for place, contribution, vector in parts:
-        _picture(place, vector.reshape(shape))
-        place.set_title(f"{contribution:+.2f}")
-
-
-def _picture(axis: Any, image: np.ndarray) -> None:
-    limit = np.abs(image).max()
-    axis.imshow(image, cmap="RdBu", vmin=-limit, vmax=limit)
-    axis.set(xticks=[], yticks=[])
-    axis.spines[:].set_visible(False)
-
-
 def arrays(results: Results) -> dict[str, np.ndarray]:
     """The arrays of the figure under flat names, for an `.npz` file."""
     flat = {"top": results.top, "values": results.values, "leading": results.leading, **results.explained}
@@ -376,6 +298,8 @@ def arrays(results: Results) -> dict[str, np.ndarray]:
         flat |= {f"{name}_{size}": part for name, part in results.history[size].items()}
         flat |= {f"similarity_{name}_{size}": part for name, part in results.similarity[size].items()}
         flat |= {f"error_{name}_{size}": part for name, part in results.error[size].items()}
+        flat |= {f"interval_{name}_{size}": part for name, part in results.intervals[size].items()}
+        flat |= {f"band_{name}_{size}": part for name, part in results.bands[size].items()}
         flat |= {f"pairs_{size}": results.pairs[size], f"full_error_{size}": results.full_error[size]}
         flat |= {f"diverged_at_{size}": results.diverged_at[size]}
     return flat | {f"radii_{kept}": part for kept, part in results.radii.items()}
@@ -416,9 +340,8 @@ def table(results: Results) -> list[list[str]]:
         accuracy = 100 * (1 - results.full_error[size])
         row = [str(size), str(len(accuracy)), cell(accuracy, unit=" %")]
         for by in ("magnitude", "positive", "negative"):
-            means = _pooled(results.similarity[size][by])
+            means = pooled(results.similarity[size][by])
             row += [f"{means[rank - 1]:.3f}" if rank <= len(means) else "" for rank in shown]
-        pooled = (_pooled(results.similarity[size][measure]) for measure in ("matched", "form"))
-        row += [f"{mean.mean():.3f}" for mean in pooled]
+        row += [f"{pooled(results.similarity[size][measure]).mean():.3f}" for measure in ("matched", "form")]
         rows.append(row + [f"{found[size]:g}" for found in needed])
     return rows

@@ -1,26 +1,37 @@
 """Training stacked members, rewriting them, and measuring what came of it."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
+import tyro
 from jaxtyping import Array, Bool
 
 from dissociation.bmap import bmap
 from dissociation.checks import check_choice, check_count, check_positive, fail
-from dissociation.data.datasets import NAMES, Dataset, load
-from dissociation.fig4.mnist import fit_mnist
+from dissociation.data.datasets import NAMES, SOURCES, Dataset, load
 from dissociation.figures.artifacts import Parts
 from dissociation.figures.seeds import check_some_left, named_diverged, stand_ins
 from dissociation.members import per_batch
 from dissociation.metrics.robustness import input_noise_error
 from dissociation.progress import MeterFactory
+from dissociation.recipes.mnist import fit_mnist
 from dissociation.weights.certificate import certify
+from dissociation.weights.mlp import add_random_zero_to_mlp, duplicate_mlp, scale_mlp
+
+if TYPE_CHECKING:
+    DataName = str
+else:
+    _HELP = f"Data set: {', or '.join(shown for shown, _ in SOURCES.values())}."
+    DataName = Annotated[Literal[NAMES], tyro.conf.arg(help=_HELP)]
 
 FACTORS = (1e-15, 1e15)
 """Scale factors between which squares of what they scale stay within float32."""
+
+REWRITTEN_LAYER = 1
+"""The second hidden layer."""
 
 MAX_WEIGHTS = 2**28
 """Incoming weights that a rewritten layer may have: a GiB of float32."""
@@ -28,11 +39,10 @@ MAX_WEIGHTS = 2**28
 
 def check_members(config: Any) -> None:
     """Raises unless what the configurations of trained and rewritten networks share can be met."""
-    check_choice("data", config.data, NAMES)
+    check_source(config)
     for name in ("num_seeds", "width"):
         check_count(name, getattr(config, name), minimum=1)
     check_count("num_epochs", config.num_epochs)
-    check_sizes(config)
     check_positive("scale_factor", config.scale_factor)
     check_positive("duplicate_multiplier", config.duplicate_multiplier)
     least, most = FACTORS
@@ -51,8 +61,9 @@ def check_neurons(name: str, value: float | int, neurons: float | int, config: A
         fail(name, f"leave a layer of `width` {config.width} at most {MAX_WEIGHTS} weights", value)
 
 
-def check_sizes(config: Any) -> None:
-    """Raises unless `num_train` and `num_test` are counts or None."""
+def check_source(config: Any) -> None:
+    """Raises unless `data` is known, and `num_train` and `num_test` are counts or None."""
+    check_choice("data", config.data, NAMES)
     for name in ("num_train", "num_test"):
         if getattr(config, name) is not None:
             check_count(name, getattr(config, name), minimum=1)
@@ -68,6 +79,21 @@ def members_headline(config: Any, data: dict[str, Any], diverged_at: np.ndarray)
     sizes = f"{data['num_train']} training and {data['num_test']} test images"
     gone = named_diverged([f"seed {i}" for i in range(config.num_seeds)], diverged_at)
     return f"{data['name']}: {sizes}, {config.num_seeds} seeds, {config.num_epochs} epochs{gone}"
+
+
+def neuron_rewrites(config: Any, num_zero: int) -> dict[str, Callable[[eqx.nn.MLP, Array], eqx.nn.MLP]]:
+    """Functions of one network and a key: itself, with neurons scaled, duplicated, and some without effect added."""
+
+    def scaled(model: eqx.nn.MLP, key: Array) -> eqx.nn.MLP:
+        return scale_mlp(model, config.scale_factor, layer=REWRITTEN_LAYER)
+
+    def duplicated(model: eqx.nn.MLP, key: Array) -> eqx.nn.MLP:
+        return duplicate_mlp(model, config.duplicate_multiplier, layer=REWRITTEN_LAYER)
+
+    def zero(model: eqx.nn.MLP, key: Array) -> eqx.nn.MLP:
+        return add_random_zero_to_mlp(model, num_zero, 1, key=key, layer=REWRITTEN_LAYER)
+
+    return {"trained": lambda model, key: model, "scaled": scaled, "duplicated": duplicated, "zero": zero}
 
 
 class Trained(NamedTuple):

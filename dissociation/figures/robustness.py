@@ -10,7 +10,7 @@ import dataclasses
 import os
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -26,34 +26,26 @@ from dissociation.data.datasets import Dataset
 from dissociation.figures.artifacts import Parts, identity_of
 from dissociation.figures.members import (
     FACTORS,
+    DataName,
     certify_members,
     check_members,
     check_neurons,
     measure_members,
     members_headline,
+    neuron_rewrites,
     train_members,
     worst,
 )
-from dissociation.figures.members import (
-    source as source,
-)
+from dissociation.figures.members import source as source
 from dissociation.figures.seeds import cell, masked_part
 from dissociation.metrics.robustness import input_noise_error, parameter_noise_error
 from dissociation.progress import MeterFactory, open_meter
-from dissociation.weights.mlp import (
-    add_random_zero_to_mlp,
-    duplicate_mlp,
-    perturb_mlp_in_null_space,
-    scale_mlp,
-)
+from dissociation.weights.mlp import perturb_mlp_in_null_space
 from dissociation.weights.noise import parameter_noise
 from dissociation.weights.symmetry import null_basis, null_spectrum
 
 STEM = "noise-robustness"
-"""The name of the files."""
-
-REWRITTEN_LAYER = 1
-"""The second hidden layer."""
+SHOWS = "Test error of function-preserving rewrites under noise on inputs and on parameters."
 
 AXES = {
     "input_scales": ("scales",),
@@ -64,7 +56,6 @@ AXES = {
     "test_error": ("seeds", "epochs"),
     "diverged_at": ("seeds",),
 }
-"""What the axes of the saved arrays are, by how the arrays' names begin."""
 
 LABELS = {
     "trained": "trained",
@@ -92,8 +83,8 @@ LOOKS = {
 class Config:
     """What is trained, how it is rewritten, and at which noise it is measured."""
 
-    data: Literal["glyphs", "mnist"] = "glyphs"
-    """Data set: digits drawn by code, or MNIST."""
+    data: DataName = "glyphs"
+    """Data set, by its name in `data.datasets.SOURCES`."""
     num_seeds: int = 4
     """Networks trained from scratch."""
     num_epochs: int = 10
@@ -171,30 +162,20 @@ def rewrites(
 ) -> dict[str, Callable[..., Any]]:
     """The variants: functions of one network and a key, the trained network itself first.
 
-    Args:
-        config: Sizes of the rewrites.
-        basis: Orthonormal basis of the data's null space, [dimension, pixels].
-        published_basis: A second one, too large, for the variant that is not function-preserving; None leaves it out.
+    `basis` of the data's null space is orthonormal, [dimension, pixels]; `published_basis` a second one, too large, for
+    the variant that is not function-preserving.
     """
-
-    def scaled(model: eqx.nn.MLP, key: Array) -> eqx.nn.MLP:
-        return scale_mlp(model, config.scale_factor, layer=REWRITTEN_LAYER)
-
-    def duplicated(model: eqx.nn.MLP, key: Array) -> eqx.nn.MLP:
-        return duplicate_mlp(model, config.duplicate_multiplier, layer=REWRITTEN_LAYER)
-
-    def nuisance(model: eqx.nn.MLP, key: Array) -> eqx.nn.MLP:
-        return add_random_zero_to_mlp(model, config.num_nuisance, 1, key=key, layer=REWRITTEN_LAYER)
 
     def moved(basis: Array | np.ndarray, model: eqx.nn.MLP, key: Array) -> eqx.nn.MLP:
         return perturb_mlp_in_null_space(model, basis, config.null_scale, key=key)
 
+    neurons = neuron_rewrites(config, config.num_nuisance)
     variants = {
-        "trained": lambda model, key: model,
+        "trained": neurons["trained"],
         "null_perturbed": eqx.Partial(moved, basis),
-        "duplicated": duplicated,
-        "scaled": scaled,
-        "nuisance": nuisance,
+        "duplicated": neurons["duplicated"],
+        "scaled": neurons["scaled"],
+        "nuisance": neurons["zero"],
     }
     if published_basis is not None:
         variants["published_null"] = eqx.Partial(moved, published_basis)
@@ -209,22 +190,7 @@ def compute(
     folder: str | os.PathLike[str] | None = None,
     progress: str | MeterFactory | None = None,
 ) -> Results:
-    """Trains, rewrites and measures.
-
-    Args:
-        config: What to do.
-        key: Everything random follows from it.
-        dataset: In place of the one that `config.data` names.
-        folder: Where finished parts are kept; a second call with the same arguments goes on from there.
-        progress: See `dissociation.progress`.
-
-    Returns:
-        The results.
-
-    Raises:
-        RefusedFile: If `folder` holds parts of another run, or broken ones.
-        WrongValue: If all networks diverged.
-    """
+    """Trains, rewrites and measures; see `protocol.Figure.compute`."""
     data = source(config) if dataset is None else dataset
     with Parts(folder, identity_of(config, key, data)) as parts:
         return _computed(config, key, data, parts, progress)
@@ -292,14 +258,7 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts, progress:
 
 
 def draw(results: Results) -> Figure:
-    """Two log-log panels, test error against noise scale: on inputs, on parameters; mean and band over seeds.
-
-    Args:
-        results: What `compute` returned.
-
-    Returns:
-        A figure of 3.24 x 1.6 inches.
-    """
+    """Two log-log panels, 3.24 x 1.6 inches: test error by noise on inputs and on parameters, bands over seeds."""
     panels = {
         "input noise": (results.input_scales, results.input_error),
         "parameter noise": (results.parameter_scales, results.parameter_error),

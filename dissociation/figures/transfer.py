@@ -28,11 +28,14 @@ from dissociation.data.datasets import Dataset
 from dissociation.data.tasks import NUM_QUARTERS, coarse_grained, rotated_quarters
 from dissociation.figures.artifacts import Parts, identity_of
 from dissociation.figures.members import (
+    REWRITTEN_LAYER,
+    DataName,
     certify_members,
     check_members,
     check_neurons,
     measure_members,
     members_headline,
+    neuron_rewrites,
     train_members,
     worst,
 )
@@ -41,13 +44,9 @@ from dissociation.figures.seeds import cell, masked_part
 from dissociation.metrics.probes import stable_step_size
 from dissociation.metrics.transfer import hidden_features, transfer_errors
 from dissociation.progress import MeterFactory, open_meter
-from dissociation.weights.mlp import add_random_zero_to_mlp, duplicate_mlp, scale_mlp
 
 STEM = "transfer"
-"""The name of the files."""
-
-REWRITTEN_LAYER = 1
-"""The second hidden layer, whose post-activations the probes read."""
+SHOWS = "Transfer error of function-preserving rewrites against the sample budget."
 
 AXES = {
     "budgets": ("budgets",),
@@ -56,7 +55,6 @@ AXES = {
     "test_error": ("seeds", "epochs"),
     "diverged_at": ("seeds",),
 }
-"""What the axes of the saved arrays are, by how the arrays' names begin."""
 
 LABELS = {
     "trained": "trained",
@@ -83,8 +81,8 @@ PROBES = {"converged": "converged probe", "gradient": "{} gradient steps", "one_
 class Config:
     """What is trained, how it is rewritten, and how the probes learn."""
 
-    data: Literal["glyphs", "mnist"] = "glyphs"
-    """Data set: digits drawn by code, or MNIST."""
+    data: DataName = "glyphs"
+    """Data set, by its name in `data.datasets.SOURCES`."""
     num_seeds: int = 3
     """Networks trained from scratch."""
     num_epochs: int = 10
@@ -178,21 +176,6 @@ def _check_budgets(config: Config, data: Dataset) -> None:
         fail("num_budgets", wanted, f"{config.num_budgets} budgets of {len(data.test_images)} test images")
 
 
-def rewrites(config: Config) -> dict[str, Callable[[eqx.nn.MLP, Array], eqx.nn.MLP]]:
-    """The variants: functions of one network and a key, the trained network itself first."""
-
-    def scaled(model: eqx.nn.MLP, key: Array) -> eqx.nn.MLP:
-        return scale_mlp(model, config.scale_factor, layer=REWRITTEN_LAYER)
-
-    def duplicated(model: eqx.nn.MLP, key: Array) -> eqx.nn.MLP:
-        return duplicate_mlp(model, config.duplicate_multiplier, layer=REWRITTEN_LAYER)
-
-    def zero(model: eqx.nn.MLP, key: Array) -> eqx.nn.MLP:
-        return add_random_zero_to_mlp(model, config.num_zero, 1, key=key, layer=REWRITTEN_LAYER)
-
-    return {"trained": lambda model, key: model, "scaled": scaled, "duplicated": duplicated, "zero": zero}
-
-
 def compute(
     config: Config,
     *,
@@ -201,22 +184,7 @@ def compute(
     folder: str | os.PathLike[str] | None = None,
     progress: str | MeterFactory | None = None,
 ) -> Results:
-    """Trains, rewrites and probes.
-
-    Args:
-        config: What to do.
-        key: Everything random follows from it.
-        dataset: In place of the one that `config.data` names.
-        folder: Where finished parts are kept; a second call with the same arguments goes on from there.
-        progress: See `dissociation.progress`.
-
-    Returns:
-        The results.
-
-    Raises:
-        RefusedFile: If `folder` holds parts of another run, or broken ones.
-        WrongValue: If the smallest budget has fewer samples than folds, or all networks diverged.
-    """
+    """Trains, rewrites and probes; see `protocol.Figure.compute`."""
     data = source(config) if dataset is None else dataset
     _check_budgets(config, data)
     with Parts(folder, identity_of(config, key, data)) as parts:
@@ -233,7 +201,7 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts, progress:
         "coarse": coarse_grained(images, labels, key=coarse_key),
     }
     fractions = np.arange(1, config.num_budgets + 1) / config.num_budgets
-    variants = rewrites(config)
+    variants = neuron_rewrites(config, config.num_zero)
     errors = {task: {probe: {} for probe in config.probes} for task in TASKS}
     clean, certificates = {}, {}
     jobs = [(name, task, probe) for task in TASKS for probe in config.probes for name in variants]
@@ -268,14 +236,7 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts, progress:
 
 
 def draw(results: Results) -> Figure:
-    """Transfer error against the sample budget: a row of panels per task, a column per probe.
-
-    Args:
-        results: What `compute` returned.
-
-    Returns:
-        A figure whose panels are about 1.6 x 1.2 inches.
-    """
+    """Transfer error against the sample budget: a row of panels per task, a column per probe, 1.6 x 1.2 inches each."""
     first, last = results.budgets[-1] / 10, results.budgets[-1]
     ticks = [tick for tick in (first, 2 * first, 5 * first, last) if tick >= results.budgets[0]]
     columns = len(results.config.probes)

@@ -231,8 +231,8 @@ def bootstrap_interval(
         drawn = jax.random.randint(key, (num_resamples, count), 0, count)
         return jax.vmap(lambda row: jnp.bincount(row, length=count))(drawn).astype(float)
 
-    keys = jax.random.split(key, len(groups))
-    weights = jnp.concatenate([resample(own, count) for own, count in zip(keys, groups, strict=True)], 1)
+    weights = [resample(jax.random.fold_in(key, index), count) for index, count in enumerate(groups)]
+    weights = jnp.concatenate(weights, 1)
     values = jax.vmap(statistic)(weights)
     low, high = jnp.nanquantile(values, jnp.asarray([0.5 - 0.5 * level, 0.5 + 0.5 * level]), axis=0)
     mean = statistic(jnp.ones(weights.shape[1]))

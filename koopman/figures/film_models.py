@@ -1,9 +1,8 @@
 """The models of a sequence of digits: what they are called, how they are trained, and the forecasters made of them."""
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -11,8 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from dissociation.checks import check_choice, check_count, check_distinct, check_positive, fail
-from dissociation.data.datasets import NAMES
 from dissociation.figures.artifacts import Parts
 from dissociation.members import member
 from dissociation.progress import MeterFactory
@@ -22,95 +19,39 @@ from koopman.learn import encode, train_autoencoders, train_classifiers, train_e
 from koopman.operators import fit_reduced_rank
 from koopman.pairs import lagged_pairs
 
-NETWORKS = {
-    "linear": (),
-    "classifier": (),
-    "vamp": ("vamp",),
-    "contrastive": ("contrastive",),
-    "dpnets": ("dpnets",),
-    "autoencoder": ("autoencoder",),
-    "autoencoder_operator": ("autoencoder",),
-    "autoencoder_images": ("autoencoder",),
-    "orthogonal": ("orthogonal",),
+
+class Model(NamedTuple):
+    """A way to foresee the sequence.
+
+    Attributes:
+        label: What it is called.
+        networks: The trained networks that it needs, besides the oracle, which reads all forecasts.
+        shown: The protocol by which its curve and strip are drawn.
+        look: Of its curve.
+    """
+
+    label: str
+    networks: tuple[str, ...]
+    shown: str
+    look: dict[str, Any]
+
+
+_DASHED: dict[str, Any] = {"linestyle": (0, (2, 1))}
+
+MODELS = {
+    "linear": Model("linear", (), "images", {"color": "0.6"}),
+    "classifier": Model("classifier features", (), "images", {"color": "C0"}),
+    "vamp": Model("VAMP-2", ("vamp",), "images", {"color": "C1"}),
+    "contrastive": Model("spectral contrastive", ("contrastive",), "images", {"color": "C2"}),
+    "dpnets": Model("DPNets", ("dpnets",), "images", {"color": "C3"}),
+    "autoencoder": Model("autoencoder", ("autoencoder",), "powers", _DASHED | {"color": "C0"}),
+    "autoencoder_operator": Model(
+        "autoencoder, fitted operator", ("autoencoder",), "powers", _DASHED | {"color": "C1"}
+    ),
+    "autoencoder_images": Model("autoencoder, image regression", ("autoencoder",), "images", _DASHED | {"color": "C2"}),
+    "orthogonal": Model("orthogonal autoencoder", ("orthogonal",), "powers", _DASHED | {"color": "C3"}),
 }
-"""The trained networks that a model needs, besides the oracle, which reads all forecasts."""
-
-LABELS = {
-    "linear": "linear",
-    "classifier": "classifier features",
-    "vamp": "VAMP-2",
-    "contrastive": "spectral contrastive",
-    "dpnets": "DPNets",
-    "autoencoder": "autoencoder",
-    "autoencoder_operator": "autoencoder, fitted operator",
-    "autoencoder_images": "autoencoder, image regression",
-    "orthogonal": "orthogonal autoencoder",
-}
-"""What the models are called, in the order of tables and legends."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """The sequence, the networks, and how far to look."""
-
-    data: Literal["glyphs", "mnist"] = "glyphs"
-    """Data set: digits drawn by code, or MNIST."""
-    num_digits: int = 5
-    """Digits in the cycle."""
-    num_seeds: int = 3
-    """Networks of every kind, trained from scratch."""
-    num_train: int = 3000
-    """Images of the sequence for training: the first ones."""
-    num_validation: int = 1000
-    """The next ones, for validation losses."""
-    num_test: int = 1000
-    """The next ones, from which forecasts begin."""
-    num_epochs: int = 50
-    """Passes over the training sequence, for encoders and autoencoders."""
-    oracle_epochs: int = 20
-    """Passes for the oracle."""
-    batch_size: int = 64
-    """Pairs, or images, in a batch."""
-    alpha: float = 1e-6
-    """Regularisation of the operators."""
-    num_steps: int = 15
-    """Horizons."""
-    far: int = 1000
-    """One horizon more, for powers of the operator."""
-    models: tuple[str, ...] = tuple(LABELS)
-    """Which models; the oracle is always trained."""
-
-    def __post_init__(self):
-        check_choice("data", self.data, NAMES)
-        for name in ("num_digits", "num_seeds", "num_test", "num_steps", "batch_size"):
-            check_count(name, getattr(self, name), minimum=1)
-        for name in ("num_train", "num_validation"):
-            check_count(name, getattr(self, name), minimum=2)
-        if self.num_digits > 10:
-            fail("num_digits", "be at most 10", self.num_digits)
-        if self.batch_size >= self.num_train:
-            fail("batch_size", f"be below `num_train` ({self.num_train})", self.batch_size)
-        for name in ("num_epochs", "oracle_epochs"):
-            check_count(name, getattr(self, name))
-        if check_count("far", self.far) <= self.num_steps:
-            fail("far", f"be beyond `num_steps` ({self.num_steps})", self.far)
-        check_positive("alpha", self.alpha)
-        check_distinct("models", self.models)
-        for name in self.models:
-            check_choice("models", name, LABELS)
-
-    def quick(self) -> "Config":
-        """A small run that shows that everything works: no science."""
-        return dataclasses.replace(
-            self,
-            num_seeds=2,
-            num_train=300,
-            num_validation=100,
-            num_test=100,
-            num_epochs=2,
-            oracle_epochs=4,
-            num_steps=3,
-        )
+"""In the order of tables and legends; encoders are drawn in full, autoencoders in dashes."""
 
 
 class Networks(NamedTuple):
@@ -130,7 +71,7 @@ class Networks(NamedTuple):
 
 
 def train_networks(
-    config: Config,
+    config: Any,
     key: Array,
     train: np.ndarray,
     validation: np.ndarray,
@@ -138,19 +79,9 @@ def train_networks(
     parts: Parts,
     progress: str | MeterFactory | None,
 ) -> Networks:
-    """Trains the oracle and the networks that the models of `config` need, all seeds at once.
+    """Trains the oracle and the networks that the models of `config` need on a sequence, all seeds at once.
 
-    Args:
-        config: What to train.
-        key: Everything random follows from it.
-        train: The sequence, [n, 28, 28].
-        validation: Another stretch of it.
-        labels: Digits under "train".
-        parts: Where checkpoints lie, and wall times are noted.
-        progress: See `dissociation.progress`.
-
-    Returns:
-        The networks and their validation losses.
+    `train`, [n, 28, 28], shows digits `labels["train"]`; `validation` is another stretch. `parts` keeps checkpoints.
     """
     oracle_key, *keys = jax.random.split(jax.random.fold_in(key, 1), 6)
     common = {"num_seeds": config.num_seeds, "batch_size": config.batch_size, "callbacks": [Progress(progress)]}
@@ -184,17 +115,8 @@ def train_networks(
     return Networks(found, curves, batched, diverged_at)
 
 
-def forecasters(config: Config, train: np.ndarray, trained: dict[str, Any]) -> dict[str, Callable[[int], Forecaster]]:
-    """For every model of `config`, a function from a seed's number to its forecaster.
-
-    Args:
-        config: Which models, and the rank and regularisation of their operators.
-        train: The sequence that operators are fitted on.
-        trained: `Networks.models`.
-
-    Returns:
-        The functions by the models' names.
-    """
+def forecasters(config: Any, train: np.ndarray, trained: dict[str, Any]) -> dict[str, Callable[[int], Forecaster]]:
+    """For every model of `config`, from a seed's number to its forecaster: one of `trained`, or fitted on `train`."""
     images = jnp.asarray(train)
 
     def pixels(seed: int) -> Forecaster:
@@ -238,7 +160,7 @@ def forecasters(config: Config, train: np.ndarray, trained: dict[str, Any]) -> d
 def _fitted(
     features: Callable[[Array], Array],
     images: Array,
-    config: Config,
+    config: Any,
     *,
     center: bool = False,
     decoder: Callable[[Array], Array] | None = None,

@@ -221,3 +221,8 @@ def _left(forecaster: Forecaster, values: Array) -> Any:
     if isinstance(forecaster.dynamics, Operator):
         return left_eigenfunctions(forecaster.dynamics, values)
     return jnp.zeros((len(values), forecaster.dynamics.matrix.shape[0]), jnp.complex64)
+
+
+def predicted(logits: np.ndarray) -> np.ndarray:
+    """What the oracle reads, int8: the class of the largest logit, or -1 where one is not finite."""
+    return np.where(np.isfinite(logits).all(-1), logits.argmax(-1), -1).astype(np.int8)

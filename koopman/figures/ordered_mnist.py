@@ -5,6 +5,7 @@ oracle, a classifier trained apart, reads the forecast images. The true operator
 of unity, so a good model is as right after 1000 steps as after one.
 """
 
+import dataclasses
 import os
 from collections.abc import Callable
 from functools import partial
@@ -12,25 +13,24 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
 import numpy as np
 from jaxtyping import Array, Complex
-from matplotlib.figure import Figure
 
-from dissociation import plotting
-from dissociation.checks import WrongValue
-from dissociation.data.datasets import Dataset, load
+from dissociation.checks import WrongValue, check_choice, check_count, check_distinct, check_positive, fail
+from dissociation.data.datasets import NAMES, Dataset, load
 from dissociation.figures.artifacts import Parts, identity_of
+from dissociation.figures.members import DataName
 from dissociation.figures.seeds import cell, check_some_left, named_diverged
 from dissociation.members import member
 from dissociation.progress import MeterFactory, open_meter
 from koopman.datasets.ordered_mnist import OrderedDigits, cycle_spectrum, ordered_mnist
-from koopman.figures.film_models import LABELS, NETWORKS, Config, forecasters, train_networks
-from koopman.figures.films import PROTOCOLS, SCALES, Forecaster, evaluate
+from koopman.figures.film_drawing import draw as draw
+from koopman.figures.film_models import MODELS, forecasters, train_networks
+from koopman.figures.films import PROTOCOLS, SCALES, Forecaster, evaluate, predicted
 from koopman.learn import encode
 
 STEM = "ordered-mnist"
-"""The name of the files."""
+SHOWS = "Digits in turn: encoders, operators, and forecast images read by an oracle."
 
 AXES = {
     "times": ("times",),
@@ -46,33 +46,70 @@ AXES = {
     "batched": ("seeds",),
     "diverged_at": ("seeds",),
 }
-"""What the axes of the saved arrays are, by how the arrays' names begin."""
 
-LOOKS = {
-    "linear": {"color": "0.6"},
-    "autoencoder": {"linestyle": (0, (2, 1)), "color": "C0"},
-    "autoencoder_operator": {"linestyle": (0, (2, 1)), "color": "C1"},
-    "autoencoder_images": {"linestyle": (0, (2, 1)), "color": "C2"},
-    "orthogonal": {"linestyle": (0, (2, 1)), "color": "C3"},
-    "classifier": {"color": "C0"},
-    "vamp": {"color": "C1"},
-    "contrastive": {"color": "C2"},
-    "dpnets": {"color": "C3"},
-}
-"""Encoders are drawn in full, autoencoders in dashes."""
 
-SHOWN = {
-    "linear": "images",
-    "classifier": "images",
-    "vamp": "images",
-    "contrastive": "images",
-    "dpnets": "images",
-    "autoencoder": "powers",
-    "autoencoder_operator": "powers",
-    "autoencoder_images": "images",
-    "orthogonal": "powers",
-}
-"""The protocol by which a model's curve and strip are drawn."""
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The sequence, the networks, and how far to look."""
+
+    data: DataName = "glyphs"
+    """Data set, by its name in `data.datasets.SOURCES`."""
+    num_digits: int = 5
+    """Digits in the cycle."""
+    num_seeds: int = 3
+    """Networks of every kind, trained from scratch."""
+    num_train: int = 3000
+    """Images of the sequence for training: the first ones."""
+    num_validation: int = 1000
+    """The next ones, for validation losses."""
+    num_test: int = 1000
+    """The next ones, from which forecasts begin."""
+    num_epochs: int = 50
+    """Passes over the training sequence, for encoders and autoencoders."""
+    oracle_epochs: int = 20
+    """Passes for the oracle."""
+    batch_size: int = 64
+    """Pairs, or images, in a batch."""
+    alpha: float = 1e-6
+    """Regularisation of the operators."""
+    num_steps: int = 15
+    """Horizons."""
+    far: int = 1000
+    """One horizon more, for powers of the operator."""
+    models: tuple[str, ...] = tuple(MODELS)
+    """Which models; the oracle is always trained."""
+
+    def __post_init__(self):
+        check_choice("data", self.data, NAMES)
+        for name in ("num_digits", "num_seeds", "num_test", "num_steps", "batch_size"):
+            check_count(name, getattr(self, name), minimum=1)
+        for name in ("num_train", "num_validation"):
+            check_count(name, getattr(self, name), minimum=2)
+        if self.num_digits > 10:
+            fail("num_digits", "be at most 10", self.num_digits)
+        if self.batch_size >= self.num_train:
+            fail("batch_size", f"be below `num_train` ({self.num_train})", self.batch_size)
+        for name in ("num_epochs", "oracle_epochs"):
+            check_count(name, getattr(self, name))
+        if check_count("far", self.far) <= self.num_steps:
+            fail("far", f"be beyond `num_steps` ({self.num_steps})", self.far)
+        check_positive("alpha", self.alpha)
+        check_distinct("models", self.models)
+        for name in self.models:
+            check_choice("models", name, MODELS)
+
+    def quick(self) -> "Config":
+        """A small run that shows that everything works: no science."""
+        return dataclasses.replace(
+            self,
+            num_seeds=2,
+            num_train=300,
+            num_validation=100,
+            num_test=100,
+            num_epochs=2,
+            oracle_epochs=4,
+            num_steps=3,
+        )
 
 
 class Results(NamedTuple):
@@ -137,22 +174,7 @@ def compute(
     folder: str | os.PathLike[str] | None = None,
     progress: str | MeterFactory | None = None,
 ) -> Results:
-    """Trains, fits, forecasts and reads.
-
-    Args:
-        config: What to do.
-        key: Everything random follows from it.
-        dataset: The source of the sequence, in place of the one that `config.data` names.
-        folder: Where finished parts are kept; a second call with the same arguments goes on from there.
-        progress: See `dissociation.progress`.
-
-    Returns:
-        The results.
-
-    Raises:
-        RefusedFile: If `folder` holds parts of another run, or broken ones.
-        WrongValue: If the sequence is shorter than the three splits, or the oracle diverged with all seeds.
-    """
+    """Trains, fits, forecasts and reads, the sequence cut from `dataset`; see `protocol.Figure.compute`."""
     film = ordered_mnist(config.num_digits, data=source(config) if dataset is None else dataset)
     _split(config, film)
     with Parts(folder, identity_of(config, key, (film.images, film.labels))) as parts:
@@ -171,11 +193,11 @@ def _computed(
     meter = open_meter(progress, len(builders), "forecasting")
     try:
         for done, (name, build) in enumerate(builders.items()):
-            meter.advance(done, LABELS[name])
+            meter.advance(done, MODELS[name].label)
 
             def over_seeds(name: str, build: Callable[[int], Forecaster]) -> dict[str, np.ndarray]:
                 options = {"num_steps": config.num_steps, "far": config.far, "num_digits": config.num_digits}
-                needed = [diverged_at[network] for network in ("oracle", *NETWORKS[name])]
+                needed = [diverged_at[network] for network in ("oracle", *MODELS[name].networks)]
                 alive = (np.stack(needed) < 0).all(0)
                 seeds = {
                     seed: evaluate(build(seed), member(trained["oracle"], seed), test, norm=norm, **options)._asdict()
@@ -266,107 +288,6 @@ def nearest(values: Complex[np.ndarray, "seeds r"], roots: Complex[np.ndarray, "
     return np.take_along_axis(values, closest, 1)
 
 
-def predicted(logits: np.ndarray) -> np.ndarray:
-    """What the oracle reads, int8: the class of the largest logit, or -1 where one is not finite."""
-    return np.where(np.isfinite(logits).all(-1), logits.argmax(-1), -1).astype(np.int8)
-
-
-def _shown_seed(results: Results, name: str) -> int:
-    """The first that did not diverge."""
-    return int(np.isfinite(results.eigenvalues[name]).all(1).argmax())
-
-
-def draw(results: Results) -> Figure:
-    """The sequence, accuracy against time, forecast strips, eigenfunctions and eigenvalues.
-
-    Args:
-        results: What `compute` returned.
-
-    Returns:
-        A figure of 7 x 8.5 inches.
-    """
-    with plotting.house_style():
-        figure = plt.figure(figsize=(7.0, 8.5))
-        panels: Any = figure.subfigures(4, 1, height_ratios=[0.7, 2.3, 4.2, 2.2])
-        sequence, curves, strips, lower = panels
-        _draw_sequence(sequence, results)
-        _draw_accuracy(curves, results)
-        _draw_strips(strips, results)
-        _draw_spectra(lower, results)
-    plt.close(figure)  # out of pyplot's hands: a notebook shows what it is given
-    return figure
-
-
-def _draw_sequence(panel: Any, results: Results) -> None:
-    axes = panel.subplots(1, 10)
-    for axis, image, label in zip(axes, results.images, results.labels, strict=False):
-        axis.imshow(image, cmap="gray", vmin=0, vmax=1)
-        axis.set_title(str(label), fontsize="small")
-        axis.axis("off")
-
-
-def _draw_accuracy(panel: Any, results: Results) -> None:
-    axis = panel.subplots()
-    steps = results.config.num_steps
-    for name in results.logits:
-        protocol = SHOWN[name]
-        curve = results.accuracy(name)[:, list(PROTOCOLS).index(protocol), 0, :steps]
-        plotting.band(axis, results.times[:steps], curve, label=LABELS[name], **LOOKS[name])
-    axis.axhline(1 / results.config.num_digits, linestyle="dashed", color="black", label="Random")
-    axis.set(xlabel="time steps", ylabel="accuracy", xlim=(1, steps), ylim=(0, 1.1))
-    panel.legend(*axis.get_legend_handles_labels(), loc="outside right center", fontsize="small")
-
-
-def _draw_strips(panel: Any, results: Results) -> None:
-    steps, digits = results.config.num_steps, results.config.num_digits
-    shown = min(steps, 14)
-    axes = panel.subplots(len(results.logits), shown + 1, squeeze=False)
-    start, label = results.images[0], int(results.labels[0])
-    for row, name in zip(axes, results.logits, strict=True):
-        which, seed = list(PROTOCOLS).index(SHOWN[name]), _shown_seed(results, name)
-        read = predicted(results.logits[name][seed, which, 0, :shown, 0])
-        for step, axis in enumerate(row):
-            image = start if step == 0 else results.strips[name][seed, which, step - 1]
-            axis.imshow(image, cmap="gray")
-            axis.set(xticks=[], yticks=[])
-            axis.spines[:].set_visible(False)
-            true = (label + step) % digits
-            if row is axes[0]:
-                axis.set_title(str(true), fontsize="small")
-            if step:
-                colour = "limegreen" if read[step - 1] == true else "red"
-                axis.text(0.97, 0.97, str(read[step - 1]), transform=axis.transAxes, ha="right", va="top", color=colour)
-        row[0].set_ylabel(LABELS[name], rotation=0, ha="right", va="center", fontsize="small")
-
-
-def _draw_spectra(panel: Any, results: Results) -> None:
-    names = [name for name in ("classifier", "vamp", "contrastive") if name in results.logits]
-    axes = panel.subplots(1, len(names) + 1, squeeze=False)[0]
-    colours = plt.rcParams["axes.prop_cycle"].by_key()["color"]
-    for axis, name in zip(axes, names, strict=False):
-        seed = _shown_seed(results, name)
-        values, left = results.eigenvalues[name][seed], results.left[name][seed]
-        pairs = [i for i in range(len(values)) if values[i].imag > 1e-3][:2]
-        first, second = [left[:, i].real for i in (pairs if len(pairs) == 2 else (0, 1))]
-        for digit in range(results.config.num_digits):
-            own = results.labels == digit
-            axis.scatter(first[own], second[own], s=2, color=colours[digit % len(colours)], label=str(digit))
-        axis.set(xticks=[], yticks=[], title=LABELS[name])
-    if names:
-        axes[0].set(xlabel="left eigenfunction 1", ylabel="left eigenfunction 2")
-        axes[0].legend(markerscale=3, fontsize="x-small", loc="best")
-    disc = axes[-1]
-    turn = np.exp(1j * np.linspace(0, 2 * np.pi, 200))
-    disc.plot(np.real(turn), np.imag(turn), color="black", linewidth=0.5)
-    roots = cycle_spectrum(results.config.num_digits)
-    disc.plot(np.real(roots), np.imag(roots), "+", color="black", markersize=8, label="roots of unity")
-    for name in [name for name in ("linear", *names) if name in results.logits]:
-        values = results.eigenvalues[name].reshape(-1)
-        disc.scatter(np.real(values), np.imag(values), s=6, label=LABELS[name], zorder=3, color=LOOKS[name]["color"])
-    disc.set(aspect="equal", xticks=[-1, 0, 1], yticks=[-1, 0, 1], title="eigenvalues")
-    panel.legend(*disc.get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize="x-small")
-
-
 def arrays(results: Results) -> dict[str, np.ndarray]:
     """The arrays of the figure under flat names, for an `.npz` file."""
     fields = ("logits", "strips", "eigenvalues", "left", "validation", "batched")
@@ -424,5 +345,5 @@ def table(results: Results) -> list[list[str]]:
         cells += [(2, 0, last - 1), (2, 0, last), (3, 0, last)]
         row = [cell(found[:, protocol, scale, time], 3) for protocol, scale, time in cells]
         loss = cell(results.validation[name][:, -1], 3) if name in results.validation else ""
-        rows.append([LABELS[name], *row, cell(errors[name], 3), cell(phases[name], 5), loss])
+        rows.append([MODELS[name].label, *row, cell(errors[name], 3), cell(phases[name], 5), loss])
     return rows

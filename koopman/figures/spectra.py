@@ -38,7 +38,7 @@ from koopman.pairs import lagged_pairs
 from koopman.spectrum import decompose, right_eigenfunctions
 
 STEM = "spectra"
-"""The name of the files."""
+SHOWS = "Estimated against exact eigenvalues and eigenfunctions of systems whose spectra are known."
 
 AXES = {
     "lengths": ("lengths",),
@@ -48,7 +48,6 @@ AXES = {
     "eigenvalues": ("trajectories", "lengths", "eigenvalues"),
     "functions": ("trajectories", "points"),
 }
-"""What the axes of the saved arrays are, by how the arrays' names begin."""
 
 ESTIMATORS = {
     "ridge": "ridge",
@@ -229,21 +228,7 @@ def compute(
     folder: str | os.PathLike[str] | None = None,
     progress: str | MeterFactory | None = None,
 ) -> Results:
-    """Simulates, fits and compares.
-
-    Args:
-        config: What to do.
-        key: Everything random follows from it.
-        dataset: Not used: the systems are simulated.
-        folder: Where finished parts are kept; a second call with the same arguments goes on from there.
-        progress: See `dissociation.progress`.
-
-    Returns:
-        The results.
-
-    Raises:
-        RefusedFile: If `folder` holds parts of another run, or broken ones.
-    """
+    """Simulates, fits and compares, whatever `dataset` is; see `dissociation.figures.protocol.Figure.compute`."""
     del dataset
     with Parts(folder, identity_of(config, key, np.zeros(0))) as parts:
         return _computed(config, key, parts, progress)
@@ -334,14 +319,7 @@ def rates(results: Results, system: str, estimator: str) -> tuple[np.ndarray, np
 
 
 def draw(results: Results) -> Figure:
-    """A row per system: eigenvalues, the leading eigenfunction, and the error against the number of samples.
-
-    Args:
-        results: What `compute` returned.
-
-    Returns:
-        A figure 6.5 inches wide.
-    """
+    """A row per system: eigenvalues, the leading eigenfunction, and the error by samples; 6.5 inches wide."""
     lengths = np.asarray(results.config.lengths)
     with plotting.house_style():
         rows = len(results.data)

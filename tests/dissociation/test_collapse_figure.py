@@ -7,12 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from drawn import assert_only_draws
 
 from dissociation import cli
 from dissociation.data.datasets import load
-from dissociation.figures import collapse, collapse_drawing, collapse_measures, command
+from dissociation.figures import collapse, collapse_measures, command
 from dissociation.figures.artifacts import Parts, axes_of, digest_of, read_identity
-from dissociation.figures.collapse_measures import crossing_slope, crossings, margins_of, median_delay
+from dissociation.figures.collapse_measures import margins_of
+from dissociation.figures.collapse_results import assemble, crossing_line, crossings, first_crossings, median_delay
 from dissociation.figures.seeds import masked
 from dissociation.recipes.grokking import initial_models, observation_steps, standardised
 from dissociation.sharding import member_mesh
@@ -50,7 +52,9 @@ def small(tmp_path_factory):
         results = collapse.compute(config, key=KEY, folder=folder)
         assert len(list(cache.iterdir())) == 1  # the next sweep finds them
         with np.load(folder / "codes.npz") as first:
-            again = collapse_measures.compressed(config, collapse.source(config), key=jax.random.fold_in(KEY, 2))
+            data, key = collapse.source(config), jax.random.fold_in(KEY, 2)
+            options = {"size": config.code, "num_epochs": config.compression_epochs, "key": key}
+            again = collapse_measures.compressed(data.train_images[:10_000], data.test_images, **options)
             np.testing.assert_array_equal(first["codes"], again["codes"])
     return results, config, folder
 
@@ -138,7 +142,7 @@ def test_margins_of_convolutional_networks(small):
     config = dataclasses.replace(small[1], network="cnn", num_seen=60, batch_size=60)
     data = load("glyphs", num_train=60, num_test=60)
     models = initial_models(jnp.zeros((2, 2), jnp.uint32), 1.0, "cnn", {"width": 32})
-    found = margins_of(config, data, models)
+    found = margins_of(data, models, config.classes, config.num_seen)
     assert found["plane_0_seen"].shape == (2, *found["margin_0_seen"].shape[1:], 2)
     np.testing.assert_array_equal(found["margin_1_unseen"][0], found["margin_1_unseen"][1])
 
@@ -155,7 +159,7 @@ def with_a_diverged_seed(small):
     margins = {name: values.reshape(4, *values.shape[2:]) for name, values in results.margins.items()}
     margins = masked(margins, np.array([False, True, True, True]))
     for diverged_at in (np.array([9, -1, -1, -1]), None):  # after training, and under way
-        yield collapse._assemble(config, results.data, results.time_step, flat, margins, diverged_at, {})
+        yield assemble(config, results.data, results.time_step, flat, margins, diverged_at, {})
 
 
 def test_a_seed_that_diverged_is_left_out_and_named(small):
@@ -174,8 +178,7 @@ def test_a_seed_that_diverged_is_left_out_and_named(small):
         np.testing.assert_allclose(line[-1], results.series["test_accuracy"][0, 1, -1])
         row = collapse.table(found)[1]
         assert row[-3] == f"{results.series['test_accuracy'][0, 1, -1]:.4f} (1 of 2)"
-        times = crossings(config, found.series, found.time_step)
-        whole = crossings(config, results.series, results.time_step)
+        times, whole = found.crossings.first, results.crossings.first
         assert times["diverged"].tolist() == [[True, False], [False, False]]
         assert np.isnan(times["fitted"][0, 0])
         np.testing.assert_array_equal(times["fitted"][1], whole["fitted"][1])
@@ -186,7 +189,7 @@ def test_names_of_axes_fit_every_array(small):
     results, config, _ = small
     arrays = collapse.arrays(results)
     lengths = {"weight_decays": 2, "seeds": 2, "times": len(results.time_step), "coordinates": 2}
-    lengths["information_times"] = len(results.information_step)
+    lengths |= {"information_times": len(results.information_step), "bounds": 3, "coefficients": 2}
     for name, axes in axes_of(arrays, collapse.AXES).items():
         known = [(lengths[axis], size) for axis, size in zip(axes, arrays[name].shape, strict=True) if axis in lengths]
         assert len(known) >= 1
@@ -213,7 +216,8 @@ def test_figures_of_nothing(small):
         information={name: values[:1] for name, values in results.information.items()},
         **no_decay,
     )
-    for shown in (diverged, begun, without):
+    for found in (diverged, begun, without):
+        shown = found._replace(crossings=crossings(found.config, found.series, found.time_step))
         figure = collapse.draw(shown)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -224,7 +228,7 @@ def test_crossings(small):
     results, config, _ = small
     steps = np.asarray([0, 10, 20, 40])
     curves = np.asarray([[[0.1, 0.5, 1.0, 1.0], [0.1, 0.2, 0.3, 0.4]]])
-    found = crossings(
+    found = first_crossings(
         config,
         {"train_accuracy": curves, "test_accuracy": curves, "rnc1_score": 1 - curves, "train_loss": curves},
         steps,
@@ -234,7 +238,7 @@ def test_crossings(small):
     np.testing.assert_array_equal(found["delay"], [[0, np.nan]])
     # Features that lie together before the network has fitted have not collapsed.
     early = np.asarray([[[0.01, 0.5, 0.5, 0.05]]])
-    found = crossings(
+    found = first_crossings(
         config,
         {"train_accuracy": curves[:, :1], "test_accuracy": early, "rnc1_score": early, "train_loss": early},
         steps,
@@ -250,33 +254,44 @@ def test_crossings(small):
     exact = {"collapsed": times, "fitted": np.full((3, 2), 10.0), "delay": times - 10}
     exact["diverged"] = np.zeros((3, 2), bool)
     config = dataclasses.replace(config, weight_decays=(0.3, 0.1, 0.0))  # no decay has no place on a line of logarithms
-    said = crossing_slope(config, exact, 10**6)
-    assert "collapse time goes as (weight decay)^(-1.00" in said
-    assert "delay after fitting goes as (weight decay)^(-1.02" in said
+    assert abs(crossing_line(config.weight_decays, exact, 10**6).slope + 1.00) < 0.01
+    assert abs(crossing_line(config.weight_decays, exact, 10**6, "delay").slope + 1.02) < 0.01
     never = dict.fromkeys(exact, np.full((3, 2), np.nan)) | {"diverged": exact["diverged"]}
-    assert "no slope" in crossing_slope(config, never, 100)
+    with pytest.raises(ValueError, match="three crossings"):
+        crossing_line(config.weight_decays, never, 100)
 
 
-def test_the_line_of_first_crossings(small, monkeypatch):
-    results, _, _ = small
-    times = 2 / np.asarray([0.3, 0.03])[:, None] * np.asarray([[1.0, 1.01]])
-    found = {"fitted": np.full((2, 2), 1.0), "generalised": times / 2, "collapsed": times, "delay": times - 1}
-    found["diverged"] = np.zeros((2, 2), bool)
-    monkeypatch.setattr(collapse_drawing, "crossings", lambda *_: found)
-    axes = next(axes for axes in collapse.draw(results).axes if axes.get_title().startswith("first crossing"))
+def test_the_line_of_first_crossings(small):
+    results, config, _ = small
+    # Two seeds per decay cross at steps that are inversely proportional to the decay, 1 % apart.
+    steps = np.asarray([0, 100, 3333, 3366, 33333, 33666, 100_000])
+    collapsed = np.asarray([[3333, 3366], [33333, 33666]])
+    low = np.where(steps >= collapsed[..., None], 0.01, 1.0)
+    early = np.broadcast_to(steps >= 100, low.shape).astype(float)
+    series = {"train_accuracy": early, "test_accuracy": early, "rnc1_score": low, "train_loss": low}
+    found = crossings(config, series, steps)
+    assert found.slope.startswith("collapse time goes as (weight decay)^(-1.00")
+    assert "; delay after fitting goes as (weight decay)^(-1.0" in found.slope
+    for name, values in (("fitted", [100, 100]), ("collapsed", [3333, 33333]), ("delay", [3233, 33233])):
+        np.testing.assert_array_equal(found.median[name][:, 0], values)
+    never = crossings(config, series | {"rnc1_score": np.ones_like(low)}, steps)
+    assert "collapse time: no slope" in never.slope
+    assert np.isnan(never.line).all()
+    assert np.isinf(never.median["collapsed"][:, 0]).all()
+    shown = results._replace(crossings=found, time_step=np.where(results.time_step > 100, steps[-1], 0))
+    axes = next(axes for axes in collapse.draw(shown).axes if axes.get_title().startswith("first crossing"))
     (line,) = (line for line in axes.lines if str(line.get_label()).startswith("slope"))
     assert line.get_label() == "slope -1.00"
     np.testing.assert_allclose(line.get_xdata(), [0.03, 0.3])
-    np.testing.assert_allclose(line.get_ydata(), [2 / 0.03, 2 / 0.3], rtol=0.02)
+    np.testing.assert_allclose(line.get_ydata(), [1000 / 0.03, 1000 / 0.3], rtol=0.02)
 
 
 def test_pictures_tables_and_resuming(small):
     results, config, folder = small
     for shown in (results, collapse.load_partial(config, folder)):
-        figure = collapse.draw(shown)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            figure.canvas.draw()
+            assert_only_draws(collapse, shown)
     part = collapse.load_partial(config, folder)
     count = len(part.time_step)
     assert count == len(results.time_step)
@@ -350,11 +365,11 @@ def test_bad_input_is_refused(tmp_path):
 def test_an_interrupted_sweep_keeps_its_beginning(tmp_path):
     records = lambda step: {"observed": {"rnc1_score": np.full(4, step), "dear": {"nhsic_zx": np.zeros(4)}}}  # noqa: E731
     with Parts(tmp_path, {}) as parts:
-        first = collapse._Keeper(parts)
+        first = collapse_measures.SeriesKeeper(parts)
         for step in range(20):
             first(step, records(step))
     with Parts(tmp_path, {}) as parts:
-        later = collapse._Keeper(parts)  # another process, from a checkpoint of step 15
+        later = collapse_measures.SeriesKeeper(parts)  # another process, from a checkpoint of step 15
         for step in range(15, 35):
             later(step, records(step))
         kept = parts.load("series")
@@ -362,7 +377,7 @@ def test_an_interrupted_sweep_keeps_its_beginning(tmp_path):
         np.testing.assert_array_equal(kept["rnc1_score"], np.tile(np.arange(35), (4, 1)))
         np.savez(tmp_path / "series.npz", **kept)
         with pytest.raises(ValueError, match=r"series\.npz belongs to another run"):
-            collapse._Keeper(parts)(15, records(15))
+            collapse_measures.SeriesKeeper(parts)(15, records(15))
 
 
 def test_information_is_measured_as_often_as_asked():

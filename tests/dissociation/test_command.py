@@ -39,7 +39,7 @@ def run(toy, tmp_path, monkeypatch):
     def run(*words, out=None):
         place = ["--out", str(tmp_path / "out" if out is None else out)]
         arguments = ["toy", *map(str, words), *place]
-        return command.run_command({"toy": (toy, "A toy.")}, arguments, program="toy", description="Toys.")
+        return command.run_command({"toy": toy}, arguments, program="toy", description="Toys.")
 
     return run
 
@@ -178,12 +178,12 @@ def test_the_parser_is_told_in_a_line_in_any_encoding(run, monkeypatch, capsys, 
 
 def test_commands_and_help(toy, capsys):
     for words in ([], ["toi"]):
-        assert command.run_command({"toy": (toy, "A toy.")}, words, program="toy", description="Toys.") == 2
+        assert command.run_command({"toy": toy}, words, program="toy", description="Toys.") == 2
         error = capsys.readouterr().err
         assert "toy" in error.removeprefix("toy: ")
         assert error.count("\n") == 1
     with pytest.raises(SystemExit) as end:
-        command.run_command({"toy": (toy, "A toy.")}, ["toy", "--help"], program="toy", description="Toys.")
+        command.run_command({"toy": toy}, ["toy", "--help"], program="toy", description="Toys.")
     assert not end.value.code
     assert "--num-seeds" in capsys.readouterr().out
 
@@ -358,7 +358,10 @@ def test_a_full_disk_is_told_in_a_line_wherever_it_fills(run, capsys, small_disk
 
 
 def test_a_folder_that_cannot_be_written_is_told_at_once(run, toy, tmp_path, capsys, locked_disk, monkeypatch):
-    monkeypatch.setattr(toy, "compute", None)  # not come to
+    def compute(*_, **__):
+        raise AssertionError("come to")
+
+    monkeypatch.setattr(toy, "compute", compute)
     (tmp_path / "file").touch()
     for out in (locked_disk, locked_disk / "new", tmp_path / "file"):
         assert run(out=out) == 1

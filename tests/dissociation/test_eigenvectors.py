@@ -5,11 +5,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from drawn import assert_only_draws
 
 from dissociation.figures import eigenvector_tables as tables
 from dissociation.figures import eigenvectors
 from dissociation.figures.artifacts import axes_of
-from dissociation.figures.eigenvector_measures import top_similarity
+from dissociation.figures.eigenvector_measures import top_similarity, truncation_bands
 from dissociation.figures.seeds import masked
 from dissociation.spectral import Spectrum
 
@@ -44,7 +45,7 @@ def test_similarity(small):
 def test_intervals(small):
     results, *_ = small
     for size in results.config.sizes:
-        honest, published = (eigenvectors.intervals(results, size, resample=r) for r in (True, False))
+        honest, published = results.intervals[size]["magnitude"]
         np.testing.assert_allclose(honest[0], published[0], rtol=1e-4)
         for mean, low, high in (honest, published):
             assert (low <= mean + 1e-6).all()
@@ -55,6 +56,7 @@ def test_networks_that_diverged_are_left_out_and_named(small):
     results, config, _ = small
     # The last of the reference size's three networks, and the first of the other size's.
     diverged_at = {12: np.array([5, -1, -1]), 24: np.array([-1, -1, 9])}
+    alive = {size: steps < 0 for size, steps in diverged_at.items()}
     similarity, pairs = {}, results.pairs
     for size, measures in results.similarity.items():
         gone = (diverged_at[size][pairs[size][0]] >= 0) | (diverged_at[24][pairs[size][1]] >= 0)
@@ -67,9 +69,13 @@ def test_networks_that_diverged_are_left_out_and_named(small):
         diverged_at=diverged_at,
         full_error={size: part.pop("full") for size, part in left.items()},
         error=left,
+        bands={size: truncation_bands(left[size], results.full_error[size]) for size in config.sizes},
+        intervals={
+            size: eigenvectors._intervals(config, size, similarity[size], pairs[size], alive) for size in config.sizes
+        },
     )
-    for resample in (True, False):
-        mean, low, high = eigenvectors.intervals(found, 12, resample=resample)
+    assert np.isfinite(found.intervals[24]["magnitude"][:, 0]).all()
+    for mean, low, high in found.intervals[12]["magnitude"]:
         kept = results.similarity[12]["magnitude"][[3, 4, 6, 7]]
         np.testing.assert_allclose(mean, kept.mean((0, 1)), rtol=1e-5)
         assert ((low <= mean + 1e-6) & (mean <= high + 1e-6)).all()
@@ -93,7 +99,7 @@ def test_top_similarity_is_of_networks_that_did_not_diverge(small):
     spectra = {size: {"magnitude": stacked} for size in config.sizes}
     for kept in ([True, True, True], [True, False, True]):
         alive = {size: np.array(kept) for size in config.sizes}
-        top = top_similarity(config, spectra, alive)["top"]
+        top = top_similarity(spectra, alive)["top"]
         first = np.abs(np.einsum("aci,bci->abc", vectors[:, :, 0], vectors[:, :, 0])).mean(2)[np.ix_(kept, kept)]
         np.testing.assert_allclose(top[1, 1], first[np.triu_indices(len(first), 1)].mean(), rtol=1e-5)
         np.testing.assert_allclose(top[0, 1], first.mean(), rtol=1e-5)
@@ -167,10 +173,9 @@ def test_tables(small):
 
 def test_pictures_tables_and_resuming(small):
     results, config, folder = small
-    figure = eigenvectors.draw(results)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        figure.canvas.draw()
+        assert_only_draws(eigenvectors, results)
     rows = eigenvectors.table(results)
     assert len({len(row) for row in rows}) == 1
     assert "glyphs" in eigenvectors.headline(results)

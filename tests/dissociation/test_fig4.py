@@ -1,4 +1,4 @@
-"""The import paths and calls that the paper's notebook makes, pinned; and the training that the figures share."""
+"""The import paths and calls that the paper's notebook makes, pinned."""
 
 import sys
 import time
@@ -20,7 +20,8 @@ from dissociation.fig4.expand import (
     duplicate_neurons,
     scale_neurons,
 )
-from dissociation.fig4.mnist import fit_mnist, mnist_data, train_mnist
+from dissociation.fig4.mnist import mnist_data, train_mnist
+from dissociation.recipes import mnist as recipe
 
 IMAGES = 50
 
@@ -164,57 +165,10 @@ def test_hidden_features_by_plain_vmap_and_the_probe(models, small, monkeypatch)
     assert np.mean(errors) < 0.85  # chance is 0.9
 
 
-def test_training_beats_chance_by_far_and_keeps_history(small):
-    result = fit_mnist(num_epochs=8, num_seeds=2, dataset=load("glyphs", num_train=2000, num_test=500), width=128,
-                       progress=None)  # fmt: skip
-    errors = result.history.observed["test_error"]
-    assert errors.shape == (2, 9)
-    assert (errors[:, 0] > 0.7).all()
-    assert (errors[:, -1] < 0.6).all()  # chance is 0.9
-    assert result.history.loss.shape == (2, 8 * 16)
-    assert np.isclose(result.history.loss[:, 0], np.log(10), atol=0.2).all()
-
-
-def test_training_shows_loss_and_error_from_epoch_zero_on(small, capsys):
-    lines = []
-
-    class Meter:
-        def __init__(self, total, description):
-            self.total = total
-
-        def advance(self, step, text):
-            lines.append((step, text))
-
-        def close(self):
-            pass
-
-    train_mnist(num_epochs=2, num_seeds=2, dataset=small, width=16, progress=Meter)
-    assert lines[0][0] == 0
-    assert "test_error" in lines[0][1]
-    assert "±" in lines[0][1]
-    assert "loss" in lines[-1][1]
-    assert lines[-1][0] == 2 * 4
-
-
-def test_sizes_and_keys_that_are_none_are_named(small):
-    with pytest.raises(ValueError, match="`width` must be at least 1, got 0"):
-        fit_mnist(num_seeds=1, num_epochs=0, dataset=small, width=0, progress=None)
-    with pytest.raises(ValueError, match="`num_classes` must be at least 1, got 0"):
-        mnist_module.fresh_networks(2, key=jax.random.key(0), num_classes=0)
-    with pytest.raises(TypeError, match="`key` must be a random key.*, got int 0"):
-        mnist_module.fresh_networks(2, key=0)
-
-
-def test_default_key_is_the_published_one_and_keys_of_both_kinds_work(small):
-    one = train_mnist(num_epochs=0, num_seeds=3, dataset=small, width=8, progress=None)
-    other = train_mnist(
-        num_epochs=0, num_seeds=3, dataset=small, width=8, progress=None, key=jax.random.key(37)
-    )  # fmt: skip
-    np.testing.assert_array_equal(one.layers[0].weight, other.layers[0].weight)
-
-
-def test_the_module_offers_the_pinned_names():
+def test_the_modules_offer_the_pinned_names():
     assert mnist_module.mnist_data is mnist_data
+    for name in set(mnist_module.__all__) - {"mnist_data"}:
+        assert getattr(mnist_module, name) is getattr(recipe, name)
     with pytest.raises(ValueError, match="'glyphs', 'mnist', got 'cifar'"):
         train_mnist(num_epochs=0, num_seeds=1, dataset="cifar", progress=None)
     assert isinstance(load("glyphs", num_train=10, num_test=10, key=jax.random.key(0)), Dataset)

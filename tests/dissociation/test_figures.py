@@ -9,9 +9,10 @@ import jax
 import jaxtyping
 import numpy as np
 import pytest
+from drawn import assert_only_draws
 
 from dissociation import cli
-from dissociation.figures import collapse, command, eigenvectors, members, robustness, transfer
+from dissociation.figures import command, figures, members, robustness, transfer
 from dissociation.figures.artifacts import Parts, axes_of
 
 KEY = jax.random.PRNGKey(5)
@@ -153,6 +154,11 @@ def test_noise_figure_is_as_specified(noise):
         figure.canvas.draw()
 
 
+def test_drawing_computes_nothing(noise, transferred):
+    assert_only_draws(robustness, noise[0])
+    assert_only_draws(transfer, transferred)
+
+
 def test_transfer_curves_and_figure(transferred):
     results = transferred
     assert results.budgets.tolist() == [75, 150]
@@ -271,7 +277,10 @@ WRONG = {
         "classes": [(1, 1), (0, 10)], "accuracy_threshold": [1.0, -0.1], "code": [0], "learning_rate": [0.0],
     },
 }  # fmt: skip
-MODULES = {"robustness": robustness, "transfer": transfer, "eigenvectors": eigenvectors, "collapse": collapse}
+
+
+def test_every_figure_has_settings_that_cannot_be_met():
+    assert {name for names in WRONG for name in names} == set(figures())
 
 
 @pytest.mark.parametrize(
@@ -287,7 +296,7 @@ MODULES = {"robustness": robustness, "transfer": transfer, "eigenvectors": eigen
 def test_settings_that_cannot_be_met_are_refused_at_once(figure, name, value, monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # it knows some of the choices, too
     with pytest.raises(ValueError, match="`(num_seen|batch_size|" + name + ")` must "):
-        MODULES[figure].Config(**{name: value})
+        figures()[figure].Config(**{name: value})
 
 
 def test_settings_that_the_data_cannot_meet_are_refused_before_training(tmp_path, capsys):

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 from scipy.stats import norm
 
-from dissociation.fig4.mnist import HeldOutPerformance
 from dissociation.metrics.robustness import error_rate, input_noise_error, parameter_noise_error
 from dissociation.models.bilinear import BilinearNetwork
 from dissociation.recipes.bilinear import cross_entropy
+from dissociation.recipes.mnist import HeldOutPerformance
 from dissociation.weights.noise import parameter_noise, perturb_parameters
 
 SCALES = jnp.array([0.0, 0.3, 1.0, 3.0])

@@ -13,7 +13,7 @@ import numpy as np
 from dissociation.checks import check_count, fail
 from dissociation.figures.artifacts import Parts, identity_of
 
-STEM = "toy"
+STEM, SHOWS = "toy", "A toy."
 AXES = {"part": ("seeds", "steps")}
 
 
@@ -96,6 +96,6 @@ if __name__ == "__main__":
     interrupts.listen("toy")
     from dissociation.figures.command import run_command
 
-    status = run_command({"toy": (sys.modules[__name__], "A toy.")}, None, program="toy", description="Toys.")
+    status = run_command({"toy": sys.modules[__name__]}, None, program="toy", description="Toys.")
     interrupts.end()
     sys.exit(status)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
+from drawn import assert_only_draws
 
 from dissociation.data.datasets import Dataset, load
 from dissociation.figures import command
@@ -52,10 +53,10 @@ def test_ordered_digits(sequence_results):
         assert results.validation[name][0, -1] < results.validation[name][0, 0]
     # A Cayley transform is orthogonal, trained or not.
     np.testing.assert_allclose(np.abs(results.eigenvalues["orthogonal"]), 1.0, atol=1e-5)
-    figure = ordered_mnist.draw(results)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        figure.canvas.draw()
+        assert_only_draws(ordered_mnist, results)
+    figure = ordered_mnist.draw(results)
     assert any(text.get_text() == "Random" for text in figure.subfigs[1].legends[0].get_texts())
 
 
@@ -123,6 +124,7 @@ def test_spectra():
     # A complex eigenfunction is compared as a whole: scaled to the truth it has the truth's size, not that of a part.
     truth, found = results.exact_functions["logistic"], results.functions["logistic"]["ridge"].mean(0)
     assert np.linalg.norm(found - truth) < 0.35 * np.linalg.norm(truth)
+    assert_only_draws(spectra, results)
     figure = spectra.draw(results)
     assert len(figure.axes) == 6
     assert len(spectra.table(results)) == 1 + 4 * (1 + 3)  # a conjugate pair has one rate

@@ -8,13 +8,12 @@ import optax
 from dissociation import bmap, checkpoint, linalg, members, schedule, sharding, sweeps
 from dissociation.data import datasets, glyphs, tasks
 from dissociation.data import mnist as mnist_files
-from dissociation.fig4 import mnist
 from dissociation.metrics import collapse, crossing, margins, probes, robustness, transfer
 from dissociation.metrics.information import coordinates, hsic, nearest, neighbours, smoothed
 from dissociation.models import bilinear, cnn, initial, layers
 from dissociation.models import mlp as perceptron
 from dissociation.recipes import bilinear as bilinear_recipe
-from dissociation.recipes import compression, grokking
+from dissociation.recipes import compression, grokking, mnist
 from dissociation.spectral import attack, forms, similarity, tensor
 from dissociation.spectral import certificate as distances
 from dissociation.training import callbacks, fitting, loop, samplers, state

@@ -1,0 +1,168 @@
+"""Training the networks of the robustness and transfer figures: many seeds of a 784-1024-1024-10 ReLU network."""
+
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+from jaxtyping import Array, Float
+
+from dissociation.checks import check_count
+from dissociation.data.datasets import Dataset, load
+from dissociation.metrics.robustness import error_rate
+from dissociation.progress import MeterFactory
+from dissociation.schedule import steps_per_epoch
+from dissociation.training import Epochs, FitResult, Layout, Progress, Save, fit, make_step
+from dissociation.types import PRNGKey
+from dissociation.validation import validated
+
+DEFAULT_SEED = 37
+BATCH_SIZE = 128
+FIRST_RATE, LAST_RATE = 1e-1, 1e-6
+
+
+@validated
+def train_mnist(
+    *,
+    num_epochs: int = 30,
+    num_seeds: int = 10,
+    key: PRNGKey | None = None,
+    dataset: str | Dataset = "mnist",
+    width: int = 1024,
+    progress: str | MeterFactory | None = "auto",
+) -> eqx.nn.MLP:
+    """Trains stacked networks; see `fit_mnist`, which returns the history too.
+
+    Args:
+        num_epochs: Passes over the training images; 0 returns the fresh networks.
+        num_seeds: How many networks.
+        key: Split once, into one key per network and one for the order of batches; None means
+            `jax.random.PRNGKey(37)`.
+        dataset: "mnist", "glyphs", or a loaded `Dataset`.
+        width: Units in each of the two hidden layers.
+        progress: A meter showing loss and test error as mean and standard deviation over seeds; None for silence.
+
+    Returns:
+        An `eqx.nn.MLP` without biases whose `layers[i].weight` carries the seeds first.
+
+    Raises:
+        ValueError: If a count is negative or the dataset is unknown.
+    """
+    return fit_mnist(
+        num_epochs=num_epochs, num_seeds=num_seeds, key=key, dataset=dataset, width=width, progress=progress
+    ).models
+
+
+@validated
+def fit_mnist(
+    *,
+    num_epochs: int = 30,
+    num_seeds: int = 10,
+    key: PRNGKey | None = None,
+    dataset: str | Dataset = "mnist",
+    width: int = 1024,
+    progress: str | MeterFactory | None = "auto",
+    mesh: Mesh | None = None,
+    checkpoint: str | Path | None = None,
+) -> FitResult:
+    """Trains stacked networks by stochastic gradient descent on the cross entropy.
+
+    Batches of 128 (the last of an epoch smaller) in one order for all seeds, and a learning rate that falls linearly
+    from 1e-1 to 1e-6 over all steps. The loss, and the test error and loss at the beginning and after every epoch,
+    are in the history.
+
+    Args:
+        num_epochs: See `train_mnist`.
+        num_seeds: See `train_mnist`.
+        key: See `train_mnist`.
+        dataset: See `train_mnist`.
+        width: See `train_mnist`.
+        progress: See `train_mnist`.
+        mesh: Devices to lay the seeds over, see `sharding.member_mesh`.
+        checkpoint: A file to write while training and to go on from, see `training.fit`.
+
+    Returns:
+        A `FitResult` whose `history.observed` is `{"test_error", "test_loss"}`, [seeds, epochs + 1] each.
+
+    Raises:
+        ValueError: If a count is negative or the dataset is unknown.
+    """
+    key = jax.random.PRNGKey(DEFAULT_SEED) if key is None else key
+    data = load(dataset) if isinstance(dataset, str) else dataset
+    count = check_count("num_seeds", num_seeds, minimum=1)
+    check_count("width", width, minimum=1)
+    keys = jax.random.split(key, count + 1)
+    models = _networks(keys[:count], data.train_images.shape[1], data.train_labels.shape[1], width)
+    batch_size = min(BATCH_SIZE, len(data.train_images))
+    total = num_epochs * steps_per_epoch(len(data.train_images), batch_size)
+    return fit(
+        models,
+        make_step(cross_entropy, optax.sgd(optax.linear_schedule(FIRST_RATE, LAST_RATE, max(total, 1)))),
+        Epochs((data.train_images, data.train_labels), batch_size),
+        num_epochs=num_epochs,
+        key=keys[count],
+        save=Save(HeldOutPerformance(jnp.asarray(data.test_images), jnp.asarray(data.test_labels))),
+        callbacks=[Progress(progress)],
+        layout=Layout(mesh=mesh),
+        checkpoint=checkpoint,
+    )
+
+
+@validated
+def fresh_networks(
+    num_seeds: int, *, key: PRNGKey, num_inputs: int = 784, num_classes: int = 10, width: int = 1024
+) -> eqx.nn.MLP:
+    """Stacked ReLU networks with two hidden layers, no biases and Equinox's initialisation, one key per seed.
+
+    Args:
+        num_seeds: How many, at least 1.
+        key: Split into one key per seed.
+        num_inputs: Inputs of each.
+        num_classes: Outputs of each.
+        width: Units in each hidden layer.
+
+    Returns:
+        A stacked `eqx.nn.MLP`.
+    """
+    count = check_count("num_seeds", num_seeds, minimum=1)
+    for name, value in (("num_inputs", num_inputs), ("num_classes", num_classes), ("width", width)):
+        check_count(name, value, minimum=1)
+    return _networks(jax.random.split(key, count), num_inputs, num_classes, width)
+
+
+def _networks(keys: Array, num_inputs: int, num_classes: int, width: int) -> eqx.nn.MLP:
+    def one(key: Array) -> eqx.nn.MLP:
+        return eqx.nn.MLP(num_inputs, num_classes, width, 2, jax.nn.relu, use_bias=False, use_final_bias=False, key=key)
+
+    return eqx.filter_vmap(one)(keys)
+
+
+@validated
+def cross_entropy(model: Any, batch: tuple[Array, Array], key: Array | None = None) -> Float[Array, ""]:
+    """Mean over the batch of -sum_k y_k log softmax(f(x))_k, in nats.
+
+    Args:
+        model: From one image [pixels] to logits [classes].
+        batch: Images [batch, pixels] and one-hot labels [batch, classes].
+        key: Not used; `training.fit` hands one over.
+    """
+    images, labels = batch
+    return optax.softmax_cross_entropy(jax.vmap(model)(images), labels).mean()
+
+
+class HeldOutPerformance(eqx.Module):
+    """Observes error rate and cross entropy on held-out images, for `training.Save(observe=...)`."""
+
+    images: Float[Array, "n pixels"]
+    labels: Float[Array, "n classes"]
+
+    def __call__(self, model: Any, step: Array, key: Array) -> dict[str, Float[Array, ""]]:
+        """Returns `{"test_error", "test_loss"}`, the error between 0 and 1 or NaN, the loss in nats."""
+        logits = jax.vmap(model)(self.images)
+        return {
+            "test_error": error_rate(logits, self.labels),
+            "test_loss": optax.softmax_cross_entropy(logits, self.labels).mean(),
+        }
