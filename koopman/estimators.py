@@ -71,7 +71,7 @@ class Estimator(eqx.Module):
         self.alpha, self.solver = alpha, solver
 
     @property
-    def rank(self) -> Rank | None:
+    def rank(self) -> int | Array | None:
         """The rank asked for; None for all."""
         return self.size if self.masked is None else self.masked
 

@@ -105,6 +105,7 @@ INTERNAL = {
     "koopman.pairs.gram_root": "a tool within",
     "koopman.spectrum.eigenpairs": "a tool within",
     "koopman.subspaces": "the solvers within the estimators",
+    "koopman.estimators.Estimator": "what estimators have in common",
     "koopman.estimators.span": "the solvers within the estimators",
     "koopman.kernel_operators": "a part of `koopman.operators.fit`",
 }

@@ -40,8 +40,8 @@ def test_float32_is_within_a_thousandth_of_float64(name, key):
     with jax.enable_x64(True):
         single = lagged_pairs(features(states).astype(np.float32), lag)
         double = [np.asarray(part, float) for part in single]
-        fit = jax.jit(lambda x, y: fit(ReducedRank(4, 1e-6), x, y))
-        one, exact = fit(*single), fit(*double)
+        fitted = jax.jit(lambda x, y: fit(ReducedRank(4, 1e-6), x, y))
+        one, exact = fitted(*single), fitted(*double)
         assert one.core.dtype == one.encode.matrix.dtype == jnp.float32
         forecasts, values = [], []
         for operator in (one, exact):
