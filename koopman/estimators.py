@@ -212,8 +212,8 @@ class PrincipalComponents(_Principal, Estimator):
         alpha: Tikhonov regularisation, as in `Ridge`.
         solver: "dense" (all directions) or, for a few directions of many, "krylov" or on features and centres
             "randomized", see `leading_left_vectors`: both square the condition number, as route="covariance" does.
-            "auto" is "krylov" for a few directions of many, otherwise "dense". None is "dense" on features, and "auto"
-            on centres and with a kernel.
+            "auto" is "krylov" for a few directions of many (with a kernel, above 1000 samples), otherwise "dense". None
+            is "dense" on features, and "auto" on centres and with a kernel.
 
     Raises:
         ValueError: If `rank` is below 1, `alpha` negative, or the solver unknown.

@@ -119,7 +119,7 @@ def test_bootstraps_of_the_eigenvalue_one_hold_it(estimator):
 
         @jax.jit
         def values(x, y):
-            operator = estimator(x, y, alpha=0.02)
+            operator = fit(estimator(alpha=0.02), x, y)
             return jnp.stack([eigenvalues(operator, undo_shrinkage=undo)[0].real for undo in (True, False)])
 
         draws = [values(*lagged_pairs([features[i] for i in rng.integers(5, size=5)])) for _ in range(30)]
