@@ -26,9 +26,9 @@ from kooplearn.linear_model import Ridge  # noqa: E402
 
 from koopman.datasets.ordered_mnist import ordered_mnist  # noqa: E402
 from koopman.datasets.systems import lorenz63  # noqa: E402
+from koopman.estimators import ReducedRank  # noqa: E402
 from koopman.kernels import RBF, median_distance  # noqa: E402
-from koopman.nystroem import fit_kernel_reduced_rank, fit_nystroem  # noqa: E402
-from koopman.operators import fit_reduced_rank  # noqa: E402
+from koopman.operators import fit  # noqa: E402
 from koopman.pairs import lagged_pairs  # noqa: E402
 from koopman.spectrum import eigenvalues  # noqa: E402
 
@@ -94,7 +94,7 @@ class Peer:
 
 def gram_fit(x, y, alpha, *, scale, solver="auto"):
     """Reduced rank with exact Gram matrices."""
-    return fit_kernel_reduced_rank(x, y, RBF(scale), rank=25, alpha=alpha, solver=solver)
+    return fit(ReducedRank(25, alpha, solver=solver), x, y, kernel=RBF(scale))
 
 
 def main():
@@ -119,11 +119,11 @@ def main():
         noise[0] = 0.0
         seeds = jax.vmap(lagged_pairs)(jnp.asarray(pixels + noise))
         for route in ("qr", "covariance"):
-            fit = lambda x, y, a, r=route: fit_reduced_rank(x, y, rank=5, alpha=a, route=r)  # noqa: E731
+            own = lambda x, y, a, r=route: fit(ReducedRank(5, a), x, y, route=r)  # noqa: E731
             compare(
                 f"reduced rank, {film.name}, {seeds[0][0].shape}, rank 5, route {route}",
                 peer,
-                fit,
+                own,
                 seeds,
                 alphas,
                 options.repeats,
@@ -139,15 +139,15 @@ def main():
     settings = {"n_components": 25, "alpha": 1e-6, "reduced_rank": True, "kernel": "rbf", "gamma": 0.5 / scale**2}
     if "kernel" in wanted:
         peer = Peer(KernelRidge(**settings, eigen_solver=options.peer_solver, random_state=0), path)
-        fit = partial(gram_fit, scale=scale)
+        own = partial(gram_fit, scale=scale)
         compare(
             f"kernel reduced rank, Lorenz 63, {x.shape}, rank 25, peer's solver {options.peer_solver}",
             peer,
-            fit,
+            own,
             seeds,
             alphas,
             max(1, options.repeats // 2),
-            sweep=partial(fit, solver="spectral"),
+            sweep=partial(own, solver="spectral"),
             members=in_turn,
         )
     if "nystroem" in wanted:
@@ -155,11 +155,12 @@ def main():
         peer.fit_once()
         chosen = peer.model.nys_centers_idxs_
         for route in ("qr", "covariance"):
-            fit = lambda x, y, a, r=route: fit_nystroem(x, y, RBF(scale), x[chosen], rank=25, alpha=a, route=r)  # noqa: E731
+            on = {"kernel": RBF(scale), "centres": x[chosen], "route": route}
+            own = lambda x, y, a, on=on: fit(ReducedRank(25, a), x, y, **on)  # noqa: E731
             compare(
                 f"Nystroem, Lorenz 63, {x.shape}, {options.centres} centres, route {route}",
                 peer,
-                fit,
+                own,
                 seeds,
                 alphas,
                 options.repeats,

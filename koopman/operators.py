@@ -1,173 +1,125 @@
-"""Ridge, principal component and reduced-rank regression of an evolution operator on explicit features.
+"""Fitting an evolution operator: an estimator, on explicit features, with a kernel, or on Nystroem features.
 
-With C_x = X^T X / n and C_xy = X^T Y / n (divided by n, not centred unless asked), every estimator is
-G = U U^T C_xy with U^T (C_x + alpha I) U = I; the three differ in the span of U:
-
-- ridge: everything, G = (C_x + alpha I)^(-1) C_xy;
-- principal components: the leading eigenvectors of C_x (kernel and classical dynamic mode decomposition);
-- reduced rank: the leading left singular vectors of (C_x + alpha I)^(-1/2) C_xy, which minimise the regularised risk.
-
-Covariances enter as the QR factor of the data, so float32 does not square the condition number. One decomposition
-serves all values of `alpha` under `jax.vmap`.
+`koopman.estimators` says what there is to estimate with. Covariances enter as the QR factor of the data, so float32
+does not square the condition number. One decomposition serves all values of `alpha` under `jax.vmap`.
 """
 
+import warnings
 from typing import NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from dissociation.checks import check_choice, check_non_negative, fail, is_traced
+from dissociation.checks import check_choice, check_non_negative, check_single, fail, is_traced
 from dissociation.linalg import product
 from dissociation.types import Scalar
 from dissociation.validation import validated
 from koopman.diagnostics import warn_inexact, warn_large_alpha, warn_offset, warn_tied
-from koopman.fitted import LinearMap, Operator
+from koopman.estimators import Estimator, span
+from koopman.fitted import KernelMap, LinearMap, Operator
+from koopman.kernel_operators import fit_with_kernel
+from koopman.nystroem import Kernel, nystroem_map
 from koopman.pairs import Moments, check_square, checked_pairs, default_alpha, gram_root, mean_of, scale_of
 from koopman.solvers import SOLVERS
-from koopman.subspaces import Basis, Method, Rank, latent_size, refuse_singular, whitened_basis
+from koopman.subspaces import Basis, FeatureRegression, latent, refuse_singular
 
 Data = Float[Array | np.ndarray, "n d"] | Moments
 
 
 @validated
-def fit_ridge(
+def fit(
+    estimator: Estimator,
     x: Data,
     y: Float[Array | np.ndarray, "n d"] | None = None,
     *,
-    alpha: Scalar | None = None,
+    kernel: Kernel | None = None,
+    centres: Float[Array | np.ndarray, "m d"] | None = None,
     observable: Float[Array | np.ndarray, "n *o"] | None = None,
     center: bool = False,
     route: str = "qr",
     rtol: float | None = None,
 ) -> Operator:
-    r"""Ridge regression: G = (C_x + alpha I)^{-1} C_xy.
+    """The operator G = U U^T C_xy that an estimator makes of pairs, U^T (C_x + alpha I) U = I.
+
+    The arrays are features, to which the operator is linear; or, with a kernel, states: then it acts in the kernel's
+    space, on the span of all samples, or with `centres` on the span of these alone, which states and successors share.
+    (Meanti et al. 2023 project successors on centres of their own, and estimate M and D at these alone; here all
+    samples serve.)
+
+    Gram matrices hold the squares of what feature matrices hold: with a kernel and no centres, eigenvalues of C_x below
+    8 times the rounding unit of the largest (1e-6 in float32) count as zero in the dense solvers, and `alpha` has to
+    lie well above rounding in the one that factors K + alpha I. Use x64 for smaller ones.
 
     Args:
-        x: Features of the states [n, d], or `Moments`.
-        y: Features of their successors, one lag later; see `lagged_pairs`. None if `x` are moments.
-        alpha: Tikhonov regularisation, non-negative, in units of C_x; None is 1e-6 tr(C_x) / d, so that the unit of the
-            data does not matter. Traced: a sweep by `jax.vmap` decomposes the data once.
-        observable: What forecasts return, at the successors' times: [n, ...]. Default: the features themselves.
-        center: Whether features and observable are taken about their means. It removes the constant function, whose
-            eigenvalue is 1; the drift between the means of x and y is neglected, as in a stationary process.
-        route: "qr" takes the QR factor of the data; "covariance" the eigenvectors of C_x, in about half the time for
-            5000 MNIST digits of 784 pixels (0.31 against 0.58 s in float64 on two cores), but C_x squares the condition
-            number: in float32 directions of x below 3e-4 of the largest are lost, and an `alpha` below 1e-7 of C_x's
-            largest eigenvalue means nothing. Use it with x64.
-        rtol: Relative size below which a singular value of the data counts as zero; default d times rounding ("qr"),
-            or the square root of rounding ("covariance").
+        estimator: `Ridge`, `PrincipalComponents` or `ReducedRank` of `koopman.estimators`, with its regularisation.
+        x: Features of the states, or states: [n, d]. Without kernel also `Moments`.
+        y: Features of their successors, one lag later, or these; see `lagged_pairs`. None if `x` are moments.
+        kernel: A module of `koopman.kernels`, or any function of two arrays of states to their kernel matrix.
+        centres: Z, for instance `x[choose_centres(...)]`. A default `alpha` is 1e-6 times the mean of k(x, x) on their
+            span.
+        observable: What forecasts return, at the successors' times: [n, ...]. Default: `y`.
+        center: Whether features and observable are taken about their means; not with a kernel. It removes the constant
+            function, whose eigenvalue is 1; the drift between the means of x and y is neglected, as in a stationary
+            process.
+        route: "qr" takes the QR factor of the features; "covariance" the eigenvectors of C_x, in about half the time
+            for 5000 MNIST digits of 784 pixels (0.31 against 0.58 s in float64 on two cores), but C_x squares the
+            condition number: in float32 directions of x below 3e-4 of the largest are lost, and an `alpha` below 1e-7
+            of C_x's largest eigenvalue means nothing. Use it with x64. Not for a kernel without centres.
+        rtol: Relative size below which a singular value of the features counts as zero; default d times rounding
+            ("qr"), or the square root of rounding ("covariance"). Not for a kernel without centres.
 
     Returns:
-        The fitted operator, of rank d.
+        The fitted operator. It takes what `x` holds.
 
     Warns:
-        UserWarning: Where values are known, if `alpha` exceeds tr(C_x) / d (for the other two estimators: eigenvalue
-            number `rank` of C_x); if a column's variance is below the rounding of its squared mean and `center` is
-            False; if rounding outweighs `alpha`; if singular values `rank` and `rank` + 1 agree to rounding.
+        UserWarning: Where values are known, if `alpha` exceeds eigenvalue number `rank` of C_x or k(X, X) / n (for
+            ridge regression tr(C_x) / d, or the mean of k(x, x)); if a column's variance is below the rounding of its
+            squared mean and `center` is False, or k(x, x) varies by less than its rounding; if rounding outweighs
+            `alpha`; if singular values `rank` and `rank` + 1 agree to rounding.
 
     Raises:
         ValueError: If shapes disagree, there are fewer than two pairs, known data are not finite (the error names the
-            row), their mean square is out of the dtype's range, `alpha` is negative, or it is zero and C_x is singular
-            (the error names its rank).
-        TypeError: If data are not real numbers.
+            row), their mean square is out of the dtype's range, the rank is above the number of features or samples,
+            the estimator's solver is none for these data, `alpha` is zero and C_x or K is singular (the error names
+            its rank), K + alpha I is not positive definite in the dtype's precision where it has to be, or the
+            kernel's values are no symmetric [n, n], not finite, negative for a state with itself, or out of range.
+        TypeError: If data are not real numbers, or the kernel does not give an array of them.
 
     References:
-        Kostic et al. (2022), Learning dynamical systems via Koopman operator regression in RKHS, eq. 7.
-    """
-    return _fit("ridge", x, y, None, alpha, observable, center, "dense", route, rtol)
+        Kostic et al. (2022), Learning dynamical systems via Koopman operator regression in RKHS, eq. 7 to 9; Meanti et
+        al. (2023), Estimating Koopman operators with sketching to provably learn large scale dynamical systems.
 
-
-@validated
-def fit_pcr(
-    x: Data,
-    y: Float[Array | np.ndarray, "n d"] | None = None,
-    *,
-    rank: Rank,
-    alpha: Scalar | None = None,
-    observable: Float[Array | np.ndarray, "n *o"] | None = None,
-    center: bool = False,
-    solver: str = "dense",
-    route: str = "qr",
-    rtol: float | None = None,
-) -> Operator:
-    """Principal component regression: ridge regression on the leading `rank` principal directions of x.
-
-    Args:
-        x: Features of the states [n, d], or `Moments`.
-        y: Features of their successors.
-        rank: Directions kept, from 1 to d. If it is traced, all shapes are those of rank d and latent functions
-            beyond `rank` are zero, so that ranks too can be swept by `jax.vmap`.
-        alpha: Tikhonov regularisation and its default, as in `fit_ridge`.
-        observable: What forecasts return.
-        center: Whether features and observable are taken about their means.
-        solver: "dense" (all directions), or as in `leading_left_vectors` for a few directions of many features; the
-            others square the condition number, as "covariance" does.
-        route: "qr" or "covariance", as in `fit_ridge`.
-        rtol: Relative size below which a singular value of the data counts as zero.
-
-    Returns:
-        The fitted operator.
-
-    Warns:
-        UserWarning: As `fit_ridge`.
-
-    Raises:
-        ValueError: As `fit_ridge`, or if `rank` is above the number of features, or the solver is unknown.
-        TypeError: As `fit_ridge`.
-
-    References:
-        Kostic et al. (2022), eq. 8.
-    """
-    return _fit("pcr", x, y, rank, alpha, observable, center, solver, route, rtol)
-
-
-@validated
-def fit_reduced_rank(
-    x: Data,
-    y: Float[Array | np.ndarray, "n d"] | None = None,
-    *,
-    rank: Rank,
-    alpha: Scalar | None = None,
-    observable: Float[Array | np.ndarray, "n *o"] | None = None,
-    center: bool = False,
-    solver: str = "auto",
-    route: str = "qr",
-    rtol: float | None = None,
-) -> Operator:
-    """Reduced rank regression: the minimiser of the regularised risk among operators of rank at most `rank`.
-
-    Args:
-        x: Features of the states [n, d], or `Moments`.
-        y: Features of their successors.
-        rank: Rank, from 1 to d; may be traced, as in `fit_pcr`, with the dense solver.
-        alpha: Tikhonov regularisation and its default, as in `fit_ridge`.
-        observable: What forecasts return.
-        center: Whether features and observable are taken about their means.
-        solver: "auto", "dense", "krylov" or "randomized", see `leading_left_vectors`.
-        route: "qr" or "covariance", as in `fit_ridge`.
-        rtol: Relative size below which a singular value of the data counts as zero.
-
-    Returns:
-        The fitted operator.
-
-    Warns:
-        UserWarning: As `fit_ridge`.
-
-    Raises:
-        ValueError: As `fit_pcr`, or if the solver is unknown.
-        TypeError: As `fit_ridge`.
-
-    References:
-        Kostic et al. (2022), eq. 9.
-
+    >>> from koopman.estimators import ReducedRank
     >>> cycle = np.eye(3, dtype=np.float32)[np.arange(12) % 3]
-    >>> operator = fit_reduced_rank(cycle[:-1], cycle[1:], rank=3, alpha=0.0)
+    >>> operator = fit(ReducedRank(rank=3, alpha=0.0), cycle[:-1], cycle[1:])
     >>> jnp.abs(jnp.linalg.eigvals(operator.core)).round(4)
     Array([1., 1., 1.], dtype=float32)
     """
-    return _fit("reduced_rank", x, y, rank, alpha, observable, center, solver, route, rtol)
+    check_choice("route", route, ("qr", "covariance"))
+    check_single("alpha", estimator.alpha)
+    check_single("rank", estimator.rank)
+    if rtol is not None:
+        check_non_negative("rtol", rtol)
+    if kernel is None:
+        if centres is not None:
+            fail("kernel", "be given with `centres`", "None")
+        problem, shape = _problem(x, y, observable, center)
+        solver = estimator.solver or estimator.feature_solver
+        return _fit(estimator, problem, shape, estimator.alpha, solver, route, rtol)
+    if isinstance(x, Moments) or y is None:
+        got = "moments" if isinstance(x, Moments) else "no `y`"
+        fail("x", "be states, with their successors `y`, where there is a `kernel`", got)
+    if center:
+        fail("center", "be False with a kernel", center, "Take the states about their mean")
+    if centres is not None:
+        return _fit_on_centres(estimator, x, y, kernel, centres, observable, route, rtol)
+    for name, value, only in (("route", route, "qr"), ("rtol", rtol, None)):
+        if value != only:
+            fail(name, f"be {only!r} for a kernel without `centres`", repr(value))
+    return fit_with_kernel(estimator, x, y, kernel, observable)
 
 
 class _Problem(NamedTuple):
@@ -180,40 +132,34 @@ class _Problem(NamedTuple):
     mean_observable: Array  # [o]
 
 
+def _problem(
+    x: Array | np.ndarray | Moments, y: Array | np.ndarray | None, observable: Array | np.ndarray | None, center: bool
+) -> tuple[_Problem, tuple[int, ...]]:
+    if isinstance(x, Moments):
+        if y is not None or observable is not None or center:
+            fail("x", "stand alone when it is `Moments`: they hold successors, observable and means", "more arguments")
+        return _from_moments(x)
+    if y is None:
+        fail("y", "be given with `x`", "None", "See koopman.pairs.lagged_pairs")
+    return _from_pairs(x, y, observable, center)
+
+
 def _fit(
-    kind: str,
-    x: Array | np.ndarray | Moments,
-    y: Array | np.ndarray | None,
-    rank: Rank | None,
+    estimator: Estimator,
+    problem: _Problem,
+    shape: tuple[int, ...],
     alpha: Scalar | None,
-    observable: Array | np.ndarray | None,
-    center: bool,
     solver: str,
     route: str,
     rtol: float | None,
 ) -> Operator:
-    check_choice("solver", solver, SOLVERS)
-    check_choice("route", route, ("qr", "covariance"))
-    for name, value in (("alpha", alpha), ("rtol", rtol)):
-        if value is not None:
-            check_non_negative(name, value)
-    if isinstance(x, Moments):
-        if y is not None or observable is not None or center:
-            fail("x", "stand alone when it is `Moments`: they hold successors, observable and means", "more arguments")
-        problem, shape = _from_moments(x), x.mean_observable.shape
-    else:
-        if y is None:
-            fail("y", "be given with `x`", "None", "See koopman.pairs.lagged_pairs")
-        problem, shape = _from_pairs(x, y, observable, center)
     width, dtype = problem.x.shape[1], problem.x.dtype
     largest = jnp.max(jnp.abs(problem.x))
     unit = scale_of(largest)  # in which squares neither overflow nor vanish
     problem = problem._replace(x=problem.x / unit, y=problem.y / unit)
-    size, active = latent_size(rank, width, "features")
-    if active is not None and solver not in ("auto", "dense"):
-        fail("solver", "be 'dense' for a traced `rank`", repr(solver))
-    rounding = width * float(jnp.finfo(dtype).eps)
-    cutoff = rtol if rtol is not None else rounding if route == "qr" else float(jnp.finfo(dtype).eps) ** 0.5
+    size, active, solver = latent(estimator.rank, width, "features", solver, SOLVERS)
+    rounding = float(jnp.finfo(dtype).eps)
+    cutoff = rtol if rtol is not None else width * rounding if route == "qr" else rounding**0.5
     trace = jnp.sum(problem.x**2)
     given = alpha is not None
     alpha = jnp.asarray(alpha, dtype) / unit / unit if given else default_alpha(trace, width)
@@ -222,17 +168,46 @@ def _fit(
         check_square("x", float(trace) / width * float(unit) ** 2, "a mean square", dtype)
     if known and given and float(alpha) == 0.0:
         values = np.linalg.svd(np.asarray(gram_root(problem.x)), compute_uv=False)
-        needed = size if kind == "pcr" else width
-        refuse_singular(kind, values, cutoff, needed, width, ("the covariance of `x`", "C_x"))
-    method = Method(kind, size, "dense" if active is not None else solver, route, cutoff)
-    basis = whitened_basis(method, problem.x, problem.y, alpha, active)
-    operator = _assemble(problem, basis, alpha, unit, tuple(shape), cutoff)
+        needed, what = width if estimator.inverts_all else size, ("the covariance of `x`", "C_x")
+        refuse_singular(type(estimator).__name__, values, cutoff, needed, width, what)
+    asked = FeatureRegression(
+        problem.x, problem.y, alpha, jnp.asarray(size if active is None else active), size, solver, route, cutoff
+    )
+    basis = span(estimator, asked)
+    operator = _assemble(problem, basis, alpha, unit, shape, cutoff)
     if known and active is None:
-        which = "the mean eigenvalue of C_x" if kind == "ridge" else f"eigenvalue {size} of C_x"
+        which = "the mean eigenvalue of C_x" if estimator.rank is None else f"eigenvalue {size} of C_x"
         warn_large_alpha(alpha, basis.variance, trace, which, unit)
         warn_tied(np.asarray(basis.values), np.asarray(basis.rest), cutoff)
         warn_inexact(operator)
     return operator
+
+
+def _fit_on_centres(
+    estimator: Estimator,
+    x: Array | np.ndarray,
+    y: Array | np.ndarray,
+    kernel: Kernel,
+    centres: Array | np.ndarray,
+    observable: Array | np.ndarray | None,
+    route: str,
+    rtol: float | None,
+) -> Operator:
+    x, y, flat, shape = checked_pairs(x, y, observable)
+    features = nystroem_map(kernel, centres)
+    features_x, alpha = features(x), estimator.alpha
+    if alpha is None:
+        alpha = default_alpha(jnp.sum(features_x**2) / x.shape[0])
+    with warnings.catch_warnings():  # columns of features are none of the caller's; `nystroem_map` has warned
+        warnings.filterwarnings("ignore", "Column .* varies by", module="koopman")
+        problem, _ = _from_pairs(features_x, features(y), flat, center=False)
+    fitted = _fit(estimator, problem, shape, alpha, estimator.solver or "auto", route, rtol)
+
+    def lifted(linear: LinearMap | KernelMap) -> KernelMap:
+        matrix = linear.matrix if isinstance(linear, LinearMap) else linear.coefficients
+        return KernelMap(features.kernel, features.centres, product(features.whitening, matrix))
+
+    return eqx.tree_at(lambda o: (o.encode, o.dual), fitted, (lifted(fitted.encode), lifted(fitted.dual)))
 
 
 def _from_pairs(
@@ -250,7 +225,7 @@ def _from_pairs(
     return _Problem(x * scale, y * scale, flat * scale, offset, mean), shape
 
 
-def _from_moments(seen: Moments) -> _Problem:
+def _from_moments(seen: Moments) -> tuple[_Problem, tuple[int, ...]]:
     offset, mean = jnp.zeros_like(seen.mean_x), jnp.zeros_like(seen.mean_observable)
     width, width_y, _ = seen.widths
     if width_y != width:
@@ -265,7 +240,7 @@ def _from_moments(seen: Moments) -> _Problem:
         step = jnp.concatenate([jnp.zeros_like(offset), drift, jnp.zeros_like(mean)])
         rows = jnp.concatenate([rows, step[None]])
     x, y, observable = jnp.split(rows, [width, width + width_y], 1)
-    return _Problem(x, y, observable, offset, mean)
+    return _Problem(x, y, observable, offset, mean), seen.mean_observable.shape
 
 
 def _assemble(

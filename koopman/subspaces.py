@@ -1,19 +1,20 @@
-"""What the latent functions of an estimator on explicit features span, and its derivative.
+"""What an estimator is asked for, on explicit features or with a kernel, and what the answers of estimators share.
 
-Columns U with U^T (C_x + alpha I) U = I, from rows with x^T x = C_x and x^T y = C_xy. Whatever is computed from U U^T
-has the derivative that is written out here, by perturbation theory, also where singular values coincide in the span.
+Every estimator is known by what its latent functions span. On features these are columns U with
+U^T (C_x + alpha I) U = I; with a kernel weights W = sqrt(n) c as in `kernel_operators`, W^T (K^2 + alpha K) W = I for
+K = k(X, X) / n.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from dissociation.checks import check_count, fail, is_traced
+from dissociation.checks import check_choice, check_count, fail, is_traced
 from dissociation.linalg import product
 from koopman.pairs import gram_root
 from koopman.perturbation import refused
@@ -22,38 +23,57 @@ from koopman.solvers import Leading, leading_left_vectors
 Rank = int | Int[Array | np.ndarray, ""]
 
 
-def latent_size(rank: Rank | None, width: int, columns: str) -> tuple[int, Array | None]:
-    """The static number of latent functions, and the traced number of those in use.
+class Latent(NamedTuple):
+    """How many latent functions there are.
+
+    Attributes:
+        size: Their static number.
+        active: The traced number of those in use, the others are zero; None for all.
+        solver: What finds them.
+    """
+
+    size: int
+    active: Array | None
+    solver: str
+
+
+def latent(rank: Rank | None, width: int, columns: str, solver: str, solvers: tuple[str, ...]) -> Latent:
+    """The number of latent functions, and the solver that finds as many.
 
     Args:
         rank: What was asked for; None for everything.
         width: The most there can be.
         columns: What `width` counts, for error messages.
+        solver: The solver asked for.
+        solvers: Those that there are.
 
     Returns:
-        `rank` and None, or `width` and the traced rank.
+        `rank`, or `width` where `rank` is None or traced. "auto" is "dense" where it is traced.
 
     Raises:
-        ValueError: If `rank` is below 1 or above `width`.
-        TypeError: If it is no whole number.
+        ValueError: If `rank` is below 1 or above `width`, or the solver is unknown, or cannot mask a traced rank.
+        TypeError: If `rank` is no whole number.
     """
+    check_choice("solver", solver, solvers)
     if rank is None:
-        return width, None
+        return Latent(width, None, solver)
     if is_traced(rank):
-        return width, jnp.asarray(rank)
+        if solver not in ("auto", "dense"):
+            fail("solver", "be 'dense' for a traced `rank`", repr(solver))
+        return Latent(width, jnp.asarray(rank), "dense")
     size = check_count("rank", rank.item() if isinstance(rank, jax.Array) else rank, minimum=1)
     if size > width:
         fail("rank", f"be at most the number of {columns} ({width})", rank)
-    return size, None
+    return Latent(size, None, solver)
 
 
 def refuse_singular(
-    kind: str, values: np.ndarray, cutoff: float, needed: int, width: int, what: tuple[str, str]
+    estimator: str, values: np.ndarray, cutoff: float, needed: int, width: int, what: tuple[str, str]
 ) -> None:
     """Raises where no regularisation is asked for and the data do not hold what the estimator inverts.
 
     Args:
-        kind: The estimator, for the message.
+        estimator: Its name, for the message.
         values: Singular values or eigenvalues, the largest first.
         cutoff: Relative size below which one counts as zero.
         needed: How many must not be zero.
@@ -66,37 +86,21 @@ def refuse_singular(
     found = int((values > cutoff * values[0]).sum())
     if found < needed:
         raise ValueError(
-            f"`alpha` must be positive where {what[0]} is singular: {kind} needs rank {needed}, {what[1]} has rank "
-            f"{found} of {width}. Pass alpha > 0, drop dependent features or samples, or lower the rank."
+            f"`alpha` must be positive where {what[0]} is singular: {estimator} needs rank {needed}, {what[1]} has "
+            f"rank {found} of {width}. Pass alpha > 0, drop dependent features or samples, or lower the rank."
         )
-
-
-class Method(NamedTuple):
-    """The static choices of a fit.
-
-    Attributes:
-        kind: "ridge", "pcr" or "reduced_rank".
-        size: Latent functions.
-        solver: See `leading_left_vectors`.
-        route: "qr" or "covariance".
-        cutoff: Relative size below which a singular value of the data counts as zero.
-    """
-
-    kind: str
-    size: int
-    solver: str
-    route: str
-    cutoff: float
 
 
 class Basis(NamedTuple):
     """What latent functions span.
 
     Attributes:
-        vectors: U, [d, size].
+        vectors: U, [d, size], or W, [n, size].
         values: The estimator's singular values, falling: [size].
         rest: Those that follow, as far as the solver knows them. Without derivative, as `variance`.
-        variance: Eigenvalue number `size` of C_x, or for ridge the mean of all: what `alpha` is to be compared with.
+        variance: What `alpha` is to be compared with: eigenvalue number `size` of C_x or K (an upper bound of it,
+            tr(K) / size, where an iterative solver does not know it); for ridge regression the mean of those of C_x, or
+            the trace of K.
     """
 
     vectors: Array
@@ -105,144 +109,153 @@ class Basis(NamedTuple):
     variance: Array
 
 
-def whitened_basis(
-    method: Method,
-    x: Float[Array, "m d"],
-    y: Float[Array, "m dy"],
-    alpha: Float[Array, ""],
-    active: Int[Array, ""] | None = None,
-) -> Basis:
-    """U and the estimator's singular values, from rows with x^T x = C_x and x^T y = C_xy.
+class Whitening(NamedTuple):
+    """W with W^T (C_x + alpha I) W = I on the range of C_x, and what it makes of C_xy.
 
-    Args:
-        method: The estimator.
-        x: Rows of the states.
-        y: Rows of the successors.
+    Attributes:
+        vectors: W, [d, k].
+        deviations: Square roots of C_x's eigenvalues, falling: [k].
+        gain: g, [k], which alone of the two depends on `alpha`, so that all values of a sweep share f(y).
+        turned: f, W^T x^T y = g f(y).
+    """
+
+    vectors: Array
+    deviations: Array
+    gain: Array
+    turned: Callable[[Array], Array]
+
+
+class FeatureRegression(eqx.Module):
+    """Regression on explicit features.
+
+    Attributes:
+        x: Rows of the states with x^T x = C_x: [m, d].
+        y: Rows of the successors with x^T y = C_xy: [m, dy].
         alpha: Tikhonov regularisation.
-        active: Columns in use, the others are zero; default all.
-
-    Returns:
-        The basis, of static size.
+        active: Latent functions in use, the others are zero.
+        size: Latent functions.
+        solver: See `leading_left_vectors`.
+        route: "qr" or "covariance".
+        cutoff: Relative size below which a singular value of the data counts as zero.
     """
-    return _basis(method, x, y, alpha, jnp.asarray(method.size if active is None else active))
 
+    x: Array
+    y: Array
+    alpha: Array
+    active: Array
+    size: int = eqx.field(static=True)
+    solver: str = eqx.field(static=True)
+    route: str = eqx.field(static=True)
+    cutoff: float = eqx.field(static=True)
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _basis(method: Method, x: Array, y: Array, alpha: Array, active: Array) -> Basis:
-    if method.kind == "pcr" and method.solver != "dense":
-        basis, values, rest = _leading_directions(method, x, alpha)
-        deviations = values
-    else:
-        basis, deviations, gain, turned = _whitening(method, x, alpha)
-        if method.kind == "reduced_rank":
-            rows = turned(y)
-            number = min(method.size, *rows.shape)
-            vectors, values, rest = leading_left_vectors(rows, number, scale=gain, solver=method.solver)
-            basis = product(basis, vectors)
+    def scaled(self, values: Float[Array, " k"], right: Float[Array, "k d"]) -> tuple[Array, Array]:
+        """W from square roots of C_x's eigenvalues and from eigenvectors in rows, and the scale of its columns."""
+        kept = values > self.cutoff * values[0]
+        scale = jnp.where(kept, jax.lax.rsqrt(jnp.where(kept, values**2 + self.alpha, 1.0)), 0.0)
+        return right.T * scale[None], scale
+
+    def leading(self) -> Leading:
+        """The first `size` columns of W, and their deviations, without the others."""
+        if self.route == "covariance":
+            vectors, *squares = leading_left_vectors(product(self.x.T, self.x), self.size, solver=self.solver)
+            values, rest = (jnp.sqrt(part) for part in squares)
         else:
-            basis, values, rest = basis[:, : method.size], deviations[: method.size], deviations[method.size :]
-    if method.kind == "ridge":
-        variance = jnp.sum(deviations**2) / x.shape[1]
-    else:
-        variance = deviations[min(method.size, deviations.shape[0]) - 1] ** 2
-    missing = method.size - values.shape[0]  # fewer samples than the rank asked for
-    used = jnp.arange(method.size) < active
-    basis = jnp.pad(basis, ((0, 0), (0, missing))) * used[None]
-    return Basis(basis, jnp.pad(values, (0, missing)) * used, rest, variance)
+            root = gram_root(self.x) if self.x.shape[0] > self.x.shape[1] else self.x
+            vectors, values, rest = leading_left_vectors(root.T, min(self.size, *root.shape), solver=self.solver)
+        return Leading(self.scaled(values, vectors.T)[0], values, rest)
+
+    def whitening(self, *, crossed: bool) -> Whitening:
+        """W and what it makes of C_xy; without `crossed`, for W alone."""
+        x = self.x
+        if self.route == "covariance":
+            squares, vectors = jnp.linalg.eigh(product(x.T, x))
+            values, right = jnp.sqrt(jnp.maximum(squares, 0.0))[::-1], vectors.T[::-1]
+            whiten, scale = self.scaled(values, right)
+            return Whitening(whiten, values, scale, lambda y: product(right, product(x.T, y)))
+        tall = x.shape[0] > x.shape[1]
+        if tall and not crossed:  # which does without Q
+            orthogonal, root = None, gram_root(x)
+        else:
+            orthogonal, root = jnp.linalg.qr(x) if tall else (None, x)
+        left, values, right = jnp.linalg.svd(root, full_matrices=False)
+        whiten, scale = self.scaled(values, right)
+
+        def turned(y: Array) -> Array:
+            # Through Q: W^T (x^T y) would multiply the rounding of x^T y by W.
+            return product(left.T, y if orthogonal is None else product(orthogonal.T, y))
+
+        return Whitening(whiten, values, values * scale, turned)
+
+    def perturbed(self, tangent: "FeatureRegression") -> tuple[Array, ...]:
+        """The slope of C_x + alpha I; eigenvalues of C_x, falling, and its eigenvectors in rows; W and its scale."""
+        half = product(self.x.T, tangent.x)
+        slope = half + half.T + tangent.alpha * jnp.eye(self.x.shape[1], dtype=self.x.dtype)
+        squares, vectors = jnp.linalg.eigh(product(self.x.T, self.x))
+        squares, right = jnp.maximum(squares, 0.0)[::-1], vectors.T[::-1]
+        return slope, squares, right, *self.scaled(jnp.sqrt(squares), right)
+
+    def pull(self, whiten: Float[Array, "d k"]) -> Float[Array, "k d"]:
+        """W^T (C_x + alpha I): takes U = W E back to E."""
+        return product(product(whiten.T, self.x.T), self.x) + self.alpha * whiten.T
 
 
-def _leading_directions(method: Method, x: Array, alpha: Array) -> Leading:
-    """The first columns of W and deviations of `_whitening`, without the others."""
-    if method.route == "covariance":
-        vectors, *squares = leading_left_vectors(product(x.T, x), method.size, solver=method.solver)
-        values, rest = (jnp.sqrt(part) for part in squares)
-    else:
-        root = gram_root(x) if x.shape[0] > x.shape[1] else x
-        vectors, values, rest = leading_left_vectors(root.T, min(method.size, *root.shape), solver=method.solver)
-    return Leading(_scaled(method, values, vectors.T, alpha)[0], values, rest)
+class Turned(NamedTuple):
+    """K = P diag(values) P^T, falling; (values (values + alpha))^(-1/2); g L' g with L' = P^T L P and P g^2 P^T = T."""
+
+    vectors: Array
+    values: Array
+    scale: Array
+    gain: Array
+    turned: Array
 
 
-def _whitening(method: Method, x: Array, alpha: Array) -> tuple[Array, Array, Array, Callable[[Array], Array]]:
-    """W [d, k], W^T (C_x + alpha I) W = I on the range of C_x; falling deviations [k]; g [k] and f, W^T x^T y = g f(y).
+class KernelRegression(eqx.Module):
+    """Regression in the space of a kernel.
 
-    `alpha` is in g alone, so that all values of a sweep share f(y).
+    Attributes:
+        x: K = k(X, X) / n: [n, n].
+        y: L = k(Y, Y) / n: [n, n].
+        alpha: Tikhonov regularisation.
+        active: Latent functions in use, the others are zero.
+        size: Latent functions.
+        solver: One that the estimator knows for kernels, "auto" decided.
     """
-    if method.route == "covariance":
-        squares, vectors = jnp.linalg.eigh(product(x.T, x))
-        values, right = jnp.sqrt(jnp.maximum(squares, 0.0))[::-1], vectors.T[::-1]
-        whiten, scale = _scaled(method, values, right, alpha)
-        return whiten, values, scale, lambda y: product(right, product(x.T, y))
-    tall = x.shape[0] > x.shape[1]
-    if tall and method.kind != "reduced_rank":  # which does without Q
-        orthogonal, root = None, gram_root(x)
-    else:
-        orthogonal, root = jnp.linalg.qr(x) if tall else (None, x)
-    left, values, right = jnp.linalg.svd(root, full_matrices=False)
-    whiten, scale = _scaled(method, values, right, alpha)
 
-    def turned(y: Array) -> Array:
-        # Through Q: W^T (x^T y) would multiply the rounding of x^T y by W.
-        return product(left.T, y if orthogonal is None else product(orthogonal.T, y))
+    x: Array
+    y: Array
+    alpha: Array
+    active: Array
+    size: int = eqx.field(static=True)
+    solver: str = eqx.field(static=True)
 
-    return whiten, values, values * scale, turned
+    @property
+    def cutoff(self) -> float:
+        """Relative size below which an eigenvalue of K counts as zero: 8 times the rounding unit.
 
+        Kernels of deficient rank have their zeros at 1.3 to 3.3 times the unit for 30 to 2000 samples. A cut-off that
+        grew with n would drop directions that the regularised risk needs.
+        """
+        return 8 * float(jnp.finfo(self.x.dtype).eps)
 
-def _scaled(method: Method, values: Array, right: Array, alpha: Array) -> tuple[Array, Array]:
-    kept = values > method.cutoff * values[0]
-    scale = jnp.where(kept, jax.lax.rsqrt(jnp.where(kept, values**2 + alpha, 1.0)), 0.0)
-    return right.T * scale[None], scale
+    def scale(self, values: Float[Array, " k"]) -> tuple[Array, Array]:
+        """(lambda (lambda + alpha))^(-1/2), zero where lambda is cut off, and where it is not."""
+        kept = values > self.cutoff * values[0]
+        safe = jnp.where(kept, values, 1.0)
+        return jnp.where(kept, jax.lax.rsqrt(safe) * jax.lax.rsqrt(safe + self.alpha), 0.0), kept
 
-
-@_basis.defjvp
-def _basis_jvp(method, primals, tangents):
-    """By perturbation theory of the covariances, with no rotation among the columns of U: they span, and no more."""
-    kind, size = method.kind, method.size
-    (x, y, alpha, active), (d_x, d_y, d_alpha, _) = primals, tangents
-    found = _basis(method, x, y, alpha, active)
-    basis, values = found.vectors, found.values
-
-    def slopes(d_basis: Array, d_values: Array) -> tuple[Basis, Basis]:
-        return found, Basis(d_basis, d_values, jnp.zeros_like(found.rest), jnp.zeros_like(found.variance))
-
-    half = product(x.T, d_x)
-    d_cov = half + half.T + d_alpha * jnp.eye(x.shape[1], dtype=x.dtype)
-    squares, vectors = jnp.linalg.eigh(product(x.T, x))
-    squares, right = jnp.maximum(squares, 0.0)[::-1], vectors.T[::-1]
-    whiten, scale = _scaled(method, jnp.sqrt(squares), right, alpha)
-
-    def inverse(block: Array) -> Array:
-        return product(whiten, product(whiten.T, block))
-
-    if kind != "reduced_rank":
-        mixed = product(product(right, d_cov), right.T)
-        d_values = halved(jnp.diagonal(mixed)[:size] - d_alpha, values)
-        if kind == "ridge":
-            return slopes(-0.5 * inverse(product(d_cov, basis)), d_values)
-        # U = V G^(-1/2) with V the leading directions, G = V^T (C_x + alpha) V.
-        used = (jnp.arange(size) < active) & jnp.any(basis != 0, 0)  # and none that is cut off
-        outside = mixing(mixed[:, :size], squares, jnp.sum(used))
-        own = whiten[:, :size] * used[None]
-        scale = scale[:size] * used
-        inside = -0.5 * scale[:, None] * mixed[:size, :size] * scale[None]
-        d_own = product(right.T, outside * scale[None]) + product(own, inside)
-        return slopes(product(d_own, product(_pull(own, x, alpha), basis)), d_values)  # in the fit's columns
-    rows = product(whiten.T, product(x.T, y))
-    d_cross = product(d_x.T, y) + product(x.T, d_y)
-    d_rows = product(whiten.T, d_cross) - 0.5 * product(product(whiten.T, product(d_cov, whiten)), rows)
-    left, sizes, _ = jnp.linalg.svd(rows, full_matrices=rows.shape[0] > rows.shape[1])
-    squares = jnp.pad(sizes, (0, left.shape[1] - sizes.shape[0])) ** 2
-    d_square = product(d_rows, rows.T)
-    # The solver's own columns of U, and not the decomposition's: the two differ by a rotation.
-    turn = product(product(left[:, :size].T, _pull(whiten, x, alpha)), basis)
-    mixed = product(product(left.T, d_square + d_square.T), left)
-    outside = mixing(mixed[:, :size], squares, active)
-    d_basis = product(whiten, product(product(left, outside), turn)) - 0.5 * inverse(product(d_cov, basis))
-    return slopes(d_basis, halved(jnp.diagonal(mixed)[:size], values))
+    def in_eigenbasis(self) -> Turned:
+        """Both matrices in the eigenbasis of K."""
+        values, vectors = jnp.linalg.eigh(self.x)
+        values, vectors = values[::-1], vectors[:, ::-1]
+        scale, _ = self.scale(values)
+        return Turned(vectors, values, scale, (scale * values)[:, None], product(vectors.T, product(self.y, vectors)))
 
 
-def _pull(whiten: Array, x: Array, alpha: Array) -> Array:
-    """W^T (C_x + alpha I): takes U = W E back to E."""
-    return product(product(whiten.T, x.T), x) + alpha * whiten.T
+def leading_of(matrix: Float[Array, "n n"], size: int) -> Leading:
+    """Leading eigenpairs of a symmetric matrix, by its whole decomposition."""
+    values, vectors = jnp.linalg.eigh(matrix)
+    values = values[::-1]
+    return Leading(vectors[:, ::-1][:, :size], values[:size], values[size:])
 
 
 def mixing(

@@ -14,9 +14,10 @@ from dissociation.figures.artifacts import Parts
 from dissociation.members import member
 from dissociation.progress import MeterFactory
 from dissociation.training import Progress
+from koopman.estimators import ReducedRank
 from koopman.figures.films import Forecaster, Latent, Pixels
 from koopman.learn import encode, train_autoencoders, train_classifiers, train_encoders, validation_loss
-from koopman.operators import fit_reduced_rank
+from koopman.operators import fit
 from koopman.pairs import lagged_pairs
 
 
@@ -176,5 +177,5 @@ def _fitted(
 def _fit(features: Any, images: Array, rank: int, alpha: float, center: bool, decoder: Any) -> Forecaster:
     x, y = lagged_pairs(encode(features, images))
     observable = images[1:] if decoder is None else None
-    operator = fit_reduced_rank(x, y, rank=rank, alpha=alpha, observable=observable, center=center)
+    operator = fit(ReducedRank(rank, alpha), x, y, observable=observable, center=center)
     return Forecaster(features, operator, decoder)

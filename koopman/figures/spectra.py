@@ -30,10 +30,10 @@ from koopman.datasets.exact import ExactSpectrum
 from koopman.datasets.langevin import prinz_langevin, prinz_spectrum
 from koopman.datasets.maps import logistic_features, logistic_map, logistic_spectrum
 from koopman.datasets.systems import ornstein_uhlenbeck, ornstein_uhlenbeck_spectrum
+from koopman.estimators import PrincipalComponents, ReducedRank, Ridge
 from koopman.fitted import Operator
 from koopman.kernels import RBF
-from koopman.nystroem import fit_nystroem
-from koopman.operators import fit_pcr, fit_reduced_rank, fit_ridge
+from koopman.operators import fit
 from koopman.pairs import lagged_pairs
 from koopman.spectrum import decompose, right_eigenfunctions
 
@@ -280,13 +280,13 @@ def _trials(config: Config, system: System, length: int, key: Array) -> dict[str
     def one(key: Array) -> dict[str, Array]:
         x, y = lagged_pairs(system.sample(length, key), system.lag)
         features = system.features(x), system.features(y)
-        options = {"rank": system.rank, "alpha": config.alpha}
+        reduced_rank = ReducedRank(system.rank, config.alpha)
         kernel = RBF(system.length_scale)
         fitted: dict[str, tuple[Operator, Array]] = {
-            "ridge": (fit_ridge(*features, alpha=config.alpha), system.features(grid)),
-            "pcr": (fit_pcr(*features, **options), system.features(grid)),
-            "reduced_rank": (fit_reduced_rank(*features, **options), system.features(grid)),
-            "nystroem": (fit_nystroem(x, y, kernel, centres, **options), grid),
+            "ridge": (fit(Ridge(config.alpha), *features), system.features(grid)),
+            "pcr": (fit(PrincipalComponents(system.rank, config.alpha), *features), system.features(grid)),
+            "reduced_rank": (fit(reduced_rank, *features), system.features(grid)),
+            "nystroem": (fit(reduced_rank, x, y, kernel=kernel, centres=centres), grid),
         }
         out = {}
         for name, (operator, where) in fitted.items():

@@ -9,7 +9,8 @@ from koopman.datasets.langevin import prinz_langevin
 from koopman.datasets.linear import linear_system
 from koopman.datasets.maps import logistic_features, logistic_map
 from koopman.datasets.systems import duffing, lorenz63, ornstein_uhlenbeck
-from koopman.operators import fit_reduced_rank, fit_ridge
+from koopman.estimators import ReducedRank, Ridge
+from koopman.operators import fit
 from koopman.pairs import lagged_pairs
 
 
@@ -39,8 +40,8 @@ def test_float32_is_within_a_thousandth_of_float64(name, key):
     with jax.enable_x64(True):
         single = lagged_pairs(features(states).astype(np.float32), lag)
         double = [np.asarray(part, float) for part in single]
-        fit = jax.jit(lambda x, y: fit_reduced_rank(x, y, rank=4, alpha=1e-6))
-        one, exact = fit(*single), fit(*double)
+        fitted = jax.jit(lambda x, y: fit(ReducedRank(4, 1e-6), x, y))
+        one, exact = fitted(*single), fitted(*double)
         assert one.core.dtype == one.encode.matrix.dtype == jnp.float32
         forecasts, values = [], []
         for operator in (one, exact):
@@ -65,7 +66,7 @@ def test_errors_fall_with_the_root_of_the_samples(key):
     def core(path):
         x = path[:, 0]
         features = jnp.stack([jnp.ones_like(x), x, (x**2 - 1) / jnp.sqrt(2.0)], 1)
-        return fit_ridge(*lagged_pairs(features), alpha=1e-6).core
+        return fit(Ridge(1e-6), *lagged_pairs(features)).core
 
     found = [np.sort(np.linalg.eigvals(core(paths[:, : length + 1])).real)[:, ::-1] for length in lengths]
     errors = [np.sqrt(np.mean((values - truth[None]) ** 2, 0)) for values in found]

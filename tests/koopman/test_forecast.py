@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 from koopman import diagnostics
+from koopman.estimators import ReducedRank, Ridge
 from koopman.forecast import matrix_powers, predict, r2_score, risk, score
 from koopman.generator import fit_generator
-from koopman.operators import fit_reduced_rank, fit_ridge
+from koopman.operators import fit
 from koopman.pairs import lagged_pairs
 
 
@@ -22,7 +23,7 @@ def trajectory(n=200, seed=0):
 def test_powers_of_the_operator():
     with jax.enable_x64(True):
         x, y = (np.asarray(a) for a in lagged_pairs(trajectory()[1]))
-        operator = fit_reduced_rank(x, y, rank=2, alpha=1e-3)
+        operator = fit(ReducedRank(2, 1e-3), x, y)
         matrix = np.asarray(operator.encode.matrix @ operator.dual.matrix.T)
         steps = [1, 2, 3, 7, 100]
         many = predict(operator, x[:5], steps)
@@ -37,7 +38,7 @@ def test_powers_of_the_operator():
 def test_far_ahead_nothing_overflows_on_the_way():
     # An unstable operator: squares beyond those needed overflow float32, and must not reach the result.
     grow = np.asarray([[1.0], [1.5], [2.25], [3.375]], np.float32)
-    operator = fit_ridge(grow[:-1], grow[1:], alpha=0.0)
+    operator = fit(Ridge(0.0), grow[:-1], grow[1:])
     np.testing.assert_allclose(predict(operator, grow[:1], 130), 1.5**130, rtol=1e-4)
     np.testing.assert_allclose(jax.jit(lambda s: predict(operator, grow[:1], s))(130), 1.5**130, rtol=1e-4)
 
@@ -67,7 +68,7 @@ def test_powers_below_zero_are_no_numbers():
     np.testing.assert_array_equal(traced[1:], [np.eye(2), 8 * np.eye(2)])
     with pytest.raises((ValueError, TypeError), match="square|matrix"):
         matrix_powers(jnp.ones((2, 3)), np.asarray([1]))
-    operator = fit_ridge(*lagged_pairs(PATH))
+    operator = fit(Ridge(), *lagged_pairs(PATH))
     assert jnp.isnan(jax.jit(lambda s: predict(operator, PATH[:2], s))(0)).all()
 
 
@@ -91,7 +92,7 @@ def test_score_compares_what_was_forecast_with_what_came(lag, steps):
         for _ in range(60):
             path.append(matrix @ path[-1])
         path = np.asarray(path)
-        operator = fit_ridge(*lagged_pairs(path, lag), alpha=0.0)
+        operator = fit(Ridge(0.0), *lagged_pairs(path, lag))
         np.testing.assert_allclose(score(operator, path, lag=lag, steps=steps), 1.0, atol=1e-9)
         # The negative control: compared one sample off, an exact forecast is not perfect.
         assert score(operator, path[:-1], lag=lag, steps=steps, observable=path[1:]) < 0.99
@@ -102,7 +103,7 @@ def test_score_is_a_metric_of_an_observable():
         path = trajectory()[1]
         x, y = lagged_pairs(path)
         energy = (path**2).sum(1, keepdims=True)
-        operator = fit_ridge(x, y, observable=energy[1:])
+        operator = fit(Ridge(), x, y, observable=energy[1:])
         found = score(operator, path, observable=energy)
         np.testing.assert_allclose(found, r2_score(energy[1:], predict(operator, x)), rtol=1e-12)
         error = score(operator, path, observable=energy, metric=lambda a, b: jnp.mean((a - b) ** 2))
@@ -124,7 +125,7 @@ def test_r2_against_scikit_learn():
 def test_risk_is_the_mean_squared_error_of_features():
     with jax.enable_x64(True):
         x, y = lagged_pairs(trajectory()[1])
-        operator = fit_ridge(x, y, alpha=0.1)
+        operator = fit(Ridge(0.1), x, y)
         np.testing.assert_allclose(risk(operator, x, y), jnp.mean(jnp.sum((y - predict(operator, x)) ** 2, 1)))
 
 
@@ -146,14 +147,14 @@ PATH = trajectory(20)[1]
     ],
 )
 def test_bad_input_is_refused(call, words):
-    operator = fit_ridge(*lagged_pairs(PATH))
+    operator = fit(Ridge(), *lagged_pairs(PATH))
     with pytest.raises((ValueError, TypeError)) as caught:
         call(operator)
     assert isinstance(caught.value, TypeError) or caught.match(words)
 
 
 def test_steps_beyond_the_integers_are_named():
-    operator = fit_ridge(*lagged_pairs(trajectory()[1].astype(np.float32)))
+    operator = fit(Ridge(), *lagged_pairs(trajectory()[1].astype(np.float32)))
     x = np.ones((2, 3), np.float32)
     assert np.abs(predict(operator, x, 2**31 - 1)).max() < 1e-6
     for steps in (2**31, 4294967297, 2**40, 10**30, [1, 2**31], np.asarray([3, 2**40])):  # 2^32 + 1 was step 1
@@ -177,7 +178,7 @@ def test_scores_do_not_depend_on_units(scale):
 
 
 def test_float64_that_becomes_float32_is_named():
-    operator = fit_ridge(*lagged_pairs(trajectory()[1].astype(np.float32)))
+    operator = fit(Ridge(), *lagged_pairs(trajectory()[1].astype(np.float32)))
     x = np.ones((3, 3)) + np.eye(3)
     for call in (
         lambda x: predict(operator, x),
@@ -192,7 +193,7 @@ def test_float64_that_becomes_float32_is_named():
 
 
 def test_what_is_not_finite_is_forecast_as_such():
-    operator = fit_ridge(*lagged_pairs(trajectory()[1].astype(np.float32)))
+    operator = fit(Ridge(), *lagged_pairs(trajectory()[1].astype(np.float32)))
     x = np.ones((2, 3), np.float32)
     x[1, 0] = np.nan
     found = np.asarray(predict(operator, x))

@@ -1,17 +1,19 @@
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from koopman import nystroem
+from koopman.estimators import PrincipalComponents, ReducedRank, Ridge
 from koopman.forecast import predict, risk
 from koopman.kernels import RBF, Linear, Polynomial
-from koopman.nystroem import choose_centres, fit_kernel_pcr, fit_kernel_reduced_rank, fit_kernel_ridge, fit_nystroem
-from koopman.operators import fit_pcr, fit_reduced_rank, fit_ridge
-from koopman.pairs import lagged_pairs
+from koopman.nystroem import choose_centres
+from koopman.operators import fit
+from koopman.pairs import lagged_pairs, moments
 from koopman.spectrum import decompose, eigenvalues, left_eigenfunctions, right_eigenfunctions, singular_values
 
-KINDS = ("ridge", "pcr", "reduced_rank")
+KINDS = {"ridge": Ridge, "pcr": partial(PrincipalComponents, 2), "reduced_rank": partial(ReducedRank, 2)}
 
 
 def states(n=120, d=3, seed=0):
@@ -23,9 +25,8 @@ def states(n=120, d=3, seed=0):
     return np.asarray(path)
 
 
-def fit_kernel(kind, x, y, kernel, **options):
-    fit = {"ridge": fit_kernel_ridge, "pcr": fit_kernel_pcr, "reduced_rank": fit_kernel_reduced_rank}[kind]
-    return fit(x, y, kernel, **({} if kind == "ridge" else {"rank": 2}), **options)
+def fit_kernel(kind, x, y, kernel, centres=None, **options):
+    return fit(KINDS[kind](**options), x, y, kernel=kernel, centres=centres)
 
 
 @pytest.mark.parametrize(
@@ -41,8 +42,7 @@ def test_the_linear_kernel_is_explicit_regression(kind, solver):
         x, y = (np.asarray(a) for a in lagged_pairs(states()))
         options = {} if kind == "ridge" else {"solver": solver}
         found = fit_kernel(kind, x, y, Linear(), alpha=1e-2, **options)
-        explicit = {"ridge": fit_ridge, "pcr": fit_pcr, "reduced_rank": fit_reduced_rank}[kind]
-        wanted = explicit(x, y, alpha=1e-2, **({} if kind == "ridge" else {"rank": 2}))
+        wanted = fit(KINDS[kind](alpha=1e-2), x, y)
         rank = 3 if kind == "ridge" else 2
         np.testing.assert_allclose(eigenvalues(found)[:rank], eigenvalues(wanted), atol=1e-7)
         np.testing.assert_allclose(predict(found, x[:7], [1, 3]), predict(wanted, x[:7], [1, 3]), atol=1e-7)
@@ -67,13 +67,13 @@ def test_against_kooplearn(kind, solver):
         reduced = kind == "reduced_rank"
         options = {"n_components": 4, "alpha": 1e-3, "kernel": "rbf", "gamma": 0.5, "eigen_solver": "dense"}
         peer = kernel.KernelRidge(reduced_rank=reduced, **options).fit(path)
-        fit = fit_kernel_reduced_rank if reduced else fit_kernel_pcr
-        found = fit(x, y, RBF(1.0), rank=4, alpha=1e-3, solver=solver)
+        estimator = (ReducedRank if reduced else PrincipalComponents)(4, 1e-3, solver=solver)
+        found = fit(estimator, x, y, kernel=RBF(1.0))
         np.testing.assert_allclose(
             np.sort_complex(eigenvalues(found, undo_shrinkage=False)), np.sort_complex(peer.eig()), atol=1e-6
         )
         # The peer's kernel forecasts read the states of x where its linear ones read those of y: one step less ahead.
-        behind = fit(x, y, RBF(1.0), rank=4, alpha=1e-3, solver=solver, observable=x)
+        behind = fit(estimator, x, y, kernel=RBF(1.0), observable=x)
         np.testing.assert_allclose(predict(behind, x[:9], 3), peer.predict(path[:9], n_steps=3), atol=1e-6)
         np.testing.assert_allclose(risk(found, x, y), peer.risk(), atol=1e-6)
 
@@ -88,10 +88,11 @@ def test_centres_against_kooplearn(kind):
         x, y = lagged_pairs(path)
         options = {"kernel": "poly", "gamma": 1.0, "degree": 2, "coef0": 1.0, "n_centers": 6, "random_state": 0}
         reduced = kind == "reduced_rank"
+        estimator = (ReducedRank if reduced else PrincipalComponents)(3, 0.0)
         peer = kernel.NystroemKernelRidge(
             n_components=3, alpha=1e-12, reduced_rank=reduced, eigen_solver="dense", **options
         ).fit(path)
-        found = fit_nystroem(x, y, Polynomial(2), x[peer.nys_centers_idxs_], kind=kind, rank=3, alpha=0.0)
+        found = fit(estimator, x, y, kernel=Polynomial(2), centres=x[peer.nys_centers_idxs_])
         values, right = peer.eig(eval_right_on=path[:20])
         order = np.argsort(-np.abs(values))
         np.testing.assert_allclose(eigenvalues(found, undo_shrinkage=False), values[order], atol=1e-6)
@@ -107,9 +108,8 @@ def test_all_samples_as_centres_are_the_exact_kernel(kind):
         x, y = (np.asarray(a) for a in lagged_pairs(states(80)))
         kernel = Polynomial(2)
         exact = fit_kernel(kind, x, y, kernel, alpha=1e-2)
-        options = {} if kind == "ridge" else {"rank": 2}
-        found = fit_nystroem(x, y, kernel, x, kind=kind, alpha=1e-2, **options)
-        rank = 2 if options else 10
+        found = fit_kernel(kind, x, y, kernel, x, alpha=1e-2)
+        rank = 10 if kind == "ridge" else 2
         np.testing.assert_allclose(eigenvalues(found)[:rank], eigenvalues(exact)[:rank], atol=1e-6)
         np.testing.assert_allclose(predict(found, x[:5], 2), predict(exact, x[:5], 2), atol=1e-6)
         np.testing.assert_allclose(risk(found, x, y), risk(exact, x, y), rtol=1e-5)
@@ -119,11 +119,11 @@ def test_centres_approach_the_exact_kernel():
     with jax.enable_x64(True):
         x, y = (np.asarray(a) for a in lagged_pairs(states(400)))
         kernel = RBF(1.0)
-        exact = predict(fit_kernel_reduced_rank(x, y, kernel, rank=4, alpha=1e-3), x)
+        exact = predict(fit(ReducedRank(4, 1e-3), x, y, kernel=kernel), x)
         errors = {}
         for number in (10, 40, 160):
             chosen = choose_centres(x, number, key=jax.random.key(0))
-            found = fit_nystroem(x, y, kernel, x[chosen], rank=4, alpha=1e-3)
+            found = fit(ReducedRank(4, 1e-3), x, y, kernel=kernel, centres=x[chosen])
             errors[number] = float(jnp.abs(predict(found, x) - exact).max())
         assert errors[160] < 0.1 * errors[40] < 0.1 * errors[10] or errors[160] < 1e-3 < errors[10]
 
@@ -149,7 +149,7 @@ def test_jit_vmap_and_loop_agree():
     alphas = jnp.asarray([1e-3, 1e-2, 0.05])
 
     def fitted(alpha):
-        return predict(fit_kernel_reduced_rank(x, y, RBF(1.0), rank=3, alpha=alpha), x[:5], 2)
+        return predict(fit(ReducedRank(3, alpha), x, y, kernel=RBF(1.0)), x[:5], 2)
 
     loop = np.stack([fitted(alpha) for alpha in alphas])
     np.testing.assert_allclose(jax.jit(jax.vmap(fitted))(alphas), loop, atol=1e-4)
@@ -182,28 +182,27 @@ def test_gradients_against_finite_differences(kind, solver, kernel):
         np.testing.assert_allclose(slopes, numeric, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["pcr", "reduced_rank"])
+@pytest.mark.parametrize("kind", [PrincipalComponents, ReducedRank])
 def test_ranks_by_masking(kind):
     with jax.enable_x64(True):
         x, y = (np.asarray(a) for a in lagged_pairs(states(25)))
-        exact = {"pcr": fit_kernel_pcr, "reduced_rank": fit_kernel_reduced_rank}[kind]
 
         def value(alpha, rank):
-            return risk(exact(x, y, RBF(1.0), rank=rank, alpha=alpha), x, y)
+            return risk(fit(kind(rank, alpha), x, y, kernel=RBF(1.0)), x, y)
 
         both = jax.value_and_grad(value)
         swept = jax.jit(jax.vmap(lambda rank: both(1e-2, rank)))(jnp.asarray([1, 3]))
         own = [jax.jit(lambda alpha, rank=rank: both(alpha, rank))(1e-2) for rank in (1, 3)]
         np.testing.assert_allclose(np.stack(swept, 1), np.asarray(own), rtol=1e-6)
         with pytest.raises(ValueError, match="`solver` must be 'dense' for a traced `rank`"):
-            jax.jit(lambda rank: exact(x, y, RBF(1.0), rank=rank, solver="krylov"))(2)
+            jax.jit(lambda rank: fit(kind(rank, solver="krylov"), x, y, kernel=RBF(1.0)))(2)
 
 
 def test_ranks_by_masking_on_centres():
     x, y = (np.asarray(a, np.float32) for a in lagged_pairs(states(25)))
 
     def value(rank):
-        return risk(fit_nystroem(x, y, RBF(1.0), x[:8], rank=rank, alpha=1e-2), x, y)
+        return risk(fit(ReducedRank(rank, 1e-2), x, y, kernel=RBF(1.0), centres=x[:8]), x, y)
 
     swept = jax.jit(jax.vmap(value))(jnp.asarray([1, 3]))
     np.testing.assert_allclose(swept, [jax.jit(lambda rank=rank: value(rank))() for rank in (1, 3)], rtol=1e-4)
@@ -218,11 +217,11 @@ def test_float32_on_whole_kernel_matrices(kernel, number):
     rank = 3 if isinstance(kernel, Linear) else 8
     alpha = 1e-4 * float(np.mean(jnp.diagonal(kernel(x, x))))
     with jax.enable_x64(True):
-        exact = fit_kernel_reduced_rank(x, y, kernel, rank=rank, alpha=alpha)
+        exact = fit(ReducedRank(rank, alpha), x, y, kernel=kernel)
         wanted = float(risk(exact, x, y)), np.abs(eigenvalues(exact))
     x, y = x.astype(np.float32), y.astype(np.float32)
     for solver in ("auto", "spectral", "krylov"):
-        found = fit_kernel_reduced_rank(x, y, kernel, rank=rank, alpha=alpha, solver=solver)
+        found = fit(ReducedRank(rank, alpha, solver=solver), x, y, kernel=kernel)
         np.testing.assert_allclose(risk(found, x, y), wanted[0], rtol=2e-3)
         np.testing.assert_allclose(np.abs(eigenvalues(found)), wanted[1], atol=5e-3)
 
@@ -232,23 +231,23 @@ def test_an_alpha_below_the_rounding_of_a_factor_is_said():
     x, y = path[:-1], path[1:]
     kernel = Polynomial(3)
     with pytest.warns(UserWarning, match="orthonormal only to .* rounding of float32 outweighs `alpha`"):
-        fit_kernel_reduced_rank(x, y, kernel, rank=8, alpha=1e-6, solver="krylov")
-    fit_kernel_reduced_rank(x, y, kernel, rank=8, alpha=1e-3, solver="krylov")
-    fit_kernel_reduced_rank(x, y, kernel, rank=8, alpha=1e-6)
+        fit(ReducedRank(8, 1e-6, solver="krylov"), x, y, kernel=kernel)
+    fit(ReducedRank(8, 1e-3, solver="krylov"), x, y, kernel=kernel)
+    fit(ReducedRank(8, 1e-6), x, y, kernel=kernel)
 
 
 def test_what_auto_stands_for():
     gram = jnp.eye(1600, dtype=jnp.float32) / 1600
     floor = 100 * float(jnp.finfo(jnp.float32).eps)
     for alpha, wanted in ((2 * floor, "krylov"), (0.5 * floor, "spectral"), (0.0, "spectral")):
-        assert nystroem._solver("reduced_rank", gram, jnp.asarray(alpha), 5) == wanted
-    assert nystroem._solver("pcr", gram, jnp.asarray(0.0), 5) == "krylov"
-    assert nystroem._solver("reduced_rank", gram, jnp.asarray(1.0), 101) == "dense"
-    assert nystroem._solver("reduced_rank", gram[:1000, :1000], jnp.asarray(1.0), 5) == "dense"
+        assert ReducedRank(5).choose_kernel_solver(gram, jnp.asarray(alpha), 5) == wanted
+    assert PrincipalComponents(5).choose_kernel_solver(gram, jnp.asarray(0.0), 5) == "krylov"
+    assert ReducedRank(101).choose_kernel_solver(gram, jnp.asarray(1.0), 101) == "dense"
+    assert ReducedRank(5).choose_kernel_solver(gram[:1000, :1000], jnp.asarray(1.0), 5) == "dense"
     said = []
-    jax.jit(lambda alpha: said.append(nystroem._solver("reduced_rank", gram, alpha, 5)))(1.0)
+    jax.jit(lambda alpha: said.append(ReducedRank(5).choose_kernel_solver(gram, alpha, 5)))(1.0)
     with jax.enable_x64(True):
-        jax.jit(lambda gram: said.append(nystroem._solver("reduced_rank", gram, jnp.ones(()), 5)))(
+        jax.jit(lambda gram: said.append(ReducedRank(5).choose_kernel_solver(gram, jnp.ones(()), 5)))(
             np.asarray(gram, float)
         )
     assert said == ["spectral", "krylov"]
@@ -264,12 +263,11 @@ def test_the_default_regularisation_follows_the_kernel(scale):
             found = fit_kernel(kind, scale * x, scale * y, Linear())
             np.testing.assert_allclose(eigenvalues(found)[:2], eigenvalues(wanted)[:2], rtol=1e-8)
             np.testing.assert_allclose(found.alpha, 1e-6 * scale**2 * np.mean(np.sum(x**2, 1)), rtol=1e-10)
-            options = {} if kind == "ridge" else {"rank": 2}
-            centres = fit_nystroem(scale * x, scale * y, Linear(), scale * x[:9], kind=kind, **options)
+            centres = fit_kernel(kind, scale * x, scale * y, Linear(), scale * x[:9])
             np.testing.assert_allclose(centres.alpha, found.alpha, rtol=1e-8)
             np.testing.assert_allclose(eigenvalues(centres)[:2], eigenvalues(wanted)[:2], rtol=1e-6)
         with pytest.warns(UserWarning, match=r"exceeds eigenvalue 2 of k\(X, X\) / n"):
-            fit_kernel_pcr(x, y, Linear(), rank=2, alpha=100.0)
+            fit(PrincipalComponents(2, 100.0), x, y, kernel=Linear())
 
 
 def test_plain_functions_are_kernels_under_jit():
@@ -278,25 +276,26 @@ def test_plain_functions_are_kernels_under_jit():
     def gaussian(a, b):
         return jnp.exp(-0.5 * jnp.sum((a[:, None] - b[None]) ** 2, -1))
 
-    for fit in (fit_kernel_reduced_rank, lambda *a, **k: fit_nystroem(*a, x[:10], **k)):
-        operator = jax.jit(lambda x, y, fit=fit: fit(x, y, gaussian, rank=3, alpha=1e-2))(x, y)
+    for centres in (None, x[:10]):
+        fitted = partial(fit, ReducedRank(3, 1e-2), centres=centres)
+        operator = jax.jit(partial(fitted, kernel=gaussian))(x, y)
         found = jax.jit(predict)(operator, x[:5])
-        wanted = jax.jit(lambda x, y, fit=fit: predict(fit(x, y, RBF(1.0), rank=3, alpha=1e-2), x[:5]))(x, y)
+        wanted = jax.jit(lambda x, y, fitted=fitted: predict(fitted(x, y, kernel=RBF(1.0)), x[:5]))(x, y)
         np.testing.assert_allclose(found, wanted, atol=1e-4)
 
 
 def test_a_singular_kernel_matrix_is_named():
     x, y = lagged_pairs(states(30))
     for call, needed in (
-        (lambda: fit_kernel_ridge(x, y, Linear(), alpha=0.0), "ridge needs rank 30"),
-        (lambda: fit_kernel_pcr(x, y, Linear(), rank=4, alpha=0.0), "pcr needs rank 4"),
-        (lambda: fit_kernel_reduced_rank(x, y, Linear(), rank=2, alpha=0.0), "reduced_rank needs rank 30"),
+        (lambda: fit(Ridge(0.0), x, y, kernel=Linear()), "Ridge needs rank 30"),
+        (lambda: fit(PrincipalComponents(4, 0.0), x, y, kernel=Linear()), "PrincipalComponents needs rank 4"),
+        (lambda: fit(ReducedRank(2, 0.0), x, y, kernel=Linear()), "ReducedRank needs rank 30"),
     ):
         with pytest.raises(ValueError, match=f"{needed}, K has rank 3 of 30. Pass alpha > 0"):
             call()
     # Three principal directions there are; under jit the rank found is reported.
-    assert np.isfinite(fit_kernel_pcr(x, y, Linear(), rank=3, alpha=0.0).core).all()
-    inside = jax.jit(lambda x, y: fit_kernel_ridge(x, y, Linear(), alpha=0.0))(x, y)
+    assert np.isfinite(fit(PrincipalComponents(3, 0.0), x, y, kernel=Linear()).core).all()
+    inside = jax.jit(lambda x, y: fit(Ridge(0.0), x, y, kernel=Linear()))(x, y)
     assert int(inside.effective_rank) == 3
     assert np.isfinite(inside.core).all()
 
@@ -327,16 +326,16 @@ def test_kernel_values_beyond_float32_are_refused():
     ):
         x, y = lagged_pairs(np.float32(scale) * states().astype(np.float32))
         with pytest.raises(ValueError, match=words):
-            fit_kernel_ridge(x, y, kernel)
+            fit(Ridge(), x, y, kernel=kernel)
 
 
 @pytest.mark.parametrize("kernel", [Linear(), Polynomial(2), RBF(1e6)])
 def test_states_that_are_all_but_one_to_the_kernel_are_named(kernel):
     path = states().astype(np.float32) + np.float32(0 if isinstance(kernel, RBF) else 1e5)
     x, y = lagged_pairs(path)
-    for fit in (lambda: fit_kernel("pcr", x, y, kernel), lambda: fit_nystroem(x, y, kernel, x[:9], kind="ridge")):
+    for kind, centres in (("pcr", None), ("ridge", x[:9])):
         with pytest.warns(UserWarning, match=r"k\(x, x\) varies about its mean") as seen:
-            fit()
+            fit_kernel(kind, x, y, kernel, centres)
         assert not any("center=True" in str(warning.message) for warning in seen)  # which these do not take
     fit_kernel("pcr", x - x.mean(0)[None], y - x.mean(0)[None], RBF(1.0))
     fit_kernel("pcr", np.ones_like(x), np.ones_like(x), kernel)  # the states are one, and nothing is lost
@@ -345,9 +344,9 @@ def test_states_that_are_all_but_one_to_the_kernel_are_named(kernel):
 def test_an_alpha_above_kernel_values_is_named():
     with jax.enable_x64(True):
         x, y = lagged_pairs(states())
-        fit_kernel_ridge(x, y, RBF(1.0), alpha=0.9)
+        fit(Ridge(0.9), x, y, kernel=RBF(1.0))
         with pytest.warns(UserWarning, match=r"`alpha` \(1.1\) exceeds the mean of k\(x, x\) \(1\)"):
-            fit_kernel_ridge(x, y, RBF(1.0), alpha=1.1)
+            fit(Ridge(1.1), x, y, kernel=RBF(1.0))
 
 
 @pytest.mark.parametrize(
@@ -369,16 +368,16 @@ def test_an_alpha_above_kernel_values_is_named():
 )
 def test_what_is_no_kernel_is_refused(kernel, error, words):
     x = np.arange(12, dtype=np.float32).reshape(6, 2) % 5
-    for fit in (
-        lambda: fit_kernel_ridge(x, x, kernel),
-        lambda: fit_kernel_reduced_rank(x, x, kernel, rank=1),
-        lambda: fit_nystroem(x, x, kernel, x, rank=1),
+    for call in (
+        lambda: fit(Ridge(), x, x, kernel=kernel),
+        lambda: fit(ReducedRank(1), x, x, kernel=kernel),
+        lambda: fit(ReducedRank(1), x, x, kernel=kernel, centres=x),
     ):
         with pytest.raises(error, match=words):
-            fit()
+            call()
     if "shape" in words or "complex" in words:  # known also of what is traced
         with pytest.raises(error, match=words):
-            jax.jit(lambda x: fit_kernel_ridge(x, x, kernel))(x)
+            jax.jit(lambda x: fit(Ridge(), x, x, kernel=kernel))(x)
 
 
 X = np.ones((6, 2)) * np.arange(6)[:, None]
@@ -387,18 +386,30 @@ X = np.ones((6, 2)) * np.arange(6)[:, None]
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: fit_kernel_pcr(X, X[:-1], Linear(), rank=1), "with n = 6 as in `x`"),
-        (lambda: fit_kernel_pcr(X, X, Linear(), rank=7), "at most the number of samples"),
-        (lambda: fit_kernel_ridge(X, X, Linear(), alpha=-1.0), "`alpha`"),
-        (lambda: fit_kernel_pcr(X, X, Linear(), rank=1, solver="arnoldi"), "'krylov'"),
-        (lambda: fit_nystroem(X, X, Linear(), X, kind="lasso", rank=1), "'ridge', 'pcr', 'reduced_rank'"),
-        (lambda: fit_nystroem(X, X, Linear(), X, kind="pcr"), "`rank` must be given for 'pcr'"),
+        (lambda: fit(PrincipalComponents(1), X, X[:-1], kernel=Linear()), "with n = 6 as in `x`"),
+        (lambda: fit(PrincipalComponents(7), X, X, kernel=Linear()), "at most the number of samples"),
+        (lambda: fit(Ridge(-1.0), X, X, kernel=Linear()), "`alpha`"),
+        (lambda: fit(PrincipalComponents(1, solver="arnoldi"), X, X, kernel=Linear()), "'krylov'"),
+        (lambda: fit(Ridge, X, X), "`estimator` must be"),
+        (lambda: fit(Ridge(), X, X, centres=X), "`kernel` must be given with `centres`"),
+        (lambda: fit(Ridge(), moments(X, X), kernel=Linear()), "`x` must be states.*got moments"),
+        (lambda: fit(Ridge(), X, kernel=Linear()), "`x` must be states.*got no `y`"),
+        (lambda: fit(Ridge(), X, X, kernel=Linear(), center=True), "`center` must be False with a kernel"),
+        (lambda: fit(Ridge(), X, X, kernel=Linear(), route="covariance"), "`route` must be 'qr' for a kernel without"),
+        (lambda: fit(Ridge(), X, X, kernel=Linear(), rtol=1e-3), "`rtol` must be None for a kernel without"),
+        (
+            lambda: fit(ReducedRank(1, solver="randomized"), X, X, kernel=Linear()),
+            "`solver` must be one of .*'spectral'",
+        ),
         (lambda: choose_centres(X, 7, key=jax.random.key(0)), "`num_centres`"),
         (lambda: choose_centres(X, 2, key=jax.random.key(0), method="leverage"), "`kernel` must be given"),
         (lambda: choose_centres(np.where(X == 2, np.nan, X), 2, key=jax.random.key(0)), r"nan at index \(2, 0\)"),
-        (lambda: fit_nystroem(X, X, Linear(), np.where(X == 2, np.nan, X), rank=1), r"`centres` must be finite"),
         (
-            lambda: fit_kernel_ridge(np.where(X == 2, np.nan, X), X, Linear()),
+            lambda: fit(ReducedRank(1), X, X, kernel=Linear(), centres=np.where(X == 2, np.nan, X)),
+            r"`centres` must be finite",
+        ),
+        (
+            lambda: fit(Ridge(), np.where(X == 2, np.nan, X), X, kernel=Linear()),
             r"`x` must be finite, got nan at index \(2, 0\)",
         ),
     ],
@@ -412,4 +423,4 @@ def test_bad_input_is_refused(call, words):
 def test_a_regularisation_below_the_precision_is_named():
     x = np.zeros((40, 1), np.float32)
     with pytest.raises(ValueError, match="positive definite in float32.*enable x64"):
-        fit_kernel_reduced_rank(x, x, RBF(1.0), rank=1, alpha=1e-12, solver="krylov")
+        fit(ReducedRank(1, 1e-12, solver="krylov"), x, x, kernel=RBF(1.0))

@@ -7,7 +7,8 @@ import pytest
 
 from koopman import diagnostics
 from koopman.datasets.maps import logistic_map
-from koopman.operators import fit_ridge
+from koopman.estimators import Ridge
+from koopman.operators import fit
 from koopman.pairs import default_alpha, gram_root, lagged_pairs, merge_moments, moments, scan_moments
 
 
@@ -109,7 +110,7 @@ def test_float64_that_becomes_float32_is_said_once():
         lambda: lagged_pairs([states]),
         lambda: moments(states, states),
         lambda: scan_moments(states[None], states[None]),
-        lambda: fit_ridge(states, states + 1),
+        lambda: fit(Ridge(), states, states + 1),
     )
     for call in calls:
         diagnostics._warn_narrowed.cache_clear()
@@ -143,7 +144,7 @@ def test_moments_refuse_what_is_not_finite():
     # Under jit values are not known; what comes out is refused by the fit.
     seen = jax.jit(moments)(x, bad)
     with pytest.raises(ValueError, match="`x` must be moments of finite data"):
-        fit_ridge(seen)
+        fit(Ridge(), seen)
 
 
 def draw(n=60, d=3, seed=0):
@@ -212,7 +213,7 @@ def test_an_offset_that_swamps_the_variance_is_named():
     calls = (
         lambda x, **o: moments(x, x, **o),
         lambda x, **o: scan_moments(x.reshape(4, 100, 2), x.reshape(4, 100, 2), **o),
-        lambda x, **o: fit_ridge(x, x, **o),
+        lambda x, **o: fit(Ridge(), x, x, **o),
     )
     for call in calls:
         with pytest.warns(UserWarning, match=r"Column 1 of `x` varies by .* about 1e\+04.*center=True") as seen:

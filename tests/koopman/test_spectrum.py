@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from koopman.datasets.maps import logistic_features, logistic_map, logistic_spectrum
+from koopman.estimators import PrincipalComponents, ReducedRank, Ridge
 from koopman.forecast import predict
 from koopman.kernels import RBF
-from koopman.nystroem import fit_kernel_reduced_rank, fit_kernel_ridge
-from koopman.operators import fit_pcr, fit_reduced_rank, fit_ridge
+from koopman.operators import fit
 from koopman.pairs import lagged_pairs
 from koopman.spectrum import (
     decompose,
@@ -35,7 +35,7 @@ def rotation(n=300, angle=0.3, decay=0.95, noise=0.1, seed=0):
 def test_a_cycle_has_the_roots_of_unity():
     with jax.enable_x64(True):
         cycle = np.eye(5)[np.arange(51) % 5]
-        operator = fit_ridge(cycle[:-1], cycle[1:], alpha=0.0)
+        operator = fit(Ridge(0.0), cycle[:-1], cycle[1:])
         roots = np.exp(2j * np.pi * np.asarray([0, 1, -1, 2, -2]) / 5)
         np.testing.assert_allclose(eigenvalues(operator), roots, atol=1e-12)
         found = decompose(operator)
@@ -48,7 +48,7 @@ def test_a_cycle_has_the_roots_of_unity():
 def test_eigenfunctions_obey_their_equations(undo):
     with jax.enable_x64(True):
         x, y = (np.asarray(a) for a in lagged_pairs(rotation()))
-        operator = fit_ridge(x, y, alpha=1e-2)
+        operator = fit(Ridge(1e-2), x, y)
         found = decompose(operator, undo_shrinkage=undo)
         shrunk = 0.01 * np.asarray(operator.basis_gram)
         undone = sum(np.linalg.matrix_power(shrunk, k) for k in range(4 if undo else 1))
@@ -75,15 +75,15 @@ def test_shrinkage_is_undone(estimator, rank, part):
     with jax.enable_x64(True):
         x, y = (np.asarray(a) for a in lagged_pairs(rotation(n=150)))
         alpha = part * np.linalg.eigvalsh(x.T @ x / len(x))[-2]
-        fit = {
-            "ridge": fit_ridge,
-            "pcr": partial(fit_pcr, rank=rank),
-            "reduced_rank": partial(fit_reduced_rank, rank=rank),
+        estimators = {
+            "ridge": Ridge(alpha),
+            "pcr": PrincipalComponents(rank, alpha),
+            "reduced_rank": ReducedRank(rank, alpha),
         }
         if estimator == "kernel":
-            operator = fit_kernel_reduced_rank(x, y, RBF(2.0), rank=rank, alpha=0.05 * part)
+            operator = fit(ReducedRank(rank, 0.05 * part), x, y, kernel=RBF(2.0))
         else:
-            operator = fit[estimator](x, y, alpha=alpha)
+            operator = fit(estimators[estimator], x, y)
         now, later = operator.encode(x), operator.encode(y)
         exact = np.linalg.eigvals(np.linalg.lstsq(now, later, rcond=None)[0])
         exact = exact[np.lexsort((-exact.imag, -np.abs(exact).round(9)))][:2]
@@ -99,7 +99,7 @@ def test_nothing_grows_where_alpha_outweighs_the_data():
     """Least squares on 40 samples' own kernel functions is noise; undoing stays within a factor of four of the fit."""
     with jax.enable_x64(True):
         x, y = (np.asarray(a) for a in lagged_pairs(rotation(n=40)))
-        operator = fit_kernel_ridge(x, y, RBF(1.0), alpha=0.5)
+        operator = fit(Ridge(0.5), x, y, kernel=RBF(1.0))
         found = decompose(operator)
         assert np.abs(found.eigenvalues).max() < 1
         assert found.shrinkage.min() < 0.1
@@ -107,7 +107,7 @@ def test_nothing_grows_where_alpha_outweighs_the_data():
         assert np.abs(np.linalg.eigvals(np.linalg.pinv(operator.gram_x) @ operator.core)).max() > 1
 
 
-@pytest.mark.parametrize("estimator", [fit_ridge, partial(fit_pcr, rank=4), partial(fit_reduced_rank, rank=4)])
+@pytest.mark.parametrize("estimator", [Ridge, partial(PrincipalComponents, 4), partial(ReducedRank, 4)])
 def test_bootstraps_of_the_eigenvalue_one_hold_it(estimator):
     """Shrunk by the alpha that prediction chose, the interval was [.988, .990]."""
     rng = np.random.default_rng(0)
@@ -119,7 +119,7 @@ def test_bootstraps_of_the_eigenvalue_one_hold_it(estimator):
 
         @jax.jit
         def values(x, y):
-            operator = estimator(x, y, alpha=0.02)
+            operator = fit(estimator(alpha=0.02), x, y)
             return jnp.stack([eigenvalues(operator, undo_shrinkage=undo)[0].real for undo in (True, False)])
 
         draws = [values(*lagged_pairs([features[i] for i in rng.integers(5, size=5)])) for _ in range(30)]
@@ -133,8 +133,8 @@ def test_order_of_a_traced_rank_is_that_of_the_rank():
     """Columns beyond it are zero, and stay so when shrinkage is undone."""
     with jax.enable_x64(True):
         x, y = (np.asarray(a) for a in lagged_pairs(rotation()))
-        masked = jax.jit(lambda rank: decompose(fit_reduced_rank(x, y, rank=rank, alpha=0.05)))(2)
-        cut = decompose(fit_reduced_rank(x, y, rank=2, alpha=0.05))
+        masked = jax.jit(lambda rank: decompose(fit(ReducedRank(rank, 0.05), x, y)))(2)
+        cut = decompose(fit(ReducedRank(2, 0.05), x, y))
         np.testing.assert_allclose(masked.eigenvalues, [*cut.eigenvalues, 0], atol=1e-12)
         for name in ("residuals", "shrinkage", "condition"):
             np.testing.assert_allclose(getattr(masked, name)[:2], getattr(cut, name), rtol=1e-9)
@@ -143,7 +143,7 @@ def test_order_of_a_traced_rank_is_that_of_the_rank():
 def test_residuals_are_the_distance_to_an_eigenfunction():
     with jax.enable_x64(True):
         x, y = (np.asarray(a) for a in lagged_pairs(rotation()))
-        operator = fit_reduced_rank(x, y, rank=2, alpha=1e-2)
+        operator = fit(ReducedRank(2, 1e-2), x, y)
         found = decompose(operator)
         now, later = (right_eigenfunctions(operator, a, found) for a in (x, y))
         exact = np.sqrt(np.mean(np.abs(later - found.eigenvalues[None] * now) ** 2, 0))
@@ -154,7 +154,7 @@ def test_residuals_unmask_spurious_eigenvalues():
     # Without noise the damped rotation's eigenpairs are exact; a feature that is noise adds one that is not.
     with jax.enable_x64(True):
         path = np.concatenate([rotation(noise=0.0), np.random.default_rng(1).normal(size=(301, 1))], 1)
-        found = decompose(fit_ridge(*lagged_pairs(path), alpha=0.0))
+        found = decompose(fit(Ridge(0.0), *lagged_pairs(path)))
         exact = np.argsort(found.residuals)[:3]
         assert (found.residuals[exact] < 1e-6).all()
         assert found.residuals[np.setdiff1d(np.arange(4), exact)[0]] > 0.5
@@ -166,7 +166,7 @@ def test_order_keeps_pairs_together_and_is_stable():
     orders = []
     for seed in range(5):
         turn = np.linalg.qr(np.random.default_rng(seed).normal(size=(3, 3)))[0].astype(np.float32)
-        values = np.asarray(eigenvalues(fit_ridge(x @ turn, y @ turn)))
+        values = np.asarray(eigenvalues(fit(Ridge(), x @ turn, y @ turn)))
         assert values[0].imag > 0
         np.testing.assert_array_equal(values[1], values[0].conj())
         orders.append(values)
@@ -176,7 +176,7 @@ def test_order_keeps_pairs_together_and_is_stable():
 def test_modes_sum_to_the_forecast_and_tell_times():
     with jax.enable_x64(True):
         path = rotation(noise=0.0)
-        operator = fit_ridge(*lagged_pairs(path), alpha=0.0)
+        operator = fit(Ridge(0.0), *lagged_pairs(path))
         found, x = modes(operator, time_step=0.5), path[:6]
         values = right_eigenfunctions(operator, x)
         for steps in (1, 4):
@@ -195,7 +195,7 @@ def test_derivative_of_eigenvalues():
         alpha, step = jnp.asarray(0.05), 1e-6
 
         def value(alpha):
-            return jnp.sum(jnp.abs(eigenvalues(fit_ridge(x, y, alpha=alpha))) ** 2)
+            return jnp.sum(jnp.abs(eigenvalues(fit(Ridge(alpha), x, y))) ** 2)
 
         numeric = (value(alpha + step) - value(alpha - step)) / (2 * step)
         np.testing.assert_allclose(jax.grad(value)(alpha), numeric, rtol=1e-6)
@@ -204,7 +204,7 @@ def test_derivative_of_eigenvalues():
 def test_host_and_device_routes_agree(monkeypatch):
     # Where a backend has no eigendecomposition, the host's serves, under jit and vmap too.
     x, y = (np.asarray(a, np.float32) for a in lagged_pairs(rotation()))
-    operators = [fit_ridge(x, y, alpha=a) for a in (1e-3, 0.05)]
+    operators = [fit(Ridge(a), x, y) for a in (1e-3, 0.05)]
     here = [decompose(o) for o in operators]
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *operators)
@@ -223,7 +223,7 @@ def test_the_noisy_logistic_map():
             states = logistic_map(1000, key=jax.random.key(seed), num_trajectories=40, order=20)
             x, y = lagged_pairs(list(states))
             features = [logistic_features(part, 20) for part in (x, y)]
-            pairs.append(np.asarray(eigenvalues(fit_ridge(*features, alpha=1e-9)))[:3])
+            pairs.append(np.asarray(eigenvalues(fit(Ridge(1e-9), *features)))[:3])
         mean, error = np.mean(pairs, 0), np.std(np.abs(pairs), 0)
         np.testing.assert_allclose(mean[0], 1, atol=1e-3)
         np.testing.assert_allclose(mean[1:], exact[1:], atol=5 * error[1:].max() / np.sqrt(5) + 0.02)
@@ -232,6 +232,6 @@ def test_the_noisy_logistic_map():
 def test_width_is_checked():
     x, y = lagged_pairs(rotation())
     with pytest.raises((ValueError, TypeError), match=r"shape \[n, 3\], as the operator was fitted"):
-        right_eigenfunctions(fit_ridge(x, y), x[:, :2])
+        right_eigenfunctions(fit(Ridge(), x, y), x[:, :2])
     with pytest.raises(ValueError, match="`time_step`"):
-        modes(fit_ridge(x, y), time_step=0.0)
+        modes(fit(Ridge(), x, y), time_step=0.0)

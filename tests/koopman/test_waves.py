@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from koopman.datasets.waves import travelling_waves, wave_spectrum
-from koopman.operators import fit_pcr
+from koopman.estimators import PrincipalComponents
+from koopman.operators import fit
 from koopman.pairs import lagged_pairs
 from koopman.spectrum import modes
 
@@ -66,7 +67,9 @@ def test_modes_of_an_operator_are_the_waves(key):
     truth = wave_spectrum(**SETTINGS)
     with jax.enable_x64(True):
         fields = travelling_waves(20, key=key, **SETTINGS).reshape(21, -1)
-        found = modes(jax.jit(lambda x, y: fit_pcr(x, y, rank=6, alpha=0.0))(*lagged_pairs(fields)), time_step=0.3)
+        found = modes(
+            jax.jit(lambda x, y: fit(PrincipalComponents(6, 0.0), x, y))(*lagged_pairs(fields)), time_step=0.3
+        )
     np.testing.assert_allclose(found.frequency, np.abs(truth.exponents.imag) / (2 * np.pi), rtol=1e-8)
     np.testing.assert_allclose(found.implied_time_scale[2:], -1 / truth.exponents.real[2:], rtol=1e-7)
     np.testing.assert_allclose(found.half_life[2:], -np.log(2) / truth.exponents.real[2:], rtol=1e-7)

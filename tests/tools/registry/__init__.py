@@ -1,4 +1,5 @@
-"""A valid call of every public function of both packages: `CALLS` maps functions to makers of keyword arguments.
+"""A valid call of every public function of both packages: `CALLS` maps functions to makers of keyword arguments, or to
+several where a function has several ways to be called.
 
 A new public function needs a row here (`test_inputs.py` says which is missing). Arguments are small: the fuzz test
 runs every row some dozens of times.

@@ -9,6 +9,7 @@ import numpy as np
 
 from dissociation.data.datasets import Dataset
 from koopman import (
+    estimators,
     forecast,
     generator,
     kernels,
@@ -69,7 +70,7 @@ def decoder():
 @functools.cache
 def operator():
     """A fitted operator on 3 features."""
-    return operators.fit_ridge(X, Y, alpha=0.1)
+    return operators.fit(estimators.Ridge(0.1), X, Y)
 
 
 @functools.cache
@@ -102,7 +103,7 @@ def training():
 
 
 PAIRS = {"x": X, "y": Y}
-FIT = PAIRS | {"alpha": 0.1, "observable": OBSERVABLE}
+FIT = PAIRS | {"observable": OBSERVABLE}
 OPTIONS = {"center": False, "route": "qr", "rtol": 1e-6}
 
 CALLS = {
@@ -255,6 +256,9 @@ CALLS = {
         "observable": PATH,
         "metric": forecast.r2_score,
     },
+    estimators.Ridge: lambda: {"alpha": 0.1},
+    estimators.PrincipalComponents: lambda: {"rank": 2, "alpha": 0.1, "solver": "krylov"},
+    estimators.ReducedRank: lambda: {"rank": 2, "alpha": 0.1, "solver": "spectral"},
     generator.fit_generator: lambda: {
         "x": X,
         "jac": JACOBIAN,
@@ -313,9 +317,6 @@ CALLS = {
         "network": lambda key: eqx.nn.Linear(3, 2, key=key),
         "key": KEY,
     },
-    nystroem.fit_kernel_ridge: lambda: FIT | {"kernel": KERNEL},
-    nystroem.fit_kernel_pcr: lambda: FIT | {"kernel": kernel, "rank": 2, "solver": "dense"},
-    nystroem.fit_kernel_reduced_rank: lambda: FIT | {"kernel": KERNEL, "rank": 2, "solver": "dense"},
     nystroem.nystroem_map: lambda: {"kernel": KERNEL, "centres": X[:4], "rtol": 1e-6},
     nystroem.choose_centres: lambda: {
         "x": X,
@@ -325,12 +326,11 @@ CALLS = {
         "kernel": KERNEL,
         "alpha": 0.1,
     },
-    nystroem.fit_nystroem: lambda: (
-        FIT | {"kernel": KERNEL, "centres": X[:4], "kind": "reduced_rank", "rank": 2, "solver": "dense", "route": "qr"}
+    operators.fit: (
+        lambda: FIT | {"estimator": estimators.ReducedRank(2, 0.1, solver="dense")} | OPTIONS,
+        lambda: FIT | {"estimator": estimators.PrincipalComponents(2, 0.1), "kernel": kernel, "center": False},
+        lambda: FIT | {"estimator": estimators.Ridge(0.1), "kernel": KERNEL, "centres": X[:4], "route": "qr"},
     ),
-    operators.fit_ridge: lambda: FIT | OPTIONS,
-    operators.fit_pcr: lambda: FIT | OPTIONS | {"rank": 2, "solver": "dense"},
-    operators.fit_reduced_rank: lambda: FIT | OPTIONS | {"rank": 2, "solver": "dense"},
     pairs.lagged_pairs: lambda: {
         "trajectories": np.stack([PATH, PATH]),
         "lag": 1,

@@ -1,0 +1,83 @@
+"""The operator that an estimator makes of samples and a kernel, by exact Gram matrices.
+
+With K = k(X, X) / n an estimator is U = sum_i c_i phi(x_i) / sqrt(n), so that its latent functions are
+u(x) = k(x, X) c / sqrt(n).
+"""
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from dissociation.checks import is_traced
+from dissociation.linalg import product
+from koopman.diagnostics import warn_constant, warn_inexact, warn_large_alpha, warn_tied
+from koopman.estimators import Estimator, span
+from koopman.fitted import KernelMap, Operator
+from koopman.kernels import as_module, gram, own_gram
+from koopman.nystroem import Kernel
+from koopman.pairs import check_square, checked_pairs, default_alpha, scale_of
+from koopman.subspaces import Basis, KernelRegression, latent, refuse_singular
+
+
+def fit_with_kernel(
+    estimator: Estimator,
+    x: Array | np.ndarray,
+    y: Array | np.ndarray,
+    kernel: Kernel,
+    observable: Array | np.ndarray | None,
+) -> Operator:
+    """`koopman.operators.fit` with a kernel and no centres."""
+    x, y, flat, shape = checked_pairs(x, y, observable)
+    kernel, number = as_module(kernel), x.shape[0]
+    size, active, solver = latent(
+        estimator.rank, number, "samples", estimator.solver or "auto", estimator.kernel_solvers
+    )
+    gram_x, gram_y = own_gram(kernel, x) / number, own_gram(kernel, y) / number
+    if not is_traced(gram_x):
+        check_square("kernel", float(jnp.trace(gram_x)), "a mean of k(x, x)", gram_x.dtype)
+        warn_constant(x, gram_x)
+    # In units in which the squares of kernel values neither overflow nor vanish.
+    unit = scale_of(jnp.sqrt(jnp.trace(gram_x)))
+    gram_x, gram_y = gram_x / unit / unit, gram_y / unit / unit
+    given, trace = estimator.alpha is not None, jnp.trace(gram_x)
+    alpha = jnp.asarray(estimator.alpha, x.dtype) / unit / unit if given else default_alpha(trace)
+    known = not (is_traced(alpha) or is_traced(gram_x) or is_traced(gram_y))
+    if solver == "auto":
+        solver = estimator.choose_kernel_solver(gram_x, alpha, size)
+    asked = KernelRegression(gram_x, gram_y, alpha, jnp.asarray(size if active is None else active), size, solver)
+    found = span(estimator, asked)
+    if known and given and float(alpha) == 0.0 and not (estimator.inverts_all and solver == "krylov"):
+        _check_regular(estimator, asked, found)
+    weights, values = found.vectors, found.values
+    latent_x = product(gram_x, weights) * number**0.5
+    coefficients = weights / unit / unit * number**-0.5
+    latent_y = product(gram(kernel, y, x), coefficients)
+    operator = Operator(
+        encode=KernelMap(kernel, x, coefficients),
+        dual=KernelMap(kernel, y, latent_x / number),
+        core=product(latent_x.T, latent_y) / number,
+        readout=product(latent_x.T, flat) / number,
+        mean_observable=jnp.zeros(flat.shape[1:], flat.dtype),
+        gram_x=product(latent_x.T, latent_x) / number,
+        gram_y=product(latent_y.T, latent_y) / number,
+        dual_gram=product(latent_x.T, product(gram_y, latent_x)) / number * unit * unit,
+        basis_gram=product(coefficients.T, latent_x),
+        singular_values=values * unit,
+        alpha=alpha * unit * unit,
+        effective_rank=jnp.sum(values > asked.cutoff**0.5 * jnp.max(values)),
+        observable_shape=shape,
+    )
+    if known and active is None:
+        which = "the mean of k(x, x)" if estimator.rank is None else f"eigenvalue {size} of k(X, X) / n"
+        warn_large_alpha(alpha, found.variance, trace, which, unit)
+        warn_tied(np.asarray(values), np.asarray(found.rest), asked.cutoff**0.5)
+        warn_inexact(operator)
+    return operator
+
+
+def _check_regular(estimator: Estimator, asked: KernelRegression, found: Basis) -> None:
+    """As `operators` at alpha = 0; an estimator that inverts what it keeps has the eigenvalues of K at hand."""
+    whole, number = estimator.inverts_all, asked.x.shape[0]
+    squares = np.linalg.eigvalsh(np.asarray(asked.x))[::-1] if whole else np.asarray(found.values) ** 2
+    needed, what = number if whole else asked.size, ("the kernel matrix of `x`", "K")
+    refuse_singular(type(estimator).__name__, squares, asked.cutoff, needed, number, what)

@@ -1,0 +1,101 @@
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from koopman.estimators import Estimator, PrincipalComponents, ReducedRank, Ridge
+from koopman.forecast import risk
+from koopman.kernels import RBF
+from koopman.operators import fit
+from koopman.subspaces import Basis
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(40, 4)).astype(np.float32)
+Y = (0.7 * X + 0.3 * RNG.normal(size=X.shape)).astype(np.float32)
+ALPHAS = jnp.asarray([0.05, 0.1, 0.2])
+KINDS = {"ridge": Ridge, "pcr": partial(PrincipalComponents, 2), "reduced_rank": partial(ReducedRank, 2)}
+DATA = {"features": {}, "kernel": {"kernel": RBF(2.0)}, "centres": {"kernel": RBF(2.0), "centres": X[:8]}}
+
+
+@pytest.mark.parametrize("data", DATA)
+@pytest.mark.parametrize("kind", KINDS)
+def test_estimators_pass_through_jit_vmap_and_grad(kind, data):
+    def loss(estimator):
+        return risk(fit(estimator, X, Y, **DATA[data]), X, Y)
+
+    loop = [jax.value_and_grad(lambda alpha: loss(KINDS[kind](alpha)))(alpha) for alpha in ALPHAS]
+    stacked = jax.vmap(KINDS[kind])(ALPHAS)
+    values, slopes = jax.jit(jax.vmap(jax.value_and_grad(loss)))(stacked)
+    np.testing.assert_allclose(values, [value for value, _ in loop], rtol=1e-4)
+    np.testing.assert_allclose(slopes.alpha, [slope for _, slope in loop], rtol=1e-2, atol=1e-4)
+
+
+def test_a_rank_is_static_and_alpha_is_not():
+    traces = []
+
+    @jax.jit
+    def core(estimator):
+        traces.append(0)
+        return fit(estimator, X, Y).core
+
+    assert [core(ReducedRank(2, alpha)).shape for alpha in (0.1, 0.2)] == [(2, 2)] * 2
+    assert len(traces) == 1
+    assert core(ReducedRank(3, 0.1)).shape == (3, 3)
+    masked = jax.vmap(partial(PrincipalComponents, alpha=0.1))(jnp.asarray([1, 3]))
+    swept = jax.vmap(lambda estimator: risk(fit(estimator, X, Y), X, Y))(masked)
+    np.testing.assert_allclose(swept, [risk(fit(PrincipalComponents(r, 0.1), X, Y), X, Y) for r in (1, 3)], rtol=1e-4)
+    one = jax.tree.map(lambda leaf: leaf[1], masked)  # known again, and static
+    assert fit(one, X, Y).core.shape == (3, 3)
+
+
+class Coordinates(Estimator):
+    """Ridge regression on the first features: an estimator of one's own."""
+
+    def __init__(self, rank, alpha=None):
+        super().__init__(rank, alpha, "dense")
+
+    def features(self, problem):
+        """The first columns, whitened."""
+        first = jnp.eye(problem.x.shape[1])[:, : problem.size]
+        cov = first.T @ problem.x.T @ problem.x @ first + problem.alpha * jnp.eye(problem.size)
+        vectors = first @ jnp.linalg.inv(jnp.linalg.cholesky(cov)).T
+        return Basis(vectors, jnp.ones(problem.size), jnp.zeros(0), jnp.trace(cov))
+
+    def features_jvp(self, problem, tangent, found):
+        """None yet."""
+        raise NotImplementedError
+
+    kernel = kernel_jvp = features_jvp
+
+
+def test_a_new_estimator_is_one_class():
+    operator = fit(Coordinates(2, 0.1), X, Y)
+    wanted = fit(Ridge(0.1), X[:, :2], Y[:, :2])
+    found = operator.encode.matrix @ operator.dual.matrix.T
+    np.testing.assert_allclose(found[:2, :2], wanted.encode.matrix @ wanted.dual.matrix.T, atol=1e-5)
+    np.testing.assert_allclose(found[2:], 0, atol=1e-7)
+    with pytest.raises(TypeError, match="abstract"):
+        Estimator(None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: Ridge(-1.0), ValueError, "`alpha` must be non-negative"),
+        (lambda: ReducedRank(0), ValueError, "`rank` must be at least 1"),
+        (lambda: ReducedRank(2, solver="arnoldi"), ValueError, "'randomized', 'spectral'"),
+        (lambda: PrincipalComponents(2, solver="spectral"), ValueError, "'randomized', got 'spectral'"),
+        (
+            lambda: fit(ReducedRank(2, solver="spectral"), X, Y),
+            ValueError,
+            "`solver` must be one of .*'randomized', got",
+        ),
+        (lambda: fit(jax.vmap(Ridge)(ALPHAS), X, Y), ValueError, r"`alpha` must be a single number.*jax.vmap"),
+        (lambda: fit(jax.vmap(ReducedRank)(jnp.arange(3)), X, Y), ValueError, "`rank` must be a single number"),
+    ],
+)
+def test_bad_estimators_are_refused(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
