@@ -210,10 +210,7 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts, progress:
             size,
             key=jax.random.fold_in(key, size),
             num_seeds=config.seeds(size),
-            num_epochs=config.num_epochs,
-            batch_size=config.batch_size,
-            weight_decay=config.weight_decay,
-            noise=config.noise,
+            **{name: getattr(config, name) for name in ("num_epochs", "batch_size", "weight_decay", "noise")},
             callbacks=[Progress(progress)],
             checkpoint=parts.path(f"size_{size}.ckpt"),
         )
