@@ -157,7 +157,7 @@ class Epochs(Sampler):
         """The order of the samples in the block; of several epochs, only those that are in a batch."""
         if not self.shuffle:
             return None
-        kept = self.num_samples if self.span == 1 else self.epoch_steps * self.batch_size
+        kept = min(self.num_samples, self.epoch_steps * self.batch_size)
         return permutations(typed(key), block * self.span + jnp.arange(self.span), self.num_samples, kept)
 
     def batch(self, plan: Array | None, within: Any, size: int | None) -> PyTree:

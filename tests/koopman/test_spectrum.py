@@ -66,6 +66,9 @@ def test_eigenfunctions_obey_their_equations(undo):
         largest = np.take_along_axis(amplitudes, np.abs(amplitudes).argmax(1)[:, None], 1)
         np.testing.assert_allclose(largest, np.abs(largest), atol=1e-12)
         np.testing.assert_allclose(eigenvalues(operator, undo_shrinkage=undo), found.eigenvalues, atol=1e-12)
+        if undo:  # the default
+            np.testing.assert_array_equal(eigenvalues(operator), eigenvalues(operator, undo_shrinkage=True))
+            np.testing.assert_array_equal(decompose(operator).eigenvalues, found.eigenvalues)
 
 
 @pytest.mark.parametrize(("estimator", "rank"), [("ridge", 3), ("pcr", 2), ("reduced_rank", 2), ("kernel", 4)])

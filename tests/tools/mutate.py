@@ -104,7 +104,7 @@ def draw(generator, number, root):
     lines = []
     for package in ("dissociation", "koopman"):
         for path in sorted((root / package).rglob("*.py")):
-            if path.name not in SKIPPED:
+            if path.name not in SKIPPED and not path.stem.endswith("_drawing"):
                 by_line = {}
                 for site in sites(path):
                     by_line.setdefault(site[0], []).append(site)
