@@ -183,7 +183,7 @@ def as_one_hot(name: str, labels: Any, num_classes: int | None = None, *, soft: 
         TypeError: If they are text, or floats that are not one-hot, or traced integers of an unknown number of classes.
         ValueError: If they are out of range, or rows are not one-hot.
     """
-    labels = _checked_labels(name, labels, soft)
+    labels = _checked_labels(name, labels, soft=soft, may_be_empty=False)
     if labels.ndim == 2:
         return as_numbers(name, labels, frozenset({"float"}))
     if num_classes is None:
@@ -198,7 +198,7 @@ def as_one_hot(name: str, labels: Any, num_classes: int | None = None, *, soft: 
     return (labels[:, None] == np.arange(num_classes)).astype(jax.dtypes.canonicalize_dtype(float))
 
 
-def _checked_labels(name: str, labels: Any, soft: bool = False, may_be_empty: bool = False) -> Any:
+def _checked_labels(name: str, labels: Any, *, soft: bool = False, may_be_empty: bool) -> Any:
     wanted = f"integers [n] or {'rows of probabilities' if soft else 'one-hot rows'} [n, classes]"
     labels = as_array(name, labels, wanted, bare=True, may_be_empty=may_be_empty)
     if labels.ndim not in (1, 2):

@@ -179,6 +179,11 @@ def test_a_seed_that_diverged_is_left_out_and_named(small):
         row = collapse.table(found)[1]
         assert row[-3] == f"{results.series['test_accuracy'][0, 1, -1]:.4f} (1 of 2)"
         times, whole = found.crossings.first, results.crossings.first
+        for name, medians in found.crossings.median.items():  # of the seeds that are left
+            if name != "delay":
+                left = times[name][0, 1:]
+                expected = left[0] if np.isfinite(left[0]) else np.inf
+                np.testing.assert_array_equal(medians[0, 0], expected, err_msg=name)
         assert times["diverged"].tolist() == [[True, False], [False, False]]
         assert np.isnan(times["fitted"][0, 0])
         np.testing.assert_array_equal(times["fitted"][1], whole["fitted"][1])

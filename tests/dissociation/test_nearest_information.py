@@ -431,3 +431,11 @@ def test_what_is_not_to_be_trusted_has_no_derivative():
 def test_bad_input_is_refused(call, words):
     with pytest.raises(ValueError, match=words):
         call(np.random.default_rng(0).normal(size=(30, 2)).astype(np.float32))
+
+
+@pytest.mark.parametrize(("value", "reliable"), [(0.9, True), (1.2, True), (1.4, False)])
+def test_an_information_of_labels_is_at_most_what_they_hold_and_three_errors(value, reliable):
+    found = nearest.Estimate(jnp.asarray(value), jnp.asarray(0.1), jnp.asarray(True))
+    capped = nearest._capped(found, jnp.asarray(1.0), jnp.asarray(1.0))
+    assert bool(capped.reliable) == reliable
+    np.testing.assert_array_equal(capped.value, np.float32(min(value, 1.0)) if reliable else np.nan)
