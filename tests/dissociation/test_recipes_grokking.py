@@ -1,3 +1,7 @@
+import os
+import subprocess
+import sys
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -5,7 +9,7 @@ import numpy as np
 import pytest
 
 from dissociation.data.datasets import load
-from dissociation.members import member
+from dissociation.members import take
 from dissociation.metrics.collapse import class_moments, neural_collapse
 from dissociation.recipes.grokking import initial_models, observation_steps, standardised, train_grokking
 
@@ -72,15 +76,23 @@ def test_the_beginning_is_eight_times_pytorchs(trained, data):
     np.testing.assert_allclose(observed["test_nc2_score"], collapse.nc2, rtol=1e-3)
 
 
-def test_a_member_alone_is_the_member_of_the_sweep(trained, data):
-    alone = train_grokking(data, weight_decays=(0.1,), seeds=(43,), **SMALL)
-    own, swept = (
-        jax.tree.leaves(eqx.filter(member(*pair), eqx.is_array)) for pair in ((alone.models, 0), (trained.models, 3))
-    )
-    jax.tree.map(np.testing.assert_array_equal, own, swept)
-    np.testing.assert_array_equal(alone.history.loss[0], trained.history.loss[3])
-    for name, values in alone.history.observed.items():  # little optimised, a measure of one member may be an ulp off
-        np.testing.assert_allclose(values[0], trained.history.observed[name][3], rtol=3e-7, err_msg=name)
+def test_a_member_alone_is_the_member_of_the_sweep():
+    """Compiled as users do: with less optimisation, what is observed in a loop of one turn may be rounded otherwise."""
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def compare_alone_and_swept():
+    digits, measured = load("glyphs", num_train=150, num_test=60), {"measures": Norm(), "measure_at": (0, 20, 200)}
+    swept = train_grokking(digits, weight_decays=(3.0, 0.1), seeds=(42, 43), **measured, **SMALL)
+    alone = train_grokking(digits, weight_decays=(0.1,), seeds=(43,), **measured, **SMALL)
+
+    def of(result, index):
+        arrays = eqx.filter((result.models, result.history.loss, result.history.observed), eqx.is_array)
+        return take(arrays, index)
+
+    jax.tree.map(np.testing.assert_array_equal, of(alone, 0), of(swept, 3))
 
 
 def test_every_parameter_decays_apart_from_the_gradient(data):
@@ -130,3 +142,7 @@ def test_other_optimisers_and_networks(data, options):
 def test_bad_input_is_refused(data, options, words):
     with pytest.raises(ValueError, match=words):
         train_grokking(data, **{**SMALL, **options})
+
+
+if __name__ == "__main__":
+    compare_alone_and_swept()
