@@ -83,6 +83,15 @@ def test_jit_and_vmap():
             TypeError,
             "with an activation",
         ),
+        (  # The identity on large numbers.
+            lambda: linear_head(
+                eqx.nn.MLP(
+                    6, 3, 8, 1, final_activation=lambda z: jnp.where(abs(z) < 1e-6, 0, z), key=jax.random.key(0)
+                )
+            ),
+            TypeError,
+            "with an activation",
+        ),
         (lambda: signed_distance(Z[:, :5], W, B, 0, 1), (ValueError, TypeError), "features"),
     ],
 )

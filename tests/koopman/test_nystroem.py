@@ -144,6 +144,16 @@ def test_leverage_scores_find_the_rare_states():
     assert len(set(np.asarray(chosen).tolist())) == 60
 
 
+def test_units_of_the_kernel_do_not_choose_the_centres():
+    x, kernel = states(200), RBF(0.5)
+    small, large = (lambda a, b, unit=unit: unit * kernel(a, b) for unit in (2.0**-40, 2.0**40))
+    chosen = [choose_centres(x, 20, key=jax.random.key(0), method="leverage", kernel=k) for k in (kernel, small, large)]
+    for other in chosen[1:]:
+        np.testing.assert_array_equal(other, chosen[0])
+    explicit = choose_centres(x, 20, key=jax.random.key(0), method="leverage", kernel=kernel, alpha=1.0)
+    assert set(explicit.tolist()) != set(chosen[0].tolist())
+
+
 def test_jit_vmap_and_loop_agree():
     x, y = (np.asarray(a, np.float32) for a in lagged_pairs(states(60)))
     alphas = jnp.asarray([1e-3, 1e-2, 0.05])
