@@ -1,8 +1,8 @@
-"""Certified distances of trained bilinear networks against attacks, on real pictures.
+"""Certified distances of trained bilinear networks against attacks, on real images.
 
     python benchmarks/certificate.py [--data mnist] [--hidden 300] [--epochs 20] [--pictures 100] [--restarts 50]
 
-For every picture that the network classifies rightly: the example found has another class at 1.001 times the distance,
+For every image that the network classifies rightly: the example found has another class at 1.001 times the distance,
 and projected gradient ascent from many starts finds none within 0.999 times it. At 1.01 times it the same attack shows
 how strong it is.
 """

@@ -5,9 +5,9 @@
 steps: of 1 and of 30 members (784-200-200-10, batches of 100), against a lean PyTorch loop (batches cut from a tensor)
 member after member; PyTorch's AdamW as it comes and fused, each with as many threads as suit it.
 whole: a step, a cheap observation and one of nHSIC, ours against the published style of loop (a data loader, measures
-in Python), and what 100 000 steps with their observations cost by adding up; the share of our measures, the dear ones
-of the figure too. knn: information of 10 000 points in 4 + 4 dimensions against scikit-learn's KD-tree (which uses one
-thread). Compile time is apart: the first call.
+in Python), and what 100 000 steps with their observations cost by adding up; the share of our measures, the figure's
+expensive ones too. knn: information of 10 000 points in 4 + 4 dimensions against scikit-learn's KD-tree (which uses
+one thread). Compile time is apart: the first call.
 """
 
 import argparse
@@ -90,9 +90,9 @@ def torch_loader_steps(train, steps):
 def torch_cheap(model, train, test):
     """Accuracy and measures of collapse on both sets, by loaders."""
     body, head = model[:-1], model[-1]
-    for pictures in (train, test):
+    for images in (train, test):
         features, labels, hits = [], [], 0
-        for x, y in torch.utils.data.DataLoader(pictures, batch_size=BATCH):
+        for x, y in torch.utils.data.DataLoader(images, batch_size=BATCH):
             z = body(x)
             hits += (head(z).argmax(1) == y.argmax(1)).sum().item()
             features.append(z)
@@ -122,7 +122,7 @@ def torch_plane(model, test):
 
 
 class PlaneOnly(eqx.Module):
-    """nHSIC of test features with pictures and labels."""
+    """nHSIC of test features with images and labels."""
 
     images: jax.Array
     labels: jax.Array
@@ -196,7 +196,7 @@ def measure_whole(options, data):
     model = jax.tree.map(lambda leaf: leaf[0], models)
     codes = jax.random.normal(jax.random.PRNGKey(0), (len(images), 4))
     cheap, plane = CheapMeasures(x, y, images, labels), PlaneOnly(images, labels)
-    dear = information_measures(Config(), data, codes)
+    expensive = information_measures(Config(), data, codes)
     with_key = jax.jit(lambda m, f: f(m, jax.random.PRNGKey(1)))
     network = torch_network()[0]
     torch.set_num_threads(options.threads)
@@ -205,7 +205,7 @@ def measure_whole(options, data):
         "step": (partial(our_steps, x, y, models, 2 * number), partial(torch_loader_steps, sets[0], number)),
         "cheap": (partial(jax.jit(lambda m, f: f(m)), model, cheap), partial(torch_cheap, network, *sets)),
         "nHSIC": (partial(with_key, model, plane), partial(torch_plane, network, sets[1])),
-        "dear": (partial(with_key, model, dear), lambda: None),
+        "expensive": (partial(with_key, model, expensive), lambda: None),
     }
     costs = {}
     for name, (ours, theirs) in runs.items():
@@ -225,7 +225,8 @@ def measure_whole(options, data):
     training = steps * costs["step"][0]
     print(
         f"whole: share of the training ({training:.0f} s a member): cheap measures "
-        f"{times * costs['cheap'][0] / training:.2f}, {often} dear ones {often * costs['dear'][0] / training:.2f}",
+        f"{times * costs['cheap'][0] / training:.2f}, {often} expensive ones "
+        f"{often * costs['expensive'][0] / training:.2f}",
         flush=True,
     )
 

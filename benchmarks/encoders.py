@@ -1,9 +1,9 @@
-"""One training epoch of S encoders of a film against the same network in a plain PyTorch CPU loop, seed after seed.
+"""One training epoch of S encoders of a sequence against the same network in a plain PyTorch CPU loop, seed after seed.
 
     python benchmarks/encoders.py [--seeds 1 4] [--repeats 5] [--threads 2] [--losses vamp contrastive]
 
 Both train the network of the ordered digits (two 5 x 5 convolutions with ReLU and max-pool, a linear layer, features of
-fixed norm, a linear layer for the next picture) with AdamW on batches of 64 pairs of 3000 drawn pictures, from data in
+fixed norm, a linear layer for the next image) with AdamW on batches of 64 pairs of 3000 drawn images, from data in
 memory; x and y pass the network together on both sides. PyTorch's losses are kooplearn's. Compile time is reported
 apart: the first call of each size.
 """
@@ -53,14 +53,14 @@ def timed(function):
 
 
 def torch_epoch(images, loss, num_seeds):
-    pictures = torch.from_numpy(images)[:, None]
+    images = torch.from_numpy(images)[:, None]
     for seed in range(num_seeds):
         torch.manual_seed(seed)
         model = TorchFeatureMap()
         optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
-        for chosen in torch.randperm(len(pictures) - 1).split(BATCH):
+        for chosen in torch.randperm(len(images) - 1).split(BATCH):
             optimizer.zero_grad()
-            both = model(torch.cat([pictures[chosen], pictures[chosen + 1]]))
+            both = model(torch.cat([images[chosen], images[chosen + 1]]))
             loss(both[: len(chosen)], model.lag(both[len(chosen) :])).backward()
             optimizer.step()
 
@@ -74,7 +74,7 @@ def main():
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     images = ordered_mnist(FEATURES, data="glyphs").images[:SAMPLES]
-    print(f"{SAMPLES} pictures, batches of {BATCH}, PyTorch on {options.threads} threads, {jax.devices()}")
+    print(f"{SAMPLES} images, batches of {BATCH}, PyTorch on {options.threads} threads, {jax.devices()}")
     print(f"{os.cpu_count()} cores, load {os.getloadavg()}")
     print("loss         seeds  ours s  (first call)  torch s  torch/ours")
     for name in options.losses:

@@ -111,8 +111,8 @@ def main():
     print(f"{os.cpu_count()} cores, load {os.getloadavg()}")
 
     if "linear" in wanted:
-        film = ordered_mnist(5, data="mnist" if "DISSOCIATION_DATA" in os.environ else "glyphs")
-        pixels = film.images[: number + 1].reshape(-1, 784).astype(float)
+        sequence = ordered_mnist(5, data="mnist" if "DISSOCIATION_DATA" in os.environ else "glyphs")
+        pixels = sequence.images[: number + 1].reshape(-1, 784).astype(float)
         peer = Peer(Ridge(n_components=5, alpha=1e-6, reduced_rank=True), pixels)
         # Seeds differ by a little noise: the work is the same.
         noise = np.random.default_rng(0).normal(scale=1e-3, size=(options.seeds, *pixels.shape))
@@ -121,7 +121,7 @@ def main():
         for route in ("qr", "covariance"):
             own = lambda x, y, a, r=route: fit(ReducedRank(5, a), x, y, route=r)  # noqa: E731
             compare(
-                f"reduced rank, {film.name}, {seeds[0][0].shape}, rank 5, route {route}",
+                f"reduced rank, {sequence.name}, {seeds[0][0].shape}, rank 5, route {route}",
                 peer,
                 own,
                 seeds,

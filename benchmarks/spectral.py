@@ -63,9 +63,9 @@ def torch_epochs(images, labels, hidden, num_seeds, loader, number):
             else:
                 chosen = torch.randperm(len(x)).split(BATCH)
                 batches = ((x[c], y[c]) for c in chosen if len(c) == BATCH)
-            for pictures, truth in batches:
+            for images, truth in batches:
                 optimizer.zero_grad()
-                logits = model(pictures + 0.4 * torch.randn_like(pictures))
+                logits = model(images + 0.4 * torch.randn_like(images))
                 torch.nn.functional.cross_entropy(logits, truth).backward()
                 optimizer.step()
 
@@ -128,7 +128,7 @@ def main():
             continue
 
         def epochs(number, hidden=hidden, num_seeds=num_seeds):
-            # Observations are no part of an epoch: few pictures. The schedule of an epoch is compiled once.
+            # Observations are no part of an epoch: few images. The schedule of an epoch is compiled once.
             result = train_bilinear(
                 data, hidden, key=jax.random.key(0), num_seeds=num_seeds, num_epochs=number, num_observed=10
             )

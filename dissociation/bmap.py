@@ -165,9 +165,9 @@ class _Batched(eqx.Module):
     def _in_batches(self, args: tuple[Any, ...], axes: list[int | None], size: int) -> Any:
         leaves, structure = jax.tree.flatten(args)
 
-        def member(mapped: list[Any]) -> Any:
+        def member(row: tuple[Any, list[Any]]) -> Any:
             """One member's result: arrays to stack, arrays that all members share, and how they lie in it."""
-            out = self.fun(*structure.unflatten(_filled(leaves, axes, mapped)))
+            out = self.fun(*structure.unflatten(_filled(leaves, axes, row[1])))
             out_axes = _axis_of_each_leaf("out_axes", self.out_axes, out)
             found = list(zip(jax.tree.leaves(out), out_axes, strict=True))
             own = [None if axis is None else jnp.asarray(leaf) for leaf, axis in found]
@@ -176,13 +176,13 @@ class _Batched(eqx.Module):
 
         mapped = [jnp.moveaxis(jnp.asarray(leaf), axis, 0)
                   for leaf, axis in zip(leaves, axes, strict=True) if axis is not None]  # fmt: skip
+        rows = jnp.arange(size), mapped  # there may be nothing to map but the number of members
         # A structure keeps weak types, which example arrays of the same dtype would lose.
-        example = jax.eval_shape(lambda arrays: [leaf[0] for leaf in arrays], mapped)
+        example = jax.eval_shape(lambda arrays: jax.tree.map(lambda leaf: leaf[0], arrays), rows)
         one = eqx.filter_closure_convert(member, example)
         _, common, out_axes, out_structure = eqx.filter_eval_shape(one, example)
-        own_of = lambda row: one(row[1])[0]  # noqa: E731
-        rows = jnp.arange(size), mapped  # there may be nothing to map but the number of members
-        if self._unrolls(lambda mapped: one(mapped)[0], example, (one, mapped)):
+        own_of = lambda row: one(row)[0]  # noqa: E731
+        if self._unrolls(own_of, example, (one, rows)):
             starts = range(0, size, self.batch_size)
             parts = [
                 _batch(own_of, jax.tree.map(lambda leaf, i=i: leaf[i : i + self.batch_size], rows)) for i in starts
@@ -193,14 +193,14 @@ class _Batched(eqx.Module):
             own = jax.lax.map(own_of, rows, batch_size=None if self.batch_size == 1 else self.batch_size)
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in common):  # raises if one depends on a mapped argument
             first = jax.tree.map(lambda leaf: leaf[:1], rows)
-            common = eqx.filter_vmap(lambda row: one(row[1])[1], out_axes=None)(first)
+            common = eqx.filter_vmap(lambda row: one(row)[1], out_axes=None)(first)
         leaves = [
             leaf if axis is None else jnp.moveaxis(rows, 0, axis)
             for leaf, rows, axis in zip(common, own, out_axes, strict=True)
         ]
         return out_structure.unflatten(leaves)
 
-    def _unrolls(self, own_of: Callable[..., Any], example: list[Any], arrays: Any) -> bool:
+    def _unrolls(self, own_of: Callable[..., Any], example: Any, arrays: Any) -> bool:
         if self.loop != "auto":
             return self.loop == "unroll"
         if jax.default_backend() != "cpu" or "conv_general_dilated[" not in str(jax.make_jaxpr(own_of)(example)):

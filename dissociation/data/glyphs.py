@@ -215,7 +215,7 @@ def draw_glyphs(
 ) -> Float[Array, "n pixels"]:
     """Draws a digit for every label: `draw_glyph` with the key `fold_in(key, i)` for image i.
 
-    Picture i depends on the key, i and its label alone, so a shorter list of labels gives the leading images of a
+    Image i depends on the key, i and its label alone, so a shorter list of labels gives the leading images of a
     longer one, and `batch_size` changes memory only.
 
     Args:

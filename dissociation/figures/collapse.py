@@ -1,8 +1,8 @@
 """Figure `collapse`: grokking, neural collapse and the information plane through training.
 
-Networks with large initial weights fit a few pictures at once and generalise long after. What happens in between: the
+Networks with large initial weights fit a few images at once and generalise long after. What happens in between: the
 features of a class shrink to a point, sooner the larger the weight decay, and with them goes what the features say
-about the picture beyond its class.
+about the image beyond its class.
 """
 
 import dataclasses
@@ -89,11 +89,11 @@ class Config:
     num_steps: int = 100_000
     """Optimiser steps."""
     num_seen: int = 1000
-    """Training pictures that are trained on, the first ones; the others are unseen."""
+    """Training images that are trained on, the first ones; the others are unseen."""
     batch_size: int = 100
-    """Pictures in a batch."""
+    """Images in a batch."""
     learning_rate: float = 1e-3
-    """Of the optimiser."""
+    """Step size of the optimiser."""
     init_scale: float = 8.0
     """Factor of all initial parameters."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
@@ -110,20 +110,20 @@ class Config:
     num_information: int = 30
     """Observations at which information is measured, evenly spaced in the logarithm of the step; 0 for none."""
     num_pictures: int = 10_000
-    """Test pictures on which it is measured, at most."""
+    """Test images on which it is measured, at most."""
     num_neighbours: int = 10
     """Of the estimators by entropies, the ones that are right in 4 + 4 dimensions; Kraskov's falls short there."""
     feature_noise: float = 0.1
     """Standard deviation of the noise on whitened features, without which information would be infinite."""
     code: int = 4
-    """Numbers to which pictures and features are compressed."""
+    """Numbers to which images and features are compressed."""
     compression_epochs: int = 10
-    """Passes of the autoencoder over at most 10 000 training pictures."""
+    """Passes of the autoencoder over at most 10 000 training images."""
     smoothing: float = 0.3
     """Standard deviation of the noise for smoothed information over the features' root mean square distance from their
     mean: d features can then show (d / 2) log(1 + 1 / (smoothing^2 d)) nats at the most."""
     num_smoothed: int = 2000
-    """Test pictures for smoothed information, whose cost grows with their square, at most."""
+    """Test images for smoothed information, whose cost grows with their square, at most."""
     classes: tuple[int, int] = (0, 1)
     """Whose margins are drawn."""
     accuracy_threshold: float = 0.99
@@ -133,9 +133,9 @@ class Config:
     test_threshold: float = 0.8
     """Test accuracy above which it has generalised."""
     num_train: int | None = None
-    """Training pictures loaded; all by default."""
+    """Training images loaded; all by default."""
     num_test: int | None = None
-    """Test pictures; all by default."""
+    """Test images; all by default."""
 
     def __post_init__(self):
         check_source(self)
@@ -184,7 +184,7 @@ def compute(
 ) -> Results:
     """Trains all networks and follows them; see `protocol.Figure.compute`.
 
-    `key` is the autoencoder's that compresses pictures, networks follow from `config.seeds`. Beside the parts `folder`
+    `key` is the autoencoder's that compresses images, networks follow from `config.seeds`. Beside the parts `folder`
     keeps the series so far, see `load_partial`. The networks are laid over the devices of `mesh`, if one is given.
     """
     data = source(config) if dataset is None else dataset
@@ -208,10 +208,10 @@ def _check_data(config: Config, data: Dataset) -> None:
     if max(config.classes) >= data.num_classes:
         fail("classes", f"be among the {data.num_classes} of the data", config.classes)
     if config.num_seen > len(data.train_images):
-        fail("num_seen", f"be at most the number of training pictures ({len(data.train_images)})", config.num_seen)
+        fail("num_seen", f"be at most the number of training images ({len(data.train_images)})", config.num_seen)
     if config.num_information and min(config.num_pictures, len(data.test_images)) <= config.num_neighbours:
         have = f"{min(config.num_pictures, len(data.test_images))} test pictures"
-        fail("num_neighbours", f"be below the number of pictures ({have})", config.num_neighbours)
+        fail("num_neighbours", f"be below the number of images ({have})", config.num_neighbours)
 
 
 def _computed(

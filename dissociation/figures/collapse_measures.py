@@ -1,4 +1,4 @@
-"""What the figure of neural collapse measures: when, the costly measures, margins; and the series kept on the way."""
+"""What the figure of neural collapse measures: when, expensive measures, margins; and the series kept on the way."""
 
 from pathlib import Path
 from typing import Any
@@ -44,16 +44,16 @@ def spread_observations(num_steps: int, number: int) -> np.ndarray:
 
 
 class Information(eqx.Module):
-    """The costly measures of one network, on test pictures.
+    """The expensive measures of one network, on test images.
 
     Attributes:
-        images: Standardised pictures X, [n, pixels].
+        images: Standardised images X, [n, pixels].
         labels: One-hot Y, [n, classes].
-        codes: Pictures compressed and whitened, [n, code].
+        codes: Images compressed and whitened, [n, code].
         feature_noise: On whitened features.
         num_neighbours: Of the estimators.
         smoothing: Noise of smoothed information, in units of the features' spread.
-        num_smoothed: Pictures for it.
+        num_smoothed: Images for it.
     """
 
     images: Float[Array, "n d"]
@@ -102,7 +102,7 @@ class Information(eqx.Module):
 def compressed(
     seen: Array | np.ndarray, images: Array | np.ndarray, *, size: int, num_epochs: int, key: Array
 ) -> Arrays:
-    """Codes of `images`, whitened, from an autoencoder of the pictures `seen`, kept: "codes" [n, size]."""
+    """Codes of `images`, whitened, from an autoencoder of the images `seen`, kept: "codes" [n, size]."""
     asked = {"seen": seen, "images": images, "key": key, "code": size, "epochs": num_epochs}
     asked["format"] = 2  # to be raised when `train_compression` finds other codes
     digest = checkpoint.fingerprint(asked)
@@ -117,12 +117,12 @@ def compressed(
 
 
 def code_cache() -> Path:
-    """Where codes of pictures are kept from one sweep to the next."""
+    """Where codes of images are kept from one sweep to the next."""
     return Path(platformdirs.user_cache_dir("dissociation")) / "codes"
 
 
 def information_measures(config: Any, data: Dataset, codes: Array | np.ndarray) -> Information:
-    """The costly measures on the first test pictures; `config` has the other fields of `Information`."""
+    """The expensive measures on the first test images; `config` has the other fields of `Information`."""
     images, labels = data.test_images[: len(codes)], data.test_labels[: len(codes)]
     options = {name: getattr(config, name) for name in ("feature_noise", "num_neighbours", "smoothing", "num_smoothed")}
     return Information(standardised(images), jnp.asarray(labels), jnp.asarray(codes), **options)
@@ -134,8 +134,8 @@ def margins_of(data: Dataset, models: Any, classes: tuple[int, int], num_seen: i
     Returns:
         For each of the classes and for seen and unseen samples, "margin_{class}_{seen|unseen}": [members, samples], and
         "plane_{class}_{seen|unseen}": coordinates in the plane of the two classes' weights, [members, samples, 2].
-        Where the boundary crosses its first axis is "plane_boundary", [members]. Unseen are the training pictures after
-        the first `num_seen`, and all test pictures.
+        Where the boundary crosses its first axis is "plane_boundary", [members]. Unseen are the training images after
+        the first `num_seen`, and all test images.
     """
     first, second = classes
     seen = data.train_images[:num_seen], data.train_labels[:num_seen]
@@ -191,4 +191,4 @@ class SeriesKeeper:
 
 def flat(observed: dict[str, Any]) -> dict[str, np.ndarray]:
     """Costly measures beside the cheap ones."""
-    return {**{name: leaf for name, leaf in observed.items() if name != "dear"}, **observed.get("dear", {})}
+    return {**{name: leaf for name, leaf in observed.items() if name != "expensive"}, **observed.get("expensive", {})}

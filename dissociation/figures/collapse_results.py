@@ -117,9 +117,9 @@ class Results(NamedTuple):
         config: What was asked for, a `collapse.Config`.
         data: The data set's name and sizes.
         series: By name, [decay, seed, time]: accuracies, losses and measures of collapse. Those of collapse are on
-            training pictures, or on test pictures where the name begins with "test_".
+            training images, or on test images where the name begins with "test_".
         time_step: Steps of the series, [time].
-        information: By name, [decay, seed, time]: the costly measures, on test pictures.
+        information: By name, [decay, seed, time]: the expensive measures, on test images.
         information_step: Their steps, [time].
         margins: By class and split, signed distances to the boundary between two classes, [decay, seed, samples], and
             coordinates in the plane of the two classes' weights, [decay, seed, samples, 2]: see `margins_of`.
@@ -158,15 +158,15 @@ def assemble(
         diverged_at = np.where(finite.all(-1), -1, steps[np.argmin(finite, -1)])
     flat = {name: np.where(finite, values, np.nan) for name, values in flat.items()}
     shaped = {name: np.asarray(leaf).reshape(*grid, -1) for name, leaf in flat.items()}
-    dear = {name for name in shaped if name.startswith(("nhsic", "mi_"))}
-    series = {name: leaf for name, leaf in shaped.items() if name not in dear}
+    expensive = {name for name in shaped if name.startswith(("nhsic", "mi_"))}
+    series = {name: leaf for name, leaf in shaped.items() if name not in expensive}
     asked = np.isin(steps, config.information_steps())
     return Results(
         config=config,
         data=data,
         series=series,
         time_step=np.asarray(steps),
-        information={name: leaf[:, :, asked] for name, leaf in shaped.items() if name in dear},
+        information={name: leaf[:, :, asked] for name, leaf in shaped.items() if name in expensive},
         information_step=np.asarray(steps)[asked],
         margins={name: np.asarray(leaf).reshape(*grid, *leaf.shape[1:]) for name, leaf in margins.items()},
         crossings=crossings(config, series, np.asarray(steps)),

@@ -123,9 +123,9 @@ def truncations(num_components: int, spectra: Spectrum, images: Array, labels: A
 
 
 def details(config: Any, model: Any, spectrum: Spectrum, images: Array, labels: Array) -> dict[str, Array]:
-    """The spectrum of one class, the explanation of one picture, and certified radii, of one network.
+    """The spectrum of one class, the explanation of one image, and certified radii, of one network.
 
-    `config` says for which `digit`, of how many pictures (`num_certified`), and with which `num_components`.
+    `config` says for which `digit`, of how many images (`num_certified`), and with which `num_components`.
     """
     order = jnp.argsort(spectrum.values[config.digit])
     vectors = spectrum.vectors[config.digit]
@@ -152,20 +152,20 @@ def details(config: Any, model: Any, spectrum: Spectrum, images: Array, labels: 
 def masking(
     config: Any, model: Any, spectrum: Spectrum, images: Array, labels: Array, *, key: Array, against: int = 2
 ) -> dict[str, Array]:
-    """What a mask from the most positive eigenvector of one class costs, added to all test pictures, by its norm.
+    """What a mask from the most positive eigenvector of one class costs, added to all test images, by its norm.
 
     Args:
         config: `digit` and `mask_norms`.
         model: One network.
         spectrum: Its decomposition.
-        images: Test pictures, [n, pixels].
+        images: Test images, [n, pixels].
         labels: Their classes, [n].
         key: Draws ten random masks to compare with.
         against: Leading components of every class that the mask spares. The more, the less is left of the eigenvector
             in a mask of given norm: with 10 nothing that tells (0.6 % at size 300 on MNIST, against 71 % with 2).
 
     Returns:
-        "mask" [pixels]; "mask_accuracy" and "mask_share", the share of pictures taken for the class, of the mask and of
+        "mask" [pixels]; "mask_accuracy" and "mask_share", the share of images taken for the class, of the mask and of
         its negative (an eigenvector has no sign): [2, norms]; "random_accuracy" [norms], mean over random masks.
     """
     mask = adversarial_mask(reorder(spectrum, spectrum.values), config.digit, 0, against=against)

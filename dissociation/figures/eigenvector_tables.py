@@ -59,7 +59,7 @@ def certified_table(
         levels: Norms.
 
     Returns:
-        A header and a row per number of components; the last column is the median radius of the pictures.
+        A header and a row per number of components; the last column is the median radius of the images.
     """
     rows = [["components", *(f"{level:g}" for level in levels), "median radius"]]
     for kept, radii in sorted(results.radii.items(), key=lambda item: item[0] or np.inf):

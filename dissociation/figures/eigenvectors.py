@@ -1,6 +1,6 @@
 """Figure `eigenvectors`: what bilinear networks of several sizes and seeds see, from their weights alone.
 
-Every class of a bilinear network is a quadratic form of the picture, whose eigenvectors are its features. Do networks
+Every class of a bilinear network is a quadratic form of the image, whose eigenvectors are its features. Do networks
 of other seeds and sizes have the same ones, and how many of them carry the classification?
 """
 
@@ -88,13 +88,13 @@ class Config:
     num_large_seeds: int = 3
     """... have this many networks."""
     num_epochs: int = 100
-    """Passes over the training pictures."""
+    """Passes over the training images."""
     batch_size: int = 2048
-    """Pictures in a batch."""
+    """Images in a batch."""
     weight_decay: float = 1.0
     """AdamW's."""
     noise: float = 0.4
-    """Standard deviation of the noise on training pictures."""
+    """Standard deviation of the noise on training images."""
     num_ranks: int = 20
     """Leading components that are compared."""
     num_components: int = 30
@@ -102,13 +102,13 @@ class Config:
     digit: int = 5
     """The class whose spectrum is drawn."""
     mask_norms: tuple[float, ...] = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0)
-    """Euclidean norms of the masks added to test pictures."""
+    """Euclidean norms of the masks added to test images."""
     num_certified: int = 100
-    """Test pictures whose distance to another class is computed, for the reference size's first network."""
+    """Test images whose distance to another class is computed, for the reference size's first network."""
     num_train: int | None = None
-    """Training pictures; all by default."""
+    """Training images; all by default."""
     num_test: int | None = None
-    """Test pictures; all by default."""
+    """Test images; all by default."""
 
     def __post_init__(self):
         check_source(self)
@@ -156,9 +156,9 @@ class Results(NamedTuple):
         bands: See `eigenvector_measures.truncation_bands`.
         values: Eigenvalues of the first network of the reference size for one class, [components].
         leading: Its three most positive and three most negative eigenvectors, most extreme first, [2, 3, pixels].
-        explained: One test picture of that class ("image"), and its components' contributions to the class's logit
+        explained: One test image of that class ("image"), and its components' contributions to the class's logit
             ("contributions"), their eigenvectors ("vectors") and values ("component_values"), the largest first.
-        radii: Distance to the nearest picture of another class, by components kept (0 stands for all): [pictures].
+        radii: Distance to the nearest image of another class, by components kept (0 stands for all): [images].
         masks: See `eigenvector_measures.masking`.
         diverged_at: The step at which a network diverged, or -1: [seeds]. Its numbers, and those of its pairs, are NaN.
         seconds: Wall time of every part.

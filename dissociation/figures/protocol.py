@@ -82,7 +82,7 @@ class Figure(Protocol):
         ...
 
     def draw(self, results: Any) -> "matplotlib.figure.Figure":
-        """The picture of what `compute` returned: draws, and computes nothing."""
+        """The figure of what `compute` returned: draws, and computes nothing."""
         ...
 
     def arrays(self, results: Any) -> "dict[str, np.ndarray]":

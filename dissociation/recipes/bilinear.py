@@ -1,4 +1,4 @@
-"""Training bilinear networks on pictures, many seeds at once."""
+"""Training bilinear networks on images, many seeds at once."""
 
 from typing import Any, NamedTuple
 
@@ -35,22 +35,22 @@ def train_bilinear(
     network: dict[str, Any] | None = None,
     **options: Any,
 ) -> FitResult:
-    """Trains stacked `BilinearNetwork`s by cross entropy on noisy pictures.
+    """Trains stacked `BilinearNetwork`s by cross entropy on noisy images.
 
-    AdamW; the learning rate falls along a cosine to zero, one step of it per epoch. Every picture gets Gaussian noise
+    AdamW; the learning rate falls along a cosine to zero, one step of it per epoch. Every image gets Gaussian noise
     anew in every step, of its own in every network. The last, smaller batch of an epoch is dropped.
 
     Args:
-        dataset: Pictures and one-hot labels.
+        dataset: Images and one-hot labels.
         hidden: Width of embedding and layer.
         key: One key: every seed's network and noise follow from it, and the order of batches, which all share.
         num_seeds: Networks.
-        num_epochs: Passes over the training pictures.
-        batch_size: Pictures in a batch; all of them if there are fewer.
+        num_epochs: Passes over the training images.
+        batch_size: Images in a batch; all of them if there are fewer.
         learning_rate: At the start.
         weight_decay: AdamW's.
-        noise: Standard deviation of the noise on pictures, whose pixels lie in [0, 1].
-        num_observed: Training pictures on which loss and accuracy are observed, the first ones; test pictures all.
+        noise: Standard deviation of the noise on images, whose pixels lie in [0, 1].
+        num_observed: Training images on which loss and accuracy are observed, the first ones; test images all.
         network: More options of `BilinearNetwork`.
         **options: For `dissociation.training.fit`: `callbacks`, `checkpoint`, `layout`.
 
@@ -94,7 +94,7 @@ def train_bilinear(
 
 
 class Settings(NamedTuple):
-    """Of the optimiser; traced, so that other values compile nothing anew: [members] each."""
+    """Of AdamW; traced, so that other values compile nothing anew: [members] each."""
 
     learning_rate: Any
     weight_decay: Any
@@ -120,7 +120,7 @@ def cross_entropy(
 
 
 class NoisyCrossEntropy(eqx.Module):
-    """A loss of one batch: pictures plus noise.
+    """A loss of one batch: images plus noise.
 
     Attributes:
         noise: Standard deviation.
@@ -135,7 +135,7 @@ class NoisyCrossEntropy(eqx.Module):
 
 
 class Observation(eqx.Module):
-    """Loss and accuracy on training and on validation pictures, without noise."""
+    """Loss and accuracy on training and on validation images, without noise."""
 
     train_images: Float[Array, "n d"]
     train_labels: Float[Array, "n classes"]

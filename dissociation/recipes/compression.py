@@ -1,4 +1,4 @@
-"""Pictures compressed to a few numbers by a convolutional autoencoder, for estimators that need few dimensions."""
+"""Images compressed to a few numbers by a convolutional autoencoder, for estimators that need few dimensions."""
 
 from typing import Any
 
@@ -20,13 +20,13 @@ Images = Float[Array | np.ndarray, "n 784"]
 
 
 class Autoencoder(eqx.Module):
-    """Encoder and decoder of pictures given flat."""
+    """Encoder and decoder of images given flat."""
 
     encoder: Encoder
     decoder: Decoder
 
     def __call__(self, image: Float[Array, " 784"]) -> Float[Array, " 784"]:
-        """The picture, encoded and decoded."""
+        """The image, encoded and decoded."""
         return self.decoder(self.encoder(image.reshape(28, 28))).reshape(-1)
 
 
@@ -38,14 +38,14 @@ def train_compression(
 
     Args:
         images: In [0, 1], 28 x 28 pixels: [n, 784].
-        code: Numbers per picture.
+        code: Numbers per image.
         key: Draws weights and the order of batches.
         num_epochs: Passes.
-        batch_size: Pictures in a batch.
+        batch_size: Images in a batch.
         **options: For `training.fit`.
 
     Returns:
-        The trained autoencoder. It is lossy: information about its code is a lower bound of that about the picture.
+        The trained autoencoder. It is lossy: information about its code is a lower bound of that about the image.
 
     Raises:
         ValueError: If a count is below 1.
@@ -70,7 +70,7 @@ def train_compression(
 
 @validated
 def reconstruction_error(model: Autoencoder, batch: Images, key: Array) -> Float[Array, ""]:
-    """Mean over pictures and pixels of the squared difference."""
+    """Mean over images and pixels of the squared difference."""
     images = jnp.asarray(batch)
     return jnp.mean((jax.vmap(model)(images) - images) ** 2)
 
@@ -78,7 +78,7 @@ def reconstruction_error(model: Autoencoder, batch: Images, key: Array) -> Float
 @validated
 @eqx.filter_jit
 def encode(model: Autoencoder, images: Images) -> Float[Array, "n code"]:
-    """Codes of pictures, in slices of 500."""
+    """Codes of images, in slices of 500."""
     size = min(500, images.shape[0])
     padded = jnp.pad(jnp.asarray(images), ((0, -images.shape[0] % size), (0, 0))).reshape(-1, size, 28, 28)
     codes = [jax.vmap(model.encoder)(part) for part in padded]  # convolutions outside loops: see `training.fit`

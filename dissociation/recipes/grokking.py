@@ -1,4 +1,4 @@
-"""Training until networks grok: large initial weights, few pictures, many steps, many weight decays at once."""
+"""Training until networks grok: large initial weights, few images, many steps, many weight decays at once."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -31,12 +31,12 @@ from dissociation.types import PRNGKeys
 from dissociation.validation import validated
 
 PIXEL_MEAN, PIXEL_DEVIATION = 0.1307, 0.3081
-"""Of MNIST's training pictures, in [0, 1]."""
+"""Of MNIST's training images, in [0, 1]."""
 
 
 @validated
 def standardised(images: Float[Array | np.ndarray, "n d"]) -> Float[Array, "n d"]:
-    """Pictures in units of MNIST's deviation about its mean."""
+    """Images in units of MNIST's deviation about its mean."""
     return (jnp.asarray(images) - PIXEL_MEAN) / PIXEL_DEVIATION
 
 
@@ -81,13 +81,13 @@ def train_grokking(
     multiplied by `init_scale` before training, and decays, biases too.
 
     Args:
-        dataset: Pictures and one-hot labels; the first `num_train` training pictures are seen.
+        dataset: Images and one-hot labels; the first `num_train` training images are seen.
         weight_decays: AdamW's; traced.
         seeds: From 0 to 4294967295.
         num_steps: Optimiser steps.
-        num_train: Training pictures.
+        num_train: Training images.
         batch_size: Reshuffled every epoch.
-        learning_rate: Of the optimiser.
+        learning_rate: Step size of the optimiser.
         init_scale: Factor of all initial parameters, one for all or one per member; traced.
         optimizer: "adamw", or "sgd" with the decay times the learning rate, as in AdamW.
         network: "mlp" or "cnn".
@@ -99,7 +99,7 @@ def train_grokking(
     Returns:
         What `fit` returns, with members in the order of `Grid(weight_decay=weight_decays, seed=seeds)`. The loss is
         summed over classes and batch. `history.observed` has `CheapMeasures`' numbers at `observation_steps`, and under
-        "dear" those of `measures`, NaN at the steps that are not in `measure_at`.
+        "expensive" those of `measures`, NaN at the steps that are not in `measure_at`.
 
     Raises:
         ValueError: If an option is out of range, or `measure_at` holds other steps.
@@ -116,7 +116,7 @@ def train_grokking(
         check_non_negative("weight_decays", decay)
     count = check_count("num_train", num_train, minimum=1)
     if count > len(dataset.train_images):
-        fail("num_train", f"be at most the number of training pictures ({len(dataset.train_images)})", num_train)
+        fail("num_train", f"be at most the number of training images ({len(dataset.train_images)})", num_train)
     times = observation_steps(num_steps)
     if not np.isin(measure_at, times).all():
         fail("measure_at", "be steps of `observation_steps(num_steps)`", sorted(set(measure_at) - set(times.tolist())))
@@ -195,13 +195,13 @@ def _sgd(rates: Rates) -> optax.GradientTransformation:
 
 @validated
 def squared_error(model: MLP | CNN, batch: tuple[Array, Array], key: Array) -> Float[Array, ""]:
-    """Sum over pictures and classes of (logit - one-hot label)^2."""
+    """Sum over images and classes of (logit - one-hot label)^2."""
     images, labels = batch
     return jnp.sum((jax.vmap(model)(images) - labels) ** 2)
 
 
 class CheapMeasures(eqx.Module):
-    """Accuracy and neural collapse on training and on test pictures.
+    """Accuracy and neural collapse on training and on test images.
 
     Attributes:
         train_images: [n, d].
@@ -218,8 +218,8 @@ class CheapMeasures(eqx.Module):
     def __call__(self, model: MLP | CNN) -> dict[str, Array]:
         """The numbers by name.
 
-        "train_accuracy", "test_accuracy"; losses per picture; measures of collapse on training pictures ("nc1_score")
-        and on test pictures ("test_nc1_score"). Nearest centres ("nc4_score") are those of training pictures for both.
+        "train_accuracy", "test_accuracy"; losses per image; measures of collapse on training images ("nc1_score")
+        and on test images ("test_nc1_score"). Nearest centres ("nc4_score") are those of training images for both.
         """
         found = {}
         classifier, _ = linear_head(model)
@@ -258,25 +258,25 @@ class CheapMeasures(eqx.Module):
 
 
 class Observation(eqx.Module):
-    """Cheap measures at every observation, costly ones at some.
+    """Cheap measures at every observation, expensive ones at some.
 
     Attributes:
         cheap: Called with the model.
-        dear: Called with model and key, or None.
-        steps: When the costly ones are computed.
+        expensive: Called with model and key, or None.
+        steps: When the expensive ones are computed.
     """
 
     cheap: CheapMeasures
-    dear: Any
+    expensive: Any
     steps: Int[Array, " times"]
 
     def __call__(self, model: MLP | CNN, step: Array, key: Array) -> dict[str, Any]:
         """All measures of one network."""
         found: dict[str, Any] = self.cheap(model)
-        if self.dear is None:
+        if self.expensive is None:
             return found
-        like = jax.eval_shape(self.dear, model, key)
+        like = jax.eval_shape(self.expensive, model, key)
         empty = jax.tree.map(lambda leaf: jnp.full(leaf.shape, jnp.nan, leaf.dtype), like)
         asked = jnp.any(self.steps == step)
         found, model = after(found, model)
-        return {**found, "dear": jax.lax.cond(asked, lambda: self.dear(model, key), lambda: empty)}
+        return {**found, "expensive": jax.lax.cond(asked, lambda: self.expensive(model, key), lambda: empty)}

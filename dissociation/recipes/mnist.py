@@ -75,12 +75,13 @@ def fit_mnist(
     are in the history.
 
     Args:
-        num_epochs: See `train_mnist`.
-        num_seeds: See `train_mnist`.
-        key: See `train_mnist`.
-        dataset: See `train_mnist`.
-        width: See `train_mnist`.
-        progress: See `train_mnist`.
+        num_epochs: Passes over the training images; 0 returns the fresh networks.
+        num_seeds: How many networks.
+        key: Split once, into one key per network and one for the order of batches; None means
+            `jax.random.PRNGKey(37)`.
+        dataset: "mnist", "glyphs", or a loaded `Dataset`.
+        width: Units in each of the two hidden layers.
+        progress: A meter showing loss and test error as mean and standard deviation over seeds; None for silence.
         mesh: Devices to lay the seeds over, see `sharding.member_mesh`.
         checkpoint: A file to write while training and to go on from, see `training.fit`.
 

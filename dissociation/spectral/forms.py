@@ -275,7 +275,7 @@ def truncated_outputs(
 def adversarial_mask(
     spectrum: Spectrum, output: int, component: int, *, against: int = 10, norm: float | Float[Array, ""] = 1.0
 ) -> Float[Array, " d"]:
-    """A picture made of weights alone that excites one component and leaves the leading ones of all outputs alone.
+    """An image made of weights alone that excites one component and leaves the leading ones of all outputs alone.
 
     The component's row of the pseudo-inverse of the leading eigenvectors, at a given norm.
 

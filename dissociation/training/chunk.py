@@ -52,12 +52,10 @@ def chosen_layout(layout: Layout, step: Code) -> Layout:
         platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
         in_turn = "unroll" if "conv_general_dilated" in step.primitives else "scan"
         member_map = in_turn if per_batch(platform) == 1 else "vmap"
-    if members_per_batch == "auto" and member_map != "vmap":
-        members_per_batch = None
-    if members_per_batch is not None and member_map != "vmap":
+    if member_map != "vmap" and members_per_batch not in (None, "auto"):
         wanted = f"be None where members go in turn (member_map={member_map!r})"
         checks.fail("members_per_batch", wanted, members_per_batch)
-    return Layout(member_map, members_per_batch, mesh)
+    return Layout(member_map, members_per_batch if member_map == "vmap" else None, mesh)
 
 
 class Source(NamedTuple):

@@ -174,7 +174,7 @@ def add_phantom_zero_neurons(
 
     The new incoming weights W solve min |inputs W^T - pattern|^2 with the smallest |W|, through the singular value
     decomposition of `inputs` and two steps of iterative refinement; the new outgoing weights are zero, so the function
-    stays as it was for every activation. Where the inputs in the batch are linearly independent, any picture is met;
+    stays as it was for every activation. Where the inputs in the batch are linearly independent, any image is met;
     otherwise its projection on what they span is. Weights grow as the inputs come close to being dependent.
 
     Args:
@@ -184,7 +184,7 @@ def add_phantom_zero_neurons(
         pattern: The preactivations wanted of the new neurons, one column each.
         rtol: Singular values of `inputs` below `rtol` times the largest count as zero. None is the machine epsilon
             times the square root of the larger side of `inputs`. Larger values give smaller weights and a coarser
-            picture.
+            image.
 
     Returns:
         `(w_in, w_out)` with as many more hidden neurons as `pattern` has columns.

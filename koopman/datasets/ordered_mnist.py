@@ -1,6 +1,6 @@
-"""Ordered digits: a film whose next picture shows the next digit, 0, 1, ..., k-1, 0, 1, ...
+"""Ordered digits: a sequence whose next image shows the next digit, 0, 1, ..., k-1, 0, 1, ...
 
-Pictures of a class come in the order of the source, so nothing but the class can be foreseen: the evolution operator
+Images of a class come in the order of the source, so nothing but the class can be foreseen: the evolution operator
 of the class is a cycle of k states, whose eigenvalues are the k-th roots of unity.
 """
 
@@ -16,12 +16,12 @@ from dissociation.validation import validated
 
 
 class OrderedDigits(NamedTuple):
-    """A film of digits.
+    """A sequence of digits.
 
     Attributes:
         images: [n, 28, 28] in [0, 1].
         labels: [n], 0 to k - 1 in turn.
-        name: The data set that the pictures come from.
+        name: The data set that the images come from.
     """
 
     images: Float[np.ndarray, "n 28 28"]
@@ -40,15 +40,15 @@ def ordered_mnist(
 
     Args:
         num_digits: k, from 1 to 10.
-        data: "glyphs" (digits drawn by code), "mnist", or a data set of 28 x 28 pictures. Training pictures come
-            first, then test pictures: for MNIST 60 000 and 10 000.
+        data: "glyphs" (digits drawn by code), "mnist", or a data set of 28 x 28 images. Training images come
+            first, then test images: for MNIST 60 000 and 10 000.
         folder: Where MNIST lies, see `dissociation.data.datasets.load`.
 
     Returns:
-        The film, which ends when the smallest class does.
+        The sequence, which ends when the smallest class does.
 
     Raises:
-        ValueError: If `num_digits` is out of range, a class is missing, or pictures are not 28 x 28.
+        ValueError: If `num_digits` is out of range, a class is missing, or images are not 28 x 28.
         FileNotFoundError: If MNIST is not found.
 
     References:
@@ -59,7 +59,7 @@ def ordered_mnist(
         fail("num_digits", "be at most 10", num_digits)
     source = load(data, folder=folder) if isinstance(data, str) else data
     if source.num_pixels != 784:
-        fail("data", "hold pictures of 28 x 28 pixels", f"{source.num_pixels} pixels")
+        fail("data", "hold images of 28 x 28 pixels", f"{source.num_pixels} pixels")
     labels = np.concatenate([np.asarray(part).argmax(1) for part in (source.train_labels, source.test_labels)])
     places = [np.flatnonzero(labels == digit) for digit in range(count)]
     length = min(len(place) for place in places)

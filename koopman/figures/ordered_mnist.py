@@ -24,9 +24,9 @@ from dissociation.figures.seeds import cell, check_some_left, named_diverged
 from dissociation.members import member
 from dissociation.progress import MeterFactory, open_meter
 from koopman.datasets.ordered_mnist import OrderedDigits, cycle_spectrum, ordered_mnist
-from koopman.figures.film_drawing import draw as draw
-from koopman.figures.film_models import MODELS, forecasters, train_networks
-from koopman.figures.films import PROTOCOLS, SCALES, Forecaster, evaluate, predicted
+from koopman.figures.ordered_mnist_drawing import draw as draw
+from koopman.figures.ordered_mnist_measures import PROTOCOLS, SCALES, Forecaster, evaluate, predicted
+from koopman.figures.ordered_mnist_models import MODELS, forecasters, train_networks
 from koopman.learn import encode
 
 STEM = "ordered-mnist"
@@ -175,16 +175,16 @@ def compute(
     progress: str | MeterFactory | None = None,
 ) -> Results:
     """Trains, fits, forecasts and reads, the sequence cut from `dataset`; see `protocol.Figure.compute`."""
-    film = ordered_mnist(config.num_digits, data=source(config) if dataset is None else dataset)
-    _split(config, film)
-    with Parts(folder, identity_of(config, key, (film.images, film.labels))) as parts:
-        return _computed(config, key, film, parts, progress)
+    sequence = ordered_mnist(config.num_digits, data=source(config) if dataset is None else dataset)
+    _split(config, sequence)
+    with Parts(folder, identity_of(config, key, (sequence.images, sequence.labels))) as parts:
+        return _computed(config, key, sequence, parts, progress)
 
 
 def _computed(
-    config: Config, key: Array, film: OrderedDigits, parts: Parts, progress: str | MeterFactory | None
+    config: Config, key: Array, sequence: OrderedDigits, parts: Parts, progress: str | MeterFactory | None
 ) -> Results:
-    train, validation, test, labels = _split(config, film)
+    train, validation, test, labels = _split(config, sequence)
     trained, curves, batched, diverged_at = train_networks(config, key, train, validation, labels, parts, progress)
     check_some_left(diverged_at["oracle"], "oracles")
     builders = forecasters(config, train, trained)
@@ -220,7 +220,7 @@ def _computed(
     right = (read == labels["validation"][None]).mean(1)
     return Results(
         config=config,
-        data={"name": film.name, "num_train": len(train), "num_validation": len(validation), "num_test": len(test)},
+        data={"name": sequence.name, "num_train": len(train), "num_validation": len(validation), "num_test": len(test)},
         images=test,
         labels=labels["test"],
         times=np.asarray([*range(1, config.num_steps + 1), config.far]),
@@ -247,15 +247,15 @@ def _nothing(config: Config, test: np.ndarray) -> dict[str, np.ndarray]:
     }
 
 
-def _split(config: Config, film: OrderedDigits) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+def _split(config: Config, sequence: OrderedDigits) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, np.ndarray]]:
     sizes = np.cumsum([config.num_train, config.num_validation, config.num_test])
-    if sizes[-1] > len(film.images):
+    if sizes[-1] > len(sequence.images):
         raise WrongValue(
             f"`num_train`, `num_validation` and `num_test` must sum to at most the sequence's length, "
-            f"{len(film.images)}, got {sizes[-1]}."
+            f"{len(sequence.images)}, got {sizes[-1]}."
         )
-    train, validation, test, _ = np.split(film.images, sizes)
-    labels = np.split(film.labels, sizes)
+    train, validation, test, _ = np.split(sequence.images, sizes)
+    labels = np.split(sequence.labels, sizes)
     return train, validation, test, dict(zip(("train", "validation", "test"), labels[:3], strict=True))
 
 

@@ -368,7 +368,7 @@ def test_bad_input_is_refused(tmp_path):
 
 
 def test_an_interrupted_sweep_keeps_its_beginning(tmp_path):
-    records = lambda step: {"observed": {"rnc1_score": np.full(4, step), "dear": {"nhsic_zx": np.zeros(4)}}}  # noqa: E731
+    records = lambda step: {"observed": {"rnc1_score": np.full(4, step), "expensive": {"nhsic_zx": np.zeros(4)}}}  # noqa: E731
     with Parts(tmp_path, {}) as parts:
         first = collapse_measures.SeriesKeeper(parts)
         for step in range(20):

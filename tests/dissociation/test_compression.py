@@ -13,7 +13,7 @@ def test_pictures_are_compressed():
     test = np.asarray(data.test_images)
     error = np.mean((np.asarray(eqx.filter_jit(lambda m, x: jax.vmap(m)(x))(model, test)) - test) ** 2)
     blank = np.mean((np.asarray(data.train_images).mean(0) - test) ** 2)
-    assert error < 0.9 * blank  # better than the mean picture
+    assert error < 0.9 * blank  # better than the mean image
     codes = encode(model, test)
     assert codes.shape == (70, 4)
     np.testing.assert_allclose(codes, jax.vmap(model.encoder)(test.reshape(-1, 28, 28)), rtol=1e-4, atol=1e-5)

@@ -27,7 +27,7 @@ def parts():
 
 @pytest.fixture
 def fake_mnist(monkeypatch):
-    """A stand-in of 60 training and 10 test pictures, whose pixels say which picture they are."""
+    """A stand-in of 60 training and 10 test images, whose pixels say which image they are."""
     calls = []
 
     def mnist_data(permute_train=False, *, folder=None):

@@ -152,7 +152,7 @@ def test_masks(small):
     whole = 1 - results.full_error[config.reference][0]
     np.testing.assert_allclose(masks["mask_accuracy"][:, 0], whole, atol=1e-6)
     np.testing.assert_allclose(masks["random_accuracy"][0], whole, atol=1e-6)
-    # A mask of weights alone does far more harm than random ones of its norm, and draws pictures to its digit.
+    # A mask of weights alone does far more harm than random ones of its norm, and draws images to its digit.
     worst = masks["mask_accuracy"][:, -1].min()
     assert worst < masks["random_accuracy"][-1] - 0.05
     assert masks["mask_share"][:, -1].max() > masks["mask_share"][0, 0] + 0.1

@@ -75,19 +75,19 @@ def test_templates_are_fixed_shared_and_centred():
 
 
 def test_digits_are_readable_across_fonts():
-    pictures = plain_pictures()
+    images = plain_pictures()
     right = 0
     for font in range(len(FONTS)):
-        others = np.delete(pictures, font, axis=0).reshape(-1, SIDE**2)
-        gaps = np.linalg.norm(pictures[font][:, None, :] - others[None, :, :], axis=2)
+        others = np.delete(images, font, axis=0).reshape(-1, SIDE**2)
+        gaps = np.linalg.norm(images[font][:, None, :] - others[None, :, :], axis=2)
         right += np.sum(gaps.argmin(axis=1) % 10 == np.arange(10))
     assert right >= 0.97 * 10 * len(FONTS)
 
 
 def test_pictures_are_upright():
-    pictures = plain_pictures().reshape(-1, 10, SIDE, SIDE)
+    images = plain_pictures().reshape(-1, 10, SIDE, SIDE)
     line = np.arange(SIDE) - 13.5
-    down, right = pictures.sum(axis=3) @ line, pictures.sum(axis=2) @ line
+    down, right = images.sum(axis=3) @ line, images.sum(axis=2) @ line
     assert np.all(down[:, 7] < 0)  # the bar of a 7 is on top
     assert np.all(down[:, 6] > down[:, 9])  # a 6 has its bowl below the 9's
     assert np.all(right[:, 6] < right[:, 9])  # and its stem on the other side

@@ -85,9 +85,7 @@ def test_jit_and_vmap():
         ),
         (  # The identity on large numbers.
             lambda: linear_head(
-                eqx.nn.MLP(
-                    6, 3, 8, 1, final_activation=lambda z: jnp.where(abs(z) < 1e-6, 0, z), key=jax.random.key(0)
-                )
+                eqx.nn.MLP(6, 3, 8, 1, final_activation=lambda z: jnp.where(abs(z) < 1e-6, 0, z), key=jax.random.key(0))
             ),
             TypeError,
             "with an activation",

@@ -39,19 +39,19 @@ def beginning(seed):
 
 def test_members_are_decays_by_seeds(trained):
     observed = trained.history.observed
-    grid = {name: values.reshape(3, 2, -1) for name, values in observed.items() if name != "dear"}
+    grid = {name: values.reshape(3, 2, -1) for name, values in observed.items() if name != "expensive"}
     np.testing.assert_array_equal(trained.history.observed_at, observation_steps(200))
     for values in grid.values():
         # A seed begins alike whatever its decay, and seeds differ.
         np.testing.assert_array_equal(values[:, :, 0], values[:1, :, 0].repeat(3, 0))
         assert values[0, 0, 0] != values[0, 1, 0] or values[0, 0, -1] != values[0, 1, -1]
     assert (grid["train_loss"][..., -1] < 0.5 * grid["train_loss"][..., 0]).all()
-    norms = observed["dear"]["norm"].reshape(3, 2, -1)
+    norms = observed["expensive"]["norm"].reshape(3, 2, -1)
     assert (np.diff(norms[:, :, -1], axis=0) > 0).all()  # the less decay, the larger the weights
 
 
 def test_dear_measures_come_when_asked(trained):
-    norms = trained.history.observed["dear"]["norm"]
+    norms = trained.history.observed["expensive"]["norm"]
     asked = np.isin(trained.history.observed_at, (0, 20, 200))
     assert np.isfinite(norms[:, asked]).all()
     assert np.isnan(norms[:, ~asked]).all()
@@ -62,12 +62,12 @@ def test_the_beginning_is_eight_times_pytorchs(trained, data):
     for layer, fan_in in zip(model.layers, (784, 16, 16), strict=True):
         for part in (layer.weight, layer.bias):
             assert 0.8 < np.abs(part).max() * fan_in**0.5 / 8 <= 1
-    # What is observed at step 0 belongs to that network, with pictures standardised.
+    # What is observed at step 0 belongs to that network, with images standardised.
     images = (np.asarray(data.test_images) - 0.1307) / 0.3081
     np.testing.assert_allclose(standardised(data.test_images), images, rtol=1e-5)
     seen = jax.vmap(model.representations)(images)
     truth = data.test_labels.argmax(1)
-    observed = {name: values[0, 0] for name, values in trained.history.observed.items() if name != "dear"}
+    observed = {name: values[0, 0] for name, values in trained.history.observed.items() if name != "expensive"}
     np.testing.assert_allclose(observed["test_accuracy"], np.mean(seen["logits"].argmax(1) == truth), atol=1e-6)
     loss = np.sum((np.asarray(seen["logits"]) - data.test_labels) ** 2) / 60
     np.testing.assert_allclose(observed["test_loss"], loss, rtol=1e-4)
@@ -129,7 +129,7 @@ def test_other_optimisers_and_networks(data, options):
     ("options", "words"),
     [
         ({"measure_at": (31,)}, "`measure_at` must be steps"),
-        ({"num_train": 1000}, r"`num_train` must be at most the number of training pictures \(150\)"),
+        ({"num_train": 1000}, r"`num_train` must be at most the number of training images \(150\)"),
         ({"seeds": (0, 2**32)}, "`seeds` must lie from 0 to 4294967295, got 4294967296"),
         ({"seeds": (-1,)}, "`seeds` must be at least 0, got -1"),
         ({"optimizer": "adam"}, "'adamw', 'sgd'"),

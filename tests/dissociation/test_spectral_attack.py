@@ -39,7 +39,7 @@ def test_certificates_of_a_trained_network_hold():
     keys = jax.random.split(jax.random.key(1), 24)
     attack = eqx.filter_jit(jax.vmap(lambda x, y, r, k: projected_attack(model, x, y, r, key=k, num_restarts=10)))
     assert not attack(images, labels, 0.999 * found.radius, keys).found.any()
-    # The control: just beyond the certified distance the same attack succeeds on most pictures.
+    # The control: just beyond the certified distance the same attack succeeds on most images.
     assert attack(images, labels, 1.02 * found.radius, keys).found.mean() > 0.5
 
 

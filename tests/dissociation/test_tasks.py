@@ -14,7 +14,7 @@ from dissociation.data.tasks import (
 
 
 def corner_pictures(num, side=4):
-    """Pictures told apart by one pixel's value, with their only ink in the upper left corner."""
+    """Images told apart by one pixel's value, with their only ink in the upper left corner."""
     images = np.zeros((num, side, side), np.float32)
     images[:, 0, 0] = np.arange(1, num + 1)
     return images
@@ -52,7 +52,7 @@ def test_flat_and_square_pictures_agree_and_types_stay(key):
 
 
 def test_turn_is_independent_of_the_place_in_the_data_set():
-    # The first picture gets each turn equally often, and lands anywhere.
+    # The first image gets each turn equally often, and lands anywhere.
     keys = jax.random.split(jax.random.key(5), 2000)
 
     def where_and_how(key):

@@ -17,8 +17,8 @@ from dissociation.figures.artifacts import axes_of
 from dissociation.models.cnn import Encoder
 from koopman import cli
 from koopman.figures import ordered_mnist, spectra
-from koopman.figures.film_models import Networks
-from koopman.figures.films import PROTOCOLS, Evaluation, Forecaster, Latent, project, spectral
+from koopman.figures.ordered_mnist_measures import PROTOCOLS, Evaluation, Forecaster, Latent, project, spectral
+from koopman.figures.ordered_mnist_models import Networks
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def test_ordered_digits(sequence_results):
     for name in results.config.models:
         accuracy = results.accuracy(name)
         assert accuracy.shape == (1, len(PROTOCOLS), 2, 3)
-        # Picture by picture there is no horizon of a thousand steps.
+        # Image by image there is no horizon of a thousand steps.
         np.testing.assert_array_equal(np.isnan(accuracy[0]).any((0, 1)), [False, False, True])
         assert np.isfinite(accuracy[:, 1:]).all()
         # One step ahead the two ways to look are one.
@@ -57,7 +57,7 @@ def test_ordered_digits(sequence_results):
         warnings.simplefilter("error")
         assert_only_draws(ordered_mnist, results)
     figure = ordered_mnist.draw(results)
-    assert any(text.get_text() == "Random" for text in figure.subfigs[1].legends[0].get_texts())
+    assert any(text.get_text() == "chance" for text in figure.subfigs[1].legends[0].get_texts())
 
 
 def test_distances_to_the_roots_of_unity(sequence_results):

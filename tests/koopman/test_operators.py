@@ -276,10 +276,10 @@ def test_centring_removes_the_constant():
 
 def test_pictures_as_observables():
     x, y = (np.asarray(a, np.float32) for a in lagged_pairs(linear_trajectory()[1]))
-    pictures = np.einsum("ni,hi,wi->nhw", y, *np.random.default_rng(0).normal(size=(2, 3, 5))).astype(np.float32)
-    forecast = predict(fit(Ridge(), x, y, observable=pictures), x[:6], [1, 4])
+    images = np.einsum("ni,hi,wi->nhw", y, *np.random.default_rng(0).normal(size=(2, 3, 5))).astype(np.float32)
+    forecast = predict(fit(Ridge(), x, y, observable=images), x[:6], [1, 4])
     assert forecast.shape == (2, 6, 3, 3)
-    flat = predict(fit(Ridge(), x, y, observable=pictures.reshape(-1, 9)), x[:6], [1, 4])
+    flat = predict(fit(Ridge(), x, y, observable=images.reshape(-1, 9)), x[:6], [1, 4])
     np.testing.assert_allclose(forecast.reshape(2, 6, 9), flat, atol=1e-6)
 
 

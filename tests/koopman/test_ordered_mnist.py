@@ -7,15 +7,15 @@ from koopman.datasets.ordered_mnist import cycle_spectrum, ordered_mnist
 
 def test_digits_come_in_turn_and_in_the_order_of_the_source():
     source = load("glyphs", num_train=200, num_test=50)
-    film = ordered_mnist(3, data=source)
+    sequence = ordered_mnist(3, data=source)
     images = np.concatenate([source.train_images, source.test_images]).reshape(-1, 28, 28)
     digits = np.concatenate([source.train_labels, source.test_labels]).argmax(1)
     smallest = min(np.sum(digits == k) for k in range(3))
-    assert len(film.images) == 3 * smallest
-    np.testing.assert_array_equal(film.labels, np.arange(3 * smallest) % 3)
+    assert len(sequence.images) == 3 * smallest
+    np.testing.assert_array_equal(sequence.labels, np.arange(3 * smallest) % 3)
     for digit in range(3):
-        np.testing.assert_array_equal(film.images[digit::3], images[digits == digit][:smallest])
-    assert film.name == "glyphs"
+        np.testing.assert_array_equal(sequence.images[digit::3], images[digits == digit][:smallest])
+    assert sequence.name == "glyphs"
 
 
 def test_cycle_spectrum():

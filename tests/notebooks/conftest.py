@@ -20,7 +20,7 @@ def run_notebook(monkeypatch):
         NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(FOLDER)}}).execute()
         cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
         assert all(cell.execution_count for cell in cells)
-        pictures = sum("image/png" in output.get("data", {}) for cell in cells for output in cell.outputs)
-        assert pictures == sum(".draw(" in cell.source for cell in cells)
+        images = sum("image/png" in output.get("data", {}) for cell in cells for output in cell.outputs)
+        assert images == sum(".draw(" in cell.source for cell in cells)
 
     return run

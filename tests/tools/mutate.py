@@ -43,7 +43,7 @@ TESTED_BY = {
     "dissociation.metrics.information.neighbours": ["dissociation/test_nearest_information.py"],
     "dissociation.figures.eigenvector_measures": ["dissociation/test_eigenvectors.py"],
     "dissociation.figures.members": ["dissociation/test_figures.py"],
-    "koopman.figures.film_models": ["koopman/test_figures.py"],
+    "koopman.figures.ordered_mnist_models": ["koopman/test_figures.py"],
     "dissociation.spectral.rounding": ["dissociation/test_spectral_certificate.py"],
     "dissociation.results": ["dissociation/test_validation.py"],
     "koopman.datasets.trajectories": ["koopman/test_linear.py", "koopman/test_langevin.py", "koopman/test_maps.py"],

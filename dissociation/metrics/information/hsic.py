@@ -122,7 +122,7 @@ def shuffled_hsic(grams: Float[Array, "kernels *b n n"], *, epsilon: Scalar = 1e
 
     Args:
         grams: As for `normalised_hsic`.
-        epsilon: As there.
+        epsilon: Regularisation, positive.
 
     Returns:
         [kernels - 1, ...].

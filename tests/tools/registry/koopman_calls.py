@@ -90,10 +90,10 @@ def autoencoder():
 
 
 def digits():
-    """Pictures of two classes."""
+    """Images of two classes."""
     labels = np.eye(2, dtype=np.float32)[[0, 1, 1, 0]]
-    pictures = RANDOM.random((4, 784)).astype(np.float32)
-    return Dataset("noise", pictures, labels, pictures, labels)
+    images = RANDOM.random((4, 784)).astype(np.float32)
+    return Dataset("noise", images, labels, images, labels)
 
 
 def training():

@@ -15,7 +15,7 @@ from dissociation.members import member
 from dissociation.progress import MeterFactory
 from dissociation.training import Progress
 from koopman.estimators import ReducedRank
-from koopman.figures.films import Forecaster, Latent, Pixels
+from koopman.figures.ordered_mnist_measures import Forecaster, Latent, Pixels
 from koopman.learn import encode, train_autoencoders, train_classifiers, train_encoders, validation_loss
 from koopman.operators import fit
 from koopman.pairs import lagged_pairs

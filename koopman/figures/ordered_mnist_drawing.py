@@ -8,8 +8,8 @@ from matplotlib.figure import Figure
 
 from dissociation import plotting
 from koopman.datasets.ordered_mnist import cycle_spectrum
-from koopman.figures.film_models import MODELS
-from koopman.figures.films import PROTOCOLS, predicted
+from koopman.figures.ordered_mnist_measures import PROTOCOLS, predicted
+from koopman.figures.ordered_mnist_models import MODELS
 
 
 def _shown_seed(results: Any, name: str) -> int:
@@ -46,7 +46,7 @@ def _draw_accuracy(panel: Any, results: Any) -> None:
         model = MODELS[name]
         curve = results.accuracy(name)[:, list(PROTOCOLS).index(model.shown), 0, :steps]
         plotting.band(axis, results.times[:steps], curve, label=model.label, **model.look)
-    axis.axhline(1 / results.config.num_digits, linestyle="dashed", color="black", label="Random")
+    axis.axhline(1 / results.config.num_digits, linestyle="dashed", color="black", label="chance")
     axis.set(xlabel="time steps", ylabel="accuracy", xlim=(1, steps), ylim=(0, 1.1))
     panel.legend(*axis.get_legend_handles_labels(), loc="outside right center", fontsize="small")
 
