@@ -29,6 +29,7 @@ from dissociation.figures.collapse import Config
 from dissociation.figures.collapse_measures import information_measures
 from dissociation.metrics.information.hsic import information_plane
 from dissociation.metrics.information.nearest import entropy_weights, information
+from dissociation.models.representations import representations
 from dissociation.recipes.grokking import (
     CheapMeasures,
     initial_models,
@@ -129,7 +130,7 @@ class PlaneOnly(eqx.Module):
 
     def __call__(self, model, key):
         """By name."""
-        features = jax.vmap(model.representations)(self.images)["features"]
+        features = representations(model, self.images)["features"]
         plane = information_plane(features, self.images, self.labels, key=key)
         return {"zx": plane.zx, "zy": plane.zy}
 

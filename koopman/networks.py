@@ -108,7 +108,7 @@ class FeatureMap(eqx.Module):
     def __call__(self, state: Float[Array | np.ndarray, "*state"]) -> Float[Array, " features"]:
         """Features of one state, of norm `feature_norm` if there is one."""
         features = self.encoder(jnp.asarray(state))
-        width = self.lagged_head.weight.shape[-1]
+        width = self.lagged_head.weight.shape[-2]
         if jnp.shape(features) != (width,):
             fail("encoder", f"make a vector of {width} features, as `features` says", f"shape {jnp.shape(features)}")
         if self.feature_norm is None:
@@ -176,7 +176,7 @@ class Autoencoder(eqx.Module):
             if decoder is None
             else build_network("decoder", decoder, key=keys[1])
         )
-        self.dynamics = Affine(features, features, bias=False, key=keys[2]).weight
+        self.dynamics = Affine(features, features, bias=False, key=keys[2]).weight.T
         self.orthogonal = orthogonal
 
     def matrix(self) -> Float[Array, "f f"]:

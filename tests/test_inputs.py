@@ -62,6 +62,8 @@ INTERNAL = {
     "dissociation.metrics.probes.warn_unstable": "a warning",
     "dissociation.models.layers.as_example": "a check",
     "dissociation.models.layers.check_sizes": "a check",
+    "dissociation.models.representations.named": "what models of one's own call within",
+    "dissociation.models.representations.representations_of_example": "registered types; its callers check",
     "dissociation.files": "how files are written",
     "dissociation.interrupts": "how the command line hears signals",
     "dissociation.memory": "what `bmap` asks of the machine",

@@ -19,6 +19,7 @@ from dissociation.metrics.information.hsic import information_plane
 from dissociation.metrics.information.nearest import information, label_information
 from dissociation.metrics.information.smoothed import smoothed_information
 from dissociation.metrics.margins import class_plane, linear_head, signed_distance
+from dissociation.models.representations import representations
 from dissociation.recipes.compression import encode, train_compression
 from dissociation.recipes.grokking import observation_steps, standardised
 from dissociation.schedule import log_spaced_steps
@@ -70,7 +71,7 @@ class Information(eqx.Module):
         The free bandwidth is the published one for features of variance 1.
         """
         keys = jax.random.split(key, 4)
-        features = jax.vmap(model.representations)(self.images)["features"]
+        features = representations(model, self.images)["features"]
         size = min(100, len(self.images))
         plane = information_plane(features, self.images, self.labels, key=keys[0], batch_size=size)
         plane, features = after(plane, features)
@@ -148,7 +149,7 @@ def margins_of(data: Dataset, models: Any, classes: tuple[int, int], num_seen: i
     @eqx.filter_jit
     def places(model: Any, images: Array) -> tuple[Array, Array, Array]:
         weights, biases = linear_head(model)
-        features = jax.vmap(model.representations)(images)["features"]
+        features = representations(model, images)["features"]
         plane = class_plane(weights, biases, first, second)
         distances = signed_distance(features, weights, biases, first, second)
         return distances, plane.coordinates(features), plane.boundary

@@ -62,13 +62,10 @@ def linear_head(model: Any) -> tuple[Float[Array, "classes d"], Float[Array, " c
     last = getattr(model, "head", None)
     if last is None:
         last = (getattr(model, "layers", None) or [None])[-1]
-    if isinstance(last, Affine):
-        weights, biases = last.weight.T, last.bias
-    elif isinstance(last, eqx.nn.Linear):
-        weights, biases = last.weight, last.bias
-    else:
+    if not isinstance(last, Affine | eqx.nn.Linear):
         raise TypeError(f"`model` must have a linear last layer, got {type(model).__name__} ending in {last!r:.60}.")
-    return weights, jnp.zeros(weights.shape[0], weights.dtype) if biases is None else biases
+    biases = jnp.zeros(last.weight.shape[0], last.weight.dtype) if last.bias is None else last.bias
+    return last.weight, biases
 
 
 @validated

@@ -13,6 +13,7 @@ from dissociation.checks import check_choice, fail
 from dissociation.conversion import as_array, as_numbers
 from dissociation.models.initial import Initialiser, draw_weights
 from dissociation.models.layers import as_example, check_sizes
+from dissociation.models.representations import named
 from dissociation.types import PRNGKey
 from dissociation.validation import validated
 
@@ -177,14 +178,13 @@ class BilinearNetwork(eqx.Module):
         self.residual = residual
 
     def representations(self, x: Float[Array | np.ndarray, " inputs"]) -> dict[str, Array]:
-        """Everything computed on the way: "embed", "layer0", "layer1", ..., "logits"."""
+        """The embedding, every layer and the logits, see `dissociation.models.representations`."""
         x = as_example("x", x, self.embed.shape[-1])
-        hidden = self.embed @ x
-        found = {"embed": hidden}
-        for index, layer in enumerate(self.layers):
-            hidden = layer(hidden) + hidden if self.residual else layer(hidden)
-            found[f"layer{index}"] = hidden
-        return {**found, "logits": self.head @ hidden}
+        hidden = [self.embed @ x]
+        for layer in self.layers:
+            x = hidden[-1]
+            hidden.append(layer(x) + x if self.residual else layer(x))
+        return named(hidden, self.head @ hidden[-1])
 
     def __call__(self, x: Float[Array | np.ndarray, " inputs"]) -> Float[Array, " classes"]:
         """Logits of one example."""

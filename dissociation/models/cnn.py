@@ -7,6 +7,7 @@ from jaxtyping import Array, Float
 
 from dissociation.checks import check_choice
 from dissociation.models.layers import Affine, Convolution, as_example, check_sizes, max_pool
+from dissociation.models.representations import named
 from dissociation.types import PRNGKey
 from dissociation.validation import validated
 
@@ -16,7 +17,7 @@ class Encoder(eqx.Module):
 
     Attributes:
         convolutions: The two convolutions.
-        head: The linear layer, [1568, features].
+        head: The linear layer, weights [features, 1568].
     """
 
     convolutions: tuple[Convolution, Convolution]
@@ -29,20 +30,24 @@ class Encoder(eqx.Module):
         self.convolutions = (Convolution(1, 16, init=init, key=keys[0]), Convolution(16, 32, init=init, key=keys[1]))
         self.head = Affine(32 * 49, features, init=init, key=keys[2])
 
+    def layers(self, image: Float[Array | np.ndarray, "28 28"]) -> tuple[Array, Array, Array]:
+        """What the convolutions make of one image, [14, 14, 16] and [7, 7, 32], and its features."""
+        hidden = [as_example("image", image, 28, 28)[:, :, None]]
+        for convolution in self.convolutions:
+            # The same as ReLU first, on a quarter of the values.
+            hidden.append(jax.nn.relu(max_pool(convolution(hidden[-1]))))
+        return hidden[1], hidden[2], self.head(hidden[2].reshape(-1))
+
     def __call__(self, image: Float[Array | np.ndarray, "28 28"]) -> Float[Array, " features"]:
         """Features of one image."""
-        image = as_example("image", image, 28, 28)
-        hidden = image[:, :, None]
-        for convolution in self.convolutions:
-            hidden = jax.nn.relu(max_pool(convolution(hidden)))  # the same as ReLU first, on a quarter of the values
-        return self.head(hidden.reshape(-1))
+        return self.layers(image)[-1]
 
 
 class Decoder(eqx.Module):
     """Features to image, the encoder's mirror; no activation at the end.
 
     Attributes:
-        head: The linear layer, [features, 1568].
+        head: The linear layer, weights [1568, features].
         convolutions: Two transposed convolutions (of stride 1: plain ones with turned kernels), to 16 and 1 channels.
         upsampling: "nearest" or "bilinear".
     """
@@ -63,7 +68,7 @@ class Decoder(eqx.Module):
 
     def __call__(self, features: Float[Array | np.ndarray, " features"]) -> Float[Array, "28 28"]:
         """The image."""
-        hidden = self.head(as_example("features", features, self.head.weight.shape[-2])).reshape(7, 7, 32)
+        hidden = self.head(as_example("features", features, self.head.weight.shape[-1])).reshape(7, 7, 32)
         for convolution in self.convolutions:
             if self.upsampling == "nearest":
                 hidden = convolution.upsampled(jax.nn.relu(hidden))
@@ -112,10 +117,10 @@ class CNN(eqx.Module):
         self.last_activation = last_activation
 
     def representations(self, x: Float[Array | np.ndarray, " 784"]) -> dict[str, Array]:
-        """What is computed on the way: "features" and "logits"."""
-        features = self.encoder(as_example("x", x, 784).reshape(28, 28))
+        """Both convolutions, [14, 14, 16] and [7, 7, 32], features and logits, see `models.representations`."""
+        *convolved, features = self.encoder.layers(as_example("x", x, 784).reshape(28, 28))
         features = jax.nn.relu(features) if self.last_activation else features
-        return {"features": features, "logits": self.head(features)}
+        return named([*convolved, features], self.head(features))
 
     def __call__(self, x: Float[Array | np.ndarray, " 784"]) -> Float[Array, " classes"]:
         """Logits of one image."""

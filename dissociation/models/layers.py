@@ -44,14 +44,14 @@ def check_sizes(**sizes: int) -> None:
 
 
 class Affine(eqx.Module):
-    """x W + b, or without b.
+    """W x + b, or without b.
 
     Attributes:
-        weight: [in, out].
+        weight: [out, in].
         bias: [out] or None.
     """
 
-    weight: Float[Array, "i o"]
+    weight: Float[Array, "o i"]
     bias: Float[Array, " o"] | None
 
     @validated
@@ -59,7 +59,7 @@ class Affine(eqx.Module):
         check_choice("init", init, INITS)
         check_sizes(inputs=inputs, outputs=outputs)
         first, second = jax.random.split(key)
-        self.weight = draw_weights(init, (inputs, outputs), inputs, key=first)
+        self.weight = draw_weights(init, (inputs, outputs), inputs, key=first).T
         zero = init == "lecun"
         self.bias = (
             (jnp.zeros(outputs) if zero else draw_weights(init, (outputs,), inputs, key=second)) if bias else None
@@ -67,7 +67,7 @@ class Affine(eqx.Module):
 
     def __call__(self, x: Float[Array | np.ndarray, " i"]) -> Float[Array, " o"]:
         """The layer's output."""
-        y = as_example("x", x, self.weight.shape[-2]) @ self.weight
+        y = self.weight @ as_example("x", x, self.weight.shape[-1])
         return y if self.bias is None else y + self.bias
 
 

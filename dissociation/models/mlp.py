@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 
 from dissociation.checks import check_choice
 from dissociation.models.layers import Affine, as_example, check_sizes
+from dissociation.models.representations import named
 from dissociation.types import PRNGKey
 from dissociation.validation import validated
 
@@ -26,7 +27,7 @@ class MLP(eqx.Module):
     """Affine layers with an activation between them.
 
     Attributes:
-        layers: Hidden layers and the head, weights [in, out].
+        layers: Hidden layers and the head, weights [out, in].
         activation: One of `ACTIVATIONS`.
         last_activation: Whether the last hidden layer has it too.
     """
@@ -71,16 +72,16 @@ class MLP(eqx.Module):
         self.activation, self.last_activation = activation, last_activation
 
     def representations(self, x: Float[Array | np.ndarray, " inputs"]) -> dict[str, Array]:
-        """Everything computed on the way: "hidden0", ..., "features" (the last hidden layer) and "logits"."""
-        x = as_example("x", x, self.layers[0].weight.shape[-2])
-        hidden, found = x, {}
+        """Everything computed on the way, see `dissociation.models.representations`."""
+        x = as_example("x", x, self.layers[0].weight.shape[-1])
+        hidden = []
         *inner, head = self.layers
         for index, layer in enumerate(inner):
-            hidden = layer(hidden)
+            x = layer(x)
             if self.last_activation or index < len(inner) - 1:
-                hidden = ACTIVATIONS[self.activation](hidden)
-            found[f"hidden{index}" if index < len(inner) - 1 else "features"] = hidden
-        return {**found, "logits": head(hidden)}
+                x = ACTIVATIONS[self.activation](x)
+            hidden.append(x)
+        return named(hidden, head(x))
 
     def __call__(self, x: Float[Array | np.ndarray, " inputs"]) -> Float[Array, " classes"]:
         """Logits of one example."""

@@ -25,6 +25,7 @@ from dissociation.metrics.margins import linear_head
 from dissociation.metrics.robustness import error_rate
 from dissociation.models.cnn import CNN
 from dissociation.models.mlp import MLP
+from dissociation.models.representations import representations
 from dissociation.sweeps import Grid
 from dissociation.training import Epochs, FitResult, Save, fit, make_step
 from dissociation.types import PRNGKeys
@@ -228,7 +229,7 @@ class CheapMeasures(eqx.Module):
             ("train", self.train_images, self.train_labels),
             ("test", self.images, self.labels),
         ):
-            seen = jax.vmap(model.representations)(images)
+            seen = representations(model, images)
             features, logits = seen["features"], seen["logits"]
             truth = jnp.argmax(labels, 1)
             found, features = after(found, features)

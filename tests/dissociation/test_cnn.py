@@ -55,7 +55,7 @@ def test_encoder_against_torch():
         x = torch.conv2d(x, tensor(layer.weight, 3, 2, 0, 1), tensor(layer.bias), padding=2)
         x = torch.max_pool2d(torch.relu(x), 2)
     # Channels last, so the linear layer reads pixels before channels.
-    wanted = x.permute(0, 2, 3, 1).reshape(len(x), -1) @ tensor(encoder.head.weight) + tensor(encoder.head.bias)
+    wanted = x.permute(0, 2, 3, 1).reshape(len(x), -1) @ tensor(encoder.head.weight).T + tensor(encoder.head.bias)
     np.testing.assert_allclose(jax.vmap(encoder)(IMAGES), wanted.numpy(), atol=1e-5)
 
 
@@ -97,7 +97,7 @@ def test_classifier(last_activation):
     expected = np.asarray(np.maximum(features, 0) if last_activation else features)
     weight, bias = (np.asarray(part) for part in (model.head.weight, model.head.bias))
     np.testing.assert_allclose(found["features"], expected, atol=1e-6)
-    np.testing.assert_allclose(found["logits"], expected @ weight + bias, atol=1e-5)
+    np.testing.assert_allclose(found["logits"], expected @ weight.T + bias, atol=1e-5)
     np.testing.assert_array_equal(jax.vmap(model)(flat), found["logits"])
 
 

@@ -23,14 +23,14 @@ def test_by_hand(last_activation):
     (a, first), (b, second), (c, third) = (
         [np.asarray(p) for p in (layer.weight, layer.bias)] for layer in model.layers
     )
-    hidden = np.maximum(X @ a + first, 0)
-    features = hidden @ b + second
+    hidden = np.maximum(X @ a.T + first, 0)
+    features = hidden @ b.T + second
     features = np.maximum(features, 0) if last_activation else features
     found = jax.vmap(model.representations)(X)
     assert set(found) == {"hidden0", "features", "logits"}
     np.testing.assert_allclose(found["hidden0"], hidden, atol=1e-6)
     np.testing.assert_allclose(found["features"], features, atol=1e-6)
-    np.testing.assert_allclose(found["logits"], features @ c + third, atol=1e-6)
+    np.testing.assert_allclose(found["logits"], features @ c.T + third, atol=1e-6)
     np.testing.assert_array_equal(jax.vmap(model)(X), found["logits"])
 
 

@@ -17,7 +17,7 @@ def test_feature_maps_have_norm_one_and_a_finite_slope_at_zero():
     np.testing.assert_allclose(jnp.linalg.norm(features, axis=1), 1, atol=1e-6)
     longer = FeatureMap(feature_norm=3.0, key=jax.random.key(0))
     np.testing.assert_allclose(jax.vmap(longer)(IMAGES), 3 * features, rtol=1e-5)
-    np.testing.assert_allclose(model.lagged(IMAGES[0]), features[0] @ model.lagged_head.weight, atol=1e-6)
+    np.testing.assert_allclose(model.lagged(IMAGES[0]), model.lagged_head.weight @ features[0], atol=1e-6)
     head = lambda m: (m.encoder.head.weight, m.encoder.head.bias)  # noqa: E731
     dead = eqx.tree_at(head, model, replace_fn=jnp.zeros_like)
     slopes = eqx.filter_grad(lambda m: jnp.sum(m(IMAGES[0])))(dead)

@@ -10,7 +10,7 @@ from dissociation.data import datasets, glyphs, tasks
 from dissociation.data import mnist as mnist_files
 from dissociation.metrics import collapse, crossing, margins, probes, robustness, transfer
 from dissociation.metrics.information import coordinates, hsic, nearest, neighbours, smoothed
-from dissociation.models import bilinear, cnn, initial, layers
+from dissociation.models import bilinear, cnn, initial, layers, representations
 from dissociation.models import mlp as perceptron
 from dissociation.recipes import bilinear as bilinear_recipe
 from dissociation.recipes import compression, grokking, mnist
@@ -120,6 +120,7 @@ CALLS = {
     schedule.log_spaced_steps: lambda: {"num_steps": 10, "count": 4},
     initial.draw_weights: lambda: {"init": "lecun", "shape": (3, 4), "fan_in": 4, "key": KEY},
     layers.max_pool: lambda: {"x": RANDOM.random((4, 6, 2))},
+    representations.representations: lambda: {"model": network(), "inputs": np.ones((4, 3))},
     bilinear.wrap_bilinear: lambda: {"embed": np.eye(3), "layers": [(np.eye(3), np.eye(3))], "head": np.ones((2, 3))},
     neurons.scale_neurons: lambda: layer() | {"scale_factor": np.array([0.5, 1.0, 2.0, 3.0])},
     neurons.duplicate_neurons: lambda: layer() | {"duplicate_multiplier": 1.5},

@@ -1,0 +1,96 @@
+"""What a network computes on the way from input to output, under one naming for all models.
+
+Hidden layers in forward order are "hidden0", "hidden1", ...; the last of them, which the output layer reads, is
+"features"; what comes out is "logits".
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Num
+
+from dissociation.validation import validated
+
+
+def named(hidden: Sequence[Array], logits: Array) -> dict[str, Array]:
+    """Hidden layers in forward order and the output, under the names that all models share."""
+    names = [*(f"hidden{index}" for index in range(len(hidden) - 1)), *["features"] * bool(hidden)]
+    return {**dict(zip(names, hidden, strict=True)), "logits": logits}
+
+
+@functools.singledispatch
+def representations_of_example(model: Any, x: Array) -> dict[str, Array]:
+    """What a model makes of one example; a model of another library is added by `.register(type)` on this function.
+
+    Args:
+        model: With a method `representations(x)`, as those of `dissociation.models`, or of a registered type.
+        x: One example.
+
+    Returns:
+        Arrays by name, see `named`.
+
+    Raises:
+        TypeError: If the model has no such method and its type is not registered.
+    """
+    if not callable(getattr(model, "representations", None)):
+        raise TypeError(
+            f"`model` must have a method `representations` of one example, got {type(model).__name__}. Add its type by "
+            "`representations_of_example.register`."
+        )
+    return model.representations(x)
+
+
+@representations_of_example.register
+def _(model: eqx.nn.MLP, x: Array) -> dict[str, Array]:
+    def activated(activation: Any, x: Array) -> Array:  # a function, or a module whose arrays have one row per neuron
+        return eqx.filter_vmap(lambda one, value: one(value))(activation, x)
+
+    layers = list(model.layers)
+    if getattr(model, "scan", False) and model.depth > 0:
+        first, stacked, last = layers
+        layers = [first, *(jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(model.depth - 1)), last]
+    hidden = []
+    for index, layer in enumerate(layers[:-1]):
+        activation = jax.tree.map(lambda leaf, i=index: leaf[i] if eqx.is_array(leaf) else leaf, model.activation)
+        x = activated(activation, layer(x))
+        hidden.append(x)
+    x = layers[-1](x)
+    if hidden:  # without hidden layers Equinox applies no activation at all
+        x = model.final_activation(x) if model.out_size == "scalar" else activated(model.final_activation, x)
+    return named(hidden, x)
+
+
+@validated
+def representations(model: Any, inputs: Num[Array | np.ndarray, "n ..."]) -> dict[str, Array]:
+    """Everything that one network computes on the way, for many examples.
+
+    Args:
+        model: One network: of `dissociation.models`, an `eqx.nn.MLP`, or see `representations_of_example`.
+        inputs: Examples, [n, ...].
+
+    Returns:
+        By name, hidden layers in forward order: "hidden0", "hidden1", ..., "features" (the last hidden layer) and
+        "logits", [n, ...] each.
+
+    Raises:
+        TypeError: If the model offers no representations.
+
+    Example:
+        >>> model = eqx.nn.MLP(4, 3, width_size=8, depth=2, key=jax.random.key(0))
+        >>> {name: array.shape for name, array in representations(model, jnp.ones((5, 4))).items()}
+        {'hidden0': (5, 8), 'features': (5, 8), 'logits': (5, 3)}
+    """
+    names: list[str] = []
+
+    def values(x: Array) -> tuple[Array, ...]:
+        found = representations_of_example(model, x)
+        names[:] = found
+        return tuple(found.values())
+
+    arrays = jax.vmap(values)(jnp.asarray(inputs))  # as a dictionary they would come back in alphabetical order
+    return dict(zip(names, arrays, strict=True))
