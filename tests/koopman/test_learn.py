@@ -93,7 +93,7 @@ def test_the_loss_of_autoencoders_does_not_see_the_size_of_features(trajectories
     model = Autoencoder(2, **networks, key=jax.random.key(0))
     x, y = trajectories[0, :-1], trajectories[0, 1:]
     parts = model.encoder.weight, model.dynamics, model.decoder.weight
-    into, latent, out = (np.asarray(part, float) for part in parts)
+    into, latent, out = (np.asarray(part, float) for part in (parts[0].T, parts[1], parts[2].T))
     now, later = x @ into, y @ into
     step = np.mean((later - now @ latent) ** 2) * y.var(0).mean() / later.var(0).mean()
     wanted = np.mean((x - now @ out) ** 2) + step + np.mean((y - now @ latent @ out) ** 2)
