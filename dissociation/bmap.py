@@ -7,7 +7,6 @@ over the full ones and one more call takes what is left.
 import dataclasses
 import functools
 import inspect
-import warnings
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -210,7 +209,7 @@ class _Batched(eqx.Module):
                 "bmap loops over batches with a convolution inside a compiled program on a CPU, where XLA is slow. "
                 "loop='unroll' is faster and takes more memory; loop='scan' keeps the loop and silences this."
             )
-            warnings.warn(message, stacklevel=2)
+            checks.warn(message, UserWarning)
             return False
         return True
 

@@ -3,6 +3,8 @@
 Shapes are always checked. Values are checked where they are known: a traced value passes.
 """
 
+import sys
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -11,6 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
+
+
+_INNER = ("dissociation", "koopman", "jax", "equinox", "jaxtyping", "beartype")
+"""Whose frames are not the user's."""
 
 
 class WrongValue(ValueError):
@@ -41,6 +47,14 @@ def fail_kind(name: str, wanted: str, got: object, advice: str = "") -> NoReturn
     """
     tail = f" {advice}." if advice else ""
     raise TypeError(f"`{name}` must {wanted}, got {got}.{tail}")
+
+
+def warn(message: str, category: type[Warning] = RuntimeWarning) -> None:
+    """Warns in the name of the line of the user's that led here, however many calls and wrappers are between."""
+    frame, level = sys._getframe(1), 2
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INNER:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)
 
 
 def is_traced(value: Any) -> bool:

@@ -26,6 +26,8 @@ from dissociation.figures import collapse, collapse_measures, eigenvectors, robu
 from dissociation.training import Epochs, Online, Save, fit, make_step
 from koopman.figures import ordered_mnist, spectra
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 PACKAGES = tuple(str(ROOT / package) + "/" for package in ("dissociation", "koopman"))
 

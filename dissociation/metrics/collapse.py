@@ -6,14 +6,13 @@ square of the mean, cancels when classes collapse, and can come out negative. Cl
 rounding took, so that an offset that all features share costs no digits.
 """
 
-import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from dissociation.checks import check_count, check_finite, check_ndim, check_same_length, fail, is_traced
+from dissociation.checks import check_count, check_finite, check_ndim, check_same_length, fail, is_traced, warn
 from dissociation.linalg import finite_part, product
 from dissociation.results import Result
 from dissociation.types import Classes
@@ -229,10 +228,10 @@ def _warn_of_offset(moments: ClassMoments, variance: Array) -> None:
     mean = jnp.sum(moments.counts[:, None] * moments.means, 0) / jnp.sum(moments.counts)
     offset, spread = float(jnp.linalg.norm(mean)), float(jnp.sqrt(variance))
     if spread > 0 and offset > _LARGE_OFFSET * spread:
-        warnings.warn(
+        warn(
             f"`moments` are of features {offset:.3g} from zero that spread by {spread:.3g}: `scale`, `rnc1` and `nc2`,"
             " which do not subtract their mean, measure this offset. Centre the features first.",
-            stacklevel=3,
+            UserWarning,
         )
 
 

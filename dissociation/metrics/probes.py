@@ -9,7 +9,6 @@ All folds are trained at once. A fold is a mask over samples, so the logits of e
 the data. Under `jax.vmap` over members, the members are solved in turn, each with its own number of iterations.
 """
 
-import warnings
 from functools import partial
 
 import jax
@@ -26,6 +25,7 @@ from dissociation.checks import (
     check_same_length,
     fail,
     is_traced,
+    warn,
 )
 from dissociation.linalg import no_derivative
 from dissociation.metrics.softmax_solver import SoftmaxFit, descend_fixed, fold_of_samples, largest_eigenvalue, minimise
@@ -99,11 +99,9 @@ def crossval_softmax_predict(
     if not is_traced(fit.converged) and not np.all(fit.converged):
         number, gap = int(np.sum(~np.asarray(fit.converged))), float(jnp.max(fit.gap))
         advice = "Raise `ridge`, `tol` or `max_steps`" if np.isfinite(gap) else "Is `x` finite, and not too large?"
-        warnings.warn(
+        warn(
             f"{number} of {fit.converged.size} folds did not converge in {int(fit.iterations)} steps (gap up to "
-            f"{gap:.1e}): their probabilities are NaN. {advice}",
-            RuntimeWarning,
-            stacklevel=2,
+            f"{gap:.1e}): their probabilities are NaN. {advice}"
         )
     # Samples in no fold are beyond the last one, and keep their zeros.
     known = jnp.append(fit.converged, True)[ids]
@@ -250,11 +248,9 @@ def warn_unstable(x: Array, count: Count, step_size: Scalar) -> None:
         return
     limit = 2 * float(stable_step_size(x[: int(count)]))
     if float(step_size) > limit:
-        warnings.warn(
+        warn(
             f"`step_size` ({float(step_size):.3g}) is above the stable {limit:.3g}: the loss may rise, and"
-            " the probe says little about `x`.",
-            RuntimeWarning,
-            stacklevel=3,
+            " the probe says little about `x`."
         )
 
 

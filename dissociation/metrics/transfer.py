@@ -1,6 +1,5 @@
 """Transfer: how well a representation serves a new task, for growing budgets of labelled samples."""
 
-import warnings
 from collections.abc import Sequence
 from itertools import groupby
 from math import ceil
@@ -12,7 +11,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from dissociation.checks import check_choice, check_count, check_ndim, fail, is_traced
+from dissociation.checks import check_choice, check_count, check_ndim, fail, is_traced, warn
 from dissociation.members import take
 from dissociation.metrics.probes import crossval_gradient_predict, crossval_softmax_predict, warn_unstable
 from dissociation.types import Count, OneHot, PRNGKey, Scalar
@@ -141,8 +140,7 @@ def transfer_errors(
             int(np.sum(np.isnan(found))),
             "Raise `ridge`." if probe == "converged" else "Lower `step_size`.",
         )
-        text = f"a probe did not converge in {number} of {len(counts)} budgets: their errors are NaN. {advice}"
-        warnings.warn(text, RuntimeWarning, stacklevel=2)
+        warn(f"a probe did not converge in {number} of {len(counts)} budgets: their errors are NaN. {advice}")
     return found
 
 

@@ -3,7 +3,6 @@
 import signal
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -319,7 +318,7 @@ class Run:
             column = int(bad[member].argmax())
             self.diverged_at[member] = self.step + column
             message = f"member {member}: the loss became {losses[member, column]} at step {self.step + column}"
-            warnings.warn(f"{message}; the other members go on.", RuntimeWarning, stacklevel=5)
+            checks.warn(f"{message}; the other members go on.")
 
 
 class Checkpoint(NamedTuple):

@@ -240,6 +240,7 @@ def test_bad_input_is_refused(call, words):
         call()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("offset", "width", "classes"), [(0.0, 512, 10), (1e3, 512, 10), (1e4, 512, 10), (-1e4, 40, 7), (1e4, 3, 5)]
 )

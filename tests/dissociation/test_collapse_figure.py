@@ -19,6 +19,8 @@ from dissociation.figures.seeds import masked
 from dissociation.recipes.grokking import initial_models, observation_steps, standardised
 from dissociation.sharding import member_mesh
 
+pytestmark = pytest.mark.slow
+
 KEY = jax.random.PRNGKey(3)
 NAMES = {
     "train_accuracy",
@@ -279,6 +281,12 @@ def test_the_line_of_first_crossings(small):
     assert "; delay after fitting goes as (weight decay)^(-1.0" in found.slope
     for name, values in (("fitted", [100, 100]), ("collapsed", [3333, 33333]), ("delay", [3233, 33233])):
         np.testing.assert_array_equal(found.median[name][:, 0], values)
+    # A seed that never fits has no delay, where a time that is never reached counts as a late one.
+    lone = early.copy()
+    lone[0, 1] = 0.0
+    unfitted = crossings(config, series | {"train_accuracy": lone}, steps)
+    np.testing.assert_array_equal(unfitted.median["delay"][:, 0], [3233, 33233])
+    assert unfitted.median["fitted"][0, 0] == np.inf
     never = crossings(config, series | {"rnc1_score": np.ones_like(low)}, steps)
     assert "collapse time: no slope" in never.slope
     assert np.isnan(never.line).all()

@@ -151,7 +151,7 @@ def test_nothing_to_resume_names_the_nearest_run(run, tmp_path, capsys):
     [
         (("--num-seeds", 0), 2, "`num_seeds` must be at least 1, got 0."),
         (("--num-seds", 1), 2, "Unrecognized options: --num-seds, 1 (perhaps --num-seeds; --help lists all)"),
-        (("--num-seeds", "x"), 2, "invalid literal for int"),
+        (("--num-seeds", "x"), 2, "invalid literal for int() with base 10: 'x'\n"),
         (("--seed", -1), 2, "`seed` must be at least 0, got -1."),
         (("--seed", 2**32), 2, "`seed` must lie from 0 to 4294967295, got 4294967296."),
         (("--resume", "--fresh"), 2, "`fresh` must not be given together with `resume`."),
@@ -379,6 +379,7 @@ def test_a_bug_shows_its_traceback(run, toy, monkeypatch):
         run()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", ["dissociation", "koopman"])
 def test_both_packages_are_programs(tmp_path, package):
     words = [sys.executable, "-m", package, "--quick"]

@@ -6,6 +6,8 @@ import pytest
 from dissociation.data.datasets import load
 from dissociation.recipes.compression import encode, train_compression
 
+pytestmark = pytest.mark.slow
+
 
 def test_pictures_are_compressed():
     data = load("glyphs", num_train=300, num_test=70)

@@ -52,6 +52,13 @@ def test_glyphs_by_name_are_the_glyphs(key):
     assert not np.array_equal(default.train_images, data.train_images)
 
 
+def test_glyphs_are_ten_thousand_and_two_thousand(monkeypatch):
+    asked = []
+    monkeypatch.setattr(datasets, "glyph_data", lambda *sizes, key: asked.append(sizes) or glyph_data(20, 20, key=key))
+    load("glyphs")
+    assert asked == [(10_000, 2_000)]
+
+
 def test_mnist_by_name_takes_the_leading_pictures(fake_mnist, tmp_path):
     whole = load("mnist", folder=tmp_path)
     assert fake_mnist == [(False, tmp_path)]

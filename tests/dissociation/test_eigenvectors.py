@@ -14,6 +14,8 @@ from dissociation.figures.eigenvector_measures import top_similarity, truncation
 from dissociation.figures.seeds import masked
 from dissociation.spectral import Spectrum
 
+pytestmark = pytest.mark.slow
+
 KEY = jax.random.PRNGKey(3)
 
 

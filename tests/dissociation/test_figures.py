@@ -33,6 +33,7 @@ def transferred():
     return transfer.compute(config, key=KEY)
 
 
+@pytest.mark.slow
 def test_rewrites_of_neurons_leave_the_input_noise_curve_where_it_was(noise):
     results, *_ = noise
     for name in ("duplicated", "scaled", "nuisance"):
@@ -154,6 +155,7 @@ def test_noise_figure_is_as_specified(noise):
         figure.canvas.draw()
 
 
+@pytest.mark.slow
 def test_drawing_computes_nothing(noise, transferred):
     assert_only_draws(robustness, noise[0])
     assert_only_draws(transfer, transferred)
@@ -229,6 +231,7 @@ def test_names_of_axes_fit_every_array(noise, transferred):
             assert array.shape == tuple(lengths[axis] for axis in axes[name]), name
 
 
+@pytest.mark.slow
 def test_command_line_writes_everything_and_goes_on(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(command, "cache_folder", lambda: tmp_path / "cache")
     # The sizes of the fixture: nothing to compile again.

@@ -150,6 +150,7 @@ def test_elastic_map_is_smooth_and_of_unit_size():
     assert np.abs(maps.mean(axis=1)).max() < 1e-5  # a shift is none of its business
 
 
+@pytest.mark.slow
 def test_plain_jit_vmap_and_loop_agree(key):
     templates, labels = jnp.asarray(glyph_templates()), jnp.arange(12) % 10
     plain = draw_glyphs(templates, labels, key=key)

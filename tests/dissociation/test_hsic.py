@@ -80,6 +80,7 @@ def test_independent_features_and_rows_that_do_not_belong_together_say_little():
     assert wrong.zx < 0.2 * right.zx
 
 
+@pytest.mark.slow
 def test_by_chance_is_the_mean_over_shuffled_pairs():
     # Many dimensions and few samples: both kernels span nearly everything, related or not.
     keys = jax.random.split(jax.random.key(5), 3)

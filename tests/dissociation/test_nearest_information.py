@@ -72,6 +72,7 @@ def test_entropies_of_known_densities(width):
     assert normal.error < 0.05 * width
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [1, 2, 3, 4])
 def test_information_of_gaussians(width):
     # 0, 0.1438, 0.4133, 0.8304, 1.9585 nats per dimension, and the null that stands beside every curve.
@@ -288,6 +289,7 @@ def test_more_than_labels_can_hold_is_not_a_number():
     assert np.isnan(found.error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_the_dtype_is_that_of_x(estimator):
     x, z = gaussian_pair(0.75, 2, 300)
@@ -298,6 +300,7 @@ def test_the_dtype_is_that_of_x(estimator):
         np.testing.assert_allclose(found.value, expected.value, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_told_is_not_a_number():
     x, _ = gaussian_pair(0.0, 2, 500)
     copies = np.repeat(x[:50], 10, 0)
@@ -342,6 +345,7 @@ def test_whitening():
     np.testing.assert_allclose(np.abs(np.corrcoef(found[:, 0], expected)[0, 1]), 1, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_jit_vmap_and_loop_agree():
     x, _ = gaussian_pair(0.0, 2, 300)
     z = np.stack([gaussian_pair(c, 2, 300)[1] for c in (0.3, 0.6, 0.9)])
@@ -362,6 +366,7 @@ def test_jit_vmap_and_loop_agree():
     np.testing.assert_allclose(jax.jit(jax.vmap(one))(z), loop, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", nearest.ESTIMATORS)
 def test_rising_maps_of_coordinates_do_not_matter(estimator):
     """Tails as heavy and as light as can be: the very same estimate, and so the same standing of it."""

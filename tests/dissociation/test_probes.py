@@ -369,6 +369,7 @@ def test_derivatives_are_refused(predict):
         jax.grad(lambda x: predict(x, y, 2).sum())(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [(60, 90, 3), (30, 200, 3), (60, 400, 2)])
 def test_separable_data_converge_with_a_small_penalty(size):
     """Also where the penalty is far below the rounding of the curvature."""
@@ -422,8 +423,9 @@ def test_folds_that_did_not_converge_predict_nothing():
     tol = float(jnp.median(probes.crossval_softmax_fit(x, y, 4, max_steps=4).gap))
     fit = probes.crossval_softmax_fit(x, y, 4, tol=tol, max_steps=4)
     assert 0 < fit.converged.sum() < 4
-    with pytest.warns(RuntimeWarning, match="folds did not converge in .* steps"):
+    with pytest.warns(RuntimeWarning, match="folds did not converge in .* steps") as said:
         chances = probes.crossval_softmax_predict(x, y, 4, tol=tol, max_steps=4)
+    assert said[0].filename == __file__
     lost = np.isnan(chances)
     ids = np.asarray(fold_of(y.argmax(1), 4, folds="stratified"))
     np.testing.assert_array_equal(lost, np.tile(~np.asarray(fit.converged)[ids][:, None], 3))

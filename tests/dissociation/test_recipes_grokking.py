@@ -76,6 +76,7 @@ def test_the_beginning_is_eight_times_pytorchs(trained, data):
     np.testing.assert_allclose(observed["test_nc2_score"], collapse.nc2, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_member_alone_is_the_member_of_the_sweep():
     """Compiled as users do: with less optimisation, what is observed in a loop of one turn may be rounded otherwise."""
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}

@@ -423,6 +423,7 @@ np.save(sys.argv[3], np.concatenate([result.models, result.history.loss], axis=1
 """
 
 
+@pytest.mark.slow
 def test_kill_minus_nine_at_any_moment(tmp_path):
     script = tmp_path / "run.py"
     script.write_text(textwrap.dedent(KILLED))

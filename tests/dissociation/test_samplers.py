@@ -170,6 +170,7 @@ SAMPLERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_batches_are_the_same_however_steps_are_chunked_and_mapped(key, monkeypatch, name):
     """The same bits for chunks of any length, members in a loop or one by one, and over devices."""
@@ -260,6 +261,16 @@ def test_batches_of_several_shapes_are_refused(key):
             losses(sampler, key, num_steps=4)
     with pytest.raises(TypeError, match="`start` must"):
         losses(HostBatches(lambda step: iter([np.array(["a"])] * 20)), key, num_steps=4)
+
+
+def test_batches_of_the_host_may_hold_what_is_no_number(key):
+    """Looking for it would cost every batch; the loss that it makes is noticed."""
+    models = linear_members(key)
+    hole = (np.full((4, 4), np.nan, np.float32), np.zeros((4, 2), np.float32))
+    with pytest.warns(RuntimeWarning, match="the loss became nan at step 0"):
+        result = fit(models, make_step(noisy_error, optax.sgd(0.1)), HostBatches(lambda step: iter([hole] * 2)),
+                     num_steps=2, key=key)  # fmt: skip
+    assert np.isnan(result.history.loss).all()
 
 
 def batch_threads():

@@ -24,6 +24,7 @@ def test_a_linear_model_is_beaten_exactly_at_its_distance():
     np.testing.assert_allclose(beaten.margin, -0.01 * distance * jnp.linalg.norm(difference), rtol=1e-2)
 
 
+@pytest.mark.slow
 def test_certificates_of_a_trained_network_hold():
     data = load("glyphs", num_train=2000, num_test=200)
     trained = train_bilinear(data, 24, key=jax.random.key(0), num_seeds=1, num_epochs=20, batch_size=100)

@@ -48,6 +48,7 @@ def test_the_point_found_lies_on_the_boundary(options):
         assert (within == labels).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"bias": True}])
 def test_no_attack_finds_a_nearer_one(options):
     with jax.enable_x64(True):
@@ -105,6 +106,7 @@ def test_an_all_but_linear_margin_has_the_distance_to_a_plane(curvature):
     np.testing.assert_allclose(found.step, -distance * difference / np.linalg.norm(difference), rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_derivatives_in_reverse(seed):
     """Of radius and step, against finite differences: forms of all signs, for the label's own row has none."""
@@ -164,6 +166,7 @@ def cancelling(size, width, seed):
     return wrap_bilinear(np.eye(width, dtype=np.float32), [tuple(pair)], np.concatenate([head, head[:, :3], -head], 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "loss"),
     [
@@ -217,6 +220,7 @@ def test_a_curvature_near_zero_is_not_taken_for_none(dtype, place):
         assert 0.9 * distance < float(found.radius) <= distance
 
 
+@pytest.mark.slow
 def test_float64_near_its_own_limits():
     # Diagonal margins a x^2 - b z^2, whose true distance has a closed form, with values that cancel to 1e-12 of them.
     with jax.enable_x64(True):
@@ -232,6 +236,7 @@ def test_float64_near_its_own_limits():
                 assert float(found.radius) > distance - 1e-13
 
 
+@pytest.mark.slow
 def test_what_is_undefined_is_refused_or_nan():
     forms, x = margins(network()), np.ones(6, np.float32)
     for bad in (np.nan, np.inf):

@@ -132,6 +132,7 @@ def test_boolean_tasks_are_recovered():
     np.testing.assert_allclose(interaction_tensor(model), forms, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_trained_boolean_tasks_are_recovered():
     # Gates of three pairs of inputs, continued from {0, 1} to numbers in [0, 1], where each is one quadratic form.
     # Inputs are sparse: half of them are zero.

@@ -265,6 +265,7 @@ def test_the_null_space_does_not_depend_on_units(factor):
 # the real digits
 
 
+@pytest.mark.slow
 @needs_mnist
 def test_mnist(key):
     from dissociation.data.mnist import mnist_data

@@ -113,6 +113,7 @@ def test_batches_may_be_laid_over_devices_too(key, member_map):
         np.testing.assert_allclose(spread.history.loss, plain.history.loss, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [0, 2])
 def test_members_per_batch_follow_the_memory(key, monkeypatch, devices):
     models, sizes, needed = linear_members(key, 12, out=40), [], []

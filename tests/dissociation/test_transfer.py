@@ -52,6 +52,7 @@ def test_hidden_features_over_members(key):
     np.testing.assert_allclose(mapped[1], transfer.hidden_features(second, images), atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("probe", ["converged", "gradient"])
 @pytest.mark.parametrize("num_buckets", [1, 3])
 def test_errors_are_those_of_the_probe_on_slices(probe, num_buckets):

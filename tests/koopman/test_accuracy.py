@@ -13,6 +13,8 @@ from koopman.estimators import ReducedRank, Ridge
 from koopman.operators import fit
 from koopman.pairs import lagged_pairs
 
+pytestmark = pytest.mark.slow
+
 
 def monomials(x, degree):
     """Of standardised states, up to a total degree, 1 first."""

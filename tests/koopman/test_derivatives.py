@@ -24,6 +24,8 @@ from koopman.spectrum import (
     singular_values,
 )
 
+pytestmark = pytest.mark.slow
+
 RNG = np.random.default_rng(5)
 TURN = 0.9 * np.asarray([[np.cos(0.4), -np.sin(0.4), 0.1], [np.sin(0.4), np.cos(0.4), 0.0], [0.0, 0.2, 0.5]])
 X = RNG.normal(size=(30, 3)) * np.asarray([1.0, 1.4, 0.8])

@@ -19,6 +19,7 @@ KINDS = {"ridge": Ridge, "pcr": partial(PrincipalComponents, 2), "reduced_rank":
 DATA = {"features": {}, "kernel": {"kernel": RBF(2.0)}, "centres": {"kernel": RBF(2.0), "centres": X[:8]}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", DATA)
 @pytest.mark.parametrize("kind", KINDS)
 def test_estimators_pass_through_jit_vmap_and_grad(kind, data):

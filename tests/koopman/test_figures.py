@@ -20,6 +20,8 @@ from koopman.figures import ordered_mnist, spectra
 from koopman.figures.ordered_mnist_measures import PROTOCOLS, Evaluation, Forecaster, Latent, project, spectral
 from koopman.figures.ordered_mnist_models import Networks
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def sequence_results():

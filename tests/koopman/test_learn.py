@@ -35,6 +35,7 @@ def digits():
     return ordered_mnist(5, data=load("glyphs", num_train=1300, num_test=20, key=jax.random.key(0)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["vamp", "contrastive", "dpnets"])
 def test_encoders_learn_the_cycle(digits, kind):
     train, validation = digits.images[:460], digits.images[460:560]
@@ -74,6 +75,7 @@ def test_batched_validation_is_the_mean_over_batches(digits):
     assert abs(wanted - validation_loss("contrastive", model, images)) > 1e-6
 
 
+@pytest.mark.slow
 def test_autoencoders_and_classifiers_learn(digits):
     images, labels = digits.images[:300], digits.labels[:300]
     options = {"key": jax.random.key(0), "num_seeds": 1}
@@ -115,6 +117,7 @@ def share_of_living_channels(model, images):
     return float(jnp.mean(jnp.any(answers > 0, (0, 1, 2))))
 
 
+@pytest.mark.slow
 def test_the_first_steps_leave_an_autoencoder_alive(digits):
     """An untrained decoder draws noise, which the loss damps fastest by silencing the encoder."""
     images, options = jnp.asarray(digits.images[:321]), {"num_epochs": 6, "key": jax.random.key(1)}
@@ -149,6 +152,7 @@ def linear(inputs, outputs):
     return lambda key: Affine(inputs, outputs, bias=False, key=key)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "lag"), [("vamp", 1), ("vamp", 2), ("contrastive", 1)])
 def test_encoders_find_the_slow_directions_of_a_linear_system(trajectories, kind, lag):
     options = {"num_seeds": 1, "num_epochs": 25, "learning_rate": 1e-2, "lag": lag, "trajectory_axis": 0}
@@ -159,6 +163,7 @@ def test_encoders_find_the_slow_directions_of_a_linear_system(trajectories, kind
     np.testing.assert_allclose(found[1], (0.8 - 0.4j) ** lag, atol=0.05)
 
 
+@pytest.mark.slow
 def test_autoencoders_learn_a_linear_system_of_states_of_any_shape():
     # Without noise the latent map is the system's own: rotations by other angles, of states [2, 2].
     turn = np.linalg.qr(np.random.default_rng(1).normal(size=(4, 4)))[0]
@@ -183,6 +188,7 @@ def test_autoencoders_learn_a_linear_system_of_states_of_any_shape():
     np.testing.assert_allclose(np.asarray(result.history.observed)[0, -1], exact, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_no_pair_goes_from_one_trajectory_to_the_next(trajectories):
     options = {"key": jax.random.key(0), "encoder": linear(5, 2), "num_seeds": 1, "num_epochs": 1}
     weights = [

@@ -29,6 +29,7 @@ def fit_kernel(kind, x, y, kernel, centres=None, **options):
     return fit(KINDS[kind](**options), x, y, kernel=kernel, centres=centres)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "solver"),
     [
@@ -115,6 +116,7 @@ def test_all_samples_as_centres_are_the_exact_kernel(kind):
         np.testing.assert_allclose(risk(found, x, y), risk(exact, x, y), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_centres_approach_the_exact_kernel():
     with jax.enable_x64(True):
         x, y = (np.asarray(a) for a in lagged_pairs(states(400)))
@@ -165,6 +167,7 @@ def test_jit_vmap_and_loop_agree():
     np.testing.assert_allclose(jax.jit(jax.vmap(fitted))(alphas), loop, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "solver", "kernel"),
     [
@@ -218,6 +221,7 @@ def test_ranks_by_masking_on_centres():
     np.testing.assert_allclose(swept, [jax.jit(lambda rank=rank: value(rank))() for rank in (1, 3)], rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", [Linear(), Polynomial(3), RBF(1.0)], ids=lambda k: type(k).__name__)
 @pytest.mark.parametrize("number", [60, 300])
 def test_float32_on_whole_kernel_matrices(kernel, number):
@@ -263,6 +267,7 @@ def test_what_auto_stands_for():
     assert said == ["spectral", "krylov"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [1e-3, 1e3])
 def test_the_default_regularisation_follows_the_kernel(scale):
     with jax.enable_x64(True):

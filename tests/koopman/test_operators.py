@@ -312,6 +312,7 @@ def test_one_compilation_for_all_alphas():
     assert len(traces) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [PrincipalComponents, ReducedRank])
 def test_ranks_by_masking(kind):
     x, y = (np.asarray(a, np.float32) for a in lagged_pairs(linear_trajectory()[1]))
@@ -326,6 +327,7 @@ def test_ranks_by_masking(kind):
         np.testing.assert_allclose(values[rank:], 0, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [PrincipalComponents, ReducedRank])
 def test_gradients_of_masked_ranks_are_those_of_the_ranks(kind):
     with jax.enable_x64(True):
@@ -344,6 +346,7 @@ def test_gradients_of_masked_ranks_are_those_of_the_ranks(kind):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dependent", [False, True])
 @pytest.mark.parametrize("kind", ESTIMATORS)
 def test_gradients_against_finite_differences(kind, dependent):

@@ -217,6 +217,7 @@ def test_host_and_device_routes_agree(monkeypatch):
         np.testing.assert_allclose(mapped.residuals[index], one.residuals, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_noisy_logistic_map():
     """The exact features at full rank: the leading pair from five times 40 trajectories of 1000 transitions."""
     with jax.enable_x64(True):
