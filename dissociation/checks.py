@@ -14,7 +14,6 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-
 _INNER = ("dissociation", "koopman", "jax", "equinox", "jaxtyping", "beartype")
 """Whose frames are not the user's."""
 

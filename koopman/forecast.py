@@ -13,7 +13,7 @@ from dissociation.linalg import product
 from dissociation.types import Count
 from dissociation.validation import validated
 from koopman.diagnostics import warn_narrowed
-from koopman.fitted import LinearMap, Operator
+from koopman.operator import LinearMap, Operator
 
 Steps = Int[Array | np.ndarray, " t"] | Sequence[int] | Count
 

@@ -12,9 +12,9 @@ from dissociation.checks import is_traced
 from dissociation.linalg import product
 from koopman.diagnostics import warn_constant, warn_inexact, warn_large_alpha, warn_tied
 from koopman.estimators import Estimator, span
-from koopman.fitted import KernelMap, Operator
 from koopman.kernels import as_module, gram, own_gram
 from koopman.nystroem import Kernel
+from koopman.operator import KernelMap, Operator
 from koopman.pairs import check_square, checked_pairs, default_alpha, scale_of
 from koopman.subspaces import Basis, KernelRegression, latent, refuse_singular
 

@@ -19,9 +19,9 @@ from dissociation.types import Scalar
 from dissociation.validation import validated
 from koopman.diagnostics import warn_inexact, warn_large_alpha, warn_offset, warn_tied
 from koopman.estimators import Estimator, span
-from koopman.fitted import KernelMap, LinearMap, Operator
 from koopman.kernel_operators import fit_with_kernel
 from koopman.nystroem import Kernel, nystroem_map
+from koopman.operator import KernelMap, LinearMap, Operator
 from koopman.pairs import Moments, check_square, checked_pairs, default_alpha, gram_root, mean_of, scale_of
 from koopman.solvers import SOLVERS
 from koopman.subspaces import Basis, FeatureRegression, latent, refuse_singular

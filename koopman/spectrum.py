@@ -38,7 +38,7 @@ from dissociation.checks import check_positive
 from dissociation.linalg import product, psd_power
 from dissociation.types import Scalar
 from dissociation.validation import validated
-from koopman.fitted import Operator
+from koopman.operator import Operator
 from koopman.perturbation import couplings, slopes
 
 

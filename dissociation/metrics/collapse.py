@@ -6,7 +6,6 @@ square of the mean, cancels when classes collapse, and can come out negative. Cl
 rounding took, so that an offset that all features share costs no digits.
 """
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -77,7 +77,7 @@ def train_bilinear(
     batch_size = min(batch_size, len(dataset.train_images))
     epoch_steps = steps_per_epoch(len(dataset.train_images), batch_size, drop_remainder=True)
     data = jnp.asarray(dataset.train_images), jnp.asarray(dataset.train_labels)
-    observe = Observation(
+    observe = LossAndAccuracy(
         *(part[:seen] for part in data), *map(jnp.asarray, (dataset.test_images, dataset.test_labels))
     )
     settings = Settings(*map(float, (learning_rate, weight_decay, num_epochs, epoch_steps)))
@@ -111,7 +111,7 @@ def _optimizer(settings: Settings) -> optax.GradientTransformation:
 
 
 @validated
-def cross_entropy(
+def loss_and_accuracy(
     model: BilinearNetwork, images: Float[Array, "n d"], labels: Float[Array, "n classes"]
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Mean cross entropy and accuracy of one network; both are NaN if it has diverged."""
@@ -131,10 +131,12 @@ class NoisyCrossEntropy(eqx.Module):
     def __call__(self, model: BilinearNetwork, batch: tuple[Array, Array], key: Array) -> Array:
         """The loss."""
         images, labels = batch
-        return cross_entropy(model, images + self.noise * jax.random.normal(key, images.shape, images.dtype), labels)[0]
+        return loss_and_accuracy(
+            model, images + self.noise * jax.random.normal(key, images.shape, images.dtype), labels
+        )[0]
 
 
-class Observation(eqx.Module):
+class LossAndAccuracy(eqx.Module):
     """Loss and accuracy on training and on validation images, without noise."""
 
     train_images: Float[Array, "n d"]
@@ -144,7 +146,7 @@ class Observation(eqx.Module):
 
     def __call__(self, model: BilinearNetwork, step: Array, key: Array) -> dict[str, Array]:
         """The four numbers."""
-        train = cross_entropy(model, self.train_images, self.train_labels)
-        validation = cross_entropy(model, self.images, self.labels)
+        train = loss_and_accuracy(model, self.train_images, self.train_labels)
+        validation = loss_and_accuracy(model, self.images, self.labels)
         names = ("train_loss", "train_accuracy", "validation_loss", "validation_accuracy")
         return dict(zip(names, (*train, *validation), strict=True))

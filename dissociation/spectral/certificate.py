@@ -54,7 +54,7 @@ class Margins(Result):
     table: Int[Array, "classes classes"]
 
 
-class Certificate(Result):
+class DistanceCertificate(Result):
     """How far an input is from another class.
 
     Attributes:
@@ -160,7 +160,7 @@ def _in_eigenbasis(form: Array, size: int, lift: Array, factors: Factors) -> tup
 @validated
 def certified_radius(
     source: Margins, x: Float[Array | np.ndarray, " d"], label: int | Int[Array | np.ndarray, ""]
-) -> Certificate:
+) -> DistanceCertificate:
     """The largest ball around an input in which the class stays, and the point where it ends.
 
     Args:
@@ -205,7 +205,7 @@ def certified_radius(
     step = product(met[None], source.directions[own[nearest]])[0]
     radius = jnp.where((label >= 0) & (label < classes), jnp.min(radii), jnp.nan)
     allowance = jnp.where(jnp.isinf(radius), 0.0, found[nearest] - radius)
-    return Certificate(radius, step, nearest, radii, jax.lax.stop_gradient(allowance))
+    return DistanceCertificate(radius, step, nearest, radii, jax.lax.stop_gradient(allowance))
 
 
 def _errors(
@@ -340,7 +340,7 @@ def certified_accuracy(
     """Share of inputs that no perturbation of a given norm can misclassify.
 
     Args:
-        radii: `Certificate.radius` of every input, 0 for misclassified ones.
+        radii: `DistanceCertificate.radius` of every input, 0 for misclassified ones.
         levels: Norms.
 
     Returns:

@@ -11,9 +11,9 @@ from jaxtyping import Array, Complex, Float, Int
 
 from dissociation.linalg import product
 from dissociation.models.cnn import Encoder
-from koopman.fitted import Operator
 from koopman.forecast import matrix_powers, predict
 from koopman.learn import encode
+from koopman.operator import Operator
 from koopman.spectrum import decompose, eigenpairs, left_eigenfunctions
 
 PROTOCOLS = {

@@ -31,8 +31,8 @@ from koopman.datasets.langevin import prinz_langevin, prinz_spectrum
 from koopman.datasets.maps import logistic_features, logistic_map, logistic_spectrum
 from koopman.datasets.systems import ornstein_uhlenbeck, ornstein_uhlenbeck_spectrum
 from koopman.estimators import PrincipalComponents, ReducedRank, Ridge
-from koopman.fitted import Operator
 from koopman.kernels import RBF
+from koopman.operator import Operator
 from koopman.operators import fit
 from koopman.pairs import lagged_pairs
 from koopman.spectrum import decompose, right_eigenfunctions

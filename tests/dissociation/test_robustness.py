@@ -7,7 +7,7 @@ from scipy.stats import norm
 
 from dissociation.metrics.robustness import error_rate, input_noise_error, parameter_noise_error
 from dissociation.models.bilinear import BilinearNetwork
-from dissociation.recipes.bilinear import cross_entropy
+from dissociation.recipes.bilinear import loss_and_accuracy
 from dissociation.recipes.mnist import HeldOutPerformance
 from dissociation.weights.noise import parameter_noise, perturb_parameters
 
@@ -151,4 +151,4 @@ def test_observers_of_a_network_that_has_diverged_say_nan():
         observe(broken(model), jnp.asarray(0), jax.random.key(0))["test_error"]
     )  # and not 0.25, the share of other classes than 0
     network = BilinearNetwork(3, 4, 2, key=jax.random.key(0))
-    assert np.isnan(cross_entropy(broken(network), images, labels)[1])
+    assert np.isnan(loss_and_accuracy(broken(network), images, labels)[1])

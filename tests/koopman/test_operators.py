@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from koopman.estimators import PrincipalComponents, ReducedRank, Ridge
-from koopman.fitted import KernelMap, LinearMap
 from koopman.forecast import predict, risk
 from koopman.kernels import Linear
+from koopman.operator import KernelMap, LinearMap
 from koopman.operators import fit
 from koopman.pairs import lagged_pairs, moments, scan_moments
 from koopman.spectrum import eigenvalues, singular_values

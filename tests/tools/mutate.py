@@ -134,7 +134,20 @@ def run(mutant, root, timeout):
     began = time.perf_counter()
     try:
         file.write_text(text)
-        words = [sys.executable, "-m", "pytest", "-m", "", "-n0", "-x", "-q", "-p", "no:cacheprovider", *tests, str(path)]
+        words = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-m",
+            "",
+            "-n0",
+            "-x",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            *tests,
+            str(path),
+        ]
         environment = os.environ | {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
         status = subprocess.run(words, cwd=root, env=environment, capture_output=True, timeout=timeout).returncode
         row["outcome"] = {0: "survived", 1: "caught", 5: "no tests"}.get(status, "caught (import)")

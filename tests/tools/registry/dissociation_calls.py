@@ -247,7 +247,7 @@ CALLS = {
     coordinates.whiten: lambda: {"points": TALL, "num_components": 2, "rtol": 1e-6},
     smoothed.log_density: lambda: {"points": TALL, "centres": TALL, "noise": 0.5, "block": 4},
     smoothed.smoothed_information: lambda: {"features": TALL, "labels": LABELS, "noise": 0.5, "key": KEY},
-    bilinear_recipe.cross_entropy: lambda: {
+    bilinear_recipe.loss_and_accuracy: lambda: {
         "model": bilinear_network(),
         "images": TALL,
         "labels": np.eye(2)[np.arange(12) % 2],
