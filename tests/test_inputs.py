@@ -355,6 +355,7 @@ def same(first, second, tolerance):
                 np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=tolerance * scale, rtol=tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("function", "make_call"), ROWS)
 def test_whatever_stands_for_an_array_gives_the_same(function, make_call):
     call = make_call()

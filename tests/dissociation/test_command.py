@@ -315,6 +315,7 @@ def test_two_runs_at_once(run, tmp_path, gate, capsys):
             np.testing.assert_array_equal(array, contents(alone)[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)]
 )

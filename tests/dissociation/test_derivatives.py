@@ -116,6 +116,7 @@ TABLE = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TABLE)
 def test_derivatives_are_those_of_central_differences(name):
     function, *shapes = TABLE[name]

@@ -42,6 +42,7 @@ def test_rewrites_of_neurons_leave_the_input_noise_curve_where_it_was(noise):
     assert moved.max() > 0.05  # negative control: kept on the data, changed elsewhere
 
 
+@pytest.mark.slow
 def test_noise_on_parameters_tells_them_apart(noise):
     results, *_ = noise
     trained, scaled = results.parameter_error["trained"], results.parameter_error["scaled"]
@@ -161,6 +162,7 @@ def test_drawing_computes_nothing(noise, transferred):
     assert_only_draws(transfer, transferred)
 
 
+@pytest.mark.slow
 def test_transfer_curves_and_figure(transferred):
     results = transferred
     assert results.budgets.tolist() == [75, 150]
@@ -302,6 +304,7 @@ def test_settings_that_cannot_be_met_are_refused_at_once(figure, name, value, mo
         figures()[figure].Config(**{name: value})
 
 
+@pytest.mark.slow
 def test_settings_that_the_data_cannot_meet_are_refused_before_training(tmp_path, capsys):
     for words, name in (
         (["transfer", "--num-test", "20", "--num-train", "50"], "num_budgets"),

@@ -145,6 +145,7 @@ def test_power_plain_jit_vmap_and_loop_agree(key):
     assert jnp.abs(looped[0] - jnp.stack([both(m, 0.0)[0] for m in matrices]))[2] > 1e-3  # the cut-off does something
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [1, 2, 5, 16, 100])
 def test_inverse_of_positive_matrices(key, number):
     roots = np.asarray(jax.random.normal(key, (3, 2, number, number)), np.float64)

@@ -91,6 +91,7 @@ def test_information_of_gaussians(width):
     assert np.nanmax(np.abs(nulls)) < 3.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [1, 2, 3, 4])
 def test_what_kraskov_calls_reliable_is_right(width):
     # It falls short by up to 3.5 nats in more than 1 + 1 dimensions, and must not pass there.
@@ -106,6 +107,7 @@ def test_what_kraskov_calls_reliable_is_right(width):
     assert all(passed) if width == 1 else not any(passed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("estimator", "width"), [("entropies", 1), ("entropies", 2), ("kraskov", 1)])
 def test_errors_are_those_of_repeated_samples(estimator, width):
     """The spread of estimates over their errors is 1, within the standard error of a spread and what groups miss."""
@@ -120,6 +122,7 @@ def test_errors_are_those_of_repeated_samples(estimator, width):
     assert abs(scores.mean()) < 3.5 / trials**0.5 + 0.5  # and the bias is well below an error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_units_do_not_matter(estimator):
     x, z = gaussian_pair(0.8, 1, 1000)
@@ -231,6 +234,7 @@ def test_halves_and_parts_of_the_samples(width):
             assert (sizes[level][start::stride] == len(own)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("estimator", "width"), [("entropies", 1), ("entropies", 2), ("kraskov", 1)])
 def test_invertible_maps_change_nothing(estimator, width):
     exact = 0.4133 * width

@@ -118,6 +118,7 @@ def test_keys_that_are_none_are_named():
         initial_models(3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"optimizer": "sgd", "learning_rate": 1e-5}, {"network": "cnn"}])
 def test_other_optimisers_and_networks(data, options):
     small = {**SMALL, "num_steps": 4, "init_scale": 1.0}

@@ -328,6 +328,7 @@ def normalised_error(model, state, batch, key):
     return value, state, {"bias": model.head.bias}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("member_map", ["scan", "vmap"])
 def test_aux_metrics_and_frozen_members_resume_bit_for_bit(key, tmp_path, member_map):
     models, aux = eqx.filter_vmap(eqx.nn.make_with_state(Normalised))(jax.random.split(key, 3))

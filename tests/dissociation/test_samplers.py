@@ -63,6 +63,7 @@ class OneByOne(Epochs):
         return 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize(("samples", "drop", "epochs"), [(12, False, 42), (14, True, 36), (14, False, 1)])
 def test_orders_of_several_short_epochs_at_once_change_nothing(key, monkeypatch, samples, drop, epochs, shared):

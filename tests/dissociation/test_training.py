@@ -96,6 +96,7 @@ def test_vmap_agrees_with_members_in_turn(key):
     np.testing.assert_allclose(weights(mapped), weights(sharded), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("member_map", ["vmap", "scan", "unroll"])
 def test_batches_may_be_laid_over_devices_too(key, member_map):
     """Four devices, two for the members and two for every batch; batches of 9 are divided by none."""

@@ -30,6 +30,7 @@ def samplers(data):
 NAMES = list(samplers(np.ones((10, 1))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_equals_fit_for_a_member_with_its_own_key(key, name):
     models, sampler = linear_members(key), samplers(regression(key))[name]
@@ -46,6 +47,7 @@ def test_equals_fit_for_a_member_with_its_own_key(key, name):
         assert state.step == 17
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_parts_equal_the_whole(key, name):
     sampler, start = samplers(regression(key))[name], ADAM.init(Linear(jnp.ones((2, 4))))
@@ -90,6 +92,7 @@ def test_vmap_equals_a_loop(key):
         np.testing.assert_allclose(infos.loss[m], info.loss, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "optimizer", [lambda rate: optax.sgd(rate, momentum=0.9), lambda r: optax.adam(r, eps_root=1e-8)]
 )

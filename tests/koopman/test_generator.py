@@ -124,6 +124,7 @@ def prinz_samples():
     return draw, np.sqrt((density @ grid**2) / density.sum())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("name", ["ornstein_uhlenbeck", "prinz"])
 def test_thirty_bumps_at_any_alpha(name, dtype):

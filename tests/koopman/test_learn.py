@@ -52,6 +52,7 @@ def test_encoders_learn_the_cycle(digits, kind):
         assert np.asarray(short.history.observed)[0, -1] > -1.1
 
 
+@pytest.mark.slow
 def test_members_do_not_depend_on_their_company(digits):
     options = {"key": jax.random.key(1), "num_epochs": 1}
     several = train_encoders("vamp", digits.images[:140], num_seeds=2, **options)
@@ -67,6 +68,7 @@ def test_members_do_not_depend_on_their_company(digits):
     assert np.abs(changed[1] - weights[0][1]).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_batched_validation_is_the_mean_over_batches(digits):
     model, images = FeatureMap(key=jax.random.key(0)), digits.images[:141]
     x, y = images[:-1], images[1:]

@@ -425,6 +425,7 @@ def test_score_of_deficient_training_data():
 # All of them.
 
 
+@pytest.mark.slow
 @every_loss
 def test_gradient_is_that_of_finite_differences(name):
     loss = LOSSES[name]

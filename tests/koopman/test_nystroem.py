@@ -57,6 +57,7 @@ def test_the_linear_kernel_is_explicit_regression(kind, solver):
         np.testing.assert_allclose((one * right_one)[:, :rank], other * right_other, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "solver"), [("pcr", "dense"), ("pcr", "krylov"), ("reduced_rank", "krylov"), ("reduced_rank", "spectral")]
 )
@@ -102,6 +103,7 @@ def test_centres_against_kooplearn(kind):
         np.testing.assert_allclose(np.abs(overlap), 1.0, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_samples_as_centres_are_the_exact_kernel(kind):
     with jax.enable_x64(True):
@@ -315,6 +317,7 @@ def test_a_singular_kernel_matrix_is_named():
     assert np.isfinite(inside.core).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", [Linear(), Polynomial(2, offset=0.0), Polynomial(3, offset=0.0)])
 @pytest.mark.parametrize(
     ("kind", "solver"), [("pcr", "dense"), ("pcr", "krylov"), ("reduced_rank", "dense"), ("reduced_rank", "spectral")]
