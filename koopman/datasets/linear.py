@@ -28,6 +28,8 @@ Matrix = Float[Array | np.ndarray, "d d"]
 Matrices = Float[Array | np.ndarray, "regimes d d"]
 Transition = Float[Array | np.ndarray, "regimes regimes"]
 Noise = Float[Array | np.ndarray, "d sources"] | Scalar
+KnownMatrix = Float[np.ndarray, "d d"]
+KnownNoise = Float[np.ndarray, "d sources"] | float
 
 
 @validated(finite=("matrix",))
@@ -80,7 +82,7 @@ def linear_system(
 
 
 @validated(finite=("matrix",))
-def stationary_covariance(matrix: Matrix, noise: Noise) -> Float[np.ndarray, "d d"]:
+def stationary_covariance(matrix: KnownMatrix, noise: KnownNoise) -> Float[np.ndarray, "d d"]:
     """The covariance C of the stationary distribution of `linear_system`, C = A C A^T + B B^T, on the host.
 
     Args:
@@ -105,7 +107,7 @@ def stationary_covariance(matrix: Matrix, noise: Noise) -> Float[np.ndarray, "d 
 
 
 @validated(finite=("matrix",))
-def linear_spectrum(matrix: Matrix, degree: int, *, noise: Noise = 0.0) -> ExactSpectrum:
+def linear_spectrum(matrix: KnownMatrix, degree: int, *, noise: KnownNoise = 0.0) -> ExactSpectrum:
     """Spectrum of the evolution operator of `linear_system` on polynomials up to a degree, on the host.
 
     With A^T w_i = lambda_i w_i the eigenvalues are all products of up to `degree` of the lambda_i, repetition allowed,

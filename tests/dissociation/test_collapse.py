@@ -195,21 +195,6 @@ def test_nearest_centre():
     np.testing.assert_allclose(nearest_centre_agreement(features, np.eye(6)[nearest], moments), 1.0)
 
 
-def test_jit_vmap_and_loop_agree():
-    features = np.stack([samples(seed=s)[0] for s in range(3)])
-    labels = samples()[1]
-
-    def both(z):
-        return measured.__wrapped__(class_moments(z, labels, 5, scatter=True))
-
-    compiled = jax.jit(both)
-    loop = [compiled(z) for z in features]
-    for name, value in both(features[0]).items():
-        np.testing.assert_allclose(value, loop[0][name], rtol=1e-5, err_msg=name)
-    for name, values in jax.jit(jax.vmap(both))(features).items():
-        np.testing.assert_allclose(values, [one[name] for one in loop], rtol=1e-5, err_msg=name)
-
-
 @pytest.mark.parametrize(
     ("call", "words"),
     [

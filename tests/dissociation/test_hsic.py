@@ -133,18 +133,6 @@ def test_a_median_of_zero_is_defined():
     np.testing.assert_allclose([plane.zx, plane.zy], 0.0, atol=1e-6)
 
 
-def test_jit_vmap_and_loop_agree():
-    x, labels = clusters(120)
-    y = np.eye(4, dtype=np.float32)[labels]
-    features = np.stack([x, np.tanh(x), x**2])
-    one = lambda z: information_plane(z, x, y, key=KEY, batch_size=40)  # noqa: E731
-    compiled = jax.jit(one)
-    loop, plain, together = [compiled(z) for z in features], one(features[0]), jax.jit(jax.vmap(one))(features)
-    for name in ("zx", "zy"):
-        np.testing.assert_allclose(getattr(plain, name), getattr(loop[0], name), rtol=2e-3)
-        np.testing.assert_allclose(getattr(together, name), [getattr(f, name) for f in loop], rtol=2e-3)
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [

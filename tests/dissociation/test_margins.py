@@ -50,15 +50,6 @@ def test_heads(model):
     np.testing.assert_array_equal(linear_head(bare)[1], 0)
 
 
-def test_jit_and_vmap():
-    stacked = np.stack([W, 2 * W, W[::-1]])
-    loop = [signed_distance(Z, w, B, 0, 1) for w in stacked]
-    found = jax.jit(jax.vmap(lambda w: signed_distance(Z, w, B, 0, 1)))(stacked)
-    np.testing.assert_allclose(found, loop, atol=1e-5)
-    basis = jax.jit(jax.vmap(lambda w: class_plane(w, B, 0, 1).basis))(stacked)
-    np.testing.assert_allclose(basis, [class_plane(w, B, 0, 1).basis for w in stacked], atol=1e-5)
-
-
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [

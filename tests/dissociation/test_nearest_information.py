@@ -350,27 +350,6 @@ def test_whitening():
 
 
 @pytest.mark.slow
-def test_jit_vmap_and_loop_agree():
-    x, _ = gaussian_pair(0.0, 2, 300)
-    z = np.stack([gaussian_pair(c, 2, 300)[1] for c in (0.3, 0.6, 0.9)])
-    labels = np.arange(300) % 3
-
-    def one(z):
-        return jnp.stack(
-            [
-                information(x, z).value,
-                information(x, z, estimator="kraskov").value,
-                label_information(z, labels, num_classes=3).value,
-            ]
-        )
-
-    compiled = jax.jit(one)
-    loop = np.stack([compiled(part) for part in z])
-    np.testing.assert_allclose(one(z[0]), loop[0], rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(jax.jit(jax.vmap(one))(z), loop, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("estimator", nearest.ESTIMATORS)
 def test_rising_maps_of_coordinates_do_not_matter(estimator):
     """Tails as heavy and as light as can be: the very same estimate, and so the same standing of it."""

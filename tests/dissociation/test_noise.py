@@ -78,23 +78,6 @@ def test_everything_but_parameters_stays(key):
     np.testing.assert_allclose(weight, 1 + jax.random.normal(one, (4,)), rtol=1e-6)
 
 
-def test_plain_jit_vmap_loop(key):
-    keys, scales = jax.random.split(key, 3), jnp.asarray([0.1, 0.2, 0.4])
-    rng = np.random.default_rng(0)
-    models = {"first": rng.normal(size=(3, 4, 5)).astype(np.float32), "second": np.ones((3, 5), np.float32)}
-
-    def noisy(model, scale, k):
-        return add_parameter_noise(model, scale, key=k)
-
-    mapped, compiled = jax.vmap(noisy)(models, scales, keys), jax.jit(noisy)
-    for i in range(3):
-        one = {name: weight[i] for name, weight in models.items()}
-        for run in (noisy, compiled):
-            loop = run(one, scales[i], keys[i])
-            for name, weight in loop.items():
-                np.testing.assert_allclose(weight, mapped[name][i], rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.usefixtures("unchecked")
 def test_noise_refuses(model, key):
     with pytest.raises(ValueError, match="`scale` must be non-negative"):

@@ -64,20 +64,6 @@ def test_a_threshold_has_the_error_of_the_normal_distribution(key):
     np.testing.assert_array_less(np.abs(errors - expected), 4 * np.sqrt(expected * (1 - expected) / n))
 
 
-def test_plain_jit_vmap_and_loop_agree(key):
-    model, images, labels, noise = problem(key)
-    members = eqx.filter_vmap(lambda k: eqx.nn.MLP(6, 3, 16, 2, key=k))(jax.random.split(key, 3))
-
-    def one(member):
-        return input_noise_error(member, images, labels, SCALES, noise=noise)
-
-    looped = [one(jax.tree.map(lambda leaf: leaf[m] if eqx.is_array(leaf) else leaf, members)) for m in range(3)]  # noqa: B023
-    mapped = eqx.filter_vmap(one, in_axes=(eqx.if_array(0),))(members)
-    jitted = eqx.filter_jit(eqx.filter_vmap(one, in_axes=(eqx.if_array(0),)))(members)
-    np.testing.assert_allclose(mapped, jnp.stack(looped), atol=1 / 200)
-    np.testing.assert_allclose(jitted, jnp.stack(looped), atol=1 / 200)
-
-
 def test_wrong_arguments_are_named(key):
     model, images, labels, noise = problem(key)
     with pytest.raises(ValueError, match="`scales` must be non-negative"):

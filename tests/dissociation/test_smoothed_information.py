@@ -84,18 +84,6 @@ def test_density_is_divided_by_the_reference_points():
             np.testing.assert_allclose(found - np.log(np.linalg.det(root)), peer.logpdf(points.T), rtol=1e-9)
 
 
-def test_jit_vmap_and_loop_agree():
-    rng = np.random.default_rng(0)
-    features = rng.normal(size=(3, 200, 4)).astype(np.float32)
-    labels = rng.integers(0, 3, 200)
-    one = lambda z: smoothed_information(z, labels, 0.5, key=KEY, block=64)  # noqa: E731
-    compiled = jax.jit(one)
-    loop, plain, together = [compiled(z) for z in features], one(features[0]), jax.jit(jax.vmap(one))(features)
-    for name in ("zx", "zy", "zx_given_y"):
-        np.testing.assert_allclose(getattr(plain, name), getattr(loop[0], name), rtol=1e-4)
-        np.testing.assert_allclose(getattr(together, name), [getattr(f, name) for f in loop], rtol=1e-4)
-
-
 @pytest.mark.parametrize(
     ("call", "words"),
     [

@@ -128,20 +128,6 @@ def test_trajectories_follow_the_density_and_the_operator(key):
         assert abs(products.mean() - spectrum.eigenvalues[1] ** lag) < 4.5 * error
 
 
-@pytest.mark.slow
-def test_plain_jit_vmap_and_loop_agree(key):
-    def one(key):
-        return logistic_map(6, key=key, order=3)
-
-    keys = jax.random.split(key, 2)
-    looped = jnp.stack([one(k) for k in keys])
-    # Rounding doubles at every step of the map.
-    np.testing.assert_allclose(jax.vmap(one)(keys), looped, atol=1e-4)
-    np.testing.assert_allclose(jax.jit(jax.vmap(one))(keys), looped, atol=1e-4)
-    np.testing.assert_allclose(logistic_map(6, key=key, order=3, num_trajectories=2), looped, atol=1e-4)
-    assert np.ptp(looped[:, 0]) > 1e-3
-
-
 def test_initial_states_and_longer_runs(key):
     start = jnp.array([[0.1], [0.7]])
     path = logistic_map(5, key=key, num_trajectories=2, initial=start)

@@ -22,6 +22,7 @@ from dissociation.weights import certificate, mlp, neurons, noise, symmetry
 RANDOM = np.random.default_rng(0)
 TALL = RANDOM.standard_normal((12, 3)).astype(np.float32)
 POSITIVE = TALL.T @ TALL
+SAMPLES = np.random.default_rng(1).standard_normal((100, 2)).astype(np.float32)
 
 DIGITS = RANDOM.integers(0, 10, 12)
 FONTS = RANDOM.standard_normal((2, 10, 57, 57)).astype(np.float32)
@@ -181,7 +182,7 @@ CALLS = {
     collapse.class_moments: lambda: {"features": TALL, "labels": LABELS, "num_classes": 3},
     collapse.merge_moments: lambda: {"a": moments(), "b": moments()},
     collapse.neural_collapse: lambda: {"moments": moments()},
-    collapse.trace_ratio: lambda: {"moments": moments()},
+    collapse.trace_ratio: lambda: {"moments": collapse.class_moments(TALL, np.arange(12) % 3, 3, scatter=True)},
     collapse.simplex_frame: lambda: {"moments": moments()},
     collapse.self_duality: lambda: {"moments": moments(), "classifier": np.eye(3)},
     collapse.nearest_centre_agreement: lambda: {"features": TALL, "logits": TALL, "moments": moments()},
@@ -242,8 +243,11 @@ CALLS = {
     neighbours.neighbour_distances: lambda: {"points": TALL, "num_neighbours": 2, "block": 4},
     nearest.entropy_weights: lambda: {"num_neighbours": 5, "dimension": 4},
     nearest.entropy: lambda: {"points": TALL, "num_neighbours": 2},
-    nearest.information: lambda: {"x": TALL[:, :1], "z": TALL[:, 1:], "num_neighbours": 2},
-    nearest.label_information: lambda: {"z": TALL, "labels": LABELS, "num_classes": 3, "num_neighbours": 2},
+    nearest.information: (
+        lambda: {"x": SAMPLES[:, :1], "z": SAMPLES[:, :1] + SAMPLES[:, 1:], "num_neighbours": 3},
+        lambda: {"x": SAMPLES[:, :1], "z": SAMPLES[:, :1] + SAMPLES[:, 1:], "estimator": "kraskov"},
+    ),
+    nearest.label_information: lambda: {"z": SAMPLES, "labels": np.arange(100) % 3, "num_classes": 3},
     coordinates.whiten: lambda: {"points": TALL, "num_components": 2, "rtol": 1e-6},
     smoothed.log_density: lambda: {"points": TALL, "centres": TALL, "noise": 0.5, "block": 4},
     smoothed.smoothed_information: lambda: {"features": TALL, "labels": LABELS, "noise": 0.5, "key": KEY},

@@ -1,0 +1,111 @@
+"""One protocol for all public functions: called plainly, compiled, mapped over members and in a loop, they agree.
+
+Arguments come from `tests/tools/registry`. Members differ in their real numbers (the second has 1.25 times those of the
+first, rows of one-hot labels excepted) and in their keys.
+"""
+
+import warnings
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from registry import CALLS
+
+HOST = {
+    "dissociation.data.glyphs.glyph_data": "gives NumPy's arrays, to be used as data sets are",
+    "dissociation.data.datasets.load": "reads files",
+    "dissociation.checkpoint": "files",
+    "dissociation.sharding": "places arrays on devices",
+    "dissociation.weights.symmetry.null_": "the rank sets shapes",
+    "dissociation.recipes": "training by the host",
+    "dissociation.training.fitting": "training by the host",
+    "koopman.learn.train_": "training by the host",
+    "dissociation.spectral.similarity.pair_mean": "gives a function",
+    "koopman.datasets.linear.stationary_covariance": "what is known of a data set, in NumPy's float64",
+    "koopman.datasets.linear.linear_spectrum": "what is known of a data set, in NumPy's float64",
+    "koopman.datasets.linear.regime_switching_spectrum": "what is known of a data set, in NumPy's float64",
+    "koopman.datasets.ordered_mnist": "counts labels, in NumPy",
+    "koopman.datasets.waves": "wave numbers set shapes, the spectrum is NumPy's",
+}
+"""What works on known numbers alone."""
+
+KNOWN = {
+    "dissociation.data.datasets.Dataset": ("train_labels", "test_labels"),
+    "dissociation.metrics.robustness": ("labels",),
+    "dissociation.metrics.transfer": ("y", "labels", "fractions"),
+    "dissociation.metrics.probes": ("y", "labels"),
+    "dissociation.metrics.information.hsic.information_plane": ("labels",),
+    "dissociation.metrics.crossing": ("times", "end", "at"),
+    "koopman.datasets.linear.regime_switching_var": ("transition",),
+}
+"""Arguments that are the same for all members: integer labels, which do not say how many classes there are while they
+are traced, and what 1.25 times itself is no valid value of."""
+
+
+def dotted(function):
+    return f"{function.__module__}.{function.__qualname__}"
+
+
+ROWS = [
+    pytest.param(function, call, id=dotted(function) + index * f"-{index}")
+    for function, calls in CALLS.items()
+    for index, call in enumerate(calls if isinstance(calls, tuple) else (calls,))
+    if not any(dotted(function).startswith(name) for name in HOST)
+]
+
+
+def is_key(leaf):
+    return eqx.is_array(leaf) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def is_one_hot(leaf):
+    return leaf.ndim == 2 and bool(((leaf == 0) | (leaf == 1)).all() and (leaf.sum(1) == 1).all())
+
+
+def other(leaf):
+    """A second member's value of an argument."""
+    if is_key(leaf):
+        return jax.random.fold_in(leaf, 1)
+    if not jnp.issubdtype(leaf.dtype, jnp.inexact) or is_one_hot(leaf):
+        return leaf
+    return 1.25 * leaf
+
+
+def numbers(tree):
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if eqx.is_array_like(leaf)]
+    return [np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf) for leaf in leaves]
+
+
+def same(first, second, message):
+    first, second = numbers(first), numbers(second)
+    assert len(first) == len(second), message
+    for a, b in zip(first, second, strict=True):
+        scale = max(1.0, float(np.nanmax(np.abs(np.where(np.isfinite(a), a, 0)), initial=0)))
+        np.testing.assert_allclose(b, a, rtol=1e-3, atol=1e-4 * scale, err_msg=message)
+
+
+@pytest.mark.parametrize(("function", "make_call"), ROWS)
+def test_plain_compiled_mapped_and_looped_agree(function, make_call):
+    call = make_call()
+    known = [names for name, names in KNOWN.items() if dotted(function).startswith(name)]
+    kept = {name: call.pop(name) for names in known for name in names if name in call}
+    given = jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf, call)
+    arrays, rest = eqx.partition(given, eqx.is_array)
+    if not jax.tree.leaves(arrays):
+        pytest.skip("no arrays")
+
+    def run(arrays):
+        return function(**eqx.combine(arrays, rest), **kept)
+
+    members = [arrays, jax.tree.map(other, arrays)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loop = [run(member) for member in members]
+        assert any(np.isfinite(leaf).any() for leaf in numbers(loop)), "nothing to compare"
+        same(loop[0], eqx.filter_jit(run)(arrays), "compiled")
+        stacked = eqx.filter_vmap(run)(jax.tree.map(lambda *leaves: jnp.stack(leaves), *members))
+    for index, wanted in enumerate(loop):
+        found = jax.tree.map(lambda leaf, i=index: leaf[i] if eqx.is_array(leaf) else leaf, stacked)
+        same(wanted, found, f"member {index}")
