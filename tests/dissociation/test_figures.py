@@ -12,6 +12,7 @@ import pytest
 from drawn import assert_only_draws
 
 from dissociation import cli
+from dissociation.data.datasets import load
 from dissociation.figures import command, figures, members, robustness, transfer
 from dissociation.figures.artifacts import Parts, axes_of
 
@@ -40,6 +41,12 @@ def test_rewrites_of_neurons_leave_the_input_noise_curve_where_it_was(noise):
         np.testing.assert_allclose(results.input_error[name], results.input_error["trained"], atol=1 / 150)
     moved = results.input_error["null_perturbed"] - results.input_error["trained"]
     assert moved.max() > 0.05  # negative control: kept on the data, changed elsewhere
+
+
+def test_the_published_null_space_is_no_smaller_and_not_everything():
+    data = load("glyphs", num_train=60, num_test=1000)
+    found = robustness._null_space(data.test_images, data, robustness.Config(published_null=True))
+    assert found["dimension"] <= len(found["published_basis"]) < 400
 
 
 @pytest.mark.slow

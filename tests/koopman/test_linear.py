@@ -200,6 +200,7 @@ def test_plain_jit_vmap_and_loop_agree(key):
 def test_wrong_arguments_are_named(key):
     with pytest.raises(ValueError, match="`num_steps` must be at least 1"):
         linear_system(A, 0, key=key)
+    assert regime_switching_var(MATRICES, TRANSITION, 1, key=key).states.shape == (2, 2)  # the least number of steps
     with pytest.raises(ValueError, match="`noise` must be non-negative"):
         linear_system(A, 3, key=key, noise=-1.0)
     with pytest.raises(ValueError, match=r"`noise` must be of shape \[d, sources\] with d = 2 as in `matrix`"):

@@ -144,6 +144,7 @@ def test_initial_states_and_longer_runs(key):
 def test_wrong_arguments_are_named(key):
     with pytest.raises(ValueError, match="`num_steps` must be at least 1, got 0"):
         logistic_map(0, key=key)
+    assert logistic_map(1, key=key, order=1).shape == (2, 1)  # the least of both
     with pytest.raises(ValueError, match="`num_trajectories` must be at least 1"):
         logistic_map(3, key=key, num_trajectories=0)
     with pytest.raises(ValueError, match="`order` must be at least 1"):
