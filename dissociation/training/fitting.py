@@ -102,10 +102,14 @@ def fit(
     Raises:
         ValueError: If arguments contradict each other or the data, or the checkpoint is of another run.
         BlockingIOError: If another call is writing to the checkpoint.
-        TypeError: If a count is no Python integer, data are no arrays of numbers, or the optimiser is no transformation
-            (without `hyperparams`) or no function to one (with them).
+        TypeError: If what comes is traced, a count is no Python integer, data are no arrays of numbers, or the
+            optimiser is no transformation (without `hyperparams`) or no function to one (with them).
     """
     began = time.perf_counter()
+    for name, given in (("models", models), ("sampler", sampler), ("hyperparams", hyperparams), ("key", key)):
+        if any(map(checks.is_traced, jax.tree.leaves(given))):
+            advice = "Inside of a transformation use `train`"
+            checks.fail_kind(name, "be known: `fit` is driven by the host", "a traced value", advice)
     state = _begin(models, step, aux, hyperparams)
     num_members = leading_size("models", state.arrays)
     if sampler.stacked:

@@ -520,6 +520,15 @@ def test_wrong_arguments_are_named(key, change, error, message):
         )
 
 
+def test_inside_of_a_transformation_the_other_layer_is_named(key):
+    models, sampler = linear_members(key), Epochs(regression(key), 4)
+    step = make_step(squared_error, optax.sgd(0.1))
+    with pytest.raises(TypeError, match=r"`models` must be known: `fit` is driven by the host, .* use `train`"):
+        eqx.filter_jit(lambda models: fit(models, step, sampler, num_steps=2, key=key).models)(models)
+    with pytest.raises(TypeError, match="`key` must be known"):
+        jax.vmap(lambda key: fit(models, step, sampler, num_steps=2, key=key).history.loss)(jax.random.split(key))
+
+
 def test_wrong_trees_are_named(key):
     models, data = linear_members(key), Epochs(regression(key), 4)
     options = {"num_steps": 2, "key": key}
