@@ -312,6 +312,7 @@ def test_bad_kinds_are_refused_by_name(function, make_call):
                 check_refused(function, call, name, kind, bad, "refused")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("function", "make_call"), ROWS)
 def test_values_that_are_not_finite_show(function, make_call):
     call = make_call()

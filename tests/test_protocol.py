@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from registry import CALLS
 
+pytestmark = pytest.mark.slow
+
 HOST = {
     "dissociation.data.glyphs.glyph_data": "gives NumPy's arrays, to be used as data sets are",
     "dissociation.data.datasets.load": "reads files",

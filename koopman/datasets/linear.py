@@ -29,7 +29,7 @@ Matrices = Float[Array | np.ndarray, "regimes d d"]
 Transition = Float[Array | np.ndarray, "regimes regimes"]
 Noise = Float[Array | np.ndarray, "d sources"] | Scalar
 KnownMatrix = Float[np.ndarray, "d d"]
-KnownNoise = Float[np.ndarray, "d sources"] | float
+KnownNoise = Float[np.ndarray, "d sources"] | float | int
 
 
 @validated(finite=("matrix",))

@@ -120,6 +120,7 @@ def _cases():
 CASES = {name: rest for name, *rest in _cases()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_plain_and_jit_equal_filter_vmap(name):
     fun, args, options = CASES[name]

@@ -392,6 +392,7 @@ def rewritten(name, model, x, key, layer):
     return new, certify(model, new, x, batch_size=None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODEL_REWRITES)
 @pytest.mark.parametrize(("depth", "layer", "bias"), [(1, 0, True), (2, -1, False), (3, 1, True)])
 def test_models_keep_their_function(name, depth, layer, bias, key):
@@ -407,6 +408,7 @@ def test_models_keep_their_function(name, depth, layer, bias, key):
         assert not np.allclose(jax.vmap(forgotten)(x), jax.vmap(model)(x), atol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODEL_REWRITES)
 def test_stacked_models(name, key):
     x, keys = EXAMPLES, jax.random.split(key, 3)

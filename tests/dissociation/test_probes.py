@@ -107,6 +107,7 @@ def test_stationary_in_float64():
         np.testing.assert_allclose(fit.probabilities[test], chances[test], atol=1e-12)
 
 
+@pytest.mark.slow
 def test_gradient_and_curvature_of_the_loss():
     """The gradient by hand equals differentiation, the loss's own finite differences and a dense standardisation."""
     x, y = make_data(40, 5, 3, dtype=np.float64)
@@ -141,6 +142,7 @@ def test_inverse_without_lapack(size):
     np.testing.assert_allclose(softmax_solver.inverse(jnp.asarray(matrix)) @ matrix, np.eye(size), atol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("predict", [probes.crossval_softmax_predict, probes.crossval_gradient_predict])
 def test_masked_samples_equal_a_slice(predict):
     x, y = make_data()
@@ -178,6 +180,7 @@ def test_plain_jit_vmap_and_loop_agree(predict):
     np.testing.assert_allclose(nested[1], [predict(2 * member, y, 5) for member in members], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_under_filter_vmap_of_models(key):
     """The call of the paper's notebook: features of stacked models, one batch of labelled samples."""
     _, y = make_data(45, 6, 3)
@@ -243,6 +246,7 @@ def test_a_key_shuffles_folds_and_keeps_the_order(make_key):
     np.testing.assert_allclose(blocks, shuffled[order], atol=2e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("predict", [probes.crossval_softmax_predict, probes.crossval_gradient_predict])
 def test_rows_sorted_by_class_are_predicted_as_well_as_others(predict):
     """Of features that say something and of features that do not, whatever the classes' sizes."""

@@ -96,6 +96,7 @@ def compare_alone_and_swept():
     jax.tree.map(np.testing.assert_array_equal, of(alone, 0), of(swept, 3))
 
 
+@pytest.mark.slow
 def test_every_parameter_decays_apart_from_the_gradient(data):
     # A first step of AdamW: the gradient's part has the size of the rate, whatever the decay, and is the same in both.
     options = {**SMALL, "num_steps": 1, "learning_rate": 0.01}

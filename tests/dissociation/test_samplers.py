@@ -204,6 +204,7 @@ def in_order(data, size, begun=None):
     return start
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [1, 4, 16, 100])
 @pytest.mark.parametrize("member_map", ["scan", "vmap"])
 def test_batches_of_the_host_equal_those_of_arrays(key, member_map, block):

@@ -52,6 +52,7 @@ def test_decomposition_against_a_dense_reference(hidden):
         np.testing.assert_allclose(vectors @ vectors.T, np.eye(hidden), atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"bias": True}, {"residual": True}, {"bias": True, "residual": True}])
 @pytest.mark.parametrize(("inputs", "hidden"), [(20, 8), (6, 9)])
 @pytest.mark.parametrize("space", ["input", "hidden"])

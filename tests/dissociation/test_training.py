@@ -60,6 +60,7 @@ def test_equals_a_plain_loop(key, member_map):
     assert result.member_map == member_map
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("member_map", ["scan", "unroll"])
 def test_members_in_turn_do_not_feel_each_other(key, member_map):
     """Alone, in company and over two devices: the same bits."""
@@ -141,6 +142,7 @@ def test_members_per_batch_follow_the_memory(key, monkeypatch, devices):
     np.testing.assert_allclose(run(100, "scan", "auto"), plain, rtol=1e-5, atol=1e-6)  # in turn: nothing to choose
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("member_map", ["scan", "vmap", "unroll"])
 def test_chunks_leave_no_trace(key, monkeypatch, member_map):
     models, data = linear_members(key), regression(key, samples=40)

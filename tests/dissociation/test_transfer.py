@@ -126,6 +126,7 @@ def test_sorted_rows_transfer_as_well_as_shuffled_ones(probe):
         transfer.transfer_errors(noise[place], y[place], key=None, **options)
 
 
+@pytest.mark.slow
 def test_one_key_is_one_order_for_all_members():
     x, y = make_data()
     options = {"fractions": (0.3, 1.0), "num_splits": 5, "num_buckets": 1}

@@ -20,6 +20,7 @@ def trajectory(n=200, seed=0):
     return matrix, np.asarray(path)
 
 
+@pytest.mark.slow
 def test_powers_of_the_operator():
     with jax.enable_x64(True):
         x, y = (np.asarray(a) for a in lagged_pairs(trajectory()[1]))
@@ -83,6 +84,7 @@ def test_r2_compares_like_with_like(shape):
         r2_score(target[:1], target[:1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("lag", "steps"), [(1, 1), (2, 1), (1, 3), (2, 3)])
 def test_score_compares_what_was_forecast_with_what_came(lag, steps):
     """Scores elsewhere were misaligned for lag > 1 with several steps: they compared with t + lag + steps - 1."""

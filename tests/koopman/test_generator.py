@@ -41,6 +41,7 @@ def test_eigenfunctions_are_hermite_polynomials():
         np.testing.assert_allclose(values * np.sign(np.sum(values * exact, 0)), exact, atol=0.03)
 
 
+@pytest.mark.slow
 def test_rates_of_langevin_dynamics_in_two_wells(key):
     def potential(x):
         return 2 * (x[0] ** 2 - 1) ** 2

@@ -92,6 +92,7 @@ def test_autoencoders_and_classifiers_learn(digits):
     assert right > 0.6  # chance is 0.2
 
 
+@pytest.mark.slow
 def test_the_loss_of_autoencoders_does_not_see_the_size_of_features(trajectories):
     networks = {"encoder": linear(5, 2), "decoder": linear(2, 5)}
     model = Autoencoder(2, **networks, key=jax.random.key(0))
@@ -212,6 +213,7 @@ def test_no_pair_goes_from_one_trajectory_to_the_next(trajectories):
     np.testing.assert_allclose(validation_loss("vamp", model, uneven, lag=3), pair_loss("vamp", model, x, y), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_module_is_where_all_seeds_begin(trajectories):
     start = Affine(5, 2, key=jax.random.key(3))
     options = {"key": jax.random.key(0), "num_seeds": 2, "num_epochs": 0, "trajectory_axis": 0}

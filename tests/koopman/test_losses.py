@@ -232,6 +232,7 @@ def reflected_cosines(orders, n=2000):
     return features, (-scale * np.asarray(orders) * np.sin(np.outer(time, orders)))[:, :, None]
 
 
+@pytest.mark.slow
 def test_energy_form_is_minimal_at_the_eigenfunctions():
     weight = 0.2
     features, slopes = reflected_cosines([0, 1, 2, 3, 4])
@@ -366,6 +367,7 @@ def test_dpnets_of_orthonormal_features():
 # The score on test data.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schatten_norm", [1, 2])
 @pytest.mark.parametrize("center", [True, False])
 def test_score_without_a_rank_is_the_loss_of_the_test_data(schatten_norm, center):
@@ -676,6 +678,7 @@ def test_wrong_arguments_are_named(unchecked):
         orthonormal_fro_reg(x[:3])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [1e-30, 1e-20, 1e19, 1e30])
 @pytest.mark.parametrize("center", [False, True])
 def test_vamp_does_not_see_units(scale, center):
@@ -693,6 +696,7 @@ def test_vamp_does_not_see_units(scale, center):
     np.testing.assert_allclose(score(x * unit, y * unit, y * unit, x * unit), score(x, y, y, x), rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_mean_that_swamps_the_variance_is_named():
     rng = np.random.default_rng(0)
     x, y = (rng.normal(size=(2, 60, 3)) + 1e4).astype(np.float32)

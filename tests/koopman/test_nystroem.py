@@ -80,6 +80,7 @@ def test_against_kooplearn(kind, solver):
         np.testing.assert_allclose(risk(found, x, y), peer.risk(), atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["pcr", "reduced_rank"])
 def test_centres_against_kooplearn(kind):
     kernel = pytest.importorskip("kooplearn.kernel")
@@ -158,6 +159,7 @@ def test_units_of_the_kernel_do_not_choose_the_centres():
     assert set(explicit.tolist()) != set(chosen[0].tolist())
 
 
+@pytest.mark.slow
 def test_jit_vmap_and_loop_agree():
     x, y = (np.asarray(a, np.float32) for a in lagged_pairs(states(60)))
     alphas = jnp.asarray([1e-3, 1e-2, 0.05])
