@@ -281,10 +281,10 @@ def test_the_line_of_first_crossings(small):
     assert "; delay after fitting goes as (weight decay)^(-1.0" in found.slope
     for name, values in (("fitted", [100, 100]), ("collapsed", [3333, 33333]), ("delay", [3233, 33233])):
         np.testing.assert_array_equal(found.median[name][:, 0], values)
-    # A seed that never fits has no delay, where a time that is never reached counts as a late one.
-    lone = early.copy()
-    lone[0, 1] = 0.0
-    unfitted = crossings(config, series | {"train_accuracy": lone}, steps)
+    # Seeds that never fit have no delay, where a crossing that never comes counts as a late one.
+    three = {name: np.concatenate([values, values[:, :1]], 1) for name, values in series.items()}
+    three["train_accuracy"][0, 1:] = 0.0
+    unfitted = crossings(dataclasses.replace(config, seeds=(42, 43, 44)), three, steps)
     np.testing.assert_array_equal(unfitted.median["delay"][:, 0], [3233, 33233])
     assert unfitted.median["fitted"][0, 0] == np.inf
     never = crossings(config, series | {"rnc1_score": np.ones_like(low)}, steps)
