@@ -1,6 +1,6 @@
 """Certified distances of trained bilinear networks against attacks, on real images.
 
-    python benchmarks/certificate.py [--data mnist] [--hidden 300] [--epochs 20] [--pictures 100] [--restarts 50]
+    python benchmarks/certificate.py [--data mnist] [--hidden 300] [--epochs 20] [--images 100] [--restarts 50]
 
 For every image that the network classifies rightly: the example found has another class at 1.001 times the distance,
 and projected gradient ascent from many starts finds none within 0.999 times it. At 1.01 times it the same attack shows
@@ -26,7 +26,7 @@ def main():
     parser.add_argument("--data", choices=["glyphs", "mnist"], default="glyphs")
     parser.add_argument("--hidden", type=int, default=300)
     parser.add_argument("--epochs", type=int, default=20)
-    parser.add_argument("--pictures", type=int, default=100)
+    parser.add_argument("--images", type=int, default=100)
     parser.add_argument("--restarts", type=int, default=50)
     parser.add_argument("--steps", type=int, default=100)
     options = parser.parse_args()
@@ -36,7 +36,7 @@ def main():
     images, labels = jnp.asarray(data.test_images), jnp.asarray(data.test_labels.argmax(1))
     right = np.flatnonzero(jax.vmap(model)(images).argmax(1) == labels)
     print(f"{data.name}, size {options.hidden}, {options.epochs} epochs: accuracy {len(right) / len(images):.4f}")
-    chosen = right[: options.pictures]
+    chosen = right[: options.images]
     images, labels = images[chosen], labels[chosen]
     forms = margins(model)
     certify = eqx.filter_jit(lambda f, x, y: jax.lax.map(lambda pair: certified_radius(f, *pair), (x, y)))
@@ -45,7 +45,7 @@ def main():
     found = jax.block_until_ready(certify(forms, images, labels))
     spent = time.perf_counter() - began
     print(
-        f"{len(chosen)} pictures certified against 9 rivals in {spent:.2f} s; "
+        f"{len(chosen)} images certified against 9 rivals in {spent:.2f} s; "
         f"median distance {np.median(found.radius):.3f}"
     )
     beyond = jax.vmap(model)(images + 1.001 * found.step).argmax(1) != labels

@@ -19,17 +19,22 @@ HOST = {
     "dissociation.data.glyphs.glyph_data": "gives NumPy's arrays, to be used as data sets are",
     "dissociation.data.datasets.load": "reads files",
     "dissociation.checkpoint": "files",
-    "dissociation.sharding": "places arrays on devices",
+    "dissociation.sharding.place_members": "places arrays on devices",
+    "dissociation.sharding.replicate": "places arrays on devices",
     "dissociation.weights.symmetry.null_": "the rank sets shapes",
-    "dissociation.recipes": "training by the host",
+    "dissociation.recipes.mnist.fit_": "training by the host",
+    "dissociation.recipes.mnist.train_": "training by the host",
+    "dissociation.recipes.bilinear.train_": "training by the host",
+    "dissociation.recipes.compression.train_": "training by the host",
+    "dissociation.recipes.grokking.train_": "training by the host",
     "dissociation.training.fitting": "training by the host",
     "koopman.learn.train_": "training by the host",
     "dissociation.spectral.similarity.pair_mean": "gives a function",
     "koopman.datasets.linear.stationary_covariance": "what is known of a data set, in NumPy's float64",
     "koopman.datasets.linear.linear_spectrum": "what is known of a data set, in NumPy's float64",
     "koopman.datasets.linear.regime_switching_spectrum": "what is known of a data set, in NumPy's float64",
-    "koopman.datasets.ordered_mnist": "counts labels, in NumPy",
-    "koopman.datasets.waves": "wave numbers set shapes, the spectrum is NumPy's",
+    "koopman.datasets.ordered_mnist.ordered_mnist": "counts labels, in NumPy",
+    "koopman.datasets.waves.wave_spectrum": "what is known of a data set, in NumPy's float64",
 }
 """What works on known numbers alone."""
 
@@ -41,9 +46,10 @@ KNOWN = {
     "dissociation.metrics.information.hsic.information_plane": ("labels",),
     "dissociation.metrics.crossing": ("times", "end", "at"),
     "koopman.datasets.linear.regime_switching_var": ("transition",),
+    "koopman.datasets.waves.travelling_waves": ("wavenumbers",),
 }
 """Arguments that are the same for all members: integer labels, which do not say how many classes there are while they
-are traced, and what 1.25 times itself is no valid value of."""
+are traced, what sets shapes, and what 1.25 times itself is no valid value of."""
 
 
 def dotted(function):

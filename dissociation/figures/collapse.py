@@ -210,7 +210,7 @@ def _check_data(config: Config, data: Dataset) -> None:
     if config.num_seen > len(data.train_images):
         fail("num_seen", f"be at most the number of training images ({len(data.train_images)})", config.num_seen)
     if config.num_information and min(config.num_pictures, len(data.test_images)) <= config.num_neighbours:
-        have = f"{min(config.num_pictures, len(data.test_images))} test pictures"
+        have = f"{min(config.num_pictures, len(data.test_images))} test images"
         fail("num_neighbours", f"be below the number of images ({have})", config.num_neighbours)
 
 
@@ -331,7 +331,7 @@ def headline(results: Results) -> str:
     config, data = results.config, results.data
     names = [f"weight decay {decay:g} seed {seed}" for decay in config.weight_decays for seed in config.seeds]
     return (
-        f"{data['name']}: {data['num_seen']} training and {data['num_test']} test pictures, "
+        f"{data['name']}: {data['num_seen']} training and {data['num_test']} test images, "
         f"{len(config.weight_decays)} weight decays x {len(config.seeds)} seeds, {config.num_steps} steps; "
         f"{results.crossings.slope}"
         f"{named_diverged(names, results.diverged_at.reshape(-1))}"

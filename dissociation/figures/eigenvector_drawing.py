@@ -96,7 +96,7 @@ def _draw_details(panel: Any, results: Any) -> None:
         row[1].set_ylabel(name, fontsize="small")
     top = right.subplots(2, 3)
     top[0, 0].imshow(results.explained["image"].reshape(shape), cmap="gray")
-    top[0, 0].set(xticks=[], yticks=[], title="picture")
+    top[0, 0].set(xticks=[], yticks=[], title="image")
     parts = zip(top.flat[1:], *(results.explained[n] for n in ("contributions", "vectors")), strict=False)
     for place, contribution, vector in parts:
         _picture(place, vector.reshape(shape))

@@ -317,7 +317,7 @@ def describe(results: Results) -> dict[str, Any]:
 
 def headline(results: Results) -> str:
     """What was computed on, in a line."""
-    sizes = f"{results.data['num_train']} training and {results.data['num_test']} test pictures"
+    sizes = f"{results.data['num_train']} training and {results.data['num_test']} test images"
     names = [f"size {size} seed {i}" for size, steps in results.diverged_at.items() for i in range(len(steps))]
     gone = named_diverged(names, np.concatenate(list(results.diverged_at.values())))
     return (

@@ -318,8 +318,8 @@ def headline(results: Results) -> str:
     names = [f"{name} seed {i}" for name, steps in results.diverged_at.items() for i in range(len(steps))]
     oracle = cell(results.oracle_accuracy, factor=100, unit=" %")
     return (
-        f"{results.data['name']}: {sizes} pictures, {results.config.num_seeds} seeds; "
-        f"oracle {oracle} right on validation pictures"
+        f"{results.data['name']}: {sizes} images, {results.config.num_seeds} seeds; "
+        f"oracle {oracle} right on validation images"
         f"{named_diverged(names, np.concatenate(list(results.diverged_at.values())))}"
     )
 

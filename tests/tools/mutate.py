@@ -123,6 +123,11 @@ def mutated(mutant, root):
     return "".join(lines), old.strip(), lines[line - 1].strip()
 
 
+def environment_of(root):
+    """Variables under which tests import the tree in `root`."""
+    return os.environ | {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
+
+
 def run(mutant, root, timeout):
     """Whether the tests notice a mutant made in `root`; the file is put back."""
     path, line = mutant[:2]
@@ -148,8 +153,9 @@ def run(mutant, root, timeout):
             *tests,
             str(path),
         ]
-        environment = os.environ | {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
-        status = subprocess.run(words, cwd=root, env=environment, capture_output=True, timeout=timeout).returncode
+        status = subprocess.run(
+            words, cwd=root, env=environment_of(root), capture_output=True, timeout=timeout
+        ).returncode
         row["outcome"] = {0: "survived", 1: "caught", 5: "no tests"}.get(status, "caught (import)")
     except subprocess.TimeoutExpired:
         row["outcome"] = "caught (time)"
@@ -172,7 +178,9 @@ def main():
         copy = Path(scratch) / "tree"
         shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", "results", "*.png", ".venv*"))
         whole = [sys.executable, "-m", "pytest", "-n0", "-q", "-p", "no:cacheprovider", "tests/test_canary.py"]
-        subprocess.run(whole, cwd=copy, check=True, stdout=subprocess.DEVNULL)  # else every mutant would be "caught"
+        subprocess.run(
+            whole, cwd=copy, env=environment_of(copy), check=True, stdout=subprocess.DEVNULL
+        )  # else every mutant would be "caught"
         for mutant in mutants[len(rows) :]:
             rows.append(run(mutant, copy, options.timeout))
             sys.stdout.write(f"{len(rows):3d} {rows[-1]['outcome']:10s} {rows[-1]['module']}:{rows[-1]['line']}\n")
