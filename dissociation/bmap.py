@@ -168,10 +168,10 @@ class _Batched(eqx.Module):
             """One member's result: arrays to stack, arrays that all members share, and how they lie in it."""
             out = self.fun(*structure.unflatten(_filled(leaves, axes, row[1])))
             out_axes = _axis_of_each_leaf("out_axes", self.out_axes, out)
-            found = list(zip(jax.tree.leaves(out), out_axes, strict=True))
-            own = [None if axis is None else jnp.asarray(leaf) for leaf, axis in found]
-            common = [leaf if axis is None else None for leaf, axis in found]
-            return own, common, out_axes, jax.tree.structure(out)
+            outputs = list(zip(jax.tree.leaves(out), out_axes, strict=True))
+            mapped = [None if axis is None else jnp.asarray(leaf) for leaf, axis in outputs]
+            common = [leaf if axis is None else None for leaf, axis in outputs]
+            return mapped, common, out_axes, jax.tree.structure(out)
 
         mapped = [jnp.moveaxis(jnp.asarray(leaf), axis, 0)
                   for leaf, axis in zip(leaves, axes, strict=True) if axis is not None]  # fmt: skip
@@ -186,16 +186,16 @@ class _Batched(eqx.Module):
             parts = [
                 _batch(own_of, jax.tree.map(lambda leaf, i=i: leaf[i : i + self.batch_size], rows)) for i in starts
             ]
-            own = jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *parts)
+            gathered = jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *parts)
         else:
             # Batches of one member need no batching rules: products and convolutions keep their fast forms.
-            own = jax.lax.map(own_of, rows, batch_size=None if self.batch_size == 1 else self.batch_size)
+            gathered = jax.lax.map(own_of, rows, batch_size=None if self.batch_size == 1 else self.batch_size)
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in common):  # raises if one depends on a mapped argument
             first = jax.tree.map(lambda leaf: leaf[:1], rows)
             common = eqx.filter_vmap(lambda row: one(row)[1], out_axes=None)(first)
         leaves = [
             leaf if axis is None else jnp.moveaxis(rows, 0, axis)
-            for leaf, rows, axis in zip(common, own, out_axes, strict=True)
+            for leaf, rows, axis in zip(common, gathered, out_axes, strict=True)
         ]
         return out_structure.unflatten(leaves)
 

@@ -79,10 +79,10 @@ def restore(path: str | os.PathLike[str], like: Any) -> Any:
     contents = Path(path).read_bytes()
     meta, offset = _read_meta(contents, path)
     wanted = dict(_storable_leaves(like))
-    found = {entry["path"]: entry for entry in meta["leaves"]}
-    if missing := sorted(wanted.keys() - found.keys()):
+    entries = {entry["path"]: entry for entry in meta["leaves"]}
+    if missing := sorted(wanted.keys() - entries.keys()):
         raise RefusedFile(f"{path} lacks the leaf {missing[0]} ({len(missing)} missing in all).")
-    if extra := sorted(found.keys() - wanted.keys()):
+    if extra := sorted(entries.keys() - wanted.keys()):
         raise RefusedFile(f"{path} holds the leaf {extra[0]}, which `like` lacks ({len(extra)} in all).")
     values = {}
     for entry in meta["leaves"]:

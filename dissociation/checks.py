@@ -149,19 +149,19 @@ def check_model(name: str, model: Any, example: Any) -> jax.ShapeDtypeStruct:
     """
     wanted = f"take one example of shape {np.shape(example)}"
     try:
-        found = jax.eval_shape(model, jax.ShapeDtypeStruct(np.shape(example), example.dtype))
+        output = jax.eval_shape(model, jax.ShapeDtypeStruct(np.shape(example), example.dtype))
     except WrongValue:
         raise
     except (TypeError, ValueError) as error:
         first = str(error).strip().partition("\n")[0].rstrip(".")
         raise TypeError(f"`{name}` must {wanted} (a single model, no stacked ones), got an error: {first}.") from error
-    if not isinstance(found, jax.ShapeDtypeStruct):
-        fail_kind(name, "give one array", f"{jax.tree.structure(found)}")
-    if jnp.issubdtype(found.dtype, jnp.complexfloating):
-        fail_kind(name, "give real numbers", f"dtype {found.dtype}")
-    if 0 in found.shape:
-        fail(name, "give outputs that are not empty", f"shape {found.shape}")
-    return found
+    if not isinstance(output, jax.ShapeDtypeStruct):
+        fail_kind(name, "give one array", f"{jax.tree.structure(output)}")
+    if jnp.issubdtype(output.dtype, jnp.complexfloating):
+        fail_kind(name, "give real numbers", f"dtype {output.dtype}")
+    if 0 in output.shape:
+        fail(name, "give outputs that are not empty", f"shape {output.shape}")
+    return output
 
 
 def check_same_length(first: str, length: int, second: str, other: int, meaning: str = "samples") -> None:

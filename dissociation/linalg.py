@@ -116,8 +116,8 @@ def positive_inverse(matrix: Float[Array | np.ndarray, "*b n m"]) -> Float[Array
         first, second = blocks[..., ::2, :, :], blocks[..., 1::2, :, :]
         count = size // (2 * width)
         cut = padded.reshape(*batch, count, 2 * width, count, 2 * width)
-        own = jnp.moveaxis(jnp.diagonal(cut, axis1=-4, axis2=-2), -1, -3)  # the diagonal blocks
-        below = -product(second, product(own[..., width:, :width], first))
+        diagonal = jnp.moveaxis(jnp.diagonal(cut, axis1=-4, axis2=-2), -1, -3)  # the diagonal blocks
+        below = -product(second, product(diagonal[..., width:, :width], first))
         upper = jnp.concatenate([first, jnp.zeros_like(first)], -1)
         blocks = jnp.concatenate([upper, jnp.concatenate([below, second], -1)], -2)
         width *= 2

@@ -204,10 +204,10 @@ def _map_locally(
         return jax.lax.map(lambda member: function(shared, eqx.combine(member, static)), arrays)
     results = []
     for index in range(jax.tree.leaves(arrays)[0].shape[0]):
-        own = take(arrays, index)
+        part = take(arrays, index)
         if ordered and results:
-            results[-1], own = after(results[-1], own)
-        results.append(function(shared, eqx.combine(own, static)))
+            results[-1], part = after(results[-1], part)
+        results.append(function(shared, eqx.combine(part, static)))
     return stack(results)
 
 

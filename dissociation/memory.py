@@ -82,8 +82,8 @@ def _computations(program: str) -> Iterator[tuple[str, list[tuple[bool, str, int
             name, instructions = head[1], []
         elif line.startswith("}"):
             yield name, instructions
-        elif found := _INSTRUCTION.match(line):
-            root, instruction, shape, operation, arguments = found.groups()
+        elif match := _INSTRUCTION.match(line):
+            root, instruction, shape, operation, arguments = match.groups()
             instructions.append((root is not None, instruction, _bytes_of(shape), operation, arguments))
 
 
@@ -165,8 +165,8 @@ def _free_in_limits() -> Iterator[int]:
 
 def _table(path: str) -> dict[str, int]:
     """Entries "name: number kB" of a file under /proc, in bytes; empty where there is no such file."""
-    found = (re.match(r"(\w+):\s+(\d+) kB", line) for line in _lines(path))
-    return {match[1]: int(match[2]) * 1024 for match in found if match}
+    rows = (re.match(r"(\w+):\s+(\d+) kB", line) for line in _lines(path))
+    return {match[1]: int(match[2]) * 1024 for match in rows if match}
 
 
 def _lines(path: str | Path) -> list[str]:

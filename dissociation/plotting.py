@@ -22,10 +22,10 @@ def style_path() -> Path:
     """Where `style.mplstyle` is: in the installed package, or at the top of a checkout."""
     package = Path(__file__).parent
     candidates = (package / "style.mplstyle", package.parent / "style.mplstyle")
-    found = next((path for path in candidates if path.is_file()), None)
-    if found is None:
+    style = next((path for path in candidates if path.is_file()), None)
+    if style is None:
         raise FileNotFoundError(f"style.mplstyle must be at one of {', '.join(map(str, candidates))}, got neither.")
-    return found
+    return style
 
 
 @contextmanager

@@ -118,13 +118,13 @@ class Grid:
             >>> Grid(rate=[1, 2], seed=[7]).hyperparams("rate")
             {'rate': Array([1., 2.], dtype=float32)}
         """
-        values, found = self.values, {}
+        values, chosen = self.values, {}
         for name in names:
             checks.check_choice("names", name, values)
             if values[name].dtype.kind not in "fiub":
                 checks.fail_kind("names", "name quantities that are numbers", f"{name!r}, which is text")
-            found[name] = jnp.asarray(values[name], float)
-        return found
+            chosen[name] = jnp.asarray(values[name], float)
+        return chosen
 
     @validated
     def keys(self, key: PRNGKey, name: str = "seed") -> Array:
@@ -154,14 +154,14 @@ class Grid:
         Raises:
             ValueError: If there is no such quantity, or none of its values is this one.
         """
-        values, found = self.values, np.ones(len(self), bool)
+        values, matching = self.values, np.ones(len(self), bool)
         for name, value in coordinates.items():
             checks.check_choice("coordinates", name, values)
             equal = values[name] == value
             if not equal.any():
                 checks.fail(name, f"be one of {', '.join(map(str, dict.fromkeys(values[name].tolist())))}", value)
-            found &= equal
-        return np.flatnonzero(found)
+            matching &= equal
+        return np.flatnonzero(matching)
 
     def unflatten(self, tree: PyTree) -> PyTree:
         """Results in named axes: every array [members, ...] becomes [*shape, ...].

@@ -82,9 +82,9 @@ def validated(function: Any = None, *, finite: Iterable[str] = (), empty: Iterab
     @functools.cache  # at the first call: an import stays quick
     def rules() -> dict[str, _Rule]:
         hints = getattr(function, "__annotations__", {})
-        found = {name: rule for name in positions if (rule := _rule(hints.get(name, Any))) is not None}
+        rules = {name: rule for name in positions if (rule := _rule(hints.get(name, Any))) is not None}
         # Labels last: the other arguments may tell how many classes there are.
-        return dict(sorted(found.items(), key=lambda item: item[1].labels is not None))
+        return dict(sorted(rules.items(), key=lambda item: item[1].labels is not None))
 
     @functools.wraps(function)
     def gate(*args: Any, **kwargs: Any) -> Any:
@@ -302,27 +302,27 @@ def _placed(name: str, array: Any, kind: _Kind) -> Any:
 
 def _rule(hint: Any) -> _Rule | None:
     """The rule of an annotation, or None where anything is taken."""
-    found: dict[str, list[Any]] = collections.defaultdict(list)
+    slots: dict[str, list[Any]] = collections.defaultdict(list)
     for member in _members(hint):
         slot, item = _sorted_in(member)
-        found[slot].append(item)
-    if "free" in found:
+        slots[slot].append(item)
+    if "free" in slots:
         return None
-    arrays = [] if "key" in found else found["arrays"]  # the raw form of a key
+    arrays = [] if "key" in slots else slots["arrays"]  # the raw form of a key
     for place in ("on_host", "on_device"):
         if not all(getattr(kind, place) for kind in arrays):
             arrays = [kind._replace(**{place: False}) for kind in arrays]
     return _Rule(
-        optional="optional" in found,
-        keys=frozenset(axes.names != () for axes in found["key"]),
+        optional="optional" in slots,
+        keys=frozenset(axes.names != () for axes in slots["key"]),
         arrays=tuple(arrays),
-        labels=next(iter(found["labels"]), None),
-        numbers=tuple(found["numbers"]),
-        sequence=tuple(found["sequence"]),
-        listed=tuple(found["listed"]),
-        instances=tuple(found["instances"]),
-        choices=tuple(found["choices"]),
-        function="function" in found,
+        labels=next(iter(slots["labels"]), None),
+        numbers=tuple(slots["numbers"]),
+        sequence=tuple(slots["sequence"]),
+        listed=tuple(slots["listed"]),
+        instances=tuple(slots["instances"]),
+        choices=tuple(slots["choices"]),
+        function="function" in slots,
     )
 
 

@@ -80,7 +80,7 @@ class Estimator(eqx.Module):
         """U and the singular values, on explicit features: columns beyond those in use may be anything."""
 
     @abstractmethod
-    def features_jvp(self, problem: FeatureRegression, tangent: FeatureRegression, found: Basis) -> Slopes:
+    def features_jvp(self, problem: FeatureRegression, tangent: FeatureRegression, solution: Basis) -> Slopes:
         """How they move with the problem."""
 
     @abstractmethod
@@ -88,7 +88,7 @@ class Estimator(eqx.Module):
         """W and the singular values, with a kernel."""
 
     @abstractmethod
-    def kernel_jvp(self, problem: KernelRegression, tangent: KernelRegression, found: Basis) -> Slopes:
+    def kernel_jvp(self, problem: KernelRegression, tangent: KernelRegression, solution: Basis) -> Slopes:
         """How they move with the problem, for K along directions that keep its rank."""
 
     def choose_kernel_solver(self, gram: Float[Array, "n n"], alpha: Float[Array, ""], size: int) -> str:
@@ -114,20 +114,20 @@ def span(estimator: Estimator, problem: FeatureRegression | KernelRegression) ->
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _span(estimator: Estimator, problem: FeatureRegression | KernelRegression) -> Basis:
-    found = estimator.features(problem) if isinstance(problem, FeatureRegression) else estimator.kernel(problem)
-    missing = problem.size - found.values.shape[0]  # fewer samples than the rank asked for
+    basis = estimator.features(problem) if isinstance(problem, FeatureRegression) else estimator.kernel(problem)
+    missing = problem.size - basis.values.shape[0]  # fewer samples than the rank asked for
     used = jnp.arange(problem.size) < problem.active
-    vectors = jnp.pad(found.vectors, ((0, 0), (0, missing))) * used[None]
-    return found._replace(vectors=vectors, values=jnp.pad(found.values, (0, missing)) * used)
+    vectors = jnp.pad(basis.vectors, ((0, 0), (0, missing))) * used[None]
+    return basis._replace(vectors=vectors, values=jnp.pad(basis.values, (0, missing)) * used)
 
 
 @_span.defjvp
 def _span_jvp(estimator, primals, tangents):
     (problem,), (tangent,) = primals, tangents
-    found = _span(estimator, problem)
+    basis = _span(estimator, problem)
     rule = estimator.features_jvp if isinstance(problem, FeatureRegression) else estimator.kernel_jvp
-    d_vectors, d_values = rule(problem, tangent, found)
-    return found, Basis(d_vectors, d_values, jnp.zeros_like(found.rest), jnp.zeros_like(found.variance))
+    d_vectors, d_values = rule(problem, tangent, basis)
+    return basis, Basis(d_vectors, d_values, jnp.zeros_like(basis.rest), jnp.zeros_like(basis.variance))
 
 
 class _Principal:
@@ -137,13 +137,13 @@ class _Principal:
         """W = V F^(1/2) with V the leading eigenvectors of K, and F = lambda^-1 (lambda + alpha)^-1."""
         if problem.solver == "krylov":
             number, dtype = problem.x.shape[0], problem.x.dtype
-            found = leading_eigenpairs(partial(product, problem.x), number, problem.size, dtype=dtype)
+            leading = leading_eigenpairs(partial(product, problem.x), number, problem.size, dtype=dtype)
         else:
-            found = leading_of(problem.x, problem.size)
-        scale, _ = problem.scale(found.values)
-        return _rooted(found._replace(vectors=found.vectors * scale[None]), found.values[-1])
+            leading = leading_of(problem.x, problem.size)
+        scale, _ = problem.scale(leading.values)
+        return _rooted(leading._replace(vectors=leading.vectors * scale[None]), leading.values[-1])
 
-    def kernel_jvp(self, problem: KernelRegression, tangent: KernelRegression, found: Basis) -> Slopes:
+    def kernel_jvp(self, problem: KernelRegression, tangent: KernelRegression, solution: Basis) -> Slopes:
         """F is a matrix function of K and alpha."""
         size, alpha = problem.size, problem.alpha
         squares, vectors = jnp.linalg.eigh(problem.x)
@@ -160,8 +160,8 @@ class _Principal:
         d_own = product(vectors, outside) + product(vectors[:, :size], inside)
         # The solver's own columns: they differ by a rotation where eigenvalues coincide.
         pull = scale * squares[:size] * (squares[:size] + alpha)
-        turn = pull[:, None] * product(vectors[:, :size].T, found.vectors)
-        return product(d_own, turn), halved(jnp.diagonal(mixed), found.values)
+        turn = pull[:, None] * product(vectors[:, :size].T, solution.vectors)
+        return product(d_own, turn), halved(jnp.diagonal(mixed), solution.values)
 
 
 class Ridge(_Principal, Estimator):
@@ -189,12 +189,12 @@ class Ridge(_Principal, Estimator):
         size, variance = problem.size, jnp.sum(deviations**2) / problem.x.shape[1]
         return Basis(whiten[:, :size], deviations[:size], deviations[size:], variance)
 
-    def features_jvp(self, problem: FeatureRegression, tangent: FeatureRegression, found: Basis) -> Slopes:
+    def features_jvp(self, problem: FeatureRegression, tangent: FeatureRegression, solution: Basis) -> Slopes:
         """The slope of U is -(C_x + alpha I)^(-1) d(C_x + alpha I) U / 2."""
         slope, _, right, whiten, _ = problem.perturbed(tangent)
         mixed = product(product(right, slope), right.T)
-        d_values = halved(jnp.diagonal(mixed)[: problem.size] - tangent.alpha, found.values)
-        return -0.5 * product(whiten, product(whiten.T, product(slope, found.vectors))), d_values
+        d_values = halved(jnp.diagonal(mixed)[: problem.size] - tangent.alpha, solution.values)
+        return -0.5 * product(whiten, product(whiten.T, product(slope, solution.vectors))), d_values
 
     def kernel(self, problem: KernelRegression) -> Basis:
         """W, of all directions."""
@@ -233,24 +233,24 @@ class PrincipalComponents(_Principal, Estimator):
         size = problem.size
         if problem.solver == "dense":
             whiten, deviations, *_ = problem.whitening(crossed=False)
-            found = Leading(whiten[:, :size], deviations[:size], deviations[size:])
+            leading = Leading(whiten[:, :size], deviations[:size], deviations[size:])
         else:
-            found = problem.leading()
-        return Basis(*found, found.values[-1] ** 2)
+            leading = problem.leading()
+        return Basis(*leading, leading.values[-1] ** 2)
 
-    def features_jvp(self, problem: FeatureRegression, tangent: FeatureRegression, found: Basis) -> Slopes:
+    def features_jvp(self, problem: FeatureRegression, tangent: FeatureRegression, solution: Basis) -> Slopes:
         """U = V G^(-1/2) with V the leading directions, G = V^T (C_x + alpha I) V."""
-        size, basis = problem.size, found.vectors
+        size, basis = problem.size, solution.vectors
         slope, squares, right, whiten, scale = problem.perturbed(tangent)
         mixed = product(product(right, slope), right.T)
         used = (jnp.arange(size) < problem.active) & jnp.any(basis != 0, 0)  # and none that is cut off
         outside = mixing(mixed[:, :size], squares, jnp.sum(used))
-        own = whiten[:, :size] * used[None]
+        scaled = whiten[:, :size] * used[None]
         scale = scale[:size] * used
         inside = -0.5 * scale[:, None] * mixed[:size, :size] * scale[None]
-        d_own = product(right.T, outside * scale[None]) + product(own, inside)
-        d_values = halved(jnp.diagonal(mixed)[:size] - tangent.alpha, found.values)
-        return product(d_own, product(problem.pull(own), basis)), d_values  # in the fit's columns
+        d_own = product(right.T, outside * scale[None]) + product(scaled, inside)
+        d_values = halved(jnp.diagonal(mixed)[:size] - tangent.alpha, solution.values)
+        return product(d_own, product(problem.pull(scaled), basis)), d_values  # in the fit's columns
 
 
 class ReducedRank(Estimator):
@@ -291,9 +291,9 @@ class ReducedRank(Estimator):
         variance = deviations[min(problem.size, deviations.shape[0]) - 1] ** 2
         return Basis(product(whiten, vectors), values, rest, variance)
 
-    def features_jvp(self, problem: FeatureRegression, tangent: FeatureRegression, found: Basis) -> Slopes:
+    def features_jvp(self, problem: FeatureRegression, tangent: FeatureRegression, solution: Basis) -> Slopes:
         """Through the eigenvectors of W^T C_xy C_yx W."""
-        size, x, y, basis = problem.size, problem.x, problem.y, found.vectors
+        size, x, y, basis = problem.size, problem.x, problem.y, solution.vectors
         slope, _, _, whiten, _ = problem.perturbed(tangent)
         rows = product(whiten.T, product(x.T, y))
         d_cross = product(tangent.x.T, y) + product(x.T, tangent.y)
@@ -307,7 +307,7 @@ class ReducedRank(Estimator):
         outside = mixing(mixed[:, :size], squares, problem.active)
         inside = product(whiten, product(whiten.T, product(slope, basis)))
         d_basis = product(whiten, product(product(left, outside), turn)) - 0.5 * inside
-        return d_basis, halved(jnp.diagonal(mixed)[:size], found.values)
+        return d_basis, halved(jnp.diagonal(mixed)[:size], solution.values)
 
     def kernel(self, problem: KernelRegression) -> Basis:
         """In the eigenbasis P of K: T = P diag(g)^2 P^T, and P^T L P does without `alpha`."""
@@ -315,33 +315,33 @@ class ReducedRank(Estimator):
             return _reduced_krylov(problem)
         vectors, values, scale, gain, turned = problem.in_eigenbasis()
         if problem.solver == "spectral":
-            found = leading_eigenpairs(
+            leading = leading_eigenpairs(
                 lambda block: gain * product(turned, gain * block), scale.shape[0], problem.size, dtype=problem.x.dtype
             )
         else:
-            found = leading_of(gain * turned * gain.T, problem.size)
-        weights = product(vectors, scale[:, None] * found.vectors)
-        return _rooted(found._replace(vectors=weights), values[problem.size - 1])
+            leading = leading_of(gain * turned * gain.T, problem.size)
+        weights = product(vectors, scale[:, None] * leading.vectors)
+        return _rooted(leading._replace(vectors=weights), values[problem.size - 1])
 
-    def kernel_jvp(self, problem: KernelRegression, tangent: KernelRegression, found: Basis) -> Slopes:
+    def kernel_jvp(self, problem: KernelRegression, tangent: KernelRegression, solution: Basis) -> Slopes:
         """K L K w = sigma^2 (K^2 + alpha K) w, a symmetric pencil on the range of K."""
-        size, weights, alpha = problem.size, found.vectors, problem.alpha
+        size, weights, alpha = problem.size, solution.vectors, problem.alpha
         vectors, _, scale, gain, turned = problem.in_eigenbasis()
         squares, turn = jnp.linalg.eigh(gain * turned * gain.T)
         squares, turn = jnp.maximum(squares[::-1], 0.0), turn[:, ::-1]
         every = product(vectors, scale[:, None] * turn)
-        own = every[:, :size] * (jnp.arange(size) < problem.active)[None]
-        seen, d_seen = product(problem.x, own), product(tangent.x, own)
+        leading = every[:, :size] * (jnp.arange(size) < problem.active)[None]
+        seen, d_seen = product(problem.x, leading), product(tangent.x, leading)
         ahead = product(problem.y, seen)
         d_left = product(tangent.x, ahead) + product(problem.x, product(tangent.y, seen) + product(problem.y, d_seen))
         d_right = product(tangent.x, seen) + product(problem.x, d_seen) + alpha * d_seen + tangent.alpha * seen
         d_right = product(every.T, d_right)
         mixed = product(every.T, d_left) - d_right * squares[None, :size]
         outside = mixing(mixed, squares, problem.active, problem.cutoff)
-        d_own = product(every, outside) - 0.5 * product(own, d_right[:size])
+        d_own = product(every, outside) - 0.5 * product(leading, d_right[:size])
         seen = product(problem.x, weights)
-        rotation = product(own.T, product(problem.x, seen) + alpha * seen)
-        return product(d_own, rotation), halved(jnp.diagonal(mixed), found.values)
+        rotation = product(leading.T, product(problem.x, seen) + alpha * seen)
+        return product(d_own, rotation), halved(jnp.diagonal(mixed), solution.values)
 
     def choose_kernel_solver(self, gram: Float[Array, "n n"], alpha: Float[Array, ""], size: int) -> str:
         """As of all, where rounding allows for a factor of K + alpha I; else from the eigenvectors of K."""
@@ -352,9 +352,9 @@ class ReducedRank(Estimator):
         return "krylov" if float(alpha) > float(_cholesky_floor(gram)) else "spectral"
 
 
-def _rooted(found: Leading, variance: Array) -> Basis:
-    values, rest = (jnp.sqrt(jnp.maximum(part, 0.0)) for part in (found.values, found.rest))
-    return Basis(found.vectors, values, rest, variance)
+def _rooted(leading: Leading, variance: Array) -> Basis:
+    values, rest = (jnp.sqrt(jnp.maximum(part, 0.0)) for part in (leading.values, leading.rest))
+    return Basis(leading.vectors, values, rest, variance)
 
 
 def _cholesky_floor(gram: Float[Array, "n n"]) -> Float[Array, ""]:
@@ -377,5 +377,5 @@ def _reduced_krylov(problem: KernelRegression) -> Basis:
     def shrink(block: Array) -> Array:
         return block - alpha * solve(block)  # T
 
-    found = leading_eigenpairs(partial(product, problem.y), number, problem.size, dtype=gram_x.dtype, inner=shrink)
-    return _rooted(found._replace(vectors=solve(found.vectors)), jnp.trace(gram_x) / problem.size)
+    leading = leading_eigenpairs(partial(product, problem.y), number, problem.size, dtype=gram_x.dtype, inner=shrink)
+    return _rooted(leading._replace(vectors=solve(leading.vectors)), jnp.trace(gram_x) / problem.size)

@@ -134,9 +134,9 @@ def risk(
         error = jnp.asarray(y) - operator.dual.offset[None] - product(latent, operator.dual.matrix.T)
         return jnp.mean(jnp.sum(error**2, 1))
     kernel = operator.dual.kernel
-    own = jnp.mean(lax.map(lambda row: kernel(row[None], row[None])[0, 0], jnp.asarray(y)))
+    within = jnp.mean(lax.map(lambda row: kernel(row[None], row[None])[0, 0], jnp.asarray(y)))
     across = jnp.mean(jnp.sum(latent * operator.dual(y), 1))
-    return own - 2 * across + jnp.mean(jnp.sum(product(latent, operator.dual_gram) * latent, 1))
+    return within - 2 * across + jnp.mean(jnp.sum(product(latent, operator.dual_gram) * latent, 1))
 
 
 @validated

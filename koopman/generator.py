@@ -117,12 +117,12 @@ def fit_generator(
     vectors = _pencil(rows, ridge)[:, :size]
     # Rayleigh's quotient, whose numerator cannot turn negative and does not cancel.
     held, energy = jnp.sum(product(rows, vectors[None]) ** 2, 1)
-    found = held > (width * jnp.finfo(x.dtype).eps) ** 2
-    square = jnp.where(found, held / shift, 1.0)
+    held_up = held > (width * jnp.finfo(x.dtype).eps) ** 2
+    square = jnp.where(held_up, held / shift, 1.0)
     coefficients = vectors * jax.lax.rsqrt(square)[None]
-    rates = jnp.where(found, -(energy + ridge * jnp.sum(vectors**2, 0)) / square * pace * pace, -jnp.inf)
+    rates = jnp.where(held_up, -(energy + ridge * jnp.sum(vectors**2, 0)) / square * pace * pace, -jnp.inf)
     moment = jnp.mean(product(x, coefficients) ** 4, 0)
-    return Generator(rates, coefficients / unit, jnp.where(found, number / jnp.where(found, moment, 1.0), 0.0))
+    return Generator(rates, coefficients / unit, jnp.where(held_up, number / jnp.where(held_up, moment, 1.0), 0.0))
 
 
 @jax.custom_jvp

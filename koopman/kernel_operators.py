@@ -44,11 +44,11 @@ def fit_with_kernel(
     known = not (is_traced(alpha) or is_traced(gram_x) or is_traced(gram_y))
     if solver == "auto":
         solver = estimator.choose_kernel_solver(gram_x, alpha, size)
-    asked = KernelRegression(gram_x, gram_y, alpha, jnp.asarray(size if active is None else active), size, solver)
-    found = span(estimator, asked)
+    problem = KernelRegression(gram_x, gram_y, alpha, jnp.asarray(size if active is None else active), size, solver)
+    basis = span(estimator, problem)
     if known and given and float(alpha) == 0.0 and not (estimator.inverts_all and solver == "krylov"):
-        _check_regular(estimator, asked, found)
-    weights, values = found.vectors, found.values
+        _check_regular(estimator, problem, basis)
+    weights, values = basis.vectors, basis.values
     latent_x = product(gram_x, weights) * number**0.5
     coefficients = weights / unit / unit * number**-0.5
     latent_y = product(gram(kernel, y, x), coefficients)
@@ -64,20 +64,20 @@ def fit_with_kernel(
         basis_gram=product(coefficients.T, latent_x),
         singular_values=values * unit,
         alpha=alpha * unit * unit,
-        effective_rank=jnp.sum(values > asked.cutoff**0.5 * jnp.max(values)),
+        effective_rank=jnp.sum(values > problem.cutoff**0.5 * jnp.max(values)),
         observable_shape=shape,
     )
     if known and active is None:
         which = "the mean of k(x, x)" if estimator.rank is None else f"eigenvalue {size} of k(X, X) / n"
-        warn_large_alpha(alpha, found.variance, trace, which, unit)
-        warn_tied(np.asarray(values), np.asarray(found.rest), asked.cutoff**0.5)
+        warn_large_alpha(alpha, basis.variance, trace, which, unit)
+        warn_tied(np.asarray(values), np.asarray(basis.rest), problem.cutoff**0.5)
         warn_inexact(operator)
     return operator
 
 
-def _check_regular(estimator: Estimator, asked: KernelRegression, found: Basis) -> None:
+def _check_regular(estimator: Estimator, problem: KernelRegression, basis: Basis) -> None:
     """As `operators` at alpha = 0; an estimator that inverts what it keeps has the eigenvalues of K at hand."""
-    whole, number = estimator.inverts_all, asked.x.shape[0]
-    squares = np.linalg.eigvalsh(np.asarray(asked.x))[::-1] if whole else np.asarray(found.values) ** 2
-    needed, what = number if whole else asked.size, ("the kernel matrix of `x`", "K")
-    refuse_singular(type(estimator).__name__, squares, asked.cutoff, needed, number, what)
+    whole, number = estimator.inverts_all, problem.x.shape[0]
+    squares = np.linalg.eigvalsh(np.asarray(problem.x))[::-1] if whole else np.asarray(basis.values) ** 2
+    needed, what = number if whole else problem.size, ("the kernel matrix of `x`", "K")
+    refuse_singular(type(estimator).__name__, squares, problem.cutoff, needed, number, what)

@@ -308,8 +308,12 @@ def train_classifiers(
     rates = _rates(learning_rate, weight_decay, num_seeds)
     build_key, fit_key = jax.random.split(key)
 
-    def build(own: Array) -> Any:
-        return Encoder(width, init=init, key=own) if encoder is None else build_network("encoder", encoder, key=own)
+    def build(draw_key: Array) -> Any:
+        return (
+            Encoder(width, init=init, key=draw_key)
+            if encoder is None
+            else build_network("encoder", encoder, key=draw_key)
+        )
 
     models = _stack(build, build_key, num_seeds)
     return _fit(models, _Loss("classes"), (states, labels), fit_key, num_epochs, batch_size, rates, None, options)

@@ -150,8 +150,8 @@ def vamp_score(
     maps, cross = _whitened(x, y, center_covariances)
     left, values, right = jnp.linalg.svd(cross)
     # Functions without any correlation are rounding noise where the covariances are deficient.
-    found = values > size * float(jnp.finfo(cross.dtype).eps)
-    turn = jnp.stack([left, right.T])[..., :rank] * found[None, None, :rank]
+    held = values > size * float(jnp.finfo(cross.dtype).eps)
+    turn = jnp.stack([left, right.T])[..., :rank] * held[None, None, :rank]
     functions = lax.stop_gradient(product(maps, turn))
     if center_covariances:
         x_test, y_test = centre(x_test), centre(y_test)

@@ -170,10 +170,10 @@ def _fit(
         values = np.linalg.svd(np.asarray(gram_root(problem.x)), compute_uv=False)
         needed, what = width if estimator.inverts_all else size, ("the covariance of `x`", "C_x")
         refuse_singular(type(estimator).__name__, values, cutoff, needed, width, what)
-    asked = FeatureRegression(
+    regression = FeatureRegression(
         problem.x, problem.y, alpha, jnp.asarray(size if active is None else active), size, solver, route, cutoff
     )
-    basis = span(estimator, asked)
+    basis = span(estimator, regression)
     operator = _assemble(problem, basis, alpha, unit, shape, cutoff)
     if known and active is None:
         which = "the mean eigenvalue of C_x" if estimator.rank is None else f"eigenvalue {size} of C_x"
@@ -244,10 +244,10 @@ def _from_moments(seen: Moments) -> tuple[_Problem, tuple[int, ...]]:
 
 
 def _assemble(
-    problem: _Problem, found: Basis, alpha: Array, unit: Array, shape: tuple[int, ...], cutoff: float
+    problem: _Problem, solution: Basis, alpha: Array, unit: Array, shape: tuple[int, ...], cutoff: float
 ) -> Operator:
     """The operator, from what is in units of the features."""
-    basis, values = found.vectors, found.values
+    basis, values = solution.vectors, solution.values
     latent_x, latent_y = product(problem.x, basis), product(problem.y, basis)
     dual = product(problem.y.T, latent_x)
     return Operator(

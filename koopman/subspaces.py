@@ -83,11 +83,11 @@ def refuse_singular(
     Raises:
         ValueError: If fewer are above zero.
     """
-    found = int((values > cutoff * values[0]).sum())
-    if found < needed:
+    rank = int((values > cutoff * values[0]).sum())
+    if rank < needed:
         raise ValueError(
             f"`alpha` must be positive where {what[0]} is singular: {estimator} needs rank {needed}, {what[1]} has "
-            f"rank {found} of {width}. Pass alpha > 0, drop dependent features or samples, or lower the rank."
+            f"rank {rank} of {width}. Pass alpha > 0, drop dependent features or samples, or lower the rank."
         )
 
 

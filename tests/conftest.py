@@ -6,8 +6,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 # Most of the time of these tests is compiling of small programs. With little optimisation, and by XLA's older emitters,
-# it takes half of that; with none, equal sums would be contracted unequally and lose equal bits. Notebooks and
-# benchmarks run as users do. A version without a flag would end the process.
+# it takes half of that; with none, equal sums would be contracted unequally and lose equal bits (`barely_optimized`
+# is for what compares none). Benchmarks run as users do. A version without a flag would end the process.
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=1"
@@ -52,6 +52,15 @@ def _own_compilation_cache():
         for name, value in before.items():
             jax.config.update(name, value)
         compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="module")
+def barely_optimized():
+    """For whole figures, whose time is compiling; not where two programs are to give equal bits."""
+    before = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture(autouse=True, scope="module")

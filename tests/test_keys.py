@@ -26,7 +26,7 @@ from dissociation.figures import collapse, collapse_measures, eigenvectors, robu
 from dissociation.training import Epochs, Online, Save, fit, make_step
 from koopman.figures import ordered_mnist, spectra
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("barely_optimized")]
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = tuple(str(ROOT / package) + "/" for package in ("dissociation", "koopman"))
@@ -207,7 +207,7 @@ SMALL = {"num_seeds": 2, "num_epochs": 1, "num_train": 200, "num_test": 40, "wid
 
 def collapse_in_small(tmp_path, monkeypatch):
     monkeypatch.setattr(collapse_measures, "code_cache", lambda: tmp_path)
-    sizes = {"num_steps": 3, "num_pictures": 40, "num_test": 40, "num_seen": 40, "batch_size": 20, "seeds": (42, 43)}
+    sizes = {"num_steps": 3, "num_images": 40, "num_test": 40, "num_train": 40, "batch_size": 20, "seeds": (42, 43)}
     config = dataclasses.replace(collapse.Config().quick(), **sizes, weight_decays=(0.1, 0.3))
     collapse.compute(config, key=jax.random.PRNGKey(42))  # one of the networks' own seeds
 
@@ -218,7 +218,7 @@ def eigenvectors_in_small(tmp_path, monkeypatch):
 
 
 def robustness_in_small(tmp_path, monkeypatch):
-    config = robustness.Config(**SMALL, num_scales=2, num_nuisance=4, published_null=True)
+    config = robustness.Config(**SMALL, num_scales=2, num_zero=4, published_null=True)
     robustness.compute(config, key=jax.random.PRNGKey(0))
 
 

@@ -129,28 +129,28 @@ def _read(path: Path, name: str) -> UInt8[np.ndarray, "..."]:
         except (OSError, zlib.error) as error:
             raise ValueError(f"{path} is corrupt: {error}.") from error
     array = parse_idx(contents, source=str(path))
-    found = hashlib.sha256(contents).hexdigest()
-    if found != CHECKSUMS[name]:
+    digest = hashlib.sha256(contents).hexdigest()
+    if digest != CHECKSUMS[name]:
         raise ValueError(
-            f"{path} is corrupt: the SHA-256 of its contents must be {CHECKSUMS[name]}, got {found}. "
+            f"{path} is corrupt: the SHA-256 of its contents must be {CHECKSUMS[name]}, got {digest}. "
             "Delete it to have it downloaded again."
         )
     return array
 
 
 def _find(name: str, folder: str | os.PathLike[str] | None) -> Path:
-    asked, place = (
+    argument, place = (
         ("folder", folder) if folder is not None else (ENVIRONMENT_VARIABLE, os.environ.get(ENVIRONMENT_VARIABLE))
     )
     if place is None:
         return _in_folders(name, [cache_folder()]) or _download(name)
-    found = _in_folders(name, [Path(place), Path(place) / "mnist"]) if os.fspath(place) else None
-    if found is None:
+    path = _in_folders(name, [Path(place), Path(place) / "mnist"]) if os.fspath(place) else None
+    if path is None:
         got = f"{place} without either" if Path(place).is_dir() else f"{place}, which is no folder"
         got = got if os.fspath(place) else "an empty name"
         advice = "" if folder is not None else " Unset it to have MNIST downloaded."
-        raise FileNotFoundError(f"`{asked}` must hold {name} or {name}.gz, got {got}.{advice}")
-    return found
+        raise FileNotFoundError(f"`{argument}` must hold {name} or {name}.gz, got {got}.{advice}")
+    return path
 
 
 def _in_folders(name: str, folders: list[Path]) -> Path | None:

@@ -64,20 +64,20 @@ def axes_of(arrays: Mapping[str, np.ndarray], axes: Mapping[str, tuple[str, ...]
         >>> axes_of({"error_scaled": np.zeros((4, 40))}, {"error": ("seeds", "scales")})
         {'error_scaled': ('seeds', 'scales')}
     """
-    found = {}
+    named = {}
     for name, array in arrays.items():
         beginning = max((part for part in axes if name.startswith(part)), key=len, default=None)
-        found[name] = () if beginning is None else axes[beginning]
-        if len(found[name]) != np.ndim(array):
-            raise ValueError(f"`axes` must name the axes of {name}, of shape {np.shape(array)}, got {found[name]}.")
-    return found
+        named[name] = () if beginning is None else axes[beginning]
+        if len(named[name]) != np.ndim(array):
+            raise ValueError(f"`axes` must name the axes of {name}, of shape {np.shape(array)}, got {named[name]}.")
+    return named
 
 
 def save_part(path: str | os.PathLike[str], arrays: Mapping[str, np.ndarray], digest: str) -> None:
     """Writes an `.npz` file that `read_part` takes for one of the run with this digest, under this name only."""
-    own = {name: np.asarray(value) for name, value in arrays.items()}
-    marks = {_RUN: np.asarray(digest), _CHECKSUM: np.asarray(_checksum(path, own, digest))}
-    save_arrays(path, own | marks)
+    values = {name: np.asarray(value) for name, value in arrays.items()}
+    marks = {_RUN: np.asarray(digest), _CHECKSUM: np.asarray(_checksum(path, values, digest))}
+    save_arrays(path, values | marks)
 
 
 def read_part(path: str | os.PathLike[str], digest: str) -> Arrays:
@@ -133,10 +133,10 @@ def _as_read(value: Any) -> Any:
     return json.loads(json.dumps(value, default=_plain))
 
 
-def differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+def differences(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
     """What sets two runs apart, by name: settings where both have some, other parts of their identities."""
-    names = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
-    one, other = found.get("config"), wanted.get("config")
+    names = sorted(name for name in wanted.keys() | stored.keys() if wanted.get(name) != stored.get(name))
+    one, other = stored.get("config"), wanted.get("config")
     if "config" in names and isinstance(one, dict) and isinstance(other, dict):
         names.remove("config")
         names += differences(one, other)

@@ -27,7 +27,7 @@ from dissociation.checks import (
     check_seed,
     fail,
 )
-from dissociation.data.datasets import Dataset
+from dissociation.data.datasets import Dataset, load
 from dissociation.figures.artifacts import Parts, check_parts_of, identity_of, read_part
 from dissociation.figures.collapse_drawing import draw
 from dissociation.figures.collapse_measures import (
@@ -41,7 +41,6 @@ from dissociation.figures.collapse_measures import (
 )
 from dissociation.figures.collapse_results import Results, assemble, crossing_table, series_of
 from dissociation.figures.members import DataName, check_source
-from dissociation.figures.members import source as members_source
 from dissociation.figures.seeds import masked_part, named_diverged, number, stand_ins
 from dissociation.files import RefusedFile
 from dissociation.progress import MeterFactory
@@ -88,8 +87,8 @@ class Config:
     """Networks of every weight decay."""
     num_steps: int = 100_000
     """Optimiser steps."""
-    num_seen: int = 1000
-    """Training images that are trained on, the first ones; the others are unseen."""
+    num_train: int = 1000
+    """Training images that are trained on, the first ones; margins take the others for test images."""
     batch_size: int = 100
     """Images in a batch."""
     learning_rate: float = 1e-3
@@ -109,7 +108,7 @@ class Config:
     """Whether features are taken after an activation."""
     num_information: int = 30
     """Observations at which information is measured, evenly spaced in the logarithm of the step; 0 for none."""
-    num_pictures: int = 10_000
+    num_images: int = 10_000
     """Test images on which it is measured, at most."""
     num_neighbours: int = 10
     """Of the estimators by entropies, the ones that are right in 4 + 4 dimensions; Kraskov's falls short there."""
@@ -132,13 +131,13 @@ class Config:
     """RNC1 below which it has collapsed."""
     test_threshold: float = 0.8
     """Test accuracy above which it has generalised."""
-    num_train: int | None = None
-    """Training images loaded; all by default."""
+    num_loaded: int | None = None
+    """Training images loaded, at least `num_train`; all by default."""
     num_test: int | None = None
     """Test images; all by default."""
 
     def __post_init__(self):
-        check_source(self)
+        check_source(self, ("num_loaded", "num_test"))
         check_choice("optimizer", self.optimizer, ("adamw", "sgd"))
         check_choice("network", self.network, ("mlp", "cnn"))
         for name in ("weight_decays", "seeds"):
@@ -147,13 +146,13 @@ class Config:
         for seed in self.seeds:
             check_seed("seeds", seed)
         check_count("num_information", self.num_information)
-        for name in ("num_steps", "num_seen", "batch_size", "width", "depth", "num_pictures", "num_neighbours", "code",
+        for name in ("num_steps", "num_train", "batch_size", "width", "depth", "num_images", "num_neighbours", "code",
                      "compression_epochs", "num_smoothed"):  # fmt: skip
             check_count(name, getattr(self, name), minimum=1)
         for name in ("learning_rate", "init_scale", "feature_noise", "smoothing", "collapse_threshold"):
             check_positive(name, getattr(self, name))
-        if self.batch_size > self.num_seen:
-            fail("batch_size", f"be at most `num_seen` ({self.num_seen})", self.batch_size)
+        if self.batch_size > self.num_train:
+            fail("batch_size", f"be at most `num_train` ({self.num_train})", self.batch_size)
         for name in ("accuracy_threshold", "test_threshold"):
             if not 0 <= getattr(self, name) < 1:
                 fail(name, "lie from 0 to below 1", getattr(self, name))
@@ -163,9 +162,9 @@ class Config:
 
     def quick(self) -> "Config":
         """A small run that shows that everything works: no science."""
-        small = {"weight_decays": (0.3, 0.03), "seeds": (42, 43), "num_steps": 1000, "num_seen": 200, "width": 32}
+        small = {"weight_decays": (0.3, 0.03), "seeds": (42, 43), "num_steps": 1000, "num_train": 200, "width": 32}
         small |= {"init_scale": 2.0, "learning_rate": 3e-3}  # learns in so few steps
-        few = {"num_information": 3, "num_pictures": 300, "compression_epochs": 2, "num_train": 400, "num_test": 300}
+        few = {"num_information": 3, "num_images": 300, "compression_epochs": 2, "num_loaded": 400, "num_test": 300}
         return dataclasses.replace(self, **small, **few)
 
     def information_steps(self) -> np.ndarray:
@@ -199,7 +198,7 @@ def source(config: Config) -> Dataset:
     Raises:
         WrongValue: If an option does not fit it.
     """
-    data = members_source(config)
+    data = load(config.data, num_train=config.num_loaded, num_test=config.num_test)
     _check_data(config, data)
     return data
 
@@ -207,10 +206,10 @@ def source(config: Config) -> Dataset:
 def _check_data(config: Config, data: Dataset) -> None:
     if max(config.classes) >= data.num_classes:
         fail("classes", f"be among the {data.num_classes} of the data", config.classes)
-    if config.num_seen > len(data.train_images):
-        fail("num_seen", f"be at most the number of training images ({len(data.train_images)})", config.num_seen)
-    if config.num_information and min(config.num_pictures, len(data.test_images)) <= config.num_neighbours:
-        have = f"{min(config.num_pictures, len(data.test_images))} test images"
+    if config.num_train > len(data.train_images):
+        fail("num_train", f"be at most the number of training images ({len(data.train_images)})", config.num_train)
+    if config.num_information and min(config.num_images, len(data.test_images)) <= config.num_neighbours:
+        have = f"{min(config.num_images, len(data.test_images))} test images"
         fail("num_neighbours", f"be below the number of images ({have})", config.num_neighbours)
 
 
@@ -225,14 +224,14 @@ def _computed(
     measures = None
     if config.num_information:
         code_key = jax.random.fold_in(key, 2)  # of its own though `key` is a network's seed, which folds in 0 and 1
-        seen, images = data.train_images[:10_000], data.test_images[: config.num_pictures]
+        train, images = data.train_images[:10_000], data.test_images[: config.num_images]
         options = {"size": config.code, "num_epochs": config.compression_epochs}
-        codes = parts.get("codes", partial(compressed, seen, images, **options, key=code_key))["codes"]
+        codes = parts.get("codes", partial(compressed, train, images, **options, key=code_key))["codes"]
         measures = information_measures(config, data, codes)
-    names = ("weight_decays", "seeds", "num_steps", "batch_size", "learning_rate", "init_scale", "optimizer", "network")
+    names = "weight_decays", "seeds", "num_train", "num_steps", "batch_size", "learning_rate", "init_scale", "optimizer"
     trained = train_grokking(
         data,
-        num_train=config.num_seen,
+        network=config.network,
         options=_network_options(config),
         measures=measures,
         measure_at=config.information_steps(),
@@ -245,9 +244,9 @@ def _computed(
     if (path := parts.path(_MODELS)) is not None:
         checkpoints.save(path, trained.models, {"run": parts.digest})
     alive = trained.diverged_at < 0
-    job = partial(margins_of, data, stand_ins(trained.models, alive), config.classes, config.num_seen)
+    job = partial(margins_of, data, stand_ins(trained.models, alive), config.classes, config.num_train)
     margins = masked_part(parts, "margins", alive, job)
-    described = {"name": data.name, "num_seen": config.num_seen, "num_test": len(data.test_images)}
+    described = {"name": data.name, "num_train": config.num_train, "num_test": len(data.test_images)}
     series, steps = flat(trained.history.observed), trained.history.observed_at
     return assemble(config, described, steps, series, margins, trained.diverged_at, parts.seconds)
 
@@ -273,7 +272,7 @@ def load_partial(config: Config, folder: str | os.PathLike[str]) -> Results:
         )
     series = read_part(path, check_parts_of(folder, config))
     steps = series.pop("time_step")
-    data = {"name": config.data, "num_seen": config.num_seen, "num_test": config.num_test or "all"}
+    data = {"name": config.data, "num_train": config.num_train, "num_test": config.num_test or "all"}
     return assemble(config, data, steps, series, {}, None, {})
 
 
@@ -306,12 +305,12 @@ def _network_options(config: Config) -> dict[str, Any]:
 
 def arrays(results: Results) -> dict[str, np.ndarray]:
     """The arrays of the figure under flat names, for an `.npz` file."""
-    config, found = results.config, results.crossings
+    config, crossings = results.config, results.crossings
     steps = {"time_step": results.time_step, "information_step": results.information_step}
     members = {"weight_decays": np.asarray(config.weight_decays), "seeds": np.asarray(config.seeds)}
-    members |= {"diverged_at": results.diverged_at, "collapse_line": found.line}
-    members |= {f"first_{name}": values for name, values in found.first.items()}
-    members |= {f"median_{name}": values for name, values in found.median.items()}
+    members |= {"diverged_at": results.diverged_at, "collapse_line": crossings.line}
+    members |= {f"first_{name}": values for name, values in crossings.first.items()}
+    members |= {f"median_{name}": values for name, values in crossings.median.items()}
     return {**steps, **members, **results.series, **results.information, **results.margins}
 
 
@@ -331,7 +330,7 @@ def headline(results: Results) -> str:
     config, data = results.config, results.data
     names = [f"weight decay {decay:g} seed {seed}" for decay in config.weight_decays for seed in config.seeds]
     return (
-        f"{data['name']}: {data['num_seen']} training and {data['num_test']} test images, "
+        f"{data['name']}: {data['num_train']} training and {data['num_test']} test images, "
         f"{len(config.weight_decays)} weight decays x {len(config.seeds)} seeds, {config.num_steps} steps; "
         f"{results.crossings.slope}"
         f"{named_diverged(names, results.diverged_at.reshape(-1))}"

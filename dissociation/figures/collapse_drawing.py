@@ -33,8 +33,8 @@ def _curves(
 ) -> None:
     """A band over seeds per weight decay, from step 10 on."""
     later = steps >= 10
-    for index, (decay, own) in enumerate(zip(decays, values, strict=True)):
-        plotting.band(axis, steps[later], own[:, later], color=f"C{index}", label=f"$\\lambda$ = {decay:g}", **style)
+    for index, (decay, curves) in enumerate(zip(decays, values, strict=True)):
+        plotting.band(axis, steps[later], curves[:, later], color=f"C{index}", label=f"$\\lambda$ = {decay:g}", **style)
     _against_steps(axis, steps, yscale=yscale)
 
 
@@ -60,8 +60,8 @@ def _training(axes: Any, results: Any) -> None:
     decays, steps, series = results.config.weight_decays, results.time_step, results.series
     later = steps >= 10
     _curves(axes[0], steps, series["test_accuracy"], decays)
-    for index, own in enumerate(series["train_accuracy"]):
-        axes[0].plot(steps[later], _mean(own)[later], linestyle="--", color=f"C{index}", linewidth=0.8)
+    for index, curves in enumerate(series["train_accuracy"]):
+        axes[0].plot(steps[later], _mean(curves)[later], linestyle="--", color=f"C{index}", linewidth=0.8)
     axes[0].set(ylim=(0, 1.02), ylabel="accuracy", title="test (line), training (dashed)")
     axes[0].legend(fontsize="x-small")
     _curves(axes[1], steps, series["rnc1_score"], decays, yscale="log", floor=_floor(series["rnc1_score"]))
@@ -73,19 +73,19 @@ def _training(axes: Any, results: Any) -> None:
 
 
 def _information(axes: Any, results: Any) -> None:
-    decays, steps, found = results.config.weight_decays, results.information_step, results.information
+    decays, steps, information = results.config.weight_decays, results.information_step, results.information
     titles = ("information (dotted: shuffled)", "fixed bandwidth (dotted: shuffled)", "median bandwidth")
     pairs = (("mi_zx_compression", "mi_zy_compression"), ("nhsic_zx", "nhsic_zy"), ("nhsic_zx_free", "nhsic_zy_free"))
     later = steps >= 10
     for axis, title, (inputs, labels) in zip(axes, titles, pairs, strict=True):
         kind = "I" if inputs.startswith("mi") else "nHSIC"
         axis.set(title=title, ylabel=f"{kind}(Z;X) - {kind}(Z;Y)")
-        if inputs not in found or not np.isfinite(found[inputs]).any():
+        if inputs not in information or not np.isfinite(information[inputs]).any():
             _empty(axis, "not measured")
             continue
-        _curves(axis, steps, found[inputs] - found[labels], decays)
-        for index, own in enumerate(found[f"{inputs}_null"] - found[f"{labels}_null"]):
-            axis.plot(steps[later], _mean(own)[later], linestyle=":", color=f"C{index}", linewidth=0.8)
+        _curves(axis, steps, information[inputs] - information[labels], decays)
+        for index, null in enumerate(information[f"{inputs}_null"] - information[f"{labels}_null"]):
+            axis.plot(steps[later], _mean(null)[later], linestyle=":", color=f"C{index}", linewidth=0.8)
 
 
 def _largest(results: Any) -> int:
@@ -94,9 +94,9 @@ def _largest(results: Any) -> int:
 
 def _estimators(axis: Any, results: Any) -> None:
     """I(Z;X) and I(Z;Y) by two estimators at the largest weight decay."""
-    steps, found, largest = results.information_step, results.information, _largest(results)
+    steps, information, largest = results.information_step, results.information, _largest(results)
     axis.set(title=f"estimators, $\\lambda$ = {results.config.weight_decays[largest]:g}", ylabel="nats")
-    if "mi_zx_compression" not in found:
+    if "mi_zx_compression" not in information:
         _empty(axis, "not measured")
         return
     later = steps >= 10
@@ -109,7 +109,7 @@ def _estimators(axis: Any, results: Any) -> None:
         ("mi_zy_compression_null", "grey", "-", None),
     )
     for name, color, style, label in names:
-        axis.plot(steps[later], _mean(found[name][largest])[later], color=color, linestyle=style, label=label)
+        axis.plot(steps[later], _mean(information[name][largest])[later], color=color, linestyle=style, label=label)
     _against_steps(axis, steps)
     axis.set(ylim=(min(0.0, axis.get_ylim()[0]), None))
     axis.legend(fontsize="x-small")
@@ -154,7 +154,7 @@ def _margins(axis: Any, results: Any) -> None:
         _empty(axis, "after training")
         return
     for place, label in enumerate(classes):
-        for side, split, color in (("low", "seen", "C0"), ("high", "unseen", "C1")):
+        for side, split, color in (("low", "train", "C0"), ("high", "test", "C1")):
             values = results.margins[f"margin_{label}_{split}"][largest].reshape(-1)
             values = values[np.isfinite(values)]
             if values.size < 2 or values.std() == 0:
@@ -177,32 +177,32 @@ def _plane(axis: Any, results: Any) -> None:
         _empty(axis, "after training")
         return
     for color, label in zip(("C0", "C1"), classes, strict=True):
-        for split, size, alpha in (("unseen", 2, 0.3), ("seen", 6, 1.0)):
+        for split, size, alpha in (("test", 2, 0.3), ("train", 6, 1.0)):
             points = results.margins[f"plane_{label}_{split}"][largest, first]
             points = points[:: max(1, len(points) // SHOWN_POINTS)]
             kind = {"s": size, "alpha": alpha, "color": color, "linewidth": 0}
-            axis.scatter(*points.T, **kind, label=f"{label}" if split == "seen" else None)
+            axis.scatter(*points.T, **kind, label=f"{label}" if split == "train" else None)
     axis.axvline(float(results.margins["plane_boundary"][largest, first]), color="black", linewidth=0.8)
     axis.legend(fontsize="x-small")
 
 
 def _crossings(axis: Any, results: Any) -> None:
-    config, end, found = results.config, int(results.time_step[-1]), results.crossings
+    config, end, crossings = results.config, int(results.time_step[-1]), results.crossings
     shown = (("fitted", "C0", "o", 0.88), ("generalised", "C2", "d", 1.0), ("collapsed", "C1", "s", 1.14))
     axis.set(xlabel="weight decay", ylabel="step", title="first crossing (open: never)")
     positive = np.asarray(config.weight_decays) > 0  # none has a place on a logarithmic axis
     if not positive.any():
         _empty(axis, "no weight decay")
         return
-    decays, alive = np.asarray(config.weight_decays)[positive], ~found.first["diverged"][positive]
+    decays, alive = np.asarray(config.weight_decays)[positive], ~crossings.first["diverged"][positive]
     for name, color, marker, aside in shown:
-        times = np.maximum(found.first[name], 1)[positive]  # nor has step 0
+        times = np.maximum(crossings.first[name], 1)[positive]  # nor has step 0
         places = (np.repeat(decays, times.shape[1]) * aside)[alive.reshape(-1)]
         flat = times[alive]
         crossed = ~np.isnan(flat)
         axis.plot(places[crossed], flat[crossed], marker, color=color, markersize=2, alpha=0.5, linestyle="")
         axis.plot(places[~crossed], np.full((~crossed).sum(), end), "^", color=color, markersize=3, mfc="none", ls="")
-        medians = found.median[name][positive]
+        medians = crossings.median[name][positive]
         kept = np.isfinite(medians[:, 0])
         if not kept.any():
             continue
@@ -210,7 +210,7 @@ def _crossings(axis: Any, results: Any) -> None:
         spread = np.maximum([values - low, high - values], 0)
         where = decays[kept] * aside
         axis.errorbar(where, values, spread, color=color, fmt=marker, markersize=4, label=name, linewidth=1)
-    slope, intercept = found.line
+    slope, intercept = crossings.line
     if np.isfinite(slope):
         ends = np.asarray([decays.min(), decays.max()])
         times = np.exp(intercept + slope * np.log(ends))

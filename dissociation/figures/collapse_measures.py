@@ -101,17 +101,17 @@ class Information(eqx.Module):
 
 
 def compressed(
-    seen: Array | np.ndarray, images: Array | np.ndarray, *, size: int, num_epochs: int, key: Array
+    train: Array | np.ndarray, images: Array | np.ndarray, *, size: int, num_epochs: int, key: Array
 ) -> Arrays:
-    """Codes of `images`, whitened, from an autoencoder of the images `seen`, kept: "codes" [n, size]."""
-    asked = {"seen": seen, "images": images, "key": key, "code": size, "epochs": num_epochs}
-    asked["format"] = 2  # to be raised when `train_compression` finds other codes
-    digest = checkpoint.fingerprint(asked)
+    """Codes of `images`, whitened, from an autoencoder trained on `train`, kept: "codes" [n, size]."""
+    identity = {"train": train, "images": images, "key": key, "code": size, "epochs": num_epochs}
+    identity["format"] = 2  # to be raised when `train_compression` finds other codes
+    digest = checkpoint.fingerprint(identity)
     # Shared by sweeps side by side: both may compute it, and the later one replaces the same codes.
     path = code_cache() / f"{digest}.npz"
     if path.exists():
         return read_part(path, digest)
-    model = train_compression(seen, size, key=key, num_epochs=num_epochs)
+    model = train_compression(train, size, key=key, num_epochs=num_epochs)
     codes = {"codes": np.asarray(whiten(encode(model, images)))}
     save_part(path, codes, digest)
     return codes
@@ -129,22 +129,22 @@ def information_measures(config: Any, data: Dataset, codes: Array | np.ndarray) 
     return Information(standardised(images), jnp.asarray(labels), jnp.asarray(codes), **options)
 
 
-def margins_of(data: Dataset, models: Any, classes: tuple[int, int], num_seen: int) -> dict[str, np.ndarray]:
+def margins_of(data: Dataset, models: Any, classes: tuple[int, int], num_train: int) -> dict[str, np.ndarray]:
     """Signed distances to the boundary between two classes, of their samples, in every network.
 
     Returns:
-        For each of the classes and for seen and unseen samples, "margin_{class}_{seen|unseen}": [members, samples], and
-        "plane_{class}_{seen|unseen}": coordinates in the plane of the two classes' weights, [members, samples, 2].
-        Where the boundary crosses its first axis is "plane_boundary", [members]. Unseen are the training images after
-        the first `num_seen`, and all test images.
+        For each of the classes, "margin_{class}_{train|test}": [members, samples], and "plane_{class}_{train|test}":
+        coordinates in the plane of the two classes' weights, [members, samples, 2]. Where the boundary crosses its
+        first axis is "plane_boundary", [members]. "test" is the training images after the first `num_train`, and all
+        test images.
     """
     first, second = classes
-    seen = data.train_images[:num_seen], data.train_labels[:num_seen]
+    train = data.train_images[:num_train], data.train_labels[:num_train]
     rest = (
-        [data.train_images[num_seen:], data.test_images],
-        [data.train_labels[num_seen:], data.test_labels],
+        [data.train_images[num_train:], data.test_images],
+        [data.train_labels[num_train:], data.test_labels],
     )
-    unseen = tuple(np.concatenate([np.asarray(part) for part in parts]) for parts in rest)
+    test = tuple(np.concatenate([np.asarray(part) for part in parts]) for parts in rest)
 
     @eqx.filter_jit
     def places(model: Any, images: Array) -> tuple[Array, Array, Array]:
@@ -154,17 +154,17 @@ def margins_of(data: Dataset, models: Any, classes: tuple[int, int], num_seen: i
         distances = signed_distance(features, weights, biases, first, second)
         return distances, plane.coordinates(features), plane.boundary
 
-    found = {}
+    margins = {}
     each = [take(models, index) for index in range(count(models))]
-    for name, (images, labels) in (("seen", seen), ("unseen", unseen)):
+    for name, (images, labels) in (("train", train), ("test", test)):
         truth = np.asarray(labels).argmax(1)
         for label in classes:
             chosen = standardised(np.asarray(images)[truth == label])
             # Members in turn, and not in a compiled loop, where a CPU's convolutions are slow.
             parts = [places(model, chosen) for model in each]
             margin, plane, boundary = (np.stack(part) for part in zip(*parts, strict=True))
-            found |= {f"margin_{label}_{name}": margin, f"plane_{label}_{name}": plane, "plane_boundary": boundary}
-    return found
+            margins |= {f"margin_{label}_{name}": margin, f"plane_{label}_{name}": plane, "plane_boundary": boundary}
+    return margins
 
 
 class SeriesKeeper:

@@ -34,21 +34,21 @@ def crossings(config: Any, series: dict[str, np.ndarray], time_step: np.ndarray)
     for index, diverged in enumerate(first["diverged"]):
         if diverged.all():
             continue
-        own = {name: first[name][index, ~diverged] for name in names}
+        times = {name: first[name][index, ~diverged] for name in names}
         for name in names:
-            found = median_delay(own["fitted"], own[name], end) if name == "delay" else median_crossing(own[name], end)
-            median[name][index] = found
-    line, said = np.full(2, np.nan), []
+            fitted, step = times["fitted"], times[name]
+            median[name][index] = median_delay(fitted, step, end) if name == "delay" else median_crossing(step, end)
+    line, sentences = np.full(2, np.nan), []
     for name, words in (("collapsed", "collapse time"), ("delay", "delay after fitting")):
         try:
-            found = crossing_line(config.weight_decays, first, end, name)
+            slope = crossing_line(config.weight_decays, first, end, name)
         except ValueError as error:
-            said.append(f"{words}: no slope, {error}")
+            sentences.append(f"{words}: no slope, {error}")
             continue
-        said.append(f"{words} goes as (weight decay)^({found.slope:.2f} \u00b1 {found.error:.2f})")
+        sentences.append(f"{words} goes as (weight decay)^({slope.slope:.2f} \u00b1 {slope.error:.2f})")
         if name == "collapsed":
-            line = np.asarray([found.slope, found.intercept])
-    return Crossings(first, median, line, "; ".join(said))
+            line = np.asarray([slope.slope, slope.intercept])
+    return Crossings(first, median, line, "; ".join(sentences))
 
 
 def first_crossings(config: Any, series: dict[str, np.ndarray], time_step: np.ndarray) -> dict[str, np.ndarray]:
@@ -64,8 +64,8 @@ def first_crossings(config: Any, series: dict[str, np.ndarray], time_step: np.nd
     after = np.where(times >= fitted[..., None], series["rnc1_score"], np.nan)
     collapsed = np.asarray(first_cross(times, after, config.collapse_threshold, "below"))
     diverged = np.asarray(~np.isfinite(series["train_loss"]).all(-1))
-    found = {"fitted": fitted, "generalised": generalised, "collapsed": collapsed, "delay": collapsed - fitted}
-    return {name: np.where(diverged, np.nan, first) for name, first in found.items()} | {"diverged": diverged}
+    first = {"fitted": fitted, "generalised": generalised, "collapsed": collapsed, "delay": collapsed - fitted}
+    return {name: np.where(diverged, np.nan, step) for name, step in first.items()} | {"diverged": diverged}
 
 
 def median_delay(fitted: np.ndarray, delay: np.ndarray, end: int) -> Median:
@@ -76,37 +76,37 @@ def median_delay(fitted: np.ndarray, delay: np.ndarray, end: int) -> Median:
     return median_crossing(delay[chosen], end - fitted[chosen])
 
 
-def crossing_table(weight_decays: tuple[float, ...], found: Crossings) -> list[list[str]]:
+def crossing_table(weight_decays: tuple[float, ...], crossings: Crossings) -> list[list[str]]:
     """A header, and a row per weight decay: medians with 90 % intervals, and how much later collapse came."""
     rows = [
         ["weight decay", "fitted at", "generalised", "collapsed", "90 % interval", "never", "delay", "90 % interval"]
     ]
-    for index, (decay, diverged) in enumerate(zip(weight_decays, found.first["diverged"], strict=True)):
+    for index, (decay, diverged) in enumerate(zip(weight_decays, crossings.first["diverged"], strict=True)):
         if diverged.all():
             rows.append([f"{decay:g}", *["all diverged", "", "", "", "", "", ""]])
             continue
-        shown = {name: f"{median[index, 0]:.0f}" for name, median in found.median.items()}
+        shown = {name: f"{median[index, 0]:.0f}" for name, median in crossings.median.items()}
         # No time is negative.
-        spread = {name: f"{max(m[index, 1], 0.0):.0f} to {m[index, 2]:.0f}" for name, m in found.median.items()}
-        never = f"{int(np.isnan(found.first['collapsed'][index, ~diverged]).sum())} of {int((~diverged).sum())}"
+        spread = {name: f"{max(m[index, 1], 0.0):.0f} to {m[index, 2]:.0f}" for name, m in crossings.median.items()}
+        never = f"{int(np.isnan(crossings.first['collapsed'][index, ~diverged]).sum())} of {int((~diverged).sum())}"
         row = [f"{decay:g}", *(shown[name] for name in ("fitted", "generalised", "collapsed"))]
         rows.append([*row, spread["collapsed"], never, shown["delay"], spread["delay"]])
     return rows
 
 
 def crossing_line(
-    weight_decays: tuple[float, ...], found: dict[str, np.ndarray], end: int, name: str = "collapsed"
+    weight_decays: tuple[float, ...], first: dict[str, np.ndarray], end: int, name: str = "collapsed"
 ) -> Slope:
-    """The line of log time `name` on log weight decay, over positive decays; `found` is `Crossings.first`.
+    """The line of log time `name` on log weight decay, over positive decays; `first` is `Crossings.first`.
 
     Raises:
         ValueError: If too few networks crossed.
     """
-    decays, times = np.asarray(weight_decays, float), np.asarray(found[name], float)
+    decays, times = np.asarray(weight_decays, float), np.asarray(first[name], float)
     places = np.repeat(decays, times.shape[1])
-    ends = np.full(times.shape, float(end)) - (found["fitted"] if name == "delay" else 0.0)
+    ends = np.full(times.shape, float(end)) - (first["fitted"] if name == "delay" else 0.0)
     # A delay that the run's end leaves no room for says nothing.
-    kept = (places > 0) & (ends.reshape(-1) > 0) & ~found["diverged"].reshape(-1)
+    kept = (places > 0) & (ends.reshape(-1) > 0) & ~first["diverged"].reshape(-1)
     return log_slope(times.reshape(-1)[kept], places[kept], ends.reshape(-1)[kept])
 
 
@@ -160,14 +160,14 @@ def assemble(
     shaped = {name: np.asarray(leaf).reshape(*grid, -1) for name, leaf in flat.items()}
     expensive = {name for name in shaped if name.startswith(("nhsic", "mi_"))}
     series = {name: leaf for name, leaf in shaped.items() if name not in expensive}
-    asked = np.isin(steps, config.information_steps())
+    measured = np.isin(steps, config.information_steps())
     return Results(
         config=config,
         data=data,
         series=series,
         time_step=np.asarray(steps),
-        information={name: leaf[:, :, asked] for name, leaf in shaped.items() if name in expensive},
-        information_step=np.asarray(steps)[asked],
+        information={name: leaf[:, :, measured] for name, leaf in shaped.items() if name in expensive},
+        information_step=np.asarray(steps)[measured],
         margins={name: np.asarray(leaf).reshape(*grid, *leaf.shape[1:]) for name, leaf in margins.items()},
         crossings=crossings(config, series, np.asarray(steps)),
         diverged_at=np.asarray(diverged_at).reshape(grid),

@@ -77,14 +77,14 @@ def run_command(
     """
     words = sys.argv[1:] if arguments is None else list(arguments)
     commands = {name: _command(figure, "--quick" in words, program) for name, figure in figures.items()}
-    said = io.StringIO()
+    printed = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(printed):
             chosen = tyro.extras.subcommand_cli_from_dict(commands, prog=program, description=description, args=words)
     except SystemExit as end:
         if end.code in (0, None):
             raise
-        print(f"{program}: {_one_line(said.getvalue())}", file=sys.stderr)
+        print(f"{program}: {_one_line(printed.getvalue())}", file=sys.stderr)
         return 2
     return chosen()
 
@@ -218,8 +218,8 @@ def run_name(figure: Figure, config: Any, run: RunOptions, identity: Mapping[str
             values = value if isinstance(value, tuple) else (value,)
             words.append("-".join([field.name, *(str(part) for part in values)]))
     name = re.sub(r"[^\w.-]+|_(?=_)", "-", "_".join(words))[:_LONGEST_NAME].rstrip("-_.")
-    own = {**identity, "figure": figure.STEM, "version": metadata.version("dissociation")}
-    return f"{name}_{artifacts.digest_of(own)[:10]}"
+    settings = {**identity, "figure": figure.STEM, "version": metadata.version("dissociation")}
+    return f"{name}_{artifacts.digest_of(settings)[:10]}"
 
 
 def _nothing_to_resume(figure: Figure, run: RunOptions, folder: Path, identity: Mapping[str, Any]) -> str:

@@ -92,18 +92,18 @@ def _draw_details(panel: Any, results: Any) -> None:
     axis.axvline(0, color="black", linewidth=0.5)
     for row, vectors, name in zip(grid, results.leading, ("positive", "negative"), strict=True):
         for place, vector in zip(row[1:], vectors, strict=True):
-            _picture(place, vector.reshape(shape))
+            _image(place, vector.reshape(shape))
         row[1].set_ylabel(name, fontsize="small")
     top = right.subplots(2, 3)
     top[0, 0].imshow(results.explained["image"].reshape(shape), cmap="gray")
     top[0, 0].set(xticks=[], yticks=[], title="image")
     parts = zip(top.flat[1:], *(results.explained[n] for n in ("contributions", "vectors")), strict=False)
     for place, contribution, vector in parts:
-        _picture(place, vector.reshape(shape))
+        _image(place, vector.reshape(shape))
         place.set_title(f"{contribution:+.2f}")
 
 
-def _picture(axis: Any, image: np.ndarray) -> None:
+def _image(axis: Any, image: np.ndarray) -> None:
     limit = np.abs(image).max()
     axis.imshow(image, cmap="RdBu", vmin=-limit, vmax=limit)
     axis.set(xticks=[], yticks=[])

@@ -72,13 +72,13 @@ def similarities(
     leading: dict[int, dict[str, Spectrum]], forms: dict[int, Spectrum], size: int, other: int, pairs: np.ndarray
 ) -> dict[str, Array]:
     """By measure, the similarity of pairs of networks of two sizes: [pairs, classes, ranks], forms of one rank."""
-    found = {
+    measures = {
         by: _each_pair(rank_similarity, leading[size][by], leading[other][by], pairs)
         for by in ("magnitude", "positive", "negative")
     }
-    found["matched"] = _each_pair(_matched, leading[size]["magnitude"], leading[other]["magnitude"], pairs)
-    found["form"] = _each_pair(form_similarity, forms[size], forms[other], pairs)[:, :, None]
-    return found
+    measures["matched"] = _each_pair(_matched, leading[size]["magnitude"], leading[other]["magnitude"], pairs)
+    measures["form"] = _each_pair(form_similarity, forms[size], forms[other], pairs)[:, :, None]
+    return measures
 
 
 def _matched(a: Spectrum, b: Spectrum) -> Array:
@@ -98,8 +98,8 @@ def top_similarity(leading: dict[int, dict[str, Spectrum]], alive: dict[int, np.
         for j, other in enumerate(sizes[: i + 1]):
             one, two = first[size], first[other]
             pairs = compared_pairs(alive, size, other)
-            found = np.asarray(_each_pair(rank_similarity, one, two, pairs))
-            known = found[alive[size][pairs[0]] & alive[other][pairs[1]]]
+            similarity = np.asarray(_each_pair(rank_similarity, one, two, pairs))
+            known = similarity[alive[size][pairs[0]] & alive[other][pairs[1]]]
             table[i, j] = table[j, i] = known.mean() if known.size else np.nan
     return {"top": table}
 
@@ -132,7 +132,7 @@ def details(config: Any, model: Any, spectrum: Spectrum, images: Array, labels: 
     chosen = images[jnp.argmax(labels == config.digit)]
     parts = contributions(spectrum, chosen[None])[0, config.digit]
     largest = jnp.argsort(-jnp.abs(parts))[:5]
-    found = {
+    measures = {
         "values": spectrum.values[config.digit][order[::-1]],
         "leading": jnp.stack([vectors[order[::-1][:3]], vectors[order[:3]]]),
         "image": chosen,
@@ -145,8 +145,8 @@ def details(config: Any, model: Any, spectrum: Spectrum, images: Array, labels: 
     for components in (0, *kept):
         forms = margins(truncate(spectrum, components)) if components else margins(model)
         run = eqx.filter_jit(lambda f, x, y: bmap(lambda a, b: certified_radius(f, a, b).radius, batch_size=20)(x, y))
-        found[f"radii_{components}"] = run(forms, images[:count], labels[:count])
-    return found
+        measures[f"radii_{components}"] = run(forms, images[:count], labels[:count])
+    return measures
 
 
 def masking(
@@ -181,11 +181,11 @@ def masking(
             lambda step: jnp.argmax(jax.vmap(model)(images + step[None]), 1), steps.reshape(-1, mask.shape[0])
         ).reshape(*steps.shape[:2], -1)
 
-    found, control = (classes(model, images, masks) for masks in (jnp.stack([mask, -mask]), random))
+    masked, control = (classes(model, images, masks) for masks in (jnp.stack([mask, -mask]), random))
     return {
         "mask": mask,
-        "mask_accuracy": jnp.mean(found == labels[None, None], 2),
-        "mask_share": jnp.mean(found == config.digit, 2),
+        "mask_accuracy": jnp.mean(masked == labels[None, None], 2),
+        "mask_share": jnp.mean(masked == config.digit, 2),
         "random_accuracy": jnp.mean(control == labels[None, None], (0, 2)),
     }
 

@@ -234,7 +234,7 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts, progress:
         both = alive[size][pairs[size][0]] & alive[config.reference][pairs[size][1]]
         job = partial(similarities, leading, forms, size, config.reference, pairs[size])
         similarity[size] = masked_part(parts, f"similarity_{size}", both, job)
-    own = pooled(similarity[config.reference]["magnitude"])[0]
+    overlap = pooled(similarity[config.reference]["magnitude"])[0]
     count = int(alive[config.reference].sum())
     part = parts.get("details", partial(details, config, *reference, images, labels))
     return Results(
@@ -246,7 +246,7 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts, progress:
         pairs=pairs,
         top=parts.get("top", partial(top_similarity, leading, alive))["top"],
         # Pairs i <= j: n (n - 1) / 2 true ones and n of a network with itself.
-        with_self=float((own * (count - 1) / 2 + 1) / ((count - 1) / 2 + 1)),
+        with_self=float((overlap * (count - 1) / 2 + 1) / ((count - 1) / 2 + 1)),
         error=error,
         full_error=full_error,
         bands={size: truncation_bands(error[size], full_error[size]) for size in config.sizes},
@@ -263,9 +263,10 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts, progress:
 def _intervals(
     config: Config, size: int, similarity: dict[str, np.ndarray], pairs: np.ndarray, alive: dict[int, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    own = size == config.reference
-    names = ("magnitude", "positive", "negative") if own else ("magnitude",)
-    return {by: intervals(similarity[by], pairs, alive[size], None if own else alive[config.reference]) for by in names}
+    same = size == config.reference
+    names = ("magnitude", "positive", "negative") if same else ("magnitude",)
+    other = None if same else alive[config.reference]
+    return {by: intervals(similarity[by], pairs, alive[size], other) for by in names}
 
 
 def _finite_history(observed: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -279,12 +280,12 @@ def components_needed(results: Results, order: str = "magnitude", drop: float = 
 
     Infinite where no number up to `num_components` does.
     """
-    found = {}
+    needed = {}
     for size, errors in results.error.items():
         lost = summarise(errors[order] - results.full_error[size][:, None]).mean
         enough = np.flatnonzero(lost < drop)
-        found[size] = float(enough[0]) if len(enough) else np.inf
-    return found
+        needed[size] = float(enough[0]) if len(enough) else np.inf
+    return needed
 
 
 def arrays(results: Results) -> dict[str, np.ndarray]:

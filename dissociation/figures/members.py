@@ -1,6 +1,6 @@
 """Training stacked members, rewriting them, and measuring what came of it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import equinox as eqx
@@ -61,10 +61,10 @@ def check_neurons(name: str, value: float | int, neurons: float | int, config: A
         fail(name, f"leave a layer of `width` {config.width} at most {MAX_WEIGHTS} weights", value)
 
 
-def check_source(config: Any) -> None:
-    """Raises unless `data` is known, and `num_train` and `num_test` are counts or None."""
+def check_source(config: Any, sizes: Sequence[str] = ("num_train", "num_test")) -> None:
+    """Raises unless `data` is known, and the fields that `sizes` names are counts or None."""
     check_choice("data", config.data, NAMES)
-    for name in ("num_train", "num_test"):
+    for name in sizes:
         if getattr(config, name) is not None:
             check_count(name, getattr(config, name), minimum=1)
 

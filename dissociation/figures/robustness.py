@@ -103,7 +103,7 @@ class Config:
     """How many times each neuron stands in the duplicated network."""
     scale_factor: float = 20.0
     """Factor on incoming weights (outgoing ones are divided by it)."""
-    num_nuisance: int = 1024
+    num_zero: int = 1024
     """Neurons without effect, one per group."""
     published_null: bool = False
     """Whether to show what the usual float32 cut-off does: a null space too large, so the function changes."""
@@ -111,8 +111,8 @@ class Config:
     def __post_init__(self):
         check_members(self)
         check_count("num_scales", self.num_scales, minimum=2)
-        check_count("num_nuisance", self.num_nuisance)
-        check_neurons("num_nuisance", self.num_nuisance, self.num_nuisance, self)
+        check_count("num_zero", self.num_zero)
+        check_neurons("num_zero", self.num_zero, self.num_zero, self)
         check_non_negative("null_scale", self.null_scale)
         if self.null_scale > FACTORS[1]:
             fail("null_scale", f"be at most {FACTORS[1]:g}", self.null_scale)
@@ -120,7 +120,7 @@ class Config:
     def quick(self) -> "Config":
         """A small run that shows that everything works: seconds, no science."""
         return dataclasses.replace(
-            self, num_seeds=2, num_epochs=5, num_train=2000, num_test=300, width=128, num_scales=10, num_nuisance=128
+            self, num_seeds=2, num_epochs=5, num_train=2000, num_test=300, width=128, num_scales=10, num_zero=128
         )
 
 
@@ -169,7 +169,7 @@ def rewrites(
     def moved(basis: Array | np.ndarray, model: eqx.nn.MLP, key: Array) -> eqx.nn.MLP:
         return perturb_mlp_in_null_space(model, basis, config.null_scale, key=key)
 
-    neurons = neuron_rewrites(config, config.num_nuisance)
+    neurons = neuron_rewrites(config, config.num_zero)
     variants = {
         "trained": neurons["trained"],
         "null_perturbed": eqx.Partial(moved, basis),
@@ -331,7 +331,7 @@ def _null_space(images: np.ndarray, data: Dataset, config: Config) -> dict[str, 
     """On the host in float64: a null space that is exact for float32 images."""
     spectrum = null_spectrum(images)
     values = spectrum.singular_values
-    found = {
+    arrays = {
         "basis": spectrum.basis,
         "dimension": len(spectrum.basis),
         "rank": spectrum.rank,
@@ -340,8 +340,8 @@ def _null_space(images: np.ndarray, data: Dataset, config: Config) -> dict[str, 
     }
     if config.published_null:
         rtol = len(data.test_images) * float(np.finfo(np.float32).eps)
-        found["published_basis"] = null_basis(data.test_images, rtol)
-    return found
+        arrays["published_basis"] = null_basis(data.test_images, rtol)
+    return arrays
 
 
 def _input_curve(

@@ -262,5 +262,5 @@ def _tobit(design: np.ndarray, logs: np.ndarray, crossed: np.ndarray) -> tuple[n
 
     line = np.linalg.lstsq(design, logs, rcond=None)[0]
     start = np.append(line, 1.0) / max(np.std(logs - design @ line), 1e-3)
-    found = optimize.minimize(cost, start, jac=slopes, hess=curvature, method="trust-exact", options={"gtol": 1e-8})
-    return found.x, np.linalg.inv(curvature(found.x))
+    solution = optimize.minimize(cost, start, jac=slopes, hess=curvature, method="trust-exact", options={"gtol": 1e-8})
+    return solution.x, np.linalg.inv(curvature(solution.x))

@@ -147,9 +147,9 @@ def parameter_noise_error(
 
 
 def _check_outputs(model: Callable[[Array], Array], images: Any, labels: Any) -> None:
-    found = checks.check_model("model", model, images[0])
-    if found.shape != labels.shape[1:]:
-        checks.fail("model", f"give an output for each of the {labels.shape[1]} classes", f"shape {found.shape}")
+    output = checks.check_model("model", model, images[0])
+    if output.shape != labels.shape[1:]:
+        checks.fail("model", f"give an output for each of the {labels.shape[1]} classes", f"shape {output.shape}")
 
 
 def _apply_first_layer(model: Any, images: Any) -> tuple[Any, Any]:

@@ -126,8 +126,8 @@ def _fold_masks(ids: Array, num_splits: int, dtype: jnp.dtype) -> Array:
 
 def _held_out(probabilities: Array, ids: Array) -> Array:
     """The row of each sample from its own fold; zero for samples in none."""
-    own = ids[None, :] == jnp.arange(probabilities.shape[0], dtype=ids.dtype)[:, None]
-    return jnp.sum(probabilities, 0, where=own[:, None]).T
+    mine = ids[None, :] == jnp.arange(probabilities.shape[0], dtype=ids.dtype)[:, None]
+    return jnp.sum(probabilities, 0, where=mine[:, None]).T
 
 
 def _standardise(x: Array, ids: Array, num_splits: int) -> tuple[Array, Array, Array, Array]:

@@ -48,8 +48,8 @@ def hidden_features(
         for index in range(layer + 1):
             image = model.layers[index](image)
             # An activation with parameters holds them stacked over layers, and Equinox applies it neuron by neuron.
-            own = take(model.activation, index)
-            image = eqx.filter_vmap(lambda activation, value: activation(value))(own, image)
+            each = take(model.activation, index)
+            image = eqx.filter_vmap(lambda activation, value: activation(value))(each, image)
         return image
 
     return jax.vmap(forward)(jnp.asarray(images))
@@ -134,14 +134,14 @@ def transfer_errors(
         members = [counts[i] for i in group]
         # The last is the largest. One program for the group, whatever its number of budgets.
         errors.append(lax.map(lambda count, n=members[-1]: error(count, n), jnp.asarray(members, jnp.int32)))
-    found = jnp.concatenate(errors)[np.argsort(order)]
-    if not is_traced(found) and np.any(np.isnan(found)):
+    ordered = jnp.concatenate(errors)[np.argsort(order)]
+    if not is_traced(ordered) and np.any(np.isnan(ordered)):
         number, advice = (
-            int(np.sum(np.isnan(found))),
+            int(np.sum(np.isnan(ordered))),
             "Raise `ridge`." if probe == "converged" else "Lower `step_size`.",
         )
         warn(f"a probe did not converge in {number} of {len(counts)} budgets: their errors are NaN. {advice}")
-    return found
+    return ordered
 
 
 def _budget(fraction: float, size: int, num_splits: int) -> int:

@@ -100,7 +100,7 @@ def wrap_bilinear(
     """
     if not layers:
         fail("layers", "hold at least one layer", "none")
-    width, found = embed.shape[0], []
+    width, blocks = embed.shape[0], []
     for index, parts in enumerate(layers):
         arrays = [_real(f"layers[{index}][{i}]", part) for i, part in enumerate(parts)]
         shapes = [tuple(array.shape) for array in arrays]
@@ -112,11 +112,11 @@ def wrap_bilinear(
         width = outputs
         layer = BilinearLayer(1, 1, bias=len(biases) == 2, key=jax.random.PRNGKey(0))
         names = ("left", "right", "left_bias", "right_bias")[: len(parts)]
-        found.append(eqx.tree_at(lambda m, n=names: [getattr(m, name) for name in n], layer, [left, right, *biases]))
+        blocks.append(eqx.tree_at(lambda m, n=names: [getattr(m, name) for name in n], layer, [left, right, *biases]))
     if head.shape[1] != width:
         fail("head", f"have {width} columns, the last layer's outputs", tuple(head.shape))
-    empty = BilinearNetwork(1, 1, 1, num_layers=len(found), residual=residual, key=jax.random.PRNGKey(0))
-    parts = [jnp.asarray(embed), tuple(found), jnp.asarray(head)]
+    empty = BilinearNetwork(1, 1, 1, num_layers=len(blocks), residual=residual, key=jax.random.PRNGKey(0))
+    parts = [jnp.asarray(embed), tuple(blocks), jnp.asarray(head)]
     return eqx.tree_at(lambda m: [m.embed, m.layers, m.head], empty, parts)
 
 

@@ -88,9 +88,9 @@ def representations(model: Any, inputs: Num[Array | np.ndarray, "n ..."]) -> dic
     names: list[str] = []
 
     def values(x: Array) -> tuple[Array, ...]:
-        found = representations_of_example(model, x)
-        names[:] = found
-        return tuple(found.values())
+        by_name = representations_of_example(model, x)
+        names[:] = by_name
+        return tuple(by_name.values())
 
     arrays = jax.vmap(values)(jnp.asarray(inputs))  # as a dictionary they would come back in alphabetical order
     return dict(zip(names, arrays, strict=True))

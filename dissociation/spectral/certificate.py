@@ -186,40 +186,40 @@ def certified_radius(
         fail("label", f"be a class from 0 to {classes - 1}", label)
     image, label = jnp.asarray(x), jnp.asarray(label)
     rivals = jnp.arange(classes)
-    own = source.table[label]
+    rows = source.table[label]
     sign = jnp.where(label < rivals, 1.0, -1.0).astype(image.dtype)[:, None]
     along = product(source.directions.reshape(-1, image.shape[0]), image[:, None]).reshape(source.values.shape)
-    values, linear, along = sign * source.values[own], sign * source.linear[own], along[own]
+    values, linear, along = sign * source.values[rows], sign * source.linear[rows], along[rows]
     slopes = values * along + linear
-    margin = jnp.sum(along * (slopes + linear), 1) + sign[:, 0] * source.offset[own]
-    errors = _errors(source, image, own, along, values, linear)
+    margin = jnp.sum(along * (slopes + linear), 1) + sign[:, 0] * source.offset[rows]
+    errors = _errors(source, image, rows, along, values, linear)
     # The label's own margin is zero everywhere, where a step has no derivative: another stands in.
     same = rivals == label
     steps = jax.vmap(_nearest)(values, jnp.where(same[:, None], 1.0, slopes), jnp.where(same, 1.0, margin), errors[2])
-    found = jnp.where(same, jnp.inf, jnp.linalg.norm(steps, axis=1))
+    lengths = jnp.where(same, jnp.inf, jnp.linalg.norm(steps, axis=1))
     full = source.values.shape[1] == image.shape[0]
-    certified = jax.vmap(lambda *parts: _certified(*parts, full=full))(values, slopes, margin, errors, found)
+    certified = jax.vmap(lambda *parts: _certified(*parts, full=full))(values, slopes, margin, errors, lengths)
     radii = jnp.where(rivals == label, jnp.inf, certified)
-    nearest = jnp.argmin(found)
-    met = jnp.where(jnp.isinf(found[nearest]), 0.0, steps[nearest])
-    step = product(met[None], source.directions[own[nearest]])[0]
+    nearest = jnp.argmin(lengths)
+    met = jnp.where(jnp.isinf(lengths[nearest]), 0.0, steps[nearest])
+    step = product(met[None], source.directions[rows[nearest]])[0]
     radius = jnp.where((label >= 0) & (label < classes), jnp.min(radii), jnp.nan)
-    allowance = jnp.where(jnp.isinf(radius), 0.0, found[nearest] - radius)
+    allowance = jnp.where(jnp.isinf(radius), 0.0, lengths[nearest] - radius)
     return DistanceCertificate(radius, step, nearest, radii, jax.lax.stop_gradient(allowance))
 
 
 def _errors(
-    source: Margins, image: Array, own: Array, along: Array, values: Array, linear: Array
+    source: Margins, image: Array, rows: Array, along: Array, values: Array, linear: Array
 ) -> tuple[Array, Array, Array]:
     """Bounds on the errors of margins at an input, of half their gradients there, and of their curvature."""
     along, values, linear, length = jax.lax.stop_gradient((along, values, linear, jnp.linalg.norm(image)))
     eps = jnp.finfo(values.dtype).eps
-    quadratic, slope, constant = jax.lax.stop_gradient(source.rounding[own]).T
+    quadratic, slope, constant = jax.lax.stop_gradient(source.rounding[rows]).T
     # Of coordinates along eigenvectors, sums over d products, and of sums over r terms.
     coordinate = eps * image.shape[0] ** 0.5 * length
     sums = eps * (3 + values.shape[1] ** 0.5)
     sizes = jnp.abs(values * along) + jnp.abs(linear)
-    offset = jnp.abs(source.offset[own])
+    offset = jnp.abs(source.offset[rows])
     at_input = quadratic * length**2 + 2 * slope * length + constant
     at_input += 2 * coordinate * jnp.linalg.norm(sizes, axis=1) + sums * (
         2 * jnp.sum(jnp.abs(along) * sizes, 1) + offset
@@ -290,7 +290,7 @@ def _nearest(values: Array, slopes: Array, start: Array, doubt: Array) -> Array:
 
 
 def _certified(
-    values: Array, slopes: Array, start: Array, errors: tuple[Array, Array, Array], found: Array, *, full: bool
+    values: Array, slopes: Array, start: Array, errors: tuple[Array, Array, Array], norm: Array, *, full: bool
 ) -> Array:
     """A lower bound on the norm of the shortest y with start + sum (2 slopes y + values y^2) <= 0.
 
@@ -305,7 +305,7 @@ def _certified(
     positive = jnp.where(start > 0, start, 1.0)
     steepness = slope + jnp.sqrt(slope**2 + size * positive)
     order = jnp.where(steepness > 0, positive / jnp.where(steepness > 0, steepness, 1.0), 1.0)
-    distance = jax.lax.stop_gradient(jnp.where(jnp.isfinite(found) & (found > 0), found, order))
+    distance = jax.lax.stop_gradient(jnp.where(jnp.isfinite(norm) & (norm > 0), norm, order))
     at_input, gradient, curvature = errors
     lowered = start - (at_input + gradient * distance)
     outside = lowered <= 0

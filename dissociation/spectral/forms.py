@@ -111,8 +111,8 @@ def decompose(
     compact, lift = compact_forms(model, directions, layer, space)
     values, vectors = jnp.linalg.eigh(compact)
     full = product(lift[None], vectors).swapaxes(1, 2)
-    found = Spectrum(values, full, _has_constant(model, layer))
-    return reorder(found, {"magnitude": jnp.abs(values), "positive": values, "negative": -values}[by])
+    spectrum = Spectrum(values, full, _has_constant(model, layer))
+    return reorder(spectrum, {"magnitude": jnp.abs(values), "positive": values, "negative": -values}[by])
 
 
 @validated
@@ -222,8 +222,8 @@ def activations(spectrum: Spectrum, x: Float[Array | np.ndarray, "n d"]) -> Floa
         fail("x", f"have shape [n, {width}]", np.shape(x))
     outputs, components, _ = spectrum.vectors.shape
     flat = spectrum.vectors[:, :, :width].reshape(-1, width)
-    found = product(jnp.asarray(x), flat.T).reshape(-1, outputs, components)
-    return found + spectrum.vectors[None, :, :, width] if spectrum.constant else found
+    values = product(jnp.asarray(x), flat.T).reshape(-1, outputs, components)
+    return values + spectrum.vectors[None, :, :, width] if spectrum.constant else values
 
 
 @validated

@@ -75,13 +75,13 @@ def matched_similarity(a: Spectrum, b: Spectrum, num_components: int) -> Float[A
     References:
         Kuhn (1955), The Hungarian method for the assignment problem.
     """
-    found = overlaps(_leading(a, num_components), _leading(b, num_components))
+    similarity = overlaps(_leading(a, num_components), _leading(b, num_components))
 
     def match(table: Array) -> Array:
         rows, columns = optax.assignment.hungarian_algorithm(-table)
         return jnp.zeros(num_components, table.dtype).at[rows].set(table[rows, columns])
 
-    return jax.vmap(match)(found)
+    return jax.vmap(match)(similarity)
 
 
 @validated
@@ -279,7 +279,7 @@ def pair_mean(
                 fail(name, f"hold members below {weights.shape[0]}, the number of weights", members.max())
         # A traced index that is out of range would be clamped.
         chosen = [weights.at[jnp.asarray(members)].get(mode="fill", fill_value=jnp.nan) for members in pairs.values()]
-        own = chosen[0] * chosen[1]
-        return jnp.tensordot(own, table, 1) / jnp.sum(own)
+        pair_weights = chosen[0] * chosen[1]
+        return jnp.tensordot(pair_weights, table, 1) / jnp.sum(pair_weights)
 
     return mean

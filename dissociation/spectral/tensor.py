@@ -148,7 +148,7 @@ def low_rank(
 
     left, right = lax.fori_loop(0, count, round_of, (unit(start[0]), unit(start[1])))
     outputs = outputs_of(left, right)
-    found = jnp.einsum("or,ir,jr->oij", outputs, left, right, precision="highest")
-    found = 0.5 * (found + found.swapaxes(1, 2))
-    cosine = jnp.sum(found * tensor) / (jnp.linalg.norm(found) * jnp.linalg.norm(tensor))
+    approximation = jnp.einsum("or,ir,jr->oij", outputs, left, right, precision="highest")
+    approximation = 0.5 * (approximation + approximation.swapaxes(1, 2))
+    cosine = jnp.sum(approximation * tensor) / (jnp.linalg.norm(approximation) * jnp.linalg.norm(tensor))
     return LowRank(outputs, product(lift, left).T, product(lift, right).T, cosine)

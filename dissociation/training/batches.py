@@ -57,20 +57,20 @@ class Batches:
 
     def source(self, step: int) -> tuple[Source, Source, Segment]:
         """What all members, and what each of them, take a step's batch from; and where the step lies."""
-        found = self.sampler.segment(step)
-        if found.block != self._block:
-            self._plan = self._next_plan(step, found)
-            self._block = found.block
+        segment = self.sampler.segment(step)
+        if segment.block != self._block:
+            self._plan = self._next_plan(step, segment)
+            self._block = segment.block
         if isinstance(self.sampler, HostBatches):
-            found = found._replace(end=self._expected)
-            if step >= found.end:
+            segment = segment._replace(end=self._expected)
+            if step >= segment.end:
                 self._fail_ended(step)
         own_plan = not self.sampler.shared
-        own = Source(self.arrays if self.sampler.stacked else None, self._plan if own_plan else None)
+        mine = Source(self.arrays if self.sampler.stacked else None, self._plan if own_plan else None)
         common = Source(None if self.sampler.stacked else self.arrays, None if own_plan else self._plan)
-        return common, own, found
+        return common, mine, segment
 
-    def _next_plan(self, step: int, found: Segment) -> Any:
+    def _next_plan(self, step: int, segment: Segment) -> Any:
         if isinstance(self.sampler, HostBatches):
             if self._prefetched is None or step != self._expected:
                 self.close()
@@ -79,13 +79,13 @@ class Batches:
                 plan, count = self._prefetched.next_block()
             except StopIteration:
                 self._fail_ended(step)
-            self._expected = found.block * self.sampler.block + count
+            self._expected = segment.block * self.sampler.block + count
             shapes = jax.tree.map(_shape, plan)
             if self._like not in (None, shapes):
                 self.sampler.fail_shapes(f"{shapes} after {self._like}")
             self._like = shapes
             return self._placed(plan, own=False)
-        number = jnp.asarray(found.block)  # an array: a number would be compiled in
+        number = jnp.asarray(segment.block)  # an array: a number would be compiled in
         if self.sampler.shared:
             return self._placed(_plan(self.sampler, self.keys, number), own=False)
         return self._placed(_own_plans(self.sampler, self.keys, number), own=True)

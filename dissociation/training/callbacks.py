@@ -185,9 +185,9 @@ class FreezeDiverged(Callback):
 def scalars(records: dict[str, Any]) -> list[tuple[str, Any]]:
     """Names and arrays of what is recorded; "observed." and "metrics." are left out of names where that is clear."""
     leaves = jax.tree_util.tree_leaves_with_path(records)
-    found = [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in leaves]
-    short = [name.removeprefix("observed.").removeprefix("metrics.") for name, _ in found]
-    return [(s if short.count(s) == 1 else name, leaf) for s, (name, leaf) in zip(short, found, strict=True)]
+    named = [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in leaves]
+    short = [name.removeprefix("observed.").removeprefix("metrics.") for name, _ in named]
+    return [(s if short.count(s) == 1 else name, leaf) for s, (name, leaf) in zip(short, named, strict=True)]
 
 
 def described(records: dict[str, Any], shown: Sequence[str] | None) -> str:

@@ -122,12 +122,12 @@ def run_chunk(inputs: Any, state: State) -> Any:
     `inputs` is the layout, the traced step, the members' loss keys, which of them go on (None: all), what each and what
     all of them take batches from, and `[first step, place in the block, steps]`. The state is donated.
     """
-    layout, traced, keys, active, own, common, place = inputs
+    layout, traced, keys, active, mapped, common, place = inputs
 
     def one(shared: Any, stacked: Any) -> Any:
         traced, common, (start, within, steps) = shared
-        state, own, key, goes_on = stacked
-        source = Source(*(mine if theirs is None else theirs for mine, theirs in zip(own, common, strict=True)))
+        state, mapped, key, goes_on = stacked
+        source = Source(*(mine if theirs is None else theirs for mine, theirs in zip(mapped, common, strict=True)))
 
         def step(i: Array | int, state: State) -> Any:
             return traced(state, *source, within + i, jax.random.fold_in(key, start + i))
@@ -152,7 +152,7 @@ def run_chunk(inputs: Any, state: State) -> Any:
 
         return run(state) if goes_on is None else jax.lax.cond(goes_on, run, stay, state)
 
-    return _over_members(layout, one, (traced, common, place), (state, own, keys, active))
+    return _over_members(layout, one, (traced, common, place), (state, mapped, keys, active))
 
 
 def largest_batch(inputs: Any, state: State) -> int:

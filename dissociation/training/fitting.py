@@ -113,8 +113,8 @@ def fit(
     state = _begin(models, step, aux, hyperparams)
     num_members = leading_size("models", state.arrays)
     if sampler.stacked:
-        found = leading_size("sampler", eqx.filter(sampler, eqx.is_array))
-        checks.check_same_length("models", num_members, "sampler", found, "members")
+        sampler_members = leading_size("sampler", eqx.filter(sampler, eqx.is_array))
+        checks.check_same_length("models", num_members, "sampler", sampler_members, "members")
     first = int(np.max(np.asarray(state.step)))
     total = first + _total_steps(num_steps, num_epochs, sampler.epoch_steps)
     heard = [_callback(i, each) for i, each in enumerate(callbacks)]
@@ -159,8 +159,8 @@ def _begin(models: Any, step: Step, aux: Any, hyperparams: Any) -> State:
     count = leading_size("models", models.arrays if isinstance(models, State) else models)
     for name, tree in (("hyperparams", hyperparams), ("aux", aux)):
         if tree is not None:
-            found = leading_size(name, as_arrays(name, tree, "members"))
-            checks.check_same_length("models", count, name, found, "members")
+            size = leading_size(name, as_arrays(name, tree, "members"))
+            checks.check_same_length("models", count, name, size, "members")
     hyperparams = jax.tree.map(jnp.asarray, hyperparams)
     old = models.hyperparams if isinstance(models, State) else None
     check_optimizer(step.optimizer, old if hyperparams is None else hyperparams)
@@ -247,5 +247,5 @@ def _split_key(key: Any, num_members: int, shared: bool) -> tuple[Array, Any]:
         checks.fail("key", f"be one key or one per member ({num_members})", f"shape {key.shape}")
     elif shared:
         checks.fail("shared", "be False in the sampler where every member has a key of its own", shared)
-    own = streams(key)
-    return (order if shared else own.order), own
+    keys = streams(key)
+    return (order if shared else keys.order), keys

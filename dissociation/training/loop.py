@@ -85,14 +85,14 @@ def train(
         return jax.lax.scan(one, carry, jnp.arange(part.steps))
 
     def block(carry: Any, number: Any, start: Any, parts: tuple[_Piece, ...]) -> Any:
-        plan, found = sampler.plan(keys.order, number), []
+        plan, history = sampler.plan(keys.order, number), []
         for part in parts:
             carry, infos = piece(carry, plan, start, part)
-            found.append(infos)
+            history.append(infos)
             start = start + part.steps
-        return carry, concatenate(found)
+        return carry, concatenate(history)
 
-    found, begin = [], first
+    history, begin = [], first
     for (parts, _), group in itertools.groupby(_blocks(sampler, first, total), lambda entry: entry[:2]):
         numbers = [number for *_, number in group]
         length = sum(part.steps for part in parts)
@@ -102,13 +102,13 @@ def train(
             place = jnp.asarray(numbers), begin + length * jnp.arange(len(numbers))
             state, infos = jax.lax.scan(lambda carry, x, parts=parts: block(carry, *x, parts), state, place)
             infos = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), infos)
-        found.append(infos)
+        history.append(infos)
         begin += length * len(numbers)
-    if not found:
+    if not history:
         batch = sampler.batch(sampler.plan(keys.order, 0), 0, sampler.segment(0).size)
         like = jax.eval_shape(step, state, batch, keys.loss)[1]
         return state, jax.tree.map(lambda leaf: jnp.zeros((0, *leaf.shape), leaf.dtype), like)
-    return state, concatenate(found)
+    return state, concatenate(history)
 
 
 def _blocks(sampler: Sampler, first: int, total: int) -> Any:
@@ -116,8 +116,8 @@ def _blocks(sampler: Sampler, first: int, total: int) -> Any:
     at, end = first, first + total
     while at < end:
         number, parts = sampler.segment(at).block, []
-        while at < end and (found := sampler.segment(at)).block == number:
-            stop = min(found.end, end)
-            parts.append(_Piece(found.size, found.within, stop - at))
+        while at < end and (segment := sampler.segment(at)).block == number:
+            stop = min(segment.end, end)
+            parts.append(_Piece(segment.size, segment.within, stop - at))
             at = stop
         yield tuple(parts), None, number

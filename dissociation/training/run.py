@@ -122,8 +122,9 @@ class Run:
         self.keys = self._placed(keys)
         batches.lay(self.layout.mesh)
         if self.layout.members_per_batch == "auto":
-            common, own, place = batches.source(self.step)
-            inputs = self.layout, traced(place.size), self.keys.loss, None, own, common, jnp.asarray([self.step, 0, 1])
+            common, mapped, place = batches.source(self.step)
+            span = jnp.asarray([self.step, 0, 1])
+            inputs = self.layout, traced(place.size), self.keys.loss, None, mapped, common, span
             self.layout = self.layout._replace(members_per_batch=largest_batch(inputs, self.state))
         self.infos = [jax.tree.map(lambda leaf: np.zeros((self.num_members, 0, *leaf.shape), leaf.dtype), self.info)]
         self.observed_at: list[int] = []
@@ -175,7 +176,7 @@ class Run:
 
     def advance(self, target: int) -> np.ndarray:
         """Runs one chunk of steps, up to `target` at the most, and records what they say; returns their losses."""
-        common, own, place = self.batches.source(self.step)
+        common, mapped, place = self.batches.source(self.step)
         count = min(target - self.step, place.end - self.step, self.chunk, MAX_CHUNK)
         began = time.perf_counter()
         calls, per_call = (count, 1) if self.layout.member_map == "unroll" else (1, count)
@@ -190,7 +191,7 @@ class Run:
             return state, concatenate(columns, axis=1)
 
         active = self._placed(jnp.asarray(~self.frozen)) if self.frozen.any() else None
-        self.state, infos = self._over_members(steps, (self.state, self.keys.loss, active, own))
+        self.state, infos = self._over_members(steps, (self.state, self.keys.loss, active, mapped))
         infos = jax.tree.map(lambda leaf: np.asarray(leaf)[: self.num_members, :count], infos)
         seconds = time.perf_counter() - began
         self.infos.append(infos)
@@ -330,9 +331,9 @@ class Checkpoint(NamedTuple):
 
     def check(self, header: dict[str, Any]) -> None:
         """Raises unless the file with this header is this run's."""
-        traced, found, version = ("loss", "optimizer", "step", "observe"), header.get("run", {}), header.get("jax")
-        own = {k: value for k, value in self.identity.items() if not (self.same_program and k in traced)}
-        different = [name for name, value in own.items() if found.get(name, "unknown") != value]
+        traced, stored, version = ("loss", "optimizer", "step", "observe"), header.get("run", {}), header.get("jax")
+        wanted = {k: value for k, value in self.identity.items() if not (self.same_program and k in traced)}
+        different = [name for name, value in wanted.items() if stored.get(name, "unknown") != value]
         if not different:
             return
         advice = "Delete it or name another file"

@@ -241,10 +241,10 @@ class HostBatches(Sampler):
         """One of those handed over."""
         return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, within, keepdims=False), plan)
 
-    def fail_shapes(self, found: str) -> NoReturn:
+    def fail_shapes(self, came: str) -> NoReturn:
         """Says that batches differ."""
         wanted = "give batches of one structure and shape"
-        checks.fail("start", wanted, found, "Drop a last, smaller batch, or fill it up")
+        checks.fail("start", wanted, came, "Drop a last, smaller batch, or fill it up")
 
 
 @eqx.filter_jit
@@ -270,8 +270,8 @@ def as_arrays(name: str, tree: Any, first: str, *, finite: bool = False) -> Any:
 
     def one(path: Any, leaf: Any) -> Any:
         if isinstance(leaf, (bool, int, float, complex, str, bytes)):
-            found = f"{describe(leaf)} at {name}{jax.tree_util.keystr(path)}"
-            checks.fail_kind(name, f"hold arrays, {first} first", found, "numpy.asarray makes an array of a list")
+            came = f"{describe(leaf)} at {name}{jax.tree_util.keystr(path)}"
+            checks.fail_kind(name, f"hold arrays, {first} first", came, "numpy.asarray makes an array of a list")
         place = f"{name}{jax.tree_util.keystr(path)}"
         if isinstance(leaf, jax.Array) and number_kind(leaf.dtype) == "key":
             return leaf

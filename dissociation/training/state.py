@@ -159,8 +159,8 @@ class Step(eqx.Module):
             (value, (aux, metrics)), slope = slopes(arrays, aux, *part)
             return aux, (value, metrics, slope)
 
-        aux, found = jax.lax.scan(one, aux, (parts, jax.random.split(key, count)))
-        value, metrics, slope = jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), found)
+        aux, outputs = jax.lax.scan(one, aux, (parts, jax.random.split(key, count)))
+        value, metrics, slope = jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), outputs)
         return value, aux, metrics, slope
 
 
@@ -273,6 +273,6 @@ def _same_structure(new: Any, old: Any, name: str = "after_update", what: str = 
     """`new`, whose arrays must be of the shapes and dtypes of `old`: a loop cannot carry anything else."""
     shapes = [[(leaf.shape, leaf.dtype) for leaf in map(jnp.asarray, jax.tree.leaves(tree))] for tree in (new, old)]
     if jax.tree.structure(new) != jax.tree.structure(old) or shapes[0] != shapes[1]:
-        found = type(new).__name__ if type(new) is not type(old) else f"arrays of {str(shapes[0])[:200]}"
-        checks.fail(name, f"return {what} as it was: a {type(old).__name__}, arrays of {str(shapes[1])[:200]}", found)
+        came = type(new).__name__ if type(new) is not type(old) else f"arrays of {str(shapes[0])[:200]}"
+        checks.fail(name, f"return {what} as it was: a {type(old).__name__}, arrays of {str(shapes[1])[:200]}", came)
     return new

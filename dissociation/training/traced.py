@@ -76,9 +76,9 @@ class Traced(eqx.Module):
         if in_tree != self.code.in_tree:
             raise TypeError(f"`args` must have the structure {self.code.in_tree}, got {in_tree}.")
         closed = jex.ClosedJaxpr(self.code.jaxpr, self.consts)
-        found = zip(jex.jaxpr_as_fun(closed)(*leaves), self._avals, strict=True)
+        results = zip(jex.jaxpr_as_fun(closed)(*leaves), self._avals, strict=True)
         # A constant comes as a number.
-        outs = [out if isinstance(out, jax.Array) else jnp.asarray(out, aval.dtype) for out, aval in found]
+        outs = [out if isinstance(out, jax.Array) else jnp.asarray(out, aval.dtype) for out, aval in results]
         return self.code.out_tree.unflatten(outs)
 
     @property

@@ -302,10 +302,10 @@ def _is_homogeneous(activation: Callable[[Array], Array]) -> bool:
     # Known numbers, also where a caller is being traced.
     with jax.ensure_compile_time_eval():
         sizes = jnp.asarray(np.concatenate([[0.0], 1.7 * 10.0 ** np.arange(-15, 16)]), float)
-        found = jax.vmap(activation)(jnp.concatenate([sizes, -sizes]))
+        values = jax.vmap(activation)(jnp.concatenate([sizes, -sizes]))
         ends = jax.vmap(activation)(jnp.asarray([1.0, -1.0]))
         wanted = jnp.concatenate([sizes * ends[0], sizes * ends[1]])
-        return bool(jnp.allclose(found, wanted, rtol=1e-5, atol=0))
+        return bool(jnp.allclose(values, wanted, rtol=1e-5, atol=0))
 
 
 def _replaced(module: Module, **fields: object) -> Module:

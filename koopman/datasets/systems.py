@@ -108,10 +108,10 @@ def ornstein_uhlenbeck_spectrum(
     @validated
     def functions(states: Float[Array | np.ndarray, "n 1"]) -> np.ndarray:
         x = scaled(states)
-        found = [np.ones_like(x), x]
+        columns = [np.ones_like(x), x]
         for k in degrees[2:]:  # normalised at once: factorials overflow
-            found.append((x * found[-1] - math.sqrt(k - 1) * found[-2]) / math.sqrt(k))
-        return np.stack(found[: len(degrees)], axis=1)
+            columns.append((x * columns[-1] - math.sqrt(k - 1) * columns[-2]) / math.sqrt(k))
+        return np.stack(columns[: len(degrees)], axis=1)
 
     @validated
     def density(states: Float[Array | np.ndarray, "n 1"]) -> np.ndarray:

@@ -151,8 +151,8 @@ class Results(NamedTuple):
     def accuracy(self, model: str) -> np.ndarray:
         """Share of forecasts that the oracle reads as the right digit: [seeds, protocols, scales, times]."""
         digits = (self.labels[None] + self.times[:, None]) % self.config.num_digits
-        found = self.logits[model].argmax(-1) == digits
-        return np.where(np.isfinite(self.logits[model]).all(-1), found, np.nan).mean(-1)
+        right = self.logits[model].argmax(-1) == digits
+        return np.where(np.isfinite(self.logits[model]).all(-1), right, np.nan).mean(-1)
 
 
 def source(config: Config) -> Dataset:
@@ -340,10 +340,10 @@ def table(results: Results) -> list[list[str]]:
     errors, phases = eigenvalue_errors(results), phase_errors(results)
     rows = [header]
     for name in results.logits:
-        found = results.accuracy(name)
+        accuracy = results.accuracy(name)
         cells = [(0, 0, last - 1), (1, 0, last - 1), (1, 1, last - 1), (1, 0, last), (1, 1, last)]
         cells += [(2, 0, last - 1), (2, 0, last), (3, 0, last)]
-        row = [cell(found[:, protocol, scale, time], 3) for protocol, scale, time in cells]
+        row = [cell(accuracy[:, protocol, scale, time], 3) for protocol, scale, time in cells]
         loss = cell(results.validation[name][:, -1], 3) if name in results.validation else ""
         rows.append([MODELS[name].label, *row, cell(errors[name], 3), cell(phases[name], 5), loss])
     return rows

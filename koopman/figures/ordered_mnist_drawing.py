@@ -83,8 +83,8 @@ def _draw_spectra(panel: Any, results: Any) -> None:
         pairs = [i for i in range(len(values)) if values[i].imag > 1e-3][:2]
         first, second = [left[:, i].real for i in (pairs if len(pairs) == 2 else (0, 1))]
         for digit in range(results.config.num_digits):
-            own = results.labels == digit
-            axis.scatter(first[own], second[own], s=2, color=colours[digit % len(colours)], label=str(digit))
+            chosen = results.labels == digit
+            axis.scatter(first[chosen], second[chosen], s=2, color=colours[digit % len(colours)], label=str(digit))
         axis.set(xticks=[], yticks=[], title=MODELS[name].label)
     if names:
         axes[0].set(xlabel="left eigenfunction 1", ylabel="left eigenfunction 2")

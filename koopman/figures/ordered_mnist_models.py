@@ -94,26 +94,26 @@ def train_networks(
     oracle_options = {**common, "num_epochs": config.oracle_epochs, "checkpoint": parts.path("oracle.ckpt")}
     oracle = train_classifiers(train, labels["train"], key=oracle_key, num_classes=config.num_digits, **oracle_options)
     parts.seconds["training the oracle"] = oracle.seconds
-    found: dict[str, Any] = {"oracle": oracle.models}
+    models: dict[str, Any] = {"oracle": oracle.models}
     curves, batched, diverged_at = {}, {}, {"oracle": oracle.diverged_at}
-    for name, own in zip(("vamp", "contrastive", "dpnets"), keys, strict=False):
+    for name, name_key in zip(("vamp", "contrastive", "dpnets"), keys, strict=False):
         if name not in config.models:
             continue
-        result = train_encoders(name, train, key=own, features=config.num_digits, **options(name))
-        found[name], curves[name] = result.models, np.asarray(result.history.observed)
+        result = train_encoders(name, train, key=name_key, features=config.num_digits, **options(name))
+        models[name], curves[name] = result.models, np.asarray(result.history.observed)
         run = eqx.filter_jit(lambda model, images, kind=name: validation_loss(kind, model, images, batch_size=64))
         losses = [run(member(result.models, seed), jnp.asarray(validation)) for seed in range(config.num_seeds)]
         batched[name], diverged_at[name] = np.asarray(losses), result.diverged_at
         parts.seconds[f"training {name}"] = result.seconds
-    for name, own, orthogonal in (("autoencoder", keys[3], False), ("orthogonal", keys[4], True)):
+    for name, name_key, orthogonal in (("autoencoder", keys[3], False), ("orthogonal", keys[4], True)):
         if not any(model.startswith(name) for model in config.models):
             continue
         settings = {"features": config.num_digits, "orthogonal": orthogonal}
-        result = train_autoencoders(train, key=own, **settings, **options(name))
-        found[name], curves[name] = result.models, np.asarray(result.history.observed)
+        result = train_autoencoders(train, key=name_key, **settings, **options(name))
+        models[name], curves[name] = result.models, np.asarray(result.history.observed)
         diverged_at[name] = result.diverged_at
         parts.seconds[f"training {name}"] = result.seconds
-    return Networks(found, curves, batched, diverged_at)
+    return Networks(models, curves, batched, diverged_at)
 
 
 def forecasters(config: Any, train: np.ndarray, trained: dict[str, Any]) -> dict[str, Callable[[int], Forecaster]]:
@@ -133,7 +133,7 @@ def forecasters(config: Any, train: np.ndarray, trained: dict[str, Any]) -> dict
 
         return build
 
-    def own(name: str) -> Callable[[int], Forecaster]:
+    def by_powers(name: str) -> Callable[[int], Forecaster]:
         def build(seed: int) -> Forecaster:
             model = member(trained[name], seed)
             return Forecaster(model.encoder, Latent(model.matrix()), model.decoder)
@@ -150,10 +150,10 @@ def forecasters(config: Any, train: np.ndarray, trained: dict[str, Any]) -> dict
         "vamp": through("vamp"),
         "contrastive": through("contrastive"),
         "dpnets": through("dpnets"),
-        "autoencoder": own("autoencoder"),
+        "autoencoder": by_powers("autoencoder"),
         "autoencoder_operator": latent,
         "autoencoder_images": through("autoencoder"),
-        "orthogonal": own("orthogonal"),
+        "orthogonal": by_powers("orthogonal"),
     }
     return {name: build for name, build in everything.items() if name in config.models}
 

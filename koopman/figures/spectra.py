@@ -235,16 +235,17 @@ def compute(
 
 
 def _computed(config: Config, key: Array, parts: Parts, progress: str | MeterFactory | None) -> Results:
-    found = systems(config)
-    jobs = [(name, index) for name in found for index in range(len(config.lengths))]
-    values: dict[str, dict[str, list[np.ndarray]]] = {name: {e: [] for e in ESTIMATORS} for name in found}
-    functions: dict[str, dict[str, np.ndarray]] = {name: {} for name in found}
+    processes = systems(config)
+    jobs = [(name, index) for name in processes for index in range(len(config.lengths))]
+    values: dict[str, dict[str, list[np.ndarray]]] = {name: {e: [] for e in ESTIMATORS} for name in processes}
+    functions: dict[str, dict[str, np.ndarray]] = {name: {} for name in processes}
     meter = open_meter(progress, len(jobs), "simulating and fitting")
     try:
         for done, (name, index) in enumerate(jobs):
-            meter.advance(done, f"{found[name].label}, {config.lengths[index]} transitions")
-            own = jax.random.fold_in(jax.random.fold_in(key, list(found).index(name)), index)
-            part = parts.get(f"{name}_{index}", partial(_trials, config, found[name], config.lengths[index], own))
+            meter.advance(done, f"{processes[name].label}, {config.lengths[index]} transitions")
+            trial_key = jax.random.fold_in(jax.random.fold_in(key, list(processes).index(name)), index)
+            trials = partial(_trials, config, processes[name], config.lengths[index], trial_key)
+            part = parts.get(f"{name}_{index}", trials)
             for estimator in ESTIMATORS:
                 values[name][estimator].append(part[f"values_{estimator}"])
                 functions[name][estimator] = part[f"functions_{estimator}"]
@@ -253,12 +254,12 @@ def _computed(config: Config, key: Array, parts: Parts, progress: str | MeterFac
         meter.close()
     return Results(
         config=config,
-        data={name: system.label for name, system in found.items()},
-        exact={name: _compared(system) for name, system in found.items()},
-        eigenvalues={n: {e: np.stack(part, 1) for e, part in own.items()} for n, own in values.items()},
+        data={name: system.label for name, system in processes.items()},
+        exact={name: _compared(system) for name, system in processes.items()},
+        eigenvalues={n: {e: np.stack(part, 1) for e, part in each.items()} for n, each in values.items()},
         functions=functions,
-        exact_functions={name: np.real(_exact_function(system)) for name, system in found.items()},
-        grids={name: system.grid for name, system in found.items()},
+        exact_functions={name: np.real(_exact_function(system)) for name, system in processes.items()},
+        grids={name: system.grid for name, system in processes.items()},
         seconds=parts.seconds,
     )
 
@@ -356,8 +357,8 @@ def arrays(results: Results) -> dict[str, np.ndarray]:
         for n, part in getattr(results, kind).items()
     }
     for kind in ("eigenvalues", "functions"):
-        for name, own in getattr(results, kind).items():
-            flat |= {f"{kind}_{name}_{estimator}": part for estimator, part in own.items()}
+        for name, by_estimator in getattr(results, kind).items():
+            flat |= {f"{kind}_{name}_{estimator}": part for estimator, part in by_estimator.items()}
     return {"lengths": np.asarray(results.config.lengths), **flat}
 
 

@@ -19,7 +19,7 @@ from dissociation.figures.seeds import masked
 from dissociation.recipes.grokking import initial_models, observation_steps, standardised
 from dissociation.sharding import member_mesh
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("barely_optimized")]
 
 KEY = jax.random.PRNGKey(3)
 NAMES = {
@@ -46,7 +46,7 @@ DEAR = {
 def small(tmp_path_factory):
     # Small weights and a large rate: so short a run has to learn something.
     config = dataclasses.replace(
-        collapse.Config().quick(), num_steps=200, num_pictures=260, num_test=260, init_scale=1.0, learning_rate=5e-3
+        collapse.Config().quick(), num_steps=200, num_images=260, num_test=260, init_scale=1.0, learning_rate=5e-3
     )
     folder, cache = tmp_path_factory.mktemp("collapse"), tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
@@ -96,14 +96,14 @@ def test_one_curve(small):
 
 def test_margins(small):
     results, config, _ = small
-    seen, unseen = (results.margins[f"margin_0_{split}"] for split in ("seen", "unseen"))
-    assert seen.shape[:2] == unseen.shape[:2] == (2, 2)
-    assert unseen.shape[2] > seen.shape[2] > 0  # the unseen ones are not an empty set
+    train, test = (results.margins[f"margin_0_{split}"] for split in ("train", "test"))
+    assert train.shape[:2] == test.shape[:2] == (2, 2)
+    assert test.shape[2] > train.shape[2] > 0  # the test ones are not an empty set
     # Samples of the first class lie on its side of the boundary, those of the second on the other.
-    assert (results.margins["margin_0_seen"] > 0).mean() > 0.8
-    assert (results.margins["margin_1_seen"] < 0).mean() > 0.8
+    assert (results.margins["margin_0_train"] > 0).mean() > 0.8
+    assert (results.margins["margin_1_train"] < 0).mean() > 0.8
     # The first coordinate in the plane is the signed distance but for where the boundary lies.
-    for name in ("0_seen", "1_unseen"):
+    for name in ("0_train", "1_test"):
         along = results.margins[f"plane_{name}"][..., 0]
         boundary = results.margins["plane_boundary"][..., None]
         np.testing.assert_allclose(along - boundary, results.margins[f"margin_{name}"], atol=1e-3)
@@ -141,12 +141,12 @@ def test_models_and_series_of_another_run_are_refused(small, tmp_path):
 
 
 def test_margins_of_convolutional_networks(small):
-    config = dataclasses.replace(small[1], network="cnn", num_seen=60, batch_size=60)
+    config = dataclasses.replace(small[1], network="cnn", num_train=60, batch_size=60)
     data = load("glyphs", num_train=60, num_test=60)
     models = initial_models(jnp.zeros((2, 2), jnp.uint32), 1.0, "cnn", {"width": 32})
-    found = margins_of(data, models, config.classes, config.num_seen)
-    assert found["plane_0_seen"].shape == (2, *found["margin_0_seen"].shape[1:], 2)
-    np.testing.assert_array_equal(found["margin_1_unseen"][0], found["margin_1_unseen"][1])
+    found = margins_of(data, models, config.classes, config.num_train)
+    assert found["plane_0_train"].shape == (2, *found["margin_0_train"].shape[1:], 2)
+    np.testing.assert_array_equal(found["margin_1_test"][0], found["margin_1_test"][1])
 
 
 def with_a_diverged_seed(small):
@@ -316,8 +316,8 @@ def test_pictures_tables_and_resuming(small):
     jax.tree.map(np.testing.assert_array_equal, collapse.arrays(results), collapse.arrays(again))
 
 
-TINY = ["--weight-decays", "0.3", "0.03", "--seeds", "42", "43", "--num-steps", "20", "--num-seen", "100"]
-TINY += ["--num-train", "120", "--num-test", "60", "--width", "8", "--num-information", "0"]
+TINY = ["--weight-decays", "0.3", "0.03", "--seeds", "42", "43", "--num-steps", "20", "--num-train", "100"]
+TINY += ["--num-loaded", "120", "--num-test", "60", "--width", "8", "--num-information", "0"]
 
 
 def test_command_line_goes_on(tmp_path, capsys, monkeypatch):
@@ -340,7 +340,7 @@ def test_command_line_goes_on(tmp_path, capsys, monkeypatch):
 
 
 def tiny(**options):
-    sizes = {"num_steps": 3, "num_seen": 40, "batch_size": 20, "num_train": 60, "num_test": 60, "width": 12}
+    sizes = {"num_steps": 3, "num_train": 40, "batch_size": 20, "num_loaded": 60, "num_test": 60, "width": 12}
     return dataclasses.replace(collapse.Config().quick(), seeds=(42,), **sizes, **options)
 
 
@@ -353,7 +353,7 @@ def test_a_sweep_over_devices():
 
 def test_a_sweep_of_convolutional_networks():
     results = collapse.compute(
-        tiny(network="cnn", num_information=1, num_pictures=60, num_smoothed=60, compression_epochs=1), key=KEY
+        tiny(network="cnn", num_information=1, num_images=60, num_smoothed=60, compression_epochs=1), key=KEY
     )
     assert np.isfinite(results.series["rnc1_score"]).all()
     zy = results.information["nhsic_zy"]

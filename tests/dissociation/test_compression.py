@@ -9,7 +9,7 @@ from dissociation.recipes.compression import encode, train_compression
 pytestmark = pytest.mark.slow
 
 
-def test_pictures_are_compressed():
+def test_images_are_compressed():
     data = load("glyphs", num_train=300, num_test=70)
     model = train_compression(data.train_images, 4, key=jax.random.key(0), num_epochs=30, batch_size=40)
     test = np.asarray(data.test_images)

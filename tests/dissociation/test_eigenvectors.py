@@ -14,7 +14,7 @@ from dissociation.figures.eigenvector_measures import top_similarity, truncation
 from dissociation.figures.seeds import masked
 from dissociation.spectral import Spectrum
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("barely_optimized")]
 
 KEY = jax.random.PRNGKey(3)
 

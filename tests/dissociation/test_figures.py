@@ -16,13 +16,15 @@ from dissociation.data.datasets import load
 from dissociation.figures import command, figures, members, robustness, transfer
 from dissociation.figures.artifacts import Parts, axes_of
 
+pytestmark = pytest.mark.usefixtures("barely_optimized")
+
 KEY = jax.random.PRNGKey(5)
 SMALL = {"num_seeds": 2, "num_epochs": 30, "num_train": 600, "num_test": 150, "width": 48}
 
 
 @pytest.fixture(scope="module")
 def noise(tmp_path_factory):
-    config = robustness.Config(**SMALL, num_scales=6, num_nuisance=48, published_null=True)
+    config = robustness.Config(**SMALL, num_scales=6, num_zero=48, published_null=True)
     folder = tmp_path_factory.mktemp("noise")
     return robustness.compute(config, key=KEY, folder=folder), config, folder
 
@@ -245,7 +247,7 @@ def test_command_line_writes_everything_and_goes_on(tmp_path, capsys, monkeypatc
     monkeypatch.setattr(command, "cache_folder", lambda: tmp_path / "cache")
     # The sizes of the fixture: nothing to compile again.
     sizes = [word for name, value in SMALL.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    arguments = ["robustness", *sizes, "--num-scales", "6", "--num-nuisance", "48", "--out", str(tmp_path / "out")]
+    arguments = ["robustness", *sizes, "--num-scales", "6", "--num-zero", "48", "--out", str(tmp_path / "out")]
     assert cli.main([*arguments, "--silent"]) == 0
     shown = capsys.readouterr()
     assert "input null-perturbed" in shown.out
@@ -257,7 +259,7 @@ def test_command_line_writes_everything_and_goes_on(tmp_path, capsys, monkeypatc
     assert json.loads(str(arrays["axes"]))["parameter_error_scaled"] == ["seeds", "scales"]
     description = json.loads((out / "noise-robustness.json").read_text())
     assert description["data"] == {"name": "glyphs", "num_train": 600, "num_test": 150}
-    assert description["config"]["num_nuisance"] == 48
+    assert description["config"]["num_zero"] == 48
     assert description["certificates on the test images"]["scaled"]["changed_predictions"] == 0
     assert "jax" in description["environment"]
     assert cli.main([*arguments, "--silent", "--resume"]) == 0
@@ -272,7 +274,7 @@ WRONG = {
         "scale_factor": [0.0, -1.0, np.inf, np.nan, 1e30, 1e-30],
         "duplicate_multiplier": [0.5, 0.0, np.nan, 1e12],
     },
-    ("robustness",): {"num_scales": [0, 1], "num_nuisance": [-1, 2**40], "null_scale": [-0.1, np.nan, 1e38]},
+    ("robustness",): {"num_scales": [0, 1], "num_zero": [-1, 2**40], "null_scale": [-0.1, np.nan, 1e38]},
     ("transfer",): {
         "num_budgets": [0], "num_splits": [1], "gradient_steps": [0], "num_zero": [-1, 2**40],
         "probes": [(), ("gradient", "gradient"), ("other",)],
@@ -285,7 +287,7 @@ WRONG = {
     },
     ("collapse",): {
         "weight_decays": [(), (-0.1,), (0.1, 0.1)], "seeds": [(), (-1,), (2**32,)], "num_steps": [0], "width": [0],
-        "num_seen": [0, 99], "optimizer": ["adam"], "network": ["rnn"], "data": ["cifar"], "num_information": [-1],
+        "num_train": [0, 99], "optimizer": ["adam"], "network": ["rnn"], "data": ["cifar"], "num_information": [-1],
         "classes": [(1, 1), (0, 10)], "accuracy_threshold": [1.0, -0.1], "code": [0], "learning_rate": [0.0],
     },
 }  # fmt: skip
@@ -307,7 +309,7 @@ def test_every_figure_has_settings_that_cannot_be_met():
 )
 def test_settings_that_cannot_be_met_are_refused_at_once(figure, name, value, monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # it knows some of the choices, too
-    with pytest.raises(ValueError, match="`(num_seen|batch_size|" + name + ")` must "):
+    with pytest.raises(ValueError, match="`(num_train|batch_size|" + name + ")` must "):
         figures()[figure].Config(**{name: value})
 
 
@@ -316,7 +318,7 @@ def test_settings_that_the_data_cannot_meet_are_refused_before_training(tmp_path
     for words, name in (
         (["transfer", "--num-test", "20", "--num-train", "50"], "num_budgets"),
         (["transfer", "--quick", "--num-test", "3", "--num-splits", "2", "--num-budgets", "1"], "num_test"),
-        (["collapse", "--num-train", "50"], "num_seen"),
+        (["collapse", "--num-loaded", "50"], "num_train"),
         (["collapse", "--num-test", "5"], "num_neighbours"),
     ):
         assert cli.main([*words, "--out", str(tmp_path / "out")]) == 2

@@ -20,7 +20,7 @@ from koopman.figures import ordered_mnist, spectra
 from koopman.figures.ordered_mnist_measures import PROTOCOLS, Evaluation, Forecaster, Latent, project, spectral
 from koopman.figures.ordered_mnist_models import Networks
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("barely_optimized")]
 
 
 @pytest.fixture(scope="module")

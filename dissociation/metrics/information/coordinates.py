@@ -52,18 +52,18 @@ def whitened(points: Array, reference: Array | None = None) -> tuple[Array, Arra
 
     def body(index: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         white, done, logs = state
-        column, own = points[:, index][:, None], reference[:, index][:, None]
-        before = jnp.sqrt(jnp.mean(own**2))
+        column, target = points[:, index][:, None], reference[:, index][:, None]
+        before = jnp.sqrt(jnp.mean(target**2))
         for _ in range(2):
-            shares = product(done.T, own) / number
-            column, own = column - product(white, shares), own - product(done, shares)
-        left = jnp.sqrt(jnp.mean(own**2))
+            shares = product(done.T, target) / number
+            column, target = column - product(white, shares), target - product(done, shares)
+        left = jnp.sqrt(jnp.mean(target**2))
         full = left > 32 * jnp.finfo(points.dtype).eps * jnp.maximum(before, jnp.sqrt(jnp.mean(column**2)))
         scale = jnp.where(full, 1.0 / jnp.where(full, left, 1.0), 0.0)
         log = jnp.where(full, jnp.log(jnp.where(full, left, 1.0)), -jnp.inf)
         rest = column / jnp.maximum(jnp.sqrt(jnp.mean(column**2)), jnp.finfo(points.dtype).tiny)
         column = column * scale if reference is points else jnp.where(full, column * scale, rest)
-        return white.at[:, index].set(column[:, 0]), done.at[:, index].set(own[:, 0] * scale), logs + log
+        return white.at[:, index].set(column[:, 0]), done.at[:, index].set(target[:, 0] * scale), logs + log
 
     zero = jnp.zeros_like(points)
     white, _, logs = jax.lax.fori_loop(0, points.shape[1], body, (zero, zero, jnp.zeros((), points.dtype)))

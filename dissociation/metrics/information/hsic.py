@@ -138,8 +138,8 @@ def _in_common(spans: Array) -> Array:
 
 
 def _by_chance(spans: Array) -> Array:
-    own, others = spans[:1], centred_gram(spans[1:])
-    traces = [jnp.trace(part, axis1=-2, axis2=-1) for part in (own, others)]
+    mine, others = spans[:1], centred_gram(spans[1:])
+    traces = [jnp.trace(part, axis1=-2, axis2=-1) for part in (mine, others)]
     return traces[0] * traces[1] / (spans.shape[-1] - 1)
 
 
@@ -212,5 +212,5 @@ def information_plane(
         spans = _spans(jax.vmap(grams, out_axes=1)(order), epsilon)
         return jnp.mean(jnp.concatenate([_in_common(spans), _by_chance(spans)]), 1)
 
-    found = jnp.mean(jax.lax.map(one_pass, jax.random.split(key, passes)), 0)
-    return InformationPlane(*found)
+    values = jnp.mean(jax.lax.map(one_pass, jax.random.split(key, passes)), 0)
+    return InformationPlane(*values)

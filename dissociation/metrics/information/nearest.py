@@ -187,15 +187,15 @@ def information(
     # The determinants of each side by itself are in both entropies, and cancel.
     terms = parts[0] + parts[1] - parts[2] - linear
     groups, most = num_parts(number, count), 2 / 3 * math.log(number)
-    found = _estimate(terms, groups, least=0.0, most=most - linear, enough=groups > 1 and number >= 2**width)
+    beyond = _estimate(terms, groups, least=0.0, most=most - linear, enough=groups > 1 and number >= 2**width)
     if estimator == "entropies":
-        return found
+        return beyond
     # Its most is where the k neighbours alone are within reach of both margins.
     most = most - 2 / 3 * digamma(jnp.asarray(count, x.dtype))
     terms = _kraskov_terms(x, z, count, block)
-    own = _estimate(terms, groups, least=0.0, most=most, enough=number >= 8**width)
-    agree = jnp.abs(own.value - found.value) <= 3 * jnp.hypot(own.error, found.error)
-    return _where(own.reliable & found.reliable & agree, own.value, own.error)
+    direct = _estimate(terms, groups, least=0.0, most=most, enough=number >= 8**width)
+    agree = jnp.abs(direct.value - beyond.value) <= 3 * jnp.hypot(direct.error, beyond.error)
+    return _where(direct.reliable & beyond.reliable & agree, direct.value, direct.error)
 
 
 def _coordinates(both: Array, split: int) -> tuple[Array, Array, Array, Array]:
@@ -282,14 +282,14 @@ def label_information(
         terms = most + digamma(jnp.asarray(count, z.dtype)) - digamma(near)
         terms = jnp.where(jnp.mean(radius > 0) > 1 - _TIES, terms, jnp.inf)
     terms = jnp.where(jnp.all((labels >= 0) & (labels < classes)), terms, jnp.nan)
-    found = _estimate(terms[None], least=0.0, enough=number >= 2 ** z.shape[1])
-    return _capped(found, jnp.mean(most), jnp.mean(jnp.log(total / sizes)))
+    estimate = _estimate(terms[None], least=0.0, enough=number >= 2 ** z.shape[1])
+    return _capped(estimate, jnp.mean(most), jnp.mean(jnp.log(total / sizes)))
 
 
-def _capped(found: Estimate, most: Array, entropy: Array) -> Estimate:
+def _capped(estimate: Estimate, most: Array, entropy: Array) -> Estimate:
     """An information of at most `entropy`; not reliable more than three errors above what the estimator can reach."""
-    reliable = found.reliable & (found.value <= most + 3 * found.error + 1e-3)
-    return _where(reliable, jnp.minimum(found.value, entropy), found.error)
+    reliable = estimate.reliable & (estimate.value <= most + 3 * estimate.error + 1e-3)
+    return _where(reliable, jnp.minimum(estimate.value, entropy), estimate.error)
 
 
 def _where(reliable: Array, value: Array, error: Array) -> Estimate:
@@ -335,8 +335,8 @@ def _estimate(
     value, error = jnp.mean(terms[0]), jnp.std(terms[0]) / number**0.5
     reliable = jnp.isfinite(value) & (value < most) & enough
     if groups > 1:
-        own = np.arange(number) % groups
-        parts = jnp.zeros(groups, terms.dtype).at[own].add(terms[2]) / np.bincount(own)
+        group = np.arange(number) % groups
+        parts = jnp.zeros(groups, terms.dtype).at[group].add(terms[2]) / np.bincount(group)
         error = jnp.maximum(error, jnp.std(parts, ddof=1) / groups**0.5)
         growth = value - jnp.mean(terms[1])
         # A relation without noise has infinite information: what is found grows by log 2, not far above three errors.

@@ -105,16 +105,16 @@ def smallest(
     group = np.arange(groups)
 
     def some(part: tuple[Array, ...]) -> Array:
-        point, label, own = part
-        allowed = (label[:, None] == names[None]) & (own[:, None] != columns[None])
+        point, label, row = part
+        allowed = (label[:, None] == names[None]) & (row[:, None] != columns[None])
         values = jnp.where(allowed, distance(point, others), jnp.inf)
         least = _least(values.reshape(-1, width), count).reshape(-1, groups, count)
-        same = [group[None] % stride == (own % stride)[:, None] for stride in strides(groups)]
+        same = [group[None] % stride == (row % stride)[:, None] for stride in strides(groups)]
         levels = [jnp.where(one[:, :, None], least, jnp.inf).reshape(-1, groups * count) for one in same]
         return -jax.lax.top_k(-jnp.stack(levels), count)[0]
 
-    found = jax.lax.map(some, parts)
-    return found.swapaxes(0, 1).reshape(found.shape[1], -1, count)[:, :number]
+    squares = jax.lax.map(some, parts)
+    return squares.swapaxes(0, 1).reshape(squares.shape[1], -1, count)[:, :number]
 
 
 def _least(values: Array, count: int) -> Array:
@@ -143,13 +143,13 @@ def closer(points: Array, radius: Array, block: int, groups: int = 1) -> Array:
     parts, number = _blocks((points, radius.T, index), block)
 
     def some(part: tuple[Array, ...]) -> Array:
-        point, limits, own = part
-        squares = jnp.where(own[:, None] != index[None], squared(point, points), jnp.inf)
+        point, limits, row = part
+        squares = jnp.where(row[:, None] != index[None], squared(point, points), jnp.inf)
         levels = [
-            jnp.sum((squares < limits[:, level, None]) & (own[:, None] % stride == index[None] % stride), 1)
+            jnp.sum((squares < limits[:, level, None]) & (row[:, None] % stride == index[None] % stride), 1)
             for level, stride in enumerate(strides(groups))
         ]
         return jnp.stack(levels)
 
-    found = jax.lax.map(some, parts)
-    return found.swapaxes(0, 1).reshape(found.shape[1], -1)[:, :number]
+    counts = jax.lax.map(some, parts)
+    return counts.swapaxes(0, 1).reshape(counts.shape[1], -1)[:, :number]

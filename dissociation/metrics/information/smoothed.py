@@ -73,8 +73,8 @@ def log_density(
     points, centres = jnp.asarray(points), jnp.asarray(centres)
     noise = jnp.asarray(noise, centres.dtype)
     owners, labels = (jnp.zeros(len(part), int) for part in (points, centres))
-    found, _ = _log_mixtures(points, owners, centres, labels, 2 * noise**2, block)
-    return found - 0.5 * centres.shape[1] * jnp.log(2 * jnp.pi * noise**2)
+    logs, _ = _log_mixtures(points, owners, centres, labels, 2 * noise**2, block)
+    return logs - 0.5 * centres.shape[1] * jnp.log(2 * jnp.pi * noise**2)
 
 
 def _log_mixtures(
@@ -91,13 +91,13 @@ def _log_mixtures(
         square = jnp.sum(point**2, 1)[:, None] + lengths[None] - 2 * product(point, centres.T)
         logs = -jnp.maximum(square, 0.0) / scale
         same = owner[:, None] == labels[None]
-        own = jax.nn.logsumexp(jnp.where(same, logs, -jnp.inf), axis=1) - jnp.log(jnp.sum(same, 1))
-        return jax.nn.logsumexp(logs, axis=1) - jnp.log(logs.shape[1]), own
+        within = jax.nn.logsumexp(jnp.where(same, logs, -jnp.inf), axis=1) - jnp.log(jnp.sum(same, 1))
+        return jax.nn.logsumexp(logs, axis=1) - jnp.log(logs.shape[1]), within
 
     extra = -points.shape[0] % size
     padded = jnp.pad(points, ((0, extra), (0, 0))).reshape(-1, size, points.shape[1])
-    found = jax.lax.map(some, (padded, jnp.pad(owners, (0, extra)).reshape(-1, size)))
-    return found[0].reshape(-1)[: points.shape[0]], found[1].reshape(-1)[: points.shape[0]]
+    mixtures = jax.lax.map(some, (padded, jnp.pad(owners, (0, extra)).reshape(-1, size)))
+    return mixtures[0].reshape(-1)[: points.shape[0]], mixtures[1].reshape(-1)[: points.shape[0]]
 
 
 @validated
@@ -147,8 +147,8 @@ def smoothed_information(
         points, owners = (features[None] + noise * kicks).reshape(-1, width), jnp.tile(labels, draws)
         offset = 0.5 * width  # E |t - z|^2 / (2 s^2) from the Gaussian's own centre
     scale = (8 if method == "lower" else 2) * noise**2
-    whole, own = _log_mixtures(points, owners, features, labels, scale, block)
-    zx, zy = -jnp.mean(whole) - offset, jnp.mean(own - whole)
+    whole, within = _log_mixtures(points, owners, features, labels, scale, block)
+    zx, zy = -jnp.mean(whole) - offset, jnp.mean(within - whole)
     longest = jnp.max(jnp.sum((features - jnp.mean(features, 0)[None]) ** 2, 1))
     coarse = jnp.finfo(features.dtype).eps * longest > 0.1 * noise**2
     saturated = (zx > 0.99 * jnp.log(number)) | coarse
