@@ -138,7 +138,9 @@ def test_details(small):
     results, config, _ = small
     assert (np.diff(results.values) <= 0).all()
     assert results.leading.shape == (2, 3, 784)
-    assert results.explained["image"].shape == (784,)
+    data = eigenvectors.source(config)
+    first = data.test_images[np.argmax(np.asarray(data.test_labels).argmax(1) == config.digit)]
+    np.testing.assert_array_equal(results.explained["image"], np.asarray(first).reshape(-1))  # and of its digit
     vectors, values = results.explained["vectors"], results.explained["component_values"]
     parts = values * (vectors @ results.explained["image"]) ** 2
     np.testing.assert_allclose(results.explained["contributions"], parts, rtol=1e-3, atol=1e-4)
