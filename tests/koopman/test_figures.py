@@ -49,7 +49,11 @@ def test_ordered_digits(sequence_results):
     assert errors["classifier"][0] < errors["linear"][0]
     assert results.strips["autoencoder"].shape == (1, 4, 2, 28, 28)
     assert "glyphs" in ordered_mnist.headline(results)
-    assert len(ordered_mnist.table(results)) == 1 + 7
+    header, *rows = ordered_mnist.table(results)
+    assert len(rows) == 7
+    final = {row[0]: row[header.index("loss")] for row in rows}
+    assert final.pop(ordered_mnist.MODELS["linear"].label) == ""
+    assert float(final[ordered_mnist.MODELS["vamp"].label]) == round(float(results.validation["vamp"][0, -1]), 3)
     for name in ("vamp", "contrastive", "dpnets", "autoencoder", "orthogonal"):
         assert np.isfinite(results.validation[name]).all()
         assert results.validation[name][0, -1] < results.validation[name][0, 0]
