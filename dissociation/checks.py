@@ -56,6 +56,11 @@ def warn(message: str, category: type[Warning] = RuntimeWarning) -> None:
     warnings.warn(message, category, stacklevel=level)
 
 
+def that_differ(names: Sequence[str]) -> str:
+    """Completes "whose ...": what differs, by name."""
+    return f"{', '.join(names)} {'differs' if len(names) == 1 else 'differ'}"
+
+
 def is_traced(value: Any) -> bool:
     """Whether `value` is being traced by a transformation, so that its numbers are unknown."""
     return isinstance(value, Tracer)
@@ -140,6 +145,25 @@ def _is_finite(array: ArrayLike) -> bool:
         return bool(np.isfinite(array.sum())) or bool(np.isfinite(array).all())
 
 
+def check_takes(name: str, model: Any, example: Any) -> Any:
+    """The shapes and dtypes of what a function makes of one example.
+
+    Raises:
+        TypeError: If it takes no example of that shape.
+        ValueError: If it says itself in a sentence of the toolkit what it wants.
+    """
+    wanted = f"take one example of shape {np.shape(example)}"
+    try:
+        return jax.eval_shape(model, jax.ShapeDtypeStruct(np.shape(example), example.dtype))
+    except WrongValue:
+        raise
+    except (TypeError, ValueError) as error:
+        first = str(error).strip().partition("\n")[0].rstrip(".")
+        if first.startswith(f"`{name}` must "):
+            raise
+        raise TypeError(f"`{name}` must {wanted} (a single model, no stacked ones), got an error: {first}.") from error
+
+
 def check_model(name: str, model: Any, example: Any) -> jax.ShapeDtypeStruct:
     """The shape and dtype of what `model` makes of one example.
 
@@ -147,14 +171,7 @@ def check_model(name: str, model: Any, example: Any) -> jax.ShapeDtypeStruct:
         TypeError: If it takes no example of that shape, or gives anything but one array of real numbers.
         ValueError: If that is empty, or the model itself says in a sentence of the toolkit what it wants.
     """
-    wanted = f"take one example of shape {np.shape(example)}"
-    try:
-        output = jax.eval_shape(model, jax.ShapeDtypeStruct(np.shape(example), example.dtype))
-    except WrongValue:
-        raise
-    except (TypeError, ValueError) as error:
-        first = str(error).strip().partition("\n")[0].rstrip(".")
-        raise TypeError(f"`{name}` must {wanted} (a single model, no stacked ones), got an error: {first}.") from error
+    output = check_takes(name, model, example)
     if not isinstance(output, jax.ShapeDtypeStruct):
         fail_kind(name, "give one array", f"{jax.tree.structure(output)}")
     if jnp.issubdtype(output.dtype, jnp.complexfloating):

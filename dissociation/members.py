@@ -78,6 +78,7 @@ def take(models: Any, index: Any) -> Any:
         >>> take({"weight": jnp.arange(6.0).reshape(3, 2)}, jnp.array([2, 0]))["weight"].tolist()
         [[4.0, 5.0], [0.0, 1.0]]
     """
+    index = np.asarray(index) if isinstance(index, list) else index
     return jax.tree.map(lambda leaf: leaf[index] if _is_array(leaf) else leaf, models)
 
 

@@ -54,6 +54,7 @@ def log_spaced_steps(num_steps: int, count: int) -> Int[np.ndarray, " times"]:
 def check_steps(name: str, steps: object, num_steps: int, first: int = 0) -> Int[np.ndarray, " times"]:
     """Returns `steps` sorted and without repetition, or raises unless they are whole and within the run."""
     array = np.atleast_1d(np.asarray(steps))
+    array = array if array.size else array.astype(int)
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
         raise TypeError(f"`{name}` must be a sequence of whole steps, got {steps!r}.")
     if array.size and (array.min() < first or array.max() > num_steps):

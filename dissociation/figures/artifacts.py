@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dissociation import checkpoint, files
+from dissociation import checkpoint, checks, files
 from dissociation.files import RefusedFile, replacing, write_bytes
 
 Arrays = dict[str, np.ndarray]
@@ -190,7 +190,7 @@ def check_parts_of(folder: str | os.PathLike[str], config: Any) -> str:
     if different := differences(identity["config"], _as_read(config)):
         raise RefusedFile(
             f"`folder` must hold parts of a run of this configuration, got {folder}, "
-            f"whose {', '.join(different)} differ."
+            f"whose {checks.that_differ(different)}."
         )
     return digest_of(identity)
 
@@ -243,7 +243,7 @@ class Parts:
         if (folder / IDENTITY).exists():
             if different := differences(read_identity(folder), self.identity):
                 raise RefusedFile(
-                    f"`folder` must hold parts of the same run, got {folder}, whose {', '.join(different)} differ. "
+                    f"`folder` must hold parts of the same run, got {folder}, whose {checks.that_differ(different)}. "
                     "Name another folder, or delete this one to begin anew."
                 )
             return

@@ -20,7 +20,7 @@ import jax
 import platformdirs
 import tyro
 
-from dissociation import interrupts, plotting
+from dissociation import checks, interrupts, plotting
 from dissociation.checks import WrongValue, check_seed
 from dissociation.figures import artifacts
 from dissociation.figures.protocol import Figure
@@ -231,7 +231,7 @@ def _nothing_to_resume(figure: Figure, run: RunOptions, folder: Path, identity: 
     near = ""
     if others:
         differ, path = min(others, key=lambda other: len(other[0]))
-        near = f" The nearest is {path}, whose {', '.join(differ) or 'version'} differ."
+        near = f" The nearest is {path}, whose {checks.that_differ(differ or ['version'])}."
     return f"`resume` must find an earlier run of the same settings, got none in {folder}.{near}"
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Num
 
+from dissociation.checks import check_takes, fail
 from dissociation.validation import validated
 
 
@@ -51,6 +52,8 @@ def _(model: eqx.nn.MLP, x: Array) -> dict[str, Array]:
         return eqx.filter_vmap(lambda one, value: one(value))(activation, x)
 
     layers = list(model.layers)
+    if layers[0].weight.ndim != 2:
+        fail("model", "be one network", f"weights of shape {layers[0].weight.shape}", "`members.member` picks one")
     if getattr(model, "scan", False) and model.depth > 0:
         first, stacked, last = layers
         layers = [first, *(jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(model.depth - 1)), last]
@@ -78,7 +81,8 @@ def representations(model: Any, inputs: Num[Array | np.ndarray, "n ..."]) -> dic
         "logits", [n, ...] each.
 
     Raises:
-        TypeError: If the model offers no representations.
+        TypeError: If the model offers no representations, or does not take such examples.
+        ValueError: If it is several stacked ones.
 
     Example:
         >>> model = eqx.nn.MLP(4, 3, width_size=8, depth=2, key=jax.random.key(0))
@@ -92,5 +96,7 @@ def representations(model: Any, inputs: Num[Array | np.ndarray, "n ..."]) -> dic
         names[:] = by_name
         return tuple(by_name.values())
 
-    arrays = jax.vmap(values)(jnp.asarray(inputs))  # as a dictionary they would come back in alphabetical order
+    inputs = jnp.asarray(inputs)
+    check_takes("model", values, jax.ShapeDtypeStruct(inputs.shape[1:], inputs.dtype))
+    arrays = jax.vmap(values)(inputs)  # as a dictionary they would come back in alphabetical order
     return dict(zip(names, arrays, strict=True))

@@ -35,7 +35,7 @@ class Batches:
         self.sampler, self.keys, self.mesh = sampler, order_keys, None
         self.arrays = eqx.filter(sampler, eqx.is_array)
         self._block, self._plan = -1, None
-        self._prefetched, self._expected, self._like = None, -1, None
+        self._prefetched, self._expected = None, -1
 
     def lay(self, mesh: Mesh | None) -> None:
         """Puts them on devices."""
@@ -74,16 +74,13 @@ class Batches:
         if isinstance(self.sampler, HostBatches):
             if self._prefetched is None or step != self._expected:
                 self.close()
-                self._prefetched = Prefetched(self.sampler, step)
+                like = None if self._prefetched is None else self._prefetched.like
+                self._prefetched = Prefetched(self.sampler, step, like)
             try:
                 plan, count = self._prefetched.next_block()
             except StopIteration:
                 self._fail_ended(step)
             self._expected = segment.block * self.sampler.block + count
-            shapes = jax.tree.map(_shape, plan)
-            if self._like not in (None, shapes):
-                self.sampler.fail_shapes(f"{shapes} after {self._like}")
-            self._like = shapes
             return self._placed(plan, own=False)
         number = jnp.asarray(segment.block)  # an array: a number would be compiled in
         if self.sampler.shared:
@@ -117,12 +114,20 @@ def _own_plans(sampler: Sampler, keys: Array, block: Any) -> Any:
     return jax.vmap(lambda key: sampler.plan(key, block))(keys)
 
 
-class Prefetched:
-    """The blocks of a `HostBatches`, made ahead in a thread; one that the iterator does not fill repeats its last."""
+def _kept(leaf: Any) -> Any:
+    """A leaf that stays as it is: iterators may fill one buffer again and again."""
+    return np.array(leaf) if hasattr(leaf, "__array__") and not isinstance(leaf, jax.Array) else leaf
 
-    def __init__(self, sampler: HostBatches, step: int):
+
+class Prefetched:
+    """The blocks of a `HostBatches`, made ahead in a thread; one that the iterator does not fill repeats its last.
+
+    `like` is the shapes and dtypes that all batches must have; those of the first one where it is None.
+    """
+
+    def __init__(self, sampler: HostBatches, step: int, like: Any = None):
         self._sampler, self._blocks, self._ended = sampler, queue.Queue(maxsize=2), threading.Event()
-        self._skip = step % sampler.block
+        self._skip, self._next, self.like = step % sampler.block, step - step % sampler.block, like
         started = sampler.start(step)
         if not isinstance(started, Iterable):
             checks.fail_kind("start", "return an iterator of batches", describe(started))
@@ -132,7 +137,7 @@ class Prefetched:
         size = self._sampler.block - self._skip
         try:
             while not self._ended.is_set():
-                part = list(itertools.islice(batches, size))
+                part = [jax.tree.map(_kept, batch) for batch in itertools.islice(batches, size)]
                 if part:  # what came before a run that goes on is never looked at
                     part = [part[0]] * (self._sampler.block - size) + part
                 self._put(part)
@@ -156,12 +161,14 @@ class Prefetched:
             raise part
         if not part:
             raise StopIteration
-        as_arrays("start", part[-1], "samples")  # numbers alone would be stacked too
+        for step, batch in enumerate(part, self._next):
+            shapes = jax.tree.map(_shape, as_arrays("start", batch, "samples"))  # numbers alone would be stacked too
+            if self.like not in (None, shapes):
+                self._sampler.fail_shapes(f"{shapes} at step {step} after {self.like}")
+            self.like = shapes
+        self._next += self._sampler.block
         filled = part + [part[-1]] * (self._sampler.block - len(part))
-        try:
-            stacked = jax.tree.map(lambda *leaves: np.stack([np.asarray(leaf) for leaf in leaves]), *filled)
-        except ValueError as error:
-            self._sampler.fail_shapes(str(error))
+        stacked = jax.tree.map(lambda *leaves: np.stack([np.asarray(leaf) for leaf in leaves]), *filled)
         return as_data(stacked, finite=False), len(part)
 
     def close(self) -> None:

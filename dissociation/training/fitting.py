@@ -10,6 +10,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jaxtyping import Array, PyTree
 
 from dissociation import checkpoint as checkpoints
@@ -76,7 +77,8 @@ def fit(
     Args:
         models: An Equinox module, or any PyTree, whose array leaves carry members on the leading axis. Floats of half
             precision are trained, and returned, as float32. Or the `state` of another call's result, to go on there
-            with the same or another step; the optimiser's state is kept if it fits this optimiser, else begun anew.
+            with the same or another step; the optimiser's state is kept if it fits this optimiser, else begun anew,
+            and hyperparameters are kept if it is a function of them.
         step: Of `make_step`: loss and optimiser.
         sampler: What a step sees: `samplers.Epochs`, `FullBatch`, `Online`, `HostBatches`.
         num_steps: Optimiser steps; give this or `num_epochs`.
@@ -89,7 +91,8 @@ def fit(
         layout: How members are mapped, and over which devices.
         callbacks: What happens on the way: functions `callback(step, records)`, or objects of `callbacks`.
         checkpoint: A file. If it exists the run goes on from it, and the outcome equals the uninterrupted one bit
-            for bit; it is written as the run goes on, on an interrupt, and at the end. It goes on from the same data,
+            for bit; it is written as the run goes on and at its end, be that an interrupt or the error of a callback
+            or an iterator. It goes on from the same data,
             models, hyperparameters and key, under the same step, sampler and observation; layout, callbacks and the
             number of steps may be others: a finished run is extended by more of them. One that a callback ended stays
             ended, unless none listens any more, or no record is made at that step. One call at a time has it.
@@ -162,6 +165,8 @@ def _begin(models: Any, step: Step, aux: Any, hyperparams: Any) -> State:
             size = leading_size(name, as_arrays(name, tree, "members"))
             checks.check_same_length("models", count, name, size, "members")
     hyperparams = jax.tree.map(jnp.asarray, hyperparams)
+    if isinstance(models, State) and hyperparams is None and isinstance(step.optimizer, optax.GradientTransformation):
+        models = models.replace(hyperparams=None)  # those of another optimiser
     old = models.hyperparams if isinstance(models, State) else None
     check_optimizer(step.optimizer, old if hyperparams is None else hyperparams)
     if not isinstance(models, State):

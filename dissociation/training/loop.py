@@ -11,7 +11,7 @@ from dissociation import checks
 from dissociation.keys import typed
 from dissociation.members import concatenate
 from dissociation.training.samplers import HostBatches, Sampler
-from dissociation.training.state import Info, State, Step
+from dissociation.training.state import Info, State, Step, check_fitting
 from dissociation.types import PRNGKey
 from dissociation.validation import validated
 
@@ -58,7 +58,8 @@ def train(
         The state, and the `Info` of every step: [num_steps] on the leading axis.
 
     Raises:
-        ValueError: If a count is negative.
+        ValueError: If a count is negative, or state or sampler are of several members (map over them), or of another
+            optimiser.
         TypeError: If the sampler asks the host, which a compiled loop cannot.
 
     Example:
@@ -75,6 +76,8 @@ def train(
     if isinstance(sampler, HostBatches):
         checks.fail_kind("sampler", "draw its batches in the program", "a HostBatches", "Train with `training.fit`")
     total, first = checks.check_count("num_steps", num_steps), checks.check_count("first_step", first_step)
+    check_fitting(state, step)
+    sampler.check_single()
     keys = streams(typed(key))
 
     def piece(carry: Any, plan: Any, start: Any, part: _Piece) -> Any:

@@ -15,12 +15,14 @@ import numpy as np
 
 from dissociation import checkpoint as checkpoints
 from dissociation import checks, sharding
+from dissociation.conversion import describe
 from dissociation.members import concatenate, stack, take
 from dissociation.training.batches import Batches, example
 from dissociation.training.callbacks import Callback, Progress
 from dissociation.training.chunk import (
     MAX_CHUNK,
     Layout,
+    Source,
     chosen_layout,
     largest_batch,
     observe_members,
@@ -29,6 +31,7 @@ from dissociation.training.chunk import (
     trace_step,
 )
 from dissociation.training.loop import Streams
+from dissociation.training.samplers import Segment
 from dissociation.training.state import Info, State, Step
 from dissociation.training.traced import Traced
 
@@ -162,21 +165,23 @@ class Run:
                 if self.stopped or self.step == total or self.frozen.all():
                     break
                 later = times[times > self.step]
+                source = self.batches.source(self.step)  # may wait for the host: an interrupt is heard
                 with _interrupts_later():
-                    losses = self.advance(min([total, *later[:1].tolist()]))
+                    losses = self.advance(min([total, *later[:1].tolist()]), source)
                 if checkpoint is not None and time.perf_counter() - self.saved_at >= self.save.seconds:
                     self.write(checkpoint)
-        except KeyboardInterrupt:
-            self.write(checkpoint)
+        except BaseException:
+            if not any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state) if isinstance(leaf, jax.Array)):
+                self.write(checkpoint)  # an iterator, a callback or an interrupt ended the run between two chunks
             raise
         finally:
             for callback in self.callbacks:
                 callback.close()
         self.write(checkpoint)
 
-    def advance(self, target: int) -> np.ndarray:
+    def advance(self, target: int, source: tuple[Source, Source, Segment]) -> np.ndarray:
         """Runs one chunk of steps, up to `target` at the most, and records what they say; returns their losses."""
-        common, mapped, place = self.batches.source(self.step)
+        common, mapped, place = source
         count = min(target - self.step, place.end - self.step, self.chunk, MAX_CHUNK)
         began = time.perf_counter()
         calls, per_call = (count, 1) if self.layout.member_map == "unroll" else (1, count)
@@ -191,14 +196,14 @@ class Run:
             return state, concatenate(columns, axis=1)
 
         active = self._placed(jnp.asarray(~self.frozen)) if self.frozen.any() else None
-        self.state, infos = self._over_members(steps, (self.state, self.keys.loss, active, mapped))
+        state, infos = self._over_members(steps, (self.state, self.keys.loss, active, mapped))
         infos = jax.tree.map(lambda leaf: np.asarray(leaf)[: self.num_members, :count], infos)
         seconds = time.perf_counter() - began
+        self.state, self.step = state, self.step + count
         self.infos.append(infos)
-        self._notice_divergence(infos.loss)
-        self.step += count
         if count == self.chunk:  # otherwise the time says nothing about a whole chunk
             self.chunk = int(np.clip(self.chunk * CHUNK_SECONDS / max(seconds, 1e-6), 1, 4 * self.chunk))
+        self._notice_divergence(infos.loss)
         return infos.loss
 
     def record(self) -> None:
@@ -223,12 +228,14 @@ class Run:
                 answer = callback.record(self.step, records)
             except KeyboardInterrupt as error:  # the record counts: the others hear of it all the same
                 interrupted, answer = error, None
-            self.stopped = self.stopped or _is_true(answer)
+            if answer is None:
+                continue
             frozen = np.asarray(answer)
-            if frozen.ndim and frozen.dtype == bool:
-                if frozen.shape != (self.num_members,) and frozen.size > 1:
-                    wanted = f"return None, True, or a truth value for each of the {self.num_members} members"
-                    checks.fail("callbacks", wanted, f"shape {frozen.shape}")
+            if frozen.dtype != bool or (frozen.shape != (self.num_members,) and frozen.size != 1):
+                wanted = f"return None, True, or a truth value for each of the {self.num_members} members"
+                checks.fail("callbacks", wanted, describe(answer))
+            self.stopped = self.stopped or bool(frozen.size == 1 and frozen.all())
+            if frozen.ndim:
                 self.frozen = self.frozen | frozen
         if interrupted is not None:
             raise interrupted
@@ -317,8 +324,8 @@ class Run:
         bad = ~np.isfinite(losses)
         for member in np.flatnonzero(bad.any(axis=1) & (self.diverged_at < 0) & ~self.frozen):
             column = int(bad[member].argmax())
-            self.diverged_at[member] = self.step + column
-            message = f"member {member}: the loss became {losses[member, column]} at step {self.step + column}"
+            self.diverged_at[member] = self.step - losses.shape[1] + column
+            message = f"member {member}: the loss became {losses[member, column]} at step {self.diverged_at[member]}"
             checks.warn(f"{message}; the other members go on.")
 
 
@@ -340,7 +347,7 @@ class Checkpoint(NamedTuple):
         if set(different) <= set(traced):
             cause = "" if version == jax.__version__ else f" (JAX {version} wrote it, this is {jax.__version__})"
             advice += f"; if it is the same program{cause}, say same_program=True"
-        got = f"{self.path}, whose {', '.join(different)} differ"
+        got = f"{self.path}, whose {checks.that_differ(different)}"
         checks.fail("checkpoint", "be a file of the same run", got, advice)
 
 
@@ -353,13 +360,6 @@ def _joined(infos: Sequence[Info]) -> Info:
     if len(infos) == 1:
         return infos[0]
     return jax.tree.map(lambda *leaves: np.concatenate(leaves, axis=1), *infos)
-
-
-def _is_true(answer: Any) -> bool:
-    """Whether it is True, or NumPy's or JAX's form of it; None and all that is no truth value is not."""
-    return bool(
-        getattr(answer, "dtype", type(answer)) in (bool, np.dtype(bool)) and np.size(answer) == 1 and np.all(answer)
-    )
 
 
 @contextmanager

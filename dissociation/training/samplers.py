@@ -59,6 +59,12 @@ class Sampler(eqx.Module):
     stacked: eqx.AbstractVar[bool]
     epoch_steps: eqx.AbstractVar[int]
 
+    def check_single(self) -> None:
+        """Raises if the sampler holds data of several members, as a `stacked` one does where it is not mapped over."""
+        if self.stacked and _ndims(self) == getattr(self, "ndims", None):
+            advice = "Map over it, as in eqx.filter_vmap(lambda sampler: train(state, step, sampler, ...))(sampler)"
+            checks.fail("sampler", "hold the data of one member", "those of all (stacked=True)", advice)
+
     def segment(self, step: int) -> Segment:
         """Where `step` lies, on the host."""
         return Segment(None, 0, step, UNENDING)
@@ -88,10 +94,12 @@ class FullBatch(Sampler):
     stacked: bool = eqx.field(static=True)
     shared: bool = eqx.field(static=True)
     epoch_steps: int = eqx.field(static=True)
+    ndims: tuple[int, ...] = eqx.field(static=True)
 
     @validated
     def __init__(self, data: Any, *, stacked: bool = False):
         self.data, self.stacked, self.shared, self.epoch_steps = as_data(data, stacked), stacked, True, 1
+        self.ndims = _ndims(self.data)
 
     def batch(self, plan: PyTree, within: Any, size: int | None) -> PyTree:
         """The data."""
@@ -121,6 +129,7 @@ class Epochs(Sampler):
     stacked: bool = eqx.field(static=True)
     num_samples: int = eqx.field(static=True)
     epoch_steps: int = eqx.field(static=True)
+    ndims: tuple[int, ...] = eqx.field(static=True)
 
     @validated
     def __init__(
@@ -134,7 +143,7 @@ class Epochs(Sampler):
         stacked: bool = False,
     ):
         self.data, self.batch_size = as_data(data, stacked), batch_size
-        self.shared, self.shuffle, self.stacked = shared, shuffle, stacked
+        self.shared, self.shuffle, self.stacked, self.ndims = shared, shuffle, stacked, _ndims(self.data)
         self.num_samples = jax.tree.leaves(self.data)[0].shape[int(stacked)]
         self.epoch_steps = steps_per_epoch(self.num_samples, batch_size, drop_remainder=drop_remainder)
 
@@ -188,12 +197,14 @@ class Online(Sampler):
     shared: bool = eqx.field(static=True)
     stacked: bool = eqx.field(static=True)
     epoch_steps: int = eqx.field(static=True)
+    ndims: tuple[int, ...] = eqx.field(static=True)
 
     @validated
     def __init__(self, draw: Callable[..., Any], source: Any = None, *, shared: bool = False, stacked: bool = False):
         if stacked and source is None:
             checks.fail("source", "be given where every member has its own (`stacked=True`)", None)
         self.draw, self.source, self.shared, self.stacked, self.epoch_steps = draw, source, shared, stacked, 1
+        self.ndims = _ndims((draw, source))
 
     def plan(self, key: PRNGKey, block: Any) -> PyTree:
         """The key."""
@@ -255,6 +266,10 @@ def permutations(key: Array, epochs: Array, num_samples: int, kept: int) -> Arra
         return jax.random.permutation(jax.random.fold_in(key, epoch), num_samples)[:kept]
 
     return jax.vmap(one)(epochs).reshape(-1)
+
+
+def _ndims(tree: Any) -> tuple[int, ...]:
+    return tuple(leaf.ndim for leaf in jax.tree.leaves(eqx.filter(tree, eqx.is_array)))
 
 
 def as_data(data: Any, stacked: bool = False, *, finite: bool = True) -> Any:

@@ -220,6 +220,22 @@ def check_optimizer(optimizer: Any, hyperparams: Any) -> None:
         )
 
 
+def check_fitting(state: State, step: Step) -> None:
+    """Raises unless the state is that of one member, and of the step's optimiser."""
+    if jnp.ndim(state.step):
+        advice = "Map over members, as in eqx.filter_vmap(lambda state: train(state, ...))(states)"
+        checks.fail("state", "be that of one member", f"{jnp.shape(state.step)} of them", advice)
+    check_optimizer(step.optimizer, state.hyperparams)
+
+    def fresh(arrays: Any, hyperparams: Any) -> Any:
+        return transformation(step.optimizer, hyperparams).init(arrays)
+
+    like = jax.eval_shape(fresh, _trained(state.arrays), state.hyperparams)
+    if jax.tree.structure(like) != jax.tree.structure(state.opt_state):
+        wanted, advice = "hold an `opt_state` of the step's optimiser", "step.init(state.model) begins anew"
+        checks.fail("state", wanted, "that of another", advice)
+
+
 def transformation(optimizer: Any, hyperparams: Any) -> optax.GradientTransformation:
     """The optimiser, made with its hyperparameters if it is a function of them."""
     if isinstance(optimizer, optax.GradientTransformation):

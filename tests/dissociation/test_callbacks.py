@@ -47,12 +47,19 @@ def test_a_function_gets_records_and_can_stop(key):
     np.testing.assert_allclose(seen[2][1]["observed"], np.asarray(run.models.weight).sum((1, 2)), rtol=1e-5)
 
 
+@pytest.mark.parametrize("answer", [1, 0.0, "True", np.ones(2), jnp.array(1), np.ones(2, bool)])
+def test_answers_that_are_no_truth_values_are_refused(key, answer):
+    options = {"num_steps": 4, "key": key, "callbacks": [lambda *_: answer]}
+    with pytest.raises(ValueError, match="`callbacks` must return None, True, or a truth value for each of the 3 mem"):
+        fit(linear_members(key), SGD, FullBatch(regression(key)), **options)
+
+
 @pytest.mark.parametrize(
     ("answer", "stops"),
     [(True, True), (np.True_, True), (jnp.array(True), True), (np.array([True]), True), (np.False_, False)]
-    + [(None, False), (1, False), ("True", False), (np.ones(2), False), (jnp.array(1), False)],
+    + [(None, False), ([False] * 3, False)],
 )
-def test_any_form_of_true_stops_and_nothing_else_does(key, answer, stops):
+def test_any_form_of_true_stops(key, answer, stops):
     options = {"num_steps": 4, "key": key, "save": Save(at=[0, 2]), "callbacks": [lambda *_: answer]}
     result = fit(linear_members(key), SGD, FullBatch(regression(key)), **options)
     assert result.num_steps == (0 if stops else 4)

@@ -141,7 +141,7 @@ def test_nothing_to_resume_names_the_nearest_run(run, tmp_path, capsys):
     said = capsys.readouterr().err
     assert said.startswith("toy: `resume` must find an earlier run of the same settings, got none in ")
     assert "toy_num_seeds-4_" in said
-    assert "whose num_seeds differ." in said
+    assert "whose num_seeds differs." in said
     assert said.count("\n") == 1
     assert len(folders(tmp_path / "out")) == 2
 

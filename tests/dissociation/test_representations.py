@@ -85,6 +85,16 @@ def test_members_and_derivatives():
     np.testing.assert_allclose(slope.layers[0].bias, positive.sum(0), rtol=1e-5)
 
 
+@pytest.mark.parametrize("depth", [0, 2])
+def test_stacked_models_and_single_examples_are_refused(depth):
+    # As many members as units: every product would have a shape.
+    models = eqx.filter_vmap(lambda key: eqx.nn.MLP(4, 4, 4, depth, key=key))(jax.random.split(jax.random.key(0), 4))
+    with pytest.raises(ValueError, match=r"`model` must be one network, got weights of shape \(4, 4, 4\)"):
+        representations(models, X)
+    with pytest.raises(TypeError, match=r"`model` must take one example of shape \(\)"):
+        representations(eqx.nn.MLP(4, 3, 5, 2, key=jax.random.key(0)), X[0])
+
+
 def test_models_of_other_libraries():
     class Other(eqx.Module):
         inner: eqx.nn.Linear

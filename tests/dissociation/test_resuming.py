@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import warnings
 
@@ -410,6 +411,50 @@ def test_batches_of_the_host_resume_at_the_right_step(key, tmp_path, monkeypatch
     resumed = fit(models, step, sampler, checkpoint=tmp_path / "run", **options)
     same_run(whole, resumed)
     assert begun[-1] == 11
+
+
+@pytest.mark.parametrize("culprit", ["iterator", "callback"])
+def test_what_was_done_before_an_error_is_kept(key, tmp_path, culprit):
+    data, broken = regression(key, samples=64), True
+
+    def start(step):
+        for i in range(step, 1000):
+            if broken and culprit == "iterator" and i == 13:
+                raise OSError("the disk is gone")
+            yield data[0][i % 16 * 4 :][:4], data[1][i % 16 * 4 :][:4]
+
+    def callback(step, records):
+        if broken and culprit == "callback" and step == 12:
+            raise OSError("the network is gone")
+
+    models, step, sampler = linear_members(key), make_step(noisy_error, optax.adam(0.05)), HostBatches(start, block=4)
+    options = {"num_steps": 20, "key": key, "save": Save(at=range(0, 21, 4)), "callbacks": [callback]}
+    path = tmp_path / "run"
+    with pytest.raises(OSError, match="is gone"):
+        fit(models, step, sampler, checkpoint=path, **options)
+    assert checkpoints.read_header(path)["step"] == 12
+    broken = False
+    same_run(fit(models, step, sampler, checkpoint=path, **options), fit(models, step, sampler, **options))
+
+
+def test_an_interrupt_is_heard_while_the_host_makes_a_batch(key, tmp_path):
+    batch, used, over, path = regression(key), threading.Event(), threading.Event(), tmp_path / "run"
+
+    def start(step):
+        yield batch
+        used.wait(60)
+        time.sleep(0.2)  # until the run waits for the next one
+        os.kill(os.getpid(), signal.SIGINT)
+        over.wait(60)
+        yield batch
+
+    options = {"num_steps": 9, "key": key, "save": Save(at=[1]), "callbacks": [lambda *_: used.set()]}
+    with pytest.raises(KeyboardInterrupt):
+        fit(linear_members(key), make_step(squared_error, optax.sgd(0.1)), HostBatches(start, block=1), checkpoint=path,
+            **options)  # fmt: skip
+    assert not over.is_set()
+    assert checkpoints.read_header(path)["step"] == 1
+    over.set()
 
 
 KILLED = """

@@ -255,12 +255,27 @@ def test_an_iterator_that_raises_passes_its_error_on(key, fails_at):
         losses(HostBatches(lambda step: 1 // 0), key, num_steps=20)
 
 
+@pytest.mark.parametrize("block", [1, 3, 16])
+def test_an_iterator_may_fill_one_buffer_again_and_again(key, block):
+    def start(step):
+        buffer = np.zeros((4, 3), np.float32)
+        for i in range(step, 100):
+            buffer[:] = i
+            yield buffer
+
+    found = losses(HostBatches(start, block=block), key, num_steps=20)
+    np.testing.assert_array_equal(found, np.tile(np.arange(20.0), (3, 1)))
+
+
 def test_batches_of_several_shapes_are_refused(key):
     sizes = [4, 4, 4, 2]
     for block in (4, 2, 1):  # within what is handed over at once, and between
         sampler = HostBatches(lambda step: (np.ones(size, np.float32) for size in sizes[step:]), block=block)
-        with pytest.raises(ValueError, match=r"`start` must give batches of one structure and shape.*smaller batch"):
+        with pytest.raises(ValueError, match=r"`start` must give batches of one structure .*at step 3 .*smaller batch"):
             losses(sampler, key, num_steps=4)
+        kinds = HostBatches(lambda step: (np.ones(4, kind) for kind in ("f4", "f4", "f4", "i4")[step:]), block=block)
+        with pytest.raises(ValueError, match=r"int32\) at step 3"):
+            losses(kinds, key, num_steps=4)
     with pytest.raises(TypeError, match="`start` must"):
         losses(HostBatches(lambda step: iter([np.array(["a"])] * 20)), key, num_steps=4)
 

@@ -343,6 +343,8 @@ def test_phases_chain(key):
     three = fit(two.state, step, Epochs(data, 4), num_epochs=1, key=key, hyperparams=strong)
     np.testing.assert_array_equal(weights(same), weights(three))
     assert [r.num_steps for r in (one, two, three)] == [6, 11, 14]
+    plain = fit(two.state, make_step(squared_error, optax.sgd(0.1)), FullBatch(data), num_steps=1, key=key)
+    assert plain.state.hyperparams is None
     other = fit(two.state, step, Epochs(data, 4), num_epochs=1, key=key, hyperparams=none)
     assert (np.abs(weights(other)) > np.abs(weights(three))).mean() > 0.9  # without decay they stay larger
     # The batches are those of steps 11, 12 and 13, of the epochs that these lie in.
@@ -499,7 +501,7 @@ def test_nothing_to_record_takes_no_trip_to_the_host_per_step(key, monkeypatch, 
         (
             {"callbacks": [lambda step, records: np.array([True, False])], "at": [1]},
             ValueError,
-            "`callbacks` must return None, True, or a truth value for each of the 3 members, got shape \\(2,\\)",
+            "`callbacks` must return None, True, or a truth value for each of the 3 members, got an array of dtype bool and shape \\(2,\\)",
         ),
         ({"callbacks": [EarlyStop]}, TypeError, r"`callbacks\[0\]` must be a function of step and records"),
     ],

@@ -171,3 +171,29 @@ def test_one_network_needs_no_members(key):
     assert infos.loss[-1] < 0.8 * infos.loss[0]
     assert state.model["count"] == 3
     assert state.model["net"].activation is model["net"].activation
+
+
+@pytest.mark.parametrize("kind", ["epochs", "whole", "draws"])
+def test_data_of_all_members_are_not_those_of_one(key, kind):
+    data = jnp.arange(3.0)[:, None, None] + jnp.zeros((3, 10, 4))
+    sampler = {
+        "epochs": Epochs(data, 4, stacked=True),
+        "whole": FullBatch(data, stacked=True),
+        "draws": Online(lambda source, key: source, data, stacked=True),
+    }[kind]
+    step = make_step(lambda w, batch, key: jnp.mean(batch) + 0 * w, optax.sgd(0.1))
+    start = step.init(jnp.array(1.0))
+    with pytest.raises(ValueError, match="`sampler` must hold the data of one member, got those of all"):
+        train(start, step, sampler, 2, key=key)
+    infos = eqx.filter_vmap(lambda sampler: train(start, step, sampler, 2, key=key)[1])(sampler)
+    np.testing.assert_array_equal(infos.loss, [[0, 0], [1, 1], [2, 2]])
+
+
+def test_states_of_several_members_or_of_another_optimiser_are_refused(key):
+    sampler = FullBatch(regression(key))
+    states = eqx.filter_vmap(ADAM.init)(linear_members(key))
+    with pytest.raises(ValueError, match=r"`state` must be that of one member, got \(3,\) of them"):
+        train(states, ADAM, sampler, 2, key=key)
+    other = make_step(noisy_error, optax.sgd(0.1, momentum=0.9)).init(Linear(jnp.ones((2, 4))))
+    with pytest.raises(ValueError, match="`state` must hold an `opt_state` of the step's optimiser"):
+        train(other, ADAM, sampler, 2, key=key)

@@ -392,6 +392,9 @@ def test_a_singular_covariance_is_named():
     x, y = (jnp.concatenate([a, a[:, :1]], 1) for a in (x, y))
     with pytest.raises(ValueError, match="Ridge needs rank 6, C_x has rank 5 of 6. Pass alpha > 0"):
         fit(Ridge(0.0), x, y)
+    for estimator in (Ridge(), PrincipalComponents(2), ReducedRank(2)):  # alpha follows the data: to zero
+        with pytest.raises(ValueError, match="C_x has rank 0 of 6"):
+            fit(estimator, 0 * x, 0 * y)
     # Five principal directions there are.
     assert np.isfinite(fit(PrincipalComponents(5, 0.0), x, y).core).all()
     inside = jax.jit(lambda x, y: fit(ReducedRank(6, 0.0), x, y))(x, y)
