@@ -121,7 +121,8 @@ class Run:
         self.observe = None
         if save.observe is not None:
             self.observe = trace_observation(save.observe, one, jnp.asarray(0), keys.observe[0])
-        self.state = self._placed(jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), state))
+        # Copies, as steps take their state's memory; and of no weak type, as steps return: one program serves all.
+        self.state = self._placed(jax.tree.map(lambda leaf: jnp.array(leaf, leaf.dtype, copy=True), state))
         self.keys = self._placed(keys)
         batches.lay(self.layout.mesh)
         if self.layout.members_per_batch == "auto":

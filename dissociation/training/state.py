@@ -122,7 +122,7 @@ class Step(eqx.Module):
             hyperparams = jax.tree.map(jnp.asarray, hyperparams)
         opt_state = transformation(self.optimizer, hyperparams).init(_trained(arrays))
         opt_state = jax.tree.map(jnp.asarray, opt_state)
-        return State(arrays, aux, opt_state, hyperparams, jnp.asarray(0), Static(static))
+        return State(arrays, aux, opt_state, hyperparams, jnp.asarray(0, int), Static(static))
 
     def __call__(self, state: State, batch: PyTree, key: PRNGKey) -> tuple[State, Info]:
         """The state after one update, and what was seen on the way; `key` goes to the loss."""

@@ -328,6 +328,18 @@ def test_another_optimiser_begins_anew_and_the_same_goes_on(key):
     assert fresh.state.step.tolist() == [5] * 3
 
 
+def test_one_program_serves_all_steps_and_observations(key, caplog):
+    step = make_step(squared_error, lambda rate: optax.adam(rate))
+    rates = jax.vmap(lambda i: jnp.asarray(0.1))(jnp.arange(3))  # of a weak type, which no step returns
+    assert rates.weak_type
+    save = Save(lambda model, step, key: jnp.sum(model.weight), at=range(0, 41, 10))
+    with jax.log_compiles():
+        fit(linear_members(key), step, FullBatch(regression(key)), num_steps=40, key=key, hyperparams=rates, save=save)
+    compiled = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Compiling")]
+    for name in ("run_chunk", "observe_members"):
+        assert sum(name in message for message in compiled) == 1, name
+
+
 def test_phases_chain(key):
     """Another loss, other hyperparameters and other data from the same state, three phases on end."""
     models, data, more = linear_members(key), regression(key), regression(jax.random.key(1), samples=6)
@@ -501,7 +513,7 @@ def test_nothing_to_record_takes_no_trip_to_the_host_per_step(key, monkeypatch, 
         (
             {"callbacks": [lambda step, records: np.array([True, False])], "at": [1]},
             ValueError,
-            "`callbacks` must return None, True, or a truth value for each of the 3 members, got an array of dtype bool and shape \\(2,\\)",
+            "`callbacks` must return None, True, or a truth value for each of the 3 members, got an array of dtype",
         ),
         ({"callbacks": [EarlyStop]}, TypeError, r"`callbacks\[0\]` must be a function of step and records"),
     ],
