@@ -44,6 +44,7 @@ INTERNAL = {
     "dissociation.training.samplers.as_data": "a check",
     "dissociation.training.samplers.leading_size": "a check",
     "dissociation.training.samplers.permutations": "the orders within",
+    "dissociation.training.state.check_fitting": "a check",
     "dissociation.training.state.check_optimizer": "a check",
     "dissociation.training.state.checked_models": "a check",
     "dissociation.training.state.transformation": "a tool within",

@@ -60,6 +60,7 @@ def test_noise_on_parameters_tells_them_apart(noise):
     assert "published_null" not in results.parameter_error
 
 
+@pytest.mark.slow
 def test_certificates(noise):
     results, *_ = noise
     assert results.certificates["trained"]["max_abs_change"] == 0
@@ -70,6 +71,7 @@ def test_certificates(noise):
     assert results.null_space["dimension"] + results.null_space["rank"] == 784
 
 
+@pytest.mark.slow
 def test_finished_parts_are_used_again_and_others_refused(noise):
     results, config, folder = noise
     before = {path: path.stat().st_mtime_ns for path in folder.iterdir() if path.suffix == ".npz"}
@@ -121,6 +123,7 @@ def one_diverges(monkeypatch):
     monkeypatch.setattr(members, "fit_mnist", fit_mnist)
 
 
+@pytest.mark.slow
 def test_a_network_that_diverged_is_left_out_and_named(noise, one_diverges, tmp_path):
     results, config, _ = noise
     found = robustness.compute(config, key=KEY, folder=tmp_path)
@@ -140,6 +143,7 @@ def test_a_network_that_diverged_is_left_out_and_named(noise, one_diverges, tmp_
     np.testing.assert_allclose(lines[0].get_ydata(), results.input_error["trained"][0])
 
 
+@pytest.mark.slow
 def test_networks_that_all_diverged_are_an_error(one_diverges):
     config = robustness.Config(**{**SMALL, "num_seeds": 1})
     with pytest.MonkeyPatch.context() as patch:
@@ -149,6 +153,7 @@ def test_networks_that_all_diverged_are_an_error(one_diverges):
             robustness.compute(dataclasses.replace(config, num_seeds=2), key=KEY)
 
 
+@pytest.mark.slow
 def test_noise_figure_is_as_specified(noise):
     results, *_ = noise
     figure = robustness.draw(results)
@@ -192,6 +197,7 @@ def test_transfer_curves_and_figure(transferred):
     assert [len(axes.lines) for axes in figure.axes] == 4 * [4]
 
 
+@pytest.mark.slow
 def test_transfer_leaves_out_a_network_that_diverged(one_diverges, monkeypatch):
     config = transfer.Config(**SMALL, num_budgets=2, num_splits=3, num_zero=6)
     curves = np.array([[0.5, 0.25], [0.75, 0.75]], np.float32)  # what the probes find on the stand-in too
@@ -223,6 +229,7 @@ def test_a_change_that_is_nan_shows_unless_its_network_diverged():
     assert members.worst({"max_abs_change": np.array([np.inf, 1.0, 0.0])}, alive)["max_abs_change"] == np.inf
 
 
+@pytest.mark.slow
 def test_a_single_budget_is_drawn(transferred):
     errors = {
         task: {probe: {name: curves[:, :1] for name, curves in variants.items()} for probe, variants in probes.items()}
@@ -233,6 +240,7 @@ def test_a_single_budget_is_drawn(transferred):
     assert figure.axes[0].lines[0].get_marker() == "."
 
 
+@pytest.mark.slow
 def test_names_of_axes_fit_every_array(noise, transferred):
     for figure, results in ((robustness, noise[0]), (transfer, transferred)):
         arrays = figure.arrays(results)

@@ -395,6 +395,7 @@ def test_an_estimate_prints_its_numbers():
     assert repr(entropy(jnp.arange(60.0)[:, None])).startswith("Estimate(value=4.")
 
 
+@pytest.mark.slow
 def test_what_is_not_to_be_trusted_has_no_derivative():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(60, 2)).round(1), jnp.float32)
     assert not entropy(x).reliable

@@ -167,6 +167,7 @@ def test_one_compilation_for_all_budgets_and_penalties():
     assert len(traces) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("predict", [probes.crossval_softmax_predict, probes.crossval_gradient_predict])
 def test_plain_jit_vmap_and_loop_agree(predict):
     x, y = make_data(60, 6, 3)

@@ -37,6 +37,7 @@ def beginning(seed):
     return initial_models(jax.random.split(jax.random.PRNGKey(seed))[:1], 8.0, options={"width": 16})
 
 
+@pytest.mark.slow
 def test_members_are_decays_by_seeds(trained):
     observed = trained.history.observed
     grid = {name: values.reshape(3, 2, -1) for name, values in observed.items() if name != "expensive"}
@@ -50,6 +51,7 @@ def test_members_are_decays_by_seeds(trained):
     assert (np.diff(norms[:, :, -1], axis=0) > 0).all()  # the less decay, the larger the weights
 
 
+@pytest.mark.slow
 def test_dear_measures_come_when_asked(trained):
     norms = trained.history.observed["expensive"]["norm"]
     asked = np.isin(trained.history.observed_at, (0, 20, 200))
@@ -57,6 +59,7 @@ def test_dear_measures_come_when_asked(trained):
     assert np.isnan(norms[:, ~asked]).all()
 
 
+@pytest.mark.slow
 def test_the_beginning_is_eight_times_pytorchs(trained, data):
     model = jax.tree.map(lambda leaf: leaf[0], beginning(42))
     for layer, fan_in in zip(model.layers, (784, 16, 16), strict=True):

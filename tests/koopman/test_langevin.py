@@ -182,6 +182,7 @@ def test_scheme_in_a_harmonic_well(key):
     assert abs(np.corrcoef(last.T)[0, 1]) < 4 / np.sqrt(n)
 
 
+@pytest.mark.slow
 def test_plain_jit_vmap_and_loop_agree(key):
     keys = jax.random.split(key, 3)
     frictions = jnp.array([0.1, 0.5, 1.0])

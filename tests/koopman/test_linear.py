@@ -171,6 +171,7 @@ def test_states_obey_the_regime_recorded_with_them(key):
     np.testing.assert_allclose(states[1:], expected, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_plain_jit_vmap_and_loop_agree(key):
     keys = jax.random.split(key, 3)
     sweep = jnp.array([0.0, 0.1, 0.5])

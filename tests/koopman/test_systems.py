@@ -162,6 +162,7 @@ def test_lorenz_averages():
     assert abs(average(z) - 23.55) < 0.3
 
 
+@pytest.mark.slow
 def test_plain_jit_vmap_and_loop_agree(key):
     keys = jax.random.split(key, 3)
     rates = jnp.array([0.5, 1.0, 2.0])
