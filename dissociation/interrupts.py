@@ -99,7 +99,7 @@ def _note(number: int) -> None:
 
 
 def _lost(unraisable: Any) -> None:
-    """An exception that nobody could catch: an interrupt ends the process then, all else is shown as ever."""
+    """An exception that no one can catch any more: an interrupt ends the process then, all else is shown as ever."""
     if _heard and issubclass(unraisable.exc_type, KeyboardInterrupt):
         _leave()
     sys.__unraisablehook__(unraisable)

@@ -47,6 +47,7 @@ INTERNAL = {
     "dissociation.training.state.check_fitting": "a check",
     "dissociation.training.state.check_optimizer": "a check",
     "dissociation.training.state.checked_models": "a check",
+    "dissociation.training.state.first_opt_state": "a tool within",
     "dissociation.training.state.transformation": "a tool within",
     "dissociation.metrics.softmax_solver": "the solver within the probes",
     "dissociation.keys": "takes a name alone",

@@ -140,7 +140,7 @@ def _leading(spectrum: Spectrum, count: int) -> Spectrum:
 
 @validated
 def member_pairs(num_members: int, other: int | None = None) -> tuple[Int[np.ndarray, " p"], Int[np.ndarray, " p"]]:
-    """Indices of all pairs of members, nobody with itself.
+    """Indices of all pairs of members, no member with itself.
 
     Args:
         num_members: Members of one population.

@@ -21,7 +21,7 @@ from dissociation.progress import MeterFactory, open_meter
 from dissociation.validation import validated
 
 MAX_DESCRIBED = 6
-"""Recorded numbers that progress shows, if nobody says which."""
+"""Recorded numbers that progress shows by default."""
 
 
 class Callback:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,14 @@ from dissociation.training.chunk import Layout, observable
 from dissociation.training.loop import streams
 from dissociation.training.run import Checkpoint, History, Run, Save, records_something
 from dissociation.training.samplers import HostBatches, Sampler, as_arrays, leading_size
-from dissociation.training.state import State, Step, check_optimizer, checked_models, transformation
+from dissociation.training.state import (
+    State,
+    Step,
+    check_optimizer,
+    checked_models,
+    first_opt_state,
+    transformation,
+)
 from dissociation.training.traced import trace
 from dissociation.types import PRNGKey, PRNGKeys
 from dissociation.validation import validated
@@ -178,15 +186,11 @@ def _begin(models: Any, step: Step, aux: Any, hyperparams: Any) -> State:
         state = state.replace(aux=aux)
     if hyperparams is not None:
         state = state.replace(hyperparams=hyperparams)
-
-    def optimizer_state(arrays: Any, hyperparams: Any) -> Any:
-        fresh = transformation(step.optimizer, hyperparams).init(eqx.filter(arrays, eqx.is_inexact_array))
-        return jax.tree.map(jnp.asarray, fresh)
-
-    fresh = jax.eval_shape(jax.vmap(optimizer_state), state.arrays, state.hyperparams)
+    begin = jax.vmap(partial(first_opt_state, step.optimizer))
+    fresh = jax.eval_shape(begin, state.arrays, state.hyperparams)
     shapes = [[(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)] for tree in (fresh, state.opt_state)]
     if jax.tree.structure(fresh) != jax.tree.structure(state.opt_state) or shapes[0] != shapes[1]:
-        state = state.replace(opt_state=jax.vmap(optimizer_state)(state.arrays, state.hyperparams))
+        state = state.replace(opt_state=begin(state.arrays, state.hyperparams))
     return state
 
 

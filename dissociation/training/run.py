@@ -357,12 +357,6 @@ def records_something(callback: Callback) -> bool:
     return type(callback).record is not Callback.record and not isinstance(callback, Progress)
 
 
-def _joined(infos: Sequence[Info]) -> Info:
-    if len(infos) == 1:
-        return infos[0]
-    return jax.tree.map(lambda *leaves: np.concatenate(leaves, axis=1), *infos)
-
-
 @contextmanager
 def _interrupts_later() -> Iterator[None]:
     """Holds an interrupt (Ctrl-C) back until what is inside is done: a chunk's donated state must not be lost."""

@@ -47,7 +47,7 @@ class Segment(NamedTuple):
 
 
 class Sampler(eqx.Module):
-    """What a step sees. To write one, give `segment`, `plan` and `batch`.
+    """What a step sees. To write one, give `segment`, `plan` and `batch`, and `check_single` if it can be `stacked`.
 
     Attributes:
         shared: Whether all members of a sweep draw with one key, or each with its own.
@@ -219,7 +219,8 @@ class Online(Sampler):
 class HostBatches(Sampler):
     """Batches that the host makes, one after the other: data larger than memory, or any Python iterator.
 
-    For `fit` alone; a compiled loop cannot ask the host. Batches are made in a thread ahead of the training.
+    For `fit` alone; a compiled loop cannot ask the host. Batches are made in a thread ahead of the training, and copied
+    there: an iterator may fill one buffer again and again.
 
     Args:
         start: `start(step)` gives an iterator (of PyTrees of arrays, all of the same shapes) whose first batch is that

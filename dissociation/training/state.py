@@ -1,6 +1,7 @@
 """`State` and `make_step`: one optimiser step of one network, as a pure function."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -120,8 +121,7 @@ class Step(eqx.Module):
             aux = jax.tree.map(lambda leaf: leaf if eqx.is_array(leaf) else jnp.asarray(leaf), aux)
         if hyperparams is not None:
             hyperparams = jax.tree.map(jnp.asarray, hyperparams)
-        opt_state = transformation(self.optimizer, hyperparams).init(_trained(arrays))
-        opt_state = jax.tree.map(jnp.asarray, opt_state)
+        opt_state = first_opt_state(self.optimizer, arrays, hyperparams)
         return State(arrays, aux, opt_state, hyperparams, jnp.asarray(0, int), Static(static))
 
     def __call__(self, state: State, batch: PyTree, key: PRNGKey) -> tuple[State, Info]:
@@ -226,11 +226,7 @@ def check_fitting(state: State, step: Step) -> None:
         advice = "Map over members, as in eqx.filter_vmap(lambda state: train(state, ...))(states)"
         checks.fail("state", "be that of one member", f"{jnp.shape(state.step)} of them", advice)
     check_optimizer(step.optimizer, state.hyperparams)
-
-    def fresh(arrays: Any, hyperparams: Any) -> Any:
-        return transformation(step.optimizer, hyperparams).init(arrays)
-
-    like = jax.eval_shape(fresh, _trained(state.arrays), state.hyperparams)
+    like = jax.eval_shape(partial(first_opt_state, step.optimizer), state.arrays, state.hyperparams)
     if jax.tree.structure(like) != jax.tree.structure(state.opt_state):
         wanted, advice = "hold an `opt_state` of the step's optimiser", "step.init(state.model) begins anew"
         checks.fail("state", wanted, "that of another", advice)
@@ -247,6 +243,12 @@ def transformation(optimizer: Any, hyperparams: Any) -> optax.GradientTransforma
             f"`optimizer` must return an optax.GradientTransformation for one member's `hyperparams`, got {made!r}."
         )
     return made
+
+
+def first_opt_state(optimizer: Any, arrays: Any, hyperparams: Any) -> Any:
+    """What the optimiser begins with on one member's arrays."""
+    fresh = transformation(optimizer, hyperparams).init(_trained(arrays))
+    return jax.tree.map(jnp.asarray, fresh)
 
 
 def checked_models(models: Any) -> Any:

@@ -187,7 +187,7 @@ def test_names_are_short_where_they_are_clear():
 
 
 def equal_for(member_map):
-    """In turn, members do not feel that others are frozen; side by side their last digits may."""
+    """In turn, members are independent of frozen others; side by side but for their last digits."""
     if member_map == "vmap":
         return lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
     return np.testing.assert_array_equal

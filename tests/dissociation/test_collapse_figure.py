@@ -31,7 +31,7 @@ NAMES = {
     "within_class_variance",
     "scale_means",
 }
-DEAR = {
+EXPENSIVE = {
     "mi_zx_compression",
     "mi_zy_compression",
     "nhsic_zx",
@@ -64,7 +64,7 @@ def small(tmp_path_factory):
 def test_series(small):
     results, config, _ = small
     assert set(results.series) >= NAMES | {f"test_{name}" for name in ("rnc1_score", "nc2_score")}
-    assert set(results.information) >= DEAR
+    assert set(results.information) >= EXPENSIVE
     for values in results.series.values():
         assert values.shape == (2, 2, len(results.time_step))
     for values in results.information.values():
@@ -299,7 +299,7 @@ def test_the_line_of_first_crossings(small):
     np.testing.assert_allclose(line.get_ydata(), [1000 / 0.03, 1000 / 0.3], rtol=0.02)
 
 
-def test_pictures_tables_and_resuming(small):
+def test_images_tables_and_resuming(small):
     results, config, folder = small
     for shown in (results, collapse.load_partial(config, folder)):
         with warnings.catch_warnings():

@@ -59,7 +59,7 @@ def test_glyphs_are_ten_thousand_and_two_thousand(monkeypatch):
     assert asked == [(10_000, 2_000)]
 
 
-def test_mnist_by_name_takes_the_leading_pictures(fake_mnist, tmp_path):
+def test_mnist_by_name_takes_the_leading_images(fake_mnist, tmp_path):
     whole = load("mnist", folder=tmp_path)
     assert fake_mnist == [(False, tmp_path)]
     assert whole.name == "mnist"

@@ -175,7 +175,7 @@ def test_tables(small):
     assert [row[1] for row in tables.similarity_table(results)[1:]] == ["1", "5"] * 3  # 5 ranks were compared
 
 
-def test_pictures_tables_and_resuming(small):
+def test_images_tables_and_resuming(small):
     results, config, folder = small
     with warnings.catch_warnings():
         warnings.simplefilter("error")

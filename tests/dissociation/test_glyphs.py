@@ -34,7 +34,7 @@ def off_border(border=BORDER):
     return mask.reshape(-1)
 
 
-def plain_pictures():
+def plain_images():
     """Every font's ten digits without variation, [fonts, 10, 784]."""
     draw = partial(draw_glyphs, labels=np.arange(10), key=jax.random.key(0), variation=STILL)
     return np.asarray(jax.jit(jax.vmap(lambda font: draw(font[None])))(glyph_templates()))
@@ -75,7 +75,7 @@ def test_templates_are_fixed_shared_and_centred():
 
 
 def test_digits_are_readable_across_fonts():
-    images = plain_pictures()
+    images = plain_images()
     right = 0
     for font in range(len(FONTS)):
         others = np.delete(images, font, axis=0).reshape(-1, SIDE**2)
@@ -84,8 +84,8 @@ def test_digits_are_readable_across_fonts():
     assert right >= 0.97 * 10 * len(FONTS)
 
 
-def test_pictures_are_upright():
-    images = plain_pictures().reshape(-1, 10, SIDE, SIDE)
+def test_images_are_upright():
+    images = plain_images().reshape(-1, 10, SIDE, SIDE)
     line = np.arange(SIDE) - 13.5
     down, right = images.sum(axis=3) @ line, images.sum(axis=2) @ line
     assert np.all(down[:, 7] < 0)  # the bar of a 7 is on top
@@ -96,7 +96,7 @@ def test_pictures_are_upright():
 # --- Drawing ---
 
 
-def test_still_picture_is_the_template_itself():
+def test_still_image_is_the_template_itself():
     font = glyph_templates()[:1]
     image = draw_glyph(font, 3, key=jax.random.key(0), variation=STILL, border=0).reshape(SIDE, SIDE)
     # Pixel centres lie on the odd samples of the grid.

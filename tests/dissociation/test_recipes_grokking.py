@@ -52,7 +52,7 @@ def test_members_are_decays_by_seeds(trained):
 
 
 @pytest.mark.slow
-def test_dear_measures_come_when_asked(trained):
+def test_expensive_measures_come_when_asked(trained):
     norms = trained.history.observed["expensive"]["norm"]
     asked = np.isin(trained.history.observed_at, (0, 20, 200))
     assert np.isfinite(norms[:, asked]).all()

@@ -368,7 +368,7 @@ def test_aux_metrics_and_frozen_members_resume_bit_for_bit(key, tmp_path, member
 
 @pytest.mark.parametrize("stop", [4, 10])
 def test_early_stops_and_tables_resume(key, tmp_path, stop):
-    """A member's patience, and the rows of a table, do not feel that the run was cut in two."""
+    """A member's patience, and the rows of a table, do not depend on a cut of the run in two."""
     models, sampler = linear_members(key), FullBatch(regression(key))
     step = make_step(squared_error, lambda rate: optax.sgd(rate))
     options = {"num_steps": 40, "key": key, "hyperparams": jnp.array([0.1, 0.0, 1.0])}

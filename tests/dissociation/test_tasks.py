@@ -13,22 +13,22 @@ from dissociation.data.tasks import (
 )
 
 
-def corner_pictures(num, side=4):
+def corner_images(num, side=4):
     """Images told apart by one pixel's value, with their only ink in the upper left corner."""
     images = np.zeros((num, side, side), np.float32)
     images[:, 0, 0] = np.arange(1, num + 1)
     return images
 
 
-def test_turns_are_counter_clockwise_on_a_hand_made_picture(key):
-    images, labels = rotated_quarters(corner_pictures(8), key=key)
+def test_turns_are_counter_clockwise_on_a_hand_made_image(key):
+    images, labels = rotated_quarters(corner_images(8), key=key)
     corner = {0: (0, 0), 1: (3, 0), 2: (3, 3), 3: (0, 3)}  # row, column: down the left side first
     for image, label in zip(np.asarray(images), np.asarray(labels), strict=True):
         assert np.argwhere(image).tolist() == [list(corner[label.argmax()])]
 
 
 @pytest.mark.parametrize("num", [4, 10, 11, 64])
-def test_every_picture_is_there_once_and_turned_as_its_label_says(key, num):
+def test_every_image_is_there_once_and_turned_as_its_label_says(key, num):
     original = np.asarray(jax.random.normal(jax.random.key(1), (num, 9)))
     images, labels = rotated_quarters(original, key=key)
     assert images.shape == original.shape
@@ -41,7 +41,7 @@ def test_every_picture_is_there_once_and_turned_as_its_label_says(key, num):
     assert counts.tolist() == [num // 4 + (k < num % 4) for k in range(4)]
 
 
-def test_flat_and_square_pictures_agree_and_types_stay(key):
+def test_flat_and_square_images_agree_and_types_stay(key):
     square = np.arange(4 * 25, dtype=np.uint8).reshape(4, 5, 5)
     images, labels = rotated_quarters(square, key=key)
     flat_images, flat_labels = rotated_quarters(square.reshape(4, 25), key=key)
@@ -56,7 +56,7 @@ def test_turn_is_independent_of_the_place_in_the_data_set():
     keys = jax.random.split(jax.random.key(5), 2000)
 
     def where_and_how(key):
-        images, labels = rotated_quarters(corner_pictures(8), key=key)
+        images, labels = rotated_quarters(corner_images(8), key=key)
         place = jnp.argmax((images == 1).any(axis=(1, 2)))
         return place, jnp.argmax(labels[place])
 

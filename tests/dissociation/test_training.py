@@ -62,7 +62,7 @@ def test_equals_a_plain_loop(key, member_map):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("member_map", ["scan", "unroll"])
-def test_members_in_turn_do_not_feel_each_other(key, member_map):
+def test_members_in_turn_are_independent(key, member_map):
     """Alone, in company and over two devices: the same bits."""
     models, data = linear_members(key, members=3), regression(key, samples=64)
     step, two = make_step(squared_error, optax.adam(1e-2)), sharding.member_mesh(jax.devices("cpu")[:2])

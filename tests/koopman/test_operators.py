@@ -274,7 +274,7 @@ def test_centring_removes_the_constant():
         np.testing.assert_allclose(far, np.broadcast_to(y.mean(0), (3, 5)), atol=1e-3)
 
 
-def test_pictures_as_observables():
+def test_images_as_observables():
     x, y = (np.asarray(a, np.float32) for a in lagged_pairs(linear_trajectory()[1]))
     images = np.einsum("ni,hi,wi->nhw", y, *np.random.default_rng(0).normal(size=(2, 3, 5))).astype(np.float32)
     forecast = predict(fit(Ridge(), x, y, observable=images), x[:6], [1, 4])
