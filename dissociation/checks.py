@@ -127,6 +127,15 @@ def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
         fail(name, f"be one of {', '.join(map(repr, known))}", repr(value))
 
 
+def check_classes(name: str, labels: ArrayLike, num_classes: int) -> None:
+    """Raises unless known labels are classes from 0, below `num_classes`."""
+    if is_traced(labels) or not np.size(labels):
+        return
+    known = np.asarray(labels)  # arrays of JAX are traced as soon as anything is computed of them under a trace
+    if known.min() < 0 or known.max() >= num_classes:
+        fail(name, f"lie between 0 and {num_classes - 1}", f"{known.min()} to {known.max()}")
+
+
 def check_finite(name: str, array: ArrayLike) -> None:
     """Raises unless every known entry of `array` is finite, and names the first bad position."""
     if is_traced(array) or _is_finite(array):

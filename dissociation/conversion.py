@@ -117,7 +117,8 @@ def check_fits(name: str, array: Any) -> None:
     if kept == array.dtype:
         return
     limits = np.iinfo(kept)
-    for extreme in (array.min(), array.max()):
+    known = np.asarray(array)
+    for extreme in (known.min(), known.max()):
         if not limits.min <= extreme <= limits.max:
             advice = "Larger ones need jax.config.update('jax_enable_x64', True)"
             fail(name, f"hold integers from {limits.min} to {limits.max}", extreme, advice)
@@ -190,9 +191,9 @@ def as_one_hot(name: str, labels: Any, num_classes: int | None = None, *, soft: 
         if is_traced(labels):
             advice = "Traced integers do not say how many classes there are: give jax.nn.one_hot(labels, num_classes)"
             fail_kind(name, "be one-hot under a transformation", "integers", advice)
-        num_classes = int(np.max(labels)) + 1
-    if not is_traced(labels) and int(np.max(labels)) >= num_classes:
-        fail(name, f"be integers from 0 to {num_classes - 1}", int(np.max(labels)))
+        num_classes = int(np.max(np.asarray(labels))) + 1
+    if not is_traced(labels) and (most := int(np.max(np.asarray(labels)))) >= num_classes:
+        fail(name, f"be integers from 0 to {num_classes - 1}", most)
     if isinstance(labels, jax.Array):
         return jax.nn.one_hot(labels, num_classes)
     return (labels[:, None] == np.arange(num_classes)).astype(jax.dtypes.canonicalize_dtype(float))
@@ -209,8 +210,9 @@ def _checked_labels(name: str, labels: Any, *, soft: bool = False, may_be_empty:
         if number_kind(labels.dtype) not in ("int", "bool"):
             fail_kind(name, f"be {wanted}", f"dtype {labels.dtype}", "If they are whole numbers, labels.astype(int)")
         labels = labels.astype(int) if labels.dtype == np.bool_ else labels
-        if not is_traced(labels) and labels.size and int(np.min(labels)) < 0:
-            fail(name, "be integers from 0", int(np.min(labels)))
+        # What is computed of arrays of JAX under a trace is traced, so known ones are NumPy's here.
+        if not is_traced(labels) and labels.size and (least := int(np.min(np.asarray(labels)))) < 0:
+            fail(name, "be integers from 0", least)
         check_fits(name, labels)
         return labels
     labels = as_numbers(name, labels, frozenset({"int", "float"}))

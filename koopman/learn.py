@@ -18,12 +18,12 @@ from jaxtyping import Array, Float
 from dissociation.checks import (
     WrongValue,
     check_choice,
+    check_classes,
     check_count,
     check_non_negative,
     check_positive,
     fail,
     fail_kind,
-    is_traced,
 )
 from dissociation.models.cnn import Encoder
 from dissociation.training import Epochs, FitResult, Save, fit, make_step
@@ -300,8 +300,7 @@ def train_classifiers(
         TypeError: If `encoder` is neither a module nor a function from a key to one.
     """
     check_count("num_classes", num_classes, minimum=2)
-    if not is_traced(labels) and int(labels.max()) >= num_classes:
-        fail("labels", f"be classes below `num_classes` ({num_classes})", int(labels.max()))
+    check_classes("labels", labels, num_classes)
     _check_batches(len(states), batch_size)
     states, labels = jnp.asarray(states), jnp.asarray(labels)
     width = _encoder_width(encoder, num_classes, states[0], key, name="num_classes")

@@ -1,5 +1,7 @@
 """One protocol for all public functions: called plainly, compiled, mapped over members and in a loop, they agree.
 
+Under a compilation that knows their arrays, as constants that it closes over, they can be traced, too.
+
 Arguments come from `tests/tools/registry`. Members differ in their real numbers (the second has 1.25 times those of the
 first, rows of one-hot labels excepted) and in their keys.
 """
@@ -97,8 +99,8 @@ def same(first, second, message):
 @pytest.mark.parametrize(("function", "make_call"), ROWS)
 def test_plain_compiled_mapped_and_looped_agree(function, make_call):
     call = make_call()
-    known = [names for name, names in KNOWN.items() if dotted(function).startswith(name)]
-    kept = {name: call.pop(name) for names in known for name in names if name in call}
+    fixed = [names for name, names in KNOWN.items() if dotted(function).startswith(name)]
+    kept = {name: call.pop(name) for names in fixed for name in names if name in call}
     given = jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf, call)
     arrays, rest = eqx.partition(given, eqx.is_array)
     if not jax.tree.leaves(arrays):
@@ -107,12 +109,18 @@ def test_plain_compiled_mapped_and_looped_agree(function, make_call):
     def run(arrays):
         return function(**eqx.combine(arrays, rest), **kept)
 
+    on_device = jax.tree.map(jnp.asarray, kept)
+
+    def known(_):  # a compiled function of something else, which closes over these arrays
+        return eqx.filter(function(**given, **on_device), eqx.is_array)
+
     members = [arrays, jax.tree.map(other, arrays)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         loop = [run(member) for member in members]
         assert any(np.isfinite(leaf).any() for leaf in numbers(loop)), "nothing to compare"
         same(loop[0], eqx.filter_jit(run)(arrays), "compiled")
+        jax.eval_shape(known, 0.0)
         stacked = eqx.filter_vmap(run)(jax.tree.map(lambda *leaves: jnp.stack(leaves), *members))
     for index, wanted in enumerate(loop):
         found = jax.tree.map(lambda leaf, i=index: leaf[i] if eqx.is_array(leaf) else leaf, stacked)

@@ -79,7 +79,7 @@ def _classes_in(name: str, labels: Any) -> int:
     labels = as_array(name, labels, "integers [n] or one-hot rows [n, classes]", bare=True)
     if labels.ndim > 1:
         return labels.shape[1]
-    return 0 if is_traced(labels) else int(as_classes(name, labels).max()) + 1
+    return 0 if is_traced(labels) else int(np.max(np.asarray(as_classes(name, labels)))) + 1
 
 
 def _glyphs(train: int | None, test: int | None, folder: Any, key: PRNGKey | None) -> tuple[np.ndarray, ...]:

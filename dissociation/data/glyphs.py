@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int, Real
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import TextPath
 
-from dissociation.checks import check_count, fail, is_traced
+from dissociation.checks import check_classes, check_count, fail, is_traced
 from dissociation.types import Count, PRNGKey, PRNGKeys
 from dissociation.validation import validated
 
@@ -233,8 +233,7 @@ def draw_glyphs(
         ValueError: If an argument is out of range; the message names it.
     """
     check_count("batch_size", batch_size, minimum=1)
-    if not is_traced(labels) and np.any((np.asarray(labels) < 0) | (np.asarray(labels) >= NUM_CLASSES)):
-        fail("labels", "be digits, 0 to 9", f"values from {np.min(labels)} to {np.max(labels)}")
+    check_classes("labels", labels, NUM_CLASSES)
     labels = jnp.asarray(labels)
     keys = _fold_in_all(key, labels.shape[0])
     return _draw_each(jnp.asarray(templates), labels, keys, variation, border, batch_size)

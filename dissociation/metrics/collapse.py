@@ -11,7 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from dissociation.checks import check_count, check_finite, check_ndim, check_same_length, fail, is_traced, warn
+from dissociation.checks import (
+    check_classes,
+    check_count,
+    check_finite,
+    check_ndim,
+    check_same_length,
+    fail,
+    is_traced,
+    warn,
+)
 from dissociation.linalg import finite_part, product
 from dissociation.results import Result
 from dissociation.types import Classes
@@ -98,8 +107,7 @@ def class_moments(features: Features, labels: Classes, num_classes: int, *, scat
     check_ndim("features", features, 2, "[samples, dimensions]")
     check_same_length("features", features.shape[0], "labels", labels.shape[0])
     count = check_count("num_classes", num_classes, minimum=1)
-    if not is_traced(labels) and labels.size and (int(labels.min()) < 0 or int(labels.max()) >= count):
-        fail("labels", f"lie between 0 and {count - 1}", f"{int(labels.min())} to {int(labels.max())}")
+    check_classes("labels", labels, count)
     check_finite("features", features)
     features, labels = jnp.asarray(features), jnp.asarray(labels)
     member = jax.nn.one_hot(labels, count, dtype=features.dtype)

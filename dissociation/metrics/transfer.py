@@ -112,7 +112,8 @@ def transfer_errors(
         order = jax.random.permutation(key, size)
         features, labels = features[order], jnp.asarray(labels)[order]
     elif not is_traced(labels):
-        missing = np.flatnonzero(np.any(labels, 0) & ~np.any(labels[: min(counts)], 0))
+        known = np.asarray(labels)
+        missing = np.flatnonzero(np.any(known, 0) & ~np.any(known[: min(counts)], 0))
         if len(missing):
             wanted = f"hold every class in the first {min(counts)} rows, which are the smallest budget"
             fail("labels", wanted, f"none of class {missing[0]}", "Pass a `key`, which draws budgets from all rows")

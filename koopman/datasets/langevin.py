@@ -155,7 +155,7 @@ def langevin_spectrum(
     temperature = _temperature(friction, sigma)
 
     def energy(x: np.ndarray) -> np.ndarray:
-        with jax.enable_x64(True):
+        with jax.enable_x64(True), jax.ensure_compile_time_eval():
             return np.asarray(jax.vmap(lambda state: jnp.sum(potential(state)))(x[:, None])) / temperature
 
     a, b = _within_cut_off(energy, domain)

@@ -267,7 +267,7 @@ def test_wrong_use_says_what_is_wrong(key):
         glyph_data(0, 10, key=key)
     with pytest.raises(TypeError):
         glyph_data(10, 2.5, key=key)
-    with pytest.raises(ValueError, match="`labels` must be digits"):
+    with pytest.raises(ValueError, match="`labels` must lie between 0 and 9"):
         draw_glyphs(templates, np.array([3, 10]), key=key)
     with pytest.raises(ValueError, match="`label` must be a digit"):
         draw_glyph(templates, -1, key=key)

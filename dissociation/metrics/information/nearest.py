@@ -26,7 +26,7 @@ from jax.scipy.special import digamma
 from jaxtyping import Array, Bool, Float
 from scipy.special import gammaln
 
-from dissociation.checks import check_choice, check_count, check_same_length, fail, is_traced
+from dissociation.checks import check_choice, check_classes, check_count, check_same_length, fail, is_traced
 from dissociation.linalg import product
 from dissociation.metrics.information.coordinates import Points, drawn_in, normal_scores, whitened
 from dissociation.metrics.information.neighbours import (
@@ -45,6 +45,8 @@ from dissociation.validation import validated
 _TIES = 0.01
 # Nats of linear information from which on it counts that it is larger between coordinates that are not normal scores.
 _BENT = 0.25
+# Share of samples whose class may be too small for halves.
+_SMALL = 0.1
 
 ESTIMATORS = ("entropies", "kraskov")
 """Differences of entropies, each the weighted Kozachenko-Leonenko one, or Kraskov's estimator."""
@@ -62,7 +64,8 @@ class Estimate(Result):
         value: The estimate; NaN where it is not `reliable`.
         error: Standard error from the spread of the samples' own terms, or that of the estimates from up to 16
             interleaved parts of the samples if larger, since the terms of neighbours depend on each other. Both take
-            samples for independent. An information about labels has the first alone.
+            samples for independent. An information about labels has the first alone, and at least the share of one
+            sample in all that labels can hold: what no sample showed may lie in the next.
         reliable: False where more than 1 % of the samples coincide with neighbours (an entropy is then minus infinity,
             an information infinite; fewer are taken for rounding), or coordinates are linear functions of others; where
             an information is more than three errors below zero, or its part that is not linear above two thirds of the
@@ -71,7 +74,9 @@ class Estimate(Result):
             than the whole, by more than three errors, or say less by two of an information above log(n) / 2; where
             there are fewer than 2^d samples in d dimensions, those of both sides together for an information, 8^d for
             Kraskov's, or fewer than 8 k for halves; and for Kraskov's estimator of information where the other is not
-            reliable, or more than three errors away.
+            reliable, or more than three errors away. Halves share every class alike; of an information about labels it
+            is False where a tenth of the samples are of classes of fewer than 2 (k + 1), and Kraskov's where a class,
+            on average over the samples, has fewer than 2^d.
     """
 
     value: Float[Array, ""]
@@ -256,34 +261,46 @@ def label_information(
     check_same_length("z", z.shape[0], "labels", labels.shape[0])
     number = z.shape[0]
     count, classes = check_neighbours(num_neighbours, number), check_count("num_classes", num_classes, minimum=1)
+    check_classes("labels", labels, classes)
     if not is_traced(labels):
-        if int(labels.min()) < 0 or int(labels.max()) >= classes:
-            fail("labels", f"lie between 0 and {classes - 1}", f"{int(labels.min())} to {int(labels.max())}")
         sizes = np.bincount(np.asarray(labels), minlength=classes)
         small = np.flatnonzero((sizes > 0) & (sizes <= count))
         if len(small):
             fail("labels", f"have more than {count} samples of every class", f"{sizes[small[0]]} of class {small[0]}")
-    z, labels = drawn_in(jnp.asarray(z)), jnp.asarray(labels)
+    # Sorted by class, every other sample makes halves that share every class.
+    labels = jnp.asarray(labels)
+    order = jnp.argsort(labels, stable=True)
+    z, labels = drawn_in(jnp.asarray(z))[order], labels[order]
     members = jax.nn.one_hot(labels, classes, dtype=z.dtype)
-    numbers = jnp.sum(members, 0)
-    means = product(members.T, z) / jnp.maximum(numbers, 1)[:, None]
+    means = product(members.T, z) / jnp.maximum(jnp.sum(members, 0), 1)[:, None]
     z, _ = whitened(z, z - product(members, means))
-    sizes, total = numbers[labels], jnp.asarray(number, z.dtype)
-    squares = smallest(z, labels, count, block, squared)[0]
+    half = jax.nn.one_hot(np.arange(number) % 2, 2, dtype=z.dtype)
+    halves = product(half.T, members)
+    own = jnp.stack([jnp.sum(halves, 0)[labels], jnp.sum(half * halves[:, labels].T, 1)])
+    total = part_sizes(number, 2, z.dtype)
+    squares = smallest(z, labels, count, block, squared, 2)
     # Neighbours of the class that are the neighbours of all: the most that a term can be with equal weights.
     if estimator == "entropies":
-        everything = smallest(z, jnp.zeros(number, int), count, block, squared)[0]
-        terms = _terms_of_distances(everything, z.shape[1], total) - _terms_of_distances(squares, z.shape[1], sizes)
-        most = jnp.log((total - 1) / (sizes - 1))
+        everything = smallest(z, jnp.zeros(number, int), count, block, squared, 2)
+        terms = _level_terms(everything, z.shape[1], total) - _level_terms(squares, z.shape[1], own)
+        most = jnp.log((total[0] - 1) / (own[0] - 1))
     else:
-        radius = squares[:, -1]
-        near = closer(z, radius[None], block)[0].astype(z.dtype) + 1  # the class's k-th, on the rim, counts
-        most = digamma(total) - digamma(sizes)
-        terms = most + digamma(jnp.asarray(count, z.dtype)) - digamma(near)
-        terms = jnp.where(jnp.mean(radius > 0) > 1 - _TIES, terms, jnp.inf)
+        radius = squares[:, :, -1]
+        near = closer(z, radius, block, 2).astype(z.dtype) + 1  # the class's k-th, on the rim, counts
+        terms = digamma(total) - digamma(own)
+        most = terms[0]
+        terms = terms + digamma(jnp.asarray(count, z.dtype)) - digamma(near)
+        terms = jnp.where(jnp.mean(radius[0] > 0) > 1 - _TIES, terms, jnp.inf)
     terms = jnp.where(jnp.all((labels >= 0) & (labels < classes)), terms, jnp.nan)
-    estimate = _estimate(terms[None], least=0.0, enough=number >= 2 ** z.shape[1])
-    return _capped(estimate, jnp.mean(most), jnp.mean(jnp.log(total / sizes)))
+    enough = 2 ** z.shape[1] <= (number if estimator == "entropies" else jnp.mean(own[0]))
+    whole = _estimate(terms[:1], least=0.0, enough=enough)
+    held = jnp.log(total / own)
+    # What no sample showed may lie in one that was not drawn.
+    error = jnp.maximum(whole.error, jnp.mean(held[0]) / number)
+    known = own[1] > count  # a half of the class has neighbours enough
+    values = jnp.minimum(*(jnp.mean(level, 1, where=known) for level in (terms, held)))
+    same = (jnp.mean(known) > 1 - _SMALL) & (jnp.abs(values[0] - values[1]) <= 3 * error)
+    return _capped(_where(whole.reliable & same, whole.value, error), jnp.mean(most), jnp.mean(held[0]))
 
 
 def _capped(estimate: Estimate, most: Array, entropy: Array) -> Estimate:
@@ -302,8 +319,10 @@ def _entropy_terms(points: Array, count: int, block: int) -> Array:
     number = points.shape[0]
     groups = num_parts(number, count)
     squares = smallest(points, jnp.zeros(number, int), count, block, squared, groups)
-    sizes = part_sizes(number, groups, points.dtype)
-    width = points.shape[1]
+    return _level_terms(squares, points.shape[1], part_sizes(number, groups, points.dtype))
+
+
+def _level_terms(squares: Array, width: int, sizes: Array) -> Array:
     return jnp.stack([_terms_of_distances(level, width, size) for level, size in zip(squares, sizes, strict=True)])
 
 
@@ -328,7 +347,7 @@ def _estimate(
     *,
     least: float = -math.inf,
     most: float | Array = math.inf,
-    enough: bool,
+    enough: bool | Array,
 ) -> Estimate:
     """Mean and error from terms of all samples, halves and parts, [levels, n]; see `Estimate` for what is reliable."""
     number = terms.shape[1]
@@ -336,7 +355,7 @@ def _estimate(
     reliable = jnp.isfinite(value) & (value < most) & enough
     if groups > 1:
         group = np.arange(number) % groups
-        parts = jnp.zeros(groups, terms.dtype).at[group].add(terms[2]) / np.bincount(group)
+        parts = jnp.zeros(groups, terms.dtype).at[group].add(terms[-1]) / np.bincount(group)
         error = jnp.maximum(error, jnp.std(parts, ddof=1) / groups**0.5)
         growth = value - jnp.mean(terms[1])
         # A relation without noise has infinite information: what is found grows by log 2, not far above three errors.

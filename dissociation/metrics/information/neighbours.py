@@ -72,8 +72,8 @@ def num_parts(number: int, count: int) -> int:
 
 
 def strides(groups: int) -> tuple[int, ...]:
-    """Of all samples, the halves, and the parts: sample i belongs to number i % stride."""
-    return (1, 2, groups) if groups > 1 else (1,)
+    """Of all samples, the halves, and the parts if they are others: sample i belongs to number i % stride."""
+    return (1, 2, groups) if groups > 2 else (1, 2)[:groups]
 
 
 def part_sizes(number: int, groups: int, dtype: jnp.dtype) -> Array:
