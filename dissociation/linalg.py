@@ -73,7 +73,11 @@ def centre(x: Float[Array | np.ndarray, "n d"]) -> Float[Array, "n d"]:
         Array([[-1.,  0.],
                [ 1.,  0.]], dtype=float32)
     """
-    x = jnp.asarray(x)
+    return _centre(jnp.asarray(x))
+
+
+@jax.jit
+def _centre(x: Array) -> Array:
     x = x - jnp.mean(x, 0)[None]
     return x - jnp.mean(x, 0)[None]
 
@@ -103,6 +107,11 @@ def positive_inverse(matrix: Float[Array | np.ndarray, "*b n m"]) -> Float[Array
     matrix = jnp.asarray(matrix)
     if matrix.ndim < 2 or matrix.shape[-1] != matrix.shape[-2]:
         fail("matrix", "be a stack of square matrices", matrix.shape)
+    return _positive_inverse(matrix)
+
+
+@jax.jit
+def _positive_inverse(matrix: Array) -> Array:
     number, batch = matrix.shape[-1], matrix.shape[:-2]
     size = 1 << max(number - 1, 0).bit_length()
     factor = jnp.linalg.cholesky(matrix)
@@ -188,6 +197,7 @@ def _psd_power_jvp(power: float, primals: tuple[Array, Array], tangents: tuple[A
     return image, product(product(vectors, slopes * turned), vectors.T)
 
 
+@partial(jax.jit, static_argnums=0)
 def _decompose(power: float, matrix: Array, rtol: Array) -> tuple[Array, Array, Array, Array]:
     """Eigenvalues (1 where cut off), which are kept, eigenvectors, and the power of the matrix."""
     matrix, undefined = finite_part(matrix)
@@ -230,6 +240,7 @@ def nuclear_norm(matrix: Float[Array | np.ndarray, "m k"], *, rtol: Scalar | Non
 
 
 @jax.custom_jvp
+@jax.jit
 def _nuclear_norm(matrix: Array, rtol: Array) -> Array:
     del rtol
     matrix, undefined = finite_part(matrix)

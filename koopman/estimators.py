@@ -109,7 +109,9 @@ def span(estimator: Estimator, problem: FeatureRegression | KernelRegression) ->
     Raises:
         ValueError: If "krylov" for reduced rank finds K + alpha I, known, not to be positive definite.
     """
-    return _span(eqx.filter(estimator, False), problem)
+    # A factor that fails is seen on known numbers alone.
+    compiled = isinstance(problem, FeatureRegression) or problem.solver != "krylov"
+    return (_compiled_span if compiled else _span)(eqx.filter(estimator, False), problem)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -128,6 +130,9 @@ def _span_jvp(estimator, primals, tangents):
     rule = estimator.features_jvp if isinstance(problem, FeatureRegression) else estimator.kernel_jvp
     d_vectors, d_values = rule(problem, tangent, basis)
     return basis, Basis(d_vectors, d_values, jnp.zeros_like(basis.rest), jnp.zeros_like(basis.variance))
+
+
+_compiled_span = jax.jit(_span, static_argnums=0)
 
 
 class _Principal:

@@ -1,6 +1,7 @@
 """Forecasts of a fitted operator, and how good they are."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -92,7 +93,11 @@ def matrix_powers(
     if not is_traced(exponents):
         _check_integers("exponents", np.asarray(exponents))
     digits = 31 if is_traced(exponents) else int(np.max(np.asarray(exponents), initial=1)).bit_length()
-    matrix, exponents = jnp.asarray(matrix), jnp.asarray(exponents)
+    return _matrix_powers(jnp.asarray(matrix), jnp.asarray(exponents), digits)
+
+
+@partial(jax.jit, static_argnames="digits")
+def _matrix_powers(matrix: Array, exponents: Array, digits: int) -> Array:
     eye = jnp.eye(matrix.shape[0], dtype=matrix.dtype)
 
     def body(digit: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -160,7 +165,11 @@ def r2_score(target: Float[Array | np.ndarray, "n *o"], forecast: Float[Array | 
     if target.shape[0] < 2:
         fail("target", "hold at least two samples: one has no spread", f"shape {np.shape(target)}")
     warn_narrowed(target, forecast)
-    target, forecast = (jnp.asarray(array).reshape(np.shape(target)[0], -1) for array in (target, forecast))
+    return _r2_score(*(jnp.asarray(array).reshape(np.shape(target)[0], -1) for array in (target, forecast)))
+
+
+@jax.jit
+def _r2_score(target: Array, forecast: Array) -> Array:
     away, off = target - jnp.mean(target, 0)[None], target - forecast
     unit = lax.stop_gradient(jnp.max(jnp.abs(away), 0))  # squares of the data may overflow, or vanish
     constant = jnp.all(target == target[:1], 0)  # whose mean may have rounded

@@ -5,6 +5,8 @@ one belongs to row i of the other. Covariances are divided by n: C_x = x^T x / n
 means are subtracted where `center_covariances` holds. All losses are to be minimised.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -83,6 +85,7 @@ def vamp_loss(x: Features, y: Features, *, schatten_norm: int = 2, center_covari
     return _vamp(x, y, schatten_norm, center_covariances)
 
 
+@partial(jax.jit, static_argnames=("schatten_norm", "center"))
 def _vamp(x: Array, y: Array, schatten_norm: int, center: bool) -> Array:
     _, cross = _whitened(x, y, center)
     return -nuclear_norm(cross) if schatten_norm == 1 else -jnp.sum(cross**2)
@@ -147,16 +150,21 @@ def vamp_score(
     _check_enough("x_test", x_test, rank, center_covariances)
     if not center_covariances:
         _warn_offsets(x=x, y=y, x_test=x_test, y_test=y_test)
-    maps, cross = _whitened(x, y, center_covariances)
+    return _score(x, y, x_test, y_test, schatten_norm, center_covariances, rank)
+
+
+@partial(jax.jit, static_argnames=("schatten_norm", "center", "rank"))
+def _score(x: Array, y: Array, x_test: Array, y_test: Array, schatten_norm: int, center: bool, rank: int) -> Array:
+    maps, cross = _whitened(x, y, center)
     left, values, right = jnp.linalg.svd(cross)
     # Functions without any correlation are rounding noise where the covariances are deficient.
-    held = values > size * float(jnp.finfo(cross.dtype).eps)
+    held = values > x.shape[1] * float(jnp.finfo(cross.dtype).eps)
     turn = jnp.stack([left, right.T])[..., :rank] * held[None, None, :rank]
     functions = lax.stop_gradient(product(maps, turn))
-    if center_covariances:
+    if center:
         x_test, y_test = centre(x_test), centre(y_test)
     tested = product(x_test, functions[0]), product(y_test, functions[1])
-    return -_vamp(*tested, schatten_norm, center_covariances)
+    return -_vamp(*tested, schatten_norm, center)
 
 
 @validated
@@ -200,10 +208,15 @@ def dpnets_loss(
     check_non_negative("metric_deformation", metric_deformation)
     if not relaxed:
         _check_enough("x", x, x.shape[1], center_covariances)
-    if center_covariances:
-        x, y = centre(x), centre(y)
-    else:
+    if not center_covariances:
         _warn_offsets(x=x, y=y)
+    return _dpnets(x, y, metric_deformation, relaxed, center_covariances)
+
+
+@partial(jax.jit, static_argnames=("relaxed", "center"))
+def _dpnets(x: Array, y: Array, metric_deformation: Scalar, relaxed: bool, center: bool) -> Array:
+    if center:
+        x, y = centre(x), centre(y)
     loss = jnp.zeros((), x.dtype) if relaxed else _vamp(x, y, 2, center=False)
     values_x = jnp.linalg.eigvalsh(_after(loss, _covariance(x)))
     values_y = jnp.linalg.eigvalsh(_after(values_x[-1], _covariance(y)))
@@ -255,6 +268,12 @@ def spectral_contrastive_loss(x: Features, y: Features) -> Loss:
     if n < 2:
         fail("x", "hold at least two pairs", f"shape {x.shape}")
     _warn_offsets("take features about their mean", x=x, y=y)
+    return _contrastive(x, y)
+
+
+@jax.jit
+def _contrastive(x: Array, y: Array) -> Array:
+    n = x.shape[0]
     return _off_diagonal_squares(x, y) / float(n * (n - 1)) - (2.0 / n) * jnp.sum(x * y)
 
 
@@ -362,6 +381,11 @@ def energy_loss(
     x, jac = jnp.asarray(x), jnp.asarray(jac)
     check_non_negative("grad_weight", grad_weight)
     check_choice("form", form, ("energy", "pooled"))
+    return _energy(x, jac, grad_weight, form)
+
+
+@partial(jax.jit, static_argnames="form")
+def _energy(x: Array, jac: Array, grad_weight: Scalar, form: str) -> Array:
     n, d = x.shape
     if form == "energy":
         rows = jnp.moveaxis(jac, 2, 1).reshape(-1, d)
@@ -408,10 +432,14 @@ def orthonormal_fro_reg(x: Features, *, key: PRNGKey | None = None) -> Loss:
         Himeno and Yamada (2014), Estimations for some functions of covariance matrix in high dimension under
         non-normality.
     """
-    x = jnp.asarray(x)
-    n, d = x.shape
-    if n < 4:
+    if x.shape[0] < 4:
         fail("x", "hold at least four samples", f"shape {x.shape}")
+    return _fro(jnp.asarray(x), key)
+
+
+@jax.jit
+def _fro(x: Array, key: PRNGKey | None) -> Array:
+    n, d = x.shape
     centred = centre(x)
     norms = jnp.sum(centred**2, 1)
     trace = jnp.sum(norms) / (n - 1)
@@ -448,7 +476,11 @@ def orthonormal_logfro_reg(x: Features) -> Loss:
         Kostic, Novelli, Grazzi, Lounici and Pontil (2024), Learning invariant representations of time-homogeneous
         stochastic dynamical systems, metric distortion loss.
     """
-    x = jnp.asarray(x)
+    return _logfro(jnp.asarray(x))
+
+
+@jax.jit
+def _logfro(x: Array) -> Array:
     values = jnp.linalg.eigvalsh(_covariance(centre(x)))
     return _deformation(values) / x.shape[1] + 2 * jnp.sum(jnp.mean(x, 0) ** 2)
 

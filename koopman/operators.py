@@ -5,6 +5,7 @@ does not square the condition number. One decomposition serves all values of `al
 """
 
 import warnings
+from functools import partial
 from typing import NamedTuple
 
 import equinox as eqx
@@ -154,13 +155,10 @@ def _fit(
     rtol: float | None,
 ) -> Operator:
     width, dtype = problem.x.shape[1], problem.x.dtype
-    largest = jnp.max(jnp.abs(problem.x))
-    unit = scale_of(largest)  # in which squares neither overflow nor vanish
-    problem = problem._replace(x=problem.x / unit, y=problem.y / unit)
+    problem, largest, unit, trace = _in_units(problem)
     size, active, solver = latent(estimator.rank, width, "features", solver, SOLVERS)
     rounding = float(jnp.finfo(dtype).eps)
     cutoff = rtol if rtol is not None else width * rounding if route == "qr" else rounding**0.5
-    trace = jnp.sum(problem.x**2)
     given = alpha is not None
     alpha = jnp.asarray(alpha, dtype) / unit / unit if given else default_alpha(trace, width)
     known = not is_traced(alpha) and not is_traced(problem.x) and not is_traced(problem.y)
@@ -181,6 +179,15 @@ def _fit(
         warn_tied(np.asarray(basis.values), np.asarray(basis.rest), cutoff)
         warn_inexact(operator)
     return operator
+
+
+@jax.jit
+def _in_units(problem: _Problem) -> tuple[_Problem, Array, Array, Array]:
+    """The problem in a unit in which squares neither overflow nor vanish; its largest entry, the unit, the trace."""
+    largest = jnp.max(jnp.abs(problem.x))
+    unit = scale_of(largest)
+    problem = problem._replace(x=problem.x / unit, y=problem.y / unit)
+    return problem, largest, unit, jnp.sum(problem.x**2)
 
 
 def _fit_on_centres(
@@ -243,6 +250,7 @@ def _from_moments(seen: Moments) -> tuple[_Problem, tuple[int, ...]]:
     return _Problem(x, y, observable, offset, mean), seen.mean_observable.shape
 
 
+@partial(jax.jit, static_argnames=("shape", "cutoff"))
 def _assemble(
     problem: _Problem, solution: Basis, alpha: Array, unit: Array, shape: tuple[int, ...], cutoff: float
 ) -> Operator:

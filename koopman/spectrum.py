@@ -29,6 +29,7 @@ References:
 
 from typing import NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -71,6 +72,7 @@ class Spectrum(NamedTuple):
 
 
 @validated
+@eqx.filter_jit
 def eigenvalues(operator: Operator, *, undo_shrinkage: bool = True) -> Complex[Array, " r"]:
     """Eigenvalues by falling modulus, conjugates adjacent.
 
@@ -87,6 +89,7 @@ def eigenvalues(operator: Operator, *, undo_shrinkage: bool = True) -> Complex[A
 
 
 @validated
+@eqx.filter_jit
 def decompose(operator: Operator, *, undo_shrinkage: bool = True) -> Spectrum:
     """All eigenpairs with their residuals.
 
@@ -253,6 +256,7 @@ def modes(
 
 
 @validated
+@eqx.filter_jit
 def singular_values(operator: Operator) -> Float[Array, " r"]:
     """Singular values of G as an operator on the space of the features, in falling order.
 

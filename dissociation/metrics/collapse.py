@@ -6,6 +6,8 @@ square of the mean, cancels when classes collapse, and can come out negative. Cl
 rounding took, so that an offset that all features share costs no digits.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -109,7 +111,11 @@ def class_moments(features: Features, labels: Classes, num_classes: int, *, scat
     count = check_count("num_classes", num_classes, minimum=1)
     check_classes("labels", labels, count)
     check_finite("features", features)
-    features, labels = jnp.asarray(features), jnp.asarray(labels)
+    return _class_moments(jnp.asarray(features), jnp.asarray(labels), count, scatter)
+
+
+@partial(jax.jit, static_argnames=("count", "scatter"))
+def _class_moments(features: Array, labels: Array, count: int, scatter: bool) -> ClassMoments:
     member = jax.nn.one_hot(labels, count, dtype=features.dtype)
     counts = jnp.sum(member, 0)
     place = jnp.where((labels >= 0) & (labels < count), labels, count)  # beyond the last class: NaN
@@ -143,6 +149,7 @@ def _root(squares: Array) -> Array:
 
 
 @validated
+@jax.jit
 def merge_moments(a: ClassMoments, b: ClassMoments) -> ClassMoments:
     """Moments of two sets of samples together, from those of each.
 
@@ -205,11 +212,17 @@ def neural_collapse(moments: ClassMoments) -> Collapse:
         Sakamoto and Sato (2025), Explaining grokking and information bottleneck through neural collapse emergence.
         Papyan, Han and Donoho (2020), Prevalence of neural collapse during the terminal phase of deep learning.
     """
+    found = _collapse(moments)
+    _warn_of_offset(moments, found.within + found.between)
+    return found
+
+
+@jax.jit
+def _collapse(moments: ClassMoments) -> Collapse:
     number = jnp.sum(moments.counts)
     within = jnp.sum(moments.spread) / number
     centred, _ = _centred(moments, moments.counts)
     between = jnp.sum(moments.counts / number * jnp.sum(centred**2, 1))
-    _warn_of_offset(moments, within + between)
     scale = moments.norms / number
     return Collapse(
         within=within,
@@ -253,6 +266,7 @@ def _condition_number(moments: ClassMoments) -> Array:
 
 
 @validated
+@jax.jit
 def trace_ratio(moments: ClassMoments) -> Float[Array, ""]:
     """tr(S_W pinv(S_B)) / C: within-class covariance in units of the between-class one, class by class dimension.
 
@@ -316,6 +330,7 @@ def _about_their_mean(moments: ClassMoments) -> tuple[Array, Bool[Array, " class
 
 
 @validated
+@jax.jit
 def simplex_frame(moments: ClassMoments) -> Frame:
     """Equinorm and equiangularity of class means about their mean (NC2).
 
@@ -352,6 +367,7 @@ def simplex_frame(moments: ClassMoments) -> Frame:
 
 
 @validated
+@jax.jit
 def self_duality(moments: ClassMoments, classifier: Float[Array | np.ndarray, "classes d"]) -> Float[Array, ""]:
     """|W / |W| - M / |M||^2 with Frobenius norms: whether the last layer's rows are the centred class means (NC3).
 
@@ -402,11 +418,16 @@ def nearest_centre_agreement(
     check_same_length("moments", moments.means.shape[0], "logits", logits.shape[1], "classes")
     check_same_length("moments", moments.means.shape[1], "features", features.shape[1], "dimensions")
     check_finite("features", features)
+    return _agreement(jnp.asarray(features), jnp.asarray(logits), moments)
+
+
+@jax.jit
+def _agreement(features: Array, logits: Array, moments: ClassMoments) -> Array:
     means, present, _ = _about_their_mean(moments)
     # |z - mu|^2 minus |z|^2; about the middle of the means, against cancellation.
     share = jnp.where(present, 1.0, 0.0)[:, None] / jnp.sum(present)
     middle = jnp.sum(share * moments.means, 0)[None]
-    about = jnp.asarray(features) - middle - jnp.sum(share * (moments.means - middle + moments.rest), 0)[None]
+    about = features - middle - jnp.sum(share * (moments.means - middle + moments.rest), 0)[None]
     distance = jnp.where(present[None], jnp.sum(means**2, 1)[None] - 2 * product(about, means.T), jnp.inf)
     agree = jnp.mean(jnp.argmin(distance, 1) == jnp.argmax(logits, 1), dtype=distance.dtype)
     defined = jnp.isfinite(jnp.min(distance, 1)) & jnp.isfinite(jnp.max(logits, 1))

@@ -184,7 +184,12 @@ def certified_radius(
     check_finite("x", x)
     if not is_traced(label) and not 0 <= int(label) < classes:
         fail("label", f"be a class from 0 to {classes - 1}", label)
-    image, label = jnp.asarray(x), jnp.asarray(label)
+    return _certified_radius(source, jnp.asarray(x), jnp.asarray(label))
+
+
+@jax.jit
+def _certified_radius(source: Margins, image: Array, label: Array) -> DistanceCertificate:
+    classes = source.table.shape[0]
     rivals = jnp.arange(classes)
     rows = source.table[label]
     sign = jnp.where(label < rivals, 1.0, -1.0).astype(image.dtype)[:, None]

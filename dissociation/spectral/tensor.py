@@ -4,6 +4,7 @@ T[o, i, j] holds the forms of all output directions. Everything is computed over
 in (never more than the hidden layer has) and taken back to inputs at the end.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -125,6 +126,11 @@ def low_rank(
     rank = check_count("rank", rank, minimum=1)
     count = check_count("num_iterations", num_iterations, minimum=1)
     tensor, lift = compact_forms(model, directions, layer, space)
+    return _low_rank(tensor, lift, key, rank, count)
+
+
+@partial(jax.jit, static_argnames=("rank", "count"))
+def _low_rank(tensor: Array, lift: Array, key: PRNGKey, rank: int, count: int) -> LowRank:
     start = jax.random.normal(key, (2, tensor.shape[1], rank), tensor.dtype)
 
     def unit(factor: Array) -> Array:

@@ -14,6 +14,8 @@ median instead, and does not follow the scale of the features. Where the median 
 pairs coincide, it is their mean; and features that are all alike have a constant kernel.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -72,6 +74,11 @@ def gaussian_gram(x: Features, *, sigma: Scalar = 5.0, bandwidth: str = "dimensi
     check_ndim("x", x, 2, "[samples, dimensions]")
     check_positive("sigma", sigma)
     check_choice("bandwidth", bandwidth, BANDWIDTHS)
+    return _gaussian_gram(jnp.asarray(x), sigma, bandwidth)
+
+
+@partial(jax.jit, static_argnames="bandwidth")
+def _gaussian_gram(x: Array, sigma: Scalar, bandwidth: str) -> Array:
     x = centre(x)
     lengths = jnp.sum(x**2, 1)
     square = jnp.maximum(lengths[:, None] + lengths[None] - 2 * product(x, x.T), 0.0)
@@ -87,6 +94,7 @@ def gaussian_gram(x: Features, *, sigma: Scalar = 5.0, bandwidth: str = "dimensi
 
 
 @validated
+@jax.jit
 def centred_gram(gram: Float[Array, "*b n n"]) -> Float[Array, "*b n n"]:
     """H K H with H = I - 1 1^T / n: the kernel matrix of centred features."""
     gram = gram - gram[..., :1, :1]  # H takes any constant away: its rounding, with fused products, would stay
@@ -133,10 +141,12 @@ def shuffled_hsic(grams: Float[Array, "kernels *b n n"], *, epsilon: Scalar = 1e
     return _by_chance(_spans(grams, epsilon))
 
 
+@jax.jit
 def _in_common(spans: Array) -> Array:
     return jnp.sum(spans[:1] * spans[1:].swapaxes(-1, -2), (-1, -2))
 
 
+@jax.jit
 def _by_chance(spans: Array) -> Array:
     mine, others = spans[:1], centred_gram(spans[1:])
     traces = [jnp.trace(part, axis1=-2, axis2=-1) for part in (mine, others)]
@@ -147,6 +157,11 @@ def _spans(grams: Array, epsilon: Scalar) -> Array:
     check_positive("epsilon", epsilon)
     if grams.shape[0] < 2:
         fail("grams", "hold at least two kernel matrices", grams.shape[0])
+    return _ridge_spans(grams, epsilon)
+
+
+@jax.jit
+def _ridge_spans(grams: Array, epsilon: Scalar) -> Array:
     number = grams.shape[-1]
     ridge = jnp.asarray(epsilon, grams.dtype) * number * jnp.eye(number, dtype=grams.dtype)
     shape = grams.shape

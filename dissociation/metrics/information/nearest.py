@@ -137,8 +137,12 @@ def entropy(points: Points, *, num_neighbours: int = 5, block: int = 250) -> Est
         >>> bool(jnp.abs(found.value - 1.419) < 3 * found.error)
         True
     """
-    count = check_neighbours(num_neighbours, points.shape[0])
-    white, logs = whitened(jnp.asarray(points))
+    return _entropy(jnp.asarray(points), check_neighbours(num_neighbours, points.shape[0]), block)
+
+
+@partial(jax.jit, static_argnames=("count", "block"))
+def _entropy(points: Array, count: int, block: int) -> Estimate:
+    white, logs = whitened(points)
     terms = _entropy_terms(white, count, block) + logs
     groups = num_parts(len(white), count)
     return _estimate(terms, groups, enough=groups > 1 and len(white) >= 2 ** white.shape[1])
@@ -180,10 +184,14 @@ def information(
     """
     check_choice("estimator", estimator, ESTIMATORS)
     check_same_length("x", x.shape[0], "z", z.shape[0])
-    number, width = x.shape[0], x.shape[1] + z.shape[1]
-    count = check_neighbours(num_neighbours, number)
     x = jnp.asarray(x)
-    both = jnp.concatenate([x, jnp.asarray(z, x.dtype)], 1)
+    return _information(x, jnp.asarray(z, x.dtype), estimator, check_neighbours(num_neighbours, x.shape[0]), block)
+
+
+@partial(jax.jit, static_argnames=("estimator", "count", "block"))
+def _information(x: Array, z: Array, estimator: str, count: int, block: int) -> Estimate:
+    number, width = x.shape[0], x.shape[1] + z.shape[1]
+    both = jnp.concatenate([x, z], 1)
     ways = jax.vmap(partial(_coordinates, split=x.shape[1]))(jnp.stack([normal_scores(both), drawn_in(both)]))
     # Normal scores bend a strong linear relation of several coordinates a little.
     straighter = (ways[3][1] < ways[3][0] - _BENT).astype(int)
@@ -259,18 +267,21 @@ def label_information(
     """
     check_choice("estimator", estimator, ESTIMATORS)
     check_same_length("z", z.shape[0], "labels", labels.shape[0])
-    number = z.shape[0]
-    count, classes = check_neighbours(num_neighbours, number), check_count("num_classes", num_classes, minimum=1)
+    count, classes = check_neighbours(num_neighbours, z.shape[0]), check_count("num_classes", num_classes, minimum=1)
     check_classes("labels", labels, classes)
     if not is_traced(labels):
         sizes = np.bincount(np.asarray(labels), minlength=classes)
         small = np.flatnonzero((sizes > 0) & (sizes <= count))
         if len(small):
             fail("labels", f"have more than {count} samples of every class", f"{sizes[small[0]]} of class {small[0]}")
+    return _label_information(jnp.asarray(z), jnp.asarray(labels), classes, estimator, count, block)
+
+
+@partial(jax.jit, static_argnames=("classes", "estimator", "count", "block"))
+def _label_information(z: Array, labels: Array, classes: int, estimator: str, count: int, block: int) -> Estimate:
     # Sorted by class, every other sample makes halves that share every class.
-    labels = jnp.asarray(labels)
-    order = jnp.argsort(labels, stable=True)
-    z, labels = drawn_in(jnp.asarray(z))[order], labels[order]
+    number, order = z.shape[0], jnp.argsort(labels, stable=True)
+    z, labels = drawn_in(z)[order], labels[order]
     members = jax.nn.one_hot(labels, classes, dtype=z.dtype)
     means = product(members.T, z) / jnp.maximum(jnp.sum(members, 0), 1)[:, None]
     z, _ = whitened(z, z - product(members, means))

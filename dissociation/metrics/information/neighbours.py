@@ -5,6 +5,7 @@ coordinate: products of coordinates would cancel at the distances that matter he
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -36,8 +37,12 @@ def neighbour_distances(points: Points, num_neighbours: int, *, block: int = 250
     Raises:
         ValueError: If there are not more than `num_neighbours` points.
     """
-    count = check_neighbours(num_neighbours, points.shape[0])
-    squares = smallest(jnp.asarray(points), jnp.zeros(points.shape[0], int), count, block, squared)[0]
+    return _distances(jnp.asarray(points), check_neighbours(num_neighbours, points.shape[0]), block)
+
+
+@partial(jax.jit, static_argnames=("count", "block"))
+def _distances(points: Array, count: int, block: int) -> Array:
+    squares = smallest(points, jnp.zeros(points.shape[0], int), count, block, squared)[0]
     apart = squares > 0  # a distance of zero has no slope, and is given none
     return jnp.where(apart, jnp.sqrt(jnp.where(apart, squares, 1.0)), squares)
 
