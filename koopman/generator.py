@@ -4,6 +4,7 @@ For dX = -grad V dt / gamma + sqrt(2 D) dW the generator L is self-adjoint in L2
 quadratic form needs gradients only: -<f, L g> = D E[grad f . grad g]. No lag, and no pairs: samples in any order serve.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -95,14 +96,9 @@ def fit_generator(
         fail("rank", f"be at most the number of features ({x.shape[1]})", rank)
     warn_narrowed(x, jac)
     warn_offset(x, advice="take them about their mean")
-    number, width = x.shape
-    x, flat = jnp.asarray(x), jnp.moveaxis(jnp.asarray(jac), 2, 1).reshape(-1, width)
-    # In units of the features and of the rates, in which squares neither overflow nor vanish.
-    unit = scale_of(jnp.max(jnp.abs(x)))
-    x, flat = x / unit, flat / unit * jnp.sqrt(jnp.asarray(diffusion, x.dtype))
-    pace = scale_of(jnp.max(jnp.abs(flat)))
-    root, slope = gram_root(x * number**-0.5), gram_root(flat / pace * number**-0.5)
-    held, energy = jnp.sum(root**2), jnp.sum(slope**2)
+    width = x.shape[1]
+    x = jnp.asarray(x)
+    x, root, slope, unit, pace, held, energy = _forms(x, jnp.asarray(jac), jnp.asarray(diffusion, x.dtype))
     if shift is None:  # any will do where there is no energy, or nothing at all
         known = (held > 0) & (energy > 0)
         shift = jnp.where(known, energy, 1.0) / jnp.where(known, held, 1.0)
@@ -113,6 +109,26 @@ def fit_generator(
         if energy > 0 and held > 0:
             check_square("jac", float(energy / held) * float(pace) ** 2, "squares, over those of `x`,", x.dtype)
         warn_large_alpha(penalty, held / width, held, "the mean eigenvalue of E[phi phi^T]", unit)
+    return _generator(x, root, slope, unit, pace, shift, penalty, size)
+
+
+@jax.jit
+def _forms(x: Array, jac: Array, diffusion: Array) -> tuple[Array, ...]:
+    """Features, roots of both forms, units in which squares neither overflow nor vanish, and traces."""
+    number, width = x.shape
+    flat = jnp.moveaxis(jac, 2, 1).reshape(-1, width)
+    unit = scale_of(jnp.max(jnp.abs(x)))
+    x, flat = x / unit, flat / unit * jnp.sqrt(diffusion)
+    pace = scale_of(jnp.max(jnp.abs(flat)))
+    root, slope = gram_root(x * number**-0.5), gram_root(flat / pace * number**-0.5)
+    return x, root, slope, unit, pace, jnp.sum(root**2), jnp.sum(slope**2)
+
+
+@partial(jax.jit, static_argnames="size")
+def _generator(
+    x: Array, root: Array, slope: Array, unit: Array, pace: Array, shift: Array, penalty: Array, size: int
+) -> Generator:
+    number, width = x.shape
     rows, ridge = jnp.stack([jnp.sqrt(shift) * root, slope]), shift * penalty
     vectors = _pencil(rows, ridge)[:, :size]
     # Rayleigh's quotient, whose numerator cannot turn negative and does not cancel.

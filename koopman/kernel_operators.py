@@ -4,6 +4,7 @@ With K = k(X, X) / n an estimator is U = sum_i c_i phi(x_i) / sqrt(n), so that i
 u(x) = k(x, X) c / sqrt(n).
 """
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
@@ -36,10 +37,8 @@ def fit_with_kernel(
     if not is_traced(gram_x):
         check_square("kernel", float(jnp.trace(gram_x)), "a mean of k(x, x)", gram_x.dtype)
         warn_constant(x, gram_x)
-    # In units in which the squares of kernel values neither overflow nor vanish.
-    unit = scale_of(jnp.sqrt(jnp.trace(gram_x)))
-    gram_x, gram_y = gram_x / unit / unit, gram_y / unit / unit
-    given, trace = estimator.alpha is not None, jnp.trace(gram_x)
+    gram_x, gram_y, unit, trace = _in_units(gram_x, gram_y)
+    given = estimator.alpha is not None
     alpha = jnp.asarray(estimator.alpha, x.dtype) / unit / unit if given else default_alpha(trace)
     known = not (is_traced(alpha) or is_traced(gram_x) or is_traced(gram_y))
     if solver == "auto":
@@ -48,31 +47,51 @@ def fit_with_kernel(
     basis = span(estimator, problem)
     if known and given and float(alpha) == 0.0 and not (estimator.inverts_all and solver == "krylov"):
         _check_regular(estimator, problem, basis)
-    weights, values = basis.vectors, basis.values
-    latent_x = product(gram_x, weights) * number**0.5
-    coefficients = weights / unit / unit * number**-0.5
-    latent_y = product(gram(kernel, y, x), coefficients)
+    coefficients, dual, moments = _moments(problem, basis, gram(kernel, y, x), flat, unit)
     operator = Operator(
         encode=KernelMap(kernel, x, coefficients),
-        dual=KernelMap(kernel, y, latent_x / number),
-        core=product(latent_x.T, latent_y) / number,
-        readout=product(latent_x.T, flat) / number,
+        dual=KernelMap(kernel, y, dual),
         mean_observable=jnp.zeros(flat.shape[1:], flat.dtype),
-        gram_x=product(latent_x.T, latent_x) / number,
-        gram_y=product(latent_y.T, latent_y) / number,
-        dual_gram=product(latent_x.T, product(gram_y, latent_x)) / number * unit * unit,
-        basis_gram=product(coefficients.T, latent_x),
-        singular_values=values * unit,
-        alpha=alpha * unit * unit,
-        effective_rank=jnp.sum(values > problem.cutoff**0.5 * jnp.max(values)),
         observable_shape=shape,
+        **moments,
     )
     if known and active is None:
         which = "the mean of k(x, x)" if estimator.rank is None else f"eigenvalue {size} of k(X, X) / n"
         warn_large_alpha(alpha, basis.variance, trace, which, unit)
-        warn_tied(np.asarray(values), np.asarray(basis.rest), problem.cutoff**0.5)
+        warn_tied(np.asarray(basis.values), np.asarray(basis.rest), problem.cutoff**0.5)
         warn_inexact(operator)
     return operator
+
+
+@jax.jit
+def _in_units(gram_x: Array, gram_y: Array) -> tuple[Array, Array, Array, Array]:
+    """Both, in a unit of features in which squares of kernel values neither overflow nor vanish; it; the trace of K."""
+    unit = scale_of(jnp.sqrt(jnp.trace(gram_x)))
+    gram_x, gram_y = gram_x / unit / unit, gram_y / unit / unit
+    return gram_x, gram_y, unit, jnp.trace(gram_x)
+
+
+@jax.jit
+def _moments(
+    problem: KernelRegression, basis: Basis, across: Array, flat: Array, unit: Array
+) -> tuple[Array, Array, dict[str, Array]]:
+    """Coefficients of the latent functions and of their duals, and the rest of the operator."""
+    gram_x, gram_y, number = problem.x, problem.y, problem.x.shape[0]
+    latent_x = product(gram_x, basis.vectors) * number**0.5
+    coefficients = basis.vectors / unit / unit * number**-0.5
+    latent_y = product(across, coefficients)
+    moments = {
+        "core": product(latent_x.T, latent_y) / number,
+        "readout": product(latent_x.T, flat) / number,
+        "gram_x": product(latent_x.T, latent_x) / number,
+        "gram_y": product(latent_y.T, latent_y) / number,
+        "dual_gram": product(latent_x.T, product(gram_y, latent_x)) / number * unit * unit,
+        "basis_gram": product(coefficients.T, latent_x),
+        "singular_values": basis.values * unit,
+        "alpha": problem.alpha * unit * unit,
+        "effective_rank": jnp.sum(basis.values > problem.cutoff**0.5 * jnp.max(basis.values)),
+    }
+    return coefficients, latent_x / number, moments
 
 
 def _check_regular(estimator: Estimator, problem: KernelRegression, basis: Basis) -> None:

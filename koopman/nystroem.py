@@ -122,7 +122,13 @@ def choose_centres(
     if alpha is None:
         alpha = default_alpha(jnp.sum(features**2))
     check_non_negative("alpha", alpha)
+    return _by_leverage(features, alpha, second)
+
+
+@jax.jit
+def _by_leverage(features: Array, alpha: Scalar, key: PRNGKey) -> Array:
+    number, count = features.shape
     gram = product(features.T, features) + alpha * jnp.eye(count, dtype=features.dtype)
     scores = jnp.sum(features * product(features, psd_power(gram, -1.0)), 1)
-    noise = jax.random.gumbel(second, (number,), features.dtype)
+    noise = jax.random.gumbel(key, (number,), features.dtype)
     return jax.lax.top_k(jnp.log(jnp.maximum(scores, jnp.finfo(scores.dtype).tiny)) + noise, count)[1]

@@ -6,6 +6,7 @@ condition number.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -385,7 +386,11 @@ def scan_moments(
     warn_narrowed(x, y, observable)
     if not center:
         warn_offset(x)
-    data = jnp.asarray(x), jnp.asarray(y), jnp.asarray(observable)
+    return _scan_moments((jnp.asarray(x), jnp.asarray(y), jnp.asarray(observable)), center)
+
+
+@partial(jax.jit, static_argnames="center")
+def _scan_moments(data: tuple[Array, Array, Array], center: bool) -> Moments:
     first = _moments(data[0][0], data[1][0], data[2][0], center)
     others = jax.tree.map(lambda leaf: leaf[1:], data)
 

@@ -237,9 +237,13 @@ def stable_step_size(x: Float[Array | np.ndarray, "n d"]) -> Float[Array, ""]:
         ValueError: If `x` has not two axes.
     """
     check_ndim("x", x, 2, "[samples, features]")
-    array = jnp.asarray(x)
-    ones = jnp.ones((array.shape[0], 1), array.dtype)
-    return 2.0 * array.shape[0] / largest_eigenvalue(jnp.concatenate([array, ones], 1))
+    return _stable_step_size(jnp.asarray(x))
+
+
+@jax.jit
+def _stable_step_size(x: Array) -> Array:
+    ones = jnp.ones((x.shape[0], 1), x.dtype)
+    return 2.0 * x.shape[0] / largest_eigenvalue(jnp.concatenate([x, ones], 1))
 
 
 def warn_unstable(x: Array, count: Count, step_size: Scalar) -> None:

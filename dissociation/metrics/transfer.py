@@ -1,6 +1,7 @@
 """Transfer: how well a representation serves a new task, for growing budgets of labelled samples."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import groupby
 from math import ceil
 
@@ -118,23 +119,19 @@ def transfer_errors(
             wanted = f"hold every class in the first {min(counts)} rows, which are the smallest budget"
             fail("labels", wanted, f"none of class {missing[0]}", "Pass a `key`, which draws budgets from all rows")
 
-    def error(count: Array, length: int) -> Array:
-        x, y = features[:length], labels[:length]
-        if probe == "converged":
-            chances = crossval_softmax_predict(x, y, num_splits, ridge=ridge, folds=folds, num_samples=count)
-        else:
-            options = {"num_steps": num_steps, "step_size": step_size, "folds": folds}
-            chances = crossval_gradient_predict(x, y, num_splits, num_samples=count, **options)
-        right = jnp.argmax(chances, -1) == jnp.argmax(jnp.asarray(y), -1)
-        wrong = 1.0 - jnp.sum(right & (jnp.arange(length) < count)) / count.astype(features.dtype)
-        return jnp.where(jnp.any(jnp.isnan(chances)), jnp.nan, wrong)
-
+    if probe == "converged":
+        predict = partial(crossval_softmax_predict, num_splits=num_splits, ridge=ridge, folds=folds)
+    else:
+        predict = partial(
+            crossval_gradient_predict, num_splits=num_splits, num_steps=num_steps, step_size=step_size, folds=folds
+        )
     order = sorted(range(len(counts)), key=counts.__getitem__)
     errors = []
     for _, group in groupby(order, key=lambda i: ceil(counts[i] * num_buckets / size)):
         members = [counts[i] for i in group]
         # The last is the largest. One program for the group, whatever its number of budgets.
-        errors.append(lax.map(lambda count, n=members[-1]: error(count, n), jnp.asarray(members, jnp.int32)))
+        x, y = features[: members[-1]], jnp.asarray(labels)[: members[-1]]
+        errors.append(_errors(predict, x, y, jnp.asarray(members, jnp.int32)))
     ordered = jnp.concatenate(errors)[np.argsort(order)]
     if not is_traced(ordered) and np.any(np.isnan(ordered)):
         number, advice = (
@@ -153,3 +150,16 @@ def _budget(fraction: float, size: int, num_splits: int) -> int:
     if count < num_splits:
         fail("fractions", f"leave at least `num_splits` ({num_splits}) of {size} samples", fraction)
     return count
+
+
+@eqx.filter_jit
+def _errors(predict: Callable[..., Array], x: Array, y: Array, counts: Array) -> Array:
+    """The error of a probe on the first `counts` samples, one number after the other."""
+
+    def error(count: Array) -> Array:
+        chances = predict(x, y, num_samples=count)
+        right = jnp.argmax(chances, -1) == jnp.argmax(y, -1)
+        wrong = 1.0 - jnp.sum(right & (jnp.arange(x.shape[0]) < count)) / count.astype(x.dtype)
+        return jnp.where(jnp.any(jnp.isnan(chances)), jnp.nan, wrong)
+
+    return lax.map(error, counts)

@@ -75,11 +75,14 @@ def matched_similarity(a: Spectrum, b: Spectrum, num_components: int) -> Float[A
     References:
         Kuhn (1955), The Hungarian method for the assignment problem.
     """
-    similarity = overlaps(_leading(a, num_components), _leading(b, num_components))
+    return _matched(overlaps(_leading(a, num_components), _leading(b, num_components)))
 
+
+@jax.jit
+def _matched(similarity: Array) -> Array:
     def match(table: Array) -> Array:
         rows, columns = optax.assignment.hungarian_algorithm(-table)
-        return jnp.zeros(num_components, table.dtype).at[rows].set(table[rows, columns])
+        return jnp.zeros(table.shape[0], table.dtype).at[rows].set(table[rows, columns])
 
     return jax.vmap(match)(similarity)
 

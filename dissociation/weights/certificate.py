@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -60,8 +61,20 @@ def certify(
         TypeError: If `batch_size` is no integer, or a model does not take one example or gives no real array.
         ValueError: If there are no inputs, one is not finite, or the two models differ in the shape of their outputs.
     """
-    num_inputs = inputs.shape[0]
+    if batch_size is not None:
+        batch_size = min(check_count("batch_size", batch_size, minimum=1), inputs.shape[0])
+    inputs = jnp.asarray(inputs)
+    with jax.default_matmul_precision("highest"):
+        before, after = (check_model(*named, inputs[0]) for named in (("original", original), ("rewritten", rewritten)))
+        if before.shape != after.shape:
+            fail("rewritten", f"give outputs of the shape that `original` gives, {before.shape}", after.shape)
+        return _certificate(original, rewritten, inputs, batch_size)
 
+
+@eqx.filter_jit
+def _certificate(
+    original: Callable[..., Array], rewritten: Callable[..., Array], inputs: Array, batch_size: int | None
+) -> Certificate:
     def compare(example: Array) -> tuple[Array, Array, Array]:
         before, after = original(example).ravel(), rewritten(example).ravel()
         # An output that is not finite names no class, so it is never the same one.
@@ -69,23 +82,17 @@ def certify(
         flipped = (_prediction(before) != _prediction(after)) | ~defined
         return jnp.max(jnp.abs(after - before)), jnp.max(jnp.abs(before)), flipped
 
-    inputs = jnp.asarray(inputs)
-    with jax.default_matmul_precision("highest"):
-        before, after = (check_model(*named, inputs[0]) for named in (("original", original), ("rewritten", rewritten)))
-        if before.shape != after.shape:
-            fail("rewritten", f"give outputs of the shape that `original` gives, {before.shape}", after.shape)
-        if batch_size is None:
-            changes, sizes, flips = jax.vmap(compare)(inputs)
-        else:
-            batch_size = min(check_count("batch_size", batch_size, minimum=1), num_inputs)
-            changes, sizes, flips = jax.lax.map(compare, inputs, batch_size=batch_size)
+    if batch_size is None:
+        changes, sizes, flips = jax.vmap(compare)(inputs)
+    else:
+        changes, sizes, flips = jax.lax.map(compare, inputs, batch_size=batch_size)
     change, size, flipped = jnp.max(changes), jnp.max(sizes), jnp.sum(flips)
     return Certificate(
         max_abs_change=change,
         # Where all outputs are zero, no change is none and any change is infinite.
         max_rel_change=jnp.where(change == 0, change, change / size),
         changed_predictions=flipped,
-        num_inputs=jnp.asarray(num_inputs, flipped.dtype),
+        num_inputs=jnp.asarray(inputs.shape[0], flipped.dtype),
     )
 
 

@@ -8,6 +8,8 @@ T = Z + N(0, s^2 I) is a mixture of one Gaussian per sample, whose entropy is fi
 The entropy of a mixture is estimated by Monte Carlo, or bounded from pairwise distances (Kolchinsky and Tracey).
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -70,6 +72,7 @@ def log_density(
     check_ndim("centres", centres, 2, "[samples, dimensions]")
     if points.shape[1] != centres.shape[1]:
         fail("points", f"have the width of `centres` ({centres.shape[1]})", points.shape[1])
+    check_count("block", block, minimum=1)
     points, centres = jnp.asarray(points), jnp.asarray(centres)
     noise = jnp.asarray(noise, centres.dtype)
     owners, labels = (jnp.zeros(len(part), int) for part in (points, centres))
@@ -77,11 +80,12 @@ def log_density(
     return logs - 0.5 * centres.shape[1] * jnp.log(2 * jnp.pi * noise**2)
 
 
+@partial(jax.jit, static_argnames="block")
 def _log_mixtures(
     points: Array, owners: Array, centres: Array, labels: Array, scale: Array, block: int
 ) -> tuple[Array, Array]:
     """Log mean_j exp(-|t_i - z_j|^2 / scale) of every point: over all centres, and over those of its own label."""
-    size = min(check_count("block", block, minimum=1), points.shape[0])
+    size = min(block, points.shape[0])
     middle = jnp.mean(centres, 0)
     centres, points = centres - middle[None], points - middle[None]
     lengths = jnp.sum(centres**2, 1)
@@ -136,13 +140,20 @@ def smoothed_information(
     check_positive("noise", noise)
     check_same_length("features", features.shape[0], "labels", labels.shape[0])
     draws = check_count("num_draws", num_draws, minimum=1)
-    features, labels = jnp.asarray(features), jnp.asarray(labels)
-    noise = jnp.asarray(noise, features.dtype)
+    check_count("block", block, minimum=1)
+    if method == "monte_carlo" and key is None:
+        fail("key", "be given for 'monte_carlo'", "None")
+    features = jnp.asarray(features)
+    return _smoothed(features, jnp.asarray(labels), jnp.asarray(noise, features.dtype), key, method, draws, block)
+
+
+@partial(jax.jit, static_argnames=("method", "draws", "block"))
+def _smoothed(
+    features: Array, labels: Array, noise: Array, key: PRNGKey | None, method: str, draws: int, block: int
+) -> SmoothedInformation:
     number, width = features.shape
     points, owners, offset = features, labels, 0.0
-    if method == "monte_carlo":
-        if key is None:
-            fail("key", "be given for 'monte_carlo'", "None")
+    if key is not None and method == "monte_carlo":
         kicks = jax.random.normal(key, (draws, *features.shape), features.dtype)
         points, owners = (features[None] + noise * kicks).reshape(-1, width), jnp.tile(labels, draws)
         offset = 0.5 * width  # E |t - z|^2 / (2 s^2) from the Gaussian's own centre
