@@ -1,9 +1,9 @@
 """Transfer: how well a representation serves a new task, for growing budgets of labelled samples."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import groupby
 from math import ceil
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -120,18 +120,17 @@ def transfer_errors(
             fail("labels", wanted, f"none of class {missing[0]}", "Pass a `key`, which draws budgets from all rows")
 
     if probe == "converged":
-        predict = partial(crossval_softmax_predict, num_splits=num_splits, ridge=ridge, folds=folds)
+        predict, options = crossval_softmax_predict, {"ridge": ridge}
     else:
-        predict = partial(
-            crossval_gradient_predict, num_splits=num_splits, num_steps=num_steps, step_size=step_size, folds=folds
-        )
+        predict, options = crossval_gradient_predict, {"num_steps": num_steps, "step_size": step_size}
+    options |= {"num_splits": num_splits, "folds": folds}
     order = sorted(range(len(counts)), key=counts.__getitem__)
     errors = []
     for _, group in groupby(order, key=lambda i: ceil(counts[i] * num_buckets / size)):
         members = [counts[i] for i in group]
         # The last is the largest. One program for the group, whatever its number of budgets.
         x, y = features[: members[-1]], jnp.asarray(labels)[: members[-1]]
-        errors.append(_errors(predict, x, y, jnp.asarray(members, jnp.int32)))
+        errors.append(_errors(predict, options, x, y, jnp.asarray(members, jnp.int32)))
     ordered = jnp.concatenate(errors)[np.argsort(order)]
     if not is_traced(ordered) and np.any(np.isnan(ordered)):
         number, advice = (
@@ -153,11 +152,11 @@ def _budget(fraction: float, size: int, num_splits: int) -> int:
 
 
 @eqx.filter_jit
-def _errors(predict: Callable[..., Array], x: Array, y: Array, counts: Array) -> Array:
+def _errors(predict: Callable[..., Array], options: dict[str, Any], x: Array, y: Array, counts: Array) -> Array:
     """The error of a probe on the first `counts` samples, one number after the other."""
 
     def error(count: Array) -> Array:
-        chances = predict(x, y, num_samples=count)
+        chances = predict(x, y, num_samples=count, **options)
         right = jnp.argmax(chances, -1) == jnp.argmax(y, -1)
         wrong = 1.0 - jnp.sum(right & (jnp.arange(x.shape[0]) < count)) / count.astype(x.dtype)
         return jnp.where(jnp.any(jnp.isnan(chances)), jnp.nan, wrong)

@@ -213,7 +213,26 @@ def information_plane(
     if size > number:
         fail("batch_size", f"be at most the number of samples ({number})", batch_size)
     check_choice("bandwidth", bandwidth, BANDWIDTHS)
-    features, inputs, labels = (jnp.asarray(part) for part in (features, inputs, labels))
+    check_positive("sigma", sigma)
+    check_positive("epsilon", epsilon)
+    keys = jax.random.split(key, passes)
+    arrays = (jnp.asarray(part) for part in (features, inputs, labels))
+    return _plane(*arrays, keys=keys, sigma=sigma, epsilon=epsilon, size=size, bandwidth=bandwidth)
+
+
+@partial(jax.jit, static_argnames=("size", "bandwidth"))
+def _plane(
+    features: Array,
+    inputs: Array,
+    labels: Array,
+    *,
+    keys: Array,
+    sigma: Scalar,
+    epsilon: Scalar,
+    size: int,
+    bandwidth: str,
+) -> InformationPlane:
+    number = features.shape[0]
     batches = number // size
 
     def one_pass(key: Array) -> Array:
@@ -227,5 +246,4 @@ def information_plane(
         spans = _spans(jax.vmap(grams, out_axes=1)(order), epsilon)
         return jnp.mean(jnp.concatenate([_in_common(spans), _by_chance(spans)]), 1)
 
-    values = jnp.mean(jax.lax.map(one_pass, jax.random.split(key, passes)), 0)
-    return InformationPlane(*values)
+    return InformationPlane(*jnp.mean(jax.lax.map(one_pass, keys), 0))
