@@ -149,18 +149,17 @@ def _fit(
     estimator: Estimator,
     problem: _Problem,
     shape: tuple[int, ...],
-    alpha: Scalar | None,
+    given: Scalar | None,
     solver: str,
     route: str,
     rtol: float | None,
 ) -> Operator:
     width, dtype = problem.x.shape[1], problem.x.dtype
-    problem, largest, unit, trace = _in_units(problem)
+    asked = None if given is None else jnp.asarray(given, dtype)
+    problem, alpha, largest, unit, trace = _in_units(problem, asked)
     size, active, solver = latent(estimator.rank, width, "features", solver, SOLVERS)
     rounding = float(jnp.finfo(dtype).eps)
     cutoff = rtol if rtol is not None else width * rounding if route == "qr" else rounding**0.5
-    given = alpha is not None
-    alpha = jnp.asarray(alpha, dtype) / unit / unit if given else default_alpha(trace, width)
     known = not is_traced(alpha) and not is_traced(problem.x) and not is_traced(problem.y)
     if not is_traced(largest) and float(largest) > 0:
         check_square("x", float(trace) / width * float(unit) ** 2, "a mean square", dtype)
@@ -182,12 +181,14 @@ def _fit(
 
 
 @jax.jit
-def _in_units(problem: _Problem) -> tuple[_Problem, Array, Array, Array]:
-    """The problem in a unit in which squares neither overflow nor vanish; its largest entry, the unit, the trace."""
+def _in_units(problem: _Problem, alpha: Array | None) -> tuple[_Problem, Array, Array, Array, Array]:
+    """Problem and alpha in a unit in which squares neither overflow nor vanish; its largest entry, unit, trace."""
     largest = jnp.max(jnp.abs(problem.x))
     unit = scale_of(largest)
     problem = problem._replace(x=problem.x / unit, y=problem.y / unit)
-    return problem, largest, unit, jnp.sum(problem.x**2)
+    trace = jnp.sum(problem.x**2)
+    alpha = default_alpha(trace, problem.x.shape[1]) if alpha is None else alpha / unit / unit
+    return problem, alpha, largest, unit, trace
 
 
 def _fit_on_centres(
@@ -221,15 +222,20 @@ def _from_pairs(
     x: Array | np.ndarray, y: Array | np.ndarray, observable: Array | np.ndarray | None, center: bool
 ) -> tuple[_Problem, tuple[int, ...]]:
     x, y, flat, shape = checked_pairs(x, y, observable)
-    offset, mean = jnp.zeros(x.shape[1:], x.dtype), jnp.zeros(flat.shape[1:], x.dtype)
     if not center:
         warn_offset(x)
-    else:
+    return _averaged(x, y, flat, center), shape
+
+
+@partial(jax.jit, static_argnames="center")
+def _averaged(x: Array, y: Array, flat: Array, center: bool) -> _Problem:
+    offset, mean = jnp.zeros(x.shape[1:], x.dtype), jnp.zeros(flat.shape[1:], x.dtype)
+    if center:
         # About the mean as it is stored, which is within rounding of the mean: what the operator subtracts is the same.
         (offset, _), (mean, _) = mean_of(x), mean_of(flat)
         x, y, flat = x - offset[None], y - offset[None], flat - mean[None]
     scale = x.shape[0] ** -0.5
-    return _Problem(x * scale, y * scale, flat * scale, offset, mean), shape
+    return _Problem(x * scale, y * scale, flat * scale, offset, mean)
 
 
 def _from_moments(seen: Moments) -> tuple[_Problem, tuple[int, ...]]:

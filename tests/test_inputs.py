@@ -81,6 +81,7 @@ INTERNAL = {
     "dissociation.data.mnist.cache_folder": "takes nothing",
     "dissociation.data.mnist.mnist_data": "takes a folder alone: test_mnist.py",
     "dissociation.data.glyphs.glyph_templates": "takes nothing",
+    "dissociation.cores": "takes no data",
     "dissociation.sharding.check_mesh": "a check",
     "dissociation.sharding.member_devices": "takes a mesh alone",
     "dissociation.spectral.rounding": "bounds within the certificates",
