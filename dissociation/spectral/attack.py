@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -78,7 +77,7 @@ def projected_attack(
     return _attack(model, x, label, radius, key, restarts, steps)
 
 
-@eqx.filter_jit
+# Not compiled as a whole: what a caller's plain function computes may change from call to call.
 def _attack(
     model: Callable[[Array], Array], x: Array, label: Array, radius: Array, key: PRNGKey, restarts: int, steps: int
 ) -> Attack:

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -71,7 +70,7 @@ def certify(
         return _certificate(original, rewritten, inputs, batch_size)
 
 
-@eqx.filter_jit
+# Not compiled as a whole: what a caller's plain function computes may change from call to call.
 def _certificate(
     original: Callable[..., Array], rewritten: Callable[..., Array], inputs: Array, batch_size: int | None
 ) -> Certificate:

@@ -141,3 +141,15 @@ def test_outputs_without_a_largest_are_changed_predictions(bad):
         assert not bool(found.kept(1e30))
     with pytest.raises(ValueError, match="`inputs` must be finite"):
         certify(jnp.sin, jnp.sin, np.where(INPUTS == 2, bad, INPUTS))
+
+
+def test_a_function_that_changed_is_looked_at_again():
+    scale = 1.0
+
+    def scaled(x):
+        return scale * x
+
+    inputs = jnp.ones((2, 3))
+    assert certify(lambda x: x, scaled, inputs).max_abs_change == 0
+    scale = 2.0
+    assert certify(lambda x: x, scaled, inputs).max_abs_change == 1
