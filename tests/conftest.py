@@ -33,8 +33,9 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
-    """Notebooks, the longest, first; workers take modules in this order."""
-    items.sort(key=lambda item: item.path.parent.name != "notebooks")
+    """The longest first: workers take modules in this order, and one alone with a long one leaves the others idle."""
+    longest = {"notebooks", "test_protocol.py", "test_inputs.py"}
+    items.sort(key=lambda item: longest.isdisjoint((item.path.name, item.path.parent.name)))
 
 
 @pytest.fixture
