@@ -31,15 +31,18 @@ def use_all_cores() -> None:
 
     To be called before anything is computed: the number of devices is fixed by then. With
     `Layout(mesh=sharding.member_mesh())` `fit` lays members over the devices, with the same results bit for bit where
-    members go in turn. No effect where there are as many devices already, nor where JAX computes on an accelerator.
+    members go in turn. No effect where as many devices are set or have started, nor where JAX computes on an
+    accelerator. A number of devices in `XLA_FLAGS` gives way.
 
     Raises:
         RuntimeError: If JAX has started on a CPU with fewer devices.
 
     Example:
-        >>> use_all_cores()  # the first line of a script or a notebook
+        >>> use_all_cores()  # doctest: +SKIP
     """
     cores = available_cores()
+    if getattr(jax.config, "jax_num_cpu_devices", -1) >= cores:
+        return
     try:
         jax.config.update("jax_num_cpu_devices", cores)
     except RuntimeError as started:

@@ -32,7 +32,7 @@ from dissociation.linalg import product
 from dissociation.types import Scalar
 from dissociation.validation import validated
 from koopman.kernels import plain_number
-from koopman.solvers import SOLVERS, Leading, leading_eigenpairs, leading_left_vectors
+from koopman.solvers import DENSE_UP_TO, SOLVERS, Leading, leading_eigenpairs, leading_left_vectors
 from koopman.subspaces import Basis, FeatureRegression, KernelRegression, Rank, halved, leading_of, mixing
 
 Slopes = tuple[Array, Array]
@@ -109,8 +109,9 @@ def span(estimator: Estimator, problem: FeatureRegression | KernelRegression) ->
     Raises:
         ValueError: If "krylov" for reduced rank finds K + alpha I, known, not to be positive definite.
     """
-    # A factor that fails is seen on known numbers alone.
-    compiled = isinstance(problem, FeatureRegression) or problem.solver != "krylov"
+    # Iterative solvers warn, and a factor that fails is refused, on known numbers alone.
+    solver, width = problem.solver, min(problem.x.shape)
+    compiled = solver in ("dense", "randomized") or (solver == "auto" and width <= DENSE_UP_TO)
     return (_compiled_span if compiled else _span)(eqx.filter(estimator, False), problem)
 
 

@@ -16,6 +16,8 @@ from dissociation.validation import validated
 from koopman.diagnostics import warn_unconverged
 
 SOLVERS = ("auto", "dense", "krylov", "randomized")
+# Up to so many rows or columns "auto" is always "dense".
+DENSE_UP_TO = 256
 # Columns beyond those asked for, and blocks of one Krylov space before it is restarted with its best vectors: few
 # columns and long spaces where a product is cheap; wider and short ones where each inner product costs a solve.
 _OVERSAMPLING, _BLOCKS = 4, 8
@@ -146,7 +148,7 @@ def leading_left_vectors(
     rows, columns = matrix.shape
     factors = jnp.ones((rows, 1), matrix.dtype) if scale is None else jnp.asarray(scale)[:, None]
     if solver == "auto":
-        solver = "krylov" if min(rows, columns) > 256 and number <= min(rows, columns) // 16 else "dense"
+        solver = "krylov" if min(rows, columns) > DENSE_UP_TO and number <= min(rows, columns) // 16 else "dense"
     if solver == "krylov":
 
         def squared(block: Array) -> Array:

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from dissociation.checks import check_choice, check_count, check_ndim, fail, is_traced, warn
+from dissociation.checks import check_choice, check_count, check_ndim, check_positive, fail, is_traced, warn
 from dissociation.members import take
 from dissociation.metrics.probes import crossval_gradient_predict, crossval_softmax_predict, warn_unstable
 from dissociation.types import Count, OneHot, PRNGKey, Scalar
@@ -102,6 +102,8 @@ def transfer_errors(
     check_choice("probe", probe, ("converged", "gradient"))
     check_count("num_splits", num_splits, minimum=2)
     check_count("num_buckets", num_buckets, minimum=1)
+    predict, options = _probe(probe, ridge, num_steps, step_size)
+    options |= {"num_splits": num_splits, "folds": folds}
     size = features.shape[0]
     counts = [_budget(fraction, size, num_splits) for fraction in fractions]
     if not counts:
@@ -119,11 +121,6 @@ def transfer_errors(
             wanted = f"hold every class in the first {min(counts)} rows, which are the smallest budget"
             fail("labels", wanted, f"none of class {missing[0]}", "Pass a `key`, which draws budgets from all rows")
 
-    if probe == "converged":
-        predict, options = crossval_softmax_predict, {"ridge": ridge}
-    else:
-        predict, options = crossval_gradient_predict, {"num_steps": num_steps, "step_size": step_size}
-    options |= {"num_splits": num_splits, "folds": folds}
     order = sorted(range(len(counts)), key=counts.__getitem__)
     errors = []
     for _, group in groupby(order, key=lambda i: ceil(counts[i] * num_buckets / size)):
@@ -149,6 +146,20 @@ def _budget(fraction: float, size: int, num_splits: int) -> int:
     if count < num_splits:
         fail("fractions", f"leave at least `num_splits` ({num_splits}) of {size} samples", fraction)
     return count
+
+
+def _probe(
+    probe: str, ridge: Scalar, num_steps: Count, step_size: Scalar | None
+) -> tuple[Callable[..., Array], dict[str, Any]]:
+    """The probe and its options, checked while they are known."""
+    if probe == "converged":
+        check_positive("ridge", ridge)
+        return crossval_softmax_predict, {"ridge": ridge}
+    if step_size is not None:
+        check_positive("step_size", step_size)
+    if not is_traced(num_steps) and int(num_steps) < 0:
+        fail("num_steps", "be at least 0", num_steps)
+    return crossval_gradient_predict, {"num_steps": num_steps, "step_size": step_size}
 
 
 @eqx.filter_jit

@@ -74,13 +74,7 @@ def projected_attack(
     if not is_traced(label) and not 0 <= int(label) < classes:
         fail("label", f"be a class from 0 to {classes - 1}", label)
     label = jnp.where((label >= 0) & (label < classes), label, classes)
-    return _attack(model, x, label, radius, key, restarts, steps)
 
-
-# Not compiled as a whole: what a caller's plain function computes may change from call to call.
-def _attack(
-    model: Callable[[Array], Array], x: Array, label: Array, radius: Array, key: PRNGKey, restarts: int, steps: int
-) -> Attack:
     def margin(step: Array) -> Array:
         logits = model(x + step)
         others = jnp.where(jnp.arange(logits.shape[0]) == label, -jnp.inf, logits)

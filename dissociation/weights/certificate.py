@@ -60,20 +60,8 @@ def certify(
         TypeError: If `batch_size` is no integer, or a model does not take one example or gives no real array.
         ValueError: If there are no inputs, one is not finite, or the two models differ in the shape of their outputs.
     """
-    if batch_size is not None:
-        batch_size = min(check_count("batch_size", batch_size, minimum=1), inputs.shape[0])
-    inputs = jnp.asarray(inputs)
-    with jax.default_matmul_precision("highest"):
-        before, after = (check_model(*named, inputs[0]) for named in (("original", original), ("rewritten", rewritten)))
-        if before.shape != after.shape:
-            fail("rewritten", f"give outputs of the shape that `original` gives, {before.shape}", after.shape)
-        return _certificate(original, rewritten, inputs, batch_size)
+    num_inputs = inputs.shape[0]
 
-
-# Not compiled as a whole: what a caller's plain function computes may change from call to call.
-def _certificate(
-    original: Callable[..., Array], rewritten: Callable[..., Array], inputs: Array, batch_size: int | None
-) -> Certificate:
     def compare(example: Array) -> tuple[Array, Array, Array]:
         before, after = original(example).ravel(), rewritten(example).ravel()
         # An output that is not finite names no class, so it is never the same one.
@@ -81,17 +69,23 @@ def _certificate(
         flipped = (_prediction(before) != _prediction(after)) | ~defined
         return jnp.max(jnp.abs(after - before)), jnp.max(jnp.abs(before)), flipped
 
-    if batch_size is None:
-        changes, sizes, flips = jax.vmap(compare)(inputs)
-    else:
-        changes, sizes, flips = jax.lax.map(compare, inputs, batch_size=batch_size)
+    inputs = jnp.asarray(inputs)
+    with jax.default_matmul_precision("highest"):
+        before, after = (check_model(*named, inputs[0]) for named in (("original", original), ("rewritten", rewritten)))
+        if before.shape != after.shape:
+            fail("rewritten", f"give outputs of the shape that `original` gives, {before.shape}", after.shape)
+        if batch_size is None:
+            changes, sizes, flips = jax.vmap(compare)(inputs)
+        else:
+            batch_size = min(check_count("batch_size", batch_size, minimum=1), num_inputs)
+            changes, sizes, flips = jax.lax.map(compare, inputs, batch_size=batch_size)
     change, size, flipped = jnp.max(changes), jnp.max(sizes), jnp.sum(flips)
     return Certificate(
         max_abs_change=change,
         # Where all outputs are zero, no change is none and any change is infinite.
         max_rel_change=jnp.where(change == 0, change, change / size),
         changed_predictions=flipped,
-        num_inputs=jnp.asarray(inputs.shape[0], flipped.dtype),
+        num_inputs=jnp.asarray(num_inputs, flipped.dtype),
     )
 
 

@@ -98,6 +98,9 @@ def test_a_perfect_and_a_useless_representation():
         ({"fractions": (0.01,)}, "`fractions` must leave at least `num_splits`"),
         ({"fractions": ()}, "`fractions` must not be empty"),
         ({"probe": "lucky"}, "`probe` must be one of 'converged', 'gradient'"),
+        ({"ridge": jnp.asarray(-1.0)}, "`ridge` must be positive"),
+        ({"probe": "gradient", "step_size": jnp.asarray(0.0)}, "`step_size` must be positive"),
+        ({"probe": "gradient", "num_steps": jnp.asarray(-1)}, "`num_steps` must be at least 0"),
     ],
 )
 def test_wrong_use(options, message):
