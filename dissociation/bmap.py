@@ -5,9 +5,9 @@ over the full ones and one more call takes what is left.
 """
 
 import dataclasses
-import functools
 import inspect
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -16,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from dissociation import checks
+from dissociation import checks, sharding
 from dissociation.batch_size import run_largest
+from dissociation.traced import trace
 from dissociation.validation import validated
 
 EVERY_ARRAY = eqx.if_array(0)
@@ -39,7 +40,9 @@ def bmap(
     """Vectorises `fun` as `equinox.filter_vmap` does, in batches of `batch_size` along the mapped axis.
 
     Values, structure and dtypes are those of `equinox.filter_vmap`. Nothing is jitted or cached (but see "auto"), so a
-    call that is repeated belongs inside `equinox.filter_jit`. What is not mapped reaches `fun` as it came: a Python
+    call that is repeated belongs inside `equinox.filter_jit`. A call outside of it lays single members (`batch_size=1`)
+    over the devices of a CPU, of which `dissociation.use_all_cores` makes several, with equal bits; the results lie on
+    one. What is not mapped reaches `fun` as it came: a Python
     number stays one and may set a shape.
 
     The loop over batches is traced, as by `jax.jit`; batches of one member call `fun` without batching. On a CPU, XLA
@@ -89,7 +92,7 @@ def bmap(
         "loop": loop,
     }
     if fun is None:
-        return functools.partial(bmap, **options)
+        return partial(bmap, **options)
     if not callable(fun):
         raise TypeError(f"`fun` must be callable, got {fun!r}.")
     if isinstance(batch_size, str):
@@ -181,12 +184,18 @@ class _Batched(eqx.Module):
         one = eqx.filter_closure_convert(member, example)
         _, common, out_axes, out_structure = eqx.filter_eval_shape(one, example)
         own_of = lambda row: one(row)[0]  # noqa: E731
-        if self._unrolls(own_of, example, (one, rows)):
+        program = trace(own_of, example)
+        operations = program.code.primitives
+        known = not any(checks.is_traced(leaf) for leaf in jax.tree.leaves((program, rows)))
+        mesh = sharding.default_mesh(size, operations) if known and self.batch_size == 1 else None
+        if self._unrolls(operations, known):
             starts = range(0, size, self.batch_size)
             parts = [
                 _batch(own_of, jax.tree.map(lambda leaf, i=i: leaf[i : i + self.batch_size], rows)) for i in starts
             ]
             gathered = jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *parts)
+        elif mesh is not None:
+            gathered = sharding.on_devices(jax.lax.map, mesh, program, rows)
         else:
             # Batches of one member need no batching rules: products and convolutions keep their fast forms.
             gathered = jax.lax.map(own_of, rows, batch_size=None if self.batch_size == 1 else self.batch_size)
@@ -199,19 +208,18 @@ class _Batched(eqx.Module):
         ]
         return out_structure.unflatten(leaves)
 
-    def _unrolls(self, own_of: Callable[..., Any], example: Any, arrays: Any) -> bool:
+    def _unrolls(self, operations: frozenset[str], known: bool) -> bool:
         if self.loop != "auto":
             return self.loop == "unroll"
-        if jax.default_backend() != "cpu" or "conv_general_dilated[" not in str(jax.make_jaxpr(own_of)(example)):
+        if jax.default_backend() != "cpu" or "conv_general_dilated" not in operations:
             return False
-        if any(checks.is_traced(leaf) for leaf in jax.tree.leaves(arrays)):
+        if not known:
             message = (
                 "bmap loops over batches with a convolution inside a compiled program on a CPU, where XLA is slow. "
                 "loop='unroll' is faster and takes more memory; loop='scan' keeps the loop and silences this."
             )
             checks.warn(message, UserWarning)
-            return False
-        return True
+        return known
 
 
 def _filled(leaves: list[Any], axes: list[int | None], mapped: list[Any]) -> list[Any]:

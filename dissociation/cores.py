@@ -6,6 +6,8 @@ idle; members on devices of their own do not.
 
 import math
 import os
+import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import jax
@@ -29,10 +31,10 @@ def available_cores(group: str | Path = "/sys/fs/cgroup/cpu.max") -> int:
 def use_all_cores() -> None:
     """Makes every core that this process may use a device of JAX's CPU backend.
 
-    To be called before anything is computed: the number of devices is fixed by then. With
-    `Layout(mesh=sharding.member_mesh())` `fit` lays members over the devices, with the same results bit for bit where
-    members go in turn. No effect where as many devices are set or have started, nor where JAX computes on an
-    accelerator. A number of devices in `XLA_FLAGS` gives way.
+    To be called before anything is computed: the number of devices is fixed by then. `fit`, and `bmap` over single
+    members, then lay members over the devices by themselves, with the same results bit for bit. No effect where as
+    many devices are set or have started, nor where JAX computes on an accelerator. A number of devices in `XLA_FLAGS`
+    gives way.
 
     Raises:
         RuntimeError: If JAX has started on a CPU with fewer devices.
@@ -41,15 +43,45 @@ def use_all_cores() -> None:
         >>> use_all_cores()  # doctest: +SKIP
     """
     cores = available_cores()
-    if getattr(jax.config, "jax_num_cpu_devices", -1) >= cores:
-        return
-    try:
-        jax.config.update("jax_num_cpu_devices", cores)
-    except RuntimeError as started:
-        have = jax.local_device_count("cpu")
-        if jax.default_backend() != "cpu" or have >= cores:
-            return
-        raise RuntimeError(
-            f"use_all_cores() must be called before JAX computes anything, got {have} device(s) that have started, for "
-            f"{cores} cores. Restart the process (in a notebook, the kernel), and call it first."
-        ) from started
+    if getattr(jax.config, "jax_num_cpu_devices", -1) < cores:
+        try:
+            jax.config.update("jax_num_cpu_devices", cores)
+        except RuntimeError as started:
+            have = jax.local_device_count("cpu")
+            if jax.default_backend() != "cpu" or have >= cores:
+                return
+            raise RuntimeError(
+                f"use_all_cores() must be called before JAX computes anything, got {have} device(s) that have started, "
+                f"for {cores} cores. Restart the process (in a notebook, the kernel), and call it first."
+            ) from started
+    os.environ.setdefault(_POOL, str(2 * cores))
+    if "scipy.linalg" not in sys.modules:  # which reads it once
+        os.environ.setdefault(_BLAS, "1")
+
+
+_POOL, _BLAS = "PJRT_NPROC", "OPENBLAS_NUM_THREADS"
+
+DECOMPOSITIONS = frozenset(
+    ("cholesky", "eig", "eigh", "geqp3", "geqrf", "hessenberg", "householder_product", "lu", "schur", "svd")
+    + ("triangular_solve", "tridiagonal", "tridiagonal_solve")
+)
+"""Operations that XLA leaves to LAPACK on a CPU."""
+
+CALLBACKS = frozenset(("pure_callback", "io_callback", "debug_callback"))
+"""Operations that ask the host."""
+
+
+def side_by_side(operations: Iterable[str]) -> bool:
+    """Whether several devices of a CPU can run a program of such operations at once.
+
+    XLA shares a batch of decompositions out to its threads and waits for them in one of these: as many programs as
+    threads wait for ever. And OpenBLAS's own threads, asked from several sides, stand in each other's way. More threads
+    of the one and a single one of the other, as `use_all_cores` has them, do neither.
+    """
+    asked = CALLBACKS if _decomposes() else CALLBACKS | DECOMPOSITIONS
+    return asked.isdisjoint(operations)
+
+
+def _decomposes() -> bool:
+    pool = os.environ.get(_POOL, "")
+    return pool.isdecimal() and int(pool) > jax.local_device_count("cpu") and os.environ.get(_BLAS) == "1"

@@ -10,7 +10,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from dissociation import checks, sharding
 from dissociation.bmap import bmap
@@ -176,18 +176,11 @@ def map_members(
     checks.check_choice("member_map", member_map, MEMBER_MAPS)
     if mesh is None:
         return _map_locally(function, shared, stacked, member_map, members_per_batch, ordered)
-    shared_arrays, shared_static = eqx.partition(shared, eqx.is_array)
-    stacked_arrays, stacked_static = eqx.partition(stacked, eqx.is_array)
 
-    def local(shared_arrays: Any, stacked_arrays: Any) -> Any:
-        own_shared = eqx.combine(shared_arrays, shared_static)
-        own_stacked = eqx.combine(stacked_arrays, stacked_static)
-        return _map_locally(function, own_shared, own_stacked, member_map, members_per_batch, ordered)
+    def local(shared: Any, stacked: Any) -> Any:
+        return _map_locally(function, shared, stacked, member_map, members_per_batch, ordered)
 
-    whole, split = PartitionSpec(), PartitionSpec(sharding.MEMBER_AXIS)
-    over = {sharding.MEMBER_AXIS}
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=(whole, split), out_specs=split, axis_names=over, check_vma=False)
-    return mapped(shared_arrays, stacked_arrays)
+    return sharding.each_device(local, mesh, shared, stacked)
 
 
 def _map_locally(

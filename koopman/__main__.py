@@ -8,8 +8,10 @@ from dissociation import interrupts
 def main() -> int:
     """Runs the command line as a program of its own; returns the exit status."""
     interrupts.listen("koopman")
+    from dissociation.cores import use_all_cores
     from koopman.cli import main as run  # Takes seconds, in which an interrupt must be heard already.
 
+    use_all_cores()
     status = run()
     interrupts.end()
     return status

@@ -179,12 +179,12 @@ def compute(
     dataset: Dataset | None = None,
     folder: str | os.PathLike[str] | None = None,
     progress: str | MeterFactory | None = None,
-    mesh: Mesh | None = None,
+    mesh: Mesh | str | None = "auto",
 ) -> Results:
     """Trains all networks and follows them; see `protocol.Figure.compute`.
 
     `key` is the autoencoder's that compresses images, networks follow from `config.seeds`. Beside the parts `folder`
-    keeps the series so far, see `load_partial`. The networks are laid over the devices of `mesh`, if one is given.
+    keeps the series so far, see `load_partial`. Networks are laid over devices as `training.Layout` says of `mesh`.
     """
     data = source(config) if dataset is None else dataset
     _check_data(config, data)
@@ -219,7 +219,7 @@ def _computed(
     data: Dataset,
     parts: Parts,
     progress: str | MeterFactory | None,
-    mesh: Mesh | None,
+    mesh: Mesh | str | None,
 ) -> Results:
     measures = None
     if config.num_information:

@@ -119,7 +119,7 @@ def truncations(num_components: int, spectra: Spectrum, images: Array, labels: A
             "full": wrong(jnp.sum(contributions(spectrum, images), 2)),
         }
 
-    return eqx.filter_jit(bmap(one, batch_size=1))(spectra)
+    return bmap(one, batch_size=1)(spectra)
 
 
 def details(config: Any, model: Any, spectrum: Spectrum, images: Array, labels: Array) -> dict[str, Array]:

@@ -9,7 +9,6 @@ import os
 from functools import partial
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -219,7 +218,7 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts, progress:
         diverged_at[size] = trained.diverged_at
         alive[size] = check_some_left(trained.diverged_at, f"networks of size {size}")
         models = stand_ins(trained.models, alive[size])
-        run = eqx.filter_jit(bmap(decompose, batch_size=1))
+        run = bmap(decompose, batch_size=1)
         spectra = run(models)
         forms[size] = spectra
         leading[size] = leading_components(spectra, min(config.num_ranks, spectra.values.shape[2]))

@@ -9,6 +9,7 @@ import numpy as np
 import tyro
 from jaxtyping import Array, Bool
 
+from dissociation import cores, sharding
 from dissociation.bmap import bmap
 from dissociation.checks import check_choice, check_count, check_positive, fail
 from dissociation.data.datasets import NAMES, SOURCES, Dataset, load
@@ -169,17 +170,20 @@ def measure_members(
     Returns:
         The measurements, members first.
     """
-    return _measure_members((rewrite, measure), models, rewrite_keys, measure_keys)
+    stacked = models, rewrite_keys, measure_keys
+    mesh = sharding.default_mesh(len(rewrite_keys), cores.DECOMPOSITIONS)
+    if mesh is not None:
+        return sharding.on_devices(_measured, mesh, (rewrite, measure), stacked)
+    return eqx.filter_jit(_measured)((rewrite, measure), stacked)
 
 
-@eqx.filter_jit
-def _measure_members(functions: Any, models: Any, rewrite_keys: Array, measure_keys: Array) -> Any:
+def _measured(functions: Any, stacked: Any) -> Any:
     rewrite, measure = functions
 
     def one(model: Any, rewrite_key: Array, measure_key: Array) -> Any:
         return measure(model, rewrite(model, rewrite_key), measure_key)
 
-    return bmap(one, batch_size=per_batch())(models, rewrite_keys, measure_keys)
+    return bmap(one, batch_size=per_batch())(*stacked)
 
 
 def certify_members(images: Array, labels: Array, model: Any, rewritten: Any, key: Array) -> dict[str, Array]:

@@ -65,7 +65,7 @@ def fit_mnist(
     dataset: str | Dataset = "mnist",
     width: int = 1024,
     progress: str | MeterFactory | None = "auto",
-    mesh: Mesh | None = None,
+    mesh: Mesh | str | None = "auto",
     checkpoint: str | Path | None = None,
 ) -> FitResult:
     """Trains stacked networks by stochastic gradient descent on the cross entropy.
@@ -82,7 +82,7 @@ def fit_mnist(
         dataset: "mnist", "glyphs", or a loaded `Dataset`.
         width: Units in each of the two hidden layers.
         progress: A meter showing loss and test error as mean and standard deviation over seeds; None for silence.
-        mesh: Devices to lay the seeds over, see `sharding.member_mesh`.
+        mesh: Devices to lay the seeds over, see `training.Layout`.
         checkpoint: A file to write while training and to go on from, see `training.fit`.
 
     Returns:

@@ -12,9 +12,9 @@ from dissociation import checks, sharding
 from dissociation.batch_size import largest, needed_bytes
 from dissociation.members import MEMBER_MAPS, count, map_members, per_batch
 from dissociation.memory import free_memory
+from dissociation.traced import Code, Traced, trace
 from dissociation.training.samplers import Sampler
 from dissociation.training.state import State, Step
-from dissociation.training.traced import Code, Traced, trace
 
 MAX_CHUNK = 512
 """The longest chunk in steps: the length of the buffer that a compiled chunk writes losses and metrics to."""
@@ -30,32 +30,46 @@ class Layout(NamedTuple):
         members_per_batch: With "vmap", how many members are batched at once; None means all, "auto" as many as fit in
             the memory that is free (their program is compiled once more to measure that).
         mesh: Of `sharding.member_mesh`: devices over which the members are laid, and, along its axis "data" if it has
-            one, the samples of every batch.
+            one, the samples of every batch. None: one device. "auto": for members in turn all devices of a CPU, of
+            which `dissociation.use_all_cores` makes several; otherwise one. The result then lies on one device.
     """
 
     member_map: str = "auto"
     members_per_batch: int | str | None = None
-    mesh: Mesh | None = None
+    mesh: Mesh | str | None = "auto"
 
 
-def chosen_layout(layout: Layout, step: Code) -> Layout:
-    """The layout with the member map that suits the platform and the step's operations, if it is left open."""
+class Chosen(NamedTuple):
+    """A layout with nothing left open but, until the program is known, the number of members per batch."""
+
+    member_map: str
+    members_per_batch: int | str | None
+    mesh: Mesh | None
+
+
+def chosen_layout(layout: Layout, num_members: int, step: Code, *others: Code) -> Chosen:
+    """The layout with what suits the platform, the number of members, the step and other programs, where it is open."""
     member_map, members_per_batch, mesh = layout
     checks.check_choice("member_map", member_map, ("auto", *MEMBER_MAPS))
-    if mesh is not None:
+    if isinstance(mesh, str):
+        checks.check_choice("mesh", mesh, ("auto",))
+    elif mesh is not None:
         sharding.check_mesh(mesh)
     if isinstance(members_per_batch, str):
         checks.check_choice("members_per_batch", members_per_batch, ("auto",))
     elif members_per_batch is not None:
         checks.check_count("members_per_batch", members_per_batch, minimum=1)
     if member_map == "auto":
-        platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+        platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else jax.default_backend()
         in_turn = "unroll" if "conv_general_dilated" in step.primitives else "scan"
         member_map = in_turn if per_batch(platform) == 1 else "vmap"
     if member_map != "vmap" and members_per_batch not in (None, "auto"):
         wanted = f"be None where members go in turn (member_map={member_map!r})"
         checks.fail("members_per_batch", wanted, members_per_batch)
-    return Layout(member_map, members_per_batch if member_map == "vmap" else None, mesh)
+    if isinstance(mesh, str):
+        operations = frozenset().union(*(code.primitives for code in (step, *others)))
+        mesh = None if member_map == "vmap" else sharding.default_mesh(num_members, operations)
+    return Chosen(member_map, members_per_batch if member_map == "vmap" else None, mesh)
 
 
 class Source(NamedTuple):
@@ -70,18 +84,18 @@ class Source(NamedTuple):
     plan: Any
 
 
-def trace_step(step: Step, sampler: Sampler, size: int | None, layout: Layout, *example: Any) -> Traced:
+def trace_step(step: Step, sampler: Sampler, size: int | None, mesh: Mesh | None, *example: Any) -> Traced:
     """From state, sampler's arrays, plan, place in the block and key of one member to (state, info)."""
     static = eqx.filter(sampler, eqx.is_array, inverse=True)
 
     def function(state: State, arrays: Any, plan: Any, within: Array, key: Array) -> Any:
         batch = eqx.combine(arrays, static).batch(plan, within, size)
-        return step(state, _over_data(batch, layout.mesh), key)
+        return step(state, _over_data(batch, mesh), key)
 
-    if layout.mesh is None or sharding.DATA_AXIS not in layout.mesh.axis_names:
+    if mesh is None or sharding.DATA_AXIS not in mesh.axis_names:
         return trace(function, *example)
     # As it is inside `map_members`, where the axis of members is no matter of the compiler's any more.
-    inside = layout.mesh.abstract_mesh.update_axis_types({sharding.MEMBER_AXIS: AxisType.Manual})
+    inside = mesh.abstract_mesh.update_axis_types({sharding.MEMBER_AXIS: AxisType.Manual})
     with jax.sharding.use_abstract_mesh(inside):
         return trace(function, *example)
 
@@ -188,7 +202,7 @@ def observe_members(inputs: Any, state: State) -> Any:
     return _over_members(layout, one, (traced, step), (keys, state), ordered=True)
 
 
-def _over_members(layout: Layout, function: Any, shared: Any, stacked: Any, *, ordered: bool = False) -> Any:
+def _over_members(layout: Chosen, function: Any, shared: Any, stacked: Any, *, ordered: bool = False) -> Any:
     member_map, per_batch, mesh = layout
     how = {"members_per_batch": per_batch, "mesh": mesh, "ordered": ordered}
     return map_members(function, shared, stacked, member_map=member_map, **how)

@@ -18,6 +18,7 @@ from dissociation import checkpoint as checkpoints
 from dissociation import checks, files, sharding
 from dissociation.keys import typed
 from dissociation.schedule import check_steps
+from dissociation.traced import trace
 from dissociation.training.batches import Batches, example
 from dissociation.training.callbacks import Callback, OfFunction
 from dissociation.training.chunk import Layout, observable
@@ -32,7 +33,6 @@ from dissociation.training.state import (
     first_opt_state,
     transformation,
 )
-from dissociation.training.traced import trace
 from dissociation.types import PRNGKey, PRNGKeys
 from dissociation.validation import validated
 
@@ -145,6 +145,8 @@ def fit(
             run.began = began
             run.to_the_end(total, times, file)
     state = sharding.drop_padding(run.state, num_members)
+    if layout.mesh == "auto" and run.layout.mesh is not None:  # what is computed of it later knows of one device
+        state = sharding.gather(state)
     return FitResult(
         models=state.model,
         history=run.history(),

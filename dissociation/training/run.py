@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,11 +13,14 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array
 
 from dissociation import checkpoint as checkpoints
 from dissociation import checks, sharding
 from dissociation.conversion import describe
 from dissociation.members import concatenate, stack, take
+from dissociation.traced import Traced
 from dissociation.training.batches import Batches, example
 from dissociation.training.callbacks import Callback, Progress
 from dissociation.training.chunk import (
@@ -33,7 +37,6 @@ from dissociation.training.chunk import (
 from dissociation.training.loop import Streams
 from dissociation.training.samplers import Segment
 from dissociation.training.state import Info, State, Step
-from dissociation.training.traced import Traced
 
 CHUNK_SECONDS = 1.0
 """How long a chunk should take: how often progress is shown and an interrupt is heard."""
@@ -108,23 +111,25 @@ class Run:
         arrays, plan = batches.one_arrays(), batches.one_plan(self.step)
         size = sampler.segment(self.step).size
         inputs = one, arrays, plan, jnp.asarray(0), keys.loss[0]
-        draft = trace_step(step, sampler, size, layout._replace(mesh=None), *inputs)
-        self.layout, self.info = chosen_layout(layout, draft.code), draft.out[1]
-        kept = {size: draft} if self.layout.mesh is None else {}
+        draft = trace_step(step, sampler, size, None, *inputs)
+        self.observe, codes, self.info = None, [draft.code], draft.out[1]
+        if save.observe is not None:
+            self.observe = trace_observation(save.observe, one, jnp.asarray(0), keys.observe[0])
+            codes.append(self.observe.code)
+        self.layout = chosen_layout(layout, self.num_members, *codes)
+        mesh = self.layout.mesh
+        kept = {size: draft} if mesh is None or sharding.DATA_AXIS not in mesh.axis_names else {}
 
         def traced(size: int | None) -> Traced:
             if size not in kept:
-                kept[size] = trace_step(step, sampler, size, self.layout, *inputs)
+                kept[size] = trace_step(step, sampler, size, mesh, *inputs)
             return kept[size]
 
         self.traced = traced
-        self.observe = None
-        if save.observe is not None:
-            self.observe = trace_observation(save.observe, one, jnp.asarray(0), keys.observe[0])
         # Copies, as steps take their state's memory; and of no weak type, as steps return: one program serves all.
         self.state = self._placed(jax.tree.map(lambda leaf: jnp.array(leaf, leaf.dtype, copy=True), state))
         self.keys = self._placed(keys)
-        batches.lay(self.layout.mesh)
+        batches.lay(mesh)
         if self.layout.members_per_batch == "auto":
             common, mapped, place = batches.source(self.step)
             span = jnp.asarray([self.step, 0, 1])
@@ -254,13 +259,17 @@ class Run:
         return {**jax.tree.map(mean, done)._asdict(), "observed": self.observations[index]}
 
     def _over_members(self, function: Callable[[Any], Any], members: Any) -> Any:
-        """A function of stacked members; where they are unrolled on one device, one after the other.
+        """A function of stacked members; where they are unrolled, one after the other, on every device.
 
         One member's program then serves all: it compiles once, and only one member's decompositions run at a time.
         """
-        if self.layout.member_map != "unroll" or self.layout.mesh is not None:
+        mesh = self.layout.mesh
+        if self.layout.member_map != "unroll":
             return function(members)
-        return concatenate([function(take(members, slice(i, i + 1))) for i in range(self.num_members)])
+        if mesh is None:
+            return concatenate([function(take(members, slice(i, i + 1))) for i in range(self.num_members)])
+        rounds = range(-(-self.num_members // sharding.member_devices(mesh)))
+        return _joined(mesh, [function(_taken(mesh, jnp.asarray(i), members)) for i in rounds])
 
     def history(self) -> History:
         """Everything recorded, stacked."""
@@ -328,6 +337,19 @@ class Run:
             self.diverged_at[member] = self.step - losses.shape[1] + column
             message = f"member {member}: the loss became {losses[member, column]} at step {self.diverged_at[member]}"
             checks.warn(f"{message}; the other members go on.")
+
+
+@partial(jax.jit, static_argnums=0)
+def _taken(mesh: Mesh, index: Array, members: Any) -> Any:
+    """One of its members from every device."""
+    one = lambda i, tree: jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, i, 1), tree)  # noqa: E731
+    return sharding.each_device(one, mesh, index, members)
+
+
+@partial(jax.jit, static_argnums=0)
+def _joined(mesh: Mesh, parts: list[Any]) -> Any:
+    """Members of every device, as they were before `_taken`."""
+    return sharding.each_device(lambda _, parts: concatenate(parts), mesh, None, parts)
 
 
 class Checkpoint(NamedTuple):

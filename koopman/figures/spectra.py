@@ -11,7 +11,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
@@ -301,7 +300,7 @@ def _trials(config: Config, system: System, length: int, key: Array) -> dict[str
         return out
 
     keys = jax.random.split(key, config.num_trajectories)
-    return eqx.filter_jit(bmap(one, batch_size=per_batch()))(keys)
+    return bmap(one, batch_size=per_batch())(keys)
 
 
 def rates(results: Results, system: str, estimator: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -10,8 +10,9 @@ import numpy as np
 import optax
 import pytest
 
+from dissociation import sharding
+from dissociation.traced import trace
 from dissociation.training import Epochs, Layout, Save, fit, make_step
-from dissociation.training.traced import trace
 
 X = jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
 
@@ -127,7 +128,7 @@ def test_a_traced_function_equals_the_function():
 OFFSET = 1.5
 FINGERPRINT = """
 import jax, jax.numpy as jnp, optax
-from dissociation.training.traced import trace
+from dissociation.traced import trace
 step = optax.adamw(1e-3, weight_decay=0.1)
 def update(g, p): return optax.apply_updates(p, step.update(jax.nn.gelu(g), step.init(p), p)[0])
 {lines}
@@ -185,17 +186,21 @@ def test_later_epochs_compile_nothing(caplog, shared):
     assert compilations(caplog, lambda: epochs(7)) == []
 
 
-def test_unrolled_members_share_one_members_program(caplog):
+@pytest.mark.parametrize("devices", [1, 2])
+def test_unrolled_members_share_one_members_program(caplog, devices):
     """So their bits cannot depend on their number, nor does the time to compile."""
+    mesh = None if devices == 1 else sharding.member_mesh(jax.devices()[:devices])
 
     def unrolled(members):
         step = make_step(lambda model, batch, key: jnp.mean((batch @ model - 1.5) ** 2), optax.adam(0.3))
-        save, layout = Save(lambda model, step, key: model.sum()), Layout("unroll")
+        save, layout = Save(lambda model, step, key: model.sum()), Layout("unroll", mesh=mesh)
         options = {"num_steps": 2, "key": jax.random.key(0), "save": save, "layout": layout}
         return fit(jnp.ones((members, 3)), step, Epochs(X, 2), **options)
 
-    assert any("run_chunk" in message for message in compilations(caplog, lambda: unrolled(1)))
-    assert not [m for m in compilations(caplog, lambda: unrolled(4)) if "run_chunk" in m or "observe_members" in m]
+    assert any("run_chunk" in message for message in compilations(caplog, lambda: unrolled(devices)))
+    assert not [
+        m for m in compilations(caplog, lambda: unrolled(4 * devices)) if "run_chunk" in m or "observe_members" in m
+    ]
 
 
 @pytest.mark.parametrize(
