@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from dissociation.checks import check_count, check_non_negative, check_positive
 from dissociation.data.datasets import Dataset
+from dissociation.keys import normal
 from dissociation.metrics.robustness import error_rate
 from dissociation.models.bilinear import BilinearNetwork
 from dissociation.schedule import steps_per_epoch
@@ -131,9 +132,7 @@ class NoisyCrossEntropy(eqx.Module):
     def __call__(self, model: BilinearNetwork, batch: tuple[Array, Array], key: Array) -> Array:
         """The loss."""
         images, labels = batch
-        return loss_and_accuracy(
-            model, images + self.noise * jax.random.normal(key, images.shape, images.dtype), labels
-        )[0]
+        return loss_and_accuracy(model, images + self.noise * normal(key, images.shape, images.dtype), labels)[0]
 
 
 class LossAndAccuracy(eqx.Module):
