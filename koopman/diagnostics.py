@@ -141,14 +141,16 @@ def warn_inexact(operator: Any) -> None:
         )
 
 
-def warn_unconverged(residual: float, eps: float) -> None:
+def warn_unconverged(residual: Array | None, eps: float) -> None:
     """Warns if an iterative solver left eigenvalues with less than half of their digits.
 
     Args:
-        residual: Relative to the largest eigenvalue; those of a self-adjoint operator err by its square.
+        residual: Relative to the largest eigenvalue; those of a self-adjoint operator err by its square. None where
+            nothing was iterated.
         eps: The rounding unit.
     """
-    if residual > eps**0.25:
+    if residual is not None and not is_traced(residual) and residual > eps**0.25:
         warnings.warn(
-            f"The Krylov solver ended with a relative residual of {residual:.1g}; take the dense one.", stacklevel=1
+            f"The Krylov solver ended with a relative residual of {float(residual):.1g}; take the dense one.",
+            stacklevel=1,
         )

@@ -32,7 +32,7 @@ from dissociation.linalg import product
 from dissociation.types import Scalar
 from dissociation.validation import validated
 from koopman.kernels import plain_number
-from koopman.solvers import DENSE_UP_TO, SOLVERS, Leading, leading_eigenpairs, leading_left_vectors
+from koopman.solvers import SOLVERS, Leading, find_eigenpairs, find_left_vectors
 from koopman.subspaces import Basis, FeatureRegression, KernelRegression, Rank, halved, leading_of, mixing
 
 Slopes = tuple[Array, Array]
@@ -106,13 +106,8 @@ def span(estimator: Estimator, problem: FeatureRegression | KernelRegression) ->
     Returns:
         The basis, of static size; columns not in use are zero.
 
-    Raises:
-        ValueError: If "krylov" for reduced rank finds K + alpha I, known, not to be positive definite.
     """
-    # Iterative solvers warn, and a factor that fails is refused, on known numbers alone.
-    solver, width = problem.solver, min(problem.x.shape)
-    compiled = solver in ("dense", "randomized") or (solver == "auto" and width <= DENSE_UP_TO)
-    return (_compiled_span if compiled else _span)(eqx.filter(estimator, False), problem)
+    return _compiled_span(eqx.filter(estimator, False), problem)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -130,7 +125,7 @@ def _span_jvp(estimator, primals, tangents):
     basis = _span(estimator, problem)
     rule = estimator.features_jvp if isinstance(problem, FeatureRegression) else estimator.kernel_jvp
     d_vectors, d_values = rule(problem, tangent, basis)
-    return basis, Basis(d_vectors, d_values, jnp.zeros_like(basis.rest), jnp.zeros_like(basis.variance))
+    return basis, jax.tree.map(jnp.zeros_like, basis)._replace(vectors=d_vectors, values=d_values)
 
 
 _compiled_span = jax.jit(_span, static_argnums=0)
@@ -143,11 +138,11 @@ class _Principal:
         """W = V F^(1/2) with V the leading eigenvectors of K, and F = lambda^-1 (lambda + alpha)^-1."""
         if problem.solver == "krylov":
             number, dtype = problem.x.shape[0], problem.x.dtype
-            leading = leading_eigenpairs(partial(product, problem.x), number, problem.size, dtype=dtype)
+            leading, residual = find_eigenpairs(partial(product, problem.x), number, problem.size, dtype=dtype)
         else:
-            leading = leading_of(problem.x, problem.size)
+            leading, residual = leading_of(problem.x, problem.size), None
         scale, _ = problem.scale(leading.values)
-        return _rooted(leading._replace(vectors=leading.vectors * scale[None]), leading.values[-1])
+        return _rooted(leading._replace(vectors=leading.vectors * scale[None]), leading.values[-1], residual)
 
     def kernel_jvp(self, problem: KernelRegression, tangent: KernelRegression, solution: Basis) -> Slopes:
         """F is a matrix function of K and alpha."""
@@ -239,10 +234,10 @@ class PrincipalComponents(_Principal, Estimator):
         size = problem.size
         if problem.solver == "dense":
             whiten, deviations, *_ = problem.whitening(crossed=False)
-            leading = Leading(whiten[:, :size], deviations[:size], deviations[size:])
+            leading, residual = Leading(whiten[:, :size], deviations[:size], deviations[size:]), None
         else:
-            leading = problem.leading()
-        return Basis(*leading, leading.values[-1] ** 2)
+            leading, residual = problem.leading()
+        return Basis(*leading, leading.values[-1] ** 2, residual)
 
     def features_jvp(self, problem: FeatureRegression, tangent: FeatureRegression, solution: Basis) -> Slopes:
         """U = V G^(-1/2) with V the leading directions, G = V^T (C_x + alpha I) V."""
@@ -293,9 +288,9 @@ class ReducedRank(Estimator):
         whiten, deviations, gain, turned = problem.whitening(crossed=True)
         rows = turned(problem.y)
         number = min(problem.size, *rows.shape)
-        vectors, values, rest = leading_left_vectors(rows, number, scale=gain, solver=problem.solver)
+        (vectors, values, rest), residual = find_left_vectors(rows, number, scale=gain, solver=problem.solver)
         variance = deviations[min(problem.size, deviations.shape[0]) - 1] ** 2
-        return Basis(product(whiten, vectors), values, rest, variance)
+        return Basis(product(whiten, vectors), values, rest, variance, residual)
 
     def features_jvp(self, problem: FeatureRegression, tangent: FeatureRegression, solution: Basis) -> Slopes:
         """Through the eigenvectors of W^T C_xy C_yx W."""
@@ -321,13 +316,13 @@ class ReducedRank(Estimator):
             return _reduced_krylov(problem)
         vectors, values, scale, gain, turned = problem.in_eigenbasis()
         if problem.solver == "spectral":
-            leading = leading_eigenpairs(
+            leading, residual = find_eigenpairs(
                 lambda block: gain * product(turned, gain * block), scale.shape[0], problem.size, dtype=problem.x.dtype
             )
         else:
-            leading = leading_of(gain * turned * gain.T, problem.size)
+            leading, residual = leading_of(gain * turned * gain.T, problem.size), None
         weights = product(vectors, scale[:, None] * leading.vectors)
-        return _rooted(leading._replace(vectors=weights), values[problem.size - 1])
+        return _rooted(leading._replace(vectors=weights), values[problem.size - 1], residual)
 
     def kernel_jvp(self, problem: KernelRegression, tangent: KernelRegression, solution: Basis) -> Slopes:
         """K L K w = sigma^2 (K^2 + alpha K) w, a symmetric pencil on the range of K."""
@@ -358,9 +353,9 @@ class ReducedRank(Estimator):
         return "krylov" if float(alpha) > float(_cholesky_floor(gram)) else "spectral"
 
 
-def _rooted(leading: Leading, variance: Array) -> Basis:
+def _rooted(leading: Leading, variance: Array, residual: Array | None = None) -> Basis:
     values, rest = (jnp.sqrt(jnp.maximum(part, 0.0)) for part in (leading.values, leading.rest))
-    return Basis(leading.vectors, values, rest, variance)
+    return Basis(leading.vectors, values, rest, variance, residual)
 
 
 def _cholesky_floor(gram: Float[Array, "n n"]) -> Float[Array, ""]:
@@ -368,14 +363,18 @@ def _cholesky_floor(gram: Float[Array, "n n"]) -> Float[Array, ""]:
     return 100 * float(jnp.finfo(gram.dtype).eps) * jnp.trace(gram)
 
 
+def check_factor(problem: KernelRegression, basis: Basis) -> None:
+    """Raises where the factor of K + alpha I, from which "krylov" finds reduced rank, came out without a number."""
+    if not bool(jnp.isfinite(basis.values[0])):
+        raise ValueError(
+            f"`alpha` must make K + alpha I positive definite in {problem.x.dtype}, got {float(problem.alpha):.3g}. "
+            f"Raise it above {float(_cholesky_floor(problem.x)):.1g}, use solver='dense', or enable x64."
+        )
+
+
 def _reduced_krylov(problem: KernelRegression) -> Basis:
     gram_x, alpha, number = problem.x, problem.alpha, problem.x.shape[0]
     factor = jnp.linalg.cholesky(gram_x + alpha * jnp.eye(number, dtype=gram_x.dtype))
-    if not is_traced(factor) and not bool(jnp.isfinite(factor[-1, -1])):
-        raise ValueError(
-            f"`alpha` must make K + alpha I positive definite in {gram_x.dtype}, got {float(alpha):.3g}. Raise it "
-            f"above {float(_cholesky_floor(gram_x)):.1g}, use solver='dense', or enable x64."
-        )
 
     def solve(block: Array) -> Array:
         return jax.scipy.linalg.cho_solve((factor, True), block)
@@ -383,5 +382,6 @@ def _reduced_krylov(problem: KernelRegression) -> Basis:
     def shrink(block: Array) -> Array:
         return block - alpha * solve(block)  # T
 
-    leading = leading_eigenpairs(partial(product, problem.y), number, problem.size, dtype=gram_x.dtype, inner=shrink)
-    return _rooted(leading._replace(vectors=solve(leading.vectors)), jnp.trace(gram_x) / problem.size)
+    apply, options = partial(product, problem.y), {"dtype": gram_x.dtype, "inner": shrink}
+    leading, residual = find_eigenpairs(apply, number, problem.size, **options)
+    return _rooted(leading._replace(vectors=solve(leading.vectors)), jnp.trace(gram_x) / problem.size, residual)

@@ -11,8 +11,8 @@ from jaxtyping import Array
 
 from dissociation.checks import is_traced
 from dissociation.linalg import product
-from koopman.diagnostics import warn_constant, warn_inexact, warn_large_alpha, warn_tied
-from koopman.estimators import Estimator, span
+from koopman.diagnostics import warn_constant, warn_inexact, warn_large_alpha, warn_tied, warn_unconverged
+from koopman.estimators import Estimator, check_factor, span
 from koopman.kernels import as_module, gram, own_gram
 from koopman.nystroem import Kernel
 from koopman.operator import KernelMap, Operator
@@ -45,6 +45,9 @@ def fit_with_kernel(
         solver = estimator.choose_kernel_solver(gram_x, alpha, size)
     problem = KernelRegression(gram_x, gram_y, alpha, jnp.asarray(size if active is None else active), size, solver)
     basis = span(estimator, problem)
+    if known:
+        check_factor(problem, basis)
+    warn_unconverged(basis.residual, float(jnp.finfo(x.dtype).eps))
     if known and given and float(alpha) == 0.0 and not (estimator.inverts_all and solver == "krylov"):
         _check_regular(estimator, problem, basis)
     coefficients, dual, moments = _moments(problem, basis, gram(kernel, y, x), flat, unit)

@@ -18,7 +18,7 @@ from dissociation.checks import check_choice, check_non_negative, check_single, 
 from dissociation.linalg import product
 from dissociation.types import Scalar
 from dissociation.validation import validated
-from koopman.diagnostics import warn_inexact, warn_large_alpha, warn_offset, warn_tied
+from koopman.diagnostics import warn_inexact, warn_large_alpha, warn_offset, warn_tied, warn_unconverged
 from koopman.estimators import Estimator, span
 from koopman.kernel_operators import fit_with_kernel
 from koopman.nystroem import Kernel, nystroem_map
@@ -171,6 +171,7 @@ def _fit(
         problem.x, problem.y, alpha, jnp.asarray(size if active is None else active), size, solver, route, cutoff
     )
     basis = span(estimator, regression)
+    warn_unconverged(basis.residual, rounding)
     operator = _assemble(problem, basis, alpha, unit, shape, cutoff)
     if known and active is None:
         which = "the mean eigenvalue of C_x" if estimator.rank is None else f"eigenvalue {size} of C_x"

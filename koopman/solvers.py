@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from dissociation.checks import check_choice, check_positive, is_traced
+from dissociation.checks import check_choice, check_positive
 from dissociation.keys import named_key
 from dissociation.linalg import finite_part, product
 from dissociation.validation import validated
@@ -36,6 +36,18 @@ class Leading(NamedTuple):
     vectors: Array
     values: Array
     rest: Array
+
+
+class Found(NamedTuple):
+    """What a solver found in a compiled program, which cannot warn.
+
+    Attributes:
+        leading: The leading part.
+        residual: Relative to the largest eigenvalue (of the operator, or of M M^T); None where nothing is iterated.
+    """
+
+    leading: Leading
+    residual: Array | None
 
 
 @validated
@@ -73,12 +85,29 @@ def leading_eigenpairs(
     References:
         Musco and Musco (2015), Randomized block Krylov methods for stronger and faster approximate SVD, algorithm 2.
     """
+    if tol is not None:
+        check_positive("tol", tol)
+    options = {"dtype": dtype, "inner": inner, "tol": tol, "max_restarts": max_restarts}
+    leading, residual = find_eigenpairs(apply, size, number, **options)
+    warn_unconverged(residual, float(jnp.finfo(dtype).eps))
+    return leading
+
+
+def find_eigenpairs(
+    apply: Callable[[Array], Array],
+    size: int,
+    number: int,
+    *,
+    dtype: Any,
+    inner: Callable[[Array], Array] | None = None,
+    tol: float | None = None,
+    max_restarts: int = 50,
+) -> Found:
+    """As `leading_eigenpairs`, without a warning."""
     extra, blocks = (_OVERSAMPLING, _BLOCKS) if inner is None else (_OVERSAMPLING_WITH_INNER, _BLOCKS_WITH_INNER)
     width = number + extra
     if size <= blocks * width:  # one block alone would never grow, and the start of two is as good as all
         width, blocks = size, 1
-    if tol is not None:
-        check_positive("tol", tol)
     limit = 30 * jnp.finfo(dtype).eps if tol is None else tol
     tiny = jnp.finfo(dtype).tiny
     image_of = apply if inner is None else lambda block: apply(inner(block))
@@ -111,9 +140,7 @@ def leading_eigenpairs(
     start = jnp.linalg.qr(image_of(jax.random.normal(named_key("first vectors"), (size, width), dtype)))[0]
     first = space(start)
     vectors, values, off, *_ = lax.while_loop(going, body, (*first, first[2], jnp.asarray(1)))
-    if not is_traced(off):
-        warn_unconverged(float(off), float(jnp.finfo(dtype).eps))
-    return Leading(vectors[:, :number], values[:number], values[number:])
+    return Found(Leading(vectors[:, :number], values[:number], values[number:]), off)
 
 
 @validated(finite=("matrix",))
@@ -144,7 +171,20 @@ def leading_left_vectors(
         Halko, Martinsson and Tropp (2011), Finding structure with randomness.
     """
     check_choice("solver", solver, SOLVERS)
-    matrix, undefined = finite_part(jnp.asarray(matrix))
+    leading, residual = find_left_vectors(jnp.asarray(matrix), number, scale=scale, solver=solver)
+    warn_unconverged(residual, float(jnp.finfo(leading.vectors.dtype).eps))
+    return leading
+
+
+def find_left_vectors(
+    matrix: Float[Array, "k m"],
+    number: int,
+    *,
+    scale: Float[Array | np.ndarray, " k"] | None = None,
+    solver: str = "auto",
+) -> Found:
+    """As `leading_left_vectors`, without a warning."""
+    matrix, undefined = finite_part(matrix)
     rows, columns = matrix.shape
     factors = jnp.ones((rows, 1), matrix.dtype) if scale is None else jnp.asarray(scale)[:, None]
     if solver == "auto":
@@ -154,12 +194,13 @@ def leading_left_vectors(
         def squared(block: Array) -> Array:
             return factors * product(matrix, product(matrix.T, factors * block))
 
-        vectors, *squares = leading_eigenpairs(squared, rows, number, dtype=matrix.dtype)
-        return Leading(vectors + undefined, *(jnp.sqrt(jnp.maximum(part, 0.0)) + undefined for part in squares))
+        (vectors, *squares), residual = find_eigenpairs(squared, rows, number, dtype=matrix.dtype)
+        values, rest = (jnp.sqrt(jnp.maximum(part, 0.0)) + undefined for part in squares)
+        return Found(Leading(vectors + undefined, values, rest), residual)
     matrix = factors * matrix
     if solver == "dense":
         left, values, _ = jnp.linalg.svd(matrix, full_matrices=False)
-        return Leading(left[:, :number] + undefined, values[:number] + undefined, values[number:] + undefined)
+        return _exact(left + undefined, values + undefined, number)
     width = min(number + 2 * _OVERSAMPLING, rows, columns)
     block = jnp.linalg.qr(
         product(matrix, jax.random.normal(named_key("first vectors"), (columns, width), matrix.dtype))
@@ -167,9 +208,11 @@ def leading_left_vectors(
     for _ in range(4):
         block = jnp.linalg.qr(product(matrix, jnp.linalg.qr(product(matrix.T, block))[0]))[0]
     left, values, _ = jnp.linalg.svd(product(block.T, matrix), full_matrices=False)
-    return Leading(
-        product(block, left[:, :number]) + undefined, values[:number] + undefined, values[number:] + undefined
-    )
+    return _exact(product(block, left) + undefined, values + undefined, number)
+
+
+def _exact(vectors: Array, values: Array, number: int) -> Found:
+    return Found(Leading(vectors[:, :number], values[:number], values[number:]), None)
 
 
 def _orthonormal(block: Array, inner: Callable[[Array], Array] | None) -> tuple[Array, Array]:

@@ -18,7 +18,7 @@ from dissociation.checks import check_choice, check_count, fail, is_traced
 from dissociation.linalg import product
 from koopman.pairs import gram_root
 from koopman.perturbation import refused
-from koopman.solvers import Leading, leading_left_vectors
+from koopman.solvers import Found, Leading, find_left_vectors
 
 Rank = int | Int[Array | np.ndarray, ""]
 
@@ -101,12 +101,14 @@ class Basis(NamedTuple):
         variance: What `alpha` is to be compared with: eigenvalue number `size` of C_x or K (an upper bound of it,
             tr(K) / size, where an iterative solver does not know it); for ridge regression the mean of those of C_x, or
             the trace of K.
+        residual: See `solvers.Found`.
     """
 
     vectors: Array
     values: Array
     rest: Array
     variance: Array
+    residual: Array | None = None
 
 
 class Whitening(NamedTuple):
@@ -154,15 +156,17 @@ class FeatureRegression(eqx.Module):
         scale = jnp.where(kept, jax.lax.rsqrt(jnp.where(kept, values**2 + self.alpha, 1.0)), 0.0)
         return right.T * scale[None], scale
 
-    def leading(self) -> Leading:
+    def leading(self) -> Found:
         """The first `size` columns of W, and their deviations, without the others."""
         if self.route == "covariance":
-            vectors, *squares = leading_left_vectors(product(self.x.T, self.x), self.size, solver=self.solver)
+            (vectors, *squares), residual = find_left_vectors(product(self.x.T, self.x), self.size, solver=self.solver)
             values, rest = (jnp.sqrt(part) for part in squares)
         else:
             root = gram_root(self.x) if self.x.shape[0] > self.x.shape[1] else self.x
-            vectors, values, rest = leading_left_vectors(root.T, min(self.size, *root.shape), solver=self.solver)
-        return Leading(self.scaled(values, vectors.T)[0], values, rest)
+            (vectors, values, rest), residual = find_left_vectors(
+                root.T, min(self.size, *root.shape), solver=self.solver
+            )
+        return Found(Leading(self.scaled(values, vectors.T)[0], values, rest), residual)
 
     def whitening(self, *, crossed: bool) -> Whitening:
         """W and what it makes of C_xy; without `crossed`, for W alone."""
