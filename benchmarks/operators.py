@@ -118,7 +118,7 @@ def main():
         noise = np.random.default_rng(0).normal(scale=1e-3, size=(options.seeds, *pixels.shape))
         noise[0] = 0.0
         seeds = jax.vmap(lagged_pairs)(jnp.asarray(pixels + noise))
-        for route in ("qr", "covariance"):
+        for route in ("auto", "qr", "covariance"):
             own = lambda x, y, a, r=route: fit(ReducedRank(5, a), x, y, route=r)  # noqa: E731
             compare(
                 f"reduced rank, {sequence.name}, {seeds[0][0].shape}, rank 5, route {route}",
@@ -154,7 +154,7 @@ def main():
         peer = Peer(NystroemKernelRidge(n_centers=options.centres, random_state=0, **settings), path)
         peer.fit_once()
         chosen = peer.model.nys_centers_idxs_
-        for route in ("qr", "covariance"):
+        for route in ("auto", "qr", "covariance"):
             on = {"kernel": RBF(scale), "centres": x[chosen], "route": route}
             own = lambda x, y, a, on=on: fit(ReducedRank(25, a), x, y, **on)  # noqa: E731
             compare(

@@ -25,6 +25,8 @@ from typing import ClassVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Float
 
 from dissociation.checks import check_choice, check_count, check_non_negative, is_traced
@@ -32,7 +34,7 @@ from dissociation.linalg import product
 from dissociation.types import Scalar
 from dissociation.validation import validated
 from koopman.kernels import plain_number
-from koopman.solvers import SOLVERS, Leading, find_eigenpairs, find_left_vectors
+from koopman.solvers import SOLVERS, Leading, chosen_solver, find_eigenpairs, find_left_vectors
 from koopman.subspaces import Basis, FeatureRegression, KernelRegression, Rank, halved, leading_of, mixing
 
 Slopes = tuple[Array, Array]
@@ -186,7 +188,7 @@ class Ridge(_Principal, Estimator):
 
     def features(self, problem: FeatureRegression) -> Basis:
         """U = W, of all directions."""
-        whiten, deviations, *_ = problem.whitening(crossed=False)
+        whiten, deviations = problem.by_route(FeatureRegression.axes)
         size, variance = problem.size, jnp.sum(deviations**2) / problem.x.shape[1]
         return Basis(whiten[:, :size], deviations[:size], deviations[size:], variance)
 
@@ -233,11 +235,11 @@ class PrincipalComponents(_Principal, Estimator):
         """U = W, of the leading directions."""
         size = problem.size
         if problem.solver == "dense":
-            whiten, deviations, *_ = problem.whitening(crossed=False)
-            leading, residual = Leading(whiten[:, :size], deviations[:size], deviations[size:]), None
+            whiten, deviations = problem.by_route(FeatureRegression.axes)
+            (vectors, values, rest), residual = (whiten[:, :size], deviations[:size], deviations[size:]), None
         else:
-            leading, residual = problem.leading()
-        return Basis(*leading, leading.values[-1] ** 2, residual)
+            (vectors, values, rest), residual = problem.by_route(FeatureRegression.leading)
+        return Basis(vectors, values, rest, values[-1] ** 2, residual)
 
     def features_jvp(self, problem: FeatureRegression, tangent: FeatureRegression, solution: Basis) -> Slopes:
         """U = V G^(-1/2) with V the leading directions, G = V^T (C_x + alpha I) V."""
@@ -285,6 +287,14 @@ class ReducedRank(Estimator):
 
     def features(self, problem: FeatureRegression) -> Basis:
         """U = W Q with the leading left singular vectors Q of W^T C_xy."""
+        number, iterated = problem.x.shape[1], ("krylov", "randomized")
+        leading = chosen_solver(problem.solver, number, problem.y.shape[1], problem.size) in iterated
+        if problem.route == "qr" or not leading:
+            return problem.by_route(self._whitened)
+        other = "qr" if problem.route == "auto" else problem.route
+        return problem.either(_from_moments, lambda given: self._whitened(given.via(other)))
+
+    def _whitened(self, problem: FeatureRegression) -> Basis:
         whiten, deviations, gain, turned = problem.whitening(crossed=True)
         rows = turned(problem.y)
         number = min(problem.size, *rows.shape)
@@ -351,6 +361,41 @@ class ReducedRank(Estimator):
         if is_traced(alpha) or is_traced(gram):  # float64 has room enough below any usual `alpha`
             return "krylov" if jnp.finfo(gram.dtype).eps < 1e-12 else "spectral"
         return "krylov" if float(alpha) > float(_cholesky_floor(gram)) else "spectral"
+
+
+def _from_moments(problem: FeatureRegression) -> Basis:
+    """Reduced rank from second moments alone, where `alpha` outweighs their rounding.
+
+    With the Cholesky factor C_x + alpha I = L L^T it is U = L^(-T) Q, with the leading left singular vectors Q of
+    L^(-1) C_xy. Under a `vmap` over `alpha` the eigenvectors of C_x, which all values share, take its place.
+    """
+    size, solver = problem.size, problem.solver
+
+    def factored(square: Array, cross: Array, alpha: Array) -> Basis:
+        factor = jnp.linalg.cholesky(square + alpha * jnp.eye(square.shape[0], dtype=square.dtype))
+        rows = jax.scipy.linalg.solve_triangular(factor, cross, lower=True)
+        (vectors, values, rest), residual = find_left_vectors(rows, size, solver=solver)
+        vectors = jax.scipy.linalg.solve_triangular(factor, vectors, lower=True, trans=1)
+        variance = find_left_vectors(square, size, solver="randomized").leading.values[-1]
+        return Basis(vectors, values, rest, variance, residual)
+
+    def shared(square: Array, cross: Array, alpha: Array) -> Basis:
+        squares, vectors = jnp.linalg.eigh(square)
+        gain = lax.rsqrt(jnp.maximum(squares, 0.0) + alpha)
+        (found, values, rest), residual = find_left_vectors(product(vectors.T, cross), size, scale=gain, solver=solver)
+        return Basis(product(vectors, gain[:, None] * found), values, rest, squares[-size], residual)
+
+    @custom_vmap
+    def solved(square: Array, cross: Array, alpha: Array) -> Basis:
+        return factored(square, cross, alpha)
+
+    @solved.def_vmap
+    def _(_: int, batched: list[bool], *arguments: Array) -> tuple[Basis, Basis]:
+        one = shared if batched == [False, False, True] else factored
+        basis = jax.vmap(one, [0 if mapped else None for mapped in batched])(*arguments)
+        return basis, jax.tree.map(lambda _: True, basis)
+
+    return solved(product(problem.x.T, problem.x), product(problem.x.T, problem.y), problem.alpha)
 
 
 def _rooted(leading: Leading, variance: Array, residual: Array | None = None) -> Basis:

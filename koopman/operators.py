@@ -27,6 +27,8 @@ from koopman.pairs import Moments, check_square, checked_pairs, default_alpha, g
 from koopman.solvers import SOLVERS
 from koopman.subspaces import Basis, FeatureRegression, latent, refuse_singular
 
+ROUTES = ("auto", "qr", "covariance")
+
 Data = Float[Array | np.ndarray, "n d"] | Moments
 
 
@@ -40,7 +42,7 @@ def fit(
     centres: Float[Array | np.ndarray, "m d"] | None = None,
     observable: Float[Array | np.ndarray, "n *o"] | None = None,
     center: bool = False,
-    route: str = "qr",
+    route: str = "auto",
     rtol: float | None = None,
 ) -> Operator:
     """The operator G = U U^T C_xy that an estimator makes of pairs, U^T (C_x + alpha I) U = I.
@@ -65,12 +67,14 @@ def fit(
         center: Whether features and observable are taken about their means; not with a kernel. It removes the constant
             function, whose eigenvalue is 1; the drift between the means of x and y is neglected, as in a stationary
             process.
-        route: "qr" takes the QR factor of the features; "covariance" the eigenvectors of C_x, in about half the time
-            for 5000 MNIST digits of 784 pixels (0.31 against 0.58 s in float64 on two cores), but C_x squares the
-            condition number: in float32 directions of x below 3e-4 of the largest are lost, and an `alpha` below 1e-7
-            of C_x's largest eigenvalue means nothing. Use it with x64. Not for a kernel without centres.
+        route: "qr" takes the QR factor of the features; "covariance" C_x itself, in less than half the time, but C_x
+            squares the condition number: in float32 directions of x below 3e-4 of the largest are lost, and an `alpha`
+            below 1e-7 of C_x's largest eigenvalue means nothing. "auto" is "qr" in float32, for fewer than 64 features
+            and for fewer than twice as many pairs as features; else "covariance" where alpha > 10^6 eps tr(C_x) (2e-10
+            tr(C_x) in float64), and "qr" where not, which is decided when the program runs (by all members of a `vmap`
+            together). Not for a kernel without centres.
         rtol: Relative size below which a singular value of the features counts as zero; default d times rounding
-            ("qr"), or the square root of rounding ("covariance"). Not for a kernel without centres.
+            ("qr", and "auto" with it), or the square root of rounding ("covariance"). Not for a kernel without centres.
 
     Returns:
         The fitted operator. It takes what `x` holds.
@@ -99,7 +103,7 @@ def fit(
     >>> jnp.abs(jnp.linalg.eigvals(operator.core)).round(4)
     Array([1., 1., 1.], dtype=float32)
     """
-    check_choice("route", route, ("qr", "covariance"))
+    check_choice("route", route, ROUTES)
     check_single("alpha", estimator.alpha)
     check_single("rank", estimator.rank)
     if rtol is not None:
@@ -117,20 +121,21 @@ def fit(
         fail("center", "be False with a kernel", center, "Take the states about their mean")
     if centres is not None:
         return _fit_on_centres(estimator, x, y, kernel, centres, observable, route, rtol)
-    for name, value, only in (("route", route, "qr"), ("rtol", rtol, None)):
+    for name, value, only in (("route", "qr" if route == "auto" else route, "qr"), ("rtol", rtol, None)):
         if value != only:
             fail(name, f"be {only!r} for a kernel without `centres`", repr(value))
     return fit_with_kernel(estimator, x, y, kernel, observable)
 
 
 class _Problem(NamedTuple):
-    """Rows whose products are the moments: data divided by sqrt(n), or the factor of their moments."""
+    """Rows whose products are the moments: data, or the factor of their moments."""
 
-    x: Array  # [m, d], x^T x = C_x
-    y: Array  # [m, d], x^T y = C_xy
-    observable: Array  # [m, o]
+    x: Array  # [m, d], x^T x = m C_x
+    y: Array  # [m, d], x^T y = m C_xy
+    observable: Array | None  # [m, o]; None: y
     offset: Array  # [d]
     mean_observable: Array  # [o]
+    scale: Array  # of the rows, m^(-1/2) for data; applied by `_in_units`
 
 
 def _problem(
@@ -159,24 +164,26 @@ def _fit(
     problem, alpha, largest, unit, trace = _in_units(problem, asked)
     size, active, solver = latent(estimator.rank, width, "features", solver, SOLVERS)
     rounding = float(jnp.finfo(dtype).eps)
-    cutoff = rtol if rtol is not None else width * rounding if route == "qr" else rounding**0.5
+    if route == "auto" and (rtol is not None or rounding > 1e-12 or width < 64 or problem.x.shape[0] < 2 * width):
+        route = "qr"
     known = not is_traced(alpha) and not is_traced(problem.x) and not is_traced(problem.y)
     if not is_traced(largest) and float(largest) > 0:
         check_square("x", float(trace) / width * float(unit) ** 2, "a mean square", dtype)
     if known and float(alpha) == 0.0:  # by default, too, where all features are zero
         values = np.linalg.svd(np.asarray(gram_root(problem.x)), compute_uv=False)
         needed, what = width if estimator.inverts_all else size, ("the covariance of `x`", "C_x")
+        cutoff = rtol if rtol is not None else rounding**0.5 if route == "covariance" else width * rounding
         refuse_singular(type(estimator).__name__, values, cutoff, needed, width, what)
     regression = FeatureRegression(
-        problem.x, problem.y, alpha, jnp.asarray(size if active is None else active), size, solver, route, cutoff
+        problem.x, problem.y, alpha, jnp.asarray(size if active is None else active), size, solver, route, rtol
     )
     basis = span(estimator, regression)
     warn_unconverged(basis.residual, rounding)
-    operator = _assemble(problem, basis, alpha, unit, shape, cutoff)
+    operator, cutoff = _assemble(problem, regression, basis, unit, shape)
     if known and active is None:
         which = "the mean eigenvalue of C_x" if estimator.rank is None else f"eigenvalue {size} of C_x"
         warn_large_alpha(alpha, basis.variance, trace, which, unit)
-        warn_tied(np.asarray(basis.values), np.asarray(basis.rest), cutoff)
+        warn_tied(np.asarray(basis.values), np.asarray(basis.rest), float(cutoff))
         warn_inexact(operator)
     return operator
 
@@ -184,9 +191,11 @@ def _fit(
 @jax.jit
 def _in_units(problem: _Problem, alpha: Array | None) -> tuple[_Problem, Array, Array, Array, Array]:
     """Problem and alpha in a unit in which squares neither overflow nor vanish; its largest entry, unit, trace."""
-    largest = jnp.max(jnp.abs(problem.x))
+    scale = problem.scale
+    largest = jnp.max(jnp.abs(problem.x)) * scale
     unit = scale_of(largest)
-    problem = problem._replace(x=problem.x / unit, y=problem.y / unit)
+    observable = None if problem.observable is None else problem.observable * scale
+    problem = problem._replace(x=problem.x * (scale / unit), y=problem.y * (scale / unit), observable=observable)
     trace = jnp.sum(problem.x**2)
     alpha = default_alpha(trace, problem.x.shape[1]) if alpha is None else alpha / unit / unit
     return problem, alpha, largest, unit, trace
@@ -223,20 +232,19 @@ def _from_pairs(
     x: Array | np.ndarray, y: Array | np.ndarray, observable: Array | np.ndarray | None, center: bool
 ) -> tuple[_Problem, tuple[int, ...]]:
     x, y, flat, shape = checked_pairs(x, y, observable)
-    if not center:
-        warn_offset(x)
-    return _averaged(x, y, flat, center), shape
-
-
-@partial(jax.jit, static_argnames="center")
-def _averaged(x: Array, y: Array, flat: Array, center: bool) -> _Problem:
-    offset, mean = jnp.zeros(x.shape[1:], x.dtype), jnp.zeros(flat.shape[1:], x.dtype)
+    scale = jnp.asarray(x.shape[0] ** -0.5, x.dtype)
     if center:
-        # About the mean as it is stored, which is within rounding of the mean: what the operator subtracts is the same.
-        (offset, _), (mean, _) = mean_of(x), mean_of(flat)
-        x, y, flat = x - offset[None], y - offset[None], flat - mean[None]
-    scale = x.shape[0] ** -0.5
-    return _Problem(x * scale, y * scale, flat * scale, offset, mean)
+        return _centred(x, y, flat, scale), shape
+    warn_offset(x)
+    offset, mean = jnp.zeros(x.shape[1:], x.dtype), jnp.zeros(flat.shape[1:], x.dtype)
+    return _Problem(x, y, None if observable is None else flat, offset, mean, scale), shape
+
+
+@jax.jit
+def _centred(x: Array, y: Array, flat: Array, scale: Array) -> _Problem:
+    # About the mean as it is stored, which is within rounding of the mean: what the operator subtracts is the same.
+    (offset, _), (mean, _) = mean_of(x), mean_of(flat)
+    return _Problem(x - offset[None], y - offset[None], flat - mean[None], offset, mean, scale)
 
 
 def _from_moments(seen: Moments) -> tuple[_Problem, tuple[int, ...]]:
@@ -254,22 +262,22 @@ def _from_moments(seen: Moments) -> tuple[_Problem, tuple[int, ...]]:
         step = jnp.concatenate([jnp.zeros_like(offset), drift, jnp.zeros_like(mean)])
         rows = jnp.concatenate([rows, step[None]])
     x, y, observable = jnp.split(rows, [width, width + width_y], 1)
-    return _Problem(x, y, observable, offset, mean), seen.mean_observable.shape
+    return _Problem(x, y, observable, offset, mean, jnp.ones_like(seen.count)), seen.mean_observable.shape
 
 
-@partial(jax.jit, static_argnames=("shape", "cutoff"))
+@partial(jax.jit, static_argnames="shape")
 def _assemble(
-    problem: _Problem, solution: Basis, alpha: Array, unit: Array, shape: tuple[int, ...], cutoff: float
-) -> Operator:
-    """The operator, from what is in units of the features."""
-    basis, values = solution.vectors, solution.values
+    problem: _Problem, regression: FeatureRegression, solution: Basis, unit: Array, shape: tuple[int, ...]
+) -> tuple[Operator, Array]:
+    """The operator, from what is in units of the features, and the relative size at which values count as zero."""
+    basis, values, alpha, cutoff = solution.vectors, solution.values, regression.alpha, regression.threshold
     latent_x, latent_y = product(problem.x, basis), product(problem.y, basis)
     dual = product(problem.y.T, latent_x)
-    return Operator(
+    operator = Operator(
         encode=LinearMap(problem.offset, basis / unit),
         dual=LinearMap(problem.offset, dual * unit),
         core=product(latent_x.T, latent_y),
-        readout=product(latent_x.T, problem.observable),
+        readout=dual.T * unit if problem.observable is None else product(latent_x.T, problem.observable),
         mean_observable=problem.mean_observable,
         gram_x=product(latent_x.T, latent_x),
         gram_y=product(latent_y.T, latent_y),
@@ -280,3 +288,4 @@ def _assemble(
         effective_rank=jnp.sum(values > cutoff * jnp.max(values)),
         observable_shape=shape,
     )
+    return operator, cutoff

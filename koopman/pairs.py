@@ -169,9 +169,10 @@ def checked_pairs(x: Array | np.ndarray, y: Array | np.ndarray, observable: Arra
     Raises:
         ValueError: If there are fewer than two pairs, or known data are not finite.
     """
-    observable = y if observable is None else observable
     for name, array in (("x", x), ("y", y), ("observable", observable)):
-        check_finite(name, array)
+        if array is not None:
+            check_finite(name, array)
+    observable = y if observable is None else observable
     if x.shape[0] < 2:
         fail("x", "hold at least two pairs", f"shape {x.shape}", "Use a longer trajectory or a shorter lag")
     warn_narrowed(x, y, observable)

@@ -187,8 +187,7 @@ def find_left_vectors(
     matrix, undefined = finite_part(matrix)
     rows, columns = matrix.shape
     factors = jnp.ones((rows, 1), matrix.dtype) if scale is None else jnp.asarray(scale)[:, None]
-    if solver == "auto":
-        solver = "krylov" if min(rows, columns) > DENSE_UP_TO and number <= min(rows, columns) // 16 else "dense"
+    solver = chosen_solver(solver, rows, columns, number)
     if solver == "krylov":
 
         def squared(block: Array) -> Array:
@@ -209,6 +208,13 @@ def find_left_vectors(
         block = jnp.linalg.qr(product(matrix, jnp.linalg.qr(product(matrix.T, block))[0]))[0]
     left, values, _ = jnp.linalg.svd(product(block.T, matrix), full_matrices=False)
     return _exact(product(block, left) + undefined, values + undefined, number)
+
+
+def chosen_solver(solver: str, rows: int, columns: int, number: int) -> str:
+    """The solver for so many singular vectors of a matrix, "auto" decided."""
+    if solver != "auto":
+        return solver
+    return "krylov" if min(rows, columns) > DENSE_UP_TO and number <= min(rows, columns) // 16 else "dense"
 
 
 def _exact(vectors: Array, values: Array, number: int) -> Found:

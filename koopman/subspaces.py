@@ -5,13 +5,16 @@ U^T (C_x + alpha I) U = I; with a kernel weights W = sqrt(n) c as in `kernel_ope
 K = k(X, X) / n.
 """
 
+import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Float, Int
 
 from dissociation.checks import check_choice, check_count, fail, is_traced
@@ -137,8 +140,9 @@ class FeatureRegression(eqx.Module):
         active: Latent functions in use, the others are zero.
         size: Latent functions.
         solver: See `leading_left_vectors`.
-        route: "qr" or "covariance".
-        cutoff: Relative size below which a singular value of the data counts as zero.
+        route: "qr", "covariance", or "auto": the second where `alpha` outweighs its rounding, else the first.
+        cutoff: Relative size below which a singular value of the data counts as zero; None for the route's own, d times
+            the rounding unit or its square root.
     """
 
     x: Array
@@ -148,12 +152,48 @@ class FeatureRegression(eqx.Module):
     size: int = eqx.field(static=True)
     solver: str = eqx.field(static=True)
     route: str = eqx.field(static=True)
-    cutoff: float = eqx.field(static=True)
+    cutoff: float | None = eqx.field(static=True)
+
+    @property
+    def suffices(self) -> Array:
+        """Whether `alpha` outweighs what C_x loses by rounding: alpha > 10^6 eps tr(C_x).
+
+        Eigenvalues of C_x err by eps tr(C_x), a millionth of `alpha` then. Members of a `vmap` decide together, so that
+        one of two programs runs, and not both.
+        """
+        eps = jnp.finfo(self.x.dtype).eps
+        return _all_members(lax.stop_gradient(self.alpha > 1e6 * eps * jnp.sum(self.x**2)))
+
+    @property
+    def threshold(self) -> Array:
+        """The cut-off of the route that is taken."""
+        if self.cutoff is not None:
+            return jnp.asarray(self.cutoff, self.x.dtype)
+        eps = jnp.finfo(self.x.dtype).eps
+        qr, covariance = (jnp.asarray(value, self.x.dtype) for value in (self.x.shape[1] * eps, eps**0.5))
+        if self.route == "auto":
+            return jnp.where(self.suffices, covariance, qr)
+        return qr if self.route == "qr" else covariance
+
+    def either(self, quick: Callable[["FeatureRegression"], Any], whole: Callable[["FeatureRegression"], Any]) -> Any:
+        """`quick` of this where second moments suffice, else `whole` of it; only one of them is computed."""
+        return lax.cond(self.suffices, quick, whole, self)
+
+    def by_route(self, function: Callable[["FeatureRegression"], Any]) -> Any:
+        """A function of this with its route decided."""
+        if self.route != "auto":
+            return function(self)
+        ways = [lambda given, route=route: function(given.via(route)) for route in ("covariance", "qr")]
+        return self.either(*ways)
+
+    def via(self, route: str) -> "FeatureRegression":
+        """The same by another route."""
+        return dataclasses.replace(self, route=route)
 
     def scaled(self, values: Float[Array, " k"], right: Float[Array, "k d"]) -> tuple[Array, Array]:
         """W from square roots of C_x's eigenvalues and from eigenvectors in rows, and the scale of its columns."""
-        kept = values > self.cutoff * values[0]
-        scale = jnp.where(kept, jax.lax.rsqrt(jnp.where(kept, values**2 + self.alpha, 1.0)), 0.0)
+        kept = values > self.threshold * values[0]
+        scale = jnp.where(kept, lax.rsqrt(jnp.where(kept, values**2 + self.alpha, 1.0)), 0.0)
         return right.T * scale[None], scale
 
     def leading(self) -> Found:
@@ -167,6 +207,11 @@ class FeatureRegression(eqx.Module):
                 root.T, min(self.size, *root.shape), solver=self.solver
             )
         return Found(Leading(self.scaled(values, vectors.T)[0], values, rest), residual)
+
+    def axes(self) -> tuple[Array, Array]:
+        """W and the square roots of C_x's eigenvalues."""
+        whitening = self.whitening(crossed=False)
+        return whitening.vectors, whitening.deviations
 
     def whitening(self, *, crossed: bool) -> Whitening:
         """W and what it makes of C_xy; without `crossed`, for W alone."""
@@ -201,6 +246,17 @@ class FeatureRegression(eqx.Module):
     def pull(self, whiten: Float[Array, "d k"]) -> Float[Array, "k d"]:
         """W^T (C_x + alpha I): takes U = W E back to E."""
         return product(product(whiten.T, self.x.T), self.x) + self.alpha * whiten.T
+
+
+@custom_vmap
+def _all_members(true: Array) -> Array:
+    """A truth value; under `vmap` whether all are true, for every member."""
+    return true
+
+
+@_all_members.def_vmap
+def _(_: int, batched: list[bool], true: Array) -> tuple[Array, bool]:
+    return _all_members(jnp.all(true, 0) if batched[0] else true), False
 
 
 class Turned(NamedTuple):
@@ -245,7 +301,7 @@ class KernelRegression(eqx.Module):
         """(lambda (lambda + alpha))^(-1/2), zero where lambda is cut off, and where it is not."""
         kept = values > self.cutoff * values[0]
         safe = jnp.where(kept, values, 1.0)
-        return jnp.where(kept, jax.lax.rsqrt(safe) * jax.lax.rsqrt(safe + self.alpha), 0.0), kept
+        return jnp.where(kept, lax.rsqrt(safe) * lax.rsqrt(safe + self.alpha), 0.0), kept
 
     def in_eigenbasis(self) -> Turned:
         """Both matrices in the eigenbasis of K."""

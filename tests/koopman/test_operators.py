@@ -463,3 +463,76 @@ def test_latent_functions_not_in_use_are_no_fault(third):
     x[:, 2] = third * x[:, 1]
     operator = fit(Ridge(1e-3), x, 0.5 * x)
     np.testing.assert_allclose(np.diagonal(operator.gram_x), [1, 1, 0], atol=2e-3)
+
+
+def wide_pairs(d, n, seeds=None):
+    """Pairs with a spectrum of variances over three decades, so that the routes' rounding differs."""
+    rng = np.random.default_rng(d)
+    shape = (n + 1, d) if seeds is None else (seeds, n + 1, d)
+    mixing = rng.normal(size=(d, d)) * np.logspace(0, -3, d)[:, None]
+    states = np.cumsum(rng.normal(size=shape), -2) @ mixing * 0.1
+    return states[..., :-1, :], states[..., 1:, :]
+
+
+AUTO = {
+    "ridge": (Ridge, 70),
+    "pcr": (partial(PrincipalComponents, 5), 70),
+    "pcr krylov": (partial(PrincipalComponents, 5, solver="krylov"), 70),
+    "reduced rank": (partial(ReducedRank, 5), 70),
+    "reduced rank krylov": (partial(ReducedRank, 5, solver="krylov"), 70),
+    "reduced rank of many": (partial(ReducedRank, 5), 260),
+}
+
+
+@pytest.mark.parametrize(("estimator", "d"), AUTO.values(), ids=AUTO)
+@pytest.mark.parametrize("route", ["auto", "covariance"])
+def test_second_moments_give_the_same_operator_where_alpha_outweighs_their_rounding(estimator, d, route):
+    with jax.enable_x64(True):
+        x, y = wide_pairs(d, 3 * d)
+        alpha = 1e-6 * np.sum(x**2) / len(x) / d  # the default
+        other = "qr" if route == "auto" else "auto"
+        quick, exact = (fit(estimator(alpha), x, y, route=by) for by in (route, other))
+        G, H = operator_matrix(quick), operator_matrix(exact)
+        # What they predict, for which directions that hardly vary mean nothing.
+        assert not np.array_equal(G, H) or route == "covariance"
+        assert np.linalg.norm(x @ (G - H)) < 1e-6 * np.linalg.norm(x @ H)
+        np.testing.assert_allclose(quick.singular_values, exact.singular_values, rtol=1e-6, atol=1e-8)
+        np.testing.assert_allclose(quick.gram_x + float(alpha) * quick.basis_gram, np.eye(len(quick.gram_x)), atol=1e-6)
+
+
+@pytest.mark.parametrize(("estimator", "d"), AUTO.values(), ids=AUTO)
+def test_below_that_the_features_are_factored(estimator, d):
+    """Bit for bit as by QR, which "auto" is too in float32, for few features and for few pairs."""
+    with jax.enable_x64(True):
+        x, y = wide_pairs(d, 3 * d)
+        alpha = 1e-10 * np.sum(x**2) / len(x)
+        same = [fit(estimator(alpha), x, y, route=by) for by in ("auto", "qr")]
+        jax.tree.map(np.testing.assert_array_equal, *map(eqx.filter, same, [eqx.is_array] * 2))
+        few = [fit(estimator(1.0), x[: d + 9], y[: d + 9], route=by) for by in ("auto", "qr")]
+        jax.tree.map(np.testing.assert_array_equal, *map(eqx.filter, few, [eqx.is_array] * 2))
+    single = [fit(estimator(1.0), np.float32(x), np.float32(y), route=by) for by in ("auto", "qr")]
+    jax.tree.map(np.testing.assert_array_equal, *map(eqx.filter, single, [eqx.is_array] * 2))
+
+
+@pytest.mark.parametrize("swept", ["alpha", "data", "both"])
+def test_members_of_a_sweep_decide_together(swept):
+    """With one `alpha` below the limit all go by QR; above it a sweep equals its members in turn."""
+    with jax.enable_x64(True):
+        x, y = wide_pairs(260, 600, seeds=2)
+        scale = np.sum(x**2) / x.shape[1] / 2
+        axes = {"alpha": (None, None, 0), "data": (0, 0, None), "both": (0, 0, 0)}[swept]
+
+        def matrix(x, y, alpha, route="auto"):
+            return (o := fit(ReducedRank(4, alpha), x, y, route=route)).encode.matrix @ o.dual.matrix.T
+
+        def swept_over(function, low):
+            given = [x if axes[0] == 0 else x[0], y if axes[1] == 0 else y[0], np.array([low, 1e-3]) * scale]
+            given[2] = jnp.asarray(given[2] if axes[2] == 0 else given[2][0])
+            alone = [[g[i] if a == 0 else g for g, a in zip(given, axes, strict=True)] for i in range(2)]
+            return jax.jit(jax.vmap(function, axes))(*given), np.stack([function(*each) for each in alone]), given
+
+        together, alone, _ = swept_over(matrix, 1e-5)
+        assert np.linalg.norm(together - alone) < 1e-7 * np.linalg.norm(alone)
+        together, _, given = swept_over(matrix, 1e-10)
+        exact = jax.jit(jax.vmap(partial(matrix, route="qr"), axes))(*given)
+        np.testing.assert_array_equal(together, exact)
