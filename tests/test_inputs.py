@@ -83,6 +83,10 @@ INTERNAL = {
     "dissociation.data.glyphs.glyph_templates": "takes nothing",
     "dissociation.cores": "takes no data",
     "dissociation.sharding.check_mesh": "a check",
+    "dissociation.sharding.default_mesh": "what `fit` and `bmap` choose",
+    "dissociation.sharding.each_device": "how they map: test_cores.py",
+    "dissociation.sharding.gather": "how they return: test_cores.py",
+    "dissociation.sharding.on_devices": "how they map: test_cores.py",
     "dissociation.sharding.member_devices": "takes a mesh alone",
     "dissociation.spectral.rounding": "bounds within the certificates",
     "dissociation.spectral.forms.compact_forms": "a part of `decompose`",
@@ -112,6 +116,10 @@ INTERNAL = {
     "koopman.subspaces": "the solvers within the estimators",
     "koopman.estimators.Estimator": "what estimators have in common",
     "koopman.estimators.span": "the solvers within the estimators",
+    "koopman.estimators.check_factor": "a check",
+    "koopman.solvers.chosen_solver": "a part of `leading_left_vectors`",
+    "koopman.solvers.find_eigenpairs": "`leading_eigenpairs` within a compiled program",
+    "koopman.solvers.find_left_vectors": "`leading_left_vectors` within a compiled program",
     "koopman.kernel_operators": "a part of `koopman.operators.fit`",
 }
 """Modules and functions that others of the packages call, and users do not, and why that is so."""

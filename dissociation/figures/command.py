@@ -244,7 +244,7 @@ def start_compilation_cache() -> dict[str, Any]:
     """Turns JAX's persistent cache on, unless it is, and returns a tally of compilations that keeps itself current."""
     if jax.config.values["jax_compilation_cache_dir"] is None:
         jax.config.update("jax_compilation_cache_dir", str(cache_folder()))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     tally = {"seconds": 0.0, "programs": 0, "cached": 0}
 
     def on_duration(event: str, duration_secs: float, **_: Any) -> None:

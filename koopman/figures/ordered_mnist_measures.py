@@ -116,15 +116,20 @@ def project(forecaster: Forecaster, kind: str, num_digits: int) -> Forecaster:
     Returns:
         A forecaster whose features neither decay nor grow.
     """
-    values, right, left = spectral(forecaster.dynamics)
-    turns = jnp.angle(values) / (2 * jnp.pi)
-    if kind == "roots":
-        nearest = jnp.round(turns * num_digits) / num_digits
-        turns = jnp.where(values.imag != 0, nearest, 0.0 if num_digits % 2 else turns)
-    moved = jnp.exp(2j * jnp.pi * turns)
-    core = jnp.real(product(right * moved[None], left.T))
     where = (lambda f: f.dynamics.core) if isinstance(forecaster.dynamics, Operator) else (lambda f: f.dynamics.matrix)
-    return eqx.tree_at(where, forecaster, core)
+    return eqx.tree_at(where, forecaster, _moved(forecaster.dynamics, num_digits)[kind])
+
+
+@eqx.filter_jit
+def _moved(dynamics: Any, num_digits: int) -> dict[str, Array]:
+    """The matrix with eigenvalues moved in each way, in one program for all forecasters of one kind."""
+    values, right, left = spectral(dynamics)
+    turns = jnp.angle(values) / (2 * jnp.pi)
+    nearest = jnp.where(values.imag != 0, jnp.round(turns * num_digits) / num_digits, 0.0 if num_digits % 2 else turns)
+    moved = {"circle": turns, "roots": nearest}
+    return {
+        kind: jnp.real(product(right * jnp.exp(2j * jnp.pi * turns)[None], left.T)) for kind, turns in moved.items()
+    }
 
 
 class Evaluation(NamedTuple):
@@ -171,7 +176,7 @@ def evaluate(
     one, values = jnp.asarray([1]), _features(forecaster, images)
     logits, strips = [], []
     for protocol in PROTOCOLS:
-        moved = forecaster if protocol in ("images", "powers") else _project(forecaster, protocol, num_digits)
+        moved = forecaster if protocol in ("images", "powers") else project(forecaster, protocol, num_digits)
         outputs, strip, current = [], [], images
         for step in [*range(1, num_steps + 1), far]:
             if protocol == "images" and step == far:
@@ -187,11 +192,6 @@ def evaluate(
         strips.append(jnp.stack(strip[:num_steps]))
     eigenvalues, left = spectral(forecaster.dynamics).values, _left(forecaster, values)
     return Evaluation(*(np.asarray(part) for part in (jnp.stack(logits), jnp.stack(strips), eigenvalues, left)))
-
-
-@eqx.filter_jit
-def _project(forecaster: Forecaster, kind: str, num_digits: int) -> Forecaster:
-    return project(forecaster, kind, num_digits)
 
 
 @eqx.filter_jit

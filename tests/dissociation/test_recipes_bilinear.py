@@ -5,6 +5,7 @@ import optax
 import pytest
 
 from dissociation.data.datasets import load
+from dissociation.keys import normal
 from dissociation.models.bilinear import BilinearNetwork
 from dissociation.recipes.bilinear import NoisyCrossEntropy, Settings, _optimizer, train_bilinear
 
@@ -40,7 +41,7 @@ def test_the_learning_rate_steps_down_once_per_epoch():
 def test_noise_is_added_and_decay_pulls():
     model = BilinearNetwork(8, 4, 3, key=jax.random.key(0))
     batch = jnp.ones((5, 8)), jnp.eye(3)[jnp.asarray([0, 1, 2, 0, 1])]
-    logits = jax.vmap(model)(batch[0] + 0.3 * jax.random.normal(jax.random.key(7), (5, 8)))
+    logits = jax.vmap(model)(batch[0] + 0.3 * normal(jax.random.key(7), (5, 8)))
     wanted = optax.softmax_cross_entropy(logits, batch[1]).mean()
     np.testing.assert_allclose(NoisyCrossEntropy(jnp.asarray(0.3))(model, batch, jax.random.key(7)), wanted, rtol=1e-6)
     assert NoisyCrossEntropy(jnp.asarray(0.0))(model, batch, jax.random.key(7)) != wanted

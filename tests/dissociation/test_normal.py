@@ -1,0 +1,67 @@
+"""Normal numbers from all the bits of threefry: their statistics, and that nothing but the key decides on them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.random import threefry_2x32
+from scipy import special, stats
+
+from dissociation.keys import normal
+
+
+def test_both_words_serve(key):
+    """The inverse distribution function of the upper 23 bits of every word, first words first."""
+    words = np.asarray(
+        threefry_2x32(
+            jax.random.key_data(key), jnp.concatenate([jnp.zeros(50, "uint32"), jnp.arange(50, dtype="uint32")])
+        )
+    )
+    uniform = 2.0 * (words >> 9) / 2**23 - 1
+    expected = np.sqrt(2) * special.erfinv(np.maximum(uniform, np.nextafter(np.float32(-1), np.float32(0))))
+    np.testing.assert_allclose(normal(key, (100,)), expected, rtol=2e-5, atol=1e-6)
+    np.testing.assert_array_equal(words[:50] ^ words[50:], jax.random.bits(key, (50,)))  # what JAX makes of them
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 5), (0, 4), (2, 3, 4)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_shapes_and_dtypes(key, shape, dtype):
+    drawn = normal(key, shape, dtype)
+    assert drawn.shape == shape
+    assert drawn.dtype == dtype
+    assert np.isfinite(np.asarray(drawn, np.float32)).all()
+
+
+def test_other_generators_and_float64_are_jaxs_own(key):
+    other = jax.random.key(3, impl="rbg")
+    np.testing.assert_array_equal(normal(other, (4,)), jax.random.normal(other, (4,)))
+    with jax.enable_x64(True):
+        np.testing.assert_array_equal(normal(key, (4,), jnp.float64), jax.random.normal(key, (4,), jnp.float64))
+
+
+def test_the_key_alone_decides(key):
+    keys = jax.random.split(key, 3)
+    alone = np.stack([normal(k, (33, 5)) for k in keys])
+    np.testing.assert_array_equal(alone, jax.vmap(lambda k: normal(k, (33, 5)))(keys))
+    np.testing.assert_array_equal(alone, jax.jit(jax.vmap(lambda k: normal(k, (33, 5))))(keys))
+    np.testing.assert_array_equal(alone, jax.lax.map(lambda k: normal(k, (33, 5)), keys))
+    np.testing.assert_array_equal(alone[0], normal(jax.random.key_data(keys[0]), (33, 5)))
+
+
+def test_statistics():
+    """Moments, the whole distribution, halves of one draw, members and steps: each within 4 standard errors."""
+    members, steps, size = 4, 5, 20_001
+    keys = jax.random.split(jax.random.key(11), members)
+    at = lambda k, step: normal(jax.random.fold_in(k, step), (size,))  # noqa: E731
+    drawn = np.asarray(jax.vmap(lambda k: jax.vmap(lambda s: at(k, s))(jnp.arange(steps)))(keys), np.float64)
+    rows = drawn.reshape(-1, size)
+    for power, moment in ((1, 0), (2, 1), (3, 0), (4, 3)):
+        spread = np.sqrt((stats.norm.moment(2 * power) - moment**2) / drawn.size)
+        assert abs(np.mean(drawn**power) - moment) < 4 * spread
+    assert stats.kstest(drawn.ravel(), "norm").pvalue > 0.01
+    together = np.corrcoef(rows)[np.triu_indices(len(rows), 1)]
+    assert np.abs(together).max() < 4.5 / np.sqrt(size)  # of 190 pairs
+    halves = [np.corrcoef(row[: size // 2 + 1][: size // 2], row[size // 2 + 1 :])[0, 1] for row in rows]
+    assert np.abs(halves).max() < 4 / np.sqrt(size / 2)
+    neighbours = [np.corrcoef(row[1:], row[:-1])[0, 1] for row in rows]
+    assert np.abs(neighbours).max() < 4 / np.sqrt(size)
