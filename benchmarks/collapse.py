@@ -12,7 +12,6 @@ one thread). Compile time is apart: the first call.
 
 import argparse
 import os
-import time
 from functools import partial
 
 import equinox as eqx
@@ -23,7 +22,9 @@ import optax
 import torch
 from scipy.special import digamma, gammaln
 from sklearn.neighbors import KDTree
+from timing import add_row, one_process_per_core, shares, timed
 
+from dissociation.cores import use_all_cores
 from dissociation.data.datasets import Dataset
 from dissociation.figures.collapse import Config
 from dissociation.figures.collapse_measures import information_measures
@@ -40,12 +41,6 @@ from dissociation.training import Epochs, Save, fit, make_step
 
 SEEN, BATCH = 1000, 100
 FLOPS = 2 * 3 * BATCH * (784 * 200 + 200 * 200 + 200 * 10) - 2 * BATCH * 784 * 200  # no gradient on inputs
-
-
-def timed(function):
-    began = time.perf_counter()
-    function()
-    return time.perf_counter() - began
 
 
 def adamw(settings):
@@ -73,6 +68,20 @@ def torch_lean(x, y, members, steps, threads, fused):
                 ((model(x[chosen]) - y[chosen]) ** 2).sum().backward()
                 optimizer.step()
                 done += 1
+
+
+def torch_alone(members, steps):
+    torch_lean(*map(torch.from_numpy, random_images(SEEN)), members, steps, 1, True)
+
+
+def torch_warm():
+    torch_alone(1, 100)
+
+
+def random_images(number):
+    rng = np.random.default_rng(0)
+    images = rng.normal(size=(number, 784)).astype(np.float32)
+    return images, np.eye(10, dtype=np.float32)[rng.integers(0, 10, number)]
 
 
 def torch_loader_steps(train, steps):
@@ -167,6 +176,14 @@ def measure_steps(options, data):
             for fused, threads in best.items():
                 peer = partial(torch_lean, tx, ty, peers, steps, threads, fused)
                 other[fused].append(peers * steps / timed(peer))
+        names = {False: "PyTorch, AdamW as it comes", True: "PyTorch, fused AdamW"}
+        found = {names[fused]: np.divide(1, rates) for fused, rates in other.items()}
+        if members > 1:
+            parts = [(part, steps) for part in shares(2 * peers)]
+            alone = [one_process_per_core(torch_warm, torch_alone, parts) for _ in range(options.repeats)]
+            found["PyTorch, fused, a process per core"] = np.divide(alone, 2 * peers * steps)
+        work = f"grokking, 784-200-200-10, AdamW, batches of {BATCH}: a member's step, {members} member(s)"
+        add_row(work, np.divide(1, mine), found, first=first)
         share = np.median(np.multiply(mine, FLOPS / 1e9) / peaks)
         shown = ", ".join(
             f"{'fused' if fused else 'as it comes'} {np.median(own):.0f}: {np.median(np.divide(mine, own)):.2f} times"
@@ -250,6 +267,8 @@ def measure_knn(options):
         mine.append(timed(lambda: jax.block_until_ready(run(x, z))))
         theirs.append(timed(lambda: entropy(x) + entropy(z) - entropy(np.hstack([x, z]))))
     peer = entropy(x) + entropy(z) - entropy(np.hstack([x, z]))
+    work = "information of 10 000 points in 4 + 4 dimensions by nearest neighbours"
+    add_row(work, mine, {"scikit-learn's KD-tree, one thread": theirs}, first=first)
     print(
         f"knn: 10 000 points in 4 + 4 dimensions: ours {np.median(mine):.2f} s (first {first:.1f} s), KD-tree "
         f"{np.median(theirs):.2f} s: {np.median(np.divide(theirs, mine)):.1f} times as fast; "
@@ -266,14 +285,9 @@ def main():
     parser.add_argument("--only", nargs="+", choices=["steps", "whole", "knn"])
     options = parser.parse_args()
     wanted = options.only or ["steps", "whole", "knn"]
+    use_all_cores()
     print(f"{os.cpu_count()} cores, load {os.getloadavg()}, {jax.devices()}")
-    rng = np.random.default_rng(0)
-
-    def make(number):
-        images = rng.normal(size=(number, 784)).astype(np.float32)
-        return images, np.eye(10, dtype=np.float32)[rng.integers(0, 10, number)]
-
-    data = Dataset("random", *make(SEEN), *make(10_000))
+    data = Dataset("random", *random_images(SEEN), *random_images(10_000))
     if "steps" in wanted:
         measure_steps(options, data)
     if "whole" in wanted:

@@ -10,13 +10,15 @@ apart: the first call of each size.
 
 import argparse
 import os
-import time
+from functools import partial
 
 import jax
 import numpy as np
 import torch
 from kooplearn.torch.nn import _functional as peer_losses
+from timing import add_row, in_turn, one_process_per_core, shares, timed
 
+from dissociation.cores import use_all_cores
 from koopman.datasets.ordered_mnist import ordered_mnist
 from koopman.learn import train_encoders
 
@@ -46,12 +48,6 @@ TORCH_LOSSES = {
 }
 
 
-def timed(function):
-    began = time.perf_counter()
-    function()
-    return time.perf_counter() - began
-
-
 def torch_epoch(images, loss, num_seeds):
     images = torch.from_numpy(images)[:, None]
     for seed in range(num_seeds):
@@ -65,6 +61,14 @@ def torch_epoch(images, loss, num_seeds):
             optimizer.step()
 
 
+def torch_alone(samples, name, num_seeds):
+    torch_epoch(np.random.default_rng(0).random((samples, 28, 28), np.float32), TORCH_LOSSES[name], num_seeds)
+
+
+def torch_warm():
+    torch_alone(3 * BATCH, "vamp", 1)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 4])
@@ -73,6 +77,7 @@ def main():
     parser.add_argument("--losses", nargs="+", choices=list(TORCH_LOSSES), default=list(TORCH_LOSSES))
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    use_all_cores()
     images = ordered_mnist(FEATURES, data="glyphs").images[:SAMPLES]
     print(f"{SAMPLES} images, batches of {BATCH}, PyTorch on {options.threads} threads, {jax.devices()}")
     print(f"{os.cpu_count()} cores, load {os.getloadavg()}")
@@ -85,10 +90,18 @@ def main():
                 jax.block_until_ready(result.models)
 
             first = timed(epoch)
-            ours, theirs = [], []
-            for _ in range(options.repeats):  # in turn, so that a drift of the machine meets both
-                ours.append(timed(epoch))
-                theirs.append(timed(lambda n=num_seeds, loss=TORCH_LOSSES[name]: torch_epoch(images, loss, n)))
+            peer = partial(torch_epoch, images, TORCH_LOSSES[name], num_seeds)
+            parts = [(SAMPLES, name, share) for share in shares(num_seeds)]
+            ours, theirs, processes = [], [], []
+            for _ in range(options.repeats):
+                both = in_turn({"ours": epoch, "theirs": peer}, 1)
+                ours += both["ours"]
+                theirs += both["theirs"]
+                processes += [one_process_per_core(torch_warm, torch_alone, parts)] if num_seeds > 1 else []
+            peers = {"PyTorch": theirs} | ({"PyTorch, a process per core": processes} if processes else {})
+            work = f"convolutional encoders, {name} loss: an epoch of {SAMPLES} images, {num_seeds} seed(s)"
+            note = "XLA's CPU convolutions (Eigen's) run at about half the rate of oneDNN's"
+            add_row(work, ours, peers, first=first, note=note)
             print(
                 f"{name:12s} {num_seeds:5d} {np.median(ours):7.2f} {first:13.2f} {np.median(theirs):8.2f}"
                 f" {np.median(np.divide(theirs, ours)):11.2f}",

@@ -11,19 +11,23 @@ eigenproblem, which takes minutes at 5000 samples (`--peer-solver dense`); ARPAC
 
 import argparse
 import os
-import statistics
-import time
 from functools import partial
 
 import jax
 
+from dissociation.cores import use_all_cores
+
 jax.config.update("jax_enable_x64", True)
+use_all_cores()  # before SciPy's OpenBLAS is loaded, whose threads the peer gets back in `Peer.fit_once`
 
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 from kooplearn.kernel import KernelRidge, NystroemKernelRidge  # noqa: E402
 from kooplearn.linear_model import Ridge  # noqa: E402
+from threadpoolctl import threadpool_limits  # noqa: E402
+from timing import add_row, timed  # noqa: E402
 
+from dissociation.bmap import bmap  # noqa: E402
 from koopman.datasets.ordered_mnist import ordered_mnist  # noqa: E402
 from koopman.datasets.systems import lorenz63  # noqa: E402
 from koopman.estimators import ReducedRank  # noqa: E402
@@ -33,17 +37,17 @@ from koopman.pairs import lagged_pairs  # noqa: E402
 from koopman.spectrum import eigenvalues  # noqa: E402
 
 
-def median(function, repeats):
-    """Median seconds of a call, after one that is not counted, and that one's seconds."""
-    spent = []
-    for _ in range(repeats + 1):
-        start = time.perf_counter()
-        jax.block_until_ready(function())
-        spent.append(time.perf_counter() - start)
-    return statistics.median(spent[1:]), spent[0]
+def calls(function, peer, repeats):
+    """Seconds of every call of both, in turn, after one that is not counted; and that one's seconds, of ours."""
+    run, spent, theirs = lambda: jax.block_until_ready(function()), [], []
+    first = timed(run)
+    for _ in range(repeats):
+        spent.append(timed(run))
+        theirs.append(timed(peer))
+    return np.asarray(spent), np.asarray(theirs), first
 
 
-def compare(name, peer, fit, seeds, alphas, repeats, *, sweep=None, members=jax.vmap):
+def compare(name, peer, fit, seeds, alphas, repeats, *, sweep=None):
     """Prints the two sides' times and eigenvalues: for one regularisation, for all, and for pairs of many seeds.
 
     Args:
@@ -54,31 +58,28 @@ def compare(name, peer, fit, seeds, alphas, repeats, *, sweep=None, members=jax.
         alphas: Regularisations.
         repeats: Counted calls.
         sweep: The estimator to vectorise over alphas, where another solver suits that better.
-        members: What maps a function over seeds.
     """
     arguments = tuple(leaf[0] for leaf in seeds)
-    theirs, _ = median(peer.fit_once, repeats)
-    one = jax.jit(fit)
-    ours, first = median(lambda: one(*arguments, alphas[0]), repeats)
-    print(f"{name}: peer {theirs:.3f} s, ours {ours:.3f} s, {theirs / ours:.2f} times; compiling {first - ours:.1f} s")
-    mine = np.sort(np.abs(eigenvalues(one(*arguments, alphas[0]), undo_shrinkage=False)))[::-1]
+    one = partial(jax.jit(fit), *arguments, alphas[0])
+    peer.fit_once()
+
+    def shown(what, function, times, repeats, note=""):
+        ours, theirs, first = calls(function, peer.fit_once, repeats)
+        found = np.median(ours), np.median(theirs / ours) * times, first - np.median(ours)
+        told = "ours {:.3f} s, {:.2f} times the peer; {:.1f} s compiling".format(*found)
+        print(f"{name}, {what}: {told}", flush=True)
+        add_row(f"{name}, {what}", ours, {"kooplearn" + note: theirs * times}, first=first)
+
+    shown("one fit", one, 1, repeats)
+    mine = np.sort(np.abs(eigenvalues(one(), undo_shrinkage=False)))[::-1]
     other = np.sort(np.abs(peer.model.eig()))[::-1]
-    shown = min(5, len(mine), len(other))
-    print(f"    moduli ours {mine[:shown].round(5)}, peer {other[:shown].round(5)}")
+    few = min(5, len(mine), len(other))
+    print(f"    moduli ours {mine[:few].round(5)}, peer {other[:few].round(5)}")
+    number, fewer = len(seeds[0]), max(2, repeats // 2)
     at_once = jax.jit(jax.vmap(sweep or fit, (None, None, 0)))
-    many, first = median(lambda: at_once(*arguments, alphas), max(1, repeats // 2))
-    times = f"{many:.3f} s, {len(alphas) * theirs / many:.1f} times; {first - many:.1f} s compiling"
-    print(f"    {len(alphas)} alphas at once: {times}", flush=True)
-    number = len(seeds[0])
-    together = jax.jit(members(lambda pair: fit(*pair, alphas[0])))
-    many, first = median(lambda: together(seeds), max(1, repeats // 2))
-    times = f"{many:.3f} s, {number * theirs / many:.2f} times; {first - many:.1f} s compiling"
-    print(f"    {number} seeds at once: {times} (the peer's time of one, times {number})", flush=True)
-
-
-def in_turn(function):
-    """Maps over seeds one after another, inside one program: large matrices leave nothing to gain from a batch."""
-    return lambda pairs: jax.lax.map(function, pairs)
+    shown(f"{len(alphas)} alphas", lambda: at_once(*arguments, alphas), len(alphas), fewer, " times as many fits")
+    together = bmap(lambda x, y: fit(x, y, alphas[0]), batch_size=1)
+    shown(f"{number} seeds", lambda: together(*seeds), number, fewer, " times as many fits")
 
 
 class Peer:
@@ -88,8 +89,9 @@ class Peer:
         self.model, self.trajectory = model, trajectory
 
     def fit_once(self):
-        """Fits the model."""
-        self.model.fit(self.trajectory)
+        """Fits the model, with every thread."""
+        with threadpool_limits(os.cpu_count()):
+            self.model.fit(self.trajectory)
 
 
 def gram_fit(x, y, alpha, *, scale, solver="auto"):
@@ -127,7 +129,6 @@ def main():
                 seeds,
                 alphas,
                 options.repeats,
-                members=in_turn,
             )
 
     paths = jax.vmap(lambda key: lorenz63(number + 1000, key=key))(jax.random.split(jax.random.key(0), options.seeds))
@@ -148,7 +149,6 @@ def main():
             alphas,
             max(1, options.repeats // 2),
             sweep=partial(own, solver="spectral"),
-            members=in_turn,
         )
     if "nystroem" in wanted:
         peer = Peer(NystroemKernelRidge(n_centers=options.centres, random_state=0, **settings), path)
@@ -164,7 +164,6 @@ def main():
                 seeds,
                 alphas,
                 options.repeats,
-                members=in_turn,
             )
 
 

@@ -19,7 +19,9 @@ import numpy as np
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import KFold
 from threadpoolctl import threadpool_limits
+from timing import add_row
 
+from dissociation.cores import use_all_cores
 from dissociation.metrics.probes import crossval_gradient_predict, crossval_softmax_fit
 
 
@@ -107,6 +109,7 @@ def main():
     parser.add_argument("--gradient", action="store_true", help="time the gradient probe of 200 steps, too")
     options = parser.parse_args()
 
+    use_all_cores()
     x, y, source = make_features(options.samples, options.features, options.epochs, options.seed)
     n, d = x.shape
     print(
@@ -152,6 +155,8 @@ def main():
         )
         print(f"       ours above the peer's by {mine / theirs - 1:+.1e} of it", flush=True)
     total, worked = np.median(spent, axis=0) * options.folds
+    work = f"converged probe, {n} samples x {d} features x {options.folds} folds"
+    add_row(work, [ours], {f"scikit-learn, {threads} thread(s)": [total]}, first=first)
     note = f"{threads} threads, median of {len(spent)} folds times {options.folds}"
     print(f"peer   {total:8.2f} s for all folds ({note}); ratio {total / ours:.1f}, with compiling {total / first:.1f}")
     print(

@@ -12,15 +12,16 @@ Compile time is reported apart: the first call.
 
 import argparse
 import os
-import time
 from functools import partial
 
 import equinox as eqx
 import jax
 import numpy as np
 import torch
+from timing import add_row, in_turn, one_process_per_core, shares, timed
 
 from dissociation.bmap import bmap
+from dissociation.cores import use_all_cores
 from dissociation.data.datasets import Dataset
 from dissociation.models.bilinear import BilinearNetwork
 from dissociation.recipes.bilinear import train_bilinear
@@ -44,12 +45,6 @@ class TorchBilinear(torch.nn.Module):
         return self.head(left * right)
 
 
-def timed(function):
-    began = time.perf_counter()
-    function()
-    return time.perf_counter() - began
-
-
 def torch_epochs(images, labels, hidden, num_seeds, loader, number):
     x, y = torch.from_numpy(images), torch.from_numpy(labels.argmax(1))
     for seed in range(num_seeds):
@@ -70,9 +65,23 @@ def torch_epochs(images, labels, hidden, num_seeds, loader, number):
                 optimizer.step()
 
 
+def random_data(samples):
+    rng = np.random.default_rng(0)
+    images = rng.random((samples, 784), np.float32)
+    return images, np.eye(10, dtype=np.float32)[rng.integers(0, 10, samples)]
+
+
+def torch_alone(samples, hidden, num_seeds, number):
+    torch_epochs(*random_data(samples), hidden, num_seeds, "lean", number)
+
+
+def torch_warm():
+    torch_alone(BATCH, 10, 1, 1)
+
+
 def decompositions(repeats):
     models = eqx.filter_vmap(lambda k: BilinearNetwork(784, 300, key=k))(jax.random.split(jax.random.key(0), 5))
-    run = eqx.filter_jit(bmap(decompose, batch_size=1))
+    run = bmap(decompose, batch_size=1)
     first = timed(lambda: jax.block_until_ready(run(models)))
     weights = [torch.from_numpy(np.array(w)) for w in (models.embed, models.layers[0].left, models.layers[0].right)]
     head = torch.from_numpy(np.array(models.head))
@@ -93,11 +102,10 @@ def decompositions(repeats):
 
     peers = {"the same": whole_peer, "eigh of hidden matrices alone": peer}
     whole_peer()
-    ours, theirs = [], {name: [] for name in peers}
-    for _ in range(repeats):
-        ours.append(timed(lambda: jax.block_until_ready(run(models))))
-        for name, other in peers.items():
-            theirs[name].append(timed(other))
+    theirs = in_turn({"ours": lambda: jax.block_until_ready(run(models)), **peers}, repeats)
+    ours = theirs.pop("ours")
+    work = "50 eigendecompositions of bilinear networks of size 300, with vectors on inputs, in order"
+    add_row(work, ours, {"PyTorch": theirs["the same"]}, first=first, note="LAPACK by OpenBLAS against MKL's")
     shown = ", ".join(
         f"{k} {np.median(t):.3f} s ({np.median(np.divide(t, ours)):.2f} times ours)" for k, t in theirs.items()
     )
@@ -117,11 +125,10 @@ def main():
     parser.add_argument("--only", nargs="+", choices=["training", "seeds", "decompose"])
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    use_all_cores()
     wanted = options.only or ["training", "seeds", "decompose"]
     print(f"{os.cpu_count()} cores, load {os.getloadavg()}, {jax.devices()}")
-    rng = np.random.default_rng(0)
-    images = rng.random((options.samples, 784), np.float32)
-    labels = np.eye(10, dtype=np.float32)[rng.integers(0, 10, options.samples)]
+    images, labels = random_data(options.samples)
     data = Dataset("random", images, labels, images[:10], labels[:10])
     for name, hidden, num_seeds in (("training", 300, 1), ("seeds", 100, 5)):
         if name not in wanted:
@@ -136,12 +143,18 @@ def main():
 
         first = timed(lambda: epochs(options.epochs))
         peers = ("lean", "published") if name == "training" else ("lean",)
-        ours, theirs = [], {loader: [] for loader in peers}
-        for _ in range(options.repeats):  # in turn, so that a drift of the machine meets both
-            ours.append(timed(lambda: epochs(options.epochs)) / options.epochs)
-            for loader in peers:
-                peer = partial(torch_epochs, images, labels, hidden, num_seeds, loader, options.epochs)
-                theirs[loader].append(timed(peer) / options.epochs)
+        both = {
+            loader: partial(torch_epochs, images, labels, hidden, num_seeds, loader, options.epochs) for loader in peers
+        }
+        theirs = in_turn({"ours": partial(epochs, options.epochs), **both}, options.repeats)
+        if num_seeds > 1:
+            parts = [(options.samples, hidden, share, options.epochs) for share in shares(num_seeds)]
+            alone = partial(one_process_per_core, torch_warm, torch_alone, parts)
+            theirs["a process per core"] = [alone() for _ in range(options.repeats)]
+        theirs = {loader: np.divide(times, options.epochs) for loader, times in theirs.items()}
+        ours = theirs.pop("ours")
+        work = f"bilinear networks of size {hidden}, AdamW, noise: an epoch of {options.samples}, {num_seeds} seed(s)"
+        add_row(work, ours, {f"PyTorch, {loader}": times for loader, times in theirs.items()}, first=first)
         shown = ", ".join(
             f"PyTorch {k} {np.median(t):.2f} s ({np.median(np.divide(t, ours)):.2f} times ours)"
             for k, t in theirs.items()

@@ -9,25 +9,21 @@ products of forward and backward pass (2 per multiply-add), no gradient for the 
 """
 
 import argparse
-import time
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import torch
+from timing import add_row, in_turn, one_process_per_core, shares, timed
 
+from dissociation.cores import use_all_cores
 from dissociation.recipes.mnist import cross_entropy, fresh_networks
 from dissociation.training import Epochs, fit, make_step
 
 BATCH = 128
 FLOPS_PER_SAMPLE = 2 * (2 * 784 * 1024 + 3 * 1024 * 1024 + 3 * 1024 * 10)
-
-
-def timed(function):
-    began = time.perf_counter()
-    function()
-    return time.perf_counter() - began
 
 
 def jax_peak():
@@ -58,6 +54,20 @@ def torch_epoch(images, labels, num_seeds):
             optimizer.step()
 
 
+def torch_alone(samples, num_seeds):
+    torch_epoch(*random_data(samples), num_seeds)
+
+
+def torch_warm():
+    torch_epoch(*random_data(5 * BATCH), 1)
+
+
+def random_data(samples):
+    rng = np.random.default_rng(0)
+    images = rng.random((samples, 784), np.float32)
+    return images, np.eye(10, dtype=np.float32)[rng.integers(0, 10, samples)]
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 4, 8])
@@ -66,9 +76,8 @@ def main():
     parser.add_argument("--samples", type=int, default=60_000)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    rng = np.random.default_rng(0)
-    images = rng.random((options.samples, 784), np.float32)
-    labels = np.eye(10, dtype=np.float32)[rng.integers(0, 10, options.samples)]
+    use_all_cores()
+    images, labels = random_data(options.samples)
     step = make_step(cross_entropy, optax.sgd(optax.linear_schedule(0.1, 1e-6, 469)))
 
     print(f"{options.samples} images, batches of {BATCH}, PyTorch on {options.threads} threads, {jax.devices()}")
@@ -81,12 +90,19 @@ def main():
             jax.block_until_ready(result.models.layers[0].weight)
 
         first = timed(epoch)
-        ours, theirs, peaks, torch_peaks = [], [], [], []
-        for _ in range(options.repeats):  # in turn, so that a drift of the machine meets both
+        parts = [(options.samples, share) for share in shares(num_seeds)]
+        alone = partial(one_process_per_core, torch_warm, torch_alone, parts)
+        ours, theirs, processes, peaks, torch_peaks = [], [], [], [], []
+        for _ in range(options.repeats):
             peaks.append(jax_peak())
-            ours.append(timed(epoch))
             torch_peaks.append(torch_peak())
-            theirs.append(timed(lambda num_seeds=num_seeds: torch_epoch(images, labels, num_seeds)))
+            both = in_turn({"ours": epoch, "theirs": partial(torch_epoch, images, labels, num_seeds)}, 1)
+            ours += both["ours"]
+            theirs += both["theirs"]
+            processes += [alone()] if num_seeds > 1 else []
+        peers = {"PyTorch": theirs} | ({"PyTorch, a process per core": processes} if processes else {})
+        work = f"MLP 784-1024-1024-10, SGD, batches of {BATCH}: an epoch of {options.samples}, {num_seeds} seed(s)"
+        add_row(work, ours, peers, first=first)
         flops = FLOPS_PER_SAMPLE * options.samples * num_seeds
         rate, torch_rate = flops / np.median(ours), flops / np.median(theirs)
         print(

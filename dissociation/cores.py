@@ -67,7 +67,7 @@ DECOMPOSITIONS = frozenset(
 )
 """Operations that XLA leaves to LAPACK on a CPU."""
 
-CALLBACKS = frozenset(("pure_callback", "io_callback", "debug_callback"))
+CALLBACKS = frozenset(("pure_callback", "io_callback", "debug_callback", "debug_print"))
 """Operations that ask the host."""
 
 

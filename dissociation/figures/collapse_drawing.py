@@ -137,9 +137,14 @@ def _geometry(axis: Any, results: Any) -> None:
 
 
 def _scale(axis: Any, results: Any) -> None:
-    values = results.series["scale_means"]
-    _curves(axis, results.time_step, values, results.config.weight_decays, yscale="log", floor=_floor(values))
-    axis.set(ylabel="mean norm", title="scale of features")
+    steps, values = results.time_step, results.series["scale_means"]
+    _curves(axis, steps, values, results.config.weight_decays, yscale="log", floor=_floor(values))
+    later = steps >= 10
+    for name, style in (("weight_norm", "--"), ("head_norm", ":")):
+        for index, curves in enumerate(results.series[name]):
+            axis.plot(steps[later], _mean(curves)[later], linestyle=style, color=f"C{index}", linewidth=0.8)
+    axis.set(ylabel="norm")
+    axis.set_title("features (line), weights (dashed), last (dotted)")
 
 
 def _empty(axis: Any, why: str) -> None:

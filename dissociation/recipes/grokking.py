@@ -221,9 +221,12 @@ class CheapMeasures(eqx.Module):
 
         "train_accuracy", "test_accuracy"; losses per image; measures of collapse on training images ("nc1_score")
         and on test images ("test_nc1_score"). Nearest centres ("nc4_score") are those of training images for both.
+        "weight_norm" is the Frobenius norm of all weights together, "head_norm" of the last layer's; biases apart.
         """
-        found = {}
         classifier, _ = linear_head(model)
+        weights = [leaf for leaf in jax.tree.leaves(model) if eqx.is_inexact_array(leaf) and leaf.ndim > 1]
+        norms = [jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in part)) for part in (weights, [classifier])]
+        found = dict(zip(("weight_norm", "head_norm"), norms, strict=True))
         centres = None
         for split, images, labels in (
             ("train", self.train_images, self.train_labels),

@@ -52,6 +52,14 @@ def test_members_are_decays_by_seeds(trained):
 
 
 @pytest.mark.slow
+def test_norms_are_those_of_the_weights(trained):
+    layers = trained.models.layers
+    squares = [np.sum(np.asarray(layer.weight, float) ** 2, (1, 2)) for layer in layers]
+    np.testing.assert_allclose(trained.history.observed["weight_norm"][:, -1], np.sqrt(sum(squares)), rtol=1e-5)
+    np.testing.assert_allclose(trained.history.observed["head_norm"][:, -1], np.sqrt(squares[-1]), rtol=1e-5)
+
+
+@pytest.mark.slow
 def test_expensive_measures_come_when_asked(trained):
     norms = trained.history.observed["expensive"]["norm"]
     asked = np.isin(trained.history.observed_at, (0, 20, 200))

@@ -1,0 +1,128 @@
+"""Every comparison with what a user would pick instead, in one run: the table of `docs/benchmarks.md`.
+
+    python benchmarks/all.py [--quick] [--only NAME ...] [--out docs/benchmarks.md]
+
+Every script runs in a process of its own, with its peers in the same process and in turn; numbers are medians, the
+ratio is the peer's time over ours, round by round, with its quartiles. Rows below 1 are marked. A JSON file of the same
+name holds the numbers. `--quick` takes fewer rounds, and smaller sizes where a round is long.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from importlib import metadata
+from pathlib import Path
+
+from timing import ROWS
+
+HERE = Path(__file__).parent
+RUNS = {
+    "training": (["--seeds", "1", "4", "8"], ["--seeds", "1", "4", "--samples", "10000"]),
+    "collapse": (["--only", "steps", "knn"], ["--only", "steps", "knn", "--steps", "1000", "--repeats", "2"]),
+    "spectral": ([], ["--samples", "20480", "--epochs", "2"]),
+    "encoders": (["--losses", "vamp"], ["--losses", "vamp", "--repeats", "3"]),
+    "operators": ([], ["--only", "linear", "--repeats", "3"]),
+    "nystroem": (None, ["--only", "nystroem", "--repeats", "2"]),
+    "robustness": ([], ["--samples", "2000", "--repeats", "2"]),
+    "probes": ([], ["--peer-folds", "1", "--samples", "5000", "--features", "512"]),
+}
+"""The arguments of every script, and those of a quick run; None where another entry holds it."""
+SCRIPTS = {"nystroem": "operators"}
+PACKAGES = ("jax", "jaxlib", "equinox", "optax", "numpy", "scipy", "torch", "scikit-learn", "kooplearn")
+
+
+def machine():
+    """What it ran on: processor, cores, versions, day."""
+    cpu = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        named = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+        cpu = named[0].partition(":")[2].strip() if named else cpu
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = "absent"
+    day = datetime.datetime.now(datetime.UTC).date().isoformat()
+    return {"cpu": cpu, "cores": os.cpu_count(), "load": os.getloadavg()[0], "day": day, "versions": versions}
+
+
+def run(name, arguments):
+    """The rows of a script, and what went wrong if something did."""
+    script = HERE / f"{SCRIPTS.get(name, name)}.py"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rows"
+        print(f"== {script.name} {' '.join(arguments)}", flush=True)
+        child = subprocess.run([sys.executable, script, *arguments], env={**os.environ, ROWS: str(path)}, check=False)
+        lines = path.read_text().splitlines() if path.exists() else []
+    return [{"script": script.name, **json.loads(line)} for line in lines], child.returncode
+
+
+def seconds(value):
+    """Seconds, or a shorter unit."""
+    for unit, factor in (("s", 1), ("ms", 1e3), ("us", 1e6)):
+        if value * factor >= 1 or unit == "us":
+            return f"{value * factor:.3g} {unit}"
+    return ""
+
+
+def table(rows):
+    """Rows of Markdown: one per peer."""
+    lines = ["| work | ours | first call | peer | peer's | ratio (quartiles) | |", f"|{' --- |' * 7}"]
+    for row in rows:
+        first = "" if row["first"] is None else seconds(row["first"])
+        for peer, found in row["peers"].items():
+            low, middle, high = found["ratio"]
+            mark = f"**below 1**{': ' if row['note'] else ''}{row['note']}" if middle < 1 else row["note"]
+            cells = row["work"], seconds(row["ours"]), first, peer, seconds(found["seconds"])
+            lines.append(f"| {' | '.join(cells)} | {middle:.2f} ({low:.2f} to {high:.2f}) | {mark} |")
+    return "\n".join(lines)
+
+
+def page(about, rows, command):
+    """The whole page."""
+    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+    below = sum(found["ratio"][1] < 1 for row in rows for found in row["peers"].values())
+    return f"""# Benchmarks
+
+Written by `{command}` on {about["day"]}: {about["cpu"]}, {about["cores"]} cores, load {about["load"]:.1f} at the start;
+{versions}.
+
+The ratio is the peer's time over ours, round by round, in turn in one process, with its quartiles; ours are warm calls,
+the first call with compiling stands apart. PyTorch runs with as many threads as suit it; where there are several seeds,
+a second row gives it a process per core on one thread each. Rows below 1: {below}.
+
+{table(rows)}
+"""
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer rounds, smaller sizes")
+    parser.add_argument("--only", nargs="+", choices=list(RUNS), default=list(RUNS))
+    parser.add_argument("--out", type=Path, default=HERE.parent / "docs" / "benchmarks.md")
+    options = parser.parse_args()
+    about, rows, failed = machine(), [], []
+    for name in options.only:
+        arguments = RUNS[name][options.quick]
+        if arguments is None:
+            continue
+        found, status = run(name, arguments)
+        rows += found
+        failed += [name] if status else []
+    command = f"python benchmarks/all.py{' --quick' if options.quick else ''}"
+    options.out.write_text(page(about, rows, command))
+    options.out.with_suffix(".json").write_text(json.dumps({"machine": about, "rows": rows}, indent=1) + "\n")
+    print(f"wrote {options.out} and {options.out.with_suffix('.json')}")
+    if failed:
+        print(f"failed: {', '.join(failed)}; their rows are missing or incomplete")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
