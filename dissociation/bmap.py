@@ -18,7 +18,7 @@ from jaxtyping import PyTree
 
 from dissociation import checks, sharding
 from dissociation.batch_size import run_largest
-from dissociation.traced import trace
+from dissociation.traced import Traced, trace
 from dissociation.validation import validated
 
 EVERY_ARRAY = eqx.if_array(0)
@@ -197,8 +197,7 @@ class _Batched(eqx.Module):
         elif mesh is not None:
             gathered = sharding.on_devices(jax.lax.map, mesh, program, rows)
         else:
-            # Batches of one member need no batching rules: products and convolutions keep their fast forms.
-            gathered = jax.lax.map(own_of, rows, batch_size=None if self.batch_size == 1 else self.batch_size)
+            gathered = (_looped_over if known else _loop_over)(program, rows, self.batch_size)
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in common):  # raises if one depends on a mapped argument
             first = jax.tree.map(lambda leaf: leaf[:1], rows)
             common = eqx.filter_vmap(lambda row: one(row)[1], out_axes=None)(first)
@@ -226,6 +225,14 @@ def _filled(leaves: list[Any], axes: list[int | None], mapped: list[Any]) -> lis
     """All leaves, the mapped ones replaced in turn."""
     values = iter(mapped)
     return [leaf if axis is None else next(values) for leaf, axis in zip(leaves, axes, strict=True)]
+
+
+def _loop_over(program: Traced, rows: Any, batch_size: int) -> Any:
+    # Batches of one member need no batching rules: products and convolutions keep their fast forms.
+    return jax.lax.map(program, rows, batch_size=None if batch_size == 1 else batch_size)
+
+
+_looped_over = eqx.filter_jit(_loop_over)  # a call on the same data by the same program compiles once
 
 
 def _batch(own_of: Callable[..., Any], rows: Any) -> list[Any]:

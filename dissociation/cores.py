@@ -4,6 +4,8 @@ XLA's CPU backend is one device, whose threads share out single operations. Thos
 idle; members on devices of their own do not.
 """
 
+import contextlib
+import ctypes
 import math
 import os
 import sys
@@ -34,7 +36,8 @@ def use_all_cores() -> None:
     To be called before anything is computed: the number of devices is fixed by then. `fit`, and `bmap` over single
     members, then lay members over the devices by themselves, with the same results bit for bit. No effect where as
     many devices are set or have started, nor where JAX computes on an accelerator. A number of devices in `XLA_FLAGS`
-    gives way.
+    gives way. SciPy's OpenBLAS, with which JAX decomposes matrices on a CPU, is left one thread: several devices ask it
+    at once.
 
     Raises:
         RuntimeError: If JAX has started on a CPU with fewer devices.
@@ -55,8 +58,22 @@ def use_all_cores() -> None:
                 f"for {cores} cores. Restart the process (in a notebook, the kernel), and call it first."
             ) from started
     os.environ.setdefault(_POOL, str(2 * cores))
-    if "scipy.linalg" not in sys.modules:  # which reads it once
-        os.environ.setdefault(_BLAS, "1")
+    if "scipy.linalg" not in sys.modules or _limit_loaded_blas():
+        os.environ.setdefault(_BLAS, "1")  # which OpenBLAS reads when it is loaded
+
+
+def _limit_loaded_blas() -> bool:
+    """Gives SciPy's OpenBLAS, which is loaded already, one thread; returns whether there was one to give."""
+    found = False
+    with contextlib.suppress(OSError):
+        names = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+        for name in names:
+            if "openblas" in name and "scipy.libs" in name:
+                limit = getattr(ctypes.CDLL(name), "scipy_openblas_set_num_threads", None)
+                found = found or limit is not None
+                if limit is not None:
+                    limit(1)
+    return found
 
 
 _POOL, _BLAS = "PJRT_NPROC", "OPENBLAS_NUM_THREADS"
