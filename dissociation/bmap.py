@@ -18,7 +18,7 @@ from jaxtyping import PyTree
 
 from dissociation import checks, sharding
 from dissociation.batch_size import run_largest
-from dissociation.traced import Traced, trace
+from dissociation.traced import trace
 from dissociation.validation import validated
 
 EVERY_ARRAY = eqx.if_array(0)
@@ -187,7 +187,8 @@ class _Batched(eqx.Module):
         program = trace(own_of, example)
         operations = program.code.primitives
         known = not any(checks.is_traced(leaf) for leaf in jax.tree.leaves((program, rows)))
-        mesh = sharding.default_mesh(size, operations) if known and self.batch_size == 1 else None
+        kept = known and not program.weak
+        mesh = sharding.default_mesh(size, operations) if kept and self.batch_size == 1 else None
         if self._unrolls(operations, known):
             starts = range(0, size, self.batch_size)
             parts = [
@@ -197,7 +198,9 @@ class _Batched(eqx.Module):
         elif mesh is not None:
             gathered = sharding.on_devices(jax.lax.map, mesh, program, rows)
         else:
-            gathered = (_looped_over if known else _loop_over)(program, rows, self.batch_size)
+            gathered = (
+                _looped_over(program, rows, self.batch_size) if kept else _loop_over(own_of, rows, self.batch_size)
+            )
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in common):  # raises if one depends on a mapped argument
             first = jax.tree.map(lambda leaf: leaf[:1], rows)
             common = eqx.filter_vmap(lambda row: one(row)[1], out_axes=None)(first)
@@ -227,9 +230,9 @@ def _filled(leaves: list[Any], axes: list[int | None], mapped: list[Any]) -> lis
     return [leaf if axis is None else next(values) for leaf, axis in zip(leaves, axes, strict=True)]
 
 
-def _loop_over(program: Traced, rows: Any, batch_size: int) -> Any:
+def _loop_over(one: Callable[..., Any], rows: Any, batch_size: int) -> Any:
     # Batches of one member need no batching rules: products and convolutions keep their fast forms.
-    return jax.lax.map(program, rows, batch_size=None if batch_size == 1 else batch_size)
+    return jax.lax.map(one, rows, batch_size=None if batch_size == 1 else batch_size)
 
 
 _looped_over = eqx.filter_jit(_loop_over)  # a call on the same data by the same program compiles once

@@ -87,6 +87,11 @@ class Traced(eqx.Module):
         return self.code.out_tree.unflatten([jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in self._avals])
 
     @property
+    def weak(self) -> bool:
+        """Whether a result would have a weak type, which a call makes a strong one."""
+        return any(aval.weak_type for aval in self._avals)
+
+    @property
     def _avals(self) -> list[Any]:
         return [var.aval for var in self.code.jaxpr.outvars]
 
