@@ -141,7 +141,7 @@ def _scale(axis: Any, results: Any) -> None:
     _curves(axis, steps, values, results.config.weight_decays, yscale="log", floor=_floor(values))
     later = steps >= 10
     for name, style in (("weight_norm", "--"), ("head_norm", ":")):
-        for index, curves in enumerate(results.series[name]):
+        for index, curves in enumerate(results.series.get(name, ())):  # sweeps of earlier versions have none
             axis.plot(steps[later], _mean(curves)[later], linestyle=style, color=f"C{index}", linewidth=0.8)
     axis.set(ylabel="norm")
     axis.set_title("features (line), weights (dashed), last (dotted)")
