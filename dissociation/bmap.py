@@ -39,11 +39,11 @@ def bmap(
 ) -> Callable[..., Any]:
     """Vectorises `fun` as `equinox.filter_vmap` does, in batches of `batch_size` along the mapped axis.
 
-    Values, structure and dtypes are those of `equinox.filter_vmap`. Nothing is jitted or cached (but see "auto"), so a
-    call that is repeated belongs inside `equinox.filter_jit`. A call outside of it lays single members (`batch_size=1`)
-    over the devices of a CPU, of which `dissociation.use_all_cores` makes several, with equal bits; the results lie on
-    one. What is not mapped reaches `fun` as it came: a Python
-    number stays one and may set a shape.
+    Values, structure and dtypes are those of `equinox.filter_vmap`. What is not mapped reaches `fun` as it came: a
+    Python number stays one and may set a shape. `fun` is traced at every call, so one that is repeated belongs inside
+    `equinox.filter_jit`; outside of it, the loop over batches is compiled once for programs that are equal, and single
+    members (`batch_size=1`) are laid over the devices of a CPU, of which `dissociation.use_all_cores` makes several,
+    with equal bits; the results lie on one.
 
     The loop over batches is traced, as by `jax.jit`; batches of one member call `fun` without batching. On a CPU, XLA
     runs convolutions in a compiled loop several times slower than outside of one (two layers of 16 channels, 8 batches
@@ -196,7 +196,7 @@ class _Batched(eqx.Module):
             ]
             gathered = jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *parts)
         elif mesh is not None:
-            gathered = sharding.on_devices(jax.lax.map, mesh, program, rows)
+            gathered = sharding.on_devices(jax.lax.map, mesh, program, rows, size)
         else:
             gathered = (
                 _looped_over(program, rows, self.batch_size) if kept else _loop_over(own_of, rows, self.batch_size)

@@ -46,17 +46,18 @@ def use_all_cores() -> None:
         >>> use_all_cores()  # doctest: +SKIP
     """
     cores = available_cores()
-    if getattr(jax.config, "jax_num_cpu_devices", -1) < cores:
-        try:
-            jax.config.update("jax_num_cpu_devices", cores)
-        except RuntimeError as started:
-            have = jax.local_device_count("cpu")
-            if jax.default_backend() != "cpu" or have >= cores:
-                return
-            raise RuntimeError(
-                f"use_all_cores() must be called before JAX computes anything, got {have} device(s) that have started, "
-                f"for {cores} cores. Restart the process (in a notebook, the kernel), and call it first."
-            ) from started
+    wanted = max(cores, getattr(jax.config, "jax_num_cpu_devices", -1))
+    try:
+        for number in (wanted + 1, wanted):  # the number that is set would be taken where JAX has started, too
+            jax.config.update("jax_num_cpu_devices", number)
+    except RuntimeError as started:
+        have = jax.local_device_count("cpu")
+        if jax.default_backend() != "cpu" or have >= cores:
+            return
+        raise RuntimeError(
+            f"use_all_cores() must be called before JAX computes anything, got {have} device(s) that have started, "
+            f"for {cores} cores. Restart the process (in a notebook, the kernel), and call it first."
+        ) from started
     os.environ.setdefault(_POOL, str(2 * cores))
     if "scipy.linalg" not in sys.modules or _limit_loaded_blas():
         os.environ.setdefault(_BLAS, "1")  # which OpenBLAS reads when it is loaded

@@ -57,6 +57,9 @@ def normal(key: PRNGKey, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32)
     Returns:
         Independent numbers of mean 0 and standard deviation 1; in float32 at most 5.42 in size.
 
+    Raises:
+        ValueError: If `dtype` is not floating point.
+
     References:
         Salmon et al. (2011), Parallel random numbers: as easy as 1, 2, 3.
 
@@ -65,8 +68,9 @@ def normal(key: PRNGKey, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32)
         (2, 3)
     """
     key, kind = typed(key), jnp.dtype(dtype)
+    narrow = jnp.issubdtype(kind, jnp.floating) and kind.itemsize <= 4
     size = math.prod(shape)
-    if kind.itemsize > 4 or size == 0 or str(jax.random.key_impl(key)) != "threefry2x32":
+    if not narrow or size == 0 or str(jax.random.key_impl(key)) != "threefry2x32":
         return jax.random.normal(key, shape, dtype)
     half, words = -(-size // 2), jax.random.key_data(key)
     counts = lax.iota(jnp.uint32, half)

@@ -44,7 +44,7 @@ def member_mesh(devices: Sequence[Any] | None = None, *, data: int = 1) -> Mesh:
 
 
 def default_mesh(num_members: int, operations: Iterable[str]) -> Mesh | None:
-    """What members that go in turn are laid over if nobody says: a CPU's devices, where there are several.
+    """What members that go in turn are laid over by default: a CPU's devices, where there are several.
 
     Args:
         num_members: How many; no more devices than members or cores are taken.
@@ -163,10 +163,10 @@ def each_device(function: Callable[..., Any], mesh: Mesh, shared: Any, stacked: 
     return jax.shard_map(local, mesh=mesh, **specs, axis_names={MEMBER_AXIS}, check_vma=False)(*arrays)
 
 
-def on_devices(function: Callable[..., Any], mesh: Mesh, shared: Any, stacked: Any) -> Any:
+def on_devices(function: Callable[..., Any], mesh: Mesh, shared: Any, stacked: Any, num_members: int) -> Any:
     """What `each_device` gives for any number of members, compiled, as if it had been computed on one device."""
     padded = pad_members(stacked, member_devices(mesh))
-    return drop_padding(gather(_compiled(function, mesh, shared, padded)), _check_members(stacked) or 0)
+    return drop_padding(gather(_compiled(function, mesh, shared, padded)), num_members)
 
 
 _compiled = eqx.filter_jit(each_device)

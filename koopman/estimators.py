@@ -107,7 +107,6 @@ def span(estimator: Estimator, problem: FeatureRegression | KernelRegression) ->
 
     Returns:
         The basis, of static size; columns not in use are zero.
-
     """
     return _compiled_span(eqx.filter(estimator, False), problem)
 

@@ -45,7 +45,7 @@ def fit_with_kernel(
         solver = estimator.choose_kernel_solver(gram_x, alpha, size)
     problem = KernelRegression(gram_x, gram_y, alpha, jnp.asarray(size if active is None else active), size, solver)
     basis = span(estimator, problem)
-    if known:
+    if known and estimator.inverts_all and solver == "krylov":
         check_factor(problem, basis)
     warn_unconverged(basis.residual, float(jnp.finfo(x.dtype).eps))
     if known and given and float(alpha) == 0.0 and not (estimator.inverts_all and solver == "krylov"):

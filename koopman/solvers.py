@@ -87,21 +87,13 @@ def leading_eigenpairs(
     """
     if tol is not None:
         check_positive("tol", tol)
-    options = {"dtype": dtype, "inner": inner, "tol": tol, "max_restarts": max_restarts}
-    leading, residual = find_eigenpairs(apply, size, number, **options)
+    leading, residual = find_eigenpairs(apply, size, number, dtype, inner, tol, max_restarts)
     warn_unconverged(residual, float(jnp.finfo(dtype).eps))
     return leading
 
 
 def find_eigenpairs(
-    apply: Callable[[Array], Array],
-    size: int,
-    number: int,
-    *,
-    dtype: Any,
-    inner: Callable[[Array], Array] | None = None,
-    tol: float | None = None,
-    max_restarts: int = 50,
+    apply: Callable, size: int, number: int, dtype: Any, inner: Any = None, tol: Any = None, max_restarts: int = 50
 ) -> Found:
     """As `leading_eigenpairs`, without a warning."""
     extra, blocks = (_OVERSAMPLING, _BLOCKS) if inner is None else (_OVERSAMPLING_WITH_INNER, _BLOCKS_WITH_INNER)

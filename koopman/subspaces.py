@@ -102,8 +102,8 @@ class Basis(NamedTuple):
         values: The estimator's singular values, falling: [size].
         rest: Those that follow, as far as the solver knows them. Without derivative, as `variance`.
         variance: What `alpha` is to be compared with: eigenvalue number `size` of C_x or K (an upper bound of it,
-            tr(K) / size, where an iterative solver does not know it); for ridge regression the mean of those of C_x, or
-            the trace of K.
+            tr(K) / size, where an iterative solver does not know it, or a lower one of a few power iterations); for
+            ridge regression the mean of those of C_x, or the trace of K.
         residual: See `solvers.Found`.
     """
 

@@ -90,7 +90,7 @@ INTERNAL = {
     "dissociation.sharding.member_devices": "takes a mesh alone",
     "dissociation.spectral.rounding": "bounds within the certificates",
     "dissociation.spectral.forms.compact_forms": "a part of `decompose`",
-    "dissociation.traced": "how `fit` knows its program",
+    "dissociation.traced": "how `fit` and `bmap` know programs",
     "dissociation.recipes.compression.encode": "takes what `train_compression` gives",
     "dissociation.recipes.compression.reconstruction_error": "a loss that `fit` calls",
     "dissociation.recipes.grokking.initial_models": "a part of `train_grokking`",

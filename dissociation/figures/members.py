@@ -155,10 +155,11 @@ def measure_members(
     rewrite_keys: Array,
     measure_keys: Array,
 ) -> Any:
-    """`measure(model, rewrite(model, rewrite_key), measure_key)` for every member, compiled as one program.
+    """`measure(model, rewrite(model, rewrite_key), measure_key)` for every member, compiled.
 
-    On a CPU the members go one after another, which takes the memory of one; on an accelerator all at once. Bind
-    arrays to the two functions by `eqx.Partial`, which hands them to the program instead of baking them into it.
+    On a CPU the members go one after another, over its devices: measuring takes the memory of as many, though the
+    rewritten networks of all are kept; on an accelerator all at once. Bind arrays to the two functions by
+    `eqx.Partial`, which hands them to the program instead of baking them into it.
 
     Args:
         rewrite: From one model and a key to the rewritten model.
@@ -173,7 +174,9 @@ def measure_members(
     # Two programs, so that rewrites that keep a network's shapes share the one that measures, which takes longer.
     stacked = models, _rewritten(rewrite, models, rewrite_keys), measure_keys
     mesh = sharding.default_mesh(len(rewrite_keys), cores.DECOMPOSITIONS)
-    return _measured(measure, stacked) if mesh is None else sharding.on_devices(_measured, mesh, measure, stacked)
+    if mesh is None:
+        return _measured(measure, stacked)
+    return sharding.on_devices(_measured, mesh, measure, stacked, len(rewrite_keys))
 
 
 @eqx.filter_jit

@@ -61,6 +61,37 @@ dissociation.use_all_cores()
     assert "for 3 cores. Restart the process (in a notebook, the kernel)" in said
 
 
+@pytest.mark.slow
+def test_devices_that_have_started_decompose_alone():
+    """Their pool of threads is there already, and the environment must not say that it is larger."""
+    code = """
+import jax, os
+jax.config.update("jax_num_cpu_devices", 2)
+jax.numpy.zeros(1)
+import dissociation.cores as cores
+cores.available_cores = lambda: 2
+cores.use_all_cores()
+print(jax.local_device_count(), jax.config.jax_num_cpu_devices, "PJRT_NPROC" in os.environ, cores.side_by_side(["svd"]))
+"""
+    assert in_a_process_of_its_own(code) == "2 2 False False\n"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(available_cores() == 1 or sys.platform != "linux", reason="has one thread, or cannot be found")
+def test_a_blas_that_is_loaded_gets_one_thread():
+    code = """
+import scipy.linalg, dissociation
+from threadpoolctl import threadpool_info
+from dissociation.cores import side_by_side
+def threads():
+    return [info["num_threads"] for info in threadpool_info() if "scipy.libs" in info["filepath"]]
+print(min(threads()) > 1)
+dissociation.use_all_cores()
+print(threads(), side_by_side(["svd"]))
+"""
+    assert in_a_process_of_its_own(code) == "True\n[1] True\n"
+
+
 def test_enough_devices_are_left_alone(monkeypatch):
     monkeypatch.setattr("dissociation.cores.available_cores", lambda: 3)
     assert jax.local_device_count() == 4  # and have started

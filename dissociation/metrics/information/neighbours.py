@@ -4,6 +4,7 @@ Distances come in blocks, so everything runs on any device and maps over members
 coordinate: products of coordinates would cancel at the distances that matter here.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -16,8 +17,8 @@ from dissociation.checks import check_count, fail
 from dissociation.metrics.information.coordinates import Points
 from dissociation.validation import validated
 
-# Distances per group in the search for the smallest.
-_GROUP = 32
+# Distances per group in the search for the smallest: a power of two, at most this one.
+_MULTIPLE = 32
 # Interleaved parts of the samples whose own estimates give the error, at most.
 _PARTS = 16
 
@@ -97,40 +98,50 @@ def smallest(
 ) -> Array:
     """Every point's smallest distances to others of its label, rising: [levels, n, count]; infinite if there are fewer.
 
-    Levels are all points and, with several groups, its own half and group. Every distance is computed once: the
-    smallest of every group are found first.
+    Levels are all points and, with several groups, its own half and group. Every distance is computed once. Points are
+    taken group by group, those of the first half before the others, so that halves and groups are slices.
     """
-    index = jnp.arange(points.shape[0])
-    parts, number = _blocks((points, labels, index), block)
-    # Groups one after the other, each to a multiple of that of the search, with points that no label admits.
-    width = -(-number // (groups * _GROUP)) * _GROUP
-    columns = (np.arange(groups)[:, None] + groups * np.arange(width)[None]).reshape(-1)
-    chosen = np.minimum(columns, number - 1)
-    others, names = points[chosen], jnp.where(columns < number, labels[chosen], -1)
-    group = np.arange(groups)
+    number = points.shape[0]
+    longest = -(-number // groups)
+    blocks = -(-longest // check_count("block", block, minimum=1))
+    rows = _by_group(number, groups, -(-longest // blocks) * blocks).reshape(groups * blocks, -1)
+    columns = _by_group(number, groups, -(-max(longest, count) // _MULTIPLE) * _MULTIPLE)
+    others, names = points[columns % number], jnp.where(columns < number, labels[columns % number], -1)
+    # Which of the halves, and of the groups, a block of rows belongs to.
+    places = [np.repeat(np.arange(stride), rows.shape[0] // stride) for stride in strides(groups)[1:]]
 
-    def some(part: tuple[Array, ...]) -> Array:
-        point, label, row = part
-        allowed = (label[:, None] == names[None]) & (row[:, None] != columns[None])
-        values = jnp.where(allowed, distance(point, others), jnp.inf)
-        least = _least(values.reshape(-1, width), count).reshape(-1, groups, count)
-        same = [group[None] % stride == (row % stride)[:, None] for stride in strides(groups)]
-        levels = [jnp.where(one[:, :, None], least, jnp.inf).reshape(-1, groups * count) for one in same]
-        return -jax.lax.top_k(-jnp.stack(levels), count)[0]
+    def some(part: tuple[Array, Array, list[Array]]) -> Array:
+        row, index, place = part
+        allowed = (labels[index][:, None] == names[None]) & (row[:, None] != columns[None])
+        values = jnp.where(allowed, distance(points[index], others), jnp.inf)
+        levels = [_least(values, count)]
+        for stride, which in zip(strides(groups)[1:], place, strict=True):
+            own = values.reshape(row.shape[0], stride, -1)
+            levels.append(_least(jax.lax.dynamic_index_in_dim(own, which, 1, keepdims=False), count))
+        return jnp.stack(levels)
 
-    squares = jax.lax.map(some, parts)
-    return squares.swapaxes(0, 1).reshape(squares.shape[1], -1, count)[:, :number]
+    squares = jax.lax.map(some, jax.tree.map(jnp.asarray, (rows, rows % number, places)))
+    squares = squares.swapaxes(0, 1).reshape(squares.shape[1], -1, count)
+    return squares[:, np.argsort(rows.reshape(-1), kind="stable")[:number]]
+
+
+def _by_group(number: int, groups: int, width: int) -> np.ndarray:
+    """The samples of group 0 (i % groups), 2, 4 ... 1, 3 ..., each filled up to `width` with `number`."""
+    first = np.concatenate([np.arange(groups)[half::2] for half in range(2)])
+    index = first[:, None] + groups * np.arange(width)[None]
+    return np.minimum(index, number).reshape(-1)
 
 
 def _least(values: Array, count: int) -> Array:
-    """The `count` smallest of every row, rising; rows are a multiple of the group long.
+    """The `count` smallest of every row, rising; rows are as long as a multiple of `_MULTIPLE`.
 
-    They lie in the groups with the `count` smallest minima, so the sort sees few candidates.
+    They lie in the groups with the `count` smallest minima, so the sort sees few candidates: fewest where groups are as
+    long as there are of them per neighbour.
     """
     rows, columns = values.shape
-    groups = columns // _GROUP
-    if groups > count:
-        grouped = values.reshape(rows, groups, _GROUP)
+    length = min(1 << int(math.log2(max(columns / count, 1)) / 2), _MULTIPLE)
+    if columns // length > count:
+        grouped = values.reshape(rows, -1, length)
         chosen = jax.lax.top_k(-jnp.min(grouped, 2), count)[1]
         values = jnp.take_along_axis(grouped, chosen[:, :, None], 1).reshape(rows, -1)
     return -jax.lax.top_k(-values, count)[0]
