@@ -4,6 +4,7 @@ Trajectories come as everywhere in `koopman`: one array [time, ...], a list of s
 trajectories is named. States may have any shape; where no network is given they are images of 28 x 28 pixels.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -36,6 +37,7 @@ from koopman.pairs import Pairs, lagged_pairs
 States = Float[Array | np.ndarray, "n *state"]
 Trajectories = Float[Array | np.ndarray, "..."] | Sequence[Float[Array | np.ndarray, "..."]]
 Rate = Float[Array | np.ndarray, " seeds"] | Scalar
+Schedule = Callable[[Array], Array]
 
 FIT_OPTIONS = ("callbacks", "checkpoint", "layout", "same_program")
 """What training here hands on to `fit`."""
@@ -124,7 +126,7 @@ def train_encoders(
     num_seeds: int = 5,
     num_epochs: int = 50,
     batch_size: int = 64,
-    learning_rate: Rate = 2e-3,
+    learning_rate: Rate | Schedule = 2e-3,
     weight_decay: Rate = 0.01,
     init: str = "pytorch",
     validation: Trajectories | None = None,
@@ -149,7 +151,8 @@ def train_encoders(
         num_seeds: Networks.
         num_epochs: Passes over the pairs.
         batch_size: Pairs in a batch; the last, smaller one of an epoch is kept.
-        learning_rate: AdamW's, one for all seeds or one for each: [num_seeds].
+        learning_rate: AdamW's, one for all seeds or one for each: [num_seeds]; or a schedule of Optax's, from the step
+            to the rate.
         weight_decay: AdamW's, likewise.
         init: "pytorch" or "lecun", of the default encoder and the lagged head.
         validation: Other trajectories, in the form of `trajectories`, whose loss (all pairs at once) is observed after
@@ -174,13 +177,13 @@ def train_encoders(
     _check_batches(len(pairs.x), batch_size, least)
     if feature_norm is None and encoder is None:
         feature_norm = width**0.5
-    rates = _rates(learning_rate, weight_decay, num_seeds)
+    adamw = _adamw(learning_rate, weight_decay, num_seeds)
     build_key, fit_key = jax.random.split(key)
     settings = {"encoder": encoder, "feature_norm": feature_norm, "init": init}
     models = _stack(lambda k: FeatureMap(width, **settings, key=k), build_key, num_seeds)
 
     observe = _observe(kind, validation, lag, trajectory_axis, pairs.x, least)
-    return _fit(models, _Loss(kind), pairs, fit_key, num_epochs, batch_size, rates, observe, options)
+    return _fit(models, _Loss(kind), pairs, fit_key, num_epochs, batch_size, adamw, observe, options)
 
 
 @validated
@@ -196,7 +199,7 @@ def train_autoencoders(
     num_seeds: int = 5,
     num_epochs: int = 50,
     batch_size: int = 64,
-    learning_rate: Rate = 1e-3,
+    learning_rate: Rate | Schedule = 1e-3,
     weight_decay: Rate = 0.01,
     orthogonal: bool = False,
     upsampling: str = "nearest",
@@ -226,7 +229,8 @@ def train_autoencoders(
         num_seeds: Networks.
         num_epochs: Passes over the pairs.
         batch_size: Pairs in a batch.
-        learning_rate: AdamW's, one for all seeds or one for each: [num_seeds]; see above for larger ones.
+        learning_rate: AdamW's, one for all seeds or one for each: [num_seeds], or a schedule of Optax's; see above for
+            larger ones.
         weight_decay: AdamW's, likewise.
         orthogonal: Whether the latent map is kept orthogonal.
         upsampling: Of the default decoder, "nearest" or "bilinear".
@@ -249,14 +253,14 @@ def train_autoencoders(
     _check_batches(len(pairs.x), batch_size)
     width = _encoder_width(encoder, features, pairs.x[0], key)
     _check_decoder(decoder, width, pairs.x[0], key)
-    rates = _rates(learning_rate, weight_decay, num_seeds)
+    adamw = _adamw(learning_rate, weight_decay, num_seeds)
     build_key, fit_key = jax.random.split(key)
     settings = {"encoder": encoder, "decoder": decoder, "orthogonal": orthogonal, "upsampling": upsampling}
     models = _stack(lambda k: Autoencoder(width, **settings, init=init, key=k), build_key, num_seeds)
 
     observe = _observe("reconstruction", validation, lag, trajectory_axis, pairs.x)
     loss = _Loss("reconstruction")
-    return _fit(models, loss, pairs, fit_key, num_epochs, batch_size, rates, observe, options)
+    return _fit(models, loss, pairs, fit_key, num_epochs, batch_size, adamw, observe, options)
 
 
 @validated(finite=("states",))
@@ -270,7 +274,7 @@ def train_classifiers(
     num_seeds: int = 5,
     num_epochs: int = 20,
     batch_size: int = 64,
-    learning_rate: Rate = 8e-4,
+    learning_rate: Rate | Schedule = 8e-4,
     weight_decay: Rate = 0.01,
     init: str = "pytorch",
     **options: Any,
@@ -286,7 +290,8 @@ def train_classifiers(
         num_seeds: Networks.
         num_epochs: Passes over the states.
         batch_size: States in a batch.
-        learning_rate: AdamW's, one for all seeds or one for each: [num_seeds].
+        learning_rate: AdamW's, one for all seeds or one for each: [num_seeds]; or a schedule of Optax's, from the step
+            to the rate.
         weight_decay: AdamW's, likewise.
         init: "pytorch" or "lecun", of the default encoder.
         **options: For `dissociation.training.fit`.
@@ -304,7 +309,7 @@ def train_classifiers(
     _check_batches(len(states), batch_size)
     states, labels = jnp.asarray(states), jnp.asarray(labels)
     width = _encoder_width(encoder, num_classes, states[0], key, name="num_classes")
-    rates = _rates(learning_rate, weight_decay, num_seeds)
+    adamw = _adamw(learning_rate, weight_decay, num_seeds)
     build_key, fit_key = jax.random.split(key)
 
     def build(draw_key: Array) -> Any:
@@ -315,7 +320,7 @@ def train_classifiers(
         )
 
     models = _stack(build, build_key, num_seeds)
-    return _fit(models, _Loss("classes"), (states, labels), fit_key, num_epochs, batch_size, rates, None, options)
+    return _fit(models, _Loss("classes"), (states, labels), fit_key, num_epochs, batch_size, adamw, None, options)
 
 
 @validated
@@ -494,23 +499,34 @@ def _stack(build: Callable[[Array], Any], key: Array, num_seeds: int) -> Any:
 
 
 class _Rates(NamedTuple):
-    """AdamW's settings, one per seed; traced."""
+    """AdamW's settings, one per seed; traced. No learning rates where a schedule has them."""
 
-    learning_rate: Array
+    learning_rate: Array | None
     weight_decay: Array
 
 
-def _rates(learning_rate: Rate, weight_decay: Rate, num_seeds: int) -> _Rates:
-    check_positive("learning_rate", learning_rate)
+@dataclasses.dataclass(frozen=True)
+class _AdamW:
+    """The optimiser of one seed's rates. Equal for equal schedules."""
+
+    schedule: Schedule | None
+
+    def __call__(self, rates: _Rates) -> optax.GradientTransformation:
+        rate = rates.learning_rate if self.schedule is None else self.schedule
+        return optax.adamw(rate, weight_decay=rates.weight_decay)
+
+
+def _adamw(learning_rate: Rate | Schedule, weight_decay: Rate, num_seeds: int) -> tuple[_AdamW, _Rates]:
+    schedule = learning_rate if callable(learning_rate) else None
+    if schedule is None:
+        check_positive("learning_rate", learning_rate)
     check_non_negative("weight_decay", weight_decay)
+    rates = []
     for name, value in (("learning_rate", learning_rate), ("weight_decay", weight_decay)):
         if np.ndim(value) and np.shape(value) != (num_seeds,):
             fail(name, f"be one number, or one per seed ({num_seeds})", f"shape {np.shape(value)}")
-    return _Rates(*(jnp.full(num_seeds, value, float) for value in (learning_rate, weight_decay)))
-
-
-def _adamw(rates: _Rates) -> optax.GradientTransformation:
-    return optax.adamw(rates.learning_rate, weight_decay=rates.weight_decay)
+        rates.append(None if callable(value) else jnp.full(num_seeds, value, float))
+    return _AdamW(schedule), _Rates(*rates)
 
 
 def _fit(
@@ -520,12 +536,13 @@ def _fit(
     key: Array,
     num_epochs: int,
     batch_size: int,
-    rates: _Rates,
+    adamw: tuple[_AdamW, _Rates],
     observe: _Validation | None,
     options: dict[str, Any],
 ) -> FitResult:
     for name in options:
         if name not in FIT_OPTIONS:
             fail_kind(name, f"be left out, or be one of {', '.join(FIT_OPTIONS)}", "an unknown option")
-    step, sampler, save = make_step(loss, _adamw), Epochs(data, batch_size), Save(observe)
+    optimizer, rates = adamw
+    step, sampler, save = make_step(loss, optimizer), Epochs(data, batch_size), Save(observe)
     return fit(models, step, sampler, num_epochs=num_epochs, key=key, hyperparams=rates, save=save, **options)
