@@ -25,7 +25,7 @@ RUNS = {
     "training": (["--seeds", "1", "4", "8"], ["--seeds", "1", "4", "--samples", "10000"]),
     "collapse": (["--only", "steps", "knn"], ["--only", "steps", "knn", "--steps", "1000", "--repeats", "2"]),
     "spectral": ([], ["--samples", "20480", "--epochs", "2"]),
-    "encoders": (["--losses", "vamp"], ["--losses", "vamp", "--repeats", "3"]),
+    "encoders": (["--losses", "vamp"], ["--losses", "vamp", "--repeats", "3", "--only", "epochs"]),
     "operators": ([], ["--only", "linear", "--repeats", "3"]),
     "nystroem": (None, ["--only", "nystroem", "--repeats", "2"]),
     "robustness": ([], ["--samples", "2000", "--repeats", "2"]),

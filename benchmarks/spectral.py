@@ -6,7 +6,7 @@ training: epochs at size 300, against a lean PyTorch loop (batches cut from a te
 of loader (samples indexed one by one and stacked). seeds: epochs of 5 networks of size 100 against 5 in PyTorch.
 decompose: eigenvectors on inputs, in order, of 5 networks x 10 classes at size 300 against the same in PyTorch, and
 against torch.linalg.eigh of the hidden matrices alone. XLA's CPU eigh goes through SciPy's OpenBLAS and spreads a batch
-over the cores by itself; OpenBLAS's own threads then stand in its way, so run it with OPENBLAS_NUM_THREADS=1.
+over the cores by itself; `use_all_cores` keeps OpenBLAS's own threads out of its way.
 Compile time is reported apart: the first call.
 """
 
@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from timing import add_row, in_turn, one_process_per_core, shares, timed
 
-from dissociation.bmap import bmap
 from dissociation.cores import use_all_cores
 from dissociation.data.datasets import Dataset
 from dissociation.models.bilinear import BilinearNetwork
@@ -81,7 +80,7 @@ def torch_warm():
 
 def decompositions(repeats):
     models = eqx.filter_vmap(lambda k: BilinearNetwork(784, 300, key=k))(jax.random.split(jax.random.key(0), 5))
-    run = bmap(decompose, batch_size=1)
+    run = eqx.filter_jit(eqx.filter_vmap(decompose))
     first = timed(lambda: jax.block_until_ready(run(models)))
     weights = [torch.from_numpy(np.array(w)) for w in (models.embed, models.layers[0].left, models.layers[0].right)]
     head = torch.from_numpy(np.array(models.head))
@@ -105,7 +104,7 @@ def decompositions(repeats):
     theirs = in_turn({"ours": lambda: jax.block_until_ready(run(models)), **peers}, repeats)
     ours = theirs.pop("ours")
     work = "50 eigendecompositions of bilinear networks of size 300, with vectors on inputs, in order"
-    add_row(work, ours, {"PyTorch": theirs["the same"]}, first=first, note="LAPACK by OpenBLAS against MKL's")
+    add_row(work, ours, {"PyTorch": theirs["the same"]}, first=first)
     shown = ", ".join(
         f"{k} {np.median(t):.3f} s ({np.median(np.divide(t, ours)):.2f} times ours)" for k, t in theirs.items()
     )

@@ -86,12 +86,11 @@ def decompose(
 ) -> Spectrum:
     """Eigenvalues and eigenvectors of a layer's quadratic forms, found in the smaller of its two spaces.
 
-    On a CPU most of the time goes to LAPACK, over whose batch XLA spreads the cores. OpenBLAS's own threads only stand
-    in its way: with OPENBLAS_NUM_THREADS=1, set before Python starts, `eigh` of 10 matrices of size 300 took 28 ms on
-    two cores instead of 54.
+    On a CPU most of the time goes to LAPACK, over whose batch XLA spreads the cores: stacked networks are fastest under
+    one `jax.jit` of a `vmap`. OpenBLAS's own threads only stand in the way; `use_all_cores` leaves it one.
 
     Args:
-        model: One network; map over stacked ones with `bmap`.
+        model: One network; map over stacked ones with `equinox.filter_vmap`, or with `bmap` where memory is short.
         directions: As in `interaction_tensor`.
         layer: Which layer.
         space: "input": eigenvectors of the form on the network's inputs. "hidden": of the form on the layer's input.
@@ -110,9 +109,9 @@ def decompose(
     check_choice("by", by, ORDERS)
     compact, lift = compact_forms(model, directions, layer, space)
     values, vectors = jnp.linalg.eigh(compact)
-    full = product(lift[None], vectors).swapaxes(1, 2)
-    spectrum = Spectrum(values, full, _has_constant(model, layer))
-    return reorder(spectrum, {"magnitude": jnp.abs(values), "positive": values, "negative": -values}[by])
+    spectrum = Spectrum(values, vectors.swapaxes(1, 2), _has_constant(model, layer))
+    spectrum = reorder(spectrum, {"magnitude": jnp.abs(values), "positive": values, "negative": -values}[by])
+    return eqx.tree_at(lambda s: s.vectors, spectrum, product(spectrum.vectors, lift.T))  # in order, hence moved once
 
 
 @validated

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from dissociation.linalg import product
+from dissociation.metrics.information import hsic
 from dissociation.metrics.information.hsic import (
     centred_gram,
     gaussian_gram,
@@ -54,6 +55,20 @@ def test_against_the_definition_in_float64():
     # One batch of all samples, in another order, and in float32.
     plane = plane_of(z, x, y.astype(np.float32), batch_size=60, num_passes=2)
     np.testing.assert_allclose([plane.zx, plane.zy], expected, rtol=1e-3)
+
+
+@pytest.mark.parametrize("number", [1, 2, 5, 6, 151])
+@pytest.mark.parametrize("x64", [False, True])
+def test_the_median_is_that_of_a_sort(number, x64):
+    """Bit for bit, with ties, zeros, infinities and what is not a number; and with its derivative."""
+    rng = np.random.default_rng(number)
+    drawn = rng.random(number)
+    ways = [drawn, np.round(4 * drawn), 0 * drawn, 1e-30 * drawn, np.where(drawn < 0.6, np.inf, drawn)]
+    with jax.enable_x64(x64):
+        for values in [*ways, np.where(np.arange(number) == number // 2, np.nan, drawn)]:
+            values = jnp.asarray(values, float)
+            np.testing.assert_array_equal(jax.jit(hsic._median)(values), jnp.median(values))
+        np.testing.assert_allclose(jax.grad(hsic._median)(jnp.asarray(drawn)), jax.grad(jnp.median)(jnp.asarray(drawn)))
 
 
 def test_bounds_are_reached():

@@ -219,19 +219,28 @@ def test_kraskov_of_labels_against_all_distances():
     np.testing.assert_allclose(found.value, wanted.mean(), rtol=1e-9)
 
 
-@pytest.mark.parametrize("width", [1, 3])
-def test_halves_and_parts_of_the_samples(width):
-    points = np.random.default_rng(0).normal(size=(203, width))
-    groups = 8
+@pytest.mark.parametrize(
+    ("number", "groups", "count", "block"),
+    [(203, 8, 3, 50), (203, 2, 5, 1000), (64, 1, 5, 7), (2, 1, 1, 250), (50, 2, 40, 250), (1001, 16, 5, 20)],
+)
+def test_halves_and_parts_of_the_samples(number, groups, count, block):
+    """The smallest distances within every level and class, where a class has as many."""
+    rng = np.random.default_rng(number)
+    points, labels = rng.normal(size=(number, 3)), rng.integers(0, 2, number)
+    apart = ((points[:, None] - points[None]) ** 2).sum(2)
+    index = np.arange(number)
     with jax.enable_x64(True):
-        found = neighbours.smallest(jnp.asarray(points), jnp.zeros(203, int), 3, 50, neighbours.squared, groups)
-        sizes = np.asarray(neighbours.part_sizes(203, groups, np.dtype(float)))
-    for level, stride in enumerate((1, 2, groups)):
-        for start in range(stride):
-            own = points[start::stride]
-            exact = np.sort(((own[:, None] - own[None]) ** 2).sum(2), 1)[:, 1:4]
-            np.testing.assert_allclose(found[level][start::stride], exact, rtol=1e-12)
-            assert (sizes[level][start::stride] == len(own)).all()
+        options = count, block, neighbours.squared, groups
+        found = np.asarray(neighbours.smallest(jnp.asarray(points), jnp.asarray(labels), *options))
+        sizes = np.asarray(neighbours.part_sizes(number, groups, np.dtype(float)))
+    levels = neighbours.strides(groups)
+    assert found.shape == (len(levels), number, count)
+    for level, stride in enumerate(levels):
+        part = index[:, None] % stride == index[None] % stride
+        own = part & (labels[:, None] == labels[None]) & (index[:, None] != index[None])
+        exact = np.sort(np.where(own, apart, np.inf), 1)[:, :count]
+        np.testing.assert_allclose(found[level][:, : exact.shape[1]], exact, rtol=1e-12)
+        np.testing.assert_array_equal(sizes[level], part.sum(1))
 
 
 @pytest.mark.slow

@@ -66,6 +66,10 @@ def test_members_do_not_depend_on_their_company(digits):
     changed = np.asarray(swept.models.encoder.head.weight)
     np.testing.assert_array_equal(changed[0], weights[0][0])
     assert np.abs(changed[1] - weights[0][1]).max() > 1e-3
+    # A schedule: the same where it is constant, and step by step where it is not (139 pairs, three batches).
+    for schedule, same in ((lambda step: 2e-3, True), (optax.piecewise_constant_schedule(2e-3, {2: 0.0}), False)):
+        swept = train_encoders("vamp", digits.images[:140], num_seeds=2, learning_rate=schedule, **options)
+        assert np.array_equal(swept.models.encoder.head.weight, weights[0]) == same
 
 
 @pytest.mark.slow
