@@ -4,7 +4,8 @@
 
 Every script runs in a process of its own, with its peers in the same process and in turn; numbers are medians, the
 ratio is the peer's time over ours, round by round, with its quartiles. Rows below 1 are marked. A JSON file of the same
-name holds the numbers. `--quick` takes fewer rounds, and smaller sizes where a round is long.
+name holds the numbers; with `--only`, those of the other scripts stay as they are there, if machine, versions and sizes
+are the same. `--quick` takes fewer rounds, and smaller sizes where a round is long.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from timing import ROWS
 HERE = Path(__file__).parent
 RUNS = {
     "training": (["--seeds", "1", "4", "8"], ["--seeds", "1", "4", "--samples", "10000"]),
-    "collapse": (["--only", "steps", "knn"], ["--only", "steps", "knn", "--steps", "1000", "--repeats", "2"]),
+    "collapse": (["--only", "steps", "knn", "--steps", "1000"],) * 2,
     "spectral": ([], ["--samples", "20480", "--epochs", "2"]),
     "encoders": (["--losses", "vamp"], ["--losses", "vamp", "--repeats", "3", "--only", "epochs"]),
     "operators": ([], ["--only", "linear", "--repeats", "3"]),
@@ -108,6 +109,12 @@ def main():
     parser.add_argument("--out", type=Path, default=HERE.parent / "docs" / "benchmarks.md")
     options = parser.parse_args()
     about, rows, failed = machine(), [], []
+    numbers = options.out.with_suffix(".json")
+    scripts = {f"{SCRIPTS.get(name, name)}.py" for name in options.only}
+    kept = json.loads(numbers.read_text()) if numbers.exists() else {"machine": {}, "rows": []}
+    same = all(kept["machine"].get(name) == about[name] for name in ("cpu", "cores", "versions"))
+    if same and kept.get("quick", False) == options.quick:
+        rows = [row for row in kept["rows"] if row["script"] not in scripts]
     for name in options.only:
         arguments = RUNS[name][options.quick]
         if arguments is None:
@@ -115,10 +122,12 @@ def main():
         found, status = run(name, arguments)
         rows += found
         failed += [name] if status else []
+    order = [f"{name}.py" for name in RUNS]
+    rows.sort(key=lambda row: order.index(row["script"]))
     command = f"python benchmarks/all.py{' --quick' if options.quick else ''}"
     options.out.write_text(page(about, rows, command))
-    options.out.with_suffix(".json").write_text(json.dumps({"machine": about, "rows": rows}, indent=1) + "\n")
-    print(f"wrote {options.out} and {options.out.with_suffix('.json')}")
+    numbers.write_text(json.dumps({"machine": about, "quick": options.quick, "rows": rows}, indent=1) + "\n")
+    print(f"wrote {options.out} and {numbers}")
     if failed:
         print(f"failed: {', '.join(failed)}; their rows are missing or incomplete")
     return 1 if failed else 0
