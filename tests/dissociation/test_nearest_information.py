@@ -223,15 +223,17 @@ def test_kraskov_of_labels_against_all_distances():
     ("number", "groups", "count", "block"),
     [(203, 8, 3, 50), (203, 2, 5, 1000), (64, 1, 5, 7), (2, 1, 1, 250), (50, 2, 40, 250), (1001, 16, 5, 20)],
 )
-def test_halves_and_parts_of_the_samples(number, groups, count, block):
+@pytest.mark.parametrize("labelled", [False, True])
+def test_halves_and_parts_of_the_samples(number, groups, count, block, labelled):
     """The smallest distances within every level and class, where a class has as many."""
     rng = np.random.default_rng(number)
-    points, labels = rng.normal(size=(number, 3)), rng.integers(0, 2, number)
+    points, labels = rng.normal(size=(number, 3)), rng.integers(0, 2, number) * labelled
     apart = ((points[:, None] - points[None]) ** 2).sum(2)
     index = np.arange(number)
     with jax.enable_x64(True):
         options = count, block, neighbours.squared, groups
-        found = np.asarray(neighbours.smallest(jnp.asarray(points), jnp.asarray(labels), *options))
+        names = jnp.asarray(labels) if labelled else None
+        found = np.asarray(neighbours.smallest(jnp.asarray(points), names, *options))
         sizes = np.asarray(neighbours.part_sizes(number, groups, np.dtype(float)))
     levels = neighbours.strides(groups)
     assert found.shape == (len(levels), number, count)

@@ -224,7 +224,7 @@ def _kraskov_terms(x: Array, z: Array, count: int, block: int) -> Array:
         return jnp.maximum(squared(a[:, :split], b[:, :split]), squared(a[:, split:], b[:, split:]))
 
     groups = num_parts(number, count)
-    radius = smallest(jnp.concatenate([x, z], 1), jnp.zeros(number, int), count, block, larger, groups)[:, :, -1]
+    radius = smallest(jnp.concatenate([x, z], 1), None, count, block, larger, groups)[:, :, -1]
     counts = [closer(points, radius, block, groups) for points in (x, z)]
     terms = digamma(jnp.asarray(count, x.dtype)) + digamma(part_sizes(number, groups, x.dtype))
     terms = terms - sum(digamma(near.astype(x.dtype) + 1) for near in counts)
@@ -292,7 +292,7 @@ def _label_information(z: Array, labels: Array, classes: int, estimator: str, co
     squares = smallest(z, labels, count, block, squared, 2)
     # Neighbours of the class that are the neighbours of all: the most that a term can be with equal weights.
     if estimator == "entropies":
-        everything = smallest(z, jnp.zeros(number, int), count, block, squared, 2)
+        everything = smallest(z, None, count, block, squared, 2)
         terms = _level_terms(everything, z.shape[1], total) - _level_terms(squares, z.shape[1], own)
         most = jnp.log((total[0] - 1) / (own[0] - 1))
     else:
@@ -329,7 +329,7 @@ def _entropy_terms(points: Array, count: int, block: int) -> Array:
     """Every sample's term of the entropy of all samples, of the two halves, and of the parts: [levels, n]."""
     number = points.shape[0]
     groups = num_parts(number, count)
-    squares = smallest(points, jnp.zeros(number, int), count, block, squared, groups)
+    squares = smallest(points, None, count, block, squared, groups)
     return _level_terms(squares, points.shape[1], part_sizes(number, groups, points.dtype))
 
 

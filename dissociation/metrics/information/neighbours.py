@@ -43,7 +43,7 @@ def neighbour_distances(points: Points, num_neighbours: int, *, block: int = 250
 
 @partial(jax.jit, static_argnames=("count", "block"))
 def _distances(points: Array, count: int, block: int) -> Array:
-    squares = smallest(points, jnp.zeros(points.shape[0], int), count, block, squared)[0]
+    squares = smallest(points, None, count, block, squared)[0]
     apart = squares > 0  # a distance of zero has no slope, and is given none
     return jnp.where(apart, jnp.sqrt(jnp.where(apart, squares, 1.0)), squares)
 
@@ -90,13 +90,15 @@ def part_sizes(number: int, groups: int, dtype: jnp.dtype) -> Array:
 
 def smallest(
     points: Array,
-    labels: Array,
+    labels: Array | None,
     count: int,
     block: int,
     distance: Callable[[Array, Array], Array],
     groups: int = 1,
 ) -> Array:
-    """Every point's smallest distances to others of its label, rising: [levels, n, count]; infinite if there are fewer.
+    """Every point's smallest distances to others, of its label if there are some: [levels, n, count], rising.
+
+    They are infinite where there are fewer.
 
     Levels are all points and, with several groups, its own half and group. Every distance is computed once. Points are
     taken group by group, those of the first half before the others, so that halves and groups are slices.
@@ -106,13 +108,17 @@ def smallest(
     blocks = -(-longest // check_count("block", block, minimum=1))
     rows = _by_group(number, groups, -(-longest // blocks) * blocks).reshape(groups * blocks, -1)
     columns = _by_group(number, groups, -(-max(longest, count) // _MULTIPLE) * _MULTIPLE)
-    others, names = points[columns % number], jnp.where(columns < number, labels[columns % number], -1)
+    # Filled up with points at distances that overflow, and whose differences do not: 0 times them is no slope.
+    far = 2 * float(jnp.finfo(points.dtype).max) ** 0.5
+    others = jnp.where(columns[:, None] < number, points[columns % number], far)
     # Which of the halves, and of the groups, a block of rows belongs to.
     places = [np.repeat(np.arange(stride), rows.shape[0] // stride) for stride in strides(groups)[1:]]
 
     def some(part: tuple[Array, Array, list[Array]]) -> Array:
         row, index, place = part
-        allowed = (labels[index][:, None] == names[None]) & (row[:, None] != columns[None])
+        allowed = row[:, None] != columns[None]
+        if labels is not None:
+            allowed = allowed & (labels[index][:, None] == labels[columns % number][None])
         values = jnp.where(allowed, distance(points[index], others), jnp.inf)
         levels = [_least(values, count)]
         for stride, which in zip(strides(groups)[1:], place, strict=True):
