@@ -158,7 +158,7 @@ def main():
     parser.add_argument("--threads", type=int, default=2, help="threads of PyTorch; XLA takes all cores")
     parser.add_argument("--losses", nargs="+", choices=list(TORCH_LOSSES), default=list(TORCH_LOSSES))
     parser.add_argument("--rounds", type=int, default=1, help="of the time to the result")
-    parser.add_argument("--only", nargs="+", choices=["epochs", "result"], default=["epochs", "result"])
+    parser.add_argument("--only", nargs="+", choices=["epochs", "result"], default=["epochs"])
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     use_all_cores()
