@@ -270,9 +270,8 @@ def measure_knn(options):
     peers = {alone: partial(peer, 1), "the same, and of halves and 16 parts, as ours": partial(peer, 1, 2, 16)}
     theirs = in_turn({"ours": lambda: jax.block_until_ready(run(x, z)), **peers}, options.repeats)
     mine, note = theirs.pop("ours"), "ours has a standard error, too, and compares halves"
-    add_row(
-        "information of 10 000 points in 4 + 4 dimensions by nearest neighbours", mine, theirs, first=first, note=note
-    )
+    work = "information of 10 000 points in 4 + 4 dimensions by nearest neighbours"
+    add_row(work, mine, theirs, first=first, note=note)
     ratios = ", ".join(f"{np.median(np.divide(own, mine)):.1f} times as fast as {who}" for who, own in theirs.items())
     print(
         f"knn: 10 000 points in 4 + 4 dimensions: ours {np.median(mine):.2f} s (first {first:.1f} s), {ratios}; "

@@ -43,7 +43,7 @@ def bmap(
     Python number stays one and may set a shape. `fun` is traced at every call, so one that is repeated belongs inside
     `equinox.filter_jit`; outside of it, the loop over batches is compiled once for programs that are equal, and single
     members (`batch_size=1`) are laid over the devices of a CPU, of which `dissociation.use_all_cores` makes several,
-    with equal bits; the results lie on one.
+    with results equal up to rounding; they lie on one.
 
     The loop over batches is traced, as by `jax.jit`; batches of one member call `fun` without batching. On a CPU, XLA
     runs convolutions in a compiled loop several times slower than outside of one (two layers of 16 channels, 8 batches
@@ -188,7 +188,7 @@ class _Batched(eqx.Module):
         operations = program.code.primitives
         known = not any(checks.is_traced(leaf) for leaf in jax.tree.leaves((program, rows)))
         kept = known and not program.weak
-        mesh = sharding.default_mesh(size, operations) if kept and self.batch_size == 1 else None
+        mesh = sharding.default_mesh(size, operations, (program, rows)) if kept and self.batch_size == 1 else None
         if self._unrolls(operations, known):
             starts = range(0, size, self.batch_size)
             parts = [

@@ -34,10 +34,11 @@ def use_all_cores() -> None:
     """Makes every core that this process may use a device of JAX's CPU backend.
 
     To be called before anything is computed: the number of devices is fixed by then. `fit`, and `bmap` over single
-    members, then lay members over the devices by themselves, with the same results bit for bit. No effect where as
-    many devices are set or have started, nor where JAX computes on an accelerator. A number of devices in `XLA_FLAGS`
-    gives way. SciPy's OpenBLAS, with which JAX decomposes matrices on a CPU, is left one thread: several devices ask it
-    at once.
+    members, then lay members over the devices by themselves, with the same results up to rounding: for most networks
+    bit for bit, but XLA fuses some programs otherwise for several devices. No effect where as many devices are set or
+    have started, nor where JAX computes on an accelerator. A number of devices in `XLA_FLAGS` gives way. SciPy's
+    OpenBLAS, with which JAX decomposes matrices on a CPU, is left one thread, on which it rounds otherwise: several
+    devices ask it at once. Processes that are started later inherit both settings of threads.
 
     Raises:
         RuntimeError: If JAX has started on a CPU with fewer devices.

@@ -43,19 +43,22 @@ def member_mesh(devices: Sequence[Any] | None = None, *, data: int = 1) -> Mesh:
     return Mesh(np.array(chosen).reshape(-1, data), (MEMBER_AXIS, DATA_AXIS), axis_types=(AxisType.Auto,) * 2)
 
 
-def default_mesh(num_members: int, operations: Iterable[str]) -> Mesh | None:
+def default_mesh(num_members: int, operations: Iterable[str], arrays: Any = ()) -> Mesh | None:
     """What members that go in turn are laid over by default: a CPU's devices, where there are several.
 
     Args:
         num_members: How many; no more devices than members or cores are taken.
         operations: Names of the primitives in a member's program.
+        arrays: A PyTree of what it is given.
 
     Returns:
-        The mesh; None for a single device, an accelerator, a default device that was chosen, or a program that several
-        devices cannot run at once (`cores.side_by_side`).
+        The mesh; None for a single device, an accelerator, a default device that was chosen, arrays that were put on a
+        device, or a program that several devices cannot run at once (`cores.side_by_side`).
     """
     devices = jax.local_devices()
     if len(devices) == 1 or num_members == 1 or devices[0].platform != "cpu" or jax.config.values["jax_default_device"]:
+        return None
+    if any(isinstance(leaf, jax.Array) and leaf.committed for leaf in jax.tree.leaves(arrays)):
         return None
     number = min(len(devices), num_members, cores.available_cores())
     return member_mesh(devices[:number]) if number > 1 and cores.side_by_side(operations) else None

@@ -37,7 +37,7 @@ from koopman.pairs import Pairs, lagged_pairs
 States = Float[Array | np.ndarray, "n *state"]
 Trajectories = Float[Array | np.ndarray, "..."] | Sequence[Float[Array | np.ndarray, "..."]]
 Rate = Float[Array | np.ndarray, " seeds"] | Scalar
-Schedule = Callable[[Array], Array]
+Schedule = Callable[[Any], Any]
 
 FIT_OPTIONS = ("callbacks", "checkpoint", "layout", "same_program")
 """What training here hands on to `fit`."""
@@ -499,9 +499,9 @@ def _stack(build: Callable[[Array], Any], key: Array, num_seeds: int) -> Any:
 
 
 class _Rates(NamedTuple):
-    """AdamW's settings, one per seed; traced. No learning rates where a schedule has them."""
+    """AdamW's settings, one per seed; traced. A schedule takes the place of the learning rates."""
 
-    learning_rate: Array | None
+    learning_rate: Array
     weight_decay: Array
 
 
@@ -512,21 +512,30 @@ class _AdamW:
     schedule: Schedule | None
 
     def __call__(self, rates: _Rates) -> optax.GradientTransformation:
-        rate = rates.learning_rate if self.schedule is None else self.schedule
-        return optax.adamw(rate, weight_decay=rates.weight_decay)
+        return optax.adamw(self.schedule or rates.learning_rate, weight_decay=rates.weight_decay)
 
 
 def _adamw(learning_rate: Rate | Schedule, weight_decay: Rate, num_seeds: int) -> tuple[_AdamW, _Rates]:
-    schedule = learning_rate if callable(learning_rate) else None
-    if schedule is None:
-        check_positive("learning_rate", learning_rate)
+    schedule, rate = (learning_rate, 1.0) if callable(learning_rate) else (None, learning_rate)
+    if schedule is not None:
+        _check_schedule(schedule)
+    check_positive("learning_rate", rate)
     check_non_negative("weight_decay", weight_decay)
-    rates = []
-    for name, value in (("learning_rate", learning_rate), ("weight_decay", weight_decay)):
+    for name, value in (("learning_rate", rate), ("weight_decay", weight_decay)):
         if np.ndim(value) and np.shape(value) != (num_seeds,):
             fail(name, f"be one number, or one per seed ({num_seeds})", f"shape {np.shape(value)}")
-        rates.append(None if callable(value) else jnp.full(num_seeds, value, float))
-    return _AdamW(schedule), _Rates(*rates)
+    return _AdamW(schedule), _Rates(*(jnp.full(num_seeds, value, float) for value in (rate, weight_decay)))
+
+
+def _check_schedule(schedule: Schedule) -> None:
+    """Refuses what makes no number of a traced step."""
+    wanted = "be a number, one per seed, or make a number of a traced step, as Optax's schedules do"
+    try:
+        made = jax.eval_shape(schedule, jnp.zeros((), int))
+    except Exception as error:  # whatever the caller's function raises
+        raise TypeError(f"`learning_rate` must {wanted}, got {str(error).strip()[:200]!r}.") from error
+    if getattr(made, "shape", None) != ():
+        fail_kind("learning_rate", wanted, f"a function to {made}")
 
 
 def _fit(

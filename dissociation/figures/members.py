@@ -173,7 +173,7 @@ def measure_members(
     """
     # Two programs, so that rewrites that keep a network's shapes share the one that measures, which takes longer.
     stacked = models, _rewritten(rewrite, models, rewrite_keys), measure_keys
-    mesh = sharding.default_mesh(len(rewrite_keys), cores.DECOMPOSITIONS)
+    mesh = sharding.default_mesh(len(rewrite_keys), cores.DECOMPOSITIONS, (measure, stacked))
     if mesh is None:
         return _measured(measure, stacked)
     return sharding.on_devices(_measured, mesh, measure, stacked, len(rewrite_keys))

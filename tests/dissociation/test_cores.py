@@ -176,6 +176,11 @@ def test_bmap_lays_single_members_over_devices(three_cores, monkeypatch, key):
     alone = bmap(values, in_axes=(0, None), batch_size=1)(x, shared)
     assert same(alone, over)
     assert over[0]["values"].shape == (7, 5)
+    # Arrays that were put on a device stay there, and so does what is computed of them.
+    monkeypatch.undo()
+    placed = bmap(values, in_axes=(0, None), batch_size=1)(jax.device_put(x, jax.devices()[1]), np.eye(5))
+    assert placed[0]["values"].devices() == {jax.devices()[1]}
+    assert np.array_equal(placed[0]["values"], alone[0]["values"])
     assert jax.tree.structure(alone) == jax.tree.structure(over)
 
 

@@ -242,6 +242,9 @@ def test_bad_input_is_refused(digits, trajectories):
         train_encoders("vamp", images[:1], key=key)
     with pytest.raises(ValueError, match=r"leave at least 6 pairs for every batch.*got a batch of 1 \(9 pairs by 4\)"):
         train_encoders("vamp", images[:10], key=key, batch_size=4)
+    for schedule in (lambda step: None, lambda step: np.ones(2), optax.adam, lambda step: 1.0 if step else 0.0):
+        with pytest.raises(TypeError, match="`learning_rate` must be a number, one per seed, or make a number of"):
+            train_encoders("vamp", images[:10], key=key, num_seeds=2, batch_size=9, learning_rate=schedule)
     with pytest.raises(ValueError, match="`learning_rate`"):
         train_autoencoders(images[:9], key=key, learning_rate=0.0)
     with pytest.raises(
