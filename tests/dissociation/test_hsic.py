@@ -69,6 +69,8 @@ def test_the_median_is_that_of_a_sort(number, x64):
             values = jnp.asarray(values, float)
             np.testing.assert_array_equal(jax.jit(hsic._median)(values), jnp.median(values))
         np.testing.assert_allclose(jax.grad(hsic._median)(jnp.asarray(drawn)), jax.grad(jnp.median)(jnp.asarray(drawn)))
+        tied = jax.grad(hsic._median)(jnp.ones(number))  # shared by those that are equal
+        np.testing.assert_allclose(tied, np.full(number, 1 / number), rtol=1e-6)
 
 
 def test_bounds_are_reached():
