@@ -26,7 +26,7 @@ RUNS = {
     "training": (["--seeds", "1", "4", "8"], ["--seeds", "1", "4", "--samples", "10000"]),
     "collapse": (["--only", "steps", "knn", "--steps", "1000"],) * 2,
     "spectral": ([], ["--samples", "20480", "--epochs", "2"]),
-    "encoders": (["--losses", "vamp", "--repeats", "3"], ["--losses", "vamp", "--repeats", "3"]),
+    "encoders": (["--losses", "vamp", "--repeats", "3"],) * 2,
     "operators": ([], ["--only", "linear", "--repeats", "3"]),
     "nystroem": (None, ["--only", "nystroem", "--repeats", "2"]),
     "robustness": ([], ["--samples", "2000", "--repeats", "2"]),
@@ -96,7 +96,8 @@ Written by `{command}` on {about["day"]}: {about["cpu"]}, {about["cores"]} cores
 
 The ratio is the peer's time over ours, round by round, in turn in one process, with its quartiles; ours are warm calls,
 the first call with compiling stands apart. PyTorch runs with as many threads as suit it; where there are several seeds,
-a second row gives it a process per core on one thread each. Rows below 1: {below}.
+a second row gives it a process per core on one thread each. Rows of one script can be renewed by `--only`, in a run of
+their own. Rows below 1: {below}.
 
 {table(rows)}
 """

@@ -167,7 +167,7 @@ def each_device(function: Callable[..., Any], mesh: Mesh, shared: Any, stacked: 
 
 
 def on_devices(function: Callable[..., Any], mesh: Mesh, shared: Any, stacked: Any, num_members: int) -> Any:
-    """What `each_device` gives for any number of members, compiled, as if it had been computed on one device."""
+    """What `each_device` gives for any number of members, compiled, on the default device."""
     padded = pad_members(stacked, member_devices(mesh))
     return drop_padding(gather(_compiled(function, mesh, shared, padded)), num_members)
 

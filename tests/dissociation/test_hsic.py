@@ -69,8 +69,14 @@ def test_the_median_is_that_of_a_sort(number, x64):
             values = jnp.asarray(values, float)
             np.testing.assert_array_equal(jax.jit(hsic._median)(values), jnp.median(values))
         np.testing.assert_allclose(jax.grad(hsic._median)(jnp.asarray(drawn)), jax.grad(jnp.median)(jnp.asarray(drawn)))
+        assert np.isnan(hsic._median(jnp.zeros(0)))
         tied = jax.grad(hsic._median)(jnp.ones(number))  # shared by those that are equal
         np.testing.assert_allclose(tied, np.full(number, 1 / number), rtol=1e-6)
+
+
+@pytest.mark.parametrize("bandwidth", ["dimension", "median"])
+def test_a_sample_alone_is_like_itself(bandwidth):
+    np.testing.assert_array_equal(gaussian_gram(np.full((1, 2), 3.0, np.float32), bandwidth=bandwidth), [[1.0]])
 
 
 def test_bounds_are_reached():

@@ -109,7 +109,7 @@ def _median(values: Array) -> Array:
 
     low = lax.fori_loop(0, width - 1, closer, jnp.zeros((), kind))
     reached = jnp.sum(bits <= low) > number // 2
-    high = jnp.where(reached, low, jnp.min(jnp.where(bits > low, bits, jnp.iinfo(kind).max)))
+    high = jnp.where(reached, low, jnp.min(bits, where=bits > low, initial=jnp.iinfo(kind).max))
 
     def mean_of(which: Array) -> Array:  # with the derivative of those that are equal to it
         own = bits == which
