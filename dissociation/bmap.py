@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from dissociation import checks, sharding
+from dissociation import checks, lanes
 from dissociation.batch_size import run_largest
 from dissociation.traced import trace
 from dissociation.validation import validated
@@ -42,8 +42,8 @@ def bmap(
     Values, structure and dtypes are those of `equinox.filter_vmap`. What is not mapped reaches `fun` as it came: a
     Python number stays one and may set a shape. `fun` is traced at every call, so one that is repeated belongs inside
     `equinox.filter_jit`; outside of it, the loop over batches is compiled once for programs that are equal, and single
-    members (`batch_size=1`) are laid over the devices of a CPU, of which `dissociation.use_all_cores` makes several,
-    with results equal up to rounding; they lie on one.
+    members (`batch_size=1`) go side by side on a CPU after `dissociation.use_all_cores`, with the same results bit for
+    bit.
 
     The loop over batches is traced, as by `jax.jit`; batches of one member call `fun` without batching. On a CPU, XLA
     runs convolutions in a compiled loop several times slower than outside of one (two layers of 16 channels, 8 batches
@@ -61,9 +61,10 @@ def bmap(
         axis_name: The mapped axis' name for collectives, which cannot cross batches: needs a single batch.
         axis_size: The number of members; needed only if no argument is mapped.
         batch_size: Members per batch, at least 1; the last batch may be smaller. None: a single batch, which is
-            `equinox.filter_vmap` itself. "auto": the largest batch that fits `memory_budget` by the account of
-            `memory.program_bytes`; the call is compiled ahead of time for that, and the program that was measured is
-            run. Works on concrete arguments only, outside `jit`, `grad` and `vmap`. The choice is logged at level INFO.
+            `equinox.filter_vmap` itself. 1: members in turn, a single one too, as `fun` computes it without batching.
+            "auto": the largest batch that fits `memory_budget` by the account of `memory.program_bytes`; the call is
+            compiled ahead of time for that, and the program that was measured is run. Works on concrete arguments only,
+            outside `jit`, `grad` and `vmap`. The choice is logged at level INFO.
         memory_budget: For "auto": bytes for temporaries and results, beyond the arguments; on a CPU the scratch of
             matrix routines counts. None: nine tenths of what the device has free; on a CPU, half of what the process
             can still take (the machine's free memory, limits of control groups, `ulimit`).
@@ -138,7 +139,9 @@ class _Batched(eqx.Module):
             return self._unmapped(args)
         if self.batch_size == "auto":
             return self._in_largest_batches(args, axes, size)
-        if self.batch_size is None or self.batch_size >= size:
+        # One member by itself is computed as one of many in turn, unless collectives need the mapped axis.
+        in_turn = self.batch_size == 1 and self.axis_name is None
+        if self.batch_size is None or self.batch_size > size or (self.batch_size == size and not in_turn):
             options = {"axis_name": self.axis_name, "axis_size": self.axis_size}
             return eqx.filter_vmap(self.fun, in_axes=in_axes, out_axes=self.out_axes, **options)(*args)
         if self.axis_name is not None:
@@ -188,19 +191,17 @@ class _Batched(eqx.Module):
         operations = program.code.primitives
         known = not any(checks.is_traced(leaf) for leaf in jax.tree.leaves((program, rows)))
         kept = known and not program.weak
-        mesh = sharding.default_mesh(size, operations, (program, rows)) if kept and self.batch_size == 1 else None
         if self._unrolls(operations, known):
             starts = range(0, size, self.batch_size)
             parts = [
                 _batch(own_of, jax.tree.map(lambda leaf, i=i: leaf[i : i + self.batch_size], rows)) for i in starts
             ]
             gathered = jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *parts)
-        elif mesh is not None:
-            gathered = sharding.on_devices(jax.lax.map, mesh, program, rows, size)
+        elif kept:
+            side_by_side = lanes.number_of_lanes(size, operations) if self.batch_size == 1 else 1
+            gathered = lanes.map_lanes(_looped_over, (program, self.batch_size), rows, size, side_by_side)
         else:
-            gathered = (
-                _looped_over(program, rows, self.batch_size) if kept else _loop_over(own_of, rows, self.batch_size)
-            )
+            gathered = _loop_over((own_of, self.batch_size), rows)
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in common):  # raises if one depends on a mapped argument
             first = jax.tree.map(lambda leaf: leaf[:1], rows)
             common = eqx.filter_vmap(lambda row: one(row)[1], out_axes=None)(first)
@@ -230,7 +231,8 @@ def _filled(leaves: list[Any], axes: list[int | None], mapped: list[Any]) -> lis
     return [leaf if axis is None else next(values) for leaf, axis in zip(leaves, axes, strict=True)]
 
 
-def _loop_over(one: Callable[..., Any], rows: Any, batch_size: int) -> Any:
+def _loop_over(how: tuple[Callable[..., Any], int], rows: Any) -> Any:
+    one, batch_size = how
     # Batches of one member need no batching rules: products and convolutions keep their fast forms.
     return jax.lax.map(one, rows, batch_size=None if batch_size == 1 else batch_size)
 

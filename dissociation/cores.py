@@ -1,7 +1,7 @@
-"""Every core a device: what fills a CPU with programs that are too small to fill it by themselves.
+"""Every core of a CPU: how many there are, a device of each, and which programs may run beside one another.
 
 XLA's CPU backend is one device, whose threads share out single operations. Those of small networks leave most cores
-idle; members on devices of their own do not.
+idle; several members side by side (`lanes`), or on devices of their own (`sharding.member_mesh`), do not.
 """
 
 import contextlib
@@ -34,11 +34,11 @@ def use_all_cores() -> None:
     """Makes every core that this process may use a device of JAX's CPU backend.
 
     To be called before anything is computed: the number of devices is fixed by then. `fit`, and `bmap` over single
-    members, then lay members over the devices by themselves, with the same results up to rounding: for most networks
-    bit for bit, but XLA fuses some programs otherwise for several devices. No effect where as many devices are set or
-    have started, nor where JAX computes on an accelerator. A number of devices in `XLA_FLAGS` gives way. SciPy's
-    OpenBLAS, with which JAX decomposes matrices on a CPU, is left one thread, on which it rounds otherwise: several
-    devices ask it at once. Processes that are started later inherit both settings of threads.
+    members, then have as many members side by side as there are devices, with the same results bit for bit. No effect
+    where as many devices are set or have started, nor where JAX computes on an accelerator. A number of devices in
+    `XLA_FLAGS` gives way. SciPy's OpenBLAS, with which JAX decomposes matrices on a CPU, is left one thread, on which
+    it rounds otherwise: several programs ask it at once. Processes that are started later inherit both settings of
+    threads.
 
     Raises:
         RuntimeError: If JAX has started on a CPU with fewer devices.
@@ -91,7 +91,7 @@ CALLBACKS = frozenset(("pure_callback", "io_callback", "debug_callback", "debug_
 
 
 def side_by_side(operations: Iterable[str]) -> bool:
-    """Whether several devices of a CPU can run a program of such operations at once.
+    """Whether a CPU can run a program of such operations several times at once.
 
     XLA shares a batch of decompositions out to its threads and waits for them in one of these: as many programs as
     threads wait for ever. And OpenBLAS's own threads, asked from several sides, stand in each other's way. More threads

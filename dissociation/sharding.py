@@ -5,7 +5,7 @@ and nothing is communicated. Where the devices do not divide the members, the la
 its copies are dropped afterwards.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from dissociation import checks, cores
+from dissociation import checks
 from dissociation.validation import validated
 
 MEMBER_AXIS, DATA_AXIS = "members", "data"
@@ -41,27 +41,6 @@ def member_mesh(devices: Sequence[Any] | None = None, *, data: int = 1) -> Mesh:
     if data == 1:
         return Mesh(np.array(chosen), (MEMBER_AXIS,), axis_types=(AxisType.Auto,))
     return Mesh(np.array(chosen).reshape(-1, data), (MEMBER_AXIS, DATA_AXIS), axis_types=(AxisType.Auto,) * 2)
-
-
-def default_mesh(num_members: int, operations: Iterable[str], arrays: Any = ()) -> Mesh | None:
-    """What members that go in turn are laid over by default: a CPU's devices, where there are several.
-
-    Args:
-        num_members: How many; no more devices than members or cores are taken.
-        operations: Names of the primitives in a member's program.
-        arrays: A PyTree of what it is given.
-
-    Returns:
-        The mesh; None for a single device, an accelerator, a default device that was chosen, arrays that were put on a
-        device, or a program that several devices cannot run at once (`cores.side_by_side`).
-    """
-    devices = jax.local_devices()
-    if len(devices) == 1 or num_members == 1 or devices[0].platform != "cpu" or jax.config.values["jax_default_device"]:
-        return None
-    if any(isinstance(leaf, jax.Array) and leaf.committed for leaf in jax.tree.leaves(arrays)):
-        return None
-    number = min(len(devices), num_members, cores.available_cores())
-    return member_mesh(devices[:number]) if number > 1 and cores.side_by_side(operations) else None
 
 
 def member_devices(mesh: Mesh) -> int:
@@ -164,27 +143,6 @@ def each_device(function: Callable[..., Any], mesh: Mesh, shared: Any, stacked: 
         return function(*eqx.combine(arrays, static))
 
     return jax.shard_map(local, mesh=mesh, **specs, axis_names={MEMBER_AXIS}, check_vma=False)(*arrays)
-
-
-def on_devices(function: Callable[..., Any], mesh: Mesh, shared: Any, stacked: Any, num_members: int) -> Any:
-    """What `each_device` gives for any number of members, compiled, on the default device."""
-    padded = pad_members(stacked, member_devices(mesh))
-    return drop_padding(gather(_compiled(function, mesh, shared, padded)), num_members)
-
-
-_compiled = eqx.filter_jit(each_device)
-
-
-def gather(tree: Any) -> Any:
-    """Every array leaf as one on the default device, as if it had never been anywhere else."""
-
-    def whole(leaf: jax.Array) -> jax.Array:
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            bits = jnp.asarray(np.asarray(jax.random.key_data(leaf)))
-            return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(leaf))
-        return jnp.asarray(np.asarray(leaf))
-
-    return _map_arrays(whole, tree)
 
 
 def _map_arrays(function: Any, tree: Any) -> Any:

@@ -9,7 +9,7 @@ import numpy as np
 import tyro
 from jaxtyping import Array, Bool
 
-from dissociation import cores, sharding
+from dissociation import cores, lanes
 from dissociation.bmap import bmap
 from dissociation.checks import check_choice, check_count, check_positive, fail
 from dissociation.data.datasets import NAMES, SOURCES, Dataset, load
@@ -173,10 +173,8 @@ def measure_members(
     """
     # Two programs, so that rewrites that keep a network's shapes share the one that measures, which takes longer.
     stacked = models, _rewritten(rewrite, models, rewrite_keys), measure_keys
-    mesh = sharding.default_mesh(len(rewrite_keys), cores.DECOMPOSITIONS, (measure, stacked))
-    if mesh is None:
-        return _measured(measure, stacked)
-    return sharding.on_devices(_measured, mesh, measure, stacked, len(rewrite_keys))
+    number = len(rewrite_keys)
+    return lanes.map_lanes(_measured, measure, stacked, number, lanes.number_of_lanes(number, cores.DECOMPOSITIONS))
 
 
 @eqx.filter_jit

@@ -15,8 +15,15 @@ from jaxtyping import Array, PyTree
 
 from dissociation import checks, sharding
 from dissociation.conversion import describe
+from dissociation.lanes import split
 from dissociation.training.chunk import Source
 from dissociation.training.samplers import HostBatches, Sampler, Segment, as_arrays, as_data
+
+
+def placed_parts(tree: Any, num_members: int, size: int, mesh: Mesh | None) -> list[Any]:
+    """Stacked members in parts of `size`, each laid over the mesh if there is one."""
+    parts = split(tree, num_members, size)
+    return parts if mesh is None else [sharding.place_members(part, mesh) for part in parts]
 
 
 def example(tree: Any) -> Any:
@@ -32,14 +39,15 @@ class Batches:
     """What the batches of a run are made from: the sampler's arrays, and the plan of the current block."""
 
     def __init__(self, sampler: Sampler, order_keys: Array):
-        self.sampler, self.keys, self.mesh = sampler, order_keys, None
+        self.sampler, self.keys = sampler, order_keys
+        self.mesh, self.num_members, self.part_size = None, 1, 1
         self.arrays = eqx.filter(sampler, eqx.is_array)
-        self._block, self._plan = -1, None
+        self._block, self._plan = -1, None  # what is the members' own, and the plan, become lists of parts
         self._prefetched, self._expected = None, -1
 
-    def lay(self, mesh: Mesh | None) -> None:
-        """Puts them on devices."""
-        self.mesh = mesh
+    def lay(self, mesh: Mesh | None, num_members: int, part_size: int) -> None:
+        """Puts them on devices, and what is the members' own into their parts."""
+        self.mesh, self.num_members, self.part_size = mesh, num_members, part_size
         self.arrays = self._placed(self.arrays, own=self.sampler.stacked)
         self._plan = self._placed(self._plan, own=not self.sampler.shared)
 
@@ -55,8 +63,8 @@ class Batches:
         key = self.keys if self.sampler.shared else self.keys[0]
         return jax.eval_shape(lambda key: self.sampler.plan(key, 0), key)
 
-    def source(self, step: int) -> tuple[Source, Source, Segment]:
-        """What all members, and what each of them, take a step's batch from; and where the step lies."""
+    def source(self, step: int) -> tuple[Source, list[Source], Segment]:
+        """What all members, and what those of each part, take a step's batch from; and where the step lies."""
         segment = self.sampler.segment(step)
         if segment.block != self._block:
             self._plan = self._next_plan(step, segment)
@@ -66,9 +74,11 @@ class Batches:
             if step >= segment.end:
                 self._fail_ended(step)
         own_plan = not self.sampler.shared
-        mine = Source(self.arrays if self.sampler.stacked else None, self._plan if own_plan else None)
+        nothing: Any = [None] * -(-self.num_members // self.part_size)
+        arrays = self.arrays if self.sampler.stacked else nothing
+        plans: Any = self._plan if own_plan else nothing
         common = Source(None if self.sampler.stacked else self.arrays, None if own_plan else self._plan)
-        return common, mine, segment
+        return common, [Source(*each) for each in zip(arrays, plans, strict=True)], segment
 
     def _next_plan(self, step: int, segment: Segment) -> Any:
         if isinstance(self.sampler, HostBatches):
@@ -92,11 +102,9 @@ class Batches:
         checks.fail("start", wanted, "an iterator that has ended", "Let it begin anew, as by itertools.cycle")
 
     def _placed(self, tree: Any, *, own: bool) -> Any:
-        if self.mesh is None:
-            return tree
         if not own:
-            return sharding.replicate(tree, self.mesh)
-        return sharding.place_members(sharding.pad_members(tree, sharding.member_devices(self.mesh)), self.mesh)
+            return tree if self.mesh is None else sharding.replicate(tree, self.mesh)
+        return placed_parts(tree, self.num_members, self.part_size, self.mesh)
 
     def close(self) -> None:
         """Ends the thread that makes batches, if there is one."""

@@ -10,6 +10,7 @@ from jaxtyping import Array
 
 from dissociation import checks, sharding
 from dissociation.batch_size import largest, needed_bytes
+from dissociation.lanes import number_of_lanes
 from dissociation.members import MEMBER_MAPS, count, map_members, per_batch
 from dissociation.memory import free_memory
 from dissociation.traced import Code, Traced, trace
@@ -30,8 +31,8 @@ class Layout(NamedTuple):
         members_per_batch: With "vmap", how many members are batched at once; None means all, "auto" as many as fit in
             the memory that is free (their program is compiled once more to measure that).
         mesh: Of `sharding.member_mesh`: devices over which the members are laid, and, along its axis "data" if it has
-            one, the samples of every batch. None: one device. "auto": for members in turn all devices of a CPU, of
-            which `dissociation.use_all_cores` makes several; otherwise one. The result then lies on one device.
+            one, the samples of every batch. None: one device. "auto": one device as well, but where members go in turn
+            on a CPU, as many side by side as it has devices, of which `dissociation.use_all_cores` makes several.
     """
 
     member_map: str = "auto"
@@ -46,9 +47,14 @@ class Chosen(NamedTuple):
     members_per_batch: int | str | None
     mesh: Mesh | None
 
+    @property
+    def devices(self) -> int:
+        """Over how many devices the members are laid."""
+        return 1 if self.mesh is None else sharding.member_devices(self.mesh)
 
-def chosen_layout(layout: Layout, num_members: int, step: Code, *others: Code) -> Chosen:
-    """The layout with what suits the platform, the number of members, the step and other programs, where it is open."""
+
+def chosen_layout(layout: Layout, num_members: int, step: Code, *others: Code) -> tuple[Chosen, int]:
+    """The layout, with what suits the platform and the programs where it is open, and how many members side by side."""
     member_map, members_per_batch, mesh = layout
     checks.check_choice("member_map", member_map, ("auto", *MEMBER_MAPS))
     if isinstance(mesh, str):
@@ -66,10 +72,10 @@ def chosen_layout(layout: Layout, num_members: int, step: Code, *others: Code) -
     if member_map != "vmap" and members_per_batch not in (None, "auto"):
         wanted = f"be None where members go in turn (member_map={member_map!r})"
         checks.fail("members_per_batch", wanted, members_per_batch)
-    if isinstance(mesh, str):
-        operations = frozenset().union(*(code.primitives for code in (step, *others)))
-        mesh = None if member_map == "vmap" else sharding.default_mesh(num_members, operations)
-    return Chosen(member_map, members_per_batch if member_map == "vmap" else None, mesh)
+    lanes, laid = 1, None if isinstance(mesh, str) else mesh
+    if mesh == "auto" and member_map != "vmap":
+        lanes = number_of_lanes(num_members, frozenset().union(*(code.primitives for code in (step, *others))))
+    return Chosen(member_map, members_per_batch if member_map == "vmap" else None, laid), lanes
 
 
 class Source(NamedTuple):
@@ -172,14 +178,15 @@ def run_chunk(inputs: Any, state: State) -> Any:
 def largest_batch(inputs: Any, state: State) -> int:
     """As many members per batch, on each device, as the memory that is free allows; `inputs` as of `run_chunk`."""
     layout, *others = inputs
-    devices = 1 if layout.mesh is None else sharding.member_devices(layout.mesh)
 
     def bytes_of(size: int) -> int:
         jitted: Any = run_chunk
         program = jitted.lower((layout._replace(members_per_batch=size), *others), state).compile()
         return needed_bytes(program.compiled)
 
-    return largest(bytes_of, count(state) // devices, free_memory(jax.tree.leaves(eqx.filter(state, eqx.is_array))))
+    return largest(
+        bytes_of, count(state) // layout.devices, free_memory(jax.tree.leaves(eqx.filter(state, eqx.is_array)))
+    )
 
 
 def missing(shape: tuple[int, ...], dtype: Any) -> Array:
@@ -191,8 +198,8 @@ def missing(shape: tuple[int, ...], dtype: Any) -> Array:
 
 @eqx.filter_jit
 def observe_members(inputs: Any, state: State) -> Any:
-    """What is observed of every member; `inputs` is the layout, the traced observation, the keys and the step."""
-    layout, traced, keys, step = inputs
+    """What is observed of every member; `inputs` is the layout, the traced observation, the step and the keys."""
+    layout, traced, step, keys = inputs
 
     def one(shared: Any, stacked: Any) -> Any:
         observe, step = shared

@@ -15,7 +15,7 @@ import optax
 from jaxtyping import Array, PyTree
 
 from dissociation import checkpoint as checkpoints
-from dissociation import checks, files, sharding
+from dissociation import checks, files
 from dissociation.keys import typed
 from dissociation.schedule import check_steps
 from dissociation.traced import trace
@@ -144,9 +144,7 @@ def fit(
                 run.resume(file, total, times)
             run.began = began
             run.to_the_end(total, times, file)
-    state = sharding.drop_padding(run.state, num_members)
-    if layout.mesh == "auto" and run.layout.mesh is not None:  # what is computed of it later knows of one device
-        state = sharding.gather(state)
+    state = run.whole_state()
     return FitResult(
         models=state.model,
         history=run.history(),
@@ -217,7 +215,7 @@ def _times(save: Save, callbacks: Sequence[Callback], first: int, total: int, ep
 def _identity(run: Run, state: State, step: Step, sampler: Sampler) -> dict[str, Any]:
     """The program by its parts: what it computes, and the precision of its matrix products; and what it is fed with."""
     precision = getattr(jax.config, "jax_default_matmul_precision", None)
-    one, key = example(state), run.keys.loss[0]
+    one, key = example(state), run.keys[0].loss[0]
     trained = eqx.filter(one.arrays, lambda leaf: jnp.issubdtype(leaf.dtype, jnp.inexact))
     batches = run.batches
     source = batches.one_arrays(), batches.one_plan(run.step)

@@ -13,15 +13,14 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
-from jaxtyping import Array
 
 from dissociation import checkpoint as checkpoints
 from dissociation import checks, sharding
 from dissociation.conversion import describe
-from dissociation.members import concatenate, stack, take
+from dissociation.lanes import joined, run
+from dissociation.members import concatenate, stack
 from dissociation.traced import Traced
-from dissociation.training.batches import Batches, example
+from dissociation.training.batches import Batches, example, placed_parts
 from dissociation.training.callbacks import Callback, Progress
 from dissociation.training.chunk import (
     MAX_CHUNK,
@@ -116,8 +115,12 @@ class Run:
         if save.observe is not None:
             self.observe = trace_observation(save.observe, one, jnp.asarray(0), keys.observe[0])
             codes.append(self.observe.code)
-        self.layout = chosen_layout(layout, self.num_members, *codes)
-        mesh = self.layout.mesh
+        self.layout, self.lanes = chosen_layout(layout, self.num_members, *codes)
+        mesh, devices = self.layout.mesh, self.layout.devices
+        # Where members are unrolled, one of every device is a part, so that one program serves all.
+        self.part_size = devices * (
+            1 if self.layout.member_map == "unroll" else -(-self.num_members // (devices * self.lanes))
+        )
         kept = {size: draft} if mesh is None or sharding.DATA_AXIS not in mesh.axis_names else {}
 
         def traced(size: int | None) -> Traced:
@@ -127,14 +130,14 @@ class Run:
 
         self.traced = traced
         # Copies, as steps take their state's memory; and of no weak type, as steps return: one program serves all.
-        self.state = self._placed(jax.tree.map(lambda leaf: jnp.array(leaf, leaf.dtype, copy=True), state))
-        self.keys = self._placed(keys)
-        batches.lay(mesh)
+        self.states = self._parts(jax.tree.map(lambda leaf: jnp.array(leaf, leaf.dtype, copy=True), state))
+        self.keys = self._parts(keys)
+        batches.lay(mesh, self.num_members, self.part_size)
         if self.layout.members_per_batch == "auto":
-            common, mapped, place = batches.source(self.step)
+            common, (mapped,), place = batches.source(self.step)
             span = jnp.asarray([self.step, 0, 1])
-            inputs = self.layout, traced(place.size), self.keys.loss, None, mapped, common, span
-            self.layout = self.layout._replace(members_per_batch=largest_batch(inputs, self.state))
+            inputs = self.layout, traced(place.size), self.keys[0].loss, None, mapped, common, span
+            self.layout = self.layout._replace(members_per_batch=largest_batch(inputs, self.states[0]))
         self.infos = [jax.tree.map(lambda leaf: np.zeros((self.num_members, 0, *leaf.shape), leaf.dtype), self.info)]
         self.observed_at: list[int] = []
         self.observations: list[Any] = []
@@ -144,11 +147,12 @@ class Run:
         self.chunk, self.saved_at = 1, time.perf_counter()
         self.began, self.earlier_seconds = time.perf_counter(), 0.0
 
-    def _placed(self, tree: Any) -> Any:
-        """Arrays of members, on the devices."""
-        if (mesh := self.layout.mesh) is None:
-            return tree
-        return sharding.place_members(sharding.pad_members(tree, sharding.member_devices(mesh)), mesh)
+    def _parts(self, tree: Any) -> list[Any]:
+        return placed_parts(tree, self.num_members, self.part_size, self.layout.mesh)
+
+    def whole_state(self) -> State:
+        """The state of all members."""
+        return joined(self.states, self.num_members)
 
     def seconds(self) -> float:
         """Wall time so far, earlier parts included."""
@@ -177,7 +181,7 @@ class Run:
                 if checkpoint is not None and time.perf_counter() - self.saved_at >= self.save.seconds:
                     self.write(checkpoint)
         except BaseException:
-            if not any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state) if isinstance(leaf, jax.Array)):
+            if not any(leaf.is_deleted() for leaf in jax.tree.leaves(self.states) if isinstance(leaf, jax.Array)):
                 self.write(checkpoint)  # an iterator, a callback or an interrupt ended the run between two chunks
             raise
         finally:
@@ -185,27 +189,31 @@ class Run:
                 callback.close()
         self.write(checkpoint)
 
-    def advance(self, target: int, source: tuple[Source, Source, Segment]) -> np.ndarray:
+    def advance(self, target: int, source: tuple[Source, list[Source], Segment]) -> np.ndarray:
         """Runs one chunk of steps, up to `target` at the most, and records what they say; returns their losses."""
         common, mapped, place = source
         count = min(target - self.step, place.end - self.step, self.chunk, MAX_CHUNK)
         began = time.perf_counter()
         calls, per_call = (count, 1) if self.layout.member_map == "unroll" else (1, count)
-        traced, places = self.traced(place.size), [(self.step + i, place.within + i, per_call) for i in range(calls)]
+        places = [jnp.asarray((self.step + i, place.within + i, per_call)) for i in range(calls)]
+        active = self._parts(jnp.asarray(~self.frozen)) if self.frozen.any() else [None] * len(self.states)
+        layout, traced, own = self.layout, self.traced(place.size), zip(self.keys, active, mapped, strict=True)
+        inputs = [(layout, traced, keys.loss, goes_on, mine, common) for keys, goes_on, mine in own]
+        jitted: Any = run_chunk
+        program = jitted.lower((*inputs[0], places[0]), self.states[0]).compile()
 
-        def steps(members: Any) -> Any:
-            state, *others = members
+        def steps(state: State, inputs: Any) -> tuple[State, list[Info]]:
             columns = []
             for where in places:
-                state, infos = run_chunk((self.layout, traced, *others, common, jnp.asarray(where)), state)
+                state, infos = program((*inputs, where), state)
                 columns.append(infos)
-            return state, concatenate(columns, axis=1)
+            return state, columns
 
-        active = self._placed(jnp.asarray(~self.frozen)) if self.frozen.any() else None
-        state, infos = self._over_members(steps, (self.state, self.keys.loss, active, mapped))
-        infos = jax.tree.map(lambda leaf: np.asarray(leaf)[: self.num_members, :count], infos)
+        done = run([partial(steps, *each) for each in zip(self.states, inputs, strict=True)], self.lanes)
+        infos = concatenate([concatenate([_on_host(info) for info in columns], axis=1) for _, columns in done])
+        infos = jax.tree.map(lambda leaf: leaf[: self.num_members, :count], infos)
         seconds = time.perf_counter() - began
-        self.state, self.step = state, self.step + count
+        self.states, self.step = [state for state, _ in done], self.step + count
         self.infos.append(infos)
         if count == self.chunk:  # otherwise the time says nothing about a whole chunk
             self.chunk = int(np.clip(self.chunk * CHUNK_SECONDS / max(seconds, 1e-6), 1, 4 * self.chunk))
@@ -216,14 +224,15 @@ class Run:
         """Records the observation at the current step, and asks the callbacks."""
         observed = None
         if self.observe is not None:
-            program, step = self.observe, jnp.asarray(self.step)
+            shared = self.layout, self.observe, jnp.asarray(self.step)
+            jitted: Any = observe_members
+            program = jitted.lower((*shared, self.keys[0].observe), self.states[0]).compile()
 
-            def observe(members: Any) -> Any:
-                state, keys = members
-                return jax.block_until_ready(observe_members((self.layout, program, keys, step), state))
+            def observe(keys: Streams, state: State) -> Any:
+                return _on_host(program((*shared, keys.observe), state))  # one member's decompositions at a time
 
-            observed = self._over_members(observe, (self.state, self.keys.observe))
-            observed = jax.tree.map(lambda leaf: np.asarray(leaf)[: self.num_members], observed)
+            done = run([partial(observe, *each) for each in zip(self.keys, self.states, strict=True)], self.lanes)
+            observed = jax.tree.map(lambda leaf: leaf[: self.num_members], concatenate(done))
         self.observed_at.append(self.step)
         self.observations.append(observed)
         self.infos = [concatenate(self.infos, axis=1)]
@@ -258,19 +267,6 @@ class Run:
 
         return {**jax.tree.map(mean, done)._asdict(), "observed": self.observations[index]}
 
-    def _over_members(self, function: Callable[[Any], Any], members: Any) -> Any:
-        """A function of stacked members; where they are unrolled, one after the other, on every device.
-
-        One member's program then serves all: it compiles once, and only one member's decompositions run at a time.
-        """
-        mesh = self.layout.mesh
-        if self.layout.member_map != "unroll":
-            return function(members)
-        if mesh is None:
-            return concatenate([function(take(members, slice(i, i + 1))) for i in range(self.num_members)])
-        rounds = range(-(-self.num_members // sharding.member_devices(mesh)))
-        return _joined(mesh, [function(_taken(mesh, jnp.asarray(i), members)) for i in rounds])
-
     def history(self) -> History:
         """Everything recorded, stacked."""
         observed, done = None, concatenate(self.infos, axis=1)
@@ -292,8 +288,8 @@ class Run:
             "frozen": self.frozen.tolist(),
             "diverged_at": self.diverged_at.tolist(),
         }
-        state = sharding.drop_padding(self.state, self.num_members)  # the number of devices may change
-        checkpoints.save(checkpoint.path, (state, *self.history()[:4]), header)
+        # The number of devices, or of parts, may change.
+        checkpoints.save(checkpoint.path, (self.whole_state(), *self.history()[:4]), header)
         self.saved_at = time.perf_counter()
 
     def resume(self, checkpoint: "Checkpoint", total: int, times: np.ndarray) -> None:
@@ -312,17 +308,16 @@ class Run:
             if missed:
                 wanted = f"hold no step before {self.step} at which the run in {path} was not observed"
                 checks.fail("at", wanted, missed[0])
-            inputs = (self.layout, self.observe, self.keys.observe, jnp.asarray(0))
-            shapes = eqx.filter_eval_shape(observe_members, inputs, self.state)
+            inputs = (self.layout, self.observe, jnp.asarray(0), self.keys[0].observe)
+            shapes = eqx.filter_eval_shape(observe_members, inputs, self.states[0])
             observed = jax.tree.map(
                 lambda s: np.zeros((self.num_members, len(recorded), *s.shape[1:]), s.dtype), shapes
             )
         done = self.step - self.first
         infos = jax.tree.map(lambda leaf: np.zeros((self.num_members, done, *leaf.shape), leaf.dtype), self.info)
         like = infos.loss, np.zeros(len(recorded), np.int64), observed if recorded else None, infos.metrics
-        state = sharding.drop_padding(self.state, self.num_members)
-        state, loss, _, observed, metrics = checkpoints.restore(path, (state, *like))
-        self.state = self._placed(state)
+        state, loss, _, observed, metrics = checkpoints.restore(path, (self.whole_state(), *like))
+        self.states = self._parts(state)
         self.infos, self.earlier_seconds = [Info(loss, metrics)], header["seconds"]
         self.stopped, self.frozen = header["stopped"], np.asarray(header["frozen"])
         self.diverged_at = np.asarray(header["diverged_at"])
@@ -339,17 +334,8 @@ class Run:
             checks.warn(f"{message}; the other members go on.")
 
 
-@partial(jax.jit, static_argnums=0)
-def _taken(mesh: Mesh, index: Array, members: Any) -> Any:
-    """One of its members from every device."""
-    one = lambda i, tree: jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, i, 1), tree)  # noqa: E731
-    return sharding.each_device(one, mesh, index, members)
-
-
-@partial(jax.jit, static_argnums=0)
-def _joined(mesh: Mesh, parts: list[Any]) -> Any:
-    """Members of every device, as they were before `_taken`."""
-    return sharding.each_device(lambda _, parts: concatenate(parts), mesh, None, parts)
+def _on_host(tree: Any) -> Any:
+    return jax.tree.map(np.asarray, tree)
 
 
 class Checkpoint(NamedTuple):

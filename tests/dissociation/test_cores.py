@@ -11,9 +11,9 @@ import optax
 import pytest
 
 import dissociation
-from dissociation import sharding
 from dissociation.bmap import bmap
 from dissociation.cores import available_cores, side_by_side, use_all_cores
+from dissociation.lanes import number_of_lanes, run
 from dissociation.training import Epochs, Layout, Save, fit, make_step
 
 
@@ -108,22 +108,24 @@ def three_cores(monkeypatch):
 
 
 def test_what_is_chosen(three_cores, monkeypatch):
-    """No more devices than members or cores, and one where several could wait for each other."""
-    assert sharding.default_mesh(5, ["dot_general", "eigh"]).devices.tolist() == jax.devices()[:3]
-    assert sharding.default_mesh(2, []).size == 2
-    assert sharding.default_mesh(1, []) is None
-    assert sharding.default_mesh(5, ["pure_callback"]) is None
-    with jax.default_device(jax.devices()[1]):
-        assert sharding.default_mesh(5, []) is None
+    """No more lanes than members, devices or cores, and one where several could wait for each other."""
+    assert number_of_lanes(5, ["dot_general", "eigh"]) == 3
+    assert number_of_lanes(2, []) == 2
+    assert number_of_lanes(1, []) == 1
+    assert number_of_lanes(5, ["pure_callback"]) == 1
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "2")
     assert not side_by_side(["svd"])
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")
     assert side_by_side(["svd"])
     monkeypatch.setenv("PJRT_NPROC", str(jax.local_device_count()))
-    assert sharding.default_mesh(5, ["svd"]) is None
+    assert number_of_lanes(5, ["svd"]) == 1
     monkeypatch.delenv("PJRT_NPROC")
-    assert sharding.default_mesh(5, ["svd"]) is None
-    assert sharding.default_mesh(5, ["dot_general"]).size == 3
+    assert number_of_lanes(5, ["svd"]) == 1
+    assert number_of_lanes(5, ["dot_general"]) == 3
+    monkeypatch.setattr("dissociation.cores.available_cores", lambda: 9)
+    assert number_of_lanes(9, []) == 4 == jax.local_device_count()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert number_of_lanes(9, []) == 1
 
 
 def same(first, second):
@@ -132,25 +134,58 @@ def same(first, second):
     return all(np.array_equal(a, b) and a.devices() == b.devices() for a, b in zip(one, other, strict=True))
 
 
+@pytest.fixture
+def seen(monkeypatch):
+    """By how many lanes things were computed."""
+    numbers = []
+
+    def noted(tasks, lanes):
+        numbers.append((len(tasks), lanes))
+        return run(tasks, lanes)
+
+    for module in ("dissociation.lanes", "dissociation.training.run"):
+        monkeypatch.setattr(f"{module}.run", noted)
+    return numbers
+
+
+MODELS = {
+    # XLA fuses the first, and the gradient of the third, otherwise where it compiles for several devices.
+    "one output": lambda k: eqx.nn.MLP(6, 1, 16, 1, key=k),
+    "ten outputs": lambda k: eqx.nn.MLP(6, 10, 16, 1, jnp.tanh, key=k),
+    "attention": lambda k: eqx.nn.Sequential(
+        [
+            eqx.nn.Lambda(lambda x: x.reshape(3, 2)),
+            Attends(eqx.nn.MultiheadAttention(1, 2, key=k)),
+            eqx.nn.Lambda(jnp.ravel),
+        ]
+    ),
+    "convolution": lambda k: eqx.nn.Sequential([eqx.nn.Lambda(lambda x: x[None]), eqx.nn.Conv1d(1, 2, 3, key=k)]),
+}
+
+
+class Attends(eqx.Module):
+    attention: eqx.nn.MultiheadAttention
+
+    def __call__(self, x, key=None):
+        return self.attention(x, x, x)
+
+
 @pytest.mark.parametrize("member_map", ["scan", "unroll"])
-def test_members_are_laid_over_devices_with_equal_bits(three_cores, monkeypatch, member_map, key):
-    """Trained, observed with a decomposition, frozen and gathered; seven members, which three devices do not divide."""
-    meshes = []
-
-    def seen(*arguments):
-        meshes.append(chosen(*arguments))
-        return meshes[-1]
-
-    chosen = sharding.default_mesh
-    monkeypatch.setattr(sharding, "default_mesh", seen)
-    models = eqx.filter_vmap(lambda k: eqx.nn.MLP(4, 2, 6, 1, key=k))(jax.random.split(key, 7))
-    x, y = jax.random.normal(key, (20, 4)), jnp.eye(2)[jnp.arange(20) % 2]
+@pytest.mark.parametrize("kind", MODELS)
+def test_members_side_by_side_have_equal_bits(three_cores, seen, kind, member_map, key):
+    """Trained, observed with a decomposition, frozen; seven members, which three lanes do not divide."""
+    models = eqx.filter_vmap(MODELS[kind])(jax.random.split(key, 7))
+    x = jax.random.normal(key, (20, 6))
+    y = jnp.sin(3 * x[:, 0]) + 0.1
+    placed = jax.device_put(jnp.ones((1, 6)), jax.devices()[0])  # what a loss closes over may have been put on a device
 
     def loss(model, batch, key):
-        return optax.softmax_cross_entropy(jax.vmap(model)(batch[0]), batch[1]).mean()
+        out = jax.vmap(model)(batch[0] * placed).reshape(len(batch[0]), -1)
+        return jnp.mean((out.mean(axis=1) - batch[1]) ** 2) + 0.1 * jnp.mean(out**2)
 
     def observe(model, step, key):
-        return jnp.linalg.svd(model.layers[0].weight)[1] + jax.random.normal(key)
+        weights = jax.tree.leaves(eqx.filter(model, eqx.is_array))
+        return jnp.linalg.svd(weights[0].reshape(2, -1))[1] + jax.random.normal(key)
 
     def trained(**layout):
         freeze = lambda step, records: np.arange(7) == 2 if step == 4 else None  # noqa: E731
@@ -158,30 +193,58 @@ def test_members_are_laid_over_devices_with_equal_bits(three_cores, monkeypatch,
         return fit(models, make_step(loss, optax.adam(0.1)), Epochs((x, y), 8), num_steps=9, key=key, **options)
 
     alone, over = trained(mesh=None), trained()
-    assert [mesh.size for mesh in meshes] == [3]
+    parts = 7 if member_map == "unroll" else 1
+    assert seen[0] == (parts, 1)
+    assert seen[-1] == (max(parts, 3), 3)
     assert same(alone.models, over.models)
     assert same(alone.state.opt_state, over.state.opt_state)
     jax.tree.map(np.testing.assert_array_equal, alone.history, over.history)
     assert np.isnan(over.history.loss[2, 4:]).all()
+    assert np.ptp(over.history.loss[0]) > 0
 
 
-def test_bmap_lays_single_members_over_devices(three_cores, monkeypatch, key):
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("number", [2, 3, 7])
+def test_bmap_of_single_members_has_equal_bits(three_cores, seen, kind, number, key, monkeypatch):
+    models = eqx.filter_vmap(MODELS[kind])(jax.random.split(key, number))
+    x = jax.random.normal(key, (30, 6))
+
+    def gradient(model, x):
+        return eqx.filter_grad(lambda model: jnp.sum(jax.vmap(model)(x) ** 2))(model)
+
+    mapped = bmap(gradient, in_axes=(eqx.if_array(0), None), batch_size=1, loop="scan")
+    over = mapped(models, x)
+    assert seen == [(min(number, 3), 3 if number > 2 else 2)]
+    monkeypatch.setattr("dissociation.cores.available_cores", lambda: 1)
+    assert same(mapped(models, x), over)
+    assert same(eqx.filter_jit(mapped)(models, x), over)
+    one = jax.tree.map(lambda leaf: leaf[:1] if eqx.is_array(leaf) else leaf, models)
+    assert all(map(np.array_equal, jax.tree.leaves(mapped(one, x)), [a[:1] for a in jax.tree.leaves(over)]))
+
+
+def test_bmap_side_by_side_stays_where_its_arrays_are(three_cores, seen, key):
     x, shared = jax.random.normal(key, (7, 5, 5)), jnp.eye(5)
 
     def values(a, b):
         return {"values": jnp.linalg.svd(a + b)[1], "first": jnp.argmax(a)}, None
 
     over = bmap(values, in_axes=(0, None), batch_size=1)(x, shared)
-    monkeypatch.setattr(sharding, "default_mesh", lambda *_: None)
-    alone = bmap(values, in_axes=(0, None), batch_size=1)(x, shared)
-    assert same(alone, over)
-    assert over[0]["values"].shape == (7, 5)
-    # Arrays that were put on a device stay there, and so does what is computed of them.
-    monkeypatch.undo()
     placed = bmap(values, in_axes=(0, None), batch_size=1)(jax.device_put(x, jax.devices()[1]), np.eye(5))
+    assert seen == [(3, 3)] * 2
+    assert over[0]["values"].shape == (7, 5)
+    assert over[0]["values"].devices() == {jax.devices()[0]}
     assert placed[0]["values"].devices() == {jax.devices()[1]}
-    assert np.array_equal(placed[0]["values"], alone[0]["values"])
-    assert jax.tree.structure(alone) == jax.tree.structure(over)
+    assert jax.tree.structure(placed) == jax.tree.structure(over)
+    assert np.array_equal(placed[0]["values"], over[0]["values"])
+
+
+def test_settings_of_one_thread_hold_side_by_side(three_cores, seen):
+    with jax.enable_x64(True):
+        x = jnp.arange(6.0) / 3
+        values = bmap(lambda x: x**2 + jnp.ones(2) / 3, batch_size=1)(x)
+        assert seen == [(3, 3)]
+        assert values.dtype == jnp.float64
+        np.testing.assert_allclose(values, np.square(np.arange(6.0) / 3)[:, None] + np.ones(2) / 3, rtol=1e-15)
 
 
 @pytest.mark.slow

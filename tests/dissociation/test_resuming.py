@@ -103,16 +103,17 @@ def test_an_interrupt_while_a_chunk_runs_loses_nothing(key, tmp_path, monkeypatc
     models, sampler = linear_members(key), Epochs(regression(key, samples=30), 4)
     step, options = make_step(noisy_error, optax.adam(0.05)), {"num_steps": 25, "key": key}
     whole = fit(models, step, sampler, **options)
-    run_chunk, path = run_module.run_chunk, tmp_path / "run"
+    run, path, chunks = run_module.run, tmp_path / "run", []
 
-    def interrupted(inputs, state):
-        result = run_chunk(inputs, state)
-        if int(inputs[-1][0]) >= 8:
+    def interrupted(tasks, lanes):
+        result = run(tasks, lanes)
+        chunks.append(result)
+        if len(chunks) > 8:
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.01)
         return result
 
-    monkeypatch.setattr(run_module, "run_chunk", interrupted)
+    monkeypatch.setattr(run_module, "run", interrupted)
     monkeypatch.setattr(run_module, "CHUNK_SECONDS", 0.0)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background may ignore it
     try:
@@ -122,7 +123,7 @@ def test_an_interrupt_while_a_chunk_runs_loses_nothing(key, tmp_path, monkeypatc
     finally:
         signal.signal(signal.SIGINT, before)
     assert 8 < checkpoints.read_header(path)["step"] < 25
-    monkeypatch.setattr(run_module, "run_chunk", run_chunk)
+    monkeypatch.setattr(run_module, "run", run)
     same_run(whole, fit(models, step, sampler, checkpoint=path, **options))
 
 
