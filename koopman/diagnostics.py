@@ -129,10 +129,13 @@ def warn_tied(values: np.ndarray, rest: np.ndarray, cutoff: float) -> None:
 def warn_inexact(operator: Any) -> None:
     """Warns if latent functions are not as orthonormal as their estimator makes them.
 
-    U^T C_x U and `alpha` U^T U add up to the identity, but for columns not in use.
+    U^T C_x U and `alpha` U^T U add up to the identity, but for columns not in use. What `alpha` has shrunk counts as
+    little as is left of it: the smallest directions of ridge regression are full of rounding, and weigh nothing.
     """
-    gram = np.asarray(operator.gram_x) + np.asarray(operator.basis_gram) * np.asarray(operator.alpha)
-    error = np.abs(gram - np.diag(np.diagonal(gram) > 0)).max()
+    seen = np.asarray(operator.gram_x)
+    gram, left = seen + np.asarray(operator.basis_gram) * np.asarray(operator.alpha), np.diagonal(seen)
+    weight = np.sqrt(np.where(left < 0, 0.0, left))  # NaN stays
+    error = (np.abs(gram - np.diag(np.diagonal(gram) > 0)) * weight[:, None] * weight[None]).max()
     if not error <= 1e-2:  # nor if it is NaN
         warnings.warn(
             f"Latent functions are orthonormal only to {error:.1g}, for the rounding of {gram.dtype} outweighs "

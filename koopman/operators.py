@@ -69,13 +69,13 @@ def fit(
             process.
         route: "qr" takes the QR factor of the features; "covariance" C_x itself, faster (0.19 against 0.44 s for 5000
             digits of 784 pixels, rank 5, float64, on two cores), but C_x squares the condition number: in float32
-            directions of x below 3e-4 of the largest are lost, and an `alpha` below 1e-7 of C_x's largest eigenvalue
+            directions of x below 1e-3 of the largest are lost, and an `alpha` below 1e-7 of C_x's largest eigenvalue
             means nothing. "auto" is "qr" in float32, for fewer than 64 features and for fewer than twice as many pairs
             as features; else "covariance" where alpha > 10^6 eps tr(C_x) (2e-10 tr(C_x) in float64), and "qr" where
             not, which is decided when the program runs (by all members of a `vmap` together). Not for a kernel without
             centres.
         rtol: Relative size below which a singular value of the features counts as zero; default d times rounding
-            ("qr", and "auto" with it), or the square root of rounding ("covariance"). Not for a kernel without centres.
+            ("qr", and "auto" with it), or the root of 8 times that ("covariance"). Not for a kernel without centres.
 
     Returns:
         The fitted operator. It takes what `x` holds.
@@ -173,7 +173,7 @@ def _fit(
     if known and float(alpha) == 0.0:  # by default, too, where all features are zero
         values = np.linalg.svd(np.asarray(gram_root(problem.x)), compute_uv=False)
         needed, what = width if estimator.inverts_all else size, ("the covariance of `x`", "C_x")
-        cutoff = rtol if rtol is not None else rounding**0.5 if route == "covariance" else width * rounding
+        cutoff = rtol if rtol is not None else (8 * rounding) ** 0.5 if route == "covariance" else width * rounding
         refuse_singular(type(estimator).__name__, values, cutoff, needed, width, what)
     regression = FeatureRegression(
         problem.x, problem.y, alpha, jnp.asarray(size if active is None else active), size, solver, route, rtol

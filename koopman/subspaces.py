@@ -142,7 +142,8 @@ class FeatureRegression(eqx.Module):
         solver: See `leading_left_vectors`.
         route: "qr", "covariance", or "auto": the second where `alpha` outweighs its rounding, else the first.
         cutoff: Relative size below which a singular value of the data counts as zero; None for the route's own, d times
-            the rounding unit or its square root.
+            the rounding unit, or the root of 8 times it: where C_x is of deficient rank its zeros come out at 0.2 to
+            3.2 times the unit, for 10 to 1500 columns and up to 100 000 rows in either precision.
     """
 
     x: Array
@@ -170,7 +171,7 @@ class FeatureRegression(eqx.Module):
         if self.cutoff is not None:
             return jnp.asarray(self.cutoff, self.x.dtype)
         eps = jnp.finfo(self.x.dtype).eps
-        qr, covariance = (jnp.asarray(value, self.x.dtype) for value in (self.x.shape[1] * eps, eps**0.5))
+        qr, covariance = (jnp.asarray(value, self.x.dtype) for value in (self.x.shape[1] * eps, (8 * eps) ** 0.5))
         if self.route == "auto":
             return jnp.where(self.suffices, covariance, qr)
         return qr if self.route == "qr" else covariance

@@ -98,7 +98,15 @@ def test_an_interrupted_run_resumes_bit_for_bit(key, tmp_path, member_map):
         fit(models, step, sampler, checkpoint=path, **{**options, "key": jax.random.key(1)})
 
 
-def test_an_interrupt_while_a_chunk_runs_loses_nothing(key, tmp_path, monkeypatch):
+@pytest.fixture
+def interruptible():
+    """What runs in the background may ignore an interrupt."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_while_a_chunk_runs_loses_nothing(key, tmp_path, monkeypatch, interruptible):
     # The chunk's input state is donated: at that moment the host holds nothing that could be saved.
     models, sampler = linear_members(key), Epochs(regression(key, samples=30), 4)
     step, options = make_step(noisy_error, optax.adam(0.05)), {"num_steps": 25, "key": key}
@@ -115,13 +123,9 @@ def test_an_interrupt_while_a_chunk_runs_loses_nothing(key, tmp_path, monkeypatc
 
     monkeypatch.setattr(run_module, "run", interrupted)
     monkeypatch.setattr(run_module, "CHUNK_SECONDS", 0.0)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background may ignore it
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            fit(models, step, sampler, checkpoint=path, **options)
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with pytest.raises(KeyboardInterrupt):
+        fit(models, step, sampler, checkpoint=path, **options)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert 8 < checkpoints.read_header(path)["step"] < 25
     monkeypatch.setattr(run_module, "run", run)
     same_run(whole, fit(models, step, sampler, checkpoint=path, **options))
@@ -438,7 +442,7 @@ def test_what_was_done_before_an_error_is_kept(key, tmp_path, culprit):
     same_run(fit(models, step, sampler, checkpoint=path, **options), fit(models, step, sampler, **options))
 
 
-def test_an_interrupt_is_heard_while_the_host_makes_a_batch(key, tmp_path):
+def test_an_interrupt_is_heard_while_the_host_makes_a_batch(key, tmp_path, interruptible):
     batch, used, over, path = regression(key), threading.Event(), threading.Event(), tmp_path / "run"
 
     def start(step):

@@ -254,6 +254,24 @@ def test_an_alpha_below_the_rounding_of_a_factor_is_said():
     fit(ReducedRank(8, 1e-6), x, y, kernel=kernel)
 
 
+@pytest.mark.parametrize("samples", [50, 200, 600])
+def test_directions_that_alpha_has_shrunk_are_no_cause_for_doubt(samples):
+    """The least eigenvalues of a smooth kernel's matrix are rounding, and weigh nothing in ridge regression."""
+    rng = np.random.default_rng(samples)
+    x, at = rng.normal(size=(samples, 2)), rng.normal(size=(20, 2))
+    y = 0.9 * x @ np.array([[0.8, -0.6], [0.6, 0.8]]) + 0.05 * rng.normal(size=(samples, 2))
+
+    def values(a, b):
+        return np.exp(-0.5 * ((a[:, None] - b[None]) ** 2).sum(-1))
+
+    with jax.enable_x64(True):
+        found = fit(Ridge(1e-5), x, y, kernel=RBF(1.0))  # warnings are errors
+        wanted = values(at, x) @ np.linalg.solve(values(x, x) + samples * 1e-5 * np.eye(samples), y)
+        np.testing.assert_allclose(predict(found, at), wanted, atol=1e-6)
+        with pytest.warns(UserWarning, match="orthonormal only to"):
+            fit(Ridge(1e-15), x, np.asarray(x), kernel=RBF(3.0))
+
+
 def test_what_auto_stands_for():
     gram = jnp.eye(1600, dtype=jnp.float32) / 1600
     floor = 100 * float(jnp.finfo(jnp.float32).eps)

@@ -387,6 +387,21 @@ def test_more_features_than_samples(kind):
         assert int(found.effective_rank) == min(8, found.core.shape[0])
 
 
+@pytest.mark.parametrize(("samples", "width", "rank"), [(400, 70, 20), (1000, 100, 20), (2000, 200, 10), (140, 66, 65)])
+@pytest.mark.parametrize("kind", ESTIMATORS)
+@pytest.mark.parametrize("route", ["auto", "covariance", "qr"])
+def test_rounding_is_no_direction_of_the_data(samples, width, rank, kind, route):
+    """The zeros of a covariance of deficient rank come out at up to a few rounding units of the largest eigenvalue."""
+    rng = np.random.default_rng(samples)
+    with jax.enable_x64(True):
+        x = rng.normal(size=(samples, rank)) @ rng.normal(size=(rank, width))
+        y = x @ rng.normal(size=(width, width)) / width
+        whole = {"ridge": Ridge(), "pcr": PrincipalComponents(width), "reduced_rank": ReducedRank(width)}
+        found = fit(whole[kind], x, y, route=route)
+        assert int(found.effective_rank) == rank
+        np.testing.assert_allclose(predict(found, x), y, atol=1e-3)
+
+
 def test_a_singular_covariance_is_named():
     x, y = lagged_pairs(linear_trajectory()[1])
     x, y = (jnp.concatenate([a, a[:, :1]], 1) for a in (x, y))
