@@ -26,7 +26,7 @@ RUNS = {
     "training": (["--seeds", "1", "4", "8"], ["--seeds", "1", "4", "--samples", "10000"]),
     "collapse": (["--only", "steps", "knn", "--steps", "1000"],) * 2,
     "spectral": ([], ["--samples", "20480", "--epochs", "2"]),
-    "encoders": (["--losses", "vamp", "--repeats", "3"],) * 2,
+    "encoders": (["--losses", "vamp", "--repeats", "3"], ["--losses", "vamp", "--repeats", "3", "--only", "epochs"]),
     "operators": ([], ["--only", "linear", "--repeats", "3"]),
     "nystroem": (None, ["--only", "nystroem", "--repeats", "2"]),
     "robustness": ([], ["--samples", "2000", "--repeats", "2"]),

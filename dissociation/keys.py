@@ -58,7 +58,7 @@ def normal(key: PRNGKey, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32)
         Independent numbers of mean 0 and standard deviation 1; in float32 at most 5.42 in size.
 
     Raises:
-        ValueError: If `dtype` is not floating point.
+        ValueError: If `dtype` is not floating point, a size is negative, or there are several keys.
 
     References:
         Salmon et al. (2011), Parallel random numbers: as easy as 1, 2, 3.
@@ -67,11 +67,13 @@ def normal(key: PRNGKey, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32)
         >>> normal(jax.random.key(0), (2, 3)).shape
         (2, 3)
     """
+    if min(shape, default=0) < 0:
+        raise ValueError(f"`shape` must hold no negative size, got {shape}.")
     key, kind = typed(key), jnp.dtype(dtype)
     narrow = jnp.issubdtype(kind, jnp.floating) and kind.itemsize <= 4
     size = math.prod(shape)
-    if not narrow or size == 0 or str(jax.random.key_impl(key)) != "threefry2x32":
-        return jax.random.normal(key, shape, dtype)
+    if not narrow or size == 0 or key.ndim or str(jax.random.key_impl(key)) != "threefry2x32":
+        return jax.random.normal(key, shape, dtype)  # which refuses several keys
     half, words = -(-size // 2), jax.random.key_data(key)
     counts = lax.iota(jnp.uint32, half)
     first, second = map(_normal_of_bits, threefry2x32_p.bind(words[0], words[1], jnp.zeros_like(counts), counts))
