@@ -1,6 +1,6 @@
 """Encoders of a sequence against the same network in a plain PyTorch CPU loop, seed after seed.
 
-    python benchmarks/encoders.py [--seeds 1 4] [--repeats 5] [--threads 2] [--losses vamp contrastive] [--only epochs]
+    python benchmarks/encoders.py [--seeds 1 4] [--repeats 5] [--threads 2] [--losses vamp contrastive] [--only result]
 
 epochs: one of training S of them. result: the time of a shorter recipe than the published one, which stands beside it
 in PyTorch, as does ours, and how many of their forecasts are right. By the contrastive loss: by VAMP's, PyTorch's
