@@ -198,7 +198,7 @@ class _Batched(eqx.Module):
             ]
             gathered = jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *parts)
         elif kept:
-            side_by_side = lanes.number_of_lanes(size, operations) if self.batch_size == 1 else 1
+            side_by_side = lanes.number_of_lanes(size, operations, (program, rows)) if self.batch_size == 1 else 1
             gathered = lanes.map_lanes(_looped_over, (program, self.batch_size), rows, size, side_by_side)
         else:
             gathered = _loop_over((own_of, self.batch_size), rows)

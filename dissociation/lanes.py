@@ -17,18 +17,20 @@ from dissociation import cores
 from dissociation.sharding import drop_padding, pad_members
 
 
-def number_of_lanes(num_members: int, operations: Iterable[str]) -> int:
+def number_of_lanes(num_members: int, operations: Iterable[str], arrays: Any) -> int:
     """How many members go side by side where they go in turn: as many as a CPU has devices (`use_all_cores`).
 
     Args:
         num_members: How many there are.
         operations: Names of the primitives in a member's program.
+        arrays: A PyTree of what it is given.
 
     Returns:
-        At most the number of members, devices or cores; 1 on an accelerator, and for a program that must not run beside
-        another (`cores.side_by_side`).
+        At most the number of members, devices or cores; 1 on an accelerator, for arrays that are laid over several
+        devices already, and for a program that must not run beside another (`cores.side_by_side`).
     """
-    if jax.default_backend() != "cpu" or not cores.side_by_side(operations):
+    spread = any(isinstance(leaf, jax.Array) and len(leaf.devices()) > 1 for leaf in jax.tree.leaves(arrays))
+    if jax.default_backend() != "cpu" or spread or not cores.side_by_side(operations):
         return 1
     return min(num_members, jax.local_device_count(), cores.available_cores())
 

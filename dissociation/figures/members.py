@@ -174,7 +174,8 @@ def measure_members(
     # Two programs, so that rewrites that keep a network's shapes share the one that measures, which takes longer.
     stacked = models, _rewritten(rewrite, models, rewrite_keys), measure_keys
     number = len(rewrite_keys)
-    return lanes.map_lanes(_measured, measure, stacked, number, lanes.number_of_lanes(number, cores.DECOMPOSITIONS))
+    side_by_side = lanes.number_of_lanes(number, cores.DECOMPOSITIONS, (measure, stacked))
+    return lanes.map_lanes(_measured, measure, stacked, number, side_by_side)
 
 
 @eqx.filter_jit

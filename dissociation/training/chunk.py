@@ -13,7 +13,7 @@ from dissociation.batch_size import largest, needed_bytes
 from dissociation.lanes import number_of_lanes
 from dissociation.members import MEMBER_MAPS, count, map_members, per_batch
 from dissociation.memory import free_memory
-from dissociation.traced import Code, Traced, trace
+from dissociation.traced import Traced, trace
 from dissociation.training.samplers import Sampler
 from dissociation.training.state import State, Step
 
@@ -53,7 +53,7 @@ class Chosen(NamedTuple):
         return 1 if self.mesh is None else sharding.member_devices(self.mesh)
 
 
-def chosen_layout(layout: Layout, num_members: int, step: Code, *others: Code) -> tuple[Chosen, int]:
+def chosen_layout(layout: Layout, num_members: int, arrays: Any, step: Traced, *others: Traced) -> tuple[Chosen, int]:
     """The layout, with what suits the platform and the programs where it is open, and how many members side by side."""
     member_map, members_per_batch, mesh = layout
     checks.check_choice("member_map", member_map, ("auto", *MEMBER_MAPS))
@@ -67,14 +67,16 @@ def chosen_layout(layout: Layout, num_members: int, step: Code, *others: Code) -
         checks.check_count("members_per_batch", members_per_batch, minimum=1)
     if member_map == "auto":
         platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else jax.default_backend()
-        in_turn = "unroll" if "conv_general_dilated" in step.primitives else "scan"
+        in_turn = "unroll" if "conv_general_dilated" in step.code.primitives else "scan"
         member_map = in_turn if per_batch(platform) == 1 else "vmap"
     if member_map != "vmap" and members_per_batch not in (None, "auto"):
         wanted = f"be None where members go in turn (member_map={member_map!r})"
         checks.fail("members_per_batch", wanted, members_per_batch)
     lanes, laid = 1, None if isinstance(mesh, str) else mesh
     if mesh == "auto" and member_map != "vmap":
-        lanes = number_of_lanes(num_members, frozenset().union(*(code.primitives for code in (step, *others))))
+        programs = step, *others
+        operations = frozenset().union(*(program.code.primitives for program in programs))
+        lanes = number_of_lanes(num_members, operations, (arrays, programs))
     return Chosen(member_map, members_per_batch if member_map == "vmap" else None, laid), lanes
 
 

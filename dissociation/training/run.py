@@ -111,11 +111,11 @@ class Run:
         size = sampler.segment(self.step).size
         inputs = one, arrays, plan, jnp.asarray(0), keys.loss[0]
         draft = trace_step(step, sampler, size, None, *inputs)
-        self.observe, codes, self.info = None, [draft.code], draft.out[1]
+        self.observe, programs, self.info = None, [draft], draft.out[1]
         if save.observe is not None:
             self.observe = trace_observation(save.observe, one, jnp.asarray(0), keys.observe[0])
-            codes.append(self.observe.code)
-        self.layout, self.lanes = chosen_layout(layout, self.num_members, *codes)
+            programs.append(self.observe)
+        self.layout, self.lanes = chosen_layout(layout, self.num_members, (state, batches.arrays), *programs)
         mesh, devices = self.layout.mesh, self.layout.devices
         # Where members are unrolled, one of every device is a part, so that one program serves all.
         self.part_size = devices * (

@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import dissociation
+from dissociation import sharding
 from dissociation.bmap import bmap
 from dissociation.cores import available_cores, side_by_side, use_all_cores
 from dissociation.lanes import number_of_lanes, run
@@ -109,23 +110,26 @@ def three_cores(monkeypatch):
 
 def test_what_is_chosen(three_cores, monkeypatch):
     """No more lanes than members, devices or cores, and one where several could wait for each other."""
-    assert number_of_lanes(5, ["dot_general", "eigh"]) == 3
-    assert number_of_lanes(2, []) == 2
-    assert number_of_lanes(1, []) == 1
-    assert number_of_lanes(5, ["pure_callback"]) == 1
+    assert number_of_lanes(5, ["dot_general", "eigh"], None) == 3
+    assert number_of_lanes(2, [], None) == 2
+    assert number_of_lanes(1, [], None) == 1
+    assert number_of_lanes(5, ["pure_callback"], None) == 1
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "2")
     assert not side_by_side(["svd"])
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")
     assert side_by_side(["svd"])
     monkeypatch.setenv("PJRT_NPROC", str(jax.local_device_count()))
-    assert number_of_lanes(5, ["svd"]) == 1
+    assert number_of_lanes(5, ["svd"], None) == 1
     monkeypatch.delenv("PJRT_NPROC")
-    assert number_of_lanes(5, ["svd"]) == 1
-    assert number_of_lanes(5, ["dot_general"]) == 3
+    assert number_of_lanes(5, ["svd"], None) == 1
+    assert number_of_lanes(5, ["dot_general"], None) == 3
+    over = sharding.place_members(jnp.ones((4, 2)), sharding.member_mesh())
+    assert number_of_lanes(5, [], {"spread": over, "text": "a"}) == 1
+    assert number_of_lanes(5, [], {"placed": jax.device_put(over, jax.devices()[1])}) == 3
     monkeypatch.setattr("dissociation.cores.available_cores", lambda: 9)
-    assert number_of_lanes(9, []) == 4 == jax.local_device_count()
+    assert number_of_lanes(9, [], None) == 4 == jax.local_device_count()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert number_of_lanes(9, []) == 1
+    assert number_of_lanes(9, [], None) == 1
 
 
 def same(first, second):
@@ -236,6 +240,17 @@ def test_bmap_side_by_side_stays_where_its_arrays_are(three_cores, seen, key):
     assert placed[0]["values"].devices() == {jax.devices()[1]}
     assert jax.tree.structure(placed) == jax.tree.structure(over)
     assert np.array_equal(placed[0]["values"], over[0]["values"])
+
+
+def test_what_lies_on_several_devices_is_one_program(three_cores, seen, key):
+    """Two that run at once, and wait for one another's parts, could wait for ever."""
+    x = jax.random.normal(key, (4, 5))
+    over = sharding.place_members(x, sharding.member_mesh())
+    np.testing.assert_allclose(bmap(jnp.sum, batch_size=1)(over), x.sum(1), rtol=1e-6)
+    step = make_step(lambda w, batch, key: jnp.mean((batch @ w - 1) ** 2), optax.sgd(0.1))
+    result, alone = (fit(models, step, Epochs(x, 2), num_steps=3, key=key) for models in (over, x))
+    assert set(seen) == {(1, 1), (2, 3)}
+    np.testing.assert_allclose(result.models, alone.models, rtol=1e-5)
 
 
 def test_settings_of_one_thread_hold_side_by_side(three_cores, seen):
