@@ -17,12 +17,35 @@ from dissociation.checks import check_non_negative, fail
 from dissociation.types import Scalar
 from dissociation.validation import validated
 
-__all__ = ["centre", "finite_part", "no_derivative", "nuclear_norm", "positive_inverse", "product", "psd_power"]
+__all__ = [
+    "centre",
+    "finite_part",
+    "no_derivative",
+    "nuclear_norm",
+    "positive_inverse",
+    "product",
+    "psd_power",
+    "scale_of",
+]
 
 
 def product(a: Inexact[Array, "... n k"], b: Inexact[Array, "... k m"]) -> Inexact[Array, "... n m"]:
     """The matrix product at the highest precision that the backend has."""
     return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
+
+
+def scale_of(size: Float[Array, ""]) -> Float[Array, ""]:
+    """A power of two near a size: what divides data without rounding, and counts as a constant.
+
+    Args:
+        size: Non-negative.
+
+    Returns:
+        At most twice the size; 1 for zero and for what is not finite.
+    """
+    size = lax.stop_gradient(size)
+    usable = (size > 0) & jnp.isfinite(size)
+    return jnp.ldexp(jnp.ones_like(size), jnp.frexp(jnp.where(usable, size, 1.0))[1])
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))

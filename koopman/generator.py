@@ -13,11 +13,11 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from dissociation.checks import check_count, check_non_negative, check_positive, fail, is_traced
-from dissociation.linalg import product
+from dissociation.linalg import product, scale_of
 from dissociation.types import Scalar
 from dissociation.validation import validated
 from koopman.diagnostics import warn_large_alpha, warn_narrowed, warn_offset
-from koopman.pairs import check_square, gram_root, scale_of
+from koopman.pairs import check_square, gram_root
 from koopman.perturbation import couplings
 
 

@@ -10,13 +10,13 @@ import numpy as np
 from jaxtyping import Array
 
 from dissociation.checks import is_traced
-from dissociation.linalg import product
+from dissociation.linalg import product, scale_of
 from koopman.diagnostics import warn_constant, warn_inexact, warn_large_alpha, warn_tied, warn_unconverged
 from koopman.estimators import Estimator, check_factor, span
 from koopman.kernels import as_module, gram, own_gram
 from koopman.nystroem import Kernel
 from koopman.operator import KernelMap, Operator
-from koopman.pairs import check_square, checked_pairs, default_alpha, scale_of
+from koopman.pairs import check_square, checked_pairs, default_alpha
 from koopman.subspaces import Basis, KernelRegression, latent, refuse_singular
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from dissociation.checks import check_choice, check_non_negative, check_single, fail, is_traced
-from dissociation.linalg import product
+from dissociation.linalg import product, scale_of
 from dissociation.types import Scalar
 from dissociation.validation import validated
 from koopman.diagnostics import warn_inexact, warn_large_alpha, warn_offset, warn_tied, warn_unconverged
@@ -23,7 +23,7 @@ from koopman.estimators import Estimator, span
 from koopman.kernel_operators import fit_with_kernel
 from koopman.nystroem import Kernel, nystroem_map
 from koopman.operator import KernelMap, LinearMap, Operator
-from koopman.pairs import Moments, check_square, checked_pairs, default_alpha, gram_root, mean_of, scale_of
+from koopman.pairs import Moments, check_square, checked_pairs, default_alpha, gram_root, mean_of
 from koopman.solvers import SOLVERS
 from koopman.subspaces import Basis, FeatureRegression, latent, refuse_singular
 

@@ -193,20 +193,6 @@ def default_alpha(trace: Float[Array, ""], number: int = 1) -> Float[Array, ""]:
     return 1e-6 / number * trace
 
 
-def scale_of(size: Float[Array, ""]) -> Float[Array, ""]:
-    """A power of two near a size: what divides data without rounding, and counts as a constant.
-
-    Args:
-        size: Non-negative.
-
-    Returns:
-        At most twice the size; 1 for zero and for what is not finite.
-    """
-    size = lax.stop_gradient(size)
-    usable = (size > 0) & jnp.isfinite(size)
-    return jnp.ldexp(jnp.ones_like(size), jnp.frexp(jnp.where(usable, size, 1.0))[1])
-
-
 def check_square(name: str, square: float, what: str, dtype: Any) -> None:
     """Raises unless a known size of second moments leaves room to both sides of it in the dtype.
 

@@ -105,7 +105,7 @@ INTERNAL = {
     "koopman.pairs.default_alpha": "a tool within",
     "koopman.pairs.mean_of": "a tool within",
     "koopman.pairs.check_square": "a check",
-    "koopman.pairs.scale_of": "a tool within",
+    "dissociation.linalg.scale_of": "a tool within",
     "koopman.kernels.gram": "a check of what a kernel gives",
     "koopman.kernels.own_gram": "a check of what a kernel gives",
     "koopman.kernels.plain_number": "a tool within",

@@ -136,8 +136,8 @@ class Run:
         if self.layout.members_per_batch == "auto":
             common, (mapped,), place = batches.source(self.step)
             span = jnp.asarray([self.step, 0, 1])
-            inputs = self.layout, traced(place.size), self.keys[0].loss, None, mapped, common, span
-            self.layout = self.layout._replace(members_per_batch=largest_batch(inputs, self.states[0]))
+            first = self.layout, traced(place.size), self.keys[0].loss, None, mapped, common, span
+            self.layout = self.layout._replace(members_per_batch=largest_batch(first, self.states[0]))
         self.infos = [jax.tree.map(lambda leaf: np.zeros((self.num_members, 0, *leaf.shape), leaf.dtype), self.info)]
         self.observed_at: list[int] = []
         self.observations: list[Any] = []

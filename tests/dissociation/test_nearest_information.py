@@ -36,7 +36,9 @@ def test_neighbours_against_all_distances(count):
     for block in (7, 64, 1000):
         with jax.enable_x64(True):
             np.testing.assert_allclose(neighbour_distances(points, 4, block=block), exact, rtol=1e-12)
-    np.testing.assert_allclose(neighbour_distances(points.astype(np.float32), 4), exact, rtol=1e-5)
+    for unit in (1.0, 1e25, 1e-25):  # whose squares float32 does not hold
+        found = neighbour_distances((unit * points).astype(np.float32), 4)
+        np.testing.assert_allclose(found, unit * exact, rtol=1e-5)
 
 
 def test_neighbours_against_scikit_learn():

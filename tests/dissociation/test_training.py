@@ -119,7 +119,7 @@ def test_batches_may_be_laid_over_devices_too(key, member_map):
 @pytest.mark.parametrize("devices", [0, 2])
 def test_members_per_batch_follow_the_memory(key, monkeypatch, devices):
     models, sizes, needed = linear_members(key, 12, out=40), [], []
-    data = regression(key, samples=400, out=40)
+    data = regression(key, samples=450, out=40)
     mesh = sharding.member_mesh(jax.devices("cpu")[:devices]) if devices else None
     largest, needed_bytes = chunk_module.largest_batch, chunk_module.needed_bytes
 

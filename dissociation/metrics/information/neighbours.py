@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from dissociation.checks import check_count, fail
+from dissociation.linalg import scale_of
 from dissociation.metrics.information.coordinates import Points
 from dissociation.validation import validated
 
@@ -43,9 +44,10 @@ def neighbour_distances(points: Points, num_neighbours: int, *, block: int = 250
 
 @partial(jax.jit, static_argnames=("count", "block"))
 def _distances(points: Array, count: int, block: int) -> Array:
-    squares = smallest(points, None, count, block, squared)[0]
+    unit = scale_of(jnp.max(jnp.abs(points)))  # squares of any size fit the dtype
+    squares = smallest(points / unit, None, count, block, squared)[0]
     apart = squares > 0  # a distance of zero has no slope, and is given none
-    return jnp.where(apart, jnp.sqrt(jnp.where(apart, squares, 1.0)), squares)
+    return jnp.where(apart, jnp.sqrt(jnp.where(apart, squares, 1.0)), squares) * unit
 
 
 def check_neighbours(num_neighbours: int, number: int) -> int:
