@@ -34,7 +34,7 @@ from koopman.learn import encode, train_classifiers, train_encoders
 from koopman.operators import fit
 
 BATCH, FEATURES, SAMPLES = 64, 5, 3000
-KIND, SEEDS, AHEAD, EPOCHS, RATE = "contrastive", 5, 15, 15, 4e-3
+KIND, SEEDS, AHEAD, EPOCHS, RATE = "contrastive", 5, 15, 20, 4e-3
 
 
 class TorchFeatureMap(torch.nn.Module):
