@@ -14,7 +14,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
 from dissociation import checks, lanes
 from dissociation.batch_size import run_largest
@@ -231,10 +231,12 @@ def _filled(leaves: list[Any], axes: list[int | None], mapped: list[Any]) -> lis
     return [leaf if axis is None else next(values) for leaf, axis in zip(leaves, axes, strict=True)]
 
 
-def _loop_over(how: tuple[Callable[..., Any], int], rows: Any) -> Any:
+def _loop_over(how: tuple[Callable[..., Any], int], rows: Any, count: Array | None = None) -> Any:
     one, batch_size = how
     # Batches of one member need no batching rules: products and convolutions keep their fast forms.
-    return jax.lax.map(one, rows, batch_size=None if batch_size == 1 else batch_size)
+    if batch_size == 1:
+        return jax.lax.map(one, rows) if count is None else lanes.in_turn(one, rows, count)
+    return jax.lax.map(one, rows, batch_size=batch_size)
 
 
 _looped_over = eqx.filter_jit(_loop_over)  # a call on the same data by the same program compiles once

@@ -7,11 +7,14 @@ many threads there were: they all run the program that one alone would.
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
 
 from dissociation import cores
 from dissociation.sharding import drop_padding, pad_members
@@ -27,35 +30,106 @@ def number_of_lanes(num_members: int, operations: Iterable[str], arrays: Any) ->
 
     Returns:
         At most the number of members, devices or cores; 1 on an accelerator, for arrays that are laid over several
-        devices already, and for a program that must not run beside another (`cores.side_by_side`).
+        devices already, for a program that must not run beside another (`cores.side_by_side`), and where JAX looks for
+        NaN or compiles nothing.
     """
+    if any(getattr(jax.config, name) for name in ("jax_debug_nans", "jax_debug_infs", "jax_disable_jit")):
+        return 1
     spread = any(isinstance(leaf, jax.Array) and len(leaf.devices()) > 1 for leaf in jax.tree.leaves(arrays))
     if jax.default_backend() != "cpu" or spread or not cores.side_by_side(operations):
         return 1
     return min(num_members, jax.local_device_count(), cores.available_cores())
 
 
-def split(stacked: Any, num_members: int, size: int) -> list[Any]:
-    """Stacked members in parts of `size`; the last one is filled up with copies of its last member.
+class Parts(NamedTuple):
+    """How members lie in parts, each of which one program computes.
+
+    Attributes:
+        num_members: How many there are.
+        size: Members per part; the last one may have fewer.
+        rows: Of a part's arrays; what is beyond its members are copies of its last one.
+    """
+
+    num_members: int
+    size: int
+    rows: int
+
+    @property
+    def counts(self) -> list[int]:
+        """How many members each part has."""
+        return [min(self.size, self.num_members - start) for start in range(0, self.num_members, self.size)]
+
+    def split(self, stacked: Any) -> list[Any]:
+        """A PyTree whose array leaves carry members first, in parts; other leaves go to every one."""
+        arrays, rest = eqx.partition(stacked, eqx.is_array)
+
+        def part(index: int, count: int) -> Any:
+            cut = lambda leaf: jax.lax.slice_in_dim(leaf, index * self.size, index * self.size + count)  # noqa: E731
+            own = arrays if count == self.num_members else jax.tree.map(cut, arrays)
+            return eqx.combine(pad_members(own, self.rows), rest)
+
+        return [part(*each) for each in enumerate(self.counts)]
+
+    def cut(self, part: Any) -> Any:
+        """A part's arrays without copies, but for those of the last part."""
+        return part if self.rows == self.size else jax.tree.map(lambda leaf: leaf[: self.size], part)
+
+    def joined(self, parts: Sequence[Any]) -> Any:
+        """Undoes `split`."""
+        own = [self.cut(part) for part in parts]
+        whole = own[0] if len(own) == 1 else jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *own)
+        return drop_padding(whole, self.num_members)
+
+
+def parts_in_turn(num_members: int, lanes: int) -> Parts:
+    """Parts for `in_turn`, as many as there are lanes."""
+    size = -(-num_members // lanes)
+    return Parts(num_members, size, max(size, 2))
+
+
+def in_turn(function: Callable[[Any], Any], stacked: Any, count: Array) -> Any:
+    """`function` of one member after another, as `jax.lax.map`, but of the first `count`; without a reverse derivative.
+
+    XLA does not know how many there are, and so it compiles a single member as it does many: a loop of known length 1,
+    or over a single row, would be taken apart, and round otherwise.
 
     Args:
-        stacked: A PyTree whose array leaves carry members first; other leaves go to every part.
-        num_members: How many.
-        size: Members per part.
+        function: From a PyTree of arrays to one.
+        stacked: Arrays, members first, at least two rows.
+        count: Traced.
+
+    Returns:
+        The results, members first; zeros beyond `count`.
     """
-    arrays, rest = eqx.partition(pad_members(stacked, size), eqx.is_array)
-    starts = range(0, num_members, size)
+    kinds: list[Any] = []  # of keys, which are held as numbers in the loop
 
-    def part(start: int) -> Any:
-        return arrays if len(starts) == 1 else jax.tree.map(lambda leaf: leaf[start : start + size], arrays)
+    def plain(i: Array | int) -> Any:
+        own = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, i, keepdims=False), stacked)
+        made = function(own)
+        kinds.append(jax.tree.map(lambda leaf: jax.random.key_impl(leaf) if _is_key(leaf) else "", made))
+        return jax.tree.map(lambda leaf: jax.random.key_data(leaf) if _is_key(leaf) else leaf, made)
 
-    return [eqx.combine(part(start), rest) for start in starts]
+    def body(i: Array | int, results: Any) -> Any:
+        return jax.tree.map(lambda all_, one: jax.lax.dynamic_update_index_in_dim(all_, one, i, 0), results, plain(i))
+
+    total, shapes = jax.tree.leaves(stacked)[0].shape[0], jax.eval_shape(plain, 0)
+    zeros = jax.tree.map(lambda leaf: jnp.zeros((total, *leaf.shape), leaf.dtype), shapes)
+    made = jax.lax.fori_loop(0, count, body, zeros)
+    return jax.tree.map(lambda leaf, kind: jax.random.wrap_key_data(leaf, impl=kind) if kind else leaf, made, kinds[0])
 
 
-def joined(parts: Sequence[Any], num_members: int) -> Any:
-    """Undoes `split`."""
-    whole = parts[0] if len(parts) == 1 else jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
-    return drop_padding(whole, num_members)
+def number_of(count: int) -> Array:
+    """A number that a program does not know."""
+    return jax.device_put(np.int32(count))
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def ready(function: Any, lanes: int, *example: Any) -> Callable[..., Any]:
+    """A function made by `eqx.filter_jit`, compiled for arguments like `example` where several lanes are to call it."""
+    return function if lanes == 1 else function.lower(*example).compile()
 
 
 def run(tasks: Sequence[Callable[[], Any]], lanes: int) -> list[Any]:
@@ -71,17 +145,17 @@ def run(tasks: Sequence[Callable[[], Any]], lanes: int) -> list[Any]:
 
 
 def map_lanes(function: Any, shared: Any, stacked: Any, num_members: int, lanes: int) -> Any:
-    """`function(shared, stacked)`, the members in as many parts as there are lanes.
+    """`function(shared, stacked, count)`, the members in as many parts as there are lanes.
 
     Args:
-        function: Made by `eqx.filter_jit`; returns arrays, members first.
+        function: Made by `eqx.filter_jit`; of the members of a part, the first `count` of which are asked for. Returns
+            arrays, members first.
         shared: A PyTree that every part gets whole.
         stacked: A PyTree whose array leaves carry members first.
         num_members: How many.
         lanes: From `number_of_lanes`.
     """
-    if lanes == 1:
-        return function(shared, stacked)
-    parts = split(stacked, num_members, -(-num_members // lanes))
-    program = function.lower(shared, parts[0]).compile()
-    return joined(run([lambda part=part: program(shared, part) for part in parts], lanes), num_members)
+    parts = parts_in_turn(num_members, lanes)
+    each = list(zip(parts.split(stacked), map(number_of, parts.counts), strict=True))
+    program = ready(function, lanes, shared, *each[0])
+    return parts.joined(run([partial(program, shared, *part) for part in each], lanes))

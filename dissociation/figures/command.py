@@ -202,7 +202,8 @@ def _run(figure: Figure, config: Any, run: RunOptions, data: Any) -> int:
     print(f"\n{figure.headline(results)}\n")
     print(aligned(figure.table(results)))
     compiled = f"{compiling['seconds']:.1f} s went into compiling {compiling['programs']} programs"
-    print(f"\n{seconds:.0f} s; {compiled} ({compiling['cached']} more came from {cache_folder()}).")
+    kept = jax.config.values["jax_compilation_cache_dir"]
+    print(f"\n{seconds:.0f} s; {compiled} ({compiling['cached']} more came from {kept}).")
     print(f"Wrote {', '.join(path.name for path in written)} in {folder}", flush=True)
     return 0
 

@@ -9,7 +9,6 @@ import numpy as np
 import tyro
 from jaxtyping import Array, Bool
 
-from dissociation import cores, lanes
 from dissociation.bmap import bmap
 from dissociation.checks import check_choice, check_count, check_positive, fail
 from dissociation.data.datasets import NAMES, SOURCES, Dataset, load
@@ -173,9 +172,7 @@ def measure_members(
     """
     # Two programs, so that rewrites that keep a network's shapes share the one that measures, which takes longer.
     stacked = models, _rewritten(rewrite, models, rewrite_keys), measure_keys
-    number = len(rewrite_keys)
-    side_by_side = lanes.number_of_lanes(number, cores.DECOMPOSITIONS, (measure, stacked))
-    return lanes.map_lanes(_measured, measure, stacked, number, side_by_side)
+    return bmap(measure, batch_size=1)(*stacked) if per_batch() == 1 else _measured(measure, stacked)
 
 
 @eqx.filter_jit
@@ -185,7 +182,7 @@ def _rewritten(rewrite: Any, models: Any, keys: Array) -> Any:
 
 @eqx.filter_jit
 def _measured(measure: Any, stacked: Any) -> Any:
-    return bmap(measure, batch_size=per_batch())(*stacked)
+    return eqx.filter_vmap(measure)(*stacked)
 
 
 def certify_members(images: Array, labels: Array, model: Any, rewritten: Any, key: Array) -> dict[str, Array]:

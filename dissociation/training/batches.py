@@ -15,15 +15,15 @@ from jaxtyping import Array, PyTree
 
 from dissociation import checks, sharding
 from dissociation.conversion import describe
-from dissociation.lanes import split
+from dissociation.lanes import Parts
 from dissociation.training.chunk import Source
 from dissociation.training.samplers import HostBatches, Sampler, Segment, as_arrays, as_data
 
 
-def placed_parts(tree: Any, num_members: int, size: int, mesh: Mesh | None) -> list[Any]:
-    """Stacked members in parts of `size`, each laid over the mesh if there is one."""
-    parts = split(tree, num_members, size)
-    return parts if mesh is None else [sharding.place_members(part, mesh) for part in parts]
+def placed_parts(tree: Any, parts: Parts, mesh: Mesh | None) -> list[Any]:
+    """Stacked members in parts, each laid over the mesh if there is one."""
+    cut = parts.split(tree)
+    return cut if mesh is None else [sharding.place_members(part, mesh) for part in cut]
 
 
 def example(tree: Any) -> Any:
@@ -40,14 +40,14 @@ class Batches:
 
     def __init__(self, sampler: Sampler, order_keys: Array):
         self.sampler, self.keys = sampler, order_keys
-        self.mesh, self.num_members, self.part_size = None, 1, 1
+        self.mesh, self.parts = None, Parts(1, 1, 1)
         self.arrays = eqx.filter(sampler, eqx.is_array)
         self._block, self._plan = -1, None  # what is the members' own, and the plan, become lists of parts
         self._prefetched, self._expected = None, -1
 
-    def lay(self, mesh: Mesh | None, num_members: int, part_size: int) -> None:
+    def lay(self, mesh: Mesh | None, parts: Parts) -> None:
         """Puts them on devices, and what is the members' own into their parts."""
-        self.mesh, self.num_members, self.part_size = mesh, num_members, part_size
+        self.mesh, self.parts = mesh, parts
         self.arrays = self._placed(self.arrays, own=self.sampler.stacked)
         self._plan = self._placed(self._plan, own=not self.sampler.shared)
 
@@ -74,7 +74,7 @@ class Batches:
             if step >= segment.end:
                 self._fail_ended(step)
         own_plan = not self.sampler.shared
-        nothing: Any = [None] * -(-self.num_members // self.part_size)
+        nothing: Any = [None] * len(self.parts.counts)
         arrays = self.arrays if self.sampler.stacked else nothing
         plans: Any = self._plan if own_plan else nothing
         common = Source(None if self.sampler.stacked else self.arrays, None if own_plan else self._plan)
@@ -104,7 +104,7 @@ class Batches:
     def _placed(self, tree: Any, *, own: bool) -> Any:
         if not own:
             return tree if self.mesh is None else sharding.replicate(tree, self.mesh)
-        return placed_parts(tree, self.num_members, self.part_size, self.mesh)
+        return placed_parts(tree, self.parts, self.mesh)
 
     def close(self) -> None:
         """Ends the thread that makes batches, if there is one."""

@@ -142,9 +142,10 @@ def run_chunk(inputs: Any, state: State) -> Any:
     """Several steps of every member, or one where members are unrolled: the new state, and the steps' `Info`s.
 
     `inputs` is the layout, the traced step, the members' loss keys, which of them go on (None: all), what each and what
-    all of them take batches from, and `[first step, place in the block, steps]`. The state is donated.
+    all of them take batches from, how many there are (None: all), and `[first step, place in the block, steps]`. The
+    state is donated.
     """
-    layout, traced, keys, active, mapped, common, place = inputs
+    layout, traced, keys, active, mapped, common, count, place = inputs
 
     def one(shared: Any, stacked: Any) -> Any:
         traced, common, (start, within, steps) = shared
@@ -157,7 +158,7 @@ def run_chunk(inputs: Any, state: State) -> Any:
         infos = jax.eval_shape(lambda state: step(0, state)[1], state)
         rows = 1 if layout.member_map == "unroll" else MAX_CHUNK
 
-        def body(i: Array, carry: Any) -> Any:
+        def body(i: Array | int, carry: Any) -> Any:
             state, buffers = carry
             state, info = step(i, state)
             return state, jax.tree.map(lambda buffer, leaf: buffer.at[i].set(leaf.astype(buffer.dtype)), buffers, info)
@@ -174,7 +175,7 @@ def run_chunk(inputs: Any, state: State) -> Any:
 
         return run(state) if goes_on is None else jax.lax.cond(goes_on, run, stay, state)
 
-    return _over_members(layout, one, (traced, common, place), (state, mapped, keys, active))
+    return _over_members(layout, one, (traced, common, place), (state, mapped, keys, active), count)
 
 
 def largest_batch(inputs: Any, state: State) -> int:
@@ -200,18 +201,20 @@ def missing(shape: tuple[int, ...], dtype: Any) -> Array:
 
 @eqx.filter_jit
 def observe_members(inputs: Any, state: State) -> Any:
-    """What is observed of every member; `inputs` is the layout, the traced observation, the step and the keys."""
-    layout, traced, step, keys = inputs
+    """What is observed of every member; `inputs` is the layout, the traced observation, step, keys and how many."""
+    layout, traced, step, keys, count = inputs
 
     def one(shared: Any, stacked: Any) -> Any:
         observe, step = shared
         key, own_state = stacked
         return observe(observable(own_state), step, jax.random.fold_in(key, step))
 
-    return _over_members(layout, one, (traced, step), (keys, state), ordered=True)
+    return _over_members(layout, one, (traced, step), (keys, state), count, ordered=True)
 
 
-def _over_members(layout: Chosen, function: Any, shared: Any, stacked: Any, *, ordered: bool = False) -> Any:
+def _over_members(
+    layout: Chosen, function: Any, shared: Any, stacked: Any, count: Array | None, *, ordered: bool = False
+) -> Any:
     member_map, per_batch, mesh = layout
-    how = {"members_per_batch": per_batch, "mesh": mesh, "ordered": ordered}
+    how = {"members_per_batch": per_batch, "mesh": mesh, "ordered": ordered, "count": count}
     return map_members(function, shared, stacked, member_map=member_map, **how)

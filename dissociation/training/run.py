@@ -17,7 +17,7 @@ import numpy as np
 from dissociation import checkpoint as checkpoints
 from dissociation import checks, sharding
 from dissociation.conversion import describe
-from dissociation.lanes import joined, run
+from dissociation.lanes import Parts, number_of, parts_in_turn, ready, run
 from dissociation.members import concatenate, stack
 from dissociation.traced import Traced
 from dissociation.training.batches import Batches, example, placed_parts
@@ -117,10 +117,11 @@ class Run:
             programs.append(self.observe)
         self.layout, self.lanes = chosen_layout(layout, self.num_members, (state, batches.arrays), *programs)
         mesh, devices = self.layout.mesh, self.layout.devices
-        # Where members are unrolled, one of every device is a part, so that one program serves all.
-        self.part_size = devices * (
-            1 if self.layout.member_map == "unroll" else -(-self.num_members // (devices * self.lanes))
-        )
+        if self.layout.member_map == "scan" and mesh is None:
+            self.parts = parts_in_turn(self.num_members, self.lanes)
+        else:  # where members are unrolled, one of every device is a part, so that one program serves all
+            part = devices * (1 if self.layout.member_map == "unroll" else -(-self.num_members // devices))
+            self.parts = Parts(self.num_members, part, part)
         kept = {size: draft} if mesh is None or sharding.DATA_AXIS not in mesh.axis_names else {}
 
         def traced(size: int | None) -> Traced:
@@ -130,13 +131,15 @@ class Run:
 
         self.traced = traced
         # Copies, as steps take their state's memory; and of no weak type, as steps return: one program serves all.
-        self.states = self._parts(jax.tree.map(lambda leaf: jnp.array(leaf, leaf.dtype, copy=True), state))
-        self.keys = self._parts(keys)
-        batches.lay(mesh, self.num_members, self.part_size)
+        self.states = self._split(jax.tree.map(lambda leaf: jnp.array(leaf, leaf.dtype, copy=True), state))
+        self.keys = self._split(keys)
+        in_turn = self.layout.member_map == "scan" and mesh is None
+        self.counts = [number_of(count) if in_turn else None for count in self.parts.counts]
+        batches.lay(mesh, self.parts)
         if self.layout.members_per_batch == "auto":
             common, (mapped,), place = batches.source(self.step)
             span = jnp.asarray([self.step, 0, 1])
-            first = self.layout, traced(place.size), self.keys[0].loss, None, mapped, common, span
+            first = self.layout, traced(place.size), self.keys[0].loss, None, mapped, common, None, span
             self.layout = self.layout._replace(members_per_batch=largest_batch(first, self.states[0]))
         self.infos = [jax.tree.map(lambda leaf: np.zeros((self.num_members, 0, *leaf.shape), leaf.dtype), self.info)]
         self.observed_at: list[int] = []
@@ -147,12 +150,12 @@ class Run:
         self.chunk, self.saved_at = 1, time.perf_counter()
         self.began, self.earlier_seconds = time.perf_counter(), 0.0
 
-    def _parts(self, tree: Any) -> list[Any]:
-        return placed_parts(tree, self.num_members, self.part_size, self.layout.mesh)
+    def _split(self, tree: Any) -> list[Any]:
+        return placed_parts(tree, self.parts, self.layout.mesh)
 
     def whole_state(self) -> State:
         """The state of all members."""
-        return joined(self.states, self.num_members)
+        return self.parts.joined(self.states)
 
     def seconds(self) -> float:
         """Wall time so far, earlier parts included."""
@@ -196,11 +199,11 @@ class Run:
         began = time.perf_counter()
         calls, per_call = (count, 1) if self.layout.member_map == "unroll" else (1, count)
         places = [jnp.asarray((self.step + i, place.within + i, per_call)) for i in range(calls)]
-        active = self._parts(jnp.asarray(~self.frozen)) if self.frozen.any() else [None] * len(self.states)
-        layout, traced, own = self.layout, self.traced(place.size), zip(self.keys, active, mapped, strict=True)
-        inputs = [(layout, traced, keys.loss, goes_on, mine, common) for keys, goes_on, mine in own]
-        jitted: Any = run_chunk
-        program = jitted.lower((*inputs[0], places[0]), self.states[0]).compile()
+        active = self._split(jnp.asarray(~self.frozen)) if self.frozen.any() else [None] * len(self.states)
+        layout, traced = self.layout, self.traced(place.size)
+        own = zip(self.keys, active, mapped, self.counts, strict=True)
+        inputs = [(layout, traced, keys.loss, goes_on, mine, common, number) for keys, goes_on, mine, number in own]
+        program = ready(run_chunk, self.lanes, (*inputs[0], places[0]), self.states[0])
 
         def steps(state: State, inputs: Any) -> tuple[State, list[Info]]:
             columns = []
@@ -210,7 +213,8 @@ class Run:
             return state, columns
 
         done = run([partial(steps, *each) for each in zip(self.states, inputs, strict=True)], self.lanes)
-        infos = concatenate([concatenate([_on_host(info) for info in columns], axis=1) for _, columns in done])
+        columns = [concatenate([_on_host(info) for info in columns], axis=1) for _, columns in done]
+        infos = concatenate([self.parts.cut(part) for part in columns])
         infos = jax.tree.map(lambda leaf: leaf[: self.num_members, :count], infos)
         seconds = time.perf_counter() - began
         self.states, self.step = [state for state, _ in done], self.step + count
@@ -225,14 +229,16 @@ class Run:
         observed = None
         if self.observe is not None:
             shared = self.layout, self.observe, jnp.asarray(self.step)
-            jitted: Any = observe_members
-            program = jitted.lower((*shared, self.keys[0].observe), self.states[0]).compile()
+            own = list(zip(self.keys, self.counts, self.states, strict=True))
+            program = ready(observe_members, self.lanes, (*shared, own[0][0].observe, own[0][1]), own[0][2])
 
-            def observe(keys: Streams, state: State) -> Any:
-                return _on_host(program((*shared, keys.observe), state))  # one member's decompositions at a time
+            def observe(keys: Streams, number: Any, state: State) -> Any:
+                # On the host before the next: one member's decompositions at a time.
+                return _on_host(program((*shared, keys.observe, number), state))
 
-            done = run([partial(observe, *each) for each in zip(self.keys, self.states, strict=True)], self.lanes)
-            observed = jax.tree.map(lambda leaf: leaf[: self.num_members], concatenate(done))
+            done = run([partial(observe, *each) for each in own], self.lanes)
+            observed = concatenate([self.parts.cut(part) for part in done])
+            observed = jax.tree.map(lambda leaf: leaf[: self.num_members], observed)
         self.observed_at.append(self.step)
         self.observations.append(observed)
         self.infos = [concatenate(self.infos, axis=1)]
@@ -308,7 +314,7 @@ class Run:
             if missed:
                 wanted = f"hold no step before {self.step} at which the run in {path} was not observed"
                 checks.fail("at", wanted, missed[0])
-            inputs = (self.layout, self.observe, jnp.asarray(0), self.keys[0].observe)
+            inputs = (self.layout, self.observe, jnp.asarray(0), self.keys[0].observe, self.counts[0])
             shapes = eqx.filter_eval_shape(observe_members, inputs, self.states[0])
             observed = jax.tree.map(
                 lambda s: np.zeros((self.num_members, len(recorded), *s.shape[1:]), s.dtype), shapes
@@ -317,7 +323,7 @@ class Run:
         infos = jax.tree.map(lambda leaf: np.zeros((self.num_members, done, *leaf.shape), leaf.dtype), self.info)
         like = infos.loss, np.zeros(len(recorded), np.int64), observed if recorded else None, infos.metrics
         state, loss, _, observed, metrics = checkpoints.restore(path, (self.whole_state(), *like))
-        self.states = self._parts(state)
+        self.states = self._split(state)
         self.infos, self.earlier_seconds = [Info(loss, metrics)], header["seconds"]
         self.stopped, self.frozen = header["stopped"], np.asarray(header["frozen"])
         self.diverged_at = np.asarray(header["diverged_at"])

@@ -226,6 +226,45 @@ def test_bmap_of_single_members_has_equal_bits(three_cores, seen, kind, number, 
     assert all(map(np.array_equal, jax.tree.leaves(mapped(one, x)), [a[:1] for a in jax.tree.leaves(over)]))
 
 
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_single_member_is_compiled_as_many_are(three_cores, key, number):
+    """XLA takes a loop of one member apart: what is fixed in it is folded and fused otherwise, and rounds otherwise."""
+    weights = jax.random.normal(key, (5, 32, 48))
+
+    def noisy(w):
+        fixed = jax.random.normal(jax.random.key(7), w.shape)
+        return (w + 0.1 * fixed).mean(0), (fixed + w.sum()).sum(1), jnp.sin(jnp.linspace(0, 9, 50) * w[0, 0]).sum()
+
+    few, many = (bmap(noisy, batch_size=1)(weights[:count]) for count in (number, 5))
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b[:number]), few, many)
+
+    def loss(w, batch, key):
+        return jnp.mean((noisy(w)[0][None] - batch) ** 2)
+
+    def trained(count, **layout):
+        options = {"save": Save(lambda w, step, key: noisy(w), at=[0, 3]), "layout": Layout("scan", **layout)}
+        sampler, keys = Epochs(jnp.ones((6, 48)), 3, shared=False), jax.random.split(key, 5)[:count]
+        return fit(weights[:count], make_step(loss, optax.adam(0.1)), sampler, num_steps=3, key=keys, **options)
+
+    few, alone, many = trained(number), trained(number, mesh=None), trained(5)
+    for other in (alone, many):
+        np.testing.assert_array_equal(few.models, other.models[:number])
+        compared = few.history.observed, other.history.observed
+        jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b[:number]), *compared)
+
+
+def test_what_looks_for_nan_or_compiles_nothing_goes_alone(three_cores, seen, key):
+    x = jnp.ones((3, 4))
+    with jax.debug_nans(True), pytest.raises(FloatingPointError):
+        bmap(lambda w: jnp.log(-w), batch_size=1)(x)
+    step = make_step(lambda w, batch, key: jnp.mean((w[None] - batch) ** 2), optax.sgd(0.1))
+    with jax.disable_jit():
+        np.testing.assert_array_equal(bmap(lambda w: 2 * w, batch_size=1)(x), 2 * x)
+        result = fit(x[:2], step, Epochs(jnp.zeros((4, 4)), 2), num_steps=2, key=key)
+    assert {lanes for _, lanes in seen} == {1}
+    np.testing.assert_allclose(result.models, 0.95**2 * x[:2], rtol=1e-6)
+
+
 def test_bmap_side_by_side_stays_where_its_arrays_are(three_cores, seen, key):
     x, shared = jax.random.normal(key, (7, 5, 5)), jnp.eye(5)
 
