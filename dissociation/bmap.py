@@ -43,7 +43,7 @@ def bmap(
     Python number stays one and may set a shape. `fun` is traced at every call, so one that is repeated belongs inside
     `equinox.filter_jit`; outside of it, the loop over batches is compiled once for programs that are equal, and single
     members (`batch_size=1`) go side by side on a CPU after `dissociation.use_all_cores`, with the same results bit for
-    bit.
+    bit, unless they hold a convolution.
 
     The loop over batches is traced, as by `jax.jit`; batches of one member call `fun` without batching. On a CPU, XLA
     runs convolutions in a compiled loop several times slower than outside of one (two layers of 16 channels, 8 batches
@@ -191,7 +191,7 @@ class _Batched(eqx.Module):
         operations = program.code.primitives
         known = not any(checks.is_traced(leaf) for leaf in jax.tree.leaves((program, rows)))
         kept = known and not program.weak
-        if self._unrolls(operations, known):
+        if self._unrolls(operations, known, size):
             starts = range(0, size, self.batch_size)
             parts = [
                 _batch(own_of, jax.tree.map(lambda leaf, i=i: leaf[i : i + self.batch_size], rows)) for i in starts
@@ -211,12 +211,12 @@ class _Batched(eqx.Module):
         ]
         return out_structure.unflatten(leaves)
 
-    def _unrolls(self, operations: frozenset[str], known: bool) -> bool:
+    def _unrolls(self, operations: frozenset[str], known: bool, size: int) -> bool:
         if self.loop != "auto":
             return self.loop == "unroll"
         if jax.default_backend() != "cpu" or "conv_general_dilated" not in operations:
             return False
-        if not known:
+        if not known and size > 1:
             message = (
                 "bmap loops over batches with a convolution inside a compiled program on a CPU, where XLA is slow. "
                 "loop='unroll' is faster and takes more memory; loop='scan' keeps the loop and silences this."

@@ -1,8 +1,8 @@
 """Members side by side on a CPU: threads that run one compiled program, each with members of its own.
 
 XLA's CPU backend runs programs that one thread starts one after another, and those of several threads at the same time,
-on one device. Small programs, which leave most cores idle, then fill them, and a member's result cannot depend on how
-many threads there were: they all run the program that one alone would.
+on one device. Small programs, which leave most cores idle, then fill them. A member's result does not depend on how
+many threads there were: all run one program, a loop whose body XLA compiles alike for any number of members.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -47,7 +47,8 @@ class Parts(NamedTuple):
     Attributes:
         num_members: How many there are.
         size: Members per part; the last one may have fewer.
-        rows: Of a part's arrays; what is beyond its members are copies of its last one.
+        rows: Of a part's arrays; what is beyond its members are copies of its last one. At least two for `in_turn`,
+            so that a single member takes the memory of two.
     """
 
     num_members: int
@@ -118,7 +119,7 @@ def in_turn(function: Callable[[Any], Any], stacked: Any, count: Array) -> Any:
     return jax.tree.map(lambda leaf, kind: jax.random.wrap_key_data(leaf, impl=kind) if kind else leaf, made, kinds[0])
 
 
-def number_of(count: int) -> Array:
+def traced_number(count: int) -> Array:
     """A number that a program does not know."""
     return jax.device_put(np.int32(count))
 
@@ -132,7 +133,7 @@ def ready(function: Any, lanes: int, *example: Any) -> Callable[..., Any]:
     return function if lanes == 1 else function.lower(*example).compile()
 
 
-def run(tasks: Sequence[Callable[[], Any]], lanes: int) -> list[Any]:
+def run_tasks(tasks: Sequence[Callable[[], Any]], lanes: int) -> list[Any]:
     """What the tasks return, `lanes` of them at a time.
 
     Settings of JAX that hold for one thread (`with jax.enable_x64(True)`) do not reach the tasks: they call what is
@@ -156,6 +157,6 @@ def map_lanes(function: Any, shared: Any, stacked: Any, num_members: int, lanes:
         lanes: From `number_of_lanes`.
     """
     parts = parts_in_turn(num_members, lanes)
-    each = list(zip(parts.split(stacked), map(number_of, parts.counts), strict=True))
+    each = list(zip(parts.split(stacked), map(traced_number, parts.counts), strict=True))
     program = ready(function, lanes, shared, *each[0])
-    return parts.joined(run([partial(program, shared, *part) for part in each], lanes))
+    return parts.joined(run_tasks([partial(program, shared, *part) for part in each], lanes))

@@ -45,7 +45,8 @@ def scale_of(size: Float[Array, ""]) -> Float[Array, ""]:
     """
     size = lax.stop_gradient(size)
     usable = (size > 0) & jnp.isfinite(size)
-    return jnp.ldexp(jnp.ones_like(size), jnp.frexp(jnp.where(usable, size, 1.0))[1])
+    exponent = jnp.frexp(jnp.where(usable, size, 0.5))[1]
+    return jnp.ldexp(jnp.ones_like(size), jnp.minimum(exponent, jnp.finfo(size.dtype).maxexp - 1))
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))

@@ -11,11 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array
 
 from dissociation import checks, sharding
 from dissociation.bmap import bmap
-from dissociation.lanes import in_turn
 from dissociation.validation import validated
 
 MEMBER_MAPS = ("vmap", "scan", "unroll")
@@ -149,12 +147,11 @@ def map_members(
     members_per_batch: int | None = None,
     mesh: Mesh | None = None,
     ordered: bool = False,
-    count: Array | None = None,
 ) -> Any:
     """`function(shared, member)` for every member.
 
-    With "unroll", and with "scan" where there is a `count`, a member's result does not depend on how many others there
-    are, bit for bit; with "vmap" it may, in the last digits.
+    With "scan" and "unroll" a member's result does not depend on how many others there are, bit for bit, but that a
+    "scan" over a single one may differ in the last digits; so may "vmap".
 
     Args:
         function: For one member; must return arrays.
@@ -165,8 +162,6 @@ def map_members(
         mesh: Devices to lay the members over; must divide their number (`sharding.pad_members`).
         ordered: With "unroll", whether a member waits for the one before it. Decompositions of several members at once
             can hang on a CPU.
-        count: With "scan" and without a mesh: how many members are wanted, the rest come as zeros. A traced number, so
-            that a single member is compiled as many are (`lanes.in_turn`).
 
     Returns:
         The results, every leaf with members first.
@@ -180,7 +175,7 @@ def map_members(
     """
     checks.check_choice("member_map", member_map, MEMBER_MAPS)
     if mesh is None:
-        return _map_locally(function, shared, stacked, member_map, members_per_batch, ordered, count)
+        return _map_locally(function, shared, stacked, member_map, members_per_batch, ordered)
 
     def local(shared: Any, stacked: Any) -> Any:
         return _map_locally(function, shared, stacked, member_map, members_per_batch, ordered)
@@ -195,14 +190,12 @@ def _map_locally(
     member_map: str,
     members_per_batch: int | None,
     ordered: bool,
-    count: Array | None = None,
 ) -> Any:
     if member_map == "vmap":
         return bmap(function, in_axes=(None, eqx.if_array(0)), batch_size=members_per_batch)(shared, stacked)
     arrays, static = eqx.partition(stacked, eqx.is_array)
     if member_map == "scan":
-        one = lambda member: function(shared, eqx.combine(member, static))  # noqa: E731
-        return jax.lax.map(one, arrays) if count is None else in_turn(one, arrays, count)
+        return jax.lax.map(lambda member: function(shared, eqx.combine(member, static)), arrays)
     results = []
     for index in range(jax.tree.leaves(arrays)[0].shape[0]):
         part = take(arrays, index)

@@ -58,7 +58,7 @@ def check_mesh(mesh: Mesh) -> None:
 
 @validated
 def pad_members(tree: Any, num_devices: int) -> Any:
-    """Repeats the last member until `num_devices` divides their number.
+    """Repeats the last member until `num_devices`, or the rows of a part, divide their number.
 
     Args:
         tree: A PyTree whose array leaves carry members first.

@@ -133,8 +133,8 @@ def warn_inexact(operator: Any) -> None:
     little as is left of it: the smallest directions of ridge regression are full of rounding, and weigh nothing.
     """
     seen = np.asarray(operator.gram_x)
-    gram, left = seen + np.asarray(operator.basis_gram) * np.asarray(operator.alpha), np.diagonal(seen)
-    weight = np.sqrt(np.where(left < 0, 0.0, left))  # NaN stays
+    gram = seen + np.asarray(operator.basis_gram) * np.asarray(operator.alpha)
+    weight = np.sqrt(np.abs(np.diagonal(seen)))
     error = (np.abs(gram - np.diag(np.diagonal(gram) > 0)) * weight[:, None] * weight[None]).max()
     if not error <= 1e-2:  # nor if it is NaN
         warnings.warn(

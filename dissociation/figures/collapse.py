@@ -184,7 +184,7 @@ def compute(
     """Trains all networks and follows them; see `protocol.Figure.compute`.
 
     `key` is the autoencoder's that compresses images, networks follow from `config.seeds`. Beside the parts `folder`
-    keeps the series so far, see `load_partial`. Networks are laid over devices as `training.Layout` says of `mesh`.
+    keeps the series so far, see `load_partial`. `mesh` is that of `training.Layout`.
     """
     data = source(config) if dataset is None else dataset
     _check_data(config, data)

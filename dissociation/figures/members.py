@@ -156,8 +156,8 @@ def measure_members(
 ) -> Any:
     """`measure(model, rewrite(model, rewrite_key), measure_key)` for every member, compiled.
 
-    On a CPU the members go one after another, over its devices: measuring takes the memory of as many, though the
-    rewritten networks of all are kept; on an accelerator all at once. Bind arrays to the two functions by
+    On a CPU the members go in turn, as many side by side as it has devices: measuring takes the memory of as many,
+    though the rewritten networks of all are kept; on an accelerator all at once. Bind arrays to the two functions by
     `eqx.Partial`, which hands them to the program instead of baking them into it.
 
     Args:
@@ -172,7 +172,7 @@ def measure_members(
     """
     # Two programs, so that rewrites that keep a network's shapes share the one that measures, which takes longer.
     stacked = models, _rewritten(rewrite, models, rewrite_keys), measure_keys
-    return bmap(measure, batch_size=1)(*stacked) if per_batch() == 1 else _measured(measure, stacked)
+    return bmap(measure, batch_size=1, loop="scan")(*stacked) if per_batch() == 1 else _measured(measure, stacked)
 
 
 @eqx.filter_jit

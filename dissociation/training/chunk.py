@@ -10,7 +10,7 @@ from jaxtyping import Array
 
 from dissociation import checks, sharding
 from dissociation.batch_size import largest, needed_bytes
-from dissociation.lanes import number_of_lanes
+from dissociation.lanes import in_turn, number_of_lanes
 from dissociation.members import MEMBER_MAPS, count, map_members, per_batch
 from dissociation.memory import free_memory
 from dissociation.traced import Traced, trace
@@ -32,7 +32,8 @@ class Layout(NamedTuple):
             the memory that is free (their program is compiled once more to measure that).
         mesh: Of `sharding.member_mesh`: devices over which the members are laid, and, along its axis "data" if it has
             one, the samples of every batch. None: one device. "auto": one device as well, but where members go in turn
-            on a CPU, as many side by side as it has devices, of which `dissociation.use_all_cores` makes several.
+            on a CPU, as many side by side as it has devices, of which `dissociation.use_all_cores` makes several. A
+            single member takes the memory of two there.
     """
 
     member_map: str = "auto"
@@ -216,5 +217,8 @@ def _over_members(
     layout: Chosen, function: Any, shared: Any, stacked: Any, count: Array | None, *, ordered: bool = False
 ) -> Any:
     member_map, per_batch, mesh = layout
-    how = {"members_per_batch": per_batch, "mesh": mesh, "ordered": ordered, "count": count}
+    if count is not None:
+        arrays, static = eqx.partition(stacked, eqx.is_array)
+        return in_turn(lambda member: function(shared, eqx.combine(member, static)), arrays, count)
+    how = {"members_per_batch": per_batch, "mesh": mesh, "ordered": ordered}
     return map_members(function, shared, stacked, member_map=member_map, **how)

@@ -17,7 +17,7 @@ import numpy as np
 from dissociation import checkpoint as checkpoints
 from dissociation import checks, sharding
 from dissociation.conversion import describe
-from dissociation.lanes import Parts, number_of, parts_in_turn, ready, run
+from dissociation.lanes import Parts, parts_in_turn, ready, run_tasks, traced_number
 from dissociation.members import concatenate, stack
 from dissociation.traced import Traced
 from dissociation.training.batches import Batches, example, placed_parts
@@ -117,7 +117,8 @@ class Run:
             programs.append(self.observe)
         self.layout, self.lanes = chosen_layout(layout, self.num_members, (state, batches.arrays), *programs)
         mesh, devices = self.layout.mesh, self.layout.devices
-        if self.layout.member_map == "scan" and mesh is None:
+        in_turn = self.layout.member_map == "scan" and mesh is None
+        if in_turn:
             self.parts = parts_in_turn(self.num_members, self.lanes)
         else:  # where members are unrolled, one of every device is a part, so that one program serves all
             part = devices * (1 if self.layout.member_map == "unroll" else -(-self.num_members // devices))
@@ -133,8 +134,7 @@ class Run:
         # Copies, as steps take their state's memory; and of no weak type, as steps return: one program serves all.
         self.states = self._split(jax.tree.map(lambda leaf: jnp.array(leaf, leaf.dtype, copy=True), state))
         self.keys = self._split(keys)
-        in_turn = self.layout.member_map == "scan" and mesh is None
-        self.counts = [number_of(count) if in_turn else None for count in self.parts.counts]
+        self.counts = [traced_number(count) if in_turn else None for count in self.parts.counts]
         batches.lay(mesh, self.parts)
         if self.layout.members_per_batch == "auto":
             common, (mapped,), place = batches.source(self.step)
@@ -212,7 +212,7 @@ class Run:
                 columns.append(infos)
             return state, columns
 
-        done = run([partial(steps, *each) for each in zip(self.states, inputs, strict=True)], self.lanes)
+        done = run_tasks([partial(steps, *each) for each in zip(self.states, inputs, strict=True)], self.lanes)
         columns = [concatenate([_on_host(info) for info in columns], axis=1) for _, columns in done]
         infos = concatenate([self.parts.cut(part) for part in columns])
         infos = jax.tree.map(lambda leaf: leaf[: self.num_members, :count], infos)
@@ -233,10 +233,10 @@ class Run:
             program = ready(observe_members, self.lanes, (*shared, own[0][0].observe, own[0][1]), own[0][2])
 
             def observe(keys: Streams, number: Any, state: State) -> Any:
-                # On the host before the next: one member's decompositions at a time.
+                # On the host before the next: in one lane, one member's decompositions at a time.
                 return _on_host(program((*shared, keys.observe, number), state))
 
-            done = run([partial(observe, *each) for each in own], self.lanes)
+            done = run_tasks([partial(observe, *each) for each in own], self.lanes)
             observed = concatenate([self.parts.cut(part) for part in done])
             observed = jax.tree.map(lambda leaf: leaf[: self.num_members], observed)
         self.observed_at.append(self.step)

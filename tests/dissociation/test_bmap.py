@@ -556,3 +556,12 @@ def test_dense_layers_stay_in_one_compiled_loop():
 def test_a_number_of_members_is_enough_to_map(loop, batch_size):
     repeated = bmap(lambda x: x + 1, in_axes=None, axis_size=5, batch_size=batch_size, loop=loop)
     np.testing.assert_array_equal(repeated(jnp.arange(2.0)), [[1.0, 2.0]] * 5)
+
+
+def test_a_single_member_with_a_convolution_is_no_loop_to_warn_of(key):
+    convolution = eqx.nn.Conv2d(1, 2, 3, key=key)
+    images = jax.random.normal(key, (2, 1, 8, 8))
+    mapped = eqx.filter_jit(bmap(convolution, batch_size=1))
+    np.testing.assert_allclose(mapped(images[:1]), jax.vmap(convolution)(images[:1]), rtol=1e-5, atol=1e-6)
+    with pytest.warns(UserWarning, match="convolution inside a compiled program on a CPU"):
+        mapped(images)

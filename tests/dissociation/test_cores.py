@@ -14,7 +14,7 @@ import dissociation
 from dissociation import sharding
 from dissociation.bmap import bmap
 from dissociation.cores import available_cores, side_by_side, use_all_cores
-from dissociation.lanes import number_of_lanes, run
+from dissociation.lanes import number_of_lanes, run_tasks
 from dissociation.training import Epochs, Layout, Save, fit, make_step
 
 
@@ -145,10 +145,10 @@ def seen(monkeypatch):
 
     def noted(tasks, lanes):
         numbers.append((len(tasks), lanes))
-        return run(tasks, lanes)
+        return run_tasks(tasks, lanes)
 
     for module in ("dissociation.lanes", "dissociation.training.run"):
-        monkeypatch.setattr(f"{module}.run", noted)
+        monkeypatch.setattr(f"{module}.run_tasks", noted)
     return numbers
 
 

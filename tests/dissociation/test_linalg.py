@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import scipy.linalg
 
-from dissociation.linalg import centre, nuclear_norm, positive_inverse, psd_power
+from dissociation.linalg import centre, nuclear_norm, positive_inverse, psd_power, scale_of
 
 
 @pytest.fixture
@@ -247,3 +247,10 @@ def test_what_is_not_finite_stays_undefined(bad, size):
     both = jax.vmap(lambda m: psd_power(m, 0.5))(stack)
     np.testing.assert_allclose(both[0], np.eye(size), atol=1e-6)
     assert np.isnan(both[1]).all()
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-30, 0.3, 1.0, 3e38])
+def test_units_are_powers_of_two_that_the_dtype_holds(size):
+    unit = float(scale_of(jnp.float32(size)))
+    assert np.log2(unit) == round(np.log2(unit))
+    assert 0.5 * unit <= size <= 2 * unit or (size == 0 and unit == 1)

@@ -111,7 +111,7 @@ def test_an_interrupt_while_a_chunk_runs_loses_nothing(key, tmp_path, monkeypatc
     models, sampler = linear_members(key), Epochs(regression(key, samples=30), 4)
     step, options = make_step(noisy_error, optax.adam(0.05)), {"num_steps": 25, "key": key}
     whole = fit(models, step, sampler, **options)
-    run, path, chunks = run_module.run, tmp_path / "run", []
+    run, path, chunks = run_module.run_tasks, tmp_path / "run", []
 
     def interrupted(tasks, lanes):
         result = run(tasks, lanes)
@@ -121,13 +121,13 @@ def test_an_interrupt_while_a_chunk_runs_loses_nothing(key, tmp_path, monkeypatc
             time.sleep(0.01)
         return result
 
-    monkeypatch.setattr(run_module, "run", interrupted)
+    monkeypatch.setattr(run_module, "run_tasks", interrupted)
     monkeypatch.setattr(run_module, "CHUNK_SECONDS", 0.0)
     with pytest.raises(KeyboardInterrupt):
         fit(models, step, sampler, checkpoint=path, **options)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert 8 < checkpoints.read_header(path)["step"] < 25
-    monkeypatch.setattr(run_module, "run", run)
+    monkeypatch.setattr(run_module, "run_tasks", run)
     same_run(whole, fit(models, step, sampler, checkpoint=path, **options))
 
 

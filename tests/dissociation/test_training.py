@@ -438,8 +438,8 @@ def test_zero_steps_return_the_fresh_models(key):
 
 @pytest.mark.parametrize("single", [True, False])
 def test_nothing_to_record_takes_no_trip_to_the_host_per_step(key, monkeypatch, single):
-    chunks, run = [], run_module.run
-    monkeypatch.setattr(run_module, "run", lambda *args: chunks.append(1) or run(*args))
+    chunks, run = [], run_module.run_tasks
+    monkeypatch.setattr(run_module, "run_tasks", lambda *args: chunks.append(1) or run(*args))
     models, data = linear_members(key), regression(key, samples=10)
     sampler = FullBatch(data) if single else Epochs(data, 10)
     monkeypatch.setattr(run_module, "CHUNK_SECONDS", 1e9)  # on a busy machine as on a quiet one
