@@ -88,35 +88,42 @@ def parts_in_turn(num_members: int, lanes: int) -> Parts:
     return Parts(num_members, size, max(size, 2))
 
 
-def in_turn(function: Callable[[Any], Any], stacked: Any, count: Array) -> Any:
+def in_turn(
+    function: Callable[[Any, Any], tuple[Any, Any]], carried: Any, stacked: Any, count: Array
+) -> tuple[Any, Any]:
     """`function` of one member after another, as `jax.lax.map`, but of the first `count`; without a reverse derivative.
 
     XLA does not know how many there are, and so it compiles a single member as it does many: a loop of known length 1,
     or over a single row, would be taken apart, and round otherwise.
 
     Args:
-        function: From a PyTree of arrays to one.
-        stacked: Arrays, members first, at least two rows.
+        function: From two PyTrees of arrays, of `carried` and `stacked`, to what takes the place of the first, and a
+            PyTree of results.
+        carried: Arrays, members first, at least two rows: rewritten in place.
+        stacked: The same, read alone. One of the two may be empty.
         count: Traced.
 
     Returns:
-        The results, members first; zeros beyond `count`.
+        `carried` with its first `count` members rewritten, and the results, members first; zeros beyond `count`.
     """
     kinds: list[Any] = []  # of keys, which are held as numbers in the loop
 
-    def plain(i: Array | int) -> Any:
-        own = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, i, keepdims=False), stacked)
-        made = function(own)
+    def plain(i: Array | int, carried: Any) -> tuple[Any, Any]:
+        take = lambda leaf: jax.lax.dynamic_index_in_dim(leaf, i, keepdims=False)  # noqa: E731
+        after, made = function(*jax.tree.map(take, (carried, stacked)))
         kinds.append(jax.tree.map(lambda leaf: jax.random.key_impl(leaf) if _is_key(leaf) else "", made))
-        return jax.tree.map(lambda leaf: jax.random.key_data(leaf) if _is_key(leaf) else leaf, made)
+        return after, jax.tree.map(lambda leaf: jax.random.key_data(leaf) if _is_key(leaf) else leaf, made)
 
-    def body(i: Array | int, results: Any) -> Any:
-        return jax.tree.map(lambda all_, one: jax.lax.dynamic_update_index_in_dim(all_, one, i, 0), results, plain(i))
+    def body(i: Array | int, loop: Any) -> Any:
+        put = lambda all_, one: jax.lax.dynamic_update_index_in_dim(all_, one, i, 0)  # noqa: E731
+        return jax.tree.map(put, loop, plain(i, loop[0]))
 
-    total, shapes = jax.tree.leaves(stacked)[0].shape[0], jax.eval_shape(plain, 0)
+    total, shapes = jax.tree.leaves((carried, stacked))[0].shape[0], jax.eval_shape(plain, 0, carried)[1]
     zeros = jax.tree.map(lambda leaf: jnp.zeros((total, *leaf.shape), leaf.dtype), shapes)
-    made = jax.lax.fori_loop(0, count, body, zeros)
-    return jax.tree.map(lambda leaf, kind: jax.random.wrap_key_data(leaf, impl=kind) if kind else leaf, made, kinds[0])
+    carried, made = jax.lax.fori_loop(0, count, body, (carried, zeros))
+    return carried, jax.tree.map(
+        lambda leaf, kind: jax.random.wrap_key_data(leaf, impl=kind) if kind else leaf, made, kinds[0]
+    )
 
 
 def traced_number(count: int) -> Array:

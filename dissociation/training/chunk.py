@@ -176,7 +176,18 @@ def run_chunk(inputs: Any, state: State) -> Any:
 
         return run(state) if goes_on is None else jax.lax.cond(goes_on, run, stay, state)
 
-    return _over_members(layout, one, (traced, common, place), (state, mapped, keys, active), count)
+    shared = traced, common, place
+    if count is None:
+        return _over_members(layout, one, shared, (state, mapped, keys, active))
+    arrays, static = eqx.partition((state, (mapped, keys, active)), eqx.is_array)
+
+    def of_member(own: Any, rest: Any) -> Any:
+        own, rest = eqx.combine((own, rest), static)
+        after, infos = one(shared, (own, *rest))
+        return eqx.filter(after, eqx.is_array), infos
+
+    state_arrays, infos = in_turn(of_member, arrays[0], arrays[1], count)
+    return eqx.combine(state_arrays, static[0]), infos
 
 
 def largest_batch(inputs: Any, state: State) -> int:
@@ -210,15 +221,14 @@ def observe_members(inputs: Any, state: State) -> Any:
         key, own_state = stacked
         return observe(observable(own_state), step, jax.random.fold_in(key, step))
 
-    return _over_members(layout, one, (traced, step), (keys, state), count, ordered=True)
+    if count is None:
+        return _over_members(layout, one, (traced, step), (keys, state), ordered=True)
+    arrays, static = eqx.partition((keys, state), eqx.is_array)
+    observed = lambda _, member: ((), one((traced, step), eqx.combine(member, static)))  # noqa: E731
+    return in_turn(observed, (), arrays, count)[1]
 
 
-def _over_members(
-    layout: Chosen, function: Any, shared: Any, stacked: Any, count: Array | None, *, ordered: bool = False
-) -> Any:
+def _over_members(layout: Chosen, function: Any, shared: Any, stacked: Any, *, ordered: bool = False) -> Any:
     member_map, per_batch, mesh = layout
-    if count is not None:
-        arrays, static = eqx.partition(stacked, eqx.is_array)
-        return in_turn(lambda member: function(shared, eqx.combine(member, static)), arrays, count)
     how = {"members_per_batch": per_batch, "mesh": mesh, "ordered": ordered}
     return map_members(function, shared, stacked, member_map=member_map, **how)
