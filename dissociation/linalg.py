@@ -4,6 +4,7 @@ An eigenvector has no derivative where eigenvalues coincide, and JAX's own rules
 here depend on the matrix alone, whichever eigenvectors are taken, so they do have one; their rules are written out.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,7 @@ __all__ = [
     "product",
     "psd_power",
     "scale_of",
+    "singular_map",
 ]
 
 
@@ -278,3 +280,57 @@ def _nuclear_norm_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array
     left, values, right = jnp.linalg.svd(matrix, full_matrices=False)
     polar = product(left * (values > rtol * values[0])[None], right) + undefined
     return jnp.sum(values) + undefined, jnp.sum(polar * tangents[0])
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def singular_map(
+    function: Callable[[Array, Array], Array], x: Float[Array, "n p"], parameter: Float[Array, "..."]
+) -> Float[Array, "n p"]:
+    """U diag(f(s)) V^T of a matrix U diag(s) V^T, with zeros where s is negligible.
+
+    f = 1 is the polar factor, an orthonormal basis of the columns' span. The derivative exists for every spectrum, as
+    that of `psd_power`: of two components it takes the divided differences of f, their mean slope where they coincide.
+
+    Args:
+        function: f of the singular values [k] in falling order and of `parameter`, entry by entry but for what is
+            constant under small changes, as a cut is. Hashable.
+        x: [n, p].
+        parameter: What f depends on beside.
+
+    Returns:
+        [n, p]; NaN if an entry is NaN or infinite. Singular values up to max(n, p) roundings of the largest count as
+        zero.
+    """
+    return _singular(function, x, parameter)[0]
+
+
+def _singular(function: Any, x: Array, parameter: Array) -> tuple[Array, ...]:
+    x, undefined = finite_part(x)
+    left, values, right = jnp.linalg.svd(x, full_matrices=False)
+    kept = values > max(x.shape) * jnp.finfo(x.dtype).eps * values[0]
+    values = jnp.where(kept, values, 0.0)
+    mapped = jnp.where(kept, function(values, parameter), 0.0)
+    return product(left * mapped[None], right) + undefined, left, values, right, mapped
+
+
+@singular_map.defjvp
+def _singular_map_jvp(function: Any, primals: Any, tangents: Any) -> tuple[Array, Array]:
+    (x, parameter), (dx, dparameter) = primals, tangents
+    image, left, values, right, mapped = _singular(function, x, parameter)
+    kept = values > 0
+    slope, change = (
+        jnp.where(kept, jax.jvp(lambda *args: function(*args), (values, parameter), direction)[1], 0.0)
+        for direction in ((jnp.ones_like(values), jnp.zeros_like(parameter)), (jnp.zeros_like(values), dparameter))
+    )
+    inner = product(product(left.T, dx), right.T)
+    even, odd = 0.5 * (inner + inner.T), 0.5 * (inner - inner.T)
+    gap, total = values[:, None] - values[None], values[:, None] + values[None]
+    near = jnp.abs(gap) <= jnp.finfo(x.dtype).eps ** 0.5 * total
+    quotient = jnp.where(near, 1.0, gap)
+    differences = jnp.where(near, 0.5 * (slope[:, None] + slope[None]), (mapped[:, None] - mapped[None]) / quotient)
+    sums = jnp.where(total > 0, (mapped[:, None] + mapped[None]) / jnp.where(total > 0, total, 1.0), 0.0)
+    ratio = jnp.where(kept, mapped / jnp.where(kept, values, 1.0), 0.0)
+    turned = product(product(left, differences * even + sums * odd + jnp.diag(change)), right)
+    beside = product((dx - product(left, product(left.T, dx))), right.T * ratio[None])
+    beyond = product((left * ratio[None]).T, dx - product(product(dx, right.T), right))
+    return image, turned + product(beside, right) + product(left, beyond)

@@ -23,7 +23,8 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from dissociation.checks import check_choice, check_count, check_ndim, check_positive, check_same_length, fail
-from dissociation.linalg import centre, positive_inverse, product
+from dissociation.distances import squared_distances, typical
+from dissociation.linalg import positive_inverse, product
 from dissociation.results import Result
 from dissociation.types import OneHot, PRNGKey, Scalar
 from dissociation.validation import validated
@@ -80,44 +81,11 @@ def gaussian_gram(x: Features, *, sigma: Scalar = 5.0, bandwidth: str = "dimensi
 
 @partial(jax.jit, static_argnames="bandwidth")
 def _gaussian_gram(x: Array, sigma: Scalar, bandwidth: str) -> Array:
-    x = centre(x)
-    lengths = jnp.sum(x**2, 1)
-    square = jnp.maximum(lengths[:, None] + lengths[None] - 2 * product(x, x.T), 0.0)
-    square = square * (1 - jnp.eye(x.shape[0], dtype=x.dtype))  # a sample is at no distance from itself
+    square = squared_distances(x)
     scale = jnp.asarray(x.shape[1], x.dtype)
     if bandwidth == "median":
-        # Squared distances of points that coincide come out as a few roundings of squared lengths.
-        rounding = 8 * jnp.finfo(x.dtype).eps * jnp.max(lengths)
-        pairs = square[np.triu_indices(x.shape[0], 1)]
-        middle, mean = _median(pairs), jnp.mean(pairs)
-        scale = jnp.where(middle > rounding, middle, jnp.where(mean > rounding, mean, 1.0))
+        scale = typical(square)
     return jnp.exp(-square / (2 * jnp.asarray(sigma, x.dtype) ** 2 * scale))
-
-
-def _median(values: Array) -> Array:
-    """`jnp.median` of numbers that are not negative; without a sort, which would take longer than the matrices.
-
-    Bits of such numbers are in their order, so the middle one is found bit by bit, by counting.
-    """
-    number, width = values.size, jnp.finfo(values.dtype).bits
-    kind = {16: jnp.int16, 32: jnp.int32, 64: jnp.int64}[width]
-    bits = lax.bitcast_convert_type(lax.stop_gradient(values), kind)
-
-    def closer(index: Array, least: Array) -> Array:
-        higher = least | (jnp.asarray(1, kind) << (width - 2 - index).astype(kind))
-        return jnp.where(jnp.sum(bits < higher) <= (number - 1) // 2, higher, least)
-
-    low = lax.fori_loop(0, width - 1, closer, jnp.zeros((), kind))
-    reached = jnp.sum(bits <= low) > number // 2
-    high = jnp.where(reached, low, jnp.min(bits, where=bits > low, initial=jnp.iinfo(kind).max))
-
-    def mean_of(which: Array) -> Array:  # with the derivative of those that are equal to it
-        own = bits == which
-        change = jnp.where(own & jnp.isfinite(values), values - lax.stop_gradient(values), 0.0)
-        return lax.bitcast_convert_type(which, values.dtype) + jnp.sum(change) / jnp.sum(own)
-
-    known = jnp.where(jnp.any(jnp.isnan(values)), jnp.nan, 1.0).astype(values.dtype)
-    return known * (0.5 * mean_of(low) + 0.5 * mean_of(high))
 
 
 @validated

@@ -1,0 +1,74 @@
+"""Distances between the samples of one set, and their median, which is found without a sort."""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from dissociation.linalg import product
+
+
+def squared_distances(x: Float[Array, "n p"]) -> Float[Array, "n n"]:
+    """|x_i - x_j|^2 by one product; exactly zero for rows that coincide in rounding.
+
+    Rows are taken from the one nearest to the mean, against the cancellation of an offset: differences of small
+    integers stay integers, so that equal distances are equal.
+
+    Args:
+        x: [n, p].
+    """
+    middle = jnp.argmin(jnp.sum((x - jnp.mean(x, 0)[None]) ** 2, 1))
+    x = x - x[middle][None]
+    lengths = jnp.sum(x**2, 1)
+    both = lengths[:, None] + lengths[None]
+    square = both - 2 * product(x, x.T)
+    return jnp.where(square > 4 * jnp.finfo(x.dtype).eps * both, square, 0.0)
+
+
+def root(square: Float[Array, "*b"]) -> Float[Array, "*b"]:
+    """The square root of what is not negative, with derivative 0 at 0."""
+    positive = square > 0
+    return jnp.where(positive, jnp.sqrt(jnp.where(positive, square, 1.0)), 0.0)
+
+
+def cosine_distances(x: Float[Array, "n p"]) -> Float[Array, "n n"]:
+    """One minus the cosine of two rows; 1 between a row of zeros and any other, to which no angle is known."""
+    x = x / jnp.maximum(jnp.max(jnp.abs(x), 1, keepdims=True), jnp.finfo(x.dtype).tiny)
+    lengths = root(jnp.sum(x**2, 1, keepdims=True))
+    none = lengths[:, 0] == 0
+    distances = 0.5 * squared_distances(x / jnp.where(lengths > 0, lengths, 1.0))
+    unknown = (none[:, None] | none[None]) & ~jnp.eye(x.shape[0], dtype=bool)
+    return jnp.where(unknown, 1.0, distances)
+
+
+def typical(distances: Float[Array, "n n"]) -> Float[Array, ""]:
+    """The median over pairs i < j; where that is zero, as more than half of the pairs coincide, the mean; else 1."""
+    number = distances.shape[0]
+    both = distances.reshape(-1)[1:].reshape(number - 1, number + 1)[:, :-1]  # i != j: every pair twice
+    middle, mean = median(both), jnp.mean(both)
+    return jnp.where(middle > 0, middle, jnp.where(mean > 0, mean, jnp.where(jnp.isnan(mean), jnp.nan, 1.0)))
+
+
+def median(values: Float[Array, "*b"]) -> Float[Array, ""]:
+    """`jnp.median` of numbers that are not negative; without a sort, which would take longer than the matrices.
+
+    Bits of such numbers are in their order, so the middle one is found bit by bit, by counting.
+    """
+    number, width = values.size, jnp.finfo(values.dtype).bits
+    kind = {16: jnp.int16, 32: jnp.int32, 64: jnp.int64}[width]
+    bits = lax.bitcast_convert_type(lax.stop_gradient(values), kind)
+
+    def closer(index: Array, least: Array) -> Array:
+        higher = least | (jnp.asarray(1, kind) << (width - 2 - index).astype(kind))
+        return jnp.where(jnp.sum(bits < higher) <= (number - 1) // 2, higher, least)
+
+    low = lax.fori_loop(0, width - 1, closer, jnp.zeros((), kind))
+    reached = jnp.sum(bits <= low) > number // 2
+    high = jnp.where(reached, low, jnp.min(bits, where=bits > low, initial=jnp.iinfo(kind).max))
+
+    def mean_of(which: Array) -> Array:  # with the derivative of those that are equal to it
+        own = bits == which
+        change = jnp.where(own & jnp.isfinite(values), values - lax.stop_gradient(values), 0.0)
+        return lax.bitcast_convert_type(which, values.dtype) + jnp.sum(change) / jnp.sum(own)
+
+    known = jnp.where(jnp.any(jnp.isnan(values)), jnp.nan, 1.0).astype(values.dtype)
+    return known * (0.5 * mean_of(low) + 0.5 * mean_of(high))

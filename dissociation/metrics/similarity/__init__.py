@@ -1,0 +1,60 @@
+"""Do two representations of the same samples resemble each other, up to what does not matter? Twenty-three answers.
+
+Each measure is a function of two arrays, samples first, in the same order; `MEASURES` says which maps of the neurons it
+ignores, whether it is a metric, its range, its cost and where it is from.
+"""
+
+from dissociation.metrics.similarity.base import Measure
+from dissociation.metrics.similarity.canonical import cca, cca_squared, gulp_distance, pwcca, svcca
+from dissociation.metrics.similarity.dissimilarity import compare_rdms, crossnobis_rdm, crossnobis_rsa, rdm, rsa
+from dissociation.metrics.similarity.functional import disagreement, jensen_shannon, min_max_disagreement
+from dissociation.metrics.similarity.kernels import (
+    debiased_cka,
+    debiased_rbf_cka,
+    distance_correlation,
+    linear_cka,
+    rbf_cka,
+)
+from dissociation.metrics.similarity.matching import hard_matching, soft_matching
+from dissociation.metrics.similarity.measures import MEASURES
+from dissociation.metrics.similarity.neighbourhoods import knn_jaccard, mutual_knn
+from dissociation.metrics.similarity.predictivity import linear_predictivity, predictivity_path
+from dissociation.metrics.similarity.shapes import (
+    angular_distance,
+    angular_similarity,
+    partial_whitening_distance,
+    procrustes_distance,
+)
+
+__all__ = [
+    "MEASURES",
+    "Measure",
+    "angular_distance",
+    "angular_similarity",
+    "cca",
+    "cca_squared",
+    "compare_rdms",
+    "crossnobis_rdm",
+    "crossnobis_rsa",
+    "debiased_cka",
+    "debiased_rbf_cka",
+    "disagreement",
+    "distance_correlation",
+    "gulp_distance",
+    "hard_matching",
+    "jensen_shannon",
+    "knn_jaccard",
+    "linear_cka",
+    "linear_predictivity",
+    "min_max_disagreement",
+    "mutual_knn",
+    "partial_whitening_distance",
+    "predictivity_path",
+    "procrustes_distance",
+    "pwcca",
+    "rbf_cka",
+    "rdm",
+    "rsa",
+    "soft_matching",
+    "svcca",
+]

@@ -1,0 +1,176 @@
+"""What a measure of similarity is: how a representation is prepared, how two are compared, and what holds of it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from dissociation.checks import check_same_length, fail, is_traced
+from dissociation.linalg import centre, scale_of
+
+Features = Float[Array | np.ndarray, "n p"]
+"""A representation: samples first."""
+
+OtherFeatures = Float[Array | np.ndarray, "n q"]
+"""Another one of the same samples, in the same order."""
+
+Score = Float[Array, ""]
+
+HOST = 1e4
+"""Multiplications that a step on the host counts as, beside its own."""
+
+
+class Route(NamedTuple):
+    """One way to compute a measure: each representation is prepared once, and all pairs of prepared ones are compared.
+
+    Both functions compare by value and hold traced options as leaves, so that a program is compiled once
+    (`equinox.Partial`).
+
+    Attributes:
+        prepare: From [n, p] to a PyTree of arrays.
+        compare: From two of these to a number.
+        prepare_work: Multiplications, from n and p.
+        compare_work: Multiplications, from n, p and q.
+        compare_memory: Numbers held while two are compared, from n, p and q.
+        matrix: Whether what is prepared is a matrix over samples of Frobenius norm 1, and the measure a rising function
+            of the product of two.
+    """
+
+    prepare: Callable[[Array], Any]
+    compare: Callable[[Any, Any], Array]
+    prepare_work: Callable[[int, int], float]
+    compare_work: Callable[[int, int, int], float]
+    compare_memory: Callable[[int, int, int], float] = lambda n, p, q: 4 * p * q
+    matrix: bool = False
+
+    def work(self, n: int, p: int, q: int, *, items: int, pairs: int) -> float:
+        """Multiplications for so many representations and pairs of them."""
+        return items * self.prepare_work(n, max(p, q)) + pairs * self.compare_work(n, p, q)
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What is known of a measure.
+
+    Attributes:
+        name: Its key in `MEASURES`.
+        function: f(x, y, **options) of two representations.
+        routes: From options to the ways of computing it, two where the cheaper one depends on the sizes.
+        equation: With Xc the centred features and K = X X^T.
+        invariances: Maps of either representation that leave it as it is, by letters: O rotations and reflections, S
+            scale, T translation, P permutations of neurons, L invertible linear maps, D a positive scale per neuron.
+            Where it is not symmetric, maps of x.
+        invariances_of_y: Maps of y, where they are others.
+        metric: Whether it obeys the triangle inequality, and is zero between equals.
+        symmetric: Whether x and y may be exchanged.
+        range: The least and the largest value.
+        identical: Its value for a representation with itself.
+        cost: Multiplications of one pair, leading orders.
+        reference: Where it is from.
+        minimum: Samples at least.
+        repeats: How often the rows run through the same conditions.
+        host: Whether a step of it is done by SciPy on the host, through which no derivative is taken.
+    """
+
+    name: str
+    function: Callable[..., Array]
+    routes: Callable[..., tuple[Route, ...]]
+    equation: str
+    invariances: str
+    range: tuple[float, float]
+    identical: float
+    cost: str
+    reference: str
+    metric: bool = False
+    symmetric: bool = True
+    invariances_of_y: str | None = None
+    minimum: int = 2
+    repeats: int = 1
+    host: bool = False
+
+    def __call__(self, x: Any, y: Any, **options: Any) -> Array:
+        """The measure of two representations."""
+        return self.function(x, y, **options)
+
+
+def cheapest(routes: tuple[Route, ...], n: int, p: int, q: int, *, items: int = 2, pairs: int = 1) -> Route:
+    """The route of the least work."""
+    return min(routes, key=lambda route: route.work(n, p, q, items=items, pairs=pairs))
+
+
+def evaluate(routes: tuple[Route, ...], x: Array | np.ndarray, y: Array | np.ndarray, *, minimum: int = 2) -> Array:
+    """A measure of two representations, checked.
+
+    Raises:
+        ValueError: If the numbers of samples differ or are too small, or known samples are all the same.
+    """
+    check_same_length("x", x.shape[0], "y", y.shape[0])
+    check_samples("x", x.shape[0], minimum)
+    route = cheapest(routes, x.shape[0], x.shape[1], y.shape[1])
+    value = _evaluate(route.prepare, route.compare, *in_common_dtype(x, y))
+    if not is_traced(value) and np.isnan(value):
+        for name, array in (("x", x), ("y", y)):
+            refuse_constant(name, array)
+    return value
+
+
+@eqx.filter_jit
+def _evaluate(prepare: Any, compare: Any, x: Array, y: Array) -> Array:
+    return compare(prepare(x), prepare(y))
+
+
+def in_common_dtype(*arrays: Any) -> list[Array]:
+    """Arrays of JAX in the widest of their dtypes, float32 at least."""
+    arrays = tuple(jnp.asarray(array) for array in arrays)
+    kind = jnp.promote_types(jnp.result_type(*(array.dtype for array in arrays)), jnp.float32)
+    return [array.astype(kind) for array in arrays]
+
+
+def check_samples(name: str, number: int, minimum: int) -> None:
+    """Raises unless there are enough samples."""
+    if number < minimum:
+        fail(name, f"have at least {minimum} samples", f"{number}")
+
+
+def refuse_constant(name: str, x: Any) -> None:
+    """Raises if known rows are all the same."""
+    if not is_traced(x) and not np.ptp(np.asarray(x), axis=0).any():
+        fail(name, "differ between samples", f"the same row {np.shape(x)[0]} times", "Nothing can be similar to it")
+
+
+def refuse_wide(x: Array, y: Array) -> None:
+    """Raises unless there are more samples than features, after centring."""
+    for name, array in (("x", x), ("y", y)):
+        number, width = array.shape
+        if width >= number - 1:
+            advice = "As many samples as features span all: every correlation would be 1. Reduce the features (`svcca`)"
+            fail(name, "have fewer features than samples less one", f"shape {tuple(array.shape)}", advice)
+
+
+def centred(x: Array) -> tuple[Array, Array]:
+    """The columns about their means, divided by a power of two near the largest entry, and that power."""
+    first = scale_of(jnp.max(jnp.abs(x)))
+    x = centre(x / first)
+    second = scale_of(jnp.max(jnp.abs(x)))
+    return x / second, first * second
+
+
+def scaled(x: Array) -> tuple[Array, Array]:
+    """The features divided by a power of two near the largest entry, and that power."""
+    scale = scale_of(jnp.max(jnp.abs(x)))
+    return x / scale, scale
+
+
+def unit(array: Array) -> Array:
+    """An array divided by its Frobenius norm; NaN for zeros."""
+    return array / jnp.sqrt(jnp.sum(array**2))
+
+
+def inner(a: Array, b: Array) -> Array:
+    """The Frobenius product, as one product of matrices where it is mapped over both."""
+    return jnp.vdot(a, b, precision=jax.lax.Precision.HIGHEST)

@@ -1,0 +1,324 @@
+"""Representational similarity analysis: matrices of dissimilarities between samples (RDMs), and how they agree.
+
+An RDM is kept as its n (n - 1) / 2 pairs i < j, in the order of `numpy.triu_indices(n, 1)` and of
+`scipy.spatial.distance.squareform`.
+"""
+
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float
+
+from dissociation.checks import check_choice, check_same_length, fail
+from dissociation.distances import cosine_distances, root, squared_distances
+from dissociation.linalg import centre, product, psd_power
+from dissociation.metrics.similarity.base import (
+    Features,
+    OtherFeatures,
+    Route,
+    Score,
+    centred,
+    check_samples,
+    evaluate,
+    in_common_dtype,
+    inner,
+    scaled,
+    unit,
+)
+from dissociation.metrics.similarity.kernels import gram_route
+from dissociation.validation import validated
+
+Dissimilarities = Float[Array | np.ndarray, " pairs"]
+
+RDMS = ("euclidean", "squared", "correlation", "cosine")
+"""Euclidean distances, their squares, 1 - the correlation of two rows over neurons, 1 - the cosine of two rows. Rows
+without variance, or of length zero, have correlation, or cosine, 0 with every other."""
+
+COMPARISONS = ("pearson", "spearman", "kendall", "cosine")
+"""Correlation of the entries; of their ranks, ties sharing the mean of theirs; Kendall's tau-a, which counts ties as
+neither; and their cosine, which is 0.5 and more for unrelated data since dissimilarities are not negative."""
+
+
+def _euclidean(x: Array) -> Array:
+    x, scale = scaled(x)
+    return scale * root(squared_distances(x))
+
+
+def _squared(x: Array) -> Array:
+    x, scale = scaled(x)
+    return scale**2 * squared_distances(x)
+
+
+def _correlation(x: Array) -> Array:
+    return cosine_distances(centred(x.T)[0].T)
+
+
+_SQUARE = {"euclidean": _euclidean, "squared": _squared, "correlation": _correlation, "cosine": cosine_distances}
+
+
+def entries(matrix: Array) -> Array:
+    """The pairs i < j of a square matrix."""
+    return matrix[np.triu_indices(matrix.shape[0], 1)]
+
+
+def filled(pairs: Array) -> Array:
+    """The symmetric matrix of which these are the pairs i < j, with zeros on the diagonal."""
+    number = round((1 + (1 + 8 * pairs.shape[0]) ** 0.5) / 2)
+    upper = jnp.zeros((number, number), pairs.dtype).at[np.triu_indices(number, 1)].set(pairs)
+    return upper + upper.T
+
+
+def ranks(values: Float[Array, " number"]) -> Float[Array, " number"]:
+    """Ranks from 1, of which equal values share the mean."""
+    order = jnp.argsort(values)
+    ordered = values[order]
+    number = values.shape[0]
+    places = jnp.arange(number)
+    first = jnp.concatenate([jnp.ones(1, bool), ordered[1:] != ordered[:-1]])
+    last = jnp.concatenate([first[1:], jnp.ones(1, bool)])
+    start = lax.cummax(jnp.where(first, places, 0))
+    end = lax.cummin(jnp.where(last, places, number - 1), reverse=True)
+    kind = values.dtype
+    mean = 1 + 0.5 * (start.astype(kind) + end.astype(kind))
+    return jnp.zeros(number, kind).at[order].set(mean)
+
+
+def _centred_pairs(pairs: Array) -> Array:
+    return unit(pairs - jnp.mean(pairs))
+
+
+_READ: dict[str, Callable[[Array], Array]] = {
+    "pearson": _centred_pairs,
+    "spearman": lambda pairs: _centred_pairs(ranks(pairs)),
+    "cosine": unit,
+    "kendall": lambda pairs: pairs,
+}
+
+
+def kendall(a: Float[Array, " number"], b: Float[Array, " number"]) -> Score:
+    """Kendall's tau-a: concordant minus discordant pairs, of all pairs; ties are neither.
+
+    In the order of a (and, where a is tied, of b) a pair is discordant where b falls. These are counted by the bits of
+    b's dense rank, from the highest: among values that agree in the higher bits, a one before a zero.
+    """
+    number = a.shape[0]
+    order = jnp.lexsort((b, a))
+    a, b = a[order], b[order]
+    same_a = a[1:] == a[:-1]
+    ties = lambda same: _pairs_in_runs(same, number)  # noqa: E731
+    tied_both = ties(same_a & (b[1:] == b[:-1]))
+    sorted_b = jnp.sort(b)
+    tied_a, tied_b = ties(same_a), ties(sorted_b[1:] == sorted_b[:-1])
+    rank = jnp.searchsorted(sorted_b, b)  # how many are below
+    bits = max(number - 1, 1).bit_length()
+    below = jnp.searchsorted(jnp.sort(rank), jnp.arange(1 << bits))
+
+    def level(index: Array | int, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        discordant, values = carry
+        shift = bits - 1 - index
+        bit, group = (values >> shift) & 1, (values >> shift) // 2
+        start = below[group << (shift + 1)]
+        ones = jnp.cumsum(bit) - bit
+        ones -= ones[start]  # before this one, in its group
+        fallen = jnp.where(bit == 0, ones.astype(a.dtype), 0.0)
+        place = jnp.where(bit == 1, ones, jnp.arange(number) - start - ones) + below[(values >> shift) << shift]
+        return discordant + jnp.sum(fallen), jnp.zeros_like(values).at[place].set(values)
+
+    discordant, _ = lax.fori_loop(0, bits, level, (jnp.zeros((), a.dtype), rank))
+    total = 0.5 * number * (number - 1)
+    return (total - tied_a - tied_b + tied_both - 2 * discordant) / total
+
+
+def _pairs_in_runs(same: Array, number: int) -> Array:
+    """How many pairs of places lie within one run of equal values; `same` says which equal the one before."""
+    places = jnp.arange(number)
+    starts = lax.cummax(jnp.where(jnp.concatenate([jnp.zeros(1, bool), same]), 0, places))
+    return jnp.sum((places - starts).astype(jnp.result_type(float)))
+
+
+def _prepared(x: Array, kind: str, comparison: str) -> Array:
+    return _READ[comparison](entries(_SQUARE[kind](x)))
+
+
+def rsa_routes(*, rdm: str = "euclidean", comparison: str = "pearson") -> tuple[Route, ...]:
+    """One route, over the pairs of samples."""
+    check_choice("rdm", rdm, RDMS)
+    return (_compared(eqx.Partial(_prepared, kind=rdm, comparison=comparison), comparison),)
+
+
+def _compared(prepare: eqx.Partial, comparison: str) -> Route:
+    check_choice("comparison", comparison, COMPARISONS)
+    route = gram_route(prepare, kendall if comparison == "kendall" else inner)
+    sorts = lambda n, p: n * n * (p + (100 if comparison in ("spearman", "kendall") else 5))  # noqa: E731
+    route = route._replace(prepare_work=sorts, matrix=False)
+    if comparison == "kendall":
+        return route._replace(compare_work=lambda n, p, q: 2e3 * n * n, compare_memory=lambda n, p, q: 8 * n * n)
+    return route
+
+
+@validated(finite=("x",))
+def rdm(x: Features, kind: str = "euclidean") -> Float[Array, " pairs"]:
+    """Dissimilarities of all pairs of samples.
+
+    Args:
+        x: [n, p].
+        kind: One of `RDMS`.
+
+    Returns:
+        [n (n - 1) / 2], pairs i < j; `filled` makes the matrix. Euclidean ones have the unit of x.
+
+    Raises:
+        ValueError: If there is one sample alone, or `kind` is unknown.
+
+    References:
+        Kriegeskorte, Mur and Bandettini (2008), Representational similarity analysis.
+
+    Example:
+        >>> rdm(jnp.array([[0.0, 0.0], [3.0, 4.0], [0.0, 8.0]]))
+        Array([5., 8., 5.], dtype=float32)
+    """
+    check_choice("kind", kind, RDMS)
+    check_samples("x", x.shape[0], 2)
+    return _rdm(*in_common_dtype(x), kind)
+
+
+@eqx.filter_jit
+def _rdm(x: Array, kind: str) -> Array:
+    return entries(_SQUARE[kind](x))
+
+
+@validated(finite=("a", "b"))
+def compare_rdms(a: Dissimilarities, b: Dissimilarities, comparison: str = "pearson") -> Score:
+    """How two RDMs agree.
+
+    Args:
+        a: Dissimilarities of pairs of samples.
+        b: Of the same pairs.
+        comparison: One of `COMPARISONS`.
+
+    Returns:
+        From -1 to 1.
+
+    Raises:
+        ValueError: If lengths differ or `comparison` is unknown.
+
+    References:
+        Nili et al. (2014), A toolbox for representational similarity analysis.
+    """
+    check_same_length("a", a.shape[0], "b", b.shape[0], "pairs")
+    check_choice("comparison", comparison, COMPARISONS)
+    return _compare_rdms(*in_common_dtype(a, b), comparison)
+
+
+@eqx.filter_jit
+def _compare_rdms(a: Array, b: Array, comparison: str) -> Array:
+    read = _READ[comparison]
+    return (kendall if comparison == "kendall" else inner)(read(a), read(b))
+
+
+@validated(finite=("x", "y"))
+def rsa(x: Features, y: OtherFeatures, *, rdm: str = "euclidean", comparison: str = "pearson") -> Score:
+    """The agreement of two representations' RDMs.
+
+    Invariances are by choice: Euclidean RDMs under rotation and translation, cosine ones under rotation and scale,
+    correlation ones under neither rotation nor translation but under permutation and scale; all comparisons but none of
+    the cosine's offsets leave out the scale, and ranks any rising change of it.
+
+    Args:
+        x: [n, p], at least 3 samples.
+        y: [n, q], of the same samples.
+        rdm: One of `RDMS`.
+        comparison: One of `COMPARISONS`.
+
+    Returns:
+        From -1 to 1; not negative for the cosine. NaN where all dissimilarities are the same.
+
+    Raises:
+        ValueError: If the numbers of samples differ or are below 3, or an option is unknown.
+
+    References:
+        Kriegeskorte et al. (2008); Nili et al. (2014).
+    """
+    return evaluate(rsa_routes(rdm=rdm, comparison=comparison), x, y, minimum=3)
+
+
+@validated(finite=("a", "b", "noise_covariance"))
+def crossnobis_rdm(
+    a: Features,
+    b: Features,
+    noise_covariance: Float[Array | np.ndarray, "p p"] | None = None,
+) -> Float[Array, " pairs"]:
+    """Cross-validated squared Mahalanobis distances (a_i - a_j)^T S^-1 (b_i - b_j) / p.
+
+    Errors of two independent measurements do not add up, so the distances are unbiased, and negative by chance where
+    there is none: they are returned as they are.
+
+    Args:
+        a: One measurement of n conditions, [n, p].
+        b: An independent one of the same conditions and neurons, [n, p].
+        noise_covariance: S, [p, p]; its pseudo-inverse is taken. Default: the identity.
+
+    Returns:
+        [n (n - 1) / 2], pairs i < j.
+
+    Raises:
+        ValueError: If shapes differ.
+
+    References:
+        Walther et al. (2016), Reliability of dissimilarity measures for multi-voxel pattern analysis.
+    """
+    check_same_length("a", a.shape[0], "b", b.shape[0], "conditions")
+    check_samples("a", a.shape[0], 2)
+    a, b = in_common_dtype(a, b)
+    if noise_covariance is not None:
+        b = product(b, psd_power(jnp.asarray(noise_covariance, b.dtype), -1))
+    return entries(_crossed(a, b))
+
+
+@jax.jit
+def _crossed(a: Array, b: Array) -> Array:
+    a, b = centre(a), centre(b)
+    inner_products = product(a, b.T)
+    own = jnp.diagonal(inner_products)
+    return (own[:, None] + own[None] - inner_products - inner_products.T) / a.shape[1]
+
+
+def _crossed_halves(x: Array, comparison: str) -> Array:
+    half = x.shape[0] // 2
+    x, _ = centred(x)
+    return _READ[comparison](entries(_crossed(x[:half], x[half:])))
+
+
+def crossnobis_rsa_routes(*, comparison: str = "cosine") -> tuple[Route, ...]:
+    """One route."""
+    return (_compared(eqx.Partial(_crossed_halves, comparison=comparison), comparison),)
+
+
+@validated(finite=("x", "y"))
+def crossnobis_rsa(x: Features, y: OtherFeatures, *, comparison: str = "cosine") -> Score:
+    """The agreement of cross-validated RDMs, of representations measured twice.
+
+    The first half of the rows is one measurement of n conditions, the second half another of the same conditions in
+    the same order.
+
+    Args:
+        x: [2 n, p], n at least 3.
+        y: [2 n, q], of the same conditions.
+        comparison: One of `COMPARISONS`. Since these RDMs are unbiased, their cosine is not driven by noise.
+
+    Returns:
+        From -1 to 1.
+
+    Raises:
+        ValueError: If the numbers of rows differ, are odd or below 6, or `comparison` is unknown.
+
+    References:
+        Walther et al. (2016).
+    """
+    if x.shape[0] % 2:
+        fail("x", "have an even number of rows, two measurements of all conditions", x.shape[0])
+    return evaluate(crossnobis_rsa_routes(comparison=comparison), x, y, minimum=6)

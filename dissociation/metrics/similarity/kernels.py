@@ -1,0 +1,270 @@
+"""Centred kernel alignment, distance correlation: cosines between matrices over samples.
+
+All of them are the Frobenius product of two matrices over samples, one per representation, each of norm 1. So all pairs
+of many representations are one product of matrices, and permuting samples has known moments (`permutation`).
+"""
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from dissociation.checks import check_positive
+from dissociation.distances import root, squared_distances, typical
+from dissociation.linalg import product
+from dissociation.metrics.similarity.base import (
+    Features,
+    OtherFeatures,
+    Route,
+    Score,
+    centred,
+    evaluate,
+    inner,
+    scaled,
+    unit,
+)
+from dissociation.types import Scalar
+from dissociation.validation import validated
+
+
+def double_centred(gram: Float[Array, "n n"]) -> Float[Array, "n n"]:
+    """H K H with H = I - 1 1^T / n."""
+    rows = gram - jnp.mean(gram, 1, keepdims=True)
+    return rows - jnp.mean(rows, 0, keepdims=True)
+
+
+def u_centred(gram: Float[Array, "n n"]) -> Float[Array, "n n"]:
+    """Szekely and Rizzo's centring, after which off-diagonal rows sum to zero and the diagonal is zero.
+
+    With K~ = K without its diagonal, A_ij = K~_ij - (r_i + r_j) / (n - 2) + s / ((n - 1)(n - 2)), r = K~ 1, s = 1^T r;
+    and HSIC_u(K, L) = <A, B> / (n (n - 3)).
+    """
+    number = gram.shape[0]
+    off = 1 - jnp.eye(number, dtype=gram.dtype)
+    gram = gram * off
+    rows = jnp.sum(gram, 1) / (number - 2)
+    shift = rows - 0.5 * jnp.sum(rows) / (number - 1)
+    return (gram - shift[:, None] - shift[None]) * off
+
+
+def linear_gram(x: Array) -> Array:
+    """Xc Xc^T, up to a power of four."""
+    x, _ = centred(x)
+    return product(x, x.T)
+
+
+def rbf_gram(x: Array, scale: Scalar) -> Array:
+    """exp(-d^2 / (2 sigma^2)), sigma = `scale` times the median of the distances d_ij over i < j."""
+    square = squared_distances(scaled(x)[0])
+    sigma = jnp.asarray(scale, x.dtype) * typical(root(square))
+    return jnp.exp(-square / (2 * sigma**2))
+
+
+def _unit_gram(gram: eqx.Partial, x: Array, *, centring: object) -> Array:
+    return unit(centring(gram(x)))
+
+
+def _distance_gram(x: Array) -> Array:
+    return root(squared_distances(scaled(x)[0]))
+
+
+def _plain_features(x: Array) -> Array:
+    x, _ = centred(x)
+    return x / jnp.sqrt(jnp.sqrt(jnp.sum(product(x.T, x) ** 2)))
+
+
+def _squared_product(a: Array, b: Array) -> Array:
+    return jnp.sum(product(a.T, b) ** 2)
+
+
+def _debiased_features(x: Array) -> tuple[Array, Array]:
+    x, _ = centred(x)
+    lengths = jnp.sum(x**2, 1)
+    own = jnp.sqrt(_debiased_product((x, lengths), (x, lengths)))
+    return x / jnp.sqrt(own), lengths / own
+
+
+def _debiased_product(a: tuple[Array, Array], b: tuple[Array, Array]) -> Array:
+    # With 1^T X = 0, row sums of K~ are -|x_i|^2.
+    (x, r), (y, s) = a, b
+    n = x.shape[0]
+    ends = jnp.sum(r) * jnp.sum(s) / ((n - 1) * (n - 2))
+    return _squared_product(x, y) - n / (n - 2) * inner(r, s) + ends
+
+
+def gram_route(prepare: eqx.Partial, compare: object = inner) -> Route:
+    """The route over matrices of samples."""
+    return Route(
+        prepare=prepare,
+        compare=compare,
+        prepare_work=lambda n, p: n * n * p,
+        compare_work=lambda n, p, q: n * n,
+        compare_memory=lambda n, p, q: 1,
+        matrix=True,
+    )
+
+
+def _features_route(prepare: object, compare: object) -> Route:
+    return Route(
+        prepare=prepare,
+        compare=compare,
+        prepare_work=lambda n, p: n * p * p,
+        compare_work=lambda n, p, q: n * p * q,
+        compare_memory=lambda n, p, q: p * q,
+    )
+
+
+def linear_cka_routes() -> tuple[Route, ...]:
+    """Over features where they are few, over samples where pairs or features are many."""
+    gram = eqx.Partial(_unit_gram, linear_gram, centring=double_centred)
+    return _features_route(_plain_features, _squared_product), gram_route(gram)
+
+
+def debiased_cka_routes() -> tuple[Route, ...]:
+    """As `linear_cka_routes`."""
+    gram = eqx.Partial(_unit_gram, linear_gram, centring=u_centred)
+    return _features_route(_debiased_features, _debiased_product), gram_route(gram)
+
+
+def rbf_cka_routes(*, scale: Scalar = 1.0, debiased: bool = False) -> tuple[Route, ...]:
+    """One route."""
+    check_positive("scale", scale)
+    gram = eqx.Partial(rbf_gram, scale=jnp.asarray(scale))
+    return (gram_route(eqx.Partial(_unit_gram, gram, centring=u_centred if debiased else double_centred)),)
+
+
+def debiased_rbf_cka_routes(*, scale: Scalar = 1.0) -> tuple[Route, ...]:
+    """One route."""
+    return rbf_cka_routes(scale=scale, debiased=True)
+
+
+def distance_correlation_routes() -> tuple[Route, ...]:
+    """One route."""
+    prepare = eqx.Partial(_unit_gram, _distance_gram, centring=double_centred)
+    return (gram_route(prepare, _root_of_product),)
+
+
+def _root_of_product(a: Array, b: Array) -> Array:
+    """The root of the product, which is not negative but for rounding."""
+    value = inner(a, b)
+    return jnp.where(jnp.isnan(value), jnp.nan, root(value))
+
+
+@validated(finite=("x", "y"))
+def linear_cka(x: Features, y: OtherFeatures) -> Score:
+    """Linear centred kernel alignment, |Xc^T Yc|^2 / (|Xc^T Xc| |Yc^T Yc|).
+
+    It is biased: independent isotropic representations score about sqrt(p q / ((n + p)(n + q))). See `debiased_cka`.
+
+    Args:
+        x: [n, p].
+        y: [n, q], of the same samples.
+
+    Returns:
+        From 0 to 1; 1 for representations that differ by rotation, scale and translation.
+
+    Raises:
+        ValueError: If the numbers of samples differ, there is one alone, or known samples are all the same.
+
+    References:
+        Kornblith, Norouzi, Lee and Hinton (2019), Similarity of neural network representations revisited, eq. 4.
+
+    Example:
+        >>> x = jnp.eye(3)
+        >>> linear_cka(x, 2 * x + 1)
+        Array(1., dtype=float32)
+    """
+    return evaluate(linear_cka_routes(), x, y)
+
+
+@validated(finite=("x", "y"))
+def debiased_cka(x: Features, y: OtherFeatures) -> Score:
+    r"""Linear CKA from unbiased estimates: zero on average for independent representations, at any n, p and q.
+
+        HSIC_u(K, L) / sqrt(HSIC_u(K, K) HSIC_u(L, L)),
+        HSIC_u(K, L) = [sum K~ * L~ + 1'K~1 1'L~1 / ((n-1)(n-2)) - 2 1'K~L~1 / (n-2)] / (n (n-3)),
+
+    K = X X^T, K~ without its diagonal. The ratio of unbiased estimates is not itself unbiased.
+
+    Args:
+        x: [n, p], at least 4 samples.
+        y: [n, q], of the same samples.
+
+    Returns:
+        At most 1; negative where there is less in common than by chance, which is returned as it is.
+
+    Raises:
+        ValueError: If the numbers of samples differ or are below 4, or known samples are all the same.
+
+    References:
+        Song, Smola, Gretton, Borgwardt and Bedo (2012), Feature selection via dependence maximization, theorem 2.
+        Nguyen, Raghu and Kornblith (2021), Do wide and deep networks learn the same things?, eq. 3.
+    """
+    return evaluate(debiased_cka_routes(), x, y, minimum=4)
+
+
+@validated(finite=("x", "y"))
+def rbf_cka(x: Features, y: OtherFeatures, *, scale: Scalar = 1.0) -> Score:
+    """CKA with kernels exp(-d^2 / (2 sigma^2)), sigma = `scale` times the median distance.
+
+    The median is of the distances d_ij themselves, not of their squares, over pairs i < j, of either representation by
+    itself. Where more than half of the pairs coincide, their mean takes its place.
+
+    Args:
+        x: [n, p].
+        y: [n, q], of the same samples.
+        scale: Positive.
+
+    Returns:
+        From 0 to 1.
+
+    Raises:
+        ValueError: If the numbers of samples differ, known samples are all the same, or `scale` is not positive.
+
+    References:
+        Kornblith et al. (2019), section 3.
+    """
+    return evaluate(rbf_cka_routes(scale=scale), x, y)
+
+
+@validated(finite=("x", "y"))
+def debiased_rbf_cka(x: Features, y: OtherFeatures, *, scale: Scalar = 1.0) -> Score:
+    """`rbf_cka` from unbiased estimates, as `debiased_cka`.
+
+    Args:
+        x: [n, p], at least 4 samples.
+        y: [n, q], of the same samples.
+        scale: Of the bandwidth, in median distances; positive.
+
+    Returns:
+        At most 1, perhaps negative.
+
+    Raises:
+        ValueError: As `rbf_cka`, or below 4 samples.
+
+    References:
+        Song et al. (2012), theorem 2.
+    """
+    return evaluate(debiased_rbf_cka_routes(scale=scale), x, y, minimum=4)
+
+
+@validated(finite=("x", "y"))
+def distance_correlation(x: Features, y: OtherFeatures) -> Score:
+    """Distance correlation, sqrt(<A, B> / (|A| |B|)) of doubly centred matrices of Euclidean distances.
+
+    It is zero in the limit if and only if x and y are independent; at finite n it is biased upwards, to about 0.4 for
+    unrelated features of usual sizes. Look at it beside its baseline.
+
+    Args:
+        x: [n, p].
+        y: [n, q], of the same samples.
+
+    Returns:
+        From 0 to 1.
+
+    Raises:
+        ValueError: If the numbers of samples differ, or known samples are all the same.
+
+    References:
+        Szekely, Rizzo and Bakirov (2007), Measuring and testing dependence by correlation of distances, eq. 2.10.
+    """
+    return evaluate(distance_correlation_routes(), x, y)

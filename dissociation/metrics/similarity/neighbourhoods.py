@@ -1,0 +1,103 @@
+"""Neighbourhoods: do samples have the same nearest neighbours in two representations?
+
+Neighbours are by the cosine of rows. Samples at equal cosines that compete for the last places share them evenly, as if
+drawn: ties broken by the order of samples would be broken alike in both representations, and count as agreement.
+"""
+
+import equinox as eqx
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from dissociation.checks import check_count, fail
+from dissociation.distances import cosine_distances
+from dissociation.metrics.similarity.base import Features, OtherFeatures, Route, Score, evaluate
+from dissociation.metrics.similarity.kernels import gram_route
+from dissociation.validation import validated
+
+
+def memberships(x: Array, num_neighbours: int) -> Array:
+    """How much sample j is among the k nearest of sample i, [n, n]: 1, 0, or a share of the last places."""
+    number = x.shape[0]
+    distances = cosine_distances(x)
+    rounding = 8 * jnp.finfo(x.dtype).eps * jnp.max(distances, 1, keepdims=True)
+    distances = jnp.where(jnp.eye(number, dtype=bool), jnp.inf, distances)
+    last = -lax.top_k(-distances, num_neighbours)[0][:, -1:]
+    above, tied = distances < last - rounding, jnp.abs(distances - last) <= rounding
+    left = num_neighbours - jnp.sum(above, 1, keepdims=True)
+    share = left / jnp.sum(tied, 1, keepdims=True)
+    return jnp.where(above, 1.0, jnp.where(tied, share.astype(x.dtype), 0.0))
+
+
+def _scaled(x: Array, num_neighbours: int) -> Array:
+    return memberships(x, num_neighbours) / jnp.sqrt(jnp.asarray(x.shape[0] * num_neighbours, x.dtype))
+
+
+def _jaccard(a: Array, b: Array, num_neighbours: int) -> Array:
+    common = jnp.sum(a * b, 1)
+    return jnp.mean(common / (2 * num_neighbours - common))
+
+
+def mutual_knn_routes(*, num_neighbours: int = 10) -> tuple[Route, ...]:
+    """One route."""
+    count = check_count("num_neighbours", num_neighbours, minimum=1)
+    route = gram_route(eqx.Partial(_scaled, num_neighbours=count))
+    return (route._replace(matrix=False),)
+
+
+def knn_jaccard_routes(*, num_neighbours: int = 10) -> tuple[Route, ...]:
+    """One route."""
+    count = check_count("num_neighbours", num_neighbours, minimum=1)
+    prepare = eqx.Partial(memberships, num_neighbours=count)
+    route = gram_route(prepare, eqx.Partial(_jaccard, num_neighbours=count))
+    return (route._replace(matrix=False, compare_work=lambda n, p, q: 4 * n * n, compare_memory=lambda n, p, q: n * n),)
+
+
+def _check_neighbours(x: Array, num_neighbours: int) -> None:
+    if check_count("num_neighbours", num_neighbours, minimum=1) >= x.shape[0]:
+        fail("num_neighbours", f"be below the number of samples ({x.shape[0]})", num_neighbours)
+
+
+@validated(finite=("x", "y"))
+def mutual_knn(x: Features, y: OtherFeatures, *, num_neighbours: int = 10) -> Score:
+    """The share of common members among the k nearest neighbours, averaged over samples; by chance k / (n - 1).
+
+    Args:
+        x: [n, p].
+        y: [n, q], of the same samples.
+        num_neighbours: k, below n; a sample is no neighbour of its own.
+
+    Returns:
+        From 0 to 1. Its derivative is zero.
+
+    Raises:
+        ValueError: If the numbers of samples differ or `num_neighbours` is out of range.
+
+    References:
+        Huh, Cheung, Wang and Isola (2024), The platonic representation hypothesis, appendix A.
+    """
+    _check_neighbours(x, num_neighbours)
+    return evaluate(mutual_knn_routes(num_neighbours=num_neighbours), x, y)
+
+
+@validated(finite=("x", "y"))
+def knn_jaccard(x: Features, y: OtherFeatures, *, num_neighbours: int = 10) -> Score:
+    """The Jaccard index |A & B| / |A | B| of the sets of k nearest neighbours, averaged over samples.
+
+    Args:
+        x: [n, p].
+        y: [n, q], of the same samples.
+        num_neighbours: k, below n; a sample is no neighbour of its own.
+
+    Returns:
+        From 0 to 1. Its derivative is zero.
+
+    Raises:
+        ValueError: If the numbers of samples differ or `num_neighbours` is out of range.
+
+    References:
+        Wang, Rudolph, Borgeaud and Hamilton (2022), Towards understanding the instability of network embedding;
+        Klabunde et al. (2024), ReSi: a comprehensive benchmark for representational similarity measures.
+    """
+    _check_neighbours(x, num_neighbours)
+    return evaluate(knn_jaccard_routes(num_neighbours=num_neighbours), x, y)

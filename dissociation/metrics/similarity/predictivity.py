@@ -1,0 +1,209 @@
+"""Linear predictivity: how much of one representation's variance is a linear function of the other?
+
+One singular value decomposition of the source per fold serves every target and every regularisation.
+"""
+
+from typing import NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from dissociation.checks import check_choice, check_count, check_non_negative, check_same_length, check_single, fail
+from dissociation.linalg import centre, finite_part, product, scale_of
+from dissociation.metrics.similarity.base import (
+    Features,
+    OtherFeatures,
+    Route,
+    Score,
+    check_samples,
+    evaluate,
+    in_common_dtype,
+    refuse_constant,
+)
+from dissociation.types import Scalar
+from dissociation.validation import validated
+
+FOLDS = ("interleaved", "contiguous")
+"""Sample i in fold i mod k, so that rows sorted by class are dealt out evenly; or blocks of rows, for samples that
+resemble their neighbours in the order, as time series do."""
+
+
+def fold_members(number: int, num_folds: int, folds: str) -> list[np.ndarray]:
+    """The samples of each fold."""
+    if folds == "interleaved":
+        return [np.arange(start, number, num_folds) for start in range(num_folds)]
+    return np.array_split(np.arange(number), num_folds)
+
+
+class _Fold(NamedTuple):
+    left: Array  # U of the training part, [m, k]
+    values: Array
+    held_out: Array  # features of the held-out part in the right singular vectors, [h, k]
+
+
+class _Prepared(NamedTuple):
+    target: Array
+    folds: tuple[_Fold, ...]
+    unit: Array  # of the features, squared: of alpha in what is decomposed
+
+
+def _prepare(x: Array, num_folds: int | None, folds: str) -> _Prepared:
+    scale = scale_of(jnp.max(jnp.abs(centre(x))))
+    x = centre(x) / scale
+    found = []
+    for train, test in _parts(x.shape[0], num_folds, folds):
+        mean = jnp.mean(x[train], 0)[None]
+        matrix, undefined = finite_part(x[train] - mean)
+        left, values, right = jnp.linalg.svd(matrix, full_matrices=False)
+        kept = values > max(matrix.shape) * jnp.finfo(x.dtype).eps * values[0]
+        values = jnp.where(kept, values, 0.0) + undefined
+        found.append(_Fold(left, values, product(x[test] - mean, right.T)))
+    return _Prepared(x, tuple(found), scale**2)
+
+
+def _parts(number: int, num_folds: int | None, folds: str) -> list[tuple[np.ndarray, np.ndarray]]:
+    if num_folds is None:
+        return [(np.arange(number), np.arange(number))]
+    members = fold_members(number, num_folds, folds)
+    return [(np.setdiff1d(np.arange(number), test), test) for test in members]
+
+
+def _path(a: _Prepared, b: _Prepared, alphas: Array, num_folds: int | None, folds: str) -> Array:
+    """R^2 at every alpha."""
+    y = b.target
+    alphas = alphas.astype(y.dtype) / a.unit
+    wrong = jnp.zeros(alphas.shape[0], y.dtype)
+    for fold, (train, test) in zip(a.folds, _parts(y.shape[0], num_folds, folds), strict=True):
+        mean = jnp.mean(y[train], 0)[None]
+        known = fold.values > 0
+        denominator = fold.values[None] ** 2 + alphas[:, None]
+        shrunk = jnp.where(known[None], fold.values[None] / jnp.where(known[None], denominator, 1.0), 0.0)
+        latent = product(fold.left.T, y[train] - mean)
+        missed = lambda weights, fold=fold, latent=latent, truth=y[test] - mean: jnp.sum(  # noqa: E731
+            (truth - product(fold.held_out * weights[None], latent)) ** 2
+        )
+        wrong = wrong + jax.lax.map(missed, shrunk) + 0 * jnp.sum(fold.values)
+    return 1 - wrong / jnp.sum(centre(y) ** 2)
+
+
+def _single(a: _Prepared, b: _Prepared, alpha: Array, num_folds: int | None, folds: str) -> Array:
+    return _path(a, b, alpha[None], num_folds, folds)[0]
+
+
+def predictivity_routes(
+    *, alpha: Scalar = 0.0, num_folds: int | None = 5, folds: str = "interleaved"
+) -> tuple[Route, ...]:
+    """One route."""
+    check_single("alpha", alpha)
+    check_non_negative("alpha", alpha)
+    count = _checked_folds(num_folds, folds)
+    return (
+        Route(
+            prepare=eqx.Partial(_prepare, num_folds=count, folds=folds),
+            compare=eqx.Partial(_single, alpha=jnp.asarray(alpha, float), num_folds=count, folds=folds),
+            prepare_work=lambda n, p: 20 * n * p * min(n, p) * (count or 1),
+            compare_work=lambda n, p, q: 2 * n * p * q * (count or 1),
+            compare_memory=lambda n, p, q: n * q + p * q,
+        ),
+    )
+
+
+def _checked_folds(num_folds: int | None, folds: str) -> int | None:
+    check_choice("folds", folds, FOLDS)
+    return None if num_folds is None else check_count("num_folds", num_folds, minimum=2)
+
+
+def _check_number(x: Array | np.ndarray, num_folds: int | None) -> None:
+    if num_folds is not None and num_folds > x.shape[0]:
+        fail("num_folds", f"be at most the number of samples ({x.shape[0]})", num_folds)
+
+
+@validated(finite=("x", "y"))
+def linear_predictivity(
+    x: Features,
+    y: OtherFeatures,
+    *,
+    alpha: Scalar = 0.0,
+    num_folds: int | None = 5,
+    folds: str = "interleaved",
+) -> Score:
+    """The share R^2 of y's variance that a linear map of x predicts on samples that it was not fitted to.
+
+    The map minimises |Yc - Xc W|^2 + alpha |W|^2 on the other folds, with an intercept; at `alpha` 0 it is the least
+    squares solution of least norm. R^2 = 1 - sum |y - prediction|^2 / sum |y - mean y|^2 over samples and neurons.
+
+    Args:
+        x: [n, p], the source.
+        y: [n, q], the target, of the same samples.
+        alpha: Ridge penalty, not negative, in squared units of x summed over samples.
+        num_folds: Folds of the cross-validation. None: fitted and evaluated on all samples, which is another number,
+            1 as soon as there are as many features as samples.
+        folds: How samples are dealt out, one of `FOLDS`.
+
+    Returns:
+        At most 1; negative where the prediction is worse than y's mean. Not symmetric.
+
+    Raises:
+        ValueError: If the numbers of samples differ, an option is out of range, `y` is constant, or `num_folds` is None
+            and `x` has as many features as samples.
+
+    References:
+        Yamins et al. (2014), Performance-optimized hierarchical models predict neural responses in higher visual
+        cortex; Hoerl and Kennard (1970), Ridge regression.
+    """
+    routes = predictivity_routes(alpha=alpha, num_folds=num_folds, folds=folds)
+    _check_number(x, num_folds)
+    _refuse_interpolation(x, num_folds)
+    return evaluate(routes, x, y)
+
+
+@validated(finite=("x", "y", "alphas"))
+def predictivity_path(
+    x: Features,
+    y: OtherFeatures,
+    alphas: Float[Array | np.ndarray, " alphas"],
+    *,
+    num_folds: int | None = 5,
+    folds: str = "interleaved",
+) -> Float[Array, " alphas"]:
+    """`linear_predictivity` at several regularisations, of one decomposition per fold.
+
+    The largest of them is chosen with the held-out samples in sight, and so a little high.
+
+    Args:
+        x: [n, p], the source.
+        y: [n, q], the target.
+        alphas: Ridge penalties, not negative.
+        num_folds: As there.
+        folds: As there.
+
+    Returns:
+        R^2, [alphas].
+
+    Raises:
+        ValueError: As `linear_predictivity`.
+    """
+    check_non_negative("alphas", alphas)
+    count = _checked_folds(num_folds, folds)
+    check_same_length("x", x.shape[0], "y", y.shape[0])
+    check_samples("x", x.shape[0], 2)
+    _check_number(x, count)
+    _refuse_interpolation(x, count)
+    refuse_constant("y", y)
+    x, y = in_common_dtype(x, y)
+    return _whole_path(x, y, jnp.asarray(alphas), count, folds)
+
+
+def _refuse_interpolation(x: Array | np.ndarray, num_folds: int | None) -> None:
+    if num_folds is None and x.shape[1] >= x.shape[0] - 1:
+        advice = "As many features as samples fit anything: give `num_folds`"
+        fail("x", "have fewer features than samples less one where nothing is held out", f"{tuple(x.shape)}", advice)
+
+
+@eqx.filter_jit
+def _whole_path(x: Array, y: Array, alphas: Array, num_folds: int | None, folds: str) -> Array:
+    source, target = _prepare(x, num_folds, folds), _prepare(y, num_folds, folds)
+    return _path(source, target, alphas, num_folds, folds)

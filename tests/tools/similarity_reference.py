@@ -1,0 +1,426 @@
+"""Similarity of representations from the definitions: slow, plain NumPy and SciPy in float64, the yardstick of tests.
+
+Written from the papers and the table of definitions, without a look at the package. Samples are rows: x is [n, p], y is
+[n, q], the same samples in the same order. Nothing here is optimised, and nothing here is imported by the package.
+"""
+
+import itertools
+
+import numpy as np
+import scipy.linalg
+import scipy.optimize
+import scipy.special
+import scipy.stats
+
+RANK_TOLERANCE = 1e-12  # eigenvalues of a covariance below this share of the largest one count as zero
+
+
+def centring(n):
+    """H = I - 11'/n."""
+    return np.eye(n) - np.ones((n, n)) / n
+
+
+def centred(x):
+    """The data without the mean of each column."""
+    x = np.asarray(x, dtype=np.float64)
+    return x - x.mean(axis=0)
+
+
+def norm(x):
+    """Frobenius norm."""
+    return np.sqrt(np.sum(x**2))
+
+
+def nuclear(m):
+    """Nuclear norm: the sum of the singular values."""
+    return np.sum(scipy.linalg.svdvals(m))
+
+
+def inverse_root(s):
+    """Pseudo-inverse square root of a positive semi-definite matrix, on its range."""
+    values, vectors = scipy.linalg.eigh(s)
+    kept = values > RANK_TOLERANCE * values.max()
+    return vectors[:, kept] @ np.diag(values[kept] ** -0.5) @ vectors[:, kept].T
+
+
+def rank(s):
+    """Number of eigenvalues of a positive semi-definite matrix that count as positive."""
+    values = scipy.linalg.eigvalsh(s)
+    return int(np.sum(values > RANK_TOLERANCE * values.max()))
+
+
+# Kernels
+
+
+def hsic_biased(k, l):  # noqa: E741
+    """<HKH, HLH>, without the factor 1/(n-1)^2 that cancels in CKA."""
+    h = centring(len(k))
+    return np.sum((h @ k @ h) * (h @ l @ h))
+
+
+def hsic_unbiased(k, l):  # noqa: E741
+    """HSIC_u (Song et al. 2012), of Gram matrices whose diagonals are dropped; no centring."""
+    n = len(k)
+    k, l, one = k - np.diag(np.diag(k)), l - np.diag(np.diag(l)), np.ones(n)  # noqa: E741
+    total = np.sum(k * l)
+    total += (one @ k @ one) * (one @ l @ one) / ((n - 1) * (n - 2))
+    total -= 2 * (one @ k @ l @ one) / (n - 2)
+    return total / (n * (n - 3))
+
+
+def kernel_cka(k, l, hsic):  # noqa: E741
+    """Cosine of two Gram matrices under an HSIC."""
+    return float(hsic(k, l) / np.sqrt(hsic(k, k) * hsic(l, l)))
+
+
+def linear_gram(x):
+    """The Gram matrix of the rows less their mean: a shift changes neither HSIC, but a large one costs their digits."""
+    return centred(x) @ centred(x).T
+
+
+def linear_cka(x, y):
+    """Linear CKA (Kornblith et al. 2019): the cosine of the centred Gram matrices."""
+    return kernel_cka(linear_gram(x), linear_gram(y), hsic_biased)
+
+
+def debiased_cka(x, y):
+    """Debiased linear CKA: HSIC_u in place of HSIC; may be negative."""
+    return kernel_cka(linear_gram(x), linear_gram(y), hsic_unbiased)
+
+
+def rbf_gram(x, scale=1.0):
+    """exp(-d^2 / (2 sigma^2)), sigma = scale * median over pairs i<j of the distance d."""
+    n = len(x)
+    distance = np.array([[norm(x[i] - x[j]) for j in range(n)] for i in range(n)])
+    sigma = scale * np.median([distance[i, j] for i in range(n) for j in range(i + 1, n)])
+    return np.exp(-(distance**2) / (2 * sigma**2))
+
+
+def rbf_cka(x, y, scale=1.0, debiased=False):
+    """CKA of Gaussian kernels, plain or debiased."""
+    return kernel_cka(rbf_gram(x, scale), rbf_gram(y, scale), hsic_unbiased if debiased else hsic_biased)
+
+
+# Shapes
+
+
+def procrustes_distance(x, y):
+    """sqrt(|Xc|^2 + |Yc|^2 - 2 nuc(Xc'Yc)), size and shape."""
+    x, y = centred(x), centred(y)
+    return float(np.sqrt(max(norm(x) ** 2 + norm(y) ** 2 - 2 * nuclear(x.T @ y), 0.0)))
+
+
+def procrustes_by_rotation(x, y):
+    """min over orthogonal R of |Xc R - Yc|, the narrower data padded with zero columns; R found explicitly."""
+    x, y = centred(x), centred(y)
+    width = max(x.shape[1], y.shape[1])
+    x = np.pad(x, ((0, 0), (0, width - x.shape[1])))
+    y = np.pad(y, ((0, 0), (0, width - y.shape[1])))
+    rotation, _ = scipy.linalg.orthogonal_procrustes(x, y)
+    return float(norm(x @ rotation - y))
+
+
+def angular_similarity(x, y):
+    """Cosine of the angle between shapes: nuc(Xc'Yc) / (|Xc| |Yc|)."""
+    x, y = centred(x), centred(y)
+    return float(nuclear(x.T @ y) / (norm(x) * norm(y)))
+
+
+def angular_distance(x, y):
+    """Angle between shapes, in radians."""
+    return float(np.arccos(min(angular_similarity(x, y), 1.0)))
+
+
+def partial_whitening_distance(x, y, a):
+    """Angle between shapes of Z = Xc (a I + (1-a) (|Xc|/sqrt p) (Xc'Xc)^(-1/2)): a = 1 plain, a = 0 white."""
+
+    def whitened(x):
+        x = centred(x)
+        p = x.shape[1]
+        return x @ (a * np.eye(p) + (1 - a) * norm(x) / np.sqrt(p) * inverse_root(x.T @ x))
+
+    zx, zy = whitened(x), whitened(y)
+    return float(np.arccos(min(nuclear(zx.T @ zy) / (norm(zx) * norm(zy)), 1.0)))
+
+
+# Representational dissimilarity
+
+
+def cosine(a, b):
+    """Cosine of two vectors."""
+    return np.sum(a * b) / (norm(a) * norm(b))
+
+
+def pearson(a, b):
+    """Pearson correlation of two vectors."""
+    return cosine(a - a.mean(), b - b.mean())
+
+
+def dissimilarity(a, b, kind):
+    """Dissimilarity of two rows."""
+    if kind == "euclidean":
+        return norm(a - b)
+    if kind == "squared":
+        return norm(a - b) ** 2
+    if kind == "correlation":
+        return 1 - pearson(a, b)
+    if kind == "cosine":
+        return 1 - cosine(a, b)
+    raise ValueError(kind)
+
+
+def rdm(x, kind):
+    """Dissimilarities of all pairs of rows, i<j: (0,1), (0,2), ..., (1,2), ..."""
+    n = len(x)
+    return np.array([dissimilarity(x[i], x[j], kind) for i in range(n) for j in range(i + 1, n)])
+
+
+def kendall_tau_a(a, b):
+    """(concordant - discordant) / all pairs; a tie in either vector counts in neither."""
+    n = len(a)
+    difference = sum(np.sum(np.sign(a[i] - a[i + 1 :]) * np.sign(b[i] - b[i + 1 :])) for i in range(n))
+    return difference / (n * (n - 1) / 2)
+
+
+def compare_rdms(a, b, comparison):
+    """Similarity of two vectors of dissimilarities."""
+    if comparison == "pearson":
+        return float(pearson(a, b))
+    if comparison == "spearman":
+        return float(pearson(scipy.stats.rankdata(a), scipy.stats.rankdata(b)))  # average ranks for ties
+    if comparison == "kendall":
+        return float(kendall_tau_a(a, b))
+    if comparison == "cosine":
+        return float(cosine(a, b))
+    raise ValueError(comparison)
+
+
+_rdm = rdm  # the argument of `rsa` has its name
+
+
+def rsa(x, y, rdm="euclidean", comparison="pearson"):
+    """Representational similarity analysis: the same dissimilarity on both sides, then a comparison."""
+    return compare_rdms(_rdm(x, rdm), _rdm(y, rdm), comparison)
+
+
+def crossnobis_rdm(a, b, noise_covariance=None):
+    """(a_i - a_j)' S^-1 (b_i - b_j) / p over pairs i<j; unbiased, may be negative."""
+    n, p = a.shape
+    precision = np.eye(p) if noise_covariance is None else np.linalg.inv(noise_covariance)
+    return np.array([(a[i] - a[j]) @ precision @ (b[i] - b[j]) / p for i in range(n) for j in range(i + 1, n)])
+
+
+def distance_correlation(x, y):
+    """Distance correlation (Szekely, Rizzo, Bakirov 2007): root of the ratio of the biased V-statistics."""
+    h, n = centring(len(x)), len(x)
+    a = h @ np.array([[norm(x[i] - x[j]) for j in range(n)] for i in range(n)]) @ h
+    b = h @ np.array([[norm(y[i] - y[j]) for j in range(n)] for i in range(n)]) @ h
+    return float(np.sqrt(max(np.mean(a * b), 0.0) / np.sqrt(np.mean(a * a) * np.mean(b * b))))
+
+
+# Neighbours
+
+
+def neighbours(x, num_neighbours):
+    """The set of nearest rows of each row by cosine similarity, itself left out; the lower index wins a tie."""
+    n = len(x)
+    sets = []
+    for i in range(n):
+        others = [j for j in range(n) if j != i]
+        others.sort(key=lambda j: -cosine(x[i], x[j]))  # a stable sort
+        sets.append(set(others[:num_neighbours]))
+    return sets
+
+
+def mutual_knn(x, y, num_neighbours):
+    """Mean share of nearest neighbours in common."""
+    pairs = zip(neighbours(x, num_neighbours), neighbours(y, num_neighbours), strict=True)
+    return float(np.mean([len(a & b) / num_neighbours for a, b in pairs]))
+
+
+def knn_jaccard(x, y, num_neighbours):
+    """Mean Jaccard index of the sets of nearest neighbours."""
+    pairs = zip(neighbours(x, num_neighbours), neighbours(y, num_neighbours), strict=True)
+    return float(np.mean([len(a & b) / len(a | b) for a, b in pairs]))
+
+
+# Canonical correlations
+
+
+def canonical(x, y):
+    """Left singular vectors and singular values of Sx^(-1/2) Sxy Sy^(-1/2), the first min(rank x, rank y) of them."""
+    x, y = centred(x), centred(y)
+    sx, sy, sxy = x.T @ x, y.T @ y, x.T @ y
+    u, rho, _ = scipy.linalg.svd(inverse_root(sx) @ sxy @ inverse_root(sy))
+    kept = min(rank(sx), rank(sy))
+    return u[:, :kept], rho[:kept]
+
+
+def cca_correlations(x, y):
+    """Canonical correlations, descending, min(rank x, rank y) of them."""
+    return canonical(x, y)[1]
+
+
+def cca(x, y):
+    """Mean canonical correlation."""
+    return float(np.mean(cca_correlations(x, y)))
+
+
+def cca_squared(x, y):
+    """Mean squared canonical correlation."""
+    return float(np.mean(cca_correlations(x, y) ** 2))
+
+
+def leading_components(x, variance):
+    """Scores on the fewest leading principal components whose share of the variance is at least `variance`."""
+    x = centred(x)
+    u, s, _ = scipy.linalg.svd(x, full_matrices=False)
+    for kept in range(1, len(s)):
+        if np.sum(s[:kept] ** 2) / np.sum(s**2) >= variance:
+            return u[:, :kept] * s[:kept]
+    return u * s
+
+
+def svcca(x, y, variance=0.99):
+    """Mean canonical correlation after a cut of both sides at a share of variance."""
+    return cca(leading_components(x, variance), leading_components(y, variance))
+
+
+def pwcca(x, y):
+    """Sum w_i rho_i, w_i in proportion to sum_j |<h_i, xc_j>|, h_i the canonical variates of x (Morcos et al. 2018)."""
+    u, rho = canonical(x, y)
+    x = centred(x)
+    h = x @ inverse_root(x.T @ x) @ u  # orthonormal in sample space
+    weights = np.array([sum(abs(h[:, i] @ x[:, j]) for j in range(x.shape[1])) for i in range(len(rho))])
+    return float(np.sum(weights / weights.sum() * rho))
+
+
+def gulp_distance(x, y, lam):
+    """GULP (Boix-Adsera et al. 2022), the root of its squared distance, data scaled to |Xc|^2 = n."""
+    n = len(x)
+    x, y = centred(x), centred(y)
+    x, y = x * np.sqrt(n) / norm(x), y * np.sqrt(n) / norm(y)
+    sx, sy, sxy = x.T @ x / n, y.T @ y / n, x.T @ y / n
+
+    def inverse(s):
+        if lam > 0:
+            return np.linalg.inv(s + lam * np.eye(len(s)))
+        return np.linalg.pinv(s, rcond=RANK_TOLERANCE, hermitian=True)
+
+    ax, ay = inverse(sx) @ sx, inverse(sy) @ sy
+    squared = np.trace(ax @ ax) + np.trace(ay @ ay) - 2 * np.trace(inverse(sx) @ sxy @ inverse(sy) @ sxy.T)
+    return float(np.sqrt(max(squared, 0.0)))
+
+
+# Regression
+
+
+def ridge_predictions(x_train, y_train, x_test, alpha):
+    """Predictions of min |Yc - Xc W|^2 + alpha |W|^2 with a free intercept; the least norm at alpha 0."""
+    x_mean, y_mean = x_train.mean(axis=0), y_train.mean(axis=0)
+    x, y = x_train - x_mean, y_train - y_mean
+    if alpha > 0:
+        weights = np.linalg.inv(x.T @ x + alpha * np.eye(x.shape[1])) @ x.T @ y
+    else:
+        weights = np.linalg.pinv(x, rcond=np.sqrt(RANK_TOLERANCE)) @ y
+    return (x_test - x_mean) @ weights + y_mean
+
+
+def linear_predictivity(x, y, alpha=0.0, num_folds=5, in_sample=False):
+    """R^2 of y from x over all samples and neurons together; sample i is held out in fold i % num_folds."""
+    predicted = np.zeros(y.shape)
+    if in_sample:
+        predicted = ridge_predictions(x, y, x, alpha)
+    else:
+        fold = np.arange(len(x)) % num_folds
+        for f in range(num_folds):
+            train, test = fold != f, fold == f
+            predicted[test] = ridge_predictions(x[train], y[train], x[test], alpha)
+    return float(1 - np.sum((y - predicted) ** 2) / np.sum((y - y.mean(axis=0)) ** 2))
+
+
+# Matching
+
+
+def neuron_correlations(x, y):
+    """Signed Pearson correlations [p, q] of the neurons; 0 for a neuron without variance."""
+    c = np.zeros((x.shape[1], y.shape[1]))
+    for i, j in itertools.product(range(x.shape[1]), range(y.shape[1])):
+        if np.ptp(x[:, i]) > 0 and np.ptp(y[:, j]) > 0:
+            c[i, j] = pearson(x[:, i], y[:, j])
+    return c
+
+
+def hard_matching(x, y):
+    """Largest mean signed correlation over one-to-one assignments of min(p, q) pairs of neurons."""
+    c = neuron_correlations(x, y)
+    return float(np.mean(c[scipy.optimize.linear_sum_assignment(c, maximize=True)]))
+
+
+def soft_matching(x, y):
+    """max sum T_ij c_ij over transport plans with marginals 1/p and 1/q, as a linear programme."""
+    c = neuron_correlations(x, y)
+    p, q = c.shape
+    rows = np.kron(np.eye(p), np.ones((1, q)))  # sum_j T_ij
+    columns = np.kron(np.ones((1, p)), np.eye(q))  # sum_i T_ij
+    marginals = np.concatenate([np.full(p, 1 / p), np.full(q, 1 / q)])
+    result = scipy.optimize.linprog(-c.ravel(), A_eq=np.vstack([rows, columns]), b_eq=marginals, bounds=(0, None))
+    assert result.success, result.message
+    return float(-result.fun)
+
+
+# Functional similarity
+
+
+def disagreement(x, y):
+    """Share of rows whose largest entries lie in different places."""
+    return float(np.mean([np.argmax(a) != np.argmax(b) for a, b in zip(x, y, strict=True)]))
+
+
+def jensen_shannon(x, y):
+    """Mean Jensen-Shannon divergence, in nats, of the softmax of each row."""
+    values = []
+    for a, b in zip(x, y, strict=True):
+        a, b = scipy.special.softmax(a), scipy.special.softmax(b)
+        m = (a + b) / 2
+        values.append((np.sum(scipy.special.rel_entr(a, m)) + np.sum(scipy.special.rel_entr(b, m))) / 2)
+    return float(np.mean(values))
+
+
+def min_max_disagreement(x, y, labels):
+    """(d - dmin) / (dmax - dmin), the bounds that the two error rates allow; nan where they coincide."""
+    ex, ey = np.mean(np.argmax(x, axis=1) != labels), np.mean(np.argmax(y, axis=1) != labels)
+    low, high = abs(ex - ey), min(ex + ey, 1.0)
+    return float((disagreement(x, y) - low) / (high - low)) if high > low else float("nan")
+
+
+# Inference and embedding
+
+
+def permutation_moments(k, l):  # noqa: E741
+    """Mean, variance and third central moment of sum_ij k_ij l_{pi(i)pi(j)} over all permutations pi (n <= 8)."""
+    n = len(k)
+    assert n <= 8
+    values = np.array([np.sum(k * l[np.ix_(pi, pi)]) for pi in itertools.permutations(range(n))])
+    mean = values.mean()
+    return float(mean), float(np.mean((values - mean) ** 2)), float(np.mean((values - mean) ** 3))
+
+
+def pearson3_sf(value, mean, variance, third):
+    """P(X >= value) for the Pearson III law with these three central moments."""
+    return float(scipy.stats.pearson3.sf(value, third / variance**1.5, loc=mean, scale=np.sqrt(variance)))
+
+
+def classical_mds(distances, num_dims):
+    """Coordinates [n, num_dims] of a matrix of distances [n, n], axes by descending eigenvalue, signs arbitrary."""
+    h = centring(len(distances))
+    values, vectors = scipy.linalg.eigh(-0.5 * h @ distances**2 @ h)
+    leading = np.argsort(-values)[:num_dims]
+    return vectors[:, leading] * np.sqrt(np.maximum(values[leading], 0.0))
+
+
+def stress(distances, coordinates):
+    """Raw stress: sum over pairs i<j of (d_ij - |z_i - z_j|)^2, distances [n, n]."""
+    n = len(distances)
+    pairs = itertools.combinations(range(n), 2)
+    return float(sum((distances[i, j] - norm(coordinates[i] - coordinates[j])) ** 2 for i, j in pairs))
