@@ -25,10 +25,24 @@ HOST = 1e4
 """Multiplications that a step on the host counts as, beside its own."""
 
 
+class Prepared(NamedTuple):
+    """A representation, ready to be compared by a product.
+
+    Attributes:
+        entries: What is multiplied entry by entry and summed.
+        mean: The product's mean over all orders of the samples of one of two is the product of their means.
+        rank: For measures that divide by it; else 1.
+    """
+
+    entries: Array
+    mean: Array
+    rank: Array | float = 1.0
+
+
 class Route(NamedTuple):
     """One way to compute a measure: each representation is prepared once, and all pairs of prepared ones are compared.
 
-    Both functions compare by value and hold traced options as leaves, so that a program is compiled once
+    Functions compare by value and hold traced options as leaves, so that a program is compiled once
     (`equinox.Partial`).
 
     Attributes:
@@ -37,8 +51,9 @@ class Route(NamedTuple):
         prepare_work: Multiplications, from n and p.
         compare_work: Multiplications, from n, p and q.
         compare_memory: Numbers held while two are compared, from n, p and q.
-        matrix: Whether what is prepared is a matrix over samples of Frobenius norm 1, and the measure a rising function
-            of the product of two.
+        finish: From the product of two `Prepared` ones, and these, to the measure, for a measure that is one of them:
+            all pairs are then one product of matrices.
+        expected: From two prepared ones to the measure's mean over all orders of one's samples, where that is known.
     """
 
     prepare: Callable[[Array], Any]
@@ -46,11 +61,51 @@ class Route(NamedTuple):
     prepare_work: Callable[[int, int], float]
     compare_work: Callable[[int, int, int], float]
     compare_memory: Callable[[int, int, int], float] = lambda n, p, q: 4 * p * q
-    matrix: bool = False
+    finish: Callable[[Array, Any, Any], Array] | None = None
+    expected: Callable[[Any, Any], Array] | None = None
 
     def work(self, n: int, p: int, q: int, *, items: int, pairs: int) -> float:
         """Multiplications for so many representations and pairs of them."""
         return items * self.prepare_work(n, max(p, q)) + pairs * self.compare_work(n, p, q)
+
+
+def as_it_is(product: Array, a: Prepared, b: Prepared) -> Array:
+    """A measure that is the product itself."""
+    return product
+
+
+def product_route(
+    prepare: Callable[[Array], Prepared],
+    finish: Callable[[Array, Any, Any], Array] = as_it_is,
+    *,
+    linear: bool = True,
+    sorts: bool = False,
+) -> Route:
+    """The route of a measure over pairs of samples that is a function of one product.
+
+    Args:
+        prepare: To what is multiplied.
+        finish: From the product to the measure.
+        linear: Whether `finish` is linear in the product.
+        sorts: Whether preparing takes a sort of all pairs.
+    """
+    return Route(
+        prepare=prepare,
+        compare=eqx.Partial(_finished, finish),
+        prepare_work=lambda n, p: n * n * (p + (100 if sorts else 5)),
+        compare_work=lambda n, p, q: n * n,
+        compare_memory=lambda n, p, q: 1,
+        finish=finish,
+        expected=eqx.Partial(_finished_mean, finish) if linear else None,
+    )
+
+
+def _finished(finish: Callable[..., Array], a: Prepared, b: Prepared) -> Array:
+    return finish(jnp.vdot(a.entries, b.entries, precision=jax.lax.Precision.HIGHEST), a, b)
+
+
+def _finished_mean(finish: Callable[..., Array], a: Prepared, b: Prepared) -> Array:
+    return finish(a.mean * b.mean, a, b)
 
 
 @dataclass(frozen=True)
@@ -143,7 +198,7 @@ def refuse_constant(name: str, x: Any) -> None:
         fail(name, "differ between samples", f"the same row {np.shape(x)[0]} times", "Nothing can be similar to it")
 
 
-def refuse_wide(x: Array, y: Array) -> None:
+def refuse_wide(x: Array | np.ndarray, y: Array | np.ndarray) -> None:
     """Raises unless there are more samples than features, after centring."""
     for name, array in (("x", x), ("y", y)):
         number, width = array.shape
@@ -169,8 +224,3 @@ def scaled(x: Array) -> tuple[Array, Array]:
 def unit(array: Array) -> Array:
     """An array divided by its Frobenius norm; NaN for zeros."""
     return array / jnp.sqrt(jnp.sum(array**2))
-
-
-def inner(a: Array, b: Array) -> Array:
-    """The Frobenius product, as one product of matrices where it is mapped over both."""
-    return jnp.vdot(a, b, precision=jax.lax.Precision.HIGHEST)

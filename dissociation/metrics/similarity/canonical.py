@@ -9,6 +9,9 @@ As many samples as features span everything, and then all correlations are 1 wha
 p + q > n - 1 the subspaces still have to meet, in p + q - n + 1 dimensions: look at the baseline.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import equinox as eqx
 import jax.numpy as jnp
 from jax import lax
@@ -20,11 +23,12 @@ from dissociation.linalg import finite_part, nuclear_norm, product, singular_map
 from dissociation.metrics.similarity.base import (
     Features,
     OtherFeatures,
+    Prepared,
     Route,
     Score,
     centred,
     evaluate,
-    inner,
+    product_route,
     refuse_wide,
 )
 from dissociation.types import Scalar
@@ -62,13 +66,17 @@ def _mean_square(a: tuple[Array, Array], b: tuple[Array, Array]) -> Array:
     return jnp.minimum(jnp.sum(product(a[0].T, b[0]) ** 2) / jnp.minimum(a[1], b[1]), 1.0)
 
 
-def _projector(x: Array) -> tuple[Array, Array]:
+def _squares_expected(a: tuple[Array, Array], b: tuple[Array, Array]) -> Array:
+    return a[1] * b[1] / ((a[0].shape[-2] - 1) * jnp.minimum(a[1], b[1]))
+
+
+def _projector(x: Array) -> Prepared:
     q, rank = basis(x)
-    return product(q, q.T), rank
+    return Prepared(product(q, q.T), rank / (x.shape[0] - 1) ** 0.5, rank)
 
 
-def _mean_overlap(a: tuple[Array, Array], b: tuple[Array, Array]) -> Array:
-    return jnp.minimum(inner(a[0], b[0]) / jnp.minimum(a[1], b[1]), 1.0)
+def _mean_overlap(product: Array, a: Prepared, b: Prepared) -> Array:
+    return jnp.minimum(product / jnp.minimum(a.rank, b.rank), 1.0)
 
 
 def _seen(x: Array) -> tuple[Array, Array]:
@@ -103,7 +111,9 @@ def _gulp_distance(a: tuple[Array, Array], b: tuple[Array, Array]) -> Array:
     return jnp.where(jnp.isnan(square), jnp.nan, root(square))
 
 
-def _routes(prepare: object, compare: object, sides: float = 10) -> tuple[Route, ...]:
+def _routes(
+    prepare: Callable[[Array], Any], compare: Callable[[Any, Any], Array], sides: float = 10
+) -> tuple[Route, ...]:
     return (
         Route(
             prepare=prepare,
@@ -122,14 +132,9 @@ def cca_routes() -> tuple[Route, ...]:
 def cca_squared_routes() -> tuple[Route, ...]:
     """Over features, or over samples where pairs are many."""
     (features,) = _routes(basis, _mean_square, 0)
-    over_samples = features._replace(
-        prepare=_projector,
-        compare=_mean_overlap,
-        prepare_work=lambda n, p: 20 * n * p * min(n, p) + n * n * p,
-        compare_work=lambda n, p, q: n * n,
-        compare_memory=lambda n, p, q: 1,
-    )
-    return features, over_samples
+    over_samples = product_route(_projector, _mean_overlap)
+    work = lambda n, p: features.prepare_work(n, p) + n * n * p  # noqa: E731
+    return features._replace(expected=_squares_expected), over_samples._replace(prepare_work=work)
 
 
 def svcca_routes(*, variance: Scalar = 0.99) -> tuple[Route, ...]:

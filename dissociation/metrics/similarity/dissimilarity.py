@@ -5,6 +5,7 @@ An RDM is kept as its n (n - 1) / 2 pairs i < j, in the order of `numpy.triu_ind
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -19,17 +20,17 @@ from dissociation.linalg import centre, product, psd_power
 from dissociation.metrics.similarity.base import (
     Features,
     OtherFeatures,
+    Prepared,
     Route,
     Score,
     centred,
     check_samples,
     evaluate,
     in_common_dtype,
-    inner,
+    product_route,
     scaled,
     unit,
 )
-from dissociation.metrics.similarity.kernels import gram_route
 from dissociation.validation import validated
 
 Dissimilarities = Float[Array | np.ndarray, " pairs"]
@@ -140,8 +141,13 @@ def _pairs_in_runs(same: Array, number: int) -> Array:
     return jnp.sum((places - starts).astype(jnp.result_type(float)))
 
 
-def _prepared(x: Array, kind: str, comparison: str) -> Array:
-    return _READ[comparison](entries(_SQUARE[kind](x)))
+def _read(pairs: Array, comparison: str) -> Prepared:
+    pairs = _READ[comparison](pairs)
+    return Prepared(pairs, jnp.sum(pairs) * pairs.size**-0.5)  # an order of samples is one of pairs
+
+
+def _prepared(x: Array, kind: str, comparison: str) -> Prepared:
+    return _read(entries(_SQUARE[kind](x)), comparison)
 
 
 def rsa_routes(*, rdm: str = "euclidean", comparison: str = "pearson") -> tuple[Route, ...]:
@@ -150,14 +156,20 @@ def rsa_routes(*, rdm: str = "euclidean", comparison: str = "pearson") -> tuple[
     return (_compared(eqx.Partial(_prepared, kind=rdm, comparison=comparison), comparison),)
 
 
-def _compared(prepare: eqx.Partial, comparison: str) -> Route:
+def _compared(prepare: Callable[[Array], Prepared], comparison: str) -> Route:
     check_choice("comparison", comparison, COMPARISONS)
-    route = gram_route(prepare, kendall if comparison == "kendall" else inner)
-    sorts = lambda n, p: n * n * (p + (100 if comparison in ("spearman", "kendall") else 5))  # noqa: E731
-    route = route._replace(prepare_work=sorts, matrix=False)
-    if comparison == "kendall":
-        return route._replace(compare_work=lambda n, p, q: 2e3 * n * n, compare_memory=lambda n, p, q: 8 * n * n)
-    return route
+    route = product_route(prepare, sorts=comparison in ("spearman", "kendall"))
+    if comparison != "kendall":
+        return route
+    work: dict[str, Any] = {
+        "compare_work": lambda n, p, q: 2e3 * n * n,
+        "compare_memory": lambda n, p, q: 8 * n * n,
+    }
+    return route._replace(compare=_kendall, finish=None, expected=None, **work)
+
+
+def _kendall(a: Prepared, b: Prepared) -> Array:
+    return kendall(a.entries, b.entries)
 
 
 @validated(finite=("x",))
@@ -183,7 +195,8 @@ def rdm(x: Features, kind: str = "euclidean") -> Float[Array, " pairs"]:
     """
     check_choice("kind", kind, RDMS)
     check_samples("x", x.shape[0], 2)
-    return _rdm(*in_common_dtype(x), kind)
+    (x,) = in_common_dtype(x)
+    return _rdm(x, kind)
 
 
 @eqx.filter_jit
@@ -211,13 +224,14 @@ def compare_rdms(a: Dissimilarities, b: Dissimilarities, comparison: str = "pear
     """
     check_same_length("a", a.shape[0], "b", b.shape[0], "pairs")
     check_choice("comparison", comparison, COMPARISONS)
-    return _compare_rdms(*in_common_dtype(a, b), comparison)
+    a, b = in_common_dtype(a, b)
+    return _compare_rdms(a, b, comparison)
 
 
 @eqx.filter_jit
 def _compare_rdms(a: Array, b: Array, comparison: str) -> Array:
-    read = _READ[comparison]
-    return (kendall if comparison == "kendall" else inner)(read(a), read(b))
+    route = _compared(eqx.Partial(_read, comparison=comparison), comparison)
+    return route.compare(route.prepare(a), route.prepare(b))
 
 
 @validated(finite=("x", "y"))
@@ -287,10 +301,10 @@ def _crossed(a: Array, b: Array) -> Array:
     return (own[:, None] + own[None] - inner_products - inner_products.T) / a.shape[1]
 
 
-def _crossed_halves(x: Array, comparison: str) -> Array:
+def _crossed_halves(x: Array, comparison: str) -> Prepared:
     half = x.shape[0] // 2
     x, _ = centred(x)
-    return _READ[comparison](entries(_crossed(x[:half], x[half:])))
+    return _read(entries(_crossed(x[:half], x[half:])), comparison)
 
 
 def crossnobis_rsa_routes(*, comparison: str = "cosine") -> tuple[Route, ...]:

@@ -1,25 +1,32 @@
 """How alike two networks' functions are, from their outputs: what similarity of representations is read beside."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
 from dissociation.checks import check_same_length, fail
-from dissociation.metrics.similarity.base import Route, Score, evaluate, in_common_dtype
-from dissociation.metrics.similarity.kernels import gram_route
+from dissociation.metrics.similarity.base import Prepared, Route, Score, evaluate, in_common_dtype
 from dissociation.types import Classes
 from dissociation.validation import validated
 
 Logits = Float[Array | np.ndarray, "n classes"]
 
 
-def _predictions(x: Array) -> Array:
-    return jax.nn.one_hot(jnp.argmax(x, 1), x.shape[1], dtype=x.dtype)
+def _predictions(x: Array) -> Prepared:
+    classes = jax.nn.one_hot(jnp.argmax(x, 1), x.shape[1], dtype=x.dtype)
+    return Prepared(classes / x.shape[0] ** 0.5, jnp.mean(classes, 0))
 
 
-def _disagreement(a: Array, b: Array) -> Array:
-    return 1 - jnp.vdot(a, b) / a.shape[0]
+def _agreement(a: Prepared, b: Prepared) -> Array:
+    return 1 - jnp.vdot(a.entries, b.entries)
+
+
+def _agreement_expected(a: Prepared, b: Prepared) -> Array:
+    return 1 - jnp.sum(a.mean * b.mean)
 
 
 def _log_probabilities(x: Array) -> Array:
@@ -32,22 +39,27 @@ def _divergence(a: Array, b: Array) -> Array:
     return jnp.maximum(jnp.mean(0.5 * (half(a) + half(b))), 0.0)
 
 
-def _routes(prepare: object, compare: object) -> tuple[Route, ...]:
-    route = gram_route(prepare, compare)
-    return (route._replace(matrix=False, compare_memory=lambda n, p, q: 4 * n * p, prepare_work=lambda n, p: n * p),)
+def _route(prepare: Callable[[Array], Any], compare: Callable[[Any, Any], Array]) -> Route:
+    return Route(
+        prepare=prepare,
+        compare=compare,
+        prepare_work=lambda n, p: 10 * n * p,
+        compare_work=lambda n, p, q: 20 * n * p,
+        compare_memory=lambda n, p, q: 4 * n * p,
+    )
 
 
 def disagreement_routes() -> tuple[Route, ...]:
     """One route."""
-    return _routes(_predictions, _disagreement)
+    return (_route(_predictions, _agreement)._replace(expected=_agreement_expected),)
 
 
 def jensen_shannon_routes() -> tuple[Route, ...]:
     """One route."""
-    return _routes(_log_probabilities, _divergence)
+    return (_route(_log_probabilities, _divergence),)
 
 
-def _check_classes(x: Array, y: Array) -> None:
+def _check_classes(x: Array | np.ndarray, y: Array | np.ndarray) -> None:
     if x.shape[1] != y.shape[1]:
         fail("y", f"have the classes of `x` ({x.shape[1]})", y.shape[1])
 

@@ -4,21 +4,25 @@ All of them are the Frobenius product of two matrices over samples, one per repr
 of many representations are one product of matrices, and permuting samples has known moments (`permutation`).
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from dissociation.checks import check_positive
+from dissociation.checks import check_positive, check_single
 from dissociation.distances import root, squared_distances, typical
 from dissociation.linalg import product
 from dissociation.metrics.similarity.base import (
     Features,
     OtherFeatures,
+    Prepared,
     Route,
     Score,
     centred,
     evaluate,
-    inner,
+    product_route,
     scaled,
     unit,
 )
@@ -59,21 +63,33 @@ def rbf_gram(x: Array, scale: Scalar) -> Array:
     return jnp.exp(-square / (2 * sigma**2))
 
 
-def _unit_gram(gram: eqx.Partial, x: Array, *, centring: object) -> Array:
-    return unit(centring(gram(x)))
+def _unit_gram(gram: Callable[[Array], Array], centring: Callable[[Array], Array], x: Array) -> Prepared:
+    entries = unit(centring(gram(x)))
+    return Prepared(entries, _mean_part(jnp.trace(entries), x.shape[0]))
+
+
+def _mean_part(trace: Array, number: int) -> Array:
+    # Kazi-Aoual, Hitier, Sabatier and Lebreton (1995): the mean of <A, P B P^T> over permutations P, rows of A and B
+    # summing to zero, is tr A tr B / (n - 1).
+    return trace / (number - 1) ** 0.5
 
 
 def _distance_gram(x: Array) -> Array:
     return root(squared_distances(scaled(x)[0]))
 
 
-def _plain_features(x: Array) -> Array:
+def _plain_features(x: Array) -> Prepared:
     x, _ = centred(x)
-    return x / jnp.sqrt(jnp.sqrt(jnp.sum(product(x.T, x) ** 2)))
+    own = jnp.sqrt(jnp.sum(product(x.T, x) ** 2))
+    return Prepared(x / jnp.sqrt(own), _mean_part(jnp.sum(x**2) / own, x.shape[0]))
 
 
-def _squared_product(a: Array, b: Array) -> Array:
-    return jnp.sum(product(a.T, b) ** 2)
+def _squared_product(a: Prepared, b: Prepared) -> Array:
+    return jnp.sum(product(a.entries.T, b.entries) ** 2)
+
+
+def _means(a: Prepared, b: Prepared) -> Array:
+    return a.mean * b.mean
 
 
 def _debiased_features(x: Array) -> tuple[Array, Array]:
@@ -88,48 +104,44 @@ def _debiased_product(a: tuple[Array, Array], b: tuple[Array, Array]) -> Array:
     (x, r), (y, s) = a, b
     n = x.shape[0]
     ends = jnp.sum(r) * jnp.sum(s) / ((n - 1) * (n - 2))
-    return _squared_product(x, y) - n / (n - 2) * inner(r, s) + ends
+    return jnp.sum(product(x.T, y) ** 2) - n / (n - 2) * jnp.sum(r * s) + ends
 
 
-def gram_route(prepare: eqx.Partial, compare: object = inner) -> Route:
-    """The route over matrices of samples."""
-    return Route(
-        prepare=prepare,
-        compare=compare,
-        prepare_work=lambda n, p: n * n * p,
-        compare_work=lambda n, p, q: n * n,
-        compare_memory=lambda n, p, q: 1,
-        matrix=True,
-    )
+def _nothing(a: tuple[Array, Array], b: tuple[Array, Array]) -> Array:
+    return jnp.zeros_like(a[1][0] * b[1][0])
 
 
-def _features_route(prepare: object, compare: object) -> Route:
+def _features_route(
+    prepare: Callable[[Array], Any], compare: Callable[[Any, Any], Array], expected: Callable[[Any, Any], Array]
+) -> Route:
     return Route(
         prepare=prepare,
         compare=compare,
         prepare_work=lambda n, p: n * p * p,
         compare_work=lambda n, p, q: n * p * q,
         compare_memory=lambda n, p, q: p * q,
+        expected=expected,
     )
 
 
 def linear_cka_routes() -> tuple[Route, ...]:
     """Over features where they are few, over samples where pairs or features are many."""
-    gram = eqx.Partial(_unit_gram, linear_gram, centring=double_centred)
-    return _features_route(_plain_features, _squared_product), gram_route(gram)
+    gram = eqx.Partial(_unit_gram, linear_gram, double_centred)
+    return _features_route(_plain_features, _squared_product, _means), product_route(gram)
 
 
 def debiased_cka_routes() -> tuple[Route, ...]:
     """As `linear_cka_routes`."""
-    gram = eqx.Partial(_unit_gram, linear_gram, centring=u_centred)
-    return _features_route(_debiased_features, _debiased_product), gram_route(gram)
+    gram = eqx.Partial(_unit_gram, linear_gram, u_centred)
+    return _features_route(_debiased_features, _debiased_product, _nothing), product_route(gram)
 
 
 def rbf_cka_routes(*, scale: Scalar = 1.0, debiased: bool = False) -> tuple[Route, ...]:
     """One route."""
+    check_single("scale", scale)
     check_positive("scale", scale)
     gram = eqx.Partial(rbf_gram, scale=jnp.asarray(scale))
-    return (gram_route(eqx.Partial(_unit_gram, gram, centring=u_centred if debiased else double_centred)),)
+    return (product_route(eqx.Partial(_unit_gram, gram, u_centred if debiased else double_centred)),)
 
 
 def debiased_rbf_cka_routes(*, scale: Scalar = 1.0) -> tuple[Route, ...]:
@@ -139,14 +151,11 @@ def debiased_rbf_cka_routes(*, scale: Scalar = 1.0) -> tuple[Route, ...]:
 
 def distance_correlation_routes() -> tuple[Route, ...]:
     """One route."""
-    prepare = eqx.Partial(_unit_gram, _distance_gram, centring=double_centred)
-    return (gram_route(prepare, _root_of_product),)
+    return (product_route(eqx.Partial(_unit_gram, _distance_gram, double_centred), _root, linear=False),)
 
 
-def _root_of_product(a: Array, b: Array) -> Array:
-    """The root of the product, which is not negative but for rounding."""
-    value = inner(a, b)
-    return jnp.where(jnp.isnan(value), jnp.nan, root(value))
+def _root(product: Array, a: Prepared, b: Prepared) -> Array:
+    return jnp.where(jnp.isnan(product), jnp.nan, root(product))  # not negative but for rounding
 
 
 @validated(finite=("x", "y"))

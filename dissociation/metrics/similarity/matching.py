@@ -4,7 +4,9 @@ The matching itself is found by SciPy on the host: these measures have no deriva
 """
 
 import math
+from collections.abc import Callable
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,11 +30,13 @@ def _standardised(x: Array) -> Array:
 
 
 def _hard(correlations: np.ndarray) -> np.ndarray:
+    correlations = np.asarray(correlations)
     rows, columns = optimize.linear_sum_assignment(correlations, maximize=True)
-    return correlations[rows, columns].mean(dtype=correlations.dtype)
+    return np.asarray(correlations[rows, columns].mean(), correlations.dtype)
 
 
 def _soft(correlations: np.ndarray) -> np.ndarray:
+    correlations = np.asarray(correlations)
     p, q = correlations.shape
     common = math.gcd(p, q)
     if p * q // common <= LARGEST_ASSIGNMENT:  # a plan between copies of equal weight
@@ -45,33 +49,18 @@ def _soft(correlations: np.ndarray) -> np.ndarray:
     return np.asarray(-found.fun if found.success else np.nan, correlations.dtype)
 
 
-def _on_host(match: object, a: Array, b: Array) -> Array:
+def _on_host(match: Callable[[np.ndarray], np.ndarray], a: Array, b: Array) -> Array:
     correlations, undefined = finite_part(product(a.T, b))
     correlations = no_derivative(correlations, "A matching of neurons")
     kind = jax.ShapeDtypeStruct((), correlations.dtype)
-    return jax.pure_callback(_numpy(match), kind, correlations, vmap_method="sequential") + undefined
+    return jax.pure_callback(match, kind, correlations, vmap_method="sequential") + undefined
 
 
-def _numpy(match: object) -> object:
-    return _CALLED[match]
-
-
-_CALLED = {match: lambda table, match=match: match(np.asarray(table)) for match in (_hard, _soft)}
-
-
-def _matched(a: Array, b: Array) -> Array:
-    return _on_host(_hard, a, b)
-
-
-def _transported(a: Array, b: Array) -> Array:
-    return _on_host(_soft, a, b)
-
-
-def _routes(compare: object) -> tuple[Route, ...]:
+def _route(match: Callable[[np.ndarray], np.ndarray]) -> tuple[Route, ...]:
     return (
         Route(
             prepare=_standardised,
-            compare=compare,
+            compare=eqx.Partial(_on_host, match),
             prepare_work=lambda n, p: n * p,
             compare_work=lambda n, p, q: n * p * q + 10 * max(p, q) ** 3 + HOST,
         ),
@@ -80,12 +69,12 @@ def _routes(compare: object) -> tuple[Route, ...]:
 
 def hard_matching_routes() -> tuple[Route, ...]:
     """One route."""
-    return _routes(_matched)
+    return _route(_hard)
 
 
 def soft_matching_routes() -> tuple[Route, ...]:
     """One route."""
-    return _routes(_transported)
+    return _route(_soft)
 
 
 @validated(finite=("x", "y"))

@@ -6,13 +6,21 @@ drawn: ties broken by the order of samples would be broken alike in both represe
 
 import equinox as eqx
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array
 
 from dissociation.checks import check_count, fail
 from dissociation.distances import cosine_distances
-from dissociation.metrics.similarity.base import Features, OtherFeatures, Route, Score, evaluate
-from dissociation.metrics.similarity.kernels import gram_route
+from dissociation.metrics.similarity.base import (
+    Features,
+    OtherFeatures,
+    Prepared,
+    Route,
+    Score,
+    evaluate,
+    product_route,
+)
 from dissociation.validation import validated
 
 
@@ -29,8 +37,10 @@ def memberships(x: Array, num_neighbours: int) -> Array:
     return jnp.where(above, 1.0, jnp.where(tied, share.astype(x.dtype), 0.0))
 
 
-def _scaled(x: Array, num_neighbours: int) -> Array:
-    return memberships(x, num_neighbours) / jnp.sqrt(jnp.asarray(x.shape[0] * num_neighbours, x.dtype))
+def _scaled(x: Array, num_neighbours: int) -> Prepared:
+    number = jnp.asarray(x.shape[0], x.dtype)
+    entries = memberships(x, num_neighbours) / jnp.sqrt(number * num_neighbours)
+    return Prepared(entries, jnp.sqrt(num_neighbours / (number - 1)))
 
 
 def _jaccard(a: Array, b: Array, num_neighbours: int) -> Array:
@@ -41,19 +51,24 @@ def _jaccard(a: Array, b: Array, num_neighbours: int) -> Array:
 def mutual_knn_routes(*, num_neighbours: int = 10) -> tuple[Route, ...]:
     """One route."""
     count = check_count("num_neighbours", num_neighbours, minimum=1)
-    route = gram_route(eqx.Partial(_scaled, num_neighbours=count))
-    return (route._replace(matrix=False),)
+    return (product_route(eqx.Partial(_scaled, num_neighbours=count), sorts=True),)
 
 
 def knn_jaccard_routes(*, num_neighbours: int = 10) -> tuple[Route, ...]:
     """One route."""
     count = check_count("num_neighbours", num_neighbours, minimum=1)
-    prepare = eqx.Partial(memberships, num_neighbours=count)
-    route = gram_route(prepare, eqx.Partial(_jaccard, num_neighbours=count))
-    return (route._replace(matrix=False, compare_work=lambda n, p, q: 4 * n * n, compare_memory=lambda n, p, q: n * n),)
+    return (
+        Route(
+            prepare=eqx.Partial(memberships, num_neighbours=count),
+            compare=eqx.Partial(_jaccard, num_neighbours=count),
+            prepare_work=lambda n, p: n * n * (p + 100),
+            compare_work=lambda n, p, q: 4 * n * n,
+            compare_memory=lambda n, p, q: n * n,
+        ),
+    )
 
 
-def _check_neighbours(x: Array, num_neighbours: int) -> None:
+def _check_neighbours(x: Array | np.ndarray, num_neighbours: int) -> None:
     if check_count("num_neighbours", num_neighbours, minimum=1) >= x.shape[0]:
         fail("num_neighbours", f"be below the number of samples ({x.shape[0]})", num_neighbours)
 

@@ -5,6 +5,9 @@ the narrower one is padded by zeros. The right-hand side loses half the digits o
 are computed from the left one, at a rotation that counts as a constant: its change does not matter at the minimum.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import equinox as eqx
 import jax.numpy as jnp
 from jax import lax
@@ -72,7 +75,7 @@ def _partly(values: Array, parameter: Array) -> Array:
     return parameter[0] * values + parameter[1]
 
 
-def _route(prepare: object, compare: object) -> tuple[Route, ...]:
+def _route(prepare: Callable[[Array], Any], compare: Callable[[Any, Any], Array]) -> tuple[Route, ...]:
     return (
         Route(
             prepare=prepare,
