@@ -4,9 +4,9 @@ Dynamical similarity analysis compares the matrices of two dynamics x_{t+1} = A 
 
     d(A, B) = min over orthogonal C of |A - C B C^T|     (Frobenius norm, both signs of det C),
 
-or by the angle between A and C B C^T at the same C. It is zero if and only if B is A in other orthonormal coordinates;
-it is a metric up to such changes. Of trajectories three lines give it: `delay_embed`,
-`koopman.operators.fit` (the paper's is with `PrincipalComponents`), and `transition_matrix`.
+or by the angle between A and C B C^T at the same C. It is a metric, zero if and only if B is A in other orthonormal
+coordinates. Of trajectories three lines give it: `delay_embed`, `koopman.operators.fit` (the paper's is with
+`PrincipalComponents`), and `transition_matrix`.
 
 For A and B of norm 1 and E(C) = |A - C B C^T|^2 / 2, a step C -> exp(W) C along a skew W has, with M = C B C^T,
 R = A - M and commutators [X, Y] = X Y - Y X,
@@ -28,7 +28,7 @@ unique up to what does not change C B C^T; at distance zero it is zero.
 
 References:
     Ostrow, Eisen, Kozachkov and Fiete (2023), Beyond geometry: comparing the temporal structure of computation in
-    neural circuits with dynamical similarity analysis, eq. 5 and 6.
+    neural circuits with dynamical similarity analysis.
     Absil, Mahony and Sepulchre (2008), Optimization algorithms on matrix manifolds, algorithms 10 and 11.
 """
 
@@ -56,8 +56,9 @@ Form = Literal["frobenius", "angular"]
 Matrix = Float[Array | np.ndarray, "r r"]
 
 _RADIUS = 1.4  # largest step in Frobenius norm: no plane turns by more than one radian
-_INNER = 12  # steps of conjugate gradients in one of Newton's
-_SEARCH = 1e-3  # gradient at which a start is told from others; the best goes on to rounding
+_SEARCH = 1e-3, 12  # gradient at which starts can be told from each other, and steps of conjugate gradients till then
+_POLISH = 60  # such steps in one of Newton's for the best start, which goes on to rounding
+_AGREED = 3
 _SAME = 1e-4  # energies of starts that count as the same minimum
 _LANES = 8192  # starts at once on an accelerator; a CPU takes pair after pair, which wait for no other
 
@@ -72,7 +73,7 @@ class DynamicalAlignment(Result):
         gradient: |skew [A, C B^T C^T]| / (|A| |B|), zero where C is stationary.
         agreement: How many of the 2 `num_starts` runs ended at this minimum, or at one as low to 1e-4 |A| |B| in half
             the squared distance of the matrices at unit norm.
-        converged: Whether the gradient is zero to rounding, and either two runs or more agree or the bound is met. It
+        converged: Whether the gradient is zero to rounding, and either three runs or more agree or the bound is met. It
             is evidence, no proof, of the global minimum.
     """
 
@@ -86,7 +87,7 @@ class DynamicalAlignment(Result):
 
 @validated(finite=("a", "b"))
 def align_dynamics(
-    a: Matrix, b: Matrix, *, key: PRNGKey, num_starts: int = 16, num_steps: int = 100, form: Form = "frobenius"
+    a: Matrix, b: Matrix, *, key: PRNGKey, num_starts: int = 32, num_steps: int = 100, form: Form = "frobenius"
 ) -> DynamicalAlignment:
     """The orthogonal C that brings C B C^T closest to A, with the distance and what speaks for it.
 
@@ -107,7 +108,7 @@ def align_dynamics(
         TypeError: If they are no real numbers, or a count is no Python integer.
 
     References:
-        Ostrow et al. (2023), eq. 5 and 6.
+        Ostrow et al. (2023).
 
     >>> turn = jnp.array([[0.0, -1.0], [1.0, 0.0]])
     >>> found = align_dynamics(0.9 * turn, 0.5 * turn.T, key=jax.random.key(0))
@@ -120,7 +121,7 @@ def align_dynamics(
 
 @validated(finite=("a", "b"))
 def dynamical_distance(
-    a: Matrix, b: Matrix, *, key: PRNGKey, num_starts: int = 16, num_steps: int = 100, form: Form = "frobenius"
+    a: Matrix, b: Matrix, *, key: PRNGKey, num_starts: int = 32, num_steps: int = 100, form: Form = "frobenius"
 ) -> Float[Array, ""]:
     """The minimum over orthogonal C of |A - C B C^T|, or the angle there: `align_dynamics`, without what it adds.
 
@@ -163,7 +164,7 @@ def pairwise_dynamical_distance(
     others: Float[Array | np.ndarray, "n r r"] | None = None,
     *,
     key: PRNGKey,
-    num_starts: int = 16,
+    num_starts: int = 32,
     num_steps: int = 100,
     form: Form = "frobenius",
 ) -> Float[Array, "m n"]:
@@ -224,14 +225,14 @@ def _warn_unsure(converged: Array) -> None:
         return
     what = "The distance" if sure.size == 1 else f"{(~sure).sum()} of {sure.size} distances"
     warnings.warn(
-        f"{what} may not be the least: no two runs agree on it, or its gradient is not zero. Raise `num_starts` or "
+        f"{what} may not be the least: no three runs agree on it, or its gradient is not zero. Raise `num_starts` or "
         "`num_steps`, and see `align_dynamics`.",
         stacklevel=1,
     )
 
 
 def _align(
-    matrices: Array, rows: np.ndarray, columns: np.ndarray, key: Array, num_starts: int, num_steps: int, form: str
+    matrices: Array, rows: np.ndarray, columns: np.ndarray, key: PRNGKey, num_starts: int, num_steps: int, form: str
 ) -> DynamicalAlignment:
     """The alignments of pairs of matrices, whose numbers are given."""
     starts, steps = (
@@ -262,10 +263,11 @@ def _solve(
         starts = jax.vmap(partial(_matched, first.unit, second.unit))(*bases)
         starts = starts.reshape(-1, *starts.shape[2:])
         down = partial(_descend, first.unit, second.unit, num_steps=num_steps)
-        ends = jax.vmap(partial(down, tolerance=_SEARCH))(starts)
+        ends = jax.vmap(partial(down, tolerance=_SEARCH[0], inner=_SEARCH[1]))(starts)
         best = jnp.argmin(ends.energy)
         agreement = jnp.sum(ends.energy <= ends.energy[best] + _SAME)
-        return down(ends.rotation[best], tolerance=_rounding(matrices)), agreement, _chord_bound(first, second)
+        point = down(ends.rotation[best], tolerance=_rounding(matrices), inner=_POLISH)
+        return point, agreement, _chord_bound(first, second)
 
     point, agreement, bound = lax.map(one, (rows, columns), batch_size=at_once)
     gradient = _norm(point.slope)
@@ -280,7 +282,7 @@ def _solve(
         lower_bound=jnp.minimum(least, distance) + unknown,
         gradient=gradient + unknown,
         agreement=agreement,
-        converged=(gradient + unknown <= _rounding(matrices)) & ((agreement > 1) | met),
+        converged=(gradient + unknown <= _rounding(matrices)) & ((agreement >= _AGREED) | met),
     )
 
 
@@ -305,7 +307,7 @@ def _distance(a: Array, b: Array, rotation: Array, bound: Array, form: str) -> t
 def _norm(x: Array) -> Array:
     """Frobenius norms of matrices; flat at zero."""
     square = jnp.sum(x**2, (-2, -1))
-    return jnp.where(square > 0, jnp.sqrt(jnp.where(square > 0, square, 1.0)), 0.0)
+    return jnp.where(square == 0, 0.0, jnp.sqrt(jnp.where(square == 0, 1.0, square)))
 
 
 class _Prepared(NamedTuple):
@@ -378,9 +380,9 @@ class _Point(NamedTuple):
     step: Array
 
 
-def _descend(a: Array, b: Array, start: Array, *, num_steps: int, tolerance: float) -> _Point:
+def _descend(a: Array, b: Array, start: Array, *, num_steps: int, tolerance: float, inner: int) -> _Point:
     """Trust-region Newton steps until the gradient is below a tolerance, or none is left."""
-    ratio_noise = 10 * jnp.finfo(a.dtype).eps
+    rounding = 10 * float(jnp.finfo(a.dtype).eps)
 
     def at(rotation: Array, radius: Array, step: Array) -> _Point:
         moved = product(rotation, product(b, rotation.T))
@@ -392,10 +394,10 @@ def _descend(a: Array, b: Array, start: Array, *, num_steps: int, tolerance: flo
             first = _commutator(_commutator(w, a), here.moved.T)
             return 0.5 * _skew(first + _commutator(_commutator(w, here.moved), a.T))
 
-        turn, bent, at_edge = _newton_step(here.slope, curvature, here.radius)
+        turn, bent, at_edge = _newton_step(here.slope, curvature, here.radius, inner)
         promised = jnp.sum(turn * here.slope) - 0.5 * jnp.sum(turn * bent)
         there = at(_turned(turn, here.rotation), here.radius, here.step)
-        noise = ratio_noise * here.energy  # what rounding makes of equal energies is no reason to stay
+        noise = rounding * jnp.sqrt(here.energy)  # what rounding makes of equal energies is no reason to stay
         ratio = (here.energy - there.energy + noise) / (promised + noise)
         wider = jnp.where((ratio > 0.75) & at_edge, jnp.minimum(2 * here.radius, _RADIUS), here.radius)
         radius = jnp.where(ratio < 0.25, 0.25 * _norm(turn), wider)
@@ -435,12 +437,14 @@ class _Step(NamedTuple):
     bent: Array  # H W
     rest: Array  # slope - H W
     ahead: Array  # the direction to go
-    count: Array
+    number: Array
     at_edge: Array  # of the trust region
     done: Array
 
 
-def _newton_step(slope: Array, curvature: Callable[[Array], Array], radius: Array) -> tuple[Array, Array, Array]:
+def _newton_step(
+    slope: Array, curvature: Callable[[Array], Array], radius: Array, inner: int
+) -> tuple[Array, Array, Array]:
     """W that makes -<slope, W> + <W, H W> / 2 small within a radius, by Steihaug's truncated conjugate gradients.
 
     Returns:
@@ -458,13 +462,15 @@ def _newton_step(slope: Array, curvature: Callable[[Array], Array], radius: Arra
         square, along = jnp.sum(now.ahead**2), jnp.sum(now.turn * now.ahead)
         room = jnp.maximum(radius**2 - jnp.sum(now.turn**2), 0.0)
         to_edge = room / (along + jnp.sqrt(along**2 + square * room))
-        out = (bend <= 0) | (length >= to_edge)
-        length = jnp.where(out, to_edge, length)
+        # Turns within an eigenspace bend nothing but by rounding, up or down: once on the way, they lead nowhere.
+        flat = (now.number > 0) & (jnp.abs(bend) <= 100 * float(jnp.finfo(slope.dtype).eps) * square)
+        out = ~flat & ((bend <= 0) | (length >= to_edge))
+        length = jnp.where(flat, 0.0, jnp.where(out, to_edge, length))
         rest = now.rest - length * bent_ahead
         new = jnp.sum(rest**2)
-        done = out | (new <= target**2) | (now.count + 1 >= _INNER)
+        done = flat | out | (new <= target**2) | (now.number + 1 >= inner)
         turn, bent = now.turn + length * now.ahead, now.bent + length * bent_ahead
-        return _Step(turn, bent, rest, rest + (new / old) * now.ahead, now.count + 1, out, done)
+        return _Step(turn, bent, rest, rest + (new / old) * now.ahead, now.number + 1, out, done)
 
     zero = jnp.zeros_like(slope)
     start = _Step(zero, zero, slope, slope, jnp.asarray(0), jnp.asarray(False), size == 0)
@@ -497,7 +503,7 @@ def eigenvalue_distance(
 
     References:
         Hoffman and Wielandt (1953), The variation of the spectrum of a normal matrix; Redman et al. (2024), Identifying
-        equivalent training dynamics, section 3.
+        equivalent training dynamics.
 
     >>> eigenvalue_distance([1.0, 0.5j, -0.5j], [0.5j, -0.5j, 0.0])
     Array(1., dtype=float32)
@@ -572,7 +578,7 @@ def transition_matrix(
         ValueError: If `metric` is none of the two.
 
     References:
-        Ostrow et al. (2023), section 3.2.
+        Ostrow et al. (2023); Schmid (2010), Dynamic mode decomposition of numerical and experimental data.
     """
     return _transition_matrix(operator, metric, undo_shrinkage)
 

@@ -8,6 +8,13 @@ from dissociation.metrics.similarity.base import Measure
 from dissociation.metrics.similarity.canonical import cca, cca_squared, gulp_distance, pwcca, svcca
 from dissociation.metrics.similarity.dissimilarity import compare_rdms, crossnobis_rdm, crossnobis_rsa, rdm, rsa
 from dissociation.metrics.similarity.functional import disagreement, jensen_shannon, min_max_disagreement
+from dissociation.metrics.similarity.inference import (
+    adjust_p_values,
+    calibrate,
+    jackknife_interval,
+    member_interval,
+    permutation_test,
+)
 from dissociation.metrics.similarity.kernels import (
     debiased_cka,
     debiased_rbf_cka,
@@ -18,6 +25,7 @@ from dissociation.metrics.similarity.kernels import (
 from dissociation.metrics.similarity.matching import hard_matching, soft_matching
 from dissociation.metrics.similarity.measures import MEASURES
 from dissociation.metrics.similarity.neighbourhoods import knn_jaccard, mutual_knn
+from dissociation.metrics.similarity.pairs import Similarities, compare, flatten_positions, pairwise
 from dissociation.metrics.similarity.predictivity import linear_predictivity, predictivity_path
 from dissociation.metrics.similarity.shapes import (
     angular_distance,
@@ -29,10 +37,14 @@ from dissociation.metrics.similarity.shapes import (
 __all__ = [
     "MEASURES",
     "Measure",
+    "Similarities",
+    "adjust_p_values",
     "angular_distance",
     "angular_similarity",
+    "calibrate",
     "cca",
     "cca_squared",
+    "compare",
     "compare_rdms",
     "crossnobis_rdm",
     "crossnobis_rsa",
@@ -40,15 +52,20 @@ __all__ = [
     "debiased_rbf_cka",
     "disagreement",
     "distance_correlation",
+    "flatten_positions",
     "gulp_distance",
     "hard_matching",
+    "jackknife_interval",
     "jensen_shannon",
     "knn_jaccard",
     "linear_cka",
     "linear_predictivity",
+    "member_interval",
     "min_max_disagreement",
     "mutual_knn",
+    "pairwise",
     "partial_whitening_distance",
+    "permutation_test",
     "predictivity_path",
     "procrustes_distance",
     "pwcca",

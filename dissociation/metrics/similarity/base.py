@@ -53,7 +53,10 @@ class Route(NamedTuple):
         compare_memory: Numbers held while two are compared, from n, p and q.
         finish: From the product of two `Prepared` ones, and these, to the measure, for a measure that is one of them:
             all pairs are then one product of matrices.
+        matrix: Whether what is multiplied are symmetric matrices over samples whose rows sum to zero, of norm 1, and
+            the measure is their product.
         expected: From two prepared ones to the measure's mean over all orders of one's samples, where that is known.
+        table: From two stacks of prepared ones to the measure of all pairs, where that is more than a map of `compare`.
     """
 
     prepare: Callable[[Array], Any]
@@ -62,7 +65,9 @@ class Route(NamedTuple):
     compare_work: Callable[[int, int, int], float]
     compare_memory: Callable[[int, int, int], float] = lambda n, p, q: 4 * p * q
     finish: Callable[[Array, Any, Any], Array] | None = None
+    matrix: bool = False
     expected: Callable[[Any, Any], Array] | None = None
+    table: Callable[[Any, Any], Array] | None = None
 
     def work(self, n: int, p: int, q: int, *, items: int, pairs: int) -> float:
         """Multiplications for so many representations and pairs of them."""
@@ -79,6 +84,7 @@ def product_route(
     finish: Callable[[Array, Any, Any], Array] = as_it_is,
     *,
     linear: bool = True,
+    matrix: bool = False,
     sorts: bool = False,
 ) -> Route:
     """The route of a measure over pairs of samples that is a function of one product.
@@ -87,6 +93,7 @@ def product_route(
         prepare: To what is multiplied.
         finish: From the product to the measure.
         linear: Whether `finish` is linear in the product.
+        matrix: See `Route`.
         sorts: Whether preparing takes a sort of all pairs.
     """
     return Route(
@@ -96,6 +103,7 @@ def product_route(
         compare_work=lambda n, p, q: n * n,
         compare_memory=lambda n, p, q: 1,
         finish=finish,
+        matrix=matrix,
         expected=eqx.Partial(_finished_mean, finish) if linear else None,
     )
 
@@ -128,6 +136,7 @@ class Measure:
         cost: Multiplications of one pair, leading orders.
         reference: Where it is from.
         minimum: Samples at least.
+        narrow: Whether there have to be more samples than features.
         repeats: How often the rows run through the same conditions.
         host: Whether a step of it is done by SciPy on the host, through which no derivative is taken.
     """
@@ -145,8 +154,14 @@ class Measure:
     symmetric: bool = True
     invariances_of_y: str | None = None
     minimum: int = 2
+    narrow: bool = False
     repeats: int = 1
     host: bool = False
+
+    @property
+    def larger_is_closer(self) -> bool:
+        """Whether it is a similarity, and no distance."""
+        return self.identical == self.range[1]
 
     def __call__(self, x: Any, y: Any, **options: Any) -> Array:
         """The measure of two representations."""
@@ -184,6 +199,14 @@ def in_common_dtype(*arrays: Any) -> list[Array]:
     arrays = tuple(jnp.asarray(array) for array in arrays)
     kind = jnp.promote_types(jnp.result_type(*(array.dtype for array in arrays)), jnp.float32)
     return [array.astype(kind) for array in arrays]
+
+
+def check_pair(x: Array | np.ndarray, y: Array | np.ndarray, measure: Measure) -> None:
+    """Raises unless the shapes of two representations are fit for a measure."""
+    check_same_length("x", x.shape[0], "y", y.shape[0])
+    check_samples("x", x.shape[0], measure.minimum)
+    if measure.narrow:
+        refuse_wide(x, y)
 
 
 def check_samples(name: str, number: int, minimum: int) -> None:

@@ -5,10 +5,12 @@ of many representations are one product of matrices, and permuting samples has k
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from dissociation.checks import check_positive, check_single
@@ -28,6 +30,12 @@ from dissociation.metrics.similarity.base import (
 )
 from dissociation.types import Scalar
 from dissociation.validation import validated
+
+PART_BYTES = 16 * 2**20
+"""Of all matrices over samples, what is made at a time: caches hold it, and no matrix is ever whole."""
+
+MOST_PARTS = 16
+"""Parts at most: each is compiled."""
 
 
 def double_centred(gram: Float[Array, "n n"]) -> Float[Array, "n n"]:
@@ -111,6 +119,76 @@ def _nothing(a: tuple[Array, Array], b: tuple[Array, Array]) -> Array:
     return jnp.zeros_like(a[1][0] * b[1][0])
 
 
+class _Rows(NamedTuple):
+    """Centred features, from which parts of the matrix over samples are made.
+
+    Attributes:
+        features: [n, p].
+        shift: What u-centring takes from rows and columns, [n]; None for plain matrices.
+    """
+
+    features: Array
+    shift: Array | None
+
+
+def _plain_rows(x: Array) -> _Rows:
+    return _Rows(centred(x)[0], None)
+
+
+def _debiased_rows(x: Array) -> _Rows:
+    x, _ = centred(x)
+    number = x.shape[0]
+    sums = -jnp.sum(x**2, 1) / (number - 2)
+    return _Rows(x, sums - 0.5 * jnp.sum(sums) / (number - 1))
+
+
+def _table_of_rows(a: _Rows, b: _Rows) -> Array:
+    """Cosines of all pairs of matrices over samples, some of their rows at a time, from the diagonal on."""
+    members, number, _ = a.features.shape
+    kind = a.features.dtype
+    width = int(np.clip(PART_BYTES // (kind.itemsize * members * number), -(-number // MOST_PARTS), number))
+    total = jnp.zeros((members, b.features.shape[0]), kind)
+    own = [jnp.zeros(one.features.shape[0], kind) for one in (a, b)]
+    for start in range(0, number, width):
+        rows = slice(start, min(start + width, number))
+        if a is b:
+            part = _rows_of(a, rows)
+            total = total + product(part, part.T)
+            continue
+        parts = [_rows_of(one, rows) for one in (a, b)]
+        total = total + product(parts[0], parts[1].T)
+        own = [sum_ + jnp.sum(part**2, 1) for sum_, part in zip(own, parts, strict=True)]
+    own = [jnp.diagonal(total)] * 2 if a is b else own
+    return total / jnp.sqrt(own[0])[:, None] / jnp.sqrt(own[1])[None]
+
+
+def _rows_of(one: _Rows, own: slice) -> Array:
+    """Rows of matrices from the diagonal's block on, what is beyond it times sqrt(2): it counts twice."""
+    height, x = own.stop - own.start, one.features
+    rest = x[:, own.start :]
+    twice = jnp.where(jnp.arange(rest.shape[1]) < height, 1.0, 2**0.5).astype(x.dtype)
+    matrix = product(x[:, own], (rest * twice[None, :, None]).swapaxes(1, 2))
+    if one.shift is not None:
+        shifts = one.shift[:, own, None] + one.shift[:, None, own.start :]
+        off = ~jnp.eye(height, rest.shape[1], dtype=bool)
+        matrix = jnp.where(off[None], matrix - shifts * twice[None, None], 0.0)
+    return matrix.reshape(x.shape[0], -1)
+
+
+def _compare_rows(a: _Rows, b: _Rows) -> Array:
+    return _table_of_rows(*(jax.tree.map(lambda leaf: leaf[None], one) for one in (a, b)))[0, 0]
+
+
+def _rows_route(prepare: Callable[[Array], _Rows]) -> Route:
+    return Route(
+        prepare=prepare,
+        compare=_compare_rows,
+        prepare_work=lambda n, p: n * n * p,
+        compare_work=lambda n, p, q: n * n,
+        table=_table_of_rows,
+    )
+
+
 def _features_route(
     prepare: Callable[[Array], Any], compare: Callable[[Any, Any], Array], expected: Callable[[Any, Any], Array]
 ) -> Route:
@@ -127,13 +205,15 @@ def _features_route(
 def linear_cka_routes() -> tuple[Route, ...]:
     """Over features where they are few, over samples where pairs or features are many."""
     gram = eqx.Partial(_unit_gram, linear_gram, double_centred)
-    return _features_route(_plain_features, _squared_product, _means), product_route(gram)
+    features = _features_route(_plain_features, _squared_product, _means)
+    return features, _rows_route(_plain_rows), product_route(gram, matrix=True)
 
 
 def debiased_cka_routes() -> tuple[Route, ...]:
     """As `linear_cka_routes`."""
     gram = eqx.Partial(_unit_gram, linear_gram, u_centred)
-    return _features_route(_debiased_features, _debiased_product, _nothing), product_route(gram)
+    features = _features_route(_debiased_features, _debiased_product, _nothing)
+    return features, _rows_route(_debiased_rows), product_route(gram, matrix=True)
 
 
 def rbf_cka_routes(*, scale: Scalar = 1.0, debiased: bool = False) -> tuple[Route, ...]:
@@ -141,7 +221,7 @@ def rbf_cka_routes(*, scale: Scalar = 1.0, debiased: bool = False) -> tuple[Rout
     check_single("scale", scale)
     check_positive("scale", scale)
     gram = eqx.Partial(rbf_gram, scale=jnp.asarray(scale))
-    return (product_route(eqx.Partial(_unit_gram, gram, u_centred if debiased else double_centred)),)
+    return (product_route(eqx.Partial(_unit_gram, gram, u_centred if debiased else double_centred), matrix=True),)
 
 
 def debiased_rbf_cka_routes(*, scale: Scalar = 1.0) -> tuple[Route, ...]:

@@ -1,7 +1,13 @@
 """All measures of similarity, with what is known of them."""
 
+from collections.abc import Callable
 from math import inf, log, pi
+from typing import Any
 
+import equinox as eqx
+from jaxtyping import Array
+
+from dissociation.checks import check_choice, fail_kind
 from dissociation.metrics.similarity import (
     canonical,
     dissimilarity,
@@ -12,7 +18,7 @@ from dissociation.metrics.similarity import (
     predictivity,
     shapes,
 )
-from dissociation.metrics.similarity.base import Measure
+from dissociation.metrics.similarity.base import Measure, Route
 
 _ALL = (
     Measure(
@@ -66,25 +72,25 @@ _ALL = (
     Measure(
         "mutual_knn", neighbourhoods.mutual_knn, neighbourhoods.mutual_knn_routes,
         equation="mean_i |N_x(i) & N_y(i)| / k",
-        invariances="OSP", range=(0.0, 1.0), identical=1.0, minimum=11,
+        invariances="OSP", range=(0.0, 1.0), identical=1.0,
         cost="n^2 (p + q)", reference="Huh et al. (2024)",
     ),
     Measure(
         "knn_jaccard", neighbourhoods.knn_jaccard, neighbourhoods.knn_jaccard_routes,
         equation="mean_i |N_x(i) & N_y(i)| / |N_x(i) | N_y(i)|",
-        invariances="OSP", range=(0.0, 1.0), identical=1.0, minimum=11,
+        invariances="OSP", range=(0.0, 1.0), identical=1.0,
         cost="n^2 (p + q)", reference="Klabunde et al. (2024)",
     ),
     Measure(
         "cca", canonical.cca, canonical.cca_routes,
         equation="sum_i rho_i / min(rank Xc, rank Yc), rho the singular values of Qx^T Qy",
-        invariances="OSTPLD", range=(0.0, 1.0), identical=1.0, minimum=4,
+        invariances="OSTPLD", range=(0.0, 1.0), identical=1.0, minimum=4, narrow=True,
         cost="n p^2 + n p q + p q min(p, q)", reference="Hotelling (1936); Raghu et al. (2017)",
     ),
     Measure(
         "cca_squared", canonical.cca_squared, canonical.cca_squared_routes,
         equation="sum_i rho_i^2 / min(rank Xc, rank Yc)",
-        invariances="OSTPLD", range=(0.0, 1.0), identical=1.0, minimum=4,
+        invariances="OSTPLD", range=(0.0, 1.0), identical=1.0, minimum=4, narrow=True,
         cost="n p^2 + n p q", reference="Ramsay et al. (1984)",
     ),
     Measure(
@@ -96,7 +102,8 @@ _ALL = (
     Measure(
         "pwcca", canonical.pwcca, canonical.pwcca_routes,
         equation="sum_i w_i rho_i, w_i proportional to sum_j |<h_i, x_j>|",
-        invariances="STP", invariances_of_y="OSTPLD", symmetric=False, range=(0.0, 1.0), identical=1.0, minimum=4,
+        invariances="STP", invariances_of_y="OSTPLD", symmetric=False, range=(0.0, 1.0), identical=1.0,
+        minimum=4, narrow=True,
         cost="n p^2 + n p q + p q min(p, q)", reference="Morcos et al. (2018)",
     ),
     Measure(
@@ -157,3 +164,41 @@ _ALL = (
 
 MEASURES: dict[str, Measure] = {measure.name: measure for measure in _ALL}
 """Every measure, by name."""
+
+
+def as_measure(measure: str | Measure | Callable[..., Array]) -> Measure:
+    """The measure of a name, or of a function of two representations, of which nothing is known.
+
+    Raises:
+        ValueError: If there is none of that name.
+        TypeError: If it is of another kind.
+    """
+    if isinstance(measure, Measure):
+        return measure
+    if isinstance(measure, str):
+        check_choice("measure", measure, MEASURES)
+        return MEASURES[measure]
+    if not callable(measure):
+        fail_kind("measure", "be a name, a `Measure` or a function of two arrays", repr(measure))
+    for known in MEASURES.values():
+        if known.function is measure:
+            return known
+    function: Any = measure
+    return Measure(
+        getattr(measure, "__name__", "measure"), function, lambda **options: (_opaque(function, options),),
+        equation="", invariances="", range=(-inf, inf), identical=inf, symmetric=False, cost="", reference="",
+    )  # fmt: skip
+
+
+def _opaque(function: Callable[..., Array], options: dict[str, Any]) -> Route:
+    return Route(
+        prepare=_same,
+        compare=eqx.Partial(function, **options),
+        prepare_work=lambda n, p: 0,
+        compare_work=lambda n, p, q: n * p * q,
+        compare_memory=lambda n, p, q: n * (p + q),
+    )
+
+
+def _same(x: Array) -> Array:
+    return x

@@ -6,7 +6,6 @@ drawn: ties broken by the order of samples would be broken alike in both represe
 
 import equinox as eqx
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array
 
@@ -27,6 +26,8 @@ from dissociation.validation import validated
 def memberships(x: Array, num_neighbours: int) -> Array:
     """How much sample j is among the k nearest of sample i, [n, n]: 1, 0, or a share of the last places."""
     number = x.shape[0]
+    if num_neighbours >= number:
+        fail("num_neighbours", f"be below the number of samples ({number})", num_neighbours)
     distances = cosine_distances(x)
     rounding = 8 * jnp.finfo(x.dtype).eps * jnp.max(distances, 1, keepdims=True)
     distances = jnp.where(jnp.eye(number, dtype=bool), jnp.inf, distances)
@@ -68,11 +69,6 @@ def knn_jaccard_routes(*, num_neighbours: int = 10) -> tuple[Route, ...]:
     )
 
 
-def _check_neighbours(x: Array | np.ndarray, num_neighbours: int) -> None:
-    if check_count("num_neighbours", num_neighbours, minimum=1) >= x.shape[0]:
-        fail("num_neighbours", f"be below the number of samples ({x.shape[0]})", num_neighbours)
-
-
 @validated(finite=("x", "y"))
 def mutual_knn(x: Features, y: OtherFeatures, *, num_neighbours: int = 10) -> Score:
     """The share of common members among the k nearest neighbours, averaged over samples; by chance k / (n - 1).
@@ -91,7 +87,6 @@ def mutual_knn(x: Features, y: OtherFeatures, *, num_neighbours: int = 10) -> Sc
     References:
         Huh, Cheung, Wang and Isola (2024), The platonic representation hypothesis, appendix A.
     """
-    _check_neighbours(x, num_neighbours)
     return evaluate(mutual_knn_routes(num_neighbours=num_neighbours), x, y)
 
 
@@ -114,5 +109,4 @@ def knn_jaccard(x: Features, y: OtherFeatures, *, num_neighbours: int = 10) -> S
         Wang, Rudolph, Borgeaud and Hamilton (2022), Towards understanding the instability of network embedding;
         Klabunde et al. (2024), ReSi: a comprehensive benchmark for representational similarity measures.
     """
-    _check_neighbours(x, num_neighbours)
     return evaluate(knn_jaccard_routes(num_neighbours=num_neighbours), x, y)

@@ -9,6 +9,7 @@ import numpy as np
 
 from dissociation.data.datasets import Dataset
 from koopman import (
+    dynamical_similarity,
     estimators,
     forecast,
     generator,
@@ -105,6 +106,7 @@ def training():
 PAIRS = {"x": X, "y": Y}
 FIT = PAIRS | {"observable": OBSERVABLE}
 OPTIONS = {"center": False, "route": "qr", "rtol": 1e-6}
+ALIGN = {"key": KEY, "num_starts": 2, "num_steps": 20, "form": "frobenius"}
 
 CALLS = {
     kernels.RBF: lambda: {"length_scale": 1.5},
@@ -256,6 +258,18 @@ CALLS = {
         "observable": PATH,
         "metric": forecast.r2_score,
     },
+    dynamical_similarity.align_dynamics: lambda: ALIGN | {"a": STABLE, "b": TRANSITION},
+    dynamical_similarity.dynamical_distance: lambda: ALIGN | {"a": STABLE, "b": TRANSITION},
+    dynamical_similarity.pairwise_dynamical_distance: lambda: (
+        ALIGN | {"operators": np.stack([STABLE, TRANSITION, -STABLE]), "others": np.stack([STABLE.T, TRANSITION])}
+    ),
+    dynamical_similarity.eigenvalue_distance: lambda: {
+        "eigenvalues_a": np.array([0.5, 0.1j, -0.1j], np.complex64),
+        "eigenvalues_b": np.array([0.2, 0.9, -0.3j], np.complex64),
+    },
+    dynamical_similarity.departure_from_normality: lambda: {"matrix": STABLE},
+    dynamical_similarity.transition_matrix: lambda: {"operator": operator(), "metric": "data", "undo_shrinkage": True},
+    dynamical_similarity.delay_embed: lambda: {"trajectory": PATH, "num_delays": 3, "stride": 2},
     estimators.Ridge: lambda: {"alpha": 0.1},
     estimators.PrincipalComponents: lambda: {"rank": 2, "alpha": 0.1, "solver": "krylov"},
     estimators.ReducedRank: lambda: {"rank": 2, "alpha": 0.1, "solver": "spectral"},

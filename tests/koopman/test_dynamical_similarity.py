@@ -1,0 +1,632 @@
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.linalg
+import scipy.optimize
+
+from koopman import dynamical_similarity
+from koopman.datasets.linear import linear_system
+from koopman.dynamical_similarity import (
+    align_dynamics,
+    delay_embed,
+    departure_from_normality,
+    dynamical_distance,
+    eigenvalue_distance,
+    pairwise_dynamical_distance,
+    transition_matrix,
+)
+from koopman.estimators import PrincipalComponents, ReducedRank, Ridge
+from koopman.operators import fit
+from koopman.pairs import lagged_pairs
+from koopman.spectrum import eigenvalues
+
+pytestmark = pytest.mark.usefixtures("barely_optimized")
+
+RANDOM = np.random.default_rng(0)
+
+
+def orthogonal(r, rng=RANDOM):
+    return np.linalg.qr(rng.normal(size=(r, r)))[0]
+
+
+def mirror(r):
+    return np.diag([-1.0] + [1.0] * (r - 1))
+
+
+def norm(matrix):
+    return np.linalg.norm(matrix, axis=(-2, -1))
+
+
+def blocks(*eigenvalues):
+    """A real normal matrix of these eigenvalues: complex ones bring their conjugates."""
+    parts = [[[z.real, z.imag], [-z.imag, z.real]] if isinstance(z, complex) else [[z]] for z in eigenvalues]
+    return scipy.linalg.block_diag(*parts)
+
+
+# Closed forms
+
+
+def closed_form_in_the_plane(a, b):
+    """A = s I + k J + a symmetric traceless part of size p: C turns the last by any angle, and a mirror flips k."""
+    square = 0.0
+    for part in (
+        lambda m: m[0, 0] + m[1, 1],
+        lambda m: abs(m[0, 1] - m[1, 0]),
+        lambda m: np.hypot(m[0, 0] - m[1, 1], m[0, 1] + m[1, 0]),
+    ):
+        square += (part(a) - part(b)) ** 2 / 2
+    return square**0.5
+
+
+def test_in_the_plane_there_is_a_closed_form(key):
+    for a, b in RANDOM.normal(size=(30, 2, 2, 2)).astype(np.float32):
+        found = align_dynamics(a, b, key=key)
+        wanted = closed_form_in_the_plane(a, b)
+        np.testing.assert_allclose([found.distance, found.lower_bound], wanted, atol=1e-5)
+        assert found.distance.dtype == np.float32
+
+
+def test_of_symmetric_and_skew_matrices_sorted_values_differ(key):
+    with jax.enable_x64(True):
+        a, b = RANDOM.normal(size=(2, 4, 4))
+        up, down = a + a.T, b + b.T
+        found = align_dynamics(up, down, key=key)
+        gap = np.linalg.norm(np.linalg.eigvalsh(up) - np.linalg.eigvalsh(down))
+        np.testing.assert_allclose([found.distance, found.lower_bound], gap, rtol=1e-12)
+        up, down = a - a.T, b - b.T
+        found = align_dynamics(up, down, key=key)
+        gap = np.linalg.norm(np.linalg.svd(up)[1] - np.linalg.svd(down)[1])
+        np.testing.assert_allclose([found.distance, found.lower_bound], gap, rtol=1e-12)
+
+
+def test_with_one_coordinate_and_with_zeros(key):
+    np.testing.assert_allclose(dynamical_distance([[2.0]], [[-1.0]], key=key), 3.0)
+    with jax.enable_x64(True):
+        zeros, a = np.zeros((3, 3)), np.diag([3.0, 4.0, 0.0])
+        for first, second, wanted in ((zeros, a, 5.0), (a, zeros, 5.0), (zeros, zeros, 0.0)):
+            found = align_dynamics(first, second, key=key)
+            np.testing.assert_allclose([found.distance, found.lower_bound], wanted, rtol=1e-12)
+            assert found.converged
+            assert np.isnan(align_dynamics(first, second, key=key, form="angular").distance)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+def test_no_scale_overflows(key, scale):
+    a, b = (scale * RANDOM.normal(size=(2, 2, 2))).astype(np.float32)
+    wanted = scale * closed_form_in_the_plane(a.astype(float) / scale, b.astype(float) / scale)
+    np.testing.assert_allclose(dynamical_distance(a, b, key=key), wanted, rtol=1e-4)
+
+
+# Matrices in other coordinates
+
+
+def planted(family, r, rng):
+    """A matrix that is not normal, as they come out of fits, or as optimisers stumble over."""
+    a = rng.normal(size=(r, r))
+    if family == "defective":
+        return 0.9 * np.eye(r) + np.eye(r, k=1)
+    if family == "slow":
+        q = orthogonal(r, rng)
+        return q @ (0.95 * np.eye(r) + 0.1 * np.triu(a)) @ q.T
+    if family == "repeated":
+        return orthogonal(r, rng) @ np.diag(np.repeat([1.0, 0.5], [r // 2, r - r // 2]))
+    if family == "low rank":
+        return a[:, : -(-r // 3)] @ rng.normal(size=(-(-r // 3), r))
+    return a
+
+
+FAMILIES = ("gaussian", "defective", "slow", "repeated", "low rank")
+
+
+def check_found_again(key, r, dtype, families, times=1):
+    rng = np.random.default_rng(r)
+    with jax.enable_x64(dtype is np.float64):
+        firsts = np.stack([planted(family, r, rng) for family in families for _ in range(times)])
+        turns = np.stack([orthogonal(r, rng) for _ in firsts])
+        seconds = turns @ firsts @ turns.swapaxes(1, 2)
+        for which, (a, b) in enumerate(zip(firsts.astype(dtype), seconds.astype(dtype), strict=True)):
+            found = align_dynamics(a, b, key=key)
+            assert found.distance <= (5e-6 if dtype is np.float32 else 1e-13) * norm(a), which
+            assert found.converged, which
+            moved = np.asarray(found.rotation) @ b @ np.asarray(found.rotation).T
+            np.testing.assert_allclose(moved, a, atol=(5e-6 if dtype is np.float32 else 1e-13) * norm(a))
+
+
+@pytest.mark.parametrize(("r", "dtype"), [(3, np.float64), (8, np.float32), (20, np.float64)])
+def test_other_coordinates_are_found(key, r, dtype):
+    check_found_again(key, r, dtype, FAMILIES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("r", [2, 3, 4, 6, 8, 12, 16, 20])
+def test_other_coordinates_are_found_every_time(key, r, dtype):
+    check_found_again(key, r, dtype, FAMILIES, times=12)
+
+
+def test_a_rotation_of_coordinates_is_not_seen_and_a_stretch_is(key):
+    with jax.enable_x64(True):
+        a, b, stretch = RANDOM.normal(size=(3, 4, 4))
+        turn = orthogonal(4)
+        plain = dynamical_distance(a, b, key=key)
+        for rotation in (turn, turn @ mirror(4)):
+            np.testing.assert_allclose(dynamical_distance(a, rotation @ b @ rotation.T, key=key), plain, rtol=1e-9)
+        stretched = stretch @ b @ np.linalg.inv(stretch)
+        assert abs(dynamical_distance(a, stretched, key=key) - plain) > 0.1
+        # The spectrum sees neither.
+        values = [np.linalg.eigvals(m) for m in (a, b, stretched)]
+        np.testing.assert_allclose(eigenvalue_distance(*values[:2]), eigenvalue_distance(*values[::2]), rtol=1e-6)
+
+
+def test_both_signs_of_the_determinant_are_tried(key):
+    """In an even number of dimensions: in an odd one C and -C do the same."""
+    with jax.enable_x64(True):
+        a = RANDOM.normal(size=(4, 4))
+        signs = []
+        for mirrored in (np.eye(4), mirror(4)):
+            turn = orthogonal(4)
+            turn = turn * np.sign(np.linalg.det(turn)) if mirrored[0, 0] > 0 else turn
+            turn = turn @ np.diag([np.linalg.det(turn) * mirrored[0, 0], 1, 1, 1])
+            found = align_dynamics(a, turn.T @ a @ turn, key=key)
+            np.testing.assert_allclose(found.distance, 0, atol=1e-12)
+            signs.append(np.linalg.det(found.rotation))
+        np.testing.assert_allclose(signs, [1, -1], atol=1e-12)
+
+
+def test_it_is_a_metric(key):
+    with jax.enable_x64(True):
+        a = RANDOM.normal(size=(5, 3, 3))
+        table = np.asarray(pairwise_dynamical_distance(a, key=key))
+        np.testing.assert_array_equal(table, table.T)
+        np.testing.assert_array_equal(np.diagonal(table), 0)
+        np.testing.assert_allclose(dynamical_distance(a[3], a[1], key=key), table[1, 3], rtol=1e-9)
+        angles = [[dynamical_distance(b, c, key=key, form="angular") for b in a[:4]] for c in a[:4]]
+        np.testing.assert_allclose(np.diagonal(angles), 0, atol=1e-9)
+        for d in (table, np.asarray(angles)):
+            for i, j, k in itertools.permutations(range(len(d)), 3):
+                assert 0 < d[i, j] <= d[i, k] + d[k, j]
+
+
+# Against a search by another's hand
+
+
+def brute_force(a, b, restarts, rng):
+    """The least of many quasi-Newton searches over exp(W), by SciPy, from random rotations and mirror images."""
+    r = len(a)
+    upper = np.triu_indices(r, 1)
+
+    def turned(numbers, start):
+        w = np.zeros((r, r))
+        w[upper] = numbers
+        return scipy.linalg.expm(w - w.T) @ start
+
+    def energy(numbers, start):
+        c = turned(numbers, start)
+        return np.sum((a - c @ b @ c.T) ** 2)
+
+    least = np.inf
+    for restart in range(restarts):
+        q = orthogonal(r, rng)
+        q = q @ np.diag([np.linalg.det(q) * (-1) ** restart] + [1] * (r - 1))
+        least = min(least, scipy.optimize.minimize(energy, np.zeros(len(upper[0])), args=(q,), tol=1e-10).fun)
+    return least**0.5
+
+
+@pytest.mark.parametrize(("r", "restarts"), [(3, 12), pytest.param(4, 60, marks=pytest.mark.slow)])
+def test_nothing_lower_is_found_by_brute_force(key, r, restarts):
+    rng = np.random.default_rng(r)
+    with jax.enable_x64(True):
+        for _ in range(3 if r < 4 else 10):
+            a, b = rng.normal(size=(2, r, r))
+            found = align_dynamics(a, b, key=key)
+            assert found.converged
+            np.testing.assert_allclose(found.distance, brute_force(a, b, restarts, rng), rtol=1e-6)
+            assert found.lower_bound <= found.distance
+
+
+def test_more_starts_find_nothing_lower(key):
+    for a, b in RANDOM.normal(size=(3, 2, 8, 8)).astype(np.float32):
+        few = align_dynamics(a, b, key=key)
+        many = align_dynamics(a, b, key=jax.random.key(1), num_starts=120)
+        np.testing.assert_allclose(few.distance, many.distance, rtol=1e-5)
+        assert few.agreement < many.agreement
+        assert many.agreement < 240  # there are local minima
+
+
+# Eigenvalues
+
+
+def test_the_matching_is_the_best_of_all_permutations():
+    with jax.enable_x64(True):
+        first, second = RANDOM.normal(size=(2, 5)) + 1j * RANDOM.normal(size=(2, 5))
+        costs = [np.linalg.norm(first - second[list(order)]) for order in itertools.permutations(range(5))]
+        np.testing.assert_allclose(eigenvalue_distance(first, second), min(costs), rtol=1e-12)
+        np.testing.assert_allclose(jax.jit(eigenvalue_distance)(first, second), min(costs), rtol=1e-12)
+        mapped = jax.vmap(eigenvalue_distance)(np.stack([first, second]), np.stack([second, second]))
+        np.testing.assert_allclose(mapped, [min(costs), 0], rtol=1e-12)
+
+
+PAIRS = blocks(0.9 + 0.1j, 0.8 + 0.5j), blocks(0.85 + 0.55j, 0.95 + 0.05j)
+MIXED = (
+    blocks(0.9 + 0.1j, 0.8 + 0.5j, 0.3, -0.2, 0.25 + 0.9j),
+    blocks(0.85 + 0.55j, 0.95 + 0.05j, 0.2 + 0.8j, 0.05 + 0.1j),
+)
+
+
+@pytest.mark.parametrize(("matrices", "dtype"), [(PAIRS, np.float64), (MIXED, np.float32)])
+def test_normal_matrices_are_as_far_as_their_eigenvalues(key, matrices, dtype):
+    """Pairs are matched with pairs here, in another order than that of real parts, and two reals with one pair."""
+    r = len(matrices[0])
+    with jax.enable_x64(dtype is np.float64):
+        a, b = ((q := orthogonal(r)) @ m @ q.T for m in matrices)
+        values = [np.linalg.eigvals(m) for m in matrices]
+        found = align_dynamics(a.astype(dtype), b.astype(dtype), key=key)
+        np.testing.assert_allclose(
+            found.distance, eigenvalue_distance(*values), rtol=1e-5 if dtype is np.float32 else 1e-12
+        )
+        assert found.converged
+        # Negative control: not normal, of the same eigenvalues.
+        stretch = np.diag(np.linspace(1, 2, r))
+        sheared = (stretch @ a @ np.linalg.inv(stretch)).astype(dtype)
+        assert departure_from_normality(sheared) > 0.1
+        assert dynamical_distance(sheared, b.astype(dtype), key=key) > found.distance + 0.01
+
+
+def test_a_pair_that_would_be_torn_apart_keeps_normal_matrices_farther_than_their_eigenvalues(key):
+    """Over unitary C it is the eigenvalues' distance; over real ones here sqrt(1 + 4 y^2 - 2 y^4), by hand."""
+    with jax.enable_x64(True):
+        y = 0.1
+        a, b = blocks(1 + 1j * y, 0.0), blocks(1j * y, 1.0)
+        np.testing.assert_allclose(dynamical_distance(a, b, key=key) ** 2, 1 + 4 * y**2 - 2 * y**4, rtol=1e-12)
+        apart = eigenvalue_distance(np.linalg.eigvals(a), np.linalg.eigvals(b))
+        np.testing.assert_allclose(apart**2, 1 + 2 * y**2, rtol=1e-12)
+
+
+def test_eigenvalues_alone_miss_what_is_not_normal(key):
+    shear = np.asarray([[0.5, 1.0], [0.0, 0.5]], np.float32)
+    np.testing.assert_allclose(eigenvalue_distance([0.5, 0.5], [0.5, 0.5]), 0)
+    np.testing.assert_allclose(dynamical_distance(shear, 0.5 * np.eye(2), key=key), 1, rtol=1e-5)
+    np.testing.assert_allclose(departure_from_normality(shear), 1, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_departure_from_normality(dtype):
+    eps = np.finfo(dtype).eps
+    with jax.enable_x64(dtype is np.float64):
+        turn, a = orthogonal(6), RANDOM.normal(size=(6, 6))
+        upper = np.triu(RANDOM.normal(size=(6, 6)))
+        found = departure_from_normality((turn @ upper @ turn.T).astype(dtype))
+        np.testing.assert_allclose(found, norm(np.triu(upper, 1)), rtol=300 * eps)
+        schur = scipy.linalg.schur(a, output="complex")[0]
+        np.testing.assert_allclose(departure_from_normality(a.astype(dtype)), norm(np.triu(schur, 1)), rtol=100 * eps)
+        normal = turn @ blocks(0.9 + 0.3j, 0.9 + 0.3j, 0.4, 0.4) @ turn.T
+        assert departure_from_normality(normal.astype(dtype)) < 20 * eps
+        # Henrici's difference of squares would be zero here, or noise.
+        small = 30 * eps * np.triu(np.ones((6, 6)), 1)
+        found = departure_from_normality((turn @ (blocks(*np.arange(6.0)) + small) @ turn.T).astype(dtype))
+        np.testing.assert_allclose(found, norm(small), rtol=0.3)
+        assert np.isnan(jax.jit(departure_from_normality)(np.full((2, 2), np.nan, dtype)))
+
+
+# The angle
+
+
+def test_the_angle_is_that_of_the_same_rotation(key):
+    with jax.enable_x64(True):
+        a, b = RANDOM.normal(size=(2, 3, 3))
+        distance = dynamical_distance(a, b, key=key)
+        angle = align_dynamics(a, b, key=key, form="angular")
+        cosine = (norm(a) ** 2 + norm(b) ** 2 - distance**2) / (2 * norm(a) * norm(b))
+        np.testing.assert_allclose(angle.distance, np.arccos(cosine), rtol=1e-9)
+        moved = np.asarray(angle.rotation) @ b @ np.asarray(angle.rotation).T
+        np.testing.assert_allclose(np.sum(a * moved) / (norm(a) * norm(b)), cosine, rtol=1e-9)
+        np.testing.assert_allclose(dynamical_distance(3 * a, 0.2 * b, key=key, form="angular"), angle.distance)
+        assert angle.lower_bound <= angle.distance
+        np.testing.assert_allclose(dynamical_distance(np.eye(3), -np.eye(3), key=key, form="angular"), np.pi)
+
+
+def test_small_angles_keep_their_digits():
+    """An arccos in float32 knows none below 3e-4."""
+    a = blocks(1.0, 0.5, 0.2).astype(np.float32)
+    b = a + np.diag([0, 0, 1e-5]).astype(np.float32)
+    wanted = np.arccos(np.sum(a.astype(float) * b) / (norm(a.astype(float)) * norm(b.astype(float))))
+    found, _ = dynamical_similarity._distance(jnp.asarray(a), jnp.asarray(b), jnp.eye(3), jnp.zeros(()), "angular")
+    np.testing.assert_allclose(found, wanted, rtol=0.02)
+
+
+# Transformations
+
+
+def test_alone_compiled_mapped_and_in_pairs_it_is_the_same(key):
+    with jax.enable_x64(True):
+        a, b = RANDOM.normal(size=(2, 3, 3, 3))
+        table = [[dynamical_distance(first, second, key=key) for second in b[:2]] for first in a]
+        mapped = jax.jit(jax.vmap(lambda first, second: dynamical_distance(first, second, key=key)))(a[:2], b[:2])
+        np.testing.assert_allclose(mapped, np.diagonal(table), rtol=1e-9)
+        np.testing.assert_allclose(pairwise_dynamical_distance(a, b[:2], key=key), table, rtol=1e-9)
+
+
+def test_all_pairs_are_one_program_traced_once(key, monkeypatch):
+    traces, plain = [], dynamical_similarity._matched
+    monkeypatch.setattr(dynamical_similarity, "_matched", lambda *args: traces.append(1) or plain(*args))
+    options = {"key": key, "num_starts": 5, "num_steps": 90}
+    before, counts = dynamical_similarity._solve._cache_size(), []
+    for members in (3, 5):
+        for scale in (1.0, 2.0):
+            operators = scale * RANDOM.normal(size=(members, 3, 3)).astype(np.float32)
+            pairwise_dynamical_distance(operators, **options)
+        counts.append(len(traces))
+    assert counts == [1, 2]
+    assert dynamical_similarity._solve._cache_size() == before + 2
+
+
+def test_pairs_at_once_are_the_pairs_one_by_one(key):
+    """As on an accelerator, in chunks that do not divide their number."""
+    with jax.enable_x64(True):
+        matrices = RANDOM.normal(size=(4, 3, 3))
+        rows, columns = np.triu_indices(4, 1)
+        found = dynamical_similarity._solve(jnp.asarray(matrices), rows, columns, key, 32, 100, "frobenius", 4)
+        loop = [align_dynamics(matrices[i], matrices[j], key=key) for i, j in zip(rows, columns, strict=True)]
+        np.testing.assert_allclose(found.distance, [one.distance for one in loop], rtol=1e-9)
+        np.testing.assert_array_equal(found.agreement, [one.agreement for one in loop])
+        assert found.converged.all()
+
+
+def test_one_operator_is_a_table_of_one_zero(key):
+    np.testing.assert_array_equal(pairwise_dynamical_distance(np.ones((1, 2, 2), np.float32), key=key), [[0]])
+
+
+@pytest.mark.parametrize("form", ["frobenius", "angular"])
+def test_the_derivative_is_that_of_the_minimum(key, form):
+    """Central differences search anew at every point."""
+    with jax.enable_x64(True):
+        a, b = RANDOM.normal(size=(2, 3, 3))
+        directions, step = RANDOM.normal(size=(2, 3, 3)), 1e-5
+
+        def square(a, b):
+            return dynamical_distance(a, b, key=key, form=form) ** 2
+
+        gradient = jax.grad(square, (0, 1))(a, b)
+        for which in (0, 1):
+            moves = step * directions * (np.arange(2) == which)[:, None, None]
+            wanted = (square(a + moves[0], b + moves[1]) - square(a - moves[0], b - moves[1])) / (2 * step)
+            np.testing.assert_allclose(np.sum(np.asarray(gradient[which]) * directions[which]), wanted, rtol=1e-6)
+        if form == "frobenius":
+            turn = np.asarray(align_dynamics(a, b, key=key).rotation)
+            np.testing.assert_allclose(gradient[0], 2 * (a - turn @ b @ turn.T), atol=1e-9)
+            np.testing.assert_allclose(gradient[1], 2 * (b - turn.T @ a @ turn), atol=1e-9)
+        np.testing.assert_allclose(jax.grad(square)(a, a), 0, atol=1e-12)
+        at, still = jnp.asarray(a), (jnp.eye(3), jnp.zeros(()), form)
+        np.testing.assert_array_equal(jax.grad(lambda m: dynamical_similarity._distance(m, at, *still)[0])(at), 0)
+
+
+def test_the_derivative_of_the_matching_is_that_of_its_differences():
+    with jax.enable_x64(True):
+        first, second = RANDOM.normal(size=(2, 4)) + 1j * RANDOM.normal(size=(2, 4))
+        direction, step = RANDOM.normal(size=4) + 1j * RANDOM.normal(size=4), 1e-6
+        ends = [eigenvalue_distance(first + sign * step * direction, second) for sign in (1, -1)]
+        _, slope = jax.jvp(lambda v: eigenvalue_distance(v, second), (first,), (direction,))
+        np.testing.assert_allclose(slope, (ends[0] - ends[1]) / (2 * step), rtol=1e-7)
+        np.testing.assert_array_equal(jax.grad(lambda v: eigenvalue_distance(v, first))(jnp.asarray(first)), 0)
+
+
+def test_traced_matrices_that_are_not_finite_give_nan(key):
+    with jax.enable_x64(True):
+        a = np.eye(3)
+        bad = a.copy()
+        bad[1, 2] = np.nan
+        found = dynamical_similarity._align(*dynamical_similarity._stacked(a, bad), key, 32, 100, "frobenius")
+        assert np.isnan([found.distance, found.lower_bound, found.gradient]).all()
+        assert not found.converged
+        table = jax.jit(lambda m: pairwise_dynamical_distance(m, key=key))(np.stack([a, bad, 2 * a]))
+        np.testing.assert_array_equal(np.isnan(table), [[False, True, False], [True] * 3, [False, True, False]])
+        np.testing.assert_allclose(table[0, 2], 3**0.5, rtol=1e-12)
+
+
+# Keys, and what is told about the search
+
+
+def test_the_key_is_split_once_and_never_drawn_from(monkeypatch):
+    seen = {"split": [], "normal": []}
+    for name, plain in (("split", jax.random.split), ("normal", jax.random.normal)):
+
+        def told(key, *args, name=name, plain=plain, **kwargs):
+            seen[name].append(jax.random.key_data(key).tobytes() if name else None)
+            return plain(key, *args, **kwargs)
+
+        monkeypatch.setattr(jax.random, name, told)
+    key = jax.random.key(3)
+    dynamical_similarity._prepare(jnp.ones((2, 3, 3)), key, 4)
+    used = seen["split"] + seen["normal"]
+    assert seen["split"] == [jax.random.key_data(key).tobytes()]
+    assert len(used) == len(set(used)) == 3
+
+
+def test_keys_change_the_starts_and_nothing_else(key):
+    a, b = RANDOM.normal(size=(2, 8, 8)).astype(np.float32)
+    first, again, other = (align_dynamics(a, b, key=k) for k in (key, key, jax.random.key(99)))
+    np.testing.assert_array_equal(first.rotation, again.rotation)
+    assert not np.array_equal(first.rotation, other.rotation)
+    np.testing.assert_allclose(first.distance, other.distance, rtol=1e-5)
+
+
+def test_searches_that_cannot_be_trusted_say_so(key):
+    a, b = np.random.default_rng(5).normal(size=(2, 8, 8)).astype(np.float32)
+    found = align_dynamics(a, b, key=key)
+    assert found.converged
+    assert found.agreement < 64
+    cut = align_dynamics(a, b, key=key, num_steps=1)
+    assert cut.gradient > 1e-3
+    assert not cut.converged
+    with pytest.warns(UserWarning, match="The distance may not be the least"):
+        dynamical_distance(a, b, key=key, num_steps=1)
+    # One start and its mirror image are no evidence, but where the bound is met.
+    with pytest.warns(UserWarning, match="2 of 3 distances may not"):
+        pairwise_dynamical_distance(np.stack([a, b, a]), key=key, num_starts=1)
+
+
+WRONG = {
+    "not square": ({"a": np.ones((2, 3))}, ValueError, "`a` must be of shape"),
+    "of another size": ({"b": np.eye(3)}, ValueError, "`b` must be of shape"),
+    "not finite": ({"a": np.diag([1.0, np.nan])}, ValueError, "`a` must be finite"),
+    "complex": ({"b": 1j * np.eye(2)}, TypeError, "`b` must hold real"),
+    "a vector": ({"a": np.ones(2)}, ValueError, "`a` must have 2 axes"),
+    "no start": ({"num_starts": 0}, ValueError, "`num_starts` must be at least 1"),
+    "no step": ({"num_steps": 0}, ValueError, "`num_steps` must be at least 1"),
+    "half a start": ({"num_starts": 1.5}, TypeError, "`num_starts` must"),
+    "another form": ({"form": "euclidean"}, ValueError, "`form` must be one of 'frobenius', 'angular'"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_arguments_are_refused(key, what):
+    wrong, error, message = WRONG[what]
+    call = {"a": np.eye(2), "b": np.eye(2), "key": key} | wrong
+    for function in (align_dynamics, dynamical_distance):
+        with pytest.raises(error, match=message):
+            function(**call)
+
+
+def test_wrong_sets_are_refused(key):
+    with pytest.raises(ValueError, match="`operators` must be of shape"):
+        pairwise_dynamical_distance(np.ones((2, 3, 2)), key=key)
+    with pytest.raises(ValueError, match="`others` must be of shape"):
+        pairwise_dynamical_distance(np.ones((2, 3, 3)), np.ones((2, 2, 2)), key=key)
+    with pytest.raises(ValueError, match="`eigenvalues_b` must be of shape"):
+        eigenvalue_distance([1.0, 2.0], [1.0])
+    with pytest.raises(ValueError, match="`matrix` must be of shape"):
+        departure_from_normality(np.ones((2, 3)))
+
+
+# From trajectories
+
+
+def spiral(n=80, seed=0, noise=0.1):
+    """A damped turn and two decays, kicked."""
+    rng = np.random.default_rng(seed)
+    matrix = np.block(
+        [[0.95 * blocks(complex(np.cos(0.5), np.sin(0.5))), np.zeros((2, 2))], [np.zeros((2, 2)), np.diag([0.8, 0.4])]]
+    )
+    matrix[0, 3] = 0.5
+    path = [rng.normal(size=4)]
+    for _ in range(n):
+        path.append(matrix @ path[-1] + noise * rng.normal(size=4))
+    return np.asarray(path)
+
+
+def test_white_coordinates_are_those_of_the_paper(key):
+    """A_v = (V^T V)^-1 V^T V' of the right singular vectors V of the delay-embedded data, transposed."""
+    with jax.enable_x64(True):
+        x, y = (np.asarray(side) for side in lagged_pairs(delay_embed(spiral(), 3)))
+        left, sizes, right = np.linalg.svd(x, full_matrices=False)
+        white = left[:, :4] * len(x) ** 0.5
+        after = y @ right[:4].T / sizes[:4] * len(x) ** 0.5
+        paper = np.linalg.lstsq(white, after, rcond=None)[0].T
+        operator = fit(PrincipalComponents(4, 0.0), x, y)
+        found = np.asarray(transition_matrix(operator))
+        np.testing.assert_allclose(np.abs(found), np.abs(paper), atol=1e-9)
+        np.testing.assert_allclose(dynamical_distance(found, paper, key=key), 0, atol=1e-9)
+        # Projected dynamic mode decomposition.
+        cut = left[:, :4] * sizes[:4] @ right[:4]
+        projected = right[:4] @ np.linalg.lstsq(cut, y, rcond=1e-9)[0].T @ right[:4].T
+        plain = np.asarray(transition_matrix(operator, metric="features"))
+        np.testing.assert_allclose(np.abs(plain), np.abs(projected), atol=1e-9)
+        assert dynamical_distance(plain, found, key=key) > 0.1
+
+
+@pytest.mark.parametrize("metric", ["data", "features"])
+@pytest.mark.parametrize("estimator", [Ridge(0.05), PrincipalComponents(3, 0.05), ReducedRank(3, 0.05)])
+def test_transition_matrices_have_the_eigenvalues_of_the_operator(estimator, metric):
+    with jax.enable_x64(True):
+        operator = fit(estimator, *lagged_pairs(spiral()))
+        for undo in (True, False):
+            found = np.linalg.eigvals(transition_matrix(operator, metric=metric, undo_shrinkage=undo))
+            wanted = eigenvalues(operator, undo_shrinkage=undo)
+            np.testing.assert_allclose(eigenvalue_distance(found, wanted), 0, atol=1e-10)
+
+
+def test_coordinates_are_orthonormal_under_regularisation():
+    """Those of one operator on other latent functions are the same up to a rotation: the Gram matrices say so."""
+    with jax.enable_x64(True):
+        x, y = (np.asarray(side) for side in lagged_pairs(spiral()))
+        operator = fit(Ridge(0.05), x, y)
+        latent = np.asarray(operator.encode(x))
+        values, vectors = np.linalg.eigh(latent.T @ latent / len(x))
+        white = latent @ vectors / values**0.5  # another square root of the Gram matrix
+        matrix = vectors.T @ np.asarray(operator.core) @ vectors * values[:, None] ** 0.5 / values**0.5
+        found = np.asarray(transition_matrix(operator, undo_shrinkage=False))
+        np.testing.assert_allclose(white.T @ white / len(x), np.eye(4), atol=1e-10)
+        np.testing.assert_allclose(vectors.T @ found.T @ vectors, matrix, atol=1e-10)
+
+
+def test_mixed_recordings_of_one_system_are_one_and_others_are_not(key):
+    """Data metric: no invertible mixture of what is recorded is seen; feature metric: no orthogonal one."""
+    with jax.enable_x64(True):
+        path, other = spiral(), spiral(seed=1)[:, ::-1] ** 3
+        turn, mixture = orthogonal(4), RANDOM.normal(size=(4, 4))
+
+        def of(states, metric="data"):
+            return transition_matrix(fit(Ridge(0.0), *lagged_pairs(states)), metric=metric)
+
+        def apart(first, second):
+            return dynamical_distance(first, second, key=key)
+
+        for mixed in (path @ turn, path @ mixture):
+            np.testing.assert_allclose(apart(of(path), of(mixed)), 0, atol=1e-9)
+        assert apart(of(path), of(other)) > 0.1
+        plain = of(path, "features")
+        np.testing.assert_allclose(apart(plain, of(path @ turn, "features")), 0, atol=1e-9)
+        assert apart(plain, of(path @ mixture, "features")) > 0.1
+
+
+def test_from_trajectories_to_distances(key):
+    """Two recordings, through other mixtures, of each of two systems: a turn of one frequency, and of another."""
+    rng = np.random.default_rng(2)
+    found = []
+    for angle, seed in ((0.3, 0), (0.3, 1), (1.0, 2), (1.0, 3)):
+        matrix = 0.99 * blocks(complex(np.cos(angle), np.sin(angle))).astype(np.float32)
+        path = linear_system(matrix, 1000, key=jax.random.key(seed), noise=0.1)
+        recorded = jnp.tanh(0.3 * path @ rng.normal(size=(2, 6)).astype(np.float32))
+        operator = fit(PrincipalComponents(2), *lagged_pairs(delay_embed(recorded, 4)))
+        found.append(transition_matrix(operator))
+    table = np.asarray([[dynamical_distance(one, other, key=key) for other in found] for one in found])
+    assert max(table[0, 1], table[2, 3]) < 0.1
+    assert table[:2, 2:].min() > 0.8
+
+
+def test_latent_functions_beyond_a_traced_rank_are_zeros():
+    x, y = lagged_pairs(spiral().astype(np.float32))
+    full = jax.jit(lambda rank: transition_matrix(fit(PrincipalComponents(rank, 0.0), x, y)))(2)
+    cut = transition_matrix(fit(PrincipalComponents(2, 0.0), x, y))
+    np.testing.assert_allclose(full[:2, :2], cut, atol=1e-5)
+    np.testing.assert_array_equal(full[2:], 0)
+    np.testing.assert_array_equal(full[:, 2:], 0)
+
+
+@pytest.mark.parametrize(("delays", "stride"), [(1, 1), (3, 1), (3, 2), (1, 5)])
+def test_rows_of_the_hankel_matrix(delays, stride):
+    path = RANDOM.normal(size=(9, 2)).astype(np.float32)
+    found = delay_embed(path, delays, stride=stride)
+    reach = (delays - 1) * stride
+    wanted = [np.concatenate([path[t - i * stride] for i in range(delays)]) for t in range(reach, 9)]
+    np.testing.assert_array_equal(found, wanted)
+    np.testing.assert_array_equal(jax.jit(lambda p: delay_embed(p, delays, stride=stride))(path), wanted)
+    stacked = jax.vmap(lambda p: delay_embed(p, delays, stride=stride))(np.stack([path, -path]))
+    np.testing.assert_array_equal(stacked[1], -found)
+
+
+def test_delays_that_cannot_be_are_refused():
+    path = np.ones((5, 2), np.float32)
+    assert delay_embed(path, 5).shape == (1, 10)
+    with pytest.raises(ValueError, match=r"`trajectory` must be longer than \(num_delays - 1\) \* stride \(5\), got 5"):
+        delay_embed(path, 6)
+    for wrong in ({"num_delays": 0}, {"num_delays": 2, "stride": 0}):
+        with pytest.raises(ValueError, match="must be at least 1"):
+            delay_embed(path, **wrong)
+    with pytest.raises(TypeError, match="`num_delays` must"):
+        delay_embed(path, 1.5)
+    with pytest.raises(ValueError, match="`trajectory` must be finite"):
+        delay_embed(np.full((5, 2), np.nan), 2)
