@@ -24,7 +24,8 @@ skew parts, nor below that of sorted singular values: |A - C B C^T|^2 is the sum
 Hoffman and Wielandt. Where the distance found is that bound, it is proved to be the minimum.
 
 The derivative is that at fixed C, which is the derivative of the minimum (envelope theorem) wherever the best C is
-unique up to what does not change C B C^T; at distance zero it is zero.
+unique up to what does not change C B C^T. At zero a distance has a tip, and rounding chooses the side: take the
+derivative of its square.
 
 References:
     Ostrow, Eisen, Kozachkov and Fiete (2023), Beyond geometry: comparing the temporal structure of computation in
@@ -56,11 +57,11 @@ Form = Literal["frobenius", "angular"]
 Matrix = Float[Array | np.ndarray, "r r"]
 
 _RADIUS = 1.4  # largest step in Frobenius norm: no plane turns by more than one radian
-_SEARCH = 1e-3, 12  # gradient at which starts can be told from each other, and steps of conjugate gradients till then
-_POLISH = 60  # such steps in one of Newton's for the best start, which goes on to rounding
-_AGREED = 3
-_SAME = 1e-4  # energies of starts that count as the same minimum
-_LANES = 8192  # starts at once on an accelerator; a CPU takes pair after pair, which wait for no other
+_SEARCH = 1e-3, 12  # gradient at which ends of runs can be told apart, and steps of conjugate gradients on the way
+_POLISH = 60  # such steps in one of Newton's for the best run, which goes on to rounding
+_SAME = 1e-4  # difference in E between runs that count as one minimum
+_AGREED = 3  # runs that make one credible; by two, some 10 % of unrelated 20 x 20 matrices ended in a wrong one
+_LANES = 8192  # runs at once on an accelerator; a CPU takes pair after pair, which wait for no other
 
 
 class DynamicalAlignment(Result):
@@ -71,8 +72,7 @@ class DynamicalAlignment(Result):
         rotation: C, orthogonal of either determinant: [r, r].
         lower_bound: What no C gets below, at most `distance`; equal to it, `distance` is proved.
         gradient: |skew [A, C B^T C^T]| / (|A| |B|), zero where C is stationary.
-        agreement: How many of the 2 `num_starts` runs ended at this minimum, or at one as low to 1e-4 |A| |B| in half
-            the squared distance of the matrices at unit norm.
+        agreement: How many of the 2 `num_starts` runs ended at this minimum: as low, at norms of 1, to 1e-4 in E.
         converged: Whether the gradient is zero to rounding, and either three runs or more agree or the bound is met. It
             is evidence, no proof, of the global minimum.
     """
@@ -125,8 +125,8 @@ def dynamical_distance(
 ) -> Float[Array, ""]:
     """The minimum over orthogonal C of |A - C B C^T|, or the angle there: `align_dynamics`, without what it adds.
 
-    For symmetric, and for skew, A and B it is the distance of sorted eigenvalues; for real normal ones
-    `eigenvalue_distance` in most cases, and never less.
+    For symmetric, and for skew, A and B it is the distance of sorted eigenvalues. For normal ones it is never below
+    `eigenvalue_distance`, and equal to it where that matching keeps conjugates together, as it says.
 
     Args:
         a: A, [r, r].

@@ -7,6 +7,7 @@ ignores, whether it is a metric, its range, its cost and where it is from.
 from dissociation.metrics.similarity.base import Measure
 from dissociation.metrics.similarity.canonical import cca, cca_squared, gulp_distance, pwcca, svcca
 from dissociation.metrics.similarity.dissimilarity import compare_rdms, crossnobis_rdm, crossnobis_rsa, rdm, rsa
+from dissociation.metrics.similarity.embedding import classical_mds, smacof
 from dissociation.metrics.similarity.functional import disagreement, jensen_shannon, min_max_disagreement
 from dissociation.metrics.similarity.inference import (
     adjust_p_values,
@@ -33,6 +34,14 @@ from dissociation.metrics.similarity.shapes import (
     partial_whitening_distance,
     procrustes_distance,
 )
+from dissociation.metrics.similarity.streaming import (
+    joint_moments,
+    merge_joint_moments,
+    minibatch_rbf_cka,
+    predictivity_from_moments,
+    similarity_from_moments,
+    stream_moments,
+)
 
 __all__ = [
     "MEASURES",
@@ -44,6 +53,7 @@ __all__ = [
     "calibrate",
     "cca",
     "cca_squared",
+    "classical_mds",
     "compare",
     "compare_rdms",
     "crossnobis_rdm",
@@ -57,21 +67,28 @@ __all__ = [
     "hard_matching",
     "jackknife_interval",
     "jensen_shannon",
+    "joint_moments",
     "knn_jaccard",
     "linear_cka",
     "linear_predictivity",
     "member_interval",
+    "merge_joint_moments",
     "min_max_disagreement",
+    "minibatch_rbf_cka",
     "mutual_knn",
     "pairwise",
     "partial_whitening_distance",
     "permutation_test",
+    "predictivity_from_moments",
     "predictivity_path",
     "procrustes_distance",
     "pwcca",
     "rbf_cka",
     "rdm",
     "rsa",
+    "similarity_from_moments",
+    "smacof",
     "soft_matching",
+    "stream_moments",
     "svcca",
 ]

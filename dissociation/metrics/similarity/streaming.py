@@ -1,0 +1,388 @@
+"""Similarities of any number of samples in one pass: sums that add over batches, and what follows from them exactly.
+
+Linear CKA, debiased or not, CCA, shapes and linear predictivity depend on samples through few sums: of x_i y_j, of
+x_i |y|^2 and of |x|^2 |y|^2, about the means. `joint_moments` takes them for all representations together, so that all
+pairs come out of one pass; memory is the square of all features together. Kernels that are not linear have no such
+sums: `minibatch_rbf_cka` averages over mini-batches, which is another number than `debiased_rbf_cka`.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from dissociation.checks import (
+    check_choice,
+    check_count,
+    check_finite,
+    check_non_negative,
+    check_positive,
+    fail,
+    is_traced,
+)
+from dissociation.conversion import as_array, as_numbers
+from dissociation.distances import root
+from dissociation.linalg import centre, nuclear_norm, product, psd_power
+from dissociation.metrics.similarity.base import Features, OtherFeatures, Score, check_samples, in_common_dtype
+from dissociation.metrics.similarity.kernels import rbf_gram, u_centred
+from dissociation.results import Result
+from dissociation.types import PRNGKey, Scalar
+from dissociation.validation import validated
+
+
+class JointMoments(Result):
+    """Sums over samples of several representations, with features joined; all but the count and mean are about it.
+
+    Attributes:
+        count: n.
+        mean: Of all features, [P].
+        products: sum x x^T, [P, P].
+        cubes: sum x |x_r|^2 for every representation r, [P, R].
+        quartics: sum |x_r|^2 |x_s|^2, [R, R].
+        widths: Features of each representation.
+    """
+
+    count: Float[Array, ""]
+    mean: Float[Array, " p"]
+    products: Float[Array, "p p"]
+    cubes: Float[Array, "p r"]
+    quartics: Float[Array, "r r"]
+    widths: tuple[int, ...] = eqx.field(static=True)
+
+    def squares(self) -> Array:
+        """Sums |x_r|^2, [R]."""
+        return _per_representation(jnp.diagonal(self.products), self.widths)
+
+    def block(self, one: int, other: int) -> Array:
+        """Sums of products of two representations' features, [p, q]."""
+        starts = np.concatenate([[0], np.cumsum(self.widths)])
+        return self.products[starts[one] : starts[one + 1], starts[other] : starts[other + 1]]
+
+
+def _per_representation(values: Array, widths: tuple[int, ...]) -> Array:
+    """Sums over each representation's features, which lie on the first axis."""
+    owner = np.repeat(np.arange(len(widths)), widths)
+    return jax.ops.segment_sum(values, owner, len(widths))
+
+
+def joint_moments(*representations: Any) -> JointMoments:
+    """Moments of one batch.
+
+    Args:
+        representations: Arrays [n, p], [n, q], ... of the same samples. Squares of lengths are squared again: in
+            float32, lengths up to 1e8 will do.
+
+    Returns:
+        The moments; those of batches add by `merge_joint_moments`.
+
+    Raises:
+        ValueError: If there is none, numbers of samples differ, or known entries are not finite.
+    """
+    if not representations:
+        fail("representations", "be one array or more", "none")
+    arrays = []
+    for index, given in enumerate(representations):
+        name = f"representations[{index}]"
+        array = as_numbers(name, as_array(name, given, "be an array [n, p]"), frozenset({"float"}))
+        if array.ndim != 2:
+            fail(name, "have 2 axes [n, p]", f"shape {array.shape}")
+        if array.shape[0] != np.shape(representations[0])[0]:
+            fail(name, f"have as many samples as the first ({np.shape(representations[0])[0]})", array.shape[0])
+        check_finite(name, array)
+        arrays.append(array)
+    return _moments(tuple(in_common_dtype(*arrays)))
+
+
+@eqx.filter_jit
+def _moments(arrays: tuple[Array, ...]) -> JointMoments:
+    widths = tuple(array.shape[1] for array in arrays)
+    joined = jnp.concatenate(arrays, 1)
+    x = centre(joined)
+    lengths = _per_representation((x**2).T, widths).T
+    mean = joined[0] - x[0]
+    return JointMoments(
+        count=jnp.asarray(x.shape[0], x.dtype),
+        mean=mean,
+        products=product(x.T, x),
+        cubes=product(x.T, lengths),
+        quartics=product(lengths.T, lengths),
+        widths=widths,
+    )
+
+
+@validated
+def merge_joint_moments(a: JointMoments, b: JointMoments) -> JointMoments:
+    """Moments of two batches together, exactly: each is brought to the common mean.
+
+    Args:
+        a: Of one batch.
+        b: Of another, of the same representations.
+
+    Returns:
+        Of both.
+
+    Raises:
+        ValueError: If widths differ.
+    """
+    if a.widths != b.widths:
+        fail("b", f"have the widths of `a`, {a.widths}", b.widths)
+    return _merged(a, b)
+
+
+@eqx.filter_jit
+def _merged(a: JointMoments, b: JointMoments) -> JointMoments:
+    count = a.count + b.count
+    apart = b.mean - a.mean
+    one, other = _moved(a, -apart * (b.count / count)), _moved(b, apart * (a.count / count))
+    sums = jax.tree.map(lambda first, second: first + second, one, other)
+    return eqx.tree_at(lambda m: m.mean, sums, a.mean + apart * (b.count / count))
+
+
+def _moved(m: JointMoments, by: Array) -> JointMoments:
+    """Moments about another point: of x + `by`, where x sums to zero."""
+    size = _per_representation(by**2, m.widths)
+    squares = m.squares()
+    along = _per_representation(by[:, None] * m.cubes, m.widths)  # sum (by_r . x_r) |x_s|^2
+    across = _per_representation(by[:, None] * m.products, m.widths)  # sum (by_r . x_r) x
+    both = _per_representation((across * by[None]).T, m.widths).T  # sum (by_r . x_r)(by_s . x_s)
+    rest = squares + m.count * size
+    quartics = m.quartics + 2 * (along + along.T) + 4 * both
+    quartics = quartics + size[:, None] * squares[None] + squares[:, None] * size[None]
+    return JointMoments(
+        count=m.count,
+        mean=m.mean,
+        products=m.products + m.count * by[:, None] * by[None],
+        cubes=m.cubes + 2 * across.T + by[:, None] * rest[None],
+        quartics=quartics + m.count * size[:, None] * size[None],
+        widths=m.widths,
+    )
+
+
+def stream_moments(batches: Iterable[Sequence[Any]]) -> JointMoments:
+    """Moments of samples that come in batches.
+
+    Args:
+        batches: Of each batch, one array [n, p] per representation; n may differ from batch to batch, though each new
+            one is compiled for.
+
+    Returns:
+        Of all samples.
+
+    Raises:
+        ValueError: If there is no batch, or batches differ in their representations.
+    """
+    total = None
+    for batch in batches:
+        own = joint_moments(*batch)
+        total = own if total is None else merge_joint_moments(total, own)
+    if total is None:
+        fail("batches", "give at least one batch", "none")
+    return total
+
+
+def _linear_cka(m: JointMoments) -> Array:
+    squares = _per_representation(_per_representation(_scaled(m) ** 2, m.widths).T, m.widths)
+    own = jnp.sqrt(jnp.diagonal(squares))
+    return squares / own[:, None] / own[None]
+
+
+def _scaled(m: JointMoments) -> Array:
+    """Products of features, of representations whose lengths squared sum to 1."""
+    owner = np.repeat(np.arange(len(m.widths)), m.widths)
+    lengths = jnp.sqrt(m.squares())[owner]
+    return m.products / lengths[:, None] / lengths[None]
+
+
+def _debiased_cka(m: JointMoments) -> Array:
+    n, squares = m.count, m.squares()
+    inner = _per_representation(_per_representation(_scaled(m) ** 2, m.widths).T, m.widths)
+    quartics = m.quartics / squares[:, None] / squares[None]
+    hsic = inner - n / (n - 2) * quartics + 1 / ((n - 1) * (n - 2))
+    own = jnp.sqrt(jnp.diagonal(hsic))
+    return hsic / own[:, None] / own[None]
+
+
+def _of_pairs(m: JointMoments, of_pair: Callable[[int, int], Array]) -> Array:
+    number = len(m.widths)
+    values = {(i, j): of_pair(i, j) for i in range(number) for j in range(i, number)}
+    return jnp.stack([jnp.stack([values[min(i, j), max(i, j)] for j in range(number)]) for i in range(number)])
+
+
+def _angular(m: JointMoments) -> Array:
+    squares = m.squares()
+    cosine = lambda i, j: nuclear_norm(m.block(i, j)) / jnp.sqrt(squares[i]) / jnp.sqrt(squares[j])  # noqa: E731
+    return jnp.minimum(_of_pairs(m, cosine), 1.0)
+
+
+def _procrustes(m: JointMoments) -> Array:
+    squares = m.squares()
+    return root(_of_pairs(m, lambda i, j: jnp.maximum(squares[i] + squares[j] - 2 * nuclear_norm(m.block(i, j)), 0.0)))
+
+
+def _whitened(m: JointMoments) -> tuple[list[Array], list[Array]]:
+    # A covariance holds squares: below the root of rounding, directions of the features are lost in it.
+    rtol = [8 * width * float(jnp.finfo(m.products.dtype).eps) for width in m.widths]
+    own = [m.block(i, i) for i in range(len(m.widths))]
+    roots = [psd_power(block, -0.5, rtol=cut) for block, cut in zip(own, rtol, strict=True)]
+    ranks = [jnp.round(jnp.trace(psd_power(block, 0, rtol=cut))) for block, cut in zip(own, rtol, strict=True)]
+    return roots, ranks
+
+
+def _cca(m: JointMoments) -> Array:
+    roots, ranks = _whitened(m)
+    meet = lambda i, j: product(product(roots[i], m.block(i, j)), roots[j])  # noqa: E731
+    return jnp.minimum(_of_pairs(m, lambda i, j: nuclear_norm(meet(i, j)) / jnp.minimum(ranks[i], ranks[j])), 1.0)
+
+
+def _cca_squared(m: JointMoments) -> Array:
+    roots, ranks = _whitened(m)
+    meet = lambda i, j: product(product(roots[i], m.block(i, j)), roots[j])  # noqa: E731
+    return jnp.minimum(_of_pairs(m, lambda i, j: jnp.sum(meet(i, j) ** 2) / jnp.minimum(ranks[i], ranks[j])), 1.0)
+
+
+STREAMED: dict[str, Callable[[JointMoments], Array]] = {
+    "linear_cka": _linear_cka,
+    "debiased_cka": _debiased_cka,
+    "angular_similarity": _angular,
+    "procrustes_distance": _procrustes,
+    "cca": _cca,
+    "cca_squared": _cca_squared,
+}
+"""Measures that follow from joint moments."""
+
+
+@validated
+def similarity_from_moments(moments: JointMoments, measure: str = "debiased_cka") -> Float[Array, "r r"]:
+    """A measure of all pairs of representations, from their joint moments.
+
+    The same numbers as from the samples themselves, in the limits of rounding: covariances square the condition number,
+    which counts for CCA, where directions of a feature below 1e-3 of the largest are lost in float32.
+
+    Args:
+        moments: From `joint_moments` or `stream_moments`.
+        measure: One of `STREAMED`.
+
+    Returns:
+        [R, R].
+
+    Raises:
+        ValueError: If `measure` is unknown, there are fewer than 4 samples, or for CCA no more than features.
+    """
+    check_choice("measure", measure, STREAMED)
+    if not is_traced(moments.count):
+        number, widest = int(moments.count), max(moments.widths)
+        check_samples("moments", number, 4)
+        if measure in ("cca", "cca_squared") and widest >= number - 1:
+            fail("moments", "be of more samples than features", f"{number} samples of {widest} features")
+    return _from_moments(moments, measure)
+
+
+@eqx.filter_jit
+def _from_moments(moments: JointMoments, measure: str) -> Array:
+    return STREAMED[measure](moments)
+
+
+@validated
+def predictivity_from_moments(
+    folds: list[JointMoments], source: int = 0, target: int = 1, *, alpha: Scalar = 0.0
+) -> Score:
+    """`linear_predictivity` of one representation from another, with the moments of each fold.
+
+    Args:
+        folds: Moments of at least two disjoint parts of the samples, each of which is predicted by maps that are fitted
+            to the others.
+        source: The representation that predicts, by its place.
+        target: The one that is predicted.
+        alpha: Ridge penalty, not negative, in squared units of the source summed over samples.
+
+    Returns:
+        R^2, at most 1.
+
+    Raises:
+        ValueError: If there are fewer than two folds, widths differ, or an option is out of range.
+    """
+    if len(folds) < 2:
+        fail("folds", "hold the moments of at least two folds", len(folds))
+    check_non_negative("alpha", alpha)
+    for name, place in (("source", source), ("target", target)):
+        if not 0 <= place < len(folds[0].widths):
+            fail(name, f"be one of the {len(folds[0].widths)} representations, counted from 0", place)
+    merged = lambda parts: _reduced(merge_joint_moments, parts)  # noqa: E731
+    everything = merged(folds)
+    wrong = jnp.zeros((), everything.mean.dtype)
+    for index, test in enumerate(folds):
+        train = merged([fold for place, fold in enumerate(folds) if place != index])
+        wrong = wrong + _missed(train, test, jnp.asarray(alpha, wrong.dtype), source, target)
+    return 1 - wrong / everything.squares()[target]
+
+
+def _reduced(function: Any, parts: Sequence[Any]) -> Any:
+    total = parts[0]
+    for part in parts[1:]:
+        total = function(total, part)
+    return total
+
+
+@eqx.filter_jit
+def _missed(train: JointMoments, test: JointMoments, alpha: Array, source: int, target: int) -> Array:
+    own = train.block(source, source)
+    inverse = psd_power(own + alpha * jnp.eye(own.shape[0], dtype=own.dtype), -1)
+    weights = product(inverse, train.block(source, target))
+    explained = product(test.block(source, source), weights) - 2 * test.block(source, target)
+    starts = np.concatenate([[0], np.cumsum(train.widths)])
+    apart = test.mean - train.mean
+    one, other = (apart[starts[place] : starts[place + 1]] for place in (source, target))
+    offset = other - product(one[None], weights)[0]
+    return test.squares()[target] + jnp.sum(weights * explained) + test.count * jnp.sum(offset**2)
+
+
+@validated(finite=("x", "y"))
+def minibatch_rbf_cka(
+    x: Features, y: OtherFeatures, *, batch_size: int, key: PRNGKey | None = None, scale: Scalar = 1.0
+) -> Score:
+    """RBF CKA from means over mini-batches of unbiased estimates of HSIC, in memory of one batch.
+
+    mean HSIC_u(K, L) / sqrt(mean HSIC_u(K, K) mean HSIC_u(L, L)), with the bandwidth of each batch. Not the number of
+    `debiased_rbf_cka`, to which it tends as batches grow.
+
+    Args:
+        x: [n, p].
+        y: [n, q], of the same samples.
+        batch_size: At least 4; what is left over is dropped.
+        key: Shuffles the samples; default: their order.
+        scale: Of the bandwidth, in median distances; positive.
+
+    Returns:
+        At most 1 in the limit of many batches.
+
+    Raises:
+        ValueError: If numbers of samples differ, or `batch_size` is below 4 or above them.
+
+    References:
+        Nguyen, Raghu and Kornblith (2021), eq. 2.
+    """
+    check_positive("scale", scale)
+    size = check_count("batch_size", batch_size, minimum=4)
+    number = x.shape[0]
+    if y.shape[0] != number:
+        fail("y", f"have as many samples as `x` ({number})", y.shape[0])
+    if size > number:
+        fail("batch_size", f"be at most the number of samples ({number})", batch_size)
+    x, y = in_common_dtype(x, y)
+    order = jnp.arange(number) if key is None else jax.random.permutation(key, number)
+    rows = order[: number // size * size].reshape(-1, size)
+    return _over_batches(x, y, rows, jnp.asarray(scale))
+
+
+@eqx.filter_jit
+def _over_batches(x: Array, y: Array, rows: Array, scale: Array) -> Array:
+    def one(row: Array) -> Array:
+        a, b = (u_centred(rbf_gram(part[row], scale)) for part in (x, y))
+        return jnp.stack([jnp.sum(a * b), jnp.sum(a * a), jnp.sum(b * b)])
+
+    both, first, second = jnp.mean(jax.lax.map(one, rows), 0)
+    return both / jnp.sqrt(first * second)
