@@ -60,7 +60,7 @@ _RADIUS = 1.4  # largest step in Frobenius norm: no plane turns by more than one
 _SEARCH = 1e-3, 12  # gradient at which ends of runs can be told apart, and steps of conjugate gradients on the way
 _POLISH = 60  # such steps in one of Newton's for the best run, which goes on to rounding
 _SAME = 1e-4  # difference in E between runs that count as one minimum
-_AGREED = 3  # runs that make one credible; by two, some 10 % of unrelated 20 x 20 matrices ended in a wrong one
+_AGREED = 3  # runs that make one credible
 _LANES = 8192  # runs at once on an accelerator; a CPU takes pair after pair, which wait for no other
 
 
@@ -74,7 +74,8 @@ class DynamicalAlignment(Result):
         gradient: |skew [A, C B^T C^T]| / (|A| |B|), zero where C is stationary.
         agreement: How many of the 2 `num_starts` runs ended at this minimum: as low, at norms of 1, to 1e-4 in E.
         converged: Whether the gradient is zero to rounding, and either three runs or more agree or the bound is met. It
-            is evidence, no proof, of the global minimum.
+            is evidence, no proof: of 200 unrelated pairs of up to 12 x 12 all that had converged were right, of those
+            of 20 x 20 one in ten was above the least known, by up to 0.2 % of |A| + |B|; more starts help.
     """
 
     distance: Float[Array, "*pairs"]

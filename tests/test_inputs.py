@@ -118,6 +118,32 @@ INTERNAL = {
     "koopman.solvers.chosen_solver": "a part of `leading_left_vectors`",
     "koopman.solvers.find_eigenpairs": "`leading_eigenpairs` within a compiled program",
     "koopman.solvers.find_left_vectors": "`leading_left_vectors` within a compiled program",
+    "dissociation.distances": "tools within",
+    "dissociation.linalg.singular_map": "a tool within",
+    "dissociation.metrics.similarity.base": "what measures are made of",
+    "dissociation.metrics.similarity.tables": "how `pairwise` computes",
+    "dissociation.metrics.similarity.canonical.basis": "a part of the measures",
+    "dissociation.metrics.similarity.dissimilarity.entries": "a tool within",
+    "dissociation.metrics.similarity.dissimilarity.kendall": "a part of the measures",
+    "dissociation.metrics.similarity.dissimilarity.ranks": "a part of the measures",
+    "dissociation.metrics.similarity.inference.check_level": "a check",
+    "dissociation.metrics.similarity.inference.invariants": "a part of the tests",
+    "dissociation.metrics.similarity.inference.invariants_of": "a part of the tests",
+    "dissociation.metrics.similarity.inference.kept_rows": "a part of the intervals",
+    "dissociation.metrics.similarity.inference.moment_test": "a part of the tests",
+    "dissociation.metrics.similarity.inference.null_moments": "a part of the tests",
+    "dissociation.metrics.similarity.inference.placed": "a part of the tests",
+    "dissociation.metrics.similarity.inference.random_orders": "a part of the tests",
+    "dissociation.metrics.similarity.kernels.double_centred": "a tool within",
+    "dissociation.metrics.similarity.kernels.linear_gram": "a part of the measures",
+    "dissociation.metrics.similarity.kernels.rbf_gram": "a part of the measures",
+    "dissociation.metrics.similarity.kernels.u_centred": "a tool within",
+    "dissociation.metrics.similarity.measures.as_measure": "a part of `pairwise`",
+    "dissociation.metrics.similarity.neighbourhoods.memberships": "a part of the measures",
+    "dissociation.metrics.similarity.predictivity.fold_members": "a part of the measures",
+    "dissociation.metrics.similarity.shapes.residual": "a part of the measures",
+    "dissociation.metrics.similarity.streaming.joint_moments": "any number of arrays: test_similarity_streaming.py",
+    "dissociation.metrics.similarity.streaming.stream_moments": "takes batches: test_similarity_streaming.py",
     "koopman.kernel_operators": "a part of `koopman.operators.fit`",
 }
 """Modules and functions that others of the packages call, and users do not, and why that is so."""
@@ -154,6 +180,7 @@ def public_functions():
             for name, function in vars(module).items():
                 made = is_module(function) and made_by_hand(function)
                 usable = (inspect.isroutine(function) or made) and not name.startswith("_")
+                usable &= not name.endswith("_routes")  # how a measure is computed: its function has the same options
                 if getattr(function, "__module__", None) != info.name or f"{info.name}.{name}" in INTERNAL:
                     continue
                 if usable:

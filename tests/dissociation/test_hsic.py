@@ -5,7 +5,6 @@ import pytest
 
 from dissociation import distances
 from dissociation.linalg import product
-from dissociation.metrics.information import hsic
 from dissociation.metrics.information.hsic import (
     centred_gram,
     gaussian_gram,
@@ -69,7 +68,9 @@ def test_the_median_is_that_of_a_sort(number, x64):
         for values in [*ways, np.where(np.arange(number) == number // 2, np.nan, drawn)]:
             values = jnp.asarray(values, float)
             np.testing.assert_array_equal(jax.jit(distances.median)(values), jnp.median(values))
-        np.testing.assert_allclose(jax.grad(distances.median)(jnp.asarray(drawn)), jax.grad(jnp.median)(jnp.asarray(drawn)))
+        np.testing.assert_allclose(
+            jax.grad(distances.median)(jnp.asarray(drawn)), jax.grad(jnp.median)(jnp.asarray(drawn))
+        )
         assert np.isnan(distances.median(jnp.zeros(0)))
         tied = jax.grad(distances.median)(jnp.ones(number))  # shared by those that are equal
         np.testing.assert_allclose(tied, np.full(number, 1 / number), rtol=1e-6)

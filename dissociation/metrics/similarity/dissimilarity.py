@@ -66,9 +66,23 @@ def entries(matrix: Array) -> Array:
     return matrix[np.triu_indices(matrix.shape[0], 1)]
 
 
-def filled(pairs: Array) -> Array:
-    """The symmetric matrix of which these are the pairs i < j, with zeros on the diagonal."""
+@validated
+def filled(pairs: Dissimilarities) -> Float[Array, "n n"]:
+    """The symmetric matrix of which these are the pairs i < j, with zeros on the diagonal.
+
+    Args:
+        pairs: [n (n - 1) / 2].
+
+    Returns:
+        [n, n].
+
+    Raises:
+        ValueError: If there is no n of so many pairs.
+    """
     number = round((1 + (1 + 8 * pairs.shape[0]) ** 0.5) / 2)
+    if number * (number - 1) // 2 != pairs.shape[0]:
+        fail("pairs", "be n (n - 1) / 2 numbers", pairs.shape[0])
+    pairs = jnp.asarray(pairs)
     upper = jnp.zeros((number, number), pairs.dtype).at[np.triu_indices(number, 1)].set(pairs)
     return upper + upper.T
 

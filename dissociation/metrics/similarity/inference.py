@@ -83,6 +83,7 @@ def kept_rows(number: int, num_blocks: int, blocks: str = "interleaved", repeats
     return [np.stack([rows for rows in kept if len(rows) == size]) for size in sorted({len(rows) for rows in kept})]
 
 
+@validated
 def jackknife_interval(
     values: Float[Array | np.ndarray, "*rest"],
     leave_outs: Float[Array | np.ndarray, "blocks *rest"],

@@ -27,6 +27,7 @@ from dissociation.metrics.similarity.tables import Plan, expected_table, prepare
 from dissociation.progress import MeterFactory, open_meter
 from dissociation.results import Result
 from dissociation.types import PRNGKey
+from dissociation.validation import validated
 
 POSITIONS = ("samples", "neurons")
 """Positions of an image of features as samples of their own, [n h w, c], or as neurons, [n, h w c]."""
@@ -87,6 +88,7 @@ class _Set(NamedTuple):
     places: list[list[int]]  # of their items among the labels
 
 
+@validated
 def flatten_positions(features: Float[Array | np.ndarray, "n h w c"], positions: str) -> Array:
     """Features of images as a representation.
 
@@ -108,6 +110,7 @@ def flatten_positions(features: Float[Array | np.ndarray, "n h w c"], positions:
     return features.reshape((-1, features.shape[-1]) if positions == "samples" else (features.shape[0], -1))
 
 
+@validated
 def pairwise(
     measure: str | Measure | Callable[..., Array],
     representations: Representations,
@@ -165,6 +168,7 @@ def pairwise(
     )  # fmt: skip
 
 
+@validated
 def compare(
     a: Representations,
     b: Representations,

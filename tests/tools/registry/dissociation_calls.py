@@ -10,6 +10,20 @@ from dissociation.data import datasets, glyphs, tasks
 from dissociation.data import mnist as mnist_files
 from dissociation.metrics import collapse, crossing, margins, probes, robustness, transfer
 from dissociation.metrics.information import coordinates, hsic, nearest, neighbours, smoothed
+from dissociation.metrics.similarity import (
+    canonical,
+    dissimilarity,
+    embedding,
+    functional,
+    inference,
+    kernels,
+    matching,
+    neighbourhoods,
+    pairs,
+    predictivity,
+    shapes,
+    streaming,
+)
 from dissociation.models import bilinear, cnn, initial, layers, representations
 from dissociation.models import mlp as perceptron
 from dissociation.recipes import bilinear as bilinear_recipe
@@ -23,6 +37,23 @@ RANDOM = np.random.default_rng(0)
 TALL = RANDOM.standard_normal((12, 3)).astype(np.float32)
 POSITIVE = TALL.T @ TALL
 SAMPLES = np.random.default_rng(1).standard_normal((100, 2)).astype(np.float32)
+
+OTHER = np.random.default_rng(2).standard_normal((12, 2)).astype(np.float32)
+DISTANCES = np.abs(TALL[:, :1] - TALL[:, 0])
+TWO_ARRAYS = (
+    kernels.linear_cka,
+    kernels.debiased_cka,
+    kernels.distance_correlation,
+    shapes.procrustes_distance,
+    shapes.angular_similarity,
+    shapes.angular_distance,
+    canonical.cca,
+    canonical.cca_squared,
+    canonical.pwcca,
+    matching.hard_matching,
+    matching.soft_matching,
+)
+"""Measures without options."""
 
 DIGITS = RANDOM.integers(0, 10, 12)
 FONTS = RANDOM.standard_normal((2, 10, 57, 57)).astype(np.float32)
@@ -53,6 +84,11 @@ def spectrum(seed=0):
 def moments():
     """Moments of 12 samples of 3 features in 3 classes."""
     return collapse.class_moments(TALL, np.arange(12) % 3, 3)
+
+
+def joint():
+    """Moments of two representations of 12 samples."""
+    return streaming.joint_moments(TALL, OTHER)
 
 
 def dataset():
@@ -240,6 +276,58 @@ CALLS = {
         "num_passes": 1,
         "sigma": 5.0,
     },
+    **{function: lambda: {"x": TALL, "y": OTHER} for function in TWO_ARRAYS},
+    kernels.rbf_cka: lambda: {"x": TALL, "y": OTHER, "scale": 0.8},
+    kernels.debiased_rbf_cka: lambda: {"x": TALL, "y": OTHER, "scale": 0.8},
+    shapes.partial_whitening_distance: lambda: {"x": TALL, "y": OTHER, "a": 0.3},
+    canonical.svcca: lambda: {"x": TALL, "y": OTHER, "variance": 0.9},
+    canonical.gulp_distance: lambda: {"x": TALL, "y": OTHER, "lam": 0.1},
+    dissimilarity.rsa: lambda: {"x": TALL, "y": OTHER, "rdm": "cosine", "comparison": "kendall"},
+    dissimilarity.crossnobis_rsa: lambda: {"x": TALL, "y": OTHER, "comparison": "pearson"},
+    dissimilarity.rdm: lambda: {"x": TALL, "kind": "squared"},
+    dissimilarity.filled: lambda: {"pairs": np.arange(6.0)},
+    dissimilarity.compare_rdms: lambda: {"a": TALL[:, 0], "b": TALL[:, 1], "comparison": "spearman"},
+    dissimilarity.crossnobis_rdm: lambda: {"a": TALL, "b": TALL[::-1], "noise_covariance": POSITIVE},
+    neighbourhoods.mutual_knn: lambda: {"x": TALL, "y": OTHER, "num_neighbours": 3},
+    neighbourhoods.knn_jaccard: lambda: {"x": TALL, "y": OTHER, "num_neighbours": 3},
+    predictivity.linear_predictivity: lambda: {"x": TALL, "y": OTHER, "alpha": 0.1, "num_folds": 3},
+    predictivity.predictivity_path: lambda: {"x": TALL, "y": OTHER, "alphas": np.array([0.1, 1.0]), "num_folds": 3},
+    functional.disagreement: lambda: {"x": TALL, "y": TALL[::-1]},
+    functional.jensen_shannon: lambda: {"x": TALL, "y": TALL[::-1]},
+    functional.min_max_disagreement: lambda: {"x": TALL, "y": TALL[::-1], "labels": np.arange(12) % 3},
+    inference.jackknife_interval: lambda: {"values": TALL[0], "leave_outs": TALL, "level": 0.9},
+    inference.permutation_test: (
+        lambda: {"measure": "linear_cka", "x": TALL, "y": OTHER, "key": KEY, "num_draws": 5, "level": 0.9},
+        lambda: {"measure": "debiased_cka", "x": TALL, "y": OTHER, "num_draws": None},
+    ),
+    inference.calibrate: lambda: {"value": TALL[0], "null_quantile": TALL[1], "best": 1.0},
+    inference.adjust_p_values: lambda: {"p_values": np.array([0.1, 0.5]), "method": "bh"},
+    inference.member_interval: lambda: {"values": np.corrcoef(TALL), "level": 0.9},
+    pairs.flatten_positions: lambda: {"features": np.ones((3, 2, 2, 4)), "positions": "samples"},
+    pairs.pairwise: lambda: {
+        "measure": "linear_cka",
+        "representations": {"a": TALL, "b": OTHER},
+        "baseline": True,
+        "p_values": True,
+        "num_orders": 3,
+        "key": KEY,
+        "num_blocks": 3,
+        "blocks": "contiguous",
+        "level": 0.9,
+        "memory_budget": 10**6,
+    },
+    pairs.compare: lambda: {"a": TALL, "b": OTHER, "measure": "linear_cka", "num_blocks": 3, "p_values": False},
+    streaming.merge_joint_moments: lambda: {"a": joint(), "b": joint()},
+    streaming.similarity_from_moments: lambda: {"moments": joint(), "measure": "linear_cka"},
+    streaming.predictivity_from_moments: lambda: {
+        "folds": [joint(), joint()],
+        "source": 1,
+        "target": 0,
+        "alpha": 0.1,
+    },
+    streaming.minibatch_rbf_cka: lambda: {"x": TALL, "y": OTHER, "batch_size": 5, "key": KEY, "scale": 0.8},
+    embedding.classical_mds: lambda: {"distances": DISTANCES, "num_dims": 2},
+    embedding.smacof: lambda: {"distances": DISTANCES, "num_dims": 2, "key": KEY, "num_starts": 2, "max_steps": 9},
     neighbours.neighbour_distances: lambda: {"points": TALL, "num_neighbours": 2, "block": 4},
     nearest.entropy_weights: lambda: {"num_neighbours": 5, "dimension": 4},
     nearest.entropy: lambda: {"points": TALL, "num_neighbours": 2},
