@@ -21,7 +21,7 @@ OtherFeatures = Float[Array | np.ndarray, "n q"]
 
 Score = Float[Array, ""]
 
-HOST = 1e4
+HOST = 10_000
 """Multiplications that a step on the host counts as, beside its own."""
 
 
@@ -61,17 +61,25 @@ class Route(NamedTuple):
 
     prepare: Callable[[Array], Any]
     compare: Callable[[Any, Any], Array]
-    prepare_work: Callable[[int, int], float]
-    compare_work: Callable[[int, int, int], float]
-    compare_memory: Callable[[int, int, int], float] = lambda n, p, q: 4 * p * q
+    prepare_work: Callable[[int, int], float | int]
+    compare_work: Callable[[int, int, int], float | int]
+    compare_memory: Callable[[int, int, int], float | int] = lambda n, p, q: 4 * p * q
     finish: Callable[[Array, Any, Any], Array] | None = None
     matrix: bool = False
     expected: Callable[[Any, Any], Array] | None = None
     table: Callable[[Any, Any], Array] | None = None
 
-    def work(self, n: int, p: int, q: int, *, items: int, pairs: int) -> float:
+    def program(self) -> "Route":
+        """Without the costs: what compiled programs are told apart by."""
+        return self._replace(prepare_work=_unknown, compare_work=_unknown, compare_memory=_unknown)
+
+    def work(self, n: int, p: int, q: int, *, items: int, pairs: int) -> float | int:
         """Multiplications for so many representations and pairs of them."""
         return items * self.prepare_work(n, max(p, q)) + pairs * self.compare_work(n, p, q)
+
+
+def _unknown(*sizes: int) -> float:
+    raise RuntimeError("A program knows no costs.")
 
 
 def as_it_is(product: Array, a: Prepared, b: Prepared) -> Array:

@@ -79,16 +79,17 @@ def _mean_overlap(product: Array, a: Prepared, b: Prepared) -> Array:
     return jnp.minimum(product / jnp.minimum(a.rank, b.rank), 1.0)
 
 
-def _seen(x: Array) -> tuple[Array, Array]:
-    q, _ = basis(x)
-    return q, product(q.T, centred(x)[0])
+def _seen(x: Array) -> tuple[Array, Array, Array]:
+    q, rank = basis(x)
+    return q, product(q.T, centred(x)[0]), rank
 
 
-def _weighted(a: tuple[Array, Array], b: tuple[Array, Array]) -> Array:
-    (q, neurons), (other, _) = a, b
+def _weighted(a: tuple[Array, Array, Array], b: tuple[Array, Array, Array]) -> Array:
+    (q, neurons, rank), (other, _, other_rank) = a, b
     meeting, undefined = finite_part(product(q.T, other))
     variates, values, _ = jnp.linalg.svd(meeting, full_matrices=False)
     weights = jnp.sum(jnp.abs(product(variates.T, neurons)), 1)
+    weights = jnp.where(jnp.arange(values.shape[0]) < jnp.minimum(rank, other_rank), weights, 0.0)
     return jnp.minimum(jnp.sum(weights * values) / jnp.sum(weights), 1.0) + undefined
 
 
@@ -112,7 +113,7 @@ def _gulp_distance(a: tuple[Array, Array], b: tuple[Array, Array]) -> Array:
 
 
 def _routes(
-    prepare: Callable[[Array], Any], compare: Callable[[Any, Any], Array], sides: float = 10
+    prepare: Callable[[Array], Any], compare: Callable[[Any, Any], Array], sides: int = 10
 ) -> tuple[Route, ...]:
     return (
         Route(

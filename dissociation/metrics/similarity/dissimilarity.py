@@ -161,7 +161,7 @@ def _read(pairs: Array, comparison: str) -> Prepared:
 
 
 def _prepared(x: Array, kind: str, comparison: str) -> Prepared:
-    return _read(entries(_SQUARE[kind](x)), comparison)
+    return _read(entries(_SQUARE[kind](scaled(x)[0])), comparison)  # no comparison depends on the scale
 
 
 def rsa_routes(*, rdm: str = "euclidean", comparison: str = "pearson") -> tuple[Route, ...]:

@@ -139,7 +139,7 @@ def _embedding(distances: Array, points: Array, steps: Array) -> Embedding:
 
 
 @partial(jax.jit, static_argnums=3)
-def _smacof(distances: Array, starts: Array, rtol: float, max_steps: int) -> Embedding:
+def _smacof(distances: Array, starts: Array, rtol: Array | float, max_steps: int) -> Embedding:
     number = distances.shape[0]
 
     def improved(points: Array) -> Array:

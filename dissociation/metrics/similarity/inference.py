@@ -164,12 +164,12 @@ class PermutationTest(Result):
         num_draws: Orders drawn; 0 where moments stand for all of them.
     """
 
-    value: Float[Array | np.ndarray, "..."]
-    p_value: Float[Array | np.ndarray, "..."]
-    null_mean: Float[Array | np.ndarray, "..."]
-    null_sd: Float[Array | np.ndarray, "..."]
-    null_quantile: Float[Array | np.ndarray, "..."]
-    calibrated: Float[Array | np.ndarray, "..."]
+    value: Float[np.ndarray, "..."] = eqx.field(converter=np.asarray)
+    p_value: Float[np.ndarray, "..."] = eqx.field(converter=np.asarray)
+    null_mean: Float[np.ndarray, "..."] = eqx.field(converter=np.asarray)
+    null_sd: Float[np.ndarray, "..."] = eqx.field(converter=np.asarray)
+    null_quantile: Float[np.ndarray, "..."] = eqx.field(converter=np.asarray)
+    calibrated: Float[np.ndarray, "..."] = eqx.field(converter=np.asarray)
     num_draws: int = eqx.field(static=True)
 
 
@@ -219,7 +219,7 @@ def permutation_test(
         matrices = [route for route in routes if route.matrix]
         if not matrices:
             fail("num_draws", f"be a number for {known.name}, whose moments are not known", "None")
-        own = [invariants_of(matrices[0], one[None]) for one in (x, y)]
+        own = [invariants_of(matrices[0].program(), one[None]) for one in (x, y)]
         one, other = (jax.tree.map(lambda leaf: leaf[0], each) for each in own)
         return moment_test(known(x, y, **options), one, other, x.shape[0], level=level)
     check_count("num_draws", num_draws, minimum=1)
@@ -227,7 +227,7 @@ def permutation_test(
         fail("key", "be given where orders are drawn", "None", "For instance jax.random.key(0)")
     route = cheapest(routes, x.shape[0], x.shape[1], y.shape[1], pairs=num_draws)
     orders = random_orders(key, num_draws, x.shape[0], known.repeats)
-    value, draws = _drawn(route, x, y, orders)
+    value, draws = _drawn(route.program(), x, y, orders)
     return placed(known, np.asarray(value), np.asarray(draws), level)
 
 

@@ -29,34 +29,34 @@ def _standardised(x: Array) -> Array:
     return x / jnp.where(lengths > 0, lengths, 1.0)
 
 
-def _hard(correlations: np.ndarray) -> np.ndarray:
-    correlations = np.asarray(correlations)
-    rows, columns = optimize.linear_sum_assignment(correlations, maximize=True)
-    return np.asarray(correlations[rows, columns].mean(), correlations.dtype)
+def _hard(correlations: Array | np.ndarray) -> np.ndarray:
+    table = np.asarray(correlations)
+    rows, columns = optimize.linear_sum_assignment(table, maximize=True)
+    return np.asarray(table[rows, columns].mean(), table.dtype)
 
 
-def _soft(correlations: np.ndarray) -> np.ndarray:
-    correlations = np.asarray(correlations)
-    p, q = correlations.shape
+def _soft(correlations: Array | np.ndarray) -> np.ndarray:
+    table = np.asarray(correlations)
+    p, q = table.shape
     common = math.gcd(p, q)
     if p * q // common <= LARGEST_ASSIGNMENT:  # a plan between copies of equal weight
-        return _hard(np.repeat(np.repeat(correlations, q // common, 0), p // common, 1))
+        return _hard(np.repeat(np.repeat(table, q // common, 0), p // common, 1))
     rows = sparse.kron(sparse.eye(p), np.ones((1, q)))
     columns = sparse.kron(np.ones((1, p)), sparse.eye(q))
     margins = np.concatenate([np.full(p, 1 / p), np.full(q, 1 / q)])
     constraints = sparse.vstack([rows, columns]).tocsr()
-    found = optimize.linprog(-correlations.ravel(), A_eq=constraints, b_eq=margins, method="highs")
-    return np.asarray(-found.fun if found.success else np.nan, correlations.dtype)
+    found = optimize.linprog(-table.ravel(), A_eq=constraints, b_eq=margins, method="highs")
+    return np.asarray(-found.fun if found.success else np.nan, table.dtype)
 
 
-def _on_host(match: Callable[[np.ndarray], np.ndarray], a: Array, b: Array) -> Array:
+def _on_host(match: Callable[[Array | np.ndarray], np.ndarray], a: Array, b: Array) -> Array:
     correlations, undefined = finite_part(product(a.T, b))
     correlations = no_derivative(correlations, "A matching of neurons")
     kind = jax.ShapeDtypeStruct((), correlations.dtype)
     return jax.pure_callback(match, kind, correlations, vmap_method="sequential") + undefined
 
 
-def _route(match: Callable[[np.ndarray], np.ndarray]) -> tuple[Route, ...]:
+def _route(match: Callable[[Array | np.ndarray], np.ndarray]) -> tuple[Route, ...]:
     return (
         Route(
             prepare=_standardised,

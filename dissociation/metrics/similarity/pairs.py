@@ -143,7 +143,7 @@ def pairwise(
             random orders.
         p_values: Whether to test each pair against chance: by the null's moments for linear and RBF CKA, and else by
             random orders; see `permutation_test`.
-        num_orders: Random orders, where they are needed; default 10 for a baseline and 199 for tests.
+        num_orders: Random orders, where they are needed; default 5 for a baseline and 199 for tests.
         key: Draws them; default: the same ones each time.
         num_blocks: Blocks of samples for the jackknife's intervals; None: no intervals. See `jackknife`.
         blocks: How samples are dealt out to blocks, see `jackknife`.
@@ -236,7 +236,7 @@ def _similarities(
     drawn_test = p_values and job.matrix is None
     orders = None
     if drawn_test or (baseline and job.expected is None):
-        count = check_count("num_orders", (199 if drawn_test else 10) if num_orders is None else num_orders, minimum=1)
+        count = check_count("num_orders", (199 if drawn_test else 5) if num_orders is None else num_orders, minimum=1)
         orders = random_orders(jax.random.key(0) if key is None else key, count, number, known.repeats)
     steps = [(None, orders)] * (orders is not None) + [(jnp.asarray(rows), None) for rows in kept]
     meter = open_meter(progress, 1 + len(steps), known.name)
@@ -285,7 +285,8 @@ class _Job:
         known = tuple(route for route in routes if route.expected is not None)
         self.expected = min(known, key=lambda route: route.prepare_work(number, max(widths)), default=None)
         symmetric = measure.symmetric and second is None
-        self.plan = Plan(symmetric, both[0].dtype.itemsize, jax.default_backend() != "cpu")
+        held = int(self.route.compare_memory(number, max(widths), max(widths)))
+        self.plan = Plan(symmetric, both[0].dtype.itemsize, held, jax.default_backend() != "cpu")
         self.budget = free_memory(both) if budget is None else check_count("memory_budget", budget, minimum=1)
 
     def _pieces(self, one: _Set, route: Route) -> list[_Set]:
@@ -327,7 +328,7 @@ class _Job:
 
         def table(one: _Set, other: _Set | None, plan: Plan) -> Array:
             others = None if other is None else tuple(other.arrays)
-            return tables(self.route, tuple(one.arrays), others, rows, orders, plan)
+            return tables(self.route.program(), tuple(one.arrays), others, rows, orders, plan)
 
         return self._over_pieces(self.route, table)
 
@@ -336,7 +337,9 @@ class _Job:
         route: Any = self.expected
 
         def table(one: _Set, other: _Set | None, plan: Plan) -> Array:
-            return expected_table(route, tuple(one.arrays), None if other is None else tuple(other.arrays), plan)
+            return expected_table(
+                route.program(), tuple(one.arrays), None if other is None else tuple(other.arrays), plan
+            )
 
         return self._over_pieces(route, table)
 
@@ -349,7 +352,7 @@ class _Job:
 
 
 def _invariants(route: Any, one: _Set) -> Any:
-    found = [invariants_of(route, array) for array in one.arrays]
+    found = [invariants_of(route.program(), array) for array in one.arrays]
     order = np.argsort(np.concatenate(one.places))
     return jax.tree.map(lambda *leaves: np.concatenate(leaves)[order], *found)
 

@@ -18,6 +18,9 @@ PART = 4096
 TILE_BYTES = 64 * 2**20
 """What comparing one tile of pairs may hold."""
 
+FEWEST_TILES = 5
+"""Tiles along one side of a symmetric table, if there are so many representations."""
+
 BATCH_BYTES = 16 * 2**20
 """What preparing one batch of representations may hold."""
 
@@ -34,11 +37,13 @@ class Plan(NamedTuple):
     Attributes:
         symmetric: Whether the second set is the first one, and the measure symmetric: half of the pairs.
         itemsize: Bytes per number.
+        pair_numbers: Numbers held while two are compared.
         whole: Whether products of flat matrices are taken at once.
     """
 
     symmetric: bool
     itemsize: int
+    pair_numbers: int
     whole: bool
 
 
@@ -55,7 +60,7 @@ def tables(
     """The measure of all pairs, for several choices of samples.
 
     Args:
-        route: What is computed.
+        route: What is computed, without its costs.
         stacks: The first set.
         others: The second; None: the first.
         rows: Samples of either set, [choices, m]. None: all, once.
@@ -98,8 +103,7 @@ def _table(route: Route, stacks: Stacks, others: Stacks | None, plan: Plan, read
             if plan.symmetric and j < i:
                 row.append(blocks[j][i].T)
                 continue
-            shape = stacks[i].shape[1], stacks[i].shape[2], (stacks if others is None else others)[j].shape[2]
-            row.append(_block(route, a, b, plan, shape, symmetric=plan.symmetric and i == j))
+            row.append(_block(route, a, b, plan, symmetric=plan.symmetric and i == j))
         blocks.append(row)
     return _joined(blocks)
 
@@ -118,7 +122,7 @@ def _outer(function: Any, a: Any, b: Any) -> Array:
     return jax.vmap(lambda one: jax.vmap(lambda other: function(one, other))(b))(a)
 
 
-def _block(route: Route, a: Any, b: Any, plan: Plan, shape: tuple[int, int, int], *, symmetric: bool) -> Array:
+def _block(route: Route, a: Any, b: Any, plan: Plan, *, symmetric: bool) -> Array:
     """One measure of all pairs of two stacks of prepared representations."""
     if route.table is not None:
         return route.table(a, b)
@@ -129,8 +133,10 @@ def _block(route: Route, a: Any, b: Any, plan: Plan, shape: tuple[int, int, int]
         finish = lambda row, one: jax.vmap(lambda value, other: finished(value, one, other))(row, light[1])  # noqa: E731
         return jax.vmap(finish)(products, light[0])
     sizes = [jax.tree.leaves(one)[0].shape[0] for one in (a, b)]
-    side = int(np.sqrt(TILE_BYTES / (plan.itemsize * max(route.compare_memory(*shape), 1))))
-    tile = [int(np.clip(side, 1, size)) for size in sizes]
+    side = int(np.sqrt(TILE_BYTES / (plan.itemsize * max(plan.pair_numbers, 1))))
+    if symmetric:  # of the tiles on the diagonal, half is for nothing
+        side = min(side, -(-sizes[0] // FEWEST_TILES))
+    tile = [-(-size // -(-size // max(1, min(side, size)))) for size in sizes]
     starts = [np.minimum(np.arange(0, size, width), size - width) for size, width in zip(sizes, tile, strict=True)]
     where = np.array([(i, j) for i in starts[0] for j in starts[1] if not (symmetric and j < i)])
     if len(where) == 1:

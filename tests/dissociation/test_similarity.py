@@ -1,0 +1,334 @@
+"""Measures of similarity: what is claimed of each, an independent reference, libraries, closed forms."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import similarity_reference as reference
+from scipy.spatial import procrustes
+from scipy.spatial.distance import jensenshannon, pdist
+from scipy.spatial.distance import squareform as as_square
+from sklearn.linear_model import Ridge
+from sklearn.metrics import r2_score
+from sklearn.model_selection import PredefinedSplit, cross_val_predict
+from sklearn.neighbors import NearestNeighbors
+
+from dissociation.metrics import similarity
+from dissociation.metrics.similarity import MEASURES, canonical, kernels
+from dissociation.metrics.similarity.base import cheapest
+
+RNG = np.random.default_rng(0)
+SAMPLES, P, Q = 40, 6, 4
+LATENT = RNG.standard_normal((SAMPLES, 3))
+X = LATENT @ RNG.standard_normal((3, P)) + RNG.standard_normal((SAMPLES, P)) + 3
+Y = LATENT @ RNG.standard_normal((3, Q)) + RNG.standard_normal((SAMPLES, Q)) - 3
+Z = RNG.standard_normal((SAMPLES, P))
+WIDE = LATENT @ RNG.standard_normal((3, P)) + RNG.standard_normal((SAMPLES, P)) + 1
+ROTATION = np.linalg.qr(RNG.standard_normal((P, P)))[0]
+FUNCTIONAL = ("disagreement", "jensen_shannon")
+
+MAPS = {
+    "O": lambda x: x @ ROTATION,
+    "S": lambda x: 2.7 * x,
+    "T": lambda x: x + np.linspace(-4, 4, P),
+    "P": lambda x: x[:, np.random.default_rng(1).permutation(P)],
+    "L": lambda x: x @ (np.eye(P) + 0.4 * np.random.default_rng(2).standard_normal((P, P))),
+    "D": lambda x: x * np.linspace(0.3, 3, P),
+}
+
+
+@pytest.fixture(params=["float32", "float64"])
+def precision(request):
+    """A dtype with its tolerance, of the range."""
+    with jax.enable_x64(request.param == "float64"):
+        yield np.dtype(request.param), {"float32": 1e-5, "float64": 1e-10}[request.param]
+
+
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.mark.usefixtures("x64", "barely_optimized")
+@pytest.mark.parametrize("name", MEASURES)
+def test_what_is_claimed_of_a_measure_holds_and_no_more(name):
+    """Invariances with their negative controls, symmetry, range, identity, the triangle inequality: from one table."""
+    measure = MEASURES[name]
+    variants = [X, *(change(X) for change in MAPS.values()), Z, WIDE]
+    table = np.asarray(similarity.pairwise(measure, np.stack(variants), baseline=False).values)
+    tolerance = 2e-6 if name == "gulp_distance" else 1e-9  # a root of differences
+    of_y = measure.invariances if measure.invariances_of_y is None else measure.invariances_of_y
+    for index, letter in enumerate(MAPS, 1):
+        for side, values, claimed in (("x", table[:, -1], measure.invariances), ("y", table[-1], of_y)):
+            moved = abs(values[index] - values[0])
+            if letter in claimed:
+                assert moved < tolerance, f"{name} moves by {moved} under {letter} of {side}"
+            elif name not in FUNCTIONAL:  # logits are no neurons
+                assert moved > 1e-6, f"{name} does not move under {letter} of {side}"
+    np.testing.assert_allclose(np.diagonal(table), measure.identical, atol=max(tolerance, 1e-7))
+    least, most = measure.range
+    assert table.min() >= least - tolerance
+    assert table.max() <= most + tolerance
+    if measure.symmetric:
+        lower = similarity.compare(
+            np.stack(variants[-2:]), np.stack(variants), measure, num_blocks=None, p_values=False
+        )
+        np.testing.assert_allclose(lower.values, table.T[-2:], atol=1e-9)
+    else:
+        assert abs(table - table.T).max() > 1e-3
+    if measure.metric:
+        slack = table[:, :, None] + table.T[None] - table[:, None]  # [i, j, k]: d(i, j) + d(k, j) - d(i, k)
+        assert slack.min() > -tolerance
+
+
+def against_reference(name, x, y):
+    """Our value and the reference's, distances squared and angles as cosines, and the size they are judged by."""
+    ours = float(MEASURES[name](x, y))
+    wide = [np.asarray(part, float) for part in (x, y)]
+    theirs = {"debiased_rbf_cka": lambda *both: reference.rbf_cka(*both, debiased=True)}
+    options = {
+        "mutual_knn": {"num_neighbours": 10},
+        "knn_jaccard": {"num_neighbours": 10},
+        "partial_whitening_distance": {"a": 0.5},
+        "gulp_distance": {"lam": 0.01},
+    }
+    if name == "crossnobis_rsa":
+        half = SAMPLES // 2
+        rdms = [reference.crossnobis_rdm(part[:half], part[half:]) for part in wide]
+        return ours, rdms[0] @ rdms[1] / np.linalg.norm(rdms[0]) / np.linalg.norm(rdms[1]), 1.0
+    wanted = theirs.get(name, getattr(reference, name, None))(*wide, **options.get(name, {}))
+    if name == "procrustes_distance":
+        return ours**2, wanted**2, sum(((part - part.mean(0)) ** 2).sum() for part in wide)
+    if name == "gulp_distance":
+        return ours**2, wanted**2, P + Q
+    if name in ("angular_distance", "partial_whitening_distance"):
+        return np.cos(ours), np.cos(wanted), 1.0
+    return ours, wanted, 1.0
+
+
+@pytest.mark.usefixtures("barely_optimized")
+@pytest.mark.parametrize("name", MEASURES)
+def test_measures_agree_with_an_independent_reference(name, precision):
+    kind, tolerance = precision
+    x, y = (X[:, :Q], Y) if name in FUNCTIONAL else (X, Y)
+    ours, wanted, size = against_reference(name, x.astype(kind), y.astype(kind))
+    assert abs(ours - wanted) <= tolerance * size
+
+
+@pytest.mark.usefixtures("barely_optimized")
+def test_options_agree_with_the_reference(precision):
+    kind, tolerance = precision
+    x, y = X.astype(kind), Y.astype(kind)
+    close = lambda ours, wanted: np.testing.assert_allclose(ours, wanted, atol=tolerance)  # noqa: E731
+    close(similarity.rbf_cka(x, y, scale=0.4), reference.rbf_cka(X, Y, scale=0.4))
+    close(similarity.svcca(x, y, variance=0.8), reference.svcca(X, Y, variance=0.8))
+    close(similarity.mutual_knn(x, y, num_neighbours=3), reference.mutual_knn(X, Y, 3))
+    for a in (0.0, 1.0):
+        ours = similarity.partial_whitening_distance(x, y, a=a)
+        close(np.cos(ours), np.cos(reference.partial_whitening_distance(X, Y, a)))
+    close(similarity.gulp_distance(x, y, lam=0.0) ** 2 / (P + Q), reference.gulp_distance(X, Y, 0.0) ** 2 / (P + Q))
+    alphas = np.array([0.0, 1.0, 50.0])
+    for folds in (None, 2, 5):
+        wanted = [reference.linear_predictivity(X, Y, a, folds or 2, in_sample=folds is None) for a in alphas]
+        close(similarity.predictivity_path(x, y, alphas, num_folds=folds), wanted)
+        close(similarity.linear_predictivity(x, y, alpha=50.0, num_folds=folds), wanted[-1])
+    labels = RNG.integers(0, Q, SAMPLES)
+    ours = similarity.min_max_disagreement(x[:, :Q], y, labels)
+    close(ours, reference.min_max_disagreement(X[:, :Q], Y, labels))
+
+
+@pytest.mark.usefixtures("barely_optimized")
+def test_rdms_and_comparisons_agree_with_rsatoolbox(precision):
+    from rsatoolbox.data import Dataset
+    from rsatoolbox.rdm import RDMs, calc_rdm, compare
+
+    kind, tolerance = precision
+    x, y = X.astype(kind), Y.astype(kind)
+    methods = {"pearson": "corr", "spearman": "spearman", "kendall": "tau-a", "cosine": "cosine"}
+    squared = calc_rdm(Dataset(X), method="euclidean").get_vectors()[0] * P
+    np.testing.assert_allclose(similarity.rdm(x, "squared"), squared, atol=tolerance * squared.max())
+    wanted = calc_rdm(Dataset(X), method="correlation").get_vectors()[0]
+    np.testing.assert_allclose(similarity.rdm(x, "correlation"), wanted, atol=tolerance)
+    for name in ("euclidean", "cosine"):
+        np.testing.assert_allclose(similarity.rdm(x, name), pdist(X, name), atol=10 * tolerance)
+    # Squared distances of integers tie exactly, and ties tell the variants of Kendall's tau apart.
+    for first, second, rdm in ((x, y, "cosine"), (np.round(x), np.round(y), "squared")):
+        pair = [RDMs(reference.rdm(np.asarray(one, float), rdm)[None]) for one in (first, second)]
+        for name, method in methods.items():
+            ours = similarity.rsa(first, second, rdm=rdm, comparison=name)
+            np.testing.assert_allclose(ours, compare(*pair, method=method)[0, 0], atol=3 * tolerance)
+    half = SAMPLES // 2
+    noise = np.cov(Z.T)
+    runs = {"cond": np.tile(np.arange(half), 2), "run": np.repeat([0, 1], half)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        data = Dataset(X, obs_descriptors=runs)
+        precision_matrix = np.linalg.inv(noise)
+        wanted = calc_rdm(data, method="crossnobis", descriptor="cond", cv_descriptor="run", noise=precision_matrix)
+    wanted = wanted.get_vectors()[0]
+    ours = similarity.crossnobis_rdm(x[:half], x[half:], noise)
+    np.testing.assert_allclose(ours, wanted, atol=tolerance * abs(wanted).max())
+    assert wanted.min() < 0  # not clipped
+
+
+@pytest.mark.usefixtures("x64", "barely_optimized")
+def test_other_libraries_agree():
+    padded = np.pad(Y, ((0, 0), (0, P - Q)))
+    np.testing.assert_allclose(similarity.angular_similarity(X, Y) ** 2, 1 - procrustes(X, padded)[2], atol=1e-10)
+    folds = PredefinedSplit(np.arange(SAMPLES) % 4)
+    predicted = cross_val_predict(Ridge(alpha=3.0), X, Y, cv=folds)
+    wanted = r2_score(Y, predicted, multioutput="variance_weighted")
+    np.testing.assert_allclose(similarity.linear_predictivity(X, Y, alpha=3.0, num_folds=4), wanted, atol=1e-10)
+    near = [
+        NearestNeighbors(n_neighbors=7, metric="cosine").fit(one).kneighbors(return_distance=False) for one in (X, Y)
+    ]
+    wanted = np.mean([len(set(a) & set(b)) / 7 for a, b in zip(*near, strict=True)])
+    np.testing.assert_allclose(similarity.mutual_knn(X, Y, num_neighbours=7), wanted, atol=1e-10)
+    softmax = lambda one: np.asarray(jax.nn.softmax(one, 1))  # noqa: E731
+    wanted = np.mean(jensenshannon(softmax(X[:, :Q]), softmax(Y), axis=1) ** 2)
+    np.testing.assert_allclose(similarity.jensen_shannon(X[:, :Q], Y), wanted, atol=1e-10)
+
+
+@pytest.mark.usefixtures("x64")
+def test_closed_forms():
+    columns = np.linalg.qr(Z - Z.mean(0))[0][:, :2]
+    (a, b), (c, d) = (3.0, 0.5), (1.0, 2.0)
+    one, other = columns * [a, b], columns * [c, d]
+    wanted = (a**2 * c**2 + b**2 * d**2) / np.sqrt((a**4 + b**4) * (c**4 + d**4))
+    np.testing.assert_allclose(similarity.linear_cka(one, other), wanted, rtol=1e-12)
+    cosine = (a * c + b * d) / np.sqrt((a**2 + b**2) * (c**2 + d**2))
+    np.testing.assert_allclose(similarity.angular_similarity(one, other), cosine, rtol=1e-12)
+    np.testing.assert_allclose(similarity.cca(one, other), 1.0, rtol=1e-12)
+    rho = np.corrcoef(X[:, 0], Y[:, 0])[0, 1]
+    np.testing.assert_allclose(similarity.linear_cka(X[:, :1], Y[:, :1]), rho**2, rtol=1e-10)
+    np.testing.assert_allclose(similarity.angular_similarity(X[:, :1], -Y[:, :1]), abs(rho), rtol=1e-10)
+    np.testing.assert_allclose(similarity.hard_matching(X[:, :1], -Y[:, :1]), -rho, rtol=1e-10)
+    squared = [as_square(pdist(one, "sqeuclidean")) for one in (X, Y)]
+    middle = np.eye(SAMPLES) - 1 / SAMPLES
+    grams = [middle @ one @ middle for one in squared]
+    cosine = np.sum(grams[0] * grams[1]) / np.linalg.norm(grams[0]) / np.linalg.norm(grams[1])
+    np.testing.assert_allclose(similarity.linear_cka(X, Y), cosine, rtol=1e-12)
+    square = P + Q - 2 * Q * similarity.cca_squared(X, Y)
+    np.testing.assert_allclose(similarity.gulp_distance(X, Y, lam=0.0) ** 2, square, rtol=1e-10)
+
+
+def test_small_distances_are_not_lost_in_rounding():
+    """The formula's root of a difference would say 1e-3 of what is nearly equal, and 0 or NaN of equals."""
+    x = X.astype(np.float32)
+    turned = (x.astype(float) @ ROTATION).astype(np.float32)
+    size = np.linalg.norm(x - x.mean(0))
+    assert similarity.procrustes_distance(x, turned) < 1e-6 * size
+    assert similarity.angular_distance(x, turned) < 1e-6
+    moved = turned + np.float32(1e-4) * Z.astype(np.float32)
+    wanted = reference.procrustes_by_rotation(x.astype(float), moved.astype(float))
+    np.testing.assert_allclose(similarity.procrustes_distance(x, moved), wanted, rtol=1e-2)
+
+
+def test_offsets_and_scales_do_not_matter():
+    x, y = X.astype(np.float32), Y.astype(np.float32)
+    whole = np.round(8 * x) / 8  # an offset of 1024 keeps these exactly
+    for name, measure in MEASURES.items():
+        if {"S", "T"} <= set(measure.invariances):
+            wanted = measure(whole, y)
+            np.testing.assert_allclose(measure(whole + 1024, y), wanted, atol=3e-5, err_msg=name)
+            for scale in (2.0**-60, 2.0**60):
+                np.testing.assert_allclose(measure(whole * np.float32(scale), y), wanted, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.usefixtures("x64", "barely_optimized")
+@pytest.mark.parametrize("name", [n for n, m in MEASURES.items() if not m.host and n not in (*FUNCTIONAL, "svcca")])
+def test_derivatives_are_those_of_differences(name):
+    measure = MEASURES[name]
+    direction = np.random.default_rng(3).standard_normal(X.shape)
+    slope = jax.grad(lambda t: measure(X + t * direction, Y))(0.0)
+    step = 1e-6
+    wanted = (measure(X + step * direction, Y) - measure(X - step * direction, Y)) / (2 * step)
+    np.testing.assert_allclose(slope, wanted, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["hard_matching", "soft_matching"])
+def test_matchings_say_that_they_have_no_derivative(name):
+    with pytest.raises(TypeError, match="no derivative"):
+        jax.grad(lambda x: MEASURES[name](x, Y))(jnp.asarray(X))
+
+
+@pytest.mark.usefixtures("x64", "barely_optimized")
+@pytest.mark.parametrize("name", ["debiased_cka", "angular_distance", "pwcca", "rsa", "mutual_knn", "soft_matching"])
+def test_measures_are_the_same_under_jit_and_vmap(name):
+    function = MEASURES[name].function
+    stack = np.stack([X, Z, X[::-1]])
+    plain = [function(x, Y) for x in stack]
+    np.testing.assert_allclose(jax.vmap(lambda x: function(x, Y))(stack), plain, atol=1e-12)
+    np.testing.assert_allclose(jax.jit(function)(X, Y), plain[0], atol=1e-12)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(
+    "routes", [kernels.linear_cka_routes, kernels.debiased_cka_routes, canonical.cca_squared_routes]
+)
+def test_routes_agree_and_the_cheaper_one_is_taken(routes):
+    x, y = jnp.asarray(X), jnp.asarray(Y)
+    values = [route.compare(route.prepare(x), route.prepare(y)) for route in routes()]
+    np.testing.assert_allclose(values, values[0], atol=1e-12)
+    known = [route.expected(route.prepare(x), route.prepare(y)) for route in routes() if route.expected]
+    np.testing.assert_allclose(known, known[0], atol=1e-12)
+    assert cheapest(routes(), 10_000, 50, 50).program() == routes()[0].program()
+    assert cheapest(routes(), 100, 5000, 5000, items=50, pairs=1225).compare_work(100, 5000, 5000) == 100**2
+
+
+def test_debiased_cka_is_zero_on_average_for_independent_features():
+    for samples in (20, 60):
+        keys = jax.random.split(jax.random.key(samples), 2)
+        x, y = (jax.random.normal(key, (400, samples, width)) for key, width in zip(keys, (30, 8), strict=True))
+        values = np.asarray(jax.vmap(similarity.debiased_cka)(x, y))
+        assert abs(values.mean()) < 3 * values.std(ddof=1) / 20
+        assert values.min() < 0
+        assert jnp.mean(jax.vmap(similarity.linear_cka)(x, y)) > 0.15
+
+
+def test_neighbours_that_tie_share_their_places():
+    """Broken by the order of rows, ties would be broken alike on both sides and pass for agreement."""
+    x = np.repeat(np.eye(4, dtype=np.float32), 10, 0)
+    y = np.tile(np.eye(4, dtype=np.float32), (10, 1))
+    # Of 9 equals in x and in y, 5 are drawn; two rows are equal in both where i // 10 = j // 10 and i % 4 = j % 4.
+    same = (np.arange(40)[:, None] // 10 == np.arange(40) // 10) & (np.arange(40)[:, None] % 4 == np.arange(40) % 4)
+    wanted = np.mean((same.sum(1) - 1) * (5 / 9) ** 2) / 5
+    np.testing.assert_allclose(similarity.mutual_knn(x, y, num_neighbours=5), wanted, rtol=1e-5)
+
+
+def test_soft_matching_by_assignment_and_by_a_linear_programme(monkeypatch):
+    from dissociation.metrics.similarity import matching
+
+    wanted = similarity.soft_matching(X, Y)
+    monkeypatch.setattr(matching, "LARGEST_ASSIGNMENT", 0)
+    np.testing.assert_allclose(similarity.soft_matching(X, Y), wanted, atol=1e-6)
+    np.testing.assert_allclose(similarity.soft_matching(X, Z), similarity.hard_matching(X, Z), atol=1e-6)
+
+
+def test_what_no_measure_is_defined_for_is_refused_by_name():
+    flat = np.ones((SAMPLES, 3))
+    with pytest.raises(ValueError, match="`y` must differ between samples, got the same row 40 times"):
+        similarity.linear_cka(X, flat)
+    with pytest.raises(ValueError, match="`x` must have fewer features than samples less one"):
+        similarity.cca(X[:7], Y[:7])
+    similarity.cca(X[:8], Y[:8])
+    with pytest.raises(ValueError, match="`y` must be of shape \\[n, q\\] with n = 40 as in `x`, got shape"):
+        similarity.rsa(X, Y[1:])
+    with pytest.raises(ValueError, match="`x` must have at least 4 samples, got 3"):
+        similarity.debiased_cka(X[:3], Y[:3])
+    with pytest.raises(ValueError, match="`x` must be finite, got nan at index"):
+        similarity.linear_cka(np.where(X.max() == X, np.nan, X), Y)
+    with pytest.raises(ValueError, match="`num_neighbours` must be below the number of samples"):
+        similarity.mutual_knn(X[:5], Y[:5], num_neighbours=5)
+    with pytest.raises(ValueError, match="even number of rows"):
+        similarity.crossnobis_rsa(X[:9], Y[:9])
+    assert similarity.procrustes_distance(X, flat) == pytest.approx(np.linalg.norm(X - X.mean(0)), rel=1e-6)
+
+
+def test_halves_and_torch_like_tensors_are_taken():
+    half = X.astype(np.float16)
+    assert similarity.linear_cka(half, Y).dtype == jnp.float32
+    np.testing.assert_allclose(similarity.linear_cka(half, Y), similarity.linear_cka(X, Y), atol=1e-3)

@@ -1,0 +1,315 @@
+"""All pairs: labels, routes, memory, images, one program; intervals, tests against chance, baselines."""
+
+import itertools
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import similarity_reference as reference
+from scipy import stats
+
+from dissociation.metrics import similarity
+from dissociation.metrics.similarity import MEASURES, inference, kernels
+from dissociation.metrics.similarity.dissimilarity import filled
+
+RNG = np.random.default_rng(0)
+NUMBER = 30
+LATENT = RNG.standard_normal((NUMBER, 3))
+
+
+def layer(members, width):
+    noise = RNG.standard_normal((members, NUMBER, width))
+    return (LATENT @ RNG.standard_normal((members, 3, width)) + noise).astype(np.float32)
+
+
+LAYERS = {"hidden0": layer(3, 7), "features": layer(3, 5), "logits": layer(3, 7)}
+ITEMS = [LAYERS[name][member] for name in LAYERS for member in range(3)]
+
+
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+def by_hand(name, **options):
+    return np.array([[float(MEASURES[name](x, y, **options)) for y in ITEMS] for x in ITEMS])
+
+
+@pytest.mark.usefixtures("barely_optimized")
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("linear_cka", {}),
+        ("debiased_cka", {}),
+        ("rsa", {"comparison": "kendall"}),
+        ("angular_distance", {}),
+        ("cca_squared", {}),
+        ("pwcca", {}),
+        ("linear_predictivity", {"alpha": 2.0, "num_folds": 3}),
+        ("soft_matching", {}),
+    ],
+)
+def test_all_pairs_are_each_pair_whatever_the_memory(name, options):
+    wanted = by_hand(name, **options)
+    for budget in (None, 1):
+        found = similarity.pairwise(name, LAYERS, memory_budget=budget, baseline=False, **options)
+        np.testing.assert_allclose(found.values, wanted, atol=5e-6)
+    assert found.items == found.others == tuple((layer, member) for layer in LAYERS for member in range(3))
+    np.testing.assert_allclose(found.between("features", "logits"), wanted[3:6, 6:], atol=5e-6)
+    assert found.measure == name
+
+
+@pytest.mark.usefixtures("barely_optimized")
+def test_tiles_and_parts_of_matrices_change_nothing(monkeypatch):
+    from dissociation.metrics.similarity import tables
+
+    wanted = {name: by_hand(name) for name in ("linear_cka", "rsa", "angular_similarity")}
+    monkeypatch.setattr(tables, "PART", 32)
+    monkeypatch.setattr(tables, "TILE_BYTES", 4 * 4 * 7 * 7 * 4)
+    monkeypatch.setattr(kernels, "PART_BYTES", 100)
+    jax.clear_caches()
+    for name, table in wanted.items():
+        np.testing.assert_allclose(similarity.pairwise(name, LAYERS).values, table, atol=5e-6)
+    many = jnp.concatenate([jnp.asarray(LAYERS["hidden0"]), jnp.asarray(LAYERS["logits"])])  # over samples: 6 x 30
+    cka = similarity.pairwise("linear_cka", np.tile(many, (1, 1, 9)), baseline=False)
+    np.testing.assert_allclose(
+        cka.values, wanted["linear_cka"][np.ix_([0, 1, 2, 6, 7, 8], [0, 1, 2, 6, 7, 8])], atol=5e-6
+    )
+
+
+def test_a_second_call_compiles_nothing(caplog):
+    def compilations():
+        caplog.clear()
+        with jax.log_compiles(True), caplog.at_level(logging.WARNING):
+            similarity.pairwise("angular_similarity", LAYERS["hidden0"], num_blocks=5)
+            similarity.pairwise("rbf_cka", LAYERS["hidden0"], scale=RNG.random() + 0.5)
+        return [record for record in caplog.records if "Finished XLA compilation" in record.getMessage()]
+
+    assert compilations()
+    assert not compilations()
+
+
+def test_custom_functions_and_lists_of_any_width():
+    def first_column(x, y, *, power=1):
+        return jnp.abs(jnp.corrcoef(x[:, 0], y[:, 0])[0, 1]) ** power
+
+    given = [ITEMS[0], ITEMS[4], ITEMS[2][:, :2]]
+    found = similarity.pairwise(first_column, given, power=2, baseline=False)
+    wanted = np.corrcoef([one[:, 0] for one in given]) ** 2
+    np.testing.assert_allclose(found.values, wanted, atol=1e-5)
+    assert found.items == (("", 0), ("", 1), ("", 2))
+
+
+def test_features_of_images():
+    images = RNG.standard_normal((2, 6, 3, 4, 5)).astype(np.float32)
+    channels = similarity.pairwise("linear_cka", {"conv": images}, positions="samples").values
+    np.testing.assert_allclose(channels[0, 1], similarity.linear_cka(*images.reshape(2, 72, 5)), atol=1e-5)
+    whole = similarity.pairwise("linear_cka", {"conv": images}, positions="neurons").values
+    np.testing.assert_allclose(whole[0, 1], similarity.linear_cka(*images.reshape(2, 6, 60)), atol=1e-5)
+    with pytest.raises(ValueError, match="`positions` must be one of 'samples', 'neurons' for features of images"):
+        similarity.pairwise("linear_cka", {"conv": images})
+
+
+def test_representations_that_say_nothing_are_named():
+    dead = dict(LAYERS, features=np.where(np.arange(3)[:, None, None] == 1, 2.0, LAYERS["features"]))
+    with pytest.warns(RuntimeWarning, match="linear_cka is not defined for features 1, whose values are NaN"):
+        found = similarity.pairwise("linear_cka", dead)
+    assert np.isnan(found.values[4]).all()
+    assert np.isfinite(np.delete(np.delete(np.asarray(found.values), 4, 0), 4, 1)).all()
+
+
+def test_wrong_calls_are_refused_by_name():
+    with pytest.raises(ValueError, match="`measure` must be one of 'debiased_cka'"):
+        similarity.pairwise("cka", LAYERS)
+    with pytest.raises(ValueError, match="must be of the same samples throughout, got 29, 30 samples"):
+        similarity.pairwise("linear_cka", [ITEMS[0], ITEMS[1][1:]])
+    with pytest.raises(ValueError, match=r"`representations\['features'\]` must be finite"):
+        similarity.pairwise("linear_cka", dict(LAYERS, features=np.full((3, NUMBER, 2), np.nan)))
+    with pytest.raises(ValueError, match="`b` must have as many samples as `a`"):
+        similarity.compare(ITEMS[0], ITEMS[1][1:])
+    with pytest.raises(ValueError, match="`num_blocks` must be at most the number of samples"):
+        similarity.compare(ITEMS[0], ITEMS[1], num_blocks=31)
+    with pytest.raises(ValueError, match="fewer features than samples less one for cca"):
+        similarity.compare(ITEMS[0][:10], ITEMS[1][:10], "cca", num_blocks=5)
+    with pytest.raises(TypeError, match="bandwidth"):
+        similarity.pairwise("linear_cka", LAYERS, bandwidth=2)
+
+
+@pytest.mark.usefixtures("x64", "barely_optimized")
+@pytest.mark.parametrize("name", ["linear_cka", "debiased_cka", "rbf_cka", "cca_squared", "rsa", "mutual_knn"])
+def test_baselines_are_means_over_all_orders(name):
+    """Of 6 samples there are 720 orders."""
+    x, y = RNG.standard_normal((2, 6, 2))
+    options = {"num_neighbours": 2} if name == "mutual_knn" else {}
+    measure = MEASURES[name]
+    found = similarity.compare(x, y, name, num_blocks=None, p_values=False, **options)
+    route = measure.routes(**options)[0]
+
+    orders = jnp.asarray(list(itertools.permutations(range(6))))
+    values = jax.jit(
+        jax.vmap(lambda order: route.compare(route.prepare(jnp.asarray(x)), route.prepare(jnp.asarray(y)[order])))
+    )
+    np.testing.assert_allclose(found.baseline, values(orders).mean(), atol=1e-12)
+
+
+@pytest.mark.usefixtures("x64", "barely_optimized")
+def test_baselines_by_draws_are_near_the_mean_over_many():
+    pair = LAYERS["hidden0"][0], LAYERS["features"][0]
+    few = similarity.compare(*pair, "angular_similarity", num_blocks=None, p_values=False, num_orders=20)
+    many = similarity.permutation_test("angular_similarity", *pair, key=jax.random.key(1), num_draws=999)
+    assert abs(few.baseline - many.null_mean) < 4 * many.null_sd * (1 / 20 + 1 / 999) ** 0.5
+    assert few.baseline < many.null_quantile < few.values
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("samples", [6, 7])
+def test_moments_are_those_of_all_orders(samples):
+    middle = np.eye(samples) - 1 / samples
+    one, other = (middle @ (part + part.T) @ middle for part in RNG.standard_normal((2, samples, samples)))
+    found = inference.null_moments(*(inference.invariants(jnp.asarray(part)) for part in (one, other)), samples)
+    np.testing.assert_allclose(found, reference.permutation_moments(one, other), rtol=1e-9)
+
+
+@pytest.mark.usefixtures("barely_optimized")
+@pytest.mark.parametrize("name", ["linear_cka", "debiased_cka", "rbf_cka", "debiased_rbf_cka"])
+def test_moments_agree_with_draws(name):
+    x = RNG.standard_normal((25, 3))
+    y = 0.35 * x + RNG.standard_normal((25, 3))
+    exact = similarity.permutation_test(name, x, y, num_draws=None)
+    drawn = similarity.permutation_test(name, x, y, num_draws=4999, key=jax.random.key(0))
+    error = np.sqrt(drawn.p_value * (1 - drawn.p_value) / 5000)
+    assert abs(exact.p_value - drawn.p_value) < 4 * error + 0.01
+    np.testing.assert_allclose(exact.null_mean, drawn.null_mean, atol=4 * drawn.null_sd / 70)
+    np.testing.assert_allclose(exact.null_sd, drawn.null_sd, rtol=0.1)
+    np.testing.assert_allclose(exact.calibrated, drawn.calibrated, atol=0.03)
+
+
+def test_tables_have_the_p_values_of_each_pair():
+    pair = {"a": LAYERS["hidden0"][0], "b": LAYERS["features"]}
+    for name, draws in (("debiased_cka", None), ("mutual_knn", 99)):
+        table = similarity.pairwise(name, pair, p_values=True, num_orders=draws)
+        one = similarity.permutation_test(name, pair["a"], pair["b"][1], num_draws=draws, key=jax.random.key(5))
+        assert abs(table.p_values[0, 2] - one.p_value) <= (1e-5 if draws is None else 0.15)
+    assert table.p_values.min() == 0.01  # of 99 orders none reaches what a representation has in common with itself
+
+
+def test_distances_count_when_they_are_small():
+    x = RNG.standard_normal((20, 3))
+    close = similarity.permutation_test("procrustes_distance", x, x + 0.1, key=jax.random.key(0), num_draws=99)
+    assert close.p_value == 0.01
+    assert close.null_quantile < close.null_mean
+    np.testing.assert_allclose(close.calibrated, 1.0, atol=1e-4)
+
+
+def test_corrections():
+    p = np.array([[0.01, 0.04, np.nan], [0.03, 0.005, 1.0]])
+    holm = similarity.adjust_p_values(p)
+    np.testing.assert_allclose(holm, [[0.04, 0.09, np.nan], [0.09, 0.025, 1.0]])
+    known = p[~np.isnan(p)]
+    bh = similarity.adjust_p_values(p, "bh")
+    np.testing.assert_allclose(bh[~np.isnan(bh)], stats.false_discovery_control(known))
+    np.testing.assert_array_equal(similarity.adjust_p_values(p, "none"), p)
+    with pytest.raises(ValueError, match="`p_values` must lie from 0 to 1"):
+        similarity.adjust_p_values([1.5])
+
+
+def test_blocks_are_left_out_whole():
+    for blocks in ("interleaved", "contiguous"):
+        kept = inference.kept_rows(11, 4, blocks)
+        left = [np.setdiff1d(np.arange(11), rows) for part in kept for rows in part]
+        assert sorted(np.concatenate(left)) == list(range(11))
+        steps = {tuple(np.unique(np.diff(rows))) for rows in left}
+        assert steps == ({(4,)} if blocks == "interleaved" else {(1,)})
+    repeated = inference.kept_rows(12, 3, repeats=2)[0]
+    assert all(set(rows[rows < 6] + 6) == set(rows[rows >= 6]) for rows in repeated)
+
+
+def test_the_jackknife_of_a_mean_is_students_interval():
+    data = RNG.standard_normal(40)
+    leave_outs = np.array([np.delete(data, index).mean() for index in range(40)])
+    found = similarity.jackknife_interval(data.mean(), leave_outs, level=0.95)
+    low, high = stats.t.interval(0.95, 39, data.mean(), stats.sem(data))
+    np.testing.assert_allclose([found.low, found.high], [low, high], rtol=1e-4)
+    np.testing.assert_allclose(found.bias, 0, atol=1e-5)
+    skewed = similarity.jackknife_interval(data.var(), [np.delete(data, index).var() for index in range(40)])
+    np.testing.assert_allclose(skewed.bias, data.var() - data.var(ddof=1), rtol=1e-2)  # exact in theory
+
+
+def test_members_are_left_out_whole():
+    table = np.array(filled(np.arange(1.0, 7.0)))
+    found = similarity.member_interval(table)
+    means = [np.delete(np.delete(table, i, 0), i, 1).sum() / 6 for i in range(4)]
+    assert found.mean == pytest.approx(3.5)
+    assert found.standard_error == pytest.approx(np.sqrt(3 / 4 * np.sum((means - np.mean(means)) ** 2)))
+    assert found.high - found.mean == pytest.approx(stats.t.ppf(0.95, 3) * found.standard_error)
+
+
+def test_intervals_hold_their_values_and_respect_bounds():
+    found = similarity.pairwise("angular_similarity", LAYERS["hidden0"], num_blocks=10)
+    off = ~np.eye(3, dtype=bool)
+    assert (found.low < found.values)[off].all()
+    assert (found.values < found.high + found.standard_error)[off].all()
+    assert found.high.max() <= 1
+    np.testing.assert_allclose(np.diagonal(found.low), 1, atol=1e-3)
+
+
+def simulated(key, routes, samples, blocks, maps, noise):
+    """Estimates and leave-block-out estimates of pairs that share a latent cause, [pairs] and [blocks, pairs]."""
+    route = routes()[0]
+    kept = jnp.asarray(inference.kept_rows(samples, blocks)[0])
+    first, second = maps
+
+    def one(key):
+        latent, *errors = jax.random.split(key, 3)
+        z = jax.random.normal(latent, (samples, first.shape[0]))
+        x, y = (
+            z @ into + noise * jax.random.normal(e, (samples, into.shape[1]))
+            for e, into in zip(errors, maps, strict=True)
+        )
+        score = lambda x, y: route.compare(route.prepare(x), route.prepare(y))  # noqa: E731
+        return score(x, y), jax.lax.map(lambda rows: score(x[rows], y[rows]), kept, batch_size=blocks)
+
+    values, leave_outs = jax.jit(lambda keys: jax.lax.map(one, keys, batch_size=20))(key)
+    return values, leave_outs.T
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("noise", [0.5, 1.5])
+@pytest.mark.parametrize("name", ["debiased_cka", "angular_similarity"])
+def test_intervals_cover(name, noise):
+    """90 % intervals of 1000 pairs of 300 samples, 5 features from 5 causes, hold the population's value 87 to 93 %."""
+    rng = np.random.default_rng(4)
+    maps = [rng.standard_normal((5, 5)) for _ in range(2)]
+    own = [into.T @ into + noise**2 * np.eye(5) for into in maps]
+    cross = maps[0].T @ maps[1]
+    if name == "debiased_cka":
+        truth = np.sum(cross**2) / np.linalg.norm(own[0]) / np.linalg.norm(own[1])
+    else:
+        truth = np.linalg.svd(cross, compute_uv=False).sum() / np.sqrt(np.trace(own[0]) * np.trace(own[1]))
+    keys = jax.random.split(jax.random.key(7), 1000)
+    values, leave_outs = simulated(
+        keys, MEASURES[name].routes, 300, 20, [jnp.asarray(into, jnp.float32) for into in maps], noise
+    )
+    found = similarity.jackknife_interval(values, leave_outs, bounds=MEASURES[name].range)
+    covered = np.mean((np.asarray(found.low) <= truth) & (truth <= np.asarray(found.high)))
+    assert 0.87 <= covered <= 0.93
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["debiased_cka", "angular_similarity", "mutual_knn"])
+def test_p_values_are_uniform_under_independence(name):
+    options = {"num_neighbours": 2} if name == "mutual_knn" else {}
+    found = []
+    for key in jax.random.split(jax.random.key(3), 300):
+        own, draws = jax.random.split(key)
+        x, y = jax.random.normal(own, (2, 15, 3))
+        found.append(similarity.permutation_test(name, x, y, key=draws, num_draws=999, **options).p_value)
+    found = np.array(found)
+    if name == "mutual_knn":  # discrete: never below nominal
+        for level in (0.01, 0.05, 0.1, 0.3):
+            assert np.mean(found <= level) < level + 3 * np.sqrt(level / 300)
+    else:
+        assert stats.kstest(found, "uniform").pvalue > 0.01

@@ -1,0 +1,108 @@
+"""Joint moments against the samples themselves; mini-batches; multidimensional scaling."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import similarity_reference as reference
+from scipy.spatial.distance import pdist, squareform
+from sklearn.manifold import smacof
+
+from dissociation.metrics import similarity
+from dissociation.metrics.similarity import streaming
+
+RNG = np.random.default_rng(0)
+LATENT = RNG.standard_normal((400, 3))
+X = LATENT @ RNG.standard_normal((3, 5)) + RNG.standard_normal((400, 5)) + np.linspace(0, 20, 400)[:, None]
+Y = LATENT @ RNG.standard_normal((3, 4)) + RNG.standard_normal((400, 4))
+Z = RNG.standard_normal((400, 2))
+CUTS = (0, 50, 57, 300, 400)
+
+
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+def batches(*arrays):
+    return [tuple(array[start:stop] for array in arrays) for start, stop in zip(CUTS, CUTS[1:], strict=False)]
+
+
+@pytest.mark.usefixtures("barely_optimized")
+@pytest.mark.parametrize(("x64_on", "tolerance"), [(False, 1e-5), (True, 1e-12)])
+def test_streamed_measures_are_those_of_the_samples(x64_on, tolerance):
+    """Batches of other sizes and of other means."""
+    with jax.enable_x64(x64_on):
+        moments = streaming.stream_moments(batches(X, Y, Z))
+        for name in streaming.STREAMED:
+            found = np.asarray(streaming.similarity_from_moments(moments, name))
+            wanted = np.array([[getattr(reference, name)(a, b) for b in (X, Y, Z)] for a in (X, Y, Z)])
+            if name == "procrustes_distance":
+                found, wanted = found**2, wanted**2
+            loose = 100 if name in ("cca", "cca_squared") else 1  # covariances square the condition number
+            np.testing.assert_allclose(found, wanted, atol=loose * tolerance * max(1, wanted.max()), err_msg=name)
+
+
+@pytest.mark.usefixtures("x64")
+def test_moments_merge_in_any_order():
+    parts = [streaming.joint_moments(*batch) for batch in batches(X, Y)]
+    merge = streaming.merge_joint_moments
+    whole = streaming.joint_moments(X, Y)
+    forward = merge(merge(parts[0], parts[1]), merge(parts[2], parts[3]))
+    backward = merge(parts[3], merge(merge(parts[2], parts[0]), parts[1]))
+    for found in (forward, backward):
+        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(whole), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-9 * float(jnp.abs(other).max()))
+
+
+@pytest.mark.usefixtures("x64")
+def test_predictivity_of_folds():
+    folds = [streaming.joint_moments(X[start::4], Y[start::4]) for start in range(4)]
+    for alpha in (0.0, 3.0):
+        found = streaming.predictivity_from_moments(folds, alpha=alpha)
+        np.testing.assert_allclose(found, reference.linear_predictivity(X, Y, alpha, 4), atol=1e-12)
+        back = streaming.predictivity_from_moments(folds, 1, 0, alpha=alpha)
+        np.testing.assert_allclose(back, reference.linear_predictivity(Y, X, alpha, 4), atol=1e-12)
+
+
+@pytest.mark.usefixtures("x64")
+def test_mini_batches_of_everything_are_the_whole_and_else_another_number():
+    whole = similarity.debiased_rbf_cka(X, Y)
+    np.testing.assert_allclose(similarity.minibatch_rbf_cka(X, Y, batch_size=400), whole, atol=1e-12)
+    parts = similarity.minibatch_rbf_cka(X, Y, batch_size=50, key=jax.random.key(0))
+    assert 1e-4 < abs(parts - whole) < 0.1
+
+
+def test_wrong_moments_are_refused_by_name():
+    with pytest.raises(ValueError, match=r"`representations\[1\]` must have as many samples as the first \(400\)"):
+        streaming.joint_moments(X, Y[1:])
+    with pytest.raises(ValueError, match="`b` must have the widths of `a`"):
+        streaming.merge_joint_moments(streaming.joint_moments(X), streaming.joint_moments(Y))
+    with pytest.raises(ValueError, match="`batches` must give at least one batch"):
+        streaming.stream_moments([])
+    with pytest.raises(ValueError, match="of more samples than features, got 6 samples of 5 features"):
+        streaming.similarity_from_moments(streaming.joint_moments(X[:6], Y[:6]), "cca")
+    with pytest.raises(ValueError, match="`source` must be one of the 1 representations"):
+        streaming.predictivity_from_moments([streaming.joint_moments(X)] * 2, source=1)
+
+
+@pytest.mark.usefixtures("x64")
+def test_multidimensional_scaling():
+    plane = RNG.standard_normal((9, 2))
+    exact = squareform(pdist(plane))
+    for found in (similarity.classical_mds(exact), similarity.smacof(exact, key=jax.random.key(0))):
+        np.testing.assert_allclose(squareform(pdist(np.asarray(found.points))), exact, atol=1e-6)
+        assert found.relative_stress < 1e-6
+    distances = squareform(RNG.random(36))
+    classical = similarity.classical_mds(distances)
+    np.testing.assert_allclose(np.abs(classical.points), np.abs(reference.classical_mds(distances, 2)), atol=1e-9)
+    found = similarity.smacof(distances, rtol=1e-12, max_steps=5000)
+    start = {"init": np.asarray(classical.points), "n_init": 1, "normalized_stress": False}
+    _, wanted = smacof(distances, n_components=2, max_iter=5000, eps=1e-13, **start)
+    assert found.stress == pytest.approx(wanted, rel=1e-4)
+    assert found.stress == pytest.approx(reference.stress(distances, np.asarray(found.points)))
+    assert similarity.smacof(distances, key=jax.random.key(0), num_starts=8).stress <= found.stress * (1 + 1e-3)
+    assert found.stress < classical.stress
+    with pytest.raises(ValueError, match="`distances` must be symmetric, non-negative and zero on the diagonal"):
+        similarity.smacof(distances + np.eye(9))
