@@ -243,14 +243,14 @@ def _align(
     return _solve(matrices, rows, columns, key, starts, steps, form, at_once)
 
 
-@partial(jax.jit, static_argnames=("num_starts", "num_steps", "form", "at_once"))
+@partial(jax.jit, static_argnames=("num_starts", "form", "at_once"))
 def _solve(
     matrices: Array,
     rows: Array,
     columns: Array,
     key: Array,
     num_starts: int,
-    num_steps: int,
+    num_steps: int | Array,
     form: str,
     at_once: int,
 ) -> DynamicalAlignment:
@@ -381,7 +381,7 @@ class _Point(NamedTuple):
     step: Array
 
 
-def _descend(a: Array, b: Array, start: Array, *, num_steps: int, tolerance: float, inner: int) -> _Point:
+def _descend(a: Array, b: Array, start: Array, *, num_steps: int | Array, tolerance: float, inner: int) -> _Point:
     """Trust-region Newton steps until the gradient is below a tolerance, or none is left."""
     rounding = 10 * float(jnp.finfo(a.dtype).eps)
 

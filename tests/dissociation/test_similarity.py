@@ -59,7 +59,7 @@ def test_what_is_claimed_of_a_measure_holds_and_no_more(name):
     measure = MEASURES[name]
     variants = [X, *(change(X) for change in MAPS.values()), Z, WIDE]
     table = np.asarray(similarity.pairwise(measure, np.stack(variants), baseline=False).values)
-    tolerance = 2e-6 if name == "gulp_distance" else 1e-9  # a root of differences
+    tolerance = 1e-9
     of_y = measure.invariances if measure.invariances_of_y is None else measure.invariances_of_y
     for index, letter in enumerate(MAPS, 1):
         for side, values, claimed in (("x", table[:, -1], measure.invariances), ("y", table[-1], of_y)):
@@ -222,6 +222,7 @@ def test_small_distances_are_not_lost_in_rounding():
     size = np.linalg.norm(x - x.mean(0))
     assert similarity.procrustes_distance(x, turned) < 1e-6 * size
     assert similarity.angular_distance(x, turned) < 1e-6
+    assert similarity.gulp_distance(x, turned) < 1e-5
     moved = turned + np.float32(1e-4) * Z.astype(np.float32)
     wanted = reference.procrustes_by_rotation(x.astype(float), moved.astype(float))
     np.testing.assert_allclose(similarity.procrustes_distance(x, moved), wanted, rtol=1e-2)

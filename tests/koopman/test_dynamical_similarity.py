@@ -90,6 +90,7 @@ def test_with_one_coordinate_and_with_zeros(key):
             found = align_dynamics(first, second, key=key)
             np.testing.assert_allclose([found.distance, found.lower_bound], wanted, rtol=1e-12)
             assert found.converged
+            assert found.agreement == 64
             assert np.isnan(align_dynamics(first, second, key=key, form="angular").distance)
 
 
@@ -236,6 +237,71 @@ def test_more_starts_find_nothing_lower(key):
         assert many.agreement < 240  # there are local minima
 
 
+def test_the_bound_is_that_of_sorted_parts(key):
+    """By hand, of matrices of unequal norms, where it is below the distance."""
+    with jax.enable_x64(True):
+        for scale in (1.0, 0.3, 3.0):
+            a, b = RANDOM.normal(size=(2, 4, 4))
+            b = scale * b
+            found = align_dynamics(a, b, key=key)
+            units = a / norm(a), b / norm(b)
+            gaps = [
+                np.subtract(*(function(m) for m in units))
+                for function in (
+                    lambda m: np.linalg.eigvalsh(m + m.T) / 2,
+                    lambda m: np.linalg.svd(m - m.T)[1] / 2,
+                    lambda m: np.linalg.svd(m)[1],
+                )
+            ]
+            chord = max(np.sum(gaps[0] ** 2) + np.sum(gaps[1] ** 2), np.sum(gaps[2] ** 2))
+            wanted = ((norm(a) - norm(b)) ** 2 + norm(a) * norm(b) * chord) ** 0.5
+            np.testing.assert_allclose(found.lower_bound, wanted, rtol=1e-10)
+            assert found.lower_bound < 0.99 * found.distance
+
+
+def test_runs_go_down_on_orthogonal_matrices():
+    with jax.enable_x64(True):
+        a, b = (jnp.asarray(m / norm(m)) for m in RANDOM.normal(size=(2, 8, 8)))
+        run = jax.jit(
+            lambda start, steps: dynamical_similarity._descend(a, b, start, num_steps=steps, tolerance=1e-9, inner=12)
+        )
+        for _ in range(4):
+            start = jnp.asarray(orthogonal(8))
+            points = [run(start, steps) for steps in range(30)]
+            energies = np.asarray([point.energy for point in points])
+            assert (np.diff(energies) <= 1e-15).all()
+            assert energies[-1] < 0.7 * energies[0]
+            assert max(point.radius for point in points) <= dynamical_similarity._RADIUS
+            turn = np.asarray(points[-1].rotation)
+            np.testing.assert_allclose(turn @ turn.T, np.eye(8), atol=1e-14)
+            here, step = points[2], 1e-6  # whose slope is minus the gradient
+            w = dynamical_similarity._skew(jnp.asarray(RANDOM.normal(size=(8, 8))))
+            turns = [scipy.linalg.expm(sign * step * np.asarray(w)) @ np.asarray(here.rotation) for sign in (1, -1)]
+            ends = [norm(np.asarray(a) - c @ np.asarray(b) @ c.T) ** 2 / 2 for c in turns]
+            np.testing.assert_allclose(-jnp.sum(here.slope * w), (ends[0] - ends[1]) / (2 * step), rtol=1e-6)
+
+
+def test_a_newton_step_solves_inside_the_region_and_stops_at_its_edge():
+    with jax.enable_x64(True):
+        numbers = jnp.asarray(np.triu(RANDOM.uniform(0.5, 2, size=(5, 5)), 1))
+        weights = numbers + numbers.T
+        slope = 1e-4 * dynamical_similarity._skew(jnp.asarray(RANDOM.normal(size=(5, 5))))
+
+        def step(sign, radius):
+            return dynamical_similarity._newton_step(slope, lambda w: sign * weights * w, jnp.asarray(radius), 40)
+
+        solution = np.where(weights > 0, slope / np.where(weights > 0, weights, 1), 0)
+        turn, bent, at_edge = step(1, 1.0)
+        np.testing.assert_allclose(turn, solution, atol=1e-3 * norm(solution))
+        np.testing.assert_allclose(bent, weights * turn, atol=1e-12)
+        assert not at_edge
+        for sign, radius in ((1, 1e-5), (1, 0.6 * norm(solution)), (-1, 0.7), (-1, 1.4)):
+            turn, bent, at_edge = step(sign, radius)
+            np.testing.assert_allclose(norm(turn), radius, rtol=1e-12)
+            np.testing.assert_allclose(bent, sign * weights * turn, atol=1e-12)
+            assert at_edge
+
+
 # Eigenvalues
 
 
@@ -343,10 +409,10 @@ def test_small_angles_keep_their_digits():
 def test_alone_compiled_mapped_and_in_pairs_it_is_the_same(key):
     with jax.enable_x64(True):
         a, b = RANDOM.normal(size=(2, 3, 3, 3))
-        table = [[dynamical_distance(first, second, key=key) for second in b[:2]] for first in a]
+        table = [[dynamical_distance(first, second, key=key) for second in b] for first in a[:2]]
         mapped = jax.jit(jax.vmap(lambda first, second: dynamical_distance(first, second, key=key)))(a[:2], b[:2])
         np.testing.assert_allclose(mapped, np.diagonal(table), rtol=1e-9)
-        np.testing.assert_allclose(pairwise_dynamical_distance(a, b[:2], key=key), table, rtol=1e-9)
+        np.testing.assert_allclose(pairwise_dynamical_distance(a[:2], b, key=key), table, rtol=1e-9)
 
 
 def test_all_pairs_are_one_program_traced_once(key, monkeypatch):

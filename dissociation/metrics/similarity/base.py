@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from dissociation.checks import check_same_length, fail, is_traced
-from dissociation.linalg import centre, scale_of
+from dissociation.linalg import centre, finite_part, product, scale_of
 
 Features = Float[Array | np.ndarray, "n p"]
 """A representation: samples first."""
@@ -255,3 +255,12 @@ def scaled(x: Array) -> tuple[Array, Array]:
 def unit(array: Array) -> Array:
     """An array divided by its Frobenius norm; NaN for zeros."""
     return array / jnp.sqrt(jnp.sum(array**2))
+
+
+def aligned(a: Array, b: Array) -> tuple[Array, Array]:
+    """The wider of two matrices, and the narrower one, turned to be nearest to it by what counts as a constant."""
+    if b.shape[1] > a.shape[1]:
+        a, b = b, a
+    turned, undefined = finite_part(jax.lax.stop_gradient(product(b.T, a)))
+    left, _, right = jnp.linalg.svd(turned, full_matrices=False)
+    return a, product(b, product(left, right)) + undefined

@@ -26,6 +26,7 @@ from dissociation.metrics.similarity.base import (
     Prepared,
     Route,
     Score,
+    aligned,
     centred,
     evaluate,
     product_route,
@@ -102,13 +103,12 @@ def _regularised(x: Array, lam: Array) -> Array:
     return singular_map(_shrunk, x, lam.astype(x.dtype) * jnp.sum(x**2))
 
 
-def _gulp_features(x: Array, lam: Array) -> tuple[Array, Array]:
-    z = _regularised(x, lam)
-    return z, jnp.sum(product(z.T, z) ** 2)
-
-
-def _gulp_distance(a: tuple[Array, Array], b: tuple[Array, Array]) -> Array:
-    square = a[1] + b[1] - 2 * jnp.sum(product(a[0].T, b[0]) ** 2)
+def _gulp_distance(a: Array, b: Array) -> Array:
+    # |A A^T - B B^T|^2 for B in any rotation; with D = A - B and S = A + B nothing cancels where they are close.
+    wide, turned = aligned(a, b)
+    apart, sums = wide - turned, wide + turned
+    crossed = product(sums.T, apart)
+    square = 0.5 * (jnp.sum(product(apart.T, apart) * product(sums.T, sums)) + jnp.sum(crossed * crossed.T))
     return jnp.where(jnp.isnan(square), jnp.nan, root(square))
 
 
@@ -155,7 +155,7 @@ def gulp_routes(*, lam: Scalar = 1e-2) -> tuple[Route, ...]:
     """One route."""
     check_single("lam", lam)
     check_non_negative("lam", lam)
-    return _routes(eqx.Partial(_gulp_features, lam=jnp.asarray(lam, float)), _gulp_distance, 0)
+    return _routes(eqx.Partial(_regularised, lam=jnp.asarray(lam, float)), _gulp_distance, 20)
 
 
 @validated(finite=("x", "y"))

@@ -32,6 +32,9 @@ from dissociation.validation import validated
 POSITIONS = ("samples", "neurons")
 """Positions of an image of features as samples of their own, [n h w, c], or as neurons, [n, h w c]."""
 
+LARGEST_BIAS = 2
+"""Standard errors of bias that the jackknife takes off before a warning says so."""
+
 Representations = Mapping[str, Any] | Sequence[Any] | Array | np.ndarray
 
 
@@ -259,7 +262,9 @@ def _similarities(
         p_value = job.test_by_moments(values) if job.matrix is not None else _shares(known, values, shuffled)
     error = low = high = None
     if kept:
-        error, low, high, _ = jackknife_interval(values, jnp.concatenate(leave_outs), level=level, bounds=known.range)
+        interval = jackknife_interval(values, jnp.concatenate(leave_outs), level=level, bounds=known.range)
+        error, low, high, bias = interval
+        _warn_biased(known, bias, error)
     _warn_undefined(known, values, first, second)
     found: list[Any] = [values, chance, error, low, high, p_value]
     if b is not None and all(_is_single(one) for one in (a, b)):
@@ -440,3 +445,13 @@ def _warn_undefined(measure: Measure, values: Array, first: _Set, second: _Set |
     if gone:
         names = ", ".join(f"{layer} {member}".strip() for layer, member in gone)
         warn(f"{measure.name} is not defined for {names}, whose values are NaN: are all samples the same there?")
+
+
+def _warn_biased(measure: Measure, bias: Array, error: Array) -> None:
+    leaning = np.abs(np.asarray(bias)) > LARGEST_BIAS * np.asarray(error) + 1e-5
+    if leaning.any():
+        warn(
+            f"{leaning.sum()} of {leaning.size} intervals of {measure.name} rest on a bias larger than {LARGEST_BIAS} "
+            "standard errors, which was taken off to first order: they may not cover. Use more samples for so many "
+            "features, or a debiased measure."
+        )

@@ -10,17 +10,17 @@ from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array
 
 from dissociation.checks import check_single, fail, is_traced
 from dissociation.distances import root
-from dissociation.linalg import finite_part, nuclear_norm, product, singular_map
+from dissociation.linalg import nuclear_norm, product, singular_map
 from dissociation.metrics.similarity.base import (
     Features,
     OtherFeatures,
     Route,
     Score,
+    aligned,
     centred,
     evaluate,
     refuse_wide,
@@ -31,12 +31,9 @@ from dissociation.validation import validated
 
 
 def residual(a: Array, b: Array) -> Array:
-    """Min |a - b Q|^2 over orthogonal Q, the narrower matrix padded by zeros."""
-    if b.shape[1] > a.shape[1]:
-        a, b = b, a
-    inner, undefined = finite_part(lax.stop_gradient(product(b.T, a)))
-    left, _, right = jnp.linalg.svd(inner, full_matrices=False)
-    return jnp.sum((a - product(b, product(left, right))) ** 2) + undefined
+    """The least |a - b Q|^2 over rotations Q, the narrower matrix padded by zeros."""
+    wide, turned = aligned(a, b)
+    return jnp.sum((wide - turned) ** 2)
 
 
 def _angle(a: Array, b: Array) -> Array:
