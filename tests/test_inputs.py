@@ -139,6 +139,7 @@ INTERNAL = {
     "dissociation.metrics.similarity.kernels.rbf_gram": "a part of the measures",
     "dissociation.metrics.similarity.kernels.u_centred": "a tool within",
     "dissociation.metrics.similarity.measures.as_measure": "a part of `pairwise`",
+    "dissociation.metrics.similarity.measures.table": "takes nothing",
     "dissociation.metrics.similarity.neighbourhoods.memberships": "a part of the measures",
     "dissociation.metrics.similarity.predictivity.fold_members": "a part of the measures",
     "dissociation.metrics.similarity.shapes.residual": "a part of the measures",

@@ -100,3 +100,28 @@ def representations(model: Any, inputs: Num[Array | np.ndarray, "n ..."]) -> dic
     check_takes("model", values, jax.ShapeDtypeStruct(inputs.shape[1:], inputs.dtype))
     arrays = jax.vmap(values)(inputs)  # as a dictionary they would come back in alphabetical order
     return dict(zip(names, arrays, strict=True))
+
+
+@validated
+def member_representations(models: Any, inputs: Num[Array | np.ndarray, "n ..."]) -> dict[str, Array]:
+    """`representations` of stacked members, all on the same inputs.
+
+    Args:
+        models: Stacked networks, members first.
+        inputs: Examples, [n, ...].
+
+    Returns:
+        By name, hidden layers in forward order: [members, n, ...] each.
+
+    Raises:
+        TypeError: If the models offer no representations, or do not take such examples.
+    """
+    names: list[str] = []
+
+    def values(model: Any, inputs: Array) -> tuple[Array, ...]:
+        by_name = representations(model, inputs)
+        names[:] = by_name
+        return tuple(by_name.values())
+
+    arrays = eqx.filter_vmap(values, in_axes=(eqx.if_array(0), None))(models, jnp.asarray(inputs))
+    return dict(zip(names, arrays, strict=True))

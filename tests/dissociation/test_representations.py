@@ -4,10 +4,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dissociation.members import member
 from dissociation.models.bilinear import BilinearNetwork
 from dissociation.models.cnn import CNN
 from dissociation.models.mlp import MLP
-from dissociation.models.representations import representations, representations_of_example
+from dissociation.models.representations import (
+    member_representations,
+    representations,
+    representations_of_example,
+)
 
 X = np.random.default_rng(0).normal(size=(7, 4)).astype(np.float32)
 
@@ -111,3 +116,13 @@ def test_models_of_other_libraries():
         return {"logits": model.inner(x)}
 
     np.testing.assert_allclose(representations(model, X)["logits"], jax.vmap(model)(X), rtol=1e-6)
+
+
+def test_members_are_represented_as_each_of_them_in_the_order_of_the_layers():
+    models = eqx.filter_vmap(lambda key: MLP(4, 5, 12, 3, key=key))(jax.random.split(jax.random.key(0), 3))
+    found = member_representations(models, X)
+    assert list(found) == names(12)
+    for index in range(3):
+        one = representations(member(models, index), X)
+        for name, array in found.items():
+            np.testing.assert_allclose(array[index], one[name], atol=1e-6)

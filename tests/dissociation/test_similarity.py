@@ -1,6 +1,7 @@
 """Measures of similarity: what is claimed of each, an independent reference, libraries, closed forms."""
 
 import warnings
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from sklearn.neighbors import NearestNeighbors
 from dissociation.metrics import similarity
 from dissociation.metrics.similarity import MEASURES, canonical, kernels
 from dissociation.metrics.similarity.base import cheapest
+from dissociation.metrics.similarity.measures import table
 
 RNG = np.random.default_rng(0)
 SAMPLES, P, Q = 40, 6, 4
@@ -333,3 +335,7 @@ def test_halves_and_torch_like_tensors_are_taken():
     half = X.astype(np.float16)
     assert similarity.linear_cka(half, Y).dtype == jnp.float32
     np.testing.assert_allclose(similarity.linear_cka(half, Y), similarity.linear_cka(X, Y), atol=1e-3)
+
+
+def test_the_table_of_the_guide_is_what_the_measures_say():
+    assert table() in (Path(__file__).parents[2] / "docs" / "similarity.md").read_text()

@@ -94,10 +94,10 @@ def test_with_one_coordinate_and_with_zeros(key):
             assert np.isnan(align_dynamics(first, second, key=key, form="angular").distance)
 
 
-@pytest.mark.parametrize("scale", [1e-30, 1e30])
-def test_no_scale_overflows(key, scale):
-    a, b = (scale * RANDOM.normal(size=(2, 2, 2))).astype(np.float32)
-    wanted = scale * closed_form_in_the_plane(a.astype(float) / scale, b.astype(float) / scale)
+@pytest.mark.parametrize("scales", [(1e-30, 1e-30), (1e30, 1e30), (1e-30, 1e30), (1e30, 1e-30)])
+def test_no_scale_overflows(key, scales):
+    a, b = (np.asarray(scales)[:, None, None] * RANDOM.normal(size=(2, 2, 2))).astype(np.float32)
+    wanted = max(scales) * closed_form_in_the_plane(*(m.astype(float) / max(scales) for m in (a, b)))
     np.testing.assert_allclose(dynamical_distance(a, b, key=key), wanted, rtol=1e-4)
 
 

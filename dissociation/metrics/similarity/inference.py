@@ -189,7 +189,8 @@ def permutation_test(
     p = (1 + hits) / (1 + draws), which is uniform under independence, and not below it where values can be equal, since
     equal ones are hits. With `num_draws` None, for products of centred matrices over samples (linear and RBF CKA,
     debiased or not), the null's exact mean, variance and third moment, and Pearson's type III distribution of these: no
-    draws, and p-values below 1 / 1000. The null is skewed, so a normal distribution would not do.
+    draws, and p-values below 1 / 1000, of which the smallest are extrapolated and say no more than that. The null is
+    skewed, so a normal distribution would not do.
 
     Args:
         measure: A name in `MEASURES`, or a `Measure`.
@@ -397,7 +398,8 @@ def moment_test(values: Any, a: Invariants, b: Invariants, number: int, *, level
     null = stats.pearson3(skew, loc=mean, scale=spread)
     known = np.isfinite(values) & (spread > 0)
     quantile = np.where(known, null.ppf(level), np.nan)
-    p_value = np.where(known, null.sf(values), np.nan)
+    # Three moments say nothing of the far tail but that it is far.
+    p_value = np.where(known, np.maximum(null.sf(values), np.finfo(float).tiny), np.nan)
     return PermutationTest(values, p_value, mean, spread, quantile, calibrate(values, quantile), 0)
 
 
@@ -471,4 +473,4 @@ def member_interval(values: Float[Array | np.ndarray, "members members"], *, lev
     left = (total - rows) / ((count - 1) * (count - 2))
     error = np.sqrt((count - 1) / count * np.sum((left - left.mean()) ** 2))
     half = stats.t.ppf(0.5 + 0.5 * level, count - 1) * error
-    return MemberInterval(mean, error, mean - half, mean + half)
+    return MemberInterval(*map(float, (mean, error, mean - half, mean + half)))

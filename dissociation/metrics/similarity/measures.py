@@ -166,6 +166,21 @@ MEASURES: dict[str, Measure] = {measure.name: measure for measure in _ALL}
 """Every measure, by name."""
 
 
+def table() -> str:
+    """What is known of every measure, as a table in Markdown."""
+    rows = ["| measure | equation | ignores | | range | cost |", "| --- | --- | --- | --- | --- | --- |"]
+    for measure in MEASURES.values():
+        kinds = [word for word, holds in (("metric", measure.metric), ("asymmetric", not measure.symmetric)) if holds]
+        other = measure.invariances_of_y
+        ignores = measure.invariances or "nothing"
+        ignores = ignores if other is None else f"{ignores} of x, {other} of y"
+        least, most = (f"{end:.4g}".replace("inf", "∞").replace("1.571", "π/2") for end in measure.range)
+        equation = measure.equation.replace("|", "\\|")
+        cells = [f"`{measure.name}`", equation, ignores, ", ".join(kinds), f"{least} to {most}", measure.cost]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
 def as_measure(measure: str | Measure | Callable[..., Array]) -> Measure:
     """The measure of a name, or of a function of two representations, of which nothing is known.
 

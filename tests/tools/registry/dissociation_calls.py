@@ -158,6 +158,10 @@ CALLS = {
     initial.draw_weights: lambda: {"init": "lecun", "shape": (3, 4), "fan_in": 4, "key": KEY},
     layers.max_pool: lambda: {"x": RANDOM.random((4, 6, 2))},
     representations.representations: lambda: {"model": network(), "inputs": np.ones((4, 3))},
+    representations.member_representations: lambda: {
+        "models": jax.tree.map(lambda leaf: leaf[None] if eqx.is_array(leaf) else leaf, network()),
+        "inputs": np.ones((4, 3)),
+    },
     bilinear.wrap_bilinear: lambda: {"embed": np.eye(3), "layers": [(np.eye(3), np.eye(3))], "head": np.ones((2, 3))},
     neurons.scale_neurons: lambda: layer() | {"scale_factor": np.array([0.5, 1.0, 2.0, 3.0])},
     neurons.duplicate_neurons: lambda: layer() | {"duplicate_multiplier": 1.5},
