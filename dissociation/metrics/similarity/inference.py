@@ -141,13 +141,13 @@ def jackknife_interval(
     return Interval(raw_error, low, high, (count - 1) * (raw_mean - values))
 
 
-class MemberInterval(NamedTuple):
+class MemberInterval(Result):
     """A mean over pairs of members, and its interval."""
 
-    mean: float
-    standard_error: float
-    low: float
-    high: float
+    mean: Float[np.ndarray, ""] = eqx.field(converter=np.asarray)
+    standard_error: Float[np.ndarray, ""] = eqx.field(converter=np.asarray)
+    low: Float[np.ndarray, ""] = eqx.field(converter=np.asarray)
+    high: Float[np.ndarray, ""] = eqx.field(converter=np.asarray)
 
 
 class PermutationTest(Result):
@@ -473,4 +473,4 @@ def member_interval(values: Float[Array | np.ndarray, "members members"], *, lev
     left = (total - rows) / ((count - 1) * (count - 2))
     error = np.sqrt((count - 1) / count * np.sum((left - left.mean()) ** 2))
     half = stats.t.ppf(0.5 + 0.5 * level, count - 1) * error
-    return MemberInterval(*map(float, (mean, error, mean - half, mean + half)))
+    return MemberInterval(mean, error, mean - half, mean + half)
