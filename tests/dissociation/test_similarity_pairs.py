@@ -69,7 +69,7 @@ def test_tiles_and_parts_of_matrices_change_nothing(monkeypatch):
     wanted = {name: by_hand(name) for name in ("linear_cka", "rsa", "angular_similarity")}
     monkeypatch.setattr(tables, "PART", 32)
     monkeypatch.setattr(tables, "TILE_BYTES", 4 * 4 * 7 * 7 * 4)
-    monkeypatch.setattr(kernels, "PART_BYTES", 100)
+    monkeypatch.setattr(kernels, "SMALLEST_IN_BLOCKS", 1)
     jax.clear_caches()
     for name, table in wanted.items():
         np.testing.assert_allclose(similarity.pairwise(name, LAYERS).values, table, atol=5e-6)

@@ -56,7 +56,6 @@ class Route(NamedTuple):
         matrix: Whether what is multiplied are symmetric matrices over samples whose rows sum to zero, of norm 1, and
             the measure is their product.
         expected: From two prepared ones to the measure's mean over all orders of one's samples, where that is known.
-        table: From two stacks of prepared ones to the measure of all pairs, where that is more than a map of `compare`.
     """
 
     prepare: Callable[[Array], Any]
@@ -67,7 +66,6 @@ class Route(NamedTuple):
     finish: Callable[[Array, Any, Any], Array] | None = None
     matrix: bool = False
     expected: Callable[[Any, Any], Array] | None = None
-    table: Callable[[Any, Any], Array] | None = None
 
     def program(self) -> "Route":
         """Without the costs: what compiled programs are told apart by."""

@@ -5,12 +5,10 @@ of many representations are one product of matrices, and permuting samples has k
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
 from dissociation.checks import check_positive, check_single
@@ -31,11 +29,11 @@ from dissociation.metrics.similarity.base import (
 from dissociation.types import Scalar
 from dissociation.validation import validated
 
-PART_BYTES = 16 * 2**20
-"""Of all matrices over samples, what is made at a time: caches hold it, and no matrix is ever whole."""
+BLOCKS = 4
+"""Blocks of rows from the diagonal on in which a matrix over samples is computed: 5 / 8 of it."""
 
-MOST_PARTS = 16
-"""Parts at most: each is compiled."""
+SMALLEST_IN_BLOCKS = 64
+"""Samples from which it is."""
 
 
 def double_centred(gram: Float[Array, "n n"]) -> Float[Array, "n n"]:
@@ -119,74 +117,40 @@ def _nothing(a: tuple[Array, Array], b: tuple[Array, Array]) -> Array:
     return jnp.zeros_like(a[1][0] * b[1][0])
 
 
-class _Rows(NamedTuple):
-    """Centred features, from which parts of the matrix over samples are made.
+def _halves(x: Array, shift: Array | None) -> Array:
+    """Rows of a symmetric matrix over samples from the diagonal on, in blocks, the rest of each row times sqrt(2).
 
-    Attributes:
-        features: [n, p].
-        shift: What u-centring takes from rows and columns, [n]; None for plain matrices.
+    Products of two matrices are products of these: a little more than half of the entries.
     """
+    number = x.shape[0]
+    width = -(-number // (BLOCKS if number >= SMALLEST_IN_BLOCKS else 1))
+    parts = []
+    for start in range(0, number, width):
+        own = slice(start, min(start + width, number))
+        height = own.stop - own.start
+        rest = x[own.start :]
+        twice = jnp.where(jnp.arange(rest.shape[0]) < height, 1.0, 2**0.5).astype(x.dtype)
+        part = product(x[own], (rest * twice[:, None]).T)
+        if shift is not None:
+            shifted = part - (shift[own][:, None] + shift[own.start :][None]) * twice[None]
+            part = jnp.where(jnp.eye(height, rest.shape[0], dtype=bool), 0.0, shifted)
+        parts.append(part.reshape(-1))
+    return jnp.concatenate(parts)
 
-    features: Array
-    shift: Array | None
+
+def _plain_halves(x: Array) -> Prepared:
+    x, _ = centred(x)
+    entries = _halves(x, None)
+    own = jnp.sqrt(jnp.sum(entries**2))
+    return Prepared(entries / own, _mean_part(jnp.sum(x**2) / own, x.shape[0]))
 
 
-def _plain_rows(x: Array) -> _Rows:
-    return _Rows(centred(x)[0], None)
-
-
-def _debiased_rows(x: Array) -> _Rows:
+def _debiased_halves(x: Array) -> Prepared:
     x, _ = centred(x)
     number = x.shape[0]
-    sums = -jnp.sum(x**2, 1) / (number - 2)
-    return _Rows(x, sums - 0.5 * jnp.sum(sums) / (number - 1))
-
-
-def _table_of_rows(a: _Rows, b: _Rows) -> Array:
-    """Cosines of all pairs of matrices over samples, some of their rows at a time, from the diagonal on."""
-    members, number, _ = a.features.shape
-    kind = a.features.dtype
-    width = int(np.clip(PART_BYTES // (kind.itemsize * members * number), -(-number // MOST_PARTS), number))
-    total = jnp.zeros((members, b.features.shape[0]), kind)
-    own = [jnp.zeros(one.features.shape[0], kind) for one in (a, b)]
-    for start in range(0, number, width):
-        rows = slice(start, min(start + width, number))
-        if a is b:
-            part = _rows_of(a, rows)
-            total = total + product(part, part.T)
-            continue
-        parts = [_rows_of(one, rows) for one in (a, b)]
-        total = total + product(parts[0], parts[1].T)
-        own = [sum_ + jnp.sum(part**2, 1) for sum_, part in zip(own, parts, strict=True)]
-    own = [jnp.diagonal(total)] * 2 if a is b else own
-    return total / jnp.sqrt(own[0])[:, None] / jnp.sqrt(own[1])[None]
-
-
-def _rows_of(one: _Rows, own: slice) -> Array:
-    """Rows of matrices from the diagonal's block on, what is beyond it times sqrt(2): it counts twice."""
-    height, x = own.stop - own.start, one.features
-    rest = x[:, own.start :]
-    twice = jnp.where(jnp.arange(rest.shape[1]) < height, 1.0, 2**0.5).astype(x.dtype)
-    matrix = product(x[:, own], (rest * twice[None, :, None]).swapaxes(1, 2))
-    if one.shift is not None:
-        shifts = one.shift[:, own, None] + one.shift[:, None, own.start :]
-        off = ~jnp.eye(height, rest.shape[1], dtype=bool)
-        matrix = jnp.where(off[None], matrix - shifts * twice[None, None], 0.0)
-    return matrix.reshape(x.shape[0], -1)
-
-
-def _compare_rows(a: _Rows, b: _Rows) -> Array:
-    return _table_of_rows(*(jax.tree.map(lambda leaf: leaf[None], one) for one in (a, b)))[0, 0]
-
-
-def _rows_route(prepare: Callable[[Array], _Rows]) -> Route:
-    return Route(
-        prepare=prepare,
-        compare=_compare_rows,
-        prepare_work=lambda n, p: n * n * p,
-        compare_work=lambda n, p, q: n * n,
-        table=_table_of_rows,
-    )
+    sums = -jnp.sum(x**2, 1) / (number - 2)  # of rows without the diagonal, over n - 2
+    entries = _halves(x, sums - 0.5 * jnp.sum(sums) / (number - 1))
+    return Prepared(unit(entries), jnp.zeros((), x.dtype))
 
 
 def _features_route(
@@ -206,14 +170,14 @@ def linear_cka_routes() -> tuple[Route, ...]:
     """Over features where they are few, over samples where pairs or features are many."""
     gram = eqx.Partial(_unit_gram, linear_gram, double_centred)
     features = _features_route(_plain_features, _squared_product, _means)
-    return features, _rows_route(_plain_rows), product_route(gram, matrix=True)
+    return features, product_route(_plain_halves), product_route(gram, matrix=True)
 
 
 def debiased_cka_routes() -> tuple[Route, ...]:
     """As `linear_cka_routes`."""
     gram = eqx.Partial(_unit_gram, linear_gram, u_centred)
     features = _features_route(_debiased_features, _debiased_product, _nothing)
-    return features, _rows_route(_debiased_rows), product_route(gram, matrix=True)
+    return features, product_route(_debiased_halves), product_route(gram, matrix=True)
 
 
 def rbf_cka_routes(*, scale: Scalar = 1.0, debiased: bool = False) -> tuple[Route, ...]:

@@ -124,8 +124,6 @@ def _outer(function: Any, a: Any, b: Any) -> Array:
 
 def _block(route: Route, a: Any, b: Any, plan: Plan, *, symmetric: bool) -> Array:
     """One measure of all pairs of two stacks of prepared representations."""
-    if route.table is not None:
-        return route.table(a, b)
     finished = route.finish
     if finished is not None:
         products = _products(a.entries, b.entries, plan)
