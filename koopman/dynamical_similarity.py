@@ -255,7 +255,7 @@ def _solve(
     at_once: int,
 ) -> DynamicalAlignment:
     matrices, undefined = finite_part(matrices)
-    prepared, turns = _prepare(lax.stop_gradient(matrices), key, num_starts)
+    prepared, turns = _prepare(lax.stop_gradient(matrices), key, num_starts)  # C has no part in the derivative
     eye = jnp.broadcast_to(jnp.eye(matrices.shape[-1], dtype=matrices.dtype), turns.shape)
 
     def one(pair: tuple[Array, Array]) -> tuple[_Point, Array, Array]:
@@ -275,11 +275,10 @@ def _solve(
     bound = jnp.minimum(bound, jnp.sqrt(2 * point.energy))
     met = jnp.sqrt(2 * point.energy) <= bound + jnp.finfo(matrices.dtype).eps ** 0.5
     unknown = undefined[rows] + undefined[columns]
-    rotation = lax.stop_gradient(point.rotation)
-    distance, least = jax.vmap(partial(_distance, form=form))(matrices[rows], matrices[columns], rotation, bound)
+    distance, least = jax.vmap(partial(_distance, form=form))(matrices[rows], matrices[columns], point.rotation, bound)
     return DynamicalAlignment(
         distance=distance + unknown,
-        rotation=rotation,
+        rotation=point.rotation,
         lower_bound=jnp.minimum(least, distance) + unknown,
         gradient=gradient + unknown,
         agreement=agreement,

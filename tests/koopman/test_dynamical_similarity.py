@@ -261,24 +261,31 @@ def test_the_bound_is_that_of_sorted_parts(key):
 
 def test_runs_go_down_on_orthogonal_matrices():
     with jax.enable_x64(True):
-        a, b = (jnp.asarray(m / norm(m)) for m in RANDOM.normal(size=(2, 8, 8)))
-        run = jax.jit(
-            lambda start, steps: dynamical_similarity._descend(a, b, start, num_steps=steps, tolerance=1e-9, inner=12)
-        )
-        for _ in range(4):
-            start = jnp.asarray(orthogonal(8))
-            points = [run(start, steps) for steps in range(30)]
-            energies = np.asarray([point.energy for point in points])
-            assert (np.diff(energies) <= 1e-15).all()
-            assert energies[-1] < 0.7 * energies[0]
-            assert max(point.radius for point in points) <= dynamical_similarity._RADIUS
-            turn = np.asarray(points[-1].rotation)
-            np.testing.assert_allclose(turn @ turn.T, np.eye(8), atol=1e-14)
-            here, step = points[2], 1e-6  # whose slope is minus the gradient
-            w = dynamical_similarity._skew(jnp.asarray(RANDOM.normal(size=(8, 8))))
-            turns = [scipy.linalg.expm(sign * step * np.asarray(w)) @ np.asarray(here.rotation) for sign in (1, -1)]
-            ends = [norm(np.asarray(a) - c @ np.asarray(b) @ c.T) ** 2 / 2 for c in turns]
-            np.testing.assert_allclose(-jnp.sum(here.slope * w), (ends[0] - ends[1]) / (2 * step), rtol=1e-6)
+        a, b = (jnp.asarray(m / norm(m)) for m in RANDOM.normal(size=(2, 4, 4)))
+        starts = jnp.asarray([orthogonal(4) for _ in range(100)])
+
+        @jax.jit
+        def run(steps):
+            descend = dynamical_similarity._descend
+            return jax.vmap(lambda start: descend(a, b, start, num_steps=steps, tolerance=1e-9, inner=12))(starts)
+
+        points = [run(steps) for steps in range(25)]
+        energies, radii = (np.asarray([getattr(point, name) for point in points]) for name in ("energy", "radius"))
+        assert (np.diff(energies, axis=0) <= 1e-15).all()
+        assert energies[-1].max() < 0.7 * energies[0].max()
+        assert radii.max() <= dynamical_similarity._RADIUS
+        stayed = (np.diff(energies, axis=0) == 0) & (np.diff(radii, axis=0) < 0)
+        assert stayed.any()  # steps that would have gone up
+        turns = np.asarray(points[-1].rotation)
+        np.testing.assert_allclose(turns @ turns.swapaxes(1, 2), np.broadcast_to(np.eye(4), turns.shape), atol=1e-14)
+        assert (norm(points[-1].slope) < 1e-9).mean() > 0.9
+        w, step = dynamical_similarity._skew(jnp.asarray(RANDOM.normal(size=(4, 4)))), 1e-6
+        for which in range(5):  # the slope is minus the gradient
+            here = np.asarray(points[1].rotation[which])
+            moved = [scipy.linalg.expm(sign * step * np.asarray(w)) @ here for sign in (1, -1)]
+            ends = [norm(np.asarray(a) - c @ np.asarray(b) @ c.T) ** 2 / 2 for c in moved]
+            wanted = (ends[1] - ends[0]) / (2 * step)
+            np.testing.assert_allclose(jnp.sum(points[1].slope[which] * w), wanted, atol=1e-9)
 
 
 def test_a_newton_step_solves_inside_the_region_and_stops_at_its_edge():

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -29,12 +30,12 @@ class Prepared(NamedTuple):
     """A representation, ready to be compared by a product.
 
     Attributes:
-        entries: What is multiplied entry by entry and summed.
+        entries: What is multiplied entry by entry and summed, in one array or in parts.
         mean: The product's mean over all orders of the samples of one of two is the product of their means.
         rank: For measures that divide by it; else 1.
     """
 
-    entries: Array
+    entries: Any
     mean: Array
     rank: Array | float = 1.0
 
@@ -115,7 +116,8 @@ def product_route(
 
 
 def _finished(finish: Callable[..., Array], a: Prepared, b: Prepared) -> Array:
-    return finish(jnp.vdot(a.entries, b.entries, precision=jax.lax.Precision.HIGHEST), a, b)
+    products = jax.tree.map(partial(jnp.vdot, precision=jax.lax.Precision.HIGHEST), a.entries, b.entries)
+    return finish(sum(jax.tree.leaves(products)), a, b)
 
 
 def _finished_mean(finish: Callable[..., Array], a: Prepared, b: Prepared) -> Array:

@@ -117,7 +117,7 @@ def _nothing(a: tuple[Array, Array], b: tuple[Array, Array]) -> Array:
     return jnp.zeros_like(a[1][0] * b[1][0])
 
 
-def _halves(x: Array, shift: Array | None) -> Array:
+def _halves(x: Array, shift: Array | None) -> tuple[Array, ...]:
     """Rows of a symmetric matrix over samples from the diagonal on, in blocks, the rest of each row times sqrt(2).
 
     Products of two matrices are products of these: a little more than half of the entries.
@@ -134,23 +134,28 @@ def _halves(x: Array, shift: Array | None) -> Array:
         if shift is not None:
             shifted = part - (shift[own][:, None] + shift[own.start :][None]) * twice[None]
             part = jnp.where(jnp.eye(height, rest.shape[0], dtype=bool), 0.0, shifted)
-        parts.append(part.reshape(-1))
-    return jnp.concatenate(parts)
+        parts.append(part)
+    return tuple(parts)
+
+
+def _norm(parts: tuple[Array, ...]) -> Array:
+    return jnp.sqrt(sum((jnp.sum(part**2) for part in parts), jnp.zeros((), parts[0].dtype)))
 
 
 def _plain_halves(x: Array) -> Prepared:
     x, _ = centred(x)
-    entries = _halves(x, None)
-    own = jnp.sqrt(jnp.sum(entries**2))
-    return Prepared(entries / own, _mean_part(jnp.sum(x**2) / own, x.shape[0]))
+    parts = _halves(x, None)
+    own = _norm(parts)
+    return Prepared(tuple(part / own for part in parts), _mean_part(jnp.sum(x**2) / own, x.shape[0]))
 
 
 def _debiased_halves(x: Array) -> Prepared:
     x, _ = centred(x)
     number = x.shape[0]
     sums = -jnp.sum(x**2, 1) / (number - 2)  # of rows without the diagonal, over n - 2
-    entries = _halves(x, sums - 0.5 * jnp.sum(sums) / (number - 1))
-    return Prepared(unit(entries), jnp.zeros((), x.dtype))
+    parts = _halves(x, sums - 0.5 * jnp.sum(sums) / (number - 1))
+    own = _norm(parts)
+    return Prepared(tuple(part / own for part in parts), jnp.zeros((), x.dtype))
 
 
 def _features_route(

@@ -115,6 +115,8 @@ def _joined(blocks: list[list[Array]]) -> Array:
 def _prepare(route: Route, stack: Array, plan: Plan) -> Any:
     own = prepared_bytes(route, stack, stack.shape[1]) + stack.shape[1] * stack.shape[2] * plan.itemsize
     batch = int(np.clip(BATCH_BYTES // (SCRATCH * own), 1, stack.shape[0]))
+    if batch == 1:  # a batch of one would be computed by the slower products of batches
+        return lax.map(route.prepare, stack)
     return lax.map(route.prepare, stack, batch_size=batch)
 
 
@@ -126,8 +128,9 @@ def _block(route: Route, a: Any, b: Any, plan: Plan, *, symmetric: bool) -> Arra
     """One measure of all pairs of two stacks of prepared representations."""
     finished = route.finish
     if finished is not None:
-        products = _products(a.entries, b.entries, plan)
-        light = [one._replace(entries=jnp.zeros(one.entries.shape[0], one.entries.dtype)) for one in (a, b)]
+        parts = jax.tree.map(lambda one, other: _products(one, other, plan), a.entries, b.entries)
+        products = sum(jax.tree.leaves(parts))
+        light = [one._replace(entries=one.mean) for one in (a, b)]
         finish = lambda row, one: jax.vmap(lambda value, other: finished(value, one, other))(row, light[1])  # noqa: E731
         return jax.vmap(finish)(products, light[0])
     sizes = [jax.tree.leaves(one)[0].shape[0] for one in (a, b)]
