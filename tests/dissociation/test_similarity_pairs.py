@@ -113,6 +113,22 @@ def test_features_of_images():
         similarity.pairwise("linear_cka", {"conv": images})
 
 
+def test_functions_are_compared_beside_every_pair_of_representations():
+    found = similarity.pairwise("linear_cka", LAYERS, baseline=False)
+    for name in ("disagreement", "jensen_shannon"):
+        own = np.array([[MEASURES[name](x, y) for y in ITEMS[6:]] for x in ITEMS[6:]])
+        np.testing.assert_allclose(getattr(found, name), np.tile(own, (3, 3)), atol=1e-6)
+    across = similarity.compare(LAYERS, dict(LAYERS), "rsa", num_blocks=None, p_values=False, baseline=False)
+    np.testing.assert_allclose(across.disagreement, found.disagreement, atol=1e-6)
+    assert similarity.pairwise("linear_cka", LAYERS, outputs=None).disagreement is None
+    assert similarity.pairwise("linear_cka", {"hidden0": ITEMS[0]}).jensen_shannon is None
+
+
+def test_traced_representations_are_refused():
+    with pytest.raises(TypeError, match="`representations` must be known: all pairs are planned on the host"):
+        jax.jit(lambda x: similarity.pairwise("linear_cka", x).values)(LAYERS["hidden0"])
+
+
 def test_representations_that_say_nothing_are_named():
     dead = dict(LAYERS, features=np.where(np.arange(3)[:, None, None] == 1, 2.0, LAYERS["features"]))
     with pytest.warns(RuntimeWarning, match="linear_cka is not defined for features 1, whose values are NaN"):

@@ -205,7 +205,8 @@ def cca_squared(x: Features, y: OtherFeatures) -> Score:
 def svcca(x: Features, y: OtherFeatures, *, variance: Scalar = 0.99) -> Score:
     """The mean canonical correlation of leading principal components, the fewest that hold a share of the variance.
 
-    It jumps where a component passes the cut. Its derivative is that at a fixed number of components.
+    It jumps where a component passes the cut, and is near 1 whatever the data where components are nearly as many as
+    samples: look at the baseline of `pairwise`. Its derivative is that at a fixed number of components.
 
     Args:
         x: [n, p].

@@ -144,10 +144,10 @@ def jackknife_interval(
 class MemberInterval(Result):
     """A mean over pairs of members, and its interval."""
 
-    mean: Float[np.ndarray, ""] = eqx.field(converter=np.asarray)
-    standard_error: Float[np.ndarray, ""] = eqx.field(converter=np.asarray)
-    low: Float[np.ndarray, ""] = eqx.field(converter=np.asarray)
-    high: Float[np.ndarray, ""] = eqx.field(converter=np.asarray)
+    mean: Float[Array, ""]
+    standard_error: Float[Array, ""]
+    low: Float[Array, ""]
+    high: Float[Array, ""]
 
 
 class PermutationTest(Result):
@@ -268,7 +268,7 @@ def placed(measure: Measure, value: np.ndarray, draws: np.ndarray, level: float)
 @validated
 def calibrate(
     value: Float[Array | np.ndarray, "..."], null_quantile: Float[Array | np.ndarray, "..."], best: Scalar = 1.0
-) -> Float[Array | np.ndarray, "..."]:
+) -> Float[Array, "..."]:
     """(value - null_quantile) / (best - null_quantile): 0 for what is reached by chance, 1 for the best.
 
     Args:
@@ -283,8 +283,9 @@ def calibrate(
         >>> float(calibrate(0.6, 0.2))
         0.5
     """
-    room = best - np.asarray(null_quantile)
-    return np.where(room == 0, np.nan, (np.asarray(value) - null_quantile) / np.where(room == 0, 1.0, room))
+    value, null_quantile = in_common_dtype(value, null_quantile)
+    room = best - null_quantile
+    return jnp.where(room == 0, jnp.nan, (value - null_quantile) / jnp.where(room == 0, 1.0, room))
 
 
 class Invariants(NamedTuple):
@@ -465,12 +466,10 @@ def member_interval(values: Float[Array | np.ndarray, "members members"], *, lev
     """
     count = check_count("values", values.shape[0], minimum=3)
     check_level(level)
-    table = np.array(values, float)
-    np.fill_diagonal(table, 0.0)
-    rows = table.sum(0) + table.sum(1)
-    total = table.sum()
+    table = jnp.where(jnp.eye(count, dtype=bool), 0.0, jnp.asarray(values))
+    total, rows = jnp.sum(table), jnp.sum(table, 0) + jnp.sum(table, 1)
     mean = total / (count * (count - 1))
     left = (total - rows) / ((count - 1) * (count - 2))
-    error = np.sqrt((count - 1) / count * np.sum((left - left.mean()) ** 2))
-    half = stats.t.ppf(0.5 + 0.5 * level, count - 1) * error
+    error = jnp.sqrt((count - 1) / count * jnp.sum((left - jnp.mean(left)) ** 2))
+    half = float(stats.t.ppf(0.5 + 0.5 * level, count - 1)) * error
     return MemberInterval(mean, error, mean - half, mean + half)

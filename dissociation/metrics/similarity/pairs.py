@@ -9,7 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from dissociation.checks import check_choice, check_count, check_finite, check_same_length, fail, warn
+from dissociation.checks import (
+    check_choice,
+    check_count,
+    check_finite,
+    check_same_length,
+    fail,
+    fail_kind,
+    is_traced,
+    warn,
+)
 from dissociation.conversion import as_array, as_numbers
 from dissociation.memory import free_memory
 from dissociation.metrics.similarity.base import Measure, Route, cheapest, check_samples, in_common_dtype
@@ -22,7 +31,7 @@ from dissociation.metrics.similarity.inference import (
     placed,
     random_orders,
 )
-from dissociation.metrics.similarity.measures import as_measure
+from dissociation.metrics.similarity.measures import MEASURES, as_measure
 from dissociation.metrics.similarity.tables import Plan, expected_table, prepared_bytes, tables
 from dissociation.progress import MeterFactory, open_meter
 from dissociation.results import Result
@@ -50,6 +59,9 @@ class Similarities(Result):
         high: Upper ends.
         p_values: Of having as much in common by chance, not corrected for how many there are (`adjust_p_values`); or
             None.
+        disagreement: Share of samples to which the two networks give other classes, [items, others]; None without
+            outputs.
+        jensen_shannon: Divergence of their predicted distributions in nats; or None.
         items: Layer and member of each row.
         others: Of each column.
         measure: Its name.
@@ -62,6 +74,8 @@ class Similarities(Result):
     low: Float[Array, "..."] | None
     high: Float[Array, "..."] | None
     p_values: Float[Array | np.ndarray, "..."] | None
+    disagreement: Float[Array, "..."] | None
+    jensen_shannon: Float[Array, "..."] | None
     items: tuple[tuple[str, int], ...] = eqx.field(static=True)
     others: tuple[tuple[str, int], ...] = eqx.field(static=True)
     measure: str = eqx.field(static=True)
@@ -126,6 +140,7 @@ def pairwise(
     blocks: str = "interleaved",
     level: float = 0.9,
     positions: str | None = None,
+    outputs: str | None = "logits",
     memory_budget: int | None = None,
     progress: str | MeterFactory | None = None,
     **options: Any,
@@ -152,6 +167,8 @@ def pairwise(
         blocks: How samples are dealt out to blocks, see `jackknife`.
         level: Of the intervals.
         positions: What positions of images are, one of `POSITIONS`.
+        outputs: The layer that holds the networks' outputs, by which their functions are compared beside every pair of
+            representations; where there is none, they are not.
         memory_budget: Bytes for prepared representations; default: half of what is free.
         progress: See `dissociation.progress`.
         options: Of the measure.
@@ -166,8 +183,8 @@ def pairwise(
     """
     return _similarities(
         measure, representations, None, baseline=baseline, num_orders=num_orders, p_values=p_values, key=key,
-        num_blocks=num_blocks, blocks=blocks, level=level, positions=positions, memory_budget=memory_budget,
-        progress=progress, **options,
+        num_blocks=num_blocks, blocks=blocks, level=level, positions=positions, outputs=outputs,
+        memory_budget=memory_budget, progress=progress, **options,
     )  # fmt: skip
 
 
@@ -220,6 +237,7 @@ def _similarities(
     blocks: str = "interleaved",
     level: float = 0.9,
     positions: str | None = None,
+    outputs: str | None = "logits",
     memory_budget: int | None = None,
     progress: str | MeterFactory | None = None,
     **options: Any,
@@ -266,11 +284,39 @@ def _similarities(
         error, low, high, bias = interval
         _warn_biased(known, bias, error)
     _warn_undefined(known, values, first, second)
-    found: list[Any] = [values, chance, error, low, high, p_value]
+    beside = [_functional(name, first, second, outputs, memory_budget) for name in ("disagreement", "jensen_shannon")]
+    found: list[Any] = [values, chance, error, low, high, p_value, *beside]
     if b is not None and all(_is_single(one) for one in (a, b)):
         found = [None if part is None else part[0, 0] for part in found]
     labels = {"items": tuple(first.labels), "others": tuple((second or first).labels)}
     return Similarities(*found, **labels, measure=known.name, num_samples=number)
+
+
+def _functional(name: str, first: _Set, second: _Set | None, outputs: str | None, budget: int | None) -> Array | None:
+    """A measure of the outputs of the networks that each pair of representations is of."""
+    known = [None if one is None else _only(one, outputs) for one in (first, second)]
+    own, other = known
+    if own is None or (second is not None and other is None):
+        return None
+    if other is not None and other.arrays[0].shape[2] != own.arrays[0].shape[2]:
+        return None  # other classes
+    members = [[member for _, member in one.labels] for one in (first, second or first)]
+    counts = [len(one.labels) for one in (own, other or own)]
+    if any(max(rows) >= count for rows, count in zip(members, counts, strict=True)):
+        return None  # layers of networks whose outputs are not there
+    values = _Job(MEASURES[name], own, other, {}, budget).run()[0]
+    return values[np.ix_(*members)]
+
+
+def _only(one: _Set, layer: str | None) -> _Set | None:
+    """The representations of one layer, if it is there and of one width."""
+    chosen = [(index, place) for index, places in enumerate(one.places) for place in enumerate(places)
+              if one.labels[place[1]][0] == layer]  # fmt: skip
+    if len({index for index, _ in chosen}) != 1:
+        return None
+    rows = np.array([row for _, (row, _) in chosen])
+    labels = [one.labels[place] for _, (_, place) in chosen]
+    return _Set(labels, [one.arrays[chosen[0][0]][rows]], [list(range(len(rows)))])
 
 
 class _Job:
@@ -386,6 +432,9 @@ def _as_set(name: str, given: Any, positions: str | None) -> _Set:
     for full, layer, value in named:
         wanted = "be an array [n, p], or [members, n, p]"
         array = as_numbers(full, as_array(full, value, wanted), frozenset({"float"}))
+        if is_traced(array):
+            advice = "Under a transformation call the measures themselves"
+            fail_kind(full, "be known: all pairs are planned on the host", "a traced value", advice)
         check_finite(full, array)
         stack = _stacked(full, array, positions)
         arrays, places = widths.setdefault(stack.shape[2], ([], []))

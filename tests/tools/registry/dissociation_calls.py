@@ -39,7 +39,7 @@ POSITIVE = TALL.T @ TALL
 SAMPLES = np.random.default_rng(1).standard_normal((100, 2)).astype(np.float32)
 
 OTHER = np.random.default_rng(2).standard_normal((12, 2)).astype(np.float32)
-DISTANCES = np.abs(TALL[:, :1] - TALL[:, 0])
+DISTANCES = np.linalg.norm(TALL[:, None, :2] - TALL[None, :, :2], axis=2)
 TWO_ARRAYS = (
     kernels.linear_cka,
     kernels.debiased_cka,
