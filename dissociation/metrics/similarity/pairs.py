@@ -287,7 +287,7 @@ def _similarities(
     beside = [_functional(name, first, second, outputs, memory_budget) for name in ("disagreement", "jensen_shannon")]
     found: list[Any] = [values, chance, error, low, high, p_value, *beside]
     if b is not None and all(_is_single(one) for one in (a, b)):
-        found = [None if part is None else part[0, 0] for part in found]
+        found = [None if part is None else part[..., 0, 0] for part in found]
     labels = {"items": tuple(first.labels), "others": tuple((second or first).labels)}
     return Similarities(*found, **labels, measure=known.name, num_samples=number)
 
