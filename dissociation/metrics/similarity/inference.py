@@ -280,7 +280,7 @@ def calibrate(
         At most 1; negative below the null's quantile. NaN where chance reaches the best.
 
     Example:
-        >>> float(calibrate(0.6, 0.2))
+        >>> round(float(calibrate(0.6, 0.2)), 3)
         0.5
     """
     value, null_quantile = in_common_dtype(value, null_quantile)

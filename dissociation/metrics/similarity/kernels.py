@@ -228,8 +228,8 @@ def linear_cka(x: Features, y: OtherFeatures) -> Score:
 
     Example:
         >>> x = jnp.eye(3)
-        >>> linear_cka(x, 2 * x + 1)
-        Array(1., dtype=float32)
+        >>> round(float(linear_cka(x, 2 * x + 1)), 3)
+        1.0
     """
     return evaluate(linear_cka_routes(), x, y)
 
