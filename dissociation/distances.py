@@ -43,6 +43,8 @@ def cosine_distances(x: Float[Array, "n p"]) -> Float[Array, "n n"]:
 def typical(distances: Float[Array, "n n"]) -> Float[Array, ""]:
     """The median over pairs i < j; where that is zero, as more than half of the pairs coincide, the mean; else 1."""
     number = distances.shape[0]
+    if number < 2:
+        return jnp.ones((), distances.dtype)
     both = distances.reshape(-1)[1:].reshape(number - 1, number + 1)[:, :-1]  # i != j: every pair twice
     middle, mean = median(both), jnp.mean(both)
     return jnp.where(middle > 0, middle, jnp.where(mean > 0, mean, jnp.where(jnp.isnan(mean), jnp.nan, 1.0)))
