@@ -21,13 +21,13 @@ def squared_distances(x: Float[Array, "n p"]) -> Float[Array, "n n"]:
     lengths = jnp.sum(x**2, 1)
     both = lengths[:, None] + lengths[None]
     square = both - 2 * product(x, x.T)
-    return jnp.where(square > 4 * jnp.finfo(x.dtype).eps * both, square, 0.0)
+    return jnp.where(square <= 4 * jnp.finfo(x.dtype).eps * both, 0.0, square)  # NaN stays NaN
 
 
 def root(square: Float[Array, "*b"]) -> Float[Array, "*b"]:
     """The square root of what is not negative, with derivative 0 at 0."""
-    positive = square > 0
-    return jnp.where(positive, jnp.sqrt(jnp.where(positive, square, 1.0)), 0.0)
+    none = square <= 0  # and NaN stays NaN
+    return jnp.where(none, 0.0, jnp.sqrt(jnp.where(none, 1.0, square)))
 
 
 def cosine_distances(x: Float[Array, "n p"]) -> Float[Array, "n n"]:
