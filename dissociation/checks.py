@@ -106,6 +106,12 @@ def check_non_negative(name: str, value: Any) -> None:
         fail(name, "be non-negative and finite", value)
 
 
+def check_level(level: float) -> None:
+    """Raises unless a confidence level lies between 0 and 1."""
+    if not 0 < level < 1:
+        fail("level", "be between 0 and 1", level)
+
+
 def check_count(name: str, value: Any, *, minimum: int = 0) -> int:
     """Returns `value` as a Python int, or raises unless it is a whole number of at least `minimum`.
 

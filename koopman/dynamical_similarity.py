@@ -33,8 +33,6 @@ References:
     Absil, Mahony and Sepulchre (2008), Optimization algorithms on matrix manifolds, algorithms 10 and 11.
 """
 
-import warnings
-from collections.abc import Callable
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -45,18 +43,18 @@ import optax
 from jax import lax
 from jaxtyping import Array, Bool, Complex, Float, Int
 
-from dissociation.checks import check_count, fail, is_traced
+from dissociation.checks import check_count, fail, is_traced, warn
 from dissociation.linalg import finite_part, product, psd_power, scale_of
 from dissociation.results import Result
 from dissociation.types import PRNGKey
 from dissociation.validation import validated
 from koopman.operator import Operator
-from koopman.spectrum import _unshrunk, eigenpairs
+from koopman.rotations import Point, descend, norm
+from koopman.spectrum import eigenpairs, unshrunk
 
 Form = Literal["frobenius", "angular"]
 Matrix = Float[Array | np.ndarray, "r r"]
 
-_RADIUS = 1.4  # largest step in Frobenius norm: no plane turns by more than one radian
 _SEARCH = 1e-3, 12  # gradient at which ends of runs can be told apart, and steps of conjugate gradients on the way
 _POLISH = 60  # such steps in one of Newton's for the best run, which goes on to rounding
 _SAME = 1e-4  # difference in E between runs that count as one minimum
@@ -225,10 +223,10 @@ def _warn_unsure(converged: Array) -> None:
     if is_traced(converged) or (sure := np.asarray(converged)).all():
         return
     what = "The distance" if sure.size == 1 else f"{(~sure).sum()} of {sure.size} distances"
-    warnings.warn(
+    warn(
         f"{what} may not be the least: no three runs agree on it, or its gradient is not zero. Raise `num_starts` or "
         "`num_steps`, and see `align_dynamics`.",
-        stacklevel=1,
+        UserWarning,
     )
 
 
@@ -258,12 +256,12 @@ def _solve(
     prepared, turns = _prepare(lax.stop_gradient(matrices), key, num_starts)  # C has no part in the derivative
     eye = jnp.broadcast_to(jnp.eye(matrices.shape[-1], dtype=matrices.dtype), turns.shape)
 
-    def one(pair: tuple[Array, Array]) -> tuple[_Point, Array, Array]:
+    def one(pair: tuple[Array, Array]) -> tuple[Point, Array, Array]:
         first, second = (_Prepared(*(leaf[index] for leaf in prepared)) for index in pair)
         bases = jnp.concatenate([first.bases, turns]), jnp.concatenate([second.bases, eye])
         starts = jax.vmap(partial(_matched, first.unit, second.unit))(*bases)
         starts = starts.reshape(-1, *starts.shape[2:])
-        down = partial(_descend, first.unit, second.unit, num_steps=num_steps)
+        down = partial(descend, first.unit, second.unit, num_steps=num_steps)
         ends = jax.vmap(partial(down, tolerance=_SEARCH[0], inner=_SEARCH[1]))(starts)
         best = jnp.argmin(ends.energy)
         agreement = jnp.sum(ends.energy <= ends.energy[best] + _SAME)
@@ -271,7 +269,7 @@ def _solve(
         return point, agreement, _chord_bound(first, second)
 
     point, agreement, bound = lax.map(one, (rows, columns), batch_size=at_once)
-    gradient = _norm(point.slope)
+    gradient = norm(point.slope)
     bound = jnp.minimum(bound, jnp.sqrt(2 * point.energy))
     met = jnp.sqrt(2 * point.energy) <= bound + jnp.finfo(matrices.dtype).eps ** 0.5
     unknown = undefined[rows] + undefined[columns]
@@ -295,19 +293,13 @@ def _distance(a: Array, b: Array, rotation: Array, bound: Array, form: str) -> t
     """The distance at C, and the bound on that of unit matrices in the same form."""
     unit = scale_of(jnp.maximum(jnp.max(jnp.abs(a)), jnp.max(jnp.abs(b))))
     a, b = a / unit, b / unit
-    size_a, size_b = _norm(a), _norm(b)
+    size_a, size_b = norm(a), norm(b)
     if form == "angular":  # by sine and cosine of the half: an arccos would lose small angles
         moved = product(rotation, product(b / size_b, rotation.T))
-        angle = 2 * jnp.arctan2(_norm(a / size_a - moved), _norm(a / size_a + moved))
+        angle = 2 * jnp.arctan2(norm(a / size_a - moved), norm(a / size_a + moved))
         return angle, 2 * jnp.arcsin(jnp.minimum(0.5 * bound, 1.0))
     least = jnp.sqrt((size_a - size_b) ** 2 + size_a * size_b * bound**2)
-    return unit * _norm(a - product(rotation, product(b, rotation.T))), unit * lax.stop_gradient(least)
-
-
-def _norm(x: Array) -> Array:
-    """Frobenius norms of matrices; flat at zero."""
-    square = jnp.sum(x**2, (-2, -1))
-    return jnp.where(square == 0, 0.0, jnp.sqrt(jnp.where(square == 0, 1.0, square)))
+    return unit * norm(a - product(rotation, product(b, rotation.T))), unit * lax.stop_gradient(least)
 
 
 class _Prepared(NamedTuple):
@@ -325,7 +317,7 @@ def _prepare(matrices: Array, key: Array, num_starts: int) -> tuple[_Prepared, A
     count, size = matrices.shape[0], matrices.shape[-1]
     matched = (num_starts + 1) // 2
     scaled = matrices / jax.vmap(scale_of)(jnp.max(jnp.abs(matrices), (1, 2)))[:, None, None]
-    norms = _norm(scaled)[:, None, None]
+    norms = norm(scaled)[:, None, None]
     unit = scaled / jnp.where(norms > 0, norms, 1.0)
     turned = unit.mT
     features = [unit, product(unit, turned), product(turned, unit), product(unit, unit)]
@@ -369,115 +361,6 @@ def _matched(a: Array, b: Array, basis_a: Array, basis_b: Array) -> Array:
     return product(basis_a[None] * both[:, None], basis_b.T[None])
 
 
-class _Point(NamedTuple):
-    """Where a descent is."""
-
-    rotation: Array  # C
-    moved: Array  # C B C^T
-    energy: Array  # |A - C B C^T|^2 / 2
-    slope: Array  # minus the gradient, skew
-    radius: Array
-    step: Array
-
-
-def _descend(a: Array, b: Array, start: Array, *, num_steps: int | Array, tolerance: float, inner: int) -> _Point:
-    """Trust-region Newton steps until the gradient is below a tolerance, or none is left."""
-    rounding = 10 * float(jnp.finfo(a.dtype).eps)
-
-    def at(rotation: Array, radius: Array, step: Array) -> _Point:
-        moved = product(rotation, product(b, rotation.T))
-        rest = a - moved
-        return _Point(rotation, moved, 0.5 * jnp.sum(rest**2), _skew(_commutator(rest, moved.T)), radius, step)
-
-    def body(here: _Point) -> _Point:
-        def curvature(w: Array) -> Array:
-            first = _commutator(_commutator(w, a), here.moved.T)
-            return 0.5 * _skew(first + _commutator(_commutator(w, here.moved), a.T))
-
-        turn, bent, at_edge = _newton_step(here.slope, curvature, here.radius, inner)
-        promised = jnp.sum(turn * here.slope) - 0.5 * jnp.sum(turn * bent)
-        there = at(_turned(turn, here.rotation), here.radius, here.step)
-        noise = rounding * jnp.sqrt(here.energy)  # what rounding makes of equal energies is no reason to stay
-        ratio = (here.energy - there.energy + noise) / (promised + noise)
-        wider = jnp.where((ratio > 0.75) & at_edge, jnp.minimum(2 * here.radius, _RADIUS), here.radius)
-        radius = jnp.where(ratio < 0.25, 0.25 * _norm(turn), wider)
-        taken = jax.tree.map(lambda new, old: jnp.where(ratio > 0.05, new, old), there, here)
-        return taken._replace(radius=radius, step=here.step + 1)
-
-    def going_on(here: _Point) -> Array:
-        return (here.step < num_steps) & (_norm(here.slope) > tolerance)
-
-    return lax.while_loop(going_on, body, at(start, jnp.asarray(_RADIUS, a.dtype), jnp.asarray(0)))
-
-
-def _commutator(x: Array, y: Array) -> Array:
-    return product(x, y) - product(y, x)
-
-
-def _skew(x: Array) -> Array:
-    return 0.5 * (x - x.T)
-
-
-def _turned(turn: Array, rotation: Array) -> Array:
-    """An orthogonal matrix that is exp(W) C to second order.
-
-    M = I + W + W^2 / 2 + W^3 / 8 has M^T M = I - W^6 / 64, and Newton-Schulz steps to the polar factor do the rest.
-    """
-    square = product(turn, turn)
-    moved = rotation + product(turn + 0.5 * square + 0.125 * product(square, turn), rotation)
-    for _ in range(3):
-        moved = 1.5 * moved - 0.5 * product(moved, product(moved.T, moved))
-    return moved
-
-
-class _Step(NamedTuple):
-    """Where conjugate gradients are."""
-
-    turn: Array  # W
-    bent: Array  # H W
-    rest: Array  # slope - H W
-    ahead: Array  # the direction to go
-    number: Array
-    at_edge: Array  # of the trust region
-    done: Array
-
-
-def _newton_step(
-    slope: Array, curvature: Callable[[Array], Array], radius: Array, inner: int
-) -> tuple[Array, Array, Array]:
-    """W that makes -<slope, W> + <W, H W> / 2 small within a radius, by Steihaug's truncated conjugate gradients.
-
-    Returns:
-        W, H W, and whether W is at the edge.
-    """
-    size = _norm(slope)
-    target = size * jnp.minimum(size, 0.1)  # of a quadratic method
-
-    def body(now: _Step) -> _Step:
-        bent_ahead = curvature(now.ahead)
-        bend = jnp.sum(now.ahead * bent_ahead)
-        old = jnp.sum(now.rest**2)
-        length = old / jnp.where(bend > 0, bend, 1.0)
-        # The positive root of |W + t ahead| = radius: where to stop if the region ends, or if there is no bottom.
-        square, along = jnp.sum(now.ahead**2), jnp.sum(now.turn * now.ahead)
-        room = jnp.maximum(radius**2 - jnp.sum(now.turn**2), 0.0)
-        to_edge = room / (along + jnp.sqrt(along**2 + square * room))
-        # Turns within an eigenspace bend nothing but by rounding, up or down: once on the way, they lead nowhere.
-        flat = (now.number > 0) & (jnp.abs(bend) <= 100 * float(jnp.finfo(slope.dtype).eps) * square)
-        out = ~flat & ((bend <= 0) | (length >= to_edge))
-        length = jnp.where(flat, 0.0, jnp.where(out, to_edge, length))
-        rest = now.rest - length * bent_ahead
-        new = jnp.sum(rest**2)
-        done = flat | out | (new <= target**2) | (now.number + 1 >= inner)
-        turn, bent = now.turn + length * now.ahead, now.bent + length * bent_ahead
-        return _Step(turn, bent, rest, rest + (new / old) * now.ahead, now.number + 1, out, done)
-
-    zero = jnp.zeros_like(slope)
-    start = _Step(zero, zero, slope, slope, jnp.asarray(0), jnp.asarray(False), size == 0)
-    end = lax.while_loop(lambda now: ~now.done, body, start)
-    return end.turn, end.bent, end.at_edge
-
-
 @validated(finite=("eigenvalues_a", "eigenvalues_b"))
 def eigenvalue_distance(
     eigenvalues_a: Complex[Array | np.ndarray, " r"], eigenvalues_b: Complex[Array | np.ndarray, " r"]
@@ -516,7 +399,7 @@ def _eigenvalue_distance(first: Array, second: Array) -> Array:
     gaps = lax.stop_gradient(first[:, None] - second[None])
     rows, columns = optax.assignment.hungarian_algorithm(gaps.real**2 + gaps.imag**2)
     apart = first[rows] - second[columns]
-    return _norm(jnp.stack([apart.real, apart.imag]))
+    return norm(jnp.stack([apart.real, apart.imag]))
 
 
 @validated(finite=("matrix",))
@@ -549,7 +432,7 @@ def _departure(matrix: Array) -> Array:
     basis = jnp.linalg.qr(eigenpairs(matrix)[1])[0]
     schur = product(basis.conj().T, product(matrix.astype(basis.dtype), basis))
     off = schur - jnp.diag(jnp.diagonal(schur))
-    return _norm(jnp.concatenate([off.real, off.imag])) + undefined
+    return norm(jnp.concatenate([off.real, off.imag])) + undefined
 
 
 @validated
@@ -586,7 +469,7 @@ def transition_matrix(
 @partial(jax.jit, static_argnames=("metric", "undo_shrinkage"))
 def _transition_matrix(operator: Operator, metric: str, undo_shrinkage: bool) -> Array:
     gram = operator.gram_x if metric == "data" else operator.basis_gram
-    matrix = _unshrunk(operator, undo_shrinkage)[1]
+    matrix = unshrunk(operator, undo_shrinkage)[1]
     return product(psd_power(gram, 0.5), product(matrix, psd_power(gram, -0.5))).T
 
 

@@ -85,7 +85,7 @@ def eigenvalues(operator: Operator, *, undo_shrinkage: bool = True) -> Complex[A
         Complex eigenvalues per lag. Latent functions beyond a traced rank count as zeros, last. Derivatives are not
         finite where they coincide.
     """
-    return eigenpairs(_unshrunk(operator, undo_shrinkage)[1])[0]
+    return eigenpairs(unshrunk(operator, undo_shrinkage)[1])[0]
 
 
 @validated
@@ -103,7 +103,7 @@ def decompose(operator: Operator, *, undo_shrinkage: bool = True) -> Spectrum:
     References:
         Colbrook, Ayton and Szoke (2023), Residual dynamic mode decomposition, eq. 3.1.
     """
-    filtered, matrix = _unshrunk(operator, undo_shrinkage)
+    filtered, matrix = unshrunk(operator, undo_shrinkage)
     values, right = eigenpairs(matrix)
     kind = right.dtype
     power = jnp.real(jnp.sum(right.conj() * product(operator.gram_x.astype(kind), right), 0))
@@ -131,7 +131,7 @@ def decompose(operator: Operator, *, undo_shrinkage: bool = True) -> Spectrum:
     )
 
 
-def _unshrunk(operator: Operator, undo_shrinkage: bool) -> tuple[Array, Array]:
+def unshrunk(operator: Operator, undo_shrinkage: bool) -> tuple[Array, Array]:
     """F and K = F M."""
     eye = jnp.eye(operator.core.shape[0], dtype=operator.core.dtype)
     if not undo_shrinkage:

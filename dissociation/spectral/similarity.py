@@ -10,7 +10,7 @@ import optax
 from jaxtyping import Array, Float, Int
 from scipy import stats
 
-from dissociation.checks import check_count, check_same_length, fail, is_traced
+from dissociation.checks import check_count, check_level, check_same_length, fail, is_traced
 from dissociation.linalg import product
 from dissociation.spectral.forms import Spectrum
 from dissociation.types import PRNGKey
@@ -189,7 +189,7 @@ def student_interval(samples: Float[Array | np.ndarray, "n *rest"], level: float
         ValueError: If there is one sample, or `level` is not between 0 and 1.
     """
     count = check_count("samples", samples.shape[0], minimum=2)
-    _check_level(level)
+    check_level(level)
     values = jnp.asarray(samples)
     mean = jnp.mean(values, 0)
     half = float(stats.t.ppf(0.5 + 0.5 * level, count - 1)) * jnp.std(values, axis=0, ddof=1) / count**0.5
@@ -228,7 +228,7 @@ def bootstrap_interval(
     for count in groups:
         check_count("num_members", count, minimum=2)
     check_count("num_resamples", num_resamples, minimum=1)
-    _check_level(level)
+    check_level(level)
 
     def resample(key: Array, count: int) -> Array:
         drawn = jax.random.randint(key, (num_resamples, count), 0, count)
@@ -241,11 +241,6 @@ def bootstrap_interval(
     mean = statistic(jnp.ones(weights.shape[1]))
     # Resamples without the member whose values are undefined must not bound a mean that is.
     return Interval(mean, *(jnp.where(jnp.isnan(mean), jnp.nan, end) for end in (low, high)))
-
-
-def _check_level(level: float) -> None:
-    if not 0 < level < 1:
-        fail("level", "be between 0 and 1", level)
 
 
 @validated

@@ -7,7 +7,7 @@ import pytest
 import scipy.linalg
 import scipy.optimize
 
-from koopman import dynamical_similarity
+from koopman import dynamical_similarity, rotations
 from koopman.datasets.linear import linear_system
 from koopman.dynamical_similarity import (
     align_dynamics,
@@ -266,20 +266,20 @@ def test_runs_go_down_on_orthogonal_matrices():
 
         @jax.jit
         def run(steps):
-            descend = dynamical_similarity._descend
+            descend = rotations.descend
             return jax.vmap(lambda start: descend(a, b, start, num_steps=steps, tolerance=1e-9, inner=12))(starts)
 
         points = [run(steps) for steps in range(25)]
         energies, radii = (np.asarray([getattr(point, name) for point in points]) for name in ("energy", "radius"))
         assert (np.diff(energies, axis=0) <= 1e-15).all()
         assert energies[-1].max() < 0.7 * energies[0].max()
-        assert radii.max() <= dynamical_similarity._RADIUS
+        assert radii.max() <= rotations.RADIUS
         stayed = (np.diff(energies, axis=0) == 0) & (np.diff(radii, axis=0) < 0)
         assert stayed.any()  # steps that would have gone up
         turns = np.asarray(points[-1].rotation)
         np.testing.assert_allclose(turns @ turns.swapaxes(1, 2), np.broadcast_to(np.eye(4), turns.shape), atol=1e-14)
         assert (norm(points[-1].slope) < 1e-9).mean() > 0.9
-        w, step = dynamical_similarity._skew(jnp.asarray(RANDOM.normal(size=(4, 4)))), 1e-6
+        w, step = rotations.skew(jnp.asarray(RANDOM.normal(size=(4, 4)))), 1e-6
         for which in range(5):  # the slope is minus the gradient
             here = np.asarray(points[1].rotation[which])
             moved = [scipy.linalg.expm(sign * step * np.asarray(w)) @ here for sign in (1, -1)]
@@ -292,10 +292,10 @@ def test_a_newton_step_solves_inside_the_region_and_stops_at_its_edge():
     with jax.enable_x64(True):
         numbers = jnp.asarray(np.triu(RANDOM.uniform(0.5, 2, size=(5, 5)), 1))
         weights = numbers + numbers.T
-        slope = 1e-4 * dynamical_similarity._skew(jnp.asarray(RANDOM.normal(size=(5, 5))))
+        slope = 1e-4 * rotations.skew(jnp.asarray(RANDOM.normal(size=(5, 5))))
 
         def step(sign, radius):
-            return dynamical_similarity._newton_step(slope, lambda w: sign * weights * w, jnp.asarray(radius), 40)
+            return rotations.newton_step(slope, lambda w: sign * weights * w, jnp.asarray(radius), 40)
 
         solution = np.where(weights > 0, slope / np.where(weights > 0, weights, 1), 0)
         turn, bent, at_edge = step(1, 1.0)

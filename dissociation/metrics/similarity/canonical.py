@@ -109,7 +109,7 @@ def _gulp_distance(a: Array, b: Array) -> Array:
     apart, sums = wide - turned, wide + turned
     crossed = product(sums.T, apart)
     square = 0.5 * (jnp.sum(product(apart.T, apart) * product(sums.T, sums)) + jnp.sum(crossed * crossed.T))
-    return jnp.where(jnp.isnan(square), jnp.nan, root(square))
+    return root(square)
 
 
 def _routes(

@@ -252,9 +252,9 @@ def _compare_rdms(a: Array, b: Array, comparison: str) -> Array:
 def rsa(x: Features, y: OtherFeatures, *, rdm: str = "euclidean", comparison: str = "pearson") -> Score:
     """The agreement of two representations' RDMs.
 
-    Invariances are by choice: Euclidean RDMs under rotation and translation, cosine ones under rotation and scale,
-    correlation ones under neither rotation nor translation but under permutation and scale; all comparisons but none of
-    the cosine's offsets leave out the scale, and ranks any rising change of it.
+    Invariances are by choice. Euclidean RDMs, and their squares, do not change under rotation and translation, cosine
+    ones under rotation and a scale, correlation ones under permutation and a scale. No comparison sees a scale of the
+    RDM; ranks see no rising change of it, and Pearson's correlation no constant added to it.
 
     Args:
         x: [n, p], at least 3 samples.

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float
 from scipy import stats
 
-from dissociation.checks import check_choice, check_count, fail
+from dissociation.checks import check_choice, check_count, check_level, fail
 from dissociation.linalg import product
 from dissociation.metrics.similarity.base import (
     Features,
@@ -98,7 +98,7 @@ def jackknife_interval(
         centre = z - (B - 1)(mean z_b - z),   error^2 = (B - 1) / B sum_b (z_b - mean z_b)^2.
 
     g is arctanh for measures up to 1 that are not below -1, -log(1 - value) for those that may be, and the identity for
-    others.
+    others. Of measures that count neighbours it is rough: chance is k / (n - 1), and n falls as blocks are left out.
 
     Args:
         values: Of all samples.
@@ -230,12 +230,6 @@ def permutation_test(
     orders = random_orders(key, num_draws, x.shape[0], known.repeats)
     value, draws = _drawn(route.program(), x, y, orders)
     return placed(known, np.asarray(value), np.asarray(draws), level)
-
-
-def check_level(level: float) -> None:
-    """Raises unless a level lies between 0 and 1."""
-    if not 0 < level < 1:
-        fail("level", "be between 0 and 1", level)
 
 
 def random_orders(key: PRNGKey, count: int, number: int, repeats: int = 1) -> Array:
@@ -465,11 +459,8 @@ def member_interval(values: Float[Array | np.ndarray, "members members"], *, lev
         Arvesen (1969), Jackknifing U-statistics.
     """
     count = check_count("values", values.shape[0], minimum=3)
-    check_level(level)
     table = jnp.where(jnp.eye(count, dtype=bool), 0.0, jnp.asarray(values))
     total, rows = jnp.sum(table), jnp.sum(table, 0) + jnp.sum(table, 1)
     mean = total / (count * (count - 1))
-    left = (total - rows) / ((count - 1) * (count - 2))
-    error = jnp.sqrt((count - 1) / count * jnp.sum((left - jnp.mean(left)) ** 2))
-    half = float(stats.t.ppf(0.5 + 0.5 * level, count - 1)) * error
-    return MemberInterval(mean, error, mean - half, mean + half)
+    error, low, high, _ = jackknife_interval(mean, (total - rows) / ((count - 1) * (count - 2)), level=level)
+    return MemberInterval(mean, error, low, high)

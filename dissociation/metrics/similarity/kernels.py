@@ -1,7 +1,7 @@
 """Centred kernel alignment, distance correlation: cosines between matrices over samples.
 
 All of them are the Frobenius product of two matrices over samples, one per representation, each of norm 1. So all pairs
-of many representations are one product of matrices, and permuting samples has known moments (`permutation`).
+of many representations are one product of matrices, and permuting samples has known moments (`inference.null_moments`).
 """
 
 from collections.abc import Callable
@@ -185,17 +185,21 @@ def debiased_cka_routes() -> tuple[Route, ...]:
     return features, product_route(_debiased_halves), product_route(gram, matrix=True)
 
 
-def rbf_cka_routes(*, scale: Scalar = 1.0, debiased: bool = False) -> tuple[Route, ...]:
-    """One route."""
+def _rbf_routes(scale: Scalar, centring: Callable[[Array], Array]) -> tuple[Route, ...]:
     check_single("scale", scale)
     check_positive("scale", scale)
     gram = eqx.Partial(rbf_gram, scale=jnp.asarray(scale))
-    return (product_route(eqx.Partial(_unit_gram, gram, u_centred if debiased else double_centred), matrix=True),)
+    return (product_route(eqx.Partial(_unit_gram, gram, centring), matrix=True),)
+
+
+def rbf_cka_routes(*, scale: Scalar = 1.0) -> tuple[Route, ...]:
+    """One route."""
+    return _rbf_routes(scale, double_centred)
 
 
 def debiased_rbf_cka_routes(*, scale: Scalar = 1.0) -> tuple[Route, ...]:
     """One route."""
-    return rbf_cka_routes(scale=scale, debiased=True)
+    return _rbf_routes(scale, u_centred)
 
 
 def distance_correlation_routes() -> tuple[Route, ...]:
@@ -204,7 +208,7 @@ def distance_correlation_routes() -> tuple[Route, ...]:
 
 
 def _root(product: Array, a: Prepared, b: Prepared) -> Array:
-    return jnp.where(jnp.isnan(product), jnp.nan, root(product))  # not negative but for rounding
+    return root(product)  # not negative but for rounding
 
 
 @validated(finite=("x", "y"))
@@ -309,8 +313,9 @@ def debiased_rbf_cka(x: Features, y: OtherFeatures, *, scale: Scalar = 1.0) -> S
 def distance_correlation(x: Features, y: OtherFeatures) -> Score:
     """Distance correlation, sqrt(<A, B> / (|A| |B|)) of doubly centred matrices of Euclidean distances.
 
-    It is zero in the limit if and only if x and y are independent; at finite n it is biased upwards, to about 0.4 for
-    unrelated features of usual sizes. Look at it beside its baseline.
+    It is zero in the limit if and only if x and y are independent. At finite n it is biased upwards: independent normal
+    features score 0.08 at n = 1000 and p = q = 2, 0.41 at p = q = 50, and 0.81 at n = 100 and p = q = 50. Look at it
+    beside its baseline.
 
     Args:
         x: [n, p].

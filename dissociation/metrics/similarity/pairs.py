@@ -13,6 +13,7 @@ from dissociation.checks import (
     check_choice,
     check_count,
     check_finite,
+    check_level,
     check_same_length,
     fail,
     fail_kind,
@@ -23,7 +24,6 @@ from dissociation.conversion import as_array, as_numbers
 from dissociation.memory import free_memory
 from dissociation.metrics.similarity.base import Measure, Route, cheapest, check_samples, in_common_dtype
 from dissociation.metrics.similarity.inference import (
-    check_level,
     invariants_of,
     jackknife_interval,
     kept_rows,
@@ -93,9 +93,8 @@ class Similarities(Result):
         columns = [i for i, (name, _) in enumerate(self.others) if name == other]
         for name, wanted, found, known in (("layer", layer, rows, self.items), ("other", other, columns, self.others)):
             if not found:
-                fail(
-                    name, f"be one of {', '.join(map(repr, dict.fromkeys(label for label, _ in known)))}", repr(wanted)
-                )
+                layers = ", ".join(repr(label) for label in dict.fromkeys(label for label, _ in known))
+                fail(name, f"be one of {layers}", repr(wanted))
         return self.values[np.ix_(rows, columns)]
 
 
@@ -163,8 +162,8 @@ def pairwise(
             random orders; see `permutation_test`.
         num_orders: Random orders, where they are needed; default 5 for a baseline and 199 for tests.
         key: Draws them; default: the same ones each time.
-        num_blocks: Blocks of samples for the jackknife's intervals; None: no intervals. See `jackknife`.
-        blocks: How samples are dealt out to blocks, see `jackknife`.
+        num_blocks: Blocks of samples for the jackknife's intervals; None: no intervals. See `jackknife_interval`.
+        blocks: How samples are dealt out to blocks, one of `inference.BLOCKS`.
         level: Of the intervals.
         positions: What positions of images are, one of `POSITIONS`.
         outputs: The layer that holds the networks' outputs, by which their functions are compared beside every pair of
@@ -284,7 +283,11 @@ def _similarities(
         error, low, high, bias = interval
         _warn_biased(known, bias, error)
     _warn_undefined(known, values, first, second)
-    beside = [_functional(name, first, second, outputs, memory_budget) for name in ("disagreement", "jensen_shannon")]
+    of_networks = [None if one is None else _outputs(one, outputs, positions) for one in (a, b)]
+    beside = [
+        _functional(name, (first, second or first), of_networks, memory_budget)
+        for name in ("disagreement", "jensen_shannon")
+    ]
     found: list[Any] = [values, chance, error, low, high, p_value, *beside]
     if b is not None and all(_is_single(one) for one in (a, b)):
         found = [None if part is None else part[..., 0, 0] for part in found]
@@ -292,31 +295,23 @@ def _similarities(
     return Similarities(*found, **labels, measure=known.name, num_samples=number)
 
 
-def _functional(name: str, first: _Set, second: _Set | None, outputs: str | None, budget: int | None) -> Array | None:
-    """A measure of the outputs of the networks that each pair of representations is of."""
-    known = [None if one is None else _only(one, outputs) for one in (first, second)]
-    own, other = known
-    if own is None or (second is not None and other is None):
+def _outputs(given: Any, layer: str | None, positions: str | None) -> _Set | None:
+    """Outputs of the networks, where there is a layer of that name."""
+    return (
+        _as_set("outputs", {layer: given[layer]}, positions) if isinstance(given, Mapping) and layer in given else None
+    )
+
+
+def _functional(name: str, sides: tuple[_Set, _Set], outputs: list[_Set | None], budget: int | None) -> Array | None:
+    """A measure of the outputs of the networks that each pair of representations is of; None where there are none."""
+    own, other = outputs
+    members = [[member for _, member in one.labels] for one in sides]
+    counts = [0 if one is None else len(one.labels) for one in (own, other or own)]
+    if own is None or any(max(rows) >= count for rows, count in zip(members, counts, strict=True)):
         return None
     if other is not None and other.arrays[0].shape[2] != own.arrays[0].shape[2]:
         return None  # other classes
-    members = [[member for _, member in one.labels] for one in (first, second or first)]
-    counts = [len(one.labels) for one in (own, other or own)]
-    if any(max(rows) >= count for rows, count in zip(members, counts, strict=True)):
-        return None  # layers of networks whose outputs are not there
-    values = _Job(MEASURES[name], own, other, {}, budget).run()[0]
-    return values[np.ix_(*members)]
-
-
-def _only(one: _Set, layer: str | None) -> _Set | None:
-    """The representations of one layer, if it is there and of one width."""
-    chosen = [(index, place) for index, places in enumerate(one.places) for place in enumerate(places)
-              if one.labels[place[1]][0] == layer]  # fmt: skip
-    if len({index for index, _ in chosen}) != 1:
-        return None
-    rows = np.array([row for _, (row, _) in chosen])
-    labels = [one.labels[place] for _, (_, place) in chosen]
-    return _Set(labels, [one.arrays[chosen[0][0]][rows]], [list(range(len(rows)))])
+    return _Job(MEASURES[name], own, other, {}, budget).run()[0][np.ix_(*members)]
 
 
 class _Job:

@@ -38,20 +38,14 @@ def residual(a: Array, b: Array) -> Array:
 
 def _angle(a: Array, b: Array) -> Array:
     """Between unit configurations: |a - b Q| = 2 sin(theta / 2)."""
-    square = residual(a, b)
-    chord = jnp.minimum(0.5 * root(square), 0.5**0.5)
-    return 2 * jnp.arcsin(chord) + 0 * square  # NaN stays NaN
-
-
-def _sized(x: Array) -> tuple[Array, Array]:
-    return centred(x)
+    return 2 * jnp.arcsin(jnp.minimum(0.5 * root(residual(a, b)), 0.5**0.5))
 
 
 def _distance(a: tuple[Array, Array], b: tuple[Array, Array]) -> Array:
     (x, size_x), (y, size_y) = a, b
     size = jnp.maximum(size_x, size_y)
     square = residual(x * (size_x / size), y * (size_y / size))
-    return size * jnp.where(jnp.isnan(square), jnp.nan, root(square))
+    return size * root(square)
 
 
 def _unit_centred(x: Array) -> Array:
@@ -85,7 +79,7 @@ def _route(prepare: Callable[[Array], Any], compare: Callable[[Any, Any], Array]
 
 def procrustes_routes() -> tuple[Route, ...]:
     """One route."""
-    return _route(_sized, _distance)
+    return _route(centred, _distance)
 
 
 def angular_similarity_routes() -> tuple[Route, ...]:
