@@ -22,7 +22,7 @@ from jax.interpreters import batching, mlir
 import dissociation.figures
 import koopman.figures
 from dissociation.data.datasets import load
-from dissociation.figures import collapse, collapse_measures, eigenvectors, robustness, transfer
+from dissociation.figures import collapse, collapse_measures, eigenvectors, robustness, similarity, transfer
 from dissociation.training import Epochs, Layout, Online, Save, fit, make_step
 from koopman.figures import ordered_mnist, spectra
 
@@ -227,6 +227,11 @@ def transfer_in_small(tmp_path, monkeypatch):
     transfer.compute(config, key=jax.random.PRNGKey(0))
 
 
+def similarity_in_small(tmp_path, monkeypatch):
+    sizes = {"num_samples": 30, "num_blocks": 2, "num_zero": 4, "measures": ("rsa",), "rewrite_measures": ("svcca",)}
+    similarity.compute(similarity.Config(**(SMALL | {"num_seeds": 3}), **sizes), key=jax.random.PRNGKey(0))
+
+
 def ordered_digits_in_small(tmp_path, monkeypatch):
     models = ("classifier", "vamp", "contrastive", "dpnets", "autoencoder", "orthogonal")
     sizes = {"num_seeds": 2, "num_epochs": 1, "oracle_epochs": 1, "num_train": 33, "num_validation": 20, "num_test": 20}
@@ -246,6 +251,7 @@ IN_SMALL = {
     "collapse": collapse_in_small,
     "eigenvectors": eigenvectors_in_small,
     "robustness": robustness_in_small,
+    "similarity": similarity_in_small,
     "transfer": transfer_in_small,
     "ordered-mnist": ordered_digits_in_small,
     "spectra": spectra_in_small,

@@ -5,6 +5,12 @@ from dissociation.figures.protocol import Figure
 
 def figures() -> dict[str, Figure]:
     """The figures of this package by their commands' names, listed here alone; imported now, which takes seconds."""
-    from dissociation.figures import collapse, eigenvectors, robustness, transfer
+    from dissociation.figures import collapse, eigenvectors, robustness, similarity, transfer
 
-    return {"robustness": robustness, "transfer": transfer, "eigenvectors": eigenvectors, "collapse": collapse}
+    return {
+        "robustness": robustness,
+        "transfer": transfer,
+        "eigenvectors": eigenvectors,
+        "collapse": collapse,
+        "similarity": similarity,
+    }

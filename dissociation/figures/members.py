@@ -105,6 +105,7 @@ class Trained(NamedTuple):
         diverged_at: The step at which a network did, or -1: [seeds].
         test_error: Along training, NaN from where a network diverged: [seeds, epochs + 1].
         seconds: Wall time.
+        observed: All that was observed, [seeds, epochs + 1, ...] each.
     """
 
     models: Any
@@ -112,19 +113,27 @@ class Trained(NamedTuple):
     diverged_at: np.ndarray
     test_error: np.ndarray
     seconds: float
+    observed: dict[str, np.ndarray]
 
 
 def train_members(
-    config: Any, *, key: Array, data: Dataset, parts: Parts, progress: str | MeterFactory | None
+    config: Any,
+    *,
+    key: Array,
+    data: Dataset,
+    parts: Parts,
+    progress: str | MeterFactory | None,
+    observe: Callable[..., dict[str, Array]] | None = None,
 ) -> Trained:
     """What every figure of trained networks begins with.
 
     Args:
-        config: A figure's configuration: `num_seeds`, `num_epochs` and `width` of it.
+        config: A figure's configuration: `num_seeds`, `num_epochs` and `width` of it, and `model` where it has one.
         key: The networks' key, see `fit_mnist`.
         data: What they learn.
         parts: Where the training's checkpoint is kept.
         progress: See `dissociation.progress`.
+        observe: See `fit_mnist`.
 
     Returns:
         The trained networks.
@@ -140,11 +149,13 @@ def train_members(
         width=config.width,
         progress=progress,
         checkpoint=parts.path("training.ckpt"),
+        observe=observe,
+        network=getattr(config, "model", "mlp"),
     )
     alive = check_some_left(trained.diverged_at)
     observed = trained.history.observed
     error = np.where(np.isfinite(observed["test_loss"]), observed["test_error"], np.nan)
-    return Trained(stand_ins(trained.models, alive), alive, trained.diverged_at, error, trained.seconds)
+    return Trained(stand_ins(trained.models, alive), alive, trained.diverged_at, error, trained.seconds, observed)
 
 
 def measure_members(

@@ -1,5 +1,6 @@
 """Training the networks of the robustness and transfer figures: many seeds of a 784-1024-1024-10 ReLU network."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from dissociation.checks import check_count
+from dissociation.checks import check_choice, check_count
 from dissociation.data.datasets import Dataset, load
 from dissociation.metrics.robustness import error_rate
+from dissociation.models.cnn import CNN
 from dissociation.progress import MeterFactory
 from dissociation.schedule import steps_per_epoch
 from dissociation.training import Epochs, FitResult, Layout, Progress, Save, fit, make_step
@@ -22,6 +24,7 @@ from dissociation.validation import validated
 DEFAULT_SEED = 37
 BATCH_SIZE = 128
 FIRST_RATE, LAST_RATE = 1e-1, 1e-6
+NETWORKS = ("mlp", "cnn")
 
 
 @validated
@@ -65,8 +68,10 @@ def fit_mnist(
     dataset: str | Dataset = "mnist",
     width: int = 1024,
     progress: str | MeterFactory | None = "auto",
+    network: str = "mlp",
     mesh: Mesh | str | None = "auto",
     checkpoint: str | Path | None = None,
+    observe: Callable[..., dict[str, Array]] | None = None,
 ) -> FitResult:
     """Trains stacked networks by stochastic gradient descent on the cross entropy.
 
@@ -82,11 +87,16 @@ def fit_mnist(
         dataset: "mnist", "glyphs", or a loaded `Dataset`.
         width: Units in each of the two hidden layers.
         progress: A meter showing loss and test error as mean and standard deviation over seeds; None for silence.
+        network: "mlp", a perceptron with two hidden layers and no biases, or "cnn", a `models.cnn.CNN` whose features
+            are `width` units.
         mesh: Devices to lay the seeds over, see `training.Layout`.
         checkpoint: A file to write while training and to go on from, see `training.fit`.
+        observe: What is looked at at the beginning and after every epoch, see `training.Save`; default:
+            `HeldOutPerformance`.
 
     Returns:
-        A `FitResult` whose `history.observed` is `{"test_error", "test_loss"}`, [seeds, epochs + 1] each.
+        A `FitResult` whose `history.observed` is `{"test_error", "test_loss"}`, [seeds, epochs + 1] each, or what
+        `observe` gave.
 
     Raises:
         ValueError: If a count is negative or the dataset is unknown.
@@ -95,17 +105,19 @@ def fit_mnist(
     data = load(dataset) if isinstance(dataset, str) else dataset
     count = check_count("num_seeds", num_seeds, minimum=1)
     check_count("width", width, minimum=1)
+    check_choice("network", network, NETWORKS)
     keys = jax.random.split(key, count + 1)
-    models = _networks(keys[:count], data.train_images.shape[1], data.train_labels.shape[1], width)
+    models = _networks(keys[:count], data.train_images.shape[1], data.train_labels.shape[1], width, network)
     batch_size = min(BATCH_SIZE, len(data.train_images))
     total = num_epochs * steps_per_epoch(len(data.train_images), batch_size)
+    images_and_labels = jnp.asarray(data.test_images), jnp.asarray(data.test_labels)
     return fit(
         models,
         make_step(cross_entropy, optax.sgd(optax.linear_schedule(FIRST_RATE, LAST_RATE, max(total, 1)))),
         Epochs((data.train_images, data.train_labels), batch_size),
         num_epochs=num_epochs,
         key=keys[count],
-        save=Save(HeldOutPerformance(jnp.asarray(data.test_images), jnp.asarray(data.test_labels))),
+        save=Save(HeldOutPerformance(*images_and_labels) if observe is None else observe),
         callbacks=[Progress(progress)],
         layout=Layout(mesh=mesh),
         checkpoint=checkpoint,
@@ -134,8 +146,10 @@ def fresh_networks(
     return _networks(jax.random.split(key, count), num_inputs, num_classes, width)
 
 
-def _networks(keys: Array, num_inputs: int, num_classes: int, width: int) -> eqx.nn.MLP:
-    def one(key: Array) -> eqx.nn.MLP:
+def _networks(keys: Array, num_inputs: int, num_classes: int, width: int, network: str = "mlp") -> Any:
+    def one(key: Array) -> eqx.Module:
+        if network == "cnn":
+            return CNN(width, num_classes, key=key)
         return eqx.nn.MLP(num_inputs, num_classes, width, 2, jax.nn.relu, use_bias=False, use_final_bias=False, key=key)
 
     return eqx.filter_vmap(one)(keys)

@@ -146,6 +146,7 @@ class Measure:
         minimum: Samples at least.
         narrow: Whether there have to be more samples than features.
         repeats: How often the rows run through the same conditions.
+        population: Whether it tends to a value as samples grow, as 1 / n. Of a fixed number of neighbours it does not.
         host: Whether a step of it is done by SciPy on the host, through which no derivative is taken.
     """
 
@@ -164,6 +165,7 @@ class Measure:
     minimum: int = 2
     narrow: bool = False
     repeats: int = 1
+    population: bool = True
     host: bool = False
 
     @property
@@ -255,6 +257,18 @@ def scaled(x: Array) -> tuple[Array, Array]:
 def unit(array: Array) -> Array:
     """An array divided by its Frobenius norm; NaN for zeros."""
     return array / jnp.sqrt(jnp.sum(array**2))
+
+
+def narrowed(x: Array) -> Array:
+    """Features in the axes of their samples, for what no rotation of them changes: [n, p] to [n, min(n, p)].
+
+    The axes count as constants: to first order, a change of x that leaves them moves no inner product of samples that
+    the axes hold.
+    """
+    if x.shape[1] <= x.shape[0]:
+        return x
+    columns, undefined = finite_part(jax.lax.stop_gradient(x.T))
+    return product(x, jnp.linalg.qr(columns)[0]) + undefined
 
 
 def aligned(a: Array, b: Array) -> tuple[Array, Array]:

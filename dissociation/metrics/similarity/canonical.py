@@ -29,6 +29,7 @@ from dissociation.metrics.similarity.base import (
     aligned,
     centred,
     evaluate,
+    narrowed,
     product_route,
     refuse_wide,
 )
@@ -100,7 +101,7 @@ def _shrunk(values: Array, parameter: Array) -> Array:
 
 def _regularised(x: Array, lam: Array) -> Array:
     x, _ = centred(x)
-    return singular_map(_shrunk, x, lam.astype(x.dtype) * jnp.sum(x**2))
+    return narrowed(singular_map(_shrunk, x, lam.astype(x.dtype) * jnp.sum(x**2)))
 
 
 def _gulp_distance(a: Array, b: Array) -> Array:

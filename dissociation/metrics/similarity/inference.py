@@ -90,6 +90,7 @@ def jackknife_interval(
     *,
     level: float = 0.9,
     bounds: tuple[float, float] = (-np.inf, np.inf),
+    unbias: bool = True,
 ) -> Interval:
     """Student's interval from values without each block, about the estimate less its first-order bias.
 
@@ -98,13 +99,15 @@ def jackknife_interval(
         centre = z - (B - 1)(mean z_b - z),   error^2 = (B - 1) / B sum_b (z_b - mean z_b)^2.
 
     g is arctanh for measures up to 1 that are not below -1, -log(1 - value) for those that may be, and the identity for
-    others. Of measures that count neighbours it is rough: chance is k / (n - 1), and n falls as blocks are left out.
+    others.
 
     Args:
         values: Of all samples.
         leave_outs: Without each block in turn.
         level: Coverage, between 0 and 1.
         bounds: The least and the largest value of the measure.
+        unbias: Whether the bias is taken off. Measures that count a fixed number of neighbours have none in this sense,
+            as their values depend on n without end: they want an interval about z.
 
     Returns:
         The interval, within the bounds.
@@ -135,7 +138,7 @@ def jackknife_interval(
     z = to(values)
     mean, error = spread(to(leave_outs))
     half = float(stats.t.ppf(0.5 + 0.5 * level, count - 1)) * error
-    centre = z - (count - 1) * (mean - z)
+    centre = z - (count - 1) * (mean - z) if unbias else z
     raw_mean, raw_error = spread(leave_outs)
     low, high = (jnp.clip(back(end), least, most) for end in (centre - half, centre + half))
     return Interval(raw_error, low, high, (count - 1) * (raw_mean - values))

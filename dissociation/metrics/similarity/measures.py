@@ -72,13 +72,13 @@ _ALL = (
     Measure(
         "mutual_knn", neighbourhoods.mutual_knn, neighbourhoods.mutual_knn_routes,
         equation="mean_i |N_x(i) & N_y(i)| / k",
-        invariances="OSP", range=(0.0, 1.0), identical=1.0,
+        invariances="OSP", range=(0.0, 1.0), identical=1.0, population=False,
         cost="n^2 (p + q)", reference="Huh et al. (2024)",
     ),
     Measure(
         "knn_jaccard", neighbourhoods.knn_jaccard, neighbourhoods.knn_jaccard_routes,
         equation="mean_i |N_x(i) & N_y(i)| / |N_x(i) | N_y(i)|",
-        invariances="OSP", range=(0.0, 1.0), identical=1.0,
+        invariances="OSP", range=(0.0, 1.0), identical=1.0, population=False,
         cost="n^2 (p + q)", reference="Klabunde et al. (2024)",
     ),
     Measure(

@@ -24,6 +24,7 @@ from dissociation.conversion import as_array, as_numbers
 from dissociation.memory import free_memory
 from dissociation.metrics.similarity.base import Measure, Route, cheapest, check_samples, in_common_dtype
 from dissociation.metrics.similarity.inference import (
+    Interval,
     invariants_of,
     jackknife_interval,
     kept_rows,
@@ -279,9 +280,9 @@ def _similarities(
         p_value = job.test_by_moments(values) if job.matrix is not None else _shares(known, values, shuffled)
     error = low = high = None
     if kept:
-        interval = jackknife_interval(values, jnp.concatenate(leave_outs), level=level, bounds=known.range)
-        error, low, high, bias = interval
-        _warn_biased(known, bias, error)
+        error, low, high, bias = _intervals(values, leave_outs, level, known.range, known.population)
+        if known.population:
+            _warn_biased(known, bias, error)
     _warn_undefined(known, values, first, second)
     of_networks = [None if one is None else _outputs(one, outputs, positions) for one in (a, b)]
     beside = [
@@ -293,6 +294,13 @@ def _similarities(
         found = [None if part is None else part[..., 0, 0] for part in found]
     labels = {"items": tuple(first.labels), "others": tuple((second or first).labels)}
     return Similarities(*found, **labels, measure=known.name, num_samples=number)
+
+
+@eqx.filter_jit
+def _intervals(
+    values: Array, leave_outs: list[Array], level: float, bounds: tuple[float, float], unbias: bool
+) -> Interval:
+    return jackknife_interval(values, jnp.concatenate(leave_outs), level=level, bounds=bounds, unbias=unbias)
 
 
 def _outputs(given: Any, layer: str | None, positions: str | None) -> _Set | None:
@@ -354,6 +362,9 @@ class _Job:
         rows = self._pieces(self.first, route)
         columns = rows if self.second is None else self._pieces(self.second, route)
         count = len(self.first.labels), len((self.second or self.first).labels)
+        whole = [np.concatenate(pieces[0].places) for pieces in (rows, columns) if len(pieces) == 1]
+        if len(whole) == 2 and all(np.array_equal(places, np.arange(len(places))) for places in whole):
+            return of_pair(rows[0], self.second and columns[0], self.plan)
         out = None
         for i, one in enumerate(rows):
             for j, other in enumerate(columns):

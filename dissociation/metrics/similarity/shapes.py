@@ -23,6 +23,7 @@ from dissociation.metrics.similarity.base import (
     aligned,
     centred,
     evaluate,
+    narrowed,
     refuse_wide,
     unit,
 )
@@ -48,8 +49,13 @@ def _distance(a: tuple[Array, Array], b: tuple[Array, Array]) -> Array:
     return size * root(square)
 
 
+def _centred(x: Array) -> tuple[Array, Array]:
+    x, size = centred(x)
+    return narrowed(x), size
+
+
 def _unit_centred(x: Array) -> Array:
-    return unit(centred(x)[0])
+    return unit(_centred(x)[0])
 
 
 def _cosine(a: Array, b: Array) -> Array:
@@ -59,7 +65,7 @@ def _cosine(a: Array, b: Array) -> Array:
 def _whitened(x: Array, a: Array) -> Array:
     x, _ = centred(x)
     parameter = jnp.stack([a, (1 - a) * x.shape[1] ** -0.5]).astype(x.dtype)
-    return unit(singular_map(_partly, unit(x), parameter))
+    return unit(narrowed(singular_map(_partly, unit(x), parameter)))
 
 
 def _partly(values: Array, parameter: Array) -> Array:
@@ -71,15 +77,15 @@ def _route(prepare: Callable[[Array], Any], compare: Callable[[Any, Any], Array]
         Route(
             prepare=prepare,
             compare=compare,
-            prepare_work=lambda n, p: n * p,
-            compare_work=lambda n, p, q: n * p * q + 10 * p * q * min(p, q),
+            prepare_work=lambda n, p: n * p * min(n, p),
+            compare_work=lambda n, p, q: min(n, p) * min(n, q) * (n + 10 * min(n, p, q)),
         ),
     )
 
 
 def procrustes_routes() -> tuple[Route, ...]:
     """One route."""
-    return _route(centred, _distance)
+    return _route(_centred, _distance)
 
 
 def angular_similarity_routes() -> tuple[Route, ...]:

@@ -1,0 +1,424 @@
+"""Similarity of representations: between seeds and layers, under rewrites, through training, beside the function.
+
+Several networks are trained from scratch; some test images are represented by every layer of each of them, at the
+beginning and after every epoch. Measures of `metrics.similarity` then say which representations resemble which.
+"""
+
+import dataclasses
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+from matplotlib.figure import Figure
+
+from dissociation.checks import check_choice, check_count, check_distinct, fail
+from dissociation.data.datasets import Dataset
+from dissociation.figures import similarity_drawing as drawing
+from dissociation.figures.artifacts import Parts, identity_of
+from dissociation.figures.members import (
+    DataName,
+    check_members,
+    check_neurons,
+    measure_members,
+    members_headline,
+    train_members,
+)
+from dissociation.figures.members import source as members_source
+from dissociation.figures.seeds import cell
+from dissociation.metrics import similarity
+from dissociation.metrics.similarity import MEASURES
+from dissociation.models.representations import member_representations, representations
+from dissociation.progress import MeterFactory, open_meter
+from dissociation.recipes.mnist import HeldOutPerformance
+from dissociation.weights.mlp import Rewrite, rewrite_mlp
+from dissociation.weights.neurons import add_random_zero_neurons, duplicate_neurons, scale_neurons
+from dissociation.weights.symmetry import permute_neurons
+
+STEM = "similarity"
+SHOWS = "Similarity of representations between seeds and layers, under rewrites and through training."
+
+AXES = {
+    "matrix": ("items", "items"),
+    "low": ("items", "items"),
+    "high": ("items", "items"),
+    "baseline": ("items", "items"),
+    "through": ("epochs", "seeds", "seeds"),
+    "course": ("ends", "epochs"),
+    "rewritten": ("rewrites", "seeds"),
+    "chance": ("rewrites", "seeds"),
+    "calibrated": ("rewrites",),
+    "disagreement": ("seeds", "seeds"),
+    "jensen_shannon": ("seeds", "seeds"),
+    "points": ("items", "dimensions"),
+    "stress": (),
+    "test_error": ("seeds", "epochs"),
+    "diverged_at": ("seeds",),
+}
+
+REPRESENTATIONAL = tuple(name for name in MEASURES if name not in ("disagreement", "jensen_shannon", "crossnobis_rsa"))
+"""Measures that rewrites are tried on: of representations, measured once."""
+
+REWRITES = ("scaled", "duplicated", "zero", "permuted")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What is trained, how it is rewritten, and by what it is compared."""
+
+    data: DataName = "glyphs"
+    """Data set, by its name in `data.datasets.SOURCES`."""
+    model: Literal["mlp", "cnn"] = "mlp"
+    """The architecture. Of a convolutional layer every position of every channel is a neuron."""
+    num_seeds: int = 5
+    """Networks trained from scratch."""
+    num_epochs: int = 10
+    """Passes over the training images."""
+    num_train: int | None = None
+    """Training images; None takes the data set's own number."""
+    num_test: int | None = None
+    """Test images; None takes the data set's own number."""
+    num_samples: int = 1000
+    """Test images that are represented, the first ones."""
+    width: int = 128
+    """Units in each of the two hidden layers; of a convolutional network, in the last."""
+    measures: tuple[str, ...] = ("debiased_cka", "angular_similarity", "rsa", "mutual_knn")
+    """Measures of seeds and layers, through training and beside the function."""
+    rewrite_measures: tuple[str, ...] = REPRESENTATIONAL
+    """Measures that the rewrites are tried on."""
+    num_blocks: int = 20
+    """Blocks of samples for the jackknife's 90 % intervals."""
+    scale_factor: float = 20.0
+    """Factor on incoming weights (outgoing ones are divided by it)."""
+    duplicate_multiplier: float = 2.0
+    """How many times each neuron stands in the duplicated network."""
+    num_zero: int = 64
+    """Neurons without effect, one per group."""
+
+    def __post_init__(self):
+        check_members(self)
+        check_count("num_seeds", self.num_seeds, minimum=3)
+        check_count("num_samples", self.num_samples, minimum=20)
+        check_count("num_blocks", self.num_blocks, minimum=2)
+        check_count("num_zero", self.num_zero)
+        check_neurons("num_zero", self.num_zero, self.num_zero, self)
+        for name in ("measures", "rewrite_measures"):
+            check_distinct(name, getattr(self, name))
+            for measure in getattr(self, name):
+                check_choice(name, measure, REPRESENTATIONAL)
+
+    def quick(self) -> "Config":
+        """A small run that shows that everything works: seconds, no science."""
+        return dataclasses.replace(
+            self, num_seeds=3, num_epochs=3, num_train=2000, num_test=200, num_samples=100, width=24, num_blocks=5,
+            num_zero=8, rewrite_measures=("debiased_cka", "angular_distance", "cca", "mutual_knn"),
+        )  # fmt: skip
+
+
+class Results(NamedTuple):
+    """Everything the figure shows.
+
+    Attributes:
+        config: What was asked for.
+        data: The data set's name and sizes.
+        items: Layer and seed of every row of the matrices.
+        matrices: Per measure, values of all pairs, [items, items].
+        lows: Lower ends of their intervals.
+        highs: Upper ends.
+        baselines: What they are by chance.
+        through: Per measure, of the last hidden layer between seeds: [epochs + 1, seeds, seeds].
+        course: Per measure, mean over pairs of seeds and the ends of its 90 % interval: [3, epochs + 1].
+        rewritten: Per measure, of a network and its rewrites, last hidden layer: [rewrites, seeds].
+        chance: The same with samples in another order.
+        calibrated: Per measure, means over seeds, 0 for chance and 1 for a measure that is not moved: [rewrites].
+        disagreement: Share of samples to which two seeds give other classes, [seeds, seeds].
+        jensen_shannon: Divergence of their predictions in nats, [seeds, seeds].
+        points: All representations in a plane, by angular distance: [items, 2].
+        stress: Of the plane, Kruskal's stress-1.
+        test_error: Test error along training, [seeds, epochs + 1].
+        diverged_at: The step at which a network diverged, or -1: [seeds]. Its numbers are NaN.
+        seconds: Wall time of every part.
+    """
+
+    config: Config
+    data: dict[str, Any]
+    items: tuple[tuple[str, int], ...]
+    matrices: dict[str, np.ndarray]
+    lows: dict[str, np.ndarray]
+    highs: dict[str, np.ndarray]
+    baselines: dict[str, np.ndarray]
+    through: dict[str, np.ndarray]
+    course: dict[str, np.ndarray]
+    rewritten: dict[str, np.ndarray]
+    chance: dict[str, np.ndarray]
+    calibrated: dict[str, np.ndarray]
+    disagreement: np.ndarray
+    jensen_shannon: np.ndarray
+    points: np.ndarray
+    stress: float
+    test_error: np.ndarray
+    diverged_at: np.ndarray
+    seconds: dict[str, float]
+
+
+class Snapshots(eqx.Module):
+    """Observes error and loss on held-out images, and what the last hidden layer makes of some of them."""
+
+    held_out: HeldOutPerformance
+    images: Float[Array, "n pixels"]
+
+    def __call__(self, model: Any, step: Array, key: Array) -> dict[str, Array]:
+        """Returns `HeldOutPerformance`'s numbers and `features`, [n, width]."""
+        return {**self.held_out(model, step, key), "features": representations(model, self.images)["features"]}
+
+
+def source(config: Config) -> Dataset:
+    """The data set that the configuration names.
+
+    Raises:
+        WrongValue: If it has fewer test images than are to be represented.
+    """
+    data = members_source(config)
+    _check_samples(config, data)
+    return data
+
+
+def _check_samples(config: Config, data: Dataset) -> None:
+    if config.num_samples > len(data.test_images):
+        fail("num_samples", f"be at most the number of test images ({len(data.test_images)})", config.num_samples)
+
+
+def compute(
+    config: Config,
+    *,
+    key: Array,
+    dataset: Dataset | None = None,
+    folder: str | os.PathLike[str] | None = None,
+    progress: str | MeterFactory | None = None,
+) -> Results:
+    """Trains, represents and compares; see `protocol.Figure.compute`."""
+    data = source(config) if dataset is None else dataset
+    _check_samples(config, data)
+    with Parts(folder, identity_of(config, key, data)) as parts:
+        return _computed(config, key, data, parts, progress)
+
+
+def _computed(config: Config, key: Array, data: Dataset, parts: Parts, progress: str | MeterFactory | None) -> Results:
+    train_key, rewrite_key, order_key, start_key = jax.random.split(key, 4)
+    images = jnp.asarray(data.test_images[: config.num_samples])
+    held_out = HeldOutPerformance(jnp.asarray(data.test_images), jnp.asarray(data.test_labels))
+    observe = Snapshots(held_out, images)
+    trained = train_members(config, key=train_key, data=data, parts=parts, progress=progress, observe=observe)
+    keys = jax.random.split(rewrite_key, (len(REWRITES), config.num_seeds))
+    layers = member_representations(trained.models, images)
+    items = tuple((layer, seed) for layer in layers for seed in range(config.num_seeds))
+    jobs = [*(("pairs", name) for name in config.measures), *(("rewrites", name) for name in config.rewrite_measures)]
+    jobs += [("training", name) for name in config.measures] + [("plane", "angular_distance")]
+    found: dict[str, dict[str, Any]] = {}
+    meter = open_meter(progress, len(jobs), "comparing")
+    variants = _variants(config)
+    rewritten = {
+        name: measure_members(variants[name], eqx.Partial(_features, images), trained.models, own, own)
+        for name, own in zip(REWRITES, keys, strict=True)
+    }
+    work: dict[str, Callable[[str], dict[str, Any]]] = {
+        "pairs": lambda name: _pairs(config, name, layers, order_key),
+        "rewrites": lambda name: _of_rewrites(name, layers["features"], rewritten, order_key, trained.alive),
+        "training": lambda name: _through(name, trained.observed["features"], trained.alive),
+        "plane": lambda name: _plane(name, layers, start_key),
+    }
+    try:
+        for done, (kind, name) in enumerate(jobs):
+            meter.advance(done, f"{kind}, {name}")
+            part = parts.get(f"{kind}_{name}", lambda kind=kind, name=name: work[kind](name))
+            found[f"{kind}_{name}"] = _without(part, trained.alive, items)
+        meter.advance(len(jobs), "done")
+    finally:
+        meter.close()
+    of = lambda kind, names, what: {name: found[f"{kind}_{name}"][what] for name in names}  # noqa: E731
+    plane, first = found["plane_angular_distance"], found[f"pairs_{config.measures[0]}"]
+    return Results(
+        config=config,
+        data={"name": data.name, "num_train": len(data.train_images), "num_test": len(data.test_images)},
+        items=items,
+        matrices=of("pairs", config.measures, "matrix"),
+        lows=of("pairs", config.measures, "low"),
+        highs=of("pairs", config.measures, "high"),
+        baselines=of("pairs", config.measures, "baseline"),
+        through=of("training", config.measures, "through"),
+        course=of("training", config.measures, "course"),
+        rewritten=of("rewrites", config.rewrite_measures, "rewritten"),
+        chance=of("rewrites", config.rewrite_measures, "chance"),
+        calibrated=of("rewrites", config.rewrite_measures, "calibrated"),
+        disagreement=first["disagreement"],
+        jensen_shannon=first["jensen_shannon"],
+        points=plane["points"],
+        stress=float(plane["stress"]),
+        test_error=trained.test_error,
+        diverged_at=trained.diverged_at,
+        seconds={"training": trained.seconds, **parts.seconds},
+    )
+
+
+def _variants(config: Config) -> dict[str, Callable[[Any, Array], Any]]:
+    """Functions of a network and a key that rewrite the neurons of its last hidden layer."""
+
+    def on_model(rewrite: Callable[[Array, Array, Array], tuple[Array, Array]]) -> Callable[[Any, Array], Any]:
+        return lambda model, key: _rewrite_last(model, lambda w_in, w_out: rewrite(w_in, w_out, key))
+
+    rewrites = (
+        lambda w_in, w_out, key: scale_neurons(w_in, w_out, config.scale_factor),
+        lambda w_in, w_out, key: duplicate_neurons(w_in, w_out, config.duplicate_multiplier),
+        lambda w_in, w_out, key: add_random_zero_neurons(w_in, w_out, config.num_zero, 1, key=key),
+        lambda w_in, w_out, key: permute_neurons(w_in, w_out, key=key),
+    )
+    return {name: on_model(rewrite) for name, rewrite in zip(REWRITES, rewrites, strict=True)}
+
+
+def _rewrite_last(model: Any, rewrite: Rewrite) -> Any:
+    if isinstance(model, eqx.nn.MLP):
+        return rewrite_mlp(model, rewrite)
+    incoming, outgoing = model.encoder.head, model.head  # of a convolutional network
+    w_in, w_out = rewrite(jnp.concatenate([incoming.weight, incoming.bias[:, None]], 1), outgoing.weight)
+    return eqx.tree_at(
+        lambda model: (model.encoder.head.weight, model.encoder.head.bias, model.head.weight),
+        model,
+        (w_in[:, :-1], w_in[:, -1], w_out),
+    )
+
+
+def _features(images: Array, model: Any, rewritten: Any, key: Array) -> Array:
+    return representations(rewritten, images)["features"]
+
+
+def _pairs(config: Config, name: str, layers: dict[str, Array], key: Array) -> dict[str, Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of large biases: the figure shows where the baseline lies
+        found = similarity.pairwise(name, layers, num_blocks=config.num_blocks, positions="neurons", key=key)
+    count = config.num_seeds
+    return {
+        "matrix": found.values,
+        "low": found.low,
+        "high": found.high,
+        "baseline": found.baseline,
+        "disagreement": np.asarray(found.disagreement)[:count, :count],
+        "jensen_shannon": np.asarray(found.jensen_shannon)[:count, :count],
+    }
+
+
+def _of_rewrites(
+    name: str, trained: Array, rewritten: dict[str, Array], key: Array, alive: np.ndarray
+) -> dict[str, Any]:
+    found = similarity.compare({"trained": trained}, rewritten, name, num_blocks=None, p_values=False, key=key)
+    count = len(alive)
+    table, null = (
+        np.diagonal(np.asarray(values).reshape(count, -1, count), axis1=0, axis2=2)
+        for values in (found.values, found.baseline)
+    )
+    calibrated = similarity.calibrate(table[:, alive], null[:, alive], MEASURES[name].identical)
+    return {"rewritten": table, "chance": null, "calibrated": np.mean(calibrated, axis=1)}
+
+
+def _through(name: str, features: np.ndarray, alive: np.ndarray) -> dict[str, Any]:
+    known = np.flatnonzero(alive)
+    features = np.where(alive[:, None, None, None], features, features[known[:1]])  # as `seeds.stand_ins` does
+    tables = [
+        np.asarray(similarity.pairwise(name, features[:, step], baseline=False).values)
+        for step in range(features.shape[1])
+    ]
+    course = np.full((3, len(tables)), np.nan)
+    if len(known) > 2:  # of two, no interval is known
+        found = [similarity.member_interval(table[np.ix_(known, known)]) for table in tables]
+        course = np.array([[float(end) for end in (one.mean, one.low, one.high)] for one in found]).T
+    return {"through": np.stack(tables), "course": course}
+
+
+def _plane(name: str, layers: dict[str, Array], key: Array) -> dict[str, Any]:
+    distances = similarity.pairwise(name, layers, baseline=False, positions="neurons").values
+    found = similarity.smacof(np.maximum(np.asarray(distances), 0.0), key=key)
+    return {"points": found.points, "stress": found.relative_stress}
+
+
+def _without(
+    part: dict[str, np.ndarray], alive: np.ndarray, items: tuple[tuple[str, int], ...]
+) -> dict[str, np.ndarray]:
+    """A part with NaN for seeds that diverged, wherever they have a row or column."""
+    if alive.all():
+        return part
+    gone = {len(alive): ~alive, len(items): np.array([not alive[seed] for _, seed in items])}
+    masked = {}
+    for name, value in part.items():
+        value = np.array(value, float)
+        if name in ("course", "calibrated"):  # of the others already
+            masked[name] = value
+            continue
+        for axis, size in enumerate(value.shape):
+            if size in gone:
+                value[(slice(None),) * axis + (gone[size],)] = np.nan
+        masked[name] = value
+    return masked
+
+
+def draw(results: Results) -> Figure:
+    """Matrices of all pairs above; rewrites, training, function and plane below. 6.6 x 4.4 inches."""
+    return drawing.draw(results)
+
+
+def arrays(results: Results) -> dict[str, np.ndarray]:
+    """The arrays of the figure under flat names, for an `.npz` file."""
+    kinds = {
+        "matrix": results.matrices, "low": results.lows, "high": results.highs, "baseline": results.baselines,
+        "through": results.through, "course": results.course, "rewritten": results.rewritten,
+        "chance": results.chance, "calibrated": results.calibrated,
+    }  # fmt: skip
+    named = {f"{kind}_{name}": value for kind, values in kinds.items() for name, value in values.items()}
+    alone = ("disagreement", "jensen_shannon", "points", "test_error", "diverged_at")
+    return named | {name: np.asarray(getattr(results, name)) for name in alone} | {"stress": np.asarray(results.stress)}
+
+
+def headline(results: Results) -> str:
+    """What was computed on, in a line."""
+    return (
+        f"{members_headline(results.config, results.data, results.diverged_at)}; {results.config.num_samples} samples"
+    )
+
+
+def describe(results: Results) -> dict[str, Any]:
+    """What the JSON beside the figure says."""
+    return {
+        "figure": "similarity",
+        "config": results.config,
+        "data": results.data,
+        "items": [f"{layer} {seed}" for layer, seed in results.items],
+        "stress of the plane": results.stress,
+    }
+
+
+def table(results: Results) -> list[list[str]]:
+    """A header and a row per measure: between seeds by layer, by chance, and of a network with its rewrites."""
+    layers = list(dict.fromkeys(layer for layer, _ in results.items))
+    header = ["measure", *(f"{layer}, seeds" for layer in layers), "chance", *(f"{name}" for name in REWRITES)]
+    rows = [header]
+    for name in dict.fromkeys((*results.matrices, *results.rewritten)):
+        cells = [""] * (len(layers) + 1)
+        if name in results.matrices:
+            own = [between(results, results.matrices[name], layer) for layer in layers]
+            cells = [
+                *(cell(values, 3) for values in own),
+                cell(between(results, results.baselines[name], layers[0]), 3),
+            ]
+        moved = results.rewritten.get(name)
+        cells += [cell(values, 3) for values in moved] if moved is not None else [""] * len(REWRITES)
+        rows.append([name, *cells])
+    return rows
+
+
+def between(results: Results, values: np.ndarray, layer: str) -> np.ndarray:
+    """Values of pairs of seeds in one layer, [pairs]."""
+    rows = np.array([index for index, (name, _) in enumerate(results.items) if name == layer])
+    return values[np.ix_(rows, rows)][np.triu_indices(len(rows), 1)]
