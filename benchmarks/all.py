@@ -30,11 +30,12 @@ RUNS = {
     "operators": ([], ["--only", "linear", "--repeats", "3"]),
     "nystroem": (None, ["--only", "nystroem", "--repeats", "2"]),
     "robustness": ([], ["--samples", "2000", "--repeats", "2"]),
+    "similarity": ([], ["--members", "16", "--layers", "1", "--stream", "100000", "--repeats", "3"]),
     "probes": ([], ["--peer-folds", "1", "--samples", "5000", "--features", "512"]),
 }
 """The arguments of every script, and those of a quick run; None where another entry holds it."""
 SCRIPTS = {"nystroem": "operators"}
-PACKAGES = ("jax", "jaxlib", "equinox", "optax", "numpy", "scipy", "torch", "scikit-learn", "kooplearn")
+PACKAGES = ("jax", "jaxlib", "equinox", "optax", "numpy", "scipy", "torch", "scikit-learn", "kooplearn", "rsatoolbox")
 
 
 def machine():

@@ -3,8 +3,8 @@
     python benchmarks/similarity.py                    # 64 members of 1000 x 512; 20 members x 4 layers of 1000 x 64
     python benchmarks/similarity.py --members 16 --layers 1 --repeats 3
 
-Features are 20 causes mixed by a random map of each member's own, and noise. Every peer's numbers are compared with ours.
-The loops over pairs, which would take minutes, are timed on a part of the pairs and scaled up, and say so.
+Features are 20 causes mixed by a random map of each member's own, and noise. Every peer's numbers are compared with
+ours. The loops over pairs, which would take minutes, are timed on a part of the pairs and scaled up, and say so.
 """
 
 import argparse
