@@ -118,9 +118,13 @@ def test_functions_are_compared_beside_every_pair_of_representations():
     for name in ("disagreement", "jensen_shannon"):
         own = np.array([[MEASURES[name](x, y) for y in ITEMS[6:]] for x in ITEMS[6:]])
         np.testing.assert_allclose(getattr(found, name), np.tile(own, (3, 3)), atol=1e-6)
+    np.testing.assert_array_equal(found.output_similarity, np.tile(found.between("logits"), (3, 3)))
     across = similarity.compare(LAYERS, dict(LAYERS), "rsa", num_blocks=None, p_values=False, baseline=False)
     np.testing.assert_allclose(across.disagreement, found.disagreement, atol=1e-6)
-    assert similarity.pairwise("linear_cka", LAYERS, outputs=None).disagreement is None
+    np.testing.assert_array_equal(across.output_similarity, np.tile(across.between("logits"), (3, 3)))
+    without = similarity.pairwise("linear_cka", LAYERS, outputs=None)
+    assert without.disagreement is None
+    assert without.output_similarity is None
     assert similarity.pairwise("linear_cka", {"hidden0": ITEMS[0]}).jensen_shannon is None
 
 

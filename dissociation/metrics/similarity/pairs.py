@@ -63,6 +63,7 @@ class Similarities(Result):
         disagreement: Share of samples to which the two networks give other classes, [items, others]; None without
             outputs.
         jensen_shannon: Divergence of their predicted distributions in nats; or None.
+        output_similarity: The measure itself, of the two networks' outputs; or None.
         items: Layer and member of each row.
         others: Of each column.
         measure: Its name.
@@ -77,6 +78,7 @@ class Similarities(Result):
     p_values: Float[Array | np.ndarray, "..."] | None
     disagreement: Float[Array, "..."] | None
     jensen_shannon: Float[Array, "..."] | None
+    output_similarity: Float[Array, "..."] | None
     items: tuple[tuple[str, int], ...] = eqx.field(static=True)
     others: tuple[tuple[str, int], ...] = eqx.field(static=True)
     measure: str = eqx.field(static=True)
@@ -289,6 +291,7 @@ def _similarities(
         _functional(name, (first, second or first), of_networks, memory_budget)
         for name in ("disagreement", "jensen_shannon")
     ]
+    beside.append(_of_outputs(values, first, second or first, outputs))
     found: list[Any] = [values, chance, error, low, high, p_value, *beside]
     if b is not None and all(_is_single(one) for one in (a, b)):
         found = [None if part is None else part[..., 0, 0] for part in found]
@@ -320,6 +323,17 @@ def _functional(name: str, sides: tuple[_Set, _Set], outputs: list[_Set | None],
     if other is not None and other.arrays[0].shape[2] != own.arrays[0].shape[2]:
         return None  # other classes
     return _Job(MEASURES[name], own, other, {}, budget).run()[0][np.ix_(*members)]
+
+
+def _of_outputs(values: Array, first: _Set, second: _Set, layer: str | None) -> Array | None:
+    """The values of the outputs of the networks that each pair of representations is of; None where there are none."""
+    at = []
+    for one in (first, second):
+        places = {member: index for index, (name, member) in enumerate(one.labels) if name == layer}
+        if any(member not in places for _, member in one.labels):
+            return None
+        at.append([places[member] for _, member in one.labels])
+    return values[np.ix_(*at)]
 
 
 class _Job:
