@@ -64,6 +64,14 @@ AXES = {
 REPRESENTATIONAL = tuple(name for name in MEASURES if name not in ("disagreement", "jensen_shannon", "crossnobis_rsa"))
 """Measures that rewrites are tried on: of representations, measured once."""
 
+SIMILARITIES = tuple(
+    name for name in REPRESENTATIONAL if MEASURES[name].larger_is_closer and MEASURES[name].range[0] >= -1
+)
+"""Those of one scale: up to 1."""
+
+MAPS = 14 * 14 * 16
+"""Features of the convolutional network's widest layer."""
+
 REWRITES = ("scaled", "duplicated", "zero", "permuted")
 
 
@@ -76,7 +84,7 @@ class Config:
     model: Literal["mlp", "cnn"] = "mlp"
     """The architecture. Of a convolutional layer every position of every channel is a neuron."""
     num_seeds: int = 5
-    """Networks trained from scratch."""
+    """Networks trained from scratch, at least 3."""
     num_epochs: int = 10
     """Passes over the training images."""
     num_train: int | None = None
@@ -88,7 +96,7 @@ class Config:
     width: int = 128
     """Units in each of the two hidden layers; of a convolutional network, in the last."""
     measures: tuple[str, ...] = ("debiased_cka", "angular_similarity", "rsa", "mutual_knn")
-    """Measures of seeds and layers, through training and beside the function."""
+    """Measures of seeds and layers, through training and beside the function: similarities up to 1."""
     rewrite_measures: tuple[str, ...] = REPRESENTATIONAL
     """Measures that the rewrites are tried on."""
     num_blocks: int = 20
@@ -101,8 +109,8 @@ class Config:
     """Neurons without effect, one per group."""
 
     def __post_init__(self):
-        check_members(self)
         check_count("num_seeds", self.num_seeds, minimum=3)
+        check_members(self)
         check_count("num_samples", self.num_samples, minimum=20)
         check_count("num_blocks", self.num_blocks, minimum=2)
         check_count("num_zero", self.num_zero)
@@ -110,7 +118,21 @@ class Config:
         for name in ("measures", "rewrite_measures"):
             check_distinct(name, getattr(self, name))
             for measure in getattr(self, name):
-                check_choice(name, measure, REPRESENTATIONAL)
+                check_choice(name, measure, SIMILARITIES if name == "measures" else REPRESENTATIONAL)
+        self._check_sizes()
+
+    def _check_sizes(self) -> None:
+        """Raises unless there are enough samples for blocks, and for measures of few features."""
+        if self.num_blocks > self.num_samples:
+            fail("num_blocks", f"be at most `num_samples` ({self.num_samples})", self.num_blocks)
+        left = self.num_samples - -(-self.num_samples // self.num_blocks)
+        layer = self.width if self.model == "mlp" else max(self.width, MAPS)
+        rewritten = max(round(self.width * self.duplicate_multiplier), self.width + self.num_zero)
+        for name, widest, samples in (("measures", layer, left), ("rewrite_measures", rewritten, self.num_samples)):
+            for measure in getattr(self, name):
+                if MEASURES[measure].narrow and widest >= samples - 1:
+                    advice = "Raise `num_samples`, lower `width`, or leave the measure out"
+                    fail(name, f"suit {samples} samples of {widest} features", measure, advice)
 
     def quick(self) -> "Config":
         """A small run that shows that everything works: seconds, no science."""
@@ -333,7 +355,8 @@ def _through(name: str, features: np.ndarray, alive: np.ndarray) -> dict[str, An
     ]
     course = np.full((3, len(tables)), np.nan)
     if len(known) > 2:  # of two, no interval is known
-        found = [similarity.member_interval(table[np.ix_(known, known)]) for table in tables]
+        bounds = MEASURES[name].range
+        found = [similarity.member_interval(table[np.ix_(known, known)], bounds=bounds) for table in tables]
         course = np.array([[float(end) for end in (one.mean, one.low, one.high)] for one in found]).T
     return {"through": np.stack(tables), "course": course}
 

@@ -91,7 +91,7 @@ def _rewrites(panel: Axes, results: Any) -> None:
     panel.set_xticks(range(len(REWRITE_NAMES)), list(REWRITE_NAMES.values()), fontsize=5)
     panel.set_yticks(range(len(names)), [str(NAMES.get(name, name)) for name in names], fontsize=5)
     panel.tick_params(length=0)
-    panel.set_title("one function, rewritten")
+    panel.set_title("one function, rewritten\n1: unmoved, 0: chance")
 
 
 def _training(panel: Axes, results: Any) -> None:
@@ -99,7 +99,7 @@ def _training(panel: Axes, results: Any) -> None:
         (line,) = panel.plot(range(len(mean)), mean, label=NAMES.get(name, name))
         panel.fill_between(range(len(mean)), low, high, color=line.get_color(), alpha=0.2, linewidth=0)
     panel.set(xlabel="epoch", ylabel="seeds, last hidden layer", ylim=(0, 1), title="training")
-    panel.legend(fontsize=5)
+    panel.legend(fontsize=5, loc="best")
 
 
 def _function(panel: Axes, results: Any) -> None:

@@ -74,7 +74,19 @@ def test_mini_batches_of_everything_are_the_whole_and_else_another_number():
     assert 1e-4 < abs(parts - whole) < 0.1
 
 
+@pytest.mark.usefixtures("x64", "barely_optimized")
+@pytest.mark.parametrize("name", ["linear_cka", "debiased_cka", "cca_squared"])
+def test_streamed_baselines_are_those_of_the_samples(name):
+    moments = streaming.stream_moments(batches(X, Y, Z))
+    wanted = similarity.pairwise(name, [X, Y, Z]).baseline
+    np.testing.assert_allclose(streaming.baseline_from_moments(moments, name), wanted, atol=1e-12)
+
+
 def test_wrong_moments_are_refused_by_name():
+    with pytest.raises(
+        ValueError, match="`batches` must give a tuple of arrays each, one per representation, got a nd"
+    ):
+        streaming.stream_moments([X, Y])
     with pytest.raises(ValueError, match=r"`representations\[1\]` must have as many samples as the first \(400\)"):
         streaming.joint_moments(X, Y[1:])
     with pytest.raises(ValueError, match="`b` must have the widths of `a`"):

@@ -24,7 +24,7 @@ from dissociation.metrics.similarity.kernels import (
     rbf_cka,
 )
 from dissociation.metrics.similarity.matching import hard_matching, soft_matching
-from dissociation.metrics.similarity.measures import MEASURES
+from dissociation.metrics.similarity.measures import MEASURES, custom_measure
 from dissociation.metrics.similarity.neighbourhoods import knn_jaccard, mutual_knn
 from dissociation.metrics.similarity.pairs import Similarities, compare, flatten_positions, pairwise
 from dissociation.metrics.similarity.predictivity import linear_predictivity, predictivity_path
@@ -35,6 +35,7 @@ from dissociation.metrics.similarity.shapes import (
     procrustes_distance,
 )
 from dissociation.metrics.similarity.streaming import (
+    baseline_from_moments,
     joint_moments,
     merge_joint_moments,
     minibatch_rbf_cka,
@@ -50,6 +51,7 @@ __all__ = [
     "adjust_p_values",
     "angular_distance",
     "angular_similarity",
+    "baseline_from_moments",
     "calibrate",
     "cca",
     "cca_squared",
@@ -58,6 +60,7 @@ __all__ = [
     "compare_rdms",
     "crossnobis_rdm",
     "crossnobis_rsa",
+    "custom_measure",
     "debiased_cka",
     "debiased_rbf_cka",
     "disagreement",

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from dissociation.checks import check_same_length, fail, is_traced
+from dissociation.checks import check_same_length, fail, is_traced, warn
 from dissociation.linalg import centre, finite_part, product, scale_of
 
 Features = Float[Array | np.ndarray, "n p"]
@@ -140,13 +140,16 @@ class Measure:
         metric: Whether it obeys the triangle inequality, and is zero between equals.
         symmetric: Whether x and y may be exchanged.
         range: The least and the largest value.
-        identical: Its value for a representation with itself.
+        identical: Its value for a representation with itself (less where neighbours are tied, and with dead neurons in
+            matchings).
         cost: Multiplications of one pair, leading orders.
         reference: Where it is from.
         minimum: Samples at least.
         narrow: Whether there have to be more samples than features.
+        same_width: Whether both have the same number of features, as classes.
         repeats: How often the rows run through the same conditions.
-        population: Whether it tends to a value as samples grow, as 1 / n. Of a fixed number of neighbours it does not.
+        population: Whether it tends to a value as samples grow, as 1 / n. Of a fixed number of neighbours it does not,
+            nor does a sum over samples.
         host: Whether a step of it is done by SciPy on the host, through which no derivative is taken.
     """
 
@@ -164,6 +167,7 @@ class Measure:
     invariances_of_y: str | None = None
     minimum: int = 2
     narrow: bool = False
+    same_width: bool = False
     repeats: int = 1
     population: bool = True
     host: bool = False
@@ -204,8 +208,32 @@ def _evaluate(prepare: Any, compare: Any, x: Array, y: Array) -> Array:
     return compare(prepare(x), prepare(y))
 
 
+LOST_DIGITS = 1e3
+"""Deviations that a column's mean may be, before a warning says what float32 keeps of it."""
+
+
+def warn_narrowed(array: Any) -> None:
+    """Warns if float64 numbers become float32 and lose what they differ by."""
+    wide = isinstance(array, np.ndarray) and array.dtype == np.float64 and array.ndim > 1 and array.size
+    if not wide or jax.dtypes.canonicalize_dtype(np.float64) == np.float64:
+        return
+    rows = array.reshape(-1, array.shape[-1])
+    rows = rows[:: -(-len(rows) // 1000)]
+    mean, deviation = np.abs(rows.mean(0)), rows.std(0)
+    lost = (mean > LOST_DIGITS * deviation) & (deviation > 0)
+    if lost.any():
+        worst = int(np.argmax(np.where(lost, mean / np.where(lost, deviation, 1.0), 0.0)))
+        warn(
+            f"Column {worst} varies by {deviation[worst]:.2g} about {mean[worst]:.2g}: float32 keeps "
+            f"{max(np.log10(deviation[worst] / mean[worst]) + 7, 0):.0f} digits of it. Subtract the means first, or "
+            "call jax.config.update('jax_enable_x64', True) at the start."
+        )
+
+
 def in_common_dtype(*arrays: Any) -> list[Array]:
     """Arrays of JAX in the widest of their dtypes, float32 at least."""
+    for array in arrays:
+        warn_narrowed(array)
     arrays = tuple(jnp.asarray(array) for array in arrays)
     kind = jnp.promote_types(jnp.result_type(*(array.dtype for array in arrays)), jnp.float32)
     return [array.astype(kind) for array in arrays]
@@ -217,6 +245,8 @@ def check_pair(x: Array | np.ndarray, y: Array | np.ndarray, measure: Measure) -
     check_samples("x", x.shape[0], measure.minimum)
     if measure.narrow:
         refuse_wide(x, y)
+    if measure.same_width and x.shape[1] != y.shape[1]:
+        fail("y", f"have the classes of `x` ({x.shape[1]})", y.shape[1])
 
 
 def check_samples(name: str, number: int, minimum: int) -> None:

@@ -192,10 +192,10 @@ def rdm(x: Features, kind: str = "euclidean") -> Float[Array, " pairs"]:
 
     Args:
         x: [n, p].
-        kind: One of `RDMS`.
+        kind: "euclidean", "squared", "correlation" or "cosine".
 
     Returns:
-        [n (n - 1) / 2], pairs i < j; `filled` makes the matrix. Euclidean ones have the unit of x.
+        [n (n - 1) / 2], pairs i < j, as SciPy's `squareform` takes them. Euclidean ones have the unit of x.
 
     Raises:
         ValueError: If there is one sample alone, or `kind` is unknown.
@@ -225,7 +225,7 @@ def compare_rdms(a: Dissimilarities, b: Dissimilarities, comparison: str = "pear
     Args:
         a: Dissimilarities of pairs of samples.
         b: Of the same pairs.
-        comparison: One of `COMPARISONS`.
+        comparison: "pearson", "spearman", "kendall" or "cosine".
 
     Returns:
         From -1 to 1.
@@ -259,8 +259,8 @@ def rsa(x: Features, y: OtherFeatures, *, rdm: str = "euclidean", comparison: st
     Args:
         x: [n, p], at least 3 samples.
         y: [n, q], of the same samples.
-        rdm: One of `RDMS`.
-        comparison: One of `COMPARISONS`.
+        rdm: "euclidean", "squared", "correlation" or "cosine".
+        comparison: "pearson", "spearman", "kendall" or "cosine".
 
     Returns:
         From -1 to 1; not negative for the cosine. NaN where all dissimilarities are the same.
@@ -336,7 +336,8 @@ def crossnobis_rsa(x: Features, y: OtherFeatures, *, comparison: str = "cosine")
     Args:
         x: [2 n, p], n at least 3.
         y: [2 n, q], of the same conditions.
-        comparison: One of `COMPARISONS`. Since these RDMs are unbiased, their cosine is not driven by noise.
+        comparison: "pearson", "spearman", "kendall" or "cosine". Since these RDMs are unbiased, their cosine is
+            not driven by noise.
 
     Returns:
         From -1 to 1.

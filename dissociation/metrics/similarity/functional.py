@@ -18,11 +18,11 @@ Logits = Float[Array | np.ndarray, "n classes"]
 
 def _predictions(x: Array) -> Prepared:
     classes = jax.nn.one_hot(jnp.argmax(x, 1), x.shape[1], dtype=x.dtype)
-    return Prepared(classes / x.shape[0] ** 0.5, jnp.mean(classes, 0))
+    return Prepared(classes, jnp.mean(classes, 0))
 
 
 def _agreement(a: Prepared, b: Prepared) -> Array:
-    return 1 - jnp.vdot(a.entries, b.entries)
+    return 1 - jnp.mean(jnp.sum(a.entries * b.entries, 1))
 
 
 def _agreement_expected(a: Prepared, b: Prepared) -> Array:

@@ -25,7 +25,7 @@ from dissociation.metrics.similarity.base import (
     check_samples,
     in_common_dtype,
 )
-from dissociation.metrics.similarity.measures import as_measure
+from dissociation.metrics.similarity.measures import as_measure, routes_of
 from dissociation.results import Result
 from dissociation.types import PRNGKey, Scalar
 from dissociation.validation import validated
@@ -55,7 +55,9 @@ class Interval(NamedTuple):
     bias: Array
 
 
-def kept_rows(number: int, num_blocks: int, blocks: str = "interleaved", repeats: int = 1) -> list[np.ndarray]:
+def kept_rows(
+    number: int, num_blocks: int, blocks: str = "interleaved", repeats: int = 1, each: int = 1
+) -> list[np.ndarray]:
     """Samples that remain when each block is left out in turn.
 
     Args:
@@ -63,6 +65,7 @@ def kept_rows(number: int, num_blocks: int, blocks: str = "interleaved", repeats
         num_blocks: Blocks, from 2 to as many as there are conditions.
         blocks: One of `BLOCKS`.
         repeats: How often the samples run through the same conditions, which are left out together.
+        each: Rows of one sample, one after another, that stay together.
 
     Returns:
         [choices, remaining] for each of at most two sizes of blocks, in the order of blocks up to these.
@@ -71,14 +74,14 @@ def kept_rows(number: int, num_blocks: int, blocks: str = "interleaved", repeats
         ValueError: If an option is out of range.
     """
     check_choice("blocks", blocks, BLOCKS)
-    conditions = number // repeats
+    conditions = number // repeats // each
     if check_count("num_blocks", num_blocks, minimum=2) > conditions:
         fail("num_blocks", f"be at most the number of samples ({conditions})", num_blocks)
     places = np.arange(conditions)
     block = places % num_blocks if blocks == "interleaved" else np.repeat(
         np.arange(num_blocks), [len(part) for part in np.array_split(places, num_blocks)]
     )  # fmt: skip
-    block = np.tile(block, repeats)
+    block = np.tile(np.repeat(block, each), repeats)
     kept = [np.flatnonzero(block != index) for index in range(num_blocks)]
     return [np.stack([rows for rows in kept if len(rows) == size]) for size in sorted({len(rows) for rows in kept})]
 
@@ -185,6 +188,7 @@ def permutation_test(
     key: PRNGKey | None = None,
     num_draws: int | None = 999,
     level: float = 0.95,
+    blocks: str = "interleaved",
     **options: Any,
 ) -> PermutationTest:
     """Tests whether two representations have more in common than with samples in another order.
@@ -198,10 +202,13 @@ def permutation_test(
     Args:
         measure: A name in `MEASURES`, or a `Measure`.
         x: [n, p].
-        y: [n, q], of the same samples, which must be exchangeable: not a time series.
+        y: [n, q], of the same samples.
         key: Draws the orders; needed unless `num_draws` is None.
         num_draws: Orders of y's samples; None: moments.
         level: Of the null's quantile.
+        blocks: "interleaved" for samples that are exchangeable. "contiguous" for samples that resemble their
+            neighbours, as of a time series, of which any other order is far less alike than chance: orders are then
+            shifts round the end, at most n - 1 of them.
         options: Of the measure.
 
     Returns:
@@ -218,8 +225,11 @@ def permutation_test(
     check_level(level)
     check_pair(x, y, known)
     x, y = in_common_dtype(x, y)
-    routes = known.routes(**options)
+    routes = routes_of(known, options)
+    check_choice("blocks", blocks, BLOCKS)
     if num_draws is None:
+        if blocks != "interleaved":
+            fail("num_draws", "be a number for samples that are not exchangeable", "None")
         matrices = [route for route in routes if route.matrix]
         if not matrices:
             fail("num_draws", f"be a number for {known.name}, whose moments are not known", "None")
@@ -230,15 +240,34 @@ def permutation_test(
     if key is None:
         fail("key", "be given where orders are drawn", "None", "For instance jax.random.key(0)")
     route = cheapest(routes, x.shape[0], x.shape[1], y.shape[1], pairs=num_draws)
-    orders = random_orders(key, num_draws, x.shape[0], known.repeats)
+    orders = random_orders(key, num_draws, x.shape[0], known.repeats, blocks=blocks)
     value, draws = _drawn(route.program(), x, y, orders)
     return placed(known, np.asarray(value), np.asarray(draws), level)
 
 
-def random_orders(key: PRNGKey, count: int, number: int, repeats: int = 1) -> Array:
-    """Random orders of samples, [count, number]; conditions that are repeated move together."""
-    conditions = number // repeats
-    orders = jax.vmap(lambda one: jax.random.permutation(one, conditions))(jax.random.split(key, count))
+def random_orders(
+    key: PRNGKey, count: int, number: int, repeats: int = 1, *, blocks: str = "interleaved", each: int = 1
+) -> Array:
+    """Random orders of samples that keep what depends on each other together: [count, number].
+
+    Args:
+        key: Draws them.
+        count: How many.
+        number: Rows.
+        repeats: How often rows run through the same conditions, which move together.
+        blocks: If "contiguous", samples resemble their neighbours, and the orders are shifts round the end, all
+            different: at most one less than there are samples.
+        each: Rows of one sample, one after another, that move together.
+    """
+    conditions = number // repeats // each
+    if blocks == "contiguous":
+        shifts = 1 + jax.random.permutation(key, conditions - 1)[:count]
+        orders = (jnp.arange(conditions)[None] + shifts[:, None]) % conditions
+    else:
+        orders = jax.vmap(lambda one: jax.random.permutation(one, conditions))(jax.random.split(key, count))
+    if each > 1:
+        orders = (orders[:, :, None] * each + jnp.arange(each)[None, None]).reshape(len(orders), -1)
+        conditions *= each
     return jnp.concatenate([orders + conditions * index for index in range(repeats)], 1)
 
 
@@ -407,7 +436,7 @@ def adjust_p_values(p_values: Float[Array | np.ndarray, "..."], method: str = "h
 
     Args:
         p_values: Of any shape, from 0 to 1; NaN stays and does not count.
-        method: One of `CORRECTIONS`.
+        method: "holm", "bh", "by" or "none".
 
     Returns:
         Of the same shape: to be compared with the level as they are.
@@ -442,7 +471,12 @@ def adjust_p_values(p_values: Float[Array | np.ndarray, "..."], method: str = "h
 
 
 @validated
-def member_interval(values: Float[Array | np.ndarray, "members members"], *, level: float = 0.9) -> MemberInterval:
+def member_interval(
+    values: Float[Array | np.ndarray, "members members"],
+    *,
+    level: float = 0.9,
+    bounds: tuple[float, float] = (-np.inf, np.inf),
+) -> MemberInterval:
     """The mean similarity of two members, with an interval over members: each is left out whole in turn.
 
     Pairs share members and are not independent, so the spread of the pairs says little of the error of their mean. It
@@ -451,6 +485,7 @@ def member_interval(values: Float[Array | np.ndarray, "members members"], *, lev
     Args:
         values: One measure of all pairs of members; the diagonal, members with themselves, is left out.
         level: Coverage, between 0 and 1.
+        bounds: The least and the largest value of the measure, beyond which no end of the interval lies.
 
     Returns:
         The mean, its standard error and the ends of the interval.
@@ -461,9 +496,12 @@ def member_interval(values: Float[Array | np.ndarray, "members members"], *, lev
     References:
         Arvesen (1969), Jackknifing U-statistics.
     """
-    count = check_count("values", values.shape[0], minimum=3)
+    count = values.shape[0]
+    if count < 3:
+        fail("values", "be of at least 3 members", count)
     table = jnp.where(jnp.eye(count, dtype=bool), 0.0, jnp.asarray(values))
     total, rows = jnp.sum(table), jnp.sum(table, 0) + jnp.sum(table, 1)
     mean = total / (count * (count - 1))
-    error, low, high, _ = jackknife_interval(mean, (total - rows) / ((count - 1) * (count - 2)), level=level)
+    left = (total - rows) / ((count - 1) * (count - 2))
+    error, low, high, _ = jackknife_interval(mean, left, level=level, bounds=bounds)
     return MemberInterval(mean, error, low, high)

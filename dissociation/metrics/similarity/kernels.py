@@ -108,7 +108,7 @@ def _debiased_features(x: Array) -> tuple[Array, Array]:
 def _debiased_product(a: tuple[Array, Array], b: tuple[Array, Array]) -> Array:
     # With 1^T X = 0, row sums of K~ are -|x_i|^2.
     (x, r), (y, s) = a, b
-    n = x.shape[0]
+    n = float(x.shape[0])  # products of integers are soon beyond 32 bits
     ends = jnp.sum(r) * jnp.sum(s) / ((n - 1) * (n - 2))
     return jnp.sum(product(x.T, y) ** 2) - n / (n - 2) * jnp.sum(r * s) + ends
 

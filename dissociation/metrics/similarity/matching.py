@@ -88,7 +88,8 @@ def hard_matching(x: Features, y: OtherFeatures) -> Score:
         y: [n, q], of the same samples.
 
     Returns:
-        From -1 to 1; of many neurons hardly ever negative, as the best are matched: look at the baseline.
+        From -1 to 1; of many neurons hardly ever negative, as the best are matched: look at the baseline. Of x with
+        itself the share of neurons that vary.
 
     Raises:
         ValueError: If the numbers of samples differ, or known samples are all the same.

@@ -1,13 +1,16 @@
 """All measures of similarity, with what is known of them."""
 
+import inspect
 from collections.abc import Callable
 from math import inf, log, pi
 from typing import Any
 
 import equinox as eqx
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array
 
-from dissociation.checks import check_choice, fail_kind
+from dissociation.checks import check_choice, fail, fail_kind
 from dissociation.metrics.similarity import (
     canonical,
     dissimilarity,
@@ -36,7 +39,7 @@ _ALL = (
     Measure(
         "procrustes_distance", shapes.procrustes_distance, shapes.procrustes_routes,
         equation="sqrt(|Xc|^2 + |Yc|^2 - 2 nuc(Xc^T Yc))",
-        invariances="OTP", metric=True, range=(0.0, inf), identical=0.0,
+        invariances="OTP", metric=True, range=(0.0, inf), identical=0.0, population=False,
         cost="n p q + p q min(p, q)", reference="Williams et al. (2021); Ding et al. (2021)",
     ),
     Measure(
@@ -71,7 +74,7 @@ _ALL = (
     ),
     Measure(
         "mutual_knn", neighbourhoods.mutual_knn, neighbourhoods.mutual_knn_routes,
-        equation="mean_i |N_x(i) & N_y(i)| / k",
+        equation="mean_i |N_x(i) & N_y(i)| / k, N the k of the largest cosines",
         invariances="OSP", range=(0.0, 1.0), identical=1.0, population=False,
         cost="n^2 (p + q)", reference="Huh et al. (2024)",
     ),
@@ -151,13 +154,13 @@ _ALL = (
     Measure(
         "disagreement", functional.disagreement, functional.disagreement_routes,
         equation="mean_i [argmax x_i is not argmax y_i]",
-        invariances="", metric=True, range=(0.0, 1.0), identical=0.0, minimum=1,
+        invariances="", metric=True, range=(0.0, 1.0), identical=0.0, minimum=1, same_width=True,
         cost="n classes", reference="Madani et al. (2004)",
     ),
     Measure(
         "jensen_shannon", functional.jensen_shannon, functional.jensen_shannon_routes,
         equation="mean_i (KL(a_i | m_i) + KL(b_i | m_i)) / 2, m = (a + b) / 2, a and b the softmax of x and y",
-        invariances="", range=(0.0, log(2.0)), identical=0.0, minimum=1,
+        invariances="", range=(0.0, log(2.0)), identical=0.0, minimum=1, same_width=True,
         cost="n classes", reference="Lin (1991)",
     ),
 )  # fmt: skip
@@ -198,21 +201,87 @@ def as_measure(measure: str | Measure | Callable[..., Array]) -> Measure:
     for known in MEASURES.values():
         if known.function is measure:
             return known
-    function: Any = measure
+    return custom_measure(measure)
+
+
+def custom_measure(
+    function: Callable[..., Array],
+    *,
+    identical: float = inf,
+    range: tuple[float, float] = (-inf, inf),
+    symmetric: bool = False,
+    population: bool = False,
+) -> Measure:
+    """A function of two representations as a measure, with what is to be known of it.
+
+    Args:
+        function: f(x, y, **options) of JAX's operations, from [n, p] and [n, q] to one real number.
+        identical: Its value for a representation with itself: the largest of its range if it is a similarity, the
+            least if it is a distance, so that tests know what is close.
+        range: The least and the largest value.
+        symmetric: Whether x and y may be exchanged.
+        population: Whether it tends to a value as samples grow, as 1 / n, so that intervals may take its bias off. A
+            sum over samples does not.
+
+    Returns:
+        What `pairwise`, `compare` and `permutation_test` take for a measure.
+
+    Raises:
+        TypeError: If it is no function.
+    """
+    if not callable(function):
+        fail_kind("function", "be a function of two arrays", repr(function))
     return Measure(
-        getattr(measure, "__name__", "measure"), function, lambda **options: (_opaque(function, options),),
-        equation="", invariances="", range=(-inf, inf), identical=inf, symmetric=False, cost="", reference="",
+        getattr(function, "__name__", "measure"), function, lambda **options: (_opaque(function, options),),
+        equation="", invariances="", range=range, identical=identical, symmetric=symmetric, population=population,
+        cost="", reference="",
     )  # fmt: skip
+
+
+def routes_of(measure: Measure, options: dict[str, Any]) -> tuple[Route, ...]:
+    """The ways to compute a measure with options.
+
+    Raises:
+        TypeError: If it has no such option.
+    """
+    known = inspect.signature(measure.routes).parameters.values()
+    names = [parameter.name for parameter in known if parameter.kind == parameter.KEYWORD_ONLY]
+    if any(parameter.kind == parameter.VAR_KEYWORD for parameter in known):
+        return measure.routes(**options)
+    for name in options:
+        if name not in names:
+            allowed = (
+                f"the options of {measure.name} are {', '.join(names)}" if names else f"{measure.name} has no options"
+            )
+            raise TypeError(f"`{name}` is no option: {allowed}.")
+    return measure.routes(**options)
 
 
 def _opaque(function: Callable[..., Array], options: dict[str, Any]) -> Route:
     return Route(
         prepare=_same,
-        compare=eqx.Partial(function, **options),
+        compare=eqx.Partial(_one_number, function, **options),
         prepare_work=lambda n, p: 0,
         compare_work=lambda n, p, q: n * p * q,
         compare_memory=lambda n, p, q: n * (p + q),
     )
+
+
+def _one_number(function: Callable[..., Array], x: Array, y: Array, **options: Any) -> Array:
+    try:
+        value = jnp.asarray(function(x, y, **options))
+    except (jax.errors.TracerArrayConversionError, jax.errors.ConcretizationTypeError) as error:
+        name = getattr(function, "__name__", repr(function))
+        fail_kind(
+            "measure", "be a function of JAX's operations", name, f"It is compiled, and {type(error).__name__} came"
+        )
+    except TypeError as error:
+        if "NoneType" not in str(error):
+            raise
+        fail_kind("measure", "give one real number", "None")
+    if value.shape or not jnp.issubdtype(value.dtype, jnp.floating):
+        fail("measure", "give one real number for two representations", f"{value.dtype} of shape {value.shape}")
+    return value
 
 
 def _same(x: Array) -> Array:

@@ -76,10 +76,11 @@ def mutual_knn(x: Features, y: OtherFeatures, *, num_neighbours: int = 10) -> Sc
     Args:
         x: [n, p].
         y: [n, q], of the same samples.
-        num_neighbours: k, below n; a sample is no neighbour of its own.
+        num_neighbours: k, below n. Neighbours are by the cosine of rows, about the origin and not the mean; a sample is
+            no neighbour of its own. Samples at equal cosines share the last places, as if they were drawn.
 
     Returns:
-        From 0 to 1. Its derivative is zero.
+        From 0 to 1; below 1 for x with itself where rows are tied, as rows of zeros are. Its derivative is zero.
 
     Raises:
         ValueError: If the numbers of samples differ or `num_neighbours` is out of range.
@@ -97,10 +98,11 @@ def knn_jaccard(x: Features, y: OtherFeatures, *, num_neighbours: int = 10) -> S
     Args:
         x: [n, p].
         y: [n, q], of the same samples.
-        num_neighbours: k, below n; a sample is no neighbour of its own.
+        num_neighbours: k, below n. Neighbours are by the cosine of rows, about the origin and not the mean; a sample is
+            no neighbour of its own. Samples at equal cosines share the last places, as if they were drawn.
 
     Returns:
-        From 0 to 1. Its derivative is zero.
+        From 0 to 1; below 1 for x with itself where rows are tied, as rows of zeros are. Its derivative is zero.
 
     Raises:
         ValueError: If the numbers of samples differ or `num_neighbours` is out of range.

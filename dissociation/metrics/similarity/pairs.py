@@ -22,9 +22,11 @@ from dissociation.checks import (
 )
 from dissociation.conversion import as_array, as_numbers
 from dissociation.memory import free_memory
-from dissociation.metrics.similarity.base import Measure, Route, cheapest, check_samples, in_common_dtype
+from dissociation.metrics.similarity.base import Measure, Route, cheapest, in_common_dtype, warn_narrowed
 from dissociation.metrics.similarity.inference import (
+    BLOCKS,
     Interval,
+    adjust_p_values,
     invariants_of,
     jackknife_interval,
     kept_rows,
@@ -32,7 +34,7 @@ from dissociation.metrics.similarity.inference import (
     placed,
     random_orders,
 )
-from dissociation.metrics.similarity.measures import MEASURES, as_measure
+from dissociation.metrics.similarity.measures import MEASURES, as_measure, routes_of
 from dissociation.metrics.similarity.tables import Plan, expected_table, prepared_bytes, tables
 from dissociation.progress import MeterFactory, open_meter
 from dissociation.results import Result
@@ -41,6 +43,12 @@ from dissociation.validation import validated
 
 POSITIONS = ("samples", "neurons")
 """Positions of an image of features as samples of their own, [n h w, c], or as neurons, [n, h w c]."""
+
+FEWEST_FOR_MOMENTS, MOST_FOR_MOMENTS = 6, 4096
+"""Samples between which tests are by moments of matrices over samples, whose cost is the cube of their number."""
+
+DEFAULT_BLOCKS = 20
+"""Of samples, where one pair is compared."""
 
 LARGEST_BIAS = 2
 """Standard errors of bias that the jackknife takes off before a warning says so."""
@@ -58,8 +66,8 @@ class Similarities(Result):
         standard_error: Of each value over samples, by the jackknife; or None.
         low: Lower ends of intervals; or None.
         high: Upper ends.
-        p_values: Of having as much in common by chance, not corrected for how many there are (`adjust_p_values`); or
-            None.
+        p_values: Of having as much in common by chance, not corrected for how many there are (`corrected`); NaN for
+            items with themselves; or None.
         disagreement: Share of samples to which the two networks give other classes, [items, others]; None without
             outputs.
         jensen_shannon: Divergence of their predicted distributions in nats; or None.
@@ -68,6 +76,7 @@ class Similarities(Result):
         others: Of each column.
         measure: Its name.
         num_samples: Samples.
+        counts_once: Whether every pair stands there twice.
     """
 
     values: Float[Array, "..."]
@@ -83,6 +92,7 @@ class Similarities(Result):
     others: tuple[tuple[str, int], ...] = eqx.field(static=True)
     measure: str = eqx.field(static=True)
     num_samples: int = eqx.field(static=True)
+    counts_once: bool = eqx.field(static=True)
 
     def between(self, layer: str, other: str | None = None) -> Array:
         """Values of one layer's members with another's, [members, members].
@@ -100,11 +110,34 @@ class Similarities(Result):
                 fail(name, f"be one of {layers}", repr(wanted))
         return self.values[np.ix_(rows, columns)]
 
+    def corrected(self, method: str = "holm") -> Array | np.ndarray | None:
+        """P-values corrected for how many pairs there are, see `adjust_p_values`.
+
+        Where both sets are one, a pair of a symmetric measure counts once; items with themselves are not tested.
+
+        Args:
+            method: One of "holm", "bh", "by" and "none".
+
+        Returns:
+            Like `p_values`: to be compared with the level as they are. None without them.
+        """
+        if self.p_values is None:
+            return None
+        values = np.array(self.p_values, float)
+        if not self.counts_once:
+            return adjust_p_values(values, method)
+        upper = np.triu_indices(len(values), 1)
+        values[upper] = adjust_p_values(values[upper], method)
+        values.T[upper] = values[upper]
+        return values
+
 
 class _Set(NamedTuple):
     labels: list[tuple[str, int]]
     arrays: list[Array]  # [items, n, p], one per width
     places: list[list[int]]  # of their items among the labels
+    each: int = 1  # rows of one sample
+    name: str = ""
 
 
 @validated
@@ -113,8 +146,8 @@ def flatten_positions(features: Float[Array | np.ndarray, "n h w c"], positions:
 
     Args:
         features: [n, h, w, c].
-        positions: One of `POSITIONS`. As samples, a map's translation hardly matters, and neurons are channels; n h w
-            samples are not independent, so intervals over them are too narrow. As neurons, positions count.
+        positions: "samples" or "neurons". As samples, a map's translation hardly matters, and neurons are channels; the
+            n h w samples are not independent. As neurons, positions count.
 
     Returns:
         [n h w, c] or [n, h w c].
@@ -155,22 +188,27 @@ def pairwise(
     in memory is done in parts.
 
     Args:
-        measure: A name in `MEASURES`, a `Measure`, or a function of two arrays [n, p] and [n, q].
+        measure: A name in `MEASURES`, a `Measure`, or a function of two arrays [n, p] and [n, q], of JAX's operations.
+            More of it counts as more in common, and intervals lie about its value; `custom_measure` says otherwise.
         representations: By layer's name, arrays [n, p] of one network or [members, n, p] of several; with two more axes
             where features are images; or one such array; or a list of arrays [n, p], of any widths. Rows are the same
             samples in the same order throughout.
         baseline: Whether to say what the pairs score by chance: exactly where it is known, and else by the mean over
             random orders.
-        p_values: Whether to test each pair against chance: by the null's moments for linear and RBF CKA, and else by
-            random orders; see `permutation_test`.
-        num_orders: Random orders, where they are needed; default 5 for a baseline and 199 for tests.
+        p_values: Whether to test each pair against chance: by the null's moments for linear and RBF CKA of up to 4096
+            samples, and else by random orders, of which the least p-value is 1 / (1 + num_orders); see
+            `permutation_test`.
+        num_orders: Random orders, where they are needed; default 5 for a baseline and 199 for tests. Corrections for
+            many pairs want more.
         key: Draws them; default: the same ones each time.
         num_blocks: Blocks of samples for the jackknife's intervals; None: no intervals. See `jackknife_interval`.
-        blocks: How samples are dealt out to blocks, one of `inference.BLOCKS`.
+        blocks: How samples are dealt out to blocks: "interleaved", or "contiguous" for samples that resemble their
+            neighbours, as of a time series. Baselines and tests are then by shifts of one of the two, not by any order.
         level: Of the intervals.
-        positions: What positions of images are, one of `POSITIONS`.
+        positions: What positions of images are, "samples" or "neurons". As samples, all positions of an image are left
+            out or change places together; all layers must be maps of one size then.
         outputs: The layer that holds the networks' outputs, by which their functions are compared beside every pair of
-            representations; where there is none, they are not.
+            representations; where there are no "logits", or it is None, they are not.
         memory_budget: Bytes for prepared representations; default: half of what is free.
         progress: See `dissociation.progress`.
         options: Of the measure.
@@ -192,26 +230,26 @@ def pairwise(
 
 @validated
 def compare(
-    a: Representations,
-    b: Representations,
+    x: Representations,
+    y: Representations,
     measure: str | Measure | Callable[..., Array] = "debiased_cka",
     *,
-    num_blocks: int | None = 20,
+    num_blocks: int | None = DEFAULT_BLOCKS,
     p_values: bool = True,
     **options: Any,
 ) -> Similarities:
     """One measure of all pairs across two sets of representations, or of one pair, with intervals, baseline and p.
 
     Args:
-        a: As `representations` of `pairwise`, or one array [n, p].
-        b: The same, of the same samples.
+        x: As `representations` of `pairwise`, or one array [n, p].
+        y: The same, of the same samples.
         measure: As of `pairwise`.
-        num_blocks: As there.
+        num_blocks: As there; 20, if there are so many samples.
         p_values: As there.
         options: All others of `pairwise`, and of the measure.
 
     Returns:
-        As `pairwise`, [items of a, items of b]; of two plain arrays, single numbers.
+        As `pairwise`, [items of x, items of y]; of two plain arrays, single numbers.
 
     Raises:
         ValueError: As `pairwise`.
@@ -223,13 +261,15 @@ def compare(
         >>> round(float(found.values), 3), bool(found.baseline < 0.1), bool(found.p_values < 1e-6)
         (1.0, True, True)
     """
-    return _similarities(measure, a, b, num_blocks=num_blocks, p_values=p_values, **options)
+    return _similarities(measure, x, y, num_blocks=num_blocks, p_values=p_values, **options)
 
 
+@validated
 def _similarities(
     measure: str | Measure | Callable[..., Array],
-    a: Representations,
-    b: Representations | None,
+    x: Representations,
+    y: Representations | None,
+    /,
     *,
     baseline: bool = True,
     p_values: bool = False,
@@ -246,57 +286,79 @@ def _similarities(
 ) -> Similarities:
     known = as_measure(measure)
     check_level(level)
-    names = ("representations",) if b is None else ("a", "b")
-    first = _as_set(names[0], a, positions)
-    second = None if b is None else _as_set(names[-1], b, positions)
-    number = _check_sets(names, first, second, known)
-    kept = [] if num_blocks is None else kept_rows(number, num_blocks, blocks, known.repeats)
+    check_choice("blocks", blocks, BLOCKS)
+    names = ("representations",) if y is None else ("x", "y")
+    first = _as_set(names[0], x, positions)
+    second = None if y is None else _as_set(names[-1], y, positions)
+    sets = [one for one in (first, second) if one is not None]
+    number = _check_sets(sets, known)
+    units = number // known.repeats // first.each
+    if num_blocks == DEFAULT_BLOCKS and units < DEFAULT_BLOCKS:
+        num_blocks = units if (units - 1) * first.each * known.repeats >= known.minimum else None
+    kept = [] if num_blocks is None else kept_rows(number, num_blocks, blocks, known.repeats, first.each)
     left = min((rows.shape[1] for rows in kept), default=number)
-    for name, one in zip(names, (first, second), strict=False):
-        if one is not None:
-            _check_fit(name, one, known, left)
+    for one in sets:
+        _check_fit(one, known, left, number)
     job = _Job(known, first, second, options, memory_budget)
-    drawn_test = p_values and job.matrix is None
+    alike = blocks == "interleaved" and first.each == 1
+    by_moments = job.matrix is not None and alike and MOST_FOR_MOMENTS >= number >= FEWEST_FOR_MOMENTS
+    drawn = p_values and not by_moments, baseline and (job.expected is None or not alike)
     orders = None
-    if drawn_test or (baseline and job.expected is None):
-        count = check_count("num_orders", (199 if drawn_test else 5) if num_orders is None else num_orders, minimum=1)
-        orders = random_orders(jax.random.key(0) if key is None else key, count, number, known.repeats)
-    steps = [(None, orders)] * (orders is not None) + [(jnp.asarray(rows), None) for rows in kept]
-    meter = open_meter(progress, 1 + len(steps), known.name)
-    try:
-        values = job.run()[0]
-        extra = []
-        for done, (rows, order) in enumerate(steps, 1):
-            meter.advance(done, "other orders" if rows is None else "without blocks")
-            extra.append(job.run(rows, order))
-        meter.advance(1 + len(steps), "done")
-    finally:
-        meter.close()
-    shuffled, leave_outs = (extra[0] if orders is not None else None), extra[orders is not None :]
-    chance = None
+    if any(drawn):
+        default = 199 if drawn[0] else 5 if alike else 20
+        count = check_count("num_orders", default if num_orders is None else num_orders, minimum=1)
+        orders = random_orders(
+            jax.random.key(0) if key is None else key, count, number, known.repeats, blocks=blocks, each=first.each
+        )
+    values, shuffled, leave_outs = _computed(job, orders, kept, progress)
+    chance = p_value = None
     if baseline:
-        chance = job.run_expected() if shuffled is None or job.expected is not None else jnp.mean(shuffled, 0)
+        chance = jnp.mean(shuffled, 0) if drawn[1] else job.run_expected()
         chance = 0.5 * (chance + chance.T) if job.plan.symmetric else chance
-    p_value = None
     if p_values:
-        p_value = job.test_by_moments(values) if job.matrix is not None else _shares(known, values, shuffled)
+        p_value = job.test_by_moments(values) if by_moments else _shares(known, values, shuffled)
+        p_value = _without_selves(p_value) if second is None else p_value
     error = low = high = None
     if kept:
         error, low, high, bias = _intervals(values, leave_outs, level, known.range, known.population)
         if known.population:
             _warn_biased(known, bias, error)
     _warn_undefined(known, values, first, second)
-    of_networks = [None if one is None else _outputs(one, outputs, positions) for one in (a, b)]
+    of_networks = [None if one is None else _outputs(one, outputs, positions) for one in (x, y)]
     beside = [
         _functional(name, (first, second or first), of_networks, memory_budget)
         for name in ("disagreement", "jensen_shannon")
     ]
     beside.append(_of_outputs(values, first, second or first, outputs))
     found: list[Any] = [values, chance, error, low, high, p_value, *beside]
-    if b is not None and all(_is_single(one) for one in (a, b)):
+    if y is not None and all(_is_single(one) for one in (x, y)):
         found = [None if part is None else part[..., 0, 0] for part in found]
     labels = {"items": tuple(first.labels), "others": tuple((second or first).labels)}
-    return Similarities(*found, **labels, measure=known.name, num_samples=number)
+    once = second is None and known.symmetric
+    return Similarities(*found, **labels, measure=known.name, num_samples=number, counts_once=once)
+
+
+def _computed(
+    job: "_Job", orders: Array | None, kept: list[np.ndarray], progress: str | MeterFactory | None
+) -> tuple[Array, Any, list[Array]]:
+    """The values, those in other orders of the samples of one of two, and those without blocks."""
+    steps = [("other orders", None, orders)] * (orders is not None)
+    steps += [("without blocks", jnp.asarray(rows), None) for rows in kept]
+    meter = open_meter(progress, 1 + len(steps), job.measure.name)
+    try:
+        values = job.run()[0]
+        extra = []
+        for done, (word, rows, order) in enumerate(steps, 1):
+            meter.advance(done, word)
+            extra.append(job.run(rows, order))
+        meter.advance(1 + len(steps), "done")
+    finally:
+        meter.close()
+    return values, (extra[0] if orders is not None else None), extra[orders is not None :]
+
+
+def _without_selves(table: Any) -> np.ndarray:
+    return np.where(np.eye(len(table), dtype=bool), np.nan, table)
 
 
 @eqx.filter_jit
@@ -308,9 +370,12 @@ def _intervals(
 
 def _outputs(given: Any, layer: str | None, positions: str | None) -> _Set | None:
     """Outputs of the networks, where there is a layer of that name."""
-    return (
-        _as_set("outputs", {layer: given[layer]}, positions) if isinstance(given, Mapping) and layer in given else None
-    )
+    if isinstance(given, Mapping) and layer in given:
+        return _as_set("outputs", {layer: given[layer]}, positions)
+    if layer not in (None, "logits"):
+        layers = ", ".join(map(repr, given)) if isinstance(given, Mapping) else "arrays without names"
+        fail("outputs", "name a layer of the representations", f"{layer!r} beside {layers}")
+    return None
 
 
 def _functional(name: str, sides: tuple[_Set, _Set], outputs: list[_Set | None], budget: int | None) -> Array | None:
@@ -342,12 +407,12 @@ class _Job:
     def __init__(
         self, measure: Measure, first: _Set, second: _Set | None, options: Mapping[str, Any], budget: int | None
     ):
-        self.first, self.second = first, second
+        self.measure, self.first, self.second = measure, first, second
         both = first.arrays + (second.arrays if second else [])
         number, widths = both[0].shape[1], [array.shape[2] for array in both]
         items = sum(array.shape[0] for array in both)
         pairs = len(first.labels) * len((second or first).labels)
-        routes = measure.routes(**options)
+        routes = routes_of(measure, dict(options))
         self.route = cheapest(routes, number, max(widths), min(widths), items=items, pairs=pairs)
         self.matrix = next((route for route in routes if route.matrix), None)
         known = tuple(route for route in routes if route.expected is not None)
@@ -433,7 +498,13 @@ def _shares(measure: Measure, values: Array, shuffled: Array | None) -> Any:
 
 
 def _is_single(value: Any) -> bool:
-    return not isinstance(value, (Mapping, list, tuple)) and np.ndim(value) in (2, 4)
+    if isinstance(value, (list, tuple)):  # of rows of numbers
+        return bool(value) and _is_row(value[0])
+    return not isinstance(value, Mapping) and np.ndim(value) in (2, 4)
+
+
+def _is_row(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and np.ndim(value) == 1
 
 
 def _as_set(name: str, given: Any, positions: str | None) -> _Set:
@@ -441,7 +512,7 @@ def _as_set(name: str, given: Any, positions: str | None) -> _Set:
     named: list[tuple[str, str, Any]]
     if isinstance(given, Mapping):
         named = [(f"{name}[{layer!r}]", str(layer), value) for layer, value in given.items()]
-    elif isinstance(given, (list, tuple)) and given and np.ndim(given[0]) >= 2:
+    elif isinstance(given, (list, tuple)) and given and not _is_row(given[0]):
         named = [(f"{name}[{index}]", "", value) for index, value in enumerate(given)]
     else:
         named = [(name, "", given)]
@@ -450,12 +521,13 @@ def _as_set(name: str, given: Any, positions: str | None) -> _Set:
     labels: list[tuple[str, int]] = []
     widths: dict[int, tuple[list[Array], list[int]]] = {}
     for full, layer, value in named:
-        wanted = "be an array [n, p], or [members, n, p]"
+        wanted = "real numbers [n, p] or [members, n, p]"
         array = as_numbers(full, as_array(full, value, wanted), frozenset({"float"}))
         if is_traced(array):
             advice = "Under a transformation call the measures themselves"
             fail_kind(full, "be known: all pairs are planned on the host", "a traced value", advice)
         check_finite(full, array)
+        warn_narrowed(array)
         stack = _stacked(full, array, positions)
         arrays, places = widths.setdefault(stack.shape[2], ([], []))
         arrays.append(stack)
@@ -473,7 +545,9 @@ def _as_set(name: str, given: Any, positions: str | None) -> _Set:
         own = every[start : start + len(arrays)]
         joined.append(own[0] if len(own) == 1 else jnp.concatenate(own))
         start += len(arrays)
-    return _Set(labels, joined, [places for _, places in widths.values()])
+    grids = {np.shape(value)[-3:-1] if np.ndim(value) in (4, 5) else () for _, _, value in named}
+    each = int(np.prod(grids.pop())) if positions == "samples" and len(grids) == 1 else 1
+    return _Set(labels, joined, [places for _, places in widths.values()], each, name)
 
 
 def _stacked(name: str, array: Any, positions: str | None) -> Array:
@@ -490,30 +564,47 @@ def _stacked(name: str, array: Any, positions: str | None) -> Array:
     return jnp.asarray(array)[None] if array.ndim == 2 else jnp.asarray(array)
 
 
-def _check_sets(names: tuple[str, ...], first: _Set, second: _Set | None, measure: Measure) -> int:
-    number = first.arrays[0].shape[1]
-    if second is not None:
-        check_same_length(names[0], number, names[-1], second.arrays[0].shape[1])
+def _check_sets(sets: Sequence[_Set], measure: Measure) -> int:
+    """The number of samples, if the sets can be compared by the measure."""
+    number = sets[0].arrays[0].shape[1]
+    for other in sets[1:]:
+        check_same_length(sets[0].name, number, other.name, other.arrays[0].shape[1])
     if number % measure.repeats:
-        fail(names[0], f"have rows that {measure.repeats} goes into, one per repeat of all conditions", number)
+        fail(sets[0].name, f"have rows that {measure.repeats} goes into, one per repeat of all conditions", number)
+    widths = {array.shape[2] for one in sets for array in one.arrays}
+    if measure.same_width and len(widths) > 1:
+        fail(sets[-1].name, f"have as many classes throughout for {measure.name}", ", ".join(map(str, sorted(widths))))
     return number
 
 
-def _check_fit(name: str, one: _Set, measure: Measure, number: int) -> None:
+def _check_fit(one: _Set, measure: Measure, number: int, every: int) -> None:
     """Raises unless every representation is fit for the measure with so many samples left."""
-    check_samples(name, number, measure.minimum)
+    left = "" if number == every else f", {number} of them without one block"
+    if number < measure.minimum:
+        fail(one.name, f"have at least {measure.minimum} samples for {measure.name}", f"{every}{left}")
     widest = max(array.shape[2] for array in one.arrays)
     if measure.narrow and widest >= number - 1:
-        fail(name, f"have fewer features than samples less one for {measure.name}", f"{widest} of {number} samples")
+        wanted = f"have fewer features than samples less one for {measure.name}"
+        fail(one.name, wanted, f"{widest} features of {every} samples{left}")
 
 
 def _warn_undefined(measure: Measure, values: Array, first: _Set, second: _Set | None) -> None:
     known: Any = np.isfinite(np.asarray(values))
     sides = [(first, ~known.any(1)), (first if second is None else second, ~known.any(0))]
-    gone = {label: None for one, undefined in sides for label, bad in zip(one.labels, undefined, strict=True) if bad}
+    gone = {
+        _shown(one, label): None
+        for one, undefined in sides
+        for label, bad in zip(one.labels, undefined, strict=True)
+        if bad
+    }
     if gone:
-        names = ", ".join(f"{layer} {member}".strip() for layer, member in gone)
+        names = ", ".join(gone)
         warn(f"{measure.name} is not defined for {names}, whose values are NaN: are all samples the same there?")
+
+
+def _shown(one: _Set, label: tuple[str, int]) -> str:
+    layer, member = label
+    return one.name if len(one.labels) == 1 and not layer else f"{layer or one.name} {member}"
 
 
 def _warn_biased(measure: Measure, bias: Array, error: Array) -> None:

@@ -141,7 +141,7 @@ def linear_predictivity(
         alpha: Ridge penalty, not negative, in squared units of x summed over samples.
         num_folds: Folds of the cross-validation. None: fitted and evaluated on all samples, which is another number,
             1 as soon as there are as many features as samples.
-        folds: How samples are dealt out, one of `FOLDS`.
+        folds: How samples are dealt out, "interleaved" or "contiguous".
 
     Returns:
         At most 1; negative where the prediction is worse than y's mean. Not symmetric.

@@ -87,7 +87,7 @@ def joint_moments(*representations: Any) -> JointMoments:
     arrays = []
     for index, given in enumerate(representations):
         name = f"representations[{index}]"
-        array = as_numbers(name, as_array(name, given, "be an array [n, p]"), frozenset({"float"}))
+        array = as_numbers(name, as_array(name, given, "real numbers [n, p]"), frozenset({"float"}))
         if array.ndim != 2:
             fail(name, "have 2 axes [n, p]", f"shape {array.shape}")
         if array.shape[0] != np.shape(representations[0])[0]:
@@ -162,7 +162,7 @@ def _moved(m: JointMoments, by: Array) -> JointMoments:
     )
 
 
-def stream_moments(batches: Iterable[Sequence[Any]]) -> JointMoments:
+def stream_moments(batches: Iterable[Any]) -> JointMoments:
     """Moments of samples that come in batches.
 
     Args:
@@ -177,6 +177,8 @@ def stream_moments(batches: Iterable[Sequence[Any]]) -> JointMoments:
     """
     total = None
     for batch in batches:
+        if not isinstance(batch, (list, tuple)):
+            fail("batches", "give a tuple of arrays each, one per representation", f"a {type(batch).__name__}")
         own = joint_moments(*batch)
         total = own if total is None else merge_joint_moments(total, own)
     if total is None:
@@ -264,10 +266,10 @@ def similarity_from_moments(moments: JointMoments, measure: str = "debiased_cka"
 
     Args:
         moments: From `joint_moments` or `stream_moments`.
-        measure: One of `STREAMED`.
+        measure: "linear_cka", "debiased_cka", "angular_similarity", "procrustes_distance", "cca" or "cca_squared".
 
     Returns:
-        [R, R].
+        [R, R]; `baseline_from_moments` says what chance gives.
 
     Raises:
         ValueError: If `measure` is unknown, there are fewer than 4 samples, or for CCA no more than features.
@@ -284,6 +286,43 @@ def similarity_from_moments(moments: JointMoments, measure: str = "debiased_cka"
 @eqx.filter_jit
 def _from_moments(moments: JointMoments, measure: str) -> Array:
     return STREAMED[measure](moments)
+
+
+def _expected_linear_cka(m: JointMoments) -> Array:
+    inner = _per_representation(_per_representation(m.products**2, m.widths).T, m.widths)
+    traces = m.squares() / jnp.sqrt(jnp.diagonal(inner))
+    return traces[:, None] * traces[None] / (m.count - 1)
+
+
+def _expected_cca_squared(m: JointMoments) -> Array:
+    ranks = jnp.stack(_whitened(m)[1])
+    return jnp.maximum(ranks[:, None], ranks[None]) / (m.count - 1)
+
+
+EXPECTED: dict[str, Callable[[JointMoments], Array]] = {
+    "linear_cka": _expected_linear_cka,
+    "debiased_cka": lambda m: jnp.zeros_like(m.quartics),
+    "cca_squared": _expected_cca_squared,
+}
+"""Means over all orders of the samples of one of two."""
+
+
+@validated
+def baseline_from_moments(moments: JointMoments, measure: str = "debiased_cka") -> Float[Array, "r r"]:
+    """What representations of these sizes and spectra score by chance: exact means over all orders of the samples.
+
+    Args:
+        moments: From `joint_moments` or `stream_moments`.
+        measure: "linear_cka", "debiased_cka" or "cca_squared", of which the mean is known.
+
+    Returns:
+        [R, R].
+
+    Raises:
+        ValueError: If `measure` is another one.
+    """
+    check_choice("measure", measure, EXPECTED)
+    return EXPECTED[measure](moments)
 
 
 @validated

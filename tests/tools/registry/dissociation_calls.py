@@ -320,8 +320,9 @@ CALLS = {
         "level": 0.9,
         "memory_budget": 10**6,
     },
-    pairs.compare: lambda: {"a": TALL, "b": OTHER, "measure": "linear_cka", "num_blocks": 3, "p_values": False},
+    pairs.compare: lambda: {"x": TALL, "y": OTHER, "measure": "linear_cka", "num_blocks": 3, "p_values": False},
     streaming.merge_joint_moments: lambda: {"a": joint(), "b": joint()},
+    streaming.baseline_from_moments: lambda: {"moments": joint(), "measure": "cca_squared"},
     streaming.similarity_from_moments: lambda: {"moments": joint(), "measure": "linear_cka"},
     streaming.predictivity_from_moments: lambda: {
         "folds": [joint(), joint()],
