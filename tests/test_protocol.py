@@ -24,6 +24,9 @@ HOST = {
     "dissociation.sharding.place_members": "places arrays on devices",
     "dissociation.sharding.replicate": "places arrays on devices",
     "dissociation.weights.symmetry.null_": "the rank sets shapes",
+    "dissociation.weights.rewrites.null_space": "the rank sets shapes",
+    "dissociation.weights.rewrites.compose": "gives a function",
+    "dissociation.weights.groups": "traces a model",
     "dissociation.recipes.mnist.fit_": "training by the host",
     "dissociation.recipes.mnist.train_": "training by the host",
     "dissociation.recipes.bilinear.train_": "training by the host",
@@ -66,6 +69,8 @@ ANEW = (
     "dissociation.spectral.certificate.margins",
     "dissociation.training.loop.train",
     "dissociation.weights.certificate.certify",
+    "dissociation.weights.rewrites.",
+    "dissociation.weights.seen.",
     "koopman.datasets.",
     "koopman.solvers.leading_eigenpairs",
 )

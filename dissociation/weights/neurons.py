@@ -90,15 +90,23 @@ def duplicate_neurons(
         overparameterized neural networks, section 3.
     """
     w_in, w_out = jnp.asarray(w_in), jnp.asarray(w_out)
-    multiplier = float(duplicate_multiplier)
-    if not (math.isfinite(multiplier) and multiplier >= 1):
-        fail("duplicate_multiplier", "be finite and at least 1", multiplier, "Fewer neurons would change the function")
     hidden = w_in.shape[0]
-    whole = math.floor(multiplier)
-    total = whole * hidden + round((multiplier - whole) * hidden)
-    original = np.arange(total) % hidden
+    original = copies_of(hidden, duplicate_multiplier)
     copies = np.bincount(original, minlength=hidden)
     return w_in[original], w_out[:, original] / jnp.asarray(copies[original], w_out.dtype)[None, :]
+
+
+def copies_of(hidden: int, multiplier: float | int, name: str = "duplicate_multiplier") -> np.ndarray:
+    """Which neuron each of the duplicated ones is: whole layers one after another, then the first neurons again.
+
+    Raises:
+        ValueError: If `multiplier` is below 1 or not finite.
+    """
+    multiplier = float(multiplier)
+    if not (math.isfinite(multiplier) and multiplier >= 1):
+        fail(name, "be finite and at least 1", multiplier, "Fewer neurons would change the function")
+    whole = math.floor(multiplier)
+    return np.arange(whole * hidden + round((multiplier - whole) * hidden)) % hidden
 
 
 @validated
@@ -194,12 +202,12 @@ def add_phantom_zero_neurons(
     """
     w_in, w_out = jnp.asarray(w_in), jnp.asarray(w_out)
     check_same_length("w_in", w_in.shape[1], "inputs", inputs.shape[1], "columns")
-    incoming = _least_squares(jnp.asarray(inputs, w_in.dtype), jnp.asarray(pattern, w_in.dtype), rtol).T
+    incoming = least_squares(jnp.asarray(inputs, w_in.dtype), jnp.asarray(pattern, w_in.dtype), rtol).T
     outgoing = jnp.zeros((w_out.shape[0], incoming.shape[0]), w_out.dtype)
     return jnp.concatenate([w_in, incoming]), jnp.concatenate([w_out, outgoing], axis=1)
 
 
-def _least_squares(a: Array, b: Array, rtol: ArrayLike | None) -> Array:
+def least_squares(a: Array, b: Array, rtol: ArrayLike | None) -> Array:
     """The smallest x that minimises |a x - b|, refined twice; differentiable where the rank of a stays.
 
     The pseudo-inverse's derivative is that of Golub and Pereyra (1973), without one of the singular vectors.

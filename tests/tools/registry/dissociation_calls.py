@@ -31,7 +31,7 @@ from dissociation.recipes import compression, grokking, mnist
 from dissociation.spectral import attack, forms, similarity, tensor
 from dissociation.spectral import certificate as distances
 from dissociation.training import callbacks, fitting, loop, samplers, state
-from dissociation.weights import certificate, mlp, neurons, noise, symmetry
+from dissociation.weights import certificate, groups, mlp, neurons, noise, rewrites, seen, symmetry
 
 RANDOM = np.random.default_rng(0)
 TALL = RANDOM.standard_normal((12, 3)).astype(np.float32)
@@ -63,6 +63,19 @@ KEY = np.array([0, 1], np.uint32)  # raw: making a typed one would start a backe
 def network():
     """A perceptron of 3 inputs, two hidden layers of 5 and 2 outputs."""
     return eqx.nn.MLP(3, 2, 5, 2, key=jax.random.key(1))
+
+
+def hidden(name="layers[1]"):
+    """A group of 5 neurons of it; or of a network without activation."""
+    if name == "linear":
+        model = eqx.nn.MLP(3, 2, 5, 1, activation=lambda x: x, key=jax.random.key(1))
+        return groups.neuron_groups(model, np.ones(3, np.float32))["layers[0]"]
+    return groups.neuron_groups(network(), np.ones(3, np.float32))[name]
+
+
+def vectors_seen():
+    """By the second hidden layer, of two inputs."""
+    return seen.layer_inputs(network(), TALL[:2], ".layers[1].weight")
 
 
 def layer():
@@ -196,6 +209,32 @@ CALLS = {
     mlp.add_phantom_zero_to_mlp: lambda: {"model": network(), "inputs": TALL, "pattern": TALL[:, :2], "rtol": 1e-5},
     mlp.permute_mlp: lambda: {"model": network(), "permutation": np.array([2, 0, 1, 3, 4]), "layer": 0},
     mlp.perturb_mlp_in_null_space: lambda: {"model": network(), "basis": np.eye(3)[:1], "scale": 0.1, "key": KEY},
+    groups.neuron_groups: lambda: {"model": network(), "example": np.ones(3, np.float32)},
+    groups.group_report: lambda: {"model": network(), "example": np.ones(3, np.float32)},
+    rewrites.permute: lambda: {"group": hidden(), "permutation": np.array([2, 0, 1, 3, 4])},
+    rewrites.scale: lambda: {"group": hidden(), "factor": np.array([0.5, 1.0, 2.0, 3.0, 1.0]), "scaling": 0},
+    rewrites.duplicate: lambda: {"group": hidden(), "multiplier": 1.5},
+    rewrites.add_nuisance: lambda: {
+        "group": hidden(),
+        "num_groups": 2,
+        "neurons_per_group": 2,
+        "key": KEY,
+        "incoming_std": 0.5,
+        "outgoing_std": 0.5,
+    },
+    rewrites.rotate: lambda: {"group": hidden("linear"), "matrix": np.diag(np.arange(1.0, 6.0))},
+    rewrites.add_phantom: lambda: {
+        "group": hidden(),
+        "model": network(),
+        "inputs": TALL,
+        "pattern": TALL[:, :2],
+        "rtol": 1e-5,
+    },
+    rewrites.null_space: lambda: {"seen": vectors_seen(), "rtol": 1e-9},
+    rewrites.null_perturb: lambda: {"space": rewrites.null_space(vectors_seen()), "std": 0.1, "key": KEY},
+    rewrites.compose: lambda: {"rewrites": [rewrites.duplicate(hidden(), 2.0)]},
+    rewrites.check_groups: lambda: {"model": network(), "inputs": TALL, "key": KEY},
+    seen.layer_inputs: lambda: {"model": network(), "inputs": TALL, "path": ".layers[1].weight"},
     bmap.bmap: lambda: {"fun": np.sin, "batch_size": 2},
     members.member: lambda: {"models": {"weight": np.ones((3, 2))}, "index": 1},
     members.count: lambda: {"models": {"weight": np.ones((3, 2))}},

@@ -1,0 +1,328 @@
+"""What axes of arrays are made of: atoms, side by side or nested, united as a program shows that they move together.
+
+An axis is a tree. A `Leaf` is one occurrence of an atom, a set of indices that a symmetry may exchange; a `Product` is
+nested loops over its parts, the last of them fastest, as a reshape makes them; a `Sum` is its parts end to end, as a
+concatenation makes them. None stands for an axis along which nothing differs. Atoms begin as large as an axis, and are
+refined where a program treats their indices differently: `reshape` factors them, slices cut them.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class Leaf(NamedTuple):
+    """An occurrence of an atom: its name, which stays when the atom is refined, and the atom's number."""
+
+    name: tuple[int, ...]
+    atom: int
+
+
+class Product(NamedTuple):
+    """Nested parts; none are an axis of length 1."""
+
+    parts: tuple["Axis", ...]
+
+
+class Sum(NamedTuple):
+    """Parts end to end."""
+
+    parts: tuple["Axis", ...]
+
+
+Axis = Leaf | Product | Sum
+
+
+class Part(NamedTuple):
+    """A leaf of a layout: an occurrence of an atom, and its length."""
+
+    name: tuple[int, ...]
+    size: int
+
+
+Layout = Part | Product | Sum
+UNIT = Product(())
+
+
+class Atoms:
+    """All atoms of a program: which are one, what they are made of, and why they may not be touched."""
+
+    def __init__(self) -> None:
+        self._parent: list[int] = []
+        self._sizes: list[int] = []
+        self._reasons: list[str] = []  # empty: free
+        self._parts: dict[int, Axis] = {}  # of refined atoms; names within count from 0
+        self._names = 0
+
+    def new(self, size: int, reason: str = "") -> Axis:
+        """An axis of one new atom, frozen if a reason is given."""
+        if size == 1:
+            return UNIT
+        self._parent.append(len(self._parent))
+        self._sizes.append(size)
+        self._reasons.append(reason)
+        return self._occurrence(len(self._parent) - 1)
+
+    def _occurrence(self, atom: int) -> Leaf:
+        self._names += 1
+        return Leaf((self._names,), atom)
+
+    def find(self, atom: int) -> int:
+        """The number of the atom that it was united with."""
+        while self._parent[atom] != atom:
+            self._parent[atom] = self._parent[self._parent[atom]]
+            atom = self._parent[atom]
+        return atom
+
+    def reason(self, atom: int) -> str:
+        """Why an atom is frozen; empty if it is free."""
+        return self._reasons[self.find(atom)]
+
+    def size(self, axis: Axis | int) -> int:
+        """Length of an axis or an atom."""
+        if isinstance(axis, int):
+            return self._sizes[axis]
+        if isinstance(axis, Leaf):
+            return self._sizes[axis.atom]
+        sizes = [self.size(part) for part in axis.parts]
+        return math.prod(sizes) if isinstance(axis, Product) else sum(sizes)
+
+    def resolve(self, axis: Axis) -> Axis:
+        """The axis in the atoms that there are by now, without needless nesting."""
+        if isinstance(axis, Leaf):
+            atom = self.find(axis.atom)
+            if atom not in self._parts:
+                return Leaf(axis.name, atom)
+            count = iter(range(10**9))
+
+            def instance(part: Axis) -> Axis:
+                if isinstance(part, Leaf):
+                    return Leaf((*axis.name, next(count)), part.atom)
+                return type(part)(tuple(instance(inner) for inner in part.parts))
+
+            return self.resolve(instance(self._parts[atom]))
+        parts: list[Axis] = []
+        for part in map(self.resolve, axis.parts):
+            parts += part.parts if not isinstance(part, Leaf) and type(part) is type(axis) else (part,)
+        return parts[0] if len(parts) == 1 else type(axis)(tuple(parts))
+
+    def leaves(self, axis: Axis) -> list[Leaf]:
+        """All occurrences in an axis, in order."""
+        axis = self.resolve(axis)
+        return [axis] if isinstance(axis, Leaf) else [leaf for part in axis.parts for leaf in self.leaves(part)]
+
+    def copied(self, axis: Axis) -> Axis:
+        """The same atoms in new occurrences."""
+        axis = self.resolve(axis)
+        if isinstance(axis, Leaf):
+            return self._occurrence(axis.atom)
+        return type(axis)(tuple(self.copied(part) for part in axis.parts))
+
+    def freeze(self, axis: Axis | None, reason: str) -> None:
+        """Forbids all of an axis to move."""
+        for leaf in [] if axis is None else self.leaves(axis):
+            self._reasons[leaf.atom] = self._reasons[leaf.atom] or reason
+
+    def unite(self, first: Axis | None, second: Axis | None) -> None:
+        """Makes two axes of one length move together; None goes with everything."""
+        if first is None or second is None:
+            return
+        a, b = self.resolve(first), self.resolve(second)
+        if self.size(a) != self.size(b):
+            raise ValueError(f"Axes of lengths {self.size(a)} and {self.size(b)} cannot be one.")
+        if isinstance(a, Leaf) and isinstance(b, Leaf):
+            if a.atom != b.atom:
+                self._parent[b.atom] = a.atom
+                self._reasons[a.atom] = self._reasons[a.atom] or self._reasons[b.atom]
+        elif isinstance(a, Leaf):
+            self._refine(a.atom, b)
+        elif isinstance(b, Leaf):
+            self._refine(b.atom, a)
+        elif isinstance(a, Sum) or isinstance(b, Sum):
+            self._unite_sums(a, b)
+        else:
+            self._unite_products(a, b)
+
+    def _refine(self, atom: int, parts: Axis) -> None:
+        if any(leaf.atom == atom for leaf in self.leaves(parts)):
+            self.freeze(parts, "it would be a part of itself")
+            return
+        self._parts[atom] = parts
+        if self._reasons[atom]:
+            self.freeze(parts, self._reasons[atom])
+
+    def _unite_products(self, a: Product, b: Product) -> None:
+        first, second = list(a.parts), list(b.parts)
+        while first and second:
+            sizes = self.size(first[0]), self.size(second[0])
+            if sizes[0] != sizes[1]:
+                small, large = (first, second) if sizes[0] < sizes[1] else (second, first)
+                head, rest = min(sizes), max(sizes) // min(sizes)
+                if head * rest != max(sizes):
+                    for part in first + second:
+                        self.freeze(part, "its indices are grouped in two ways")
+                    return
+                large[:1] = self.factored(large[0], (head, rest))
+                if self.size(small[0]) != self.size(large[0]):
+                    return
+            self.unite(first.pop(0), second.pop(0))
+
+    def _unite_sums(self, a: Axis, b: Axis) -> None:
+        ends = {0}
+        for axis in (a, b):
+            if isinstance(axis, Sum):
+                ends |= set(np.cumsum([self.size(part) for part in axis.parts]).tolist())
+        cuts = sorted(ends)
+        sizes = [stop - start for start, stop in zip(cuts[:-1], cuts[1:], strict=True)]
+        for one, other in zip(self.cut(a, sizes), self.cut(b, sizes), strict=True):
+            self.unite(one, other)
+
+    def cut(self, axis: Axis, sizes: list[int]) -> list[Axis]:
+        """The axis as parts end to end, of these lengths."""
+        axis = self.resolve(axis)
+        sizes = [size for size in sizes if size]
+        if len(sizes) == 1:
+            return [axis]
+        if isinstance(axis, Leaf):
+            reason = self._reasons[axis.atom]
+            self._refine(axis.atom, Sum(tuple(self.new(size, reason) for size in sizes)))
+            return self.cut(axis, sizes)
+        if isinstance(axis, Sum):
+            return self._cut_sum(list(axis.parts), sizes)
+        inner = math.prod(self.size(part) for part in axis.parts[1:])
+        if any(size % inner for size in sizes):
+            self.freeze(axis, "it is cut within its blocks")
+            return [self.new(size, "it is cut within its blocks") for size in sizes]
+        heads = self.cut(axis.parts[0], [size // inner for size in sizes])
+        return [self.resolve(Product((head, *axis.parts[1:]))) for head in heads]
+
+    def _cut_sum(self, parts: list[Axis], sizes: list[int]) -> list[Axis]:
+        pieces: list[Axis] = []
+        for size in sizes:
+            piece: list[Axis] = []
+            while size:
+                part, own = parts[0], self.size(parts[0])
+                if own > size:
+                    parts[:1] = self.cut(part, [size, own - size])
+                    continue
+                piece.append(parts.pop(0))
+                size -= own
+            pieces.append(self.resolve(Sum(tuple(piece))))
+        return pieces
+
+    def factored(self, axis: Axis, sizes: tuple[int, ...]) -> list[Axis]:
+        """The axis as nested loops of these lengths."""
+        axis = self.resolve(axis)
+        parts: list[Axis] = list(axis.parts) if isinstance(axis, Product) else [axis]
+        factors: list[Axis] = []
+        for size in sizes:
+            factor: list[Axis] = []
+            while size > 1:
+                own = self.size(parts[0])
+                if own > size or size % own:
+                    if own % size:
+                        return self._ungrouped(axis, sizes)
+                    parts[:1] = self._halved(parts[0], size, own // size)
+                    continue
+                factor.append(parts.pop(0))
+                size //= own
+            factors.append(self.resolve(Product(tuple(factor))))
+        return factors
+
+    def _halved(self, axis: Axis, outer: int, inner: int) -> list[Axis]:
+        if isinstance(axis, Leaf):
+            reason = self._reasons[axis.atom]
+            self._refine(axis.atom, Product((self.new(outer, reason), self.new(inner, reason))))
+            halves = self.resolve(axis)
+            return list(halves.parts) if isinstance(halves, Product) else [halves]
+        # Parts end to end, as rows of a matrix: what they hold moves together, in every row.
+        rows = self.cut(axis, [inner] * outer)
+        for row in rows[1:]:
+            self.unite(rows[0], row)
+        return [self.new(outer, "parts that were put end to end"), rows[0]]
+
+    def _ungrouped(self, axis: Axis, sizes: tuple[int, ...]) -> list[Axis]:
+        reason = "its indices are grouped in two ways"
+        self.freeze(axis, reason)
+        return [self.new(size, reason) for size in sizes]
+
+    def layout(self, axis: Axis) -> Any:
+        """The axis with lengths in place of atoms."""
+        axis = self.resolve(axis)
+        if isinstance(axis, Leaf):
+            return Part(axis.name, self.size(axis))
+        return type(axis)(tuple(self.layout(part) for part in axis.parts))
+
+    def positions(self, axis: Axis, name: tuple[int, ...]) -> np.ndarray:
+        """Where the indices of one occurrence lie on an axis: [size of its atom, times it is repeated].
+
+        Args:
+            axis: The axis.
+            name: Of a leaf in it.
+        """
+
+        def search(part: Axis, places: np.ndarray) -> np.ndarray | None:
+            if isinstance(part, Leaf):
+                return places if part.name == name else None
+            sizes = [self.size(inner) for inner in part.parts]
+            if isinstance(part, Sum):
+                pieces = np.split(places, np.cumsum(sizes)[:-1])
+            else:
+                grid = places.reshape(*sizes, -1)
+                pieces = [np.moveaxis(grid, k, 0).reshape(size, -1) for k, size in enumerate(sizes)]
+            found = (search(inner, piece) for inner, piece in zip(part.parts, pieces, strict=True))
+            return next((piece for piece in found if piece is not None), None)
+
+        axis = self.resolve(axis)
+        found = search(axis, np.arange(self.size(axis))[:, None])
+        if found is None:
+            raise LookupError(f"No occurrence {name} in {axis}.")
+        return found
+
+
+def spread(
+    layout: Any, neurons: dict[tuple[int, ...], np.ndarray]
+) -> tuple[np.ndarray, dict[tuple[int, ...], np.ndarray]]:
+    """An axis with other neurons at some of its parts.
+
+    Args:
+        layout: Of the axis.
+        neurons: By the names of parts, which old index each new one takes over.
+
+    Returns:
+        For each new place on the axis, the old place it takes over; and, for each of the parts, which of its new
+        indices the place belongs to, or -1.
+    """
+    if isinstance(layout, Part):
+        if layout.name not in neurons:
+            return np.arange(layout.size), {}
+        own = neurons[layout.name]
+        return own, {layout.name: np.arange(len(own))}
+    parts = [spread(part, neurons) for part in layout.parts]
+    old = [length(part) for part in layout.parts]
+    new = [len(places) for places, _ in parts]
+    owners: dict[tuple[int, ...], np.ndarray] = {}
+    if isinstance(layout, Sum):
+        for k, (_, inner) in enumerate(parts):
+            for name, owner in inner.items():
+                owners[name] = np.concatenate([owner if j == k else np.full(n, -1) for j, n in enumerate(new)])
+        starts = np.cumsum([0, *old[:-1]])
+        return np.concatenate([places + start for (places, _), start in zip(parts, starts, strict=True)]), owners
+    grid = np.zeros(1, int)
+    for (places, _), size in zip(parts, old, strict=True):
+        grid = (grid[:, None] * size + places).reshape(-1)
+    for k, (_, inner) in enumerate(parts):
+        for name, owner in inner.items():
+            shape = [1] * len(new)
+            shape[k] = new[k]
+            owners[name] = np.broadcast_to(owner.reshape(shape), new).reshape(-1)
+    return grid, owners
+
+
+def length(layout: Any) -> int:
+    """Of a layout's axis."""
+    if isinstance(layout, Part):
+        return layout.size
+    sizes = [length(part) for part in layout.parts]
+    return math.prod(sizes) if isinstance(layout, Product) else sum(sizes)

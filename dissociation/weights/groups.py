@@ -1,0 +1,357 @@
+"""Groups of neurons of any model: what may be permuted, scaled or rotated without a change of the function.
+
+The groups are found from the program that the model traces to; nothing is said by hand. A neuron is an index of an atom
+(`axes`): its slots are places in the model's arrays that move together.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import numpy as np
+
+from dissociation.checks import fail_kind
+from dissociation.validation import validated
+from dissociation.weights.axes import Layout
+from dissociation.weights.flow import Flow, Value
+from dissociation.weights.operations import follow
+
+TOLERANCE = 1e-9
+
+
+class Slot(NamedTuple):
+    """Where the neurons of a group lie in one array of a model.
+
+    Attributes:
+        path: Of the array, as `jax.tree_util.keystr` writes it.
+        leaf: Its number among the model's arrays of floating-point numbers.
+        axis: Of the array.
+        positions: Along the axis, [neurons, positions of each].
+        outgoing: Whether the neurons are read here, in a product that is summed over them, and not made.
+        shape: Of the array.
+        layout: Of the axis, for other numbers of neurons: parts, nested or end to end, of which `name` are the neurons.
+        name: In the layout.
+    """
+
+    path: str
+    leaf: int
+    axis: int
+    positions: np.ndarray
+    outgoing: bool
+    shape: tuple[int, ...]
+    layout: Layout
+    name: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class NeuronGroup:
+    """Neurons that may change places.
+
+    Attributes:
+        name: After the array that makes them.
+        size: How many they are.
+        slots: Where they lie, in the order of the model's arrays.
+        scalings: Exponents [scalings, slots]: the function stays if every slot is multiplied by a^exponent, for each
+            neuron with a positive factor a of its own, and for each row alone. None where nothing can be scaled.
+        scaling: The exponents, one per slot, that `scale` takes: what makes the neurons is multiplied by a.
+        degree: Of homogeneity, of what the next layer reads in what makes the neurons: 1 for ReLU, 2 for a bilinear
+            layer; None where the group cannot be scaled or it has no one degree.
+        sharing: Exponents, one per slot, of the number of copies where neurons are duplicated; None where they must
+            not be, as where a statistic is taken over them.
+        normalised: Whether a statistic is taken over them.
+        linear: Sides of a general linear symmetry, one per slot: arrays with 1 are multiplied by an invertible M
+            [neurons, neurons], those with -1 by its inverse transposed; None where there is more than sums and products
+            between what makes them and what reads them.
+        example: What the model was traced for: shapes.
+        call: How.
+    """
+
+    name: str
+    size: int
+    slots: tuple[Slot, ...]
+    scalings: np.ndarray
+    scaling: np.ndarray | None
+    degree: float | None
+    sharing: np.ndarray | None
+    normalised: bool
+    linear: np.ndarray | None
+    example: Any
+    call: Callable[[Any, Any], Any] | None
+
+    def __repr__(self) -> str:
+        kinds = ["permutable"]
+        if self.scaling is not None:
+            kinds.append("scalable" if self.degree is None else f"homogeneous of degree {self.degree:g}")
+        kinds += [
+            word for word, holds in (("rotatable", self.linear is not None), ("normalised", self.normalised)) if holds
+        ]
+        made = ", ".join(dict.fromkeys(f"{s.path}[{s.axis}]" for s in self.slots if not s.outgoing))
+        read = ", ".join(dict.fromkeys(f"{s.path}[{s.axis}]" for s in self.slots if s.outgoing))
+        return f"NeuronGroup({self.name!r}: {self.size} neurons, {', '.join(kinds)}; made by {made}; read by {read})"
+
+
+class GroupReport(NamedTuple):
+    """All groups of a model, and what stands still.
+
+    Attributes:
+        groups: By name.
+        frozen: For every array and axis that cannot be permuted as a whole, why.
+    """
+
+    groups: dict[str, NeuronGroup]
+    frozen: dict[str, str]
+
+    def __str__(self) -> str:
+        lines = [repr(group) for group in self.groups.values()]
+        return "\n".join(lines + [f"{place} stands still: {reason}" for place, reason in self.frozen.items()])
+
+
+@functools.singledispatch
+def stated_groups(model: Any, example: Any) -> dict[str, NeuronGroup] | None:
+    """Groups that somebody states for a type of models, by `stated_groups.register(type)`; None: they are found."""
+    return None
+
+
+@validated
+def neuron_groups(model: Any, example: Any, *, call: Callable[[Any, Any], Any] | None = None) -> dict[str, NeuronGroup]:
+    """The groups of neurons of a model, by name.
+
+    Args:
+        model: Any PyTree of arrays and functions: an Equinox model, or (model, state) for one with `eqx.nn.State`,
+            taken in inference mode. Arrays of floating-point numbers are parameters, others are constants.
+        example: One example, or anything with its shape and dtype.
+        call: From model and example to outputs; default: `model(example)`, and for a pair `model(example, state)[0]`.
+
+    Returns:
+        Groups of two neurons and more, in the order of the arrays that make them. `group_report` says what stands
+        still, and why.
+
+    Raises:
+        TypeError: If the model does not take the example.
+
+    Example:
+        >>> model = eqx.nn.MLP(4, 3, width_size=8, depth=2, key=jax.random.key(0))
+        >>> for group in neuron_groups(model, jax.numpy.ones(4)).values():
+        ...     print(group.name, group.size, group.degree, [slot.path for slot in group.slots])
+        layers[0] 8 1.0 ['.layers[0].weight', '.layers[0].bias', '.layers[1].weight']
+        layers[1] 8 1.0 ['.layers[1].weight', '.layers[1].bias', '.layers[2].weight']
+    """
+    stated = stated_groups(model, example)
+    return group_report(model, example, call=call).groups if stated is None else stated
+
+
+def called(model: Any, example: Any) -> Any:
+    """The outputs of a model, in inference mode, or of a pair of model and state."""
+    if isinstance(model, tuple) and len(model) == 2:
+        module, state = model
+        return eqx.nn.inference_mode(module)(example, state)[0]
+    function: Any = eqx.nn.inference_mode(model) if isinstance(model, eqx.Module) else model
+    return function(example)
+
+
+def parameters_of(model: Any) -> tuple[list[Any], Any, Any]:
+    """The floating-point arrays of a model, their tree, and everything else."""
+    arrays, rest = eqx.partition(model, eqx.is_inexact_array)
+    leaves, tree = jax.tree.flatten(arrays)
+    return leaves, tree, rest
+
+
+@validated
+def group_report(model: Any, example: Any, *, call: Callable[[Any, Any], Any] | None = None) -> GroupReport:
+    """As `neuron_groups`, with what stands still.
+
+    Args:
+        model: See `neuron_groups`.
+        example: See `neuron_groups`.
+        call: See `neuron_groups`.
+
+    Returns:
+        Groups, and reasons; printed, a line each.
+    """
+    arrays, rest = eqx.partition(model, eqx.is_inexact_array)
+    named, tree = jax.tree_util.tree_flatten_with_path(arrays)
+    paths, leaves = [jax.tree_util.keystr(path) for path, _ in named], [leaf for _, leaf in named]
+    apply = called if call is None else call
+
+    def program(leaves: list[Any], example: Any) -> Any:
+        return jax.tree.leaves(
+            eqx.filter(apply(eqx.combine(jax.tree.unflatten(tree, leaves), rest), example), eqx.is_array)
+        )
+
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.result_type(x)), (leaves, example))
+    try:
+        traced = jax.make_jaxpr(program)(*shapes)
+    except Exception as error:
+        fail_kind("model", "take `example`", f"{type(model).__name__}: {error}", "See `call`")
+    flow = Flow()
+    made = [flow.array(leaf.shape) for leaf in leaves]
+    given = [flow.array(leaf.shape) for leaf in jax.tree.leaves(shapes[1])]
+    for value in given:
+        flow.freeze(value, "the input has it")
+    used = {v for equation in traced.jaxpr.eqns for v in equation.invars if not hasattr(v, "val")} | set(
+        v for v in traced.jaxpr.outvars if not hasattr(v, "val")
+    )
+    for variable, value in zip(traced.jaxpr.invars, made, strict=False):
+        if variable not in used:
+            flow.freeze(value, "the function does not depend on it")
+    flow.values += made + given
+    for value in follow(flow, traced.jaxpr, [flow.constant(const) for const in traced.consts], [*made, *given]):
+        flow.freeze(value, "the output has it")
+    return _read(flow, paths, made, shapes[1], call)
+
+
+def _read(flow: Flow, paths: Sequence[str], made: list[Value], example: Any, call: Any) -> GroupReport:
+    """Groups from atoms."""
+    atoms = flow.atoms
+    outgoing = {leaf.name for axis in flow.contracted for leaf in atoms.leaves(axis)}
+    places: dict[int, list[Slot]] = {}
+    frozen: dict[str, str] = {}
+    for index, (path, value) in enumerate(zip(paths, made, strict=True)):
+        for k, axis in enumerate(value.axes):
+            if axis is None:
+                continue
+            for leaf in atoms.leaves(axis):
+                positions = atoms.positions(axis, leaf.name)
+                layout = atoms.layout(axis)
+                slot = Slot(path, index, k, positions, leaf.name in outgoing, value.shape, layout, leaf.name)
+                places.setdefault(leaf.atom, []).append(slot)
+                if atoms.reason(leaf.atom):
+                    frozen.setdefault(f"{path}[{k}]", atoms.reason(leaf.atom))
+    rows = _rows(flow)
+    uneven, counted = (
+        {leaf.atom for axis in axes for leaf in atoms.leaves(axis)} for axes in (flow.uneven, flow.counted)
+    )
+    groups: dict[str, NeuronGroup] = {}
+    for atom, own in places.items():
+        if atoms.reason(atom):
+            continue
+        name = _unique(_name_of(own), groups)
+        scalings, sharing = _exponents(rows.get(atom, []), own)
+        slots = tuple(
+            slot._replace(outgoing=slot.outgoing or (sharing is not None and sharing[i] < 0))
+            for i, slot in enumerate(own)
+        )
+        scaling, degree = _main_scaling(scalings, slots)
+        sides = scalings[0] if len(scalings) == 1 and np.all(np.abs(scalings[0]) == 1) else None
+        groups[name] = NeuronGroup(
+            name=name,
+            size=own[0].positions.shape[0],
+            slots=slots,
+            scalings=scalings,
+            scaling=scaling,
+            degree=degree,
+            sharing=None if atom in counted else sharing,
+            normalised=atom in counted,
+            linear=None if atom in uneven | counted else sides,
+            example=example,
+            call=call,
+        )
+    return GroupReport(groups, frozen)
+
+
+def _name_of(slots: list[Slot]) -> str:
+    first = next((slot for slot in slots if not slot.outgoing), slots[0])
+    head, dot, last = first.path.rpartition(".")
+    return (head if dot and head and last.startswith(("weight", "bias")) else first.path).lstrip(".")
+
+
+def _unique(name: str, taken: Mapping[str, Any]) -> str:
+    count = 2
+    while (name if count == 2 else f"{name}:{count - 1}") in taken:
+        count += 1
+    return name if count == 2 else f"{name}:{count - 1}"
+
+
+Row = tuple[tuple[tuple[tuple[int, ...], float], ...], float]
+
+
+def _rows(flow: Flow) -> dict[int, list[Row]]:
+    """The equations of each atom: (name, coefficient) of every occurrence, and what they add up to."""
+    rows: dict[int, list[Row]] = {}
+    for terms, adds_up in flow.equations:
+        expanded = [(flow.atoms.leaves(axis), weight) for axis, weight in terms]
+        for each in zip(*(leaves for leaves, _ in expanded), strict=False):
+            if len({leaf.atom for leaf in each}) != 1:  # frozen ones, whose indices were grouped in two ways
+                continue
+            row = tuple((leaf.name, weight) for leaf, (_, weight) in zip(each, expanded, strict=True))
+            rows.setdefault(each[0].atom, []).append((row, -1.0 if adds_up else 0.0))
+    return rows
+
+
+def _exponents(rows: list[Row], slots: list[Slot]) -> tuple[np.ndarray, np.ndarray | None]:
+    """Exponents of slots: a basis of those that keep every contraction, and those that share copies out.
+
+    Unknowns of which it is said that they are equal are one. They are eliminated in the order of what follows from
+    what: values within the program, slots that read neurons, and of those that make them the last first. So what a
+    basis vector is free to choose is what makes the neurons.
+    """
+    parent: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    def find(name: tuple[int, ...]) -> tuple[int, ...]:
+        root = name
+        while (up := parent.setdefault(root, root)) != root:
+            root = up
+        parent[name] = root
+        return root
+
+    left = []
+    for terms, total in rows:
+        if total == 0 and len(terms) == 2 and terms[0][1] == -terms[1][1]:
+            parent[find(terms[0][0])] = find(terms[1][0])
+        else:
+            left.append((terms, total))
+    roots = [find(slot.name) for slot in slots]
+    firsts = dict.fromkeys(root for root, slot in zip(roots, slots, strict=True) if slot.outgoing)
+    order = {root: None for root in (find(name) for terms, _ in left for name, _ in terms) if root not in roots}
+    firsts |= dict.fromkeys(reversed(dict.fromkeys(roots)))
+    columns = {root: k for k, root in enumerate([*order, *firsts])}
+    matrix = np.zeros((len(left), len(columns) + 1))
+    for i, (terms, total) in enumerate(left):
+        for name, weight in terms:
+            matrix[i, columns[find(name)]] += weight
+        matrix[i, -1] = total
+    pivots = _eliminate(matrix)
+    at = [columns[root] for root in roots]
+    basis = []
+    for free in sorted(set(at) - set(pivots), reverse=True):
+        vector = np.zeros(len(columns))
+        vector[free] = 1.0
+        for row, pivot in enumerate(pivots):
+            vector[pivot] = -matrix[row, free]
+        basis.append(vector[at])
+    consistent = np.abs(matrix[len(pivots) :, -1]).max(initial=0.0) < TOLERANCE
+    particular = np.zeros(len(columns))
+    particular[pivots] = matrix[: len(pivots), -1]
+    return np.array(basis).reshape(len(basis), len(slots)), particular[at] if consistent else None
+
+
+def _eliminate(matrix: np.ndarray) -> list[int]:
+    """Gauss and Jordan, in place; the last column is the right hand side. Returns the columns of the pivots."""
+    pivots: list[int] = []
+    for column in range(matrix.shape[1] - 1):
+        row = len(pivots)
+        if row == len(matrix):
+            break
+        best = row + int(np.argmax(np.abs(matrix[row:, column])))
+        if abs(matrix[best, column]) < TOLERANCE:
+            continue
+        matrix[[row, best]] = matrix[[best, row]]
+        matrix[row] /= matrix[row, column]
+        others = np.abs(matrix[:, column]) > TOLERANCE
+        others[row] = False
+        matrix[others] -= matrix[others, column][:, None] * matrix[row]
+        pivots.append(column)
+    return pivots
+
+
+def _main_scaling(scalings: np.ndarray, slots: tuple[Slot, ...]) -> tuple[np.ndarray | None, float | None]:
+    if not len(scalings):
+        return None, None
+    firsts = [slots[int(np.flatnonzero(vector)[0])] for vector in scalings]
+    matrices = np.array([len(slot.shape) > 1 and not slot.outgoing for slot in firsts])
+    scaling = scalings[matrices].sum(0) if matrices.any() else scalings.sum(0)
+    read = {float(e) for e, slot in zip(scaling, slots, strict=True) if slot.outgoing}
+    return scaling, -read.pop() if len(read) == 1 else None

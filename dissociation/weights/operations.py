@@ -1,0 +1,548 @@
+"""What each operation of JAX does to axes (`flow`): a rule per primitive, and what has none freezes what it touches."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core as jex
+
+from dissociation.weights.axes import UNIT, Axis, Product, Sum
+from dissociation.weights.flow import FEW, Flow, Value
+
+Params = dict[str, Any]
+Rule = Callable[[Flow, Params, list[Value], list[tuple[int, ...]]], list[Value]]
+
+LIKE_SUMS = {"add": True, "sub": True, "add_any": True, "max": False, "min": False, "clamp": False}
+"""Homogeneous of degree one in all operands together, and whether they are linear."""
+
+SAME = ("neg", "stop_gradient", "convert_element_type", "copy", "copy_p", "reduce_precision", "real", "imag")
+POWERS = {"abs": 1.0, "square": 2.0, "sqrt": 0.5, "rsqrt": -0.5, "cbrt": 1 / 3}
+COMPARISONS = ("gt", "ge", "lt", "le", "eq", "ne", "sign")
+MIXED = ("exp", "exp2", "log", "log1p", "expm1", "tanh", "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh",
+         "asinh", "acosh", "atanh", "logistic", "erf", "erfc", "erf_inv", "lgamma", "digamma", "floor", "ceil", "round",
+         "not", "and", "or", "xor", "rem", "atan2", "nextafter", "is_finite", "polygamma", "igamma", "igammac",
+         "bessel_i0e", "bessel_i1e", "shift_left", "shift_right_logical", "shift_right_arithmetic", "clz",
+         "population_count")  # fmt: skip
+REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor")
+ALONG = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
+FOLDED = ("add", "sub", "mul", "div", "neg", "lt", "le", "gt", "ge", "eq", "ne", "select_n", "convert_element_type",
+          "concatenate", "rem", "max", "min", "iota", "and", "or", "not", "broadcast_in_dim", "reshape",
+          "squeeze")  # fmt: skip
+
+
+def follow(flow: Flow, jaxpr: jex.Jaxpr, consts: Sequence[Value], args: Sequence[Value]) -> list[Value]:
+    """Follows a program, from what is known of its constants and arguments to what is known of its results."""
+    env: dict[Any, Value] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+
+    def read(atom: Any) -> Value:
+        return flow.constant(atom.val) if isinstance(atom, jex.Literal) else env[atom]
+
+    for equation in jaxpr.eqns:
+        operands = [read(atom) for atom in equation.invars]
+        results = _apply(flow, equation, operands)
+        context = {axis: None for value in operands for axis in value.context}
+        for variable, result in zip(equation.outvars, results, strict=True):
+            if context:
+                result = Value(result.shape, result.axes, result.zero, result.known, (*context, *result.context))
+            env[variable] = result
+            flow.values.append(result)
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _apply(flow: Flow, equation: Any, operands: list[Value]) -> list[Value]:
+    name, params = equation.primitive.name, equation.params
+    shapes = [tuple(getattr(variable.aval, "shape", ())) for variable in equation.outvars]
+    if any(0 in shape for shape in (*shapes, *(value.shape for value in operands))):
+        return _unknown(flow, name, operands, shapes)
+    folded = _folded(equation, operands, shapes)
+    if folded is not None:
+        return [flow.constant(folded)]
+    if name in RULES:
+        return RULES[name](flow, params, operands, shapes)
+    inner = inner_program(params)
+    if inner is None or len(inner.jaxpr.invars) != len(operands):
+        return _unknown(flow, name, operands, shapes)
+    return follow(flow, inner.jaxpr, [flow.constant(const) for const in inner.consts], operands)
+
+
+def _folded(equation: Any, operands: list[Value], shapes: list[tuple[int, ...]]) -> Any:
+    """The result of an operation on constants, if it is small."""
+    known = [value.known for value in operands]
+    if equation.primitive.name not in FOLDED or any(each is None for each in known) or np.prod(shapes[0]) > FEW:
+        return None
+    with jax.ensure_compile_time_eval():
+        return np.asarray(equation.primitive.bind(*known, **equation.params))
+
+
+def inner_program(params: Params) -> Any:
+    """The program that an operation calls, if it is one of its parameters."""
+    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        inner = params.get(name)
+        if isinstance(inner, jex.ClosedJaxpr):
+            return inner
+        if isinstance(inner, jex.Jaxpr) and not inner.constvars:
+            return jex.ClosedJaxpr(inner, ())
+    return None
+
+
+def _unknown(flow: Flow, name: str, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
+    """Freezes everything that an operation touches."""
+    reason = f"`{name}` is not known to leave its order open"
+    for value in operands:
+        flow.freeze(value, reason)
+    return [flow.array(shape, reason) for shape in shapes]
+
+
+def _like_sum(name: str) -> Rule:
+    def rule(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
+        found = flow.summed(operands, linear=LIKE_SUMS[name])
+        found.zero = all(value.zero for value in operands)
+        return [found]
+
+    return rule
+
+
+def _same(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
+    value = operands[0]
+    return [Value(value.shape, value.axes, value.zero, value.known if "new_dtype" in params else None)]
+
+
+def _all_same(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
+    return operands
+
+
+def _power(power: float | None) -> Rule:
+    def rule(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
+        flow.uneven += [axis for axis in operands[0].axes if axis is not None]
+        return [flow.multiplied(operands, [float(params["y"]) if power is None else power])]
+
+    return rule
+
+
+def _product(powers: tuple[float, float]) -> Rule:
+    def rule(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
+        found = flow.multiplied(operands, powers)
+        found.zero = operands[0].zero or (operands[1].zero and powers[1] > 0)
+        return [found]
+
+    return rule
+
+
+def _to_power(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
+    base, exponent = operands
+    if exponent.known is None or exponent.known.size != 1:
+        return [flow.mixed(operands)]
+    return _power(float(exponent.known.reshape(())))(flow, params, [base], shapes)
+
+
+def _mixed(ordered: bool) -> Rule:
+    def rule(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
+        return [flow.mixed(operands, ordered=ordered)]
+
+    return rule
+
+
+def _select(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
+    which, *cases = operands
+    found = flow.summed(cases)
+    found.zero = all(value.zero for value in cases)
+    for k, axis in enumerate(which.axes):
+        if axis is not None:
+            found.axes[k] = flow.lined_up([found.axes[k], axis]) if found.axes[k] is None else found.axes[k]
+            flow.atoms.unite(axis, found.axes[k])
+            flow.uneven.append(axis)
+    return [found]
+
+
+def _reduction(name: str) -> Rule:
+    def rule(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
+        value = operands[0]
+        for k in params["axes"]:
+            flow.reduce(value.axes[k])
+        left = [axis for k, axis in enumerate(value.axes) if k not in params["axes"]]
+        for axis in left if name != "reduce_sum" else ():
+            if axis is not None:
+                flow.uneven.append(axis)
+                if name == "reduce_prod":
+                    flow.still(axis)
+        return [Value(shapes[0], left, zero=value.zero)]
+
+    return rule
+
+
+def _along(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
+    value = operands[0]
+    flow.freeze(value, "a cumulative operation runs along it", [params["axis"]])
+    for axis in value.axes:
+        if axis is not None:
+            flow.uneven.append(axis)
+            flow.still(axis)
+    return [Value(value.shape, list(value.axes))]
+
+
+def _argument(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
+    value = operands[0]
+    flow.freeze(value, "its indices are what is asked for", params["axes"])
+    return [Value(shapes[0], [axis for k, axis in enumerate(value.axes) if k not in params["axes"]])]
+
+
+def _sort(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
+    dimension = params.get("dimension", -1)
+    for value in operands:
+        flow.freeze(value, "it is sorted", [dimension])
+    found = flow.mixed(operands)
+    axes = list(found.axes)
+    results = []
+    for shape in shapes:
+        own = list(axes)
+        own[dimension] = flow.atoms.new(shape[dimension], "it is sorted")
+        results.append(Value(shape, own))
+    return results
+
+
+def _transpose(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
+    value = operands[0]
+    return [Value(shapes[0], [value.axes[k] for k in params["permutation"]], value.zero)]
+
+
+def _broadcast(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
+    value, shape = operands[0], shapes[0]
+    axes: list[Axis | None] = [UNIT if size == 1 else None for size in shape]
+    for k, to in enumerate(params["broadcast_dimensions"]):
+        if value.shape[k] == shape[to]:
+            axes[to] = value.axes[k]
+    return [Value(shape, axes, value.zero)]
+
+
+def _squeeze(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
+    value = operands[0]
+    gone = [k % len(value.shape) for k in params["dimensions"]]
+    return [Value(shapes[0], [axis for k, axis in enumerate(value.axes) if k not in gone], value.zero)]
+
+
+def _reshape(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
+    if params.get("dimensions") is not None:
+        return _unknown(flow, "reshape", operands, shapes)
+    return [Value(shapes[0], flow.regrouped(operands[0], shapes[0]), operands[0].zero)]
+
+
+def _reverse(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
+    flow.freeze(operands[0], "it is reversed", params["dimensions"])
+    return [Value(shapes[0], list(operands[0].axes), operands[0].zero)]
+
+
+def _iota(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
+    axes: list[Axis | None] = [UNIT if size == 1 else None for size in shapes[0]]
+    axes[params["dimension"]] = flow.atoms.new(shapes[0][params["dimension"]], "a constant differs along it")
+    return [Value(shapes[0], axes)]
+
+
+def _cut(flow: Flow, axis: Axis | None, length: int, start: int, stop: int) -> Axis | None:
+    """A stretch of an axis."""
+    if axis is None or stop - start == length:
+        return axis if stop - start > 1 else UNIT
+    sizes = [size for size in (start, stop - start, length - stop) if size]
+    return flow.atoms.cut(axis, sizes)[1 if start else 0]
+
+
+def _slice(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
+    value = operands[0]
+    strides = params["strides"] or (1,) * len(value.shape)
+    axes: list[Axis | None] = []
+    for k, (start, stop, stride) in enumerate(
+        zip(params["start_indices"], params["limit_indices"], strides, strict=True)
+    ):
+        if stride == 1 or value.axes[k] is None:
+            axes.append(_cut(flow, value.axes[k], value.shape[k], start, start + shapes[0][k] if stride > 1 else stop))
+        else:
+            flow.freeze(value, "it is read in strides", [k])
+            axes.append(flow.atoms.new(shapes[0][k], "it is read in strides"))
+    return [Value(shapes[0], axes, value.zero)]
+
+
+def _dynamic_slice(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
+    value, starts = operands[0], operands[1:]
+    axes: list[Axis | None] = []
+    for k, size in enumerate(shapes[0]):
+        start = starts[k].known
+        if size == value.shape[k] or value.axes[k] is None:
+            axes.append(value.axes[k] if size > 1 else UNIT)
+        elif start is not None:
+            first = min(max(int(start) + value.shape[k] * (int(start) < 0), 0), value.shape[k] - size)
+            axes.append(_cut(flow, value.axes[k], value.shape[k], first, first + size))
+        else:
+            flow.freeze(value, "it is read at places that are computed", [k])
+            axes.append(flow.atoms.new(size, "it is read at places that are computed"))
+    return [Value(shapes[0], axes, value.zero)]
+
+
+def _dynamic_update(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
+    value, update = operands[:2]
+    axes: list[Axis | None] = []
+    for k, size in enumerate(value.shape):
+        if update.shape[k] == size:
+            own = [Value((size,), [part.axes[k]], part.zero) for part in (value, update)]
+            axis = flow.summed(own).axes[0]
+            flow.atoms.unite(axis, value.axes[k])
+        else:
+            for part in (value, update):
+                flow.freeze(part, "it is written at some places", [k])
+            axis = flow.atoms.new(size, "it is written at some places")
+        axes.append(axis)
+    return [Value(value.shape, axes, value.zero and update.zero)]
+
+
+def _split(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
+    value, along = operands[0], params["axis"]
+    axis = value.axes[along]
+    parts = [None] * len(shapes) if axis is None else flow.atoms.cut(axis, [int(size) for size in params["sizes"]])
+    results = []
+    for shape, part in zip(shapes, parts, strict=True):
+        axes = list(value.axes)
+        axes[along] = UNIT if shape[along] == 1 else part
+        results.append(Value(shape, axes, value.zero))
+    return results
+
+
+def _concatenate(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
+    along = int(params["dimension"])
+    if len(operands) == 1:
+        return operands
+    lengths = [value.shape[along] for value in operands]
+    ends = [value.axes[along] for value in operands]
+    # Along the other axes it is like a sum: one exponent for all.
+    across = [Value(shapes[0], _with(value.axes, along, None), value.zero) for value in operands]
+    axes = list(flow.summed(across).axes)
+    for value in operands:
+        if value.zero:
+            for k, axis in enumerate(axes):
+                if k != along:
+                    flow.atoms.unite(axis, value.axes[k])
+    if all(axis is None for axis in ends) and all(value.zero for value in operands):
+        axes[along] = None
+    else:
+        parts = [flow.atoms.new(n) if axis is None else axis for axis, n in zip(ends, lengths, strict=True)]
+        for axis, part, value in zip(ends, parts, operands, strict=True):
+            if axis is None and not value.zero:
+                flow.still(part)
+        axes[along] = Sum(tuple(parts))
+    return [Value(shapes[0], axes, all(value.zero for value in operands))]
+
+
+def _with(axes: Sequence[Axis | None], place: int, axis: Axis | None) -> list[Axis | None]:
+    return [axis if k == place else each for k, each in enumerate(axes)]
+
+
+def _pad(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
+    value, filler = operands
+    axes: list[Axis | None] = []
+    for k, config in enumerate(params["padding_config"]):
+        low, high, interior = map(int, config)
+        axis = value.axes[k]
+        if not (low or high or interior):
+            if axis is not None and not filler.zero:
+                flow.still(axis)
+            axes.append(axis)
+        elif interior or low < 0 or high < 0:
+            flow.freeze(value, "it is padded", [k])
+            axes.append(flow.atoms.new(shapes[0][k], "it is padded"))
+        else:
+            middle = flow.atoms.new(value.shape[k]) if axis is None else axis
+            parts = [flow.atoms.new(n, "padding") for n in (low, high)]
+            axes.append(Sum(tuple(p for p, n in zip((parts[0], middle, parts[1]), (low, 1, high), strict=True) if n)))
+    return [Value(shapes[0], axes, value.zero and filler.zero)]
+
+
+def _dot(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
+    (contracted, batched), (left, right) = params["dimension_numbers"], operands
+    for i, j in zip(*contracted, strict=True):
+        flow.contract(left.axes[i], right.axes[j])
+    shared = [
+        Value((left.shape[i],), [each.axes[k]])
+        for i, j in zip(*batched, strict=True)
+        for each, k in ((left, i), (right, j))
+    ]
+    axes: list[Axis | None] = []
+    for first, second in zip(shared[::2], shared[1::2], strict=True):
+        axes += flow.multiplied([first, second], (1.0, 1.0)).axes
+    for value, *gone in ((left, contracted[0], batched[0]), (right, contracted[1], batched[1])):
+        axes += [flow.handed_on(axis) for k, axis in enumerate(value.axes) if k not in (*gone[0], *gone[1])]
+    return [Value(shapes[0], axes, left.zero or right.zero)]
+
+
+def _convolution(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
+    image, kernel = operands
+    numbers, groups = params["dimension_numbers"], params["feature_group_count"]
+    if params["batch_group_count"] != 1:
+        return _unknown(flow, "conv_general_dilated", operands, shapes)
+    lhs, rhs, out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
+    axes: list[Axis | None] = [None] * len(out)
+    axes[out[0]] = image.axes[lhs[0]]
+    for value, places in ((image, lhs[2:]), (kernel, rhs[2:])):
+        flow.freeze(value, "a convolution runs over it", places)
+    for place in out[2:]:
+        axes[place] = flow.atoms.new(shapes[0][place], "a convolution runs over it")
+    channels, outputs, inputs = image.axes[lhs[1]], kernel.axes[rhs[0]], kernel.axes[rhs[1]]
+    if groups == 1:
+        flow.contract(channels, inputs)
+        axes[out[1]] = flow.handed_on(outputs)
+        return [Value(shapes[0], axes, image.zero or kernel.zero)]
+    # Blocks of channels, each with its own kernels: [groups, channels of one], [groups, outputs of one].
+    sizes = groups, image.shape[lhs[1]] // groups
+    if channels is None or outputs is None:
+        return _unknown(flow, "conv_general_dilated", operands, shapes)
+    block, within = flow.atoms.factored(channels, sizes)
+    other, own = flow.atoms.factored(outputs, (groups, kernel.shape[rhs[0]] // groups))
+    flow.contract(within, inputs)
+    both = flow.multiplied([Value((groups,), [block]), Value((groups,), [other])], (1.0, 1.0)).axes[0]
+    axes[out[1]] = Product((both or UNIT, own))
+    return [Value(shapes[0], axes, image.zero or kernel.zero)]
+
+
+def _window(linear: bool) -> Rule:
+    def rule(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
+        value = operands[0]
+        axes = list(value.axes)
+        for k, width in enumerate(params["window_dimensions"]):
+            strides = params.get("window_strides") or (1,) * len(axes)
+            if width > 1 or shapes[0][k] != value.shape[k] or strides[k] != 1:
+                flow.freeze(value, "a window runs over it", [k])
+                axes[k] = flow.atoms.new(shapes[0][k], "a window runs over it")
+            elif (axis := axes[k]) is not None and not linear:
+                flow.uneven.append(axis)
+        return [Value(shapes[0], axes, value.zero)]
+
+    return rule
+
+
+def _gather(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
+    value, where = operands
+    numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
+    if numbers.operand_batching_dims or any(size == 0 for size in sizes):
+        return _unknown(flow, "gather", operands, shapes)
+    kept: list[Axis | None] = []
+    for k, size in enumerate(sizes):
+        whole = size == value.shape[k]
+        if not whole:
+            flow.freeze(value, "it is read at given places", [k])
+        if k not in numbers.collapsed_slice_dims:
+            kept.append(value.axes[k] if whole else flow.atoms.new(size, "it is read at given places"))
+    batch = list(where.axes[:-1])
+    axes = [kept.pop(0) if k in numbers.offset_dims else batch.pop(0) for k in range(len(shapes[0]))]
+    for axis in axes:
+        if axis is not None:
+            flow.uneven += [axis] if axis in where.axes else []
+    return [Value(shapes[0], axes, value.zero)]
+
+
+def _scan(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
+    body, counts = params["jaxpr"], (params["num_consts"], params["num_carry"])
+    consts, start, over = operands[: counts[0]], operands[counts[0] : sum(counts)], operands[sum(counts) :]
+    carry = _carried(flow, start)
+    loop = flow.atoms.new(params["length"], "a loop runs over it")
+    slices = []
+    for value in over:
+        flow.atoms.unite(loop, value.axes[0])
+        flow.freeze(value, "a loop runs over it", [0])
+        slices.append(Value(value.shape[1:], value.axes[1:], value.zero, context=(*value.context, loop)))
+    inner = [flow.constant(const) for const in body.consts]
+    found = follow(flow, body.jaxpr, inner, [*consts, *carry, *slices])
+    _close(flow, carry, found[: counts[1]])
+    stacked = [
+        Value(shape, [loop, *value.axes]) for value, shape in zip(found[counts[1] :], shapes[counts[1] :], strict=True)
+    ]
+    return [*carry, *stacked]
+
+
+def _while(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
+    test, body = params["cond_jaxpr"], params["body_jaxpr"]
+    counts = params["cond_nconsts"], params["body_nconsts"]
+    carry = _carried(flow, operands[sum(counts) :])
+    tested = follow(flow, test.jaxpr, [flow.constant(c) for c in test.consts], [*operands[: counts[0]], *carry])
+    for value in tested:
+        flow.freeze(value, "a loop depends on it")
+    consts = [flow.constant(const) for const in body.consts]
+    _close(flow, carry, follow(flow, body.jaxpr, consts, [*operands[counts[0] : sum(counts)], *carry]))
+    return carry
+
+
+def _carried(flow: Flow, start: list[Value]) -> list[Value]:
+    """What a loop hands on, at its beginning: axes that may turn out to be anything."""
+    carry = [flow.array(value.shape) for value in start]
+    _close(flow, carry, start)
+    return carry
+
+
+def _close(flow: Flow, carry: list[Value], other: list[Value]) -> None:
+    for value, also in zip(carry, other, strict=True):
+        for axis, each in zip(value.axes, also.axes, strict=True):
+            flow.atoms.unite(axis, each)
+            if axis is not None and each is not None:
+                flow.equal(axis, each)
+            elif not also.zero:
+                flow.still(axis)
+
+
+def _cond(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
+    results = []
+    for branch in params["branches"]:
+        consts = [flow.constant(const) for const in branch.consts]
+        results.append(follow(flow, branch.jaxpr, consts, operands[1:]))
+    return [flow.summed(cases) for cases in zip(*results, strict=True)]
+
+
+def _inner(name: str) -> Rule:
+    """Of a call whose program is one of its parameters, with operands before it that are not the program's."""
+
+    def rule(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
+        inner = inner_program(params)
+        if inner is None:
+            return _unknown(flow, name, operands, shapes)
+        consts = [flow.constant(const) for const in inner.consts]
+        return follow(flow, inner.jaxpr, consts, operands[len(operands) - len(inner.jaxpr.invars) :])
+
+    return rule
+
+
+RULES: dict[str, Rule] = {
+    **{name: _like_sum(name) for name in LIKE_SUMS},
+    **dict.fromkeys(SAME, _same),
+    **{name: _power(power) for name, power in POWERS.items()},
+    **{name: _mixed(True) for name in COMPARISONS},
+    **{name: _mixed(False) for name in MIXED},
+    **{name: _reduction(name) for name in REDUCTIONS},
+    **dict.fromkeys(ALONG, _along),
+    "integer_pow": _power(None),
+    "pow": _to_power,
+    "mul": _product((1.0, 1.0)),
+    "div": _product((1.0, -1.0)),
+    "select_n": _select,
+    "optimization_barrier": _all_same,
+    "argmax": _argument,
+    "argmin": _argument,
+    "sort": _sort,
+    "transpose": _transpose,
+    "broadcast_in_dim": _broadcast,
+    "squeeze": _squeeze,
+    "reshape": _reshape,
+    "rev": _reverse,
+    "iota": _iota,
+    "slice": _slice,
+    "dynamic_slice": _dynamic_slice,
+    "dynamic_update_slice": _dynamic_update,
+    "split": _split,
+    "concatenate": _concatenate,
+    "pad": _pad,
+    "dot_general": _dot,
+    "conv_general_dilated": _convolution,
+    "reduce_window_sum": _window(True),
+    "reduce_window_max": _window(False),
+    "reduce_window_min": _window(False),
+    "gather": _gather,
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+    "custom_vjp_call": _inner("custom_vjp_call"),
+}
+"""By names of primitives."""

@@ -1,0 +1,167 @@
+"""What a layer of any model sees: the vectors that its weights are multiplied by, for given inputs of the model."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jex
+from jaxtyping import Array, Float, Shaped
+
+from dissociation.checks import fail
+from dissociation.validation import validated
+from dissociation.weights.groups import called
+from dissociation.weights.operations import inner_program
+
+MOVES = ("transpose", "reshape", "convert_element_type", "stop_gradient", "copy", "squeeze", "broadcast_in_dim")
+"""Operations after which weights still are the weights."""
+
+
+class LayerInputs(NamedTuple):
+    """What the weights of a layer are multiplied by.
+
+    Attributes:
+        path: Of the weights, as slots of groups have it.
+        leaf: Their number among the model's arrays of floating-point numbers.
+        axes: Of the weights, along which they are multiplied and summed.
+        rows: A row for every example and place where the weights are used (a position of an image, a token):
+            [rows, features], features in the order of the weights' `axes`.
+    """
+
+    path: str
+    leaf: int
+    axes: tuple[int, ...]
+    rows: Float[Array, "rows features"]
+
+
+@validated
+def layer_inputs(
+    model: Any,
+    inputs: Shaped[Array | np.ndarray, "samples ..."],
+    path: str,
+    *,
+    call: Callable[[Any, Any], Any] | None = None,
+) -> LayerInputs:
+    """The vectors that a layer's weights are multiplied by, in a model of any kind.
+
+    Args:
+        model: See `groups.neuron_groups`.
+        inputs: Examples, first axis first.
+        path: Of the weights, as slots of groups have it: ".layers[1].weight".
+        call: See `groups.neuron_groups`.
+
+    Returns:
+        The vectors, a row each.
+
+    Raises:
+        ValueError: If there is no such array, or it is multiplied by nothing outside of loops.
+    """
+    arrays, rest = eqx.partition(model, eqx.is_inexact_array)
+    named, tree = jax.tree_util.tree_flatten_with_path(arrays)
+    paths, leaves = [jax.tree_util.keystr(name) for name, _ in named], [leaf for _, leaf in named]
+    if path not in paths:
+        fail("path", f"be one of {', '.join(paths)}", repr(path))
+    leaf, apply = paths.index(path), called if call is None else call
+    places = np.arange(np.size(leaves[leaf])).reshape(np.shape(leaves[leaf]))
+    axes: list[tuple[int, ...]] = []
+
+    def program(leaves: list[Any], x: Any) -> Any:
+        return jax.tree.leaves(eqx.filter(apply(eqx.combine(jax.tree.unflatten(tree, leaves), rest), x), eqx.is_array))
+
+    def seen(x: Array) -> list[Array]:
+        traced = jax.make_jaxpr(program)(leaves, x)
+        watch = _Watch(places.shape)
+        marks = [places if k == leaf else None for k in range(len(leaves))]
+        watch.run(traced.jaxpr, traced.consts, [*leaves, x], [*marks, None])
+        axes[:] = watch.axes
+        return watch.rows
+
+    with jax.default_matmul_precision("highest"):
+        found = jax.vmap(seen)(jnp.asarray(inputs))
+    if not found:
+        fail("path", "name weights that something is multiplied by, outside of loops", repr(path))
+    if len(set(axes)) > 1:
+        fail("path", "name weights that are multiplied along the same axes wherever they are used", repr(path))
+    return LayerInputs(path, leaf, axes[0], jnp.concatenate([part.reshape(-1, part.shape[-1]) for part in found]))
+
+
+class _Watch:
+    """Runs a program, and notes what certain weights are multiplied by.
+
+    With every value goes None, or, if it is the weights in another arrangement, the place that each entry had.
+    """
+
+    def __init__(self, shape: tuple[int, ...]):
+        self.shape = shape
+        self.rows: list[Array] = []
+        self.axes: list[tuple[int, ...]] = []
+
+    def run(
+        self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], marks: Sequence[Any]
+    ) -> list[tuple[Any, Any]]:
+        """Values of the results, and their marks."""
+        env = {v: (value, None) for v, value in zip(jaxpr.constvars, consts, strict=True)}
+        env |= {v: pair for v, *pair in zip(jaxpr.invars, args, marks, strict=True)}
+
+        def read(atom: Any) -> Any:
+            return (atom.val, None) if isinstance(atom, jex.Literal) else env[atom]
+
+        for equation in jaxpr.eqns:
+            pairs = [read(atom) for atom in equation.invars]
+            env |= dict(zip(equation.outvars, self._apply(equation, pairs), strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _apply(self, equation: Any, pairs: list[Any]) -> list[tuple[Any, Any]]:
+        values, marks = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        name, params = equation.primitive.name, equation.params
+        inner = inner_program(params)
+        if name not in ("scan", "while", "cond") and inner is not None and len(inner.jaxpr.invars) == len(values):
+            return self.run(inner.jaxpr, inner.consts, values, marks)
+        if name == "dot_general":
+            self._at_product(params["dimension_numbers"], values, marks)
+        if name == "conv_general_dilated" and marks[1] is not None:
+            self._at_convolution(params, values[0], marks[1])
+        results = equation.primitive.bind(*values, **params)
+        results = results if equation.primitive.multiple_results else [results]
+        mark = None
+        if marks and marks[0] is not None and name in MOVES:
+            with jax.ensure_compile_time_eval():
+                moved = params | ({"new_dtype": np.dtype(np.int32)} if "new_dtype" in params else {})
+                mark = np.asarray(equation.primitive.bind(marks[0], **moved))
+        return [(result, mark) for result in results]
+
+    def _note(self, rows: Array, places: np.ndarray) -> None:
+        """Rows whose entries meet weights at these places, of one output."""
+        order = np.argsort(places)
+        coordinates = np.unravel_index(places[order], self.shape)
+        self.axes.append(tuple(k for k, each in enumerate(coordinates) if len(np.unique(each)) > 1))
+        self.rows.append(rows[..., order])
+
+    def _at_product(self, numbers: Any, values: list[Any], marks: list[Any]) -> None:
+        (contracted, batched), sides = numbers, (0, 1)
+        for side in sides:
+            if marks[side] is None:
+                continue
+            own, other = contracted[side], contracted[1 - side]
+            if batched[side]:
+                fail(
+                    "path", "name weights that are the same for all of a batch", "weights in a product with batch axes"
+                )
+            weights = np.moveaxis(marks[side], own, range(len(own)))
+            count = int(np.prod(weights.shape[: len(own)]))
+            vectors = jnp.moveaxis(values[1 - side], other, range(-len(other), 0))
+            self._note(vectors.reshape(-1, count), weights.reshape(count, -1)[:, 0])
+
+    def _at_convolution(self, params: Any, image: Array, mark: np.ndarray) -> None:
+        numbers = params["dimension_numbers"]
+        if params["feature_group_count"] != 1 or params["batch_group_count"] != 1:
+            fail("path", "name weights of a convolution without groups", "groups")
+        spatial = tuple(mark.shape[k] for k in numbers.rhs_spec[2:])
+        patches = jax.lax.conv_general_dilated_patches(
+            image, spatial, params["window_strides"], params["padding"], params["lhs_dilation"], params["rhs_dilation"],
+            dimension_numbers=numbers, precision=jax.lax.Precision.HIGHEST,
+        )  # fmt: skip
+        weights = np.transpose(mark, numbers.rhs_spec)[0].reshape(-1)  # channels, then places of the kernel
+        self._note(jnp.moveaxis(patches, numbers.out_spec[1], -1).reshape(-1, len(weights)), weights)

@@ -1,0 +1,129 @@
+"""Sizes that modules keep beside their arrays, brought up to date when a rewrite has changed the arrays.
+
+Modules are frozen, so they are constructed anew from the options they keep, and given their arrays back.
+"""
+
+import dataclasses
+import functools
+import inspect
+from typing import Any
+
+import equinox as eqx
+import jax
+
+
+def with_sizes(module: eqx.Module, **sizes: Any) -> Any:
+    """A module with other static sizes, and the arrays and modules that it has.
+
+    Args:
+        module: Whose constructor takes its static fields by their names.
+        sizes: Those that change.
+
+    Example:
+        >>> with_sizes(eqx.nn.Linear(3, 4, key=jax.random.key(0)), in_features=5).in_features
+        5
+    """
+    if all(getattr(module, name) == value for name, value in sizes.items()):
+        return module
+    fields = dataclasses.fields(module)
+    static = {field.name for field in fields if field.metadata.get("static")}
+    known = inspect.signature(type(module).__init__).parameters
+    options = {name: getattr(module, name) for name in known if name in static} | sizes
+    for name, value in (("key", jax.random.PRNGKey(0)), ("axis_name", getattr(module, "axis_name", None))):
+        options |= {name: value} if name in known else {}
+    new = eqx.filter_eval_shape(type(module), **options)
+    own = [field.name for field in fields if field.name not in static]
+    return eqx.tree_at(
+        lambda m: [getattr(m, name) for name in own],
+        new,
+        [getattr(module, name) for name in own],
+        is_leaf=lambda part: part is None or isinstance(part, eqx.nn.StateIndex),
+    )
+
+
+@functools.singledispatch
+def refitted(module: Any) -> Any:
+    """A module whose static sizes are those of its arrays, which a rewrite has changed.
+
+    For modules of one's own that keep sizes, `refitted.register(type)` a function that returns `with_sizes(module,
+    ...)` or constructs them anew. The modules within it have been refitted before.
+    """
+    return module
+
+
+@refitted.register
+def _(module: eqx.nn.Linear) -> Any:
+    outputs, inputs = module.weight.shape
+    outputs = "scalar" if module.out_features == "scalar" else outputs
+    return with_sizes(module, in_features="scalar" if module.in_features == "scalar" else inputs, out_features=outputs)
+
+
+@refitted.register
+def _(module: eqx.nn.Conv) -> Any:
+    outputs, inputs = module.weight.shape[:2]
+    return with_sizes(module, in_channels=inputs * module.groups, out_channels=outputs)
+
+
+@refitted.register
+def _(module: eqx.nn.ConvTranspose) -> Any:
+    outputs, inputs = module.weight.shape[:2]
+    return with_sizes(module, in_channels=inputs * module.groups, out_channels=outputs)
+
+
+@refitted.register
+def _(module: eqx.nn.MLP) -> Any:
+    widths = {layer.weight.shape[0] for layer in module.layers[:-1]}
+    scans = getattr(module, "scan", False)
+    return with_sizes(module, width_size=widths.pop()) if len(widths) == 1 and not scans else module
+
+
+@refitted.register
+def _(module: eqx.nn.GRUCell) -> Any:
+    return with_sizes(module, input_size=module.weight_ih.shape[1], hidden_size=module.weight_hh.shape[1])
+
+
+@refitted.register
+def _(module: eqx.nn.LSTMCell) -> Any:
+    return with_sizes(module, input_size=module.weight_ih.shape[1], hidden_size=module.weight_hh.shape[1])
+
+
+@refitted.register
+def _(module: eqx.nn.BatchNorm) -> Any:
+    return module if module.weight is None else with_sizes(module, input_size=module.weight.shape[0])
+
+
+@refitted.register
+def _(module: eqx.nn.Embedding) -> Any:
+    return with_sizes(module, num_embeddings=module.weight.shape[0], embedding_size=module.weight.shape[1])
+
+
+@refitted.register
+def _(module: eqx.nn.MultiheadAttention) -> Any:
+    rows, values = module.query_proj.weight.shape[0], module.value_proj.weight.shape[0]
+    # As many heads more in queries and values are heads; else those that there are have become wider.
+    more = rows * module.vo_size == values * module.qk_size and rows % module.qk_size == 0
+    heads = rows // module.qk_size if more else module.num_heads
+    return with_sizes(
+        module,
+        num_heads=heads,
+        qk_size=rows // heads,
+        vo_size=values // heads,
+        query_size=module.query_proj.weight.shape[1],
+        key_size=module.key_proj.weight.shape[1],
+        value_size=module.value_proj.weight.shape[1],
+        output_size=module.output_proj.weight.shape[0],
+    )
+
+
+def refit(model: Any) -> Any:
+    """A model with every module in it `refitted`, the innermost first."""
+
+    def inner(part: Any) -> Any:
+        one_level = lambda x: x is not part  # noqa: E731
+        children, tree = jax.tree.flatten(part, is_leaf=one_level)
+        if len(children) == 1 and children[0] is part:
+            return part
+        new = jax.tree.unflatten(tree, [inner(child) for child in children])
+        return refitted(new) if isinstance(new, eqx.Module) else new
+
+    return inner(model)

@@ -1,0 +1,184 @@
+"""Groups of neurons, found in models of many kinds; what stands still, and why; axes and their atoms."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from zoo import ZOO
+
+from dissociation.weights import groups
+from dissociation.weights.axes import Atoms, Product, Sum, spread
+from dissociation.weights.groups import group_report, neuron_groups
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_all_groups_are_found(name):
+    kind = ZOO[name]
+    model, inputs = kind.make(jax.random.key(0)), kind.inputs(jax.random.key(1))
+    found = {
+        group.name: (
+            group.size,
+            "s" * (group.scaling is not None) + "g" * (group.sharing is not None) + "r" * (group.linear is not None),
+        )
+        for group in neuron_groups(model, inputs[0]).values()
+    }
+    assert found == kind.groups
+
+
+def test_slots_say_where_neurons_lie():
+    model = ZOO["convolutional"].make(jax.random.key(0))
+    last = neuron_groups(model, jnp.ones(784))["encoder.convolutions[1]"]
+    made, bias, read = last.slots
+    assert (made.path, made.axis, made.outgoing) == (".encoder.convolutions[1].weight", 3, False)
+    assert bias.path == ".encoder.convolutions[1].bias"
+    assert (read.path, read.axis, read.outgoing) == (".encoder.head.weight", 1, True)
+    # Flattened from [7, 7, 32], channels last.
+    np.testing.assert_array_equal(read.positions, np.arange(49 * 32).reshape(49, 32).T)
+    assert last.degree == 1
+    np.testing.assert_array_equal(last.scalings, [[1, 1, -1]])
+    np.testing.assert_array_equal(last.sharing, [0, 0, -1])
+
+
+def test_degrees_of_homogeneity():
+    bilinear = ZOO["bilinear"].make(jax.random.key(0))
+    found = neuron_groups(bilinear, jnp.ones(5))
+    assert found["layers[0].left"].degree == 2
+    assert len(found["layers[0].left"].scalings) == 2  # each side by itself
+    assert found["embed"].degree == 1
+    tanh = ZOO["tanh without biases"].make(jax.random.key(0))
+    assert neuron_groups(tanh, jnp.ones(5))["layers[0]"].degree is None
+
+
+def test_gates_of_a_recurrent_cell_move_together():
+    model = ZOO["gated recurrent"].make(jax.random.key(0))
+    slots = neuron_groups(model, jnp.ones((7, 4)))["cell"].slots
+    rows = [slot.positions[:, 0].tolist() for slot in slots if slot.path == ".cell.weight_ih"]
+    assert rows == [list(range(start, start + 6)) for start in (0, 6, 12)]
+
+
+def test_what_a_normalisation_makes_is_scaled_by_its_gain():
+    model = ZOO["residual normalised"].make(jax.random.key(0))
+    stream = neuron_groups(model, jnp.ones(5))["embed"]
+    assert stream.normalised
+    paths = [slot.path for slot in stream.slots]
+    for vector, index in zip(stream.scalings, (0, 1), strict=True):
+        moved = {path for path, exponent in zip(paths, vector, strict=True) if exponent}
+        norm = f".norms[{index}]"
+        assert moved == {f"{norm}.weight", f"{norm}.bias", f".first[{index}].weight"}
+
+
+def test_what_stands_still_says_why():
+    model = eqx.nn.MLP(5, 3, 8, 1, key=jax.random.key(0))
+    report = group_report(model, jnp.ones(5))
+    assert report.frozen[".layers[0].weight[1]"] == "the input has it"
+    assert report.frozen[".layers[1].weight[0]"] == "the output has it"
+    assert "stands still: the input has it" in str(report)
+    ramp = jnp.arange(8.0)
+    tilted = group_report(model, jnp.ones(5), call=lambda m, x: m.layers[1](jax.nn.relu(m.layers[0](x)) * ramp))
+    assert not tilted.groups
+    assert tilted.frozen[".layers[0].weight[0]"] == "a constant differs along it"
+    sorted_units = group_report(model, jnp.ones(5), call=lambda m, x: m.layers[1](jnp.sort(m.layers[0](x))))
+    assert sorted_units.frozen[".layers[1].weight[1]"] == "it is sorted"
+    unknown = group_report(model, jnp.ones(5), call=lambda m, x: m.layers[1](jnp.fft.fft(m.layers[0](x)).real))
+    assert "is not known" in unknown.frozen[".layers[0].weight[0]"]
+    unused = group_report(model, jnp.ones(5), call=lambda m, x: m.layers[0](x))
+    assert unused.frozen[".layers[1].weight[1]"] == "the function does not depend on it"
+
+
+@pytest.mark.parametrize(
+    ("middle", "sizes", "degrees"),
+    [
+        (lambda h: jnp.concatenate([jax.nn.relu(h[:3]), jnp.tanh(h[3:])]), {3, 5}, {1.0, None}),
+        (lambda h: h.reshape(2, 4).transpose().reshape(-1), {2, 4}, {1.0}),
+        (lambda h: jax.nn.relu(h)[::2].repeat(2), {2}, {None}),  # weights that meet one number
+        (lambda h: jnp.where(h > 0, h, 0.1 * h), {8}, {1.0}),
+        (lambda h: jnp.where(h > 1, h, 0.1 * h), {8}, {None}),
+        (lambda h: jnp.maximum(h, 0) ** 2, {8}, {2.0}),
+        (lambda h: h / jnp.sqrt(jnp.sum(h**2) + 1e-6), {8}, {None}),
+        (lambda h: h * jnp.max(h), {8}, {None}),
+        (lambda h: jax.lax.fori_loop(0, 3, lambda _, h: jax.nn.relu(h), h), {8}, {1.0}),
+        (lambda h: jax.lax.cond(h.sum() > 0, jax.nn.relu, lambda h: -h, h), {8}, {None}),
+        (lambda h: jax.checkpoint(jax.nn.relu)(h), {8}, {1.0}),
+        (lambda h: jnp.roll(h, 1), {7}, {1.0}),
+        (lambda h: jnp.pad(h[2:6], 2), {2, 4}, {1.0, None}),  # two at either end are read by nothing
+        (lambda h: jax.nn.softmax(h), {8}, {None}),
+        (lambda h: jnp.cumsum(h), set(), set()),
+        (lambda h: h[jnp.array([0, 1, 2, 3, 4, 5, 6, 7])], set(), set()),
+        (lambda h: jnp.clip(h, 0, 6), {8}, {None}),
+        (lambda h: jnp.outer(h, h).sum(1) + 0 * h, {8}, {None}),
+    ],
+)
+def test_operations_between_two_layers(middle, sizes, degrees):
+    """And whatever is found keeps the function."""
+    model = eqx.nn.MLP(5, 3, 8, 1, key=jax.random.key(0))
+
+    def call(m, x):
+        return m.layers[1](middle(m.layers[0](x)))
+
+    found = neuron_groups(model, jnp.ones(5), call=call)
+    assert {group.size for group in found.values()} == sizes
+    assert {group.degree for group in found.values()} == degrees
+
+
+def test_stated_groups_come_first():
+    class Own(eqx.Module):
+        mlp: eqx.nn.MLP
+
+        def __call__(self, x):
+            return self.mlp(x)
+
+    model = Own(eqx.nn.MLP(5, 3, 8, 1, key=jax.random.key(0)))
+    own = neuron_groups(model, jnp.ones(5))
+
+    @groups.stated_groups.register(Own)
+    def _(model, example):
+        return {"mine": own["mlp.layers[0]"]}
+
+    assert list(neuron_groups(model, jnp.ones(5))) == ["mine"]
+
+
+def test_models_that_do_not_take_the_example_are_refused():
+    model = eqx.nn.MLP(5, 3, 8, 1, key=jax.random.key(0))
+    with pytest.raises(TypeError, match="`model` must take `example`, got MLP"):
+        neuron_groups(model, jnp.ones(6))
+
+
+def test_two_layers_of_one_key_are_united_where_they_meet():
+    atoms = Atoms()
+    whole, first, second = atoms.new(12), atoms.new(3), atoms.new(4)
+    atoms.unite(whole, Product((first, second)))
+    assert [atoms.size(leaf) for leaf in atoms.leaves(whole)] == [3, 4]
+    np.testing.assert_array_equal(atoms.positions(whole, atoms.leaves(whole)[0].name)[1], [4, 5, 6, 7])
+    halves = atoms.cut(whole, [4, 8])  # along the first factor: 3 = 1 + 2
+    assert [atoms.size(part) for part in halves] == [4, 8]
+    atoms.freeze(second, "because")
+    assert {atoms.reason(leaf.atom) for leaf in atoms.leaves(whole)} == {"", "because"}
+
+
+def test_parts_end_to_end_as_rows_of_a_matrix_are_one():
+    atoms = Atoms()
+    parts = [atoms.new(4) for _ in range(3)]
+    row, column = atoms.factored(Sum(tuple(parts)), (3, 4))
+    assert atoms.reason(atoms.leaves(row)[0].atom)
+    assert len({leaf.atom for part in (*parts, column) for leaf in atoms.leaves(part)}) == 1
+
+
+def test_indices_grouped_in_two_ways_are_frozen():
+    atoms = Atoms()
+    one = atoms.new(12)
+    atoms.unite(one, Product((atoms.new(3), atoms.new(4))))
+    atoms.factored(one, (2, 6))
+    assert all(atoms.reason(leaf.atom) for leaf in atoms.leaves(one))
+
+
+def test_spread_puts_new_neurons_at_their_places():
+    atoms = Atoms()
+    outer, neurons, inner = atoms.new(2), atoms.new(3), atoms.new(2)
+    axis = Product((outer, Sum((neurons, atoms.new(1 + 1))), inner))
+    layout = atoms.layout(axis)
+    name = atoms.leaves(neurons)[0].name
+    places, owners = spread(layout, {name: np.array([0, 1, 2, 0])})
+    assert len(places) == 2 * (4 + 2) * 2
+    np.testing.assert_array_equal(places[:12], [0, 1, 2, 3, 4, 5, 0, 1, 6, 7, 8, 9])
+    np.testing.assert_array_equal(owners[name][:12], [0, 0, 1, 1, 2, 2, 3, 3, -1, -1, -1, -1])

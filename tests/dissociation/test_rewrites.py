@@ -1,0 +1,273 @@
+"""Rewrites of groups of any model keep its function; controls do not."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from zoo import ZOO
+
+from dissociation.weights import rewrites, sizes
+from dissociation.weights.certificate import certify
+from dissociation.weights.groups import called, neuron_groups, parameters_of
+from dissociation.weights.seen import layer_inputs
+
+pytestmark = pytest.mark.usefixtures("barely_optimized")
+
+
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+def one(name):
+    kind = ZOO[name]
+    model, inputs = kind.make(jax.random.key(0)), kind.inputs(jax.random.key(1))
+    return model, inputs, neuron_groups(model, inputs[0])
+
+
+def change(model, rewritten, inputs):
+    """The largest change of an output, of their size."""
+    before, after = (np.asarray(jax.vmap(lambda x, m=m: called(m, x))(inputs)) for m in (model, rewritten))
+    return np.abs(after - before).max() / np.abs(before).max()
+
+
+GROWS_NOT = {
+    ("transformer", "blocks[0].attention.query_proj:2"): "number of neurons the function does not depend on",
+    ("fused attention", "fused"): "run with another number",
+    ("fused attention", "fused:2"): "run with another number",
+    ("grouped convolutions", "convolutions[0]"): "another number",
+    ("grouped convolutions", "convolutions[0]:2"): "another number",
+}
+"""Groups whose number the program holds, or a module keeps."""
+
+
+def all_rewrites(group):
+    key = jax.random.key(2)
+    yield "permute", lambda: rewrites.permute(group, key=key)
+    for index in range(len(group.scalings)):
+        factor = jnp.exp(jax.random.normal(jax.random.key(index), (group.size,)))
+        yield f"scale {index}", lambda factor=factor, index=index: rewrites.scale(group, factor, scaling=index)
+    if group.scaling is not None:
+        yield "scale", lambda: rewrites.scale(group, 3.0)
+    if group.linear is not None:
+        yield "rotate", lambda: rewrites.rotate(group, key=key)
+        general = jnp.eye(group.size) + 0.3 * jax.random.normal(key, (group.size, group.size))
+        yield "rotate by any matrix", lambda: rewrites.rotate(group, general)
+    if group.sharing is not None:
+        yield "duplicate", lambda: rewrites.duplicate(group, 1.5)
+        yield "cancelling", lambda: rewrites.add_nuisance(group, 2, 3, key=key, incoming_std=0.3)
+        yield "without effect", lambda: rewrites.add_nuisance(group, 3, key=key)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize(("precise", "tolerance"), [(False, 1e-5), (True, 1e-12)])
+def test_every_rewrite_of_every_group_keeps_the_function(name, precise, tolerance):
+    with jax.enable_x64(precise):
+        model, inputs, groups = one(name)
+        leaves = parameters_of(model)[0]
+        for group in groups.values():
+            for what, make in all_rewrites(group):
+                grows = what in ("duplicate", "cancelling", "without effect")
+                if grows and (name, group.name) in GROWS_NOT:
+                    with pytest.raises((ValueError, TypeError), match=GROWS_NOT[name, group.name]):
+                        make()(model)
+                    continue
+                rewritten = make()(model)
+                assert change(model, rewritten, inputs) < tolerance, (group.name, what)
+                moved = parameters_of(rewritten)[0]
+                shapes = [np.shape(leaf) for leaf in moved] != [np.shape(leaf) for leaf in leaves]
+                assert shapes == grows
+                assert grows or any((a != b).any() for a, b in zip(leaves, moved, strict=True))
+
+
+@pytest.mark.parametrize("name", ["perceptron", "residual bilinear", "gated recurrent"])
+def test_rewrites_of_some_keep_the_function(name):
+    model, inputs, groups = one(name)
+    group = next(iter(groups.values()))
+    for what, make in all_rewrites(group):
+        assert change(model, make()(model), inputs) < 1e-5, what
+
+
+def test_controls_change_the_function():
+    model, inputs, groups = one("perceptron")
+    group = groups["layers[0]"]
+    rewritten = rewrites.permute(group, key=jax.random.key(0))(model)
+    half = eqx.tree_at(lambda m: m.layers[1].weight, rewritten, model.layers[1].weight)
+    assert change(model, half, inputs) > 1e-2
+    scaled = rewrites.scale(group, 2.0)(model)
+    half = eqx.tree_at(lambda m: m.layers[0].bias, scaled, model.layers[0].bias)
+    assert change(model, half, inputs) > 1e-2
+    nuisance = rewrites.add_nuisance(group, 2, key=jax.random.key(0))(model)
+    read = nuisance.layers[1].weight.at[:, -1].set(0.1)
+    assert change(model, eqx.tree_at(lambda m: m.layers[1].weight, nuisance, read), inputs) > 1e-2
+
+
+def test_rewrites_follow_one_another():
+    model, inputs, groups = one("perceptron")
+    first, second = groups["layers[0]"], groups["layers[1]"]
+    whole = (
+        rewrites.duplicate(first, 2.0)
+        | rewrites.permute(first, key=jax.random.key(0))
+        | rewrites.scale(second, 7.0)
+        | rewrites.add_nuisance(first, 4, key=jax.random.key(1))
+        | rewrites.scale(first, 0.1)
+    )
+    rewritten = whole(model)
+    assert rewritten.layers[0].weight.shape == (20, 5)
+    assert change(model, rewritten, inputs) < 1e-5
+    same = rewrites.compose([whole, rewrites.compose([])])(model)
+    np.testing.assert_array_equal(same.layers[0].weight, rewritten.layers[0].weight)
+    with pytest.raises(ValueError, match="`permutation` must have 20 entries"):
+        rewrites.permute(first, np.arange(8))(rewritten)
+
+
+def test_rewrites_are_pure():
+    """Compiled, mapped over members, and with derivatives: of an output by a scale factor it is zero."""
+    make = ZOO["perceptron"].make
+    models = eqx.filter_vmap(make)(jax.random.split(jax.random.key(0), 3))
+    model = make(jax.random.split(jax.random.key(0), 3)[1])
+    x = jnp.ones(5)
+    group = neuron_groups(model, x)["layers[1]"]
+    rewrite = rewrites.duplicate(group, 1.5) | rewrites.scale(group, 3.0)
+    mapped = eqx.filter_jit(lambda models, rewrite: eqx.filter_vmap(rewrite)(models))(models, rewrite)
+    alone = rewrite(model)
+    for stacked, own in zip(parameters_of(mapped)[0], parameters_of(alone)[0], strict=True):
+        np.testing.assert_allclose(stacked[1], own, rtol=1e-6)
+    factor = jnp.asarray(2.0)
+    function = lambda a: rewrites.scale(group, a)(model)(x)[0]  # noqa: E731
+    np.testing.assert_allclose(jax.grad(function)(factor), 0, atol=1e-6)
+    weights = lambda a: rewrites.scale(group, a)(model).layers[2].weight.sum()  # noqa: E731
+    assert abs(jax.grad(weights)(factor)) > 1e-2
+    assert np.isnan(jax.jit(lambda a: rewrites.scale(group, a)(model)(x))(-1.0)).all()
+
+
+def test_static_sizes_follow():
+    model, _, groups = one("perceptron")
+    both = rewrites.duplicate(groups["layers[0]"], 2) | rewrites.duplicate(groups["layers[1]"], 2)
+    wide = both(model)
+    assert wide.width_size == 16
+    assert [(layer.in_features, layer.out_features) for layer in wide.layers] == [(5, 16), (16, 16), (16, 3)]
+    model, _, groups = one("gated recurrent")
+    assert rewrites.duplicate(groups["cell"], 2)(model).cell.hidden_size == 12
+    model, _, groups = one("residual convolutional")
+    wide, _ = rewrites.duplicate(groups["[0].convolutions[1]"], 2)(model)
+    assert [c.out_channels for c in wide.convolutions] == [6, 16, 6]
+    assert wide.norms[1].input_size == 16
+    model, _, groups = one("transformer")
+    heads = rewrites.duplicate(groups["blocks[0].attention.query_proj"], 2)(model).blocks[0].attention
+    assert (heads.num_heads, heads.qk_size, heads.query_proj.out_features) == (8, 4, 32)
+    wide = rewrites.duplicate(groups["blocks[0].attention.value_proj"], 2)(model).blocks[0].attention
+    assert (wide.num_heads, wide.vo_size) == (4, 8)
+
+
+def test_modules_that_keep_their_size_are_named_or_registered():
+    class Keeps(eqx.Module):
+        layers: list
+        size: int = eqx.field(static=True)
+
+        def __call__(self, x):
+            return self.layers[1](jax.nn.relu(self.layers[0](x)).reshape(self.size))
+
+    keys = jax.random.split(jax.random.key(0))
+    model = Keeps([eqx.nn.Linear(5, 8, key=keys[0]), eqx.nn.Linear(8, 3, key=keys[1])], 8)
+    group = neuron_groups(model, jnp.ones(5))["layers[0]"]
+    with pytest.raises(TypeError, match="run with another number of neurons in layers.*refitted.register"):
+        rewrites.duplicate(group, 2)(model)
+    sizes.refitted.register(Keeps, lambda module: Keeps(module.layers, module.layers[0].out_features))
+    wide = rewrites.duplicate(group, 2)(model)
+    assert wide.size == 16
+    np.testing.assert_allclose(wide(jnp.ones(5)), model(jnp.ones(5)), rtol=1e-5)
+
+
+def test_what_layers_see():
+    model, inputs, _ = one("perceptron")
+    hidden = jax.vmap(lambda x: jax.nn.relu(model.layers[0](x)))(inputs)
+    seen = layer_inputs(model, inputs, ".layers[1].weight")
+    np.testing.assert_allclose(seen.rows, hidden, atol=1e-6)
+    assert seen.axes == (1,)
+    model, inputs, _ = one("transformer")
+    stream = layer_inputs(model, inputs, ".blocks[0].second.weight")
+    assert stream.rows.shape == (6 * 5, 24)
+    model, inputs, _ = one("convolutional")
+    weight = model.encoder.convolutions[1].weight  # [5, 5, in, out]
+    patches = layer_inputs(model, inputs, ".encoder.convolutions[1].weight")
+    assert patches.axes == (0, 1, 2)
+    assert patches.rows.shape == (3 * 14 * 14, 400)
+    first = model.encoder.layers(inputs[0].reshape(28, 28))[0]
+    wanted = model.encoder.convolutions[1](first) - model.encoder.convolutions[1].bias[None, None]
+    np.testing.assert_allclose((patches.rows[:196] @ weight.reshape(400, 32)).reshape(14, 14, 32), wanted, atol=1e-5)
+    with pytest.raises(ValueError, match="`path` must be one of .encoder"):
+        layer_inputs(model, inputs, "weight")
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [("perceptron", ".layers[1].weight"), ("residual", ".first[1].weight"), ("grouped convolutions", None)],
+)
+def test_moves_in_the_null_space_of_what_a_layer_sees(name, path):
+    model, inputs, _ = one(name)
+    if path is None:
+        with pytest.raises(ValueError, match="`path` must name weights of a convolution without groups"):
+            layer_inputs(model, inputs, ".convolutions[1].weight")
+        path = ".convolutions[0].weight"
+        inputs = inputs[:1, :, :5]
+        model = eqx.tree_at(lambda m: m.convolutions[1:], model, [eqx.nn.Identity()] * 3)
+    else:
+        inputs = inputs[:4]
+    seen = layer_inputs(model, inputs, path)
+    space = rewrites.null_space(seen, rtol=1e-6)
+    moved = rewrites.null_perturb(space, 0.5, key=jax.random.key(0))(model)
+    assert change(model, moved, inputs) < 1e-5
+    weights = [parameters_of(m)[0][seen.leaf] for m in (model, moved)]
+    assert np.abs(weights[1] - weights[0]).max() > 0.1
+    others = inputs + jax.random.normal(jax.random.key(3), inputs.shape)
+    assert change(model, moved, others) > 1e-2
+
+
+def test_phantom_neurons_show_a_pattern():
+    model, inputs, groups = one("residual")
+    pattern = jax.random.uniform(jax.random.key(0), (8, 2))
+    rewritten = rewrites.add_phantom(groups["first[1]"], model, inputs[:8], pattern)(model)
+    assert change(model, rewritten, inputs) < 1e-5
+    seen = layer_inputs(rewritten, inputs[:8], ".first[1].weight").rows
+    shown = seen @ rewritten.first[1].weight[-2:].T + rewritten.first[1].bias[None, -2:]
+    np.testing.assert_allclose(shown, pattern, atol=1e-3)
+    bilinear, inputs, groups = one("bilinear")
+    with pytest.raises(ValueError, match="made by one matrix"):
+        rewrites.add_phantom(groups["layers[0].left"], bilinear, inputs, jnp.ones((12, 1)))
+
+
+def test_groups_are_checked_by_permuting():
+    model, inputs, groups = one("transformer")
+    found = rewrites.check_groups(model, inputs, key=jax.random.key(0))
+    assert list(found) == list(groups)
+    assert all(certificate.max_rel_change < 1e-5 for certificate in found.values())
+    wrong = certify(lambda x: called(model, x).ravel(), lambda x: called(model, x[::-1]).ravel(), inputs)
+    assert wrong.max_rel_change > 1e-2
+
+
+def test_what_cannot_be_is_refused_by_name():
+    model, _, groups = one("transformer")
+    stream, hidden = groups["embedding"], groups["blocks[0].first"]
+    with pytest.raises(ValueError, match="can grow, got embedding, which cannot: a statistic is taken over"):
+        rewrites.duplicate(stream, 2)
+    with pytest.raises(ValueError, match="can be scaled, got .*its activation is not homogeneous"):
+        rewrites.scale(hidden, 2.0)
+    with pytest.raises(ValueError, match="nothing but sums and products"):
+        rewrites.rotate(hidden, key=jax.random.key(0))
+    with pytest.raises(ValueError, match="`factor` must be positive"):
+        rewrites.scale(stream, -1.0)
+    with pytest.raises(ValueError, match="be one of the 3 scalings of embedding"):
+        rewrites.scale(stream, 2.0, scaling=3)
+    with pytest.raises(ValueError, match="`permutation` must hold each of 0, ..., 15 once"):
+        rewrites.permute(stream, np.zeros(16, int))
+    with pytest.raises(ValueError, match="be given, or `key` to draw it, got neither"):
+        rewrites.permute(stream)
+    with pytest.raises(ValueError, match="must have an array .embedding.weight of shape"):
+        rewrites.scale(stream, 2.0)(jax.tree.map(lambda leaf: leaf[None] if eqx.is_array(leaf) else leaf, model))
+    other, _, _ = one("perceptron")
+    with pytest.raises(ValueError, match="`model` must have an array"):
+        rewrites.permute(stream, key=jax.random.key(0))(other)

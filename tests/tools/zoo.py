@@ -1,0 +1,258 @@
+"""Models of many kinds, small: what the search for groups of neurons is tried on."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from dissociation.models.bilinear import BilinearNetwork
+from dissociation.models.cnn import CNN
+
+
+class Kind(NamedTuple):
+    """A model, inputs for it, and its groups: their sizes, and which may be scaled, grow, or be rotated."""
+
+    make: Callable[[jax.Array], Any]
+    inputs: Callable[[jax.Array], jax.Array]
+    groups: dict[str, tuple[int, str]]  # letters: s scale, g grow, r rotate
+
+
+def normal(*shape):
+    return lambda key: jax.random.normal(key, shape)
+
+
+class ResidualMLP(eqx.Module):
+    """Blocks x + W2 relu(W1 norm(x)), with layer normalisation or without."""
+
+    embed: eqx.nn.Linear
+    norms: list
+    first: list
+    second: list
+    head: eqx.nn.Linear
+
+    def __init__(self, width, hidden, *, normalise, key, inputs=5, outputs=3):
+        keys = jax.random.split(key, 6)
+        self.embed = eqx.nn.Linear(inputs, width, key=keys[0])
+        self.first = [eqx.nn.Linear(width, hidden, key=k) for k in keys[1:3]]
+        self.second = [eqx.nn.Linear(hidden, width, key=k) for k in keys[3:5]]
+        self.norms = [eqx.nn.LayerNorm(width) if normalise else eqx.nn.Identity() for _ in self.first]
+        self.head = eqx.nn.Linear(width, outputs, key=keys[5])
+
+    def __call__(self, x):
+        x = self.embed(x)
+        for norm, first, second in zip(self.norms, self.first, self.second, strict=True):
+            x = x + second(jax.nn.relu(first(norm(x))))
+        return self.head(x)
+
+
+class ResidualCNN(eqx.Module):
+    """Convolutions around an identity, with batch normalisation, max-pooling and flattening."""
+
+    convolutions: list
+    norms: list
+    head: eqx.nn.Linear
+
+    def __init__(self, key, mode="batch"):
+        keys = jax.random.split(key, 4)
+        sizes = ((1, 6), (6, 8), (8, 6))
+        self.convolutions = [eqx.nn.Conv2d(*s, 3, padding=1, key=k) for s, k in zip(sizes, keys, strict=False)]
+        self.norms = [eqx.nn.BatchNorm(size, "batch", mode=mode) for _, size in sizes]
+        self.head = eqx.nn.Linear(6 * 16, 3, key=keys[3])
+
+    def __call__(self, x, state):
+        x, state = self.norms[0](self.convolutions[0](x), state)
+        x = jax.nn.relu(x)
+        y, state = self.norms[1](self.convolutions[1](x), state)
+        y, state = self.norms[2](self.convolutions[2](jax.nn.relu(y)), state)
+        x = eqx.nn.MaxPool2d(2, 2)(jax.nn.relu(x + y))
+        return self.head(x.reshape(-1)), state
+
+
+def residual_cnn(key, mode):
+    """After a pass in training mode, so that the running statistics differ between channels."""
+    model, state = eqx.nn.make_with_state(ResidualCNN)(key, mode)
+    images = jax.random.normal(key, (16, 1, 8, 8))
+    _, state = jax.vmap(model, in_axes=(0, None), out_axes=(0, None), axis_name="batch")(images, state)
+    return model, state
+
+
+class Block(eqx.Module):
+    """Attention and a perceptron around a residual stream, normalised before each."""
+
+    norms: list
+    attention: eqx.nn.MultiheadAttention
+    first: eqx.nn.Linear
+    second: eqx.nn.Linear
+
+    def __init__(self, width, key):
+        keys = jax.random.split(key, 3)
+        self.norms = [eqx.nn.LayerNorm(width), eqx.nn.LayerNorm(width)]
+        biases = dict.fromkeys(("use_query_bias", "use_key_bias", "use_value_bias", "use_output_bias"), True)
+        self.attention = eqx.nn.MultiheadAttention(4, width, **biases, key=keys[0])
+        self.first = eqx.nn.Linear(width, 24, key=keys[1])
+        self.second = eqx.nn.Linear(24, width, key=keys[2])
+
+    def __call__(self, x):
+        y = jax.vmap(self.norms[0])(x)
+        x = x + self.attention(y, y, y, mask=jnp.tril(jnp.ones((len(x), len(x)), bool)))
+        return x + jax.vmap(lambda t: self.second(jax.nn.gelu(self.first(self.norms[1](t)))))(x)
+
+
+class Transformer(eqx.Module):
+    """Tokens to logits."""
+
+    embedding: eqx.nn.Embedding
+    positions: jax.Array
+    blocks: list
+    norm: eqx.nn.LayerNorm
+    head: eqx.nn.Linear
+
+    def __init__(self, key, width=16, depth=1, tokens=11, length=5):
+        keys = jax.random.split(key, depth + 3)
+        self.embedding = eqx.nn.Embedding(tokens, width, key=keys[0])
+        self.positions = jax.random.normal(keys[1], (length, width))
+        self.blocks = [Block(width, k) for k in keys[3:]]
+        self.norm = eqx.nn.LayerNorm(width)
+        self.head = eqx.nn.Linear(width, tokens, key=keys[2])
+
+    def __call__(self, tokens):
+        x = jax.vmap(self.embedding)(tokens) + self.positions
+        for block in self.blocks:
+            x = block(x)
+        return jax.vmap(lambda t: self.head(self.norm(t)))(x)
+
+
+class Recurrent(eqx.Module):
+    """A cell in a scan, and a head."""
+
+    cell: eqx.Module
+    head: eqx.nn.Linear
+
+    def __init__(self, kind, key):
+        keys = jax.random.split(key)
+        self.cell = kind(4, 6, key=keys[0])
+        self.head = eqx.nn.Linear(6, 3, key=keys[1])
+
+    def __call__(self, xs):
+        zeros = jnp.zeros(self.cell.hidden_size)
+        pair = isinstance(self.cell, eqx.nn.LSTMCell)
+        last, _ = jax.lax.scan(lambda h, x: (self.cell(x, h), None), (zeros, zeros) if pair else zeros, xs)
+        return self.head(last[0] if pair else last)
+
+
+class FusedAttention(eqx.Module):
+    """One head; queries, keys and values of one matrix, cut apart."""
+
+    fused: eqx.nn.Linear
+    out: eqx.nn.Linear
+
+    def __init__(self, key):
+        keys = jax.random.split(key)
+        self.fused = eqx.nn.Linear(5, 18, key=keys[0])
+        self.out = eqx.nn.Linear(6, 3, key=keys[1])
+
+    def __call__(self, x):
+        q, k, v = jnp.split(jax.vmap(self.fused)(x), 3, axis=-1)
+        return jax.vmap(self.out)(jax.nn.softmax(q @ k.T / 3.0) @ v)
+
+
+class Depthwise(eqx.Module):
+    """A convolution, one of as many groups as channels, and one of groups of two."""
+
+    convolutions: list
+
+    def __init__(self, key):
+        keys = jax.random.split(key, 4)
+        options = ((2, 8, 1), (8, 8, 8), (8, 12, 4), (12, 3, 1))
+        self.convolutions = [
+            eqx.nn.Conv1d(i, o, 3, groups=g, key=k) for (i, o, g), k in zip(options, keys, strict=True)
+        ]
+
+    def __call__(self, x):
+        for convolution in self.convolutions[:-1]:
+            x = jax.nn.relu(convolution(x))
+        return self.convolutions[-1](x)
+
+
+def sequential(key):
+    keys = jax.random.split(key, 3)
+    return eqx.nn.Sequential(
+        [
+            eqx.nn.Linear(5, 7, key=keys[0]),
+            eqx.nn.Lambda(jax.nn.leaky_relu),
+            eqx.nn.Dropout(0.5),
+            eqx.nn.Linear(7, 6, key=keys[1]),
+            eqx.nn.Lambda(jnp.tanh),
+            eqx.nn.Linear(6, 3, key=keys[2]),
+        ]
+    )
+
+
+ZOO = {
+    "perceptron": Kind(
+        lambda key: eqx.nn.MLP(5, 3, 8, 2, key=key), normal(12, 5), {"layers[0]": (8, "sg"), "layers[1]": (8, "sg")}
+    ),
+    "tanh without biases": Kind(
+        lambda key: eqx.nn.MLP(5, 3, 8, 2, activation=jnp.tanh, use_bias=False, key=key),
+        normal(12, 5),
+        {"layers[0]": (8, "g"), "layers[1]": (8, "g")},
+    ),
+    "linear": Kind(
+        lambda key: eqx.nn.MLP(5, 3, 8, 1, activation=lambda x: x, key=key), normal(12, 5), {"layers[0]": (8, "sgr")}
+    ),
+    "sequential": Kind(sequential, normal(12, 5), {"layers[0]": (7, "sg"), "layers[3]": (6, "g")}),
+    "convolutional": Kind(
+        lambda key: CNN(10, key=key),
+        normal(3, 784),
+        {"encoder.convolutions[0]": (16, "sg"), "encoder.convolutions[1]": (32, "sg"), "encoder.head": (10, "sg")},
+    ),
+    "bilinear": Kind(
+        lambda key: BilinearNetwork(5, 8, 3, bias=True, key=key),
+        normal(12, 5),
+        {"embed": (8, "sgr"), "layers[0].left": (8, "sg")},
+    ),
+    "residual bilinear": Kind(
+        lambda key: BilinearNetwork(5, 8, 3, num_layers=2, residual=True, key=key), normal(12, 5), {"embed": (8, "sg")}
+    ),
+    "residual": Kind(
+        lambda key: ResidualMLP(8, 10, normalise=False, key=key),
+        normal(12, 5),
+        {"embed": (8, "sgr"), "first[0]": (10, "sg"), "first[1]": (10, "sg")},
+    ),
+    "residual normalised": Kind(
+        lambda key: ResidualMLP(8, 10, normalise=True, key=key),
+        normal(12, 5),
+        {"embed": (8, "s"), "first[0]": (10, "sg"), "first[1]": (10, "sg")},
+    ),
+    "residual convolutional": Kind(
+        lambda key: residual_cnn(key, "batch"),
+        normal(6, 1, 8, 8),
+        {"[0].convolutions[0]": (6, "sg"), "[0].convolutions[1]": (8, "sg")},
+    ),
+    "residual convolutional, moving averages": Kind(
+        lambda key: residual_cnn(key, "ema"),
+        normal(6, 1, 8, 8),
+        {"[0].convolutions[0]": (6, "sg"), "[0].convolutions[1]": (8, "sg")},
+    ),
+    "transformer": Kind(
+        Transformer,
+        lambda key: jax.random.randint(key, (6, 5), 0, 11),
+        {
+            "embedding": (16, "s"),
+            "blocks[0].attention.query_proj": (4, "sg"),  # heads
+            "blocks[0].attention.query_proj:2": (4, "sgr"),  # queries and keys; their number is in the program
+            "blocks[0].attention.value_proj": (4, "sgr"),  # values and outputs
+            "blocks[0].first": (24, "g"),
+        },
+    ),
+    "fused attention": Kind(FusedAttention, normal(4, 7, 5), {"fused": (6, "sgr"), "fused:2": (6, "sgr")}),
+    "gated recurrent": Kind(lambda key: Recurrent(eqx.nn.GRUCell, key), normal(5, 7, 4), {"cell": (6, "g")}),
+    "long short-term memory": Kind(lambda key: Recurrent(eqx.nn.LSTMCell, key), normal(5, 7, 4), {"cell": (6, "g")}),
+    "grouped convolutions": Kind(
+        Depthwise,
+        normal(4, 2, 12),
+        {"convolutions[0]": (4, "sg"), "convolutions[0]:2": (2, "sg"), "convolutions[2]": (3, "sg")},
+    ),
+}
