@@ -158,6 +158,7 @@ INTERNAL = {
     "dissociation.weights.neurons.copies_of": "a part of the rewrites",
     "dissociation.weights.neurons.least_squares": "a part of the rewrites",
     "dissociation.weights.rewrites.current": "a part of the rewrites",
+    "dissociation.symmetry.matching.renormalised": "takes a state: test_matching.py",
     "koopman.kernel_operators": "a part of `koopman.operators.fit`",
 }
 """Modules and functions that others of the packages call, and users do not, and why that is so."""

@@ -27,6 +27,10 @@ HOST = {
     "dissociation.weights.rewrites.null_space": "the rank sets shapes",
     "dissociation.weights.rewrites.compose": "gives a function",
     "dissociation.weights.groups": "traces a model",
+    "dissociation.symmetry.canonical": "a step of the host",
+    "dissociation.symmetry.freedom": "a step of the host",
+    "dissociation.symmetry.matching.match_": "assignments by the host",
+    "dissociation.symmetry.matching.barriers": "assignments by the host",
     "dissociation.recipes.mnist.fit_": "training by the host",
     "dissociation.recipes.mnist.train_": "training by the host",
     "dissociation.recipes.bilinear.train_": "training by the host",
@@ -71,6 +75,7 @@ ANEW = (
     "dissociation.weights.certificate.certify",
     "dissociation.weights.rewrites.",
     "dissociation.weights.seen.",
+    "dissociation.symmetry.matching.",
     "koopman.datasets.",
     "koopman.solvers.leading_eigenpairs",
 )

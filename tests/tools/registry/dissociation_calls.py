@@ -30,6 +30,9 @@ from dissociation.recipes import bilinear as bilinear_recipe
 from dissociation.recipes import compression, grokking, mnist
 from dissociation.spectral import attack, forms, similarity, tensor
 from dissociation.spectral import certificate as distances
+from dissociation.symmetry import canonical as canonical_form
+from dissociation.symmetry import freedom
+from dissociation.symmetry import matching as neuron_matching
 from dissociation.training import callbacks, fitting, loop, samplers, state
 from dissociation.weights import certificate, groups, mlp, neurons, noise, rewrites, seen, symmetry
 
@@ -71,6 +74,14 @@ def hidden(name="layers[1]"):
         model = eqx.nn.MLP(3, 2, 5, 1, activation=lambda x: x, key=jax.random.key(1))
         return groups.neuron_groups(model, np.ones(3, np.float32))["layers[0]"]
     return groups.neuron_groups(network(), np.ones(3, np.float32))[name]
+
+
+def all_groups():
+    return groups.neuron_groups(network(), np.ones(3, np.float32))
+
+
+def first_weight(model):
+    return model.layers[0].weight[0, 0] ** 2
 
 
 def vectors_seen():
@@ -235,6 +246,28 @@ CALLS = {
     rewrites.compose: lambda: {"rewrites": [rewrites.duplicate(hidden(), 2.0)]},
     rewrites.check_groups: lambda: {"model": network(), "inputs": TALL, "key": KEY},
     seen.layer_inputs: lambda: {"model": network(), "inputs": TALL, "path": ".layers[1].weight"},
+    neuron_matching.match_weights: lambda: {
+        "a": network(),
+        "b": network(),
+        "groups": all_groups(),
+        "num_starts": 3,
+        "key": KEY,
+    },
+    neuron_matching.match_activations: lambda: {"a": network(), "b": network(), "groups": all_groups(), "inputs": TALL},
+    neuron_matching.interpolate: lambda: {"a": network(), "b": network(), "share": 0.5},
+    neuron_matching.barrier: lambda: {"loss": first_weight, "a": network(), "b": network(), "num_points": 3},
+    neuron_matching.barriers: lambda: {
+        "loss": first_weight,
+        "models": jax.tree.map(lambda leaf: np.stack([leaf] * 2) if eqx.is_array(leaf) else leaf, network()),
+        "groups": all_groups(),
+        "num_points": 3,
+        "num_starts": 3,
+        "key": KEY,
+    },
+    canonical_form.canonical: lambda: {"model": network(), "example": np.ones(3, np.float32), "tolerance": 1e-5},
+    canonical_form.fingerprint: lambda: {"model": network(), "example": np.ones(3, np.float32), "tolerance": 1e-5},
+    canonical_form.fingerprint_distance: lambda: {"a": TALL[:, 0], "b": TALL[:, 1]},
+    freedom.cka_freedom: lambda: {"x": TALL, "reference": OTHER},
     bmap.bmap: lambda: {"fun": np.sin, "batch_size": 2},
     members.member: lambda: {"models": {"weight": np.ones((3, 2))}, "index": 1},
     members.count: lambda: {"models": {"weight": np.ones((3, 2))}},

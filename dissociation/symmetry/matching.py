@@ -1,0 +1,353 @@
+"""Matching the neurons of two networks: the permutations of all groups that bring one closest to another.
+
+Weight matching ascends <a, P(b)> over all groups P in turn, each a linear assignment; activation matching correlates
+neurons on data. Assignments are exact, by SciPy on the host. Where groups meet in one array (residual streams), the
+problem is no single assignment, and the ascent starts from several places.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Shaped
+from scipy.optimize import linear_sum_assignment
+
+from dissociation.checks import check_count, fail, is_traced
+from dissociation.members import count, member
+from dissociation.types import PRNGKey
+from dissociation.validation import validated
+from dissociation.weights.groups import NeuronGroup, parameters_of
+from dissociation.weights.rewrites import permute
+from dissociation.weights.seen import layer_inputs
+
+SWEEPS = 100
+"""Of all groups, at most; a few are enough."""
+
+
+class Matching(NamedTuple):
+    """How the neurons of one network go with those of another.
+
+    Attributes:
+        permutations: By group: neuron `permutations[name][i]` of the second network goes with neuron i of the first.
+        value: Of what was maximised: the inner product of weights, or the mean correlation of neurons.
+        converged: Whether no single group could be improved any more.
+    """
+
+    permutations: dict[str, np.ndarray]
+    value: float
+    converged: bool
+
+    def apply(self, model: Any, groups: Mapping[str, NeuronGroup]) -> Any:
+        """The second network with its neurons in the order of the first."""
+        for name, permutation in self.permutations.items():
+            model = permute(groups[name], permutation)(model)
+        return model
+
+
+@validated
+def match_weights(
+    a: Any, b: Any, groups: dict[str, NeuronGroup], *, num_starts: int = 2, key: PRNGKey | None = None
+) -> Matching:
+    """Permutations of b that make its weights most like those of a: max sum <a, P(b)> over all arrays with neurons.
+
+    Coordinate ascent over groups, each an exact linear assignment, from several starts: b as it is; neurons paired by
+    what no permutation of others changes (their sorted weights), which finds a permuted copy at once; random orders.
+
+    Args:
+        a: A network.
+        b: Another of the same structure.
+        groups: From `groups.neuron_groups`, of either.
+        num_starts: 1 is b as it is, 2 adds the pairing by sorted weights, more add random orders.
+        key: Draws these.
+
+    Returns:
+        The best of the ascents.
+
+    Raises:
+        ValueError: If structures differ, or a key is missing.
+        TypeError: If the networks are traced: this is a step of the host.
+
+    References:
+        Ainsworth, Hayase and Srinivasa (2023), Git Re-Basin: merging models modulo permutation symmetries, algorithm 1.
+    """
+    check_count("num_starts", num_starts, minimum=1)
+    if num_starts > 2 and key is None:
+        fail("key", "be given where random orders are drawn", "None", "For instance jax.random.key(0)")
+    first, second = _known("a", a), _known("b", b)
+    if [leaf.shape for leaf in first] != [leaf.shape for leaf in second]:
+        fail("b", "have arrays of the shapes that `a` has", [leaf.shape for leaf in second])
+    starts: list[dict[str, np.ndarray]] = [{name: np.arange(group.size) for name, group in groups.items()}]
+    if num_starts > 1:
+        starts.append({name: _assigned(_signatures(first, second, group)) for name, group in groups.items()})
+    if num_starts > 2:
+        drawing: Any = key
+        seed = np.asarray(jax.random.bits(drawing, (4,), jnp.uint32))
+        rng = np.random.default_rng(seed)
+        starts += [{name: rng.permutation(group.size) for name, group in groups.items()} for _ in range(num_starts - 2)]
+    return max((_ascended(first, second, groups, start) for start in starts), key=lambda found: found.value)
+
+
+def _known(name: str, model: Any) -> list[np.ndarray]:
+    leaves = parameters_of(model)[0]
+    if any(is_traced(leaf) for leaf in leaves):
+        raise TypeError(f"`{name}` must be known: assignments are a step of the host, got traced arrays.")
+    return [np.asarray(leaf, np.float64) for leaf in leaves]
+
+
+def _rows(leaves: Sequence[np.ndarray], group: NeuronGroup) -> list[np.ndarray]:
+    """What lies at each neuron, slot by slot: [neurons, numbers]."""
+    return [
+        np.moveaxis(leaves[slot.leaf], slot.axis, 0)[slot.positions].reshape(group.size, -1) for slot in group.slots
+    ]
+
+
+def _permuted(leaves: list[np.ndarray], group: NeuronGroup, permutation: np.ndarray) -> list[np.ndarray]:
+    leaves = list(leaves)
+    for slot in group.slots:
+        order = np.arange(leaves[slot.leaf].shape[slot.axis])
+        order[slot.positions] = slot.positions[permutation]
+        leaves[slot.leaf] = np.take(leaves[slot.leaf], order, slot.axis)
+    return leaves
+
+
+def _signatures(first: list[np.ndarray], second: list[np.ndarray], group: NeuronGroup) -> np.ndarray:
+    """Likeness of neurons by the sorted numbers at each: [neurons of a, neurons of b]."""
+    total = np.zeros((group.size, group.size))
+    for one, other in zip(_rows(first, group), _rows(second, group), strict=True):
+        one, other = np.sort(one, 1), np.sort(other, 1)
+        total += 2 * one @ other.T - (one**2).sum(1)[:, None] - (other**2).sum(1)[None]
+    return total
+
+
+def _assigned(likeness: np.ndarray) -> np.ndarray:
+    return linear_sum_assignment(likeness, maximize=True)[1]
+
+
+def _ascended(
+    first: list[np.ndarray], second: list[np.ndarray], groups: Mapping[str, NeuronGroup], start: dict[str, np.ndarray]
+) -> Matching:
+    found = dict(start)
+    now = second
+    for name, permutation in start.items():
+        now = _permuted(now, groups[name], permutation)
+    touched = sorted({slot.leaf for group in groups.values() for slot in group.slots})
+    value = sum(float(np.vdot(first[leaf], now[leaf])) for leaf in touched)
+    own = {name: _rows(first, group) for name, group in groups.items()}
+    for _ in range(SWEEPS):
+        before = value
+        for name, group in groups.items():
+            likeness = sum(one @ other.T for one, other in zip(own[name], _rows(now, group), strict=True))
+            permutation = _assigned(np.asarray(likeness))
+            moved = _permuted(now, group, permutation)
+            better = sum(float(np.vdot(first[leaf], moved[leaf])) for leaf in touched)
+            if better > value + 1e-12 * abs(value):
+                now, value, found[name] = moved, better, found[name][permutation]
+        if value == before:
+            return Matching(found, value, True)
+    return Matching(found, value, False)
+
+
+@validated(finite=("inputs",))
+def match_activations(
+    a: Any, b: Any, groups: dict[str, NeuronGroup], inputs: Shaped[Array | np.ndarray, "samples ..."]
+) -> Matching:
+    """Permutations of b that make its neurons correlate most with those of a on data, group by group.
+
+    A neuron's activity is what the layer that reads it sees, at all examples and places.
+
+    Args:
+        a: A network.
+        b: Another of the same structure.
+        groups: From `groups.neuron_groups`; those that something reads are matched.
+        inputs: Examples, first axis first.
+
+    Returns:
+        The permutations, exact for each group; the mean correlation of what was paired. Neurons that are constant on
+        the data correlate 0.
+
+    References:
+        Li, Yosinski, Clune, Lipson and Hopcroft (2015); Ainsworth, Hayase and Srinivasa (2023), section 3.1.
+    """
+    found, values = {}, []
+    for name, group in groups.items():
+        reads = [slot for slot in group.slots if slot.outgoing]
+        if not reads:
+            continue
+        one, other = (_activity(model, inputs, group, reads[0]) for model in (a, b))
+        likeness = one.T @ other
+        found[name] = _assigned(likeness)
+        values.append(likeness[np.arange(group.size), found[name]])
+    return Matching(found, float(np.mean(np.concatenate(values))) if values else 0.0, True)
+
+
+def _activity(model: Any, inputs: Any, group: NeuronGroup, slot: Any) -> np.ndarray:
+    """Standardised activity of neurons, in units in which products over rows are correlations: [rows, neurons]."""
+    seen = layer_inputs(model, inputs, slot.path, call=group.call)
+    rows = np.asarray(seen.rows, np.float64)
+    sizes = [slot.shape[axis] for axis in seen.axes]
+    grid = np.moveaxis(rows.reshape(len(rows), *sizes), 1 + seen.axes.index(slot.axis), -1)
+    values = np.moveaxis(grid[..., slot.positions], -2, -1).reshape(-1, group.size)
+    values = values - values.mean(0)
+    lengths = np.linalg.norm(values, axis=0)
+    return values / np.where(lengths > 1e-12 * max(lengths.max(), 1e-300), lengths, np.inf)
+
+
+@validated
+def interpolate(a: Any, b: Any, share: float | int | Array) -> Any:
+    """(1 - share) a + share b, array by array.
+
+    Args:
+        a: A network.
+        b: Another of the same structure, its neurons in the order of a's (`Matching.apply`).
+        share: Of b, from 0 to 1; may be traced.
+
+    Returns:
+        The network between them; 0.5 merges the two. Statistics of batch normalisation want to be taken anew
+        (`renormalised`).
+    """
+    arrays, rest = eqx.partition(a, eqx.is_inexact_array)
+    others = eqx.filter(b, eqx.is_inexact_array)
+    share = jnp.asarray(share, float)
+
+    def between(one: Array, other: Array) -> Array:
+        own = share.astype(jnp.asarray(one).dtype)
+        return (1 - own) * one + own * other
+
+    return eqx.combine(jax.tree.map(between, arrays, others), rest)
+
+
+class Barrier(NamedTuple):
+    """The loss along the line between two networks.
+
+    Attributes:
+        height: The largest excess over the line between the losses at both ends; not negative.
+        losses: At the points, [points].
+        shares: Of the second network, [points], from 0 to 1.
+    """
+
+    height: Float[Array, ""]
+    losses: Float[Array, " points"]
+    shares: Float[Array, " points"]
+
+
+@validated
+def barrier(loss: Callable[[Any], Array], a: Any, b: Any, *, num_points: int = 11) -> Barrier:
+    """max_t L((1 - t) a + t b) - ((1 - t) L(a) + t L(b)).
+
+    Args:
+        loss: From a network to a number.
+        a: A network.
+        b: Another of the same structure.
+        num_points: On the line, ends included; at least 3.
+
+    Returns:
+        The barrier.
+
+    Raises:
+        ValueError: If there are fewer than 3 points.
+
+    References:
+        Frankle, Dziugaite, Roy and Carbin (2020), Linear mode connectivity and the lottery ticket hypothesis.
+    """
+    shares = jnp.linspace(0.0, 1.0, check_count("num_points", num_points, minimum=3))
+    losses = jax.lax.map(lambda share: loss(interpolate(a, b, share)), shares)
+    excess = losses - ((1 - shares) * losses[0] + shares * losses[-1])
+    return Barrier(jnp.max(excess), losses, shares)
+
+
+class Barriers(NamedTuple):
+    """Barriers between all pairs of members.
+
+    Attributes:
+        before: Of the networks as they are, [members, members].
+        after: After matching, [members, members]. Both are symmetric, with zeros on the diagonal.
+        matchings: Of every pair i < j: j's neurons with those of i.
+    """
+
+    before: np.ndarray
+    after: np.ndarray
+    matchings: dict[tuple[int, int], Matching]
+
+
+@validated
+def barriers(
+    loss: Callable[[Any], Array],
+    models: Any,
+    groups: dict[str, NeuronGroup],
+    *,
+    num_points: int = 11,
+    num_starts: int = 1,
+    key: PRNGKey | None = None,
+) -> Barriers:
+    """Barriers between all pairs of stacked members, before and after weight matching.
+
+    Args:
+        loss: From one network to a number.
+        models: Stacked networks, members first.
+        groups: Of one of them.
+        num_points: See `barrier`.
+        num_starts: See `match_weights`.
+        key: See there.
+
+    Returns:
+        Tables; `metrics.similarity.member_interval` of one has the mean over pairs and its interval over members.
+
+    Raises:
+        ValueError: If there is one member alone.
+    """
+    number = count(models)
+    if number < 2:
+        fail("models", "be two members or more", number)
+    parts = [member(models, index) for index in range(number)]
+    height = eqx.filter_jit(lambda a, b: barrier(loss, a, b, num_points=num_points).height)
+    before, after = np.zeros((2, number, number))
+    matchings = {}
+    for i in range(number):
+        for j in range(i + 1, number):
+            found = match_weights(parts[i], parts[j], groups, num_starts=num_starts, key=key)
+            matchings[i, j] = found
+            before[i, j] = before[j, i] = height(parts[i], parts[j])
+            after[i, j] = after[j, i] = height(parts[i], found.apply(parts[j], groups))
+    return Barriers(before, after, matchings)
+
+
+@validated
+def renormalised(model: Any, state: Any, inputs: Shaped[Array | np.ndarray, "samples ..."]) -> Any:
+    """The state of a network with the statistics of its batch normalisations taken anew, on all examples at once.
+
+    Merged networks have means and variances that are not those of their merged weights.
+
+    Args:
+        model: A network with `eqx.nn.BatchNorm`, of any mode.
+        state: Its `eqx.nn.State`.
+        inputs: Examples, first axis first.
+
+    Returns:
+        The state.
+
+    Raises:
+        ValueError: If the network has no batch normalisation.
+
+    References:
+        Jordan, Sedghi, Saukh, Entezari and Neyshabur (2023), REPAIR: renormalizing permuted activations for
+        interpolation repair.
+    """
+    is_norm = lambda part: isinstance(part, eqx.nn.BatchNorm)  # noqa: E731
+    norms = [part for part in jax.tree.leaves(model, is_leaf=is_norm) if is_norm(part)]
+    if not norms:
+        fail("model", "have batch normalisations", "none")
+    leaves, tree = jax.tree.flatten(state)
+    state = jax.tree.unflatten(tree, leaves)  # the caller's stays in use
+    for norm in norms:
+        if norm.ema_state_index is not None:
+            state = state.set(norm.ema_first_time_index, jnp.array(True))
+        else:
+            zeros = jax.tree.map(jnp.zeros_like, state.get(norm.batch_state_index))
+            state = state.set(norm.batch_counter, jnp.zeros_like(state.get(norm.batch_counter)))
+            state = state.set(norm.batch_state_index, zeros)
+    training = eqx.nn.inference_mode(model, False)
+    run = jax.vmap(lambda x, s: training(x, s)[1], in_axes=(0, None), out_axes=None, axis_name=norms[0].axis_name)
+    return eqx.filter_jit(run)(jnp.asarray(inputs), state)

@@ -1,0 +1,86 @@
+"""The interval of linear CKA over scalings holds all of them, and its ends are approached by rewrites."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dissociation.metrics.similarity import linear_cka
+from dissociation.models.representations import representations
+from dissociation.symmetry.freedom import cka_freedom
+from dissociation.weights.groups import neuron_groups
+
+
+def cka(x, y):
+    x, y = x - x.mean(0), y - y.mean(0)
+    return np.linalg.norm(x.T @ y) ** 2 / np.linalg.norm(x.T @ x) / np.linalg.norm(y.T @ y)
+
+
+def networks():
+    a, b = (eqx.nn.MLP(6, 4, 24, 2, key=jax.random.key(seed)) for seed in (0, 1))
+    inputs = jax.random.normal(jax.random.key(2), (150, 6))
+    return a, b, inputs, *(np.asarray(representations(m, inputs)["features"], np.float64) for m in (a, b))
+
+
+def test_all_scalings_lie_within():
+    _, _, _, x, y = networks()
+    found = cka_freedom(x, y)
+    np.testing.assert_allclose(found.measured, cka(x, y), rtol=1e-9)
+    assert found.low <= found.measured <= found.high
+    assert found.residual < 1e-6
+    rng = np.random.default_rng(0)
+    spread = rng.uniform(0, 6, (2000, 1)) * rng.standard_normal((2000, x.shape[1]))
+    values = [cka(x * np.exp(each), y) for each in spread]
+    assert found.low - 1e-9 <= min(values)
+    assert max(values) <= found.high + 1e-9
+    assert max(values) > found.measured  # the search found something, and it stays below
+
+
+def test_ends_are_exact_where_they_are_known():
+    rng = np.random.default_rng(1)
+    q = np.linalg.qr(rng.standard_normal((40, 3)) - 0.0)[0]
+    q = np.linalg.qr(q - q.mean(0))[0]
+    # Orthogonal columns of lengths a against the same of lengths c: the cosine of a^2 and c^2.
+    a, c = np.array([1.0, 2.0, 0.5]), np.array([1.0, 1.0, 3.0])
+    found = cka_freedom(q * a, q * c)
+    np.testing.assert_allclose(found.measured, (a**2 @ c**2) / np.linalg.norm(a**2) / np.linalg.norm(c**2), rtol=1e-9)
+    np.testing.assert_allclose(found.high, 1, rtol=1e-9)
+    np.testing.assert_allclose(found.low, 1 / np.linalg.norm(c**2), rtol=1e-9)
+    np.testing.assert_allclose(found.high_weights * a**2 / (found.high_weights * a**2).max(), c**2 / 9, rtol=1e-6)
+
+
+@pytest.mark.parametrize("end", ["low", "high"])
+def test_a_rewrite_of_the_network_approaches_either_end(end):
+    a, _, inputs, x, y = networks()
+    found = cka_freedom(x, y)
+    moved = found.rewrite(neuron_groups(a, inputs[0])["layers[1]"], end=end)(a)
+    outputs = representations(moved, inputs)
+    before = representations(a, inputs)["logits"]
+    assert jnp.abs(outputs["logits"] - before).max() < 1e-5
+    np.testing.assert_allclose(linear_cka(outputs["features"], y), getattr(found, end), atol=1e-4)
+    assert abs(float(linear_cka(outputs["features"], y)) - found.measured) > 1e-3
+
+
+def test_duplicates_add_nothing_and_other_neurons_open_the_interval():
+    _, _, _, x, y = networks()
+    found = cka_freedom(x, y)
+    twice = cka_freedom(np.concatenate([x, x], 1), y)
+    np.testing.assert_allclose([twice.low, twice.high], [found.low, found.high], rtol=1e-6)
+    noise = np.random.default_rng(3).standard_normal((len(x), 30))
+    more = cka_freedom(np.concatenate([x, noise], 1), y)
+    assert more.low < found.low
+    assert more.high >= found.high - 1e-9
+
+
+def test_neurons_that_are_constant_are_left_out():
+    _, _, _, x, y = networks()
+    x = x[:, x.std(0) > 0]
+    found = cka_freedom(np.concatenate([np.zeros((len(x), 2)), x, np.full((len(x), 1), 3.0)], 1), y)
+    np.testing.assert_array_equal(np.flatnonzero(found.constant), [0, 1, 2 + x.shape[1]])
+    plain = cka_freedom(x, y)
+    np.testing.assert_allclose([found.low, found.high], [plain.low, plain.high], rtol=1e-9)
+    with pytest.raises(ValueError, match="`x` must differ between samples"):
+        cka_freedom(np.ones((5, 2)), y[:5])
+    with pytest.raises(ValueError, match="`end` must be one of 'low', 'high'"):
+        plain.rewrite(None, end="middle")

@@ -1,0 +1,157 @@
+"""Planted permutations are found; barriers fall; statistics are taken anew."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from zoo import ZOO, ResidualMLP, residual_cnn
+
+from dissociation.data.datasets import load
+from dissociation.metrics.similarity import member_interval
+from dissociation.symmetry import matching
+from dissociation.weights.groups import called, neuron_groups
+from dissociation.weights.rewrites import permute
+
+
+def planted(model, groups, seed):
+    """A copy in another order, and the orders."""
+    rng = np.random.default_rng(seed)
+    orders = {name: rng.permutation(group.size) for name, group in groups.items()}
+    for name, order in orders.items():
+        model = permute(groups[name], order)(model)
+    return model, orders
+
+
+def is_found(found, orders):
+    return all(
+        (orders[name][found.permutations[name]] == np.arange(len(order))).all() for name, order in orders.items()
+    )
+
+
+@pytest.mark.parametrize("normalise", [False, True])
+def test_planted_permutations_of_residual_networks_are_found(normalise):
+    for seed in range(5):
+        model = ResidualMLP(64, 64, normalise=normalise, key=jax.random.key(seed))
+        groups = neuron_groups(model, jnp.ones(5))
+        other, orders = planted(model, groups, seed)
+        found = matching.match_weights(model, other, groups)
+        assert found.converged
+        assert is_found(found, orders)
+        back = found.apply(other, groups)
+        np.testing.assert_array_equal(back.first[1].weight, model.first[1].weight)
+        single = matching.match_weights(model, other, groups, num_starts=1)
+        assert found.value >= single.value - 1e-9
+
+
+@pytest.mark.slow
+def test_a_hundred_planted_permutations_are_found():
+    found = 0
+    for seed in range(100):
+        model = ResidualMLP(64, 64, normalise=bool(seed % 2), key=jax.random.key(seed))
+        groups = neuron_groups(model, jnp.ones(5))
+        other, orders = planted(model, groups, seed)
+        found += is_found(matching.match_weights(model, other, groups), orders)
+    assert found == 100
+
+
+@pytest.mark.parametrize("name", ["convolutional", "transformer"])
+def test_models_of_other_kinds_are_matched(name):
+    kind = ZOO[name]
+    model, inputs = kind.make(jax.random.key(0)), kind.inputs(jax.random.key(1))
+    groups = neuron_groups(model, inputs[0])
+    other, orders = planted(model, groups, 3)
+    assert is_found(matching.match_weights(model, other, groups, num_starts=4, key=jax.random.key(0)), orders)
+
+
+def test_activations_match_what_weights_match():
+    model = eqx.nn.MLP(5, 3, 16, 2, key=jax.random.key(0))
+    inputs = jax.random.normal(jax.random.key(1), (200, 5))
+    groups = neuron_groups(model, inputs[0])
+    other, orders = planted(model, groups, 0)
+    found = matching.match_activations(model, other, groups, inputs)
+    assert is_found(found, orders)
+    assert found.value > 0.9  # 1 but for neurons that are constant on the data
+    convolutional = ZOO["convolutional"].make(jax.random.key(0))
+    images = jax.random.normal(jax.random.key(1), (3, 784))
+    groups = neuron_groups(convolutional, images[0])
+    other, orders = planted(convolutional, groups, 0)
+    assert is_found(matching.match_activations(convolutional, other, groups, images), orders)
+
+
+def test_the_line_between_two_networks():
+    a, b = (eqx.nn.MLP(5, 3, 8, 1, key=jax.random.key(seed)) for seed in (0, 1))
+    middle = matching.interpolate(a, b, 0.25)
+    np.testing.assert_allclose(
+        middle.layers[0].weight, 0.75 * a.layers[0].weight + 0.25 * b.layers[0].weight, rtol=1e-6
+    )
+    assert middle.activation is a.activation
+    numbers = {"x": jnp.asarray(0.0)}, {"x": jnp.asarray(2.0)}
+    hill = matching.barrier(lambda m: m["x"] * (4 - m["x"]), *numbers, num_points=5)
+    np.testing.assert_allclose(hill.losses, [0, 1.75, 3, 3.75, 4])
+    np.testing.assert_allclose(hill.height, 1)  # 3 in the middle, 2 on the line
+    valley = matching.barrier(lambda m: (m["x"] - 1) ** 2, *numbers, num_points=5)
+    assert valley.height == 0
+    with pytest.raises(ValueError, match="`num_points` must be at least 3"):
+        matching.barrier(lambda m: m["x"], *numbers, num_points=2)
+
+
+def test_all_pairs():
+    models = eqx.filter_vmap(lambda key: eqx.nn.MLP(5, 3, 8, 1, key=key))(jax.random.split(jax.random.key(0), 3))
+    x = jax.random.normal(jax.random.key(1), (50, 5))
+    groups = neuron_groups(jax.tree.map(lambda leaf: leaf[0] if eqx.is_array(leaf) else leaf, models), x[0])
+    loss = lambda m: jnp.mean(jax.vmap(m)(x) ** 2)  # noqa: E731
+    found = matching.barriers(loss, models, groups, num_points=5)
+    assert set(found.matchings) == {(0, 1), (0, 2), (1, 2)}
+    for table in (found.before, found.after):
+        np.testing.assert_array_equal(table, table.T)
+        assert (np.diagonal(table) == 0).all()
+    one, other = (jax.tree.map(lambda leaf, i=i: leaf[i] if eqx.is_array(leaf) else leaf, models) for i in (0, 2))
+    np.testing.assert_allclose(found.before[0, 2], matching.barrier(loss, one, other, num_points=5).height, atol=1e-6)
+    assert np.isfinite(member_interval(found.after).mean)
+
+
+@pytest.mark.slow
+def test_the_barrier_between_trained_networks_falls():
+    from dissociation.recipes.mnist import fit_mnist
+
+    digits = load("glyphs", num_train=5000, num_test=500)
+    trained = fit_mnist(num_epochs=8, num_seeds=2, width=256, dataset=digits)
+    a, b = (jax.tree.map(lambda leaf, i=i: leaf[i] if eqx.is_array(leaf) else leaf, trained.models) for i in (0, 1))
+    images, labels = jnp.asarray(digits.test_images), jnp.asarray(digits.test_labels)
+    loss = lambda m: -jnp.mean(jnp.sum(labels * jax.nn.log_softmax(jax.vmap(m)(images)), 1))  # noqa: E731
+    groups = neuron_groups(a, digits.test_images[0])
+    before = matching.barrier(loss, a, b).height
+    after = matching.barrier(loss, a, matching.match_weights(a, b, groups).apply(b, groups)).height
+    assert before > 0.05
+    assert after < 0.3 * before
+
+
+@pytest.mark.parametrize("mode", ["batch", "ema"])
+def test_statistics_are_taken_anew(mode):
+    model, state = residual_cnn(jax.random.key(0), mode)
+    images = 3 + 2 * jax.random.normal(jax.random.key(1), (64, 1, 8, 8))
+    new = matching.renormalised(model, state, images)
+    first = jax.vmap(model.convolutions[0])(images)
+    norm = eqx.nn.inference_mode(model.norms[0])
+    normalised = jax.vmap(lambda x: norm(x, new)[0])(first)
+    np.testing.assert_allclose(normalised.mean((0, 2, 3)), 0, atol=1e-3)
+    np.testing.assert_allclose(normalised.std((0, 2, 3)), 1, atol=1e-3)
+    before = jax.vmap(lambda x: norm(x, state)[0])(first)
+    assert abs(before.mean((0, 2, 3))).max() > 0.1
+    outputs = jax.vmap(lambda x: called((model, new), x))(images)
+    training = jax.vmap(lambda x: model(x, new)[0], axis_name="batch")(images)
+    np.testing.assert_allclose(outputs, training, atol=1e-3)
+    with pytest.raises(ValueError, match="`model` must have batch normalisations"):
+        matching.renormalised(eqx.nn.MLP(5, 3, 8, 1, key=jax.random.key(0)), state, images)
+
+
+def test_wrong_calls_are_refused_by_name():
+    a, b = (eqx.nn.MLP(5, 3, width, 1, key=jax.random.key(0)) for width in (8, 9))
+    groups = neuron_groups(a, jnp.ones(5))
+    with pytest.raises(ValueError, match="`b` must have arrays of the shapes that `a` has"):
+        matching.match_weights(a, b, groups)
+    with pytest.raises(ValueError, match="`key` must be given"):
+        matching.match_weights(a, a, groups, num_starts=3)
+    with pytest.raises(TypeError, match="`a` must be known"):
+        eqx.filter_jit(lambda m: matching.match_weights(m, a, groups).value)(a)
