@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from dissociation.linalg import product
+from dissociation.linalg import product, scale_of
 
 
 def squared_distances(x: Float[Array, "n p"]) -> Float[Array, "n n"]:
@@ -21,7 +21,9 @@ def squared_distances(x: Float[Array, "n p"]) -> Float[Array, "n n"]:
     lengths = jnp.sum(x**2, 1)
     both = lengths[:, None] + lengths[None]
     square = both - 2 * product(x, x.T)
-    return jnp.where(square <= 4 * jnp.finfo(x.dtype).eps * both, 0.0, square)  # NaN stays NaN
+    rounding = (4 + x.shape[1] ** 0.5 / 16) * jnp.finfo(x.dtype).eps
+    selves = jnp.eye(x.shape[0], dtype=bool) & jnp.isfinite(square)
+    return jnp.where((square <= rounding * both) | selves, 0.0, square)  # NaN stays NaN
 
 
 def root(square: Float[Array, "*b"]) -> Float[Array, "*b"]:
@@ -31,11 +33,16 @@ def root(square: Float[Array, "*b"]) -> Float[Array, "*b"]:
 
 
 def cosine_distances(x: Float[Array, "n p"]) -> Float[Array, "n n"]:
-    """One minus the cosine of two rows; 1 between a row of zeros and any other, to which no angle is known."""
-    x = x / jnp.maximum(jnp.max(jnp.abs(x), 1, keepdims=True), jnp.finfo(x.dtype).tiny)
+    """One minus the cosine of two rows; 1 between a row of zeros and any other, to which no angle is known.
+
+    Of rows that are not near, by the product itself: what is equal for rows of small integers is equal here.
+    """
+    x = x / scale_of(jnp.max(jnp.abs(x), 1, keepdims=True))
     lengths = root(jnp.sum(x**2, 1, keepdims=True))
     none = lengths[:, 0] == 0
-    distances = 0.5 * squared_distances(x / jnp.where(lengths > 0, lengths, 1.0))
+    known = jnp.where(lengths > 0, lengths, 1.0)
+    cosines = product(x, x.T) / (known * known.T)
+    distances = jnp.where(cosines < 0.5, 1 - cosines, 0.5 * squared_distances(x / known))
     unknown = (none[:, None] | none[None]) & ~jnp.eye(x.shape[0], dtype=bool)
     return jnp.where(unknown, 1.0, distances)
 

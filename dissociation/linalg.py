@@ -36,7 +36,7 @@ def product(a: Inexact[Array, "... n k"], b: Inexact[Array, "... k m"]) -> Inexa
     return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
 
 
-def scale_of(size: Float[Array, ""]) -> Float[Array, ""]:
+def scale_of(size: Float[Array, "*b"]) -> Float[Array, "*b"]:
     """A power of two near a size: what divides data without rounding, and counts as a constant.
 
     Args:
@@ -85,8 +85,8 @@ def finite_part(matrix: Float[Array, "*b n m"]) -> tuple[Float[Array, "*b n m"],
 def centre(x: Float[Array | np.ndarray, "n d"]) -> Float[Array, "n d"]:
     """Subtracts the mean of every column.
 
-    It does so twice: the first mean carries the rounding of a large offset, and a column that is constant would be left
-    with a small constant instead of zeros.
+    It does so twice: the first mean carries the rounding of a large offset. A column that is constant becomes zeros,
+    and not what rounding leaves of it.
 
     Args:
         x: [samples, features].
@@ -104,8 +104,11 @@ def centre(x: Float[Array | np.ndarray, "n d"]) -> Float[Array, "n d"]:
 
 @jax.jit
 def _centre(x: Array) -> Array:
-    x = x - jnp.mean(x, 0)[None]
-    return x - jnp.mean(x, 0)[None]
+    even = jnp.all(x == x[:1], 0)
+    centred = x - jnp.mean(x, 0)[None]
+    centred = centred - jnp.mean(centred, 0)[None]
+    step = x - jax.lax.stop_gradient(x)  # zero, but for its derivative
+    return jnp.where(even[None], step - jnp.mean(step, 0)[None], centred)
 
 
 @validated
@@ -282,6 +285,14 @@ def _nuclear_norm_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array
     return jnp.sum(values) + undefined, jnp.sum(polar * tangents[0])
 
 
+def rank_cut(x: Float[Array, "n p"]) -> float:
+    """Singular values of a matrix that count as zero, of the largest: max(n, p) roundings, and not more than 300.
+
+    What rounding leaves of a direction that is missing does not grow with the number of samples: some 3 roundings.
+    """
+    return min(max(x.shape), 300) * float(jnp.finfo(x.dtype).eps)
+
+
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def singular_map(
     function: Callable[[Array, Array], Array], x: Float[Array, "n p"], parameter: Float[Array, "..."]
@@ -298,8 +309,7 @@ def singular_map(
         parameter: What f depends on beside.
 
     Returns:
-        [n, p]; NaN if an entry is NaN or infinite. Singular values up to max(n, p) roundings of the largest count as
-        zero.
+        [n, p]; NaN if an entry is NaN or infinite. Singular values up to `rank_cut` of the largest count as zero.
     """
     return _singular(function, x, parameter)[0]
 
@@ -307,7 +317,7 @@ def singular_map(
 def _singular(function: Any, x: Array, parameter: Array) -> tuple[Array, ...]:
     x, undefined = finite_part(x)
     left, values, right = jnp.linalg.svd(x, full_matrices=False)
-    kept = values > max(x.shape) * jnp.finfo(x.dtype).eps * values[0]
+    kept = values > rank_cut(x) * values[0]
     values = jnp.where(kept, values, 0.0)
     mapped = jnp.where(kept, function(values, parameter), 0.0)
     return product(left * mapped[None], right) + undefined, left, values, right, mapped

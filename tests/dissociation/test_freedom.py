@@ -82,5 +82,6 @@ def test_neurons_that_are_constant_are_left_out():
     np.testing.assert_allclose([found.low, found.high], [plain.low, plain.high], rtol=1e-9)
     with pytest.raises(ValueError, match="`x` must differ between samples"):
         cka_freedom(np.ones((5, 2)), y[:5])
+    a, _, inputs, _, _ = networks()
     with pytest.raises(ValueError, match="`end` must be one of 'low', 'high'"):
-        plain.rewrite(None, end="middle")
+        plain.rewrite(neuron_groups(a, inputs[0])["layers[1]"], end="middle")

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import similarity_reference as reference
+from scipy import stats
 from scipy.spatial import procrustes
 from scipy.spatial.distance import jensenshannon, pdist
 from scipy.spatial.distance import squareform as as_square
@@ -339,3 +340,77 @@ def test_halves_and_torch_like_tensors_are_taken():
 
 def test_the_table_of_the_guide_is_what_the_measures_say():
     assert table() in (Path(__file__).parents[2] / "docs" / "similarity.md").read_text()
+
+
+def test_constant_neurons_are_nothing_in_large_arrays():
+    rng = np.random.default_rng(0)
+    x, y = rng.standard_normal((2, 300, 256)).astype(np.float32)
+    x[:, :128], y[:, :128] = 1.3 * x[0, :128], 0.7 * y[0, :128]
+    wanted = similarity.hard_matching(x[:, 128:], y[:, 128:]) / 2  # half of the neurons are dead
+    assert abs(similarity.hard_matching(x, y) - wanted) < 0.02
+    constant = np.repeat(x[:1], 60, 0)
+    for name in ("linear_cka", "debiased_cka", "angular_similarity", "svcca"):
+        with pytest.raises(ValueError, match="must differ between samples"):
+            MEASURES[name](constant, np.repeat(y[:1], 60, 0))
+
+
+def test_small_directions_count_however_many_samples():
+    rng = np.random.default_rng(1)
+    z = rng.standard_normal((60_000, 4)).astype(np.float32)
+    x = z * np.array([1, 1, 1e-3, 1e-3], np.float32)
+    y = z[:, 2:] + 0.5 * rng.standard_normal((60_000, 2)).astype(np.float32)
+    np.testing.assert_allclose(similarity.cca_squared(x, y), 0.8, atol=0.01)
+    np.testing.assert_allclose(similarity.linear_predictivity(x, y), 0.8, atol=0.01)
+
+
+@pytest.mark.parametrize("factor", [1e2, 1e3, 1e4])
+def test_a_sample_far_longer_than_others_costs_no_digits(factor):
+    rng = np.random.default_rng(2)
+    cause = rng.standard_normal((40, 3))
+    x, y = (cause @ rng.standard_normal((3, 7)) + rng.standard_normal((40, 7)) for _ in range(2))
+    x[0] *= factor
+    y[0] *= factor
+    np.testing.assert_allclose(similarity.debiased_cka(x, y), reference.debiased_cka(x, y), atol=1e-5)
+    both = similarity.pairwise("debiased_cka", [x, y]).values
+    np.testing.assert_allclose(both[0, 1], reference.debiased_cka(x, y), atol=1e-5)
+
+
+def test_equal_cosines_are_tied():
+    rng = np.random.default_rng(3)
+    sparse = [np.maximum(rng.standard_normal((60, 64)) - 1.8, 0) for _ in range(2)]
+    binary = [(rng.random((40, 12)) < 0.3).astype(float) for _ in range(2)]
+    for a, b in (sparse, binary):
+        a, b = a[a.any(1) & b.any(1)], b[a.any(1) & b.any(1)]
+        exact = [np.round(pdist(one, "cosine"), 10) for one in (a, b)]
+        wanted = stats.spearmanr(*exact).statistic
+        np.testing.assert_allclose(similarity.rsa(a, b, rdm="cosine", comparison="spearman"), wanted, atol=2e-3)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+def test_predictivity_has_a_derivative_with_dead_neurons(alpha):
+    rng = np.random.default_rng(4)
+    x, y = rng.standard_normal((40, 6)), rng.standard_normal((40, 3))
+    x[:, 0] = 0.7
+    found = jax.grad(lambda x: similarity.linear_predictivity(x, y, alpha=alpha))(jnp.asarray(x, jnp.float32))
+    assert np.isfinite(found).all()
+    assert np.abs(found[:, 1:]).max() > 1e-3
+    small = similarity.linear_predictivity(1e-15 * x, y, alpha=1e-30 * alpha)
+    np.testing.assert_allclose(small, similarity.linear_predictivity(x, y, alpha=alpha), atol=1e-5)
+    alone = np.zeros((20, 1))
+    alone[3] = 1
+    target = rng.standard_normal((20, 2))
+    assert similarity.linear_predictivity(alone, target) > -0.5
+
+
+def test_degenerate_nulls_and_measures_say_so():
+    rng = np.random.default_rng(5)
+    q = np.linalg.qr(rng.standard_normal((12, 12)))[0]
+    found = similarity.permutation_test("linear_cka", q, rng.standard_normal((12, 4)), num_draws=None)
+    assert found.p_value == 1  # all orders score alike
+    equidistant = 0.7 * np.eye(20)
+    for name in ("rsa", "debiased_rbf_cka"):
+        with pytest.warns(RuntimeWarning, match="is not defined for"):
+            found = similarity.pairwise(name, [equidistant, rng.standard_normal((20, 3))])
+        assert np.isnan(found.values[0, 1])
+    same = rng.standard_normal((30, 4))
+    assert similarity.disagreement(same, same) == 0

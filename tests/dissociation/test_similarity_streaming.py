@@ -82,6 +82,15 @@ def test_streamed_baselines_are_those_of_the_samples(name):
     np.testing.assert_allclose(streaming.baseline_from_moments(moments, name), wanted, atol=1e-12)
 
 
+def test_large_means_cost_a_stream_no_digits():
+    parts = [(1e5 + X[start : start + 7], 3e4 + Y[start : start + 7]) for start in range(0, 399, 7)]
+    moments = streaming.stream_moments((a.astype(np.float32), b.astype(np.float32)) for a, b in parts)
+    x, y = (np.concatenate([np.asarray(part[k], np.float32) for part in parts]).astype(float) for k in (0, 1))
+    for name in ("linear_cka", "debiased_cka", "angular_similarity"):
+        found = streaming.similarity_from_moments(moments, name)[0, 1]
+        np.testing.assert_allclose(found, getattr(reference, name)(x, y), atol=1e-5)
+
+
 def test_wrong_moments_are_refused_by_name():
     with pytest.raises(
         ValueError, match="`batches` must give a tuple of arrays each, one per representation, got a nd"

@@ -9,6 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float
 
 from dissociation.checks import check_same_length, fail, is_traced, warn
@@ -220,7 +221,7 @@ def warn_narrowed(array: Any) -> None:
     rows = array.reshape(-1, array.shape[-1])
     rows = rows[:: -(-len(rows) // 1000)]
     mean, deviation = np.abs(rows.mean(0)), rows.std(0)
-    lost = (mean > LOST_DIGITS * deviation) & (deviation > 0)
+    lost = (mean > LOST_DIGITS * deviation) & (np.ptp(rows, 0) > 0)
     if lost.any():
         worst = int(np.argmax(np.where(lost, mean / np.where(lost, deviation, 1.0), 0.0)))
         warn(
@@ -287,6 +288,12 @@ def scaled(x: Array) -> tuple[Array, Array]:
 def unit(array: Array) -> Array:
     """An array divided by its Frobenius norm; NaN for zeros."""
     return array / jnp.sqrt(jnp.sum(array**2))
+
+
+def apart_from_rounding(array: Array, whole: Array) -> Array:
+    """An array that was left of another by subtraction; NaN where all that was left is rounding."""
+    sizes = [lax.stop_gradient(jnp.max(jnp.abs(part))) for part in (array, whole)]
+    return jnp.where(sizes[0] <= 100 * jnp.finfo(array.dtype).eps * sizes[1], jnp.nan, array)
 
 
 def narrowed(x: Array) -> Array:

@@ -239,7 +239,8 @@ def pwcca(x: Features, y: OtherFeatures) -> Score:
         y: [n, q], of the same samples, q < n - 1.
 
     Returns:
-        From 0 to 1.
+        From 0 to 1. Where correlations repeat, as those of 1 do for p + q > n - 1, rounding chooses their directions
+        and so the weights.
 
     Raises:
         ValueError: As `cca`.

@@ -23,6 +23,7 @@ from dissociation.metrics.similarity.base import (
     Prepared,
     Route,
     Score,
+    apart_from_rounding,
     centred,
     check_samples,
     evaluate,
@@ -103,7 +104,13 @@ def ranks(values: Float[Array, " number"]) -> Float[Array, " number"]:
 
 
 def _centred_pairs(pairs: Array) -> Array:
-    return unit(pairs - jnp.mean(pairs))
+    return unit(apart_from_rounding(pairs - jnp.mean(pairs), pairs))
+
+
+def _snapped(pairs: Array) -> Array:
+    """Cosines on a grid of some roundings, so that equal ones are tied."""
+    grid = 2.0 ** (jnp.finfo(pairs.dtype).nmant - 5)
+    return jnp.round(pairs * grid)
 
 
 _READ: dict[str, Callable[[Array], Array]] = {
@@ -161,7 +168,9 @@ def _read(pairs: Array, comparison: str) -> Prepared:
 
 
 def _prepared(x: Array, kind: str, comparison: str) -> Prepared:
-    return _read(entries(_SQUARE[kind](scaled(x)[0])), comparison)  # no comparison depends on the scale
+    pairs = entries(_SQUARE[kind](scaled(x)[0]))  # no comparison depends on the scale
+    ranked = kind in ("cosine", "correlation") and comparison in ("spearman", "kendall")
+    return _read(_snapped(pairs) if ranked else pairs, comparison)
 
 
 def rsa_routes(*, rdm: str = "euclidean", comparison: str = "pearson") -> tuple[Route, ...]:
@@ -303,6 +312,7 @@ def crossnobis_rdm(
     check_samples("a", a.shape[0], 2)
     a, b = in_common_dtype(a, b)
     if noise_covariance is not None:
+        a, b = centre(a), centre(b)
         b = product(b, psd_power(jnp.asarray(noise_covariance, b.dtype), -1))
     return entries(_crossed(a, b))
 

@@ -22,7 +22,7 @@ def _predictions(x: Array) -> Prepared:
 
 
 def _agreement(a: Prepared, b: Prepared) -> Array:
-    return 1 - jnp.mean(jnp.sum(a.entries * b.entries, 1))
+    return 1 - jnp.sum(a.entries * b.entries) / a.entries.shape[0]
 
 
 def _agreement_expected(a: Prepared, b: Prepared) -> Array:

@@ -5,10 +5,11 @@ of many representations are one product of matrices, and permuting samples has k
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
 from dissociation.checks import check_positive, check_single
@@ -20,6 +21,7 @@ from dissociation.metrics.similarity.base import (
     Prepared,
     Route,
     Score,
+    apart_from_rounding,
     centred,
     evaluate,
     product_route,
@@ -31,6 +33,9 @@ from dissociation.validation import validated
 
 BLOCKS = 4
 """Blocks of rows from the diagonal on in which a matrix over samples is computed: 5 / 8 of it."""
+
+LONG = 8
+"""Longest samples that debiased products over features take apart."""
 
 SMALLEST_IN_BLOCKS = 64
 """Samples from which it is."""
@@ -70,7 +75,8 @@ def rbf_gram(x: Array, scale: Scalar) -> Array:
 
 
 def _unit_gram(gram: Callable[[Array], Array], centring: Callable[[Array], Array], x: Array) -> Prepared:
-    entries = unit(centring(gram(x)))
+    matrix = gram(x)
+    entries = unit(apart_from_rounding(centring(matrix), matrix))
     return Prepared(entries, _mean_part(jnp.trace(entries), x.shape[0]))
 
 
@@ -98,23 +104,52 @@ def _means(a: Prepared, b: Prepared) -> Array:
     return a.mean * b.mean
 
 
-def _debiased_features(x: Array) -> tuple[Array, Array]:
+class _Debiased(NamedTuple):
+    """A representation about the mean of all but its longest samples.
+
+    Row sums of K~ = K without its diagonal are R_i = x_i . (sum of the other x).
+    """
+
+    entries: Array
+    lengths: Array  # squared
+    sums: Array
+
+
+def _longest(lengths: Array) -> tuple[Array, Array]:
+    """Places of the longest samples, and which are others: long ones would cancel what the others have in common."""
+    number = lengths.shape[0]
+    places = lax.top_k(lax.stop_gradient(lengths), min(LONG, number // 4))[1]
+    return places, jnp.ones(number, bool).at[places].set(False)[:, None]
+
+
+def _debiased_features(x: Array) -> _Debiased:
     x, _ = centred(x)
+    long, rest = _longest(jnp.sum(x**2, 1))
+    x = x - (jnp.sum(jnp.where(rest, x, 0.0), 0) / (x.shape[0] - len(long)))[None]
     lengths = jnp.sum(x**2, 1)
-    own = jnp.sqrt(_debiased_product((x, lengths), (x, lengths)))
-    return x / jnp.sqrt(own), lengths / own
+    total = jnp.sum(jnp.where(rest, x, 0.0), 0)  # of the others
+    among = jnp.where(jnp.eye(len(long), dtype=bool), 0.0, product(x[long], x[long].T))
+    sums = product(x, (total + jnp.sum(x[long], 0))[:, None])[:, 0] - lengths
+    sums = sums.at[long].set(product(x[long], total[:, None])[:, 0] + jnp.sum(among, 1))
+    own = jnp.sqrt(_debiased_product(_Debiased(x, lengths, sums), _Debiased(x, lengths, sums)))
+    return _Debiased(x / jnp.sqrt(own), lengths / own, sums / own)
 
 
-def _debiased_product(a: tuple[Array, Array], b: tuple[Array, Array]) -> Array:
-    # With 1^T X = 0, row sums of K~ are -|x_i|^2.
-    (x, r), (y, s) = a, b
-    n = float(x.shape[0])  # products of integers are soon beyond 32 bits
-    ends = jnp.sum(r) * jnp.sum(s) / ((n - 1) * (n - 2))
-    return jnp.sum(product(x.T, y) ** 2) - n / (n - 2) * jnp.sum(r * s) + ends
+def _debiased_product(a: _Debiased, b: _Debiased) -> Array:
+    n = float(a.entries.shape[0])  # products of integers are soon beyond 32 bits
+    squares = a.lengths * b.lengths
+    long, rest = _longest(squares)
+    (x_long, x), (y_long, y) = ((one.entries[long], jnp.where(rest, one.entries, 0.0)) for one in (a, b))
+    inner = product(x.T, y)
+    among = jnp.where(jnp.eye(len(long), dtype=bool), 0.0, product(x_long, x_long.T) * product(y_long, y_long.T))
+    off = jnp.sum(inner**2) - jnp.sum(jnp.where(rest[:, 0], squares, 0.0)) + jnp.sum(among)
+    off = off + 2 * jnp.sum(product(x_long, inner) * y_long)
+    ends = jnp.sum(a.sums) * jnp.sum(b.sums) / ((n - 1) * (n - 2))
+    return off - 2 / (n - 2) * jnp.sum(a.sums * b.sums) + ends
 
 
-def _nothing(a: tuple[Array, Array], b: tuple[Array, Array]) -> Array:
-    return jnp.zeros_like(a[1][0] * b[1][0])
+def _nothing(a: _Debiased, b: _Debiased) -> Array:
+    return jnp.zeros_like(a.lengths[0] * b.lengths[0])
 
 
 def _halves(x: Array, shift: Array | None) -> tuple[Array, ...]:

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from dissociation.checks import check_choice, check_count, check_non_negative, check_same_length, check_single, fail
-from dissociation.linalg import centre, finite_part, product, scale_of
+from dissociation.linalg import centre, finite_part, product, rank_cut, scale_of, singular_map
 from dissociation.metrics.similarity.base import (
     Features,
     OtherFeatures,
@@ -47,7 +47,7 @@ class _Fold(NamedTuple):
 class _Prepared(NamedTuple):
     target: Array
     folds: tuple[_Fold, ...]
-    unit: Array  # of the features, squared: of alpha in what is decomposed
+    unit: Array  # of the features; squared, of alpha in what is decomposed
 
 
 def _prepare(x: Array, num_folds: int | None, folds: str) -> _Prepared:
@@ -55,13 +55,14 @@ def _prepare(x: Array, num_folds: int | None, folds: str) -> _Prepared:
     x = centre(x) / scale
     found = []
     for train, test in _parts(x.shape[0], num_folds, folds):
-        mean = jnp.mean(x[train], 0)[None]
-        matrix, undefined = finite_part(x[train] - mean)
+        own = centre(x[train])
+        mean = x[train][:1] - own[:1]
+        matrix, undefined = finite_part(own)
         left, values, right = jnp.linalg.svd(matrix, full_matrices=False)
-        kept = values > max(matrix.shape) * jnp.finfo(x.dtype).eps * values[0]
+        kept = values > rank_cut(matrix) * values[0]
         values = jnp.where(kept, values, 0.0) + undefined
         found.append(_Fold(left, values, product(x[test] - mean, right.T)))
-    return _Prepared(x, tuple(found), scale**2)
+    return _Prepared(x, tuple(found), scale)
 
 
 def _parts(number: int, num_folds: int | None, folds: str) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -74,7 +75,7 @@ def _parts(number: int, num_folds: int | None, folds: str) -> list[tuple[np.ndar
 def _path(a: _Prepared, b: _Prepared, alphas: Array, num_folds: int | None, folds: str) -> Array:
     """R^2 at every alpha."""
     y = b.target
-    alphas = alphas.astype(y.dtype) / a.unit
+    alphas = _per_square(alphas.astype(y.dtype), a.unit)
     wrong = jnp.zeros(alphas.shape[0], y.dtype)
     for fold, (train, test) in zip(a.folds, _parts(y.shape[0], num_folds, folds), strict=True):
         mean = jnp.mean(y[train], 0)[None]
@@ -89,8 +90,40 @@ def _path(a: _Prepared, b: _Prepared, alphas: Array, num_folds: int | None, fold
     return 1 - wrong / jnp.sum(centre(y) ** 2)
 
 
-def _single(a: _Prepared, b: _Prepared, alpha: Array, num_folds: int | None, folds: str) -> Array:
-    return _path(a, b, alpha[None], num_folds, folds)[0]
+def _per_square(alpha: Array, unit: Array) -> Array:
+    """Alpha / unit^2 of a power of two, whose square may be beyond the numbers that there are."""
+    return jnp.ldexp(alpha, -2 * (jnp.frexp(unit)[1] - 1))
+
+
+class _Maps(NamedTuple):
+    target: Array
+    parts: tuple[tuple[Array, Array], ...]  # of each fold: the transposed pseudo-inverse, and the held-out features
+
+
+def _shrunk(values: Array, alpha: Array) -> Array:
+    return values / (values**2 + alpha)
+
+
+def _prepare_single(x: Array, alpha: Array, num_folds: int | None, folds: str) -> _Maps:
+    """As `_prepare`, for one alpha, by what has a derivative for every spectrum."""
+    scale = scale_of(jnp.max(jnp.abs(centre(x))))
+    x = centre(x) / scale
+    parts = []
+    for train, test in _parts(x.shape[0], num_folds, folds):
+        own = centre(x[train])
+        mean = x[train][:1] - own[:1]
+        parts.append((singular_map(_shrunk, own, _per_square(alpha.astype(x.dtype), scale)), x[test] - mean))
+    return _Maps(x, tuple(parts))
+
+
+def _single(a: _Maps, b: _Maps, num_folds: int | None, folds: str) -> Array:
+    y = b.target
+    wrong = jnp.zeros((), y.dtype)
+    for (inverse, held_out), (train, test) in zip(a.parts, _parts(y.shape[0], num_folds, folds), strict=True):
+        mean = jnp.mean(y[train], 0)[None]
+        prediction = product(held_out, product(inverse.T, y[train] - mean))
+        wrong = wrong + jnp.sum((y[test] - mean - prediction) ** 2)
+    return 1 - wrong / jnp.sum(centre(y) ** 2)
 
 
 def predictivity_routes(
@@ -102,8 +135,8 @@ def predictivity_routes(
     count = _checked_folds(num_folds, folds)
     return (
         Route(
-            prepare=eqx.Partial(_prepare, num_folds=count, folds=folds),
-            compare=eqx.Partial(_single, alpha=jnp.asarray(alpha, float), num_folds=count, folds=folds),
+            prepare=eqx.Partial(_prepare_single, alpha=jnp.asarray(alpha, float), num_folds=count, folds=folds),
+            compare=eqx.Partial(_single, num_folds=count, folds=folds),
             prepare_work=lambda n, p: 20 * n * p * min(n, p) * (count or 1),
             compare_work=lambda n, p, q: 2 * n * p * q * (count or 1),
             compare_memory=lambda n, p, q: n * q + p * q,

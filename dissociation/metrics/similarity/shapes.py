@@ -2,7 +2,8 @@
 
 With M = Xc^T Yc and its polar factor Q, min over orthogonal Q of |Xc - Yc Q^T|^2 = |Xc|^2 + |Yc|^2 - 2 nuc(M), where
 the narrower one is padded by zeros. The right-hand side loses half the digits of a small distance, so distances here
-are computed from the left one, at a rotation that counts as a constant: its change does not matter at the minimum.
+are computed from the left one, at a rotation that counts as a constant: its change does not matter at the minimum, to
+first order. Second derivatives are not those of the measures.
 """
 
 from collections.abc import Callable

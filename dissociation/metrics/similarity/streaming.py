@@ -170,20 +170,34 @@ def stream_moments(batches: Iterable[Any]) -> JointMoments:
             one is compiled for.
 
     Returns:
-        Of all samples.
+        Of all samples; taken about the means of the first batch, so that those that are large cost no digits.
 
     Raises:
         ValueError: If there is no batch, or batches differ in their representations.
     """
-    total = None
+    total = pilot = None
     for batch in batches:
         if not isinstance(batch, (list, tuple)):
             fail("batches", "give a tuple of arrays each, one per representation", f"a {type(batch).__name__}")
-        own = joint_moments(*batch)
+        if pilot is None:
+            joint_moments(*batch)  # checks what came
+            pilot = [np.mean(np.asarray(part, np.float64), 0) for part in batch]
+        if len(batch) != len(pilot):
+            fail("batches", f"hold {len(pilot)} arrays each", len(batch))
+        own = joint_moments(*(_about(part, point) for part, point in zip(batch, pilot, strict=True)))
         total = own if total is None else merge_joint_moments(total, own)
     if total is None:
         fail("batches", "give at least one batch", "none")
-    return total
+    points: Any = pilot
+    return eqx.tree_at(lambda m: m.mean, total, total.mean + jnp.asarray(np.concatenate(points), total.mean.dtype))
+
+
+def _about(part: Any, point: np.ndarray) -> Any:
+    """Features about a point, in their own precision where they come."""
+    array = as_array("batches", part, "real numbers [n, p]")
+    if np.shape(array)[1:] != point.shape:
+        fail("batches", f"hold arrays [n, {len(point)}] throughout", f"shape {np.shape(array)}")
+    return array - (point if isinstance(array, np.ndarray) else jnp.asarray(point, jnp.result_type(float)))
 
 
 def _linear_cka(m: JointMoments) -> Array:
@@ -262,7 +276,8 @@ def similarity_from_moments(moments: JointMoments, measure: str = "debiased_cka"
     """A measure of all pairs of representations, from their joint moments.
 
     The same numbers as from the samples themselves, in the limits of rounding: covariances square the condition number,
-    which counts for CCA, where directions of a feature below 1e-3 of the largest are lost in float32.
+    which counts for CCA, where directions of a feature below 1e-3 of the largest are lost in float32; and a sample that
+    is hundreds of times longer than the others costs debiased CKA its digits, which samples themselves do not.
 
     Args:
         moments: From `joint_moments` or `stream_moments`.
