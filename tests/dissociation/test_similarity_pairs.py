@@ -242,6 +242,10 @@ def test_what_depends_on_its_neighbours_is_tested_by_shifts():
         "linear_cka", one, other, key=jax.random.key(0), blocks="contiguous", num_draws=999
     )
     assert drawn.num_draws == 299  # all shifts that there are
+    shifts = np.asarray(inference.random_orders(jax.random.key(1), 50, 60, blocks="contiguous"))
+    assert len(set(shifts[:, 0])) == 50
+    assert 0 not in shifts[:, 0]  # not the order as it is
+    np.testing.assert_array_equal((shifts - shifts[:, :1]) % 60, np.tile(np.arange(60), (50, 1)))
 
 
 def test_positions_of_an_image_stay_together():
