@@ -139,6 +139,7 @@ INTERNAL = {
     "dissociation.metrics.similarity.kernels.linear_gram": "a part of the measures",
     "dissociation.metrics.similarity.kernels.rbf_gram": "a part of the measures",
     "dissociation.metrics.similarity.kernels.u_centred": "a tool within",
+    "dissociation.linalg.rank_cut": "a part of `singular_map`",
     "dissociation.metrics.similarity.measures.as_measure": "a part of `pairwise`",
     "dissociation.metrics.similarity.measures.custom_measure": "takes a function: test_similarity_pairs.py",
     "dissociation.metrics.similarity.measures.routes_of": "a part of `pairwise`",
