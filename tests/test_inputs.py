@@ -155,6 +155,7 @@ INTERNAL = {
     "dissociation.weights.sizes": "a part of `rewrites`; `refitted` is registered on",
     "dissociation.weights.groups.called": "a part of `groups`",
     "dissociation.weights.groups.parameters_of": "a part of `groups`",
+    "dissociation.weights.groups.program_of": "a part of `groups`",
     "dissociation.weights.groups.stated_groups": "is registered on: test_groups.py",
     "dissociation.weights.neurons.copies_of": "a part of the rewrites",
     "dissociation.weights.neurons.least_squares": "a part of the rewrites",

@@ -119,11 +119,6 @@ def fingerprint_distance(a: Float[Array | np.ndarray, " numbers"], b: Float[Arra
     return float(np.linalg.norm(one - other) / size) if size else 0.0
 
 
-def _rows(leaves: list[Any], slot: Slot) -> np.ndarray:
-    """What lies at each neuron: [neurons, numbers]."""
-    return np.moveaxis(leaves[slot.leaf], slot.axis, 0)[slot.positions].reshape(len(slot.positions), -1)
-
-
 def _with_rows(leaf: np.ndarray, slot: Slot, rows: np.ndarray) -> np.ndarray:
     moved = np.moveaxis(leaf, slot.axis, 0).copy()
     moved[slot.positions] = rows.reshape(*slot.positions.shape, *moved.shape[1:])
@@ -148,16 +143,18 @@ def _reduced(
     """
     leaves, tree, rest = parameters_of(model)
     makes, reads = _sides(group)
-    whole = np.linalg.norm(np.concatenate([_rows(leaves, slot) for slot in makes], 1), axis=1)
-    firm = [_rows(leaves, group.slots[index]) for index in settled if not group.slots[index].outgoing]
+    whole = np.linalg.norm(np.concatenate([slot.rows(leaves[slot.leaf]) for slot in makes], 1), axis=1)
+    firm = [
+        group.slots[index].rows(leaves[group.slots[index].leaf]) for index in settled if not group.slots[index].outgoing
+    ]
     lengths = np.linalg.norm(np.concatenate(firm, 1), axis=1) if firm else whole
     safe = np.where(lengths > 0, lengths, 1.0)[:, None]
     for arrays in (leaves, sizes):
         for slot in makes:
-            arrays[slot.leaf] = _with_rows(arrays[slot.leaf], slot, _rows(arrays, slot) / safe)
+            arrays[slot.leaf] = _with_rows(arrays[slot.leaf], slot, slot.rows(arrays[slot.leaf]) / safe)
         for slot in reads:
-            arrays[slot.leaf] = _with_rows(arrays[slot.leaf], slot, _rows(arrays, slot) * safe)
-    label = _clusters(np.concatenate([_rows(leaves, slot) for slot in makes], 1), whole > 0, tolerance)
+            arrays[slot.leaf] = _with_rows(arrays[slot.leaf], slot, slot.rows(arrays[slot.leaf]) * safe)
+    label = _clusters(np.concatenate([slot.rows(leaves[slot.leaf]) for slot in makes], 1), whole > 0, tolerance)
     known = np.flatnonzero(label >= 0)
     sums = np.zeros((label.max(initial=-1) + 1, len(label)))
     sums[label[known], known] = 1.0
@@ -165,7 +162,7 @@ def _reduced(
     norms = np.zeros((2, len(sums)))
     for index, arrays in enumerate((leaves, sizes)):
         for slot in reads:
-            rows = _rows(arrays, slot).copy()
+            rows = slot.rows(arrays[slot.leaf]).copy()
             rows[firsts] = sums @ rows
             norms[index] += (rows[firsts] ** 2).sum(1)
             arrays[slot.leaf] = _with_rows(arrays[slot.leaf], slot, rows)
@@ -175,17 +172,11 @@ def _reduced(
     if len(kept) == group.size:
         return eqx.combine(jax.tree.unflatten(tree, leaves), rest), False
     for arrays in (leaves, sizes):
-        for (leaf, axis), slots in _by_axis(group).items():
+        for (leaf, axis), own in group.by_axis().items():
+            slots = [group.slots[index] for index in own]
             places, _ = spread(slots[0].layout, {slot.name: kept for slot in slots})
             arrays[leaf] = np.take(arrays[leaf], places, axis)
     return refit(eqx.combine(jax.tree.unflatten(tree, leaves), rest)), True
-
-
-def _by_axis(group: NeuronGroup) -> dict[tuple[int, int], list[Slot]]:
-    found: dict[tuple[int, int], list[Slot]] = {}
-    for slot in group.slots:
-        found.setdefault((slot.leaf, slot.axis), []).append(slot)
-    return found
 
 
 def _clusters(made: np.ndarray, alive: np.ndarray, tolerance: float) -> np.ndarray:
@@ -240,10 +231,10 @@ def _ordered(model: Any, groups: Mapping[str, NeuronGroup], sequence: Mapping[st
     leaves, tree, rest = parameters_of(model)
     for name, settled in sequence.items():
         group = groups[name]
-        rows = np.concatenate([_rows(leaves, group.slots[index]) for index in settled], 1)
+        rows = np.concatenate([group.slots[index].rows(leaves[group.slots[index].leaf]) for index in settled], 1)
         order = np.argsort(rows @ _direction(rows.shape[1]), kind="stable")
         for slot in group.slots:
-            leaves[slot.leaf] = _with_rows(leaves[slot.leaf], slot, _rows(leaves, slot)[order])
+            leaves[slot.leaf] = _with_rows(leaves[slot.leaf], slot, slot.rows(leaves[slot.leaf])[order])
     return eqx.combine(jax.tree.unflatten(tree, leaves), rest)
 
 

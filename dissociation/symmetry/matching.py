@@ -76,9 +76,8 @@ def match_weights(
     check_count("num_starts", num_starts, minimum=1)
     if num_starts > 2 and key is None:
         fail("key", "be given where random orders are drawn", "None", "For instance jax.random.key(0)")
+    _check_alike(a, b)
     first, second = _known("a", a), _known("b", b)
-    if [leaf.shape for leaf in first] != [leaf.shape for leaf in second]:
-        fail("b", "have arrays of the shapes that `a` has", [leaf.shape for leaf in second])
     starts: list[dict[str, np.ndarray]] = [{name: np.arange(group.size) for name, group in groups.items()}]
     if num_starts > 1:
         starts.append({name: _assigned(_signatures(first, second, group)) for name, group in groups.items()})
@@ -90,6 +89,13 @@ def match_weights(
     return max((_ascended(first, second, groups, start) for start in starts), key=lambda found: found.value)
 
 
+def _check_alike(a: Any, b: Any) -> None:
+    """Raises unless two networks have arrays of the same shapes."""
+    first, second = ([np.shape(leaf) for leaf in parameters_of(model)[0]] for model in (a, b))
+    if first != second:
+        fail("b", f"have arrays of the shapes that `a` has, {first}", second)
+
+
 def _known(name: str, model: Any) -> list[np.ndarray]:
     leaves = parameters_of(model)[0]
     if any(is_traced(leaf) for leaf in leaves):
@@ -99,9 +105,7 @@ def _known(name: str, model: Any) -> list[np.ndarray]:
 
 def _rows(leaves: Sequence[np.ndarray], group: NeuronGroup) -> list[np.ndarray]:
     """What lies at each neuron, slot by slot: [neurons, numbers]."""
-    return [
-        np.moveaxis(leaves[slot.leaf], slot.axis, 0)[slot.positions].reshape(group.size, -1) for slot in group.slots
-    ]
+    return [slot.rows(leaves[slot.leaf]) for slot in group.slots]
 
 
 def _permuted(leaves: list[np.ndarray], group: NeuronGroup, permutation: np.ndarray) -> list[np.ndarray]:
@@ -207,7 +211,11 @@ def interpolate(a: Any, b: Any, share: float | int | Array) -> Any:
     Returns:
         The network between them; 0.5 merges the two. Statistics of batch normalisation want to be taken anew
         (`renormalised`).
+
+    Raises:
+        ValueError: If structures or shapes differ.
     """
+    _check_alike(a, b)
     arrays, rest = eqx.partition(a, eqx.is_inexact_array)
     others = eqx.filter(b, eqx.is_inexact_array)
     share = jnp.asarray(share, float)

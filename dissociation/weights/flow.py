@@ -28,14 +28,12 @@ class Value:
         axes: What each axis is made of; None where nothing differs along it.
         zero: Whether all of it is.
         known: Its entries, if they are constants and few.
-        context: Axes of loops that the array is within: it has one version for each of their indices.
     """
 
     shape: tuple[int, ...]
     axes: list[Axis | None]
     zero: bool = False
     known: np.ndarray | None = None
-    context: tuple[Axis, ...] = ()
 
 
 class Equation(NamedTuple):
@@ -55,7 +53,6 @@ class Flow:
         uneven: Axes along which something happens that no linear map of their indices commutes with.
         counted: Axes over which a statistic is taken.
         contracted: Axes of values that were summed over in a product with another.
-        values: Everything computed.
     """
 
     atoms: Atoms = field(default_factory=Atoms)
@@ -63,7 +60,6 @@ class Flow:
     uneven: list[Axis] = field(default_factory=list)
     counted: list[Axis] = field(default_factory=list)
     contracted: list[Axis] = field(default_factory=list)
-    values: list[Value] = field(default_factory=list)
 
     def array(self, shape: Sequence[int], reason: str = "") -> Value:
         """A value of new atoms, frozen if a reason is given."""

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from dissociation.checks import fail_kind
@@ -45,6 +46,11 @@ class Slot(NamedTuple):
     layout: Layout
     name: tuple[int, ...]
 
+    def rows(self, array: Any) -> Any:
+        """What lies at each neuron in the array: [neurons, numbers]."""
+        library = np if isinstance(array, np.ndarray) else jnp
+        return library.moveaxis(array, self.axis, 0)[self.positions].reshape(len(self.positions), -1)
+
 
 @dataclass(frozen=True, eq=False)
 class NeuronGroup:
@@ -55,8 +61,9 @@ class NeuronGroup:
         size: How many they are.
         slots: Where they lie, in the order of the model's arrays.
         scalings: Exponents [scalings, slots]: the function stays if every slot is multiplied by a^exponent, for each
-            neuron with a positive factor a of its own, and for each row alone. None where nothing can be scaled.
-        scaling: The exponents, one per slot, that `scale` takes: what makes the neurons is multiplied by a.
+            neuron with a positive factor a of its own, and for each row alone. No rows where nothing can be scaled.
+        scaling: The exponents, one per slot, that `scale` takes: what makes the neurons is multiplied by a. None where
+            nothing can be.
         degree: Of homogeneity, of what the next layer reads in what makes the neurons: 1 for ReLU, 2 for a bilinear
             layer; None where the group cannot be scaled or it has no one degree.
         sharing: Exponents, one per slot, of the number of copies where neurons are duplicated; None where they must
@@ -80,6 +87,13 @@ class NeuronGroup:
     linear: np.ndarray | None
     example: Any
     call: Callable[[Any, Any], Any] | None
+
+    def by_axis(self) -> dict[tuple[int, int], list[int]]:
+        """Numbers of the slots by array and axis."""
+        found: dict[tuple[int, int], list[int]] = {}
+        for index, slot in enumerate(self.slots):
+            found.setdefault((slot.leaf, slot.axis), []).append(index)
+        return found
 
     def __repr__(self) -> str:
         kinds = ["permutable"]
@@ -159,6 +173,33 @@ def parameters_of(model: Any) -> tuple[list[Any], Any, Any]:
     return leaves, tree, rest
 
 
+class Program(NamedTuple):
+    """A model as a function of its arrays.
+
+    Attributes:
+        paths: Of its arrays of floating-point numbers, as `jax.tree_util.keystr` writes them.
+        leaves: The arrays.
+        run: From such arrays and an example to the output's arrays.
+    """
+
+    paths: list[str]
+    leaves: list[Any]
+    run: Callable[[list[Any], Any], list[Any]]
+
+
+def program_of(model: Any, call: Callable[[Any, Any], Any] | None) -> Program:
+    """A model as a function of its arrays; see `neuron_groups`."""
+    arrays, rest = eqx.partition(model, eqx.is_inexact_array)
+    named, tree = jax.tree_util.tree_flatten_with_path(arrays)
+    apply = called if call is None else call
+
+    def run(leaves: list[Any], example: Any) -> list[Any]:
+        outputs = apply(eqx.combine(jax.tree.unflatten(tree, leaves), rest), example)
+        return jax.tree.leaves(eqx.filter(outputs, eqx.is_array))
+
+    return Program([jax.tree_util.keystr(path) for path, _ in named], [leaf for _, leaf in named], run)
+
+
 @validated
 def group_report(model: Any, example: Any, *, call: Callable[[Any, Any], Any] | None = None) -> GroupReport:
     """As `neuron_groups`, with what stands still.
@@ -170,17 +211,11 @@ def group_report(model: Any, example: Any, *, call: Callable[[Any, Any], Any] | 
 
     Returns:
         Groups, and reasons; printed, a line each.
+
+    Raises:
+        TypeError: If the model does not take the example.
     """
-    arrays, rest = eqx.partition(model, eqx.is_inexact_array)
-    named, tree = jax.tree_util.tree_flatten_with_path(arrays)
-    paths, leaves = [jax.tree_util.keystr(path) for path, _ in named], [leaf for _, leaf in named]
-    apply = called if call is None else call
-
-    def program(leaves: list[Any], example: Any) -> Any:
-        return jax.tree.leaves(
-            eqx.filter(apply(eqx.combine(jax.tree.unflatten(tree, leaves), rest), example), eqx.is_array)
-        )
-
+    paths, leaves, program = program_of(model, call)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.result_type(x)), (leaves, example))
     try:
         traced = jax.make_jaxpr(program)(*shapes)
@@ -197,7 +232,6 @@ def group_report(model: Any, example: Any, *, call: Callable[[Any, Any], Any] | 
     for variable, value in zip(traced.jaxpr.invars, made, strict=False):
         if variable not in used:
             flow.freeze(value, "the function does not depend on it")
-    flow.values += made + given
     for value in follow(flow, traced.jaxpr, [flow.constant(const) for const in traced.consts], [*made, *given]):
         flow.freeze(value, "the output has it")
     return _read(flow, paths, made, shapes[1], call)

@@ -40,13 +40,7 @@ def follow(flow: Flow, jaxpr: jex.Jaxpr, consts: Sequence[Value], args: Sequence
 
     for equation in jaxpr.eqns:
         operands = [read(atom) for atom in equation.invars]
-        results = _apply(flow, equation, operands)
-        context = {axis: None for value in operands for axis in value.context}
-        for variable, result in zip(equation.outvars, results, strict=True):
-            if context:
-                result = Value(result.shape, result.axes, result.zero, result.known, (*context, *result.context))
-            env[variable] = result
-            flow.values.append(result)
+        env |= dict(zip(equation.outvars, _apply(flow, equation, operands), strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
 
@@ -445,7 +439,7 @@ def _scan(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[
     for value in over:
         flow.atoms.unite(loop, value.axes[0])
         flow.freeze(value, "a loop runs over it", [0])
-        slices.append(Value(value.shape[1:], value.axes[1:], value.zero, context=(*value.context, loop)))
+        slices.append(Value(value.shape[1:], value.axes[1:], value.zero))
     inner = [flow.constant(const) for const in body.consts]
     found = follow(flow, body.jaxpr, inner, [*consts, *carry, *slices])
     _close(flow, carry, found[: counts[1]])

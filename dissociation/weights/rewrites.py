@@ -20,7 +20,7 @@ from dissociation.types import PRNGKey, Scalar
 from dissociation.validation import validated
 from dissociation.weights.axes import spread
 from dissociation.weights.certificate import Certificate, certify
-from dissociation.weights.groups import NeuronGroup, Slot, called, neuron_groups, parameters_of
+from dissociation.weights.groups import NeuronGroup, Slot, called, neuron_groups, parameters_of, program_of
 from dissociation.weights.neurons import copies_of, least_squares
 from dissociation.weights.seen import LayerInputs, layer_inputs
 from dissociation.weights.sizes import refit
@@ -273,11 +273,8 @@ def _resized(model: Any, group: NeuronGroup, original: np.ndarray, fill: Fill) -
             neurons each place belongs to, or -1.
     """
     leaves, tree, rest = parameters_of(model)
-    axes: dict[tuple[int, int], list[int]] = {}
-    for index, slot in enumerate(group.slots):
-        axes.setdefault((slot.leaf, slot.axis), []).append(index)
     owners: dict[tuple[int, int], dict[int, np.ndarray]] = {}
-    for (leaf, axis), own in axes.items():
+    for (leaf, axis), own in group.by_axis().items():
         slots = [group.slots[index] for index in own]
         places, by_name = spread(slots[0].layout, {slot.name: original for slot in slots})
         leaves[leaf] = jnp.take(jnp.asarray(leaves[leaf]), places, axis=axis)
@@ -298,13 +295,10 @@ def _check_same_program(before: Any, after: Any, group: NeuronGroup) -> None:
 
 
 def _literals(model: Any, group: NeuronGroup) -> Any:
-    arrays, rest = eqx.partition(model, eqx.is_array)
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
-    apply = called if group.call is None else group.call
+    _, leaves, program = program_of(model, group.call)
+    shapes = [jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.result_type(leaf)) for leaf in leaves]
     try:
-        jaxpr = jax.make_jaxpr(
-            lambda arrays, x: jax.tree.leaves(eqx.filter(apply(eqx.combine(arrays, rest), x), eqx.is_array))
-        )(shapes, group.example)
+        jaxpr = jax.make_jaxpr(program)(shapes, group.example)
     except Exception as error:
         advice = "If a module keeps its size, `weights.sizes.refitted.register` what makes it anew"
         fail_kind(

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +11,7 @@ from jaxtyping import Array, Float, Shaped
 
 from dissociation.checks import fail
 from dissociation.validation import validated
-from dissociation.weights.groups import called
+from dissociation.weights.groups import program_of
 from dissociation.weights.operations import inner_program
 
 MOVES = ("transpose", "reshape", "convert_element_type", "stop_gradient", "copy", "squeeze", "broadcast_in_dim")
@@ -58,17 +57,12 @@ def layer_inputs(
     Raises:
         ValueError: If there is no such array, or it is multiplied by nothing outside of loops.
     """
-    arrays, rest = eqx.partition(model, eqx.is_inexact_array)
-    named, tree = jax.tree_util.tree_flatten_with_path(arrays)
-    paths, leaves = [jax.tree_util.keystr(name) for name, _ in named], [leaf for _, leaf in named]
+    paths, leaves, program = program_of(model, call)
     if path not in paths:
         fail("path", f"be one of {', '.join(paths)}", repr(path))
-    leaf, apply = paths.index(path), called if call is None else call
+    leaf = paths.index(path)
     places = np.arange(np.size(leaves[leaf])).reshape(np.shape(leaves[leaf]))
     axes: list[tuple[int, ...]] = []
-
-    def program(leaves: list[Any], x: Any) -> Any:
-        return jax.tree.leaves(eqx.filter(apply(eqx.combine(jax.tree.unflatten(tree, leaves), rest), x), eqx.is_array))
 
     def seen(x: Array) -> list[Array]:
         traced = jax.make_jaxpr(program)(leaves, x)

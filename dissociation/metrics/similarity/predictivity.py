@@ -50,18 +50,26 @@ class _Prepared(NamedTuple):
     unit: Array  # of the features; squared, of alpha in what is decomposed
 
 
-def _prepare(x: Array, num_folds: int | None, folds: str) -> _Prepared:
+def _centred_parts(x: Array, num_folds: int | None, folds: str) -> tuple[Array, Array, list[tuple[Array, Array]]]:
+    """Features over a power of two, that power, and of each fold the training and the held-out part about one mean."""
     scale = scale_of(jnp.max(jnp.abs(centre(x))))
     x = centre(x) / scale
     found = []
     for train, test in _parts(x.shape[0], num_folds, folds):
         own = centre(x[train])
-        mean = x[train][:1] - own[:1]
+        found.append((own, x[test] - (x[train][:1] - own[:1])))
+    return x, scale, found
+
+
+def _prepare(x: Array, num_folds: int | None, folds: str) -> _Prepared:
+    x, scale, parts = _centred_parts(x, num_folds, folds)
+    found = []
+    for own, held_out in parts:
         matrix, undefined = finite_part(own)
         left, values, right = jnp.linalg.svd(matrix, full_matrices=False)
         kept = values > rank_cut(matrix) * values[0]
         values = jnp.where(kept, values, 0.0) + undefined
-        found.append(_Fold(left, values, product(x[test] - mean, right.T)))
+        found.append(_Fold(left, values, product(held_out, right.T)))
     return _Prepared(x, tuple(found), scale)
 
 
@@ -106,14 +114,9 @@ def _shrunk(values: Array, alpha: Array) -> Array:
 
 def _prepare_single(x: Array, alpha: Array, num_folds: int | None, folds: str) -> _Maps:
     """As `_prepare`, for one alpha, by what has a derivative for every spectrum."""
-    scale = scale_of(jnp.max(jnp.abs(centre(x))))
-    x = centre(x) / scale
-    parts = []
-    for train, test in _parts(x.shape[0], num_folds, folds):
-        own = centre(x[train])
-        mean = x[train][:1] - own[:1]
-        parts.append((singular_map(_shrunk, own, _per_square(alpha.astype(x.dtype), scale)), x[test] - mean))
-    return _Maps(x, tuple(parts))
+    x, scale, parts = _centred_parts(x, num_folds, folds)
+    alpha = _per_square(alpha.astype(x.dtype), scale)
+    return _Maps(x, tuple((singular_map(_shrunk, own, alpha), held_out) for own, held_out in parts))
 
 
 def _single(a: _Maps, b: _Maps, num_folds: int | None, folds: str) -> Array:
