@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dissociation.checks import fail_kind
+from dissociation.models.program import program_of
 from dissociation.validation import validated
 from dissociation.weights.axes import Layout
 from dissociation.weights.flow import Flow, Value
@@ -157,47 +158,11 @@ def neuron_groups(model: Any, example: Any, *, call: Callable[[Any, Any], Any] |
     return group_report(model, example, call=call).groups if stated is None else stated
 
 
-def called(model: Any, example: Any) -> Any:
-    """The outputs of a model, in inference mode, or of a pair of model and state."""
-    if isinstance(model, tuple) and len(model) == 2:
-        module, state = model
-        return eqx.nn.inference_mode(module)(example, state)[0]
-    function: Any = eqx.nn.inference_mode(model) if isinstance(model, eqx.Module) else model
-    return function(example)
-
-
 def parameters_of(model: Any) -> tuple[list[Any], Any, Any]:
     """The floating-point arrays of a model, their tree, and everything else."""
     arrays, rest = eqx.partition(model, eqx.is_inexact_array)
     leaves, tree = jax.tree.flatten(arrays)
     return leaves, tree, rest
-
-
-class Program(NamedTuple):
-    """A model as a function of its arrays.
-
-    Attributes:
-        paths: Of its arrays of floating-point numbers, as `jax.tree_util.keystr` writes them.
-        leaves: The arrays.
-        run: From such arrays and an example to the output's arrays.
-    """
-
-    paths: list[str]
-    leaves: list[Any]
-    run: Callable[[list[Any], Any], list[Any]]
-
-
-def program_of(model: Any, call: Callable[[Any, Any], Any] | None) -> Program:
-    """A model as a function of its arrays; see `neuron_groups`."""
-    arrays, rest = eqx.partition(model, eqx.is_inexact_array)
-    named, tree = jax.tree_util.tree_flatten_with_path(arrays)
-    apply = called if call is None else call
-
-    def run(leaves: list[Any], example: Any) -> list[Any]:
-        outputs = apply(eqx.combine(jax.tree.unflatten(tree, leaves), rest), example)
-        return jax.tree.leaves(eqx.filter(outputs, eqx.is_array))
-
-    return Program([jax.tree_util.keystr(path) for path, _ in named], [leaf for _, leaf in named], run)
 
 
 @validated

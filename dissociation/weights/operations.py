@@ -7,6 +7,7 @@ import jax
 import numpy as np
 from jax.extend import core as jex
 
+from dissociation.models.program import inner_program
 from dissociation.weights.axes import UNIT, Axis, Product, Sum
 from dissociation.weights.flow import FEW, Flow, Value
 
@@ -67,17 +68,6 @@ def _folded(equation: Any, operands: list[Value], shapes: list[tuple[int, ...]])
         return None
     with jax.ensure_compile_time_eval():
         return np.asarray(equation.primitive.bind(*known, **equation.params))
-
-
-def inner_program(params: Params) -> Any:
-    """The program that an operation calls, if it is one of its parameters."""
-    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-        inner = params.get(name)
-        if isinstance(inner, jex.ClosedJaxpr):
-            return inner
-        if isinstance(inner, jex.Jaxpr) and not inner.constvars:
-            return jex.ClosedJaxpr(inner, ())
-    return None
 
 
 def _unknown(flow: Flow, name: str, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:

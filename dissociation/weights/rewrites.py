@@ -16,11 +16,12 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Int, Real, Shaped
 
 from dissociation.checks import check_count, check_non_negative, check_positive, fail, fail_kind, is_traced
+from dissociation.models.program import called, program_of
 from dissociation.types import PRNGKey, Scalar
 from dissociation.validation import validated
 from dissociation.weights.axes import spread
 from dissociation.weights.certificate import Certificate, certify
-from dissociation.weights.groups import NeuronGroup, Slot, called, neuron_groups, parameters_of, program_of
+from dissociation.weights.groups import NeuronGroup, Slot, neuron_groups, parameters_of
 from dissociation.weights.neurons import copies_of, least_squares
 from dissociation.weights.seen import LayerInputs, layer_inputs
 from dissociation.weights.sizes import refit
@@ -356,7 +357,7 @@ class AddNuisance(Rewrite):
                     values = self._cancelling(keys[index], shape, array, places)
                 elif array.ndim == 1:  # one number each, such as a variance: as the others have them
                     pick = jax.random.randint(keys[index], (self.num_groups,), 0, group.size)
-                    values = array[_rows_of(owner, group.size)[pick]][member]
+                    values = array[jnp.asarray(_rows_of(owner, group.size))[pick]][member]
                 else:
                     drawn = jax.random.normal(keys[index], (self.num_groups, *shape[1:]), array.dtype)
                     values = (jnp.asarray(self.incoming_std, array.dtype) * drawn)[member]

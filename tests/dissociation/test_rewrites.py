@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from zoo import ZOO
 
+from dissociation.models.program import called
 from dissociation.weights import rewrites, sizes
 from dissociation.weights.certificate import certify
-from dissociation.weights.groups import called, neuron_groups, parameters_of
+from dissociation.weights.groups import neuron_groups, parameters_of
 from dissociation.weights.seen import layer_inputs
 
 pytestmark = pytest.mark.usefixtures("barely_optimized")

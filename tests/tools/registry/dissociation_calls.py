@@ -34,7 +34,7 @@ from dissociation.symmetry import canonical as canonical_form
 from dissociation.symmetry import freedom
 from dissociation.symmetry import matching as neuron_matching
 from dissociation.training import callbacks, fitting, loop, samplers, state
-from dissociation.weights import certificate, groups, mlp, neurons, noise, rewrites, seen, symmetry
+from dissociation.weights import certificate, groups, neurons, noise, rewrites, seen, symmetry
 
 RANDOM = np.random.default_rng(0)
 TALL = RANDOM.standard_normal((12, 3)).astype(np.float32)
@@ -206,20 +206,6 @@ CALLS = {
         "scale": 0.1,
     },
     noise.add_parameter_noise: lambda: {"model": network(), "scale": 0.1, "key": KEY},
-    mlp.rewrite_mlp: lambda: {"model": network(), "rewrite": lambda w_in, w_out: (w_in, w_out), "layer": 0},
-    mlp.scale_mlp: lambda: {"model": network(), "scale_factor": 2.0, "layer": 0, "assume_homogeneous": True},
-    mlp.duplicate_mlp: lambda: {"model": network(), "duplicate_multiplier": 2.0, "layer": 0},
-    mlp.add_random_zero_to_mlp: lambda: {
-        "model": network(),
-        "num_zero_groups": 2,
-        "neurons_per_group": 2,
-        "key": KEY,
-        "layer": 0,
-        "incoming_std": 0.5,
-    },
-    mlp.add_phantom_zero_to_mlp: lambda: {"model": network(), "inputs": TALL, "pattern": TALL[:, :2], "rtol": 1e-5},
-    mlp.permute_mlp: lambda: {"model": network(), "permutation": np.array([2, 0, 1, 3, 4]), "layer": 0},
-    mlp.perturb_mlp_in_null_space: lambda: {"model": network(), "basis": np.eye(3)[:1], "scale": 0.1, "key": KEY},
     groups.neuron_groups: lambda: {"model": network(), "example": np.ones(3, np.float32)},
     groups.group_report: lambda: {"model": network(), "example": np.ones(3, np.float32)},
     rewrites.permute: lambda: {"group": hidden(), "permutation": np.array([2, 0, 1, 3, 4])},
