@@ -16,11 +16,12 @@ from jaxtyping import Array, Float
 from scipy.linalg import eigh
 from scipy.optimize import nnls
 
-from dissociation.checks import check_finite, check_same_length, fail
+from dissociation.checks import check_choice, check_finite, check_same_length, fail
 from dissociation.validation import validated
 from dissociation.weights.groups import NeuronGroup
 from dissociation.weights.rewrites import Scale, scale
 
+ENDS = ("low", "high")
 SMALLEST = 1e-4
 """Length of the activity of neurons that the extreme network has no use for, of the longest: they hardly count."""
 
@@ -55,8 +56,7 @@ class Freedom(NamedTuple):
             group: Of the neurons.
             end: "low" or "high".
         """
-        if end not in ("low", "high"):
-            fail("end", "be one of 'low', 'high'", repr(end))
+        check_choice("end", end, ENDS)
         factors = np.sqrt(self.low_weights if end == "low" else self.high_weights)
         lengths = np.where(self.constant, 1.0, self.lengths)
         wanted = factors * lengths

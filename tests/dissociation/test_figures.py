@@ -315,6 +315,10 @@ WRONG = {
         "num_samples": [19], "measures": [(), ("cka",), ("rsa", "rsa")], "rewrite_measures": [("disagreement",)],
         "num_blocks": [1], "num_seeds": [2], "num_zero": [-1, 2**40],
     },
+    ("freedom",): {
+        "num_samples": [1], "num_seeds": [1], "num_zero": [-1, 2**40], "spread": [-1.0, 11.0, np.nan],
+        "model": ["rnn"],
+    },
     ("collapse",): {
         "weight_decays": [(), (-0.1,), (0.1, 0.1)], "seeds": [(), (-1,), (2**32,)], "num_steps": [0], "width": [0],
         "num_train": [0, 99], "optimizer": ["adam"], "network": ["rnn"], "data": ["cifar"], "num_information": [-1],
@@ -349,6 +353,7 @@ def test_settings_that_the_data_cannot_meet_are_refused_before_training(tmp_path
         (["transfer", "--num-test", "20", "--num-train", "50"], "num_budgets"),
         (["transfer", "--quick", "--num-test", "3", "--num-splits", "2", "--num-budgets", "1"], "num_test"),
         (["similarity", "--num-test", "50"], "num_samples"),
+        (["freedom", "--num-test", "50"], "num_samples"),
         (["collapse", "--num-loaded", "50"], "num_train"),
         (["collapse", "--num-test", "5"], "num_neighbours"),
     ):
