@@ -280,12 +280,14 @@ def _moved(
     for index, name in enumerate(REWRITES):
 
         @eqx.filter_jit
-        def row(model: Any, key: Array, name: str = name) -> Array:
+        def row(model: Any, key: Array, images: Array, features: Array, name: str = name) -> Array:
             own = representations(variants[name](model, key), images)["features"]
             return jax.vmap(lambda reference: linear_cka(own, reference))(features)
 
         keys = jax.random.split(jax.random.fold_in(key, index), config.num_seeds)
-        found[name] = np.stack([np.asarray(row(take(models, seed), keys[seed])) for seed in range(config.num_seeds)])
+        found[name] = np.stack(
+            [np.asarray(row(take(models, seed), keys[seed], images, features)) for seed in range(config.num_seeds)]
+        )
     return found
 
 

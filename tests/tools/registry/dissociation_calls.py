@@ -24,7 +24,7 @@ from dissociation.metrics.similarity import (
     shapes,
     streaming,
 )
-from dissociation.models import bilinear, cnn, initial, layers, representations
+from dissociation.models import bilinear, cnn, initial, layers, representations, resnet, transformer
 from dissociation.models import mlp as perceptron
 from dissociation.recipes import bilinear as bilinear_recipe
 from dissociation.recipes import compression, grokking, mnist
@@ -162,6 +162,19 @@ CALLS = {
     perceptron.MLP: lambda: {"inputs": 3, "width": 4, "depth": 1, "activation": "tanh", "init": "lecun", "key": KEY},
     cnn.Encoder: lambda: {"features": 2, "init": "lecun", "key": KEY},
     cnn.Decoder: lambda: {"features": 2, "upsampling": "bilinear", "init": "lecun", "key": KEY},
+    resnet.ResidualBlock: lambda: {"channels": 2, "init": "lecun", "key": KEY},
+    resnet.ResNet: lambda: {"width": 3, "classes": 2, "channels": 2, "depth": 1, "init": "lecun", "key": KEY},
+    transformer.TransformerBlock: lambda: {"size": 4, "heads": 2, "key": KEY},
+    transformer.Transformer: lambda: {
+        "width": 3,
+        "classes": 2,
+        "size": 4,
+        "heads": 2,
+        "depth": 1,
+        "patch": 14,
+        "init": "lecun",
+        "key": KEY,
+    },
     cnn.CNN: lambda: {"width": 3, "classes": 2, "last_activation": False, "init": "lecun", "key": KEY},
     bilinear.BilinearLayer: lambda: {"inputs": 3, "outputs": 2, "bias": True, "gate": "relu", "key": KEY},
     bilinear.BilinearNetwork: lambda: {"inputs": 3, "hidden": 4, "num_layers": 2, "residual": True, "key": KEY},
