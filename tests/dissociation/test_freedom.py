@@ -85,3 +85,30 @@ def test_neurons_that_are_constant_are_left_out():
     a, _, inputs, _, _ = networks()
     with pytest.raises(ValueError, match="`end` must be one of 'low', 'high'"):
         plain.rewrite(neuron_groups(a, inputs[0])["layers[1]"], end="middle")
+
+
+@pytest.mark.parametrize("unit", [1.0, 1e100, 1e-100])
+def test_it_holds_for_large_means_and_in_any_unit(unit):
+    rng = np.random.default_rng(0)
+    x, y = rng.standard_normal((50, 8)), rng.standard_normal((50, 5))
+    plain = cka_freedom(x, y)
+    x[:, 0] += 1e8
+    found = cka_freedom(unit * x, unit * y)
+    assert not found.constant.any()
+    np.testing.assert_allclose(found.measured, cka(x, y), rtol=1e-6)
+    np.testing.assert_allclose((found.low, found.high), (plain.low, plain.high), rtol=1e-6)
+    with pytest.raises(ValueError, match="`reference` must differ between samples"):
+        cka_freedom(x, np.full((50, 3), 0.1))
+
+
+def test_factors_follow_the_degree():
+    call = lambda p, x: p[1] @ jax.nn.relu(p[0] @ x) ** 2  # noqa: E731
+    p = [jax.random.normal(jax.random.key(0), (8, 5)), jax.random.normal(jax.random.key(1), (3, 8))]
+    inputs = jax.random.normal(jax.random.key(2), (60, 5))
+    (group,) = neuron_groups(p, inputs[0], call=call).values()
+    assert group.degree == 2
+    hidden = lambda p: np.asarray(jax.nn.relu(inputs @ p[0].T) ** 2)  # noqa: E731
+    found = cka_freedom(hidden(p), np.asarray(inputs))
+    for end in ("low", "high"):
+        moved = found.rewrite(group, end=end)(p)
+        np.testing.assert_allclose(cka(hidden(moved), np.asarray(inputs)), getattr(found, end), atol=1e-3)
