@@ -24,6 +24,7 @@ def run_notebook(monkeypatch):
         cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
         assert all(cell.execution_count for cell in cells)
         images = sum("image/png" in output.get("data", {}) for cell in cells for output in cell.outputs)
-        assert images == sum(".draw(" in cell.source for cell in cells)
+        drawn = (".draw(", "plt.subplots(")
+        assert images == sum(any(word in cell.source for word in drawn) for cell in cells)
 
     return run
