@@ -74,6 +74,12 @@ def check_source(config: Any, sizes: Sequence[str] = ("num_train", "num_test")) 
             check_count(name, getattr(config, name), minimum=1)
 
 
+def check_samples(config: Any, data: Dataset) -> None:
+    """Raises if there are fewer test images than `num_samples`."""
+    if config.num_samples > len(data.test_images):
+        fail("num_samples", f"be at most the number of test images ({len(data.test_images)})", config.num_samples)
+
+
 def source(config: Any) -> Dataset:
     """The data set that a figure's configuration names: `data`, `num_train` and `num_test` of it."""
     return load(config.data, num_train=config.num_train, num_test=config.num_test)

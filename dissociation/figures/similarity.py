@@ -26,6 +26,7 @@ from dissociation.figures.members import (
     ModelName,
     check_members,
     check_neurons,
+    check_samples,
     measure_members,
     members_headline,
     neuron_rewrites,
@@ -207,13 +208,8 @@ def source(config: Config) -> Dataset:
         WrongValue: If it has fewer test images than are to be represented.
     """
     data = members_source(config)
-    _check_samples(config, data)
+    check_samples(config, data)
     return data
-
-
-def _check_samples(config: Config, data: Dataset) -> None:
-    if config.num_samples > len(data.test_images):
-        fail("num_samples", f"be at most the number of test images ({len(data.test_images)})", config.num_samples)
 
 
 def compute(
@@ -226,7 +222,7 @@ def compute(
 ) -> Results:
     """Trains, represents and compares; see `protocol.Figure.compute`."""
     data = source(config) if dataset is None else dataset
-    _check_samples(config, data)
+    check_samples(config, data)
     with Parts(folder, identity_of(config, key, data)) as parts:
         return _computed(config, key, data, parts, progress)
 

@@ -34,7 +34,7 @@ class ResidualBlock(eqx.Module):
 class ResNet(eqx.Module):
     """Convolution, pooling, residual blocks, pooling, and two linear layers with a ReLU between them.
 
-    Without normalisation, so every hidden layer may be permuted, and all but the last act through ReLUs alone.
+    Without normalisation, so that every hidden layer may be permuted and scaled.
 
     Attributes:
         stem: The first convolution, to `channels` channels of 28 x 28.

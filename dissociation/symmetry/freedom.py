@@ -56,6 +56,12 @@ class Freedom(NamedTuple):
         Args:
             group: Of the neurons.
             end: "low" or "high".
+
+        Returns:
+            The rewrite.
+
+        Raises:
+            ValueError: If `end` is another word, or the group is not homogeneous of a positive degree in one way.
         """
         check_choice("end", end, ENDS)
         factors = np.sqrt(self.low_weights if end == "low" else self.high_weights)

@@ -376,9 +376,7 @@ class AddNuisance(Rewrite):
                 places = np.flatnonzero(new)[order].reshape(count, columns)
                 if group.slots[index].outgoing:
                     values = self._cancelling(keys[index], shape, array, places)
-                elif (
-                    columns * math.prod(array.shape[1:]) == columns
-                ):  # one number each, such as a variance: as the others have them
+                elif math.prod(array.shape[1:]) == 1:  # one number each, such as a variance: as others have it
                     pick = jax.random.randint(keys[index], (self.num_groups,), 0, group.size)
                     values = array[jnp.asarray(_rows_of(owner, group.size))[pick]][member]
                 else:
