@@ -11,162 +11,47 @@ neurons.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
 
-from dissociation.weights.axes import UNIT, Axis, Leaf, Sum
+from dissociation.weights.axes import UNIT
 from dissociation.weights.flow import Flow, Step, Value
+from dissociation.weights.labels import Copies, Label, Marks, thin
 from dissociation.weights.operations import ALONG, COMPARISONS, LIKE_SUMS, MIXED, POWERS, REDUCTIONS, SAME
 
 LONGEST = 256
 """Turns of a loop whose copies are told apart."""
 
-Label = np.ndarray
-Marks = dict[int, Label]  # by atom
-
-
-class Rows(NamedTuple):
-    """The labels of an occurrence of an atom along an axis of a parameter."""
-
-    atom: int
-    axis: int
-    labels: Label
-
-
-class Copies:
-    """Labels of everything in a program."""
-
-    def __init__(self, flow: Flow) -> None:
-        self.flow = flow
-        self.tied: set[int] = set()
-        self.rows: dict[tuple[int, tuple[int, ...]], Rows] = {}  # by number of a parameter, and name of an occurrence
-        self._marks: dict[int, Marks] = {}  # by the `id` of a value
-        self._pairs: list[np.ndarray] = []
-        self._count = 0
-        self._known: dict[int, dict[int, int]] = {}
-
-    def marks(self, value: Value) -> Marks:
-        """The labels of a value, by atom."""
-        return {atom: label for atom, label in self._marks.get(id(value), {}).items() if atom not in self.tied}
-
-    def mark(self, value: Value, marks: Marks) -> None:
-        """Sets the labels of a value."""
-        for atom in marks:
-            if self.axis(value, atom) < 0:
-                self.tied.add(atom)
-        self._marks[id(value)] = marks
-
-    def axis(self, value: Value, atom: int) -> int:
-        """Of a value, along which an atom lies; -1 if it is not one axis, or an entry belongs to two of its indices."""
-        if id(value) not in self._known:
-            own: dict[int, int] = {}
-            for k, axis in enumerate(value.axes):
-                for inner, depth in ({} if axis is None else _depths(self.flow.atoms.resolve(axis))).items():
-                    own[inner] = k if depth == 1 and inner not in own else -1
-            self._known[id(value)] = own
-        return self._known[id(value)].get(atom, -1)
-
-    def begin(self, index: int, value: Value, free: set[int]) -> None:
-        """Labels a parameter: every row of neurons is a copy of its own."""
-        marks: Marks = {}
-        atoms = self.flow.atoms
-        for k, axis in enumerate(value.axes):
-            for leaf in [] if axis is None else atoms.leaves(axis):
-                if leaf.atom not in free:
-                    continue
-                positions = atoms.positions(value.axes[k] or leaf, leaf.name)
-                shape = [positions.shape[1] if j == k else size for j, size in enumerate(value.shape)]
-                ids = self._count + np.arange(np.prod(shape)).reshape(shape)
-                self._count += ids.size
-                self.rows[index, leaf.name] = Rows(leaf.atom, k, ids)
-                if positions.size == value.shape[k] and positions.shape[1] == 1:
-                    marks[leaf.atom] = np.broadcast_to(ids, value.shape)
-                    continue
-                label = marks.get(leaf.atom, np.full(value.shape, -1))
-                np.moveaxis(label, k, 0)[positions] = np.moveaxis(ids, k, 0)[None]
-                marks[leaf.atom] = label
-        self.mark(value, marks)
-
-    def same(self, labels: Sequence[Label], shape: Sequence[int] | None = None) -> Label:
-        """One label for entries that move alike, of arrays that broadcast to each other."""
-        shape = np.broadcast_shapes(*(label.shape for label in labels)) if shape is None else tuple(shape)
-        wide = [np.broadcast_to(label, shape) for label in labels]
-        thin = tuple(
-            slice(0, 1) if all(label.strides[k] == 0 for label in wide) else slice(None) for k in range(len(shape))
-        )
-        small = [label[thin] for label in wide]
-        first = small[0]
-        for label in small[1:]:
-            first = np.maximum(first, label)
-        for label in small if len(small) > 1 else ():
-            self._unite(first, label)
-        return np.broadcast_to(first, shape)
-
-    def along(self, label: Label, axes: Sequence[int]) -> Label:
-        """One label for all entries along some axes, which become 1 long."""
-        thin = tuple(slice(0, 1) if step == 0 else slice(None) for step in label.strides)
-        shape = tuple(1 if k in axes else size for k, size in enumerate(label.shape))
-        small = label[thin]
-        first = small.max(tuple(axes), keepdims=True) if axes else small
-        self._unite(np.broadcast_to(first, small.shape), small)
-        return np.broadcast_to(first, shape)
-
-    def _unite(self, first: Label, second: Label) -> None:
-        differ = (first != second) & (second >= 0)
-        if differ.any():
-            self._pairs.append(np.unique(np.stack([first[differ], second[differ]]), axis=1))
-
-    def run(self, steps: Sequence[Step]) -> None:
-        """Runs a program on the labels."""
-        for step in steps:
-            if step.name in PARTS:
-                PARTS[step.name](self, step)
-            elif step.name not in INNER and not any(
-                value is given for value in step.results for given in step.operands
-            ):
-                self._apply(step)
-
-    def _apply(self, step: Step) -> None:
-        given = [self.marks(value) for value in step.operands]
-        marks: list[Marks] = [{} for _ in step.results]
-        for atom in {atom for own in given for atom in own}:
-            rule = RULES.get(step.name)
-            labels = [own.get(atom) for own in given]
-            axes = [-1 if label is None else self.axis(v, atom) for v, label in zip(step.operands, labels, strict=True)]
-            found = None if rule is None else rule(self, step, labels, axes, atom)
-            if found is None:
-                self.tied.add(atom)
-                continue
-            for own, label in zip(marks, found, strict=True):
-                if label is not None:
-                    own[atom] = label
-        for value, own in zip(step.results, marks, strict=True):
-            self.mark(value, own)
-
-    def found(self) -> np.ndarray:
-        """By labels, the number of the copy that each is of; -1 for what moves with nothing else, as what is unused."""
-        pairs = np.concatenate([np.zeros((2, 0), int), *self._pairs], 1)
-        graph = coo_array((np.ones(pairs.shape[1]), (pairs[0], pairs[1])), shape=(self._count, self._count))
-        number = connected_components(graph, directed=False)[1]
-        return np.where(np.bincount(number, minlength=1)[number] > 1, number, -1)
-
-
-def _depths(axis: Axis) -> dict[int, int]:
-    """How many indices of each atom an entry of an axis belongs to."""
-    if isinstance(axis, Leaf):
-        return {axis.atom: 1}
-    found: dict[int, int] = {}
-    for part in axis.parts:
-        for atom, depth in _depths(part).items():
-            found[atom] = max(found.get(atom, 0), depth) if isinstance(axis, Sum) else found.get(atom, 0) + depth
-    return found
-
-
 Labels = list[Label | None]
 Rule = Callable[[Copies, Step, Labels, list[int], int], Labels | None]
+
+
+def run(copies: Copies, steps: Sequence[Step]) -> None:
+    """Runs a program on the labels."""
+    for step in steps:
+        if step.name in PARTS:
+            PARTS[step.name](copies, step)
+        elif step.name not in SKIPPED and not any(value is given for value in step.results for given in step.operands):
+            _apply(copies, step)
+
+
+def _apply(copies: Copies, step: Step) -> None:
+    given = [copies.marks(value) for value in step.operands]
+    marks: list[Marks] = [{} for _ in step.results]
+    for atom in {atom for own in given for atom in own}:
+        rule = RULES.get(step.name)
+        labels = [own.get(atom) for own in given]
+        axes = [-1 if label is None else copies.axis(v, atom) for v, label in zip(step.operands, labels, strict=True)]
+        found = None if rule is None else rule(copies, step, labels, axes, atom)
+        if found is None:
+            copies.tied.add(atom)
+            continue
+        for own, label in zip(marks, found, strict=True):
+            if label is not None and (thin(label) >= 0).any():  # a part of an axis may have none
+                own[atom] = label
+    for value, own in zip(step.results, marks, strict=True):
+        copies.mark(value, own)
 
 
 def _one_by_one(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
@@ -191,7 +76,7 @@ def _along(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: in
     along = step.params.get("axis", step.params.get("dimension", -1)) % label.ndim
     if along in axes:
         return None
-    return [np.broadcast_to(copies.along(label, (along,)), label.shape)] * len(step.results)
+    return [np.broadcast_to(copies.along(label, (along,)), value.shape) for value in step.results]
 
 
 def _moved(move: Callable[[Step, Label], Label]) -> Rule:
@@ -222,24 +107,14 @@ def _slice(step: Step, label: Label) -> Label:
 
 def _dynamic_slice(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
     label = labels[0]
-    if label is None:
-        return None
-    shape = step.results[0].shape
-    for k, (start, size) in enumerate(zip(step.operands[1:], shape, strict=True)):
-        if size < label.shape[k] and start.known is None:
-            label = np.broadcast_to(copies.along(label, (k,)), (*label.shape[:k], size, *label.shape[k + 1 :]))
-        elif size < label.shape[k] and start.known is not None:
-            first = int(start.known) + label.shape[k] * (int(start.known) < 0)
+    for k, size in enumerate(step.results[0].shape):
+        start: Any = step.operands[1 + k].known
+        if label is None or (size < label.shape[k] and start is None):
+            return None
+        if size < label.shape[k]:
+            first = int(start) + label.shape[k] * (int(start) < 0)
             label = np.take(label, min(max(first, 0), label.shape[k] - size) + np.arange(size), k)
     return [label]
-
-
-def _dynamic_update(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
-    shape, update = step.operands[0].shape, step.operands[1].shape
-    partial = tuple(k for k in range(len(shape)) if update[k] < shape[k])
-    if len({axis for axis in axes if axis >= 0}) > 1 or any(axis in partial for axis in axes):
-        return None
-    return [copies.same([copies.along(label, partial) for label in labels if label is not None], shape)]
 
 
 def _split(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
@@ -313,29 +188,25 @@ def _dot(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int)
 def _convolution(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
     """As a product over the channels of each group of them; all that lies in space moves alike."""
     numbers, groups = step.params["dimension_numbers"], step.params["feature_group_count"]
-    letters: tuple[list[Any], list[Any]] = (["image", "group", "in"], ["group", "out", "in"])
-    flat: Labels = []
-    along: list[Any] = []
+    names = ("image", "in"), ("out", "in")
+    flat, along = [None, None], [None, None]
     for side, spec in enumerate((numbers.lhs_spec, numbers.rhs_spec)):
         label, axis, value = labels[side], axes[side], step.operands[side]
         if label is None:
-            flat.append(None)
-            along.append(None)
             continue
         if axis not in spec[:2]:
             return None
         blocked, space = spec[1 - side], tuple(range(2, label.ndim))  # channels, which come in groups
         sizes = groups, value.shape[blocked] // groups
         plain = copies.along(label.transpose(spec), space).squeeze(space)
-        flat.append(plain.reshape(*sizes, -1) if side else plain.reshape(-1, *sizes))
+        flat[side] = plain.reshape(*sizes, -1) if side else plain.reshape(-1, *sizes)
         block = copies.flow.atoms.factored(value.axes[blocked] or UNIT, sizes)[0] if axis == blocked else UNIT
         grouped = any(leaf.atom == atom for leaf in copies.flow.atoms.leaves(block))
-        along.append(
-            "group" if grouped else letters[side][1 + (axis == spec[1])] if side or axis == blocked else "image"
-        )
+        along[side] = "group" if grouped else names[side][spec.index(axis)]
     if None not in along and along[0] != along[1]:
         return None
     out, shape = numbers.out_spec, step.results[0].shape
+    letters: Any = ["image", "group", "in"], ["group", "out", "in"]
     label = _product(copies, flat, letters, along, ["image", "group", "out"])
     if label is None:
         return [None]
@@ -350,19 +221,6 @@ def _window(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: i
         return None
     over = tuple(k for k, width in enumerate(widths) if width > 1 or label.shape[k] != shape[k])
     return None if axes[0] in over else [np.broadcast_to(copies.along(label, over), shape)]
-
-
-def _gather(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
-    numbers, sizes, shape = step.params["dimension_numbers"], step.params["slice_sizes"], step.results[0].shape
-    label = labels[0]
-    if label is None or labels[1] is not None:
-        return None
-    over = tuple(k for k, size in enumerate(sizes) if size != label.shape[k])
-    if axes[0] in over:
-        return None
-    kept = copies.along(label, over).squeeze(numbers.collapsed_slice_dims)
-    batch = tuple(k for k in range(len(shape)) if k not in numbers.offset_dims)
-    return [np.broadcast_to(np.expand_dims(kept, batch), shape)]
 
 
 def _scan(copies: Copies, step: Step) -> None:
@@ -386,7 +244,7 @@ def _scan(copies: Copies, step: Step) -> None:
         if len(turns) == 1:
             _settled(copies, [part.steps], carry, part.outputs[: last - first])
         else:
-            copies.run(part.steps)
+            run(copies, part.steps)
         found[turn] = [copies.marks(value) for value in made]
         after = [copies.marks(value) for value in part.outputs[: last - first]]
         for value, own in zip(carry, after, strict=True):
@@ -405,7 +263,7 @@ def _settled(copies: Copies, programs: list[list[Step]], carry: list[Value], aft
     while grown:
         grown = False
         for steps in programs:
-            copies.run(steps)
+            run(copies, steps)
         for value, new in [(v, copies.marks(w)) for v, w in zip(carry, after, strict=True)]:
             before = copies.marks(value)
             both = {
@@ -428,15 +286,15 @@ def _while(copies: Copies, step: Step) -> None:
 
 def _cond(copies: Copies, step: Step) -> None:
     for part in step.parts:
-        copies.run(part.steps)
+        run(copies, part.steps)
     for k, value in enumerate(step.results):
         cases = [copies.marks(part.outputs[k]) for part in step.parts]
         atoms = {atom for own in cases for atom in own}
         copies.mark(value, {atom: copies.same([own[atom] for own in cases if atom in own]) for atom in atoms})
 
 
-INNER = ("custom_vjp_call", "optimization_barrier")
-"""What has been followed itself, or hands on what it was given."""
+SKIPPED = ("custom_vjp_call", "optimization_barrier")
+"""What is followed itself, or hands on what it is given."""
 
 PARTS: dict[str, Callable[[Copies, Step], None]] = {"scan": _scan, "while": _while, "cond": _cond}
 
@@ -452,14 +310,12 @@ RULES: dict[str, Rule] = {
     "rev": _moved(lambda step, label: np.flip(label, step.params["dimensions"])),
     "slice": _moved(_slice),
     "dynamic_slice": _dynamic_slice,
-    "dynamic_update_slice": _dynamic_update,
     "split": _split,
     "concatenate": _concatenate,
     "pad": _pad,
     "dot_general": _dot,
     "conv_general_dilated": _convolution,
     **dict.fromkeys(("reduce_window_sum", "reduce_window_max", "reduce_window_min"), _window),
-    "gather": _gather,
 }
 """By names of primitives."""
 
@@ -482,7 +338,7 @@ def copies_told_apart(
     copies = Copies(flow)
     for index, value in enumerate(made):
         copies.begin(index, value, free)
-    copies.run(flow.steps)
+    run(copies, flow.steps)
     found = copies.found()
     numbers: dict[int, dict[int, int]] = {}
     slots = {}

@@ -321,7 +321,7 @@ def _read(flow: Flow, paths: Sequence[str], made: list[Value], example: Any, cal
             linear=None if atom in uneven | counted else sides,
             example=example,
             call=call,
-            copies=copies[atom],
+            copies=copies.get(atom, 1),
         )
     return GroupReport(groups, frozen)
 
