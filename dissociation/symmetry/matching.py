@@ -80,7 +80,7 @@ def match_weights(
         fail("key", "be given where random orders are drawn", "None", "For instance jax.random.key(0)")
     _check_alike(a, b)
     first, second = _known("a", a), _known("b", b)
-    groups = in_order(groups)
+    groups = _in_order(groups)
     still = {name: np.tile(np.arange(group.size), (group.copies, 1)) for name, group in groups.items()}
     starts = [still]
     if num_starts > 1:
@@ -93,7 +93,7 @@ def match_weights(
     return max((_ascended(first, second, groups, start) for start in starts), key=lambda found: found.value)
 
 
-def copies_moved(group: NeuronGroup, by: NeuronGroup, permutations: np.ndarray) -> np.ndarray:
+def _copies_moved(group: NeuronGroup, by: NeuronGroup, permutations: np.ndarray) -> np.ndarray:
     """Which copy of a group comes to the place of each, as another group is permuted: [copies], as heads are."""
     found = np.arange(group.copies)
     for slot in group.slots if group.copies > 1 else ():
@@ -105,7 +105,7 @@ def copies_moved(group: NeuronGroup, by: NeuronGroup, permutations: np.ndarray) 
     return found
 
 
-def in_order(groups: Mapping[str, NeuronGroup]) -> dict[str, NeuronGroup]:
+def _in_order(groups: Mapping[str, NeuronGroup]) -> dict[str, NeuronGroup]:
     """Groups, those that move the copies of others first; what moves in copies of each other has none."""
     left, ordered = dict(groups), {}
     while left:
@@ -124,7 +124,7 @@ def in_order(groups: Mapping[str, NeuronGroup]) -> dict[str, NeuronGroup]:
 def _moves(group: NeuronGroup, other: NeuronGroup) -> bool:
     """Whether a group moves the copies of another."""
     turn = np.tile(np.roll(np.arange(group.size), 1), (group.copies, 1))
-    return bool((copies_moved(other, group, turn) != np.arange(other.copies)).any())
+    return bool((_copies_moved(other, group, turn) != np.arange(other.copies)).any())
 
 
 def _check_alike(a: Any, b: Any) -> None:
@@ -200,7 +200,7 @@ def _ascended(
                 now, value = moved, better
                 found[name] = np.take_along_axis(found[name], order, 1)
                 # What was done before in the copies of others is now done in those that came to their places.
-                found |= {k: found[k][copies_moved(other, group, order)] for k, other in groups.items() if k != name}
+                found |= {k: found[k][_copies_moved(other, group, order)] for k, other in groups.items() if k != name}
         if value == before:
             return _matching(found, groups, value, converged=True)
     return _matching(found, groups, value, converged=False)
@@ -236,7 +236,7 @@ def match_activations(
         Li, Yosinski, Clune, Lipson and Hopcroft (2015); Ainsworth, Hayase and Srinivasa (2023), section 3.1.
     """
     found, values = {}, []
-    groups = in_order(groups)
+    groups = _in_order(groups)
     for name, group in groups.items():
         reads = [slot for slot in group.slots if slot.outgoing and len(slot.shape) > 1]
         one, other = (_activity(model, inputs, group, reads) for model in (a, b))

@@ -189,7 +189,8 @@ def _convolution(copies: Copies, step: Step, labels: Labels, axes: list[int], at
     """As a product over the channels of each group of them; all that lies in space moves alike."""
     numbers, groups = step.params["dimension_numbers"], step.params["feature_group_count"]
     names = ("image", "in"), ("out", "in")
-    flat, along = [None, None], [None, None]
+    flat: Labels = [None, None]
+    along: list[Any] = [None, None]
     for side, spec in enumerate((numbers.lhs_spec, numbers.rhs_spec)):
         label, axis, value = labels[side], axes[side], step.operands[side]
         if label is None:
