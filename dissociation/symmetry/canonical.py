@@ -39,7 +39,8 @@ def canonical(
 
     Args:
         model: A network whose groups are all homogeneous of degree one and may grow: perceptrons, convolutional and
-            residual ones with ReLU and the like, without normalisation.
+            residual ones with ReLU and the like, without normalisation; not stacks of layers in a scan, which would
+            have to drop as many neurons in each.
         example: One example, see `groups.neuron_groups`.
         tolerance: Distance between what makes two neurons, of length one, below which they are one; and share of what
             reads them that counts as nothing.
@@ -54,9 +55,9 @@ def canonical(
     """
     check_positive("tolerance", tolerance)
     groups = neuron_groups(model, example, call=call)
-    others = [name for name, group in groups.items() if group.degree != 1 or group.sharing is None]
+    others = [k for k, group in groups.items() if group.degree != 1 or group.sharing is None or group.copies > 1]
     if others:
-        wanted = "have groups that are homogeneous of degree one, without normalisation"
+        wanted = "have groups that are homogeneous of degree one, without normalisation and in one copy"
         fail("model", wanted, f"others: {', '.join(others)}")
     leaves, tree, rest = parameters_of(model)
     if any(is_traced(leaf) for leaf in leaves):

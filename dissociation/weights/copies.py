@@ -346,9 +346,10 @@ def copies_told_apart(
     for place, (atom, axis, ids) in copies.rows.items():
         own = numbers.setdefault(atom, {})
         old = np.full(ids.shape, -1) if atom in copies.tied else found[ids]
-        for number in dict.fromkeys(old[old >= 0].tolist()):
+        there, firsts = np.unique(old[old >= 0], return_index=True)
+        for number in there[np.argsort(firsts)].tolist():
             own.setdefault(number, len(own))
-        known = np.array([own.get(number, 0) for number in range(old.max(initial=-1) + 1)] + [0])  # the last: -1
+        known = np.array([own.get(number, 0) for number in range(found.max(initial=-1) + 1)] + [0])  # the last: -1
         new = known[old]
         for k in range(new.ndim):
             if k != axis and (new == np.take(new, [0], k)).all():

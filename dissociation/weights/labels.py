@@ -102,15 +102,26 @@ class Copies:
 
     def _unite(self, first: Label, second: Label) -> None:
         differ = (first != second) & (second >= 0)
-        if differ.any():
-            self._pairs.append(np.unique(np.stack([first[differ], second[differ]]), axis=1))
+        if not differ.any():
+            return
+        one, other = first[differ], second[differ]
+        start = other.min()
+        partner = np.full(other.max() - start + 1, -1)
+        partner[other - start] = one
+        if (partner[other - start] == one).all():  # as along an axis: each has one partner
+            there = np.flatnonzero(partner >= 0)
+            self._pairs.append(np.stack([partner[there], there + start]))
+        else:
+            both = np.unique(one * self._count + other)
+            self._pairs.append(np.stack(np.divmod(both, self._count)))
 
     def found(self) -> np.ndarray:
         """By labels, the number of the copy that each is of; -1 for what moves with nothing else, as what is unused."""
         pairs = np.concatenate([np.zeros((2, 0), int), *self._pairs], 1)
         graph = coo_array((np.ones(pairs.shape[1]), (pairs[0], pairs[1])), shape=(self._count, self._count))
         number = connected_components(graph, directed=False)[1]
-        return np.where(np.bincount(number, minlength=1)[number] > 1, number, -1)
+        several = np.bincount(number, minlength=1) > 1
+        return np.where(several, np.cumsum(several) - 1, -1)[number]
 
 
 def thin(label: Label) -> Label:

@@ -120,6 +120,16 @@ def carried(p, x):
     return jax.lax.scan(layer, (x[0] @ p["in"], jnp.zeros(HIDDEN)), (p["a"], p["b"]))[0][0] @ p["head"]
 
 
+def begun_at_the_end(p, x):
+    """What the loop begins with meets the last layer alone."""
+
+    def layer(carry, w):
+        hidden = jax.nn.relu(carry[0] @ w[0] + carry[1])
+        return (carry[0] + hidden @ w[1], jnp.zeros(HIDDEN)), None
+
+    return jax.lax.scan(layer, (x[0] @ p["in"], p["start"]), (p["a"], p["b"]), reverse=True)[0][0] @ p["head"]
+
+
 def between(change):
     """Heads of neurons, something done to them, and what reads them."""
     return lambda p, x: jnp.einsum("hd,hdo->o", change(jnp.einsum("e,ehd->hd", x[0], p["u"])), p["o"])
@@ -148,13 +158,15 @@ SEPARATE = {
     "stack": (residual, STACK, [(5, 1), (HIDDEN, LAYERS)]),
     "stack, from the end": (lambda p, x: residual(p, x, True), STACK, [(5, 1), (HIDDEN, LAYERS)]),
     "stack, its hidden neurons read outside": (with_outputs, STACK | {"r": "ln"}, [(5, 1), (HIDDEN, LAYERS)]),
+    "stack, from the end, begun with a bias": (begun_at_the_end, STACK | {"start": "n"}, [(5, 1), (HIDDEN, LAYERS)]),
     "a constant for each head": (between(lambda y: jnp.tanh(y * jnp.arange(1.0, 4.0)[:, None])), SINGLE,
                                  [(DIM, HEADS)]),
     "two of three change places": (
         between(lambda y: jax.lax.cond(y.sum() > 0, lambda z: jnp.concatenate([z[1::-1], z[2:]]), jnp.tanh, y)), SINGLE,
         [(DIM, 2)]),
     "one head or its mirror": (between(lambda y: jnp.tanh(y) + jnp.tanh(y[::-1])), SINGLE, [(DIM, 2)]),
-    "padded and cut": (between(lambda y: jnp.tanh(jnp.pad(y, ((1, 1), (0, 0)))[1:-1])), SINGLE, [(HEADS, DIM), (DIM, HEADS)]),
+    "padded and cut": (
+        between(lambda y: jnp.tanh(jnp.pad(y, ((1, 1), (0, 0)))[1:-1])), SINGLE, [(HEADS, DIM), (DIM, HEADS)]),
     "a loop that keeps heads apart": (between(repeated), SINGLE, [(HEADS, DIM), (DIM, HEADS)]),
     "windows over no heads": (
         between(lambda y: jax.lax.reduce_window(y, -jnp.inf, jax.lax.max, (1, 1), (1, 1), "VALID")), SINGLE,
