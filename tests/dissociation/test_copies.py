@@ -9,7 +9,10 @@ import pytest
 from zoo import ZOO
 
 from dissociation.weights import copies, operations, rewrites
+from dissociation.weights.axes import Product, Sum
+from dissociation.weights.flow import Flow, Value
 from dissociation.weights.groups import neuron_groups
+from dissociation.weights.labels import Copies
 
 TIME, WIDTH, HEADS, DIM, LAYERS, HIDDEN = 5, 6, 3, 4, 3, 7
 ATTENTION = {"q": "ehd", "k": "ehd", "v": "ehd", "o": "hde", "head": "eo"}
@@ -255,6 +258,37 @@ def test_copies_that_must_move_alike_do(name):
             assert change(function, model, rewrite(model), inputs) < 1e-12
         apart = rewrites.permute(forced(own[0], model), key=jax.random.key(3))(model)
         assert change(function, model, apart, inputs) > 1e-3
+
+
+def test_neurons_that_meet_each_other_in_one_array_move_alike():
+    """Which is safe: the blocks of a recurrent matrix could move apart."""
+
+    def call(p, x):
+        def turn(h, x):
+            return jnp.tanh(jnp.einsum("hd,hdf->hf", h, p["w"]) + jnp.einsum("e,ehd->hd", x, p["u"])), None
+
+        return jnp.einsum("hd,hdo->o", jax.lax.scan(turn, jnp.zeros((HEADS, DIM)), x)[0], p["o"])
+
+    with jax.enable_x64(True):
+        model, inputs = weights(SINGLE | {"w": "hdd"}), jax.random.normal(jax.random.key(1), (8, TIME, WIDTH))
+        groups = neuron_groups(model, inputs[0], call=call)
+        assert sorted((group.size, group.copies) for group in groups.values()) == [(HEADS, 1), (DIM, 1)]
+        for group in groups.values():
+            for rewrite in separate_rewrites(group):
+                assert change(call, model, rewrite(model), inputs) < 1e-12
+
+
+def test_an_entry_of_two_neurons_has_no_axis():
+    flow = Flow()
+    (neurons,) = flow.array((4,)).axes
+    labels = Copies(flow)
+    twice = Product((neurons, flow.atoms.copied(neurons)))
+    ends = Sum((neurons, flow.atoms.copied(neurons)))
+    assert labels.axis(Value((3, 8), [None, ends]), neurons.atom) == 1
+    assert labels.axis(Value((16,), [twice]), neurons.atom) == -1
+    assert labels.axis(Value((4, 4), [neurons, flow.atoms.copied(neurons)]), neurons.atom) == -1
+    labels.mark(Value((16,), [twice]), {neurons.atom: np.zeros(16, int)})
+    assert labels.tied == {neurons.atom}
 
 
 def test_slots_say_which_copy_is_where():

@@ -91,6 +91,20 @@ def test_heads_and_what_lies_in_each_are_moved_one_after_another():
     assert all((back[name] == model[name]).all() for name in model)
 
 
+def test_the_value_is_that_of_the_permutations():
+    """Also where heads change places after what lies in them did."""
+    kind = ZOO["transformer"]
+    groups = neuron_groups(kind.make(jax.random.key(0)), kind.inputs(jax.random.key(1))[0])
+    part = {name: group for name, group in groups.items() if "attention" in name}
+    touched = sorted({slot.leaf for group in part.values() for slot in group.slots})
+    for seed in range(3):
+        a, b = (kind.make(jax.random.key(2 * seed + k)) for k in (1, 2))
+        found = matching.match_weights(a, b, part, num_starts=6, key=jax.random.key(seed))
+        pairs = zip(parameters_of(a)[0], parameters_of(found.apply(b, part))[0], strict=True)
+        products = [float(np.vdot(np.float64(one), np.float64(other))) for one, other in pairs]
+        np.testing.assert_allclose(sum(products[leaf] for leaf in touched), found.value, rtol=1e-10)
+
+
 def test_of_neurons_in_copies_of_each_other_one_moves_alike():
     def call(model, x):
         return jnp.einsum("hd,hde->e", jax.nn.relu(jnp.einsum("e,ehd->hd", x, model["in"])), model["out"])
