@@ -282,12 +282,13 @@ def test_an_entry_of_two_neurons_has_no_axis():
     flow = Flow()
     (neurons,) = flow.array((4,)).axes
     labels = Copies(flow)
-    twice = Product((neurons, flow.atoms.copied(neurons)))
-    ends = Sum((neurons, flow.atoms.copied(neurons)))
-    assert labels.axis(Value((3, 8), [None, ends]), neurons.atom) == 1
-    assert labels.axis(Value((16,), [twice]), neurons.atom) == -1
-    assert labels.axis(Value((4, 4), [neurons, flow.atoms.copied(neurons)]), neurons.atom) == -1
-    labels.mark(Value((16,), [twice]), {neurons.atom: np.zeros(16, int)})
+    twice = Value((16,), [Product((neurons, flow.atoms.copied(neurons)))])
+    ends = Value((3, 8), [None, Sum((neurons, flow.atoms.copied(neurons)))])
+    square = Value((4, 4), [neurons, flow.atoms.copied(neurons)])
+    assert [labels.axis(value, neurons.atom) for value in (twice, ends, square)] == [-1, 1, -1]
+    labels.mark(ends, {neurons.atom: np.zeros((3, 8), int)})
+    assert not labels.tied
+    labels.mark(twice, {neurons.atom: np.zeros(16, int)})
     assert labels.tied == {neurons.atom}
 
 
