@@ -34,6 +34,8 @@ INTERNAL = {
     "koopman.cli": "the command line",
     "dissociation.figures": "`Config` and `RunOptions` are checked whole: test_figures.py",
     "koopman.figures": "`Config` and `RunOptions` are checked whole: test_figures.py",
+    "dissociation.models.program": "programs of models that `neuron_groups` and `representations` were given",
+    "dissociation.models.representations.seen_by_weights": "what `representations` falls back on",
     "dissociation.training.chunk": "compiled parts of `fit`",
     "dissociation.training.run": "the host's part of `fit`",
     "dissociation.training.batches": "the host's part of `fit`",

@@ -22,7 +22,7 @@ from jax.interpreters import batching, mlir
 import dissociation.figures
 import koopman.figures
 from dissociation.data.datasets import load
-from dissociation.figures import collapse, collapse_measures, eigenvectors, robustness, similarity, transfer
+from dissociation.figures import collapse, collapse_measures, eigenvectors, freedom, robustness, similarity, transfer
 from dissociation.training import Epochs, Layout, Online, Save, fit, make_step
 from koopman.figures import ordered_mnist, spectra
 
@@ -41,7 +41,7 @@ SHARED = {
     "dissociation/metrics/information/hsic.py _plane.one_pass: permutation",
     # Whatever is measured on a rewritten network, it is the same network.
     "dissociation/weights/symmetry.py perturb_in_null_space: normal",
-    "dissociation/weights/neurons.py add_random_zero_neurons: normal",
+    "dissociation/weights/rewrites.py AddNuisance.__call__.change: normal",
     # Samples of a Gaussian that ranks choose from.
     "dissociation/metrics/information/coordinates.py normal_scores: normal",
     # Members resampled alike for every measure and size.
@@ -232,6 +232,10 @@ def similarity_in_small(tmp_path, monkeypatch):
     similarity.compute(similarity.Config(**(SMALL | {"num_seeds": 3}), **sizes), key=jax.random.PRNGKey(0))
 
 
+def freedom_in_small(tmp_path, monkeypatch):
+    freedom.compute(freedom.Config(**SMALL, num_samples=30, num_zero=4), key=jax.random.PRNGKey(0))
+
+
 def ordered_digits_in_small(tmp_path, monkeypatch):
     models = ("classifier", "vamp", "contrastive", "dpnets", "autoencoder", "orthogonal")
     sizes = {"num_seeds": 2, "num_epochs": 1, "oracle_epochs": 1, "num_train": 33, "num_validation": 20, "num_test": 20}
@@ -250,6 +254,7 @@ def spectra_in_small(tmp_path, monkeypatch):
 IN_SMALL = {
     "collapse": collapse_in_small,
     "eigenvectors": eigenvectors_in_small,
+    "freedom": freedom_in_small,
     "robustness": robustness_in_small,
     "similarity": similarity_in_small,
     "transfer": transfer_in_small,

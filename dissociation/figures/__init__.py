@@ -5,7 +5,7 @@ from dissociation.figures.protocol import Figure
 
 def figures() -> dict[str, Figure]:
     """The figures of this package by their commands' names, listed here alone; imported now, which takes seconds."""
-    from dissociation.figures import collapse, eigenvectors, robustness, similarity, transfer
+    from dissociation.figures import collapse, eigenvectors, freedom, robustness, similarity, transfer
 
     return {
         "robustness": robustness,
@@ -13,4 +13,5 @@ def figures() -> dict[str, Figure]:
         "eigenvectors": eigenvectors,
         "collapse": collapse,
         "similarity": similarity,
+        "freedom": freedom,
     }

@@ -14,12 +14,13 @@ from dissociation.checks import check_choice, check_count, check_positive, fail
 from dissociation.data.datasets import NAMES, SOURCES, Dataset, load
 from dissociation.figures.artifacts import Parts
 from dissociation.figures.seeds import check_some_left, named_diverged, stand_ins
-from dissociation.members import per_batch
+from dissociation.members import per_batch, take
 from dissociation.metrics.robustness import input_noise_error
 from dissociation.progress import MeterFactory
-from dissociation.recipes.mnist import fit_mnist
+from dissociation.recipes.mnist import NETWORKS, fit_mnist
 from dissociation.weights.certificate import certify
-from dissociation.weights.mlp import add_random_zero_to_mlp, duplicate_mlp, scale_mlp
+from dissociation.weights.groups import NeuronGroup, neuron_groups
+from dissociation.weights.rewrites import add_nuisance, duplicate, scale
 
 if TYPE_CHECKING:
     DataName = str
@@ -30,8 +31,11 @@ else:
 FACTORS = (1e-15, 1e15)
 """Scale factors between which squares of what they scale stay within float32."""
 
-REWRITTEN_LAYER = 1
-"""The second hidden layer."""
+if TYPE_CHECKING:
+    ModelName = str
+else:
+    _HELP = "Architecture; see `recipes.mnist.fit_mnist`."
+    ModelName = Annotated[Literal[NETWORKS], tyro.conf.arg(help=_HELP)]
 
 MAX_WEIGHTS = 2**28
 """Incoming weights that a rewritten layer may have: a GiB of float32."""
@@ -40,6 +44,7 @@ MAX_WEIGHTS = 2**28
 def check_members(config: Any) -> None:
     """Raises unless what the configurations of trained and rewritten networks share can be met."""
     check_source(config)
+    check_choice("model", config.model, NETWORKS)
     for name in ("num_seeds", "width"):
         check_count(name, getattr(config, name), minimum=1)
     check_count("num_epochs", config.num_epochs)
@@ -81,19 +86,28 @@ def members_headline(config: Any, data: dict[str, Any], diverged_at: np.ndarray)
     return f"{data['name']}: {sizes}, {config.num_seeds} seeds, {config.num_epochs} epochs{gone}"
 
 
-def neuron_rewrites(config: Any, num_zero: int) -> dict[str, Callable[[eqx.nn.MLP, Array], eqx.nn.MLP]]:
+def rewritten_group(models: Any, example: Array | np.ndarray) -> NeuronGroup:
+    """The neurons that figures rewrite: the last group that may be scaled and grow, of stacked models of one shape.
+
+    Raises:
+        WrongValue: If there is none.
+    """
+    groups = neuron_groups(take(models, 0), jnp.asarray(example))
+    fit = [group for group in groups.values() if group.scaling is not None and group.sharing is not None]
+    if not fit:
+        fail("models", "have a group of neurons that may be scaled and grow", f"groups {list(groups.values())}")
+    return fit[-1]
+
+
+def neuron_rewrites(config: Any, num_zero: int, group: NeuronGroup) -> dict[str, Callable[[Any, Array], Any]]:
     """Functions of one network and a key: itself, with neurons scaled, duplicated, and some without effect added."""
-
-    def scaled(model: eqx.nn.MLP, key: Array) -> eqx.nn.MLP:
-        return scale_mlp(model, config.scale_factor, layer=REWRITTEN_LAYER)
-
-    def duplicated(model: eqx.nn.MLP, key: Array) -> eqx.nn.MLP:
-        return duplicate_mlp(model, config.duplicate_multiplier, layer=REWRITTEN_LAYER)
-
-    def zero(model: eqx.nn.MLP, key: Array) -> eqx.nn.MLP:
-        return add_random_zero_to_mlp(model, num_zero, 1, key=key, layer=REWRITTEN_LAYER)
-
-    return {"trained": lambda model, key: model, "scaled": scaled, "duplicated": duplicated, "zero": zero}
+    scaled, duplicated = scale(group, config.scale_factor), duplicate(group, config.duplicate_multiplier)
+    return {
+        "trained": lambda model, key: model,
+        "scaled": lambda model, key: scaled(model),
+        "duplicated": lambda model, key: duplicated(model),
+        "zero": lambda model, key: add_nuisance(group, num_zero, key=key)(model),
+    }
 
 
 class Trained(NamedTuple):
@@ -128,7 +142,7 @@ def train_members(
     """What every figure of trained networks begins with.
 
     Args:
-        config: A figure's configuration: `num_seeds`, `num_epochs` and `width` of it, and `model` where it has one.
+        config: A figure's configuration: `num_seeds`, `num_epochs`, `width` and `model` of it.
         key: The networks' key, see `fit_mnist`.
         data: What they learn.
         parts: Where the training's checkpoint is kept.
@@ -150,7 +164,7 @@ def train_members(
         progress=progress,
         checkpoint=parts.path("training.ckpt"),
         observe=observe,
-        network=getattr(config, "model", "mlp"),
+        network=config.model,
     )
     alive = check_some_left(trained.diverged_at)
     observed = trained.history.observed
@@ -159,10 +173,10 @@ def train_members(
 
 
 def measure_members(
-    rewrite: Callable[[Any, Array], Any],
+    rewrite: Callable[[Any, Any], Any],
     measure: Callable[[Any, Any, Array], Any],
     models: Any,
-    rewrite_keys: Array,
+    rewrite_keys: Any,
     measure_keys: Array,
 ) -> Any:
     """`measure(model, rewrite(model, rewrite_key), measure_key)` for every member, compiled.
@@ -175,7 +189,7 @@ def measure_members(
         rewrite: From one model and a key to the rewritten model.
         measure: From the model, the rewritten model and a key to a PyTree of arrays.
         models: Stacked models, or whatever else of theirs `rewrite` takes, members first.
-        rewrite_keys: One key per member.
+        rewrite_keys: One key per member, or whatever else `rewrite` takes, members first.
         measure_keys: One key per member.
 
     Returns:
@@ -187,7 +201,7 @@ def measure_members(
 
 
 @eqx.filter_jit
-def _rewritten(rewrite: Any, models: Any, keys: Array) -> Any:
+def _rewritten(rewrite: Any, models: Any, keys: Any) -> Any:
     return bmap(rewrite, batch_size=per_batch())(models, keys)
 
 

@@ -27,22 +27,30 @@ from dissociation.figures.artifacts import Parts, identity_of
 from dissociation.figures.members import (
     FACTORS,
     DataName,
+    ModelName,
     certify_members,
     check_members,
     check_neurons,
     measure_members,
     members_headline,
     neuron_rewrites,
+    rewritten_group,
     train_members,
     worst,
 )
 from dissociation.figures.members import source as source
 from dissociation.figures.seeds import cell, masked_part
+from dissociation.members import take
 from dissociation.metrics.robustness import input_noise_error, parameter_noise_error
 from dissociation.progress import MeterFactory, open_meter
-from dissociation.weights.mlp import perturb_mlp_in_null_space
+from dissociation.weights.groups import NeuronGroup
 from dissociation.weights.noise import parameter_noise
-from dissociation.weights.symmetry import null_basis, null_spectrum
+from dissociation.weights.rewrites import NullSpace, null_perturb
+from dissociation.weights.seen import LayerInputs, layer_inputs
+from dissociation.weights.symmetry import NullSpectrum, null_basis, null_spectrum
+
+BATCH = 1000
+"""Images that networks see at once."""
 
 STEM = "noise-robustness"
 SHOWS = "Test error of function-preserving rewrites under noise on inputs and on parameters."
@@ -85,6 +93,8 @@ class Config:
 
     data: DataName = "glyphs"
     """Data set, by its name in `data.datasets.SOURCES`."""
+    model: ModelName = "mlp"
+    """The architecture; the neurons of its last hidden layer are rewritten."""
     num_seeds: int = 4
     """Networks trained from scratch."""
     num_epochs: int = 10
@@ -94,11 +104,12 @@ class Config:
     num_test: int | None = None
     """Test images; None takes the data set's own number."""
     width: int = 1024
-    """Units in each of the two hidden layers."""
+    """Units in each of the two hidden layers; of networks of images, in the last."""
     num_scales: int = 40
     """Noise scales on each axis."""
     null_scale: float = 0.1
-    """Standard deviation of the noise in the data's null space."""
+    """Standard deviation of the noise in the null space of the data, or, for networks of images, of what their last
+    hidden layer sees of it."""
     duplicate_multiplier: float = 2.0
     """How many times each neuron stands in the duplicated network."""
     scale_factor: float = 20.0
@@ -116,6 +127,8 @@ class Config:
         check_non_negative("null_scale", self.null_scale)
         if self.null_scale > FACTORS[1]:
             fail("null_scale", f"be at most {FACTORS[1]:g}", self.null_scale)
+        if self.published_null and self.model != "mlp":
+            fail("published_null", "be left out but for the perceptron, whose first layer sees the data", self.model)
 
     def quick(self) -> "Config":
         """A small run that shows that everything works: seconds, no science."""
@@ -137,7 +150,8 @@ class Results(NamedTuple):
         clean_error: Per variant, test error without noise, [seeds].
         certificates: Per variant, largest absolute and relative change of a logit on the test images over all seeds,
             and predictions changed in all.
-        null_space: Its dimension, the rank of the data, and the singular values on both sides of the cut.
+        null_space: Of what the moved weights see: its dimension, the rank, and the singular values on both sides of the
+            cut; where each network has its own, the least clear.
         test_error: Test error along training, [seeds, epochs + 1].
         diverged_at: The step at which a network diverged, or -1: [seeds]. Its numbers are NaN.
         seconds: Wall time of every part.
@@ -157,29 +171,33 @@ class Results(NamedTuple):
     seconds: dict[str, float]
 
 
-def rewrites(
-    config: Config, basis: np.ndarray, published_basis: np.ndarray | None = None
-) -> dict[str, Callable[..., Any]]:
+def rewrites(config: Config, group: NeuronGroup, weights: LayerInputs) -> dict[str, Callable[..., Any]]:
     """The variants: functions of one network and a key, the trained network itself first.
 
-    `basis` of the data's null space is orthonormal, [dimension, pixels]; `published_basis` a second one, too large, for
-    the variant that is not function-preserving.
+    Those that move in a null space take a pair of a key and a basis, orthonormal rows [dimension, features], in place
+    of the key.
+
+    Args:
+        config: What to do.
+        group: The neurons that are rewritten.
+        weights: Those that are moved; `rows` are not read.
     """
 
-    def moved(basis: Array | np.ndarray, model: eqx.nn.MLP, key: Array) -> eqx.nn.MLP:
-        return perturb_mlp_in_null_space(model, basis, config.null_scale, key=key)
+    def moved(model: Any, given: tuple[Array, Array]) -> Any:
+        key, basis = given
+        return null_perturb(NullSpace(weights.path, weights.leaf, weights.axes, basis), config.null_scale, key=key)(
+            model
+        )
 
-    neurons = neuron_rewrites(config, config.num_zero)
+    neurons = neuron_rewrites(config, config.num_zero, group)
     variants = {
         "trained": neurons["trained"],
-        "null_perturbed": eqx.Partial(moved, basis),
+        "null_perturbed": moved,
         "duplicated": neurons["duplicated"],
         "scaled": neurons["scaled"],
         "nuisance": neurons["zero"],
     }
-    if published_basis is not None:
-        variants["published_null"] = eqx.Partial(moved, published_basis)
-    return variants
+    return variants | ({"published_null": moved} if config.published_null else {})
 
 
 def compute(
@@ -200,8 +218,10 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts, progress:
     train_key, rewrite_key, input_key, parameter_key = jax.random.split(key, 4)
     trained = train_members(config, key=train_key, data=data, parts=parts, progress=progress)
     all_images = np.concatenate([data.train_images, data.test_images])
-    null_space = parts.get("null_space", lambda: _null_space(all_images, data, config))
-    variants = rewrites(config, null_space["basis"], null_space.get("published_basis"))
+    group = rewritten_group(trained.models, all_images[0])
+    weights = moved_weights(config, trained.models, group, all_images[:1])
+    null_space = parts.get("null_space", lambda: null_spaces(config, trained.models, weights.path, all_images, data))
+    variants = rewrites(config, group, weights)
 
     scales = {
         "input": jnp.logspace(-1, 1, config.num_scales),
@@ -214,9 +234,13 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts, progress:
         ),
         "parameter": eqx.Partial(_parameter_curve, images, labels, scales["parameter"]),
     }
-    rewrite_keys = {
+    rewrite_keys: dict[str, Any] = {
         name: jax.random.split(jax.random.fold_in(rewrite_key, i), config.num_seeds) for i, name in enumerate(variants)
     }
+    for name, basis in (("null_perturbed", "basis"), ("published_null", "published_basis")):
+        if name in variants:
+            bases = np.broadcast_to(null_space[basis], (config.num_seeds, *null_space[basis].shape[-2:]))
+            rewrite_keys[name] = (rewrite_keys[name], jnp.asarray(bases))
     noise_keys = jax.random.split(parameter_key, config.num_seeds)
     errors: dict[str, dict[str, np.ndarray]] = {"input": {}, "parameter": {}, "clean": {}}
     certificates: dict[str, dict[str, float]] = {}
@@ -225,7 +249,7 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts, progress:
     meter = open_meter(progress, len(jobs), "measuring")
     try:
         for done, (name, kind) in enumerate(jobs):
-            meter.advance(done, f"{LABELS[name]}, {kind}")
+            meter.advance(done, f"{label(config, name)}, {kind}")
             measure = eqx.Partial(certify_members, images, labels) if kind == "certificate" else curves[kind]
             part = masked_part(
                 parts,
@@ -269,7 +293,7 @@ def draw(results: Results) -> Figure:
         for panel, (title, (scales, errors)) in zip(axes, panels.items(), strict=True):
             for i, (name, curves) in enumerate(errors.items()):
                 look = {"color": colors[i]} | LOOKS[name]
-                plotting.band(panel, scales, curves, label=LABELS[name], floor=1e-4, **look)
+                plotting.band(panel, scales, curves, label=label(results.config, name), floor=1e-4, **look)
             panel.set(xscale="log", yscale="log", xlabel="noise scale (log)", title=title)
             panel.set_xlim(round(float(scales[0]), 6), round(float(scales[-1]), 6))
         axes[0].set_ylabel("test error (log)")
@@ -323,25 +347,57 @@ def table(results: Results) -> list[list[str]]:
         errors = [cell(error, factor=100, unit=" %") for error in [clean, *noisy]]
         certificate = results.certificates[name]
         changes = [f"{certificate['max_abs_change']:.1e}", f"{certificate['changed_predictions']:.0f}"]
-        rows.append([LABELS[name], *errors, *[""] * (3 - len(errors)), *changes])
+        rows.append([label(results.config, name), *errors, *[""] * (3 - len(errors)), *changes])
     return rows
 
 
-def _null_space(images: np.ndarray, data: Dataset, config: Config) -> dict[str, Any]:
-    """On the host in float64: a null space that is exact for float32 images."""
-    spectrum = null_spectrum(images)
-    values = spectrum.singular_values
-    arrays = {
-        "basis": spectrum.basis,
-        "dimension": len(spectrum.basis),
-        "rank": spectrum.rank,
-        "smallest_kept": values[spectrum.rank - 1],
-        "largest_cut": values[spectrum.rank] if spectrum.rank < len(values) else 0.0,
+def label(config: Config, variant: str) -> str:
+    """What a variant is called: the perceptron's null space is that of the inputs."""
+    return LABELS[variant] if config.model == "mlp" else LABELS[variant].removeprefix("input ")
+
+
+def moved_weights(config: Config, models: Any, group: NeuronGroup, images: np.ndarray) -> LayerInputs:
+    """The weights that are moved in a null space: of a perceptron the first, of others those that make the group."""
+    made = next(slot.path for slot in group.slots if not slot.outgoing and len(slot.shape) > 1)
+    return layer_inputs(take(models, 0), images, ".layers[0].weight" if config.model == "mlp" else made)
+
+
+def null_spaces(config: Config, models: Any, path: str, images: np.ndarray, data: Dataset) -> dict[str, Any]:
+    """Null spaces of what the moved weights see, on the host in float64, with what shows how clear the cuts are.
+
+    Of images themselves it is one for all members, exact for float32 numbers. What a network makes of them is rounded,
+    so that smaller singular values than 1e-6 of the largest count as zero; then each member has its own basis, padded
+    with zeros to the largest.
+    """
+    if config.model == "mlp":
+        arrays = _described([null_spectrum(images)])
+        if config.published_null:
+            rtol = len(data.test_images) * float(np.finfo(np.float32).eps)
+            arrays["published_basis"] = null_basis(data.test_images, rtol)
+        return arrays
+    look = eqx.filter_jit(lambda model, some: layer_inputs(model, some, path).rows)
+    spectra = []
+    for seed in range(config.num_seeds):
+        one = take(models, seed)
+        parts = (images[start : start + BATCH] for start in range(0, len(images), BATCH))
+        spectra.append(null_spectrum(np.concatenate([np.asarray(look(one, part)) for part in parts]), 1e-6))
+    return _described(spectra)
+
+
+def _described(spectra: list[NullSpectrum]) -> dict[str, Any]:
+    """Bases, [features, features] at most each, the smallest dimension, and the least clear cut."""
+    dimension = max(len(one.basis) for one in spectra)
+    bases = np.zeros((len(spectra), dimension, spectra[0].basis.shape[-1]))
+    for own, one in zip(bases, spectra, strict=True):
+        own[: len(one.basis)] = one.basis
+    cut = [one.singular_values[one.rank] if one.rank < len(one.singular_values) else 0.0 for one in spectra]
+    return {
+        "basis": bases,
+        "dimension": min(len(one.basis) for one in spectra),
+        "rank": max(one.rank for one in spectra),
+        "smallest_kept": min(one.singular_values[one.rank - 1] for one in spectra),
+        "largest_cut": max(cut),
     }
-    if config.published_null:
-        rtol = len(data.test_images) * float(np.finfo(np.float32).eps)
-        arrays["published_basis"] = null_basis(data.test_images, rtol)
-    return arrays
 
 
 def _input_curve(

@@ -8,7 +8,7 @@ import dataclasses
 import os
 import warnings
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -23,10 +23,13 @@ from dissociation.figures import similarity_drawing as drawing
 from dissociation.figures.artifacts import Parts, identity_of
 from dissociation.figures.members import (
     DataName,
+    ModelName,
     check_members,
     check_neurons,
     measure_members,
     members_headline,
+    neuron_rewrites,
+    rewritten_group,
     train_members,
 )
 from dissociation.figures.members import source as members_source
@@ -36,9 +39,7 @@ from dissociation.metrics.similarity import MEASURES
 from dissociation.models.representations import member_representations, representations
 from dissociation.progress import MeterFactory, open_meter
 from dissociation.recipes.mnist import HeldOutPerformance
-from dissociation.weights.mlp import Rewrite, rewrite_mlp
-from dissociation.weights.neurons import add_random_zero_neurons, duplicate_neurons, scale_neurons
-from dissociation.weights.symmetry import permute_neurons
+from dissociation.weights.rewrites import permute
 
 STEM = "similarity"
 SHOWS = "Similarity of representations between seeds and layers, under rewrites and through training."
@@ -69,8 +70,8 @@ SIMILARITIES = tuple(
 )
 """Those of one scale: up to 1."""
 
-MAPS = 14 * 14 * 16
-"""Features of the convolutional network's widest layer."""
+MAPS = {"mlp": 0, "cnn": 14 * 14 * 16, "resnet": 14 * 14 * 16, "transformer": 16 * 64}
+"""Features of the widest layer that does not depend on `width`."""
 
 REWRITES = ("scaled", "duplicated", "zero", "permuted")
 
@@ -81,8 +82,8 @@ class Config:
 
     data: DataName = "glyphs"
     """Data set, by its name in `data.datasets.SOURCES`."""
-    model: Literal["mlp", "cnn"] = "mlp"
-    """The architecture. Of a convolutional layer every position of every channel is a neuron."""
+    model: ModelName = "mlp"
+    """The architecture. Of a convolutional layer every position of every channel is a neuron, of tokens every entry."""
     num_seeds: int = 5
     """Networks trained from scratch, at least 3."""
     num_epochs: int = 10
@@ -94,7 +95,7 @@ class Config:
     num_samples: int = 1000
     """Test images that are represented, the first ones."""
     width: int = 128
-    """Units in each of the two hidden layers; of a convolutional network, in the last."""
+    """Units in each of the two hidden layers; of networks of images, in the last."""
     measures: tuple[str, ...] = ("debiased_cka", "angular_similarity", "rsa", "mutual_knn")
     """Measures of seeds and layers, through training and beside the function: similarities up to 1."""
     rewrite_measures: tuple[str, ...] = REPRESENTATIONAL
@@ -126,7 +127,7 @@ class Config:
         if self.num_blocks > self.num_samples:
             fail("num_blocks", f"be at most `num_samples` ({self.num_samples})", self.num_blocks)
         left = self.num_samples - -(-self.num_samples // self.num_blocks)
-        layer = self.width if self.model == "mlp" else max(self.width, MAPS)
+        layer = max(self.width, MAPS[self.model])
         rewritten = max(round(self.width * self.duplicate_multiplier), self.width + self.num_zero)
         for name, widest, samples in (("measures", layer, left), ("rewrite_measures", rewritten, self.num_samples)):
             for measure in getattr(self, name):
@@ -243,7 +244,9 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts, progress:
     jobs += [("training", name) for name in config.measures] + [("plane", "angular_distance")]
     found: dict[str, dict[str, Any]] = {}
     meter = open_meter(progress, len(jobs), "comparing")
-    variants = _variants(config)
+    group = rewritten_group(trained.models, images[0])
+    variants = neuron_rewrites(config, config.num_zero, group)
+    variants["permuted"] = lambda model, key: permute(group, key=key)(model)
     rewritten = {
         name: measure_members(variants[name], eqx.Partial(_features, images), trained.models, own, own)
         for name, own in zip(REWRITES, keys, strict=True)
@@ -284,33 +287,6 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts, progress:
         test_error=trained.test_error,
         diverged_at=trained.diverged_at,
         seconds={"training": trained.seconds, **parts.seconds},
-    )
-
-
-def _variants(config: Config) -> dict[str, Callable[[Any, Array], Any]]:
-    """Functions of a network and a key that rewrite the neurons of its last hidden layer."""
-
-    def on_model(rewrite: Callable[[Array, Array, Array], tuple[Array, Array]]) -> Callable[[Any, Array], Any]:
-        return lambda model, key: _rewrite_last(model, lambda w_in, w_out: rewrite(w_in, w_out, key))
-
-    rewrites = (
-        lambda w_in, w_out, key: scale_neurons(w_in, w_out, config.scale_factor),
-        lambda w_in, w_out, key: duplicate_neurons(w_in, w_out, config.duplicate_multiplier),
-        lambda w_in, w_out, key: add_random_zero_neurons(w_in, w_out, config.num_zero, 1, key=key),
-        lambda w_in, w_out, key: permute_neurons(w_in, w_out, key=key),
-    )
-    return {name: on_model(rewrite) for name, rewrite in zip(REWRITES, rewrites, strict=True)}
-
-
-def _rewrite_last(model: Any, rewrite: Rewrite) -> Any:
-    if isinstance(model, eqx.nn.MLP):
-        return rewrite_mlp(model, rewrite)
-    incoming, outgoing = model.encoder.head, model.head  # of a convolutional network
-    w_in, w_out = rewrite(jnp.concatenate([incoming.weight, incoming.bias[:, None]], 1), outgoing.weight)
-    return eqx.tree_at(
-        lambda model: (model.encoder.head.weight, model.encoder.head.bias, model.head.weight),
-        model,
-        (w_in[:, :-1], w_in[:, -1], w_out),
     )
 
 

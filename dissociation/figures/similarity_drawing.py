@@ -35,6 +35,8 @@ REWRITE_NAMES = {"scaled": "scaled", "duplicated": "duplicated", "zero": "zero\n
 LAYER_NAMES = {
     "mlp": {"hidden0": "first", "features": "second"},
     "cnn": {"hidden0": "conv 1", "hidden1": "conv 2"},
+    "resnet": {"hidden0": "stem", "hidden1": "block 1", "hidden2": "block 2"},
+    "transformer": {"hidden0": "tokens", "hidden1": "block 1", "hidden2": "block 2"},
 }
 
 

@@ -1,7 +1,7 @@
 """Figure `transfer`: what a linear probe learns from the representations of networks of one function.
 
 Networks are trained on the digits and rewritten without changing their function. Softmax probes then learn another
-task from the second hidden layer: how far an image was turned, or a coarser class. Probes tell things apart: the
+task from the last hidden layer: how far an image was turned, or a coarser class. Probes tell things apart: the
 converged one says what the representation holds; a fixed budget of gradient steps, at a rate that follows each
 representation's curvature, what a learner with limited time takes from it; the same steps at one rate for all networks
 of a seed (the largest that is stable for each of them), what the rate adds.
@@ -28,21 +28,23 @@ from dissociation.data.datasets import Dataset
 from dissociation.data.tasks import NUM_QUARTERS, coarse_grained, rotated_quarters
 from dissociation.figures.artifacts import Parts, identity_of
 from dissociation.figures.members import (
-    REWRITTEN_LAYER,
     DataName,
+    ModelName,
     certify_members,
     check_members,
     check_neurons,
     measure_members,
     members_headline,
     neuron_rewrites,
+    rewritten_group,
     train_members,
     worst,
 )
 from dissociation.figures.members import source as members_source
 from dissociation.figures.seeds import cell, masked_part
 from dissociation.metrics.probes import stable_step_size
-from dissociation.metrics.transfer import hidden_features, transfer_errors
+from dissociation.metrics.transfer import transfer_errors
+from dissociation.models.representations import representations
 from dissociation.progress import MeterFactory, open_meter
 
 STEM = "transfer"
@@ -83,6 +85,8 @@ class Config:
 
     data: DataName = "glyphs"
     """Data set, by its name in `data.datasets.SOURCES`."""
+    model: ModelName = "mlp"
+    """The architecture; probes learn from its last hidden layer."""
     num_seeds: int = 3
     """Networks trained from scratch."""
     num_epochs: int = 10
@@ -92,7 +96,7 @@ class Config:
     num_test: int | None = None
     """Test images, from which the probes learn; None takes the data set's own number."""
     width: int = 1024
-    """Units in each of the two hidden layers."""
+    """Units in each of the two hidden layers; of networks of images, in the last."""
     num_budgets: int = 20
     """Sample budgets: this many equal steps up to all test images."""
     num_splits: int = 10
@@ -201,7 +205,7 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts, progress:
         "coarse": coarse_grained(images, labels, key=coarse_key),
     }
     fractions = np.arange(1, config.num_budgets + 1) / config.num_budgets
-    variants = neuron_rewrites(config, config.num_zero)
+    variants = neuron_rewrites(config, config.num_zero, rewritten_group(trained.models, data.test_images[0]))
     errors = {task: {probe: {} for probe in config.probes} for task in TASKS}
     clean, certificates = {}, {}
     jobs = [(name, task, probe) for task in TASKS for probe in config.probes for name in variants]
@@ -311,9 +315,9 @@ def _curves(
     fractions: tuple[float, ...],
     probe: str,
     task: tuple[Array, Array],
-    variants: dict[str, Callable[[eqx.nn.MLP, Array], eqx.nn.MLP]],
+    variants: dict[str, Callable[[Any, Array], Any]],
     name: str,
-    models: eqx.nn.MLP,
+    models: Any,
     keys: Array,
 ) -> dict[str, Array]:
     """The probe's errors on the features of every member's variant, [members, budgets]; `keys` are the rewrites'."""
@@ -329,12 +333,12 @@ def _curves(
     return measure_members(_as_it_is, measure, (features, steps), keys, keys)
 
 
-def _represent(images: Array, model: eqx.nn.MLP, rewritten: eqx.nn.MLP, key: Array) -> Array:
-    return hidden_features(rewritten, images, REWRITTEN_LAYER)
+def _represent(images: Array, model: Any, rewritten: Any, key: Array) -> Array:
+    return representations(rewritten, images)["features"]
 
 
-def _stable_step(images: Array, model: eqx.nn.MLP, rewritten: eqx.nn.MLP, key: Array) -> Array:
-    return stable_step_size(hidden_features(rewritten, images, REWRITTEN_LAYER))
+def _stable_step(images: Array, model: Any, rewritten: Any, key: Array) -> Array:
+    return stable_step_size(representations(rewritten, images)["features"])
 
 
 def _as_it_is(given: Any, key: Array) -> Any:

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Num
 
-from dissociation.checks import check_takes, fail
+from dissociation.checks import check_takes, fail, fail_kind
+from dissociation.models.program import MOVES, Walk, bound, program_of
 from dissociation.validation import validated
 
 
@@ -26,24 +27,71 @@ def named(hidden: Sequence[Array], logits: Array) -> dict[str, Array]:
 
 @functools.singledispatch
 def representations_of_example(model: Any, x: Array) -> dict[str, Array]:
-    """What a model makes of one example; a model of another library is added by `.register(type)` on this function.
+    """What a model makes of one example; what a type of models makes may be stated by `.register(type)` of this.
 
     Args:
-        model: With a method `representations(x)`, as those of `dissociation.models`, or of a registered type.
+        model: With a method `representations(x)`, as those of `dissociation.models`, or of a registered type, or any
+            other as `weights.groups.neuron_groups` takes it: then hidden layers are what each of its weights is
+            multiplied by (in a matrix product or a convolution, outside of loops), in forward order and each once; the
+            inputs themselves are none.
         x: One example.
 
     Returns:
         Arrays by name, see `named`.
 
     Raises:
-        TypeError: If the model has no such method and its type is not registered.
+        TypeError: If the model cannot be called, or returns anything but one array.
     """
-    if not callable(getattr(model, "representations", None)):
-        raise TypeError(
-            f"`model` must have a method `representations` of one example, got {type(model).__name__}. Add its type by "
-            "`representations_of_example.register`."
-        )
-    return model.representations(x)
+    if callable(getattr(model, "representations", None)):
+        return model.representations(x)
+    if not callable(model[0] if isinstance(model, tuple) and len(model) == 2 else model):
+        fail_kind("model", "be a function of one example, or such a one and its state", type(model).__name__)
+    return seen_by_weights(model, x)
+
+
+def seen_by_weights(model: Any, x: Array) -> dict[str, Array]:
+    """What the weights of any model are multiplied by for one example; see `representations_of_example`."""
+    _, leaves, program = program_of(model, None)
+    traced = jax.make_jaxpr(program)(leaves, x)
+    if len(traced.out_avals) != 1:
+        fail_kind("model", "return one array", f"{len(traced.out_avals)} arrays")
+    look = _Look()
+    marks = [*(_Mark("weights") for _ in leaves), _Mark("input")]
+    ((logits, _),) = look.run(traced.jaxpr, traced.consts, [*leaves, x], marks)
+    return named(look.found, logits)
+
+
+class _Mark:
+    """Where a value comes from: weights, input, or both; and whether it has been noted."""
+
+    def __init__(self, kind: str):
+        self.kind = kind
+        self.noted = False
+
+
+class _Look(Walk):
+    """Notes what weights are multiplied by."""
+
+    def __init__(self) -> None:
+        self.found: list[Array] = []
+
+    def at(self, equation: Any, values: list[Any], marks: list[Any]) -> tuple[list[Any], Any]:
+        """The results of an operation, and where they come from."""
+        name = equation.primitive.name
+        if name in ("dot_general", "conv_general_dilated"):
+            kinds = ["" if mark is None else mark.kind for mark in marks[:2]]
+            if sorted(kinds) == ["both", "weights"]:
+                side = kinds.index("both")
+                self._note(values[side], marks[side], image=name != "dot_general")
+        kinds = {mark.kind for mark in marks if mark is not None}
+        mark = _Mark("both" if len(kinds) > 1 else kinds.pop()) if kinds else None
+        moved = name in MOVES and marks[0] is not None
+        return bound(equation, values), marks[0] if moved else mark
+
+    def _note(self, value: Array, mark: _Mark, *, image: bool) -> None:
+        if not mark.noted:
+            self.found.append(value[0] if image and value.shape[0] == 1 else value)
+        mark.noted = True
 
 
 @representations_of_example.register
@@ -73,7 +121,7 @@ def representations(model: Any, inputs: Num[Array | np.ndarray, "n ..."]) -> dic
     """Everything that one network computes on the way, for many examples.
 
     Args:
-        model: One network: of `dissociation.models`, an `eqx.nn.MLP`, or see `representations_of_example`.
+        model: One network: of `dissociation.models`, an `eqx.nn.MLP`, or any other, see `representations_of_example`.
         inputs: Examples, [n, ...].
 
     Returns:

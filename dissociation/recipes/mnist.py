@@ -15,6 +15,8 @@ from dissociation.checks import check_choice, check_count
 from dissociation.data.datasets import Dataset, load
 from dissociation.metrics.robustness import error_rate
 from dissociation.models.cnn import CNN
+from dissociation.models.resnet import ResNet
+from dissociation.models.transformer import Transformer
 from dissociation.progress import MeterFactory
 from dissociation.schedule import steps_per_epoch
 from dissociation.training import Epochs, FitResult, Layout, Progress, Save, fit, make_step
@@ -24,7 +26,8 @@ from dissociation.validation import validated
 DEFAULT_SEED = 37
 BATCH_SIZE = 128
 FIRST_RATE, LAST_RATE = 1e-1, 1e-6
-NETWORKS = ("mlp", "cnn")
+IMAGE_NETWORKS = {"cnn": CNN, "resnet": ResNet, "transformer": Transformer}
+NETWORKS = ("mlp", *IMAGE_NETWORKS)
 
 
 @validated
@@ -87,8 +90,9 @@ def fit_mnist(
         dataset: "mnist", "glyphs", or a loaded `Dataset`.
         width: Units in each of the two hidden layers.
         progress: A meter showing loss and test error as mean and standard deviation over seeds; None for silence.
-        network: "mlp", a perceptron with two hidden layers and no biases, or "cnn", a `models.cnn.CNN` whose features
-            are `width` units.
+        network: "mlp", a perceptron with two hidden layers and no biases, or a network of images of 28 x 28 pixels
+            whose last hidden layer has `width` units: "cnn" (`models.cnn.CNN`), "resnet" (`models.resnet.ResNet`) or
+            "transformer" (`models.transformer.Transformer`).
         mesh: Devices to lay the seeds over, see `training.Layout`.
         checkpoint: A file to write while training and to go on from, see `training.fit`.
         observe: What is looked at at the beginning and after every epoch, see `training.Save`; default:
@@ -148,8 +152,8 @@ def fresh_networks(
 
 def _networks(keys: Array, num_inputs: int, num_classes: int, width: int, network: str = "mlp") -> Any:
     def one(key: Array) -> eqx.Module:
-        if network == "cnn":
-            return CNN(width, num_classes, key=key)
+        if network in IMAGE_NETWORKS:
+            return IMAGE_NETWORKS[network](width, num_classes, key=key)
         return eqx.nn.MLP(num_inputs, num_classes, width, 2, jax.nn.relu, use_bias=False, use_final_bias=False, key=key)
 
     return eqx.filter_vmap(one)(keys)

@@ -55,11 +55,21 @@ def canonical(
     """
     check_positive("tolerance", tolerance)
     groups = neuron_groups(model, example, call=call)
-    others = [k for k, group in groups.items() if group.degree != 1 or group.sharing is None or group.copies > 1]
+    others = [
+        name
+        for name, group in groups.items()
+        if group.degree != 1
+        or len(group.scalings) != 1
+        or group.sharing is None
+        or not group.cancelling
+        or group.copies > 1
+    ]
     if others:
-        wanted = "have groups that are homogeneous of degree one, without normalisation and in one copy"
+        wanted = "have groups that are homogeneous of degree one, in one way and one copy, without normalisation"
         fail("model", wanted, f"others: {', '.join(others)}")
     leaves, tree, rest = parameters_of(model)
+    if any(np.iscomplexobj(leaf) for leaf in leaves):
+        fail("model", "have real parameters", "complex ones")
     if any(is_traced(leaf) for leaf in leaves):
         raise TypeError("`model` must be known: a canonical form is a step of the host, got traced arrays.")
     dtypes = [jnp.asarray(leaf).dtype for leaf in leaves]

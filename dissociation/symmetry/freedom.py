@@ -9,18 +9,20 @@ reference K0
 Its maximum over w >= 0 is a non-negative least squares problem, its minimum lies at a single neuron.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 from scipy.linalg import eigh
 from scipy.optimize import nnls
 
-from dissociation.checks import check_finite, check_same_length, fail
+from dissociation.checks import check_choice, check_finite, check_same_length, fail
 from dissociation.validation import validated
 from dissociation.weights.groups import NeuronGroup
 from dissociation.weights.rewrites import Scale, scale
 
+ENDS = ("low", "high")
 SMALLEST = 1e-4
 """Length of the activity of neurons that the extreme network has no use for, of the longest: they hardly count."""
 
@@ -55,13 +57,14 @@ class Freedom(NamedTuple):
             group: Of the neurons.
             end: "low" or "high".
         """
-        if end not in ("low", "high"):
-            fail("end", "be one of 'low', 'high'", repr(end))
+        check_choice("end", end, ENDS)
         factors = np.sqrt(self.low_weights if end == "low" else self.high_weights)
         lengths = np.where(self.constant, 1.0, self.lengths)
         wanted = factors * lengths
         factors = np.maximum(wanted / wanted.max(), SMALLEST) / lengths * np.median(lengths)
-        return scale(group, np.where(self.constant, 1.0, factors))
+        if group.degree is None or group.degree <= 0 or len(group.scalings) != 1:
+            fail("group", "be homogeneous of a positive degree, in one way", group)
+        return scale(group, np.where(self.constant, 1.0, factors ** (1 / group.degree)))
 
 
 @validated
@@ -88,11 +91,10 @@ def cka_freedom(
     columns, other = (np.asarray(part, np.float64) for part in (x, reference))
     for name, part in (("x", columns), ("reference", other)):
         check_finite(name, part)
-    lengths = np.abs(columns).max(0)
-    columns, other = columns - columns.mean(0), other - other.mean(0)
+    columns, constant, unit_of_x = _centred(columns, x.dtype)
+    other, still, _ = _centred(other, reference.dtype)
     norms = np.linalg.norm(columns, axis=0)
-    constant = norms <= 1e-6 * np.maximum(lengths, np.finfo(float).tiny) * np.sqrt(len(columns))
-    for name, gone in (("x", constant.all()), ("reference", not other.any())):
+    for name, gone in (("x", constant.all()), ("reference", still.all())):
         if gone:
             fail(name, "differ between samples", "constant columns alone")
     unit = columns[:, ~constant] / norms[~constant]  # of neurons of length 1: weights are in their units
@@ -113,8 +115,20 @@ def cka_freedom(
         high_weights=weights[1],
         residual=residual,
         constant=constant,
-        lengths=norms,
+        lengths=norms * unit_of_x,
     )
+
+
+def _centred(columns: np.ndarray, dtype: Any) -> tuple[np.ndarray, np.ndarray, float]:
+    """Centred columns in units of their largest entry, which of them are constant but for rounding, and the unit."""
+    unit = float(np.abs(columns).max(initial=0.0)) or 1.0
+    columns = columns / unit
+    sizes = np.abs(columns).max(0)
+    columns = columns - columns.mean(0)
+    # A mean of n numbers in the representation's own precision is right to a rounding.
+    rounding = 8 * float(jnp.finfo(dtype if jnp.issubdtype(dtype, jnp.floating) else float).eps)
+    constant = np.linalg.norm(columns, axis=0) <= rounding * sizes * np.sqrt(len(columns))
+    return np.where(constant, 0.0, columns), constant, unit
 
 
 def _largest(gram: np.ndarray, gains: np.ndarray) -> tuple[np.ndarray, float]:

@@ -138,6 +138,8 @@ def _known(name: str, model: Any) -> list[np.ndarray]:
     leaves = parameters_of(model)[0]
     if any(is_traced(leaf) for leaf in leaves):
         raise TypeError(f"`{name}` must be known: assignments are a step of the host, got traced arrays.")
+    if any(np.iscomplexobj(leaf) for leaf in leaves):
+        fail("model", "have real parameters", "complex ones")
     return [np.asarray(leaf, np.float64) for leaf in leaves]
 
 

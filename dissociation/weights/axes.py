@@ -54,6 +54,7 @@ class Atoms:
         self._reasons: list[str] = []  # empty: free
         self._parts: dict[int, Axis] = {}  # of refined atoms; names within count from 0
         self._names = 0
+        self.tied: list[tuple[Axis, Axis]] = []  # parts that became rows of one: what scales one scales the other
 
     def new(self, size: int, reason: str = "") -> Axis:
         """An axis of one new atom, frozen if a reason is given."""
@@ -240,6 +241,7 @@ class Atoms:
         rows = self.cut(axis, [inner] * outer)
         for row in rows[1:]:
             self.unite(rows[0], row)
+            self.tied.append((rows[0], row))
         return [self.new(outer, "parts that were put end to end"), rows[0]]
 
     def _ungrouped(self, axis: Axis, sizes: tuple[int, ...]) -> list[Axis]:

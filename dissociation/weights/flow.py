@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from dissociation.weights.axes import UNIT, Atoms, Axis, Product
@@ -89,10 +91,13 @@ class Flow:
 
     def constant(self, array: Any) -> Value:
         """A known array: it may move along axes along which it does not differ."""
+        if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+            return self.array(array.shape, "a key differs along it")
         array = np.asarray(array)
         axes: list[Axis | None] = []
         for k, size in enumerate(array.shape):
-            even = size <= 1 or bool((array == np.take(array, [0], k)).all())
+            first = np.take(array, [0], k)
+            even = size <= 1 or bool(((array == first) | ((array != array) & (first != first))).all())  # NaN is NaN
             axes.append(self.atoms.new(size, "a constant differs along it") if not even else None if size > 1 else UNIT)
         return Value(array.shape, axes, zero=not array.any(), known=array if array.size <= FEW else None)
 
@@ -138,7 +143,7 @@ class Flow:
     ) -> None:
         there = [each for each, value in zip(own, operands, strict=True) if not value.zero]
         if not linear or None in there:
-            self.uneven.append(axis)
+            self.uneven += [axis, *(each for each in there if each is not None)]
         for each in there:
             if each is None:
                 self.still(axis)
@@ -152,7 +157,7 @@ class Flow:
             terms = [(each, -power) for each, power in zip(own, powers, strict=True) if each is not None]
             self.equations.append(Equation(((axis, 1.0), *terms)))
             if len(terms) > 1 or terms[0][1] != -1:
-                self.uneven.append(axis)
+                self.uneven += [axis, *(each for each, _ in terms)]
 
         return self._aligned(operands, exponents)
 

@@ -5,6 +5,7 @@ The groups are found from the program that the model traces to; nothing is said 
 """
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,10 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from dissociation.checks import fail_kind
+from dissociation.models.program import program_of
 from dissociation.validation import validated
 from dissociation.weights.axes import Layout
 from dissociation.weights.copies import copies_told_apart
-from dissociation.weights.flow import Flow, Value
+from dissociation.weights.flow import Equation, Flow, Value
 from dissociation.weights.operations import follow
 
 TOLERANCE = 1e-9
@@ -100,6 +102,8 @@ class NeuronGroup:
             layer; None where the group cannot be scaled or it has no one degree.
         sharing: Exponents, one per slot, of the number of copies where neurons are duplicated; None where they must
             not be, as where a statistic is taken over them.
+        cancelling: Whether neurons that are made alike cancel where what reads them adds up to zero: it is multiplied
+            and summed as it stands.
         normalised: Whether a statistic is taken over them.
         linear: Sides of a general linear symmetry, one per slot: arrays with 1 are multiplied by an invertible M
             [neurons, neurons], those with -1 by its inverse transposed; None where there is more than sums and products
@@ -117,6 +121,7 @@ class NeuronGroup:
     scaling: np.ndarray | None
     degree: float | None
     sharing: np.ndarray | None
+    cancelling: bool
     normalised: bool
     linear: np.ndarray | None
     example: Any
@@ -193,47 +198,11 @@ def neuron_groups(model: Any, example: Any, *, call: Callable[[Any, Any], Any] |
     return group_report(model, example, call=call).groups if stated is None else stated
 
 
-def called(model: Any, example: Any) -> Any:
-    """The outputs of a model, in inference mode, or of a pair of model and state."""
-    if isinstance(model, tuple) and len(model) == 2:
-        module, state = model
-        return eqx.nn.inference_mode(module)(example, state)[0]
-    function: Any = eqx.nn.inference_mode(model) if isinstance(model, eqx.Module) else model
-    return function(example)
-
-
 def parameters_of(model: Any) -> tuple[list[Any], Any, Any]:
     """The floating-point arrays of a model, their tree, and everything else."""
     arrays, rest = eqx.partition(model, eqx.is_inexact_array)
     leaves, tree = jax.tree.flatten(arrays)
     return leaves, tree, rest
-
-
-class Program(NamedTuple):
-    """A model as a function of its arrays.
-
-    Attributes:
-        paths: Of its arrays of floating-point numbers, as `jax.tree_util.keystr` writes them.
-        leaves: The arrays.
-        run: From such arrays and an example to the output's arrays.
-    """
-
-    paths: list[str]
-    leaves: list[Any]
-    run: Callable[[list[Any], Any], list[Any]]
-
-
-def program_of(model: Any, call: Callable[[Any, Any], Any] | None) -> Program:
-    """A model as a function of its arrays; see `neuron_groups`."""
-    arrays, rest = eqx.partition(model, eqx.is_inexact_array)
-    named, tree = jax.tree_util.tree_flatten_with_path(arrays)
-    apply = called if call is None else call
-
-    def run(leaves: list[Any], example: Any) -> list[Any]:
-        outputs = apply(eqx.combine(jax.tree.unflatten(tree, leaves), rest), example)
-        return jax.tree.leaves(eqx.filter(outputs, eqx.is_array))
-
-    return Program([jax.tree_util.keystr(path) for path, _ in named], [leaf for _, leaf in named], run)
 
 
 @validated
@@ -276,7 +245,10 @@ def group_report(model: Any, example: Any, *, call: Callable[[Any, Any], Any] | 
 def _read(flow: Flow, paths: Sequence[str], made: list[Value], example: Any, call: Any) -> GroupReport:
     """Groups from atoms."""
     atoms = flow.atoms
-    outgoing = {leaf.name for axis in flow.contracted for leaf in atoms.leaves(axis)}
+    outgoing, bent = (
+        {leaf.name for axis in axes for leaf in atoms.leaves(axis)} for axes in (flow.contracted, flow.uneven)
+    )
+    read = outgoing - bent
     places: dict[int, list[Slot]] = {}
     frozen: dict[str, str] = {}
     present = {leaf.atom for value in made for axis in value.axes if axis is not None for leaf in atoms.leaves(axis)}
@@ -304,7 +276,7 @@ def _read(flow: Flow, paths: Sequence[str], made: list[Value], example: Any, cal
         name = _unique(_name_of(own), groups)
         scalings, sharing = _exponents(rows.get(atom, []), own)
         slots = tuple(
-            slot._replace(outgoing=slot.outgoing or (sharing is not None and sharing[i] < 0))
+            slot._replace(outgoing=slot.outgoing if sharing is None else bool(sharing[i] < 0))
             for i, slot in enumerate(own)
         )
         scaling, degree = _main_scaling(scalings, slots)
@@ -317,6 +289,10 @@ def _read(flow: Flow, paths: Sequence[str], made: list[Value], example: Any, cal
             scaling=scaling,
             degree=degree,
             sharing=None if atom in counted else sharing,
+            cancelling=sharing is not None
+            and all(
+                share == 0 or (share == -1 and slot.name in read) for share, slot in zip(sharing, slots, strict=True)
+            ),
             normalised=atom in counted,
             linear=None if atom in uneven | counted else sides,
             example=example,
@@ -345,7 +321,8 @@ Row = tuple[tuple[tuple[tuple[int, ...], float], ...], float]
 def _rows(flow: Flow) -> dict[int, list[Row]]:
     """The equations of each atom: (name, coefficient) of every occurrence, and what they add up to."""
     rows: dict[int, list[Row]] = {}
-    for terms, adds_up in flow.equations:
+    ties = [Equation(((a, 1.0), (b, -1.0))) for a, b in flow.atoms.tied]
+    for terms, adds_up in (*flow.equations, *ties):
         expanded = [(flow.atoms.leaves(axis), weight) for axis, weight in terms]
         for each in zip(*(leaves for leaves, _ in expanded), strict=False):
             if len({leaf.atom for leaf in each}) != 1:  # frozen ones, whose indices were grouped in two ways
@@ -425,7 +402,7 @@ def _main_scaling(scalings: np.ndarray, slots: tuple[Slot, ...]) -> tuple[np.nda
     if not len(scalings):
         return None, None
     firsts = [slots[int(np.flatnonzero(vector)[0])] for vector in scalings]
-    matrices = np.array([len(slot.shape) > 1 and not slot.outgoing for slot in firsts])
+    matrices = np.array([math.prod(slot.shape) > slot.positions.size and not slot.outgoing for slot in firsts])
     scaling = scalings[matrices].sum(0) if matrices.any() else scalings.sum(0)
     read = {float(e) for e, slot in zip(scaling, slots, strict=True) if slot.outgoing}
     return scaling, -read.pop() if len(read) == 1 else None

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 from jax.extend import core as jex
 
+from dissociation.models.program import inner_program
 from dissociation.weights.axes import UNIT, Axis, Product, Sum
 from dissociation.weights.flow import FEW, Flow, Part, Step, Value
 
@@ -47,7 +48,8 @@ def follow(flow: Flow, jaxpr: jex.Jaxpr, consts: Sequence[Value], args: Sequence
 def _apply(flow: Flow, equation: Any, operands: list[Value]) -> list[Value]:
     name, params = equation.primitive.name, equation.params
     shapes = [tuple(getattr(variable.aval, "shape", ())) for variable in equation.outvars]
-    if any(0 in shape for shape in (*shapes, *(value.shape for value in operands))):
+    empty = any(0 in value.shape for value in operands) and name != "concatenate"
+    if empty or any(0 in shape for shape in shapes):
         return _unknown(flow, name, operands, shapes)
     folded = _folded(equation, operands, shapes)
     if folded is not None:
@@ -82,17 +84,6 @@ def _follow_part(flow: Flow, program: Any, args: list[Value]) -> list[Value]:
     return found
 
 
-def inner_program(params: Params) -> Any:
-    """The program that an operation calls, if it is one of its parameters."""
-    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-        inner = params.get(name)
-        if isinstance(inner, jex.ClosedJaxpr):
-            return inner
-        if isinstance(inner, jex.Jaxpr) and not inner.constvars:
-            return jex.ClosedJaxpr(inner, ())
-    return None
-
-
 def _unknown(flow: Flow, name: str, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
     """Freezes everything that an operation touches."""
     reason = f"`{name}` is not known to leave its order open"
@@ -112,7 +103,10 @@ def _like_sum(name: str) -> Rule:
 
 def _same(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
     value = operands[0]
-    return [Value(value.shape, value.axes, value.zero, value.known if "new_dtype" in params else None)]
+    kind = params.get("new_dtype")
+    if kind is not None and not np.issubdtype(kind, np.inexact) and value.known is None:
+        return [flow.mixed(operands, ordered=kind == np.bool_)]  # rounded, or asked whether it is zero
+    return [Value(value.shape, value.axes, value.zero, value.known if kind is not None else None)]
 
 
 def _all_same(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
@@ -156,7 +150,9 @@ def _select(flow: Flow, params: Params, operands: list[Value], shapes: list[tupl
     found.zero = all(value.zero for value in cases)
     for k, axis in enumerate(which.axes):
         if axis is not None:
-            found.axes[k] = flow.lined_up([found.axes[k], axis]) if found.axes[k] is None else found.axes[k]
+            if found.axes[k] is None:
+                found.axes[k] = flow.lined_up([axis])
+                flow.still(found.axes[k])
             flow.atoms.unite(axis, found.axes[k])
             flow.uneven.append(axis)
     return [found]
@@ -191,7 +187,8 @@ def _along(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple
 def _argument(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
     value = operands[0]
     flow.freeze(value, "its indices are what is asked for", params["axes"])
-    return [Value(shapes[0], [axis for k, axis in enumerate(value.axes) if k not in params["axes"]])]
+    left = Value(shapes[0], [axis for k, axis in enumerate(value.axes) if k not in params["axes"]])
+    return [flow.mixed([left], ordered=True)]
 
 
 def _sort(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
@@ -314,6 +311,7 @@ def _split(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple
 
 def _concatenate(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
     along = int(params["dimension"])
+    operands = [value for value in operands if value.shape[along]]
     if len(operands) == 1:
         return operands
     lengths = [value.shape[along] for value in operands]
@@ -337,6 +335,25 @@ def _concatenate(flow: Flow, params: Params, operands: list[Value], shapes: list
     return [Value(shapes[0], axes, all(value.zero for value in operands))]
 
 
+def _stack(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
+    found = flow.summed(operands)
+    for value in operands:
+        for axis, own in zip(found.axes, value.axes, strict=True) if value.zero else ():
+            flow.atoms.unite(axis, own)
+    along = int(params["axis"])
+    layers = flow.atoms.new(shapes[0][along], "arrays are stacked along it")
+    return [Value(shapes[0], [*found.axes[:along], layers, *found.axes[along:]], all(v.zero for v in operands))]
+
+
+def _tile(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
+    value = operands[0]
+    axes: list[Axis | None] = []
+    for axis, count in zip(value.axes, params["reps"], strict=True):
+        copies = flow.atoms.new(count, "copies of it stand side by side")
+        axes.append(axis if axis is None or count == 1 else Product((copies, axis)))
+    return [Value(shapes[0], axes, value.zero)]
+
+
 def _with(axes: Sequence[Axis | None], place: int, axis: Axis | None) -> list[Axis | None]:
     return [axis if k == place else each for k, each in enumerate(axes)]
 
@@ -355,7 +372,7 @@ def _pad(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[i
             flow.freeze(value, "it is padded", [k])
             axes.append(flow.atoms.new(shapes[0][k], "it is padded"))
         else:
-            middle = flow.atoms.new(value.shape[k]) if axis is None else axis
+            middle = flow.even(value.shape[k]) if axis is None else axis
             parts = [flow.atoms.new(n, "padding") for n in (low, high)]
             axes.append(Sum(tuple(p for p, n in zip((parts[0], middle, parts[1]), (low, 1, high), strict=True) if n)))
     return [Value(shapes[0], axes, value.zero and filler.zero)]
@@ -534,6 +551,10 @@ RULES: dict[str, Rule] = {
     "dynamic_update_slice": _dynamic_update,
     "split": _split,
     "concatenate": _concatenate,
+    "stack": _stack,
+    "tile": _tile,
+    "name": _all_same,
+    "sharding_constraint": _all_same,
     "pad": _pad,
     "dot_general": _dot,
     "conv_general_dilated": _convolution,

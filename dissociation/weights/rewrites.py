@@ -5,6 +5,7 @@ follow one another by `|`, or as a list in `compose`. Stacked members are mapped
 Each computes in the model's own precision, and is pure: it goes through `jit`, `vmap` and `grad`.
 """
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -16,11 +17,12 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Int, Real, Shaped
 
 from dissociation.checks import check_count, check_non_negative, check_positive, fail, fail_kind, is_traced
+from dissociation.models.program import called, program_of
 from dissociation.types import PRNGKey, Scalar
 from dissociation.validation import validated
 from dissociation.weights.axes import spread
 from dissociation.weights.certificate import Certificate, certify
-from dissociation.weights.groups import NeuronGroup, Slot, called, neuron_groups, parameters_of, program_of
+from dissociation.weights.groups import NeuronGroup, Slot, neuron_groups, parameters_of
 from dissociation.weights.neurons import copies_of, least_squares
 from dissociation.weights.seen import LayerInputs, layer_inputs
 from dissociation.weights.sizes import refit
@@ -294,7 +296,27 @@ def _resized(model: Any, group: NeuronGroup, original: np.ndarray, fill: Fill) -
         leaves[leaf] = fill(leaves[leaf], axis, own)
     rewritten = refit(eqx.combine(jax.tree.unflatten(tree, leaves), rest))
     _check_same_program(model, rewritten, group)
+    _check_same_places(rewritten, group, owners, len(original))
     return rewritten
+
+
+def _check_same_places(
+    rewritten: Any, group: NeuronGroup, owners: dict[tuple[int, int], dict[int, np.ndarray]], size: int
+) -> None:
+    """Raises unless the neurons are a group of the grown model, at the places that they were given."""
+    wanted: dict[tuple[int, int], set[tuple[int, int]]] = {}
+    for place, own in owners.items():
+        pairs = (zip(owner.tolist(), range(len(owner)), strict=True) for owner in own.values())
+        wanted[place] = {pair for some in pairs for pair in some if pair[0] >= 0}
+    for other in neuron_groups(rewritten, group.example, call=group.call).values():
+        if other.size == size and {(slot.leaf, slot.axis) for slot in other.slots} == set(wanted):
+            found: dict[tuple[int, int], set[tuple[int, int]]] = {place: set() for place in wanted}
+            for slot in other.slots:
+                rows = enumerate(slot.positions.tolist())
+                found[slot.leaf, slot.axis] |= {(neuron, place) for neuron, row in rows for place in row}
+            if found == wanted:
+                return
+    fail("group", "be one whose neurons the program does not count", group.name)
 
 
 def _check_same_program(before: Any, after: Any, group: NeuronGroup) -> None:
@@ -364,9 +386,11 @@ class AddNuisance(Rewrite):
                 places = np.flatnonzero(new)[order].reshape(count, columns)
                 if group.slots[index].outgoing:
                     values = self._cancelling(keys[index], shape, array, places)
-                elif array.ndim == 1:  # one number each, such as a variance: as the others have them
+                elif (
+                    columns * math.prod(array.shape[1:]) == columns
+                ):  # one number each, such as a variance: as the others have them
                     pick = jax.random.randint(keys[index], (self.num_groups,), 0, group.size)
-                    values = array[_rows_of(owner, group.size)[pick]][member]
+                    values = array[jnp.asarray(_rows_of(owner, group.size))[pick]][member]
                 else:
                     drawn = jax.random.normal(keys[index], (self.num_groups, *shape[1:]), array.dtype)
                     values = (jnp.asarray(self.incoming_std, array.dtype) * drawn)[member]
@@ -437,6 +461,9 @@ def add_nuisance(
     check_non_negative("incoming_std", incoming_std)
     if outgoing_std is not None:
         check_non_negative("outgoing_std", outgoing_std)
+    if neurons_per_group > 1 and not group.cancelling:
+        wanted = f"be 1 for {group.name}, as what reads it is not multiplied and summed just as it stands"
+        fail("neurons_per_group", wanted, neurons_per_group)
     return AddNuisance(key, incoming_std, outgoing_std, num_groups, neurons_per_group, group)
 
 

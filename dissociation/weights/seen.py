@@ -1,21 +1,16 @@
 """What a layer of any model sees: the vectors that its weights are multiplied by, for given inputs of the model."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core as jex
 from jaxtyping import Array, Float, Shaped
 
 from dissociation.checks import fail
+from dissociation.models.program import MOVES, Walk, bound, program_of
 from dissociation.validation import validated
-from dissociation.weights.groups import program_of
-from dissociation.weights.operations import inner_program
-
-MOVES = ("transpose", "reshape", "convert_element_type", "stop_gradient", "copy", "squeeze", "broadcast_in_dim")
-"""Operations after which weights still are the weights."""
 
 
 class LayerInputs(NamedTuple):
@@ -81,50 +76,27 @@ def layer_inputs(
     return LayerInputs(path, leaf, axes[0], jnp.concatenate([part.reshape(-1, part.shape[-1]) for part in found]))
 
 
-class _Watch:
-    """Runs a program, and notes what certain weights are multiplied by.
-
-    With every value goes None, or, if it is the weights in another arrangement, the place that each entry had.
-    """
+class _Watch(Walk):
+    """Notes what certain weights are multiplied by; the mark of the weights is the place that each entry had."""
 
     def __init__(self, shape: tuple[int, ...]):
         self.shape = shape
         self.rows: list[Array] = []
         self.axes: list[tuple[int, ...]] = []
 
-    def run(
-        self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], marks: Sequence[Any]
-    ) -> list[tuple[Any, Any]]:
-        """Values of the results, and their marks."""
-        env = {v: (value, None) for v, value in zip(jaxpr.constvars, consts, strict=True)}
-        env |= {v: pair for v, *pair in zip(jaxpr.invars, args, marks, strict=True)}
-
-        def read(atom: Any) -> Any:
-            return (atom.val, None) if isinstance(atom, jex.Literal) else env[atom]
-
-        for equation in jaxpr.eqns:
-            pairs = [read(atom) for atom in equation.invars]
-            env |= dict(zip(equation.outvars, self._apply(equation, pairs), strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
-
-    def _apply(self, equation: Any, pairs: list[Any]) -> list[tuple[Any, Any]]:
-        values, marks = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    def at(self, equation: Any, values: list[Any], marks: list[Any]) -> tuple[list[Any], Any]:
+        """The results of an operation, and the places of weights in them."""
         name, params = equation.primitive.name, equation.params
-        inner = inner_program(params)
-        if name not in ("scan", "while", "cond") and inner is not None and len(inner.jaxpr.invars) == len(values):
-            return self.run(inner.jaxpr, inner.consts, values, marks)
         if name == "dot_general":
             self._at_product(params["dimension_numbers"], values, marks)
         if name == "conv_general_dilated" and marks[1] is not None:
             self._at_convolution(params, values[0], marks[1])
-        results = equation.primitive.bind(*values, **params)
-        results = results if equation.primitive.multiple_results else [results]
         mark = None
         if marks and marks[0] is not None and name in MOVES:
             with jax.ensure_compile_time_eval():
                 moved = params | ({"new_dtype": np.dtype(np.int32)} if "new_dtype" in params else {})
                 mark = np.asarray(equation.primitive.bind(marks[0], **moved))
-        return [(result, mark) for result in results]
+        return bound(equation, values), mark
 
     def _note(self, rows: Array, places: np.ndarray) -> None:
         """Rows whose entries meet weights at these places, of one output."""

@@ -7,8 +7,9 @@ import pytest
 
 from dissociation.models.mlp import MLP
 from dissociation.weights.certificate import certify
-from dissociation.weights.mlp import scale_mlp
+from dissociation.weights.groups import neuron_groups
 from dissociation.weights.noise import add_parameter_noise
+from dissociation.weights.rewrites import scale
 
 
 @pytest.fixture
@@ -82,7 +83,7 @@ def test_members_plain_jit_vmap_loop():
 def test_rewrite_passes_and_noise_fails(key):
     model = eqx.nn.MLP(6, 3, 10, 2, key=key)
     x = jax.random.normal(key, (200, 6))
-    assert bool(certify(model, scale_mlp(model, 20), x).kept())
+    assert bool(certify(model, scale(neuron_groups(model, x[0])["layers[1]"], 20)(model), x).kept())
     assert not bool(certify(model, add_parameter_noise(model, 0.1, key=key), x).kept())
     wanted = jax.vmap(add_parameter_noise(model, 0.1, key=key))(x) - jax.vmap(model)(x)
     measured = certify(model, add_parameter_noise(model, 0.1, key=key), x)

@@ -47,8 +47,26 @@ def test_rewrites_of_neurons_leave_the_input_noise_curve_where_it_was(noise):
 
 def test_the_published_null_space_is_no_smaller_and_not_everything():
     data = load("glyphs", num_train=60, num_test=1000)
-    found = robustness._null_space(data.test_images, data, robustness.Config(published_null=True))
+    found = robustness.null_spaces(robustness.Config(published_null=True), None, "", data.test_images, data)
     assert found["dimension"] <= len(found["published_basis"]) < 400
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["cnn", "resnet", "transformer"])
+def test_networks_of_images(model):
+    sizes = {"num_seeds": 2, "num_epochs": 2, "num_train": 200, "num_test": 40, "width": 12, "model": model}
+    results = robustness.compute(robustness.Config(**sizes, num_scales=2, num_zero=6), key=KEY)
+    size = max(np.abs(results.test_error).max(), 1.0)
+    for name, certificate in results.certificates.items():
+        assert certificate["max_abs_change"] < 1e-4 * size, name
+        assert certificate["changed_predictions"] == 0
+    assert results.null_space["dimension"] >= 1  # few images, or a mean that normalisation takes out
+    assert [row[0] for row in robustness.table(results)[1:3]] == ["trained", "null-perturbed"]
+    probed = transfer.Config(**sizes, num_budgets=1, num_splits=2, num_zero=6, probes=("converged",))
+    errors = transfer.compute(probed, key=KEY).transfer_error["coarse"]["converged"]
+    np.testing.assert_allclose(errors["duplicated"], errors["trained"], atol=0.1)
+    with pytest.raises(ValueError, match="`published_null` must be left out but for the perceptron"):
+        robustness.Config(**sizes, published_null=True)
 
 
 @pytest.mark.slow
@@ -297,6 +315,10 @@ WRONG = {
         "num_samples": [19], "measures": [(), ("cka",), ("rsa", "rsa")], "rewrite_measures": [("disagreement",)],
         "num_blocks": [1], "num_seeds": [2], "num_zero": [-1, 2**40],
     },
+    ("freedom",): {
+        "num_samples": [1], "num_seeds": [1], "num_zero": [-1, 2**40], "spread": [-1.0, 11.0, np.nan],
+        "model": ["rnn"],
+    },
     ("collapse",): {
         "weight_decays": [(), (-0.1,), (0.1, 0.1)], "seeds": [(), (-1,), (2**32,)], "num_steps": [0], "width": [0],
         "num_train": [0, 99], "optimizer": ["adam"], "network": ["rnn"], "data": ["cifar"], "num_information": [-1],
@@ -331,6 +353,7 @@ def test_settings_that_the_data_cannot_meet_are_refused_before_training(tmp_path
         (["transfer", "--num-test", "20", "--num-train", "50"], "num_budgets"),
         (["transfer", "--quick", "--num-test", "3", "--num-splits", "2", "--num-budgets", "1"], "num_test"),
         (["similarity", "--num-test", "50"], "num_samples"),
+        (["freedom", "--num-test", "50"], "num_samples"),
         (["collapse", "--num-loaded", "50"], "num_train"),
         (["collapse", "--num-test", "5"], "num_neighbours"),
     ):

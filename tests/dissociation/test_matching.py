@@ -9,8 +9,9 @@ from zoo import ZOO, ResidualMLP, residual_cnn
 
 from dissociation.data.datasets import load
 from dissociation.metrics.similarity import member_interval
+from dissociation.models.program import called
 from dissociation.symmetry import matching
-from dissociation.weights.groups import called, neuron_groups, parameters_of
+from dissociation.weights.groups import neuron_groups, parameters_of
 from dissociation.weights.rewrites import permute
 
 

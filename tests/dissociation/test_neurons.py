@@ -8,15 +8,16 @@ import numpy as np
 import pytest
 
 from dissociation.fig4 import expand
-from dissociation.models.mlp import MLP
-from dissociation.weights import mlp
+from dissociation.members import take
 from dissociation.weights.certificate import certify
+from dissociation.weights.groups import neuron_groups
 from dissociation.weights.neurons import (
     add_phantom_zero_neurons,
     add_random_zero_neurons,
     duplicate_neurons,
     scale_neurons,
 )
+from dissociation.weights.rewrites import add_nuisance, duplicate, scale
 
 HIDDEN, INPUTS, OUTPUTS = 12, 7, 5
 
@@ -306,16 +307,6 @@ def test_phantom_refuses(layer):
         add_phantom_zero_neurons(*layer, inputs, pattern * np.nan)
 
 
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("layer", [0, 1])
-def test_phantom_of_a_model_names_examples_of_another_shape(layer):
-    model = perceptron()
-    width = model.layers[0].in_features
-    for shape in ((4, width + 1), (4,), (4, 1, width)):
-        with pytest.raises(ValueError, match=rf"`inputs` must be examples of shape \({width},\), .*got shape"):
-            mlp.add_phantom_zero_to_mlp(model, np.ones(shape, np.float32), np.ones((4, 2), np.float32), layer=layer)
-
-
 # all four
 
 REWRITES = {
@@ -367,8 +358,9 @@ def test_rewrites_by_hand_inside_a_model(key):
         return eqx.tree_at(lambda m: (m.layers[1].weight, m.layers[2].weight), model, (w_in, w_out))
 
     keys = jax.random.split(key, 2)
+    group = neuron_groups(take(models, 0), EXAMPLES[0])["layers[1]"]
     by_hand = eqx.filter_vmap(wider, in_axes=(eqx.if_array(0), None, 0))(models, 16, keys)
-    whole = eqx.filter_vmap(lambda m, k: mlp.add_random_zero_to_mlp(m, 16, 1, key=k, layer=1))(models, keys)
+    whole = eqx.filter_vmap(lambda m, k: add_nuisance(group, 16, key=k)(m))(models, keys)
     assert eqx.tree_equal(eqx.filter(by_hand, eqx.is_array).layers[1].weight, whole.layers[1].weight)
     run = eqx.filter_jit(eqx.filter_vmap(lambda m: jax.vmap(m)(EXAMPLES)))
     np.testing.assert_allclose(run(by_hand), run(models), atol=1e-6)
@@ -377,103 +369,65 @@ def test_rewrites_by_hand_inside_a_model(key):
 
 # whole models
 
-MODEL_REWRITES = {
-    "scale": lambda model, x, key, layer: mlp.scale_mlp(model, 20, layer=layer),
-    "duplicate": lambda model, x, key, layer: mlp.duplicate_mlp(model, 1.5, layer=layer),
-    "zero": lambda model, x, key, layer: mlp.add_random_zero_to_mlp(model, key=key, layer=layer),
-    "phantom": lambda model, x, key, layer: mlp.add_phantom_zero_to_mlp(model, x[:5], jnp.eye(5), layer=layer),
-    "permute": lambda model, x, key, layer: mlp.permute_mlp(model, key=key, layer=layer),
-}
+
+def hidden(model, layer=1):
+    example = jnp.ones(()) if model.in_size == "scalar" else EXAMPLES[0]
+    return neuron_groups(model, example)[f"layers[{layer}]"]
 
 
-@eqx.filter_jit
-def rewritten(name, model, x, key, layer):
-    new = MODEL_REWRITES[name](model, x, key, layer)
-    return new, certify(model, new, x, batch_size=None)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODEL_REWRITES)
-@pytest.mark.parametrize(("depth", "layer", "bias"), [(1, 0, True), (2, -1, False), (3, 1, True)])
-def test_models_keep_their_function(name, depth, layer, bias, key):
-    x = EXAMPLES
-    model = perceptron(depth=depth, use_bias=bias, use_final_bias=bias)
-    new, certificate = rewritten(name, model, x, key, layer)
-    assert bool(certificate.kept(1e-5)), certificate
-    changed = [not eqx.tree_equal(a, b) for a, b in zip(model.layers, new.layers, strict=True)]
-    assert changed == [i - layer % depth in (0, 1) for i in range(depth + 1)]
-    # Rewriting as if there were no bias is the control: the function changes.
-    if bias and name in ("scale", "permute"):
-        forgotten = eqx.tree_at(lambda m: m.layers[layer % depth].bias, new, model.layers[layer % depth].bias)
-        assert not np.allclose(jax.vmap(forgotten)(x), jax.vmap(model)(x), atol=1e-3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODEL_REWRITES)
-def test_stacked_models(name, key):
-    x, keys = EXAMPLES, jax.random.split(key, 3)
-    models = perceptron(depth=1, members=(3,))
-    rewrite = MODEL_REWRITES[name]
-    mapped = eqx.filter_jit(eqx.filter_vmap(lambda m, k: rewrite(m, x, k, -1)))(models, keys)
-    for i in range(3):
-        one = jax.tree.map(lambda leaf: leaf[i] if eqx.is_array(leaf) else leaf, models)  # noqa: B023
-        chosen = jax.tree.map(lambda leaf: leaf[i] if eqx.is_array(leaf) else leaf, mapped)  # noqa: B023
-        for alone in (rewritten(name, one, x, keys[i], -1)[0], rewrite(one, x, keys[i], -1)):
-            assert jax.tree.structure(alone) == jax.tree.structure(chosen)
-            for a, b in zip(alone.layers, chosen.layers, strict=True):
-                np.testing.assert_allclose(a.weight, b.weight, rtol=1e-4, atol=1e-4)
-                np.testing.assert_allclose(a.bias, b.bias, rtol=1e-4, atol=1e-4)
-    with pytest.raises(ValueError, match="Map over stacked members"):
-        rewrite(models, x, key, -1)
-
-
-def test_a_rewritten_model_is_one_of_the_new_width(key):
+def test_a_rewritten_model_is_one_of_the_new_width():
     model, wide = (perceptron(6, "scalar", width, 1) for width in (10, 20))
-    assert jax.tree.structure(mlp.duplicate_mlp(model, 2)) == jax.tree.structure(wide)
-    deep = mlp.duplicate_mlp(perceptron(), 2)
+    assert jax.tree.structure(duplicate(hidden(model, 0), 2)(model)) == jax.tree.structure(wide)
+    one = perceptron()
+    deep = duplicate(hidden(one), 2)(one)
     assert (deep.layers[0].out_features, deep.layers[1].out_features, deep.layers[2].in_features) == (10, 20, 20)
     assert deep.width_size == 10
-    assert mlp.duplicate_mlp(deep, 2, layer=0).width_size == 20
+    assert duplicate(hidden(deep, 0), 2)(deep).width_size == 20
 
 
-@pytest.mark.parametrize("name", MODEL_REWRITES)
-def test_scalar_inputs(name, key):
+def test_scalar_inputs(key):
     model, x = perceptron("scalar", "scalar"), EXAMPLES[:, 0]
-    assert float(rewritten(name, model, x, key, 0)[1].max_abs_change) < 1e-5
+    rewrite = scale(hidden(model), 20.0) | add_nuisance(hidden(model, 0), 3, 2, key=key)
+    assert bool(certify(model, rewrite(model), x).kept(1e-5))
 
 
-def test_phantoms_see_what_the_layer_sees(key):
-    model, x, pattern = perceptron(), EXAMPLES[:8], EXAMPLES[8:16, :4]
-    new = mlp.add_phantom_zero_to_mlp(model, x, pattern, layer=1)
-    preactivations = jax.vmap(lambda one: new.layers[1](jax.nn.relu(new.layers[0](one))))(x)
-    np.testing.assert_allclose(preactivations[:, 10:], pattern, atol=1e-3)
+HOMOGENEOUS = [jax.nn.relu, jax.nn.leaky_relu, jnp.abs, lambda z: 2 * z]
+OTHERS = [
+    jnp.tanh,
+    jax.nn.gelu,
+    jax.nn.relu6,
+    jax.nn.softplus,
+    lambda z: z + 1,
+    lambda z: jnp.clip(z, 0, 1e6),
+    lambda z: jnp.clip(z, -1e9, None),
+    lambda z: jnp.where(jnp.abs(z) < 1e-6, 0.0, z),
+    lambda z: jnp.maximum(z, 0) + 1e-9,
+    lambda z: jnp.where(z > 1e4, 2 * z, z),
+]
 
 
-@pytest.mark.parametrize("activation", [jax.nn.leaky_relu, jnp.abs, lambda z: 2 * z])
-def test_scale_of_models_takes_any_homogeneous_activation(activation, key):
+@pytest.mark.parametrize("activation", HOMOGENEOUS)
+def test_scale_takes_any_homogeneous_activation(activation):
     model = perceptron(activation=activation)
-    x = EXAMPLES
-    assert bool(rewritten("scale", model, x, key, 1)[1].kept(1e-4))
+    assert bool(certify(model, scale(hidden(model), 20.0)(model), EXAMPLES).kept(1e-4))
 
 
-@pytest.mark.parametrize("activation", [jnp.tanh, jax.nn.gelu, jax.nn.relu6, jax.nn.softplus, lambda z: z + 1])
-def test_scale_of_models_refuses_other_activations(activation, key):
-    model = perceptron(activation=activation)
-    for run in (mlp.scale_mlp, eqx.filter_jit(mlp.scale_mlp)):
-        with pytest.raises(ValueError, match="positively homogeneous activation"):
-            run(model, 20.0)
-    x = EXAMPLES
-    forced = mlp.scale_mlp(model, 20.0, assume_homogeneous=True)
-    assert not np.allclose(jax.vmap(forced)(x), jax.vmap(model)(x), atol=1e-3)
+@pytest.mark.parametrize("activation", OTHERS)
+def test_scale_refuses_other_activations(activation):
+    group = hidden(perceptron(activation=activation))
+    assert group.scaling is None
+    with pytest.raises(ValueError, match=r"`group` must be one that can be scaled, .* activation is not homogeneous"):
+        scale(group, 20.0)
 
 
-def test_a_sweep_of_model_scales_is_traced_once(key):
+def test_a_sweep_of_factors_on_a_model_is_traced_once():
     model, traces = perceptron(), []
+    group = hidden(model)
 
     @eqx.filter_jit
     def run(model, factor, x):
         traces.append(factor)
-        return certify(model, mlp.scale_mlp(model, factor), x)
+        return certify(model, scale(group, factor)(model), x)
 
     for factor in np.logspace(-1, 1, 7):
         assert bool(run(model, jnp.asarray(factor), jnp.ones((4, 6))).kept())
@@ -481,23 +435,10 @@ def test_a_sweep_of_model_scales_is_traced_once(key):
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_models_that_cannot_be_rewritten_are_refused(key):
-    model = perceptron()
-    for layer in (2, -3):
-        with pytest.raises(ValueError, match="`layer` must name one of the 2 hidden layers"):
-            mlp.scale_mlp(model, layer=layer)
-    with pytest.raises(ValueError, match="one of the 0 hidden layers"):
-        mlp.scale_mlp(perceptron(depth=0))
-    with pytest.raises(TypeError, match="`model` must be of type MLP, got an object of type Linear"):
-        mlp.duplicate_mlp(eqx.nn.Linear(6, 3, key=key))  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match="of type equinox.nn.MLP, got an object of type dissociation.models.mlp.MLP"):
-        mlp.scale_mlp(MLP(6, 3, key=key))  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="scan=False"):
-        mlp.duplicate_mlp(perceptron(depth=3, scan=True))
-    with pytest.raises(ValueError, match="activation without parameters"):
-        mlp.duplicate_mlp(perceptron(activation=eqx.nn.PReLU(0.1)))
-    with pytest.raises(TypeError, match="must be an eqx.nn.Linear"):
-        mlp.duplicate_mlp(eqx.tree_at(lambda m: m.layers[1], model, eqx.nn.Identity()))
+def test_stacked_models_are_named():
+    models = perceptron(members=(3,))
+    with pytest.raises(ValueError, match="map rewrites over stacked members"):
+        scale(hidden(take(models, 0)), 2.0)(models)
 
 
 @pytest.mark.parametrize("factor", [0.0, -1.0, np.nan, np.inf])
@@ -518,25 +459,3 @@ def test_multipliers_that_are_no_numbers_are_refused(layer, multiplier):
         (TypeError, ValueError), match="`duplicate_multiplier` must (be a number|hold real numbers), got"
     ):
         duplicate_neurons(*layer, multiplier)
-
-
-@pytest.mark.parametrize(
-    "activation",
-    [
-        lambda z: jnp.clip(z, 0, 1e6),
-        lambda z: jnp.clip(z, -1e9, None),
-        lambda z: jnp.where(jnp.abs(z) < 1e-6, 0.0, z),
-        lambda z: jnp.maximum(z, 0) + 1e-9,
-        lambda z: jnp.where(z > 1e4, 2 * z, z),
-        jnp.abs,
-        jax.nn.leaky_relu,
-        lambda z: jnp.where(z > 0, z, jnp.nan),
-    ],
-)
-def test_homogeneity_is_tried_at_all_sizes_and_both_signs(activation, key):
-    model = eqx.nn.MLP(3, 2, 4, 1, activation=activation, key=key)
-    if activation in (jnp.abs, jax.nn.leaky_relu):
-        mlp.scale_mlp(model, 3.0)
-    else:
-        with pytest.raises(ValueError, match="positively homogeneous activation"):
-            mlp.scale_mlp(model, 3.0)

@@ -108,8 +108,11 @@ def test_models_of_other_libraries():
             return self.inner(x)
 
     model = Other(eqx.nn.Linear(4, 2, key=jax.random.key(0)))
-    with pytest.raises(TypeError, match=r"must have a method `representations` of one example, got Other.*register"):
-        representations(model, X)
+    assert list(representations(model, X)) == ["logits"]
+    with pytest.raises(
+        TypeError, match="`model` must be a function of one example, or such a one and its state, got int"
+    ):
+        representations(3, X)
 
     @representations_of_example.register
     def _(model: Other, x):

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from zoo import ZOO
 
+from dissociation.models.program import called
 from dissociation.weights import rewrites, sizes
 from dissociation.weights.certificate import certify
-from dissociation.weights.groups import called, neuron_groups, parameters_of
+from dissociation.weights.groups import neuron_groups, parameters_of
 from dissociation.weights.seen import layer_inputs
 
 pytestmark = pytest.mark.usefixtures("barely_optimized")
@@ -58,7 +59,8 @@ def all_rewrites(group):
         yield "rotate by any matrix", lambda: rewrites.rotate(group, general)
     if group.sharing is not None:
         yield "duplicate", lambda: rewrites.duplicate(group, 1.5)
-        yield "cancelling", lambda: rewrites.add_nuisance(group, 2, 3, key=key, incoming_std=0.3)
+        if group.cancelling:
+            yield "cancelling", lambda: rewrites.add_nuisance(group, 2, 3, key=key, incoming_std=0.3)
         yield "without effect", lambda: rewrites.add_nuisance(group, 3, key=key)
 
 
@@ -90,6 +92,92 @@ def test_rewrites_of_some_keep_the_function(name):
     group = next(iter(groups.values()))
     for what, make in all_rewrites(group):
         assert change(model, make()(model), inputs) < 1e-5, what
+
+
+X = jnp.arange(5.0) - 1.7
+A, B = jax.random.normal(jax.random.key(8), (8, 5)), jax.random.normal(jax.random.key(9), (3, 8))
+relu = jax.nn.relu
+
+NOT_AS_IT_STANDS = {
+    "tied": lambda p, x: p[0].T @ relu(p[0] @ x),
+    "absolute": lambda p, x: jnp.abs(p[1]) @ relu(p[0] @ x),
+    "positive": lambda p, x: jax.nn.softplus(p[1]) @ relu(p[0] @ x),
+}
+"""Models that read neurons otherwise than by multiplying and summing."""
+
+
+@pytest.mark.parametrize("name", NOT_AS_IT_STANDS)
+def test_sets_that_would_not_cancel_are_refused(name):
+    call = NOT_AS_IT_STANDS[name]
+    group = next(iter(neuron_groups([A, B], X, call=call).values()))
+    assert not group.cancelling
+    with pytest.raises(ValueError, match="`neurons_per_group` must be 1"):
+        rewrites.add_nuisance(group, 2, 3, key=jax.random.key(0))
+    alone = rewrites.add_nuisance(group, 2, key=jax.random.key(0))([A, B])
+    np.testing.assert_allclose(call(alone, X), call([A, B], X), atol=1e-5)
+
+
+def halves(p, x):
+    first, second = jnp.split(p[0] @ x, 2)
+    return p[1] @ jnp.concatenate([relu(first), jnp.tanh(second)])
+
+
+def sliced(p, x):
+    h = p[0] @ x
+    return p[1] @ jnp.concatenate([relu(h[:4]), jnp.tanh(h[4:])])
+
+
+@pytest.mark.parametrize("call", [halves, sliced, lambda p, x: p[1] @ jnp.roll(relu(p[0] @ x), 3)])
+def test_neurons_that_the_program_counts_grow_only_where_it_is_right(call):
+    refused = 0
+    for group in neuron_groups([A, B], X, call=call).values():
+        try:
+            grown = rewrites.duplicate(group, 2)([A, B])
+        except ValueError as error:
+            assert "`group` must be one whose n" in str(error)  # noqa: PT017
+            refused += 1
+        else:
+            np.testing.assert_allclose(call(grown, X), call([A, B], X), atol=1e-5)
+    assert refused
+
+
+SCALED = {
+    "chosen constants": (lambda p, x: p[1] @ jnp.where(p[0] @ x > 0, 1.0, 0.0), None),
+    "whole numbers": (lambda p, x: p[1] @ (p[0] @ x * 10).astype(int).astype(float), None),
+    "truth": (lambda p, x: p[1] @ relu(p[0] @ x).astype(bool).astype(float), None),
+    "argmax": (lambda p, x: p[1] @ jnp.argmax(jnp.outer(p[0] @ x, x), 1).astype(float), None),
+    "rows": (lambda p, x: p[1] @ jnp.concatenate([p[0] @ x, p[0] @ (2 * x)]).reshape(2, 8).max(0), 1.0),
+    "padded": (lambda p, x: p[1] @ (jnp.pad(jnp.ones(6) * x[0], (0, 2)) + p[0] @ x), None),
+    "deviation": (lambda p, x: p[1] @ jnp.std(jnp.outer(relu(p[0] @ x), x), axis=1), None),
+    "stacked": (lambda p, x: p[1] @ jnp.stack([relu(p[0] @ x), p[0] @ x]).sum(0), 1.0),
+    "tiled": (lambda p, x: p[1] @ jnp.tile(relu(p[0] @ x), 2).reshape(2, 8)[0], 1.0),
+}
+"""Ways from neurons to what reads them, and the degree that is found where one is."""
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_every_scaling_that_is_found_keeps_the_function(name):
+    call, degree = SCALED[name]
+    group = max(neuron_groups([A, B], X, call=call).values(), key=lambda group: group.size)
+    if degree is not None:
+        assert group.degree == degree
+    factor = jnp.exp(jax.random.normal(jax.random.key(0), (group.size,)))
+    rewritten = [rewrites.scale(group, factor, scaling=k) for k in range(len(group.scalings))]
+    for rewrite in (rewrites.permute(group, key=jax.random.key(1)), *rewritten):
+        np.testing.assert_allclose(call(rewrite([A, B]), X), call([A, B], X), rtol=1e-4, atol=1e-4)
+
+
+def test_nuisance_is_drawn_from_traced_keys_and_statistics_are_taken_from_neurons_that_are_there():
+    model, inputs, groups = one("perceptron")
+    group = groups["layers[0]"]
+    many = jax.vmap(lambda key: eqx.filter(rewrites.add_nuisance(group, 2, key=key)(model), eqx.is_array))
+    assert many(jax.random.split(jax.random.key(0), 3)).layers[0].weight.shape == (3, 10, 5)
+    call = lambda p, x: p[2] @ relu((p[0] @ x)[:, None] / jnp.sqrt(p[1] + 1e-5))[:, 0]  # noqa: E731
+    params = [A, 0.5 + jnp.arange(8.0)[:, None], B]
+    (found,) = neuron_groups(params, X, call=call).values()
+    wider = rewrites.add_nuisance(found, 8, key=jax.random.key(0))(params)
+    assert (wider[1] > 0).all()
+    np.testing.assert_allclose(call(wider, X), call(params, X), atol=1e-5)
 
 
 def test_controls_change_the_function():

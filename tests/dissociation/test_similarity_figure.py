@@ -1,11 +1,13 @@
 """The figure of similarities in small: what must hold of it, its files' axes, and that drawing only draws."""
 
+import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from drawn import assert_only_draws
 
-from dissociation.figures import similarity
+from dissociation.figures import members, similarity
 from dissociation.figures.artifacts import axes_of
 from dissociation.models.cnn import CNN
 
@@ -77,7 +79,10 @@ def test_rewrites_of_a_convolutional_network_keep_its_function():
     model = CNN(12, key=jax.random.key(0))
     images = jax.random.normal(jax.random.key(1), (4, 784))
     wanted = jax.vmap(model)(images)
-    for name, rewrite in similarity._variants(CONFIG).items():
+    group = members.rewritten_group(eqx.filter_vmap(lambda _: model)(jnp.arange(2)), images[0])
+    variants = members.neuron_rewrites(CONFIG, CONFIG.num_zero, group)
+    for name in ("scaled", "duplicated", "zero"):
+        rewrite = variants[name]
         found = rewrite(model, jax.random.key(2))
         np.testing.assert_allclose(jax.vmap(found)(images), wanted, atol=1e-5, err_msg=name)
         assert not np.array_equal(found.encoder.head.weight, model.encoder.head.weight)

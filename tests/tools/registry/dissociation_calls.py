@@ -24,7 +24,7 @@ from dissociation.metrics.similarity import (
     shapes,
     streaming,
 )
-from dissociation.models import bilinear, cnn, initial, layers, representations
+from dissociation.models import bilinear, cnn, initial, layers, representations, resnet, transformer
 from dissociation.models import mlp as perceptron
 from dissociation.recipes import bilinear as bilinear_recipe
 from dissociation.recipes import compression, grokking, mnist
@@ -34,7 +34,7 @@ from dissociation.symmetry import canonical as canonical_form
 from dissociation.symmetry import freedom
 from dissociation.symmetry import matching as neuron_matching
 from dissociation.training import callbacks, fitting, loop, samplers, state
-from dissociation.weights import certificate, groups, mlp, neurons, noise, rewrites, seen, symmetry
+from dissociation.weights import certificate, groups, neurons, noise, rewrites, seen, symmetry
 
 RANDOM = np.random.default_rng(0)
 TALL = RANDOM.standard_normal((12, 3)).astype(np.float32)
@@ -162,6 +162,19 @@ CALLS = {
     perceptron.MLP: lambda: {"inputs": 3, "width": 4, "depth": 1, "activation": "tanh", "init": "lecun", "key": KEY},
     cnn.Encoder: lambda: {"features": 2, "init": "lecun", "key": KEY},
     cnn.Decoder: lambda: {"features": 2, "upsampling": "bilinear", "init": "lecun", "key": KEY},
+    resnet.ResidualBlock: lambda: {"channels": 2, "init": "lecun", "key": KEY},
+    resnet.ResNet: lambda: {"width": 3, "classes": 2, "channels": 2, "depth": 1, "init": "lecun", "key": KEY},
+    transformer.TransformerBlock: lambda: {"size": 4, "heads": 2, "key": KEY},
+    transformer.Transformer: lambda: {
+        "width": 3,
+        "classes": 2,
+        "size": 4,
+        "heads": 2,
+        "depth": 1,
+        "patch": 14,
+        "init": "lecun",
+        "key": KEY,
+    },
     cnn.CNN: lambda: {"width": 3, "classes": 2, "last_activation": False, "init": "lecun", "key": KEY},
     bilinear.BilinearLayer: lambda: {"inputs": 3, "outputs": 2, "bias": True, "gate": "relu", "key": KEY},
     bilinear.BilinearNetwork: lambda: {"inputs": 3, "hidden": 4, "num_layers": 2, "residual": True, "key": KEY},
@@ -206,20 +219,6 @@ CALLS = {
         "scale": 0.1,
     },
     noise.add_parameter_noise: lambda: {"model": network(), "scale": 0.1, "key": KEY},
-    mlp.rewrite_mlp: lambda: {"model": network(), "rewrite": lambda w_in, w_out: (w_in, w_out), "layer": 0},
-    mlp.scale_mlp: lambda: {"model": network(), "scale_factor": 2.0, "layer": 0, "assume_homogeneous": True},
-    mlp.duplicate_mlp: lambda: {"model": network(), "duplicate_multiplier": 2.0, "layer": 0},
-    mlp.add_random_zero_to_mlp: lambda: {
-        "model": network(),
-        "num_zero_groups": 2,
-        "neurons_per_group": 2,
-        "key": KEY,
-        "layer": 0,
-        "incoming_std": 0.5,
-    },
-    mlp.add_phantom_zero_to_mlp: lambda: {"model": network(), "inputs": TALL, "pattern": TALL[:, :2], "rtol": 1e-5},
-    mlp.permute_mlp: lambda: {"model": network(), "permutation": np.array([2, 0, 1, 3, 4]), "layer": 0},
-    mlp.perturb_mlp_in_null_space: lambda: {"model": network(), "basis": np.eye(3)[:1], "scale": 0.1, "key": KEY},
     groups.neuron_groups: lambda: {"model": network(), "example": np.ones(3, np.float32)},
     groups.group_report: lambda: {"model": network(), "example": np.ones(3, np.float32)},
     rewrites.permute: lambda: {"group": hidden(), "permutation": np.array([2, 0, 1, 3, 4])},

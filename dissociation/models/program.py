@@ -1,0 +1,97 @@
+"""A model of any kind as a program: a function of its arrays, and what happens in it as it runs."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+from jax.extend import core as jex
+
+MOVES = ("transpose", "reshape", "convert_element_type", "stop_gradient", "copy", "squeeze", "broadcast_in_dim")
+"""Operations after which weights still are the weights."""
+
+
+def called(model: Any, example: Any) -> Any:
+    """The outputs of a model, in inference mode, or of a pair of model and state."""
+    if isinstance(model, tuple) and len(model) == 2:
+        module, state = model
+        return eqx.nn.inference_mode(module)(example, state)[0]
+    function: Any = eqx.nn.inference_mode(model) if isinstance(model, eqx.Module) else model
+    return function(example)
+
+
+class Program(NamedTuple):
+    """A model as a function of its arrays.
+
+    Attributes:
+        paths: Of its arrays of floating-point numbers, as `jax.tree_util.keystr` writes them.
+        leaves: The arrays.
+        run: From such arrays and an example to the output's arrays.
+    """
+
+    paths: list[str]
+    leaves: list[Any]
+    run: Callable[[list[Any], Any], list[Any]]
+
+
+def program_of(model: Any, call: Callable[[Any, Any], Any] | None) -> Program:
+    """A model as a function of its arrays; see `weights.groups.neuron_groups`."""
+    arrays, rest = eqx.partition(model, eqx.is_inexact_array)
+    named, tree = jax.tree_util.tree_flatten_with_path(arrays)
+    apply = called if call is None else call
+
+    def run(leaves: list[Any], example: Any) -> list[Any]:
+        outputs = apply(eqx.combine(jax.tree.unflatten(tree, leaves), rest), example)
+        return jax.tree.leaves(eqx.filter(outputs, eqx.is_array))
+
+    return Program([jax.tree_util.keystr(path) for path, _ in named], [leaf for _, leaf in named], run)
+
+
+def inner_program(params: dict[str, Any]) -> Any:
+    """The program that an operation calls, if it is one of its parameters."""
+    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        inner = params.get(name)
+        if isinstance(inner, jex.ClosedJaxpr):
+            return inner
+        if isinstance(inner, jex.Jaxpr) and not inner.constvars:
+            return jex.ClosedJaxpr(inner, ())
+    return None
+
+
+class Walk:
+    """Runs a program operation by operation, and carries a mark along with every value.
+
+    Called programs are entered, loops and branches are not.
+    """
+
+    @abstractmethod
+    def at(self, equation: Any, values: list[Any], marks: list[Any]) -> tuple[list[Any], Any]:
+        """The results of an operation, by `bound` or otherwise, and their mark."""
+
+    def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], marks: Sequence[Any]) -> list[Any]:
+        """The results' values and marks, pair by pair; constants have the mark None."""
+        env = {v: (value, None) for v, value in zip(jaxpr.constvars, consts, strict=True)}
+        env |= {v: pair for v, *pair in zip(jaxpr.invars, args, marks, strict=True)}
+
+        def read(atom: Any) -> Any:
+            return (atom.val, None) if isinstance(atom, jex.Literal) else env[atom]
+
+        for equation in jaxpr.eqns:
+            pairs = [read(atom) for atom in equation.invars]
+            values, own = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+            inner = inner_program(equation.params)
+            loops = equation.primitive.name in ("scan", "while", "cond")
+            if not loops and inner is not None and len(inner.jaxpr.invars) == len(values):
+                found = self.run(inner.jaxpr, inner.consts, values, own)
+            else:
+                results, mark = self.at(equation, values, own)
+                found = [(result, mark) for result in results]
+            env |= dict(zip(equation.outvars, found, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+
+def bound(equation: Any, values: Sequence[Any]) -> list[Any]:
+    """The results of an operation."""
+    results = equation.primitive.bind(*values, **equation.params)
+    return list(results) if equation.primitive.multiple_results else [results]

@@ -1,0 +1,97 @@
+"""The figure of freedom in small: intervals hold what is measured, rewrites approach their ends, drawing only draws."""
+
+import jax
+import numpy as np
+import pytest
+from drawn import assert_only_draws
+
+from dissociation.figures import freedom, members
+from dissociation.figures.artifacts import axes_of
+from dissociation.metrics.similarity import linear_cka
+from dissociation.models.representations import member_representations
+from dissociation.recipes.mnist import fit_mnist
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("barely_optimized")]
+
+CONFIG = freedom.Config(
+    num_seeds=3, num_epochs=3, num_train=400, num_test=120, num_samples=80, width=16, num_zero=6, scale_factor=7.0
+)
+OFF = ~np.eye(3, dtype=bool)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("freedom")
+    return freedom.compute(CONFIG, key=jax.random.PRNGKey(0), folder=folder), folder
+
+
+def test_what_is_measured_lies_within_and_rewrites_approach_the_ends(run):
+    results, _ = run
+    assert list(results.measured) == ["hidden0", "features"]
+    for layer, measured in results.measured.items():
+        assert np.isnan(np.diagonal(measured)).all()
+        np.testing.assert_allclose(measured, measured.T, atol=1e-6)
+        assert (results.low[layer][OFF] < measured[OFF]).all()
+        assert (measured[OFF] < results.high[layer][OFF]).all()
+        assert results.residual[layer][OFF].max() < 1e-6
+        for end, wanted in (("low", results.low), ("high", results.high)):
+            np.testing.assert_allclose(results.approached[end][layer][OFF], wanted[layer][OFF], atol=1e-4)
+            assert results.change[end][layer][OFF].max() < 1e-5
+
+
+def test_it_is_the_trained_networks_that_are_measured(run):
+    results, _ = run
+    data = freedom.source(CONFIG)
+    sizes = {"num_epochs": 3, "num_seeds": 3, "width": 16, "progress": None}
+    trained = fit_mnist(**sizes, key=jax.random.split(jax.random.PRNGKey(0))[0], dataset=data)
+    layers = member_representations(trained.models, data.test_images[:80])
+    for layer in results.measured:
+        wanted = linear_cka(layers[layer][0], layers[layer][2])
+        np.testing.assert_allclose(results.measured[layer][0, 2], wanted, atol=1e-5)
+
+
+def test_what_rewrites_leave_of_it(run):
+    results, _ = run
+    measured = results.measured["features"]
+    for name in ("scaled", "duplicated"):
+        np.testing.assert_allclose(results.moved[name][OFF], measured[OFF], atol=1e-5)
+    for name in ("unevenly", "zero"):
+        assert np.abs(results.moved[name] - measured)[OFF].max() > 1e-2
+    uneven = results.moved["unevenly"]
+    assert (uneven[OFF] <= results.high["features"][OFF] + 1e-6).all()
+    assert (uneven[OFF] >= results.low["features"][OFF] - 1e-6).all()
+
+
+def test_seeds_that_diverged_are_left_out(monkeypatch):
+    real = members.fit_mnist
+
+    def broken(**options):
+        return real(**options)._replace(diverged_at=np.array([-1, 5, -1]))
+
+    monkeypatch.setattr(members, "fit_mnist", broken)
+    results = freedom.compute(CONFIG, key=jax.random.PRNGKey(0))
+    there = np.isfinite(results.measured["features"])
+    assert there.tolist() == [[False, False, True], [False] * 3, [True, False, False]]
+    assert "diverged and left out: seed 1" in freedom.headline(results)
+    assert_only_draws(freedom, results)
+
+
+def test_the_files_and_the_figure(run):
+    results, folder = run
+    arrays = freedom.arrays(results)
+    assert set(axes_of(arrays, freedom.AXES)) == set(arrays)
+    assert len(freedom.table(results)) == 1 + 2 + 4
+    assert "the functions of a pair can show anything from" in freedom.headline(results)
+    assert_only_draws(freedom, results)
+    again = freedom.compute(CONFIG, key=jax.random.PRNGKey(0), folder=folder)
+    for name, values in arrays.items():
+        np.testing.assert_array_equal(values, freedom.arrays(again)[name])
+
+
+def test_of_networks_of_images_the_last_layer():
+    config = freedom.Config(
+        model="transformer", num_seeds=2, num_epochs=1, num_train=200, num_test=40, num_samples=30, width=6, num_zero=2
+    )
+    results = freedom.compute(config, key=jax.random.PRNGKey(0))
+    assert list(results.measured) == ["features"]
+    assert results.change["high"]["features"][0, 1] < 1e-5
