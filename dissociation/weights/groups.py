@@ -290,6 +290,7 @@ def _read(flow: Flow, paths: Sequence[str], made: list[Value], example: Any, cal
             degree=degree,
             sharing=None if atom in counted else sharing,
             cancelling=sharing is not None
+            and atom not in counted
             and all(
                 share == 0 or (share == -1 and slot.name in read) for share, slot in zip(sharing, slots, strict=True)
             ),
