@@ -39,7 +39,8 @@ def canonical(
 
     Args:
         model: A network whose groups are all homogeneous of degree one and may grow: perceptrons, convolutional and
-            residual ones with ReLU and the like, without normalisation.
+            residual ones with ReLU and the like, without normalisation; not stacks of layers in a scan, which would
+            have to drop as many neurons in each.
         example: One example, see `groups.neuron_groups`.
         tolerance: Distance between what makes two neurons, of length one, below which they are one; and share of what
             reads them that counts as nothing.
@@ -57,10 +58,14 @@ def canonical(
     others = [
         name
         for name, group in groups.items()
-        if group.degree != 1 or len(group.scalings) != 1 or group.sharing is None or not group.cancelling
+        if group.degree != 1
+        or len(group.scalings) != 1
+        or group.sharing is None
+        or not group.cancelling
+        or group.copies > 1
     ]
     if others:
-        wanted = "have groups that are homogeneous of degree one, in one way, without normalisation"
+        wanted = "have groups that are homogeneous of degree one, in one way and one copy, without normalisation"
         fail("model", wanted, f"others: {', '.join(others)}")
     leaves, tree, rest = parameters_of(model)
     if any(np.iscomplexobj(leaf) for leaf in leaves):

@@ -5,6 +5,7 @@ neurons on data. Assignments are exact, by SciPy on the host. Where groups meet 
 problem is no single assignment, and the ascent starts from several places.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from dissociation.checks import check_count, fail, is_traced
 from dissociation.members import count, member
 from dissociation.types import PRNGKey
 from dissociation.validation import validated
-from dissociation.weights.groups import NeuronGroup, parameters_of
+from dissociation.weights.groups import NeuronGroup, Slot, parameters_of
 from dissociation.weights.rewrites import permute
 from dissociation.weights.seen import layer_inputs
 
@@ -31,7 +32,8 @@ class Matching(NamedTuple):
     """How the neurons of one network go with those of another.
 
     Attributes:
-        permutations: By group: neuron `permutations[name][i]` of the second network goes with neuron i of the first.
+        permutations: By group: neuron `permutations[name][i]` of the second network goes with neuron i of the first;
+            of a group with copies, [copies, neurons]. They are done in this order: heads, and then what lies in each.
         value: Of what was maximised: the inner product of weights, or the mean correlation of neurons.
         converged: Whether no single group could be improved any more.
     """
@@ -78,15 +80,51 @@ def match_weights(
         fail("key", "be given where random orders are drawn", "None", "For instance jax.random.key(0)")
     _check_alike(a, b)
     first, second = _known("a", a), _known("b", b)
-    starts: list[dict[str, np.ndarray]] = [{name: np.arange(group.size) for name, group in groups.items()}]
+    groups = _in_order(groups)
+    still = {name: np.tile(np.arange(group.size), (group.copies, 1)) for name, group in groups.items()}
+    starts = [still]
     if num_starts > 1:
-        starts.append({name: _assigned(_signatures(first, second, group)) for name, group in groups.items()})
+        starts.append(_by_signatures(first, second, groups))
     if num_starts > 2:
         drawing: Any = key
         seed = np.asarray(jax.random.bits(drawing, (4,), jnp.uint32))
         rng = np.random.default_rng(seed)
-        starts += [{name: rng.permutation(group.size) for name, group in groups.items()} for _ in range(num_starts - 2)]
+        starts += [{name: rng.permuted(each, axis=1) for name, each in still.items()} for _ in range(num_starts - 2)]
     return max((_ascended(first, second, groups, start) for start in starts), key=lambda found: found.value)
+
+
+def _copies_moved(group: NeuronGroup, by: NeuronGroup, permutations: np.ndarray) -> np.ndarray:
+    """Which copy of a group comes to the place of each, as another group is permuted: [copies], as heads are."""
+    found = np.arange(group.copies)
+    for slot in group.slots if group.copies > 1 else ():
+        labels = slot.with_blocks(np.full(slot.shape, -1), np.moveaxis(slot.copy, slot.axis, 0)[None])
+        moved = labels
+        for other in by.slots:
+            moved = other.permuted(moved, permutations) if other.leaf == slot.leaf else moved
+        found[labels[labels >= 0]] = moved[labels >= 0]
+    return found
+
+
+def _in_order(groups: Mapping[str, NeuronGroup]) -> dict[str, NeuronGroup]:
+    """Groups, those that move the copies of others first; what moves in copies of each other has none."""
+    left, ordered = dict(groups), {}
+    while left:
+        free = [
+            name
+            for name, group in left.items()
+            if not any(_moves(by, group) for by in left.values() if by is not group)
+        ]
+        name = free[0] if free else next(iter(left))
+        group = left.pop(name)
+        slots = tuple(slot._replace(copy=np.zeros_like(slot.copy)) for slot in group.slots)
+        ordered[name] = group if free else dataclasses.replace(group, slots=slots, copies=1)
+    return ordered
+
+
+def _moves(group: NeuronGroup, other: NeuronGroup) -> bool:
+    """Whether a group moves the copies of another."""
+    turn = np.tile(np.roll(np.arange(group.size), 1), (group.copies, 1))
+    return bool((_copies_moved(other, group, turn) != np.arange(other.copies)).any())
 
 
 def _check_alike(a: Any, b: Any) -> None:
@@ -105,27 +143,37 @@ def _known(name: str, model: Any) -> list[np.ndarray]:
     return [np.asarray(leaf, np.float64) for leaf in leaves]
 
 
-def _rows(leaves: Sequence[np.ndarray], group: NeuronGroup) -> list[np.ndarray]:
-    """What lies at each neuron, slot by slot: [neurons, numbers]."""
-    return [slot.rows(leaves[slot.leaf]) for slot in group.slots]
+def _rows(leaves: Sequence[np.ndarray], group: NeuronGroup) -> list[list[np.ndarray]]:
+    """What lies at each neuron, by copy, and slot by slot: [neurons, numbers]."""
+    blocks = [slot.blocks(leaves[slot.leaf]) for slot in group.slots]
+    where = [
+        np.broadcast_to(np.moveaxis(slot.copy, slot.axis, 0), block.shape[1:])
+        for slot, block in zip(group.slots, blocks, strict=True)
+    ]
+    return [[block[:, own == copy] for block, own in zip(blocks, where, strict=True)] for copy in range(group.copies)]
 
 
-def _permuted(leaves: list[np.ndarray], group: NeuronGroup, permutation: np.ndarray) -> list[np.ndarray]:
+def _permuted(leaves: list[np.ndarray], group: NeuronGroup, permutations: np.ndarray) -> list[np.ndarray]:
     leaves = list(leaves)
     for slot in group.slots:
-        order = np.arange(leaves[slot.leaf].shape[slot.axis])
-        order[slot.positions] = slot.positions[permutation]
-        leaves[slot.leaf] = np.take(leaves[slot.leaf], order, slot.axis)
+        leaves[slot.leaf] = slot.permuted(leaves[slot.leaf], permutations)
     return leaves
 
 
-def _signatures(first: list[np.ndarray], second: list[np.ndarray], group: NeuronGroup) -> np.ndarray:
-    """Likeness of neurons by the sorted numbers at each: [neurons of a, neurons of b]."""
-    total = np.zeros((group.size, group.size))
-    for one, other in zip(_rows(first, group), _rows(second, group), strict=True):
-        one, other = np.sort(one, 1), np.sort(other, 1)
-        total += 2 * one @ other.T - (one**2).sum(1)[:, None] - (other**2).sum(1)[None]
-    return total
+def _by_signatures(
+    first: list[np.ndarray], second: list[np.ndarray], groups: Mapping[str, NeuronGroup]
+) -> dict[str, np.ndarray]:
+    """Neurons paired by the sorted numbers at each, group by group."""
+    found = {}
+    for name, group in groups.items():
+        likeness = np.zeros((group.copies, group.size, group.size))
+        for total, *pairs in zip(likeness, _rows(first, group), _rows(second, group), strict=True):
+            for one, other in zip(*pairs, strict=True):
+                one, other = np.sort(one, 1), np.sort(other, 1)
+                total += 2 * one @ other.T - (one**2).sum(1)[:, None] - (other**2).sum(1)[None]
+        found[name] = np.stack([_assigned(total) for total in likeness])
+        second = _permuted(second, group, found[name])
+    return found
 
 
 def _assigned(likeness: np.ndarray) -> np.ndarray:
@@ -145,15 +193,26 @@ def _ascended(
     for _ in range(SWEEPS):
         before = value
         for name, group in groups.items():
-            likeness = sum(one @ other.T for one, other in zip(own[name], _rows(now, group), strict=True))
-            permutation = _assigned(np.asarray(likeness))
-            moved = _permuted(now, group, permutation)
+            pairs = zip(own[name], _rows(now, group), strict=True)
+            likeness = [sum(one @ other.T for one, other in zip(*each, strict=True)) for each in pairs]
+            order = np.stack([_assigned(np.asarray(each)) for each in likeness])
+            moved = _permuted(now, group, order)
             better = sum(float(np.vdot(first[leaf], moved[leaf])) for leaf in touched)
             if better > value + 1e-12 * abs(value):
-                now, value, found[name] = moved, better, found[name][permutation]
+                now, value = moved, better
+                found[name] = np.take_along_axis(found[name], order, 1)
+                # What was done before in the copies of others is now done in those that came to their places.
+                found |= {k: found[k][_copies_moved(other, group, order)] for k, other in groups.items() if k != name}
         if value == before:
-            return Matching(found, value, True)
-    return Matching(found, value, False)
+            return _matching(found, groups, value, converged=True)
+    return _matching(found, groups, value, converged=False)
+
+
+def _matching(
+    found: Mapping[str, np.ndarray], groups: Mapping[str, NeuronGroup], value: float, *, converged: bool
+) -> Matching:
+    single = {name: each if groups[name].copies > 1 else each[0] for name, each in found.items()}
+    return Matching(single, value, converged)
 
 
 @validated(finite=("inputs",))
@@ -162,7 +221,8 @@ def match_activations(
 ) -> Matching:
     """Permutations of b that make its neurons correlate most with those of a on data, group by group.
 
-    A neuron's activity is what the layer that reads it sees, at all examples and places.
+    A neuron's activity is what the layer that reads it sees, at all examples and places. Queries and keys, which no
+    layer reads, stay as they are.
 
     Args:
         a: A network.
@@ -171,34 +231,55 @@ def match_activations(
         inputs: Examples, first axis first.
 
     Returns:
-        The permutations, exact for each group; the mean correlation of what was paired. Neurons that are constant on
-        the data correlate 0.
+        The permutations, exact for each copy of each group; the mean correlation of what was paired. Neurons that are
+        constant on the data correlate 0.
 
     References:
         Li, Yosinski, Clune, Lipson and Hopcroft (2015); Ainsworth, Hayase and Srinivasa (2023), section 3.1.
     """
     found, values = {}, []
+    groups = _in_order(groups)
     for name, group in groups.items():
-        reads = [slot for slot in group.slots if slot.outgoing]
-        if not reads:
+        reads = [slot for slot in group.slots if slot.outgoing and len(slot.shape) > 1]
+        one, other = (_activity(model, inputs, group, reads) for model in (a, b))
+        if not one:
             continue
-        one, other = (_activity(model, inputs, group, reads[0]) for model in (a, b))
-        likeness = one.T @ other
-        found[name] = _assigned(likeness)
-        values.append(likeness[np.arange(group.size), found[name]])
-    return Matching(found, float(np.mean(np.concatenate(values))) if values else 0.0, True)
+        found[name] = np.tile(np.arange(group.size), (group.copies, 1))
+        for copy, rows in one.items():
+            likeness = rows.T @ other[copy]
+            found[name][copy] = _assigned(likeness)
+            values.append(likeness[np.arange(group.size), found[name][copy]])
+        b = permute(group, found[name])(b)
+    return _matching(found, groups, float(np.mean(np.concatenate(values))) if values else 0.0, converged=True)
 
 
-def _activity(model: Any, inputs: Any, group: NeuronGroup, slot: Any) -> np.ndarray:
-    """Standardised activity of neurons, in units in which products over rows are correlations: [rows, neurons]."""
-    seen = layer_inputs(model, inputs, slot.path, call=group.call)
-    rows = np.asarray(seen.rows, np.float64)
-    sizes = [slot.shape[axis] for axis in seen.axes]
-    grid = np.moveaxis(rows.reshape(len(rows), *sizes), 1 + seen.axes.index(slot.axis), -1)
-    values = np.moveaxis(grid[..., slot.positions], -2, -1).reshape(-1, group.size)
-    values = values - values.mean(0)
-    lengths = np.linalg.norm(values, axis=0)
-    return values / np.where(lengths > 1e-12 * max(lengths.max(), 1e-300), lengths, np.inf)
+def _activity(model: Any, inputs: Any, group: NeuronGroup, reads: Sequence[Slot]) -> dict[int, np.ndarray]:
+    """Standardised activity of neurons, by copy, in units in which products over rows are correlations.
+
+    Each is [rows, neurons], as seen by the first array that reads the copy; queries and keys, which are multiplied with
+    each other alone, are not seen.
+    """
+    found: dict[int, np.ndarray] = {}
+    for slot in reads:
+        if not set(slot.copy.flat) - set(found):
+            continue
+        seen = layer_inputs(model, inputs, slot.path, call=group.call)
+        if slot.axis not in seen.axes:
+            continue
+        rows = np.asarray(seen.rows, np.float64)
+        grid = rows.reshape(len(rows), *(slot.shape[axis] for axis in seen.axes))
+        # [neurons, positions, rows, other axes]
+        values = np.moveaxis(grid, 1 + seen.axes.index(slot.axis), 0)[slot.positions]
+        others = [axis for axis in range(len(slot.shape)) if axis in seen.axes and axis != slot.axis]
+        copy = np.moveaxis(slot.copy, slot.axis, 0)
+        copy = copy.reshape([copy.shape[0], 1, *(slot.copy.shape[axis] for axis in others)])
+        copy = np.broadcast_to(copy, values.shape[1:])
+        for number in sorted(set(slot.copy.flat) - set(found)):
+            own = values[:, copy == number].T
+            own = own - own.mean(0)
+            lengths = np.linalg.norm(own, axis=0)
+            found[int(number)] = own / np.where(lengths > 1e-12 * max(lengths.max(), 1e-300), lengths, np.inf)
+    return found
 
 
 @validated

@@ -45,6 +45,24 @@ class Equation(NamedTuple):
     adds_up: bool = False
 
 
+class Part(NamedTuple):
+    """A program within an operation: the body of a loop, or a branch."""
+
+    steps: list["Step"]
+    inputs: list[Value]
+    outputs: list[Value]
+
+
+class Step(NamedTuple):
+    """An operation that was followed."""
+
+    name: str
+    params: dict[str, Any]
+    operands: list[Value]
+    results: list[Value]
+    parts: list[Part]
+
+
 @dataclass
 class Flow:
     """What is read off a program.
@@ -55,6 +73,8 @@ class Flow:
         uneven: Axes along which something happens that no linear map of their indices commutes with.
         counted: Axes over which a statistic is taken.
         contracted: Axes of values that were summed over in a product with another.
+        steps: What was done, in order.
+        parts: Programs within the operation that is being followed.
     """
 
     atoms: Atoms = field(default_factory=Atoms)
@@ -62,6 +82,8 @@ class Flow:
     uneven: list[Axis] = field(default_factory=list)
     counted: list[Axis] = field(default_factory=list)
     contracted: list[Axis] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
 
     def array(self, shape: Sequence[int], reason: str = "") -> Value:
         """A value of new atoms, frozen if a reason is given."""

@@ -19,6 +19,7 @@ from dissociation.checks import fail_kind
 from dissociation.models.program import program_of
 from dissociation.validation import validated
 from dissociation.weights.axes import Layout
+from dissociation.weights.copies import copies_told_apart
 from dissociation.weights.flow import Equation, Flow, Value
 from dissociation.weights.operations import follow
 
@@ -37,6 +38,8 @@ class Slot(NamedTuple):
         shape: Of the array.
         layout: Of the axis, for other numbers of neurons: parts, nested or end to end, of which `name` are the neurons.
         name: In the layout.
+        copy: Which copy of the neurons is where: an array that broadcasts to that of the model, but that it has along
+            `axis` one entry for each position of a neuron. Zeros where there is one copy.
     """
 
     path: str
@@ -47,11 +50,40 @@ class Slot(NamedTuple):
     shape: tuple[int, ...]
     layout: Layout
     name: tuple[int, ...]
+    copy: np.ndarray
+
+    def blocks(self, array: Any) -> Any:
+        """What lies at each neuron in the array: [neurons, positions, ...], the other axes in their order."""
+        library = np if isinstance(array, np.ndarray) else jnp
+        return library.moveaxis(array, self.axis, 0)[self.positions]
 
     def rows(self, array: Any) -> Any:
         """What lies at each neuron in the array: [neurons, numbers]."""
+        return self.blocks(array).reshape(len(self.positions), -1)
+
+    def with_blocks(self, array: Any, blocks: Any) -> Any:
+        """The array with other `blocks`."""
+        if isinstance(array, np.ndarray):
+            moved = np.moveaxis(array, self.axis, 0).copy()
+            moved[self.positions] = blocks
+            return np.moveaxis(moved, 0, self.axis)
+        moved = jnp.moveaxis(array, self.axis, 0).at[self.positions].set(blocks)
+        return jnp.moveaxis(moved, 0, self.axis)
+
+    def of_copies(self, each: Any) -> Any:
+        """Of something with copies along its first axis, that of the copy at each position: [positions, ..., *rest]."""
+        return each[np.moveaxis(self.copy, self.axis, 0)]
+
+    def per_neuron(self, each: Any) -> Any:
+        """Numbers [copies, neurons] as `blocks` has them: [neurons, positions, ...]; axes may be of length 1."""
+        library = np if isinstance(each, np.ndarray) else jnp
+        return library.moveaxis(self.of_copies(each), -1, 0)
+
+    def permuted(self, array: Any, permutations: Any) -> Any:
+        """The array with neurons `permutations` [copies, neurons] at the places of the neurons."""
         library = np if isinstance(array, np.ndarray) else jnp
-        return library.moveaxis(array, self.axis, 0)[self.positions].reshape(len(self.positions), -1)
+        order = self.per_neuron(permutations)
+        return self.with_blocks(array, library.take_along_axis(self.blocks(array), order, axis=0))
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +92,7 @@ class NeuronGroup:
 
     Attributes:
         name: After the array that makes them.
-        size: How many they are.
+        size: How many they are, in each copy.
         slots: Where they lie, in the order of the model's arrays.
         scalings: Exponents [scalings, slots]: the function stays if every slot is multiplied by a^exponent, for each
             neuron with a positive factor a of its own, and for each row alone. No rows where nothing can be scaled.
@@ -78,6 +110,8 @@ class NeuronGroup:
             between what makes them and what reads them.
         example: What the model was traced for: shapes.
         call: How.
+        copies: How many times they are there, as in heads or the layers of a stack, where each copy may be permuted,
+            scaled and rotated by itself; 1 also where all copies must move alike.
     """
 
     name: str
@@ -92,6 +126,7 @@ class NeuronGroup:
     linear: np.ndarray | None
     example: Any
     call: Callable[[Any, Any], Any] | None
+    copies: int = 1
 
     def by_axis(self) -> dict[tuple[int, int], list[int]]:
         """Numbers of the slots by array and axis."""
@@ -109,7 +144,8 @@ class NeuronGroup:
         ]
         made = ", ".join(dict.fromkeys(f"{s.path}[{s.axis}]" for s in self.slots if not s.outgoing))
         read = ", ".join(dict.fromkeys(f"{s.path}[{s.axis}]" for s in self.slots if s.outgoing))
-        return f"NeuronGroup({self.name!r}: {self.size} neurons, {', '.join(kinds)}; made by {made}; read by {read})"
+        size = f"{self.size} neurons" + (f" in each of {self.copies} copies" if self.copies > 1 else "")
+        return f"NeuronGroup({self.name!r}: {size}, {', '.join(kinds)}; made by {made}; read by {read})"
 
 
 class GroupReport(NamedTuple):
@@ -215,6 +251,8 @@ def _read(flow: Flow, paths: Sequence[str], made: list[Value], example: Any, cal
     read = outgoing - bent
     places: dict[int, list[Slot]] = {}
     frozen: dict[str, str] = {}
+    present = {leaf.atom for value in made for axis in value.axes if axis is not None for leaf in atoms.leaves(axis)}
+    copies, copy = copies_told_apart(flow, made, {atom for atom in present if not atoms.reason(atom)})
     for index, (path, value) in enumerate(zip(paths, made, strict=True)):
         for k, axis in enumerate(value.axes):
             if axis is None:
@@ -222,7 +260,8 @@ def _read(flow: Flow, paths: Sequence[str], made: list[Value], example: Any, cal
             for leaf in atoms.leaves(axis):
                 positions = atoms.positions(axis, leaf.name)
                 layout = atoms.layout(axis)
-                slot = Slot(path, index, k, positions, leaf.name in outgoing, value.shape, layout, leaf.name)
+                own = copy.get((index, leaf.name), np.zeros([1] * len(value.shape), int))
+                slot = Slot(path, index, k, positions, leaf.name in outgoing, value.shape, layout, leaf.name, own)
                 places.setdefault(leaf.atom, []).append(slot)
                 if atoms.reason(leaf.atom):
                     frozen.setdefault(f"{path}[{k}]", atoms.reason(leaf.atom))
@@ -259,6 +298,7 @@ def _read(flow: Flow, paths: Sequence[str], made: list[Value], example: Any, cal
             linear=None if atom in uneven | counted else sides,
             example=example,
             call=call,
+            copies=copies.get(atom, 1),
         )
     return GroupReport(groups, frozen)
 

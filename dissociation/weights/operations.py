@@ -9,7 +9,7 @@ from jax.extend import core as jex
 
 from dissociation.models.program import inner_program
 from dissociation.weights.axes import UNIT, Axis, Product, Sum
-from dissociation.weights.flow import FEW, Flow, Value
+from dissociation.weights.flow import FEW, Flow, Part, Step, Value
 
 Params = dict[str, Any]
 Rule = Callable[[Flow, Params, list[Value], list[tuple[int, ...]]], list[Value]]
@@ -55,7 +55,11 @@ def _apply(flow: Flow, equation: Any, operands: list[Value]) -> list[Value]:
     if folded is not None:
         return [flow.constant(folded)]
     if name in RULES:
-        return RULES[name](flow, params, operands, shapes)
+        outer, flow.parts = flow.parts, []
+        results = RULES[name](flow, params, operands, shapes)
+        flow.steps.append(Step(name, params, operands, results, flow.parts))
+        flow.parts = outer
+        return results
     inner = inner_program(params)
     if inner is None or len(inner.jaxpr.invars) != len(operands):
         return _unknown(flow, name, operands, shapes)
@@ -69,6 +73,15 @@ def _folded(equation: Any, operands: list[Value], shapes: list[tuple[int, ...]])
         return None
     with jax.ensure_compile_time_eval():
         return np.asarray(equation.primitive.bind(*known, **equation.params))
+
+
+def _follow_part(flow: Flow, program: Any, args: list[Value]) -> list[Value]:
+    """Follows the body of a loop, or a branch, and keeps its steps apart."""
+    outer, flow.steps = flow.steps, []
+    found = follow(flow, program.jaxpr, [flow.constant(const) for const in program.consts], args)
+    flow.parts.append(Part(flow.steps, args, found))
+    flow.steps = outer
+    return found
 
 
 def _unknown(flow: Flow, name: str, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
@@ -457,8 +470,7 @@ def _scan(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[
         flow.atoms.unite(loop, value.axes[0])
         flow.freeze(value, "a loop runs over it", [0])
         slices.append(Value(value.shape[1:], value.axes[1:], value.zero))
-    inner = [flow.constant(const) for const in body.consts]
-    found = follow(flow, body.jaxpr, inner, [*consts, *carry, *slices])
+    found = _follow_part(flow, body, [*consts, *carry, *slices])
     _close(flow, carry, found[: counts[1]])
     stacked = [
         Value(shape, [loop, *value.axes]) for value, shape in zip(found[counts[1] :], shapes[counts[1] :], strict=True)
@@ -470,11 +482,9 @@ def _while(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple
     test, body = params["cond_jaxpr"], params["body_jaxpr"]
     counts = params["cond_nconsts"], params["body_nconsts"]
     carry = _carried(flow, operands[sum(counts) :])
-    tested = follow(flow, test.jaxpr, [flow.constant(c) for c in test.consts], [*operands[: counts[0]], *carry])
-    for value in tested:
+    for value in _follow_part(flow, test, [*operands[: counts[0]], *carry]):
         flow.freeze(value, "a loop depends on it")
-    consts = [flow.constant(const) for const in body.consts]
-    _close(flow, carry, follow(flow, body.jaxpr, consts, [*operands[counts[0] : sum(counts)], *carry]))
+    _close(flow, carry, _follow_part(flow, body, [*operands[counts[0] : sum(counts)], *carry]))
     return carry
 
 
@@ -496,10 +506,7 @@ def _close(flow: Flow, carry: list[Value], other: list[Value]) -> None:
 
 
 def _cond(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
-    results = []
-    for branch in params["branches"]:
-        consts = [flow.constant(const) for const in branch.consts]
-        results.append(follow(flow, branch.jaxpr, consts, operands[1:]))
+    results = [_follow_part(flow, branch, operands[1:]) for branch in params["branches"]]
     return [flow.summed(cases) for cases in zip(*results, strict=True)]
 
 

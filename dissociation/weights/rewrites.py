@@ -104,7 +104,7 @@ def _along(vector: Array, array: Array, axis: int) -> Array:
 class Permute(Rewrite):
     """See `permute`."""
 
-    permutation: Int[Array, " neurons"] | None
+    permutation: Int[Array, "*copies neurons"] | None
     key: PRNGKey | None
     group: NeuronGroup = eqx.field(static=True)
 
@@ -114,21 +114,25 @@ class Permute(Rewrite):
         drawing: Any = self.key
         permutation = self.permutation
         if permutation is None:
-            permutation = jax.random.permutation(drawing, group.size)
-        if len(permutation) != group.size:
-            fail("permutation", f"have {group.size} entries, one per neuron of {group.name}", len(permutation))
+            permutation = jnp.tile(jnp.arange(group.size), (group.copies, 1))
+            permutation = jax.random.permutation(drawing, permutation, axis=1, independent=group.copies > 1)
+        each = _each_copy("permutation", permutation, group, 1)
+        return _changed(model, group, lambda slot, array, exponent: slot.permuted(array, each))
 
-        def change(slot: Slot, array: Array, exponent: float) -> Array:
-            order = jnp.arange(array.shape[slot.axis]).at[slot.positions].set(jnp.asarray(slot.positions)[permutation])
-            return jnp.take(array, order, axis=slot.axis, unique_indices=True)
 
-        return _changed(model, group, change)
+def _each_copy(name: str, given: Array, group: NeuronGroup, rank: int) -> Array:
+    """An argument of one shape for all copies of a group, or with a first axis of one for each: for each."""
+    if given.shape[-1:] != (group.size,):
+        fail(name, f"have {group.size} entries, one per neuron of {group.name}", given.shape)
+    if given.ndim > rank and len(given) != group.copies:
+        fail(name, f"be one for all, or one for each of the {group.copies} copies of {group.name}", given.shape)
+    return jnp.broadcast_to(given, (group.copies, *given.shape[-rank:]))
 
 
 @validated
 def permute(
     group: NeuronGroup,
-    permutation: Int[Array | np.ndarray, " neurons"] | None = None,
+    permutation: Int[Array | np.ndarray, "*copies neurons"] | None = None,
     *,
     key: PRNGKey | None = None,
 ) -> Permute:
@@ -136,21 +140,25 @@ def permute(
 
     Args:
         group: Of the model.
-        permutation: Neuron `permutation[i]` comes to place i.
-        key: Draws the permutation where none is given, of as many neurons as there are when it is applied.
+        permutation: Neuron `permutation[i]` comes to place i, [neurons]; or one for each copy, [copies, neurons].
+        key: Draws the permutation where none is given, of as many neurons as there are when it is applied, for each
+            copy by itself.
 
     Returns:
         The rewrite.
 
     Raises:
-        ValueError: If `permutation` repeats or lacks a neuron, or both or neither of `permutation` and `key` are given.
+        ValueError: If `permutation` repeats or lacks a neuron or is no vector or matrix, or both or neither of
+            `permutation` and `key` are given.
     """
     if (permutation is None) == (key is None):
         fail("permutation", "be given, or `key` to draw it", "neither" if key is None else "both")
     if permutation is None:
         return Permute(None, key, group)
-    if not is_traced(permutation) and not np.array_equal(np.sort(permutation), np.arange(len(permutation))):
-        fail("permutation", f"hold each of 0, ..., {len(permutation) - 1} once", np.asarray(permutation))
+    if permutation.ndim not in (1, 2):
+        fail("permutation", "be of shape [neurons] or [copies, neurons]", permutation.shape)
+    if not is_traced(permutation) and (np.sort(permutation) != np.arange(permutation.shape[-1])).any():
+        fail("permutation", f"hold each of 0, ..., {permutation.shape[-1] - 1} once", np.asarray(permutation))
     return Permute(jnp.asarray(permutation), None, group)
 
 
@@ -165,16 +173,17 @@ class Scale(Rewrite):
         """The rewritten model."""
         group = current(self.group, model)
         factor = jnp.where((self.factor > 0) & jnp.isfinite(self.factor), self.factor, jnp.nan)
-        if factor.shape not in ((), (group.size,)):
-            fail("factor", f"be one number or one per neuron ({group.size})", f"shape {factor.shape}")
+        if factor.shape not in ((), (group.size,), (group.copies, group.size)):
+            wanted = f"be one number, one per neuron ({group.size}), or that for each copy ({group.copies})"
+            fail("factor", wanted, f"shape {factor.shape}")
+        each = jnp.broadcast_to(factor, (group.copies, group.size))
 
         def change(slot: Slot, array: Array, exponent: float) -> Array:
             if exponent == 0:
                 return array
-            own = jnp.broadcast_to(factor, (group.size,)).astype(array.dtype)
+            own = slot.per_neuron(each).astype(array.dtype)
             own = own**exponent if exponent > 0 else 1 / own**-exponent
-            vector = jnp.ones(array.shape[slot.axis], array.dtype).at[slot.positions].set(own[:, None])
-            return array * _along(vector, array, slot.axis)
+            return slot.with_blocks(array, slot.blocks(array) * own)
 
         return _changed(model, group, change, np.array(self.exponents))
 
@@ -189,7 +198,8 @@ def scale(group: NeuronGroup, factor: Real[ArrayLike, "..."] = 0.1, *, scaling: 
 
     Args:
         group: Of the model.
-        factor: a, one for all neurons or a vector [neurons]; positive. May be traced.
+        factor: a, one for all neurons, one for each [neurons], or for each of each copy [copies, neurons]; positive.
+            May be traced.
         scaling: Which of the group's `scalings`; default: `scaling`.
 
     Returns:
@@ -458,7 +468,7 @@ def add_nuisance(
 class Rotate(Rewrite):
     """See `rotate`."""
 
-    matrix: Float[Array, "neurons neurons"] | None
+    matrix: Float[Array, "*copies neurons neurons"] | None
     key: PRNGKey | None
     group: NeuronGroup = eqx.field(static=True)
 
@@ -466,16 +476,17 @@ class Rotate(Rewrite):
         """The rewritten model."""
         group = current(self.group, model)
         drawing: Any = self.key
-        own = jax.random.orthogonal(drawing, group.size) if self.matrix is None else self.matrix
-        if own.shape != (group.size, group.size):
+        own = jax.random.orthogonal(drawing, group.size, (group.copies,)) if self.matrix is None else self.matrix
+        if own.shape[-2:] != (group.size, group.size):
             fail("matrix", f"be square, a row per neuron of {group.name} ({group.size})", own.shape)
-        other = own if self.matrix is None else jnp.linalg.inv(own).T
+        own = _each_copy("matrix", own, group, 2)
+        other = own if self.matrix is None else jnp.linalg.inv(own).mT
 
         def change(slot: Slot, array: Array, side: float) -> Array:
-            matrix = (own if side > 0 else other).astype(array.dtype)
-            array = jnp.moveaxis(array, slot.axis, 0)
-            turned = jnp.tensordot(matrix, array[slot.positions], 1, precision=jax.lax.Precision.HIGHEST)
-            return jnp.moveaxis(array.at[slot.positions].set(turned), 0, slot.axis)
+            matrix = slot.of_copies((own if side > 0 else other).astype(array.dtype))
+            columns = jnp.moveaxis(slot.blocks(array), 0, -1)[..., None]
+            turned = jnp.matmul(matrix, columns, precision=jax.lax.Precision.HIGHEST)
+            return slot.with_blocks(array, jnp.moveaxis(turned[..., 0], -1, 0))
 
         return _changed(model, group, change, group.linear)
 
@@ -483,7 +494,7 @@ class Rotate(Rewrite):
 @validated
 def rotate(
     group: NeuronGroup,
-    matrix: Float[Array | np.ndarray, "neurons neurons"] | None = None,
+    matrix: Float[Array | np.ndarray, "*copies neurons neurons"] | None = None,
     *,
     key: PRNGKey | None = None,
 ) -> Rotate:
@@ -494,8 +505,8 @@ def rotate(
 
     Args:
         group: Of the model, with `linear`.
-        matrix: M, [neurons, neurons]; invertible.
-        key: Draws a rotation, uniformly, where none is given.
+        matrix: M, [neurons, neurons], or one for each copy, [copies, neurons, neurons]; invertible.
+        key: Draws a rotation for each copy, uniformly, where none is given.
 
     Returns:
         The rewrite.

@@ -53,7 +53,7 @@ def refitted(module: Any) -> Any:
 
 @refitted.register
 def _(module: eqx.nn.Linear) -> Any:
-    outputs, inputs = module.weight.shape
+    outputs, inputs = module.weight.shape[-2:]  # of one layer, where several are stacked
     outputs = "scalar" if module.out_features == "scalar" else outputs
     return with_sizes(module, in_features="scalar" if module.in_features == "scalar" else inputs, out_features=outputs)
 

@@ -97,6 +97,7 @@ def test_what_has_no_canonical_form_is_refused_by_name():
         ("tanh without biases", r"layers\[0\]"),
         ("bilinear", r"layers\[0\].left"),
         ("transformer", "embed"),
+        ("stack in a scan", "first"),
     ):
         model, inputs, _ = one(name)
         with pytest.raises(ValueError, match=f"`model` must have groups that are homogeneous .* got others: .*{group}"):

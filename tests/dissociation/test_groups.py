@@ -16,14 +16,16 @@ from dissociation.weights.groups import group_report, neuron_groups
 def test_all_groups_are_found(name):
     kind = ZOO[name]
     model, inputs = kind.make(jax.random.key(0)), kind.inputs(jax.random.key(1))
+    groups = neuron_groups(model, inputs[0])
     found = {
         group.name: (
             group.size,
             "s" * (group.scaling is not None) + "g" * (group.sharing is not None) + "r" * (group.linear is not None),
         )
-        for group in neuron_groups(model, inputs[0]).values()
+        for group in groups.values()
     }
     assert found == kind.groups
+    assert {name: group.copies for name, group in groups.items() if group.copies > 1} == kind.copies
 
 
 def test_slots_say_where_neurons_lie():

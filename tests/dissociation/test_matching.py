@@ -11,14 +11,15 @@ from dissociation.data.datasets import load
 from dissociation.metrics.similarity import member_interval
 from dissociation.models.program import called
 from dissociation.symmetry import matching
-from dissociation.weights.groups import neuron_groups
+from dissociation.weights.groups import neuron_groups, parameters_of
 from dissociation.weights.rewrites import permute
 
 
 def planted(model, groups, seed):
-    """A copy in another order, and the orders."""
+    """A copy in another order, every copy of a group in its own, and the orders."""
     rng = np.random.default_rng(seed)
-    orders = {name: rng.permutation(group.size) for name, group in groups.items()}
+    still = {name: np.tile(np.arange(group.size), (group.copies, 1)) for name, group in groups.items()}
+    orders = {name: np.squeeze(rng.permuted(each, axis=1)) for name, each in still.items()}
     for name, order in orders.items():
         model = permute(groups[name], order)(model)
     return model, orders
@@ -56,13 +57,83 @@ def test_a_hundred_planted_permutations_are_found():
     assert found == 100
 
 
-@pytest.mark.parametrize("name", ["convolutional", "transformer"])
+@pytest.mark.parametrize("name", ["convolutional", "transformer", "grouped convolutions", "stack in a scan"])
 def test_models_of_other_kinds_are_matched(name):
     kind = ZOO[name]
     model, inputs = kind.make(jax.random.key(0)), kind.inputs(jax.random.key(1))
     groups = neuron_groups(model, inputs[0])
-    other, orders = planted(model, groups, 3)
-    assert is_found(matching.match_weights(model, other, groups, num_starts=4, key=jax.random.key(0)), orders)
+    other, _ = planted(model, groups, 3)
+    found = matching.match_weights(model, other, groups, num_starts=4, key=jax.random.key(0))
+    assert found.converged
+    shapes = {k: (group.copies, group.size) if group.copies > 1 else (group.size,) for k, group in groups.items()}
+    assert {name: each.shape for name, each in found.permutations.items()} == shapes
+    back = found.apply(other, groups)
+    leaves = [parameters_of(network)[0] for network in (model, back, other)]
+    assert all((one == same).all() for one, same in zip(*leaves[:2], strict=True))
+    assert any((one != moved).any() for one, moved in zip(*leaves[::2], strict=True))
+
+
+def test_heads_and_what_lies_in_each_are_moved_one_after_another():
+    """Whichever comes first among the arrays."""
+
+    def call(model, x):
+        heads = jnp.tanh(jnp.einsum("e,edh->hd", x, model["in"]))
+        return jnp.einsum("hd,dhe->e", jax.nn.softmax(heads, 1), model["out"])
+
+    keys = jax.random.split(jax.random.key(0), 2)
+    model = {"in": jax.random.normal(keys[0], (5, 4, 3)), "out": jax.random.normal(keys[1], (4, 3, 2))}
+    groups = neuron_groups(model, jnp.ones(5), call=call)
+    inner, heads = groups.values()
+    assert (inner.size, inner.copies, heads.size, heads.copies) == (4, 3, 3, 1)
+    other, _ = planted(model, {"heads": heads, "inner": inner}, 0)
+    found = matching.match_weights(model, other, groups)
+    assert list(found.permutations) == [heads.name, inner.name]
+    back = found.apply(other, groups)
+    assert all((back[name] == model[name]).all() for name in model)
+
+
+def test_the_value_is_that_of_the_permutations():
+    """Also where heads change places after what lies in them did."""
+    kind = ZOO["transformer"]
+    groups = neuron_groups(kind.make(jax.random.key(0)), kind.inputs(jax.random.key(1))[0])
+    part = {name: group for name, group in groups.items() if "attention" in name}
+    touched = sorted({slot.leaf for group in part.values() for slot in group.slots})
+    for seed in range(3):
+        a, b = (kind.make(jax.random.key(2 * seed + k)) for k in (1, 2))
+        found = matching.match_weights(a, b, part, num_starts=6, key=jax.random.key(seed))
+        pairs = zip(parameters_of(a)[0], parameters_of(found.apply(b, part))[0], strict=True)
+        products = [float(np.vdot(np.float64(one), np.float64(other))) for one, other in pairs]
+        np.testing.assert_allclose(sum(products[leaf] for leaf in touched), found.value, rtol=1e-10)
+
+
+def test_of_neurons_in_copies_of_each_other_one_moves_alike():
+    def call(model, x):
+        return jnp.einsum("hd,hde->e", jax.nn.relu(jnp.einsum("e,ehd->hd", x, model["in"])), model["out"])
+
+    keys = jax.random.split(jax.random.key(0), 2)
+    model = {"in": jax.random.normal(keys[0], (5, 3, 4)), "out": jax.random.normal(keys[1], (3, 4, 2))}
+    groups = neuron_groups(model, jnp.ones(5), call=call)
+    one, two = groups.values()
+    assert (one.size, one.copies, two.size, two.copies) == (3, 4, 4, 3)
+    other = permute(two, key=jax.random.key(1))(permute(one, np.array([2, 0, 1]))(model))
+    found = matching.match_weights(model, other, groups, num_starts=30, key=jax.random.key(0))
+    assert sorted(each.ndim for each in found.permutations.values()) == [1, 2]
+    back = found.apply(other, groups)
+    assert all((back[name] == model[name]).all() for name in model)
+
+
+def test_activities_of_copies_are_matched_by_themselves():
+    kind = ZOO["transformer"]
+    model, inputs = kind.make(jax.random.key(0)), kind.inputs(jax.random.key(1))
+    name = "blocks[0].attention.value_proj"
+    groups = {name: neuron_groups(model, inputs[0])[name]}
+    other, orders = planted(model, groups, 1)
+    assert orders[name].shape == (4, 4)
+    found = matching.match_activations(model, other, groups, inputs)
+    np.testing.assert_array_equal(np.take_along_axis(orders[name], found.permutations[name], 1), [np.arange(4)] * 4)
+    whole = matching.match_activations(model, model, neuron_groups(model, inputs[0]), inputs)
+    assert "blocks[0].attention.query_proj:2" not in whole.permutations  # no layer reads queries and keys
+    np.testing.assert_allclose(whole.value, 1, atol=1e-5)
 
 
 def test_activations_match_what_weights_match():

@@ -48,13 +48,14 @@ def all_rewrites(group):
     key = jax.random.key(2)
     yield "permute", lambda: rewrites.permute(group, key=key)
     for index in range(len(group.scalings)):
-        factor = jnp.exp(jax.random.normal(jax.random.key(index), (group.size,)))
+        factor = jnp.exp(jax.random.normal(jax.random.key(index), (group.copies, group.size)))
         yield f"scale {index}", lambda factor=factor, index=index: rewrites.scale(group, factor, scaling=index)
     if group.scaling is not None:
         yield "scale", lambda: rewrites.scale(group, 3.0)
     if group.linear is not None:
         yield "rotate", lambda: rewrites.rotate(group, key=key)
-        general = jnp.eye(group.size) + 0.3 * jax.random.normal(key, (group.size, group.size))
+        noise = jax.random.normal(key, (group.copies, group.size, group.size))
+        general = jnp.eye(group.size)[None] + 0.3 * noise
         yield "rotate by any matrix", lambda: rewrites.rotate(group, general)
     if group.sharing is not None:
         yield "duplicate", lambda: rewrites.duplicate(group, 1.5)

@@ -17,6 +17,7 @@ class Kind(NamedTuple):
     make: Callable[[jax.Array], Any]
     inputs: Callable[[jax.Array], jax.Array]
     groups: dict[str, tuple[int, str]]  # letters: s scale, g grow, r rotate
+    copies: dict[str, int] = {}  # where there are several
 
 
 def normal(*shape):
@@ -176,6 +177,30 @@ class Depthwise(eqx.Module):
         return self.convolutions[-1](x)
 
 
+class Stack(eqx.Module):
+    """Residual perceptrons, stacked, in a scan."""
+
+    embed: eqx.nn.Linear
+    first: eqx.nn.Linear
+    second: eqx.nn.Linear
+    head: eqx.nn.Linear
+
+    def __init__(self, key, layers=3, width=8, hidden=10):
+        keys = jax.random.split(key, 4)
+        self.embed = eqx.nn.Linear(5, width, key=keys[0])
+        self.first = eqx.filter_vmap(lambda k: eqx.nn.Linear(width, hidden, key=k))(jax.random.split(keys[1], layers))
+        self.second = eqx.filter_vmap(lambda k: eqx.nn.Linear(hidden, width, key=k))(jax.random.split(keys[2], layers))
+        self.head = eqx.nn.Linear(width, 3, key=keys[3])
+
+    def __call__(self, x):
+        def layer(x, arrays):
+            first, second = eqx.combine(arrays, static)
+            return x + second(jax.nn.relu(first(x))), None
+
+        arrays, static = eqx.partition((self.first, self.second), eqx.is_array)
+        return self.head(jax.lax.scan(layer, self.embed(x), arrays)[0])
+
+
 def sequential(key):
     keys = jax.random.split(key, 3)
     return eqx.nn.Sequential(
@@ -246,6 +271,7 @@ ZOO = {
             "blocks[0].attention.value_proj": (4, "sgr"),  # values and outputs
             "blocks[0].first": (24, "g"),
         },
+        {"blocks[0].attention.query_proj:2": 4, "blocks[0].attention.value_proj": 4},
     ),
     "fused attention": Kind(FusedAttention, normal(4, 7, 5), {"fused": (6, "sgr"), "fused:2": (6, "sgr")}),
     "gated recurrent": Kind(lambda key: Recurrent(eqx.nn.GRUCell, key), normal(5, 7, 4), {"cell": (6, "g")}),
@@ -254,5 +280,7 @@ ZOO = {
         Depthwise,
         normal(4, 2, 12),
         {"convolutions[0]": (4, "sg"), "convolutions[0]:2": (2, "sg"), "convolutions[2]": (3, "sg")},
+        {"convolutions[0]:2": 4, "convolutions[2]": 4},
     ),
+    "stack in a scan": Kind(Stack, normal(12, 5), {"embed": (8, "sgr"), "first": (10, "sg")}, {"first": 3}),
 }

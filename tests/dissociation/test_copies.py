@@ -1,0 +1,359 @@
+"""Copies of neurons that may move separately are told apart, and those that must move alike are not."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from zoo import ZOO
+
+from dissociation.weights import copies, operations, rewrites
+from dissociation.weights.axes import Product, Sum
+from dissociation.weights.flow import Flow, Value
+from dissociation.weights.groups import neuron_groups
+from dissociation.weights.labels import Copies
+
+TIME, WIDTH, HEADS, DIM, LAYERS, HIDDEN = 5, 6, 3, 4, 3, 7
+ATTENTION = {"q": "ehd", "k": "ehd", "v": "ehd", "o": "hde", "head": "eo"}
+STACK = {"in": "ec", "a": "lcn", "b": "lnc", "head": "co"}
+SINGLE = {"u": "ehd", "o": "hdo"}
+SIZES = {
+    "t": TIME,
+    "e": WIDTH,
+    "h": HEADS,
+    "d": DIM,
+    "l": LAYERS,
+    "n": HIDDEN,
+    "c": 5,
+    "o": 2,
+    "g": 2,
+    "f": 3 * HEADS * DIM,
+}
+
+
+def weights(kinds):
+    """Random arrays, their axes by letters."""
+    keys = jax.random.split(jax.random.key(0), len(kinds))
+    made = zip(kinds.items(), keys, strict=True)
+    return {name: jax.random.normal(key, [SIZES[k] for k in letters]) / 2 for (name, letters), key in made}
+
+
+def projected(p, x):
+    return [jnp.einsum("te,ehd->thd", x, p[name]) for name in "qkv"]
+
+
+def read_out(p, scores, v):
+    return jnp.einsum("hts,shd,hde->te", jax.nn.softmax(scores), v, p["o"]) @ p["head"]
+
+
+def attention(p, x, change=lambda y: y):
+    q, k, v = projected(p, x)
+    return read_out(p, jnp.einsum("thd,shd->hts", change(q), change(k)), v)
+
+
+def heads_first(p, x):
+    q, k, v = [y.transpose(1, 0, 2) for y in projected(p, x)]
+    return read_out(p, jnp.einsum("hqd,hkd->hqk", q, k), v.transpose(1, 0, 2))
+
+
+def mapped(p, x, loop=jax.vmap):
+    def one(p):
+        q, k, v, o = p
+        return jax.nn.softmax((x @ q) @ (x @ k).T) @ (x @ v) @ o
+
+    q, k, v = [p[name].transpose(1, 0, 2) for name in "qkv"]
+    return loop(one)((q, k, v, p["o"])).sum(0) @ p["head"]
+
+
+def normalised(p, x):
+    return attention(p, x, lambda y: y / jnp.sqrt(jnp.mean(y**2, -1, keepdims=True) + 1e-6))
+
+
+def mixed_scores(p, x):
+    q, k, v = projected(p, x)
+    return read_out(p, jnp.einsum("hts,hg->gts", jnp.einsum("thd,shd->hts", q, k), p["mix"]), v)
+
+
+def all_with_all(p, x):
+    q, k, v = projected(p, x)
+    return read_out(p, jnp.einsum("thd,sgd->htgs", q, k).mean(2), v)
+
+
+def one_key(p, x):
+    q, _, v = projected(p | {"k": p["q"]}, x)
+    return read_out(p, jnp.einsum("thd,sd->hts", q, x @ p["k"]), v)
+
+
+def shared_bias(p, x):
+    return attention(p, x, lambda y: y + p["bias"][None, None])
+
+
+def fused(p, x):
+    q, k, v = jnp.moveaxis((x @ p["qkv"]).reshape(TIME, 3, HEADS, DIM), 1, 0)
+    return read_out(p, jnp.einsum("thd,shd->hts", q, k), v)
+
+
+def fused_by_heads(p, x):
+    q, k, v = jnp.split((x @ p["qkv"]).reshape(TIME, HEADS, 3 * DIM), 3, -1)
+    return read_out(p, jnp.einsum("thd,shd->hts", q, k), v)
+
+
+def residual(p, x, reverse=False):
+    def layer(h, w):
+        return h + jax.nn.relu(h @ w[0]) @ w[1], None
+
+    return jax.lax.scan(layer, x[0] @ p["in"], (p["a"], p["b"]), reverse=reverse)[0] @ p["head"]
+
+
+def with_outputs(p, x):
+    def layer(h, w):
+        hidden = jax.nn.relu(h @ w[0])
+        return h + hidden @ w[1], hidden
+
+    h, hidden = jax.lax.scan(layer, x[0] @ p["in"], (p["a"], p["b"]), reverse=True)
+    return h @ p["head"] + jnp.sum(p["r"] * (hidden if p["r"].ndim == 2 else hidden.mean(0)))
+
+
+def carried(p, x):
+    def layer(carry, w):
+        hidden = jax.nn.relu(carry[0] @ w[0] + carry[1])
+        return (carry[0] + hidden @ w[1], hidden), None
+
+    return jax.lax.scan(layer, (x[0] @ p["in"], jnp.zeros(HIDDEN)), (p["a"], p["b"]))[0][0] @ p["head"]
+
+
+def begun_at_the_end(p, x):
+    """What the loop begins with meets the last layer alone."""
+
+    def layer(carry, w):
+        hidden = jax.nn.relu(carry[0] @ w[0] + carry[1])
+        return (carry[0] + hidden @ w[1], jnp.zeros(HIDDEN)), None
+
+    return jax.lax.scan(layer, (x[0] @ p["in"], p["start"]), (p["a"], p["b"]), reverse=True)[0][0] @ p["head"]
+
+
+def between(change):
+    """Heads of neurons, something done to them, and what reads them."""
+    return lambda p, x: jnp.einsum("hd,hdo->o", change(jnp.einsum("e,ehd->hd", x[0], p["u"])), p["o"])
+
+
+def rolled(y):
+    return jax.lax.fori_loop(0, 2, lambda _, z: jnp.tanh(jnp.roll(z, 1, 0)), y)
+
+
+def repeated(y):
+    return jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.tanh(c[1] + y)), (0, jnp.zeros_like(y)))[1]
+
+
+HEAD = [(HEADS, 1), (DIM, HEADS), (DIM, HEADS)]
+SEPARATE = {
+    "attention": (attention, ATTENTION, [*HEAD, (WIDTH, 1)]),
+    "attention, heads first": (heads_first, ATTENTION, [*HEAD, (WIDTH, 1)]),
+    "attention, mapped over heads": (mapped, ATTENTION, [*HEAD, (WIDTH, 1)]),
+    "attention, heads in a loop": (lambda p, x: mapped(p, x, lambda f: lambda y: jax.lax.map(f, y)), ATTENTION,
+                                   [*HEAD[1:], (WIDTH, 1)]),
+    "normalised queries and keys": (normalised, ATTENTION, [*HEAD, (WIDTH, 1)]),
+    "mixed scores": (mixed_scores, ATTENTION | {"mix": "hh"}, [(HEADS, 1), *HEAD, (WIDTH, 1)]),
+    # Queries and keys of each head are one copy, values are another.
+    "fused": (fused, {"qkv": "ef", "o": "hde", "head": "eo"}, [(HEADS, 1), (DIM, 2 * HEADS), (WIDTH, 1)]),
+    "fused by heads": (fused_by_heads, {"qkv": "ef", "o": "hde", "head": "eo"}, [*HEAD, (WIDTH, 1)]),
+    "stack": (residual, STACK, [(5, 1), (HIDDEN, LAYERS)]),
+    "stack, from the end": (lambda p, x: residual(p, x, True), STACK, [(5, 1), (HIDDEN, LAYERS)]),
+    "stack, its hidden neurons read outside": (with_outputs, STACK | {"r": "ln"}, [(5, 1), (HIDDEN, LAYERS)]),
+    "stack, from the end, begun with a bias": (begun_at_the_end, STACK | {"start": "n"}, [(5, 1), (HIDDEN, LAYERS)]),
+    "a constant for each head": (between(lambda y: jnp.tanh(y * jnp.arange(1.0, 4.0)[:, None])), SINGLE,
+                                 [(DIM, HEADS)]),
+    "two of three change places": (
+        between(lambda y: jax.lax.cond(y.sum() > 0, lambda z: jnp.concatenate([z[1::-1], z[2:]]), jnp.tanh, y)), SINGLE,
+        [(DIM, 2)]),
+    "one head or its mirror": (between(lambda y: jnp.tanh(y) + jnp.tanh(y[::-1])), SINGLE, [(DIM, 2)]),
+    "padded and cut": (
+        between(lambda y: jnp.tanh(jnp.pad(y, ((1, 1), (0, 0)))[1:-1])), SINGLE, [(HEADS, DIM), (DIM, HEADS)]),
+    "a loop that keeps heads apart": (between(repeated), SINGLE, [(HEADS, DIM), (DIM, HEADS)]),
+    "windows over no heads": (
+        between(lambda y: jax.lax.reduce_window(y, -jnp.inf, jax.lax.max, (1, 1), (1, 1), "VALID")), SINGLE,
+        [(HEADS, DIM), (DIM, HEADS)]),
+}  # fmt: skip
+"""A function, its weights, and sizes and copies of its groups."""
+
+
+TIED = {
+    "scores of all heads with all": (all_with_all, ATTENTION, ("k", "q")),
+    "one key for all heads": (one_key, ATTENTION | {"k": "ed"}, ("k", "q")),
+    "a bias for all heads": (shared_bias, ATTENTION | {"bias": "d"}, ("q", "k", "bias")),
+    "hidden neurons carried": (carried, STACK, ("a", "b")),
+    "hidden neurons averaged over layers": (with_outputs, STACK | {"r": "n"}, ("a", "b")),
+    "softmax over heads": (between(lambda y: jax.nn.softmax(y, 0)), SINGLE, ("u", "o")),
+    "sum over heads": (between(lambda y: jnp.tanh(y + y.sum(0, keepdims=True))), SINGLE, ("u", "o")),
+    "sorted over heads": (between(lambda y: jnp.sort(y, 0)), SINGLE, ("u", "o")),
+    "cumulated over heads": (between(lambda y: jnp.tanh(jnp.cumsum(y, 0))), SINGLE, ("u", "o")),
+    "rolled in a loop": (between(rolled), SINGLE, ("u", "o")),
+    "a mean over the neighbours": (
+        between(lambda y: jax.lax.reduce_window(y, 0.0, jax.lax.add, (2, 1), (1, 1), "SAME")), SINGLE, ("u", "o")),
+    "the largest head": (between(lambda y: y * (jnp.argmax(y, 0) + 1.0)[None]), SINGLE, ("u", "o")),
+    "written at a place": (
+        between(lambda y: jax.lax.dynamic_update_slice(jnp.tanh(y), y[1:2], (0, 0))), SINGLE, ("u", "o")),
+    "one branch of two mirrored": (
+        between(lambda y: jax.lax.cond(y.sum() > 0, lambda z: jnp.roll(z, 1, 0), lambda z: z, y)), SINGLE, ("u", "o")),
+}  # fmt: skip
+"""A function, its weights, and the arrays whose copies are tied."""
+
+
+def change(function, model, rewritten, inputs):
+    before, after = (np.asarray(jax.vmap(lambda x, m=m: function(m, x))(inputs)) for m in (model, rewritten))
+    return np.abs(after - before).max() / np.abs(before).max()
+
+
+def separate_rewrites(group):
+    """Of every copy by itself."""
+    keys = jax.random.split(jax.random.key(3), 4)
+    yield rewrites.permute(group, key=keys[0])
+    if group.scaling is not None:
+        yield rewrites.scale(group, jnp.exp(jax.random.normal(keys[1], (group.copies, group.size))))
+    if group.linear is not None:
+        yield rewrites.rotate(group, key=keys[2])
+        noise = jax.random.normal(keys[3], (group.copies, group.size, group.size))
+        yield rewrites.rotate(group, jnp.eye(group.size)[None] + 0.3 * noise)
+
+
+@pytest.mark.parametrize("name", SEPARATE)
+def test_copies_move_separately(name):
+    function, kinds, wanted = SEPARATE[name]
+    with jax.enable_x64(True):
+        model, inputs = weights(kinds), jax.random.normal(jax.random.key(1), (8, TIME, WIDTH))
+        groups = neuron_groups(model, inputs[0], call=function)
+        assert sorted((group.size, group.copies) for group in groups.values()) == sorted(wanted)
+        for group in groups.values():
+            for rewrite in separate_rewrites(group):
+                assert change(function, model, rewrite(model), inputs) < 1e-12, (group, rewrite)
+
+
+def forced(group, model):
+    """A group whose copies are said to be separate, by the axis of heads or layers."""
+
+    def copy(slot):
+        beside = [k for k, size in enumerate(slot.shape) if size == HEADS and k != slot.axis]
+        return (
+            np.arange(HEADS).reshape([-1 if k == beside[0] else 1 for k in range(len(slot.shape))])
+            if beside
+            else slot.copy
+        )
+
+    slots = tuple(slot._replace(copy=copy(slot)) for slot in group.slots)
+    return dataclasses.replace(group, slots=slots, copies=HEADS)
+
+
+@pytest.mark.parametrize("name", TIED)
+def test_copies_that_must_move_alike_do(name):
+    """And would change the function if they did not."""
+    function, kinds, paths = TIED[name]
+    with jax.enable_x64(True):
+        model, inputs = weights(kinds), jax.random.normal(jax.random.key(1), (8, TIME, WIDTH))
+        groups = neuron_groups(model, inputs[0], call=function).values()
+        size = HIDDEN if "a" in paths else DIM
+        own = [g for g in groups if g.size == size and {f"['{path}']" for path in paths} <= {s.path for s in g.slots}]
+        assert [group.copies for group in own] == [1]
+        for rewrite in separate_rewrites(own[0]):
+            assert change(function, model, rewrite(model), inputs) < 1e-12
+        apart = rewrites.permute(forced(own[0], model), key=jax.random.key(3))(model)
+        assert change(function, model, apart, inputs) > 1e-3
+
+
+def test_neurons_that_meet_each_other_in_one_array_move_alike():
+    """Which is safe: the blocks of a recurrent matrix could move apart."""
+
+    def call(p, x):
+        def turn(h, x):
+            return jnp.tanh(jnp.einsum("hd,hdf->hf", h, p["w"]) + jnp.einsum("e,ehd->hd", x, p["u"])), None
+
+        return jnp.einsum("hd,hdo->o", jax.lax.scan(turn, jnp.zeros((HEADS, DIM)), x)[0], p["o"])
+
+    with jax.enable_x64(True):
+        model, inputs = weights(SINGLE | {"w": "hdd"}), jax.random.normal(jax.random.key(1), (8, TIME, WIDTH))
+        groups = neuron_groups(model, inputs[0], call=call)
+        assert sorted((group.size, group.copies) for group in groups.values()) == [(HEADS, 1), (DIM, 1)]
+        for group in groups.values():
+            for rewrite in separate_rewrites(group):
+                assert change(call, model, rewrite(model), inputs) < 1e-12
+
+
+def test_an_entry_of_two_neurons_has_no_axis():
+    flow = Flow()
+    (neurons,) = flow.array((4,)).axes
+    labels = Copies(flow)
+    twice = Value((16,), [Product((neurons, flow.atoms.copied(neurons)))])
+    ends = Value((3, 8), [None, Sum((neurons, flow.atoms.copied(neurons)))])
+    square = Value((4, 4), [neurons, flow.atoms.copied(neurons)])
+    assert [labels.axis(value, neurons.atom) for value in (twice, ends, square)] == [-1, 1, -1]
+    labels.mark(ends, {neurons.atom: np.zeros((3, 8), int)})
+    assert not labels.tied
+    labels.mark(twice, {neurons.atom: np.zeros(16, int)})
+    assert labels.tied == {neurons.atom}
+
+
+def test_slots_say_which_copy_is_where():
+    kind = ZOO["transformer"]
+    groups = neuron_groups(kind.make(jax.random.key(0)), kind.inputs(jax.random.key(1))[0])
+    values = groups["blocks[0].attention.value_proj"]
+    assert "4 neurons in each of 4 copies, permutable" in repr(values)
+    made, bias, read = values.slots
+    np.testing.assert_array_equal(made.copy, np.arange(4)[:, None])
+    np.testing.assert_array_equal(bias.copy, np.arange(4))
+    np.testing.assert_array_equal(read.copy, np.arange(4)[None])
+    assert made.positions.shape == (4, 4)
+    kind = ZOO["stack in a scan"]
+    hidden = neuron_groups(kind.make(jax.random.key(0)), kind.inputs(jax.random.key(1))[0])["first"]
+    assert [slot.copy.shape for slot in hidden.slots] == [(3, 1, 1), (3, 1), (3, 1, 1)]
+    assert all(slot.copy.ravel().tolist() == [0, 1, 2] for slot in hidden.slots)
+    embedding = groups["embedding"]
+    assert not any(slot.copy.any() for slot in embedding.slots)
+
+
+def test_queries_and_keys_of_one_matrix_move_with_each_other_and_values_by_themselves():
+    function, kinds, _ = SEPARATE["fused"]
+    group = next(
+        g for g in neuron_groups(weights(kinds), jnp.ones((TIME, WIDTH)), call=function).values() if g.copies > 1
+    )
+    (fused_slot,) = [slot for slot in group.slots if slot.path == "['qkv']"]
+    queries, keys, values = fused_slot.copy.reshape(3, HEADS)
+    np.testing.assert_array_equal(queries, keys)
+    assert sorted([*queries, *values]) == list(range(2 * HEADS))
+
+
+def test_one_permutation_is_for_all_copies():
+    function, kinds, _ = SEPARATE["stack"]
+    model = weights(kinds)
+    group = next(g for g in neuron_groups(model, jnp.ones((TIME, WIDTH)), call=function).values() if g.copies > 1)
+    order = np.random.default_rng(0).permutation(HIDDEN)
+    np.testing.assert_array_equal(rewrites.permute(group, order)(model)["a"], model["a"][:, :, order])
+    each = np.stack([order, order[::-1], np.arange(HIDDEN)])
+    moved = rewrites.permute(group, each)(model)["a"]
+    np.testing.assert_array_equal(moved, jnp.stack([model["a"][k][:, own] for k, own in enumerate(each)]))
+    drawn = rewrites.permute(group, key=jax.random.key(0))(model)["a"]
+    assert len({tuple(np.argsort(drawn[k, 0]) - np.argsort(model["a"][k, 0])) for k in range(LAYERS)}) > 1
+    scaled = rewrites.scale(group, jnp.array([1.0, 2.0, 3.0])[:, None] * jnp.ones((1, HIDDEN)))(model)
+    np.testing.assert_allclose(scaled["a"], model["a"] * jnp.arange(1.0, 4.0)[:, None, None], rtol=1e-6)
+    for make, wanted in (
+        (lambda: rewrites.permute(group, each[:2])(model), "one for each of the 3 copies"),
+        (lambda: rewrites.permute(group, each[None]), r"\[neurons\] or \[copies, neurons\]"),
+        (lambda: rewrites.permute(group, np.zeros((3, HIDDEN), int)), "once"),
+        (lambda: rewrites.scale(group, np.ones((2, HIDDEN)))(model), r"that for each copy \(3\)"),
+    ):
+        with pytest.raises(ValueError, match=wanted):
+            make()
+
+
+def test_long_loops_have_one_copy(monkeypatch):
+    """And turns that see the same weights are not told apart at all."""
+    function, kinds, _ = SEPARATE["stack"]
+    model, x = weights(kinds), jnp.ones((TIME, WIDTH))
+    monkeypatch.setattr(copies, "LONGEST", LAYERS - 1)
+    assert {group.copies for group in neuron_groups(model, x, call=function).values()} == {1}
+
+
+def test_every_operation_that_is_known_has_a_rule_or_ties_copies():
+    ties = {"dynamic_update_slice", "gather"}
+    known = {*copies.RULES, *copies.PARTS, *copies.SKIPPED}
+    assert set(operations.RULES) - known == ties | {"iota"}
+    assert not known - set(operations.RULES)
