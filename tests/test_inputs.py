@@ -153,6 +153,8 @@ INTERNAL = {
     "dissociation.metrics.similarity.streaming.stream_moments": "takes batches: test_similarity_streaming.py",
     "dissociation.weights.axes": "a part of `groups`",
     "dissociation.weights.flow": "a part of `groups`",
+    "dissociation.weights.copies": "a part of `groups`",
+    "dissociation.weights.labels": "a part of `groups`",
     "dissociation.weights.operations": "a part of `groups`",
     "dissociation.weights.sizes": "a part of `rewrites`; `refitted` is registered on",
     "dissociation.weights.groups.called": "a part of `groups`",

@@ -123,12 +123,17 @@ def _split(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: in
     return parts
 
 
-def _concatenate(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
-    if len({axis for axis in axes if axis >= 0}) > 1:
-        return None
-    pairs = zip(labels, step.operands, strict=True)
-    parts = [np.broadcast_to(-1, value.shape) if label is None else label for label, value in pairs]
-    return [np.concatenate(parts, step.params["dimension"])]
+def _joined(join: Callable[[list[Label], Step], Label]) -> Rule:
+    """Of an operation that puts arrays side by side."""
+
+    def rule(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
+        if len({axis for axis in axes if axis >= 0}) > 1:
+            return None
+        pairs = zip(labels, step.operands, strict=True)
+        parts = [np.broadcast_to(-1, value.shape) if label is None else label for label, value in pairs]
+        return [join(parts, step)]
+
+    return rule
 
 
 def _pad(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
@@ -294,7 +299,7 @@ def _cond(copies: Copies, step: Step) -> None:
         copies.mark(value, {atom: copies.same([own[atom] for own in cases if atom in own]) for atom in atoms})
 
 
-SKIPPED = ("custom_vjp_call", "optimization_barrier")
+SKIPPED = ("custom_vjp_call", "optimization_barrier", "name", "sharding_constraint")
 """What is followed itself, or hands on what it is given."""
 
 PARTS: dict[str, Callable[[Copies, Step], None]] = {"scan": _scan, "while": _while, "cond": _cond}
@@ -312,7 +317,9 @@ RULES: dict[str, Rule] = {
     "slice": _moved(_slice),
     "dynamic_slice": _dynamic_slice,
     "split": _split,
-    "concatenate": _concatenate,
+    "concatenate": _joined(lambda parts, step: np.concatenate(parts, step.params["dimension"])),
+    "stack": _joined(lambda parts, step: np.stack(parts, step.params["axis"])),
+    "tile": _moved(lambda step, label: np.tile(label, step.params["reps"])),
     "pad": _pad,
     "dot_general": _dot,
     "conv_general_dilated": _convolution,

@@ -170,6 +170,12 @@ SEPARATE = {
     "one head or its mirror": (between(lambda y: jnp.tanh(y) + jnp.tanh(y[::-1])), SINGLE, [(DIM, 2)]),
     "padded and cut": (
         between(lambda y: jnp.tanh(jnp.pad(y, ((1, 1), (0, 0)))[1:-1])), SINGLE, [(HEADS, DIM), (DIM, HEADS)]),
+    "stacked": (
+        between(lambda y: jnp.tanh(jax.lax.slice_in_dim(jnp.stack([y, jnp.sin(y)]), 0, 2)).sum(0)), SINGLE,
+        [(HEADS, DIM), (DIM, HEADS)]),
+    "side by side": (
+        lambda p, x: jnp.sum(jnp.tanh(jnp.tile(jnp.einsum("e,ehd->hd", x[0], p["u"]), (1, 2))).reshape(HEADS, 2, DIM)
+                             .sum(1)[..., None] * p["o"], (0, 1)), SINGLE, [(HEADS, DIM), (DIM, HEADS)]),
     "a loop that keeps heads apart": (between(repeated), SINGLE, [(HEADS, DIM), (DIM, HEADS)]),
     "windows over no heads": (
         between(lambda y: jax.lax.reduce_window(y, -jnp.inf, jax.lax.max, (1, 1), (1, 1), "VALID")), SINGLE,
