@@ -17,6 +17,7 @@ import optax
 from jaxtyping import Array, Float
 
 from dissociation.checks import check_choice, check_count, check_positive, check_same_length, fail, fail_kind
+from dissociation.keys import typed
 from dissociation.members import per_batch
 from dissociation.metrics.similarity.base import in_common_dtype
 from dissociation.metrics.similarity.measures import MEASURES
@@ -127,7 +128,7 @@ def similarity_bounds(
         measure = known.function
         if "D" in known.invariances and (free == "x" or "D" in (known.invariances_of_y or known.invariances)):
             return _unmoved(measure(first, second), first, second, starts)
-    return _bounds(first, second, key, jnp.asarray(largest_factor), measure, free == "both", starts, steps)
+    return _bounds(first, second, typed(key), jnp.asarray(largest_factor), measure, free == "both", starts, steps)
 
 
 def _unmoved(measured: Array, x: Array, y: Array, starts: int) -> Bounds:
@@ -149,7 +150,7 @@ def _bounds(
         return first, second if both else jnp.ones_like(second)
 
     def value(given: Any) -> Array:
-        return measure(x * given[0], y * given[1])
+        return measure(x * given[0][None], y * given[1][None])
 
     def project(state: State) -> State:
         inside = jax.tree.map(lambda u: jnp.clip(u, -limit, limit), state.arrays)
@@ -174,11 +175,13 @@ def _bounds(
     measured = measure(x, y)
     best = jnp.argmin(costs, 1)
     moved = jnp.min(costs, 1) < jnp.stack([measured, -measured])  # else the networks as they are
-    ends = [jnp.where(moved[k], costs[k, best[k]] * (1 - 2 * k), measured) for k in (0, 1)]
-    chosen: Any = [
-        tuple(jnp.where(moved[k], side[k * starts + best[k]], jnp.ones_like(side[0])) for side in given) for k in (0, 1)
-    ]
-    return Bounds(measured, *ends, *chosen, costs * jnp.array([[1.0], [-1.0]], x.dtype))
+
+    def end(k: int) -> tuple[Array, Any]:
+        kept = jax.tree.map(lambda side: jnp.where(moved[k], side[k * starts + best[k]], jnp.ones_like(side[0])), given)
+        return jnp.where(moved[k], costs[k, best[k]] * (1 - 2 * k), measured), kept
+
+    (low, low_factors), (high, high_factors) = end(0), end(1)
+    return Bounds(measured, low, high, low_factors, high_factors, costs * jnp.array([[1.0], [-1.0]], x.dtype))
 
 
 def _mapped(function: Callable[[Any], Any], stacked: Any) -> Any:
@@ -212,11 +215,10 @@ def _starts(
 
 def _single(index: Array, number: int, limit: Array) -> Array:
     """One neuron as long as may be, the others as short."""
-    return jnp.where(jnp.arange(number) == index[:, None], limit, -limit)
+    return jnp.where(jnp.arange(number)[None] == index[:, None], limit, -limit)
 
 
 def _lengths(side: Array) -> Array:
-    """Of the centred activity of neurons; the mean one for those that are constant."""
+    """Of the centred activity of neurons; the others' mean for those that are constant."""
     lengths = jnp.linalg.norm(side - jnp.mean(side, 0, keepdims=True), axis=0)
-    mean = jnp.mean(lengths)
-    return jnp.where(lengths > 0, lengths, jnp.where(mean > 0, mean, 1.0))
+    return jnp.where(lengths > 0, lengths, jnp.mean(lengths, where=lengths > 0))

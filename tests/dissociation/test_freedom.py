@@ -8,7 +8,7 @@ import pytest
 
 from dissociation.metrics.similarity import linear_cka
 from dissociation.models.representations import representations
-from dissociation.symmetry.freedom import cka_freedom
+from dissociation.symmetry.freedom import cka_freedom, linear_cka_freedom
 from dissociation.weights.groups import neuron_groups
 
 
@@ -30,7 +30,7 @@ def test_all_scalings_lie_within():
     assert found.low <= found.measured <= found.high
     assert found.residual < 1e-6
     rng = np.random.default_rng(0)
-    spread = rng.uniform(0, 6, (2000, 1)) * rng.standard_normal((2000, x.shape[1]))
+    spread = rng.uniform(0, 6, (10_000, 1)) * rng.standard_normal((10_000, x.shape[1]))
     values = [cka(x * np.exp(each), y) for each in spread]
     assert found.low - 1e-9 <= min(values)
     assert max(values) <= found.high + 1e-9
@@ -112,3 +112,68 @@ def test_factors_follow_the_degree():
     for end in ("low", "high"):
         moved = found.rewrite(group, end=end)(p)
         np.testing.assert_allclose(cka(hidden(moved), np.asarray(inputs)), getattr(found, end), atol=1e-3)
+
+
+@pytest.mark.parametrize("samples", [60, 6])
+def test_positions_of_a_channel_share_its_factor(samples):
+    """More samples than positions, and fewer."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((samples, 7, 3, 4))
+    y = rng.standard_normal((samples, 5)) + x[:, 0, 0, :1]
+    found = cka_freedom(x, y)
+    moved = lambda factors: cka((x * factors[:, None, None]).reshape(samples, -1), y)  # noqa: E731
+    np.testing.assert_allclose(found.measured, moved(np.ones(7)), rtol=1e-9)
+    values = [moved(np.exp(rng.uniform(0, 5) * rng.standard_normal(7))) for _ in range(3000)]
+    assert found.low - 1e-9 <= min(values) < found.low + 0.05
+    assert found.high - 0.05 < max(values) <= found.high + 1e-9
+    np.testing.assert_allclose(moved(np.sqrt(found.low_weights)), found.low, rtol=1e-9)
+    np.testing.assert_allclose(moved(np.sqrt(found.high_weights)), found.high, rtol=1e-9)
+    assert found.residual < 1e-6
+    apart = cka_freedom(x.reshape(samples, -1), y)
+    assert apart.low < found.low < found.high < apart.high
+    one = cka_freedom(x[:, :, 0, 0], y)
+    np.testing.assert_allclose(cka_freedom(x[:, :, :1, 0], y).high, one.high, rtol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_linear_networks(dtype):
+    with jax.enable_x64(dtype == "float64"):
+        model = eqx.nn.MLP(6, 4, 24, 2, activation=lambda x: x, key=jax.random.key(0), dtype=dtype)
+        inputs = jax.random.normal(jax.random.key(2), (150, 6), dtype)
+        y = jax.random.normal(jax.random.key(3), (150, 3), dtype) + inputs[:, :3]
+        x = representations(model, inputs)["hidden0"]
+        found = linear_cka_freedom(x, y)
+        np.testing.assert_allclose(found.measured, linear_cka(x, y), rtol=1e-5)
+        assert found.low < found.measured < found.high
+        # Wide enough layers may have what any map of the inputs has.
+        whole = linear_cka_freedom(inputs, y)
+        np.testing.assert_allclose((whole.low, whole.high), (found.low, found.high), rtol=1e-4)
+        rng = np.random.default_rng(0)
+        for spread in rng.uniform(0, 4, 2000):
+            matrix = rng.standard_normal((24, 24)) * np.exp(spread * rng.standard_normal(24))
+            value = cka(np.asarray(x, float) @ matrix, np.asarray(y))
+            assert found.low - 1e-6 <= value <= found.high + 1e-6
+        group = neuron_groups(model, inputs[0])["layers[0]"]
+        for end in ("low", "high"):
+            moved = found.rewrite(group, end=end)(model)
+            np.testing.assert_allclose(
+                linear_cka(representations(moved, inputs)["hidden0"], y), getattr(found, end), atol=1e-4
+            )
+            change = jnp.abs(jax.vmap(moved)(inputs) - jax.vmap(model)(inputs)).max()
+            assert change < (1e-5 if dtype == "float32" else 1e-13)
+
+
+def test_linear_maps_reach_a_reference_in_their_span():
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((50, 6))
+    q = np.linalg.qr(x - x.mean(0))[0]
+    found = linear_cka_freedom(x, q * np.array([1.0, 2, 3, 4, 5, 6]))
+    np.testing.assert_allclose(found.high, 1, rtol=1e-9)
+    np.testing.assert_allclose(found.low, 1 / np.linalg.norm(np.arange(1, 7.0) ** 2), rtol=1e-9)
+    np.testing.assert_allclose(linear_cka_freedom(x, x[:, :5]).low, 0, atol=1e-12)
+    twice = np.concatenate([x, x[:, :2]], 1)  # of rank 6
+    np.testing.assert_allclose(linear_cka_freedom(twice, q).low, linear_cka_freedom(x, q).low, rtol=1e-6)
+    with pytest.raises(ValueError, match="`smallest` must be more than 0"):
+        linear_cka_freedom(x, q, smallest=0.0)
+    with pytest.raises(ValueError, match="`reference` must differ"):
+        linear_cka_freedom(x, np.ones((50, 2)))

@@ -30,8 +30,8 @@ from dissociation.recipes import bilinear as bilinear_recipe
 from dissociation.recipes import compression, grokking, mnist
 from dissociation.spectral import attack, forms, similarity, tensor
 from dissociation.spectral import certificate as distances
+from dissociation.symmetry import bounds, freedom
 from dissociation.symmetry import canonical as canonical_form
-from dissociation.symmetry import freedom
 from dissociation.symmetry import matching as neuron_matching
 from dissociation.training import callbacks, fitting, loop, samplers, state
 from dissociation.weights import certificate, groups, neurons, noise, rewrites, seen, symmetry
@@ -267,6 +267,8 @@ CALLS = {
     canonical_form.fingerprint: lambda: {"model": network(), "example": np.ones(3, np.float32), "tolerance": 1e-5},
     canonical_form.fingerprint_distance: lambda: {"a": TALL[:, 0], "b": TALL[:, 1]},
     freedom.cka_freedom: lambda: {"x": TALL, "reference": OTHER},
+    freedom.linear_cka_freedom: lambda: {"x": TALL, "reference": OTHER},
+    bounds.similarity_bounds: lambda: {"x": TALL, "y": OTHER, "num_steps": 2, "key": KEY},
     bmap.bmap: lambda: {"fun": np.sin, "batch_size": 2},
     members.member: lambda: {"models": {"weight": np.ones((3, 2))}, "index": 1},
     members.count: lambda: {"models": {"weight": np.ones((3, 2))}},
