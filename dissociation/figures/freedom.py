@@ -19,7 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dissociation import plotting
-from dissociation.checks import check_count, fail
+from dissociation.checks import check_count, check_non_negative, fail
 from dissociation.data.datasets import Dataset
 from dissociation.figures.artifacts import Parts, identity_of
 from dissociation.figures.members import (
@@ -34,6 +34,7 @@ from dissociation.figures.members import (
     train_members,
 )
 from dissociation.figures.members import source as members_source
+from dissociation.figures.null_spaces import moved_weights, null_perturbed, null_spaces, of_members
 from dissociation.figures.seeds import cell
 from dissociation.members import take
 from dissociation.metrics.similarity import linear_cka
@@ -68,6 +69,7 @@ REWRITES = {
     "unevenly": "scaled\nunevenly",
     "duplicated": "duplicated",
     "zero": "zero\nneurons",
+    "null_perturbed": "null space",
 }
 """Rewrites whose effect on the last layer's similarity is shown, by their names in the figure."""
 
@@ -100,6 +102,9 @@ class Config:
     """How many times each neuron stands in the duplicated network."""
     num_zero: int = 64
     """Neurons without effect, one per group."""
+    null_scale: float = 0.1
+    """Standard deviation of the noise in the null space of the data, or, for networks of images, of what their last
+    layer sees."""
 
     def __post_init__(self):
         check_count("num_seeds", self.num_seeds, minimum=2)
@@ -107,6 +112,7 @@ class Config:
         check_count("num_samples", self.num_samples, minimum=2)
         check_count("num_zero", self.num_zero)
         check_neurons("num_zero", self.num_zero, self.num_zero, self)
+        check_non_negative("null_scale", self.null_scale)
         if not 0 <= self.spread <= 10:
             fail("spread", "lie from 0 to 10", self.spread)
 
@@ -198,7 +204,7 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts, progress:
         meter.advance(len(groups), "rewrites")
         moved = parts.get(
             "moved",
-            lambda: _moved(config, trained.models, groups["features"], layers["features"], images, rewrite_key),
+            lambda: _moved(config, trained.models, groups["features"], layers["features"], data, rewrite_key),
         )
         meter.advance(len(groups) + 1, "done")
     finally:
@@ -263,10 +269,15 @@ def _rewritten(
 
 
 def _moved(
-    config: Config, models: Any, group: NeuronGroup, features: Array, images: Array, key: Array
+    config: Config, models: Any, group: NeuronGroup, features: Array, data: Dataset, key: Array
 ) -> dict[str, np.ndarray]:
     """Linear CKA of rewritten networks in rows with trained ones in columns, [seeds, seeds] per rewrite."""
-    variants = neuron_rewrites(config, config.num_zero, group)
+    images = jnp.asarray(data.test_images[: config.num_samples])
+    everything = np.concatenate([data.train_images, data.test_images])
+    weights = moved_weights(config.model, models, group, everything[:1])
+    bases = null_spaces(config.model, models, weights.path, everything, config.num_seeds)["basis"]
+    variants: dict[str, Any] = {**neuron_rewrites(config, config.num_zero, group)}
+    variants["null_perturbed"] = null_perturbed(weights, config.null_scale)
 
     def unevenly(model: Any, key: Array) -> Any:
         return scale(group, jnp.exp(config.spread * jax.random.normal(key, (group.size,))))(model)
@@ -276,14 +287,15 @@ def _moved(
     for index, name in enumerate(REWRITES):
 
         @eqx.filter_jit
-        def row(model: Any, key: Array, images: Array, features: Array, name: str = name) -> Array:
-            own = representations(variants[name](model, key), images)["features"]
+        def row(model: Any, given: Any, images: Array, features: Array, name: str = name) -> Array:
+            own = representations(variants[name](model, given), images)["features"]
             return jax.vmap(lambda reference: linear_cka(own, reference))(features)
 
-        keys = jax.random.split(jax.random.fold_in(key, index), config.num_seeds)
-        found[name] = np.stack(
-            [np.asarray(row(take(models, seed), keys[seed], images, features)) for seed in range(config.num_seeds)]
-        )
+        given: Any = jax.random.split(jax.random.fold_in(key, index), config.num_seeds)
+        if name == "null_perturbed":
+            given = given, of_members(bases, config.num_seeds)
+        rows = [row(take(models, seed), take(given, seed), images, features) for seed in range(config.num_seeds)]
+        found[name] = np.stack([np.asarray(each) for each in rows])
     return found
 
 

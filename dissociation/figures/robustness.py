@@ -39,18 +39,14 @@ from dissociation.figures.members import (
     worst,
 )
 from dissociation.figures.members import source as source
+from dissociation.figures.null_spaces import moved_weights, null_perturbed, null_spaces, of_members
 from dissociation.figures.seeds import cell, masked_part
-from dissociation.members import take
 from dissociation.metrics.robustness import input_noise_error, parameter_noise_error
 from dissociation.progress import MeterFactory, open_meter
 from dissociation.weights.groups import NeuronGroup
 from dissociation.weights.noise import parameter_noise
-from dissociation.weights.rewrites import NullSpace, null_perturb
-from dissociation.weights.seen import LayerInputs, layer_inputs
-from dissociation.weights.symmetry import NullSpectrum, null_basis, null_spectrum
-
-BATCH = 1000
-"""Images that networks see at once."""
+from dissociation.weights.seen import LayerInputs
+from dissociation.weights.symmetry import null_basis
 
 STEM = "noise-robustness"
 SHOWS = "Test error of function-preserving rewrites under noise on inputs and on parameters."
@@ -182,13 +178,7 @@ def rewrites(config: Config, group: NeuronGroup, weights: LayerInputs) -> dict[s
         group: The neurons that are rewritten.
         weights: Those that are moved; `rows` are not read.
     """
-
-    def moved(model: Any, given: tuple[Array, Array]) -> Any:
-        key, basis = given
-        return null_perturb(NullSpace(weights.path, weights.leaf, weights.axes, basis), config.null_scale, key=key)(
-            model
-        )
-
+    moved = null_perturbed(weights, config.null_scale)
     neurons = neuron_rewrites(config, config.num_zero, group)
     variants = {
         "trained": neurons["trained"],
@@ -219,8 +209,8 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts, progress:
     trained = train_members(config, key=train_key, data=data, parts=parts, progress=progress)
     all_images = np.concatenate([data.train_images, data.test_images])
     group = rewritten_group(trained.models, all_images[0])
-    weights = moved_weights(config, trained.models, group, all_images[:1])
-    null_space = parts.get("null_space", lambda: null_spaces(config, trained.models, weights.path, all_images, data))
+    weights = moved_weights(config.model, trained.models, group, all_images[:1])
+    null_space = parts.get("null_space", lambda: _null_space(config, trained.models, weights.path, all_images, data))
     variants = rewrites(config, group, weights)
 
     scales = {
@@ -239,8 +229,7 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts, progress:
     }
     for name, basis in (("null_perturbed", "basis"), ("published_null", "published_basis")):
         if name in variants:
-            bases = np.broadcast_to(null_space[basis], (config.num_seeds, *null_space[basis].shape[-2:]))
-            rewrite_keys[name] = (rewrite_keys[name], jnp.asarray(bases))
+            rewrite_keys[name] = (rewrite_keys[name], of_members(null_space[basis], config.num_seeds))
     noise_keys = jax.random.split(parameter_key, config.num_seeds)
     errors: dict[str, dict[str, np.ndarray]] = {"input": {}, "parameter": {}, "clean": {}}
     certificates: dict[str, dict[str, float]] = {}
@@ -356,48 +345,12 @@ def label(config: Config, variant: str) -> str:
     return LABELS[variant] if config.model == "mlp" else LABELS[variant].removeprefix("input ")
 
 
-def moved_weights(config: Config, models: Any, group: NeuronGroup, images: np.ndarray) -> LayerInputs:
-    """The weights that are moved in a null space: of a perceptron the first, of others those that make the group."""
-    made = next(slot.path for slot in group.slots if not slot.outgoing and len(slot.shape) > 1)
-    return layer_inputs(take(models, 0), images, ".layers[0].weight" if config.model == "mlp" else made)
-
-
-def null_spaces(config: Config, models: Any, path: str, images: np.ndarray, data: Dataset) -> dict[str, Any]:
-    """Null spaces of what the moved weights see, on the host in float64, with what shows how clear the cuts are.
-
-    Of images themselves it is one for all members, exact for float32 numbers. What a network makes of them is rounded,
-    so that smaller singular values than 1e-6 of the largest count as zero; then each member has its own basis, padded
-    with zeros to the largest.
-    """
-    if config.model == "mlp":
-        arrays = _described([null_spectrum(images)])
-        if config.published_null:
-            rtol = len(data.test_images) * float(np.finfo(np.float32).eps)
-            arrays["published_basis"] = null_basis(data.test_images, rtol)
-        return arrays
-    look = eqx.filter_jit(lambda model, some: layer_inputs(model, some, path).rows)
-    spectra = []
-    for seed in range(config.num_seeds):
-        one = take(models, seed)
-        parts = (images[start : start + BATCH] for start in range(0, len(images), BATCH))
-        spectra.append(null_spectrum(np.concatenate([np.asarray(look(one, part)) for part in parts]), 1e-6))
-    return _described(spectra)
-
-
-def _described(spectra: list[NullSpectrum]) -> dict[str, Any]:
-    """Bases, [features, features] at most each, the smallest dimension, and the least clear cut."""
-    dimension = max(len(one.basis) for one in spectra)
-    bases = np.zeros((len(spectra), dimension, spectra[0].basis.shape[-1]))
-    for own, one in zip(bases, spectra, strict=True):
-        own[: len(one.basis)] = one.basis
-    cut = [one.singular_values[one.rank] if one.rank < len(one.singular_values) else 0.0 for one in spectra]
-    return {
-        "basis": bases,
-        "dimension": min(len(one.basis) for one in spectra),
-        "rank": max(one.rank for one in spectra),
-        "smallest_kept": min(one.singular_values[one.rank - 1] for one in spectra),
-        "largest_cut": max(cut),
-    }
+def _null_space(config: Config, models: Any, path: str, images: np.ndarray, data: Dataset) -> dict[str, Any]:
+    found = null_spaces(config.model, models, path, images, config.num_seeds)
+    if config.published_null:
+        rtol = len(data.test_images) * float(np.finfo(np.float32).eps)
+        found["published_basis"] = null_basis(data.test_images, rtol)
+    return found
 
 
 def _input_curve(

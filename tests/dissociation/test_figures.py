@@ -47,7 +47,7 @@ def test_rewrites_of_neurons_leave_the_input_noise_curve_where_it_was(noise):
 
 def test_the_published_null_space_is_no_smaller_and_not_everything():
     data = load("glyphs", num_train=60, num_test=1000)
-    found = robustness.null_spaces(robustness.Config(published_null=True), None, "", data.test_images, data)
+    found = robustness._null_space(robustness.Config(published_null=True), None, "", data.test_images, data)
     assert found["dimension"] <= len(found["published_basis"]) < 400
 
 
