@@ -35,7 +35,7 @@ def fail(name: str, wanted: str, got: object, advice: str = "") -> NoReturn:
         WrongValue: Always; it is a `ValueError`.
     """
     tail = f" {advice}." if advice else ""
-    raise WrongValue(f"`{name}` must {wanted}, got {got}.{tail}")
+    raise WrongValue(f"`{name}` must {wanted}, got {str(got).removesuffix('.')}.{tail}")
 
 
 def fail_kind(name: str, wanted: str, got: object, advice: str = "") -> NoReturn:
@@ -45,7 +45,7 @@ def fail_kind(name: str, wanted: str, got: object, advice: str = "") -> NoReturn
         TypeError: Always.
     """
     tail = f" {advice}." if advice else ""
-    raise TypeError(f"`{name}` must {wanted}, got {got}.{tail}")
+    raise TypeError(f"`{name}` must {wanted}, got {str(got).removesuffix('.')}.{tail}")
 
 
 def warn(message: str, category: type[Warning] = RuntimeWarning) -> None:

@@ -406,4 +406,4 @@ def _main_scaling(scalings: np.ndarray, slots: tuple[Slot, ...]) -> tuple[np.nda
     matrices = np.array([math.prod(slot.shape) > slot.positions.size and not slot.outgoing for slot in firsts])
     scaling = scalings[matrices].sum(0) if matrices.any() else scalings.sum(0)
     read = {float(e) for e, slot in zip(scaling, slots, strict=True) if slot.outgoing}
-    return scaling, -read.pop() if len(read) == 1 else None
+    return scaling, 0.0 - read.pop() if len(read) == 1 else None

@@ -5,17 +5,18 @@ was not the same program with more neurons is refused.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import core as jex
 from jaxtyping import Array, Float
 
-from dissociation.checks import check_count, check_non_negative, fail, fail_kind
-from dissociation.models.program import program_of
+from dissociation.checks import check_count, check_non_negative, fail, fail_kind, is_traced
+from dissociation.models.program import bound, program_of
 from dissociation.types import PRNGKey, Scalar
 from dissociation.validation import validated
 from dissociation.weights.axes import spread
@@ -82,6 +83,7 @@ def _check_grows(group: NeuronGroup) -> None:
 
 
 Fill = Callable[[Array, int, dict[int, np.ndarray]], Array]
+Owners = dict[tuple[int, int], dict[int, np.ndarray]]
 
 
 def _resized(model: Any, group: NeuronGroup, original: np.ndarray, fill: Fill) -> Any:
@@ -95,7 +97,7 @@ def _resized(model: Any, group: NeuronGroup, original: np.ndarray, fill: Fill) -
             neurons each place belongs to, or -1.
     """
     leaves, tree, rest = parameters_of(model)
-    owners: dict[tuple[int, int], dict[int, np.ndarray]] = {}
+    owners: Owners = {}
     for (leaf, axis), own in group.by_axis().items():
         slots = [group.slots[index] for index in own]
         places, by_name = spread(slots[0].layout, {slot.name: original for slot in slots})
@@ -104,15 +106,26 @@ def _resized(model: Any, group: NeuronGroup, original: np.ndarray, fill: Fill) -
     # What reads the new neurons comes last, so that they are without effect on each other too.
     for (leaf, axis), own in sorted(owners.items(), key=lambda item: group.slots[min(item[1])].outgoing):
         leaves[leaf] = fill(leaves[leaf], axis, own)
-    rewritten = refit(eqx.combine(jax.tree.unflatten(tree, leaves), rest))
-    _check_same_program(model, rewritten, group)
-    _check_same_places(rewritten, group, owners, len(original))
-    return rewritten
+    grown = eqx.combine(jax.tree.unflatten(tree, leaves), rest)
+    one, other = (refit(grown, more_groups=more) for more in (False, True))
+    try:
+        _check_same(model, one, group, owners, len(original))
+    except (TypeError, ValueError):
+        if jax.tree.structure(one) == jax.tree.structure(other):
+            raise
+        _check_same(model, other, group, owners, len(original))
+        return other
+    return one
 
 
-def _check_same_places(
-    rewritten: Any, group: NeuronGroup, owners: dict[tuple[int, int], dict[int, np.ndarray]], size: int
-) -> None:
+def _check_same(before: Any, after: Any, group: NeuronGroup, owners: Owners, size: int) -> None:
+    """Raises unless both are one program, without a number that depends on how many neurons there are."""
+    if _literals(before, group) != _literals(after, group):
+        fail("group", "be one whose number of neurons the function does not depend on", group.name)
+    _check_same_places(after, group, owners, size)
+
+
+def _check_same_places(rewritten: Any, group: NeuronGroup, owners: Owners, size: int) -> None:
     """Raises unless the neurons are a group of the grown model, at the places that they were given."""
     wanted: dict[tuple[int, int], set[tuple[int, int]]] = {}
     for place, own in owners.items():
@@ -129,13 +142,6 @@ def _check_same_places(
     fail("group", "be one whose neurons the program does not count", group.name)
 
 
-def _check_same_program(before: Any, after: Any, group: NeuronGroup) -> None:
-    """Raises if the program holds a number that depends on how many neurons there are."""
-    numbers = [_literals(model, group) for model in (before, after)]
-    if numbers[0] != numbers[1]:
-        fail("group", "be one whose number of neurons the function does not depend on", group.name)
-
-
 def _literals(model: Any, group: NeuronGroup) -> Any:
     _, leaves, program = program_of(model, group.call)
     shapes = [jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.result_type(leaf)) for leaf in leaves]
@@ -146,20 +152,35 @@ def _literals(model: Any, group: NeuronGroup) -> Any:
         fail_kind(
             "model", f"run with another number of neurons in {group.name}", f"{type(error).__name__}: {error}", advice
         )
-    return list(_numbers_in(jaxpr.jaxpr))
+    return list(_numbers_in(jaxpr))
 
 
-def _numbers_in(jaxpr: Any) -> Any:
-    for equation in jaxpr.eqns:
+INDEXING = ("lt", "add", "select_n", "convert_element_type")
+"""What places that are given as numbers go through, which come out as they went in however long an axis is."""
+
+
+def _numbers_in(closed: Any) -> Iterator[Any]:
+    """The operations of a program, and the numbers that it holds; those that indices are made of as they come out."""
+    for const in closed.consts:
+        if not is_traced(const) and np.asarray(const).dtype.kind in "biuf":
+            yield repr(np.unique(const).tolist())  # whatever the length of an axis
+    known: dict[Any, Any] = {}
+    for equation in closed.jaxpr.eqns:
+        operands = [v.val if isinstance(v, jex.Literal) else known.get(v) for v in equation.invars]
+        numbers = [
+            repr(np.asarray(operand).item()) for operand in operands if operand is not None and np.ndim(operand) == 0
+        ]
+        if equation.primitive.name in INDEXING and len(numbers) == len(operands):
+            with jax.ensure_compile_time_eval():
+                (known[equation.outvars[0]],) = bound(equation, [jnp.asarray(operand) for operand in operands])
+            continue
         yield equation.primitive.name
-        for operand in equation.invars:
-            if hasattr(operand, "val") and np.ndim(operand.val) == 0:
-                yield repr(np.asarray(operand.val).item())
+        yield from numbers
         for value in equation.params.values():
             for inner in value if isinstance(value, tuple) else (value,):
-                if hasattr(inner, "jaxpr"):
-                    yield from _numbers_in(inner.jaxpr)
-                elif hasattr(inner, "eqns"):
+                if isinstance(inner, jex.Jaxpr):
+                    inner = jex.ClosedJaxpr(inner, ())
+                if isinstance(inner, jex.ClosedJaxpr):
                     yield from _numbers_in(inner)
 
 

@@ -103,7 +103,7 @@ def test_modules_that_keep_their_size_are_named_or_registered():
     keys = jax.random.split(jax.random.key(0))
     model = Keeps([eqx.nn.Linear(5, 8, key=keys[0]), eqx.nn.Linear(8, 3, key=keys[1])], 8)
     group = neuron_groups(model, jnp.ones(5))["layers[0]"]
-    with pytest.raises(TypeError, match="run with another number of neurons in layers.*refitted.register"):
+    with pytest.raises(TypeError, match="run with another number of neurons in layers.*[^.][.] If.*refitted.register"):
         growth.duplicate(group, 2)(model)
     sizes.refitted.register(Keeps, lambda module: Keeps(module.layers, module.layers[0].out_features))
     wide = growth.duplicate(group, 2)(model)
@@ -122,3 +122,102 @@ def test_phantom_neurons_show_a_pattern():
     bilinear, inputs, groups = one("bilinear")
     with pytest.raises(ValueError, match="made by one matrix"):
         growth.add_phantom(groups["layers[0].left"], bilinear, inputs, jnp.ones((12, 1)))
+
+
+class Embedded(eqx.Module):
+    """Sums over tokens of what is read of their embeddings, each looked up by a number."""
+
+    table: jax.Array
+    read: eqx.nn.Linear
+
+    def __call__(self, tokens):
+        return sum(self.read(relu(self.table[token])) for token in tokens)
+
+
+class Tied(eqx.Module):
+    """An embedding whose transpose gives the logits."""
+
+    shared: eqx.nn.Shared
+
+    def __init__(self, key):
+        keys = jax.random.split(key)
+        parts = eqx.nn.Embedding(7, 8, key=keys[0]), eqx.nn.Linear(8, 7, key=keys[1])
+        self.shared = eqx.nn.Shared(parts, lambda pair: pair[1].weight, lambda pair: pair[0].weight)
+
+    def __call__(self, tokens):
+        embedding, head = self.shared()
+        return head(sum(embedding(token) for token in tokens))
+
+
+def convolutional(*parts, norm=None):
+    """Convolutions of (inputs, outputs, groups), with ReLU between them."""
+    keys = iter(jax.random.split(jax.random.key(0), len(parts)))
+    layers = [layer for p in parts for layer in (eqx.nn.Conv1d(*p[:2], 3, groups=p[2], key=next(keys)), LAMBDA)][:-1]
+    return eqx.nn.Sequential(layers[:1] + ([norm] if norm else []) + layers[1:])
+
+
+def dense(norm):
+    keys = jax.random.split(jax.random.key(0))
+    return eqx.nn.Sequential([eqx.nn.Linear(5, 8, key=keys[0]), norm, LAMBDA, eqx.nn.Linear(8, 3, key=keys[1])])
+
+
+LAMBDA = eqx.nn.Lambda(relu)
+TOKENS, SIGNALS, VECTORS = jnp.arange(12).reshape(6, 2) % 7, jnp.sin(jnp.arange(144.0)).reshape(6, 2, 12), A[:6]
+HOLD_SIZES = {
+    "depthwise": (convolutional((2, 6, 1), (6, 6, 6), (6, 3, 1)), SIGNALS, 1),
+    "several of each": (convolutional((2, 6, 1), (6, 12, 6), (12, 3, 1)), SIGNALS, 2),
+    "grouped": (convolutional((2, 6, 1), (6, 8, 2), (8, 3, 1)), SIGNALS, 3),
+    "grouped, then depthwise": (convolutional((2, 6, 1), (6, 8, 2), (8, 8, 8), (8, 3, 1)), SIGNALS, 3),
+    "channels by themselves": (convolutional((2, 6, 1), (6, 3, 1), norm=eqx.nn.GroupNorm(6, 6)), SIGNALS, 1),
+    "norms of channels": (convolutional((2, 6, 1), (6, 3, 1), norm=eqx.nn.GroupNorm(2, 6)), SIGNALS, 1),
+    "slopes": (dense(eqx.nn.Lambda(eqx.nn.PReLU(jnp.full(8, 0.3)))), VECTORS, 1),
+    "tokens": (Embedded(A[:7], eqx.nn.Linear(5, 3, key=jax.random.key(0))), TOKENS, 1),
+    "tied": (Tied(jax.random.key(0)), TOKENS, 1),
+}
+"""Models whose modules or programs hold sizes, inputs, and how many groups grow."""
+
+
+@pytest.mark.parametrize("name", HOLD_SIZES)
+def test_modules_that_hold_sizes_grow(name):
+    model, inputs, count = HOLD_SIZES[name]
+    able = [group for group in neuron_groups(model, inputs[0]).values() if group.sharing is not None]
+    assert len(able) == count
+    for group in able:
+        for rewrite in (
+            growth.duplicate(group, 1.5),
+            growth.duplicate(group, 2),
+            growth.add_nuisance(group, 2, key=jax.random.key(1)),
+        ):
+            grown = rewrite(model)
+            assert change(model, grown, inputs) < 1e-5
+            again = neuron_groups(grown, inputs[0])[group.name]
+            assert again.size > group.size
+            assert change(model, growth.duplicate(again, 1.5)(grown), inputs) < 1e-5
+
+
+@pytest.mark.parametrize("norm", [eqx.nn.LayerNorm(8), eqx.nn.RMSNorm(8), eqx.nn.GroupNorm(2, 8)])
+def test_neurons_that_a_statistic_is_taken_over_do_not_grow(norm):
+    able = neuron_groups(dense(norm), VECTORS[0])
+    assert able
+    for group in able.values():
+        if group.size == 2:  # groups of a norm, as wholes
+            continue
+        with pytest.raises(ValueError, match="which cannot: a statistic is taken over its neurons.$"):
+            growth.duplicate(group, 2)
+
+
+COUNTED = {
+    "number": lambda p, x: p[1] @ relu(p[0] @ x) / len(p[0]),
+    "constant": lambda p, x: p[1] @ relu(p[0] @ x) * np.full(3, 1.0 / len(p[0])),
+    "constant along them": lambda p, x: p[1] @ (relu(p[0] @ x) * np.full(len(p[0]), 1.0 / len(p[0]))),
+    "in a loop": lambda p, x: jax.lax.fori_loop(0, 2, lambda i, y: y / len(p[0]), p[1] @ relu(p[0] @ x)),
+    "last": lambda p, x: p[1] @ relu(p[0] @ x) + jnp.arange(9.0)[jnp.minimum(8, len(p[0]) + 0 * x[0].astype(int))],
+}
+"""Models that count their neurons."""
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_functions_of_the_number_of_neurons_do_not_grow(name):
+    (group,) = neuron_groups([A, B], X, call=COUNTED[name]).values()
+    with pytest.raises(ValueError, match="`group` must be one whose number of neurons the function does not depend on"):
+        growth.duplicate(group, 2)([A, B])

@@ -20,8 +20,6 @@ GROWS_NOT = {
     ("transformer", "blocks[0].attention.query_proj:2"): "number of neurons the function does not depend on",
     ("fused attention", "fused"): "run with another number",
     ("fused attention", "fused:2"): "run with another number",
-    ("grouped convolutions", "convolutions[0]"): "another number",
-    ("grouped convolutions", "convolutions[0]:2"): "another number",
 }
 """Groups whose number the program holds, or a module keeps."""
 
