@@ -167,9 +167,11 @@ def check_takes(name: str, model: Any, example: Any) -> Any:
         TypeError: If it takes no example of that shape.
         ValueError: If it says itself in a sentence of the toolkit what it wants.
     """
-    wanted = f"take one example of shape {np.shape(example)}"
+    shapes = jax.tree.map(lambda part: jax.ShapeDtypeStruct(np.shape(part), part.dtype), example)
+    sizes = jax.tree.map(lambda part: part.shape, shapes)
+    wanted = f"take one example of shape {sizes}"
     try:
-        return jax.eval_shape(model, jax.ShapeDtypeStruct(np.shape(example), example.dtype))
+        return jax.eval_shape(model, shapes)
     except WrongValue:
         raise
     except (TypeError, ValueError) as error:

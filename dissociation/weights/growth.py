@@ -36,6 +36,7 @@ class Duplicate(Rewrite):
     def __call__(self, model: Any) -> Any:
         """The rewritten model."""
         group = current(self.group, model)
+        _check_grows(group)
         original = copies_of(group.size, self.multiplier)
         copies = np.bincount(original, minlength=group.size)[original]
         exponents: Any = group.sharing
@@ -76,10 +77,13 @@ def duplicate(group: NeuronGroup, multiplier: float | int = 2.0) -> Duplicate:
     return Duplicate(float(multiplier), group)
 
 
-def _check_grows(group: NeuronGroup) -> None:
+def _check_grows(group: NeuronGroup, neurons_per_group: int = 1) -> None:
     if group.sharing is None:
         why = "a statistic is taken over its neurons" if group.normalised else "no product is summed over its neurons"
         fail("group", "be one that can grow", f"{group.name}, which cannot: {why}")
+    if neurons_per_group > 1 and not group.cancelling:
+        wanted = f"be 1 for {group.name}, as what reads it is not multiplied and summed just as it stands"
+        fail("neurons_per_group", wanted, neurons_per_group)
 
 
 Fill = Callable[[Array, int, dict[int, np.ndarray]], Array]
@@ -197,6 +201,7 @@ class AddNuisance(Rewrite):
     def __call__(self, model: Any) -> Any:
         """The rewritten model."""
         group = current(self.group, model)
+        _check_grows(group, self.neurons_per_group)
         count, size = self.num_groups * self.neurons_per_group, self.neurons_per_group
         if count == 0:
             return model
@@ -284,15 +289,12 @@ def add_nuisance(
         TypeError: If a count is no integer.
         ValueError: If the group cannot grow, or an option is out of range.
     """
-    _check_grows(group)
     check_count("num_groups", num_groups)
     check_count("neurons_per_group", neurons_per_group, minimum=1)
+    _check_grows(group, neurons_per_group)
     check_non_negative("incoming_std", incoming_std)
     if outgoing_std is not None:
         check_non_negative("outgoing_std", outgoing_std)
-    if neurons_per_group > 1 and not group.cancelling:
-        wanted = f"be 1 for {group.name}, as what reads it is not multiplied and summed just as it stands"
-        fail("neurons_per_group", wanted, neurons_per_group)
     return AddNuisance(key, incoming_std, outgoing_std, num_groups, neurons_per_group, group)
 
 
@@ -306,6 +308,7 @@ class AddPhantom(Rewrite):
     def __call__(self, model: Any) -> Any:
         """The rewritten model."""
         group = current(self.group, model)
+        _check_grows(group)
         count = len(self.incoming)
         original = np.concatenate([np.arange(group.size), np.zeros(count, int)])
 
@@ -326,8 +329,8 @@ class AddPhantom(Rewrite):
 def add_phantom(
     group: NeuronGroup,
     model: Any,
-    inputs: Float[Array | np.ndarray, "batch ..."],
-    pattern: Float[Array | np.ndarray, "batch new"],
+    inputs: Any,
+    pattern: Float[Array | np.ndarray, "vectors new"],
     *,
     rtol: Scalar | None = None,
 ) -> AddPhantom:
@@ -336,7 +339,7 @@ def add_phantom(
     Args:
         group: Of the model; made by one matrix, and a bias or none.
         model: The model.
-        inputs: Examples.
+        inputs: Examples, see `seen.layer_inputs`.
         pattern: The preactivations wanted of the new neurons, one column each.
         rtol: See `neurons.add_phantom_zero_neurons`.
 

@@ -5,6 +5,7 @@ follow one another by `|`, or as a list in `compose`. Stacked members are mapped
 Each computes in the model's own precision, and is pure: it goes through `jit`, `vmap` and `grad`.
 """
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -13,14 +14,15 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Float, Int, Real, Shaped
+from jaxtyping import Array, ArrayLike, Float, Int, Real
 
-from dissociation.checks import check_non_negative, check_positive, fail, is_traced
+from dissociation.checks import check_non_negative, check_positive, fail, fail_kind, is_traced
+from dissociation.conversion import as_examples
 from dissociation.models.program import called
 from dissociation.types import PRNGKey, Scalar
 from dissociation.validation import validated
 from dissociation.weights.certificate import Certificate, certify
-from dissociation.weights.groups import NeuronGroup, Slot, neuron_groups, parameters_of
+from dissociation.weights.groups import NeuronGroup, Slot, neuron_groups, parameters_of, structure_of
 from dissociation.weights.seen import LayerInputs
 from dissociation.weights.symmetry import null_basis, perturb_in_null_space
 
@@ -54,18 +56,31 @@ def compose(rewrites: Sequence[Rewrite]) -> Rewrite:
 
     Args:
         rewrites: Any number; none leave a model as it is.
+
+    Returns:
+        The rewrite.
+
+    Raises:
+        TypeError: If one is no rewrite.
     """
+    for index, rewrite in enumerate(rewrites):
+        if not isinstance(rewrite, Rewrite):
+            fail_kind(f"rewrites[{index}]", "be a rewrite, such as `permute` makes", type(rewrite).__name__)
     return Composed(tuple(rewrites))
 
 
 def current(group: NeuronGroup, model: Any) -> NeuronGroup:
-    """The group in a model whose arrays may have other shapes by now.
+    """The group in a model whose arrays may have other shapes by now, or that may be another one.
+
+    Where the model is what the group was found in but for its numbers, the group is as it was. Else it is found again,
+    and may then have other scalings, or not be there.
 
     Raises:
-        ValueError: If the model is another one.
+        ValueError: If the model has no such group.
     """
     leaves = parameters_of(model)[0]
-    if all(slot.leaf < len(leaves) and np.shape(leaves[slot.leaf]) == slot.shape for slot in group.slots):
+    same = all(slot.leaf < len(leaves) and np.shape(leaves[slot.leaf]) == slot.shape for slot in group.slots)
+    if same and (group.structure is None or _same(group.structure, structure_of(model))):
         return group
     for slot in group.slots:
         shape = np.shape(leaves[slot.leaf]) if slot.leaf < len(leaves) else None
@@ -75,9 +90,17 @@ def current(group: NeuronGroup, model: Any) -> NeuronGroup:
             )
             fail("model", f"have an array {slot.path} of shape {slot.shape}", shape, advice)
     groups = neuron_groups(model, group.example, call=group.call)
-    if group.name not in groups:
+    if group.name not in groups or len(groups[group.name].slots) != len(group.slots):
         fail("model", f"have a group {group.name!r}", f"groups {', '.join(map(repr, groups))}")
     return groups[group.name]
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two structures are; not, where things that they hold have no one answer to that."""
+    try:
+        return bool(one == other)
+    except (TypeError, ValueError):
+        return False
 
 
 Change = Callable[[Slot, Array, float], Array]
@@ -163,6 +186,9 @@ class Scale(Rewrite):
     def __call__(self, model: Any) -> Any:
         """The rewritten model."""
         group = current(self.group, model)
+        exponents = np.array(self.exponents)
+        if np.linalg.matrix_rank(np.vstack([group.scalings, exponents])) > len(group.scalings):
+            fail("model", f"let {group.name} be scaled as that which the group was found in", group)
         factor = jnp.where((self.factor > 0) & jnp.isfinite(self.factor), self.factor, jnp.nan)
         if factor.shape not in ((), (group.size,), (group.copies, group.size)):
             wanted = f"be one number, one per neuron ({group.size}), or that for each copy ({group.copies})"
@@ -176,7 +202,7 @@ class Scale(Rewrite):
             own = own**exponent if exponent > 0 else 1 / own**-exponent
             return slot.with_blocks(array, slot.blocks(array) * own)
 
-        return _changed(model, group, change, np.array(self.exponents))
+        return _changed(model, group, change, exponents)
 
 
 @validated
@@ -222,6 +248,7 @@ class Rotate(Rewrite):
     def __call__(self, model: Any) -> Any:
         """The rewritten model."""
         group = current(self.group, model)
+        _check_rotates(group)
         drawing: Any = self.key
         own = jax.random.orthogonal(drawing, group.size, (group.copies,)) if self.matrix is None else self.matrix
         if own.shape[-2:] != (group.size, group.size):
@@ -261,11 +288,15 @@ def rotate(
     Raises:
         ValueError: If the group has no linear symmetry, or both or neither of `matrix` and `key` are given.
     """
-    if group.linear is None:
-        fail("group", "have nothing but sums and products between what makes and what reads it", group.name)
+    _check_rotates(group)
     if (matrix is None) == (key is None):
         fail("matrix", "be given, or `key` to draw it", "neither" if key is None else "both")
     return Rotate(None if matrix is None else jnp.asarray(matrix), key, group)
+
+
+def _check_rotates(group: NeuronGroup) -> None:
+    if group.linear is None:
+        fail("group", "have nothing but sums and products between what makes and what reads it", group.name)
 
 
 class NullSpace(NamedTuple):
@@ -315,6 +346,10 @@ class NullPerturb(Rewrite):
     def __call__(self, model: Any) -> Any:
         """The rewritten model."""
         leaves, tree, rest = parameters_of(model)
+        shape = np.shape(leaves[self.leaf]) if self.leaf < len(leaves) else ()
+        width = self.basis.shape[-1]
+        if max(self.axes) >= len(shape) or math.prod(shape[axis] for axis in self.axes) != width:
+            fail("model", f"have the weights of {width} features that the null space is of", f"shape {shape}")
         last = tuple(range(-len(self.axes), 0))
         weights = jnp.moveaxis(jnp.asarray(leaves[self.leaf]), self.axes, last)
         flat = weights.reshape(-1, self.basis.shape[-1])
@@ -347,7 +382,7 @@ def null_perturb(space: NullSpace, std: Scalar, *, key: PRNGKey) -> NullPerturb:
 @validated
 def check_groups(
     model: Any,
-    inputs: Shaped[Array | np.ndarray, "samples ..."],
+    inputs: Any,
     *,
     key: PRNGKey,
     call: Callable[[Any, Any], Any] | None = None,
@@ -356,15 +391,15 @@ def check_groups(
 
     Args:
         model: See `groups.neuron_groups`.
-        inputs: Examples, first axis first.
+        inputs: Examples, samples first: an array, or a dictionary or tuple of arrays.
         key: Draws the permutations.
         call: See `groups.neuron_groups`.
 
     Returns:
         A certificate for every group, by name.
     """
-    inputs = jnp.asarray(inputs)
-    groups = neuron_groups(model, inputs[0], call=call)
+    inputs = as_examples("inputs", inputs)
+    groups = neuron_groups(model, jax.tree.map(lambda part: part[0], inputs), call=call)
     apply = called if call is None else call
     keys = jax.random.split(key, max(len(groups), 1))
     found = {}

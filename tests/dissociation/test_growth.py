@@ -82,7 +82,7 @@ def test_static_sizes_follow():
     model, _, groups = one("gated recurrent")
     assert growth.duplicate(groups["cell"], 2)(model).cell.hidden_size == 12
     model, _, groups = one("residual convolutional")
-    wide, _ = growth.duplicate(groups["[0].convolutions[1]"], 2)(model)
+    wide, _ = growth.duplicate(groups["convolutions[1]"], 2)(model)
     assert [c.out_channels for c in wide.convolutions] == [6, 16, 6]
     assert wide.norms[1].input_size == 16
     model, _, groups = one("transformer")

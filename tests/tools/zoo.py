@@ -257,12 +257,12 @@ ZOO = {
     "residual convolutional": Kind(
         lambda key: residual_cnn(key, "batch"),
         normal(6, 1, 8, 8),
-        {"[0].convolutions[0]": (6, "sg"), "[0].convolutions[1]": (8, "sg")},
+        {"convolutions[0]": (6, "sg"), "convolutions[1]": (8, "sg")},
     ),
     "residual convolutional, moving averages": Kind(
         lambda key: residual_cnn(key, "ema"),
         normal(6, 1, 8, 8),
-        {"[0].convolutions[0]": (6, "sg"), "[0].convolutions[1]": (8, "sg")},
+        {"convolutions[0]": (6, "sg"), "convolutions[1]": (8, "sg")},
     ),
     "transformer": Kind(
         Transformer,
