@@ -216,7 +216,7 @@ def _ascended(
     for name, permutation in start.items():
         now = _permuted(now, groups[name], permutation)
     touched = sorted({slot.leaf for group in groups.values() for slot in group.slots})
-    value = sum(float(np.vdot(first[leaf], now[leaf])) for leaf in touched)
+    value = sum((float(np.vdot(first[leaf], now[leaf])) for leaf in touched), 0.0)
     own = {name: _rows(first, group) for name, group in groups.items()}
     for _ in range(SWEEPS):
         before = value

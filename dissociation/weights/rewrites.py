@@ -188,7 +188,7 @@ class Scale(Rewrite):
         group = current(self.group, model)
         exponents = np.array(self.exponents)
         if np.linalg.matrix_rank(np.vstack([group.scalings, exponents])) > len(group.scalings):
-            fail("model", f"let {group.name} be scaled as that which the group was found in", group)
+            fail("model", f"let {group.name} be scaled as where the group was found", group)
         factor = jnp.where((self.factor > 0) & jnp.isfinite(self.factor), self.factor, jnp.nan)
         if factor.shape not in ((), (group.size,), (group.copies, group.size)):
             wanted = f"be one number, one per neuron ({group.size}), or that for each copy ({group.copies})"

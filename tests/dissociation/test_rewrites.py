@@ -3,6 +3,7 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 from zoo import ZOO, change, one
@@ -243,3 +244,75 @@ def test_what_cannot_be_is_refused_by_name():
     other, _, _ = one("perceptron")
     with pytest.raises(ValueError, match="`model` must have an array"):
         rewrites.permute(stream, key=jax.random.key(0))(other)
+    with pytest.raises(TypeError, match=r"`model` must take one example of shape \(\)"):
+        layer_inputs(other, jnp.ones(5), ".layers[0].weight")
+
+
+def test_only_rewrites_are_composed(monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    with pytest.raises(TypeError, match=r"`rewrites\[1\]` must be a rewrite, such as `permute` makes, got int"):
+        rewrites.compose([rewrites.compose([]), 2])
+
+
+def with_activation(activation, seed=0):
+    return eqx.nn.MLP(5, 3, 8, 1, activation=activation, key=jax.random.key(seed))
+
+
+def test_another_model_has_its_own_symmetries():
+    """Of the same shapes; members and other seeds of one architecture have the same."""
+    x = jax.random.normal(jax.random.key(1), (12, 5))
+    model, other = with_activation(relu), with_activation(jnp.tanh)
+    (group,) = neuron_groups(model, x[0]).values()
+    assert change(other, rewrites.permute(group, key=jax.random.key(0))(other), x) < 1e-5
+    with pytest.raises(ValueError, match="`model` must let layers.0. be scaled as where the group was found"):
+        rewrites.scale(group, 2.0)(other)
+    for same in (with_activation(relu, 1), eqx.nn.inference_mode(model)):
+        assert change(same, rewrites.scale(group, 2.0)(same), x) < 1e-5
+    models = eqx.filter_vmap(lambda key: eqx.nn.MLP(5, 3, 8, 1, key=key))(jax.random.split(jax.random.key(0), 2))
+    assert eqx.filter_vmap(rewrites.scale(group, 2.0))(models).layers[0].bias.shape == (2, 8)
+    made = [with_activation(lambda x: x, seed) for seed in (0, 1)]  # functions that are equal and not the same
+    (linear,) = neuron_groups(made[0], x[0]).values()
+    turn = rewrites.rotate(linear, key=jax.random.key(0))
+    assert change(made[1], turn(made[1]), x) < 1e-5
+    with pytest.raises(ValueError, match="nothing but sums and products"):
+        turn(model)
+    norm = eqx.nn.LayerNorm(8, use_weight=False, use_bias=False)
+    chain = eqx.nn.Sequential([model.layers[0], eqx.nn.Lambda(relu), norm, model.layers[1]])
+    plain = eqx.tree_at(lambda m: m.layers[2], chain, eqx.nn.Identity())
+    (found,) = neuron_groups(plain, x[0]).values()
+    with pytest.raises(ValueError, match="a statistic is taken over its neurons"):
+        growth.duplicate(found, 2)(chain)
+    space = rewrites.null_space(layer_inputs(model, x[:2], ".layers[1].weight"))
+    with pytest.raises(ValueError, match="`model` must have the weights of 8 features"):
+        rewrites.null_perturb(space, 0.1, key=jax.random.key(0))(eqx.nn.MLP(5, 3, 9, 1, key=jax.random.key(0)))
+
+
+def test_examples_may_be_several_arrays():
+    model = {"a": A, "b": B}
+    call = lambda p, pair: p["b"] @ relu(p["a"] @ pair["x"] + pair["y"])  # noqa: E731
+    x = {"x": jnp.sin(jnp.arange(30.0)).reshape(6, 5), "y": jnp.arange(6.0)[:, None]}
+    (found,) = rewrites.check_groups(model, x, key=jax.random.key(0), call=call).values()
+    assert found.max_rel_change < 1e-5
+    assert found.num_inputs == 6
+    hidden = jax.nn.relu(x["x"] @ A.T + x["y"])
+    np.testing.assert_allclose(layer_inputs(model, x, "['b']", call=call).rows, hidden, rtol=1e-5)
+    with pytest.raises(ValueError, match="`inputs` must have at least 1 axis .samples, ....*of one length"):
+        rewrites.check_groups(model, x | {"y": x["y"][:3]}, key=jax.random.key(0), call=call)
+    with pytest.raises(ValueError, match="`inputs` must be finite"):
+        rewrites.check_groups(model, x | {"y": x["y"] * jnp.nan}, key=jax.random.key(0), call=call)
+
+
+def test_what_layers_in_loops_see():
+    model, inputs, _ = one("gated recurrent")
+    states = []
+    for signal in inputs:
+        state = jnp.zeros(6)
+        for value in signal:
+            states.append(state)
+            state = model.cell(value, state)
+    seen = layer_inputs(model, inputs, ".cell.weight_hh")
+    assert seen.axes == (1,)
+    np.testing.assert_allclose(seen.rows, np.stack(states), atol=1e-6)
+    model, inputs, _ = one("stack in a scan")
+    with pytest.raises(ValueError, match="that something is multiplied by, as a whole, got '.first.weight'"):
+        layer_inputs(model, inputs, ".first.weight")
