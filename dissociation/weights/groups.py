@@ -209,8 +209,7 @@ def parameters_of(model: Any) -> tuple[list[Any], Any, Any]:
 
 
 def structure_of(model: Any) -> tuple[Any, list[Any]]:
-    """What a model is but for its numbers: its tree, and leaves that are no arrays, as functions; in inference mode."""
-    model = eqx.nn.inference_mode(model)
+    """What a model is but for its numbers: its tree, and leaves that are no arrays, such as functions."""
     return jax.tree.structure(model), [leaf for leaf in jax.tree.leaves(model) if not hasattr(leaf, "shape")]
 
 

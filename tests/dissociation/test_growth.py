@@ -161,7 +161,15 @@ def dense(norm):
     return eqx.nn.Sequential([eqx.nn.Linear(5, 8, key=keys[0]), norm, LAMBDA, eqx.nn.Linear(8, 3, key=keys[1])])
 
 
+def normed(weights_of):
+    """Two hidden layers; the weights of the second are normalised."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    first, second, third = (eqx.nn.Linear(i, o, key=key) for i, o, key in zip((5, 8, 6), (8, 6, 3), keys, strict=True))
+    return eqx.nn.Sequential([first, LAMBDA, weights_of(second), LAMBDA, third])
+
+
 LAMBDA = eqx.nn.Lambda(relu)
+SPECTRAL = eqx.nn.make_with_state(normed)(lambda layer: eqx.nn.SpectralNorm(layer, "weight", key=jax.random.key(1)))
 TOKENS, SIGNALS, VECTORS = jnp.arange(12).reshape(6, 2) % 7, jnp.sin(jnp.arange(144.0)).reshape(6, 2, 12), A[:6]
 HOLD_SIZES = {
     "depthwise": (convolutional((2, 6, 1), (6, 6, 6), (6, 3, 1)), SIGNALS, 1),
@@ -171,6 +179,8 @@ HOLD_SIZES = {
     "channels by themselves": (convolutional((2, 6, 1), (6, 3, 1), norm=eqx.nn.GroupNorm(6, 6)), SIGNALS, 1),
     "norms of channels": (convolutional((2, 6, 1), (6, 3, 1), norm=eqx.nn.GroupNorm(2, 6)), SIGNALS, 1),
     "slopes": (dense(eqx.nn.Lambda(eqx.nn.PReLU(jnp.full(8, 0.3)))), VECTORS, 1),
+    "lengths of weights": (normed(eqx.nn.WeightNorm), VECTORS, 1),  # not of those who read a length's weights
+    "largest stretch of weights": (SPECTRAL, VECTORS, 2),
     "tokens": (Embedded(A[:7], eqx.nn.Linear(5, 3, key=jax.random.key(0))), TOKENS, 1),
     "tied": (Tied(jax.random.key(0)), TOKENS, 1),
 }

@@ -258,7 +258,7 @@ def with_activation(activation, seed=0):
     return eqx.nn.MLP(5, 3, 8, 1, activation=activation, key=jax.random.key(seed))
 
 
-def test_another_model_has_its_own_symmetries():
+def test_another_model_has_its_own_symmetries(monkeypatch):
     """Of the same shapes; members and other seeds of one architecture have the same."""
     x = jax.random.normal(jax.random.key(1), (12, 5))
     model, other = with_activation(relu), with_activation(jnp.tanh)
@@ -270,6 +270,9 @@ def test_another_model_has_its_own_symmetries():
         assert change(same, rewrites.scale(group, 2.0)(same), x) < 1e-5
     models = eqx.filter_vmap(lambda key: eqx.nn.MLP(5, 3, 8, 1, key=key))(jax.random.split(jax.random.key(0), 2))
     assert eqx.filter_vmap(rewrites.scale(group, 2.0))(models).layers[0].bias.shape == (2, 8)
+    with monkeypatch.context() as patch:  # members and other seeds of one architecture are not looked into anew
+        patch.setattr(rewrites, "neuron_groups", None)
+        rewrites.scale(group, 2.0)(with_activation(relu, 1))
     made = [with_activation(lambda x: x, seed) for seed in (0, 1)]  # functions that are equal and not the same
     (linear,) = neuron_groups(made[0], x[0]).values()
     turn = rewrites.rotate(linear, key=jax.random.key(0))
@@ -313,6 +316,9 @@ def test_what_layers_in_loops_see():
     seen = layer_inputs(model, inputs, ".cell.weight_hh")
     assert seen.axes == (1,)
     np.testing.assert_allclose(seen.rows, np.stack(states), atol=1e-6)
+    backwards = lambda m, x: jax.lax.scan(lambda h, v: (m.cell(v, h), None), jnp.zeros(6), x, reverse=True)[0]  # noqa: E731
+    turned = layer_inputs(model, inputs[:, ::-1], ".cell.weight_hh", call=backwards).rows.reshape(5, 7, 6)
+    np.testing.assert_allclose(turned[:, ::-1], seen.rows.reshape(5, 7, 6), atol=1e-6)
     model, inputs, _ = one("stack in a scan")
     with pytest.raises(ValueError, match="that something is multiplied by, as a whole, got '.first.weight'"):
         layer_inputs(model, inputs, ".first.weight")
