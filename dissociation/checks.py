@@ -35,7 +35,7 @@ def fail(name: str, wanted: str, got: object, advice: str = "") -> NoReturn:
         WrongValue: Always; it is a `ValueError`.
     """
     tail = f" {advice}." if advice else ""
-    raise WrongValue(f"`{name}` must {wanted}, got {got}.{tail}")
+    raise WrongValue(f"`{name}` must {wanted}, got {str(got).removesuffix('.')}.{tail}")
 
 
 def fail_kind(name: str, wanted: str, got: object, advice: str = "") -> NoReturn:
@@ -45,7 +45,7 @@ def fail_kind(name: str, wanted: str, got: object, advice: str = "") -> NoReturn
         TypeError: Always.
     """
     tail = f" {advice}." if advice else ""
-    raise TypeError(f"`{name}` must {wanted}, got {got}.{tail}")
+    raise TypeError(f"`{name}` must {wanted}, got {str(got).removesuffix('.')}.{tail}")
 
 
 def warn(message: str, category: type[Warning] = RuntimeWarning) -> None:
@@ -167,9 +167,11 @@ def check_takes(name: str, model: Any, example: Any) -> Any:
         TypeError: If it takes no example of that shape.
         ValueError: If it says itself in a sentence of the toolkit what it wants.
     """
-    wanted = f"take one example of shape {np.shape(example)}"
+    shapes = jax.tree.map(lambda part: jax.ShapeDtypeStruct(np.shape(part), part.dtype), example)
+    sizes = jax.tree.map(lambda part: part.shape, shapes)
+    wanted = f"take one example of shape {sizes}"
     try:
-        return jax.eval_shape(model, jax.ShapeDtypeStruct(np.shape(example), example.dtype))
+        return jax.eval_shape(model, shapes)
     except WrongValue:
         raise
     except (TypeError, ValueError) as error:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dissociation.checks import fail, fail_kind, is_traced
+from dissociation.checks import check_finite, fail, fail_kind, is_traced
 
 
 @functools.cache
@@ -64,6 +64,35 @@ def as_array(
     if array.size == 0 and not may_be_empty:
         fail(name, "not be empty", f"shape {array.shape}")
     return array
+
+
+def as_examples(name: str, value: Any, *, finite: bool = False) -> Any:
+    """Examples: an array, samples first, or a dictionary or tuple of such arrays, as the model takes them.
+
+    Args:
+        name: The argument, as the caller wrote it.
+        value: Anything.
+        finite: Whether all numbers must be.
+
+    Returns:
+        JAX arrays.
+
+    Raises:
+        TypeError: As `as_array`.
+        ValueError: If they have no samples, or not as many each, or are not finite.
+    """
+    words = "numbers [samples, ...]"
+    arrays = jax.tree.map(
+        lambda part: jnp.asarray(as_array(name, part, words)), value, is_leaf=lambda x: not isinstance(x, (dict, tuple))
+    )
+    leaves = jax.tree.leaves(arrays)
+    shapes = [leaf.shape for leaf in leaves]
+    if len({shape[:1] for shape in shapes}) != 1 or () in shapes:
+        wanted = "have at least 1 axis [samples, ...], of one length for all arrays"
+        fail(name, wanted, f"shape {shapes[0]}" if len(shapes) == 1 else f"shapes {shapes}")
+    for leaf in leaves if finite else ():
+        check_finite(name, leaf)
+    return arrays
 
 
 def _converted(name: str, value: Any, wanted: str) -> Any:

@@ -161,6 +161,7 @@ INTERNAL = {
     "dissociation.weights.groups.called": "a part of `groups`",
     "dissociation.weights.groups.parameters_of": "a part of `groups`",
     "dissociation.weights.groups.program_of": "a part of `groups`",
+    "dissociation.weights.groups.structure_of": "a part of the rewrites",
     "dissociation.weights.groups.stated_groups": "is registered on: test_groups.py",
     "dissociation.weights.neurons.copies_of": "a part of the rewrites",
     "dissociation.weights.neurons.least_squares": "a part of the rewrites",

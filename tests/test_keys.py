@@ -41,7 +41,7 @@ SHARED = {
     "dissociation/metrics/information/hsic.py _plane.one_pass: permutation",
     # Whatever is measured on a rewritten network, it is the same network.
     "dissociation/weights/symmetry.py perturb_in_null_space: normal",
-    "dissociation/weights/rewrites.py AddNuisance.__call__.change: normal",
+    "dissociation/weights/growth.py AddNuisance.__call__.change: normal",
     # Samples of a Gaussian that ranks choose from.
     "dissociation/metrics/information/coordinates.py normal_scores: normal",
     # Members resampled alike for every measure and size.

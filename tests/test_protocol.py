@@ -73,6 +73,7 @@ ANEW = (
     "dissociation.spectral.certificate.margins",
     "dissociation.training.loop.train",
     "dissociation.weights.certificate.certify",
+    "dissociation.weights.growth.",
     "dissociation.weights.rewrites.",
     "dissociation.weights.seen.",
     "dissociation.symmetry.matching.",

@@ -20,7 +20,8 @@ from dissociation.progress import MeterFactory
 from dissociation.recipes.mnist import NETWORKS, fit_mnist
 from dissociation.weights.certificate import certify
 from dissociation.weights.groups import NeuronGroup, neuron_groups
-from dissociation.weights.rewrites import add_nuisance, duplicate, scale
+from dissociation.weights.growth import add_nuisance, duplicate
+from dissociation.weights.rewrites import scale
 
 if TYPE_CHECKING:
     DataName = str

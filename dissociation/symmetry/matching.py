@@ -13,12 +13,15 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float
 from scipy.optimize import linear_sum_assignment
 
-from dissociation.checks import check_count, fail, is_traced
+from dissociation.checks import WrongValue, check_choice, check_count, check_takes, fail, fail_kind, is_traced
+from dissociation.conversion import as_examples
 from dissociation.members import count, member
-from dissociation.types import PRNGKey
+from dissociation.metrics.similarity.inference import MemberInterval, member_interval
+from dissociation.models.program import called, program_of
+from dissociation.types import PRNGKey, Scalar
 from dissociation.validation import validated
 from dissociation.weights.groups import NeuronGroup, Slot, parameters_of
 from dissociation.weights.rewrites import permute
@@ -43,8 +46,21 @@ class Matching(NamedTuple):
     converged: bool
 
     def apply(self, model: Any, groups: Mapping[str, NeuronGroup]) -> Any:
-        """The second network with its neurons in the order of the first."""
+        """The second network with its neurons in the order of the first.
+
+        Args:
+            model: The network.
+            groups: That were matched.
+
+        Returns:
+            The network.
+
+        Raises:
+            ValueError: If a group is missing.
+        """
         for name, permutation in self.permutations.items():
+            if name not in groups:
+                fail("groups", f"hold {name!r}, which was matched", ", ".join(groups) or "none")
             model = permute(groups[name], permutation)(model)
         return model
 
@@ -79,6 +95,7 @@ def match_weights(
     if num_starts > 2 and key is None:
         fail("key", "be given where random orders are drawn", "None", "For instance jax.random.key(0)")
     _check_alike(a, b)
+    _check_groups(a, groups)
     first, second = _known("a", a), _known("b", b)
     groups = _in_order(groups)
     still = {name: np.tile(np.arange(group.size), (group.copies, 1)) for name, group in groups.items()}
@@ -132,6 +149,17 @@ def _check_alike(a: Any, b: Any) -> None:
     first, second = ([np.shape(leaf) for leaf in parameters_of(model)[0]] for model in (a, b))
     if first != second:
         fail("b", f"have arrays of the shapes that `a` has, {first}", second)
+
+
+def _check_groups(model: Any, groups: Mapping[str, NeuronGroup]) -> None:
+    """Raises unless groups are of networks like this one."""
+    paths, leaves, _ = program_of(model, None)
+    shapes = dict(zip(paths, map(np.shape, leaves), strict=True))
+    for name, group in groups.items():
+        for slot in group.slots:
+            if shapes.get(slot.path) != slot.shape:
+                wanted = f"be of the networks: {name!r} has an array {slot.path} of shape {slot.shape}"
+                fail("groups", wanted, shapes.get(slot.path, "none"))
 
 
 def _known(name: str, model: Any) -> list[np.ndarray]:
@@ -188,7 +216,7 @@ def _ascended(
     for name, permutation in start.items():
         now = _permuted(now, groups[name], permutation)
     touched = sorted({slot.leaf for group in groups.values() for slot in group.slots})
-    value = sum(float(np.vdot(first[leaf], now[leaf])) for leaf in touched)
+    value = sum((float(np.vdot(first[leaf], now[leaf])) for leaf in touched), 0.0)
     own = {name: _rows(first, group) for name, group in groups.items()}
     for _ in range(SWEEPS):
         before = value
@@ -215,10 +243,8 @@ def _matching(
     return Matching(single, value, converged)
 
 
-@validated(finite=("inputs",))
-def match_activations(
-    a: Any, b: Any, groups: dict[str, NeuronGroup], inputs: Shaped[Array | np.ndarray, "samples ..."]
-) -> Matching:
+@validated
+def match_activations(a: Any, b: Any, groups: dict[str, NeuronGroup], inputs: Any) -> Matching:
     """Permutations of b that make its neurons correlate most with those of a on data, group by group.
 
     A neuron's activity is what the layer that reads it sees, at all examples and places. Queries and keys, which no
@@ -228,15 +254,22 @@ def match_activations(
         a: A network.
         b: Another of the same structure.
         groups: From `groups.neuron_groups`; those that something reads are matched.
-        inputs: Examples, first axis first.
+        inputs: Examples, samples first: an array, or a dictionary or tuple of arrays, as the networks take them.
 
     Returns:
         The permutations, exact for each copy of each group; the mean correlation of what was paired. Neurons that are
         constant on the data correlate 0.
 
+    Raises:
+        TypeError: If the networks do not take the examples.
+        ValueError: If structures differ, or a group lies in stacked layers that a loop runs over.
+
     References:
         Li, Yosinski, Clune, Lipson and Hopcroft (2015); Ainsworth, Hayase and Srinivasa (2023), section 3.1.
     """
+    _check_alike(a, b)
+    _check_groups(a, groups)
+    inputs = as_examples("inputs", inputs, finite=True)
     found, values = {}, []
     groups = _in_order(groups)
     for name, group in groups.items():
@@ -260,10 +293,15 @@ def _activity(model: Any, inputs: Any, group: NeuronGroup, reads: Sequence[Slot]
     each other alone, are not seen.
     """
     found: dict[int, np.ndarray] = {}
+    unseen = None
     for slot in reads:
         if not set(slot.copy.flat) - set(found):
             continue
-        seen = layer_inputs(model, inputs, slot.path, call=group.call)
+        try:
+            seen = layer_inputs(model, inputs, slot.path, call=group.call)
+        except WrongValue as error:
+            unseen = error
+            continue
         if slot.axis not in seen.axes:
             continue
         rows = np.asarray(seen.rows, np.float64)
@@ -279,11 +317,13 @@ def _activity(model: Any, inputs: Any, group: NeuronGroup, reads: Sequence[Slot]
             own = own - own.mean(0)
             lengths = np.linalg.norm(own, axis=0)
             found[int(number)] = own / np.where(lengths > 1e-12 * max(lengths.max(), 1e-300), lengths, np.inf)
+    if unseen is not None and not found:
+        fail("groups", "be of neurons that some layer reads as a whole", f"{group.name!r}: {unseen}")
     return found
 
 
 @validated
-def interpolate(a: Any, b: Any, share: float | int | Array) -> Any:
+def interpolate(a: Any, b: Any, share: Scalar) -> Any:
     """(1 - share) a + share b, array by array.
 
     Args:
@@ -329,7 +369,7 @@ def barrier(loss: Callable[[Any], Array], a: Any, b: Any, *, num_points: int = 1
     """max_t L((1 - t) a + t b) - ((1 - t) L(a) + t L(b)).
 
     Args:
-        loss: From a network to a number.
+        loss: From a network to a real number.
         a: A network.
         b: Another of the same structure.
         num_points: On the line, ends included; at least 3.
@@ -338,13 +378,18 @@ def barrier(loss: Callable[[Any], Array], a: Any, b: Any, *, num_points: int = 1
         The barrier.
 
     Raises:
-        ValueError: If there are fewer than 3 points.
+        TypeError: If the loss is no single real number.
+        ValueError: If there are fewer than 3 points, or structures differ.
 
     References:
         Frankle, Dziugaite, Roy and Carbin (2020), Linear mode connectivity and the lottery ticket hypothesis.
     """
     shares = jnp.linspace(0.0, 1.0, check_count("num_points", num_points, minimum=3))
-    losses = jax.lax.map(lambda share: loss(interpolate(a, b, share)), shares)
+    _check_alike(a, b)
+    found = eqx.filter_eval_shape(loss, a)
+    if not hasattr(found, "dtype") or found.shape != () or jnp.issubdtype(found.dtype, jnp.complexfloating):
+        fail_kind("loss", "return a single real number", found)
+    losses = jax.lax.map(lambda share: jnp.asarray(loss(interpolate(a, b, share)), float), shares)
     excess = losses - ((1 - shares) * losses[0] + shares * losses[-1])
     return Barrier(jnp.max(excess), losses, shares)
 
@@ -361,6 +406,27 @@ class Barriers(NamedTuple):
     before: np.ndarray
     after: np.ndarray
     matchings: dict[tuple[int, int], Matching]
+
+    def interval(self, of: str = "after", *, level: float = 0.9) -> MemberInterval:
+        """The mean barrier of two networks, with an interval over networks, which pairs share.
+
+        Args:
+            of: "after" matching, "before" it, or its "fall", which each pair has from before to after.
+            level: Coverage, between 0 and 1.
+
+        Returns:
+            The mean over all pairs, its standard error and the ends of the interval, as
+            `metrics.similarity.member_interval` has them.
+
+        Raises:
+            ValueError: If there are fewer than three members, or an option is another.
+        """
+        check_choice("of", of, ("after", "before", "fall"))
+        if len(self.after) < 3:
+            fail("models", "be at least 3 members for an interval", len(self.after))
+        if of == "fall":
+            return member_interval(self.before - self.after, level=level)
+        return member_interval(getattr(self, of), level=level, bounds=(0.0, np.inf))
 
 
 @validated
@@ -384,7 +450,7 @@ def barriers(
         key: See there.
 
     Returns:
-        Tables; `metrics.similarity.member_interval` of one has the mean over pairs and its interval over members.
+        Tables, whose `interval` is that of the mean over pairs.
 
     Raises:
         ValueError: If there is one member alone.
@@ -406,20 +472,23 @@ def barriers(
 
 
 @validated
-def renormalised(model: Any, state: Any, inputs: Shaped[Array | np.ndarray, "samples ..."]) -> Any:
+def renormalised(model: Any, state: Any, inputs: Any) -> Any:
     """The state of a network with the statistics of its batch normalisations taken anew, on all examples at once.
+
+    All else is in inference mode, so that nothing is dropped.
 
     Merged networks have means and variances that are not those of their merged weights.
 
     Args:
         model: A network with `eqx.nn.BatchNorm`, of any mode.
         state: Its `eqx.nn.State`.
-        inputs: Examples, first axis first.
+        inputs: Examples, samples first: an array, or a dictionary or tuple of arrays, as the network takes them.
 
     Returns:
         The state.
 
     Raises:
+        TypeError: If the network does not take the examples.
         ValueError: If the network has no batch normalisation.
 
     References:
@@ -439,6 +508,14 @@ def renormalised(model: Any, state: Any, inputs: Shaped[Array | np.ndarray, "sam
             zeros = jax.tree.map(jnp.zeros_like, state.get(norm.batch_state_index))
             state = state.set(norm.batch_counter, jnp.zeros_like(state.get(norm.batch_counter)))
             state = state.set(norm.batch_state_index, zeros)
-    training = eqx.nn.inference_mode(model, False)
-    run = jax.vmap(lambda x, s: training(x, s)[1], in_axes=(0, None), out_axes=None, axis_name=norms[0].axis_name)
-    return eqx.filter_jit(run)(jnp.asarray(inputs), state)
+
+    def trained(part: Any) -> Any:
+        if not is_norm(part):
+            return part
+        return eqx.tree_at(lambda norm: norm.axis_name, eqx.nn.inference_mode(part, False), "samples")
+
+    training = jax.tree.map(trained, eqx.nn.inference_mode(model), is_leaf=is_norm)
+    inputs = as_examples("inputs", inputs, finite=True)
+    run = jax.vmap(lambda x, s: training(x, s)[1], in_axes=(0, None), out_axes=None, axis_name="samples")
+    check_takes("model", lambda x: called((model, state), x), jax.tree.map(lambda part: part[0], inputs))
+    return eqx.filter_jit(run)(inputs, state)

@@ -1,14 +1,14 @@
 """What a rewrite did to the function of a model, measured on given inputs."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int
 
 from dissociation.checks import check_count, check_model, fail
+from dissociation.conversion import as_examples
 from dissociation.validation import validated
 
 
@@ -33,11 +33,11 @@ class Certificate(NamedTuple):
         return (self.max_abs_change <= tolerance) & (self.changed_predictions == 0)
 
 
-@validated(finite=("inputs",))
+@validated
 def certify(
     original: Callable[..., Array],
     rewritten: Callable[..., Array],
-    inputs: Shaped[Array | np.ndarray, "samples ..."],
+    inputs: Any,
     *,
     batch_size: int | None = 1024,
 ) -> Certificate:
@@ -49,7 +49,7 @@ def certify(
     Args:
         original: A function of one example, such as an Equinox model.
         rewritten: The same after the rewrite; outputs of the same shape.
-        inputs: The examples, first axis first.
+        inputs: The examples, samples first: an array, or a dictionary or tuple of arrays, as the models take them.
         batch_size: How many examples are evaluated at once, which bounds the memory; None is all of them, without a
             loop (the faster choice for convolutions on a CPU).
 
@@ -60,18 +60,18 @@ def certify(
         TypeError: If `batch_size` is no integer, or a model does not take one example or gives no real array.
         ValueError: If there are no inputs, one is not finite, or the two models differ in the shape of their outputs.
     """
-    num_inputs = inputs.shape[0]
+    inputs = as_examples("inputs", inputs, finite=True)
+    num_inputs, first = len(jax.tree.leaves(inputs)[0]), jax.tree.map(lambda part: part[0], inputs)
 
-    def compare(example: Array) -> tuple[Array, Array, Array]:
+    def compare(example: Any) -> tuple[Array, Array, Array]:
         before, after = original(example).ravel(), rewritten(example).ravel()
         # An output that is not finite names no class, so it is never the same one.
         defined = jnp.isfinite(jnp.max(before)) & jnp.isfinite(jnp.max(after))
         flipped = (_prediction(before) != _prediction(after)) | ~defined
         return jnp.max(jnp.abs(after - before)), jnp.max(jnp.abs(before)), flipped
 
-    inputs = jnp.asarray(inputs)
     with jax.default_matmul_precision("highest"):
-        before, after = (check_model(*named, inputs[0]) for named in (("original", original), ("rewritten", rewritten)))
+        before, after = (check_model(*named, first) for named in (("original", original), ("rewritten", rewritten)))
         if before.shape != after.shape:
             fail("rewritten", f"give outputs of the shape that `original` gives, {before.shape}", after.shape)
         if batch_size is None:

@@ -4,6 +4,7 @@ The groups are found from the program that the model traces to; nothing is said 
 (`axes`): its slots are places in the model's arrays that move together.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -112,6 +113,7 @@ class NeuronGroup:
         call: How.
         copies: How many times they are there, as in heads or the layers of a stack, where each copy may be permuted,
             scaled and rotated by itself; 1 also where all copies must move alike.
+        structure: Of the model, see `structure_of`.
     """
 
     name: str
@@ -127,6 +129,7 @@ class NeuronGroup:
     example: Any
     call: Callable[[Any, Any], Any] | None
     copies: int = 1
+    structure: Any = None
 
     def by_axis(self) -> dict[tuple[int, int], list[int]]:
         """Numbers of the slots by array and axis."""
@@ -185,7 +188,7 @@ def neuron_groups(model: Any, example: Any, *, call: Callable[[Any, Any], Any] |
         still, and why.
 
     Raises:
-        TypeError: If the model does not take the example.
+        TypeError: If the model does not take the example, or holds no arrays of floating-point numbers.
 
     Example:
         >>> model = eqx.nn.MLP(4, 3, width_size=8, depth=2, key=jax.random.key(0))
@@ -205,6 +208,11 @@ def parameters_of(model: Any) -> tuple[list[Any], Any, Any]:
     return leaves, tree, rest
 
 
+def structure_of(model: Any) -> tuple[Any, list[Any]]:
+    """What a model is but for its numbers: its tree, and leaves that are no arrays, such as functions."""
+    return jax.tree.structure(model), [leaf for leaf in jax.tree.leaves(model) if not hasattr(leaf, "shape")]
+
+
 @validated
 def group_report(model: Any, example: Any, *, call: Callable[[Any, Any], Any] | None = None) -> GroupReport:
     """As `neuron_groups`, with what stands still.
@@ -218,9 +226,12 @@ def group_report(model: Any, example: Any, *, call: Callable[[Any, Any], Any] | 
         Groups, and reasons; printed, a line each.
 
     Raises:
-        TypeError: If the model does not take the example.
+        TypeError: If the model does not take the example, or holds no arrays of floating-point numbers.
     """
     paths, leaves, program = program_of(model, call)
+    if not leaves:
+        advice = "What a function closes over is not seen: give the arrays as `model`, and the function as `call`"
+        fail_kind("model", "hold arrays of floating-point numbers", f"{type(model).__name__}, which holds none", advice)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.result_type(x)), (leaves, example))
     try:
         traced = jax.make_jaxpr(program)(*shapes)
@@ -239,7 +250,13 @@ def group_report(model: Any, example: Any, *, call: Callable[[Any, Any], Any] | 
             flow.freeze(value, "the function does not depend on it")
     for value in follow(flow, traced.jaxpr, [flow.constant(const) for const in traced.consts], [*made, *given]):
         flow.freeze(value, "the output has it")
-    return _read(flow, paths, made, shapes[1], call)
+    report = _read(flow, paths, made, shapes[1], call)
+    start = "[0]" if isinstance(model, tuple) and isinstance(model[-1], eqx.nn.State) else ""
+    structure, groups = structure_of(model), {}
+    for name, group in report.groups.items():
+        name = name.removeprefix(start).lstrip(".")
+        groups[name] = dataclasses.replace(group, name=name, structure=structure)
+    return report._replace(groups=groups)
 
 
 def _read(flow: Flow, paths: Sequence[str], made: list[Value], example: Any, call: Any) -> GroupReport:
@@ -406,4 +423,4 @@ def _main_scaling(scalings: np.ndarray, slots: tuple[Slot, ...]) -> tuple[np.nda
     matrices = np.array([math.prod(slot.shape) > slot.positions.size and not slot.outgoing for slot in firsts])
     scaling = scalings[matrices].sum(0) if matrices.any() else scalings.sum(0)
     read = {float(e) for e, slot in zip(scaling, slots, strict=True) if slot.outgoing}
-    return scaling, -read.pop() if len(read) == 1 else None
+    return scaling, 0.0 - read.pop() if len(read) == 1 else None

@@ -14,18 +14,16 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Float, Int, Real, Shaped
+from jaxtyping import Array, ArrayLike, Float, Int, Real
 
-from dissociation.checks import check_count, check_non_negative, check_positive, fail, fail_kind, is_traced
-from dissociation.models.program import called, program_of
+from dissociation.checks import check_non_negative, check_positive, fail, fail_kind, is_traced
+from dissociation.conversion import as_examples
+from dissociation.models.program import called
 from dissociation.types import PRNGKey, Scalar
 from dissociation.validation import validated
-from dissociation.weights.axes import spread
 from dissociation.weights.certificate import Certificate, certify
-from dissociation.weights.groups import NeuronGroup, Slot, neuron_groups, parameters_of
-from dissociation.weights.neurons import copies_of, least_squares
-from dissociation.weights.seen import LayerInputs, layer_inputs
-from dissociation.weights.sizes import refit
+from dissociation.weights.groups import NeuronGroup, Slot, neuron_groups, parameters_of, structure_of
+from dissociation.weights.seen import LayerInputs
 from dissociation.weights.symmetry import null_basis, perturb_in_null_space
 
 
@@ -58,18 +56,31 @@ def compose(rewrites: Sequence[Rewrite]) -> Rewrite:
 
     Args:
         rewrites: Any number; none leave a model as it is.
+
+    Returns:
+        The rewrite.
+
+    Raises:
+        TypeError: If one is no rewrite.
     """
+    for index, rewrite in enumerate(rewrites):
+        if not isinstance(rewrite, Rewrite):
+            fail_kind(f"rewrites[{index}]", "be a rewrite, such as `permute` makes", type(rewrite).__name__)
     return Composed(tuple(rewrites))
 
 
 def current(group: NeuronGroup, model: Any) -> NeuronGroup:
-    """The group in a model whose arrays may have other shapes by now.
+    """The group in a model whose arrays may have other shapes by now, or that may be another one.
+
+    Where the model is what the group was found in but for its numbers, the group is as it was. Else it is found again,
+    and may then have other scalings, or not be there.
 
     Raises:
-        ValueError: If the model is another one.
+        ValueError: If the model has no such group.
     """
     leaves = parameters_of(model)[0]
-    if all(slot.leaf < len(leaves) and np.shape(leaves[slot.leaf]) == slot.shape for slot in group.slots):
+    same = all(slot.leaf < len(leaves) and np.shape(leaves[slot.leaf]) == slot.shape for slot in group.slots)
+    if same and (group.structure is None or _same(group.structure, structure_of(model))):
         return group
     for slot in group.slots:
         shape = np.shape(leaves[slot.leaf]) if slot.leaf < len(leaves) else None
@@ -79,9 +90,17 @@ def current(group: NeuronGroup, model: Any) -> NeuronGroup:
             )
             fail("model", f"have an array {slot.path} of shape {slot.shape}", shape, advice)
     groups = neuron_groups(model, group.example, call=group.call)
-    if group.name not in groups:
+    if group.name not in groups or len(groups[group.name].slots) != len(group.slots):
         fail("model", f"have a group {group.name!r}", f"groups {', '.join(map(repr, groups))}")
     return groups[group.name]
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two structures are; not, where things that they hold have no one answer to that."""
+    try:
+        return bool(one == other)
+    except (TypeError, ValueError):
+        return False
 
 
 Change = Callable[[Slot, Array, float], Array]
@@ -94,11 +113,6 @@ def _changed(model: Any, group: NeuronGroup, change: Change, exponents: np.ndarr
         exponent = 0.0 if exponents is None else float(exponents[index])
         leaves[slot.leaf] = change(slot, jnp.asarray(leaves[slot.leaf]), exponent)
     return eqx.combine(jax.tree.unflatten(tree, leaves), rest)
-
-
-def _along(vector: Array, array: Array, axis: int) -> Array:
-    """A vector along one axis of an array."""
-    return vector.reshape([-1 if k == axis else 1 for k in range(array.ndim)])
 
 
 class Permute(Rewrite):
@@ -172,6 +186,9 @@ class Scale(Rewrite):
     def __call__(self, model: Any) -> Any:
         """The rewritten model."""
         group = current(self.group, model)
+        exponents = np.array(self.exponents)
+        if np.linalg.matrix_rank(np.vstack([group.scalings, exponents])) > len(group.scalings):
+            fail("model", f"let {group.name} be scaled as where the group was found", group)
         factor = jnp.where((self.factor > 0) & jnp.isfinite(self.factor), self.factor, jnp.nan)
         if factor.shape not in ((), (group.size,), (group.copies, group.size)):
             wanted = f"be one number, one per neuron ({group.size}), or that for each copy ({group.copies})"
@@ -185,7 +202,7 @@ class Scale(Rewrite):
             own = own**exponent if exponent > 0 else 1 / own**-exponent
             return slot.with_blocks(array, slot.blocks(array) * own)
 
-        return _changed(model, group, change, np.array(self.exponents))
+        return _changed(model, group, change, exponents)
 
 
 @validated
@@ -221,250 +238,6 @@ def scale(group: NeuronGroup, factor: Real[ArrayLike, "..."] = 0.1, *, scaling: 
     return Scale(jnp.asarray(factor, float), tuple(map(float, exponents)), group)
 
 
-class Duplicate(Rewrite):
-    """See `duplicate`."""
-
-    multiplier: float = eqx.field(static=True)
-    group: NeuronGroup = eqx.field(static=True)
-
-    def __call__(self, model: Any) -> Any:
-        """The rewritten model."""
-        group = current(self.group, model)
-        original = copies_of(group.size, self.multiplier)
-        copies = np.bincount(original, minlength=group.size)[original]
-        exponents: Any = group.sharing
-
-        def change(array: Array, axis: int, owners: dict[int, np.ndarray]) -> Array:
-            for index, owner in owners.items():
-                vector = np.where(owner >= 0, copies[owner] ** float(exponents[index]), 1.0)
-                array = array * _along(jnp.asarray(vector, array.dtype), array, axis)
-            return array
-
-        return _resized(model, group, original, change)
-
-
-@validated
-def duplicate(group: NeuronGroup, multiplier: float | int = 2.0) -> Duplicate:
-    """Repeats the neurons of a group, and shares what reads them out equally over the copies of each.
-
-    The copies come as whole groups one after another; see `neurons.duplicate_neurons`.
-
-    Args:
-        group: Of the model.
-        multiplier: Of the number of neurons, at least 1; a plain number, as it sets shapes.
-
-    Returns:
-        The rewrite.
-
-    Raises:
-        TypeError: If `multiplier` is traced.
-        ValueError: If the group cannot grow, or `multiplier` is below 1.
-    """
-    _check_grows(group)
-    copies_of(group.size, multiplier, "multiplier")
-    return Duplicate(float(multiplier), group)
-
-
-def _check_grows(group: NeuronGroup) -> None:
-    if group.sharing is None:
-        why = "a statistic is taken over its neurons" if group.normalised else "no product is summed over its neurons"
-        fail("group", "be one that can grow", f"{group.name}, which cannot: {why}")
-
-
-Fill = Callable[[Array, int, dict[int, np.ndarray]], Array]
-
-
-def _resized(model: Any, group: NeuronGroup, original: np.ndarray, fill: Fill) -> Any:
-    """The model with other neurons in a group.
-
-    Args:
-        model: The model.
-        group: Current in it.
-        original: Which old neuron each new one takes over.
-        fill: From an array with the new neurons along an axis, and, for the group's slots there, which of the new
-            neurons each place belongs to, or -1.
-    """
-    leaves, tree, rest = parameters_of(model)
-    owners: dict[tuple[int, int], dict[int, np.ndarray]] = {}
-    for (leaf, axis), own in group.by_axis().items():
-        slots = [group.slots[index] for index in own]
-        places, by_name = spread(slots[0].layout, {slot.name: original for slot in slots})
-        leaves[leaf] = jnp.take(jnp.asarray(leaves[leaf]), places, axis=axis)
-        owners[leaf, axis] = {index: by_name[slot.name] for index, slot in zip(own, slots, strict=True)}
-    # What reads the new neurons comes last, so that they are without effect on each other too.
-    for (leaf, axis), own in sorted(owners.items(), key=lambda item: group.slots[min(item[1])].outgoing):
-        leaves[leaf] = fill(leaves[leaf], axis, own)
-    rewritten = refit(eqx.combine(jax.tree.unflatten(tree, leaves), rest))
-    _check_same_program(model, rewritten, group)
-    _check_same_places(rewritten, group, owners, len(original))
-    return rewritten
-
-
-def _check_same_places(
-    rewritten: Any, group: NeuronGroup, owners: dict[tuple[int, int], dict[int, np.ndarray]], size: int
-) -> None:
-    """Raises unless the neurons are a group of the grown model, at the places that they were given."""
-    wanted: dict[tuple[int, int], set[tuple[int, int]]] = {}
-    for place, own in owners.items():
-        pairs = (zip(owner.tolist(), range(len(owner)), strict=True) for owner in own.values())
-        wanted[place] = {pair for some in pairs for pair in some if pair[0] >= 0}
-    for other in neuron_groups(rewritten, group.example, call=group.call).values():
-        if other.size == size and {(slot.leaf, slot.axis) for slot in other.slots} == set(wanted):
-            found: dict[tuple[int, int], set[tuple[int, int]]] = {place: set() for place in wanted}
-            for slot in other.slots:
-                rows = enumerate(slot.positions.tolist())
-                found[slot.leaf, slot.axis] |= {(neuron, place) for neuron, row in rows for place in row}
-            if found == wanted:
-                return
-    fail("group", "be one whose neurons the program does not count", group.name)
-
-
-def _check_same_program(before: Any, after: Any, group: NeuronGroup) -> None:
-    """Raises if the program holds a number that depends on how many neurons there are."""
-    numbers = [_literals(model, group) for model in (before, after)]
-    if numbers[0] != numbers[1]:
-        fail("group", "be one whose number of neurons the function does not depend on", group.name)
-
-
-def _literals(model: Any, group: NeuronGroup) -> Any:
-    _, leaves, program = program_of(model, group.call)
-    shapes = [jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.result_type(leaf)) for leaf in leaves]
-    try:
-        jaxpr = jax.make_jaxpr(program)(shapes, group.example)
-    except Exception as error:
-        advice = "If a module keeps its size, `weights.sizes.refitted.register` what makes it anew"
-        fail_kind(
-            "model", f"run with another number of neurons in {group.name}", f"{type(error).__name__}: {error}", advice
-        )
-    return list(_numbers_in(jaxpr.jaxpr))
-
-
-def _numbers_in(jaxpr: Any) -> Any:
-    for equation in jaxpr.eqns:
-        yield equation.primitive.name
-        for operand in equation.invars:
-            if hasattr(operand, "val") and np.ndim(operand.val) == 0:
-                yield repr(np.asarray(operand.val).item())
-        for value in equation.params.values():
-            for inner in value if isinstance(value, tuple) else (value,):
-                if hasattr(inner, "jaxpr"):
-                    yield from _numbers_in(inner.jaxpr)
-                elif hasattr(inner, "eqns"):
-                    yield from _numbers_in(inner)
-
-
-class AddNuisance(Rewrite):
-    """See `add_nuisance`."""
-
-    key: PRNGKey
-    incoming_std: Scalar
-    outgoing_std: Scalar | None
-    num_groups: int = eqx.field(static=True)
-    neurons_per_group: int = eqx.field(static=True)
-    group: NeuronGroup = eqx.field(static=True)
-
-    def __call__(self, model: Any) -> Any:
-        """The rewritten model."""
-        group = current(self.group, model)
-        count, size = self.num_groups * self.neurons_per_group, self.neurons_per_group
-        if count == 0:
-            return model
-        original = np.concatenate([np.arange(group.size), np.zeros(count, int)])
-        made = [index for index, slot in enumerate(group.slots) if not slot.outgoing]
-        read = [index for index, slot in enumerate(group.slots) if slot.outgoing]
-        firsts, others = jax.random.split(self.key)
-        keys = dict(zip((*made, *read), (*_keys(firsts, len(made)), *_keys(others, len(read))), strict=True))
-        member = np.repeat(np.arange(self.num_groups), size)
-
-        def change(array: Array, axis: int, owners: dict[int, np.ndarray]) -> Array:
-            array = jnp.moveaxis(array, axis, 0)
-            for index, owner in sorted(owners.items(), key=lambda item: group.slots[item[0]].outgoing):
-                new = owner >= group.size
-                columns = int(new.sum()) // count
-                shape = (count, columns, *array.shape[1:])
-                order = np.argsort(owner[new], kind="stable")
-                places = np.flatnonzero(new)[order].reshape(count, columns)
-                if group.slots[index].outgoing:
-                    values = self._cancelling(keys[index], shape, array, places)
-                elif math.prod(array.shape[1:]) == 1:  # one number each, such as a variance: as others have it
-                    pick = jax.random.randint(keys[index], (self.num_groups,), 0, group.size)
-                    values = array[jnp.asarray(_rows_of(owner, group.size))[pick]][member]
-                else:
-                    drawn = jax.random.normal(keys[index], (self.num_groups, *shape[1:]), array.dtype)
-                    values = (jnp.asarray(self.incoming_std, array.dtype) * drawn)[member]
-                array = array.at[places].set(values)
-            return jnp.moveaxis(array, 0, axis)
-
-        return _resized(model, group, original, change)
-
-    def _cancelling(self, key: Array, shape: tuple[int, ...], array: Array, places: np.ndarray) -> Array:
-        """Outgoing weights that add up to zero in each group of new neurons."""
-        size = self.neurons_per_group
-        if size == 1:
-            return jnp.zeros(shape, array.dtype)
-        known = np.setdiff1d(np.arange(array.shape[0]), places)
-        std = jnp.sqrt(jnp.mean(array[known] ** 2)) if self.outgoing_std is None else self.outgoing_std
-        drawn = jax.random.normal(key, (self.num_groups, size, *shape[1:]), array.dtype)
-        centred = drawn - jnp.mean(drawn, axis=1, keepdims=True)
-        return (jnp.asarray(std, array.dtype) * (size / (size - 1)) ** 0.5 * centred).reshape(shape)
-
-
-def _keys(key: Array, count: int) -> list[Array]:
-    return [key] if count == 1 else list(jax.random.split(key, count)) if count else []
-
-
-def _rows_of(owner: np.ndarray, size: int) -> np.ndarray:
-    """Places of the old neurons along an axis with one place for each."""
-    known = (owner >= 0) & (owner < size)
-    places = np.flatnonzero(known)
-    return places[np.argsort(owner[known], kind="stable")].reshape(size, -1)
-
-
-@validated
-def add_nuisance(
-    group: NeuronGroup,
-    num_groups: int = 3,
-    neurons_per_group: int = 1,
-    *,
-    key: PRNGKey,
-    incoming_std: Scalar = 1.0,
-    outgoing_std: Scalar | None = None,
-) -> AddNuisance:
-    """Appends random neurons without effect to a group, in sets that cancel out.
-
-    Neurons of one set share what makes them: draws of N(0, incoming_std^2) for matrices and kernels, and for arrays
-    with one number per neuron (biases, gains, variances) those of a neuron that is there. What reads them adds up to
-    zero over each set: zero for sets of one, draws less their mean for larger ones; see
-    `neurons.add_random_zero_neurons`.
-
-    Args:
-        group: Of the model.
-        num_groups: Sets, 0 or more.
-        neurons_per_group: Neurons of each, 1 or more.
-        key: A PRNG key of either kind.
-        incoming_std: Standard deviation of incoming weights; may be traced.
-        outgoing_std: Standard deviation of outgoing weights of larger sets; None is the root mean square of those that
-            are there.
-
-    Returns:
-        The rewrite.
-
-    Raises:
-        TypeError: If a count is no integer.
-        ValueError: If the group cannot grow, or an option is out of range.
-    """
-    _check_grows(group)
-    check_count("num_groups", num_groups)
-    check_count("neurons_per_group", neurons_per_group, minimum=1)
-    check_non_negative("incoming_std", incoming_std)
-    if outgoing_std is not None:
-        check_non_negative("outgoing_std", outgoing_std)
-    if neurons_per_group > 1 and not group.cancelling:
-        wanted = f"be 1 for {group.name}, as what reads it is not multiplied and summed just as it stands"
-        fail("neurons_per_group", wanted, neurons_per_group)
-    return AddNuisance(key, incoming_std, outgoing_std, num_groups, neurons_per_group, group)
-
-
 class Rotate(Rewrite):
     """See `rotate`."""
 
@@ -475,6 +248,7 @@ class Rotate(Rewrite):
     def __call__(self, model: Any) -> Any:
         """The rewritten model."""
         group = current(self.group, model)
+        _check_rotates(group)
         drawing: Any = self.key
         own = jax.random.orthogonal(drawing, group.size, (group.copies,)) if self.matrix is None else self.matrix
         if own.shape[-2:] != (group.size, group.size):
@@ -514,11 +288,15 @@ def rotate(
     Raises:
         ValueError: If the group has no linear symmetry, or both or neither of `matrix` and `key` are given.
     """
-    if group.linear is None:
-        fail("group", "have nothing but sums and products between what makes and what reads it", group.name)
+    _check_rotates(group)
     if (matrix is None) == (key is None):
         fail("matrix", "be given, or `key` to draw it", "neither" if key is None else "both")
     return Rotate(None if matrix is None else jnp.asarray(matrix), key, group)
+
+
+def _check_rotates(group: NeuronGroup) -> None:
+    if group.linear is None:
+        fail("group", "have nothing but sums and products between what makes and what reads it", group.name)
 
 
 class NullSpace(NamedTuple):
@@ -568,6 +346,10 @@ class NullPerturb(Rewrite):
     def __call__(self, model: Any) -> Any:
         """The rewritten model."""
         leaves, tree, rest = parameters_of(model)
+        shape = np.shape(leaves[self.leaf]) if self.leaf < len(leaves) else ()
+        width = self.basis.shape[-1]
+        if max(self.axes) >= len(shape) or math.prod(shape[axis] for axis in self.axes) != width:
+            fail("model", f"have the weights of {width} features that the null space is of", f"shape {shape}")
         last = tuple(range(-len(self.axes), 0))
         weights = jnp.moveaxis(jnp.asarray(leaves[self.leaf]), self.axes, last)
         flat = weights.reshape(-1, self.basis.shape[-1])
@@ -597,75 +379,10 @@ def null_perturb(space: NullSpace, std: Scalar, *, key: PRNGKey) -> NullPerturb:
     return NullPerturb(jnp.asarray(space.basis, float), std, key, space.leaf, space.axes)
 
 
-class AddPhantom(Rewrite):
-    """See `add_phantom`."""
-
-    incoming: Float[Array, "new features"]
-    bias: Float[Array, " new"] | None
-    group: NeuronGroup = eqx.field(static=True)
-
-    def __call__(self, model: Any) -> Any:
-        """The rewritten model."""
-        group = current(self.group, model)
-        count = len(self.incoming)
-        original = np.concatenate([np.arange(group.size), np.zeros(count, int)])
-
-        def change(array: Array, axis: int, owners: dict[int, np.ndarray]) -> Array:
-            array = jnp.moveaxis(array, axis, 0)
-            for index, owner in sorted(owners.items(), key=lambda item: group.slots[item[0]].outgoing):
-                new = np.flatnonzero(owner >= group.size)
-                values: Any = 0.0
-                if not group.slots[index].outgoing:
-                    values = self.bias if array.ndim == 1 else self.incoming.reshape(count, *array.shape[1:])
-                array = array.at[new].set(values)
-            return jnp.moveaxis(array, 0, axis)
-
-        return _resized(model, group, original, change)
-
-
-@validated(finite=("pattern",))
-def add_phantom(
-    group: NeuronGroup,
-    model: Any,
-    inputs: Float[Array | np.ndarray, "batch ..."],
-    pattern: Float[Array | np.ndarray, "batch new"],
-    *,
-    rtol: Scalar | None = None,
-) -> AddPhantom:
-    """Appends neurons without effect to a group, whose preactivations show a pattern on inputs of the model.
-
-    Args:
-        group: Of the model; made by one matrix, and a bias or none.
-        model: The model.
-        inputs: Examples.
-        pattern: The preactivations wanted of the new neurons, one column each.
-        rtol: See `neurons.add_phantom_zero_neurons`.
-
-    Returns:
-        The rewrite.
-
-    Raises:
-        ValueError: If the group cannot grow, is made by anything else, or sees several vectors for each example.
-    """
-    _check_grows(group)
-    made = [slot for slot in group.slots if not slot.outgoing]
-    matrices = [slot for slot in made if len(slot.shape) == 2]
-    biases = [slot for slot in made if len(slot.shape) == 1]
-    if len(matrices) != 1 or len(biases) > 1 or len(made) > 2 or matrices[0].positions.shape[1] != 1:
-        fail("group", "be made by one matrix, and a bias or none", group)
-    seen = layer_inputs(model, inputs, matrices[0].path, call=group.call)
-    if len(seen.rows) != len(pattern):
-        fail("pattern", f"have a row for every vector that {group.name} sees ({len(seen.rows)})", len(pattern))
-    rows = jnp.concatenate([seen.rows, jnp.ones((len(seen.rows), len(biases)), seen.rows.dtype)], 1)
-    found = least_squares(rows, jnp.asarray(pattern, rows.dtype), rtol).T
-    width = seen.rows.shape[1]
-    return AddPhantom(found[:, :width], found[:, width] if biases else None, group)
-
-
 @validated
 def check_groups(
     model: Any,
-    inputs: Shaped[Array | np.ndarray, "samples ..."],
+    inputs: Any,
     *,
     key: PRNGKey,
     call: Callable[[Any, Any], Any] | None = None,
@@ -674,15 +391,15 @@ def check_groups(
 
     Args:
         model: See `groups.neuron_groups`.
-        inputs: Examples, first axis first.
+        inputs: Examples, samples first: an array, or a dictionary or tuple of arrays.
         key: Draws the permutations.
         call: See `groups.neuron_groups`.
 
     Returns:
         A certificate for every group, by name.
     """
-    inputs = jnp.asarray(inputs)
-    groups = neuron_groups(model, inputs[0], call=call)
+    inputs = as_examples("inputs", inputs)
+    groups = neuron_groups(model, jax.tree.map(lambda part: part[0], inputs), call=call)
     apply = called if call is None else call
     keys = jax.random.split(key, max(len(groups), 1))
     found = {}

@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float
 
-from dissociation.checks import fail
+from dissociation.checks import check_takes, fail
+from dissociation.conversion import as_examples
 from dissociation.models.program import MOVES, Walk, bound, program_of
 from dissociation.validation import validated
 
@@ -33,7 +34,7 @@ class LayerInputs(NamedTuple):
 @validated
 def layer_inputs(
     model: Any,
-    inputs: Shaped[Array | np.ndarray, "samples ..."],
+    inputs: Any,
     path: str,
     *,
     call: Callable[[Any, Any], Any] | None = None,
@@ -42,7 +43,7 @@ def layer_inputs(
 
     Args:
         model: See `groups.neuron_groups`.
-        inputs: Examples, first axis first.
+        inputs: Examples, samples first: an array, or a dictionary or tuple of arrays, as the model takes them.
         path: Of the weights, as slots of groups have it: ".layers[1].weight".
         call: See `groups.neuron_groups`.
 
@@ -50,27 +51,32 @@ def layer_inputs(
         The vectors, a row each.
 
     Raises:
-        ValueError: If there is no such array, or it is multiplied by nothing outside of loops.
+        TypeError: If the model does not take the examples.
+        ValueError: If there is no such array, or it is multiplied by nothing, as a whole: a loop may use it, but not
+            run over its parts.
     """
     paths, leaves, program = program_of(model, call)
     if path not in paths:
         fail("path", f"be one of {', '.join(paths)}", repr(path))
+    inputs = as_examples("inputs", inputs)
+    check_takes("model", lambda x: program(leaves, x), jax.tree.map(lambda part: part[0], inputs))
     leaf = paths.index(path)
     places = np.arange(np.size(leaves[leaf])).reshape(np.shape(leaves[leaf]))
     axes: list[tuple[int, ...]] = []
 
-    def seen(x: Array) -> list[Array]:
+    def seen(x: Any) -> list[Array]:
         traced = jax.make_jaxpr(program)(leaves, x)
         watch = _Watch(places.shape)
         marks = [places if k == leaf else None for k in range(len(leaves))]
-        watch.run(traced.jaxpr, traced.consts, [*leaves, x], [*marks, None])
+        given = jax.tree.leaves(x)
+        watch.run(traced.jaxpr, traced.consts, [*leaves, *given], [*marks, *(None for _ in given)])
         axes[:] = watch.axes
         return watch.rows
 
     with jax.default_matmul_precision("highest"):
-        found = jax.vmap(seen)(jnp.asarray(inputs))
+        found = jax.vmap(seen)(inputs)
     if not found:
-        fail("path", "name weights that something is multiplied by, outside of loops", repr(path))
+        fail("path", "name weights that something is multiplied by, as a whole", repr(path))
     if len(set(axes)) > 1:
         fail("path", "name weights that are multiplied along the same axes wherever they are used", repr(path))
     return LayerInputs(path, leaf, axes[0], jnp.concatenate([part.reshape(-1, part.shape[-1]) for part in found]))
@@ -87,6 +93,8 @@ class _Watch(Walk):
     def at(self, equation: Any, values: list[Any], marks: list[Any]) -> tuple[list[Any], Any]:
         """The results of an operation, and the places of weights in them."""
         name, params = equation.primitive.name, equation.params
+        if name == "scan" and any(mark is not None for mark in marks[: params["num_consts"]]):
+            return self._in_loop(params, values, marks), None
         if name == "dot_general":
             self._at_product(params["dimension_numbers"], values, marks)
         if name == "conv_general_dilated" and marks[1] is not None:
@@ -97,6 +105,26 @@ class _Watch(Walk):
                 moved = params | ({"new_dtype": np.dtype(np.int32)} if "new_dtype" in params else {})
                 mark = np.asarray(equation.primitive.bind(marks[0], **moved))
         return bound(equation, values), mark
+
+    def _in_loop(self, params: Any, values: list[Any], marks: list[Any]) -> list[Any]:
+        """The results of a loop, in which weights are used that are the same each time."""
+        num_consts, num_carry, inner = params["num_consts"], params["num_carry"], params["jaxpr"]
+        consts, carry, xs = np.split(np.arange(len(values)), [num_consts, num_consts + num_carry])
+        own = [*marks[:num_consts], *(None for _ in (*carry, *xs))]
+        axes: list[tuple[int, ...]] = []
+
+        def body(carried: list[Array], x: list[Array]) -> Any:
+            watch = _Watch(self.shape)
+            found = watch.run(inner.jaxpr, inner.consts, [*(values[i] for i in consts), *carried, *x], own)
+            axes[:] = watch.axes
+            results = [value for value, _ in found]
+            return results[:num_carry], (results[num_carry:], watch.rows)
+
+        options = {name: params[name] for name in ("length", "reverse")}
+        last, (each, rows) = jax.lax.scan(body, [values[i] for i in carry], [values[i] for i in xs], **options)
+        self.rows += [part.reshape(-1, part.shape[-1]) for part in rows]
+        self.axes += axes
+        return [*last, *each]
 
     def _note(self, rows: Array, places: np.ndarray) -> None:
         """Rows whose entries meet weights at these places, of one output."""

@@ -58,48 +58,55 @@ def _(module: eqx.nn.Linear) -> Any:
     return with_sizes(module, in_features="scalar" if module.in_features == "scalar" else inputs, out_features=outputs)
 
 
-@refitted.register
-def _(module: eqx.nn.Conv) -> Any:
-    outputs, inputs = module.weight.shape[:2]
-    return with_sizes(module, in_channels=inputs * module.groups, out_channels=outputs)
+@refitted.register(eqx.nn.Conv)
+@refitted.register(eqx.nn.ConvTranspose)
+def _(module: Any, *, more_groups: bool = False) -> Any:
+    outputs, inputs = module.weight.shape[-2 - module.num_spatial_dims :][:2]
+    each = module.out_channels // module.groups
+    # Twice the outputs of two groups of two are two groups of four or four groups of two.
+    more = outputs % each == 0 and (each == 1 or more_groups) and module.groups > 1
+    groups = outputs // each if more else module.groups
+    return with_sizes(module, in_channels=inputs * groups, out_channels=outputs, groups=groups)
 
 
 @refitted.register
-def _(module: eqx.nn.ConvTranspose) -> Any:
-    outputs, inputs = module.weight.shape[:2]
-    return with_sizes(module, in_channels=inputs * module.groups, out_channels=outputs)
+def _(module: eqx.nn.GroupNorm) -> Any:
+    if module.weight is None or module.channels is None:
+        return module
+    channels = module.weight.shape[-1]  # groups become more, as statistics are taken over what lies in each
+    return with_sizes(module, channels=channels, groups=channels * module.groups // module.channels)
 
 
 @refitted.register
 def _(module: eqx.nn.MLP) -> Any:
-    widths = {layer.weight.shape[0] for layer in module.layers[:-1]}
+    widths = {layer.weight.shape[-2] for layer in module.layers[:-1]}
     scans = getattr(module, "scan", False)
     return with_sizes(module, width_size=widths.pop()) if len(widths) == 1 and not scans else module
 
 
 @refitted.register
 def _(module: eqx.nn.GRUCell) -> Any:
-    return with_sizes(module, input_size=module.weight_ih.shape[1], hidden_size=module.weight_hh.shape[1])
+    return with_sizes(module, input_size=module.weight_ih.shape[-1], hidden_size=module.weight_hh.shape[-1])
 
 
 @refitted.register
 def _(module: eqx.nn.LSTMCell) -> Any:
-    return with_sizes(module, input_size=module.weight_ih.shape[1], hidden_size=module.weight_hh.shape[1])
+    return with_sizes(module, input_size=module.weight_ih.shape[-1], hidden_size=module.weight_hh.shape[-1])
 
 
 @refitted.register
 def _(module: eqx.nn.BatchNorm) -> Any:
-    return module if module.weight is None else with_sizes(module, input_size=module.weight.shape[0])
+    return module if module.weight is None else with_sizes(module, input_size=module.weight.shape[-1])
 
 
 @refitted.register
 def _(module: eqx.nn.Embedding) -> Any:
-    return with_sizes(module, num_embeddings=module.weight.shape[0], embedding_size=module.weight.shape[1])
+    return with_sizes(module, num_embeddings=module.weight.shape[-2], embedding_size=module.weight.shape[-1])
 
 
 @refitted.register
 def _(module: eqx.nn.MultiheadAttention) -> Any:
-    rows, values = module.query_proj.weight.shape[0], module.value_proj.weight.shape[0]
+    rows, values = module.query_proj.weight.shape[-2], module.value_proj.weight.shape[-2]
     # As many heads more in queries and values are heads; else those that there are have become wider.
     more = rows * module.vo_size == values * module.qk_size and rows % module.qk_size == 0
     heads = rows // module.qk_size if more else module.num_heads
@@ -108,22 +115,31 @@ def _(module: eqx.nn.MultiheadAttention) -> Any:
         num_heads=heads,
         qk_size=rows // heads,
         vo_size=values // heads,
-        query_size=module.query_proj.weight.shape[1],
-        key_size=module.key_proj.weight.shape[1],
-        value_size=module.value_proj.weight.shape[1],
-        output_size=module.output_proj.weight.shape[0],
+        query_size=module.query_proj.weight.shape[-1],
+        key_size=module.key_proj.weight.shape[-1],
+        value_size=module.value_proj.weight.shape[-1],
+        output_size=module.output_proj.weight.shape[-2],
     )
 
 
-def refit(model: Any) -> Any:
-    """A model with every module in it `refitted`, the innermost first."""
+def refit(model: Any, *, more_groups: bool = False) -> Any:
+    """A model with every module in it `refitted`, the innermost first.
+
+    Args:
+        model: Whose arrays a rewrite has changed.
+        more_groups: Whether convolutions that might have more groups, or more outputs in each, have more groups.
+    """
 
     def inner(part: Any) -> Any:
+        if isinstance(part, eqx.nn.Shared):  # with what is shared at all its places
+            whole = eqx.tree_at(part.where, inner(part()), part.where(part.pytree))
+            return eqx.tree_at(lambda shared: shared.pytree, part, whole)
         one_level = lambda x: x is not part  # noqa: E731
         children, tree = jax.tree.flatten(part, is_leaf=one_level)
         if len(children) == 1 and children[0] is part:
             return part
         new = jax.tree.unflatten(tree, [inner(child) for child in children])
-        return refitted(new) if isinstance(new, eqx.Module) else new
+        options = {"more_groups": more_groups} if isinstance(new, (eqx.nn.Conv, eqx.nn.ConvTranspose)) else {}
+        return refitted(new, **options) if isinstance(new, eqx.Module) else new
 
     return inner(model)

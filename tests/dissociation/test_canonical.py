@@ -8,7 +8,7 @@ import pytest
 from zoo import ZOO
 
 from dissociation.symmetry.canonical import canonical, fingerprint, fingerprint_distance
-from dissociation.weights import rewrites
+from dissociation.weights import growth, rewrites
 from dissociation.weights.groups import neuron_groups
 
 KINDS = ("perceptron", "convolutional", "residual")
@@ -29,9 +29,9 @@ def composed(groups, rng, steps=5):
         makers = (
             lambda group=group, key=key: rewrites.permute(group, key=key),
             lambda group=group: rewrites.scale(group, float(np.exp(rng.normal()))),
-            lambda group=group: rewrites.duplicate(group, 1 + rng.random()),
-            lambda group=group, key=key: rewrites.add_nuisance(group, 3, key=key),
-            lambda group=group, key=key: rewrites.add_nuisance(group, 2, 3, key=key, incoming_std=0.3),
+            lambda group=group: growth.duplicate(group, 1 + rng.random()),
+            lambda group=group, key=key: growth.add_nuisance(group, 3, key=key),
+            lambda group=group, key=key: growth.add_nuisance(group, 2, 3, key=key, incoming_std=0.3),
         )
         parts.append(makers[rng.integers(len(makers))]())
     return rewrites.compose(parts)
@@ -78,9 +78,9 @@ def test_other_networks_have_other_fingerprints(name):
 def test_neurons_without_effect_are_dropped():
     model, inputs, groups = one("perceptron")
     wide = (
-        rewrites.add_nuisance(groups["layers[0]"], 2, 3, key=jax.random.key(0))
-        | rewrites.add_nuisance(groups["layers[1]"], 4, key=jax.random.key(1))  # which read those
-        | rewrites.duplicate(groups["layers[1]"], 2.5)
+        growth.add_nuisance(groups["layers[0]"], 2, 3, key=jax.random.key(0))
+        | growth.add_nuisance(groups["layers[1]"], 4, key=jax.random.key(1))  # which read those
+        | growth.duplicate(groups["layers[1]"], 2.5)
     )(model)
     assert wide.layers[1].weight.shape == (30, 14)
     form = canonical(wide, inputs[0])

@@ -184,3 +184,9 @@ def test_spread_puts_new_neurons_at_their_places():
     assert len(places) == 2 * (4 + 2) * 2
     np.testing.assert_array_equal(places[:12], [0, 1, 2, 3, 4, 5, 0, 1, 6, 7, 8, 9])
     np.testing.assert_array_equal(owners[name][:12], [0, 0, 1, 1, 2, 2, 3, 3, -1, -1, -1, -1])
+
+
+def test_a_function_alone_is_no_model():
+    model = eqx.nn.MLP(5, 3, 8, 1, key=jax.random.key(0))
+    with pytest.raises(TypeError, match="`model` must hold arrays of floating-point numbers.*closes over is not seen"):
+        neuron_groups(lambda x: model(x), jnp.ones(5))

@@ -231,3 +231,84 @@ def test_wrong_calls_are_refused_by_name():
         matching.match_weights(a, a, groups, num_starts=3)
     with pytest.raises(TypeError, match="`a` must be known"):
         eqx.filter_jit(lambda m: matching.match_weights(m, a, groups).value)(a)
+    with pytest.raises(ValueError, match="`groups` must be of the networks: 'layers.0.' has an array .layers"):
+        matching.match_weights(b, b, groups)
+    with pytest.raises(ValueError, match="`groups` must hold 'layers.0.', which was matched"):
+        matching.match_weights(a, a, groups).apply(a, {})
+    with pytest.raises(TypeError, match="`share` must be a number, got str 'a'"):
+        matching.interpolate(a, a, "a")
+    with pytest.raises(TypeError, match="`loss` must return a single real number"):
+        matching.barrier(lambda m: jax.vmap(m)(jnp.ones((2, 5))), a, a)
+    with pytest.raises(TypeError, match=r"`model` must take one example of shape \(\)"):
+        matching.match_activations(a, a, groups, jnp.ones(5))
+    kind = ZOO["stack in a scan"]
+    stack, inputs = kind.make(jax.random.key(0)), kind.inputs(jax.random.key(1))
+    with pytest.raises(ValueError, match="`groups` must be of neurons that some layer reads as a whole, got 'first'"):
+        matching.match_activations(stack, stack, neuron_groups(stack, inputs[0]), inputs)
+
+
+def test_recurrent_networks_are_matched_by_activations():
+    kind = ZOO["long short-term memory"]
+    model, inputs = kind.make(jax.random.key(0)), kind.inputs(jax.random.key(1))
+    groups = neuron_groups(model, inputs[0])
+    other, orders = planted(model, groups, 1)
+    assert is_found(matching.match_activations(model, other, groups, inputs), orders)
+
+
+class Regularised(eqx.Module):
+    """Normalisations with a dropout between them."""
+
+    norms: list
+    dropout: eqx.nn.Dropout
+
+    def __init__(self, names):
+        self.norms = [eqx.nn.BatchNorm(4, name, mode="batch") for name in names]
+        self.dropout = eqx.nn.Dropout(0.9)
+
+    def __call__(self, x, state):
+        x, state = self.norms[0](x["a"] + x["b"], state)
+        return self.norms[1](jax.nn.relu(self.dropout(x)) + 2, state)
+
+
+def test_statistics_are_taken_whatever_the_names_and_without_dropout():
+    model, state = eqx.nn.make_with_state(Regularised)(("batch", "other"))
+    x = jax.random.normal(jax.random.key(0), (50, 4))
+    new = matching.renormalised(model, state, {"a": 3 * x, "b": x})
+    outputs = jax.vmap(lambda x: called((model, new), x))({"a": 3 * x, "b": x})
+    np.testing.assert_allclose(outputs.mean(0), 0, atol=1e-5)
+    np.testing.assert_allclose(outputs.std(0), 1, atol=1e-3)
+
+
+def table(values):
+    """Barriers of -x^2 on the line between numbers, (x - y)^2 / 4."""
+    return (values[:, None] - values[None]) ** 2 / 4
+
+
+def test_the_mean_barrier_has_an_interval_over_members():
+    values = np.random.default_rng(0).normal(size=6)
+    found = matching.barriers(lambda m: -(m["x"] ** 2), {"x": jnp.asarray(values)}, {}, num_points=3)
+    np.testing.assert_allclose(found.before, table(values), atol=1e-6)
+    interval = found.interval("before")
+    np.testing.assert_allclose(interval.mean, np.var(values, ddof=1) / 2, rtol=1e-5)
+    assert 0 <= interval.low < interval.mean < interval.high
+    fall = found._replace(after=found.before / 4).interval("fall")
+    np.testing.assert_allclose(
+        [fall.mean, fall.standard_error], np.array([interval.mean, interval.standard_error]) * 0.75, rtol=1e-5
+    )
+    with pytest.raises(ValueError, match="`of` must be one of"):
+        found.interval("between")
+    with pytest.raises(ValueError, match="`models` must be at least 3 members"):
+        matching.Barriers(np.zeros((2, 2)), np.zeros((2, 2)), {}).interval()
+
+
+def test_the_interval_covers_the_mean_of_all_networks():
+    rng = np.random.default_rng(1)
+    covered, naive = [], []
+    for _ in range(200):
+        heights = np.add.outer(*[rng.normal(2, 1, 10)] * 2)  # of networks that lie high or low with all others
+        found = matching.Barriers(heights, heights, {}).interval()
+        covered.append(found.low <= 4 <= found.high)
+        pairs = heights[np.triu_indices(10, 1)]
+        naive.append(abs(pairs.mean() - 4) < 1.68 * pairs.std(ddof=1) / np.sqrt(len(pairs)))
+    assert 0.83 < np.mean(covered) < 0.97
+    assert np.mean(naive) < 0.75

@@ -6,9 +6,12 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dissociation.models.bilinear import BilinearNetwork
 from dissociation.models.cnn import CNN
+from dissociation.models.program import called
+from dissociation.weights.groups import neuron_groups
 
 
 class Kind(NamedTuple):
@@ -254,12 +257,12 @@ ZOO = {
     "residual convolutional": Kind(
         lambda key: residual_cnn(key, "batch"),
         normal(6, 1, 8, 8),
-        {"[0].convolutions[0]": (6, "sg"), "[0].convolutions[1]": (8, "sg")},
+        {"convolutions[0]": (6, "sg"), "convolutions[1]": (8, "sg")},
     ),
     "residual convolutional, moving averages": Kind(
         lambda key: residual_cnn(key, "ema"),
         normal(6, 1, 8, 8),
-        {"[0].convolutions[0]": (6, "sg"), "[0].convolutions[1]": (8, "sg")},
+        {"convolutions[0]": (6, "sg"), "convolutions[1]": (8, "sg")},
     ),
     "transformer": Kind(
         Transformer,
@@ -284,3 +287,16 @@ ZOO = {
     ),
     "stack in a scan": Kind(Stack, normal(12, 5), {"embed": (8, "sgr"), "first": (10, "sg")}, {"first": 3}),
 }
+
+
+def one(name):
+    """A model, inputs, and groups."""
+    kind = ZOO[name]
+    model, inputs = kind.make(jax.random.key(0)), kind.inputs(jax.random.key(1))
+    return model, inputs, neuron_groups(model, inputs[0])
+
+
+def change(model, rewritten, inputs):
+    """The largest change of an output, of their size."""
+    before, after = (np.asarray(jax.vmap(lambda x, m=m: called(m, x))(inputs)) for m in (model, rewritten))
+    return np.abs(after - before).max() / np.abs(before).max()

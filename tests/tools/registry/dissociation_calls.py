@@ -34,7 +34,7 @@ from dissociation.symmetry import bounds, freedom
 from dissociation.symmetry import canonical as canonical_form
 from dissociation.symmetry import matching as neuron_matching
 from dissociation.training import callbacks, fitting, loop, samplers, state
-from dissociation.weights import certificate, groups, neurons, noise, rewrites, seen, symmetry
+from dissociation.weights import certificate, groups, growth, neurons, noise, rewrites, seen, symmetry
 
 RANDOM = np.random.default_rng(0)
 TALL = RANDOM.standard_normal((12, 3)).astype(np.float32)
@@ -223,8 +223,8 @@ CALLS = {
     groups.group_report: lambda: {"model": network(), "example": np.ones(3, np.float32)},
     rewrites.permute: lambda: {"group": hidden(), "permutation": np.array([2, 0, 1, 3, 4])},
     rewrites.scale: lambda: {"group": hidden(), "factor": np.array([0.5, 1.0, 2.0, 3.0, 1.0]), "scaling": 0},
-    rewrites.duplicate: lambda: {"group": hidden(), "multiplier": 1.5},
-    rewrites.add_nuisance: lambda: {
+    growth.duplicate: lambda: {"group": hidden(), "multiplier": 1.5},
+    growth.add_nuisance: lambda: {
         "group": hidden(),
         "num_groups": 2,
         "neurons_per_group": 2,
@@ -233,7 +233,7 @@ CALLS = {
         "outgoing_std": 0.5,
     },
     rewrites.rotate: lambda: {"group": hidden("linear"), "matrix": np.diag(np.arange(1.0, 6.0))},
-    rewrites.add_phantom: lambda: {
+    growth.add_phantom: lambda: {
         "group": hidden(),
         "model": network(),
         "inputs": TALL,
@@ -242,7 +242,7 @@ CALLS = {
     },
     rewrites.null_space: lambda: {"seen": vectors_seen(), "rtol": 1e-9},
     rewrites.null_perturb: lambda: {"space": rewrites.null_space(vectors_seen()), "std": 0.1, "key": KEY},
-    rewrites.compose: lambda: {"rewrites": [rewrites.duplicate(hidden(), 2.0)]},
+    rewrites.compose: lambda: {"rewrites": [growth.duplicate(hidden(), 2.0)]},
     rewrites.check_groups: lambda: {"model": network(), "inputs": TALL, "key": KEY},
     seen.layer_inputs: lambda: {"model": network(), "inputs": TALL, "path": ".layers[1].weight"},
     neuron_matching.match_weights: lambda: {

@@ -1,0 +1,233 @@
+"""Groups grow, or are refused by name; sizes that modules keep follow."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from zoo import change, one
+
+from dissociation.weights import growth, sizes
+from dissociation.weights.groups import neuron_groups
+from dissociation.weights.seen import layer_inputs
+
+pytestmark = pytest.mark.usefixtures("barely_optimized")
+
+X = jnp.arange(5.0) - 1.7
+A, B = jax.random.normal(jax.random.key(8), (8, 5)), jax.random.normal(jax.random.key(9), (3, 8))
+relu = jax.nn.relu
+
+NOT_AS_IT_STANDS = {
+    "tied": lambda p, x: p[0].T @ relu(p[0] @ x),
+    "absolute": lambda p, x: jnp.abs(p[1]) @ relu(p[0] @ x),
+    "positive": lambda p, x: jax.nn.softplus(p[1]) @ relu(p[0] @ x),
+}
+"""Models that read neurons otherwise than by multiplying and summing."""
+
+
+@pytest.mark.parametrize("name", NOT_AS_IT_STANDS)
+def test_sets_that_would_not_cancel_are_refused(name):
+    call = NOT_AS_IT_STANDS[name]
+    group = next(iter(neuron_groups([A, B], X, call=call).values()))
+    assert not group.cancelling
+    with pytest.raises(ValueError, match="`neurons_per_group` must be 1"):
+        growth.add_nuisance(group, 2, 3, key=jax.random.key(0))
+    alone = growth.add_nuisance(group, 2, key=jax.random.key(0))([A, B])
+    np.testing.assert_allclose(call(alone, X), call([A, B], X), atol=1e-5)
+
+
+def halves(p, x):
+    first, second = jnp.split(p[0] @ x, 2)
+    return p[1] @ jnp.concatenate([relu(first), jnp.tanh(second)])
+
+
+def sliced(p, x):
+    h = p[0] @ x
+    return p[1] @ jnp.concatenate([relu(h[:4]), jnp.tanh(h[4:])])
+
+
+@pytest.mark.parametrize("call", [halves, sliced, lambda p, x: p[1] @ jnp.roll(relu(p[0] @ x), 3)])
+def test_neurons_that_the_program_counts_grow_only_where_it_is_right(call):
+    refused = 0
+    for group in neuron_groups([A, B], X, call=call).values():
+        try:
+            grown = growth.duplicate(group, 2)([A, B])
+        except ValueError as error:
+            assert "`group` must be one whose n" in str(error)  # noqa: PT017
+            refused += 1
+        else:
+            np.testing.assert_allclose(call(grown, X), call([A, B], X), atol=1e-5)
+    assert refused
+
+
+def test_nuisance_is_drawn_from_traced_keys_and_statistics_are_taken_from_neurons_that_are_there():
+    model, inputs, groups = one("perceptron")
+    group = groups["layers[0]"]
+    many = jax.vmap(lambda key: eqx.filter(growth.add_nuisance(group, 2, key=key)(model), eqx.is_array))
+    assert many(jax.random.split(jax.random.key(0), 3)).layers[0].weight.shape == (3, 10, 5)
+    call = lambda p, x: p[2] @ relu((p[0] @ x)[:, None] / jnp.sqrt(p[1] + 1e-5))[:, 0]  # noqa: E731
+    params = [A, 0.5 + jnp.arange(8.0)[:, None], B]
+    (found,) = neuron_groups(params, X, call=call).values()
+    wider = growth.add_nuisance(found, 8, key=jax.random.key(0))(params)
+    assert (wider[1] > 0).all()
+    np.testing.assert_allclose(call(wider, X), call(params, X), atol=1e-5)
+
+
+def test_static_sizes_follow():
+    model, _, groups = one("perceptron")
+    both = growth.duplicate(groups["layers[0]"], 2) | growth.duplicate(groups["layers[1]"], 2)
+    wide = both(model)
+    assert wide.width_size == 16
+    assert [(layer.in_features, layer.out_features) for layer in wide.layers] == [(5, 16), (16, 16), (16, 3)]
+    model, _, groups = one("gated recurrent")
+    assert growth.duplicate(groups["cell"], 2)(model).cell.hidden_size == 12
+    model, _, groups = one("residual convolutional")
+    wide, _ = growth.duplicate(groups["convolutions[1]"], 2)(model)
+    assert [c.out_channels for c in wide.convolutions] == [6, 16, 6]
+    assert wide.norms[1].input_size == 16
+    model, _, groups = one("transformer")
+    heads = growth.duplicate(groups["blocks[0].attention.query_proj"], 2)(model).blocks[0].attention
+    assert (heads.num_heads, heads.qk_size, heads.query_proj.out_features) == (8, 4, 32)
+    wide = growth.duplicate(groups["blocks[0].attention.value_proj"], 2)(model).blocks[0].attention
+    assert (wide.num_heads, wide.vo_size) == (4, 8)
+
+
+def test_modules_that_keep_their_size_are_named_or_registered():
+    class Keeps(eqx.Module):
+        layers: list
+        size: int = eqx.field(static=True)
+
+        def __call__(self, x):
+            return self.layers[1](jax.nn.relu(self.layers[0](x)).reshape(self.size))
+
+    keys = jax.random.split(jax.random.key(0))
+    model = Keeps([eqx.nn.Linear(5, 8, key=keys[0]), eqx.nn.Linear(8, 3, key=keys[1])], 8)
+    group = neuron_groups(model, jnp.ones(5))["layers[0]"]
+    with pytest.raises(TypeError, match="run with another number of neurons in layers.*[^.][.] If.*refitted.register"):
+        growth.duplicate(group, 2)(model)
+    sizes.refitted.register(Keeps, lambda module: Keeps(module.layers, module.layers[0].out_features))
+    wide = growth.duplicate(group, 2)(model)
+    assert wide.size == 16
+    np.testing.assert_allclose(wide(jnp.ones(5)), model(jnp.ones(5)), rtol=1e-5)
+
+
+def test_phantom_neurons_show_a_pattern():
+    model, inputs, groups = one("residual")
+    pattern = jax.random.uniform(jax.random.key(0), (8, 2))
+    rewritten = growth.add_phantom(groups["first[1]"], model, inputs[:8], pattern)(model)
+    assert change(model, rewritten, inputs) < 1e-5
+    seen = layer_inputs(rewritten, inputs[:8], ".first[1].weight").rows
+    shown = seen @ rewritten.first[1].weight[-2:].T + rewritten.first[1].bias[None, -2:]
+    np.testing.assert_allclose(shown, pattern, atol=1e-3)
+    bilinear, inputs, groups = one("bilinear")
+    with pytest.raises(ValueError, match="made by one matrix"):
+        growth.add_phantom(groups["layers[0].left"], bilinear, inputs, jnp.ones((12, 1)))
+
+
+class Embedded(eqx.Module):
+    """Sums over tokens of what is read of their embeddings, each looked up by a number."""
+
+    table: jax.Array
+    read: eqx.nn.Linear
+
+    def __call__(self, tokens):
+        return sum(self.read(relu(self.table[token])) for token in tokens)
+
+
+class Tied(eqx.Module):
+    """An embedding whose transpose gives the logits."""
+
+    shared: eqx.nn.Shared
+
+    def __init__(self, key):
+        keys = jax.random.split(key)
+        parts = eqx.nn.Embedding(7, 8, key=keys[0]), eqx.nn.Linear(8, 7, key=keys[1])
+        self.shared = eqx.nn.Shared(parts, lambda pair: pair[1].weight, lambda pair: pair[0].weight)
+
+    def __call__(self, tokens):
+        embedding, head = self.shared()
+        return head(sum(embedding(token) for token in tokens))
+
+
+def convolutional(*parts, norm=None):
+    """Convolutions of (inputs, outputs, groups), with ReLU between them."""
+    keys = iter(jax.random.split(jax.random.key(0), len(parts)))
+    layers = [layer for p in parts for layer in (eqx.nn.Conv1d(*p[:2], 3, groups=p[2], key=next(keys)), LAMBDA)][:-1]
+    return eqx.nn.Sequential(layers[:1] + ([norm] if norm else []) + layers[1:])
+
+
+def dense(norm):
+    keys = jax.random.split(jax.random.key(0))
+    return eqx.nn.Sequential([eqx.nn.Linear(5, 8, key=keys[0]), norm, LAMBDA, eqx.nn.Linear(8, 3, key=keys[1])])
+
+
+def normed(weights_of):
+    """Two hidden layers; the weights of the second are normalised."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    first, second, third = (eqx.nn.Linear(i, o, key=key) for i, o, key in zip((5, 8, 6), (8, 6, 3), keys, strict=True))
+    return eqx.nn.Sequential([first, LAMBDA, weights_of(second), LAMBDA, third])
+
+
+LAMBDA = eqx.nn.Lambda(relu)
+SPECTRAL = eqx.nn.make_with_state(normed)(lambda layer: eqx.nn.SpectralNorm(layer, "weight", key=jax.random.key(1)))
+TOKENS, SIGNALS, VECTORS = jnp.arange(12).reshape(6, 2) % 7, jnp.sin(jnp.arange(144.0)).reshape(6, 2, 12), A[:6]
+HOLD_SIZES = {
+    "depthwise": (convolutional((2, 6, 1), (6, 6, 6), (6, 3, 1)), SIGNALS, 1),
+    "several of each": (convolutional((2, 6, 1), (6, 12, 6), (12, 3, 1)), SIGNALS, 2),
+    "grouped": (convolutional((2, 6, 1), (6, 8, 2), (8, 3, 1)), SIGNALS, 3),
+    "grouped, then depthwise": (convolutional((2, 6, 1), (6, 8, 2), (8, 8, 8), (8, 3, 1)), SIGNALS, 3),
+    "channels by themselves": (convolutional((2, 6, 1), (6, 3, 1), norm=eqx.nn.GroupNorm(6, 6)), SIGNALS, 1),
+    "norms of channels": (convolutional((2, 6, 1), (6, 3, 1), norm=eqx.nn.GroupNorm(2, 6)), SIGNALS, 1),
+    "slopes": (dense(eqx.nn.Lambda(eqx.nn.PReLU(jnp.full(8, 0.3)))), VECTORS, 1),
+    "lengths of weights": (normed(eqx.nn.WeightNorm), VECTORS, 1),  # not of those who read a length's weights
+    "largest stretch of weights": (SPECTRAL, VECTORS, 2),
+    "tokens": (Embedded(A[:7], eqx.nn.Linear(5, 3, key=jax.random.key(0))), TOKENS, 1),
+    "tied": (Tied(jax.random.key(0)), TOKENS, 1),
+}
+"""Models whose modules or programs hold sizes, inputs, and how many groups grow."""
+
+
+@pytest.mark.parametrize("name", HOLD_SIZES)
+def test_modules_that_hold_sizes_grow(name):
+    model, inputs, count = HOLD_SIZES[name]
+    able = [group for group in neuron_groups(model, inputs[0]).values() if group.sharing is not None]
+    assert len(able) == count
+    for group in able:
+        for rewrite in (
+            growth.duplicate(group, 1.5),
+            growth.duplicate(group, 2),
+            growth.add_nuisance(group, 2, key=jax.random.key(1)),
+        ):
+            grown = rewrite(model)
+            assert change(model, grown, inputs) < 1e-5
+            again = neuron_groups(grown, inputs[0])[group.name]
+            assert again.size > group.size
+            assert change(model, growth.duplicate(again, 1.5)(grown), inputs) < 1e-5
+
+
+@pytest.mark.parametrize("norm", [eqx.nn.LayerNorm(8), eqx.nn.RMSNorm(8), eqx.nn.GroupNorm(2, 8)])
+def test_neurons_that_a_statistic_is_taken_over_do_not_grow(norm):
+    able = neuron_groups(dense(norm), VECTORS[0])
+    assert able
+    for group in able.values():
+        if group.size == 2:  # groups of a norm, as wholes
+            continue
+        with pytest.raises(ValueError, match="which cannot: a statistic is taken over its neurons.$"):
+            growth.duplicate(group, 2)
+
+
+COUNTED = {
+    "number": lambda p, x: p[1] @ relu(p[0] @ x) / len(p[0]),
+    "constant": lambda p, x: p[1] @ relu(p[0] @ x) * np.full(3, 1.0 / len(p[0])),
+    "constant along them": lambda p, x: p[1] @ (relu(p[0] @ x) * np.full(len(p[0]), 1.0 / len(p[0]))),
+    "in a loop": lambda p, x: jax.lax.fori_loop(0, 2, lambda i, y: y / len(p[0]), p[1] @ relu(p[0] @ x)),
+    "last": lambda p, x: p[1] @ relu(p[0] @ x) + jnp.arange(9.0)[jnp.minimum(8, len(p[0]) + 0 * x[0].astype(int))],
+}
+"""Models that count their neurons."""
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_functions_of_the_number_of_neurons_do_not_grow(name):
+    (group,) = neuron_groups([A, B], X, call=COUNTED[name]).values()
+    with pytest.raises(ValueError, match="`group` must be one whose number of neurons the function does not depend on"):
+        growth.duplicate(group, 2)([A, B])
