@@ -333,6 +333,13 @@ def spread(
     return grid, owners
 
 
+def resized(layout: Any, sizes: dict[tuple[int, ...], int]) -> Any:
+    """The layout of an axis with other numbers of neurons at some of its parts, by their names."""
+    if isinstance(layout, Part):
+        return Part(layout.name, sizes.get(layout.name, layout.size))
+    return type(layout)(tuple(resized(part, sizes) for part in layout.parts))
+
+
 def length(layout: Any) -> int:
     """Of a layout's axis."""
     if isinstance(layout, Part):

@@ -212,6 +212,8 @@ class Flow:
         self.contracted += [axis for axis, _ in terms]
         if len(terms) == 2:
             self.equations.append(Equation(terms, adds_up=True))
+        elif terms and self.atoms.size(terms[0][0]) == 1:
+            self.atoms.freeze(terms[0][0], "it is multiplied with what has no such axis")
         elif terms:  # with what does not differ along it: a statistic
             self.counted.append(terms[0][0])
             self.uneven.append(terms[0][0])
@@ -230,8 +232,12 @@ class Flow:
             return list(value.axes)
         old = [(axis, size) for axis, size in zip(value.axes, value.shape, strict=True) if size != 1]
         new = [size for size in shape if size != 1]
-        single = tuple(leaf for axis, size in zip(value.axes, value.shape, strict=True) if axis and size == 1
-                       for leaf in self.atoms.leaves(axis))
+        single = tuple(
+            leaf
+            for axis, size in zip(value.axes, value.shape, strict=True)
+            if axis and size == 1
+            for leaf in self.atoms.leaves(axis)
+        )
         if single and old:  # goes with the first axis that is longer
             old[0] = Product((*single, old[0][0] or self.even(old[0][1]))), old[0][1]
         elif single and shape:

@@ -184,8 +184,8 @@ def neuron_groups(
         single: Whether neurons that are alone in their layer are found, too.
 
     Returns:
-        Groups of two neurons and more, or of one and more, in the order of the arrays that make them. `group_report` says what stands
-        still, and why.
+        Groups of two neurons and more, or of one and more, in the order of the arrays that make them. `group_report`
+        says what stands still, and why.
 
     Raises:
         TypeError: If the model does not take the example.
