@@ -21,6 +21,7 @@ from dissociation.checks import check_positive, fail, is_traced
 from dissociation.validation import validated
 from dissociation.weights.axes import resized, spread
 from dissociation.weights.groups import NeuronGroup, Slot, neuron_groups, parameters_of
+from dissociation.weights.rewrites import check_same_program
 from dissociation.weights.sizes import refit
 
 PASSES = 50
@@ -58,7 +59,7 @@ def canonical(
         A network of the same function, of the same dtypes.
 
     Raises:
-        ValueError: If a group is of another kind; it is named, with what it is.
+        ValueError: If a group is of another kind, which is named, or the program counts its neurons.
         TypeError: If the network is traced.
     """
     leaves, groups, sequence = _reduced(model, example, tolerance, call)
@@ -67,9 +68,7 @@ def canonical(
         order = np.argsort(rows @ _direction(rows.shape[1]), kind="stable")
         for slot in groups[name].slots:
             leaves[slot.leaf] = slot.with_blocks(leaves[slot.leaf], slot.blocks(leaves[slot.leaf])[order])
-    old, tree, rest = parameters_of(model)
-    arrays = [jnp.asarray(leaf, jnp.asarray(own).dtype) for leaf, own in zip(leaves, old, strict=True)]
-    return refit(eqx.combine(jax.tree.unflatten(tree, arrays), rest))
+    return _with(leaves, model)
 
 
 @validated
@@ -143,6 +142,7 @@ def _reduced(
     if any(is_traced(leaf) for leaf in given):
         raise TypeError("`model` must be known: a canonical form is a step of the host, got traced arrays.")
     leaves = [np.asarray(leaf, np.float64) for leaf in given]
+    first = groups
     # Sums of the absolute values that were merged into each number: what has cancelled but for rounding is small beside
     # them, however long ago it did.
     sizes = [np.abs(leaf) for leaf in leaves]
@@ -154,7 +154,17 @@ def _reduced(
             groups = _shrunk(leaves, sizes, groups, name, kept) if len(kept) < groups[name].size else groups
         if all(group.size == before[name] for name, group in groups.items()):
             break
+    changed = [name for name, group in groups.items() if group.size < first[name].size]
+    if changed:
+        check_same_program(model, _with(leaves, model), groups[changed[0]])
     return leaves, groups, sequence
+
+
+def _with(leaves: Arrays, model: Any) -> Any:
+    """The model with other arrays, in the dtypes that it has."""
+    old, tree, rest = parameters_of(model)
+    arrays = [jnp.asarray(leaf, jnp.asarray(own).dtype) for leaf, own in zip(leaves, old, strict=True)]
+    return refit(eqx.combine(jax.tree.unflatten(tree, arrays), rest))
 
 
 def _refused(group: NeuronGroup) -> str:

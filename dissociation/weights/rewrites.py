@@ -295,7 +295,7 @@ def _resized(model: Any, group: NeuronGroup, original: np.ndarray, fill: Fill) -
     for (leaf, axis), own in sorted(owners.items(), key=lambda item: group.slots[min(item[1])].outgoing):
         leaves[leaf] = fill(leaves[leaf], axis, own)
     rewritten = refit(eqx.combine(jax.tree.unflatten(tree, leaves), rest))
-    _check_same_program(model, rewritten, group)
+    check_same_program(model, rewritten, group)
     _check_same_places(rewritten, group, owners, len(original))
     return rewritten
 
@@ -319,8 +319,8 @@ def _check_same_places(
     fail("group", "be one whose neurons the program does not count", group.name)
 
 
-def _check_same_program(before: Any, after: Any, group: NeuronGroup) -> None:
-    """Raises if the program holds a number that depends on how many neurons there are."""
+def check_same_program(before: Any, after: Any, group: NeuronGroup) -> None:
+    """Raises if the program holds a number that depends on how many neurons there are in a group."""
     numbers = [_literals(model, group) for model in (before, after)]
     if numbers[0] != numbers[1]:
         fail("group", "be one whose number of neurons the function does not depend on", group.name)
