@@ -59,7 +59,8 @@ def canonical(
         A network of the same function, of the same dtypes.
 
     Raises:
-        ValueError: If a group is of another kind, which is named, or the program counts its neurons.
+        ValueError: If a group is of another kind, which is named, the program counts its neurons, or some of a residual
+            stream are made by nothing but its blocks.
         TypeError: If the network is traced.
     """
     leaves, groups, sequence = _reduced(model, example, tolerance, call)
@@ -95,7 +96,8 @@ def fingerprint(
         TypeError: As `canonical`.
     """
     leaves, groups, sequence = _reduced(model, example, tolerance, call)
-    made = {groups[name].slots[index].leaf for name, settled in sequence.items() for index in settled}
+    slots = [groups[name].slots[index] for name, settled in sequence.items() for index in settled]
+    made = {slot.leaf for slot in slots if not slot.outgoing}
     free = [leaf for index, leaf in enumerate(leaves) if index not in made]
     size = np.sqrt(np.mean(np.concatenate([leaf.ravel() for leaf in free]) ** 2)) if free else 1.0
     size = size or 1.0
@@ -142,21 +144,21 @@ def _reduced(
     if any(is_traced(leaf) for leaf in given):
         raise TypeError("`model` must be known: a canonical form is a step of the host, got traced arrays.")
     leaves = [np.asarray(leaf, np.float64) for leaf in given]
-    first = groups
+    given_sizes = {name: group.size for name, group in groups.items()}
     # Sums of the absolute values that were merged into each number: what has cancelled but for rounding is small beside
     # them, however long ago it did.
     sizes = [np.abs(leaf) for leaf in leaves]
     sequence = _sequence(groups)
     for _ in range(PASSES):
-        before = {name: group.size for name, group in groups.items()}
+        before = [(leaf.shape, np.count_nonzero(leaf)) for leaf in leaves]
         for name, settled in sequence.items():
             kept = _merged(leaves, sizes, groups[name], settled, tolerance)
             groups = _shrunk(leaves, sizes, groups, name, kept) if len(kept) < groups[name].size else groups
-        if all(group.size == before[name] for name, group in groups.items()):
+        if before == [(leaf.shape, np.count_nonzero(leaf)) for leaf in leaves]:
             break
-    changed = [name for name, group in groups.items() if group.size < first[name].size]
-    if changed:
-        check_same_program(model, _with(leaves, model), groups[changed[0]])
+    smaller = [group for name, group in groups.items() if group.size < given_sizes[name]]
+    if smaller:
+        check_same_program(model, _with(leaves, model), smaller[0])
     return leaves, groups, sequence
 
 
@@ -194,9 +196,11 @@ def _merged(leaves: Arrays, sizes: Arrays, group: NeuronGroup, settled: list[int
     """
     exponents: Any = group.scaling
     makes, reads = (np.flatnonzero(side * exponents > 0).tolist() for side in (1, -1))
-    alive = _rows(leaves, group, makes).any(1)
+    alive = np.linalg.norm(_rows(leaves, group, makes), axis=1) > 0
     firm = [index for index in settled if index in makes]
     lengths = np.linalg.norm(_rows(leaves, group, firm or makes), axis=1)
+    if (alive & (lengths == 0)).any():
+        fail("model", f"make all neurons of {group.name} by more than what other groups write to them", "some by that")
     lengths = np.where(lengths > 0, lengths, 1.0)
     for arrays in (leaves, sizes):
         for slot, exponent in zip(group.slots, exponents, strict=True):

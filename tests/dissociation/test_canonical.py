@@ -271,9 +271,12 @@ def test_what_is_alike_or_dead_leaves_one_neuron():
     example = jnp.ones(3)
     own = fingerprint(narrow, example)
     assert fingerprint_distance(own, fingerprint(parallel, example)) < 1e-6
-    still = [eqx.tree_at(lambda m: m.layers[1].weight, m, 0 * m.layers[1].weight) for m in (narrow, wide)]
-    still[1] = eqx.tree_at(lambda m: m.layers[1].bias, still[1], narrow.layers[1].bias)
-    assert canonical(still[1], example).layers[0].weight.shape == (1, 3)
+    deep = (eqx.nn.MLP(3, 2, width, 2, key=key) for width, key in zip((1, 2), keys, strict=True))
+    last = narrow.layers[1].bias
+    still = [
+        eqx.tree_at(lambda m: (m.layers[2].weight, m.layers[2].bias), m, (0 * m.layers[2].weight, last)) for m in deep
+    ]
+    assert canonical(still[1], example).layers[1].weight.shape == (1, 1)
     assert fingerprint_distance(*(fingerprint(network, example) for network in still)) < 1e-6
 
 
@@ -363,6 +366,10 @@ def test_what_has_no_canonical_form_is_refused_by_name():
     model, inputs, _ = one("perceptron")
     with pytest.raises(TypeError, match="`model` must be known"):
         eqx.filter_jit(lambda m: canonical(m, inputs[0]))(model)
+    model, inputs, _ = one("residual")
+    unmade = eqx.tree_at(lambda m: (m.embed.weight, m.embed.bias), model, replace_fn=lambda x: x.at[0].set(0))
+    with pytest.raises(ValueError, match="make all neurons of embed by more than what other groups write to them"):
+        fingerprint(unmade, inputs[0])
     counts = Gain(lambda x, gain: x / len(x))
     canonical(counts, inputs[0][:4])
     wide = eqx.tree_at(lambda m: m.second.weight, counts, counts.second.weight.at[:, 0].set(0))
