@@ -273,9 +273,8 @@ def test_what_is_alike_or_dead_leaves_one_neuron():
     assert fingerprint_distance(own, fingerprint(parallel, example)) < 1e-6
     deep = (eqx.nn.MLP(3, 2, width, 2, key=key) for width, key in zip((1, 2), keys, strict=True))
     last = narrow.layers[1].bias
-    still = [
-        eqx.tree_at(lambda m: (m.layers[2].weight, m.layers[2].bias), m, (0 * m.layers[2].weight, last)) for m in deep
-    ]
+    ends = [(m, (0 * m.layers[2].weight, last)) for m in deep]
+    still = [eqx.tree_at(lambda m: (m.layers[2].weight, m.layers[2].bias), *end) for end in ends]
     assert canonical(still[1], example).layers[1].weight.shape == (1, 1)
     assert fingerprint_distance(*(fingerprint(network, example) for network in still)) < 1e-6
 
@@ -367,7 +366,8 @@ def test_what_has_no_canonical_form_is_refused_by_name():
     with pytest.raises(TypeError, match="`model` must be known"):
         eqx.filter_jit(lambda m: canonical(m, inputs[0]))(model)
     model, inputs, _ = one("residual")
-    unmade = eqx.tree_at(lambda m: (m.embed.weight, m.embed.bias), model, replace_fn=lambda x: x.at[0].set(0))
+    firm = lambda m: [m.embed.weight, m.embed.bias, *(layer.bias for layer in m.second)]  # noqa: E731
+    unmade = eqx.tree_at(firm, model, replace_fn=lambda x: x.at[0].set(0))
     with pytest.raises(ValueError, match="make all neurons of embed by more than what other groups write to them"):
         fingerprint(unmade, inputs[0])
     counts = Gain(lambda x, gain: x / len(x))
