@@ -339,6 +339,7 @@ class Gain(eqx.Module):
     ("after", "reason"),
     [
         (lambda x, gain: x**2, "first (of degree 2)"),
+        (lambda x, gain: x / jnp.abs(x), "first (of degree 0)"),
         (lambda x, gain: gain * x, "first (scaled in 2 ways)"),
         (lambda x, gain: jnp.tanh(x), "first (not homogeneous)"),
         (lambda x, gain: x / jnp.linalg.norm(x), "first (normalised)"),
