@@ -277,6 +277,27 @@ def test_what_is_alike_or_dead_leaves_one_neuron():
     still = [eqx.tree_at(lambda m: (m.layers[2].weight, m.layers[2].bias), *end) for end in ends]
     assert canonical(still[1], example).layers[1].weight.shape == (1, 1)
     assert fingerprint_distance(*(fingerprint(network, example) for network in still)) < 1e-6
+    nothing = [jax.tree.map(lambda x: 0 * x if eqx.is_array(x) else x, network) for network in (narrow, wide)]
+    assert fingerprint_distance(*(fingerprint(network, example) for network in nothing)) == 0
+
+
+def test_groups_side_by_side_shrink_each_by_itself():
+    def call(arrays, x):
+        one, other, read = arrays
+        return read @ jnp.concatenate([jax.nn.relu(one @ x), jax.nn.relu(other @ x)])
+
+    rng = np.random.default_rng(0)
+    one, other, read = (rng.normal(size=shape).astype(np.float32) for shape in ((4, 3), (5, 3), (2, 9)))
+    twice = [np.concatenate([array, 2 * array[1:3]]) for array in (one, other)]
+    parts = [read[:, :4], np.zeros((2, 2)), read[:, 4:], read[:, [5, 6]] / 4]
+    parts[2] = np.where(np.isin(np.arange(5), (1, 2)), parts[2] / 2, parts[2])
+    wide = (*twice, np.concatenate(parts, 1).astype(np.float32))
+    arrays = tuple(map(jnp.asarray, (one, other, read)))
+    wide, example = tuple(map(jnp.asarray, wide)), jnp.ones(3)
+    forms = [canonical(network, example, call=call) for network in (arrays, wide)]
+    for first, second in zip(*forms, strict=True):
+        np.testing.assert_allclose(second, first, atol=1e-6)
+    np.testing.assert_allclose(call(forms[1], example), call(arrays, example), atol=1e-5)
 
 
 @pytest.mark.parametrize(("dtype", "most"), [(jnp.float32, 1e-6), (jnp.bfloat16, 0.01)])
