@@ -206,3 +206,14 @@ def test_spread_puts_new_neurons_at_their_places():
     assert len(places) == 2 * (4 + 2) * 2
     np.testing.assert_array_equal(places[:12], [0, 1, 2, 3, 4, 5, 0, 1, 6, 7, 8, 9])
     np.testing.assert_array_equal(owners[name][:12], [0, 0, 1, 1, 2, 2, 3, 3, -1, -1, -1, -1])
+
+
+def test_atoms_of_one_index_are_kept_or_frozen():
+    atoms = Atoms(single=True)
+    alone = atoms.new(1)
+    factors = atoms.factored(Product((atoms.new(4), alone)), (2, 2))
+    assert alone in atoms.leaves(factors[-1])
+    long = atoms.new(4)
+    atoms.unite(Product((alone, long)), Product((atoms.new(2), atoms.new(2))))
+    assert atoms.reason(alone.atom) == "its length is 1 and it comes and goes"
+    assert [atoms.size(leaf) for leaf in atoms.leaves(long)] == [2, 2]
