@@ -5,6 +5,7 @@ other (permuted, scaled, duplicated, neurons without effect added, alone or in s
 up to rounding. Pairs of neurons that are affine together, relu(z) - relu(-z) = z, are not looked for.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,13 +19,18 @@ from scipy.sparse.csgraph import connected_components
 
 from dissociation.checks import check_positive, fail, is_traced
 from dissociation.validation import validated
-from dissociation.weights.axes import spread
+from dissociation.weights.axes import resized, spread
 from dissociation.weights.groups import NeuronGroup, Slot, neuron_groups, parameters_of
-from dissociation.weights.rewrites import current
+from dissociation.weights.growth import check_same_program
 from dissociation.weights.sizes import refit
 
 PASSES = 50
 """Over all groups, at most: what is dropped in one may leave neurons of another dead."""
+
+SLOPE = 0.5
+"""Of the functions of what makes a neuron that a fingerprint is of."""
+
+Arrays = list[np.ndarray]
 
 
 @validated
@@ -35,12 +41,15 @@ def canonical(
 
     To a fixed point, group by group: neurons that nothing reads or makes are dropped; what makes each neuron is scaled
     to length one, and what reads it by the inverse; neurons made alike are merged into one, and dropped if what reads
-    them cancels. Then groups are ordered, from the inputs on, by what makes their neurons.
+    them cancels. Of a group without any, one neuron of zeros stays. Then groups are ordered, from the inputs on, by
+    what makes their neurons; neurons between which that makes no difference but for rounding, as there are in layers of
+    thousands, may come in either order, which `fingerprint` does not see.
 
     Args:
         model: A network whose groups are all homogeneous of degree one and may grow: perceptrons, convolutional and
             residual ones with ReLU and the like, without normalisation; not stacks of layers in a scan, which would
-            have to drop as many neurons in each.
+            have to drop as many neurons in each. Pairs relu(z) - relu(-z) = z are not looked for, and rotations of
+            linear layers are not undone.
         example: One example, see `groups.neuron_groups`.
         tolerance: Distance between what makes two neurons, of length one, below which they are one; and share of what
             reads them that counts as nothing.
@@ -50,50 +59,28 @@ def canonical(
         A network of the same function, of the same dtypes.
 
     Raises:
-        ValueError: If a group is of another kind; it is named.
+        ValueError: If a group is of another kind, which is named, the program counts its neurons, or some of a residual
+            stream are made by nothing but its blocks.
         TypeError: If the network is traced.
     """
-    check_positive("tolerance", tolerance)
-    groups = neuron_groups(model, example, call=call)
-    others = [
-        name
-        for name, group in groups.items()
-        if group.degree != 1
-        or len(group.scalings) != 1
-        or group.sharing is None
-        or not group.cancelling
-        or group.copies > 1
-    ]
-    if others:
-        wanted = "have groups that are homogeneous of degree one, in one way and one copy, without normalisation"
-        fail("model", wanted, f"others: {', '.join(others)}")
-    leaves, tree, rest = parameters_of(model)
-    if any(np.iscomplexobj(leaf) for leaf in leaves):
-        fail("model", "have real parameters", "complex ones")
-    if any(is_traced(leaf) for leaf in leaves):
-        raise TypeError("`model` must be known: a canonical form is a step of the host, got traced arrays.")
-    dtypes = [jnp.asarray(leaf).dtype for leaf in leaves]
-    exact = eqx.combine(jax.tree.unflatten(tree, [np.asarray(leaf, np.float64) for leaf in leaves]), rest)
-    sizes = [np.abs(np.asarray(leaf, np.float64)) for leaf in leaves]
-    sequence = _sequence(groups)
-    for _ in range(PASSES):
-        changed = False
-        for name, settled in sequence.items():
-            exact, fewer = _reduced(exact, sizes, current(groups[name], exact), settled, tolerance)
-            changed |= fewer
-        if not changed:
-            break
-    exact = _ordered(exact, {name: current(group, exact) for name, group in groups.items()}, sequence)
-    leaves, tree, rest = parameters_of(exact)
-    leaves = [jnp.asarray(leaf, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
-    return eqx.combine(jax.tree.unflatten(tree, leaves), rest)
+    leaves, groups, sequence = _reduced(model, example, tolerance, call)
+    for name, settled in sequence.items():
+        rows = _rows(leaves, groups[name], settled)
+        order = np.argsort(rows @ _direction(rows.shape[1]), kind="stable")
+        for slot in groups[name].slots:
+            leaves[slot.leaf] = slot.with_blocks(leaves[slot.leaf], slot.blocks(leaves[slot.leaf])[order])
+    return _with(leaves, model)
 
 
 @validated
 def fingerprint(
     model: Any, example: Any, *, tolerance: float = 1e-5, call: Callable[[Any, Any], Any] | None = None
 ) -> Float[Array, " numbers"]:
-    """All numbers of a network's canonical form, to be compared by `fingerprint_distance`.
+    """As many numbers as a network's canonical form has, and one, to be compared by `fingerprint_distance`.
+
+    They do not depend on the order of neurons, and so do not jump where that does: along every axis of neurons the
+    canonical form is summed with weights that are functions of what makes each neuron, as many as there are neurons.
+    Arrays whose size is not one by construction are in units of their root mean square, whose logarithm comes last.
 
     Args:
         model: See `canonical`.
@@ -108,8 +95,19 @@ def fingerprint(
         ValueError: As `canonical`.
         TypeError: As `canonical`.
     """
-    leaves = parameters_of(canonical(model, example, tolerance=tolerance, call=call))[0]
-    return jnp.concatenate([jnp.ravel(leaf) for leaf in leaves])
+    leaves, groups, sequence = _reduced(model, example, tolerance, call)
+    slots = [groups[name].slots[index] for name, settled in sequence.items() for index in settled]
+    made = {slot.leaf for slot in slots if not slot.outgoing}
+    free = [leaf for index, leaf in enumerate(leaves) if index not in made]
+    size = np.sqrt(np.mean(np.concatenate([leaf.ravel() for leaf in free]) ** 2)) if free else 1.0
+    size = size or 1.0
+    leaves = [leaf if index in made else leaf / size for index, leaf in enumerate(leaves)]
+    for name, settled in sequence.items():
+        weights = _features(_rows(leaves, groups[name], settled))
+        for slot in groups[name].slots:
+            blocks = np.tensordot(weights, slot.blocks(leaves[slot.leaf]), 1)
+            leaves[slot.leaf] = slot.with_blocks(leaves[slot.leaf], blocks)
+    return jnp.asarray(np.concatenate([*(leaf.ravel() for leaf in leaves), [np.log(size)]]), float)
 
 
 @validated(finite=("a", "b"))
@@ -121,7 +119,7 @@ def fingerprint_distance(a: Float[Array | np.ndarray, " numbers"], b: Float[Arra
         b: Another.
 
     Returns:
-        About the rounding of their dtype for rewrites of one network.
+        About the rounding of the weights for rewrites of one network.
     """
     if a.shape != b.shape:
         return float("inf")
@@ -130,64 +128,130 @@ def fingerprint_distance(a: Float[Array | np.ndarray, " numbers"], b: Float[Arra
     return float(np.linalg.norm(one - other) / size) if size else 0.0
 
 
-def _with_rows(leaf: np.ndarray, slot: Slot, rows: np.ndarray) -> np.ndarray:
-    moved = np.moveaxis(leaf, slot.axis, 0).copy()
-    moved[slot.positions] = rows.reshape(*slot.positions.shape, *moved.shape[1:])
-    return np.moveaxis(moved, 0, slot.axis)
-
-
-def _sides(group: NeuronGroup) -> tuple[list[Slot], list[Slot]]:
-    """Slots that make the neurons, and those that read them."""
-    exponents: Any = group.scaling
-    pairs = list(zip(group.slots, exponents, strict=True))
-    return [slot for slot, e in pairs if e > 0], [slot for slot, e in pairs if e < 0]
-
-
 def _reduced(
-    model: Any, sizes: list[np.ndarray], group: NeuronGroup, settled: list[int], tolerance: float
-) -> tuple[Any, bool]:
-    """One group with lengths one, and without dead neurons and copies; and whether there were any.
+    model: Any, example: Any, tolerance: float, call: Any
+) -> tuple[Arrays, dict[str, NeuronGroup], dict[str, list[int]]]:
+    """A network's arrays without dead neurons and copies, with lengths one; its groups, and their order."""
+    check_positive("tolerance", tolerance)
+    groups = neuron_groups(model, example, call=call, single=True)
+    others = [f"{name} ({reason})" for name, group in groups.items() if (reason := _refused(group))]
+    if others:
+        wanted = "have groups that are homogeneous of degree one, in one way and one copy, without normalisation"
+        fail("model", wanted, f"others: {', '.join(others)}")
+    given = parameters_of(model)[0]
+    if any(np.iscomplexobj(leaf) for leaf in given):
+        fail("model", "have real parameters", "complex ones")
+    if any(is_traced(leaf) for leaf in given):
+        raise TypeError("`model` must be known: a canonical form is a step of the host, got traced arrays.")
+    leaves = [np.asarray(leaf, np.float64) for leaf in given]
+    given_sizes = {name: group.size for name, group in groups.items()}
+    # Sums of the absolute values that were merged into each number: what has cancelled but for rounding is small beside
+    # them, however long ago it did.
+    sizes = [np.abs(leaf) for leaf in leaves]
+    sequence = _sequence(groups)
+    for _ in range(PASSES):
+        before = [(leaf.shape, np.count_nonzero(leaf)) for leaf in leaves]
+        for name, settled in sequence.items():
+            kept = _merged(leaves, sizes, groups[name], settled, tolerance)
+            groups = _shrunk(leaves, sizes, groups, name, kept) if len(kept) < groups[name].size else groups
+        if before == [(leaf.shape, np.count_nonzero(leaf)) for leaf in leaves]:
+            break
+    smaller = [group for name, group in groups.items() if group.size < given_sizes[name]]
+    if smaller:
+        check_same_program(model, _with(leaves, model), smaller[0])
+    return leaves, groups, sequence
+
+
+def _with(leaves: Arrays, model: Any) -> Any:
+    """The model with other arrays, in the dtypes that it has."""
+    old, tree, rest = parameters_of(model)
+    arrays = [jnp.asarray(leaf, jnp.asarray(own).dtype) for leaf, own in zip(leaves, old, strict=True)]
+    return refit(eqx.combine(jax.tree.unflatten(tree, arrays), rest))
+
+
+def _refused(group: NeuronGroup) -> str:
+    """Why a group has no canonical form; empty if it has."""
+    if group.copies > 1:
+        return f"in {group.copies} copies"
+    if group.normalised:
+        return "normalised"
+    if not len(group.scalings):
+        return "not homogeneous"
+    if len(group.scalings) > 1:
+        return f"scaled in {len(group.scalings)} ways"
+    if group.degree != 1:
+        return "of no one degree" if group.degree is None else f"of degree {group.degree:g}"
+    return "" if group.cancelling else "not just multiplied and summed by what reads it"
+
+
+def _rows(leaves: Arrays, group: NeuronGroup, slots: list[int]) -> np.ndarray:
+    """What lies at each neuron in some of a group's slots: [neurons, numbers]."""
+    return np.concatenate([group.slots[index].rows(leaves[group.slots[index].leaf]) for index in slots], 1)
+
+
+def _merged(leaves: Arrays, sizes: Arrays, group: NeuronGroup, settled: list[int], tolerance: float) -> np.ndarray:
+    """Brings lengths to one and merges copies, in place; returns which neurons are left.
 
     Lengths are of what is `settled`: of a residual stream without what other groups write to it, whose scale is theirs.
-    `sizes` are sums of the absolute values that were merged into the model's arrays, and are brought along: what has
-    cancelled but for rounding is small beside them, however long ago it did.
     """
-    leaves, tree, rest = parameters_of(model)
-    makes, reads = _sides(group)
-    whole = np.linalg.norm(np.concatenate([slot.rows(leaves[slot.leaf]) for slot in makes], 1), axis=1)
-    firm = [
-        group.slots[index].rows(leaves[group.slots[index].leaf]) for index in settled if not group.slots[index].outgoing
-    ]
-    lengths = np.linalg.norm(np.concatenate(firm, 1), axis=1) if firm else whole
-    safe = np.where(lengths > 0, lengths, 1.0)[:, None]
+    exponents: Any = group.scaling
+    makes, reads = (np.flatnonzero(side * exponents > 0).tolist() for side in (1, -1))
+    alive = np.linalg.norm(_rows(leaves, group, makes), axis=1) > 0
+    firm = [index for index in settled if index in makes]
+    lengths = np.linalg.norm(_rows(leaves, group, firm or makes), axis=1)
+    if (alive & (lengths == 0)).any():
+        fail("model", f"make all neurons of {group.name} by more than what other groups write to them", "some by that")
+    lengths = np.where(lengths > 0, lengths, 1.0)
     for arrays in (leaves, sizes):
-        for slot in makes:
-            arrays[slot.leaf] = _with_rows(arrays[slot.leaf], slot, slot.rows(arrays[slot.leaf]) / safe)
-        for slot in reads:
-            arrays[slot.leaf] = _with_rows(arrays[slot.leaf], slot, slot.rows(arrays[slot.leaf]) * safe)
-    label = _clusters(np.concatenate([slot.rows(leaves[slot.leaf]) for slot in makes], 1), whole > 0, tolerance)
+        for slot, exponent in zip(group.slots, exponents, strict=True):
+            blocks = slot.blocks(arrays[slot.leaf])
+            own = lengths.reshape(-1, *[1] * (blocks.ndim - 1)) ** -exponent
+            arrays[slot.leaf] = slot.with_blocks(arrays[slot.leaf], blocks * own)
+    label = _clusters(_rows(leaves, group, makes), alive, tolerance)
     known = np.flatnonzero(label >= 0)
-    sums = np.zeros((label.max(initial=-1) + 1, len(label)))
+    sums = np.zeros((label.max(initial=-1) + 1, group.size))
     sums[label[known], known] = 1.0
     firsts = np.argmax(sums, 1) if len(sums) else np.zeros(0, int)
-    norms = np.zeros((2, len(sums)))
-    for index, arrays in enumerate((leaves, sizes)):
-        for slot in reads:
-            rows = slot.rows(arrays[slot.leaf]).copy()
-            rows[firsts] = sums @ rows
-            norms[index] += (rows[firsts] ** 2).sum(1)
-            arrays[slot.leaf] = _with_rows(arrays[slot.leaf], slot, rows)
-    kept = np.sort(firsts[np.sqrt(norms[0]) > tolerance * np.sqrt(norms[1])])
-    if len(kept) == 0:
-        kept = firsts[:1] if len(firsts) else np.zeros(1, int)  # an axis without entries is no axis
-    if len(kept) == group.size:
-        return eqx.combine(jax.tree.unflatten(tree, leaves), rest), False
+    norms = []
     for arrays in (leaves, sizes):
-        for (leaf, axis), own in group.by_axis().items():
-            slots = [group.slots[index] for index in own]
-            places, _ = spread(slots[0].layout, {slot.name: kept for slot in slots})
+        for index in reads:
+            slot = group.slots[index]
+            blocks = slot.blocks(arrays[slot.leaf])
+            blocks[firsts] = np.tensordot(sums, blocks, 1)
+            arrays[slot.leaf] = slot.with_blocks(arrays[slot.leaf], blocks)
+        norms.append(np.linalg.norm(_rows(arrays, group, reads)[firsts], axis=1))
+    kept = np.sort(firsts[norms[0] > tolerance * norms[1]])
+    if len(kept):
+        return kept
+    for arrays in (leaves, sizes):
+        for slot in group.slots:
+            arrays[slot.leaf] = slot.with_blocks(arrays[slot.leaf], 0.0)
+    return np.zeros(1, int)  # an axis without entries is no axis
+
+
+def _shrunk(
+    leaves: Arrays, sizes: Arrays, groups: Mapping[str, NeuronGroup], name: str, kept: np.ndarray
+) -> dict[str, NeuronGroup]:
+    """Leaves some neurons of a group in the arrays, in place; returns all groups where they are then."""
+    group, layouts = groups[name], {}
+    for (leaf, axis), own in group.by_axis().items():
+        slots = [group.slots[index] for index in own]
+        places, _ = spread(slots[0].layout, {slot.name: kept for slot in slots})
+        for arrays in (leaves, sizes):
             arrays[leaf] = np.take(arrays[leaf], places, axis)
-    return refit(eqx.combine(jax.tree.unflatten(tree, leaves), rest)), True
+        layouts[leaf, axis] = resized(slots[0].layout, {slot.name: len(kept) for slot in slots})
+
+    def moved(slot: Slot, size: int) -> Slot:
+        layout = layouts.get((slot.leaf, slot.axis), slot.layout)
+        owner = spread(layout, {slot.name: np.arange(size)})[1][slot.name]
+        positions = np.argsort(owner, kind="stable")[np.sum(owner < 0) :].reshape(size, -1)
+        return slot._replace(layout=layout, positions=positions, shape=leaves[slot.leaf].shape)
+
+    found = {}
+    for other, each in groups.items():
+        size = len(kept) if other == name else each.size
+        found[other] = dataclasses.replace(each, size=size, slots=tuple(moved(slot, size) for slot in each.slots))
+    return found
 
 
 def _clusters(made: np.ndarray, alive: np.ndarray, tolerance: float) -> np.ndarray:
@@ -237,17 +301,19 @@ def _next(left: Mapping[str, NeuronGroup], owners: Mapping[tuple[int, int], set[
     return name, list(range(len(group.slots)))
 
 
-def _ordered(model: Any, groups: Mapping[str, NeuronGroup], sequence: Mapping[str, list[int]]) -> Any:
-    """All groups in the order of a projection of what makes their neurons, those next to the inputs first."""
-    leaves, tree, rest = parameters_of(model)
-    for name, settled in sequence.items():
-        group = groups[name]
-        rows = np.concatenate([group.slots[index].rows(leaves[group.slots[index].leaf]) for index in settled], 1)
-        order = np.argsort(rows @ _direction(rows.shape[1]), kind="stable")
-        for slot in group.slots:
-            leaves[slot.leaf] = _with_rows(leaves[slot.leaf], slot, slot.rows(leaves[slot.leaf])[order])
-    return eqx.combine(jax.tree.unflatten(tree, leaves), rest)
-
-
 def _direction(size: int) -> np.ndarray:
     return np.random.default_rng(size).standard_normal(size)
+
+
+def _features(rows: np.ndarray) -> np.ndarray:
+    """Functions of what makes each neuron, as many as there are neurons: [functions, neurons].
+
+    Waves of random directions, with edges, so that those of neurons that are near each other differ; slow ones, as they
+    carry rounding on from layer to layer.
+    """
+    count, size = rows.shape
+    lengths = np.linalg.norm(rows, axis=1, keepdims=True)
+    rng = np.random.default_rng(count)
+    phases = rows / np.where(lengths > 0, lengths, 1.0) @ (SLOPE * rng.standard_normal((size, count)))
+    waves = np.abs((phases + rng.uniform(0, 2, count)) % 2 - 1) - 0.5
+    return (waves * (12 / count) ** 0.5).T

@@ -48,7 +48,8 @@ UNIT = Product(())
 class Atoms:
     """All atoms of a program: which are one, what they are made of, and why they may not be touched."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, single: bool = False) -> None:
+        self.single = single  # whether axes of length 1 have atoms, too
         self._parent: list[int] = []
         self._sizes: list[int] = []
         self._reasons: list[str] = []  # empty: free
@@ -58,7 +59,7 @@ class Atoms:
 
     def new(self, size: int, reason: str = "") -> Axis:
         """An axis of one new atom, frozen if a reason is given."""
-        if size == 1:
+        if size == 1 and not self.single:
             return UNIT
         self._parent.append(len(self._parent))
         self._sizes.append(size)
@@ -155,6 +156,8 @@ class Atoms:
 
     def _unite_products(self, a: Product, b: Product) -> None:
         first, second = list(a.parts), list(b.parts)
+        if [self.size(part) for part in first] != [self.size(part) for part in second]:
+            first, second = self._without_single(first), self._without_single(second)
         while first and second:
             sizes = self.size(first[0]), self.size(second[0])
             if sizes[0] != sizes[1]:
@@ -168,6 +171,12 @@ class Atoms:
                 if self.size(small[0]) != self.size(large[0]):
                     return
             self.unite(first.pop(0), second.pop(0))
+
+    def _without_single(self, parts: list[Axis]) -> list[Axis]:
+        for part in parts:
+            if self.size(part) == 1:
+                self.freeze(part, "its length is 1 and it comes and goes")
+        return [part for part in parts if self.size(part) > 1]
 
     def _unite_sums(self, a: Axis, b: Axis) -> None:
         ends = {0}
@@ -229,6 +238,8 @@ class Atoms:
                 factor.append(parts.pop(0))
                 size //= own
             factors.append(self.resolve(Product(tuple(factor))))
+        if parts:  # of length 1
+            factors[-1] = self.resolve(Product((factors[-1], *parts)))
         return factors
 
     def _halved(self, axis: Axis, outer: int, inner: int) -> list[Axis]:
@@ -320,6 +331,13 @@ def spread(
             shape[k] = new[k]
             owners[name] = np.broadcast_to(owner.reshape(shape), new).reshape(-1)
     return grid, owners
+
+
+def resized(layout: Any, sizes: dict[tuple[int, ...], int]) -> Any:
+    """The layout of an axis with other numbers of neurons at some of its parts, by their names."""
+    if isinstance(layout, Part):
+        return Part(layout.name, sizes.get(layout.name, layout.size))
+    return type(layout)(tuple(resized(part, sizes) for part in layout.parts))
 
 
 def length(layout: Any) -> int:

@@ -98,7 +98,7 @@ class Flow:
         for k, size in enumerate(array.shape):
             first = np.take(array, [0], k)
             even = size <= 1 or bool(((array == first) | ((array != array) & (first != first))).all())  # NaN is NaN
-            axes.append(self.atoms.new(size, "a constant differs along it") if not even else None if size > 1 else UNIT)
+            axes.append(self.atoms.new(size, "a constant differs along it") if not even else None)
         return Value(array.shape, axes, zero=not array.any(), known=array if array.size <= FEW else None)
 
     def even(self, size: int) -> Axis:
@@ -188,9 +188,12 @@ class Flow:
         axes: list[Axis | None] = []
         for k, size in enumerate(shape):
             own = [value.axes[k] if value.shape and value.shape[k] == size else None for value in operands]
+            for value in operands:
+                if value.shape and value.shape[k] != size:
+                    self.freeze(value, "it is broadcast", [k])
             axis = self.lined_up(own)
             axes.append(axis)
-            if axis is not None and size > 1:
+            if axis is not None:
                 exponents(axis, own)
         return Value(shape, axes)
 
@@ -209,6 +212,8 @@ class Flow:
         self.contracted += [axis for axis, _ in terms]
         if len(terms) == 2:
             self.equations.append(Equation(terms, adds_up=True))
+        elif terms and self.atoms.size(terms[0][0]) == 1:
+            self.atoms.freeze(terms[0][0], "it is multiplied with what has no such axis")
         elif terms:  # with what does not differ along it: a statistic
             self.counted.append(terms[0][0])
             self.uneven.append(terms[0][0])
@@ -223,8 +228,22 @@ class Flow:
 
     def regrouped(self, value: Value, shape: tuple[int, ...]) -> list[Axis | None]:
         """The axes of an array of another shape with the same entries in the same order."""
+        if value.shape == shape:
+            return list(value.axes)
         old = [(axis, size) for axis, size in zip(value.axes, value.shape, strict=True) if size != 1]
         new = [size for size in shape if size != 1]
+        single = tuple(
+            leaf
+            for axis, size in zip(value.axes, value.shape, strict=True)
+            if axis and size == 1
+            for leaf in self.atoms.leaves(axis)
+        )
+        if single and old:  # goes with the first axis that is longer
+            old[0] = Product((*single, old[0][0] or self.even(old[0][1]))), old[0][1]
+        elif single and shape:
+            return [Product(single), *[UNIT] * (len(shape) - 1)]
+        elif single:
+            self.freeze(value, "it is an axis no more")
         found: list[Axis | None] = []
         while old or new:
             group, targets = [old.pop(0)], [new.pop(0)]

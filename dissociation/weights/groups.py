@@ -19,7 +19,7 @@ import numpy as np
 from dissociation.checks import fail_kind
 from dissociation.models.program import program_of
 from dissociation.validation import validated
-from dissociation.weights.axes import Layout
+from dissociation.weights.axes import Atoms, Layout
 from dissociation.weights.copies import copies_told_apart
 from dissociation.weights.flow import Equation, Flow, Value
 from dissociation.weights.operations import follow
@@ -174,7 +174,9 @@ def stated_groups(model: Any, example: Any) -> dict[str, NeuronGroup] | None:
 
 
 @validated
-def neuron_groups(model: Any, example: Any, *, call: Callable[[Any, Any], Any] | None = None) -> dict[str, NeuronGroup]:
+def neuron_groups(
+    model: Any, example: Any, *, call: Callable[[Any, Any], Any] | None = None, single: bool = False
+) -> dict[str, NeuronGroup]:
     """The groups of neurons of a model, by name.
 
     Args:
@@ -182,10 +184,11 @@ def neuron_groups(model: Any, example: Any, *, call: Callable[[Any, Any], Any] |
             taken in inference mode. Arrays of floating-point numbers are parameters, others are constants.
         example: One example, or anything with its shape and dtype.
         call: From model and example to outputs; default: `model(example)`, and for a pair `model(example, state)[0]`.
+        single: Whether neurons that are alone in their layer are found, too.
 
     Returns:
-        Groups of two neurons and more, in the order of the arrays that make them. `group_report` says what stands
-        still, and why.
+        Groups of two neurons and more, or of one and more, in the order of the arrays that make them. `group_report`
+        says what stands still, and why.
 
     Raises:
         TypeError: If the model does not take the example, or holds no arrays of floating-point numbers.
@@ -198,7 +201,7 @@ def neuron_groups(model: Any, example: Any, *, call: Callable[[Any, Any], Any] |
         layers[1] 8 1.0 ['.layers[1].weight', '.layers[1].bias', '.layers[2].weight']
     """
     stated = stated_groups(model, example)
-    return group_report(model, example, call=call).groups if stated is None else stated
+    return group_report(model, example, call=call, single=single).groups if stated is None else stated
 
 
 def parameters_of(model: Any) -> tuple[list[Any], Any, Any]:
@@ -214,13 +217,16 @@ def structure_of(model: Any) -> tuple[Any, list[Any]]:
 
 
 @validated
-def group_report(model: Any, example: Any, *, call: Callable[[Any, Any], Any] | None = None) -> GroupReport:
+def group_report(
+    model: Any, example: Any, *, call: Callable[[Any, Any], Any] | None = None, single: bool = False
+) -> GroupReport:
     """As `neuron_groups`, with what stands still.
 
     Args:
         model: See `neuron_groups`.
         example: See `neuron_groups`.
         call: See `neuron_groups`.
+        single: See `neuron_groups`.
 
     Returns:
         Groups, and reasons; printed, a line each.
@@ -237,7 +243,7 @@ def group_report(model: Any, example: Any, *, call: Callable[[Any, Any], Any] | 
         traced = jax.make_jaxpr(program)(*shapes)
     except Exception as error:
         fail_kind("model", "take `example`", f"{type(model).__name__}: {error}", "See `call`")
-    flow = Flow()
+    flow = Flow(Atoms(single=single))
     made = [flow.array(leaf.shape) for leaf in leaves]
     given = [flow.array(leaf.shape) for leaf in jax.tree.leaves(shapes[1])]
     for value in given:

@@ -122,10 +122,14 @@ def _resized(model: Any, group: NeuronGroup, original: np.ndarray, fill: Fill) -
     return one
 
 
-def _check_same(before: Any, after: Any, group: NeuronGroup, owners: Owners, size: int) -> None:
-    """Raises unless both are one program, without a number that depends on how many neurons there are."""
+def check_same_program(before: Any, after: Any, group: NeuronGroup) -> None:
+    """Raises unless both are one program, without a number that depends on how many neurons a group has."""
     if _literals(before, group) != _literals(after, group):
         fail("group", "be one whose number of neurons the function does not depend on", group.name)
+
+
+def _check_same(before: Any, after: Any, group: NeuronGroup, owners: Owners, size: int) -> None:
+    check_same_program(before, after, group)
     _check_same_places(after, group, owners, size)
 
 

@@ -212,16 +212,19 @@ def _transpose(flow: Flow, params: Params, operands: list[Value], shapes: list[t
 
 def _broadcast(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
     value, shape = operands[0], shapes[0]
-    axes: list[Axis | None] = [UNIT if size == 1 else None for size in shape]
+    axes: list[Axis | None] = [None] * len(shape)
     for k, to in enumerate(params["broadcast_dimensions"]):
         if value.shape[k] == shape[to]:
             axes[to] = value.axes[k]
+        else:
+            flow.freeze(value, "it is broadcast", [k])
     return [Value(shape, axes, value.zero)]
 
 
 def _squeeze(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
     value = operands[0]
     gone = [k % len(value.shape) for k in params["dimensions"]]
+    flow.freeze(value, "it is an axis no more", gone)
     return [Value(shapes[0], [axis for k, axis in enumerate(value.axes) if k not in gone], value.zero)]
 
 
@@ -237,7 +240,7 @@ def _reverse(flow: Flow, params: Params, operands: list[Value], shapes: list[tup
 
 
 def _iota(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
-    axes: list[Axis | None] = [UNIT if size == 1 else None for size in shapes[0]]
+    axes: list[Axis | None] = [None] * len(shapes[0])
     axes[params["dimension"]] = flow.atoms.new(shapes[0][params["dimension"]], "a constant differs along it")
     return [Value(shapes[0], axes)]
 
@@ -245,7 +248,7 @@ def _iota(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[
 def _cut(flow: Flow, axis: Axis | None, length: int, start: int, stop: int) -> Axis | None:
     """A stretch of an axis."""
     if axis is None or stop - start == length:
-        return axis if stop - start > 1 else UNIT
+        return axis
     sizes = [size for size in (start, stop - start, length - stop) if size]
     return flow.atoms.cut(axis, sizes)[1 if start else 0]
 
@@ -271,7 +274,7 @@ def _dynamic_slice(flow: Flow, params: Params, operands: list[Value], shapes: li
     for k, size in enumerate(shapes[0]):
         start = starts[k].known
         if size == value.shape[k] or value.axes[k] is None:
-            axes.append(value.axes[k] if size > 1 else UNIT)
+            axes.append(value.axes[k])
         elif start is not None:
             first = min(max(int(start) + value.shape[k] * (int(start) < 0), 0), value.shape[k] - size)
             axes.append(_cut(flow, value.axes[k], value.shape[k], first, first + size))
@@ -304,7 +307,7 @@ def _split(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple
     results = []
     for shape, part in zip(shapes, parts, strict=True):
         axes = list(value.axes)
-        axes[along] = UNIT if shape[along] == 1 else part
+        axes[along] = part
         results.append(Value(shape, axes, value.zero))
     return results
 
@@ -448,7 +451,7 @@ def _gather(flow: Flow, params: Params, operands: list[Value], shapes: list[tupl
     kept: list[Axis | None] = []
     for k, size in enumerate(sizes):
         whole = size == value.shape[k]
-        if not whole:
+        if not whole or k in numbers.collapsed_slice_dims:
             flow.freeze(value, "it is read at given places", [k])
         if k not in numbers.collapsed_slice_dims:
             kept.append(value.axes[k] if whole else flow.atoms.new(size, "it is read at given places"))

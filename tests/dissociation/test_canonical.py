@@ -1,17 +1,32 @@
 """Rewrites of one network have one canonical form; other networks have others."""
 
+from collections.abc import Callable
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from zoo import ZOO
+from scipy.spatial.distance import pdist
+from zoo import ZOO, ResidualMLP
 
 from dissociation.symmetry.canonical import canonical, fingerprint, fingerprint_distance
 from dissociation.weights import growth, rewrites
-from dissociation.weights.groups import neuron_groups
+from dissociation.weights.groups import neuron_groups, parameters_of
+from dissociation.weights.sizes import refit
 
 KINDS = ("perceptron", "convolutional", "residual")
+
+MADE_AND_READ = {
+    "perceptron": [([(0, 0), (1, 0)], [(2, 1)]), ([(2, 0), (3, 0)], [(4, 1)])],
+    "convolutional": [([(0, 3), (1, 0)], [(2, 2)]), ([(2, 3), (3, 0)], [(4, 1)]), ([(4, 0), (5, 0)], [(6, 1)])],
+    "residual": [
+        ([(0, 0), (1, 0), (6, 0), (7, 0), (8, 0), (9, 0)], [(2, 1), (4, 1), (10, 1)]),
+        ([(2, 0), (3, 0)], [(6, 1)]),
+        ([(4, 0), (5, 0)], [(8, 1)]),
+    ],
+}
+"""Arrays, in their order, and axes that make and read the neurons of each group; those of the last axis go fastest."""
 
 
 def one(name, seed=0):
@@ -20,59 +35,152 @@ def one(name, seed=0):
     return model, inputs, neuron_groups(model, inputs[0])
 
 
-def composed(groups, rng, steps=5):
-    """Random rewrites, one after another."""
-    parts = []
+def with_leaves(model, leaves):
+    _, tree, rest = parameters_of(model)
+    return refit(eqx.combine(jax.tree.unflatten(tree, [jnp.asarray(leaf) for leaf in leaves]), rest))
+
+
+def rewritten(leaves, group, rng, kind):
+    """A random rewrite of the neurons of a group, in NumPy."""
+    makes, reads = group
+    count = leaves[makes[0][0]].shape[makes[0][1]]
+    new = rng.integers(count, size=3) if kind in ("duplicate", "dead", "unmade", "cancelling") else np.zeros(0, int)
+    index = rng.permutation(count) if kind == "permute" else np.concatenate([np.arange(count), new])
+    made, read, drawn = np.ones((3, len(index)))
+    drawn[count:] = kind != "duplicate"
+    if kind == "scale":
+        made = np.exp(rng.normal(size=count))
+        read = 1 / made
+    elif kind == "duplicate":
+        made[count:] = np.exp(rng.normal(size=3))
+        share = np.exp(rng.normal(size=len(index)))
+        read = share / np.bincount(index, share)[index] / made
+    elif kind == "dead":
+        read[count:] = 0
+    elif kind == "unmade":
+        made[count:] = 0
+    elif kind == "cancelling":
+        made[count:], index[count:] = np.exp(rng.normal(size=3)), index[count]
+        read[count:] = np.array([1, 2, -3]) / made[count:]
+    leaves = list(leaves)
+    for places, factor in ((makes, made), (reads, read)):
+        for leaf, axis in places:
+            array = np.moveaxis(leaves[leaf], axis, 0)
+            array = array.reshape(-1, count, *array.shape[1:])[:, index]
+            if places is makes and count < len(index) and drawn[-1]:
+                shape = array[:, :1].shape if kind == "cancelling" else array[:, count:].shape  # made alike, or not
+                array[:, count:] = rng.normal(size=shape)
+            array = array * factor.reshape(-1, *[1] * (array.ndim - 2))
+            array = array.reshape(-1, *array.shape[2:]).astype(leaves[leaf].dtype)
+            leaves[leaf] = np.moveaxis(array, 0, axis)
+    return leaves
+
+
+def composed(name, model, rng, steps=5, kinds=("permute", "scale", "duplicate", "dead", "unmade", "cancelling")):
+    """A network after random rewrites of random groups, one after another."""
+    leaves = [np.asarray(leaf) for leaf in parameters_of(model)[0]]
     for _ in range(steps):
-        group = groups[list(groups)[rng.integers(len(groups))]]
-        key = jax.random.key(rng.integers(2**31))
-        makers = (
-            lambda group=group, key=key: rewrites.permute(group, key=key),
-            lambda group=group: rewrites.scale(group, float(np.exp(rng.normal()))),
-            lambda group=group: growth.duplicate(group, 1 + rng.random()),
-            lambda group=group, key=key: growth.add_nuisance(group, 3, key=key),
-            lambda group=group, key=key: growth.add_nuisance(group, 2, 3, key=key, incoming_std=0.3),
-        )
-        parts.append(makers[rng.integers(len(makers))]())
-    return rewrites.compose(parts)
+        groups = MADE_AND_READ[name]
+        leaves = rewritten(leaves, groups[rng.integers(len(groups))], rng, kinds[rng.integers(len(kinds))])
+    return with_leaves(model, leaves)
+
+
+def distances_of_rewrites(name, count):
+    model, inputs, _ = one(name)
+    own, rng = fingerprint(model, inputs[0]), np.random.default_rng(5)
+    wide = (composed(name, model, rng, rng.integers(3, 9)) for _ in range(count))
+    return [fingerprint_distance(own, fingerprint(network, inputs[0])) for network in wide]
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_the_canonical_form_computes_the_same(name):
-    model, inputs, groups = one(name)
-    for network in (model, composed(groups, np.random.default_rng(0))(model)):
+    model, inputs, _ = one(name)
+    first = canonical(model, inputs[0])
+    for seed in range(3):
+        network = composed(name, model, np.random.default_rng(seed))
         form = canonical(network, inputs[0])
-        np.testing.assert_allclose(jax.vmap(form)(inputs), jax.vmap(model)(inputs), atol=2e-6)
+        for other in (network, form):
+            np.testing.assert_allclose(jax.vmap(other)(inputs), jax.vmap(model)(inputs), atol=5e-6)
         assert jax.tree.structure(eqx.filter(form, eqx.is_array)) == jax.tree.structure(eqx.filter(model, eqx.is_array))
         again = canonical(form, inputs[0])
-        assert fingerprint_distance(fingerprint(again, inputs[0]), fingerprint(form, inputs[0])) < 1e-6
+        for leaf, same, known in zip(*map(jax.tree.leaves, (form, again, first)), strict=True):
+            if eqx.is_array(leaf):
+                np.testing.assert_allclose(same, leaf, atol=1e-5)
+                np.testing.assert_allclose(leaf, known, atol=1e-5)
 
 
-def check_one_fingerprint(name, count):
-    model, inputs, groups = one(name)
-    own, rng = fingerprint(model, inputs[0]), np.random.default_rng(5)
-    distances = [fingerprint_distance(own, fingerprint(composed(groups, rng)(model), inputs[0])) for _ in range(count)]
-    assert max(distances) < 1e-5
-
-
-def test_rewrites_of_a_network_have_one_fingerprint():
-    check_one_fingerprint("perceptron", 12)
+@pytest.mark.parametrize("name", KINDS)
+def test_rewrites_of_a_network_have_one_fingerprint(name):
+    assert max(distances_of_rewrites(name, 15)) < 1e-6
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "count"), [("perceptron", 150), ("convolutional", 15), ("residual", 40)])
+@pytest.mark.parametrize(("name", "count"), [("perceptron", 600), ("convolutional", 150), ("residual", 250)])
 def test_many_rewrites_of_a_network_have_one_fingerprint(name, count):
-    check_one_fingerprint(name, count)
+    assert max(distances_of_rewrites(name, count)) < 1e-6
+
+
+def test_rewrites_of_the_library_have_one_fingerprint():
+    model, inputs, groups = one("perceptron")
+    first, second = groups.values()
+    rewrite = rewrites.compose(
+        [
+            growth.duplicate(second, 1.5),
+            growth.add_nuisance(first, 2, 3, key=jax.random.key(0)),
+            rewrites.scale(second, 0.03),
+            rewrites.permute(first, key=jax.random.key(1)),
+            growth.add_nuisance(second, 3, key=jax.random.key(2)),
+        ]
+    )
+    own, other = (fingerprint(network, inputs[0]) for network in (model, rewrite(model)))
+    assert fingerprint_distance(own, other) < 1e-6
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_other_networks_have_other_fingerprints(name):
-    found = [fingerprint(one(name, seed)[0], one(name)[1][0]) for seed in range(4)]
-    assert min(fingerprint_distance(a, b) for i, a in enumerate(found) for b in found[:i]) > 0.1
+    check_different(name, 20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS)
+def test_a_thousand_networks_have_a_thousand_fingerprints(name):
+    check_different(name, 1000)
+
+
+def check_different(name, count):
+    example = one(name)[1][0]
+    make = ZOO[name].make
+    found = np.stack([fingerprint(make(jax.random.key(seed)), example) for seed in range(count)])
+    assert pdist(found).min() > 0.3 * np.linalg.norm(found, axis=1).max()
+
+
+def nearby(name, model, rng, kind):
+    """A network that differs from another in little."""
+    leaves = [np.array(leaf) for leaf in parameters_of(model)[0]]
+    groups = MADE_AND_READ[name]
+    makes, reads = groups[rng.integers(len(groups))]
+    if kind == "outgoing":  # those of two neurons change places
+        count = leaves[makes[0][0]].shape[makes[0][1]]
+        first, second = rng.choice(count, 2, replace=False)
+        for leaf, axis in reads:
+            array = np.moveaxis(leaves[leaf], axis, 0)
+            array = array.reshape(-1, count, *array.shape[1:])
+            array[:, [first, second]] = array[:, [second, first]]
+            leaves[leaf] = np.moveaxis(array.reshape(-1, *array.shape[2:]), 0, axis)
+        return with_leaves(model, leaves)
+    flat = leaves[rng.integers(len(leaves))].reshape(-1)
+    large = np.flatnonzero(np.abs(flat) >= np.quantile(np.abs(flat), 0.5))
+    flat[rng.choice(large)] *= -1 if kind == "sign" else 1.001
+    return with_leaves(model, leaves)
+
+
+@pytest.mark.parametrize(("kind", "least"), [("weight", 1e-6), ("sign", 1e-3), ("outgoing", 1e-2)])
+@pytest.mark.parametrize("name", KINDS)
+def test_networks_that_differ_in_little_have_other_fingerprints(name, kind, least):
     model, inputs, _ = one(name)
-    leaf = jax.tree.leaves(eqx.filter(model, eqx.is_array))[0]
-    moved = jax.tree.map(lambda x: 1.01 * x if x is leaf else x, model)
-    assert fingerprint_distance(found[0], fingerprint(moved, inputs[0])) > 1e-4
+    own, rng = fingerprint(model, inputs[0]), np.random.default_rng(1)
+    found = [fingerprint(nearby(name, model, rng, kind), inputs[0]) for _ in range(20)]
+    assert min(fingerprint_distance(own, other) for other in found) > least
 
 
 def test_neurons_without_effect_are_dropped():
@@ -92,16 +200,200 @@ def test_neurons_without_effect_are_dropped():
     assert canonical(dead, inputs[0]).layers[1].weight.shape == (7, 8)
 
 
+class Flattened(eqx.Module):
+    """Channels first, flattened after pooling."""
+
+    first: eqx.nn.Conv2d
+    second: eqx.nn.Conv2d
+    hidden: eqx.nn.Linear
+    out: eqx.nn.Linear
+
+    def __init__(self, widths, key, kernel=3):
+        keys = jax.random.split(key, 4)
+        a, b, c = widths
+        self.first = eqx.nn.Conv2d(1, a, kernel, padding=kernel // 2, key=keys[0])
+        self.second = eqx.nn.Conv2d(a, b, kernel, padding=kernel // 2, key=keys[1])
+        self.hidden, self.out = eqx.nn.Linear(4 * b, c, key=keys[2]), eqx.nn.Linear(c, 2, key=keys[3])
+
+    def __call__(self, x):
+        for layer in (self.first, self.second):
+            x = eqx.nn.MaxPool2d(2, 2)(jax.nn.relu(layer(x)))
+        return self.out(jax.nn.relu(self.hidden(x.reshape(-1))))
+
+
+NARROW = {
+    "perceptron": (lambda key: eqx.nn.MLP(5, 3, 1, 2, key=key), (5,)),
+    "of one number": (lambda key: eqx.nn.MLP("scalar", "scalar", 1, 2, key=key), ()),
+    "of a vector of one": (lambda key: eqx.nn.MLP(1, 1, 2, 2, key=key), (1,)),
+    "residual": (lambda key: ResidualMLP(1, 1, normalise=False, key=key), (5,)),
+    "convolutional": (lambda key: Flattened((1, 1, 1), key), (1, 8, 8)),
+    "flattened": (lambda key: Flattened((3, 1, 2), key), (1, 8, 8)),
+    "pointwise": (lambda key: Flattened((1, 2, 1), key, kernel=1), (1, 8, 8)),
+}
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_layers_of_one_neuron_and_of_none(name):
+    make, shape = NARROW[name]
+    model = jax.tree.map(lambda x: jnp.abs(x) if eqx.is_array(x) else x, make(jax.random.key(0)))  # nothing is dead
+    inputs = jnp.abs(jax.random.normal(jax.random.key(1), (4, *shape)))
+    given = [np.asarray(leaf) for leaf in parameters_of(model)[0]]
+    own = fingerprint(model, inputs[0])
+    for group in neuron_groups(model, inputs[0], single=True).values():
+        scaled, alone, dead, wide = (list(given) for _ in range(4))
+        for slot, exponent in zip(group.slots, group.scaling, strict=True):
+            array = given[slot.leaf]
+            factor = np.linspace(3.0, 5.0, group.size).reshape(-1, *[1] * array.ndim) ** exponent
+            scaled[slot.leaf] = slot.with_blocks(scaled[slot.leaf], slot.blocks(scaled[slot.leaf]) * factor)
+            for arrays, first in ((alone, 1), (dead, 0)) if slot.outgoing else ():
+                blocks = slot.blocks(arrays[slot.leaf])
+                blocks[first:] = 0
+                arrays[slot.leaf] = slot.with_blocks(arrays[slot.leaf], blocks)
+        assert fingerprint_distance(own, fingerprint(with_leaves(model, scaled), inputs[0])) < 1e-6
+        assert fingerprint_distance(own, fingerprint(with_leaves(model, dead), inputs[0])) > 1e-2
+        for arrays in (alone, dead):
+            network = with_leaves(model, arrays)
+            form = canonical(network, inputs[0])
+            assert len(parameters_of(form)[0][group.slots[0].leaf]) == 1
+            np.testing.assert_allclose(jax.vmap(form)(inputs), jax.vmap(network)(inputs), rtol=2e-6)
+
+
+def test_what_is_alike_or_dead_leaves_one_neuron():
+    keys = jax.random.split(jax.random.key(0), 2)
+    narrow, wide = (eqx.nn.MLP(3, 2, width, 1, key=key) for width, key in zip((1, 2), keys, strict=True))
+    weights = jnp.array([1.0, 2.0])[:, None]
+    parallel = eqx.tree_at(
+        lambda m: [m.layers[0].weight, m.layers[0].bias, m.layers[1].weight, m.layers[1].bias],
+        wide,
+        [weights * narrow.layers[0].weight, weights[:, 0] * narrow.layers[0].bias]
+        + [narrow.layers[1].weight * jnp.array([[0.5, 0.25]]), narrow.layers[1].bias],
+    )
+    example = jnp.ones(3)
+    own = fingerprint(narrow, example)
+    assert fingerprint_distance(own, fingerprint(parallel, example)) < 1e-6
+    deep = (eqx.nn.MLP(3, 2, width, 2, key=key) for width, key in zip((1, 2), keys, strict=True))
+    last = narrow.layers[1].bias
+    ends = [(m, (0 * m.layers[2].weight, last)) for m in deep]
+    still = [eqx.tree_at(lambda m: (m.layers[2].weight, m.layers[2].bias), *end) for end in ends]
+    assert canonical(still[1], example).layers[1].weight.shape == (1, 1)
+    assert fingerprint_distance(*(fingerprint(network, example) for network in still)) < 1e-6
+    nothing = [jax.tree.map(lambda x: 0 * x if eqx.is_array(x) else x, network) for network in (narrow, wide)]
+    assert fingerprint_distance(*(fingerprint(network, example) for network in nothing)) == 0
+
+
+def test_groups_side_by_side_shrink_each_by_itself():
+    def call(arrays, x):
+        one, other, read = arrays
+        return read @ jnp.concatenate([jax.nn.relu(one @ x), jax.nn.relu(other @ x)])
+
+    rng = np.random.default_rng(0)
+    one, other, read = (rng.normal(size=shape).astype(np.float32) for shape in ((4, 3), (5, 3), (2, 9)))
+    twice = [np.concatenate([array, 2 * array[1:3]]) for array in (one, other)]
+    parts = [read[:, :4], np.zeros((2, 2)), read[:, 4:], read[:, [5, 6]] / 4]
+    parts[2] = np.where(np.isin(np.arange(5), (1, 2)), parts[2] / 2, parts[2])
+    wide = (*twice, np.concatenate(parts, 1).astype(np.float32))
+    arrays = tuple(map(jnp.asarray, (one, other, read)))
+    wide, example = tuple(map(jnp.asarray, wide)), jnp.ones(3)
+    forms = [canonical(network, example, call=call) for network in (arrays, wide)]
+    for first, second in zip(*forms, strict=True):
+        np.testing.assert_allclose(second, first, atol=1e-6)
+    np.testing.assert_allclose(call(forms[1], example), call(arrays, example), atol=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(jnp.float32, 1e-6), (jnp.bfloat16, 0.01)])
+def test_a_fingerprint_does_not_jump_where_the_order_does(dtype, most):
+    models = [eqx.nn.MLP(5, 3, 300, 2, key=jax.random.key(seed)) for seed in range(2)]
+    model, other = (jax.tree.map(lambda x: x.astype(dtype) if eqx.is_array(x) else x, m) for m in models)
+    rng, example = np.random.default_rng(0), jnp.ones(5, dtype)
+    moved = composed("perceptron", model, rng, 10, ("permute", "scale"))
+    own, again, far = (fingerprint(network, example) for network in (model, moved, other))
+    assert fingerprint_distance(own, again) < most
+    assert fingerprint_distance(own, far) > 0.5
+    forms = [np.asarray(canonical(m, example).layers[0].bias, float) for m in (model, moved)]
+    assert (np.abs(forms[0] - forms[1]).max() > 0.1) == (dtype == jnp.bfloat16)
+
+
+@pytest.mark.parametrize("double", [False, True])
+def test_deep_networks_of_any_size_have_one_fingerprint(double):
+    with jax.enable_x64(double):
+        model = eqx.nn.MLP(4, 2, 6, 8, key=jax.random.key(0))
+        example = jnp.ones(4)
+        own = fingerprint(model, example)
+        for signs in ((1, 1), (-1, -1), (1, -1)):
+            leaves = [np.asarray(leaf) for leaf in parameters_of(model)[0]]
+            for layer in range(8):  # weights of 1e10 and of 1e-10
+                factor = np.asarray(10.0 ** (10 * signs[layer % 2]), leaves[0].dtype)
+                leaves[2 * layer], leaves[2 * layer + 1] = factor * leaves[2 * layer], factor * leaves[2 * layer + 1]
+                leaves[2 * layer + 2] = leaves[2 * layer + 2] / factor
+            scaled = with_leaves(model, leaves)
+            assert fingerprint_distance(own, fingerprint(scaled, example)) < (1e-14 if double else 1e-6)
+
+
+def test_networks_whose_outputs_are_tiny_are_told_apart():
+    model = eqx.nn.MLP(4, 2, 6, 3, use_bias=False, use_final_bias=False, key=jax.random.key(0))
+    model = jax.tree.map(lambda x: 1e-8 * x if eqx.is_array(x) else x, model)
+    turned = eqx.tree_at(lambda m: m.layers[3].weight, model, model.layers[3].weight[::-1])
+    larger = eqx.tree_at(lambda m: m.layers[3].weight, model, replace_fn=lambda x: 1.01 * x)
+    own, *others = (fingerprint(network, jnp.ones(4)) for network in (model, turned, larger))
+    assert fingerprint_distance(own, others[0]) > 1e-2
+    assert fingerprint_distance(own, others[1]) > 1e-5
+
+
+class Gain(eqx.Module):
+    """relu(z) and what becomes of it."""
+
+    first: eqx.nn.Linear
+    second: eqx.nn.Linear
+    gain: jax.Array
+    after: Callable = eqx.field(static=True)
+
+    def __init__(self, after, width=6):
+        keys = jax.random.split(jax.random.key(0), 3)
+        self.first, self.second = eqx.nn.Linear(4, width, key=keys[0]), eqx.nn.Linear(width, 2, key=keys[1])
+        self.gain, self.after = jax.random.normal(keys[2], (width,)), after
+
+    def __call__(self, x):
+        return self.second(self.after(jax.nn.relu(self.first(x)), self.gain))
+
+
+@pytest.mark.parametrize(
+    ("after", "reason"),
+    [
+        (lambda x, gain: x**2, "first (of degree 2)"),
+        (lambda x, gain: x / jnp.abs(x), "first (of degree 0)"),
+        (lambda x, gain: gain * x, "first (scaled in 2 ways)"),
+        (lambda x, gain: jnp.tanh(x), "first (not homogeneous)"),
+        (lambda x, gain: x / jnp.linalg.norm(x), "first (normalised)"),
+    ],
+)
+def test_groups_of_another_kind_are_refused_with_the_reason(after, reason):
+    for width in (6, 1):
+        with pytest.raises(ValueError, match="`model` must have groups that are homogeneous") as raised:
+            fingerprint(Gain(after, width), jnp.ones(4))
+        assert width == 1 or reason in str(raised.value)
+
+
 def test_what_has_no_canonical_form_is_refused_by_name():
     for name, group in (
-        ("tanh without biases", r"layers\[0\]"),
-        ("bilinear", r"layers\[0\].left"),
-        ("transformer", "embed"),
-        ("stack in a scan", "first"),
+        ("tanh without biases", "layers[0] (not homogeneous)"),
+        ("bilinear", "layers[0].left (scaled in 2 ways)"),
+        ("transformer", "embedding (normalised)"),
+        ("stack in a scan", "first (in 3 copies)"),
     ):
         model, inputs, _ = one(name)
-        with pytest.raises(ValueError, match=f"`model` must have groups that are homogeneous .* got others: .*{group}"):
+        with pytest.raises(ValueError, match="`model` must have groups that are homogeneous") as raised:
             canonical(model, inputs[0])
+        assert group in str(raised.value)
     model, inputs, _ = one("perceptron")
     with pytest.raises(TypeError, match="`model` must be known"):
         eqx.filter_jit(lambda m: canonical(m, inputs[0]))(model)
+    model, inputs, _ = one("residual")
+    firm = lambda m: [m.embed.weight, m.embed.bias, *(layer.bias for layer in m.second)]  # noqa: E731
+    unmade = eqx.tree_at(firm, model, replace_fn=lambda x: x.at[0].set(0))
+    with pytest.raises(ValueError, match="make all neurons of embed by more than what other groups write to them"):
+        fingerprint(unmade, inputs[0])
+    counts = Gain(lambda x, gain: x / len(x))
+    canonical(counts, inputs[0][:4])
+    wide = eqx.tree_at(lambda m: m.second.weight, counts, counts.second.weight.at[:, 0].set(0))
+    with pytest.raises(ValueError, match="number of neurons the function does not depend on, got first"):
+        canonical(wide, inputs[0][:4])

@@ -26,6 +26,8 @@ def test_all_groups_are_found(name):
     }
     assert found == kind.groups
     assert {name: group.copies for name, group in groups.items() if group.copies > 1} == kind.copies
+    alone = neuron_groups(model, inputs[0], single=True)
+    assert {name: group.size for name, group in alone.items()} == {name: size for name, (size, _) in found.items()}
 
 
 def test_slots_say_where_neurons_lie():
@@ -50,6 +52,26 @@ def test_degrees_of_homogeneity():
     assert found["embed"].degree == 1
     tanh = ZOO["tanh without biases"].make(jax.random.key(0))
     assert neuron_groups(tanh, jnp.ones(5))["layers[0]"].degree is None
+
+
+def test_neurons_that_are_alone_are_found_where_asked_for():
+    def after(x, arrays, move):
+        made, gain, read = arrays
+        return read @ move(jax.nn.relu(made @ x), gain)
+
+    arrays = jnp.ones((1, 3)), jnp.ones(4), jnp.ones((2, 4))
+    for move, reason in (
+        (lambda h, gain: h[0] * gain, "it is an axis no more"),
+        (lambda h, gain: jnp.squeeze(h) * gain, "it is an axis no more"),
+        (lambda h, gain: jnp.broadcast_to(h, (4,)) * gain, "it is broadcast"),
+        (lambda h, gain: jnp.take(h, jnp.array([0]) * 1) * gain[:1] + gain, "it is"),
+        (lambda h, gain: (h[None] * gain[:, None]).reshape(-1), ""),  # read where it was flattened
+    ):
+        report = group_report(arrays, jnp.ones(3), call=lambda a, x, move=move: after(x, a, move), single=True)
+        assert report.frozen.get("[0][0]", "").startswith(reason)
+        assert ("[0]" in report.groups) == (not reason)
+        plain = neuron_groups(arrays, jnp.ones(3), call=lambda a, x, move=move: after(x, a, move))
+        assert all(group.size > 1 for group in plain.values())
 
 
 def test_gates_of_a_recurrent_cell_move_together():
@@ -190,3 +212,14 @@ def test_a_function_alone_is_no_model():
     model = eqx.nn.MLP(5, 3, 8, 1, key=jax.random.key(0))
     with pytest.raises(TypeError, match="`model` must hold arrays of floating-point numbers.*closes over is not seen"):
         neuron_groups(lambda x: model(x), jnp.ones(5))
+
+
+def test_atoms_of_one_index_are_kept_or_frozen():
+    atoms = Atoms(single=True)
+    alone = atoms.new(1)
+    factors = atoms.factored(Product((atoms.new(4), alone)), (2, 2))
+    assert alone in atoms.leaves(factors[-1])
+    long = atoms.new(4)
+    atoms.unite(Product((alone, long)), Product((atoms.new(2), atoms.new(2))))
+    assert atoms.reason(alone.atom) == "its length is 1 and it comes and goes"
+    assert [atoms.size(leaf) for leaf in atoms.leaves(long)] == [2, 2]
