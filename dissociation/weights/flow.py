@@ -91,15 +91,22 @@ class Flow:
 
     def constant(self, array: Any) -> Value:
         """A known array: it may move along axes along which it does not differ."""
-        if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        if jnp.issubdtype(getattr(array, "dtype", type(array)), jax.dtypes.prng_key):
             return self.array(array.shape, "a key differs along it")
         array = np.asarray(array)
         axes: list[Axis | None] = []
         for k, size in enumerate(array.shape):
-            first = np.take(array, [0], k)
+            first = array[(slice(None),) * k + (slice(0, 1),)]
             even = size <= 1 or bool(((array == first) | ((array != array) & (first != first))).all())  # NaN is NaN
             axes.append(self.atoms.new(size, "a constant differs along it") if not even else None if size > 1 else UNIT)
         return Value(array.shape, axes, zero=not array.any(), known=array if array.size <= FEW else None)
+
+    def unknown(self, name: str, operands: list[Value], shapes: Sequence[tuple[int, ...]]) -> list[Value]:
+        """Freezes everything that an operation touches."""
+        reason = f"`{name}` is not known to leave its order open"
+        for value in operands:
+            self.freeze(value, reason)
+        return [self.array(shape, reason) for shape in shapes]
 
     def even(self, size: int) -> Axis:
         """An axis along which nothing differs, where one is needed."""

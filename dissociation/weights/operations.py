@@ -1,6 +1,6 @@
 """What each operation of JAX does to axes (`flow`): a rule per primitive, and what has none freezes what it touches."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -8,11 +8,10 @@ import numpy as np
 from jax.extend import core as jex
 
 from dissociation.models.program import inner_program
+from dissociation.weights import indexing
 from dissociation.weights.axes import UNIT, Axis, Product, Sum
 from dissociation.weights.flow import FEW, Flow, Part, Step, Value
-
-Params = dict[str, Any]
-Rule = Callable[[Flow, Params, list[Value], list[tuple[int, ...]]], list[Value]]
+from dissociation.weights.indexing import Params, Rule
 
 LIKE_SUMS = {"add": True, "sub": True, "add_any": True, "max": False, "min": False, "clamp": False}
 """Homogeneous of degree one in all operands together, and whether they are linear."""
@@ -50,7 +49,7 @@ def _apply(flow: Flow, equation: Any, operands: list[Value]) -> list[Value]:
     shapes = [tuple(getattr(variable.aval, "shape", ())) for variable in equation.outvars]
     empty = any(0 in value.shape for value in operands) and name != "concatenate"
     if empty or any(0 in shape for shape in shapes):
-        return _unknown(flow, name, operands, shapes)
+        return flow.unknown(name, operands, shapes)
     folded = _folded(equation, operands, shapes)
     if folded is not None:
         return [flow.constant(folded)]
@@ -62,7 +61,7 @@ def _apply(flow: Flow, equation: Any, operands: list[Value]) -> list[Value]:
         return results
     inner = inner_program(params)
     if inner is None or len(inner.jaxpr.invars) != len(operands):
-        return _unknown(flow, name, operands, shapes)
+        return flow.unknown(name, operands, shapes)
     return follow(flow, inner.jaxpr, [flow.constant(const) for const in inner.consts], operands)
 
 
@@ -82,14 +81,6 @@ def _follow_part(flow: Flow, program: Any, args: list[Value]) -> list[Value]:
     flow.parts.append(Part(flow.steps, args, found))
     flow.steps = outer
     return found
-
-
-def _unknown(flow: Flow, name: str, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
-    """Freezes everything that an operation touches."""
-    reason = f"`{name}` is not known to leave its order open"
-    for value in operands:
-        flow.freeze(value, reason)
-    return [flow.array(shape, reason) for shape in shapes]
 
 
 def _like_sum(name: str) -> Rule:
@@ -227,74 +218,14 @@ def _squeeze(flow: Flow, params: Params, operands: list[Value], shapes: list[tup
 
 def _reshape(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
     if params.get("dimensions") is not None:
-        return _unknown(flow, "reshape", operands, shapes)
+        return flow.unknown("reshape", operands, shapes)
     return [Value(shapes[0], flow.regrouped(operands[0], shapes[0]), operands[0].zero)]
-
-
-def _reverse(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
-    flow.freeze(operands[0], "it is reversed", params["dimensions"])
-    return [Value(shapes[0], list(operands[0].axes), operands[0].zero)]
 
 
 def _iota(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
     axes: list[Axis | None] = [UNIT if size == 1 else None for size in shapes[0]]
     axes[params["dimension"]] = flow.atoms.new(shapes[0][params["dimension"]], "a constant differs along it")
     return [Value(shapes[0], axes)]
-
-
-def _cut(flow: Flow, axis: Axis | None, length: int, start: int, stop: int) -> Axis | None:
-    """A stretch of an axis."""
-    if axis is None or stop - start == length:
-        return axis if stop - start > 1 else UNIT
-    sizes = [size for size in (start, stop - start, length - stop) if size]
-    return flow.atoms.cut(axis, sizes)[1 if start else 0]
-
-
-def _slice(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
-    value = operands[0]
-    strides = params["strides"] or (1,) * len(value.shape)
-    axes: list[Axis | None] = []
-    for k, (start, stop, stride) in enumerate(
-        zip(params["start_indices"], params["limit_indices"], strides, strict=True)
-    ):
-        if stride == 1 or value.axes[k] is None:
-            axes.append(_cut(flow, value.axes[k], value.shape[k], start, start + shapes[0][k] if stride > 1 else stop))
-        else:
-            flow.freeze(value, "it is read in strides", [k])
-            axes.append(flow.atoms.new(shapes[0][k], "it is read in strides"))
-    return [Value(shapes[0], axes, value.zero)]
-
-
-def _dynamic_slice(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
-    value, starts = operands[0], operands[1:]
-    axes: list[Axis | None] = []
-    for k, size in enumerate(shapes[0]):
-        start = starts[k].known
-        if size == value.shape[k] or value.axes[k] is None:
-            axes.append(value.axes[k] if size > 1 else UNIT)
-        elif start is not None:
-            first = min(max(int(start) + value.shape[k] * (int(start) < 0), 0), value.shape[k] - size)
-            axes.append(_cut(flow, value.axes[k], value.shape[k], first, first + size))
-        else:
-            flow.freeze(value, "it is read at places that are computed", [k])
-            axes.append(flow.atoms.new(size, "it is read at places that are computed"))
-    return [Value(shapes[0], axes, value.zero)]
-
-
-def _dynamic_update(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
-    value, update = operands[:2]
-    axes: list[Axis | None] = []
-    for k, size in enumerate(value.shape):
-        if update.shape[k] == size:
-            own = [Value((size,), [part.axes[k]], part.zero) for part in (value, update)]
-            axis = flow.summed(own).axes[0]
-            flow.atoms.unite(axis, value.axes[k])
-        else:
-            for part in (value, update):
-                flow.freeze(part, "it is written at some places", [k])
-            axis = flow.atoms.new(size, "it is written at some places")
-        axes.append(axis)
-    return [Value(value.shape, axes, value.zero and update.zero)]
 
 
 def _split(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
@@ -358,26 +289,6 @@ def _with(axes: Sequence[Axis | None], place: int, axis: Axis | None) -> list[Ax
     return [axis if k == place else each for k, each in enumerate(axes)]
 
 
-def _pad(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
-    value, filler = operands
-    axes: list[Axis | None] = []
-    for k, config in enumerate(params["padding_config"]):
-        low, high, interior = map(int, config)
-        axis = value.axes[k]
-        if not (low or high or interior):
-            if axis is not None and not filler.zero:
-                flow.still(axis)
-            axes.append(axis)
-        elif interior or low < 0 or high < 0:
-            flow.freeze(value, "it is padded", [k])
-            axes.append(flow.atoms.new(shapes[0][k], "it is padded"))
-        else:
-            middle = flow.even(value.shape[k]) if axis is None else axis
-            parts = [flow.atoms.new(n, "padding") for n in (low, high)]
-            axes.append(Sum(tuple(p for p, n in zip((parts[0], middle, parts[1]), (low, 1, high), strict=True) if n)))
-    return [Value(shapes[0], axes, value.zero and filler.zero)]
-
-
 def _dot(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
     (contracted, batched), (left, right) = params["dimension_numbers"], operands
     for i, j in zip(*contracted, strict=True):
@@ -399,7 +310,7 @@ def _convolution(flow: Flow, params: Params, operands: list[Value], shapes: list
     image, kernel = operands
     numbers, groups = params["dimension_numbers"], params["feature_group_count"]
     if params["batch_group_count"] != 1:
-        return _unknown(flow, "conv_general_dilated", operands, shapes)
+        return flow.unknown("conv_general_dilated", operands, shapes)
     lhs, rhs, out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
     axes: list[Axis | None] = [None] * len(out)
     axes[out[0]] = image.axes[lhs[0]]
@@ -415,7 +326,7 @@ def _convolution(flow: Flow, params: Params, operands: list[Value], shapes: list
     # Blocks of channels, each with its own kernels: [groups, channels of one], [groups, outputs of one].
     sizes = groups, image.shape[lhs[1]] // groups
     if channels is None or outputs is None:
-        return _unknown(flow, "conv_general_dilated", operands, shapes)
+        return flow.unknown("conv_general_dilated", operands, shapes)
     block, within = flow.atoms.factored(channels, sizes)
     other, own = flow.atoms.factored(outputs, (groups, kernel.shape[rhs[0]] // groups))
     flow.contract(within, inputs)
@@ -438,26 +349,6 @@ def _window(linear: bool) -> Rule:
         return [Value(shapes[0], axes, value.zero)]
 
     return rule
-
-
-def _gather(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
-    value, where = operands
-    numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
-    if numbers.operand_batching_dims or any(size == 0 for size in sizes):
-        return _unknown(flow, "gather", operands, shapes)
-    kept: list[Axis | None] = []
-    for k, size in enumerate(sizes):
-        whole = size == value.shape[k]
-        if not whole:
-            flow.freeze(value, "it is read at given places", [k])
-        if k not in numbers.collapsed_slice_dims:
-            kept.append(value.axes[k] if whole else flow.atoms.new(size, "it is read at given places"))
-    batch = list(where.axes[:-1])
-    axes = [kept.pop(0) if k in numbers.offset_dims else batch.pop(0) for k in range(len(shapes[0]))]
-    for axis in axes:
-        if axis is not None:
-            flow.uneven += [axis] if axis in where.axes else []
-    return [Value(shapes[0], axes, value.zero)]
 
 
 def _scan(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
@@ -516,7 +407,7 @@ def _inner(name: str) -> Rule:
     def rule(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
         inner = inner_program(params)
         if inner is None:
-            return _unknown(flow, name, operands, shapes)
+            return flow.unknown(name, operands, shapes)
         consts = [flow.constant(const) for const in inner.consts]
         return follow(flow, inner.jaxpr, consts, operands[len(operands) - len(inner.jaxpr.invars) :])
 
@@ -544,27 +435,22 @@ RULES: dict[str, Rule] = {
     "broadcast_in_dim": _broadcast,
     "squeeze": _squeeze,
     "reshape": _reshape,
-    "rev": _reverse,
     "iota": _iota,
-    "slice": _slice,
-    "dynamic_slice": _dynamic_slice,
-    "dynamic_update_slice": _dynamic_update,
     "split": _split,
     "concatenate": _concatenate,
     "stack": _stack,
     "tile": _tile,
     "name": _all_same,
     "sharding_constraint": _all_same,
-    "pad": _pad,
     "dot_general": _dot,
     "conv_general_dilated": _convolution,
     "reduce_window_sum": _window(True),
     "reduce_window_max": _window(False),
     "reduce_window_min": _window(False),
-    "gather": _gather,
     "scan": _scan,
     "while": _while,
     "cond": _cond,
     "custom_vjp_call": _inner("custom_vjp_call"),
+    **indexing.RULES,
 }
 """By names of primitives."""
