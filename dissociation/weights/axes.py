@@ -56,6 +56,8 @@ class Part(NamedTuple):
 
 Layout = Part | Product | Sum | Order
 UNIT = Product(())
+Placed = tuple[Leaf, np.ndarray]
+"""An occurrence, and where its indices lie: [size of its atom, times it is repeated]."""
 
 
 def rebuilt(axis: Any, parts: tuple[Any, ...]) -> Any:
@@ -215,10 +217,7 @@ class Atoms:
         if isinstance(axis, Product):
             sizes = [self.size(part) for part in axis.parts]
             grids = [place.reshape(sizes) for place in np.unravel_index(order, sizes)]
-            lines = [
-                np.moveaxis(grid, k, 0).reshape(size, -1)
-                for k, (grid, size) in enumerate(zip(grids, sizes, strict=True))
-            ]
+            lines = [np.moveaxis(grid, k, 0).reshape(sizes[k], -1) for k, grid in enumerate(grids)]
             if all((line == line[:, :1]).all() for line in lines):
                 parts = zip(axis.parts, lines, strict=True)
                 return self.resolve(Product(tuple(Order(part, line[:, 0]) for part, line in parts)))
@@ -241,27 +240,26 @@ class Atoms:
                 for axis in (a, b):
                     self.freeze(axis, "its indices are in two orders")
                 return
-            owners = np.full((2, self.size(a)), -1)
-            for owner, own in zip(owners, placed, strict=True):
-                for number, (_, places) in enumerate(own):
-                    owner[places[:, 0]] = number
-            for own, met in zip(placed, owners[::-1], strict=True):
-                parted = next((each for each in own if len(set(met[each[1][:, 0]])) > 1), None)
-                if parted is not None:
-                    self._part(parted[0], met[parted[1][:, 0]])
-                    break
-            else:
-                single = "it meets single indices"
-                for own, met in zip(placed, owners[::-1], strict=True):
-                    for leaf, places in own:
-                        self.freeze(leaf if met[places[0, 0]] < 0 else None, single)
-                for leaf, places in placed[0]:
-                    number = owners[1, places[0, 0]]
-                    if number >= 0:
-                        other, there = placed[1][number]
-                        index = np.argsort(there[:, 0])[np.searchsorted(np.sort(there[:, 0]), places[:, 0])]
-                        self.unite(leaf, Order(other, index))
-                return
+            met = self._met(placed[0], placed[1], self.size(a)) + self._met(placed[1], placed[0], self.size(a))
+            parted = next(((leaf, others) for leaf, others in met if (others != others[0]).any()), None)
+            if parted is None:
+                break
+            self._part(*parted)
+        for leaf, others in met:
+            self.freeze(leaf if others[0] < 0 else None, "it meets single indices")
+        for (leaf, places), (_, others) in zip(placed[0], met, strict=False):
+            if others[0] >= 0:
+                other, there = placed[1][others[0]]
+                ranks = np.argsort(np.argsort(places[:, 0]))
+                self.unite(leaf, Order(other, np.argsort(there[:, 0])[ranks]))
+
+    @staticmethod
+    def _met(own: list[Placed], others: list[Placed], size: int) -> list[tuple[Leaf, np.ndarray]]:
+        """For each leaf, which of the others is at the place of each index; -1: none, an index by itself."""
+        owner = np.full(size, -1)
+        for number, (_, places) in enumerate(others):
+            owner[places[:, 0]] = number
+        return [(leaf, owner[places[:, 0]]) for leaf, places in own]
 
     def _part(self, leaf: Leaf, classes: np.ndarray) -> None:
         """Refines the atom of a leaf: indices of different classes do not change places."""
@@ -270,10 +268,8 @@ class Atoms:
         sizes = np.unique(classes, return_counts=True)[1].tolist()
         self._refine(leaf.atom, Order(Sum(tuple(self.new(size, reason) for size in sizes)), np.argsort(order)))
 
-    def taken(self, axis: Axis | None, indices: np.ndarray) -> Axis | None:
+    def taken(self, axis: Axis, indices: np.ndarray) -> Axis:
         """What an axis is where it is read at given indices. Those that are read equally often may change places."""
-        if axis is None:
-            return None if len(indices) > 1 else UNIT
         axis = self.resolve(axis)
         counts = np.bincount(indices, minlength=self.size(axis))
         if (counts == 1).all():
@@ -310,8 +306,7 @@ class Atoms:
             grids = outer.reshape(-1, length), within.reshape(-1, length)
             if (grids[0] == grids[0][:, :1]).all() and (grids[1] == grids[1][:1]).all():
                 head = self.taken(axis.parts[0], grids[0][:, 0])
-                rest = self.taken(self.resolve(Product(axis.parts[1:])), grids[1][0])
-                return self.resolve(Product(tuple(part for part in (head, rest) if part is not None)))
+                return self.resolve(Product((head, self.taken(Product(axis.parts[1:]), grids[1][0]))))
         reason = "it is read across its blocks"
         self.freeze(axis, reason)
         return self.new(len(indices), reason)
@@ -351,7 +346,7 @@ class Atoms:
         if isinstance(axis, Order):
             stops = np.cumsum(sizes)
             pieces = [self.taken(axis, np.arange(stop - size, stop)) for size, stop in zip(sizes, stops, strict=True)]
-            return [self.resolve(piece or UNIT) for piece in pieces]
+            return [self.resolve(piece) for piece in pieces]
         if isinstance(axis, Leaf):
             reason = self._reasons[axis.atom]
             self._refine(axis.atom, Sum(tuple(self.new(size, reason) for size in sizes)))
@@ -441,7 +436,7 @@ class Atoms:
             raise LookupError(f"No occurrence {name} in {axis}.")
         return found
 
-    def placed(self, axis: Axis, places: np.ndarray | None = None) -> list[tuple[Leaf, np.ndarray]]:
+    def placed(self, axis: Axis, places: np.ndarray | None = None) -> list[Placed]:
         """The occurrences in a resolved axis, and the `positions` of each."""
         places = np.arange(self.size(axis))[:, None] if places is None else places
         if isinstance(axis, Leaf):

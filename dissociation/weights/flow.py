@@ -108,6 +108,10 @@ class Flow:
             self.freeze(value, reason)
         return [self.array(shape, reason) for shape in shapes]
 
+    def taken(self, axis: Axis | None, indices: np.ndarray) -> Axis | None:
+        """An axis read at given indices."""
+        return (None if len(indices) > 1 else UNIT) if axis is None else self.atoms.taken(axis, indices)
+
     def even(self, size: int) -> Axis:
         """An axis along which nothing differs, where one is needed."""
         axis = self.atoms.new(size)

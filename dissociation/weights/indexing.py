@@ -25,7 +25,7 @@ def reverse(flow: Flow, params: Params, operands: list[Value], shapes: list[tupl
     value = operands[0]
     axes = list(value.axes)
     for k in params["dimensions"]:
-        axes[k] = flow.atoms.taken(axes[k], np.arange(value.shape[k])[::-1])
+        axes[k] = flow.taken(axes[k], np.arange(value.shape[k])[::-1])
     return [Value(shapes[0], axes, value.zero)]
 
 
@@ -33,7 +33,7 @@ def take(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[i
     """Of stretches of one array put in another order."""
     value, along = operands[0], params["axis"]
     axes = list(value.axes)
-    axes[along] = flow.atoms.taken(axes[along], params["indices"])
+    axes[along] = flow.taken(axes[along], params["indices"])
     return [Value(shapes[0], axes, value.zero)]
 
 
@@ -55,7 +55,7 @@ def slices(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple
         if stride == 1:
             axes.append(cut(flow, axis, length, start, stop))
         else:
-            axes.append(flow.atoms.taken(axis, np.arange(start, stop, stride)))
+            axes.append(flow.taken(axis, np.arange(start, stop, stride)))
     return [Value(shapes[0], axes, value.zero)]
 
 
@@ -102,13 +102,12 @@ def pad(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[in
         middle = flow.even(len(there)) if axis is None else flow.atoms.taken(axis, there)
         gaps = np.setdiff1d(np.arange(whole), place[there])
         if interior:
-            parts, places = (middle, flow.atoms.new(len(gaps), "padding")), np.concatenate([place[there], gaps])
-            axes.append(Order(Sum(parts if len(gaps) else parts[:1]), np.argsort(places)))
+            parts = (middle, flow.atoms.new(len(gaps), "padding"))[: 2 if len(gaps) else 1]
+            axes.append(Order(Sum(parts), np.argsort(np.concatenate([place[there], gaps]))))
         else:
             ends = [int((gaps < place[there[0]]).sum()), int((gaps > place[there[-1]]).sum())]
-            low_part, high_part = (flow.atoms.new(n, "padding") for n in ends)
-            pieces = zip((low_part, middle, high_part), (ends[0], 1, ends[1]), strict=True)
-            axes.append(Sum(tuple(part for part, n in pieces if n)))
+            first, last = (flow.atoms.new(n, "padding") for n in ends)
+            axes.append(Sum((first,) * (ends[0] > 0) + (middle,) + (last,) * (ends[1] > 0)))
     return [Value(shapes[0], axes, value.zero and filler.zero)]
 
 
@@ -117,7 +116,8 @@ def gather(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple
     value, where = operands
     numbers, sizes, mode = params["dimension_numbers"], params["slice_sizes"], params["mode"]
     flow.freeze(where, "it says where to read", [-1])
-    batch, count = _places_handed_on(flow, where), math.prod(where.shape[:-1])
+    batch: list[Axis | None] = _places_handed_on(flow, where)
+    count = math.prod(where.shape[:-1])
     batching = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
     parts = [k for k, size in enumerate(sizes) if size != value.shape[k] and k not in batching]
     starts = _starts(where, numbers.start_index_map, value.shape, sizes, mode == GatherScatterMode.CLIP)
@@ -133,9 +133,9 @@ def gather(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple
             continue
         if k in parts and axis is not None:
             if start is not None and count == 1:
-                axis = flow.atoms.taken(axis, start[0] + np.arange(size))
+                axis = flow.taken(axis, start[0] + np.arange(size))
             elif start is not None and size == 1 and len(parts) == 1 and not batching:
-                flat = Value((count,), [flow.atoms.taken(axis, start)])
+                flat = Value((count,), [flow.taken(axis, start)])
                 batch, axis = flow.regrouped(flat, where.shape[:-1]), UNIT
             else:
                 flow.freeze(value, "it is read at given places", [k])
@@ -210,7 +210,7 @@ def scatter(name: str) -> Rule:
             _picked(flow, update.axes[over[place]], placed[place])
         sizes = [1 if of_update is None else update.shape[of_update] for of_update in pairs]
         clip = params["mode"] == GatherScatterMode.CLIP
-        starts = _starts(where, numbers.scatter_dims_to_operand_dims, value.shape, sizes, clip)
+        starts: list[np.ndarray | None] = _starts(where, numbers.scatter_dims_to_operand_dims, value.shape, sizes, clip)
         for k in numbers.operand_batching_dims:
             starts[k] = None
         rest = [k for k in over if k not in pairs]
@@ -286,7 +286,7 @@ def _written(
             continue
         left = np.setdiff1d(np.arange(size), places)
         order = np.concatenate([left, places])
-        stays, old = (flow.atoms.taken(own, part) if len(part) else None for part in (left, places))
+        stays, old = (flow.taken(own, part) if len(part) else None for part in (left, places))
         alone = name == "scatter" and len(partial) == 1
         new = flow.handed_on(other) if alone else united([old, other])
         if new is None:

@@ -11,7 +11,7 @@ from dissociation.models.program import inner_program
 from dissociation.weights import indexing
 from dissociation.weights.axes import UNIT, Axis, Product, Sum
 from dissociation.weights.flow import FEW, Flow, Part, Step, Value
-from dissociation.weights.indexing import Params, Rule
+from dissociation.weights.indexing import Params, Rule, take
 
 LIKE_SUMS = {"add": True, "sub": True, "add_any": True, "max": False, "min": False, "clamp": False}
 """Homogeneous of degree one in all operands together, and whether they are linear."""
@@ -38,10 +38,59 @@ def follow(flow: Flow, jaxpr: jex.Jaxpr, consts: Sequence[Value], args: Sequence
     def read(atom: Any) -> Value:
         return flow.constant(atom.val) if isinstance(atom, jex.Literal) else env[atom]
 
-    for equation in jaxpr.eqns:
-        operands = [read(atom) for atom in equation.invars]
-        env |= dict(zip(equation.outvars, _apply(flow, equation, operands), strict=True))
+    for equation, joined in _needed(jaxpr):
+        if joined is not None:
+            source, along, indices = joined
+            shape, step = tuple(equation.outvars[0].aval.shape), {"axis": along, "indices": indices}
+            results = take(flow, step, [env[source]], [shape])
+            flow.steps.append(Step("take", step, [env[source]], results, []))
+        else:
+            results = _apply(flow, equation, [read(atom) for atom in equation.invars])
+        env |= dict(zip(equation.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
+
+
+Stretch = tuple[Any, int, np.ndarray]
+"""A variable, and indices along one of its axes."""
+
+
+def _needed(jaxpr: jex.Jaxpr) -> list[tuple[Any, Stretch | None]]:
+    """The operations that results follow from; with what one takes that only puts stretches of an array together."""
+    stretches: dict[Any, Stretch] = {}
+    joined: dict[int, Stretch] = {}
+    for number, equation in enumerate(jaxpr.eqns):
+        stretches |= dict(zip(equation.outvars, _stretches(equation), strict=False))
+        if equation.primitive.name == "concatenate":
+            own = [stretches.get(v) for v in _variables(equation.invars)]
+            there = [each for each in own if each is not None and each[:2] == (own[0] or each)[:2]]
+            if len(there) == len(equation.invars) and there[0][1] == equation.params["dimension"]:
+                joined[number] = *there[0][:2], np.concatenate([each[2] for each in there])
+    wanted, needed = set(_variables(jaxpr.outvars)), []
+    for number, equation in reversed(list(enumerate(jaxpr.eqns))):
+        if not wanted.isdisjoint(equation.outvars):
+            wanted |= {joined[number][0]} if number in joined else set(_variables(equation.invars))
+            needed.append((equation, joined.get(number)))
+    return needed[::-1]
+
+
+def _variables(atoms: Sequence[Any]) -> list[Any]:
+    return [atom for atom in atoms if not isinstance(atom, jex.Literal)]
+
+
+def _stretches(equation: Any) -> list[Stretch]:
+    """What an operation takes of its operand, if it takes stretches along one axis and nothing else."""
+    name, params = equation.primitive.name, equation.params
+    if name not in ("slice", "split") or isinstance(equation.invars[0], jex.Literal):
+        return []
+    value = equation.invars[0]
+    if name == "split":
+        ends = np.cumsum(params["sizes"])
+        return [(value, int(params["axis"]), own) for own in np.split(np.arange(ends[-1]), ends[:-1])]
+    shape = value.aval.shape
+    bounds = zip(params["start_indices"], params["limit_indices"], params["strides"] or (1,) * len(shape), strict=True)
+    taken = [np.arange(*each) for each in bounds]
+    over = [k for k, own in enumerate(taken) if len(own) != shape[k]]
+    return [(value, over[0], taken[over[0]])] if len(over) == 1 else []
 
 
 def _apply(flow: Flow, equation: Any, operands: list[Value]) -> list[Value]:
