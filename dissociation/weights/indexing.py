@@ -199,13 +199,8 @@ def scatter(name: str) -> Rule:
         flow.freeze(where, "it says where to write", [-1])
         placed = _places_handed_on(flow, where)
         over = [k for k in range(len(update.shape)) if k not in numbers.update_window_dims]
-        window = [k for k in range(rank) if k not in (*numbers.inserted_window_dims, *numbers.operand_batching_dims)]
-        pairs: list[int | None] = [None] * rank
-        for k, of_update in zip(window, sorted(numbers.update_window_dims), strict=True):
-            pairs[k] = of_update
-        batching = zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True)
-        for k, place in batching:
-            pairs[k] = over[place]
+        pairs = update_axes(numbers, rank, len(update.shape))
+        for k, place in zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True):
             _picked(flow, value.axes[k], placed[place])
             _picked(flow, update.axes[over[place]], placed[place])
         sizes = [1 if of_update is None else update.shape[of_update] for of_update in pairs]
@@ -227,6 +222,20 @@ def scatter(name: str) -> Rule:
     return rule
 
 
+def update_axes(numbers: Any, rank: int, update_rank: int) -> list[int | None]:
+    """For each axis of an array of which a part is changed, which of the update's is along it all the way."""
+    if numbers is None:  # of `dynamic_update_slice`
+        return list(range(rank))
+    over = [k for k in range(update_rank) if k not in numbers.update_window_dims]
+    window = [k for k in range(rank) if k not in (*numbers.inserted_window_dims, *numbers.operand_batching_dims)]
+    pairs: list[int | None] = [None] * rank
+    for k, of_update in zip(window, sorted(numbers.update_window_dims), strict=True):
+        pairs[k] = of_update
+    for k, place in zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True):
+        pairs[k] = over[place]
+    return pairs
+
+
 def dynamic_update(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
     """Of `dynamic_update_slice`."""
     value, update, *places = operands
@@ -234,7 +243,7 @@ def dynamic_update(flow: Flow, params: Params, operands: list[Value], shapes: li
         None if place.known is None else np.array([clipped(place.known, length, size)])
         for place, length, size in zip(places, value.shape, update.shape, strict=True)
     ]
-    return [_written(flow, "scatter", value, update, list(range(len(value.shape))), starts, ())]
+    return [_written(flow, "scatter", value, update, update_axes(None, len(value.shape), 0), starts, ())]
 
 
 def _written(

@@ -10,20 +10,22 @@ from jax.extend import core as jex
 from dissociation.models.program import inner_program
 from dissociation.weights import indexing
 from dissociation.weights.axes import UNIT, Axis, Product, Sum
-from dissociation.weights.flow import FEW, Flow, Part, Step, Value
+from dissociation.weights.flow import FEW, Equation, Flow, Part, Step, Value
 from dissociation.weights.indexing import Params, Rule, take
 
-LIKE_SUMS = {"add": True, "sub": True, "add_any": True, "max": False, "min": False, "clamp": False}
+LIKE_SUMS = {"add": True, "sub": True, "add_any": True, "max": False, "min": False, "clamp": False,
+             "complex": True}  # fmt: skip
 """Homogeneous of degree one in all operands together, and whether they are linear."""
 
-SAME = ("neg", "stop_gradient", "convert_element_type", "copy", "copy_p", "reduce_precision", "real", "imag")
+SAME = ("neg", "stop_gradient", "convert_element_type", "copy", "copy_p", "reduce_precision", "real", "imag", "conj")
 POWERS = {"abs": 1.0, "square": 2.0, "sqrt": 0.5, "rsqrt": -0.5, "cbrt": 1 / 3}
-COMPARISONS = ("gt", "ge", "lt", "le", "eq", "ne", "sign")
+COMPARISONS = ("gt", "ge", "lt", "le", "eq", "ne", "sign", "lt_to", "le_to")
 MIXED = ("exp", "exp2", "log", "log1p", "expm1", "tanh", "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh",
          "asinh", "acosh", "atanh", "logistic", "erf", "erfc", "erf_inv", "lgamma", "digamma", "floor", "ceil", "round",
          "not", "and", "or", "xor", "rem", "atan2", "nextafter", "is_finite", "polygamma", "igamma", "igammac",
          "bessel_i0e", "bessel_i1e", "shift_left", "shift_right_logical", "shift_right_arithmetic", "clz",
-         "population_count")  # fmt: skip
+         "population_count", "zeta", "igamma_grad_a", "random_gamma_grad",
+         "regularized_incomplete_beta")  # fmt: skip
 REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor")
 ALONG = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
 FOLDED = ("add", "sub", "mul", "div", "neg", "lt", "le", "gt", "ge", "eq", "ne", "select_n", "convert_element_type",
@@ -214,14 +216,22 @@ def _reduction(name: str) -> Rule:
     return rule
 
 
-def _along(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
-    value = operands[0]
-    flow.freeze(value, "a cumulative operation runs along it", [params["axis"]])
-    for axis in value.axes:
-        if axis is not None:
-            flow.uneven.append(axis)
-            flow.still(axis)
-    return [Value(value.shape, list(value.axes))]
+def _along(name: str) -> Rule:
+    def rule(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
+        value = operands[0]
+        flow.freeze(value, "a cumulative operation runs along it", [params["axis"]])
+        axes = [flow.handed_on(axis) for axis in value.axes]
+        for axis in axes if name != "cumsum" else ():
+            if axis is not None:
+                flow.uneven.append(axis)
+                if name not in ("cummax", "cummin"):
+                    flow.still(axis)
+        along = params["axis"]
+        if axes[along] is None:
+            axes[along] = flow.atoms.new(value.shape[along], "a cumulative operation runs along it")
+        return [Value(value.shape, axes, value.zero and name != "cumlogsumexp")]
+
+    return rule
 
 
 def _argument(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
@@ -232,17 +242,51 @@ def _argument(flow: Flow, params: Params, operands: list[Value], shapes: list[tu
 
 
 def _sort(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
-    dimension = params.get("dimension", -1)
+    """Each along the others: what is sorted by, whatever its factors, gives the others their places."""
+    along = params["dimension"] % len(shapes[0])
     for value in operands:
-        flow.freeze(value, "it is sorted", [dimension])
-    found = flow.mixed(operands)
-    axes = list(found.axes)
+        flow.freeze(value, "it is sorted", [along])
     results = []
-    for shape in shapes:
-        own = list(axes)
-        own[dimension] = flow.atoms.new(shape[dimension], "it is sorted")
-        results.append(Value(shape, own))
+    for value, shape in zip(operands, shapes, strict=True):
+        axes = [flow.lined_up([each.axes[k] for each in operands]) for k in range(len(shape))]
+        for axis, own in zip(axes, value.axes, strict=True):
+            if axis is not None:
+                flow.uneven.append(axis)
+                flow.equations.append(Equation(((axis, 1.0),) if own is None else ((axis, 1.0), (own, -1.0))))
+        axes[along] = flow.atoms.new(shape[along], "it is sorted")
+        results.append(Value(shape, axes, value.zero))
     return results
+
+
+def _top(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
+    """The largest values along an axis, and where they were."""
+    (value,), along = operands, params["axis"] % len(shapes[0])
+    flow.freeze(value, "its largest values are asked for", [along])
+    new = flow.atoms.new(shapes[0][along], "its largest values are asked for")
+    largest = Value(shapes[0], _with([flow.handed_on(axis) for axis in value.axes], along, new), value.zero)
+    flow.uneven += [axis for axis in largest.axes if axis is not None]
+    return [largest, flow.mixed([largest], ordered=True)]
+
+
+def _fourier(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
+    value, shape = operands[0], shapes[0]
+    over = range(len(shape) - len(params["fft_lengths"]), len(shape))
+    flow.freeze(value, "a Fourier transform runs over it", over)
+    made = [flow.atoms.new(n, "a Fourier transform runs over it") if k in over else None for k, n in enumerate(shape)]
+    axes = [new or flow.handed_on(axis) for new, axis in zip(made, value.axes, strict=True)]
+    return [Value(shape, axes, value.zero)]
+
+
+def _unstack(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
+    value, along = operands[0], params["axis"]
+    flow.freeze(value, "it is taken apart", [along])
+    left = [axis for k, axis in enumerate(value.axes) if k != along]
+    return [Value(shape, list(left), value.zero) for shape in shapes]
+
+
+def _bits(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
+    same = shapes[0] == operands[0].shape
+    return [flow.mixed(operands)] if same else flow.unknown("bitcast_convert_type", operands, shapes)
 
 
 def _transpose(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
@@ -266,9 +310,10 @@ def _squeeze(flow: Flow, params: Params, operands: list[Value], shapes: list[tup
 
 
 def _reshape(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
-    if params.get("dimensions") is not None:
-        return flow.unknown("reshape", operands, shapes)
-    return [Value(shapes[0], flow.regrouped(operands[0], shapes[0]), operands[0].zero)]
+    value, order = operands[0], params.get("dimensions")
+    if order is not None:
+        value = _transpose(flow, {"permutation": order}, [value], [tuple(value.shape[k] for k in order)])[0]
+    return [Value(shapes[0], flow.regrouped(value, shapes[0]), value.zero)]
 
 
 def _iota(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
@@ -470,7 +515,7 @@ RULES: dict[str, Rule] = {
     **{name: _mixed(True) for name in COMPARISONS},
     **{name: _mixed(False) for name in MIXED},
     **{name: _reduction(name) for name in REDUCTIONS},
-    **dict.fromkeys(ALONG, _along),
+    **{name: _along(name) for name in ALONG},
     "integer_pow": _power(None),
     "pow": _to_power,
     "mul": _product((1.0, 1.0)),
@@ -480,6 +525,10 @@ RULES: dict[str, Rule] = {
     "argmax": _argument,
     "argmin": _argument,
     "sort": _sort,
+    "top_k": _top,
+    "fft": _fourier,
+    "unstack": _unstack,
+    "bitcast_convert_type": _bits,
     "transpose": _transpose,
     "broadcast_in_dim": _broadcast,
     "squeeze": _squeeze,
