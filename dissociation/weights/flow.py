@@ -30,12 +30,14 @@ class Value:
         axes: What each axis is made of; None where nothing differs along it.
         zero: Whether all of it is.
         known: Its entries, if they are constants and few.
+        endless: Whether no entry is finite, so that no factor changes it.
     """
 
     shape: tuple[int, ...]
     axes: list[Axis | None]
     zero: bool = False
     known: np.ndarray | None = None
+    endless: bool = False
 
 
 class Equation(NamedTuple):
@@ -99,7 +101,9 @@ class Flow:
             first = array[(slice(None),) * k + (slice(0, 1),)]
             even = size <= 1 or bool(((array == first) | ((array != array) & (first != first))).all())  # NaN is NaN
             axes.append(self.atoms.new(size, "a constant differs along it") if not even else None if size > 1 else UNIT)
-        return Value(array.shape, axes, zero=not array.any(), known=array if array.size <= FEW else None)
+        known = array if array.size <= FEW else None
+        endless = bool(np.issubdtype(array.dtype, np.inexact) and array.size and not np.isfinite(array).any())
+        return Value(array.shape, axes, not array.any(), known, endless)
 
     def unknown(self, name: str, operands: list[Value], shapes: Sequence[tuple[int, ...]]) -> list[Value]:
         """Freezes everything that an operation touches."""
@@ -155,11 +159,11 @@ class Flow:
         there = [each for each, value in zip(own, operands, strict=True) if not value.zero]
         if not linear or None in there:
             self.uneven += [axis, *(each for each in there if each is not None)]
-        for each in there:
-            if each is None:
-                self.still(axis)
-            else:
+        for each, value in zip(own, operands, strict=True):
+            if each is not None and not value.zero:
                 self.equal(axis, each)
+            elif not (value.zero or value.endless):
+                self.still(axis)
 
     def multiplied(self, operands: Sequence[Value], powers: Sequence[float]) -> Value:
         """A product of powers of arrays, of one shape, or scalars."""

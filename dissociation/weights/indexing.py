@@ -89,7 +89,7 @@ def pad(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[in
         low, high, interior = map(int, config)
         if not (low or high or interior):
             if axis is not None and not filler.zero:
-                flow.still(axis)
+                flow.still(None if filler.endless else axis)
                 flow.uneven.append(axis)
             axes.append(axis)
             continue
@@ -269,7 +269,8 @@ def _written(
 
     def united(axes: Sequence[Axis | None]) -> Axis | None:
         size = next((flow.atoms.size(axis) for axis in axes if axis is not None), 2)
-        parts = [Value((size,), [axis], whole.zero) for axis, whole in zip(axes, (value, update), strict=True)]
+        pairs = zip(axes, (value, update), strict=True)
+        parts = [Value((size,), [axis], whole.zero, endless=whole.endless) for axis, whole in pairs]
         if name != "scatter-mul":
             return flow.summed(parts, linear=WRITES[name]).axes[0]
         factor = axes[1]

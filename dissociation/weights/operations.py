@@ -98,8 +98,9 @@ def _stretches(equation: Any) -> list[Stretch]:
 def _apply(flow: Flow, equation: Any, operands: list[Value]) -> list[Value]:
     name, params = equation.primitive.name, equation.params
     shapes = [tuple(getattr(variable.aval, "shape", ())) for variable in equation.outvars]
-    empty = any(0 in value.shape for value in operands) and name != "concatenate"
-    if empty or any(0 in shape for shape in shapes):
+    if all(0 in shape for shape in shapes):  # nothing is left
+        return [Value(shape, [UNIT if size == 1 else None for size in shape], zero=True) for shape in shapes]
+    if any(0 in shape for shape in shapes) or (any(0 in v.shape for v in operands) and name != "concatenate"):
         return flow.unknown(name, operands, shapes)
     folded = _folded(equation, operands, shapes)
     if folded is not None:
@@ -111,7 +112,7 @@ def _apply(flow: Flow, equation: Any, operands: list[Value]) -> list[Value]:
         flow.parts = outer
         return results
     inner = inner_program(params)
-    if inner is None or len(inner.jaxpr.invars) != len(operands):
+    if inner is None or [v.aval.shape for v in inner.jaxpr.invars] != [v.shape for v in operands]:
         return flow.unknown(name, operands, shapes)
     return follow(flow, inner.jaxpr, [flow.constant(const) for const in inner.consts], operands)
 
@@ -148,7 +149,8 @@ def _same(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[
     kind = params.get("new_dtype")
     if kind is not None and not np.issubdtype(kind, np.inexact) and value.known is None:
         return [flow.mixed(operands, ordered=kind == np.bool_)]  # rounded, or asked whether it is zero
-    return [Value(value.shape, value.axes, value.zero, value.known if kind is not None else None)]
+    known = value.known if kind is not None else None
+    return [Value(value.shape, value.axes, value.zero, known, value.endless)]
 
 
 def _all_same(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
@@ -300,7 +302,7 @@ def _broadcast(flow: Flow, params: Params, operands: list[Value], shapes: list[t
     for k, to in enumerate(params["broadcast_dimensions"]):
         if value.shape[k] == shape[to]:
             axes[to] = value.axes[k]
-    return [Value(shape, axes, value.zero)]
+    return [Value(shape, axes, value.zero, endless=value.endless)]
 
 
 def _squeeze(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
@@ -408,10 +410,18 @@ def _convolution(flow: Flow, params: Params, operands: list[Value], shapes: list
     lhs, rhs, out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
     axes: list[Axis | None] = [None] * len(out)
     axes[out[0]] = image.axes[lhs[0]]
-    for value, places in ((image, lhs[2:]), (kernel, rhs[2:])):
-        flow.freeze(value, "a convolution runs over it", places)
-    for place in out[2:]:
-        axes[place] = flow.atoms.new(shapes[0][place], "a convolution runs over it")
+    strides, around = params["window_strides"], params["padding"]
+    for n, (i, j, place) in enumerate(zip(lhs[2:], rhs[2:], out[2:], strict=True)):
+        plain = tuple(around[n]) == (0, 0) and params["lhs_dilation"][n] == params["rhs_dilation"][n] == 1
+        if plain and kernel.shape[j] == 1 and strides[n] == 1:  # by itself at each place
+            axes[place] = flow.handed_on(image.axes[i])
+        elif plain and kernel.shape[j] == image.shape[i]:  # over all of it at once
+            flow.contract(image.axes[i], kernel.axes[j])
+            axes[place] = UNIT
+        else:
+            flow.freeze(image, "a convolution runs over it", [i])
+            flow.freeze(kernel, "a convolution runs over it", [j])
+            axes[place] = flow.atoms.new(shapes[0][place], "a convolution runs over it")
     channels, outputs, inputs = image.axes[lhs[1]], kernel.axes[rhs[0]], kernel.axes[rhs[1]]
     if groups == 1:
         flow.contract(channels, inputs)
@@ -419,8 +429,8 @@ def _convolution(flow: Flow, params: Params, operands: list[Value], shapes: list
         return [Value(shapes[0], axes, image.zero or kernel.zero)]
     # Blocks of channels, each with its own kernels: [groups, channels of one], [groups, outputs of one].
     sizes = groups, image.shape[lhs[1]] // groups
-    if channels is None or outputs is None:
-        return flow.unknown("conv_general_dilated", operands, shapes)
+    channels = flow.even(image.shape[lhs[1]]) if channels is None else channels
+    outputs = flow.even(kernel.shape[rhs[0]]) if outputs is None else outputs
     block, within = flow.atoms.factored(channels, sizes)
     other, own = flow.atoms.factored(outputs, (groups, kernel.shape[rhs[0]] // groups))
     flow.contract(within, inputs)
