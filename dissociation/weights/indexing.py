@@ -176,7 +176,7 @@ def _picked(flow: Flow, axis: Axis | None, place: Axis | None) -> Axis | None:
 
 
 def _starts(
-    where: Value, dimensions: Sequence[int], shape: Sequence[int], sizes: Sequence[int], clip: bool
+    where: Value, dimensions: Sequence[Any], shape: Sequence[int], sizes: Sequence[int], clip: bool
 ) -> list[np.ndarray | None]:
     """For every axis of an array, where slices of known indices begin; None where it is not known, or not within."""
     found: list[np.ndarray | None] = [np.zeros(math.prod(where.shape[:-1]), int)] * len(shape)
