@@ -17,7 +17,7 @@ import numpy as np
 
 from dissociation.weights.axes import UNIT, Atoms, Axis, Product
 
-FEW = 4096
+FEW = 65536
 """Entries of constants that are followed, such as indices."""
 
 

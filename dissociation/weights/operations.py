@@ -30,7 +30,7 @@ REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_a
 ALONG = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
 FOLDED = ("add", "sub", "mul", "div", "neg", "lt", "le", "gt", "ge", "eq", "ne", "select_n", "convert_element_type",
           "concatenate", "rem", "max", "min", "iota", "and", "or", "not", "broadcast_in_dim", "reshape",
-          "squeeze")  # fmt: skip
+          "squeeze", "slice", "transpose", "rev")  # fmt: skip
 
 
 def follow(flow: Flow, jaxpr: jex.Jaxpr, consts: Sequence[Value], args: Sequence[Value]) -> list[Value]:
