@@ -162,13 +162,23 @@ def test_what_is_lost_is_not_found(name):
 
 
 def test_coordinates_of_what_is_read_do_not_change_places():
-    def call(p, x):
-        where = jnp.round(x @ p["w"]).astype(int) % 3
-        return jnp.arange(9.0).reshape(3, 3)[where[:, 0], where[:, 1]] + jax.lax.gather(
-            jnp.arange(9.0).reshape(3, 3) ** 2, where, jax.lax.GatherDimensionNumbers((), (0, 1), (0, 1)), (1, 1)
-        )
+    numbers = jax.lax.GatherDimensionNumbers((), (0, 1), (0, 1))
 
-    assert not neuron_groups({"w": jnp.ones((4, 2))}, jnp.ones((5, 4)), call=call)
+    def call(p, x):
+        return jax.lax.gather(jnp.arange(9.0).reshape(3, 3), jnp.round(x @ p["w"]).astype(int) % 3, numbers, (1, 1))
+
+    report = group_report({"w": jnp.ones((4, 2))}, jnp.ones((5, 4)), call=call)
+    assert not report.groups
+    assert report.frozen["['w'][1]"] == "it says where to read"
+
+
+def test_neurons_written_at_computed_places_stand_still():
+    def call(p, x):
+        return jnp.zeros(8).at[jnp.argsort(x)].set(x @ p["a"]) @ p["b"]
+
+    report = group_report(weights(relu, (8,)), jnp.ones(8), call=call)
+    assert not report.groups
+    assert report.frozen["['a'][1]"] == "it is written at some places"
 
 
 def test_a_fill_that_is_not_zero_binds_what_is_scaled():
