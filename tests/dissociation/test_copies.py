@@ -183,8 +183,8 @@ SEPARATE = {
         lambda p, x: between(lambda y: jnp.tanh(y))(p, x[jnp.argmax(x[:, 0])][None]), SINGLE,
         [(HEADS, DIM), (DIM, HEADS)]),
     "values of another time": (
-        lambda p, x: (lambda v: jnp.einsum("hd,hdo->o", jnp.tanh(v[jnp.argmax(v[:, 0, 0] * 0 + x[:, 0])]), p["o"]))(
-            jnp.einsum("te,ehd->thd", x, p["u"])), SINGLE, [(HEADS, 1), (DIM, HEADS)]),
+        lambda p, x: (lambda v: jnp.einsum("hd,hdo->o", jnp.tanh(v[jnp.argmax(x[:, 0])]), p["o"]))(
+            jnp.einsum("te,ehd->thd", x, p["u"])), SINGLE, [(HEADS, DIM), (DIM, HEADS)]),
     "a cache of values": (
         lambda p, x: jnp.einsum("thd,hdo->o", jnp.tanh(jax.lax.dynamic_update_slice(
             jnp.zeros((8, HEADS, DIM)), jnp.einsum("te,ehd->thd", x, p["u"]), (jnp.argmax(x[:, 0]), 0, 0))), p["o"]),
@@ -223,7 +223,7 @@ TIED = {
         between(lambda y: jax.lax.reduce_window(y, 0.0, jax.lax.add, (2, 1), (1, 1), "SAME")), SINGLE, ("u", "o")),
     "the largest head": (between(lambda y: y * (jnp.argmax(y, 0) + 1.0)[None]), SINGLE, ("u", "o")),
     "read from another head": (
-        between(lambda y: jnp.tanh(y + y[jnp.argmax(y[:, 0] * 0)][None])), SINGLE, ("u", "o")),
+        between(lambda y: jnp.tanh(y + y[jnp.argmax(y.sum(1))][None])), SINGLE, ("u", "o")),
     "added to a head": (
         between(lambda y: jnp.tanh(y.at[jnp.argmax(y.sum(1))].add(y.sum(0)))), SINGLE, ("u", "o")),
     "spectra over heads": (between(lambda y: jnp.abs(jnp.fft.fft(y, axis=0))), SINGLE, ("u", "o")),
