@@ -139,7 +139,7 @@ def _written(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: 
     if step.name != "dynamic_update_slice" and labels[1] is not None:
         return None
     own = {of_update: k for k, of_update in enumerate(pairs) if of_update is not None and part[of_update] == whole[k]}
-    found = [] if value is None else [copies.along(value, [k for k in range(len(whole)) if k not in own.values()])]
+    found = [] if value is None else [value]
     if update is not None:
         gone = [k for k in range(len(part)) if k not in own]
         order = sorted(own, key=lambda of_update: own[of_update])
@@ -157,9 +157,13 @@ def _dynamic_slice(copies: Copies, step: Step, labels: Labels, axes: list[int], 
     label = labels[0]
     for k, size in enumerate(step.results[0].shape):
         start: Any = step.operands[1 + k].known
-        if label is None or (size < label.shape[k] and start is None):
+        if label is None:
             return None
-        if size < label.shape[k]:
+        if size < label.shape[k] and start is None:  # any of them may be read
+            label = np.broadcast_to(
+                np.take(copies.along(label, (k,)), [0], k), (*label.shape[:k], size, *label.shape[k + 1 :])
+            )
+        elif size < label.shape[k]:
             first = int(start) + label.shape[k] * (int(start) < 0)
             label = np.take(label, min(max(first, 0), label.shape[k] - size) + np.arange(size), k)
     return [label]
