@@ -154,6 +154,8 @@ INTERNAL = {
     "dissociation.weights.axes": "a part of `groups`",
     "dissociation.weights.flow": "a part of `groups`",
     "dissociation.weights.copies": "a part of `groups`",
+    "dissociation.weights.indexing": "a part of `groups`",
+    "dissociation.weights.growth.check_same_program": "a part of the rewrites",
     "dissociation.weights.labels": "a part of `groups`",
     "dissociation.weights.operations": "a part of `groups`",
     "dissociation.weights.sizes": "a part of `rewrites`; `refitted` is registered on",

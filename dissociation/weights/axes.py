@@ -2,8 +2,9 @@
 
 An axis is a tree. A `Leaf` is one occurrence of an atom, a set of indices that a symmetry may exchange; a `Product` is
 nested loops over its parts, the last of them fastest, as a reshape makes them; a `Sum` is its parts end to end, as a
-concatenation makes them. None stands for an axis along which nothing differs. Atoms begin as large as an axis, and are
-refined where a program treats their indices differently: `reshape` factors them, slices cut them.
+concatenation makes them; an `Order` is a part whose indices changed places, as where it is reversed or read at given
+places. None stands for an axis along which nothing differs. Atoms begin as large as an axis, and are refined where a
+program treats their indices differently: `reshape` factors them, slices cut them.
 """
 
 import math
@@ -31,7 +32,19 @@ class Sum(NamedTuple):
     parts: tuple["Axis", ...]
 
 
-Axis = Leaf | Product | Sum
+class Order(NamedTuple):
+    """The indices of a part in another order: which of them is at each place."""
+
+    part: "Axis"
+    order: np.ndarray
+
+    @property
+    def parts(self) -> tuple["Axis", ...]:
+        """What it is made of."""
+        return (self.part,)
+
+
+Axis = Leaf | Product | Sum | Order
 
 
 class Part(NamedTuple):
@@ -41,8 +54,15 @@ class Part(NamedTuple):
     size: int
 
 
-Layout = Part | Product | Sum
+Layout = Part | Product | Sum | Order
 UNIT = Product(())
+Placed = tuple[Leaf, np.ndarray]
+"""An occurrence, and where its indices lie: [size of its atom, times it is repeated]."""
+
+
+def rebuilt(axis: Any, parts: tuple[Any, ...]) -> Any:
+    """The axis, or layout, of other parts."""
+    return Order(parts[0], axis.order) if isinstance(axis, Order) else type(axis)(parts)
 
 
 class Atoms:
@@ -56,6 +76,7 @@ class Atoms:
         self._parts: dict[int, Axis] = {}  # of refined atoms; names within count from 0
         self._names = 0
         self.tied: list[tuple[Axis, Axis]] = []  # parts that became rows of one: what scales one scales the other
+        self.even: list[Axis] = []  # along which nothing differs
 
     def new(self, size: int, reason: str = "") -> Axis:
         """An axis of one new atom, frozen if a reason is given."""
@@ -101,25 +122,29 @@ class Atoms:
             def instance(part: Axis) -> Axis:
                 if isinstance(part, Leaf):
                     return Leaf((*axis.name, next(count)), part.atom)
-                return type(part)(tuple(instance(inner) for inner in part.parts))
+                return rebuilt(part, tuple(instance(inner) for inner in part.parts))
 
             return self.resolve(instance(self._parts[atom]))
+        if isinstance(axis, Order):
+            return self._ordered(self.resolve(axis.part), axis.order)
         parts: list[Axis] = []
         for part in map(self.resolve, axis.parts):
             parts += part.parts if not isinstance(part, Leaf) and type(part) is type(axis) else (part,)
         return parts[0] if len(parts) == 1 else type(axis)(tuple(parts))
 
     def leaves(self, axis: Axis) -> list[Leaf]:
-        """All occurrences in an axis, in order."""
+        """All occurrences in an axis, in the order of the first place of each, the outer before the inner."""
         axis = self.resolve(axis)
-        return [axis] if isinstance(axis, Leaf) else [leaf for part in axis.parts for leaf in self.leaves(part)]
+        if not _has_order(axis):
+            return _leaves(axis)
+        return [leaf for leaf, places in sorted(self.placed(axis), key=lambda each: int(each[1].min()))]
 
     def copied(self, axis: Axis) -> Axis:
         """The same atoms in new occurrences."""
         axis = self.resolve(axis)
         if isinstance(axis, Leaf):
             return self._occurrence(axis.atom)
-        return type(axis)(tuple(self.copied(part) for part in axis.parts))
+        return rebuilt(axis, tuple(self.copied(part) for part in axis.parts))
 
     def freeze(self, axis: Axis | None, reason: str) -> None:
         """Forbids all of an axis to move."""
@@ -141,6 +166,10 @@ class Atoms:
             self._refine(a.atom, b)
         elif isinstance(b, Leaf):
             self._refine(b.atom, a)
+        elif isinstance(a, Order):
+            self._unite_ordered(a, b)
+        elif isinstance(b, Order):
+            self._unite_ordered(b, a)
         elif isinstance(a, Sum) or isinstance(b, Sum):
             self._unite_sums(a, b)
         else:
@@ -148,11 +177,140 @@ class Atoms:
 
     def _refine(self, atom: int, parts: Axis) -> None:
         if any(leaf.atom == atom for leaf in self.leaves(parts)):
-            self.freeze(parts, "it would be a part of itself")
+            if not self._reasons[atom] and isinstance(parts, Order):
+                self._turn(atom, parts.order)
             return
         self._parts[atom] = parts
         if self._reasons[atom]:
             self.freeze(parts, self._reasons[atom])
+
+    def _turn(self, atom: int, order: np.ndarray) -> None:
+        """Unites an atom with itself in another order: what is left free are the cycles of one length."""
+        cycles: dict[int, list[list[int]]] = {}
+        seen = np.zeros(len(order), bool)
+        for start in range(len(order)):
+            cycle = []
+            while not seen[start]:
+                seen[start] = True
+                cycle.append(start)
+                start = int(order[start])
+            if cycle:
+                cycles.setdefault(len(cycle), []).append(cycle)
+        reason = "it meets itself in another order"
+        parts = tuple(Product((self.new(len(own)), self.new(n, reason))) for n, own in cycles.items())
+        places = np.concatenate([np.ravel(own) for own in cycles.values()])
+        self._parts[atom] = Order(Sum(parts), np.argsort(places))
+
+    def _ordered(self, axis: Axis, order: np.ndarray) -> Axis:
+        """A resolved axis in another order; without it where the parts can be put in it themselves."""
+        if isinstance(axis, Order):
+            axis, order = axis.part, axis.order[order]
+        if (order == np.arange(len(order))).all():
+            return axis
+        if isinstance(axis, Sum):
+            ends = np.cumsum([self.size(part) for part in axis.parts])
+            owner = np.searchsorted(ends, order, side="right")
+            runs = np.flatnonzero(np.diff(owner, prepend=-1))
+            if len(runs) == len(axis.parts):
+                own = zip(owner[runs], np.split(order, runs[1:]), strict=True)
+                starts = [0, *ends]
+                return self.resolve(Sum(tuple(Order(axis.parts[k], piece - starts[k]) for k, piece in own)))
+        if isinstance(axis, Product):
+            sizes = [self.size(part) for part in axis.parts]
+            grids = [place.reshape(sizes) for place in np.unravel_index(order, sizes)]
+            lines = [np.moveaxis(grid, k, 0).reshape(sizes[k], -1) for k, grid in enumerate(grids)]
+            if all((line == line[:, :1]).all() for line in lines):
+                parts = zip(axis.parts, lines, strict=True)
+                return self.resolve(Product(tuple(Order(part, line[:, 0]) for part, line in parts)))
+        return Order(axis, order)
+
+    def _unite_ordered(self, a: Order, b: Axis) -> None:
+        other = self._ordered(b, np.argsort(a.order))
+        if isinstance(a.part, Leaf) or not isinstance(other, Order):
+            self.unite(a.part, other)
+        elif isinstance(other.part, Leaf):
+            self.unite(other.part, Order(a.part, np.argsort(other.order)))
+        else:
+            self._unite_entries(a, b)
+
+    def _unite_entries(self, a: Axis, b: Axis) -> None:
+        """Unites two axes index by index: what meets other leaves is parted."""
+        while True:
+            placed = [self.placed(self.resolve(axis)) for axis in (a, b)]
+            if any(places.shape[1] > 1 for own in placed for _, places in own):
+                for axis in (a, b):
+                    self.freeze(axis, "its indices are in two orders")
+                return
+            met = self._met(placed[0], placed[1], self.size(a)) + self._met(placed[1], placed[0], self.size(a))
+            parted = next(((leaf, others) for leaf, others in met if (others != others[0]).any()), None)
+            if parted is None:
+                break
+            self._part(*parted)
+        for leaf, others in met:
+            self.freeze(leaf if others[0] < 0 else None, "it meets single indices")
+        for (leaf, places), (_, others) in zip(placed[0], met, strict=False):
+            if others[0] >= 0:
+                other, there = placed[1][others[0]]
+                ranks = np.argsort(np.argsort(places[:, 0]))
+                self.unite(leaf, Order(other, np.argsort(there[:, 0])[ranks]))
+
+    @staticmethod
+    def _met(own: list[Placed], others: list[Placed], size: int) -> list[tuple[Leaf, np.ndarray]]:
+        """For each leaf, which of the others is at the place of each index; -1: none, an index by itself."""
+        owner = np.full(size, -1)
+        for number, (_, places) in enumerate(others):
+            owner[places[:, 0]] = number
+        return [(leaf, owner[places[:, 0]]) for leaf, places in own]
+
+    def _part(self, leaf: Leaf, classes: np.ndarray) -> None:
+        """Refines the atom of a leaf: indices of different classes do not change places."""
+        order = np.argsort(classes, kind="stable")
+        reason = self._reasons[leaf.atom]
+        sizes = np.unique(classes, return_counts=True)[1].tolist()
+        self._refine(leaf.atom, Order(Sum(tuple(self.new(size, reason) for size in sizes)), np.argsort(order)))
+
+    def taken(self, axis: Axis, indices: np.ndarray) -> Axis:
+        """What an axis is where it is read at given indices. Those that are read equally often may change places."""
+        axis = self.resolve(axis)
+        counts = np.bincount(indices, minlength=self.size(axis))
+        if (counts == 1).all():
+            return self._ordered(axis, indices)
+        if isinstance(axis, Order):
+            return self.taken(axis.part, axis.order[indices])
+        if axis == UNIT:
+            self.even.append(self.new(len(indices)))
+            return self.even[-1]
+        if isinstance(axis, Product):
+            return self._taken_product(axis, indices)
+        if isinstance(axis, Sum):
+            starts = np.cumsum([0, *(self.size(part) for part in axis.parts)])
+            owner = np.searchsorted(starts, indices, side="right") - 1
+            places = [np.flatnonzero(owner == k) for k in range(len(axis.parts))]
+            there = [(part, places[k], indices[places[k]] - starts[k]) for k, part in enumerate(axis.parts)]
+            parts = [(self.taken(part, own), where) for part, where, own in there if len(own)]
+        elif self._reasons[axis.atom]:
+            return self.new(len(indices), self._reasons[axis.atom])
+        else:
+            if (counts != counts[0]).any():
+                self._part(axis, counts)
+                return self.taken(axis, indices)
+            each = self.new(int(counts[0]))
+            self.even.append(each)
+            parts = [(Product((axis, each)), np.argsort(indices, kind="stable"))]
+        order = np.argsort(np.concatenate([where for _, where in parts]))
+        return self.resolve(Order(Sum(tuple(part for part, _ in parts)), order))
+
+    def _taken_product(self, axis: Product, indices: np.ndarray) -> Axis:
+        inner = self.size(axis) // self.size(axis.parts[0])
+        outer, within = np.divmod(indices, inner)
+        for length in (n for n in range(1, len(indices) + 1) if len(indices) % n == 0):
+            grids = outer.reshape(-1, length), within.reshape(-1, length)
+            if (grids[0] == grids[0][:, :1]).all() and (grids[1] == grids[1][:1]).all():
+                head = self.taken(axis.parts[0], grids[0][:, 0])
+                return self.resolve(Product((head, self.taken(Product(axis.parts[1:]), grids[1][0]))))
+        reason = "it is read across its blocks"
+        self.freeze(axis, reason)
+        return self.new(len(indices), reason)
 
     def _unite_products(self, a: Product, b: Product) -> None:
         first, second = list(a.parts), list(b.parts)
@@ -194,6 +352,10 @@ class Atoms:
         sizes = [size for size in sizes if size]
         if len(sizes) == 1:
             return [axis]
+        if isinstance(axis, Order):
+            stops = np.cumsum(sizes)
+            pieces = [self.taken(axis, np.arange(stop - size, stop)) for size, stop in zip(sizes, stops, strict=True)]
+            return [self.resolve(piece) for piece in pieces]
         if isinstance(axis, Leaf):
             reason = self._reasons[axis.atom]
             self._refine(axis.atom, Sum(tuple(self.new(size, reason) for size in sizes)))
@@ -224,6 +386,10 @@ class Atoms:
     def factored(self, axis: Axis, sizes: tuple[int, ...]) -> list[Axis]:
         """The axis as nested loops of these lengths."""
         axis = self.resolve(axis)
+        if isinstance(axis, Order) and isinstance(axis.part, Leaf):
+            own = tuple(self.new(size, self._reasons[axis.part.atom]) for size in sizes)
+            self._refine(axis.part.atom, Order(Product(own), np.argsort(axis.order)))
+            return self.factored(axis, sizes)
         parts: list[Axis] = list(axis.parts) if isinstance(axis, Product) else [axis]
         factors: list[Axis] = []
         for size in sizes:
@@ -248,6 +414,8 @@ class Atoms:
             self._refine(axis.atom, Product((self.new(outer, reason), self.new(inner, reason))))
             halves = self.resolve(axis)
             return list(halves.parts) if isinstance(halves, Product) else [halves]
+        if isinstance(axis, Order) and isinstance(axis.part, Leaf):
+            return self.factored(axis, (outer, inner))
         # Parts end to end, as rows of a matrix: what they hold moves together, in every row.
         rows = self.cut(axis, [inner] * outer)
         for row in rows[1:]:
@@ -265,7 +433,7 @@ class Atoms:
         axis = self.resolve(axis)
         if isinstance(axis, Leaf):
             return Part(axis.name, self.size(axis))
-        return type(axis)(tuple(self.layout(part) for part in axis.parts))
+        return rebuilt(axis, tuple(self.layout(part) for part in axis.parts))
 
     def positions(self, axis: Axis, name: tuple[int, ...]) -> np.ndarray:
         """Where the indices of one occurrence lie on an axis: [size of its atom, times it is repeated].
@@ -274,24 +442,33 @@ class Atoms:
             axis: The axis.
             name: Of a leaf in it.
         """
-
-        def search(part: Axis, places: np.ndarray) -> np.ndarray | None:
-            if isinstance(part, Leaf):
-                return places if part.name == name else None
-            sizes = [self.size(inner) for inner in part.parts]
-            if isinstance(part, Sum):
-                pieces = np.split(places, np.cumsum(sizes)[:-1])
-            else:
-                grid = places.reshape(*sizes, -1)
-                pieces = [np.moveaxis(grid, k, 0).reshape(size, -1) for k, size in enumerate(sizes)]
-            found = (search(inner, piece) for inner, piece in zip(part.parts, pieces, strict=True))
-            return next((piece for piece in found if piece is not None), None)
-
-        axis = self.resolve(axis)
-        found = search(axis, np.arange(self.size(axis))[:, None])
+        found = next((places for leaf, places in self.placed(self.resolve(axis)) if leaf.name == name), None)
         if found is None:
             raise LookupError(f"No occurrence {name} in {axis}.")
         return found
+
+    def placed(self, axis: Axis, places: np.ndarray | None = None) -> list[Placed]:
+        """The occurrences in a resolved axis, and the `positions` of each."""
+        places = np.arange(self.size(axis))[:, None] if places is None else places
+        if isinstance(axis, Leaf):
+            return [(axis, places)]
+        sizes = [self.size(part) for part in axis.parts]
+        if isinstance(axis, Order):
+            pieces = [places[np.argsort(axis.order)]]
+        elif isinstance(axis, Sum):
+            pieces = np.split(places, np.cumsum(sizes)[:-1])
+        else:
+            grid = places.reshape(*sizes, -1)
+            pieces = [np.moveaxis(grid, k, 0).reshape(size, -1) for k, size in enumerate(sizes)]
+        return [each for part, own in zip(axis.parts, pieces, strict=True) for each in self.placed(part, own)]
+
+
+def _has_order(axis: Axis) -> bool:
+    return isinstance(axis, Order) or (not isinstance(axis, Leaf) and any(map(_has_order, axis.parts)))
+
+
+def _leaves(axis: Axis) -> list[Leaf]:
+    return [axis] if isinstance(axis, Leaf) else [leaf for part in axis.parts for leaf in _leaves(part)]
 
 
 def spread(
@@ -316,6 +493,11 @@ def spread(
     old = [length(part) for part in layout.parts]
     new = [len(places) for places, _ in parts]
     owners: dict[tuple[int, ...], np.ndarray] = {}
+    if isinstance(layout, Order):
+        (places, own), backwards = parts[0], (np.diff(layout.order) == -1).all()
+        rank = np.argsort(layout.order)
+        order = np.arange(new[0])[::-1] if backwards else np.argsort(rank[places], kind="stable")
+        return rank[places[order]], {name: owner[order] for name, owner in own.items()}
     if isinstance(layout, Sum):
         for k, (_, inner) in enumerate(parts):
             for name, owner in inner.items():

@@ -13,10 +13,12 @@ neurons.
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from dissociation.weights.axes import UNIT
 from dissociation.weights.flow import Flow, Step, Value
+from dissociation.weights.indexing import WRITES, update_axes
 from dissociation.weights.labels import Copies, Label, Marks, thin
 from dissociation.weights.operations import ALONG, COMPARISONS, LIKE_SUMS, MIXED, POWERS, REDUCTIONS, SAME
 
@@ -69,14 +71,15 @@ def _reduced(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: 
 
 
 def _along(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
-    """Of an operation that mixes along one axis."""
+    """Of an operation that mixes along one axis, of which less may be left."""
     if len({axis for axis in axes if axis >= 0}) > 1:
         return None
-    label = copies.same([label for label in labels if label is not None], step.results[0].shape)
+    label = copies.same([label for label in labels if label is not None], step.operands[0].shape)
     along = step.params.get("axis", step.params.get("dimension", -1)) % label.ndim
     if along in axes:
         return None
-    return [np.broadcast_to(copies.along(label, (along,)), value.shape) for value in step.results]
+    first = np.take(copies.along(label, (along,)), [0], along)
+    return [np.broadcast_to(first, value.shape) for value in step.results]
 
 
 def _moved(move: Callable[[Step, Label], Label]) -> Rule:
@@ -100,6 +103,51 @@ def _broadcast(step: Step, label: Label) -> Label:
     return np.broadcast_to(np.expand_dims(label, new), shape)
 
 
+def _read(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
+    """Of `gather`: entries that are read at places that are not known move alike."""
+    value, where = step.operands
+    numbers, sizes, out = step.params["dimension_numbers"], step.params["slice_sizes"], step.results[0].shape
+    found = []
+    if labels[0] is not None:
+        if where.known is not None:
+            with jax.ensure_compile_time_eval():
+                whole, mode = np.ascontiguousarray(labels[0]), step.params["mode"]
+                read = jax.lax.gather(whole, where.known, numbers, sizes, mode=mode, fill_value=-1)
+            found.append(np.asarray(read))
+        else:
+            batching = dict(zip(numbers.start_indices_batching_dims, numbers.operand_batching_dims, strict=True))
+            over = [k for k, n in enumerate(sizes) if n != value.shape[k] and k not in batching.values()]
+            label = copies.along(labels[0], over)
+            label = label[tuple(slice(n) if k in over else slice(None) for k, n in enumerate(sizes))]
+            kept = [k for k in range(label.ndim) if k not in (*numbers.collapsed_slice_dims, *batching.values())]
+            places, gone = iter(range(len(out))), numbers.collapsed_slice_dims
+            order = [kept.pop(0) if k in numbers.offset_dims else batching.get(next(places)) for k in range(len(out))]
+            there = [k for k in order if k is not None]
+            label = label.transpose([*there, *gone])[(...,) + (0,) * len(gone)]
+            found.append(np.expand_dims(label, [place for place, k in enumerate(order) if k is None]))
+    if labels[1] is not None:
+        label = copies.along(labels[1], (labels[1].ndim - 1,))[..., 0]
+        found.append(np.expand_dims(label, tuple(numbers.offset_dims)))
+    return [copies.same(found, out)]
+
+
+def _written(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
+    """Of what changes a part of an array: along axes that it does not span, all entries move alike."""
+    value, update = labels[0], labels[1] if step.name == "dynamic_update_slice" else labels[2]
+    whole, part = step.operands[0].shape, step.operands[1 if step.name == "dynamic_update_slice" else 2].shape
+    pairs = update_axes(step.params.get("dimension_numbers"), len(whole), len(part))
+    if step.name != "dynamic_update_slice" and labels[1] is not None:
+        return None
+    own = {of_update: k for k, of_update in enumerate(pairs) if of_update is not None and part[of_update] == whole[k]}
+    found = [] if value is None else [value]
+    if update is not None:
+        gone = [k for k in range(len(part)) if k not in own]
+        order = sorted(own, key=lambda of_update: own[of_update])
+        label = copies.along(update, gone).transpose([*order, *gone])[(...,) + (0,) * len(gone)]
+        found.append(np.expand_dims(label, [k for k in range(len(whole)) if k not in own.values()]))
+    return [copies.same(found, whole)]
+
+
 def _slice(step: Step, label: Label) -> Label:
     bounds = step.params["start_indices"], step.params["limit_indices"], step.params["strides"] or (1,) * label.ndim
     return label[tuple(slice(*each) for each in zip(*bounds, strict=True))]
@@ -109,9 +157,13 @@ def _dynamic_slice(copies: Copies, step: Step, labels: Labels, axes: list[int], 
     label = labels[0]
     for k, size in enumerate(step.results[0].shape):
         start: Any = step.operands[1 + k].known
-        if label is None or (size < label.shape[k] and start is None):
+        if label is None:
             return None
-        if size < label.shape[k]:
+        if size < label.shape[k] and start is None:  # any of them may be read
+            label = np.broadcast_to(
+                np.take(copies.along(label, (k,)), [0], k), (*label.shape[:k], size, *label.shape[k + 1 :])
+            )
+        elif size < label.shape[k]:
             first = int(start) + label.shape[k] * (int(start) < 0)
             label = np.take(label, min(max(first, 0), label.shape[k] - size) + np.arange(size), k)
     return [label]
@@ -137,10 +189,24 @@ def _joined(join: Callable[[list[Label], Step], Label]) -> Rule:
 
 
 def _pad(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
-    label = labels[0]
-    if label is None or any(min(config) < 0 or config[2] for config in step.params["padding_config"]):
+    if labels[0] is None:
         return None
-    return [np.pad(label, [config[:2] for config in step.params["padding_config"]], constant_values=-1)]
+    with jax.ensure_compile_time_eval():
+        return [np.asarray(jax.lax.pad(np.ascontiguousarray(labels[0]), -1, step.params["padding_config"]))]
+
+
+def _unstack(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
+    return None if labels[0] is None else [*np.moveaxis(labels[0], step.params["axis"], 0)]
+
+
+def _transformed(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
+    """Of `fft`."""
+    if labels[0] is None:
+        return None
+    over = range(labels[0].ndim - len(step.params["fft_lengths"]), labels[0].ndim)
+    mixed = copies.along(labels[0], tuple(over))
+    first = mixed[tuple(slice(0, 1) if k in over else slice(None) for k in range(mixed.ndim))]
+    return [np.broadcast_to(first, step.results[0].shape)]
 
 
 def _product(
@@ -308,7 +374,8 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys((*LIKE_SUMS, *SAME, *POWERS, *COMPARISONS, *MIXED), _one_by_one),
     **dict.fromkeys(("integer_pow", "pow", "mul", "div", "select_n"), _one_by_one),
     **dict.fromkeys((*REDUCTIONS, "argmax", "argmin"), _reduced),
-    **dict.fromkeys((*ALONG, "sort"), _along),
+    **dict.fromkeys((*ALONG, "sort", "top_k"), _along),
+    "fft": _transformed,
     "transpose": _moved(lambda step, label: label.transpose(step.params["permutation"])),
     "broadcast_in_dim": _moved(_broadcast),
     "squeeze": _moved(lambda step, label: label.squeeze(tuple(step.params["dimensions"]))),
@@ -318,6 +385,11 @@ RULES: dict[str, Rule] = {
     "dynamic_slice": _dynamic_slice,
     "split": _split,
     "concatenate": _joined(lambda parts, step: np.concatenate(parts, step.params["dimension"])),
+    "gather": _read,
+    "unstack": _unstack,
+    **dict.fromkeys((*WRITES, "dynamic_update_slice"), _written),
+    "take": _moved(lambda step, label: label.take(step.params["indices"], step.params["axis"])),
+    "bitcast_convert_type": _one_by_one,
     "stack": _joined(lambda parts, step: np.stack(parts, step.params["axis"])),
     "tile": _moved(lambda step, label: np.tile(label, step.params["reps"])),
     "pad": _pad,

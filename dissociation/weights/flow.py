@@ -17,7 +17,7 @@ import numpy as np
 
 from dissociation.weights.axes import UNIT, Atoms, Axis, Product
 
-FEW = 4096
+FEW = 65536
 """Entries of constants that are followed, such as indices."""
 
 
@@ -30,12 +30,14 @@ class Value:
         axes: What each axis is made of; None where nothing differs along it.
         zero: Whether all of it is.
         known: Its entries, if they are constants and few.
+        endless: Whether no entry is finite, so that no factor changes it.
     """
 
     shape: tuple[int, ...]
     axes: list[Axis | None]
     zero: bool = False
     known: np.ndarray | None = None
+    endless: bool = False
 
 
 class Equation(NamedTuple):
@@ -91,15 +93,28 @@ class Flow:
 
     def constant(self, array: Any) -> Value:
         """A known array: it may move along axes along which it does not differ."""
-        if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        if jnp.issubdtype(getattr(array, "dtype", type(array)), jax.dtypes.prng_key):
             return self.array(array.shape, "a key differs along it")
         array = np.asarray(array)
         axes: list[Axis | None] = []
         for k, size in enumerate(array.shape):
-            first = np.take(array, [0], k)
+            first = array[(slice(None),) * k + (slice(0, 1),)]
             even = size <= 1 or bool(((array == first) | ((array != array) & (first != first))).all())  # NaN is NaN
             axes.append(self.atoms.new(size, "a constant differs along it") if not even else None)
-        return Value(array.shape, axes, zero=not array.any(), known=array if array.size <= FEW else None)
+        known = array if array.size <= FEW else None
+        endless = bool(np.issubdtype(array.dtype, np.inexact) and array.size and not np.isfinite(array).any())
+        return Value(array.shape, axes, not array.any(), known, endless)
+
+    def unknown(self, name: str, operands: list[Value], shapes: Sequence[tuple[int, ...]]) -> list[Value]:
+        """Freezes everything that an operation touches."""
+        reason = f"`{name}` is not known to leave its order open"
+        for value in operands:
+            self.freeze(value, reason)
+        return [self.array(shape, reason) for shape in shapes]
+
+    def taken(self, axis: Axis | None, indices: np.ndarray) -> Axis | None:
+        """An axis read at given indices."""
+        return None if axis is None else self.atoms.taken(axis, indices)
 
     def even(self, size: int) -> Axis:
         """An axis along which nothing differs, where one is needed."""
@@ -144,11 +159,11 @@ class Flow:
         there = [each for each, value in zip(own, operands, strict=True) if not value.zero]
         if not linear or None in there:
             self.uneven += [axis, *(each for each in there if each is not None)]
-        for each in there:
-            if each is None:
-                self.still(axis)
-            else:
+        for each, value in zip(own, operands, strict=True):
+            if each is not None and not value.zero:
                 self.equal(axis, each)
+            elif not (value.zero or value.endless):
+                self.still(axis)
 
     def multiplied(self, operands: Sequence[Value], powers: Sequence[float]) -> Value:
         """A product of powers of arrays, of one shape, or scalars."""

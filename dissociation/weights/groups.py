@@ -346,7 +346,8 @@ def _rows(flow: Flow) -> dict[int, list[Row]]:
     """The equations of each atom: (name, coefficient) of every occurrence, and what they add up to."""
     rows: dict[int, list[Row]] = {}
     ties = [Equation(((a, 1.0), (b, -1.0))) for a, b in flow.atoms.tied]
-    for terms, adds_up in (*flow.equations, *ties):
+    even = [Equation(((axis, 1.0),)) for axis in flow.atoms.even]
+    for terms, adds_up in (*flow.equations, *ties, *even):
         expanded = [(flow.atoms.leaves(axis), weight) for axis, weight in terms]
         for each in zip(*(leaves for leaves, _ in expanded), strict=False):
             if len({leaf.atom for leaf in each}) != 1:  # frozen ones, whose indices were grouped in two ways

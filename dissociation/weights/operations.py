@@ -1,6 +1,6 @@
 """What each operation of JAX does to axes (`flow`): a rule per primitive, and what has none freezes what it touches."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -8,28 +8,29 @@ import numpy as np
 from jax.extend import core as jex
 
 from dissociation.models.program import inner_program
+from dissociation.weights import indexing
 from dissociation.weights.axes import UNIT, Axis, Product, Sum
-from dissociation.weights.flow import FEW, Flow, Part, Step, Value
+from dissociation.weights.flow import FEW, Equation, Flow, Part, Step, Value
+from dissociation.weights.indexing import Params, Rule, take
 
-Params = dict[str, Any]
-Rule = Callable[[Flow, Params, list[Value], list[tuple[int, ...]]], list[Value]]
-
-LIKE_SUMS = {"add": True, "sub": True, "add_any": True, "max": False, "min": False, "clamp": False}
+LIKE_SUMS = {"add": True, "sub": True, "add_any": True, "max": False, "min": False, "clamp": False,
+             "complex": True}  # fmt: skip
 """Homogeneous of degree one in all operands together, and whether they are linear."""
 
-SAME = ("neg", "stop_gradient", "convert_element_type", "copy", "copy_p", "reduce_precision", "real", "imag")
+SAME = ("neg", "stop_gradient", "convert_element_type", "copy", "copy_p", "reduce_precision", "real", "imag", "conj")
 POWERS = {"abs": 1.0, "square": 2.0, "sqrt": 0.5, "rsqrt": -0.5, "cbrt": 1 / 3}
-COMPARISONS = ("gt", "ge", "lt", "le", "eq", "ne", "sign")
+COMPARISONS = ("gt", "ge", "lt", "le", "eq", "ne", "sign", "lt_to", "le_to")
 MIXED = ("exp", "exp2", "log", "log1p", "expm1", "tanh", "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh",
          "asinh", "acosh", "atanh", "logistic", "erf", "erfc", "erf_inv", "lgamma", "digamma", "floor", "ceil", "round",
          "not", "and", "or", "xor", "rem", "atan2", "nextafter", "is_finite", "polygamma", "igamma", "igammac",
          "bessel_i0e", "bessel_i1e", "shift_left", "shift_right_logical", "shift_right_arithmetic", "clz",
-         "population_count")  # fmt: skip
+         "population_count", "zeta", "igamma_grad_a", "random_gamma_grad",
+         "regularized_incomplete_beta")  # fmt: skip
 REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor")
 ALONG = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
 FOLDED = ("add", "sub", "mul", "div", "neg", "lt", "le", "gt", "ge", "eq", "ne", "select_n", "convert_element_type",
           "concatenate", "rem", "max", "min", "iota", "and", "or", "not", "broadcast_in_dim", "reshape",
-          "squeeze")  # fmt: skip
+          "squeeze", "slice", "transpose", "rev")  # fmt: skip
 
 
 def follow(flow: Flow, jaxpr: jex.Jaxpr, consts: Sequence[Value], args: Sequence[Value]) -> list[Value]:
@@ -39,18 +40,68 @@ def follow(flow: Flow, jaxpr: jex.Jaxpr, consts: Sequence[Value], args: Sequence
     def read(atom: Any) -> Value:
         return flow.constant(atom.val) if isinstance(atom, jex.Literal) else env[atom]
 
-    for equation in jaxpr.eqns:
-        operands = [read(atom) for atom in equation.invars]
-        env |= dict(zip(equation.outvars, _apply(flow, equation, operands), strict=True))
+    for equation, joined in _needed(jaxpr):
+        if joined is not None:
+            source, along, indices = joined
+            shape, step = tuple(equation.outvars[0].aval.shape), {"axis": along, "indices": indices}
+            results = take(flow, step, [env[source]], [shape])
+            flow.steps.append(Step("take", step, [env[source]], results, []))
+        else:
+            results = _apply(flow, equation, [read(atom) for atom in equation.invars])
+        env |= dict(zip(equation.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
+
+
+Stretch = tuple[Any, int, np.ndarray]
+"""A variable, and indices along one of its axes."""
+
+
+def _needed(jaxpr: jex.Jaxpr) -> list[tuple[Any, Stretch | None]]:
+    """The operations that results follow from; with what one takes that only puts stretches of an array together."""
+    stretches: dict[Any, Stretch] = {}
+    joined: dict[int, Stretch] = {}
+    for number, equation in enumerate(jaxpr.eqns):
+        stretches |= dict(zip(equation.outvars, _stretches(equation), strict=False))
+        if equation.primitive.name == "concatenate":
+            own = [stretches.get(v) for v in _variables(equation.invars)]
+            there = [each for each in own if each is not None and each[:2] == (own[0] or each)[:2]]
+            if len(there) == len(equation.invars) and there[0][1] == equation.params["dimension"]:
+                joined[number] = *there[0][:2], np.concatenate([each[2] for each in there])
+    wanted, needed = set(_variables(jaxpr.outvars)), []
+    for number, equation in reversed(list(enumerate(jaxpr.eqns))):
+        if not wanted.isdisjoint(equation.outvars):
+            wanted |= {joined[number][0]} if number in joined else set(_variables(equation.invars))
+            needed.append((equation, joined.get(number)))
+    return needed[::-1]
+
+
+def _variables(atoms: Sequence[Any]) -> list[Any]:
+    return [atom for atom in atoms if not isinstance(atom, jex.Literal)]
+
+
+def _stretches(equation: Any) -> list[Stretch]:
+    """What an operation takes of its operand, if it takes stretches along one axis and nothing else."""
+    name, params = equation.primitive.name, equation.params
+    if name not in ("slice", "split") or isinstance(equation.invars[0], jex.Literal):
+        return []
+    value = equation.invars[0]
+    if name == "split":
+        ends = np.cumsum(params["sizes"])
+        return [(value, int(params["axis"]), own) for own in np.split(np.arange(ends[-1]), ends[:-1])]
+    shape = value.aval.shape
+    bounds = zip(params["start_indices"], params["limit_indices"], params["strides"] or (1,) * len(shape), strict=True)
+    taken = [np.arange(*each) for each in bounds]
+    over = [k for k, own in enumerate(taken) if len(own) != shape[k]]
+    return [(value, over[0], taken[over[0]])] if len(over) == 1 else []
 
 
 def _apply(flow: Flow, equation: Any, operands: list[Value]) -> list[Value]:
     name, params = equation.primitive.name, equation.params
     shapes = [tuple(getattr(variable.aval, "shape", ())) for variable in equation.outvars]
-    empty = any(0 in value.shape for value in operands) and name != "concatenate"
-    if empty or any(0 in shape for shape in shapes):
-        return _unknown(flow, name, operands, shapes)
+    if all(0 in shape for shape in shapes):  # nothing is left
+        return [Value(shape, [UNIT if size == 1 else None for size in shape], zero=True) for shape in shapes]
+    if any(0 in shape for shape in shapes) or (any(0 in v.shape for v in operands) and name != "concatenate"):
+        return flow.unknown(name, operands, shapes)
     folded = _folded(equation, operands, shapes)
     if folded is not None:
         return [flow.constant(folded)]
@@ -61,8 +112,8 @@ def _apply(flow: Flow, equation: Any, operands: list[Value]) -> list[Value]:
         flow.parts = outer
         return results
     inner = inner_program(params)
-    if inner is None or len(inner.jaxpr.invars) != len(operands):
-        return _unknown(flow, name, operands, shapes)
+    if inner is None or [v.aval.shape for v in inner.jaxpr.invars] != [v.shape for v in operands]:
+        return flow.unknown(name, operands, shapes)
     return follow(flow, inner.jaxpr, [flow.constant(const) for const in inner.consts], operands)
 
 
@@ -84,14 +135,6 @@ def _follow_part(flow: Flow, program: Any, args: list[Value]) -> list[Value]:
     return found
 
 
-def _unknown(flow: Flow, name: str, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
-    """Freezes everything that an operation touches."""
-    reason = f"`{name}` is not known to leave its order open"
-    for value in operands:
-        flow.freeze(value, reason)
-    return [flow.array(shape, reason) for shape in shapes]
-
-
 def _like_sum(name: str) -> Rule:
     def rule(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
         found = flow.summed(operands, linear=LIKE_SUMS[name])
@@ -106,7 +149,8 @@ def _same(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[
     kind = params.get("new_dtype")
     if kind is not None and not np.issubdtype(kind, np.inexact) and value.known is None:
         return [flow.mixed(operands, ordered=kind == np.bool_)]  # rounded, or asked whether it is zero
-    return [Value(value.shape, value.axes, value.zero, value.known if kind is not None else None)]
+    known = value.known if kind is not None else None
+    return [Value(value.shape, value.axes, value.zero, known, value.endless)]
 
 
 def _all_same(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
@@ -174,14 +218,22 @@ def _reduction(name: str) -> Rule:
     return rule
 
 
-def _along(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
-    value = operands[0]
-    flow.freeze(value, "a cumulative operation runs along it", [params["axis"]])
-    for axis in value.axes:
-        if axis is not None:
-            flow.uneven.append(axis)
-            flow.still(axis)
-    return [Value(value.shape, list(value.axes))]
+def _along(name: str) -> Rule:
+    def rule(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
+        value = operands[0]
+        flow.freeze(value, "a cumulative operation runs along it", [params["axis"]])
+        axes = [flow.handed_on(axis) for axis in value.axes]
+        for axis in axes if name != "cumsum" else ():
+            if axis is not None:
+                flow.uneven.append(axis)
+                if name not in ("cummax", "cummin"):
+                    flow.still(axis)
+        along = params["axis"]
+        if axes[along] is None:
+            axes[along] = flow.atoms.new(value.shape[along], "a cumulative operation runs along it")
+        return [Value(value.shape, axes, value.zero and name != "cumlogsumexp")]
+
+    return rule
 
 
 def _argument(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
@@ -192,17 +244,51 @@ def _argument(flow: Flow, params: Params, operands: list[Value], shapes: list[tu
 
 
 def _sort(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
-    dimension = params.get("dimension", -1)
+    """Each along the others: what is sorted by, whatever its factors, gives the others their places."""
+    along = params["dimension"] % len(shapes[0])
     for value in operands:
-        flow.freeze(value, "it is sorted", [dimension])
-    found = flow.mixed(operands)
-    axes = list(found.axes)
+        flow.freeze(value, "it is sorted", [along])
     results = []
-    for shape in shapes:
-        own = list(axes)
-        own[dimension] = flow.atoms.new(shape[dimension], "it is sorted")
-        results.append(Value(shape, own))
+    for value, shape in zip(operands, shapes, strict=True):
+        axes = [flow.lined_up([each.axes[k] for each in operands]) for k in range(len(shape))]
+        for axis, own in zip(axes, value.axes, strict=True):
+            if axis is not None:
+                flow.uneven.append(axis)
+                flow.equations.append(Equation(((axis, 1.0),) if own is None else ((axis, 1.0), (own, -1.0))))
+        axes[along] = flow.atoms.new(shape[along], "it is sorted")
+        results.append(Value(shape, axes, value.zero))
     return results
+
+
+def _top(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
+    """The largest values along an axis, and where they were."""
+    (value,), along = operands, params["axis"] % len(shapes[0])
+    flow.freeze(value, "its largest values are asked for", [along])
+    new = flow.atoms.new(shapes[0][along], "its largest values are asked for")
+    largest = Value(shapes[0], _with([flow.handed_on(axis) for axis in value.axes], along, new), value.zero)
+    flow.uneven += [axis for axis in largest.axes if axis is not None]
+    return [largest, flow.mixed([largest], ordered=True)]
+
+
+def _fourier(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
+    value, shape = operands[0], shapes[0]
+    over = range(len(shape) - len(params["fft_lengths"]), len(shape))
+    flow.freeze(value, "a Fourier transform runs over it", over)
+    made = [flow.atoms.new(n, "a Fourier transform runs over it") if k in over else None for k, n in enumerate(shape)]
+    axes = [new or flow.handed_on(axis) for new, axis in zip(made, value.axes, strict=True)]
+    return [Value(shape, axes, value.zero)]
+
+
+def _unstack(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
+    value, along = operands[0], params["axis"]
+    flow.freeze(value, "it is taken apart", [along])
+    left = [axis for k, axis in enumerate(value.axes) if k != along]
+    return [Value(shape, list(left), value.zero) for shape in shapes]
+
+
+def _bits(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
+    same = shapes[0] == operands[0].shape
+    return [flow.mixed(operands)] if same else flow.unknown("bitcast_convert_type", operands, shapes)
 
 
 def _transpose(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
@@ -218,7 +304,7 @@ def _broadcast(flow: Flow, params: Params, operands: list[Value], shapes: list[t
             axes[to] = value.axes[k]
         else:
             flow.freeze(value, "it is broadcast", [k])
-    return [Value(shape, axes, value.zero)]
+    return [Value(shape, axes, value.zero, endless=value.endless)]
 
 
 def _squeeze(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
@@ -229,75 +315,16 @@ def _squeeze(flow: Flow, params: Params, operands: list[Value], shapes: list[tup
 
 
 def _reshape(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
-    if params.get("dimensions") is not None:
-        return _unknown(flow, "reshape", operands, shapes)
-    return [Value(shapes[0], flow.regrouped(operands[0], shapes[0]), operands[0].zero)]
-
-
-def _reverse(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
-    flow.freeze(operands[0], "it is reversed", params["dimensions"])
-    return [Value(shapes[0], list(operands[0].axes), operands[0].zero)]
+    value, order = operands[0], params.get("dimensions")
+    if order is not None:
+        value = _transpose(flow, {"permutation": order}, [value], [tuple(value.shape[k] for k in order)])[0]
+    return [Value(shapes[0], flow.regrouped(value, shapes[0]), value.zero)]
 
 
 def _iota(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
     axes: list[Axis | None] = [None] * len(shapes[0])
     axes[params["dimension"]] = flow.atoms.new(shapes[0][params["dimension"]], "a constant differs along it")
     return [Value(shapes[0], axes)]
-
-
-def _cut(flow: Flow, axis: Axis | None, length: int, start: int, stop: int) -> Axis | None:
-    """A stretch of an axis."""
-    if axis is None or stop - start == length:
-        return axis
-    sizes = [size for size in (start, stop - start, length - stop) if size]
-    return flow.atoms.cut(axis, sizes)[1 if start else 0]
-
-
-def _slice(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
-    value = operands[0]
-    strides = params["strides"] or (1,) * len(value.shape)
-    axes: list[Axis | None] = []
-    for k, (start, stop, stride) in enumerate(
-        zip(params["start_indices"], params["limit_indices"], strides, strict=True)
-    ):
-        if stride == 1 or value.axes[k] is None:
-            axes.append(_cut(flow, value.axes[k], value.shape[k], start, start + shapes[0][k] if stride > 1 else stop))
-        else:
-            flow.freeze(value, "it is read in strides", [k])
-            axes.append(flow.atoms.new(shapes[0][k], "it is read in strides"))
-    return [Value(shapes[0], axes, value.zero)]
-
-
-def _dynamic_slice(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
-    value, starts = operands[0], operands[1:]
-    axes: list[Axis | None] = []
-    for k, size in enumerate(shapes[0]):
-        start = starts[k].known
-        if size == value.shape[k] or value.axes[k] is None:
-            axes.append(value.axes[k])
-        elif start is not None:
-            first = min(max(int(start) + value.shape[k] * (int(start) < 0), 0), value.shape[k] - size)
-            axes.append(_cut(flow, value.axes[k], value.shape[k], first, first + size))
-        else:
-            flow.freeze(value, "it is read at places that are computed", [k])
-            axes.append(flow.atoms.new(size, "it is read at places that are computed"))
-    return [Value(shapes[0], axes, value.zero)]
-
-
-def _dynamic_update(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
-    value, update = operands[:2]
-    axes: list[Axis | None] = []
-    for k, size in enumerate(value.shape):
-        if update.shape[k] == size:
-            own = [Value((size,), [part.axes[k]], part.zero) for part in (value, update)]
-            axis = flow.summed(own).axes[0]
-            flow.atoms.unite(axis, value.axes[k])
-        else:
-            for part in (value, update):
-                flow.freeze(part, "it is written at some places", [k])
-            axis = flow.atoms.new(size, "it is written at some places")
-        axes.append(axis)
-    return [Value(value.shape, axes, value.zero and update.zero)]
 
 
 def _split(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
@@ -361,26 +388,6 @@ def _with(axes: Sequence[Axis | None], place: int, axis: Axis | None) -> list[Ax
     return [axis if k == place else each for k, each in enumerate(axes)]
 
 
-def _pad(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
-    value, filler = operands
-    axes: list[Axis | None] = []
-    for k, config in enumerate(params["padding_config"]):
-        low, high, interior = map(int, config)
-        axis = value.axes[k]
-        if not (low or high or interior):
-            if axis is not None and not filler.zero:
-                flow.still(axis)
-            axes.append(axis)
-        elif interior or low < 0 or high < 0:
-            flow.freeze(value, "it is padded", [k])
-            axes.append(flow.atoms.new(shapes[0][k], "it is padded"))
-        else:
-            middle = flow.even(value.shape[k]) if axis is None else axis
-            parts = [flow.atoms.new(n, "padding") for n in (low, high)]
-            axes.append(Sum(tuple(p for p, n in zip((parts[0], middle, parts[1]), (low, 1, high), strict=True) if n)))
-    return [Value(shapes[0], axes, value.zero and filler.zero)]
-
-
 def _dot(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
     (contracted, batched), (left, right) = params["dimension_numbers"], operands
     for i, j in zip(*contracted, strict=True):
@@ -402,14 +409,23 @@ def _convolution(flow: Flow, params: Params, operands: list[Value], shapes: list
     image, kernel = operands
     numbers, groups = params["dimension_numbers"], params["feature_group_count"]
     if params["batch_group_count"] != 1:
-        return _unknown(flow, "conv_general_dilated", operands, shapes)
+        return flow.unknown("conv_general_dilated", operands, shapes)
     lhs, rhs, out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
     axes: list[Axis | None] = [None] * len(out)
     axes[out[0]] = image.axes[lhs[0]]
-    for value, places in ((image, lhs[2:]), (kernel, rhs[2:])):
-        flow.freeze(value, "a convolution runs over it", places)
-    for place in out[2:]:
-        axes[place] = flow.atoms.new(shapes[0][place], "a convolution runs over it")
+    strides, around = params["window_strides"], params["padding"]
+    for n, (i, j, place) in enumerate(zip(lhs[2:], rhs[2:], out[2:], strict=True)):
+        plain = tuple(around[n]) == (0, 0) and params["lhs_dilation"][n] == params["rhs_dilation"][n] == 1
+        if plain and kernel.shape[j] == 1 and strides[n] == 1:  # by itself at each place
+            flow.freeze(kernel, "a convolution runs over it", [j])
+            axes[place] = flow.handed_on(image.axes[i])
+        elif plain and kernel.shape[j] == image.shape[i]:  # over all of it at once
+            flow.contract(image.axes[i], kernel.axes[j])
+            axes[place] = UNIT
+        else:
+            flow.freeze(image, "a convolution runs over it", [i])
+            flow.freeze(kernel, "a convolution runs over it", [j])
+            axes[place] = flow.atoms.new(shapes[0][place], "a convolution runs over it")
     channels, outputs, inputs = image.axes[lhs[1]], kernel.axes[rhs[0]], kernel.axes[rhs[1]]
     if groups == 1:
         flow.contract(channels, inputs)
@@ -417,8 +433,8 @@ def _convolution(flow: Flow, params: Params, operands: list[Value], shapes: list
         return [Value(shapes[0], axes, image.zero or kernel.zero)]
     # Blocks of channels, each with its own kernels: [groups, channels of one], [groups, outputs of one].
     sizes = groups, image.shape[lhs[1]] // groups
-    if channels is None or outputs is None:
-        return _unknown(flow, "conv_general_dilated", operands, shapes)
+    channels = flow.even(image.shape[lhs[1]]) if channels is None else channels
+    outputs = flow.even(kernel.shape[rhs[0]]) if outputs is None else outputs
     block, within = flow.atoms.factored(channels, sizes)
     other, own = flow.atoms.factored(outputs, (groups, kernel.shape[rhs[0]] // groups))
     flow.contract(within, inputs)
@@ -441,26 +457,6 @@ def _window(linear: bool) -> Rule:
         return [Value(shapes[0], axes, value.zero)]
 
     return rule
-
-
-def _gather(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
-    value, where = operands
-    numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
-    if numbers.operand_batching_dims or any(size == 0 for size in sizes):
-        return _unknown(flow, "gather", operands, shapes)
-    kept: list[Axis | None] = []
-    for k, size in enumerate(sizes):
-        whole = size == value.shape[k]
-        if not whole or k in numbers.collapsed_slice_dims:
-            flow.freeze(value, "it is read at given places", [k])
-        if k not in numbers.collapsed_slice_dims:
-            kept.append(value.axes[k] if whole else flow.atoms.new(size, "it is read at given places"))
-    batch = list(where.axes[:-1])
-    axes = [kept.pop(0) if k in numbers.offset_dims else batch.pop(0) for k in range(len(shapes[0]))]
-    for axis in axes:
-        if axis is not None:
-            flow.uneven += [axis] if axis in where.axes else []
-    return [Value(shapes[0], axes, value.zero)]
 
 
 def _scan(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
@@ -519,7 +515,7 @@ def _inner(name: str) -> Rule:
     def rule(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
         inner = inner_program(params)
         if inner is None:
-            return _unknown(flow, name, operands, shapes)
+            return flow.unknown(name, operands, shapes)
         consts = [flow.constant(const) for const in inner.consts]
         return follow(flow, inner.jaxpr, consts, operands[len(operands) - len(inner.jaxpr.invars) :])
 
@@ -533,7 +529,7 @@ RULES: dict[str, Rule] = {
     **{name: _mixed(True) for name in COMPARISONS},
     **{name: _mixed(False) for name in MIXED},
     **{name: _reduction(name) for name in REDUCTIONS},
-    **dict.fromkeys(ALONG, _along),
+    **{name: _along(name) for name in ALONG},
     "integer_pow": _power(None),
     "pow": _to_power,
     "mul": _product((1.0, 1.0)),
@@ -543,31 +539,30 @@ RULES: dict[str, Rule] = {
     "argmax": _argument,
     "argmin": _argument,
     "sort": _sort,
+    "top_k": _top,
+    "fft": _fourier,
+    "unstack": _unstack,
+    "bitcast_convert_type": _bits,
     "transpose": _transpose,
     "broadcast_in_dim": _broadcast,
     "squeeze": _squeeze,
     "reshape": _reshape,
-    "rev": _reverse,
     "iota": _iota,
-    "slice": _slice,
-    "dynamic_slice": _dynamic_slice,
-    "dynamic_update_slice": _dynamic_update,
     "split": _split,
     "concatenate": _concatenate,
     "stack": _stack,
     "tile": _tile,
     "name": _all_same,
     "sharding_constraint": _all_same,
-    "pad": _pad,
     "dot_general": _dot,
     "conv_general_dilated": _convolution,
     "reduce_window_sum": _window(True),
     "reduce_window_max": _window(False),
     "reduce_window_min": _window(False),
-    "gather": _gather,
     "scan": _scan,
     "while": _while,
     "cond": _cond,
     "custom_vjp_call": _inner("custom_vjp_call"),
+    **indexing.RULES,
 }
 """By names of primitives."""

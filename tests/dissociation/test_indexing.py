@@ -1,0 +1,239 @@
+"""Groups through operations that read, write, sort and cumulate; what is found keeps the function."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dissociation.weights.axes import Atoms, Order, Product, Sum, spread
+from dissociation.weights.groups import group_report, neuron_groups
+from dissociation.weights.growth import duplicate
+from dissociation.weights.rewrites import check_groups, permute, scale
+
+relu = jax.nn.relu
+SOME = jnp.array([2, 0, 1, 3, 5, 4, 7, 6])
+
+
+def between(middle):
+    """Something between two matrices."""
+    return lambda p, x: jnp.tensordot(middle(x @ p["a"]), p["b"], axes=[[-1], [0]])
+
+
+def weights(middle, shape):
+    keys = jax.random.split(jax.random.key(0))
+    width = jax.eval_shape(middle, jax.ShapeDtypeStruct((*shape[:-1], 8), float)).shape[-1]
+    return {"a": jax.random.normal(keys[0], (shape[-1], 8)), "b": jax.random.normal(keys[1], (width, 3))}
+
+
+def picked(h):
+    return jax.vmap(lambda column, where: column[where], in_axes=(1, 0))(h, jnp.argmax(h, 0))
+
+
+def masked(h):
+    return jnp.where(jnp.arange(5)[:, None] != 2, h, -jnp.inf).max(0)
+
+
+def recurrence(h):
+    return jax.lax.associative_scan(lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1]), (jnp.full_like(h, 0.5), h))[1]
+
+
+def printed(h):
+    jax.debug.callback(lambda mean: None, h.mean())
+    return relu(h)
+
+
+VECTOR, TIME = (5,), (5, 5)
+CASES = {
+    # Neurons in another order.
+    "in another order": (lambda h: relu(h)[SOME], VECTOR, {8: 1}),
+    "reversed": (lambda h: relu(h)[::-1], VECTOR, {8: 1}),
+    "rolled": (lambda h: jnp.roll(relu(h), 3), VECTOR, {8: 1}),
+    "halves exchanged": (lambda h: jnp.concatenate(jnp.split(relu(h), 2)[::-1]), VECTOR, {8: 1}),
+    "rolled under a checkpoint": (jax.checkpoint(lambda h: relu(jnp.roll(h, 2))), VECTOR, {8: 1}),
+    "every second twice": (lambda h: relu(h[::2]) + h[1::2], VECTOR, {4: 1}),
+    "every second by itself": (lambda h: jnp.concatenate([relu(h[1::2])[:3], h[:1]]), VECTOR, {3: 1}),
+    "read unequally often": (lambda h: relu(h)[jnp.array([0, 3, 0, 1, 2, 3, 4])], VECTOR, {2: 1, 3: 1}),
+    "added to its mirror": (lambda h: relu(h + h[::-1]), VECTOR, {4: 1}),
+    "added to itself, rolled": (lambda h: relu(h + 2 * jnp.roll(h, 2)), VECTOR, {2: 1}),
+    "two orders": (lambda h: relu(h[SOME] + 2 * h[SOME][::-1]), VECTOR, {4: 1}),
+    "reversed in blocks": (lambda h: relu(h.reshape(2, 4)[:, ::-1].reshape(-1)), VECTOR, {2: 1, 4: 1}),
+    "two orders of halves": (
+        lambda h: jnp.concatenate([relu(h[SOME][:4]), h[SOME][4:] ** 2]), VECTOR, {4: {1, 2}}),
+    "a table of indices": (lambda h: relu(h)[SOME.reshape(2, 4)].reshape(-1), VECTOR, {2: 1, 4: 1}),
+    "padded within": (lambda h: jax.lax.pad(relu(h), 0.0, [(1, 2, 1)]), VECTOR, {8: 1}),
+    "padded less": (lambda h: jax.lax.pad(relu(h), 0.0, [(-1, 2, 0)]), VECTOR, {7: 1}),
+    # Written.
+    "one set to zero": (lambda h: relu(h).at[3].set(0.0), VECTOR, {7: 1}),
+    "some rectified": (lambda h: h.at[:3].set(relu(h[:3])), VECTOR, {3: 1, 5: 1}),
+    "written in another order": (lambda h: h.at[SOME[:3]].set(relu(h[SOME[:3]])), VECTOR, {3: 1, 5: 1}),
+    "some multiplied": (lambda h: relu(h.at[:4].multiply(2.0)), VECTOR, {4: 1}),
+    "a cache": (
+        lambda h: jax.lax.dynamic_update_slice(jnp.zeros((7, 8)), relu(h), (jnp.argmax(h.sum(1)), 0)), TIME, {8: None}),
+    "a cache at known times": (lambda h: jnp.zeros((7, 8)).at[jnp.arange(5) + 1].set(relu(h)), TIME, {8: 1}),
+    "summed by segments": (lambda h: jax.ops.segment_sum(relu(h), jnp.array([0, 1, 1, 2, 0]), 3), TIME, {8: 1}),
+    "the largest by segments": (lambda h: jax.ops.segment_max(h, jnp.array([0, 1, 1, 2, 0]), 3), TIME, {8: 1}),
+    "along edges": (
+        lambda h: jnp.zeros_like(h).at[jnp.array([0, 1, 1])].add(relu(h[jnp.array([1, 2, 3])])), TIME, {8: 1}),
+    # Over another axis.
+    "at a time that is computed": (lambda h: relu(h)[jnp.argmax(jnp.prod(h, 1) * 0)], TIME, {8: None}),
+    "each at a time of its own": (picked, TIME, {8: 1}),
+    "in the order of time of its own": (
+        lambda h: jnp.take_along_axis(h, jnp.argsort(h, 0), 0), TIME, {8: 1}),
+    "sorted": (lambda h: jnp.sort(h, 0), TIME, {8: 1}),
+    "sorted by others": (lambda h: jax.lax.sort_key_val(h, relu(h), dimension=0)[1], TIME, {8: 1}),
+    "the two largest": (lambda h: jax.lax.top_k(h, 2, axis=0)[0], TIME, {8: 1}),
+    "median": (lambda h: jnp.median(relu(h), 0), TIME, {8: 1}),
+    "cumulated": (lambda h: relu(jnp.cumsum(h, 0)), TIME, {8: 1}),
+    "the largest until now": (lambda h: jax.lax.cummax(h, axis=0), TIME, {8: 1}),
+    "logarithms cumulated": (lambda h: jax.lax.cumlogsumexp(h, axis=0), TIME, {8: None}),
+    "products cumulated": (lambda h: jnp.cumprod(h, 0), TIME, {8: None}),
+    "spectrum": (lambda h: jnp.abs(jnp.fft.rfft(h, axis=0)), TIME, {8: 1}),
+    "complex": (lambda h: (lambda z: (z * jnp.conj(z)).real)(jax.lax.complex(h, relu(h))), VECTOR, {8: 2}),
+    "masked": (masked, TIME, {8: 1}),
+    "padded in time": (lambda h: relu(jax.lax.pad(h, 0.0, [(-1, 2, 1), (0, 0, 0)])), TIME, {8: 1}),
+    "padded with ones": (lambda h: relu(jnp.pad(h, ((2, 0), (0, 0)), constant_values=1.0)), TIME, {8: None}),
+    "padded with infinity": (lambda h: jax.lax.pad(h, -jnp.inf, [(1, 0, 0), (0, 0, 0)]).max(0), TIME, {8: 1}),
+    "a linear recurrence": (recurrence, TIME, {8: 1}),
+    "unstacked": (lambda h: (lambda u: relu(u[0]) + u[1])(jnp.unstack(h)), TIME, {8: 1}),
+    "transposed as it is reshaped": (lambda h: jnp.ravel(relu(h), order="F").reshape(8, 5).T, TIME, {8: 1}),
+    # Without effect on what is asked for.
+    "printed": (printed, VECTOR, {8: 1}),
+    "sorted for nothing": (lambda h: (jnp.sort(h), relu(h))[1], VECTOR, {8: 1}),
+}  # fmt: skip
+"""What is between, the shape of an input, and by the sizes of groups that are made and read their degrees."""
+
+
+def degrees(groups):
+    found = {}
+    for group in groups.values():
+        if {slot.path for slot in group.slots} == {"['a']", "['b']"}:
+            found.setdefault(group.size, set()).add(group.degree)
+    return {size: own.pop() if len(own) == 1 else own for size, own in found.items()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_neurons_are_followed(name):
+    middle, shape, wanted = CASES[name]
+    call = between(middle)
+    with jax.enable_x64(True):
+        model, inputs = weights(middle, shape), jax.random.normal(jax.random.key(2), (4, *shape))
+        groups = neuron_groups(model, inputs[0], call=call)
+        assert degrees(groups) == wanted
+        run = jax.jit(jax.vmap(call, (None, 0)))
+        before = np.nan_to_num(run(model, inputs))
+        for group in groups.values():
+            factors = jnp.exp(jax.random.normal(jax.random.key(4), (group.size,)))
+            rewrites = [permute(group, key=jax.random.key(3))]
+            rewrites += [] if group.scaling is None else [scale(group, factors)]
+            for rewrite in rewrites:
+                np.testing.assert_allclose(np.nan_to_num(run(rewrite(model), inputs)), before, rtol=1e-9, atol=1e-9)
+        if not np.isnan(run(model, inputs)).any():
+            assert all(
+                certificate.kept()
+                for certificate in check_groups(model, inputs, key=jax.random.key(5), call=call).values()
+            )
+
+
+LOST = {
+    "sorted": (lambda h: jnp.sort(h), VECTOR, "it is sorted"),
+    "the largest of them": (lambda h: jax.lax.top_k(h, 4)[0], VECTOR, "its largest values"),
+    "spectrum": (lambda h: jnp.abs(jnp.fft.fft(h)), VECTOR, "a Fourier transform"),
+    "a ramp": (lambda h: h * jnp.cumsum(jnp.ones(8)), VECTOR, "cumulative"),
+    "rolled by one and added": (lambda h: relu(h + 2 * jnp.roll(h, 1)), VECTOR, "itself in another order"),
+    "a computed neuron": (lambda h: h[jnp.argmax(h)] * jnp.ones(8), VECTOR, "is what is asked|asked for"),
+    "a computed order": (lambda h: h[jnp.argsort(jnp.arange(8.0) * h[0])], VECTOR, "."),
+    "written in a computed order": (lambda h: jnp.zeros(8).at[jnp.argsort(h)].set(h), VECTOR, "."),
+    "summed by segments": (lambda h: relu(jax.ops.segment_sum(h, jnp.arange(8) // 3, 3)), VECTOR, "written"),
+    "added where another is": (lambda h: jnp.tanh(jax.lax.dynamic_update_slice(h, h[1:3], (jnp.argmax(h),))), VECTOR,
+                               "."),
+    "called back": (lambda h: jax.pure_callback(lambda z: z, jax.ShapeDtypeStruct(h.shape, h.dtype), h), VECTOR,
+                    "not known"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_what_is_lost_is_not_found(name):
+    middle, shape, reason = LOST[name]
+    with jax.enable_x64(True):
+        report = group_report(weights(middle, shape), jnp.ones(shape), call=between(middle))
+    assert not degrees(report.groups)
+    assert any(re.search(reason, why) for why in report.frozen.values())
+
+
+def test_coordinates_of_what_is_read_do_not_change_places():
+    numbers = jax.lax.GatherDimensionNumbers((), (0, 1), (0, 1))
+
+    def call(p, x):
+        return jax.lax.gather(jnp.arange(9.0).reshape(3, 3), jnp.round(x @ p["w"]).astype(int) % 3, numbers, (1, 1))
+
+    report = group_report({"w": jnp.ones((4, 2))}, jnp.ones((5, 4)), call=call)
+    assert not report.groups
+    assert report.frozen["['w'][1]"] == "it says where to read"
+
+
+def test_neurons_written_at_computed_places_stand_still():
+    def call(p, x):
+        return jnp.zeros(8).at[jnp.argsort(x)].set(x @ p["a"]) @ p["b"]
+
+    report = group_report(weights(relu, (8,)), jnp.ones(8), call=call)
+    assert not report.groups
+    assert report.frozen["['a'][1]"] == "it is written at some places"
+
+
+def test_a_fill_that_is_not_zero_binds_what_is_scaled():
+    for fill, degree in ((0.0, 1), (1.0, None)):
+
+        def call(p, x, fill=fill):
+            times = jnp.round(x[0, 0]).astype(int) + jnp.arange(3)
+            return jnp.take(x @ p["a"], times, axis=0, mode="fill", fill_value=fill) @ p["b"]
+
+        (group,) = neuron_groups(weights(relu, TIME), jnp.ones(TIME), call=call).values()
+        assert (group.size, group.degree) == (8, degree)
+
+
+def test_reversed_neurons_grow():
+    with jax.enable_x64(True):
+        middle = lambda h: relu(h)[::-1]  # noqa: E731
+        model, x = weights(middle, VECTOR), jax.random.normal(jax.random.key(2), VECTOR)
+        (group,) = neuron_groups(model, x, call=between(middle)).values()
+        np.testing.assert_allclose(between(middle)(duplicate(group)(model), x), between(middle)(model, x), rtol=1e-12)
+        rolled = between(lambda h: jnp.roll(h, 3))
+        (group,) = neuron_groups(model, x, call=rolled).values()
+        with pytest.raises(ValueError, match="does not count"):
+            duplicate(group)(model)
+
+
+def test_many_neurons_in_two_orders_are_parted_soon():
+    atoms = Atoms()
+    axis, half = atoms.new(4000), np.arange(2000)
+    evens, odds = atoms.taken(axis, 2 * half), atoms.taken(axis, 2 * half + 1)
+    atoms.unite(evens, odds)
+    assert [atoms.size(leaf) for leaf in atoms.leaves(axis)] == [2000, 2000]
+    assert len({leaf.atom for leaf in atoms.leaves(axis)}) == 1
+
+
+def test_axes_in_two_orders_are_united_index_by_index():
+    atoms = Atoms()
+    parts = [atoms.new(4) for _ in range(4)]
+    first = Order(Sum((parts[0], parts[1])), np.array([0, 4, 1, 5, 2, 6, 3, 7]))
+    second = Order(Sum((parts[2], parts[3])), np.array([4, 0, 5, 1, 2, 6, 3, 7]))
+    atoms.unite(first, second)
+    leaves = [atoms.leaves(axis) for axis in (first, second)]
+    assert [leaf.atom for leaf in leaves[0]] == [leaf.atom for leaf in leaves[1]]
+    assert [atoms.size(leaf) for leaf in leaves[0]] == [2, 2, 2, 2]
+    for one, other in zip(*leaves, strict=True):
+        np.testing.assert_array_equal(atoms.positions(first, one.name), atoms.positions(second, other.name))
+    nested = Order(Product((atoms.new(2), atoms.new(4))), np.array([0, 4, 1, 5, 2, 6, 7, 3]))
+    atoms.unite(nested, first)
+    assert all(atoms.reason(leaf.atom) for leaf in atoms.leaves(nested))
+
+
+def test_orders_grow_backwards():
+    atoms = Atoms()
+    neurons = atoms.new(3)
+    axis = atoms.taken(neurons, np.array([2, 1, 0]))
+    places, owners = spread(atoms.layout(axis), {atoms.leaves(axis)[0].name: np.array([0, 1, 2, 0])})
+    np.testing.assert_array_equal(places, [2, 0, 1, 2])
+    np.testing.assert_array_equal(next(iter(owners.values())), [3, 2, 1, 0])
