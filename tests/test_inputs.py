@@ -127,7 +127,6 @@ INTERNAL = {
     "dissociation.metrics.similarity.base": "what measures are made of",
     "dissociation.metrics.similarity.tables": "how `pairwise` computes",
     "dissociation.metrics.similarity.canonical.basis": "a part of the measures",
-    "dissociation.weights.rewrites.check_same_program": "of groups and models that a rewrite or `canonical` has taken",
     "dissociation.metrics.similarity.dissimilarity.entries": "a tool within",
     "dissociation.metrics.similarity.dissimilarity.kendall": "a part of the measures",
     "dissociation.metrics.similarity.dissimilarity.ranks": "a part of the measures",
