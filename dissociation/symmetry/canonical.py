@@ -22,6 +22,7 @@ from dissociation.validation import validated
 from dissociation.weights.axes import resized, spread
 from dissociation.weights.groups import NeuronGroup, Slot, neuron_groups, parameters_of
 from dissociation.weights.growth import check_same_program
+from dissociation.weights.seen import layer_inputs
 from dissociation.weights.sizes import refit
 
 PASSES = 50
@@ -35,7 +36,12 @@ Arrays = list[np.ndarray]
 
 @validated
 def canonical(
-    model: Any, example: Any, *, tolerance: float = 1e-5, call: Callable[[Any, Any], Any] | None = None
+    model: Any,
+    example: Any,
+    *,
+    tolerance: float = 1e-5,
+    inputs: Any = None,
+    call: Callable[[Any, Any], Any] | None = None,
 ) -> Any:
     """The canonical form of a network.
 
@@ -53,6 +59,8 @@ def canonical(
         example: One example, see `groups.neuron_groups`.
         tolerance: Distance between what makes two neurons, of length one, below which they are one; and share of what
             reads them that counts as nothing.
+        inputs: Examples, samples first; where given, neurons that are zero on all of them are dropped, too, and the
+            function is kept on these alone.
         call: See `groups.neuron_groups`.
 
     Returns:
@@ -63,7 +71,7 @@ def canonical(
             stream are made by nothing but its blocks.
         TypeError: If the network is traced.
     """
-    leaves, groups, sequence = _reduced(model, example, tolerance, call)
+    leaves, groups, sequence = _reduced(model, example, tolerance, inputs, call)
     for name, settled in sequence.items():
         rows = _rows(leaves, groups[name], settled)
         order = np.argsort(rows @ _direction(rows.shape[1]), kind="stable")
@@ -74,7 +82,12 @@ def canonical(
 
 @validated
 def fingerprint(
-    model: Any, example: Any, *, tolerance: float = 1e-5, call: Callable[[Any, Any], Any] | None = None
+    model: Any,
+    example: Any,
+    *,
+    tolerance: float = 1e-5,
+    inputs: Any = None,
+    call: Callable[[Any, Any], Any] | None = None,
 ) -> Float[Array, " numbers"]:
     """As many numbers as a network's canonical form has, and one, to be compared by `fingerprint_distance`.
 
@@ -86,6 +99,7 @@ def fingerprint(
         model: See `canonical`.
         example: See `canonical`.
         tolerance: See `canonical`.
+        inputs: See `canonical`.
         call: See `canonical`.
 
     Returns:
@@ -95,7 +109,7 @@ def fingerprint(
         ValueError: As `canonical`.
         TypeError: As `canonical`.
     """
-    leaves, groups, sequence = _reduced(model, example, tolerance, call)
+    leaves, groups, sequence = _reduced(model, example, tolerance, inputs, call)
     slots = [groups[name].slots[index] for name, settled in sequence.items() for index in settled]
     made = {slot.leaf for slot in slots if not slot.outgoing}
     free = [leaf for index, leaf in enumerate(leaves) if index not in made]
@@ -129,7 +143,7 @@ def fingerprint_distance(a: Float[Array | np.ndarray, " numbers"], b: Float[Arra
 
 
 def _reduced(
-    model: Any, example: Any, tolerance: float, call: Any
+    model: Any, example: Any, tolerance: float, inputs: Any, call: Any
 ) -> tuple[Arrays, dict[str, NeuronGroup], dict[str, list[int]]]:
     """A network's arrays without dead neurons and copies, with lengths one; its groups, and their order."""
     check_positive("tolerance", tolerance)
@@ -144,6 +158,8 @@ def _reduced(
     if any(is_traced(leaf) for leaf in given):
         raise TypeError("`model` must be known: a canonical form is a step of the host, got traced arrays.")
     leaves = [np.asarray(leaf, np.float64) for leaf in given]
+    for group in groups.values() if inputs is not None else ():
+        _silence(leaves, group, model, inputs, call)
     given_sizes = {name: group.size for name, group in groups.items()}
     # Sums of the absolute values that were merged into each number: what has cancelled but for rounding is small beside
     # them, however long ago it did.
@@ -160,6 +176,22 @@ def _reduced(
     if smaller:
         check_same_program(model, _with(leaves, model), smaller[0])
     return leaves, groups, sequence
+
+
+def _silence(leaves: Arrays, group: NeuronGroup, model: Any, inputs: Any, call: Any) -> None:
+    """Lets nothing read the neurons that are zero on all inputs, in place."""
+    silent = np.ones(group.size, bool)
+    read = [slot for slot in group.slots if slot.outgoing]
+    for slot in read:
+        seen = layer_inputs(model, inputs, slot.path, call=call)
+        lengths = [size if k in seen.axes else 1 for k, size in enumerate(slot.shape)]
+        columns = np.arange(np.prod(lengths, dtype=int)).reshape(lengths)
+        active = np.asarray((seen.rows != 0).any(0))
+        silent &= ~slot.rows(active[columns]).any(1)
+    for slot in read:
+        blocks = slot.blocks(leaves[slot.leaf])
+        blocks[silent] = 0
+        leaves[slot.leaf] = slot.with_blocks(leaves[slot.leaf], blocks)
 
 
 def _with(leaves: Arrays, model: Any) -> Any:
