@@ -249,20 +249,24 @@ def _freedom(
             tables[name][pair] = getattr(free, name)
     for end in ENDS:
         factors = jnp.stack([free.rewrite(group, end=end).factor for free in found])
-        for pair, own in zip(pairs, factors, strict=True):
-            value, change = _rewritten(
-                take(models, pair[0]), group, own, layer, images, all_images, represented[pair[1]]
-            )
-            tables[f"approached_{end}"][pair], tables[f"change_{end}"][pair] = float(value), float(change)
+        for (i, j), own in zip(pairs, factors, strict=True):
+            model = take(models, i)
+            value, change = _compared(model, _scaled(model, group, own), layer, images, all_images, represented[j])
+            tables[f"approached_{end}"][i, j], tables[f"change_{end}"][i, j] = float(value), float(change)
     return tables
 
 
 @eqx.filter_jit
-def _rewritten(
-    model: Any, group: NeuronGroup, factors: Array, layer: str, images: Array, all_images: Array, reference: Array
+def _scaled(model: Any, group: NeuronGroup, factors: Array) -> Any:
+    """In a program of its own: fused with what follows, it would be rounded otherwise than the weights are."""
+    return scale(group, factors)(model)
+
+
+@eqx.filter_jit
+def _compared(
+    model: Any, rewritten: Any, layer: str, images: Array, all_images: Array, reference: Array
 ) -> tuple[Array, Array]:
     """Similarity after scaling, and the largest change of a logit."""
-    rewritten = scale(group, factors)(model)
     with jax.default_matmul_precision("highest"):
         value = linear_cka(representations(rewritten, images)[layer], reference)
     return value, certify(model, rewritten, all_images).max_abs_change

@@ -74,7 +74,7 @@ class Bounds(NamedTuple):
         return scale_activity(group, both[SIDES.index(side)])
 
 
-@validated
+@validated(finite=("x", "y"))
 def similarity_bounds(
     x: Float[Array | np.ndarray, "samples neurons"],
     y: Float[Array | np.ndarray, "samples others"],

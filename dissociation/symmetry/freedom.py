@@ -76,18 +76,22 @@ class Freedom(NamedTuple):
         lengths = np.where(self.constant, 1.0, self.lengths)
         wanted = factors * lengths
         factors = np.maximum(wanted / wanted.max(), SMALLEST) / lengths * np.median(lengths)
-        return scale_activity(group, np.where(self.constant, 1.0, factors))
+        free = (wanted == 0) if end == "high" else np.ones(len(wanted), bool)
+        return scale_activity(group, np.where(self.constant, 1.0, factors), free)
 
 
-def scale_activity(group: NeuronGroup, factors: Any) -> Scale:
+def scale_activity(group: NeuronGroup, factors: Any, free: np.ndarray | None = None) -> Scale:
     """The rewrite that multiplies what neurons show by these factors, [neurons].
+
+    Where the factors are `free`, powers of two are taken, on the host, which round nothing.
 
     Raises:
         ValueError: If the group is not homogeneous of a positive degree in one way.
     """
     if group.degree is None or group.degree <= 0 or len(group.scalings) != 1:
         fail("group", "be homogeneous of a positive degree, in one way", group)
-    return scale(group, factors ** (1 / group.degree))
+    factors = factors ** (1 / group.degree)
+    return scale(group, factors if free is None else np.where(free, np.exp2(np.round(np.log2(factors))), factors))
 
 
 @validated
