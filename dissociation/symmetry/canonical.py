@@ -17,9 +17,9 @@ from jaxtyping import Array, Float
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from dissociation.checks import check_positive, fail, is_traced
+from dissociation.checks import check_finite, check_positive, fail, is_traced
 from dissociation.validation import validated
-from dissociation.weights.axes import resized, spread
+from dissociation.weights.axes import has_order, resized, spread
 from dissociation.weights.groups import NeuronGroup, Slot, neuron_groups, parameters_of
 from dissociation.weights.growth import check_same_program
 from dissociation.weights.seen import layer_inputs
@@ -158,6 +158,7 @@ def _reduced(
     if any(is_traced(leaf) for leaf in given):
         raise TypeError("`model` must be known: a canonical form is a step of the host, got traced arrays.")
     leaves = [np.asarray(leaf, np.float64) for leaf in given]
+    check_finite("model", np.concatenate([np.zeros(1), *(leaf.ravel() for leaf in leaves)]))
     for group in groups.values() if inputs is not None else ():
         _silence(leaves, group, model, inputs, call)
     given_sizes = {name: group.size for name, group in groups.items()}
@@ -174,8 +175,23 @@ def _reduced(
             break
     smaller = [group for name, group in groups.items() if group.size < given_sizes[name]]
     if smaller:
-        check_same_program(model, _with(leaves, model), smaller[0])
+        _check_reduced(model, _with(leaves, model), smaller[0], groups, call)
     return leaves, groups, sequence
+
+
+def _check_reduced(
+    model: Any, reduced: Any, smaller: NeuronGroup, groups: Mapping[str, NeuronGroup], call: Any
+) -> None:
+    """Raises unless the program is the same with fewer neurons, and has them where they are taken to be."""
+    check_same_program(model, reduced, smaller)
+    again = neuron_groups(reduced, smaller.example, call=call, single=True)
+    if any(name not in again or not _same_places(group, again[name]) for name, group in groups.items()):
+        fail("model", "have groups whose neurons the program does not count", f"{smaller.name} among them")
+
+
+def _same_places(group: NeuronGroup, other: NeuronGroup) -> bool:
+    places = [{(s.leaf, s.axis, s.positions.tobytes()) for s in each.slots} for each in (group, other)]
+    return places[0] == places[1]
 
 
 def _silence(leaves: Arrays, group: NeuronGroup, model: Any, inputs: Any, call: Any) -> None:
@@ -213,6 +229,10 @@ def _refused(group: NeuronGroup) -> str:
         return f"scaled in {len(group.scalings)} ways"
     if group.degree != 1:
         return "of no one degree" if group.degree is None else f"of degree {group.degree:g}"
+    if not np.all(group.scaling):
+        return "made by what does not scale with it"
+    if any(has_order(slot.layout) for slot in group.slots):
+        return "read in another order"
     return "" if group.cancelling else "not just multiplied and summed by what reads it"
 
 
@@ -329,8 +349,16 @@ def _next(left: Mapping[str, NeuronGroup], owners: Mapping[tuple[int, int], set[
             ]
             if any(len(group.slots[index].shape) > 1 for index in settled):
                 return name, settled
-    name, group = next(iter(left.items()))
-    return name, list(range(len(group.slots)))
+    for name, group in left.items():
+        others = {
+            other
+            for slot in group.slots
+            for axis in range(len(slot.shape))
+            for other in owners.get((slot.leaf, axis), ())
+        }
+        if not others & (set(left) - {name}):
+            return name, list(range(len(group.slots)))
+    fail("model", "have groups that can be put in order one after another", f"{', '.join(left)}, which cannot")
 
 
 def _direction(size: int) -> np.ndarray:

@@ -25,7 +25,7 @@ from jaxtyping import Array, Float
 from scipy.linalg import eigh
 from scipy.optimize import nnls
 
-from dissociation.checks import check_choice, check_finite, check_same_length, fail
+from dissociation.checks import check_choice, check_finite, check_same_length, fail, is_traced
 from dissociation.validation import validated
 from dissociation.weights.groups import NeuronGroup
 from dissociation.weights.rewrites import Rotate, Scale, rotate, scale
@@ -150,7 +150,7 @@ class LinearFreedom(NamedTuple):
         measured: Of the representation as it is.
         low: The least, approached as one direction outgrows all others.
         high: The largest.
-        low_matrix: M that approaches it, neurons in rows and columns.
+        low_matrix: M that approaches it, as in x M^T.
         high_matrix: The same for the largest.
     """
 
@@ -238,6 +238,8 @@ def _checked(x: Any, reference: Any) -> tuple[np.ndarray, np.ndarray, float, np.
     check_same_length("x", x.shape[0], "reference", reference.shape[0])
     found = []
     for name, part in (("x", x), ("reference", reference)):
+        if is_traced(part):
+            raise TypeError(f"`{name}` must be known: freedom is a step of the host, got a traced array.")
         columns = np.asarray(part, np.float64).reshape(len(part), -1)
         check_finite(name, columns)
         found.append(_centred(columns, part.dtype))

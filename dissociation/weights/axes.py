@@ -135,7 +135,7 @@ class Atoms:
     def leaves(self, axis: Axis) -> list[Leaf]:
         """All occurrences in an axis, in the order of the first place of each, the outer before the inner."""
         axis = self.resolve(axis)
-        if not _has_order(axis):
+        if not has_order(axis):
             return _leaves(axis)
         return [leaf for leaf, places in sorted(self.placed(axis), key=lambda each: int(each[1].min()))]
 
@@ -463,8 +463,9 @@ class Atoms:
         return [each for part, own in zip(axis.parts, pieces, strict=True) for each in self.placed(part, own)]
 
 
-def _has_order(axis: Axis) -> bool:
-    return isinstance(axis, Order) or (not isinstance(axis, Leaf) and any(map(_has_order, axis.parts)))
+def has_order(axis: Any) -> bool:
+    """Whether indices of an axis, or of its layout, changed places somewhere."""
+    return isinstance(axis, Order) or (not isinstance(axis, Leaf | Part) and any(map(has_order, axis.parts)))
 
 
 def _leaves(axis: Axis) -> list[Leaf]:

@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dissociation.checks import fail_kind
+from dissociation.checks import fail_kind, is_traced
 from dissociation.models.program import program_of
 from dissociation.validation import validated
-from dissociation.weights.axes import Atoms, Layout
+from dissociation.weights.axes import Atoms, Axis, Layout, has_order
 from dissociation.weights.copies import copies_told_apart
 from dissociation.weights.flow import Equation, Flow, Value
 from dissociation.weights.operations import follow
@@ -212,8 +212,19 @@ def parameters_of(model: Any) -> tuple[list[Any], Any, Any]:
 
 
 def structure_of(model: Any) -> tuple[Any, list[Any]]:
-    """What a model is but for its numbers: its tree, and leaves that are no arrays, such as functions."""
-    return jax.tree.structure(model), [leaf for leaf in jax.tree.leaves(model) if not hasattr(leaf, "shape")]
+    """What a model is but for its parameters: its tree, shapes, constants, and leaves that are no arrays."""
+
+    def part(leaf: Any) -> Any:
+        if not hasattr(leaf, "shape"):
+            return leaf
+        constant = not eqx.is_inexact_array(leaf) and not is_traced(leaf) and not _is_key(leaf)
+        return leaf.shape, leaf.dtype, np.asarray(leaf).tobytes() if constant else None
+
+    return jax.tree.structure(model), [part(leaf) for leaf in jax.tree.leaves(model)]
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 @validated
@@ -348,13 +359,41 @@ def _rows(flow: Flow) -> dict[int, list[Row]]:
     ties = [Equation(((a, 1.0), (b, -1.0))) for a, b in flow.atoms.tied]
     even = [Equation(((axis, 1.0),)) for axis in flow.atoms.even]
     for terms, adds_up in (*flow.equations, *ties, *even):
+        if any(has_order(flow.atoms.resolve(axis)) for axis, _ in terms):
+            _place_by_place(flow, terms, adds_up, rows)
+            continue
         expanded = [(flow.atoms.leaves(axis), weight) for axis, weight in terms]
         for each in zip(*(leaves for leaves, _ in expanded), strict=False):
             if len({leaf.atom for leaf in each}) != 1:  # frozen ones, whose indices were grouped in two ways
+                for leaf in each:
+                    rows.setdefault(leaf.atom, []).append((((leaf.name, 1.0),), 0.0))
                 continue
             row = tuple((leaf.name, weight) for leaf, (_, weight) in zip(each, expanded, strict=True))
             rows.setdefault(each[0].atom, []).append((row, -1.0 if adds_up else 0.0))
     return rows
+
+
+def _place_by_place(flow: Flow, terms: Sequence[tuple[Axis, float]], adds_up: bool, rows: dict[int, list[Row]]) -> None:
+    """The equations of axes in other orders: occurrences belong together where they lie at the same places.
+
+    A neuron that lies there in some of the terms alone binds these; one that lies there in part has no exponents.
+    """
+    found: dict[int, list[tuple[Any, np.ndarray, int]]] = {}
+    for term, (axis, _) in enumerate(terms):
+        for leaf, places in flow.atoms.placed(flow.atoms.resolve(axis)):
+            found.setdefault(leaf.atom, []).append((leaf, np.sort(places, axis=1), term))
+    for atom, own in found.items():
+        together: dict[bytes, list[tuple[Any, np.ndarray, int]]] = {}
+        for each in own:
+            together.setdefault(each[1].tobytes(), []).append(each)
+        firsts = [np.unique(each[0][1]) for each in together.values()]
+        apart = len(np.unique(np.concatenate(firsts))) == sum(map(len, firsts))
+        whole = all(sorted(term for *_, term in each) == list(range(len(terms))) for each in together.values())
+        for each in together.values() if apart else ():
+            row = tuple((leaf.name, terms[term][1]) for leaf, _, term in each)
+            rows.setdefault(atom, []).append((row, -1.0 if adds_up else 0.0))
+        if not apart or (adds_up and not whole):
+            rows.setdefault(atom, []).extend((((leaf.name, 1.0),), 0.0) for leaf, *_ in own)
 
 
 def _exponents(rows: list[Row], slots: list[Slot]) -> tuple[np.ndarray, np.ndarray | None]:

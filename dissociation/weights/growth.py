@@ -6,7 +6,7 @@ was not the same program with more neurons is refused.
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -36,7 +36,7 @@ class Duplicate(Rewrite):
     def __call__(self, model: Any) -> Any:
         """The rewritten model."""
         group = current(self.group, model)
-        _check_grows(group)
+        _check_grows(group, new=False)
         original = copies_of(group.size, self.multiplier)
         copies = np.bincount(original, minlength=group.size)[original]
         exponents: Any = group.sharing
@@ -72,15 +72,17 @@ def duplicate(group: NeuronGroup, multiplier: float | int = 2.0) -> Duplicate:
         TypeError: If `multiplier` is traced.
         ValueError: If the group cannot grow, or `multiplier` is below 1.
     """
-    _check_grows(group)
+    _check_grows(group, new=False)
     copies_of(group.size, multiplier, "multiplier")
     return Duplicate(float(multiplier), group)
 
 
-def _check_grows(group: NeuronGroup, neurons_per_group: int = 1) -> None:
+def _check_grows(group: NeuronGroup, neurons_per_group: int = 1, *, new: bool = True) -> None:
     if group.sharing is None:
         why = "a statistic is taken over its neurons" if group.normalised else "no product is summed over its neurons"
         fail("group", "be one that can grow", f"{group.name}, which cannot: {why}")
+    if new and not (group.sharing.min() < 0 and np.all((group.sharing >= -1) & (group.sharing <= 0))):
+        fail("group", "be one whose neurons are silent where what reads them is zero", group.name)
     if neurons_per_group > 1 and not group.cancelling:
         wanted = f"be 1 for {group.name}, as what reads it is not multiplied and summed just as it stands"
         fail("neurons_per_group", wanted, neurons_per_group)
@@ -123,8 +125,9 @@ def _resized(model: Any, group: NeuronGroup, original: np.ndarray, fill: Fill) -
 
 
 def check_same_program(before: Any, after: Any, group: NeuronGroup) -> None:
-    """Raises unless both are one program, without a number that depends on how many neurons a group has."""
-    if _literals(before, group) != _literals(after, group):
+    """Raises unless both are one program, without anything in it that depends on how many neurons a group has."""
+    one, other = (list(_operations(model, group)) for model in (before, after))
+    if len(one) != len(other) or not all(map(_same_operation, one, other)):
         fail("group", "be one whose number of neurons the function does not depend on", group.name)
 
 
@@ -150,7 +153,25 @@ def _check_same_places(rewritten: Any, group: NeuronGroup, owners: Owners, size:
     fail("group", "be one whose neurons the program does not count", group.name)
 
 
-def _literals(model: Any, group: NeuronGroup) -> Any:
+class _Operation(NamedTuple):
+    """What an operation of a program is told.
+
+    Attributes:
+        name: Of the primitive.
+        given: Shapes of its operands.
+        made: Shapes of its results.
+        params: How it works, but for programs within it.
+        numbers: What is known of its operands.
+    """
+
+    name: str
+    given: tuple[Any, ...]
+    made: tuple[Any, ...]
+    params: dict[str, Any]
+    numbers: tuple[np.ndarray, ...]
+
+
+def _operations(model: Any, group: NeuronGroup) -> Iterator[_Operation]:
     _, leaves, program = program_of(model, group.call)
     shapes = [jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.result_type(leaf)) for leaf in leaves]
     try:
@@ -160,36 +181,96 @@ def _literals(model: Any, group: NeuronGroup) -> Any:
         fail_kind(
             "model", f"run with another number of neurons in {group.name}", f"{type(error).__name__}: {error}", advice
         )
-    return list(_numbers_in(jaxpr))
+    return _operations_in(jaxpr)
 
 
-INDEXING = ("lt", "add", "select_n", "convert_element_type")
-"""What places that are given as numbers go through, which come out as they went in however long an axis is."""
+def _operations_in(closed: Any, given: list[Any] | None = None) -> Iterator[_Operation]:
+    """The operations of a program that depend on its inputs, in order; what follows from constants is computed."""
+    known: dict[Any, Any] = dict(zip(closed.jaxpr.constvars, map(_as_known, closed.consts), strict=True))
+    known |= {} if given is None else dict(zip(closed.jaxpr.invars, given, strict=True))
 
+    def read(variable: Any) -> Any:
+        return _as_known(variable.val) if isinstance(variable, jex.Literal) else known.get(variable)
 
-def _numbers_in(closed: Any) -> Iterator[Any]:
-    """The operations of a program, and the numbers that it holds; those that indices are made of as they come out."""
-    for const in closed.consts:
-        if not is_traced(const) and np.asarray(const).dtype.kind in "biuf":
-            yield repr(np.unique(const).tolist())  # whatever the length of an axis
-    known: dict[Any, Any] = {}
     for equation in closed.jaxpr.eqns:
-        operands = [v.val if isinstance(v, jex.Literal) else known.get(v) for v in equation.invars]
-        numbers = [
-            repr(np.asarray(operand).item()) for operand in operands if operand is not None and np.ndim(operand) == 0
-        ]
-        if equation.primitive.name in INDEXING and len(numbers) == len(operands):
+        operands = [read(variable) for variable in equation.invars]
+        parts = [inner for value in equation.params.values() for inner in _programs_in(value)]
+        if not parts and all(operand is not None for operand in operands) and _few(equation.outvars):
             with jax.ensure_compile_time_eval():
-                (known[equation.outvars[0]],) = bound(equation, [jnp.asarray(operand) for operand in operands])
+                results = bound(equation, [jnp.asarray(operand) for operand in operands])
+            known |= dict(zip(equation.outvars, map(_as_known, results), strict=True))
             continue
-        yield equation.primitive.name
-        yield from numbers
-        for value in equation.params.values():
-            for inner in value if isinstance(value, tuple) else (value,):
-                if isinstance(inner, jex.Jaxpr):
-                    inner = jex.ClosedJaxpr(inner, ())
-                if isinstance(inner, jex.ClosedJaxpr):
-                    yield from _numbers_in(inner)
+        yield _operation(equation, operands)
+        for inner in parts:
+            whole = (
+                len(parts) == 1 and len(inner.jaxpr.invars) == len(operands) and equation.primitive.name not in LOOPS
+            )
+            yield from _operations_in(inner, operands if whole else [None] * len(inner.jaxpr.invars))
+    shapes = tuple(variable.aval.shape for variable in closed.jaxpr.outvars)
+    numbers = tuple(value for value in map(read, closed.jaxpr.outvars) if value is not None)
+    yield _Operation("results", (), (), {"shapes": shapes} if given is None else {}, numbers)
+
+
+LOOPS = ("scan", "while")
+
+
+def _operation(equation: Any, operands: list[Any]) -> _Operation:
+    shapes = [tuple(getattr(variable.aval, "shape", ())) for variable in (*equation.invars, *equation.outvars)]
+    params = {
+        name: value
+        for name, value in equation.params.items()
+        if isinstance(value, int | float | str | tuple)
+        and not list(_programs_in(value))
+        and " at 0x" not in repr(value)
+    }
+    count = len(equation.invars)
+    numbers = tuple(operand for operand in operands if operand is not None)
+    return _Operation(equation.primitive.name, tuple(shapes[:count]), tuple(shapes[count:]), params, numbers)
+
+
+def _is_plain(value: Any) -> bool:
+    plain = isinstance(value, int | float | str | tuple)
+    return plain and not list(_programs_in(value)) and " at 0x" not in repr(value)
+
+
+def _same_operation(one: _Operation, other: _Operation) -> bool:
+    if one.name != other.name or len(one.numbers) != len(other.numbers):
+        return False
+    if not all(map(_same_numbers, one.numbers, other.numbers)):
+        return False
+    if one.given == other.given and one.name != "broadcast_in_dim":  # nothing in it has neurons
+        return one.made == other.made and one.params == other.params
+    plain = [{k: v for k, v in each.params.items() if isinstance(v, int | float | str)} for each in (one, other)]
+    return plain[0] == plain[1] or one.name == "conv_general_dilated"
+
+
+def _same_numbers(one: np.ndarray, other: np.ndarray) -> bool:
+    """Whether constants are the same, whatever the length of an axis."""
+    if one.shape == other.shape:
+        return one.tobytes() == other.tobytes()
+    return np.array_equal(np.unique(one), np.unique(other), equal_nan=one.dtype.kind in "fc")
+
+
+def _as_known(value: Any) -> np.ndarray | None:
+    if is_traced(value) or jnp.issubdtype(jnp.asarray(value).dtype, jax.dtypes.prng_key):
+        return None
+    return np.asarray(value)
+
+
+def _few(variables: Any) -> bool:
+    return all(math.prod(getattr(variable.aval, "shape", ())) <= MOST for variable in variables)
+
+
+MOST = 65_536
+"""Numbers in constants that are computed."""
+
+
+def _programs_in(value: Any) -> Iterator[Any]:
+    for inner in value if isinstance(value, tuple) else (value,):
+        if isinstance(inner, jex.Jaxpr):
+            yield jex.ClosedJaxpr(inner, ())
+        elif isinstance(inner, jex.ClosedJaxpr):
+            yield inner
 
 
 class AddNuisance(Rewrite):

@@ -134,7 +134,8 @@ def gather(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple
             batch[place] = _picked(flow, axis, batch[place])
             continue
         if k in parts and axis is not None:
-            if start is not None and count == 1:
+            alone = size == 1 and len(parts) == 1 and not batching and k in numbers.collapsed_slice_dims
+            if start is not None and count == 1 and not alone:
                 axis = flow.taken(axis, start[0] + np.arange(size))
             elif start is not None and size == 1 and len(parts) == 1 and not batching:
                 flat = Value((count,), [flow.taken(axis, start)])
