@@ -75,6 +75,7 @@ class Flow:
         uneven: Axes along which something happens that no linear map of their indices commutes with.
         counted: Axes over which a statistic is taken.
         contracted: Axes of values that were summed over in a product with another.
+        lengths: Of axes along which nothing differs, over which is summed.
         steps: What was done, in order.
         parts: Programs within the operation that is being followed.
     """
@@ -84,6 +85,7 @@ class Flow:
     uneven: list[Axis] = field(default_factory=list)
     counted: list[Axis] = field(default_factory=list)
     contracted: list[Axis] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     parts: list[Part] = field(default_factory=list)
 

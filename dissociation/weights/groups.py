@@ -157,10 +157,12 @@ class GroupReport(NamedTuple):
     Attributes:
         groups: By name.
         frozen: For every array and axis that cannot be permuted as a whole, why.
+        lengths: Of axes without neurons over which the program sums.
     """
 
     groups: dict[str, NeuronGroup]
     frozen: dict[str, str]
+    lengths: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         lines = [repr(group) for group in self.groups.values()]
@@ -273,7 +275,7 @@ def group_report(
     for name, group in report.groups.items():
         name = name.removeprefix(start).lstrip(".")
         groups[name] = dataclasses.replace(group, name=name, structure=structure)
-    return report._replace(groups=groups)
+    return report._replace(groups=groups, lengths=tuple(flow.lengths))
 
 
 def _read(flow: Flow, paths: Sequence[str], made: list[Value], example: Any, call: Any) -> GroupReport:

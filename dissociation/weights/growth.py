@@ -5,7 +5,7 @@ was not the same program with more neurons is refused.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -20,7 +20,7 @@ from dissociation.models.program import bound, program_of
 from dissociation.types import PRNGKey, Scalar
 from dissociation.validation import validated
 from dissociation.weights.axes import spread
-from dissociation.weights.groups import NeuronGroup, neuron_groups, parameters_of
+from dissociation.weights.groups import NeuronGroup, group_report, neuron_groups, parameters_of
 from dissociation.weights.neurons import copies_of, least_squares
 from dissociation.weights.rewrites import Rewrite, current
 from dissociation.weights.seen import layer_inputs
@@ -127,7 +127,8 @@ def _resized(model: Any, group: NeuronGroup, original: np.ndarray, fill: Fill) -
 def check_same_program(before: Any, after: Any, group: NeuronGroup) -> None:
     """Raises unless both are one program, without anything in it that depends on how many neurons a group has."""
     one, other = (list(_operations(model, group)) for model in (before, after))
-    if len(one) != len(other) or not all(map(_same_operation, one, other)):
+    lengths = [group_report(model, group.example, call=group.call).lengths for model in (before, after)]
+    if len(one) != len(other) or not all(map(_same_operation, one, other)) or lengths[0] != lengths[1]:
         fail("group", "be one whose number of neurons the function does not depend on", group.name)
 
 
@@ -184,8 +185,14 @@ def _operations(model: Any, group: NeuronGroup) -> Iterator[_Operation]:
     return _operations_in(jaxpr)
 
 
-def _operations_in(closed: Any, given: list[Any] | None = None) -> Iterator[_Operation]:
-    """The operations of a program that depend on its inputs, in order; what follows from constants is computed."""
+def _operations_in(
+    closed: Any, given: list[Any] | None = None, *, handed_on: bool = False
+) -> Generator[_Operation, None, list[Any]]:
+    """The operations of a program that depend on its inputs, in order; what follows from constants is computed.
+
+    Returns:
+        What is known of the results.
+    """
     known: dict[Any, Any] = dict(zip(closed.jaxpr.constvars, map(_as_known, closed.consts), strict=True))
     known |= {} if given is None else dict(zip(closed.jaxpr.invars, given, strict=True))
 
@@ -205,10 +212,14 @@ def _operations_in(closed: Any, given: list[Any] | None = None) -> Iterator[_Ope
             whole = (
                 len(parts) == 1 and len(inner.jaxpr.invars) == len(operands) and equation.primitive.name not in LOOPS
             )
-            yield from _operations_in(inner, operands if whole else [None] * len(inner.jaxpr.invars))
+            into = operands if whole else [None] * len(inner.jaxpr.invars)
+            results = yield from _operations_in(inner, into, handed_on=whole)
+            known |= dict(zip(equation.outvars, results, strict=True)) if whole else {}
     shapes = tuple(variable.aval.shape for variable in closed.jaxpr.outvars)
-    numbers = tuple(value for value in map(read, closed.jaxpr.outvars) if value is not None)
+    results = [read(variable) for variable in closed.jaxpr.outvars]
+    numbers = () if handed_on else tuple(value for value in results if value is not None)
     yield _Operation("results", (), (), {"shapes": shapes} if given is None else {}, numbers)
+    return results
 
 
 LOOPS = ("scan", "while")

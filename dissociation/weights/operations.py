@@ -207,6 +207,7 @@ def _reduction(name: str) -> Rule:
         value = operands[0]
         for k in params["axes"]:
             flow.reduce(value.axes[k])
+            flow.lengths += [value.shape[k]] if value.axes[k] is None else []
         left = [axis for k, axis in enumerate(value.axes) if k not in params["axes"]]
         for axis in left if name != "reduce_sum" else ():
             if axis is not None:

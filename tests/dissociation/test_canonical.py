@@ -419,3 +419,20 @@ def test_neurons_without_activity_are_dropped_where_asked(name):
     leaves[bias.leaf][bias.positions[:2]] -= 7.0  # of no effect on these inputs
     prints = [fingerprint(m, inputs[0], inputs=inputs) for m in (dead, with_leaves(model, leaves))]
     assert fingerprint_distance(*prints) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("call", "wanted"),
+    [
+        (lambda p, x: (jax.nn.sigmoid(x @ p[2]) * (x @ p[0])) @ p[1], "made by what does not scale with it"),
+        (lambda p, x: (x @ p[0])[::-1] @ p[1], "read in another order"),
+        (lambda p, x: jax.nn.relu(x @ p[0]) @ p[1], None),
+    ],
+)
+def test_what_has_no_canonical_form_is_refused(call, wanted):
+    model = [jax.random.normal(jax.random.key(k), shape) for k, shape in enumerate([(5, 8), (8, 3), (5, 8)])]
+    if wanted is None:
+        model = model[:2]
+        model[0] = model[0].at[0, 0].set(jnp.nan)
+    with pytest.raises(ValueError, match=wanted or "`model` must be finite"):
+        canonical(model, jnp.ones(5), call=call)

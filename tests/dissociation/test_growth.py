@@ -231,3 +231,50 @@ def test_functions_of_the_number_of_neurons_do_not_grow(name):
     (group,) = neuron_groups([A, B], X, call=COUNTED[name]).values()
     with pytest.raises(ValueError, match="`group` must be one whose number of neurons the function does not depend on"):
         growth.duplicate(group, 2)([A, B])
+
+
+def counted(model):
+    """The number of hidden neurons, of a dict of arrays."""
+    return model["w"].shape[1]
+
+
+COUNTING = {
+    "a power": lambda y, n, x: y ** (n - 5),
+    "turns of a loop": lambda y, n, x: jax.lax.fori_loop(0, n, lambda i, c: c * 1.1, y),
+    "a sum of ones": lambda y, n, x: y / jnp.sqrt(jnp.ones(n).sum()),
+    "a softmax of zeros": lambda y, n, x: y * jax.nn.softmax(jnp.zeros(n))[0],
+    "a trace": lambda y, n, x: y * jnp.trace(jnp.eye(n)),
+    "copies that are summed": lambda y, n, x: jnp.broadcast_to(y, (n, 2)).sum(0),
+    "the shape of the result": lambda y, n, x: jnp.broadcast_to(y, (n, 2)),
+    "a stretch of the inputs": lambda y, n, x: y + x[: n // 2].sum(),
+    "the largest inputs": lambda y, n, x: y + jax.lax.top_k(x, n // 2)[0].sum(),
+    "another order of the results": lambda y, n, x: jnp.roll(y, n + 1),
+    "a case": lambda y, n, x: y * jax.lax.cond(x.sum() > 0, lambda: float(n), lambda: 1.0),
+    "an order of constants": lambda y, n, x: y * np.roll(np.arange(1.0, 3.0), n + 1),
+    "a result beside": lambda y, n, x: (y, jnp.asarray(n)),
+}
+
+
+@pytest.mark.parametrize("name", COUNTING)
+def test_programs_that_count_neurons_are_refused(name):
+    call = lambda p, x: COUNTING[name](jax.nn.relu(x @ p["w"]) @ p["v"], counted(p), x)  # noqa: E731
+    model = {"w": jax.random.normal(jax.random.key(0), (20, 6)), "v": jax.random.normal(jax.random.key(1), (6, 2))}
+    (group,) = neuron_groups(model, jnp.ones(20), call=call).values()
+    for rewrite in (growth.duplicate(group, 1.5), growth.add_nuisance(group, 3, key=jax.random.key(2))):
+        with pytest.raises(ValueError, match="whose number of neurons the function does not depend on"):
+            rewrite(model)
+    plain = lambda p, x: COUNTING[name](jax.nn.relu(x @ p["w"]) @ p["v"], 6, x)  # noqa: E731
+    (group,) = neuron_groups(model, jnp.ones(20), call=plain).values()
+    grown = growth.duplicate(group, 1.5)(model)
+    x = jax.random.normal(jax.random.key(3), (20,))
+    for new, old in zip(jax.tree.leaves(plain(grown, x)), jax.tree.leaves(plain(model, x)), strict=True):
+        np.testing.assert_allclose(new, old, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("read", [lambda v: 1 / v, lambda v: jnp.abs(v) ** -0.5])
+def test_what_is_divided_by_is_not_silenced_by_zeros(read):
+    call = lambda p, x: jax.nn.relu(x @ p["w"]) @ read(p["v"])  # noqa: E731
+    model = {"w": jax.random.normal(jax.random.key(0), (3, 4)), "v": jax.random.normal(jax.random.key(1), (4, 2))}
+    (group,) = neuron_groups(model, jnp.ones(3), call=call).values()
+    for rewrite in (growth.duplicate(group), growth.add_nuisance(group, 2, key=jax.random.key(0))):
+        np.testing.assert_allclose(call(rewrite(model), jnp.ones(3)), call(model, jnp.ones(3)), rtol=1e-5)

@@ -237,3 +237,15 @@ def test_orders_grow_backwards():
     places, owners = spread(atoms.layout(axis), {atoms.leaves(axis)[0].name: np.array([0, 1, 2, 0])})
     np.testing.assert_array_equal(places, [2, 0, 1, 2])
     np.testing.assert_array_equal(next(iter(owners.values())), [3, 2, 1, 0])
+
+
+def test_products_with_what_is_read_twice_bind_scalings():
+    """Neurons 1 and 3 are multiplied with another one, and read by no one else: made by a, read by 1 / a."""
+    places = jnp.array([6, 2, 5, 2, 6, 7, 0, 2])
+    call = lambda p, x: ((x @ p[0]) * (x @ p[0])[places]) @ p[1]  # noqa: E731
+    model = [jax.random.normal(jax.random.key(0), (5, 8)), jax.random.normal(jax.random.key(1), (8, 3))]
+    x = jax.random.normal(jax.random.key(2), (5,))
+    (group,) = neuron_groups(model, x, call=call).values()
+    assert [slot.positions.ravel().tolist() for slot in group.slots] == [[1, 3], [1, 3]]
+    np.testing.assert_array_equal(group.scalings, [[1, -1]])
+    np.testing.assert_allclose(call(scale(group, np.array([3.0, 0.2]))(model), x), call(model, x), rtol=1e-5)
