@@ -16,7 +16,16 @@ import numpy as np
 from jaxtyping import Array, Float
 from scipy.optimize import linear_sum_assignment
 
-from dissociation.checks import WrongValue, check_choice, check_count, check_takes, fail, fail_kind, is_traced
+from dissociation.checks import (
+    WrongValue,
+    check_choice,
+    check_count,
+    check_finite,
+    check_takes,
+    fail,
+    fail_kind,
+    is_traced,
+)
 from dissociation.conversion import as_examples
 from dissociation.members import count, member
 from dissociation.metrics.similarity.inference import MemberInterval, member_interval
@@ -166,6 +175,8 @@ def _known(name: str, model: Any) -> list[np.ndarray]:
     leaves = parameters_of(model)[0]
     if any(is_traced(leaf) for leaf in leaves):
         raise TypeError(f"`{name}` must be known: assignments are a step of the host, got traced arrays.")
+    for leaf in leaves:
+        check_finite(name, leaf)
     if any(np.iscomplexobj(leaf) for leaf in leaves):
         fail("model", "have real parameters", "complex ones")
     return [np.asarray(leaf, np.float64) for leaf in leaves]
@@ -406,6 +417,11 @@ class Barriers(NamedTuple):
     before: np.ndarray
     after: np.ndarray
     matchings: dict[tuple[int, int], Matching]
+
+    def __repr__(self) -> str:
+        pairs = np.triu_indices(len(self.after), 1)
+        means = ", ".join(f"{name}={getattr(self, name)[pairs].mean():.4g}" for name in ("before", "after"))
+        return f"Barriers({len(pairs[0])} pairs of {len(self.after)} members, means {means})"
 
     def interval(self, of: str = "after", *, level: float = 0.9) -> MemberInterval:
         """The mean barrier of two networks, with an interval over networks, which pairs share.

@@ -256,6 +256,8 @@ def group_report(
         traced = jax.make_jaxpr(program)(*shapes)
     except Exception as error:
         fail_kind("model", "take `example`", f"{type(model).__name__}: {error}", "See `call`")
+    if not traced.jaxpr.outvars:
+        fail_kind("model", "return arrays for `example`", f"{type(model).__name__}, which returns none", "See `call`")
     flow = Flow(Atoms(single=single))
     made = [flow.array(leaf.shape) for leaf in leaves]
     given = [flow.array(leaf.shape) for leaf in jax.tree.leaves(shapes[1])]

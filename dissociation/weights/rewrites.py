@@ -234,8 +234,11 @@ def scale(group: NeuronGroup, factor: Real[ArrayLike, "..."] = 0.1, *, scaling: 
     if scaling is not None and not -len(group.scalings) <= scaling < len(group.scalings):
         fail("scaling", f"be one of the {len(group.scalings)} scalings of {group.name}", scaling)
     check_positive("factor", factor)
+    with np.errstate(over="ignore"):
+        factor = jnp.asarray(factor, float)
+    check_positive("factor", factor)  # also in the precision that it is computed in
     exponents = group.scaling if scaling is None else group.scalings[scaling]
-    return Scale(jnp.asarray(factor, float), tuple(map(float, exponents)), group)
+    return Scale(factor, tuple(map(float, exponents)), group)
 
 
 class Rotate(Rewrite):

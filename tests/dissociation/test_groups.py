@@ -228,3 +228,8 @@ def test_atoms_of_one_index_are_kept_or_frozen():
     atoms.unite(Product((alone, long)), Product((atoms.new(2), atoms.new(2))))
     assert atoms.reason(alone.atom) == "its length is 1 and it comes and goes"
     assert [atoms.size(leaf) for leaf in atoms.leaves(long)] == [2, 2]
+
+
+def test_a_call_that_returns_nothing_is_refused():
+    with pytest.raises(TypeError, match="`model` must return arrays for `example`"):
+        neuron_groups([jnp.ones((3, 2))], jnp.ones(3), call=lambda p, x: None)

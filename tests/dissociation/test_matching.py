@@ -185,6 +185,7 @@ def test_all_pairs():
     one, other = (jax.tree.map(lambda leaf, i=i: leaf[i] if eqx.is_array(leaf) else leaf, models) for i in (0, 2))
     np.testing.assert_allclose(found.before[0, 2], matching.barrier(loss, one, other, num_points=5).height, atol=1e-6)
     assert np.isfinite(member_interval(found.after).mean)
+    assert repr(found).startswith(f"Barriers(3 pairs of 3 members, means before={found.before.sum() / 6:.4g}")
 
 
 @pytest.mark.slow
@@ -312,3 +313,11 @@ def test_the_interval_covers_the_mean_of_all_networks():
         naive.append(abs(pairs.mean() - 4) < 1.68 * pairs.std(ddof=1) / np.sqrt(len(pairs)))
     assert 0.83 < np.mean(covered) < 0.97
     assert np.mean(naive) < 0.75
+
+
+def test_weights_that_are_not_finite_are_refused():
+    model = eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0))
+    groups = neuron_groups(model, jnp.ones(4))
+    broken = eqx.tree_at(lambda m: m.layers[0].weight, model, replace_fn=lambda w: w.at[0, 0].set(jnp.nan))
+    with pytest.raises(ValueError, match="`b` must be finite"):
+        matching.match_weights(model, broken, groups)

@@ -322,3 +322,10 @@ def test_what_layers_in_loops_see():
     model, inputs, _ = one("stack in a scan")
     with pytest.raises(ValueError, match="that something is multiplied by, as a whole, got '.first.weight'"):
         layer_inputs(model, inputs, ".first.weight")
+
+
+@pytest.mark.parametrize("factor", [1e39, 1e-60])
+def test_factors_beyond_the_precision_are_refused(factor):
+    model, _, groups = one("perceptron")
+    with pytest.raises(ValueError, match="`factor` must be positive and finite"):
+        rewrites.scale(groups["layers[0]"], factor)
