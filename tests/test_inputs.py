@@ -159,6 +159,7 @@ INTERNAL = {
     "dissociation.weights.labels": "a part of `groups`",
     "dissociation.weights.operations": "a part of `groups`",
     "dissociation.weights.sizes": "a part of `rewrites`; `refitted` is registered on",
+    "dissociation.symmetry.freedom.approached": "of an interval that `freedom` has found",
     "dissociation.symmetry.freedom.scale_activity": "a part of `freedom` and `bounds`",
     "dissociation.weights.groups.called": "a part of `groups`",
     "dissociation.weights.groups.parameters_of": "a part of `groups`",

@@ -27,6 +27,7 @@ from scipy.optimize import nnls
 
 from dissociation.checks import check_choice, check_finite, check_same_length, fail, is_traced
 from dissociation.validation import validated
+from dissociation.weights.certificate import Certificate, certify
 from dissociation.weights.groups import NeuronGroup
 from dissociation.weights.rewrites import Rotate, Scale, rotate, scale
 
@@ -231,6 +232,29 @@ def linear_cka_freedom(
         low_matrix=matrix(low),
         high_matrix=matrix(high),
     )
+
+
+@validated
+def approached(
+    found: Freedom | LinearFreedom, model: Any, group: NeuronGroup, inputs: Any, *, end: str
+) -> tuple[Any, Certificate]:
+    """The network that approaches an end of an interval, and what shows that its function is the same.
+
+    Args:
+        found: The interval of a representation of the model.
+        model: The network, as it is.
+        group: Of the neurons.
+        inputs: Examples, samples first, on which the functions are compared.
+        end: "low" or "high".
+
+    Returns:
+        The rewritten network, and its certificate.
+
+    Raises:
+        ValueError: If `end` is another word, or the group cannot be rewritten so.
+    """
+    rewritten = found.rewrite(group, end=end)(model)
+    return rewritten, certify(model, rewritten, inputs)
 
 
 def _checked(x: Any, reference: Any) -> tuple[np.ndarray, np.ndarray, float, np.ndarray]:
