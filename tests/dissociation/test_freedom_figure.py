@@ -80,7 +80,7 @@ def test_the_files_and_the_figure(run):
     results, folder = run
     arrays = freedom.arrays(results)
     assert set(axes_of(arrays, freedom.AXES)) == set(arrays)
-    assert len(freedom.table(results)) == 1 + 2 + 4
+    assert len(freedom.table(results)) == 1 + 2 + 5
     assert "the functions of a pair can show anything from" in freedom.headline(results)
     assert_only_draws(freedom, results)
     again = freedom.compute(CONFIG, key=jax.random.PRNGKey(0), folder=folder)
