@@ -16,7 +16,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float
 
-from dissociation.checks import check_choice, check_count, check_positive, check_same_length, fail, fail_kind
+from dissociation.checks import check_choice, check_count, check_same_length, fail, fail_kind
 from dissociation.keys import typed
 from dissociation.members import per_batch
 from dissociation.metrics.similarity.base import in_common_dtype
@@ -31,7 +31,7 @@ from dissociation.weights.groups import NeuronGroup
 from dissociation.weights.rewrites import Scale
 
 SIDES = ("x", "y")
-MOVES = ("x", "both")
+FREE = ("x", "both")
 
 
 class Bounds(NamedTuple):
@@ -96,10 +96,12 @@ def similarity_bounds(
         x: A representation whose neurons may be scaled.
         y: Another one of the same samples.
         measure: A name in `metrics.similarity.MEASURES`, or a function of both. Of one without a derivative, as of
-            neighbours or ranks, the starts alone are seen; one that feels the scale of the whole, as the Procrustes
-            distance, is moved most by that; one that does not feel the scale of a neuron, as CCA, has one value.
+            neighbours or ranks, the starts alone are compared; one that varies with the scale of the whole, as the
+            Procrustes distance, is moved most by that; one that is invariant to the scale of a neuron, as CCA, has one
+            value.
         free: "both", or "x" to keep y as it is.
-        largest_factor: What a neuron's activity may be long, of the mean length as it is, and one over it at least.
+        largest_factor: Length of the largest centred activity of a neuron, with the mean length over neurons as unit;
+            that of the least is one over it. More than 1.
         num_starts: At least 4.
         num_steps: Of Adam, from each start.
         key: Of the random starts.
@@ -112,11 +114,10 @@ def similarity_bounds(
         TypeError: If the measure is computed by the host, where no derivative is taken.
     """
     check_same_length("x", x.shape[0], "y", y.shape[0])
-    check_choice("free", free, MOVES)
-    check_positive("largest_factor", largest_factor)
+    check_choice("free", free, FREE)
     starts, steps = check_count("num_starts", num_starts, minimum=4), check_count("num_steps", num_steps)
-    if largest_factor <= 1:
-        fail("largest_factor", "be more than 1", largest_factor)
+    if not 1 < largest_factor < np.inf:
+        fail("largest_factor", "be more than 1 and finite", largest_factor)
     first, second = in_common_dtype(x, y)
     if isinstance(measure, str):
         check_choice("measure", measure, MEASURES)
@@ -132,7 +133,7 @@ def similarity_bounds(
 
 
 def _unmoved(measured: Array, x: Array, y: Array, starts: int) -> Bounds:
-    """Of a measure that does not feel the scale of a neuron."""
+    """Of a measure that is invariant to the scale of a neuron."""
     ones = jnp.ones(x.shape[1], x.dtype), jnp.ones(y.shape[1], y.dtype)
     return Bounds(measured, measured, measured, ones, ones, jnp.broadcast_to(measured, (2, starts)))
 
@@ -162,6 +163,7 @@ def _bounds(
     def descended(job: Any) -> Any:
         """The better of a start and where it leads to, with its value and its factors."""
         sign, start = job
+        # Nothing is drawn from the key.
         end = train(step.init(start), step, FullBatch(sign[None]), steps, key=jax.random.key(0))[0].model
         there = factors(start), factors(end)
         costs = jnp.stack([sign * value(given) for given in there])

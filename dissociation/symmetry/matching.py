@@ -304,14 +304,14 @@ def _activity(model: Any, inputs: Any, group: NeuronGroup, reads: Sequence[Slot]
     each other alone, are not seen.
     """
     found: dict[int, np.ndarray] = {}
-    unseen = None
+    refusal = None
     for slot in reads:
         if not set(slot.copy.flat) - set(found):
             continue
         try:
             seen = layer_inputs(model, inputs, slot.path, call=group.call)
         except WrongValue as error:
-            unseen = error
+            refusal = error
             continue
         if slot.axis not in seen.axes:
             continue
@@ -328,8 +328,8 @@ def _activity(model: Any, inputs: Any, group: NeuronGroup, reads: Sequence[Slot]
             own = own - own.mean(0)
             lengths = np.linalg.norm(own, axis=0)
             found[int(number)] = own / np.where(lengths > 1e-12 * max(lengths.max(), 1e-300), lengths, np.inf)
-    if unseen is not None and not found:
-        fail("groups", "be of neurons that some layer reads as a whole", f"{group.name!r}: {unseen}")
+    if refusal is not None and not found:
+        fail("groups", "be of neurons that some layer reads as a whole", f"{group.name!r}: {refusal}")
     return found
 
 

@@ -6,6 +6,7 @@ The groups are found from the program that the model traces to; nothing is said 
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -367,9 +368,10 @@ def _rows(flow: Flow) -> dict[int, list[Row]]:
             _place_by_place(flow, terms, adds_up, rows)
             continue
         expanded = [(flow.atoms.leaves(axis), weight) for axis, weight in terms]
-        for each in zip(*(leaves for leaves, _ in expanded), strict=False):
-            if len({leaf.atom for leaf in each}) != 1:  # frozen ones, whose indices were grouped in two ways
-                for leaf in each:
+        for each in itertools.zip_longest(*(leaves for leaves, _ in expanded)):
+            if len({None if leaf is None else leaf.atom for leaf in each}) != 1:
+                # Most are frozen, as indices that were grouped in two ways. What is not has no exponents: it is safe.
+                for leaf in filter(None, each):
                     rows.setdefault(leaf.atom, []).append((((leaf.name, 1.0),), 0.0))
                 continue
             row = tuple((leaf.name, weight) for leaf, (_, weight) in zip(each, expanded, strict=True))

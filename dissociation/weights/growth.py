@@ -20,6 +20,7 @@ from dissociation.models.program import bound, program_of
 from dissociation.types import PRNGKey, Scalar
 from dissociation.validation import validated
 from dissociation.weights.axes import spread
+from dissociation.weights.flow import FEW
 from dissociation.weights.groups import NeuronGroup, group_report, neuron_groups, parameters_of
 from dissociation.weights.neurons import copies_of, least_squares
 from dissociation.weights.rewrites import Rewrite, current
@@ -87,6 +88,9 @@ def _check_grows(group: NeuronGroup, neurons_per_group: int = 1, *, new: bool = 
         wanted = f"be 1 for {group.name}, as what reads it is not multiplied and summed just as it stands"
         fail("neurons_per_group", wanted, neurons_per_group)
 
+
+LOOPS = ("scan", "while")
+"""What is handed to the programs of these is not what they begin with each time."""
 
 Fill = Callable[[Array, int, dict[int, np.ndarray]], Array]
 Owners = dict[tuple[int, int], dict[int, np.ndarray]]
@@ -222,24 +226,16 @@ def _operations_in(
     return results
 
 
-LOOPS = ("scan", "while")
-
-
 def _operation(equation: Any, operands: list[Any]) -> _Operation:
     shapes = [tuple(getattr(variable.aval, "shape", ())) for variable in (*equation.invars, *equation.outvars)]
-    params = {
-        name: value
-        for name, value in equation.params.items()
-        if isinstance(value, int | float | str | tuple)
-        and not list(_programs_in(value))
-        and " at 0x" not in repr(value)
-    }
+    params = {name: value for name, value in equation.params.items() if _is_plain(value)}
     count = len(equation.invars)
     numbers = tuple(operand for operand in operands if operand is not None)
     return _Operation(equation.primitive.name, tuple(shapes[:count]), tuple(shapes[count:]), params, numbers)
 
 
 def _is_plain(value: Any) -> bool:
+    """Whether a parameter is numbers or words, and no function or program, which are other objects each time."""
     plain = isinstance(value, int | float | str | tuple)
     return plain and not list(_programs_in(value)) and " at 0x" not in repr(value)
 
@@ -251,6 +247,7 @@ def _same_operation(one: _Operation, other: _Operation) -> bool:
         return False
     if one.given == other.given and one.name != "broadcast_in_dim":  # nothing in it has neurons
         return one.made == other.made and one.params == other.params
+    # Shapes and slices follow the neurons; other numbers do not, but for the groups of a convolution.
     plain = [{k: v for k, v in each.params.items() if isinstance(v, int | float | str)} for each in (one, other)]
     return plain[0] == plain[1] or one.name == "conv_general_dilated"
 
@@ -269,11 +266,7 @@ def _as_known(value: Any) -> np.ndarray | None:
 
 
 def _few(variables: Any) -> bool:
-    return all(math.prod(getattr(variable.aval, "shape", ())) <= MOST for variable in variables)
-
-
-MOST = 65_536
-"""Numbers in constants that are computed."""
+    return all(math.prod(getattr(variable.aval, "shape", ())) <= FEW for variable in variables)
 
 
 def _programs_in(value: Any) -> Iterator[Any]:

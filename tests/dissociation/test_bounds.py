@@ -74,12 +74,12 @@ def test_known_ends():
     np.testing.assert_allclose(found.high_factors[0][1] / found.high_factors[0][0], 4 / 3, rtol=0.02)
 
 
-def test_nothing_moves_what_feels_no_scale_of_a_neuron():
+def test_nothing_moves_what_is_invariant_to_the_scale_of_a_neuron():
     _, _, x, y = networks()
     for measure, free in (("cca", "both"), ("linear_predictivity", "x")):
         found = similarity_bounds(x, y, measure, free=free, key=KEY)
         np.testing.assert_array_equal([found.low, found.high], found.measured)
-    # In its targets, predictivity does feel it.
+    # To that of its targets, predictivity is not invariant.
     assert similarity_bounds(x, y, "linear_predictivity", key=KEY, num_steps=0).low < found.measured - 0.1
 
 
@@ -118,7 +118,7 @@ def test_it_is_a_pure_function():
         ({"measure": "hard_matching"}, TypeError, "a step of which the host does"),
         ({"measure": "disagreement"}, ValueError, "which compares outputs"),
         ({"free": "y"}, ValueError, "`free` must be one of 'x', 'both'"),
-        ({"largest_factor": 1.0}, ValueError, "`largest_factor` must be more than 1"),
+        ({"largest_factor": 1.0}, ValueError, "`largest_factor` must be more than 1 and finite"),
         ({"num_starts": 3}, ValueError, "`num_starts`"),
     ],
 )

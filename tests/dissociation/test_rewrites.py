@@ -329,3 +329,24 @@ def test_factors_beyond_the_precision_are_refused(factor):
     model, _, groups = one("perceptron")
     with pytest.raises(ValueError, match="`factor` must be positive and finite"):
         rewrites.scale(groups["layers[0]"], factor)
+
+
+@pytest.mark.parametrize("order", [[0, 1, 1, 3], [3, 1, 0, 0]])
+def test_a_model_of_other_constants_has_groups_of_its_own(order):
+    """Whole numbers say which neurons are read: a rewrite of others would not keep the function."""
+    call = lambda p, x: jax.nn.relu(x @ p["w"])[p["order"]] @ p["v"]  # noqa: E731
+    weights = {"w": jax.random.normal(jax.random.key(0), (5, 4)), "v": jax.random.normal(jax.random.key(1), (4, 3))}
+    x = jax.random.normal(jax.random.key(2), (5,))
+    other = weights | {"order": jnp.array(order)}
+    tried = 0
+    for group in neuron_groups(weights | {"order": jnp.array([0, 0, 1, 2])}, x, call=call).values():
+        for rewrite in (
+            (rewrites.permute(group, key=jax.random.key(3)), rewrites.scale(group, 3.0)) if group.degree else ()
+        ):
+            tried += 1
+            try:
+                moved = rewrite(other)
+            except ValueError:
+                continue
+            np.testing.assert_allclose(call(moved, x), call(other, x), rtol=1e-5, atol=1e-6)
+    assert tried
