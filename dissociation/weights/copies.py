@@ -76,8 +76,8 @@ def _along(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: in
         return None
     label = copies.same([label for label in labels if label is not None], step.operands[0].shape)
     along = step.params.get("axis", step.params.get("dimension", -1)) % label.ndim
-    if along in axes:
-        return None
+    if along in axes:  # sorted by itself, it is so whatever its order was
+        return [None] * len(step.results) if step.name in ("sort", "top_k") else None
     first = np.take(copies.along(label, (along,)), [0], along)
     return [np.broadcast_to(first, value.shape) for value in step.results]
 
@@ -418,6 +418,7 @@ def copies_told_apart(
     copies = Copies(flow)
     for index, value in enumerate(made):
         copies.begin(index, value, free)
+    copies.tied |= {leaf.atom for axis in flow.referred for leaf in flow.atoms.leaves(axis)}
     run(copies, flow.steps)
     found = copies.found()
     numbers: dict[int, dict[int, int]] = {}

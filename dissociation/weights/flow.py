@@ -31,6 +31,10 @@ class Value:
         zero: Whether all of it is.
         known: Its entries, if they are constants and few.
         endless: Whether no entry is finite, so that no factor changes it.
+        refers: The axis whose indices its entries are, as those of an argmax.
+        shifted: Whether they are others too: a number more, or the first of some that tie.
+        column: Where they stand beside other indices, along the last axis; None if they are alone.
+        level: Whether entries may be equal though nothing says that they are one, as after a ReLU.
     """
 
     shape: tuple[int, ...]
@@ -38,6 +42,10 @@ class Value:
     zero: bool = False
     known: np.ndarray | None = None
     endless: bool = False
+    refers: Axis | None = None
+    shifted: bool = False
+    column: int | None = None
+    level: bool = False
 
 
 class Equation(NamedTuple):
@@ -76,6 +84,7 @@ class Flow:
         counted: Axes over which a statistic is taken.
         contracted: Axes of values that were summed over in a product with another.
         lengths: Of axes along which nothing differs, over which is summed.
+        referred: Axes that are read or written at indices which follow from values along them.
         steps: What was done, in order.
         parts: Programs within the operation that is being followed.
     """
@@ -86,6 +95,7 @@ class Flow:
     counted: list[Axis] = field(default_factory=list)
     contracted: list[Axis] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
+    referred: list[Axis] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     parts: list[Part] = field(default_factory=list)
 
@@ -242,6 +252,16 @@ class Flow:
             self.still(axis)
             self.counted.append(axis)
             self.uneven.append(axis)
+
+    def referring(self, value: Value, axis: Axis | None) -> Axis | None:
+        """An axis that is read or written at the indices that a value holds: it moves with the one that they are of."""
+        if value.refers is None or axis is None:
+            return None
+        self.atoms.unite(value.refers, axis)
+        self.still(axis)
+        self.uneven.append(axis)
+        self.referred.append(axis)
+        return axis
 
     def regrouped(self, value: Value, shape: tuple[int, ...]) -> list[Axis | None]:
         """The axes of an array of another shape with the same entries in the same order."""

@@ -272,6 +272,7 @@ def group_report(
             flow.freeze(value, "the function does not depend on it")
     for value in follow(flow, traced.jaxpr, [flow.constant(const) for const in traced.consts], [*made, *given]):
         flow.freeze(value, "the output has it")
+        flow.atoms.freeze(value.refers, "its indices are what is asked for")
     report = _read(flow, paths, made, shapes[1], call)
     start = "[0]" if isinstance(model, tuple) and isinstance(model[-1], eqx.nn.State) else ""
     structure, groups = structure_of(model), {}

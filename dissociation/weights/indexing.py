@@ -1,5 +1,6 @@
 """What operations that read or write at places do to axes (`flow`)."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ Rule = Callable[[Flow, Params, list[Value], list[tuple[int, ...]]], list[Value]]
 WRITES = {"scatter": True, "scatter-add": True, "scatter-sub": True, "scatter-min": False, "scatter-max": False,
           "scatter-mul": False}  # fmt: skip
 """By names of primitives, whether they are linear."""
+ASKED = "its indices are what is asked for"
 COMPUTED = "it is read at places that are computed"
 WRITTEN = "it is written at some places"
 
@@ -65,7 +67,10 @@ def dynamic_slice(flow: Flow, params: Params, operands: list[Value], shapes: lis
     axes: list[Axis | None] = []
     for k, size in enumerate(shapes[0]):
         start = starts[k].known
-        if size == value.shape[k] or value.axes[k] is None:
+        if _referred(flow, starts[k], value.shape, [k], shapes[0]) == k:
+            flow.referring(starts[k], value.axes[k])
+            axes.append(UNIT)
+        elif size == value.shape[k] or value.axes[k] is None:
             axes.append(value.axes[k])
         elif start is not None:
             first = clipped(start, value.shape[k], size)
@@ -127,8 +132,13 @@ def gather(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple
     kept: list[Axis | None] = []
     flow.freeze(where, "it says where to read", [k for k, n in enumerate(where.shape) if n == 1])
     flow.freeze(value, "it is an axis no more", [k for k in numbers.collapsed_slice_dims if value.shape[k] == 1])
+    referred = _referred(flow, where, value.shape, numbers.start_index_map, sizes)
     for k, size in enumerate(sizes):
         axis, start = value.axes[k], starts[k]
+        if k == referred:
+            flow.referring(where, axis)
+            kept += [UNIT] if k not in numbers.collapsed_slice_dims else []
+            continue
         if k in batching:
             place = batching[k]
             batch[place] = _picked(flow, axis, batch[place])
@@ -152,6 +162,18 @@ def gather(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple
             kept.append(axis)
     axes = [kept.pop(0) if k in numbers.offset_dims else batch.pop(0) for k in range(len(shapes[0]))]
     return [Value(shapes[0], axes, value.zero and not filled)]
+
+
+def _referred(flow: Flow, where: Value, shape: Sequence[int], read: Sequence[Any], sizes: Sequence[int]) -> int | None:
+    """The axis of an array that is read or written at indices of an axis, if it is so entry by entry."""
+    if where.refers is None:
+        return None
+    along = read[where.column or 0]
+    whole = all(sizes[k] == shape[k] for k in read if k != along)
+    if sizes[along] == 1 and whole and flow.atoms.size(where.refers) == shape[along]:
+        return int(along)
+    flow.atoms.freeze(where.refers, ASKED)
+    return None
 
 
 def _places_handed_on(flow: Flow, where: Value) -> list[Axis | None]:
@@ -207,6 +229,7 @@ def scatter(name: str) -> Rule:
             _picked(flow, value.axes[k], placed[place])
             _picked(flow, update.axes[over[place]], placed[place])
         sizes = [1 if of_update is None else update.shape[of_update] for of_update in pairs]
+        referred = _referred(flow, where, value.shape, numbers.scatter_dims_to_operand_dims, sizes)
         clip = params["mode"] == GatherScatterMode.CLIP
         starts: list[np.ndarray | None] = _starts(where, numbers.scatter_dims_to_operand_dims, value.shape, sizes, clip)
         for k in numbers.operand_batching_dims:
@@ -220,7 +243,15 @@ def scatter(name: str) -> Rule:
         for k in rest:
             flow.freeze(update, WRITTEN, [k])
             flow.freeze(where, WRITTEN, [over.index(k)])
-        return [_written(flow, name, value, update, pairs, starts, singles)]
+        if referred is None:
+            return [_written(flow, name, value, update, pairs, starts, singles)]
+        own = value.axes[referred]
+        rest_of = dataclasses.replace(value, axes=[None if k == referred else each for k, each in enumerate(value.axes)])
+        found = _written(flow, name, rest_of, update, pairs, starts, singles)
+        found.axes[referred] = flow.lined_up([where.refers, own])
+        for axis in (own, found.axes[referred]):
+            flow.referring(where, axis)
+        return [found]
 
     return rule
 
@@ -256,7 +287,7 @@ def _written(
     update: Value,
     pairs: list[int | None],
     starts: list[np.ndarray | None],
-    singles: Sequence[int],
+    singles: Sequence[Any],
 ) -> Value:
     """An array of which a part is changed.
 

@@ -11,7 +11,7 @@ from dissociation.models.program import inner_program
 from dissociation.weights import indexing
 from dissociation.weights.axes import UNIT, Axis, Product, Sum
 from dissociation.weights.flow import FEW, Equation, Flow, Part, Step, Value
-from dissociation.weights.indexing import Params, Rule, take
+from dissociation.weights.indexing import ASKED, Params, Rule, take
 
 LIKE_SUMS = {"add": True, "sub": True, "add_any": True, "max": False, "min": False, "clamp": False,
              "complex": True}  # fmt: skip
@@ -33,6 +33,15 @@ FOLDED = ("add", "sub", "mul", "div", "neg", "lt", "le", "gt", "ge", "eq", "ne",
           "squeeze", "slice", "transpose", "rev")  # fmt: skip
 
 
+LEVELS = (*COMPARISONS, "max", "min", "clamp", "select_n", "floor", "ceil", "round", "and", "or", "not", "reduce_max",
+          "reduce_min", "reduce_and", "reduce_or", "scan", "while", "cond", "scatter", "pad")  # fmt: skip
+"""What makes entries equal that are not one."""
+PRODUCTS = ("dot_general", "conv_general_dilated")
+READS = ("gather", "scatter", "scatter-add")
+MOVES = ("broadcast_in_dim", "reshape", "squeeze", "slice", "transpose", "convert_element_type", "copy")
+"""What leaves the indices of an axis what they are."""
+
+
 def follow(flow: Flow, jaxpr: jex.Jaxpr, consts: Sequence[Value], args: Sequence[Value]) -> list[Value]:
     """Follows a program, from what is known of its constants and arguments to what is known of its results."""
     env: dict[Any, Value] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
@@ -44,6 +53,7 @@ def follow(flow: Flow, jaxpr: jex.Jaxpr, consts: Sequence[Value], args: Sequence
         if joined is not None:
             source, along, indices = joined
             shape, step = tuple(equation.outvars[0].aval.shape), {"axis": along, "indices": indices}
+            _on_indices(flow, "take", [env[source]], [shape])
             results = take(flow, step, [env[source]], [shape])
             flow.steps.append(Step("take", step, [env[source]], results, []))
         else:
@@ -107,14 +117,72 @@ def _apply(flow: Flow, equation: Any, operands: list[Value]) -> list[Value]:
         return [flow.constant(folded)]
     if name in RULES:
         outer, flow.parts = flow.parts, []
-        results = RULES[name](flow, params, operands, shapes)
+        results = _on_indices(flow, name, operands, shapes) or RULES[name](flow, params, operands, shapes)
+        if any(value.known is not None for value in results):  # whatever they were made of
+            return results
+        level = name in LEVELS or (name not in PRODUCTS and any(value.level for value in operands))
+        for value in results:
+            value.level |= level
+            if name in MOVES:
+                value.refers, value.shifted = operands[0].refers, operands[0].shifted
         flow.steps.append(Step(name, params, operands, results, flow.parts))
         flow.parts = outer
         return results
     inner = inner_program(params)
+    if inner is None:
+        _on_indices(flow, name, operands, shapes)
     if inner is None or [v.aval.shape for v in inner.jaxpr.invars] != [v.shape for v in operands]:
         return flow.unknown(name, operands, shapes)
     return follow(flow, inner.jaxpr, [flow.constant(const) for const in inner.consts], operands)
+
+
+def _on_indices(flow: Flow, name: str, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value] | None:
+    """What is made of the indices of an axis by what reads there; anything else that takes them freezes the axis.
+
+    JAX reads at `i + n` where an index `i` is below zero, which such indices never are.
+    """
+    found = None
+    first, other = operands[0], operands[1] if len(operands) > 1 else None
+    if name == "select_n" and first.zero and other is not None:
+        return [other]
+    if first.refers is not None and not first.shifted:
+        single = other is not None and other.known is not None and len(np.unique(other.known)) == 1
+        if name == "lt" and other is not None and other.zero:
+            return [flow.constant(np.zeros(shapes[0], bool))]
+        if name == "add" and single:
+            return [Value(first.shape, list(first.axes), refers=first.refers, shifted=True)]
+        if name == "eq":
+            found = _one_hot(flow, first, operands[1], shapes[0])
+        if name == "concatenate":
+            found = _beside(operands, shapes[0])
+    for k, value in enumerate(operands):
+        moved = name in MOVES and value.column is None
+        read = found is not None or moved or (name in READS and k == 1) or (name == "dynamic_slice" and k > 0)
+        if value.refers is not None and (value.shifted or not read):
+            flow.atoms.freeze(value.refers, ASKED)
+    return found
+
+
+def _beside(operands: list[Value], shape: tuple[int, ...]) -> list[Value] | None:
+    """Indices of an axis, and others that are known, as coordinates of what is read."""
+    first, others = operands[0], operands[1:]
+    if not shape or first.shape != (*shape[:-1], 1) or any(value.known is None for value in others):
+        return None
+    return [Value(shape, [*first.axes[:-1], None], refers=first.refers, column=0)]
+
+
+def _one_hot(flow: Flow, where: Value, numbers: Value, shape: tuple[int, ...]) -> list[Value] | None:
+    """Indices of an axis, compared with all of its numbers."""
+    for k, size in enumerate(shape):
+        count = np.arange(size).reshape([-1 if j == k else 1 for j in range(len(shape))])
+        each = where.shape[k] == 1 or where.axes[k] is None
+        if size > 1 and each and numbers.known is not None and (numbers.known == count).all():
+            axis = flow.lined_up([where.refers])
+            if axis is None or flow.atoms.size(axis) != size or flow.referring(where, axis) is None:
+                return None
+            own = [None if n == 1 else each for n, each in zip(where.shape, where.axes, strict=True)]
+            return [Value(shape, _with(own, k, axis))]
+    return None
 
 
 def _folded(equation: Any, operands: list[Value], shapes: list[tuple[int, ...]]) -> Any:
@@ -239,15 +307,20 @@ def _along(name: str) -> Rule:
 
 def _argument(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
     value = operands[0]
-    flow.freeze(value, "its indices are what is asked for", params["axes"])
     left = Value(shapes[0], [axis for k, axis in enumerate(value.axes) if k not in params["axes"]])
-    return [flow.mixed([left], ordered=True)]
+    found = flow.mixed([left], ordered=True)
+    (along,) = params["axes"]
+    flow.reduce(value.axes[along])
+    found.refers, found.shifted = value.axes[along], value.level
+    return [found]
 
 
 def _sort(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
     """Each along the others: what is sorted by, whatever its factors, gives the others their places."""
     along = params["dimension"] % len(shapes[0])
-    for value in operands:
+    if len(operands) == 1:
+        flow.reduce(operands[0].axes[along])
+    for value in operands if len(operands) > 1 else ():
         flow.freeze(value, "it is sorted", [along])
     results = []
     for value, shape in zip(operands, shapes, strict=True):
@@ -264,11 +337,13 @@ def _sort(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[
 def _top(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
     """The largest values along an axis, and where they were."""
     (value,), along = operands, params["axis"] % len(shapes[0])
-    flow.freeze(value, "its largest values are asked for", [along])
+    flow.reduce(value.axes[along])
     new = flow.atoms.new(shapes[0][along], "its largest values are asked for")
     largest = Value(shapes[0], _with([flow.handed_on(axis) for axis in value.axes], along, new), value.zero)
     flow.uneven += [axis for axis in largest.axes if axis is not None]
-    return [largest, flow.mixed([largest], ordered=True)]
+    places = flow.mixed([largest], ordered=True)
+    places.refers, places.shifted = value.axes[along], value.level
+    return [largest, places]
 
 
 def _fourier(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:

@@ -142,7 +142,6 @@ LOST = {
     "spectrum": (lambda h: jnp.abs(jnp.fft.fft(h)), VECTOR, "a Fourier transform"),
     "a ramp": (lambda h: h * jnp.cumsum(jnp.ones(8)), VECTOR, "cumulative"),
     "rolled by one and added": (lambda h: relu(h + 2 * jnp.roll(h, 1)), VECTOR, "itself in another order"),
-    "a computed neuron": (lambda h: h[jnp.argmax(h)] * jnp.ones(8), VECTOR, "is what is asked|asked for"),
     "a computed order": (lambda h: h[jnp.argsort(jnp.arange(8.0) * h[0])], VECTOR, "."),
     "written in a computed order": (lambda h: jnp.zeros(8).at[jnp.argsort(h)].set(h), VECTOR, "."),
     "summed by segments": (lambda h: relu(jax.ops.segment_sum(h, jnp.arange(8) // 3, 3)), VECTOR, "written"),
@@ -160,6 +159,96 @@ def test_what_is_lost_is_not_found(name):
         report = group_report(weights(middle, shape), jnp.ones(shape), call=between(middle))
     assert not degrees(report.groups)
     assert any(re.search(reason, why) for why in report.frozen.values())
+
+
+def largest(h, k=3):
+    return jax.lax.top_k(h, k)
+
+
+READ_AT_INDICES = {
+    "the largest": lambda h, b: (lambda v, i: relu(v) @ b[i])(*largest(h)),
+    "the largest, taken": lambda h, b: (lambda v, i: v @ jnp.take(b, i, axis=0))(*largest(h)),
+    "the largest at their places": lambda h, b: (lambda v, i: jnp.zeros(8).at[i].set(relu(v)) @ b)(*largest(h)),
+    "all others": lambda h, b: h.at[largest(h)[1]].set(0.0) @ b,
+    "a mixture": lambda h, b: (lambda v, i: jax.nn.softmax(v) @ jax.nn.one_hot(i, 8) @ b)(*largest(h)),
+    "read twice": lambda h, b: (lambda i: h[i] @ b[i])(largest(h)[1]),
+    "the code": lambda h, b: b[jnp.argmax(h)],
+    "the code and its value": lambda h, b: (lambda i: h[i] * b[i])(jnp.argmax(h)),
+    "the code, one-hot": lambda h, b: jax.nn.one_hot(jnp.argmin(h), 8) @ b,
+    "above the third": lambda h, b: (relu(h) * (relu(h) >= largest(relu(h))[0][-1])) @ b,
+    "above the median": lambda h, b: relu(h - jnp.median(h)) @ b,
+}
+"""From neurons and what reads them."""
+NUMBERED = {
+    "the next of the largest": lambda h, b: (lambda v, i: v @ b[(i + 1) % 8])(*largest(h)),
+    "two from there on": lambda h, b: jax.lax.dynamic_slice(b, (jnp.argmax(h), 0), (2, 3)).sum(0) + h.sum() * b[0],
+    "the first of some that tie": lambda h, b: b[jnp.argmax(relu(h - 9))] + h @ b,
+    "its number": lambda h, b: jnp.argmax(h) * (h @ b),
+    "which is first": lambda h, b: (lambda i: jnp.where(i[0] < i[1], 1.0, 2.0))(largest(h)[1]) * (h @ b),
+    "compared with a number": lambda h, b: (lambda i: h @ b * (i == 3))(jnp.argmax(h)),
+    "in another array": lambda h, b: h @ b + jnp.arange(8.0)[jnp.argmax(h)],
+    "half of them": lambda h, b: b[jnp.argmax(h[:4])] + h @ b,
+    "in a loop": lambda h, b: h @ b + jax.lax.fori_loop(0, jnp.argmax(h), lambda i, s: s + 1.0, 0.0),
+    "sorted": lambda h, b: jnp.sort(h) @ b,
+}
+
+
+def codes(read, batched):
+    """Read at indices of its neurons, for one input or for several at once."""
+    one = lambda p, x: read(x @ p["a"] + p["c"], p["b"])  # noqa: E731
+    return (lambda p, x: jax.vmap(lambda row: one(p, row))(x)) if batched else one
+
+
+CODES = {name: jax.random.normal(jax.random.key(k), s) for k, (name, s) in enumerate(
+    {"a": (5, 8), "b": (8, 3), "c": (8,)}.items())}  # fmt: skip
+
+
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("name", READ_AT_INDICES)
+def test_what_is_read_at_indices_of_neurons_moves_with_them(name, batched):
+    call, inputs = codes(READ_AT_INDICES[name], batched), jax.random.normal(jax.random.key(9), (50, 5))
+    groups = neuron_groups(CODES, inputs if batched else inputs[0], call=call)
+    (group,) = (group for group in groups.values() if group.size == 8)
+    assert {slot.path for slot in group.slots} == {"['a']", "['b']", "['c']"}
+    assert group.scaling is None
+    assert group.sharing is None
+    run = call if batched else jax.vmap(call, (None, 0))
+    moved = permute(group, jax.random.permutation(jax.random.key(3), 8))(CODES)
+    assert jnp.abs(run(CODES, inputs)).max() > 0.1
+    np.testing.assert_allclose(run(moved, inputs), run(CODES, inputs), atol=1e-5)
+
+
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("name", NUMBERED)
+def test_neurons_whose_numbers_are_used_stand_still(name, batched):
+    call, inputs = codes(NUMBERED[name], batched), jax.random.normal(jax.random.key(9), (50, 5))
+    report = group_report(CODES, inputs if batched else inputs[0], call=call)
+    assert not [group for group in report.groups.values() if len(group.slots) == 3]
+    run = call if batched else jax.vmap(call, (None, 0))
+    moved = {name: value[..., ::-1] if name != "b" else value[::-1] for name, value in CODES.items()}
+    assert jnp.abs(run(moved, inputs) - run(CODES, inputs)).max() > 1e-3
+    for group in report.groups.values():
+        np.testing.assert_allclose(run(permute(group, key=jax.random.key(3))(CODES), inputs), run(CODES, inputs), atol=1e-5)
+
+
+def test_heads_that_share_a_codebook_move_together():
+    def call(p, x):
+        return sum((lambda v, i: v @ p["b"][i])(*largest(x @ a)) for a in p["a"])
+
+    def apart(p, x):
+        return jnp.einsum(
+            "hk,hkd->d", *jax.vmap(lambda a, b: (lambda v, i: (v, b[i]))(*largest(x @ a)))(p["a"], p["b"])
+        )
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    a = jax.random.normal(keys[0], (2, 5, 8))
+    shared = {"a": a, "b": jax.random.normal(keys[1], (8, 3))}
+    own = {"a": a, "b": jax.random.normal(keys[1], (2, 8, 3))}
+    inputs = jax.random.normal(keys[2], (30, 5))
+    for model, run in ((shared, call), (own, apart)):
+        for group in neuron_groups(model, inputs[0], call=run).values():
+            before, after = (jax.vmap(run, (None, 0))(m, inputs) for m in (model, permute(group, key=keys[0])(model)))
+            np.testing.assert_allclose(after, before, atol=1e-5)
 
 
 def test_coordinates_of_what_is_read_do_not_change_places():
