@@ -77,7 +77,7 @@ def _along(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: in
     label = copies.same([label for label in labels if label is not None], step.operands[0].shape)
     along = step.params.get("axis", step.params.get("dimension", -1)) % label.ndim
     if along in axes:  # sorted by itself, it is so whatever its order was
-        return [None] * len(step.results) if step.name in ("sort", "top_k") else None
+        return [*(None for _ in step.results)] if step.name in ("sort", "top_k") else None
     first = np.take(copies.along(label, (along,)), [0], along)
     return [np.broadcast_to(first, value.shape) for value in step.results]
 

@@ -158,6 +158,34 @@ def _check_same_places(rewritten: Any, group: NeuronGroup, owners: Owners, size:
     fail("group", "be one whose neurons the program does not count", group.name)
 
 
+PARTIAL = {"sqrt", "rsqrt", "log", "log1p", "pow", "div", "integer_pow", "acos", "asin", "acosh", "atanh", "erf_inv"}
+"""Operations that are not finite, or not numbers, everywhere."""
+
+
+def _check_defined(before: Any, after: Any, group: NeuronGroup) -> None:
+    """Raises if outputs are no longer numbers because of new neurons, whose weight of zero does not silence NaN."""
+    numbers = [jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array)) for model in (before, after)]
+    if any(map(is_traced, [*numbers[0], *numbers[1]])):
+        return
+    if PARTIAL.isdisjoint(operation.name for operation in _operations(after, group)):
+        return
+    examples = jax.tree.map(_drawn_like, group.example)
+    runs = [program_of(model, group.call) for model in (before, after)]
+    one, other = ([np.isfinite(y) for y in jax.vmap(run, (None, 0))(leaves, examples)] for _, leaves, run in runs)
+    if any((kept & ~still).any() for kept, still in zip(one, other, strict=True)):
+        wanted = "be one whose new neurons are finite, whatever weights are drawn"
+        fail("group", wanted, group.name, "What it passes through is not defined for these weights")
+
+
+def _drawn_like(leaf: Any) -> Any:
+    """Examples to try, half of them without negative numbers; zeros where they are no real numbers."""
+    shape, kind = (64, *np.shape(leaf)), jax.dtypes.result_type(leaf)
+    if not jnp.issubdtype(kind, jnp.floating):
+        return jnp.zeros(shape, kind)
+    drawn = jax.random.normal(jax.random.key(0), shape, kind)
+    return drawn.at[::2].set(jnp.abs(drawn[::2]))
+
+
 class _Operation(NamedTuple):
     """What an operation of a program is told.
 
@@ -316,11 +344,15 @@ class AddNuisance(Rewrite):
                     values = array[jnp.asarray(_rows_of(owner, group.size))[pick]][member]
                 else:
                     drawn = jax.random.normal(keys[index], (self.num_groups, *shape[1:]), array.dtype)
+                    old = array[jnp.asarray(np.setdiff1d(np.arange(len(owner)), places))]
+                    drawn = jnp.where(jnp.all(old > 0), jnp.abs(drawn), drawn)
                     values = (jnp.asarray(self.incoming_std, array.dtype) * drawn)[member]
                 array = array.at[places].set(values)
             return jnp.moveaxis(array, 0, axis)
 
-        return _resized(model, group, original, change)
+        grown = _resized(model, group, original, change)
+        _check_defined(model, grown, group)
+        return grown
 
     def _cancelling(self, key: Array, shape: tuple[int, ...], array: Array, places: np.ndarray) -> Array:
         """Outgoing weights that add up to zero in each group of new neurons."""
@@ -357,8 +389,9 @@ def add_nuisance(
 ) -> AddNuisance:
     """Appends random neurons without effect to a group, in sets that cancel out.
 
-    Neurons of one set share what makes them: draws of N(0, incoming_std^2) for matrices and kernels, and for arrays
-    with one number per neuron (biases, gains, variances) those of a neuron that is there. What reads them adds up to
+    Neurons of one set share what makes them: draws of N(0, incoming_std^2) for matrices and kernels (their magnitudes
+    where all that is there is positive), and for arrays with one number per neuron (biases, gains, variances) those of
+    a neuron that is there. What reads them adds up to
     zero over each set: zero for sets of one, draws less their mean for larger ones; see
     `neurons.add_random_zero_neurons`.
 
@@ -376,7 +409,8 @@ def add_nuisance(
 
     Raises:
         TypeError: If a count is no integer.
-        ValueError: If the group cannot grow, or an option is out of range.
+        ValueError: If the group cannot grow, or an option is out of range; the rewrite raises it too where its new
+            neurons are not finite, as behind a logarithm of what is drawn.
     """
     check_count("num_groups", num_groups)
     check_count("neurons_per_group", neurons_per_group, minimum=1)

@@ -67,8 +67,7 @@ def dynamic_slice(flow: Flow, params: Params, operands: list[Value], shapes: lis
     axes: list[Axis | None] = []
     for k, size in enumerate(shapes[0]):
         start = starts[k].known
-        if _referred(flow, starts[k], value.shape, [k], shapes[0]) == k:
-            flow.referring(starts[k], value.axes[k])
+        if _referred(flow, starts[k], value, [k], shapes[0]) == k:
             axes.append(UNIT)
         elif size == value.shape[k] or value.axes[k] is None:
             axes.append(value.axes[k])
@@ -132,13 +131,9 @@ def gather(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple
     kept: list[Axis | None] = []
     flow.freeze(where, "it says where to read", [k for k, n in enumerate(where.shape) if n == 1])
     flow.freeze(value, "it is an axis no more", [k for k in numbers.collapsed_slice_dims if value.shape[k] == 1])
-    referred = _referred(flow, where, value.shape, numbers.start_index_map, sizes)
+    value, _ = _without(value, _referred(flow, where, value, numbers.start_index_map, sizes))
     for k, size in enumerate(sizes):
         axis, start = value.axes[k], starts[k]
-        if k == referred:
-            flow.referring(where, axis)
-            kept += [UNIT] if k not in numbers.collapsed_slice_dims else []
-            continue
         if k in batching:
             place = batching[k]
             batch[place] = _picked(flow, axis, batch[place])
@@ -155,25 +150,43 @@ def gather(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple
                 axis = flow.atoms.new(size, "it is read at given places")
         elif k in parts and size == 1:
             axis = UNIT
-        if filled and params["fill_value"] and params["fill_value"] == params["fill_value"] and axis is not None:
-            flow.still(axis)
-            flow.uneven.append(axis)
+        if filled:
+            _filled_with(flow, params["fill_value"], axis)
         if k not in numbers.collapsed_slice_dims:
             kept.append(axis)
     axes = [kept.pop(0) if k in numbers.offset_dims else batch.pop(0) for k in range(len(shapes[0]))]
     return [Value(shapes[0], axes, value.zero and not filled)]
 
 
-def _referred(flow: Flow, where: Value, shape: Sequence[int], read: Sequence[Any], sizes: Sequence[int]) -> int | None:
+def _filled_with(flow: Flow, number: Any, axis: Axis | None) -> None:
+    """What stands where nothing is read, neither zero nor NaN, is not scaled."""
+    if number and number == number and axis is not None:
+        flow.still(axis)
+        flow.uneven.append(axis)
+
+
+def _referred(flow: Flow, where: Value, value: Value, read: Sequence[Any], sizes: Sequence[int]) -> int | None:
     """The axis of an array that is read or written at indices of an axis, if it is so entry by entry."""
     if where.refers is None:
         return None
+    if where.column is None and len(read) > 1:  # several of its indices are one place
+        flow.atoms.freeze(where.refers, ASKED)
+        return None
     along = read[where.column or 0]
-    whole = all(sizes[k] == shape[k] for k in read if k != along)
-    if sizes[along] == 1 and whole and flow.atoms.size(where.refers) == shape[along]:
+    whole = all(sizes[k] == value.shape[k] for k in read if k != along)
+    if sizes[along] == 1 and whole and flow.atoms.size(where.refers) == value.shape[along]:
+        flow.referring(where, value.axes[along])
         return int(along)
     flow.atoms.freeze(where.refers, ASKED)
     return None
+
+
+def _without(value: Value, k: int | None) -> tuple[Value, Axis | None]:
+    """An array whose axis `k` nothing is said of any more, and the axis."""
+    if k is None:
+        return value, None
+    axes = [None if j == k else axis for j, axis in enumerate(value.axes)]
+    return dataclasses.replace(value, axes=axes), value.axes[k]
 
 
 def _places_handed_on(flow: Flow, where: Value) -> list[Axis | None]:
@@ -229,7 +242,7 @@ def scatter(name: str) -> Rule:
             _picked(flow, value.axes[k], placed[place])
             _picked(flow, update.axes[over[place]], placed[place])
         sizes = [1 if of_update is None else update.shape[of_update] for of_update in pairs]
-        referred = _referred(flow, where, value.shape, numbers.scatter_dims_to_operand_dims, sizes)
+        referred = _referred(flow, where, value, numbers.scatter_dims_to_operand_dims, sizes)
         clip = params["mode"] == GatherScatterMode.CLIP
         starts: list[np.ndarray | None] = _starts(where, numbers.scatter_dims_to_operand_dims, value.shape, sizes, clip)
         for k in numbers.operand_batching_dims:
@@ -243,14 +256,11 @@ def scatter(name: str) -> Rule:
         for k in rest:
             flow.freeze(update, WRITTEN, [k])
             flow.freeze(where, WRITTEN, [over.index(k)])
-        if referred is None:
-            return [_written(flow, name, value, update, pairs, starts, singles)]
-        own = value.axes[referred]
-        rest_of = dataclasses.replace(value, axes=[None if k == referred else each for k, each in enumerate(value.axes)])
-        found = _written(flow, name, rest_of, update, pairs, starts, singles)
-        found.axes[referred] = flow.lined_up([where.refers, own])
-        for axis in (own, found.axes[referred]):
-            flow.referring(where, axis)
+        others, own = _without(value, referred)
+        found = _written(flow, name, others, update, pairs, starts, singles)
+        if referred is not None:
+            found.axes[referred] = flow.lined_up([where.refers, own])
+            flow.referring(where, found.axes[referred])
         return [found]
 
     return rule

@@ -278,3 +278,31 @@ def test_what_is_divided_by_is_not_silenced_by_zeros(read):
     (group,) = neuron_groups(model, jnp.ones(3), call=call).values()
     for rewrite in (growth.duplicate(group), growth.add_nuisance(group, 2, key=jax.random.key(0))):
         np.testing.assert_allclose(call(rewrite(model), jnp.ones(3)), call(model, jnp.ones(3)), rtol=1e-5)
+
+
+UNDEFINED = {
+    "a root": lambda p, x: p[1] @ jnp.sqrt(20 - p[0] @ x),
+    "a logarithm": lambda p, x: p[1] @ jnp.log(20 - p[0] @ x),
+    "an inverse": lambda p, x: p[1] @ (1 / relu(20 - p[0] @ x)),
+    "a logarithm of weights": lambda p, x: p[1] @ (jnp.log(9 - p[0]) @ x),
+}
+
+
+@pytest.mark.parametrize("name", UNDEFINED)
+def test_new_neurons_that_are_no_numbers_are_refused(name):
+    call, model = UNDEFINED[name], [jnp.abs(A), B]
+    assert jnp.isfinite(call(model, jnp.abs(X))).all()
+    group = next(iter(neuron_groups(model, X, call=call).values()))
+    with pytest.raises(ValueError, match="`group` must be one whose new neurons are finite"):
+        growth.add_nuisance(group, 8, key=jax.random.key(0), incoming_std=40.0)(model)
+
+
+def test_new_neurons_are_positive_where_all_are():
+    call, model = lambda p, x: p[1] @ (jnp.log(p[0]) @ x), [jnp.abs(A), B]
+    group = next(iter(neuron_groups(model, X, call=call).values()))
+    grown = growth.add_nuisance(group, 8, key=jax.random.key(0))(model)
+    assert grown[0].shape == (16, 5)
+    assert (grown[0] > 0).all()
+    np.testing.assert_allclose(call(grown, X), call(model, X), rtol=1e-5)
+    signed = growth.add_nuisance(group, 8, key=jax.random.key(0))([A, B])
+    assert (signed[0][8:] < 0).any()

@@ -187,6 +187,12 @@ NUMBERED = {
     "which is first": lambda h, b: (lambda i: jnp.where(i[0] < i[1], 1.0, 2.0))(largest(h)[1]) * (h @ b),
     "compared with a number": lambda h, b: (lambda i: h @ b * (i == 3))(jnp.argmax(h)),
     "in another array": lambda h, b: h @ b + jnp.arange(8.0)[jnp.argmax(h)],
+    "two of them as one place": lambda h, b: (
+        (h @ b)
+        * jax.lax.gather(
+            jnp.arange(64.0).reshape(8, 8), largest(h, 2)[1], jax.lax.GatherDimensionNumbers((), (0, 1), (0, 1)), (1, 1)
+        )
+    ),
     "half of them": lambda h, b: b[jnp.argmax(h[:4])] + h @ b,
     "in a loop": lambda h, b: h @ b + jax.lax.fori_loop(0, jnp.argmax(h), lambda i, s: s + 1.0, 0.0),
     "sorted": lambda h, b: jnp.sort(h) @ b,
@@ -228,7 +234,9 @@ def test_neurons_whose_numbers_are_used_stand_still(name, batched):
     moved = {name: value[..., ::-1] if name != "b" else value[::-1] for name, value in CODES.items()}
     assert jnp.abs(run(moved, inputs) - run(CODES, inputs)).max() > 1e-3
     for group in report.groups.values():
-        np.testing.assert_allclose(run(permute(group, key=jax.random.key(3))(CODES), inputs), run(CODES, inputs), atol=1e-5)
+        np.testing.assert_allclose(
+            run(permute(group, key=jax.random.key(3))(CODES), inputs), run(CODES, inputs), atol=1e-5
+        )
 
 
 def test_heads_that_share_a_codebook_move_together():
