@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,9 +15,10 @@ import optax
 from jaxtyping import Array, PyTree
 
 from dissociation import checkpoint as checkpoints
-from dissociation import checks, files
+from dissociation import checks, distributed, files, sharding
 from dissociation.keys import typed
 from dissociation.schedule import check_steps
+from dissociation.shares import Share, share_of
 from dissociation.traced import trace
 from dissociation.training.batches import Batches, example
 from dissociation.training.callbacks import Callback, OfFunction
@@ -131,20 +132,28 @@ def fit(
     heard = [_callback(i, each) for i, each in enumerate(callbacks)]
     times = _times(save, heard, first, total, sampler.epoch_steps)
     order_keys, own_keys = _split_key(key, num_members, sampler.shared)
-    with closing(Batches(sampler, order_keys)) as batches:
-        run = Run(state, step, batches, own_keys, save, layout, heard)
+    layout, share = _shared_out(layout, num_members)
+    if not share.alone:
+        _check_alike((state.arrays, state.hyperparams, key, jnp.asarray(times)), total)
+    mine = share.take(sampler) if sampler.stacked else sampler
+    with closing(Batches(mine, order_keys if sampler.shared else share.take(order_keys))) as batches:
+        run = Run(share.take(state), step, batches, share.take(own_keys), save, layout, heard, share)
         file = None
         if checkpoint is not None:
             parts = {"models": state.arrays, "aux": state.aux, "hyperparams": state.hyperparams, "key": key}
             identity = {name: checkpoints.fingerprint(part) for name, part in parts.items()}
             identity |= _identity(run, state, step, sampler)
             file = Checkpoint(Path(checkpoint), identity, same_program)
-        with nullcontext() if file is None else files.locked(file.path.with_name(f".{file.path.name}.lock"), file.path):
+        with ExitStack() as held:
             if file is not None:
+                lock = files.locked(file.path.with_name(f".{file.path.name}.lock"), file.path)
+                share.on_main(lambda: held.enter_context(lock))
                 run.resume(file, total, times)
             run.began = began
             run.to_the_end(total, times, file)
-    state = run.whole_state()
+    state = share.gather(run.whole_state(), "states")
+    if not share.alone:
+        state = jax.tree.map(jnp.asarray, state)
     return FitResult(
         models=state.model,
         history=run.history(),
@@ -154,6 +163,30 @@ def fit(
         seconds=run.seconds(),
         state=state,
     )
+
+
+def _shared_out(layout: Layout, num_members: int) -> tuple[Layout, Share]:
+    """Where this process lays its members, and which are its own."""
+    mesh, alone = layout.mesh, Share((0, num_members), 0)
+    if mesh is None or isinstance(mesh, str):
+        if mesh == "auto" and distributed.started() and jax.default_backend() != "cpu" and jax.local_device_count() > 1:
+            layout = layout._replace(mesh=sharding.member_mesh(jax.local_devices()))
+        return layout, share_of(num_members) if mesh == "auto" else alone
+    sharding.check_mesh(mesh)
+    if sharding.local_part(mesh) is mesh:
+        return layout, alone
+    if not distributed.started():
+        advice = "Call dissociation.distributed.initialize first"
+        checks.fail("mesh", "be of this process", "devices of several", advice)
+    return layout._replace(mesh=sharding.local_part(mesh)), share_of(num_members, mesh)
+
+
+def _check_alike(tree: Any, total: int) -> None:
+    """Raises unless all processes have been given the same."""
+    prints = distributed.exchange((checkpoints.fingerprint(tree), total), "fit")
+    if different := [i for i, other in enumerate(prints) if other != prints[0]]:
+        wanted = "be called with the same models, hyperparameters, key and steps in all processes"
+        checks.fail("fit", wanted, f"others in process {different[0]} than in process 0")
 
 
 def _callback(index: int, given: Any) -> Callback:
