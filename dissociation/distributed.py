@@ -5,6 +5,7 @@ and nothing is communicated inside a program; what is found is exchanged between
 `on_main`. A process that dies, or ends by an error, ends the others with a sentence that names it.
 """
 
+import atexit
 import contextlib
 import ctypes
 import os
@@ -15,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -24,11 +25,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dissociation import checks, interrupts
 from dissociation.validation import validated
 
-HEARTBEAT = 100
+HEARTBEAT = 60
 """Seconds after which a process that says nothing counts as dead, unless `initialize` is told otherwise."""
 
 _LONG = 10**9  # milliseconds; a process that is alive may compute for days before it answers
-_LARGE, _LARGEST = 2**16, 2**24  # bytes: what goes through devices, and in pieces of at most this size
+_LARGE, _LARGEST = 2**20, 2**24  # bytes: what goes through devices, and in pieces of at most this size
 _SAID, _ALIVE = "dissociation/said", "dissociation/alive"
 
 
@@ -37,7 +38,8 @@ class _Group:
 
     def __init__(self, client: Any, index: int, count: int, heartbeat: float):
         self.client, self.index, self.count, self.heartbeat = client, index, count, heartbeat
-        self.exchanges, self.apart, self.note = 0, 0, ""
+        self.exchanges, self.apart, self.ended = 0, 0, threading.Event()
+        self.note, self.status = "", 1  # why this process ends before its work is done, and with which status
         self.name = f"on {socket.gethostname()}, process {os.getpid()}"
 
 
@@ -103,9 +105,14 @@ def _start(
 ) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM from `interrupts`
-    options = {"heartbeat_timeout_seconds": heartbeat, "initialization_timeout": timeout}
     try:
-        jax.distributed.initialize(address, num_processes, process_id, **options)
+        jax.distributed.initialize(
+            address,
+            num_processes,
+            process_id,
+            heartbeat_timeout_seconds=2 * heartbeat,  # after `_watch`, which says more
+            initialization_timeout=timeout,
+        )
     except (ValueError, TypeError, KeyError) as error:
         given = f"address {address}, num_processes {num_processes}, process_id {process_id}"
         wanted = "be given with `num_processes` and `process_id` where no cluster's environment says them"
@@ -172,11 +179,14 @@ def _gathered(group: _Group, data: bytes) -> list[bytes]:
     """The bytes of all: few through the runtime's store, many through the devices."""
     few = len(data) <= _LARGE
     here, client = f"{_SAID}/{group.exchanges}", group.client
-    client.key_value_set_bytes(f"{here}/{group.index}", b"=" + data if few else str(len(data)).encode())
-    client.wait_at_barrier(f"{here} ", _LONG)
-    heads = {int(name.rpartition("/")[2]): head for name, head in client.key_value_dir_get_bytes(f"{here}/")}
-    if group.index == 0 and group.exchanges > 1:  # all have come here, so all have read that
-        client.key_value_delete(f"{_SAID}/{group.exchanges - 1}/")
+    try:
+        client.key_value_set_bytes(f"{here}/{group.index}", b"=" + data if few else str(len(data)).encode())
+        client.wait_at_barrier(f"{here} ", _LONG)
+        heads = {int(name.rpartition("/")[2]): head for name, head in client.key_value_dir_get_bytes(f"{here}/")}
+        if group.index == 0 and group.exchanges > 1:  # all have come here, so all have read that
+            client.key_value_delete(f"{_SAID}/{group.exchanges - 1}/")
+    except jax.errors.JaxRuntimeError:
+        _leave(group, _LOST)
     ordered = [heads[i] for i in range(group.count)]
     sizes = [0 if head[:1] == b"=" else int(head) for head in ordered]
     if not max(sizes):
@@ -216,34 +226,30 @@ def on_main(function: Callable[[], Any], *, interruptible: bool = True) -> Any:
     global _stopping
     if number() == 1 or _group is None:
         return function()
-    answer: tuple[str, Any] = ("returned", None)
+    returned, raised = None, None
     if is_main():
         _group.apart += 1
         try:
-            answer = "returned", function()
+            returned = function()
         except BaseException as error:
-            answer = "raised", error
+            raised = error
         finally:
             _group.apart -= 1
-    own, (kind, value) = answer[1], exchange(_portable(answer), "on_main")[0]
+    said, error = exchange((returned, _portable(raised)), "on_main")[0]
     if _stopping and interruptible:
         _stopping = False
         raise everywhere(KeyboardInterrupt())
-    if kind == "raised":
-        raise everywhere(own if is_main() else value)
-    return own if is_main() else value
+    if error is not None:
+        raise everywhere(raised or error)
+    return returned if is_main() else said
 
 
-def _portable(answer: tuple[str, Any]) -> tuple[str, Any]:
-    """An answer that other processes can read: an error of the user's own kind becomes a `RuntimeError`."""
-    if answer[0] == "returned":
-        return answer
-    error = answer[1]
+def _portable(error: BaseException | None) -> BaseException | None:
+    """An error that other processes can read: one of the user's own kind becomes a `RuntimeError`."""
     try:
-        pickle.loads(pickle.dumps(error))
+        return pickle.loads(pickle.dumps(error))
     except Exception:
-        error = RuntimeError(f"process 0: {type(error).__name__}: {error}")
-    return "raised", error
+        return RuntimeError(f"process 0: {type(error).__name__}: {error}")
 
 
 def everywhere(error: BaseException) -> BaseException:
@@ -272,12 +278,34 @@ def interrupts_together() -> Iterator[None]:
             handler(_interrupted.pop(), None)
 
 
-def failed(what: object) -> None:
-    """Tells the others that this process ends before its work is done: they end as well."""
+def failed(what: object, status: int = 1) -> None:
+    """Tells the others that this process ends before its work is done: they end as well.
+
+    Args:
+        what: Why.
+        status: The exit status of this process.
+    """
     if _group is not None and _group.count > 1 and not _group.note:
-        _group.note = " ".join(f"!{what}".split())[:500]
+        _group.note, _group.status = " ".join(f"!{what}".split())[:500], status
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             _say_alive(_group, _group.note)
+
+
+def leaving(error: BaseException, status: int) -> bool:
+    """Before this process ends by an error: tells the others; returns whether it is this one that should say why.
+
+    Args:
+        error: Why; of one that is raised everywhere the first process should speak.
+        status: The exit status.
+    """
+    if number() == 1 or _group is None:
+        return True
+    if not is_everywhere(error):
+        failed(f"{type(error).__name__}: {error}", status)
+        return True
+    _group.note, _group.status = "!", status
+    exchange(None, "end")
+    return is_main()
 
 
 def _say_alive(group: _Group, text: str) -> None:
@@ -286,7 +314,8 @@ def _say_alive(group: _Group, text: str) -> None:
 
 def _watch_over(group: _Group) -> None:
     """Ends this process when another one has died or failed, before the runtime does without a word of advice."""
-    threading.Thread(target=_watch, args=(group,), daemon=True).start()
+    watch = threading.Thread(target=_watch, args=(group,), daemon=True)
+    watch.start()
     inherited = sys.excepthook
 
     def told(kind: Any, error: Any, trace: Any) -> None:
@@ -294,12 +323,21 @@ def _watch_over(group: _Group) -> None:
         failed(f"{kind.__name__}: {error}")
 
     sys.excepthook = told
-    # Where the first process dies the runtime aborts the others from a thread of its own.
-    _kept.append(ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda _: _leave(group, _LOST)))
-    ctypes.CDLL(None).signal(int(signal.SIGABRT), _kept[-1])
+    # Where the first process dies the runtime aborts the others from a thread of its own, at once.
+    library, answer = ctypes.CDLL(None), ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda _: _leave(group, _LOST))
+    library.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
+    library.signal(int(signal.SIGABRT), ctypes.cast(answer, ctypes.c_void_p))
 
+    def end(_kept: Any = answer) -> None:
+        if group.note:
+            _leave(group)
+        jax.distributed.shutdown()  # waits for the others, under the eyes of the watch
+        group.ended.set()
+        watch.join()
+        library.signal(int(signal.SIGABRT), None)
 
-_kept: list[Any] = []
+    atexit.register(end)
+
 
 _LOST = "the runtime has failed, most likely because process 0, which leads it, has died"
 
@@ -307,7 +345,7 @@ _LOST = "the runtime has failed, most likely because process 0, which leads it, 
 def _watch(group: _Group) -> None:
     seen = {i: ("", time.monotonic()) for i in range(group.count)}
     beat = 0
-    while True:
+    while not group.ended.wait(group.heartbeat / 10 if beat else 0):
         beat += 1
         try:
             _say_alive(group, group.note or str(beat))
@@ -330,9 +368,16 @@ def _watch(group: _Group) -> None:
         time.sleep(group.heartbeat / 10)
 
 
-def _leave(group: _Group, why: str) -> None:
-    advice = interrupts.advice
-    if advice == interrupts.NOTHING:
-        advice = "Start all processes again: what has a checkpoint goes on from it."
-    os.write(2, f"\nprocess {group.index} of {group.count} stops: {why}. {advice}\n".encode())
-    os._exit(1)
+def _leave(group: _Group, why: str = "") -> NoReturn:
+    """Ends this process at once: nothing can be done without the others, and files are whole at any moment."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    if not group.note:
+        advice = interrupts.advice
+        if advice == interrupts.NOTHING:
+            advice = "Start all processes again: what has a checkpoint goes on from it."
+        os.write(2, f"\nprocess {group.index} of {group.count} stops: {why}. {advice}\n".encode())
+    if group.index == 0 and why != _LOST:  # it holds what the others are told: let them hear it
+        time.sleep(0.2 * group.heartbeat)
+    os._exit(group.status)

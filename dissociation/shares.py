@@ -18,11 +18,11 @@ class Share(NamedTuple):
 
     Attributes:
         bounds: Process i has the members from `bounds[i]` to `bounds[i + 1]`; possibly none.
-        index: Which process this is.
+        process: Which one this is.
     """
 
     bounds: tuple[int, ...]
-    index: int
+    process: int
 
     @property
     def alone(self) -> bool:
@@ -32,32 +32,34 @@ class Share(NamedTuple):
     @property
     def start(self) -> int:
         """The first of this process' members."""
-        return self.bounds[self.index]
+        return self.bounds[self.process]
 
     @property
     def stop(self) -> int:
         """Behind the last of them."""
-        return self.bounds[self.index + 1]
+        return self.bounds[self.process + 1]
 
     def on_main(self, function: Callable[[], Any], *, interruptible: bool = True) -> Any:
         """`distributed.on_main`, where members are shared out at all."""
         return function() if self.alone else distributed.on_main(function, interruptible=interruptible)
 
-    def take(self, tree: Any, least: int = 1) -> Any:
-        """This process' members of a PyTree that carries all of them first, and copies of the last one up to `least`.
+    def take(self, tree: Any) -> Any:
+        """This process' members of a PyTree that carries all of them first.
 
-        A process that has none works on copies too, which `gather` drops.
+        A process that has none works on a copy of another's, which `gather` drops.
         """
         if self.alone:
             return tree
-        first, last = min(self.start, self.bounds[-1] - 1), max(self.stop - 1, 0)
-        where = np.arange(first, max(self.stop, first + least)).clip(max=max(first, last))
-        return jax.tree.map(lambda leaf: leaf[where] if eqx.is_array(leaf) else leaf, tree)
+        return jax.tree.map(lambda leaf: leaf[self._rows] if eqx.is_array(leaf) else leaf, tree)
+
+    @property
+    def _rows(self) -> slice:
+        start = min(self.start, self.bounds[-1] - 1)
+        return slice(start, max(self.stop, start + 1))
 
     def cut(self, start: int, stop: int) -> slice | None:
-        """Which rows of the members from `start` to `stop` are this process' (see `take`); None if none is."""
-        first = min(self.start, self.bounds[-1] - 1)
-        low, high = max(first, start), min(max(self.stop, first + 1), stop)
+        """Which rows of the members from `start` to `stop` this process takes; None if none."""
+        low, high = max(self._rows.start, start), min(self._rows.stop, stop)
         return slice(low - start, high - start) if low < high else None
 
     def gather(self, tree: Any, what: str = "members") -> Any:
@@ -71,7 +73,7 @@ class Share(NamedTuple):
         leaves, structure = jax.tree.flatten(arrays)
         own = [np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf) for leaf in leaves]
         counts = [stop - start for start, stop in zip(self.bounds, self.bounds[1:], strict=False)]
-        said = distributed.exchange([leaf[: counts[self.index]] for leaf in own], what)
+        said = distributed.exchange([leaf[: counts[self.process]] for leaf in own], what)
         whole = [np.concatenate(parts) for parts in zip(*said, strict=True)]
         whole = [
             jax.random.wrap_key_data(jnp.asarray(leaf), impl=jax.random.key_impl(old)) if _is_key(old) else leaf
@@ -94,13 +96,12 @@ def share_of(num_members: int, mesh: Mesh | None = None) -> Share:
     return Share(tuple(round(num_members * rows / done[-1]) for rows in done), distributed.index())
 
 
-def over_processes(function: Callable[[Any], Any], stacked: Any, *, least: int = 1) -> Any:
+def over_processes(function: Callable[[Any], Any], stacked: Any) -> Any:
     """`function` of stacked members, each process on its own ones, put together on the host of every process.
 
     Args:
         function: Of some stacked members; returns a PyTree of arrays, members first.
         stacked: A PyTree whose array leaves carry all members first; the same in every process.
-        least: Members that `function` must get; copies of the last one are added, and what comes of them is dropped.
 
     Returns:
         What `function(stacked)` returns; that itself where there is one process.
@@ -109,7 +110,7 @@ def over_processes(function: Callable[[Any], Any], stacked: Any, *, least: int =
     if len(counts) != 1:
         checks.fail("stacked", "hold arrays that agree in a leading axis", f"leading axes {sorted(counts)}")
     share = share_of(counts.pop())
-    return share.gather(function(share.take(stacked, min(least, share.bounds[-1]))))
+    return share.gather(function(share.take(stacked)))
 
 
 def _is_key(leaf: Any) -> bool:
