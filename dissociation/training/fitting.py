@@ -1,5 +1,6 @@
 """`fit`: from models, a step and a sampler to trained models and their history."""
 
+import math
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
@@ -68,7 +69,7 @@ def fit(
     *,
     num_steps: int | None = None,
     num_epochs: int | None = None,
-    key: PRNGKey | PRNGKeys,
+    key: PRNGKey | PRNGKeys | tuple[PRNGKey, PRNGKeys],
     hyperparams: PyTree = None,
     aux: PyTree = None,
     save: Save = Save(),  # noqa: B008  # a tuple of constants
@@ -92,7 +93,8 @@ def fit(
         sampler: What a step sees: `samplers.Epochs`, `FullBatch`, `Online`, `HostBatches`.
         num_steps: Optimiser steps; give this or `num_epochs`.
         num_epochs: Passes over the data.
-        key: One key (members fold in their index), or one key per member, for samplers that members do not share.
+        key: One key (members fold in their index), or one key per member, for samplers that members do not share, or
+            both: for the order of the data and for each member.
         hyperparams: A PyTree of arrays, members first, for an optimiser that is a function of one member's. They are
             traced: a sweep over them compiles once.
         aux: What the loss carries along beside the model, members first: an `eqx.nn.State`, multipliers.
@@ -140,10 +142,8 @@ def fit(
         run = Run(share.take(state), step, batches, share.take(own_keys), save, layout, heard, share)
         file = None
         if checkpoint is not None:
-            parts = {"models": state.arrays, "aux": state.aux, "hyperparams": state.hyperparams, "key": key}
-            identity = {name: checkpoints.fingerprint(part) for name, part in parts.items()}
-            identity |= _identity(run, state, step, sampler)
-            file = Checkpoint(Path(checkpoint), identity, same_program)
+            file = Checkpoint(Path(checkpoint), _identity(run, state, step, sampler, key), same_program)
+        del state  # the run has its own
         with ExitStack() as held:
             if file is not None:
                 lock = files.locked(file.path.with_name(f".{file.path.name}.lock"), file.path)
@@ -163,6 +163,65 @@ def fit(
         seconds=run.seconds(),
         state=state,
     )
+
+
+class Needs(NamedTuple):
+    """Bytes that a run takes at the most, beyond what there is: an estimate, from above.
+
+    Attributes:
+        fixed: However many members there are: the data, the program, and on a CPU the compiler.
+        per_member: Of each.
+        model: Of each member's trained model.
+        devices: How many devices of this process the members lie on.
+    """
+
+    fixed: int
+    per_member: int
+    model: int
+    devices: int
+
+
+COMPILER = 320 * 2**20
+"""Resident bytes, on a CPU, that compiling and running any program takes."""
+COPIES = 4.5
+"""Of all states, on a CPU, that are there at once: given, trained, put together again, written; as measured."""
+
+
+def estimated_bytes(
+    models: PyTree,
+    step: Step,
+    sampler: Sampler,
+    *,
+    key: Any,
+    num_steps: int | None = None,
+    num_epochs: int | None = None,
+    hyperparams: PyTree = None,
+    save: Save = Save(),  # noqa: B008
+    layout: Layout = Layout(),  # noqa: B008
+) -> Needs:
+    """What `fit` is going to take, from two members, whose program is compiled and not run; see `fit` for arguments."""
+    state = _begin(models, step, None, hyperparams)
+    count = leading_size("models", state.arrays)
+    first = int(np.max(np.asarray(state.step)))
+    total = first + _total_steps(num_steps, num_epochs, sampler.epoch_steps)
+    order_keys, own_keys = _split_key(key, count, sampler.shared)
+    with closing(Batches(sampler, order_keys)) as batches:
+        run = Run(state, step, batches, own_keys, save, layout._replace(mesh=None), [], Share((0, count), 0))
+        program = run.chunk_bytes()
+        recorded = sum(leaf.nbytes for leaf in jax.tree.leaves(run.infos)) + 8 * sum(
+            math.prod(leaf.shape) for leaf in jax.tree.leaves((run.info, run.observe and run.observe.out))
+        )
+    of_states, of_model = (_bytes(tree) // count for tree in (state, state.arrays))
+    history = 2 * recorded * max(total - first, 1)
+    cpu = jax.default_backend() == "cpu"
+    lanes = jax.local_device_count() if cpu and run.layout.member_map == "scan" else 1
+    per_member = int((COPIES if cpu else 2) * of_states) + history + (0 if lanes > 1 or cpu else program // count)
+    fixed = _bytes(sampler) * 5 // 4 + (COMPILER + lanes * program if cpu else 0)
+    return Needs(fixed, per_member, of_model, lanes)
+
+
+def _bytes(tree: Any) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree) if eqx.is_array(leaf) or isinstance(leaf, np.ndarray))
 
 
 def _shared_out(layout: Layout, num_members: int) -> tuple[Layout, Share]:
@@ -245,7 +304,7 @@ def _times(save: Save, callbacks: Sequence[Callback], first: int, total: int, ep
     return np.union1d(every[every >= first], [first, total])
 
 
-def _identity(run: Run, state: State, step: Step, sampler: Sampler) -> dict[str, Any]:
+def _identity(run: Run, state: State, step: Step, sampler: Sampler, key: Any) -> dict[str, Any]:
     """The program by its parts: what it computes, and the precision of its matrix products; and what it is fed with."""
     precision = getattr(jax.config, "jax_default_matmul_precision", None)
     one, key = example(state), run.keys[0].loss[0]
@@ -265,9 +324,10 @@ def _identity(run: Run, state: State, step: Step, sampler: Sampler) -> dict[str,
         return transformation(step.optimizer, hyperparams).update(arrays, opt_state, arrays)
 
     after = None if step.after_update is None else trace(step.after_update, one).fingerprint()
+    parts = {"models": state.arrays, "aux": state.aux, "hyperparams": state.hyperparams, "key": key}
     fields = {name: value for name, value in vars(sampler).items() if isinstance(value, bool | int | str)}
     arrays = eqx.filter(sampler, eqx.is_array)
-    return {
+    return {name: checkpoints.fingerprint(part) for name, part in parts.items()} | {
         "loss": [trace(loss, observable(one), batch, key).fingerprint(), precision],
         "optimizer": [trace(update, one.hyperparams, one.opt_state, trained).fingerprint(), precision],
         "step": [after, step.micro_batches, precision],
@@ -280,14 +340,20 @@ def _identity(run: Run, state: State, step: Step, sampler: Sampler) -> dict[str,
 
 def _split_key(key: Any, num_members: int, shared: bool) -> tuple[Array, Any]:
     """Keys of the order of the data (one, or one per member), and every member's."""
-    key = typed(key)
     order: Any = None
+    if isinstance(key, tuple):
+        order, key = map(typed, key)
+        if not shared:
+            checks.fail(
+                "key", "be one per member where the sampler is not shared", "one for the order of the data, too"
+            )
+    key = typed(key)
     if key.ndim == 0:
         order, root = jax.random.split(key)
         key = jax.vmap(lambda i: jax.random.fold_in(root, i))(jnp.arange(num_members))
     elif key.shape != (num_members,):
         checks.fail("key", f"be one key or one per member ({num_members})", f"shape {key.shape}")
-    elif shared:
+    elif shared and order is None:
         checks.fail("shared", "be False in the sampler where every member has a key of its own", shared)
     keys = streams(key)
     return (order if shared else keys.order), keys

@@ -18,6 +18,7 @@ import numpy as np
 
 from dissociation import checkpoint as checkpoints
 from dissociation import checks, distributed, sharding
+from dissociation.batch_size import needed_bytes
 from dissociation.conversion import describe
 from dissociation.lanes import Parts, parts_in_turn, ready, run_tasks, traced_number
 from dissociation.members import concatenate, stack, take
@@ -247,6 +248,14 @@ class Run:
         times = distributed.exchange((seconds, self.unsaved), "times")
         self.unsaved = times[0][1]
         return self.share.gather(own, "chunks"), max(one for one, _ in times)
+
+    def chunk_bytes(self) -> int:
+        """What the program of a chunk takes for temporaries and results, beyond the states."""
+        common, mapped, place = self.batches.source(self.step)
+        where = jnp.asarray((self.step, place.within, 1))
+        inputs = self.layout, self.traced(place.size), self.keys[0].loss, None, mapped[0], common, self.counts[0], where
+        jitted: Any = run_chunk
+        return needed_bytes(jitted.lower(inputs, self.states[0]).compile().compiled)
 
     def record(self) -> None:
         """Records the observation at the current step, and asks the callbacks."""
