@@ -43,7 +43,7 @@ class ConfigGrid:
         return [[getattr(config, name) for name in self.grid.axes] for config in self.configs]
 
 
-class Settings:
+class Swept:
     """Base of configurations: one that is made with lists in place of values is a `ConfigGrid`."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -146,7 +146,8 @@ def stacked(
         grid: The members.
         axes: Names of the arrays' axes, see `artifacts.axes_of`.
     """
-    whole, named = {}, {name: (name,) for name in grid.axes}
+    whole: dict[str, np.ndarray] = {}
+    named: dict[str, tuple[str, ...]] = {name: (name,) for name in grid.axes}
     for name in arrays[0]:
         own = [np.asarray(each[name]) for each in arrays if name in each]
         if len(own) == len(arrays) and len({(one.shape, one.dtype.kind) for one in own}) == 1:
