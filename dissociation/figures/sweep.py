@@ -9,7 +9,7 @@ import itertools
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from jax import Array
@@ -46,12 +46,14 @@ class ConfigGrid:
 class Swept:
     """Base of configurations: one that is made with lists in place of values is a `ConfigGrid`."""
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """A configuration, or a grid of them."""
-        names = [field.name for field in dataclasses.fields(cls)]  # pyright: ignore[reportArgumentType]
-        given = dict(zip(names, args, strict=False)) | kwargs
-        lists = {name: value for name, value in given.items() if isinstance(value, list)}
-        return config_grid(cls, lists, given) if lists else super().__new__(cls)  # pyright: ignore[reportReturnType]
+    if not TYPE_CHECKING:  # a checker of types is told of single configurations
+
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+            """A configuration, or a grid of them."""
+            names = [field.name for field in dataclasses.fields(cls)]
+            given = dict(zip(names, args, strict=False)) | kwargs
+            lists = {name: value for name, value in given.items() if isinstance(value, list)}
+            return config_grid(cls, lists, given) if lists else super().__new__(cls)
 
 
 def config_grid(kind: Any, lists: Mapping[str, Sequence[Any]], fixed: Mapping[str, Any] = {}) -> ConfigGrid:
