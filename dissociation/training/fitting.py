@@ -1,5 +1,6 @@
 """`fit`: from models, a step and a sampler to trained models and their history."""
 
+import logging
 import math
 import time
 from collections.abc import Sequence
@@ -37,6 +38,8 @@ from dissociation.training.state import (
 )
 from dissociation.types import PRNGKey, PRNGKeys
 from dissociation.validation import validated
+
+logger = logging.getLogger(__name__)
 
 
 class FitResult(NamedTuple):
@@ -143,6 +146,13 @@ def fit(
         file = None
         if checkpoint is not None:
             file = Checkpoint(Path(checkpoint), _identity(run, state, step, sampler, key), same_program)
+        if logger.isEnabledFor(logging.INFO):
+            needs = _needs(run, state, mine, total - first, len(times))
+            size = (needs.fixed + needs.per_member * num_members) / 2**20
+            where = f"{run.lanes} side by side" if run.lanes > 1 else f"by {run.layout.member_map}"
+            logger.info(
+                "plan: %d members, %s on %d device(s), at most %.0f MiB", num_members, where, needs.devices, size
+            )
         del state  # the run has its own
         with ExitStack() as held:
             if file is not None:
@@ -207,17 +217,20 @@ def estimated_bytes(
     order_keys, own_keys = _split_key(key, count, sampler.shared)
     with closing(Batches(sampler, order_keys)) as batches:
         run = Run(state, step, batches, own_keys, save, layout._replace(mesh=None), [], Share((0, count), 0))
-        program = run.chunk_bytes()
-        recorded = sum(leaf.nbytes for leaf in jax.tree.leaves(run.infos)) + 8 * sum(
-            math.prod(leaf.shape) for leaf in jax.tree.leaves((run.info, run.observe and run.observe.out))
-        )
+        return _needs(run, state, sampler, total - first, len(_times(save, [], first, total, sampler.epoch_steps)))
+
+
+def _needs(run: Run, state: State, sampler: Sampler, num_steps: int, num_times: int) -> Needs:
+    """Of a run that has been prepared, and the states that it began with."""
+    program, count, cpu = run.chunk_bytes(), leading_size("models", state.arrays), jax.default_backend() == "cpu"
+    recorded = (run.info, num_steps), (run.observe and run.observe.out, num_times)
+    history = 16 * sum(math.prod(leaf.shape) * times for tree, times in recorded for leaf in jax.tree.leaves(tree))
     of_states, of_model = (_bytes(tree) // count for tree in (state, state.arrays))
-    history = 2 * recorded * max(total - first, 1)
-    cpu = jax.default_backend() == "cpu"
     lanes = jax.local_device_count() if cpu and run.layout.member_map == "scan" else 1
-    per_member = int((COPIES if cpu else 2) * of_states) + history + (0 if lanes > 1 or cpu else program // count)
-    fixed = _bytes(sampler) * 5 // 4 + (COMPILER + lanes * program if cpu else 0)
-    return Needs(fixed, per_member, of_model, lanes)
+    data = _bytes(sampler) * 5 // 4
+    if cpu:
+        return Needs(data + COMPILER + lanes * program, int(COPIES * of_states) + history, of_model, lanes)
+    return Needs(data, 2 * of_states + program // count + history, of_model, run.layout.devices)
 
 
 def _bytes(tree: Any) -> int:
