@@ -333,7 +333,7 @@ class _Folder:
         if not path.exists():
             return {}
         if self.fresh:
-            before = next(path for i in range(1, 10**6) if not (path := self.path / f"before-{i}").exists())
+            before = next(new for i in range(1, 10**6) if not (new := self.path / f"before-{i}").exists())
             before.mkdir()
             for old in [*self.path.glob("group-*"), path]:
                 old.rename(before / old.name)
