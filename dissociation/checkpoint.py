@@ -120,7 +120,7 @@ def _is_key(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def _encode(leaf: Any) -> tuple[dict[str, Any], bytes]:
+def _encode(leaf: Any) -> tuple[dict[str, Any], "bytes | memoryview"]:
     if isinstance(leaf, bool | int | float):
         return {"kind": "number", "value": leaf}, b""
     if _is_key(leaf):
@@ -128,7 +128,8 @@ def _encode(leaf: Any) -> tuple[dict[str, Any], bytes]:
         kind = {"kind": "key", "implementation": str(jax.random.key_impl(leaf))}
     else:
         data, kind = np.asarray(leaf), {"kind": "array"}
-    return {**kind, "dtype": data.dtype.name, "shape": list(data.shape)}, data.tobytes()
+    contents = np.ascontiguousarray(data).reshape(-1).view(np.uint8)  # no copy: states may be large
+    return {**kind, "dtype": data.dtype.name, "shape": list(data.shape)}, contents.data
 
 
 def _decode(entry: dict[str, Any], blob: bytes, like: Any, path: Any) -> Any:

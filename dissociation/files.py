@@ -76,6 +76,20 @@ def locked(lock: str | os.PathLike[str], subject: object) -> Iterator[None]:
             path.unlink(missing_ok=True)
 
 
+def is_locked(lock: str | os.PathLike[str]) -> bool:
+    """Whether a process holds a file of `locked`."""
+    import fcntl
+
+    try:
+        with open(lock) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
 def _lock_file(path: Path, subject: object) -> TextIO:
     import fcntl  # where there is none, all but locks can still be used
 

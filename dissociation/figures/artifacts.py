@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dissociation import checkpoint, checks, files
+from dissociation import checkpoint, checks, distributed, files
 from dissociation.files import RefusedFile, replacing, write_bytes
 
 Arrays = dict[str, np.ndarray]
@@ -212,7 +212,8 @@ class Parts:
     """Named pieces of a long computation, each kept in a folder as soon as it is done; a context.
 
     A piece is a dictionary of arrays. It belongs to an identity (configuration, key and data): a folder with pieces
-    of another one is refused rather than mixed in, and a folder has one user at a time.
+    of another one is refused rather than mixed in, and a folder has one user at a time. Of several processes the first
+    one reads and writes, and the others get what it has.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None, identity: Mapping[str, Any]):
@@ -228,13 +229,16 @@ class Parts:
             RefusedFile: If it holds pieces of another run, or of which is not known.
             OSError: If it is in use, or cannot be read or written.
         """
+        distributed.on_main(self._take)
+        return self
+
+    def _take(self) -> None:
         if self.folder is None:
-            return self
+            return
         with ExitStack() as stack:
             stack.enter_context(locked(self.folder))
             self._open(self.folder)
             self._held = stack.pop_all()
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._held.close()
@@ -259,7 +263,7 @@ class Parts:
     def save(self, name: str, arrays: Mapping[str, Any]) -> None:
         """Keeps a piece called `name`, if there is a folder; an earlier one is replaced."""
         if (path := self.path(f"{name}.npz")) is not None:
-            save_part(path, arrays, self.digest)
+            distributed.on_main(lambda: save_part(path, arrays, self.digest))
 
     def load(self, name: str) -> Arrays | None:
         """The piece called `name`, if it is kept.
@@ -268,7 +272,7 @@ class Parts:
             RefusedFile: If it is broken, was changed, or belongs to another run.
         """
         path = self.path(f"{name}.npz")
-        return None if path is None or not path.exists() else read_part(path, self.digest)
+        return distributed.on_main(lambda: None if path is None or not path.exists() else read_part(path, self.digest))
 
     def get(self, name: str, compute: Callable[[], Mapping[str, Any]]) -> Arrays:
         """The piece called `name`: read if it is there, else computed, timed and kept."""
@@ -276,7 +280,8 @@ class Parts:
             self.seconds[name] = float(kept.pop("seconds"))
             return kept
         began = time.perf_counter()
-        arrays = {key: np.asarray(value) for key, value in compute().items()}
+        computed = {key: np.asarray(value) for key, value in compute().items()}
+        arrays: Arrays = distributed.on_main(lambda: computed)
         self.seconds[name] = time.perf_counter() - began
         self.save(name, {**arrays, "seconds": np.asarray(self.seconds[name])})
         return arrays

@@ -12,6 +12,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,6 +22,7 @@ import platformdirs
 import tyro
 
 from dissociation import checks, interrupts, plotting
+from dissociation import distributed as processes
 from dissociation.checks import WrongValue, check_seed
 from dissociation.figures import artifacts
 from dissociation.figures.protocol import Figure
@@ -51,11 +53,25 @@ class RunOptions:
     """Begin anew though there is an earlier run of the same settings, whose parts are set aside."""
     silent: Flag = False
     """Show no progress."""
+    distributed: Flag = False
+    """This is one of several processes that make the figure together, each its share of the networks. Where a cluster
+    (SLURM, Open MPI, Kubernetes, TPU) does not say them, give the three options below. All need the same `--out`."""
+    coordinator_address: str | None = None
+    """Where process 0 listens to the others, host:port."""
+    num_processes: int | None = None
+    """How many processes there are."""
+    process_id: int | None = None
+    """Which of them this is, from 0."""
+    heartbeat: int = processes.HEARTBEAT
+    """Seconds after which a process that says nothing counts as dead, and the others end."""
 
     def __post_init__(self):
         check_seed("seed", self.seed)
         if self.fresh and self.resume:
             raise WrongValue("`fresh` must not be given together with `resume`.")
+        given = (self.coordinator_address, self.num_processes, self.process_id)
+        if not self.distributed and given != (None, None, None):
+            raise WrongValue("`distributed` must be given where the address, number or id of processes is.")
 
 
 def run_command(
@@ -136,36 +152,47 @@ def produce(figure: Figure, config: Any, run: RunOptions, *, program: str = "dis
         meet; 130 after an interrupt and 143 after SIGTERM.
     """
     interrupts.begin()
-
-    def tell(what: object, status: int) -> int:
-        print(f"{program}: {' '.join(str(what).split())}", file=sys.stderr)
-        return status
-
-    def stopped() -> int:
-        print(f"\n{program}: stopped. {interrupts.advice}", file=sys.stderr)
-        return interrupts.status()
-
+    tell, stopped = partial(_tell, program), partial(_stopped, program)
     interrupts.advice = interrupts.NOTHING
     try:
         try:
+            _join(run)
             data = figure.source(config)
         except (OSError, ValueError) as error:
-            return tell(error, 2 if isinstance(error, WrongValue) else 1)
+            return tell(error, 2 if isinstance(error, WrongValue) else 1, error)
         return _run(figure, config, run, data)
-    except KeyboardInterrupt:
-        return stopped()
+    except KeyboardInterrupt as error:
+        return stopped(error)
     except BrokenPipeError:  # whoever read the table has seen enough of it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (OSError, WrongValue, RefusedFile, MemoryError) as error:
         nameless = isinstance(error, OSError) and error.errno is not None and error.filename is None
-        return tell(f"{error} (while writing to {run.out})" if nameless else error, 1)
+        return tell(f"{error} (while writing to {run.out})" if nameless else error, 1, error)
     except Exception as error:
         if interrupts.heard():  # on its way through a compiler an interrupt can become another exception
-            return stopped()
+            return stopped(error)
         if "RESOURCE_EXHAUSTED" in str(error):
-            return tell(f"out of memory; choose smaller sizes. {str(error).splitlines()[0]}", 1)
+            return tell(f"out of memory; choose smaller sizes. {str(error).splitlines()[0]}", 1, error)
         raise
+
+
+def _join(run: RunOptions) -> None:
+    if run.distributed:
+        where = run.coordinator_address, run.num_processes, run.process_id
+        processes.initialize(*where, heartbeat=run.heartbeat)
+
+
+def _tell(program: str, what: object, status: int, error: BaseException) -> int:
+    if processes.leaving(error, status):
+        print(f"{program}: {' '.join(str(what).split())}", file=sys.stderr)
+    return status
+
+
+def _stopped(program: str, error: BaseException) -> int:
+    if processes.leaving(error, interrupts.status()):
+        print(f"\n{program}: stopped. {interrupts.advice}", file=sys.stderr)
+    return interrupts.status()
 
 
 def _run(figure: Figure, config: Any, run: RunOptions, data: Any) -> int:
@@ -174,38 +201,49 @@ def _run(figure: Figure, config: Any, run: RunOptions, data: Any) -> int:
     identity = artifacts.identity_of(config, key, data)
     folder = run.out / run_name(figure, config, run, identity)
     parts = folder / "parts"
-    if run.resume and not (parts / artifacts.IDENTITY).exists():
-        raise RefusedFile(_nothing_to_resume(figure, run, folder, identity))
-    with artifacts.locked(folder):
-        if run.fresh and parts.exists():
-            aside = next(path for i in range(1, 10**6) if not (path := folder / f"parts-before-{i}").exists())
-            parts.rename(aside)
-        elif parts.exists() and not run.silent:
-            print(f"Going on in {folder} (--fresh begins anew).", file=sys.stderr)
+    with contextlib.ExitStack() as held:
+        processes.on_main(lambda: _take_folder(figure, run, folder, identity, held))
         interrupts.advice = f"The same command goes on; finished parts are in {parts}."
         compiling = start_compilation_cache()
-        progress = None if run.silent else "terminal"
+        progress = None if run.silent or not processes.is_main() else "terminal"
         results = figure.compute(config, key=key, dataset=data, folder=parts, progress=progress)
-        stem = folder / figure.STEM
-        written = [*plotting.save_figure(figure.draw(results), stem), stem.with_suffix(".npz")]
-        arrays = figure.arrays(results)
-        axes = artifacts.axes_of(arrays, figure.AXES)
-        artifacts.save_arrays(written[-1], arrays, axes)
         seconds = time.perf_counter() - began
-        description = figure.describe(results) | {
-            "seed": run.seed,
-            "axes": axes,
-            "seconds": results.seconds | {"this call": seconds, "compiling": compiling["seconds"]},
-        }
-        written.append(stem.with_suffix(".json"))
-        artifacts.save_description(written[-1], description)
+        processes.on_main(lambda: _finish(figure, run, folder, results, seconds, compiling))
+    return 0
+
+
+def _take_folder(figure: Figure, run: RunOptions, folder: Path, identity: Any, held: contextlib.ExitStack) -> None:
+    parts = folder / "parts"
+    if run.resume and not (parts / artifacts.IDENTITY).exists():
+        raise RefusedFile(_nothing_to_resume(figure, run, folder, identity))
+    held.enter_context(artifacts.locked(folder))
+    if run.fresh and parts.exists():
+        aside = next(path for i in range(1, 10**6) if not (path := folder / f"parts-before-{i}").exists())
+        parts.rename(aside)
+    elif parts.exists() and not run.silent:
+        print(f"Going on in {folder} (--fresh begins anew).", file=sys.stderr)
+
+
+def _finish(figure: Figure, run: RunOptions, folder: Path, results: Any, seconds: float, compiling: Any) -> None:
+    """Draws, writes and reports."""
+    stem = folder / figure.STEM
+    written = [*plotting.save_figure(figure.draw(results), stem), stem.with_suffix(".npz")]
+    arrays = figure.arrays(results)
+    axes = artifacts.axes_of(arrays, figure.AXES)
+    artifacts.save_arrays(written[-1], arrays, axes)
+    description = figure.describe(results) | {
+        "seed": run.seed,
+        "axes": axes,
+        "seconds": results.seconds | {"this call": seconds, "compiling": compiling["seconds"]},
+    }
+    written.append(stem.with_suffix(".json"))
+    artifacts.save_description(written[-1], description)
     print(f"\n{figure.headline(results)}\n")
     print(aligned(figure.table(results)))
     compiled = f"{compiling['seconds']:.1f} s went into compiling {compiling['programs']} programs"
     kept = jax.config.values["jax_compilation_cache_dir"]
     print(f"\n{seconds:.0f} s; {compiled} ({compiling['cached']} more came from {kept}).")
     print(f"Wrote {', '.join(path.name for path in written)} in {folder}", flush=True)
-    return 0
 
 
 def run_name(figure: Figure, config: Any, run: RunOptions, identity: Mapping[str, Any]) -> str:

@@ -18,6 +18,8 @@ from dissociation.members import per_batch, take
 from dissociation.metrics.robustness import input_noise_error
 from dissociation.progress import MeterFactory
 from dissociation.recipes.mnist import NETWORKS, fit_mnist
+from dissociation.sharding import drop_padding, pad_members
+from dissociation.shares import over_processes
 from dissociation.weights.certificate import certify
 from dissociation.weights.groups import NeuronGroup, neuron_groups
 from dissociation.weights.growth import add_nuisance, duplicate
@@ -188,9 +190,10 @@ def measure_members(
 ) -> Any:
     """`measure(model, rewrite(model, rewrite_key), measure_key)` for every member, compiled.
 
-    On a CPU the members go in turn, as many side by side as it has devices: measuring takes the memory of as many,
-    though the rewritten networks of all are kept; on an accelerator all at once. Bind arrays to the two functions by
-    `eqx.Partial`, which hands them to the program instead of baking them into it.
+    Of several processes each measures its share. On a CPU the members go in turn, as many side by side as it has
+    devices: measuring takes the memory of as many, though the rewritten networks of all are kept; on an accelerator all
+    at once. Bind arrays to the two functions by `eqx.Partial`, which hands them to the program instead of baking them
+    into it.
 
     Args:
         rewrite: From one model and a key to the rewritten model.
@@ -202,9 +205,19 @@ def measure_members(
     Returns:
         The measurements, members first.
     """
-    # Two programs, so that rewrites that keep a network's shapes share the one that measures, which takes longer.
-    stacked = models, _rewritten(rewrite, models, rewrite_keys), measure_keys
-    return bmap(measure, batch_size=1, loop="scan")(*stacked) if per_batch() == 1 else _measured(measure, stacked)
+    several = len(measure_keys) > 1
+
+    def measured(stacked: Any) -> Any:
+        models, rewrite_keys, keys = stacked
+        own = models, rewrite_keys
+        if lone := several and len(keys) == 1:  # a loop over a single one would be rounded otherwise
+            own = pad_members(own, 2)
+        # Two programs, so that rewrites that keep a network's shapes share the one that measures, which takes longer.
+        rewritten = _rewritten(rewrite, *own)
+        stacked = models, drop_padding(rewritten, 1) if lone else rewritten, keys
+        return bmap(measure, batch_size=1, loop="scan")(*stacked) if per_batch() == 1 else _measured(measure, stacked)
+
+    return over_processes(measured, (models, rewrite_keys, measure_keys))
 
 
 @eqx.filter_jit

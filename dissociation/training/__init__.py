@@ -10,13 +10,14 @@ from dissociation.schedule import log_spaced_steps, steps_per_epoch
 from dissociation.training.callbacks import Callback, CsvLog, EarlyStop, FreezeDiverged, Progress
 from dissociation.training.chunk import Layout
 from dissociation.training.fitting import FitResult, fit
+from dissociation.training.grids import GridResult, Plan, fit_grid
 from dissociation.training.loop import train
 from dissociation.training.run import History, Save
 from dissociation.training.samplers import Epochs, FullBatch, HostBatches, Online, Sampler
 from dissociation.training.state import Info, State, Step, make_step
 
 __all__ = [
-    "Callback", "CsvLog", "EarlyStop", "Epochs", "FitResult", "FreezeDiverged", "FullBatch", "History", "HostBatches",
-    "Info", "Layout", "Online", "Progress", "Sampler", "Save", "State", "Step", "fit", "log_spaced_steps", "make_step",
-    "steps_per_epoch", "train",
+    "Callback", "CsvLog", "EarlyStop", "Epochs", "FitResult", "FreezeDiverged", "FullBatch", "GridResult", "History",
+    "HostBatches", "Info", "Layout", "Online", "Plan", "Progress", "Sampler", "Save", "State", "Step", "fit",
+    "fit_grid", "log_spaced_steps", "make_step", "steps_per_epoch", "train",
 ]  # fmt: skip

@@ -1,8 +1,10 @@
 """`fit`: from models, a step and a sampler to trained models and their history."""
 
+import logging
+import math
 import time
 from collections.abc import Sequence
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,9 +17,10 @@ import optax
 from jaxtyping import Array, PyTree
 
 from dissociation import checkpoint as checkpoints
-from dissociation import checks, files
+from dissociation import checks, distributed, files, sharding
 from dissociation.keys import typed
 from dissociation.schedule import check_steps
+from dissociation.shares import Share, share_of
 from dissociation.traced import trace
 from dissociation.training.batches import Batches, example
 from dissociation.training.callbacks import Callback, OfFunction
@@ -35,6 +38,8 @@ from dissociation.training.state import (
 )
 from dissociation.types import PRNGKey, PRNGKeys
 from dissociation.validation import validated
+
+logger = logging.getLogger(__name__)
 
 
 class FitResult(NamedTuple):
@@ -67,7 +72,7 @@ def fit(
     *,
     num_steps: int | None = None,
     num_epochs: int | None = None,
-    key: PRNGKey | PRNGKeys,
+    key: PRNGKey | PRNGKeys | tuple[PRNGKey, PRNGKeys],
     hyperparams: PyTree = None,
     aux: PyTree = None,
     save: Save = Save(),  # noqa: B008  # a tuple of constants
@@ -91,7 +96,8 @@ def fit(
         sampler: What a step sees: `samplers.Epochs`, `FullBatch`, `Online`, `HostBatches`.
         num_steps: Optimiser steps; give this or `num_epochs`.
         num_epochs: Passes over the data.
-        key: One key (members fold in their index), or one key per member, for samplers that members do not share.
+        key: One key (members fold in their index), or one key per member, for samplers that members do not share, or
+            both: for the order of the data and for each member.
         hyperparams: A PyTree of arrays, members first, for an optimiser that is a function of one member's. They are
             traced: a sweep over them compiles once.
         aux: What the loss carries along beside the model, members first: an `eqx.nn.State`, multipliers.
@@ -131,20 +137,33 @@ def fit(
     heard = [_callback(i, each) for i, each in enumerate(callbacks)]
     times = _times(save, heard, first, total, sampler.epoch_steps)
     order_keys, own_keys = _split_key(key, num_members, sampler.shared)
-    with closing(Batches(sampler, order_keys)) as batches:
-        run = Run(state, step, batches, own_keys, save, layout, heard)
+    layout, share = _shared_out(layout, num_members)
+    if not share.alone:
+        _check_alike((state.arrays, state.hyperparams, key, jnp.asarray(times)), total)
+    mine = share.take(sampler) if sampler.stacked else sampler
+    with closing(Batches(mine, order_keys if sampler.shared else share.take(order_keys))) as batches:
+        run = Run(share.take(state), step, batches, share.take(own_keys), save, layout, heard, share)
         file = None
         if checkpoint is not None:
-            parts = {"models": state.arrays, "aux": state.aux, "hyperparams": state.hyperparams, "key": key}
-            identity = {name: checkpoints.fingerprint(part) for name, part in parts.items()}
-            identity |= _identity(run, state, step, sampler)
-            file = Checkpoint(Path(checkpoint), identity, same_program)
-        with nullcontext() if file is None else files.locked(file.path.with_name(f".{file.path.name}.lock"), file.path):
+            file = Checkpoint(Path(checkpoint), _identity(run, state, step, sampler, key), same_program)
+        if logger.isEnabledFor(logging.INFO):
+            needs = _needs(run, state, mine, total - first, len(times))
+            size = (needs.fixed + needs.per_member * num_members) / 2**20
+            where = f"{run.lanes} side by side" if run.lanes > 1 else f"by {run.layout.member_map}"
+            logger.info(
+                "plan: %d members, %s on %d device(s), at most %.0f MiB", num_members, where, needs.devices, size
+            )
+        del state  # the run has its own
+        with ExitStack() as held:
             if file is not None:
+                lock = files.locked(file.path.with_name(f".{file.path.name}.lock"), file.path)
+                share.on_main(lambda: held.enter_context(lock))
                 run.resume(file, total, times)
             run.began = began
             run.to_the_end(total, times, file)
-    state = run.whole_state()
+    state = share.gather(run.whole_state(), "states")
+    if not share.alone:
+        state = jax.tree.map(jnp.asarray, state)
     return FitResult(
         models=state.model,
         history=run.history(),
@@ -154,6 +173,92 @@ def fit(
         seconds=run.seconds(),
         state=state,
     )
+
+
+class Needs(NamedTuple):
+    """Bytes that a run takes at the most, beyond what there is: an estimate, from above.
+
+    Attributes:
+        fixed: However many members there are: the data, the program, and on a CPU the compiler.
+        per_member: Of each.
+        model: Of each member's trained model.
+        devices: How many devices of this process the members lie on.
+    """
+
+    fixed: int
+    per_member: int
+    model: int
+    devices: int
+
+
+COMPILER = 320 * 2**20
+"""Resident bytes, on a CPU, that compiling and running any program takes."""
+COPIES = 4.5
+"""Of all states, on a CPU, that are there at once: given, trained, put together again, written; as measured."""
+
+
+def estimated_bytes(
+    models: PyTree,
+    step: Step,
+    sampler: Sampler,
+    *,
+    key: Any,
+    num_steps: int | None = None,
+    num_epochs: int | None = None,
+    hyperparams: PyTree = None,
+    save: Save = Save(),  # noqa: B008
+    layout: Layout = Layout(),  # noqa: B008
+) -> Needs:
+    """What `fit` is going to take, from two members, whose program is compiled and not run; see `fit` for arguments."""
+    state = _begin(models, step, None, hyperparams)
+    count = leading_size("models", state.arrays)
+    first = int(np.max(np.asarray(state.step)))
+    total = first + _total_steps(num_steps, num_epochs, sampler.epoch_steps)
+    order_keys, own_keys = _split_key(key, count, sampler.shared)
+    with closing(Batches(sampler, order_keys)) as batches:
+        run = Run(state, step, batches, own_keys, save, layout._replace(mesh=None), [], Share((0, count), 0))
+        return _needs(run, state, sampler, total - first, len(_times(save, [], first, total, sampler.epoch_steps)))
+
+
+def _needs(run: Run, state: State, sampler: Sampler, num_steps: int, num_times: int) -> Needs:
+    """Of a run that has been prepared, and the states that it began with."""
+    program, count, cpu = run.chunk_bytes(), leading_size("models", state.arrays), jax.default_backend() == "cpu"
+    recorded = (run.info, num_steps), (run.observe and run.observe.out, num_times)
+    history = 16 * sum(math.prod(leaf.shape) * times for tree, times in recorded for leaf in jax.tree.leaves(tree))
+    of_states, of_model = (_bytes(tree) // count for tree in (state, state.arrays))
+    lanes = jax.local_device_count() if cpu and run.layout.member_map == "scan" else 1
+    data = _bytes(sampler) * 5 // 4
+    if cpu:
+        return Needs(data + COMPILER + lanes * program, int(COPIES * of_states) + history, of_model, lanes)
+    return Needs(data, 2 * of_states + program // count + history, of_model, run.layout.devices)
+
+
+def _bytes(tree: Any) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree) if eqx.is_array(leaf) or isinstance(leaf, np.ndarray))
+
+
+def _shared_out(layout: Layout, num_members: int) -> tuple[Layout, Share]:
+    """Where this process lays its members, and which are its own."""
+    mesh, alone = layout.mesh, Share((0, num_members), 0)
+    if mesh is None or isinstance(mesh, str):
+        if mesh == "auto" and distributed.started() and jax.default_backend() != "cpu" and jax.local_device_count() > 1:
+            layout = layout._replace(mesh=sharding.member_mesh(jax.local_devices()))
+        return layout, share_of(num_members) if mesh == "auto" else alone
+    sharding.check_mesh(mesh)
+    if sharding.local_part(mesh) is mesh:
+        return layout, alone
+    if not distributed.started():
+        advice = "Call dissociation.distributed.initialize first"
+        checks.fail("mesh", "be of this process", "devices of several", advice)
+    return layout._replace(mesh=sharding.local_part(mesh)), share_of(num_members, mesh)
+
+
+def _check_alike(tree: Any, total: int) -> None:
+    """Raises unless all processes have been given the same."""
+    prints = distributed.exchange((checkpoints.fingerprint(tree), total), "fit")
+    if different := [i for i, other in enumerate(prints) if other != prints[0]]:
+        wanted = "be called with the same models, hyperparameters, key and steps in all processes"
+        checks.fail("fit", wanted, f"others in process {different[0]} than in process 0")
 
 
 def _callback(index: int, given: Any) -> Callback:
@@ -212,7 +317,7 @@ def _times(save: Save, callbacks: Sequence[Callback], first: int, total: int, ep
     return np.union1d(every[every >= first], [first, total])
 
 
-def _identity(run: Run, state: State, step: Step, sampler: Sampler) -> dict[str, Any]:
+def _identity(run: Run, state: State, step: Step, sampler: Sampler, key: Any) -> dict[str, Any]:
     """The program by its parts: what it computes, and the precision of its matrix products; and what it is fed with."""
     precision = getattr(jax.config, "jax_default_matmul_precision", None)
     one, key = example(state), run.keys[0].loss[0]
@@ -232,9 +337,10 @@ def _identity(run: Run, state: State, step: Step, sampler: Sampler) -> dict[str,
         return transformation(step.optimizer, hyperparams).update(arrays, opt_state, arrays)
 
     after = None if step.after_update is None else trace(step.after_update, one).fingerprint()
+    parts = {"models": state.arrays, "aux": state.aux, "hyperparams": state.hyperparams, "key": key}
     fields = {name: value for name, value in vars(sampler).items() if isinstance(value, bool | int | str)}
     arrays = eqx.filter(sampler, eqx.is_array)
-    return {
+    return {name: checkpoints.fingerprint(part) for name, part in parts.items()} | {
         "loss": [trace(loss, observable(one), batch, key).fingerprint(), precision],
         "optimizer": [trace(update, one.hyperparams, one.opt_state, trained).fingerprint(), precision],
         "step": [after, step.micro_batches, precision],
@@ -247,14 +353,20 @@ def _identity(run: Run, state: State, step: Step, sampler: Sampler) -> dict[str,
 
 def _split_key(key: Any, num_members: int, shared: bool) -> tuple[Array, Any]:
     """Keys of the order of the data (one, or one per member), and every member's."""
-    key = typed(key)
     order: Any = None
+    if isinstance(key, tuple):
+        order, key = map(typed, key)
+        if not shared:
+            checks.fail(
+                "key", "be one per member where the sampler is not shared", "one for the order of the data, too"
+            )
+    key = typed(key)
     if key.ndim == 0:
         order, root = jax.random.split(key)
         key = jax.vmap(lambda i: jax.random.fold_in(root, i))(jnp.arange(num_members))
     elif key.shape != (num_members,):
         checks.fail("key", f"be one key or one per member ({num_members})", f"shape {key.shape}")
-    elif shared:
+    elif shared and order is None:
         checks.fail("shared", "be False in the sampler where every member has a key of its own", shared)
     keys = streams(key)
     return (order if shared else keys.order), keys

@@ -1,5 +1,7 @@
 """The host's side of a run: chunks of steps, records, checkpoints."""
 
+import glob
+import re
 import signal
 import threading
 import time
@@ -15,10 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from dissociation import checkpoint as checkpoints
-from dissociation import checks, sharding
+from dissociation import checks, distributed, sharding
+from dissociation.batch_size import needed_bytes
 from dissociation.conversion import describe
 from dissociation.lanes import Parts, parts_in_turn, ready, run_tasks, traced_number
-from dissociation.members import concatenate, stack
+from dissociation.members import concatenate, stack, take
+from dissociation.shares import Share
 from dissociation.traced import Traced
 from dissociation.training.batches import Batches, example, placed_parts
 from dissociation.training.callbacks import Callback, Progress
@@ -79,14 +83,18 @@ class Save(NamedTuple):
 class Run:
     """One run: where it stands, and what was recorded.
 
+    Where members are shared out to several processes, each has the states of its own and the records of all: they take
+    chunks of the same length, and exchange what comes of them.
+
     Args:
-        state: Stacked; donated to the steps.
+        state: Stacked, this process' members; donated to the steps.
         step: One optimiser step.
-        batches: What it sees.
-        keys: Every member's.
+        batches: What they see.
+        keys: Their keys.
         save: What to record.
-        layout: Where members lie.
-        callbacks: What happens on the way.
+        layout: Where they lie.
+        callbacks: What happens on the way, in the first process.
+        share: Which of all members they are.
     """
 
     def __init__(
@@ -98,12 +106,13 @@ class Run:
         save: Save,
         layout: Layout,
         callbacks: Sequence[Callback],
+        share: Share,
     ):
         if not save.seconds >= 0:
             checks.fail("save", "have `seconds` of at least 0", save.seconds)
         if save.observe is not None and not callable(save.observe):
             checks.fail_kind("save", "have a function as `observe`", repr(save.observe))
-        self.num_members = len(keys.loss)
+        self.share, self.num_members, own = share, share.bounds[-1], len(keys.loss)
         self.first = self.step = int(np.max(np.asarray(state.step)))
         self.save, self.callbacks, self.batches = save, callbacks, batches
         one, sampler = example(state), batches.sampler
@@ -115,14 +124,14 @@ class Run:
         if save.observe is not None:
             self.observe = trace_observation(save.observe, one, jnp.asarray(0), keys.observe[0])
             programs.append(self.observe)
-        self.layout, self.lanes = chosen_layout(layout, self.num_members, (state, batches.arrays), *programs)
+        self.layout, self.lanes = chosen_layout(layout, own, (state, batches.arrays), *programs)
         mesh, devices = self.layout.mesh, self.layout.devices
         in_turn = self.layout.member_map == "scan" and mesh is None
         if in_turn:
-            self.parts = parts_in_turn(self.num_members, self.lanes)
+            self.parts = parts_in_turn(own, self.lanes)
         else:  # where members are unrolled, one of every device is a part, so that one program serves all
-            part = devices * (1 if self.layout.member_map == "unroll" else -(-self.num_members // devices))
-            self.parts = Parts(self.num_members, part, part)
+            part = devices * (1 if self.layout.member_map == "unroll" else -(-own // devices))
+            self.parts = Parts(own, part, part)
         kept = {size: draft} if mesh is None or sharding.DATA_AXIS not in mesh.axis_names else {}
 
         def traced(size: int | None) -> Traced:
@@ -147,14 +156,14 @@ class Run:
         self.diverged_at = np.full(self.num_members, -1)
         self.frozen = np.zeros(self.num_members, bool)
         self.stopped = False
-        self.chunk, self.saved_at = 1, time.perf_counter()
+        self.chunk, self.saved_at, self.unsaved = 1, time.perf_counter(), 0.0
         self.began, self.earlier_seconds = time.perf_counter(), 0.0
 
     def _split(self, tree: Any) -> list[Any]:
         return placed_parts(tree, self.parts, self.layout.mesh)
 
     def whole_state(self) -> State:
-        """The state of all members."""
+        """The state of all members of this process."""
         return self.parts.joined(self.states)
 
     def seconds(self) -> float:
@@ -167,30 +176,35 @@ class Run:
         listens = any(records_something(callback) for callback in self.callbacks)
         self.stopped = self.stopped and listens and self.step in self.observed_at
         losses = self.infos[0].loss[:, :0]
-        try:
+
+        def tell(what: str, *words: Any) -> None:
             for callback in self.callbacks:
-                callback.begin(self.step, total, past)
-            while True:
-                if self.step in times and self.step not in self.observed_at:
-                    self.record()
-                for callback in self.callbacks:
-                    callback.advance(self.step, losses)
-                if self.stopped or self.step == total or self.frozen.all():
-                    break
-                later = times[times > self.step]
-                source = self.batches.source(self.step)  # may wait for the host: an interrupt is heard
-                with _interrupts_later():
-                    losses = self.advance(min([total, *later[:1].tolist()]), source)
-                if checkpoint is not None and time.perf_counter() - self.saved_at >= self.save.seconds:
-                    self.write(checkpoint)
-        except BaseException:
-            if not any(leaf.is_deleted() for leaf in jax.tree.leaves(self.states) if isinstance(leaf, jax.Array)):
-                self.write(checkpoint)  # an iterator, a callback or an interrupt ended the run between two chunks
-            raise
-        finally:
-            for callback in self.callbacks:
-                callback.close()
-        self.write(checkpoint)
+                getattr(callback, what)(*words)
+
+        with distributed.interrupts_together():
+            try:
+                self.share.on_main(lambda: tell("begin", self.step, total, past))
+                while True:
+                    if self.step in times and self.step not in self.observed_at:
+                        self.record()
+                    self.share.on_main(lambda losses=losses: tell("advance", self.step, losses))
+                    if self.stopped or self.step == total or self.frozen.all():
+                        break
+                    later = times[times > self.step]
+                    source = self.batches.source(self.step)  # may wait for the host: an interrupt is heard
+                    with _interrupts_later():
+                        losses = self.advance(min([total, *later[:1].tolist()]), source)
+                    if checkpoint is not None and self.unsaved >= self.save.seconds:
+                        self.write(checkpoint)
+            except BaseException as error:
+                lost = any(leaf.is_deleted() for leaf in jax.tree.leaves(self.states) if isinstance(leaf, jax.Array))
+                if not lost and (self.share.alone or distributed.is_everywhere(error)):
+                    self.write(checkpoint)  # an iterator, a callback or an interrupt ended the run between two chunks
+                raise
+            finally:
+                if self.share.alone or distributed.is_main():
+                    tell("close")
+            self.write(checkpoint)
 
     def advance(self, target: int, source: tuple[Source, list[Source], Segment]) -> np.ndarray:
         """Runs one chunk of steps, up to `target` at the most, and records what they say; returns their losses."""
@@ -199,7 +213,8 @@ class Run:
         began = time.perf_counter()
         calls, per_call = (count, 1) if self.layout.member_map == "unroll" else (1, count)
         places = [jnp.asarray((self.step + i, place.within + i, per_call)) for i in range(calls)]
-        active = self._split(jnp.asarray(~self.frozen)) if self.frozen.any() else [None] * len(self.states)
+        goes = self.share.take(jnp.asarray(~self.frozen))
+        active = self._split(goes) if self.frozen.any() else [None] * len(self.states)
         layout, traced = self.layout, self.traced(place.size)
         own = zip(self.keys, active, mapped, self.counts, strict=True)
         inputs = [(layout, traced, keys.loss, goes_on, mine, common, number) for keys, goes_on, mine, number in own]
@@ -215,14 +230,32 @@ class Run:
         done = run_tasks([partial(steps, *each) for each in zip(self.states, inputs, strict=True)], self.lanes)
         columns = [concatenate([_on_host(info) for info in columns], axis=1) for _, columns in done]
         infos = concatenate([self.parts.cut(part) for part in columns])
-        infos = jax.tree.map(lambda leaf: leaf[: self.num_members, :count], infos)
-        seconds = time.perf_counter() - began
+        infos = jax.tree.map(lambda leaf: leaf[:, :count], infos)
+        infos, seconds = self._joined(infos, time.perf_counter() - began)
         self.states, self.step = [state for state, _ in done], self.step + count
         self.infos.append(infos)
         if count == self.chunk:  # otherwise the time says nothing about a whole chunk
             self.chunk = int(np.clip(self.chunk * CHUNK_SECONDS / max(seconds, 1e-6), 1, 4 * self.chunk))
         self._notice_divergence(infos.loss)
         return infos.loss
+
+    def _joined(self, infos: Info, seconds: float) -> tuple[Info, float]:
+        """What a chunk says of all members, and how long it took where it took longest."""
+        own = jax.tree.map(lambda leaf: leaf[: self.parts.num_members], infos)
+        self.unsaved = time.perf_counter() - self.saved_at
+        if self.share.alone:
+            return own, seconds
+        times = distributed.exchange((seconds, self.unsaved), "times")
+        self.unsaved = times[0][1]
+        return self.share.gather(own, "chunks"), max(one for one, _ in times)
+
+    def chunk_bytes(self) -> int:
+        """What the program of a chunk takes for temporaries and results, beyond the states."""
+        common, mapped, place = self.batches.source(self.step)
+        where = jnp.asarray((self.step, place.within, 1))
+        inputs = self.layout, self.traced(place.size), self.keys[0].loss, None, mapped[0], common, self.counts[0], where
+        jitted: Any = run_chunk
+        return needed_bytes(jitted.lower(inputs, self.states[0]).compile().compiled)
 
     def record(self) -> None:
         """Records the observation at the current step, and asks the callbacks."""
@@ -238,28 +271,36 @@ class Run:
 
             done = run_tasks([partial(observe, *each) for each in own], self.lanes)
             observed = concatenate([self.parts.cut(part) for part in done])
-            observed = jax.tree.map(lambda leaf: leaf[: self.num_members], observed)
+            observed = jax.tree.map(lambda leaf: leaf[: self.parts.num_members], observed)
+            observed = self.share.gather(observed, "observations")
         self.observed_at.append(self.step)
         self.observations.append(observed)
         self.infos = [concatenate(self.infos, axis=1)]
         records = self.records(len(self.observed_at) - 1)
-        interrupted = None
+        answers, interrupted = self.share.on_main(lambda: self._answers(records), interruptible=False)
+        for frozen in answers:
+            self.stopped = self.stopped or bool(frozen.size == 1 and frozen.all())
+            if frozen.ndim:
+                self.frozen = self.frozen | frozen
+        if interrupted:
+            raise distributed.everywhere(KeyboardInterrupt())
+
+    def _answers(self, records: dict[str, Any]) -> tuple[list[np.ndarray], bool]:
+        """What the callbacks say of a record, and whether one was interrupted."""
+        answers, interrupted = [], False
         for callback in self.callbacks:
             try:
                 answer = callback.record(self.step, records)
-            except KeyboardInterrupt as error:  # the record counts: the others hear of it all the same
-                interrupted, answer = error, None
+            except KeyboardInterrupt:  # the record counts: the others hear of it all the same
+                interrupted, answer = True, None
             if answer is None:
                 continue
             frozen = np.asarray(answer)
             if frozen.dtype != bool or (frozen.shape != (self.num_members,) and frozen.size != 1):
                 wanted = f"return None, True, or a truth value for each of the {self.num_members} members"
                 checks.fail("callbacks", wanted, describe(answer))
-            self.stopped = self.stopped or bool(frozen.size == 1 and frozen.all())
-            if frozen.ndim:
-                self.frozen = self.frozen | frozen
-        if interrupted is not None:
-            raise interrupted
+            answers.append(frozen)
+        return answers, interrupted
 
     def records(self, index: int) -> dict[str, Any]:
         """What callbacks get of a record: means since the one before, and the observation."""
@@ -294,16 +335,31 @@ class Run:
             "frozen": self.frozen.tolist(),
             "diverged_at": self.diverged_at.tolist(),
         }
-        # The number of devices, or of parts, may change.
-        checkpoints.save(checkpoint.path, (self.whole_state(), *self.history()[:4]), header)
+        # The number of devices, of parts or of processes may change.
+        state, path = self.whole_state(), checkpoint.path
+        if not self.share.alone:
+            if self.share.stop > self.share.start:
+                checkpoints.save(_piece(path, self.step, self.share.start, self.share.stop), state, header)
+            distributed.exchange(None, "pieces")
+            bounds = zip(self.share.bounds, self.share.bounds[1:], strict=False)
+            state, header["pieces"] = None, [[start, stop] for start, stop in bounds if stop > start]
+
+        def commit() -> None:
+            checkpoints.save(path, (state, *self.history()[:4]), header)
+            kept = [_piece(path, self.step, *bounds) for bounds in header.get("pieces", ())]
+            for other in path.parent.glob(f"{glob.escape(path.name)}.*"):
+                if re.fullmatch(r"\.\d+\.\d+-\d+", other.name.removeprefix(path.name)) and other not in kept:
+                    other.unlink(missing_ok=True)
+
+        self.share.on_main(commit, interruptible=False)
         self.saved_at = time.perf_counter()
 
     def resume(self, checkpoint: "Checkpoint", total: int, times: np.ndarray) -> None:
         """Goes back to where the checkpoint stands, if there is one, and drops records at other steps than `times`."""
         path = checkpoint.path
-        if not path.exists():
+        header = self.share.on_main(lambda: checkpoints.read_header(path) if path.exists() else None)
+        if header is None:
             return
-        header = checkpoints.read_header(path)
         checkpoint.check(header)
         self.step, recorded = header["step"], header["observed_at"]
         if self.step > total:
@@ -322,7 +378,18 @@ class Run:
         done = self.step - self.first
         infos = jax.tree.map(lambda leaf: np.zeros((self.num_members, done, *leaf.shape), leaf.dtype), self.info)
         like = infos.loss, np.zeros(len(recorded), np.int64), observed if recorded else None, infos.metrics
-        state, loss, _, observed, metrics = checkpoints.restore(path, (self.whole_state(), *like))
+        pieces, own = header.get("pieces"), self.whole_state()
+        shaped = None if pieces else _with_rows(own, self.num_members)
+        state, loss, _, observed, metrics = checkpoints.restore(path, (shaped, *like))
+        if pieces:
+            mine = [
+                take(checkpoints.restore(_piece(path, self.step, *bounds), _with_rows(own, bounds[1] - bounds[0])), cut)
+                for bounds in pieces
+                if (cut := self.share.cut(*bounds)) is not None
+            ]
+            state = concatenate(mine)
+        else:
+            state = self.share.take(state)
         self.states = self._split(state)
         self.infos, self.earlier_seconds = [Info(loss, metrics)], header["seconds"]
         self.stopped, self.frozen = header["stopped"], np.asarray(header["frozen"])
@@ -342,6 +409,16 @@ class Run:
 
 def _on_host(tree: Any) -> Any:
     return jax.tree.map(np.asarray, tree)
+
+
+def _piece(path: Path, step: int, start: int, stop: int) -> Path:
+    """Where the states of some members at a step are kept beside the file that has the rest of a run."""
+    return path.with_name(f"{path.name}.{step}.{start}-{stop}")
+
+
+def _with_rows(tree: Any, rows: int) -> Any:
+    """Shapes and dtypes of stacked members, of another number of them."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype), tree)
 
 
 class Checkpoint(NamedTuple):

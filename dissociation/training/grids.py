@@ -1,0 +1,383 @@
+"""`fit_grid`: a sweep over a grid in groups of members that fit in memory, kept in a folder group by group."""
+
+import inspect
+import json
+import logging
+import math
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, PyTree
+
+from dissociation import checkpoint as checkpoints
+from dissociation import checks, distributed, files, memory
+from dissociation.files import RefusedFile
+from dissociation.keys import typed
+from dissociation.progress import MeterFactory, open_meter
+from dissociation.sweeps import Grid
+from dissociation.training.callbacks import Callback
+from dissociation.training.chunk import Layout
+from dissociation.training.fitting import estimated_bytes, fit
+from dissociation.training.run import History, Save
+from dissociation.training.samplers import Sampler
+from dissociation.training.state import Step
+from dissociation.types import PRNGKey
+from dissociation.validation import validated
+
+MANIFEST = "sweep.json"
+"""The file of a folder that says which sweep it holds, and how far that is."""
+
+logger = logging.getLogger(__name__)
+
+
+class Plan(NamedTuple):
+    """How a sweep is going to run; printed, a sentence.
+
+    Attributes:
+        groups: Which members are trained at once, by their places in the grid.
+        peak_bytes: That the largest group takes at the most, beyond what there was: on an accelerator of its memory, on
+            a CPU resident. An estimate, from above.
+        budget: Bytes that it was to stay within.
+        devices: How many devices of this process members lie on.
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+    peak_bytes: int
+    budget: int
+    devices: int
+
+    def __str__(self) -> str:
+        members, most = sum(map(len, self.groups)), max(map(len, self.groups))
+        size = f"{self.peak_bytes / 2**20:.0f} MiB of {self.budget / 2**20:.0f}"
+        return f"{members} members, {most} at once on {self.devices} device(s), at most {size}"
+
+
+class GridResult(NamedTuple):
+    """The outcome of `fit_grid`.
+
+    Attributes:
+        grid: What the members are.
+        history: What was recorded, all members first, in the order of the grid.
+        diverged_at: See `FitResult`: [members].
+        plan: How it ran.
+        seconds: Wall time of every group, earlier parts included.
+        models_of: From members' places in the grid to their trained models, stacked; all of one shape.
+    """
+
+    grid: Grid
+    history: History
+    diverged_at: np.ndarray
+    plan: Plan
+    seconds: tuple[float, ...]
+    models_of: Callable[[Sequence[int]], PyTree]
+
+
+class _Sweep(NamedTuple):
+    """What does not differ between groups."""
+
+    init: Callable[..., Any]
+    step: Step
+    sampler: Sampler
+    grid: Grid
+    keys: Array
+    order: Array
+    shapes: tuple[str, ...]
+    options: dict[str, Any]
+
+    def models(self, members: Sequence[int]) -> PyTree:
+        """Fresh models of members that differ in numbers alone."""
+        values = self.grid.values
+        fixed = {name: values[name][members[0]].item() for name in self.shapes}
+        return eqx.filter_vmap(lambda key: self.init(key, **fixed))(self.keys[jnp.asarray(members)])
+
+    def arguments(self, members: Sequence[int]) -> dict[str, Any]:
+        """What `fit` is given for some members."""
+        where = jnp.asarray(members)
+        traced = [name for name in self.grid.values if name not in (*self.shapes, "seed")]
+        hyperparams = {name: values[where] for name, values in self.grid.hyperparams(*traced).items()} or None
+        keys = jax.vmap(lambda key: jax.random.fold_in(key, 1))(self.keys[where])
+        own: Any = (self.order, keys) if self.sampler.shared else keys
+        return {"hyperparams": hyperparams, "key": own, **self.options}
+
+    def alike(self) -> list[list[int]]:
+        """Members by what sets their shapes."""
+        values, found = self.grid.values, {}
+        for member in range(len(self.grid)):
+            found.setdefault(tuple(values[name][member].item() for name in self.shapes), []).append(member)
+        return list(found.values())
+
+
+@validated
+def fit_grid(
+    init: Callable[..., PyTree],
+    step: Step,
+    sampler: Sampler,
+    grid: Grid,
+    *,
+    key: PRNGKey,
+    num_steps: int | None = None,
+    num_epochs: int | None = None,
+    save: Save = Save(),  # noqa: B008  # a tuple of constants
+    layout: Layout = Layout(),  # noqa: B008
+    folder: str | Path | None = None,
+    fresh: bool = False,
+    memory_budget: int | None = None,
+    progress: str | MeterFactory | None = "auto",
+) -> GridResult:
+    """Trains all members of a grid, as many at once as fit in memory, and keeps each group as soon as it is done.
+
+    Quantities of the grid that `init` takes by name (a width, say) are given to it as Python numbers; members with the
+    same ones share a program. "seed" makes a member's key, the same whatever else the member is. All others are given
+    to the optimiser, which is a function of a dictionary of them; they are traced, and never compiled anew. How members
+    are grouped changes no result where they go in turn, and their rounding elsewhere.
+
+    Args:
+        init: From a key, and quantities of the grid by name, to a model.
+        step: Of `make_step`.
+        sampler: What a step sees, see `fit`.
+        grid: What the members are.
+        key: Everything random follows from it.
+        num_steps: Optimiser steps; give this or `num_epochs`.
+        num_epochs: Passes over the data.
+        save: What to record, and when; must not differ in shape between groups.
+        layout: Of each group.
+        folder: Where groups are kept; a second call with the same arguments goes on from there. Without it trained
+            models stay in memory.
+        fresh: Whether to begin anew though the folder holds this sweep, or another, which is set aside.
+        memory_budget: Bytes to stay within beyond what there is; None: nine tenths of what is free on an accelerator,
+            half of it on the host.
+        progress: A meter of all groups' steps; before its bar stands the plan, behind it the time that remains.
+
+    Returns:
+        A `GridResult`.
+
+    Raises:
+        ValueError: If a quantity is text and not `init`'s, no member fits, or arguments contradict each other.
+        RefusedFile: If the folder holds another sweep.
+        TypeError: If the optimiser is no function of the grid's quantities, or `init` takes no key.
+
+    Example:
+        >>> grid = Grid(width=[4, 8], rate=[0.1, 0.01], seed=[0, 1, 2])
+        >>> x = jnp.ones((20, 5))
+        >>> init = lambda key, width: eqx.nn.MLP(5, 1, width, 1, key=key)
+        >>> loss = lambda model, batch, key: jnp.mean(jax.vmap(model)(batch[0]) ** 2)
+        >>> step = make_step(loss, lambda values: optax.sgd(values["rate"]))
+        >>> result = fit_grid(init, step, Epochs((x,), 10), grid, key=jax.random.key(0), num_epochs=2, progress=None)
+        >>> len(result.plan.groups), result.history.loss.shape, grid.unflatten(result.diverged_at).shape
+        (2, (12, 4), (2, 2, 3))
+    """
+    root, order = jax.random.split(typed(key))
+    keys = (
+        grid.keys(root) if "seed" in grid.values else jax.vmap(partial(jax.random.fold_in, root))(jnp.arange(len(grid)))
+    )
+    options = {"num_steps": num_steps, "num_epochs": num_epochs, "save": save, "layout": layout}
+    sweep = _Sweep(init, step, sampler, grid, keys, order, _shapes(init, grid), options)
+    with _Folder(folder, _identity(sweep, key, num_steps, num_epochs), fresh) as kept:
+        plan = kept.plan(lambda: _planned(sweep, memory_budget, keeps=folder is None))
+        logger.info("%s", plan)
+        return _run(sweep, plan, kept, progress)
+
+
+def _run(sweep: _Sweep, plan: Plan, kept: "_Folder", progress: str | MeterFactory | None) -> GridResult:
+    meter, done, parts = None, 0, []
+    models: dict[int, Any] = {}
+    try:
+        for index, members in enumerate(plan.groups):
+            callback = _Steps(lambda total: open_meter(progress, total * len(plan.groups), str(plan)), meter, done)
+            start = sweep.models(members)
+            file = kept.file(index, "ckpt")
+            result = fit(
+                start, sweep.step, sweep.sampler, callbacks=[callback], checkpoint=file, **sweep.arguments(members)
+            )
+            meter, done = callback.meter, callback.done
+            parts.append((result.history, result.diverged_at, result.seconds))
+            trained = result.models
+            if not kept.kept:
+                models[index] = jax.tree.map(lambda leaf: np.asarray(leaf) if eqx.is_array(leaf) else leaf, trained)
+            kept.finish(index, trained, result.seconds)
+            del start, result, trained
+    finally:
+        if meter is not None:
+            meter.close()
+    order = np.argsort(np.concatenate([np.asarray(members) for members in plan.groups]))
+    histories, diverged, seconds = zip(*parts, strict=True)
+
+    def joined(*leaves: Any) -> np.ndarray:
+        return np.concatenate(leaves)[order]
+
+    first: History = histories[0]
+    observed, metrics = (
+        None if getattr(first, name) is None else jax.tree.map(joined, *(getattr(each, name) for each in histories))
+        for name in ("observed", "metrics")
+    )
+    history = History(
+        joined(*(each.loss for each in histories)), first.observed_at, observed, metrics, first.first_step
+    )
+
+    def models_of(members: Sequence[int]) -> PyTree:
+        return _models_of(sweep, plan, kept, models, members)
+
+    return GridResult(sweep.grid, history, joined(*diverged), plan, tuple(seconds), models_of)
+
+
+def _models_of(sweep: _Sweep, plan: Plan, kept: "_Folder", models: dict[int, Any], members: Sequence[int]) -> PyTree:
+    """Trained models of some members, stacked in the order asked for."""
+    places = {member: (index, row) for index, group in enumerate(plan.groups) for row, member in enumerate(group)}
+    for member in members:
+        if member not in places:
+            checks.fail("members", f"be places in the grid, from 0 to {len(places) - 1}", member)
+
+    def fresh(index: int) -> Any:
+        return eqx.filter_eval_shape(sweep.models, list(plan.groups[index]))
+
+    loaded = {}
+    for index in dict.fromkeys(places[member][0] for member in members):
+        loaded[index] = kept.models(index, fresh(index)) if kept.kept else models[index]
+    own = [
+        jax.tree.map(lambda leaf, row=row: leaf[row] if eqx.is_array(leaf) else leaf, loaded[index])
+        for index, row in (places[member] for member in members)
+    ]
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves) if eqx.is_array(leaves[0]) else leaves[0], *own)
+
+
+class _Steps(Callback):
+    """One meter over the steps of all groups."""
+
+    def __init__(self, opened: Callable[[int], Any], meter: Any, done: int):
+        self.opened, self.meter, self.before, self.done = opened, meter, done, done
+
+    def begin(self, step: int, num_steps: int, past: Any) -> None:
+        if self.meter is None:
+            self.meter = self.opened(num_steps)
+
+    def advance(self, step: int, loss: np.ndarray) -> None:
+        self.done = self.before + step
+        if self.meter is not None:
+            self.meter.advance(self.done, f"loss {loss.mean():.3g}" if loss.size else "")
+
+
+def _shapes(init: Callable[..., Any], grid: Grid) -> tuple[str, ...]:
+    """The quantities of a grid that `init` takes by name."""
+    taken = list(inspect.signature(init).parameters)[1:]
+    names = tuple(name for name in grid.values if name in taken)
+    for name, values in grid.values.items():
+        if name not in (*names, "seed") and values.dtype.kind not in "fiub":
+            checks.fail_kind("grid", "hold numbers, but for what `init` takes by name", f"{name!r}, which is text")
+    return names
+
+
+def _planned(sweep: _Sweep, budget: int | None, *, keeps: bool) -> Plan:
+    """Groups that fit, by what two members of each shape take."""
+    room = memory.free_memory([]) if budget is None else checks.check_count("memory_budget", budget, minimum=1)
+    groups, peak, kept, devices = [], 0, 0, 1
+    for members in sweep.alike():
+        two = (members * 2)[:2]
+        needs = estimated_bytes(sweep.models(two), sweep.step, sweep.sampler, **sweep.arguments(two))
+        held = needs.model if keeps else 0  # trained models that stay
+        rest = room - needs.fixed - kept
+        size = min(len(members), int(rest // (needs.per_member + held)))
+        if size < 1:
+            wanted = f"be at least {needs.fixed + kept + needs.per_member + held} bytes, which one member takes"
+            checks.fail("memory_budget", wanted, room)
+        size = math.ceil(len(members) / math.ceil(len(members) / size))  # groups of one size share a program
+        kept += held * len(members)
+        devices = max(devices, needs.devices)
+        peak = max(peak, needs.fixed + kept + needs.per_member * size)
+        groups += [tuple(members[start : start + size]) for start in range(0, len(members), size)]
+    return Plan(tuple(groups), peak, room, devices)
+
+
+def _identity(sweep: _Sweep, key: Any, num_steps: int | None, num_epochs: int | None) -> dict[str, Any]:
+    """What makes two sweeps the same; each group's program is compared by `fit`."""
+    values = {name: column.tolist() for name, column in sweep.grid.values.items()}
+    return {
+        "grid": {"axes": list(sweep.grid.axes), "values": values},
+        "key": checkpoints.fingerprint(key),
+        "num_steps": num_steps,
+        "num_epochs": num_epochs,
+    }
+
+
+class _Folder:
+    """A sweep on disk: which one it is, how it is grouped, what is done. Without a folder nothing is kept."""
+
+    def __init__(self, folder: str | Path | None, identity: dict[str, Any], fresh: bool):
+        self.kept, self.path = folder is not None, Path(folder or ".")
+        self.identity, self.fresh, self.manifest = json.loads(json.dumps(identity)), fresh, {}
+        self._held = ExitStack()
+
+    def __enter__(self) -> "_Folder":
+        if self.kept:
+            self.manifest = distributed.on_main(self._take)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._held.close()
+
+    def _take(self) -> dict[str, Any]:
+        with ExitStack() as stack:
+            stack.enter_context(files.locked(self.path / ".lock", self.path))
+            manifest = self._read()
+            self._held = stack.pop_all()
+        return manifest
+
+    def _read(self) -> dict[str, Any]:
+        path = self.path / MANIFEST
+        if not path.exists():
+            return {}
+        if self.fresh:
+            before = next(new for i in range(1, 10**6) if not (new := self.path / f"before-{i}").exists())
+            before.mkdir()
+            for old in [*self.path.glob("group-*"), path]:
+                old.rename(before / old.name)
+            return {}
+        try:
+            manifest = json.loads(path.read_text())
+            stored = manifest["identity"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise RefusedFile(f"{path} is broken. Name another folder, or say fresh=True.") from error
+        if different := [name for name in self.identity if stored.get(name) != self.identity[name]]:
+            raise RefusedFile(
+                f"`folder` must hold the same sweep, got {self.path}, whose {checks.that_differ(different)}. "
+                "Name another folder, or say fresh=True."
+            )
+        return manifest
+
+    def plan(self, make: Callable[[], Plan]) -> Plan:
+        """The plan of the folder, or a new one."""
+        if self.manifest:
+            kept = self.manifest["plan"]
+            return Plan(**{**kept, "groups": tuple(map(tuple, kept["groups"]))})
+        plan = make()
+        self.manifest = {"identity": self.identity, "plan": plan._asdict(), "seconds": {}}
+        self._write()
+        return plan
+
+    def _write(self) -> None:
+        if self.kept:
+            contents = (json.dumps(self.manifest) + "\n").encode()
+            distributed.on_main(lambda: files.write_bytes(self.path / MANIFEST, contents))
+
+    def file(self, index: int, kind: str) -> Path | None:
+        """A file of a group."""
+        return self.path / f"group-{index:04d}.{kind}" if self.kept else None
+
+    def finish(self, index: int, models: Any, seconds: float) -> None:
+        """Keeps a group's trained models, and that it is done."""
+        path = self.file(index, "models")
+        if path is None or str(index) in self.manifest["seconds"]:
+            return
+        distributed.on_main(lambda: checkpoints.save(path, models))
+        self.manifest["seconds"][str(index)] = seconds
+        self._write()
+
+    def models(self, index: int, like: Any) -> Any:
+        """Trained models of a group."""
+        return checkpoints.restore(self.path / f"group-{index:04d}.models", like)

@@ -1,0 +1,85 @@
+"""Configurations with lists in place of values."""
+
+import dataclasses
+import importlib.util
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from dissociation.figures import sweep
+from dissociation.figures.sweep import ConfigGrid, Swept, compute_grid, config_grid, names_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(Swept):
+    width: int = 3
+    name: str = "a"
+    sizes: tuple[int, ...] = (1, 2)
+
+    def __post_init__(self):
+        if self.width < 1:
+            raise ValueError("width")
+
+    def quick(self):
+        return dataclasses.replace(self, width=1, name="quick")
+
+
+def test_lists_make_a_grid():
+    assert Config(4, sizes=(3,)) == Config(width=4, sizes=(3,))
+    grid = Config([4, 5], name=["x", "y"], sizes=(7,))
+    assert isinstance(grid, ConfigGrid)
+    assert grid.grid.axes == ("width", "name")
+    assert [(config.width, config.name, config.sizes) for config in grid.configs] == [
+        (4, "x", (7,)), (4, "y", (7,)), (5, "x", (7,)), (5, "y", (7,)),
+    ]  # fmt: skip
+    assert dataclasses.replace(Config(), width=[1, 2]).grid.shape == (2,)
+    assert [config.width for config in Config(width=[8, 9]).quick().configs] == [8, 9]
+    assert {config.name for config in Config(width=[8, 9]).quick().configs} == {"quick"}
+    assert Config(sizes=[(1,), (2, 3)]).grid.values["sizes"].tolist() == ["(1,)", "(2, 3)"]
+    assert names_of(grid.grid)[1] == "width-4_name-y"
+
+
+def test_wrong_lists():
+    with pytest.raises(ValueError, match="width"):
+        Config(width=[1, 0])
+    with pytest.raises(ValueError, match="`width` must list at least one value"):
+        Config(width=[])
+    with pytest.raises(ValueError, match="`width` must"):
+        Config(width=[1, 1])
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    path = Path(__file__).with_name("toy_figure.py")
+    spec = importlib.util.spec_from_file_location("toy_figure", path)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "toy_figure", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_configuration_is_computed_and_kept(toy, tmp_path):
+    configs = config_grid(toy.Config, {"num_seeds": [2, 2 + 1]}, {"num_steps": 5})
+    found = compute_grid(toy, configs, key=jax.random.key(0), folder=tmp_path)
+    assert [each.parts[0].shape for each in found.results] == [(2, 5), (3, 5)]
+    assert {path.name for path in tmp_path.iterdir()} == {"num_seeds-2", "num_seeds-3"}
+    assert found.arrays.keys() == {"num_seeds"}
+    toy._part = None  # nothing is computed again
+    again = compute_grid(toy, configs, key=jax.random.key(0), folder=tmp_path)
+    np.testing.assert_array_equal(again.results[1].parts[2], found.results[1].parts[2])
+    with pytest.raises(ValueError, match="at most 100"):
+        compute_grid(toy, config_grid(toy.Config, {"num_steps": [3, 101]}), key=jax.random.key(0))
+
+
+def test_arrays_of_one_shape_are_stacked_along_the_grid():
+    grid = Config(width=[4, 5], name=["x", "y"]).grid
+    arrays = [{"error": np.full(3, i), "other": np.zeros(i), "alone": np.zeros(1)} for i in range(4)]
+    del arrays[3]["alone"]
+    whole, axes = sweep.stacked(arrays, grid, {"error": ("seeds",), "other": ("seeds",), "alone": ("seeds",)})
+    assert set(whole) == {"error", "width", "name"}
+    np.testing.assert_array_equal(whole["error"][..., 0], [[0, 1], [2, 3]])
+    assert axes["error"] == ("width", "name", "seeds")
+    assert whole["name"].tolist() == ["x", "y"]

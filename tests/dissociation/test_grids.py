@@ -1,0 +1,181 @@
+"""Sweeps over a grid: in groups that fit in memory, kept, and gone on with."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from dissociation.files import RefusedFile
+from dissociation.sweeps import Grid
+from dissociation.training import Epochs, Layout, Save, fit, fit_grid, make_step
+from dissociation.training import grids as module
+from dissociation.training.run import Run
+
+pytestmark = pytest.mark.usefixtures("barely_optimized")
+
+X = jax.random.normal(jax.random.key(0), (40, 5))
+Y = jnp.sin(X.sum(1, keepdims=True))
+GRID = Grid(width=[4, 8], rate=[0.1, 0.01], seed=[3, 1, 2])
+
+
+def init(key, width):
+    return eqx.nn.MLP(5, 1, width, 1, key=key)
+
+
+def loss(model, batch, key):
+    x, y = batch
+    return jnp.mean((jax.vmap(model)(x) - y + 0.01 * jax.random.normal(key)) ** 2)
+
+
+STEP = make_step(loss, lambda values: optax.sgd(values["rate"]))
+SAVE = Save(lambda model, step, key: {"norm": jnp.sum(model.layers[0].bias ** 2)}, seconds=0.5)
+
+
+def swept(grid=GRID, sampler=None, **options):
+    given = {"key": jax.random.key(7), "num_epochs": 3, "save": SAVE, "progress": None} | options
+    return fit_grid(init, STEP, Epochs((X, Y), 10) if sampler is None else sampler, grid, **given)
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """Groups of two members, whatever fits."""
+    planned = module._planned
+
+    def cut(*given, **options):
+        plan = planned(*given, **options)
+        groups = [group[i : i + 2] for group in plan.groups for i in range(0, len(group), 2)]
+        return plan._replace(groups=tuple(groups))
+
+    monkeypatch.setattr(module, "_planned", cut)
+
+
+def test_members_of_one_shape_are_one_program_and_results_are_in_the_order_of_the_grid():
+    result = swept()
+    assert [len(group) for group in result.plan.groups] == [6, 6]
+    assert result.history.loss.shape == (12, 12)
+    assert result.history.observed["norm"].shape == (12, 4)
+    for member in (0, 4, 11):
+        values = {name: column[member] for name, column in GRID.values.items()}
+        root, order = jax.random.split(jax.random.key(7))
+        key = jax.random.fold_in(root, int(values["seed"]))
+        alone = fit(
+            eqx.filter_vmap(lambda key, width=int(values["width"]): init(key, width))(key[None]),
+            STEP,
+            Epochs((X, Y), 10),
+            num_epochs=3,
+            key=(order, jax.random.fold_in(key, 1)[None]),
+            hyperparams={"rate": jnp.asarray(values["rate"], float)[None]},
+        )
+        np.testing.assert_array_equal(result.history.loss[member], alone.history.loss[0])
+        trained = jax.tree.map(jnp.asarray, eqx.filter(result.models_of([member]), eqx.is_array))
+        assert eqx.tree_equal(trained, eqx.filter(alone.models, eqx.is_array))
+
+
+def test_groups_change_no_bit(few, tmp_path):
+    whole = swept(grid=Grid(width=[8], rate=[0.1], seed=range(5)), layout=Layout("scan"))
+    parts = swept(grid=Grid(width=[8], rate=[0.1], seed=range(5)), folder=tmp_path, layout=Layout("scan"))
+    assert len(parts.plan.groups) == 3
+    np.testing.assert_array_equal(parts.history.loss, whole.history.loss)
+    np.testing.assert_array_equal(parts.history.observed["norm"], whole.history.observed["norm"])
+    first, second = (eqx.filter(result.models_of([4, 0, 3]), eqx.is_array) for result in (whole, parts))
+    assert eqx.tree_equal(jax.tree.map(jnp.asarray, first), jax.tree.map(jnp.asarray, second))
+
+
+def test_a_finished_sweep_is_read_and_another_refused(few, monkeypatch, tmp_path):
+    first = swept(folder=tmp_path)
+    monkeypatch.setattr(Run, "advance", None)  # nothing is trained
+    again = swept(folder=tmp_path)
+    monkeypatch.undo()
+    np.testing.assert_array_equal(again.history.loss, first.history.loss)
+    assert json.loads((tmp_path / module.MANIFEST).read_text())["identity"]["grid"]["axes"] == ["width", "rate", "seed"]
+    with pytest.raises(RefusedFile, match="must hold the same sweep"):
+        swept(folder=tmp_path, grid=Grid(width=[4], rate=[0.1], seed=[0]))
+    fresh = swept(folder=tmp_path, grid=Grid(width=[4], rate=[0.1], seed=[0]), fresh=True)
+    assert fresh.history.loss.shape == (1, 12)
+    assert (tmp_path / "before-1" / module.MANIFEST).exists()
+
+
+def test_samplers_of_ones_own():
+    batches = Epochs((X, Y), 10, shared=False)
+    one, two = (swept(grid=Grid(width=[4], rate=[0.1], seed=seeds), sampler=batches) for seeds in ([5], [9, 5]))
+    np.testing.assert_allclose(one.history.loss[0], two.history.loss[1], rtol=1e-5)
+
+
+def test_a_grid_without_seeds_or_rates():
+    step = make_step(loss, optax.sgd(0.1))
+    result = fit_grid(
+        init, step, Epochs((X, Y), 10), Grid(width=[4, 6]), key=jax.random.key(0), num_steps=3, progress=None
+    )
+    assert result.history.loss.shape == (2, 3)
+
+
+def test_wrong_calls():
+    with pytest.raises(ValueError, match="`memory_budget` must be at least"):
+        swept(memory_budget=1000)
+    with pytest.raises(TypeError, match="`grid` must hold numbers"):
+        swept(grid=Grid(width=[4], rule=["a", "b"], seed=[0]))
+    with pytest.raises(ValueError, match="`members` must be places"):
+        swept(grid=Grid(width=[4], rate=[0.1], seed=[0])).models_of([1])
+    with pytest.raises(ValueError, match="num_steps"):
+        swept(num_steps=3)
+
+
+def test_the_budget_sets_the_groups():
+    plan = swept(grid=Grid(width=[8], rate=[0.1], seed=range(9)), num_epochs=1, memory_budget=2**40).plan
+    assert len(plan.groups) == 1
+    assert plan.peak_bytes < plan.budget
+    needs = plan.peak_bytes
+    with pytest.raises(ValueError, match="memory_budget"):
+        swept(grid=Grid(width=[8], rate=[0.1], seed=range(9)), num_epochs=1, memory_budget=needs // 2)
+
+
+SCRIPT = """
+import sys
+sys.path[:0] = {path!r}
+import jax, optax
+jax.config.update("jax_num_cpu_devices", {devices})
+import test_grids
+from dissociation.training import grids
+planned = grids._planned
+def cut(*given, **options):
+    plan = planned(*given, **options)
+    return plan._replace(groups=tuple(g[i:i + 2] for g in plan.groups for i in range(0, len(g), 2)))
+grids._planned = cut
+result = test_grids.swept(folder={folder!r}, num_epochs={epochs})
+import numpy as np
+np.save({out!r}, result.history.loss)
+"""
+
+
+@pytest.mark.slow
+def test_killed_five_times_on_other_numbers_of_devices(tmp_path):
+    here = os.path.dirname(__file__)
+
+    def run(folder, devices, seconds=None, epochs=300):
+        words = {"path": [here], "devices": devices, "folder": str(folder), "out": str(tmp_path / "loss.npy")}
+        script = textwrap.dedent(SCRIPT).format(**words, epochs=epochs)
+        process = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE)
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            return None
+        assert process.returncode == 0, process.stderr.read()
+        return np.load(tmp_path / "loss.npy")
+
+    whole = run(tmp_path / "whole", 1)
+    found = None
+    for devices, seconds in zip((2, 1, 4, 2, 3), np.random.default_rng(0).uniform(4, 9, 5), strict=True):
+        found = run(tmp_path / "killed", devices, seconds)
+    found = run(tmp_path / "killed", 2) if found is None else found
+    np.testing.assert_array_equal(found, whole)
