@@ -4,13 +4,14 @@ import equinox as eqx
 import numpy as np
 
 from dissociation.checks import is_traced
+from dissociation.labelling import Labels
 
 __all__ = ["Result"]
 
 _PRINTED = 16
 
 
-class Result(eqx.Module):
+class Result(eqx.Module, Labels):
     """Base of results. Small arrays are printed as numbers, where a module would print their shape and dtype.
 
     Example:

@@ -57,19 +57,23 @@ _MEMBERS = ("weight_decays", "seeds")
 AXES = {
     "weight_decays": ("weight_decays",),
     "seeds": ("seeds",),
-    "time_step": ("times",),
-    "information_step": ("information_times",),
-    "nhsic": (*_MEMBERS, "information_times"),
-    "mi_": (*_MEMBERS, "information_times"),
+    "time_step": ("time_step",),
+    "information_step": ("information_step",),
+    "nhsic": (*_MEMBERS, "information_step"),
+    "mi_": (*_MEMBERS, "information_step"),
     "margin": (*_MEMBERS, "images"),
     "plane": (*_MEMBERS, "images", "coordinates"),
     "plane_boundary": _MEMBERS,
     "diverged_at": _MEMBERS,
     "first_": _MEMBERS,
     "median_": ("weight_decays", "bounds"),
+    "bounds": ("bounds",),
     "collapse_line": ("coefficients",),
-    "": (*_MEMBERS, "times"),
+    "coefficients": ("coefficients",),
+    "": (*_MEMBERS, "time_step"),
 }
+
+UNITS = {"time_step": "steps", "information_step": "steps", "mi_": "nats", "first_": "steps", "median_": "steps"}
 
 _MODELS = "models.ckpt"
 _SHOWN = "train_loss", "train_accuracy", "test_accuracy", "rnc1_score", "nc2_score"
@@ -308,6 +312,7 @@ def arrays(results: Results) -> dict[str, np.ndarray]:
     config, crossings = results.config, results.crossings
     steps = {"time_step": results.time_step, "information_step": results.information_step}
     members = {"weight_decays": np.asarray(config.weight_decays), "seeds": np.asarray(config.seeds)}
+    members |= {"bounds": np.asarray(("median", "low", "high")), "coefficients": np.asarray(("slope", "intercept"))}
     members |= {"diverged_at": results.diverged_at, "collapse_line": crossings.line}
     members |= {f"first_{name}": values for name, values in crossings.first.items()}
     members |= {f"median_{name}": values for name, values in crossings.median.items()}

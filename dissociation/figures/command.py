@@ -22,9 +22,13 @@ import tyro
 
 from dissociation import checks, interrupts, plotting
 from dissociation.checks import WrongValue, check_seed
+from dissociation.exhibits import aligned as aligned  # notebooks print tables by it
 from dissociation.figures import artifacts
+from dissociation.figures.labels import families_of, flat_results_of
 from dissociation.figures.protocol import Figure
-from dissociation.files import RefusedFile
+from dissociation.figures.reporting import exhibit_of, report_of
+from dissociation.files import RefusedFile, write_bytes
+from dissociation.labelled import save_npz
 
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 
@@ -39,7 +43,7 @@ class RunOptions:
 
     out: Path = Path("results")
     """Folder in which every run has a folder of its own: the figure (PDF and PNG), its arrays (.npz), a description of
-    the run (.json), and the parts from which an interrupted run goes on."""
+    the run (.json), a report with all of it (report.html), and the parts from which an interrupted run goes on."""
     seed: int = DEFAULT_SEED
     """Everything random follows from it."""
     quick: Flag = False
@@ -76,7 +80,7 @@ def run_command(
         SystemExit: After `--help`.
     """
     words = sys.argv[1:] if arguments is None else list(arguments)
-    commands = {name: _command(figure, "--quick" in words, program) for name, figure in figures.items()}
+    commands = {name: _command(figure, words, program) for name, figure in figures.items()}
     printed = io.StringIO()
     try:
         with contextlib.redirect_stderr(printed):
@@ -89,15 +93,15 @@ def run_command(
     return chosen()
 
 
-def _command(figure: Figure, quick: bool, program: str) -> Callable[..., Callable[[], int]]:
+def _command(figure: Figure, words: Sequence[str], program: str) -> Callable[..., Callable[[], int]]:
     """A function whose signature is a figure's options, with the defaults of a rehearsal if it is one."""
-    default = figure.Config().quick() if quick else figure.Config()
+    default = figure.Config().quick() if "--quick" in words else figure.Config()
 
     def choose(
         config: tyro.conf.OmitArgPrefixes[figure.Config] = default,  # pyright: ignore[reportInvalidTypeForm]
         run: tyro.conf.OmitArgPrefixes[RunOptions] = RunOptions(),  # noqa: B008
     ) -> Callable[[], int]:
-        return lambda: produce(figure, config, run, program=program)
+        return lambda: produce(figure, config, run, program=program, words=words)
 
     choose.__doc__ = figure.SHOWS
     return choose
@@ -122,7 +126,9 @@ def _one_line(box: str) -> str:
     return f"{sentence} (perhaps {meant.group()}; --help lists all)" if meant else sentence
 
 
-def produce(figure: Figure, config: Any, run: RunOptions, *, program: str = "dissociation") -> int:
+def produce(
+    figure: Figure, config: Any, run: RunOptions, *, program: str = "dissociation", words: Sequence[str] = ()
+) -> int:
     """Computes, draws, writes and reports one figure.
 
     Args:
@@ -130,6 +136,7 @@ def produce(figure: Figure, config: Any, run: RunOptions, *, program: str = "dis
         config: Its configuration.
         run: Where and how.
         program: The command's name, for messages.
+        words: The words after it, for the report.
 
     Returns:
         The exit status: 0; 1 for data or files that cannot be read or written; 2 for settings that the data cannot
@@ -151,7 +158,7 @@ def produce(figure: Figure, config: Any, run: RunOptions, *, program: str = "dis
             data = figure.source(config)
         except (OSError, ValueError) as error:
             return tell(error, 2 if isinstance(error, WrongValue) else 1)
-        return _run(figure, config, run, data)
+        return _run(figure, config, run, data, ("python", "-m", program, *words))
     except KeyboardInterrupt:
         return stopped()
     except BrokenPipeError:  # whoever read the table has seen enough of it
@@ -168,7 +175,7 @@ def produce(figure: Figure, config: Any, run: RunOptions, *, program: str = "dis
         raise
 
 
-def _run(figure: Figure, config: Any, run: RunOptions, data: Any) -> int:
+def _run(figure: Figure, config: Any, run: RunOptions, data: Any, words: Sequence[str]) -> int:
     began = time.perf_counter()
     key = jax.random.PRNGKey(run.seed)
     identity = artifacts.identity_of(config, key, data)
@@ -187,20 +194,21 @@ def _run(figure: Figure, config: Any, run: RunOptions, data: Any) -> int:
         progress = None if run.silent else "terminal"
         results = figure.compute(config, key=key, dataset=data, folder=parts, progress=progress)
         stem = folder / figure.STEM
-        written = [*plotting.save_figure(figure.draw(results), stem), stem.with_suffix(".npz")]
-        arrays = figure.arrays(results)
-        axes = artifacts.axes_of(arrays, figure.AXES)
-        artifacts.save_arrays(written[-1], arrays, axes)
+        exhibit = exhibit_of(figure, results)
+        written = [*plotting.save_figure(exhibit.figure, stem), stem.with_suffix(".npz")]
+        labelled = flat_results_of(figure, results)
+        save_npz(written[-1], labelled, families_of(figure, results))
         seconds = time.perf_counter() - began
         description = figure.describe(results) | {
             "seed": run.seed,
-            "axes": axes,
+            "axes": labelled.dims,
             "seconds": results.seconds | {"this call": seconds, "compiling": compiling["seconds"]},
         }
         written.append(stem.with_suffix(".json"))
         artifacts.save_description(written[-1], description)
-    print(f"\n{figure.headline(results)}\n")
-    print(aligned(figure.table(results)))
+        written.append(folder / "report.html")
+        write_bytes(written[-1], report_of(figure, exhibit, config, results, description, words).encode())
+    print(f"\n{exhibit.text()}")
     compiled = f"{compiling['seconds']:.1f} s went into compiling {compiling['programs']} programs"
     kept = jax.config.values["jax_compilation_cache_dir"]
     print(f"\n{seconds:.0f} s; {compiled} ({compiling['cached']} more came from {kept}).")
@@ -261,9 +269,3 @@ def start_compilation_cache() -> dict[str, Any]:
     jax.monitoring.register_event_duration_secs_listener(on_duration)
     jax.monitoring.register_event_listener(on_event)
     return tally
-
-
-def aligned(rows: list[list[str]]) -> str:
-    """A table as text, columns as wide as their widest cell."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)

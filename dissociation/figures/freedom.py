@@ -352,6 +352,14 @@ def arrays(results: Results) -> dict[str, np.ndarray]:
     return named | {"test_error": results.test_error, "diverged_at": results.diverged_at}
 
 
+def families(results: Results) -> dict[str, Any]:
+    """What names of arrays go on with, by the axes that it makes; see `figures.labels`."""
+    layers = {"layers": tuple(results.measured)}
+    plain = dict.fromkeys(("measured", "low", "high", "residual"), layers)
+    ends = dict.fromkeys(("approached", "change"), {"ends": ENDS, **layers})
+    return plain | ends | {"moved": {"rewrites": tuple(results.moved)}}
+
+
 def headline(results: Results) -> str:
     """What was computed on, what was measured, and what every pair of functions can show."""
     layer = "features"

@@ -52,14 +52,16 @@ STEM = "noise-robustness"
 SHOWS = "Test error of function-preserving rewrites under noise on inputs and on parameters."
 
 AXES = {
-    "input_scales": ("scales",),
-    "parameter_scales": ("scales",),
-    "input_error": ("seeds", "scales"),
-    "parameter_error": ("seeds", "scales"),
+    "input_scales": ("input_scales",),
+    "parameter_scales": ("parameter_scales",),
+    "input_error": ("seeds", "input_scales"),
+    "parameter_error": ("seeds", "parameter_scales"),
     "clean_error": ("seeds",),
     "test_error": ("seeds", "epochs"),
     "diverged_at": ("seeds",),
 }
+
+UNITS = {"input_scales": "pixel intensity"}
 
 LABELS = {
     "trained": "trained",
@@ -298,6 +300,12 @@ def arrays(results: Results) -> dict[str, np.ndarray]:
     for kind in ("input_error", "parameter_error", "clean_error"):
         named |= {f"{kind}_{name}": value for name, value in getattr(results, kind).items()}
     return named | {"test_error": results.test_error, "diverged_at": results.diverged_at}
+
+
+def families(results: Results) -> dict[str, Any]:
+    """What names of arrays go on with, by the axes that it makes; see `figures.labels`."""
+    variants = tuple(results.clean_error)
+    return {kind: {"variants": variants} for kind in ("input_error", "parameter_error", "clean_error")}
 
 
 def headline(results: Results) -> str:

@@ -61,7 +61,12 @@ AXES = {
     "stress": (),
     "test_error": ("seeds", "epochs"),
     "diverged_at": ("seeds",),
+    "items": ("items",),
+    "rewrites": ("rewrites",),
+    "ends": ("ends",),
 }
+
+UNITS = {"jensen_shannon": "nats"}
 
 REPRESENTATIONAL = tuple(name for name in MEASURES if name not in ("disagreement", "jensen_shannon", "crossnobis_rsa"))
 """Measures that rewrites are tried on: of representations, measured once."""
@@ -373,7 +378,16 @@ def arrays(results: Results) -> dict[str, np.ndarray]:
     }  # fmt: skip
     named = {f"{kind}_{name}": value for kind, values in kinds.items() for name, value in values.items()}
     alone = ("disagreement", "jensen_shannon", "points", "test_error", "diverged_at")
-    return named | {name: np.asarray(getattr(results, name)) for name in alone} | {"stress": np.asarray(results.stress)}
+    named |= {name: np.asarray(getattr(results, name)) for name in alone} | {"stress": np.asarray(results.stress)}
+    named |= {"items": np.asarray([f"{layer} {seed}" for layer, seed in results.items])}
+    return named | {"rewrites": np.asarray(REWRITES), "ends": np.asarray(("mean", "low", "high"))}
+
+
+def families(results: Results) -> dict[str, Any]:
+    """What names of arrays go on with, by the axes that it makes; see `figures.labels`."""
+    measures = {"measures": tuple(dict.fromkeys((*results.matrices, *results.rewritten)))}
+    kinds = ("matrix", "low", "high", "baseline", "through", "course", "rewritten", "chance", "calibrated")
+    return dict.fromkeys(kinds, measures)
 
 
 def headline(results: Results) -> str:

@@ -58,6 +58,8 @@ AXES = {
     "diverged_at": ("seeds",),
 }
 
+UNITS = {"budgets": "samples"}
+
 LABELS = {
     "trained": "trained",
     "scaled": "scaled",
@@ -280,6 +282,13 @@ def arrays(results: Results) -> dict[str, np.ndarray]:
     clean = {f"clean_error_{variant}": error for variant, error in results.clean_error.items()}
     along = {"test_error": results.test_error, "diverged_at": results.diverged_at}
     return {"budgets": results.budgets, **named, **clean, **along}
+
+
+def families(results: Results) -> dict[str, Any]:
+    """What names of arrays go on with, by the axes that it makes; see `figures.labels`."""
+    variants = {"variants": tuple(results.clean_error)}
+    probes = {"tasks": tuple(TASKS), "probes": results.config.probes, **variants}
+    return {"transfer_error": probes, "clean_error": variants}
 
 
 def headline(results: Results) -> str:

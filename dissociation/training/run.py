@@ -17,6 +17,8 @@ import numpy as np
 from dissociation import checkpoint as checkpoints
 from dissociation import checks, sharding
 from dissociation.conversion import describe
+from dissociation.labelled import Labelled, label
+from dissociation.labelling import Labels, Over, label_tree
 from dissociation.lanes import Parts, parts_in_turn, ready, run_tasks, traced_number
 from dissociation.members import concatenate, stack
 from dissociation.traced import Traced
@@ -57,6 +59,25 @@ class History(NamedTuple):
     observed: Any
     metrics: Any
     first_step: int
+
+    def labelled(self, over: Over = "members") -> Labelled:
+        """Losses and metrics along steps, observations along the steps of the records.
+
+        Args:
+            over: What the members are: a name, `{"seeds": [0, 1]}`, or the `sweeps.Grid` of the sweep.
+
+        Returns:
+            `loss` [members, steps], `metrics_...` [members, steps, ...], `observed_...` [members, observed_at, ...],
+            with the steps as coordinates.
+        """
+        steps = self.first_step + np.arange(self.loss.shape[1])
+        done = label_tree({"loss": self.loss, "metrics": self.metrics}, over, then={"steps": steps})
+        if self.observed is None:
+            return done
+        seen = label_tree({"observed": self.observed}, over, then={"observed_at": self.observed_at})
+        return label({**done.arrays, **seen.arrays}, {**done.dims, **seen.dims}, coords={**done.coords, **seen.coords})
+
+    to_xarray, to_dataframe, save = Labels.to_xarray, Labels.to_dataframe, Labels.save
 
 
 class Save(NamedTuple):
