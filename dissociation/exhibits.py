@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import matplotlib as mpl
+import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.collections import Collection, QuadMesh
 from matplotlib.figure import Figure
@@ -18,6 +19,9 @@ from dissociation.plotting import house_style
 
 MAX_SVG = 1_500_000
 """Characters of a figure as SVG; a larger one becomes a PNG."""
+
+_LONG = 12
+"""Rows of names and values from which on they stand in columns."""
 
 _DENSE = 4000
 """Points from which on an artist is an image within the SVG."""
@@ -64,21 +68,19 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def table_html(rows: Sequence[Sequence[str]]) -> str:
-    """A table as HTML: the first row its header, the first cell of every other the row's."""
-    if not rows:
-        return ""
+def table_html(rows: Sequence[Sequence[str]], *, header: bool = True) -> str:
+    """A table as HTML: the first row its header, if it has one, the first cell of every other the row's."""
 
-    def row(cells: Sequence[str], kinds: Sequence[str]) -> str:
+    def row(cells: Sequence[str], first: str, other: str) -> str:
+        kinds = (first, *[other] * (len(cells) - 1))
         parts = (f"<{kind}>{html.escape(str(cell))}</{kind[:2]}>" for kind, cell in zip(kinds, cells, strict=True))
         return f"<tr>{''.join(parts)}</tr>"
 
-    header, *body = rows
-    lines = [row(cells, ['th scope="row"', *["td"] * (len(cells) - 1)]) for cells in body]
-    head = row(header, ['th scope="col"'] * len(header))
-    return (
-        f'<div class="table"><table>\n<thead>{head}</thead>\n<tbody>\n' + "\n".join(lines) + "\n</tbody></table></div>"
-    )
+    scope = 'th scope="{}"'.format
+    head = f"<thead>{row(rows[0], scope('col'), scope('col'))}</thead>\n" if header and rows else ""
+    body = "\n".join(row(cells, scope("row"), "td") for cells in rows[header:])
+    kind = "cells" if header else "long" if len(rows) > _LONG else "pairs"
+    return f'<div class="table {kind}"><table>\n{head}<tbody>\n{body}\n</tbody></table></div>'
 
 
 def image(figure: Figure, words: str = "") -> str:
@@ -91,12 +93,13 @@ def image(figure: Figure, words: str = "") -> str:
     with house_style(), mpl.rc_context({"svg.hashsalt": words or "figure"}), _dense_as_images(figure):
         drawn = io.StringIO()
         figure.savefig(drawn, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    width = f'style="max-width:{150 * figure.get_figwidth():.0f}px"'
-    label = f'role="img" aria-label="{html.escape(words)}"'
-    if len(drawn.getvalue()) <= MAX_SVG:
-        return _inline(drawn.getvalue(), f"{width} {label}")
+    svg, width = drawn.getvalue(), f'style="max-width:{200 * figure.get_figwidth():.0f}px"'
+    if len(svg) <= MAX_SVG:
+        # Lines and text can be inverted where the page is dark; what is drawn on images could not be read then.
+        kind = "pictures" if "<image" in svg else "lines"
+        return _inline(svg, f'class="{kind}" {width} role="img" aria-label="{html.escape(words)}"')
     encoded = base64.b64encode(_png(figure)).decode()
-    return f'<img {width} alt="{html.escape(words)}" src="data:image/png;base64,{encoded}">'
+    return f'<img class="pictures" {width} alt="{html.escape(words)}" src="data:image/png;base64,{encoded}">'
 
 
 def _inline(svg: str, attributes: str) -> str:
@@ -134,5 +137,5 @@ def _is_dense(artist: Artist) -> bool:
     if isinstance(artist, QuadMesh):  # beside colour bars, which are images
         return True
     if isinstance(artist, Line2D):
-        return len(artist.get_xydata()) > _DENSE
-    return isinstance(artist, Collection) and len(artist.get_offsets()) > _DENSE
+        return np.size(artist.get_xdata()) > _DENSE
+    return isinstance(artist, Collection) and np.size(artist.get_offsets()) > 2 * _DENSE

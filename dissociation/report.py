@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import treescope
+from treescope.external import jax_support
 
 from dissociation.exhibits import Exhibit, table_html
 from dissociation.files import write_bytes
@@ -19,6 +20,9 @@ MAX_BYTES = 5_000_000
 
 _MAX_TREE = 500_000
 """Characters of a tree that can be folded; a larger one is text."""
+
+_MAX_SUMMARY = 10_000_000
+"""Entries up to which an array's mean and spread are shown; treescope's own limit leaves out a layer of 784 x 200."""
 
 
 class Tree(NamedTuple):
@@ -41,8 +45,9 @@ def show(value: Any) -> Tree:
 
 def tree_html(value: Any) -> str:
     """A tree by treescope, which a browser folds without any server; as text where it runs no scripts, or prints."""
-    text = f"<pre>{html.escape(treescope.render_to_text(value, ignore_exceptions=True))}</pre>"
-    folded = treescope.render_to_html(value, ignore_exceptions=True, compressed=False)
+    with jax_support.summarization_threshold.set_scoped({"default": _MAX_SUMMARY}):
+        text = f"<pre>{html.escape(treescope.render_to_text(value, ignore_exceptions=True))}</pre>"
+        folded = treescope.render_to_html(value, ignore_exceptions=True, compressed=False)
     if len(folded) > _MAX_TREE:
         return text
     return f'<div class="tree">{folded}</div>\n<noscript>{text}</noscript>\n<div class="printed">{text}</div>'
@@ -98,15 +103,7 @@ def mapping_html(mapping: Mapping[str, Any]) -> str:
         rows = [[str(name), *map(_cell, value.values())] for name, value in mapping.items()]
         return table_html([["", *map(str, names)], *rows])
     flat = [[str(name), _cell(value)] for name, value in mapping.items() if not isinstance(value, Mapping)]
-    parts = (
-        [
-            table_html([["", ""], *flat]).replace(
-                '<thead><tr><th scope="col"></th><th scope="col"></th></tr></thead>\n', ""
-            )
-        ]
-        if flat
-        else []
-    )
+    parts = [table_html(flat, header=False)] if flat else []
     for name, value in mapping.items():
         if isinstance(value, Mapping):
             parts.append(f"<h3>{html.escape(str(name))}</h3>\n{mapping_html(value)}")
@@ -120,10 +117,10 @@ def _cell(value: Any) -> str:
     if isinstance(value, list | tuple) and not all(isinstance(item, int | float | np.generic) for item in value):
         return ", ".join(map(_cell, value))
     array = np.asarray(value)
+    if array.dtype.kind == "f" and array.ndim == 0:
+        return f"{array:.0f}" if abs(array) < 2**53 and array == np.round(array) else f"{array:.4g}"
     if array.dtype.kind not in "biufc":
         return str(value)
-    if array.dtype.kind in "bi" and array.ndim == 0:
-        return str(array)
     return np.array2string(array, precision=4, threshold=20, edgeitems=3, separator=", ", max_line_width=10**6)
 
 
@@ -133,8 +130,8 @@ _HEAD = """<!doctype html>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; font-src data:; style-src 'unsafe-inline'; \
-script-src 'unsafe-inline' 'unsafe-eval'">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; font-src data:; \
+style-src 'unsafe-inline'; script-src 'unsafe-inline' 'unsafe-eval'">
 <title>{title}</title>
 <style>{style}</style>
 </head>
@@ -155,14 +152,19 @@ figcaption { color: var(--quiet); font-size: .9rem; margin-top: .75rem; white-sp
 table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; vertical-align: top; padding: .35rem 1.1rem .35rem 0; border-bottom: 1px solid var(--line); }
 thead th { color: var(--quiet); font-weight: 600; vertical-align: bottom; }
+.cells td { white-space: nowrap; }
 tbody th { font-weight: 500; white-space: nowrap; }
 pre { background: var(--shade); padding: .75rem 1rem; border-radius: 6px; overflow-x: auto; font-size: .8rem; }
-.tree { background: #fff; color: #000; color-scheme: light; padding: .75rem 1rem; border-radius: 6px;
-  border: 1px solid var(--line); overflow-x: auto; font-size: .8rem; }
+.tree { background: #fff; color: #000; color-scheme: light; border: 1px solid #d9dce0; border-radius: 6px;
+  padding: .75rem 1rem; overflow-x: auto; font-size: .8rem; }
+.long { columns: 22rem; column-gap: 2rem; }
+.long table { border-collapse: separate; border-spacing: 0; }
 .printed { display: none; }
 @media screen and (prefers-color-scheme: dark) {
   :root { --back: #16181c; --text: #e6e8eb; --quiet: #a0a7b0; --line: #33373d; --shade: #1f2227; }
-  figure svg, figure img, figure svg image, .tree { filter: invert(1) hue-rotate(180deg); }
+  figure .lines { filter: invert(1) hue-rotate(180deg); }
+  figure .pictures { background: #fff; border-radius: 6px; padding: .75rem; box-sizing: border-box; }
+  .tree { filter: invert(.9) hue-rotate(180deg); }
 }
 @media print {
   body { font-size: 10pt; }
@@ -172,6 +174,7 @@ pre { background: var(--shade); padding: .75rem 1rem; border-radius: 6px; overfl
   table { font-size: 7.5pt; }
   th, td { padding-right: .6rem; }
   .table, pre { overflow: visible; }
+  .cells td, tbody th { white-space: normal; }
   pre { white-space: pre-wrap; overflow-wrap: anywhere; font-size: 7.5pt; }
   .tree { display: none; }
   .printed { display: block; }

@@ -43,6 +43,7 @@ from dissociation.figures.collapse_results import Results, assemble, crossing_ta
 from dissociation.figures.members import DataName, check_source
 from dissociation.figures.seeds import masked_part, named_diverged, number, stand_ins
 from dissociation.files import RefusedFile
+from dissociation.members import take
 from dissociation.progress import MeterFactory
 from dissociation.recipes.grokking import initial_models, train_grokking
 from dissociation.training import Layout, Progress
@@ -252,7 +253,8 @@ def _computed(
     margins = masked_part(parts, "margins", alive, job)
     described = {"name": data.name, "num_train": config.num_train, "num_test": len(data.test_images)}
     series, steps = flat(trained.history.observed), trained.history.observed_at
-    return assemble(config, described, steps, series, margins, trained.diverged_at, parts.seconds)
+    found = assemble(config, described, steps, series, margins, trained.diverged_at, parts.seconds)
+    return found._replace(member=take(trained.models, 0))
 
 
 def load_partial(config: Config, folder: str | os.PathLike[str]) -> Results:

@@ -166,6 +166,7 @@ class Results(NamedTuple):
         masks: See `eigenvector_measures.masking`.
         diverged_at: The step at which a network diverged, or -1: [seeds]. Its numbers, and those of its pairs, are NaN.
         seconds: Wall time of every part.
+        member: One of the networks, as a report shows it; None for results of another making.
     """
 
     config: Config
@@ -186,6 +187,7 @@ class Results(NamedTuple):
     masks: dict[str, np.ndarray]
     diverged_at: dict[int, np.ndarray]
     seconds: dict[str, float]
+    member: Any = None
 
 
 def compute(
@@ -206,7 +208,8 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts, progress:
     images, labels = jnp.asarray(data.test_images), jnp.asarray(data.test_labels.argmax(1))
     history: dict[int, dict[str, np.ndarray]] = {}
     error: dict[int, dict[str, np.ndarray]] = {}
-    full_error, leading, forms, reference = {}, {}, {}, ()
+    full_error, leading, forms = {}, {}, {}
+    reference: Any = ()
     diverged_at, alive = {}, {}
     for size in config.sizes:
         trained = train_bilinear(
@@ -261,6 +264,7 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts, progress:
         masks=parts.get("masks", partial(masking, config, *reference, images, labels, key=jax.random.fold_in(key, 0))),
         diverged_at=diverged_at,
         seconds=parts.seconds,
+        member=reference[0],
     )
 
 
@@ -330,7 +334,9 @@ def families(results: Results) -> dict[str, Any]:
     kinds = {"similarity": results.similarity, "interval": results.intervals, "error": results.error}
     kinds |= {"band": results.bands}
     ends = [f"{kind}_{name}" for kind, by_size in kinds.items() for name in by_size[first]]
-    return dict.fromkeys((*results.history[first], *ends, "pairs", "full_error"), {"sizes": config.sizes})
+    return dict.fromkeys(
+        (*results.history[first], *ends, "pairs", "full_error", "diverged_at"), {"sizes": config.sizes}
+    )
 
 
 def headline(results: Results) -> str:

@@ -142,6 +142,7 @@ class Results(NamedTuple):
         test_error: Test error along training, [seeds, epochs + 1].
         diverged_at: The step at which a network diverged, or -1: [seeds].
         seconds: Wall time of every part.
+        member: One of the networks, as a report shows it; None for results of another making.
     """
 
     config: Config
@@ -156,6 +157,7 @@ class Results(NamedTuple):
     test_error: np.ndarray
     diverged_at: np.ndarray
     seconds: dict[str, float]
+    member: Any = None
 
 
 def source(config: Config) -> Dataset:
@@ -224,6 +226,7 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts, progress:
         test_error=trained.test_error,
         diverged_at=trained.diverged_at,
         seconds={"training": trained.seconds, **parts.seconds},
+        member=take(trained.models, 0),
     )
 
 

@@ -49,7 +49,9 @@ def report_of(
     scalars = {name: value for name, value in sections.items() if not isinstance(value, Mapping)}
     sections = {name: value for name, value in sections.items() if name not in scalars}
     sections |= {"further numbers": scalars} if scalars else {}
+    data = sections.pop("data", None)
     sections["settings"] = Tree(config)
+    sections |= {} if data is None else {"data": data}
     if (model := getattr(results, "member", None)) is not None:
         sections["one of the networks"] = Tree(model)
     seconds = {f"{name} (s)": value for name, value in description["seconds"].items()}

@@ -41,6 +41,7 @@ from dissociation.figures.members import (
 from dissociation.figures.members import source as source
 from dissociation.figures.null_spaces import moved_weights, null_perturbed, null_spaces, of_members
 from dissociation.figures.seeds import cell, masked_part
+from dissociation.members import take
 from dissociation.metrics.robustness import input_noise_error, parameter_noise_error
 from dissociation.progress import MeterFactory, open_meter
 from dissociation.weights.groups import NeuronGroup
@@ -153,6 +154,7 @@ class Results(NamedTuple):
         test_error: Test error along training, [seeds, epochs + 1].
         diverged_at: The step at which a network diverged, or -1: [seeds]. Its numbers are NaN.
         seconds: Wall time of every part.
+        member: One of the networks, as a report shows it; None for results of another making.
     """
 
     config: Config
@@ -167,6 +169,7 @@ class Results(NamedTuple):
     test_error: np.ndarray
     diverged_at: np.ndarray
     seconds: dict[str, float]
+    member: Any = None
 
 
 def rewrites(config: Config, group: NeuronGroup, weights: LayerInputs) -> dict[str, Callable[..., Any]]:
@@ -269,6 +272,7 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts, progress:
         test_error=trained.test_error,
         diverged_at=trained.diverged_at,
         seconds={"training": trained.seconds, **parts.seconds},
+        member=take(trained.models, 0),
     )
 
 

@@ -35,6 +35,7 @@ from dissociation.figures.members import (
 )
 from dissociation.figures.members import source as members_source
 from dissociation.figures.seeds import cell
+from dissociation.members import take
 from dissociation.metrics import similarity
 from dissociation.metrics.similarity import MEASURES
 from dissociation.models.representations import member_representations, representations
@@ -172,6 +173,7 @@ class Results(NamedTuple):
         test_error: Test error along training, [seeds, epochs + 1].
         diverged_at: The step at which a network diverged, or -1: [seeds]. Its numbers are NaN.
         seconds: Wall time of every part.
+        member: One of the networks, as a report shows it; None for results of another making.
     """
 
     config: Config
@@ -193,6 +195,7 @@ class Results(NamedTuple):
     test_error: np.ndarray
     diverged_at: np.ndarray
     seconds: dict[str, float]
+    member: Any = None
 
 
 class Snapshots(eqx.Module):
@@ -288,6 +291,7 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts, progress:
         test_error=trained.test_error,
         diverged_at=trained.diverged_at,
         seconds={"training": trained.seconds, **parts.seconds},
+        member=take(trained.models, 0),
     )
 
 

@@ -42,6 +42,7 @@ from dissociation.figures.members import (
 )
 from dissociation.figures.members import source as members_source
 from dissociation.figures.seeds import cell, masked_part
+from dissociation.members import take
 from dissociation.metrics.probes import stable_step_size
 from dissociation.metrics.transfer import transfer_errors
 from dissociation.models.representations import representations
@@ -147,6 +148,7 @@ class Results(NamedTuple):
         test_error: Test error along training, [seeds, epochs + 1].
         diverged_at: The step at which a network diverged, or -1: [seeds]. Its numbers are NaN.
         seconds: Wall time of every part.
+        member: One of the networks, as a report shows it; None for results of another making.
     """
 
     config: Config
@@ -158,6 +160,7 @@ class Results(NamedTuple):
     test_error: np.ndarray
     diverged_at: np.ndarray
     seconds: dict[str, float]
+    member: Any = None
 
 
 def source(config: Config) -> Dataset:
@@ -238,6 +241,7 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts, progress:
         test_error=trained.test_error,
         diverged_at=trained.diverged_at,
         seconds={"training": trained.seconds, **parts.seconds},
+        member=take(trained.models, 0),
     )
 
 

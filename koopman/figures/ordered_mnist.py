@@ -135,6 +135,7 @@ class Results(NamedTuple):
         diverged_at: Per trained network, the step at which a seed diverged, or -1: [seeds]. Its numbers are NaN, and
             all numbers of a seed whose oracle diverged.
         seconds: Wall time of every part.
+        member: One of the networks, as a report shows it; None for results of another making.
     """
 
     config: Config
@@ -151,6 +152,7 @@ class Results(NamedTuple):
     oracle_accuracy: np.ndarray
     diverged_at: dict[str, np.ndarray]
     seconds: dict[str, float]
+    member: Any = None
 
     def accuracy(self, model: str) -> np.ndarray:
         """Share of forecasts that the oracle reads as the right digit: [seeds, protocols, scales, times]."""
@@ -237,6 +239,7 @@ def _computed(
         oracle_accuracy=np.where(diverged_at["oracle"] < 0, right, np.nan),
         diverged_at=diverged_at,
         seconds=parts.seconds,
+        member=member(trained["oracle"], 0),
     )
 
 
