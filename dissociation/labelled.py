@@ -13,6 +13,7 @@ import os
 import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -235,7 +236,8 @@ def label(
     """Names for the axes of arrays.
 
     An array that is named as its only axis becomes that axis's coordinate. Where an array has an axis twice, the second
-    is called `other_` and its name; where arrays disagree in the length of an axis, it has its length in its name.
+    is called `other_` and its name; where arrays disagree in the length of an axis that has no coordinate, its
+    name ends in the length.
 
     Args:
         arrays: By name: NumPy's, JAX's, or numbers.
@@ -271,7 +273,7 @@ def label(
     for name, array in {**known, **beside}.items():
         if len(axes[name]) != array.ndim:
             fail("dims", f"name the axes of {name}, of shape {array.shape}", axes[name])
-    axes = _told_apart(axes, {**known, **beside})
+    axes = _told_apart(axes, {**known, **beside}, {axis for name in beside for axis in axes[name]})
     for axis in {axis for names in axes.values() for axis in names} - beside.keys():
         if axis.startswith("other_") and (same := axis.removeprefix("other_")) in beside:
             beside[axis], axes[axis] = beside[same], (axis,)
@@ -281,8 +283,10 @@ def label(
     )
 
 
-def _told_apart(axes: Mapping[str, tuple[str, ...]], arrays: Mapping[str, np.ndarray]) -> dict[str, tuple[str, ...]]:
-    """Axes without one twice in an array, and without one name for several lengths."""
+def _told_apart(
+    axes: Mapping[str, tuple[str, ...]], arrays: Mapping[str, np.ndarray], known: AbstractSet[str]
+) -> dict[str, tuple[str, ...]]:
+    """Axes without one twice in an array, and without one name for several lengths, `known` ones apart."""
     once = {}
     for name, own in axes.items():
         earlier = [own[:i].count(axis) for i, axis in enumerate(own)]
@@ -292,7 +296,7 @@ def _told_apart(axes: Mapping[str, tuple[str, ...]], arrays: Mapping[str, np.nda
     for name, own in axes.items():
         for axis, size in zip(own, arrays[name].shape, strict=True):
             lengths.setdefault(axis, set()).add(size)
-    several = {axis for axis, sizes in lengths.items() if len(sizes) > 1}
+    several = {axis for axis, sizes in lengths.items() if len(sizes) > 1} - known
     return {
         name: tuple(
             f"{new}_{size}" if old in several else new

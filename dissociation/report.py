@@ -150,7 +150,7 @@ figure svg, figure img { display: block; width: 100%; height: auto; margin: 0 au
 figcaption { color: var(--quiet); font-size: .9rem; margin-top: .75rem; white-space: pre-line; }
 .table { overflow-x: auto; margin: 1rem 0; }
 table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
-th, td { text-align: left; vertical-align: top; padding: .35rem 1.1rem .35rem 0; border-bottom: 1px solid var(--line); }
+th, td { text-align: left; vertical-align: top; padding: .35rem .9rem .35rem 0; border-bottom: 1px solid var(--line); }
 thead th { color: var(--quiet); font-weight: 600; vertical-align: bottom; }
 .cells td { white-space: nowrap; }
 tbody th { font-weight: 500; white-space: nowrap; }

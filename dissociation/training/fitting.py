@@ -60,9 +60,9 @@ class FitResult(NamedTuple):
     seconds: float
     state: State
 
-    def labelled(self, over: Over = "members") -> Labelled:
+    def labelled(self, over: Over = None) -> Labelled:
         """The history, see `History.labelled`, and `diverged_at` [members]; not the models."""
-        ended = label_tree({"diverged_at": self.diverged_at}, over)
+        ended = label_tree({"diverged_at": self.diverged_at}, "members" if over is None else over)
         done = self.history.labelled(over)
         attrs = {"num_steps": self.num_steps, "member_map": self.member_map, "seconds": self.seconds}
         return label({**done.arrays, **ended.arrays}, {**done.dims, **ended.dims}, coords=done.coords, attrs=attrs)

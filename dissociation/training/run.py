@@ -60,16 +60,17 @@ class History(NamedTuple):
     metrics: Any
     first_step: int
 
-    def labelled(self, over: Over = "members") -> Labelled:
+    def labelled(self, over: Over = None) -> Labelled:
         """Losses and metrics along steps, observations along the steps of the records.
 
         Args:
-            over: What the members are: a name, `{"seeds": [0, 1]}`, or the `sweeps.Grid` of the sweep.
+            over: What the members are, if not just that: a name, `{"seeds": [0, 1]}`, or a sweep's `sweeps.Grid`.
 
         Returns:
             `loss` [members, steps], `metrics_...` [members, steps, ...], `observed_...` [members, observed_at, ...],
             with the steps as coordinates.
         """
+        over = "members" if over is None else over
         steps = self.first_step + np.arange(self.loss.shape[1])
         done = label_tree({"loss": self.loss, "metrics": self.metrics}, over, then={"steps": steps})
         if self.observed is None:

@@ -63,7 +63,7 @@ def test_a_run_has_a_folder_of_its_own(run, tmp_path, capsys):
     }  # fmt: skip
     for folder in found:
         names = {path.name for path in folder.iterdir()}
-        assert names == {"parts", "toy.json", "toy.npz", "toy.pdf", "toy.png"}
+        assert names == {"parts", "report.html", "toy.json", "toy.npz", "toy.pdf", "toy.png"}
         assert str(folder) in capsys.readouterr().out or folder != found[0]
     shapes = {path.name.rsplit("_", 1)[0]: contents(path)["part0"].shape for path in found}
     assert shapes["toy_quick"] == (2, 2)
@@ -81,7 +81,8 @@ def test_other_data_are_another_run(run, toy, tmp_path, monkeypatch):
 def test_arrays_come_with_names_of_their_axes(run, toy, tmp_path, monkeypatch, capsys):
     run()
     (folder,) = folders(tmp_path / "out")
-    assert json.loads(str(contents(folder)["axes"])) == {f"part{i}": ["seeds", "steps"] for i in range(3)}
+    named = {f"part{i}": ["seeds", "steps"] for i in range(3)} | {"seeds": ["seeds"]}
+    assert json.loads(str(contents(folder)["axes"])) == named
     description = json.loads((folder / "toy.json").read_text())
     assert description["axes"]["part2"] == ["seeds", "steps"]
     assert description["nan"] is None
@@ -97,7 +98,7 @@ def test_everything_has_the_permissions_of_any_new_file(run, tmp_path):
     finally:
         os.umask(before)
     files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
-    assert len(files) == 4 + 4  # figure, arrays, description; parts and identity
+    assert len(files) == 5 + 4  # figure, arrays, description, report; parts and identity
     assert {path.stat().st_mode & 0o777 for path in files} == {0o640}
 
 
