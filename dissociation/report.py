@@ -176,6 +176,7 @@ pre { background: var(--shade); padding: .75rem 1rem; border-radius: 6px; overfl
   .table, pre { overflow: visible; }
   .cells td, tbody th { white-space: normal; }
   pre { white-space: pre-wrap; overflow-wrap: anywhere; font-size: 7.5pt; }
+  figure svg, figure img { max-height: 19cm; }
   .tree { display: none; }
   .printed { display: block; }
 }

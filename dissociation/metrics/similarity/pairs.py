@@ -94,6 +94,8 @@ class Similarities(Result):
     num_samples: int = eqx.field(static=True)
     counts_once: bool = eqx.field(static=True)
 
+    UNITS = {"jensen_shannon": "nats"}
+
     def coordinates(self) -> dict[str, tuple[str, np.ndarray]]:
         """What rows and columns are, by name: the axis that it belongs to, and the values."""
         found = {}
