@@ -86,7 +86,7 @@ def label_tree(tree: Any, over: Over = None, *, then: Mapping[str, Any] | None =
     An array has the name of its field, with those of the fields around it in front. Its axes have the names in the
     field's annotation, `Float[Array, "pairs r"]`; those without a name are called after the array,
     `<array>_dim_<place>`. A field with a comment of the result's `UNITS` has that unit; text and static fields become
-    attributes; `None` and functions are left out.
+    attributes; `None` and functions are left out. What a result's `axis_coordinates()` gives are coordinates.
 
     Args:
         tree: The result.
@@ -122,7 +122,7 @@ def label_tree(tree: Any, over: Over = None, *, then: Mapping[str, Any] | None =
     if not arrays:
         checks.fail_kind("tree", "hold arrays", f"an object of type {type(tree).__name__}")
     used = {axis for axes in dims.values() for axis in axes}
-    beside = dict(front.coords) | getattr(tree, "coordinates", dict)()
+    beside = dict(front.coords) | getattr(tree, "axis_coordinates", dict)()
     coords = {name: values for name, (axis, values) in beside.items() if axis in used}
     dims |= {name: (axis,) for name, (axis, _) in beside.items() if name in coords}
     return label(arrays, dims, coords=coords, units=units, attrs=attrs)

@@ -18,8 +18,8 @@ __all__ = ["MAX_BYTES", "Tree", "report_html", "show", "write_report"]
 
 MAX_BYTES = 5_000_000
 
-_MAX_TREE = 500_000
-"""Characters of a tree that can be folded; a larger one is text."""
+_MAX_TREE = 300_000
+"""Characters of a tree that can be folded; a larger one is text, and ends there."""
 
 _MAX_SUMMARY = 10_000_000
 """Entries up to which an array's mean and spread are shown; treescope's own limit leaves out a layer of 784 x 200."""
@@ -46,8 +46,9 @@ def show(value: Any) -> Tree:
 def tree_html(value: Any) -> str:
     """A tree by treescope, which a browser folds without any server; as text where it runs no scripts, or prints."""
     with jax_support.summarization_threshold.set_scoped({"default": _MAX_SUMMARY}):
-        text = f"<pre>{html.escape(treescope.render_to_text(value, ignore_exceptions=True))}</pre>"
+        text = treescope.render_to_text(value, ignore_exceptions=True)
         folded = treescope.render_to_html(value, ignore_exceptions=True, compressed=False)
+    text = f"<pre>{html.escape(text if len(text) <= _MAX_TREE else text[:_MAX_TREE] + ' ...')}</pre>"
     if len(folded) > _MAX_TREE:
         return text
     return f'<div class="tree">{folded}</div>\n<noscript>{text}</noscript>\n<div class="printed">{text}</div>'

@@ -4,6 +4,7 @@ import importlib.util
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -89,6 +90,34 @@ def test_arrays_come_with_names_of_their_axes(run, toy, tmp_path, monkeypatch, c
     monkeypatch.setattr(toy, "AXES", {"part": ("seeds",)})
     with pytest.raises(ValueError, match="`axes` must name the axes of part0"):
         run()
+
+
+def test_the_report_says_how_the_run_was_made(run, tmp_path, capsys):
+    assert run("--quick", "--seed", 4) == 0
+    (folder,) = folders(tmp_path / "out")
+    page = (folder / "report.html").read_text()
+    assert f"<pre>python -m toy toy --quick --seed 4 --out {tmp_path / 'out'}</pre>" in page
+    for words in ("<svg", "<td>0.", "num_seeds=2", "peak on host (MiB)", "devices", '<th scope="row">seed</th><td>4'):
+        assert words in page, words
+    assert not re.search(r"https?://", page)
+    assert len(page) < 200_000
+    assert "a toy\n\npart  mean" in capsys.readouterr().out
+
+
+def test_a_caption_and_a_network_are_shown_if_there_are_any(run, toy, tmp_path, monkeypatch, capsys):
+    class WithMember(toy.Results):
+        member = {"weights": np.arange(3)}
+
+    real = toy.compute
+    monkeypatch.setattr(toy, "compute", lambda *args, **options: WithMember(*real(*args, **options)))
+    monkeypatch.setattr(toy, "caption", lambda results: f"Mean of {len(results.parts)}.", raising=False)
+    assert run() == 0
+    (folder,) = folders(tmp_path / "out")
+    page = (folder / "report.html").read_text()
+    assert "<figcaption>Mean of 3.</figcaption>" in page
+    assert "<h2>One of the networks</h2>" in page
+    assert "weights" in page
+    assert "Mean of 3." in capsys.readouterr().out
 
 
 def test_everything_has_the_permissions_of_any_new_file(run, tmp_path):

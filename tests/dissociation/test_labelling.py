@@ -1,5 +1,9 @@
 """Names for the axes of results: from annotations, from what was mapped, from grids; and results as they were."""
 
+import dataclasses
+import importlib
+import pkgutil
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -8,6 +12,8 @@ import optax
 import pytest
 from jaxtyping import Array, Bool, Float
 
+import dissociation
+import koopman
 from dissociation.labelled import load_results
 from dissociation.labelling import label_tree
 from dissociation.metrics.collapse import class_moments
@@ -85,6 +91,33 @@ def test_a_comparison_knows_its_layers_and_members():
     )
     assert data.other_layers.values.tolist() == ["hidden", "hidden", "last", "last"]
     assert data.attrs["measure"] == "linear_cka"
+
+
+def test_every_measure_has_names():
+    """No field of any result is called as an axis of another, and none of its methods is in the way."""
+    for package in (dissociation, koopman):
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if not module.name.endswith("__main__"):
+                importlib.import_module(module.name)
+    kinds = [kind for kind in _below(Result) if kind.__module__.partition(".")[0] in ("dissociation", "koopman")]
+    assert len(kinds) >= 15
+    for kind in kinds:
+        result, fields = object.__new__(kind), dataclasses.fields(kind)
+        for field in fields:
+            static = field.metadata.get("static")
+            value = (("a", 0), ("b", 1)) if static else np.zeros((2,) * _rank(kind.__annotations__.get(field.name)))
+            object.__setattr__(result, field.name, value)
+        found = result.labelled()
+        assert set(found.arrays) | set(found.attrs) == {field.name for field in fields}, kind
+
+
+def _below(kind):
+    return [below for child in kind.__subclasses__() for below in (child, *_below(child))]
+
+
+def _rank(hint):
+    kind = next((part for part in (hint, *getattr(hint, "__args__", ())) if hasattr(part, "dims")), None)
+    return 1 if kind is None else len(kind.dims)
 
 
 def test_results_stay_trees_that_transformations_take(measured):

@@ -96,7 +96,7 @@ class Similarities(Result):
 
     UNITS = {"jensen_shannon": "nats"}
 
-    def coordinates(self) -> dict[str, tuple[str, np.ndarray]]:
+    def axis_coordinates(self) -> dict[str, tuple[str, np.ndarray]]:
         """What rows and columns are, by name: the axis that it belongs to, and the values."""
         found = {}
         for axis, stem, pairs in (("items", "item", self.items), ("others", "other", self.others)):
