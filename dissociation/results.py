@@ -1,31 +1,48 @@
-"""What measures return: frozen results that print their numbers."""
+"""What measures return: frozen results that print their numbers, and have tables and files of them with names."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import equinox as eqx
 import numpy as np
 
 from dissociation.checks import is_traced
+from dissociation.labelling import Labels
 
 __all__ = ["Result"]
 
 _PRINTED = 16
 
 
-class Result(eqx.Module):
-    """Base of results. Small arrays are printed as numbers, where a module would print their shape and dtype.
+class Result(eqx.Module, Labels):
+    """Base of results. Small arrays are printed as numbers, larger ones as their shape and the range of their numbers.
+
+    Axes have the names in the fields' annotations: `result.to_xarray("seeds")` where `vmap` put seeds in front, see
+    `labelling.label_tree`; `to_dataframe` gives tidy tables, `save` writes `.npz` or `.nc`.
+
+    Attributes:
+        UNITS: Of fields that have one, by name.
 
     Example:
         >>> import jax.numpy as jnp
         >>> class Height(Result):
         ...     mean: jnp.ndarray
         ...     table: jnp.ndarray
-        >>> Height(jnp.array([1.5, 2.0]), jnp.zeros((3, 400)))
-        Height(mean=[1.5 2. ], table=f32[3,400])
+        >>> Height(jnp.array([1.5, 2.0]), jnp.arange(1200.0).reshape(3, 400))
+        Height(mean=[1.5 2. ], table=f32[3,400] from 0 to 1199)
     """
 
+    UNITS: ClassVar[Mapping[str, str]] = {}
+
     def __repr__(self) -> str:
-        parts = []
-        for name, value in vars(self).items():
-            known = eqx.is_array_like(value) and not is_traced(value) and np.size(value) <= _PRINTED
-            shown = np.array2string(np.asarray(value), precision=6) if known else eqx.tree_pformat(value)
-            parts.append(f"{name}={shown}")
-        return f"{type(self).__name__}({', '.join(parts)})"
+        return f"{type(self).__name__}({', '.join(f'{name}={_shown(value)}' for name, value in vars(self).items())})"
+
+
+def _shown(value: Any) -> str:
+    if not eqx.is_array_like(value) or is_traced(value):
+        return eqx.tree_pformat(value)
+    array = np.asarray(value)
+    if array.size <= _PRINTED:
+        return np.array2string(array, precision=6)
+    known = array[np.isfinite(array)] if array.dtype.kind in "iuf" else array[:0]
+    return eqx.tree_pformat(value) + (f" from {known.min():.4g} to {known.max():.4g}" if known.size else "")

@@ -107,6 +107,15 @@ class Grid:
             for name, values in part.items()
         }
 
+    @property
+    def coords(self) -> dict[str, tuple[str, np.ndarray]]:
+        """Every quantity by its axis: the axis's name, and the values along it."""
+        return {
+            name: (axis, values)
+            for axis, part in zip(self.axes, self._parts, strict=True)
+            for name, values in part.items()
+        }
+
     def hyperparams(self, *names: str) -> dict[str, Array]:
         """Quantities by member as floats, for `fit(hyperparams=...)`: those of these names, in their order.
 

@@ -56,7 +56,8 @@ def test_the_readme_has_every_figure_and_no_other():
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_commands_in_the_readme_are_understood(words, monkeypatch):
     asked = []
-    monkeypatch.setattr(command, "produce", lambda figure, config, run, program: asked.append((program, figure)) or 0)
+    produce = lambda figure, config, run, program, words: asked.append((program, figure)) or 0  # noqa: E731
+    monkeypatch.setattr(command, "produce", produce)
     package, name, *options = words
     assert PACKAGES[package].cli.main([name, *options]) == 0
     assert asked == [(package, PACKAGES[package].figures.figures()[name])]

@@ -7,13 +7,11 @@ renamed or brought from another run is refused rather than mixed in.
 import dataclasses
 import json
 import os
-import platform
 import time
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dissociation import checkpoint, checks, distributed, files
+from dissociation import checkpoint, checks, distributed, files, provenance
 from dissociation.files import RefusedFile, replacing, write_bytes
 
 Arrays = dict[str, np.ndarray]
@@ -109,15 +107,9 @@ def _checksum(path: str | os.PathLike[str], arrays: Arrays, digest: str) -> str:
 
 
 def save_description(path: str | os.PathLike[str], description: Mapping[str, Any]) -> None:
-    """Writes JSON with `description`, and the versions and devices that the run had."""
-    packages = ("dissociation", "jax", "jaxlib", "equinox", "optax", "numpy")
-    environment = {
-        "python": platform.python_version(),
-        **{name: metadata.version(name) for name in packages},
-        "devices": [str(device) for device in jax.devices()],
-    }
+    """Writes JSON with `description`, and the environment that the run had, see `provenance`."""
     # What is not finite has no place in JSON: null.
-    plain = json.dumps({**description, "environment": environment}, default=_plain)
+    plain = json.dumps({**description, "environment": provenance.environment()}, default=_plain)
     strict = json.loads(plain, parse_constant=lambda _: None)
     write_bytes(path, (json.dumps(strict, indent=2) + "\n").encode())
 

@@ -44,6 +44,7 @@ from dissociation.figures.collapse_results import Results, assemble, crossing_ta
 from dissociation.figures.members import DataName, check_source
 from dissociation.figures.seeds import masked_part, named_diverged, number, stand_ins
 from dissociation.files import RefusedFile
+from dissociation.members import take
 from dissociation.progress import MeterFactory
 from dissociation.recipes.grokking import initial_models, train_grokking
 from dissociation.training import Layout, Progress
@@ -58,19 +59,23 @@ _MEMBERS = ("weight_decays", "seeds")
 AXES = {
     "weight_decays": ("weight_decays",),
     "seeds": ("seeds",),
-    "time_step": ("times",),
-    "information_step": ("information_times",),
-    "nhsic": (*_MEMBERS, "information_times"),
-    "mi_": (*_MEMBERS, "information_times"),
+    "time_step": ("time_step",),
+    "information_step": ("information_step",),
+    "nhsic": (*_MEMBERS, "information_step"),
+    "mi_": (*_MEMBERS, "information_step"),
     "margin": (*_MEMBERS, "images"),
     "plane": (*_MEMBERS, "images", "coordinates"),
     "plane_boundary": _MEMBERS,
     "diverged_at": _MEMBERS,
     "first_": _MEMBERS,
     "median_": ("weight_decays", "bounds"),
+    "bounds": ("bounds",),
     "collapse_line": ("coefficients",),
-    "": (*_MEMBERS, "times"),
+    "coefficients": ("coefficients",),
+    "": (*_MEMBERS, "time_step"),
 }
+
+UNITS = {"time_step": "steps", "information_step": "steps", "mi_": "nats", "first_": "steps", "median_": "steps"}
 
 _MODELS = "models.ckpt"
 _SHOWN = "train_loss", "train_accuracy", "test_accuracy", "rnc1_score", "nc2_score"
@@ -250,7 +255,8 @@ def _computed(
     margins = masked_part(parts, "margins", alive, job)
     described = {"name": data.name, "num_train": config.num_train, "num_test": len(data.test_images)}
     series, steps = flat(trained.history.observed), trained.history.observed_at
-    return assemble(config, described, steps, series, margins, trained.diverged_at, parts.seconds)
+    found = assemble(config, described, steps, series, margins, trained.diverged_at, parts.seconds)
+    return found._replace(member=take(trained.models, 0))
 
 
 def load_partial(config: Config, folder: str | os.PathLike[str]) -> Results:
@@ -310,6 +316,7 @@ def arrays(results: Results) -> dict[str, np.ndarray]:
     config, crossings = results.config, results.crossings
     steps = {"time_step": results.time_step, "information_step": results.information_step}
     members = {"weight_decays": np.asarray(config.weight_decays), "seeds": np.asarray(config.seeds)}
+    members |= {"bounds": np.asarray(("median", "low", "high")), "coefficients": np.asarray(("slope", "intercept"))}
     members |= {"diverged_at": results.diverged_at, "collapse_line": crossings.line}
     members |= {f"first_{name}": values for name, values in crossings.first.items()}
     members |= {f"median_{name}": values for name, values in crossings.median.items()}

@@ -126,6 +126,7 @@ class Results(NamedTuple):
         crossings: When networks crossed the thresholds.
         diverged_at: The step at which a network diverged, or -1: [decay, seed]. From there on its numbers are NaN.
         seconds: Wall time of every part.
+        member: One of the networks, as a report shows it; None for results of another making.
     """
 
     config: Any
@@ -138,6 +139,7 @@ class Results(NamedTuple):
     crossings: Crossings
     diverged_at: np.ndarray
     seconds: dict[str, float]
+    member: Any = None
 
 
 def assemble(

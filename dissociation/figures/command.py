@@ -24,9 +24,13 @@ import tyro
 from dissociation import checks, interrupts, plotting
 from dissociation import distributed as processes
 from dissociation.checks import WrongValue, check_seed
+from dissociation.exhibits import aligned as aligned  # notebooks print tables by it
 from dissociation.figures import artifacts
+from dissociation.figures.labels import families_of, flat_results_of
 from dissociation.figures.protocol import Figure
-from dissociation.files import RefusedFile
+from dissociation.figures.reporting import exhibit_of, report_of
+from dissociation.files import RefusedFile, write_bytes
+from dissociation.labelled import save_npz
 
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 
@@ -41,7 +45,7 @@ class RunOptions:
 
     out: Path = Path("results")
     """Folder in which every run has a folder of its own: the figure (PDF and PNG), its arrays (.npz), a description of
-    the run (.json), and the parts from which an interrupted run goes on."""
+    the run (.json), a report with all of it (report.html), and the parts from which an interrupted run goes on."""
     seed: int = DEFAULT_SEED
     """Everything random follows from it."""
     quick: Flag = False
@@ -92,7 +96,7 @@ def run_command(
         SystemExit: After `--help`.
     """
     words = sys.argv[1:] if arguments is None else list(arguments)
-    commands = {name: _command(figure, "--quick" in words, program) for name, figure in figures.items()}
+    commands = {name: _command(figure, words, program) for name, figure in figures.items()}
     printed = io.StringIO()
     try:
         with contextlib.redirect_stderr(printed):
@@ -105,15 +109,15 @@ def run_command(
     return chosen()
 
 
-def _command(figure: Figure, quick: bool, program: str) -> Callable[..., Callable[[], int]]:
+def _command(figure: Figure, words: Sequence[str], program: str) -> Callable[..., Callable[[], int]]:
     """A function whose signature is a figure's options, with the defaults of a rehearsal if it is one."""
-    default = figure.Config().quick() if quick else figure.Config()
+    default = figure.Config().quick() if "--quick" in words else figure.Config()
 
     def choose(
         config: tyro.conf.OmitArgPrefixes[figure.Config] = default,  # pyright: ignore[reportInvalidTypeForm]
         run: tyro.conf.OmitArgPrefixes[RunOptions] = RunOptions(),  # noqa: B008
     ) -> Callable[[], int]:
-        return lambda: produce(figure, config, run, program=program)
+        return lambda: produce(figure, config, run, program=program, words=words)
 
     choose.__doc__ = figure.SHOWS
     return choose
@@ -138,7 +142,9 @@ def _one_line(box: str) -> str:
     return f"{sentence} (perhaps {meant.group()}; --help lists all)" if meant else sentence
 
 
-def produce(figure: Figure, config: Any, run: RunOptions, *, program: str = "dissociation") -> int:
+def produce(
+    figure: Figure, config: Any, run: RunOptions, *, program: str = "dissociation", words: Sequence[str] = ()
+) -> int:
     """Computes, draws, writes and reports one figure.
 
     Args:
@@ -146,6 +152,7 @@ def produce(figure: Figure, config: Any, run: RunOptions, *, program: str = "dis
         config: Its configuration.
         run: Where and how.
         program: The command's name, for messages.
+        words: The words after it, for the report.
 
     Returns:
         The exit status: 0; 1 for data or files that cannot be read or written; 2 for settings that the data cannot
@@ -160,7 +167,7 @@ def produce(figure: Figure, config: Any, run: RunOptions, *, program: str = "dis
             data = figure.source(config)
         except (OSError, ValueError) as error:
             return tell(error, 2 if isinstance(error, WrongValue) else 1, error)
-        return _run(figure, config, run, data)
+        return _run(figure, config, run, data, ("python", "-m", program, *words))
     except KeyboardInterrupt as error:
         return stopped(error)
     except BrokenPipeError:  # whoever read the table has seen enough of it
@@ -195,7 +202,7 @@ def _stopped(program: str, error: BaseException) -> int:
     return interrupts.status()
 
 
-def _run(figure: Figure, config: Any, run: RunOptions, data: Any) -> int:
+def _run(figure: Figure, config: Any, run: RunOptions, data: Any, words: Sequence[str]) -> int:
     began = time.perf_counter()
     key = jax.random.PRNGKey(run.seed)
     identity = artifacts.identity_of(config, key, data)
@@ -208,7 +215,7 @@ def _run(figure: Figure, config: Any, run: RunOptions, data: Any) -> int:
         progress = None if run.silent or not processes.is_main() else "terminal"
         results = figure.compute(config, key=key, dataset=data, folder=parts, progress=progress)
         seconds = time.perf_counter() - began
-        processes.on_main(lambda: _finish(figure, run, folder, results, seconds, compiling))
+        processes.on_main(lambda: _finish(figure, config, run, folder, results, seconds, compiling, words))
     return 0
 
 
@@ -224,22 +231,25 @@ def _take_folder(figure: Figure, run: RunOptions, folder: Path, identity: Any, h
         print(f"Going on in {folder} (--fresh begins anew).", file=sys.stderr)
 
 
-def _finish(figure: Figure, run: RunOptions, folder: Path, results: Any, seconds: float, compiling: Any) -> None:
+def _finish(
+    figure: Figure, config: Any, run: RunOptions, folder: Path, results: Any, seconds: float, compiling: Any, words: Any
+) -> None:
     """Draws, writes and reports."""
     stem = folder / figure.STEM
-    written = [*plotting.save_figure(figure.draw(results), stem), stem.with_suffix(".npz")]
-    arrays = figure.arrays(results)
-    axes = artifacts.axes_of(arrays, figure.AXES)
-    artifacts.save_arrays(written[-1], arrays, axes)
+    exhibit = exhibit_of(figure, results)
+    written = [*plotting.save_figure(exhibit.figure, stem), stem.with_suffix(".npz")]
+    labelled = flat_results_of(figure, results)
+    save_npz(written[-1], labelled, families_of(figure, results))
     description = figure.describe(results) | {
         "seed": run.seed,
-        "axes": axes,
+        "axes": labelled.dims,
         "seconds": results.seconds | {"this call": seconds, "compiling": compiling["seconds"]},
     }
     written.append(stem.with_suffix(".json"))
     artifacts.save_description(written[-1], description)
-    print(f"\n{figure.headline(results)}\n")
-    print(aligned(figure.table(results)))
+    written.append(folder / "report.html")
+    write_bytes(written[-1], report_of(figure, exhibit, config, results, description, words).encode())
+    print(f"\n{exhibit.text()}")
     compiled = f"{compiling['seconds']:.1f} s went into compiling {compiling['programs']} programs"
     kept = jax.config.values["jax_compilation_cache_dir"]
     print(f"\n{seconds:.0f} s; {compiled} ({compiling['cached']} more came from {kept}).")
@@ -299,9 +309,3 @@ def start_compilation_cache() -> dict[str, Any]:
     jax.monitoring.register_event_duration_secs_listener(on_duration)
     jax.monitoring.register_event_listener(on_event)
     return tally
-
-
-def aligned(rows: list[list[str]]) -> str:
-    """A table as text, columns as wide as their widest cell."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)

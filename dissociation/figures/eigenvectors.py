@@ -59,14 +59,19 @@ AXES = {
     "random_accuracy": ("norms",),
     "train": ("seeds", "epochs"),
     "validation": ("seeds", "epochs"),
-    "similarity": ("pairs", "classes", "ranks"),
+    "similarity": ("compared", "classes", "ranks"),
     "error": ("seeds", "components"),
-    "pairs": ("members", "pairs"),
+    "pairs": ("sides", "compared"),
     "full_error": ("seeds",),
     "interval": ("kinds", "bounds", "ranks"),
     "band": ("bounds", "components"),
     "diverged_at": ("seeds",),
     "radii": ("images",),
+    "sizes": ("sizes",),
+    "norms": ("norms",),
+    "bounds": ("bounds",),
+    "ends": ("ends",),
+    "kinds": ("kinds",),
 }
 
 
@@ -161,6 +166,7 @@ class Results(NamedTuple):
         masks: See `eigenvector_measures.masking`.
         diverged_at: The step at which a network diverged, or -1: [seeds]. Its numbers, and those of its pairs, are NaN.
         seconds: Wall time of every part.
+        member: One of the networks, as a report shows it; None for results of another making.
     """
 
     config: Config
@@ -181,6 +187,7 @@ class Results(NamedTuple):
     masks: dict[str, np.ndarray]
     diverged_at: dict[int, np.ndarray]
     seconds: dict[str, float]
+    member: Any = None
 
 
 def compute(
@@ -201,7 +208,8 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts, progress:
     images, labels = jnp.asarray(data.test_images), jnp.asarray(data.test_labels.argmax(1))
     history: dict[int, dict[str, np.ndarray]] = {}
     error: dict[int, dict[str, np.ndarray]] = {}
-    full_error, leading, forms, reference = {}, {}, {}, ()
+    full_error, leading, forms = {}, {}, {}
+    reference: Any = ()
     diverged_at, alive = {}, {}
     for size in config.sizes:
         trained = train_bilinear(
@@ -256,6 +264,7 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts, progress:
         masks=parts.get("masks", partial(masking, config, *reference, images, labels, key=jax.random.fold_in(key, 0))),
         diverged_at=diverged_at,
         seconds=parts.seconds,
+        member=reference[0],
     )
 
 
@@ -299,6 +308,9 @@ def arrays(results: Results) -> dict[str, np.ndarray]:
         flat |= {f"band_{name}_{size}": part for name, part in results.bands[size].items()}
         flat |= {f"pairs_{size}": results.pairs[size], f"full_error_{size}": results.full_error[size]}
         flat |= {f"diverged_at_{size}": results.diverged_at[size]}
+    flat |= {"sizes": np.asarray(results.config.sizes), "norms": np.asarray(results.config.mask_norms)}
+    flat |= {"bounds": np.asarray(("mean", "low", "high")), "ends": np.asarray(("positive", "negative"))}
+    flat |= {"kinds": np.asarray(("members", "pairs"))}
     return flat | {f"radii_{kept}": part for kept, part in results.radii.items()}
 
 
@@ -313,6 +325,18 @@ def describe(results: Results) -> dict[str, Any]:
             order: components_needed(results, order) for order in ORDERS
         },
     }
+
+
+def families(results: Results) -> dict[str, Any]:
+    """What names of arrays go on with, by the axes that it makes; see `figures.labels`."""
+    config = results.config
+    first = config.sizes[0]
+    kinds = {"similarity": results.similarity, "interval": results.intervals, "error": results.error}
+    kinds |= {"band": results.bands}
+    ends = [f"{kind}_{name}" for kind, by_size in kinds.items() for name in by_size[first]]
+    return dict.fromkeys(
+        (*results.history[first], *ends, "pairs", "full_error", "diverged_at"), {"sizes": config.sizes}
+    )
 
 
 def headline(results: Results) -> str:

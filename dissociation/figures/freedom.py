@@ -142,6 +142,7 @@ class Results(NamedTuple):
         test_error: Test error along training, [seeds, epochs + 1].
         diverged_at: The step at which a network diverged, or -1: [seeds].
         seconds: Wall time of every part.
+        member: One of the networks, as a report shows it; None for results of another making.
     """
 
     config: Config
@@ -156,6 +157,7 @@ class Results(NamedTuple):
     test_error: np.ndarray
     diverged_at: np.ndarray
     seconds: dict[str, float]
+    member: Any = None
 
 
 def source(config: Config) -> Dataset:
@@ -224,6 +226,7 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts, progress:
         test_error=trained.test_error,
         diverged_at=trained.diverged_at,
         seconds={"training": trained.seconds, **parts.seconds},
+        member=take(trained.models, 0),
     )
 
 
@@ -350,6 +353,14 @@ def arrays(results: Results) -> dict[str, np.ndarray]:
     named = {f"{kind}_{layer}": table for kind, tables in kinds.items() for layer, table in tables.items()}
     named |= {f"moved_{name}": table for name, table in results.moved.items()}
     return named | {"test_error": results.test_error, "diverged_at": results.diverged_at}
+
+
+def families(results: Results) -> dict[str, Any]:
+    """What names of arrays go on with, by the axes that it makes; see `figures.labels`."""
+    layers = {"layers": tuple(results.measured)}
+    plain = dict.fromkeys(("measured", "low", "high", "residual"), layers)
+    ends = dict.fromkeys(("approached", "change"), {"ends": ENDS, **layers})
+    return plain | ends | {"moved": {"rewrites": tuple(results.moved)}}
 
 
 def headline(results: Results) -> str:

@@ -34,6 +34,10 @@ class Measured(Protocol):
 class Figure(Protocol):
     """A module, which `figures()` of its package lists.
 
+    It may have more: `caption(results)`, a sentence or two on what is shown, of how many, and what bands are;
+    `families(results)`, see `labels.families_of`; `UNITS`, of arrays by how their names begin; and its results a
+    `member`, one of the networks, which the report shows.
+
     Attributes:
         STEM: The name of the files.
         SHOWS: What the figure shows, in a sentence: the help of its command.

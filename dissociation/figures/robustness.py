@@ -41,6 +41,7 @@ from dissociation.figures.members import (
 from dissociation.figures.members import source as source
 from dissociation.figures.null_spaces import moved_weights, null_perturbed, null_spaces, of_members
 from dissociation.figures.seeds import cell, masked_part
+from dissociation.members import take
 from dissociation.metrics.robustness import input_noise_error, parameter_noise_error
 from dissociation.progress import MeterFactory, open_meter
 from dissociation.weights.groups import NeuronGroup
@@ -52,14 +53,16 @@ STEM = "noise-robustness"
 SHOWS = "Test error of function-preserving rewrites under noise on inputs and on parameters."
 
 AXES = {
-    "input_scales": ("scales",),
-    "parameter_scales": ("scales",),
-    "input_error": ("seeds", "scales"),
-    "parameter_error": ("seeds", "scales"),
+    "input_scales": ("input_scales",),
+    "parameter_scales": ("parameter_scales",),
+    "input_error": ("seeds", "input_scales"),
+    "parameter_error": ("seeds", "parameter_scales"),
     "clean_error": ("seeds",),
     "test_error": ("seeds", "epochs"),
     "diverged_at": ("seeds",),
 }
+
+UNITS = {"input_scales": "pixel intensity"}
 
 LABELS = {
     "trained": "trained",
@@ -151,6 +154,7 @@ class Results(NamedTuple):
         test_error: Test error along training, [seeds, epochs + 1].
         diverged_at: The step at which a network diverged, or -1: [seeds]. Its numbers are NaN.
         seconds: Wall time of every part.
+        member: One of the networks, as a report shows it; None for results of another making.
     """
 
     config: Config
@@ -165,6 +169,7 @@ class Results(NamedTuple):
     test_error: np.ndarray
     diverged_at: np.ndarray
     seconds: dict[str, float]
+    member: Any = None
 
 
 def rewrites(config: Config, group: NeuronGroup, weights: LayerInputs) -> dict[str, Callable[..., Any]]:
@@ -267,6 +272,7 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts, progress:
         test_error=trained.test_error,
         diverged_at=trained.diverged_at,
         seconds={"training": trained.seconds, **parts.seconds},
+        member=take(trained.models, 0),
     )
 
 
@@ -298,6 +304,12 @@ def arrays(results: Results) -> dict[str, np.ndarray]:
     for kind in ("input_error", "parameter_error", "clean_error"):
         named |= {f"{kind}_{name}": value for name, value in getattr(results, kind).items()}
     return named | {"test_error": results.test_error, "diverged_at": results.diverged_at}
+
+
+def families(results: Results) -> dict[str, Any]:
+    """What names of arrays go on with, by the axes that it makes; see `figures.labels`."""
+    variants = tuple(results.clean_error)
+    return {kind: {"variants": variants} for kind in ("input_error", "parameter_error", "clean_error")}
 
 
 def headline(results: Results) -> str:

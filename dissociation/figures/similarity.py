@@ -35,6 +35,7 @@ from dissociation.figures.members import (
 )
 from dissociation.figures.members import source as members_source
 from dissociation.figures.seeds import cell
+from dissociation.members import take
 from dissociation.metrics import similarity
 from dissociation.metrics.similarity import MEASURES
 from dissociation.models.representations import member_representations, representations
@@ -61,7 +62,12 @@ AXES = {
     "stress": (),
     "test_error": ("seeds", "epochs"),
     "diverged_at": ("seeds",),
+    "items": ("items",),
+    "rewrites": ("rewrites",),
+    "ends": ("ends",),
 }
+
+UNITS = {"jensen_shannon": "nats"}
 
 REPRESENTATIONAL = tuple(name for name in MEASURES if name not in ("disagreement", "jensen_shannon", "crossnobis_rsa"))
 """Measures that rewrites are tried on: of representations, measured once."""
@@ -167,6 +173,7 @@ class Results(NamedTuple):
         test_error: Test error along training, [seeds, epochs + 1].
         diverged_at: The step at which a network diverged, or -1: [seeds]. Its numbers are NaN.
         seconds: Wall time of every part.
+        member: One of the networks, as a report shows it; None for results of another making.
     """
 
     config: Config
@@ -188,6 +195,7 @@ class Results(NamedTuple):
     test_error: np.ndarray
     diverged_at: np.ndarray
     seconds: dict[str, float]
+    member: Any = None
 
 
 class Snapshots(eqx.Module):
@@ -283,6 +291,7 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts, progress:
         test_error=trained.test_error,
         diverged_at=trained.diverged_at,
         seconds={"training": trained.seconds, **parts.seconds},
+        member=take(trained.models, 0),
     )
 
 
@@ -373,7 +382,16 @@ def arrays(results: Results) -> dict[str, np.ndarray]:
     }  # fmt: skip
     named = {f"{kind}_{name}": value for kind, values in kinds.items() for name, value in values.items()}
     alone = ("disagreement", "jensen_shannon", "points", "test_error", "diverged_at")
-    return named | {name: np.asarray(getattr(results, name)) for name in alone} | {"stress": np.asarray(results.stress)}
+    named |= {name: np.asarray(getattr(results, name)) for name in alone} | {"stress": np.asarray(results.stress)}
+    named |= {"items": np.asarray([f"{layer} {seed}" for layer, seed in results.items])}
+    return named | {"rewrites": np.asarray(REWRITES), "ends": np.asarray(("mean", "low", "high"))}
+
+
+def families(results: Results) -> dict[str, Any]:
+    """What names of arrays go on with, by the axes that it makes; see `figures.labels`."""
+    measures = {"measures": tuple(dict.fromkeys((*results.matrices, *results.rewritten)))}
+    kinds = ("matrix", "low", "high", "baseline", "through", "course", "rewritten", "chance", "calibrated")
+    return dict.fromkeys(kinds, measures)
 
 
 def headline(results: Results) -> str:

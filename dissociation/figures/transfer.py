@@ -42,6 +42,7 @@ from dissociation.figures.members import (
 )
 from dissociation.figures.members import source as members_source
 from dissociation.figures.seeds import cell, masked_part
+from dissociation.members import take
 from dissociation.metrics.probes import stable_step_size
 from dissociation.metrics.transfer import transfer_errors
 from dissociation.models.representations import representations
@@ -57,6 +58,8 @@ AXES = {
     "test_error": ("seeds", "epochs"),
     "diverged_at": ("seeds",),
 }
+
+UNITS = {"budgets": "samples"}
 
 LABELS = {
     "trained": "trained",
@@ -145,6 +148,7 @@ class Results(NamedTuple):
         test_error: Test error along training, [seeds, epochs + 1].
         diverged_at: The step at which a network diverged, or -1: [seeds]. Its numbers are NaN.
         seconds: Wall time of every part.
+        member: One of the networks, as a report shows it; None for results of another making.
     """
 
     config: Config
@@ -156,6 +160,7 @@ class Results(NamedTuple):
     test_error: np.ndarray
     diverged_at: np.ndarray
     seconds: dict[str, float]
+    member: Any = None
 
 
 def source(config: Config) -> Dataset:
@@ -236,6 +241,7 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts, progress:
         test_error=trained.test_error,
         diverged_at=trained.diverged_at,
         seconds={"training": trained.seconds, **parts.seconds},
+        member=take(trained.models, 0),
     )
 
 
@@ -280,6 +286,13 @@ def arrays(results: Results) -> dict[str, np.ndarray]:
     clean = {f"clean_error_{variant}": error for variant, error in results.clean_error.items()}
     along = {"test_error": results.test_error, "diverged_at": results.diverged_at}
     return {"budgets": results.budgets, **named, **clean, **along}
+
+
+def families(results: Results) -> dict[str, Any]:
+    """What names of arrays go on with, by the axes that it makes; see `figures.labels`."""
+    variants = {"variants": tuple(results.clean_error)}
+    probes = {"tasks": tuple(TASKS), "probes": results.config.probes, **variants}
+    return {"transfer_error": probes, "clean_error": variants}
 
 
 def headline(results: Results) -> str:

@@ -19,6 +19,8 @@ from jaxtyping import Array, PyTree
 from dissociation import checkpoint as checkpoints
 from dissociation import checks, distributed, files, sharding
 from dissociation.keys import typed
+from dissociation.labelled import Labelled, label
+from dissociation.labelling import Labels, Over, label_tree
 from dissociation.schedule import check_steps
 from dissociation.shares import Share, share_of
 from dissociation.traced import trace
@@ -62,6 +64,15 @@ class FitResult(NamedTuple):
     member_map: str
     seconds: float
     state: State
+
+    def labelled(self, over: Over = None) -> Labelled:
+        """The history, see `History.labelled`, and `diverged_at` [members]; not the models."""
+        ended = label_tree({"diverged_at": self.diverged_at}, "members" if over is None else over)
+        done = self.history.labelled(over)
+        attrs = {"num_steps": self.num_steps, "member_map": self.member_map, "seconds": self.seconds}
+        return label({**done.arrays, **ended.arrays}, {**done.dims, **ended.dims}, coords=done.coords, attrs=attrs)
+
+    to_xarray, to_dataframe, save = Labels.to_xarray, Labels.to_dataframe, Labels.save
 
 
 @validated

@@ -20,6 +20,8 @@ from dissociation import checkpoint as checkpoints
 from dissociation import checks, distributed, sharding
 from dissociation.batch_size import needed_bytes
 from dissociation.conversion import describe
+from dissociation.labelled import Labelled, label
+from dissociation.labelling import Labels, Over, label_tree
 from dissociation.lanes import Parts, parts_in_turn, ready, run_tasks, traced_number
 from dissociation.members import concatenate, stack, take
 from dissociation.shares import Share
@@ -61,6 +63,26 @@ class History(NamedTuple):
     observed: Any
     metrics: Any
     first_step: int
+
+    def labelled(self, over: Over = None) -> Labelled:
+        """Losses and metrics along steps, observations along the steps of the records.
+
+        Args:
+            over: What the members are, if not just that: a name, `{"seeds": [0, 1]}`, or a sweep's `sweeps.Grid`.
+
+        Returns:
+            `loss` [members, steps], `metrics_...` [members, steps, ...], `observed_...` [members, observed_at, ...],
+            with the steps as coordinates.
+        """
+        over = "members" if over is None else over
+        steps = self.first_step + np.arange(self.loss.shape[1])
+        done = label_tree({"loss": self.loss, "metrics": self.metrics}, over, then={"steps": steps})
+        if self.observed is None:
+            return done
+        seen = label_tree({"observed": self.observed}, over, then={"observed_at": self.observed_at})
+        return label({**done.arrays, **seen.arrays}, {**done.dims, **seen.dims}, coords={**done.coords, **seen.coords})
+
+    to_xarray, to_dataframe, save = Labels.to_xarray, Labels.to_dataframe, Labels.save
 
 
 class Save(NamedTuple):

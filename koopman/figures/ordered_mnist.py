@@ -45,7 +45,11 @@ AXES = {
     "validation": ("seeds", "epochs"),
     "batched": ("seeds",),
     "diverged_at": ("seeds",),
+    "protocols": ("protocols",),
+    "scales": ("scales",),
 }
+
+UNITS = {"times": "steps"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,6 +135,7 @@ class Results(NamedTuple):
         diverged_at: Per trained network, the step at which a seed diverged, or -1: [seeds]. Its numbers are NaN, and
             all numbers of a seed whose oracle diverged.
         seconds: Wall time of every part.
+        member: One of the networks, as a report shows it; None for results of another making.
     """
 
     config: Config
@@ -147,6 +152,7 @@ class Results(NamedTuple):
     oracle_accuracy: np.ndarray
     diverged_at: dict[str, np.ndarray]
     seconds: dict[str, float]
+    member: Any = None
 
     def accuracy(self, model: str) -> np.ndarray:
         """Share of forecasts that the oracle reads as the right digit: [seeds, protocols, scales, times]."""
@@ -233,6 +239,7 @@ def _computed(
         oracle_accuracy=np.where(diverged_at["oracle"] < 0, right, np.nan),
         diverged_at=diverged_at,
         seconds=parts.seconds,
+        member=member(trained["oracle"], 0),
     )
 
 
@@ -294,7 +301,8 @@ def arrays(results: Results) -> dict[str, np.ndarray]:
     flat = {f"{field}_{name}": part for field in fields for name, part in getattr(results, field).items()}
     labels = {f"predicted_{name}": predicted(part) for name, part in results.logits.items()}
     accuracy = {f"accuracy_{name}": results.accuracy(name) for name in results.logits}
-    fixed = {"times": results.times, "labels": results.labels, "oracle_accuracy": results.oracle_accuracy}
+    named = {"protocols": np.asarray(tuple(PROTOCOLS)), "scales": np.asarray(SCALES)}
+    fixed = named | {"times": results.times, "labels": results.labels, "oracle_accuracy": results.oracle_accuracy}
     diverged = {f"diverged_at_{name}": steps for name, steps in results.diverged_at.items()}
     return {**fixed, **accuracy, **labels, **flat, **diverged}
 
@@ -310,6 +318,13 @@ def describe(results: Results) -> dict[str, Any]:
         "largest distance of a root of unity to the nearest eigenvalue": eigenvalue_errors(results),
         "largest phase error, radians per step": phase_errors(results),
     }
+
+
+def families(results: Results) -> dict[str, Any]:
+    """What names of arrays go on with, by the axes that it makes; see `figures.labels`."""
+    models = {"models": tuple(results.logits)}
+    kinds = ("accuracy", "predicted", "logits", "strips", "eigenvalues", "left", "validation", "batched", "diverged_at")
+    return dict.fromkeys(kinds, models)
 
 
 def headline(results: Results) -> str:

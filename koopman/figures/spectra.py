@@ -39,14 +39,20 @@ from koopman.spectrum import decompose, right_eigenfunctions
 STEM = "spectra"
 SHOWS = "Estimated against exact eigenvalues and eigenfunctions of systems whose spectra are known."
 
-AXES = {
-    "lengths": ("lengths",),
-    "exact": ("eigenvalues",),
-    "grids": ("points",),
-    "exact_functions": ("points",),
-    "eigenvalues": ("trajectories", "lengths", "eigenvalues"),
-    "functions": ("trajectories", "points"),
-}
+SYSTEMS = ("logistic", "ornstein_uhlenbeck", "prinz")
+"""The systems there are."""
+
+AXES: dict[str, tuple[str, ...]] = {"lengths": ("lengths",)}
+for _name in SYSTEMS:
+    AXES |= {
+        f"exact_{_name}": (f"exact_{_name}",),
+        f"grids_{_name}": (f"grids_{_name}",),
+        f"exact_functions_{_name}": (f"grids_{_name}",),
+        f"eigenvalues_{_name}": ("trajectories", "lengths", f"exact_{_name}"),
+        f"functions_{_name}": ("trajectories", f"grids_{_name}"),
+    }
+
+UNITS = {"lengths": "transitions"}
 
 ESTIMATORS = {
     "ridge": "ridge",
@@ -56,9 +62,6 @@ ESTIMATORS = {
 }
 """What the estimators are called, in the order of the legend."""
 
-
-SYSTEMS = ("logistic", "ornstein_uhlenbeck", "prinz")
-"""The systems there are."""
 
 MAX_RANK = 6
 """Of their operators, which centres must not be fewer than."""
@@ -369,6 +372,12 @@ def describe(results: Results) -> dict[str, Any]:
         "systems": results.data,
         "exact": {name: np.stack([np.real(values), np.imag(values)], -1) for name, values in results.exact.items()},
     }
+
+
+def families(results: Results) -> dict[str, Any]:
+    """What names of arrays go on with, by the axes that it makes; see `figures.labels`."""
+    estimators = {"estimators": tuple(ESTIMATORS)}
+    return {f"{kind}_{name}": estimators for kind in ("eigenvalues", "functions") for name in results.exact}
 
 
 def headline(results: Results) -> str:

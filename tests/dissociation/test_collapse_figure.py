@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from drawn import assert_only_draws
+from labels import assert_labelled
 
 from dissociation import cli
 from dissociation.data.datasets import load
@@ -195,12 +196,19 @@ def test_a_seed_that_diverged_is_left_out_and_named(small):
 def test_names_of_axes_fit_every_array(small):
     results, config, _ = small
     arrays = collapse.arrays(results)
-    lengths = {"weight_decays": 2, "seeds": 2, "times": len(results.time_step), "coordinates": 2}
-    lengths |= {"information_times": len(results.information_step), "bounds": 3, "coefficients": 2}
+    lengths = {"weight_decays": 2, "seeds": 2, "time_step": len(results.time_step), "coordinates": 2}
+    lengths |= {"information_step": len(results.information_step), "bounds": 3, "coefficients": 2}
     for name, axes in axes_of(arrays, collapse.AXES).items():
         known = [(lengths[axis], size) for axis, size in zip(axes, arrays[name].shape, strict=True) if axis in lengths]
         assert len(known) >= 1
         assert all(wanted == size for wanted, size in known), name
+
+
+def test_steps_are_coordinates(small, tmp_path):
+    results, config, _ = small
+    found = assert_labelled(collapse, results, tmp_path, {"rnc1_score": ("weight_decays", "seeds", "time_step")})
+    last = found.to_xarray().rnc1_score.sel(seeds=config.seeds[1], time_step=results.time_step[-1])
+    np.testing.assert_array_equal(last, results.series["rnc1_score"][:, 1, -1])
 
 
 def test_figures_of_nothing(small):
@@ -332,7 +340,7 @@ def test_command_line_goes_on(tmp_path, capsys, monkeypatch):
     with np.load(out / "collapse.npz") as first:
         kept = dict(first)
     assert kept["rnc1_score"].shape == (2, 2, len(observation_steps(20)))
-    assert json.loads(str(kept["axes"]))["rnc1_score"] == ["weight_decays", "seeds", "times"]
+    assert json.loads(str(kept["axes"]))["rnc1_score"] == ["weight_decays", "seeds", "time_step"]
     assert cli.main([*arguments, "--resume"]) == 0
     with np.load(out / "collapse.npz") as again:
         np.testing.assert_array_equal(kept["rnc1_score"], again["rnc1_score"])

@@ -4,6 +4,7 @@ import importlib.util
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -63,7 +64,7 @@ def test_a_run_has_a_folder_of_its_own(run, tmp_path, capsys):
     }  # fmt: skip
     for folder in found:
         names = {path.name for path in folder.iterdir()}
-        assert names == {"parts", "toy.json", "toy.npz", "toy.pdf", "toy.png"}
+        assert names == {"parts", "report.html", "toy.json", "toy.npz", "toy.pdf", "toy.png"}
         assert str(folder) in capsys.readouterr().out or folder != found[0]
     shapes = {path.name.rsplit("_", 1)[0]: contents(path)["part0"].shape for path in found}
     assert shapes["toy_quick"] == (2, 2)
@@ -81,13 +82,42 @@ def test_other_data_are_another_run(run, toy, tmp_path, monkeypatch):
 def test_arrays_come_with_names_of_their_axes(run, toy, tmp_path, monkeypatch, capsys):
     run()
     (folder,) = folders(tmp_path / "out")
-    assert json.loads(str(contents(folder)["axes"])) == {f"part{i}": ["seeds", "steps"] for i in range(3)}
+    named = {f"part{i}": ["seeds", "steps"] for i in range(3)} | {"seeds": ["seeds"]}
+    assert json.loads(str(contents(folder)["axes"])) == named
     description = json.loads((folder / "toy.json").read_text())
     assert description["axes"]["part2"] == ["seeds", "steps"]
     assert description["nan"] is None
     monkeypatch.setattr(toy, "AXES", {"part": ("seeds",)})
     with pytest.raises(ValueError, match="`axes` must name the axes of part0"):
         run()
+
+
+def test_the_report_says_how_the_run_was_made(run, tmp_path, capsys):
+    assert run("--quick", "--seed", 4) == 0
+    (folder,) = folders(tmp_path / "out")
+    page = (folder / "report.html").read_text()
+    assert f"<pre>python -m toy toy --quick --seed 4 --out {tmp_path / 'out'}</pre>" in page
+    for words in ("<svg", "<td>0.", "num_seeds=2", "peak on host (MiB)", "devices", '<th scope="row">seed</th><td>4'):
+        assert words in page, words
+    assert not re.search(r"https?://", page)
+    assert len(page) < 200_000
+    assert "a toy\n\npart  mean" in capsys.readouterr().out
+
+
+def test_a_caption_and_a_network_are_shown_if_there_are_any(run, toy, tmp_path, monkeypatch, capsys):
+    class WithMember(toy.Results):
+        member = {"weights": np.arange(3)}
+
+    real = toy.compute
+    monkeypatch.setattr(toy, "compute", lambda *args, **options: WithMember(*real(*args, **options)))
+    monkeypatch.setattr(toy, "caption", lambda results: f"Mean of {len(results.parts)}.", raising=False)
+    assert run() == 0
+    (folder,) = folders(tmp_path / "out")
+    page = (folder / "report.html").read_text()
+    assert "<figcaption>Mean of 3.</figcaption>" in page
+    assert "<h2>One of the networks</h2>" in page
+    assert "weights" in page
+    assert "Mean of 3." in capsys.readouterr().out
 
 
 def test_everything_has_the_permissions_of_any_new_file(run, tmp_path):
@@ -97,7 +127,7 @@ def test_everything_has_the_permissions_of_any_new_file(run, tmp_path):
     finally:
         os.umask(before)
     files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
-    assert len(files) == 4 + 4  # figure, arrays, description; parts and identity
+    assert len(files) == 5 + 4  # figure, arrays, description, report; parts and identity
     assert {path.stat().st_mode & 0o777 for path in files} == {0o640}
 
 

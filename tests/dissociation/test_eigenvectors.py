@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from drawn import assert_only_draws
+from labels import assert_labelled
 
 from dissociation.figures import eigenvector_tables as tables
 from dissociation.figures import eigenvectors
@@ -114,6 +115,14 @@ def test_names_of_axes_fit_every_array(small):
     for name, axes in axes_of(arrays, eigenvectors.AXES).items():
         for axis, size in zip(axes, arrays[name].shape, strict=True):
             assert size == lengths.get(axis, size), name
+
+
+def test_sizes_are_an_axis(small, tmp_path):
+    results, config, _ = small
+    dims = {"train_loss": ("sizes", "seeds", "epochs"), "top": ("sizes", "other_sizes")}
+    found = assert_labelled(eigenvectors, results, tmp_path, dims).to_xarray()
+    size = config.sizes[-1]
+    np.testing.assert_array_equal(found.train_loss.sel(sizes=size), results.history[size]["train_loss"])
 
 
 def test_truncation(small):

@@ -10,6 +10,7 @@ import jaxtyping
 import numpy as np
 import pytest
 from drawn import assert_only_draws
+from labels import assert_labelled
 
 from dissociation import cli
 from dissociation.data.datasets import load
@@ -263,9 +264,24 @@ def test_names_of_axes_fit_every_array(noise, transferred):
     for figure, results in ((robustness, noise[0]), (transfer, transferred)):
         arrays = figure.arrays(results)
         axes = axes_of(arrays, figure.AXES)
-        lengths = {"seeds": 2, "epochs": SMALL["num_epochs"] + 1, "scales": 6, "budgets": 2}
+        lengths = {"seeds": 2, "epochs": SMALL["num_epochs"] + 1, "budgets": 2}
+        lengths |= {"input_scales": 6, "parameter_scales": 6}
         for name, array in arrays.items():
             assert array.shape == tuple(lengths[axis] for axis in axes[name]), name
+
+
+@pytest.mark.slow
+def test_variants_tasks_and_probes_are_axes(noise, transferred, tmp_path):
+    results = noise[0]
+    dims = {"input_error": ("variants", "seeds", "input_scales"), "clean_error": ("variants", "seeds")}
+    found = assert_labelled(robustness, results, tmp_path, dims)
+    scaled = found.to_xarray().parameter_error.sel(variants="scaled", seeds=1)
+    np.testing.assert_array_equal(scaled, results.parameter_error["scaled"][1])
+    np.testing.assert_array_equal(scaled.parameter_scales, results.parameter_scales)
+    dims = {"transfer_error": ("tasks", "probes", "variants", "seeds", "budgets")}
+    found = assert_labelled(transfer, transferred, tmp_path, dims)
+    one = found.to_xarray().transfer_error.sel(tasks="coarse", probes="converged", variants="zero")
+    np.testing.assert_array_equal(one, transferred.transfer_error["coarse"]["converged"]["zero"])
 
 
 @pytest.mark.slow
@@ -282,7 +298,7 @@ def test_command_line_writes_everything_and_goes_on(tmp_path, capsys, monkeypatc
     assert {path.suffix for path in out.glob("noise-robustness.*")} == {".pdf", ".png", ".npz", ".json"}
     arrays = np.load(out / "noise-robustness.npz")
     assert arrays["input_error_scaled"].shape == arrays["parameter_error_scaled"].shape == (2, 6)
-    assert json.loads(str(arrays["axes"]))["parameter_error_scaled"] == ["seeds", "scales"]
+    assert json.loads(str(arrays["axes"]))["parameter_error_scaled"] == ["seeds", "parameter_scales"]
     description = json.loads((out / "noise-robustness.json").read_text())
     assert description["data"] == {"name": "glyphs", "num_train": 600, "num_test": 150}
     assert description["config"]["num_zero"] == 48

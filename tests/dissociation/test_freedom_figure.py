@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 from drawn import assert_only_draws
+from labels import assert_labelled
 
 from dissociation.figures import freedom, members
 from dissociation.figures.artifacts import axes_of
@@ -80,6 +81,9 @@ def test_the_files_and_the_figure(run):
     results, folder = run
     arrays = freedom.arrays(results)
     assert set(axes_of(arrays, freedom.AXES)) == set(arrays)
+    dims = {"change": ("ends", "layers", "seeds", "other_seeds"), "moved": ("rewrites", "seeds", "other_seeds")}
+    found = assert_labelled(freedom, results, folder, dims).to_xarray()
+    np.testing.assert_array_equal(found.change.sel(ends="high", layers="features"), results.change["high"]["features"])
     assert len(freedom.table(results)) == 1 + 2 + 5
     assert "the functions of a pair can show anything from" in freedom.headline(results)
     assert_only_draws(freedom, results)

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from drawn import assert_only_draws
+from labels import assert_labelled
 
 from dissociation.figures import members, similarity
 from dissociation.figures.artifacts import axes_of
@@ -56,10 +57,14 @@ def test_it_goes_on_from_its_parts(run):
         np.testing.assert_array_equal(values, similarity.arrays(again)[name])
 
 
-def test_the_files_and_the_figure(run):
+def test_the_files_and_the_figure(run, tmp_path):
     results, _ = run
     arrays = similarity.arrays(results)
     assert set(axes_of(arrays, similarity.AXES)) == set(arrays)
+    dims = {"matrix": ("measures", "items", "other_items"), "rewritten": ("measures", "rewrites", "seeds")}
+    found = assert_labelled(similarity, results, tmp_path, dims).to_xarray()
+    moved = found.rewritten.sel(rewrites="permuted").to_series().dropna()
+    assert set(moved.index.get_level_values("measures")) == set(results.rewritten)
     assert len(similarity.table(results)) == 1 + 4
     assert "3 seeds" in similarity.headline(results)
     assert_only_draws(similarity, results)

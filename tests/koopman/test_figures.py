@@ -10,10 +10,12 @@ import jaxtyping
 import numpy as np
 import pytest
 from drawn import assert_only_draws
+from labels import assert_labelled
 
 from dissociation.data.datasets import Dataset, load
 from dissociation.figures import command
 from dissociation.figures.artifacts import axes_of
+from dissociation.labelled import load_results
 from dissociation.models.cnn import Encoder
 from koopman import cli
 from koopman.figures import ordered_mnist, spectra
@@ -150,8 +152,11 @@ def test_command_line(tmp_path, capsys, monkeypatch):
     with np.load(out / "spectra.npz") as arrays:
         assert arrays["eigenvalues_ornstein_uhlenbeck_ridge"].shape == (2, 1, 3)
         axes = json.loads(str(arrays["axes"]))
-    assert axes["eigenvalues_ornstein_uhlenbeck_ridge"] == ["trajectories", "lengths", "eigenvalues"]
-    assert axes["exact_functions_ornstein_uhlenbeck"] == ["points"]
+    assert axes["eigenvalues_ornstein_uhlenbeck_ridge"] == ["trajectories", "lengths", "exact_ornstein_uhlenbeck"]
+    assert axes["exact_functions_ornstein_uhlenbeck"] == ["grids_ornstein_uhlenbeck"]
+    estimates = load_results(out / "spectra.npz").to_xarray().eigenvalues_ornstein_uhlenbeck
+    assert estimates.dims == ("estimators", "trajectories", "lengths", "exact_ornstein_uhlenbeck")
+    assert "estimated against exact" in (out / "report.html").read_text().lower()
     capsys.readouterr()
     assert cli.main(["ordered-mnist", "--data", "cifar"]) == 2
     assert "cifar" in capsys.readouterr().err
@@ -244,6 +249,13 @@ def test_names_of_axes_fit_every_array(sequence_results):
     for name, axes in axes_of(arrays, ordered_mnist.AXES).items():
         for axis, size in zip(axes, arrays[name].shape, strict=True):
             assert size == lengths.get(axis, size), name
+
+
+def test_models_and_protocols_are_axes(sequence_results, tmp_path):
+    dims = {"accuracy": ("models", "seeds", "protocols", "scales", "times")}
+    found = assert_labelled(ordered_mnist, sequence_results, tmp_path, dims).to_xarray()
+    one = found.accuracy.sel(models="linear", protocols="powers", scales="rescaled")
+    np.testing.assert_array_equal(one, sequence_results.accuracy("linear")[:, 1, 1])
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,8 @@ class Estimate(Result):
     error: Float[Array, ""]
     reliable: Bool[Array, ""]
 
+    UNITS = {"value": "nats", "error": "nats"}
+
 
 @validated
 def entropy_weights(num_neighbours: int, dimension: int) -> Float[np.ndarray, " k"]:

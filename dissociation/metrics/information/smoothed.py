@@ -46,6 +46,8 @@ class SmoothedInformation(Result):
     zx_given_y: Float[Array, ""]
     saturated: Bool[Array, ""]
 
+    UNITS = {"zx": "nats", "zy": "nats", "zx_given_y": "nats"}
+
 
 @validated
 def log_density(

@@ -1,0 +1,63 @@
+"""A figure's run as an exhibit, and as a report."""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import matplotlib.figure
+
+from dissociation import provenance
+from dissociation.exhibits import Exhibit
+from dissociation.figures.protocol import Figure
+from dissociation.report import Tree, report_html
+
+ELSEWHERE = ("figure", "config", "seed", "axes", "seconds", "environment")
+"""What a run's description says and a report shows in sections of its own, or not."""
+
+
+def exhibit_of(figure: Figure, results: Any, drawn: matplotlib.figure.Figure | None = None) -> Exhibit:
+    """A figure with headline, caption and table.
+
+    Args:
+        figure: A module of figures.
+        results: What its `compute` returned.
+        drawn: What its `draw` made of them, if that was done.
+    """
+    caption = getattr(figure, "caption", None)
+    return Exhibit(
+        headline=figure.headline(results),
+        figure=figure.draw(results) if drawn is None else drawn,
+        caption=figure.SHOWS if caption is None else caption(results),
+        table=figure.table(results),
+    )
+
+
+def report_of(
+    figure: Figure, exhibit: Exhibit, config: Any, results: Any, description: Mapping[str, Any], words: Sequence[str]
+) -> str:
+    """The report of a run, as HTML.
+
+    Args:
+        figure: A module of figures.
+        exhibit: Its `exhibit_of`.
+        config: What was asked for.
+        results: What was computed; its `member`, if it has one, is shown.
+        description: What the JSON beside the figure says.
+        words: The command that made it.
+    """
+    sections: dict[str, Any] = {name: value for name, value in description.items() if name not in ELSEWHERE}
+    scalars = {name: value for name, value in sections.items() if not isinstance(value, Mapping)}
+    sections = {name: value for name, value in sections.items() if name not in scalars}
+    sections |= {"further numbers": scalars} if scalars else {}
+    data = sections.pop("data", None)
+    sections["settings"] = Tree(config)
+    sections |= {} if data is None else {"data": data}
+    if (model := getattr(results, "member", None)) is not None:
+        sections["one of the networks"] = Tree(model)
+    seconds = {f"{name} (s)": value for name, value in description["seconds"].items()}
+    memory = {f"peak on {name} (MiB)": round(size / 2**20) for name, size in provenance.peak_memory().items()}
+    sections["time and memory"] = seconds | memory
+    sections["environment"] = provenance.environment() | {"seed": description["seed"]}
+    sections["command"] = shlex.join(words)
+    title = figure.SHOWS.rstrip(".")
+    return report_html(title, [exhibit], {name[:1].upper() + name[1:]: value for name, value in sections.items()})

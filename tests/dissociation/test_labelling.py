@@ -1,0 +1,197 @@
+"""Names for the axes of results: from annotations, from what was mapped, from grids; and results as they were."""
+
+import dataclasses
+import importlib
+import pkgutil
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jaxtyping import Array, Bool, Float
+
+import dissociation
+import koopman
+from dissociation.labelled import load_results
+from dissociation.labelling import label_tree
+from dissociation.metrics.collapse import class_moments
+from dissociation.metrics.similarity.pairs import pairwise
+from dissociation.results import Result
+from dissociation.sweeps import Grid
+from dissociation.training import FullBatch, Save, fit, make_step
+
+FEATURES = jax.random.normal(jax.random.key(0), (6, 30, 5))
+LABELS = jnp.arange(30) % 3
+GRID = Grid.zipped(decay=[0.1, 0.2, 0.3], rate=[1, 2, 3]) * Grid(seed=[7, 9])
+
+
+class Measured(Result):
+    """Annotations of every kind."""
+
+    rates: Float[Array, "modes"]
+    plane: Float[Array, "2 d"]
+    table: Float[Array, "*pairs r r"]
+    anything: Array
+    found: Bool[Array, ""] | None
+    measure: str = eqx.field(static=True)
+    widths: tuple[int, ...] = eqx.field(static=True)
+
+    UNITS = {"rates": "1 / s"}
+
+
+@pytest.fixture
+def measured():
+    return Measured(jnp.ones(3), jnp.ones((2, 4)), jnp.ones((5, 3, 3)), jnp.ones((2, 7)), None, "cka", (1, 2))
+
+
+def test_axes_have_the_names_of_the_annotations(measured):
+    found = measured.labelled()
+    assert found.dims == {
+        "rates": ("modes",), "plane": ("plane_dim_0", "d"), "table": ("pairs", "r", "other_r"),
+        "anything": ("anything_dim_0", "anything_dim_1"),
+    }  # fmt: skip
+    assert found.attrs == {"measure": "cka", "widths": [1, 2]}
+    assert found.units == {"rates": "1 / s"}
+
+
+def test_what_mapping_adds_stands_in_front(measured):
+    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf]), measured)
+    found = stacked.labelled({"seeds": [7, 9]})
+    assert found.dims["table"] == ("seeds", "pairs", "r", "other_r")
+    assert found.dims["anything"] == ("seeds", "anything_dim_0", "anything_dim_1")
+    np.testing.assert_array_equal(found["seeds"], [7, 9])
+    assert stacked.labelled("seeds").dims["rates"] == ("seeds", "modes")
+    assert stacked.labelled().dims["rates"] == ("rates_dim_0", "modes")
+    assert measured.labelled("seeds").dims["rates"] == ("modes",)  # not mapped
+    with pytest.raises(ValueError, match="`arrays` must have 2 places along seeds"):
+        stacked.labelled({"seeds": [7, 9, 11]})
+
+
+def test_members_of_a_grid_are_its_axes():
+    moments = jax.vmap(lambda z: class_moments(z, LABELS, 3, scatter=True))(FEATURES)
+    data = moments.to_xarray(GRID)
+    assert data.scatter.dims == ("decay,rate", "seed", "d", "other_d")
+    np.testing.assert_array_equal(data.means.sel(seed=9)[1], moments.means[3])
+    np.testing.assert_array_equal(data.decay, [0.1, 0.2, 0.3])
+    table = moments.to_dataframe(GRID)["decay,rate", "seed"]
+    assert list(table.columns) == ["decay,rate", "seed", "decay", "rate", "norms"]
+    np.testing.assert_array_equal(table.norms, moments.norms)
+    np.testing.assert_array_equal(table.rate, [1, 1, 2, 2, 3, 3])
+    with pytest.raises(ValueError, match=r"`tree` must hold arrays of 2 members, of a grid of \(2,\), got \(6, 3\)"):
+        moments.labelled(Grid(seed=[7, 9]))
+
+
+def test_a_comparison_knows_its_layers_and_members():
+    compared = pairwise("linear_cka", {"hidden": FEATURES[:2], "last": FEATURES[2:4]})
+    data = compared.to_xarray()
+    assert float(data["values"].sel(items="hidden 1", others="last 0")) == float(
+        compared.between("hidden", "last")[1, 0]
+    )
+    assert data.other_layers.values.tolist() == ["hidden", "hidden", "last", "last"]
+    assert data.attrs["measure"] == "linear_cka"
+
+
+def test_every_measure_has_names():
+    """No field of any result is called as an axis of another, and none of its methods is in the way."""
+    for package in (dissociation, koopman):
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if not module.name.endswith("__main__"):
+                importlib.import_module(module.name)
+    kinds = [kind for kind in _below(Result) if kind.__module__.partition(".")[0] in ("dissociation", "koopman")]
+    assert len(kinds) >= 15
+    for kind in kinds:
+        result, fields = object.__new__(kind), dataclasses.fields(kind)
+        for field in fields:
+            static = field.metadata.get("static")
+            value = (("a", 0), ("b", 1)) if static else np.zeros((2,) * _rank(kind.__annotations__.get(field.name)))
+            object.__setattr__(result, field.name, value)
+        found = result.labelled()
+        assert set(found.arrays) | set(found.attrs) == {field.name for field in fields}, kind
+
+
+def _below(kind):
+    return [below for child in kind.__subclasses__() for below in (child, *_below(child))]
+
+
+def _rank(hint):
+    kind = next((part for part in (hint, *getattr(hint, "__args__", ())) if hasattr(part, "dims")), None)
+    return 1 if kind is None else len(kind.dims)
+
+
+def test_results_stay_trees_that_transformations_take(measured):
+    leaves, structure = jax.tree.flatten(measured)
+    assert len(leaves) == 4
+    assert eqx.tree_equal(jax.tree.unflatten(structure, leaves), measured)
+    doubled = jax.jit(lambda result: jax.tree.map(lambda leaf: 2 * leaf, result))(measured)
+    assert type(doubled) is Measured
+    np.testing.assert_array_equal(doubled.rates, 2 * measured.rates)
+    with pytest.raises(AttributeError):
+        measured.rates = 0
+    with pytest.raises(TypeError, match="`rates` must be known, got a traced value"):
+        jax.jit(lambda result: result.labelled().arrays["rates"])(measured)
+
+
+def test_a_result_saves_itself(measured, tmp_path):
+    for suffix in (".npz", ".nc"):
+        read = load_results(measured.save(tmp_path / f"x{suffix}"))
+        assert read.dims == measured.labelled().dims
+        assert read.attrs == measured.labelled().attrs
+        assert read.units == {"rates": "1 / s"}
+
+
+def test_any_tree_of_arrays_will_do():
+    found = label_tree({"a": [np.zeros(2), {"b": 1.5}], "c": (1, 2), "model": jnp.tanh, "none": None, "text": "x"})
+    assert found.dims == {"a_0": ("a_0_dim_0",), "a_1_b": (), "c": ("c_dim_0",)}
+    assert found.attrs == {"text": "x"}
+    assert label_tree(np.zeros((2, 3)), "seeds").dims == {"values": ("seeds", "values_dim_0")}
+    assert label_tree(found) is found
+    assert label_tree({"key": jax.random.key(0)})["key"].shape == (2,)
+    with pytest.raises(TypeError, match="`tree` must hold arrays, got an object of type dict"):
+        label_tree({"a": None})
+
+
+@pytest.fixture(scope="module")
+def trained():
+    def loss(model, batch, key):
+        x, y = batch
+        error = (jax.vmap(model)(x)[:, 0] - y) ** 2
+        return error.mean(), {"largest": error.max()}
+
+    models = eqx.filter_vmap(lambda key: eqx.nn.Linear(5, 1, key=key))(jax.random.split(jax.random.key(0), 6))
+    save = Save(lambda model, step, key: {"weight": model.weight[0]}, at=[0, 2, 4])
+    step, data = make_step(loss, optax.sgd(0.01)), FullBatch((FEATURES[0], LABELS.astype(float)))
+    return fit(models, step, data, num_steps=4, key=jax.random.key(1), save=save)
+
+
+def test_a_history_has_steps_and_members(trained, tmp_path):
+    data = trained.history.to_xarray(GRID)
+    assert data.loss.dims == ("decay,rate", "seed", "steps")
+    assert data.observed_weight.dims == ("decay,rate", "seed", "observed_at", "observed_weight_dim_0")
+    np.testing.assert_array_equal(data.observed_at, [0, 2, 4])
+    np.testing.assert_array_equal(data.loss.sel(seed=7, steps=3)[2], trained.history.loss[4, 3])
+    np.testing.assert_array_equal(
+        data.observed_weight.sel(seed=9, observed_at=4)[1], trained.history.observed["weight"][3, 2]
+    )
+    assert data.metrics_largest.dims == data.loss.dims
+    assert trained.history.labelled().dims["loss"] == ("members", "steps")
+    assert ("members", "steps") in trained.history.to_dataframe()
+    step, features = make_step(_loss_alone, optax.sgd(0.01)), FullBatch((FEATURES[0], LABELS.astype(float)))
+    on = fit(trained.state, step, features, num_steps=2, key=jax.random.key(1))
+    np.testing.assert_array_equal(on.history.labelled()["steps"], [4, 5])  # they go on counting
+    read = load_results(trained.history.save(tmp_path / "history.nc", GRID))
+    np.testing.assert_array_equal(read["loss"].reshape(6, 4), trained.history.loss)
+
+
+def _loss_alone(model, batch, key):
+    x, y = batch
+    return ((jax.vmap(model)(x)[:, 0] - y) ** 2).mean()
+
+
+def test_the_outcome_of_a_fit_has_its_history_and_what_diverged(trained):
+    data = trained.to_xarray({"seeds": range(6)})
+    assert data.diverged_at.dims == ("seeds",)
+    assert data.loss.dims == ("seeds", "steps")
+    assert data.attrs["num_steps"] == 4
+    assert len(jax.tree.leaves(trained.history)) == 5  # still a tuple of arrays

@@ -1,0 +1,56 @@
+"""What a run depended on, as far as the process can tell."""
+
+import json
+import subprocess
+from importlib import metadata
+
+import jax
+import numpy as np
+import pytest
+
+from dissociation import provenance
+
+
+def test_versions_devices_and_switches(monkeypatch):
+    jax.devices()  # before the flag, which no backend knows
+    monkeypatch.setenv("XLA_FLAGS", "--xla_something=1")
+    found = provenance.environment()
+    assert found["jax"] == metadata.version("jax")
+    assert len(found["devices"]) == len(jax.devices())
+    assert found["XLA_FLAGS"] == "--xla_something=1"
+    assert found["jax_enable_x64"] is False
+    assert json.loads(json.dumps(found)) == found
+    monkeypatch.delenv("XLA_FLAGS")
+    assert "XLA_FLAGS" not in provenance.environment()
+
+
+def test_the_commit_of_a_checkout_and_none_elsewhere(tmp_path, monkeypatch):
+    package = tmp_path / "top" / "dissociation"
+    package.mkdir(parents=True)
+    monkeypatch.setattr(provenance, "__file__", str(package / "provenance.py"))
+    assert provenance.commit() is None
+
+    def git(*words):
+        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        return subprocess.run(["git", "-C", package.parent, *who, *words], capture_output=True, text=True, check=True)
+
+    try:
+        git("init", "-q")
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no git")
+    assert provenance.commit() is None  # nothing is committed
+    (package / "a").write_text("a")
+    git("add", ".")
+    git("commit", "-qm", "a")
+    assert provenance.commit() == git("rev-parse", "HEAD").stdout[:12]
+    (package / "a").write_text("b")
+    assert provenance.commit() == git("rev-parse", "HEAD").stdout[:12] + "-dirty"
+
+
+def test_the_peak_of_memory_never_falls():
+    before = provenance.peak_memory()["host"]
+    held = np.ones(2 * before // 8)
+    after = provenance.peak_memory()["host"]
+    assert after > before + held.nbytes // 4
+    del held
+    assert provenance.peak_memory()["host"] >= after

@@ -1,0 +1,50 @@
+"""Pages of HTML: whether they are well formed, and what a headless browser makes of them, where there is one."""
+
+import html.parser
+import re
+import shutil
+import subprocess
+
+NAME = next((name for name in ("chromium", "chromium-browser", "google-chrome", "chrome") if shutil.which(name)), None)
+
+
+def run(path, folder, *flags):
+    """Opens a file and returns what the browser wrote to its output, and what its console says."""
+    words = [
+        NAME,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        "--enable-logging=stderr",
+        "--v=0",
+    ]
+    words += [f"--user-data-dir={folder / 'profile'}", "--window-size=1100,4000", "--virtual-time-budget=10000", *flags]
+    done = subprocess.run([*words, path.as_uri()], capture_output=True, text=True, timeout=120, check=True)
+    return done.stdout, [line for line in done.stderr.splitlines() if re.search(r":CONSOLE[:(]", line)]
+
+
+class Tags(html.parser.HTMLParser):
+    """Counts elements, and raises on one that is closed out of turn."""
+
+    VOID = ("img", "path", "use", "rect", "meta", "stop", "circle", "image")
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.seen = [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.seen.append(tag)
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+    @classmethod
+    def of(cls, text):
+        parser = cls()
+        parser.feed(text)
+        assert not parser.open
+        return parser.seen
