@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, PyTree
+from jaxtyping import Array
 
 from dissociation import checkpoint as checkpoints
 from dissociation import checks, files
@@ -33,7 +33,7 @@ from dissociation.training.state import (
     first_opt_state,
     transformation,
 )
-from dissociation.types import PRNGKey, PRNGKeys
+from dissociation.types import PRNGKey, PRNGKeys, PyTree
 from dissociation.validation import validated
 
 
