@@ -10,8 +10,8 @@ LEVELS = {
     "dissociation": {
         "types": -3, "lazy": -3, "checks": -2, "keys": -2, "cores": -1, "conversion": -1, "validation": -0.5,
         "files": -1, "interrupts": -1, "display": 0, "linalg": 0, "results": 0, "progress": 0, "plotting": 0,
-        "sharding": 0, "schedule": 0, "lanes": 0.5, "distances": 0.5, "memory": 0, "batch_size": 0.5, "checkpoint": 1, "traced": 1.1,
-        "bmap": 1.2,
+        "sharding": 0, "schedule": 0, "lanes": 0.5, "distances": 0.5, "memory": 0, "batch_size": 0.5, "checkpoint": 1,
+        "traced": 1.1, "bmap": 1.2,
         "data": 1, "models": 1, "members": 1.5, "sweeps": 2, "weights": 2, "linear": 2, "spectral": 2, "metrics": 2,
         "training": 3, "symmetry": 3.5, "recipes": 4, "fig4": 4.5, "figures": 5, "cli": 6, "__main__": 7,
         "__init__": 8,  # names at the top, whose modules stay unloaded
