@@ -5,8 +5,8 @@ from koopman.figures import figures
 
 TIMES = """Figures of learned evolution operators, from data to PDF.
 
-Times on two cores that had other work as well. With --quick, a rehearsal in small: ordered-mnist 93 s, spectra 174 s. In
-full minutes to an hour. An interrupted run goes on with the same command. --version says which this is."""
+Times on two cores that had other work as well. With --quick, a rehearsal in small: ordered-mnist 93 s, spectra 174 s.
+An interrupted run goes on with the same command. --version says which this is."""
 
 
 def main(arguments: list[str] | None = None) -> int:
