@@ -1,8 +1,10 @@
-"""Models and arrays to look at in a notebook, and on a page of it that runs no JavaScript."""
+"""Models, arrays and tables to look at in a notebook, and on a page of it that runs no JavaScript."""
 
 import base64
 import html
 import io
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
@@ -11,7 +13,7 @@ import numpy as np
 
 from dissociation import checks
 
-__all__ = ["Shown", "show"]
+__all__ = ["Shown", "Table", "show", "table"]
 
 _HEIGHT = 112
 
@@ -26,7 +28,7 @@ class Shown:
 
     def __init__(self, value: Any):
         self._value = value
-        self.text = eqx.tree_pformat(value)
+        self.text = re.sub(r" at 0x[0-9a-f]+", "", eqx.tree_pformat(value))
         self.png = _image(np.asarray(value)) if _is_picture(value) else None
 
     def __repr__(self) -> str:
@@ -39,7 +41,9 @@ class Shown:
             still = f"<pre>{html.escape(self.text)}</pre>"
         else:
             encoded = base64.b64encode(self.png).decode()
-            still = f'<img alt="{html.escape(self.text)}" src="data:image/png;base64,{encoded}">'
+            still = (
+                f'<img alt="{html.escape(self.text)}" style="max-width: 100%" src="data:image/png;base64,{encoded}">'
+            )
         with treescope.active_autovisualizer.set_scoped(treescope.ArrayAutovisualizer()):
             moving = treescope.render_to_html(self._value)
         return f"{still}<details><summary>to look inside (needs JavaScript)</summary>{moving}</details>"
@@ -93,3 +97,55 @@ def _image(array: np.ndarray) -> bytes:
     buffer = io.BytesIO()
     imsave(buffer, np.kron(colours, np.ones((times, times, 1))), format="png")
     return buffer.getvalue()
+
+
+class Table:
+    """What `table` returns: rows that notebooks show as HTML and `print` writes in columns.
+
+    Attributes:
+        rows: The cells, the names of the columns first.
+    """
+
+    def __init__(self, rows: Sequence[Sequence[str]]):
+        self.rows = [[str(cell) for cell in row] for row in rows]
+
+    def __repr__(self) -> str:
+        widths = [max(map(len, column)) for column in zip(*self.rows, strict=True)]
+        return "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in self.rows
+        )
+
+    def _repr_html_(self) -> str:
+        marks = ["th", *["td"] * (len(self.rows) - 1)]
+        lines = [
+            "".join(f"<{mark}>{html.escape(cell)}</{mark}>" for cell in row)
+            for mark, row in zip(marks, self.rows, strict=True)
+        ]
+        head, *body = (f"<tr>{line}</tr>" for line in lines)
+        return f"<table><thead>{head}</thead><tbody>{''.join(body)}</tbody></table>"
+
+
+def _line(mark: str, row: Sequence[str]) -> str:
+    return "<tr>" + "".join(f"<{mark}>{html.escape(cell)}</{mark}>" for cell in row) + "</tr>"
+
+
+def table(rows: Sequence[Sequence[str]]) -> Table:
+    """A table to show in a notebook, such as a figure's `table(results)`.
+
+    Args:
+        rows: Cells as text, rows of equal length, the names of the columns first.
+
+    Returns:
+        An object that notebooks show; `print` writes its columns.
+
+    Raises:
+        ValueError: If there is no row, or rows differ in length.
+
+    Example:
+        >>> table([["seed", "error"], ["0", "1.89 %"]])
+        seed  error
+        0     1.89 %
+    """
+    if not rows or len({len(row) for row in rows}) > 1:
+        checks.fail("rows", "be some, of one length", [len(row) for row in rows])
+    return Table(rows)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from dissociation.display import show
+from dissociation.display import show, table
 
 
 def image_of(shown):
@@ -48,3 +48,13 @@ def test_models_are_text_with_a_view_to_open():
 def test_nothing_is_refused():
     with pytest.raises(ValueError, match="`value` must have elements"):
         show(np.zeros((0, 3)))
+
+
+def test_a_table_is_html_and_text():
+    shown = table([["seed", "error"], ["0", "< 2 %"]])
+    head, body = "<tr><th>seed</th><th>error</th></tr>", "<tr><td>0</td><td>&lt; 2 %</td></tr>"
+    assert shown._repr_html_() == f"<table><thead>{head}</thead><tbody>{body}</tbody></table>"
+    assert repr(shown).splitlines() == ["seed  error", "0     < 2 %"]
+    for rows in ([], [["a", "b"], ["c"]]):
+        with pytest.raises(ValueError, match="`rows` must be some, of one length"):
+            table(rows)
