@@ -14,11 +14,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, PyTree
+from jaxtyping import Array
 
 from dissociation import checks, lanes
 from dissociation.batch_size import run_largest
 from dissociation.traced import trace
+from dissociation.types import PyTree
 from dissociation.validation import validated
 
 EVERY_ARRAY = eqx.if_array(0)

@@ -7,12 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, PyTree
+from jaxtyping import Array
 
 from dissociation import checks
 from dissociation.conversion import as_array, as_numbers
 from dissociation.keys import typed
-from dissociation.types import PRNGKey
+from dissociation.types import PRNGKey, PyTree
 from dissociation.validation import validated
 
 

@@ -1,9 +1,14 @@
 """Types of arguments that both packages share, and how each is taken: see `dissociation.validation`."""
 
-from typing import Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Array, Float, Int, Key, UInt32
+
+if TYPE_CHECKING:
+    PyTree = Any  # jaxtyping's is of no known type, of which a strict type checker warns whoever calls us
+else:
+    from jaxtyping import PyTree as PyTree
 
 
 class Labels(NamedTuple):

@@ -3,9 +3,12 @@
 from dissociation.figures.command import run_command
 from koopman.figures import figures
 
+TIMES = """Figures of learned evolution operators, from data to PDF.
+
+Times on two cores that had other work as well. With --quick, a rehearsal in small: ordered-mnist 93 s, spectra 174 s.
+An interrupted run goes on with the same command. --version says which this is."""
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line on these words, by default those of the process; returns the exit status."""
-    return run_command(
-        figures(), arguments, program="koopman", description="Figures of learned evolution operators, from data to PDF."
-    )
+    return run_command(figures(), arguments, program="koopman", description=TIMES)

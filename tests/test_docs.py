@@ -1,22 +1,53 @@
-"""The code in README.md and docs/ runs as it stands."""
+"""The code in README.md and docs/ runs as it stands, and the pages hold what they are for."""
 
 import re
 from pathlib import Path
 
 import pytest
+from registry import CALLS
 
-pytestmark = pytest.mark.slow
+import dissociation
+import koopman
 
 ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCKS = [
     (path.relative_to(ROOT), i, code)
-    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    for path in PAGES
     for i, code in enumerate(re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL))
 ]
+NUMBER = r"-?\d+\.\d*(?:e-?\d+)?"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("path", "index", "code"), BLOCKS, ids=[f"{path}-{i}" for path, i, _ in BLOCKS])
 def test_code_blocks_run(path, index, code, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     exec(compile(code, f"{path}, block {index}", "exec"), {})
-    assert capsys.readouterr().out.strip(), "an example should show something"
+    printed = capsys.readouterr().out.strip()
+    assert printed, "an example should show something"
+    shown = re.search(re.escape(code) + r"```\n+```text\n(.*?)```", (ROOT / path).read_text(), re.DOTALL)
+    if shown:  # what a page says that it prints
+        told, found = (re.findall(NUMBER, text) for text in (shown.group(1), printed))
+        assert [float(number) for number in found] == pytest.approx([float(number) for number in told], abs=0.02)
+
+
+def test_the_api_has_every_public_function():
+    pages = "\n".join(path.read_text() for path in (ROOT / "docs" / "api").glob("*.md"))
+    documented = set(re.findall(r"^::: ([\w.]+)$", pages, re.MULTILINE))
+    missing = {function.__module__ for function in CALLS} - documented
+    tops = [getattr(package, name) for package in (dissociation, koopman) for name in package.__all__]
+    missing |= {f"{top.__module__}.{top.__name__}" for top in tops if top.__module__ not in documented} - documented
+    assert not missing
+
+
+def test_the_navigation_has_every_page():
+    written = (ROOT / "docs" / "mkdocs.yml").read_text()
+    navigation = set(re.findall(r"([\w/-]+\.md)$", written.split("nav:")[1], re.MULTILINE))
+    pages = {str(path.relative_to(ROOT / "docs")) for path in PAGES[1:]}
+    notebooks = {f"notebooks/{path.stem}.md" for path in (ROOT / "notebooks").glob("*.ipynb")}
+    assert navigation == pages | notebooks
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().split()) <= 900

@@ -8,20 +8,21 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LEVELS = {
     "dissociation": {
-        "types": -3, "checks": -2, "cores": -1, "keys": -2, "conversion": -1, "validation": -0.5, "files": -1,
-        "interrupts": -1, "labelled": -0.5, "labelling": -0.4, "linalg": 0, "results": 0, "provenance": 0,
-        "progress": 0, "plotting": 0, "exhibits": 0.5, "report": 0.7, "sharding": 0, "schedule": 0,
-        "distributed": 0, "shares": 0.2, "lanes": 0.5,
+        "types": -3, "lazy": -3, "checks": -2, "cores": -1, "keys": -2, "conversion": -1, "validation": -0.5,
+        "files": -1, "interrupts": -1, "labelled": -0.5, "labelling": -0.4, "linalg": 0, "results": 0,
+        "provenance": 0, "progress": 0, "plotting": 0, "display": 0, "exhibits": 0.5, "report": 0.7, "sharding": 0,
+        "schedule": 0, "distributed": 0, "shares": 0.2, "lanes": 0.5,
         "distances": 0.5, "memory": 0, "batch_size": 0.5, "checkpoint": 1, "traced": 1.1, "bmap": 1.2,
         "data": 1, "models": 1, "members": 1.5, "sweeps": 2, "weights": 2, "linear": 2, "spectral": 2, "metrics": 2,
         "training": 3, "symmetry": 3.5, "recipes": 4, "fig4": 4.5, "figures": 5, "cli": 6, "__main__": 7,
+        "__init__": 8,  # names at the top, whose modules stay unloaded
     },
     "koopman": {
         "diagnostics": 0,  # warnings on data and options
         "datasets": 1, "losses": 1, "kernels": 1, "networks": 1, "pairs": 1, "rotations": 1, "solvers": 1,
         "operator": 1, "perturbation": 1, "subspaces": 2, "generator": 2, "nystroem": 2, "estimators": 2.5,
         "kernel_operators": 2.7, "operators": 3, "spectrum": 3, "forecast": 3, "learn": 4, "dynamical_similarity": 4,
-        "figures": 5, "cli": 6, "__main__": 7,
+        "figures": 5, "cli": 6, "__main__": 7, "__init__": 8,
     },
 }  # fmt: skip
 FILES = sorted(p for package in LEVELS for p in (ROOT / package).rglob("*.py"))
@@ -44,7 +45,7 @@ def imported_modules(path):
 def test_imports_go_down(path):
     package, *rest = path.relative_to(ROOT).with_suffix("").parts
     here = rest[0]
-    assert here == "__init__" or here in LEVELS[package], f"{path} has no level: add it to the table"
+    assert here in LEVELS[package], f"{path} has no level: add it to the table"
     for name in imported_modules(path):
         other, *parts = name.split(".")
         if other not in LEVELS or not parts:

@@ -96,6 +96,9 @@ def run_command(
         SystemExit: After `--help`.
     """
     words = sys.argv[1:] if arguments is None else list(arguments)
+    if words == ["--version"]:
+        print(f"{program} (dissociation {metadata.version('dissociation')})")
+        return 0
     commands = {name: _command(figure, words, program) for name, figure in figures.items()}
     printed = io.StringIO()
     try:

@@ -182,8 +182,8 @@ def crossval_gradient_predict(
     r"""Held-out class probabilities of a softmax probe after a fixed budget of gradient steps.
 
     W and b start at zero and follow the gradient of the *mean* training loss on raw features, without a penalty. A step
-    is stable below 2 / L, where L = lambda_max(sum_i [x_i, 1][x_i, 1]^T) / (2 m_f) bounds the curvature (Boehning 1992)
-    of a fold with m_f training samples; the default is 1 / L.
+    is stable below 2 / L, where L = lambda_max(sum_i z_i z_i^T) / (2 m_f), z_i = [x_i, 1], bounds the curvature
+    (Boehning 1992) of a fold with m_f training samples; the default is 1 / L.
 
     The default step follows the scale of the features, so a learner that uses it does not see a common factor on
     them, apart from the intercept. Pass one `step_size` for several representations, for instance the smallest of
@@ -231,7 +231,7 @@ def stable_step_size(x: Float[Array | np.ndarray, "n d"]) -> Float[Array, ""]:
         x: Features.
 
     Returns:
-        2 n / lambda_max(sum_i [x_i, 1][x_i, 1]^T), by 50 power iterations.
+        2 n / lambda_max(sum_i z_i z_i^T), z_i = [x_i, 1], by 50 power iterations.
 
     Raises:
         ValueError: If `x` has not two axes.

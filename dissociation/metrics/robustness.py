@@ -7,11 +7,11 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 
 from dissociation import checks
 from dissociation.bmap import bmap
-from dissociation.types import OneHot
+from dissociation.types import OneHot, PyTree
 from dissociation.validation import validated
 
 __all__ = ["error_rate", "input_noise_error", "parameter_noise_error"]

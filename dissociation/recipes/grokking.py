@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int
 
 from dissociation.checks import check_choice, check_count, check_non_negative, check_positive, check_seed, fail
 from dissociation.data.datasets import Dataset
@@ -28,7 +28,7 @@ from dissociation.models.mlp import MLP
 from dissociation.models.representations import representations
 from dissociation.sweeps import Grid
 from dissociation.training import Epochs, FitResult, Save, fit, make_step
-from dissociation.types import PRNGKeys
+from dissociation.types import PRNGKeys, PyTree
 from dissociation.validation import validated
 
 PIXEL_MEAN, PIXEL_DEVIATION = 0.1307, 0.3081

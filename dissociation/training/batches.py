@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, PyTree
+from jaxtyping import Array
 
 from dissociation import checks, sharding
 from dissociation.conversion import describe
 from dissociation.lanes import Parts
 from dissociation.training.chunk import Source
 from dissociation.training.samplers import HostBatches, Sampler, Segment, as_arrays, as_data
+from dissociation.types import PyTree
 
 
 def placed_parts(tree: Any, parts: Parts, mesh: Mesh | None) -> list[Any]:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, PyTree
+from jaxtyping import Array
 
 from dissociation import checkpoint as checkpoints
 from dissociation import checks, distributed, files, sharding
@@ -38,7 +38,7 @@ from dissociation.training.state import (
     first_opt_state,
     transformation,
 )
-from dissociation.types import PRNGKey, PRNGKeys
+from dissociation.types import PRNGKey, PRNGKeys, PyTree
 from dissociation.validation import validated
 
 logger = logging.getLogger(__name__)

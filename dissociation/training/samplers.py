@@ -12,13 +12,13 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, PyTree
+from jaxtyping import Array
 
 from dissociation import checks
 from dissociation.conversion import as_array, check_fits, describe, number_kind
 from dissociation.keys import typed
 from dissociation.schedule import steps_per_epoch
-from dissociation.types import PRNGKey
+from dissociation.types import PRNGKey, PyTree
 from dissociation.validation import validated
 
 MAX_BLOCK = 512

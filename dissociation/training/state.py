@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, Int
 
 from dissociation import checks
 from dissociation.conversion import as_array, as_numbers, check_fits
-from dissociation.types import PRNGKey
+from dissociation.types import PRNGKey, PyTree
 from dissociation.validation import validated
 
 

@@ -6,10 +6,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, PyTree
+from jaxtyping import Array
 
 from dissociation.checks import check_non_negative, fail
-from dissociation.types import PRNGKey, Scalar
+from dissociation.types import PRNGKey, PyTree, Scalar
 from dissociation.validation import validated
 
 Model = TypeVar("Model")

@@ -544,7 +544,7 @@ def test_shape_errors_name_the_argument():
 
 
 def test_import_path_of_the_notebook():
-    path = Path(__file__).parents[2] / "notebooks" / "logistic.py"
+    path = Path(__file__).parents[2] / "notebooks" / "paper" / "logistic.py"
     assert runpy.run_path(str(path))["crossval_softmax_predict"] is probes.crossval_softmax_predict
 
 
