@@ -200,7 +200,9 @@ def test_a_dead_process_ends_the_others_and_nothing_is_lost(tmp_path, dead):
     assert ended[dead][0] == -signal.SIGKILL
     status, _, said = ended[1 - dead]
     assert status == 1
-    why = "process 1 (on .*) has died: nothing was heard of it for" if dead else "process 0, which leads it, has died"
+    why = (
+        r"process 1 \(on .*\) has died: nothing was heard of it for" if dead else "process 0, which leads it, has died"
+    )
     assert re.search(why, said), said
     assert "Start all processes again: what has a checkpoint goes on from it." in said
     assert len(list(tmp_path.glob("run.ckpt.20.*"))) == 2 or len(list(tmp_path.glob("run.ckpt.15.*"))) == 2
