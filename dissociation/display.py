@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from dissociation import checks
+from dissociation.exhibits import aligned, table_html
 
 __all__ = ["Shown", "Table", "show", "table"]
 
@@ -110,23 +111,10 @@ class Table:
         self.rows = [[str(cell) for cell in row] for row in rows]
 
     def __repr__(self) -> str:
-        widths = [max(map(len, column)) for column in zip(*self.rows, strict=True)]
-        return "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in self.rows
-        )
+        return aligned(self.rows)
 
     def _repr_html_(self) -> str:
-        marks = ["th", *["td"] * (len(self.rows) - 1)]
-        lines = [
-            "".join(f"<{mark}>{html.escape(cell)}</{mark}>" for cell in row)
-            for mark, row in zip(marks, self.rows, strict=True)
-        ]
-        head, *body = (f"<tr>{line}</tr>" for line in lines)
-        return f"<table><thead>{head}</thead><tbody>{''.join(body)}</tbody></table>"
-
-
-def _line(mark: str, row: Sequence[str]) -> str:
-    return "<tr>" + "".join(f"<{mark}>{html.escape(cell)}</{mark}>" for cell in row) + "</tr>"
+        return table_html(self.rows)
 
 
 def table(rows: Sequence[Sequence[str]]) -> Table:

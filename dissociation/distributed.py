@@ -352,20 +352,17 @@ def _watch(group: _Group) -> None:
             said = group.client.key_value_dir_get(f"{_ALIVE}/")
         except jax.errors.JaxRuntimeError:
             return  # the runtime has failed, and says so itself
+        if group.note:  # it is leaving anyway
+            return
         for name, words in said:
             other, now = int(name.rpartition("/")[2]), time.monotonic()
             where, _, text = words.partition("|")
             if words != seen[other][0]:
                 seen[other] = words, now
-            if other == group.index:
-                continue
             if text.startswith("!"):
                 _leave(group, f"process {other} ({where}) has ended: {text[1:].rstrip('.')}")
-            if now - seen[other][1] > 0.8 * group.heartbeat:
-                _leave(
-                    group, f"process {other} ({where}) has died: nothing heard of it for {now - seen[other][1]:.0f} s"
-                )
-        time.sleep(group.heartbeat / 10)
+            if (silent := now - seen[other][1]) > group.heartbeat:
+                _leave(group, f"process {other} ({where}) has died: nothing was heard of it for {silent:.0f} s")
 
 
 def _leave(group: _Group, why: str = "") -> NoReturn:

@@ -14,7 +14,7 @@ from treescope.external import jax_support
 from dissociation.exhibits import Exhibit, table_html
 from dissociation.files import write_bytes
 
-__all__ = ["MAX_BYTES", "Tree", "report_html", "show", "write_report"]
+__all__ = ["MAX_BYTES", "Tree", "report_html", "write_report"]
 
 MAX_BYTES = 5_000_000
 
@@ -32,15 +32,6 @@ class Tree(NamedTuple):
 
     def _repr_html_(self) -> str:
         return tree_html(self.value)
-
-
-def show(value: Any) -> Tree:
-    """A model, configuration or any PyTree as a tree to be folded, as the last value of a notebook's cell.
-
-    Args:
-        value: The object.
-    """
-    return Tree(value)
 
 
 def tree_html(value: Any) -> str:

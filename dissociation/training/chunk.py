@@ -10,6 +10,7 @@ from jaxtyping import Array
 
 from dissociation import checks, sharding
 from dissociation.batch_size import largest, needed_bytes
+from dissociation.cores import available_cores
 from dissociation.lanes import in_turn, number_of_lanes
 from dissociation.members import MEMBER_MAPS, count, map_members, per_batch
 from dissociation.memory import free_memory
@@ -31,9 +32,10 @@ class Layout(NamedTuple):
         members_per_batch: With "vmap", how many members are batched at once; None means all, "auto" as many as fit in
             the memory that is free (their program is compiled once more to measure that).
         mesh: Of `sharding.member_mesh`: devices over which the members are laid, and, along its axis "data" if it has
-            one, the samples of every batch. None: one device. "auto": one device as well, but where members go in turn
-            on a CPU, as many side by side as it has devices, of which `dissociation.use_all_cores` makes several. A
-            single member takes the memory of two there.
+            one, the samples of every batch; of several processes, each trains the members of its own devices. None:
+            one device of this process, which trains all. "auto": one device as well, but where members go in turn on a
+            CPU, as many side by side as it has devices, of which `dissociation.use_all_cores` makes several; a single
+            member takes the memory of two there. After `distributed.initialize`, those of all processes.
     """
 
     member_map: str = "auto"
@@ -74,11 +76,17 @@ def chosen_layout(layout: Layout, num_members: int, arrays: Any, step: Traced, *
         wanted = f"be None where members go in turn (member_map={member_map!r})"
         checks.fail("members_per_batch", wanted, members_per_batch)
     lanes, laid = 1, None if isinstance(mesh, str) else mesh
-    if mesh == "auto" and member_map != "vmap":
-        programs = step, *others
-        operations = frozenset().union(*(program.code.primitives for program in programs))
-        lanes = number_of_lanes(num_members, operations, (arrays, programs))
+    if member_map != "vmap" and (mesh == "auto" or _in_turn_on_cpu(laid)):
+        operations = frozenset().union(*(program.code.primitives for program in (step, *others)))
+        lanes = number_of_lanes(num_members, operations, (arrays, step, *others))
+        # The devices of a CPU are threads: they run one program, whose bits do not depend on how many run it.
+        if lanes > 1 or min(num_members, available_cores()) == 1:
+            laid, lanes = None, lanes if laid is None else min(lanes, laid.size)
     return Chosen(member_map, members_per_batch if member_map == "vmap" else None, laid), lanes
+
+
+def _in_turn_on_cpu(mesh: Mesh | None) -> bool:
+    return mesh is not None and mesh.devices.flat[0].platform == "cpu" and mesh.axis_names == (sharding.MEMBER_AXIS,)
 
 
 class Source(NamedTuple):

@@ -98,6 +98,9 @@ def fit(
     loss that the caller made anew compiles nothing if it computes the same. Arrays that they hold or close over are
     passed to the compiled program, not baked into it.
 
+    After `distributed.initialize` every process calls it with the same arguments, trains its share of the members, and
+    returns all of them; callbacks hear of all in the first process.
+
     Args:
         models: An Equinox module, or any PyTree, whose array leaves carry members on the leading axis. Floats of half
             precision are trained, and returned, as float32. Or the `state` of another call's result, to go on there
@@ -117,10 +120,10 @@ def fit(
         callbacks: What happens on the way: functions `callback(step, records)`, or objects of `callbacks`.
         checkpoint: A file. If it exists the run goes on from it, and the outcome equals the uninterrupted one bit
             for bit; it is written as the run goes on and at its end, be that an interrupt or the error of a callback
-            or an iterator. It goes on from the same data,
-            models, hyperparameters and key, under the same step, sampler and observation; layout, callbacks and the
-            number of steps may be others: a finished run is extended by more of them. One that a callback ended stays
-            ended, unless none listens any more, or no record is made at that step. One call at a time has it.
+            or an iterator. It goes on from the same data, models, hyperparameters and key, under the same step, sampler
+            and observation; layout, number of processes, callbacks and number of steps may be others: a finished run is
+            extended by more of them. One that a callback ended stays ended, unless none listens any more, or no record
+            is made at that step. One call at a time has it.
         same_program: Take the checkpoint's program for the same, though it is not traced to the same operations, as
             after an update of JAX.
 

@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from dissociation import checkpoint as checkpoints
 from dissociation import checks, distributed, sharding
 from dissociation.batch_size import needed_bytes
 from dissociation.conversion import describe
+from dissociation.files import RefusedFile
 from dissociation.labelled import Labelled, label
 from dissociation.labelling import Labels, Over, label_tree
 from dissociation.lanes import Parts, parts_in_turn, ready, run_tasks, traced_number
@@ -203,7 +204,7 @@ class Run:
             for callback in self.callbacks:
                 getattr(callback, what)(*words)
 
-        with distributed.interrupts_together():
+        with nullcontext() if self.share.alone else distributed.interrupts_together():
             try:
                 self.share.on_main(lambda: tell("begin", self.step, total, past))
                 while True:
@@ -404,11 +405,8 @@ class Run:
         shaped = None if pieces else _with_rows(own, self.num_members)
         state, loss, _, observed, metrics = checkpoints.restore(path, (shaped, *like))
         if pieces:
-            mine = [
-                take(checkpoints.restore(_piece(path, self.step, *bounds), _with_rows(own, bounds[1] - bounds[0])), cut)
-                for bounds in pieces
-                if (cut := self.share.cut(*bounds)) is not None
-            ]
+            cuts = [(bounds, self.share.cut(*bounds)) for bounds in pieces]
+            mine = [take(_restored(path, header, bounds, own), cut) for bounds, cut in cuts if cut is not None]
             state = concatenate(mine)
         else:
             state = self.share.take(state)
@@ -425,8 +423,11 @@ class Run:
         for member in np.flatnonzero(bad.any(axis=1) & (self.diverged_at < 0) & ~self.frozen):
             column = int(bad[member].argmax())
             self.diverged_at[member] = self.step - losses.shape[1] + column
-            message = f"member {member}: the loss became {losses[member, column]} at step {self.diverged_at[member]}"
-            checks.warn(f"{message}; the other members go on.")
+            if self.share.alone or distributed.is_main():
+                message = (
+                    f"member {member}: the loss became {losses[member, column]} at step {self.diverged_at[member]}"
+                )
+                checks.warn(f"{message}; the other members go on.")
 
 
 def _on_host(tree: Any) -> Any:
@@ -436,6 +437,15 @@ def _on_host(tree: Any) -> Any:
 def _piece(path: Path, step: int, start: int, stop: int) -> Path:
     """Where the states of some members at a step are kept beside the file that has the rest of a run."""
     return path.with_name(f"{path.name}.{step}.{start}-{stop}")
+
+
+def _restored(path: Path, header: dict[str, Any], bounds: tuple[int, int], like: Any) -> Any:
+    """The states of a piece of the run with this header."""
+    start, stop = bounds
+    piece = _piece(path, header["step"], start, stop)
+    if not piece.exists() or any(checkpoints.read_header(piece)[name] != header[name] for name in ("run", "step")):
+        raise RefusedFile(f"{piece} must hold members {start} to {stop - 1} of {path}. Delete both to begin anew.")
+    return checkpoints.restore(piece, _with_rows(like, stop - start))
 
 
 def _with_rows(tree: Any, rows: int) -> Any:

@@ -14,7 +14,7 @@ from browser import Tags
 
 from dissociation import report
 from dissociation.exhibits import Exhibit
-from dissociation.report import Tree, mapping_html, report_html, show, tree_html, write_report
+from dissociation.report import Tree, mapping_html, report_html, tree_html, write_report
 
 needs_browser = pytest.mark.skipif(browser.NAME is None, reason="no browser")
 
@@ -75,7 +75,7 @@ def test_numbers_are_short():
 
 
 def test_a_tree_is_also_text():
-    shown = show(Config())._repr_html_()
+    shown = Tree(Config())._repr_html_()
     assert "<noscript><pre>Config(" in shown
     assert "num_seeds=3" in shown
     assert "treescope-container" in shown

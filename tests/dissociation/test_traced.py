@@ -192,7 +192,7 @@ def test_unrolled_members_share_one_members_program(caplog, devices):
     mesh = None if devices == 1 else sharding.member_mesh(jax.devices()[:devices])
 
     def unrolled(members):
-        step = make_step(lambda model, batch, key: jnp.mean((batch @ model - 1.5) ** 2), optax.adam(0.3))
+        step = make_step(lambda model, batch, key: jnp.mean((batch @ model - devices) ** 2), optax.adam(0.3))
         save, layout = Save(lambda model, step, key: model.sum()), Layout("unroll", mesh=mesh)
         options = {"num_steps": 2, "key": jax.random.key(0), "save": save, "layout": layout}
         return fit(jnp.ones((members, 3)), step, Epochs(X, 2), **options)

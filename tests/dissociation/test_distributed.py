@@ -1,0 +1,226 @@
+"""Several processes on this machine, with CPU collectives: their shares, their files, and what a dead one leaves."""
+
+import os
+import re
+import signal
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from dissociation import distributed, sharding, shares
+from dissociation.figures.command import RunOptions
+from dissociation.shares import Share
+from dissociation.training import Epochs, Layout, Save, fit, make_step
+from dissociation.training import run as run_module
+from dissociation.training.chunk import run_chunk
+
+sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", "tools"))
+import together
+
+
+def digest(said):
+    (line,) = {line for each in said for line in each.splitlines() if line.startswith("digest")}
+    return line
+
+
+def test_what_is_given_must_fit_together():
+    with pytest.raises(ValueError, match="`address` must be host:port, got 'here'"):
+        distributed.initialize("here")
+    with pytest.raises(ValueError, match="`process_id` must lie from 0 to 1, got 2"):
+        distributed.initialize("127.0.0.1:1", 2, 2)
+    with pytest.raises(ValueError, match="`heartbeat` must be at least 5"):
+        distributed.initialize("127.0.0.1:1", 2, 1, heartbeat=1)
+    jax.devices()
+    with pytest.raises(RuntimeError, match=r"initialize\(\) must be called before JAX computes anything"):
+        distributed.initialize("127.0.0.1:1", 2, 1)
+    assert not distributed.started()
+    assert distributed.is_main()
+    with pytest.raises(ValueError, match="`distributed` must be given where the address"):
+        RunOptions(num_processes=2)
+
+
+def test_alone_nothing_is_exchanged():
+    assert distributed.exchange(3) == [3]
+    assert distributed.on_main(lambda: distributed.number()) == 1
+    doubled = shares.over_processes(lambda x: 2 * x, jnp.arange(3))
+    assert doubled.tolist() == [0, 2, 4]
+    with pytest.raises(ValueError, match="`stacked` must hold arrays that agree in a leading axis"):
+        shares.over_processes(lambda x: x, (jnp.ones(2), jnp.ones(3)))
+
+
+@pytest.mark.parametrize("bounds", [(0, 5), (0, 2, 5), (0, 1, 1, 2), (0, 0, 0, 1)])
+def test_shares_make_up_the_whole(bounds):
+    """Every process takes one member at least, of which those that are not its own are dropped."""
+    members = np.arange(bounds[-1])
+    taken = [Share(bounds, i).take(members) for i in range(len(bounds) - 1)]
+    assert all(len(own) for own in taken)
+    counts = np.diff(bounds)
+    np.testing.assert_array_equal(np.concatenate([own[:n] for own, n in zip(taken, counts, strict=True)]), members)
+    pieces = [(start, stop) for start, stop in ((0, 1), (1, 3), (3, 5)) if stop <= bounds[-1]]
+    for i, own in enumerate(taken):
+        cuts = [members[start:stop][cut] for start, stop in pieces if (cut := Share(bounds, i).cut(start, stop))]
+        if pieces[-1][1] == bounds[-1]:
+            np.testing.assert_array_equal(np.concatenate(cuts), own)
+
+
+def small(key, members, width=16):
+    data = jax.random.normal(key, (64, 8)), jax.random.normal(key, (64, 1))
+    weights = jax.random.normal(key, (members, 8, width)), jnp.ones((members, width, 1))
+
+    def loss(model, batch, key):
+        x, y = batch
+        return jnp.mean((jnp.tanh(x @ model[0]) @ model[1] - y) ** 2)
+
+    return weights, make_step(loss, optax.adam(1e-2)), Epochs(data, 16)
+
+
+def program_of_a_step(monkeypatch, key, layout, members=8):
+    """The text of the compiled chunk that `fit` runs."""
+    texts = []
+
+    def looked_at(inputs, state):
+        texts.append(run_chunk.lower(inputs, state).compile().compiled.as_text())
+        return run_chunk(inputs, state)
+
+    monkeypatch.setattr(run_module, "run_chunk", looked_at)
+    models, step, sampler = small(key, members)
+    fit(models, step, sampler, num_steps=2, key=key, layout=layout)
+    return texts[0]
+
+
+def test_no_parameters_are_gathered_inside_a_step(monkeypatch, key):
+    """The compiled program of several devices holds no collective; with batches over two, one sum of gradients."""
+    devices = jax.devices("cpu")[:4]
+    over_members = program_of_a_step(monkeypatch, key, Layout("vmap", mesh=sharding.member_mesh(devices)))
+    assert "num_partitions=4" in over_members
+    for collective in ("all-gather", "all-reduce", "all-to-all", "collective-permute"):
+        assert f" {collective}" not in over_members
+    over_data = program_of_a_step(monkeypatch, key, Layout("vmap", mesh=sharding.member_mesh(devices, data=2)))
+    assert " all-reduce" in over_data
+    gathered = [line for line in over_data.splitlines() if " all-gather" in line]
+    assert not any("[2,8,16]" in line or "[4,8,16]" in line for line in gathered)
+
+
+def test_padding_reaches_no_result(key):
+    """Five members on four devices are eight, the last of which repeats: what it says is said once."""
+    models, step, sampler = small(key, 5)
+    models = models[0], models[1].at[4, 0, 0].set(jnp.nan)
+    seen = []
+
+    def look(step, records):
+        seen.append(jax.tree.map(np.shape, (records["loss"], records["observed"])))
+
+    mesh = sharding.member_mesh(jax.devices("cpu")[:4])
+    save = Save(lambda model, step, key: jnp.sum(model[0]))
+    options = {"num_epochs": 2, "key": key, "save": save, "callbacks": [look]}
+    with pytest.warns(RuntimeWarning, match="the loss became nan") as warned:
+        spread = fit(models, step, sampler, layout=Layout("vmap", mesh=mesh), **options)
+    assert [str(w.message).partition(":")[0] for w in warned] == ["member 4"]
+    assert set(seen) == {((5,), (5,))}
+    assert spread.history.loss.shape == (5, 8)
+    assert spread.diverged_at.tolist() == [-1, -1, -1, -1, 0]
+    assert {leaf.shape[0] for leaf in jax.tree.leaves(spread.state)} == {5}
+
+
+def test_members_in_turn_have_the_same_bits_on_any_mesh(key):
+    models, step, sampler = small(key, 5)
+
+    def run(mesh):
+        result = fit(models, step, sampler, num_epochs=3, key=key, layout=Layout("scan", mesh=mesh))
+        return [*jax.tree.leaves(result.state), result.history.loss]
+
+    one = run(None)
+    for number in (2, 4):
+        for a, b in zip(one, run(sharding.member_mesh(jax.devices("cpu")[:number])), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_two_processes_share_members_out():
+    """Devices of both in one mesh, global arrays, what is large and small between them, errors in both at once."""
+    first, second = together.run(2, "maps", devices=2)
+    assert "2 of 5; devices 4; from 0" in first
+    assert "3 of 5; devices 4; from 0" in second
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("what", "said"), [
+    ("exchange", "All processes must run the same program, got 'place 0' in process 0 and 'place 1' in 1."),
+    ("fit", "`fit` must be called with the same models, hyperparameters, key and steps in all processes"),
+])  # fmt: skip
+def test_processes_that_do_something_else_are_told(what, said):
+    first, second = together.run(2, "mix", f"what={what}")
+    assert said in first
+    assert "[0, 2, 4]" in first
+    assert "[0, 2, 4]" in second
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [["members=5"], ["members=3", "own=1", "freeze=10", "member_map=unroll"]])
+def test_members_do_not_know_how_many_processes_there_are(options):
+    """Two and four processes, eight devices in one: the bits of one device."""
+    alone = digest(together.run(1, "fit", *options))
+    assert digest(together.run(1, "fit", *options, "mesh=1", devices=8)) == alone
+    for count in (2, 4):
+        said = together.run(count, "fit", *options, devices=2)
+        assert digest(said) == alone
+        assert all(("record" in each) == (index == 0) for index, each in enumerate(said))  # callbacks in the first one
+
+
+@pytest.mark.slow
+def test_a_mesh_of_all_processes_lays_members_and_data(tmp_path):
+    """Members batched, in the program of each process: the same up to rounding."""
+    found = []
+    for count, more in ((1, []), (2, ["mesh=1"]), (2, ["mesh=1", "data=2"])):
+        together.run(count, "fit", "member_map=vmap", f"save={tmp_path}/out.npz", *more, devices=2 if more else 1)
+        with np.load(tmp_path / "out.npz") as file:
+            found.append(dict(file))
+    assert found[0]["loss"].shape == (5, 40)
+    for other in found[1:]:
+        for name, leaf in found[0].items():
+            np.testing.assert_allclose(other[name], leaf, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dead", [1, 0])
+def test_a_dead_process_ends_the_others_and_nothing_is_lost(tmp_path, dead):
+    """They end within the heartbeats, with a sentence; three processes, and then one, go on where the two stopped."""
+    path = tmp_path / "run.ckpt"
+    alone = digest(together.run(1, "fit"))
+    started = together.start(2, "fit", f"checkpoint={path}", f"die={dead}:20")
+    while started[dead].poll() is None:
+        time.sleep(0.05)
+    began = time.monotonic()
+    ended = together.wait(started)
+    assert time.monotonic() - began < 4 * together.HEARTBEAT
+    assert ended[dead][0] == -signal.SIGKILL
+    status, _, said = ended[1 - dead]
+    assert status == 1
+    why = (
+        r"process 1 \(on .*\) has died: nothing was heard of it for" if dead else "process 0, which leads it, has died"
+    )
+    assert re.search(why, said), said
+    assert "Start all processes again: what has a checkpoint goes on from it." in said
+    assert len(list(tmp_path.glob("run.ckpt.20.*"))) == 2 or len(list(tmp_path.glob("run.ckpt.15.*"))) == 2
+    said = together.run(3, "fit", f"checkpoint={path}", "steps=30")
+    assert "record 0 " not in said[0]
+    said = together.run(1, "fit", f"checkpoint={path}")
+    assert digest(said) == alone
+    assert "record 25 " not in said[0]
+    assert [file.name for file in tmp_path.glob("*")] == ["run.ckpt"]  # pieces of earlier steps are gone
+    assert digest(together.run(2, "fit", f"checkpoint={path}")) == alone
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["fail=20", "interrupt=20"])
+def test_an_error_or_an_interrupt_of_one_ends_all_at_the_same_step(tmp_path, how):
+    path = tmp_path / "run.ckpt"
+    ended = together.wait(together.start(2, "fit", f"checkpoint={path}", how))
+    word = "OSError: the disk of the callback is full" if "fail" in how else "KeyboardInterrupt"
+    assert all(status and word in said for status, _, said in ended), ended
+    assert len(list(tmp_path.glob("run.ckpt.2[0-9].*"))) == 2
+    assert digest(together.run(1, "fit", f"checkpoint={path}")) == digest(together.run(1, "fit"))
