@@ -57,7 +57,7 @@ def _panels(results: Any) -> list[tuple[Callable[[Axes, Any], None], str]]:
         (_accuracy, "accuracy on test images and, dashed, on training images"),
         (
             _collapse,
-            f"spread within classes over that between them, dotted the threshold {config.collapse_threshold:g}",
+            f"spread within over that between classes, dotted the threshold {config.collapse_threshold:g}",
         ),
         (_condition, "condition number of the class means, dotted its value after collapse"),
     ]
