@@ -165,15 +165,8 @@ class Config:
         """A small run that shows that everything works: no science."""
         small = {"weight_decays": (0.3, 0.03), "seeds": (42, 43), "num_steps": 1000, "num_train": 200, "width": 32}
         small |= {"init_scale": 2.0, "learning_rate": 3e-3}  # learns in so few steps
-        few = {
-            "accuracy_threshold": 0.9,
-            "test_threshold": 0.5,
-            "num_information": 9,
-            "num_images": 300,
-            "compression_epochs": 2,
-            "num_loaded": 400,
-            "num_test": 300,
-        }
+        small |= {"accuracy_threshold": 0.9, "test_threshold": 0.5}  # and crosses them
+        few = {"num_information": 9, "num_images": 300, "compression_epochs": 2, "num_loaded": 400, "num_test": 300}
         return dataclasses.replace(self, **small, **few)
 
     def information_steps(self) -> np.ndarray:

@@ -214,7 +214,7 @@ def _scale(axis: Axes, results: Any) -> None:
     axis.set(ylabel="norm (log)", title="features (line), weights (dashed), last (dotted)")
 
 
-def _margins(axis: Axes, results: Any) -> None:
+def _margins(axis: Any, results: Any) -> None:
     largest, classes = _largest(results), results.config.classes
     _title(axis, results, "margins")
     axis.axhline(0, color="black", linewidth=0.5)
@@ -249,7 +249,7 @@ def _plane(axis: Axes, results: Any) -> None:
 def _crossings(axis: Axes, results: Any) -> None:
     config, end, crossings = results.config, int(results.time_step[-1]), results.crossings
     shown = (("fitted", "0.65", "o", 0.88), ("generalised", "0.4", "D", 1.0), ("collapsed", "black", "s", 1.14))
-    axis.set(xlabel="weight decay", ylabel="step", title="first crossing (open: never)")
+    axis.set(xlabel="weight decay", ylabel="step (log)", title="first crossing (open: never)")
     positive = np.asarray(config.weight_decays) > 0  # none has a place on a logarithmic axis
     decays, alive = np.asarray(config.weight_decays)[positive], ~crossings.first["diverged"][positive]
     for name, color, marker, aside in shown:
@@ -258,13 +258,10 @@ def _crossings(axis: Axes, results: Any) -> None:
         flat = times[alive]
         crossed = ~np.isnan(flat)
         axis.plot(places[crossed], flat[crossed], marker, color=color, markersize=2, alpha=0.5, linestyle="")
-        axis.plot(
-            places[~crossed], np.full((~crossed).sum(), end), marker, color=color, markersize=3, mfc="none", ls=""
-        )
+        never = np.full((~crossed).sum(), end)
+        axis.plot(places[~crossed], never, marker, color=color, markersize=3, mfc="none", linestyle="")
         medians = crossings.median[name][positive]
         kept = np.isfinite(medians[:, 0])
-        if not kept.any():
-            continue
         values, low, high = np.where(np.isfinite(medians), np.maximum(medians, 1), end)[kept].T
         spread = np.maximum([values - low, high - values], 0)
         where = decays[kept] * aside
@@ -274,7 +271,8 @@ def _crossings(axis: Axes, results: Any) -> None:
         ends = np.asarray([decays.min(), decays.max()])
         times = np.exp(intercept + slope * np.log(ends))
         axis.plot(ends, times, color="black", linewidth=0.8, linestyle="--", label=f"slope {slope:.2f}")
-    axis.set(xscale="log", yscale="log")
+    axis.set_xscale("log")
+    plotting.log_height(axis)
     axis.set_xticks(decays, [f"{decay:g}" for decay in decays])
     axis.set_xticks([], minor=True)
     _legend(axis)
