@@ -147,7 +147,7 @@ def band(
         axes.plot(x, np.asarray(curves).T, marker="." if len(x) == 1 else None, **thin)
 
 
-def drawn_as(*curves: Real[np.ndarray, "..."]) -> str:
+def drawn_as(*curves: Real[np.ndarray, "..."], members: str = "seeds") -> str:
     """A sentence for captions on what `band` made of these curves.
 
     Example:
@@ -155,19 +155,16 @@ def drawn_as(*curves: Real[np.ndarray, "..."]) -> str:
         'Lines are means over 4 seeds, thin lines the seeds.'
     """
     counts = sorted({len(one) for one in curves})
-    number = " to ".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
+    number = " to ".join(dict.fromkeys((str(counts[0]), str(counts[-1]))))
     each = {draws_each(one) for one in curves}
-    lines = f"Lines are means over {number} seed{'s' if counts[-1] > 1 else ''}"
+    lines = f"Lines are means over {number} {members}"
     if counts[-1] == 1:
-        return f"{lines}."
+        return f"Lines are of one of the {members}."
     if each == {True}:
-        return f"{lines}, thin lines the seeds."
+        return f"{lines}, thin lines the {members}."
     student = f"{lines}, bands their {100 * LEVEL:g} % Student intervals"
-    return (
-        f"{student}; where seeds are few or fall into two groups, thin lines are the seeds."
-        if True in each
-        else (f"{student}.")
-    )
+    these = f"; where {members} are few or fall into two groups, thin lines are these" if True in each else ""
+    return f"{student}{these}."
 
 
 def differences(

@@ -117,7 +117,8 @@ def test_members_are_drawn_where_an_interval_would_mislead():
         plt.close()
     assert plotting.drawn_as(curves) == "Lines are means over 8 seeds, bands their 95 % Student intervals."
     assert plotting.drawn_as(curves[:3]).endswith("3 seeds, thin lines the seeds.")
-    assert "; where seeds are few" in plotting.drawn_as(curves, curves[:3])
+    assert "over 3 to 8 paths" in plotting.drawn_as(curves, curves[:3], members="paths")
+    assert "; where paths are few" in plotting.drawn_as(curves, curves[:3], members="paths")
 
 
 def test_differences_are_paired_and_flat_ones_are_named():

@@ -62,6 +62,8 @@ def test_the_files_and_the_figure(run):
     assert set(axes_of(arrays, similarity.AXES)) == set(arrays)
     assert len(similarity.table(results)) == 1 + 4
     assert "3 seeds" in similarity.headline(results)
+    for part in ("60 test images", "3 pairs of seeds", "500 training", f"stress {results.stress:.2f}", "(e)"):
+        assert part in similarity.caption(results)
     assert_only_draws(similarity, results)
 
 
