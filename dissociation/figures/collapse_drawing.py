@@ -272,6 +272,7 @@ def _crossings(axis: Axes, results: Any) -> None:
         times = np.exp(intercept + slope * np.log(ends))
         axis.plot(ends, times, color="black", linewidth=0.8, linestyle="--", label=f"slope {slope:.2f}")
     axis.set_xscale("log")
+    axis.margins(0.12)
     plotting.log_height(axis)
     axis.set_xticks(decays, [f"{decay:g}" for decay in decays])
     axis.set_xticks([], minor=True)
