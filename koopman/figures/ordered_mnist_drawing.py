@@ -50,8 +50,8 @@ def caption(results: Any) -> str:
         f"Digits in turn ({first}), and the share of forecasts from {len(results.images)} test images that an oracle "
         f"does not read as the digit due ({', '.join(errors)}). {plotting.drawn_as(*curves)} Forecasts from the first "
         f"image by the seed of median accuracy ({shown}), with the digit read, in a frame where it is wrong "
-        f"({strips}). {eigenfunctions if functions else ''}Eigenvalues of all seeds ({disc}). Stuck at one image for all inputs: "
-        f"{named or 'no seed'}."
+        f"({strips}). {eigenfunctions if functions else ''}Eigenvalues of all seeds ({disc}). Stuck at one "
+        f"image for all inputs: {named or 'no seed'}."
     )
 
 
