@@ -5,6 +5,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from dissociation import plotting
 from koopman.datasets.ordered_mnist import cycle_spectrum
@@ -41,8 +42,12 @@ def caption(results: Any) -> str:
     letters = iter("abcdefghij")
     first, errors, strips = next(letters), [next(letters) for _ in groups], next(letters)
     functions, disc = [next(letters) for _ in _with_functions(results)], next(letters)
-    seeds = [(MODELS[name].label, np.flatnonzero(stuck(logits))) for name, logits in results.logits.items()]
-    named = "; ".join(f"{label} seed {', '.join(map(str, which))}" for label, which in seeds if len(which))
+    seeds = [(MODELS[name].label, stuck(logits)) for name, logits in results.logits.items()]
+    named = "; ".join(
+        f"{label} {'all' if which.all() else 'seed ' + ', '.join(map(str, np.flatnonzero(which)))}"
+        for label, which in seeds
+        if which.any()
+    )
     curves = [results.accuracy(name)[:, _which(name), 0, : config.num_steps] for name in results.logits]
     shown = ", ".join(f"{MODELS[name].label} {_shown_seed(results, name)}" for name in results.logits)
     eigenfunctions = f"Left eigenfunctions on the test images, written as digits ({', '.join(functions)}). "
@@ -50,8 +55,8 @@ def caption(results: Any) -> str:
         f"Digits in turn ({first}), and the share of forecasts from {len(results.images)} test images that an oracle "
         f"does not read as the digit due ({', '.join(errors)}). {plotting.drawn_as(*curves)} Forecasts from the first "
         f"image by the seed of median accuracy ({shown}), with the digit read, in a frame where it is wrong "
-        f"({strips}). {eigenfunctions if functions else ''}Eigenvalues of all seeds ({disc}). Stuck at one "
-        f"image for all inputs: {named or 'no seed'}."
+        f"({strips}). {eigenfunctions if functions else ''}Eigenvalues of all seeds ({disc}). Forecasts one "
+        f"step ahead are nearly all read as one digit, whatever the input, of: {named or 'no seed'}."
     )
 
 
@@ -83,6 +88,7 @@ def _draw_errors(panel: Any, results: Any) -> list[Any]:
             plotting.band(axis, results.times[:steps], errors, label=model.label, within=(least, 1.0), **model.look())
         chance = 1 - 1 / results.config.num_digits
         axis.axhline(chance, linestyle="dashed", color="0.5", linewidth=0.8, label="chance")
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.set(xlabel="time steps", xlim=(min(1, steps - 0.5), steps), ylim=(None, 1.0))
         drawn, labels = axis.get_legend_handles_labels()
         handles |= dict(zip(labels, drawn, strict=True))
