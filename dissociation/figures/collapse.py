@@ -29,6 +29,7 @@ from dissociation.checks import (
     fail,
 )
 from dissociation.data.datasets import Dataset, load
+from dissociation.figures import collapse_drawing as drawing
 from dissociation.figures.artifacts import Parts, check_parts_of, identity_of, read_part
 from dissociation.figures.collapse_drawing import draw
 from dissociation.figures.collapse_measures import (
@@ -170,7 +171,8 @@ class Config:
         """A small run that shows that everything works: no science."""
         small = {"weight_decays": (0.3, 0.03), "seeds": (42, 43), "num_steps": 1000, "num_train": 200, "width": 32}
         small |= {"init_scale": 2.0, "learning_rate": 3e-3}  # learns in so few steps
-        few = {"num_information": 3, "num_images": 300, "compression_epochs": 2, "num_loaded": 400, "num_test": 300}
+        small |= {"accuracy_threshold": 0.9, "test_threshold": 0.5}  # and crosses them
+        few = {"num_information": 9, "num_images": 300, "compression_epochs": 2, "num_loaded": 400, "num_test": 300}
         return dataclasses.replace(self, **small, **few)
 
     def information_steps(self) -> np.ndarray:
@@ -332,6 +334,11 @@ def describe(results: Results) -> dict[str, Any]:
         "first steps": results.crossings.first,
         "slope": results.crossings.slope,
     }
+
+
+def caption(results: Results) -> str:
+    """See `protocol.Figure.caption`."""
+    return f"{drawing.caption(results)} Data: {headline(results)}."
 
 
 def headline(results: Results) -> str:

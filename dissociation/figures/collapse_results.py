@@ -42,8 +42,9 @@ def crossings(config: Any, series: dict[str, np.ndarray], time_step: np.ndarray)
     for name, words in (("collapsed", "collapse time"), ("delay", "delay after fitting")):
         try:
             slope = crossing_line(config.weight_decays, first, end, name)
-        except ValueError as error:
-            sentences.append(f"{words}: no slope, {error}")
+        except ValueError:
+            crossed = f"{np.isfinite(first[name]).sum()} of {first[name].size} networks"
+            sentences.append(f"{words}: no slope, which takes three crossings at two weight decays, of {crossed}")
             continue
         sentences.append(f"{words} goes as (weight decay)^({slope.slope:.2f} \u00b1 {slope.error:.2f})")
         if name == "collapsed":

@@ -220,18 +220,3 @@ def intervals(
     statistic = pair_mean(values.mean(1), np.searchsorted(mine, first), np.searchsorted(theirs, second) + offset)
     resampled = bootstrap_interval(statistic, groups, key=named_key("bootstrap of intervals"))
     return np.stack([np.stack(resampled), np.stack(student_interval(values.reshape(-1, values.shape[2])))])
-
-
-def truncation_bands(error: dict[str, np.ndarray], full: np.ndarray) -> dict[str, np.ndarray]:
-    """By components kept, test error (%), and by order the error above the whole networks': `_student_band` of each."""
-    curves = {"error": 100 * error["magnitude"]}
-    curves |= {order: (100 * (error[order] - full[:, None]))[:, 1:] for order in ORDERS}
-    return {name: _student_band(values) for name, values in curves.items()}
-
-
-def _student_band(curves: np.ndarray) -> np.ndarray:
-    """Mean over seeds and Student's 90 % interval, [3, components]."""
-    known = curves[np.isfinite(curves).all(1)].astype(np.float32)
-    mean = summarise(known).mean
-    ends = student_interval(known)[1:] if len(known) > 1 else (np.full_like(mean, np.nan),) * 2
-    return np.stack([mean, *ends])

@@ -17,6 +17,7 @@ from jaxtyping import Array
 from dissociation.bmap import bmap
 from dissociation.checks import check_count, check_distinct, check_non_negative, fail
 from dissociation.data.datasets import Dataset
+from dissociation.figures import eigenvector_drawing as drawing
 from dissociation.figures.artifacts import Parts, identity_of
 from dissociation.figures.eigenvector_drawing import draw as draw
 from dissociation.figures.eigenvector_measures import (
@@ -29,7 +30,6 @@ from dissociation.figures.eigenvector_measures import (
     pooled,
     similarities,
     top_similarity,
-    truncation_bands,
     truncations,
 )
 from dissociation.figures.members import DataName, check_source
@@ -64,7 +64,6 @@ AXES = {
     "pairs": ("sides", "compared"),
     "full_error": ("seeds",),
     "interval": ("kinds", "bounds", "ranks"),
-    "band": ("bounds", "components"),
     "diverged_at": ("seeds",),
     "radii": ("images",),
     "sizes": ("sizes",),
@@ -157,7 +156,6 @@ class Results(NamedTuple):
         with_self: The reference size's with every network also compared with itself, as published.
         error: Per order, test error from the leading 0, 1, ... components, [seeds, components + 1].
         full_error: Test error of the whole networks, [seeds].
-        bands: See `eigenvector_measures.truncation_bands`.
         values: Eigenvalues of the first network of the reference size for one class, [components].
         leading: Its three most positive and three most negative eigenvectors, most extreme first, [2, 3, pixels].
         explained: One test image of that class ("image"), and its components' contributions to the class's logit
@@ -179,7 +177,6 @@ class Results(NamedTuple):
     with_self: float
     error: dict[int, dict[str, np.ndarray]]
     full_error: dict[int, np.ndarray]
-    bands: dict[int, dict[str, np.ndarray]]
     values: np.ndarray
     leading: np.ndarray
     explained: dict[str, np.ndarray]
@@ -256,7 +253,6 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts, progress:
         with_self=float((overlap * (count - 1) / 2 + 1) / ((count - 1) / 2 + 1)),
         error=error,
         full_error=full_error,
-        bands={size: truncation_bands(error[size], full_error[size]) for size in config.sizes},
         values=part["values"],
         leading=part["leading"],
         explained={name: part[name] for name in ("image", "contributions", "vectors", "component_values")},
@@ -305,7 +301,6 @@ def arrays(results: Results) -> dict[str, np.ndarray]:
         flat |= {f"similarity_{name}_{size}": part for name, part in results.similarity[size].items()}
         flat |= {f"error_{name}_{size}": part for name, part in results.error[size].items()}
         flat |= {f"interval_{name}_{size}": part for name, part in results.intervals[size].items()}
-        flat |= {f"band_{name}_{size}": part for name, part in results.bands[size].items()}
         flat |= {f"pairs_{size}": results.pairs[size], f"full_error_{size}": results.full_error[size]}
         flat |= {f"diverged_at_{size}": results.diverged_at[size]}
     flat |= {"sizes": np.asarray(results.config.sizes), "norms": np.asarray(results.config.mask_norms)}
@@ -332,11 +327,15 @@ def families(results: Results) -> dict[str, Any]:
     config = results.config
     first = config.sizes[0]
     kinds = {"similarity": results.similarity, "interval": results.intervals, "error": results.error}
-    kinds |= {"band": results.bands}
     ends = [f"{kind}_{name}" for kind, by_size in kinds.items() for name in by_size[first]]
     return dict.fromkeys(
         (*results.history[first], *ends, "pairs", "full_error", "diverged_at"), {"sizes": config.sizes}
     )
+
+
+def caption(results: Results) -> str:
+    """See `protocol.Figure.caption`."""
+    return f"{drawing.caption(results)} Data: {headline(results)}."
 
 
 def headline(results: Results) -> str:

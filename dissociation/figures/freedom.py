@@ -316,6 +316,7 @@ def draw(results: Results) -> Figure:
         axes[0].set_ylabel("linear CKA")
         axes[0].set_ylim(-0.03, 1.03)
         _rewrites(axes[-1], results)
+        plotting.letter(*axes)
         figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
     plt.close(figure)  # out of pyplot's hands: a notebook shows what it is given, and sweeps leave nothing open
     return figure
@@ -328,7 +329,7 @@ def _intervals(panel: Axes, results: Results, layer: str) -> None:
     measured, low, high = (part[np.argsort(own[0])] for part in own)
     places = np.arange(len(measured))
     panel.vlines(places, low, high, color="0.75", linewidth=min(3.0, 80 / max(len(places), 1)), label="same function")
-    panel.plot(places, measured, ".", markersize=3, label="measured")
+    panel.plot(places, measured, ".", markersize=3, color=plotting.color(0), label="measured")
     panel.set(xticks=[], xlabel="pairs of seeds", title=LAYERS[layer])
     panel.set_xlim(-1, len(places))
 
@@ -340,7 +341,7 @@ def _rewrites(panel: Axes, results: Results) -> None:
     for place, table in enumerate(results.moved.values()):
         values = table[there]
         offsets = np.linspace(-0.25, 0.25, len(values)) if len(values) > 1 else np.zeros(1)
-        panel.plot(place + offsets, values, ".", markersize=2, color="C0")
+        panel.plot(place + offsets, values, ".", markersize=2, color=plotting.color(0))
     panel.set_xticks(range(len(results.moved)), [REWRITES[name] for name in results.moved], fontsize=4.5, rotation=45)
     panel.set_title("first one rewritten")
 
@@ -361,6 +362,20 @@ def families(results: Results) -> dict[str, Any]:
     plain = dict.fromkeys(("measured", "low", "high", "residual"), layers)
     ends = dict.fromkeys(("approached", "change"), {"ends": ENDS, **layers})
     return plain | ends | {"moved": {"rewrites": tuple(results.moved)}}
+
+
+def caption(results: Results) -> str:
+    """See `protocol.Figure.caption`."""
+    there = np.isfinite(results.measured["features"])
+    layers = [f"({'ab'[index]}) {LAYERS[layer]}" for index, layer in enumerate(results.measured)]
+    rewritten = "bc"[len(layers) - 1]
+    return (
+        f"Linear CKA of {there.sum()} ordered pairs of seeds on {results.config.num_samples} test images: "
+        f"{', '.join(layers)}. Dots are what each pair measures, from left to right, bars all that scaling the first "
+        f"one's neurons can make of it for the same functions. ({rewritten}) The same pairs' last hidden layer with "
+        "the first one rewritten, a dot a pair, the dotted line the mean as trained. Data: "
+        f"{members_headline(results.config, results.data, results.diverged_at)}."
+    )
 
 
 def headline(results: Results) -> str:

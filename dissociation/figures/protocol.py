@@ -97,6 +97,13 @@ class Figure(Protocol):
         """What the JSON beside the figure says."""
         ...
 
+    def caption(self, results: Any) -> str:
+        """What stands below the figure, in two to six sentences, with numbers from the results.
+
+        Panel by panel (a, b, ...) what is shown; of how many members, samples and which data; what lines and bands are.
+        """
+        ...
+
     def headline(self, results: Any) -> str:
         """What was computed on, in a line."""
         ...

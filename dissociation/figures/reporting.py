@@ -23,11 +23,10 @@ def exhibit_of(figure: Figure, results: Any, drawn: matplotlib.figure.Figure | N
         results: What its `compute` returned.
         drawn: What its `draw` made of them, if that was done.
     """
-    caption = getattr(figure, "caption", None)
     return Exhibit(
         headline=figure.headline(results),
         figure=figure.draw(results) if drawn is None else drawn,
-        caption=figure.SHOWS if caption is None else caption(results),
+        caption=figure.caption(results),
         table=figure.table(results),
     )
 

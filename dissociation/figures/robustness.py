@@ -75,16 +75,6 @@ LABELS = {
 """What the variants are called in the figure, in the order of its legend. The last is a null space by the usual float32
 cut-off, which is too large."""
 
-LOOKS = {
-    "trained": {"linewidth": 2.0},
-    "null_perturbed": {},
-    "duplicated": {"linestyle": (0, (2, 4))},
-    "scaled": {"linestyle": (2, (2, 4))},
-    "nuisance": {"linestyle": (4, (2, 4))},
-    "published_null": {"color": "0.6", "linestyle": "--"},
-}
-"""Curves that lie on each other stay visible: the trained one is broad, the others share it in dashes."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Config:
@@ -277,25 +267,51 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts, progress:
 
 
 def draw(results: Results) -> Figure:
-    """Two log-log panels, 3.24 x 1.6 inches: test error by noise on inputs and on parameters, bands over seeds."""
-    panels = {
-        "input noise": (results.input_scales, results.input_error),
-        "parameter noise": (results.parameter_scales, results.parameter_error),
-    }
+    """Test error by noise on inputs and on parameters, above what every rewrite adds to it; 3.24 x 2.9 inches."""
+    names = {variant: label(results.config, variant) for variant in results.input_error}
+    looks = plotting.looks(names)
     with plotting.house_style():
-        figure, axes = plt.subplots(1, 2, figsize=(3.24, 1.6), sharey=True)
-        colors = plt.rcParams["axes.prop_cycle"].by_key()["color"]
-        for panel, (title, (scales, errors)) in zip(axes, panels.items(), strict=True):
-            for i, (name, curves) in enumerate(errors.items()):
-                look = {"color": colors[i]} | LOOKS[name]
-                plotting.band(panel, scales, curves, label=label(results.config, name), floor=1e-4, **look)
-            panel.set(xscale="log", yscale="log", xlabel="noise scale (log)", title=title)
-            panel.set_xlim(round(float(scales[0]), 6), round(float(scales[-1]), 6))
-        axes[0].set_ylabel("test error (log)")
-        handles = axes[0].get_legend_handles_labels()
-        figure.legend(*handles, loc="outside upper center", ncols=3, handlelength=2.4, columnspacing=1.2)
+        figure, axes = plt.subplots(2, 2, figsize=(3.24, 2.9), sharex="col")
+        axes[0, 1].sharey(axes[0, 0])
+        for (above, below), (title, scales, errors) in zip(axes.T, _noises(results), strict=True):
+            for name, curves in errors.items():
+                plotting.band(above, scales, curves, label=names[name], within=(1e-4, 1.0), **looks[name])
+            plotting.differences(below, scales, errors, names=names, looks=looks)
+            above.set(xscale="log", title=f"{title} noise")
+            plotting.log_height(above)
+            below.set(xlabel="noise scale (log)", xlim=(round(float(scales[0]), 6), round(float(scales[-1]), 6)))
+        axes[0, 0].set_ylabel("test error (log)")
+        axes[1, 0].set_ylabel("added test error")
+        plotting.letter(*axes.flat)
+        handles = axes[0, 0].get_legend_handles_labels()
+        figure.legend(*handles, loc="outside upper center", ncols=3, handlelength=3.0, columnspacing=1.2)
     plt.close(figure)  # out of pyplot's hands: a notebook shows what it is given, and sweeps leave nothing open
     return figure
+
+
+def _noises(results: Results) -> list[tuple[str, np.ndarray, dict[str, np.ndarray]]]:
+    parameters = results.parameter_scales, results.parameter_error
+    return [("input", results.input_scales, results.input_error), ("parameter", *parameters)]
+
+
+def caption(results: Results) -> str:
+    """See `protocol.Figure.caption`."""
+    said = []
+    for kind, scales, errors in _noises(results):
+        most = []
+        for name in list(errors)[1:]:
+            mean = plotting.summarise(errors[name] - errors["trained"]).mean
+            place = int(np.nanargmax(np.abs(mean)))
+            where = f" (at {scales[place]:.2g})" if mean[place] else ""
+            most.append(f"{label(results.config, name)} {mean[place]:+.2g}{where}")
+        said.append(f"under {kind} noise, {', '.join(most)}")
+    curves = [*results.input_error.values(), *results.parameter_error.values()]
+    return (
+        "Test error of trained networks, and of rewrites that keep their function, under noise on inputs (a) and on "
+        "parameters (b), and what every rewrite adds to its own trained network's error (c, d). "
+        f"{plotting.drawn_as(*curves)} The largest mean differences: {'; '.join(said)}. "
+        f"Data: {headline(results)}."
+    )
 
 
 def arrays(results: Results) -> dict[str, np.ndarray]:

@@ -394,6 +394,20 @@ def families(results: Results) -> dict[str, Any]:
     return dict.fromkeys(kinds, measures)
 
 
+def caption(results: Results) -> str:
+    """See `protocol.Figure.caption`."""
+    config = results.config
+    pairs = f"{config.num_seeds * (config.num_seeds - 1) // 2} pairs of seeds"
+    return (
+        f"Similarity of the representations of {config.num_samples} test images. (a) All pairs of {config.num_seeds} "
+        "seeds and their layers. (b) A network with its own rewrites of the same function, last hidden layer, means "
+        f"over {config.num_seeds} seeds. (c) Through training, means over {pairs} with 90 % intervals over the seeds. "
+        f"(d) Of the same {pairs} after training, by the share of images that they classify differently, with 90 % "
+        "intervals over blocks of images; dotted what is found by chance. (e) All representations in a plane by "
+        f"angular distance, stress {results.stress:.2f}. Data: {headline(results)}."
+    )
+
+
 def headline(results: Results) -> str:
     """What was computed on, in a line."""
     return (
@@ -420,18 +434,12 @@ def table(results: Results) -> list[list[str]]:
     for name in dict.fromkeys((*results.matrices, *results.rewritten)):
         cells = [""] * (len(layers) + 1)
         if name in results.matrices:
-            own = [between(results, results.matrices[name], layer) for layer in layers]
+            own = [drawing.of_seeds(results.items, results.matrices[name], layer) for layer in layers]
             cells = [
                 *(cell(values, 3) for values in own),
-                cell(between(results, results.baselines[name], layers[0]), 3),
+                cell(drawing.of_seeds(results.items, results.baselines[name], layers[0]), 3),
             ]
         moved = results.rewritten.get(name)
         cells += [cell(values, 3) for values in moved] if moved is not None else [""] * len(REWRITES)
         rows.append([name, *cells])
     return rows
-
-
-def between(results: Results, values: np.ndarray, layer: str) -> np.ndarray:
-    """Values of pairs of seeds in one layer, [pairs]."""
-    rows = np.array([index for index, (name, _) in enumerate(results.items) if name == layer])
-    return values[np.ix_(rows, rows)][np.triu_indices(len(rows), 1)]

@@ -1,5 +1,6 @@
 """Draws the figure of `figures.similarity`."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -54,8 +55,7 @@ def draw(results: Any) -> Figure:
         _training(middle, results)
         _function(right, results)
         _plane(last, results)
-        for letter, panel in zip("abcde", (panels[0], left, middle, right, last), strict=True):
-            panel.text(-0.02, 1.04, letter, transform=panel.transAxes, ha="right", va="bottom", fontweight="bold")
+        plotting.letter(panels[0], left, middle, right, last)
     plt.close(figure)
     return figure
 
@@ -63,12 +63,12 @@ def draw(results: Any) -> Figure:
 def _matrix(panel: Axes, results: Any, name: str, values: np.ndarray, *, first: bool) -> None:
     layers = list(dict.fromkeys(layer for layer, _ in results.items))
     count = len(results.items) // len(layers)
-    panel.imshow(values, vmin=0, vmax=1, cmap="viridis", interpolation="nearest")
+    plotting.heat(panel, values)
+    panel.set_aspect("equal")
     middles = count * np.arange(len(layers)) + 0.5 * (count - 1)
     shown = [_layer(results, layer) for layer in layers]
     panel.set_xticks(middles, shown)
     panel.set_yticks(middles, shown if first else [""] * len(shown))
-    panel.tick_params(length=0)
     for edge in count * np.arange(1, len(layers)) - 0.5:
         panel.axhline(edge, color="white", linewidth=0.8)
         panel.axvline(edge, color="white", linewidth=0.8)
@@ -83,49 +83,57 @@ def _rewrites(panel: Axes, results: Any) -> None:
     """1 where a rewrite does not move a measure, 0 where it leaves nothing above chance."""
     names = list(results.rewritten)
     table = np.array(list(results.calibrated.values()))
-    panel.imshow(table, vmin=0, vmax=1, cmap="viridis", aspect="auto")
-    for row, values in enumerate(table):
-        for column, value in enumerate(values):
-            shown = "1" if value > 0.9995 else f"{value:.2f}".lstrip("0") if value >= 0 else f"{value:.1f}"
-            panel.text(
-                column, row, shown, ha="center", va="center", fontsize=4, color="black" if value > 0.6 else "white"
-            )
+    plotting.heat(panel, table, [[_short(value) for value in row] for row in table])
     panel.set_xticks(range(len(REWRITE_NAMES)), list(REWRITE_NAMES.values()), fontsize=5)
     panel.set_yticks(range(len(names)), [str(NAMES.get(name, name)) for name in names], fontsize=5)
-    panel.tick_params(length=0)
     panel.set_title("one function, rewritten\n1: unmoved, 0: chance")
 
 
+def _short(value: float) -> str:
+    return "1" if value > 0.9995 else f"{value:.2f}".lstrip("0") if value >= 0 else f"{value:.1f}"
+
+
 def _training(panel: Axes, results: Any) -> None:
-    for name, (mean, low, high) in results.course.items():
-        (line,) = panel.plot(range(len(mean)), mean, label=NAMES.get(name, name))
-        panel.fill_between(range(len(mean)), low, high, color=line.get_color(), alpha=0.2, linewidth=0)
+    for index, (name, (mean, low, high)) in enumerate(results.course.items()):
+        look = plotting.look(index)
+        panel.plot(range(len(mean)), mean, label=NAMES.get(name, name), **look)
+        panel.fill_between(range(len(mean)), low, high, color=look["color"], alpha=0.2, linewidth=0)
     panel.set(xlabel="epoch", ylabel="seeds, last hidden layer", ylim=(0, 1), title="training")
-    panel.legend(fontsize=5, loc="best")
+    _legend(panel, 2)
 
 
 def _function(panel: Axes, results: Any) -> None:
-    layer = [index for index, (name, _) in enumerate(results.items) if name == "features"]
-    first, second = np.triu_indices(len(layer), 1)
-    for name, values in results.matrices.items():
-        own = [
-            table[np.ix_(layer, layer)][first, second] for table in (values, results.lows[name], results.highs[name])
-        ]
-        value, low, high = own
+    for index, (name, values) in enumerate(results.matrices.items()):
+        look = plotting.look(index)
+        kinds = (values, results.lows[name], results.highs[name], results.baselines[name])
+        value, low, high, chance = (of_seeds(results.items, table, "features") for table in kinds)
         errors = np.stack([np.maximum(value - low, 0), np.maximum(high - value, 0)])
-        x = 100 * results.disagreement[first, second]
-        drawn = panel.errorbar(x, value, errors, fmt=".", markersize=3, linewidth=0.6, label=NAMES.get(name, name))
-        chance = np.nanmean(results.baselines[name][np.ix_(layer, layer)][first, second])
-        panel.axhline(chance, color=drawn[0].get_color(), linestyle=":", linewidth=0.7)
+        x = 100 * results.disagreement[np.triu_indices(len(results.disagreement), 1)]
+        dots = {"fmt": look["marker"], "color": look["color"], "markersize": 2.5, "linewidth": 0.6}
+        panel.errorbar(x, value, errors, label=NAMES.get(name, name), **dots)
+        panel.axhline(float(np.nanmean(chance)), color=look["color"], linestyle=":", linewidth=0.7)
     panel.set(xlabel="disagreement (%)", ylabel="seeds, last hidden layer", ylim=(-0.05, 1), title="function")
+    _legend(panel, 2)
 
 
 def _plane(panel: Axes, results: Any) -> None:
-    markers = dict(zip(dict.fromkeys(layer for layer, _ in results.items), "osD^v", strict=False))
-    for layer, marker in markers.items():
-        rows = [index for index, (name, _) in enumerate(results.items) if name == layer]
-        points = results.points[rows]
-        panel.plot(points[:, 0], points[:, 1], marker, markersize=3, label=_layer(results, layer))
+    """Grey: colours are measures."""
+    layers = list(dict.fromkeys(layer for layer, _ in results.items))
+    for layer, marker, shade in zip(layers, "osD^v", ("black", "0.4", "0.7", "0.2", "0.55"), strict=False):
+        points = results.points[[index for index, (name, _) in enumerate(results.items) if name == layer]]
+        panel.plot(points[:, 0], points[:, 1], marker, color=shade, markersize=3, label=_layer(results, layer))
     panel.set(xticks=[], yticks=[], title="plane of angles")
     panel.set_aspect("equal", adjustable="datalim")
-    panel.legend(fontsize=5, loc="upper center", bbox_to_anchor=(0.5, -0.02), ncols=len(markers), columnspacing=0.8)
+    _legend(panel, len(layers))
+
+
+def _legend(panel: Axes, columns: int) -> None:
+    """Below the panel, off the curves."""
+    below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.12)}
+    panel.legend(ncols=columns, columnspacing=0.8, handlelength=2.2, **below)
+
+
+def of_seeds(items: Sequence[tuple[str, int]], values: np.ndarray, layer: str) -> np.ndarray:
+    """Values of pairs of seeds in one layer, [pairs], of a matrix of all `items`."""
+    rows = np.array([index for index, (name, _) in enumerate(items) if name == layer])
+    return values[np.ix_(rows, rows)][np.triu_indices(len(rows), 1)]

@@ -20,7 +20,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from jaxtyping import Array
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator, ScalarFormatter
+from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter
 
 from dissociation import plotting
 from dissociation.checks import check_choice, check_count, check_distinct, fail
@@ -69,15 +69,9 @@ LABELS = {
 }
 """What the variants are called in the figure, in the order of its legend."""
 
-LOOKS = {
-    "trained": {"linewidth": 2.0},
-    "scaled": {"linestyle": (0, (2, 2))},
-    "duplicated": {"linestyle": (2, (2, 2))},
-    "zero": {},
-}
-"""Curves that lie on each other stay visible: the trained one is broad, others share it in dashes."""
+TASKS = {"rotation": "quarter turns", "coarse": "least prime factor"}
+"""What the probes learn, by the tasks' titles in figure, caption and table."""
 
-TASKS = {"rotation": "rotated by quarter turns", "coarse": "least prime factor"}
 PROBES = {"converged": "converged probe", "gradient": "{} gradient steps", "one_rate": "{} steps, one rate"}
 """The learners, by their titles in the figure."""
 
@@ -246,33 +240,51 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts, progress:
 
 
 def draw(results: Results) -> Figure:
-    """Transfer error against the sample budget: a row of panels per task, a column per probe, 1.6 x 1.2 inches each."""
+    """Transfer error by sample budget, and what rewrites add to it: two rows a task, a column a probe; 1.62 inches."""
     first, last = results.budgets[-1] / 10, results.budgets[-1]
     ticks = [tick for tick in (first, 2 * first, 5 * first, last) if tick >= results.budgets[0]]
-    columns = len(results.config.probes)
-    dots: dict[str, Any] = {"marker": "."} if len(results.budgets) == 1 else {}
+    probes = results.config.probes
+    looks = plotting.looks(LABELS)
     with plotting.house_style():
-        figure, axes = plt.subplots(2, columns, figsize=(1.62 * columns, 2.4), sharex=True, sharey="row", squeeze=False)
-        for row, (task, title) in zip(axes, TASKS.items(), strict=True):
-            for panel, probe in zip(row, results.config.probes, strict=True):
-                for variant, curves in results.transfer_error[task][probe].items():
-                    plotting.band(panel, results.budgets, curves, label=LABELS[variant], **LOOKS[variant], **dots)
-                panel.set(xscale="log")
-                panel.text(0.04, 0.97, title, transform=panel.transAxes, va="top", fontsize="small")
-                if panel in axes[0]:
-                    panel.set_title(PROBES[probe].format(results.config.gradient_steps))
-                panel.set_xlim(first if dots else max(first, results.budgets[0]), last)
-                panel.xaxis.set_major_locator(FixedLocator(ticks))
-                panel.xaxis.set_major_formatter(ScalarFormatter())
-                panel.xaxis.set_minor_locator(NullLocator())
-                panel.xaxis.set_minor_formatter(NullFormatter())
-            row[0].set_ylabel("transfer error")
-            row[0].set_ylim(0, 1)
+        figure, axes = plt.subplots(2 * len(TASKS), len(probes), figsize=(1.62 * len(probes), 4.6), squeeze=False)
+        for (task, title), rows in zip(TASKS.items(), (axes[:2], axes[2:]), strict=True):
+            for above, below, probe in zip(*rows, probes, strict=True):
+                curves = results.transfer_error[task][probe]
+                for variant, errors in curves.items():
+                    look = looks[variant]
+                    plotting.band(above, results.budgets, errors, label=LABELS[variant], within=(1e-4, 1.0), **look)
+                plotting.differences(below, results.budgets, curves, names=LABELS, looks=looks)
+                above.set_title(f"{title},\n{PROBES[probe].format(results.config.gradient_steps)}")
+                plotting.log_height(above)
+            rows[0, 0].set_ylabel("transfer error (log)")
+            rows[1, 0].set_ylabel("added transfer error")
+        for panel in axes.flat:
+            panel.set(xscale="log", xlim=(first if len(results.budgets) == 1 else max(first, results.budgets[0]), last))
+            panel.xaxis.set_major_locator(FixedLocator(ticks))
+            panel.xaxis.set_major_formatter(ScalarFormatter())
+            panel.xaxis.set_minor_locator(NullLocator())
         for panel in axes[-1]:
             panel.set_xlabel("sample budget (log)")
-        figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=4, columnspacing=1.2)
+        plotting.letter(*axes.flat)
+        handles = axes[0, 0].get_legend_handles_labels()
+        figure.legend(*handles, loc="outside upper center", ncols=4, columnspacing=1.2, handlelength=3.0)
     plt.close(figure)  # out of pyplot's hands: a notebook shows what it is given, and sweeps leave nothing open
     return figure
+
+
+def caption(results: Results) -> str:
+    """See `protocol.Figure.caption`."""
+    count = len(results.config.probes)
+    rows = ["abcdefghijkl"[first : first + count] for first in range(0, 4 * count, count)]
+    a, c, e, g = (", ".join(row) for row in rows)
+    tasks = results.transfer_error.values()
+    curves = [errors for probes in tasks for variants in probes.values() for errors in variants.values()]
+    return (
+        "Error of linear probes on the last hidden layer of trained networks, and of rewrites that keep their "
+        f"function, by the number of test images (up to {results.budgets[-1]}) they learn from: "
+        f"{TASKS['rotation']} ({a}) and {TASKS['coarse']} ({e}). Below ({c}, {g}), what every rewrite adds to its own "
+        f"trained network's error. {plotting.drawn_as(*curves)} Data: {headline(results)}."
+    )
 
 
 def arrays(results: Results) -> dict[str, np.ndarray]:
@@ -313,7 +325,7 @@ def describe(results: Results) -> dict[str, Any]:
 def table(results: Results) -> list[list[str]]:
     """A header and a row per variant: transfer errors (%) with all samples, and what the function did."""
     names = [(task, probe) for task in TASKS for probe in results.config.probes]
-    header = ["variant", *(f"{task}, {probe}" for task, probe in names), "largest change of a logit", "flips"]
+    header = ["variant", *(f"{TASKS[task]}, {probe}" for task, probe in names), "largest change of a logit", "flips"]
     rows = [header]
     for variant, certificate in results.certificates.items():
         errors = [results.transfer_error[task][probe][variant][:, -1] for task, probe in names]

@@ -24,6 +24,7 @@ from dissociation.figures.seeds import cell, check_some_left, named_diverged
 from dissociation.members import member
 from dissociation.progress import MeterFactory, open_meter
 from koopman.datasets.ordered_mnist import OrderedDigits, cycle_spectrum, ordered_mnist
+from koopman.figures import ordered_mnist_drawing as drawing
 from koopman.figures.ordered_mnist_drawing import draw as draw
 from koopman.figures.ordered_mnist_measures import PROTOCOLS, SCALES, Forecaster, evaluate, predicted
 from koopman.figures.ordered_mnist_models import MODELS, forecasters, train_networks
@@ -325,6 +326,11 @@ def families(results: Results) -> dict[str, Any]:
     models = {"models": tuple(results.logits)}
     kinds = ("accuracy", "predicted", "logits", "strips", "eigenvalues", "left", "validation", "batched", "diverged_at")
     return dict.fromkeys(kinds, models)
+
+
+def caption(results: Results) -> str:
+    """See `dissociation.figures.protocol.Figure.caption`."""
+    return f"{drawing.caption(results)} Data: {headline(results)}."
 
 
 def headline(results: Results) -> str:

@@ -226,3 +226,17 @@ def _left(forecaster: Forecaster, values: Array) -> Any:
 def predicted(logits: np.ndarray) -> np.ndarray:
     """What the oracle reads, int8: the class of the largest logit, or -1 where one is not finite."""
     return np.where(np.isfinite(logits).all(-1), logits.argmax(-1), -1).astype(np.int8)
+
+
+def stuck(logits: np.ndarray) -> np.ndarray:
+    """Which seeds forecast one image whatever they see: over 9 in 10 forecasts one step ahead are read as one digit.
+
+    Args:
+        logits: The oracle's of one model, [seeds, protocols, scales, times, n, classes].
+
+    Returns:
+        True or False, [seeds]; those that diverged are not stuck.
+    """
+    read = predicted(logits[:, 0, 0, 0])
+    most = np.stack([(read == digit).mean(1) for digit in range(logits.shape[-1])]).max(0)
+    return most > 0.9

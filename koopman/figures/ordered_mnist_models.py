@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from dissociation import plotting
 from dissociation.figures.artifacts import Parts
 from dissociation.members import member
 from dissociation.progress import MeterFactory
@@ -28,31 +29,33 @@ class Model(NamedTuple):
         label: What it is called.
         networks: The trained networks that it needs, besides the oracle, which reads all forecasts.
         shown: The protocol by which its curve and strip are drawn.
-        look: Of its curve.
+        color: The number of its colour, one for every kind of network.
+        kind: The number of its marker and dashes.
     """
 
     label: str
     networks: tuple[str, ...]
     shown: str
-    look: dict[str, Any]
+    color: int
+    kind: int
 
+    def look(self) -> dict[str, Any]:
+        """Of its curve."""
+        return {**plotting.look(self.kind), "color": plotting.color(self.color)}
 
-_DASHED: dict[str, Any] = {"linestyle": (0, (2, 1))}
 
 MODELS = {
-    "linear": Model("linear", (), "images", {"color": "0.6"}),
-    "classifier": Model("classifier features", (), "images", {"color": "C0"}),
-    "vamp": Model("VAMP-2", ("vamp",), "images", {"color": "C1"}),
-    "contrastive": Model("spectral contrastive", ("contrastive",), "images", {"color": "C2"}),
-    "dpnets": Model("DPNets", ("dpnets",), "images", {"color": "C3"}),
-    "autoencoder": Model("autoencoder", ("autoencoder",), "powers", _DASHED | {"color": "C0"}),
-    "autoencoder_operator": Model(
-        "autoencoder, fitted operator", ("autoencoder",), "powers", _DASHED | {"color": "C1"}
-    ),
-    "autoencoder_images": Model("autoencoder, image regression", ("autoencoder",), "images", _DASHED | {"color": "C2"}),
-    "orthogonal": Model("orthogonal autoencoder", ("orthogonal",), "powers", _DASHED | {"color": "C3"}),
+    "linear": Model("linear", (), "images", 6, 0),
+    "classifier": Model("classifier features", (), "images", 0, 1),
+    "vamp": Model("VAMP-2", ("vamp",), "images", 1, 2),
+    "contrastive": Model("spectral contrastive", ("contrastive",), "images", 2, 3),
+    "dpnets": Model("DPNets", ("dpnets",), "images", 3, 4),
+    "autoencoder": Model("autoencoder", ("autoencoder",), "powers", 4, 0),
+    "autoencoder_operator": Model("autoencoder, fitted operator", ("autoencoder",), "powers", 4, 1),
+    "autoencoder_images": Model("autoencoder, image regression", ("autoencoder",), "images", 4, 2),
+    "orthogonal": Model("orthogonal autoencoder", ("orthogonal",), "powers", 5, 3),
 }
-"""In the order of tables and legends; encoders are drawn in full, autoencoders in dashes."""
+"""In the order of tables and legends."""
 
 
 class Networks(NamedTuple):

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 from jaxtyping import Array
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dissociation import plotting
@@ -322,33 +323,79 @@ def rates(results: Results, system: str, estimator: str) -> tuple[np.ndarray, np
 
 
 def draw(results: Results) -> Figure:
-    """A row per system: eigenvalues, the leading eigenfunction, and the error by samples; 6.5 inches wide."""
-    lengths = np.asarray(results.config.lengths)
+    """A row per system: errors of the rates, the leading eigenfunction, and the error by samples; 6.5 inches wide."""
     with plotting.house_style():
         rows = len(results.data)
         figure, axes = plt.subplots(rows, 3, figsize=(6.5, 0.7 + 1.6 * rows), squeeze=False)
         for row, (name, label) in zip(axes, results.data.items(), strict=True):
-            exact, error = results.exact[name], np.ones(len(lengths))
-            for estimator, title in ESTIMATORS.items():
-                values = results.eigenvalues[name][estimator]
-                last = values[:, -1].reshape(-1)
-                row[0].scatter(np.real(last), np.imag(last), s=4, alpha=0.6, linewidths=0)
-                plotting.band(row[1], results.grids[name], results.functions[name][estimator], label=title)
-                error = summarise((np.abs(values - exact[None, None]) / np.abs(exact)[None, None]).max(-1)).mean
-                row[2].plot(lengths, error, marker="o", markersize=2.5, label=title)
-            row[0].plot(np.real(exact), np.imag(exact), "k+", markersize=8)
-            row[0].set(title=label, xlabel="Re", ylabel="Im")
-            row[0].locator_params(axis="x", nbins=5)
+            _draw_rates(row[0], results, name)
+            row[0].set_title(label)
+            for index, (estimator, title) in enumerate(ESTIMATORS.items()):
+                functions = results.functions[name][estimator]
+                plotting.band(row[1], results.grids[name], functions, label=title, **plotting.look(index))
             row[1].plot(results.grids[name], results.exact_functions[name], "k--", linewidth=0.8, label="exact")
             row[1].set(title="leading eigenfunction", xlabel="state")
-            guide = lengths**-0.5
-            row[2].plot(lengths, guide * (error[0] / guide[0]), color="black", linestyle=":", label="$n^{-1/2}$")
-            row[2].set(xscale="log", yscale="log", title="largest relative error", xlabel="transitions")
+            _draw_errors(row[2], results, name)
+        plotting.letter(*axes.flat)
         handles = axes[0, 2].get_legend_handles_labels(), axes[0, 1].get_legend_handles_labels()
         drawn = dict(zip(handles[0][1] + handles[1][1], handles[0][0] + handles[1][0], strict=True))
-        figure.legend(drawn.values(), drawn.keys(), loc="outside upper center", ncols=3)
+        figure.legend(drawn.values(), drawn.keys(), loc="outside upper center", ncols=3, handlelength=3)
     plt.close(figure)  # out of pyplot's hands: a notebook shows what it is given
     return figure
+
+
+def _draw_rates(axes: Axes, results: Results, name: str) -> None:
+    """Rates over the exact ones, a dot a trajectory beside the mean with its interval; one of each conjugate pair."""
+    exact = results.exact[name]
+    kept = np.flatnonzero(np.imag(exact) >= 0)
+    axes.axhline(1, color="black", linestyle="--", linewidth=0.8)
+    for index, estimator in enumerate(ESTIMATORS):
+        look = plotting.look(index)
+        ratios = np.log(np.abs(results.eigenvalues[name][estimator][:, -1][:, kept])) / np.log(np.abs(exact[kept]))
+        places = np.arange(len(kept)) + 0.2 * (index - 1.5)
+        summary = plotting.summarise(ratios)
+        half = summary.interval()[1] - summary.mean
+        axes.plot(np.tile(places, (len(ratios), 1)) - 0.04, ratios, ".", color=look["color"], markersize=2, alpha=0.6)
+        style = {"fmt": look["marker"], "color": look["color"], "markersize": 3, "linewidth": 0.8, "capsize": 1.5}
+        axes.errorbar(places + 0.04, summary.mean, half, **style)
+    axes.set_xticks(range(len(kept)), [f"{-np.log(np.abs(value)):.3g}" for value in exact[kept]])
+    axes.set(xlabel="exact rate per lag", ylabel="estimated over exact", xlim=(-0.5, len(kept) - 0.5))
+
+
+def _draw_errors(axes: Axes, results: Results, name: str) -> None:
+    lengths, exact = np.asarray(results.config.lengths), results.exact[name]
+    guide = np.nan
+    for index, (estimator, title) in enumerate(ESTIMATORS.items()):
+        errors = (np.abs(results.eigenvalues[name][estimator] - exact) / np.abs(exact)).max(-1)
+        summary = plotting.summarise(errors)
+        low, high = summary.interval()
+        spread = [np.minimum(summary.mean - low, 0.9 * summary.mean), high - summary.mean]
+        look = {**plotting.look(index), "markevery": 1}
+        axes.errorbar(lengths * 1.04 ** (index - 1.5), summary.mean, spread, label=title, capsize=1.5, **look)
+        guide = summary.mean[0]
+    axes.plot(lengths, guide * (lengths / lengths[0]) ** -0.5, color="black", linestyle=":", label="$n^{-1/2}$")
+    axes.set(xscale="log", title="largest relative error", xlabel="transitions")
+    axes.set_xticks(lengths, [str(length) for length in lengths])
+    axes.set_xticks([], minor=True)
+    plotting.log_height(axes)
+
+
+def caption(results: Results) -> str:
+    """See `dissociation.figures.protocol.Figure.caption`."""
+    config, many = results.config, f"{results.config.num_trajectories} independent trajectories"
+    functions = [curves for kinds in results.functions.values() for curves in kinds.values()]
+    drawn = plotting.drawn_as(*functions, members="trajectories")
+    rows = [
+        f"{label} ({', '.join('abcdefghi'[3 * row : 3 * row + 3])})" for row, label in enumerate(results.data.values())
+    ]
+    return (
+        f"Estimates of four estimators on simulated systems whose spectra are known: {', '.join(rows)}. "
+        f"Left, decay rates over the exact ones at {config.lengths[-1]} transitions, a dot for each of {many} and "
+        "their mean with its 95 % Student interval, one of each conjugate pair. Middle, the leading eigenfunction at "
+        f"the same length, scaled to the exact one (dashed); {drawn[0].lower()}{drawn[1:]} Right, the largest relative "
+        f"error of the eigenvalues by length, means over {many} with 95 % Student intervals; dotted, a fall as "
+        "one over the root of the length."
+    )
 
 
 def arrays(results: Results) -> dict[str, np.ndarray]:

@@ -296,7 +296,10 @@ def test_the_line_of_first_crossings(small):
     np.testing.assert_array_equal(unfitted.median["delay"][:, 0], [3233, 33233])
     assert unfitted.median["fitted"][0, 0] == np.inf
     never = crossings(config, series | {"rnc1_score": np.ones_like(low)}, steps)
-    assert "collapse time: no slope" in never.slope
+    assert never.slope.startswith(
+        "collapse time: no slope, which takes three crossings at two weight decays, of 0 of 4"
+    )
+    assert "`" not in never.slope  # no error of a function within
     assert np.isnan(never.line).all()
     assert np.isinf(never.median["collapsed"][:, 0]).all()
     shown = results._replace(crossings=found, time_step=np.where(results.time_step > 100, steps[-1], 0))
@@ -320,6 +323,8 @@ def test_images_tables_and_resuming(small):
     assert len({len(row) for row in collapse.table(results)}) == 1
     json.dumps(collapse.describe(results), default=str)
     assert "glyphs" in collapse.headline(results)
+    for part in ("means over 2 seeds", f"measured {len(results.information_step)} times", "200 training", "(l) first"):
+        assert part in collapse.caption(results)
     again = collapse.compute(config, key=KEY, folder=folder)
     jax.tree.map(np.testing.assert_array_equal, collapse.arrays(results), collapse.arrays(again))
 

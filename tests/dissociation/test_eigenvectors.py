@@ -11,7 +11,7 @@ from labels import assert_labelled
 from dissociation.figures import eigenvector_tables as tables
 from dissociation.figures import eigenvectors
 from dissociation.figures.artifacts import axes_of
-from dissociation.figures.eigenvector_measures import top_similarity, truncation_bands
+from dissociation.figures.eigenvector_measures import top_similarity
 from dissociation.figures.seeds import masked
 from dissociation.spectral import Spectrum
 
@@ -72,7 +72,6 @@ def test_networks_that_diverged_are_left_out_and_named(small):
         diverged_at=diverged_at,
         full_error={size: part.pop("full") for size, part in left.items()},
         error=left,
-        bands={size: truncation_bands(left[size], results.full_error[size]) for size in config.sizes},
         intervals={
             size: eigenvectors._intervals(config, size, similarity[size], pairs[size], alive) for size in config.sizes
         },
@@ -88,6 +87,7 @@ def test_networks_that_diverged_are_left_out_and_named(small):
     assert tables.accuracy_table(found)[1][1] == "2 of 3"
     headline = eigenvectors.headline(found)
     assert headline.endswith("size 12 seed 0 at step 5, size 24 seed 2 at step 9 (4 of 6 networks remain)")
+    assert "size 24 seed 2 at step 9" in eigenvectors.caption(found)
     figure = eigenvectors.draw(found)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -192,6 +192,17 @@ def test_images_tables_and_resuming(small):
     rows = eigenvectors.table(results)
     assert len({len(row) for row in rows}) == 1
     assert "glyphs" in eigenvectors.headline(results)
+    for part in ("3 of size 12, 3 of size 24", "1000 training and 200 test images", "means over 3 seeds", "(d, e)"):
+        assert part in eigenvectors.caption(results)
+    figure = eigenvectors.draw(results)
+    (left, right, bar), (_, *drops) = figure.subfigs[0].axes, figure.subfigs[1].axes
+    assert left.get_xticks()[0] == 1
+    assert right.images[0].get_clim() == (0, 1)
+    assert bar.get_ylabel() == "similarity"
+    added = [100 * (errors[:, 1:] - full[:, None]) for by, full in zip(results.error.values(),
+             results.full_error.values(), strict=True) for errors in by.values()]  # fmt: skip
+    for axis in drops:  # no empty half below nothing
+        np.testing.assert_allclose(axis.get_ylim(), (1.2 * min(-0.02, np.min(added)), 100), rtol=1e-6)
     again = eigenvectors.compute(config, key=KEY, folder=folder)
     jax.tree.map(np.testing.assert_array_equal, eigenvectors.arrays(results), eigenvectors.arrays(again))
     with pytest.raises(ValueError, match="`reference` must be one of the sizes"):

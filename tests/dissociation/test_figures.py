@@ -158,6 +158,7 @@ def test_a_network_that_diverged_is_left_out_and_named(noise, one_diverges, tmp_
     assert "diverged" not in robustness.headline(results)
     row = robustness.table(found)[1]
     assert row[1] == f"{100 * results.clean_error['trained'][0]:.2f} % (1 of 2)"
+    assert "seed 1 at step 7" in robustness.caption(found)
     lines = robustness.draw(found).axes[0].lines
     np.testing.assert_allclose(lines[0].get_ydata(), results.input_error["trained"][0])
 
@@ -176,14 +177,22 @@ def test_networks_that_all_diverged_are_an_error(one_diverges):
 def test_noise_figure_is_as_specified(noise):
     results, *_ = noise
     figure = robustness.draw(results)
-    np.testing.assert_allclose(figure.get_size_inches(), [3.24, 1.6])
-    assert len(figure.axes) == 2
+    np.testing.assert_allclose(figure.get_size_inches(), [3.24, 2.9])
+    above, below = figure.axes[:2], figure.axes[2:]
+    assert len(below) == 2
     for axes in figure.axes:
-        assert axes.get_xscale() == axes.get_yscale() == "log"
-        assert axes.get_xlabel() == "noise scale (log)"
+        assert axes.get_xscale() == "log"
+        assert axes.get_yscale() == ("log" if axes in above else "linear")
         assert not axes.spines["top"].get_visible()
-    assert figure.axes[0].get_ylabel() == "test error (log)"
-    assert [len(axes.lines) for axes in figure.axes] == [6, 5]
+    assert [axes.get_xlabel() for axes in below] == ["noise scale (log)"] * 2
+    assert above[0].get_ylabel() == "test error (log)"
+    names = [axes.get_legend_handles_labels()[1] for axes in figure.axes]
+    assert [len(shown) for shown in names] == [6, 5, 5, 4]
+    moved = next(line for line in below[0].lines if line.get_label() == "input null-perturbed")
+    paired = results.input_error["null_perturbed"] - results.input_error["trained"]
+    np.testing.assert_allclose(moved.get_ydata(), paired.mean(0))
+    for part in ("means over 2 seeds", "600 training and 150 test images", "glyphs", "nuisance neurons"):
+        assert part in robustness.caption(results)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         figure.canvas.draw()
@@ -210,10 +219,15 @@ def test_transfer_curves_and_figure(transferred):
     one_rate = results.transfer_error["rotation"]["one_rate"]
     assert one_rate["trained"][:, -1].mean() > one_rate["scaled"][:, -1].mean() + 0.05
     figure = transfer.draw(results)
-    assert figure.axes[0].get_ylim() == (0, 1)
-    assert figure.axes[2].get_xlabel() == "sample budget (log)"
-    assert figure.axes[0].get_ylabel() == "transfer error"
-    assert [len(axes.lines) for axes in figure.axes] == 4 * [4]
+    assert figure.axes[0].get_yscale() == "log"
+    assert figure.axes[-1].get_xlabel() == "sample budget (log)"
+    assert [axes.get_ylabel() for axes in figure.axes[::2]] == 2 * ["transfer error (log)", "added transfer error"]
+    shown = [axes.get_legend_handles_labels()[1] for axes in figure.axes]
+    assert [len(names) for names in shown] == 2 * [4, 4, 3, 3]
+    written = " ".join([transfer.caption(results), *transfer.table(results)[0]])
+    assert "quarter turns (a, b) and least prime factor (e, f)" in written
+    assert "coarse" not in written  # one task, one name
+    assert "up to 150" in written
 
 
 @pytest.mark.slow
@@ -237,6 +251,7 @@ def test_transfer_leaves_out_a_network_that_diverged(one_diverges, monkeypatch):
     assert "seed 1 at step 7" in transfer.headline(found)
     line = transfer.draw(found).axes[0].lines[0].get_ydata()
     np.testing.assert_allclose(line, [0.5, 0.25])
+    assert "seed 1 at step 7" in transfer.caption(found)
 
 
 def test_a_change_that_is_nan_shows_unless_its_network_diverged():
@@ -256,7 +271,7 @@ def test_a_single_budget_is_drawn(transferred):
     }
     figure = transfer.draw(transferred._replace(budgets=transferred.budgets[-1:], transfer_error=errors))
     assert figure.axes[0].get_xlim() == (15.0, 150.0)
-    assert figure.axes[0].lines[0].get_marker() == "."
+    assert {line.get_marker() for line in figure.axes[0].lines} >= {"o", "."}
 
 
 @pytest.mark.slow

@@ -85,6 +85,8 @@ def test_the_files_and_the_figure(run):
     found = assert_labelled(freedom, results, folder, dims).to_xarray()
     np.testing.assert_array_equal(found.change.sel(ends="high", layers="features"), results.change["high"]["features"])
     assert len(freedom.table(results)) == 1 + 2 + 5
+    for part in ("6 ordered pairs", "80 test images", "400 training", "(b) last hidden layer", "(c)"):
+        assert part in freedom.caption(results)
     assert "the functions of a pair can show anything from" in freedom.headline(results)
     assert_only_draws(freedom, results)
     again = freedom.compute(CONFIG, key=jax.random.PRNGKey(0), folder=folder)
@@ -98,4 +100,6 @@ def test_of_networks_of_images_the_last_layer():
     )
     results = freedom.compute(config, key=jax.random.PRNGKey(0))
     assert list(results.measured) == ["features"]
+    assert "(a) last hidden layer" in freedom.caption(results)
+    assert "(b) The same pairs" in freedom.caption(results)
     assert results.change["high"]["features"][0, 1] < 1e-5

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
+from scipy import stats
 
 from dissociation import checks, files, plotting, sharding
 from dissociation.progress import open_meter
@@ -83,14 +84,67 @@ def test_a_summary_is_that_of_the_members_that_are_finite(members):
     assert np.isnan(plotting.summarise(values[:1]).deviation).all()  # one member says nothing of the spread
 
 
-def test_band_is_mean_and_sample_deviation():
-    curves = np.array([[1.0, 2.0, 5.0], [3.0, 6.0, np.nan], [np.nan, 4.0, np.nan]])
+def test_intervals_are_students():
+    values = np.random.default_rng(0).normal(size=(7, 3))
+    values[2, 1] = np.nan
+    found = np.stack(plotting.summarise(values).interval())
+    for column, own in enumerate((values[:, 0], np.delete(values[:, 1], 2), values[:, 2])):
+        wanted = stats.t.interval(0.95, len(own) - 1, loc=own.mean(), scale=stats.sem(own))
+        np.testing.assert_allclose(found[:, column], wanted, rtol=1e-12)
+    assert np.isnan(plotting.summarise(values[:1]).interval()).all()
+
+
+def test_members_are_drawn_where_an_interval_would_mislead():
+    curves = np.random.default_rng(0).normal(scale=0.01, size=(8, 5)) + np.linspace(0, 1, 5)
+    assert not plotting.draws_each(curves)
+    assert plotting.draws_each(curves[:5])
+    gone = np.where(np.arange(8)[:, None] < 3, np.nan, curves)
+    assert plotting.draws_each(gone)  # five are left
+    stuck = np.where(np.arange(8)[:, None] < 2, 0.0, curves)
+    assert plotting.draws_each(stuck)
+    assert not plotting.draws_each(np.where(np.arange(8)[:, None] < 1, 0.0, curves))  # one is no group
+    equal = np.repeat([[0.9], [0.9001]], 4, 0) + np.linspace(0, 0.1, 5)
+    assert not plotting.draws_each(equal)  # two groups that nobody sees
+    x = np.arange(5.0)
+    for drawn, lines, bands in ((curves, 1, 1), (stuck, 9, 0), (curves[:3], 4, 0), (curves[:1], 1, 0)):
+        _, axes = plt.subplots()
+        plotting.band(axes, x, drawn, label="a", within=(0.0, 0.9))
+        assert (len(axes.lines), len(axes.collections)) == (lines, bands)
+        np.testing.assert_allclose(axes.lines[0].get_ydata(), drawn.mean(0))
+        assert axes.get_legend_handles_labels()[1] == ["a"]
+        for one in axes.collections:
+            np.testing.assert_allclose(one.get_paths()[0].vertices[:, 1].max(), 0.9)
+        plt.close()
+    assert plotting.drawn_as(curves) == "Lines are means over 8 seeds, bands their 95 % Student intervals."
+    assert plotting.drawn_as(curves[:3]).endswith("3 seeds, thin lines the seeds.")
+    assert "over 3 to 8 paths" in plotting.drawn_as(curves, curves[:3], members="paths")
+    assert "; where paths are few" in plotting.drawn_as(curves, curves[:3], members="paths")
+
+
+def test_differences_are_paired_and_flat_ones_are_named():
+    base = np.array([[0.1, 0.5, 0.9], [0.2, 0.4, 0.8]])
+    curves = {"trained": base, "same": base + 1e-4, "moved": base + [0.0, 0.3, 0.0]}
     _, axes = plt.subplots()
-    plotting.band(axes, np.array([0.0, 1.0, 2.0]), curves, label="a")
-    np.testing.assert_allclose(axes.lines[0].get_ydata(), [2, 4, 5])
-    edges = axes.collections[0].get_paths()[0].vertices[:, 1]
-    np.testing.assert_allclose(np.unique(edges.round(6)), np.unique(np.round([2 - 2**0.5, 2, 2 + 2**0.5, 6], 6)))
-    assert axes.collections[0].get_alpha() == 0.2
+    names = {name: name.upper() for name in curves}
+    plotting.differences(axes, np.arange(3), curves, names=names, looks=dict.fromkeys(curves, {}))
+    drawn = {line.get_label(): line.get_ydata() for line in axes.lines}
+    np.testing.assert_allclose(drawn["MOVED"], [0, 0.3, 0], atol=1e-12)
+    assert [text.get_text() for text in axes.texts] == ["SAME:\nat most 0.0001"]
+    plt.close()
+
+
+def test_letters_in_order_and_looks_apart_without_colour():
+    _, axes = plt.subplots(1, 3)
+    plotting.letter(*axes)
+    assert [panel.texts[0].get_text() for panel in axes] == ["a", "b", "c"]
+    looks = [plotting.look(index) for index in range(7)]
+    for part in ("marker", "linestyle", "color"):
+        assert len({str(one[part]) for one in looks}) == 7
+    image = plotting.heat(axes[0], np.array([[0.0, 1.0]]), [["no", "yes"]])
+    assert image.get_clim() == (0, 1)
+    dark, bright = (image.cmap(value)[:3] for value in (0.0, 1.0))
+    assert sum(dark) < 0.5 * sum(bright)  # sequential: brighter the larger
+    assert [(text.get_text(), text.get_color()) for text in axes[0].texts[1:]] == [("no", "white"), ("yes", "black")]
     plt.close()
 
 

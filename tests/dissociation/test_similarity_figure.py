@@ -67,6 +67,8 @@ def test_the_files_and_the_figure(run, tmp_path):
     assert set(moved.index.get_level_values("measures")) == set(results.rewritten)
     assert len(similarity.table(results)) == 1 + 4
     assert "3 seeds" in similarity.headline(results)
+    for part in ("60 test images", "3 pairs of seeds", "500 training", f"stress {results.stress:.2f}", "(e)"):
+        assert part in similarity.caption(results)
     assert_only_draws(similarity, results)
 
 

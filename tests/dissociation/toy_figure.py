@@ -77,6 +77,10 @@ def describe(results):
     return {"figure": STEM, "nan": np.nan}
 
 
+def caption(results):
+    return f"A line (a) of {len(results.parts)} parts."
+
+
 def headline(results):
     return "a toy"
 

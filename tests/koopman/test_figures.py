@@ -19,7 +19,7 @@ from dissociation.labelled import load_results
 from dissociation.models.cnn import Encoder
 from koopman import cli
 from koopman.figures import ordered_mnist, spectra
-from koopman.figures.ordered_mnist_measures import PROTOCOLS, Evaluation, Forecaster, Latent, project, spectral
+from koopman.figures.ordered_mnist_measures import PROTOCOLS, Evaluation, Forecaster, Latent, project, spectral, stuck
 from koopman.figures.ordered_mnist_models import Networks
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("barely_optimized")]
@@ -64,8 +64,44 @@ def test_ordered_digits(sequence_results):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert_only_draws(ordered_mnist, results)
+    said = ordered_mnist.caption(results)
+    for part in (
+        "Lines are of one of the seeds",
+        "100 test images",
+        "VAMP-2 0",
+        "glyphs: 230 train",
+        "whatever the input",
+    ):
+        assert part in said
     figure = ordered_mnist.draw(results)
+    assert all(axis.get_yscale() == "log" for axis in figure.subfigs[1].axes)
     assert any(text.get_text() == "chance" for text in figure.subfigs[1].legends[0].get_texts())
+
+
+def test_seeds_that_are_stuck_are_named_and_not_shown(sequence_results):
+    # Of three seeds two see one image everywhere, the third what it saw.
+    names = ("autoencoder",)
+    logits = np.repeat(sequence_results.logits["autoencoder"], 3, 0)
+    due = (sequence_results.labels[None] + sequence_results.times[:, None]) % 5
+    logits[2] = np.eye(5)[due]
+    logits[:2] = np.eye(5)[3]
+    assert stuck(logits).tolist() == [True, True, False]
+    logits[1] = np.nan
+    assert stuck(logits).tolist() == [True, False, False]
+    repeated = {
+        field: {name: np.repeat(getattr(sequence_results, field)[name], 3, 0) for name in names}
+        for field in ("strips", "eigenvalues", "left")
+    }
+    config = dataclasses.replace(sequence_results.config, models=names, num_seeds=3)
+    results = sequence_results._replace(config=config, logits={"autoencoder": logits}, **repeated)
+    assert "whatever the input, of: autoencoder seed 0." in ordered_mnist.caption(results)
+    assert "(autoencoder 2)" in ordered_mnist.caption(results)
+    figure = ordered_mnist.draw(results)
+    framed = {text.get_text(): text.get_bbox_patch() for axis in figure.subfigs[2].axes for text in axis.texts}
+    right = str((sequence_results.labels[0] + 1) % 5)
+    assert framed[right] is None  # right, without a frame
+    thin = [line.get_ydata() for line in figure.subfigs[1].axes[0].lines if line.get_linewidth() < 0.5]
+    assert len(thin) == 3
 
 
 def test_distances_to_the_roots_of_unity(sequence_results):
@@ -135,6 +171,14 @@ def test_spectra():
     assert_only_draws(spectra, results)
     figure = spectra.draw(results)
     assert len(figure.axes) == 6
+    said = spectra.caption(results)
+    for part in ("3000 transitions", "4 independent trajectories", "Ornstein-Uhlenbeck (d, e, f)", "95 % Student"):
+        assert part in said
+    means = [bars[0].get_ydata() for bars in figure.axes[3].containers]  # of one estimator each, over the exact rates
+    for mean, estimator in zip(means, spectra.ESTIMATORS, strict=True):
+        exact, wanted, _ = spectra.rates(results, "ornstein_uhlenbeck", estimator)
+        np.testing.assert_allclose(mean, wanted / exact, rtol=1e-5)
+    assert all(bars[2][0].get_segments() for bars in figure.axes[5].containers)  # errors have intervals
     assert len(spectra.table(results)) == 1 + 4 * (1 + 3)  # a conjugate pair has one rate
     exact, mean, error = spectra.rates(results, "ornstein_uhlenbeck", "ridge")
     np.testing.assert_allclose(exact, [0.5, 1.0, 1.5])
@@ -209,6 +253,7 @@ def test_networks_that_diverged_are_left_out_and_named(sequence_results, tmp_pat
     assert headline.endswith("left out: oracle seed 1 at step 4, dpnets seed 0 at step 8 (2 of 4 networks remain)")
     arrays = ordered_mnist.arrays(results)
     assert (arrays["predicted_dpnets"] == -1).all()  # not class 0
+    assert "VAMP" not in ordered_mnist.caption(results)
     figure = ordered_mnist.draw(results)
     figure.canvas.draw()
     read = {text.get_text() for axis in figure.subfigs[2].axes[3:] for text in axis.texts}
