@@ -15,13 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import platformdirs
 import tyro
 
-from dissociation import checks, interrupts, plotting
+from dissociation import checks, interrupts, plotting, provenance
 from dissociation import distributed as processes
 from dissociation.checks import WrongValue, check_seed
 from dissociation.exhibits import aligned as aligned  # notebooks print tables by it
@@ -29,8 +29,11 @@ from dissociation.figures import artifacts
 from dissociation.figures.labels import families_of, flat_results_of
 from dissociation.figures.protocol import Figure
 from dissociation.figures.reporting import exhibit_of, report_of
+from dissociation.figures.runs import recorded, runs_in, table_of
+from dissociation.figures.sweep import config_grid, lists_in, names_of, stacked, words_of
 from dissociation.files import RefusedFile, write_bytes
-from dissociation.labelled import save_npz
+from dissociation.labelled import load_results, save_npz
+from dissociation.sweeps import Grid
 
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 
@@ -99,31 +102,69 @@ def run_command(
     if words == ["--version"]:
         print(f"{program} (dissociation {metadata.version('dissociation')})")
         return 0
-    commands = {name: _command(figure, words, program) for name, figure in figures.items()}
+    figure = figures.get(words[0]) if words else None
+    lists = {} if figure is None else lists_in(words, figure.Config())
+    commands = {name: _command(each, words, program) for name, each in figures.items()} | {"runs": _runs}
+
+    def parsed(words: Sequence[str]) -> Any:
+        return tyro.extras.subcommand_cli_from_dict(commands, prog=program, description=description, args=words)
+
     printed = io.StringIO()
     try:
         with contextlib.redirect_stderr(printed):
-            chosen = tyro.extras.subcommand_cli_from_dict(commands, prog=program, description=description, args=words)
+            chosen = [parsed(each) for each in words_of(words, lists)]
     except SystemExit as end:
         if end.code in (0, None):
             raise
         print(f"{program}: {_one_line(printed.getvalue())}", file=sys.stderr)
         return 2
-    return chosen()
+    return _produce_all(chosen, lists, program, words) if lists else chosen[0]()
 
 
-def _command(figure: Figure, words: Sequence[str], program: str) -> Callable[..., Callable[[], int]]:
+class _Chosen(NamedTuple):
+    """A figure, its configuration, and where and how it is made."""
+
+    figure: Figure
+    config: Any
+    run: RunOptions
+    program: str
+    words: Sequence[str]
+
+    def __call__(self) -> int:
+        return produce(self.figure, self.config, self.run, program=self.program, words=self.words)
+
+
+def _command(figure: Figure, words: Sequence[str], program: str) -> Callable[..., _Chosen]:
     """A function whose signature is a figure's options, with the defaults of a rehearsal if it is one."""
     default = figure.Config().quick() if "--quick" in words else figure.Config()
 
     def choose(
         config: tyro.conf.OmitArgPrefixes[figure.Config] = default,  # pyright: ignore[reportInvalidTypeForm]
         run: tyro.conf.OmitArgPrefixes[RunOptions] = RunOptions(),  # noqa: B008
-    ) -> Callable[[], int]:
-        return lambda: produce(figure, config, run, program=program, words=words)
+    ) -> _Chosen:
+        return _Chosen(figure, config, run, program, words)
 
-    choose.__doc__ = figure.SHOWS
+    choose.__doc__ = f"{figure.SHOWS} Several values of an option that takes one make a sweep: --width 64 128."
     return choose
+
+
+def _runs(out: Path = Path("results")) -> Callable[[], int]:
+    """Lists runs: done, running, stopped or failed, with the command that goes on.
+
+    Args:
+        out: The folder that was `--out` of the runs.
+    """
+
+    def tell() -> int:
+        try:
+            entries = runs_in(out)
+        except OSError as error:
+            print(error, file=sys.stderr)
+            return 1
+        print(aligned(table_of(entries)) if entries else f"No run has a record in {out}.")
+        return 0
+
+    return tell
 
 
 def _one_line(box: str) -> str:
@@ -161,21 +202,24 @@ def produce(
         The exit status: 0; 1 for data or files that cannot be read or written; 2 for settings that the data cannot
         meet; 130 after an interrupt and 143 after SIGTERM.
     """
+    return _guarded(program, run, lambda: _run(figure, config, run, ("python", "-m", program, *words)))
+
+
+def _guarded(program: str, run: RunOptions, work: Callable[[], Any]) -> int:
+    """An exit status: that of the work, or of what it raised, which is told of in a sentence."""
     interrupts.begin()
     tell, stopped = partial(_tell, program), partial(_stopped, program)
     interrupts.advice = interrupts.NOTHING
     try:
-        try:
-            _join(run)
-            data = figure.source(config)
-        except (OSError, ValueError) as error:
-            return tell(error, 2 if isinstance(error, WrongValue) else 1, error)
-        return _run(figure, config, run, data, ("python", "-m", program, *words))
+        _join(run)
+        work()
+    except _Unfit as unfit:
+        error = unfit.error
+        return tell(error, 2 if isinstance(error, WrongValue) else 1, error)
     except KeyboardInterrupt as error:
         return stopped(error)
     except BrokenPipeError:  # whoever read the table has seen enough of it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except (OSError, WrongValue, RefusedFile, MemoryError) as error:
         nameless = isinstance(error, OSError) and error.errno is not None and error.filename is None
         return tell(f"{error} (while writing to {run.out})" if nameless else error, 1, error)
@@ -185,12 +229,31 @@ def produce(
         if "RESOURCE_EXHAUSTED" in str(error):
             return tell(f"out of memory; choose smaller sizes. {str(error).splitlines()[0]}", 1, error)
         raise
+    return 0
+
+
+class _Unfit(Exception):
+    """An option that does not fit the data, or data that cannot be had."""
+
+    def __init__(self, error: Exception):
+        super().__init__(str(error))
+        self.error = error
+
+
+def _source(figure: Figure, config: Any) -> Any:
+    try:
+        return figure.source(config)
+    except (OSError, ValueError) as error:
+        raise _Unfit(error) from error
 
 
 def _join(run: RunOptions) -> None:
     if run.distributed:
         where = run.coordinator_address, run.num_processes, run.process_id
-        processes.initialize(*where, heartbeat=run.heartbeat)
+        try:
+            processes.initialize(*where, heartbeat=run.heartbeat)
+        except (OSError, ValueError) as error:
+            raise _Unfit(error) from error
 
 
 def _tell(program: str, what: object, status: int, error: BaseException) -> int:
@@ -205,8 +268,9 @@ def _stopped(program: str, error: BaseException) -> int:
     return interrupts.status()
 
 
-def _run(figure: Figure, config: Any, run: RunOptions, data: Any, words: Sequence[str]) -> int:
-    began = time.perf_counter()
+def _run(figure: Figure, config: Any, run: RunOptions, words: Sequence[str]) -> Path:
+    """Makes a figure, and returns its folder."""
+    began, data = time.perf_counter(), _source(figure, config)
     key = jax.random.PRNGKey(run.seed)
     identity = artifacts.identity_of(config, key, data)
     folder = run.out / run_name(figure, config, run, identity)
@@ -214,12 +278,59 @@ def _run(figure: Figure, config: Any, run: RunOptions, data: Any, words: Sequenc
     with contextlib.ExitStack() as held:
         processes.on_main(lambda: _take_folder(figure, run, folder, identity, held))
         interrupts.advice = f"The same command goes on; finished parts are in {parts}."
+        _record(held, folder, words, {"figure": figure.STEM, **identity, "seed": run.seed}, run)
         compiling = start_compilation_cache()
         progress = None if run.silent or not processes.is_main() else "terminal"
         results = figure.compute(config, key=key, dataset=data, folder=parts, progress=progress)
         seconds = time.perf_counter() - began
         processes.on_main(lambda: _finish(figure, config, run, folder, results, seconds, compiling, words))
-    return 0
+    return folder
+
+
+def _record(
+    held: contextlib.ExitStack, folder: Path, words: Sequence[str], facts: Mapping[str, Any], run: RunOptions
+) -> None:
+    """Begins the record and the log of a run, which end with `held`."""
+    if processes.is_main():
+        facts = {**facts, "environment": provenance.environment()}
+        held.enter_context(recorded(folder, words, facts, None if run.silent else sys.stderr))
+
+
+def _produce_all(chosen: Sequence[_Chosen], lists: Mapping[str, Any], program: str, words: Sequence[str]) -> int:
+    """Makes the figure of every configuration, in a folder of the sweep, and one file of all their arrays."""
+    figure, run = chosen[0].figure, chosen[0].run
+    values = {name: [getattr(each.config, name) for each in chosen] for name in lists}
+    grid = config_grid(figure.Config, {name: list(dict.fromkeys(own)) for name, own in values.items()}).grid
+    command = ("python", "-m", program, *words)
+
+    def work() -> None:
+        for each in chosen:
+            _source(figure, each.config)
+        settings = {"configs": [each.config for each in chosen], "seed": run.seed, "axes": grid.axes}
+        name = re.sub(r"[^\w.-]+", "-", f"{figure.STEM}_sweep_{'_'.join(grid.axes)}")[:_LONGEST_NAME]
+        folder = run.out / f"{name}_{artifacts.digest_of(settings)[:10]}"
+        with contextlib.ExitStack() as held:
+            processes.on_main(lambda: held.enter_context(artifacts.locked(folder)))
+            shape = dict(zip(grid.axes, grid.shape, strict=True))
+            _record(
+                held, folder, command, {"figure": figure.STEM, "sweep": shape}, dataclasses.replace(run, silent=True)
+            )
+            made = []
+            for number, each in enumerate(chosen):
+                if not run.silent and processes.is_main():
+                    print(f"{number + 1} of {len(chosen)}: {names_of(grid)[number]}", file=sys.stderr)
+                own = dataclasses.replace(run, out=folder)
+                made.append(_run(figure, each.config, own, ("python", "-m", program, *words_of(words, lists)[number])))
+            processes.on_main(lambda: _join_arrays(figure, grid, folder, made))
+
+    return _guarded(program, run, work)
+
+
+def _join_arrays(figure: Figure, grid: Grid, folder: Path, made: Sequence[Path]) -> None:
+    """One file of the arrays that have one shape in all configurations, with the grid's axes first."""
+    whole = stacked([load_results((path / figure.STEM).with_suffix(".npz")) for path in made], grid)
+    target = whole.save(folder / f"{figure.STEM}.npz")
+    print(f"\nWrote {target.name}, {len(whole.arrays)} arrays of {len(grid)} configurations, in {folder}", flush=True)
 
 
 def _take_folder(figure: Figure, run: RunOptions, folder: Path, identity: Any, held: contextlib.ExitStack) -> None:

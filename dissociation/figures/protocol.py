@@ -34,9 +34,8 @@ class Measured(Protocol):
 class Figure(Protocol):
     """A module, which `figures()` of its package lists.
 
-    It may have more: `caption(results)`, a sentence or two on what is shown, of how many, and what bands are;
-    `families(results)`, see `labels.families_of`; `UNITS`, of arrays by how their names begin; and its results a
-    `member`, one of the networks, which the report shows.
+    It may have more: `families(results)`, see `labels.families_of`; `UNITS`, of arrays by how their names begin; and
+    its results a `member`, one of the networks, which the report shows.
 
     Attributes:
         STEM: The name of the files.

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 from dissociation import files
 from dissociation.files import write_bytes
@@ -17,13 +17,16 @@ RECORD, LOG = "run.json", "log.txt"
 
 
 @contextmanager
-def recorded(folder: str | os.PathLike[str], command: Sequence[str], facts: Mapping[str, Any]) -> Iterator[None]:
+def recorded(
+    folder: str | os.PathLike[str], command: Sequence[str], facts: Mapping[str, Any], plans: TextIO | None = None
+) -> Iterator[None]:
     """Keeps a record of what is done inside, and the packages' log, in a folder that one process holds.
 
     Args:
         folder: Which.
         command: The words that begin it, and go on with it.
         facts: What else the record says: the environment, settings, a grid. Plain JSON.
+        plans: Where the plans of trainings are shown as well.
     """
     record: dict[str, Any] = {"status": "running", "command": shlex.join(command), "began": _now(), **facts}
     began = time.perf_counter()
@@ -35,11 +38,16 @@ def recorded(folder: str | os.PathLike[str], command: Sequence[str], facts: Mapp
     write("running")
     handler = logging.FileHandler(Path(folder) / LOG)
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(message)s"))
+    handlers: list[logging.Handler] = [handler]
+    if plans is not None:
+        handlers.append(logging.StreamHandler(plans))
+        handlers[-1].addFilter(lambda record: record.getMessage().startswith("plan: "))
     loggers = [logging.getLogger(name) for name in ("dissociation", "koopman", "py.warnings")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
-        logger.addHandler(handler)
         logger.setLevel(logging.INFO)
+        for each in handlers:
+            logger.addHandler(each)
     loggers[0].info("began: %s", record["command"])
     try:
         yield
@@ -53,8 +61,9 @@ def recorded(folder: str | os.PathLike[str], command: Sequence[str], facts: Mapp
         write("done", ended=_now())
     finally:
         for logger, level in zip(loggers, levels, strict=True):
-            logger.removeHandler(handler)
             logger.setLevel(level)
+            for each in handlers:
+                logger.removeHandler(each)
         handler.close()
 
 

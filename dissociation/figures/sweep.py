@@ -15,8 +15,9 @@ import numpy as np
 from jax import Array
 
 from dissociation.checks import check_distinct, fail
-from dissociation.figures.artifacts import axes_of
+from dissociation.figures.labels import results_of
 from dissociation.figures.protocol import Figure
+from dissociation.labelled import Labelled
 from dissociation.progress import MeterFactory
 from dissociation.sweeps import Grid
 
@@ -88,14 +89,12 @@ class GridResults(NamedTuple):
     Attributes:
         grid: What they are.
         results: Of each, what the figure's `compute` returned.
-        arrays: Those that have one shape in all configurations, the grid's axes first.
-        axes: Names of the axes of each.
+        labelled: Arrays that have one shape in all configurations, the grid's axes first.
     """
 
     grid: Grid
     results: tuple[Any, ...]
-    arrays: dict[str, np.ndarray]
-    axes: dict[str, tuple[str, ...]]
+    labelled: Labelled
 
 
 def compute_grid(
@@ -124,13 +123,15 @@ def compute_grid(
         WrongValue: If a configuration does not fit its data, before anything is computed.
         RefusedFile: If `folder` holds parts of another run.
     """
-    data = [figure.source(config) if dataset is None else dataset for config in configs.configs]
+    for config in configs.configs if dataset is None else ():  # all are refused, or none
+        figure.source(config)
     results = []
-    for config, own, name in zip(configs.configs, data, names_of(configs.grid), strict=True):
+    for config, name in zip(configs.configs, names_of(configs.grid), strict=True):
+        own = figure.source(config) if dataset is None else dataset
         parts = None if folder is None else Path(folder) / name
         results.append(figure.compute(config, key=key, dataset=own, folder=parts, progress=progress))
-    arrays, axes = stacked([figure.arrays(each) for each in results], configs.grid, figure.AXES)
-    return GridResults(configs.grid, tuple(results), arrays, axes)
+    labelled = stacked([results_of(figure, each) for each in results], configs.grid)
+    return GridResults(configs.grid, tuple(results), labelled)
 
 
 def names_of(grid: Grid) -> list[str]:
@@ -138,25 +139,69 @@ def names_of(grid: Grid) -> list[str]:
     return ["_".join(f"{name}-{value}".replace("/", "-") for name, value in member.items()) for member in grid]
 
 
-def stacked(
-    arrays: Sequence[Mapping[str, np.ndarray]], grid: Grid, axes: Mapping[str, tuple[str, ...]]
-) -> tuple[dict[str, np.ndarray], dict[str, tuple[str, ...]]]:
-    """Arrays of all members of a grid in one, with the grid's axes first; and the grid's own values.
+def stacked(members: Sequence[Labelled], grid: Grid) -> Labelled:
+    """Results of all members of a grid in one, with the grid's axes first.
 
     Args:
-        arrays: Of each member, by name. What one member lacks, or has in another shape, is left out.
+        members: Results of each. Arrays that one of them lacks, or has along other axes, and coordinates that differ,
+            are left out.
         grid: The members.
-        axes: Names of the arrays' axes, see `artifacts.axes_of`.
     """
-    whole: dict[str, np.ndarray] = {}
-    named: dict[str, tuple[str, ...]] = {name: (name,) for name in grid.axes}
-    for name in arrays[0]:
-        own = [np.asarray(each[name]) for each in arrays if name in each]
-        if len(own) == len(arrays) and len({(one.shape, one.dtype.kind) for one in own}) == 1:
-            whole[name] = np.stack(own).reshape(*grid.shape, *own[0].shape)
-            named[name] = (*grid.axes, *axes_of({name: own[0]}, axes)[name])
-    values = grid.values
+    first, values = members[0], grid.values
+    arrays, dims = {}, {}
+    for name, array in first.arrays.items():
+        own = [each.arrays[name] for each in members if name in each.arrays]
+        alike = len(own) == len(members) and len({one.shape for one in own}) == 1
+        alike &= not {name, *first.dims[name]} & {*grid.axes}
+        if alike and all(each.dims[name] == first.dims[name] for each in members):
+            arrays[name] = np.stack(own).reshape(*grid.shape, *array.shape)
+            dims[name] = (*grid.axes, *first.dims[name])
+    used = {dim for names in dims.values() for dim in names}
+    coords = {}
+    for name, along in first.coords.items():
+        same = all(name in each.coords and np.array_equal(each.coords[name], along) for each in members)
+        if same and first.dims[name][0] in used:
+            coords[name], dims[name] = along, first.dims[name]
     for place, name in enumerate(grid.axes):
         along = values[name].reshape(grid.shape)
-        whole[name] = along[tuple(slice(None) if k == place else 0 for k in range(along.ndim))]
-    return whole, named
+        coords[name], dims[name] = along[tuple(slice(None) if k == place else 0 for k in range(along.ndim))], (name,)
+    units = {name: unit for name, unit in first.units.items() if name in arrays or name in coords}
+    return Labelled(arrays, dims, coords, units, {})
+
+
+def lists_in(words: Sequence[str], config: Any) -> dict[str, list[str]]:
+    """Fields of a configuration that are given several values on a command line, but for those that take several.
+
+    Args:
+        words: Of the command line.
+        config: A configuration: which fields are there, and which take several values.
+
+    Example:
+        >>> from dissociation.figures.robustness import Config
+        >>> lists_in("robustness --width 64 128 --num-seeds 3".split(), Config())
+        {'width': ['64', '128']}
+    """
+    single = {field.name for field in dataclasses.fields(config) if not isinstance(getattr(config, field.name), tuple)}
+    found: dict[str, list[str]] = {}
+    name = ""
+    for word in words:
+        if word.startswith("--"):
+            name = word[2:].partition("=")[0].replace("-", "_")
+        elif name in single:
+            found.setdefault(name, []).append(word)
+    return {name: values for name, values in found.items() if len(values) > 1}
+
+
+def words_of(words: Sequence[str], lists: Mapping[str, Sequence[str]]) -> list[list[str]]:
+    """A command line for each member of the grid that lists on one make, in the order of `Grid`."""
+    left, name = [], ""
+    for word in words:
+        if word.startswith("--"):
+            name = word[2:].partition("=")[0].replace("-", "_")
+        if name not in lists:
+            left.append(word)
+    options = [[f"--{name.replace('_', '-')}", "{}"] for name in lists]
+    return [
+        [*left, *(part.format(value) for option, value in zip(options, own, strict=True) for part in option)]
+        for own in itertools.product(*lists.values())
+    ]

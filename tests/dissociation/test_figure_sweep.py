@@ -11,6 +11,7 @@ import pytest
 
 from dissociation.figures import sweep
 from dissociation.figures.sweep import ConfigGrid, Swept, compute_grid, config_grid, names_of
+from dissociation.labelled import Labelled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +67,8 @@ def test_every_configuration_is_computed_and_kept(toy, tmp_path):
     found = compute_grid(toy, configs, key=jax.random.key(0), folder=tmp_path)
     assert [each.parts[0].shape for each in found.results] == [(2, 5), (3, 5)]
     assert {path.name for path in tmp_path.iterdir()} == {"num_seeds-2", "num_seeds-3"}
-    assert found.arrays.keys() == {"num_seeds"}
+    assert not found.labelled.arrays
+    assert found.labelled.coords["num_seeds"].tolist() == [2, 3]
     toy._part = None  # nothing is computed again
     again = compute_grid(toy, configs, key=jax.random.key(0), folder=tmp_path)
     np.testing.assert_array_equal(again.results[1].parts[2], found.results[1].parts[2])
@@ -76,10 +78,20 @@ def test_every_configuration_is_computed_and_kept(toy, tmp_path):
 
 def test_arrays_of_one_shape_are_stacked_along_the_grid():
     grid = Config(width=[4, 5], name=["x", "y"]).grid
-    arrays = [{"error": np.full(3, i), "other": np.zeros(i), "alone": np.zeros(1)} for i in range(4)]
-    del arrays[3]["alone"]
-    whole, axes = sweep.stacked(arrays, grid, {"error": ("seeds",), "other": ("seeds",), "alone": ("seeds",)})
-    assert set(whole) == {"error", "width", "name"}
+
+    def one(i):
+        arrays = {"error": np.full(3, i), "other": np.zeros(i), "alone": np.zeros(1)}
+        dims = {"error": ("seeds",), "other": ("times",), "alone": ("ends",), "seeds": ("seeds",)}
+        return Labelled(arrays, dims, {"seeds": np.array([7, 8, 9])}, {"error": "%"}, {})
+
+    members = [one(i) for i in range(4)]
+    members[3] = Labelled(
+        {"error": np.full(3, 3)}, {"error": ("seeds",), "seeds": ("seeds",)}, members[0].coords, {}, {}
+    )
+    whole = sweep.stacked(members, grid)
+    assert set(whole.arrays) == {"error"}
     np.testing.assert_array_equal(whole["error"][..., 0], [[0, 1], [2, 3]])
-    assert axes["error"] == ("width", "name", "seeds")
-    assert whole["name"].tolist() == ["x", "y"]
+    assert whole.dims["error"] == ("width", "name", "seeds")
+    assert whole.coords["name"].tolist() == ["x", "y"]
+    assert whole.coords["seeds"].tolist() == [7, 8, 9]
+    assert whole.units == {"error": "%"}
