@@ -44,6 +44,7 @@ from dissociation.figures.collapse_measures import (
 from dissociation.figures.collapse_results import Results, assemble, crossing_table, series_of
 from dissociation.figures.members import DataName, check_source
 from dissociation.figures.seeds import masked_part, named_diverged, number, stand_ins
+from dissociation.figures.sweep import Swept
 from dissociation.files import RefusedFile
 from dissociation.members import take
 from dissociation.progress import MeterFactory
@@ -83,7 +84,7 @@ _SHOWN = "train_loss", "train_accuracy", "test_accuracy", "rnc1_score", "nc2_sco
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(Swept):
     """The networks, and what is measured on them."""
 
     data: DataName = "glyphs"

@@ -320,7 +320,8 @@ def _produce_all(chosen: Sequence[_Chosen], lists: Mapping[str, Any], program: s
                 if not run.silent and processes.is_main():
                     print(f"{number + 1} of {len(chosen)}: {names_of(grid)[number]}", file=sys.stderr)
                 own = dataclasses.replace(run, out=folder)
-                made.append(_run(figure, each.config, own, ("python", "-m", program, *words_of(words, lists)[number])))
+                alone = "python", "-m", program, *words_of(words, lists)[number], "--out", str(folder)
+                made.append(_run(figure, each.config, own, alone))
             processes.on_main(lambda: _join_arrays(figure, grid, folder, made))
 
     return _guarded(program, run, work)

@@ -35,6 +35,7 @@ from dissociation.figures.eigenvector_measures import (
 from dissociation.figures.members import DataName, check_source
 from dissociation.figures.members import source as source
 from dissociation.figures.seeds import cell, check_some_left, masked_part, named_diverged, stand_ins
+from dissociation.figures.sweep import Swept
 from dissociation.members import take
 from dissociation.plotting import summarise
 from dissociation.progress import MeterFactory
@@ -75,7 +76,7 @@ AXES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(Swept):
     """The networks, and what is compared."""
 
     data: DataName = "glyphs"

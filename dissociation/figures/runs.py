@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 from dissociation import files
 from dissociation.files import write_bytes
@@ -18,7 +18,7 @@ RECORD, LOG = "run.json", "log.txt"
 
 @contextmanager
 def recorded(
-    folder: str | os.PathLike[str], command: Sequence[str], facts: Mapping[str, Any], plans: TextIO | None = None
+    folder: str | os.PathLike[str], command: Sequence[str], facts: Mapping[str, Any], plans: Any = None
 ) -> Iterator[None]:
     """Keeps a record of what is done inside, and the packages' log, in a folder that one process holds.
 
@@ -26,7 +26,7 @@ def recorded(
         folder: Which.
         command: The words that begin it, and go on with it.
         facts: What else the record says: the environment, settings, a grid. Plain JSON.
-        plans: Where the plans of trainings are shown as well.
+        plans: A text stream on which the plans of trainings are shown as well.
     """
     record: dict[str, Any] = {"status": "running", "command": shlex.join(command), "began": _now(), **facts}
     began = time.perf_counter()

@@ -9,9 +9,13 @@ import jax
 import numpy as np
 import pytest
 
+import dissociation.figures
+import koopman.figures
 from dissociation.figures import sweep
+from dissociation.figures.command import run_command
+from dissociation.figures.runs import runs_in
 from dissociation.figures.sweep import ConfigGrid, Swept, compute_grid, config_grid, names_of
-from dissociation.labelled import Labelled
+from dissociation.labelled import Labelled, load_results
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,3 +99,46 @@ def test_arrays_of_one_shape_are_stacked_along_the_grid():
     assert whole.coords["name"].tolist() == ["x", "y"]
     assert whole.coords["seeds"].tolist() == [7, 8, 9]
     assert whole.units == {"error": "%"}
+
+
+def test_the_figures_take_lists():
+    for figure in {**dissociation.figures.figures(), **koopman.figures.figures()}.values():
+        counted = ("num_seeds", "num_trajectories", "num_steps")
+        field = next(each for each in dataclasses.fields(figure.Config) if each.name in counted)
+        grid = figure.Config(**{field.name: [field.default, field.default + 1]})
+        assert [getattr(config, field.name) for config in grid.configs] == [field.default, field.default + 1]
+        assert len(grid.quick().configs) == 2
+
+
+def test_a_command_line_with_several_values_is_a_sweep(toy, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(jax.config.values, "jax_compilation_cache_dir", str(tmp_path))
+    words = ["toy", "--num-seeds", "2", "3", "--num-steps=5", "--out", str(tmp_path / "out")]
+    options = {"program": "toy", "description": "Toys."}
+    assert run_command({"toy": toy}, words, **options) == 0
+    (folder,) = (tmp_path / "out").iterdir()
+    assert {path.name.split("_")[0] for path in folder.iterdir()} == {"toy", "toy.npz", "run.json", "log.txt"}
+    assert load_results(folder / "toy.npz").coords["num_seeds"].tolist() == [2, 3]
+    toy._part = None  # nothing is computed again
+    assert run_command({"toy": toy}, words, **options) == 0
+    entries = runs_in(tmp_path / "out")
+    assert [entry.status for entry in entries] == ["done"] * 3
+    assert any("--num-seeds 2 3" in entry.command for entry in entries)
+    assert any(f"--num-seeds 3 --out {folder}" in entry.command for entry in entries)
+    capsys.readouterr()
+    assert run_command({"toy": toy}, ["runs", "--out", str(tmp_path / "out")], **options) == 0
+    assert capsys.readouterr().out.count("done") == 3
+    assert run_command({"toy": toy}, ["runs", "--out", str(tmp_path / "none")], **options) == 1
+    assert run_command({"toy": toy}, ["toy", "--num-seeds", "2", "0", "--out", str(tmp_path / "o")], **options) == 2
+    assert run_command({"toy": toy}, ["toy", "--num-steps", "2", "101", "--out", str(tmp_path / "o")], **options) == 2
+    assert not (tmp_path / "o").exists()
+
+
+def test_what_several_values_are():
+    words = ["robustness", "--width", "64", "128", "--quick", "--num-seeds=3", "--null-scale", "0.1", "0.2", "--silent"]
+    lists = sweep.lists_in(words, dissociation.figures.figures()["robustness"].Config())
+    assert lists == {"width": ["64", "128"], "null_scale": ["0.1", "0.2"]}
+    assert sweep.words_of(words, lists)[1] == (
+        ["robustness", "--quick", "--num-seeds=3", "--silent", "--width", "64", "--null-scale", "0.2"]
+    )
+    several = dissociation.figures.figures()["eigenvectors"].Config()
+    assert sweep.lists_in(["eigenvectors", "--sizes", "30", "50"], several) == {}
