@@ -31,6 +31,7 @@ def everything():
         "nothing": np.zeros((0, 3)),
         "no_names": np.asarray([], str),
         "words": ["a", "wört"],
+        "wide": np.asarray(["a", "b"], "<U9"),
         "scales": [0.1, 1.0, np.nan],
         "seeds": [7, 9],
         "pairs": rng.normal(size=(2, 2)),
@@ -38,7 +39,7 @@ def everything():
     dims = {
         "error_scaled": ("seeds", "scales"), "error_trained": ("seeds", "scales"), "eigenvalues": ("seeds", "modes"),
         "nothing": ("empty", "scales"), "no_names": ("empty",), "scales": ("scales",), "pairs": ("seeds", "seeds"),
-    } | dict.fromkeys(("small", "alive", "counts", "bytes", "half", "words", "seeds"), ("seeds",))  # fmt: skip
+    } | dict.fromkeys(("small", "alive", "counts", "bytes", "half", "words", "wide", "seeds"), ("seeds",))  # fmt: skip
     units = {"scales": "seconds", "error_scaled": "%"}
     attrs = {"config": {"width": 3, "rates": (0.1, 0.2)}, "nan": np.nan, "none": None, "yes": True, "text": "ä"}
     dims["layers"] = ("modes",)
