@@ -1,6 +1,7 @@
 """Labelled arrays: what names do, tables against arrays, files that give everything back."""
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
@@ -204,6 +205,29 @@ def test_wrong_files_are_refused(everything, tmp_path):
     xarray.Dataset({"a": ("k", [1.0])}).to_netcdf(tmp_path / "other.nc", engine="h5netcdf")
     with pytest.raises(RefusedFile, match="no file of results: it lacks 'labelled'"):
         load_results(tmp_path / "other.nc")
+
+
+def test_a_file_of_arrays_and_axes_alone_is_read(tmp_path):
+    np.savez(
+        tmp_path / "x.npz",
+        error=np.zeros((2, 3)),
+        scales=np.arange(3),
+        axes=np.asarray(json.dumps({"error": ["seeds", "scales"], "scales": ["scales"]})),
+    )
+    found = load_results(tmp_path / "x.npz")
+    assert found.dims["error"] == ("seeds", "scales")
+    assert list(found.coords) == ["scales"]
+
+
+def test_a_file_that_may_not_be_read_is_not_called_broken(everything, tmp_path, monkeypatch):
+    path = everything.save(tmp_path / "x.npz")
+
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(type(path), "open", refuse)
+    with pytest.raises(PermissionError):
+        load_results(path)
 
 
 def test_without_the_extra_it_says_what_to_install(everything, tmp_path, monkeypatch):
