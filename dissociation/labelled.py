@@ -357,6 +357,7 @@ def load_results(path: str | os.PathLike[str]) -> Labelled:
     Raises:
         FileNotFoundError: If there is none.
         RefusedFile: If it is broken, or no file of results.
+        OSError: If it cannot be read.
         ValueError: If it ends otherwise.
         ImportError: If a package is not installed.
     """
@@ -367,12 +368,13 @@ def load_results(path: str | os.PathLike[str]) -> Labelled:
         raise FileNotFoundError(f"`path` must be a file of results, got {source}, where there is none.")
     if source.suffix == ".nc":
         _extra("h5netcdf")
+    source.open("rb").close()  # one that may not be read is not broken
     read = _read_npz if source.suffix == ".npz" else _read_netcdf
     broken = (ValueError, TypeError, EOFError, KeyError, NotImplementedError, zipfile.BadZipFile, zlib.error, OSError)
     try:
         return read(source)
     except broken as error:
-        reason = "it lacks " + str(error) if isinstance(error, KeyError) else str(error)
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
         raise RefusedFile(f"{source} is broken, or no file of results: {reason.rstrip('.')}.") from error
 
 

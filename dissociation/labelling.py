@@ -143,7 +143,7 @@ class _Static(NamedTuple):
     value: Any
 
 
-def _fields(tree: Any, name: str, hint: Any = None, unit: str = "") -> Iterator[tuple[str, Any, Any, str]]:
+def _fields(tree: Any, name: str, hint: Any = (None, ()), unit: str = "") -> Iterator[tuple[str, Any, Any, str]]:
     """Arrays and statics with their names, annotations and units."""
     if tree is None or (callable(tree) and not dataclasses.is_dataclass(tree)):
         return
@@ -151,15 +151,16 @@ def _fields(tree: Any, name: str, hint: Any = None, unit: str = "") -> Iterator[
         yield name or "text", _Static(tree), None, ""
     elif (fields := _record(tree)) is not None:
         hints, units = _hints(type(tree)), getattr(tree, "UNITS", {})
+        axes = getattr(tree, "AXES", ())
         for field, static in fields.items():
             value, inner = getattr(tree, field), f"{name}_{field}" if name else field
             if not static:
-                yield from _fields(value, inner, hints.get(field), units.get(field, ""))
+                yield from _fields(value, inner, (hints.get(field), axes), units.get(field, ""))
             elif not callable(value):
                 yield inner, _Static(value), None, ""
     elif isinstance(tree, Mapping) or (isinstance(tree, list | tuple) and not _is_leaf(tree)):
         for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
-            yield from _fields(value, f"{name}_{key}" if name else str(key), None, unit)
+            yield from _fields(value, f"{name}_{key}" if name else str(key), unit=unit)
     else:
         yield name or "values", tree, hint, unit
 
@@ -184,12 +185,12 @@ def _hints(kind: type) -> dict[str, Any]:
     }
 
 
-def _placed(name: str, value: Any, hint: Any, front: _Front) -> tuple[Any, tuple[str, ...]]:
+def _placed(name: str, value: Any, hint: tuple[Any, tuple[str, ...]], front: _Front) -> tuple[Any, tuple[str, ...]]:
     """An array with its axes, those of a grid unfolded."""
     if isinstance(value, jax.Array) and number_kind(value.dtype) == "key":
         value = jax.random.key_data(value)
     shape = np.shape(value)
-    before, several, after = _annotated(hint, len(shape))
+    before, several, after = _annotated(hint[0], hint[1], len(shape))
     extra = len(shape) - len(before) - len(after)
     in_front = front.depth if extra >= front.depth and front.depth else 0
     left = extra - in_front
@@ -206,8 +207,11 @@ def _placed(name: str, value: Any, hint: Any, front: _Front) -> tuple[Any, tuple
     return value, (*front.axes, *named)
 
 
-def _annotated(hint: Any, ndim: int) -> tuple[list[str | None], str | None, list[str | None]]:
-    """The names of axes in an annotation of arrays: those before a variable number of axes, its name, those after."""
+def _annotated(hint: Any, axes: tuple[str, ...], ndim: int) -> tuple[list[str | None], str | None, list[str | None]]:
+    """The names of axes in an annotation of arrays: those before a variable number of axes, its name, those after.
+
+    `axes` are those that "..." stands for, where an array has as many.
+    """
     for kind in typing.get_args(hint) if isinstance(hint, types.UnionType) or typing.get_origin(hint) else [hint]:
         if not hasattr(kind, "index_variadic"):
             continue
@@ -215,6 +219,8 @@ def _annotated(hint: Any, ndim: int) -> tuple[list[str | None], str | None, list
         at = kind.index_variadic
         if at is None and len(names) <= ndim:
             return [], None, names
+        if at is not None and names[at] is None and len(names) - 1 + len(axes) == ndim:
+            return [], None, [*names[:at], *axes, *names[at + 1 :]]
         if at is not None and len(names) - 1 <= ndim:
             return names[:at], names[at], names[at + 1 :]
     return [], None, []

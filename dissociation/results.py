@@ -22,6 +22,7 @@ class Result(eqx.Module, Labels):
 
     Attributes:
         UNITS: Of fields that have one, by name.
+        AXES: The axes that "..." in annotations stands for, where an array has as many.
 
     Example:
         >>> import jax.numpy as jnp
@@ -33,6 +34,7 @@ class Result(eqx.Module, Labels):
     """
 
     UNITS: ClassVar[Mapping[str, str]] = {}
+    AXES: ClassVar[tuple[str, ...]] = ()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={_shown(value)}' for name, value in vars(self).items())})"

@@ -1,6 +1,7 @@
 """Labelled arrays: what names do, tables against arrays, files that give everything back."""
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,7 @@ def everything():
         "nothing": np.zeros((0, 3)),
         "no_names": np.asarray([], str),
         "words": ["a", "wört"],
+        "wide": np.asarray(["a", "b"], "<U9"),
         "scales": [0.1, 1.0, np.nan],
         "seeds": [7, 9],
         "pairs": rng.normal(size=(2, 2)),
@@ -38,7 +40,7 @@ def everything():
     dims = {
         "error_scaled": ("seeds", "scales"), "error_trained": ("seeds", "scales"), "eigenvalues": ("seeds", "modes"),
         "nothing": ("empty", "scales"), "no_names": ("empty",), "scales": ("scales",), "pairs": ("seeds", "seeds"),
-    } | dict.fromkeys(("small", "alive", "counts", "bytes", "half", "words", "seeds"), ("seeds",))  # fmt: skip
+    } | dict.fromkeys(("small", "alive", "counts", "bytes", "half", "words", "wide", "seeds"), ("seeds",))  # fmt: skip
     units = {"scales": "seconds", "error_scaled": "%"}
     attrs = {"config": {"width": 3, "rates": (0.1, 0.2)}, "nan": np.nan, "none": None, "yes": True, "text": "ä"}
     dims["layers"] = ("modes",)
@@ -203,6 +205,29 @@ def test_wrong_files_are_refused(everything, tmp_path):
     xarray.Dataset({"a": ("k", [1.0])}).to_netcdf(tmp_path / "other.nc", engine="h5netcdf")
     with pytest.raises(RefusedFile, match="no file of results: it lacks 'labelled'"):
         load_results(tmp_path / "other.nc")
+
+
+def test_a_file_of_arrays_and_axes_alone_is_read(tmp_path):
+    np.savez(
+        tmp_path / "x.npz",
+        error=np.zeros((2, 3)),
+        scales=np.arange(3),
+        axes=np.asarray(json.dumps({"error": ["seeds", "scales"], "scales": ["scales"]})),
+    )
+    found = load_results(tmp_path / "x.npz")
+    assert found.dims["error"] == ("seeds", "scales")
+    assert list(found.coords) == ["scales"]
+
+
+def test_a_file_that_may_not_be_read_is_not_called_broken(everything, tmp_path, monkeypatch):
+    path = everything.save(tmp_path / "x.npz")
+
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(type(path), "open", refuse)
+    with pytest.raises(PermissionError):
+        load_results(path)
 
 
 def test_without_the_extra_it_says_what_to_install(everything, tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ import koopman
 from dissociation.labelled import load_results
 from dissociation.labelling import label_tree
 from dissociation.metrics.collapse import class_moments
-from dissociation.metrics.similarity.pairs import pairwise
+from dissociation.metrics.similarity.pairs import compare, pairwise
 from dissociation.results import Result
 from dissociation.sweeps import Grid
 from dissociation.training import FullBatch, Save, fit, make_step
@@ -91,6 +91,7 @@ def test_a_comparison_knows_its_layers_and_members():
     )
     assert data.other_layers.values.tolist() == ["hidden", "hidden", "last", "last"]
     assert data.attrs["measure"] == "linear_cka"
+    assert compare(FEATURES[0], FEATURES[1]).labelled().dims["values"] == ()
 
 
 def test_every_measure_has_names():
@@ -105,7 +106,8 @@ def test_every_measure_has_names():
         result, fields = object.__new__(kind), dataclasses.fields(kind)
         for field in fields:
             static = field.metadata.get("static")
-            value = (("a", 0), ("b", 1)) if static else np.zeros((2,) * _rank(kind.__annotations__.get(field.name)))
+            rank = _rank(kind.__annotations__.get(field.name), kind.AXES)
+            value = (("a", 0), ("b", 1)) if static else np.zeros((2,) * rank)
             object.__setattr__(result, field.name, value)
         found = result.labelled()
         assert set(found.arrays) | set(found.attrs) == {field.name for field in fields}, kind
@@ -115,9 +117,9 @@ def _below(kind):
     return [below for child in kind.__subclasses__() for below in (child, *_below(child))]
 
 
-def _rank(hint):
+def _rank(hint, axes):
     kind = next((part for part in (hint, *getattr(hint, "__args__", ())) if hasattr(part, "dims")), None)
-    return 1 if kind is None else len(kind.dims)
+    return 1 if kind is None else len(kind.dims) - 1 + len(axes) if kind.index_variadic == 0 else len(kind.dims)
 
 
 def test_results_stay_trees_that_transformations_take(measured):

@@ -79,15 +79,15 @@ class Similarities(Result):
         counts_once: Whether every pair stands there twice.
     """
 
-    values: Float[Array, "items others"]
-    baseline: Float[Array, "items others"] | None
-    standard_error: Float[Array, "items others"] | None
-    low: Float[Array, "items others"] | None
-    high: Float[Array, "items others"] | None
-    p_values: Float[Array | np.ndarray, "items others"] | None
-    disagreement: Float[Array, "items others"] | None
-    jensen_shannon: Float[Array, "items others"] | None
-    output_similarity: Float[Array, "items others"] | None
+    values: Float[Array, "..."]
+    baseline: Float[Array, "..."] | None
+    standard_error: Float[Array, "..."] | None
+    low: Float[Array, "..."] | None
+    high: Float[Array, "..."] | None
+    p_values: Float[Array | np.ndarray, "..."] | None
+    disagreement: Float[Array, "..."] | None
+    jensen_shannon: Float[Array, "..."] | None
+    output_similarity: Float[Array, "..."] | None
     items: tuple[tuple[str, int], ...] = eqx.field(static=True)
     others: tuple[tuple[str, int], ...] = eqx.field(static=True)
     measure: str = eqx.field(static=True)
@@ -95,6 +95,7 @@ class Similarities(Result):
     counts_once: bool = eqx.field(static=True)
 
     UNITS = {"jensen_shannon": "nats"}
+    AXES = ("items", "others")
 
     def axis_coordinates(self) -> dict[str, tuple[str, np.ndarray]]:
         """What rows and columns are, by name: the axis that it belongs to, and the values."""
