@@ -271,6 +271,8 @@ def draw(results: Results) -> Figure:
     """Test error by noise on inputs and on parameters, above what every rewrite adds to it; 3.24 x 2.9 inches."""
     names = {variant: label(results.config, variant) for variant in results.input_error}
     looks = plotting.looks(names)
+    if "published_null" in looks:
+        looks["published_null"] |= {"color": "0.6", "marker": None}  # no rewrite of the function
     with plotting.house_style():
         figure, axes = plt.subplots(2, 2, figsize=(3.24, 2.9), sharex="col")
         axes[0, 1].sharey(axes[0, 0])
