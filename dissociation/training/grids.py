@@ -76,7 +76,7 @@ class GridResult(NamedTuple):
     diverged_at: np.ndarray
     plan: Plan
     seconds: tuple[float, ...]
-    models_of: Callable[[Sequence[int]], PyTree]
+    models_of: Callable[[Any], PyTree]
 
 
 class _Sweep(NamedTuple):
@@ -221,8 +221,8 @@ def _run(sweep: _Sweep, plan: Plan, kept: "_Folder", progress: str | MeterFactor
         joined(*(each.loss for each in histories)), first.observed_at, observed, metrics, first.first_step
     )
 
-    def models_of(members: Sequence[int]) -> PyTree:
-        return _models_of(sweep, plan, kept, models, members)
+    def models_of(members: Any) -> PyTree:
+        return _models_of(sweep, plan, kept, models, np.atleast_1d(np.asarray(members, int)).tolist())
 
     return GridResult(sweep.grid, history, joined(*diverged), plan, tuple(seconds), models_of)
 
@@ -237,6 +237,9 @@ def _models_of(sweep: _Sweep, plan: Plan, kept: "_Folder", models: dict[int, Any
     def fresh(index: int) -> Any:
         return eqx.filter_eval_shape(sweep.models, list(plan.groups[index]))
 
+    shapes = {tuple(sweep.grid.values[name][member].item() for name in sweep.shapes) for member in members}
+    if len(shapes) != 1:
+        checks.fail("members", "be some of one shape", f"{len(shapes)} of them: {', '.join(map(str, sorted(shapes)))}")
     loaded = {}
     for index in dict.fromkeys(places[member][0] for member in members):
         loaded[index] = kept.models(index, fresh(index)) if kept.kept else models[index]

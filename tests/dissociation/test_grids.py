@@ -125,6 +125,8 @@ def test_wrong_calls():
         swept(grid=Grid(width=[4], rule=["a", "b"], seed=[0]))
     with pytest.raises(ValueError, match="`members` must be places"):
         swept(grid=Grid(width=[4], rate=[0.1], seed=[0])).models_of([1])
+    with pytest.raises(ValueError, match="`members` must be some of one shape"):
+        swept(grid=Grid(width=[4, 5], rate=[0.1])).models_of([0, 1])
     with pytest.raises(ValueError, match="num_steps"):
         swept(num_steps=3)
 
