@@ -41,6 +41,7 @@ INTERNAL = {
     "dissociation.training.batches": "the host's part of `fit`",
     "dissociation.training.callbacks.described": "a line of text",
     "dissociation.training.callbacks.scalars": "what callbacks share",
+    "dissociation.training.fitting.estimated_bytes": "what `fit_grid` plans by",
     "dissociation.training.loop.streams": "the keys within",
     "dissociation.training.samplers.as_arrays": "a check",
     "dissociation.training.samplers.as_data": "a check",

@@ -37,6 +37,7 @@ HOST = {
     "dissociation.recipes.compression.train_": "training by the host",
     "dissociation.recipes.grokking.train_": "training by the host",
     "dissociation.training.fitting": "training by the host",
+    "dissociation.training.grids": "training by the host",
     "koopman.learn.train_": "training by the host",
     "dissociation.spectral.similarity.pair_mean": "gives a function",
     "dissociation.metrics.similarity.inference.adjust_p_values": "a step of the host",

@@ -95,14 +95,14 @@ class _Sweep(NamedTuple):
         """Fresh models of members that differ in numbers alone."""
         values = self.grid.values
         fixed = {name: values[name][members[0]].item() for name in self.shapes}
-        return eqx.filter_vmap(lambda key: self.init(key, **fixed))(self.keys[jnp.asarray(members)])
+        return eqx.filter_vmap(lambda key: self.init(key, **fixed))(self.keys[jnp.asarray(members), 0])
 
     def arguments(self, members: Sequence[int]) -> dict[str, Any]:
         """What `fit` is given for some members."""
         where = jnp.asarray(members)
         traced = [name for name in self.grid.values if name not in (*self.shapes, "seed")]
         hyperparams = {name: values[where] for name, values in self.grid.hyperparams(*traced).items()} or None
-        keys = jax.vmap(lambda key: jax.random.fold_in(key, 1))(self.keys[where])
+        keys = self.keys[where, 1]
         own: Any = (self.order, keys) if self.sampler.shared else keys
         return {"hyperparams": hyperparams, "key": own, **self.options}
 
@@ -178,6 +178,7 @@ def fit_grid(
         grid.keys(root) if "seed" in grid.values else jax.vmap(partial(jax.random.fold_in, root))(jnp.arange(len(grid)))
     )
     options = {"num_steps": num_steps, "num_epochs": num_epochs, "save": save, "layout": layout}
+    keys = jax.vmap(jax.random.split)(keys)  # for a member's model, and for its training
     sweep = _Sweep(init, step, sampler, grid, keys, order, _shapes(init, grid), options)
     with _Folder(folder, _identity(sweep, key, num_steps, num_epochs), fresh) as kept:
         plan = kept.plan(lambda: _planned(sweep, memory_budget, keeps=folder is None))

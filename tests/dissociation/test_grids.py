@@ -66,13 +66,13 @@ def test_members_of_one_shape_are_one_program_and_results_are_in_the_order_of_th
     for member in (0, 4, 11):
         values = {name: column[member] for name, column in GRID.values.items()}
         root, order = jax.random.split(jax.random.key(7))
-        key = jax.random.fold_in(root, int(values["seed"]))
+        first, second = jax.random.split(jax.random.fold_in(root, int(values["seed"])))
         alone = fit(
-            eqx.filter_vmap(lambda key, width=int(values["width"]): init(key, width))(key[None]),
+            eqx.filter_vmap(lambda key, width=int(values["width"]): init(key, width))(first[None]),
             STEP,
             Epochs((X, Y), 10),
             num_epochs=3,
-            key=(order, jax.random.fold_in(key, 1)[None]),
+            key=(order, second[None]),
             hyperparams={"rate": jnp.asarray(values["rate"], float)[None]},
         )
         np.testing.assert_array_equal(result.history.loss[member], alone.history.loss[0])

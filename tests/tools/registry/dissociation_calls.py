@@ -30,10 +30,11 @@ from dissociation.recipes import bilinear as bilinear_recipe
 from dissociation.recipes import compression, grokking, mnist
 from dissociation.spectral import attack, forms, similarity, tensor
 from dissociation.spectral import certificate as distances
+from dissociation.sweeps import Grid
 from dissociation.symmetry import bounds, freedom
 from dissociation.symmetry import canonical as canonical_form
 from dissociation.symmetry import matching as neuron_matching
-from dissociation.training import callbacks, fitting, loop, samplers, state
+from dissociation.training import callbacks, fitting, grids, loop, samplers, state
 from dissociation.weights import certificate, groups, growth, neurons, noise, rewrites, seen, symmetry
 
 RANDOM = np.random.default_rng(0)
@@ -485,6 +486,17 @@ CALLS = {
     },
     tensor.higher_order_svd: lambda: {"model": bilinear_network(), "directions": np.eye(4)[:2], "layer": 0},
     tensor.low_rank: lambda: {"model": bilinear_network(), "rank": 2, "key": KEY, "num_iterations": 3},
+    grids.fit_grid: lambda: {
+        "init": lambda key: eqx.nn.Linear(TALL.shape[1], 2, key=key),
+        "step": state.make_step(squared_error, lambda values: optax.sgd(values["rate"])),
+        "sampler": samplers.Epochs(PAIRS, 4),
+        "grid": Grid(rate=[0.1, 0.2], seed=[0, 1]),
+        "key": KEY,
+        "num_steps": 2,
+        "fresh": False,
+        "memory_budget": 2**34,
+        "progress": None,
+    },
     fitting.fit: lambda: training_call() | {"key": KEY, "same_program": False},
     loop.train: lambda: {
         "state": training_step().init(network()),
