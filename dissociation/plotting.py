@@ -120,7 +120,7 @@ def band(
     curves: Float[np.ndarray, "members points"],
     *,
     label: str,
-    within: tuple[float, float] = (-np.inf, np.inf),
+    within: tuple[float | int, float | int] = (-np.inf, np.inf),
     **line: Any,
 ) -> None:
     """Draws the mean over members, and what they say of it: Student's interval as a band, or each as a thin line.

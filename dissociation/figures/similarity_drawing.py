@@ -89,7 +89,7 @@ def _rewrites(panel: Axes, results: Any) -> None:
     panel.set_title("one function, rewritten\n1: unmoved, 0: chance")
 
 
-def _short(value: float) -> str:
+def _short(value: Any) -> str:
     return "1" if value > 0.9995 else f"{value:.2f}".lstrip("0") if value >= 0 else f"{value:.1f}"
 
 

@@ -48,15 +48,18 @@ def caption(results: Any) -> str:
         for label, which in seeds
         if which.any()
     )
+    powers = ", ".join(MODELS[name].label for name in results.logits if MODELS[name].shown == "powers")
+    ahead = "image by image" + (f", but by powers of the operator for {powers}" if powers else "")
     curves = [results.accuracy(name)[:, _which(name), 0, : config.num_steps] for name in results.logits]
     shown = ", ".join(f"{MODELS[name].label} {_shown_seed(results, name)}" for name in results.logits)
     eigenfunctions = f"Left eigenfunctions on the test images, written as digits ({', '.join(functions)}). "
     return (
         f"Digits in turn ({first}), and the share of forecasts from {len(results.images)} test images that an oracle "
-        f"does not read as the digit due ({', '.join(errors)}). {plotting.drawn_as(*curves)} Forecasts from the first "
-        f"image by the seed of median accuracy ({shown}), with the digit read, in a frame where it is wrong "
-        f"({strips}). {eigenfunctions if functions else ''}Eigenvalues of all seeds ({disc}). Forecasts one "
-        f"step ahead are nearly all read as one digit, whatever the input, of: {named or 'no seed'}."
+        f"does not read as the digit due ({', '.join(errors)}; none is drawn as half a forecast), {ahead}. "
+        f"{plotting.drawn_as(*curves)} Forecasts from the first image by the seed of median accuracy ({shown}), with "
+        f"the digit read, in a frame where it is wrong ({strips}). {eigenfunctions if functions else ''}Eigenvalues of "
+        f"all seeds ({disc}). Forecasts one step ahead are nearly all read as one digit, whatever the input, of: "
+        f"{named or 'no seed'}."
     )
 
 
@@ -87,13 +90,14 @@ def _draw_errors(panel: Any, results: Any) -> list[Any]:
             errors = np.maximum(1 - results.accuracy(name)[:, _which(name), 0, :steps], least)
             plotting.band(axis, results.times[:steps], errors, label=model.label, within=(least, 1.0), **model.look())
         chance = 1 - 1 / results.config.num_digits
-        axis.axhline(chance, linestyle="dashed", color="0.5", linewidth=0.8, label="chance")
+        axis.axhline(chance, linestyle="dashed", color="0.5", linewidth=0.8, zorder=1, label="chance")
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axis.set(xlabel="time steps", xlim=(min(1, steps - 0.5), steps), ylim=(None, 1.0))
+        axis.set(xlabel="time steps", xlim=(min(1, steps - 0.5), steps))
         drawn, labels = axis.get_legend_handles_labels()
         handles |= dict(zip(labels, drawn, strict=True))
     axes[0].set_ylabel("forecasts read wrongly (log)")
     plotting.log_height(axes[0])
+    axes[0].set_ylim(top=1.0)
     panel.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=5, handlelength=3)
     return list(axes)
 

@@ -97,6 +97,8 @@ def test_seeds_that_are_stuck_are_named_and_not_shown(sequence_results):
     assert "whatever the input, of: autoencoder seed 0." in ordered_mnist.caption(results)
     assert "(autoencoder 2)" in ordered_mnist.caption(results)
     figure = ordered_mnist.draw(results)
+    low, high = figure.subfigs[1].axes[0].get_ylim()
+    assert 0 < low < 0.5 / len(results.images) < high == 1.0
     framed = {text.get_text(): text.get_bbox_patch() for axis in figure.subfigs[2].axes for text in axis.texts}
     right = str((sequence_results.labels[0] + 1) % 5)
     assert framed[right] is None  # right, without a frame
