@@ -20,8 +20,8 @@ from scipy.sparse.csgraph import connected_components
 from dissociation.checks import check_finite, check_positive, fail, is_traced
 from dissociation.validation import validated
 from dissociation.weights.axes import has_order, resized, spread
+from dissociation.weights.comparison import check_same_program
 from dissociation.weights.groups import NeuronGroup, Slot, neuron_groups, parameters_of
-from dissociation.weights.growth import check_same_program
 from dissociation.weights.seen import layer_inputs
 from dissociation.weights.sizes import refit
 

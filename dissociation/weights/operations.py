@@ -11,7 +11,8 @@ from dissociation.models.program import inner_program
 from dissociation.weights import indexing
 from dissociation.weights.axes import UNIT, Axis, Product, Sum
 from dissociation.weights.flow import FEW, Equation, Flow, Part, Step, Value
-from dissociation.weights.indexing import ASKED, Params, Rule, take
+from dissociation.weights.indexing import Params, Rule, take
+from dissociation.weights.references import MOVES, on_indices
 
 LIKE_SUMS = {"add": True, "sub": True, "add_any": True, "max": False, "min": False, "clamp": False,
              "complex": True}  # fmt: skip
@@ -37,9 +38,6 @@ LEVELS = (*COMPARISONS, "max", "min", "clamp", "select_n", "floor", "ceil", "rou
           "reduce_min", "reduce_and", "reduce_or", "scan", "while", "cond", "scatter", "pad")  # fmt: skip
 """What makes entries equal that are not one."""
 PRODUCTS = ("dot_general", "conv_general_dilated")
-READS = ("gather", "scatter", "scatter-add")
-MOVES = ("broadcast_in_dim", "reshape", "squeeze", "slice", "transpose", "convert_element_type", "copy")
-"""What leaves the indices of an axis what they are."""
 
 
 def follow(flow: Flow, jaxpr: jex.Jaxpr, consts: Sequence[Value], args: Sequence[Value]) -> list[Value]:
@@ -53,7 +51,7 @@ def follow(flow: Flow, jaxpr: jex.Jaxpr, consts: Sequence[Value], args: Sequence
         if joined is not None:
             source, along, indices = joined
             shape, step = tuple(equation.outvars[0].aval.shape), {"axis": along, "indices": indices}
-            _on_indices(flow, "take", [env[source]], [shape])
+            on_indices(flow, "take", [env[source]], [shape])
             results = take(flow, step, [env[source]], [shape])
             flow.steps.append(Step("take", step, [env[source]], results, []))
         else:
@@ -117,7 +115,7 @@ def _apply(flow: Flow, equation: Any, operands: list[Value]) -> list[Value]:
         return [flow.constant(folded)]
     if name in RULES:
         outer, flow.parts = flow.parts, []
-        results = _on_indices(flow, name, operands, shapes) or RULES[name](flow, params, operands, shapes)
+        results = on_indices(flow, name, operands, shapes) or RULES[name](flow, params, operands, shapes)
         if any(value.known is not None for value in results):  # whatever they were made of
             return results
         level = name in LEVELS or (name not in PRODUCTS and any(value.level for value in operands))
@@ -130,59 +128,10 @@ def _apply(flow: Flow, equation: Any, operands: list[Value]) -> list[Value]:
         return results
     inner = inner_program(params)
     if inner is None:
-        _on_indices(flow, name, operands, shapes)
+        on_indices(flow, name, operands, shapes)
     if inner is None or [v.aval.shape for v in inner.jaxpr.invars] != [v.shape for v in operands]:
         return flow.unknown(name, operands, shapes)
     return follow(flow, inner.jaxpr, [flow.constant(const) for const in inner.consts], operands)
-
-
-def _on_indices(flow: Flow, name: str, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value] | None:
-    """What is made of the indices of an axis by what reads there; anything else that takes them freezes the axis.
-
-    JAX reads at `i + n` where an index `i` is below zero, which such indices never are.
-    """
-    found = None
-    first, other = operands[0], operands[1] if len(operands) > 1 else None
-    if name == "select_n" and first.zero and other is not None:
-        return [other]
-    if first.refers is not None and not first.shifted:
-        single = other is not None and other.known is not None and len(np.unique(other.known)) == 1
-        if name == "lt" and other is not None and other.zero:
-            return [flow.constant(np.zeros(shapes[0], bool))]
-        if name == "add" and single:
-            return [Value(first.shape, list(first.axes), refers=first.refers, shifted=True)]
-        if name == "eq":
-            found = _one_hot(flow, first, operands[1], shapes[0])
-        if name == "concatenate":
-            found = _beside(operands, shapes[0])
-    for k, value in enumerate(operands):
-        moved = name in MOVES and value.column is None
-        read = found is not None or moved or (name in READS and k == 1) or (name == "dynamic_slice" and k > 0)
-        if value.refers is not None and (value.shifted or not read):
-            flow.atoms.freeze(value.refers, ASKED)
-    return found
-
-
-def _beside(operands: list[Value], shape: tuple[int, ...]) -> list[Value] | None:
-    """Indices of an axis, and others that are known, as coordinates of what is read."""
-    first, others = operands[0], operands[1:]
-    if not shape or first.shape != (*shape[:-1], 1) or any(value.known is None for value in others):
-        return None
-    return [Value(shape, [*first.axes[:-1], None], refers=first.refers, column=0)]
-
-
-def _one_hot(flow: Flow, where: Value, numbers: Value, shape: tuple[int, ...]) -> list[Value] | None:
-    """Indices of an axis, compared with all of its numbers."""
-    for k, size in enumerate(shape):
-        count = np.arange(size).reshape([-1 if j == k else 1 for j in range(len(shape))])
-        each = where.shape[k] == 1 or where.axes[k] is None
-        if size > 1 and each and numbers.known is not None and (numbers.known == count).all():
-            axis = flow.lined_up([where.refers])
-            if axis is None or flow.atoms.size(axis) != size or flow.referring(where, axis) is None:
-                return None
-            own = [None if n == 1 else each for n, each in zip(where.shape, where.axes, strict=True)]
-            return [Value(shape, _with(own, k, axis))]
-    return None
 
 
 def _folded(equation: Any, operands: list[Value], shapes: list[tuple[int, ...]]) -> Any:
