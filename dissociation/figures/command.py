@@ -144,7 +144,7 @@ def _command(figure: Figure, words: Sequence[str], program: str) -> Callable[...
     ) -> _Chosen:
         return _Chosen(figure, config, run, program, words)
 
-    choose.__doc__ = f"{figure.SHOWS} Several values of an option that takes one make a sweep: --width 64 128."
+    choose.__doc__ = f"{figure.SHOWS} Several values of an option that takes one make a sweep of them."
     return choose
 
 
@@ -268,12 +268,12 @@ def _stopped(program: str, error: BaseException) -> int:
     return interrupts.status()
 
 
-def _run(figure: Figure, config: Any, run: RunOptions, words: Sequence[str]) -> Path:
-    """Makes a figure, and returns its folder."""
+def _run(figure: Figure, config: Any, run: RunOptions, words: Sequence[str], name: str | None = None) -> Path:
+    """Makes a figure in a folder of this name, and returns the folder."""
     began, data = time.perf_counter(), _source(figure, config)
     key = jax.random.PRNGKey(run.seed)
     identity = artifacts.identity_of(config, key, data)
-    folder = run.out / run_name(figure, config, run, identity)
+    folder = run.out / (run_name(figure, config, run, identity) if name is None else name)
     parts = folder / "parts"
     with contextlib.ExitStack() as held:
         processes.on_main(lambda: _take_folder(figure, run, folder, identity, held))
@@ -320,8 +320,7 @@ def _produce_all(chosen: Sequence[_Chosen], lists: Mapping[str, Any], program: s
                 if not run.silent and processes.is_main():
                     print(f"{number + 1} of {len(chosen)}: {names_of(grid)[number]}", file=sys.stderr)
                 own = dataclasses.replace(run, out=folder)
-                alone = "python", "-m", program, *words_of(words, lists)[number], "--out", str(folder)
-                made.append(_run(figure, each.config, own, alone))
+                made.append(_run(figure, each.config, own, command, names_of(grid)[number]))
             processes.on_main(lambda: _join_arrays(figure, grid, folder, made))
 
     return _guarded(program, run, work)

@@ -121,9 +121,11 @@ def runs_in(out: str | os.PathLike[str]) -> list[Entry]:
 
 def table_of(entries: Sequence[Entry]) -> list[list[str]]:
     """A header, and a row for each run."""
-    rows = [["status", "began", "seconds", "folder", "command"]]
-    for entry in entries:
-        rows.append([entry.status, entry.began, f"{entry.seconds:.0f}", str(entry.folder), entry.command])
+    rows, commands = [["status", "began", "seconds", "folder", "command"]], set()
+    for entry in sorted(entries, key=lambda entry: entry.folder):
+        command = "as above" if entry.command in commands else entry.command
+        commands.add(entry.command)
+        rows.append([entry.status, entry.began, f"{entry.seconds:.0f}", str(entry.folder), command])
         if entry.status in ("failed", "broken"):
             rows.append(["", "", "", entry.error, ""])
     return rows

@@ -18,8 +18,11 @@ from jaxtyping import Array, PyTree
 
 from dissociation import checkpoint as checkpoints
 from dissociation import checks, distributed, files, memory
+from dissociation.checks import WrongValue
 from dissociation.files import RefusedFile
 from dissociation.keys import typed
+from dissociation.labelled import Labelled, label
+from dissociation.labelling import Labels, Over, label_tree
 from dissociation.progress import MeterFactory, open_meter
 from dissociation.sweeps import Grid
 from dissociation.training.callbacks import Callback
@@ -78,6 +81,22 @@ class GridResult(NamedTuple):
     seconds: tuple[float, ...]
     models_of: Callable[[Any], PyTree]
 
+    def __repr__(self) -> str:
+        return f"GridResult({self.grid}, {self.plan}, {sum(self.seconds):.0f} s)"
+
+    def labelled(self, over: Over = None) -> Labelled:
+        """The history along the grid's axes, see `History.labelled`, and `diverged_at`; not the models."""
+        over = self.grid if over is None else over
+        ended, done = label_tree({"diverged_at": self.diverged_at}, over), self.history.labelled(over)
+        return label({**done.arrays, **ended.arrays}, {**done.dims, **ended.dims}, coords=done.coords)
+
+    to_xarray, to_dataframe, save = Labels.to_xarray, Labels.to_dataframe, Labels.save
+
+
+@eqx.filter_jit
+def _fresh(init: Callable[..., Any], fixed: dict[str, Any], keys: Array) -> PyTree:
+    return eqx.filter_vmap(lambda key: init(key, **fixed))(keys)
+
 
 class _Sweep(NamedTuple):
     """What does not differ between groups."""
@@ -95,7 +114,7 @@ class _Sweep(NamedTuple):
         """Fresh models of members that differ in numbers alone."""
         values = self.grid.values
         fixed = {name: values[name][members[0]].item() for name in self.shapes}
-        return eqx.filter_vmap(lambda key: self.init(key, **fixed))(self.keys[jnp.asarray(members), 0])
+        return _fresh(self.init, fixed, self.keys[jnp.asarray(members), 0])
 
     def arguments(self, members: Sequence[int]) -> dict[str, Any]:
         """What `fit` is given for some members."""
@@ -128,6 +147,7 @@ def fit_grid(
     layout: Layout = Layout(),  # noqa: B008
     folder: str | Path | None = None,
     fresh: bool = False,
+    same_program: bool = False,
     memory_budget: int | None = None,
     progress: str | MeterFactory | None = "auto",
 ) -> GridResult:
@@ -151,6 +171,7 @@ def fit_grid(
         folder: Where groups are kept; a second call with the same arguments goes on from there. Without it trained
             models stay in memory.
         fresh: Whether to begin anew though the folder holds this sweep, or another, which is set aside.
+        same_program: Take the programs of the folder for the same, see `fit`.
         memory_budget: Bytes to stay within beyond what there is; None: nine tenths of what is free on an accelerator,
             half of it on the host.
         progress: A meter of all groups' steps; before its bar stands the plan, behind it the time that remains.
@@ -179,14 +200,16 @@ def fit_grid(
     )
     options = {"num_steps": num_steps, "num_epochs": num_epochs, "save": save, "layout": layout}
     keys = jax.vmap(jax.random.split)(keys)  # for a member's model, and for its training
-    sweep = _Sweep(init, step, sampler, grid, keys, order, _shapes(init, grid), options)
+    sweep = _Sweep(init, step, sampler, grid, keys, order, _shapes(init, step, grid), options)
     with _Folder(folder, _identity(sweep, key, num_steps, num_epochs), fresh) as kept:
         plan = kept.plan(lambda: _planned(sweep, memory_budget, keeps=folder is None))
         logger.info("%s", plan)
-        return _run(sweep, plan, kept, progress)
+        return _run(sweep, plan, kept, progress, same_program)
 
 
-def _run(sweep: _Sweep, plan: Plan, kept: "_Folder", progress: str | MeterFactory | None) -> GridResult:
+def _run(
+    sweep: _Sweep, plan: Plan, kept: "_Folder", progress: str | MeterFactory | None, same_program: bool
+) -> GridResult:
     meter, done, parts = None, 0, []
     models: dict[int, Any] = {}
     try:
@@ -194,9 +217,13 @@ def _run(sweep: _Sweep, plan: Plan, kept: "_Folder", progress: str | MeterFactor
             callback = _Steps(lambda total: open_meter(progress, total * len(plan.groups), str(plan)), meter, done)
             start = sweep.models(members)
             file = kept.file(index, "ckpt")
-            result = fit(
-                start, sweep.step, sweep.sampler, callbacks=[callback], checkpoint=file, **sweep.arguments(members)
-            )
+            given = {**sweep.arguments(members), "checkpoint": file, "same_program": same_program}
+            try:
+                result = fit(start, sweep.step, sweep.sampler, callbacks=[callback], **given)
+            except WrongValue as error:
+                if kept.kept and str(error).startswith("`checkpoint`"):
+                    raise RefusedFile(f"{error} Or say fresh=True, which sets {kept.path} aside.") from error
+                raise
             meter, done = callback.meter, callback.done
             parts.append((result.history, result.diverged_at, result.seconds))
             trained = result.models
@@ -267,14 +294,38 @@ class _Steps(Callback):
             self.meter.advance(self.done, f"loss {loss.mean():.3g}" if loss.size else "")
 
 
-def _shapes(init: Callable[..., Any], grid: Grid) -> tuple[str, ...]:
-    """The quantities of a grid that `init` takes by name."""
+RESERVED = ("loss", "steps", "observed", "observed_at", "metrics", "members", "diverged_at")
+"""What results call their own axes and arrays."""
+
+
+def _shapes(init: Callable[..., Any], step: Step, grid: Grid) -> tuple[str, ...]:
+    """The quantities of a grid that `init` takes by name; all others but seeds must be the optimiser's."""
     taken = list(inspect.signature(init).parameters)[1:]
     names = tuple(name for name in grid.values if name in taken)
     for name, values in grid.values.items():
+        if name in RESERVED or "/" in name:
+            checks.fail("grid", f"have other names than {', '.join(RESERVED)}, without a slash", repr(name))
         if name not in (*names, "seed") and values.dtype.kind not in "fiub":
             checks.fail_kind("grid", "hold numbers, but for what `init` takes by name", f"{name!r}, which is text")
+    others = [name for name in grid.values if name not in (*names, "seed")]
+    for name in _unread(step.optimizer, {name: float(grid.values[name][0]) for name in others}):
+        wanted = f"hold nothing but seeds, what `init` takes by name ({', '.join(taken) or 'nothing'})"
+        checks.fail("grid", f"{wanted}, and what the optimiser reads", repr(name))
     return names
+
+
+def _unread(optimizer: Any, values: dict[str, float]) -> list[str]:
+    """What a function to an optimiser does without; nothing where it is none, or is wrong: `fit` says so."""
+
+    def works(given: dict[str, float]) -> bool:
+        try:
+            optimizer(given)
+        except Exception:
+            return False
+        return True
+
+    whole = callable(optimizer) and works(values)
+    return [name for name in values if whole and works({k: v for k, v in values.items() if k != name})]
 
 
 def _planned(sweep: _Sweep, budget: int | None, *, keeps: bool) -> Plan:
@@ -288,7 +339,8 @@ def _planned(sweep: _Sweep, budget: int | None, *, keeps: bool) -> Plan:
         rest = room - needs.fixed - kept
         size = min(len(members), int(rest // (needs.per_member + held)))
         if size < 1:
-            wanted = f"be at least {needs.fixed + kept + needs.per_member + held} bytes, which one member takes"
+            least = needs.fixed + kept + needs.per_member + held
+            wanted = f"be at least {least} bytes, which one member takes with its data, program and compiler"
             checks.fail("memory_budget", wanted, room)
         size = math.ceil(len(members) / math.ceil(len(members) / size))  # groups of one size share a program
         kept += held * len(members)
@@ -326,6 +378,8 @@ class _Folder:
         self._held.close()
 
     def _take(self) -> dict[str, Any]:
+        if self.path.exists() and not self.path.is_dir():
+            checks.fail("folder", "be a folder", f"the file {self.path}")
         with ExitStack() as stack:
             stack.enter_context(files.locked(self.path / ".lock", self.path))
             manifest = self._read()

@@ -116,14 +116,15 @@ def test_a_command_line_with_several_values_is_a_sweep(toy, tmp_path, capsys, mo
     options = {"program": "toy", "description": "Toys."}
     assert run_command({"toy": toy}, words, **options) == 0
     (folder,) = (tmp_path / "out").iterdir()
-    assert {path.name.split("_")[0] for path in folder.iterdir()} == {"toy", "toy.npz", "run.json", "log.txt"}
+    names = {path.name for path in folder.iterdir()}
+    assert names == {"num_seeds-2", "num_seeds-3", "toy.npz", "run.json", "log.txt"}
     assert load_results(folder / "toy.npz").coords["num_seeds"].tolist() == [2, 3]
     toy._part = None  # nothing is computed again
     assert run_command({"toy": toy}, words, **options) == 0
     entries = runs_in(tmp_path / "out")
     assert [entry.status for entry in entries] == ["done"] * 3
-    assert any("--num-seeds 2 3" in entry.command for entry in entries)
-    assert any(f"--num-seeds 3 --out {folder}" in entry.command for entry in entries)
+    assert all("--num-seeds 2 3" in entry.command for entry in entries)
+    assert {entry.folder.name for entry in entries if entry.folder != folder} == {"num_seeds-2", "num_seeds-3"}
     capsys.readouterr()
     assert run_command({"toy": toy}, ["runs", "--out", str(tmp_path / "out")], **options) == 0
     assert capsys.readouterr().out.count("done") == 3

@@ -129,6 +129,29 @@ def test_wrong_calls():
         swept(grid=Grid(width=[4, 5], rate=[0.1])).models_of([0, 1])
     with pytest.raises(ValueError, match="num_steps"):
         swept(num_steps=3)
+    for wrong in (Grid(widht=[4, 8], width=[4], rate=[0.1]), Grid(width=[4], rate=[0.1], other=[1, 2])):
+        with pytest.raises(ValueError, match="`grid` must hold nothing but seeds"):
+            swept(grid=wrong)
+    with pytest.raises(ValueError, match="`grid` must have other names"):
+        swept(grid=Grid(width=[4], rate=[0.1], loss=[1]))
+
+
+def test_a_folder_that_is_none_or_holds_another_program(tmp_path):
+    grid = Grid(width=[4], rate=[0.1], seed=[0])
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="`folder` must be a folder"):
+        swept(grid=grid, folder=tmp_path / "file")
+    swept(grid=grid, folder=tmp_path / "sweep")
+    with pytest.raises(RefusedFile, match="fresh=True"):
+        swept(grid=grid, folder=tmp_path / "sweep", save=Save(lambda model, step, key: jnp.zeros(3)))
+
+
+def test_results_have_the_axes_of_the_grid():
+    result = swept(grid=Grid(width=[4], rate=[0.1, 0.2], seed=[5, 6]))
+    tables = result.to_dataframe()
+    assert {"width", "rate", "seed", "loss"} <= set(tables["width", "rate", "seed", "steps"].columns)
+    assert result.to_xarray()["diverged_at"].dims == ("width", "rate", "seed")
+    assert len(repr(result)) < 300
 
 
 def test_the_budget_sets_the_groups():
