@@ -5,6 +5,7 @@ the meter.
 """
 
 import sys
+import time
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
@@ -44,13 +45,18 @@ class TqdmMeter:
     """A bar of `tqdm`; `bar` is any of its classes."""
 
     def __init__(self, total: int, description: str, bar: Callable[..., Any] = tqdm):
-        self._bar = bar(total=total, desc=description, file=sys.stderr, dynamic_ncols=True, mininterval=0.2)
+        self._bar = bar(
+            total=total, desc=description, file=sys.stderr, dynamic_ncols=True, mininterval=0.2, smoothing=0
+        )
+        self._started = False
 
     def advance(self, step: int, text: str) -> None:
         """Moves the bar to `step` and shows `text` behind it."""
         if text:
             self._bar.set_postfix_str(text, refresh=False)
         self._bar.update(step - self._bar.n)
+        if step and not self._started:  # before was compiling, which says nothing of what remains
+            self._started, self._bar.initial, self._bar.start_t = True, step, time.time()
         self._bar.refresh()
 
     def close(self) -> None:

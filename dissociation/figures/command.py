@@ -299,8 +299,11 @@ def _record(
 def _produce_all(chosen: Sequence[_Chosen], lists: Mapping[str, Any], program: str, words: Sequence[str]) -> int:
     """Makes the figure of every configuration, in a folder of the sweep, and one file of all their arrays."""
     figure, run = chosen[0].figure, chosen[0].run
-    values = {name: [getattr(each.config, name) for each in chosen] for name in lists}
-    grid = config_grid(figure.Config, {name: list(dict.fromkeys(own)) for name, own in values.items()}).grid
+    values = {name: list(dict.fromkeys(getattr(each.config, name) for each in chosen)) for name in lists}
+    if twice := [name for name, own in lists.items() if len(values[name]) < len(own)]:
+        print(f"{program}: `{twice[0]}` must be different values, got {', '.join(lists[twice[0]])}", file=sys.stderr)
+        return 2
+    grid = config_grid(figure.Config, values).grid
     command = ("python", "-m", program, *words)
 
     def work() -> None:

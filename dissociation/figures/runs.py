@@ -6,7 +6,7 @@ import os
 import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,6 +38,7 @@ def recorded(
     write("running")
     handler = logging.FileHandler(Path(folder) / LOG)
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(message)s"))
+    handler.handleError = lambda record: None  # a log is no reason to say more of a full disk
     handlers: list[logging.Handler] = [handler]
     if plans is not None:
         handlers.append(logging.StreamHandler(plans))
@@ -54,7 +55,8 @@ def recorded(
     except BaseException as error:
         status = "stopped" if isinstance(error, KeyboardInterrupt | SystemExit) else "failed"
         loggers[0].info("%s: %s: %s", status, type(error).__name__, error)
-        write(status, ended=_now(), error=f"{type(error).__name__}: {error}"[:500])
+        with suppress(OSError):  # what went wrong may be the disk
+            write(status, ended=_now(), error=f"{type(error).__name__}: {error}"[:500])
         raise
     else:
         loggers[0].info("done")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from jax import Array
 
-from dissociation.checks import check_distinct, fail
+from dissociation.checks import check_distinct, fail, fail_kind
 from dissociation.figures.labels import results_of
 from dissociation.figures.protocol import Figure
 from dissociation.labelled import Labelled
@@ -39,6 +39,12 @@ class ConfigGrid:
         swept = [dict(zip(self.grid.axes, values, strict=True)) for values in self._values()]
         small = [dataclasses.replace(config.quick(), **own) for config, own in zip(self.configs, swept, strict=True)]
         return ConfigGrid(self.grid, tuple(small))
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"a grid of {len(self.configs)} configurations has no {name!r}: `figures.sweep.compute_grid` takes it, "
+            "and `compute` one of its `configs`"
+        )
 
     def _values(self) -> list[list[Any]]:
         return [[getattr(config, name) for name in self.grid.axes] for config in self.configs]
@@ -99,7 +105,7 @@ class GridResults(NamedTuple):
 
 def compute_grid(
     figure: Figure,
-    configs: ConfigGrid,
+    configs: Any,
     *,
     key: Array,
     dataset: Any = None,
@@ -123,6 +129,8 @@ def compute_grid(
         WrongValue: If a configuration does not fit its data, before anything is computed.
         RefusedFile: If `folder` holds parts of another run.
     """
+    if not isinstance(configs, ConfigGrid):
+        fail_kind("configs", "be a configuration with lists in place of values", repr(configs))
     for config in configs.configs if dataset is None else ():  # all are refused, or none
         figure.source(config)
     results = []
@@ -187,6 +195,7 @@ def lists_in(words: Sequence[str], config: Any) -> dict[str, list[str]]:
     for word in words:
         if word.startswith("--"):
             name = word[2:].partition("=")[0].replace("-", "_")
+            found.pop(name, None)  # of an option that is given twice the last holds
         elif name in single:
             found.setdefault(name, []).append(word)
     return {name: values for name, values in found.items() if len(values) > 1}

@@ -205,7 +205,7 @@ class Needs(NamedTuple):
     devices: int
 
 
-COMPILER = 320 * 2**20
+COMPILER = 360 * 2**20
 """Resident bytes, on a CPU, that compiling and running any program takes."""
 COPIES = 4.5
 """Of all states, on a CPU, that are there at once: given, trained, put together again, written; as measured."""

@@ -185,6 +185,8 @@ def fit_grid(
         TypeError: If the optimiser is no function of the grid's quantities, or `init` takes no key.
 
     Example:
+        >>> import optax
+        >>> from dissociation.training import Epochs, make_step
         >>> grid = Grid(width=[4, 8], rate=[0.1, 0.01], seed=[0, 1, 2])
         >>> x = jnp.ones((20, 5))
         >>> init = lambda key, width: eqx.nn.MLP(5, 1, width, 1, key=key)
@@ -303,7 +305,7 @@ def _shapes(init: Callable[..., Any], step: Step, grid: Grid) -> tuple[str, ...]
     taken = list(inspect.signature(init).parameters)[1:]
     names = tuple(name for name in grid.values if name in taken)
     for name, values in grid.values.items():
-        if name in RESERVED or "/" in name:
+        if name in RESERVED or "/" in name or name.startswith(("observed_", "metrics_")):
             checks.fail("grid", f"have other names than {', '.join(RESERVED)}, without a slash", repr(name))
         if name not in (*names, "seed") and values.dtype.kind not in "fiub":
             checks.fail_kind("grid", "hold numbers, but for what `init` takes by name", f"{name!r}, which is text")
@@ -324,7 +326,14 @@ def _unread(optimizer: Any, values: dict[str, float]) -> list[str]:
             return False
         return True
 
-    whole = callable(optimizer) and works(values)
+    try:
+        if values and callable(optimizer):
+            optimizer(values)
+    except KeyError as error:
+        checks.fail("grid", "hold what the optimiser reads", f"{', '.join(values)}, without {error}")
+    except Exception:
+        return []
+    whole = bool(values) and callable(optimizer)
     return [name for name in values if whole and works({k: v for k, v in values.items() if k != name})]
 
 

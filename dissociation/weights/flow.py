@@ -34,7 +34,9 @@ class Value:
         refers: The axis whose indices its entries are, as those of an argmax.
         shifted: Whether they are others too: a number more, or the first of some that tie.
         column: Where they stand beside other indices, along the last axis; None if they are alone.
-        level: Whether entries may be equal though nothing says that they are one, as after a ReLU.
+        pair: What the largest values and their indices share where these may be others, but only of zeros.
+        level: Whether entries may be equal though nothing says that they are one: 0 if not, 1 if all such are zero, as
+            after a ReLU, 2 if they may be any number.
     """
 
     shape: tuple[int, ...]
@@ -45,7 +47,8 @@ class Value:
     refers: Axis | None = None
     shifted: bool = False
     column: int | None = None
-    level: bool = False
+    pair: Any = None
+    level: int = 0
 
 
 class Equation(NamedTuple):

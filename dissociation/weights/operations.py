@@ -118,11 +118,11 @@ def _apply(flow: Flow, equation: Any, operands: list[Value]) -> list[Value]:
         results = on_indices(flow, name, operands, shapes) or RULES[name](flow, params, operands, shapes)
         if any(value.known is not None for value in results):  # whatever they were made of
             return results
-        level = name in LEVELS or (name not in PRODUCTS and any(value.level for value in operands))
         for value in results:
-            value.level |= level
+            value.level = _level(name, operands)
             if name in MOVES:
-                value.refers, value.shifted = operands[0].refers, operands[0].shifted
+                first = operands[0]
+                value.refers, value.shifted, value.pair = first.refers, first.shifted, first.pair
         flow.steps.append(Step(name, params, operands, results, flow.parts))
         flow.parts = outer
         return results
@@ -132,6 +132,16 @@ def _apply(flow: Flow, equation: Any, operands: list[Value]) -> list[Value]:
     if inner is None or [v.aval.shape for v in inner.jaxpr.invars] != [v.shape for v in operands]:
         return flow.unknown(name, operands, shapes)
     return follow(flow, inner.jaxpr, [flow.constant(const) for const in inner.consts], operands)
+
+
+def _level(name: str, operands: list[Value]) -> int:
+    """Whether a result's entries may be equal, see `Value`."""
+    own = max((value.level for value in operands), default=0)
+    if name in PRODUCTS:
+        return 0
+    if name == "max" and own == 0 and any(value.zero for value in operands):
+        return 1
+    return own if name in MOVES or (own == 0 and name not in LEVELS) else 2
 
 
 def _folded(equation: Any, operands: list[Value], shapes: list[tuple[int, ...]]) -> Any:
@@ -260,7 +270,7 @@ def _argument(flow: Flow, params: Params, operands: list[Value], shapes: list[tu
     found = flow.mixed([left], ordered=True)
     (along,) = params["axes"]
     flow.reduce(value.axes[along])
-    found.refers, found.shifted = value.axes[along], value.level
+    found.refers, found.shifted = value.axes[along], value.level > 0
     return [found]
 
 
@@ -291,7 +301,8 @@ def _top(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[i
     largest = Value(shapes[0], _with([flow.handed_on(axis) for axis in value.axes], along, new), value.zero)
     flow.uneven += [axis for axis in largest.axes if axis is not None]
     places = flow.mixed([largest], ordered=True)
-    places.refers, places.shifted = value.axes[along], value.level
+    places.refers, places.shifted = value.axes[along], value.level > 0
+    largest.pair = places.pair = object() if value.level == 1 else None
     return [largest, places]
 
 

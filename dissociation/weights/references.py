@@ -19,20 +19,24 @@ def on_indices(flow: Flow, name: str, operands: list[Value], shapes: list[tuple[
     first, other = operands[0], operands[1] if len(operands) > 1 else None
     if name == "select_n" and first.zero and other is not None:
         return [other]
-    if first.refers is not None and not first.shifted:
+    if first.refers is not None and (first.pair is not None or not first.shifted):
         single = other is not None and other.known is not None and len(np.unique(other.known)) == 1
         if name == "lt" and other is not None and other.zero:
             return [flow.constant(np.zeros(shapes[0], bool))]
         if name == "add" and single:
             return [Value(first.shape, list(first.axes), refers=first.refers, shifted=True)]
-        if name == "eq":
+        if name == "eq" and not first.shifted:
             found = _one_hot(flow, first, operands[1], shapes[0])
-        if name == "concatenate":
+        if name == "concatenate" and not first.shifted:
             found = _beside(operands, shapes[0])
     for k, value in enumerate(operands):
         moved = name in MOVES and value.column is None
         read = found is not None or moved or (name in READS and k == 1) or (name == "dynamic_slice" and k > 0)
-        if value.refers is not None and (value.shifted or not read):
+        kept = name in MOVES or (
+            name in ("scatter", "scatter-add") and operands[0].zero and operands[2].pair is value.pair
+        )
+        sure = not value.shifted or (value.pair is not None and kept)
+        if value.refers is not None and not (sure and read):
             flow.atoms.freeze(value.refers, ASKED)
     return found
 

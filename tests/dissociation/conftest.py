@@ -7,8 +7,8 @@ import pytest
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A disk of 64 KiB."""
-    yield from mounted(tmp_path / "disk", "size=64k")
+    """A disk of 96 KiB."""
+    yield from mounted(tmp_path / "disk", "size=96k")
 
 
 @pytest.fixture

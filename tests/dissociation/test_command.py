@@ -64,7 +64,8 @@ def test_a_run_has_a_folder_of_its_own(run, tmp_path, capsys):
     }  # fmt: skip
     for folder in found:
         names = {path.name for path in folder.iterdir()}
-        assert names == {"parts", "report.html", "toy.json", "toy.npz", "toy.pdf", "toy.png"}
+        made = {"toy.json", "toy.npz", "toy.pdf", "toy.png", "report.html"}
+        assert names == made | {"parts", "run.json", "log.txt"}
         assert str(folder) in capsys.readouterr().out or folder != found[0]
     shapes = {path.name.rsplit("_", 1)[0]: contents(path)["part0"].shape for path in found}
     assert shapes["toy_quick"] == (2, 2)
@@ -127,7 +128,7 @@ def test_everything_has_the_permissions_of_any_new_file(run, tmp_path):
     finally:
         os.umask(before)
     files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
-    assert len(files) == 5 + 4  # figure, arrays, description, report; parts and identity
+    assert len(files) == 7 + 4  # figure, arrays, description, report, record, log; parts and identity
     assert {path.stat().st_mode & 0o777 for path in files} == {0o640}
 
 
@@ -370,9 +371,9 @@ def test_a_run_that_was_stopped_goes_on(run, tmp_path, gate, number, status):
 def test_a_full_disk_is_told_in_a_line_wherever_it_fills(run, capsys, small_disk):
     out, ballast = small_disk / "out", small_disk / "ballast"
     statuses = []
-    for pages in range(16):  # free ones: the first failure is later every time
+    for pages in range(24):  # free ones: the first failure is later every time
         shutil.rmtree(out, ignore_errors=True)
-        ballast.write_bytes(b"x" * 4096 * (16 - pages))
+        ballast.write_bytes(b"x" * 4096 * (24 - pages))
         statuses.append(run("--silent", out=out))
         error = capsys.readouterr().err
         assert not [path for path in out.rglob("*") if path.name.endswith(".tmp")]

@@ -131,7 +131,12 @@ def test_a_command_line_with_several_values_is_a_sweep(toy, tmp_path, capsys, mo
     assert run_command({"toy": toy}, ["runs", "--out", str(tmp_path / "none")], **options) == 1
     assert run_command({"toy": toy}, ["toy", "--num-seeds", "2", "0", "--out", str(tmp_path / "o")], **options) == 2
     assert run_command({"toy": toy}, ["toy", "--num-steps", "2", "101", "--out", str(tmp_path / "o")], **options) == 2
+    assert run_command({"toy": toy}, ["toy", "--num-steps", "2", "2", "--out", str(tmp_path / "o")], **options) == 2
     assert not (tmp_path / "o").exists()
+    with pytest.raises(AttributeError, match="compute_grid"):
+        _ = Config(width=[1, 2]).width
+    with pytest.raises(TypeError, match="lists in place of values"):
+        compute_grid(toy, toy.Config(), key=jax.random.key(0))
 
 
 def test_what_several_values_are():
@@ -141,5 +146,6 @@ def test_what_several_values_are():
     assert sweep.words_of(words, lists)[1] == (
         ["robustness", "--quick", "--num-seeds=3", "--silent", "--width", "64", "--null-scale", "0.2"]
     )
+    assert sweep.lists_in(["toy", "--width", "1", "2", "--width", "3"], Config()) == {}
     several = dissociation.figures.figures()["eigenvectors"].Config()
     assert sweep.lists_in(["eigenvectors", "--sizes", "30", "50"], several) == {}

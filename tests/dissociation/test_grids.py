@@ -132,6 +132,8 @@ def test_wrong_calls():
     for wrong in (Grid(widht=[4, 8], width=[4], rate=[0.1]), Grid(width=[4], rate=[0.1], other=[1, 2])):
         with pytest.raises(ValueError, match="`grid` must hold nothing but seeds"):
             swept(grid=wrong)
+    with pytest.raises(ValueError, match="`grid` must hold what the optimiser reads"):
+        swept(grid=Grid(width=[4], decay=[0.1]))
     with pytest.raises(ValueError, match="`grid` must have other names"):
         swept(grid=Grid(width=[4], rate=[0.1], loss=[1]))
 

@@ -169,6 +169,7 @@ READ_AT_INDICES = {
     "the largest": lambda h, b: (lambda v, i: relu(v) @ b[i])(*largest(h)),
     "the largest, taken": lambda h, b: (lambda v, i: v @ jnp.take(b, i, axis=0))(*largest(h)),
     "the largest at their places": lambda h, b: (lambda v, i: jnp.zeros(8).at[i].set(relu(v)) @ b)(*largest(h)),
+    "the largest behind a ReLU": lambda h, b: (lambda v, i: jnp.zeros_like(h).at[i].set(v) @ b)(*largest(relu(h))),
     "all others": lambda h, b: h.at[largest(h)[1]].set(0.0) @ b,
     "a mixture": lambda h, b: (lambda v, i: jax.nn.softmax(v) @ jax.nn.one_hot(i, 8) @ b)(*largest(h)),
     "read twice": lambda h, b: (lambda i: h[i] @ b[i])(largest(h)[1]),
@@ -183,6 +184,13 @@ NUMBERED = {
     "the next of the largest": lambda h, b: (lambda v, i: v @ b[(i + 1) % 8])(*largest(h)),
     "two from there on": lambda h, b: jax.lax.dynamic_slice(b, (jnp.argmax(h), 0), (2, 3)).sum(0) + h.sum() * b[0],
     "the first of some that tie": lambda h, b: b[jnp.argmax(relu(h - 9))] + h @ b,
+    "the largest that tie, and one": lambda h, b: (
+        (lambda v, i: jnp.zeros(8).at[i].set(v + 1) @ b)(*largest(relu(h - 2))) + h @ b
+    ),
+    "rows of some that tie": lambda h, b: (lambda v, i: (v + 1) @ b[i])(*largest(relu(h - 2))) + h @ b,
+    "the largest that tie anywhere": lambda h, b: (
+        (lambda v, i: jnp.zeros(8).at[i].set(v) @ b)(*largest(jnp.clip(h, -1, 0.5))) + h @ b
+    ),
     "its number": lambda h, b: jnp.argmax(h) * (h @ b),
     "which is first": lambda h, b: (lambda i: jnp.where(i[0] < i[1], 1.0, 2.0))(largest(h)[1]) * (h @ b),
     "compared with a number": lambda h, b: (lambda i: h @ b * (i == 3))(jnp.argmax(h)),
