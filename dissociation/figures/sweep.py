@@ -41,10 +41,8 @@ class ConfigGrid:
         return ConfigGrid(self.grid, tuple(small))
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"a grid of {len(self.configs)} configurations has no {name!r}: `figures.sweep.compute_grid` takes it, "
-            "and `compute` one of its `configs`"
-        )
+        advice = "`figures.sweep.compute_grid` takes it, and `compute` one of its `configs`"
+        raise AttributeError(f"a grid of configurations has no {name!r}: {advice}")
 
     def _values(self) -> list[list[Any]]:
         return [[getattr(config, name) for name in self.grid.axes] for config in self.configs]

@@ -17,7 +17,7 @@ import optax
 from jaxtyping import Array
 
 from dissociation import checkpoint as checkpoints
-from dissociation import checks, distributed, files, sharding
+from dissociation import checks, cores, distributed, files, sharding
 from dissociation.keys import typed
 from dissociation.labelled import Labelled, label
 from dissociation.labelling import Labels, Over, label_tree
@@ -162,7 +162,7 @@ def fit(
             file = Checkpoint(Path(checkpoint), _identity(run, state, step, sampler, key), same_program)
         if logger.isEnabledFor(logging.INFO):
             needs = _needs(run, state, mine, total - first, len(times))
-            size = (needs.fixed + needs.per_member * num_members) / 2**20
+            size = (needs.fixed + needs.per_member * run.parts.num_members) / 2**20
             where = f"{run.lanes} side by side" if run.lanes > 1 else f"by {run.layout.member_map}"
             logger.info(
                 "plan: %d members, %s on %d device(s), at most %.0f MiB", num_members, where, needs.devices, size
@@ -240,7 +240,7 @@ def _needs(run: Run, state: State, sampler: Sampler, num_steps: int, num_times: 
     recorded = (run.info, num_steps), (run.observe and run.observe.out, num_times)
     history = 16 * sum(math.prod(leaf.shape) * times for tree, times in recorded for leaf in jax.tree.leaves(tree))
     of_states, of_model = (_bytes(tree) // count for tree in (state, state.arrays))
-    lanes = jax.local_device_count() if cpu and run.layout.member_map == "scan" else 1
+    lanes = min(jax.local_device_count(), cores.available_cores()) if cpu and run.layout.member_map == "scan" else 1
     data = _bytes(sampler) * 5 // 4
     if cpu:
         return Needs(data + COMPILER + lanes * program, int(COPIES * of_states) + history, of_model, lanes)
@@ -334,7 +334,7 @@ def _times(save: Save, callbacks: Sequence[Callback], first: int, total: int, ep
 def _identity(run: Run, state: State, step: Step, sampler: Sampler, key: Any) -> dict[str, Any]:
     """The program by its parts: what it computes, and the precision of its matrix products; and what it is fed with."""
     precision = getattr(jax.config, "jax_default_matmul_precision", None)
-    one, key = example(state), run.keys[0].loss[0]
+    one, loss_key = example(state), run.keys[0].loss[0]
     trained = eqx.filter(one.arrays, lambda leaf: jnp.issubdtype(leaf.dtype, jnp.inexact))
     batches = run.batches
     source = batches.one_arrays(), batches.one_plan(run.step)
@@ -355,7 +355,7 @@ def _identity(run: Run, state: State, step: Step, sampler: Sampler, key: Any) ->
     fields = {name: value for name, value in vars(sampler).items() if isinstance(value, bool | int | str)}
     arrays = eqx.filter(sampler, eqx.is_array)
     return {name: checkpoints.fingerprint(part) for name, part in parts.items()} | {
-        "loss": [trace(loss, observable(one), batch, key).fingerprint(), precision],
+        "loss": [trace(loss, observable(one), batch, loss_key).fingerprint(), precision],
         "optimizer": [trace(update, one.hyperparams, one.opt_state, trained).fingerprint(), precision],
         "step": [after, step.micro_batches, precision],
         "observe": None if run.observe is None else [run.observe.fingerprint(), precision],

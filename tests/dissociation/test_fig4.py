@@ -138,7 +138,7 @@ def test_nested_maps_over_scales_and_models(models, small):
 @pytest.mark.slow
 def test_hidden_features_by_plain_vmap_and_the_probe(models, small, monkeypatch):
     """Features through `model.layers` and `model.activation`, probed for several sample counts under filter_vmap."""
-    monkeypatch.setattr(sys, "path", [str(Path(__file__).parents[2] / "notebooks"), *sys.path])
+    monkeypatch.setattr(sys, "path", [str(Path(__file__).parents[2] / "notebooks" / "paper"), *sys.path])
     from logistic import crossval_softmax_predict
 
     def hidden(model, x):

@@ -1,5 +1,6 @@
 """Configurations with lists in place of values."""
 
+import copy
 import dataclasses
 import importlib.util
 import sys
@@ -45,6 +46,7 @@ def test_lists_make_a_grid():
     assert {config.name for config in Config(width=[8, 9]).quick().configs} == {"quick"}
     assert Config(sizes=[(1,), (2, 3)]).grid.values["sizes"].tolist() == ["(1,)", "(2, 3)"]
     assert names_of(grid.grid)[1] == "width-4_name-y"
+    assert copy.deepcopy(grid).configs == grid.configs
 
 
 def test_wrong_lists():

@@ -214,6 +214,18 @@ def test_a_checkpoint_is_refused_to_another_program(key, tmp_path, stopped_run, 
         resumable(**{"key": key, "path": path, "num_steps": 30, **change})
 
 
+def test_a_checkpoint_is_refused_to_other_keys_of_any_member(key, tmp_path):
+    one, other, third = (jax.random.key(number) for number in range(3))
+    keys = jnp.stack([one, other, third])
+    given = {"own": keys, "order": (one, keys)}
+    changed = {"own": jnp.stack([one, other, one]), "order": (other, keys)}
+    for name, shared in (("own", False), ("order", True)):
+        path = tmp_path / name
+        resumable(given[name], path, shared=shared)
+        with pytest.raises(ValueError, match="`checkpoint` must be a file of the same run, got .*, whose key differ"):
+            resumable(changed[name], path, num_steps=30, shared=shared)
+
+
 def test_a_checkpoint_is_refused_to_another_step(key, tmp_path):
     """Of another number of micro-batches, or another projection."""
     data = regression(key, samples=8)
