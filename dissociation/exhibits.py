@@ -96,10 +96,10 @@ def image(figure: Figure, words: str = "") -> str:
     svg, width = drawn.getvalue(), f'style="max-width:{200 * figure.get_figwidth():.0f}px"'
     if len(svg) <= MAX_SVG:
         # Lines and text can be inverted where the page is dark; what is drawn on images could not be read then.
-        kind = "pictures" if "<image" in svg else "lines"
+        kind = "images" if "<image" in svg else "lines"
         return _inline(svg, f'class="{kind}" {width} role="img" aria-label="{html.escape(words)}"')
     encoded = base64.b64encode(_png(figure)).decode()
-    return f'<img class="pictures" {width} alt="{html.escape(words)}" src="data:image/png;base64,{encoded}">'
+    return f'<img class="images" {width} alt="{html.escape(words)}" src="data:image/png;base64,{encoded}">'
 
 
 def _inline(svg: str, attributes: str) -> str:

@@ -155,7 +155,7 @@ pre { background: var(--shade); padding: .75rem 1rem; border-radius: 6px; overfl
 @media screen and (prefers-color-scheme: dark) {
   :root { --back: #16181c; --text: #e6e8eb; --quiet: #a0a7b0; --line: #33373d; --shade: #1f2227; }
   figure .lines { filter: invert(1) hue-rotate(180deg); }
-  figure .pictures { background: #fff; border-radius: 6px; padding: .75rem; box-sizing: border-box; }
+  figure .images { background: #fff; border-radius: 6px; padding: .75rem; box-sizing: border-box; }
   .tree { filter: invert(.9) hue-rotate(180deg); }
 }
 @media print {

@@ -67,12 +67,19 @@ class FitResult(NamedTuple):
 
     def labelled(self, over: Over = None) -> Labelled:
         """The history, see `History.labelled`, and `diverged_at` [members]; not the models."""
-        ended = label_tree({"diverged_at": self.diverged_at}, "members" if over is None else over)
-        done = self.history.labelled(over)
         attrs = {"num_steps": self.num_steps, "member_map": self.member_map, "seconds": self.seconds}
-        return label({**done.arrays, **ended.arrays}, {**done.dims, **ended.dims}, coords=done.coords, attrs=attrs)
+        return labelled_fit(self.history, self.diverged_at, over, attrs)
 
     to_xarray, to_dataframe, save = Labels.to_xarray, Labels.to_dataframe, Labels.save
+
+
+def labelled_fit(
+    history: History, diverged_at: np.ndarray, over: Over, attrs: dict[str, Any] | None = None
+) -> Labelled:
+    """A history, see `History.labelled`, and `diverged_at` [members]."""
+    ended = label_tree({"diverged_at": diverged_at}, "members" if over is None else over)
+    done = history.labelled(over)
+    return label({**done.arrays, **ended.arrays}, {**done.dims, **ended.dims}, coords=done.coords, attrs=attrs or {})
 
 
 @validated

@@ -21,13 +21,13 @@ from dissociation import checks, distributed, files, memory
 from dissociation.checks import WrongValue
 from dissociation.files import RefusedFile
 from dissociation.keys import typed
-from dissociation.labelled import Labelled, label
-from dissociation.labelling import Labels, Over, label_tree
+from dissociation.labelled import Labelled
+from dissociation.labelling import Labels, Over
 from dissociation.progress import MeterFactory, open_meter
 from dissociation.sweeps import Grid
 from dissociation.training.callbacks import Callback
 from dissociation.training.chunk import Layout
-from dissociation.training.fitting import estimated_bytes, fit
+from dissociation.training.fitting import estimated_bytes, fit, labelled_fit
 from dissociation.training.run import History, Save
 from dissociation.training.samplers import Sampler
 from dissociation.training.state import Step
@@ -86,9 +86,7 @@ class GridResult(NamedTuple):
 
     def labelled(self, over: Over = None) -> Labelled:
         """The history along the grid's axes, see `History.labelled`, and `diverged_at`; not the models."""
-        over = self.grid if over is None else over
-        ended, done = label_tree({"diverged_at": self.diverged_at}, over), self.history.labelled(over)
-        return label({**done.arrays, **ended.arrays}, {**done.dims, **ended.dims}, coords=done.coords)
+        return labelled_fit(self.history, self.diverged_at, self.grid if over is None else over)
 
     to_xarray, to_dataframe, save = Labels.to_xarray, Labels.to_dataframe, Labels.save
 
@@ -212,21 +210,19 @@ def fit_grid(
 def _run(
     sweep: _Sweep, plan: Plan, kept: "_Folder", progress: str | MeterFactory | None, same_program: bool
 ) -> GridResult:
-    meter, done, parts = None, 0, []
+    steps, parts = _Steps(progress, len(plan.groups), str(plan)), []
     models: dict[int, Any] = {}
     try:
         for index, members in enumerate(plan.groups):
-            callback = _Steps(lambda total: open_meter(progress, total * len(plan.groups), str(plan)), meter, done)
             start = sweep.models(members)
             file = kept.file(index, "ckpt")
             given = {**sweep.arguments(members), "checkpoint": file, "same_program": same_program}
             try:
-                result = fit(start, sweep.step, sweep.sampler, callbacks=[callback], **given)
+                result = fit(start, sweep.step, sweep.sampler, callbacks=[steps], **given)
             except WrongValue as error:
                 if kept.kept and str(error).startswith("`checkpoint`"):
                     raise RefusedFile(f"{error} Or say fresh=True, which sets {kept.path} aside.") from error
                 raise
-            meter, done = callback.meter, callback.done
             parts.append((result.history, result.diverged_at, result.seconds))
             trained = result.models
             if not kept.kept:
@@ -234,8 +230,7 @@ def _run(
             kept.finish(index, trained, result.seconds)
             del start, result, trained
     finally:
-        if meter is not None:
-            meter.close()
+        steps.end()
     order = np.argsort(np.concatenate([np.asarray(members) for members in plan.groups]))
     histories, diverged, seconds = zip(*parts, strict=True)
 
@@ -283,17 +278,24 @@ def _models_of(sweep: _Sweep, plan: Plan, kept: "_Folder", models: dict[int, Any
 class _Steps(Callback):
     """One meter over the steps of all groups."""
 
-    def __init__(self, opened: Callable[[int], Any], meter: Any, done: int):
-        self.opened, self.meter, self.before, self.done = opened, meter, done, done
+    def __init__(self, progress: str | MeterFactory | None, num_groups: int, text: str):
+        self.progress, self.num_groups, self.text = progress, num_groups, text
+        self.meter, self.before, self.done = None, 0, 0
 
     def begin(self, step: int, num_steps: int, past: Any) -> None:
+        self.before = self.done
         if self.meter is None:
-            self.meter = self.opened(num_steps)
+            self.meter = open_meter(self.progress, num_steps * self.num_groups, self.text)
 
     def advance(self, step: int, loss: np.ndarray) -> None:
         self.done = self.before + step
         if self.meter is not None:
             self.meter.advance(self.done, f"loss {loss.mean():.3g}" if loss.size else "")
+
+    def end(self) -> None:
+        """After the last group, or an error."""
+        if self.meter is not None:
+            self.meter.close()
 
 
 RESERVED = ("loss", "steps", "observed", "observed_at", "metrics", "members", "diverged_at")
@@ -422,7 +424,7 @@ class _Folder:
         if self.manifest:
             kept = self.manifest["plan"]
             return Plan(**{**kept, "groups": tuple(map(tuple, kept["groups"]))})
-        plan = make()
+        plan: Plan = distributed.on_main(make)  # others may have less memory, but the groups must be the same
         self.manifest = {"identity": self.identity, "plan": plan._asdict(), "seconds": {}}
         self._write()
         return plan

@@ -66,7 +66,7 @@ def test_svg_has_no_address_and_no_date(figure):
 def test_pictures_are_told_from_lines(figure):
     assert 'class="lines"' in image(figure)
     figure.axes[0].imshow(np.eye(3))
-    assert 'class="pictures"' in image(figure)
+    assert 'class="images"' in image(figure)
 
 
 def test_what_is_dense_becomes_an_image_and_stays_as_it_was(figure):
@@ -85,5 +85,5 @@ def test_what_is_dense_becomes_an_image_and_stays_as_it_was(figure):
 def test_what_is_too_large_becomes_a_png(figure, monkeypatch):
     monkeypatch.setattr(exhibits, "MAX_SVG", 1000)
     drawn = image(figure, "words")
-    assert drawn.startswith('<img class="pictures"')
+    assert drawn.startswith('<img class="images"')
     assert 'alt="words" src="data:image/png;base64,' in drawn

@@ -148,6 +148,51 @@ def test_a_folder_that_is_none_or_holds_another_program(tmp_path):
         swept(grid=grid, folder=tmp_path / "sweep", save=Save(lambda model, step, key: jnp.zeros(3)))
 
 
+class Meter:
+    def __init__(self, total, text):
+        self.total, self.text, self.steps, self.closed = total, text, [], 0
+
+    def advance(self, step, text):
+        self.steps.append(step)
+
+    def close(self):
+        self.closed += 1
+
+
+def test_one_meter_has_the_steps_of_all_groups_and_is_closed_after_an_error(few, tmp_path):
+    meters = []
+
+    def opened(total, text):
+        meters.append(Meter(total, text))
+        return meters[-1]
+
+    def observe(model, step, key):
+        return {}
+
+    given = {"grid": Grid(width=[4], rate=[0.1], seed=range(4)), "folder": tmp_path, "progress": opened}
+    result = swept(**given)
+    swept(**given)
+    for meter in meters:
+        assert (meter.total, meter.steps[-1], meter.closed) == (24, 24, 1)
+        assert meter.steps == sorted(meter.steps)
+        assert meter.text == str(result.plan)
+    with pytest.raises(RefusedFile):
+        swept(**given, save=Save(observe))
+    assert all(meter.closed == 1 for meter in meters)
+    with pytest.raises(ZeroDivisionError):
+        swept(**given | {"folder": None, "progress": Broken})
+    assert Broken.closed == 1
+
+
+class Broken(Meter):
+    def advance(self, step, text):
+        if step:
+            raise ZeroDivisionError
+
+    def close(self):
+        Broken.closed = self.closed + 1
+
+
 def test_results_have_the_axes_of_the_grid():
     result = swept(grid=Grid(width=[4], rate=[0.1, 0.2], seed=[5, 6]))
     tables = result.to_dataframe()

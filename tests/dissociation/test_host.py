@@ -104,7 +104,7 @@ def test_members_are_drawn_where_an_interval_would_mislead():
     assert plotting.draws_each(stuck)
     assert not plotting.draws_each(np.where(np.arange(8)[:, None] < 1, 0.0, curves))  # one is no group
     equal = np.repeat([[0.9], [0.9001]], 4, 0) + np.linspace(0, 0.1, 5)
-    assert not plotting.draws_each(equal)  # two groups that nobody sees
+    assert not plotting.draws_each(equal)  # two groups of one height
     x = np.arange(5.0)
     for drawn, lines, bands in ((curves, 1, 1), (stuck, 9, 0), (curves[:3], 4, 0), (curves[:1], 1, 0)):
         _, axes = plt.subplots()

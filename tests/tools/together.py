@@ -17,7 +17,7 @@ HEARTBEAT = 5
 
 
 def free_port() -> int:
-    """A port that nobody listens to."""
+    """A free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
