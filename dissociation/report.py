@@ -25,6 +25,14 @@ _MAX_SUMMARY = 10_000_000
 """Entries up to which an array's mean and spread are shown; treescope's own limit leaves out a layer of 784 x 200."""
 
 
+_WAITING = "<template data-tree>{}</template>"
+_FILL = """<script>
+for (const waiting of document.querySelectorAll("template[data-tree]"))
+  waiting.replaceWith(document.importNode(waiting.content, true));
+</script>"""
+"""Treescope's scripts fail where a browser has read half of one, as of a large file: they wait for the page's end."""
+
+
 class Tree(NamedTuple):
     """An object that a report shows as a tree to be folded: a model, a configuration."""
 
@@ -34,7 +42,7 @@ class Tree(NamedTuple):
         return tree_html(self.value)
 
 
-def tree_html(value: Any) -> str:
+def tree_html(value: Any, wrap: str = "{}") -> str:
     """A tree by treescope, which a browser folds without any server; as text where it runs no scripts, or prints."""
     with jax_support.summarization_threshold.set_scoped({"default": _MAX_SUMMARY}):
         text = treescope.render_to_text(value, ignore_exceptions=True)
@@ -42,7 +50,9 @@ def tree_html(value: Any) -> str:
     text = f"<pre>{html.escape(text if len(text) <= _MAX_TREE else text[:_MAX_TREE] + ' ...')}</pre>"
     if len(folded) > _MAX_TREE:
         return text
-    return f'<div class="tree">{folded}</div>\n<noscript>{text}</noscript>\n<div class="printed">{text}</div>'
+    return (
+        f'<div class="tree">{wrap.format(folded)}</div>\n<noscript>{text}</noscript>\n<div class="printed">{text}</div>'
+    )
 
 
 def report_html(title: str, exhibits: Sequence[Exhibit], sections: Mapping[str, Any]) -> str:
@@ -62,7 +72,8 @@ def report_html(title: str, exhibits: Sequence[Exhibit], sections: Mapping[str, 
     for heading, content in sections.items():
         parts.append(f"<section>\n<h2>{html.escape(heading)}</h2>\n{_content(content)}\n</section>")
     body = "\n".join(parts)
-    return f"{_HEAD.format(title=html.escape(title), style=_STYLE)}<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
+    head = _HEAD.format(title=html.escape(title), style=_STYLE)
+    return f"{head}<body>\n<main>\n{body}\n</main>\n{_FILL}\n</body>\n</html>\n"
 
 
 def write_report(
@@ -79,7 +90,7 @@ def write_report(
 
 def _content(content: Any) -> str:
     if isinstance(content, Tree):
-        return tree_html(content.value)
+        return tree_html(content.value, _WAITING)
     if dataclasses.is_dataclass(content) and not isinstance(content, type):
         content = {field.name: getattr(content, field.name) for field in dataclasses.fields(content)}
     if isinstance(content, Mapping):

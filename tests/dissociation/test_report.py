@@ -1,8 +1,11 @@
 """Reports: one file, nothing outside of it, and what a browser makes of it."""
 
 import dataclasses
+import http.server
 import json
 import re
+import threading
+import time
 
 import browser
 import equinox as eqx
@@ -150,6 +153,37 @@ def test_dark_and_light_are_the_readers(opened):
 def test_a_narrow_window_scrolls_in_tables_alone(opened):
     _, told = opened
     assert not told("--window-size=500,900")[0]["wide"]
+
+
+@needs_browser
+def test_a_page_that_comes_in_pieces_shows_its_trees_too(page, tmp_path):
+    """A browser may be handed a part of a script, as at the end of a buffer, or of a packet."""
+    pieces = page.replace("</body>", TELL).split("root.state.deferring = false;")
+    assert len(pieces) == 3
+
+    class Slow(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html; charset=utf-8")
+            self.end_headers()
+            if self.path == "/":
+                for piece in pieces:
+                    self.wfile.write(piece.encode())
+                    self.wfile.flush()
+                    time.sleep(0.3)
+                    if piece is not pieces[-1]:
+                        self.wfile.write(b"root.state.deferring = false;")
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Slow) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        shown, console = browser.run(f"http://127.0.0.1:{server.server_port}/", tmp_path, "--dump-dom")
+        server.shutdown()
+    assert console == []
+    assert "num_seeds=3" in shown
+    assert "Loading" not in shown.partition('id="told"')[2]
 
 
 @needs_browser

@@ -8,8 +8,8 @@ import subprocess
 NAME = next((name for name in ("chromium", "chromium-browser", "google-chrome", "chrome") if shutil.which(name)), None)
 
 
-def run(path, folder, *flags):
-    """Opens a file and returns what the browser wrote to its output, and what its console says."""
+def run(address, folder, *flags):
+    """Opens a file or an address and returns what the browser wrote to its output, and what its console says."""
     words = [
         NAME,
         "--headless",
@@ -20,7 +20,13 @@ def run(path, folder, *flags):
         "--v=0",
     ]
     words += [f"--user-data-dir={folder / 'profile'}", "--window-size=1100,4000", "--virtual-time-budget=10000", *flags]
-    done = subprocess.run([*words, path.as_uri()], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        [*words, address if isinstance(address, str) else address.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
     return done.stdout, [line for line in done.stderr.splitlines() if re.search(r":CONSOLE[:(]", line)]
 
 
