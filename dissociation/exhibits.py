@@ -49,7 +49,8 @@ class Exhibit(NamedTuple):
     def html(self) -> str:
         """Figure, caption and table as HTML that needs no other file."""
         words = f"\n<figcaption>{html.escape(self.caption)}</figcaption>" if self.caption else ""
-        return f"<figure>\n{image(self.figure, self.caption)}{words}\n</figure>\n{table_html(self.table)}"
+        shown = table_html(self.table) if self.table else ""
+        return f"<figure>\n{image(self.figure, self.caption)}{words}\n</figure>\n{shown}"
 
     def _repr_html_(self) -> str:
         return f"<p>{html.escape(self.headline)}</p>\n{self.html()}"

@@ -55,18 +55,25 @@ def tree_html(value: Any, wrap: str = "{}") -> str:
     )
 
 
-def report_html(title: str, exhibits: Sequence[Exhibit], sections: Mapping[str, Any]) -> str:
+def report_html(
+    title: str,
+    exhibits: Sequence[Exhibit],
+    sections: Mapping[str, Any],
+    *,
+    table: Sequence[Sequence[str]] | None = None,
+) -> str:
     """A report as text.
 
     Args:
         title: Of the page.
         exhibits: Figures with headlines, captions and tables, in order.
         sections: By heading: mappings and dataclasses become tables, a `Tree` is folded, text stands as it is.
+        table: A header and rows of cells, above the figures.
 
     Returns:
         A page of HTML without any address outside of it.
     """
-    parts = [f"<h1>{html.escape(title)}</h1>"]
+    parts = [f"<h1>{html.escape(title)}</h1>", *([] if table is None else [table_html(table)])]
     for exhibit in exhibits:
         parts.append(f'<p class="headline">{html.escape(exhibit.headline)}</p>\n{exhibit.html()}')
     for heading, content in sections.items():

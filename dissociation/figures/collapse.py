@@ -238,6 +238,8 @@ def _computed(
         job = partial(compressed, train, images, **options, key=code_key)  # kept on the disk of one process
         codes = parts.get("codes", partial(distributed.on_main, job))["codes"]
         measures = information_measures(config, data, codes)
+    drawn = {"classes", "accuracy_threshold", "collapse_threshold", "test_threshold"}
+    settings = {name: value for name, value in vars(config).items() if name not in drawn}
     names = "weight_decays", "seeds", "num_train", "num_steps", "batch_size", "learning_rate", "init_scale", "optimizer"
     trained = train_grokking(
         data,
@@ -246,7 +248,7 @@ def _computed(
         measures=measures,
         measure_at=config.information_steps(),
         callbacks=[Progress(progress, _SHOWN), SeriesKeeper(parts)],
-        checkpoint=parts.path("networks.ckpt"),
+        checkpoint=parts.checkpoint("networks", **settings),
         layout=Layout(mesh=mesh),
         **{name: getattr(config, name) for name in names},
     )

@@ -24,13 +24,14 @@ import tyro
 from dissociation import checks, interrupts, plotting, provenance
 from dissociation import distributed as processes
 from dissociation.checks import WrongValue, check_seed
+from dissociation.exhibits import Exhibit
 from dissociation.exhibits import aligned as aligned  # notebooks print tables by it
 from dissociation.figures import artifacts
 from dissociation.figures.labels import families_of, flat_results_of
 from dissociation.figures.protocol import Figure
-from dissociation.figures.reporting import exhibit_of, report_of
+from dissociation.figures.reporting import exhibit_of, report_of, sweep_report_of
 from dissociation.figures.runs import recorded, runs_in, table_of
-from dissociation.figures.sweep import config_grid, lists_in, names_of, stacked, words_of
+from dissociation.figures.sweep import TRAINED, config_grid, lists_in, names_of, stacked, words_of
 from dissociation.files import RefusedFile, write_bytes
 from dissociation.labelled import load_results, save_npz
 from dissociation.sweeps import Grid
@@ -268,13 +269,13 @@ def _stopped(program: str, error: BaseException) -> int:
     return interrupts.status()
 
 
-def _run(figure: Figure, config: Any, run: RunOptions, words: Sequence[str], name: str | None = None) -> Path:
-    """Makes a figure in a folder of this name, and returns the folder."""
+def _run(figure: Figure, config: Any, run: RunOptions, words: Sequence[str], name: str | None = None) -> Exhibit | None:
+    """Makes a figure in a folder of this name; what it made, in the process that wrote it."""
     began, data = time.perf_counter(), _source(figure, config)
     key = jax.random.PRNGKey(run.seed)
     identity = artifacts.identity_of(config, key, data)
     folder = run.out / (run_name(figure, config, run, identity) if name is None else name)
-    parts = folder / "parts"
+    parts, made = folder / "parts", []
     with contextlib.ExitStack() as held:
         processes.on_main(lambda: _take_folder(figure, run, folder, identity, held))
         interrupts.advice = f"The same command goes on; finished parts are in {parts}."
@@ -283,8 +284,8 @@ def _run(figure: Figure, config: Any, run: RunOptions, words: Sequence[str], nam
         progress = None if run.silent or not processes.is_main() else "terminal"
         results = figure.compute(config, key=key, dataset=data, folder=parts, progress=progress)
         seconds = time.perf_counter() - began
-        processes.on_main(lambda: _finish(figure, config, run, folder, results, seconds, compiling, words))
-    return folder
+        processes.on_main(lambda: made.append(_finish(figure, config, run, folder, results, seconds, compiling, words)))
+    return made[0] if made else None
 
 
 def _record(
@@ -313,27 +314,45 @@ def _produce_all(chosen: Sequence[_Chosen], lists: Mapping[str, Any], program: s
         name = re.sub(r"[^\w.-]+", "-", f"{figure.STEM}_sweep_{'_'.join(grid.axes)}")[:_LONGEST_NAME]
         folder = run.out / f"{name}_{artifacts.digest_of(settings)[:10]}"
         with contextlib.ExitStack() as held:
-            processes.on_main(lambda: held.enter_context(artifacts.locked(folder)))
+            processes.on_main(lambda: _take_sweep(run, folder, held))
             shape = dict(zip(grid.axes, grid.shape, strict=True))
             _record(
                 held, folder, command, {"figure": figure.STEM, "sweep": shape}, dataclasses.replace(run, silent=True)
             )
+            held.enter_context(artifacts.sharing(folder / TRAINED))
             made = []
             for number, each in enumerate(chosen):
                 if not run.silent and processes.is_main():
                     print(f"{number + 1} of {len(chosen)}: {names_of(grid)[number]}", file=sys.stderr)
                 own = dataclasses.replace(run, out=folder)
                 made.append(_run(figure, each.config, own, command, names_of(grid)[number]))
-            processes.on_main(lambda: _join_arrays(figure, grid, folder, made))
+            processes.on_main(lambda: _finish_sweep(figure, grid, folder, made, run, command))
 
     return _guarded(program, run, work)
 
 
-def _join_arrays(figure: Figure, grid: Grid, folder: Path, made: Sequence[Path]) -> None:
-    """One file of the arrays that have one shape in all configurations, with the grid's axes first."""
-    whole = stacked([load_results((path / figure.STEM).with_suffix(".npz")) for path in made], grid)
+def _take_sweep(run: RunOptions, folder: Path, held: contextlib.ExitStack) -> None:
+    held.enter_context(artifacts.locked(folder))
+    if run.fresh:
+        _set_aside(folder / TRAINED)
+
+
+def _finish_sweep(
+    figure: Figure, grid: Grid, folder: Path, made: Sequence[Any], run: RunOptions, words: Sequence[str]
+) -> None:
+    """One file of the arrays that have one shape in all configurations, with the grid's axes first, and one report."""
+    whole = stacked([load_results((folder / name / figure.STEM).with_suffix(".npz")) for name in names_of(grid)], grid)
     target = whole.save(folder / f"{figure.STEM}.npz")
-    print(f"\nWrote {target.name}, {len(whole.arrays)} arrays of {len(grid)} configurations, in {folder}", flush=True)
+    write_bytes(folder / "report.html", sweep_report_of(figure, grid, made, run.seed, words).encode())
+    told = f"{target.name}, {len(whole.arrays)} arrays of {len(grid)} configurations, and report.html"
+    print(f"\nWrote {told}, in {folder}", flush=True)
+
+
+def _set_aside(path: Path) -> None:
+    """Gives what is there another name."""
+    if path.exists():
+        names = (path.with_name(f"{path.name}-before-{i}") for i in range(1, 10**6))
+        path.rename(next(name for name in names if not name.exists()))
 
 
 def _take_folder(figure: Figure, run: RunOptions, folder: Path, identity: Any, held: contextlib.ExitStack) -> None:
@@ -341,16 +360,15 @@ def _take_folder(figure: Figure, run: RunOptions, folder: Path, identity: Any, h
     if run.resume and not (parts / artifacts.IDENTITY).exists():
         raise RefusedFile(_nothing_to_resume(figure, run, folder, identity))
     held.enter_context(artifacts.locked(folder))
-    if run.fresh and parts.exists():
-        aside = next(path for i in range(1, 10**6) if not (path := folder / f"parts-before-{i}").exists())
-        parts.rename(aside)
+    if run.fresh:
+        _set_aside(parts)
     elif parts.exists() and not run.silent:
         print(f"Going on in {folder} (--fresh begins anew).", file=sys.stderr)
 
 
 def _finish(
     figure: Figure, config: Any, run: RunOptions, folder: Path, results: Any, seconds: float, compiling: Any, words: Any
-) -> None:
+) -> Exhibit:
     """Draws, writes and reports."""
     stem = folder / figure.STEM
     exhibit = exhibit_of(figure, results)
@@ -371,6 +389,7 @@ def _finish(
     kept = jax.config.values["jax_compilation_cache_dir"]
     print(f"\n{seconds:.0f} s; {compiled} ({compiling['cached']} more came from {kept}).")
     print(f"Wrote {', '.join(path.name for path in written)} in {folder}", flush=True)
+    return exhibit
 
 
 def run_name(figure: Figure, config: Any, run: RunOptions, identity: Mapping[str, Any]) -> str:

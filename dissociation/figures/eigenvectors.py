@@ -210,14 +210,15 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts, progress:
     reference: Any = ()
     diverged_at, alive = {}, {}
     for size in config.sizes:
+        settings = {name: getattr(config, name) for name in ("num_epochs", "batch_size", "weight_decay", "noise")}
+        settings["num_seeds"] = config.seeds(size)
         trained = train_bilinear(
             data,
             size,
             key=jax.random.fold_in(key, size),
-            num_seeds=config.seeds(size),
-            **{name: getattr(config, name) for name in ("num_epochs", "batch_size", "weight_decay", "noise")},
             callbacks=[Progress(progress)],
-            checkpoint=parts.path(f"size_{size}.ckpt"),
+            checkpoint=parts.checkpoint(f"size_{size}", **settings),
+            **settings,
         )
         parts.seconds[f"training size {size}"] = trained.seconds
         history[size] = _finite_history(trained.history.observed)

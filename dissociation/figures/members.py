@@ -10,6 +10,7 @@ import tyro
 from jaxtyping import Array, Bool
 
 from dissociation.bmap import bmap
+from dissociation.checkpoint import fingerprint
 from dissociation.checks import check_choice, check_count, check_positive, fail
 from dissociation.data.datasets import NAMES, SOURCES, Dataset, load
 from dissociation.figures.artifacts import Parts
@@ -164,16 +165,15 @@ def train_members(
     Raises:
         WrongValue: If all of them diverged.
     """
+    settings = {name: getattr(config, name) for name in ("num_epochs", "num_seeds", "width")}
+    settings["network"] = config.model
     trained = fit_mnist(
-        num_epochs=config.num_epochs,
-        num_seeds=config.num_seeds,
         key=key,
         dataset=data,
-        width=config.width,
         progress=progress,
-        checkpoint=parts.path("training.ckpt"),
+        checkpoint=parts.checkpoint("training", observed=fingerprint(observe), **settings),
         observe=observe,
-        network=config.model,
+        **settings,
     )
     alive = check_some_left(trained.diverged_at)
     observed = trained.history.observed

@@ -9,7 +9,8 @@ import matplotlib.figure
 from dissociation import provenance
 from dissociation.exhibits import Exhibit
 from dissociation.figures.protocol import Figure
-from dissociation.report import Tree, report_html
+from dissociation.report import MAX_BYTES, Tree, report_html
+from dissociation.sweeps import Grid
 
 ELSEWHERE = ("figure", "config", "seed", "axes", "seconds", "environment")
 """What a run's description says and a report shows in sections of its own, or not."""
@@ -60,3 +61,37 @@ def report_of(
     sections["command"] = shlex.join(words)
     title = figure.SHOWS.rstrip(".")
     return report_html(title, [exhibit], {name[:1].upper() + name[1:]: value for name, value in sections.items()})
+
+
+def sweep_report_of(figure: Figure, grid: Grid, made: Sequence[Exhibit], seed: int, words: Sequence[str]) -> str:
+    """The report of a sweep, as HTML: one table of all configurations, and their figures, as many as there is room for.
+
+    Args:
+        figure: A module of figures.
+        grid: The configurations.
+        made: What each of them made.
+        seed: Of all.
+        words: The command that made them.
+    """
+    members = [", ".join(f"{name} = {value}" for name, value in member.items()) for member in grid]
+    table = tidy(grid, [each.table for each in made])
+    exhibits, room = [], MAX_BYTES * 4 // 5
+    for name, each in zip(members, made, strict=True):
+        exhibits.append(each._replace(headline=f"{name}: {each.headline}", table=each.table if table is None else []))
+        room -= len(exhibits[-1].html().encode())
+        if room < 0:
+            exhibits.pop()
+            break
+    sections: dict[str, Any] = {"Environment": provenance.environment() | {"seed": seed}, "Command": shlex.join(words)}
+    if left := members[len(exhibits) :]:
+        sections = {"Not shown for want of room, see their own folders": "\n".join(left)} | sections
+    size = " x ".join(f"{count} {name}" for name, count in zip(grid.axes, grid.shape, strict=True))
+    return report_html(f"{figure.SHOWS.rstrip('.')}: {size}", exhibits, sections, table=table)
+
+
+def tidy(grid: Grid, tables: Sequence[Sequence[Sequence[str]]]) -> list[list[str]] | None:
+    """Tables of all members of a grid in one, the grid's quantities in its first columns; None if columns differ."""
+    if any(list(table[0]) != list(tables[0][0]) for table in tables):
+        return None
+    rows = [[*map(str, member.values()), *row] for member, table in zip(grid, tables, strict=True) for row in table[1:]]
+    return [[*next(iter(grid)), *tables[0][0]], *rows]

@@ -1,7 +1,7 @@
 """A figure's configuration with lists in place of values: a grid of configurations, each computed by itself.
 
-What a figure trains at once, its seeds, is one program; configurations go in turn, and share compiled programs where
-their shapes are the same.
+What a figure trains at once, its seeds, is one program; configurations go in turn. They share compiled programs where
+their shapes are the same, and trained networks where they differ only in what is done with them.
 """
 
 import dataclasses
@@ -15,11 +15,15 @@ import numpy as np
 from jax import Array
 
 from dissociation.checks import check_distinct, fail, fail_kind
+from dissociation.figures.artifacts import sharing
 from dissociation.figures.labels import results_of
 from dissociation.figures.protocol import Figure
 from dissociation.labelled import Labelled
 from dissociation.progress import MeterFactory
 from dissociation.sweeps import Grid
+
+TRAINED = "trained"
+"""The folder of a sweep for checkpoints of networks that several configurations share."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +121,9 @@ def compute_grid(
         configs: Its `Config` with lists in place of values.
         key: Of each of them.
         dataset: In place of what each configuration names.
-        folder: Where parts of each are kept, in folders named by what differs; a second call goes on from there.
+        folder: Where parts of each are kept, in folders named by what differs; a second call goes on from there. What
+            configurations that train the same networks share is there, in a folder `TRAINED`, so that without a
+            folder each trains its own.
         progress: See `dissociation.progress`.
 
     Returns:
@@ -132,10 +138,11 @@ def compute_grid(
     for config in configs.configs if dataset is None else ():  # all are refused, or none
         figure.source(config)
     results = []
-    for config, name in zip(configs.configs, names_of(configs.grid), strict=True):
-        own = figure.source(config) if dataset is None else dataset
-        parts = None if folder is None else Path(folder) / name
-        results.append(figure.compute(config, key=key, dataset=own, folder=parts, progress=progress))
+    with sharing(Path(folder or "") / TRAINED):
+        for config, name in zip(configs.configs, names_of(configs.grid), strict=True):
+            own = figure.source(config) if dataset is None else dataset
+            parts = None if folder is None else Path(folder) / name
+            results.append(figure.compute(config, key=key, dataset=own, folder=parts, progress=progress))
     labelled = stacked([results_of(figure, each) for each in results], configs.grid)
     return GridResults(configs.grid, tuple(results), labelled)
 

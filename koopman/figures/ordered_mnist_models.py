@@ -90,11 +90,19 @@ def train_networks(
     oracle_key, *keys = jax.random.split(jax.random.fold_in(key, 1), 6)
     common = {"num_seeds": config.num_seeds, "batch_size": config.batch_size, "callbacks": [Progress(progress)]}
 
+    def checkpoint(name: str, num_epochs: int) -> Path | None:
+        names = ("num_digits", "num_seeds", "num_train", "num_validation", "num_test", "batch_size")
+        return parts.checkpoint(name, num_epochs=num_epochs, **{each: getattr(config, each) for each in names})
+
     def options(name: str) -> dict[str, Any]:
-        path: Path | None = parts.path(f"{name}.ckpt")
+        path = checkpoint(name, config.num_epochs)
         return {**common, "checkpoint": path, "num_epochs": config.num_epochs, "validation": validation}
 
-    oracle_options = {**common, "num_epochs": config.oracle_epochs, "checkpoint": parts.path("oracle.ckpt")}
+    oracle_options = {
+        **common,
+        "num_epochs": config.oracle_epochs,
+        "checkpoint": checkpoint("oracle", config.oracle_epochs),
+    }
     oracle = train_classifiers(train, labels["train"], key=oracle_key, num_classes=config.num_digits, **oracle_options)
     parts.seconds["training the oracle"] = oracle.seconds
     models: dict[str, Any] = {"oracle": oracle.models}

@@ -12,11 +12,14 @@ import pytest
 
 import dissociation.figures
 import koopman.figures
-from dissociation.figures import sweep
+from dissociation.figures import artifacts, reporting, robustness, sweep
+from dissociation.figures.artifacts import Parts
 from dissociation.figures.command import run_command
+from dissociation.figures.reporting import tidy
 from dissociation.figures.runs import runs_in
 from dissociation.figures.sweep import ConfigGrid, Swept, compute_grid, config_grid, names_of
 from dissociation.labelled import Labelled, load_results
+from dissociation.sweeps import Grid
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +85,61 @@ def test_every_configuration_is_computed_and_kept(toy, tmp_path):
         compute_grid(toy, config_grid(toy.Config, {"num_steps": [3, 101]}), key=jax.random.key(0))
 
 
+def test_configurations_share_the_networks_that_they_train_alike(tmp_path):
+    """They are trained once, and give what each configuration gives alone."""
+    small = {"num_seeds": 2, "num_epochs": 1, "num_train": 60, "num_test": 20, "num_scales": 2, "num_zero": 4}
+    configs = robustness.Config(width=8, scale_factor=[2.0, 20.0], **small)
+    found = compute_grid(robustness, configs, key=jax.random.key(0), folder=tmp_path)
+    assert len(list((tmp_path / sweep.TRAINED).glob("*.ckpt"))) == 1
+    alone = robustness.compute(configs.configs[1], key=jax.random.key(0))
+    for name, error in alone.parameter_error.items():
+        np.testing.assert_array_equal(found.results[1].parameter_error[name], error)
+    np.testing.assert_array_equal(found.results[1].test_error, alone.test_error)
+    scaled = [each.parameter_error["scaled"] for each in found.results]
+    assert not np.array_equal(scaled[0], scaled[1])
+    assert found.labelled.dims["clean_error"] == ("scale_factor", "variants", "seeds")
+
+
+def test_what_trains_alike_has_one_file(tmp_path):
+    run = {"config": {"width": 3}, "key": "a", "data": "b", "precision": "float32"}
+    with artifacts.sharing(tmp_path / "trained"):
+        with Parts(tmp_path / "one", run) as one, Parts(tmp_path / "two", run | {"config": {"width": 4}}) as two:
+            file = one.checkpoint("training", epochs=3)
+            assert file.parent == tmp_path / "trained"
+            assert file == two.checkpoint("training", epochs=3)
+            assert len({file, two.checkpoint("training", epochs=4), two.checkpoint("other", epochs=3)}) == 3
+        for name in ("key", "data", "precision"):
+            with Parts(tmp_path / name, run | {name: "other"}) as other:
+                assert other.checkpoint("training", epochs=3) != file
+        with Parts(None, run) as none:
+            assert none.checkpoint("training", epochs=3) is None
+    with Parts(tmp_path / "one", run) as one:
+        assert one.checkpoint("training", epochs=3) == tmp_path / "one" / "training.ckpt"
+
+
+def test_one_table_of_a_sweep():
+    grid = Config(width=[4, 5], name=["x", "y"]).grid
+    tables = [[["seed", "error"], ["0", f"{i} %"], ["1", "7 %"]] for i in range(4)]
+    whole = tidy(grid, tables)
+    assert whole[0] == ["width", "name", "seed", "error"]
+    assert whole[3:5] == [["4", "y", "0", "1 %"], ["4", "y", "1", "7 %"]]
+    assert len(whole) == 9
+    assert tidy(grid, [*tables[:3], [["other"], ["0"]]]) is None
+
+
+def test_a_sweep_too_large_for_one_page_names_the_rest(toy, monkeypatch):
+    results = toy.compute(
+        toy.Config(num_seeds=2, num_steps=5), key=jax.random.key(0), dataset=None, folder=None, progress=None
+    )
+    made = [reporting.exhibit_of(toy, results)] * 3
+    grid = Grid(rate=[0.1, 0.2, 0.3])
+    size = len(made[0]._replace(table=[]).html().encode())
+    monkeypatch.setattr(reporting, "MAX_BYTES", int(2.5 * size * 5 / 4))
+    page = reporting.sweep_report_of(toy, grid, made, 37, ["toy"])
+    assert page.count("<svg") == 2
+    assert page.index("not shown".capitalize()) < page.index("<pre>rate = 0.3</pre>")
+
+
 def test_arrays_of_one_shape_are_stacked_along_the_grid():
     grid = Config(width=[4, 5], name=["x", "y"]).grid
 
@@ -119,7 +177,11 @@ def test_a_command_line_with_several_values_is_a_sweep(toy, tmp_path, capsys, mo
     assert run_command({"toy": toy}, words, **options) == 0
     (folder,) = (tmp_path / "out").iterdir()
     names = {path.name for path in folder.iterdir()}
-    assert names == {"num_seeds-2", "num_seeds-3", "toy.npz", "run.json", "log.txt"}
+    assert names == {"num_seeds-2", "num_seeds-3", "toy.npz", "report.html", "run.json", "log.txt"}
+    page = (folder / "report.html").read_text()
+    assert "2 num_seeds" in page
+    assert page.count("<svg") == 2
+    assert all(f"num_seeds = {count}: " in page for count in (2, 3))
     assert load_results(folder / "toy.npz").coords["num_seeds"].tolist() == [2, 3]
     toy._part = None  # nothing is computed again
     assert run_command({"toy": toy}, words, **options) == 0
