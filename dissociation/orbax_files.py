@@ -1,8 +1,8 @@
 """PyTrees with arrays on several devices, written by Orbax: a folder, into which each device's rows go as they are.
 
-As `checkpoint.save` and `checkpoint.restore`, but that nothing is put together on one device or host. In the folder, a
-plain checkpoint has the header, the checksum of every array's rows, and what is small: keys, numbers, arrays without
-axes or elements. Several processes write a folder each, alone: Orbax waits for no other.
+As `checkpoint.save` and `checkpoint.restore`, but that nothing is put together on one device or host. Beside Orbax'
+arrays, the folder holds a plain checkpoint of the rest: the header, the checksum of every array's rows, NumPy arrays,
+keys, numbers, and arrays without axes or elements. Several processes write a folder each, alone: none waits for others.
 """
 
 import importlib
@@ -21,6 +21,7 @@ from dissociation.files import RefusedFile, replacing_folder
 from dissociation.validation import validated
 
 ARRAYS, REST = "arrays", "rest"
+_TREE = "tree"  # what Orbax' names begin with: no name may be empty
 _ADVICE = "Delete it to begin again without it."
 
 
@@ -30,7 +31,8 @@ def save(path: str | os.PathLike[str], tree: Any, header: dict[str, Any] | None 
 
     Args:
         path: The folder. An older one is removed when the new one is written, right before that takes its name.
-        tree: A PyTree, as for `checkpoint.save`. Its JAX arrays lie on any devices of this process.
+        tree: A PyTree, as for `checkpoint.save`. Its JAX arrays lie on any devices of this process, and have few rows,
+            as stacked members: each has a checksum.
         header: Anything that JSON can hold.
 
     Raises:
@@ -51,9 +53,12 @@ def save(path: str | os.PathLike[str], tree: Any, header: dict[str, Any] | None 
     with replacing_folder(path) as folder:
         checkpoint.save(folder / REST, rest, {"user": header or {}, "arrays": described})
         if arrays:
-            named = {name: _shared(leaf) for name, leaf in arrays.items()}
-            with _checkpointer(orbax) as writer:
-                writer.save(folder.absolute() / ARRAYS, args=orbax.args.PyTreeSave(named))
+            named = {_TREE + name: _shared(leaf) for name, leaf in arrays.items()}
+            try:
+                with _checkpointer(orbax) as writer:
+                    writer.save(folder.absolute() / ARRAYS, args=orbax.args.PyTreeSave(named))
+            except ValueError as error:  # TensorStore's, of a full disk too
+                raise OSError(f"{path} cannot be written: {' '.join(str(error).split())[-200:]}") from error
 
 
 @validated
@@ -135,18 +140,20 @@ def _read(path: Any, wanted: dict[str, Any]) -> dict[str, jax.Array]:
     orbax, default = load(), jnp.empty(()).sharding
     args = {
         # Not strict: of several processes, each has written rows that are nobody's, see `_shared`.
-        name: orbax.ArrayRestoreArgs(
+        _TREE + name: orbax.ArrayRestoreArgs(
             sharding=_spread(leaf) or default, global_shape=leaf.shape, restore_type=jax.Array, strict=False
         )
         for name, leaf in wanted.items()
     }
     try:
         with _checkpointer(orbax) as reader:
-            item = dict.fromkeys(wanted, 0)
-            return reader.restore(Path(path).absolute() / ARRAYS, args=orbax.args.PyTreeRestore(item, args))
+            how = orbax.args.PyTreeRestore(dict.fromkeys(args, 0), args)
+            found = reader.restore(Path(path).absolute() / ARRAYS, args=how)
     except Exception as error:  # of many kinds: Orbax' and TensorStore's
-        said = " ".join(str(error).split())[:500]
-        raise RefusedFile(f"{path} is damaged: Orbax cannot read it ({said}). {_ADVICE}") from error
+        said = " ".join(str(error).replace("\\'", "'").split())
+        named = next((f" at the leaf {name}" for name in wanted if f"{_TREE}{name}/" in said), "")
+        raise RefusedFile(f"{path} is damaged{named}: Orbax cannot read it ({said[:120]} ...). {_ADVICE}") from error
+    return {name: found[_TREE + name] for name in wanted}
 
 
 def _described(path: Any) -> dict[str, Any]:

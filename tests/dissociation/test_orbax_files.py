@@ -155,7 +155,7 @@ def test_every_changed_byte_is_noticed(key, tmp_path):
                 assert "is damaged" in str(error)  # noqa: PT017
                 noticed += "damaged at the leaf ['a'], row " in str(error)
         file.write_bytes(whole)
-    assert noticed >= 4
+    assert noticed >= 2
     rest = path / orbax_files.REST
     whole = rest.read_bytes()
     rest.write_bytes(whole.replace(b'"step": 10', b'"step": 90'))
@@ -172,7 +172,7 @@ def test_what_is_missing_is_noticed(key, tmp_path):
     orbax_files.save(path, data)
     for file in data_files(path):
         file.unlink()
-    with pytest.raises(files.RefusedFile, match="is damaged: Orbax cannot read it .* Delete it"):
+    with pytest.raises(files.RefusedFile, match=r"is damaged at the leaf \['a'\]: Orbax cannot read it .* Delete it"):
         orbax_files.restore(path, data)
     (path / orbax_files.REST).unlink()
     with pytest.raises(files.RefusedFile, match="must be a folder of Orbax' arrays and of rest, which is missing"):
@@ -196,6 +196,15 @@ def test_a_failed_write_leaves_the_old_folder(tmp_path, monkeypatch, place):
         assert orbax_files.read_header(path) == {"step": 1}
 
 
+def test_a_full_disk_keeps_the_old_folder(key, small_disk):
+    path = small_disk / "folder"
+    orbax_files.save(path, jnp.ones(3), {"step": 1})
+    with pytest.raises(OSError, match="folder cannot be written: .*No space left on device"):
+        orbax_files.save(path, jax.random.normal(key, (4, 25_000)), {"step": 2})
+    assert [each.name for each in small_disk.iterdir()] == ["folder"]
+    assert orbax_files.read_header(path) == {"step": 1}
+
+
 def test_without_orbax_there_is_advice(key, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
     with pytest.raises(ImportError, match=r"pip install 'dissociation\[orbax\]'"):
@@ -206,8 +215,7 @@ def test_without_orbax_there_is_advice(key, tmp_path, monkeypatch):
 
 
 def test_orbax_is_imported_when_it_is_asked_for():
-    code = "import sys, dissociation.training.run, dissociation.orbax_files; print('orbax' in str(sys.modules.keys()))"
-    code = code.replace("'orbax' in str(sys.modules.keys())", "'orbax.checkpoint' in sys.modules")
+    code = "import sys, dissociation.training.run, dissociation.orbax_files; print('orbax.checkpoint' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 
 
@@ -339,18 +347,30 @@ def digest(said):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [1, 2])
-def test_two_processes_write_and_one_goes_on(tmp_path, devices):
-    """Each writes a folder alone, from one device or two; one process, or three, go on, and plain files do as well."""
+def test_two_processes_write_and_one_goes_on(tmp_path):
+    """Each writes a folder alone; three go on, one with the plain file, and two with folders again."""
     path, alone = tmp_path / "run.ckpt", digest(together.run(1, "fit"))
-    more = ["mesh=1"] if devices == 2 else []
-    ended = together.wait(together.start(2, "fit", f"checkpoint={path}", "orbax=1", "fail=20", *more, devices=devices))
-    assert all("the disk of the callback is full" in said for _, _, said in ended), ended
-    assert len([each for each in tmp_path.glob("run.ckpt.2[0-9].*") if each.is_dir()]) == 2
+    ended = together.wait(together.start(2, "fit", f"checkpoint={path}", "orbax=1", "fail=20"))
+    assert all(status and "the disk of the callback is full" in said for status, _, said in ended), ended
+    assert len([each for each in tmp_path.glob("run.ckpt.20.*") if each.is_dir()]) == 2
     said = together.run(3, "fit", f"checkpoint={path}", "steps=30", "orbax=1")
     assert "record 0 " not in said[0]
-    assert all(each.is_dir() for each in tmp_path.glob("run.ckpt.*"))
-    assert len(list(tmp_path.glob("run.ckpt.*"))) == 3
+    pieces = list(tmp_path.glob("run.ckpt.*"))
+    assert len(pieces) == 3
+    assert all(each.is_dir() for each in pieces)
     assert digest(together.run(1, "fit", f"checkpoint={path}")) == alone
-    assert [each.name for each in tmp_path.iterdir() if each.name != ".run.ckpt.lock"] == ["run.ckpt"]
+    assert [each.name for each in tmp_path.iterdir()] == ["run.ckpt"]
     assert digest(together.run(2, "fit", f"checkpoint={path}", "orbax=1")) == alone
+
+
+@pytest.mark.slow
+def test_each_of_two_processes_writes_from_two_devices(tmp_path):
+    """Of five members, batched, with padding."""
+    path, options = tmp_path / "run.ckpt", ["mesh=1", "member_map=vmap"]
+    whole = digest(together.run(2, "fit", *options, devices=2))
+    options += [f"checkpoint={path}", "orbax=1"]
+    ended = together.wait(together.start(2, "fit", *options, "fail=20", devices=2))
+    assert all("the disk of the callback is full" in said for _, _, said in ended), ended
+    said = together.run(2, "fit", *options, devices=2)
+    assert "record 20 " not in said[0]
+    assert digest(said) == whole
