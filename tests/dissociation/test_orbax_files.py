@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +14,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from linear_regression import linear_members, noisy_error, regression
 
 from dissociation import checkpoint, files, orbax_files, sharding
-from dissociation.training import Epochs, Layout, Save, fit, make_step
+from dissociation.sweeps import Grid
+from dissociation.training import Epochs, Layout, Save, fit, fit_grid, make_step
 from dissociation.training import run as run_module
 
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", "tools"))
@@ -334,6 +336,30 @@ def test_a_damaged_or_foreign_piece_is_refused(key, tmp_path):
     orbax_files.save(piece, [1], {"run": "another", "step": 15})
     with pytest.raises(files.RefusedFile, match=r"run.15.0-8 must hold members 0 to 7 of .*run\. Delete both"):
         training(key, path, 4, True)
+
+
+def test_a_sweep_takes_the_option_and_begins_afresh(tmp_path):
+    """Its groups keep folders, which are set aside with the rest."""
+    data = jnp.ones((8, 3)), jnp.ones((8, 1))
+
+    def swept(folder, **options):
+        def init(key, width):
+            return eqx.nn.MLP(3, 1, width, 1, key=key)
+
+        def loss(model, batch, key):
+            return jnp.mean((jax.vmap(model)(batch[0]) - batch[1]) ** 2)
+
+        step, grid = make_step(loss, optax.sgd(0.1)), Grid(width=[2, 3], seed=[0, 1])
+        options = {"key": jax.random.key(1), "num_steps": 4, "folder": folder, "progress": None, **options}
+        return fit_grid(init, step, Epochs(data, 4), grid, **options)
+
+    first = swept(tmp_path, save=Save(orbax=True))
+    assert all((tmp_path / f"group-000{group}.ckpt.4.0-2").is_dir() for group in range(2))
+    again = swept(tmp_path, save=Save(orbax=True), fresh=True)
+    assert len(list(tmp_path.glob("*/group-*.ckpt.4.0-2"))) == 2
+    plain = swept(None)
+    for other in (again, plain):
+        np.testing.assert_array_equal(first.history.loss, other.history.loss)
 
 
 def test_the_option_is_checked(key, tmp_path):
