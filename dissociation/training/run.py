@@ -429,7 +429,9 @@ class Run:
         if pieces:
             cuts = [(bounds, self.share.cut(*bounds)) for bounds in pieces]
             mine = [take(self._restored(path, header, bounds), cut) for bounds, cut in cuts if cut is not None]
-            state, self.pieces = concatenate(mine), [_piece(path, self.step, *bounds) for bounds in pieces]
+            state = concatenate(mine)
+            if header["run"] == checkpoint.identity:  # else they must be written anew, as its own
+                self.pieces = [_piece(path, self.step, *bounds) for bounds in pieces]
         else:
             state = self.share.take(state)
         self.states = self._split(state)

@@ -310,6 +310,14 @@ def test_what_is_committed_is_not_written_again(key, tmp_path):
     assert [each.name for each in tmp_path.iterdir()] == ["run"]
 
 
+def test_what_another_program_takes_over_is_its_own(key, tmp_path):
+    """Told that it is the same program, at the very step at which the other one ended."""
+    path, changed = tmp_path / "run", Save(lambda m, s, k: 2 * jax.random.normal(k) + m.weight, [0, 30], orbax=True)
+    training(key, path, 4, True)
+    first = training(key, path, 4, save=changed, same_program=True)
+    same_run(first, training(key, path, 4, save=changed))
+
+
 def test_what_a_killed_write_left_is_removed(key, tmp_path):
     path, left = tmp_path / "run", (".run.15.0-8.0123abcd.tmp", "run.20.0-8", "run.15.0-4")
     for name in left:
