@@ -15,9 +15,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from dissociation import checkpoint as checkpoints
-from dissociation import checks, distributed, sharding
+from dissociation import checks, distributed, files, orbax_files, sharding
 from dissociation.batch_size import needed_bytes
 from dissociation.conversion import describe
 from dissociation.files import RefusedFile
@@ -96,11 +97,15 @@ class Save(NamedTuple):
             default: the beginning and the end of every epoch (of the run, where an epoch is one step), and none
             without `observe` and callbacks that record.
         seconds: The least time between two writes of the checkpoint.
+        orbax: Whether Orbax writes the states, into a folder beside the checkpoint: each device's members as they lie
+            there, where the file has to put all together on the host. A run that is written one way goes on the other.
+            Needs `dissociation[orbax]`.
     """
 
     observe: Callable[..., Any] | None = None
     at: Any = None
     seconds: float = 60.0
+    orbax: bool = False
 
 
 class Run:
@@ -135,6 +140,10 @@ class Run:
             checks.fail("save", "have `seconds` of at least 0", save.seconds)
         if save.observe is not None and not callable(save.observe):
             checks.fail_kind("save", "have a function as `observe`", repr(save.observe))
+        if not isinstance(save.orbax, bool):
+            checks.fail_kind("save", "have True or False as `orbax`", repr(save.orbax))
+        if save.orbax:
+            orbax_files.load()  # rather now than at the first write
         self.share, self.num_members, own = share, share.bounds[-1], len(keys.loss)
         self.first = self.step = int(np.max(np.asarray(state.step)))
         self.save, self.callbacks, self.batches = save, callbacks, batches
@@ -178,7 +187,7 @@ class Run:
         self.observations: list[Any] = []
         self.diverged_at = np.full(self.num_members, -1)
         self.frozen = np.zeros(self.num_members, bool)
-        self.stopped = False
+        self.stopped, self.pieces = False, []
         self.chunk, self.saved_at, self.unsaved = 1, time.perf_counter(), 0.0
         self.began, self.earlier_seconds = time.perf_counter(), 0.0
 
@@ -358,24 +367,37 @@ class Run:
             "frozen": self.frozen.tolist(),
             "diverged_at": self.diverged_at.tolist(),
         }
-        # The number of devices, of parts or of processes may change.
-        state, path = self.whole_state(), checkpoint.path
-        if not self.share.alone:
-            if self.share.stop > self.share.start:
-                checkpoints.save(_piece(path, self.step, self.share.start, self.share.stop), state, header)
-            distributed.exchange(None, "pieces")
-            bounds = zip(self.share.bounds, self.share.bounds[1:], strict=False)
-            state, header["pieces"] = None, [[start, stop] for start, stop in bounds if stop > start]
+        state, path, share = None, checkpoint.path, self.share
+        pieces: list[Path] = []
+        if self.save.orbax or not share.alone:
+            mine = _piece(path, self.step, share.start, share.stop)
+            if share.stop > share.start and mine not in self.pieces:  # what is committed has the same bits
+                self._write_piece(mine, header)
+            if not share.alone:
+                distributed.exchange(None, "pieces")
+            bounds = [pair for pair in zip(share.bounds, share.bounds[1:], strict=False) if pair[1] > pair[0]]
+            pieces, header["pieces"] = [_piece(path, self.step, *pair) for pair in bounds], bounds
+        else:  # the number of devices, of parts or of processes may change
+            state = self.whole_state()
 
         def commit() -> None:
             checkpoints.save(path, (state, *self.history()[:4]), header)
-            kept = [_piece(path, self.step, *bounds) for bounds in header.get("pieces", ())]
-            for other in path.parent.glob(f"{glob.escape(path.name)}.*"):
-                if re.fullmatch(r"\.\d+\.\d+-\d+", other.name.removeprefix(path.name)) and other not in kept:
-                    other.unlink(missing_ok=True)
+            for other in path.parent.glob(f"*{glob.escape(path.name)}.*"):
+                if _is_piece(other, path) and other not in pieces:
+                    files.remove(other)
 
         self.share.on_main(commit, interruptible=False)
-        self.saved_at = time.perf_counter()
+        self.saved_at, self.pieces = time.perf_counter(), pieces
+
+    def _write_piece(self, piece: Path, header: dict[str, Any]) -> None:
+        """This process' states, in a file, or in a folder by Orbax: there as they lie, padding included."""
+        files.remove(piece)
+        if not self.save.orbax:
+            checkpoints.save(piece, self.whole_state(), header)
+            return
+        states = [self.whole_state()] if self.layout.mesh is None else self.states
+        rows = [len(jax.tree.leaves(state)[0]) for state in states]
+        orbax_files.save(piece, states, {**header, "rows": rows})
 
     def resume(self, checkpoint: "Checkpoint", total: int, times: np.ndarray) -> None:
         """Goes back to where the checkpoint stands, if there is one, and drops records at other steps than `times`."""
@@ -401,13 +423,15 @@ class Run:
         done = self.step - self.first
         infos = jax.tree.map(lambda leaf: np.zeros((self.num_members, done, *leaf.shape), leaf.dtype), self.info)
         like = infos.loss, np.zeros(len(recorded), np.int64), observed if recorded else None, infos.metrics
-        pieces, own = header.get("pieces"), self.whole_state()
-        shaped = None if pieces else _with_rows(own, self.num_members)
+        pieces = header.get("pieces")
+        shaped = None if pieces else self._with_rows(self.num_members)
         state, loss, _, observed, metrics = checkpoints.restore(path, (shaped, *like))
         if pieces:
             cuts = [(bounds, self.share.cut(*bounds)) for bounds in pieces]
-            mine = [take(_restored(path, header, bounds, own), cut) for bounds, cut in cuts if cut is not None]
+            mine = [take(self._restored(path, header, bounds), cut) for bounds, cut in cuts if cut is not None]
             state = concatenate(mine)
+            if header["run"] == checkpoint.identity:  # else they must be written anew, as its own
+                self.pieces = [_piece(path, self.step, *bounds) for bounds in pieces]
         else:
             state = self.share.take(state)
         self.states = self._split(state)
@@ -417,6 +441,27 @@ class Run:
         kept = [index for index, time in enumerate(recorded) if time in times]
         self.observed_at = [recorded[index] for index in kept]
         self.observations = [jax.tree.map(lambda leaf, i=i: leaf[:, i], observed) for i in kept]
+
+    def _restored(self, path: Path, header: dict[str, Any], bounds: Sequence[int]) -> Any:
+        """The states of a piece of the run with this header."""
+        start, stop = bounds
+        piece = _piece(path, header["step"], start, stop)
+        store = orbax_files if piece.is_dir() else checkpoints
+        own = store.read_header(piece) if piece.exists() else {}
+        if any(own.get(name) != header[name] for name in ("run", "step")):
+            raise RefusedFile(f"{piece} must hold members {start} to {stop - 1} of {path}. Delete both to begin anew.")
+        if store is checkpoints:
+            return store.restore(piece, self._with_rows(stop - start))
+        return concatenate(store.restore(piece, [self._with_rows(rows) for rows in own["rows"]]))
+
+    def _with_rows(self, rows: int) -> Any:
+        """States of another number of members, as shapes and dtypes, on the devices of this run if they divide it."""
+        mesh, where = self.layout.mesh, None
+        if mesh is not None and rows % sharding.member_devices(mesh) == 0:
+            where = NamedSharding(mesh, PartitionSpec(sharding.MEMBER_AXIS))
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype, sharding=where), self.states[0]
+        )
 
     def _notice_divergence(self, losses: np.ndarray) -> None:
         bad = ~np.isfinite(losses)
@@ -439,18 +484,11 @@ def _piece(path: Path, step: int, start: int, stop: int) -> Path:
     return path.with_name(f"{path.name}.{step}.{start}-{stop}")
 
 
-def _restored(path: Path, header: dict[str, Any], bounds: tuple[int, int], like: Any) -> Any:
-    """The states of a piece of the run with this header."""
-    start, stop = bounds
-    piece = _piece(path, header["step"], start, stop)
-    if not piece.exists() or any(checkpoints.read_header(piece)[name] != header[name] for name in ("run", "step")):
-        raise RefusedFile(f"{piece} must hold members {start} to {stop - 1} of {path}. Delete both to begin anew.")
-    return checkpoints.restore(piece, _with_rows(like, stop - start))
-
-
-def _with_rows(tree: Any, rows: int) -> Any:
-    """Shapes and dtypes of stacked members, of another number of them."""
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype), tree)
+def _is_piece(other: Path, path: Path) -> bool:
+    """Whether this is a piece of the run in `path`, or what a write of one left that was killed."""
+    scratch = r"\.[0-9a-f]{8}\.tmp"
+    piece = rf"{re.escape(path.name)}\.\d+\.\d+-\d+"
+    return re.fullmatch(rf"{piece}|\.{piece}{scratch}", other.name) is not None
 
 
 class Checkpoint(NamedTuple):
