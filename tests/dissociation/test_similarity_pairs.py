@@ -113,6 +113,23 @@ def test_features_of_images():
         similarity.pairwise("linear_cka", {"conv": images})
 
 
+def test_one_number_per_sample_is_one_feature():
+    outputs = LAYERS["logits"][..., 0]
+    wanted = similarity.pairwise("linear_cka", LAYERS | {"logits": outputs[..., None]})
+    found = similarity.pairwise("linear_cka", LAYERS | {"logits": outputs})
+    np.testing.assert_array_equal(found.values, wanted.values)
+    assert found.items == wanted.items
+    assert found.disagreement is None  # there are no classes
+    np.testing.assert_array_equal(found.output_similarity, np.tile(found.between("logits"), (3, 3)))
+    single = similarity.pairwise("linear_cka", {"features": ITEMS[3], "logits": outputs[0]})
+    np.testing.assert_allclose(single.values[0, 1], found.between("features", "logits")[0, 0], rtol=1e-5)
+    pair = similarity.compare(outputs[0], ITEMS[3], "linear_cka")
+    assert pair.values.shape == ()
+    np.testing.assert_allclose(pair.values, single.values[0, 1], rtol=1e-5)
+    alone = {name: layer[:1] for name, layer in LAYERS.items()} | {"logits": outputs[:1]}
+    assert similarity.pairwise("linear_cka", alone).disagreement is None
+
+
 def test_functions_are_compared_beside_every_pair_of_representations():
     found = similarity.pairwise("linear_cka", LAYERS, baseline=False)
     for name in ("disagreement", "jensen_shannon"):
@@ -159,7 +176,7 @@ def test_wrong_calls_are_refused_by_name():
     with pytest.raises(TypeError, match="the options of rsa are rdm, comparison"):
         similarity.compare(ITEMS[0], ITEMS[1], "rsa", metric="cosine")
     with pytest.raises(ValueError, match="must have axes"):
-        similarity.pairwise("linear_cka", [ITEMS[0][:, 0], ITEMS[1][:, 0]])
+        similarity.pairwise("linear_cka", [1.0, 2.0])
     with pytest.raises(ValueError, match="`y` must have as many classes throughout for disagreement, got 5, 7"):
         similarity.compare(ITEMS[0], ITEMS[4], "disagreement")
     with pytest.raises(ValueError, match="`outputs` must name a layer"):
