@@ -9,7 +9,7 @@ import numpy as np
 from dissociation.checks import is_traced
 from dissociation.labelling import Labels
 
-__all__ = ["Result"]
+__all__ = ["Result", "printed"]
 
 _PRINTED = 16
 
@@ -37,7 +37,13 @@ class Result(eqx.Module, Labels):
     AXES: ClassVar[tuple[str, ...]] = ()
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{name}={_shown(value)}' for name, value in vars(self).items())})"
+        return printed(self)
+
+
+def printed(self: Any) -> str:
+    """A result as text, as `Result` prints it; named tuples, which have no bases, take it as their `__repr__`."""
+    fields = self._asdict() if hasattr(self, "_asdict") else vars(self)
+    return f"{type(self).__name__}({', '.join(f'{name}={_shown(value)}' for name, value in fields.items())})"
 
 
 def _shown(value: Any) -> str:

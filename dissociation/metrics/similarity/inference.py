@@ -26,7 +26,7 @@ from dissociation.metrics.similarity.base import (
     in_common_dtype,
 )
 from dissociation.metrics.similarity.measures import as_measure, routes_of
-from dissociation.results import Result
+from dissociation.results import Result, printed
 from dissociation.types import PRNGKey, Scalar
 from dissociation.validation import validated
 
@@ -53,6 +53,8 @@ class Interval(NamedTuple):
     low: Array
     high: Array
     bias: Array
+
+    __repr__ = printed
 
 
 def kept_rows(
