@@ -191,6 +191,18 @@ def test_wrong_calls_are_refused_by_name():
         similarity.compare("text", ITEMS[1])
 
 
+def test_p_values_below_what_moments_say_are_printed_as_that():
+    x = np.tanh(np.repeat(LATENT, 10, 0) + 0.01 * RNG.standard_normal((10 * NUMBER, 3)))
+    alike, unlike = similarity.compare(x, 2 * x), similarity.compare(x, RNG.standard_normal((len(x), 4)))
+    assert 0 < alike.p_values < 1e-16 < 0.001 < unlike.p_values
+    assert "p_values=< 1e-16," in repr(alike)
+    assert f"p_values={unlike.p_values:.4f}"[:-1] in repr(unlike)
+    many = similarity.pairwise("linear_cka", np.stack([x] * 5), p_values=True)
+    assert "p_values=f64[5,5](numpy) from < 1e-16 to < 1e-16" in repr(many)
+    test = similarity.permutation_test("linear_cka", x, x, num_draws=None)
+    assert "p_value=< 1e-16," in repr(test)
+
+
 def test_nested_lists_are_one_array_each():
     found = similarity.compare(ITEMS[0].tolist(), ITEMS[1].tolist())
     assert found.values.shape == ()

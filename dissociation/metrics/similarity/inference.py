@@ -158,6 +158,10 @@ class MemberInterval(Result):
     high: Float[Array, ""]
 
 
+LEAST_P_VALUE = 1e-16
+"""Below it a p-value, extrapolated from moments, is printed as being below it."""
+
+
 class PermutationTest(Result):
     """Where a similarity stands among those of shuffled samples.
 
@@ -179,6 +183,8 @@ class PermutationTest(Result):
     null_quantile: Float[np.ndarray, "..."] = eqx.field(converter=np.asarray)
     calibrated: Float[np.ndarray, "..."] = eqx.field(converter=np.asarray)
     num_draws: int = eqx.field(static=True)
+
+    LEAST = {"p_value": LEAST_P_VALUE}
 
 
 @validated(finite=("x", "y"))

@@ -25,6 +25,7 @@ from dissociation.memory import free_memory
 from dissociation.metrics.similarity.base import Measure, Route, cheapest, in_common_dtype, warn_narrowed
 from dissociation.metrics.similarity.inference import (
     BLOCKS,
+    LEAST_P_VALUE,
     Interval,
     adjust_p_values,
     invariants_of,
@@ -96,6 +97,7 @@ class Similarities(Result):
 
     UNITS = {"jensen_shannon": "nats"}
     AXES = ("items", "others")
+    LEAST = {"p_values": LEAST_P_VALUE}
 
     def axis_coordinates(self) -> dict[str, tuple[str, np.ndarray]]:
         """What rows and columns are, by name: the axis that it belongs to, and the values."""
