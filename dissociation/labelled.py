@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dissociation.checks import fail, fail_kind, is_traced
-from dissociation.files import RefusedFile, replacing, write_bytes
+from dissociation.files import RefusedFile, reason_of, replacing, write_bytes
 
 if TYPE_CHECKING:
     import pandas
@@ -384,17 +384,7 @@ def load_results(path: str | os.PathLike[str]) -> Labelled:
     try:
         return read(source)
     except broken as error:
-        raise RefusedFile(f"{source} is broken, or no file of results: {_reason(error)}.") from error
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, KeyError):
-        return f"it lacks {error}"
-    if isinstance(error, json.JSONDecodeError):
-        return f"what it says of its arrays is no JSON ({error})"
-    if "allow_pickle" in str(error):
-        return "it holds Python objects, which are not read"
-    return str(error).rstrip(".") or type(error).__name__
+        raise RefusedFile(f"{source} is broken, or no file of results: {reason_of(error)}.") from error
 
 
 def _read_npz(path: Path) -> Labelled:

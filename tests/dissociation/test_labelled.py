@@ -215,7 +215,11 @@ def test_wrong_files_are_refused(everything, tmp_path):
         ("x.nc", lambda path: path.write_bytes(b""), "it is empty"),
         ("x.npz", lambda path: path.write_text("words"), "it is no zip archive, as .npz files of results are"),
         ("x.nc", lambda path: path.write_text("words"), "it is no HDF5 file, as .nc files of results are"),
-        ("x.npz", lambda path: np.savez(path, a=np.array([{}], object)), "it holds Python objects, which are not read"),
+        (
+            "x.npz",
+            lambda path: np.savez(path, a=np.array([{}], object)),
+            "it holds Python objects, which are not read,",
+        ),
         ("x.npz", lambda path: np.savez(path, axes=np.array("axes")), "what it says of its arrays is no JSON"),
         ("x.npz", lambda path: np.savez(path, axes=np.array("3")), "what it says of its arrays is no dictionary"),
         ("x.npz", lambda path: path.mkdir(), " is a folder, and no file of results"),
