@@ -8,6 +8,7 @@ and nothing is communicated inside a program; what is found is exchanged between
 import atexit
 import contextlib
 import ctypes
+import logging
 import os
 import pickle
 import signal
@@ -25,9 +26,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dissociation import checks, interrupts
 from dissociation.validation import validated
 
+logger = logging.getLogger(__name__)
+
 HEARTBEAT = 60
 """Seconds after which a process that says nothing counts as dead, unless `initialize` is told otherwise."""
 
+_QUIET = 5  # seconds of waiting for the others, before a line says so
 _LONG = 10**9  # milliseconds; a process that is alive may compute for days before it answers
 _LARGE, _LARGEST = 2**20, 2**24  # bytes: what goes through devices, and in pieces of at most this size
 _SAID, _ALIVE = "dissociation/said", "dissociation/alive"
@@ -68,12 +72,12 @@ def initialize(
         num_processes: How many there are.
         process_id: Which one this is, from 0.
         heartbeat: Seconds after which a process that says nothing counts as dead, and the others end, at least 5.
-        timeout: Seconds to wait for all to come.
+        timeout: Seconds to wait for all to come. After some, a line is logged that says for whom.
 
     Raises:
         ValueError: If the arguments contradict each other, or say too little where no cluster is found.
         RuntimeError: If JAX has computed something already.
-        ConnectionError: If the others cannot be reached.
+        ConnectionError: If the others cannot be reached, or have not come in time.
     """
     global _group
     checks.check_count("heartbeat", heartbeat, minimum=5)
@@ -105,14 +109,18 @@ def _start(
 ) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM from `interrupts`
-    try:
+
+    def join() -> None:
         jax.distributed.initialize(
             address,
             num_processes,
             process_id,
             heartbeat_timeout_seconds=2 * heartbeat,  # after `_watch`, which says more
-            initialization_timeout=timeout,
+            initialization_timeout=_LONG // 1000,  # at the end of its own the runtime would abort the process
         )
+
+    try:
+        _in_time(join, timeout)
     except (ValueError, TypeError, KeyError) as error:
         given = f"address {address}, num_processes {num_processes}, process_id {process_id}"
         wanted = "be given with `num_processes` and `process_id` where no cluster's environment says them"
@@ -127,6 +135,48 @@ def _start(
             "initialize() must be called before JAX computes anything, got a backend that has started. "
             "Restart the process, and call it first."
         ) from error
+
+
+def _in_time(join: Callable[[], None], timeout: int) -> None:
+    """Joins the others in a thread, which can be waited for, and left behind.
+
+    Raises:
+        ConnectionError: If that takes longer than `timeout`.
+    """
+    from jax._src.distributed import global_state
+
+    failure: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            join()
+        except BaseException as error:
+            failure.append(error)
+
+    def waits() -> str:
+        where = global_state.coordinator_address
+        if where is None:
+            return "for the cluster's environment to say where the others are"
+        listens = "process 0 listens" if global_state.process_id else "it listens"
+        own = f"process {global_state.process_id} of {global_state.num_processes}"
+        return f"as {own} for the others at {where}, where {listens}"
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(min(_QUIET, timeout))
+    if thread.is_alive() and timeout > _QUIET:
+        logger.warning("This process waits %s: for %d s at most, %d of them are over.", waits(), timeout, _QUIET)
+        thread.join(timeout - _QUIET)
+    if thread.is_alive():
+        whom = waits()
+        # What is computed from here on is computed alone.
+        global_state.client, global_state.process_id, global_state.num_processes = None, 0, 1
+        raise ConnectionError(
+            f"The processes did not come together: this one has waited {timeout} s {whom}. Start all of them within "
+            "`timeout`, with one address, each with a number of its own from 0."
+        )
+    if failure:
+        raise failure[0]
 
 
 def started() -> bool:

@@ -3,6 +3,7 @@
 A reader finds the old file or the new one, never half of one; a write that fails leaves the old one and nothing else.
 """
 
+import json
 import os
 import re
 import secrets
@@ -19,6 +20,17 @@ _SCRATCH = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 
 class RefusedFile(ValueError):
     """A file that is broken, missing, or of something else; the message holds its path and what to do."""
+
+
+def reason_of(error: Exception) -> str:
+    """Why a file of arrays could not be read, for a sentence that goes on."""
+    if isinstance(error, KeyError):
+        return f"it lacks {error}"
+    if isinstance(error, json.JSONDecodeError):
+        return f"what it says of its arrays is no JSON ({error})"
+    if "pickle" in str(error):  # NumPy advises to trust it
+        return "it holds Python objects, which are not read, or no arrays at all"
+    return str(error).rstrip(".") or type(error).__name__
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dissociation.checks import fail, fail_kind, is_traced
-from dissociation.files import RefusedFile, replacing, write_bytes
+from dissociation.files import RefusedFile, reason_of, replacing, write_bytes
 
 if TYPE_CHECKING:
     import pandas
@@ -34,6 +34,9 @@ Families = Mapping[str, Mapping[str, Sequence[str | int]]]
 _AXES, _REST = "axes", "labelled"
 _RESERVED = (_AXES, _REST, "file", "allow_pickle")
 """Names that arrays in an `.npz` file cannot have."""
+
+_KINDS = {".npz": (b"PK", "zip archive"), ".nc": (b"\x89HDF", "HDF5 file")}
+"""How files begin, and what they are, by how their names end."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -356,40 +359,48 @@ def load_results(path: str | os.PathLike[str]) -> Labelled:
 
     Raises:
         FileNotFoundError: If there is none.
-        RefusedFile: If it is broken, or no file of results.
+        RefusedFile: If it is broken, a folder, or no file of results.
         OSError: If it cannot be read.
         ValueError: If it ends otherwise.
         ImportError: If a package is not installed.
     """
     source = Path(path)
-    if source.suffix not in (".npz", ".nc"):
+    if source.suffix not in _KINDS:
         fail("path", "end in .npz or .nc", source.name)
+    if source.is_dir():
+        raise RefusedFile(f"{source} is a folder, and no file of results.")
     if not source.is_file():
         raise FileNotFoundError(f"`path` must be a file of results, got {source}, where there is none.")
     if source.suffix == ".nc":
         _extra("h5netcdf")
-    source.open("rb").close()  # one that may not be read is not broken
+    start, kind = _KINDS[source.suffix]
+    with source.open("rb") as file:  # one that may not be read is not broken
+        begun = file.read(len(start))
+    if begun != start:
+        found = f"no {kind}, as {source.suffix} files of results are" if begun else "empty"
+        raise RefusedFile(f"{source} is broken, or no file of results: it is {found}.")
     read = _read_npz if source.suffix == ".npz" else _read_netcdf
     broken = (ValueError, TypeError, EOFError, KeyError, NotImplementedError, zipfile.BadZipFile, zlib.error, OSError)
     try:
         return read(source)
     except broken as error:
-        reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
-        raise RefusedFile(f"{source} is broken, or no file of results: {reason.rstrip('.')}.") from error
+        raise RefusedFile(f"{source} is broken, or no file of results: {reason_of(error)}.") from error
 
 
 def _read_npz(path: Path) -> Labelled:
     with np.load(path, allow_pickle=False) as file:
         arrays = dict(file)
-    dims = json.loads(str(arrays.pop(_AXES)))
-    rest = json.loads(str(arrays.pop(_REST, "{}")))
+    dims, rest = json.loads(str(arrays.pop(_AXES))), json.loads(str(arrays.pop(_REST, "{}")))
+    if not isinstance(dims, dict) or not isinstance(rest, dict):
+        raise ValueError("what it says of its arrays is no dictionary")
     coords = {name: arrays.pop(name) for name in rest.get("coords", ())}
     found = label(arrays, dims, coords=coords, units=rest.get("units"), attrs=rest.get("attrs"))
     return found.stacked(rest["families"]) if rest.get("families") else found
 
 
 def _read_netcdf(path: Path) -> Labelled:
-    with _extra("xarray").open_dataset(path, engine="h5netcdf", decode_times=False, decode_timedelta=False) as file:
+    options = {"engine": "h5netcdf", "decode_times": False, "decode_timedelta": False, "phony_dims": "access"}
+    with _extra("xarray").open_dataset(path, **options) as file:
         data = file.load()
     rest = json.loads(data.attrs[_REST])
     arrays = {str(name): data[name].values for name in data.variables}

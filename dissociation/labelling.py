@@ -98,7 +98,7 @@ def label_tree(tree: Any, over: Over = None, *, then: Mapping[str, Any] | None =
         The labelled arrays.
 
     Raises:
-        ValueError: If an array has not as many members as the grid or coordinates in front.
+        ValueError: If an array has not as many members as the grid or coordinates in front, or two have one name.
         TypeError: If what is there is traced, or no result.
 
     Example:
@@ -114,6 +114,8 @@ def label_tree(tree: Any, over: Over = None, *, then: Mapping[str, Any] | None =
     front = _Front((*front.axes, *more.axes), front.coords | more.coords, front.grid)
     arrays, dims, units, attrs = {}, {}, {}, {}
     for name, value, hint, unit in _fields(tree, ""):
+        if name in arrays or name in attrs:
+            checks.fail("tree", "give each array a name of its own", f"{name} twice")
         if isinstance(value, _Static):
             attrs[name] = value.value
             continue

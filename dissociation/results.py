@@ -9,7 +9,7 @@ import numpy as np
 from dissociation.checks import is_traced
 from dissociation.labelling import Labels
 
-__all__ = ["Result"]
+__all__ = ["Result", "printed"]
 
 _PRINTED = 16
 
@@ -23,6 +23,7 @@ class Result(eqx.Module, Labels):
     Attributes:
         UNITS: Of fields that have one, by name.
         AXES: The axes that "..." in annotations stands for, where an array has as many.
+        LEAST: By a field's name, below which its numbers say no more than that they are: they are printed so.
 
     Example:
         >>> import jax.numpy as jnp
@@ -35,16 +36,30 @@ class Result(eqx.Module, Labels):
 
     UNITS: ClassVar[Mapping[str, str]] = {}
     AXES: ClassVar[tuple[str, ...]] = ()
+    LEAST: ClassVar[Mapping[str, float]] = {}
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{name}={_shown(value)}' for name, value in vars(self).items())})"
+        return printed(self)
 
 
-def _shown(value: Any) -> str:
+def printed(self: Any) -> str:
+    """A result as text, as `Result` prints it; named tuples, which have no bases, take it as their `__repr__`."""
+    fields = self._asdict() if hasattr(self, "_asdict") else vars(self)
+    least = getattr(self, "LEAST", {})
+    shown = ", ".join(f"{name}={_shown(value, least.get(name, -np.inf))}" for name, value in fields.items())
+    return f"{type(self).__name__}({shown})"
+
+
+def _shown(value: Any, least: float) -> str:
     if not eqx.is_array_like(value) or is_traced(value):
         return eqx.tree_pformat(value)
     array = np.asarray(value)
+    known = array[np.isfinite(array)] if array.dtype.kind in "iuf" else np.zeros(0)
+
+    def word(number: Any, digits: int = 4) -> str:
+        return f"< {least:.4g}" if number < least else f"{number:.{digits}g}"
+
     if array.size <= _PRINTED:
-        return np.array2string(array, precision=6)
-    known = array[np.isfinite(array)] if array.dtype.kind in "iuf" else array[:0]
-    return eqx.tree_pformat(value) + (f" from {known.min():.4g} to {known.max():.4g}" if known.size else "")
+        formatter: Any = {"float": lambda number: word(number, 6)} if (known < least).any() else None
+        return np.array2string(array, precision=6, formatter=formatter)
+    return eqx.tree_pformat(value) + (f" from {word(known.min())} to {word(known.max())}" if known.size else "")

@@ -42,6 +42,7 @@ INTERNAL = {
     "dissociation.training.callbacks.described": "a line of text",
     "dissociation.training.callbacks.scalars": "what callbacks share",
     "dissociation.training.fitting.estimated_bytes": "what `fit_grid` plans by",
+    "dissociation.results.printed": "the `__repr__` of results that are named tuples",
     "dissociation.training.fitting.labelled_fit": "what the results of `fit` and `fit_grid` share",
     "dissociation.training.loop.streams": "the keys within",
     "dissociation.training.samplers.as_arrays": "a check",

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dissociation import checkpoint, checks, distributed, files, provenance
-from dissociation.files import RefusedFile, replacing, write_bytes
+from dissociation.files import RefusedFile, reason_of, replacing, write_bytes
 
 Arrays = dict[str, np.ndarray]
 
@@ -94,7 +94,8 @@ def read_part(path: str | os.PathLike[str], digest: str) -> Arrays:
         with open(path, "rb") as opened, np.load(opened) as file:
             arrays = dict(file)
     except (ValueError, TypeError, EOFError, KeyError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
-        raise RefusedFile(f"{path} is broken: {error}. Delete it to have this part computed again.") from error
+        advice = "Delete it to have this part computed again."
+        raise RefusedFile(f"{path} is broken: {reason_of(error)}. {advice}") from error
     run, checksum = (str(arrays.pop(name, "")) for name in (_RUN, _CHECKSUM))
     if run != digest:
         raise RefusedFile(f"{path} belongs to another run. Delete it to have this part computed again.")

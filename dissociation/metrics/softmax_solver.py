@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from dissociation.results import printed
+
 # The softmax of a class that a fold's training part does not hold is exactly zero.
 _NEVER = -1e30
 # Pairs of changes that the quasi-Newton steps remember, and the steps before which their metric is computed anew.
@@ -40,6 +42,8 @@ class SoftmaxFit(NamedTuple):
     gap: Float[Array, " folds"]
     converged: Bool[Array, " folds"]
     iterations: Int[Array, ""]
+
+    __repr__ = printed
 
 
 def fold_of_samples(labels: Array, num_splits: int, count: Array, key: Array | None, folds: str) -> Array:

@@ -12,6 +12,7 @@ from scipy import stats
 
 from dissociation.checks import check_count, check_level, check_same_length, fail, is_traced
 from dissociation.linalg import product
+from dissociation.results import printed
 from dissociation.spectral.forms import Spectrum
 from dissociation.types import PRNGKey
 from dissociation.validation import validated
@@ -172,6 +173,8 @@ class Interval(NamedTuple):
     mean: Array
     low: Array
     high: Array
+
+    __repr__ = printed
 
 
 @validated

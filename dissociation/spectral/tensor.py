@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 from dissociation.checks import check_count
 from dissociation.linalg import product
 from dissociation.models.bilinear import BilinearNetwork
+from dissociation.results import printed
 from dissociation.spectral.forms import compact_forms
 from dissociation.types import PRNGKey
 from dissociation.validation import validated
@@ -36,6 +37,8 @@ class HigherOrderSVD(NamedTuple):
     inputs: Float[Array, "d r"]
     output_values: Float[Array, " k"]
     input_values: Float[Array, " r"]
+
+    __repr__ = printed
 
 
 @validated
@@ -90,6 +93,8 @@ class LowRank(NamedTuple):
     left: Float[Array, "R d"]
     right: Float[Array, "R d"]
     cosine: Float[Array, ""]
+
+    __repr__ = printed
 
 
 @validated

@@ -21,6 +21,7 @@ from dissociation.keys import typed
 from dissociation.members import per_batch
 from dissociation.metrics.similarity.base import in_common_dtype
 from dissociation.metrics.similarity.measures import MEASURES
+from dissociation.results import printed
 from dissociation.symmetry.freedom import ENDS, scale_activity
 from dissociation.training.loop import train
 from dissociation.training.samplers import FullBatch
@@ -52,6 +53,8 @@ class Bounds(NamedTuple):
     low_factors: tuple[Float[Array, " neurons"], Float[Array, " others"]]
     high_factors: tuple[Float[Array, " neurons"], Float[Array, " others"]]
     ends: Float[Array, "2 starts"]
+
+    __repr__ = printed
 
     def rewrite(self, group: NeuronGroup, *, end: str, side: str = "x") -> Scale:
         """The rewrite of a network that gives an end: see `weights.rewrites.scale`.

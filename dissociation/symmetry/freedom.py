@@ -26,6 +26,7 @@ from scipy.linalg import eigh
 from scipy.optimize import nnls
 
 from dissociation.checks import check_choice, check_finite, check_same_length, fail, is_traced
+from dissociation.results import printed
 from dissociation.validation import validated
 from dissociation.weights.certificate import Certificate, certify
 from dissociation.weights.groups import NeuronGroup
@@ -58,6 +59,8 @@ class Freedom(NamedTuple):
     residual: float
     constant: np.ndarray
     lengths: np.ndarray
+
+    __repr__ = printed
 
     def rewrite(self, group: NeuronGroup, *, end: str) -> Scale:
         """The rewrite of the network that approaches an end: see `weights.rewrites.scale`.
@@ -160,6 +163,8 @@ class LinearFreedom(NamedTuple):
     high: float
     low_matrix: np.ndarray
     high_matrix: np.ndarray
+
+    __repr__ = printed
 
     def rewrite(self, group: NeuronGroup, *, end: str) -> Rotate:
         """The rewrite of the network that approaches an end: see `weights.rewrites.rotate`.

@@ -30,6 +30,7 @@ from dissociation.conversion import as_examples
 from dissociation.members import count, member
 from dissociation.metrics.similarity.inference import MemberInterval, member_interval
 from dissociation.models.program import called, program_of
+from dissociation.results import printed
 from dissociation.types import PRNGKey, Scalar
 from dissociation.validation import validated
 from dissociation.weights.groups import NeuronGroup, Slot, parameters_of
@@ -53,6 +54,8 @@ class Matching(NamedTuple):
     permutations: dict[str, np.ndarray]
     value: float
     converged: bool
+
+    __repr__ = printed
 
     def apply(self, model: Any, groups: Mapping[str, NeuronGroup]) -> Any:
         """The second network with its neurons in the order of the first.
@@ -373,6 +376,8 @@ class Barrier(NamedTuple):
     height: Float[Array, ""]
     losses: Float[Array, " points"]
     shares: Float[Array, " points"]
+
+    __repr__ = printed
 
 
 @validated

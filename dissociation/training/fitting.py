@@ -138,7 +138,8 @@ def fit(
         A `FitResult`.
 
     Raises:
-        ValueError: If arguments contradict each other or the data, or the checkpoint is of another run.
+        ValueError: If arguments contradict each other or the data, what is recorded has a name that no file of results
+            can hold, or the checkpoint is of another run.
         BlockingIOError: If another call is writing to the checkpoint.
         TypeError: If what comes is traced, a count is no Python integer, data are no arrays of numbers, or the
             optimiser is no transformation (without `hyperparams`) or no function to one (with them).
@@ -164,6 +165,7 @@ def fit(
     mine = share.take(sampler) if sampler.stacked else sampler
     with closing(Batches(mine, order_keys if sampler.shared else share.take(order_keys))) as batches:
         run = Run(share.take(state), step, batches, share.take(own_keys), save, layout, heard, share)
+        _check_names(run)
         file = None
         if checkpoint is not None:
             file = Checkpoint(Path(checkpoint), _identity(run, state, step, sampler, key), same_program)
@@ -280,6 +282,18 @@ def _check_alike(tree: Any, total: int) -> None:
     if different := [i for i, other in enumerate(prints) if other != prints[0]]:
         wanted = "be called with the same models, hyperparameters, key and steps in all processes"
         checks.fail("fit", wanted, f"others in process {different[0]} than in process 0")
+
+
+def _check_names(run: Run) -> None:
+    """Raises if what is going to be recorded has names that no file of results can hold: the end is too late."""
+    nothing = History(np.zeros((run.num_members, 0)), np.zeros(0, int), None, None, 0)
+    for name, field, tree in (("save", "observed", run.observe and run.observe.out), ("step", "metrics", run.info[1])):
+        empty = jax.tree.map(lambda leaf: np.zeros((run.num_members, 0, *leaf.shape), bool), tree)
+        try:
+            nothing._replace(**{field: empty if jax.tree.leaves(empty) else None}).labelled()
+        except checks.WrongValue as error:
+            words = f"`{name}` must record under names that a file of results can hold: {error}"
+            raise checks.WrongValue(words) from error
 
 
 def _callback(index: int, given: Any) -> Callback:

@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dissociation.checks import check_count, check_model, fail
 from dissociation.conversion import as_examples
+from dissociation.results import printed
 from dissociation.validation import validated
 
 
@@ -27,6 +28,8 @@ class Certificate(NamedTuple):
     max_rel_change: Float[Array, ""]
     changed_predictions: Int[Array, ""]
     num_inputs: Int[Array, ""]
+
+    __repr__ = printed
 
     def kept(self, tolerance: float = 1e-4) -> Bool[Array, ""]:
         """Whether no output moved by more than `tolerance` and no prediction changed."""

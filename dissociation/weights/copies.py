@@ -17,10 +17,10 @@ import jax
 import numpy as np
 
 from dissociation.weights.axes import UNIT
+from dissociation.weights.elementwise import ALONG, COMPARISONS, LIKE_SUMS, MIXED, POWERS, REDUCTIONS, SAME
 from dissociation.weights.flow import Flow, Step, Value
 from dissociation.weights.indexing import WRITES, update_axes
 from dissociation.weights.labels import Copies, Label, Marks, thin
-from dissociation.weights.operations import ALONG, COMPARISONS, LIKE_SUMS, MIXED, POWERS, REDUCTIONS, SAME
 
 LONGEST = 256
 """Turns of a loop whose copies are told apart."""

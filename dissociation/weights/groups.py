@@ -93,7 +93,7 @@ class NeuronGroup:
     """Neurons that may change places.
 
     Attributes:
-        name: After the array that makes them.
+        name: After the array that makes them; what they show is called by its place, see `models.representations`.
         size: How many they are, in each copy.
         slots: Where they lie, in the order of the model's arrays.
         scalings: Exponents [scalings, slots]: the function stays if every slot is multiplied by a^exponent, for each

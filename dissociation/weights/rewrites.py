@@ -19,6 +19,7 @@ from jaxtyping import Array, ArrayLike, Float, Int, Real
 from dissociation.checks import check_non_negative, check_positive, fail, fail_kind, is_traced
 from dissociation.conversion import as_examples
 from dissociation.models.program import called
+from dissociation.results import printed
 from dissociation.types import PRNGKey, Scalar
 from dissociation.validation import validated
 from dissociation.weights.certificate import Certificate, certify
@@ -316,6 +317,8 @@ class NullSpace(NamedTuple):
     leaf: int
     axes: tuple[int, ...]
     basis: Float[Array | np.ndarray, "null features"]
+
+    __repr__ = printed
 
 
 @validated

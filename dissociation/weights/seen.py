@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 from dissociation.checks import check_takes, fail
 from dissociation.conversion import as_examples
 from dissociation.models.program import MOVES, Walk, bound, program_of
+from dissociation.results import printed
 from dissociation.validation import validated
 
 
@@ -29,6 +30,8 @@ class LayerInputs(NamedTuple):
     leaf: int
     axes: tuple[int, ...]
     rows: Float[Array, "rows features"]
+
+    __repr__ = printed
 
 
 @validated

@@ -14,6 +14,7 @@ from dissociation.checks import (
     fail_kind,
     is_traced,
 )
+from dissociation.results import printed
 from dissociation.types import PRNGKey, Scalar
 from dissociation.validation import validated
 
@@ -74,6 +75,8 @@ class NullSpectrum(NamedTuple):
     singular_values: Float[np.ndarray, " features"]
     rank: int
     gap: float
+
+    __repr__ = printed
 
 
 @validated(finite=("dataset",))

@@ -109,6 +109,11 @@ def test_it_is_a_pure_function():
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
     mapped = jax.vmap(run)(jnp.stack([x, 2 * x]))
     np.testing.assert_allclose(mapped.low, jnp.stack([plain.low] * 2), atol=1e-3)
+    assert repr(plain).startswith(f"Bounds(measured={float(plain.measured):.6f}")
+    assert "low_factors=(f32[24], f32[24])" in repr(plain)
+    many = jax.tree.map(lambda leaf: jnp.tile(leaf, (9, *[1] * (leaf.ndim - 1))), mapped)
+    values = f"from {np.asarray(many.measured).min():.4g} to {np.asarray(many.measured).max():.4g}"
+    assert repr(many).startswith(f"Bounds(measured=f32[18] {values}")
 
 
 @pytest.mark.parametrize(

@@ -253,7 +253,7 @@ def save_one_array(path):
     [
         ("part1.npz", lambda path: path.write_bytes(path.read_bytes()[:-30]), "is broken"),
         ("part1.npz", lambda path: path.write_bytes(b""), "is broken"),
-        ("part1.npz", lambda path: path.write_bytes(b"text"), "is broken"),
+        ("part1.npz", lambda path: path.write_bytes(b"text"), "is broken: it holds Python objects"),
         ("part1.npz", spoil_arrays, "was changed or renamed"),
         ("part1.npz", lambda path: shutil.copy(path.with_name("part0.npz"), path), "was changed or renamed"),
         ("part1.npz", lambda path: np.savez(path, part=np.zeros((3, 4)), seconds=1.0), "belongs to another run"),

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 
@@ -42,6 +43,45 @@ def test_what_is_given_must_fit_together():
     assert distributed.is_main()
     with pytest.raises(ValueError, match="`distributed` must be given where the address"):
         RunOptions(num_processes=2)
+
+
+ALONE = """
+import sys
+from dissociation import distributed
+distributed._QUIET = 1
+try:
+    distributed.initialize(sys.argv[1], 2, int(sys.argv[2]), timeout=3)
+except ConnectionError as error:
+    sys.stdout.write(f"{error}\\n")
+import jax
+sys.stdout.write(f"{jax.numpy.ones(3).sum()} {jax.process_count()}")
+"""
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_who_waits_says_for_whom_and_ends_with_it(index):
+    address = f"127.0.0.1:{together.free_port()}"
+    began = time.monotonic()
+    line = [sys.executable, "-c", ALONE, address, str(index)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=100, check=True)
+    assert time.monotonic() - began < 60
+    listens = "process 0 listens" if index else "it listens"
+    whom = f"as process {index} of 2 for the others at {address}, where {listens}"
+    assert f"This process waits {whom}: for 3 s at most, 1 of them are over.\n" in done.stderr
+    said, computed = done.stdout.splitlines()
+    assert said.startswith(f"The processes did not come together: this one has waited 3 s {whom}. Start all of them")
+    assert computed == "3.0 1"
+
+
+def test_who_need_not_wait_says_nothing(caplog):
+    distributed._in_time(lambda: None, 300)
+    with pytest.raises(OSError, match="the port"):
+        distributed._in_time(taken_port, 300)
+    assert not caplog.records
+
+
+def taken_port():
+    raise OSError("the port is taken")
 
 
 def test_alone_nothing_is_exchanged():

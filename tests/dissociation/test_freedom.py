@@ -29,6 +29,8 @@ def test_all_scalings_lie_within():
     np.testing.assert_allclose(found.measured, cka(x, y), rtol=1e-9)
     assert found.low <= found.measured <= found.high
     assert found.residual < 1e-6
+    assert repr(found).startswith(f"Freedom(measured={found.measured:.6f}, low={found.low:.6f}")
+    assert f"lengths=f64[24](numpy) from 0 to {found.lengths.max():.4g})" in repr(found)
     rng = np.random.default_rng(0)
     spread = rng.uniform(0, 6, (10_000, 1)) * rng.standard_normal((10_000, x.shape[1]))
     values = [cka(x * np.exp(each), y) for each in spread]

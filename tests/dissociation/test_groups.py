@@ -7,9 +7,12 @@ import numpy as np
 import pytest
 from zoo import ZOO
 
+from dissociation.models.mlp import MLP
+from dissociation.models.representations import representations
 from dissociation.weights import groups
 from dissociation.weights.axes import Atoms, Product, Sum, spread
 from dissociation.weights.groups import group_report, neuron_groups
+from dissociation.weights.seen import layer_inputs
 
 
 @pytest.mark.parametrize("name", ZOO)
@@ -28,6 +31,16 @@ def test_all_groups_are_found(name):
     assert {name: group.copies for name, group in groups.items() if group.copies > 1} == kind.copies
     alone = neuron_groups(model, inputs[0], single=True)
     assert {name: group.size for name, group in alone.items()} == {name: size for name, (size, _) in found.items()}
+
+
+def test_groups_come_in_the_order_of_representations():
+    model, inputs = MLP(20, 6, 3, key=jax.random.key(0)), jax.random.normal(jax.random.key(1), (5, 20))
+    shown = representations(model, inputs)
+    by_name = dict(zip(shown, neuron_groups(model, inputs[0]).values(), strict=False))
+    assert list(by_name) == ["hidden0", "hidden1", "features"]
+    for name, group in by_name.items():
+        (read,) = (slot for slot in group.slots if slot.outgoing)
+        np.testing.assert_allclose(layer_inputs(model, inputs, read.path).rows, shown[name], rtol=1e-5)
 
 
 def test_slots_say_where_neurons_lie():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -205,6 +206,31 @@ def test_wrong_files_are_refused(everything, tmp_path):
     xarray.Dataset({"a": ("k", [1.0])}).to_netcdf(tmp_path / "other.nc", engine="h5netcdf")
     with pytest.raises(RefusedFile, match="no file of results: it lacks 'labelled'"):
         load_results(tmp_path / "other.nc")
+
+
+@pytest.mark.parametrize(
+    ("name", "write", "reason"),
+    [
+        ("x.npz", lambda path: path.write_bytes(b""), "it is empty"),
+        ("x.nc", lambda path: path.write_bytes(b""), "it is empty"),
+        ("x.npz", lambda path: path.write_text("words"), "it is no zip archive, as .npz files of results are"),
+        ("x.nc", lambda path: path.write_text("words"), "it is no HDF5 file, as .nc files of results are"),
+        (
+            "x.npz",
+            lambda path: np.savez(path, a=np.array([{}], object)),
+            "it holds Python objects, which are not read,",
+        ),
+        ("x.npz", lambda path: np.savez(path, axes=np.array("axes")), "what it says of its arrays is no JSON"),
+        ("x.npz", lambda path: np.savez(path, axes=np.array("3")), "what it says of its arrays is no dictionary"),
+        ("x.npz", lambda path: path.mkdir(), " is a folder, and no file of results"),
+    ],
+)
+def test_what_is_no_file_of_results_is_refused_in_our_words(tmp_path, name, write, reason):
+    write(tmp_path / name)
+    with pytest.raises(RefusedFile, match=re.escape(reason)) as refused:
+        load_results(tmp_path / name)
+    assert str(refused.value).startswith(f"{tmp_path / name} is ")
+    assert "pickle" not in str(refused.value)
 
 
 def test_a_file_of_arrays_and_axes_alone_is_read(tmp_path):

@@ -150,6 +150,8 @@ def test_any_tree_of_arrays_will_do():
     assert label_tree(np.zeros((2, 3)), "seeds").dims == {"values": ("seeds", "values_dim_0")}
     assert label_tree(found) is found
     assert label_tree({"key": jax.random.key(0)})["key"].shape == (2,)
+    with pytest.raises(ValueError, match="`tree` must give each array a name of its own, got a_b twice"):
+        label_tree({"a": {"b": np.zeros(2)}, "a_b": np.ones(2)})
     with pytest.raises(TypeError, match="`tree` must hold arrays, got an object of type dict"):
         label_tree({"a": None})
 

@@ -40,6 +40,8 @@ def test_planted_permutations_of_residual_networks_are_found(normalise):
         found = matching.match_weights(model, other, groups)
         assert found.converged
         assert is_found(found, orders)
+        assert "i64[64](numpy)" in repr(found)
+        assert repr(found).endswith(f"value={found.value:.6f}, converged=True)")
         back = found.apply(other, groups)
         np.testing.assert_array_equal(back.first[1].weight, model.first[1].weight)
         single = matching.match_weights(model, other, groups, num_starts=1)

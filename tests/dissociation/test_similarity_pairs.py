@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import re
 
 import jax
 import jax.numpy as jnp
@@ -113,6 +114,23 @@ def test_features_of_images():
         similarity.pairwise("linear_cka", {"conv": images})
 
 
+def test_one_number_per_sample_is_one_feature():
+    outputs = LAYERS["logits"][..., 0]
+    wanted = similarity.pairwise("linear_cka", LAYERS | {"logits": outputs[..., None]})
+    found = similarity.pairwise("linear_cka", LAYERS | {"logits": outputs})
+    np.testing.assert_array_equal(found.values, wanted.values)
+    assert found.items == wanted.items
+    assert found.disagreement is None  # there are no classes
+    np.testing.assert_array_equal(found.output_similarity, np.tile(found.between("logits"), (3, 3)))
+    single = similarity.pairwise("linear_cka", {"features": ITEMS[3], "logits": outputs[0]})
+    np.testing.assert_allclose(single.values[0, 1], found.between("features", "logits")[0, 0], rtol=1e-5)
+    pair = similarity.compare(outputs[0], ITEMS[3], "linear_cka")
+    assert pair.values.shape == ()
+    np.testing.assert_allclose(pair.values, single.values[0, 1], rtol=1e-5)
+    alone = {name: layer[:1] for name, layer in LAYERS.items()} | {"logits": outputs[:1]}
+    assert similarity.pairwise("linear_cka", alone).disagreement is None
+
+
 def test_functions_are_compared_beside_every_pair_of_representations():
     found = similarity.pairwise("linear_cka", LAYERS, baseline=False)
     for name in ("disagreement", "jensen_shannon"):
@@ -159,7 +177,7 @@ def test_wrong_calls_are_refused_by_name():
     with pytest.raises(TypeError, match="the options of rsa are rdm, comparison"):
         similarity.compare(ITEMS[0], ITEMS[1], "rsa", metric="cosine")
     with pytest.raises(ValueError, match="must have axes"):
-        similarity.pairwise("linear_cka", [ITEMS[0][:, 0], ITEMS[1][:, 0]])
+        similarity.pairwise("linear_cka", [1.0, 2.0])
     with pytest.raises(ValueError, match="`y` must have as many classes throughout for disagreement, got 5, 7"):
         similarity.compare(ITEMS[0], ITEMS[4], "disagreement")
     with pytest.raises(ValueError, match="`outputs` must name a layer"):
@@ -172,6 +190,20 @@ def test_wrong_calls_are_refused_by_name():
         similarity.compare(ITEMS[0], ITEMS[1], "angular_similarity", key=3)
     with pytest.raises(TypeError, match=r"must be an array of real numbers \[n, p\] or \[members, n, p\], got"):
         similarity.compare("text", ITEMS[1])
+
+
+def test_p_values_below_what_moments_say_are_printed_as_that():
+    rng = np.random.default_rng(3)
+    x, other = rng.standard_normal((300, 3)), rng.standard_normal((300, 4))
+    alike, unlike = similarity.compare(x, 2 * x), similarity.compare(x, other)
+    assert 0 < alike.p_values < 1e-16 < 0.001 < unlike.p_values
+    assert "p_values=< 1e-16," in repr(alike)
+    shown = float(re.search(r"p_values=([\d.]+),", repr(unlike)).group(1))
+    np.testing.assert_allclose(shown, unlike.p_values, atol=1e-5)
+    many = similarity.pairwise("linear_cka", np.stack([x] * 5), p_values=True)
+    assert "p_values=f64[5,5](numpy) from < 1e-16 to < 1e-16" in repr(many)
+    test = similarity.permutation_test("linear_cka", x, x, num_draws=None)
+    assert "p_value=< 1e-16," in repr(test)
 
 
 def test_nested_lists_are_one_array_each():

@@ -1,6 +1,7 @@
 """`fit`: many members at once, however they are mapped, chunked and laid over devices."""
 
 import warnings
+from functools import partial
 
 import equinox as eqx
 import jax
@@ -534,6 +535,24 @@ def test_wrong_arguments_are_named(key, change, error, message):
             callbacks=callbacks,
             **options,
         )
+
+
+@pytest.mark.parametrize("part", ["save", "step"])
+@pytest.mark.parametrize("names", [{"inner": {"a/b": 1}}, {"a": {"b": 1}, "a_b": 2}, {"at": 1}])
+def test_names_that_cannot_be_saved_are_refused_before_the_first_step(key, part, names):
+    def recorded(own):
+        return jax.tree.map(jnp.asarray, names if own == part else {"fine": 0})
+
+    step = make_step(lambda model, batch, key: (squared_error(model, batch, key), recorded("step")), optax.sgd(0.1))
+    save, seen = Save(lambda model, step, key: recorded("save")), []
+    options = {"num_steps": 3, "key": key, "save": save, "callbacks": [lambda step, records: seen.append(step)]}
+    run = partial(fit, linear_members(key), step, FullBatch(regression(key)), **options)
+    if part == "step" and "at" in names:
+        assert "metrics_at" in run().labelled().arrays  # that name is taken among observations alone
+        return
+    with pytest.raises(ValueError, match=f"`{part}` must record under names that a file of results can hold"):
+        run()
+    assert not seen
 
 
 def test_inside_of_a_transformation_the_other_layer_is_named(key):

@@ -26,7 +26,7 @@ from dissociation.metrics.similarity.base import (
     in_common_dtype,
 )
 from dissociation.metrics.similarity.measures import as_measure, routes_of
-from dissociation.results import Result
+from dissociation.results import Result, printed
 from dissociation.types import PRNGKey, Scalar
 from dissociation.validation import validated
 
@@ -53,6 +53,8 @@ class Interval(NamedTuple):
     low: Array
     high: Array
     bias: Array
+
+    __repr__ = printed
 
 
 def kept_rows(
@@ -156,6 +158,10 @@ class MemberInterval(Result):
     high: Float[Array, ""]
 
 
+LEAST_P_VALUE = 1e-16
+"""Below it a p-value, extrapolated from moments, is printed as being below it."""
+
+
 class PermutationTest(Result):
     """Where a similarity stands among those of shuffled samples.
 
@@ -177,6 +183,8 @@ class PermutationTest(Result):
     null_quantile: Float[np.ndarray, "..."] = eqx.field(converter=np.asarray)
     calibrated: Float[np.ndarray, "..."] = eqx.field(converter=np.asarray)
     num_draws: int = eqx.field(static=True)
+
+    LEAST = {"p_value": LEAST_P_VALUE}
 
 
 @validated(finite=("x", "y"))

@@ -25,6 +25,7 @@ from dissociation.memory import free_memory
 from dissociation.metrics.similarity.base import Measure, Route, cheapest, in_common_dtype, warn_narrowed
 from dissociation.metrics.similarity.inference import (
     BLOCKS,
+    LEAST_P_VALUE,
     Interval,
     adjust_p_values,
     invariants_of,
@@ -69,7 +70,7 @@ class Similarities(Result):
         p_values: Of having as much in common by chance, not corrected for how many there are (`corrected`); NaN for
             items with themselves; or None.
         disagreement: Share of samples to which the two networks give other classes, [items, others]; None without
-            outputs.
+            outputs, or with one number as output.
         jensen_shannon: Divergence of their predicted distributions in nats; or None.
         output_similarity: The measure itself, of the two networks' outputs; or None.
         items: Layer and member of each row.
@@ -96,6 +97,7 @@ class Similarities(Result):
 
     UNITS = {"jensen_shannon": "nats"}
     AXES = ("items", "others")
+    LEAST = {"p_values": LEAST_P_VALUE}
 
     def axis_coordinates(self) -> dict[str, tuple[str, np.ndarray]]:
         """What rows and columns are, by name: the axis that it belongs to, and the values."""
@@ -204,7 +206,8 @@ def pairwise(
             More of it counts as more in common, and intervals lie about its value; `custom_measure` says otherwise.
         representations: By layer's name, arrays [n, p] of one network or [members, n, p] of several; with two more axes
             where features are images; or one such array; or a list of arrays [n, p], of any widths. Rows are the same
-            samples in the same order throughout.
+            samples in the same order throughout. One number per sample is one feature: [n], or [members, n] beside
+            others that are [members, n, p].
         baseline: Whether to say what the pairs score by chance: exactly where it is known, and else by the mean over
             random orders.
         p_values: Whether to test each pair against chance: by the null's moments for linear and RBF CKA of up to 4096
@@ -253,7 +256,7 @@ def compare(
     """One measure of all pairs across two sets of representations, or of one pair, with intervals, baseline and p.
 
     Args:
-        x: As `representations` of `pairwise`, or one array [n, p].
+        x: As `representations` of `pairwise`, or one array [n, p] or [n].
         y: The same, of the same samples.
         measure: As of `pairwise`.
         num_blocks: As there; 20, if there are so many samples.
@@ -336,7 +339,7 @@ def _similarities(
         if known.population:
             _warn_biased(known, bias, error)
     _warn_undefined(known, values, first, second)
-    of_networks = [None if one is None else _outputs(one, outputs, positions) for one in (x, y)]
+    of_networks = [None if one is None else _outputs(one, outputs) for one in (first, second)]
     beside = [
         _functional(name, (first, second or first), of_networks, memory_budget)
         for name in ("disagreement", "jensen_shannon")
@@ -380,12 +383,15 @@ def _intervals(
     return jackknife_interval(values, jnp.concatenate(leave_outs), level=level, bounds=bounds, unbias=unbias)
 
 
-def _outputs(given: Any, layer: str | None, positions: str | None) -> _Set | None:
+def _outputs(one: _Set, layer: str | None) -> _Set | None:
     """Outputs of the networks, where there is a layer of that name."""
-    if isinstance(given, Mapping) and layer in given:
-        return _as_set("outputs", {layer: given[layer]}, positions)
+    for array, places in zip(one.arrays, one.places, strict=True):
+        own = [(row, one.labels[place]) for row, place in enumerate(places) if one.labels[place][0] == layer]
+        if own:
+            rows, labels = zip(*own, strict=True)
+            return _Set(list(labels), [array[np.asarray(rows)]], [list(range(len(rows)))])
     if layer not in (None, "logits"):
-        layers = ", ".join(map(repr, given)) if isinstance(given, Mapping) else "arrays without names"
+        layers = ", ".join(dict.fromkeys(repr(name) for name, _ in one.labels if name)) or "arrays without names"
         fail("outputs", "name a layer of the representations", f"{layer!r} beside {layers}")
     return None
 
@@ -397,8 +403,9 @@ def _functional(name: str, sides: tuple[_Set, _Set], outputs: list[_Set | None],
     counts = [0 if one is None else len(one.labels) for one in (own, other or own)]
     if own is None or any(max(rows) >= count for rows, count in zip(members, counts, strict=True)):
         return None
-    if other is not None and other.arrays[0].shape[2] != own.arrays[0].shape[2]:
-        return None  # other classes
+    classes = own.arrays[0].shape[2]
+    if classes == 1 or (other is not None and other.arrays[0].shape[2] != classes):
+        return None  # no classes, or others
     return _Job(MEASURES[name], own, other, {}, budget).run()[0][np.ix_(*members)]
 
 
@@ -512,7 +519,7 @@ def _shares(measure: Measure, values: Array, shuffled: Array | None) -> Any:
 def _is_single(value: Any) -> bool:
     if isinstance(value, (list, tuple)):  # of rows of numbers
         return bool(value) and _is_row(value[0])
-    return not isinstance(value, Mapping) and np.ndim(value) in (2, 4)
+    return not isinstance(value, Mapping) and np.ndim(value) in (1, 2, 4)
 
 
 def _is_row(value: Any) -> bool:
@@ -530,11 +537,14 @@ def _as_set(name: str, given: Any, positions: str | None) -> _Set:
         named = [(name, "", given)]
     if not named:
         fail(name, "hold at least one representation", "none")
+    # [members, n] beside [members, n, p]: one number per sample
+    scalars = {np.shape(value)[:2] for _, _, value in named if np.ndim(value) in (3, 5)}
     labels: list[tuple[str, int]] = []
     widths: dict[int, tuple[list[Array], list[int]]] = {}
     for full, layer, value in named:
         wanted = "real numbers [n, p] or [members, n, p]"
         array = as_numbers(full, as_array(full, value, wanted), frozenset({"float"}))
+        array = array[..., None] if array.ndim == 1 or array.shape in scalars else array
         if is_traced(array):
             advice = "Under a transformation call the measures themselves"
             fail_kind(full, "be known: all pairs are planned on the host", "a traced value", advice)
