@@ -26,7 +26,7 @@ class Grid:
         **axes: The values of each quantity: numbers, or text (for what is no array: the name of an optimiser).
 
     Raises:
-        ValueError: If there is no axis, or one has no values.
+        ValueError: If there is no axis, or one has no values, or a value twice.
         TypeError: If values are neither numbers nor text, one after the other.
 
     Example:
@@ -48,26 +48,28 @@ class Grid:
         self._parts: tuple[Mapping[str, np.ndarray], ...] = tuple(
             {name: _values(name, values)} for name, values in axes.items()
         )
+        for part in self._parts:
+            _check_distinct(part)
 
     @classmethod
     def zipped(cls, **quantities: Any) -> "Grid":
         """One axis, along which several quantities vary together.
 
         Raises:
-            ValueError: If they differ in their number of values.
+            ValueError: If they differ in their number of values, or two members in nothing.
 
         Example:
             >>> (Grid.zipped(width=[8, 64], rate=[0.1, 0.01]) * Grid(seed=[0, 1])).axes
             ('width,rate', 'seed')
         """
-        grid = cls(**quantities)
-        (part, *others) = grid._parts
-        (first, values), *_ = part.items()
-        for other in others:
-            ((name, more),) = other.items()
+        if not quantities:
+            checks.fail("quantities", "name at least one", "none")
+        part = {name: _values(name, values) for name, values in quantities.items()}
+        (first, values), *others = part.items()
+        for name, more in others:
             checks.check_same_length(first, len(values), name, len(more), "values")
-        grid._parts = ({name: values for part in grid._parts for name, values in part.items()},)
-        return grid
+        _check_distinct(part)
+        return _of_parts((part,))
 
     def __mul__(self, other: "Grid") -> "Grid":
         if not isinstance(other, Grid):
@@ -251,3 +253,9 @@ def _values(name: str, values: Any) -> np.ndarray:
     if array.ndim != 1:
         checks.fail(name, "be values, one after the other", f"shape {array.shape}")
     return array
+
+
+def _check_distinct(part: Mapping[str, np.ndarray]) -> None:
+    """Raises if two members along an axis differ in nothing."""
+    members = list(zip(*(values.tolist() for values in part.values()), strict=True))
+    checks.check_distinct(",".join(part), [member if len(part) > 1 else member[0] for member in members])

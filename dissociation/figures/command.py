@@ -105,6 +105,9 @@ def run_command(
         return 0
     figure = figures.get(words[0]) if words else None
     lists = {} if figure is None else lists_in(words, figure.Config())
+    if figure is not None and (wrong := _not_swept(words, figure.Config())):
+        print(f"{program}: {wrong}", file=sys.stderr)
+        return 2
     commands = {name: _command(each, words, program) for name, each in figures.items()} | {"runs": _runs}
 
     def parsed(words: Sequence[str]) -> Any:
@@ -120,6 +123,17 @@ def run_command(
         print(f"{program}: {_one_line(printed.getvalue())}", file=sys.stderr)
         return 2
     return _produce_all(chosen, lists, program, words) if lists else chosen[0]()
+
+
+def _not_swept(words: Sequence[str], config: Any) -> str:
+    """What is wrong with options that are given several values and make no sweep, or nothing."""
+    for name in lists_in(words, RunOptions()):
+        return f"`{name}` must be one value: only options of what is computed can be swept"
+    for field in dataclasses.fields(config):
+        option = field.name.replace("_", "-")
+        if {f"--{option}", f"--no-{option}"} <= set(words):
+            return f"`{field.name}` must be given once; in Python, Config({field.name}=[False, True]) sweeps it"
+    return ""
 
 
 class _Chosen(NamedTuple):
@@ -294,7 +308,8 @@ def _record(
     """Begins the record and the log of a run, which end with `held`."""
     if processes.is_main():
         facts = {**facts, "environment": provenance.environment()}
-        held.enter_context(recorded(folder, words, facts, None if run.silent else sys.stderr))
+        goes_on = [word for word in words if word != "--fresh"]
+        held.enter_context(recorded(folder, goes_on, facts, None if run.silent else sys.stderr))
 
 
 def _produce_all(chosen: Sequence[_Chosen], lists: Mapping[str, Any], program: str, words: Sequence[str]) -> int:
@@ -341,11 +356,15 @@ def _finish_sweep(
     figure: Figure, grid: Grid, folder: Path, made: Sequence[Any], run: RunOptions, words: Sequence[str]
 ) -> None:
     """One file of the arrays that have one shape in all configurations, with the grid's axes first, and one report."""
-    whole = stacked([load_results((folder / name / figure.STEM).with_suffix(".npz")) for name in names_of(grid)], grid)
+    own = [load_results((folder / name / figure.STEM).with_suffix(".npz")) for name in names_of(grid)]
+    whole = stacked(own, grid)
+    left = sorted({name for each in own for name in each.arrays} - set(whole.arrays))
     target = whole.save(folder / f"{figure.STEM}.npz")
-    write_bytes(folder / "report.html", sweep_report_of(figure, grid, made, run.seed, words).encode())
-    told = f"{target.name}, {len(whole.arrays)} arrays of {len(grid)} configurations, and report.html"
-    print(f"\nWrote {told}, in {folder}", flush=True)
+    write_bytes(folder / "report.html", sweep_report_of(figure, grid, made, left, run.seed, words).encode())
+    told = f"{target.name}, with {len(whole.arrays)} of {len(whole.arrays) + len(left)} arrays of all configurations"
+    print(f"\nWrote {told}, and report.html, in {folder}", flush=True)
+    if left:
+        print(f"In the folders of configurations alone, as their shapes differ: {', '.join(left)}", flush=True)
 
 
 def _set_aside(path: Path) -> None:

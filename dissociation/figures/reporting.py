@@ -24,11 +24,13 @@ def exhibit_of(figure: Figure, results: Any, drawn: matplotlib.figure.Figure | N
         results: What its `compute` returned.
         drawn: What its `draw` made of them, if that was done.
     """
+    table = figure.table(results)
+    spread = any("±" in cell for row in table for cell in row)
     return Exhibit(
         headline=figure.headline(results),
         figure=figure.draw(results) if drawn is None else drawn,
-        caption=figure.caption(results),
-        table=figure.table(results),
+        caption=figure.caption(results) + (" In the table, ± is one standard deviation." if spread else ""),
+        table=table,
     )
 
 
@@ -63,13 +65,16 @@ def report_of(
     return report_html(title, [exhibit], {name[:1].upper() + name[1:]: value for name, value in sections.items()})
 
 
-def sweep_report_of(figure: Figure, grid: Grid, made: Sequence[Exhibit], seed: int, words: Sequence[str]) -> str:
+def sweep_report_of(
+    figure: Figure, grid: Grid, made: Sequence[Exhibit], left: Sequence[str], seed: int, words: Sequence[str]
+) -> str:
     """The report of a sweep, as HTML: one table of all configurations, and their figures, as many as there is room for.
 
     Args:
         figure: A module of figures.
         grid: The configurations.
         made: What each of them made.
+        left: Arrays that the sweep's own file lacks.
         seed: Of all.
         words: The command that made them.
     """
@@ -83,8 +88,10 @@ def sweep_report_of(figure: Figure, grid: Grid, made: Sequence[Exhibit], seed: i
             exhibits.pop()
             break
     sections: dict[str, Any] = {"Environment": provenance.environment() | {"seed": seed}, "Command": shlex.join(words)}
-    if left := members[len(exhibits) :]:
-        sections = {"Not shown for want of room, see their own folders": "\n".join(left)} | sections
+    if left:
+        sections = {"Arrays in the files of configurations alone, as their shapes differ": ", ".join(left)} | sections
+    if unseen := members[len(exhibits) :]:
+        sections = {"Not shown for want of room, see their own folders": "\n".join(unseen)} | sections
     size = " x ".join(f"{count} {name}" for name, count in zip(grid.axes, grid.shape, strict=True))
     return report_html(f"{figure.SHOWS.rstrip('.')}: {size}", exhibits, sections, table=table)
 

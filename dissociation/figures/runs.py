@@ -14,6 +14,7 @@ from dissociation import files
 from dissociation.files import write_bytes
 
 RECORD, LOG = "run.json", "log.txt"
+_TIME = "%Y-%m-%d %H:%M:%S"
 
 
 @contextmanager
@@ -70,7 +71,7 @@ def recorded(
 
 
 def _now() -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S")
+    return time.strftime(_TIME)
 
 
 class Entry(NamedTuple):
@@ -116,9 +117,18 @@ def runs_in(out: str | os.PathLike[str]) -> list[Entry]:
         except (OSError, ValueError, KeyError, TypeError):
             entry = Entry(path.parent, "broken", "", 0.0, "", f"{path} cannot be read")
         if entry.status == "running" and not files.is_locked(path.parent / ".lock"):
-            entry = entry._replace(status="stopped", error="its process is gone")
+            entry = entry._replace(status="stopped", error="its process is gone", seconds=_heard(path.parent, entry))
         entries.append(entry)
     return sorted(entries, key=lambda entry: entry.began)
+
+
+def _heard(folder: Path, entry: Entry) -> float:
+    """How long a run that was killed had been seen to run: until it last wrote a file into its folder."""
+    with suppress(OSError, ValueError):
+        began = time.mktime(time.strptime(entry.began, _TIME))
+        written = max(path.stat().st_mtime for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
+        return max(written - began, entry.seconds)
+    return entry.seconds
 
 
 def table_of(entries: Sequence[Entry]) -> list[list[str]]:

@@ -79,7 +79,10 @@ def _operations(model: Any, group: NeuronGroup) -> Iterator[_Operation]:
     try:
         jaxpr = jax.make_jaxpr(program)(shapes, group.example)
     except Exception as error:
-        advice = "If a module keeps its size, `weights.sizes.refitted.register` what makes it anew"
+        advice = (
+            "If a module keeps its size in a field, `weights.sizes.refitted.register` what makes it anew; a size that "
+            "is written in its code has to be read off its arrays"
+        )
         fail_kind(
             "model", f"run with another number of neurons in {group.name}", f"{type(error).__name__}: {error}", advice
         )

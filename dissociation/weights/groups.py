@@ -230,6 +230,9 @@ def _is_key(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
+_CALLED = "`example` is one, not a batch; a model that is called otherwise needs `call=lambda model, example: ...`"
+
+
 @validated
 def group_report(
     model: Any, example: Any, *, call: Callable[[Any, Any], Any] | None = None, single: bool = False
@@ -256,9 +259,9 @@ def group_report(
     try:
         traced = jax.make_jaxpr(program)(*shapes)
     except Exception as error:
-        fail_kind("model", "take `example`", f"{type(model).__name__}: {error}", "See `call`")
+        fail_kind("model", "take `example`", f"{type(model).__name__}: {error}", _CALLED)
     if not traced.jaxpr.outvars:
-        fail_kind("model", "return arrays for `example`", f"{type(model).__name__}, which returns none", "See `call`")
+        fail_kind("model", "return arrays for `example`", f"{type(model).__name__}, which returns none", _CALLED)
     flow = Flow(Atoms(single=single))
     made = [flow.array(leaf.shape) for leaf in leaves]
     given = [flow.array(leaf.shape) for leaf in jax.tree.leaves(shapes[1])]

@@ -160,6 +160,7 @@ def test_the_same_command_goes_on(run, toy, tmp_path, monkeypatch, capsys):
     assert run("--fresh") == 0
     assert (folder / "parts-before-1" / "part0.npz").exists()
     assert (folder / "parts-before-2" / "part0.npz").exists()
+    assert "--fresh" not in json.loads((folder / "run.json").read_text())["command"]  # which is to go on
     for name, array in contents(folder).items():
         np.testing.assert_array_equal(array, first[name])
 

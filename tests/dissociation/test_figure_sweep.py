@@ -135,7 +135,8 @@ def test_a_sweep_too_large_for_one_page_names_the_rest(toy, monkeypatch):
     grid = Grid(rate=[0.1, 0.2, 0.3])
     size = len(made[0]._replace(table=[]).html().encode())
     monkeypatch.setattr(reporting, "MAX_BYTES", int(2.5 * size * 5 / 4))
-    page = reporting.sweep_report_of(toy, grid, made, 37, ["toy"])
+    page = reporting.sweep_report_of(toy, grid, made, ["one", "other"], 37, ["toy"])
+    assert "<pre>one, other</pre>" in page
     assert page.count("<svg") == 2
     assert page.index("not shown".capitalize()) < page.index("<pre>rate = 0.3</pre>")
 
@@ -183,6 +184,7 @@ def test_a_command_line_with_several_values_is_a_sweep(toy, tmp_path, capsys, mo
     assert page.count("<svg") == 2
     assert all(f"num_seeds = {count}: " in page for count in (2, 3))
     assert load_results(folder / "toy.npz").coords["num_seeds"].tolist() == [2, 3]
+    assert "In the folders of configurations alone, as their shapes differ: " in capsys.readouterr().out
     toy._part = None  # nothing is computed again
     assert run_command({"toy": toy}, words, **options) == 0
     entries = runs_in(tmp_path / "out")
@@ -196,6 +198,12 @@ def test_a_command_line_with_several_values_is_a_sweep(toy, tmp_path, capsys, mo
     assert run_command({"toy": toy}, ["toy", "--num-seeds", "2", "0", "--out", str(tmp_path / "o")], **options) == 2
     assert run_command({"toy": toy}, ["toy", "--num-steps", "2", "101", "--out", str(tmp_path / "o")], **options) == 2
     assert run_command({"toy": toy}, ["toy", "--num-steps", "2", "2", "--out", str(tmp_path / "o")], **options) == 2
+    capsys.readouterr()
+    assert run_command({"toy": toy}, ["toy", "--seed", "2", "3", "--out", str(tmp_path / "o")], **options) == 2
+    assert "`seed` must be one value" in capsys.readouterr().err
+    words = ["robustness", "--published-null", "--no-published-null", "--out", str(tmp_path / "o")]
+    assert run_command({"robustness": robustness}, words, **options) == 2
+    assert "Config(published_null=[False, True])" in capsys.readouterr().err
     assert not (tmp_path / "o").exists()
     with pytest.raises(AttributeError, match="compute_grid"):
         _ = Config(width=[1, 2]).width

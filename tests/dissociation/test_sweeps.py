@@ -43,6 +43,14 @@ def test_zipped_quantities_vary_together():
         Grid.zipped(width=[8, 64, 256], rate=[0.1, 0.01])
 
 
+def test_no_two_members_are_the_same():
+    with pytest.raises(ValueError, match="`seed` must be different"):
+        Grid(rate=[0.1], seed=[0, 1, 0])
+    with pytest.raises(ValueError, match="`width,rate` must be different"):
+        Grid.zipped(width=[8, 64, 8], rate=[0.1, 0.1, 0.1])
+    assert len(Grid.zipped(width=[8, 64, 8], rate=[0.1, 0.1, 0.2])) == 3
+
+
 def test_products_are_products():
     a, b, c = Grid(a=[1, 2]), Grid(b=[3, 4, 5]), Grid(c=["x", "y"])
     assert list(a * b * c) == list(Grid(a=[1, 2], b=[3, 4, 5], c=["x", "y"])) == list(a * (b * c))
