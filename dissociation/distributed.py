@@ -241,7 +241,14 @@ def _gathered(group: _Group, data: bytes) -> list[bytes]:
     sizes = [0 if head[:1] == b"=" else int(head) for head in ordered]
     if not max(sizes):
         return [head[1:] for head in ordered]
-    rows = _through_devices(group, b"" if few else data, max(sizes))
+    try:
+        rows = _through_devices(group, b"" if few else data, max(sizes))
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" in str(error):
+            raise
+        # Another one has died in the middle of it. Who that was, the watch says within the heartbeat, or the runtime.
+        time.sleep(2 * group.heartbeat)
+        _leave(group, f"an exchange with the others has failed: {str(error).splitlines()[0][:200]}")
     return [row[:size] if size else head[1:] for row, size, head in zip(rows, sizes, ordered, strict=True)]
 
 

@@ -256,6 +256,19 @@ def test_a_dead_process_ends_the_others_and_nothing_is_lost(tmp_path, dead):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dead", [0, 1])
+def test_who_dies_in_an_exchange_of_devices_is_said_as_well(dead):
+    """The devices notice it before the watch does; what they say has no word of advice."""
+    started = together.start(2, "lose", f"dead={dead}")
+    status, _, said = together.wait(started)[1 - dead]
+    assert status == 1
+    why = r"process 1 \(on .*\) has died: nothing" if dead else "process 0, which leads it, has died"
+    assert re.search(why, said), said
+    assert "Start all processes again" in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["fail=20", "interrupt=20"])
 def test_an_error_or_an_interrupt_of_one_ends_all_at_the_same_step(tmp_path, how):
     path = tmp_path / "run.ckpt"

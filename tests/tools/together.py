@@ -6,6 +6,7 @@ trains small networks, as process 0 of 2, and prints a digest of all that came o
 """
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -41,13 +42,16 @@ def start(count: int, *words: str, command: list[str] | None = None, devices: in
 
 
 def wait(started: list[subprocess.Popen[str]], timeout: float = 200) -> list[tuple[int, str, str]]:
-    """Exit status, what was printed, and what was complained of, of each; kills what is left in the end."""
+    """Exit status, what was printed, and what was complained of, of each; kills what is left in the end.
+
+    That one had to wait for the others, as on a busy machine, is no complaint.
+    """
     deadline = time.monotonic() + timeout
     try:
         return [
-            (process.returncode, *said)
+            (process.returncode, printed, re.sub(r"(?m)^This process waits .*\n", "", complained))
             for process in started
-            for said in [process.communicate(timeout=max(1, deadline - time.monotonic()))]
+            for printed, complained in [process.communicate(timeout=max(1, deadline - time.monotonic()))]
         ]
     finally:
         for process in started:
@@ -184,6 +188,21 @@ def mix(options: dict[str, str]) -> None:
     print(shares.over_processes(lambda own: 2 * own, jnp.arange(3)).tolist())
 
 
+def lose(options: dict[str, str]) -> None:
+    """One process dies while what is exchanged goes from device to device."""
+    import numpy as np
+
+    from dissociation import distributed
+
+    large, through = np.zeros(2**21, np.uint8), distributed._through_devices
+    distributed.exchange(large)
+    if distributed.index() == int(options["dead"]):
+        distributed._through_devices = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    else:
+        distributed._through_devices = lambda *given: (time.sleep(0.5), through(*given))[1]
+    distributed.exchange(large)
+
+
 def main() -> None:
     """What one of the processes runs."""
     part, where, count, index, *words = sys.argv[1:]
@@ -191,7 +210,7 @@ def main() -> None:
 
     if int(count) > 1:
         distributed.initialize(where, int(count), int(index), heartbeat=HEARTBEAT)
-    {"fit": fit, "maps": maps, "mix": mix}[part](dict(word.split("=", 1) for word in words))
+    {"fit": fit, "maps": maps, "mix": mix, "lose": lose}[part](dict(word.split("=", 1) for word in words))
 
 
 if __name__ == "__main__":
