@@ -243,7 +243,7 @@ def _gathered(group: _Group, data: bytes) -> list[bytes]:
         return [head[1:] for head in ordered]
     try:
         rows = _through_devices(group, b"" if few else data, max(sizes))
-    except jax.errors.JaxRuntimeError as error:
+    except (jax.errors.JaxRuntimeError, ValueError) as error:  # which of them depends on when it is noticed
         if "RESOURCE_EXHAUSTED" in str(error):
             raise
         # Another one has died in the middle of it. Who that was, the watch says within the heartbeat, or the runtime.
