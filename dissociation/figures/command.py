@@ -127,8 +127,8 @@ def run_command(
 
 def _not_swept(words: Sequence[str], config: Any) -> str:
     """What is wrong with options that are given several values and make no sweep, or nothing."""
-    for name in lists_in(words, RunOptions()):
-        return f"`{name}` must be one value: only options of what is computed can be swept"
+    if single := list(lists_in(words, RunOptions())):
+        return f"`{single[0]}` must be one value: only options of what is computed can be swept"
     for field in dataclasses.fields(config):
         option = field.name.replace("_", "-")
         if {f"--{option}", f"--no-{option}"} <= set(words):
@@ -364,7 +364,7 @@ def _finish_sweep(
     told = f"{target.name}, with {len(whole.arrays)} of {len(whole.arrays) + len(left)} arrays of all configurations"
     print(f"\nWrote {told}, and report.html, in {folder}", flush=True)
     if left:
-        print(f"In the folders of configurations alone, as their shapes differ: {', '.join(left)}", flush=True)
+        print(f"In the folders of configurations alone, as they have no common shape: {', '.join(left)}", flush=True)
 
 
 def _set_aside(path: Path) -> None:

@@ -89,9 +89,9 @@ def sweep_report_of(
             break
     sections: dict[str, Any] = {"Environment": provenance.environment() | {"seed": seed}, "Command": shlex.join(words)}
     if left:
-        sections = {"Arrays in the files of configurations alone, as their shapes differ": ", ".join(left)} | sections
-    if unseen := members[len(exhibits) :]:
-        sections = {"Not shown for want of room, see their own folders": "\n".join(unseen)} | sections
+        sections = {"Arrays without a common shape, in the files of configurations alone": ", ".join(left)} | sections
+    if rest := members[len(exhibits) :]:
+        sections = {"Not shown for want of room, see their own folders": "\n".join(rest)} | sections
     size = " x ".join(f"{count} {name}" for name, count in zip(grid.axes, grid.shape, strict=True))
     return report_html(f"{figure.SHOWS.rstrip('.')}: {size}", exhibits, sections, table=table)
 

@@ -184,7 +184,7 @@ def test_a_command_line_with_several_values_is_a_sweep(toy, tmp_path, capsys, mo
     assert page.count("<svg") == 2
     assert all(f"num_seeds = {count}: " in page for count in (2, 3))
     assert load_results(folder / "toy.npz").coords["num_seeds"].tolist() == [2, 3]
-    assert "In the folders of configurations alone, as their shapes differ: " in capsys.readouterr().out
+    assert "In the folders of configurations alone, as they have no common shape: " in capsys.readouterr().out
     toy._part = None  # nothing is computed again
     assert run_command({"toy": toy}, words, **options) == 0
     entries = runs_in(tmp_path / "out")
