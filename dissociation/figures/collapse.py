@@ -260,6 +260,7 @@ def _computed(
     margins = masked_part(parts, "margins", alive, job)
     described = {"name": data.name, "num_train": config.num_train, "num_test": len(data.test_images)}
     series, steps = flat(trained.history.observed), trained.history.observed_at
+    parts.save(SAVED, {"time_step": steps, **series})  # networks that another configuration trained told of nothing
     found = assemble(config, described, steps, series, margins, trained.diverged_at, parts.seconds)
     return found._replace(member=take(trained.models, 0))
 

@@ -138,21 +138,12 @@ def margins_of(data: Dataset, models: Any, classes: tuple[int, int], num_train: 
         first axis is "plane_boundary", [members]. "test" is the training images after the first `num_train`, and all
         test images.
     """
-    first, second = classes
     train = data.train_images[:num_train], data.train_labels[:num_train]
     rest = (
         [data.train_images[num_train:], data.test_images],
         [data.train_labels[num_train:], data.test_labels],
     )
     test = tuple(np.concatenate([np.asarray(part) for part in parts]) for parts in rest)
-
-    @eqx.filter_jit
-    def places(model: Any, images: Array) -> tuple[Array, Array, Array]:
-        weights, biases = linear_head(model)
-        features = representations(model, images)["features"]
-        plane = class_plane(weights, biases, first, second)
-        distances = signed_distance(features, weights, biases, first, second)
-        return distances, plane.coordinates(features), plane.boundary
 
     margins = {}
     each = [take(models, index) for index in range(count(models))]
@@ -161,10 +152,18 @@ def margins_of(data: Dataset, models: Any, classes: tuple[int, int], num_train: 
         for label in classes:
             chosen = standardised(np.asarray(images)[truth == label])
             # Members in turn, and not in a compiled loop, where a CPU's convolutions are slow.
-            parts = [places(model, chosen) for model in each]
+            parts = [_places(model, chosen, *classes) for model in each]
             margin, plane, boundary = (np.stack(part) for part in zip(*parts, strict=True))
             margins |= {f"margin_{label}_{name}": margin, f"plane_{label}_{name}": plane, "plane_boundary": boundary}
     return margins
+
+
+@eqx.filter_jit
+def _places(model: Any, images: Array, first: int, second: int) -> tuple[Array, Array, Array]:
+    weights, biases = linear_head(model)
+    features = representations(model, images)["features"]
+    plane = class_plane(weights, biases, first, second)
+    return signed_distance(features, weights, biases, first, second), plane.coordinates(features), plane.boundary
 
 
 class SeriesKeeper:

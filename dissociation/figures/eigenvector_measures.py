@@ -85,6 +85,9 @@ def _matched(a: Spectrum, b: Spectrum) -> Array:
     return matched_similarity(a, b, min(a.values.shape[1], b.values.shape[1]))
 
 
+_first = eqx.filter_jit(jax.vmap(partial(truncate, num_components=1)))
+
+
 def top_similarity(leading: dict[int, dict[str, Spectrum]], alive: dict[int, np.ndarray]) -> dict[str, np.ndarray]:
     """Mean similarity of the leading component between all sizes, "top": [sizes, sizes]; NaN where there is no pair.
 
@@ -92,8 +95,7 @@ def top_similarity(leading: dict[int, dict[str, Spectrum]], alive: dict[int, np.
     """
     sizes = list(alive)
     table = np.zeros((len(sizes),) * 2)
-    first = {size: eqx.filter_jit(jax.vmap(partial(truncate, num_components=1)))(leading[size]["magnitude"])
-             for size in sizes}  # fmt: skip
+    first = {size: _first(leading[size]["magnitude"]) for size in sizes}
     for i, size in enumerate(sizes):
         for j, other in enumerate(sizes[: i + 1]):
             one, two = first[size], first[other]
@@ -143,10 +145,15 @@ def details(config: Any, model: Any, spectrum: Spectrum, images: Array, labels: 
     count = min(config.num_certified, len(images))
     kept = sorted({1, 5, config.num_components} & set(range(spectrum.values.shape[1])))
     for components in (0, *kept):
-        forms = margins(truncate(spectrum, components)) if components else margins(model)
-        run = eqx.filter_jit(lambda f, x, y: bmap(lambda a, b: certified_radius(f, a, b).radius, batch_size=20)(x, y))
-        measures[f"radii_{components}"] = run(forms, images[:count], labels[:count])
+        source = truncate(spectrum, components) if components else model
+        measures[f"radii_{components}"] = _radii(source, images[:count], labels[:count])
     return measures
+
+
+@eqx.filter_jit
+def _radii(source: Any, images: Array, labels: Array) -> Array:
+    known = margins(source)
+    return bmap(lambda image, label: certified_radius(known, image, label).radius, batch_size=20)(images, labels)
 
 
 def masking(
@@ -172,22 +179,23 @@ def masking(
     random = jax.random.normal(key, (10, mask.shape[0]), mask.dtype)
     random = random / jnp.linalg.norm(random, axis=1, keepdims=True)
     norms = jnp.asarray(config.mask_norms, mask.dtype)
-
-    @eqx.filter_jit
-    def classes(model: Any, images: Array, masks: Array) -> Array:
-        """[masks, norms, n]."""
-        steps = masks[:, None] * norms[None, :, None]
-        return jax.lax.map(
-            lambda step: jnp.argmax(jax.vmap(model)(images + step[None]), 1), steps.reshape(-1, mask.shape[0])
-        ).reshape(*steps.shape[:2], -1)
-
-    masked, control = (classes(model, images, masks) for masks in (jnp.stack([mask, -mask]), random))
+    masked, control = (_classes(model, images, masks, norms) for masks in (jnp.stack([mask, -mask]), random))
     return {
         "mask": mask,
         "mask_accuracy": jnp.mean(masked == labels[None, None], 2),
         "mask_share": jnp.mean(masked == config.digit, 2),
         "random_accuracy": jnp.mean(control == labels[None, None], (0, 2)),
     }
+
+
+@eqx.filter_jit
+def _classes(model: Any, images: Array, masks: Array, norms: Array) -> Array:
+    """What images with masks of some norms are taken for: [masks, norms, n]."""
+    steps = masks[:, None] * norms[None, :, None]
+    run = jax.lax.map(
+        lambda step: jnp.argmax(jax.vmap(model)(images + step[None]), 1), steps.reshape(-1, masks.shape[1])
+    )
+    return run.reshape(*steps.shape[:2], -1)
 
 
 def pooled(similarity: np.ndarray) -> np.ndarray:

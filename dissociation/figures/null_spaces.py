@@ -33,13 +33,17 @@ def null_spaces(architecture: str, models: Any, path: str, images: np.ndarray, n
     """
     if architecture == "mlp":
         return _described([null_spectrum(images)])
-    look = eqx.filter_jit(lambda model, some: layer_inputs(model, some, path).rows)
     spectra = []
     for index in range(num_members):
         one = take(models, index)
         parts = (images[start : start + BATCH] for start in range(0, len(images), BATCH))
-        spectra.append(null_spectrum(np.concatenate([np.asarray(look(one, part)) for part in parts]), 1e-6))
+        spectra.append(null_spectrum(np.concatenate([np.asarray(_rows(one, part, path)) for part in parts]), 1e-6))
     return _described(spectra)
+
+
+@eqx.filter_jit
+def _rows(model: Any, images: np.ndarray, path: str) -> Array:
+    return layer_inputs(model, images, path).rows
 
 
 def _described(spectra: list[NullSpectrum]) -> dict[str, Any]:

@@ -171,12 +171,16 @@ def initial_models(
     check_positive("init_scale", scales)
     if scales.shape not in ((1,), (len(keys),)):
         fail("init_scale", f"be one number, or one for each of the {len(keys)} members", f"shape {scales.shape}")
+    return _scaled(keys, jnp.broadcast_to(jnp.asarray(scales, float), (len(keys),)), network, options or {})
 
+
+@eqx.filter_jit
+def _scaled(keys: Array, scales: Array, network: str, options: dict[str, Any]) -> PyTree:
     def build(key: Array, scale: Array) -> eqx.Module:
-        model = (MLP if network == "mlp" else CNN)(**(options or {}), key=key)
+        model = (MLP if network == "mlp" else CNN)(**options, key=key)
         return jax.tree.map(lambda leaf: scale * leaf if eqx.is_inexact_array(leaf) else leaf, model)
 
-    return eqx.filter_jit(eqx.filter_vmap(build))(keys, jnp.broadcast_to(jnp.asarray(scales, float), (len(keys),)))
+    return eqx.filter_vmap(build)(keys, scales)
 
 
 class Rates(NamedTuple):

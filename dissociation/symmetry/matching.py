@@ -480,16 +480,20 @@ def barriers(
     if number < 2:
         fail("models", "be two members or more", number)
     parts = [member(models, index) for index in range(number)]
-    height = eqx.filter_jit(lambda a, b: barrier(loss, a, b, num_points=num_points).height)
     before, after = np.zeros((2, number, number))
     matchings = {}
     for i in range(number):
         for j in range(i + 1, number):
             found = match_weights(parts[i], parts[j], groups, num_starts=num_starts, key=key)
             matchings[i, j] = found
-            before[i, j] = before[j, i] = height(parts[i], parts[j])
-            after[i, j] = after[j, i] = height(parts[i], found.apply(parts[j], groups))
+            before[i, j] = before[j, i] = _height(loss, parts[i], parts[j], num_points)
+            after[i, j] = after[j, i] = _height(loss, parts[i], found.apply(parts[j], groups), num_points)
     return Barriers(before, after, matchings)
+
+
+@eqx.filter_jit
+def _height(loss: Callable[[Any], Array], a: Any, b: Any, num_points: int) -> Array:
+    return barrier(loss, a, b, num_points=num_points).height
 
 
 @validated

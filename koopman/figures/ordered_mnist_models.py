@@ -58,6 +58,9 @@ MODELS = {
 """In the order of tables and legends."""
 
 
+_loss = eqx.filter_jit(validation_loss)
+
+
 class Networks(NamedTuple):
     """Everything that is trained on a sequence.
 
@@ -112,8 +115,8 @@ def train_networks(
             continue
         result = train_encoders(name, train, key=name_key, features=config.num_digits, **options(name))
         models[name], curves[name] = result.models, np.asarray(result.history.observed)
-        run = eqx.filter_jit(lambda model, images, kind=name: validation_loss(kind, model, images, batch_size=64))
-        losses = [run(member(result.models, seed), jnp.asarray(validation)) for seed in range(config.num_seeds)]
+        networks = [member(result.models, seed) for seed in range(config.num_seeds)]
+        losses = [_loss(name, network, jnp.asarray(validation), batch_size=64) for network in networks]
         batched[name], diverged_at[name] = np.asarray(losses), result.diverged_at
         parts.seconds[f"training {name}"] = result.seconds
     for name, name_key, orthogonal in (("autoencoder", keys[3], False), ("orthogonal", keys[4], True)):
@@ -181,11 +184,11 @@ def _fitted(
 
     With `center` the constant function goes, and its eigenvalue 1 with it.
     """
-    return _fit(features, images, config.num_digits, config.alpha, center, decoder)
+    return _fit(features, images, config.num_digits, jnp.asarray(config.alpha), center, decoder)
 
 
 @eqx.filter_jit
-def _fit(features: Any, images: Array, rank: int, alpha: float, center: bool, decoder: Any) -> Forecaster:
+def _fit(features: Any, images: Array, rank: int, alpha: Array, center: bool, decoder: Any) -> Forecaster:
     x, y = lagged_pairs(encode(features, images))
     observable = images[1:] if decoder is None else None
     operator = fit(ReducedRank(rank, alpha), x, y, observable=observable, center=center)

@@ -280,16 +280,16 @@ def _trials(config: Config, system: System, length: int, key: Array) -> dict[str
     """All trajectories of one length: the estimates nearest to the truth, and the first eigenfunction."""
     exact, truth = (jnp.asarray(part(system), jnp.complex64) for part in (_compared, _exact_function))
     grid = jnp.asarray(system.grid[:, None], jnp.float32)
-    centres = jnp.linspace(grid[0], grid[-1], config.num_centres)
+    centres, alpha = jnp.linspace(grid[0], grid[-1], config.num_centres), jnp.asarray(config.alpha)
 
     def one(key: Array) -> dict[str, Array]:
         x, y = lagged_pairs(system.sample(length, key), system.lag)
         features = system.features(x), system.features(y)
-        reduced_rank = ReducedRank(system.rank, config.alpha)
+        reduced_rank = ReducedRank(system.rank, alpha)
         kernel = RBF(system.length_scale)
         fitted: dict[str, tuple[Operator, Array]] = {
-            "ridge": (fit(Ridge(config.alpha), *features), system.features(grid)),
-            "pcr": (fit(PrincipalComponents(system.rank, config.alpha), *features), system.features(grid)),
+            "ridge": (fit(Ridge(alpha), *features), system.features(grid)),
+            "pcr": (fit(PrincipalComponents(system.rank, alpha), *features), system.features(grid)),
             "reduced_rank": (fit(reduced_rank, *features), system.features(grid)),
             "nystroem": (fit(reduced_rank, x, y, kernel=kernel, centres=centres), grid),
         }

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled import compilations
 from drawn import assert_only_draws
 from labels import assert_labelled
 
@@ -79,6 +80,15 @@ def test_series(small):
     null = np.nan_to_num(found["mi_zy_compression_null"][..., -1], nan=0.0)
     assert (found["mi_zy_compression"][..., -1] > np.maximum(null, 0)).all()
     assert (null < 0.3).all()
+
+
+def test_another_rate_and_scale_compile_nothing_anew(small, caplog, monkeypatch):
+    _, config, folder = small
+    with np.load(folder / "codes.npz") as file:
+        codes = {"codes": file["codes"]}
+    monkeypatch.setattr(collapse, "compressed", lambda *args, **options: codes)
+    other = dataclasses.replace(config, learning_rate=3e-3, init_scale=2.0, weight_decays=(0.2, 0.02))
+    assert compilations(caplog, lambda: collapse.compute(other, key=KEY)) == []
 
 
 def test_one_curve(small):

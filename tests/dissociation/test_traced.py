@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from compiled import compilations
 
 from dissociation import sharding
 from dissociation.traced import trace
@@ -142,14 +143,6 @@ def test_fingerprints_are_the_same_in_another_process_and_on_other_lines():
     command = [sys.executable, "-c", FINGERPRINT.format(lines="") + "print(found)"]
     there = subprocess.run(command, capture_output=True, check=True, text=True).stdout
     assert there.strip() == here["found"]
-
-
-def compilations(caplog, function):
-    """What the call compiles, by name."""
-    caplog.clear()
-    with jax.log_compiles():
-        function()
-    return [message for message in caplog.messages if "Finished XLA compilation" in message]
 
 
 def training(rate=0.1, power=2, offset=0.0, scale=1.0, made=optax.adam, decimals=None):

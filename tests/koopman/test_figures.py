@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
+from compiled import compilations
 from drawn import assert_only_draws
 from labels import assert_labelled
 
@@ -155,9 +156,11 @@ def test_a_sequence_must_hold_the_three_splits():
         )
 
 
-def test_spectra():
+def test_spectra(caplog):
     config = dataclasses.replace(spectra.Config().quick(), lengths=(3000,), systems=("logistic", "ornstein_uhlenbeck"))
     results = spectra.compute(config, key=jax.random.key(0))
+    other = dataclasses.replace(config, alpha=1e-4)
+    assert compilations(caplog, lambda: spectra.compute(other, key=jax.random.key(0))) == []
     for name, exact in results.exact.items():
         for estimator in spectra.ESTIMATORS:
             values = results.eigenvalues[name][estimator]
