@@ -1,9 +1,12 @@
 """Progress meters driven from the host: none (the default), in a terminal, in a notebook, or the caller's own.
 
+Where what should be a terminal is none, as a batch system's log, a bar is a line now and then.
+
 A compiled program never calls back: long work is cut into compiled chunks, and between them the host advances
 the meter.
 """
 
+import io
 import sys
 import time
 from collections.abc import Callable
@@ -44,9 +47,9 @@ class SilentMeter:
 class TqdmMeter:
     """A bar of `tqdm`; `bar` is any of its classes."""
 
-    def __init__(self, total: int, description: str, bar: Callable[..., Any] = tqdm):
+    def __init__(self, total: int, description: str, bar: Callable[..., Any] = tqdm, file: Any = None):
         self._bar = bar(
-            total=total, desc=description, file=sys.stderr, dynamic_ncols=True, mininterval=0.2, smoothing=0
+            total=total, desc=description, file=file or sys.stderr, dynamic_ncols=True, mininterval=0.2, smoothing=0
         )
         self._started = False
 
@@ -57,6 +60,10 @@ class TqdmMeter:
         self._bar.update(step - self._bar.n)
         if step and not self._started:  # before was compiling, which says nothing of what remains
             self._started, self._bar.initial, self._bar.start_t = True, step, time.time()
+        self.show()
+
+    def show(self) -> None:
+        """Draws it anew."""
         self._bar.refresh()
 
     def close(self) -> None:
@@ -64,10 +71,48 @@ class TqdmMeter:
         self._bar.close()
 
 
+class _Nowhere(io.TextIOBase):
+    def write(self, text: str, /) -> int:
+        return len(text)
+
+
+class LineMeter(TqdmMeter):
+    """The same bar in a file: a line each `SECONDS`, and one at the end."""
+
+    SECONDS = 10.0
+
+    def __init__(self, total: int, description: str):
+        self._shown, self._last = -float("inf"), None
+        super().__init__(total, description, file=_Nowhere())
+
+    def show(self) -> None:
+        """Writes a line, if the last one is old enough."""
+        if time.monotonic() - self._shown >= self.SECONDS:
+            self._write()
+
+    def _write(self) -> None:
+        if (state := (self._bar.n, self._bar.postfix)) != self._last:
+            self._shown, self._last = time.monotonic(), state
+            sys.stderr.write(f"{self._bar}\n")
+            sys.stderr.flush()
+
+    def close(self) -> None:
+        """Writes the last state."""
+        self._write()
+        super().close()
+
+
+def _terminal_meter(total: int, description: str) -> Meter:
+    return TqdmMeter(total, description) if sys.stderr.isatty() else LineMeter(total, description)
+
+
 def _auto_meter(total: int, description: str) -> Meter:
     from tqdm.auto import tqdm as auto_bar
+    from tqdm.notebook import tqdm as notebook_bar
 
-    return TqdmMeter(total, description, auto_bar)
+    if issubclass(auto_bar, notebook_bar):
+        return TqdmMeter(total, description, auto_bar)
+    return _terminal_meter(total, description)
 
 
 def _notebook_meter(total: int, description: str) -> Meter:
@@ -76,7 +121,7 @@ def _notebook_meter(total: int, description: str) -> Meter:
     return TqdmMeter(total, description, notebook_bar)
 
 
-_NAMED: dict[str, MeterFactory] = {"terminal": TqdmMeter, "notebook": _notebook_meter, "auto": _auto_meter}
+_NAMED: dict[str, MeterFactory] = {"terminal": _terminal_meter, "notebook": _notebook_meter, "auto": _auto_meter}
 
 
 def open_meter(progress: str | MeterFactory | None, total: int, description: str) -> Meter:

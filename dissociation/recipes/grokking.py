@@ -175,7 +175,7 @@ def initial_models(
 
 
 @eqx.filter_jit
-def _scaled(keys: Array, scales: Array, network: str, options: dict[str, Any]) -> PyTree:
+def _scaled(keys: PRNGKeys, scales: Array, network: str, options: dict[str, Any]) -> PyTree:
     def build(key: Array, scale: Array) -> eqx.Module:
         model = (MLP if network == "mlp" else CNN)(**options, key=key)
         return jax.tree.map(lambda leaf: scale * leaf if eqx.is_inexact_array(leaf) else leaf, model)

@@ -1,5 +1,10 @@
 """The small host-side modules: schedules, progress, sharding, plotting, argument checks."""
 
+import io
+import sys
+import time
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
@@ -8,7 +13,8 @@ import pytest
 from scipy import stats
 
 from dissociation import checks, files, plotting, sharding
-from dissociation.progress import open_meter
+from dissociation import progress as progress_module
+from dissociation.progress import LineMeter, open_meter
 from dissociation.schedule import log_spaced_steps, steps_per_epoch
 
 
@@ -29,14 +35,39 @@ def test_log_spaced_steps():
     np.testing.assert_allclose(late[1:] / late[:-1], 10 ** (5 / 28), rtol=1e-3)
 
 
-def test_terminal_meter_shows_text_and_total(capsys):
-    meter = open_meter("terminal", 20, "training")
-    meter.advance(0, "")
-    meter.advance(20, "loss 0.5")
+class Screen(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("progress", ["terminal", "auto"])
+def test_a_terminal_has_one_bar_that_moves(progress, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", screen := Screen())
+    meter = open_meter(progress, 20, "training")
+    for step in (0, 10, 20):
+        meter.advance(step, f"loss {step}")
     meter.close()
+    shown = screen.getvalue()
+    assert "\n" not in shown.strip()
+    assert all(f"{step}/20" in shown and f"loss {step}" in shown for step in (0, 10, 20))
+
+
+@pytest.mark.parametrize("progress", ["terminal", "auto"])
+def test_a_file_has_a_line_now_and_then(progress, capsys, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(progress_module, "time", SimpleNamespace(monotonic=lambda: now[0], time=time.time))
+    meter = open_meter(progress, 20, "training")
+    for step in range(20):
+        meter.advance(step, f"loss {step}")
+        now[0] += LineMeter.SECONDS / 4.5
     shown = capsys.readouterr().err
-    assert "20/20" in shown
-    assert "loss 0.5" in shown
+    assert [line.split("loss ")[1] for line in shown.splitlines()] == [f"{step}]" for step in (0, 5, 10, 15)]
+    assert "\r" not in shown
+    meter.advance(20, "loss 20")
+    meter.close()
+    (last,) = capsys.readouterr().err.splitlines()
+    assert "20/20" in last
+    assert "loss 20" in last
 
 
 def test_own_meter_is_called():
