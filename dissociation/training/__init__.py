@@ -12,7 +12,7 @@ from dissociation.training.chunk import Layout
 from dissociation.training.fitting import FitResult, fit
 from dissociation.training.grids import GridResult, Plan, fit_grid
 from dissociation.training.loop import train
-from dissociation.training.run import History, Save
+from dissociation.training.records import History, Save
 from dissociation.training.samplers import Epochs, FullBatch, HostBatches, Online, Sampler
 from dissociation.training.state import Info, State, Step, make_step
 

@@ -28,7 +28,8 @@ from dissociation.training.batches import Batches, example
 from dissociation.training.callbacks import Callback, OfFunction
 from dissociation.training.chunk import Layout, observable
 from dissociation.training.loop import streams
-from dissociation.training.run import Checkpoint, History, Run, Save, records_something
+from dissociation.training.records import History, Save
+from dissociation.training.run import Checkpoint, Run, records_something
 from dissociation.training.samplers import HostBatches, Sampler, as_arrays, leading_size
 from dissociation.training.state import (
     State,
@@ -71,6 +72,12 @@ class FitResult(NamedTuple):
         return labelled_fit(self.history, self.diverged_at, over, attrs)
 
     to_xarray, to_dataframe, save = Labels.to_xarray, Labels.to_dataframe, Labels.save
+
+    def __repr__(self) -> str:
+        members = f"{self.diverged_at.size} of {type(self.models).__name__}, {np.sum(self.diverged_at >= 0)} diverged"
+        return (
+            f"FitResult({members}, {self.num_steps} steps by {self.member_map}, {self.seconds:.3g} s, {self.history})"
+        )
 
 
 def labelled_fit(

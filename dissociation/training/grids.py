@@ -28,7 +28,7 @@ from dissociation.sweeps import Grid
 from dissociation.training.callbacks import Callback
 from dissociation.training.chunk import Layout
 from dissociation.training.fitting import estimated_bytes, fit, labelled_fit
-from dissociation.training.run import History, Save
+from dissociation.training.records import History, Save
 from dissociation.training.samplers import Sampler
 from dissociation.training.state import Step
 from dissociation.types import PRNGKey

@@ -5,7 +5,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -22,8 +22,6 @@ from dissociation import checks, distributed, files, orbax_files, sharding
 from dissociation.batch_size import needed_bytes
 from dissociation.conversion import describe
 from dissociation.files import RefusedFile
-from dissociation.labelled import Labelled, label
-from dissociation.labelling import Labels, Over, label_tree
 from dissociation.lanes import Parts, parts_in_turn, ready, run_tasks, traced_number
 from dissociation.members import concatenate, stack, take
 from dissociation.shares import Share
@@ -42,70 +40,12 @@ from dissociation.training.chunk import (
     trace_step,
 )
 from dissociation.training.loop import Streams
+from dissociation.training.records import History, Save
 from dissociation.training.samplers import Segment
 from dissociation.training.state import Info, State, Step
 
 CHUNK_SECONDS = 1.0
 """How long a chunk should take: how often progress is shown and an interrupt is heard."""
-
-
-class History(NamedTuple):
-    """What was recorded along the way.
-
-    Attributes:
-        loss: The loss of every step's batch, before the update: [members, steps], NumPy. NaN where a member is frozen.
-        observed_at: The steps of the observations: [times]; step s is the state after s updates.
-        observed: The observations, every leaf [members, times, ...], NumPy; None if nothing is observed.
-        metrics: What the loss returned beside its scalar, every leaf [members, steps, ...]; None if nothing.
-        first_step: The step of the first loss: 0 unless training began at a state that had updates already.
-    """
-
-    loss: np.ndarray
-    observed_at: np.ndarray
-    observed: Any
-    metrics: Any
-    first_step: int
-
-    def labelled(self, over: Over = None) -> Labelled:
-        """Losses and metrics along steps, observations along the steps of the records.
-
-        Args:
-            over: What the members are, if not just that: a name, `{"seeds": [0, 1]}`, or a sweep's `sweeps.Grid`.
-
-        Returns:
-            `loss` [members, steps], `metrics_...` [members, steps, ...], `observed_...` [members, observed_at, ...],
-            with the steps as coordinates.
-        """
-        over = "members" if over is None else over
-        steps = self.first_step + np.arange(self.loss.shape[1])
-        done = label_tree({"loss": self.loss, "metrics": self.metrics}, over, then={"steps": steps})
-        if self.observed is None:
-            return done
-        seen = label_tree({"observed": self.observed}, over, then={"observed_at": self.observed_at})
-        return label({**done.arrays, **seen.arrays}, {**done.dims, **seen.dims}, coords={**done.coords, **seen.coords})
-
-    to_xarray, to_dataframe, save = Labels.to_xarray, Labels.to_dataframe, Labels.save
-
-
-class Save(NamedTuple):
-    """What to record, and when.
-
-    Attributes:
-        observe: `observe(model, step, key) -> PyTree of arrays` for one member, `step` traced; where the state has an
-            `aux`, `observe(model, aux, step, key)`.
-        at: Steps at which to observe and to call the callbacks' `record`, the first and the last included if wanted;
-            default: the beginning and the end of every epoch (of the run, where an epoch is one step), and none
-            without `observe` and callbacks that record.
-        seconds: The least time between two writes of the checkpoint.
-        orbax: Whether Orbax writes the states, into a folder beside the checkpoint: each device's members as they lie
-            there, where the file has to put all together on the host. A run that is written one way goes on the other.
-            Needs `dissociation[orbax]`.
-    """
-
-    observe: Callable[..., Any] | None = None
-    at: Any = None
-    seconds: float = 60.0
-    orbax: bool = False
 
 
 class Run:

@@ -169,6 +169,8 @@ class GroupReport(NamedTuple):
         lines = [repr(group) for group in self.groups.values()]
         return "\n".join(lines + [f"{place} stands still: {reason}" for place, reason in self.frozen.items()])
 
+    __repr__ = __str__
+
 
 @functools.singledispatch
 def stated_groups(model: Any, example: Any) -> dict[str, NeuronGroup] | None:

@@ -605,3 +605,15 @@ def test_numbers_that_are_no_arrays_belong_to_all_members(key):
     result = fit(models, make_step(loss, optax.adam(0.1)), FullBatch(regression(key)), num_steps=40, key=key)
     assert result.models.layers[1].p == 0.5
     assert (result.history.loss[:, -5:].mean(1) < result.history.loss[:, 0]).all()
+
+
+def test_results_print_in_a_line(key):
+    data = regression(key)
+    save = Save(lambda model, step, key: {"norm": jnp.sum(model.weight**2)}, at=(0, 30))
+    step = make_step(squared_error, optax.sgd(0.1))
+    found = fit(linear_members(key), step, FullBatch(data), num_steps=30, key=key, save=save)
+    said = repr(found)
+    assert "\n" not in said
+    assert said.startswith("FitResult(3 of Linear, 0 diverged, 30 steps by scan, ")
+    assert repr(found.history) in said
+    assert f"loss=f32[3,30](numpy) from {found.history.loss.min():.4g} to {found.history.loss.max():.4g}" in said
