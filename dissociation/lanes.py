@@ -65,7 +65,9 @@ class Parts(NamedTuple):
         arrays, rest = eqx.partition(stacked, eqx.is_array)
 
         def part(index: int, count: int) -> Any:
-            cut = lambda leaf: jax.lax.slice_in_dim(leaf, index * self.size, index * self.size + count)  # noqa: E731
+            # By a number that the program does not know, as each one that it knows would make a program of its own.
+            start = np.int32(index * self.size)
+            cut = lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, start, count)  # noqa: E731
             own = arrays if count == self.num_members else jax.tree.map(cut, arrays)
             return eqx.combine(pad_members(own, self.rows), rest)
 
