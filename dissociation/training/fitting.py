@@ -178,7 +178,7 @@ def fit(
             file = Checkpoint(Path(checkpoint), _identity(run, state, step, sampler, key), same_program)
         if logger.isEnabledFor(logging.INFO):
             needs = _needs(run, state, mine, total - first, len(times))
-            size = (needs.fixed + needs.per_member * run.parts.num_members) / 2**20
+            size = needs.of(run.parts.num_members) / 2**20
             where = f"{run.lanes} side by side" if run.lanes > 1 else f"by {run.layout.member_map}"
             logger.info(
                 "plan: %d members, %s on %d device(s), at most %.0f MiB", num_members, where, needs.devices, size
@@ -213,16 +213,25 @@ class Needs(NamedTuple):
         per_member: Of each.
         model: Of each member's trained model.
         devices: How many devices of this process the members lie on.
+        unrolled: What stays of the temporaries of each member more than one that steps by itself on a CPU, and of all.
     """
 
     fixed: int
     per_member: int
     model: int
     devices: int
+    unrolled: tuple[int, int] = (0, 0)
+
+    def of(self, members: int) -> int:
+        """Bytes of so many members."""
+        each, most = self.unrolled
+        return self.fixed + self.per_member * members + min(each * (members + 1), most)
 
 
 COMPILER = 360 * 2**20
 """Resident bytes, on a CPU, that compiling and running any program takes."""
+RETAINED = 300 * 2**20
+"""Resident bytes at the most, on a CPU, that the allocators of its threads keep of what steps of convolutions took."""
 COPIES = 4.5
 """Of all states, on a CPU, that are there at once: given, trained, put together again, written; as measured."""
 
@@ -252,14 +261,17 @@ def estimated_bytes(
 
 def _needs(run: Run, state: State, sampler: Sampler, num_steps: int, num_times: int) -> Needs:
     """Of a run that has been prepared, and the states that it began with."""
-    program, count, cpu = run.chunk_bytes(), leading_size("models", state.arrays), jax.default_backend() == "cpu"
+    count, cpu = leading_size("models", state.arrays), jax.default_backend() == "cpu"
+    program = max(run.program_bytes())
     recorded = (run.info, num_steps), (run.observe and run.observe.out, num_times)
     history = 16 * sum(math.prod(leaf.shape) * times for tree, times in recorded for leaf in jax.tree.leaves(tree))
     of_states, of_model = (_bytes(tree) // count for tree in (state, state.arrays))
     lanes = min(jax.local_device_count(), cores.available_cores()) if cpu and run.layout.member_map == "scan" else 1
-    data = _bytes(sampler) * 5 // 4
+    data = _bytes(sampler) * 5 // 4 + _bytes(run.observe)
     if cpu:
-        return Needs(data + COMPILER + lanes * program, int(COPIES * of_states) + history, of_model, lanes)
+        left = (program, RETAINED) if run.layout.member_map == "unroll" else (0, 0)
+        fixed = data + COMPILER + lanes * program
+        return Needs(fixed, int(COPIES * of_states) + history, of_model, lanes, left)
     return Needs(data, 2 * of_states + program // count + history, of_model, run.layout.devices)
 
 

@@ -347,16 +347,16 @@ def _planned(sweep: _Sweep, budget: int | None, *, keeps: bool) -> Plan:
         two = (members * 2)[:2]
         needs = estimated_bytes(sweep.models(two), sweep.step, sweep.sampler, **sweep.arguments(two))
         held = needs.model if keeps else 0  # trained models that stay
-        rest = room - needs.fixed - kept
+        rest = room - needs.fixed - needs.unrolled[1] - kept
         size = min(len(members), int(rest // (needs.per_member + held)))
         if size < 1:
-            least = needs.fixed + kept + needs.per_member + held
+            least = room - rest + needs.per_member + held
             wanted = f"be at least {least} bytes, which one member takes with its data, program and compiler"
             checks.fail("memory_budget", wanted, room)
         size = math.ceil(len(members) / math.ceil(len(members) / size))  # groups of one size share a program
         kept += held * len(members)
         devices = max(devices, needs.devices)
-        peak = max(peak, needs.fixed + kept + needs.per_member * size)
+        peak = max(peak, needs.of(size) + kept)
         groups += [tuple(members[start : start + size]) for start in range(0, len(members), size)]
     return Plan(tuple(groups), peak, room, devices)
 

@@ -221,13 +221,18 @@ class Run:
         self.unsaved = times[0][1]
         return self.share.gather(own, "chunks"), max(one for one, _ in times)
 
-    def chunk_bytes(self) -> int:
-        """What the program of a chunk takes for temporaries and results, beyond the states."""
+    def program_bytes(self) -> tuple[int, int]:
+        """What the programs of a chunk and of an observation take for temporaries and results, beyond the states."""
         common, mapped, place = self.batches.source(self.step)
         where = jnp.asarray((self.step, place.within, 1))
         inputs = self.layout, self.traced(place.size), self.keys[0].loss, None, mapped[0], common, self.counts[0], where
-        jitted: Any = run_chunk
-        return needed_bytes(jitted.lower(inputs, self.states[0]).compile().compiled)
+        chunk: Any = run_chunk
+        observation: Any = observe_members
+        found = [needed_bytes(chunk.lower(inputs, self.states[0]).compile().compiled), 0]
+        if self.observe is not None:
+            shared = self.layout, self.observe, jnp.asarray(self.step), self.keys[0].observe, self.counts[0]
+            found[1] = needed_bytes(observation.lower(shared, self.states[0]).compile().compiled)
+        return found[0], found[1]
 
     def record(self) -> None:
         """Records the observation at the current step, and asks the callbacks."""
