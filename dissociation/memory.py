@@ -117,6 +117,11 @@ def free_on_host() -> int:
     return max(0, min([_free_on_machine(), *_free_in_groups(), *_free_in_limits()]))
 
 
+def resident() -> int | None:
+    """Bytes of this process that are in memory; None where the system does not say."""
+    return _table("/proc/self/status").get("VmRSS")
+
+
 def _free_on_machine() -> int:
     available = _table("/proc/meminfo").get("MemAvailable")
     return _free_pages() if available is None else available

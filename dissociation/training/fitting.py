@@ -178,7 +178,7 @@ def fit(
             file = Checkpoint(Path(checkpoint), _identity(run, state, step, sampler, key), same_program)
         if logger.isEnabledFor(logging.INFO):
             needs = _needs(run, state, mine, total - first, len(times))
-            size = needs.of(run.parts.num_members) / 2**20
+            size = (needs.compiler + needs.of(run.parts.num_members)) / 2**20
             where = f"{run.lanes} side by side" if run.lanes > 1 else f"by {run.layout.member_map}"
             logger.info(
                 "plan: %d members, %s on %d device(s), at most %.0f MiB", num_members, where, needs.devices, size
@@ -209,7 +209,8 @@ class Needs(NamedTuple):
     """Bytes that a run takes at the most, beyond what there is: an estimate, from above.
 
     Attributes:
-        fixed: However many members there are: the data, the program, and on a CPU the compiler.
+        fixed: However many members there are: the data and the program.
+        compiler: What compiling takes on a CPU, where nothing has been compiled before.
         per_member: Of each.
         model: Of each member's trained model.
         devices: How many devices of this process the members lie on.
@@ -217,22 +218,23 @@ class Needs(NamedTuple):
     """
 
     fixed: int
+    compiler: int
     per_member: int
     model: int
     devices: int
     unrolled: tuple[int, int] = (0, 0)
 
     def of(self, members: int) -> int:
-        """Bytes of so many members."""
+        """Bytes of so many members, without the compiler's."""
         each, most = self.unrolled
         return self.fixed + self.per_member * members + min(each * (members + 1), most)
 
 
 COMPILER = 360 * 2**20
 """Resident bytes, on a CPU, that compiling and running any program takes."""
-RETAINED = 300 * 2**20
+RETAINED = 200 * 2**20
 """Resident bytes at the most, on a CPU, that the allocators of its threads keep of what steps of convolutions took."""
-COPIES = 4.5
+COPIES = 3.75
 """Of all states, on a CPU, that are there at once: given, trained, put together again, written; as measured."""
 
 
@@ -270,9 +272,8 @@ def _needs(run: Run, state: State, sampler: Sampler, num_steps: int, num_times: 
     data = _bytes(sampler) * 5 // 4 + _bytes(run.observe)
     if cpu:
         left = (program, RETAINED) if run.layout.member_map == "unroll" else (0, 0)
-        fixed = data + COMPILER + lanes * program
-        return Needs(fixed, int(COPIES * of_states) + history, of_model, lanes, left)
-    return Needs(data, 2 * of_states + program // count + history, of_model, run.layout.devices)
+        return Needs(data + lanes * program, COMPILER, int(COPIES * of_states) + history, of_model, lanes, left)
+    return Needs(data, 0, 2 * of_states + program // count + history, of_model, run.layout.devices)
 
 
 def _bytes(tree: Any) -> int:

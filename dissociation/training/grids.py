@@ -194,6 +194,7 @@ def fit_grid(
         >>> len(result.plan.groups), result.history.loss.shape, grid.unflatten(result.diverged_at).shape
         (2, (12, 4), (2, 2, 3))
     """
+    began = memory.resident()
     root, order = jax.random.split(typed(key))
     keys = (
         grid.keys(root) if "seed" in grid.values else jax.vmap(partial(jax.random.fold_in, root))(jnp.arange(len(grid)))
@@ -202,7 +203,7 @@ def fit_grid(
     keys = jax.vmap(jax.random.split)(keys)  # for a member's model, and for its training
     sweep = _Sweep(init, step, sampler, grid, keys, order, _shapes(init, step, grid), options)
     with _Folder(folder, _identity(sweep, key, num_steps, num_epochs), fresh) as kept:
-        plan = kept.plan(lambda: _planned(sweep, memory_budget, keeps=folder is None))
+        plan = kept.plan(lambda: _planned(sweep, memory_budget, began, keeps=folder is None))
         logger.info("%s", plan)
         return _run(sweep, plan, kept, progress, same_program)
 
@@ -339,24 +340,30 @@ def _unread(optimizer: Any, values: dict[str, float]) -> list[str]:
     return [name for name in values if whole and works({k: v for k, v in values.items() if k != name})]
 
 
-def _planned(sweep: _Sweep, budget: int | None, *, keeps: bool) -> Plan:
-    """Groups that fit, by what two members of each shape take."""
+def _planned(sweep: _Sweep, budget: int | None, began: int | None, *, keeps: bool) -> Plan:
+    """Groups that fit, by what two members of each shape take; `began`: what was resident when the sweep was begun."""
     room = memory.free_memory([]) if budget is None else checks.check_count("memory_budget", budget, minimum=1)
-    groups, peak, kept, devices = [], 0, 0, 1
-    for members in sweep.alike():
+    before, alike = memory.resident(), sweep.alike()
+    needs = []
+    for members in alike:
         two = (members * 2)[:2]
-        needs = estimated_bytes(sweep.models(two), sweep.step, sweep.sampler, **sweep.arguments(two))
-        held = needs.model if keeps else 0  # trained models that stay
-        rest = room - needs.fixed - needs.unrolled[1] - kept
-        size = min(len(members), int(rest // (needs.per_member + held)))
+        needs.append(estimated_bytes(sweep.models(two), sweep.step, sweep.sampler, **sweep.arguments(two)))
+    spent, after = needs[0].compiler, memory.resident()
+    if spent and began and before and after:  # known: what there is of it, and the same programs are compiled again
+        spent = (after - began + after - before) * 11 // 10
+    groups, peak, kept, devices = [], 0, 0, 1
+    for members, need in zip(alike, needs, strict=True):
+        held = need.model if keeps else 0  # trained models that stay
+        rest = room - spent - need.fixed - need.unrolled[1] - kept
+        size = min(len(members), int(rest // (need.per_member + held)))
         if size < 1:
-            least = room - rest + needs.per_member + held
+            least = room - rest + need.per_member + held
             wanted = f"be at least {least} bytes, which one member takes with its data, program and compiler"
             checks.fail("memory_budget", wanted, room)
         size = math.ceil(len(members) / math.ceil(len(members) / size))  # groups of one size share a program
         kept += held * len(members)
-        devices = max(devices, needs.devices)
-        peak = max(peak, needs.of(size) + kept)
+        devices = max(devices, need.devices)
+        peak = max(peak, spent + need.of(size) + kept)
         groups += [tuple(members[start : start + size]) for start in range(0, len(members), size)]
     return Plan(tuple(groups), peak, room, devices)
 

@@ -14,9 +14,10 @@ import numpy as np
 import optax
 import pytest
 
+from dissociation import memory
 from dissociation.files import RefusedFile
 from dissociation.sweeps import Grid
-from dissociation.training import Epochs, Layout, Save, fit, fit_grid, make_step
+from dissociation.training import Epochs, Layout, Save, fit, fit_grid, fitting, make_step
 from dissociation.training import grids as module
 from dissociation.training.run import Run
 
@@ -201,13 +202,54 @@ def test_results_have_the_axes_of_the_grid():
     assert len(repr(result)) < 300
 
 
-def test_the_budget_sets_the_groups():
-    plan = swept(grid=Grid(width=[8], rate=[0.1], seed=range(9)), num_epochs=1, memory_budget=2**40).plan
-    assert len(plan.groups) == 1
-    assert plan.peak_bytes < plan.budget
-    needs = plan.peak_bytes
-    with pytest.raises(ValueError, match="memory_budget"):
-        swept(grid=Grid(width=[8], rate=[0.1], seed=range(9)), num_epochs=1, memory_budget=needs // 2)
+def test_the_budget_sets_the_groups(monkeypatch, tmp_path):
+    monkeypatch.setattr(memory, "resident", lambda: 2**30)  # compiling takes nothing
+
+    def plan(members, **options):
+        grid = Grid(width=[8], rate=[0.1], seed=range(members))
+        return swept(grid=grid, num_epochs=1, folder=tmp_path / f"{members}-{len(options)}", **options).plan
+
+    one, nine = plan(1), plan(9)
+    assert len(nine.groups) == 1
+    assert nine.peak_bytes < nine.budget
+    each = (nine.peak_bytes - one.peak_bytes) // 8
+    halves = plan(9, memory_budget=one.peak_bytes + 4 * each)
+    assert [len(group) for group in halves.groups] == [5, 4]
+    assert halves.peak_bytes <= halves.budget
+    with pytest.raises(ValueError, match=f"`memory_budget` must be at least {one.peak_bytes} bytes"):
+        swept(grid=Grid(width=[8], rate=[0.1], seed=range(9)), num_epochs=1, memory_budget=1, folder=tmp_path / "no")
+
+
+@pytest.mark.parametrize(("resident", "counted"), [((100, 130, 170), 121), ((None, None, None), fitting.COMPILER)])
+def test_what_compiling_takes_is_what_planning_shows(resident, counted, monkeypatch, tmp_path):
+    def peak(*seen):
+        values = iter(seen)
+        monkeypatch.setattr(memory, "resident", lambda: next(values))
+        grid = Grid(width=[8], rate=[0.1], seed=range(2))
+        return swept(grid=grid, num_epochs=1, folder=tmp_path / str(len(list(tmp_path.iterdir())))).plan.peak_bytes
+
+    assert peak(*resident) - peak(5, 5, 5) == counted
+
+
+def test_what_is_observed_and_steps_in_turn_are_counted():
+    images = np.ones((500, 4096), np.float32)
+    models = eqx.filter_vmap(lambda key: eqx.nn.Linear(4096, 1, key=key))(jax.random.split(jax.random.key(0), 2))
+    data = jnp.ones((10, 4096)), jnp.ones((10, 1))
+
+    def needs(observe, layout=Layout()):  # noqa: B008
+        step = make_step(
+            lambda model, batch, key: jnp.mean((jax.vmap(model)(batch[0]) - batch[1]) ** 2), optax.sgd(0.1)
+        )
+        options = {"num_epochs": 1, "key": jax.random.key(0), "save": Save(observe), "layout": layout}
+        return fitting.estimated_bytes(models, step, Epochs(data, 5), **options)
+
+    seen = needs(lambda model, step, key: jnp.mean(jnp.exp(jax.vmap(model)(images))))
+    assert seen.of(2) - needs(None).of(2) >= images.nbytes
+    unrolled = needs(None, Layout(member_map="unroll"))
+    each, most = unrolled.unrolled
+    assert 0 < each < most == fitting.RETAINED
+    assert unrolled.of(9) - unrolled.of(8) == unrolled.per_member + each
+    assert unrolled.of(10**9 + 1) - unrolled.of(10**9) == unrolled.per_member
 
 
 SCRIPT = """
