@@ -42,7 +42,7 @@ def null_spaces(architecture: str, models: Any, path: str, images: np.ndarray, n
 
 
 @eqx.filter_jit
-def _rows(model: Any, images: np.ndarray, path: str) -> Array:
+def _rows(model: Any, images: Array | np.ndarray, path: str) -> Array:
     return layer_inputs(model, images, path).rows
 
 
