@@ -14,8 +14,11 @@ from labels import assert_labelled
 
 from dissociation import cli
 from dissociation.data.datasets import load
-from dissociation.figures import command, figures, members, robustness, transfer
+from dissociation.figures import command, figures, members, null_spaces, robustness, transfer
 from dissociation.figures.artifacts import Parts, axes_of
+from dissociation.members import take
+from dissociation.models.cnn import CNN
+from dissociation.weights.seen import layer_inputs
 
 pytestmark = pytest.mark.usefixtures("barely_optimized")
 
@@ -50,6 +53,16 @@ def test_the_published_null_space_is_no_smaller_and_not_everything():
     data = load("glyphs", num_train=60, num_test=1000)
     found = robustness._null_space(robustness.Config(published_null=True), None, "", data.test_images, data)
     assert found["dimension"] <= len(found["published_basis"]) < 400
+
+
+def test_null_spaces_of_what_networks_make_of_their_images():
+    images, path = np.random.default_rng(0).uniform(size=(5, 784)).astype(np.float32), ".encoder.head.weight"
+    models = eqx.filter_jit(eqx.filter_vmap(lambda key: CNN(8, 10, key=key)))(jax.random.split(KEY))
+    found = null_spaces.null_spaces("cnn", models, path, images, 2)
+    for index, basis in enumerate(found["basis"]):
+        seen = np.asarray(layer_inputs(take(models, index), images, path).rows)
+        assert np.abs(seen @ basis.T).max() < 1e-5 * np.abs(seen).max()
+        assert np.linalg.matrix_rank(basis) + np.linalg.matrix_rank(seen) == seen.shape[1]
 
 
 @pytest.mark.slow
