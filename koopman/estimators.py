@@ -35,7 +35,7 @@ from dissociation.types import Scalar
 from dissociation.validation import validated
 from koopman.kernels import plain_number
 from koopman.solvers import SOLVERS, Leading, chosen_solver, find_eigenpairs, find_left_vectors
-from koopman.subspaces import Basis, FeatureRegression, KernelRegression, Rank, halved, leading_of, mixing
+from koopman.subspaces import Basis, FeatureRegression, KernelRegression, Rank, eigenpairs, halved, leading_of, mixing
 
 Slopes = tuple[Array, Array]
 """Derivatives of the vectors and of the values of a `Basis`."""
@@ -148,8 +148,7 @@ class _Principal:
     def kernel_jvp(self, problem: KernelRegression, tangent: KernelRegression, solution: Basis) -> Slopes:
         """F is a matrix function of K and alpha."""
         size, alpha = problem.size, problem.alpha
-        squares, vectors = jnp.linalg.eigh(problem.x)
-        squares, vectors = squares[::-1], vectors[:, ::-1]
+        squares, vectors = eigenpairs(problem.x)
         scale, kept = problem.scale(squares)
         active = jnp.minimum(problem.active, jnp.sum(kept))
         leading = jnp.arange(size) < active
