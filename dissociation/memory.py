@@ -1,8 +1,11 @@
 """Memory: what a compiled program takes, and what is free on a device or on the host."""
 
+import contextlib
+import ctypes
 import math
 import os
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -120,6 +123,13 @@ def free_on_host() -> int:
 def resident() -> int | None:
     """Bytes of this process that are in memory; None where the system does not say."""
     return _table("/proc/self/status").get("VmRSS")
+
+
+def trim() -> None:
+    """Gives what was freed back to the system, where the C library can: threads would not use each other's."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def _free_on_machine() -> int:

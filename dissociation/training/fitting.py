@@ -232,10 +232,10 @@ class Needs(NamedTuple):
 
 COMPILER = 360 * 2**20
 """Resident bytes, on a CPU, that compiling and running any program takes."""
-RETAINED = 200 * 2**20
+RETAINED = 120 * 2**20
 """Resident bytes at the most, on a CPU, that the allocators of its threads keep of what steps of convolutions took."""
-COPIES = 3.75
-"""Of all states, on a CPU, that are there at once: given, trained, put together again, written; as measured."""
+COPIES = 2.6, 3.75
+"""Of all states, on a CPU, that are there at once, where members go in turn on one device, and on several."""
 
 
 def estimated_bytes(
@@ -272,7 +272,8 @@ def _needs(run: Run, state: State, sampler: Sampler, num_steps: int, num_times: 
     data = _bytes(sampler) * 5 // 4 + _bytes(run.observe)
     if cpu:
         left = (program, RETAINED) if run.layout.member_map == "unroll" else (0, 0)
-        return Needs(data + lanes * program, COMPILER, int(COPIES * of_states) + history, of_model, lanes, left)
+        each = int(COPIES[lanes > 1] * of_states) + history
+        return Needs(data + lanes * program, COMPILER, each, of_model, lanes, left)
     return Needs(data, 0, 2 * of_states + program // count + history, of_model, run.layout.devices)
 
 

@@ -34,6 +34,10 @@ from dissociation.training.state import Step
 from dissociation.types import PRNGKey
 from dissociation.validation import validated
 
+RECOMPILED = 1.75
+"""Memory of compiling for other numbers of members, on a CPU, over that of planning, for two; measured."""
+SLACK = 32 * 2**20
+"""Bytes that are planned beside it, as it is measured at two moments."""
 MANIFEST = "sweep.json"
 """The file of a folder that says which sweep it holds, and how far that is."""
 
@@ -194,8 +198,9 @@ def fit_grid(
         >>> len(result.plan.groups), result.history.loss.shape, grid.unflatten(result.diverged_at).shape
         (2, (12, 4), (2, 2, 3))
     """
+    jax.block_until_ready(eqx.filter(sampler, eqx.is_array))  # data on its way would be taken for compiling's memory
+    root, order = jax.random.split(typed(key))  # after which what the data came from is let go
     began = memory.resident()
-    root, order = jax.random.split(typed(key))
     keys = (
         grid.keys(root) if "seed" in grid.values else jax.vmap(partial(jax.random.fold_in, root))(jnp.arange(len(grid)))
     )
@@ -343,14 +348,16 @@ def _unread(optimizer: Any, values: dict[str, float]) -> list[str]:
 def _planned(sweep: _Sweep, budget: int | None, began: int | None, *, keeps: bool) -> Plan:
     """Groups that fit, by what two members of each shape take; `began`: what was resident when the sweep was begun."""
     room = memory.free_memory([]) if budget is None else checks.check_count("memory_budget", budget, minimum=1)
-    before, alike = memory.resident(), sweep.alike()
-    needs = []
+    alike, needs = sweep.alike(), []
     for members in alike:
         two = (members * 2)[:2]
         needs.append(estimated_bytes(sweep.models(two), sweep.step, sweep.sampler, **sweep.arguments(two)))
     spent, after = needs[0].compiler, memory.resident()
-    if spent and began and before and after:  # known: what there is of it, and the same programs are compiled again
-        spent = (after - began + after - before) * 11 // 10
+    if spent:
+        memory.trim()
+    if spent and began and after:  # known. Other numbers of members are compiled anew, in part where that was freed
+        factor = RECOMPILED if any(len(members) != 2 for members in alike) else 1.1
+        spent = int(max(after - began, 0) * factor) + SLACK
     groups, peak, kept, devices = [], 0, 0, 1
     for members, need in zip(alike, needs, strict=True):
         held = need.model if keeps else 0  # trained models that stay

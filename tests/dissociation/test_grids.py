@@ -220,15 +220,38 @@ def test_the_budget_sets_the_groups(monkeypatch, tmp_path):
         swept(grid=Grid(width=[8], rate=[0.1], seed=range(9)), num_epochs=1, memory_budget=1, folder=tmp_path / "no")
 
 
-@pytest.mark.parametrize(("resident", "counted"), [((100, 130, 170), 121), ((None, None, None), fitting.COMPILER)])
-def test_what_compiling_takes_is_what_planning_shows(resident, counted, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("members", "resident", "counted"),
+    [
+        (2, (100, 170), 77),  # planned with two, whose programs are there
+        (3, (100, 170), 122),
+        (3, (170, 100), 0),  # others freed more meanwhile
+        (3, (None, None), fitting.COMPILER - module.SLACK),
+    ],
+)
+def test_what_compiling_takes_is_what_planning_shows(members, resident, counted, monkeypatch, tmp_path):
+    trimmed = []
+    monkeypatch.setattr(memory, "trim", lambda: trimmed.append(True))
+
     def peak(*seen):
         values = iter(seen)
         monkeypatch.setattr(memory, "resident", lambda: next(values))
-        grid = Grid(width=[8], rate=[0.1], seed=range(2))
+        grid = Grid(width=[8], rate=[0.1], seed=range(members))
         return swept(grid=grid, num_epochs=1, folder=tmp_path / str(len(list(tmp_path.iterdir())))).plan.peak_bytes
 
-    assert peak(*resident) - peak(5, 5, 5) == counted
+    assert peak(*resident) - peak(5, 5) == counted
+    assert len(trimmed) == 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the C library of Linux")
+def test_freed_memory_goes_back():
+    held = [bytes(bytearray(100_000)) for _ in range(2000)]  # 200 MB, too small each for pages of their own
+    some = held[::20]  # between them, so that the heap does not shrink by itself
+    del held
+    before = memory.resident()
+    memory.trim()
+    assert before - memory.resident() > 100_000_000
+    assert len(some) == 100
 
 
 def test_what_is_observed_and_steps_in_turn_are_counted():
