@@ -30,7 +30,8 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, **kwargs):
-    """Keeps the angle brackets of products, <x, y>, from becoming tags."""
+    """Return the page with links to notebooks' pages on the site, and without tags made of products <x, y>."""
+    markdown = re.sub(r"\]\((?:\.\./)+notebooks/(\w+)\.ipynb\)", r"](notebooks/\1.md)", markdown)
     return re.sub(r"<(?=\w+, )", "&lt;", markdown)
 
 

@@ -49,5 +49,16 @@ def test_the_navigation_has_every_page():
     assert navigation == pages | notebooks
 
 
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_to_files(path):
+    links = re.findall(r"\]\((?!\w+:)([^)#]+)(?:#[^)]*)?\)", re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL))
+    assert [link for link in links if not (path.parent / link).exists()] == []
+
+
+def test_every_page_but_those_of_the_api_is_linked():
+    text = "".join(path.read_text() for path in PAGES)
+    assert [path.name for path in PAGES[1:] if f"{path.name})" not in text and path.parent.name != "api"] == []
+
+
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().split()) <= 900

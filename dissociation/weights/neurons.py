@@ -1,7 +1,7 @@
 """Rewrites of one hidden layer, as a pair of matrices, that leave the function of the layer as it was.
 
 A hidden layer computes `w_out @ activation(w_in @ x)`. A bias is the incoming weight of an input that is always 1:
-append it to `w_in` as a column. `dissociation.weights.mlp` does so, and applies these rewrites to whole models.
+append it to `w_in` as a column. `dissociation.weights.rewrites` applies the same rewrites to whole models.
 """
 
 import math
