@@ -51,7 +51,8 @@ def test_the_navigation_has_every_page():
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_to_files(path):
-    links = re.findall(r"\]\((?!\w+:)([^)#]+)(?:#[^)]*)?\)", re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL))
+    text = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
+    links = re.findall(r"\]\((?!\w+:)([^)#]+)(?:#[^)]*)?\)", text)
     assert [link for link in links if not (path.parent / link).exists()] == []
 
 
