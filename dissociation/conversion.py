@@ -12,7 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dissociation.checks import check_finite, fail, fail_kind, is_traced
+from dissociation.checks import check_finite, fail, fail_kind, is_traced, warn
+
+LOST_DIGITS = 1e3
+"""Deviations that a column's mean may be, before a warning says what float32 keeps of it."""
 
 
 @functools.cache
@@ -83,8 +86,12 @@ def as_examples(name: str, value: Any, *, finite: bool = False) -> Any:
     """
     words = "numbers [samples, ...]"
     arrays = jax.tree.map(
-        lambda part: jnp.asarray(as_array(name, part, words)), value, is_leaf=lambda x: not isinstance(x, (dict, tuple))
+        lambda part: as_array(name, part, words), value, is_leaf=lambda x: not isinstance(x, (dict, tuple))
     )
+    for array in jax.tree.leaves(arrays):
+        if number_kind(array.dtype) == "float":
+            warn_narrowed(name, array)
+    arrays = jax.tree.map(jnp.asarray, arrays)
     leaves = jax.tree.leaves(arrays)
     shapes = [leaf.shape for leaf in leaves]
     if len({shape[:1] for shape in shapes}) != 1 or () in shapes:
@@ -129,13 +136,51 @@ def as_numbers(name: str, array: Any, numbers: frozenset[str]) -> Any:
     if kind in numbers:
         return array
     if kind in ("bool", "int") and "float" in numbers:
-        return array.astype(jax.dtypes.canonicalize_dtype(float))
+        exact = isinstance(array, np.ndarray) and dtype.itemsize > 2  # on the host all digits are kept
+        return array.astype(np.float64 if exact else jax.dtypes.canonicalize_dtype(float))
     if kind in ("bool", "int", "float") and "complex" in numbers:
         return array.astype(jax.dtypes.canonicalize_dtype(complex))
     if kind == "bool" and "int" in numbers:
         return array.astype(jax.dtypes.canonicalize_dtype(int))
     advice = "Take its real and imaginary parts as two features" if kind == "complex" else ""
     return fail_kind(name, f"hold {kind_words(numbers)}", f"dtype {dtype}", advice)
+
+
+def warn_narrowed(name: str, array: Any, *, gates: int = 1) -> None:
+    """Warn if float32 is going to drop digits by which known numbers of one column differ, or to round integers.
+
+    Args:
+        name: Name of the argument.
+        array: Numbers as they came. Nothing is checked of single and traced ones, nor with x64 on.
+        gates: Number of `validated` functions between the user and here; inside more of them, an outer one has warned.
+    """
+    kind = number_kind(array.dtype)
+    narrow = {"int": 2, "float": 4}.get(kind, np.inf) if jax.dtypes.canonicalize_dtype(float) == np.float32 else np.inf
+    if is_traced(array) or array.dtype.itemsize <= narrow or not array.ndim or not array.size:
+        return
+    width = array.shape[-1] if array.ndim > 1 else 1
+    number = min(1000, 30 + 2_000_000 // width)
+    rows = np.asarray(array)[:: -(-len(array) // number) | 1]  # odd: multiples of a power of two may be exact
+    rows = rows.reshape(-1, width)
+    rows = rows[:: -(-len(rows) // number) | 1]
+    with np.errstate(all="ignore"):
+        rounding = rows.astype(np.float64) - rows.astype(np.float32)
+        mean, deviation = np.abs(rows.mean(0, dtype=np.float64)), rows.std(0, dtype=np.float64)
+        # Of numbers about a large mean float32 drops a share of 2 ** -25 of the mean; of some, as integers, none.
+        lost = np.std(rounding, 0) > LOST_DIGITS * 2.0**-25 * deviation
+    lost &= deviation > 64 * np.finfo(np.float64).eps * mean  # else it is the rounding of float64
+    if kind == "int":
+        lost = rounding.any(0)
+    if not (lost.any() if len(rows) > 3 else lost.all()):  # two or three numbers may lie close by chance
+        return
+    worst = int(np.argmax(np.where(lost, mean / np.where(lost, deviation, 1.0), 0.0)))
+    digits = np.clip(np.log10(deviation[worst] / mean[worst]) + 7, 0, 7)
+    warn(
+        f"{f'Column {worst} of ' if array.ndim > 1 else ''}`{name}` varies by {deviation[worst]:.2g} about "
+        f"{mean[worst]:.2g}: float32 keeps {digits:.0f} digits of it. Subtract the means first, or "
+        "call jax.config.update('jax_enable_x64', True) at the start.",
+        gates=gates,
+    )
 
 
 def check_fits(name: str, array: Any) -> None:

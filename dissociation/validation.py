@@ -38,6 +38,7 @@ from dissociation.conversion import (
     check_fits,
     describe,
     kind_words,
+    warn_narrowed,
 )
 from dissociation.types import Labels
 
@@ -224,6 +225,8 @@ class _Rule:
         words = f"{kind.words} {kind.axes}" if self._has_axes else "a number"
         array = as_array(name, value, words, bare=not self._has_axes, may_be_empty=may_be_empty)
         kind = next((kind for kind in self.arrays if kind.axes.fits(array.ndim)), kind)
+        if not kind.on_host and "float" in kind.numbers:
+            warn_narrowed(name, array)
         array = as_numbers(name, array, kind.numbers)
         kind.axes.check(name, array.shape, bound)
         return _placed(name, array, kind)
@@ -262,7 +265,10 @@ class _Rule:
         if rows or isinstance(value, (bool, int, float, complex)):  # one array, in rows?
             advice = "Give nested lists as one array, numpy.asarray(...)"
             fail_kind(name, f"be an array of {words}", f"an object of type {type(value).__name__}", advice)
-        array = as_numbers(name, as_array(name, value, words), kind.numbers)
+        array = as_array(name, value, words)
+        if "float" in kind.numbers:
+            warn_narrowed(name, array)
+        array = as_numbers(name, array, kind.numbers)
         kind.axes.check(name, array.shape, {})
         return array
 

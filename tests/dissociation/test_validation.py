@@ -1,5 +1,6 @@
 """The gate: what stands for an array is taken, and what does not is refused by name."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -383,3 +384,69 @@ def test_keys_may_be_one_or_several_where_both_are_meant():
             draw(wrong)
     with pytest.raises(ValueError, match=r"got keys of shape \(2, 2\)"):
         draw(jax.random.split(typed, (2, 2)))
+
+
+@validated
+def narrow(x: Float[Array | np.ndarray, "n ..."], parts: Sequence[Float[Array, " n"]] = ()) -> Any:
+    return x
+
+
+NOISE = np.random.default_rng(0).standard_normal((40, 3))
+WHITE = np.ones((1000, 4))
+WHITE[7] = 254 / 255
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        NOISE + [0, 1e5, 0],
+        (NOISE + [0, -1e9, 0]).tolist(),
+        (NOISE * 1e-30 + [0, 1e-20, 0]),
+        [[1, 2**40 + i, 0] for i in range(40)],
+        np.array([[0, 2**32 - 41 + i, 0] for i in range(40)], np.uint32),
+        np.array([[0, 2**24 + i, 0] for i in range(40)], np.int32),
+        np.stack([NOISE + [0, 1e9, 0]] * 2),
+        pd.DataFrame(NOISE + [0, 1e9, 0]),
+    ],
+    ids=["float64", "list", "small", "integers", "uint32", "int32", "stacked", "frame"],
+)
+def test_what_float32_drops_is_said_once_before_it_is_dropped(x):
+    with pytest.warns(RuntimeWarning, match=r"^Column 1 of `x` varies by .* about .*: float32 keeps") as seen:
+        narrow(x)
+    assert (len(seen), seen[0].filename) == (1, __file__)
+    with jax.enable_x64(True), warnings.catch_warnings(action="error"):
+        np.testing.assert_array_equal(narrow(x), np.asarray(x))  # integers keep all digits
+
+
+def test_what_float32_drops_of_lists_and_vectors_is_said():
+    for arguments in (
+        {"x": 1e9 + NOISE[:, 0]},
+        {"x": jnp.arange(2**24, 2**24 + 40)},
+        {"x": [0.0], "parts": [NOISE[:, 0], 1e9 + NOISE[:, 0]]},
+    ):
+        name = r"parts\[1\]" if "parts" in arguments else "x"
+        with pytest.warns(RuntimeWarning, match=f"^`{name}` varies by"):
+            narrow(**arguments)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        NOISE * 1e9 + 1e11,
+        np.full((40, 2), 1e9 + 0.1),
+        0.1 + 1e-17 * NOISE,
+        WHITE,
+        np.eye(4)[np.arange(40) % 4],
+        np.arange(0, 100_000, 100),
+        np.arange(2019, 2022),
+        1_000_000 * np.arange(40) * 64,
+        np.array([2**31 - 40, 2**31 - 1] * 20) // 256 * 256,
+        np.random.default_rng(0).integers(0, 256, (40, 5, 5, 3)).astype(np.uint8),
+        NOISE.reshape(2, 60),
+        NOISE.astype(np.float32) + np.float32(1e6),
+        np.full((40, 2), np.nan),
+    ],
+    ids=str,
+)
+def test_what_loses_nothing_passes_without_a_word(x):
+    assert narrow(x) is not None

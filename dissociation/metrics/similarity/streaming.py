@@ -24,7 +24,7 @@ from dissociation.checks import (
     fail,
     is_traced,
 )
-from dissociation.conversion import as_array, as_numbers
+from dissociation.conversion import as_array, as_numbers, warn_narrowed
 from dissociation.distances import root
 from dissociation.linalg import centre, nuclear_norm, product, psd_power
 from dissociation.metrics.similarity.base import Features, OtherFeatures, Score, check_samples, in_common_dtype
@@ -87,7 +87,9 @@ def joint_moments(*representations: Any) -> JointMoments:
     arrays = []
     for index, given in enumerate(representations):
         name = f"representations[{index}]"
-        array = as_numbers(name, as_array(name, given, "real numbers [n, p]"), frozenset({"float"}))
+        array = as_array(name, given, "real numbers [n, p]")
+        warn_narrowed(name, array)
+        array = as_numbers(name, array, frozenset({"float"}))
         if array.ndim != 2:
             fail(name, "have 2 axes [n, p]", f"shape {array.shape}")
         if array.shape[0] != np.shape(representations[0])[0]:
