@@ -65,8 +65,9 @@ class Estimate(Result):
         value: The estimate; NaN where it is not `reliable`.
         error: Standard error from the spread of the samples' own terms, or that of the estimates from up to 16
             parts of the samples if larger, since the terms of neighbours depend on each other. Parts and halves are
-            drawn by a fixed permutation of the rows, in whatever order these come. Both take samples for independent. An information about labels has the first alone, and at least the share of one
-            sample in all that labels can hold: what no sample showed may lie in the next.
+            drawn by a fixed permutation of the rows, in whatever order these come. Both take samples for independent.
+            An information about labels has the first alone, and at least the share of one sample in all that labels
+            can hold: what no sample showed may lie in the next.
         reliable: False where more than 1 % of the samples coincide with neighbours (an entropy is then minus infinity,
             an information infinite; fewer are taken for rounding), or coordinates are linear functions of others; where
             an information is more than three errors below zero, or its part that is not linear above two thirds of the
