@@ -136,8 +136,7 @@ def as_numbers(name: str, array: Any, numbers: frozenset[str]) -> Any:
     if kind in numbers:
         return array
     if kind in ("bool", "int") and "float" in numbers:
-        exact = isinstance(array, np.ndarray) and dtype.itemsize > 2  # on the host all digits are kept
-        return array.astype(np.float64 if exact else jax.dtypes.canonicalize_dtype(float))
+        return array.astype(jax.dtypes.canonicalize_dtype(float))
     if kind in ("bool", "int", "float") and "complex" in numbers:
         return array.astype(jax.dtypes.canonicalize_dtype(complex))
     if kind == "bool" and "int" in numbers:
@@ -196,6 +195,14 @@ def check_fits(name: str, array: Any) -> None:
         if not limits.min <= extreme <= limits.max:
             advice = "Larger ones need jax.config.update('jax_enable_x64', True)"
             fail(name, f"hold integers from {limits.min} to {limits.max}", extreme, advice)
+
+
+def check_pixels(name: str, images: Any) -> None:
+    """Raises if images that lie in [0, 1] are given as integers beyond, as grey levels from 0 to 255 are."""
+    array = as_array(name, images)
+    if not is_traced(array) and number_kind(array.dtype) == "int" and (most := np.asarray(array).max()) > 1:
+        advice = "Divide grey levels by 255; give integers that are meant as they are as floats"
+        fail(name, "be numbers, for pixels from 0 to 1", f"integers up to {most}", advice)
 
 
 def kind_words(numbers: frozenset[str]) -> str:
