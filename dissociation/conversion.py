@@ -89,6 +89,7 @@ def as_examples(name: str, value: Any, *, finite: bool = False) -> Any:
         lambda part: as_array(name, part, words), value, is_leaf=lambda x: not isinstance(x, (dict, tuple))
     )
     for array in jax.tree.leaves(arrays):
+        check_fits(name, array)
         if number_kind(array.dtype) == "float":
             warn_narrowed(name, array)
     arrays = jax.tree.map(jnp.asarray, arrays)

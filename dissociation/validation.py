@@ -274,6 +274,8 @@ class _Rule:
             fail_kind(name, f"be an array of {words}", f"an object of type {type(value).__name__}", advice)
         array = _of_kind(name, as_array(name, value, words), kind)
         kind.axes.check(name, array.shape, {})
+        if not kind.on_host:
+            check_fits(name, array)
         return array
 
     def _admit_labels(self, name: str, value: Any, bound: Bound, may_be_empty: bool) -> Any:

@@ -13,7 +13,8 @@ import pandas as pd
 import pytest
 from jaxtyping import Array, Float, Int, Real
 
-from dissociation.conversion import as_classes, as_one_hot
+from dissociation import sharding
+from dissociation.conversion import as_classes, as_examples, as_one_hot
 from dissociation.types import Classes, Count, OneHot, PRNGKey, PRNGKeys, Scalar
 from dissociation.validation import validated
 
@@ -352,7 +353,12 @@ def test_labels_under_a_transformation():
 
 
 @validated
-def first_of(x: Int[Array, " n"], labels: Classes | None = None, host: Int[np.ndarray, " m"] | None = None) -> Any:
+def first_of(
+    x: Int[Array, " n"],
+    labels: Classes | None = None,
+    host: Int[np.ndarray, " m"] | None = None,
+    more: Sequence[Int[Array, " k"]] = (),
+) -> Any:
     return x[0], host
 
 
@@ -368,6 +374,12 @@ def test_integers_that_would_wrap_are_refused():
         first_of(np.array([-(2**40)]))
     with pytest.raises(ValueError, match=r"`labels` must hold integers .*, got 1099511627776"):
         first_of([0], labels=np.array([2**40]))
+    with pytest.raises(ValueError, match=r"`more\[1\]` must hold integers .*, got 1099511627776"):
+        first_of([0], more=[np.array([1]), np.array([2**40])])
+    with pytest.raises(ValueError, match=r"`x` must hold integers .*, got 1099511627776"):
+        as_examples("x", {"tokens": np.array([2**40])})
+    with pytest.raises(ValueError, match=r"`tree` must hold integers .*, got 1099511627776"):
+        sharding.replicate({"step": np.array([2**40])}, sharding.member_mesh())
 
 
 @validated
