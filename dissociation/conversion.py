@@ -5,6 +5,7 @@ Messages name the argument, what was wanted and what came: "`x` must be an array
 
 import functools
 import reprlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -91,7 +92,7 @@ def as_examples(name: str, value: Any, *, finite: bool = False) -> Any:
     for array in jax.tree.leaves(arrays):
         check_fits(name, array)
         if number_kind(array.dtype) == "float":
-            warn_narrowed(name, array)
+            warn_narrowed(name, array, gates=sys.maxsize)  # nothing around has looked at them
     arrays = jax.tree.map(jnp.asarray, arrays)
     leaves = jax.tree.leaves(arrays)
     shapes = [leaf.shape for leaf in leaves]
@@ -167,11 +168,13 @@ def warn_narrowed(name: str, array: Any, *, gates: int = 1) -> None:
         rounding = rows.astype(np.float64) - rows.astype(np.float32)
         mean, deviation = np.abs(rows.mean(0, dtype=np.float64)), rows.std(0, dtype=np.float64)
         # Of numbers about a large mean float32 drops a share of 2 ** -25 of the mean; of some, as integers, none.
-        lost = np.std(rounding, 0) > LOST_DIGITS * 2.0**-25 * deviation
-    lost &= deviation > 64 * np.finfo(np.float64).eps * mean  # else it is the rounding of float64
+        dropped = np.std(rounding, 0) / deviation
+    # Two or three numbers may lie close by chance, and what a constant differs by is the rounding of float64.
+    lost = dropped > (LOST_DIGITS * 2.0**-25 if len(rows) > 3 else 0.01)
+    lost &= deviation > 64 * np.finfo(np.float64).eps * mean
     if kind == "int":
-        lost = rounding.any(0)
-    if not (lost.any() if len(rows) > 3 else lost.all()):  # two or three numbers may lie close by chance
+        lost = rounding.any(0) & (deviation > 0)
+    if not lost.any():
         return
     worst = int(np.argmax(np.where(lost, mean / np.where(lost, deviation, 1.0), 0.0)))
     digits = np.clip(np.log10(deviation[worst] / mean[worst]) + 7, 0, 7)

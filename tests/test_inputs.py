@@ -451,3 +451,27 @@ def test_whatever_stands_for_an_array_gives_the_same(function, make_call):
         for kind, way in (ways | {"JAX": jnp.asarray, "NumPy": np.asarray}).items():
             others = {name: way(call[name]) for name in names if not passes(function, name, kind)}
             same(wanted, run(**call | others), 2e-3)
+
+
+def wide_arrays(function, call):
+    """Names of arguments whose numbers are taken as floats, and differ."""
+    given = {name: x for name, x in call.items() if isinstance(x, np.ndarray | jax.Array) and x.dtype.kind == "f"}
+    rules = {name: rule_of(function, name) for name, x in given.items() if np.ptp(np.asarray(x)) > 0}
+    return [name for name, rule in rules.items() if rule is None or (rule.arrays and rule.labels is None)]
+
+
+@pytest.mark.parametrize(("function", "make_call"), ROWS)
+def test_digits_that_float32_drops_are_said_or_kept(function, make_call):
+    call = make_call()
+    for name in wide_arrays(function, call):
+        x = np.asarray(call[name], np.float64)
+        for bad in (x + 1e9, 2**40 + np.round(50 * x / np.abs(x).max()).astype(np.int64)):
+            with warnings.catch_warnings(action="ignore"):
+                warnings.filterwarnings("error", rf"(Column \d+ of )?`{name}\b.*float32 keeps")
+                try:
+                    found = unchecked(function)(**call | {name: bad})
+                except (RuntimeWarning, TypeError, ValueError):  # said, or out of the range that the function takes
+                    continue
+                with jax.enable_x64(True):
+                    wanted = unchecked(function)(**make_call() | {name: bad})
+                same(wanted, found, 1e-3)

@@ -423,9 +423,10 @@ WHITE[7] = 254 / 255
         np.array([[0, 2**32 - 41 + i, 0] for i in range(40)], np.uint32),
         np.array([[0, 2**24 + i, 0] for i in range(40)], np.int32),
         np.stack([NOISE + [0, 1e9, 0]] * 2),
+        NOISE[:2] + [0, 1e9, 0],
         pd.DataFrame(NOISE + [0, 1e9, 0]),
     ],
-    ids=["float64", "list", "small", "integers", "uint32", "int32", "stacked", "frame"],
+    ids=["float64", "list", "small", "integers", "uint32", "int32", "stacked", "two", "frame"],
 )
 def test_what_float32_drops_is_said_once_before_it_is_dropped(x):
     with pytest.warns(RuntimeWarning, match=r"^Column 1 of `x` varies by .* about .*: float32 keeps") as seen:
@@ -451,6 +452,7 @@ def test_what_float32_drops_of_lists_and_vectors_is_said():
     [
         NOISE * 1e9 + 1e11,
         np.full((40, 2), 1e9 + 0.1),
+        np.full((40, 2), 2**24 + 1),
         0.1 + 1e-17 * NOISE,
         WHITE,
         np.eye(4)[np.arange(40) % 4],
