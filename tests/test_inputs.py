@@ -490,7 +490,7 @@ MAY_DEPEND_ON_ORDER = {
     "dissociation.metrics.similarity.predictivity.predictivity_path": "folds: test_similarity.py",
     "dissociation.metrics.similarity.embedding.classical_mds": "signs of axes",
     "dissociation.metrics.similarity.embedding.smacof": "starts at `classical_mds`",
-    "dissociation.metrics.similarity.streaming.minibatch_rbf_cka": "batches",
+    "dissociation.metrics.similarity.streaming.minibatch_rbf_cka": "batches: test_similarity_streaming.py",
     "koopman.kernels.median_distance": "states evenly spaced along x",
     "koopman.operators.fit": "signs of functions",
     "koopman.pairs.moments": "`rest` is the rounding of the means",
@@ -514,7 +514,7 @@ def moved(array, order):
     return [functools.reduce(lambda x, axis: np.take(x, order, axis), some, array) for some in chosen]
 
 
-@pytest.mark.parametrize(("function", "make_call"), rows_by_order())
+@pytest.mark.parametrize(("function", "make_call"), list(rows_by_order()))
 def test_the_order_of_samples_does_not_matter(function, make_call):
     call = make_call()
     rules = {name: rule_of(function, name) for name in arrays_of(function, call)}
