@@ -231,7 +231,7 @@ def _collapse(moments: ClassMoments) -> tuple[Collapse, Array]:
     number = jnp.sum(moments.counts)
     within = jnp.sum(moments.spread) / number
     centred, _ = _centred(moments, moments.counts)
-    unit = moments.unit
+    unit = jnp.asarray(moments.unit)
     between = jnp.sum(moments.counts / number * jnp.sum((centred / unit) ** 2, 1))
     scale = moments.norms / number
     found = Collapse(
