@@ -48,12 +48,17 @@ def fail_kind(name: str, wanted: str, got: object, advice: str = "") -> NoReturn
     raise TypeError(f"`{name}` must {wanted}, got {str(got).removesuffix('.')}.{tail}")
 
 
-def warn(message: str, category: type[Warning] = RuntimeWarning) -> None:
-    """Warns in the name of the line of the user's that led here, however many calls and wrappers are between."""
+def warn(message: str, category: type[Warning] = RuntimeWarning, *, gates: int = sys.maxsize) -> None:
+    """Warns in the name of the line of the user's that led here, however many calls and wrappers are between.
+
+    It does not if more than so many `gates` of `validated` functions are between: the outer ones have warned.
+    """
     frame, level = sys._getframe(1), 2
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INNER:
+        gates -= frame.f_code.co_name == "gate"
         frame, level = frame.f_back, level + 1
-    warnings.warn(message, category, stacklevel=level)
+    if gates >= 0:
+        warnings.warn(message, category, stacklevel=level)
 
 
 def that_differ(names: Sequence[str]) -> str:

@@ -5,6 +5,7 @@ Messages name the argument, what was wanted and what came: "`x` must be an array
 
 import functools
 import reprlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dissociation.checks import check_finite, fail, fail_kind, is_traced
+from dissociation.checks import check_finite, fail, fail_kind, is_traced, warn
+
+LOST_DIGITS = 1e3
+"""Deviations that a column's mean may be, before a warning says what float32 keeps of it."""
 
 
 @functools.cache
@@ -83,8 +87,13 @@ def as_examples(name: str, value: Any, *, finite: bool = False) -> Any:
     """
     words = "numbers [samples, ...]"
     arrays = jax.tree.map(
-        lambda part: jnp.asarray(as_array(name, part, words)), value, is_leaf=lambda x: not isinstance(x, (dict, tuple))
+        lambda part: as_array(name, part, words), value, is_leaf=lambda x: not isinstance(x, (dict, tuple))
     )
+    for array in jax.tree.leaves(arrays):
+        check_fits(name, array)
+        if number_kind(array.dtype) == "float":
+            warn_narrowed(name, array, gates=sys.maxsize)  # nothing around has looked at them
+    arrays = jax.tree.map(jnp.asarray, arrays)
     leaves = jax.tree.leaves(arrays)
     shapes = [leaf.shape for leaf in leaves]
     if len({shape[:1] for shape in shapes}) != 1 or () in shapes:
@@ -138,6 +147,45 @@ def as_numbers(name: str, array: Any, numbers: frozenset[str]) -> Any:
     return fail_kind(name, f"hold {kind_words(numbers)}", f"dtype {dtype}", advice)
 
 
+def warn_narrowed(name: str, array: Any, *, gates: int = 1) -> None:
+    """Warn if float32 is going to drop digits by which known numbers of one column differ, or to round integers.
+
+    Args:
+        name: Name of the argument.
+        array: Numbers as they came. Nothing is checked of single and traced ones, nor with x64 on.
+        gates: Number of `validated` functions between the user and here; inside more of them, an outer one has warned.
+    """
+    kind = number_kind(array.dtype)
+    narrow = {"int": 2, "float": 4}.get(kind, np.inf) if jax.dtypes.canonicalize_dtype(float) == np.float32 else np.inf
+    if is_traced(array) or array.dtype.itemsize <= narrow or not array.ndim or not array.size:
+        return
+    width = array.shape[-1] if array.ndim > 1 else 1
+    number = min(1000, 30 + 2_000_000 // width)
+    rows = np.asarray(array)[:: -(-len(array) // number) | 1]  # odd: multiples of a power of two may be exact
+    rows = rows.reshape(-1, width)
+    rows = rows[:: -(-len(rows) // number) | 1]
+    with np.errstate(all="ignore"):
+        rounding = rows.astype(np.float64) - rows.astype(np.float32)
+        mean, deviation = np.abs(rows.mean(0, dtype=np.float64)), rows.std(0, dtype=np.float64)
+        # Of numbers about a large mean float32 drops a share of 2 ** -25 of the mean; of some, as integers, none.
+        dropped = np.std(rounding, 0) / deviation
+    # Two or three numbers may lie close by chance, and what a constant differs by is the rounding of float64.
+    lost = dropped > (LOST_DIGITS * 2.0**-25 if len(rows) > 3 else 0.01)
+    lost &= deviation > 64 * np.finfo(np.float64).eps * mean
+    if kind == "int":
+        lost = rounding.any(0) & (deviation > 0)
+    if not lost.any():
+        return
+    worst = int(np.argmax(np.where(lost, mean / np.where(lost, deviation, 1.0), 0.0)))
+    digits = np.clip(np.log10(deviation[worst] / mean[worst]) + 7, 0, 7)
+    warn(
+        f"{f'Column {worst} of ' if array.ndim > 1 else ''}`{name}` varies by {deviation[worst]:.2g} about "
+        f"{mean[worst]:.2g}: float32 keeps {digits:.0f} digits of it. Subtract the means first, or "
+        "call jax.config.update('jax_enable_x64', True) at the start.",
+        gates=gates,
+    )
+
+
 def check_fits(name: str, array: Any) -> None:
     """Raises if an array's integers are beyond those that JAX keeps, as 64 bits are where only 32 are enabled."""
     if is_traced(array) or number_kind(array.dtype) != "int" or not array.size:
@@ -151,6 +199,14 @@ def check_fits(name: str, array: Any) -> None:
         if not limits.min <= extreme <= limits.max:
             advice = "Larger ones need jax.config.update('jax_enable_x64', True)"
             fail(name, f"hold integers from {limits.min} to {limits.max}", extreme, advice)
+
+
+def check_pixels(name: str, images: Any) -> None:
+    """Raises if images that lie in [0, 1] are given as integers beyond, as grey levels from 0 to 255 are."""
+    array = as_array(name, images)
+    if not is_traced(array) and number_kind(array.dtype) == "int" and (most := np.asarray(array).max()) > 1:
+        advice = "Divide grey levels by 255; give integers that are meant as they are as floats"
+        fail(name, "be numbers, for pixels from 0 to 1", f"integers up to {most}", advice)
 
 
 def kind_words(numbers: frozenset[str]) -> str:

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from dissociation import checks, sharding
 from dissociation.bmap import bmap
+from dissociation.conversion import check_fits
 from dissociation.validation import validated
 
 MEMBER_MAPS = ("vmap", "scan", "unroll")
@@ -174,6 +175,9 @@ def map_members(
         Array([0., 2., 4.], dtype=float32)
     """
     checks.check_choice("member_map", member_map, MEMBER_MAPS)
+    for leaf in jax.tree.leaves((shared, stacked)):
+        if isinstance(leaf, np.ndarray):
+            check_fits("stacked", leaf)
     if mesh is None:
         return _map_locally(function, shared, stacked, member_map, members_per_batch, ordered)
 

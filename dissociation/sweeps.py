@@ -26,7 +26,7 @@ class Grid:
         **axes: The values of each quantity: numbers, or text (for what is no array: the name of an optimiser).
 
     Raises:
-        ValueError: If there is no axis, or one has no values, or a value twice.
+        ValueError: If there is no axis, or one has no values, NaN, or a value twice.
         TypeError: If values are neither numbers nor text, one after the other.
 
     Example:
@@ -122,7 +122,7 @@ class Grid:
         """Quantities by member as floats, for `fit(hyperparams=...)`: those of these names, in their order.
 
         Raises:
-            ValueError: If there is no such quantity.
+            ValueError: If there is no such quantity, or distinct values become equal as floats.
             TypeError: If it is text.
 
         Example:
@@ -135,6 +135,9 @@ class Grid:
             if values[name].dtype.kind not in "fiub":
                 checks.fail_kind("names", "name quantities that are numbers", f"{name!r}, which is text")
             chosen[name] = jnp.asarray(values[name], float)
+            if len(np.unique(chosen[name])) < len(np.unique(values[name])):
+                got = f"values that are equal in {chosen[name].dtype}"
+                checks.fail("names", "name quantities of distinct floats", f"{name!r}, {got}", "Enable jax_enable_x64")
         return chosen
 
     @validated
@@ -160,18 +163,19 @@ class Grid:
         return jax.vmap(lambda seed: jax.random.fold_in(root, seed))(jnp.asarray(values[name], jnp.uint32))
 
     def where(self, **coordinates: Any) -> np.ndarray:
-        """Positions of the members whose quantities have these values.
+        """Positions of the members whose quantities have these values, or one of them where several are given.
 
         Raises:
-            ValueError: If there is no such quantity, or none of its values is this one.
+            ValueError: If there is no such quantity, or one of the values is none of its values.
         """
         values, matching = self.values, np.ones(len(self), bool)
         for name, value in coordinates.items():
             checks.check_choice("coordinates", name, values)
-            equal = values[name] == value
-            if not equal.any():
-                checks.fail(name, f"be one of {', '.join(map(str, dict.fromkeys(values[name].tolist())))}", value)
-            matching &= equal
+            known = list(dict.fromkeys(values[name].tolist()))
+            for wanted in np.ravel(value).tolist():
+                if wanted not in known:
+                    checks.fail(name, f"be one of {', '.join(map(str, known))}", wanted)
+            matching &= np.isin(values[name], value)
         return np.flatnonzero(matching)
 
     def unflatten(self, tree: PyTree) -> PyTree:
@@ -252,6 +256,8 @@ def _values(name: str, values: Any) -> np.ndarray:
     array = np.asarray(as_numbers(name, given, frozenset({"bool", "int", "float"})))
     if array.ndim != 1:
         checks.fail(name, "be values, one after the other", f"shape {array.shape}")
+    if array.dtype.kind == "f" and np.isnan(array).any():
+        checks.fail(name, "hold no NaN, by which no member is found", array.tolist())
     return array
 
 

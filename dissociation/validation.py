@@ -36,8 +36,11 @@ from dissociation.conversion import (
     as_numbers,
     as_one_hot,
     check_fits,
+    check_pixels,
     describe,
     kind_words,
+    number_kind,
+    warn_narrowed,
 )
 from dissociation.types import Labels
 
@@ -48,8 +51,12 @@ Bound = dict[str, tuple[int, str]]  # name of an axis -> its length, and the arg
 @overload
 def validated(function: Function) -> Function: ...
 @overload
-def validated(*, finite: Iterable[str] = (), empty: Iterable[str] = ()) -> Callable[[Function], Function]: ...
-def validated(function: Any = None, *, finite: Iterable[str] = (), empty: Iterable[str] = ()) -> Any:
+def validated(
+    *, finite: Iterable[str] = (), empty: Iterable[str] = (), pixels: Iterable[str] = ()
+) -> Callable[[Function], Function]: ...
+def validated(
+    function: Any = None, *, finite: Iterable[str] = (), empty: Iterable[str] = (), pixels: Iterable[str] = ()
+) -> Any:
     """Decorates a function so that its arguments pass the gate that its annotations describe.
 
     Args:
@@ -57,6 +64,7 @@ def validated(function: Any = None, *, finite: Iterable[str] = (), empty: Iterab
         finite: Names of array arguments whose values must be finite: a pass over the data, so only for functions that
             do far more work than that.
         empty: Names of array arguments that may have no entries.
+        pixels: Names of images in [0, 1], which may not be integers up to 255.
 
     Returns:
         The function, of the same signature; `__wrapped__` is the one within.
@@ -74,7 +82,7 @@ def validated(function: Any = None, *, finite: Iterable[str] = (), empty: Iterab
         dissociation.checks.WrongValue: `x` must have 2 axes [n, d], got shape (2,).
     """
     if function is None:
-        return functools.partial(validated, finite=tuple(finite), empty=tuple(empty))
+        return functools.partial(validated, finite=tuple(finite), empty=tuple(empty), pixels=tuple(pixels))
     parameters = inspect.signature(function).parameters.values()
     positions = tuple(p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
     takes_more = any(p.kind == p.VAR_KEYWORD for p in parameters)
@@ -92,6 +100,8 @@ def validated(function: Any = None, *, finite: Iterable[str] = (), empty: Iterab
             return function(*args, **kwargs)  # Python says what is wrong with the call
         given = dict(zip(positions, args, strict=False)) | kwargs
         bound: Bound = {}
+        for name in filter(given.__contains__, pixels):
+            check_pixels(name, given[name])
         for name, rule in rules().items():
             if name in given:
                 given[name] = rule.admit(name, given[name], bound, may_be_empty=name in empty)
@@ -100,7 +110,7 @@ def validated(function: Any = None, *, finite: Iterable[str] = (), empty: Iterab
                 check_finite(name, given[name])
         return function(*(given[name] for name in positions[: len(args)]), **{name: given[name] for name in kwargs})
 
-    gate.__validated__ = {"finite": finite, "empty": empty}  # type: ignore[attr-defined]  # the fuzz test asks
+    gate.__validated__ = {"finite": finite, "empty": empty, "pixels": pixels}  # type: ignore[attr-defined]  # the fuzz test asks
     return gate
 
 
@@ -224,7 +234,7 @@ class _Rule:
         words = f"{kind.words} {kind.axes}" if self._has_axes else "a number"
         array = as_array(name, value, words, bare=not self._has_axes, may_be_empty=may_be_empty)
         kind = next((kind for kind in self.arrays if kind.axes.fits(array.ndim)), kind)
-        array = as_numbers(name, array, kind.numbers)
+        array = _of_kind(name, array, kind)
         kind.axes.check(name, array.shape, bound)
         return _placed(name, array, kind)
 
@@ -262,8 +272,10 @@ class _Rule:
         if rows or isinstance(value, (bool, int, float, complex)):  # one array, in rows?
             advice = "Give nested lists as one array, numpy.asarray(...)"
             fail_kind(name, f"be an array of {words}", f"an object of type {type(value).__name__}", advice)
-        array = as_numbers(name, as_array(name, value, words), kind.numbers)
+        array = _of_kind(name, as_array(name, value, words), kind)
         kind.axes.check(name, array.shape, {})
+        if not kind.on_host:
+            check_fits(name, array)
         return array
 
     def _admit_labels(self, name: str, value: Any, bound: Bound, may_be_empty: bool) -> Any:
@@ -289,6 +301,17 @@ def _levels(value: Any) -> int:
     while isinstance(value, (list, tuple)) and value:
         value, levels = value[0], levels + 1
     return levels if isinstance(value, (bool, int, float, complex, np.generic)) else 0
+
+
+def _of_kind(name: str, array: Any, kind: _Kind) -> Any:
+    """Numbers of a kind: with all digits if they stay on the host, else with a warning of digits that are lost."""
+    counts = number_kind(array.dtype) == "int"
+    if "float" in kind.numbers and not (counts and "int" in kind.numbers):
+        if not kind.on_host:
+            warn_narrowed(name, array)
+        elif counts and not is_traced(array):
+            array = np.asarray(array, np.float64)
+    return as_numbers(name, array, kind.numbers)
 
 
 def _placed(name: str, array: Any, kind: _Kind) -> Any:

@@ -6,6 +6,7 @@ argument, a hang, and acceptance without a word. NaN may pass if the result is N
 are looked through, as users do without them.
 """
 
+import functools
 import importlib
 import inspect
 import pkgutil
@@ -451,3 +452,82 @@ def test_whatever_stands_for_an_array_gives_the_same(function, make_call):
         for kind, way in (ways | {"JAX": jnp.asarray, "NumPy": np.asarray}).items():
             others = {name: way(call[name]) for name in names if not passes(function, name, kind)}
             same(wanted, run(**call | others), 2e-3)
+
+
+def wide_arrays(function, call):
+    """Names of arguments whose numbers are taken as floats, and differ."""
+    given = {name: x for name, x in call.items() if isinstance(x, np.ndarray | jax.Array) and x.dtype.kind == "f"}
+    rules = {name: rule_of(function, name) for name, x in given.items() if np.ptp(np.asarray(x)) > 0}
+    return [name for name, rule in rules.items() if rule is None or (rule.arrays and rule.labels is None)]
+
+
+@pytest.mark.parametrize(("function", "make_call"), ROWS)
+def test_digits_that_float32_drops_are_said_or_kept(function, make_call):
+    call = make_call()
+    for name in wide_arrays(function, call):
+        x = np.asarray(call[name], np.float64)
+        for bad in (x + 1e9, 2**40 + np.round(50 * x / np.abs(x).max()).astype(np.int64)):
+            with warnings.catch_warnings(action="ignore"):
+                warnings.filterwarnings("error", rf"(Column \d+ of )?`{name}\b.*float32 keeps")
+                try:
+                    found = unchecked(function)(**call | {name: bad})
+                except (RuntimeWarning, TypeError, ValueError):  # said, or out of the range that the function takes
+                    continue
+                with jax.enable_x64(True):
+                    wanted = unchecked(function)(**make_call() | {name: bad})
+                same(wanted, found, 1e-3)
+
+
+NEAREST = "dissociation.metrics.information.nearest"
+MAY_DEPEND_ON_ORDER = {
+    "dissociation.linalg.positive_inverse": "n counts features",
+    "dissociation.metrics.collapse.class_moments": "`rest` is the rounding of the means",
+    f"{NEAREST}.information": "errors are of parts: test_nearest_information.py",
+    "dissociation.metrics.similarity.dissimilarity.crossnobis_rsa": "rows run through the same conditions",
+    "dissociation.metrics.similarity.dissimilarity.crossnobis_rdm": "rows run through the same conditions",
+    "dissociation.metrics.similarity.dissimilarity.rdm": "pairs in one row",
+    "dissociation.metrics.similarity.predictivity.linear_predictivity": "folds: test_similarity.py",
+    "dissociation.metrics.similarity.predictivity.predictivity_path": "folds: test_similarity.py",
+    "dissociation.metrics.similarity.embedding.classical_mds": "signs of axes",
+    "dissociation.metrics.similarity.embedding.smacof": "starts at `classical_mds`",
+    "dissociation.metrics.similarity.streaming.minibatch_rbf_cka": "batches: test_similarity_streaming.py",
+    "koopman.kernels.median_distance": "states evenly spaced along x",
+    "koopman.operators.fit": "signs of functions",
+    "koopman.pairs.moments": "`rest` is the rounding of the means",
+}
+"""Functions of samples without a key whose result depends on the order of these: name -> why."""
+QUICK = ("collapse", "crossing", "information", "similarity.kernels", "similarity.shapes", "similarity.neighbourhoods")
+
+
+def rows_by_order():
+    """Rows of functions that take samples, the slower ones marked."""
+    for row in ROWS:
+        function, make_call = row.values
+        quick = row.id.startswith(tuple(f"dissociation.metrics.{name}" for name in QUICK))
+        yield pytest.param(function, make_call, id=row.id, marks=() if quick else pytest.mark.slow)
+
+
+def moved(array, order):
+    """An array as it is, and with the samples of one axis or of all reordered."""
+    axes = [axis for axis, size in enumerate(array.shape) if size == len(order)]
+    chosen = [[], axes, *([axis] for axis in axes)]
+    return [functools.reduce(lambda x, axis: np.take(x, order, axis), some, array) for some in chosen]
+
+
+@pytest.mark.parametrize(("function", "make_call"), list(rows_by_order()))
+def test_the_order_of_samples_does_not_matter(function, make_call):
+    call = make_call()
+    rules = {name: rule_of(function, name) for name in arrays_of(function, call)}
+    names = [name for name, rule in rules.items() if rule.arrays and rule.arrays[0].axes.names[:1] == ("n",)]
+    if not names or "key" in call or NAMES[function] in MAY_DEPEND_ON_ORDER:
+        return
+    order = np.random.default_rng(0).permutation(len(call[names[0]]))
+    shuffled = {name: np.asarray(call[name])[order] for name in names}
+    with warnings.catch_warnings(action="ignore"):
+        results = [jax.tree.leaves(unchecked(function)(**call | rows)) for rows in ({}, shuffled)]
+    for a, b in zip(*results, strict=True):
+        if isinstance(a, np.ndarray | jax.Array | float):
+            a, b = np.asarray(a), np.asarray(b)
+            scale = max(1e-6, np.abs(np.nan_to_num(a, posinf=0, neginf=0)).max(initial=0))
+            close = [np.allclose(each, b, rtol=2e-3, atol=2e-3 * scale, equal_nan=True) for each in moved(a, order)]
+            assert any(close), (a, b)

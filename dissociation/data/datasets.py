@@ -32,8 +32,8 @@ class Dataset(eqx.Module):
 
     Raises:
         TypeError: If images or labels hold something else than numbers.
-        ValueError: If the name is empty, lengths or widths disagree, an image is not finite, or a row of labels is
-            not one-hot; the message names the array.
+        ValueError: If the name is empty, lengths or widths disagree, an image is not finite or holds integers above 1,
+            or a row of labels is not one-hot; the message names the array.
     """
 
     name: str = eqx.field(static=True)
@@ -42,7 +42,7 @@ class Dataset(eqx.Module):
     test_images: Float[Array | np.ndarray, "m d"]
     test_labels: Float[Array | np.ndarray, "m classes"]
 
-    @validated(finite=("train_images", "test_images"))
+    @validated(finite=("train_images", "test_images"), pixels=("train_images", "test_images"))
     def __init__(
         self,
         name: str,

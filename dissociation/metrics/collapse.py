@@ -23,9 +23,9 @@ from dissociation.checks import (
     is_traced,
     warn,
 )
-from dissociation.linalg import finite_part, product
+from dissociation.linalg import finite_part, product, scale_of
 from dissociation.results import Result
-from dissociation.types import Classes
+from dissociation.types import Classes, Scalar
 from dissociation.validation import validated
 
 Features = Float[Array | np.ndarray, "n d"]
@@ -42,9 +42,10 @@ class ClassMoments(Result):
         counts: Samples of every class, n_c: [classes].
         means: mu_c to rounding, [classes, d].
         rest: mu_c - means, which an offset that features share makes as large as their differences: [classes, d].
-        spread: sum_i |z_i - mu_c|^2 over the samples of every class, [classes].
+        spread: sum_i |z_i - mu_c|^2 over the samples of every class, [classes], divided by unit^2.
         norms: sum_i |z_i| over all samples.
-        scatter: sum_i (z_i - mu_c)(z_i - mu_c)^T over all samples, [d, d], or None.
+        scatter: sum_i (z_i - mu_c)(z_i - mu_c)^T over all samples, [d, d], divided by unit^2, or None.
+        unit: 1, or a power of two near the largest feature if squares of features leave the dtype.
     """
 
     counts: Float[Array, " classes"]
@@ -53,6 +54,7 @@ class ClassMoments(Result):
     spread: Float[Array, " classes"]
     norms: Float[Array, ""]
     scatter: Float[Array, "d d"] | None
+    unit: Scalar = 1.0
 
 
 class Collapse(Result):
@@ -131,14 +133,18 @@ def _class_moments(features: Array, labels: Array, count: int, scatter: bool) ->
     apart = features - of_sample(means)
     rest = mean(apart)
     rest = rest + mean(apart - of_sample(rest))
-    residual = apart - of_sample(rest)
+    largest, limits = jnp.max(jnp.abs(features), initial=0.0), jnp.finfo(features.dtype)
+    usual = (largest > float(limits.tiny) ** 0.25) & (largest < float(limits.max) ** 0.25)
+    unit = jnp.where(usual, 1.0, scale_of(largest))
+    residual = (apart - of_sample(rest)) / unit
     return ClassMoments(
         counts=counts,
         means=means,
         rest=rest,
         spread=product(member.T, jnp.sum(residual**2, 1)[:, None])[:, 0],
-        norms=jnp.sum(_root(jnp.sum(features**2, 1))),
+        norms=unit * jnp.sum(_root(jnp.sum((features / unit) ** 2, 1))),
         scatter=product(residual.T, residual) if scatter else None,
+        unit=unit,
     )
 
 
@@ -179,16 +185,19 @@ def merge_moments(a: ClassMoments, b: ClassMoments) -> ClassMoments:
     step = rest + share[:, None] * apart
     means = first + step
     moved = means - first
-    scatter = None
+    units = [jnp.where(part.norms == 0, 0.0, part.unit) for part in (a, b)]  # zeros have none
+    unit = jnp.where(sum(units) == 0, 1.0, jnp.maximum(*units))
+    scatter, apart, factors = None, apart / unit, [(each / unit) ** 2 for each in units]
     if a.scatter is not None and b.scatter is not None:
-        scatter = a.scatter + b.scatter + product(apart.T, weight[:, None] * apart)
+        scatter = factors[0] * a.scatter + factors[1] * b.scatter + product(apart.T, weight[:, None] * apart)
     return ClassMoments(
         counts=counts,
         means=means,
         rest=(first - (means - moved)) + (step - moved),
-        spread=a.spread + b.spread + weight * jnp.sum(apart**2, 1),
+        spread=factors[0] * a.spread + factors[1] * b.spread + weight * jnp.sum(apart**2, 1),
         norms=a.norms + b.norms,
         scatter=scatter,
+        unit=unit,
     )
 
 
@@ -212,26 +221,28 @@ def neural_collapse(moments: ClassMoments) -> Collapse:
         Sakamoto and Sato (2025), Explaining grokking and information bottleneck through neural collapse emergence.
         Papyan, Han and Donoho (2020), Prevalence of neural collapse during the terminal phase of deep learning.
     """
-    found = _collapse(moments)
-    _warn_of_offset(moments, found.within + found.between)
+    found, spread = _collapse(moments)
+    _warn_of_offset(moments, spread)
     return found
 
 
 @jax.jit
-def _collapse(moments: ClassMoments) -> Collapse:
+def _collapse(moments: ClassMoments) -> tuple[Collapse, Array]:
     number = jnp.sum(moments.counts)
     within = jnp.sum(moments.spread) / number
     centred, _ = _centred(moments, moments.counts)
-    between = jnp.sum(moments.counts / number * jnp.sum(centred**2, 1))
+    unit = jnp.asarray(moments.unit)
+    between = jnp.sum(moments.counts / number * jnp.sum((centred / unit) ** 2, 1))
     scale = moments.norms / number
-    return Collapse(
-        within=within,
-        between=between,
+    found = Collapse(
+        within=within * unit**2,
+        between=between * unit**2,
         scale=scale,
-        nc1=within / (between + 1e-8),
-        rnc1=within / (scale**2 + 1e-10),
+        nc1=within * unit / (between * unit + 1e-8 / unit),
+        rnc1=within * unit / ((scale / unit) * scale + 1e-10 / unit),
         nc2=_condition_number(moments),
     )
+    return found, unit * jnp.sqrt(within + between)
 
 
 def _centred(moments: ClassMoments, weights: Array) -> tuple[Array, Bool[Array, " classes"]]:
@@ -242,11 +253,11 @@ def _centred(moments: ClassMoments, weights: Array) -> tuple[Array, Bool[Array, 
     return jnp.where(present[:, None], centred - jnp.sum(share * centred, 0)[None], 0.0), present
 
 
-def _warn_of_offset(moments: ClassMoments, variance: Array) -> None:
-    if is_traced(moments.means) or is_traced(variance):
+def _warn_of_offset(moments: ClassMoments, spread: Array) -> None:
+    if is_traced(moments.means) or is_traced(spread):
         return
     mean = jnp.sum(moments.counts[:, None] * moments.means, 0) / jnp.sum(moments.counts)
-    offset, spread = float(jnp.linalg.norm(mean)), float(jnp.sqrt(variance))
+    offset = float(np.linalg.norm(np.asarray(mean, np.float64)))
     if spread > 0 and offset > _LARGE_OFFSET * spread:
         warn(
             f"`moments` are of features {offset:.3g} from zero that spread by {spread:.3g}: `scale`, `rnc1` and `nc2`,"
@@ -256,7 +267,7 @@ def _warn_of_offset(moments: ClassMoments, variance: Array) -> None:
 
 
 def _condition_number(moments: ClassMoments) -> Array:
-    means, undefined = finite_part(moments.means)
+    means, undefined = finite_part(moments.means / moments.unit)
     values = jnp.linalg.svd(means, compute_uv=False)  # absent classes add zeros at the end
     present = jnp.sum(moments.counts > 0)
     least = values[jnp.minimum(present, values.shape[0]) - 1]
@@ -321,8 +332,9 @@ def _pinv_near(matrix: Array, inverse: Array) -> Array:
 
 
 def _about_their_mean(moments: ClassMoments) -> tuple[Array, Bool[Array, " classes"], Array]:
-    """Class means about their mean, zero where there are none; which there are; and what rounding makes of zero."""
+    """Class means about their mean, in `unit`, zero for absent classes; present classes; and the rounding of zero."""
     means, present = _centred(moments, jnp.ones_like(moments.counts))
+    means = means / moments.unit
     # A mean's rounding goes by what was summed: the distances of samples from one another.
     number = jnp.sum(moments.counts)
     size = jnp.sqrt(jnp.sum(moments.spread / number) + jnp.sum(moments.counts / number * jnp.sum(means**2, 1)))
@@ -388,6 +400,7 @@ def self_duality(moments: ClassMoments, classifier: Float[Array | np.ndarray, "c
         fail("classifier", f"have the shape of the class means, {moments.means.shape}", classifier.shape)
     means, present, smallest = _about_their_mean(moments)
     weights = jnp.where(present[:, None], jnp.asarray(classifier), 0.0)
+    weights = weights / scale_of(jnp.max(jnp.abs(weights)))
     size = jnp.linalg.norm(means)
     apart = weights / jnp.linalg.norm(weights) - means / jnp.where(size > smallest, size, jnp.nan)
     return jnp.sum(apart**2)
@@ -428,6 +441,7 @@ def _agreement(features: Array, logits: Array, moments: ClassMoments) -> Array:
     share = jnp.where(present, 1.0, 0.0)[:, None] / jnp.sum(present)
     middle = jnp.sum(share * moments.means, 0)[None]
     about = features - middle - jnp.sum(share * (moments.means - middle + moments.rest), 0)[None]
+    about = about / moments.unit
     distance = jnp.where(present[None], jnp.sum(means**2, 1)[None] - 2 * product(about, means.T), jnp.inf)
     agree = jnp.mean(jnp.argmin(distance, 1) == jnp.argmax(logits, 1), dtype=distance.dtype)
     defined = jnp.isfinite(jnp.min(distance, 1)) & jnp.isfinite(jnp.max(logits, 1))

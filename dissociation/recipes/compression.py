@@ -30,7 +30,7 @@ class Autoencoder(eqx.Module):
         return self.decoder(self.encoder(image.reshape(28, 28))).reshape(-1)
 
 
-@validated(finite=("images",))
+@validated(finite=("images",), pixels=("images",))
 def train_compression(
     images: Images, code: int = 4, *, key: PRNGKey, num_epochs: int = 10, batch_size: int = 100, **options: Any
 ) -> Autoencoder:
@@ -48,7 +48,7 @@ def train_compression(
         The trained autoencoder. It is lossy: information about its code is a lower bound of that about the image.
 
     Raises:
-        ValueError: If a count is below 1.
+        ValueError: If a count is below 1, or images are integers above 1.
     """
     size = check_count("code", code, minimum=1)
     for name, value in (("num_epochs", num_epochs), ("batch_size", batch_size)):
@@ -75,7 +75,7 @@ def reconstruction_error(model: Autoencoder, batch: Images, key: Array) -> Float
     return jnp.mean((jax.vmap(model)(images) - images) ** 2)
 
 
-@validated
+@validated(pixels=("images",))
 @eqx.filter_jit
 def encode(model: Autoencoder, images: Images) -> Float[Array, "n code"]:
     """Codes of images, in slices of 500."""

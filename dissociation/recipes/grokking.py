@@ -35,9 +35,9 @@ PIXEL_MEAN, PIXEL_DEVIATION = 0.1307, 0.3081
 """Of MNIST's training images, in [0, 1]."""
 
 
-@validated
+@validated(pixels=("images",))
 def standardised(images: Float[Array | np.ndarray, "n d"]) -> Float[Array, "n d"]:
-    """Images in units of MNIST's deviation about its mean."""
+    """Images in units of MNIST's deviation about its mean, from images in [0, 1]."""
     return (jnp.asarray(images) - PIXEL_MEAN) / PIXEL_DEVIATION
 
 

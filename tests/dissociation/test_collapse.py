@@ -1,3 +1,4 @@
+import functools
 import warnings
 
 import jax
@@ -141,6 +142,26 @@ def test_batches_merge_to_the_whole():
     for name, value in measured(whole).items():
         np.testing.assert_allclose(measured(merged)[name], value, rtol=1e-4, err_msg=name)
     assert merge_moments(whole, class_moments(features, labels, 5)).scatter is None
+
+
+@pytest.mark.parametrize("scale", [1e-20, 1e20, 1e-30, 1e30])
+@pytest.mark.parametrize("cuts", [[], [0, 150]])
+def test_features_of_any_scale(scale, cuts):
+    """Whose squares float32 does not hold; the first of three batches has no samples."""
+    features, labels = samples()
+    features = features.astype(np.float64) * scale
+    logits = np.random.default_rng(3).normal(size=(400, 5))
+    classifier = logits[:12].T
+    expected = reference(features, labels, 5, classifier, logits)
+    features = features.astype(np.float32)
+    expected = {name: value if value < 3e38 else np.inf for name, value in expected.items()}
+    parts = zip(np.split(features, cuts), np.split(labels, cuts), strict=True)
+    moments = functools.reduce(merge_moments, (class_moments(*part, 5, scatter=True) for part in parts))
+    found = measured(moments)
+    for rows in (classifier, 1e-30 * classifier):
+        found |= {"nc3": self_duality(moments, rows), "nc4": nearest_centre_agreement(features, logits, moments)}
+        for name, value in found.items():
+            np.testing.assert_allclose(value, expected[name], rtol=1e-4, atol=1e-36, err_msg=name)
 
 
 def test_near_collapse_nothing_cancels():

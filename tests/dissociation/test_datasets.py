@@ -10,6 +10,8 @@ from dissociation.data import datasets
 from dissociation.data.datasets import NAMES, Dataset, load
 from dissociation.data.glyphs import glyph_data
 from dissociation.keys import named_key
+from dissociation.recipes.compression import train_compression
+from dissociation.recipes.grokking import standardised
 
 FIELDS = ("train_images", "train_labels", "test_images", "test_labels")
 
@@ -170,7 +172,7 @@ def test_images_may_be_lists_and_bytes(parts):
     lists = {name: array.astype(int).tolist() for name, array in parts.items()}
     data = Dataset("mine", **lists)
     assert data.train_images.dtype == np.float32
-    assert Dataset("mine", **parts | {"train_images": np.full((5, 4), 200, np.uint8)}).train_images.max() == 200
+    assert Dataset("mine", **parts | {"train_images": np.ones((5, 4), np.uint8)}).train_images.max() == 1
     with pytest.raises(TypeError, match="`train_images` must hold real numbers, got dtype complex64"):
         Dataset("mine", **parts | {"train_images": np.ones((5, 4), np.complex64)})
 
@@ -178,3 +180,20 @@ def test_images_may_be_lists_and_bytes(parts):
 def test_a_data_set_has_a_name(parts):
     with pytest.raises(ValueError, match="`name` must say"):
         Dataset("", **parts)
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.int64, list])
+def test_grey_levels_are_no_pixels_from_0_to_1(kind):
+    levels = np.arange(784 * 3).reshape(3, 784) % 256
+    levels, ones = ((x.tolist() if kind is list else x.astype(kind)) for x in (levels, levels % 2))
+    message = "must be numbers, for pixels from 0 to 1, got integers up to 255. Divide grey levels by 255"
+    for name, call in {
+        "train_images": lambda x: Dataset("mine", x, [0, 1, 1], np.ones((1, 784)), [1]).train_images,
+        "test_images": lambda x: Dataset("mine", np.ones((1, 784)), [1], x, [0, 1, 1]).test_images,
+        "images": standardised,
+    }.items():
+        with pytest.raises(ValueError, match=f"`{name}` {message}"):
+            call(levels)
+        assert call(ones).shape == (3, 784)
+    with pytest.raises(ValueError, match=f"`images` {message}"):
+        train_compression(levels, key=jax.random.key(0))

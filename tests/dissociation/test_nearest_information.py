@@ -391,7 +391,7 @@ def test_relations_without_noise_are_not_reliable():
         x = np.random.default_rng(seed).normal(size=(500, 2)).astype(np.float32)
         for z in (np.stack([x[:, 0] ** 3, np.sin(3 * x[:, 1])], 1), np.tanh(x), x**2 + np.float32(0.3) * x):
             passed.append(bool(measure(x, z).reliable))
-    assert sum(passed) <= 2  # of 12: an error from so few samples is itself uncertain
+    assert sum(passed) <= 4  # of 12, where 13 % pass: an error from so few samples is itself uncertain
 
 
 def test_whitening():
@@ -452,7 +452,7 @@ def test_coinciding_points_have_distances_with_a_slope():
 
 
 def test_an_estimate_prints_its_numbers():
-    assert repr(entropy(jnp.arange(60.0)[:, None])).startswith("Estimate(value=4.")
+    assert repr(entropy(jax.random.uniform(jax.random.key(0), (60, 1)) * 60)).startswith("Estimate(value=4.")
 
 
 @pytest.mark.slow
@@ -488,3 +488,31 @@ def test_an_information_of_labels_is_at_most_what_they_hold_and_three_errors(val
     capped = nearest._capped(found, jnp.asarray(1.0), jnp.asarray(1.0))
     assert bool(capped.reliable) == reliable
     np.testing.assert_array_equal(capped.value, np.float32(min(value, 1.0)) if reliable else np.nan)
+
+
+def test_the_order_of_rows_does_not_matter():
+    """A grid is no sample: in order, its halves are grids as even, and its parts agree far too well."""
+    rng, number = np.random.default_rng(0), 1024
+    labels = np.arange(number) * 4 // number
+    grid = np.linspace(0, 1, number, dtype=np.float32)[:, None]
+    cloud = (labels[:, None] + rng.normal(size=(number, 2))).astype(np.float32)
+    noisy = (grid + 0.02 * rng.normal(size=grid.shape)).astype(np.float32)
+    orders = {
+        "shuffled": rng.permutation(number),
+        "in order": np.arange(number),
+        "sorted": np.argsort(noisy[:, 0]),
+        "repeated": np.arange(number).reshape(16, -1).T.ravel(),
+    }
+    found = {
+        name: [
+            entropy(grid[rows]),
+            measure(grid[rows], noisy[rows]),
+            *(label_information(cloud[rows], labels[rows], num_classes=4, estimator=each) for each in ESTIMATORS),
+        ]
+        for name, rows in orders.items()
+    }
+    for estimates in found.values():
+        assert [bool(each.reliable) for each in estimates] == [False, False, True, True]
+        for each, other in zip(estimates[2:], found["shuffled"][2:], strict=True):
+            np.testing.assert_allclose(each.value, other.value, rtol=1e-4)
+            np.testing.assert_allclose(each.error, other.error, rtol=0.5)

@@ -303,8 +303,11 @@ def test_many_samples_cost_no_matrix_over_them():
 
 def test_lost_digits_are_named():
     x = RNG.standard_normal((30, 3)) + np.array([0, 1e5, 0])
-    with pytest.warns(RuntimeWarning, match="Column 1 varies by .* float32 keeps 2 digits"):
+    with pytest.warns(RuntimeWarning, match="Column 1 of `x` varies by .* float32 keeps 2 digits") as seen:
         similarity.compare(x, ITEMS[0])
+    assert len([warning for warning in seen if "float32" in str(warning.message)]) == 1
+    with pytest.warns(RuntimeWarning, match="Column 1 of `x`"):
+        similarity.linear_cka(x, ITEMS[0])
 
 
 @pytest.mark.usefixtures("x64", "barely_optimized")

@@ -72,6 +72,9 @@ def test_mini_batches_of_everything_are_the_whole_and_else_another_number():
     np.testing.assert_allclose(similarity.minibatch_rbf_cka(X, Y, batch_size=400), whole, atol=1e-12)
     parts = similarity.minibatch_rbf_cka(X, Y, batch_size=50, key=jax.random.key(0))
     assert 1e-4 < abs(parts - whole) < 0.1
+    for column in range(X.shape[1]):  # batches of rows alike, if they were taken in order
+        rows = np.argsort(np.asarray(X)[:, column])
+        np.testing.assert_allclose(similarity.minibatch_rbf_cka(X[rows], Y[rows], batch_size=50), parts, atol=0.05)
 
 
 @pytest.mark.usefixtures("x64", "barely_optimized")

@@ -46,6 +46,9 @@ def test_zipped_quantities_vary_together():
 def test_no_two_members_are_the_same():
     with pytest.raises(ValueError, match="`seed` must be different"):
         Grid(rate=[0.1], seed=[0, 1, 0])
+    for wrong in ([np.nan, np.nan], np.array([0.1, np.nan])):
+        with pytest.raises(ValueError, match="`rate` must hold no NaN.*nan"):
+            Grid(rate=wrong)
     with pytest.raises(ValueError, match="`width,rate` must be different"):
         Grid.zipped(width=[8, 64, 8], rate=[0.1, 0.1, 0.1])
     assert len(Grid.zipped(width=[8, 64, 8], rate=[0.1, 0.1, 0.2])) == 3
@@ -72,6 +75,10 @@ def test_members_are_found_by_their_coordinates():
         (grid.where(), {}),
     ):
         assert found.tolist() == [i for i, member in enumerate(members) if wanted.items() <= member.items()]
+    for either in ([4, 6], (6, 4), np.array([6, 4, 4])):
+        assert grid.where(seed=either, name=["sgd"]).tolist() == [3, 5, 9, 11]
+    with pytest.raises(ValueError, match="`seed` must be one of 4, 5, 6, got 7"):
+        grid.where(seed=[4, 7, 5, 4, 5, 6, 4, 5, 6, 4, 5, 6])  # as many as members
     zipped = Grid.zipped(width=[8, 64], rate=[0.1, 0.01])
     assert zipped.where(width=64, rate=0.01).tolist() == [1]
     assert zipped.where(width=64, rate=0.1).tolist() == []
@@ -208,3 +215,12 @@ def test_a_sweep_end_to_end(key):
         hyperparams={"rate": jnp.array([0.1])},
     )  # fmt: skip
     np.testing.assert_allclose(alone.history.loss[0], loss[1, 1], rtol=1e-5)
+
+
+def test_hyperparameters_that_floats_do_not_distinguish_are_refused():
+    for values in ([2**24, 2**24 + 1], [0.1, 0.1 + 1e-12]):
+        grid = Grid(rate=values, seed=[0])
+        with pytest.raises(ValueError, match="`names` must name .* got 'rate', values that are equal in float32"):
+            grid.hyperparams("rate")
+        with jax.enable_x64(True):
+            assert grid.hyperparams("rate")["rate"].tolist() == values

@@ -1,5 +1,6 @@
 """The gate: what stands for an array is taken, and what does not is refused by name."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -10,9 +11,10 @@ import ml_dtypes
 import numpy as np
 import pandas as pd
 import pytest
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Real
 
-from dissociation.conversion import as_classes, as_one_hot
+from dissociation import sharding
+from dissociation.conversion import as_classes, as_examples, as_one_hot
 from dissociation.types import Classes, Count, OneHot, PRNGKey, PRNGKeys, Scalar
 from dissociation.validation import validated
 
@@ -351,7 +353,12 @@ def test_labels_under_a_transformation():
 
 
 @validated
-def first_of(x: Int[Array, " n"], labels: Classes | None = None, host: Int[np.ndarray, " m"] | None = None) -> Any:
+def first_of(
+    x: Int[Array, " n"],
+    labels: Classes | None = None,
+    host: Int[np.ndarray, " m"] | None = None,
+    more: Sequence[Int[Array, " k"]] = (),
+) -> Any:
     return x[0], host
 
 
@@ -367,6 +374,12 @@ def test_integers_that_would_wrap_are_refused():
         first_of(np.array([-(2**40)]))
     with pytest.raises(ValueError, match=r"`labels` must hold integers .*, got 1099511627776"):
         first_of([0], labels=np.array([2**40]))
+    with pytest.raises(ValueError, match=r"`more\[1\]` must hold integers .*, got 1099511627776"):
+        first_of([0], more=[np.array([1]), np.array([2**40])])
+    with pytest.raises(ValueError, match=r"`x` must hold integers .*, got 1099511627776"):
+        as_examples("x", {"tokens": np.array([2**40])})
+    with pytest.raises(ValueError, match=r"`tree` must hold integers .*, got 1099511627776"):
+        sharding.replicate({"step": np.array([2**40])}, sharding.member_mesh())
 
 
 @validated
@@ -383,3 +396,78 @@ def test_keys_may_be_one_or_several_where_both_are_meant():
             draw(wrong)
     with pytest.raises(ValueError, match=r"got keys of shape \(2, 2\)"):
         draw(jax.random.split(typed, (2, 2)))
+
+
+@validated
+def narrow(
+    x: Float[Array | np.ndarray, "n ..."],
+    parts: Sequence[Float[Array, " n"]] = (),
+    host: Float[np.ndarray, " m"] | None = None,
+    counts: Real[Array | np.ndarray, " k"] | None = None,
+) -> Any:
+    return x if host is None else host
+
+
+NOISE = np.random.default_rng(0).standard_normal((40, 3))
+WHITE = np.ones((1000, 4))
+WHITE[7] = 254 / 255
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        NOISE + [0, 1e5, 0],
+        (NOISE + [0, -1e9, 0]).tolist(),
+        (NOISE * 1e-30 + [0, 1e-20, 0]),
+        [[1, 2**40 + i, 0] for i in range(40)],
+        np.array([[0, 2**32 - 41 + i, 0] for i in range(40)], np.uint32),
+        np.array([[0, 2**24 + i, 0] for i in range(40)], np.int32),
+        np.stack([NOISE + [0, 1e9, 0]] * 2),
+        NOISE[:2] + [0, 1e9, 0],
+        pd.DataFrame(NOISE + [0, 1e9, 0]),
+    ],
+    ids=["float64", "list", "small", "integers", "uint32", "int32", "stacked", "two", "frame"],
+)
+def test_what_float32_drops_is_said_once_before_it_is_dropped(x):
+    with pytest.warns(RuntimeWarning, match=r"^Column 1 of `x` varies by .* about .*: float32 keeps") as seen:
+        narrow(x)
+    assert (len(seen), seen[0].filename) == (1, __file__)
+    with jax.enable_x64(True), warnings.catch_warnings(action="error"):
+        np.testing.assert_array_equal(narrow(x), np.asarray(x))
+
+
+def test_what_float32_drops_of_lists_and_vectors_is_said():
+    for arguments in (
+        {"x": 1e9 + NOISE[:, 0]},
+        {"x": jnp.arange(2**24, 2**24 + 40)},
+        {"x": [0.0], "parts": [NOISE[:, 0], 1e9 + NOISE[:, 0]]},
+    ):
+        name = r"parts\[1\]" if "parts" in arguments else "x"
+        with pytest.warns(RuntimeWarning, match=f"^`{name}` varies by"):
+            narrow(**arguments)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        NOISE * 1e9 + 1e11,
+        np.full((40, 2), 1e9 + 0.1),
+        np.full((40, 2), 2**24 + 1),
+        0.1 + 1e-17 * NOISE,
+        WHITE,
+        np.eye(4)[np.arange(40) % 4],
+        np.arange(0, 100_000, 100),
+        np.arange(2019, 2022),
+        1_000_000 * np.arange(40) * 64,
+        np.array([2**31 - 40, 2**31 - 1] * 20) // 256 * 256,
+        np.random.default_rng(0).integers(0, 256, (40, 5, 5, 3)).astype(np.uint8),
+        NOISE.reshape(2, 60),
+        NOISE.astype(np.float32) + np.float32(1e6),
+        np.full((40, 2), np.nan),
+    ],
+    ids=str,
+)
+def test_what_loses_nothing_passes_without_a_word(x):
+    assert narrow(x) is not None
+    ids = np.arange(2**24, 2**24 + 40)
+    assert narrow(x, host=2**26 + ids, counts=ids).tolist() == (2**26 + ids).tolist()  # integers stay, or keep digits

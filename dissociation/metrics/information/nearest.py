@@ -38,6 +38,7 @@ from dissociation.metrics.information.neighbours import (
     squared,
 )
 from dissociation.results import Result
+from dissociation.splits import permutation
 from dissociation.types import Classes
 from dissociation.validation import validated
 
@@ -63,9 +64,10 @@ class Estimate(Result):
     Attributes:
         value: The estimate; NaN where it is not `reliable`.
         error: Standard error from the spread of the samples' own terms, or that of the estimates from up to 16
-            interleaved parts of the samples if larger, since the terms of neighbours depend on each other. Both take
-            samples for independent. An information about labels has the first alone, and at least the share of one
-            sample in all that labels can hold: what no sample showed may lie in the next.
+            parts of the samples if larger, since the terms of neighbours depend on each other. Parts and halves are
+            drawn by a fixed permutation of the rows, in whatever order these come. Both take samples for independent.
+            An information about labels has the first alone, and at least the share of one sample in all that labels
+            can hold: what no sample showed may lie in the next.
         reliable: False where more than 1 % of the samples coincide with neighbours (an entropy is then minus infinity,
             an information infinite; fewer are taken for rounding), or coordinates are linear functions of others; where
             an information is more than three errors below zero, or its part that is not linear above two thirds of the
@@ -144,7 +146,7 @@ def entropy(points: Points, *, num_neighbours: int = 5, block: int = 250) -> Est
 
 @partial(jax.jit, static_argnames=("count", "block"))
 def _entropy(points: Array, count: int, block: int) -> Estimate:
-    white, logs = whitened(points)
+    white, logs = whitened(points[permutation(len(points))])
     terms = _entropy_terms(white, count, block) + logs
     groups = num_parts(len(white), count)
     return _estimate(terms, groups, enough=groups > 1 and len(white) >= 2 ** white.shape[1])
@@ -193,7 +195,7 @@ def information(
 @partial(jax.jit, static_argnames=("estimator", "count", "block"))
 def _information(x: Array, z: Array, estimator: str, count: int, block: int) -> Estimate:
     number, width = x.shape[0], x.shape[1] + z.shape[1]
-    both = jnp.concatenate([x, z], 1)
+    both = jnp.concatenate([x, z], 1)[permutation(number)]
     ways = jax.vmap(partial(_coordinates, split=x.shape[1]))(jnp.stack([normal_scores(both), drawn_in(both)]))
     # Normal scores bend a strong linear relation of several coordinates a little.
     straighter = (ways[3][1] < ways[3][0] - _BENT).astype(int)
@@ -282,7 +284,8 @@ def label_information(
 @partial(jax.jit, static_argnames=("classes", "estimator", "count", "block"))
 def _label_information(z: Array, labels: Array, classes: int, estimator: str, count: int, block: int) -> Estimate:
     # Sorted by class, every other sample makes halves that share every class.
-    number, order = z.shape[0], jnp.argsort(labels, stable=True)
+    number, order = z.shape[0], jnp.asarray(permutation(z.shape[0]))
+    order = order[jnp.argsort(labels[order], stable=True)]
     z, labels = drawn_in(z)[order], labels[order]
     members = jax.nn.one_hot(labels, classes, dtype=z.dtype)
     means = product(members.T, z) / jnp.maximum(jnp.sum(members, 0), 1)[:, None]

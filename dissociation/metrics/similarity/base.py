@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from dissociation.checks import check_same_length, fail, is_traced, warn
+from dissociation.checks import check_same_length, fail, is_traced
 from dissociation.linalg import centre, finite_part, product, scale_of
 
 Features = Float[Array | np.ndarray, "n p"]
@@ -209,32 +209,8 @@ def _evaluate(prepare: Any, compare: Any, x: Array, y: Array) -> Array:
     return compare(prepare(x), prepare(y))
 
 
-LOST_DIGITS = 1e3
-"""Deviations that a column's mean may be, before a warning says what float32 keeps of it."""
-
-
-def warn_narrowed(array: Any) -> None:
-    """Warns if float64 numbers become float32 and lose what they differ by."""
-    wide = isinstance(array, np.ndarray) and array.dtype == np.float64 and array.ndim > 1 and array.size
-    if not wide or jax.dtypes.canonicalize_dtype(np.float64) == np.float64:
-        return
-    rows = array.reshape(-1, array.shape[-1])
-    rows = rows[:: -(-len(rows) // 1000)]
-    mean, deviation = np.abs(rows.mean(0)), rows.std(0)
-    lost = (mean > LOST_DIGITS * deviation) & (np.ptp(rows, 0) > 0)
-    if lost.any():
-        worst = int(np.argmax(np.where(lost, mean / np.where(lost, deviation, 1.0), 0.0)))
-        warn(
-            f"Column {worst} varies by {deviation[worst]:.2g} about {mean[worst]:.2g}: float32 keeps "
-            f"{max(np.log10(deviation[worst] / mean[worst]) + 7, 0):.0f} digits of it. Subtract the means first, or "
-            "call jax.config.update('jax_enable_x64', True) at the start."
-        )
-
-
 def in_common_dtype(*arrays: Any) -> list[Array]:
     """Arrays of JAX in the widest of their dtypes, float32 at least."""
-    for array in arrays:
-        warn_narrowed(array)
     arrays = tuple(jnp.asarray(array) for array in arrays)
     kind = jnp.promote_types(jnp.result_type(*(array.dtype for array in arrays)), jnp.float32)
     return [array.astype(kind) for array in arrays]

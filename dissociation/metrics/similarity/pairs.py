@@ -20,9 +20,9 @@ from dissociation.checks import (
     is_traced,
     warn,
 )
-from dissociation.conversion import as_array, as_numbers
+from dissociation.conversion import as_array, as_numbers, warn_narrowed
 from dissociation.memory import free_memory
-from dissociation.metrics.similarity.base import Measure, Route, cheapest, in_common_dtype, warn_narrowed
+from dissociation.metrics.similarity.base import Measure, Route, cheapest, in_common_dtype
 from dissociation.metrics.similarity.inference import (
     BLOCKS,
     LEAST_P_VALUE,
@@ -543,13 +543,14 @@ def _as_set(name: str, given: Any, positions: str | None) -> _Set:
     widths: dict[int, tuple[list[Array], list[int]]] = {}
     for full, layer, value in named:
         wanted = "real numbers [n, p] or [members, n, p]"
-        array = as_numbers(full, as_array(full, value, wanted), frozenset({"float"}))
+        array = as_array(full, value, wanted)
+        warn_narrowed(full, array, gates=2)
+        array = as_numbers(full, array, frozenset({"float"}))
         array = array[..., None] if array.ndim == 1 or array.shape in scalars else array
         if is_traced(array):
             advice = "Under a transformation call the measures themselves"
             fail_kind(full, "be known: all pairs are planned on the host", "a traced value", advice)
         check_finite(full, array)
-        warn_narrowed(array)
         stack = _stacked(full, array, positions)
         arrays, places = widths.setdefault(stack.shape[2], ([], []))
         arrays.append(stack)

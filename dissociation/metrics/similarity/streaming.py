@@ -24,12 +24,13 @@ from dissociation.checks import (
     fail,
     is_traced,
 )
-from dissociation.conversion import as_array, as_numbers
+from dissociation.conversion import as_array, as_numbers, warn_narrowed
 from dissociation.distances import root
 from dissociation.linalg import centre, nuclear_norm, product, psd_power
 from dissociation.metrics.similarity.base import Features, OtherFeatures, Score, check_samples, in_common_dtype
 from dissociation.metrics.similarity.kernels import rbf_gram, u_centred
 from dissociation.results import Result
+from dissociation.splits import permutation
 from dissociation.types import PRNGKey, Scalar
 from dissociation.validation import validated
 
@@ -87,7 +88,9 @@ def joint_moments(*representations: Any) -> JointMoments:
     arrays = []
     for index, given in enumerate(representations):
         name = f"representations[{index}]"
-        array = as_numbers(name, as_array(name, given, "real numbers [n, p]"), frozenset({"float"}))
+        array = as_array(name, given, "real numbers [n, p]")
+        warn_narrowed(name, array)
+        array = as_numbers(name, array, frozenset({"float"}))
         if array.ndim != 2:
             fail(name, "have 2 axes [n, p]", f"shape {array.shape}")
         if array.shape[0] != np.shape(representations[0])[0]:
@@ -407,7 +410,7 @@ def minibatch_rbf_cka(
         x: [n, p].
         y: [n, q], of the same samples.
         batch_size: At least 4; what is left over is dropped.
-        key: Shuffles the samples; default: their order.
+        key: Shuffles the samples; default: a fixed permutation.
         scale: Of the bandwidth, in median distances; positive.
 
     Returns:
@@ -427,7 +430,7 @@ def minibatch_rbf_cka(
     if size > number:
         fail("batch_size", f"be at most the number of samples ({number})", batch_size)
     x, y = in_common_dtype(x, y)
-    order = jnp.arange(number) if key is None else jax.random.permutation(key, number)
+    order = jnp.asarray(permutation(number)) if key is None else jax.random.permutation(key, number)
     rows = order[: number // size * size].reshape(-1, size)
     return _over_batches(x, y, rows, jnp.asarray(scale))
 
