@@ -32,6 +32,7 @@ from dissociation.metrics.similarity.base import (
     scaled,
     unit,
 )
+from dissociation.ties import ranks
 from dissociation.validation import validated
 
 Dissimilarities = Float[Array | np.ndarray, " pairs"]
@@ -86,21 +87,6 @@ def filled(pairs: Dissimilarities) -> Float[Array, "n n"]:
     pairs = jnp.asarray(pairs)
     upper = jnp.zeros((number, number), pairs.dtype).at[np.triu_indices(number, 1)].set(pairs)
     return upper + upper.T
-
-
-def ranks(values: Float[Array, " number"]) -> Float[Array, " number"]:
-    """Ranks from 1, of which equal values share the mean."""
-    order = jnp.argsort(values)
-    ordered = values[order]
-    number = values.shape[0]
-    places = jnp.arange(number)
-    first = jnp.concatenate([jnp.ones(1, bool), ordered[1:] != ordered[:-1]])
-    last = jnp.concatenate([first[1:], jnp.ones(1, bool)])
-    start = lax.cummax(jnp.where(first, places, 0))
-    end = lax.cummin(jnp.where(last, places, number - 1), reverse=True)
-    kind = values.dtype
-    mean = 1 + 0.5 * (start.astype(kind) + end.astype(kind))
-    return jnp.zeros(number, kind).at[order].set(mean)
 
 
 def _centred_pairs(pairs: Array) -> Array:
