@@ -285,6 +285,11 @@ def scaled(x: Array) -> tuple[Array, Array]:
     return x / scale, scale
 
 
+def column_sizes(x: Array) -> Array:
+    """Powers of two near the columns' largest entries: a rank is cut on columns of one size."""
+    return scale_of(jnp.max(jnp.abs(x), 0, keepdims=True))
+
+
 def unit(array: Array) -> Array:
     """An array divided by its Frobenius norm; NaN for zeros."""
     return array / jnp.sqrt(jnp.sum(array**2))
