@@ -43,16 +43,12 @@ def root(square: Float[Array, "*b"]) -> Float[Array, "*b"]:
     return jnp.where(none, 0.0, jnp.sqrt(jnp.where(none, 1.0, square)))
 
 
-def cosine_distances(x: Float[Array, "n p"]) -> Float[Array, "n n"]:
-    """One minus the cosine of two rows; 1 between a row of zeros and any other, to which no angle is known.
-
-    Of rows that are not near, by the product itself: what is equal for rows of small integers is equal here.
-    """
-    return cosine_distances_with_size(x)[0]
-
-
 def cosine_distances_with_size(x: Float[Array, "n p"]) -> tuple[Float[Array, "n n"], Float[Array, "n n"]]:
-    """Return `cosine_distances`, and the magnitude whose rounding each of them carries, as `ties.snapped` takes it."""
+    """Return one minus the cosine of two rows, and the magnitude whose rounding it carries, as `ties.snapped` takes it.
+
+    1 between a row of zeros and any other, to which no angle is known. Of rows that are not near, by the product
+    itself: what is equal for rows of small integers is equal here.
+    """
     x = x / scale_of(jnp.max(jnp.abs(x), 1, keepdims=True))
     lengths = root(jnp.sum(x**2, 1, keepdims=True))
     none = lengths[:, 0] == 0

@@ -331,6 +331,11 @@ def test_what_no_measure_is_defined_for_is_refused_by_name():
         similarity.mutual_knn(X[:5], Y[:5], num_neighbours=5)
     with pytest.raises(ValueError, match="even number of rows"):
         similarity.crossnobis_rsa(X[:9], Y[:9])
+    for name in ("mutual_knn", "gulp_distance", "soft_matching", "linear_cka"):
+        with pytest.raises(
+            ValueError, match="`y` must have an entry of at least 1.2e-38, got .*e-40 at most. Multiply"
+        ):
+            MEASURES[name](X, (1e-40 * Y).astype(np.float32))
     assert similarity.procrustes_distance(X, flat) == pytest.approx(np.linalg.norm(X - X.mean(0)), rel=1e-6)
 
 

@@ -196,6 +196,8 @@ def evaluate(routes: tuple[Route, ...], x: Array | np.ndarray, y: Array | np.nda
     """
     check_same_length("x", x.shape[0], "y", y.shape[0])
     check_samples("x", x.shape[0], minimum)
+    for name, array in (("x", x), ("y", y)):
+        refuse_vanishing(name, array)
     route = cheapest(routes, x.shape[0], x.shape[1], y.shape[1])
     value = _evaluate(route.prepare, route.compare, *in_common_dtype(x, y))
     if not is_traced(value) and np.isnan(value):
@@ -260,6 +262,14 @@ def refuse_constant(name: str, x: Any) -> None:
     """Raises if known rows are all the same."""
     if not is_traced(x) and not np.ptp(np.asarray(x), axis=0).any():
         fail(name, "differ between samples", f"the same row {np.shape(x)[0]} times", "Nothing can be similar to it")
+
+
+def refuse_vanishing(name: str, x: Any) -> None:
+    """Raises if known numbers are so small that processors take all of them for zero."""
+    if not is_traced(x):
+        least = jnp.finfo(jax.dtypes.canonicalize_dtype(np.result_type(x, np.float32))).tiny
+        if 0 < (largest := np.max(np.abs(np.asarray(x)), initial=0)) < least:
+            fail(name, f"have an entry of at least {least:.2g}", f"{largest:.2g} at most", "Multiply it by a number")
 
 
 def refuse_wide(x: Array | np.ndarray, y: Array | np.ndarray) -> None:

@@ -16,11 +16,9 @@ from jaxtyping import Array, Float
 
 from dissociation.checks import check_choice, check_same_length, fail
 from dissociation.distances import (
-    cosine_distances,
     cosine_distances_with_size,
     median,
     root,
-    squared_distances,
     squared_distances_with_size,
 )
 from dissociation.linalg import centre, product, psd_power
@@ -57,35 +55,17 @@ RANKED = ("spearman", "kendall")
 """Comparisons that depend on the order of the entries alone."""
 
 
-def _euclidean(x: Array) -> Array:
-    x, scale = scaled(x)
-    return scale * root(squared_distances(x))
-
-
-def _squared(x: Array) -> Array:
-    x, scale = scaled(x)
-    return scale**2 * squared_distances(x)
-
-
-def _correlation(x: Array) -> Array:
-    return cosine_distances(centred(x.T)[0].T)
-
-
-def _correlation_with_size(x: Array) -> tuple[Array, Array]:
+def _with_size(x: Array, kind: str) -> tuple[Array, Array]:
+    """Dissimilarities, squared if "euclidean", and the magnitude whose rounding each of them carries."""
+    if kind in ("euclidean", "squared"):
+        return squared_distances_with_size(x)
+    if kind == "cosine":
+        return cosine_distances_with_size(x)
     rows, scale = centred(x.T)
     distances, size = cosine_distances_with_size(rows.T)
     lengths = root(jnp.sum(rows**2, 0))
     lost = jnp.where(lengths > 0, root(jnp.sum((x / scale) ** 2, 1)) / jnp.where(lengths > 0, lengths, 1.0), 1.0)
     return distances, size * (1 + lost[:, None] + lost[None])  # a row's rounding is that of its mean, too
-
-
-_SQUARE = {"euclidean": _euclidean, "squared": _squared, "correlation": _correlation, "cosine": cosine_distances}
-_RANKED = {
-    "euclidean": squared_distances_with_size,  # in the same order, and of one rounding
-    "squared": squared_distances_with_size,
-    "correlation": _correlation_with_size,
-    "cosine": cosine_distances_with_size,
-}
 
 
 def entries(matrix: Array) -> Array:
@@ -169,10 +149,10 @@ def _read(pairs: Array, comparison: str, size: Array | None = None) -> Prepared:
 
 def _prepared(x: Array, kind: str, comparison: str) -> Prepared:
     x, _ = scaled(x)  # no comparison depends on the scale
-    if comparison in RANKED:
-        pairs, size = (entries(matrix) for matrix in _RANKED[kind](x))
-        return _read(pairs, comparison, size)
-    return _read(entries(_SQUARE[kind](x)), comparison)
+    pairs, size = (entries(matrix) for matrix in _with_size(x, kind))
+    if kind == "euclidean" and comparison not in RANKED:  # squares have the same order, and rounding of one size
+        pairs = root(pairs)
+    return _read(pairs, comparison, size)
 
 
 def rsa_routes(*, rdm: str = "euclidean", comparison: str = "pearson") -> tuple[Route, ...]:
@@ -226,7 +206,10 @@ def rdm(x: Features, kind: str = "euclidean") -> Float[Array, " pairs"]:
 
 @eqx.filter_jit
 def _rdm(x: Array, kind: str) -> Array:
-    return entries(_SQUARE[kind](x))
+    unscaled = kind in ("cosine", "correlation")
+    x, scale = scaled(x)
+    pairs = entries(_with_size(x, kind)[0])
+    return pairs if unscaled else scale * root(pairs) if kind == "euclidean" else scale**2 * pairs
 
 
 @validated(finite=("a", "b"))
