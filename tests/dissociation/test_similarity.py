@@ -455,6 +455,30 @@ def test_rounding_and_the_order_of_rows_decide_nothing(name, options):
         np.testing.assert_allclose(value(x[rows], y[rows]), wanted, atol=0.2 if split else 2e-5)
 
 
+@pytest.mark.usefixtures("barely_optimized")
+def test_a_scale_per_neuron_drops_no_direction_and_others_are_counted():
+    sizes = 10.0 ** np.linspace(-3, 3, P)
+    y, plain, scaled = (one.astype(np.float32) for one in (Y, X, X * sizes))
+    for change in (
+        lambda x, y: similarity.predictivity_path(x, y, np.zeros(1))[0],
+        lambda x, y: similarity.gulp_distance(x, y, lam=0.0),
+        lambda x, y: similarity.partial_whitening_distance(x, y, a=0.0),
+        lambda x, y: similarity.similarity_from_moments(similarity.joint_moments(x, y), "cca")[0, 1],
+        lambda x, y: similarity.predictivity_from_moments(
+            [similarity.joint_moments(x[rows], y[rows]) for rows in (slice(0, 20), slice(20, 40))]
+        ),
+    ):
+        np.testing.assert_allclose(change(scaled, y), change(plain, y), atol=2e-5)
+    np.testing.assert_allclose(similarity.cca(scaled, y), reference.cca(X, Y), atol=2e-5)
+    dependent, y = (np.tile(one, (8, 1)) for one in (plain, y))
+    dependent[:, 0] = 3 * dependent[:, 1] - dependent[:, 2]
+    similarity.cca(dependent, y)  # nothing is lost
+    dependent[:, 0] += np.float32(2e-4) * np.tile(Z[:, 0], 8)
+    for function in (similarity.cca, similarity.linear_predictivity):
+        with pytest.warns(RuntimeWarning, match="1 of the directions of `x` exceed rounding"):
+            function(dependent, y)
+
+
 def test_stimuli_repeated_in_order_are_predicted():
     x = np.tile(RNG.standard_normal((10, P)), (4, 1)) + 0.01 * RNG.standard_normal((SAMPLES, P))
     y = x @ RNG.standard_normal((P, Q))

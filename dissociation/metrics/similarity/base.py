@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from dissociation.checks import check_same_length, fail, is_traced, warn
-from dissociation.linalg import centre, finite_part, product, scale_of
+from dissociation.linalg import centre, finite_part, product, rank_cut, scale_of
 
 Features = Float[Array | np.ndarray, "n p"]
 """A representation: samples first."""
@@ -298,6 +298,24 @@ def scaled(x: Array) -> tuple[Array, Array]:
 def column_sizes(x: Array) -> Array:
     """Powers of two near the columns' largest entries: a rank is cut on columns of one size."""
     return scale_of(jnp.max(jnp.abs(x), 0, keepdims=True))
+
+
+def warn_dropped(**features: Any) -> None:
+    """Warns of directions of known features that a rank cut takes for absent, although they exceed rounding."""
+    for name, x in features.items():
+        if not is_traced(x) and (count := int(_num_dropped(jnp.asarray(x)))):
+            warn(
+                f"{count} of the directions of `{name}` exceed rounding, but are too small beside the largest to be "
+                "kept: they count as absent. Float64 keeps smaller ones."
+            )
+
+
+@jax.jit
+def _num_dropped(x: Array) -> Array:
+    x, _ = centred(x.astype(jnp.promote_types(x.dtype, jnp.float32)))
+    values = jnp.linalg.svd(finite_part(x / column_sizes(x))[0], compute_uv=False)
+    # Exact dependence leaves some 3 roundings.
+    return jnp.sum((values > 16 * jnp.finfo(x.dtype).eps * values[0]) & (values <= rank_cut(x) * values[0]))
 
 
 def unit(array: Array) -> Array:

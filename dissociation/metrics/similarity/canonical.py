@@ -4,6 +4,7 @@ The polar factor of centred features is an orthonormal basis of the subspace tha
 range; canonical correlations are the singular values of Qx^T Qy. Features enter by their singular vectors and not by
 their covariance, which would square the condition number. Directions below max(n, p) roundings of the largest count as
 absent. Where a scale per neuron does not matter, neurons are brought to one size first, so that no small one is absent.
+The functions warn of directions that count as absent although they exceed rounding.
 
 As many samples as features span everything, and then all correlations are 1 whatever the data: that is refused. With
 p + q > n - 1 the subspaces still have to meet, in p + q - n + 1 dimensions: look at the baseline.
@@ -33,6 +34,7 @@ from dissociation.metrics.similarity.base import (
     narrowed,
     product_route,
     refuse_wide,
+    warn_dropped,
 )
 from dissociation.types import Scalar
 from dissociation.validation import validated
@@ -181,6 +183,7 @@ def cca(x: Features, y: OtherFeatures) -> Score:
         Hotelling (1936), Relations between two sets of variates; Raghu, Gilmer, Yosinski and Sohl-Dickstein (2017).
     """
     refuse_wide(x, y)
+    warn_dropped(x=x, y=y)
     return evaluate(cca_routes(), x, y)
 
 
@@ -202,6 +205,7 @@ def cca_squared(x: Features, y: OtherFeatures) -> Score:
         Ramsay, ten Berge and Styan (1984), Matrix correlation; Kornblith et al. (2019), table 1.
     """
     refuse_wide(x, y)
+    warn_dropped(x=x, y=y)
     return evaluate(cca_squared_routes(), x, y)
 
 
@@ -253,6 +257,7 @@ def pwcca(x: Features, y: OtherFeatures) -> Score:
         correlation, section 2.2.
     """
     refuse_wide(x, y)
+    warn_dropped(x=x, y=y)
     return evaluate(pwcca_routes(), x, y)
 
 

@@ -12,7 +12,15 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from dissociation import splits
-from dissociation.checks import check_choice, check_count, check_non_negative, check_same_length, check_single, fail
+from dissociation.checks import (
+    check_choice,
+    check_count,
+    check_non_negative,
+    check_same_length,
+    check_single,
+    fail,
+    is_traced,
+)
 from dissociation.linalg import centre, finite_part, product, rank_cut, scale_of, singular_map
 from dissociation.metrics.similarity.base import (
     Features,
@@ -24,6 +32,7 @@ from dissociation.metrics.similarity.base import (
     evaluate,
     in_common_dtype,
     refuse_constant,
+    warn_dropped,
 )
 from dissociation.types import Scalar
 from dissociation.validation import validated
@@ -194,6 +203,8 @@ def linear_predictivity(
     routes = predictivity_routes(alpha=alpha, num_folds=num_folds, folds=folds)
     _check_number(x, num_folds)
     _refuse_interpolation(x, num_folds)
+    if not is_traced(alpha) and float(alpha) == 0 and x.shape[1] < x.shape[0] - 1:
+        warn_dropped(x=x)
     return evaluate(routes, x, y)
 
 
