@@ -163,7 +163,6 @@ INTERNAL = {
     "dissociation.metrics.similarity.measures.routes_of": "a part of `pairwise`",
     "dissociation.metrics.similarity.measures.table": "takes nothing",
     "dissociation.metrics.similarity.neighbourhoods.memberships": "a part of the measures",
-    "dissociation.metrics.similarity.predictivity.fold_members": "a part of the measures",
     "dissociation.metrics.similarity.shapes.residual": "a part of the measures",
     "dissociation.metrics.similarity.streaming.joint_moments": "any number of arrays: test_similarity_streaming.py",
     "dissociation.metrics.similarity.streaming.stream_moments": "takes batches: test_similarity_streaming.py",
