@@ -267,7 +267,7 @@ def refuse_constant(name: str, x: Any) -> None:
 def refuse_vanishing(name: str, x: Any) -> None:
     """Raises if known numbers are so small that processors take all of them for zero."""
     if not is_traced(x):
-        least = jnp.finfo(jax.dtypes.canonicalize_dtype(np.result_type(x, np.float32))).tiny
+        least = jnp.finfo(jax.dtypes.canonicalize_dtype(np.result_type(x.dtype, np.float32))).tiny
         if 0 < (largest := np.max(np.abs(np.asarray(x)), initial=0)) < least:
             fail(name, f"have an entry of at least {least:.2g}", f"{largest:.2g} at most", "Multiply it by a number")
 
