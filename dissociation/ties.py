@@ -19,9 +19,9 @@ LONGEST = 4
 def snapped(values: Any, size: Any = None) -> Any:
     """Return `values` with numbers that differ by rounding alone made equal, for ranks, `==` and unique.
 
-    In rising order, neighbours closer than 64 rounding units of `size` are tied and take the value of the least of
-    them, or 0 if that is as close to 0. Rounding to a fixed grid would separate equal numbers on two sides of a
-    boundary. The order is kept, and a scale by a power of two scales the result. The result counts as a constant.
+    In rising order, neighbours closer than 64 rounding units of `size` take the value of the least of them, or 0 if
+    that is as close to 0. A fixed grid would separate equal numbers on two sides of a boundary. The order is kept, a
+    power of two scales the result, and the result counts as a constant.
 
     Args:
         values: Real numbers, any shape. NumPy arrays are computed by NumPy, in their precision.
