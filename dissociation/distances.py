@@ -16,14 +16,25 @@ def squared_distances(x: Float[Array, "n p"]) -> Float[Array, "n n"]:
     Args:
         x: [n, p].
     """
+    return squared_distances_with_size(x)[0]
+
+
+def squared_distances_with_size(x: Float[Array, "n p"]) -> tuple[Float[Array, "n n"], Float[Array, "n n"]]:
+    """Return `squared_distances`, and the magnitude whose rounding each of them carries, as `ties.snapped` takes it."""
+    norms = root(jnp.sum(x**2, 1))
     middle = jnp.argmin(jnp.sum((x - jnp.mean(x, 0)[None]) ** 2, 1))
     x = x - x[middle][None]
     lengths = jnp.sum(x**2, 1)
     both = lengths[:, None] + lengths[None]
     square = both - 2 * product(x, x.T)
-    rounding = (4 + x.shape[1] ** 0.5 / 16) * jnp.finfo(x.dtype).eps
+    rounding = 4 + x.shape[1] ** 0.5 / 16
     selves = jnp.eye(x.shape[0], dtype=bool) & jnp.isfinite(square)
-    return jnp.where((square <= rounding * both) | selves, 0.0, square)  # NaN stays NaN
+    small = square <= rounding * jnp.finfo(x.dtype).eps * both
+    square = jnp.where(small | selves, 0.0, square)  # NaN stays NaN
+    # What was subtracted, and what a rounding of the rows themselves changes: d^2 by 2 d eps |x| + (eps |x|)^2.
+    norms = norms[:, None] + norms[None]
+    own = norms * (root(square) + 8 * jnp.finfo(x.dtype).eps * norms) / 32
+    return square, rounding * both / 16 + own
 
 
 def root(square: Float[Array, "*b"]) -> Float[Array, "*b"]:
@@ -32,19 +43,22 @@ def root(square: Float[Array, "*b"]) -> Float[Array, "*b"]:
     return jnp.where(none, 0.0, jnp.sqrt(jnp.where(none, 1.0, square)))
 
 
-def cosine_distances(x: Float[Array, "n p"]) -> Float[Array, "n n"]:
-    """One minus the cosine of two rows; 1 between a row of zeros and any other, to which no angle is known.
+def cosine_distances_with_size(x: Float[Array, "n p"]) -> tuple[Float[Array, "n n"], Float[Array, "n n"]]:
+    """Return one minus the cosine of two rows, and the magnitude whose rounding it carries, as `ties.snapped` takes it.
 
-    Of rows that are not near, by the product itself: what is equal for rows of small integers is equal here.
+    1 between a row of zeros and any other, to which no angle is known. Of rows that are not near, by the product
+    itself: what is equal for rows of small integers is equal here.
     """
     x = x / scale_of(jnp.max(jnp.abs(x), 1, keepdims=True))
     lengths = root(jnp.sum(x**2, 1, keepdims=True))
     none = lengths[:, 0] == 0
     known = jnp.where(lengths > 0, lengths, 1.0)
     cosines = product(x, x.T) / (known * known.T)
-    distances = jnp.where(cosines < 0.5, 1 - cosines, 0.5 * squared_distances(x / known))
+    square, size = squared_distances_with_size(x / known)
+    far = cosines < 0.5
+    distances = jnp.where(far, 1 - cosines, 0.5 * square)
     unknown = (none[:, None] | none[None]) & ~jnp.eye(x.shape[0], dtype=bool)
-    return jnp.where(unknown, 1.0, distances)
+    return jnp.where(unknown, 1.0, distances), jnp.where(far, 0.5 + x.shape[1] ** 0.5 / 256, size)
 
 
 def typical(distances: Float[Array, "n n"]) -> Float[Array, ""]:

@@ -181,10 +181,12 @@ def test_rdms_and_comparisons_agree_with_rsatoolbox(precision):
 def test_other_libraries_agree():
     padded = np.pad(Y, ((0, 0), (0, P - Q)))
     np.testing.assert_allclose(similarity.angular_similarity(X, Y) ** 2, 1 - procrustes(X, padded)[2], atol=1e-10)
-    folds = PredefinedSplit(np.arange(SAMPLES) % 4)
+    folds = PredefinedSplit(np.arange(SAMPLES) // 10)
     predicted = cross_val_predict(Ridge(alpha=3.0), X, Y, cv=folds)
     wanted = r2_score(Y, predicted, multioutput="variance_weighted")
-    np.testing.assert_allclose(similarity.linear_predictivity(X, Y, alpha=3.0, num_folds=4), wanted, atol=1e-10)
+    np.testing.assert_allclose(
+        similarity.linear_predictivity(X, Y, alpha=3.0, num_folds=4, folds="contiguous"), wanted, atol=1e-10
+    )
     near = [
         NearestNeighbors(n_neighbors=7, metric="cosine").fit(one).kneighbors(return_distance=False) for one in (X, Y)
     ]
@@ -329,6 +331,11 @@ def test_what_no_measure_is_defined_for_is_refused_by_name():
         similarity.mutual_knn(X[:5], Y[:5], num_neighbours=5)
     with pytest.raises(ValueError, match="even number of rows"):
         similarity.crossnobis_rsa(X[:9], Y[:9])
+    for name in ("mutual_knn", "gulp_distance", "soft_matching", "linear_cka"):
+        with pytest.raises(
+            ValueError, match="`y` must have an entry of at least 1.2e-38, got .*e-40 at most. Multiply"
+        ):
+            MEASURES[name](X, (1e-40 * Y).astype(np.float32))
     assert similarity.procrustes_distance(X, flat) == pytest.approx(np.linalg.norm(X - X.mean(0)), rel=1e-6)
 
 
@@ -384,6 +391,131 @@ def test_equal_cosines_are_tied():
         exact = [np.round(pdist(one, "cosine"), 10) for one in (a, b)]
         wanted = stats.spearmanr(*exact).statistic
         np.testing.assert_allclose(similarity.rsa(a, b, rdm="cosine", comparison="spearman"), wanted, atol=2e-3)
+
+
+RANKED = [(rdm, comparison) for rdm in ("euclidean", "squared", "cosine") for comparison in ("spearman", "kendall")]
+TIED = RNG.integers(-1, 2, (SAMPLES, P)).astype(float)
+TIED[5:10] = TIED[:5]
+CODE = np.eye(Q)[np.sort(RNG.choice(Q, SAMPLES, p=[0.5, 0.25, 0.15, 0.1]))]
+
+
+def rotations(number):
+    return [np.linalg.qr(RNG.standard_normal((P, P)))[0] for _ in range(number)]
+
+
+@pytest.mark.usefixtures("barely_optimized")
+@pytest.mark.parametrize(("rdm", "comparison"), RANKED)
+def test_ties_of_rdms_survive_rounding(rdm, comparison, precision):
+    """On one-hot classes and integers SciPy has the exact ties; here the rows are turned, moved and scaled."""
+    compare = {"spearman": lambda a, b: stats.spearmanr(a, b).statistic, "kendall": reference.kendall_tau_a}[comparison]
+    code = np.pad(CODE, ((0, 0), (0, P - Q))) + (rdm == "cosine") * TIED[:, :1]
+    exact = [np.round(reference.rdm(one, rdm), 9) for one in (code, TIED)]
+    wanted = compare(*exact)
+    for turn in rotations(3):
+        x, y = ((one @ turn).astype(precision[0]) for one in (code, TIED))
+        found = [similarity.rsa(x, y, rdm=rdm, comparison=comparison)]
+        found += [similarity.rsa(x[:, ::-1] @ turn.astype(x.dtype), np.ldexp(y, -50), rdm=rdm, comparison=comparison)]
+        if rdm != "cosine":
+            found += [similarity.rsa(x + precision[0].type(50), y, rdm=rdm, comparison=comparison)]
+        elsewhere = [pdist(one, {"squared": "sqeuclidean"}.get(rdm, rdm)) for one in (x, y)]
+        found += [similarity.compare_rdms(elsewhere[0], np.ldexp(elsewhere[1], 60), comparison)]
+        np.testing.assert_allclose(found, wanted, atol=2e-5)
+
+
+@pytest.mark.usefixtures("barely_optimized")
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [(name, {}) for name in MEASURES if name not in FUNCTIONAL]
+    + [("rsa", {"rdm": "correlation", "comparison": "kendall"}), ("crossnobis_rsa", {"comparison": "spearman"})],
+)
+def test_rounding_and_the_order_of_rows_decide_nothing(name, options):
+    """Rows with ties, turned, scaled by a power of two, with permuted columns, in other orders."""
+    measure = MEASURES[name]
+    invariances = measure.invariances.replace("O", "") if "rdm" in options else measure.invariances
+    of_y = measure.invariances if measure.invariances_of_y is None else measure.invariances_of_y
+    x, y = TIED.astype(np.float32), (3 * CODE + TIED[:, :Q]).astype(np.float32)
+    value = lambda x, y: float(measure(x, y, **options))  # noqa: E731
+    wanted, found, sizes = value(x, y), [], np.float32([[1], [1e6]])[np.arange(P) % 2, 0]
+    for turn in rotations(2):
+        if "O" in invariances:
+            found.append(value((x @ turn).astype(np.float32), y))
+        if "O" in of_y and "rdm" not in options:
+            found.append(value(x, (y @ np.linalg.qr(turn[:Q, :Q])[0]).astype(np.float32)))
+    if "P" in invariances:
+        found.append(value(x[:, ::-1], y))
+    if "D" in invariances:
+        found.append(value(x * sizes, y))
+    np.testing.assert_allclose(found, wanted, atol=2e-5)
+    if "S" in invariances:
+        np.testing.assert_array_equal([value(np.ldexp(x, 60), y), value(np.ldexp(x, -60), y)], wanted)
+    half = SAMPLES // 2
+    for order in (RNG.permutation(half), np.argsort(x[:half, 0], kind="stable"), np.argsort(y[half:, 0])):
+        rows = np.concatenate([order, half + order])  # both measurements of a condition stay such
+        split = name == "linear_predictivity"
+        np.testing.assert_allclose(value(x[rows], y[rows]), wanted, atol=0.2 if split else 2e-5)
+
+
+@pytest.mark.usefixtures("barely_optimized")
+def test_a_scale_per_neuron_drops_no_direction_and_others_are_counted():
+    sizes = 10.0 ** np.linspace(-3, 3, P)
+    y, plain, scaled = (one.astype(np.float32) for one in (Y, X, X * sizes))
+    for change in (
+        lambda x, y: similarity.predictivity_path(x, y, np.zeros(1))[0],
+        lambda x, y: similarity.gulp_distance(x, y, lam=0.0),
+        lambda x, y: similarity.partial_whitening_distance(x, y, a=0.0),
+        lambda x, y: similarity.similarity_from_moments(similarity.joint_moments(x, y), "cca")[0, 1],
+        lambda x, y: similarity.predictivity_from_moments(
+            [similarity.joint_moments(x[rows], y[rows]) for rows in (slice(0, 20), slice(20, 40))]
+        ),
+    ):
+        np.testing.assert_allclose(change(scaled, y), change(plain, y), atol=2e-5)
+    np.testing.assert_allclose(similarity.cca(scaled, y), reference.cca(X, Y), atol=2e-5)
+    dependent, y = (np.tile(one, (8, 1)) for one in (plain, y))
+    dependent[:, 0] = 3 * dependent[:, 1] - dependent[:, 2]
+    similarity.cca(dependent, y)  # nothing is lost
+    dependent[:, 0] += np.float32(2e-4) * np.tile(Z[:, 0], 8)
+    for function in (similarity.cca, similarity.linear_predictivity):
+        with pytest.warns(RuntimeWarning, match="1 of the directions of `x` exceed rounding"):
+            function(dependent, y)
+
+
+def test_stimuli_repeated_in_order_are_predicted():
+    """Each of 10 stimuli is shown 4 times: none may be held out whole."""
+    x = np.tile(RNG.standard_normal((10, 12)), (4, 1)) + 0.01 * RNG.standard_normal((SAMPLES, 12))
+    y = np.tile(RNG.standard_normal((10, Q)), (4, 1))
+    for rows in (np.arange(SAMPLES), np.argsort(x[:, 0]), np.arange(SAMPLES).reshape(4, 10).T.reshape(-1)):
+        assert similarity.linear_predictivity(x[rows], y[rows]) > 0.99
+
+
+@pytest.mark.usefixtures("barely_optimized")
+@pytest.mark.parametrize("scale", [1e-20, 1e20])
+def test_rdms_and_maps_of_any_unit(scale):
+    a, b = (np.float32(scale) * reference.rdm(one, "euclidean").astype(np.float32) for one in (X, TIED))
+    for comparison in ("pearson", "spearman", "kendall", "cosine"):
+        wanted = reference.compare_rdms(a.astype(float) / scale, b.astype(float) / scale, comparison)
+        np.testing.assert_allclose(similarity.compare_rdms(a, b, comparison), wanted, atol=2e-5)
+    distances = as_square(pdist(Z))
+    for embed in (similarity.classical_mds, similarity.smacof):
+        found, wanted = embed((scale * distances).astype(np.float32)), embed(distances)
+        np.testing.assert_allclose(found.points / np.float32(scale), wanted.points, atol=5e-3)
+        np.testing.assert_allclose(found.relative_stress, wanted.relative_stress, atol=1e-4)
+
+
+@pytest.mark.usefixtures("barely_optimized")
+def test_nothing_over_nothing_is_no_number():
+    """One active sample, or active samples that are orthogonal to each other: nothing is left but rounding."""
+    single = np.zeros((SAMPLES, P))
+    single[3] = RNG.standard_normal(P)
+    square = np.linalg.qr(RNG.standard_normal((SAMPLES, SAMPLES)))[0]
+    cases = [np.pad(x, ((0, 0), (0, SAMPLES - x.shape[1]))) for x in (single, 0.7 * np.eye(SAMPLES), 0.7 * square)]
+    cases, y = jnp.asarray(np.stack(cases), jnp.float32), jnp.asarray(Y, jnp.float32)
+    for route in kernels.debiased_cka_routes():
+        score = jax.vmap(lambda x, route=route: route.compare(route.prepare(x), route.prepare(y)))
+        assert np.isnan(jax.jit(score)(cases)).all()
+    for x in cases:
+        moments = similarity.joint_moments(x, y)
+        with pytest.warns(RuntimeWarning, match="debiased_cka is not defined for representation 0"):
+            assert np.isnan(similarity.similarity_from_moments(moments)[0, 1])
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])

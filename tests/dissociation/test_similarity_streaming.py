@@ -8,6 +8,7 @@ import similarity_reference as reference
 from scipy.spatial.distance import pdist, squareform
 from sklearn.manifold import smacof
 
+from dissociation import splits
 from dissociation.metrics import similarity
 from dissociation.metrics.similarity import streaming
 
@@ -58,7 +59,7 @@ def test_moments_merge_in_any_order():
 
 @pytest.mark.usefixtures("x64")
 def test_predictivity_of_folds():
-    folds = [streaming.joint_moments(X[start::4], Y[start::4]) for start in range(4)]
+    folds = [streaming.joint_moments(X[rows], Y[rows]) for rows in splits.folds(len(X), 4)]
     for alpha in (0.0, 3.0):
         found = streaming.predictivity_from_moments(folds, alpha=alpha)
         np.testing.assert_allclose(found, reference.linear_predictivity(X, Y, alpha, 4), atol=1e-12)

@@ -12,6 +12,8 @@ import scipy.optimize
 import scipy.special
 import scipy.stats
 
+from dissociation import splits
+
 RANK_TOLERANCE = 1e-12  # eigenvalues of a covariance below this share of the largest one count as zero
 
 
@@ -327,14 +329,13 @@ def ridge_predictions(x_train, y_train, x_test, alpha):
 
 
 def linear_predictivity(x, y, alpha=0.0, num_folds=5, in_sample=False):
-    """R^2 of y from x over all samples and neurons together; sample i is held out in fold i % num_folds."""
+    """R^2 of y from x over all samples and neurons together, on the project's own folds."""
     predicted = np.zeros(y.shape)
     if in_sample:
         predicted = ridge_predictions(x, y, x, alpha)
     else:
-        fold = np.arange(len(x)) % num_folds
-        for f in range(num_folds):
-            train, test = fold != f, fold == f
+        for test in splits.folds(len(x), num_folds):
+            train = np.setdiff1d(np.arange(len(x)), test)
             predicted[test] = ridge_predictions(x[train], y[train], x[test], alpha)
     return float(1 - np.sum((y - predicted) ** 2) / np.sum((y - y.mean(axis=0)) ** 2))
 

@@ -12,8 +12,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from dissociation.checks import check_same_length, fail, is_traced
-from dissociation.linalg import centre, finite_part, product, scale_of
+from dissociation.checks import check_same_length, fail, is_traced, warn
+from dissociation.linalg import centre, finite_part, product, rank_cut, scale_of
 
 Features = Float[Array | np.ndarray, "n p"]
 """A representation: samples first."""
@@ -196,6 +196,8 @@ def evaluate(routes: tuple[Route, ...], x: Array | np.ndarray, y: Array | np.nda
     """
     check_same_length("x", x.shape[0], "y", y.shape[0])
     check_samples("x", x.shape[0], minimum)
+    for name, array in (("x", x), ("y", y)):
+        refuse_vanishing(name, array)
     route = cheapest(routes, x.shape[0], x.shape[1], y.shape[1])
     value = _evaluate(route.prepare, route.compare, *in_common_dtype(x, y))
     if not is_traced(value) and np.isnan(value):
@@ -238,6 +240,14 @@ def refuse_constant(name: str, x: Any) -> None:
         fail(name, "differ between samples", f"the same row {np.shape(x)[0]} times", "Nothing can be similar to it")
 
 
+def refuse_vanishing(name: str, x: Any) -> None:
+    """Raises if known numbers are so small that processors take all of them for zero."""
+    if not is_traced(x):
+        least = jnp.finfo(jax.dtypes.canonicalize_dtype(np.result_type(x.dtype, np.float32))).tiny
+        if 0 < (largest := np.max(np.abs(np.asarray(x)), initial=0)) < least:
+            fail(name, f"have an entry of at least {least:.2g}", f"{largest:.2g} at most", "Multiply it by a number")
+
+
 def refuse_wide(x: Array | np.ndarray, y: Array | np.ndarray) -> None:
     """Raises unless there are more samples than features, after centring."""
     for name, array in (("x", x), ("y", y)):
@@ -259,6 +269,29 @@ def scaled(x: Array) -> tuple[Array, Array]:
     """The features divided by a power of two near the largest entry, and that power."""
     scale = scale_of(jnp.max(jnp.abs(x)))
     return x / scale, scale
+
+
+def column_sizes(x: Array) -> Array:
+    """Powers of two near the columns' largest entries: a rank is cut on columns of one size."""
+    return scale_of(jnp.max(jnp.abs(x), 0, keepdims=True))
+
+
+def warn_dropped(**features: Any) -> None:
+    """Warns of directions of known features that a rank cut takes for absent, although they exceed rounding."""
+    for name, x in features.items():
+        if not is_traced(x) and (count := int(_num_dropped(jnp.asarray(x)))):
+            warn(
+                f"{count} of the directions of `{name}` exceed rounding, but are too small beside the largest to be "
+                "kept: they count as absent. Float64 keeps smaller ones."
+            )
+
+
+@jax.jit
+def _num_dropped(x: Array) -> Array:
+    x, _ = centred(x.astype(jnp.promote_types(x.dtype, jnp.float32)))
+    values = jnp.linalg.svd(finite_part(x / column_sizes(x))[0], compute_uv=False)
+    # Exact dependence leaves some 3 roundings.
+    return jnp.sum((values > 16 * jnp.finfo(x.dtype).eps * values[0]) & (values <= rank_cut(x) * values[0]))
 
 
 def unit(array: Array) -> Array:

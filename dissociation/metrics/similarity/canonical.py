@@ -3,7 +3,8 @@
 The polar factor of centred features is an orthonormal basis of the subspace that they span, Q with Q^T Q = I on the
 range; canonical correlations are the singular values of Qx^T Qy. Features enter by their singular vectors and not by
 their covariance, which would square the condition number. Directions below max(n, p) roundings of the largest count as
-absent.
+absent. Where a scale per neuron does not matter, neurons are brought to one size first, so that no small one is absent.
+The functions warn of directions that count as absent although they exceed rounding.
 
 As many samples as features span everything, and then all correlations are 1 whatever the data: that is refused. With
 p + q > n - 1 the subspaces still have to meet, in p + q - n + 1 dimensions: look at the baseline.
@@ -28,10 +29,12 @@ from dissociation.metrics.similarity.base import (
     Score,
     aligned,
     centred,
+    column_sizes,
     evaluate,
     narrowed,
     product_route,
     refuse_wide,
+    warn_dropped,
 )
 from dissociation.types import Scalar
 from dissociation.validation import validated
@@ -43,7 +46,8 @@ def _ones(values: Array, parameter: Array) -> Array:
 
 def basis(x: Array) -> tuple[Array, Array]:
     """The polar factor of centred features, and its rank; rank NaN for none."""
-    q = singular_map(_ones, centred(x)[0], jnp.zeros((), x.dtype))
+    x, _ = centred(x)
+    q = singular_map(_ones, x / column_sizes(x), jnp.zeros((), x.dtype))
     rank = jnp.round(lax.stop_gradient(jnp.sum(q**2)))
     return q, jnp.where(rank > 0, rank, jnp.nan)
 
@@ -101,7 +105,8 @@ def _shrunk(values: Array, parameter: Array) -> Array:
 
 def _regularised(x: Array, lam: Array) -> Array:
     x, _ = centred(x)
-    return narrowed(singular_map(_shrunk, x, lam.astype(x.dtype) * jnp.sum(x**2)))
+    evened = x / jnp.where(lam > 0, 1.0, column_sizes(x))
+    return narrowed(singular_map(_shrunk, evened, lam.astype(x.dtype) * jnp.sum(x**2)))
 
 
 def _gulp_distance(a: Array, b: Array) -> Array:
@@ -178,6 +183,7 @@ def cca(x: Features, y: OtherFeatures) -> Score:
         Hotelling (1936), Relations between two sets of variates; Raghu, Gilmer, Yosinski and Sohl-Dickstein (2017).
     """
     refuse_wide(x, y)
+    warn_dropped(x=x, y=y)
     return evaluate(cca_routes(), x, y)
 
 
@@ -199,6 +205,7 @@ def cca_squared(x: Features, y: OtherFeatures) -> Score:
         Ramsay, ten Berge and Styan (1984), Matrix correlation; Kornblith et al. (2019), table 1.
     """
     refuse_wide(x, y)
+    warn_dropped(x=x, y=y)
     return evaluate(cca_squared_routes(), x, y)
 
 
@@ -250,6 +257,7 @@ def pwcca(x: Features, y: OtherFeatures) -> Score:
         correlation, section 2.2.
     """
     refuse_wide(x, y)
+    warn_dropped(x=x, y=y)
     return evaluate(pwcca_routes(), x, y)
 
 

@@ -15,7 +15,12 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from dissociation.checks import check_choice, check_same_length, fail
-from dissociation.distances import cosine_distances, root, squared_distances
+from dissociation.distances import (
+    cosine_distances_with_size,
+    median,
+    root,
+    squared_distances_with_size,
+)
 from dissociation.linalg import centre, product, psd_power
 from dissociation.metrics.similarity.base import (
     Features,
@@ -32,6 +37,7 @@ from dissociation.metrics.similarity.base import (
     scaled,
     unit,
 )
+from dissociation.ties import ranks, snapped
 from dissociation.validation import validated
 
 Dissimilarities = Float[Array | np.ndarray, " pairs"]
@@ -42,24 +48,24 @@ without variance, or of length zero, have correlation, or cosine, 0 with every o
 
 COMPARISONS = ("pearson", "spearman", "kendall", "cosine")
 """Correlation of the entries; of their ranks, ties sharing the mean of theirs; Kendall's tau-a, which counts ties as
-neither; and their cosine, which is 0.5 and more for unrelated data since dissimilarities are not negative."""
+neither; and their cosine, which is 0.5 and more for unrelated data since dissimilarities are not negative. Entries
+that differ by rounding alone are ties."""
+
+RANKED = ("spearman", "kendall")
+"""Comparisons that depend on the order of the entries alone."""
 
 
-def _euclidean(x: Array) -> Array:
-    x, scale = scaled(x)
-    return scale * root(squared_distances(x))
-
-
-def _squared(x: Array) -> Array:
-    x, scale = scaled(x)
-    return scale**2 * squared_distances(x)
-
-
-def _correlation(x: Array) -> Array:
-    return cosine_distances(centred(x.T)[0].T)
-
-
-_SQUARE = {"euclidean": _euclidean, "squared": _squared, "correlation": _correlation, "cosine": cosine_distances}
+def _with_size(x: Array, kind: str) -> tuple[Array, Array]:
+    """Dissimilarities, squared if "euclidean", and the magnitude whose rounding each of them carries."""
+    if kind in ("euclidean", "squared"):
+        return squared_distances_with_size(x)
+    if kind == "cosine":
+        return cosine_distances_with_size(x)
+    rows, scale = centred(x.T)
+    distances, size = cosine_distances_with_size(rows.T)
+    lengths = root(jnp.sum(rows**2, 0))
+    lost = jnp.where(lengths > 0, root(jnp.sum((x / scale) ** 2, 1)) / jnp.where(lengths > 0, lengths, 1.0), 1.0)
+    return distances, size * (1 + lost[:, None] + lost[None])  # a row's rounding is that of its mean, too
 
 
 def entries(matrix: Array) -> Array:
@@ -88,37 +94,8 @@ def filled(pairs: Dissimilarities) -> Float[Array, "n n"]:
     return upper + upper.T
 
 
-def ranks(values: Float[Array, " number"]) -> Float[Array, " number"]:
-    """Ranks from 1, of which equal values share the mean."""
-    order = jnp.argsort(values)
-    ordered = values[order]
-    number = values.shape[0]
-    places = jnp.arange(number)
-    first = jnp.concatenate([jnp.ones(1, bool), ordered[1:] != ordered[:-1]])
-    last = jnp.concatenate([first[1:], jnp.ones(1, bool)])
-    start = lax.cummax(jnp.where(first, places, 0))
-    end = lax.cummin(jnp.where(last, places, number - 1), reverse=True)
-    kind = values.dtype
-    mean = 1 + 0.5 * (start.astype(kind) + end.astype(kind))
-    return jnp.zeros(number, kind).at[order].set(mean)
-
-
 def _centred_pairs(pairs: Array) -> Array:
     return unit(apart_from_rounding(pairs - jnp.mean(pairs), pairs))
-
-
-def _snapped(pairs: Array) -> Array:
-    """Cosines on a grid of some roundings, so that equal ones are tied."""
-    grid = 2.0 ** (jnp.finfo(pairs.dtype).nmant - 5)
-    return jnp.round(pairs * grid)
-
-
-_READ: dict[str, Callable[[Array], Array]] = {
-    "pearson": _centred_pairs,
-    "spearman": lambda pairs: _centred_pairs(ranks(pairs)),
-    "cosine": unit,
-    "kendall": lambda pairs: pairs,
-}
 
 
 def kendall(a: Float[Array, " number"], b: Float[Array, " number"]) -> Score:
@@ -162,15 +139,20 @@ def _pairs_in_runs(same: Array, number: int) -> Array:
     return jnp.sum((places - starts).astype(jnp.result_type(float)))
 
 
-def _read(pairs: Array, comparison: str) -> Prepared:
-    pairs = _READ[comparison](pairs)
+def _read(pairs: Array, comparison: str, size: Array | None = None) -> Prepared:
+    if comparison in RANKED:
+        pairs = ranks(pairs, size) if comparison == "spearman" else snapped(pairs, size)
+    if comparison != "kendall":
+        pairs = unit(pairs) if comparison == "cosine" else _centred_pairs(pairs)
     return Prepared(pairs, jnp.sum(pairs) * pairs.size**-0.5)  # an order of samples is one of pairs
 
 
 def _prepared(x: Array, kind: str, comparison: str) -> Prepared:
-    pairs = entries(_SQUARE[kind](scaled(x)[0]))  # no comparison depends on the scale
-    ranked = kind in ("cosine", "correlation") and comparison in ("spearman", "kendall")
-    return _read(_snapped(pairs) if ranked else pairs, comparison)
+    x, _ = scaled(x)  # no comparison depends on the scale
+    pairs, size = (entries(matrix) for matrix in _with_size(x, kind))
+    if kind == "euclidean" and comparison not in RANKED:  # squares have the same order, and rounding of one size
+        pairs = root(pairs)
+    return _read(pairs, comparison, size)
 
 
 def rsa_routes(*, rdm: str = "euclidean", comparison: str = "pearson") -> tuple[Route, ...]:
@@ -181,7 +163,7 @@ def rsa_routes(*, rdm: str = "euclidean", comparison: str = "pearson") -> tuple[
 
 def _compared(prepare: Callable[[Array], Prepared], comparison: str) -> Route:
     check_choice("comparison", comparison, COMPARISONS)
-    route = product_route(prepare, sorts=comparison in ("spearman", "kendall"))
+    route = product_route(prepare, sorts=comparison in RANKED)
     if comparison != "kendall":
         return route
     work: dict[str, Any] = {
@@ -224,7 +206,10 @@ def rdm(x: Features, kind: str = "euclidean") -> Float[Array, " pairs"]:
 
 @eqx.filter_jit
 def _rdm(x: Array, kind: str) -> Array:
-    return entries(_SQUARE[kind](x))
+    unscaled = kind in ("cosine", "correlation")
+    x, scale = scaled(x)
+    pairs = entries(_with_size(x, kind)[0])
+    return pairs if unscaled else scale * root(pairs) if kind == "euclidean" else scale**2 * pairs
 
 
 @validated(finite=("a", "b"))
@@ -253,8 +238,14 @@ def compare_rdms(a: Dissimilarities, b: Dissimilarities, comparison: str = "pear
 
 @eqx.filter_jit
 def _compare_rdms(a: Array, b: Array, comparison: str) -> Array:
-    route = _compared(eqx.Partial(_read, comparison=comparison), comparison)
+    route = _compared(eqx.Partial(_read_alone, comparison=comparison), comparison)
     return route.compare(route.prepare(a), route.prepare(b))
+
+
+def _read_alone(pairs: Array, comparison: str) -> Prepared:
+    """Entries whose rounding is at least that of the median: small ones may be left of a subtraction."""
+    pairs, _ = scaled(pairs)
+    return _read(pairs, comparison, 0.5 * jnp.maximum(jnp.abs(pairs), median(jnp.abs(pairs))))
 
 
 @validated(finite=("x", "y"))
@@ -327,8 +318,11 @@ def _crossed(a: Array, b: Array) -> Array:
 
 def _crossed_halves(x: Array, comparison: str) -> Prepared:
     half = x.shape[0] // 2
-    x, _ = centred(x)
-    return _read(entries(_crossed(x[:half], x[half:])), comparison)
+    rows, scale = centred(x)
+    sums = [root(jnp.sum(part**2, 1)) for part in (rows[:half], rows[half:], x[:half] / scale, x[half:] / scale)]
+    a, b, whole_a, whole_b = (part[:, None] + part[None] for part in sums)
+    size = (a * b / 4 + (a * whole_b + whole_a * b) / 32) / x.shape[1]
+    return _read(entries(_crossed(rows[:half], rows[half:])), comparison, entries(size))
 
 
 def crossnobis_rsa_routes(*, comparison: str = "cosine") -> tuple[Route, ...]:

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 from dissociation.checks import check_count, check_finite, fail, is_traced
 from dissociation.distances import root
 from dissociation.linalg import finite_part, product
+from dissociation.metrics.similarity.base import scaled
 from dissociation.metrics.similarity.kernels import double_centred
 from dissociation.results import Result
 from dissociation.types import PRNGKey
@@ -51,8 +52,8 @@ def classical_mds(distances: Distances, *, num_dims: int = 2) -> Embedding:
     References:
         Torgerson (1952), Multidimensional scaling I: theory and method; Gower (1966).
     """
-    table, count = _checked(distances, num_dims)
-    return _classical(table, count)
+    table, unit, count = _checked(distances, num_dims)
+    return _in_unit(_classical(table, count), unit)
 
 
 @validated
@@ -88,16 +89,21 @@ def smacof(
         De Leeuw (1977), Applications of convex analysis to multidimensional scaling; Borg and Groenen (2005),
         chapter 8.
     """
-    table, count = _checked(distances, num_dims)
+    table, unit, count = _checked(distances, num_dims)
     limit, starts = check_count("max_steps", max_steps, minimum=1), check_count("num_starts", num_starts, minimum=1)
     first = _classical(table, count).points[None]
     if key is not None:
         scale = jnp.sqrt(jnp.mean(table**2))
         first = jnp.concatenate([first, scale * jax.random.normal(key, (starts, *first.shape[1:]), first.dtype)])
-    return _smacof(table, first, rtol, limit)
+    return _in_unit(_smacof(table, first, rtol, limit), unit)
 
 
-def _checked(distances: Array | np.ndarray, num_dims: int) -> tuple[Array, int]:
+def _in_unit(found: Embedding, unit: Array) -> Embedding:
+    return Embedding(found.points * unit, found.stress * unit * unit, found.relative_stress, found.steps)
+
+
+def _checked(distances: Array | np.ndarray, num_dims: int) -> tuple[Array, Array, int]:
+    """The distances over a power of two, that power, and the checked number of dimensions."""
     if distances.shape[0] != distances.shape[1]:
         fail("distances", "be square", distances.shape)
     count = check_count("num_dims", num_dims, minimum=1)
@@ -111,7 +117,8 @@ def _checked(distances: Array | np.ndarray, num_dims: int) -> tuple[Array, int]:
             fail("distances", "be symmetric, non-negative and zero on the diagonal", "others")
     table = jnp.asarray(distances)
     table = 0.5 * (table + table.T)
-    return table * (1 - jnp.eye(table.shape[0], dtype=table.dtype)), count
+    table, unit = scaled(table)
+    return table * (1 - jnp.eye(table.shape[0], dtype=table.dtype)), unit, count
 
 
 @partial(jax.jit, static_argnums=1)

@@ -22,7 +22,8 @@ def _predictions(x: Array) -> Prepared:
 
 
 def _agreement(a: Prepared, b: Prepared) -> Array:
-    return 1 - jnp.sum(a.entries * b.entries) / a.entries.shape[0]
+    number = a.entries.shape[0]  # counts are exact: a share near 1 may round
+    return (number - jnp.sum(a.entries * b.entries)) / number
 
 
 def _agreement_expected(a: Prepared, b: Prepared) -> Array:

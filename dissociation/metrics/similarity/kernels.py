@@ -131,21 +131,26 @@ def _debiased_features(x: Array) -> _Debiased:
     among = jnp.where(jnp.eye(len(long), dtype=bool), 0.0, product(x[long], x[long].T))
     sums = product(x, (total + jnp.sum(x[long], 0))[:, None])[:, 0] - lengths
     sums = sums.at[long].set(product(x[long], total[:, None])[:, 0] + jnp.sum(among, 1))
-    own = jnp.sqrt(_debiased_product(_Debiased(x, lengths, sums), _Debiased(x, lengths, sums)))
+    own = jnp.sqrt(apart_from_rounding(*_debiased_product(*[_Debiased(x, lengths, sums)] * 2)))
     return _Debiased(x / jnp.sqrt(own), lengths / own, sums / own)
 
 
-def _debiased_product(a: _Debiased, b: _Debiased) -> Array:
+def _debiased_cosine(a: _Debiased, b: _Debiased) -> Array:
+    return jnp.clip(_debiased_product(a, b)[0], -1.0, 1.0)
+
+
+def _debiased_product(a: _Debiased, b: _Debiased) -> tuple[Array, Array]:
+    """The product, and the size of the terms that it is what is left of."""
     n = float(a.entries.shape[0])  # products of integers are soon beyond 32 bits
     squares = a.lengths * b.lengths
     long, rest = _longest(squares)
     (x_long, x), (y_long, y) = ((one.entries[long], jnp.where(rest, one.entries, 0.0)) for one in (a, b))
     inner = product(x.T, y)
     among = jnp.where(jnp.eye(len(long), dtype=bool), 0.0, product(x_long, x_long.T) * product(y_long, y_long.T))
-    off = jnp.sum(inner**2) - jnp.sum(jnp.where(rest[:, 0], squares, 0.0)) + jnp.sum(among)
-    off = off + 2 * jnp.sum(product(x_long, inner) * y_long)
-    ends = jnp.sum(a.sums) * jnp.sum(b.sums) / ((n - 1) * (n - 2))
-    return off - 2 / (n - 2) * jnp.sum(a.sums * b.sums) + ends
+    terms = [jnp.sum(inner**2), -jnp.sum(jnp.where(rest[:, 0], squares, 0.0)), jnp.sum(among)]
+    terms += [2 * jnp.sum(product(x_long, inner) * y_long), -2 / (n - 2) * jnp.sum(a.sums * b.sums)]
+    terms += [jnp.sum(a.sums) * jnp.sum(b.sums) / ((n - 1) * (n - 2))]
+    return sum(terms, jnp.zeros_like(terms[0])), jnp.stack([jnp.abs(term) for term in terms])
 
 
 def _nothing(a: _Debiased, b: _Debiased) -> Array:
@@ -189,7 +194,8 @@ def _debiased_halves(x: Array) -> Prepared:
     number = x.shape[0]
     sums = -jnp.sum(x**2, 1) / (number - 2)  # of rows without the diagonal, over n - 2
     parts = _halves(x, sums - 0.5 * jnp.sum(sums) / (number - 1))
-    own = _norm(parts)
+    largest = jnp.max(jnp.stack([jnp.max(jnp.abs(part)) for part in parts]))
+    own = _norm(parts) + 0 * apart_from_rounding(largest, jnp.sum(x**2, 1))
     return Prepared(tuple(part / own for part in parts), jnp.zeros((), x.dtype))
 
 
@@ -216,7 +222,7 @@ def linear_cka_routes() -> tuple[Route, ...]:
 def debiased_cka_routes() -> tuple[Route, ...]:
     """As `linear_cka_routes`."""
     gram = eqx.Partial(_unit_gram, linear_gram, u_centred)
-    features = _features_route(_debiased_features, _debiased_product, _nothing)
+    features = _features_route(_debiased_features, _debiased_cosine, _nothing)
     return features, product_route(_debiased_halves), product_route(gram, matrix=True)
 
 

@@ -14,7 +14,16 @@ from jaxtyping import Array
 from scipy import optimize, sparse
 
 from dissociation.linalg import finite_part, no_derivative, product
-from dissociation.metrics.similarity.base import HOST, Features, OtherFeatures, Route, Score, centred, evaluate
+from dissociation.metrics.similarity.base import (
+    HOST,
+    Features,
+    OtherFeatures,
+    Route,
+    Score,
+    centred,
+    column_sizes,
+    evaluate,
+)
 from dissociation.validation import validated
 
 LARGEST_ASSIGNMENT = 4096
@@ -24,7 +33,7 @@ LARGEST_ASSIGNMENT = 4096
 def _standardised(x: Array) -> Array:
     """Columns of mean zero and length 1; those without variance stay zero."""
     x, _ = centred(x)
-    x = x / jnp.maximum(jnp.max(jnp.abs(x), 0, keepdims=True), jnp.finfo(x.dtype).tiny)
+    x = x / column_sizes(x)
     lengths = jnp.sqrt(jnp.sum(x**2, 0, keepdims=True))
     return x / jnp.where(lengths > 0, lengths, 1.0)
 

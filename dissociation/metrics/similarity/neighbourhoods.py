@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array
 
 from dissociation.checks import check_count, fail
-from dissociation.distances import cosine_distances
+from dissociation.distances import cosine_distances_with_size
 from dissociation.metrics.similarity.base import (
     Features,
     OtherFeatures,
@@ -20,6 +20,7 @@ from dissociation.metrics.similarity.base import (
     evaluate,
     product_route,
 )
+from dissociation.ties import ROUNDINGS
 from dissociation.validation import validated
 
 
@@ -28,8 +29,8 @@ def memberships(x: Array, num_neighbours: int) -> Array:
     number = x.shape[0]
     if num_neighbours >= number:
         fail("num_neighbours", f"be below the number of samples ({number})", num_neighbours)
-    distances = cosine_distances(x)
-    rounding = 8 * jnp.finfo(x.dtype).eps * jnp.max(distances, 1, keepdims=True)
+    distances, size = cosine_distances_with_size(x)
+    rounding = ROUNDINGS * jnp.finfo(x.dtype).eps * size
     distances = jnp.where(jnp.eye(number, dtype=bool), jnp.inf, distances)
     last = -lax.top_k(-distances, num_neighbours)[0][:, -1:]
     above, tied = distances < last - rounding, jnp.abs(distances - last) <= rounding

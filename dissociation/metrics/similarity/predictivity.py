@@ -11,7 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from dissociation.checks import check_choice, check_count, check_non_negative, check_same_length, check_single, fail
+from dissociation import splits
+from dissociation.checks import (
+    check_choice,
+    check_count,
+    check_non_negative,
+    check_same_length,
+    check_single,
+    fail,
+    is_traced,
+)
 from dissociation.linalg import centre, finite_part, product, rank_cut, scale_of, singular_map
 from dissociation.metrics.similarity.base import (
     Features,
@@ -19,23 +28,18 @@ from dissociation.metrics.similarity.base import (
     Route,
     Score,
     check_samples,
+    column_sizes,
     evaluate,
     in_common_dtype,
     refuse_constant,
+    warn_dropped,
 )
 from dissociation.types import Scalar
 from dissociation.validation import validated
 
-FOLDS = ("interleaved", "contiguous")
-"""Sample i in fold i mod k, so that rows sorted by class are dealt out evenly; or blocks of rows, for samples that
-resemble their neighbours in the order, as time series do."""
-
-
-def fold_members(number: int, num_folds: int, folds: str) -> list[np.ndarray]:
-    """The samples of each fold."""
-    if folds == "interleaved":
-        return [np.arange(start, number, num_folds) for start in range(num_folds)]
-    return np.array_split(np.arange(number), num_folds)
+FOLDS = ("shuffled", "contiguous")
+"""Samples by a fixed permutation, so that sorted and repeated rows are dealt out evenly; or blocks of rows, for samples
+that resemble their neighbours in the order, as time series do."""
 
 
 class _Fold(NamedTuple):
@@ -76,7 +80,7 @@ def _prepare(x: Array, num_folds: int | None, folds: str) -> _Prepared:
 def _parts(number: int, num_folds: int | None, folds: str) -> list[tuple[np.ndarray, np.ndarray]]:
     if num_folds is None:
         return [(np.arange(number), np.arange(number))]
-    members = fold_members(number, num_folds, folds)
+    members = splits.folds(number, num_folds, contiguous=folds == "contiguous")
     return [(np.setdiff1d(np.arange(number), test), test) for test in members]
 
 
@@ -116,10 +120,16 @@ def _prepare_single(x: Array, alpha: Array, num_folds: int | None, folds: str) -
     """As `_prepare`, for one alpha, by what has a derivative for every spectrum."""
     x, scale, parts = _centred_parts(x, num_folds, folds)
     alpha = _per_square(alpha.astype(x.dtype), scale)
-    return _Maps(x, tuple((singular_map(_shrunk, own, alpha), held_out) for own, held_out in parts))
+    return _Maps(x, tuple(_transposed_inverse(own, held_out, alpha) for own, held_out in parts))
 
 
-def _single(a: _Maps, b: _Maps, num_folds: int | None, folds: str) -> Array:
+def _transposed_inverse(own: Array, held_out: Array, alpha: Array) -> tuple[Array, Array]:
+    # Sizes of columns matter to a penalty, and to the least norm where there are more columns than rows.
+    sizes = jnp.where(alpha > 0, 1.0, column_sizes(own)) if own.shape[1] < own.shape[0] else 1.0
+    return singular_map(_shrunk, own / sizes, alpha), held_out / sizes
+
+
+def _single(a: _Maps, b: _Maps | _Prepared, num_folds: int | None, folds: str) -> Array:
     y = b.target
     wrong = jnp.zeros((), y.dtype)
     for (inverse, held_out), (train, test) in zip(a.parts, _parts(y.shape[0], num_folds, folds), strict=True):
@@ -130,7 +140,7 @@ def _single(a: _Maps, b: _Maps, num_folds: int | None, folds: str) -> Array:
 
 
 def predictivity_routes(
-    *, alpha: Scalar = 0.0, num_folds: int | None = 5, folds: str = "interleaved"
+    *, alpha: Scalar = 0.0, num_folds: int | None = 5, folds: str = "shuffled"
 ) -> tuple[Route, ...]:
     """One route."""
     check_single("alpha", alpha)
@@ -164,7 +174,7 @@ def linear_predictivity(
     *,
     alpha: Scalar = 0.0,
     num_folds: int | None = 5,
-    folds: str = "interleaved",
+    folds: str = "shuffled",
 ) -> Score:
     """The share R^2 of y's variance that a linear map of x predicts on samples that it was not fitted to.
 
@@ -177,7 +187,7 @@ def linear_predictivity(
         alpha: Ridge penalty, not negative, in squared units of x summed over samples.
         num_folds: Folds of the cross-validation. None: fitted and evaluated on all samples, which is another number,
             1 as soon as there are as many features as samples.
-        folds: How samples are dealt out, "interleaved" or "contiguous".
+        folds: How samples are dealt out, "shuffled" or "contiguous".
 
     Returns:
         At most 1; negative where the prediction is worse than y's mean. Not symmetric.
@@ -193,6 +203,8 @@ def linear_predictivity(
     routes = predictivity_routes(alpha=alpha, num_folds=num_folds, folds=folds)
     _check_number(x, num_folds)
     _refuse_interpolation(x, num_folds)
+    if not is_traced(alpha) and float(alpha) == 0 and x.shape[1] < x.shape[0] - 1:
+        warn_dropped(x=x)
     return evaluate(routes, x, y)
 
 
@@ -203,7 +215,7 @@ def predictivity_path(
     alphas: Float[Array | np.ndarray, " alphas"],
     *,
     num_folds: int | None = 5,
-    folds: str = "interleaved",
+    folds: str = "shuffled",
 ) -> Float[Array, " alphas"]:
     """`linear_predictivity` at several regularisations, of one decomposition per fold.
 
@@ -242,4 +254,9 @@ def _refuse_interpolation(x: Array | np.ndarray, num_folds: int | None) -> None:
 @eqx.filter_jit
 def _whole_path(x: Array, y: Array, alphas: Array, num_folds: int | None, folds: str) -> Array:
     source, target = _prepare(x, num_folds, folds), _prepare(y, num_folds, folds)
-    return _path(source, target, alphas, num_folds, folds)
+    zero = jnp.zeros((), x.dtype)
+    plain = lambda: _single(_prepare_single(x, zero, num_folds, folds), target, num_folds, folds)  # noqa: E731
+    free = alphas == 0  # of a penalty: columns are brought to one size
+    return jnp.where(
+        free, jax.lax.cond(jnp.any(free), plain, lambda: zero), _path(source, target, alphas, num_folds, folds)
+    )

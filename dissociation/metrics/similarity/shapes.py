@@ -23,6 +23,7 @@ from dissociation.metrics.similarity.base import (
     Score,
     aligned,
     centred,
+    column_sizes,
     evaluate,
     narrowed,
     refuse_wide,
@@ -66,6 +67,7 @@ def _cosine(a: Array, b: Array) -> Array:
 def _whitened(x: Array, a: Array) -> Array:
     x, _ = centred(x)
     parameter = jnp.stack([a, (1 - a) * x.shape[1] ** -0.5]).astype(x.dtype)
+    x = x / jnp.where(a > 0, 1.0, column_sizes(x))
     return unit(narrowed(singular_map(_partly, unit(x), parameter)))
 
 

@@ -23,11 +23,19 @@ from dissociation.checks import (
     check_positive,
     fail,
     is_traced,
+    warn,
 )
 from dissociation.conversion import as_array, as_numbers, warn_narrowed
 from dissociation.distances import root
-from dissociation.linalg import centre, nuclear_norm, product, psd_power
-from dissociation.metrics.similarity.base import Features, OtherFeatures, Score, check_samples, in_common_dtype
+from dissociation.linalg import centre, nuclear_norm, product, psd_power, scale_of
+from dissociation.metrics.similarity.base import (
+    Features,
+    OtherFeatures,
+    Score,
+    apart_from_rounding,
+    check_samples,
+    in_common_dtype,
+)
 from dissociation.metrics.similarity.kernels import rbf_gram, u_centred
 from dissociation.results import Result
 from dissociation.splits import permutation
@@ -221,8 +229,8 @@ def _debiased_cka(m: JointMoments) -> Array:
     inner = _per_representation(_per_representation(_scaled(m) ** 2, m.widths).T, m.widths)
     quartics = m.quartics / squares[:, None] / squares[None]
     hsic = inner - n / (n - 2) * quartics + 1 / ((n - 1) * (n - 2))
-    own = jnp.sqrt(jnp.diagonal(hsic))
-    return hsic / own[:, None] / own[None]
+    own = jnp.sqrt(jax.vmap(apart_from_rounding)(jnp.diagonal(hsic), jnp.diagonal(inner)))
+    return jnp.clip(hsic / own[:, None] / own[None], -1.0, 1.0)
 
 
 def _of_pairs(m: JointMoments, of_pair: Callable[[int, int], Array]) -> Array:
@@ -242,6 +250,12 @@ def _procrustes(m: JointMoments) -> Array:
     return root(_of_pairs(m, lambda i, j: jnp.maximum(squares[i] + squares[j] - 2 * nuclear_norm(m.block(i, j)), 0.0)))
 
 
+def _evened(m: JointMoments) -> JointMoments:
+    """With features brought to one size by powers of two, of which canonical correlations do not depend."""
+    sizes = scale_of(jnp.sqrt(jnp.diagonal(m.products)))
+    return eqx.tree_at(lambda m: m.products, m, m.products / sizes[:, None] / sizes[None])
+
+
 def _whitened(m: JointMoments) -> tuple[list[Array], list[Array]]:
     # A covariance holds squares: below the root of rounding, directions of the features are lost in it.
     rtol = [8 * width * float(jnp.finfo(m.products.dtype).eps) for width in m.widths]
@@ -252,12 +266,14 @@ def _whitened(m: JointMoments) -> tuple[list[Array], list[Array]]:
 
 
 def _cca(m: JointMoments) -> Array:
+    m = _evened(m)
     roots, ranks = _whitened(m)
     meet = lambda i, j: product(product(roots[i], m.block(i, j)), roots[j])  # noqa: E731
     return jnp.minimum(_of_pairs(m, lambda i, j: nuclear_norm(meet(i, j)) / jnp.minimum(ranks[i], ranks[j])), 1.0)
 
 
 def _cca_squared(m: JointMoments) -> Array:
+    m = _evened(m)
     roots, ranks = _whitened(m)
     meet = lambda i, j: product(product(roots[i], m.block(i, j)), roots[j])  # noqa: E731
     return jnp.minimum(_of_pairs(m, lambda i, j: jnp.sum(meet(i, j) ** 2) / jnp.minimum(ranks[i], ranks[j])), 1.0)
@@ -298,7 +314,11 @@ def similarity_from_moments(moments: JointMoments, measure: str = "debiased_cka"
         check_samples("moments", number, 4)
         if measure in ("cca", "cca_squared") and widest >= number - 1:
             fail("moments", "be of more samples than features", f"{number} samples of {widest} features")
-    return _from_moments(moments, measure)
+    found = _from_moments(moments, measure)
+    if not is_traced(found) and np.isnan(np.diagonal(found)).any():
+        places = ", ".join(str(place) for place in np.flatnonzero(np.isnan(np.diagonal(found))))
+        warn(f"{measure} is not defined for representation {places}, counted from 0: its values are NaN.")
+    return found
 
 
 @eqx.filter_jit
@@ -313,7 +333,7 @@ def _expected_linear_cka(m: JointMoments) -> Array:
 
 
 def _expected_cca_squared(m: JointMoments) -> Array:
-    ranks = jnp.stack(_whitened(m)[1])
+    ranks = jnp.stack(_whitened(_evened(m))[1])
     return jnp.maximum(ranks[:, None], ranks[None]) / (m.count - 1)
 
 
@@ -387,8 +407,10 @@ def _reduced(function: Any, parts: Sequence[Any]) -> Any:
 @eqx.filter_jit
 def _missed(train: JointMoments, test: JointMoments, alpha: Array, source: int, target: int) -> Array:
     own = train.block(source, source)
-    inverse = psd_power(own + alpha * jnp.eye(own.shape[0], dtype=own.dtype), -1)
-    weights = product(inverse, train.block(source, target))
+    sizes = scale_of(jnp.sqrt(jnp.diagonal(own)))  # which matter to a penalty and to the least norm
+    sizes = jnp.where((alpha > 0) | (own.shape[0] >= train.count), 1.0, sizes)
+    own = own / sizes[:, None] / sizes[None] + alpha * jnp.eye(own.shape[0], dtype=own.dtype)
+    weights = product(psd_power(own, -1), train.block(source, target) / sizes[:, None]) / sizes[:, None]
     explained = product(test.block(source, source), weights) - 2 * test.block(source, target)
     starts = np.concatenate([[0], np.cumsum(train.widths)])
     apart = test.mean - train.mean
@@ -442,4 +464,5 @@ def _over_batches(x: Array, y: Array, rows: Array, scale: Array) -> Array:
         return jnp.stack([jnp.sum(a * b), jnp.sum(a * a), jnp.sum(b * b)])
 
     both, first, second = jnp.mean(jax.lax.map(one, rows), 0)
+    first, second = (apart_from_rounding(part, jnp.full((), float(rows.shape[1]), x.dtype)) for part in (first, second))
     return both / jnp.sqrt(first * second)

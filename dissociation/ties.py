@@ -1,0 +1,95 @@
+"""Ties among computed numbers: numbers that are equal but for rounding are made equal before a tie decides anything."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float
+
+__all__ = ["ranks", "snapped"]
+
+ROUNDINGS = 64
+"""Rounding units of `size` up to which neighbours are tied. Products and LAPACK leave up to 48 of them."""
+
+LONGEST = 4
+"""Length of a run of ties in units of that tolerance, beyond which the run is cut: dense numbers form runs as well."""
+
+
+def snapped(values: Any, size: Any = None) -> Any:
+    """Return `values` with numbers that differ by rounding alone made equal, for ranks, `==` and unique.
+
+    In rising order, neighbours closer than 64 rounding units of `size` take the value of the least of them, or 0 if
+    that is as close to 0. A fixed grid would separate equal numbers on two sides of a boundary. The order is kept, a
+    power of two scales the result, and the result counts as a constant.
+
+    Args:
+        values: Real numbers, any shape. NumPy arrays are computed by NumPy, in their precision.
+        size: Magnitude whose rounding the numbers carry, such as the terms of a difference; one number or one for
+            each. Default: the largest finite magnitude.
+
+    Returns:
+        Numbers of the same shape and dtype. NaN stays NaN.
+
+    Example:
+        >>> snapped(np.array([0.3, 0.1 + 0.2, 1.0, 1e-17]))
+        array([0.3, 0.3, 1. , 0. ])
+    """
+    xp: Any = np if isinstance(values, np.ndarray) else jnp
+    values = xp.asarray(values)
+    if not xp.issubdtype(values.dtype, xp.floating) or not values.size:
+        return values
+    order, _, tied = _sorted(xp, values, size)
+    if xp is np:
+        found = np.empty_like(tied)
+        found[order] = tied
+    else:
+        found = jnp.zeros_like(tied).at[order].set(tied)
+    return found.reshape(values.shape)
+
+
+def ranks(values: Float[Array | np.ndarray, " number"], size: Any = None) -> Float[Array, " number"]:
+    """Return ranks from 1; numbers that are equal but for rounding share the mean of theirs.
+
+    Args:
+        values: [number].
+        size: As in `snapped`.
+    """
+    values = jnp.asarray(values)
+    order, first, _ = _sorted(jnp, values, size)
+    number, kind = values.shape[0], values.dtype
+    places = jnp.arange(number)
+    last = jnp.concatenate([first[1:], jnp.ones(1, bool)])
+    start = lax.cummax(jnp.where(first, places, 0))
+    end = lax.cummin(jnp.where(last, places, number - 1), reverse=True)
+    mean = 1 + 0.5 * (start.astype(kind) + end.astype(kind))
+    return jnp.zeros(number, kind).at[order].set(mean)
+
+
+def _sorted(xp: Any, values: Any, size: Any) -> tuple[Any, Any, Any]:
+    """Return the rising order, flags of those in it that begin a tie, and the numbers in it with ties made equal."""
+    values = (values if xp is np else lax.stop_gradient(values)).reshape(-1)
+    if size is None:
+        size = xp.max(xp.where(xp.isfinite(values), abs(values), 0))
+    elif xp is jnp:
+        size = lax.stop_gradient(size)
+    # A rescaling by a power of two is exact here, so it changes no comparison.
+    slack = xp.asarray(size, values.dtype) * xp.asarray(ROUNDINGS * xp.finfo(values.dtype).eps, values.dtype)
+    slack = xp.broadcast_to(slack, values.shape) if slack.ndim == 0 else slack.reshape(-1)
+    places = xp.arange(values.size)
+    if xp is np:
+        order = np.argsort(values, kind="stable")
+        values, slack = values[order], slack[order]
+        running = np.maximum.accumulate
+    else:  # numbers come out of the sort itself: computed anew behind it, they might be rounded in another way
+        values, slack, order = lax.sort((values, slack, places), num_keys=1)
+        running = lax.cummax
+    with np.errstate(invalid="ignore"):  # infinities less each other
+        same = (values[1:] - values[:-1] <= xp.maximum(slack[1:], slack[:-1])) | (values[1:] == values[:-1])
+        start = running(xp.where(xp.concatenate([xp.zeros(1, bool), same]), 0, places))
+        width = xp.where(slack[start] > 0, LONGEST * slack[start], 1)
+        cell = xp.where(values == values[start], 0, xp.floor((values - values[start]) / width))
+    first = xp.concatenate([xp.ones(1, bool), ~(same & (cell[1:] == cell[:-1]))])  # each NaN is a tie of its own
+    begin = running(xp.where(first, places, 0))
+    tied = values[begin]
+    return order, first, xp.where(abs(tied) <= slack[begin], 0, tied)

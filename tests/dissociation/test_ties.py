@@ -1,0 +1,58 @@
+"""Ties among computed numbers: what rounding separated is tied again, and nothing else."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+from dissociation.ties import ranks, snapped
+
+RNG = np.random.default_rng(0)
+
+
+def groups(values):
+    return np.unique(np.asarray(values), return_inverse=True)[1]
+
+
+@pytest.mark.parametrize("kind", ["float32", "float64"])
+@pytest.mark.parametrize("number", [20, 120])
+def test_no_tie_of_distances_is_lost_under_rotations(kind, number):
+    """One fixed grid loses ties here: some of the distances lie on a boundary of it."""
+    with jax.enable_x64(kind == "float64"):
+        ranked = jax.jit(lambda pairs: (ranks(pairs), snapped(pairs)))
+        for turn in range(20):
+            x = RNG.integers(-2, 3, (number, 6)) * float(RNG.uniform(0.5, 2))
+            rotation = np.linalg.qr(RNG.standard_normal((6, 6)))[0]
+            above = np.triu_indices(number, 1)
+            exact = np.round(((x[:, None] - x[None]) ** 2).sum(2)[above] / (x[x > 0].min()) ** 2, 6)
+            turned = (x @ rotation).astype(kind)
+            computed = ((turned[:, None] - turned[None]) ** 2).sum(2)[above]
+            assert len(np.unique(computed)) > len(np.unique(exact))
+            np.testing.assert_array_equal(groups(snapped(computed)), groups(exact))
+            found, tied = ranked(computed)
+            np.testing.assert_array_equal(groups(tied), groups(exact))
+            np.testing.assert_array_equal(found, stats.rankdata(exact).astype(kind))
+            if turn == 0:
+                for power in (-60, 60):
+                    again, moved = ranked(np.ldexp(computed, power))
+                    np.testing.assert_array_equal(again, found)
+                    np.testing.assert_array_equal(moved, np.ldexp(np.asarray(tied), power))
+
+
+def test_dense_numbers_do_not_melt_into_one_tie():
+    values = RNG.uniform(size=200_000).astype(np.float32)  # neighbours within rounding of the largest
+    found = np.asarray(ranks(values))
+    np.testing.assert_allclose(found, stats.rankdata(values), atol=20)
+    assert abs(snapped(values) - values).max() < 1e-4
+
+
+def test_sizes_zeros_and_numbers_that_are_none():
+    values = np.array([1e6, 2.0, 1.0, 2.0 + 1e-15, -1e-17, np.nan, np.inf, np.inf, -np.inf])
+    tied = snapped(values, np.abs(np.nan_to_num(values, posinf=1.0, neginf=1.0)))
+    np.testing.assert_array_equal(tied, [1e6, 2.0, 1.0, 2.0, -1e-17, np.nan, np.inf, np.inf, -np.inf])
+    np.testing.assert_array_equal(snapped(values)[4], 0.0)
+    same = jnp.array([[3.0, 1.0, 1.0, 2.0], [0.0, 0.0, 0.0, 0.0]])
+    np.testing.assert_array_equal(jax.vmap(ranks)(same), [[4, 1.5, 1.5, 3], [2.5] * 4])
+    np.testing.assert_array_equal(jax.grad(lambda x: jnp.sum(x * snapped(x)))(same), same)
+    np.testing.assert_array_equal(snapped(np.arange(3)), np.arange(3))
