@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dissociation.checks import check_count, check_finite, check_ndim, check_positive, fail, is_traced
 from dissociation.results import Result
+from dissociation.spectral.forms import Spectrum, check_on_inputs
 from dissociation.types import PRNGKey
 from dissociation.validation import validated
 
@@ -58,8 +59,8 @@ def projected_attack(
         are, or a traced label is no class.
 
     Raises:
-        ValueError: If a count is below 1, the radius is not positive, the input not one finite example, or the label no
-            class.
+        ValueError: If a count is below 1, the radius is not positive, the input not one finite example, the label no
+            class, or the model a spectrum in hidden space.
 
     References:
         Madry et al. (2018), Towards deep learning models resistant to adversarial attacks, section 2.1.
@@ -69,6 +70,8 @@ def projected_attack(
     check_positive("radius", radius)
     check_ndim("x", x, 1, "[d] of one example")
     check_finite("x", x)
+    if isinstance(model, Spectrum):
+        check_on_inputs("model", model)
     x, radius = jnp.asarray(x), jnp.asarray(radius)
     classes = jax.eval_shape(model, x).shape[0]
     if not is_traced(label) and not 0 <= int(label) < classes:
