@@ -77,6 +77,8 @@ def null_perturbed(weights: LayerInputs, std: float) -> Callable[[Any, tuple[Arr
 
     def moved(model: Any, given: tuple[Array, Array]) -> Any:
         key, basis = given
-        return null_perturb(NullSpace(weights.path, weights.leaf, weights.axes, basis), std, key=key)(model)
+        return null_perturb(NullSpace(weights.path, weights.leaf, weights.axes, basis, weights.shape), std, key=key)(
+            model
+        )
 
     return moved

@@ -213,6 +213,41 @@ def test_moves_in_the_null_space_of_what_a_layer_sees(name, path):
     assert change(model, moved, others) > 1e-2
 
 
+SQUARE = lambda key: eqx.nn.MLP(4, 4, 4, 2, activation=lambda x: x, key=key)  # noqa: E731
+
+
+def every_rewrite():
+    """Of a network whose layers are square, so that no size tells a stack of members from one of them."""
+    model, x = SQUARE(jax.random.key(0)), jax.random.normal(jax.random.key(1), (3, 4))
+    group, key = neuron_groups(model, x[0])["layers[0]"], jax.random.key(2)
+    yield "phantom", growth.add_phantom(group, model, x, jnp.ones((3, 1)))
+    yield "null", rewrites.null_perturb(rewrites.null_space(layer_inputs(model, x, ".layers[1].weight")), 0.5, key=key)
+    yield from ((what, make()) for what, make in all_rewrites(group))
+
+
+def test_stacked_members_are_mapped_over_or_refused():
+    models = eqx.filter_vmap(SQUARE)(jax.random.split(jax.random.key(0), 4))
+    arrays, rest = eqx.partition(models, eqx.is_array)
+    for what, rewrite in every_rewrite():
+        with pytest.raises(ValueError, match="`model` must have an array .*map rewrites over stacked members by"):
+            rewrite(models)
+        run = jax.jit(lambda own, rewrite=rewrite: eqx.filter(rewrite(eqx.combine(own, rest)), eqx.is_array))
+        mapped, alone = jax.vmap(run)(arrays), run(jax.tree.map(lambda leaf: leaf[1], arrays))
+        for stacked, own in zip(*map(jax.tree.leaves, (mapped, alone)), strict=True):
+            np.testing.assert_allclose(stacked[1], own, atol=1e-5, err_msg=what)
+
+
+def test_a_null_space_belongs_to_the_weights_that_it_was_found_for():
+    model, x = SQUARE(jax.random.key(0)), jnp.ones((3, 4))
+    space = rewrites.null_space(layer_inputs(model, x, ".layers[1].weight"))
+    move = rewrites.null_perturb(space, 0.5, key=jax.random.key(0))
+    bare = eqx.nn.MLP(4, 4, 4, 2, use_bias=False, key=jax.random.key(0))  # other arrays have these numbers
+    np.testing.assert_array_equal(*(m.layers[2].weight for m in (move(bare), bare)))
+    assert np.abs(move(bare).layers[1].weight - bare.layers[1].weight).max() > 0.1
+    with pytest.raises(ValueError, match="must have an array .layers.1..weight of 2 axes, 4 features"):
+        move(model.layers[1])
+
+
 def test_groups_are_checked_by_permuting():
     model, inputs, groups = one("transformer")
     found = rewrites.check_groups(model, inputs, key=jax.random.key(0))
@@ -286,7 +321,7 @@ def test_another_model_has_its_own_symmetries(monkeypatch):
     with pytest.raises(ValueError, match="a statistic is taken over its neurons"):
         growth.duplicate(found, 2)(chain)
     space = rewrites.null_space(layer_inputs(model, x[:2], ".layers[1].weight"))
-    with pytest.raises(ValueError, match="`model` must have the weights of 8 features"):
+    with pytest.raises(ValueError, match="must have an array .layers.1..weight of 2 axes, 8 features"):
         rewrites.null_perturb(space, 0.1, key=jax.random.key(0))(eqx.nn.MLP(5, 3, 9, 1, key=jax.random.key(0)))
 
 
