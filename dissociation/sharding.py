@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from dissociation import checks
+from dissociation.conversion import check_fits
 from dissociation.validation import validated
 
 MEMBER_AXIS, DATA_AXIS = "members", "data"
@@ -129,6 +130,7 @@ def replicate(tree: Any, mesh: Mesh) -> Any:
 
 
 def _placed(leaf: Any, where: NamedSharding) -> jax.Array:
+    check_fits("tree", leaf)
     if where.is_fully_addressable or not getattr(leaf, "is_fully_addressable", True):
         return jax.device_put(leaf, where)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):

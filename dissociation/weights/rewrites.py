@@ -194,6 +194,9 @@ class Scale(Rewrite):
             wanted = f"be one number, one per neuron ({group.size}), or that for each copy ({group.copies})"
             fail("factor", wanted, f"shape {factor.shape}")
         each = jnp.broadcast_to(factor, (group.copies, group.size))
+        leaves = parameters_of(model)[0]
+        for slot, exponent in zip(group.slots, exponents, strict=True):
+            _check_power(self.factor, float(exponent), leaves[slot.leaf].dtype)
 
         def change(slot: Slot, array: Array, exponent: float) -> Array:
             if exponent == 0:
@@ -238,7 +241,19 @@ def scale(group: NeuronGroup, factor: Real[ArrayLike, "..."] = 0.1, *, scaling: 
         factor = jnp.asarray(factor, float)
     check_positive("factor", factor)  # also in the precision that it is computed in
     exponents = group.scaling if scaling is None else group.scalings[scaling]
+    for exponent in set(map(float, exponents)):
+        _check_power(factor, exponent, factor.dtype)
     return Scale(factor, tuple(map(float, exponents)), group)
+
+
+def _check_power(factor: Array, exponent: float, dtype: Any) -> None:
+    """Raises unless what weights are multiplied by is a normal number of their precision."""
+    if is_traced(factor):
+        return
+    limits = jnp.finfo(dtype)
+    powers = exponent * np.log2(np.asarray(factor, np.float64))
+    if not ((powers >= limits.minexp) & (powers < limits.maxexp)).all():
+        fail("factor", f"have a power {exponent:g} that {limits.dtype} holds", np.asarray(factor))
 
 
 class Rotate(Rewrite):

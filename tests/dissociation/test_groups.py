@@ -246,3 +246,10 @@ def test_atoms_of_one_index_are_kept_or_frozen():
 def test_a_call_that_returns_nothing_is_refused():
     with pytest.raises(TypeError, match="`model` must return arrays for `example`"):
         neuron_groups([jnp.ones((3, 2))], jnp.ones(3), call=lambda p, x: None)
+
+
+def test_exchanged_arguments_are_named():
+    model, x = eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0)), jnp.ones(4)
+    for find in (neuron_groups, group_report):
+        with pytest.raises(TypeError, match="`example` must be arrays, .* Is `model` given second?"):
+            find(x, model)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from zoo import ZOO, change, one
 
+from dissociation.models.bilinear import BilinearNetwork
 from dissociation.models.program import called
 from dissociation.weights import growth, rewrites
 from dissociation.weights.certificate import certify
@@ -364,6 +365,29 @@ def test_factors_beyond_the_precision_are_refused(factor):
     model, _, groups = one("perceptron")
     with pytest.raises(ValueError, match="`factor` must be positive and finite"):
         rewrites.scale(groups["layers[0]"], factor)
+
+
+def test_factors_whose_powers_leave_the_precision_are_refused():
+    """Denormal factors have infinite reciprocals, bilinear layers take squares, models may be in float32 under x64."""
+    model, _, groups = one("perceptron")
+    group = groups["layers[0]"]
+    layer = BilinearNetwork(3, 4, 2, key=jax.random.key(0))
+    square = next(g for g in neuron_groups(layer, jnp.ones(3)).values() if g.degree == 2)
+    for own, factor in ((group, 1e-39), (group, np.full(group.size, 1e-39)), (square, 1e-20), (square, 1e20)):
+        with pytest.raises(ValueError, match=r"`factor` must have a power -?\d that float32 holds"):
+            rewrites.scale(own, factor)
+    assert np.isfinite(rewrites.scale(group, 1e-37)(model).layers[1].weight).all()
+    with jax.enable_x64(True):
+        wide = rewrites.scale(group, 1e-60)
+        with pytest.raises(ValueError, match="`factor` must have a power"):
+            wide(model)
+
+
+def test_rewrites_print_a_line_for_each_group():
+    model, _, groups = one("perceptron")
+    shown = repr(rewrites.scale(groups["layers[0]"], 2.0) | growth.duplicate(groups["layers[1]"]))
+    assert repr(groups["layers[0]"]) in shown
+    assert len(shown.splitlines()) < 20
 
 
 @pytest.mark.parametrize("order", [[0, 1, 1, 3], [3, 1, 0, 0]])
