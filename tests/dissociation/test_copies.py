@@ -123,6 +123,12 @@ def carried(p, x):
     return jax.lax.scan(layer, (x[0] @ p["in"], jnp.zeros(HIDDEN)), (p["a"], p["b"]))[0][0] @ p["head"]
 
 
+def one_late(p, x):
+    """A loop hands on what it was given: its first turn shows no neurons of any layer."""
+    last, shown = jax.lax.scan(lambda h, a: (jax.nn.relu(x[0] @ a), h), jnp.ones(HIDDEN), p["a"])
+    return jnp.einsum("ln,lno->o", shown * p["g"], p["r"]) + last @ p["last"]
+
+
 def begun_at_the_end(p, x):
     """What the loop begins with meets the last layer alone."""
 
@@ -162,6 +168,7 @@ SEPARATE = {
     "stack, from the end": (lambda p, x: residual(p, x, True), STACK, [(5, 1), (HIDDEN, LAYERS)]),
     "stack, its hidden neurons read outside": (with_outputs, STACK | {"r": "ln"}, [(5, 1), (HIDDEN, LAYERS)]),
     "stack, from the end, begun with a bias": (begun_at_the_end, STACK | {"start": "n"}, [(5, 1), (HIDDEN, LAYERS)]),
+    "a loop one turn late": (one_late, {"a": "len", "g": "ln", "r": "lno", "last": "no"}, [(HIDDEN, LAYERS + 1)]),
     "a constant for each head": (between(lambda y: jnp.tanh(y * jnp.arange(1.0, 4.0)[:, None])), SINGLE,
                                  [(DIM, HEADS)]),
     "two of three change places": (

@@ -77,6 +77,19 @@ def test_duplicates_add_nothing_and_other_neurons_open_the_interval():
     assert more.high >= found.high - 1e-9
 
 
+def test_many_neurons_of_few_directions_have_the_ends_of_these():
+    """Their Gram matrix is singular but for rounding: of rank 6 here, for 60 neurons."""
+    rng = np.random.default_rng(4)
+    q = np.linalg.qr(rng.standard_normal((40, 4)))[0]
+    q = np.linalg.qr(q - q.mean(0))[0][:, :3]
+    mixed = rng.standard_normal((3, 57))
+    found = cka_freedom(q @ np.concatenate([np.eye(3), mixed], 1), q * np.array([1.0, 2.0, 3.0]))
+    np.testing.assert_allclose(found.high, 1, rtol=1e-9)
+    assert found.residual < 1e-9
+    unit = np.concatenate([np.eye(3), mixed / np.linalg.norm(mixed, axis=0)], 1)
+    np.testing.assert_allclose(found.low, (np.array([1, 4, 9]) @ unit**2 / np.sqrt(98)).min(), rtol=1e-9)
+
+
 def test_neurons_that_are_constant_are_left_out():
     _, _, _, x, y = networks()
     x = x[:, x.std(0) > 0]

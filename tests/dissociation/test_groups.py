@@ -204,6 +204,8 @@ def test_parts_end_to_end_as_rows_of_a_matrix_are_one():
     row, column = atoms.factored(Sum(tuple(parts)), (3, 4))
     assert atoms.reason(atoms.leaves(row)[0].atom)
     assert len({leaf.atom for part in (*parts, column) for leaf in atoms.leaves(part)}) == 1
+    first, *others = (atoms.leaves(part)[0].name for part in parts)  # whose scalings are one
+    assert [tuple(atoms.leaves(part)[0].name for part in pair) for pair in atoms.tied] == [(first, n) for n in others]
 
 
 def test_indices_grouped_in_two_ways_are_frozen():

@@ -106,9 +106,10 @@ def test_every_scaling_that_is_found_keeps_the_function(name):
         np.testing.assert_allclose(call(rewrite([A, B]), X), call([A, B], X), rtol=1e-4, atol=1e-4)
 
 
-def test_rows_made_by_different_weights_are_scaled_alike():
-    call = lambda p, x: p[2] @ jnp.concatenate([p[0] @ x, p[1] @ x]).reshape(2, 8).max(0)  # noqa: E731
-    params = [A, jax.random.normal(jax.random.key(10), (8, 5)), B]
+@pytest.mark.parametrize("number", [2, 3])
+def test_rows_made_by_different_weights_are_scaled_alike(number):
+    call = lambda p, x: p[-1] @ jnp.concatenate([w @ x for w in p[:-1]]).reshape(number, 8).max(0)  # noqa: E731
+    params = [A, *jax.random.normal(jax.random.key(10), (number - 1, 8, 5)), B]
     (group,) = neuron_groups(params, X, call=call).values()
     assert len(group.scalings) == 1
     rewritten = rewrites.scale(group, jnp.arange(1.0, 9.0))(params)
