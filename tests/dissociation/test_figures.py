@@ -213,7 +213,7 @@ def test_noise_figure_is_as_specified(noise):
 
 @pytest.mark.slow
 def test_certificates_name_variants_as_tables_do(noise, transferred):
-    for figure, (results, *_) in ((robustness, noise), (transfer, transferred)):
+    for figure, results in ((robustness, noise[0]), (transfer, transferred)):
         rows = figure.table(results)[1:]
         assert list(figure.describe(results)["certificates on the test images"]) == list(
             dict.fromkeys(r[0] for r in rows)

@@ -384,6 +384,22 @@ def test_factors_whose_powers_leave_the_precision_are_refused():
             wide(model)
 
 
+def test_rewrites_without_options_do_what_they_are_said_to():
+    """Scale by a tenth, twice the neurons, three more without effect, no scaling chosen but the main one."""
+    model, inputs, groups = one("perceptron")
+    group = groups["layers[0]"]
+    np.testing.assert_allclose(rewrites.scale(group)(model).layers[0].weight, 0.1 * model.layers[0].weight, rtol=1e-6)
+    assert growth.duplicate(group)(model).layers[0].weight.shape[0] == 2 * group.size
+    added = growth.add_nuisance(group, key=jax.random.key(0))(model)
+    assert added.layers[0].weight.shape[0] == group.size + 3
+    np.testing.assert_array_equal(added.layers[1].weight[:, -3:], 0)
+    drawn = growth.add_nuisance(group, 400, key=jax.random.key(0))(model).layers[0].weight[group.size :]
+    assert abs(float(drawn.std()) - 1) < 4 / np.sqrt(2 * drawn.size)
+    shifted = certify(lambda x: x, lambda x: x + 0.9e-4, jnp.ones((2, 3)))
+    assert bool(shifted.kept())
+    assert not bool(certify(lambda x: x, lambda x: x + 1.1e-4, jnp.ones((2, 3))).kept())
+
+
 def test_rewrites_print_a_line_for_each_group():
     model, _, groups = one("perceptron")
     shown = repr(rewrites.scale(groups["layers[0]"], 2.0) | growth.duplicate(groups["layers[1]"]))
