@@ -35,24 +35,16 @@ def called(model: Any, example: Any) -> Any:
 
 
 def function_of(name: str, model: Any) -> Callable[[Any], Any]:
-    """Return the function of one example that `called` evaluates.
-
-    Raises:
-        TypeError: If `model` is not a function, nor a pair of one and its state.
-    """
+    """Return the function of one example that `called` evaluates; anything else raises a `TypeError`."""
     if not callable(model[0] if isinstance(model, tuple) and len(model) == 2 else model):
         fail_kind(name, "be a function", describe(model), "A model with state is a pair (model, state)")
     return functools.partial(called, model)
 
 
 def parameters_in(model: Any, where: Any = None) -> Any:
-    """Return a model with its parameters alone, and None elsewhere.
+    """Return a model with its parameters alone, and None elsewhere; `where` chooses some, as in `eqx.tree_at`.
 
     Floating-point arrays are parameters, but for those of `eqx.nn.State` and its initial values.
-
-    Args:
-        model: A tree.
-        where: Function from the tree to the parts whose parameters are kept, as in `eqx.tree_at`; None keeps all.
     """
     is_state = lambda part: isinstance(part, eqx.nn.State | eqx.nn.StateIndex)  # noqa: E731
     kept = jax.tree.map(lambda part: not is_state(part) and eqx.is_inexact_array(part), model, is_leaf=is_state)
@@ -62,11 +54,7 @@ def parameters_in(model: Any, where: Any = None) -> Any:
 
 
 def with_draws(model: Any, noise: Any) -> Any:
-    """Return noise with zeros for the parameters that it has no draw for.
-
-    Raises:
-        ValueError: If `noise` does not have the shape of the parameters, or None in place of some.
-    """
+    """Return noise with zeros for parameters without a draw; raise unless it has their shapes, or None."""
     is_none = lambda leaf: leaf is None  # noqa: E731
     parameters = parameters_in(model)
     places = [jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_none)[0] for tree in (parameters, noise)]

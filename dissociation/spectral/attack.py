@@ -74,8 +74,7 @@ def projected_attack(
         check_on_inputs("model", model)
     model = function_of("model", model)
     x, radius = jnp.asarray(x), jnp.asarray(radius)
-    shape = check_model("model", model, x).shape
-    if len(shape) != 1:
+    if len(shape := check_model("model", model, x).shape) != 1:
         fail("model", "give logits [classes] for one example", f"shape {shape}")
     classes = shape[0]
     if not is_traced(label) and not 0 <= int(label) < classes:

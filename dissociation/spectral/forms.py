@@ -190,9 +190,11 @@ def reorder(spectrum: Spectrum, importance: Float[Array | np.ndarray, "outputs c
         fail("importance", f"have the shape of the spectrum's values {spectrum.values.shape}", importance.shape)
     check_finite("importance", importance)
     order = jnp.argsort(-jnp.asarray(importance), axis=1, stable=True)
-    values = jnp.take_along_axis(spectrum.values, order, 1)
-    vectors = jnp.take_along_axis(spectrum.vectors, order[:, :, None], 1)
-    return Spectrum(values, vectors, spectrum.constant, spectrum.space)
+    moved = [
+        jnp.take_along_axis(spectrum.values, order, 1),
+        jnp.take_along_axis(spectrum.vectors, order[:, :, None], 1),
+    ]
+    return eqx.tree_at(lambda s: [s.values, s.vectors], spectrum, moved)
 
 
 @validated
