@@ -78,7 +78,7 @@ def test_starts_are_what_they_are_said_to_be():
     """Without steps: lengths as they are, equal ones, and one neuron alone; of the other network too if it is free."""
     q = orthonormal(40, 4)
     found = similarity_bounds(
-        q[:, :3] * np.array([1.0, 2.0, 3.0]), q[:, [0]], free="x", key=KEY, num_starts=4, num_steps=0
+        q[:, :3] * np.array([100.0, 200.0, 300.0]), q[:, [0]], free="x", key=KEY, num_starts=4, num_steps=0
     )
     wanted = [1 / np.sqrt(98), 1 / np.sqrt(3), 0, 1]
     np.testing.assert_allclose(found.ends, [wanted, wanted], atol=3e-6)

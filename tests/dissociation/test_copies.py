@@ -144,6 +144,14 @@ def between(change):
     return lambda p, x: jnp.einsum("hd,hdo->o", change(jnp.einsum("e,ehd->hd", x[0], p["u"])), p["o"])
 
 
+def cut(y):
+    """The last two heads, the first, each by its number or from the end."""
+    ends = jax.lax.dynamic_slice(y, (-2, 0), (2, DIM)), jax.lax.dynamic_slice(y, (0, 0), (1, DIM))
+    return jnp.tanh(jnp.concatenate(ends)) + jnp.tanh(
+        jnp.concatenate([jax.lax.dynamic_slice(y, (1, 0), (2, DIM)), y[:1]])
+    )
+
+
 def rolled(y):
     return jax.lax.fori_loop(0, 2, lambda _, z: jnp.tanh(jnp.roll(z, 1, 0)), y)
 
@@ -169,6 +177,7 @@ SEPARATE = {
     "stack, its hidden neurons read outside": (with_outputs, STACK | {"r": "ln"}, [(5, 1), (HIDDEN, LAYERS)]),
     "stack, from the end, begun with a bias": (begun_at_the_end, STACK | {"start": "n"}, [(5, 1), (HIDDEN, LAYERS)]),
     "a loop one turn late": (one_late, {"a": "len", "g": "ln", "r": "lno", "last": "no"}, [(HIDDEN, LAYERS + 1)]),
+    "cut at known places": (between(cut), SINGLE, [(DIM, HEADS), (2, DIM)]),
     "a constant for each head": (between(lambda y: jnp.tanh(y * jnp.arange(1.0, 4.0)[:, None])), SINGLE,
                                  [(DIM, HEADS)]),
     "two of three change places": (

@@ -214,6 +214,9 @@ def test_indices_grouped_in_two_ways_are_frozen():
     atoms.unite(one, Product((atoms.new(3), atoms.new(4))))
     atoms.factored(one, (2, 6))
     assert all(atoms.reason(leaf.atom) for leaf in atoms.leaves(one))
+    two, six, three, four = (atoms.new(size) for size in (2, 6, 3, 4))
+    atoms.unite(Product((two, six)), Product((three, four)))
+    assert all(atoms.reason(leaf.atom) for part in (two, six, three, four) for leaf in atoms.leaves(part))
 
 
 def test_spread_puts_new_neurons_at_their_places():

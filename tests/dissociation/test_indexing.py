@@ -45,6 +45,12 @@ def filtered(h):
     return relu(jax.lax.conv_general_dilated(h.T[:, None], kernel, (1,), "SAME"))[:, 0].T
 
 
+def mixed(h):
+    """A convolution by itself at each neuron, with times as channels."""
+    kernel = jnp.arange(25.0, dtype=h.dtype).reshape(5, 5, 1)
+    return relu(jax.lax.conv_general_dilated(h[None], kernel, (1,), "VALID"))[0]
+
+
 def printed(h):
     jax.debug.callback(lambda mean: None, h.mean())
     return relu(h)
@@ -104,6 +110,7 @@ CASES = {
     "one time is kept": (lambda h: relu(jax.lax.pad(h, 0.0, [(-4, 2, 0), (0, 0, 0)])), TIME, {8: 1}),
     "the first time is kept": (lambda h: relu(jax.lax.pad(h, 0.0, [(2, -4, 0), (0, 0, 0)])), TIME, {8: 1}),
     "one neuron is kept": (lambda h: relu(jax.lax.pad(h, 0.0, [(1, -7, 0)])), VECTOR, {}),
+    "mixed over times": (mixed, TIME, {8: 1}),
     "filtered in time": (filtered, TIME, {8: 1}),
     "a linear recurrence": (recurrence, TIME, {8: 1}),
     "unstacked": (lambda h: (lambda u: relu(u[0]) + u[1])(jnp.unstack(h)), TIME, {8: 1}),

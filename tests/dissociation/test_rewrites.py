@@ -80,6 +80,16 @@ X = jnp.arange(5.0) - 1.7
 A, B = jax.random.normal(jax.random.key(8), (8, 5)), jax.random.normal(jax.random.key(9), (3, 8))
 relu = jax.nn.relu
 
+
+def convolved(image, kernel, **options):
+    return jax.lax.conv_general_dilated(image, kernel, (1,), "VALID", **options)
+
+
+def blocks(weights):
+    """[3, 8] as kernels of two blocks of channels: [2 blocks of 3 outputs, 4 channels, 1 place]."""
+    return weights.reshape(3, 2, 4).transpose(1, 0, 2).reshape(6, 4, 1)
+
+
 SCALED = {
     "chosen constants": (lambda p, x: p[1] @ jnp.where(p[0] @ x > 0, 1.0, 0.0), None),
     "whole numbers": (lambda p, x: p[1] @ (p[0] @ x * 10).astype(int).astype(float), None),
@@ -89,6 +99,11 @@ SCALED = {
     "padded": (lambda p, x: p[1] @ (jnp.pad(jnp.ones(6) * x[0], (0, 2)) + p[0] @ x), None),
     "deviation": (lambda p, x: p[1] @ jnp.std(jnp.outer(relu(p[0] @ x), x), axis=1), None),
     "stacked": (lambda p, x: p[1] @ jnp.stack([relu(p[0] @ x), p[0] @ x]).sum(0), 1.0),
+    "convolved over all": (lambda p, x: convolved(relu(p[0] @ x)[None, None], p[1][:, None])[0, :, 0], 1.0),
+    "convolved in blocks": (
+        lambda p, x: convolved(relu(p[0] @ x)[None, :, None], blocks(p[1]), feature_group_count=2)[0, :, 0],
+        1.0,
+    ),
     "tiled": (lambda p, x: p[1] @ jnp.tile(relu(p[0] @ x), 2).reshape(2, 8)[0], 1.0),
 }
 """Ways from neurons to what reads them, and the degree that is found where one is."""
