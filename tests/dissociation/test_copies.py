@@ -160,6 +160,7 @@ def repeated(y):
     return jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.tanh(c[1] + y)), (0, jnp.zeros_like(y)))[1]
 
 
+MIXING = np.arange(1.0, 10.0).reshape(HEADS, HEADS, 1)
 HEAD = [(HEADS, 1), (DIM, HEADS), (DIM, HEADS)]
 SEPARATE = {
     "attention": (attention, ATTENTION, [*HEAD, (WIDTH, 1)]),
@@ -245,6 +246,9 @@ TIED = {
     "spectra over heads": (between(lambda y: jnp.abs(jnp.fft.fft(y, axis=0))), SINGLE, ("u", "o")),
     "written at a place": (
         between(lambda y: jax.lax.dynamic_update_slice(jnp.tanh(y), y[1:2], (0, 0))), SINGLE, ("u", "o")),
+    "mixed by a convolution over neurons": (
+        between(lambda y: jnp.tanh(jax.lax.conv_general_dilated(y[None], MIXING, (1,), "VALID")[0])),
+        SINGLE, ("u", "o")),
     "one branch of two mirrored": (
         between(lambda y: jax.lax.cond(y.sum() > 0, lambda z: jnp.roll(z, 1, 0), lambda z: z, y)), SINGLE, ("u", "o")),
 }  # fmt: skip
