@@ -66,6 +66,18 @@ def test_a_rewrite_of_the_network_approaches_either_end(end):
     assert abs(float(linear_cka(outputs["features"], y)) - found.measured) > 1e-3
 
 
+def test_neurons_without_use_show_a_ten_thousandth_of_the_longest():
+    """To the nearest power of two, which rounds nothing."""
+    a, _, inputs, x, y = networks()
+    found = cka_freedom(x, y)
+    factors = np.asarray(found.rewrite(neuron_groups(a, inputs[0])["layers[1]"], end="high").factor, np.float64)
+    unused = (found.high_weights == 0) & ~found.constant
+    sizes = np.log2(factors * np.where(found.constant, 0.5, found.lengths))
+    assert unused.sum() > 5
+    np.testing.assert_array_equal(np.log2(factors[unused]) % 1, 0)
+    np.testing.assert_allclose((sizes[unused] - sizes[~unused].max()).mean(), np.log2(1e-4), atol=0.3)
+
+
 def test_duplicates_add_nothing_and_other_neurons_open_the_interval():
     _, _, _, x, y = networks()
     found = cka_freedom(x, y)
