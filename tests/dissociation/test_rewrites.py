@@ -101,7 +101,9 @@ SCALED = {
     "stacked": (lambda p, x: p[1] @ jnp.stack([relu(p[0] @ x), p[0] @ x]).sum(0), 1.0),
     "convolved over all": (lambda p, x: convolved(relu(p[0] @ x)[None, None], p[1][:, None])[0, :, 0], 1.0),
     "convolved in blocks": (
-        lambda p, x: convolved(relu(p[0] @ x)[None, :, None], blocks(p[1]), feature_group_count=2)[0, :, 0],
+        lambda p, x: convolved(
+            relu(p[0] @ x)[None, :, None] * jnp.arange(7.0)[None, None], blocks(p[1]), feature_group_count=2
+        )[0].sum(1),
         1.0,
     ),
     "tiled": (lambda p, x: p[1] @ jnp.tile(relu(p[0] @ x), 2).reshape(2, 8)[0], 1.0),
