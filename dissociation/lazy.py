@@ -35,6 +35,6 @@ def attach(package: str, homes: Mapping[str, Sequence[str]]) -> tuple[Callable[[
         return value
 
     def listed() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *home, "__version__"})
+        return sorted({*vars(sys.modules[package]), *home, "__version__"} - {"TYPE_CHECKING", "attach"})
 
     return getattribute, listed

@@ -31,6 +31,7 @@ def test_names_at_the_top_are_what_type_checkers_see(package):
     for name, module in seen.items():
         assert getattr(package, name) is getattr(importlib.import_module(module), name)
         assert name in dir(package)
+    assert not {"attach", "TYPE_CHECKING"} & set(dir(package))
 
 
 @pytest.mark.parametrize("package", PACKAGES)

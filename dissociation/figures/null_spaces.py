@@ -77,6 +77,7 @@ def null_perturbed(weights: LayerInputs, std: float) -> Callable[[Any, tuple[Arr
 
     def moved(model: Any, given: tuple[Array, Array]) -> Any:
         key, basis = given
-        return null_perturb(NullSpace(weights.path, weights.leaf, weights.axes, basis), std, key=key)(model)
+        space = NullSpace(weights.path, weights.leaf, weights.axes, basis, weights.shape)
+        return null_perturb(space, std, key=key)(model)
 
     return moved

@@ -342,7 +342,7 @@ def describe(results: Results) -> dict[str, Any]:
         "figure": "robustness",
         "config": results.config,
         "data": results.data,
-        "certificates on the test images": results.certificates,
+        "certificates on the test images": {label(results.config, k): v for k, v in results.certificates.items()},
         "null space of training and test images": results.null_space,
     }
 

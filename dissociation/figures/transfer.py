@@ -319,7 +319,7 @@ def describe(results: Results) -> dict[str, Any]:
         "figure": "transfer",
         "config": results.config,
         "data": results.data,
-        "certificates on the test images": results.certificates,
+        "certificates on the test images": {LABELS[name]: found for name, found in results.certificates.items()},
     }
 
 

@@ -43,7 +43,7 @@ def linear_head(model: Any) -> tuple[Float[Array, "classes d"], Float[Array, " c
 
     Args:
         model: With a layer `head`, or a sequence `layers`, whose last is affine: of `dissociation.models`, or
-            `eqx.nn.MLP`.
+            `eqx.nn.MLP`; or a pair of such a model and its state.
 
     Returns:
         Weights [classes, d] and biases [classes], zero if there are none.
@@ -51,6 +51,7 @@ def linear_head(model: Any) -> tuple[Float[Array, "classes d"], Float[Array, " c
     Raises:
         TypeError: If the last layer is not linear, or cannot be told.
     """
+    model = model[0] if isinstance(model, tuple) and len(model) == 2 else model
     if isinstance(model, eqx.nn.MLP):
         with jax.ensure_compile_time_eval():
             # Of all sizes: a clipped output is the identity on small numbers.

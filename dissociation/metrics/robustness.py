@@ -1,6 +1,6 @@
 """How the error grows with noise on the inputs and on the parameters, for many noise scales at once."""
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -11,12 +11,13 @@ from jaxtyping import Array, Float
 
 from dissociation import checks
 from dissociation.bmap import bmap
+from dissociation.models.program import called, function_of, parameters_in, with_draws
 from dissociation.types import OneHot, PyTree
 from dissociation.validation import validated
 
 __all__ = ["error_rate", "input_noise_error", "parameter_noise_error"]
 
-Images = Float[Array | np.ndarray, "n pixels"]
+Images = Float[Array | np.ndarray, "n ..."]
 Scales = Float[Array | np.ndarray, " scales"]
 
 
@@ -26,7 +27,7 @@ def error_rate(logits: Float[Array | np.ndarray, "n classes"], labels: OneHot) -
 
     Args:
         logits: [samples, classes].
-        labels: One-hot, [samples, classes].
+        labels: Classes [samples], or one-hot [samples, classes].
 
     Returns:
         Between 0 and 1; NaN if there are no samples, or the largest logit of any is NaN or infinite: a network that has
@@ -48,7 +49,7 @@ def error_rate(logits: Float[Array | np.ndarray, "n classes"], labels: OneHot) -
 
 @validated
 def input_noise_error(
-    model: Callable[[Array], Array],
+    model: Any,
     images: Images,
     labels: OneHot,
     scales: Scales,
@@ -63,16 +64,17 @@ def input_noise_error(
     instead of once per scale.
 
     Args:
-        model: From one image [pixels] to logits [classes].
-        images: [samples, pixels].
-        labels: One-hot, [samples, classes].
+        model: From one image, of any shape, to logits [classes], or a pair (model, state); in inference mode.
+        images: [samples, ...].
+        labels: Classes [samples], or one-hot [samples, classes].
         scales: Noise scales in units of `images`, non-negative, [scales].
-        noise: [samples, pixels], as a rule standard normal.
+        noise: As `images`, as a rule standard normal.
         scales_per_batch: How many scales are evaluated at once; 1 takes the least memory and is the fastest on a
             CPU, None takes all.
 
     Returns:
-        Error rates between 0 and 1, [scales]; NaN as in `error_rate`.
+        Error rates between 0 and 1, [scales]; NaN as in `error_rate`, with a `RuntimeWarning` that names the
+        scales unless the call is traced.
 
     Raises:
         ValueError: If a scale is negative or the shapes do not fit.
@@ -84,16 +86,16 @@ def input_noise_error(
     still, moving, tail = _split_first_layer(model, jnp.asarray(images), jnp.asarray(noise))
 
     def at(scale: Array, still: Array, moving: Array, tail: Any, labels: Array) -> Array:
-        return error_rate(jax.vmap(tail)(still + scale * moving), labels)
+        return error_rate(jax.vmap(partial(called, tail))(still + scale * moving), labels)
 
     over_scales = bmap(at, in_axes=(0, None, None, None, None), batch_size=scales_per_batch)
     with jax.default_matmul_precision("highest"):
-        return over_scales(jnp.asarray(scales), still, moving, tail, jnp.asarray(labels))
+        return _named(over_scales(jnp.asarray(scales), still, moving, tail, jnp.asarray(labels)), scales)
 
 
 @validated
 def parameter_noise_error(
-    model: Callable[[Array], Array],
+    model: Any,
     images: Images,
     labels: OneHot,
     scales: Scales,
@@ -107,47 +109,46 @@ def parameter_noise_error(
     all instead of once per scale.
 
     Args:
-        model: From one image [pixels] to logits [classes].
-        images: [samples, pixels].
-        labels: One-hot, [samples, classes].
+        model: From one image, of any shape, to logits [classes], or a pair (model, state); in inference mode.
+        images: [samples, ...].
+        labels: Classes [samples], or one-hot [samples, classes].
         scales: Noise scales in units of the parameters, non-negative, [scales].
-        noise: A PyTree like `model` with a draw for every parameter, as `weights.noise.parameter_noise` makes it.
+        noise: A PyTree like `model` with a draw for every parameter, or for some and None for others, as
+            `weights.noise.parameter_noise` makes it.
         scales_per_batch: How many scales are evaluated at once; None takes all.
 
     Returns:
-        Error rates between 0 and 1, [scales]; NaN as in `error_rate`.
+        Error rates between 0 and 1, [scales]; NaN as in `error_rate`, with a `RuntimeWarning` that names the
+        scales unless the call is traced.
 
     Raises:
         ValueError: If a scale is negative, or `noise` is not shaped like the parameters.
     """
     checks.check_non_negative("scales", scales)
-    shapes = [
-        [
-            (path, leaf.shape)
-            for path, leaf in jax.tree_util.tree_leaves_with_path(eqx.filter(tree, eqx.is_inexact_array))
-        ]
-        for tree in (model, noise)
-    ]
-    if shapes[0] != shapes[1]:
-        checks.fail("noise", "be shaped like the parameters of `model`", f"{[shape for _, shape in shapes[1]]}")
     _check_outputs(model, images, labels)
+    noise = with_draws(model, noise)
     images = jnp.asarray(images)
     with jax.default_matmul_precision("highest"):
         still, tail = _apply_first_layer(model, images)
         moving, tail_noise = (jnp.zeros(()), noise) if still is images else _apply_first_layer(noise, images)
 
     def at(scale: Array, still: Array, moving: Array, tail: Any, tail_noise: Any, labels: Array) -> Array:
-        parameters, rest = eqx.partition(tail, eqx.is_inexact_array)
-        noisy = jax.tree.map(lambda parameter, draw: parameter + scale * draw, parameters, tail_noise)
-        return error_rate(jax.vmap(eqx.combine(noisy, rest))(still + scale * moving), labels)
+        noisy = jax.tree.map(lambda parameter, draw: parameter + scale * draw, parameters_in(tail), tail_noise)
+        return error_rate(jax.vmap(partial(called, eqx.combine(noisy, tail)))(still + scale * moving), labels)
 
     over_scales = bmap(at, in_axes=(0, None, None, None, None, None), batch_size=scales_per_batch)
     with jax.default_matmul_precision("highest"):
-        return over_scales(jnp.asarray(scales), still, moving, tail, tail_noise, jnp.asarray(labels))
+        return _named(over_scales(jnp.asarray(scales), still, moving, tail, tail_noise, jnp.asarray(labels)), scales)
 
 
-def _check_outputs(model: Callable[[Array], Array], images: Any, labels: Any) -> None:
-    output = checks.check_model("model", model, images[0])
+def _named(errors: Array, scales: Any) -> Array:
+    if not checks.is_traced(errors) and (bad := np.isnan(errors)).any():
+        checks.warn(f"`model` gives outputs that are not finite, and so no error rate, at `scales` {scales[bad]}")
+    return errors
+
+
+def _check_outputs(model: Any, images: Any, labels: Any) -> None:
+    output = checks.check_model("model", function_of("model", model), images[0])
     if output.shape != labels.shape[1:]:
         checks.fail("model", f"give an output for each of the {labels.shape[1]} classes", f"shape {output.shape}")
 

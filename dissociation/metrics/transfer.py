@@ -10,50 +10,38 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Num
 
-from dissociation.checks import check_choice, check_count, check_ndim, check_positive, fail, is_traced, warn
-from dissociation.members import take
+from dissociation.checks import check_choice, check_count, check_positive, fail, is_traced, warn
 from dissociation.metrics.probes import crossval_gradient_predict, crossval_softmax_predict, warn_unstable
+from dissociation.models.representations import representations
 from dissociation.types import Count, OneHot, PRNGKey, Scalar
 from dissociation.validation import validated
 
 
 @validated
-def hidden_features(
-    model: eqx.nn.MLP, images: Float[Array | np.ndarray, "n inputs"], layer: int = 1
-) -> Float[Array, "n hidden"]:
-    """Post-activations of one hidden layer.
+def hidden_features(model: Any, images: Num[Array | np.ndarray, "n ..."], layer: int = 1) -> Float[Array, "n ..."]:
+    """Return the post-activations of one hidden layer; see `models.representations.representations`.
 
     The widths are those of the weights, so a rewritten model whose layers grew serves as well.
 
     Args:
-        model: One network, with no member axis: map over members outside.
-        images: Inputs.
+        model: One network, with no member axis: map over members outside. Of any kind, or a pair (model, state).
+        images: Inputs, [samples, ...].
         layer: Hidden layer counted from 0; the default is the second.
 
     Returns:
-        What `layers[layer + 1]` of the model receives.
+        What the next layer of the model receives, [samples, ...].
 
     Raises:
-        ValueError: If `layer` is no hidden layer of the model, or `images` has not two axes.
-        TypeError: If `layer` is no integer.
+        ValueError: If `layer` is no hidden layer of the model.
+        TypeError: If `layer` is no integer, or the model does not take such images.
     """
-    check_ndim("images", images, 2, "[samples, inputs]")
     check_count("layer", layer)
-    depth = len(model.layers) - 1
-    if layer >= depth:
-        fail("layer", f"be a hidden layer, 0 to {depth - 1}", layer)
-
-    def forward(image: Array) -> Array:
-        for index in range(layer + 1):
-            image = model.layers[index](image)
-            # An activation with parameters holds them stacked over layers, and Equinox applies it neuron by neuron.
-            each = take(model.activation, index)
-            image = eqx.filter_vmap(lambda activation, value: activation(value))(each, image)
-        return image
-
-    return jax.vmap(forward)(jnp.asarray(images))
+    *hidden, _ = representations(model, images).values()
+    if layer >= len(hidden):
+        fail("layer", f"be a hidden layer, 0 to {len(hidden) - 1}", layer)
+    return hidden[layer]
 
 
 @validated
@@ -79,7 +67,7 @@ def transfer_errors(
 
     Args:
         features: Representation of the samples.
-        labels: One-hot labels.
+        labels: Classes [n], or one-hot [n, classes].
         key: Draws the order in which budgets take samples: one key for several representations compares them on the
             same ones. None takes rows as they come, which is wrong where they are sorted.
         fractions: Budgets as fractions of n in (0, 1], in any order.

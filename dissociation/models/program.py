@@ -1,24 +1,70 @@
 """A model of any kind as a program: a function of its arrays, and what happens in it as it runs."""
 
+import functools
+import itertools
+import reprlib
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.extend import core as jex
+
+from dissociation.checks import fail, fail_kind
+from dissociation.conversion import describe
 
 MOVES = ("transpose", "reshape", "convert_element_type", "stop_gradient", "copy", "squeeze", "broadcast_in_dim")
 """Operations after which weights still are the weights."""
 
 
 def called(model: Any, example: Any) -> Any:
-    """The outputs of a model, in inference mode, or of a pair of model and state."""
-    if isinstance(model, tuple) and len(model) == 2:
-        module, state = model
-        return eqx.nn.inference_mode(module)(example, state)[0]
-    function: Any = eqx.nn.inference_mode(model) if isinstance(model, eqx.Module) else model
-    return function(example)
+    """Return the outputs of a model, in inference mode, or of a pair of model and state."""
+    module, *states = model if isinstance(model, tuple) and len(model) == 2 else (model,)
+    first = module
+    while isinstance(first, eqx.nn.MLP | eqx.nn.Sequential) and first.layers:
+        first = first.layers[0]
+    if isinstance(first, eqx.nn.Linear) and first.weight.ndim != 2:  # which products may take nevertheless
+        raise TypeError(f"weights of shape {first.weight.shape} are those of stacked networks; `member` picks one")
+    function: Any = eqx.nn.inference_mode(module) if isinstance(module, eqx.Module) else module
+    if not states:
+        return function(example)
+    return function(example, jax.tree.map(lambda leaf: leaf, states[0]))[0]  # a copy: one that is set is of no more use
+
+
+def function_of(name: str, model: Any) -> Callable[[Any], Any]:
+    """Return the function of one example that `called` evaluates; anything else raises a `TypeError`."""
+    if not callable(model[0] if isinstance(model, tuple) and len(model) == 2 else model):
+        fail_kind(name, "be a function", describe(model), "A model with state is a pair (model, state)")
+    return functools.partial(called, model)
+
+
+def parameters_in(model: Any, where: Any = None) -> Any:
+    """Return a model with its parameters alone, and None elsewhere; `where` chooses some, as in `eqx.tree_at`.
+
+    Floating-point arrays are parameters, but for those of `eqx.nn.State` and its initial values.
+    """
+    is_state = lambda part: isinstance(part, eqx.nn.State | eqx.nn.StateIndex)  # noqa: E731
+    kept = jax.tree.map(lambda part: not is_state(part) and eqx.is_inexact_array(part), model, is_leaf=is_state)
+    if where is not None:
+        kept = eqx.tree_at(where, jax.tree.map(lambda _: False, kept), replace=where(kept))
+    return eqx.filter(model, kept)
+
+
+def with_draws(model: Any, noise: Any) -> Any:
+    """Return noise with zeros for parameters without a draw; raise unless it has their shapes, or None."""
+    is_none = lambda leaf: leaf is None  # noqa: E731
+    parameters = parameters_in(model)
+    places = [jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_none)[0] for tree in (parameters, noise)]
+    pairs = itertools.zip_longest(*places, fillvalue=((), None))
+    fits = all(one == two and (b is None or (a is not None and np.shape(b) == a.shape)) for (one, a), (two, b) in pairs)
+    if not fits:
+        shapes = [np.shape(leaf) for leaf in jax.tree.leaves(noise)]
+        fail("noise", "be shaped like the parameters of `model`", f"arrays of shapes {reprlib.repr(shapes)}")
+    fill = lambda weight, draw: jnp.zeros_like(weight) if draw is None and weight is not None else draw  # noqa: E731
+    return jax.tree.map(fill, parameters, noise, is_leaf=is_none)
 
 
 class Program(NamedTuple):

@@ -1,14 +1,16 @@
 """Projected gradient ascent: an adversarial example if one is found, against which certificates are tested."""
 
-from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from dissociation.checks import check_count, check_finite, check_ndim, check_positive, fail, is_traced
+from dissociation.checks import check_count, check_finite, check_model, check_positive, fail, is_traced
+from dissociation.models.program import function_of
 from dissociation.results import Result
+from dissociation.spectral.forms import Spectrum, check_on_inputs
 from dissociation.types import PRNGKey
 from dissociation.validation import validated
 
@@ -17,20 +19,20 @@ class Attack(Result):
     """The best of several restarts.
 
     Attributes:
-        step: Added to the input, [d].
+        step: Array added to the input, of the same shape.
         margin: The label's logit less the largest other one there: negative if the attack succeeded.
         found: Whether it did.
     """
 
-    step: Float[Array, " d"]
+    step: Float[Array, "..."]
     margin: Float[Array, ""]
     found: Bool[Array, ""]
 
 
 @validated
 def projected_attack(
-    model: Callable[[Array], Array],
-    x: Float[Array | np.ndarray, " d"],
+    model: Any,
+    x: Float[Array | np.ndarray, "..."],
     label: Int[Array | np.ndarray, ""] | int,
     radius: Float[Array | np.ndarray, ""] | float,
     *,
@@ -45,8 +47,8 @@ def projected_attack(
     bilinear networks `certificate.certified_radius` is exact.
 
     Args:
-        model: One input to logits.
-        x: The input.
+        model: One input to logits, or a pair of such a model and its state; in inference mode.
+        x: The input, of any shape.
         label: Its class.
         radius: Of the ball.
         key: Draws the starting points.
@@ -58,8 +60,8 @@ def projected_attack(
         are, or a traced label is no class.
 
     Raises:
-        ValueError: If a count is below 1, the radius is not positive, the input not one finite example, or the label no
-            class.
+        ValueError: If a count is below 1, the radius is not positive, the input not one finite example, the label no
+            class, or the model a spectrum in hidden space.
 
     References:
         Madry et al. (2018), Towards deep learning models resistant to adversarial attacks, section 2.1.
@@ -67,10 +69,14 @@ def projected_attack(
     restarts = check_count("num_restarts", num_restarts, minimum=1)
     steps = check_count("num_steps", num_steps, minimum=1)
     check_positive("radius", radius)
-    check_ndim("x", x, 1, "[d] of one example")
     check_finite("x", x)
+    if isinstance(model, Spectrum):
+        check_on_inputs("model", model)
+    model = function_of("model", model)
     x, radius = jnp.asarray(x), jnp.asarray(radius)
-    classes = jax.eval_shape(model, x).shape[0]
+    if len(shape := check_model("model", model, x).shape) != 1:
+        fail("model", "give logits [classes] for one example", f"shape {shape}")
+    classes = shape[0]
     if not is_traced(label) and not 0 <= int(label) < classes:
         fail("label", f"be a class from 0 to {classes - 1}", label)
     label = jnp.where((label >= 0) & (label < classes), label, classes)

@@ -27,7 +27,7 @@ from dissociation.checks import check_finite, fail, is_traced
 from dissociation.linalg import finite_part, product
 from dissociation.models.bilinear import BilinearNetwork
 from dissociation.results import Result
-from dissociation.spectral.forms import Spectrum, compact_forms
+from dissociation.spectral.forms import Spectrum, check_on_inputs, compact_forms, widened
 from dissociation.spectral.rounding import Factors, bound_rounding
 from dissociation.validation import validated
 
@@ -79,14 +79,19 @@ def margins(source: BilinearNetwork | Spectrum) -> Margins:
     """The margins between all classes, one eigendecomposition for each pair.
 
     Args:
-        source: A network of one layer, or a (truncated) spectrum on inputs. Its numbers are taken as exact.
+        source: A network of one layer, or a (truncated) spectrum with `space="input"`. Its numbers are taken as exact.
 
     Returns:
         The margins, for `certified_radius` of many inputs.
 
     Raises:
-        ValueError: If the network has several layers or a gate, or there is one class only.
+        ValueError: If the network has several layers or a gate, the spectrum is in another space or in one that is not
+            given, or there is one class only.
     """
+    if isinstance(source, Spectrum):
+        check_on_inputs("source", source, known=True)
+    else:
+        source = widened(source)
     classes = source.values.shape[0] if isinstance(source, Spectrum) else source.head.shape[0]
     if classes < 2:
         fail("source", "have at least two classes", classes)

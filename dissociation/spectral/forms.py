@@ -9,6 +9,7 @@ Biases and residual connections make linear and constant terms: the form then ac
 """
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
@@ -32,11 +33,13 @@ class Spectrum(eqx.Module):
         values: Eigenvalues, in the order asked for: [outputs, components].
         vectors: Orthonormal eigenvectors: [outputs, components, d], or d + 1 with `constant`.
         constant: Whether the last coordinate belongs to an appended 1.
+        space: Space of the eigenvectors, one of `SPACES`; None if it is not known. Certificates need "input".
     """
 
     values: Float[Array, "outputs components"]
     vectors: Float[Array, "outputs components d"]
     constant: bool = eqx.field(static=True)
+    space: str | None = eqx.field(static=True, default=None)
 
     def __call__(self, x: Float[Array | np.ndarray, " d"]) -> Float[Array, " outputs"]:
         """sum_i lambda_i (v_i . x)^2 of every output."""
@@ -109,7 +112,7 @@ def decompose(
     check_choice("by", by, ORDERS)
     compact, lift = compact_forms(model, directions, layer, space)
     values, vectors = jnp.linalg.eigh(compact)
-    spectrum = Spectrum(values, vectors.swapaxes(1, 2), _has_constant(model, layer))
+    spectrum = Spectrum(values, vectors.swapaxes(1, 2), _has_constant(model, layer), space)
     spectrum = reorder(spectrum, {"magnitude": jnp.abs(values), "positive": values, "negative": -values}[by])
     return eqx.tree_at(lambda s: s.vectors, spectrum, product(spectrum.vectors, lift.T))  # in order, hence moved once
 
@@ -120,6 +123,7 @@ def compact_forms(
 ) -> tuple[Array, Array]:
     """Forms on coordinates of the smaller space, [outputs, r, r], and the orthonormal columns that lead out, [d, r]."""
     check_choice("space", space, SPACES)
+    model = widened(model)
     count = len(model.layers)
     if not -count <= layer < count:
         fail("layer", f"be one of the model's {count}", layer)
@@ -156,6 +160,14 @@ def compact_forms(
     return 0.5 * (forms + forms.swapaxes(1, 2)), lift
 
 
+def widened(model: BilinearNetwork) -> BilinearNetwork:
+    """One network with its weights in float32 at least, in which every half precision number is exact."""
+    if model.embed.ndim != 2:
+        advice = "Map over members by `equinox.filter_vmap`"
+        fail("model", "be one network", f"an embedding of shape {model.embed.shape}", advice)
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)), model)
+
+
 def _has_constant(model: BilinearNetwork, layer: int) -> bool:
     return model.residual or model.layers[layer].left_bias is not None
 
@@ -178,8 +190,11 @@ def reorder(spectrum: Spectrum, importance: Float[Array | np.ndarray, "outputs c
         fail("importance", f"have the shape of the spectrum's values {spectrum.values.shape}", importance.shape)
     check_finite("importance", importance)
     order = jnp.argsort(-jnp.asarray(importance), axis=1, stable=True)
-    values = jnp.take_along_axis(spectrum.values, order, 1)
-    return Spectrum(values, jnp.take_along_axis(spectrum.vectors, order[:, :, None], 1), spectrum.constant)
+    moved = [
+        jnp.take_along_axis(spectrum.values, order, 1),
+        jnp.take_along_axis(spectrum.vectors, order[:, :, None], 1),
+    ]
+    return eqx.tree_at(lambda s: [s.values, s.vectors], spectrum, moved)
 
 
 @validated
@@ -196,10 +211,26 @@ def truncate(spectrum: Spectrum, num_components: int) -> Spectrum:
     Raises:
         ValueError: If there are fewer components.
     """
+    check_single("spectrum", spectrum)
     count = check_count("num_components", num_components)
     if count > spectrum.values.shape[1]:
         fail("num_components", f"be at most {spectrum.values.shape[1]}", num_components)
-    return Spectrum(spectrum.values[:, :count], spectrum.vectors[:, :count], spectrum.constant)
+    return Spectrum(spectrum.values[:, :count], spectrum.vectors[:, :count], spectrum.constant, spectrum.space)
+
+
+def check_single(name: str, spectrum: Spectrum) -> None:
+    """Raises if a spectrum is a stack of spectra, whose first axis would be taken for outputs."""
+    if spectrum.values.ndim != 2 or spectrum.vectors.ndim != 3:
+        wanted = "be one spectrum, of values [outputs, components]"
+        fail(name, wanted, f"shape {spectrum.values.shape}", "Map over stacked ones by `equinox.filter_vmap`")
+
+
+def check_on_inputs(name: str, spectrum: Spectrum, *, known: bool = False) -> None:
+    """Raises if eigenvectors are in another space than that of inputs, or if `known` in one that is not given."""
+    check_single(name, spectrum)
+    if spectrum.space == "hidden" or (known and spectrum.space is None):
+        advice = 'Pass `space="input"` to `decompose`, or to `Spectrum` if its vectors are among inputs'
+        fail(name, 'be a spectrum with `space="input"`', f"space {spectrum.space!r}", advice)
 
 
 @validated
@@ -216,6 +247,7 @@ def activations(spectrum: Spectrum, x: Float[Array | np.ndarray, "n d"]) -> Floa
     Raises:
         ValueError: If x has another width.
     """
+    check_single("spectrum", spectrum)
     width = spectrum.vectors.shape[2] - spectrum.constant
     if np.ndim(x) != 2 or x.shape[1] != width:
         fail("x", f"have shape [n, {width}]", np.shape(x))
@@ -289,11 +321,13 @@ def adversarial_mask(
         The mask, to be added to inputs.
 
     Raises:
-        ValueError: If output or component are out of range, or the spectrum has a constant coordinate.
+        ValueError: If output or component are out of range, or the spectrum has a constant coordinate or is in hidden
+            space.
 
     References:
         Pearce et al. (2024), section 4.3.
     """
+    check_on_inputs("spectrum", spectrum)
     outputs, components, width = spectrum.vectors.shape
     if spectrum.constant:
         fail("spectrum", "be of a network without biases or residual connection", "one with a constant coordinate")

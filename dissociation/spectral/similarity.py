@@ -13,7 +13,7 @@ from scipy import stats
 from dissociation.checks import check_count, check_level, check_same_length, fail, is_traced
 from dissociation.linalg import product
 from dissociation.results import printed
-from dissociation.spectral.forms import Spectrum
+from dissociation.spectral.forms import Spectrum, check_single
 from dissociation.types import PRNGKey
 from dissociation.validation import validated
 
@@ -30,8 +30,12 @@ def overlaps(a: Spectrum, b: Spectrum) -> Float[Array, "outputs components_a com
         Numbers from 0 to 1.
 
     Raises:
-        ValueError: If outputs or widths differ, or one alone has a constant coordinate.
+        ValueError: If outputs, widths or spaces differ, or one alone has a constant coordinate.
     """
+    check_single("a", a)
+    check_single("b", b)
+    if None not in (a.space, b.space) and a.space != b.space:
+        fail("b", f"be in the space of `a`, {a.space!r}", repr(b.space))
     if a.constant != b.constant:
         fail("b", f"have a constant coordinate if and only if `a` has ({a.constant})", b.constant)
     if a.vectors.shape[::2] != b.vectors.shape[::2]:
@@ -136,10 +140,11 @@ def form_similarity(a: Spectrum, b: Spectrum) -> Float[Array, " outputs"]:
 
 
 def _leading(spectrum: Spectrum, count: int) -> Spectrum:
+    check_single("spectrum", spectrum)
     count = check_count("num_components", count, minimum=1)
     if count > spectrum.values.shape[1]:
         fail("num_components", f"be at most {spectrum.values.shape[1]}", count)
-    return Spectrum(spectrum.values[:, :count], spectrum.vectors[:, :count], spectrum.constant)
+    return Spectrum(spectrum.values[:, :count], spectrum.vectors[:, :count], spectrum.constant, spectrum.space)
 
 
 @validated

@@ -29,7 +29,7 @@ from dissociation.checks import (
 from dissociation.conversion import as_examples
 from dissociation.members import count, member
 from dissociation.metrics.similarity.inference import MemberInterval, member_interval
-from dissociation.models.program import called, program_of
+from dissociation.models.program import called, parameters_in, program_of
 from dissociation.results import printed
 from dissociation.types import PRNGKey, Scalar
 from dissociation.validation import validated
@@ -81,7 +81,7 @@ class Matching(NamedTuple):
 def match_weights(
     a: Any, b: Any, groups: dict[str, NeuronGroup], *, num_starts: int = 2, key: PRNGKey | None = None
 ) -> Matching:
-    """Permutations of b that make its weights most like those of a: max sum <a, P(b)> over all arrays with neurons.
+    """Permutations of b that make its weights most like those of a: max sum <a, P(b)> over their parameters.
 
     Coordinate ascent over groups, each an exact linear assignment, from several starts: b as it is; neurons paired by
     what no permutation of others changes (their sorted weights), which finds a permuted copy at once; random orders.
@@ -109,7 +109,9 @@ def match_weights(
     _check_alike(a, b)
     _check_groups(a, groups)
     first, second = _known("a", a), _known("b", b)
-    groups = _in_order(groups)
+    paths = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(parameters_in(a))}
+    weights = {name: tuple(slot for slot in group.slots if slot.path in paths) for name, group in groups.items()}
+    groups = _in_order({name: dataclasses.replace(group, slots=weights[name]) for name, group in groups.items()})
     still = {name: np.tile(np.arange(group.size), (group.copies, 1)) for name, group in groups.items()}
     starts = [still]
     if num_starts > 1:

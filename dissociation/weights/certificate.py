@@ -1,6 +1,5 @@
 """What a rewrite did to the function of a model, measured on given inputs."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -9,6 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dissociation.checks import check_count, check_model, fail
 from dissociation.conversion import as_examples
+from dissociation.models.program import function_of
 from dissociation.results import printed
 from dissociation.validation import validated
 
@@ -38,8 +38,8 @@ class Certificate(NamedTuple):
 
 @validated
 def certify(
-    original: Callable[..., Array],
-    rewritten: Callable[..., Array],
+    original: Any,
+    rewritten: Any,
     inputs: Any,
     *,
     batch_size: int | None = 1024,
@@ -50,7 +50,7 @@ def certify(
     an accelerator's short formats.
 
     Args:
-        original: A function of one example, such as an Equinox model.
+        original: A function of one example, such as an Equinox model, or a pair (model, state); in inference mode.
         rewritten: The same after the rewrite; outputs of the same shape.
         inputs: The examples, samples first: an array, or a dictionary or tuple of arrays, as the models take them.
         batch_size: How many examples are evaluated at once, which bounds the memory; None is all of them, without a
@@ -63,6 +63,7 @@ def certify(
         TypeError: If `batch_size` is no integer, or a model does not take one example or gives no real array.
         ValueError: If there are no inputs, one is not finite, or the two models differ in the shape of their outputs.
     """
+    original, rewritten = function_of("original", original), function_of("rewritten", rewritten)
     inputs = as_examples("inputs", inputs, finite=True)
     num_inputs, first = len(jax.tree.leaves(inputs)[0]), jax.tree.map(lambda part: part[0], inputs)
 

@@ -16,8 +16,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import wadler_lindig as wl
 
 from dissociation.checks import fail_kind, is_traced
+from dissociation.conversion import describe
 from dissociation.models.program import program_of
 from dissociation.validation import validated
 from dissociation.weights.axes import Atoms, Axis, Layout, has_order
@@ -151,6 +153,9 @@ class NeuronGroup:
         size = f"{self.size} neurons" + (f" in each of {self.copies} copies" if self.copies > 1 else "")
         return f"NeuronGroup({self.name!r}: {size}, {', '.join(kinds)}; made by {made}; read by {read})"
 
+    def __pdoc__(self, **_: Any) -> wl.AbstractDoc:  # how Equinox prints it within a rewrite
+        return wl.TextDoc(repr(self))
+
 
 class GroupReport(NamedTuple):
     """All groups of a model, and what stands still.
@@ -253,6 +258,8 @@ def group_report(
     Raises:
         TypeError: If the model does not take the example, or holds no arrays of floating-point numbers.
     """
+    if call is None and callable(example):
+        fail_kind("example", "be arrays, and `model` a function of them", describe(example), "Is `model` given second?")
     paths, leaves, program = program_of(model, call)
     if not leaves:
         advice = "What a function closes over is not seen: give the arrays as `model`, and the function as `call`"

@@ -1,6 +1,7 @@
 """Noise on every parameter of a model. It does not preserve the function: it asks how exact the weights have to be."""
 
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 from jaxtyping import Array
 
 from dissociation.checks import check_non_negative, fail
+from dissociation.models.program import parameters_in, with_draws
 from dissociation.types import PRNGKey, PyTree, Scalar
 from dissociation.validation import validated
 
@@ -16,29 +18,35 @@ Model = TypeVar("Model")
 
 
 @validated
-def parameter_noise(model: PyTree, *, key: PRNGKey) -> PyTree:
-    """Draws N(0, 1) for every parameter of a model.
+def parameter_noise(model: PyTree, *, key: PRNGKey, where: Callable[[Any], Any] | None = None) -> PyTree:
+    """Draws N(0, 1) for every parameter of a model, or for some.
 
     One key is split over the parameters in the order of the tree: one for each layer of a perceptron without biases,
     from the first to the last. One draw serves many scales: `perturb_parameters(model, noise, scale)`.
 
     Args:
-        model: A tree whose floating-point arrays (complex ones too) are its parameters.
+        model: A network, a pair (model, state), or another tree whose floating-point arrays (complex ones too) are its
+            parameters, but for those of `eqx.nn.State`, such as running means and variances.
         key: A PRNG key of either kind.
+        where: Function from the model to the parts that get noise, as in `eqx.tree_at`: `lambda m: m.layers[0]`. Their
+            draws are the same as without it. None is all parameters.
 
     Returns:
         A tree like `model`, with noise where it has parameters and None where it has anything else.
 
     Raises:
-        ValueError: If `model` has no parameters.
+        ValueError: If `model` has no parameters, or `where` chooses none.
     """
-    parameters = eqx.filter(model, eqx.is_inexact_array)
+    parameters = parameters_in(model)
     leaves, treedef = jax.tree.flatten(parameters)
     if not leaves:
         fail("model", "hold at least one array of floating-point numbers", f"none in a {type(model).__name__}")
     keys = jax.random.split(key, len(leaves))
     draws = [jax.random.normal(k, leaf.shape, leaf.dtype) for k, leaf in zip(keys, leaves, strict=True)]
-    return jax.tree.unflatten(treedef, draws)
+    noise, chosen = jax.tree.unflatten(treedef, draws), parameters_in(model, where)
+    if not jax.tree.leaves(chosen):
+        fail("where", "choose parameters of `model`", "none")
+    return jax.tree.map(lambda kept, draw: kept if kept is None else draw, chosen, noise, is_leaf=lambda x: x is None)
 
 
 @validated
@@ -47,7 +55,7 @@ def perturb_parameters(model: Model, noise: PyTree, scale: Scalar) -> Model:
 
     Args:
         model: The model.
-        noise: What `parameter_noise` draws for it.
+        noise: What `parameter_noise` draws for it; parameters without a draw stay.
         scale: Standard deviation of what is added, non-negative. May be traced.
 
     Returns:
@@ -57,16 +65,12 @@ def perturb_parameters(model: Model, noise: PyTree, scale: Scalar) -> Model:
         ValueError: If `noise` is not shaped like `model` or `scale` is negative.
     """
     check_non_negative("scale", scale)
-    parameters, rest = eqx.partition(model, eqx.is_inexact_array)
-    if jax.tree.structure(parameters) != jax.tree.structure(noise):
-        fail("noise", "have the structure of the model's parameters", jax.tree.structure(noise))
+    noise = with_draws(model, noise)
 
     def perturbed(weight: Array | np.ndarray, draw: Array) -> Array:
-        if weight.shape != draw.shape:
-            fail("noise", f"be shaped like the parameters, {weight.shape}", draw.shape)
         return jnp.asarray(weight) + jnp.asarray(scale, draw.real.dtype) * draw
 
-    return eqx.combine(jax.tree.map(perturbed, parameters, noise), rest)
+    return eqx.combine(jax.tree.map(perturbed, parameters_in(model), noise), model)
 
 
 @validated
@@ -74,7 +78,7 @@ def add_parameter_noise(model: Model, scale: Scalar, *, key: PRNGKey) -> Model:
     """Adds `scale * N(0, 1)` to every parameter of a model. Not function-preserving.
 
     Args:
-        model: A tree whose floating-point arrays are its parameters.
+        model: See `parameter_noise`.
         scale: Standard deviation of the noise, non-negative. May be traced.
         key: A PRNG key of either kind, split over the parameters as `parameter_noise` says.
 

@@ -18,7 +18,7 @@ from jaxtyping import Array, ArrayLike, Float, Int, Real
 
 from dissociation.checks import check_non_negative, check_positive, fail, fail_kind, is_traced
 from dissociation.conversion import as_examples
-from dissociation.models.program import called
+from dissociation.models.program import called, program_of
 from dissociation.results import printed
 from dissociation.types import PRNGKey, Scalar
 from dissociation.validation import validated
@@ -26,6 +26,8 @@ from dissociation.weights.certificate import Certificate, certify
 from dissociation.weights.groups import NeuronGroup, Slot, neuron_groups, parameters_of, structure_of
 from dissociation.weights.seen import LayerInputs
 from dissociation.weights.symmetry import null_basis, perturb_in_null_space
+
+ONE_STRUCTURE = "A group belongs to models of one structure; map rewrites over stacked members by `eqx.filter_vmap`"
 
 
 class Rewrite(eqx.Module):
@@ -86,10 +88,7 @@ def current(group: NeuronGroup, model: Any) -> NeuronGroup:
     for slot in group.slots:
         shape = np.shape(leaves[slot.leaf]) if slot.leaf < len(leaves) else None
         if shape is None or len(shape) != len(slot.shape):
-            advice = (
-                "A group belongs to models of one structure; map rewrites over stacked members by `eqx.filter_vmap`"
-            )
-            fail("model", f"have an array {slot.path} of shape {slot.shape}", shape, advice)
+            fail("model", f"have an array {slot.path} of shape {slot.shape}", shape, ONE_STRUCTURE)
     groups = neuron_groups(model, group.example, call=group.call)
     if group.name not in groups or len(groups[group.name].slots) != len(group.slots):
         fail("model", f"have a group {group.name!r}", f"groups {', '.join(map(repr, groups))}")
@@ -195,6 +194,9 @@ class Scale(Rewrite):
             wanted = f"be one number, one per neuron ({group.size}), or that for each copy ({group.copies})"
             fail("factor", wanted, f"shape {factor.shape}")
         each = jnp.broadcast_to(factor, (group.copies, group.size))
+        leaves = parameters_of(model)[0]
+        for slot, exponent in zip(group.slots, exponents, strict=True):
+            _check_power(self.factor, float(exponent), leaves[slot.leaf].dtype)
 
         def change(slot: Slot, array: Array, exponent: float) -> Array:
             if exponent == 0:
@@ -239,7 +241,19 @@ def scale(group: NeuronGroup, factor: Real[ArrayLike, "..."] = 0.1, *, scaling: 
         factor = jnp.asarray(factor, float)
     check_positive("factor", factor)  # also in the precision that it is computed in
     exponents = group.scaling if scaling is None else group.scalings[scaling]
+    for exponent in set(map(float, exponents)):
+        _check_power(factor, exponent, factor.dtype)
     return Scale(factor, tuple(map(float, exponents)), group)
+
+
+def _check_power(factor: Array, exponent: float, dtype: Any) -> None:
+    """Raises unless what weights are multiplied by is a normal number of their precision."""
+    if is_traced(factor):
+        return
+    limits = jnp.finfo(dtype)
+    powers = exponent * np.log2(np.asarray(factor, np.float64))
+    if not ((powers >= limits.minexp) & (powers < limits.maxexp)).all():
+        fail("factor", f"have a power {exponent:g} that {limits.dtype} holds", np.asarray(factor))
 
 
 class Rotate(Rewrite):
@@ -311,12 +325,14 @@ class NullSpace(NamedTuple):
         leaf: Their number among the model's arrays of floating-point numbers.
         axes: Of the weights, along which they are multiplied and summed.
         basis: Orthonormal directions, [null dimension, features], features in the order of the weights' `axes`.
+        shape: Shape of the weights; None is one axis more than `axes`, of any length.
     """
 
     path: str
     leaf: int
     axes: tuple[int, ...]
     basis: Float[Array | np.ndarray, "null features"]
+    shape: tuple[int, ...] | None = None
 
     __repr__ = printed
 
@@ -337,7 +353,7 @@ def null_space(seen: LayerInputs, *, rtol: float | None = None) -> NullSpace:
         ValueError: If `rtol` is negative.
         TypeError: If what it sees is traced.
     """
-    return NullSpace(seen.path, seen.leaf, seen.axes, null_basis(seen.rows, rtol))
+    return NullSpace(seen.path, seen.leaf, seen.axes, null_basis(seen.rows, rtol), seen.shape)
 
 
 class NullPerturb(Rewrite):
@@ -346,21 +362,24 @@ class NullPerturb(Rewrite):
     basis: Float[Array, "null features"]
     std: Scalar
     key: PRNGKey
-    leaf: int = eqx.field(static=True)
+    path: str = eqx.field(static=True)
     axes: tuple[int, ...] = eqx.field(static=True)
+    rank: int = eqx.field(static=True)
 
     def __call__(self, model: Any) -> Any:
         """The rewritten model."""
         leaves, tree, rest = parameters_of(model)
-        shape = np.shape(leaves[self.leaf]) if self.leaf < len(leaves) else ()
-        width = self.basis.shape[-1]
-        if max(self.axes) >= len(shape) or math.prod(shape[axis] for axis in self.axes) != width:
-            fail("model", f"have the weights of {width} features that the null space is of", f"shape {shape}")
+        paths, width = program_of(model, None).paths, self.basis.shape[-1]
+        leaf = paths.index(self.path) if self.path in paths else len(leaves)
+        shape = np.shape(leaves[leaf]) if leaf < len(leaves) else None
+        if shape is None or len(shape) != self.rank or math.prod(shape[axis] for axis in self.axes) != width:
+            wanted = f"have an array {self.path} of {self.rank} axes, {width} features along {self.axes}"
+            fail("model", wanted, f"shape {shape}", ONE_STRUCTURE.replace("group", "null space"))
         last = tuple(range(-len(self.axes), 0))
-        weights = jnp.moveaxis(jnp.asarray(leaves[self.leaf]), self.axes, last)
+        weights = jnp.moveaxis(jnp.asarray(leaves[leaf]), self.axes, last)
         flat = weights.reshape(-1, self.basis.shape[-1])
         moved = perturb_in_null_space(flat, self.basis, self.std, key=self.key)
-        leaves[self.leaf] = jnp.moveaxis(moved.reshape(weights.shape), last, self.axes)
+        leaves[leaf] = jnp.moveaxis(moved.reshape(weights.shape), last, self.axes)
         return eqx.combine(jax.tree.unflatten(tree, leaves), rest)
 
 
@@ -382,7 +401,8 @@ def null_perturb(space: NullSpace, std: Scalar, *, key: PRNGKey) -> NullPerturb:
         ValueError: If `std` is negative.
     """
     check_non_negative("std", std)
-    return NullPerturb(jnp.asarray(space.basis, float), std, key, space.leaf, space.axes)
+    rank = len(space.axes) + 1 if space.shape is None else len(space.shape)
+    return NullPerturb(jnp.asarray(space.basis, float), std, key, space.path, space.axes, rank)
 
 
 @validated

@@ -24,12 +24,14 @@ class LayerInputs(NamedTuple):
         axes: Of the weights, along which they are multiplied and summed.
         rows: A row for every example and place where the weights are used (a position of an image, a token):
             [rows, features], features in the order of the weights' `axes`.
+        shape: Shape of the weights.
     """
 
     path: str
     leaf: int
     axes: tuple[int, ...]
     rows: Float[Array, "rows features"]
+    shape: tuple[int, ...] | None = None
 
     __repr__ = printed
 
@@ -82,7 +84,8 @@ def layer_inputs(
         fail("path", "name weights that something is multiplied by, as a whole", repr(path))
     if len(set(axes)) > 1:
         fail("path", "name weights that are multiplied along the same axes wherever they are used", repr(path))
-    return LayerInputs(path, leaf, axes[0], jnp.concatenate([part.reshape(-1, part.shape[-1]) for part in found]))
+    rows = jnp.concatenate([part.reshape(-1, part.shape[-1]) for part in found])
+    return LayerInputs(path, leaf, axes[0], rows, places.shape)
 
 
 class _Watch(Walk):

@@ -14,12 +14,14 @@ from dissociation.checks import (
     fail_kind,
     is_traced,
 )
+from dissociation.linalg import product
 from dissociation.results import printed
 from dissociation.types import PRNGKey, Scalar
 from dissociation.validation import validated
 
 # Far above what float64 rounding leaves of a null direction, far below what float32 data resolve.
 RELATIVE_CUTOFF = 1e-10
+CUT_SLACK = 1e-4
 CHUNK = 8192
 
 
@@ -119,7 +121,8 @@ def null_spectrum(dataset: Real[Array | np.ndarray, "samples ..."], rtol: float 
     singular_values = np.sqrt(np.maximum(eigenvalues, 0))[::-1]
     directions = vectors.T[::-1]
 
-    rank = int(np.sum(singular_values > rtol * singular_values[0]))
+    # A value at the cut itself is kept, whatever its last digits are on another processor.
+    rank = int(np.sum(singular_values > (1 - CUT_SLACK) * rtol * singular_values[0]))
     clear = 0 < rank < len(singular_values) and singular_values[rank] > 0
     gap = float(singular_values[rank - 1] / singular_values[rank]) if clear else float("inf")
     singular_values = scale * singular_values
@@ -177,8 +180,9 @@ def perturb_in_null_space(
 ) -> Float[Array, "hidden inputs"]:
     """Adds Gaussian noise to incoming weights, in directions that no sample has.
 
-    w_in + scale Z basis with Z ~ N(0, 1) [hidden, null]: in law, `scale * N(0, 1)` on every weight, projected on the
-    null space. The function stays as it was on the samples that the basis was computed from, and changes elsewhere.
+    w_in + scale Z basis^T basis with Z ~ N(0, 1) [hidden, inputs]: noise on every weight, projected on the null space.
+    All bases of one space have one projector, hence the same noise to rounding. The function stays as it was on the
+    samples that the basis was computed from, and changes elsewhere.
 
     Args:
         w_in: Incoming weights of the layer that sees the samples, one row per hidden neuron.
@@ -202,8 +206,8 @@ def perturb_in_null_space(
         if not away <= 1e-3:
             fail("basis", "hold orthonormal directions", f"inner products {away:.2g} away from 0 or 1")
     directions = jnp.asarray(basis, w_in.dtype).reshape(-1, features)
-    coefficients = jax.random.normal(key, (w_in.shape[0], len(directions)), w_in.dtype)
-    noise = jnp.matmul(coefficients, directions, precision=jax.lax.Precision.HIGHEST)
+    drawn = jax.random.normal(key, w_in.shape, w_in.dtype)
+    noise = product(product(drawn, directions.T), directions)
     return w_in + jnp.asarray(scale, w_in.dtype) * noise
 
 

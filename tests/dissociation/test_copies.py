@@ -123,6 +123,12 @@ def carried(p, x):
     return jax.lax.scan(layer, (x[0] @ p["in"], jnp.zeros(HIDDEN)), (p["a"], p["b"]))[0][0] @ p["head"]
 
 
+def one_late(p, x):
+    """A loop hands on what it was given: its first turn shows no neurons of any layer."""
+    last, shown = jax.lax.scan(lambda h, a: (jax.nn.relu(x[0] @ a), h), jnp.ones(HIDDEN), p["a"])
+    return jnp.einsum("ln,lno->o", shown * p["g"], p["r"]) + last @ p["last"]
+
+
 def begun_at_the_end(p, x):
     """What the loop begins with meets the last layer alone."""
 
@@ -138,6 +144,14 @@ def between(change):
     return lambda p, x: jnp.einsum("hd,hdo->o", change(jnp.einsum("e,ehd->hd", x[0], p["u"])), p["o"])
 
 
+def cut(y):
+    """The last two heads, the first, each by its number or from the end."""
+    ends = jax.lax.dynamic_slice(y, (-2, 0), (2, DIM)), jax.lax.dynamic_slice(y, (0, 0), (1, DIM))
+    return jnp.tanh(jnp.concatenate(ends)) + jnp.tanh(
+        jnp.concatenate([jax.lax.dynamic_slice(y, (1, 0), (2, DIM)), y[:1]])
+    )
+
+
 def rolled(y):
     return jax.lax.fori_loop(0, 2, lambda _, z: jnp.tanh(jnp.roll(z, 1, 0)), y)
 
@@ -146,6 +160,7 @@ def repeated(y):
     return jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.tanh(c[1] + y)), (0, jnp.zeros_like(y)))[1]
 
 
+MIXING = np.arange(1.0, 10.0).reshape(HEADS, HEADS, 1)
 HEAD = [(HEADS, 1), (DIM, HEADS), (DIM, HEADS)]
 SEPARATE = {
     "attention": (attention, ATTENTION, [*HEAD, (WIDTH, 1)]),
@@ -162,6 +177,8 @@ SEPARATE = {
     "stack, from the end": (lambda p, x: residual(p, x, True), STACK, [(5, 1), (HIDDEN, LAYERS)]),
     "stack, its hidden neurons read outside": (with_outputs, STACK | {"r": "ln"}, [(5, 1), (HIDDEN, LAYERS)]),
     "stack, from the end, begun with a bias": (begun_at_the_end, STACK | {"start": "n"}, [(5, 1), (HIDDEN, LAYERS)]),
+    "a loop one turn late": (one_late, {"a": "len", "g": "ln", "r": "lno", "last": "no"}, [(HIDDEN, LAYERS + 1)]),
+    "cut at known places": (between(cut), SINGLE, [(DIM, HEADS), (2, DIM)]),
     "a constant for each head": (between(lambda y: jnp.tanh(y * jnp.arange(1.0, 4.0)[:, None])), SINGLE,
                                  [(DIM, HEADS)]),
     "two of three change places": (
@@ -229,6 +246,9 @@ TIED = {
     "spectra over heads": (between(lambda y: jnp.abs(jnp.fft.fft(y, axis=0))), SINGLE, ("u", "o")),
     "written at a place": (
         between(lambda y: jax.lax.dynamic_update_slice(jnp.tanh(y), y[1:2], (0, 0))), SINGLE, ("u", "o")),
+    "mixed by a convolution over neurons": (
+        between(lambda y: jnp.tanh(jax.lax.conv_general_dilated(y[None], MIXING, (1,), "VALID")[0])),
+        SINGLE, ("u", "o")),
     "one branch of two mirrored": (
         between(lambda y: jax.lax.cond(y.sum() > 0, lambda z: jnp.roll(z, 1, 0), lambda z: z, y)), SINGLE, ("u", "o")),
 }  # fmt: skip

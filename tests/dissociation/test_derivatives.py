@@ -97,7 +97,7 @@ TABLE = {
     "certified_radius in the weights": (lambda s: certified(network(s, residual=True), X5), ()),
     "certified_radius, hard case": (lambda s, x: certified(forms.Spectrum(
         jnp.asarray([[1.0, -0.3], [0.0, 0.0]]) + s * jnp.asarray([[0.5, 0.7], [0.0, 0.0]]),
-        jnp.asarray([np.eye(2)] * 2), False), jnp.stack([2 + x[0], 0.0]))[0], (), (1,)),
+        jnp.asarray([np.eye(2)] * 2), False, "input"), jnp.stack([2 + x[0], 0.0]))[0], (), (1,)),
     "projected_attack": (lambda x: attack.projected_attack(
         network(), X5 + 0.1 * x, 0, 0.1, key=jax.random.key(3), num_restarts=1, num_steps=3).margin, (5,)),
     "scale_neurons": (lambda a, b, s: neurons.scale_neurons(a, b, 2.0 + s), (4, 3), (2, 4), (4,)),

@@ -212,6 +212,14 @@ def test_noise_figure_is_as_specified(noise):
 
 
 @pytest.mark.slow
+def test_certificates_name_variants_as_tables_do(noise, transferred):
+    for figure, results in ((robustness, noise[0]), (transfer, transferred)):
+        rows = figure.table(results)[1:]
+        assert list(figure.describe(results)["certificates on the test images"]) == list(
+            dict.fromkeys(r[0] for r in rows)
+        )
+
+
 def test_drawing_computes_nothing(noise, transferred):
     assert_only_draws(robustness, noise[0])
     assert_only_draws(transfer, transferred)

@@ -66,6 +66,18 @@ def test_a_rewrite_of_the_network_approaches_either_end(end):
     assert abs(float(linear_cka(outputs["features"], y)) - found.measured) > 1e-3
 
 
+def test_neurons_without_use_show_a_ten_thousandth_of_the_longest():
+    """To the nearest power of two, which rounds nothing."""
+    a, _, inputs, x, y = networks()
+    found = cka_freedom(x, y)
+    factors = np.asarray(found.rewrite(neuron_groups(a, inputs[0])["layers[1]"], end="high").factor, np.float64)
+    unused = (found.high_weights == 0) & ~found.constant
+    sizes = np.log2(factors * np.where(found.constant, 0.5, found.lengths))
+    assert unused.sum() > 5
+    np.testing.assert_array_equal(np.log2(factors[unused]) % 1, 0)
+    np.testing.assert_allclose((sizes[unused] - sizes[~unused].max()).mean(), np.log2(1e-4), atol=0.3)
+
+
 def test_duplicates_add_nothing_and_other_neurons_open_the_interval():
     _, _, _, x, y = networks()
     found = cka_freedom(x, y)
@@ -75,6 +87,19 @@ def test_duplicates_add_nothing_and_other_neurons_open_the_interval():
     more = cka_freedom(np.concatenate([x, noise], 1), y)
     assert more.low < found.low
     assert more.high >= found.high - 1e-9
+
+
+def test_many_neurons_of_few_directions_have_the_ends_of_these():
+    """Their Gram matrix is singular but for rounding: of rank 6 here, for 60 neurons."""
+    rng = np.random.default_rng(4)
+    q = np.linalg.qr(rng.standard_normal((40, 4)))[0]
+    q = np.linalg.qr(q - q.mean(0))[0][:, :3]
+    mixed = rng.standard_normal((3, 57))
+    found = cka_freedom(q @ np.concatenate([np.eye(3), mixed], 1), q * np.array([1.0, 2.0, 3.0]))
+    np.testing.assert_allclose(found.high, 1, rtol=1e-9)
+    assert found.residual < 1e-9
+    unit = np.concatenate([np.eye(3), mixed / np.linalg.norm(mixed, axis=0)], 1)
+    np.testing.assert_allclose(found.low, (np.array([1, 4, 9]) @ unit**2 / np.sqrt(98)).min(), rtol=1e-9)
 
 
 def test_neurons_that_are_constant_are_left_out():

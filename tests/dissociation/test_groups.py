@@ -204,6 +204,8 @@ def test_parts_end_to_end_as_rows_of_a_matrix_are_one():
     row, column = atoms.factored(Sum(tuple(parts)), (3, 4))
     assert atoms.reason(atoms.leaves(row)[0].atom)
     assert len({leaf.atom for part in (*parts, column) for leaf in atoms.leaves(part)}) == 1
+    first, *others = (atoms.leaves(part)[0].name for part in parts)  # whose scalings are one
+    assert [tuple(atoms.leaves(part)[0].name for part in pair) for pair in atoms.tied] == [(first, n) for n in others]
 
 
 def test_indices_grouped_in_two_ways_are_frozen():
@@ -212,6 +214,9 @@ def test_indices_grouped_in_two_ways_are_frozen():
     atoms.unite(one, Product((atoms.new(3), atoms.new(4))))
     atoms.factored(one, (2, 6))
     assert all(atoms.reason(leaf.atom) for leaf in atoms.leaves(one))
+    two, six, three, four = (atoms.new(size) for size in (2, 6, 3, 4))
+    atoms.unite(Product((two, six)), Product((three, four)))
+    assert all(atoms.reason(leaf.atom) for part in (two, six, three, four) for leaf in atoms.leaves(part))
 
 
 def test_spread_puts_new_neurons_at_their_places():
@@ -246,3 +251,10 @@ def test_atoms_of_one_index_are_kept_or_frozen():
 def test_a_call_that_returns_nothing_is_refused():
     with pytest.raises(TypeError, match="`model` must return arrays for `example`"):
         neuron_groups([jnp.ones((3, 2))], jnp.ones(3), call=lambda p, x: None)
+
+
+def test_exchanged_arguments_are_named():
+    model, x = eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0)), jnp.ones(4)
+    for find in (neuron_groups, group_report):
+        with pytest.raises(TypeError, match="`example` must be arrays, .* Is `model` given second?"):
+            find(x, model)

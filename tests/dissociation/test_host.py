@@ -256,3 +256,9 @@ def test_a_mesh_may_have_an_axis_of_data():
         sharding.member_mesh(devices, data=3)
     with pytest.raises(ValueError, match="`data` must be at least 1, got 0"):
         sharding.member_mesh(devices, data=0)
+
+
+def test_integers_that_do_not_fit_are_refused_and_not_wrapped():
+    for place in (sharding.replicate, sharding.place_members):
+        with pytest.raises(ValueError, match="`tree` must hold integers from .*, got 1099511627776"):
+            place({"a": np.array([2**40])}, sharding.member_mesh(jax.devices()[:1]))

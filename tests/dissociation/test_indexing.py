@@ -39,6 +39,18 @@ def recurrence(h):
     return jax.lax.associative_scan(lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1]), (jnp.full_like(h, 0.5), h))[1]
 
 
+def filtered(h):
+    """A convolution over time, with neurons on its batch axis."""
+    kernel = jnp.asarray([[[1.0, 2.0, -1.0]]], h.dtype)
+    return relu(jax.lax.conv_general_dilated(h.T[:, None], kernel, (1,), "SAME"))[:, 0].T
+
+
+def mixed(h):
+    """A convolution by itself at each neuron, with times as channels."""
+    kernel = jnp.arange(25.0, dtype=h.dtype).reshape(5, 5, 1)
+    return relu(jax.lax.conv_general_dilated(h[None], kernel, (1,), "VALID"))[0]
+
+
 def printed(h):
     jax.debug.callback(lambda mean: None, h.mean())
     return relu(h)
@@ -95,6 +107,11 @@ CASES = {
     "padded in time": (lambda h: relu(jax.lax.pad(h, 0.0, [(-1, 2, 1), (0, 0, 0)])), TIME, {8: 1}),
     "padded with ones": (lambda h: relu(jnp.pad(h, ((2, 0), (0, 0)), constant_values=1.0)), TIME, {8: None}),
     "padded with infinity": (lambda h: jax.lax.pad(h, -jnp.inf, [(1, 0, 0), (0, 0, 0)]).max(0), TIME, {8: 1}),
+    "one time is kept": (lambda h: relu(jax.lax.pad(h, 0.0, [(-4, 2, 0), (0, 0, 0)])), TIME, {8: 1}),
+    "the first time is kept": (lambda h: relu(jax.lax.pad(h, 0.0, [(2, -4, 0), (0, 0, 0)])), TIME, {8: 1}),
+    "one neuron is kept": (lambda h: relu(jax.lax.pad(h, 0.0, [(1, -7, 0)])), VECTOR, {}),
+    "mixed over times": (mixed, TIME, {8: 1}),
+    "filtered in time": (filtered, TIME, {8: 1}),
     "a linear recurrence": (recurrence, TIME, {8: 1}),
     "unstacked": (lambda h: (lambda u: relu(u[0]) + u[1])(jnp.unstack(h)), TIME, {8: 1}),
     "transposed as it is reshaped": (lambda h: jnp.ravel(relu(h), order="F").reshape(8, 5).T, TIME, {8: 1}),

@@ -48,6 +48,40 @@ def test_planted_permutations_of_residual_networks_are_found(normalise):
         assert found.value >= single.value - 1e-9
 
 
+def test_running_statistics_are_not_matched():
+    """Large ones would decide over weights; they move with the neurons nevertheless."""
+    model, state = eqx.nn.make_with_state(Normalised)(key=jax.random.key(0))
+    state = state.set(model.norm.batch_state_index, (1e4 * jnp.arange(6.0), jnp.ones(6)))
+    groups = neuron_groups((model, state), jnp.ones(5))
+    (name,) = groups
+    order = np.asarray([3, 1, 0, 5, 4, 2])
+    other, _ = permute(groups[name], order)((model, state))
+    given = other, jax.tree.map(lambda leaf: leaf, state)  # statistics in the old order
+    found = matching.match_weights((model, state), given, groups)
+    np.testing.assert_array_equal(order[found.permutations[name]], np.arange(6))
+    weights = [leaf for path, leaf in jax.tree_util.tree_leaves_with_path(eqx.filter(model, eqx.is_inexact_array))
+               if "last.bias" not in jax.tree_util.keystr(path)]  # fmt: skip
+    np.testing.assert_allclose(found.value, sum(float(jnp.sum(leaf**2)) for leaf in weights), rtol=1e-6)
+    means = found.apply(given, groups)[1].get(model.norm.batch_state_index)[0]
+    np.testing.assert_array_equal(means, 1e4 * np.argsort(order))
+
+
+class Normalised(eqx.Module):
+    """A layer, batch normalisation, and a layer."""
+
+    first: eqx.nn.Linear
+    norm: eqx.nn.BatchNorm
+    last: eqx.nn.Linear
+
+    def __init__(self, key):
+        self.first, self.last = eqx.nn.Linear(5, 6, key=key), eqx.nn.Linear(6, 3, key=key)
+        self.norm = eqx.nn.BatchNorm(6, axis_name="batch", mode="batch")
+
+    def __call__(self, x, state):
+        x, state = self.norm(self.first(x), state)
+        return self.last(jax.nn.relu(x)), state
+
+
 @pytest.mark.slow
 def test_a_hundred_planted_permutations_are_found():
     found = 0

@@ -78,12 +78,55 @@ def test_everything_but_parameters_stays(key):
     np.testing.assert_allclose(weight, 1 + jax.random.normal(one, (4,)), rtol=1e-6)
 
 
+class Normalised(eqx.Module):
+    """A layer, batch normalisation, and a layer; running statistics are its state."""
+
+    first: eqx.nn.Linear
+    norm: eqx.nn.BatchNorm
+    last: eqx.nn.Linear
+
+    def __init__(self, key):
+        self.first, self.last = eqx.nn.Linear(6, 5, key=key), eqx.nn.Linear(5, 3, key=key)
+        self.norm = eqx.nn.BatchNorm(5, axis_name="batch", mode="batch")
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_state_is_no_parameter(apart, key):
+    """Whether `make_with_state` has taken it out of the model or not."""
+    model = eqx.nn.make_with_state(Normalised)(key) if apart else Normalised(key)
+    module = model[0] if apart else model
+    weights = [module.first.weight, module.first.bias, module.norm.weight, module.norm.bias,
+               module.last.weight, module.last.bias]  # fmt: skip
+    assert len(jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array))) > len(weights)
+    noise = parameter_noise(model, key=key)
+    assert [draw.shape for draw in jax.tree.leaves(noise)] == [weight.shape for weight in weights]
+    noisy = perturb_parameters(model, noise, 2.0)
+    moved = eqx.tree_at(lambda m: [(m[0] if apart else m).first, (m[0] if apart else m).last], noisy, [None, None])
+    still = eqx.tree_at(lambda m: [(m[0] if apart else m).first, (m[0] if apart else m).last], model, [None, None])
+    norms = lambda m: (m[0] if apart else m).norm  # noqa: E731
+    put_back = eqx.tree_at(lambda m: [norms(m).weight, norms(m).bias], moved, [module.norm.weight, module.norm.bias])
+    assert eqx.tree_equal(put_back, still)
+    assert np.abs(norms(noisy).weight - module.norm.weight).min() > 0
+
+
+def test_some_parameters_alone_get_the_noise_that_they_get_with_all(model, key):
+    whole = parameter_noise(model, key=key)
+    part = parameter_noise(model, key=key, where=lambda m: [m.layers[2], m.layers[0].weight])
+    noisy = perturb_parameters(model, part, 0.3)
+    for index, (layer, own) in enumerate(zip(whole.layers, part.layers, strict=True)):
+        assert own.weight is None if index == 1 else (own.weight == layer.weight).all()
+    np.testing.assert_array_equal(noisy.layers[1].weight, model.layers[1].weight)
+    np.testing.assert_array_equal(noisy.layers[2].weight, perturb_parameters(model, whole, 0.3).layers[2].weight)
+    with pytest.raises(ValueError, match="`where` must choose parameters of `model`, got none"):
+        parameter_noise(model, key=key, where=lambda m: m.activation)
+
+
 @pytest.mark.usefixtures("unchecked")
 def test_noise_refuses(model, key):
     with pytest.raises(ValueError, match="`scale` must be non-negative"):
         add_parameter_noise(model, -0.1, key=key)
     noise = parameter_noise(model, key=key)
-    with pytest.raises(ValueError, match="`noise` must have the structure"):
+    with pytest.raises(ValueError, match="`noise` must be shaped like the parameters"):
         perturb_parameters(model, noise.layers, 0.1)
     wider = eqx.tree_at(lambda n: n.layers[0].weight, noise, jnp.ones((10, 1)))
     with pytest.raises(ValueError, match="`noise` must be shaped like the parameters"):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from zoo import ZOO, change, one
 
+from dissociation.models.bilinear import BilinearNetwork
 from dissociation.models.program import called
 from dissociation.weights import growth, rewrites
 from dissociation.weights.certificate import certify
@@ -79,6 +80,16 @@ X = jnp.arange(5.0) - 1.7
 A, B = jax.random.normal(jax.random.key(8), (8, 5)), jax.random.normal(jax.random.key(9), (3, 8))
 relu = jax.nn.relu
 
+
+def convolved(image, kernel, **options):
+    return jax.lax.conv_general_dilated(image, kernel, (1,), "VALID", **options)
+
+
+def blocks(weights):
+    """[3, 8] as kernels of two blocks of channels: [2 blocks of 3 outputs, 4 channels, 1 place]."""
+    return weights.reshape(3, 2, 4).transpose(1, 0, 2).reshape(6, 4, 1)
+
+
 SCALED = {
     "chosen constants": (lambda p, x: p[1] @ jnp.where(p[0] @ x > 0, 1.0, 0.0), None),
     "whole numbers": (lambda p, x: p[1] @ (p[0] @ x * 10).astype(int).astype(float), None),
@@ -88,6 +99,13 @@ SCALED = {
     "padded": (lambda p, x: p[1] @ (jnp.pad(jnp.ones(6) * x[0], (0, 2)) + p[0] @ x), None),
     "deviation": (lambda p, x: p[1] @ jnp.std(jnp.outer(relu(p[0] @ x), x), axis=1), None),
     "stacked": (lambda p, x: p[1] @ jnp.stack([relu(p[0] @ x), p[0] @ x]).sum(0), 1.0),
+    "convolved over all": (lambda p, x: convolved(relu(p[0] @ x)[None, None], p[1][:, None])[0, :, 0], 1.0),
+    "convolved in blocks": (
+        lambda p, x: convolved(
+            relu(p[0] @ x)[None, :, None] * jnp.arange(7.0)[None, None], blocks(p[1]), feature_group_count=2
+        )[0].sum(1),
+        1.0,
+    ),
     "tiled": (lambda p, x: p[1] @ jnp.tile(relu(p[0] @ x), 2).reshape(2, 8)[0], 1.0),
 }
 """Ways from neurons to what reads them, and the degree that is found where one is."""
@@ -105,9 +123,10 @@ def test_every_scaling_that_is_found_keeps_the_function(name):
         np.testing.assert_allclose(call(rewrite([A, B]), X), call([A, B], X), rtol=1e-4, atol=1e-4)
 
 
-def test_rows_made_by_different_weights_are_scaled_alike():
-    call = lambda p, x: p[2] @ jnp.concatenate([p[0] @ x, p[1] @ x]).reshape(2, 8).max(0)  # noqa: E731
-    params = [A, jax.random.normal(jax.random.key(10), (8, 5)), B]
+@pytest.mark.parametrize("number", [2, 3])
+def test_rows_made_by_different_weights_are_scaled_alike(number):
+    call = lambda p, x: p[-1] @ jnp.concatenate([w @ x for w in p[:-1]]).reshape(number, 8).max(0)  # noqa: E731
+    params = [A, *jax.random.normal(jax.random.key(10), (number - 1, 8, 5)), B]
     (group,) = neuron_groups(params, X, call=call).values()
     assert len(group.scalings) == 1
     rewritten = rewrites.scale(group, jnp.arange(1.0, 9.0))(params)
@@ -213,6 +232,41 @@ def test_moves_in_the_null_space_of_what_a_layer_sees(name, path):
     assert change(model, moved, others) > 1e-2
 
 
+SQUARE = lambda key: eqx.nn.MLP(4, 4, 4, 2, activation=lambda x: x, key=key)  # noqa: E731
+
+
+def every_rewrite():
+    """Of a network whose layers are square, so that no size tells a stack of members from one of them."""
+    model, x = SQUARE(jax.random.key(0)), jax.random.normal(jax.random.key(1), (3, 4))
+    group, key = neuron_groups(model, x[0])["layers[0]"], jax.random.key(2)
+    yield "phantom", growth.add_phantom(group, model, x, jnp.ones((3, 1)))
+    yield "null", rewrites.null_perturb(rewrites.null_space(layer_inputs(model, x, ".layers[1].weight")), 0.5, key=key)
+    yield from ((what, make()) for what, make in all_rewrites(group))
+
+
+def test_stacked_members_are_mapped_over_or_refused():
+    models = eqx.filter_vmap(SQUARE)(jax.random.split(jax.random.key(0), 4))
+    arrays, rest = eqx.partition(models, eqx.is_array)
+    for what, rewrite in every_rewrite():
+        with pytest.raises(ValueError, match="`model` must have an array .*map rewrites over stacked members by"):
+            rewrite(models)
+        run = jax.jit(lambda own, rewrite=rewrite: eqx.filter(rewrite(eqx.combine(own, rest)), eqx.is_array))
+        mapped, alone = jax.vmap(run)(arrays), run(jax.tree.map(lambda leaf: leaf[1], arrays))
+        for stacked, own in zip(*map(jax.tree.leaves, (mapped, alone)), strict=True):
+            np.testing.assert_allclose(stacked[1], own, atol=1e-5, err_msg=what)
+
+
+def test_a_null_space_belongs_to_the_weights_that_it_was_found_for():
+    model, x = SQUARE(jax.random.key(0)), jnp.ones((3, 4))
+    space = rewrites.null_space(layer_inputs(model, x, ".layers[1].weight"))
+    move = rewrites.null_perturb(space, 0.5, key=jax.random.key(0))
+    bare = eqx.nn.MLP(4, 4, 4, 2, use_bias=False, key=jax.random.key(0))  # other arrays have these numbers
+    np.testing.assert_array_equal(*(m.layers[2].weight for m in (move(bare), bare)))
+    assert np.abs(move(bare).layers[1].weight - bare.layers[1].weight).max() > 0.1
+    with pytest.raises(ValueError, match="must have an array .layers.1..weight of 2 axes, 4 features"):
+        move(model.layers[1])
+
+
 def test_groups_are_checked_by_permuting():
     model, inputs, groups = one("transformer")
     found = rewrites.check_groups(model, inputs, key=jax.random.key(0))
@@ -286,7 +340,7 @@ def test_another_model_has_its_own_symmetries(monkeypatch):
     with pytest.raises(ValueError, match="a statistic is taken over its neurons"):
         growth.duplicate(found, 2)(chain)
     space = rewrites.null_space(layer_inputs(model, x[:2], ".layers[1].weight"))
-    with pytest.raises(ValueError, match="`model` must have the weights of 8 features"):
+    with pytest.raises(ValueError, match="must have an array .layers.1..weight of 2 axes, 8 features"):
         rewrites.null_perturb(space, 0.1, key=jax.random.key(0))(eqx.nn.MLP(5, 3, 9, 1, key=jax.random.key(0)))
 
 
@@ -329,6 +383,45 @@ def test_factors_beyond_the_precision_are_refused(factor):
     model, _, groups = one("perceptron")
     with pytest.raises(ValueError, match="`factor` must be positive and finite"):
         rewrites.scale(groups["layers[0]"], factor)
+
+
+def test_factors_whose_powers_leave_the_precision_are_refused():
+    """Denormal factors have infinite reciprocals, bilinear layers take squares, models may be in float32 under x64."""
+    model, _, groups = one("perceptron")
+    group = groups["layers[0]"]
+    layer = BilinearNetwork(3, 4, 2, key=jax.random.key(0))
+    square = next(g for g in neuron_groups(layer, jnp.ones(3)).values() if g.degree == 2)
+    for own, factor in ((group, 1e-39), (group, np.full(group.size, 1e-39)), (square, 1e-20), (square, 1e20)):
+        with pytest.raises(ValueError, match=r"`factor` must have a power -?\d that float32 holds"):
+            rewrites.scale(own, factor)
+    assert np.isfinite(rewrites.scale(group, 1e-37)(model).layers[1].weight).all()
+    with jax.enable_x64(True):
+        wide = rewrites.scale(group, 1e-60)
+        with pytest.raises(ValueError, match="`factor` must have a power"):
+            wide(model)
+
+
+def test_rewrites_without_options_do_what_they_are_said_to():
+    """Scale by a tenth, twice the neurons, three more without effect, no scaling chosen but the main one."""
+    model, inputs, groups = one("perceptron")
+    group = groups["layers[0]"]
+    np.testing.assert_allclose(rewrites.scale(group)(model).layers[0].weight, 0.1 * model.layers[0].weight, rtol=1e-6)
+    assert growth.duplicate(group)(model).layers[0].weight.shape[0] == 2 * group.size
+    added = growth.add_nuisance(group, key=jax.random.key(0))(model)
+    assert added.layers[0].weight.shape[0] == group.size + 3
+    np.testing.assert_array_equal(added.layers[1].weight[:, -3:], 0)
+    drawn = growth.add_nuisance(group, 400, key=jax.random.key(0))(model).layers[0].weight[group.size :]
+    assert abs(float(drawn.std()) - 1) < 4 / np.sqrt(2 * drawn.size)
+    shifted = certify(lambda x: x, lambda x: x + 0.9e-4, jnp.ones((2, 3)))
+    assert bool(shifted.kept())
+    assert not bool(certify(lambda x: x, lambda x: x + 1.1e-4, jnp.ones((2, 3))).kept())
+
+
+def test_rewrites_print_a_line_for_each_group():
+    model, _, groups = one("perceptron")
+    shown = repr(rewrites.scale(groups["layers[0]"], 2.0) | growth.duplicate(groups["layers[1]"]))
+    assert repr(groups["layers[0]"]) in shown
+    assert len(shown.splitlines()) < 20
 
 
 @pytest.mark.parametrize("order", [[0, 1, 1, 3], [3, 1, 0, 0]])

@@ -5,11 +5,17 @@ import numpy as np
 import pytest
 from scipy.stats import norm
 
+from dissociation.metrics.margins import linear_head
 from dissociation.metrics.robustness import error_rate, input_noise_error, parameter_noise_error
+from dissociation.metrics.transfer import hidden_features
 from dissociation.models.bilinear import BilinearNetwork
 from dissociation.recipes.bilinear import loss_and_accuracy
 from dissociation.recipes.mnist import HeldOutPerformance
+from dissociation.spectral.attack import projected_attack
+from dissociation.weights.certificate import certify
+from dissociation.weights.groups import neuron_groups
 from dissociation.weights.noise import parameter_noise, perturb_parameters
+from dissociation.weights.seen import layer_inputs
 
 SCALES = jnp.array([0.0, 0.3, 1.0, 3.0])
 
@@ -50,6 +56,91 @@ def test_parameter_noise_against_direct_evaluation(key):
     expected = [error_rate(jax.vmap(perturb_parameters(linear, noise, s))(images), labels) for s in SCALES]
     errors = parameter_noise_error(linear, images, labels, SCALES, noise=noise)
     np.testing.assert_allclose(errors, jnp.stack(expected), atol=1 / 200)
+
+
+class Convolutional(eqx.Module):
+    """A network of images [1, 4, 4] with batch normalisation and dropout."""
+
+    convolution: eqx.nn.Conv2d
+    norm: eqx.nn.BatchNorm
+    dropout: eqx.nn.Dropout
+    head: eqx.nn.Linear
+
+    def __init__(self, key):
+        self.convolution = eqx.nn.Conv2d(1, 2, 3, key=key)
+        self.norm = eqx.nn.BatchNorm(2, axis_name="batch", mode="batch")
+        self.dropout, self.head = eqx.nn.Dropout(0.5), eqx.nn.Linear(8, 3, key=key)
+
+    def __call__(self, x, state):
+        x, state = self.norm(self.convolution(x), state)
+        return self.head(self.dropout(jax.nn.relu(x).ravel())), state
+
+
+def stateful(key):
+    """A pair, images, labels, and the function of one image that the pair computes, of the convolution and the head."""
+    model, state = eqx.nn.make_with_state(Convolutional)(key)
+    means, variances = jnp.asarray([0.3, -0.2]), jnp.asarray([0.02, 2.0])
+    state = state.set(model.norm.batch_state_index, (means, variances))
+
+    def plain(parts, x):
+        x = parts.convolution(x)
+        x = (x - means[:, None, None]) / jnp.sqrt(variances + model.norm.eps)[:, None, None]
+        x = parts.norm.weight[:, None, None] * x + parts.norm.bias[:, None, None]
+        return parts.head(jax.nn.relu(x).ravel())
+
+    images = jax.random.normal(jax.random.fold_in(key, 1), (60, 1, 4, 4))
+    return (model, state), images, jax.vmap(plain, (None, 0))(model, images).argmax(1), plain
+
+
+def test_networks_with_state_are_taken_for_the_functions_that_they_are(key):
+    """Pairs (model, state), images of their own shape, and labels that are integers, wherever a model is evaluated."""
+    pair, images, labels, plain = stateful(key)
+    function = lambda x: plain(pair[0], x)  # noqa: E731
+    same = certify(pair, function, images)
+    assert bool(same.kept(1e-5))
+    draws = jax.random.normal(key, images.shape)
+    own, wanted = (input_noise_error(m, images, labels, SCALES, noise=draws) for m in (pair, function))
+    np.testing.assert_allclose(own, wanted, atol=1 / 60)
+    assert wanted[-1] > 0.1
+    noise = parameter_noise(pair, key=key)
+    own = parameter_noise_error(pair, images, labels, SCALES, noise=noise)
+    logits = [jax.vmap(plain, (None, 0))(perturb_parameters(pair, noise, s)[0], images) for s in SCALES]
+    np.testing.assert_allclose(own, [error_rate(each, labels) for each in logits], atol=1 / 60)
+    head = parameter_noise(pair, key=key, where=lambda m: m[0].head)
+    own = parameter_noise_error(pair, images, labels, SCALES, noise=head)
+    logits = [jax.vmap(plain, (None, 0))(perturb_parameters(pair, head, s)[0], images) for s in SCALES]
+    np.testing.assert_allclose(own, [error_rate(each, labels) for each in logits], atol=1 / 60)
+    np.testing.assert_array_equal(linear_head(pair)[0], pair[0].head.weight)
+    features = hidden_features(pair, images, 0)
+    np.testing.assert_allclose(jax.vmap(pair[0].head)(features.reshape(60, 8)), jax.vmap(function)(images), atol=1e-5)
+
+
+def test_a_pair_loses_to_an_attack_as_its_function_does(key):
+    pair, images, labels, plain = stateful(key)
+    options = {"key": key, "num_restarts": 2, "num_steps": 3}
+    own, wanted = (
+        projected_attack(m, images[0], labels[0], 1.0, **options) for m in (pair, lambda x: plain(pair[0], x))
+    )
+    np.testing.assert_allclose(own.step, wanted.step, atol=1e-4)
+    assert own.step.shape == (1, 4, 4)
+
+
+@pytest.mark.parametrize("members", [3, 4])
+def test_a_stack_of_square_networks_is_no_network(members, key):
+    """Their products have shapes that fit where there are as many members as neurons."""
+    models = eqx.filter_vmap(lambda k: eqx.nn.MLP(4, 4, 4, 1, key=k))(jax.random.split(key, members))
+    x, labels = jnp.ones((2, 4)), np.asarray([0, 1])
+    for call in (
+        lambda m: certify(m, m, x),
+        lambda m: input_noise_error(m, x, labels, SCALES, noise=x),
+        lambda m: parameter_noise_error(m, x, labels, SCALES, noise=m),
+        lambda m: neuron_groups(m, x[0]),
+        lambda m: layer_inputs(m, x, "[0]" * isinstance(m, tuple) + ".layers[1].weight"),
+    ):
+        with pytest.raises(TypeError, match="are those of stacked networks"):
+            call(models)
+        with pytest.raises(TypeError, match="are those of stacked networks"):
+            call((eqx.nn.Sequential(models.layers), None))
 
 
 def test_a_threshold_has_the_error_of_the_normal_distribution(key):
@@ -106,14 +197,16 @@ def test_noise_that_breaks_the_network_gives_nan(key):
     model, images, labels, noise = problem(key)
     broken = eqx.tree_at(lambda m: m.layers[1].weight, model, replace_fn=lambda w: w.at[0, 0].set(jnp.nan))
     draws = parameter_noise(model, key=key)
-    for errors in (
-        input_noise_error(broken, images, labels, SCALES, noise=noise),
-        input_noise_error(lambda x: broken(x), images, labels, SCALES, noise=noise),
-        parameter_noise_error(broken, images, labels, SCALES, noise=draws),
+    for call in (
+        lambda: input_noise_error(broken, images, labels, SCALES, noise=noise),
+        lambda: input_noise_error(lambda x: broken(x), images, labels, SCALES, noise=noise),
+        lambda: parameter_noise_error(broken, images, labels, SCALES, noise=draws),
     ):
-        assert np.isnan(errors).all()
+        with pytest.warns(RuntimeWarning, match=r"`model` gives outputs .* at `scales` \[0.  0.3 1.  3. \]"):
+            assert np.isnan(call()).all()
     huge = jax.tree.map(lambda draw: draw * 1e30, draws)
-    errors = parameter_noise_error(model, images, labels, SCALES, noise=huge)
+    with pytest.warns(RuntimeWarning, match=r"at `scales` \[0.3 1.  3. \]"):
+        errors = parameter_noise_error(model, images, labels, SCALES, noise=huge)
     np.testing.assert_array_equal(np.isnan(errors), [False, True, True, True])
 
 

@@ -7,7 +7,10 @@ from scipy.optimize import minimize
 
 from dissociation.models.bilinear import BilinearNetwork, wrap_bilinear
 from dissociation.spectral import Spectrum, decompose, truncate
+from dissociation.spectral.attack import projected_attack
 from dissociation.spectral.certificate import certified_accuracy, certified_radius, margins
+from dissociation.spectral.forms import adversarial_mask, reorder
+from dissociation.spectral.similarity import overlaps
 
 
 def network(classes=3, **options):
@@ -73,7 +76,7 @@ def test_no_attack_finds_a_nearer_one(options):
 def spectrum_of(first, second):
     """Two diagonal forms, and so a margin with the difference on its diagonal."""
     eye = np.broadcast_to(np.eye(len(first), dtype=np.float32), (2, len(first), len(first)))
-    return Spectrum(jnp.asarray([first, second], jnp.float32), jnp.asarray(eye), False)
+    return Spectrum(jnp.asarray([first, second], jnp.float32), jnp.asarray(eye), False, "input")
 
 
 def test_closed_forms():
@@ -126,7 +129,7 @@ def test_derivatives_in_reverse(seed):
 def test_no_rival_and_misclassified():
     # With a constant, 1 + x^2 against 0 never changes sign.
     vectors = jnp.broadcast_to(jnp.eye(2), (2, 2, 2))
-    forms = margins(Spectrum(jnp.asarray([[1.0, 1.0], [0.0, 0.0]]), vectors, True))
+    forms = margins(Spectrum(jnp.asarray([[1.0, 1.0], [0.0, 0.0]]), vectors, True, "input"))
     found = certified_radius(forms, np.asarray([0.5], np.float32), 0)
     assert np.isinf(found.radius)
     np.testing.assert_array_equal(found.step, 0)
@@ -209,7 +212,7 @@ def test_a_curvature_near_zero_is_not_taken_for_none(dtype, place):
         values = np.ones(width + 1, dtype)
         values[place] = -curvature
         eye = jnp.asarray(np.broadcast_to(np.eye(width + 1, dtype=dtype), (2, width + 1, width + 1)))
-        forms = jax.jit(margins)(Spectrum(jnp.asarray([values, 0 * values]), eye, True))
+        forms = jax.jit(margins)(Spectrum(jnp.asarray([values, 0 * values]), eye, True, "input"))
         x = np.zeros(width, dtype)
         x[7] = 1.0
         found = jax.jit(certified_radius)(forms, x, 0)
@@ -228,7 +231,9 @@ def test_float64_near_its_own_limits():
         for scale in (1e-6, 1.0, 1e6):
             for tiny in (1e-3, 1e-8, 1e-12):
                 values = scale * np.asarray([[1 + tiny, 0.0], [0.0, 1.0]])
-                found = certified_radius(margins(Spectrum(jnp.asarray(values), eye, False)), np.asarray([1.0, 1.0]), 0)
+                found = certified_radius(
+                    margins(Spectrum(jnp.asarray(values), eye, False, "input")), np.asarray([1.0, 1.0]), 0
+                )
                 # The lines z = +-sqrt(1 + tiny) x; root - 1 without cancellation.
                 root = np.sqrt(1 + np.longdouble(1 + tiny) - 1)
                 distance = float((np.longdouble(1 + tiny) - 1) / (root + 1) / np.sqrt(1 + root**2))
@@ -252,6 +257,35 @@ def test_what_is_undefined_is_refused_or_nan():
             certified_radius(forms, x, label)
         assert np.isnan(jax.jit(certified_radius)(forms, x, label).radius)
     assert np.isnan(certified_accuracy(np.asarray([1.0, np.nan], np.float32), np.ones(1, np.float32))).all()
+
+
+def test_a_spectrum_of_another_space_is_not_certified():
+    """Of square networks, where sizes cannot tell: a radius among hidden vectors is none among inputs."""
+    model = BilinearNetwork(6, 6, 3, key=jax.random.key(3))
+    hidden, inputs = (decompose(model, space=space) for space in ("hidden", "input"))
+    unknown = Spectrum(hidden.values, hidden.vectors, False)
+    steps = (lambda s: truncate(s, 4), lambda s: reorder(s, jnp.abs(s.values)), lambda s: jax.tree.map(jnp.abs, s))
+    for step in (lambda s: s, *steps):
+        for spectrum, space in ((hidden, "'hidden'"), (unknown, "None")):
+            with pytest.raises(
+                ValueError, match=f'`source` must be a spectrum with `space="input"`, got space {space}'
+            ):
+                margins(step(spectrum))
+        assert margins(step(inputs)).values.shape[0] == 3
+    with pytest.raises(ValueError, match="`spectrum` must be a spectrum with"):
+        adversarial_mask(hidden, 0, 0, against=1)
+    with pytest.raises(ValueError, match="`model` must be a spectrum with"):
+        projected_attack(hidden, np.ones(6, np.float32), 0, 1.0, key=jax.random.key(0))
+    with pytest.raises(ValueError, match="`b` must be in the space of `a`, 'input', got 'hidden'"):
+        overlaps(inputs, hidden)
+
+
+@pytest.mark.parametrize("kind", [jnp.float16, jnp.bfloat16])
+def test_networks_in_half_precision_have_the_spectrum_of_the_same_numbers_in_float32(kind):
+    half = jax.tree.map(lambda leaf: leaf.astype(kind), network(bias=True))
+    single = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), half)
+    assert eqx.tree_equal(decompose(half), decompose(single))
+    assert eqx.tree_equal(margins(half), margins(single))
 
 
 def test_bad_input_is_refused():

@@ -1,5 +1,6 @@
 import itertools
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +8,8 @@ import pytest
 import scipy.linalg
 import scipy.stats
 
-from dissociation.spectral import Spectrum
+from dissociation.spectral import Spectrum, truncate
+from dissociation.spectral.forms import activations
 from dissociation.spectral.similarity import (
     bootstrap_interval,
     form_similarity,
@@ -150,6 +152,26 @@ def test_both_ends_of_the_bootstrap_are_its_percentiles(level):
 def test_bad_input_is_refused(call, words):
     with pytest.raises(ValueError, match=words):
         call()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda s: truncate(s, 1),
+        lambda s: activations(s, np.ones((2, 12), np.float32)),
+        lambda s: form_similarity(s, s),
+        lambda s: matched_similarity(s, s, 2),
+        lambda s: principal_angles(s, s, 2),
+    ],
+)
+def test_a_stack_of_spectra_is_mapped_over_or_refused(call):
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(spectrum, range(3)))
+    with pytest.raises(ValueError, match=r"must be one spectrum, of values \[outputs, components\], got shape \(3, "):
+        call(stacked)
+    found = eqx.filter_vmap(call)(stacked)
+    for index in range(3):
+        for one, own in zip(*map(jax.tree.leaves, (found, call(spectrum(index)))), strict=True):
+            np.testing.assert_allclose(one[index], own, atol=1e-5)
 
 
 def test_members_out_of_range_are_refused_or_undefined():

@@ -201,6 +201,39 @@ def moved(model, basis, key):
     return null_perturb(NullSpace(".layers[0].weight", 0, (1,), basis.reshape(len(basis), -1)), 0.1, key=key)(model)
 
 
+def test_noise_does_not_depend_on_the_basis_that_lapack_returns(images, key, monkeypatch):
+    """Its eigenvectors are arbitrary in sign, and within the null space by any rotation."""
+    eigh, rng = np.linalg.eigh, np.random.default_rng(0)
+
+    def of_another_processor(matrix):
+        values, vectors = eigh(matrix)
+        null = np.flatnonzero(values <= 1e-15 * values[-1])
+        vectors[:, null] = vectors[:, null] @ np.linalg.qr(rng.normal(size=(len(null), len(null))))[0]
+        return values, vectors * rng.choice([-1, 1], len(values))
+
+    bases = [null_basis(images)]
+    monkeypatch.setattr(np.linalg, "eigh", of_another_processor)
+    bases.append(null_basis(images))
+    bases.append(np.concatenate([bases[1], np.zeros((3, 8, 8))]))  # as bases of several members are padded
+    model = eqx.nn.MLP(64, 4, 5, 1, key=key)
+    weights = [moved(model, jnp.asarray(basis), key).layers[0].weight for basis in bases[:2]]
+    weights.append(jax.jit(perturb_in_null_space)(model.layers[0].weight, bases[2], 0.1, key=key))
+    assert np.abs(bases[1] - bases[0]).max() > 0.1
+    assert np.abs(weights[0] - model.layers[0].weight).max() > 0.1
+    for other in weights[1:]:
+        np.testing.assert_allclose(other, weights[0], atol=1e-6)
+
+
+@pytest.mark.parametrize("ratio", [1e-3, 1e-5, 1e-10])
+def test_a_singular_value_at_the_cut_is_kept_whatever_its_rounding(ratio):
+    rng = np.random.default_rng(1)
+    left, right = (np.linalg.qr(rng.normal(size=(8, 8)))[0] for _ in range(2))
+    for end, rank in ((1.0, 8), (0.999, 7)):
+        for turn in (np.eye(8), left, left[::-1]):
+            data = turn * [1, 1, 1, 1, 1, 1, 1, end * ratio] @ right
+            assert null_spectrum(data, ratio).rank == rank
+
+
 @pytest.mark.parametrize(("activation", "depth"), [(jax.nn.relu, 0), (jax.nn.relu, 3), (jnp.tanh, 1)])
 def test_function_is_kept_on_the_samples_only(images, key, activation, depth):
     model = eqx.nn.MLP(64, 10, 128, depth, activation=activation, key=key)
