@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -99,7 +99,25 @@ def run_command(
     Raises:
         SystemExit: After `--help`.
     """
-    words = sys.argv[1:] if arguments is None else list(arguments)
+    with _until_readers_leave():
+        return _commanded(figures, sys.argv[1:] if arguments is None else list(arguments), program, description)
+    return 0
+
+
+@contextlib.contextmanager
+def _until_readers_leave() -> Iterator[None]:
+    """End what is inside without an error when nobody reads the output any more, as after `| head`."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _commanded(figures: Mapping[str, Figure], words: Sequence[str], program: str, description: str) -> int:
+    """Run the command line on its words."""
     if words == ["--version"]:
         print(f"{program} (dissociation {metadata.version('dissociation')})")
         return 0
@@ -171,6 +189,9 @@ def _runs(out: Path = Path("results")) -> Callable[[], int]:
     """
 
     def tell() -> int:
+        if not out.exists():
+            print(f"There are no runs yet: no folder {out}. `--out` names another one.")
+            return 0
         try:
             entries = runs_in(out)
         except OSError as error:
@@ -233,8 +254,8 @@ def _guarded(program: str, run: RunOptions, work: Callable[[], Any]) -> int:
         return tell(error, 2 if isinstance(error, WrongValue) else 1, error)
     except KeyboardInterrupt as error:
         return stopped(error)
-    except BrokenPipeError:  # whoever read the table has seen enough of it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # `run_command` ends quietly
+        raise
     except (OSError, WrongValue, RefusedFile, MemoryError) as error:
         nameless = isinstance(error, OSError) and error.errno is not None and error.filename is None
         return tell(f"{error} (while writing to {run.out})" if nameless else error, 1, error)

@@ -359,7 +359,7 @@ def _total_steps(num_steps: int | None, num_epochs: int | None, epoch_steps: int
     if (num_steps is None) == (num_epochs is None):
         checks.fail("num_steps", "be given, or `num_epochs`, but not both", f"{num_steps} and {num_epochs}")
     if num_epochs is not None:
-        return checks.check_count("num_epochs", num_epochs) * epoch_steps
+        return checks.check_count("num_epochs", num_epochs, maximum=(2**31 - 1) // epoch_steps) * epoch_steps
     return checks.check_count("num_steps", num_steps)
 
 

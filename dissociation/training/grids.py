@@ -347,7 +347,11 @@ def _unread(optimizer: Any, values: dict[str, float]) -> list[str]:
 
 def _planned(sweep: _Sweep, budget: int | None, began: int | None, *, keeps: bool) -> Plan:
     """Groups that fit, by what two members of each shape take; `began`: what was resident when the sweep was begun."""
-    room = memory.free_memory([]) if budget is None else checks.check_count("memory_budget", budget, minimum=1)
+    room = (
+        memory.free_memory([])
+        if budget is None
+        else checks.check_count("memory_budget", budget, minimum=1, maximum=None)
+    )
     alike, needs = sweep.alike(), []
     for members in alike:
         two = (members * 2)[:2]

@@ -1,5 +1,6 @@
 """The gate: what stands for an array is taken, and what does not is refused by name."""
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ import pandas as pd
 import pytest
 from jaxtyping import Array, Float, Int
 
+from dissociation import checks
 from dissociation.conversion import as_classes, as_one_hot
 from dissociation.types import Classes, Count, OneHot, PRNGKey, PRNGKeys, Scalar
 from dissociation.validation import validated
@@ -131,6 +133,7 @@ def test_arrays_pass_untouched():
         ({"count": 2.0}, TypeError, "`count` must hold integers, got dtype float64"),
         ({"count": True}, TypeError, "`count` must be a whole number, got True"),
         ({"count": "3"}, TypeError, "`count` must be a whole number, got str '3'"),
+        ({"count": np.ones(3, int)}, TypeError, "`count` must be a whole number, got an array"),
         ({"steps": 1.5}, TypeError, "`steps` must hold integers"),
         ({"flag": 1}, TypeError, "`flag` must"),
         ({"flag": "yes"}, TypeError, "`flag` must be True or False"),
@@ -383,3 +386,16 @@ def test_keys_may_be_one_or_several_where_both_are_meant():
             draw(wrong)
     with pytest.raises(ValueError, match=r"got keys of shape \(2, 2\)"):
         draw(jax.random.split(typed, (2, 2)))
+
+
+def test_messages_have_no_holes():
+    for check, message in (
+        (
+            lambda: checks.check_choice("name", "a", ()),
+            "`name` must be left out, as there is nothing to choose from, got 'a'.",
+        ),
+        (lambda: checks.fail("name", "be short", ""), "`name` must be short, got nothing."),
+        (lambda: checks.check_count("n", 2**31), "`n` must be at most 2147483647, got 2147483648."),
+    ):
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            check()
