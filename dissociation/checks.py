@@ -3,6 +3,7 @@
 Shapes are always checked. Values are checked where they are known: a traced value passes.
 """
 
+import inspect
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
@@ -163,6 +164,18 @@ def _is_finite(array: ArrayLike) -> bool:
     array = np.asarray(array)
     with np.errstate(all="ignore"):  # a sum is quicker than a mask; one that overflows is looked at again
         return bool(np.isfinite(array.sum())) or bool(np.isfinite(array).all())
+
+
+def check_call(name: str, function: Any, arguments: Sequence[str], advice: str = "") -> None:
+    """Raise a `TypeError` unless `function` can be called with so many positional arguments; their names are said."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of what is compiled it is unknown
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        fail_kind(name, f"take {len(arguments)} arguments ({', '.join(arguments)})", f"{signature}", advice)
 
 
 def check_takes(name: str, model: Any, example: Any) -> Any:

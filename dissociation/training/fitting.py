@@ -156,7 +156,7 @@ def fit(
         if any(map(checks.is_traced, jax.tree.leaves(given))):
             advice = "Inside of a transformation use `train`"
             checks.fail_kind(name, "be known: `fit` is driven by the host", "a traced value", advice)
-    state = _begin(models, step, aux, hyperparams)
+    state = _begin(models, step, aux, hyperparams, save)
     num_members = leading_size("models", state.arrays)
     if sampler.stacked:
         sampler_members = leading_size("sampler", eqx.filter(sampler, eqx.is_array))
@@ -176,13 +176,8 @@ def fit(
         file = None
         if checkpoint is not None:
             file = Checkpoint(Path(checkpoint), _identity(run, state, step, sampler, key), same_program)
-        if logger.isEnabledFor(logging.INFO):
-            needs = _needs(run, state, mine, total - first, len(times))
-            size = (needs.compiler + needs.of(run.parts.num_members)) / 2**20
-            where = f"{run.lanes} side by side" if run.lanes > 1 else f"by {run.layout.member_map}"
-            logger.info(
-                "plan: %d members, %s on %d device(s), at most %.0f MiB", num_members, where, needs.devices, size
-            )
+        where = f"{run.lanes} in parallel" if run.lanes > 1 else f"by {run.layout.member_map}"
+        logger.info("plan: %d members, %s on %d device(s)", num_members, where, max(run.lanes, run.layout.devices))
         del state  # the run has its own
         with ExitStack() as held:
             if file is not None:
@@ -247,11 +242,12 @@ def estimated_bytes(
     num_steps: int | None = None,
     num_epochs: int | None = None,
     hyperparams: PyTree = None,
+    aux: PyTree = None,
     save: Save = Save(),  # noqa: B008
     layout: Layout = Layout(),  # noqa: B008
 ) -> Needs:
     """What `fit` is going to take, from two members, whose program is compiled and not run; see `fit` for arguments."""
-    state = _begin(models, step, None, hyperparams)
+    state = _begin(models, step, aux, hyperparams, save)
     count = leading_size("models", state.arrays)
     first = int(np.max(np.asarray(state.step)))
     total = first + _total_steps(num_steps, num_epochs, sampler.epoch_steps)
@@ -326,9 +322,13 @@ def _callback(index: int, given: Any) -> Callback:
     return OfFunction(given)
 
 
-def _begin(models: Any, step: Step, aux: Any, hyperparams: Any) -> State:
+def _begin(models: Any, step: Step, aux: Any, hyperparams: Any, save: Save) -> State:
     """Stacked states to begin with."""
-    count = leading_size("models", models.arrays if isinstance(models, State) else models)
+    try:
+        count = leading_size("models", models.arrays if isinstance(models, State) else models)
+    except checks.WrongValue as error:
+        advice = "Stack them: models = eqx.filter_vmap(init)(jax.random.split(key, 8)), init(key) being one model"
+        raise checks.WrongValue(f"{error} {advice}.") from None
     for name, tree in (("hyperparams", hyperparams), ("aux", aux)):
         if tree is not None:
             size = leading_size(name, as_arrays(name, tree, "members"))
@@ -338,6 +338,12 @@ def _begin(models: Any, step: Step, aux: Any, hyperparams: Any) -> State:
         models = models.replace(hyperparams=None)  # those of another optimiser
     old = models.hyperparams if isinstance(models, State) else None
     check_optimizer(step.optimizer, old if hyperparams is None else hyperparams)
+    carried = models.aux if isinstance(models, State) and aux is None else aux
+    step.check_loss(carried)
+    if save.observe is not None and callable(save.observe):
+        advice = "With an `aux` it is observe(model, aux, step, key), without one observe(model, step, key)"
+        words = ("model", *([] if carried is None else ["aux"]), "step", "key")
+        checks.check_call("observe", save.observe, words, advice)
     if not isinstance(models, State):
         models = checked_models(models)
         one = eqx.filter_vmap(lambda model, aux, hyperparams: step.init(model, aux=aux, hyperparams=hyperparams))
@@ -390,7 +396,8 @@ def _identity(run: Run, state: State, step: Step, sampler: Sampler, key: Any) ->
         return jax.tree.map(jnp.asarray, step.loss(state.model, *carried, batch, key))
 
     def update(hyperparams: Any, opt_state: Any, arrays: Any) -> Any:
-        return transformation(step.optimizer, hyperparams).update(arrays, opt_state, arrays)
+        more = {"value": jnp.zeros(()), "grad": arrays, "value_fn": optax.tree.sum}  # of any loss
+        return transformation(step.optimizer, hyperparams).update(arrays, opt_state, arrays, **more)
 
     after = None if step.after_update is None else trace(step.after_update, one).fingerprint()
     parts = {"models": state.arrays, "aux": state.aux, "hyperparams": state.hyperparams, "key": key}

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from linear_regression import Normalised, normalised_error, regression
 
 from dissociation import memory
 from dissociation.files import RefusedFile
@@ -103,6 +104,39 @@ def test_a_finished_sweep_is_read_and_another_refused(few, monkeypatch, tmp_path
     fresh = swept(folder=tmp_path, grid=Grid(width=[4], rate=[0.1], seed=[0]), fresh=True)
     assert fresh.history.loss.shape == (1, 12)
     assert (tmp_path / "before-1" / module.MANIFEST).exists()
+
+
+def network(key):
+    return eqx.nn.make_with_state(Normalised)(key)
+
+
+@pytest.mark.parametrize("made", ["by a function", "beforehand"])
+def test_batch_normalisation_is_swept(few, made, tmp_path):
+    rates, seeds, keys = [0.1, 0.05, 0.01], range(4), jax.random.split(jax.random.key(7))
+    grid, data = Grid(rate=rates, seed=seeds), regression(jax.random.key(0), samples=12)
+    step = make_step(normalised_error, lambda values: optax.sgd(values["rate"]))
+    aux = lambda key: network(key)[1]  # noqa: E731
+    if made == "beforehand":
+        aux = eqx.filter_vmap(lambda _: network(jax.random.key(0))[1])(jnp.arange(12))
+    given = {"key": jax.random.key(7), "num_epochs": 2, "progress": None, "aux": aux, "folder": tmp_path / "kept"}
+    result = fit_grid(lambda key: network(key)[0], step, Epochs(data, 4), grid, **given)
+    own = [jax.random.split(jax.random.fold_in(keys[0], seed)) for _ in rates for seed in seeds]
+    models, states = eqx.filter_vmap(network)(jnp.stack([first for first, _ in own]))
+    options = {"num_epochs": 2, "key": (keys[1], jnp.stack([second for _, second in own])), "aux": states}
+    hyperparams = {"rate": jnp.asarray(grid.values["rate"], float)}
+    whole = fit(models, step, Epochs(data, 4), hyperparams=hyperparams, **options)
+    np.testing.assert_array_equal(result.history.loss, whole.history.loss)
+    for members in ([0], [7, 2, 11]):
+        found, wanted = (result.models_of(members), result.aux_of(members)), (whole.models, whole.state.aux)
+        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+            if eqx.is_array(one):
+                np.testing.assert_array_equal(one, other[np.array(members)])
+    with pytest.raises(ValueError, match=r"`aux` must have as many members as `grid` \(12\), got 2"):
+        fit_grid(lambda key: network(key)[0], step, Epochs(data, 4), grid, **given | {"aux": jnp.ones(2)})
+    with pytest.raises(
+        TypeError, match=r"`loss` must take 3 arguments \(model, batch, key\), got \(model, state, batch"
+    ):
+        fit_grid(lambda key: network(key)[0], step, Epochs(data, 4), grid, **given | {"aux": None})
 
 
 def test_samplers_of_ones_own():
