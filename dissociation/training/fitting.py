@@ -29,7 +29,7 @@ from dissociation.training.callbacks import Callback, OfFunction
 from dissociation.training.chunk import Layout, observable
 from dissociation.training.loop import streams
 from dissociation.training.records import History, Save
-from dissociation.training.run import Checkpoint, Run, records_something
+from dissociation.training.run import Checkpoint, Run, records_something, terminations_interrupt
 from dissociation.training.samplers import HostBatches, Sampler, as_arrays, leading_size
 from dissociation.training.state import (
     State,
@@ -132,12 +132,13 @@ def fit(
         save: What to record, and when.
         layout: How members are mapped, and over which devices.
         callbacks: What happens on the way: functions `callback(step, records)`, or objects of `callbacks`.
-        checkpoint: A file. If it exists the run goes on from it, and the outcome equals the uninterrupted one bit
-            for bit; it is written as the run goes on and at its end, be that an interrupt or the error of a callback
-            or an iterator. It goes on from the same data, models, hyperparameters and key, under the same step, sampler
-            and observation; layout, number of processes, callbacks and number of steps may be others: a finished run is
-            extended by more of them. One that a callback ended stays ended, unless none listens any more, or no record
-            is made at that step. One call at a time has it.
+        checkpoint: A file, or a link to one. If it exists the run goes on from it, and the outcome equals the
+            uninterrupted one bit for bit. It is written as the run goes on and at its end, be that an interrupt
+            (Ctrl-C, or SIGTERM, whose handler is called afterwards) or the error of a callback or an iterator. It goes
+            on from the same data, models, hyperparameters and key, under the same step, sampler and observation;
+            layout, number of processes, callbacks and number of steps may be others: a finished run is extended by more
+            of them. One that a callback ended stays ended, unless none listens any more, or no record is made at that
+            step. One call at a time has it.
         same_program: Take the checkpoint's program for the same, though it is not traced to the same operations, as
             after an update of JAX.
 
@@ -170,12 +171,16 @@ def fit(
     if not share.alone:
         _check_alike((state.arrays, state.hyperparams, key, jnp.asarray(times)), total)
     mine = share.take(sampler) if sampler.stacked else sampler
-    with closing(Batches(mine, order_keys if sampler.shared else share.take(order_keys))) as batches:
+    order_keys = order_keys if sampler.shared else share.take(order_keys)
+    with terminations_interrupt(), closing(Batches(mine, order_keys)) as batches:
         run = Run(share.take(state), step, batches, share.take(own_keys), save, layout, heard, share)
         _check_names(run)
         file = None
         if checkpoint is not None:
-            file = Checkpoint(Path(checkpoint), _identity(run, state, step, sampler, key), same_program)
+            path = files.followed(checkpoint)
+            if path.is_dir():
+                checks.fail("checkpoint", "be a file", f"the folder {checkpoint}")
+            file = Checkpoint(path, _identity(run, state, step, sampler, key), same_program)
         where = f"{run.lanes} in parallel" if run.lanes > 1 else f"by {run.layout.member_map}"
         logger.info("plan: %d members, %s on %d device(s)", num_members, where, max(run.lanes, run.layout.devices))
         del state  # the run has its own

@@ -5,7 +5,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +29,7 @@ from dissociation.training.callbacks import Callback
 from dissociation.training.chunk import Layout
 from dissociation.training.fitting import estimated_bytes, fit, labelled_fit
 from dissociation.training.records import History, Save
+from dissociation.training.run import terminations_interrupt
 from dissociation.training.samplers import Sampler, as_arrays, leading_size
 from dissociation.training.state import Step
 from dissociation.types import PRNGKey
@@ -195,7 +196,8 @@ def fit_grid(
         same_program: Take the programs of the folder for the same, see `fit`.
         memory_budget: Bytes to stay within beyond what there is; None: nine tenths of what is free on an accelerator,
             half of it on the host.
-        progress: A meter of all groups' steps; before its bar stands the plan, behind it the time that remains.
+        progress: A meter of the programs that planning compiles, then one of all groups' steps; before its bar stands
+            the plan, behind it the time that remains.
 
     Returns:
         A `GridResult`.
@@ -230,8 +232,8 @@ def fit_grid(
         checks.check_same_length("grid", len(grid), "aux", leading_size("aux", aux), "members")
     step.check_loss(aux)
     sweep = _Sweep(init, step, sampler, grid, keys, order, _shapes(init, step, grid), aux, options)
-    with _Folder(folder, _identity(sweep, key, num_steps, num_epochs), fresh) as kept:
-        plan = kept.plan(lambda: _planned(sweep, memory_budget, began, keeps=folder is None))
+    with terminations_interrupt(), _Folder(folder, _identity(sweep, key, num_steps, num_epochs), fresh) as kept:
+        plan = kept.plan(lambda: _planned(sweep, memory_budget, began, keeps=folder is None, progress=progress))
         logger.info("%s", plan)
         return _run(sweep, plan, kept, progress, same_program)
 
@@ -371,7 +373,9 @@ def _unread(optimizer: Any, values: dict[str, float]) -> list[str]:
     return [name for name in values if whole and works({k: v for k, v in values.items() if k != name})]
 
 
-def _planned(sweep: _Sweep, budget: int | None, began: int | None, *, keeps: bool) -> Plan:
+def _planned(
+    sweep: _Sweep, budget: int | None, began: int | None, *, keeps: bool, progress: str | MeterFactory | None
+) -> Plan:
     """Groups that fit, by what two members of each shape take; `began`: what was resident when the sweep was begun."""
     room = (
         memory.free_memory([])
@@ -379,10 +383,13 @@ def _planned(sweep: _Sweep, budget: int | None, began: int | None, *, keeps: boo
         else checks.check_count("memory_budget", budget, minimum=1, maximum=None)
     )
     alike, needs = sweep.alike(), []
-    for members in alike:
-        two = (members * 2)[:2]
-        models, aux = sweep.start(two)
-        needs.append(estimated_bytes(models, sweep.step, sweep.sampler, aux=aux, **sweep.arguments(two)))
+    with closing(open_meter(progress, len(alike), "planning")) as meter:
+        for done, members in enumerate(alike):
+            meter.advance(done, "compiling")  # which takes most of a short sweep's time
+            two = (members * 2)[:2]
+            models, aux = sweep.start(two)
+            needs.append(estimated_bytes(models, sweep.step, sweep.sampler, aux=aux, **sweep.arguments(two)))
+        meter.advance(len(alike), "")
     spent, after = needs[0].compiler, memory.resident()
     if spent:
         memory.trim()

@@ -173,6 +173,17 @@ def test_wrong_calls():
         swept(grid=Grid(width=[4], rate=[0.1], loss=[1]))
 
 
+def test_something_is_shown_before_anything_is_compiled(monkeypatch):
+    shown = []
+    monkeypatch.setattr(module, "estimated_bytes", lambda *_, **__: shown.append(len(meters)) or 1 / 0)
+    meters = []
+    with pytest.raises(ZeroDivisionError):
+        swept(progress=lambda total, text: meters.append(Meter(total, text)) or meters[-1])
+    assert shown == [1]
+    assert meters[0].steps == [0]
+    assert meters[0].closed == 1
+
+
 def test_a_folder_that_is_none_or_holds_another_program(tmp_path):
     grid = Grid(width=[4], rate=[0.1], seed=[0])
     (tmp_path / "file").touch()
@@ -207,7 +218,10 @@ def test_one_meter_has_the_steps_of_all_groups_and_is_closed_after_an_error(few,
     given = {"grid": Grid(width=[4], rate=[0.1], seed=range(4)), "folder": tmp_path, "progress": opened}
     result = swept(**given)
     swept(**given)
-    for meter in meters:
+    planning, *trainings = meters
+    assert (planning.total, planning.steps, planning.closed, planning.text) == (1, [0, 1], 1, "planning")
+    assert len(trainings) == 2
+    for meter in trainings:
         assert (meter.total, meter.steps[-1], meter.closed) == (24, 24, 1)
         assert meter.steps == sorted(meter.steps)
         assert meter.text == str(result.plan)
