@@ -6,11 +6,13 @@ and nothing is communicated inside a program; what is found is exchanged between
 """
 
 import atexit
+import builtins
 import contextlib
 import ctypes
+import io
+import json
 import logging
 import os
-import pickle
 import signal
 import socket
 import sys
@@ -20,10 +22,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dissociation import checks, interrupts
+from dissociation import _compat, checks, interrupts
+from dissociation.files import RefusedFile
 from dissociation.validation import validated
 
 logger = logging.getLogger(__name__)
@@ -90,9 +94,8 @@ def initialize(
         checks.fail("process_id", f"lie from 0 to {(num_processes or 1) - 1}", process_id)
     if not jax.distributed.is_initialized():
         _start(address, num_processes, process_id, heartbeat, timeout)
-    from jax._src.distributed import global_state  # the runtime's key-value store and barriers have no public name
-
     if _group is None:
+        global_state = _compat.global_state  # the runtime's key-value store and barriers have no public name
         _group = _Group(global_state.client, global_state.process_id, global_state.num_processes, heartbeat)
         if _group.count > 1:
             _watch_over(_group)
@@ -115,6 +118,7 @@ def _start(
             address,
             num_processes,
             process_id,
+            coordinator_bind_address=address,  # by default it listens on every interface, to anyone
             heartbeat_timeout_seconds=2 * heartbeat,  # after `_watch`, which says more
             initialization_timeout=_LONG // 1000,  # at the end of its own the runtime would abort the process
         )
@@ -143,8 +147,7 @@ def _in_time(join: Callable[[], None], timeout: int) -> None:
     Raises:
         ConnectionError: If that takes longer than `timeout`.
     """
-    from jax._src.distributed import global_state
-
+    global_state = _compat.global_state
     failure: list[BaseException] = []
 
     def run() -> None:
@@ -203,18 +206,19 @@ def exchange(value: Any, what: str = "") -> list[Any]:
     """What every process says, in their order; all must call it at the same place.
 
     Args:
-        value: Anything that can be pickled.
+        value: Arrays, numbers and text, in tuples, lists and dictionaries.
         what: What is exchanged, which must be the same for all.
 
     Raises:
-        RuntimeError: If another process exchanges something else.
+        RuntimeError: If another process exchanges something else, or what is no message.
+        TypeError: If the value holds anything else.
     """
     global _stopping
     if number() == 1 or _group is None:
         return [value]
     group, interrupted = _group, bool(_interrupted)
     group.exchanges += 1
-    said = [pickle.loads(data) for data in _gathered(group, pickle.dumps((what, interrupted, value), protocol=5))]
+    said = [_unpacked(data) for data in _gathered(group, _packed((what, interrupted, value)))]
     others = [(i, name) for i, (name, *_) in enumerate(said) if name != what]
     if others:
         wanted = f"run the same program, got {what!r} in process {group.index} and {others[0][1]!r} in {others[0][0]}"
@@ -223,6 +227,46 @@ def exchange(value: Any, what: str = "") -> list[Any]:
         _interrupted.clear()
         _stopping = True
     return [one for *_, one in said]
+
+
+def _packed(value: Any) -> bytes:
+    """A message: arrays, and the rest as JSON. No pickle, which runs code of whoever wrote it."""
+    arrays: list[np.ndarray] = []
+
+    def plain(part: Any) -> Any:
+        if isinstance(part, tuple | list):
+            return ["tuple" if isinstance(part, tuple) else "list", *map(plain, part)]
+        if isinstance(part, dict):
+            return ["dict", *([key, plain(item)] for key, item in part.items())]
+        if part is None or isinstance(part, bool | int | float | str):
+            return ["plain", part]
+        array = np.asarray(part) if isinstance(part, np.ndarray | np.generic | jax.Array) else np.asarray(None)
+        if array.dtype.hasobject:
+            checks.fail_kind("value", "hold arrays, numbers and text", f"an object of type {type(part).__name__}")
+        arrays.append(np.frombuffer(array.tobytes(), np.uint8))
+        return ["array", len(arrays) - 1, array.dtype.name if array.dtype.kind == "V" else array.dtype.str, array.shape]
+
+    words, file = json.dumps(plain(value)).encode(), io.BytesIO()
+    np.savez(file, words=np.frombuffer(words, np.uint8), **{str(i): array for i, array in enumerate(arrays)})  # pyright: ignore[reportArgumentType]
+    return file.getvalue()
+
+
+def _unpacked(data: bytes) -> Any:
+    def whole(part: Any) -> Any:
+        kind, *rest = part
+        if kind == "array":
+            return np.frombuffer(arrays[str(rest[0])].tobytes(), jnp.dtype(rest[1])).reshape(rest[2]).copy()
+        if kind == "dict":
+            return {key: whole(item) for key, item in rest}
+        return rest[0] if kind == "plain" else {"tuple": tuple, "list": list}[kind](map(whole, rest))
+
+    try:
+        with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+            return whole(json.loads(arrays["words"].tobytes()))
+    except Exception as error:
+        raise RuntimeError(
+            "All processes must be of one program, got a message that is not arrays and JSON."
+        ) from error
 
 
 def _gathered(group: _Group, data: bytes) -> list[bytes]:
@@ -277,7 +321,7 @@ def on_main(function: Callable[[], Any], *, interruptible: bool = True) -> Any:
     Inside of it the first process works alone: `number()` is 1, and nothing is shared out.
 
     Args:
-        function: Returns something that can be pickled.
+        function: Returns what `exchange` takes.
         interruptible: Whether an interrupt of one process, of which `exchange` has told all, is raised here.
     """
     global _stopping
@@ -292,21 +336,33 @@ def on_main(function: Callable[[], Any], *, interruptible: bool = True) -> Any:
             raised = error
         finally:
             _group.apart -= 1
-    said, error = exchange((returned, _portable(raised)), "on_main")[0]
+    said, words = exchange((returned, _words_of(raised)), "on_main")[0]
     if _stopping and interruptible:
         _stopping = False
         raise everywhere(KeyboardInterrupt())
-    if error is not None:
-        raise everywhere(raised or error)
+    if words is not None:
+        raise everywhere(raised or _error_of(*words))
     return returned if is_main() else said
 
 
-def _portable(error: BaseException | None) -> BaseException | None:
-    """An error that other processes can read: one of the user's own kind becomes a `RuntimeError`."""
+def _words_of(error: BaseException | None) -> tuple[str, tuple[Any, ...], str] | None:
+    """An error for other processes: its class, what that was called with if it is plain, and a text."""
+    if error is None:
+        return None
+    args = (error.errno, error.strerror, error.filename) if isinstance(error, OSError) and error.errno else error.args
+    plain = all(part is None or isinstance(part, str | int | float) for part in args)
+    return type(error).__name__, args if plain else (str(error),), f"process 0: {type(error).__name__}: {error}"
+
+
+def _error_of(name: str, args: tuple[Any, ...], text: str) -> BaseException:
+    """The error of `_words_of`; one of the user's own kind is a `RuntimeError`."""
+    own = {kind.__name__: kind for kind in (checks.WrongValue, RefusedFile)}
+    kind = own.get(name) or getattr(builtins, name, None)
     try:
-        return pickle.loads(pickle.dumps(error))
-    except Exception:
-        return RuntimeError(f"process 0: {type(error).__name__}: {error}")
+        made = kind(*args) if isinstance(kind, type) and issubclass(kind, BaseException) else None
+    except (TypeError, ValueError):
+        made = None
+    return RuntimeError(text) if made is None else made
 
 
 def everywhere(error: BaseException) -> BaseException:

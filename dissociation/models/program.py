@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
-from jax.extend import core as jex
+
+from dissociation._compat import jex
 
 MOVES = ("transpose", "reshape", "convert_element_type", "stop_gradient", "copy", "squeeze", "broadcast_in_dim")
 """Operations after which weights still are the weights."""

@@ -476,7 +476,7 @@ class _Folder:
         if self.manifest:
             kept = self.manifest["plan"]
             return Plan(**{**kept, "groups": tuple(map(tuple, kept["groups"]))})
-        plan: Plan = distributed.on_main(make)  # others may have less memory, but the groups must be the same
+        plan = Plan(*distributed.on_main(make))  # others may have less memory, but the groups must be the same
         self.manifest = {"identity": self.identity, "plan": plan._asdict(), "seconds": {}}
         self._write()
         return plan
