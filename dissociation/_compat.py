@@ -17,10 +17,7 @@ ENTRIES = {
 
 if TYPE_CHECKING:
     from jax._src.distributed import global_state as global_state
-    from jax.extend import core as jex
     from jax.extend.random import threefry2x32_p as threefry2x32_p
-
-    __all__ = ["global_state", "jex", "threefry2x32_p"]
 
 
 def __getattr__(name: str) -> Any:

@@ -11,7 +11,6 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -42,8 +41,8 @@ def save(path: str | os.PathLike[str], tree: Any, header: dict[str, Any] | None 
     described, blobs = [], []
     for name, leaf in _storable_leaves(tree):
         if not _is_readable(leaf):
-            kind = "masked entries" if isinstance(leaf, np.ma.MaskedArray) else getattr(leaf, "dtype", type(leaf))
-            checks.fail_kind("tree", "hold arrays of numbers or dates", f"{kind} at {name}", "Text can be in `header`")
+            got = f"a {type(leaf).__name__} of {leaf.dtype} at {name}"
+            checks.fail_kind("tree", "hold arrays of numbers or dates", got, "Text can be in `header`")
         entry, blob = _encode(leaf)
         described.append({"path": name, "bytes": len(blob), "crc32": zlib.crc32(blob), **entry})
         blobs.append(blob)
@@ -118,8 +117,7 @@ def _storable_leaves(tree: Any) -> list[tuple[str, Any]]:
 
 
 def _is_storable(leaf: Any) -> bool:
-    arrays = np.ndarray | np.generic | jax.ShapeDtypeStruct
-    return eqx.is_array(leaf) or isinstance(leaf, arrays) or type(leaf) in _NUMBERS
+    return type(leaf) in _NUMBERS or isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
 
 
 _NUMBERS = (bool, int, float, complex)
@@ -129,12 +127,8 @@ def _is_readable(leaf: Any) -> bool:
     """Whether `_decode` makes of a leaf's bytes and the name of its dtype what it was."""
     if type(leaf) in _NUMBERS or _is_key(leaf):
         return True
-    if isinstance(leaf, np.ma.MaskedArray | jax.ShapeDtypeStruct) or leaf.dtype.hasobject:
-        return False
-    try:
-        return jnp.dtype(leaf.dtype.name) == leaf.dtype.newbyteorder("=")
-    except TypeError:  # text
-        return False
+    numbers = leaf.dtype.kind in "bmM" or jnp.issubdtype(leaf.dtype, np.number)
+    return numbers and not isinstance(leaf, np.ma.MaskedArray | jax.ShapeDtypeStruct)
 
 
 def _is_key(leaf: Any) -> bool:
@@ -142,10 +136,8 @@ def _is_key(leaf: Any) -> bool:
 
 
 def _encode(leaf: Any) -> tuple[dict[str, Any], "bytes | memoryview"]:
-    if isinstance(leaf, complex) and type(leaf) in _NUMBERS:
-        return {"kind": "complex", "value": [leaf.real, leaf.imag]}, b""
     if type(leaf) in _NUMBERS:
-        return {"kind": "number", "value": leaf}, b""
+        return {"kind": "number", "value": [leaf.real, leaf.imag] if type(leaf) is complex else leaf}, b""
     if _is_key(leaf):
         data = np.asarray(jax.random.key_data(leaf))
         kind = {"kind": "key", "implementation": str(jax.random.key_impl(leaf))}
@@ -158,8 +150,8 @@ def _encode(leaf: Any) -> tuple[dict[str, Any], "bytes | memoryview"]:
 
 def _decode(entry: dict[str, Any], blob: bytes, like: Any, path: Any) -> Any:
     name = entry["path"]
-    if entry["kind"] in ("number", "complex"):
-        value = entry["value"] if entry["kind"] == "number" else complex(*entry["value"])
+    if entry["kind"] == "number":
+        value = complex(*entry["value"]) if isinstance(entry["value"], list) else entry["value"]
         if type(like) is not type(value):
             raise RefusedFile(f"{path}: the leaf {name} is {value!r}, wanted a {type(like).__name__}.")
         return value

@@ -7,6 +7,7 @@ import inspect
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any, NoReturn
 
 import jax
@@ -133,10 +134,8 @@ def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
     """Raises unless `value` is one of `choices`, which the error lists."""
     known = tuple(choices)
     if value not in known:
-        wanted = (
-            f"be one of {', '.join(map(repr, known))}" if known else "be left out, as there is nothing to choose from"
-        )
-        fail(name, wanted, repr(value))
+        one = f"be one of {', '.join(map(repr, known))}"
+        fail(name, one if known else "be left out, as there is nothing to choose from", repr(value))
 
 
 def check_classes(name: str, labels: ArrayLike, num_classes: int) -> None:
@@ -168,14 +167,12 @@ def _is_finite(array: ArrayLike) -> bool:
 
 def check_call(name: str, function: Any, arguments: Sequence[str], advice: str = "") -> None:
     """Raise a `TypeError` unless `function` can be called with so many positional arguments; their names are said."""
-    try:
+    with suppress(ValueError):  # of what is compiled the signature is unknown
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of what is compiled it is unknown
-        return
-    try:
-        signature.bind(*arguments)
-    except TypeError:
-        fail_kind(name, f"take {len(arguments)} arguments ({', '.join(arguments)})", f"{signature}", advice)
+        try:
+            signature.bind(*arguments)
+        except TypeError:
+            fail_kind(name, f"take {len(arguments)} arguments ({', '.join(arguments)})", signature, advice)
 
 
 def check_takes(name: str, model: Any, example: Any) -> Any:

@@ -6,10 +6,10 @@ and nothing is communicated inside a program; what is found is exchanged between
 """
 
 import atexit
+import base64
 import builtins
 import contextlib
 import ctypes
-import io
 import json
 import logging
 import os
@@ -38,6 +38,7 @@ HEARTBEAT = 60
 _QUIET = 5  # seconds of waiting for the others, before a line says so
 _LONG = 10**9  # milliseconds; a process that is alive may compute for days before it answers
 _LARGE, _LARGEST = 2**20, 2**24  # bytes: what goes through devices, and in pieces of at most this size
+_ARRAY = "array of bytes"
 _SAID, _ALIVE = "dissociation/said", "dissociation/alive"
 
 
@@ -206,12 +207,11 @@ def exchange(value: Any, what: str = "") -> list[Any]:
     """What every process says, in their order; all must call it at the same place.
 
     Args:
-        value: Arrays, numbers and text, in tuples, lists and dictionaries.
+        value: Arrays, numbers and text, in lists and dictionaries; tuples become lists.
         what: What is exchanged, which must be the same for all.
 
     Raises:
-        RuntimeError: If another process exchanges something else, or what is no message.
-        TypeError: If the value holds anything else.
+        RuntimeError: If another process exchanges something else, or a message holds anything else.
     """
     global _stopping
     if number() == 1 or _group is None:
@@ -230,43 +230,29 @@ def exchange(value: Any, what: str = "") -> list[Any]:
 
 
 def _packed(value: Any) -> bytes:
-    """A message: arrays, and the rest as JSON. No pickle, which runs code of whoever wrote it."""
-    arrays: list[np.ndarray] = []
+    """A message: JSON, with arrays in it. No pickle, which runs code of whoever wrote it."""
 
     def plain(part: Any) -> Any:
-        if isinstance(part, tuple | list):
-            return ["tuple" if isinstance(part, tuple) else "list", *map(plain, part)]
-        if isinstance(part, dict):
-            return ["dict", *([key, plain(item)] for key, item in part.items())]
-        if part is None or isinstance(part, bool | int | float | str):
-            return ["plain", part]
-        array = np.asarray(part) if isinstance(part, np.ndarray | np.generic | jax.Array) else np.asarray(None)
-        if array.dtype.hasobject:
+        array = np.asarray(part)
+        if not isinstance(part, np.ndarray | np.generic | jax.Array) or array.dtype.hasobject:
             checks.fail_kind("value", "hold arrays, numbers and text", f"an object of type {type(part).__name__}")
-        arrays.append(np.frombuffer(array.tobytes(), np.uint8))
-        return ["array", len(arrays) - 1, array.dtype.name if array.dtype.kind == "V" else array.dtype.str, array.shape]
+        dtype = array.dtype.name if array.dtype.kind == "V" else array.dtype.str
+        return {_ARRAY: base64.b64encode(array.tobytes()).decode(), "dtype": dtype, "shape": array.shape}
 
-    words, file = json.dumps(plain(value)).encode(), io.BytesIO()
-    np.savez(file, words=np.frombuffer(words, np.uint8), **{str(i): array for i, array in enumerate(arrays)})  # pyright: ignore[reportArgumentType]
-    return file.getvalue()
+    return json.dumps(value, default=plain).encode()
 
 
 def _unpacked(data: bytes) -> Any:
-    def whole(part: Any) -> Any:
-        kind, *rest = part
-        if kind == "array":
-            return np.frombuffer(arrays[str(rest[0])].tobytes(), jnp.dtype(rest[1])).reshape(rest[2]).copy()
-        if kind == "dict":
-            return {key: whole(item) for key, item in rest}
-        return rest[0] if kind == "plain" else {"tuple": tuple, "list": list}[kind](map(whole, rest))
+    def whole(part: dict[str, Any]) -> Any:
+        if _ARRAY not in part:
+            return part
+        contents = np.frombuffer(base64.b64decode(part[_ARRAY]), jnp.dtype(part["dtype"]))
+        return contents.reshape(part["shape"]).copy()
 
     try:
-        with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
-            return whole(json.loads(arrays["words"].tobytes()))
+        return json.loads(data, object_hook=whole)
     except Exception as error:
-        raise RuntimeError(
-            "All processes must be of one program, got a message that is not arrays and JSON."
-        ) from error
+        raise RuntimeError("All processes must run one program, got a message not of arrays and JSON.") from error
 
 
 def _gathered(group: _Group, data: bytes) -> list[bytes]:
@@ -336,7 +322,8 @@ def on_main(function: Callable[[], Any], *, interruptible: bool = True) -> Any:
             raised = error
         finally:
             _group.apart -= 1
-    said, words = exchange((returned, _words_of(raised)), "on_main")[0]
+    words = None if raised is None else (type(raised).__name__, str(raised))
+    said, words = exchange((returned, words), "on_main")[0]
     if _stopping and interruptible:
         _stopping = False
         raise everywhere(KeyboardInterrupt())
@@ -345,24 +332,13 @@ def on_main(function: Callable[[], Any], *, interruptible: bool = True) -> Any:
     return returned if is_main() else said
 
 
-def _words_of(error: BaseException | None) -> tuple[str, tuple[Any, ...], str] | None:
-    """An error for other processes: its class, what that was called with if it is plain, and a text."""
-    if error is None:
-        return None
-    args = (error.errno, error.strerror, error.filename) if isinstance(error, OSError) and error.errno else error.args
-    plain = all(part is None or isinstance(part, str | int | float) for part in args)
-    return type(error).__name__, args if plain else (str(error),), f"process 0: {type(error).__name__}: {error}"
-
-
-def _error_of(name: str, args: tuple[Any, ...], text: str) -> BaseException:
-    """The error of `_words_of`; one of the user's own kind is a `RuntimeError`."""
-    own = {kind.__name__: kind for kind in (checks.WrongValue, RefusedFile)}
-    kind = own.get(name) or getattr(builtins, name, None)
-    try:
-        made = kind(*args) if isinstance(kind, type) and issubclass(kind, BaseException) else None
-    except (TypeError, ValueError):
-        made = None
-    return RuntimeError(text) if made is None else made
+def _error_of(name: str, text: str) -> BaseException:
+    """An error of process 0, of its class or, if that is the user's own, a `RuntimeError`."""
+    kind = {"WrongValue": checks.WrongValue, "RefusedFile": RefusedFile}.get(name) or getattr(builtins, name, None)
+    with contextlib.suppress(TypeError):
+        if isinstance(kind, type) and issubclass(kind, BaseException):
+            return kind(text)
+    return RuntimeError(f"process 0: {name}: {text}")
 
 
 def everywhere(error: BaseException) -> BaseException:

@@ -17,8 +17,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
-_ENDING = r"\.[0-9a-f]{8}\.tmp"
-
 
 class RefusedFile(ValueError):
     """A file that is broken, missing, or of something else; the message holds its path and what to do."""
@@ -53,15 +51,18 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     if target.is_dir():
         raise IsADirectoryError(errno.EISDIR, "It must be a file, got a folder", str(path))
     target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     with naming(target):
-        scratch, descriptor = _new_scratch(target)
-        _remove_scratches(target)
+        # Not `tempfile`: its files are readable by their owner alone, and keep that through a rename.
+        descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             with os.fdopen(descriptor, "wb") as file:
+                _lock(descriptor)  # no other write takes it for a dead one's
+                _remove_scratches(target)
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
-                os.replace(scratch, target)  # still locked: no other write takes it for a dead one's
+                os.replace(scratch, target)
         except BaseException:
             scratch.unlink(missing_ok=True)
             raise
@@ -69,15 +70,8 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def followed(path: str | os.PathLike[str]) -> Path:
-    """Return the path that a symbolic link leads to, be there a file or not; any other path as it is.
-
-    Raises:
-        OSError: If links lead in a circle.
-    """
-    target = Path(os.path.realpath(path)) if os.path.islink(path) else Path(path)
-    if target.is_symlink():
-        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
-    return target
+    """Return the path that a symbolic link leads to, be there a file or not; any other path as it is."""
+    return Path(os.path.realpath(path)) if os.path.islink(path) else Path(path)
 
 
 @contextmanager
@@ -91,41 +85,19 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
         raise
 
 
-def _new_scratch(target: Path) -> tuple[Path, int]:
-    """Make a file beside `target`, locked for as long as it is open."""
-    while True:
-        scratch = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
-        # Not `tempfile`: its files are readable by their owner alone, and keep that through a rename.
-        descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        _has_lock(descriptor, wait=True)
-        if scratch.exists():
-            return scratch, descriptor
-        os.close(descriptor)  # another write removed it before it was locked
+def _lock(descriptor: int) -> None:
+    import fcntl
+
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _remove_scratches(target: Path) -> None:
     """Remove what killed writes of `target` left: files that nobody has locked."""
     for path in target.parent.glob(f".{glob.escape(target.name)}.*.tmp"):
-        if not re.fullmatch(_ENDING, path.name.removeprefix(f".{target.name}")):
-            continue
-        with suppress(OSError):
-            descriptor = os.open(path, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0))
-            try:
-                if _has_lock(descriptor, wait=False):
-                    path.unlink()
-            finally:
-                os.close(descriptor)
-
-
-def _has_lock(descriptor: int, *, wait: bool) -> bool:
-    """Lock an open file; False if another one has it, or the system cannot."""
-    try:
-        import fcntl
-
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except (ImportError, OSError):
-        return False
-    return True
+        if re.fullmatch(r"\.[0-9a-f]{8}\.tmp", path.name.removeprefix(f".{target.name}")):
+            with suppress(OSError), open(path, "ab", opener=_without_links) as file:
+                _lock(file.fileno())
+                path.unlink()
 
 
 def write_bytes(path: str | os.PathLike[str], contents: bytes) -> None:
@@ -226,20 +198,8 @@ def _lock_file(path: Path, subject: object) -> TextIO:
 
 
 def _without_links(path: str, flags: int) -> int:
-    """Open a lock: written through a symbolic link, it would empty another file."""
-    try:
-        return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise OSError(errno.ELOOP, "A lock must not be a symbolic link. Remove it", path) from None
-        raise
-
-
-def sweep(folder: str | os.PathLike[str]) -> None:
-    """Removes what a process that was killed inside `replacing` left in `folder`; for its only user."""
-    for path in Path(folder).iterdir():
-        if re.fullmatch(rf"\..+{_ENDING}", path.name):
-            path.unlink(missing_ok=True)
+    """Open a file of ours: through a symbolic link, another one would be written or emptied."""
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -196,8 +196,7 @@ def _fetch(address: str, target: Path) -> Path:
     Raises:
         TimeoutError: After `DOWNLOAD_SECONDS` in all: a server that sends a byte now and then never comes to the
             timeout of one read.
-        OSError: If the server does not answer, or not with a file.
-        ValueError: If the file is longer than `MAX_BYTES`.
+        OSError: If the server does not answer, or not with a file of at most `MAX_BYTES`.
     """
     import pooch  # Loaded only here: most runs never download.
 
@@ -232,7 +231,7 @@ class _Limited(io.FileIO):
 
     def write(self, data: Any, /) -> int:
         if self.tell() + len(data) > MAX_BYTES:
-            raise ValueError(f"longer than {MAX_BYTES} bytes")
+            raise OSError(f"longer than {MAX_BYTES} bytes")
         return super().write(data)
 
 

@@ -259,16 +259,12 @@ def estimated_bytes(
     order_keys, own_keys = _split_key(key, count, sampler.shared)
     with closing(Batches(sampler, order_keys)) as batches:
         run = Run(state, step, batches, own_keys, save, layout._replace(mesh=None), [], Share((0, count), 0))
-        return _needs(run, state, sampler, total - first, len(_times(save, [], first, total, sampler.epoch_steps)))
-
-
-def _needs(run: Run, state: State, sampler: Sampler, num_steps: int, num_times: int) -> Needs:
-    """Of a run that has been prepared, and the states that it began with."""
-    count, cpu = leading_size("models", state.arrays), jax.default_backend() == "cpu"
-    program = max(run.program_bytes())
-    recorded = (run.info, num_steps), (run.observe and run.observe.out, num_times)
+        program = max(run.program_bytes())
+    times = len(_times(save, [], first, total, sampler.epoch_steps))
+    recorded = (run.info, total - first), (run.observe and run.observe.out, times)
     history = 16 * sum(math.prod(leaf.shape) * times for tree, times in recorded for leaf in jax.tree.leaves(tree))
-    of_states, of_model = (_bytes(tree) // count for tree in (state, state.arrays))
+    cpu = jax.default_backend() == "cpu"
+    of_states, of_model = _bytes(state) // count, _bytes(state.arrays) // count
     lanes = min(jax.local_device_count(), cores.available_cores()) if cpu and run.layout.member_map == "scan" else 1
     data = _bytes(sampler) * 5 // 4 + _bytes(run.observe)
     if cpu:

@@ -377,11 +377,8 @@ def _planned(
     sweep: _Sweep, budget: int | None, began: int | None, *, keeps: bool, progress: str | MeterFactory | None
 ) -> Plan:
     """Groups that fit, by what two members of each shape take; `began`: what was resident when the sweep was begun."""
-    room = (
-        memory.free_memory([])
-        if budget is None
-        else checks.check_count("memory_budget", budget, minimum=1, maximum=None)
-    )
+    given = None if budget is None else checks.check_count("memory_budget", budget, minimum=1, maximum=None)
+    room = given or memory.free_memory([])
     alike, needs = sweep.alike(), []
     with closing(open_meter(progress, len(alike), "planning")) as meter:
         for done, members in enumerate(alike):
@@ -476,7 +473,8 @@ class _Folder:
         if self.manifest:
             kept = self.manifest["plan"]
             return Plan(**{**kept, "groups": tuple(map(tuple, kept["groups"]))})
-        plan = Plan(*distributed.on_main(make))  # others may have less memory, but the groups must be the same
+        groups, *rest = distributed.on_main(make)  # others may have less memory, but the groups must be the same
+        plan = Plan(tuple(map(tuple, groups)), *rest)
         self.manifest = {"identity": self.identity, "plan": plan._asdict(), "seconds": {}}
         self._write()
         return plan

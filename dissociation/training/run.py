@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -468,21 +468,18 @@ def records_something(callback: Callback) -> bool:
 @contextmanager
 def _interrupts_later() -> Iterator[None]:
     """Holds a signal back until what is inside is done: a chunk's donated state must not be lost."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    taken = {number: handler for number, handler in handlers.items() if callable(handler)}
-    if threading.current_thread() is not threading.main_thread() or not taken:
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
     heard: list[tuple[int, Any]] = []
-    for number in taken:
-        signal.signal(number, lambda number, frame: heard.append((number, frame)))
-    try:
+    handlers: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    with ExitStack() as held:
+        for number in filter(lambda number: callable(handlers[number]), handlers):
+            held.callback(signal.signal, number, handlers[number])
+            signal.signal(number, lambda number, frame: heard.append((number, frame)))
         yield
-    finally:
-        for number, handler in taken.items():
-            signal.signal(number, handler)
     if heard:
-        taken[heard[0][0]](*heard[0])
+        handlers[heard[0][0]](*heard[0])
 
 
 @contextmanager
@@ -493,8 +490,8 @@ def terminations_interrupt() -> Iterator[None]:
     one of several processes must not stop alone.
     """
     before = signal.getsignal(signal.SIGTERM)
-    mine = threading.current_thread() is threading.main_thread() and distributed.number() == 1
-    if not mine or not (callable(before) or before is signal.SIG_DFL):
+    alone = threading.current_thread() is threading.main_thread() and distributed.number() == 1
+    if not alone or before in (None, signal.SIG_IGN):
         yield
         return
     heard: list[tuple[int, Any]] = []

@@ -114,7 +114,7 @@ def test_every_number_of_python_comes_back(tmp_path, number):
     ids=lambda leaf: f"{type(leaf).__name__}-{leaf.dtype}",
 )
 def test_what_could_not_be_read_is_refused_by_name(tmp_path, leaf):
-    with pytest.raises(TypeError, match=r"`tree` must hold arrays of numbers or dates, got .* at \['x'\]\[1\]"):
+    with pytest.raises(TypeError, match=r"`tree` must hold arrays of numbers or dates, got a .* at \['x'\]\[1\]"):
         checkpoint.save(tmp_path / "file", {"x": (1, leaf)})
     assert not list(tmp_path.iterdir())
 

@@ -77,8 +77,6 @@ def test_a_process_killed_inside_a_write_leaves_the_old_file(tmp_path):
         process.send_signal(signal.SIGKILL)
     assert path.read_bytes() == b"old"
     assert len(list(tmp_path.iterdir())) == 3
-    files.sweep(tmp_path)
-    assert sorted(child.name for child in tmp_path.iterdir()) == [".own.tmp", "file"]
 
 
 def test_a_full_disk_keeps_the_old_file(small_disk):
@@ -165,9 +163,6 @@ def test_a_file_is_written_through_links(tmp_path):
         files.write_bytes(link, b"new")
         assert link.is_symlink()
         assert [(child.name, child.read_bytes()) for child in target.parent.iterdir()] == [(target.name, b"new")]
-    (tmp_path / "round").symlink_to(tmp_path / "round")
-    with pytest.raises(OSError, match="symbolic links: '.*round'"):
-        files.write_bytes(tmp_path / "round", b"")
     with pytest.raises(IsADirectoryError, match="must be a file, got a folder: '.*new'"):
         files.write_bytes(tmp_path / "new", b"")
 
@@ -178,7 +173,7 @@ def test_a_lock_is_no_link(tmp_path):
         if contents is not None:
             target.write_bytes(contents)
         lock.symlink_to(target)
-        with pytest.raises(OSError, match="A lock must not be a symbolic link"), files.locked(lock, "the run"):
+        with pytest.raises(OSError, match="symbolic links: '.*.lock'"), files.locked(lock, "the run"):
             pass
         assert not files.is_locked(lock)
         assert (target.read_bytes() if target.exists() else None) == contents
