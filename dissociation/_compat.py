@@ -16,8 +16,11 @@ ENTRIES = {
 """By name: the module, what is taken of it (None: itself), and what fails without it."""
 
 if TYPE_CHECKING:
-    from jax._src.distributed import global_state as global_state
-    from jax.extend.random import threefry2x32_p as threefry2x32_p
+    from jax._src.distributed import global_state
+    from jax.extend import core as jex
+    from jax.extend.random import threefry2x32_p
+
+    __all__ = ["global_state", "jex", "threefry2x32_p"]
 
 
 def __getattr__(name: str) -> Any:

@@ -210,7 +210,8 @@ def _fetch(address: str, target: Path) -> Path:
 
     def run() -> None:
         try:
-            pooch.retrieve(address, None, fname=target.name, path=target.parent, downloader=limited)
+            options: Any = {"fname": target.name, "path": target.parent, "downloader": limited}
+            pooch.retrieve(address, None, **options)
             target.chmod(target.parent.parent.stat().st_mode & 0o666)  # pooch's are readable by their owner alone
         except Exception as error:
             failure.append(error)

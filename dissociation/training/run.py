@@ -474,7 +474,7 @@ def _interrupts_later() -> Iterator[None]:
     heard: list[tuple[int, Any]] = []
     handlers: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with ExitStack() as held:
-        for number in filter(lambda number: callable(handlers[number]), handlers):
+        for number in [number for number, handler in handlers.items() if callable(handler)]:
             held.callback(signal.signal, number, handlers[number])
             signal.signal(number, lambda number, frame: heard.append((number, frame)))
         yield

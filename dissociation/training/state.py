@@ -252,7 +252,8 @@ def _one_transformation(optimizer: Any) -> Any:
     """An optimiser that passes further arguments of its update on; what is none as it is."""
     multi = getattr(getattr(optimizer, "update", None), "__self__", None)
     if isinstance(multi, optax.MultiSteps):  # whose own `gradient_transformation` drops them
-        return optax.GradientTransformationExtraArgs(multi.init, multi.update)
+        update: Any = multi.update
+        return optax.GradientTransformationExtraArgs(multi.init, update)
     return optimizer
 
 
