@@ -99,8 +99,31 @@ def run_command(
     Raises:
         SystemExit: After `--help`.
     """
+    words = sys.argv[1:] if arguments is None else list(arguments)
     with _until_readers_leave():
-        return _commanded(figures, sys.argv[1:] if arguments is None else list(arguments), program, description)
+        if words == ["--version"]:
+            print(f"{program} (dissociation {metadata.version('dissociation')})")
+            return 0
+        figure = figures.get(words[0]) if words else None
+        lists = {} if figure is None else lists_in(words, figure.Config())
+        if figure is not None and (wrong := _not_swept(words, figure.Config())):
+            print(f"{program}: {wrong}", file=sys.stderr)
+            return 2
+        commands = {name: _command(each, words, program) for name, each in figures.items()} | {"runs": _runs}
+
+        def parsed(words: Sequence[str]) -> Any:
+            return tyro.extras.subcommand_cli_from_dict(commands, prog=program, description=description, args=words)
+
+        printed = io.StringIO()
+        try:
+            with contextlib.redirect_stderr(printed):
+                chosen = [parsed(each) for each in words_of(words, lists)]
+        except SystemExit as end:
+            if end.code in (0, None):
+                raise
+            print(f"{program}: {_one_line(printed.getvalue())}", file=sys.stderr)
+            return 2
+        return _produce_all(chosen, lists, program, words) if lists else chosen[0]()
     return 0
 
 
@@ -114,33 +137,6 @@ def _until_readers_leave() -> Iterator[None]:
             sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _commanded(figures: Mapping[str, Figure], words: Sequence[str], program: str, description: str) -> int:
-    """Run the command line on its words."""
-    if words == ["--version"]:
-        print(f"{program} (dissociation {metadata.version('dissociation')})")
-        return 0
-    figure = figures.get(words[0]) if words else None
-    lists = {} if figure is None else lists_in(words, figure.Config())
-    if figure is not None and (wrong := _not_swept(words, figure.Config())):
-        print(f"{program}: {wrong}", file=sys.stderr)
-        return 2
-    commands = {name: _command(each, words, program) for name, each in figures.items()} | {"runs": _runs}
-
-    def parsed(words: Sequence[str]) -> Any:
-        return tyro.extras.subcommand_cli_from_dict(commands, prog=program, description=description, args=words)
-
-    printed = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(printed):
-            chosen = [parsed(each) for each in words_of(words, lists)]
-    except SystemExit as end:
-        if end.code in (0, None):
-            raise
-        print(f"{program}: {_one_line(printed.getvalue())}", file=sys.stderr)
-        return 2
-    return _produce_all(chosen, lists, program, words) if lists else chosen[0]()
 
 
 def _not_swept(words: Sequence[str], config: Any) -> str:
