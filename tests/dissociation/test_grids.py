@@ -233,6 +233,25 @@ def test_one_meter_has_the_steps_of_all_groups_and_is_closed_after_an_error(few,
     assert Broken.closed == 1
 
 
+class Terminated(Meter):
+    def advance(self, step, text):
+        super().advance(step, text)
+        if step > 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_sweep_is_saved_before_the_handler_of_sigterm_is_called(tmp_path):
+    given, heard = {"grid": Grid(width=[4], rate=[0.1], seed=range(4)), "save": Save(at=[3])}, []
+    before = signal.signal(signal.SIGTERM, lambda *_: heard.append({path.name for path in tmp_path.iterdir()}))
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            swept(**given, folder=tmp_path, progress=Terminated)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert heard == [{"group-0000.ckpt", module.MANIFEST}]
+    np.testing.assert_array_equal(swept(**given, folder=tmp_path).history.loss, swept(**given).history.loss)
+
+
 class Broken(Meter):
     def advance(self, step, text):
         if step:
