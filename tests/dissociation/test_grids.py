@@ -365,7 +365,12 @@ def test_killed_five_times_on_other_numbers_of_devices(tmp_path):
     here = os.path.dirname(__file__)
 
     def run(folder, devices, seconds=None, epochs=300):
-        words = {"path": [here], "devices": devices, "folder": str(folder), "out": str(tmp_path / "loss.npy")}
+        words = {
+            "path": [here, os.path.join(here, "..", "tools")],
+            "devices": devices,
+            "folder": str(folder),
+            "out": str(tmp_path / "loss.npy"),
+        }
         script = textwrap.dedent(SCRIPT).format(**words, epochs=epochs)
         process = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE)
         try:
