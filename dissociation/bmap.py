@@ -103,7 +103,7 @@ def bmap(
     elif batch_size is not None:
         options["batch_size"] = checks.check_count("batch_size", batch_size, minimum=1)
     if memory_budget is not None:
-        checks.check_count("memory_budget", memory_budget, minimum=1)
+        checks.check_count("memory_budget", memory_budget, minimum=1, maximum=None)
         if batch_size != "auto":
             checks.fail("memory_budget", "come with batch_size='auto'", f"batch_size={batch_size!r}")
     checks.check_choice("loop", loop, LOOPS)

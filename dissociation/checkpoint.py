@@ -11,11 +11,11 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dissociation import checks
 from dissociation.files import RefusedFile, replacing
 from dissociation.validation import validated
 
@@ -30,15 +30,19 @@ def save(path: str | os.PathLike[str], tree: Any, header: dict[str, Any] | None 
 
     Args:
         path: The file; its folder is made if need be.
-        tree: A PyTree. Arrays, PRNG keys and Python numbers are stored; other leaves (functions, strings) are the
-            business of the `like` that `restore` gets.
+        tree: A PyTree. Arrays of numbers or dates, PRNG keys and Python numbers are stored; other leaves (functions,
+            strings) are the business of the `like` that `restore` gets.
         header: Anything that JSON can hold, read back by `read_header` without touching the leaves.
 
     Raises:
         OSError: If the file cannot be written.
+        TypeError: If an array holds text, objects, fields or masked entries; the error names the leaf's path.
     """
     described, blobs = [], []
     for name, leaf in _storable_leaves(tree):
+        if not _is_readable(leaf):
+            got = f"a {type(leaf).__name__} of {leaf.dtype} at {name}"
+            checks.fail_kind("tree", "hold arrays of numbers or dates", got, "Text can be in `header`")
         entry, blob = _encode(leaf)
         described.append({"path": name, "bytes": len(blob), "crc32": zlib.crc32(blob), **entry})
         blobs.append(blob)
@@ -113,7 +117,18 @@ def _storable_leaves(tree: Any) -> list[tuple[str, Any]]:
 
 
 def _is_storable(leaf: Any) -> bool:
-    return eqx.is_array(leaf) or isinstance(leaf, np.ndarray | bool | int | float | jax.ShapeDtypeStruct)
+    return type(leaf) in _NUMBERS or isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
+
+
+_NUMBERS = (bool, int, float, complex)
+
+
+def _is_readable(leaf: Any) -> bool:
+    """Whether `_decode` makes of a leaf's bytes and the name of its dtype what it was."""
+    if type(leaf) in _NUMBERS or _is_key(leaf):
+        return True
+    numbers = leaf.dtype.kind in "bmM" or jnp.issubdtype(leaf.dtype, np.number)
+    return numbers and not isinstance(leaf, np.ma.MaskedArray | jax.ShapeDtypeStruct)
 
 
 def _is_key(leaf: Any) -> bool:
@@ -121,13 +136,14 @@ def _is_key(leaf: Any) -> bool:
 
 
 def _encode(leaf: Any) -> tuple[dict[str, Any], "bytes | memoryview"]:
-    if isinstance(leaf, bool | int | float):
-        return {"kind": "number", "value": leaf}, b""
+    if type(leaf) in _NUMBERS:
+        return {"kind": "number", "value": [leaf.real, leaf.imag] if type(leaf) is complex else leaf}, b""
     if _is_key(leaf):
         data = np.asarray(jax.random.key_data(leaf))
         kind = {"kind": "key", "implementation": str(jax.random.key_impl(leaf))}
     else:
         data, kind = np.asarray(leaf), {"kind": "array"}
+        data = data.astype(data.dtype.newbyteorder("="), copy=False)
     contents = np.ascontiguousarray(data).reshape(-1).view(np.uint8)  # no copy: states may be large
     return {**kind, "dtype": data.dtype.name, "shape": list(data.shape)}, contents.data
 
@@ -135,9 +151,10 @@ def _encode(leaf: Any) -> tuple[dict[str, Any], "bytes | memoryview"]:
 def _decode(entry: dict[str, Any], blob: bytes, like: Any, path: Any) -> Any:
     name = entry["path"]
     if entry["kind"] == "number":
-        if type(like) is not type(entry["value"]):
-            raise RefusedFile(f"{path}: the leaf {name} is {entry['value']!r}, wanted a {type(like).__name__}.")
-        return entry["value"]
+        value = complex(*entry["value"]) if isinstance(entry["value"], list) else entry["value"]
+        if type(like) is not type(value):
+            raise RefusedFile(f"{path}: the leaf {name} is {value!r}, wanted a {type(like).__name__}.")
+        return value
     dtype = jnp.dtype(entry["dtype"])
     data = np.frombuffer(blob, dtype).reshape(entry["shape"])
     if entry["kind"] == "key":
@@ -146,11 +163,16 @@ def _decode(entry: dict[str, Any], blob: bytes, like: Any, path: Any) -> Any:
             raise RefusedFile(f"{path}: the leaf {name} is a key {key.dtype} of shape {key.shape}, wanted {like}.")
         return key
     shape, wanted = np.shape(like), jnp.dtype(getattr(like, "dtype", np.asarray(like).dtype))
-    if tuple(entry["shape"]) != shape or dtype != wanted:
+    if tuple(entry["shape"]) != shape or dtype != wanted.newbyteorder("="):
         raise RefusedFile(
             f"{path}: the leaf {name} has shape {tuple(entry['shape'])} and dtype {dtype}, wanted {shape} and {wanted}."
         )
-    return data.copy() if isinstance(like, np.ndarray) else jnp.asarray(data)
+    if isinstance(like, np.ndarray | np.generic):
+        data = data.astype(wanted)
+        return data[()] if isinstance(like, np.generic) else data
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise RefusedFile(f"{path}: the leaf {name} is {dtype}. Enable JAX's 64 bits to read it.")
+    return jnp.asarray(data)
 
 
 def _read_meta(contents: bytes, path: Any) -> tuple[dict[str, Any], int]:

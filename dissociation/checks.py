@@ -3,9 +3,11 @@
 Shapes are always checked. Values are checked where they are known: a traced value passes.
 """
 
+import inspect
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any, NoReturn
 
 import jax
@@ -35,7 +37,7 @@ def fail(name: str, wanted: str, got: object, advice: str = "") -> NoReturn:
         WrongValue: Always; it is a `ValueError`.
     """
     tail = f" {advice}." if advice else ""
-    raise WrongValue(f"`{name}` must {wanted}, got {str(got).removesuffix('.')}.{tail}")
+    raise WrongValue(f"`{name}` must {wanted}, got {str(got).removesuffix('.') or 'nothing'}.{tail}")
 
 
 def fail_kind(name: str, wanted: str, got: object, advice: str = "") -> NoReturn:
@@ -45,7 +47,7 @@ def fail_kind(name: str, wanted: str, got: object, advice: str = "") -> NoReturn
         TypeError: Always.
     """
     tail = f" {advice}." if advice else ""
-    raise TypeError(f"`{name}` must {wanted}, got {str(got).removesuffix('.')}.{tail}")
+    raise TypeError(f"`{name}` must {wanted}, got {str(got).removesuffix('.') or 'nothing'}.{tail}")
 
 
 def warn(message: str, category: type[Warning] = RuntimeWarning, *, gates: int = sys.maxsize) -> None:
@@ -117,17 +119,19 @@ def check_level(level: float) -> None:
         fail("level", "be between 0 and 1", level)
 
 
-def check_count(name: str, value: Any, *, minimum: int = 0) -> int:
-    """Returns `value` as a Python int, or raises unless it is a whole number of at least `minimum`.
+def check_count(name: str, value: Any, *, minimum: int = 0, maximum: int | None = 2**31 - 1) -> int:
+    """Return `value` as a Python int, or raise unless it is an integer from `minimum` to `maximum`.
 
     Raises:
         TypeError: If `value` is no integer, or is traced: counts set shapes and are static.
-        ValueError: If it is below `minimum`.
+        ValueError: If it is below `minimum`, or above `maximum`, by default the largest size of an axis.
     """
     if is_traced(value) or isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise TypeError(f"`{name}` must be a Python integer (it sets a shape), got {value!r}.")
     if value < minimum:
         fail(name, f"be at least {minimum}", value)
+    if maximum is not None and value > maximum:
+        fail(name, f"be at most {maximum}", value)
     return int(value)
 
 
@@ -135,7 +139,8 @@ def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
     """Raises unless `value` is one of `choices`, which the error lists."""
     known = tuple(choices)
     if value not in known:
-        fail(name, f"be one of {', '.join(map(repr, known))}", repr(value))
+        one = f"be one of {', '.join(map(repr, known))}"
+        fail(name, one if known else "be left out, as there is nothing to choose from", repr(value))
 
 
 def check_classes(name: str, labels: ArrayLike, num_classes: int) -> None:
@@ -163,6 +168,16 @@ def _is_finite(array: ArrayLike) -> bool:
     array = np.asarray(array)
     with np.errstate(all="ignore"):  # a sum is quicker than a mask; one that overflows is looked at again
         return bool(np.isfinite(array.sum())) or bool(np.isfinite(array).all())
+
+
+def check_call(name: str, function: Any, arguments: Sequence[str], advice: str = "") -> None:
+    """Raise a `TypeError` unless `function` can be called with so many positional arguments; their names are said."""
+    with suppress(ValueError):  # of what is compiled the signature is unknown
+        signature = inspect.signature(function)
+        try:
+            signature.bind(*arguments)
+        except TypeError:
+            fail_kind(name, f"take {len(arguments)} arguments ({', '.join(arguments)})", signature, advice)
 
 
 def check_takes(name: str, model: Any, example: Any) -> Any:
@@ -217,5 +232,5 @@ def check_distinct(name: str, values: Sequence[Any]) -> None:
 
 def check_seed(name: str, value: Any) -> None:
     """Raises unless `value` is one of the integers that `jax.random.PRNGKey` tells apart."""
-    if not 0 <= check_count(name, value) < 2**32:
+    if not 0 <= check_count(name, value, maximum=None) < 2**32:
         fail(name, "lie from 0 to 4294967295", value)

@@ -6,11 +6,13 @@ and nothing is communicated inside a program; what is found is exchanged between
 """
 
 import atexit
+import base64
+import builtins
 import contextlib
 import ctypes
+import json
 import logging
 import os
-import pickle
 import signal
 import socket
 import sys
@@ -20,10 +22,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dissociation import checks, interrupts
+from dissociation import _compat, checks, interrupts
+from dissociation.files import RefusedFile
 from dissociation.validation import validated
 
 logger = logging.getLogger(__name__)
@@ -34,6 +38,7 @@ HEARTBEAT = 60
 _QUIET = 5  # seconds of waiting for the others, before a line says so
 _LONG = 10**9  # milliseconds; a process that is alive may compute for days before it answers
 _LARGE, _LARGEST = 2**20, 2**24  # bytes: what goes through devices, and in pieces of at most this size
+_ARRAY = "array of bytes"
 _SAID, _ALIVE = "dissociation/said", "dissociation/alive"
 
 
@@ -90,9 +95,8 @@ def initialize(
         checks.fail("process_id", f"lie from 0 to {(num_processes or 1) - 1}", process_id)
     if not jax.distributed.is_initialized():
         _start(address, num_processes, process_id, heartbeat, timeout)
-    from jax._src.distributed import global_state  # the runtime's key-value store and barriers have no public name
-
     if _group is None:
+        global_state = _compat.global_state  # the runtime's key-value store and barriers have no public name
         _group = _Group(global_state.client, global_state.process_id, global_state.num_processes, heartbeat)
         if _group.count > 1:
             _watch_over(_group)
@@ -115,6 +119,7 @@ def _start(
             address,
             num_processes,
             process_id,
+            coordinator_bind_address=address,  # by default it listens on every interface, to anyone
             heartbeat_timeout_seconds=2 * heartbeat,  # after `_watch`, which says more
             initialization_timeout=_LONG // 1000,  # at the end of its own the runtime would abort the process
         )
@@ -143,8 +148,7 @@ def _in_time(join: Callable[[], None], timeout: int) -> None:
     Raises:
         ConnectionError: If that takes longer than `timeout`.
     """
-    from jax._src.distributed import global_state
-
+    global_state = _compat.global_state
     failure: list[BaseException] = []
 
     def run() -> None:
@@ -203,18 +207,18 @@ def exchange(value: Any, what: str = "") -> list[Any]:
     """What every process says, in their order; all must call it at the same place.
 
     Args:
-        value: Anything that can be pickled.
+        value: Arrays, numbers and text, in lists and dictionaries; tuples become lists.
         what: What is exchanged, which must be the same for all.
 
     Raises:
-        RuntimeError: If another process exchanges something else.
+        RuntimeError: If another process exchanges something else, or a message holds anything else.
     """
     global _stopping
     if number() == 1 or _group is None:
         return [value]
     group, interrupted = _group, bool(_interrupted)
     group.exchanges += 1
-    said = [pickle.loads(data) for data in _gathered(group, pickle.dumps((what, interrupted, value), protocol=5))]
+    said = [_unpacked(data) for data in _gathered(group, _packed((what, interrupted, value)))]
     others = [(i, name) for i, (name, *_) in enumerate(said) if name != what]
     if others:
         wanted = f"run the same program, got {what!r} in process {group.index} and {others[0][1]!r} in {others[0][0]}"
@@ -223,6 +227,32 @@ def exchange(value: Any, what: str = "") -> list[Any]:
         _interrupted.clear()
         _stopping = True
     return [one for *_, one in said]
+
+
+def _packed(value: Any) -> bytes:
+    """A message: JSON, with arrays in it. No pickle, which runs code of whoever wrote it."""
+
+    def plain(part: Any) -> Any:
+        array = np.asarray(part)
+        if not isinstance(part, np.ndarray | np.generic | jax.Array) or array.dtype.hasobject:
+            checks.fail_kind("value", "hold arrays, numbers and text", f"an object of type {type(part).__name__}")
+        dtype = array.dtype.name if array.dtype.kind == "V" else array.dtype.str
+        return {_ARRAY: base64.b64encode(array.tobytes()).decode(), "dtype": dtype, "shape": array.shape}
+
+    return json.dumps(value, default=plain).encode()
+
+
+def _unpacked(data: bytes) -> Any:
+    def whole(part: dict[str, Any]) -> Any:
+        if _ARRAY not in part:
+            return part
+        contents = np.frombuffer(base64.b64decode(part[_ARRAY]), jnp.dtype(part["dtype"]))
+        return contents.reshape(part["shape"]).copy()
+
+    try:
+        return json.loads(data, object_hook=whole)
+    except Exception as error:
+        raise RuntimeError("All processes must run one program, got a message not of arrays and JSON.") from error
 
 
 def _gathered(group: _Group, data: bytes) -> list[bytes]:
@@ -277,7 +307,7 @@ def on_main(function: Callable[[], Any], *, interruptible: bool = True) -> Any:
     Inside of it the first process works alone: `number()` is 1, and nothing is shared out.
 
     Args:
-        function: Returns something that can be pickled.
+        function: Returns what `exchange` takes.
         interruptible: Whether an interrupt of one process, of which `exchange` has told all, is raised here.
     """
     global _stopping
@@ -292,21 +322,23 @@ def on_main(function: Callable[[], Any], *, interruptible: bool = True) -> Any:
             raised = error
         finally:
             _group.apart -= 1
-    said, error = exchange((returned, _portable(raised)), "on_main")[0]
+    words = None if raised is None else (type(raised).__name__, str(raised))
+    said, words = exchange((returned, words), "on_main")[0]
     if _stopping and interruptible:
         _stopping = False
         raise everywhere(KeyboardInterrupt())
-    if error is not None:
-        raise everywhere(raised or error)
+    if words is not None:
+        raise everywhere(raised or _error_of(*words))
     return returned if is_main() else said
 
 
-def _portable(error: BaseException | None) -> BaseException | None:
-    """An error that other processes can read: one of the user's own kind becomes a `RuntimeError`."""
-    try:
-        return pickle.loads(pickle.dumps(error))
-    except Exception:
-        return RuntimeError(f"process 0: {type(error).__name__}: {error}")
+def _error_of(name: str, text: str) -> BaseException:
+    """An error of process 0, of its class or, if that is the user's own, a `RuntimeError`."""
+    kind = {"WrongValue": checks.WrongValue, "RefusedFile": RefusedFile}.get(name) or getattr(builtins, name, None)
+    with contextlib.suppress(TypeError):
+        if isinstance(kind, type) and issubclass(kind, BaseException):
+            return kind(text)
+    return RuntimeError(f"process 0: {name}: {text}")
 
 
 def everywhere(error: BaseException) -> BaseException:

@@ -107,7 +107,8 @@ def _inline(svg: str, attributes: str) -> str:
     """SVG as a part of HTML: without prologue, metadata, and names of namespaces, which are addresses."""
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     box = re.search(r'viewBox="[^"]*"', svg)
-    svg = re.sub(r"<svg[^>]*>", f"<svg {box.group() if box else ''} {attributes}>", svg, count=1)
+    opening = f"<svg {box.group() if box else ''} {attributes}>"
+    svg = re.sub(r"<svg[^>]*>", lambda _: opening, svg, count=1)  # as text, `re` would interpret its backslashes
     return svg.replace("xlink:href", "href").strip()
 
 

@@ -3,6 +3,8 @@
 A reader finds the old file or the new one, never half of one; a write that fails leaves the old one and nothing else.
 """
 
+import errno
+import glob
 import json
 import os
 import re
@@ -14,8 +16,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, TextIO
-
-_SCRATCH = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 
 
 class RefusedFile(ValueError):
@@ -38,7 +38,8 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Opens a file whose bytes take the place of `path` when the block ends, and vanish if it raises.
 
     Args:
-        path: The file; its folder is made if need be. It gets the permissions of any new file of the user's.
+        path: The file; its folder is made if need be. It gets the permissions of any new file of the user's. Behind a
+            symbolic link, the file that it leads to is written.
 
     Yields:
         A binary file to write to.
@@ -46,21 +47,57 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     Raises:
         OSError: If it cannot be written.
     """
-    target = Path(path)
+    target = followed(path)
+    if target.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "It must be a file, got a folder", str(path))
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
-    # Not `tempfile`: its files are readable by their owner alone, and keep that through a rename.
-    descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(scratch, target)
-    except BaseException:
-        scratch.unlink(missing_ok=True)
-        raise
+    with naming(target):
+        # Not `tempfile`: its files are readable by their owner alone, and keep that through a rename.
+        descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                _lock(descriptor)  # no other write takes it for a dead one's
+                _remove_scratches(target)
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+                os.replace(scratch, target)
+        except BaseException:
+            scratch.unlink(missing_ok=True)
+            raise
     _sync_folder(target.parent)
+
+
+def followed(path: str | os.PathLike[str]) -> Path:
+    """Return the path that a symbolic link leads to, be there a file or not; any other path as it is."""
+    return Path(os.path.realpath(path)) if os.path.islink(path) else Path(path)
+
+
+@contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Give errors of the system, such as a full disk, the path that they lack."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = os.fspath(path)
+        raise
+
+
+def _lock(descriptor: int) -> None:
+    import fcntl
+
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _remove_scratches(target: Path) -> None:
+    """Remove what killed writes of `target` left: files that nobody has locked."""
+    for path in target.parent.glob(f".{glob.escape(target.name)}.*.tmp"):
+        if re.fullmatch(r"\.[0-9a-f]{8}\.tmp", path.name.removeprefix(f".{target.name}")):
+            with suppress(OSError), open(path, "ab", opener=_without_links) as file:
+                _lock(file.fileno())
+                path.unlink()
 
 
 def write_bytes(path: str | os.PathLike[str], contents: bytes) -> None:
@@ -117,9 +154,10 @@ def locked(lock: str | os.PathLike[str], subject: object) -> Iterator[None]:
     path = Path(lock)
     path.parent.mkdir(parents=True, exist_ok=True)
     with _lock_file(path, subject) as file:
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
-        file.flush()
+        with naming(path):
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
+            file.flush()
         try:
             yield
         finally:
@@ -131,12 +169,13 @@ def is_locked(lock: str | os.PathLike[str]) -> bool:
     import fcntl
 
     try:
-        with open(lock) as file:
+        with open(lock, opener=_without_links) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
     except BlockingIOError:
         return True
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ELOOP):
+            raise
     return False
 
 
@@ -144,7 +183,7 @@ def _lock_file(path: Path, subject: object) -> TextIO:
     import fcntl  # where there is none, all but locks can still be used
 
     while True:
-        file = open(path, "a+")  # noqa: SIM115
+        file = open(path, "a+", opener=_without_links)  # noqa: SIM115
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             with suppress(FileNotFoundError):
@@ -158,11 +197,9 @@ def _lock_file(path: Path, subject: object) -> TextIO:
         file.close()  # its last holder removed it meanwhile
 
 
-def sweep(folder: str | os.PathLike[str]) -> None:
-    """Removes what a process that was killed inside `replacing` left in `folder`; for its only user."""
-    for path in Path(folder).iterdir():
-        if _SCRATCH.fullmatch(path.name):
-            path.unlink(missing_ok=True)
+def _without_links(path: str, flags: int) -> int:
+    """Open a file of ours: through a symbolic link, another one would be written or emptied."""
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
 
 
 def _sync_folder(folder: Path) -> None:

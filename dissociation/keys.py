@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.random import threefry2x32_p
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key
 
+from dissociation import _compat
 from dissociation.types import PRNGKey, PRNGKeys
 
 
@@ -76,7 +76,8 @@ def normal(key: PRNGKey, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32)
         return jax.random.normal(key, shape, dtype)  # which refuses several keys
     half, words = -(-size // 2), jax.random.key_data(key)
     counts = lax.iota(jnp.uint32, half)
-    first, second = map(_normal_of_bits, threefry2x32_p.bind(words[0], words[1], jnp.zeros_like(counts), counts))
+    pairs = _compat.threefry2x32_p.bind(words[0], words[1], jnp.zeros_like(counts), counts)
+    first, second = map(_normal_of_bits, pairs)
     # Joined end to end, they would be computed element by element where XLA on a CPU joins inside of a loop.
     both = jnp.zeros((2, half), jnp.float32).at[0].set(first).at[1].set(second)
     return both.reshape(-1)[:size].reshape(shape).astype(kind)

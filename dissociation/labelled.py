@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dissociation.checks import fail, fail_kind, is_traced
+from dissociation.checks import check_choice, fail, fail_kind, is_traced
 from dissociation.files import RefusedFile, reason_of, replacing, write_bytes
 
 if TYPE_CHECKING:
@@ -78,8 +78,7 @@ class Labelled:
 
     def __getitem__(self, name: str) -> np.ndarray:
         known = {**self.arrays, **self.coords}
-        if name not in known:
-            fail("name", f"be one of {', '.join(known)}", repr(name))
+        check_choice("name", name, known)
         return known[name]
 
     def __repr__(self) -> str:
@@ -176,8 +175,7 @@ class Labelled:
         pandas = _extra("pandas")
         groups: dict[frozenset[str], list[str]] = {}
         for name in names or self.arrays:
-            if name not in self.arrays:
-                fail("names", f"be of {', '.join(self.arrays)}", repr(name))
+            check_choice("names", name, self.arrays)
             groups.setdefault(frozenset(self.dims[name]), []).append(name)
         return {self.dims[group[0]]: pandas.DataFrame(self._columns(group)) for group in groups.values()}
 

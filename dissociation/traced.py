@@ -15,10 +15,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core as jex
 from jaxtyping import Array
 
 from dissociation import checkpoint as checkpoints
+from dissociation._compat import jex
 
 IRRELEVANT = {
     # Names are for people; rules of derivatives are not used any more: nothing differentiates a traced program.

@@ -227,7 +227,13 @@ class _Rule:
     def _words(self) -> str:
         words = ["a function"] if self.function else []
         words += ["text" if kind is str else f"of type {kind.__name__}" for kind in self.instances]
-        return " or ".join(words)
+        words += [f"a list of arrays of {kind.words} {kind.axes}" for kind in self.listed]
+        return " or ".join([*words, self._number_words] if self.numbers else words)
+
+    @property
+    def _number_words(self) -> str:
+        kinds = set(self.numbers)
+        return "a number" if {float, complex} & kinds else "True or False" if kinds == {bool} else "a whole number"
 
     def _admit_array(self, name: str, value: Any, bound: Bound, may_be_empty: bool) -> Any:
         kind = self.arrays[0]
@@ -239,8 +245,7 @@ class _Rule:
         return _placed(name, array, kind)
 
     def _admit_number(self, name: str, value: Any) -> Any:
-        kinds = set(self.numbers)
-        words = "a number" if {float, complex} & kinds else "True or False" if kinds == {bool} else "a whole number"
+        kinds, words = set(self.numbers), self._number_words
         if isinstance(value, (bool, np.bool_)) and bool not in kinds:
             fail_kind(name, f"be {words}", repr(value))
         if type(value) in kinds or (type(value) is int and {float, complex} & kinds):

@@ -351,6 +351,12 @@ def bad_values(rule, value):
     return bad
 
 
+HOLE = re.compile(
+    r"\b(must|be|of|have|hold|take|than|with) ?[,.)]|\b(got|or|and) ?[,.]|[(\[] ?,|\s[,.](\s|$)|\b(got|or)\s*$| {2}"
+)
+"""A place of a message where words are missing."""
+
+
 def check_refused(function, call, name, kind, value, reason):
     run = unchecked(function)
     with warnings.catch_warnings():
@@ -359,6 +365,8 @@ def check_refused(function, call, name, kind, value, reason):
             out = run(**call | {name: value})
         except (TypeError, ValueError) as error:
             if re.match(rf"`({'|'.join(call)})(\[.*\])?` must", str(error)):
+                if HOLE.search(str(error)):
+                    raise AssertionError(f"{name} = {kind}: words are missing in: {error}") from error
                 return
             raise AssertionError(f"{name} = {kind}: obscure error: {error!r}") from error
         except Exception as error:

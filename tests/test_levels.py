@@ -1,14 +1,20 @@
 """Imports go one way: a module imports only from lower levels, and koopman may use dissociation, never the reverse."""
 
 import ast
+import re
+import sys
 from pathlib import Path
 
+import jax
 import pytest
+
+from dissociation import _compat
 
 ROOT = Path(__file__).parents[1]
 LEVELS = {
     "dissociation": {
-        "types": -3, "lazy": -3, "checks": -2, "cores": -1, "keys": -2, "conversion": -1, "validation": -0.5,
+        "_compat": -4, "types": -3, "lazy": -3,
+        "checks": -2, "cores": -1, "keys": -2, "conversion": -1, "validation": -0.5,
         "files": -1, "interrupts": -1, "labelled": -0.5, "labelling": -0.4, "linalg": 0, "results": 0,
         "splits": 0, "ties": 0.1,
         "provenance": 0, "progress": 0, "plotting": 0, "exhibits": 0.5, "display": 0.6, "report": 0.7, "sharding": 0,
@@ -54,3 +60,48 @@ def test_imports_go_down(path):
         assert not (package == "dissociation" and other == "koopman"), f"{path} imports koopman"
         if other == package and parts[0] != here:
             assert LEVELS[package][parts[0]] < LEVELS[package].get(here, 0), f"{path} imports {name}"
+
+
+def names_in(path):
+    """Dotted names of modules, and of what is taken of them, that a file imports or spells out."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Attribute):
+            yield ast.unparse(node)
+
+
+def test_what_may_change_in_jax_is_imported_in_one_place():
+    private = re.compile(r"jax(lib)?\.(_(?!_)|extend\b)")
+    found = {str(path.relative_to(ROOT)) for path in FILES if any(map(private.match, names_in(path)))}
+    assert found == {"dissociation/_compat.py"}
+
+
+@pytest.mark.parametrize("name", _compat.ENTRIES)
+def test_what_breaks_with_another_jax_is_named(name, monkeypatch):
+    """A failure of the first line is of this JAX: the entry says what no longer works."""
+    assert getattr(_compat, name) is not None, f"without it {_compat.ENTRIES[name][2]} cannot work"
+    module, attribute, needed = _compat.ENTRIES[name]
+    if attribute is None:
+        monkeypatch.setitem(sys.modules, module, None)
+    else:
+        monkeypatch.delattr(sys.modules[module], attribute)
+    with pytest.raises(ImportError, match=f"JAX {jax.__version__} lacks {module}.*, needed for {re.escape(needed)}"):
+        getattr(_compat, name)
+
+
+def test_the_client_of_the_runtime_has_what_exchange_calls():
+    from jax._src.lib import _jax
+
+    source = ast.parse((ROOT / "dissociation" / "distributed.py").read_text())
+    of_client = [
+        n for n in ast.walk(source) if isinstance(n, ast.Attribute) and ast.unparse(n.value).endswith("client")
+    ]
+    called = {node.attr for node in of_client} - {"client"}
+    assert called == {
+        "key_value_set", "key_value_set_bytes", "key_value_dir_get", "key_value_dir_get_bytes", "key_value_delete",
+        "wait_at_barrier",
+    }  # fmt: skip
+    assert called <= set(dir(_jax.DistributedRuntimeClient))

@@ -6,6 +6,7 @@ References:
 
 import gzip
 import hashlib
+import io
 import os
 import shutil
 import tempfile
@@ -36,6 +37,8 @@ CHECKSUMS = {
 }
 DOWNLOAD_SECONDS = 300.0
 """The longest that a mirror may take for one file, the largest of which has 10 MB."""
+MAX_BYTES = 64 * 2**20
+"""The most bytes that a file may have, compressed or not, the largest of which has 47 MB."""
 _SCRATCH = ".download-"
 NUM_CLASSES = 10
 PERMUTATION_SEED = 37
@@ -123,11 +126,13 @@ def _read(path: Path, name: str) -> UInt8[np.ndarray, "..."]:
     contents = path.read_bytes()
     if contents[:2] == b"\x1f\x8b":
         try:
-            contents = gzip.decompress(contents)
+            contents = gzip.GzipFile(fileobj=io.BytesIO(contents)).read(MAX_BYTES + 1)
         except EOFError as error:
             raise ValueError(f"{path} is truncated: its gzip stream ends early.") from error
         except (OSError, zlib.error) as error:
             raise ValueError(f"{path} is corrupt: {error}.") from error
+    if len(contents) > MAX_BYTES:
+        raise ValueError(f"{path} is too long: it must have at most {MAX_BYTES} bytes.")
     array = parse_idx(contents, source=str(path))
     digest = hashlib.sha256(contents).hexdigest()
     if digest != CHECKSUMS[name]:
@@ -191,7 +196,7 @@ def _fetch(address: str, target: Path) -> Path:
     Raises:
         TimeoutError: After `DOWNLOAD_SECONDS` in all: a server that sends a byte now and then never comes to the
             timeout of one read.
-        OSError: If the server does not answer, or not with a file.
+        OSError: If the server does not answer, or not with a file of at most `MAX_BYTES`.
     """
     import pooch  # Loaded only here: most runs never download.
 
@@ -199,9 +204,15 @@ def _fetch(address: str, target: Path) -> Path:
     loader: Any = pooch.HTTPDownloader(progressbar=True, timeout=min(30, DOWNLOAD_SECONDS))
     failure: list[Exception] = []
 
+    def limited(address: str, path: str, caller: Any) -> None:
+        with _Limited(path, "wb") as file:
+            loader(address, file, caller)
+
     def run() -> None:
         try:
-            pooch.retrieve(address, None, fname=target.name, path=target.parent, downloader=loader)
+            options: Any = {"fname": target.name, "path": target.parent, "downloader": limited}
+            pooch.retrieve(address, None, **options)
+            target.chmod(target.parent.parent.stat().st_mode & 0o666)  # pooch's are readable by their owner alone
         except Exception as error:
             failure.append(error)
 
@@ -214,6 +225,15 @@ def _fetch(address: str, target: Path) -> Path:
     if failure:
         raise failure[0]
     return target
+
+
+class _Limited(io.FileIO):
+    """A file that refuses to become longer than `MAX_BYTES`."""
+
+    def write(self, data: Any, /) -> int:
+        if self.tell() + len(data) > MAX_BYTES:
+            raise OSError(f"longer than {MAX_BYTES} bytes")
+        return super().write(data)
 
 
 def _sweep(folder: Path) -> None:

@@ -198,7 +198,6 @@ def locked(folder: str | os.PathLike[str]) -> Iterator[None]:
         OSError: If it cannot be made or written to.
     """
     with files.locked(Path(folder) / ".lock", folder):
-        files.sweep(folder)
         yield
 
 

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -100,29 +100,43 @@ def run_command(
         SystemExit: After `--help`.
     """
     words = sys.argv[1:] if arguments is None else list(arguments)
-    if words == ["--version"]:
-        print(f"{program} (dissociation {metadata.version('dissociation')})")
-        return 0
-    figure = figures.get(words[0]) if words else None
-    lists = {} if figure is None else lists_in(words, figure.Config())
-    if figure is not None and (wrong := _not_swept(words, figure.Config())):
-        print(f"{program}: {wrong}", file=sys.stderr)
-        return 2
-    commands = {name: _command(each, words, program) for name, each in figures.items()} | {"runs": _runs}
+    with _until_readers_leave():
+        if words == ["--version"]:
+            print(f"{program} (dissociation {metadata.version('dissociation')})")
+            return 0
+        figure = figures.get(words[0]) if words else None
+        lists = {} if figure is None else lists_in(words, figure.Config())
+        if figure is not None and (wrong := _not_swept(words, figure.Config())):
+            print(f"{program}: {wrong}", file=sys.stderr)
+            return 2
+        commands = {name: _command(each, words, program) for name, each in figures.items()} | {"runs": _runs}
 
-    def parsed(words: Sequence[str]) -> Any:
-        return tyro.extras.subcommand_cli_from_dict(commands, prog=program, description=description, args=words)
+        def parsed(words: Sequence[str]) -> Any:
+            return tyro.extras.subcommand_cli_from_dict(commands, prog=program, description=description, args=words)
 
-    printed = io.StringIO()
+        printed = io.StringIO()
+        try:
+            with contextlib.redirect_stderr(printed):
+                chosen = [parsed(each) for each in words_of(words, lists)]
+        except SystemExit as end:
+            if end.code in (0, None):
+                raise
+            print(f"{program}: {_one_line(printed.getvalue())}", file=sys.stderr)
+            return 2
+        return _produce_all(chosen, lists, program, words) if lists else chosen[0]()
+    return 0
+
+
+@contextlib.contextmanager
+def _until_readers_leave() -> Iterator[None]:
+    """End what is inside without an error when nobody reads the output any more, as after `| head`."""
     try:
-        with contextlib.redirect_stderr(printed):
-            chosen = [parsed(each) for each in words_of(words, lists)]
-    except SystemExit as end:
-        if end.code in (0, None):
-            raise
-        print(f"{program}: {_one_line(printed.getvalue())}", file=sys.stderr)
-        return 2
-    return _produce_all(chosen, lists, program, words) if lists else chosen[0]()
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _not_swept(words: Sequence[str], config: Any) -> str:
@@ -171,6 +185,9 @@ def _runs(out: Path = Path("results")) -> Callable[[], int]:
     """
 
     def tell() -> int:
+        if not out.exists():
+            print(f"There are no runs yet: no folder {out}. `--out` names another one.")
+            return 0
         try:
             entries = runs_in(out)
         except OSError as error:
@@ -233,8 +250,8 @@ def _guarded(program: str, run: RunOptions, work: Callable[[], Any]) -> int:
         return tell(error, 2 if isinstance(error, WrongValue) else 1, error)
     except KeyboardInterrupt as error:
         return stopped(error)
-    except BrokenPipeError:  # whoever read the table has seen enough of it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # `run_command` ends quietly
+        raise
     except (OSError, WrongValue, RefusedFile, MemoryError) as error:
         nameless = isinstance(error, OSError) and error.errno is not None and error.filename is None
         return tell(f"{error} (while writing to {run.out})" if nameless else error, 1, error)

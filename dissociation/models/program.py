@@ -11,8 +11,8 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core as jex
 
+from dissociation._compat import jex
 from dissociation.checks import fail, fail_kind
 from dissociation.conversion import describe
 

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from dissociation import checks
-from dissociation.files import replacing
+from dissociation.files import naming, replacing
 from dissociation.progress import MeterFactory, open_meter
 from dissociation.validation import validated
 
@@ -123,7 +123,7 @@ class CsvLog(Callback):
         for member in range(len(numbers["loss"])):
             labels = [np.asarray(values)[member] for values in self.columns.values()]
             table.writerow([step, member, *labels, *(numbers[name][member] for name in self._names)])
-        with self.path.open("a", encoding="utf-8", newline="") as file:
+        with naming(self.path), self.path.open("a", encoding="utf-8", newline="") as file:
             file.write(text.getvalue())
 
 

@@ -29,7 +29,7 @@ from dissociation.training.callbacks import Callback, OfFunction
 from dissociation.training.chunk import Layout, observable
 from dissociation.training.loop import streams
 from dissociation.training.records import History, Save
-from dissociation.training.run import Checkpoint, Run, records_something
+from dissociation.training.run import Checkpoint, Run, records_something, terminations_interrupt
 from dissociation.training.samplers import HostBatches, Sampler, as_arrays, leading_size
 from dissociation.training.state import (
     State,
@@ -132,12 +132,13 @@ def fit(
         save: What to record, and when.
         layout: How members are mapped, and over which devices.
         callbacks: What happens on the way: functions `callback(step, records)`, or objects of `callbacks`.
-        checkpoint: A file. If it exists the run goes on from it, and the outcome equals the uninterrupted one bit
-            for bit; it is written as the run goes on and at its end, be that an interrupt or the error of a callback
-            or an iterator. It goes on from the same data, models, hyperparameters and key, under the same step, sampler
-            and observation; layout, number of processes, callbacks and number of steps may be others: a finished run is
-            extended by more of them. One that a callback ended stays ended, unless none listens any more, or no record
-            is made at that step. One call at a time has it.
+        checkpoint: A file, or a link to one. If it exists the run goes on from it, and the outcome equals the
+            uninterrupted one bit for bit. It is written as the run goes on and at its end, be that an interrupt
+            (Ctrl-C, or SIGTERM, whose handler is called afterwards) or the error of a callback or an iterator. It goes
+            on from the same data, models, hyperparameters and key, under the same step, sampler and observation;
+            layout, number of processes, callbacks and number of steps may be others: a finished run is extended by more
+            of them. One that a callback ended stays ended, unless none listens any more, or no record is made at that
+            step. One call at a time has it.
         same_program: Take the checkpoint's program for the same, though it is not traced to the same operations, as
             after an update of JAX.
 
@@ -156,7 +157,7 @@ def fit(
         if any(map(checks.is_traced, jax.tree.leaves(given))):
             advice = "Inside of a transformation use `train`"
             checks.fail_kind(name, "be known: `fit` is driven by the host", "a traced value", advice)
-    state = _begin(models, step, aux, hyperparams)
+    state = _begin(models, step, aux, hyperparams, save)
     num_members = leading_size("models", state.arrays)
     if sampler.stacked:
         sampler_members = leading_size("sampler", eqx.filter(sampler, eqx.is_array))
@@ -170,19 +171,18 @@ def fit(
     if not share.alone:
         _check_alike((state.arrays, state.hyperparams, key, jnp.asarray(times)), total)
     mine = share.take(sampler) if sampler.stacked else sampler
-    with closing(Batches(mine, order_keys if sampler.shared else share.take(order_keys))) as batches:
+    order_keys = order_keys if sampler.shared else share.take(order_keys)
+    with terminations_interrupt(), closing(Batches(mine, order_keys)) as batches:
         run = Run(share.take(state), step, batches, share.take(own_keys), save, layout, heard, share)
         _check_names(run)
         file = None
         if checkpoint is not None:
-            file = Checkpoint(Path(checkpoint), _identity(run, state, step, sampler, key), same_program)
-        if logger.isEnabledFor(logging.INFO):
-            needs = _needs(run, state, mine, total - first, len(times))
-            size = (needs.compiler + needs.of(run.parts.num_members)) / 2**20
-            where = f"{run.lanes} side by side" if run.lanes > 1 else f"by {run.layout.member_map}"
-            logger.info(
-                "plan: %d members, %s on %d device(s), at most %.0f MiB", num_members, where, needs.devices, size
-            )
+            path = files.followed(checkpoint)
+            if path.is_dir():
+                checks.fail("checkpoint", "be a file", f"the folder {checkpoint}")
+            file = Checkpoint(path, _identity(run, state, step, sampler, key), same_program)
+        where = f"{run.lanes} in parallel" if run.lanes > 1 else f"by {run.layout.member_map}"
+        logger.info("plan: %d members, %s on %d device(s)", num_members, where, max(run.lanes, run.layout.devices))
         del state  # the run has its own
         with ExitStack() as held:
             if file is not None:
@@ -247,27 +247,24 @@ def estimated_bytes(
     num_steps: int | None = None,
     num_epochs: int | None = None,
     hyperparams: PyTree = None,
+    aux: PyTree = None,
     save: Save = Save(),  # noqa: B008
     layout: Layout = Layout(),  # noqa: B008
 ) -> Needs:
     """What `fit` is going to take, from two members, whose program is compiled and not run; see `fit` for arguments."""
-    state = _begin(models, step, None, hyperparams)
+    state = _begin(models, step, aux, hyperparams, save)
     count = leading_size("models", state.arrays)
     first = int(np.max(np.asarray(state.step)))
     total = first + _total_steps(num_steps, num_epochs, sampler.epoch_steps)
     order_keys, own_keys = _split_key(key, count, sampler.shared)
     with closing(Batches(sampler, order_keys)) as batches:
         run = Run(state, step, batches, own_keys, save, layout._replace(mesh=None), [], Share((0, count), 0))
-        return _needs(run, state, sampler, total - first, len(_times(save, [], first, total, sampler.epoch_steps)))
-
-
-def _needs(run: Run, state: State, sampler: Sampler, num_steps: int, num_times: int) -> Needs:
-    """Of a run that has been prepared, and the states that it began with."""
-    count, cpu = leading_size("models", state.arrays), jax.default_backend() == "cpu"
-    program = max(run.program_bytes())
-    recorded = (run.info, num_steps), (run.observe and run.observe.out, num_times)
+        program = max(run.program_bytes())
+    times = len(_times(save, [], first, total, sampler.epoch_steps))
+    recorded = (run.info, total - first), (run.observe and run.observe.out, times)
     history = 16 * sum(math.prod(leaf.shape) * times for tree, times in recorded for leaf in jax.tree.leaves(tree))
-    of_states, of_model = (_bytes(tree) // count for tree in (state, state.arrays))
+    cpu = jax.default_backend() == "cpu"
+    of_states, of_model = _bytes(state) // count, _bytes(state.arrays) // count
     lanes = min(jax.local_device_count(), cores.available_cores()) if cpu and run.layout.member_map == "scan" else 1
     data = _bytes(sampler) * 5 // 4 + _bytes(run.observe)
     if cpu:
@@ -326,9 +323,13 @@ def _callback(index: int, given: Any) -> Callback:
     return OfFunction(given)
 
 
-def _begin(models: Any, step: Step, aux: Any, hyperparams: Any) -> State:
+def _begin(models: Any, step: Step, aux: Any, hyperparams: Any, save: Save) -> State:
     """Stacked states to begin with."""
-    count = leading_size("models", models.arrays if isinstance(models, State) else models)
+    try:
+        count = leading_size("models", models.arrays if isinstance(models, State) else models)
+    except checks.WrongValue as error:
+        advice = "Stack them: models = eqx.filter_vmap(init)(jax.random.split(key, 8)), init(key) being one model"
+        raise checks.WrongValue(f"{error} {advice}.") from None
     for name, tree in (("hyperparams", hyperparams), ("aux", aux)):
         if tree is not None:
             size = leading_size(name, as_arrays(name, tree, "members"))
@@ -338,6 +339,12 @@ def _begin(models: Any, step: Step, aux: Any, hyperparams: Any) -> State:
         models = models.replace(hyperparams=None)  # those of another optimiser
     old = models.hyperparams if isinstance(models, State) else None
     check_optimizer(step.optimizer, old if hyperparams is None else hyperparams)
+    carried = models.aux if isinstance(models, State) and aux is None else aux
+    step.check_loss(carried)
+    if save.observe is not None and callable(save.observe):
+        advice = "With an `aux` it is observe(model, aux, step, key), without one observe(model, step, key)"
+        words = ("model", *([] if carried is None else ["aux"]), "step", "key")
+        checks.check_call("observe", save.observe, words, advice)
     if not isinstance(models, State):
         models = checked_models(models)
         one = eqx.filter_vmap(lambda model, aux, hyperparams: step.init(model, aux=aux, hyperparams=hyperparams))
@@ -359,7 +366,7 @@ def _total_steps(num_steps: int | None, num_epochs: int | None, epoch_steps: int
     if (num_steps is None) == (num_epochs is None):
         checks.fail("num_steps", "be given, or `num_epochs`, but not both", f"{num_steps} and {num_epochs}")
     if num_epochs is not None:
-        return checks.check_count("num_epochs", num_epochs) * epoch_steps
+        return checks.check_count("num_epochs", num_epochs, maximum=(2**31 - 1) // epoch_steps) * epoch_steps
     return checks.check_count("num_steps", num_steps)
 
 
@@ -390,7 +397,8 @@ def _identity(run: Run, state: State, step: Step, sampler: Sampler, key: Any) ->
         return jax.tree.map(jnp.asarray, step.loss(state.model, *carried, batch, key))
 
     def update(hyperparams: Any, opt_state: Any, arrays: Any) -> Any:
-        return transformation(step.optimizer, hyperparams).update(arrays, opt_state, arrays)
+        more = {"value": jnp.zeros(()), "grad": arrays, "value_fn": optax.tree.sum}  # of any loss
+        return transformation(step.optimizer, hyperparams).update(arrays, opt_state, arrays, **more)
 
     after = None if step.after_update is None else trace(step.after_update, one).fingerprint()
     parts = {"models": state.arrays, "aux": state.aux, "hyperparams": state.hyperparams, "key": key}

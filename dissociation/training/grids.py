@@ -5,7 +5,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +29,8 @@ from dissociation.training.callbacks import Callback
 from dissociation.training.chunk import Layout
 from dissociation.training.fitting import estimated_bytes, fit, labelled_fit
 from dissociation.training.records import History, Save
-from dissociation.training.samplers import Sampler
+from dissociation.training.run import terminations_interrupt
+from dissociation.training.samplers import Sampler, as_arrays, leading_size
 from dissociation.training.state import Step
 from dissociation.types import PRNGKey
 from dissociation.validation import validated
@@ -76,6 +77,7 @@ class GridResult(NamedTuple):
         plan: How it ran.
         seconds: Wall time of every group, earlier parts included.
         models_of: From members' places in the grid to their trained models, stacked; all of one shape.
+        aux_of: The same for the trained `aux`; None if there is none.
     """
 
     grid: Grid
@@ -84,6 +86,7 @@ class GridResult(NamedTuple):
     plan: Plan
     seconds: tuple[float, ...]
     models_of: Callable[[Any], PyTree]
+    aux_of: Callable[[Any], PyTree] | None = None
 
     def __repr__(self) -> str:
         return f"GridResult({self.grid}, {self.plan}, {sum(self.seconds):.0f} s)"
@@ -110,13 +113,21 @@ class _Sweep(NamedTuple):
     keys: Array
     order: Array
     shapes: tuple[str, ...]
+    aux: Any
     options: dict[str, Any]
 
-    def models(self, members: Sequence[int]) -> PyTree:
-        """Fresh models of members that differ in numbers alone."""
+    def fresh(self, make: Callable[..., Any], members: Sequence[int]) -> PyTree:
+        """What `init`, or a function like it, makes of members that differ in numbers alone."""
         values = self.grid.values
         fixed = {name: values[name][members[0]].item() for name in self.shapes}
-        return _fresh(self.init, fixed, self.keys[jnp.asarray(members), 0])
+        return _fresh(make, fixed, self.keys[jnp.asarray(members), 0])
+
+    def start(self, members: Sequence[int]) -> tuple[PyTree, PyTree]:
+        """Models and `aux` to begin with."""
+        if _makes(self.aux):
+            return self.fresh(self.init, members), self.fresh(self.aux, members)
+        where = np.asarray(members)
+        return self.fresh(self.init, members), jax.tree.map(lambda leaf: leaf[where], self.aux)
 
     def arguments(self, members: Sequence[int]) -> dict[str, Any]:
         """What `fit` is given for some members."""
@@ -135,6 +146,11 @@ class _Sweep(NamedTuple):
         return list(found.values())
 
 
+def _makes(aux: Any) -> bool:
+    """Whether it is a function to a member's `aux`, not the arrays of all members."""
+    return callable(aux) and not jax.tree.leaves(eqx.filter(aux, eqx.is_array))
+
+
 @validated
 def fit_grid(
     init: Callable[..., PyTree],
@@ -145,6 +161,7 @@ def fit_grid(
     key: PRNGKey,
     num_steps: int | None = None,
     num_epochs: int | None = None,
+    aux: PyTree = None,
     save: Save = Save(),  # noqa: B008  # a tuple of constants
     layout: Layout = Layout(),  # noqa: B008
     folder: str | Path | None = None,
@@ -168,6 +185,9 @@ def fit_grid(
         key: Everything random follows from it.
         num_steps: Optimiser steps; give this or `num_epochs`.
         num_epochs: Passes over the data.
+        aux: What the loss carries along beside the model, as an `eqx.nn.State` of batch normalisation: arrays, members
+            first in the order of the grid, or a function of `init`'s arguments that returns one member's, such as
+            `lambda key: eqx.nn.make_with_state(Net)(key)[1]`. It gets the key that `init` gets.
         save: What to record, and when; must not differ in shape between groups.
         layout: Of each group.
         folder: Where groups are kept; a second call with the same arguments goes on from there. Without it trained
@@ -176,7 +196,8 @@ def fit_grid(
         same_program: Take the programs of the folder for the same, see `fit`.
         memory_budget: Bytes to stay within beyond what there is; None: nine tenths of what is free on an accelerator,
             half of it on the host.
-        progress: A meter of all groups' steps; before its bar stands the plan, behind it the time that remains.
+        progress: A meter of the programs that planning compiles, then one of all groups' steps; before its bar stands
+            the plan, behind it the time that remains.
 
     Returns:
         A `GridResult`.
@@ -206,9 +227,13 @@ def fit_grid(
     )
     options = {"num_steps": num_steps, "num_epochs": num_epochs, "save": save, "layout": layout}
     keys = jax.vmap(jax.random.split)(keys)  # for a member's model, and for its training
-    sweep = _Sweep(init, step, sampler, grid, keys, order, _shapes(init, step, grid), options)
-    with _Folder(folder, _identity(sweep, key, num_steps, num_epochs), fresh) as kept:
-        plan = kept.plan(lambda: _planned(sweep, memory_budget, began, keeps=folder is None))
+    if aux is not None and not _makes(aux):
+        aux = as_arrays("aux", aux, "members")
+        checks.check_same_length("grid", len(grid), "aux", leading_size("aux", aux), "members")
+    step.check_loss(aux)
+    sweep = _Sweep(init, step, sampler, grid, keys, order, _shapes(init, step, grid), aux, options)
+    with terminations_interrupt(), _Folder(folder, _identity(sweep, key, num_steps, num_epochs), fresh) as kept:
+        plan = kept.plan(lambda: _planned(sweep, memory_budget, began, keeps=folder is None, progress=progress))
         logger.info("%s", plan)
         return _run(sweep, plan, kept, progress, same_program)
 
@@ -220,9 +245,9 @@ def _run(
     models: dict[int, Any] = {}
     try:
         for index, members in enumerate(plan.groups):
-            start = sweep.models(members)
+            start, aux = sweep.start(members)
             file = kept.file(index, "ckpt")
-            given = {**sweep.arguments(members), "checkpoint": file, "same_program": same_program}
+            given = {**sweep.arguments(members), "aux": aux, "checkpoint": file, "same_program": same_program}
             try:
                 result = fit(start, sweep.step, sweep.sampler, callbacks=[steps], **given)
             except WrongValue as error:
@@ -230,11 +255,11 @@ def _run(
                     raise RefusedFile(f"{error} Or say fresh=True, which sets {kept.path} aside.") from error
                 raise
             parts.append((result.history, result.diverged_at, result.seconds))
-            trained = result.models
+            trained = result.models if aux is None else (result.models, result.state.aux)
             if not kept.kept:
                 models[index] = jax.tree.map(lambda leaf: np.asarray(leaf) if eqx.is_array(leaf) else leaf, trained)
             kept.finish(index, trained, result.seconds)
-            del start, result, trained
+            del start, aux, result, trained
     finally:
         steps.end()
     order = np.argsort(np.concatenate([np.asarray(members) for members in plan.groups]))
@@ -252,21 +277,24 @@ def _run(
         joined(*(each.loss for each in histories)), first.observed_at, observed, metrics, first.first_step
     )
 
-    def models_of(members: Any) -> PyTree:
-        return _models_of(sweep, plan, kept, models, np.atleast_1d(np.asarray(members, int)).tolist())
+    def trained_of(members: Any) -> PyTree:
+        return _trained_of(sweep, plan, kept, models, np.atleast_1d(np.asarray(members, int)).tolist())
 
-    return GridResult(sweep.grid, history, joined(*diverged), plan, tuple(seconds), models_of)
+    whole = sweep.grid, history, joined(*diverged), plan, tuple(seconds)
+    if sweep.aux is None:
+        return GridResult(*whole, trained_of)
+    return GridResult(*whole, lambda members: trained_of(members)[0], lambda members: trained_of(members)[1])
 
 
-def _models_of(sweep: _Sweep, plan: Plan, kept: "_Folder", models: dict[int, Any], members: Sequence[int]) -> PyTree:
-    """Trained models of some members, stacked in the order asked for."""
+def _trained_of(sweep: _Sweep, plan: Plan, kept: "_Folder", models: dict[int, Any], members: Sequence[int]) -> PyTree:
+    """Trained models of some members, and their `aux` if there is one, stacked in the order asked for."""
     places = {member: (index, row) for index, group in enumerate(plan.groups) for row, member in enumerate(group)}
     for member in members:
         if member not in places:
             checks.fail("members", f"be places in the grid, from 0 to {len(places) - 1}", member)
 
     def fresh(index: int) -> Any:
-        return eqx.filter_eval_shape(sweep.models, list(plan.groups[index]))
+        return eqx.filter_eval_shape(sweep.start, list(plan.groups[index]))[0 if sweep.aux is None else slice(None)]
 
     shapes = {tuple(sweep.grid.values[name][member].item() for name in sweep.shapes) for member in members}
     if len(shapes) != 1:
@@ -345,13 +373,20 @@ def _unread(optimizer: Any, values: dict[str, float]) -> list[str]:
     return [name for name in values if whole and works({k: v for k, v in values.items() if k != name})]
 
 
-def _planned(sweep: _Sweep, budget: int | None, began: int | None, *, keeps: bool) -> Plan:
+def _planned(
+    sweep: _Sweep, budget: int | None, began: int | None, *, keeps: bool, progress: str | MeterFactory | None
+) -> Plan:
     """Groups that fit, by what two members of each shape take; `began`: what was resident when the sweep was begun."""
-    room = memory.free_memory([]) if budget is None else checks.check_count("memory_budget", budget, minimum=1)
+    given = None if budget is None else checks.check_count("memory_budget", budget, minimum=1, maximum=None)
+    room = given or memory.free_memory([])
     alike, needs = sweep.alike(), []
-    for members in alike:
-        two = (members * 2)[:2]
-        needs.append(estimated_bytes(sweep.models(two), sweep.step, sweep.sampler, **sweep.arguments(two)))
+    with closing(open_meter(progress, len(alike), "planning")) as meter:
+        for done, members in enumerate(alike):
+            meter.advance(done, "compiling")  # which takes most of a short sweep's time
+            two = (members * 2)[:2]
+            models, aux = sweep.start(two)
+            needs.append(estimated_bytes(models, sweep.step, sweep.sampler, aux=aux, **sweep.arguments(two)))
+        meter.advance(len(alike), "")
     spent, after = needs[0].compiler, memory.resident()
     if spent:
         memory.trim()
@@ -438,7 +473,8 @@ class _Folder:
         if self.manifest:
             kept = self.manifest["plan"]
             return Plan(**{**kept, "groups": tuple(map(tuple, kept["groups"]))})
-        plan: Plan = distributed.on_main(make)  # others may have less memory, but the groups must be the same
+        groups, *rest = distributed.on_main(make)  # others may have less memory, but the groups must be the same
+        plan = Plan(tuple(map(tuple, groups)), *rest)
         self.manifest = {"identity": self.identity, "plan": plan._asdict(), "seconds": {}}
         self._write()
         return plan

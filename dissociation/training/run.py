@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,6 +46,8 @@ from dissociation.training.state import Info, State, Step
 
 CHUNK_SECONDS = 1.0
 """How long a chunk should take: how often progress is shown and an interrupt is heard."""
+FIRST_WRITE = 5.0
+"""The longest time until the first write of a checkpoint, which is after a chunk: compiling is not lost."""
 
 
 class Run:
@@ -128,7 +130,7 @@ class Run:
         self.diverged_at = np.full(self.num_members, -1)
         self.frozen = np.zeros(self.num_members, bool)
         self.stopped, self.pieces = False, []
-        self.chunk, self.saved_at, self.unsaved = 1, time.perf_counter(), 0.0
+        self.chunk, self.saved_at, self.unsaved, self.first_write = 1, time.perf_counter(), 0.0, FIRST_WRITE
         self.began, self.earlier_seconds = time.perf_counter(), 0.0
 
     def _split(self, tree: Any) -> list[Any]:
@@ -166,7 +168,7 @@ class Run:
                     source = self.batches.source(self.step)  # may wait for the host: an interrupt is heard
                     with _interrupts_later():
                         losses = self.advance(min([total, *later[:1].tolist()]), source)
-                    if checkpoint is not None and self.unsaved >= self.save.seconds:
+                    if checkpoint is not None and self.unsaved >= min(self.save.seconds, self.first_write):
                         self.write(checkpoint)
             except BaseException as error:
                 lost = any(leaf.is_deleted() for leaf in jax.tree.leaves(self.states) if isinstance(leaf, jax.Array))
@@ -332,7 +334,7 @@ class Run:
                     files.remove(other)
 
         self.share.on_main(commit, interruptible=False)
-        self.saved_at, self.pieces = time.perf_counter(), pieces
+        self.saved_at, self.pieces, self.first_write = time.perf_counter(), pieces, np.inf
 
     def _write_piece(self, piece: Path, header: dict[str, Any]) -> None:
         """This process' states, in a file, or in a folder by Orbax: there as they lie, padding included."""
@@ -465,16 +467,46 @@ def records_something(callback: Callback) -> bool:
 
 @contextmanager
 def _interrupts_later() -> Iterator[None]:
-    """Holds an interrupt (Ctrl-C) back until what is inside is done: a chunk's donated state must not be lost."""
-    handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+    """Holds a signal back until what is inside is done: a chunk's donated state must not be lost."""
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
     heard: list[tuple[int, Any]] = []
-    signal.signal(signal.SIGINT, lambda number, frame: heard.append((number, frame)))
+    handlers: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    with ExitStack() as held:
+        for number in [number for number, handler in handlers.items() if callable(handler)]:
+            held.callback(signal.signal, number, handlers[number])
+            signal.signal(number, lambda number, frame: heard.append((number, frame)))
+        yield
+    if heard:
+        handlers[heard[0][0]](*heard[0])
+
+
+@contextmanager
+def terminations_interrupt() -> Iterator[None]:
+    """Inside, the first SIGTERM is a `KeyboardInterrupt`; afterwards the handler that was there before is called.
+
+    Without such a handler the process ends as it would have ended at once. Only the main thread can take signals, and
+    one of several processes must not stop alone.
+    """
+    before = signal.getsignal(signal.SIGTERM)
+    alone = threading.current_thread() is threading.main_thread() and distributed.number() == 1
+    if not alone or before in (None, signal.SIG_IGN):
+        yield
+        return
+    heard: list[tuple[int, Any]] = []
+
+    def interrupt(number: int, frame: Any) -> None:
+        heard.append((number, frame))
+        if len(heard) == 1:
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, handler)
-    if heard:
-        handler(*heard[0])
+        signal.signal(signal.SIGTERM, before)
+        if heard and callable(before):
+            before(*heard[0])
+        elif heard:
+            signal.raise_signal(signal.SIGTERM)

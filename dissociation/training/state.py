@@ -126,6 +126,7 @@ class Step(eqx.Module):
 
     def __call__(self, state: State, batch: PyTree, key: PRNGKey) -> tuple[State, Info]:
         """The state after one update, and what was seen on the way; `key` goes to the loss."""
+        self.check_loss(state.aux)
         arrays = _trained(state.arrays)
         others = eqx.filter(state.arrays, eqx.is_inexact_array, inverse=True)
         static = state.static.tree()
@@ -138,13 +139,25 @@ class Step(eqx.Module):
             (value, (aux, metrics)), slope = slopes(arrays, state.aux, batch, key)
         else:
             value, aux, metrics, slope = self._accumulate(slopes, arrays, state.aux, batch, key)
+
+        def value_of(arrays: Any) -> Array:  # for line searches
+            if self.micro_batches == 1:
+                return objective(arrays, state.aux, batch, key)[0]
+            return self._accumulate(slopes, arrays, state.aux, batch, key)[0]
+
         optimizer = transformation(self.optimizer, state.hyperparams)
-        updates, opt_state = optimizer.update(slope, state.opt_state, arrays)
+        more = {"value": value, "grad": slope, "value_fn": value_of}
+        updates, opt_state = optimizer.update(slope, state.opt_state, arrays, **more)
         arrays = eqx.combine(optax.apply_updates(arrays, updates), others)
         new = State(arrays, aux, opt_state, state.hyperparams, state.step + 1, state.static)
         if self.after_update is not None:
             new = _same_structure(self.after_update(new), new)
         return new, Info(value, metrics)
+
+    def check_loss(self, aux: Any) -> None:
+        """Raise unless the loss can be called with a model, a batch and a key, and with `aux` if there is one."""
+        advice = "With an `aux` it is loss(model, aux, batch, key), without one loss(model, batch, key)"
+        checks.check_call("loss", self.loss, ("model", *([] if aux is None else ["aux"]), "batch", "key"), advice)
 
     def _accumulate(self, slopes: Callable[..., Any], arrays: Any, aux: Any, batch: Any, key: Any) -> Any:
         """Means of value, metrics and gradient over the micro-batches, one after the other; `aux` goes through all."""
@@ -179,7 +192,9 @@ def make_step(
     Args:
         loss: `loss(model, batch, key)` of one network: a scalar, or a scalar and metrics (any PyTree of arrays). Where
             the state has an `aux`, `loss(model, aux, batch, key)`: a scalar and the new `aux`, or these and metrics.
-        optimizer: An Optax transformation, or a function from a state's `hyperparams` to one.
+        optimizer: An Optax transformation, or a function from a state's `hyperparams` to one. Its update gets `value`,
+            `grad` and `value_fn` as well, which `optax.lbfgs` and `optax.contrib.reduce_on_plateau` take: the loss, its
+            gradient, and the loss of other parameters on the same batch with the same key.
         after_update: From the updated state to the one that counts, by `State.replace`: a projection of the model on
             a constraint, an ascent of multipliers in `aux`, an average of weights.
         micro_batches: Parts that every batch is cut into, whose gradients (and losses, metrics) are averaged: for
@@ -199,6 +214,7 @@ def make_step(
         >>> float(state.model), float(info.loss)
         (2.0, 4.0)
     """
+    optimizer = _one_transformation(optimizer)
     if not isinstance(optimizer, optax.GradientTransformation) and not callable(optimizer):
         wanted = "be an optax.GradientTransformation, or a function from hyperparameters to one"
         checks.fail_kind("optimizer", wanted, repr(optimizer))
@@ -232,22 +248,35 @@ def check_fitting(state: State, step: Step) -> None:
         checks.fail("state", wanted, "that of another", advice)
 
 
-def transformation(optimizer: Any, hyperparams: Any) -> optax.GradientTransformation:
-    """The optimiser, made with its hyperparameters if it is a function of them."""
+def _one_transformation(optimizer: Any) -> Any:
+    """An optimiser that passes further arguments of its update on; what is none as it is."""
+    multi = getattr(getattr(optimizer, "update", None), "__self__", None)
+    if isinstance(multi, optax.MultiSteps):  # whose own `gradient_transformation` drops them
+        update: Any = multi.update
+        return optax.GradientTransformationExtraArgs(multi.init, update)
+    return optimizer
+
+
+def transformation(optimizer: Any, hyperparams: Any) -> optax.GradientTransformationExtraArgs:
+    """Return the optimiser, made with its hyperparameters if it is a function of them."""
     if isinstance(optimizer, optax.GradientTransformation):
-        return optimizer
+        return optax.with_extra_args_support(optimizer)
     check_optimizer(optimizer, hyperparams)
-    made = optimizer(hyperparams)
+    made = _one_transformation(optimizer(hyperparams))
     if not isinstance(made, optax.GradientTransformation):
         raise TypeError(
             f"`optimizer` must return an optax.GradientTransformation for one member's `hyperparams`, got {made!r}."
         )
-    return made
+    return optax.with_extra_args_support(made)
 
 
 def first_opt_state(optimizer: Any, arrays: Any, hyperparams: Any) -> Any:
     """What the optimiser begins with on one member's arrays."""
     fresh = transformation(optimizer, hyperparams).init(_trained(arrays))
+    pairs = lambda node: isinstance(node, optax.LookaheadState)  # noqa: E731
+    if any(map(pairs, jax.tree.leaves(fresh, is_leaf=pairs))):
+        advice = "Average weights in `aux` by `after_update`"
+        checks.fail_kind("optimizer", "update the model's own arrays", "optax.lookahead, which updates pairs", advice)
     return jax.tree.map(jnp.asarray, fresh)
 
 

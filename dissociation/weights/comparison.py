@@ -8,8 +8,8 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core as jex
 
+from dissociation._compat import jex
 from dissociation.checks import fail, fail_kind, is_traced
 from dissociation.models.program import bound, program_of
 from dissociation.weights.flow import FEW

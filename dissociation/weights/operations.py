@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend import core as jex
 
+from dissociation._compat import jex
 from dissociation.models.program import inner_program
 from dissociation.weights import arrangements, contractions, elementwise, indexing
 from dissociation.weights.axes import UNIT

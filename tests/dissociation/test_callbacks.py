@@ -336,3 +336,11 @@ def test_columns_must_say_something_of_every_member(key, tmp_path):
             ValueError, match=f"`columns` must hold one value for each of the 3 members, got shape {shape}"
         ):
             fit(linear_members(key), SGD, FullBatch(regression(key)), num_steps=1, key=key, callbacks=[log])
+
+
+def test_a_full_disk_is_named_by_the_table(small_disk):
+    log = CsvLog(small_disk / "table.csv")
+    log.begin(0, 10, [])
+    (small_disk / "rest").write_bytes(bytes(92 * 1024))
+    with pytest.raises(OSError, match="No space left on device: '.*table.csv'"):
+        log.record(0, {"loss": np.ones(10_000)})

@@ -53,6 +53,78 @@ def test_round_trip(key, tmp_path):
     assert checkpoint.read_header(tmp_path / "deep" / "file") == {"step": 3}
 
 
+NUMBERS = np.array([[0, 1, 2], [100, 3, 5]])
+KINDS = [
+    *"?bBhHiIqQefdgFDG",
+    ">f4",
+    ">i2",
+    ">c16",
+    ">f2",
+    ">M8[ns]",
+    "m8[s]",
+    jnp.bfloat16,
+    jnp.float8_e4m3fn,
+    jnp.int4,
+]
+
+
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x,
+        lambda x: np.asfortranarray(x),
+        lambda x: x[::-1, ::2],
+        lambda x: x[0, 0],
+        lambda x: x[:, :0],
+        lambda x: x[1, 1].reshape(()),
+    ],
+    ids=["rows", "Fortran", "strided", "scalar", "empty", "no axis"],
+)
+def test_every_kind_of_numbers_comes_back(tmp_path, dtype, change):
+    given = change((NUMBERS % 7).astype(dtype))
+    checkpoint.save(tmp_path / "file", {"x": given})
+    zeros = np.zeros_like(given)
+    found = checkpoint.restore(tmp_path / "file", {"x": zeros if isinstance(given, np.ndarray) else zeros[()]})["x"]
+    assert type(found) is type(given)
+    assert (found.dtype, found.shape) == (given.dtype, given.shape)
+    np.testing.assert_array_equal(found, given)
+
+
+@pytest.mark.parametrize("number", [True, -3, 10**30, 0.1, float("-inf"), 1 - 2j, complex("inf"), -0.0j])
+def test_every_number_of_python_comes_back(tmp_path, number):
+    checkpoint.save(tmp_path / "file", {"x": number})
+    found = checkpoint.restore(tmp_path / "file", {"x": type(number)()})["x"]
+    assert (type(found), repr(found)) == (type(number), repr(number))
+    with pytest.raises(ValueError, match=r"the leaf \['x'\] is .*, wanted a str"):
+        checkpoint.restore(tmp_path / "file", {"x": np.str_("text")})
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [
+        np.array(["a", "bc"]),
+        np.array([b"a"]),
+        np.array([None, 1]),
+        np.zeros(2, [("a", "f4"), ("b", "i4")]),
+        np.zeros(2, "V8"),
+        np.ma.array([1.0, 2.0], mask=[True, False]),
+        jax.ShapeDtypeStruct((2,), jnp.float32),
+    ],
+    ids=lambda leaf: f"{type(leaf).__name__}-{leaf.dtype}",
+)
+def test_what_could_not_be_read_is_refused_by_name(tmp_path, leaf):
+    with pytest.raises(TypeError, match=r"`tree` must hold arrays of numbers or dates, got a .* at \['x'\]\[1\]"):
+        checkpoint.save(tmp_path / "file", {"x": (1, leaf)})
+    assert not list(tmp_path.iterdir())
+
+
+def test_numbers_of_64_bits_are_not_cut(tmp_path):
+    checkpoint.save(tmp_path / "file", np.array([2**40]))
+    with pytest.raises(ValueError, match=r"the leaf  is int64\. Enable JAX's 64 bits"):
+        checkpoint.restore(tmp_path / "file", jax.ShapeDtypeStruct((1,), np.int64))
+
+
 def test_restored_keys_draw_the_same(key, tmp_path):
     for k in (key, jax.random.key(1, impl="rbg")):
         checkpoint.save(tmp_path / "file", {"key": k})

@@ -429,3 +429,22 @@ def test_compiled_programs_are_kept_where_the_user_says(tmp_path, monkeypatch, o
     jax.config.update("jax_compilation_cache_dir", own and str(tmp_path / own))
     command.start_compilation_cache()
     assert jax.config.jax_compilation_cache_dir == str(tmp_path / (own or "cache"))
+
+
+@pytest.mark.parametrize("words", [["--help"], ["toy", "--help"], ["--version"], ["runs", "--out", "."]])
+def test_readers_may_leave(toy, words, monkeypatch):
+    """As `| head` does: no traceback, and nothing left in a buffer that fails when the process ends."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        try:
+            assert command.run_command({"toy": toy}, words, program="toy", description="Toys.") == 0
+        except SystemExit as end:
+            raise AssertionError("the pipe was not noticed") from end
+
+
+def test_a_new_folder_has_no_runs(toy, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert command.run_command({"toy": toy}, ["runs"], program="toy", description="Toys.") == 0
+    assert "There are no runs yet: no folder results." in capsys.readouterr().out

@@ -1,6 +1,8 @@
 """Several processes on this machine, with CPU collectives: their shares, their files, and what a dead one leaves."""
 
+import io
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -13,8 +15,9 @@ import numpy as np
 import optax
 import pytest
 
-from dissociation import distributed, sharding, shares
+from dissociation import checks, distributed, sharding, shares
 from dissociation.figures.command import RunOptions
+from dissociation.files import RefusedFile
 from dissociation.shares import Share
 from dissociation.training import Epochs, Layout, Save, fit, make_step
 from dissociation.training import run as run_module
@@ -91,6 +94,97 @@ def test_alone_nothing_is_exchanged():
     assert doubled.tolist() == [0, 2, 4]
     with pytest.raises(ValueError, match="`stacked` must hold arrays that agree in a leading axis"):
         shares.over_processes(lambda x: x, (jnp.ones(2), jnp.ones(3)))
+
+
+ARRAYS = [
+    np.arange(6, dtype=">i4").reshape(2, 3).T, np.float32(2.5), np.array(["a", "bcd"]), np.zeros((0, 3), bool),
+    np.array("2020-01-01", "M8[D]"), jnp.array([0.1, jnp.inf], jnp.bfloat16), np.array(1 - 2j),
+]  # fmt: skip
+
+
+def test_messages_are_arrays_and_json():
+    value = {"a": [1, [2.5, None, True, "text", float("inf")], {}], "b": ARRAYS, "c": {"d": [[]]}, "e": 2**70}
+    found = distributed._unpacked(distributed._packed(value))
+    assert {**found, "b": 0} == {**value, "b": 0}
+    for one, other in zip(found["b"], ARRAYS, strict=True):
+        assert (one.dtype, one.shape) == (other.dtype, np.shape(other))
+        np.testing.assert_array_equal(one, other)
+    for wrong in (object(), {1, 2}, b"bytes", np.array([None]), len):
+        with pytest.raises(TypeError, match="`value` must hold arrays, numbers and text, got an object of type"):
+            distributed._packed([wrong])
+
+
+class Runs:
+    ran = False
+
+    def __reduce__(self):
+        return (setattr, (Runs, "ran", True))
+
+
+class Store:
+    """The runtime's store, in which another client has put something in the place of process 1."""
+
+    def __init__(self, message):
+        self.message, self.kept = message, {}
+
+    def key_value_set_bytes(self, name, data):
+        self.kept[name] = data
+
+    def wait_at_barrier(self, name, timeout):
+        self.kept[name.strip() + "/1"] = b"=" + self.message
+
+    def key_value_delete(self, folder):
+        self.kept = {name: data for name, data in self.kept.items() if not name.startswith(folder)}
+
+    def key_value_dir_get_bytes(self, folder):
+        return [(name, data) for name, data in self.kept.items() if name.startswith(folder)]
+
+
+def npy_of(value):
+    file = io.BytesIO()
+    np.savez(file, words=np.array([value], object))
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [pickle.dumps(("", False, Runs())), npy_of(Runs()), b"", b"{3}", distributed._packed([1, 2])[:-1]],
+    ids=["pickle", "objects", "nothing", "no JSON", "cut"],
+)
+def test_what_another_client_has_stored_is_not_run(monkeypatch, message):
+    monkeypatch.setattr(distributed, "_group", distributed._Group(Store(message), 0, 2, 60.0))
+    with pytest.raises(RuntimeError, match="All processes must run one program, got a message not of arrays"):
+        distributed.exchange(3)
+    assert not Runs.ran
+    monkeypatch.setattr(distributed._group, "client", Store(distributed._packed(("", False, 4))))
+    assert distributed.exchange(3) == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("error", "wanted"),
+    [
+        (KeyError("name"), KeyError("'name'")),
+        (checks.WrongValue("`x` must"), checks.WrongValue("`x` must")),
+        (RefusedFile("damaged"), RefusedFile("damaged")),
+        (FileNotFoundError(2, "No such file", "/path"), FileNotFoundError("[Errno 2] No such file: '/path'")),
+        (UnicodeDecodeError("utf-8", b"a", 0, 1, "why"), RuntimeError("process 0: UnicodeDecodeError: 'utf-8' codec")),
+        (pickle.PicklingError("own"), RuntimeError("process 0: PicklingError: own")),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_reach_other_processes(error, wanted):
+    found = distributed._error_of(type(error).__name__, str(error))
+    assert type(found) is type(wanted)
+    assert str(found).startswith(str(wanted))
+
+
+def test_the_coordinator_listens_where_it_was_told_to(monkeypatch):
+    called = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *given, **options: called.append((given, options)))
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    distributed._start("127.0.0.1:1234", 2, 0, 60, 300)
+    assert called[0][0] == ("127.0.0.1:1234", 2, 0)
+    assert called[0][1]["coordinator_bind_address"] == "127.0.0.1:1234"
 
 
 @pytest.mark.parametrize("bounds", [(0, 5), (0, 2, 5), (0, 1, 1, 2), (0, 0, 0, 1)])

@@ -1,5 +1,6 @@
 """A figure, its caption and its table: as text, as HTML, and as the SVG within."""
 
+import html
 import re
 
 import matplotlib.pyplot as plt
@@ -10,6 +11,7 @@ from browser import Tags
 from dissociation import exhibits
 from dissociation.exhibits import Exhibit, aligned, image, table_html
 from dissociation.plotting import house_style
+from dissociation.report import report_html
 
 
 @pytest.fixture
@@ -61,6 +63,13 @@ def test_svg_has_no_address_and_no_date(figure):
     assert 'aria-label="says &quot;this&quot;"' in svg
     assert svg == image(figure, 'says "this"')  # the same figure is the same text
     Tags.of(svg)
+
+
+def test_captions_hold_any_text(figure):
+    for words in (r"\alpha \1 \g<0> \\", "a & <b>", "{0} %s"):
+        label = f'aria-label="{html.escape(words)}"'
+        assert label in image(figure, words)
+        assert label in report_html(words, [Exhibit(words, figure, words, [[words]])], {words: words})
 
 
 def test_pictures_are_told_from_lines(figure):

@@ -77,14 +77,12 @@ def test_a_process_killed_inside_a_write_leaves_the_old_file(tmp_path):
         process.send_signal(signal.SIGKILL)
     assert path.read_bytes() == b"old"
     assert len(list(tmp_path.iterdir())) == 3
-    files.sweep(tmp_path)
-    assert sorted(child.name for child in tmp_path.iterdir()) == [".own.tmp", "file"]
 
 
 def test_a_full_disk_keeps_the_old_file(small_disk):
     path = small_disk / "file"
     files.write_bytes(path, b"old")
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match=f"No space left on device: '{path}'"):
         files.write_bytes(path, b"n" * 200_000)
     assert [child.name for child in small_disk.iterdir()] == ["file"]
     assert path.read_bytes() == b"old"
@@ -106,7 +104,7 @@ def test_a_file_larger_than_allowed_keeps_the_old_one(tmp_path):
     path = tmp_path / "file"
     files.write_bytes(path, b"old")
     done = subprocess.run([sys.executable, "-c", LIMITED, str(path)], capture_output=True, text=True, check=True)
-    assert "File too large" in done.stdout
+    assert f"File too large: '{path}'" in done.stdout
     assert [child.read_bytes() for child in tmp_path.iterdir()] == [b"old"]
 
 
@@ -138,3 +136,46 @@ def test_a_lock_that_its_holder_just_removed_is_made_anew(tmp_path, monkeypatch)
     monkeypatch.setattr(os.path, "samestat", samestat)
     with files.locked(lock, "the run"):
         assert lock.read_text().startswith(f"process {os.getpid()} on ")
+
+
+def test_the_next_write_removes_what_a_killed_one_left(tmp_path):
+    path, other = tmp_path / "file[1]", tmp_path / "file[1].b"
+    kept = [tmp_path / f".{other.name}.0a1b2c3d.tmp", tmp_path / f".{path.name}.mine.tmp"]
+    for each in (*kept, tmp_path / f".{path.name}.0a1b2c3d.tmp"):
+        each.write_bytes(b"half")
+    options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", WRITER, str(path)], **options) as process:
+        assert process.stdout.readline() == b"inside\n"
+        (alive,) = set(tmp_path.glob(".*.tmp")) - {*kept}
+        files.write_bytes(path, b"old")  # beside a write that goes on
+        assert {*tmp_path.iterdir()} == {path, alive, *kept}
+        process.send_signal(signal.SIGKILL)
+    files.write_bytes(path, b"new")
+    assert {*tmp_path.iterdir()} == {path, *kept}
+
+
+def test_a_file_is_written_through_links(tmp_path):
+    for name, target in (("good", tmp_path / "disk" / "a"), ("dangling", tmp_path / "new" / "b")):
+        link = tmp_path / name
+        link.symlink_to(target)
+        if name == "good":
+            files.write_bytes(target, b"old")
+        files.write_bytes(link, b"new")
+        assert link.is_symlink()
+        assert [(child.name, child.read_bytes()) for child in target.parent.iterdir()] == [(target.name, b"new")]
+    with pytest.raises(IsADirectoryError, match="must be a file, got a folder: '.*new'"):
+        files.write_bytes(tmp_path / "new", b"")
+
+
+def test_a_lock_is_no_link(tmp_path):
+    lock, target = tmp_path / ".lock", tmp_path / "target"
+    for contents in (b"the user's", None):
+        if contents is not None:
+            target.write_bytes(contents)
+        lock.symlink_to(target)
+        with pytest.raises(OSError, match="symbolic links: '.*.lock'"), files.locked(lock, "the run"):
+            pass
+        assert not files.is_locked(lock)
+        assert (target.read_bytes() if target.exists() else None) == contents
+        lock.unlink()
+        target.unlink(missing_ok=True)

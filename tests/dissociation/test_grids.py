@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from linear_regression import Normalised, normalised_error, regression
 
 from dissociation import memory
 from dissociation.files import RefusedFile
@@ -105,6 +106,39 @@ def test_a_finished_sweep_is_read_and_another_refused(few, monkeypatch, tmp_path
     assert (tmp_path / "before-1" / module.MANIFEST).exists()
 
 
+def network(key):
+    return eqx.nn.make_with_state(Normalised)(key)
+
+
+@pytest.mark.parametrize("made", ["by a function", "beforehand"])
+def test_batch_normalisation_is_swept(few, made, tmp_path):
+    rates, seeds, keys = [0.1, 0.05, 0.01], range(4), jax.random.split(jax.random.key(7))
+    grid, data = Grid(rate=rates, seed=seeds), regression(jax.random.key(0), samples=12)
+    step = make_step(normalised_error, lambda values: optax.sgd(values["rate"]))
+    aux = lambda key: network(key)[1]  # noqa: E731
+    if made == "beforehand":
+        aux = eqx.filter_vmap(lambda _: network(jax.random.key(0))[1])(jnp.arange(12))
+    given = {"key": jax.random.key(7), "num_epochs": 2, "progress": None, "aux": aux, "folder": tmp_path / "kept"}
+    result = fit_grid(lambda key: network(key)[0], step, Epochs(data, 4), grid, **given)
+    own = [jax.random.split(jax.random.fold_in(keys[0], seed)) for _ in rates for seed in seeds]
+    models, states = eqx.filter_vmap(network)(jnp.stack([first for first, _ in own]))
+    options = {"num_epochs": 2, "key": (keys[1], jnp.stack([second for _, second in own])), "aux": states}
+    hyperparams = {"rate": jnp.asarray(grid.values["rate"], float)}
+    whole = fit(models, step, Epochs(data, 4), hyperparams=hyperparams, **options)
+    np.testing.assert_array_equal(result.history.loss, whole.history.loss)
+    for members in ([0], [7, 2, 11]):
+        found, wanted = (result.models_of(members), result.aux_of(members)), (whole.models, whole.state.aux)
+        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+            if eqx.is_array(one):
+                np.testing.assert_array_equal(one, other[np.array(members)])
+    with pytest.raises(ValueError, match=r"`aux` must have as many members as `grid` \(12\), got 2"):
+        fit_grid(lambda key: network(key)[0], step, Epochs(data, 4), grid, **given | {"aux": jnp.ones(2)})
+    with pytest.raises(
+        TypeError, match=r"`loss` must take 3 arguments \(model, batch, key\), got \(model, state, batch"
+    ):
+        fit_grid(lambda key: network(key)[0], step, Epochs(data, 4), grid, **given | {"aux": None})
+
+
 def test_samplers_of_ones_own():
     batches = Epochs((X, Y), 10, shared=False)
     one, two = (swept(grid=Grid(width=[4], rate=[0.1], seed=seeds), sampler=batches) for seeds in ([5], [9, 5]))
@@ -137,6 +171,17 @@ def test_wrong_calls():
         swept(grid=Grid(width=[4], decay=[0.1]))
     with pytest.raises(ValueError, match="`grid` must have other names"):
         swept(grid=Grid(width=[4], rate=[0.1], loss=[1]))
+
+
+def test_something_is_shown_before_anything_is_compiled(monkeypatch):
+    shown = []
+    monkeypatch.setattr(module, "estimated_bytes", lambda *_, **__: shown.append(len(meters)) or 1 / 0)
+    meters = []
+    with pytest.raises(ZeroDivisionError):
+        swept(progress=lambda total, text: meters.append(Meter(total, text)) or meters[-1])
+    assert shown == [1]
+    assert meters[0].steps == [0]
+    assert meters[0].closed == 1
 
 
 def test_a_folder_that_is_none_or_holds_another_program(tmp_path):
@@ -173,7 +218,10 @@ def test_one_meter_has_the_steps_of_all_groups_and_is_closed_after_an_error(few,
     given = {"grid": Grid(width=[4], rate=[0.1], seed=range(4)), "folder": tmp_path, "progress": opened}
     result = swept(**given)
     swept(**given)
-    for meter in meters:
+    planning, *trainings = meters
+    assert (planning.total, planning.steps, planning.closed, planning.text) == (1, [0, 1], 1, "planning")
+    assert len(trainings) == 2
+    for meter in trainings:
         assert (meter.total, meter.steps[-1], meter.closed) == (24, 24, 1)
         assert meter.steps == sorted(meter.steps)
         assert meter.text == str(result.plan)
@@ -183,6 +231,25 @@ def test_one_meter_has_the_steps_of_all_groups_and_is_closed_after_an_error(few,
     with pytest.raises(ZeroDivisionError):
         swept(**given | {"folder": None, "progress": Broken})
     assert Broken.closed == 1
+
+
+class Terminated(Meter):
+    def advance(self, step, text):
+        super().advance(step, text)
+        if step > 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_sweep_is_saved_before_the_handler_of_sigterm_is_called(tmp_path):
+    given, heard = {"grid": Grid(width=[4], rate=[0.1], seed=range(4)), "save": Save(at=[3])}, []
+    before = signal.signal(signal.SIGTERM, lambda *_: heard.append({path.name for path in tmp_path.iterdir()}))
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            swept(**given, folder=tmp_path, progress=Terminated)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert heard == [{"group-0000.ckpt", module.MANIFEST}]
+    np.testing.assert_array_equal(swept(**given, folder=tmp_path).history.loss, swept(**given).history.loss)
 
 
 class Broken(Meter):
@@ -298,7 +365,12 @@ def test_killed_five_times_on_other_numbers_of_devices(tmp_path):
     here = os.path.dirname(__file__)
 
     def run(folder, devices, seconds=None, epochs=300):
-        words = {"path": [here], "devices": devices, "folder": str(folder), "out": str(tmp_path / "loss.npy")}
+        words = {
+            "path": [here, os.path.join(here, "..", "tools")],
+            "devices": devices,
+            "folder": str(folder),
+            "out": str(tmp_path / "loss.npy"),
+        }
         script = textwrap.dedent(SCRIPT).format(**words, epochs=epochs)
         process = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE)
         try:

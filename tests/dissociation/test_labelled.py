@@ -127,7 +127,7 @@ def test_tables_are_tidy_and_never_a_product(everything):
     assert tables["seeds", "modes"]["modes"].tolist() == [0, 1] * 2
     assert len(tables["empty", "scales"]) == 0
     assert set(everything.to_dataframe("alive")) == {("seeds",)}
-    with pytest.raises(ValueError, match="`names` must be of .*, got 'missing'"):
+    with pytest.raises(ValueError, match="`names` must be one of .*, got 'missing'"):
         everything.to_dataframe("missing")
 
 

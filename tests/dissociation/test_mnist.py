@@ -159,6 +159,9 @@ def test_download_falls_back_to_the_second_mirror_and_caches(small, tmp_path, se
     first = mnist.mnist_data()
     cached = sorted(path.name for path in (tmp_path / "cache").iterdir())
     assert cached == sorted(f"{name}.gz" for name in small)  # and no scratch folder is left
+    (tmp_path / "other").touch()
+    modes = {path.stat().st_mode for path in (*(tmp_path / "cache").iterdir(), tmp_path / "other")}
+    assert len(modes) == 1
     monkeypatch.setattr(mnist, "MIRRORS", ())
     np.testing.assert_array_equal(mnist.mnist_data()[0], first[0])
 
@@ -168,6 +171,23 @@ def test_damaged_download_leaves_nothing(small, tmp_path, server, monkeypatch):
     monkeypatch.setattr(mnist, "MIRRORS", (f"{server}/bad/",))
     with pytest.raises(ConnectionError, match="truncated"):
         mnist.mnist_data()
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("compress", [False, True], ids=["sent", "unpacked"])
+def test_nothing_longer_than_the_files_is_loaded(small, tmp_path, server, monkeypatch, compress):
+    """Neither what a mirror sends without end, nor what a few bytes of gzip become, and before any checksum."""
+    monkeypatch.setattr(mnist, "MAX_BYTES", 20_000)
+    bad = tmp_path / "www" / "bad"
+    bad.mkdir(parents=True)
+    for name in small:
+        (bad / f"{name}.gz").write_bytes(gzip.compress(bytes(10**6)) if compress else bytes(10**6))
+    monkeypatch.setattr(mnist, "MIRRORS", (f"{server}/bad/",))
+    seen = []
+    monkeypatch.setattr(mnist, "parse_idx", lambda contents, **_: seen.append(len(contents)))
+    with pytest.raises(ConnectionError, match="at most 20000 bytes" if compress else "longer than 20000 bytes"):
+        mnist.mnist_data()
+    assert not seen
     assert not (tmp_path / "cache").exists()
 
 

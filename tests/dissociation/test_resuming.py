@@ -9,6 +9,7 @@ import textwrap
 import threading
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import equinox as eqx
 import jax
@@ -101,23 +102,30 @@ def test_an_interrupted_run_resumes_bit_for_bit(key, tmp_path, member_map):
 @pytest.fixture
 def interruptible():
     """What runs in the background may ignore an interrupt."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler), signal.getsignal(signal.SIGTERM)
     yield
-    signal.signal(signal.SIGINT, before)
+    signal.signal(signal.SIGINT, before[0])
+    signal.signal(signal.SIGTERM, before[1])
 
 
-def test_an_interrupt_while_a_chunk_runs_loses_nothing(key, tmp_path, monkeypatch, interruptible):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_a_chunk_runs_loses_nothing(key, tmp_path, monkeypatch, interruptible, number):
     # The chunk's input state is donated: at that moment the host holds nothing that could be saved.
     models, sampler = linear_members(key), Epochs(regression(key, samples=30), 4)
     step, options = make_step(noisy_error, optax.adam(0.05)), {"num_steps": 25, "key": key}
     whole = fit(models, step, sampler, **options)
-    run, path, chunks = run_module.run_tasks, tmp_path / "run", []
+    run, path, chunks, terminated = run_module.run_tasks, tmp_path / "run", [], []
+
+    def handle(number, frame):
+        terminated.append((number, path.exists()))
+
+    signal.signal(signal.SIGTERM, handle)
 
     def interrupted(tasks, lanes):
         result = run(tasks, lanes)
         chunks.append(result)
         if len(chunks) > 8:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
             time.sleep(0.01)
         return result
 
@@ -126,6 +134,8 @@ def test_an_interrupt_while_a_chunk_runs_loses_nothing(key, tmp_path, monkeypatc
     with pytest.raises(KeyboardInterrupt):
         fit(models, step, sampler, checkpoint=path, **options)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert terminated == [(signal.SIGTERM, True)] * (number == signal.SIGTERM)  # when the state was on the disk
+    assert signal.getsignal(signal.SIGTERM) is handle
     assert 8 < checkpoints.read_header(path)["step"] < 25
     monkeypatch.setattr(run_module, "run_tasks", run)
     same_run(whole, fit(models, step, sampler, checkpoint=path, **options))
@@ -511,6 +521,53 @@ def test_kill_minus_nine_at_any_moment(tmp_path):
     assert kills >= 1
     subprocess.run(command(path, "resumed.npy"), check=True)
     np.testing.assert_array_equal(np.load(tmp_path / "whole.npy"), np.load(tmp_path / "resumed.npy"))
+
+
+def test_a_script_ends_by_sigterm_when_its_run_is_saved(tmp_path):
+    script, path = tmp_path / "run.py", tmp_path / "checkpoint"
+    early = "training.run.FIRST_WRITE = 0.0\nx = "
+    script.write_text(KILLED.replace("seconds=0.0", "seconds=1e9").replace("x = ", early))
+    words = [sys.executable, str(script), str(path), str(10**6), str(tmp_path / "never.npy")]
+    process, until = subprocess.Popen(words, stderr=subprocess.PIPE, text=True), time.monotonic() + 100
+    try:
+        while process.poll() is None and not path.exists() and time.monotonic() < until:
+            time.sleep(0.01)
+        first = checkpoints.read_header(path)["step"]  # before the time of `Save` is over
+        time.sleep(0.2)
+        process.send_signal(signal.SIGTERM)
+        said = process.communicate(timeout=100)[1]
+    finally:
+        process.kill()
+    assert (process.returncode, said) == (-signal.SIGTERM, "")
+    assert 0 < first < checkpoints.read_header(path)["step"]
+    assert {child.name for child in tmp_path.iterdir()} == {"run.py", "checkpoint"}
+
+
+def test_handlers_are_taken_by_the_main_thread_alone_while_it_trains(key, interruptible):
+    def trained():
+        found = []
+        resumable(key, None, at=[0, 12], callbacks=[lambda *_: found.append(signal.getsignal(signal.SIGTERM))])
+        return found[0]
+
+    for handler in (signal.SIG_DFL, print):
+        signal.signal(signal.SIGTERM, handler)
+        assert trained() not in (signal.SIG_DFL, signal.SIG_IGN, handler)
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(trained).result() is handler
+        assert signal.getsignal(signal.SIGTERM) is handler
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    assert trained() is signal.SIG_IGN
+
+
+def test_a_checkpoint_is_a_file_or_a_link_to_one(key, tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "run")
+    first = resumable(key, tmp_path / "link")
+    assert [child.name for child in (tmp_path / "disk").iterdir()] == ["run"]
+    assert sorted(child.name for child in tmp_path.iterdir()) == ["disk", "link"]
+    same_run(first, resumable(key, tmp_path / "disk" / "run"))
+    with pytest.raises(ValueError, match="`checkpoint` must be a file, got the folder .*disk"):
+        resumable(key, tmp_path / "disk")
 
 
 def test_one_call_at_a_time_has_a_checkpoint(key, tmp_path):

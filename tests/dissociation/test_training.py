@@ -1,5 +1,6 @@
 """`fit`: many members at once, however they are mapped, chunked and laid over devices."""
 
+import logging
 import warnings
 from functools import partial
 
@@ -9,12 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from compiled import compilations
 from linear_regression import Linear, linear_members, mean_of_batch, noisy_error, regression, squared_error, weights
 
 from dissociation import sharding
 from dissociation.training import EarlyStop, Epochs, FullBatch, Layout, Online, Progress, Save, fit, make_step
 from dissociation.training import chunk as chunk_module
 from dissociation.training import run as run_module
+from dissociation.training.callbacks import Callback
 
 SGD = make_step(squared_error, optax.sgd(0.1))
 
@@ -341,6 +344,29 @@ def test_one_program_serves_all_steps_and_observations(key, caplog):
         assert sum(name in message for message in compiled) == 1, name
 
 
+class Interrupt(Callback):
+    def begin(self, step, num_steps, past):
+        raise KeyboardInterrupt
+
+
+def test_a_log_changes_nothing_that_is_compiled(key, caplog):
+    def run(inputs):
+        data, step = FullBatch(regression(key, inputs=inputs)), make_step(squared_error, optax.sgd(0.1))
+        save = Save(lambda model, step, key: jnp.sum(model.weight), at=[5])  # is never reached
+        with pytest.raises(KeyboardInterrupt):
+            fit(
+                linear_members(key, inputs=inputs), step, data, num_steps=5, key=key, save=save, callbacks=[Interrupt()]
+            )
+
+    counts = []
+    for level, inputs in ((logging.WARNING, 20), (logging.WARNING, 21), (logging.INFO, 22)):
+        logging.getLogger("dissociation").setLevel(level)
+        counts.append(len(compilations(caplog, lambda inputs=inputs: run(inputs))))
+    logging.getLogger("dissociation").setLevel(logging.NOTSET)
+    assert counts[1] == counts[2]  # the first has compiled what is of any size
+    assert "plan: 3 members" in caplog.text
+
+
 def test_phases_chain(key):
     """Another loss, other hyperparameters and other data from the same state, three phases on end."""
     models, data, more = linear_members(key), regression(key), regression(jax.random.key(1), samples=6)
@@ -571,6 +597,10 @@ def test_wrong_trees_are_named(key):
         fit(lambda x: x, SGD, data, **options)
     with pytest.raises(ValueError, match=r"`models` must not be empty, got a leading axis of length 0"):
         fit(Linear(jnp.ones((0, 2, 4))), SGD, data, **options)
+    with pytest.raises(
+        ValueError, match=r"`models` must agree in the leading .* = eqx.filter_vmap\(init\)\(jax.random.split"
+    ):
+        fit(eqx.nn.MLP(4, 2, 8, 1, key=key), SGD, data, **options)
     with pytest.raises(TypeError, match=r"`models.weight` must hold real numbers, got dtype complex64"):
         fit(Linear(jnp.ones((3, 2, 4), complex)), SGD, data, **options)
     with pytest.raises(TypeError, match=r"`models.weight` must be .*, got text"):

@@ -6,9 +6,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from linear_regression import Linear, Normalised, linear_members, noisy_error, regression, squared_error, weights
+from linear_regression import (
+    Linear,
+    Normalised,
+    linear_members,
+    noisy_error,
+    normalised_error,
+    regression,
+    squared_error,
+    weights,
+)
 
-from dissociation.training import Epochs, FullBatch, fit, make_step, train
+from dissociation.training import Epochs, FullBatch, Save, fit, make_step, train
 
 
 def with_metrics(model, batch, key):
@@ -97,12 +106,6 @@ def test_hyperparameters_are_numbers_of_the_state(key):
         lambda rate: step(state.replace(hyperparams={"rate": rate, "decay": 0.0}), data, key)[0].model.weight[0, 0]
     )
     assert np.abs(slope(0.1)) == pytest.approx(1.0, rel=1e-3)  # a first step of Adam has the size of its rate
-
-
-def normalised_error(model, state, batch, key):
-    x, y = batch
-    out, state = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(x, state)
-    return jnp.mean((out - y) ** 2), state
 
 
 def normalised_loop(model, state, batches, optimizer):
@@ -252,6 +255,79 @@ def test_an_optimiser_and_its_hyperparameters_belong_together(key):
             make_step(squared_error, optax.sgd(0.1), micro_batches=count)
     with pytest.raises(TypeError, match="complex64"):
         make_step(squared_error, optax.sgd(0.1)).init(Linear(jnp.ones((2, 4), complex)))
+
+
+CURVATURE = jnp.array([[1.0, 3.0, 10.0], [2.0, 0.5, 7.0]])
+
+
+def quadratic(weights, batch, key):
+    return 0.5 * jnp.sum(batch.mean(0) * weights**2) - weights.sum()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        optax.lbfgs,
+        optax.polyak_sgd,
+        lambda: optax.chain(optax.adam(0.3), optax.contrib.reduce_on_plateau(patience=1, factor=0.5)),
+        lambda: optax.MultiSteps(optax.chain(optax.sgd(0.05), optax.contrib.reduce_on_plateau(patience=1)), 2),
+        lambda: optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(),
+    ],
+    ids=["lbfgs", "polyak", "plateau", "plateau of several", "several"],
+)
+@pytest.mark.parametrize("how", ["fit", "hyperparams", "micro_batches"])
+def test_optimisers_get_the_value(make, how, key):
+    """As in a loop of Optax by hand, which gives them the loss, its gradient, and the function."""
+    optimizer, start = make(), jnp.array([3.0, -2.0, 1.0])
+    if how == "hyperparams":
+        step = make_step(quadratic, lambda _: make())
+    else:
+        step = make_step(quadratic, optimizer, micro_batches=1 + (how == "micro_batches"))
+    hyperparams = {"hyperparams": jnp.ones(2)} if how == "hyperparams" else {}
+    result = fit(jnp.stack([start, start]), step, FullBatch(CURVATURE), num_steps=8, key=key, **hyperparams)
+    update = optax.with_extra_args_support(optimizer).update if not isinstance(optimizer, optax.MultiSteps) else None
+    loss = lambda weights: quadratic(weights, CURVATURE, key)  # noqa: E731
+
+    @jax.jit
+    def one(weights, state):
+        value, slope = jax.value_and_grad(loss)(weights)
+        more = {"value": value, "grad": slope, "value_fn": loss}
+        updates, state = (update or optimizer.update)(slope, state, weights, **more)
+        return optax.apply_updates(weights, updates), state, value
+
+    weights, state, values = start, optimizer.init(start), []
+    for _ in range(8):
+        weights, state, value = one(weights, state)
+        values.append(value)
+    np.testing.assert_allclose(result.history.loss, [values, values], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(result.models[1], weights, rtol=1e-4, atol=1e-5)
+    if make is optax.lbfgs:
+        np.testing.assert_allclose(weights, 1 / CURVATURE.mean(0), rtol=1e-3)
+
+
+def test_lookahead_is_refused(key):
+    step = make_step(quadratic, optax.chain(optax.lookahead(optax.sgd(0.1), 2, 0.5)))
+    with pytest.raises(TypeError, match="`optimizer` must update the model's own arrays, got optax.lookahead"):
+        fit(jnp.ones((2, 3)), step, FullBatch(CURVATURE), num_steps=1, key=key)
+
+
+def test_functions_of_other_arguments_are_named(key):
+    data, models = FullBatch(CURVATURE), jnp.ones((2, 3))
+    four, three = make_step(lambda m, aux, b, k: (0.0, aux), optax.sgd(0.1)), make_step(quadratic, optax.sgd(0.1))
+    for step, aux, words in ((four, None, "model, batch, key"), (three, jnp.ones(2), "model, aux, batch, key")):
+        for call in (
+            lambda step=step, aux=aux: fit(models, step, data, num_steps=1, key=key, aux=aux),
+            lambda step=step, aux=aux: step(step.init(models[0], aux=aux), CURVATURE, key),
+            lambda step=step, aux=aux: train(step.init(models[0], aux=aux), step, data, 1, key=key),
+        ):
+            with pytest.raises(
+                TypeError, match=rf"`loss` must take \d arguments \({words}\), got .*With an `aux`"
+            ) as e:
+                call()
+            assert not any(str(entry.path).endswith("run.py") for entry in e.traceback)  # at the edge
+    for observe in (lambda model, step: 0.0, lambda model, aux, step, key: 0.0):
+        with pytest.raises(TypeError, match=r"`observe` must take 3 arguments \(model, step, key\), got"):
+            fit(models, three, data, num_steps=1, key=key, save=Save(observe))
 
 
 def test_what_is_returned_must_be_what_a_loop_can_carry(key):

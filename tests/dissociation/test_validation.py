@@ -1,5 +1,6 @@
 """The gate: what stands for an array is taken, and what does not is refused by name."""
 
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -13,7 +14,7 @@ import pandas as pd
 import pytest
 from jaxtyping import Array, Float, Int, Real
 
-from dissociation import sharding
+from dissociation import checks, sharding
 from dissociation.conversion import as_classes, as_examples, as_one_hot
 from dissociation.types import Classes, Count, OneHot, PRNGKey, PRNGKeys, Scalar
 from dissociation.validation import validated
@@ -133,6 +134,7 @@ def test_arrays_pass_untouched():
         ({"count": 2.0}, TypeError, "`count` must hold integers, got dtype float64"),
         ({"count": True}, TypeError, "`count` must be a whole number, got True"),
         ({"count": "3"}, TypeError, "`count` must be a whole number, got str '3'"),
+        ({"count": np.ones(3, int)}, TypeError, "`count` must be a whole number, got an array"),
         ({"steps": 1.5}, TypeError, "`steps` must hold integers"),
         ({"flag": 1}, TypeError, "`flag` must"),
         ({"flag": "yes"}, TypeError, "`flag` must be True or False"),
@@ -471,3 +473,16 @@ def test_what_loses_nothing_passes_without_a_word(x):
     assert narrow(x) is not None
     ids = np.arange(2**24, 2**24 + 40)
     assert narrow(x, host=2**26 + ids, counts=ids).tolist() == (2**26 + ids).tolist()  # integers stay, or keep digits
+
+
+def test_messages_have_no_holes():
+    for check, message in (
+        (
+            lambda: checks.check_choice("name", "a", ()),
+            "`name` must be left out, as there is nothing to choose from, got 'a'.",
+        ),
+        (lambda: checks.fail("name", "be short", ""), "`name` must be short, got nothing."),
+        (lambda: checks.check_count("n", 2**31), "`n` must be at most 2147483647, got 2147483648."),
+    ):
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            check()

@@ -46,6 +46,12 @@ def noisy_error(model, batch, key):
     return squared_error(model, (x + jax.random.normal(key, x.shape), y), key)
 
 
+def normalised_error(model, state, batch, key):
+    x, y = batch
+    out, state = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(x, state)
+    return jnp.mean((out - y) ** 2), state
+
+
 def mean_of_batch(model, batch, key):
     """What is in the batch, whatever the model."""
     return jnp.mean(batch) + 0 * sum(jnp.sum(leaf) for leaf in jax.tree.leaves(model))

@@ -439,7 +439,9 @@ class _Job:
         symmetric = measure.symmetric and second is None
         held = int(self.route.compare_memory(number, max(widths), max(widths)))
         self.plan = Plan(symmetric, both[0].dtype.itemsize, held, jax.default_backend() != "cpu")
-        self.budget = free_memory(both) if budget is None else check_count("memory_budget", budget, minimum=1)
+        self.budget = (
+            free_memory(both) if budget is None else check_count("memory_budget", budget, minimum=1, maximum=None)
+        )
 
     def _pieces(self, one: _Set, route: Route) -> list[_Set]:
         """The set in as many pieces as memory asks for."""
