@@ -426,6 +426,49 @@ def test_intervals_hold_their_values_and_respect_bounds():
     np.testing.assert_allclose(np.diagonal(found.low), 1, atol=1e-3)
 
 
+@pytest.mark.parametrize("unbias", [True, False])
+@pytest.mark.parametrize("bounds", [(0.0, 1.0), (-1.0, 1.0), (-np.inf, 1.0), (0.0, np.pi / 2), (0.0, np.inf)])
+def test_estimates_lie_inside_of_their_intervals(bounds, unbias):
+    rng = np.random.default_rng(5)
+    least, most = max(bounds[0], -5), min(bounds[1], 5)
+    values = np.concatenate([rng.uniform(least, most, 500), [least, most, most]])
+    spread = 10.0 ** rng.uniform(-9, 1, len(values)) * (np.arange(len(values)) < 502)  # the last has no error at all
+    shift = spread * rng.standard_normal(len(values)) * 3
+    leave_outs = np.clip(values + shift + spread * rng.standard_normal((7, len(values))), least, most)
+    with jax.enable_x64(True):
+        found = similarity.jackknife_interval(values, leave_outs, bounds=bounds, unbias=unbias)
+    assert (found.low <= found.estimate).all()
+    assert (found.estimate <= found.high).all()
+    assert found.low.min() >= bounds[0]
+    assert found.high.max() <= bounds[1]
+    if unbias and bounds == (0.0, np.inf):  # on its own scale
+        np.testing.assert_allclose(found.estimate, np.clip(values - found.bias, 0, None), atol=1e-5)
+    if not unbias:
+        np.testing.assert_allclose(found.estimate, values, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["linear_cka", "angular_similarity", "cca"])
+def test_values_are_biased_and_estimates_hold_their_intervals(name):
+    rng = np.random.default_rng(6)
+    causes = rng.standard_normal((500, 40))
+    x, y = (causes @ rng.standard_normal((40, width)) + 3 * rng.standard_normal((500, width)) for width in (128, 96))
+    with pytest.warns(RuntimeWarning, match=f"1 of 1 `values` of {name} have a bias larger .* read `estimate`"):
+        found = similarity.compare(x, y, name, p_values=False, baseline=False)
+    assert found.low < found.estimate < found.high < found.values
+    estimate, arms = found.bars()
+    np.testing.assert_allclose([estimate - arms[0], estimate + arms[1]], [found.low, found.high], rtol=1e-6)
+    assert arms.min() > 0
+    with pytest.raises(ValueError, match="`num_blocks` must be given for intervals"):
+        similarity.compare(x, y, name, p_values=False, baseline=False, num_blocks=None).bars()
+
+
+def test_an_estimate_that_leaves_the_range_is_set_to_its_end_in_words():
+    rng = np.random.default_rng(0)
+    with pytest.warns(RuntimeWarning, match="1 of 1 estimates of linear_cka left the range 0 to 1"):
+        found = similarity.compare(*rng.standard_normal((2, 60, 4)), "linear_cka")
+    assert found.low == found.estimate == 0
+
+
 def simulated(key, routes, samples, blocks, maps, noise):
     """Estimates and leave-block-out estimates of pairs that share a latent cause, [pairs] and [blocks, pairs]."""
     route = routes()[0]

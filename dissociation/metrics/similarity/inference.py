@@ -43,16 +43,19 @@ class Interval(NamedTuple):
     """A jackknife's interval; arrays of one shape.
 
     Attributes:
-        standard_error: Of the estimate, in its unit.
-        low: Lower end.
-        high: Upper end.
-        bias: What the jackknife takes the estimate to be too high by; the interval is about the estimate without it.
+        standard_error: Standard error of the value, in its unit.
+        low: Lower end of the interval about `estimate`.
+        high: Upper end of the interval about `estimate`.
+        bias: First-order bias of the value, by the jackknife.
+        estimate: The value without its bias, within the bounds: `low` <= `estimate` <= `high`. The value itself, if no
+            bias is removed.
     """
 
     standard_error: Array
     low: Array
     high: Array
     bias: Array
+    estimate: Array
 
     __repr__ = printed
 
@@ -115,7 +118,7 @@ def jackknife_interval(
             as their values depend on n without end: they want an interval about z.
 
     Returns:
-        The interval, within the bounds.
+        The estimate and its interval. All three numbers are set to the nearest bound where they lie outside of it.
 
     Raises:
         ValueError: If there is one block, or `level` is out of range.
@@ -145,8 +148,10 @@ def jackknife_interval(
     half = float(stats.t.ppf(0.5 + 0.5 * level, count - 1)) * error
     centre = z - (count - 1) * (mean - z) if unbias else z
     raw_mean, raw_error = spread(leave_outs)
-    low, high = (jnp.clip(back(end), least, most) for end in (centre - half, centre + half))
-    return Interval(raw_error, low, high, (count - 1) * (raw_mean - values))
+    low, estimate, high = (jnp.clip(back(end), least, most) for end in (centre - half, centre, centre + half))
+    estimate = estimate if unbias else values
+    low, high = jnp.minimum(low, estimate), jnp.maximum(high, estimate)  # also of one rounding
+    return Interval(raw_error, low, high, (count - 1) * (raw_mean - values), estimate)
 
 
 class MemberInterval(Result):
@@ -513,5 +518,6 @@ def member_interval(
     total, rows = jnp.sum(table), jnp.sum(table, 0) + jnp.sum(table, 1)
     mean = total / (count * (count - 1))
     left = (total - rows) / ((count - 1) * (count - 2))
-    error, low, high, _ = jackknife_interval(mean, left, level=level, bounds=bounds)
-    return MemberInterval(mean, error, low, high)
+    # A mean over pairs has no bias, and lies inside of its interval.
+    found = jackknife_interval(mean, left, level=level, bounds=bounds, unbias=False)
+    return MemberInterval(mean, found.standard_error, found.low, found.high)

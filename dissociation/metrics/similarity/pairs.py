@@ -61,12 +61,15 @@ class Similarities(Result):
     """What all pairs of two sets of representations score; both sets may be one.
 
     Attributes:
-        values: [items, others].
+        values: The measure of all samples, [items, others].
+        estimate: `values` without the bias that few samples for so many features cause, as the jackknife finds it to
+            first order, within the measure's range; `low` <= `estimate` <= `high`. `values` themselves for measures
+            that tend to no value as samples grow; or None without intervals.
         baseline: What the same representations score with the samples of one in another order, on average: chance.
             [items, others], or None.
         standard_error: Of each value over samples, by the jackknife; or None.
-        low: Lower ends of intervals; or None.
-        high: Upper ends.
+        low: Lower ends of the intervals about `estimate`; or None.
+        high: Upper ends of the intervals about `estimate`; or None.
         p_values: Of having as much in common by chance, not corrected for how many there are (`corrected`); NaN for
             items with themselves; or None.
         disagreement: Share of samples to which the two networks give other classes, [items, others]; None without
@@ -81,6 +84,7 @@ class Similarities(Result):
     """
 
     values: Float[Array, "..."]
+    estimate: Float[Array, "..."] | None
     baseline: Float[Array, "..."] | None
     standard_error: Float[Array, "..."] | None
     low: Float[Array, "..."] | None
@@ -107,6 +111,21 @@ class Similarities(Result):
             found[f"{stem}_layers"] = axis, np.asarray([layer for layer, _ in pairs])
             found[f"{stem}_members"] = axis, np.asarray([member for _, member in pairs])
         return found
+
+    def bars(self) -> tuple[Array, Array]:
+        """Return `estimate` and the lengths of its bars, never negative, as Matplotlib's `errorbar` takes them.
+
+        `values` have no bars: they may lie outside of the interval, and are drawn as points.
+
+        Returns:
+            `estimate`, and [2, ...] distances to `low` and to `high`.
+
+        Raises:
+            ValueError: If there are no intervals.
+        """
+        if self.estimate is None or self.low is None or self.high is None:
+            fail("num_blocks", "be given for intervals", "None")
+        return self.estimate, jnp.stack([self.estimate - self.low, self.high - self.estimate])
 
     def between(self, layer: str, other: str | None = None) -> Array:
         """Values of one layer's members with another's, [members, members].
@@ -333,11 +352,11 @@ def _similarities(
     if p_values:
         p_value = job.test_by_moments(values) if by_moments else _shares(known, values, shuffled)
         p_value = _without_selves(p_value) if second is None else p_value
-    error = low = high = None
+    error = low = high = estimate = None
     if kept:
-        error, low, high, bias = _intervals(values, leave_outs, level, known.range, known.population)
+        error, low, high, bias, estimate = _intervals(values, leave_outs, level, known.range, known.population)
         if known.population:
-            _warn_biased(known, bias, error)
+            _warn_biased(known, values, bias, error, estimate)
     _warn_undefined(known, values, first, second)
     of_networks = [None if one is None else _outputs(one, outputs) for one in (first, second)]
     beside = [
@@ -345,7 +364,7 @@ def _similarities(
         for name in ("disagreement", "jensen_shannon")
     ]
     beside.append(_of_outputs(values, first, second or first, outputs))
-    found: list[Any] = [values, chance, error, low, high, p_value, *beside]
+    found: list[Any] = [values, estimate, chance, error, low, high, p_value, *beside]
     if y is not None and all(_is_single(one) for one in (x, y)):
         found = [None if part is None else part[..., 0, 0] for part in found]
     labels = {"items": tuple(first.labels), "others": tuple((second or first).labels)}
@@ -629,11 +648,17 @@ def _shown(one: _Set, label: tuple[str, int]) -> str:
     return one.name if len(one.labels) == 1 and not layer else f"{layer or one.name} {member}"
 
 
-def _warn_biased(measure: Measure, bias: Array, error: Array) -> None:
+def _warn_biased(measure: Measure, values: Array, bias: Array, error: Array, estimate: Array) -> None:
     leaning = np.abs(np.asarray(bias)) > LARGEST_BIAS * np.asarray(error) + 1e-5
     if leaning.any():
         warn(
-            f"{leaning.sum()} of {leaning.size} intervals of {measure.name} rest on a bias larger than {LARGEST_BIAS} "
-            "standard errors, which was taken off to first order: they may not cover. Use more samples for so many "
-            "features, or a debiased measure."
+            f"{leaning.sum()} of {leaning.size} `values` of {measure.name} have a bias larger than {LARGEST_BIAS} standard "
+            "errors: read `estimate`, from which it is removed to first order. What remains may exceed the interval. Use "
+            "more samples for so many features, or a debiased measure."
+        )
+    clipped = np.isin(estimate, measure.range) & (np.abs(np.asarray(values - estimate)) > 1e-5)
+    if clipped.any():
+        warn(
+            f"{clipped.sum()} of {clipped.size} estimates of {measure.name} left the range {measure.range[0]:.4g} to "
+            f"{measure.range[1]:.4g} without their bias, and are set to its end."
         )
