@@ -318,7 +318,9 @@ def _pairs(config: Config, name: str, layers: dict[str, Array], key: Array) -> d
 def _of_rewrites(
     name: str, trained: Array, rewritten: dict[str, Array], key: Array, alive: np.ndarray
 ) -> dict[str, Any]:
-    found = similarity.compare({"trained": trained}, rewritten, name, num_blocks=None, p_values=False, key=key)
+    found = similarity.compare(
+        {"trained": trained}, rewritten, name, members=True, num_blocks=None, p_values=False, key=key
+    )
     count = len(alive)
     table, null = (
         np.diagonal(np.asarray(values).reshape(count, -1, count), axis1=0, axis2=2)
@@ -332,7 +334,7 @@ def _through(name: str, features: np.ndarray, alive: np.ndarray) -> dict[str, An
     known = np.flatnonzero(alive)
     features = np.where(alive[:, None, None, None], features, features[known[:1]])  # as `seeds.stand_ins` does
     tables = [
-        np.asarray(similarity.pairwise(name, features[:, step], baseline=False).values)
+        np.asarray(similarity.pairwise(name, features[:, step], members=True, baseline=False).values)
         for step in range(features.shape[1])
     ]
     course = np.full((3, len(tables)), np.nan)

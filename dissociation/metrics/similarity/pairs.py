@@ -37,13 +37,17 @@ from dissociation.metrics.similarity.inference import (
 )
 from dissociation.metrics.similarity.measures import MEASURES, as_measure, routes_of
 from dissociation.metrics.similarity.tables import Plan, expected_table, prepared_bytes, tables
+from dissociation.models.representations import Layers
 from dissociation.progress import MeterFactory, open_meter
 from dissociation.results import Result
 from dissociation.types import PRNGKey
 from dissociation.validation import validated
 
 POSITIONS = ("samples", "neurons")
-"""Positions of an image of features as samples of their own, [n h w, c], or as neurons, [n, h w c]."""
+"""Positions (pixels, tokens, steps) of a sample as samples of their own, [n h w, c], or as neurons, [n, h w c]."""
+
+CHANNELS = ("last", "first")
+"""Where the axis of channels lies among a sample's axes."""
 
 FEWEST_FOR_MOMENTS, MOST_FOR_MOMENTS = 6, 4096
 """Samples between which tests are by moments of matrices over samples, whose cost is the cube of their number."""
@@ -171,28 +175,29 @@ class _Set(NamedTuple):
     places: list[list[int]]  # of their items among the labels
     each: int = 1  # rows of one sample
     name: str = ""
+    single: bool = False  # one array of one network
 
 
 @validated
-def flatten_positions(features: Float[Array | np.ndarray, "n h w c"], positions: str) -> Array:
-    """Features of images as a representation.
+def flatten_positions(features: Float[Array | np.ndarray, "n ..."], positions: str, *, channels: str = "last") -> Array:
+    """Features of images, or of sequences, as a representation.
 
     Args:
-        features: [n, h, w, c].
+        features: [n, h, w, c], or [n, ..., c] with any number of positions' axes, at least one.
         positions: "samples" or "neurons". As samples, a map's translation hardly matters, and neurons are channels; the
             n h w samples are not independent. As neurons, positions count.
+        channels: "last"; or "first" for [n, c, ...].
 
     Returns:
         [n h w, c] or [n, h w c].
 
     Raises:
-        ValueError: If `features` has other axes or `positions` is unknown.
+        ValueError: If `features` has no positions, or an option is unknown.
     """
+    if features.ndim < 3:
+        fail("features", "have at least 3 axes [n, ..., c]", f"shape {features.shape}")
     check_choice("positions", positions, POSITIONS)
-    features = jnp.asarray(features)
-    if features.ndim != 4:
-        fail("features", "have 4 axes [n, h, w, c]", f"shape {features.shape}")
-    return features.reshape((-1, features.shape[-1]) if positions == "samples" else (features.shape[0], -1))
+    return _arranged("features", jnp.asarray(features)[None], features.ndim - 1, positions, channels)[0][0]
 
 
 @validated
@@ -208,6 +213,8 @@ def pairwise(
     blocks: str = "interleaved",
     level: float = 0.9,
     positions: str | None = None,
+    channels: str | None = None,
+    members: bool | None = None,
     outputs: str | None = "logits",
     memory_budget: int | None = None,
     progress: str | MeterFactory | None = None,
@@ -223,10 +230,10 @@ def pairwise(
     Args:
         measure: A name in `MEASURES`, a `Measure`, or a function of two arrays [n, p] and [n, q], of JAX's operations.
             More of it counts as more in common, and intervals lie about its value; `custom_measure` says otherwise.
-        representations: By layer's name, arrays [n, p] of one network or [members, n, p] of several; with two more axes
-            where features are images; or one such array; or a list of arrays [n, p], of any widths. Rows are the same
-            samples in the same order throughout. One number per sample is one feature: [n], or [members, n] beside
-            others that are [members, n, p].
+        representations: By layer's name, arrays [n, p] of one network or [members, n, p] of several, with more axes in
+            place of p where samples have positions; or one such array; or a list of them, of any widths. Rows are the
+            same samples in the same order throughout. One number per sample is one feature: [n] or [members, n]. What
+            `models.representations` returns states its axes; `members` and `channels` state those of other arrays.
         baseline: Whether to say what the pairs score by chance: exactly where it is known, and else by the mean over
             random orders.
         p_values: Whether to test each pair against chance: by the null's moments for linear and RBF CKA of up to 4096
@@ -239,8 +246,13 @@ def pairwise(
         blocks: How samples are dealt out to blocks: "interleaved", or "contiguous" for samples that resemble their
             neighbours, as of a time series. Baselines and tests are then by shifts of one of the two, not by any order.
         level: Of the intervals.
-        positions: What positions of images are, "samples" or "neurons". As samples, all positions of an image are left
-            out or change places together; all layers must be maps of one size then.
+        positions: What positions of a sample are (pixels of an image, tokens or steps of a sequence), "samples" or
+            "neurons". As samples, all positions of a sample are left out or change places together; all layers must
+            be maps of one size then.
+        channels: With `positions="samples"`, whether the channels of [n, h, w, c] are "last" or those of [n, c, h, w]
+            "first".
+        members: If True, the first axis of arrays is members and the second samples; if False, the first is samples.
+            Default: samples for [n] and [n, p]; arrays of more axes need a word.
         outputs: The layer that holds the networks' outputs, by which their functions are compared beside every pair of
             representations; where there are no "logits", or it is None, they are not.
         memory_budget: Bytes for prepared representations; default: half of what is free.
@@ -257,8 +269,8 @@ def pairwise(
     """
     return _similarities(
         measure, representations, None, baseline=baseline, num_orders=num_orders, p_values=p_values, key=key,
-        num_blocks=num_blocks, blocks=blocks, level=level, positions=positions, outputs=outputs,
-        memory_budget=memory_budget, progress=progress, **options,
+        num_blocks=num_blocks, blocks=blocks, level=level, positions=positions, channels=channels, members=members,
+        outputs=outputs, memory_budget=memory_budget, progress=progress, **options,
     )  # fmt: skip
 
 
@@ -313,6 +325,8 @@ def _similarities(
     blocks: str = "interleaved",
     level: float = 0.9,
     positions: str | None = None,
+    channels: str | None = None,
+    members: bool | None = None,
     outputs: str | None = "logits",
     memory_budget: int | None = None,
     progress: str | MeterFactory | None = None,
@@ -322,8 +336,9 @@ def _similarities(
     check_level(level)
     check_choice("blocks", blocks, BLOCKS)
     names = ("representations",) if y is None else ("x", "y")
-    first = _as_set(names[0], x, positions)
-    second = None if y is None else _as_set(names[-1], y, positions)
+    axes = {"members": members, "positions": positions, "channels": channels}
+    first = _as_set(names[0], x, **axes)
+    second = None if y is None else _as_set(names[-1], y, **axes)
     sets = [one for one in (first, second) if one is not None]
     number = _check_sets(sets, known)
     units = number // known.repeats // first.each
@@ -365,7 +380,7 @@ def _similarities(
     ]
     beside.append(_of_outputs(values, first, second or first, outputs))
     found: list[Any] = [values, estimate, chance, error, low, high, p_value, *beside]
-    if y is not None and all(_is_single(one) for one in (x, y)):
+    if second is not None and first.single and second.single:
         found = [None if part is None else part[..., 0, 0] for part in found]
     labels = {"items": tuple(first.labels), "others": tuple((second or first).labels)}
     once = second is None and known.symmetric
@@ -535,17 +550,11 @@ def _shares(measure: Measure, values: Array, shuffled: Array | None) -> Any:
     return placed(measure, np.asarray(values), np.asarray(shuffled), 0.95).p_value
 
 
-def _is_single(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):  # of rows of numbers
-        return bool(value) and _is_row(value[0])
-    return not isinstance(value, Mapping) and np.ndim(value) in (1, 2, 4)
-
-
 def _is_row(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and np.ndim(value) == 1
 
 
-def _as_set(name: str, given: Any, positions: str | None) -> _Set:
+def _as_set(name: str, given: Any, *, members: bool | None, positions: str | None, channels: str | None) -> _Set:
     """Representations with their labels, equal widths stacked."""
     named: list[tuple[str, str, Any]]
     if isinstance(given, Mapping):
@@ -556,28 +565,35 @@ def _as_set(name: str, given: Any, positions: str | None) -> _Set:
         named = [(name, "", given)]
     if not named:
         fail(name, "hold at least one representation", "none")
-    # [members, n] beside [members, n, p]: one number per sample
-    scalars = {np.shape(value)[:2] for _, _, value in named if np.ndim(value) in (3, 5)}
+    ranks = given.ranks if isinstance(given, Layers) else {}
     labels: list[tuple[str, int]] = []
     widths: dict[int, tuple[list[Array], list[int]]] = {}
+    grids, single = set(), False
     for full, layer, value in named:
         wanted = "real numbers [n, p] or [members, n, p]"
         array = as_numbers(full, as_array(full, value, wanted), frozenset({"float"}))
-        array = array[..., None] if array.ndim == 1 or array.shape in scalars else array
         if is_traced(array):
             advice = "Under a transformation call the measures themselves"
             fail_kind(full, "be known: all pairs are planned on the host", "a traced value", advice)
+        rank, place = ranks.get(layer), "last" if layer in ranks else channels
+        if rank is None:
+            rank = array.ndim - (2 if _are_members(full, array, members) else 1)
+        single = array.ndim == 1 + rank and named[0][2] is given
+        array, grid = _arranged(full, array if array.ndim != 1 + rank else array[None], rank, positions, place)
+        grids.add(grid)
         check_finite(full, array)
         warn_narrowed(array)
-        stack = _stacked(full, array, positions)
+        stack = jnp.asarray(array)
         arrays, places = widths.setdefault(stack.shape[2], ([], []))
         arrays.append(stack)
         places += range(len(labels), len(labels) + stack.shape[0])
         before = sum(label == layer for label, _ in labels)
         labels += [(layer, before + index) for index in range(stack.shape[0])]
-    numbers = {arrays[0].shape[1] for arrays, _ in widths.values()} | {
-        array.shape[1] for arrays, _ in widths.values() for array in arrays
-    }
+    if positions == "samples" and len(grids) > 1:
+        fail(
+            name, 'have positions of one size throughout for `positions="samples"`', ", ".join(map(str, sorted(grids)))
+        )
+    numbers = {array.shape[1] for arrays, _ in widths.values() for array in arrays}
     if len(numbers) > 1:
         fail(name, "be of the same samples throughout", f"{', '.join(map(str, sorted(numbers)))} samples")
     every = in_common_dtype(*(array for arrays, _ in widths.values() for array in arrays))
@@ -586,23 +602,45 @@ def _as_set(name: str, given: Any, positions: str | None) -> _Set:
         own = every[start : start + len(arrays)]
         joined.append(own[0] if len(own) == 1 else jnp.concatenate(own))
         start += len(arrays)
-    grids = {np.shape(value)[-3:-1] if np.ndim(value) in (4, 5) else () for _, _, value in named}
-    each = int(np.prod(grids.pop())) if positions == "samples" and len(grids) == 1 else 1
-    return _Set(labels, joined, [places for _, places in widths.values()], each, name)
+    each = int(np.prod(grids.pop())) if positions == "samples" else 1
+    return _Set(labels, joined, [places for _, places in widths.values()], each, name, single)
 
 
-def _stacked(name: str, array: Any, positions: str | None) -> Array:
-    """[members, n, p]."""
-    if array.ndim in (4, 5):
-        if positions is None:
-            fail("positions", f"be one of {', '.join(map(repr, POSITIONS))} for features of images", "None")
-        flat = jax.vmap(lambda one: flatten_positions(one, positions))
-        return flat(jnp.asarray(array)[None] if array.ndim == 4 else jnp.asarray(array))
-    if array.ndim not in (2, 3):
+def _are_members(name: str, array: Any, members: bool | None) -> bool:
+    """Whether the first axis of an array is members: stated, or of one or two axes samples."""
+    if members is None and array.ndim > 2:
+        one, other, *rest = array.shape
         fail(
-            name, "have axes [n, p], [members, n, p], or [n, h, w, c] and [members, n, h, w, c]", f"shape {array.shape}"
-        )
-    return jnp.asarray(array)[None] if array.ndim == 2 else jnp.asarray(array)
+            "members", f"be True or False for `{name}` of shape {array.shape}", "None",
+            f"True: {one} members, {other} samples each. False: {one} samples, of shape {(other, *rest)} each",
+        )  # fmt: skip
+    return bool(members)
+
+
+def _arranged(name: str, array: Any, rank: int, positions: str | None, channels: str | None) -> tuple[Any, tuple]:
+    """[members, n, p] of an array whose samples have `rank` axes, and the sizes of their positions.
+
+    This is the one place that decides what axes of a sample are.
+    """
+    lead, shape = array.shape[:2], array.shape[2:]
+    if array.ndim != 2 + rank or rank < 0:
+        wanted = "have axes [n, p] or [members, n, p], or those of positions in place of p"
+        fail(name, wanted, f"shape {array.shape}", "`members` states what the first axis is")
+    if rank < 2:
+        return array.reshape(*lead, -1), ()
+    if positions is None:
+        fail("positions", f"be one of {', '.join(map(repr, POSITIONS))} for samples of shape {shape}", "None")
+    check_choice("positions", positions, POSITIONS)
+    if positions == "neurons":
+        return array.reshape(*lead, -1), ()
+    if channels is None:
+        advice = f"Last: {shape[-1]} channels. First: {shape[0]} channels"
+        fail("channels", f"be one of {', '.join(map(repr, CHANNELS))} for samples of shape {shape}", "None", advice)
+    check_choice("channels", channels, CHANNELS)
+    if channels == "first":
+        array = array.reshape(*lead, shape[0], -1).swapaxes(2, 3)
+    grid = shape[1:] if channels == "first" else shape[:-1]
+    return array.reshape(lead[0], lead[1] * int(np.prod(grid)), -1), grid
 
 
 def _check_sets(sets: Sequence[_Set], measure: Measure) -> int:
@@ -652,9 +690,9 @@ def _warn_biased(measure: Measure, values: Array, bias: Array, error: Array, est
     leaning = np.abs(np.asarray(bias)) > LARGEST_BIAS * np.asarray(error) + 1e-5
     if leaning.any():
         warn(
-            f"{leaning.sum()} of {leaning.size} `values` of {measure.name} have a bias larger than {LARGEST_BIAS} standard "
-            "errors: read `estimate`, from which it is removed to first order. What remains may exceed the interval. Use "
-            "more samples for so many features, or a debiased measure."
+            f"{leaning.sum()} of {leaning.size} `values` of {measure.name} have a bias larger than {LARGEST_BIAS} "
+            "standard errors: read `estimate`, from which it is removed to first order. What remains may exceed the "
+            "interval. Use more samples for so many features, or a debiased measure."
         )
     clipped = np.isin(estimate, measure.range) & (np.abs(np.asarray(values - estimate)) > 1e-5)
     if clipped.any():
