@@ -11,6 +11,7 @@ import pytest
 import similarity_reference as reference
 from scipy import stats
 
+from dissociation import progress
 from dissociation.metrics import similarity
 from dissociation.metrics.similarity import MEASURES, inference, kernels, pairs
 from dissociation.metrics.similarity.dissimilarity import filled
@@ -91,6 +92,28 @@ def test_a_second_call_compiles_nothing(caplog):
 
     assert compilations()
     assert not compilations()
+
+
+@pytest.mark.parametrize("name", ["angular_similarity", "linear_predictivity"])
+def test_long_work_shows_its_progress_between_chunks(name, monkeypatch, capsys):
+    def numbers():
+        found = similarity.pairwise(name, LAYERS["hidden0"], members=True, num_blocks=10, p_values=True, num_orders=19)
+        drawn = similarity.permutation_test(name, *ITEMS[:2], key=jax.random.key(0), num_draws=20)
+        return [*(getattr(found, part) for part in ("values", "low", "high", "p_values", "baseline")), drawn.p_value]
+
+    monkeypatch.setattr(progress.LateMeter, "SECONDS", 1e3)
+    whole = numbers()
+    assert not capsys.readouterr().err  # it took less than the time after which a meter opens
+    monkeypatch.setattr(inference, "CHUNK_WORK", 1e5)  # some orders, not a divisor of their number
+    monkeypatch.setattr(progress.LateMeter, "SECONDS", 0.0)
+    monkeypatch.setattr(progress.LineMeter, "SECONDS", 0.0)
+    for one, other in zip(numbers(), whole, strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-4)
+    shown = capsys.readouterr().err
+    steps = [int(step) for step in re.findall(rf"{name}: .* (\d+)/30 ", shown)]
+    assert steps[-1] == 30
+    assert len(set(steps)) > 4
+    assert re.search(rf"{name}: .* 21/21 ", shown)
 
 
 def test_custom_functions_and_lists_of_any_width():

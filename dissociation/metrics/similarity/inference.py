@@ -5,6 +5,7 @@ value: similarities come out too high. The jackknife here leaves blocks of sampl
 order of the samples of one representation, which keeps everything else.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -26,6 +27,7 @@ from dissociation.metrics.similarity.base import (
     in_common_dtype,
 )
 from dissociation.metrics.similarity.measures import as_measure, routes_of
+from dissociation.progress import MeterFactory, open_meter
 from dissociation.results import Result, printed
 from dissociation.types import PRNGKey, Scalar
 from dissociation.validation import validated
@@ -37,6 +39,9 @@ order, for time series and whatever else resembles its neighbours."""
 CORRECTIONS = ("holm", "bh", "by", "none")
 """Holm's bound on any false finding; Benjamini and Hochberg's on the share of false ones among findings; Benjamini and
 Yekutieli's, under any dependence; none."""
+
+CHUNK_WORK = 2e9
+"""Multiplications of one chunk of orders or blocks, about a second: between chunks the host shows progress."""
 
 
 class Interval(NamedTuple):
@@ -202,6 +207,7 @@ def permutation_test(
     num_draws: int | None = 999,
     level: float = 0.95,
     blocks: str = "interleaved",
+    progress: str | MeterFactory | None = "late",
     **options: Any,
 ) -> PermutationTest:
     """Tests whether two representations have more in common than with samples in another order.
@@ -222,6 +228,7 @@ def permutation_test(
         blocks: "interleaved" for samples that are exchangeable. "contiguous" for samples that resemble their
             neighbours, as of a time series, of which any other order is far less alike than chance: orders are then
             shifts round the end, at most n - 1 of them.
+        progress: See `dissociation.progress`.
         options: Of the measure.
 
     Returns:
@@ -254,8 +261,36 @@ def permutation_test(
         fail("key", "be given where orders are drawn", "None", "For instance jax.random.key(0)")
     route = cheapest(routes, x.shape[0], x.shape[1], y.shape[1], pairs=num_draws)
     orders = random_orders(key, num_draws, x.shape[0], known.repeats, blocks=blocks)
-    value, draws = _drawn(route.program(), x, y, orders)
-    return placed(known, np.asarray(value), np.asarray(draws), level)
+    orders = np.concatenate([np.arange(x.shape[0])[None], orders])
+    program, work = route.program(), route.work(x.shape[0], x.shape[1], y.shape[1], items=1, pairs=1)
+    first = _prepared(program, x)
+    meter = open_meter(progress, len(orders), known.name)
+    try:
+        values = in_chunks(lambda part: _drawn(program, first, y, part), orders, work, meter.advance)
+    finally:
+        meter.close()
+    return placed(known, np.asarray(values[0]), values[1:], level)
+
+
+def in_chunks(
+    function: Callable[[Array], Array], choices: Any, work: float | int, advance: Callable[[int, str], None]
+) -> np.ndarray:
+    """Results of a compiled function of choices of samples, [choices, ...], some of them at a time.
+
+    Args:
+        function: From [some, m] to [some, ...].
+        choices: [choices, m].
+        work: Multiplications for each choice.
+        advance: Takes the number of choices that are done, and a text, after each chunk.
+    """
+    count = len(choices)
+    size = int(np.clip(CHUNK_WORK // max(work, 1), 1, count))
+    parts = []
+    for start in range(0, count, size):  # the last ones stand in for those that are missing: one program
+        part = np.asarray(choices)[np.minimum(np.arange(start, start + size), count - 1)]
+        parts.append(np.asarray(function(jnp.asarray(part)))[: count - start])
+        advance(min(start + size, count), "")
+    return np.concatenate(parts)
 
 
 def random_orders(
@@ -285,10 +320,13 @@ def random_orders(
 
 
 @eqx.filter_jit
-def _drawn(route: Any, x: Array, y: Array, orders: Array) -> tuple[Array, Array]:
-    first = route.prepare(x)
-    score = lambda order: route.compare(first, route.prepare(y[order]))  # noqa: E731
-    return route.compare(first, route.prepare(y)), jax.lax.map(score, orders)
+def _prepared(route: Any, x: Array) -> Any:
+    return route.prepare(x)
+
+
+@eqx.filter_jit
+def _drawn(route: Any, first: Any, y: Array, orders: Array) -> Array:
+    return jax.lax.map(lambda order: route.compare(first, route.prepare(y[order])), orders)
 
 
 def placed(measure: Measure, value: np.ndarray, draws: np.ndarray, level: float) -> PermutationTest:

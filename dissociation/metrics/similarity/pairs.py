@@ -28,6 +28,7 @@ from dissociation.metrics.similarity.inference import (
     LEAST_P_VALUE,
     Interval,
     adjust_p_values,
+    in_chunks,
     invariants_of,
     jackknife_interval,
     kept_rows,
@@ -36,7 +37,7 @@ from dissociation.metrics.similarity.inference import (
     random_orders,
 )
 from dissociation.metrics.similarity.measures import MEASURES, as_measure, routes_of
-from dissociation.metrics.similarity.tables import Plan, expected_table, prepared_bytes, tables
+from dissociation.metrics.similarity.tables import Plan, expected_table, prepared, prepared_bytes, reordered, tables
 from dissociation.models.representations import Layers
 from dissociation.progress import MeterFactory, open_meter
 from dissociation.results import Result
@@ -217,7 +218,7 @@ def pairwise(
     members: bool | None = None,
     outputs: str | None = "logits",
     memory_budget: int | None = None,
-    progress: str | MeterFactory | None = None,
+    progress: str | MeterFactory | None = "late",
     **options: Any,
 ) -> Similarities:
     """One measure of all pairs of representations of the same samples.
@@ -329,7 +330,7 @@ def _similarities(
     members: bool | None = None,
     outputs: str | None = "logits",
     memory_budget: int | None = None,
-    progress: str | MeterFactory | None = None,
+    progress: str | MeterFactory | None = "late",
     **options: Any,
 ) -> Similarities:
     known = as_measure(measure)
@@ -391,16 +392,18 @@ def _computed(
     job: "_Job", orders: Array | None, kept: list[np.ndarray], progress: str | MeterFactory | None
 ) -> tuple[Array, Any, list[Array]]:
     """The values, those in other orders of the samples of one of two, and those without blocks."""
-    steps = [("other orders", None, orders)] * (orders is not None)
-    steps += [("without blocks", jnp.asarray(rows), None) for rows in kept]
-    meter = open_meter(progress, 1 + len(steps), job.measure.name)
+    steps: list[tuple[str, Any, Any]] = [("other orders", None, orders)] * (orders is not None)
+    steps += [("without blocks", rows, None) for rows in kept]
+    sizes = [1, *(len(rows if order is None else order) for _, rows, order in steps)]
+    meter = open_meter(progress, sum(sizes), job.measure.name)
     try:
         values = job.run()[0]
         extra = []
-        for done, (word, rows, order) in enumerate(steps, 1):
-            meter.advance(done, word)
-            extra.append(job.run(rows, order))
-        meter.advance(1 + len(steps), "done")
+        for index, (word, rows, order) in enumerate(steps, 1):
+            before = sum(sizes[:index])
+            meter.advance(before, word)
+            extra.append(job.run(rows, order, lambda done, _, at=before, word=word: meter.advance(at + done, word)))
+        meter.advance(sum(sizes), "done")
     finally:
         meter.close()
     return values, (extra[0] if orders is not None else None), extra[orders is not None :]
@@ -467,6 +470,7 @@ class _Job:
         pairs = len(first.labels) * len((second or first).labels)
         routes = routes_of(measure, dict(options))
         self.route = cheapest(routes, number, max(widths), min(widths), items=items, pairs=pairs)
+        self.work = self.route.work(number, max(widths), min(widths), items=items, pairs=pairs)
         self.matrix = next((route for route in routes if route.matrix), None)
         known = tuple(route for route in routes if route.expected is not None)
         self.expected = min(known, key=lambda route: route.prepare_work(number, max(widths)), default=None)
@@ -512,12 +516,22 @@ class _Job:
         table: Any = out
         return table
 
-    def run(self, rows: Array | None = None, orders: Array | None = None) -> Array:
+    def run(
+        self, rows: Any = None, orders: Any = None, advance: Callable[[int, str], None] = lambda done, text: None
+    ) -> Array:
         """[choices, items, others], for choices of samples, or with the second set in other orders."""
+        route = self.route.program()
 
         def table(one: _Set, other: _Set | None, plan: Plan) -> Array:
-            others = None if other is None else tuple(other.arrays)
-            return tables(self.route.program(), tuple(one.arrays), others, rows, orders, plan)
+            stacks, others = tuple(one.arrays), None if other is None else tuple(other.arrays)
+            if orders is None:
+                chunk = lambda part: tables(route, stacks, others, part, plan)  # noqa: E731
+                return chunk(None) if rows is None else jnp.asarray(in_chunks(chunk, rows, self.work, advance))
+            first, second = prepared(route, stacks, plan), others or stacks
+            if route.by_rows:
+                second = first if others is None else prepared(route, others, plan)
+            chunk = lambda part: reordered(route, first, second, part, plan)  # noqa: E731
+            return jnp.asarray(in_chunks(chunk, orders, self.work, advance))
 
         return self._over_pieces(self.route, table)
 
