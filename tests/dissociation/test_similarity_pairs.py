@@ -266,7 +266,9 @@ def test_p_values_below_what_moments_say_are_printed_as_that():
     rng = np.random.default_rng(3)
     x, other = rng.standard_normal((300, 3)), rng.standard_normal((300, 4))
     alike, unlike = similarity.compare(x, 2 * x), similarity.compare(x, other)
-    assert 0 < alike.p_values < 1e-16 < 0.001 < unlike.p_values
+    assert alike.p_values == 1e-16
+    assert unlike.p_values > 0.001
+    assert similarity.pairwise("linear_cka", [x, 2 * x], p_values=True).corrected()[0, 1] == 1e-16
     assert "p_values=< 1e-16," in repr(alike)
     shown = float(re.search(r"p_values=([\d.]+),", repr(unlike)).group(1))
     np.testing.assert_allclose(shown, unlike.p_values, atol=1e-5)
@@ -274,6 +276,22 @@ def test_p_values_below_what_moments_say_are_printed_as_that():
     assert "p_values=f64[5,5](numpy) from < 1e-16 to < 1e-16" in repr(many)
     test = similarity.permutation_test("linear_cka", x, x, num_draws=None)
     assert "p_value=< 1e-16," in repr(test)
+    for result in (alike, unlike, many, test):
+        assert "e-308" not in repr(result)
+        assert "None" not in repr(result)
+        assert len(repr(result)) < 500
+
+
+def test_one_pair_has_an_interval_and_a_test_by_default_and_tables_have_none():
+    one, other = ITEMS[0], ITEMS[4]
+    for pair in (similarity.compare(one, other), similarity.pairwise("debiased_cka", one, other)):
+        assert pair.p_values.shape == pair.low.shape == ()
+    for table in (
+        similarity.compare(ITEMS[:2], [one]), similarity.pairwise("debiased_cka", [one, other]),
+    ):  # fmt: skip
+        assert table.p_values is table.low is table.estimate is None
+    full = similarity.compare([one, other], [one], p_values=True, num_blocks=20)
+    np.testing.assert_allclose([full.values[1, 0], full.low[1, 0]], [pair.values, pair.low], rtol=1e-4)
 
 
 def test_nested_lists_are_one_array_each():
@@ -303,7 +321,7 @@ def test_pairs_are_corrected_once_each():
     corrected = found.corrected("bh")
     np.testing.assert_allclose(corrected[upper], wanted)
     np.testing.assert_allclose(corrected, corrected.T)
-    across = similarity.compare(LAYERS["hidden0"], LAYERS["features"], "linear_cka", members=True)
+    across = similarity.compare(LAYERS["hidden0"], LAYERS["features"], "linear_cka", members=True, p_values=True)
     np.testing.assert_allclose(across.corrected(), similarity.adjust_p_values(across.p_values))
     one_way = similarity.pairwise("pwcca", LAYERS["features"], members=True, p_values=True, num_orders=19)
     np.testing.assert_allclose(one_way.corrected(), similarity.adjust_p_values(one_way.p_values))

@@ -169,7 +169,7 @@ class MemberInterval(Result):
 
 
 LEAST_P_VALUE = 1e-16
-"""Below it a p-value, extrapolated from moments, is printed as being below it."""
+"""The least p-value that moments give: smaller ones are set to it, and printed as being below it."""
 
 
 class PermutationTest(Result):
@@ -479,7 +479,7 @@ def moment_test(values: Any, a: Invariants, b: Invariants, number: int, *, level
     known = np.isfinite(values) & (spread > 0) & ~alike
     quantile = np.where(known, null.ppf(level), np.nan)
     # Three moments say nothing of the far tail but that it is far.
-    p_value = np.where(known, np.maximum(null.sf(values), np.finfo(float).tiny), np.where(alike, 1.0, np.nan))
+    p_value = np.where(known, np.maximum(null.sf(values), LEAST_P_VALUE), np.where(alike, 1.0, np.nan))
     return PermutationTest(values, p_value, mean, spread, quantile, calibrate(values, quantile), 0)
 
 

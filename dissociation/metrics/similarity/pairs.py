@@ -54,7 +54,7 @@ FEWEST_FOR_MOMENTS, MOST_FOR_MOMENTS = 6, 4096
 """Samples between which tests are by moments of matrices over samples, whose cost is the cube of their number."""
 
 DEFAULT_BLOCKS = 20
-"""Of samples, where one pair is compared."""
+"""Blocks of samples where one pair is compared; fewer of fewer samples."""
 
 LARGEST_BIAS = 2
 """Standard errors of bias that the jackknife takes off before a warning says so."""
@@ -205,12 +205,13 @@ def flatten_positions(features: Float[Array | np.ndarray, "n ..."], positions: s
 def pairwise(
     measure: str | Measure | Callable[..., Array],
     representations: Representations,
+    others: Representations | None = None,
     *,
     baseline: bool = True,
-    p_values: bool = False,
+    p_values: bool | None = None,
     num_orders: int | None = None,
     key: PRNGKey | None = None,
-    num_blocks: int | None = None,
+    num_blocks: int | str | None = "auto",
     blocks: str = "interleaved",
     level: float = 0.9,
     positions: str | None = None,
@@ -225,8 +226,8 @@ def pairwise(
 
     Each representation is prepared once. Linear CKA goes over features or over samples, whichever takes less work; all
     pairs of a measure that is a product are products of large matrices. Half of the pairs are computed for symmetric
-    measures. Everything is one program, compiled once for shapes, measure and options; what would not fit
-    in memory is done in parts.
+    measures. Programs are compiled once for shapes, measure and options; what would not fit in memory, or takes long,
+    is done in parts.
 
     Args:
         measure: A name in `MEASURES`, a `Measure`, or a function of two arrays [n, p] and [n, q], of JAX's operations.
@@ -235,15 +236,17 @@ def pairwise(
             place of p where samples have positions; or one such array; or a list of them, of any widths. Rows are the
             same samples in the same order throughout. One number per sample is one feature: [n] or [members, n]. What
             `models.representations` returns states its axes; `members` and `channels` state those of other arrays.
+        others: A second set, like the first: then pairs are of one of each. `compare(x, y, measure)` is this.
         baseline: Whether to say what the pairs score by chance: exactly where it is known, and else by the mean over
             random orders.
-        p_values: Whether to test each pair against chance: by the null's moments for linear and RBF CKA of up to 4096
-            samples, and else by random orders, of which the least p-value is 1 / (1 + num_orders); see
-            `permutation_test`.
+        p_values: Whether to test each pair against chance; default: if there is one pair alone. Tests are by the null's
+            moments for linear and RBF CKA of up to 4096 samples, and else by random orders, of which the least p-value
+            is 1 / (1 + num_orders); see `permutation_test`.
         num_orders: Random orders, where they are needed; default 5 for a baseline and 199 for tests. Corrections for
             many pairs want more.
         key: Draws them; default: the same ones each time.
-        num_blocks: Blocks of samples for the jackknife's intervals; None: no intervals. See `jackknife_interval`.
+        num_blocks: Blocks of samples for the jackknife's intervals; None: no intervals. Default: 20 for one pair alone,
+            if there are so many samples, and none for more pairs. See `jackknife_interval`.
         blocks: How samples are dealt out to blocks: "interleaved", or "contiguous" for samples that resemble their
             neighbours, as of a time series. Baselines and tests are then by shifts of one of the two, not by any order.
         level: Of the intervals.
@@ -261,90 +264,28 @@ def pairwise(
         options: Of the measure.
 
     Returns:
-        The values, [items, items], rows and columns labelled by layer and member. NaN, with a warning that names them,
-        for representations that a measure is not defined for.
+        The values, [items, items or others], rows and columns labelled by layer and member. NaN, with a warning that
+        names them, for representations that a measure is not defined for.
 
     Raises:
         ValueError: If numbers of samples differ, entries are not finite, or an option is out of range.
         TypeError: If representations are of another kind.
     """
-    return _similarities(
-        measure, representations, None, baseline=baseline, num_orders=num_orders, p_values=p_values, key=key,
-        num_blocks=num_blocks, blocks=blocks, level=level, positions=positions, channels=channels, members=members,
-        outputs=outputs, memory_budget=memory_budget, progress=progress, **options,
-    )  # fmt: skip
-
-
-@validated
-def compare(
-    x: Representations,
-    y: Representations,
-    measure: str | Measure | Callable[..., Array] = "debiased_cka",
-    *,
-    num_blocks: int | None = DEFAULT_BLOCKS,
-    p_values: bool = True,
-    **options: Any,
-) -> Similarities:
-    """One measure of all pairs across two sets of representations, or of one pair, with intervals, baseline and p.
-
-    Args:
-        x: As `representations` of `pairwise`, or one array [n, p] or [n].
-        y: The same, of the same samples.
-        measure: As of `pairwise`.
-        num_blocks: As there; 20, if there are so many samples.
-        p_values: As there.
-        options: All others of `pairwise`, and of the measure.
-
-    Returns:
-        As `pairwise`, [items of x, items of y]; of two plain arrays, single numbers.
-
-    Raises:
-        ValueError: As `pairwise`.
-        TypeError: As `pairwise`.
-
-    Example:
-        >>> x = jax.random.normal(jax.random.key(0), (100, 3))
-        >>> found = compare(x, 2 * x + 1, "linear_cka")
-        >>> round(float(found.values), 3), bool(found.baseline < 0.1), bool(found.p_values < 1e-6)
-        (1.0, True, True)
-    """
-    return _similarities(measure, x, y, num_blocks=num_blocks, p_values=p_values, **options)
-
-
-@validated
-def _similarities(
-    measure: str | Measure | Callable[..., Array],
-    x: Representations,
-    y: Representations | None,
-    /,
-    *,
-    baseline: bool = True,
-    p_values: bool = False,
-    num_orders: int | None = None,
-    key: PRNGKey | None = None,
-    num_blocks: int | None = None,
-    blocks: str = "interleaved",
-    level: float = 0.9,
-    positions: str | None = None,
-    channels: str | None = None,
-    members: bool | None = None,
-    outputs: str | None = "logits",
-    memory_budget: int | None = None,
-    progress: str | MeterFactory | None = "late",
-    **options: Any,
-) -> Similarities:
     known = as_measure(measure)
     check_level(level)
     check_choice("blocks", blocks, BLOCKS)
-    names = ("representations",) if y is None else ("x", "y")
+    names = ("representations",) if others is None else ("x", "y")
     axes = {"members": members, "positions": positions, "channels": channels}
-    first = _as_set(names[0], x, **axes)
-    second = None if y is None else _as_set(names[-1], y, **axes)
+    first = _as_set(names[0], representations, **axes)
+    second = None if others is None else _as_set(names[-1], others, **axes)
     sets = [one for one in (first, second) if one is not None]
     number = _check_sets(sets, known)
     units = number // known.repeats // first.each
-    if num_blocks == DEFAULT_BLOCKS and units < DEFAULT_BLOCKS:
-        num_blocks = units if (units - 1) * first.each * known.repeats >= known.minimum else None
+    one_pair = second is not None and len(first.labels) == len(second.labels) == 1
+    p_values = one_pair if p_values is None else p_values
+    if num_blocks == "auto":
+        enough = units >= DEFAULT_BLOCKS or (units - 1) * first.each * known.repeats >= known.minimum
+        num_blocks = min(units, DEFAULT_BLOCKS) if one_pair and enough else None
     kept = [] if num_blocks is None else kept_rows(number, num_blocks, blocks, known.repeats, first.each)
     left = min((rows.shape[1] for rows in kept), default=number)
     for one in sets:
@@ -386,6 +327,37 @@ def _similarities(
     labels = {"items": tuple(first.labels), "others": tuple((second or first).labels)}
     once = second is None and known.symmetric
     return Similarities(*found, **labels, measure=known.name, num_samples=number, counts_once=once)
+
+
+@validated
+def compare(
+    x: Representations,
+    y: Representations,
+    measure: str | Measure | Callable[..., Array] = "debiased_cka",
+    **options: Any,
+) -> Similarities:
+    """`pairwise` across two sets of representations, or of one pair.
+
+    Args:
+        x: As `representations` of `pairwise`, or one array [n, p] or [n].
+        y: The same, of the same samples.
+        measure: As of `pairwise`.
+        options: All others of `pairwise`, with its defaults, and of the measure.
+
+    Returns:
+        As `pairwise`, [items of x, items of y]; of two plain arrays, single numbers.
+
+    Raises:
+        ValueError: As `pairwise`.
+        TypeError: As `pairwise`.
+
+    Example:
+        >>> x = jax.random.normal(jax.random.key(0), (100, 3))
+        >>> found = compare(x, 2 * x + 1, "linear_cka")
+        >>> round(float(found.values), 3), bool(found.baseline < 0.1), bool(found.p_values < 1e-6)
+        (1.0, True, True)
+    """
+    return pairwise(measure, x, y, **options)
 
 
 def _computed(
