@@ -307,7 +307,9 @@ def _features(images: Array, model: Any, rewritten: Any, key: Array) -> Array:
 def _pairs(config: Config, name: str, layers: dict[str, Array], key: Array) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of large biases: the figure shows estimates, too
-        found = similarity.pairwise(name, layers, num_blocks=config.num_blocks, positions="neurons", key=key)
+        found = similarity.pairwise(
+            name, layers, num_blocks=config.num_blocks, positions="neurons", key=key, progress=None
+        )
     count = config.num_seeds
     return {
         "matrix": found.values,
@@ -323,9 +325,7 @@ def _pairs(config: Config, name: str, layers: dict[str, Array], key: Array) -> d
 def _of_rewrites(
     name: str, trained: Array, rewritten: dict[str, Array], key: Array, alive: np.ndarray
 ) -> dict[str, Any]:
-    found = similarity.compare(
-        {"trained": trained}, rewritten, name, members=True, num_blocks=None, p_values=False, key=key
-    )
+    found = similarity.compare({"trained": trained}, rewritten, name, members=True, key=key, progress=None)
     count = len(alive)
     table, null = (
         np.diagonal(np.asarray(values).reshape(count, -1, count), axis1=0, axis2=2)
@@ -339,7 +339,7 @@ def _through(name: str, features: np.ndarray, alive: np.ndarray) -> dict[str, An
     known = np.flatnonzero(alive)
     features = np.where(alive[:, None, None, None], features, features[known[:1]])  # as `seeds.stand_ins` does
     tables = [
-        np.asarray(similarity.pairwise(name, features[:, step], members=True, baseline=False).values)
+        np.asarray(similarity.pairwise(name, features[:, step], members=True, baseline=False, progress=None).values)
         for step in range(features.shape[1])
     ]
     course = np.full((3, len(tables)), np.nan)
@@ -351,7 +351,7 @@ def _through(name: str, features: np.ndarray, alive: np.ndarray) -> dict[str, An
 
 
 def _plane(name: str, layers: dict[str, Array], key: Array) -> dict[str, Any]:
-    distances = similarity.pairwise(name, layers, baseline=False, positions="neurons").values
+    distances = similarity.pairwise(name, layers, baseline=False, positions="neurons", progress=None).values
     found = similarity.smacof(np.maximum(np.asarray(distances), 0.0), key=key)
     return {"points": found.points, "stress": found.relative_stress}
 
@@ -411,9 +411,9 @@ def caption(results: Results) -> str:
         f"Similarity of the representations of {config.num_samples} test images. (a) Values of all pairs of "
         f"{config.num_seeds} seeds and their layers. (b) A network with its own rewrites of the same function, last "
         f"hidden layer, means over {config.num_seeds} seeds. (c) Through training, means over {pairs} with 90 % "
-        f"intervals over the seeds. (d) Of the same {pairs} after training, by the share of images that they classify differently: "
-        "estimates (values without their bias), with 90 % intervals over blocks of images; dotted what is found by "
-        f"chance. (e) All representations in a plane by angular_distance, stress {results.stress:.2f}. "
+        f"intervals over the seeds. (d) Of the same {pairs} after training, by the share of images that they classify "
+        "differently: estimates (values without their bias), with 90 % intervals over blocks of images; dotted what is "
+        f"found by chance. (e) All representations in a plane by angular_distance, stress {results.stress:.2f}. "
         f"Data: {headline(results)}."
     )
 

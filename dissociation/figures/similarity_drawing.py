@@ -22,7 +22,7 @@ def draw(results: Any) -> Figure:
         panels = above.subplots(1, len(results.matrices), squeeze=False)[0]
         for index, (panel, (name, values)) in enumerate(zip(panels, results.matrices.items(), strict=True)):
             _matrix(panel, results, name, values, first=index == 0)
-        above.colorbar(panels[0].images[0], ax=panels, shrink=0.8, label="similarity")
+        above.colorbar(panels[0].images[0], ax=panels, shrink=0.8, label="value")
         left, middle, right, last = below.subplots(1, 4, width_ratios=(1.25, 1, 1, 1))
         _rewrites(left, results)
         _training(middle, results)
@@ -52,7 +52,7 @@ def _rewrites(panel: Axes, results: Any) -> None:
     names = list(results.rewritten)
     table = np.array(list(results.calibrated.values()))
     plotting.heat(panel, table, [[_short(value) for value in row] for row in table])
-    panel.set_xticks(range(len(REWRITES)), REWRITES, fontsize=5)
+    panel.set_xticks(range(len(REWRITES)), REWRITES, fontsize=4)
     panel.set_yticks(range(len(names)), names, fontsize=5)
     panel.set_title("one function, rewritten\n1: unmoved, 0: chance")
 
@@ -66,7 +66,7 @@ def _training(panel: Axes, results: Any) -> None:
         look = plotting.look(index)
         panel.plot(range(len(mean)), mean, label=name, **look)
         panel.fill_between(range(len(mean)), low, high, color=look["color"], alpha=0.2, linewidth=0)
-    panel.set(xlabel="epoch", ylabel="seeds, last hidden layer", ylim=(0, 1), title="training")
+    panel.set(xlabel="epoch", ylabel="value, last hidden layer", ylim=(0, 1), title="training")
     _legend(panel, 2)
 
 
@@ -81,7 +81,7 @@ def _function(panel: Axes, results: Any) -> None:
         dots = {"fmt": look["marker"], "color": look["color"], "markersize": 2.5, "linewidth": 0.6}
         panel.errorbar(x, value, errors, label=name, **dots)
         panel.axhline(float(np.nanmean(chance)), color=look["color"], linestyle=":", linewidth=0.7)
-    panel.set(xlabel="disagreement (%)", ylabel="seeds, last hidden layer", ylim=(-0.05, 1), title="function")
+    panel.set(xlabel="disagreement (%)", ylabel="estimate, last hidden layer", ylim=(-0.05, 1), title="function")
     _legend(panel, 2)
 
 
