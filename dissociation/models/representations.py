@@ -125,8 +125,7 @@ class _Look(Walk):
             side = kinds.index("weights") if "weights" in kinds else None
         kinds = {mark.kind for mark in marks if mark is not None}
         axis = _axis_of_features(equation, marks, side)
-        moved = name in MOVES and marks[0] is not None
-        noted = marks[0].noted if moved else []
+        noted = marks[0].noted if name in MOVES and marks[0] is not None else []
         mark = _Mark("both" if len(kinds) > 1 else kinds.pop(), noted, axis) if kinds else None
         return bound(equation, values), mark
 

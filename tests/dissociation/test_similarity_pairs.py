@@ -373,6 +373,10 @@ def test_positions_of_an_image_stay_together():
     base = np.cumsum(np.cumsum(rng.standard_normal((2, 40, 6, 6, 3)), 2), 3)
     found = similarity.compare(*base, "linear_cka", members=False, positions="samples", channels="last")
     assert found.p_values > 0.01
+    sides = base[1].reshape(40 * 36, 3), {"map": base[0]}
+    options = {"members": False, "positions": "samples", "channels": "last", "num_blocks": 20, "baseline": False}
+    one, other = (similarity.compare(*pair, "linear_cka", **options) for pair in (sides, sides[::-1]))
+    np.testing.assert_allclose(np.ravel(one.standard_error), np.ravel(other.standard_error), rtol=1e-3)
     kept = inference.kept_rows(40 * 36, 20, each=36)
     assert kept[0].shape == (20, 38 * 36)
     orders = inference.random_orders(jax.random.key(0), 3, 40 * 36, each=36)

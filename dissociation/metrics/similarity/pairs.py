@@ -279,19 +279,19 @@ def pairwise(
     first = _as_set(names[0], representations, **axes)
     second = None if others is None else _as_set(names[-1], others, **axes)
     sets = [one for one in (first, second) if one is not None]
-    number = _check_sets(sets, known)
-    units = number // known.repeats // first.each
+    number, each = _check_sets(sets, known), max(one.each for one in sets)
+    units = number // known.repeats // each
     one_pair = second is not None and len(first.labels) == len(second.labels) == 1
     p_values = one_pair if p_values is None else p_values
     if num_blocks == "auto":
-        enough = units >= DEFAULT_BLOCKS or (units - 1) * first.each * known.repeats >= known.minimum
+        enough = units >= DEFAULT_BLOCKS or (units - 1) * each * known.repeats >= known.minimum
         num_blocks = min(units, DEFAULT_BLOCKS) if one_pair and enough else None
-    kept = [] if num_blocks is None else kept_rows(number, num_blocks, blocks, known.repeats, first.each)
+    kept = [] if num_blocks is None else kept_rows(number, num_blocks, blocks, known.repeats, each)
     left = min((rows.shape[1] for rows in kept), default=number)
     for one in sets:
         _check_fit(one, known, left, number)
     job = _Job(known, first, second, options, memory_budget)
-    alike = blocks == "interleaved" and first.each == 1
+    alike = blocks == "interleaved" and each == 1
     by_moments = job.matrix is not None and alike and MOST_FOR_MOMENTS >= number >= FEWEST_FOR_MOMENTS
     drawn = p_values and not by_moments, baseline and (job.expected is None or not alike)
     orders = None
@@ -299,7 +299,7 @@ def pairwise(
         default = 199 if drawn[0] else 5 if alike else 20
         count = check_count("num_orders", default if num_orders is None else num_orders, minimum=1)
         orders = random_orders(
-            jax.random.key(0) if key is None else key, count, number, known.repeats, blocks=blocks, each=first.each
+            jax.random.key(0) if key is None else key, count, number, known.repeats, blocks=blocks, each=each
         )
     values, shuffled, leave_outs = _computed(job, orders, kept, progress)
     chance = p_value = None
@@ -536,19 +536,21 @@ def _shares(measure: Measure, values: Array, shuffled: Array | None) -> Any:
     return placed(measure, np.asarray(values), np.asarray(shuffled), 0.95).p_value
 
 
-def _is_row(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and np.ndim(value) == 1
+def _named(name: str, given: Any) -> list[tuple[str, str, Any]]:
+    """Representations with the names that messages and labels have for them."""
+    if isinstance(given, Mapping):
+        return [(f"{name}[{layer!r}]", str(layer), value) for layer, value in given.items()]
+    is_row = (
+        isinstance(given, (list, tuple)) and given and isinstance(given[0], (list, tuple)) and np.ndim(given[0]) == 1
+    )
+    if isinstance(given, (list, tuple)) and given and not is_row:
+        return [(f"{name}[{index}]", "", value) for index, value in enumerate(given)]
+    return [(name, "", given)]
 
 
 def _as_set(name: str, given: Any, *, members: bool | None, positions: str | None, channels: str | None) -> _Set:
     """Representations with their labels, equal widths stacked."""
-    named: list[tuple[str, str, Any]]
-    if isinstance(given, Mapping):
-        named = [(f"{name}[{layer!r}]", str(layer), value) for layer, value in given.items()]
-    elif isinstance(given, (list, tuple)) and given and not _is_row(given[0]):
-        named = [(f"{name}[{index}]", "", value) for index, value in enumerate(given)]
-    else:
-        named = [(name, "", given)]
+    named = _named(name, given)
     if not named:
         fail(name, "hold at least one representation", "none")
     ranks = given.ranks if isinstance(given, Layers) else {}
@@ -563,7 +565,13 @@ def _as_set(name: str, given: Any, *, members: bool | None, positions: str | Non
             fail_kind(full, "be known: all pairs are planned on the host", "a traced value", advice)
         rank, place = ranks.get(layer), "last" if layer in ranks else channels
         if rank is None:
-            rank = array.ndim - (2 if _are_members(full, array, members) else 1)
+            if members is None and array.ndim > 2:
+                one, other, *rest = array.shape
+                advice = (
+                    f"True: {one} members, {other} samples each. False: {one} samples, of shape {(other, *rest)} each"
+                )
+                fail("members", f"be True or False for `{full}` of shape {array.shape}", "None", advice)
+            rank = array.ndim - (2 if members else 1)
         single = array.ndim == 1 + rank and named[0][2] is given
         array, grid = _arranged(full, array if array.ndim != 1 + rank else array[None], rank, positions, place)
         grids.add(grid)
@@ -590,17 +598,6 @@ def _as_set(name: str, given: Any, *, members: bool | None, positions: str | Non
         start += len(arrays)
     each = int(np.prod(grids.pop())) if positions == "samples" else 1
     return _Set(labels, joined, [places for _, places in widths.values()], each, name, single)
-
-
-def _are_members(name: str, array: Any, members: bool | None) -> bool:
-    """Whether the first axis of an array is members: stated, or of one or two axes samples."""
-    if members is None and array.ndim > 2:
-        one, other, *rest = array.shape
-        fail(
-            "members", f"be True or False for `{name}` of shape {array.shape}", "None",
-            f"True: {one} members, {other} samples each. False: {one} samples, of shape {(other, *rest)} each",
-        )  # fmt: skip
-    return bool(members)
 
 
 def _arranged(name: str, array: Any, rank: int, positions: str | None, channels: str | None) -> tuple[Any, tuple]:
