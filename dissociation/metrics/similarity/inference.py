@@ -66,7 +66,7 @@ class Interval(NamedTuple):
 
 
 def kept_rows(
-    number: int, num_blocks: int | str, blocks: str = "interleaved", repeats: int = 1, each: int = 1
+    number: int, num_blocks: Any, blocks: str = "interleaved", repeats: int = 1, each: int = 1
 ) -> list[np.ndarray]:
     """Samples that remain when each block is left out in turn.
 
