@@ -8,6 +8,7 @@ the meter.
 
 import io
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
@@ -102,6 +103,37 @@ class LineMeter(TqdmMeter):
         super().close()
 
 
+class LateMeter:
+    """A meter that opens after `SECONDS`, also while a compiled program runs: short work shows nothing."""
+
+    SECONDS = 4.0
+
+    def __init__(self, total: int, description: str):
+        self._begun: tuple[int, str] = total, description
+        self._meter: Meter = SilentMeter()
+        self._state, self._lock, self._closed = (0, ""), threading.Lock(), threading.Event()
+        threading.Thread(target=self._wait, daemon=True).start()
+
+    def _wait(self) -> None:
+        self._closed.wait(self.SECONDS)
+        with self._lock:
+            if not self._closed.is_set():
+                self._meter = _auto_meter(*self._begun)
+                self._meter.advance(*self._state)
+
+    def advance(self, step: int, text: str) -> None:
+        """Moves the meter to `step`."""
+        with self._lock:
+            self._state = step, text
+            self._meter.advance(step, text)
+
+    def close(self) -> None:
+        """Closes the meter, if it has opened."""
+        with self._lock:
+            self._closed.set()
+            self._meter.close()
+
+
 def _terminal_meter(total: int, description: str) -> Meter:
     return TqdmMeter(total, description) if sys.stderr.isatty() else LineMeter(total, description)
 
@@ -121,15 +153,17 @@ def _notebook_meter(total: int, description: str) -> Meter:
     return TqdmMeter(total, description, notebook_bar)
 
 
-_NAMED: dict[str, MeterFactory] = {"terminal": _terminal_meter, "notebook": _notebook_meter, "auto": _auto_meter}
+_NAMED: dict[str, MeterFactory] = {
+    "terminal": _terminal_meter, "notebook": _notebook_meter, "auto": _auto_meter, "late": LateMeter,
+}  # fmt: skip
 
 
 def open_meter(progress: str | MeterFactory | None, total: int, description: str) -> Meter:
     """Opens a meter.
 
     Args:
-        progress: None for silence, "terminal", "notebook", "auto" (whichever it is), or a factory
-            `(total, description) -> Meter`.
+        progress: None for silence, "terminal", "notebook", "auto" (whichever it is), "late" (that one, if the
+            work takes longer than 4 seconds), or a factory `(total, description) -> Meter`.
         total: The number of steps that make the work complete.
         description: A word or two in front of the bar.
 

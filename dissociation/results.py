@@ -12,6 +12,7 @@ from dissociation.labelling import Labels
 __all__ = ["Result", "printed"]
 
 _PRINTED = 16
+_LONGEST = 80
 
 
 class Result(eqx.Module, Labels):
@@ -23,7 +24,7 @@ class Result(eqx.Module, Labels):
     Attributes:
         UNITS: Of fields that have one, by name.
         AXES: The axes that "..." in annotations stands for, where an array has as many.
-        LEAST: By a field's name, below which its numbers say no more than that they are: they are printed so.
+        LEAST: By a field's name, the number at or below which its numbers are printed as being below it.
 
     Example:
         >>> import jax.numpy as jnp
@@ -46,20 +47,24 @@ def printed(self: Any) -> str:
     """A result as text, as `Result` prints it; named tuples, which have no bases, take it as their `__repr__`."""
     fields = self._asdict() if hasattr(self, "_asdict") else vars(self)
     least = getattr(self, "LEAST", {})
-    shown = ", ".join(f"{name}={_shown(value, least.get(name, -np.inf))}" for name, value in fields.items())
+    known = {name: value for name, value in fields.items() if value is not None}
+    shown = ", ".join(f"{name}={_shown(value, least.get(name, -np.inf))}" for name, value in known.items())
     return f"{type(self).__name__}({shown})"
 
 
 def _shown(value: Any, least: float) -> str:
     if not eqx.is_array_like(value) or is_traced(value):
-        return eqx.tree_pformat(value)
+        text = eqx.tree_pformat(value)
+        if type(value) in (list, tuple) and len(text) > _LONGEST:
+            return f"({eqx.tree_pformat(value[0])}, ..., {eqx.tree_pformat(value[-1])})"
+        return text
     array = np.asarray(value)
     known = array[np.isfinite(array)] if array.dtype.kind in "iuf" else np.zeros(0)
 
     def word(number: Any, digits: int = 4) -> str:
-        return f"< {least:.4g}" if number < least else f"{number:.{digits}g}"
+        return f"< {least:.4g}" if number <= least else f"{number:.{digits}g}"
 
     if array.size <= _PRINTED:
-        formatter: Any = {"float": lambda number: word(number, 6)} if (known < least).any() else None
+        formatter: Any = {"float": lambda number: word(number, 6)} if (known <= least).any() else None
         return np.array2string(array, precision=6, formatter=formatter)
     return eqx.tree_pformat(value) + (f" from {word(known.min())} to {word(known.max())}" if known.size else "")

@@ -147,6 +147,7 @@ INTERNAL = {
     "dissociation.metrics.similarity.canonical.basis": "a part of the measures",
     "dissociation.metrics.similarity.dissimilarity.entries": "a tool within",
     "dissociation.metrics.similarity.dissimilarity.kendall": "a part of the measures",
+    "dissociation.metrics.similarity.inference.in_chunks": "a part of the tests",
     "dissociation.metrics.similarity.inference.invariants": "a part of the tests",
     "dissociation.metrics.similarity.inference.invariants_of": "a part of the tests",
     "dissociation.metrics.similarity.inference.kept_rows": "a part of the intervals",

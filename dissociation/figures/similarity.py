@@ -49,6 +49,7 @@ SHOWS = "Similarity of representations between seeds and layers, under rewrites 
 
 AXES = {
     "matrix": ("items", "items"),
+    "estimate": ("items", "items"),
     "low": ("items", "items"),
     "high": ("items", "items"),
     "baseline": ("items", "items"),
@@ -81,7 +82,7 @@ SIMILARITIES = tuple(
 MAPS = {"mlp": 0, "cnn": 14 * 14 * 16, "resnet": 14 * 14 * 16, "transformer": 16 * 64}
 """Features of the widest layer that does not depend on `width`."""
 
-REWRITES = ("scaled", "duplicated", "zero", "permuted")
+REWRITES = drawing.REWRITES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +160,8 @@ class Results(NamedTuple):
         data: The data set's name and sizes.
         items: Layer and seed of every row of the matrices.
         matrices: Per measure, values of all pairs, [items, items].
-        lows: Lower ends of their intervals.
+        estimates: The same without their bias.
+        lows: Lower ends of the intervals about estimates.
         highs: Upper ends.
         baselines: What they are by chance.
         through: Per measure, of the last hidden layer between seeds: [epochs + 1, seeds, seeds].
@@ -181,6 +183,7 @@ class Results(NamedTuple):
     data: dict[str, Any]
     items: tuple[tuple[str, int], ...]
     matrices: dict[str, np.ndarray]
+    estimates: dict[str, np.ndarray]
     lows: dict[str, np.ndarray]
     highs: dict[str, np.ndarray]
     baselines: dict[str, np.ndarray]
@@ -277,6 +280,7 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts, progress:
         data={"name": data.name, "num_train": len(data.train_images), "num_test": len(data.test_images)},
         items=items,
         matrices=of("pairs", config.measures, "matrix"),
+        estimates=of("pairs", config.measures, "estimate"),
         lows=of("pairs", config.measures, "low"),
         highs=of("pairs", config.measures, "high"),
         baselines=of("pairs", config.measures, "baseline"),
@@ -302,11 +306,14 @@ def _features(images: Array, model: Any, rewritten: Any, key: Array) -> Array:
 
 def _pairs(config: Config, name: str, layers: dict[str, Array], key: Array) -> dict[str, Any]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of large biases: the figure shows where the baseline lies
-        found = similarity.pairwise(name, layers, num_blocks=config.num_blocks, positions="neurons", key=key)
+        warnings.simplefilter("ignore")  # of large biases: the figure shows estimates, too
+        found = similarity.pairwise(
+            name, layers, num_blocks=config.num_blocks, positions="neurons", key=key, progress=None
+        )
     count = config.num_seeds
     return {
         "matrix": found.values,
+        "estimate": found.estimate,
         "low": found.low,
         "high": found.high,
         "baseline": found.baseline,
@@ -318,7 +325,7 @@ def _pairs(config: Config, name: str, layers: dict[str, Array], key: Array) -> d
 def _of_rewrites(
     name: str, trained: Array, rewritten: dict[str, Array], key: Array, alive: np.ndarray
 ) -> dict[str, Any]:
-    found = similarity.compare({"trained": trained}, rewritten, name, num_blocks=None, p_values=False, key=key)
+    found = similarity.compare({"trained": trained}, rewritten, name, members=True, key=key, progress=None)
     count = len(alive)
     table, null = (
         np.diagonal(np.asarray(values).reshape(count, -1, count), axis1=0, axis2=2)
@@ -332,7 +339,7 @@ def _through(name: str, features: np.ndarray, alive: np.ndarray) -> dict[str, An
     known = np.flatnonzero(alive)
     features = np.where(alive[:, None, None, None], features, features[known[:1]])  # as `seeds.stand_ins` does
     tables = [
-        np.asarray(similarity.pairwise(name, features[:, step], baseline=False).values)
+        np.asarray(similarity.pairwise(name, features[:, step], members=True, baseline=False, progress=None).values)
         for step in range(features.shape[1])
     ]
     course = np.full((3, len(tables)), np.nan)
@@ -344,7 +351,7 @@ def _through(name: str, features: np.ndarray, alive: np.ndarray) -> dict[str, An
 
 
 def _plane(name: str, layers: dict[str, Array], key: Array) -> dict[str, Any]:
-    distances = similarity.pairwise(name, layers, baseline=False, positions="neurons").values
+    distances = similarity.pairwise(name, layers, baseline=False, positions="neurons", progress=None).values
     found = similarity.smacof(np.maximum(np.asarray(distances), 0.0), key=key)
     return {"points": found.points, "stress": found.relative_stress}
 
@@ -377,7 +384,8 @@ def draw(results: Results) -> Figure:
 def arrays(results: Results) -> dict[str, np.ndarray]:
     """The arrays of the figure under flat names, for an `.npz` file."""
     kinds = {
-        "matrix": results.matrices, "low": results.lows, "high": results.highs, "baseline": results.baselines,
+        "matrix": results.matrices, "estimate": results.estimates, "low": results.lows, "high": results.highs,
+        "baseline": results.baselines,
         "through": results.through, "course": results.course, "rewritten": results.rewritten,
         "chance": results.chance, "calibrated": results.calibrated,
     }  # fmt: skip
@@ -391,7 +399,7 @@ def arrays(results: Results) -> dict[str, np.ndarray]:
 def families(results: Results) -> dict[str, Any]:
     """What names of arrays go on with, by the axes that it makes; see `figures.labels`."""
     measures = {"measures": tuple(dict.fromkeys((*results.matrices, *results.rewritten)))}
-    kinds = ("matrix", "low", "high", "baseline", "through", "course", "rewritten", "chance", "calibrated")
+    kinds = ("matrix", "estimate", "low", "high", "baseline", "through", "course", "rewritten", "chance", "calibrated")
     return dict.fromkeys(kinds, measures)
 
 
@@ -400,12 +408,13 @@ def caption(results: Results) -> str:
     config = results.config
     pairs = f"{config.num_seeds * (config.num_seeds - 1) // 2} pairs of seeds"
     return (
-        f"Similarity of the representations of {config.num_samples} test images. (a) All pairs of {config.num_seeds} "
-        "seeds and their layers. (b) A network with its own rewrites of the same function, last hidden layer, means "
-        f"over {config.num_seeds} seeds. (c) Through training, means over {pairs} with 90 % intervals over the seeds. "
-        f"(d) Of the same {pairs} after training, by the share of images that they classify differently, with 90 % "
-        "intervals over blocks of images; dotted what is found by chance. (e) All representations in a plane by "
-        f"angular distance, stress {results.stress:.2f}. Data: {headline(results)}."
+        f"Similarity of the representations of {config.num_samples} test images. (a) Values of all pairs of "
+        f"{config.num_seeds} seeds and their layers. (b) A network with its own rewrites of the same function, last "
+        f"hidden layer, means over {config.num_seeds} seeds. (c) Through training, means over {pairs} with 90 % "
+        f"intervals over the seeds. (d) Of the same {pairs} after training, by the share of images that they classify "
+        "differently: estimates (values without their bias), with 90 % intervals over blocks of images; dotted what is "
+        f"found by chance. (e) All representations in a plane by angular_distance, stress {results.stress:.2f}. "
+        f"Data: {headline(results)}."
     )
 
 

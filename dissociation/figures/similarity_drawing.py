@@ -10,35 +10,8 @@ from matplotlib.figure import Figure
 
 from dissociation import plotting
 
-NAMES = {
-    "debiased_cka": "debiased CKA",
-    "linear_cka": "linear CKA",
-    "angular_similarity": "angular shape",
-    "angular_distance": "angular distance",
-    "rsa": "RSA",
-    "mutual_knn": "mutual kNN",
-    "knn_jaccard": "kNN Jaccard",
-    "cca": "CCA",
-    "cca_squared": "CCA, squares",
-    "svcca": "SVCCA",
-    "pwcca": "PWCCA",
-    "gulp_distance": "GULP",
-    "rbf_cka": "RBF CKA",
-    "debiased_rbf_cka": "debiased RBF CKA",
-    "procrustes_distance": "Procrustes",
-    "partial_whitening_distance": "partial whitening",
-    "linear_predictivity": "predictivity",
-    "distance_correlation": "distance corr.",
-    "hard_matching": "hard matching",
-    "soft_matching": "soft matching",
-}
-REWRITE_NAMES = {"scaled": "scaled", "duplicated": "duplicated", "zero": "zero\nneurons", "permuted": "permuted"}
-LAYER_NAMES = {
-    "mlp": {"hidden0": "first", "features": "second"},
-    "cnn": {"hidden0": "conv 1", "hidden1": "conv 2"},
-    "resnet": {"hidden0": "stem", "hidden1": "block 1", "hidden2": "block 2"},
-    "transformer": {"hidden0": "tokens", "hidden1": "block 1", "hidden2": "block 2"},
-}
+REWRITES = ("scaled", "duplicated", "zero", "permuted")
+"""Rewrites of one function, as tables, arrays and the figure call them."""
 
 
 def draw(results: Any) -> Figure:
@@ -49,7 +22,7 @@ def draw(results: Any) -> Figure:
         panels = above.subplots(1, len(results.matrices), squeeze=False)[0]
         for index, (panel, (name, values)) in enumerate(zip(panels, results.matrices.items(), strict=True)):
             _matrix(panel, results, name, values, first=index == 0)
-        above.colorbar(panels[0].images[0], ax=panels, shrink=0.8, label="similarity")
+        above.colorbar(panels[0].images[0], ax=panels, shrink=0.8, label="value")
         left, middle, right, last = below.subplots(1, 4, width_ratios=(1.25, 1, 1, 1))
         _rewrites(left, results)
         _training(middle, results)
@@ -66,17 +39,12 @@ def _matrix(panel: Axes, results: Any, name: str, values: np.ndarray, *, first: 
     plotting.heat(panel, values)
     panel.set_aspect("equal")
     middles = count * np.arange(len(layers)) + 0.5 * (count - 1)
-    shown = [_layer(results, layer) for layer in layers]
-    panel.set_xticks(middles, shown)
-    panel.set_yticks(middles, shown if first else [""] * len(shown))
+    panel.set_xticks(middles, layers)
+    panel.set_yticks(middles, layers if first else [""] * len(layers))
     for edge in count * np.arange(1, len(layers)) - 0.5:
         panel.axhline(edge, color="white", linewidth=0.8)
         panel.axvline(edge, color="white", linewidth=0.8)
-    panel.set_title(NAMES.get(name, name))
-
-
-def _layer(results: Any, name: str) -> str:
-    return LAYER_NAMES[results.config.model].get(name, name)
+    panel.set_title(name)
 
 
 def _rewrites(panel: Axes, results: Any) -> None:
@@ -84,8 +52,8 @@ def _rewrites(panel: Axes, results: Any) -> None:
     names = list(results.rewritten)
     table = np.array(list(results.calibrated.values()))
     plotting.heat(panel, table, [[_short(value) for value in row] for row in table])
-    panel.set_xticks(range(len(REWRITE_NAMES)), list(REWRITE_NAMES.values()), fontsize=5)
-    panel.set_yticks(range(len(names)), [str(NAMES.get(name, name)) for name in names], fontsize=5)
+    panel.set_xticks(range(len(REWRITES)), REWRITES, fontsize=4)
+    panel.set_yticks(range(len(names)), names, fontsize=5)
     panel.set_title("one function, rewritten\n1: unmoved, 0: chance")
 
 
@@ -96,23 +64,24 @@ def _short(value: Any) -> str:
 def _training(panel: Axes, results: Any) -> None:
     for index, (name, (mean, low, high)) in enumerate(results.course.items()):
         look = plotting.look(index)
-        panel.plot(range(len(mean)), mean, label=NAMES.get(name, name), **look)
+        panel.plot(range(len(mean)), mean, label=name, **look)
         panel.fill_between(range(len(mean)), low, high, color=look["color"], alpha=0.2, linewidth=0)
-    panel.set(xlabel="epoch", ylabel="seeds, last hidden layer", ylim=(0, 1), title="training")
+    panel.set(xlabel="epoch", ylabel="value, last hidden layer", ylim=(0, 1), title="training")
     _legend(panel, 2)
 
 
 def _function(panel: Axes, results: Any) -> None:
-    for index, (name, values) in enumerate(results.matrices.items()):
+    """Estimates, to which the intervals belong."""
+    for index, (name, values) in enumerate(results.estimates.items()):
         look = plotting.look(index)
         kinds = (values, results.lows[name], results.highs[name], results.baselines[name])
         value, low, high, chance = (of_seeds(results.items, table, "features") for table in kinds)
-        errors = np.stack([np.maximum(value - low, 0), np.maximum(high - value, 0)])
+        errors = np.stack([value - low, high - value])
         x = 100 * results.disagreement[np.triu_indices(len(results.disagreement), 1)]
         dots = {"fmt": look["marker"], "color": look["color"], "markersize": 2.5, "linewidth": 0.6}
-        panel.errorbar(x, value, errors, label=NAMES.get(name, name), **dots)
+        panel.errorbar(x, value, errors, label=name, **dots)
         panel.axhline(float(np.nanmean(chance)), color=look["color"], linestyle=":", linewidth=0.7)
-    panel.set(xlabel="disagreement (%)", ylabel="seeds, last hidden layer", ylim=(-0.05, 1), title="function")
+    panel.set(xlabel="disagreement (%)", ylabel="estimate, last hidden layer", ylim=(-0.05, 1), title="function")
     _legend(panel, 2)
 
 
@@ -121,7 +90,7 @@ def _plane(panel: Axes, results: Any) -> None:
     layers = list(dict.fromkeys(layer for layer, _ in results.items))
     for layer, marker, shade in zip(layers, "osD^v", ("black", "0.4", "0.7", "0.2", "0.55"), strict=False):
         points = results.points[[index for index, (name, _) in enumerate(results.items) if name == layer]]
-        panel.plot(points[:, 0], points[:, 1], marker, color=shade, markersize=3, label=_layer(results, layer))
+        panel.plot(points[:, 0], points[:, 1], marker, color=shade, markersize=3, label=layer)
     panel.set(xticks=[], yticks=[], title="plane of angles")
     panel.set_aspect("equal", adjustable="datalim")
     _legend(panel, len(layers))

@@ -5,8 +5,8 @@ Hidden layers in forward order are "hidden0", "hidden1", ...; the last of them, 
 """
 
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -19,10 +19,38 @@ from dissociation.models.program import MOVES, Walk, bound, program_of
 from dissociation.validation import validated
 
 
-def named(hidden: Sequence[Array], logits: Array) -> dict[str, Array]:
-    """Hidden layers in forward order and the output, under the names that all models share."""
-    names = [*(f"hidden{index}" for index in range(len(hidden) - 1)), *["features"] * bool(hidden)]
-    return {**dict(zip(names, hidden, strict=True)), "logits": logits}
+@jax.tree_util.register_pytree_with_keys_class
+class Layers(dict[str, Array]):
+    """A dictionary of representations by layer, which states what their axes are. Features (channels) are the last one.
+
+    Samples and members of an ensemble come before the axes of one example, as `vmap` adds them.
+
+    Attributes:
+        ranks: By name, the number of axes of one example's representation. A layer whose axis of features is unknown
+            is not among them.
+    """
+
+    def __init__(self, arrays: Any, ranks: Mapping[str, int]):
+        super().__init__(arrays)
+        self.ranks = dict(ranks)
+
+    def tree_flatten_with_keys(self) -> Any:
+        """Return arrays with their names, in the order of the layers, and what is static."""
+        keyed = [(jax.tree_util.DictKey(name), array) for name, array in self.items()]
+        return keyed, (tuple(self), tuple(self.ranks.items()))
+
+    @classmethod
+    def tree_unflatten(cls, static: Any, arrays: Any) -> "Layers":
+        """Return the dictionary of these arrays."""
+        names, ranks = static
+        return cls(zip(names, arrays, strict=True), dict(ranks))
+
+
+def named(hidden: Sequence[Array], logits: Array) -> Layers:
+    """Hidden layers of one example in forward order and the output, under the names that all models share."""
+    names = [*(f"hidden{index}" for index in range(len(hidden) - 1)), *["features"] * bool(hidden), "logits"]
+    arrays = dict(zip(names, [*hidden, logits], strict=True))
+    return Layers(arrays, {name: jnp.ndim(array) for name, array in arrays.items()})
 
 
 @functools.singledispatch
@@ -30,10 +58,11 @@ def representations_of_example(model: Any, x: Array) -> dict[str, Array]:
     """What a model makes of one example; what a type of models makes may be stated by `.register(type)` of this.
 
     Args:
-        model: With a method `representations(x)`, as those of `dissociation.models`, or of a registered type, or any
-            other as `weights.groups.neuron_groups` takes it: then hidden layers are what each of its weights is
-            multiplied by (in a matrix product or a convolution, outside of loops), in forward order and each once; the
-            inputs themselves are none.
+        model: With a method `representations(x)`, as those of `dissociation.models`, or of a registered type: both
+            return arrays whose last axis are features (channels). Or any other as `weights.groups.neuron_groups` takes
+            it: then hidden layers are what each of its weights is multiplied by (in a matrix product or a convolution,
+            outside of loops), in forward order and each once, with the axis that the weights sum over moved to the end;
+            the inputs themselves are none. The output's channels are moved to the end as well.
         x: One example.
 
     Returns:
@@ -56,17 +85,24 @@ def seen_by_weights(model: Any, x: Array) -> dict[str, Array]:
     if len(traced.out_avals) != 1:
         fail_kind("model", "return one array", f"{len(traced.out_avals)} arrays")
     look = _Look()
-    marks = [*(_Mark("weights") for _ in leaves), _Mark("input")]
-    ((logits, _),) = look.run(traced.jaxpr, traced.consts, [*leaves, x], marks)
-    return named(look.found, logits)
+    marks = [*(_Mark("weights", []) for _ in leaves), _Mark("input", [])]
+    ((logits, mark),) = look.run(traced.jaxpr, traced.consts, [*leaves, x], marks)
+    axis = None if mark is None else mark.axis
+    found = named(look.found, logits if axis is None else jnp.moveaxis(logits, axis, -1))
+    if axis is None and logits.ndim > 1:
+        del found.ranks["logits"]
+    return found
 
 
-class _Mark:
-    """Where a value comes from: weights, input, or both; and whether it has been noted."""
+class _Mark(NamedTuple):
+    """Where a value comes from ("weights", "input" or "both"), whether it has been noted, and its axis of features.
 
-    def __init__(self, kind: str):
-        self.kind = kind
-        self.noted = False
+    Values that differ by the order or shape of their axes alone share the list `noted`, which is filled once.
+    """
+
+    kind: str
+    noted: list[bool]
+    axis: int | None = None
 
 
 class _Look(Walk):
@@ -78,20 +114,59 @@ class _Look(Walk):
     def at(self, equation: Any, values: list[Any], marks: list[Any]) -> tuple[list[Any], Any]:
         """The results of an operation, and where they come from."""
         name = equation.primitive.name
+        side = None
         if name in ("dot_general", "conv_general_dilated"):
             kinds = ["" if mark is None else mark.kind for mark in marks[:2]]
             if sorted(kinds) == ["both", "weights"]:
                 side = kinds.index("both")
-                self._note(values[side], marks[side], image=name != "dot_general")
+                if not marks[side].noted:
+                    self.found.append(_features_last(equation, values[side], side))
+                    marks[side].noted.append(True)
+            side = kinds.index("weights") if "weights" in kinds else None
         kinds = {mark.kind for mark in marks if mark is not None}
-        mark = _Mark("both" if len(kinds) > 1 else kinds.pop()) if kinds else None
-        moved = name in MOVES and marks[0] is not None
-        return bound(equation, values), marks[0] if moved else mark
+        axis = _axis_of_features(equation, marks, side)
+        noted = marks[0].noted if name in MOVES and marks[0] is not None else []
+        mark = _Mark("both" if len(kinds) > 1 else kinds.pop(), noted, axis) if kinds else None
+        return bound(equation, values), mark
 
-    def _note(self, value: Array, mark: _Mark, *, image: bool) -> None:
-        if not mark.noted:
-            self.found.append(value[0] if image and value.shape[0] == 1 else value)
-        mark.noted = True
+
+def _features_last(equation: Any, value: Array, side: int) -> Array:
+    """One side of a product, with the axes that are summed over as one, the last."""
+    numbers = equation.params["dimension_numbers"]
+    if equation.primitive.name == "dot_general":
+        summed = numbers[0][side]
+        rest = [axis for axis in range(value.ndim) if axis not in summed]
+        return value.transpose(*rest, *summed).reshape(*(value.shape[axis] for axis in rest), -1)
+    batch, channels, *space = numbers.rhs_spec if side else numbers.lhs_spec
+    value = value.transpose(batch, *space, channels)
+    return value[0] if value.shape[0] == 1 else value
+
+
+def _axis_of_features(equation: Any, marks: Sequence[Any], weights: int | None) -> int | None:
+    """The axis of what is returned along which weights made features, if it is known."""
+    name, params, out = equation.primitive.name, equation.params, equation.outvars[0].aval
+    if name == "conv_general_dilated":
+        return params["dimension_numbers"].out_spec[1]
+    if name == "dot_general":
+        if weights is None:
+            return None
+        summed, batch = (numbers[weights] for numbers in params["dimension_numbers"])
+        free = equation.invars[weights].aval.ndim - len(summed) - len(batch)
+        return None if free != 1 else out.ndim - 1 if weights else len(batch)
+    known = [(mark.axis, atom.aval) for mark, atom in zip(marks, equation.invars, strict=True) if mark is not None]
+    known = [(axis, one) for axis, one in known if axis is not None]
+    if len({axis for axis, _ in known}) != 1 or name in ("gather", "scan", "while", "cond"):
+        return None
+    axis, one = known[0]
+    dropped = params.get("dimensions" if name == "squeeze" else "axes", ()) if out.ndim < one.ndim else ()
+    if name == "transpose":
+        return params["permutation"].index(axis)
+    if name == "broadcast_in_dim":
+        return params["broadcast_dimensions"][axis]
+    if axis in dropped or out.ndim != one.ndim - len(dropped):
+        return None
+    place = axis - sum(other < axis for other in dropped)
+    return place if out.shape[place] == one.shape[axis] else None
 
 
 @representations_of_example.register
@@ -117,7 +192,7 @@ def _(model: eqx.nn.MLP, x: Array) -> dict[str, Array]:
 
 
 @validated
-def representations(model: Any, inputs: Num[Array | np.ndarray, "n ..."]) -> dict[str, Array]:
+def representations(model: Any, inputs: Num[Array | np.ndarray, "n ..."]) -> Layers:
     """Everything that one network computes on the way, for many examples.
 
     Args:
@@ -126,7 +201,7 @@ def representations(model: Any, inputs: Num[Array | np.ndarray, "n ..."]) -> dic
 
     Returns:
         By name, hidden layers in forward order: "hidden0", "hidden1", ..., "features" (the last hidden layer) and
-        "logits", [n, ...] each.
+        "logits": [n, ...] each, channels last, also of models that have them first.
 
     Raises:
         TypeError: If the model offers no representations, or does not take such examples.
@@ -137,21 +212,19 @@ def representations(model: Any, inputs: Num[Array | np.ndarray, "n ..."]) -> dic
         >>> {name: array.shape for name, array in representations(model, jnp.ones((5, 4))).items()}
         {'hidden0': (5, 8), 'features': (5, 8), 'logits': (5, 3)}
     """
-    names: list[str] = []
 
-    def values(x: Array) -> tuple[Array, ...]:
-        by_name = representations_of_example(model, x)
-        names[:] = by_name
-        return tuple(by_name.values())
+    def layers(x: Array) -> Layers:
+        found = representations_of_example(model, x)
+        ranks = {name: jnp.ndim(array) for name, array in found.items()}
+        return found if isinstance(found, Layers) else Layers(found, ranks)
 
     inputs = jnp.asarray(inputs)
-    check_takes("model", values, jax.ShapeDtypeStruct(inputs.shape[1:], inputs.dtype))
-    arrays = jax.vmap(values)(inputs)  # as a dictionary they would come back in alphabetical order
-    return dict(zip(names, arrays, strict=True))
+    check_takes("model", layers, jax.ShapeDtypeStruct(inputs.shape[1:], inputs.dtype))
+    return jax.vmap(layers)(inputs)
 
 
 @validated
-def member_representations(models: Any, inputs: Num[Array | np.ndarray, "n ..."]) -> dict[str, Array]:
+def member_representations(models: Any, inputs: Num[Array | np.ndarray, "n ..."]) -> Layers:
     """`representations` of stacked members, all on the same inputs.
 
     Args:
@@ -159,17 +232,9 @@ def member_representations(models: Any, inputs: Num[Array | np.ndarray, "n ..."]
         inputs: Examples, [n, ...].
 
     Returns:
-        By name, hidden layers in forward order: [members, n, ...] each.
+        By name, hidden layers in forward order: [members, n, ...] each, channels last.
 
     Raises:
         TypeError: If the models offer no representations, or do not take such examples.
     """
-    names: list[str] = []
-
-    def values(model: Any, inputs: Array) -> tuple[Array, ...]:
-        by_name = representations(model, inputs)
-        names[:] = by_name
-        return tuple(by_name.values())
-
-    arrays = eqx.filter_vmap(values, in_axes=(eqx.if_array(0), None))(models, jnp.asarray(inputs))
-    return dict(zip(names, arrays, strict=True))
+    return eqx.filter_vmap(representations, in_axes=(eqx.if_array(0), None))(models, jnp.asarray(inputs))

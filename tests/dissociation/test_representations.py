@@ -5,14 +5,17 @@ import numpy as np
 import pytest
 
 from dissociation.members import member
+from dissociation.metrics.similarity import compare, pairwise
 from dissociation.models.bilinear import BilinearNetwork
 from dissociation.models.cnn import CNN
 from dissociation.models.mlp import MLP
 from dissociation.models.representations import (
+    Layers,
     member_representations,
     representations,
     representations_of_example,
 )
+from dissociation.models.transformer import Transformer
 
 X = np.random.default_rng(0).normal(size=(7, 4)).astype(np.float32)
 
@@ -129,3 +132,110 @@ def test_members_are_represented_as_each_of_them_in_the_order_of_the_layers():
         one = representations(member(models, index), X)
         for name, array in found.items():
             np.testing.assert_allclose(array[index], one[name], atol=1e-6)
+
+
+class Convolved(eqx.Module):
+    """Channels first: two convolutions with pooling between them, then logits at each position, or of their mean."""
+
+    first: eqx.nn.Conv
+    second: eqx.nn.Conv
+    last: eqx.Module
+    dense: bool
+
+    def __init__(self, dims, dense, key):
+        keys = jax.random.split(key, 3)
+        self.first = eqx.nn.Conv(dims, 1, 5, 3, padding=1, key=keys[0])
+        self.second = eqx.nn.Conv(dims, 5, 4, 3, padding=1, key=keys[1])
+        self.last = eqx.nn.Conv(dims, 4, 3, 1, key=keys[2]) if dense else eqx.nn.Linear(4, 3, key=keys[2])
+        self.dense = dense
+
+    def __call__(self, x):
+        x = eqx.nn.Pool(0.0, jax.lax.add, x.ndim - 1, 2, 2)(jax.nn.relu(self.first(x)))
+        x = jax.nn.relu(self.second(x))
+        return 2 * jnp.tanh(self.last(x)) if self.dense else self.last(x.mean(tuple(range(1, x.ndim))))
+
+
+class Tokens(eqx.Module):
+    """A layer for every token, whose features are the first axis or the last one."""
+
+    first: eqx.nn.Linear
+    last: eqx.nn.Linear
+    features_first: bool
+
+    def __init__(self, features_first, key):
+        keys = jax.random.split(key)
+        self.first, self.last = eqx.nn.Linear(4, 5, key=keys[0]), eqx.nn.Linear(5, 3, key=keys[1])
+        self.features_first = features_first
+
+    def __call__(self, x):
+        axis = 1 if self.features_first else 0
+        hidden = jax.nn.relu(jax.vmap(self.first, in_axes=axis, out_axes=axis)(x))
+        return jax.vmap(self.last, in_axes=axis, out_axes=axis)(hidden) + 1
+
+
+def permuted(model, order, rows):
+    """The same function with other channels in the first layer, and other logits."""
+    where = lambda m: (m.first.weight, m.first.bias, m.second.weight if hasattr(m, "second") else m.last.weight)  # noqa: E731
+    first, bias, read = where(model)
+    model = eqx.tree_at(where, model, (first[order], bias[order], read[:, order]))
+    return eqx.tree_at(lambda m: (m.last.weight, m.last.bias), model, (model.last.weight[rows], model.last.bias[rows]))
+
+
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (lambda key: Convolved(1, False, key), (1, 8)),
+        (lambda key: Convolved(1, True, key), (1, 8)),
+        (lambda key: Convolved(2, False, key), (1, 8, 6)),
+        (lambda key: Convolved(2, True, key), (1, 8, 6)),
+        (lambda key: Tokens(False, key), (6, 4)),
+        (lambda key: Tokens(True, key), (4, 6)),
+    ],
+)
+def test_channels_are_last_wherever_the_program_has_them(make, shape):
+    """Channels in another order, of the first layer and of logits, are the same representation."""
+    model, x = make(jax.random.key(0)), jax.random.normal(jax.random.key(1), (7, *shape))
+    order, rows = np.array([3, 1, 4, 0, 2]), np.array([2, 0, 1])
+    one, other = (representations(each, x) for each in (model, permuted(model, order, rows)))
+    first = next(iter(one))
+    for name, moved in ((first, order), ("logits", rows)):
+        np.testing.assert_allclose(other[name], np.asarray(one[name])[..., moved], atol=1e-5)
+        sides = [Layers({name: found[name]}, found.ranks) for found in (one, other)]
+        options = {"positions": "samples", "num_blocks": None, "p_values": False, "baseline": False}
+        np.testing.assert_allclose(compare(*sides, "linear_cka", **options).values, 1, atol=1e-4)
+        assert np.abs(one[name] - other[name]).max() > 0.01
+    assert one.ranks == {name: array.ndim - 1 for name, array in one.items()}
+
+
+def test_an_unknown_axis_of_channels_is_not_stated():
+    class Mixed(eqx.Module):
+        first: eqx.nn.Linear
+
+        def __call__(self, x):
+            hidden = jax.vmap(self.first)(x)
+            return hidden + hidden.T
+
+    found = representations(Mixed(eqx.nn.Linear(4, 4, key=jax.random.key(0))), np.ones((7, 4, 4), np.float32))
+    assert found.ranks == {}
+    with pytest.raises(ValueError, match="`members` must be True or False for `representations"):
+        pairwise("linear_cka", found, positions="samples")
+
+
+@pytest.mark.parametrize("seeds", [1, 3])
+@pytest.mark.parametrize("model", [MLP, CNN, Transformer])
+def test_layers_of_all_models_are_compared_for_one_seed_and_for_several(model, seeds):
+    options = {"size": 8, "heads": 2, "patch": 14} if model is Transformer else {}
+    make = lambda key: model(width=6, classes=3, key=key, **options)  # noqa: E731
+    x = np.random.default_rng(1).random((9, 784)).astype(np.float32)
+    if seeds == 1:
+        found = representations(make(jax.random.key(0)), x)
+    else:
+        found = member_representations(eqx.filter_vmap(make)(jax.random.split(jax.random.key(0), seeds)), x)
+    table = pairwise("linear_cka", found, positions="neurons", baseline=False)
+    assert table.items == tuple((name, seed) for name in found for seed in range(seeds))
+    assert table.num_samples == 9
+    assert table.disagreement.shape == table.values.shape
+    flat = [
+        np.reshape(array[seed] if seeds > 1 else array, (9, -1)) for array in found.values() for seed in range(seeds)
+    ]
+    np.testing.assert_allclose(table.values[0, -1], compare(flat[0], flat[-1], "linear_cka").values, atol=1e-5)

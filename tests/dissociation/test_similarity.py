@@ -61,7 +61,7 @@ def test_what_is_claimed_of_a_measure_holds_and_no_more(name):
     """Invariances with their negative controls, symmetry, range, identity, the triangle inequality: from one table."""
     measure = MEASURES[name]
     variants = [X, *(change(X) for change in MAPS.values()), Z, WIDE]
-    table = np.asarray(similarity.pairwise(measure, np.stack(variants), baseline=False).values)
+    table = np.asarray(similarity.pairwise(measure, np.stack(variants), members=True, baseline=False).values)
     tolerance = 1e-9
     of_y = measure.invariances if measure.invariances_of_y is None else measure.invariances_of_y
     for index, letter in enumerate(MAPS, 1):
@@ -77,7 +77,7 @@ def test_what_is_claimed_of_a_measure_holds_and_no_more(name):
     assert table.max() <= most + tolerance
     if measure.symmetric:
         lower = similarity.compare(
-            np.stack(variants[-2:]), np.stack(variants), measure, num_blocks=None, p_values=False
+            np.stack(variants[-2:]), np.stack(variants), measure, members=True, num_blocks=None, p_values=False
         )
         np.testing.assert_allclose(lower.values, table.T[-2:], atol=1e-9)
     else:

@@ -44,6 +44,8 @@ def test_matrices_and_training_are_of_the_same_networks(run):
     for name, matrix in results.matrices.items():
         np.testing.assert_allclose(results.through[name][-1], matrix[np.ix_(layer, layer)], atol=1e-5)
         assert results.through[name].shape == (CONFIG.num_epochs + 1, 3, 3)
+        assert (results.lows[name] <= results.estimates[name]).all()
+        assert (results.estimates[name] <= results.highs[name]).all()
     np.testing.assert_allclose(np.diagonal(results.disagreement), 0, atol=1e-6)
     off = ~np.eye(3, dtype=bool)
     assert results.disagreement[off].min() > 0
@@ -70,6 +72,14 @@ def test_the_files_and_the_figure(run, tmp_path):
     for part in ("60 test images", "3 pairs of seeds", "500 training", f"stress {results.stress:.2f}", "(e)"):
         assert part in similarity.caption(results)
     assert_only_draws(similarity, results)
+    drawn = similarity.draw(results)
+    legends = {
+        text.get_text()
+        for panel in drawn.axes
+        for text in (panel.get_legend() and panel.get_legend().get_texts() or [])
+    }
+    assert {*results.matrices, "hidden0", "features", "logits"} <= legends  # called as in tables and arrays
+    assert {panel.get_title() for panel in drawn.axes} >= set(results.matrices)
 
 
 def test_seeds_that_diverged_are_left_out(run):

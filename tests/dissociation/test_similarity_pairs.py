@@ -11,8 +11,9 @@ import pytest
 import similarity_reference as reference
 from scipy import stats
 
+from dissociation import progress
 from dissociation.metrics import similarity
-from dissociation.metrics.similarity import MEASURES, inference, kernels
+from dissociation.metrics.similarity import MEASURES, inference, kernels, pairs
 from dissociation.metrics.similarity.dissimilarity import filled
 
 RNG = np.random.default_rng(0)
@@ -56,7 +57,7 @@ def by_hand(name, **options):
 def test_all_pairs_are_each_pair_whatever_the_memory(name, options):
     wanted = by_hand(name, **options)
     for budget in (None, 1):
-        found = similarity.pairwise(name, LAYERS, memory_budget=budget, baseline=False, **options)
+        found = similarity.pairwise(name, LAYERS, memory_budget=budget, members=True, baseline=False, **options)
         np.testing.assert_allclose(found.values, wanted, atol=5e-6)
     assert found.items == found.others == tuple((layer, member) for layer in LAYERS for member in range(3))
     np.testing.assert_allclose(found.between("features", "logits"), wanted[3:6, 6:], atol=5e-6)
@@ -73,9 +74,9 @@ def test_tiles_and_parts_of_matrices_change_nothing(monkeypatch):
     monkeypatch.setattr(kernels, "SMALLEST_IN_BLOCKS", 1)
     jax.clear_caches()
     for name, table in wanted.items():
-        np.testing.assert_allclose(similarity.pairwise(name, LAYERS).values, table, atol=5e-6)
+        np.testing.assert_allclose(similarity.pairwise(name, LAYERS, members=True).values, table, atol=5e-6)
     many = jnp.concatenate([jnp.asarray(LAYERS["hidden0"]), jnp.asarray(LAYERS["logits"])])  # over samples: 6 x 30
-    cka = similarity.pairwise("linear_cka", np.tile(many, (1, 1, 9)), baseline=False)
+    cka = similarity.pairwise("linear_cka", np.tile(many, (1, 1, 9)), members=True, baseline=False)
     np.testing.assert_allclose(
         cka.values, wanted["linear_cka"][np.ix_([0, 1, 2, 6, 7, 8], [0, 1, 2, 6, 7, 8])], atol=5e-6
     )
@@ -85,12 +86,34 @@ def test_a_second_call_compiles_nothing(caplog):
     def compilations():
         caplog.clear()
         with jax.log_compiles(True), caplog.at_level(logging.WARNING):
-            similarity.pairwise("angular_similarity", LAYERS["hidden0"], num_blocks=5)
-            similarity.pairwise("rbf_cka", LAYERS["hidden0"], scale=RNG.random() + 0.5)
+            similarity.pairwise("angular_similarity", LAYERS["hidden0"], members=True, num_blocks=5)
+            similarity.pairwise("rbf_cka", LAYERS["hidden0"], members=True, scale=RNG.random() + 0.5)
         return [record for record in caplog.records if "Finished XLA compilation" in record.getMessage()]
 
     assert compilations()
     assert not compilations()
+
+
+@pytest.mark.parametrize("name", ["angular_similarity", "linear_predictivity"])
+def test_long_work_shows_its_progress_between_chunks(name, monkeypatch, capsys):
+    def numbers():
+        found = similarity.pairwise(name, LAYERS["hidden0"], members=True, num_blocks=10, p_values=True, num_orders=19)
+        drawn = similarity.permutation_test(name, *ITEMS[:2], key=jax.random.key(0), num_draws=20)
+        return [*(getattr(found, part) for part in ("values", "low", "high", "p_values", "baseline")), drawn.p_value]
+
+    monkeypatch.setattr(progress.LateMeter, "SECONDS", 1e3)
+    whole = numbers()
+    assert not capsys.readouterr().err  # it took less than the time after which a meter opens
+    monkeypatch.setattr(inference, "CHUNK_WORK", 1e5)  # some orders, not a divisor of their number
+    monkeypatch.setattr(progress.LateMeter, "SECONDS", 0.0)
+    monkeypatch.setattr(progress.LineMeter, "SECONDS", 0.0)
+    for one, other in zip(numbers(), whole, strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-4)
+    shown = capsys.readouterr().err
+    steps = [int(step) for step in re.findall(rf"{name}: .* (\d+)/30 ", shown)]
+    assert steps[-1] == 30
+    assert len(set(steps)) > 4
+    assert re.search(rf"{name}: .* 21/21 ", shown)
 
 
 def test_custom_functions_and_lists_of_any_width():
@@ -106,18 +129,63 @@ def test_custom_functions_and_lists_of_any_width():
 
 def test_features_of_images():
     images = RNG.standard_normal((2, 6, 3, 4, 5)).astype(np.float32)
-    channels = similarity.pairwise("linear_cka", {"conv": images}, positions="samples").values
+    channels = similarity.pairwise(
+        "linear_cka", {"conv": images}, members=True, positions="samples", channels="last"
+    ).values
     np.testing.assert_allclose(channels[0, 1], similarity.linear_cka(*images.reshape(2, 72, 5)), atol=1e-5)
-    whole = similarity.pairwise("linear_cka", {"conv": images}, positions="neurons").values
+    whole = similarity.pairwise("linear_cka", {"conv": images}, members=True, positions="neurons").values
     np.testing.assert_allclose(whole[0, 1], similarity.linear_cka(*images.reshape(2, 6, 60)), atol=1e-5)
-    with pytest.raises(ValueError, match="`positions` must be one of 'samples', 'neurons' for features of images"):
-        similarity.pairwise("linear_cka", {"conv": images})
+    with pytest.raises(ValueError, match="`positions` must be one of 'samples', 'neurons' for samples of shape"):
+        similarity.pairwise("linear_cka", {"conv": images}, members=True)
+
+
+SHAPED = RNG.standard_normal((6, 5, 4, 3))
+
+
+@pytest.mark.parametrize(
+    ("shape", "stated", "wanted"),
+    [
+        ((6, 60), {}, (6, 60)),
+        ((6, 60), {"members": True}, (6, 60, 1)),
+        ((6, 20, 3), {"members": True}, (6, 20, 3)),
+        ((6, 20, 3), {"members": False, "positions": "neurons"}, (6, 60)),
+        ((6, 20, 3), {"members": False, "positions": "samples", "channels": "last"}, (120, 3)),
+        ((6, 20, 3), {"members": False, "positions": "samples", "channels": "first"}, (18, 20)),
+        ((6, 5, 4, 3), {"members": True, "positions": "samples", "channels": "last"}, (6, 20, 3)),
+        ((6, 5, 4, 3), {"members": True, "positions": "samples", "channels": "first"}, (6, 15, 4)),
+        ((6, 5, 4, 3), {"members": False, "positions": "samples", "channels": "first"}, (72, 5)),
+        ((6, 20, 3), {}, "`members` must be True or False .* True: 6 members, 20 samples each. False: 6 samples"),
+        ((6, 5, 4, 3), {"positions": "samples"}, "`members` must be True or False"),
+        ((6, 20, 3), {"members": False}, "`positions` must be one of"),
+        ((6, 5, 4, 3), {"members": False, "positions": "samples"}, "`channels` must be .*Last: 3 .* First: 5 channels"),
+        ((6,), {"members": True}, "must have axes"),
+    ],
+)
+def test_axes_are_stated_or_refused(shape, stated, wanted):
+    array = np.resize(SHAPED, shape)
+    if isinstance(wanted, str):
+        with pytest.raises(ValueError, match=wanted):
+            similarity.pairwise("linear_cka", {"layer": array}, **stated)
+        return
+    (given,) = pairs._as_set("x", array, **{"members": None, "positions": None, "channels": None} | stated).arrays
+    np.testing.assert_array_equal(np.ravel(given), np.ravel(by_axes(array, **stated)).astype(np.float32))
+    assert given.shape == (wanted if stated.get("members") else (1, *wanted))
+
+
+def by_axes(array, *, members=False, positions=None, channels="last"):
+    """The order of entries of representations, a member after the other, by loops over axes."""
+    if not members:
+        array = array[None]
+    if positions != "samples" or channels == "last":
+        return array
+    return np.stack([[np.stack([row[:, place] for place in range(row.shape[1])]) for row in
+                      (sample.reshape(len(sample), -1) for sample in one)] for one in array])  # fmt: skip
 
 
 def test_one_number_per_sample_is_one_feature():
     outputs = LAYERS["logits"][..., 0]
-    wanted = similarity.pairwise("linear_cka", LAYERS | {"logits": outputs[..., None]})
-    found = similarity.pairwise("linear_cka", LAYERS | {"logits": outputs})
+    wanted = similarity.pairwise("linear_cka", LAYERS | {"logits": outputs[..., None]}, members=True)
+    found = similarity.pairwise("linear_cka", LAYERS | {"logits": outputs}, members=True)
     np.testing.assert_array_equal(found.values, wanted.values)
     assert found.items == wanted.items
     assert found.disagreement is None  # there are no classes
@@ -128,19 +196,21 @@ def test_one_number_per_sample_is_one_feature():
     assert pair.values.shape == ()
     np.testing.assert_allclose(pair.values, single.values[0, 1], rtol=1e-5)
     alone = {name: layer[:1] for name, layer in LAYERS.items()} | {"logits": outputs[:1]}
-    assert similarity.pairwise("linear_cka", alone).disagreement is None
+    assert similarity.pairwise("linear_cka", alone, members=True).disagreement is None
 
 
 def test_functions_are_compared_beside_every_pair_of_representations():
-    found = similarity.pairwise("linear_cka", LAYERS, baseline=False)
+    found = similarity.pairwise("linear_cka", LAYERS, members=True, baseline=False)
     for name in ("disagreement", "jensen_shannon"):
         own = np.array([[MEASURES[name](x, y) for y in ITEMS[6:]] for x in ITEMS[6:]])
         np.testing.assert_allclose(getattr(found, name), np.tile(own, (3, 3)), atol=1e-6)
     np.testing.assert_array_equal(found.output_similarity, np.tile(found.between("logits"), (3, 3)))
-    across = similarity.compare(LAYERS, dict(LAYERS), "rsa", num_blocks=None, p_values=False, baseline=False)
+    across = similarity.compare(
+        LAYERS, dict(LAYERS), "rsa", members=True, num_blocks=None, p_values=False, baseline=False
+    )
     np.testing.assert_allclose(across.disagreement, found.disagreement, atol=1e-6)
     np.testing.assert_array_equal(across.output_similarity, np.tile(across.between("logits"), (3, 3)))
-    without = similarity.pairwise("linear_cka", LAYERS, outputs=None)
+    without = similarity.pairwise("linear_cka", LAYERS, members=True, outputs=None)
     assert without.disagreement is None
     assert without.output_similarity is None
     assert similarity.pairwise("linear_cka", {"hidden0": ITEMS[0]}).jensen_shannon is None
@@ -148,13 +218,13 @@ def test_functions_are_compared_beside_every_pair_of_representations():
 
 def test_traced_representations_are_refused():
     with pytest.raises(TypeError, match="`representations` must be known: all pairs are planned on the host"):
-        jax.jit(lambda x: similarity.pairwise("linear_cka", x).values)(LAYERS["hidden0"])
+        jax.jit(lambda x: similarity.pairwise("linear_cka", x, members=True).values)(LAYERS["hidden0"])
 
 
 def test_representations_that_say_nothing_are_named():
     dead = dict(LAYERS, features=np.where(np.arange(3)[:, None, None] == 1, 2.0, LAYERS["features"]))
     with pytest.warns(RuntimeWarning, match="linear_cka is not defined for features 1, whose values are NaN"):
-        found = similarity.pairwise("linear_cka", dead)
+        found = similarity.pairwise("linear_cka", dead, members=True)
     assert np.isnan(found.values[4]).all()
     assert np.isfinite(np.delete(np.delete(np.asarray(found.values), 4, 0), 4, 1)).all()
 
@@ -165,7 +235,7 @@ def test_wrong_calls_are_refused_by_name():
     with pytest.raises(ValueError, match="must be of the same samples throughout, got 29, 30 samples"):
         similarity.pairwise("linear_cka", [ITEMS[0], ITEMS[1][1:]])
     with pytest.raises(ValueError, match=r"`representations\['features'\]` must be finite"):
-        similarity.pairwise("linear_cka", dict(LAYERS, features=np.full((3, NUMBER, 2), np.nan)))
+        similarity.pairwise("linear_cka", dict(LAYERS, features=np.full((3, NUMBER, 2), np.nan)), members=True)
     with pytest.raises(ValueError, match="`y` must have as many samples as `x`"):
         similarity.compare(ITEMS[0], ITEMS[1][1:])
     with pytest.raises(ValueError, match="`num_blocks` must be at most the number of samples"):
@@ -173,7 +243,7 @@ def test_wrong_calls_are_refused_by_name():
     with pytest.raises(ValueError, match="fewer features than samples less one for cca"):
         similarity.compare(ITEMS[0][:10], ITEMS[1][:10], "cca", num_blocks=5)
     with pytest.raises(TypeError, match="`bandwidth` is no option: linear_cka has no options"):
-        similarity.pairwise("linear_cka", LAYERS, bandwidth=2)
+        similarity.pairwise("linear_cka", LAYERS, members=True, bandwidth=2)
     with pytest.raises(TypeError, match="the options of rsa are rdm, comparison"):
         similarity.compare(ITEMS[0], ITEMS[1], "rsa", metric="cosine")
     with pytest.raises(ValueError, match="must have axes"):
@@ -181,7 +251,7 @@ def test_wrong_calls_are_refused_by_name():
     with pytest.raises(ValueError, match="`y` must have as many classes throughout for disagreement, got 5, 7"):
         similarity.compare(ITEMS[0], ITEMS[4], "disagreement")
     with pytest.raises(ValueError, match="`outputs` must name a layer"):
-        similarity.pairwise("linear_cka", LAYERS, outputs="logit")
+        similarity.pairwise("linear_cka", LAYERS, members=True, outputs="logit")
     with pytest.raises(TypeError, match="`measure` must be a function of JAX's operations"):
         similarity.compare(ITEMS[0], ITEMS[1], lambda x, y: stats.pearsonr(x[:, 0], y[:, 0]).statistic)
     with pytest.raises(ValueError, match="`measure` must give one real number"):
@@ -196,14 +266,32 @@ def test_p_values_below_what_moments_say_are_printed_as_that():
     rng = np.random.default_rng(3)
     x, other = rng.standard_normal((300, 3)), rng.standard_normal((300, 4))
     alike, unlike = similarity.compare(x, 2 * x), similarity.compare(x, other)
-    assert 0 < alike.p_values < 1e-16 < 0.001 < unlike.p_values
+    assert alike.p_values == 1e-16
+    assert unlike.p_values > 0.001
+    assert similarity.pairwise("linear_cka", [x, 2 * x], p_values=True).corrected()[0, 1] == 1e-16
     assert "p_values=< 1e-16," in repr(alike)
     shown = float(re.search(r"p_values=([\d.]+),", repr(unlike)).group(1))
     np.testing.assert_allclose(shown, unlike.p_values, atol=1e-5)
-    many = similarity.pairwise("linear_cka", np.stack([x] * 5), p_values=True)
+    many = similarity.pairwise("linear_cka", np.stack([x] * 5), members=True, p_values=True)
     assert "p_values=f64[5,5](numpy) from < 1e-16 to < 1e-16" in repr(many)
     test = similarity.permutation_test("linear_cka", x, x, num_draws=None)
     assert "p_value=< 1e-16," in repr(test)
+    for result in (alike, unlike, many, test):
+        assert "e-308" not in repr(result)
+        assert "None" not in repr(result)
+        assert len(repr(result)) < 500
+
+
+def test_one_pair_has_an_interval_and_a_test_by_default_and_tables_have_none():
+    one, other = ITEMS[0], ITEMS[4]
+    for pair in (similarity.compare(one, other), similarity.pairwise("debiased_cka", one, other)):
+        assert pair.p_values.shape == pair.low.shape == ()
+    for table in (
+        similarity.compare(ITEMS[:2], [one]), similarity.pairwise("debiased_cka", [one, other]),
+    ):  # fmt: skip
+        assert table.p_values is table.low is table.estimate is None
+    full = similarity.compare([one, other], [one], p_values=True, num_blocks=20)
+    np.testing.assert_allclose([full.values[1, 0], full.low[1, 0]], [pair.values, pair.low], rtol=1e-4)
 
 
 def test_nested_lists_are_one_array_each():
@@ -226,16 +314,16 @@ def test_few_samples_have_fewer_blocks():
 
 
 def test_pairs_are_corrected_once_each():
-    found = similarity.pairwise("linear_cka", LAYERS, p_values=True)
+    found = similarity.pairwise("linear_cka", LAYERS, members=True, p_values=True)
     assert np.isnan(np.diagonal(found.p_values)).all()
     upper = np.triu_indices(9, 1)
     wanted = similarity.adjust_p_values(np.asarray(found.p_values)[upper], "bh")
     corrected = found.corrected("bh")
     np.testing.assert_allclose(corrected[upper], wanted)
     np.testing.assert_allclose(corrected, corrected.T)
-    across = similarity.compare(LAYERS["hidden0"], LAYERS["features"], "linear_cka")
+    across = similarity.compare(LAYERS["hidden0"], LAYERS["features"], "linear_cka", members=True, p_values=True)
     np.testing.assert_allclose(across.corrected(), similarity.adjust_p_values(across.p_values))
-    one_way = similarity.pairwise("pwcca", LAYERS["features"], p_values=True, num_orders=19)
+    one_way = similarity.pairwise("pwcca", LAYERS["features"], members=True, p_values=True, num_orders=19)
     np.testing.assert_allclose(one_way.corrected(), similarity.adjust_p_values(one_way.p_values))
 
 
@@ -283,8 +371,12 @@ def test_what_depends_on_its_neighbours_is_tested_by_shifts():
 def test_positions_of_an_image_stay_together():
     rng = np.random.default_rng(4)
     base = np.cumsum(np.cumsum(rng.standard_normal((2, 40, 6, 6, 3)), 2), 3)
-    found = similarity.compare(*base, "linear_cka", positions="samples")
+    found = similarity.compare(*base, "linear_cka", members=False, positions="samples", channels="last")
     assert found.p_values > 0.01
+    sides = base[1].reshape(40 * 36, 3), {"map": base[0]}
+    options = {"members": False, "positions": "samples", "channels": "last", "num_blocks": 20, "baseline": False}
+    one, other = (similarity.compare(*pair, "linear_cka", **options) for pair in (sides, sides[::-1]))
+    np.testing.assert_allclose(np.ravel(one.standard_error), np.ravel(other.standard_error), rtol=1e-3)
     kept = inference.kept_rows(40 * 36, 20, each=36)
     assert kept[0].shape == (20, 38 * 36)
     orders = inference.random_orders(jax.random.key(0), 3, 40 * 36, each=36)
@@ -360,10 +452,10 @@ def test_moments_agree_with_draws(name):
 
 
 def test_tables_have_the_p_values_of_each_pair():
-    pair = {"a": LAYERS["hidden0"][0], "b": LAYERS["features"]}
+    pair = {"a": LAYERS["hidden0"][:1], "b": LAYERS["features"]}
     for name, draws in (("debiased_cka", None), ("mutual_knn", 99)):
-        table = similarity.pairwise(name, pair, p_values=True, num_orders=draws)
-        one = similarity.permutation_test(name, pair["a"], pair["b"][1], num_draws=draws, key=jax.random.key(5))
+        table = similarity.pairwise(name, pair, members=True, p_values=True, num_orders=draws)
+        one = similarity.permutation_test(name, pair["a"][0], pair["b"][1], num_draws=draws, key=jax.random.key(5))
         assert abs(table.p_values[0, 2] - one.p_value) <= (1e-5 if draws is None else 0.15)
     assert np.nanmin(table.p_values) == 0.01  # of 99 orders none reaches as much
     assert np.isnan(np.diagonal(table.p_values)).all()
@@ -421,12 +513,55 @@ def test_members_are_left_out_whole():
 
 
 def test_intervals_hold_their_values_and_respect_bounds():
-    found = similarity.pairwise("angular_similarity", LAYERS["hidden0"], num_blocks=10)
+    found = similarity.pairwise("angular_similarity", LAYERS["hidden0"], members=True, num_blocks=10)
     off = ~np.eye(3, dtype=bool)
     assert (found.low < found.values)[off].all()
     assert (found.values < found.high + found.standard_error)[off].all()
     assert found.high.max() <= 1
     np.testing.assert_allclose(np.diagonal(found.low), 1, atol=1e-3)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("unbias", [True, False])
+@pytest.mark.parametrize("bounds", [(0.0, 1.0), (-1.0, 1.0), (-np.inf, 1.0), (0.0, np.pi / 2), (0.0, np.inf)])
+def test_estimates_lie_inside_of_their_intervals(bounds, unbias):
+    rng = np.random.default_rng(5)
+    least, most = max(bounds[0], -5), min(bounds[1], 5)
+    values = np.concatenate([rng.uniform(least, most, 500), [least, most, most]])
+    spread = 10.0 ** rng.uniform(-9, 1, len(values)) * (np.arange(len(values)) < 502)  # the last has no error at all
+    shift = spread * rng.standard_normal(len(values)) * 3
+    leave_outs = np.clip(values + shift + spread * rng.standard_normal((7, len(values))), least, most)
+    found = similarity.jackknife_interval(values, leave_outs, bounds=bounds, unbias=unbias)
+    assert (found.low <= found.estimate).all()
+    assert (found.estimate <= found.high).all()
+    assert found.low.min() >= bounds[0]
+    assert found.high.max() <= bounds[1]
+    if unbias and bounds == (0.0, np.inf):  # on its own scale
+        np.testing.assert_allclose(found.estimate, np.clip(values - found.bias, 0, None), atol=1e-5)
+    if not unbias:
+        np.testing.assert_allclose(found.estimate, values, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["linear_cka", "angular_similarity", "cca"])
+def test_values_are_biased_and_estimates_hold_their_intervals(name):
+    rng = np.random.default_rng(6)
+    causes = rng.standard_normal((500, 40))
+    x, y = (causes @ rng.standard_normal((40, width)) + 3 * rng.standard_normal((500, width)) for width in (128, 96))
+    with pytest.warns(RuntimeWarning, match=f"1 of 1 `values` of {name} have a bias larger .* read `estimate`"):
+        found = similarity.compare(x, y, name, p_values=False, baseline=False)
+    assert found.low < found.estimate < found.high < found.values
+    estimate, arms = found.bars()
+    np.testing.assert_allclose([estimate - arms[0], estimate + arms[1]], [found.low, found.high], rtol=1e-6)
+    assert arms.min() > 0
+    with pytest.raises(ValueError, match="`num_blocks` must be given for intervals"):
+        similarity.compare(x, y, name, p_values=False, baseline=False, num_blocks=None).bars()
+
+
+def test_an_estimate_that_leaves_the_range_is_set_to_its_end_in_words():
+    rng = np.random.default_rng(0)
+    with pytest.warns(RuntimeWarning, match="1 of 1 estimates of linear_cka left the range 0 to 1"):
+        found = similarity.compare(*rng.standard_normal((2, 60, 4)), "linear_cka")
+    assert found.low == found.estimate == 0
 
 
 def simulated(key, routes, samples, blocks, maps, noise):
@@ -469,6 +604,22 @@ def test_intervals_cover(name, noise):
     found = similarity.jackknife_interval(values, leave_outs, bounds=MEASURES[name].range)
     covered = np.mean((np.asarray(found.low) <= truth) & (truth <= np.asarray(found.high)))
     assert 0.87 <= covered <= 0.93
+
+
+def test_intervals_about_estimates_cover_where_values_are_biased():
+    """400 pairs of 120 samples, 8 features from 8 causes: linear CKA is .6 standard errors too high."""
+    rng = np.random.default_rng(4)
+    maps = [rng.standard_normal((8, 8)) for _ in range(2)]
+    own = [into.T @ into + np.eye(8) for into in maps]
+    truth = np.sum((maps[0].T @ maps[1]) ** 2) / np.linalg.norm(own[0]) / np.linalg.norm(own[1])
+    keys, into = jax.random.split(jax.random.key(7), 400), [jnp.asarray(one, jnp.float32) for one in maps]
+    values, leave_outs = simulated(keys, MEASURES["linear_cka"].routes, 120, 20, into, 1.0)
+    found = similarity.jackknife_interval(values, leave_outs, bounds=(0.0, 1.0))
+    covered = np.mean((np.asarray(found.low) <= truth) & (truth <= np.asarray(found.high)))
+    assert abs(covered - 0.9) < 3 * np.sqrt(0.9 * 0.1 / 400)
+    error = np.std(values) / 20
+    assert np.mean(values) - truth > 6 * error
+    assert abs(np.mean(found.estimate) - truth) < 3 * error
 
 
 def test_intervals_of_neighbours_lie_about_the_value():

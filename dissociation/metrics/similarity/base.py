@@ -58,6 +58,8 @@ class Route(NamedTuple):
         matrix: Whether what is multiplied are symmetric matrices over samples whose rows sum to zero, of norm 1, and
             the measure is their product.
         expected: From two prepared ones to the measure's mean over all orders of one's samples, where that is known.
+        by_rows: Whether a representation with its samples in another order is prepared as its prepared samples, the
+            first axes of its arrays, in that order.
     """
 
     prepare: Callable[[Array], Any]
@@ -68,6 +70,7 @@ class Route(NamedTuple):
     finish: Callable[[Array, Any, Any], Array] | None = None
     matrix: bool = False
     expected: Callable[[Any, Any], Array] | None = None
+    by_rows: bool = False
 
     def program(self) -> "Route":
         """Without the costs: what compiled programs are told apart by."""

@@ -5,6 +5,7 @@ value: similarities come out too high. The jackknife here leaves blocks of sampl
 order of the samples of one representation, which keeps everything else.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -26,6 +27,7 @@ from dissociation.metrics.similarity.base import (
     in_common_dtype,
 )
 from dissociation.metrics.similarity.measures import as_measure, routes_of
+from dissociation.progress import MeterFactory, open_meter
 from dissociation.results import Result, printed
 from dissociation.types import PRNGKey, Scalar
 from dissociation.validation import validated
@@ -38,27 +40,33 @@ CORRECTIONS = ("holm", "bh", "by", "none")
 """Holm's bound on any false finding; Benjamini and Hochberg's on the share of false ones among findings; Benjamini and
 Yekutieli's, under any dependence; none."""
 
+CHUNK_WORK = 2e9
+"""Multiplications of one chunk of orders or blocks, about a second: between chunks the host shows progress."""
+
 
 class Interval(NamedTuple):
     """A jackknife's interval; arrays of one shape.
 
     Attributes:
-        standard_error: Of the estimate, in its unit.
-        low: Lower end.
-        high: Upper end.
-        bias: What the jackknife takes the estimate to be too high by; the interval is about the estimate without it.
+        standard_error: Standard error of the value, in its unit.
+        low: Lower end of the interval about `estimate`.
+        high: Upper end of the interval about `estimate`.
+        bias: First-order bias of the value, by the jackknife.
+        estimate: The value without its bias, within the bounds: `low` <= `estimate` <= `high`. The value itself, if no
+            bias is removed.
     """
 
     standard_error: Array
     low: Array
     high: Array
     bias: Array
+    estimate: Array
 
     __repr__ = printed
 
 
 def kept_rows(
-    number: int, num_blocks: int, blocks: str = "interleaved", repeats: int = 1, each: int = 1
+    number: int, num_blocks: Any, blocks: str = "interleaved", repeats: int = 1, each: int = 1
 ) -> list[np.ndarray]:
     """Samples that remain when each block is left out in turn.
 
@@ -115,7 +123,7 @@ def jackknife_interval(
             as their values depend on n without end: they want an interval about z.
 
     Returns:
-        The interval, within the bounds.
+        The estimate and its interval. All three numbers are set to the nearest bound where they lie outside of it.
 
     Raises:
         ValueError: If there is one block, or `level` is out of range.
@@ -145,8 +153,10 @@ def jackknife_interval(
     half = float(stats.t.ppf(0.5 + 0.5 * level, count - 1)) * error
     centre = z - (count - 1) * (mean - z) if unbias else z
     raw_mean, raw_error = spread(leave_outs)
-    low, high = (jnp.clip(back(end), least, most) for end in (centre - half, centre + half))
-    return Interval(raw_error, low, high, (count - 1) * (raw_mean - values))
+    low, estimate, high = (jnp.clip(back(end), least, most) for end in (centre - half, centre, centre + half))
+    estimate = estimate if unbias else values
+    low, high = jnp.minimum(low, estimate), jnp.maximum(high, estimate)  # also of one rounding
+    return Interval(raw_error, low, high, (count - 1) * (raw_mean - values), estimate)
 
 
 class MemberInterval(Result):
@@ -159,7 +169,7 @@ class MemberInterval(Result):
 
 
 LEAST_P_VALUE = 1e-16
-"""Below it a p-value, extrapolated from moments, is printed as being below it."""
+"""The least p-value that moments give: smaller ones are set to it, and printed as being below it."""
 
 
 class PermutationTest(Result):
@@ -197,6 +207,7 @@ def permutation_test(
     num_draws: int | None = 999,
     level: float = 0.95,
     blocks: str = "interleaved",
+    progress: str | MeterFactory | None = "late",
     **options: Any,
 ) -> PermutationTest:
     """Tests whether two representations have more in common than with samples in another order.
@@ -217,6 +228,7 @@ def permutation_test(
         blocks: "interleaved" for samples that are exchangeable. "contiguous" for samples that resemble their
             neighbours, as of a time series, of which any other order is far less alike than chance: orders are then
             shifts round the end, at most n - 1 of them.
+        progress: See `dissociation.progress`.
         options: Of the measure.
 
     Returns:
@@ -249,8 +261,36 @@ def permutation_test(
         fail("key", "be given where orders are drawn", "None", "For instance jax.random.key(0)")
     route = cheapest(routes, x.shape[0], x.shape[1], y.shape[1], pairs=num_draws)
     orders = random_orders(key, num_draws, x.shape[0], known.repeats, blocks=blocks)
-    value, draws = _drawn(route.program(), x, y, orders)
-    return placed(known, np.asarray(value), np.asarray(draws), level)
+    orders = np.concatenate([np.arange(x.shape[0])[None], orders])
+    program, work = route.program(), route.work(x.shape[0], x.shape[1], y.shape[1], items=1, pairs=1)
+    first = _prepared(program, x)
+    meter = open_meter(progress, len(orders), known.name)
+    try:
+        values = in_chunks(lambda part: _drawn(program, first, y, part), orders, work, meter.advance)
+    finally:
+        meter.close()
+    return placed(known, np.asarray(values[0]), values[1:], level)
+
+
+def in_chunks(
+    function: Callable[[Array], Array], choices: Any, work: float | int, advance: Callable[[int, str], None]
+) -> np.ndarray:
+    """Results of a compiled function of choices of samples, [choices, ...], some of them at a time.
+
+    Args:
+        function: From [some, m] to [some, ...].
+        choices: [choices, m].
+        work: Multiplications for each choice.
+        advance: Takes the number of choices that are done, and a text, after each chunk.
+    """
+    count = len(choices)
+    size = int(np.clip(CHUNK_WORK // max(work, 1), 1, count))
+    parts = []
+    for start in range(0, count, size):  # the last ones stand in for those that are missing: one program
+        part = np.asarray(choices)[np.minimum(np.arange(start, start + size), count - 1)]
+        parts.append(np.asarray(function(jnp.asarray(part)))[: count - start])
+        advance(min(start + size, count), "")
+    return np.concatenate(parts)
 
 
 def random_orders(
@@ -280,10 +320,13 @@ def random_orders(
 
 
 @eqx.filter_jit
-def _drawn(route: Any, x: Array, y: Array, orders: Array) -> tuple[Array, Array]:
-    first = route.prepare(x)
-    score = lambda order: route.compare(first, route.prepare(y[order]))  # noqa: E731
-    return route.compare(first, route.prepare(y)), jax.lax.map(score, orders)
+def _prepared(route: Any, x: Array) -> Any:
+    return route.prepare(x)
+
+
+@eqx.filter_jit
+def _drawn(route: Any, first: Any, y: Array, orders: Array) -> Array:
+    return jax.lax.map(lambda order: route.compare(first, route.prepare(y[order])), orders)
 
 
 def placed(measure: Measure, value: np.ndarray, draws: np.ndarray, level: float) -> PermutationTest:
@@ -436,7 +479,7 @@ def moment_test(values: Any, a: Invariants, b: Invariants, number: int, *, level
     known = np.isfinite(values) & (spread > 0) & ~alike
     quantile = np.where(known, null.ppf(level), np.nan)
     # Three moments say nothing of the far tail but that it is far.
-    p_value = np.where(known, np.maximum(null.sf(values), np.finfo(float).tiny), np.where(alike, 1.0, np.nan))
+    p_value = np.where(known, np.maximum(null.sf(values), LEAST_P_VALUE), np.where(alike, 1.0, np.nan))
     return PermutationTest(values, p_value, mean, spread, quantile, calibrate(values, quantile), 0)
 
 
@@ -513,5 +556,6 @@ def member_interval(
     total, rows = jnp.sum(table), jnp.sum(table, 0) + jnp.sum(table, 1)
     mean = total / (count * (count - 1))
     left = (total - rows) / ((count - 1) * (count - 2))
-    error, low, high, _ = jackknife_interval(mean, left, level=level, bounds=bounds)
-    return MemberInterval(mean, error, low, high)
+    # A mean over pairs has no bias, and lies inside of its interval.
+    found = jackknife_interval(mean, left, level=level, bounds=bounds, unbias=False)
+    return MemberInterval(mean, found.standard_error, found.low, found.high)

@@ -28,6 +28,7 @@ from dissociation.metrics.similarity.inference import (
     LEAST_P_VALUE,
     Interval,
     adjust_p_values,
+    in_chunks,
     invariants_of,
     jackknife_interval,
     kept_rows,
@@ -36,20 +37,24 @@ from dissociation.metrics.similarity.inference import (
     random_orders,
 )
 from dissociation.metrics.similarity.measures import MEASURES, as_measure, routes_of
-from dissociation.metrics.similarity.tables import Plan, expected_table, prepared_bytes, tables
+from dissociation.metrics.similarity.tables import Plan, expected_table, prepared, prepared_bytes, reordered, tables
+from dissociation.models.representations import Layers
 from dissociation.progress import MeterFactory, open_meter
 from dissociation.results import Result
 from dissociation.types import PRNGKey
 from dissociation.validation import validated
 
 POSITIONS = ("samples", "neurons")
-"""Positions of an image of features as samples of their own, [n h w, c], or as neurons, [n, h w c]."""
+"""Positions (pixels, tokens, steps) of a sample as samples of their own, [n h w, c], or as neurons, [n, h w c]."""
+
+CHANNELS = ("last", "first")
+"""Where the axis of channels lies among a sample's axes."""
 
 FEWEST_FOR_MOMENTS, MOST_FOR_MOMENTS = 6, 4096
 """Samples between which tests are by moments of matrices over samples, whose cost is the cube of their number."""
 
 DEFAULT_BLOCKS = 20
-"""Of samples, where one pair is compared."""
+"""Blocks of samples where one pair is compared; fewer of fewer samples."""
 
 LARGEST_BIAS = 2
 """Standard errors of bias that the jackknife takes off before a warning says so."""
@@ -61,12 +66,15 @@ class Similarities(Result):
     """What all pairs of two sets of representations score; both sets may be one.
 
     Attributes:
-        values: [items, others].
+        values: The measure of all samples, [items, others].
+        estimate: `values` without the bias that few samples for so many features cause, as the jackknife finds it to
+            first order, within the measure's range; `low` <= `estimate` <= `high`. `values` themselves for measures
+            that tend to no value as samples grow; or None without intervals.
         baseline: What the same representations score with the samples of one in another order, on average: chance.
             [items, others], or None.
         standard_error: Of each value over samples, by the jackknife; or None.
-        low: Lower ends of intervals; or None.
-        high: Upper ends.
+        low: Lower ends of the intervals about `estimate`; or None.
+        high: Upper ends of the intervals about `estimate`; or None.
         p_values: Of having as much in common by chance, not corrected for how many there are (`corrected`); NaN for
             items with themselves; or None.
         disagreement: Share of samples to which the two networks give other classes, [items, others]; None without
@@ -81,6 +89,7 @@ class Similarities(Result):
     """
 
     values: Float[Array, "..."]
+    estimate: Float[Array, "..."] | None
     baseline: Float[Array, "..."] | None
     standard_error: Float[Array, "..."] | None
     low: Float[Array, "..."] | None
@@ -107,6 +116,21 @@ class Similarities(Result):
             found[f"{stem}_layers"] = axis, np.asarray([layer for layer, _ in pairs])
             found[f"{stem}_members"] = axis, np.asarray([member for _, member in pairs])
         return found
+
+    def bars(self) -> tuple[Array, Array]:
+        """Return `estimate` and the lengths of its bars, never negative, as Matplotlib's `errorbar` takes them.
+
+        `values` have no bars: they may lie outside of the interval, and are drawn as points.
+
+        Returns:
+            `estimate`, and [2, ...] distances to `low` and to `high`.
+
+        Raises:
+            ValueError: If there are no intervals.
+        """
+        if self.estimate is None or self.low is None or self.high is None:
+            fail("num_blocks", "be given for intervals", "None")
+        return self.estimate, jnp.stack([self.estimate - self.low, self.high - self.estimate])
 
     def between(self, layer: str, other: str | None = None) -> Array:
         """Values of one layer's members with another's, [members, members].
@@ -152,76 +176,87 @@ class _Set(NamedTuple):
     places: list[list[int]]  # of their items among the labels
     each: int = 1  # rows of one sample
     name: str = ""
+    single: bool = False  # one array of one network
 
 
 @validated
-def flatten_positions(features: Float[Array | np.ndarray, "n h w c"], positions: str) -> Array:
-    """Features of images as a representation.
+def flatten_positions(features: Float[Array | np.ndarray, "n ..."], positions: str, *, channels: str = "last") -> Array:
+    """Features of images, or of sequences, as a representation.
 
     Args:
-        features: [n, h, w, c].
+        features: [n, h, w, c], or [n, ..., c] with any number of positions' axes, at least one.
         positions: "samples" or "neurons". As samples, a map's translation hardly matters, and neurons are channels; the
             n h w samples are not independent. As neurons, positions count.
+        channels: "last"; or "first" for [n, c, ...].
 
     Returns:
         [n h w, c] or [n, h w c].
 
     Raises:
-        ValueError: If `features` has other axes or `positions` is unknown.
+        ValueError: If `features` has no positions, or an option is unknown.
     """
+    if features.ndim < 3:
+        fail("features", "have at least 3 axes [n, ..., c]", f"shape {features.shape}")
     check_choice("positions", positions, POSITIONS)
-    features = jnp.asarray(features)
-    if features.ndim != 4:
-        fail("features", "have 4 axes [n, h, w, c]", f"shape {features.shape}")
-    return features.reshape((-1, features.shape[-1]) if positions == "samples" else (features.shape[0], -1))
+    return _arranged("features", jnp.asarray(features)[None], features.ndim - 1, positions, channels)[0][0]
 
 
 @validated
 def pairwise(
     measure: str | Measure | Callable[..., Array],
     representations: Representations,
+    others: Representations | None = None,
     *,
     baseline: bool = True,
-    p_values: bool = False,
+    p_values: bool | None = None,
     num_orders: int | None = None,
     key: PRNGKey | None = None,
-    num_blocks: int | None = None,
+    num_blocks: int | str | None = "auto",
     blocks: str = "interleaved",
     level: float = 0.9,
     positions: str | None = None,
+    channels: str | None = None,
+    members: bool | None = None,
     outputs: str | None = "logits",
     memory_budget: int | None = None,
-    progress: str | MeterFactory | None = None,
+    progress: str | MeterFactory | None = "late",
     **options: Any,
 ) -> Similarities:
     """One measure of all pairs of representations of the same samples.
 
     Each representation is prepared once. Linear CKA goes over features or over samples, whichever takes less work; all
     pairs of a measure that is a product are products of large matrices. Half of the pairs are computed for symmetric
-    measures. Everything is one program, compiled once for shapes, measure and options; what would not fit
-    in memory is done in parts.
+    measures. Programs are compiled once for shapes, measure and options; what would not fit in memory, or takes long,
+    is done in parts.
 
     Args:
         measure: A name in `MEASURES`, a `Measure`, or a function of two arrays [n, p] and [n, q], of JAX's operations.
             More of it counts as more in common, and intervals lie about its value; `custom_measure` says otherwise.
-        representations: By layer's name, arrays [n, p] of one network or [members, n, p] of several; with two more axes
-            where features are images; or one such array; or a list of arrays [n, p], of any widths. Rows are the same
-            samples in the same order throughout. One number per sample is one feature: [n], or [members, n] beside
-            others that are [members, n, p].
+        representations: By layer's name, arrays [n, p] of one network or [members, n, p] of several, with more axes in
+            place of p where samples have positions; or one such array; or a list of them, of any widths. Rows are the
+            same samples in the same order throughout. One number per sample is one feature: [n] or [members, n]. What
+            `models.representations` returns states its axes; `members` and `channels` state those of other arrays.
+        others: A second set, like the first: then pairs are of one of each. `compare(x, y, measure)` is this.
         baseline: Whether to say what the pairs score by chance: exactly where it is known, and else by the mean over
             random orders.
-        p_values: Whether to test each pair against chance: by the null's moments for linear and RBF CKA of up to 4096
-            samples, and else by random orders, of which the least p-value is 1 / (1 + num_orders); see
-            `permutation_test`.
+        p_values: Whether to test each pair against chance; default: if there is one pair alone. Tests are by the null's
+            moments for linear and RBF CKA of up to 4096 samples, and else by random orders, of which the least p-value
+            is 1 / (1 + num_orders); see `permutation_test`.
         num_orders: Random orders, where they are needed; default 5 for a baseline and 199 for tests. Corrections for
             many pairs want more.
         key: Draws them; default: the same ones each time.
-        num_blocks: Blocks of samples for the jackknife's intervals; None: no intervals. See `jackknife_interval`.
+        num_blocks: Blocks of samples for the jackknife's intervals; None: no intervals. Default: 20 for one pair alone,
+            if there are so many samples, and none for more pairs. See `jackknife_interval`.
         blocks: How samples are dealt out to blocks: "interleaved", or "contiguous" for samples that resemble their
             neighbours, as of a time series. Baselines and tests are then by shifts of one of the two, not by any order.
         level: Of the intervals.
-        positions: What positions of images are, "samples" or "neurons". As samples, all positions of an image are left
-            out or change places together; all layers must be maps of one size then.
+        positions: What positions of a sample are (pixels of an image, tokens or steps of a sequence), "samples" or
+            "neurons". As samples, all positions of a sample are left out or change places together; all layers must
+            be maps of one size then.
+        channels: With `positions="samples"`, whether the channels of [n, h, w, c] are "last" or those of [n, c, h, w]
+            "first".
+        members: If True, the first axis of arrays is members and the second samples; if False, the first is samples.
+            Default: samples for [n] and [n, p]; arrays of more axes need a word.
         outputs: The layer that holds the networks' outputs, by which their functions are compared beside every pair of
             representations; where there are no "logits", or it is None, they are not.
         memory_budget: Bytes for prepared representations; default: half of what is free.
@@ -229,18 +264,69 @@ def pairwise(
         options: Of the measure.
 
     Returns:
-        The values, [items, items], rows and columns labelled by layer and member. NaN, with a warning that names them,
-        for representations that a measure is not defined for.
+        The values, [items, items or others], rows and columns labelled by layer and member. NaN, with a warning that
+        names them, for representations that a measure is not defined for.
 
     Raises:
         ValueError: If numbers of samples differ, entries are not finite, or an option is out of range.
         TypeError: If representations are of another kind.
     """
-    return _similarities(
-        measure, representations, None, baseline=baseline, num_orders=num_orders, p_values=p_values, key=key,
-        num_blocks=num_blocks, blocks=blocks, level=level, positions=positions, outputs=outputs,
-        memory_budget=memory_budget, progress=progress, **options,
-    )  # fmt: skip
+    known = as_measure(measure)
+    check_level(level)
+    check_choice("blocks", blocks, BLOCKS)
+    names = ("representations",) if others is None else ("x", "y")
+    axes = {"members": members, "positions": positions, "channels": channels}
+    first = _as_set(names[0], representations, **axes)
+    second = None if others is None else _as_set(names[-1], others, **axes)
+    sets = [one for one in (first, second) if one is not None]
+    number, each = _check_sets(sets, known), max(one.each for one in sets)
+    units = number // known.repeats // each
+    one_pair = second is not None and len(first.labels) == len(second.labels) == 1
+    p_values = one_pair if p_values is None else p_values
+    if num_blocks == "auto":
+        enough = units >= DEFAULT_BLOCKS or (units - 1) * each * known.repeats >= known.minimum
+        num_blocks = min(units, DEFAULT_BLOCKS) if one_pair and enough else None
+    kept = [] if num_blocks is None else kept_rows(number, num_blocks, blocks, known.repeats, each)
+    left = min((rows.shape[1] for rows in kept), default=number)
+    for one in sets:
+        _check_fit(one, known, left, number)
+    job = _Job(known, first, second, options, memory_budget)
+    alike = blocks == "interleaved" and each == 1
+    by_moments = job.matrix is not None and alike and MOST_FOR_MOMENTS >= number >= FEWEST_FOR_MOMENTS
+    drawn = p_values and not by_moments, baseline and (job.expected is None or not alike)
+    orders = None
+    if any(drawn):
+        default = 199 if drawn[0] else 5 if alike else 20
+        count = check_count("num_orders", default if num_orders is None else num_orders, minimum=1)
+        orders = random_orders(
+            jax.random.key(0) if key is None else key, count, number, known.repeats, blocks=blocks, each=each
+        )
+    values, shuffled, leave_outs = _computed(job, orders, kept, progress)
+    chance = p_value = None
+    if baseline:
+        chance = jnp.mean(shuffled, 0) if drawn[1] else job.run_expected()
+        chance = 0.5 * (chance + chance.T) if job.plan.symmetric else chance
+    if p_values:
+        p_value = job.test_by_moments(values) if by_moments else _shares(known, values, shuffled)
+        p_value = _without_selves(p_value) if second is None else p_value
+    error = low = high = estimate = None
+    if kept:
+        error, low, high, bias, estimate = _intervals(values, leave_outs, level, known.range, known.population)
+        if known.population:
+            _warn_biased(known, values, bias, error, estimate)
+    _warn_undefined(known, values, first, second)
+    of_networks = [None if one is None else _outputs(one, outputs) for one in (first, second)]
+    beside = [
+        _functional(name, (first, second or first), of_networks, memory_budget)
+        for name in ("disagreement", "jensen_shannon")
+    ]
+    beside.append(_of_outputs(values, first, second or first, outputs))
+    found: list[Any] = [values, estimate, chance, error, low, high, p_value, *beside]
+    if second is not None and first.single and second.single:
+        found = [None if part is None else part[..., 0, 0] for part in found]
+    labels = {"items": tuple(first.labels), "others": tuple((second or first).labels)}
+    once = second is None and known.symmetric
+    return Similarities(*found, **labels, measure=known.name, num_samples=number, counts_once=once)
 
 
 @validated
@@ -248,20 +334,15 @@ def compare(
     x: Representations,
     y: Representations,
     measure: str | Measure | Callable[..., Array] = "debiased_cka",
-    *,
-    num_blocks: int | None = DEFAULT_BLOCKS,
-    p_values: bool = True,
     **options: Any,
 ) -> Similarities:
-    """One measure of all pairs across two sets of representations, or of one pair, with intervals, baseline and p.
+    """`pairwise` across two sets of representations, or of one pair.
 
     Args:
         x: As `representations` of `pairwise`, or one array [n, p] or [n].
         y: The same, of the same samples.
         measure: As of `pairwise`.
-        num_blocks: As there; 20, if there are so many samples.
-        p_values: As there.
-        options: All others of `pairwise`, and of the measure.
+        options: All others of `pairwise`, with its defaults, and of the measure.
 
     Returns:
         As `pairwise`, [items of x, items of y]; of two plain arrays, single numbers.
@@ -276,97 +357,25 @@ def compare(
         >>> round(float(found.values), 3), bool(found.baseline < 0.1), bool(found.p_values < 1e-6)
         (1.0, True, True)
     """
-    return _similarities(measure, x, y, num_blocks=num_blocks, p_values=p_values, **options)
-
-
-@validated
-def _similarities(
-    measure: str | Measure | Callable[..., Array],
-    x: Representations,
-    y: Representations | None,
-    /,
-    *,
-    baseline: bool = True,
-    p_values: bool = False,
-    num_orders: int | None = None,
-    key: PRNGKey | None = None,
-    num_blocks: int | None = None,
-    blocks: str = "interleaved",
-    level: float = 0.9,
-    positions: str | None = None,
-    outputs: str | None = "logits",
-    memory_budget: int | None = None,
-    progress: str | MeterFactory | None = None,
-    **options: Any,
-) -> Similarities:
-    known = as_measure(measure)
-    check_level(level)
-    check_choice("blocks", blocks, BLOCKS)
-    names = ("representations",) if y is None else ("x", "y")
-    first = _as_set(names[0], x, positions)
-    second = None if y is None else _as_set(names[-1], y, positions)
-    sets = [one for one in (first, second) if one is not None]
-    number = _check_sets(sets, known)
-    units = number // known.repeats // first.each
-    if num_blocks == DEFAULT_BLOCKS and units < DEFAULT_BLOCKS:
-        num_blocks = units if (units - 1) * first.each * known.repeats >= known.minimum else None
-    kept = [] if num_blocks is None else kept_rows(number, num_blocks, blocks, known.repeats, first.each)
-    left = min((rows.shape[1] for rows in kept), default=number)
-    for one in sets:
-        _check_fit(one, known, left, number)
-    job = _Job(known, first, second, options, memory_budget)
-    alike = blocks == "interleaved" and first.each == 1
-    by_moments = job.matrix is not None and alike and MOST_FOR_MOMENTS >= number >= FEWEST_FOR_MOMENTS
-    drawn = p_values and not by_moments, baseline and (job.expected is None or not alike)
-    orders = None
-    if any(drawn):
-        default = 199 if drawn[0] else 5 if alike else 20
-        count = check_count("num_orders", default if num_orders is None else num_orders, minimum=1)
-        orders = random_orders(
-            jax.random.key(0) if key is None else key, count, number, known.repeats, blocks=blocks, each=first.each
-        )
-    values, shuffled, leave_outs = _computed(job, orders, kept, progress)
-    chance = p_value = None
-    if baseline:
-        chance = jnp.mean(shuffled, 0) if drawn[1] else job.run_expected()
-        chance = 0.5 * (chance + chance.T) if job.plan.symmetric else chance
-    if p_values:
-        p_value = job.test_by_moments(values) if by_moments else _shares(known, values, shuffled)
-        p_value = _without_selves(p_value) if second is None else p_value
-    error = low = high = None
-    if kept:
-        error, low, high, bias = _intervals(values, leave_outs, level, known.range, known.population)
-        if known.population:
-            _warn_biased(known, bias, error)
-    _warn_undefined(known, values, first, second)
-    of_networks = [None if one is None else _outputs(one, outputs) for one in (first, second)]
-    beside = [
-        _functional(name, (first, second or first), of_networks, memory_budget)
-        for name in ("disagreement", "jensen_shannon")
-    ]
-    beside.append(_of_outputs(values, first, second or first, outputs))
-    found: list[Any] = [values, chance, error, low, high, p_value, *beside]
-    if y is not None and all(_is_single(one) for one in (x, y)):
-        found = [None if part is None else part[..., 0, 0] for part in found]
-    labels = {"items": tuple(first.labels), "others": tuple((second or first).labels)}
-    once = second is None and known.symmetric
-    return Similarities(*found, **labels, measure=known.name, num_samples=number, counts_once=once)
+    return pairwise(measure, x, y, **options)
 
 
 def _computed(
     job: "_Job", orders: Array | None, kept: list[np.ndarray], progress: str | MeterFactory | None
 ) -> tuple[Array, Any, list[Array]]:
     """The values, those in other orders of the samples of one of two, and those without blocks."""
-    steps = [("other orders", None, orders)] * (orders is not None)
-    steps += [("without blocks", jnp.asarray(rows), None) for rows in kept]
-    meter = open_meter(progress, 1 + len(steps), job.measure.name)
+    steps: list[tuple[str, Any, Any]] = [("other orders", None, orders)] * (orders is not None)
+    steps += [("without blocks", rows, None) for rows in kept]
+    sizes = [1, *(len(rows if order is None else order) for _, rows, order in steps)]
+    meter = open_meter(progress, sum(sizes), job.measure.name)
     try:
         values = job.run()[0]
         extra = []
-        for done, (word, rows, order) in enumerate(steps, 1):
-            meter.advance(done, word)
-            extra.append(job.run(rows, order))
-        meter.advance(1 + len(steps), "done")
+        for index, (word, rows, order) in enumerate(steps, 1):
+            before = sum(sizes[:index])
+            meter.advance(before, word)
+            extra.append(job.run(rows, order, lambda done, _, at=before, word=word: meter.advance(at + done, word)))
+        meter.advance(sum(sizes), "done")
     finally:
         meter.close()
     return values, (extra[0] if orders is not None else None), extra[orders is not None :]
@@ -433,6 +442,7 @@ class _Job:
         pairs = len(first.labels) * len((second or first).labels)
         routes = routes_of(measure, dict(options))
         self.route = cheapest(routes, number, max(widths), min(widths), items=items, pairs=pairs)
+        self.work = self.route.work(number, max(widths), min(widths), items=items, pairs=pairs)
         self.matrix = next((route for route in routes if route.matrix), None)
         known = tuple(route for route in routes if route.expected is not None)
         self.expected = min(known, key=lambda route: route.prepare_work(number, max(widths)), default=None)
@@ -480,12 +490,22 @@ class _Job:
         table: Any = out
         return table
 
-    def run(self, rows: Array | None = None, orders: Array | None = None) -> Array:
+    def run(
+        self, rows: Any = None, orders: Any = None, advance: Callable[[int, str], None] = lambda done, text: None
+    ) -> Array:
         """[choices, items, others], for choices of samples, or with the second set in other orders."""
+        route = self.route.program()
 
         def table(one: _Set, other: _Set | None, plan: Plan) -> Array:
-            others = None if other is None else tuple(other.arrays)
-            return tables(self.route.program(), tuple(one.arrays), others, rows, orders, plan)
+            stacks, others = tuple(one.arrays), None if other is None else tuple(other.arrays)
+            if orders is None:
+                chunk = lambda part: tables(route, stacks, others, part, plan)  # noqa: E731
+                return chunk(None) if rows is None else jnp.asarray(in_chunks(chunk, rows, self.work, advance))
+            first, second = prepared(route, stacks, plan), others or stacks
+            if route.by_rows:
+                second = first if others is None else prepared(route, others, plan)
+            chunk = lambda part: reordered(route, first, second, part, plan)  # noqa: E731
+            return jnp.asarray(in_chunks(chunk, orders, self.work, advance))
 
         return self._over_pieces(self.route, table)
 
@@ -518,50 +538,59 @@ def _shares(measure: Measure, values: Array, shuffled: Array | None) -> Any:
     return placed(measure, np.asarray(values), np.asarray(shuffled), 0.95).p_value
 
 
-def _is_single(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):  # of rows of numbers
-        return bool(value) and _is_row(value[0])
-    return not isinstance(value, Mapping) and np.ndim(value) in (1, 2, 4)
-
-
-def _is_row(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and np.ndim(value) == 1
-
-
-def _as_set(name: str, given: Any, positions: str | None) -> _Set:
-    """Representations with their labels, equal widths stacked."""
-    named: list[tuple[str, str, Any]]
+def _named(name: str, given: Any) -> list[tuple[str, str, Any]]:
+    """Representations with the names that messages and labels have for them."""
     if isinstance(given, Mapping):
-        named = [(f"{name}[{layer!r}]", str(layer), value) for layer, value in given.items()]
-    elif isinstance(given, (list, tuple)) and given and not _is_row(given[0]):
-        named = [(f"{name}[{index}]", "", value) for index, value in enumerate(given)]
-    else:
-        named = [(name, "", given)]
+        return [(f"{name}[{layer!r}]", str(layer), value) for layer, value in given.items()]
+    is_row = (
+        isinstance(given, (list, tuple)) and given and isinstance(given[0], (list, tuple)) and np.ndim(given[0]) == 1
+    )
+    if isinstance(given, (list, tuple)) and given and not is_row:
+        return [(f"{name}[{index}]", "", value) for index, value in enumerate(given)]
+    return [(name, "", given)]
+
+
+def _as_set(name: str, given: Any, *, members: bool | None, positions: str | None, channels: str | None) -> _Set:
+    """Representations with their labels, equal widths stacked."""
+    named = _named(name, given)
     if not named:
         fail(name, "hold at least one representation", "none")
-    # [members, n] beside [members, n, p]: one number per sample
-    scalars = {np.shape(value)[:2] for _, _, value in named if np.ndim(value) in (3, 5)}
+    ranks = given.ranks if isinstance(given, Layers) else {}
     labels: list[tuple[str, int]] = []
     widths: dict[int, tuple[list[Array], list[int]]] = {}
+    grids, single = set(), False
     for full, layer, value in named:
         wanted = "real numbers [n, p] or [members, n, p]"
         array = as_array(full, value, wanted)
         warn_narrowed(full, array, gates=2)
         array = as_numbers(full, array, frozenset({"float"}))
-        array = array[..., None] if array.ndim == 1 or array.shape in scalars else array
         if is_traced(array):
             advice = "Under a transformation call the measures themselves"
             fail_kind(full, "be known: all pairs are planned on the host", "a traced value", advice)
+        rank, place = ranks.get(layer), "last" if layer in ranks else channels
+        if rank is None:
+            if members is None and array.ndim > 2:
+                one, other, *rest = array.shape
+                advice = (
+                    f"True: {one} members, {other} samples each. False: {one} samples, of shape {(other, *rest)} each"
+                )
+                fail("members", f"be True or False for `{full}` of shape {array.shape}", "None", advice)
+            rank = array.ndim - (2 if members else 1)
+        single = array.ndim == 1 + rank and named[0][2] is given
+        array, grid = _arranged(full, array if array.ndim != 1 + rank else array[None], rank, positions, place)
+        grids.add(grid)
         check_finite(full, array)
-        stack = _stacked(full, array, positions)
+        stack = jnp.asarray(array)
         arrays, places = widths.setdefault(stack.shape[2], ([], []))
         arrays.append(stack)
         places += range(len(labels), len(labels) + stack.shape[0])
         before = sum(label == layer for label, _ in labels)
         labels += [(layer, before + index) for index in range(stack.shape[0])]
-    numbers = {arrays[0].shape[1] for arrays, _ in widths.values()} | {
-        array.shape[1] for arrays, _ in widths.values() for array in arrays
-    }
+    if positions == "samples" and len(grids) > 1:
+        fail(
+            name, 'have positions of one size throughout for `positions="samples"`', ", ".join(map(str, sorted(grids)))
+        )
+    numbers = {array.shape[1] for arrays, _ in widths.values() for array in arrays}
     if len(numbers) > 1:
         fail(name, "be of the same samples throughout", f"{', '.join(map(str, sorted(numbers)))} samples")
     every = in_common_dtype(*(array for arrays, _ in widths.values() for array in arrays))
@@ -570,23 +599,34 @@ def _as_set(name: str, given: Any, positions: str | None) -> _Set:
         own = every[start : start + len(arrays)]
         joined.append(own[0] if len(own) == 1 else jnp.concatenate(own))
         start += len(arrays)
-    grids = {np.shape(value)[-3:-1] if np.ndim(value) in (4, 5) else () for _, _, value in named}
-    each = int(np.prod(grids.pop())) if positions == "samples" and len(grids) == 1 else 1
-    return _Set(labels, joined, [places for _, places in widths.values()], each, name)
+    each = int(np.prod(grids.pop())) if positions == "samples" else 1
+    return _Set(labels, joined, [places for _, places in widths.values()], each, name, single)
 
 
-def _stacked(name: str, array: Any, positions: str | None) -> Array:
-    """[members, n, p]."""
-    if array.ndim in (4, 5):
-        if positions is None:
-            fail("positions", f"be one of {', '.join(map(repr, POSITIONS))} for features of images", "None")
-        flat = jax.vmap(lambda one: flatten_positions(one, positions))
-        return flat(jnp.asarray(array)[None] if array.ndim == 4 else jnp.asarray(array))
-    if array.ndim not in (2, 3):
-        fail(
-            name, "have axes [n, p], [members, n, p], or [n, h, w, c] and [members, n, h, w, c]", f"shape {array.shape}"
-        )
-    return jnp.asarray(array)[None] if array.ndim == 2 else jnp.asarray(array)
+def _arranged(name: str, array: Any, rank: int, positions: str | None, channels: str | None) -> tuple[Any, tuple]:
+    """[members, n, p] of an array whose samples have `rank` axes, and the sizes of their positions.
+
+    This is the one place that decides what axes of a sample are.
+    """
+    lead, shape = array.shape[:2], array.shape[2:]
+    if array.ndim != 2 + rank or rank < 0:
+        wanted = "have axes [n, p] or [members, n, p], or those of positions in place of p"
+        fail(name, wanted, f"shape {array.shape}", "`members` states what the first axis is")
+    if rank < 2:
+        return array.reshape(*lead, -1), ()
+    if positions is None:
+        fail("positions", f"be one of {', '.join(map(repr, POSITIONS))} for samples of shape {shape}", "None")
+    check_choice("positions", positions, POSITIONS)
+    if positions == "neurons":
+        return array.reshape(*lead, -1), ()
+    if channels is None:
+        advice = f"Last: {shape[-1]} channels. First: {shape[0]} channels"
+        fail("channels", f"be one of {', '.join(map(repr, CHANNELS))} for samples of shape {shape}", "None", advice)
+    check_choice("channels", channels, CHANNELS)
+    if channels == "first":
+        array = array.reshape(*lead, shape[0], -1).swapaxes(2, 3)
+    grid = shape[1:] if channels == "first" else shape[:-1]
+    return array.reshape(lead[0], lead[1] * int(np.prod(grid)), -1), grid
 
 
 def _check_sets(sets: Sequence[_Set], measure: Measure) -> int:
@@ -632,11 +672,17 @@ def _shown(one: _Set, label: tuple[str, int]) -> str:
     return one.name if len(one.labels) == 1 and not layer else f"{layer or one.name} {member}"
 
 
-def _warn_biased(measure: Measure, bias: Array, error: Array) -> None:
+def _warn_biased(measure: Measure, values: Array, bias: Array, error: Array, estimate: Array) -> None:
     leaning = np.abs(np.asarray(bias)) > LARGEST_BIAS * np.asarray(error) + 1e-5
     if leaning.any():
         warn(
-            f"{leaning.sum()} of {leaning.size} intervals of {measure.name} rest on a bias larger than {LARGEST_BIAS} "
-            "standard errors, which was taken off to first order: they may not cover. Use more samples for so many "
-            "features, or a debiased measure."
+            f"{leaning.sum()} of {leaning.size} `values` of {measure.name} have a bias larger than {LARGEST_BIAS} "
+            "standard errors: read `estimate`, from which it is removed to first order. What remains may exceed the "
+            "interval. Use more samples for so many features, or a debiased measure."
+        )
+    clipped = np.isin(estimate, measure.range) & (np.abs(np.asarray(values - estimate)) > 1e-5)
+    if clipped.any():
+        warn(
+            f"{clipped.sum()} of {clipped.size} estimates of {measure.name} left the range {measure.range[0]:.4g} to "
+            f"{measure.range[1]:.4g} without their bias, and are set to its end."
         )

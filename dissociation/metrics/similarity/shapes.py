@@ -82,6 +82,7 @@ def _route(prepare: Callable[[Array], Any], compare: Callable[[Any, Any], Array]
             compare=compare,
             prepare_work=lambda n, p: n * p * min(n, p),
             compare_work=lambda n, p, q: min(n, p) * min(n, q) * (n + 10 * min(n, p, q)),
+            by_rows=True,
         ),
     )
 

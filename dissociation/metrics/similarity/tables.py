@@ -54,48 +54,62 @@ def prepared_bytes(route: Route, stack: Array, number: int) -> int:
 
 
 @eqx.filter_jit
-def tables(
-    route: Route, stacks: Stacks, others: Stacks | None, rows: Array | None, other_rows: Array | None, plan: Plan
-) -> Array:
+def prepared(route: Route, stacks: Stacks, plan: Plan) -> list[Any]:
+    """All representations, prepared, without what `route` costs."""
+    return [_prepare(route, stack, plan) for stack in stacks]
+
+
+@eqx.filter_jit
+def tables(route: Route, stacks: Stacks, others: Stacks | None, rows: Array | None, plan: Plan) -> Array:
     """The measure of all pairs, for several choices of samples.
 
     Args:
         route: What is computed, without its costs.
         stacks: The first set.
         others: The second; None: the first.
-        rows: Samples of either set, [choices, m]. None: all, once.
-        other_rows: Samples of the second set, where they are others.
+        rows: Samples of both sets, [choices, m]. None: all, once.
         plan: How.
 
     Returns:
         [choices, items, others].
     """
-    if rows is None and other_rows is None:
-        return _table(route, stacks, others, plan)[None]
-    ready = None if rows is not None else [_prepare(route, stack, plan) for stack in stacks]
 
-    def chosen(own: tuple[Array | None, Array | None]) -> Array:
-        first = stacks if own[0] is None else tuple(stack[:, own[0]] for stack in stacks)
-        if others is None and own[1] is None:
-            return _table(route, first, None, plan, ready)
-        picked = own[0] if own[1] is None else own[1]
-        second = tuple(stack[:, picked] for stack in (stacks if others is None else others))
-        return _table(route, first, second, plan, ready)
+    def chosen(own: Array | None) -> Array:
+        sets = [tuple(s if own is None else s[:, own] for s in one) for one in (stacks, others) if one is not None]
+        ready = [prepared(route, one, plan) for one in sets]
+        return _table(route, ready[0], ready[-1], plan)
 
-    return lax.map(chosen, (rows, other_rows))
+    return chosen(None)[None] if rows is None else lax.map(chosen, rows)
+
+
+@eqx.filter_jit
+def reordered(route: Route, first: list[Any], second: Any, orders: Array, plan: Plan) -> Array:
+    """`tables` with the second set's samples in other orders, [orders, items, others].
+
+    Args:
+        route: As there.
+        first: The first set, prepared.
+        second: The second set, for a route that is `by_rows` prepared.
+        orders: [orders, n].
+        plan: As there.
+    """
+
+    def turned(order: Array) -> Array:
+        own = jax.tree.map(lambda leaf: leaf[:, order] if leaf.ndim > 1 else leaf, second)
+        return _table(route, first, own if route.by_rows else prepared(route, own, plan), plan)
+
+    return lax.map(turned, orders)
 
 
 @eqx.filter_jit
 def expected_table(route: Route, stacks: Stacks, others: Stacks | None, plan: Plan) -> Array:
     """The measure's means over all orders of the samples, where the route knows them: [items, others]."""
-    first = [_prepare(route, stack, plan) for stack in stacks]
-    second = first if others is None else [_prepare(route, stack, plan) for stack in others]
+    first = prepared(route, stacks, plan)
+    second = first if others is None else prepared(route, others, plan)
     return _joined([[_outer(route.expected, a, b) for b in second] for a in first])
 
 
-def _table(route: Route, stacks: Stacks, others: Stacks | None, plan: Plan, ready: list[Any] | None = None) -> Array:
-    first = [_prepare(route, stack, plan) for stack in stacks] if ready is None else ready
-    second = first if others is None else [_prepare(route, stack, plan) for stack in others]
+def _table(route: Route, first: list[Any], second: list[Any], plan: Plan) -> Array:
     blocks: list[list[Array]] = []
     for i, a in enumerate(first):
         row = []
