@@ -19,7 +19,7 @@ ALLOWED = {  # reason: path:function ..., in dissociation if not said; "~" for m
         "~dissimilarity.py:kendall koopman/spectrum.py:eigenpairs ~neighbourhoods.py:memberships",
     "given as they are":
         "linalg.py:_centre koopman/forecast.py:_r2_score metrics/crossing.py:_product_limit_median "
-        "metrics/crossing.py:log_slope",
+        "metrics/crossing.py:log_slope sweeps.py:hyperparams",
     "integers":
         "conversion.py:as_one_hot figures/collapse_measures.py:spread_observations "
         "figures/eigenvector_measures.py:intervals ~pairs.py:_invariants metrics/transfer.py:transfer_errors "

@@ -29,10 +29,11 @@ from dissociation.metrics.similarity.base import (
 from dissociation.metrics.similarity.measures import as_measure, routes_of
 from dissociation.progress import MeterFactory, open_meter
 from dissociation.results import Result, printed
+from dissociation.splits import folds
 from dissociation.types import PRNGKey, Scalar
 from dissociation.validation import validated
 
-BLOCKS = ("interleaved", "contiguous")
+BLOCKS = ("shuffled", "contiguous")
 """Sample i in block i mod B, for independent samples, also if they are sorted by class; or blocks of neighbours in the
 order, for time series and whatever else resembles its neighbours."""
 
@@ -66,7 +67,7 @@ class Interval(NamedTuple):
 
 
 def kept_rows(
-    number: int, num_blocks: Any, blocks: str = "interleaved", repeats: int = 1, each: int = 1
+    number: int, num_blocks: Any, blocks: str = "shuffled", repeats: int = 1, each: int = 1
 ) -> list[np.ndarray]:
     """Samples that remain when each block is left out in turn.
 
@@ -87,10 +88,9 @@ def kept_rows(
     conditions = number // repeats // each
     if check_count("num_blocks", num_blocks, minimum=2) > conditions:
         fail("num_blocks", f"be at most the number of samples ({conditions})", num_blocks)
-    places = np.arange(conditions)
-    block = places % num_blocks if blocks == "interleaved" else np.repeat(
-        np.arange(num_blocks), [len(part) for part in np.array_split(places, num_blocks)]
-    )  # fmt: skip
+    block = np.empty(conditions, int)
+    for index, left in enumerate(folds(conditions, num_blocks, contiguous=blocks == "contiguous")):
+        block[left] = index
     block = np.tile(np.repeat(block, each), repeats)
     kept = [np.flatnonzero(block != index) for index in range(num_blocks)]
     return [np.stack([rows for rows in kept if len(rows) == size]) for size in sorted({len(rows) for rows in kept})]
@@ -206,7 +206,7 @@ def permutation_test(
     key: PRNGKey | None = None,
     num_draws: int | None = 999,
     level: float = 0.95,
-    blocks: str = "interleaved",
+    blocks: str = "shuffled",
     progress: str | MeterFactory | None = "late",
     **options: Any,
 ) -> PermutationTest:
@@ -225,7 +225,7 @@ def permutation_test(
         key: Draws the orders; needed unless `num_draws` is None.
         num_draws: Orders of y's samples; None: moments.
         level: Of the null's quantile.
-        blocks: "interleaved" for samples that are exchangeable. "contiguous" for samples that resemble their
+        blocks: "shuffled" for samples that are exchangeable. "contiguous" for samples that resemble their
             neighbours, as of a time series, of which any other order is far less alike than chance: orders are then
             shifts round the end, at most n - 1 of them.
         progress: See `dissociation.progress`.
@@ -248,7 +248,7 @@ def permutation_test(
     routes = routes_of(known, options)
     check_choice("blocks", blocks, BLOCKS)
     if num_draws is None:
-        if blocks != "interleaved":
+        if blocks != "shuffled":
             fail("num_draws", "be a number for samples that are not exchangeable", "None")
         matrices = [route for route in routes if route.matrix]
         if not matrices:
@@ -294,7 +294,7 @@ def in_chunks(
 
 
 def random_orders(
-    key: PRNGKey, count: int, number: int, repeats: int = 1, *, blocks: str = "interleaved", each: int = 1
+    key: PRNGKey, count: int, number: int, repeats: int = 1, *, blocks: str = "shuffled", each: int = 1
 ) -> Array:
     """Random orders of samples that keep what depends on each other together: [count, number].
 

@@ -212,7 +212,7 @@ def pairwise(
     num_orders: int | None = None,
     key: PRNGKey | None = None,
     num_blocks: int | str | None = "auto",
-    blocks: str = "interleaved",
+    blocks: str = "shuffled",
     level: float = 0.9,
     positions: str | None = None,
     channels: str | None = None,
@@ -247,8 +247,8 @@ def pairwise(
         key: Draws them; default: the same ones each time.
         num_blocks: Blocks of samples for the jackknife's intervals; None: no intervals. Default: 20 for one pair alone,
             if there are so many samples, and none for more pairs. See `jackknife_interval`.
-        blocks: How samples are dealt out to blocks: "interleaved", or "contiguous" for samples that resemble their
-            neighbours, as of a time series. Baselines and tests are then by shifts of one of the two, not by any order.
+        blocks: How blocks are made: "shuffled", by a fixed permutation, or "contiguous" for samples that resemble
+            their neighbours, as of a time series. Baselines and tests are then by shifts of one of the two.
         level: Of the intervals.
         positions: What positions of a sample are (pixels of an image, tokens or steps of a sequence), "samples" or
             "neurons". As samples, all positions of a sample are left out or change places together; all layers must
@@ -291,7 +291,7 @@ def pairwise(
     for one in sets:
         _check_fit(one, known, left, number)
     job = _Job(known, first, second, options, memory_budget)
-    alike = blocks == "interleaved" and each == 1
+    alike = blocks == "shuffled" and each == 1
     by_moments = job.matrix is not None and alike and MOST_FOR_MOMENTS >= number >= FEWEST_FOR_MOMENTS
     drawn = p_values and not by_moments, baseline and (job.expected is None or not alike)
     orders = None
