@@ -109,6 +109,7 @@ CASES = {
     "padded with infinity": (lambda h: jax.lax.pad(h, -jnp.inf, [(1, 0, 0), (0, 0, 0)]).max(0), TIME, {8: 1}),
     "one time is kept": (lambda h: relu(jax.lax.pad(h, 0.0, [(-4, 2, 0), (0, 0, 0)])), TIME, {8: 1}),
     "the first time is kept": (lambda h: relu(jax.lax.pad(h, 0.0, [(2, -4, 0), (0, 0, 0)])), TIME, {8: 1}),
+    "padded in front": (lambda h: jax.lax.pad(relu(h), 0.0, [(3, 0, 0)]), VECTOR, {8: 1}),
     "one neuron is kept": (lambda h: relu(jax.lax.pad(h, 0.0, [(1, -7, 0)])), VECTOR, {}),
     "mixed over times": (mixed, TIME, {8: 1}),
     "filtered in time": (filtered, TIME, {8: 1}),
