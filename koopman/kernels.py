@@ -63,8 +63,8 @@ class RBF(eqx.Module):
     @validated
     def __call__(self, x: States, y: Float[Array | np.ndarray, "m d"]) -> Float[Array, "n m"]:
         """The matrix of kernel values."""
-        # Lengths are divided before they are squared, which overflow or vanish in other units.
-        return jnp.exp(-0.5 * squared_distances(*_in_lengths(x, y, self.length_scale)))
+        x, y, length = _in_lengths(x, y, self.length_scale)
+        return jnp.exp(-0.5 * squared_distances(x, y) / length**2)
 
 
 class Laplacian(eqx.Module):
@@ -83,7 +83,8 @@ class Laplacian(eqx.Module):
     @validated
     def __call__(self, x: States, y: Float[Array | np.ndarray, "m d"]) -> Float[Array, "n m"]:
         """The matrix of kernel values."""
-        return jnp.exp(-_distances(*_in_lengths(x, y, self.length_scale)))
+        x, y, length = _in_lengths(x, y, self.length_scale)
+        return jnp.exp(-_distances(x, y) / length)
 
 
 class Matern(eqx.Module):
@@ -110,7 +111,8 @@ class Matern(eqx.Module):
     @validated
     def __call__(self, x: States, y: Float[Array | np.ndarray, "m d"]) -> Float[Array, "n m"]:
         """The matrix of kernel values."""
-        s = (2 * self.nu) ** 0.5 * _distances(*_in_lengths(x, y, self.length_scale))
+        x, y, length = _in_lengths(x, y, self.length_scale)
+        s = (2 * self.nu) ** 0.5 * _distances(x, y) / length
         s = jnp.asarray(s)
         factor = jnp.ones_like(s) if self.nu == 0.5 else 1.0 + s if self.nu == 1.5 else 1.0 + s + s**2 / 3
         return factor * jnp.exp(-s)
@@ -263,8 +265,12 @@ def _distances(x: States, y: Float[Array | np.ndarray, "m d"]) -> Array:
     return lax.map(from_one, jnp.asarray(x))
 
 
-def _in_lengths(x: States, y: States, length: Scalar) -> tuple[Array, Array]:
-    return jnp.asarray(x) / length, jnp.asarray(y) / length
+def _in_lengths(x: Array | np.ndarray, y: Array | np.ndarray, length: Scalar) -> tuple[Array, Array, Array]:
+    """Divide states and length by a power of two near it: squares overflow or vanish in other units."""
+    x, y = jnp.asarray(x), jnp.asarray(y)
+    length = jnp.asarray(length, x.dtype)
+    unit = scale_of(length)
+    return x / unit, y / unit, length / unit
 
 
 def _products(x: Array | np.ndarray, y: Array | np.ndarray) -> Array:

@@ -121,8 +121,10 @@ def find_eigenpairs(
         # In the inner product, whose null directions carry rounding that means nothing. The largest eigenvalue is the
         # norm of its vector's image.
         off = (images - vectors * values[None])[:, :number]
+        off = off / scale_of(jnp.maximum(values[0], tiny))  # squares in units of the operator may overflow
         squares = jnp.sum(off * (off if inner is None else inner(off)), 0)
-        return vectors, values, jnp.sqrt(jnp.maximum(jnp.max(squares), 0.0)) / jnp.maximum(values[0], tiny)
+        largest = jnp.maximum(values[0], tiny) / scale_of(jnp.maximum(values[0], tiny))
+        return vectors, values, jnp.sqrt(jnp.maximum(jnp.max(squares), 0.0)) / largest
 
     def going(state: tuple[Array, ...]) -> Array:
         _, _, off, before, count = state

@@ -63,7 +63,7 @@ def test_states_that_are_not_numbers_have_no_kernel_value(kernel, _):
 def test_units_of_length_do_not_matter(kind, unit):
     """Squares of states overflowed or vanished before they were divided by the length scale."""
     x, unit = X.astype(np.float32), np.float32(unit)
-    np.testing.assert_allclose(kind(1.5 * unit)(x * unit, x * unit), kind(1.5)(x, x), rtol=1e-6)
+    np.testing.assert_allclose(kind(jnp.asarray(1.5 * unit))(x * unit, x * unit), kind(1.5)(x, x), rtol=1e-6)
     np.testing.assert_allclose(kernels.median_distance(x * unit) / unit, kernels.median_distance(x), rtol=1e-6)
 
 
