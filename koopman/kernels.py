@@ -24,7 +24,7 @@ from dissociation.checks import (
     is_traced,
 )
 from dissociation.conversion import describe
-from dissociation.linalg import product
+from dissociation.linalg import product, scale_of
 from dissociation.types import Scalar
 from dissociation.validation import validated
 from koopman.diagnostics import warn_narrowed
@@ -63,7 +63,8 @@ class RBF(eqx.Module):
     @validated
     def __call__(self, x: States, y: Float[Array | np.ndarray, "m d"]) -> Float[Array, "n m"]:
         """The matrix of kernel values."""
-        return jnp.exp(-0.5 * squared_distances(x, y) / self.length_scale**2)
+        x, y, length = _in_lengths(x, y, self.length_scale)
+        return jnp.exp(-0.5 * squared_distances(x, y) / length**2)
 
 
 class Laplacian(eqx.Module):
@@ -82,7 +83,8 @@ class Laplacian(eqx.Module):
     @validated
     def __call__(self, x: States, y: Float[Array | np.ndarray, "m d"]) -> Float[Array, "n m"]:
         """The matrix of kernel values."""
-        return jnp.exp(-_distances(x, y) / self.length_scale)
+        x, y, length = _in_lengths(x, y, self.length_scale)
+        return jnp.exp(-_distances(x, y) / length)
 
 
 class Matern(eqx.Module):
@@ -109,7 +111,8 @@ class Matern(eqx.Module):
     @validated
     def __call__(self, x: States, y: Float[Array | np.ndarray, "m d"]) -> Float[Array, "n m"]:
         """The matrix of kernel values."""
-        s = (2 * self.nu) ** 0.5 * _distances(x, y) / self.length_scale
+        x, y, length = _in_lengths(x, y, self.length_scale)
+        s = (2 * self.nu) ** 0.5 * _distances(x, y) / length
         s = jnp.asarray(s)
         factor = jnp.ones_like(s) if self.nu == 0.5 else 1.0 + s if self.nu == 1.5 else 1.0 + s + s**2 / 3
         return factor * jnp.exp(-s)
@@ -235,7 +238,8 @@ def median_distance(x: States, *, max_samples: int = 1000) -> Float[Array, ""]:
     warn_narrowed(x)
     some = jnp.asarray(x)[:: -(-x.shape[0] // max_samples)]
     rows, columns = np.triu_indices(some.shape[0], 1)
-    return jnp.median(jnp.sqrt(squared_distances(some, some)[rows, columns]))
+    unit = scale_of(jnp.max(jnp.abs(some)))
+    return jnp.median(jnp.sqrt(squared_distances(some / unit, some / unit)[rows, columns])) * unit
 
 
 @validated
@@ -259,6 +263,14 @@ def _distances(x: States, y: Float[Array | np.ndarray, "m d"]) -> Array:
         return jnp.where(apart, jnp.sqrt(jnp.where(apart, square, 1.0)), 0.0)
 
     return lax.map(from_one, jnp.asarray(x))
+
+
+def _in_lengths(x: Array | np.ndarray, y: Array | np.ndarray, length: Scalar) -> tuple[Array, Array, Array]:
+    """Divide states and length by a power of two near it: squares overflow or vanish in other units."""
+    x, y = jnp.asarray(x), jnp.asarray(y)
+    length = jnp.asarray(length, x.dtype)
+    unit = scale_of(length)
+    return x / unit, y / unit, length / unit
 
 
 def _products(x: Array | np.ndarray, y: Array | np.ndarray) -> Array:

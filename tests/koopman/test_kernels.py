@@ -58,6 +58,15 @@ def test_states_that_are_not_numbers_have_no_kernel_value(kernel, _):
     np.testing.assert_array_equal(np.isnan(kernel(bad, Y[:3])).all(1), np.arange(9) == 4)
 
 
+@pytest.mark.parametrize("kind", [kernels.RBF, kernels.Laplacian, kernels.Matern])
+@pytest.mark.parametrize("unit", [2.0**-100, 2.0**100])
+def test_units_of_length_do_not_matter(kind, unit):
+    """Squares of states overflowed or vanished before they were divided by the length scale."""
+    x, unit = X.astype(np.float32), np.float32(unit)
+    np.testing.assert_allclose(kind(jnp.asarray(1.5 * unit))(x * unit, x * unit), kind(1.5)(x, x), rtol=1e-6)
+    np.testing.assert_allclose(kernels.median_distance(x * unit) / unit, kernels.median_distance(x), rtol=1e-6)
+
+
 def test_median_distance():
     with jax.enable_x64(True):
         rows, columns = np.triu_indices(9, 1)
