@@ -264,6 +264,7 @@ class _Rule:
             fail_kind(name, f"be an array of {words}", f"an object of type {type(value).__name__}", advice)
         array = as_numbers(name, as_array(name, value, words), kind.numbers)
         kind.axes.check(name, array.shape, {})
+        check_fits(name, array)
         return array
 
     def _admit_labels(self, name: str, value: Any, bound: Bound, may_be_empty: bool) -> Any:

@@ -418,23 +418,12 @@ class _Validation(eqx.Module):
 
 
 def _pairs(name: str, trajectories: Trajectories, lag: int, trajectory_axis: int | None) -> Pairs:
-    """`lagged_pairs` of one trajectory, of a list, or of an array whose axis of trajectories is named."""
+    """`lagged_pairs`, where an array without `trajectory_axis` is one trajectory."""
+    alone = isinstance(trajectories, Array | np.ndarray) and trajectory_axis is None
     try:
-        return _lagged(name, trajectories, lag, trajectory_axis)
+        return lagged_pairs([trajectories] if alone else trajectories, lag, trajectory_axis=trajectory_axis)
     except WrongValue as error:  # of `lagged_pairs`, which has its own name for them
         raise WrongValue(str(error).replace("`trajectories", f"`{name}")) from None
-
-
-def _lagged(name: str, trajectories: Trajectories, lag: int, trajectory_axis: int | None) -> Pairs:
-    if not isinstance(trajectories, Array | np.ndarray):
-        if trajectory_axis is not None:
-            fail("trajectory_axis", f"be None where `{name}` is a list", trajectory_axis)
-        return lagged_pairs(list(trajectories), lag)
-    if trajectory_axis is None:
-        return lagged_pairs([trajectories], lag)
-    if not -trajectories.ndim <= trajectory_axis < trajectories.ndim:
-        fail("trajectory_axis", f"be an axis of `{name}` (shape {trajectories.shape})", trajectory_axis)
-    return lagged_pairs(list(jnp.moveaxis(jnp.asarray(trajectories), trajectory_axis, 0)), lag)
 
 
 def _observe(

@@ -9,7 +9,7 @@ from koopman import diagnostics
 from koopman.datasets.maps import logistic_map
 from koopman.estimators import Ridge
 from koopman.operators import fit
-from koopman.pairs import default_alpha, gram_root, lagged_pairs, merge_moments, moments, scan_moments
+from koopman.pairs import default_alpha, delay_embed, gram_root, lagged_pairs, merge_moments, moments, scan_moments
 
 
 @pytest.mark.parametrize("lag", [1, 3])
@@ -67,9 +67,15 @@ def test_an_axis_of_trajectories_is_named(shape):
     ("trajectories", "lag", "error", "words"),
     [
         (np.zeros((3, 2)), 3, ValueError, r"`trajectories` must be longer than the lag \(3\), got 3 samples"),
-        ([np.zeros((5, 2)), np.zeros((2, 2))], 2, ValueError, r"trajectories\[1\]"),
+        ([np.zeros((1, 2)), np.zeros((2, 2))], 2, ValueError, r"longer than the lag \(2\), got 2 samples at most"),
         ([np.zeros((5, 2)), np.zeros((5, 3))], 1, ValueError, r"states of shape \(2,\)"),
         ([], 1, ValueError, "at least one trajectory"),
+        (
+            [np.full(3, 2**40)],
+            1,
+            ValueError,
+            r"`trajectories\[0\]` must hold integers from .*got 1099511627776.*jax_enable_x64",
+        ),
         (np.zeros((5, 2)), 0, ValueError, "`lag`"),
         (np.asarray([[0.0], [1.0], [np.nan], [np.inf]]), 1, ValueError, r"nan at index \(2, 0\)"),
     ],
@@ -90,8 +96,8 @@ def test_lags_can_be_swept():
     for lag, words in ((5, r"`lag` must be at most `max_lag` \(4\)"), (0, "`lag` must be at least 1")):
         with pytest.raises(ValueError, match=words):
             lagged_pairs(trajectories, lag, max_lag=4)
-    with pytest.raises(ValueError, match=r"trajectories\[1\]` must be longer than the lag \(6\)"):
-        lagged_pairs(trajectories, 1, max_lag=6)
+    with pytest.warns(UserWarning, match=r"Skipped 1 of 2 trajectories that are not longer than the lag \(6\)"):
+        assert lagged_pairs(trajectories, 1, max_lag=6).x.shape == (3, 2)
 
 
 def test_a_traced_lag_out_of_range_gives_no_pairs():
@@ -103,11 +109,123 @@ def test_a_traced_lag_out_of_range_gives_no_pairs():
         jax.jit(lambda lag: lagged_pairs(states.astype(int), lag, max_lag=4))(1)
 
 
+def pairs_apart(runs, lag):
+    """Pairs of a list of runs by a loop over times, and rows of three delays of each run."""
+    pairs = [(run[t], run[t + lag]) for run in runs for t in range(len(run) - lag)]
+    rows = [
+        [np.concatenate([np.ravel(run[t - i * lag]) for i in range(3)]) for t in range(2 * lag, len(run))]
+        for run in runs
+    ]
+    return *zip(*pairs, strict=True), *rows
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.int64, np.int16])
+@pytest.mark.parametrize("seed", range(3))
+def test_pairs_and_delays_of_any_form_and_dtype(seed, dtype):
+    rng = np.random.default_rng(seed)
+    lag, shape = int(rng.integers(1, 4)), [(), (2,), (2, 3)][seed]
+    scale = 2**40 if dtype == np.int64 else 2**10
+    runs = [(scale * rng.normal(size=(n, *shape))).astype(dtype) for n in rng.permutation(np.arange(7, 11))]
+    with jax.enable_x64(True):
+        wanted = pairs_apart(runs, lag)
+
+        def both(runs):
+            return *lagged_pairs(runs, lag), *delay_embed(runs, 3, stride=lag)
+
+        on_device = [jnp.asarray(run) for run in runs]
+        # Under a transformation other code runs than on arrays that are known.
+        for found in (
+            both(runs),
+            both(tuple(runs)),
+            both([*runs[:2], *on_device[2:]]),
+            both(on_device),
+            jax.jit(both)(runs),
+        ):
+            for one, other in zip(found, wanted, strict=True):
+                assert one.dtype == dtype
+                np.testing.assert_array_equal(one, other)
+
+
+def test_a_stack_of_trajectories_has_delays_of_each():
+    states = np.random.default_rng(0).normal(size=(4, 9, 2)).astype(np.float32)
+    found = delay_embed(np.moveaxis(states, 0, 2), 3, trajectory_axis=2)
+    np.testing.assert_array_equal(found, np.stack(delay_embed(list(states), 3)))
+    joined = lagged_pairs(found, trajectory_axis=0)
+    np.testing.assert_array_equal(joined.y, lagged_pairs(delay_embed(list(states), 3)).y)
+    with pytest.raises(ValueError, match=r"`trajectory` must name the axis.*Pass trajectory_axis=0"):
+        delay_embed(states, 3)
+
+
+def test_short_trajectories_of_a_list_are_skipped_with_one_warning():
+    runs = [np.arange(float(n), dtype=np.float32) for n in (2, 9, 3, 12, 4)]
+    for call, words in (
+        (lambda runs: lagged_pairs(runs, 4).x, r"the lag \(4\)"),
+        (lambda runs: np.concatenate(delay_embed(runs, 3, stride=2)), r"\(num_delays - 1\) \* stride \(4\)"),
+    ):
+        with pytest.warns(UserWarning, match=rf"Skipped 3 of 5 trajectories that are not longer than {words}") as seen:
+            found = call(runs)
+        assert len(seen) == 1
+        np.testing.assert_array_equal(found, call([runs[1], runs[3]]))
+    with pytest.raises(ValueError, match=r"longer than the lag \(12\), got 12 samples at most"):
+        lagged_pairs(runs, 12)
+
+
+def test_known_trajectories_compile_nothing(caplog):
+    runs = [np.random.default_rng(n).normal(size=(n, 2)).astype(np.float32) for n in range(60, 80)]
+    on_device = [jnp.asarray(run) for run in runs]
+    with jax.log_compiles(True), caplog.at_level("WARNING"):
+        for form in (runs, on_device, [run.tolist() for run in runs]):
+            for lag in (1, 2, 5):
+                x, _ = lagged_pairs(form, lag)
+                delay_embed(form, 16, stride=lag // 2 + 1)
+        delay_embed(np.arange(512, dtype=np.float32), 128)
+        lagged_pairs(np.zeros((3, 40, 2), np.float32), 7, trajectory_axis=0)
+        assert "ompil" not in caplog.text
+        jnp.sin(x)  # the control: this one is heard of
+        assert "ompil" in caplog.text
+
+
+def test_committed_arrays_stay_on_their_device():
+    device = jax.devices()[1]
+    run = jax.device_put(np.arange(12, dtype=np.float32), device)
+    for found in (*lagged_pairs(run, 2), *lagged_pairs([run, run[:7]], 2), delay_embed(run, 2), *delay_embed([run], 2)):
+        assert found.devices() == {device}
+    np.testing.assert_array_equal(lagged_pairs([run, run[:7]], 2).y, [*range(2, 12), *range(2, 7)])
+
+
+@pytest.mark.parametrize(("delays", "stride"), [(1, 1), (3, 1), (3, 2), (1, 5)])
+def test_rows_of_the_hankel_matrix(delays, stride):
+    path = np.random.default_rng(0).normal(size=(9, 2)).astype(np.float32)
+    found = delay_embed(path, delays, stride=stride)
+    reach = (delays - 1) * stride
+    wanted = [np.concatenate([path[t - i * stride] for i in range(delays)]) for t in range(reach, 9)]
+    np.testing.assert_array_equal(found, wanted)
+    np.testing.assert_array_equal(jax.jit(lambda p: delay_embed(p, delays, stride=stride))(path), wanted)
+    stacked = jax.vmap(lambda p: delay_embed(p, delays, stride=stride))(np.stack([path, -path]))
+    np.testing.assert_array_equal(stacked[1], -found)
+
+
+def test_delays_that_cannot_be_are_refused():
+    path = np.ones((5, 2), np.float32)
+    assert delay_embed(path, 5).shape == (1, 10)
+    with pytest.raises(ValueError, match=r"`trajectory` must be longer than \(num_delays - 1\) \* stride \(5\), got 5"):
+        delay_embed(path, 6)
+    for wrong in ({"num_delays": 0}, {"num_delays": 2, "stride": 0}):
+        with pytest.raises(ValueError, match="must be at least 1"):
+            delay_embed(path, **wrong)
+    with pytest.raises(TypeError, match="`num_delays` must"):
+        delay_embed(path, 1.5)
+    with pytest.raises(ValueError, match="`trajectory` must be finite"):
+        delay_embed(np.full((5, 2), np.nan), 2)
+
+
 def test_float64_that_becomes_float32_is_said_once():
     states = np.arange(9.0)[:, None]
     calls = (
         lambda: lagged_pairs(states),
         lambda: lagged_pairs([states]),
+        lambda: delay_embed(states, 2),
+        lambda: delay_embed([states[:, 0]], 2),
         lambda: moments(states, states),
         lambda: scan_moments(states[None], states[None]),
         lambda: fit(Ridge(), states, states + 1),
