@@ -7,7 +7,7 @@ trajectories is named. States may have any shape; where no network is given they
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -28,14 +28,14 @@ from dissociation.checks import (
 )
 from dissociation.models.cnn import Encoder
 from dissociation.training import Epochs, FitResult, Save, fit, make_step
-from dissociation.types import Classes, PRNGKey, Scalar
+from dissociation.types import Classes, InTime, PRNGKey, Scalar
 from dissociation.validation import validated
 from koopman.losses import autoencoder_loss, dpnets_loss, spectral_contrastive_loss, vamp_loss
 from koopman.networks import FEATURES, Autoencoder, FeatureMap, Network, build_network
 from koopman.pairs import Pairs, lagged_pairs
 
 States = Float[Array | np.ndarray, "n *state"]
-Trajectories = Float[Array | np.ndarray, "..."] | Sequence[Float[Array | np.ndarray, "..."]]
+Trajectories = Annotated[Float[Array | np.ndarray, "..."] | Sequence[Float[Array | np.ndarray, "..."]], InTime()]
 Rate = Float[Array | np.ndarray, " seeds"] | Scalar
 Schedule = Callable[[Any], Any]
 

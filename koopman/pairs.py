@@ -7,7 +7,7 @@ condition number.
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -18,11 +18,11 @@ from jaxtyping import Array, Float, Real
 
 from dissociation.checks import check_count, check_finite, fail, is_traced, warn
 from dissociation.linalg import product
-from dissociation.types import Count
+from dissociation.types import Count, InTime
 from dissociation.validation import validated
 from koopman.diagnostics import warn_narrowed, warn_offset
 
-Trajectories = Real[Array | np.ndarray, "..."] | Sequence[Real[Array | np.ndarray, "..."]]
+Trajectories = Annotated[Real[Array | np.ndarray, "..."] | Sequence[Real[Array | np.ndarray, "..."]], InTime()]
 
 
 class Pairs(NamedTuple):
@@ -51,7 +51,8 @@ def lagged_pairs(
         trajectories: One trajectory, [time] or [time, d]; or a list of them, [time, ...] each, of any lengths but of
             one state shape; or with `trajectory_axis` many of equal length in one array. An array of more axes does not
             say which of them is time and is refused: for one trajectory of images pass `[images]`. Lists of numbers,
-            [1.0, 2.0] or [[1.0, 2.0], [3.0, 4.0]], are one trajectory; a list of lists of such rows is several.
+            [1.0, 2.0] or [[1.0, 2.0], [3.0, 4.0]], are one trajectory; a list of lists of such rows is several. A frame
+            is one trajectory if its index has even steps, and one for each run if its index is (run, time).
         lag: Steps between the two members of a pair, at least 1.
         max_lag: With it `lag` may be traced, up to this number, so that lags can be swept by `jax.vmap`: every
             trajectory gives the pairs of its first time - max_lag states, whatever the lag. States must be floating

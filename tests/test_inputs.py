@@ -28,6 +28,7 @@ INTERNAL = {
     "dissociation.checks": "the checks themselves",
     "dissociation.conversion": "the gate itself: test_validation.py",
     "dissociation.validation": "the gate itself: test_validation.py",
+    "dissociation.frames": "the gate itself: koopman/test_pairs.py",
     "dissociation.splits": "rows of folds, from counts that their callers check",
     "dissociation.cli": "the command line, whose words tyro and every `Config` check",
     "dissociation.__main__": "the command line",

@@ -3,9 +3,11 @@ import warnings
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pandas as pd
 import pytest
+import xarray as xr
 
-from koopman import diagnostics
+from koopman import diagnostics, learn
 from koopman.datasets.maps import logistic_map
 from koopman.estimators import Ridge
 from koopman.operators import fit
@@ -154,6 +156,84 @@ def test_a_stack_of_trajectories_has_delays_of_each():
     np.testing.assert_array_equal(joined.y, lagged_pairs(delay_embed(list(states), 3)).y)
     with pytest.raises(ValueError, match=r"`trajectory` must name the axis.*Pass trajectory_axis=0"):
         delay_embed(states, 3)
+
+
+STATES = np.random.default_rng(3).normal(size=(12, 2)).astype(np.float32)
+RUNS = {"run": np.repeat(["b", "a"], [7, 5]), "t": [*range(7), *range(5)]}
+DAYS = pd.date_range("2024-02-25", periods=12)
+
+
+def frame(index=None, **columns):
+    return pd.DataFrame({"p": STATES[:, 0], "q": STATES[:, 1], **columns}, index=index)
+
+
+def named(dimensions, **coordinates):
+    return xr.DataArray(STATES if dimensions[0] != "state" else STATES.T, dims=dimensions, coords=coordinates)
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        frame(),
+        frame(DAYS),
+        frame(DAYS.tz_localize("Europe/Berlin") + pd.Timedelta("31D")),  # over a change of the clocks
+        frame(pd.date_range("2024-01-31", periods=12, freq="ME")),
+        frame(pd.period_range("2024-01", periods=12, freq="Q")),
+        frame(0.1 * np.arange(12)),
+        frame((1000 / 30 * np.arange(12)).round().astype(np.uint32)),  # milliseconds of a video
+        frame()[["p", "q"]].astype({"p": "Float32"}),
+        named(("time", "state")),
+        named(("state", "Time"), Time=DAYS),
+    ],
+)
+def test_frames_whose_times_are_even_are_one_trajectory(table):
+    with jax.enable_x64(True):
+        for found, wanted in zip(lagged_pairs(table, 2), lagged_pairs(STATES, 2), strict=True):
+            np.testing.assert_array_equal(found, wanted)
+        np.testing.assert_array_equal(delay_embed([table, STATES], 3)[0], delay_embed(STATES, 3))
+
+
+@pytest.mark.parametrize("order", ["rows by run", "rows by time"])
+def test_runs_of_an_index_are_trajectories(order):
+    table = frame(**RUNS).set_index(["run", "t"])
+    table = table.sort_index(level=1, sort_remaining=False, kind="stable") if order == "rows by time" else table
+    wanted = lagged_pairs([STATES[:7], STATES[7:]], 2)
+    pieces = [run for _, run in frame(**RUNS).set_index("t").groupby("run", sort=False)]
+    forms = (table, [table.loc[["b"]], table.loc[["a"]]], [piece[["p", "q"]] for piece in pieces])
+    for form in (*forms, [frame(**RUNS)[["p", "q"]][:7], STATES[7:]]):
+        for found, other in zip(lagged_pairs(form, 2), wanted, strict=True):
+            np.testing.assert_array_equal(found, other)
+        assert [len(rows) for rows in delay_embed(form, 2)] == [6, 4]
+    series = lagged_pairs(table["p"], 2)
+    np.testing.assert_array_equal(series.y, wanted.y[:, 0])
+
+
+@pytest.mark.parametrize(
+    ("table", "error", "words"),
+    [
+        (frame(RUNS["t"]), ValueError, r"increases, got 0 after 6\. If time starts again .*groupby.*one trajectory"),
+        (frame(DAYS[::-1]), ValueError, "increases, got 2024-03-06 00:00:00 after 2024-03-07"),
+        (frame(DAYS + pd.to_timedelta([0] * 5 + [1] * 7, "D")), ValueError, "got 2024-03-02 .* after 2024-02-29"),
+        (frame(np.delete(np.arange(13.0), 11)), ValueError, "even steps, got 12.0 after 10.0, where"),
+        (frame(list("abcdefghijkl")), TypeError, "index of numbers or dates, got one of .*to_datetime"),
+        (frame(**RUNS), TypeError, r"numbers in every column, got text, dates or objects in \['run'\]\. Use"),
+        (frame(t=RUNS["t"]), ValueError, r"states alone .* runs or times in \['t'\]\. Use frame.set_index"),
+        (frame(when=DAYS), TypeError, r"objects in \['when'\]"),
+        (frame(**RUNS).set_index(["t", "run"]), ValueError, "time as the last level"),
+        (frame(**RUNS | {"t": RUNS["t"][::-1]}).set_index(["run", "t"]), ValueError, "increases, got 3 after 4"),
+        ([frame(), frame()[["q", "p"]]], ValueError, r"same columns in one order, got \['p', 'q'\] and \['q', 'p'\]"),
+        (named(("x", "y")), ValueError, r"dimensions \(time, state\).* got dimensions \('x', 'y'\)"),
+        (named(("time", "y"), time=np.arange(12) ** 2), ValueError, "even steps"),
+        (xr.DataArray(np.ones((3, 4, 2)), dims=("run", "time", "y")), ValueError, r"pass list\(array\)"),
+    ],
+)  # fmt: skip
+def test_frames_that_leave_time_open_are_refused(table, error, words):
+    def train(trajectories):
+        return learn.train_encoders("vamp", trajectories, key=jax.random.key(0))
+
+    for call in (lagged_pairs, lambda table: delay_embed(table, 2), train):
+        with pytest.raises(error, match=f"`traj.*must .*{words}"):
+            call(table)
 
 
 def test_short_trajectories_of_a_list_are_skipped_with_one_warning():
