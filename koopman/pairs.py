@@ -25,6 +25,9 @@ from koopman.diagnostics import warn_narrowed, warn_offset
 Trajectories = Annotated[Real[Array | np.ndarray, "..."] | Sequence[Real[Array | np.ndarray, "..."]], InTime()]
 
 
+_QUICK_QR = 2**27  # rows times columns squared: about 0.1 s
+
+
 class Pairs(NamedTuple):
     """States and their successors.
 
@@ -261,6 +264,23 @@ def checked_pairs(x: Array | np.ndarray, y: Array | np.ndarray, observable: Arra
     return Observed(jnp.asarray(x), jnp.asarray(y), flat, tuple(observable.shape[1:]))
 
 
+def few_rows(x: Array, y: Array, observable: Array | None) -> tuple[Array, Array, Array | None]:
+    """Return as many rows as columns with the products x^T x, x^T y, y^T y ... of known data, by QR on the host.
+
+    Every number of pairs then runs the same compiled programs. Data whose QR would take longer than these take to
+    compile, and traced ones or those of an accelerator, are returned as they are.
+    """
+    parts = [part for part in (x, y, observable) if part is not None]
+    number, width = x.shape[0], sum(part.shape[1] for part in parts)
+    if not all(map(_on_host, parts)) or max(number, width) * width**2 > _QUICK_QR:
+        return x, y, observable
+    rows = np.zeros((max(number, width), width))
+    np.concatenate(parts, 1, out=rows[:number])
+    rows = (np.linalg.qr(rows, mode="r") if number > width else rows).astype(x.dtype)
+    parts = [_placed(part) for part in np.split(rows, np.cumsum([part.shape[1] for part in parts])[:-1], 1)]
+    return parts[0], parts[1], parts[2] if observable is not None else None
+
+
 def default_alpha(trace: Float[Array, ""], number: int = 1) -> Float[Array, ""]:
     """The regularisation where none is given: 1e-6 times the mean eigenvalue, so that units of the data cancel.
 
@@ -381,8 +401,8 @@ def mean_of(x: Float[Array, "n d"]) -> tuple[Float[Array, " d"], Float[Array, " 
 
     The first mean carries the rounding of a large offset; the mean of what it leaves has none.
     """
-    mean = jnp.mean(x, 0)
-    return _sum_of_two(mean, jnp.mean(x - mean[None], 0))
+    mean = x.mean(0)
+    return _sum_of_two(mean, (x - mean[None]).mean(0))
 
 
 def _sum_of_two(a: Array, b: Array) -> tuple[Array, Array]:
