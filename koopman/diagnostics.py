@@ -18,6 +18,8 @@ from dissociation.memory import free_memory
 
 # Rows of the data that `warn_offset` looks at: means and variances of as many are known to 3 %.
 _ROWS = 1000
+ROWS = 4000
+"""Number of rows that `warn_regression` is given, or four per feature."""
 
 
 def warn_narrowed(*arrays: Array | np.ndarray) -> None:
@@ -121,7 +123,7 @@ def warn_large_alpha(alpha: Array, variance: Array, trace: Array, which: str, un
     Args:
         alpha: The regularisation.
         variance: An eigenvalue of C_x.
-        trace: Of C_x; an `alpha` of up to 1e-6 times it, as the default, is never large.
+        trace: Of C_x; an `alpha` of up to 1e-6 times it, as the default of kernels, is never large.
         which: Which eigenvalue that is.
         unit: Of the features, in whose square the three are given.
     """
@@ -129,7 +131,74 @@ def warn_large_alpha(alpha: Array, variance: Array, trace: Array, which: str, un
     if given > held and given > 1.01e-6 * total:
         warnings.warn(
             f"`alpha` ({given:.3g}) exceeds {which} ({held:.3g}), which shrinks what it weighs on to "
-            f"{held / (held + given):.2g} of its size. It is in units of C_x: alpha=None is 1e-6 of the mean.",
+            f"{held / (held + given):.2g} of its size. It is in units of C_x. alpha=None follows the data.",
+            stacklevel=1,
+        )
+
+
+def warn_regression(
+    x: np.ndarray,
+    y: np.ndarray,
+    ones: np.ndarray | None,
+    *,
+    count: float | int,
+    eps: float,
+    alpha: float | None,
+    size: int,
+) -> None:
+    """Warns if `alpha` suppresses directions that predict, or if an intercept is missing, by F tests.
+
+    Args:
+        x: Rows of the states' features, [m, d]: the data, or rows with the same products.
+        y: Rows of the successors' features, [m, d].
+        ones: The column of ones in such rows, [m]; None for data about their means.
+        count: Number of pairs.
+        eps: Rounding unit of the data.
+        alpha: The regularisation if it was given; at rounding it suppresses nothing.
+        size: Number of leading directions that the estimator keeps.
+    """
+    width, largest = x.shape[1], np.abs(x).max(0)
+    if alpha is None:  # rank cuts on columns of one size
+        x = x / np.where(largest > 0, largest, 1.0)
+    if len(x) > 2 * width + 1:
+        parts = np.linalg.qr(np.column_stack([x, y, np.zeros(len(x)) if ones is None else ones]), mode="r")
+        x, y, ones = parts[:, :width], parts[:, width:-1], None if ones is None else parts[:, -1]
+    left, sizes, _ = np.linalg.svd(x, full_matrices=False)
+    kept = sizes > width * eps * sizes[0]
+    left, sizes, freedom = left[:, kept], sizes[kept], count - kept.sum()
+    held = left.T @ y
+    rest, floor = y - left @ held, (8 * eps) ** 2 * np.sum(y**2)
+    share = alpha / (sizes**2 / count + alpha) if alpha else np.zeros(len(sizes))
+    suppressed = (share**4 > 0.01) & (np.arange(len(sizes)) < size)
+    if freedom >= 1 and suppressed.any():
+        ratio = np.mean(np.sum(held[suppressed] ** 2, 1)) / max(np.sum(rest**2) / freedom, floor)
+        if ratio > 10:
+            warnings.warn(
+                f"`alpha` ({alpha:.3g}) suppresses {suppressed.sum()} directions of the features that predict (F = "
+                f"{ratio:.2g}): forecasts and eigenvalues are not those of the data. Lower it, or leave it out.",
+                stacklevel=1,
+            )
+    if ones is None or freedom < 2:
+        return
+    left_over = ones - left @ (left.T @ ones)
+    if left_over @ left_over > 1e-12 * count:
+        gain = np.sum((left_over @ rest) ** 2) / (left_over @ left_over)
+        ratio = gain / max((np.sum(rest**2) - gain) / (freedom - 1), floor)
+        if ratio > 25:
+            warnings.warn(
+                f"A column of ones lowers the residual (F = {ratio:.2g}): the data have an offset, which spoils "
+                "eigenvalues and forecasts. Pass center=True, which carries an intercept.",
+                stacklevel=1,
+            )
+
+
+def warn_rank(operator: Any) -> None:
+    """Warns if the data hold fewer directions than the rank asked for."""
+    rank, held = operator.core.shape[0], int(operator.effective_rank)
+    if held < rank:
+        warnings.warn(
+            f"`rank` ({rank}) exceeds the {held} directions that the data hold in {operator.core.dtype}: the other "
+            f"{rank - held} latent functions are zero or rounding. Lower it to {held}.",
             stacklevel=1,
         )
 
@@ -161,11 +230,11 @@ def warn_tied(values: np.ndarray, rest: np.ndarray, cutoff: float) -> None:
 def warn_inexact(operator: Any) -> None:
     """Warns if latent functions are not as orthonormal as their estimator makes them.
 
-    U^T C_x U and `alpha` U^T U add up to the identity, but for columns not in use. What `alpha` has shrunk counts as
-    little as is left of it: the smallest directions of ridge regression are full of rounding, and weigh nothing.
+    U^T C_x U and B add up to the identity, but for columns not in use. What `alpha` has shrunk counts as little as is
+    left of it: the smallest directions of ridge regression are full of rounding, and weigh nothing.
     """
     seen = np.asarray(operator.gram_x)
-    gram = seen + np.asarray(operator.basis_gram) * np.asarray(operator.alpha)
+    gram = seen + np.asarray(operator.penalty)
     weight = np.sqrt(np.abs(np.diagonal(seen)))
     error = (np.abs(gram - np.diag(np.diagonal(gram) > 0)) * weight[:, None] * weight[None]).max()
     if not error <= 1e-2:  # nor if it is NaN

@@ -51,7 +51,7 @@ from dissociation.validation import validated
 from koopman.operator import Operator
 from koopman.pairs import delay_embed as delay_embed
 from koopman.rotations import Point, descend, norm
-from koopman.spectrum import eigenpairs, unshrunk
+from koopman.spectrum import eigenpairs
 
 Form = Literal["frobenius", "angular"]
 Matrix = Float[Array | np.ndarray, "r r"]
@@ -437,9 +437,7 @@ def _departure(matrix: Array) -> Array:
 
 
 @validated
-def transition_matrix(
-    operator: Operator, *, metric: Literal["data", "features"] = "data", undo_shrinkage: bool = True
-) -> Float[Array, "r r"]:
+def transition_matrix(operator: Operator, *, metric: Literal["data", "features"] = "data") -> Float[Array, "r r"]:
     """A with E[v_{t+1} | v_t] = A v_t for orthonormal coordinates v of what the operator learnt.
 
     With latent functions u, E[u_{t+1} | u_t] = u_t K (a row) and a Gram matrix N of u, v = N^(-1/2) u has
@@ -453,7 +451,6 @@ def transition_matrix(
             distribution an orthogonal A, and a linear change of the features changes nothing at full rank. "features":
             N is the inner product of the features' space; for `PrincipalComponents` on explicit features A is the
             matrix of projected dynamic mode decomposition, in units of the features.
-        undo_shrinkage: As in `koopman.spectrum.eigenvalues`.
 
     Returns:
         [r, r]; latent functions beyond a traced rank, or that vanish on the data, give rows and columns of zeros.
@@ -464,11 +461,10 @@ def transition_matrix(
     References:
         Ostrow et al. (2023); Schmid (2010), Dynamic mode decomposition of numerical and experimental data.
     """
-    return _transition_matrix(operator, metric, undo_shrinkage)
+    return _transition_matrix(operator, metric)
 
 
-@partial(jax.jit, static_argnames=("metric", "undo_shrinkage"))
-def _transition_matrix(operator: Operator, metric: str, undo_shrinkage: bool) -> Array:
+@partial(jax.jit, static_argnames="metric")
+def _transition_matrix(operator: Operator, metric: str) -> Array:
     gram = operator.gram_x if metric == "data" else operator.basis_gram
-    matrix = unshrunk(operator, undo_shrinkage)[1]
-    return product(psd_power(gram, 0.5), product(matrix, psd_power(gram, -0.5))).T
+    return product(psd_power(gram, 0.5), product(operator.core, psd_power(gram, -0.5))).T

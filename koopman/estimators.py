@@ -45,7 +45,7 @@ class Estimator(eqx.Module):
     """What estimators have in common, and what a new one says.
 
     Attributes:
-        alpha: Tikhonov regularisation, in units of C_x; None for 1e-6 times its mean eigenvalue.
+        alpha: Tikhonov regularisation, in units of C_x; None for `koopman.pairs.default_alpha`.
         size: Latent functions, where their number is known; None for all.
         masked: Their number where it is traced.
         solver: What finds them; None for `feature_solver` on features, and "auto" on centres and with a kernel.
@@ -170,8 +170,8 @@ class Ridge(_Principal, Estimator):
 
     Attributes:
         alpha: Tikhonov regularisation, non-negative, in units of C_x (with a kernel, of k(x, x)), so that it may be
-            swept by `jax.vmap` and learned by `jax.grad`; a sweep decomposes the data once. None is 1e-6 tr(C_x) / d
-            (with a kernel, 1e-6 times the mean of k(x, x)), so that the unit of the data does not matter.
+            swept by `jax.vmap` and learned by `jax.grad`; a sweep decomposes the data once. None is rounding, in
+            proportion to tr(C_x), see `koopman.pairs.default_alpha`; with a kernel, 1e-6 times the mean of k(x, x).
 
     Raises:
         ValueError: If `alpha` is negative.
@@ -362,7 +362,7 @@ class ReducedRank(Estimator):
 
 
 def _from_moments(problem: FeatureRegression) -> Basis:
-    """Reduced rank from second moments alone, where `alpha` outweighs their rounding.
+    """Reduced rank from second moments alone.
 
     With the Cholesky factor C_x + alpha I = L L^T it is U = L^(-T) Q, with the leading left singular vectors Q of
     L^(-1) C_xy. Under a `vmap` over `alpha` the eigenvectors of C_x, which all values share, take its place.

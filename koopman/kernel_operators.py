@@ -16,13 +16,14 @@ from koopman.diagnostics import (
     warn_constant,
     warn_inexact,
     warn_large_alpha,
+    warn_rank,
     warn_tied,
     warn_unconverged,
 )
 from koopman.estimators import Estimator, check_factor, span
-from koopman.kernels import as_module, gram, own_gram
+from koopman.kernels import Linear, as_module, gram, own_gram
 from koopman.nystroem import Kernel
-from koopman.operator import KernelMap, Operator
+from koopman.operator import KernelMap, Operator, unshrinking
 from koopman.pairs import check_square, checked_pairs, default_alpha
 from koopman.subspaces import Basis, KernelRegression, latent, refuse_singular
 
@@ -46,16 +47,21 @@ def fit_with_kernel(
         check_square("kernel", float(jnp.trace(gram_x)), "a mean of k(x, x)", gram_x.dtype)
         warn_constant(x, gram_x)
     gram_x, gram_y, unit, trace = _in_units(gram_x, gram_y)
-    given = estimator.alpha is not None
-    alpha = jnp.asarray(estimator.alpha, x.dtype) / unit / unit if given else default_alpha(trace)
+    given, eps = estimator.alpha is not None, float(jnp.finfo(x.dtype).eps)
+    if given:
+        alpha = jnp.asarray(estimator.alpha, x.dtype) / unit / unit
+    else:  # a linear kernel is explicit features, and no smooth one: its regularisation is rounding, too
+        alpha = 8 * eps * trace if isinstance(kernel, Linear) else default_alpha(trace)
     known = not (is_traced(alpha) or is_traced(gram_x) or is_traced(gram_y))
     if solver == "auto":
         solver = estimator.choose_kernel_solver(gram_x, alpha, size)
+        if solver == "krylov" and estimator.inverts_all and isinstance(kernel, Linear) and not given:
+            solver = "spectral"  # rounding is too little for a factor of K + alpha I
     problem = KernelRegression(gram_x, gram_y, alpha, jnp.asarray(size if active is None else active), size, solver)
     basis = span(estimator, problem)
     if known and estimator.inverts_all and solver == "krylov":
         check_factor(problem, basis)
-    warn_unconverged(basis.residual, float(jnp.finfo(x.dtype).eps))
+    warn_unconverged(basis.residual, eps)
     if known and given and float(alpha) == 0.0 and not (estimator.inverts_all and solver == "krylov"):
         _check_regular(estimator, problem, basis)
     coefficients, dual, moments = _moments(problem, basis, gram(kernel, y, x), flat, unit)
@@ -64,11 +70,14 @@ def fit_with_kernel(
         dual=KernelMap(kernel, y, dual),
         mean_observable=jnp.zeros(flat.shape[1:], flat.dtype),
         observable_shape=shape,
+        given=given,
         **moments,
     )
     if known and active is None:
         which = "the mean of k(x, x)" if estimator.rank is None else f"eigenvalue {size} of k(X, X) / n"
         warn_large_alpha(alpha, basis.variance, trace, which, unit)
+        if estimator.rank is not None:
+            warn_rank(operator)
         warn_tied(np.asarray(basis.values), np.asarray(basis.rest), problem.cutoff**0.5)
         warn_inexact(operator)
     return operator
@@ -91,18 +100,25 @@ def _moments(
     latent_x = product(gram_x, basis.vectors) * number**0.5
     coefficients = basis.vectors / unit / unit * number**-0.5
     latent_y = product(across, coefficients)
+    basis_gram = product(basis.vectors.T, latent_x) * number**-0.5
+    penalty = problem.alpha * basis_gram
+    weights = product(latent_x, unshrinking(penalty)) / number
     moments = {
-        "core": product(latent_x.T, latent_y) / number,
-        "readout": product(latent_x.T, flat) / number,
+        "core": product(weights.T, latent_y),
+        "drift": jnp.zeros(latent_x.shape[1], latent_x.dtype),
+        "readout": product(weights.T, flat),
+        "mean_latent": jnp.mean(latent_x, 0),
         "gram_x": product(latent_x.T, latent_x) / number,
         "gram_y": product(latent_y.T, latent_y) / number,
-        "dual_gram": product(latent_x.T, product(gram_y, latent_x)) / number * unit * unit,
-        "basis_gram": product(coefficients.T, latent_x),
+        "cross_gram": product(latent_x.T, latent_y) / number,
+        "dual_gram": product(weights.T, product(gram_y, weights)) * number * unit * unit,
+        "basis_gram": basis_gram / unit / unit,
+        "penalty": penalty,
         "singular_values": basis.values * unit,
         "alpha": problem.alpha * unit * unit,
         "effective_rank": jnp.sum(basis.values > problem.cutoff**0.5 * jnp.max(basis.values)),
     }
-    return coefficients, latent_x / number, moments
+    return coefficients, weights, moments
 
 
 def _check_regular(estimator: Estimator, problem: KernelRegression, basis: Basis) -> None:

@@ -16,13 +16,22 @@ from jaxtyping import Array, Float
 
 from dissociation.checks import check_choice, check_non_negative, check_single, fail, is_traced
 from dissociation.linalg import product, scale_of
-from dissociation.types import Scalar
+from dissociation.splits import permutation
 from dissociation.validation import validated
-from koopman.diagnostics import warn_inexact, warn_large_alpha, warn_offset, warn_tied, warn_unconverged
+from koopman.diagnostics import (
+    ROWS,
+    warn_inexact,
+    warn_large_alpha,
+    warn_offset,
+    warn_rank,
+    warn_regression,
+    warn_tied,
+    warn_unconverged,
+)
 from koopman.estimators import Estimator, span
 from koopman.kernel_operators import fit_with_kernel
 from koopman.nystroem import Kernel, nystroem_map
-from koopman.operator import KernelMap, LinearMap, Operator
+from koopman.operator import KernelMap, LinearMap, Operator, unshrinking
 from koopman.pairs import Moments, check_square, checked_pairs, default_alpha, gram_root, mean_of
 from koopman.solvers import SOLVERS
 from koopman.subspaces import Basis, FeatureRegression, latent, refuse_singular
@@ -64,16 +73,16 @@ def fit(
         centres: Z, for instance `x[choose_centres(...)]`. A default `alpha` is 1e-6 times the mean of k(x, x) on their
             span.
         observable: What forecasts return, at the successors' times: [n, ...]. Default: `y`.
-        center: Whether features and observable are taken about their means; not with a kernel. It removes the constant
-            function, whose eigenvalue is 1; the drift between the means of x and y is neglected, as in a stationary
-            process.
+        center: If True, features and observable are taken about their means, and the operator carries the intercept,
+            so that affine maps are exact and trends are drifts. The constant function, whose eigenvalue is 1, is no
+            latent function then: drop a constant feature. Not with a kernel.
         route: "qr" takes the QR factor of the features; "covariance" C_x itself, faster (0.20 against 0.53 s for 5000
             digits of 784 pixels, rank 5, float64, on two cores), but C_x squares the condition number: in float32
             directions of x below 1e-3 of the largest are lost, and an `alpha` below 1e-7 of C_x's largest eigenvalue
             means nothing. "auto" is "qr" in float32, for fewer than 64 features and for fewer than twice as many pairs
-            as features; else "covariance" where alpha > 10^6 eps tr(C_x) (2e-10 tr(C_x) in float64), and "qr" where
-            not, which is decided when the program runs (by all members of a `vmap` together). Not for a kernel without
-            centres.
+            as features; else "covariance" if all eigenvalues of C_x exceed 10^6 eps tr(C_x) (2e-10 tr(C_x) in float64),
+            and "qr" if not, which is decided when the program runs (by all members of a `vmap` together). Not for a
+            kernel without centres.
         rtol: Relative size below which a singular value of the features counts as zero; default d times rounding
             ("qr", and "auto" with it), or the root of 8 times that ("covariance"). Not for a kernel without centres.
 
@@ -81,10 +90,11 @@ def fit(
         The fitted operator. It takes what `x` holds.
 
     Warns:
-        UserWarning: Where values are known, if `alpha` exceeds eigenvalue number `rank` of C_x or k(X, X) / n (for
-            ridge regression tr(C_x) / d, or the mean of k(x, x)); if a column's variance is below the rounding of its
-            squared mean and `center` is False, or k(x, x) varies by less than its rounding; if rounding outweighs
-            `alpha`; if singular values `rank` and `rank` + 1 agree to rounding.
+        UserWarning: For known values, if an `alpha` that was given suppresses directions of features that predict, or
+            exceeds eigenvalue number `rank` of k(X, X) / n (for ridge regression, the mean of k(x, x)); if `center` is
+            False and a column of ones lowers the residual (F > 25), or a column's variance is below the rounding of its
+            squared mean; if k(x, x) varies by less than its rounding; if rounding outweighs `alpha`; if the data hold
+            fewer directions than `rank`; if singular values `rank` and `rank` + 1 agree to rounding.
 
     Raises:
         ValueError: If shapes disagree, there are fewer than two pairs, known data are not finite (the error names the
@@ -114,7 +124,9 @@ def fit(
             fail("kernel", "be given with `centres`", "None")
         problem, shape = _problem(x, y, observable, center)
         solver = estimator.solver or estimator.feature_solver
-        return _fit(estimator, problem, shape, estimator.alpha, solver, route, rtol)
+        operator = _fit(estimator, problem, shape, None, solver, route, rtol)
+        _warn_regression(estimator, operator, x, y, center)
+        return operator
     if isinstance(x, Moments) or y is None:
         got = "moments" if isinstance(x, Moments) else "no `y`"
         fail("x", "be states, with their successors `y`, where there is a `kernel`", got)
@@ -134,9 +146,13 @@ class _Problem(NamedTuple):
     x: Array  # [m, d], x^T x = m C_x
     y: Array  # [m, d], x^T y = m C_xy
     observable: Array | None  # [m, o]; None: y
-    offset: Array  # [d]
+    offset: Array  # [d], of x; with that of y and the observable zero unless centred
+    offset_y: Array  # [d]
     mean_observable: Array  # [o]
+    drift: Array  # [d], from the one offset to the other
+    mean: Array  # [d], of x about its offset
     scale: Array  # of the rows, m^(-1/2) for data; applied by `_in_units`
+    count: Array | int  # of pairs
 
 
 def _problem(
@@ -155,14 +171,17 @@ def _fit(
     estimator: Estimator,
     problem: _Problem,
     shape: tuple[int, ...],
-    given: Scalar | None,
+    fallback: Array | None,
     solver: str,
     route: str,
     rtol: float | None,
 ) -> Operator:
-    width, dtype = problem.x.shape[1], problem.x.dtype
-    asked = None if given is None else jnp.asarray(given, dtype)
-    problem, alpha, largest, unit, trace = _in_units(problem, asked)
+    width, dtype, given = problem.x.shape[1], problem.x.dtype, estimator.alpha is not None
+    asked = jnp.asarray(estimator.alpha, dtype) if given else fallback
+    # Without regularisation the span does not depend on the sizes of columns, and nor must rank cuts.
+    free = estimator.rank is None or estimator.inverts_all
+    level = free and (asked is None or (not is_traced(asked) and float(asked) == 0.0))
+    problem, alpha, largest, unit, sizes, trace = _in_units(problem, asked, level)
     size, active, solver = latent(estimator.rank, width, "features", solver, SOLVERS)
     rounding = float(jnp.finfo(dtype).eps)
     if route == "auto" and (rtol is not None or rounding > 1e-12 or width < 64 or problem.x.shape[0] < 2 * width):
@@ -180,26 +199,44 @@ def _fit(
     )
     basis = span(estimator, regression)
     warn_unconverged(basis.residual, rounding)
-    operator, cutoff = _assemble(problem, regression, basis, unit, shape)
+    operator, cutoff = _assemble(problem, regression, basis, (unit, sizes), shape, given)
     if known and active is None:
-        which = "the mean eigenvalue of C_x" if estimator.rank is None else f"eigenvalue {size} of C_x"
-        warn_large_alpha(alpha, basis.variance, trace, which, unit)
+        if fallback is not None:
+            which = "the mean eigenvalue of C_x" if estimator.rank is None else f"eigenvalue {size} of C_x"
+            warn_large_alpha(alpha, basis.variance, trace, which, unit)
+        if estimator.rank is not None:
+            warn_rank(operator)
         warn_tied(np.asarray(basis.values), np.asarray(basis.rest), float(cutoff))
         warn_inexact(operator)
     return operator
 
 
-@jax.jit
-def _in_units(problem: _Problem, alpha: Array | None) -> tuple[_Problem, Array, Array, Array, Array]:
-    """Problem and alpha in a unit in which squares neither overflow nor vanish; its largest entry, unit, trace."""
+@partial(jax.jit, static_argnames="level")
+def _in_units(
+    problem: _Problem, alpha: Array | None, level: bool
+) -> tuple[_Problem, Array, Array, Array, Array, Array]:
+    """Problem and alpha in a unit in which squares neither overflow nor vanish; its largest entry, unit, sizes, trace.
+
+    With `level` columns of x are divided by their sizes.
+    """
     scale = problem.scale
     largest = jnp.max(jnp.abs(problem.x)) * scale
     unit = scale_of(largest)
     observable = None if problem.observable is None else problem.observable * scale
-    problem = problem._replace(x=problem.x * (scale / unit), y=problem.y * (scale / unit), observable=observable)
-    trace = jnp.sum(problem.x**2)
-    alpha = default_alpha(trace, problem.x.shape[1]) if alpha is None else alpha / unit / unit
-    return problem, alpha, largest, unit, trace
+    x, y = problem.x * (scale / unit), problem.y * (scale / unit)
+    sizes = _column_sizes(x) if level else jnp.ones_like(x[0])
+    x = x / sizes[None]
+    trace = jnp.sum(x**2)
+    rank = jnp.minimum(problem.count, x.shape[1])
+    alpha = default_alpha(trace, rank) if alpha is None else alpha / unit / unit
+    return problem._replace(x=x, y=y, observable=observable), alpha, largest, unit, sizes, trace
+
+
+def _column_sizes(x: Array) -> Array:
+    """Powers of two near the sizes of columns that differ by more than eps^(-1/2), else ones."""
+    sizes = jax.lax.stop_gradient(jnp.max(jnp.abs(x), 0))
+    least = jnp.min(jnp.where(sizes > 0, sizes, jnp.inf))
+    return jnp.where(least < jnp.finfo(x.dtype).eps ** 0.5 * jnp.max(sizes), scale_of(sizes), 1.0)
 
 
 def _fit_on_centres(
@@ -214,13 +251,12 @@ def _fit_on_centres(
 ) -> Operator:
     x, y, flat, shape = checked_pairs(x, y, observable)
     features = nystroem_map(kernel, centres)
-    features_x, alpha = features(x), estimator.alpha
-    if alpha is None:
-        alpha = default_alpha(jnp.sum(features_x**2) / x.shape[0])
+    features_x = features(x)
+    fallback = default_alpha(jnp.sum(features_x**2) / x.shape[0])
     with warnings.catch_warnings():  # columns of features are none of the caller's; `nystroem_map` has warned
         warnings.filterwarnings("ignore", "Column .* varies by", module="koopman")
         problem, _ = _from_pairs(features_x, features(y), flat, center=False)
-    fitted = _fit(estimator, problem, shape, alpha, estimator.solver or "auto", route, rtol)
+    fitted = _fit(estimator, problem, shape, fallback, estimator.solver or "auto", route, rtol)
 
     def lifted(linear: LinearMap | KernelMap) -> KernelMap:
         matrix = linear.matrix if isinstance(linear, LinearMap) else linear.coefficients
@@ -237,56 +273,98 @@ def _from_pairs(
     if center:
         return _centred(x, y, flat, scale), shape
     warn_offset(x)
-    offset, mean = jnp.zeros(x.shape[1:], x.dtype), jnp.zeros(flat.shape[1:], x.dtype)
-    return _Problem(x, y, None if observable is None else flat, offset, mean, scale), shape
+    zero, mean = jnp.zeros(x.shape[1:], x.dtype), jnp.zeros(flat.shape[1:], x.dtype)
+    shown = None if observable is None else flat
+    return _Problem(x, y, shown, zero, zero, mean, zero, jnp.mean(x, 0), scale, x.shape[0]), shape
 
 
 @jax.jit
 def _centred(x: Array, y: Array, flat: Array, scale: Array) -> _Problem:
     # About the mean as it is stored, which is within rounding of the mean: what the operator subtracts is the same.
-    (offset, _), (mean, _) = mean_of(x), mean_of(flat)
-    return _Problem(x - offset[None], y - offset[None], flat - mean[None], offset, mean, scale)
+    (offset, _), (offset_y, _), (mean, _) = mean_of(x), mean_of(y), mean_of(flat)
+    about, drift = (x - offset[None], y - offset_y[None], flat - mean[None]), offset_y - offset
+    return _Problem(*about, offset, offset_y, mean, drift, jnp.zeros_like(offset), scale, x.shape[0])
 
 
 def _from_moments(seen: Moments) -> tuple[_Problem, tuple[int, ...]]:
-    offset, mean = jnp.zeros_like(seen.mean_x), jnp.zeros_like(seen.mean_observable)
     width, width_y, _ = seen.widths
     if width_y != width:
         fail("x", f"hold moments of as many features of the successors as of the states ({width})", width_y)
     if not is_traced(seen.root) and not np.isfinite(np.asarray(seen.root)).all():
         fail("x", "be moments of finite data", "others", "Outside jit `moments` names the row that is not finite")
-    rows = seen.root * jax.lax.rsqrt(seen.count)
-    if seen.center:
-        # Successors are about their own mean there, and about that of x here: one row more is the step between.
-        offset, mean = seen.mean_x, seen.mean_observable
-        drift = (seen.mean_y - offset) + (seen.rest[1 + width : 1 + 2 * width] - seen.rest[1 : 1 + width])
-        step = jnp.concatenate([jnp.zeros_like(offset), drift, jnp.zeros_like(mean)])
-        rows = jnp.concatenate([rows, step[None]])
-    x, y, observable = jnp.split(rows, [width, width + width_y], 1)
-    return _Problem(x, y, observable, offset, mean, jnp.ones_like(seen.count)), seen.mean_observable.shape
+    x, y, observable = jnp.split(seen.root * jax.lax.rsqrt(seen.count), [width, width + width_y], 1)
+    means = seen.mean_x, seen.mean_y, seen.mean_observable
+    drift = (seen.mean_y - seen.mean_x) + (seen.rest[1 + width : 1 + 2 * width] - seen.rest[1 : 1 + width])
+    means = *means, drift, jnp.zeros_like(drift)
+    if not seen.center:
+        means = *jax.tree.map(jnp.zeros_like, means[:4]), seen.mean_x
+    return _Problem(x, y, observable, *means, jnp.ones_like(seen.count), seen.count), means[2].shape
 
 
-@partial(jax.jit, static_argnames="shape")
+def _warn_regression(
+    estimator: Estimator, operator: Operator, x: Data, y: Array | np.ndarray | None, center: bool
+) -> None:
+    """Warns of what a regression of known successors on explicit features would do better."""
+    if is_traced(operator.core) or is_traced(operator.alpha):
+        return
+    eps = float(jnp.finfo(operator.core.dtype).eps)
+    if isinstance(x, Moments):
+        rows, count, (width, _, _), center = np.asarray(x.root, float), float(x.count), x.widths, x.center
+        # Of ones only the products with the data are known: in the data's span, and a row beyond.
+        total = count * np.concatenate(x.total[0][1:] + x.total[1][1:], axis=None)
+        ones = np.linalg.lstsq(rows.T, total, rcond=len(rows) * eps)[0]
+        ones = np.append(ones, max(0.0, count - ones @ ones) ** 0.5)
+        x, y = (np.pad(part, ((0, 1), (0, 0))) for part in (rows[:, :width], rows[:, width : 2 * width]))
+    else:
+        some = permutation(x.shape[0])[: max(ROWS, 4 * x.shape[1])]
+        x, y = (np.asarray(part, float)[some] for part in (x, y))
+        if center:
+            x, y = x - x.mean(0), y - y.mean(0)
+        count, width, ones = len(x), x.shape[1], np.ones(len(x))
+    alpha = float(operator.alpha) if operator.given else None
+    size = width if estimator.inverts_all or estimator.rank is None else operator.core.shape[0]
+    warn_regression(x, y, None if center else ones, count=count, eps=eps, alpha=alpha, size=size)
+
+
+@partial(jax.jit, static_argnames=("shape", "given"))
 def _assemble(
-    problem: _Problem, regression: FeatureRegression, solution: Basis, unit: Array, shape: tuple[int, ...]
+    problem: _Problem,
+    regression: FeatureRegression,
+    solution: Basis,
+    units: tuple[Array, Array],
+    shape: tuple[int, ...],
+    given: bool,
 ) -> tuple[Operator, Array]:
     """The operator, from what is in units of the features, and the relative size at which values count as zero."""
     basis, values, alpha, cutoff = solution.vectors, solution.values, regression.alpha, regression.threshold
-    latent_x, latent_y = product(problem.x, basis), product(problem.y, basis)
-    dual = product(problem.y.T, latent_x)
+    unit, sizes = units
+    penalty = alpha * product(basis.T, basis)
+    undo = unshrinking(penalty)
+    latent_x, basis = product(problem.x, basis), basis / sizes[:, None]
+    latent_y, across = product(problem.y, basis), product(latent_x, undo)
+    dual = product(problem.y.T, across)
+    gram_x = product(latent_x.T, latent_x)
+    # Singular values tell nothing of directions if successors have columns of different units.
+    uneven = jnp.any(_column_sizes(problem.y) != 1.0)
+    held = jnp.where(uneven, jnp.diagonal(gram_x + penalty) > 0.5, values > cutoff * jnp.max(values))
     operator = Operator(
         encode=LinearMap(problem.offset, basis / unit),
-        dual=LinearMap(problem.offset, dual * unit),
-        core=product(latent_x.T, latent_y),
-        readout=dual.T * unit if problem.observable is None else product(latent_x.T, problem.observable),
+        dual=LinearMap(problem.offset_y, dual * unit),
+        core=product(across.T, latent_y),
+        drift=product(problem.drift[None], basis / unit)[0],
+        readout=dual.T * unit if problem.observable is None else product(across.T, problem.observable),
         mean_observable=problem.mean_observable,
-        gram_x=product(latent_x.T, latent_x),
+        mean_latent=product(problem.mean[None], basis / unit)[0],
+        gram_x=gram_x,
         gram_y=product(latent_y.T, latent_y),
+        cross_gram=product(latent_x.T, latent_y),
         dual_gram=product(dual.T, dual) * unit * unit,
         basis_gram=product(basis.T, basis) / unit / unit,
+        penalty=penalty,
         singular_values=values * unit,
         alpha=alpha * unit * unit,
-        effective_rank=jnp.sum(values > cutoff * jnp.max(values)),
+        effective_rank=jnp.sum(held),
         observable_shape=shape,
+        given=given,
     )
     return operator, cutoff

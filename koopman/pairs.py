@@ -281,23 +281,28 @@ def few_rows(x: Array, y: Array, observable: Array | None) -> tuple[Array, Array
     return parts[0], parts[1], parts[2] if observable is not None else None
 
 
-def default_alpha(trace: Float[Array, ""], number: int = 1) -> Float[Array, ""]:
-    """The regularisation where none is given: 1e-6 times the mean eigenvalue, so that units of the data cancel.
+def default_alpha(trace: Float[Array, ""], rank: Array | int | None = None) -> Float[Array, ""]:
+    """Return the regularisation to use if none is given, in proportion to the data.
+
+    Explicit features: max((k eps)^2, k 2^-52) times the trace, k = `rank`, which is k eps in float64. (k eps)^2 would
+    let forecasts blow up there if few pairs have nearly dependent features; k eps in float32 hides what predicts.
 
     Args:
-        trace: Of the covariance C_x; for a kernel, the mean of k(x, x), which is the trace of C_x in its space.
-        number: Eigenvalues in the mean: d for d explicit features, 1 for a kernel, whose space has no dimension.
+        trace: Trace of the covariance C_x; for a kernel, the mean of k(x, x).
+        rank: min(n, d) for explicit features; None for a kernel or Nystroem features: 1e-6 of the trace.
 
     Returns:
-        alpha, in units of C_x; traced where the trace is.
+        alpha, in units of C_x.
     """
-    return 1e-6 / number * trace
+    if rank is None:
+        return 1e-6 * trace
+    return jnp.maximum((rank * jnp.finfo(trace.dtype).eps) ** 2, rank * 2.0**-52) * trace
 
 
 def check_square(name: str, square: float, what: str, dtype: Any) -> None:
     """Raises unless a known size of second moments leaves room to both sides of it in the dtype.
 
-    Operators hold `alpha`, a millionth of it, and inverses.
+    Operators hold inverses of second moments.
 
     Args:
         name: The argument at fault.

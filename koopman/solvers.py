@@ -9,9 +9,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from dissociation.checks import check_choice, check_positive
+from dissociation.checks import check_choice, check_count, check_positive, fail
 from dissociation.keys import named_key
-from dissociation.linalg import finite_part, product
+from dissociation.linalg import finite_part, product, scale_of
 from dissociation.validation import validated
 from koopman.diagnostics import warn_unconverged
 
@@ -87,6 +87,9 @@ def leading_eigenpairs(
     """
     if tol is not None:
         check_positive("tol", tol)
+    check_count("max_restarts", max_restarts, minimum=1)
+    if check_count("number", number, minimum=1) > check_count("size", size, minimum=1):
+        fail("number", f"be at most `size` ({size})", number)
     leading, residual = find_eigenpairs(apply, size, number, dtype, inner, tol, max_restarts)
     warn_unconverged(residual, float(jnp.finfo(dtype).eps))
     return leading
@@ -148,7 +151,7 @@ def leading_left_vectors(
     Args:
         matrix: The matrix, finite. A traced one that is not gives NaN.
         scale: Factors of its rows. Under a `vmap` over them alone, the products with the matrix stay one product each.
-        number: How many, at most min(k, m).
+        number: Number of vectors, from 1 to min(k, m).
         solver: "dense" (LAPACK), "krylov" (`leading_eigenpairs` of M M^T, to convergence), "randomized" (four power
             iterations on a random block: Halko et al. 2011, algorithm 4.4) or "auto": "krylov" for a few vectors of a
             large matrix, otherwise "dense".
@@ -157,12 +160,15 @@ def leading_left_vectors(
         Orthonormal vectors and values in falling order.
 
     Raises:
-        ValueError: If the solver is unknown, or the matrix not finite.
+        ValueError: If the solver is unknown, `number` out of range, or the matrix not finite.
+        TypeError: If `number` is no Python integer.
 
     References:
         Halko, Martinsson and Tropp (2011), Finding structure with randomness.
     """
     check_choice("solver", solver, SOLVERS)
+    if check_count("number", number, minimum=1) > min(matrix.shape):
+        fail("number", f"be at most the smaller size of `matrix` ({min(matrix.shape)})", number)
     leading, residual = find_left_vectors(jnp.asarray(matrix), number, scale=scale, solver=solver)
     warn_unconverged(residual, float(jnp.finfo(leading.vectors.dtype).eps))
     return leading
@@ -181,12 +187,15 @@ def find_left_vectors(
     factors = jnp.ones((rows, 1), matrix.dtype) if scale is None else jnp.asarray(scale)[:, None]
     solver = chosen_solver(solver, rows, columns, number)
     if solver == "krylov":
+        # The operator holds squares, which overflow or vanish in other units.
+        unit, grade = scale_of(jnp.max(jnp.abs(matrix))), scale_of(jnp.max(jnp.abs(factors)))
+        matrix, factors = matrix / unit, factors / grade
 
         def squared(block: Array) -> Array:
             return factors * product(matrix, product(matrix.T, factors * block))
 
         (vectors, *squares), residual = find_eigenpairs(squared, rows, number, dtype=matrix.dtype)
-        values, rest = (jnp.sqrt(jnp.maximum(part, 0.0)) + undefined for part in squares)
+        values, rest = (jnp.sqrt(jnp.maximum(part, 0.0)) * unit * grade + undefined for part in squares)
         return Found(Leading(vectors + undefined, values, rest), residual)
     matrix = factors * matrix
     if solver == "dense":

@@ -1,30 +1,18 @@
 """Eigenvalues, eigenfunctions and modes of a fitted operator.
 
-An operator G = U U^T C_xy with U^T (C_x + alpha I) U = I has eigenvalues that `alpha` shrinks: of a function with mean
-square c by about c / (c + alpha), which turns an eigenvalue 1 into a decay. With A = U^T C_x U = I - B and
-M = U^T C_xy U, least squares on the span of U gives A^{-1} M in place of M. Four steps of iterated Tikhonov
-regularisation give K = F M with
+With the un-shrunk operator K of `koopman.operator`, K w_i = lambda_i w_i and l_i^T K = lambda_i l_i^T:
 
-    F = I + B + B^2 + B^3,     B = alpha U^T U,     F A = I - B^4:
-
-where the data outweigh `alpha` the shrinkage is gone (1 % becomes 1e-8, 20 % becomes 0.2 %), and where `alpha`
-outweighs the data nothing grows by more than four times, whereas A^{-1} would blow up noise, or not exist. This is the
-default here; forecasts are those of the operator as fitted, which prediction chose `alpha` for. With `undo_shrinkage`
-off, F = I. Then with K w_i = lambda_i w_i and l_i^T K = lambda_i l_i^T:
-
-    right eigenfunction   psi_i(x) = u(x) w_i,          E[psi_i(x_{t+1}) | x_t] = lambda_i psi_i(x_t),
+    right eigenfunction   psi_i(x) = u(x) w_i + m w_i / (lambda_i - 1),   E[psi_i(x_{t+1}) | x_t] = lambda_i psi_i(x_t),
     left eigenfunction    xi_i(x) = <C_yx U F l_i, phi(x)> / lambda_i,
 
-with <xi_j, psi_i> = delta_ij in the space of the features. Every function here takes the r x r decomposition through
-one routine, on the host where a backend has none of its own.
+with <xi_j, psi_i> = delta_ij in the space of the features. The constant of psi_i is there for centred operators alone,
+and not at lambda_i = 1, which is a drift. Every function here takes the r x r decomposition through one routine, on the
+host where a backend has none of its own.
 
 Eigenvalues, eigenfunctions and what is made of them have the derivatives of first-order perturbation theory, in the
 normalisation that `decompose` states; where eigenvalues coincide there are none, and they are not finite. `right` and
 `left` themselves are in coordinates of the latent functions, whose own derivatives leave out a common rotation: they
 are right as functions of the operator's moments, not of the data.
-
-References:
-    Engl, Hanke and Neubauer (1996), Regularization of inverse problems, section 5.1 (iterated Tikhonov regularisation).
 """
 
 from typing import NamedTuple
@@ -51,21 +39,19 @@ class Spectrum(NamedTuple):
         right: w_i in columns, scaled so that psi_i has mean square 1 on the training states and the largest of its
             mode's amplitudes is real and positive, or of w_i's entries if the observable holds nothing of it: [r, r].
         left: l_i in columns, l_j^T w_i = delta_ij without conjugation: [r, r].
-        dual: F l_i in columns, what left eigenfunctions and modes are made of; l_i where shrinkage stays: [r, r].
         residuals: sqrt(E|psi_i(y) - lambda_i psi_i(x)|^2 / E|psi_i(x)|^2) on the training pairs: [r]. For a
             deterministic system lambda_i is in the pseudospectrum of that size (if the operator is normal, no farther
             from the spectrum), and a large one unmasks a spurious pair; for a noisy one it contains the noise,
             sqrt(1 - |lambda_i|^2) for an exact eigenpair. With as many latent functions as samples it vanishes for all
             pairs, and says nothing.
         condition: |l_i| |w_i|, the eigenvalue's condition number in latent coordinates, 1 for a normal K: [r].
-        shrinkage: The factor that `alpha` still has in lambda_i, to first order: 1 - b^4, or 1 - b as fitted, with b
-            the share of `alpha` in psi_i's regularised norm: [r]. Far below 1, the pair says little about the data.
+        shrinkage: Factor that `alpha` still has in lambda_i, to first order: 1 - b^4 with b the share of `alpha` in
+            psi_i's regularised norm: [r]. Far below 1, the pair says little about the data.
     """
 
     eigenvalues: Complex[Array, " r"]
     right: Complex[Array, "r r"]
     left: Complex[Array, "r r"]
-    dual: Complex[Array, "r r"]
     residuals: Float[Array, " r"]
     condition: Float[Array, " r"]
     shrinkage: Float[Array, " r"]
@@ -73,29 +59,26 @@ class Spectrum(NamedTuple):
 
 @validated
 @eqx.filter_jit
-def eigenvalues(operator: Operator, *, undo_shrinkage: bool = True) -> Complex[Array, " r"]:
-    """Eigenvalues by falling modulus, conjugates adjacent.
+def eigenvalues(operator: Operator) -> Complex[Array, " r"]:
+    """Return the eigenvalues of K by falling modulus, conjugates adjacent.
 
     Args:
         operator: A fitted operator.
-        undo_shrinkage: Whether what `alpha` takes off them is given back, see the module; if not, they are those of the
-            operator as fitted.
 
     Returns:
         Complex eigenvalues per lag. Latent functions beyond a traced rank count as zeros, last. Derivatives are not
         finite where they coincide.
     """
-    return eigenpairs(unshrunk(operator, undo_shrinkage)[1])[0]
+    return eigenpairs(operator.core)[0]
 
 
 @validated
 @eqx.filter_jit
-def decompose(operator: Operator, *, undo_shrinkage: bool = True) -> Spectrum:
-    """All eigenpairs with their residuals.
+def decompose(operator: Operator) -> Spectrum:
+    """Return all eigenpairs with their residuals.
 
     Args:
         operator: A fitted operator.
-        undo_shrinkage: As in `eigenvalues`.
 
     Returns:
         The spectrum.
@@ -103,42 +86,37 @@ def decompose(operator: Operator, *, undo_shrinkage: bool = True) -> Spectrum:
     References:
         Colbrook, Ayton and Szoke (2023), Residual dynamic mode decomposition, eq. 3.1.
     """
-    filtered, matrix = unshrunk(operator, undo_shrinkage)
-    values, right = eigenpairs(matrix)
+    values, right = eigenpairs(operator.core)
     kind = right.dtype
     power = jnp.real(jnp.sum(right.conj() * product(operator.gram_x.astype(kind), right), 0))
     # An eigenfunction that vanishes on the data keeps its scale.
     held = power > 0
     right = right * jnp.where(held, jax.lax.rsqrt(jnp.where(held, power, 1.0)), 1.0)[None].astype(kind)
     left = jnp.linalg.inv(right).T
-    dual = product(filtered.astype(kind), left)
-    phase = _phase(product(operator.readout.T.astype(kind), dual), jnp.linalg.norm(dual, axis=0), operator.readout)
-    right, left, dual = right * phase[None], left * phase.conj()[None], dual * phase.conj()[None]
+    phase = _phase(product(operator.readout.T.astype(kind), left), jnp.linalg.norm(left, axis=0), operator.readout)
+    right, left = right * phase[None], left * phase.conj()[None]
     ahead = jnp.real(jnp.sum(right.conj() * product(operator.gram_y.astype(kind), right), 0))
-    across = jnp.sum(right.conj() * product(operator.core.astype(kind), right), 0)
+    across = jnp.sum(right.conj() * product(operator.cross_gram.astype(kind), right), 0)
     square = ahead - 2 * jnp.real(values.conj() * across) + jnp.real(values * values.conj()) * held
     norms = jnp.real(jnp.sum(right.conj() * right, 0))
-    penalty = jnp.real(jnp.sum(right.conj() * product(operator.basis_gram.astype(kind), right), 0))
-    share = operator.alpha * penalty / norms
+    penalty = jnp.real(jnp.sum(right.conj() * product(operator.penalty.astype(kind), right), 0))
     return Spectrum(
         eigenvalues=values,
         right=right,
         left=left,
-        dual=dual,
         residuals=_root(square),
         condition=jnp.linalg.norm(left, axis=0) * jnp.sqrt(norms),
-        shrinkage=1 - share ** (4 if undo_shrinkage else 1),
+        shrinkage=1 - (penalty / norms) ** 4,
     )
 
 
-def unshrunk(operator: Operator, undo_shrinkage: bool) -> tuple[Array, Array]:
-    """F and K = F M."""
-    eye = jnp.eye(operator.core.shape[0], dtype=operator.core.dtype)
-    if not undo_shrinkage:
-        return eye, operator.core
-    left_over = operator.alpha * operator.basis_gram
-    filtered = product(eye + left_over, eye + product(left_over, left_over))
-    return filtered, product(filtered, operator.core)
+def _constants(operator: Operator, spectrum: Spectrum) -> Array:
+    """Return m w_i / (lambda_i - 1) of each right eigenfunction [r], and zero where lambda_i is 1 up to rounding."""
+    gap = spectrum.eigenvalues - 1
+    eps = jnp.finfo(operator.core.dtype).eps
+    known = jnp.abs(gap) > 64 * eps * jnp.linalg.norm(operator.core) * spectrum.condition
+    drift = product(operator.drift[None].astype(gap.dtype), spectrum.right)[0]
+    return jnp.where(known, drift / jnp.where(known, gap, 1.0), 0.0)
 
 
 def _phase(amplitudes: Array, size: Array, readout: Array) -> Array:
@@ -167,14 +145,15 @@ def right_eigenfunctions(
         spectrum: Of `decompose`, if it is known already.
 
     Returns:
-        Values with mean square 1 on the training states.
+        Values with mean square 1 on the training states, or with variance 1 if the operator is centred.
 
     Raises:
         ValueError: If x has another width than the operator was fitted on.
     """
     spectrum = decompose(operator) if spectrum is None else spectrum
     latent = operator.encode(x)
-    return product(latent.astype(spectrum.right.dtype), spectrum.right)
+    values = product(latent.astype(spectrum.right.dtype), spectrum.right)
+    return values + _constants(operator, spectrum)[None]
 
 
 @validated
@@ -198,37 +177,45 @@ def left_eigenfunctions(
     known = spectrum.eigenvalues != 0
     inverse = jnp.where(known, 1.0 / jnp.where(known, spectrum.eigenvalues, 1.0), 0.0)
     latent = operator.dual(x)
-    return product(latent.astype(spectrum.dual.dtype), spectrum.dual) * inverse[None]
+    return product(latent.astype(spectrum.left.dtype), spectrum.left) * inverse[None]
 
 
 class Modes(NamedTuple):
     """An observable's part in every eigenfunction.
 
     Attributes:
-        amplitudes: l_i^T F D: [r, ...]; the mode at state x is psi_i(x) times it. Modes sum to the forecast of one lag,
-            without the observable's mean: to that of `predict` where `undo_shrinkage` is off.
+        amplitudes: l_i^T D: [r, ...]; the mode at state x is psi_i(x) times it. Modes and `constant` sum to the
+            forecast of one lag, and times lambda_i^(s-1) to that of s lags (at lambda_i = 1 without the drift).
         frequency: |arg lambda| / 2 pi, in cycles per unit of `time_step`: [r].
         half_life: Time after which the mode has fallen to a half; infinite where it does not decay: [r].
-        implied_time_scale: -time_step / log |lambda|: [r].
+        implied_time_scale: -1 / growth of a mode that decays; infinite for one that does not, of which log(2) / growth
+            is the doubling time if it grows: [r].
+        growth: log |lambda| / time_step, negative for a mode that decays, minus infinity at lambda = 0: [r].
+        share: Part of the mode in the variance of the forecast of one lag on the training states,
+            Re E[conj(p_i) . p] / E|p|^2 of the modes p_i and their sum p about their means: [r]. Shares sum to 1, those
+            of a conjugate pair belong together, and a negative one is of a mode that cancels others. The order by
+            modulus says nothing about it: true products of modes may come first with a share of 1e-4.
+        constant: Mode of the constant function, eigenvalue 1, of a centred operator: the observable at the fixed point;
+            else zero: [...].
     """
 
     amplitudes: Complex[Array, "r *o"]
     frequency: Float[Array, " r"]
     half_life: Float[Array, " r"]
     implied_time_scale: Float[Array, " r"]
+    growth: Float[Array, " r"]
+    share: Float[Array, " r"]
+    constant: Float[Array, "*o"]
 
 
 @validated
-def modes(
-    operator: Operator, *, time_step: Scalar = 1.0, spectrum: Spectrum | None = None, undo_shrinkage: bool = True
-) -> Modes:
-    """Koopman modes of the observable that the operator was fitted with.
+def modes(operator: Operator, *, time_step: Scalar = 1.0, spectrum: Spectrum | None = None) -> Modes:
+    """Return the Koopman modes of the observable that the operator was fitted with.
 
     Args:
         operator: A fitted operator.
         time_step: Time from x to y in the pairs: lag times sampling interval.
         spectrum: Of `decompose`, if it is known already.
-        undo_shrinkage: As in `eigenvalues`, where `spectrum` is not given.
 
     Returns:
         Amplitudes and times, in the order of the spectrum.
@@ -240,18 +227,26 @@ def modes(
         Kostic et al. (2022), eq. 5.
     """
     check_positive("time_step", time_step)
-    spectrum = decompose(operator, undo_shrinkage=undo_shrinkage) if spectrum is None else spectrum
-    amplitudes = product(spectrum.dual.T, operator.readout.astype(spectrum.dual.dtype))
+    spectrum = decompose(operator) if spectrum is None else spectrum
+    amplitudes = product(spectrum.left.T, operator.readout.astype(spectrum.left.dtype))
+    about_mean = operator.gram_x - operator.mean_latent[:, None] * operator.mean_latent[None]
+    held = product(spectrum.right.conj().T, product(about_mean.astype(amplitudes.dtype), spectrum.right))
+    power = jnp.sum(jnp.real(held * product(amplitudes.conj(), amplitudes.T)), 1)
+    total = jnp.sum(power)
+    fixed = operator.mean_observable - jnp.real(product(_constants(operator, spectrum)[None], amplitudes)[0])
     values = spectrum.eigenvalues
     known = values != 0
     values = jnp.where(known, values, 1.0)
-    rate = jnp.where(known, -jnp.log(jnp.abs(values)) / time_step, jnp.inf)
-    scale = jnp.where(rate > 0, 1.0 / jnp.where(rate > 0, rate, 1.0), jnp.inf)
+    growth = jnp.where(known, jnp.log(jnp.abs(values)) / time_step, -jnp.inf)
+    scale = jnp.where(growth < 0, -1.0 / jnp.where(growth < 0, growth, -1.0), jnp.inf)
     return Modes(
         amplitudes=amplitudes.reshape(-1, *operator.observable_shape),
         frequency=jnp.abs(jnp.angle(values)) / (2 * jnp.pi * time_step),
         half_life=jnp.log(2.0) * scale,
         implied_time_scale=scale,
+        growth=growth,
+        share=power / jnp.where(total > 0, total, 1.0),
+        constant=fixed.reshape(operator.observable_shape),
     )
 
 
@@ -266,7 +261,7 @@ def singular_values(operator: Operator) -> Float[Array, " r"]:
         operator: A fitted operator.
 
     Returns:
-        Non-negative values, of the operator as fitted; derivatives are not finite where they coincide.
+        Non-negative values; derivatives are not finite where they coincide.
     """
     half = psd_power(operator.basis_gram, 0.5)
     return _root(_symmetric_eigenvalues(product(half, product(operator.dual_gram, half))))

@@ -143,7 +143,7 @@ class FeatureRegression(eqx.Module):
         active: Latent functions in use, the others are zero.
         size: Latent functions.
         solver: See `leading_left_vectors`.
-        route: "qr", "covariance", or "auto": the second where `alpha` outweighs its rounding, else the first.
+        route: "qr", "covariance", or "auto": the second if `suffices`, else the first.
         cutoff: Relative size below which a singular value of the data counts as zero; None for the route's own, d times
             the rounding unit, or the root of 8 times it: where C_x is of deficient rank its zeros come out at 0.2 to
             3.2 times the unit, for 10 to 1500 columns and up to 100 000 rows in either precision.
@@ -160,13 +160,17 @@ class FeatureRegression(eqx.Module):
 
     @property
     def suffices(self) -> Array:
-        """Whether `alpha` outweighs what C_x loses by rounding: alpha > 10^6 eps tr(C_x).
+        """If True, all eigenvalues of C_x exceed 10^6 eps tr(C_x), and rounding changes them by a millionth at most.
 
-        Eigenvalues of C_x err by eps tr(C_x), a millionth of `alpha` then. Members of a `vmap` decide together, so that
-        one of two programs runs, and not both.
+        Columns of zeros do not count. Members of a `vmap` decide together, so that one of two programs runs, not both.
         """
-        eps = jnp.finfo(self.x.dtype).eps
-        return _all_members(lax.stop_gradient(self.alpha > 1e6 * eps * jnp.sum(self.x**2)))
+        x = lax.stop_gradient(self.x)
+        square = product(x.T, x)
+        sizes = jnp.diagonal(square)
+        trace = jnp.sum(sizes)
+        # A Cholesky factor exists if all eigenvalues are positive, and is cheaper than the eigenvalues.
+        least = 1e6 * jnp.finfo(x.dtype).eps * trace - jnp.where(sizes == 0, trace, 0.0)
+        return _all_members(jnp.isfinite(jnp.linalg.cholesky(square - jnp.diag(least))).all())
 
     @property
     def threshold(self) -> Array:

@@ -130,7 +130,7 @@ INTERNAL = {
     "koopman.kernels.plain_number": "a tool within",
     "koopman.pairs.gram_root": "a tool within",
     "koopman.spectrum.eigenpairs": "a tool within",
-    "koopman.spectrum.unshrunk": "a tool within",
+    "koopman.operator.unshrinking": "a tool within",
     "koopman.rotations": "the solver within `dynamical_similarity`",
     "koopman.subspaces": "the solvers within the estimators",
     "koopman.estimators.Estimator": "what estimators have in common",

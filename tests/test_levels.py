@@ -22,7 +22,7 @@ LEVELS = {
         "diagnostics": 0,  # warnings on data and options
         "datasets": 1, "losses": 1, "kernels": 1, "networks": 1, "pairs": 1, "rotations": 1, "solvers": 1,
         "operator": 1, "perturbation": 1, "subspaces": 2, "generator": 2, "nystroem": 2, "estimators": 2.5,
-        "kernel_operators": 2.7, "operators": 3, "spectrum": 3, "forecast": 3, "learn": 4, "dynamical_similarity": 4,
+        "kernel_operators": 2.7, "operators": 3, "spectrum": 3, "forecast": 3.2, "learn": 4, "dynamical_similarity": 4,
         "figures": 5, "cli": 6, "__main__": 7, "__init__": 8,
     },
 }  # fmt: skip
