@@ -5,7 +5,7 @@ estimator needs from data larger than memory; covariances are kept as their QR f
 condition number.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, Any, NamedTuple
 
@@ -233,19 +233,25 @@ class Observed(NamedTuple):
         shape: The shape of one observable.
     """
 
-    x: Array
-    y: Array
-    observable: Array
+    x: Array | np.ndarray
+    y: Array | np.ndarray
+    observable: Array | np.ndarray
     shape: tuple[int, ...]
 
 
-def checked_pairs(x: Array | np.ndarray, y: Array | np.ndarray, observable: Array | np.ndarray | None) -> Observed:
+def checked_pairs(
+    x: Array | np.ndarray,
+    y: Array | np.ndarray,
+    observable: Array | np.ndarray | None,
+    place: Callable[[Any], Any] = jnp.asarray,
+) -> Observed:
     """What every estimator asks of its data.
 
     Args:
         x: The states, or features of them.
         y: Their successors.
         observable: What is to be predicted, [n, ...]; default `y`.
+        place: Conversion of the three.
 
     Returns:
         The data as arrays.
@@ -260,25 +266,29 @@ def checked_pairs(x: Array | np.ndarray, y: Array | np.ndarray, observable: Arra
     if x.shape[0] < 2:
         fail("x", "hold at least two pairs", f"shape {x.shape}", "Use a longer trajectory or a shorter lag")
     warn_narrowed(x, y, observable)
-    flat = jnp.asarray(observable).reshape(x.shape[0], -1)
-    return Observed(jnp.asarray(x), jnp.asarray(y), flat, tuple(observable.shape[1:]))
+    flat = place(observable).reshape(x.shape[0], -1)
+    return Observed(place(x), place(y), flat, tuple(observable.shape[1:]))
 
 
-def few_rows(x: Array, y: Array, observable: Array | None) -> tuple[Array, Array, Array | None]:
-    """Return as many rows as columns with the products x^T x, x^T y, y^T y ... of known data, by QR on the host.
+def as_known(array: Array | np.ndarray) -> Array | np.ndarray:
+    """Return an array of the host as NumPy's, in JAX's dtype, of which nothing that is computed is compiled."""
+    return np.asarray(array, jax.dtypes.canonicalize_dtype(array.dtype)) if _on_host(array) else jnp.asarray(array)
 
-    Every number of pairs then runs the same compiled programs. Data whose QR would take longer than these take to
-    compile, and traced ones or those of an accelerator, are returned as they are.
+
+def few_rows(*parts: Array | np.ndarray) -> tuple[Array, ...]:
+    """Return as many rows as columns with the products x^T x, x^T y, ... of all parts, which are joined.
+
+    Every number of rows then runs the same compiled programs. Parts that are not NumPy's, or whose QR would take about
+    as long as compiling, are returned as they are.
     """
-    parts = [part for part in (x, y, observable) if part is not None]
-    number, width = x.shape[0], sum(part.shape[1] for part in parts)
-    if not all(map(_on_host, parts)) or max(number, width) * width**2 > _QUICK_QR:
-        return x, y, observable
+    number, width = len(parts[0]), sum(part.shape[1] for part in parts)
+    if not all(isinstance(part, np.ndarray) for part in parts) or max(number, width) * width**2 > _QUICK_QR:
+        return parts
     rows = np.zeros((max(number, width), width))
     np.concatenate(parts, 1, out=rows[:number])
-    rows = (np.linalg.qr(rows, mode="r") if number > width else rows).astype(x.dtype)
-    parts = [_placed(part) for part in np.split(rows, np.cumsum([part.shape[1] for part in parts])[:-1], 1)]
-    return parts[0], parts[1], parts[2] if observable is not None else None
+    rows = np.linalg.qr(rows, mode="r") if number > width else rows
+    columns = np.split(rows, np.cumsum([part.shape[1] for part in parts])[:-1], 1)
+    return tuple(_placed(some.astype(part.dtype)) for some, part in zip(columns, parts, strict=True))
 
 
 def default_alpha(trace: Float[Array, ""], rank: Array | int | None = None) -> Float[Array, ""]:
@@ -401,7 +411,9 @@ def _of_total(total: Array, rest: Array, root: Array, widths: tuple[int, ...], c
     return Moments(total[0], total[1:start], total[start:middle], total[middle:], rest, root, center)
 
 
-def mean_of(x: Float[Array, "n d"]) -> tuple[Float[Array, " d"], Float[Array, " d"]]:
+def mean_of(
+    x: Float[Array | np.ndarray, "n d"],
+) -> tuple[Float[Array | np.ndarray, " d"], Float[Array | np.ndarray, " d"]]:
     """The mean of every column, and what rounding left out of it.
 
     The first mean carries the rounding of a large offset; the mean of what it leaves has none.
@@ -410,7 +422,7 @@ def mean_of(x: Float[Array, "n d"]) -> tuple[Float[Array, " d"], Float[Array, " 
     return _sum_of_two(mean, (x - mean[None]).mean(0))
 
 
-def _sum_of_two(a: Array, b: Array) -> tuple[Array, Array]:
+def _sum_of_two(a: Array | np.ndarray, b: Array | np.ndarray) -> tuple[Array | np.ndarray, Array | np.ndarray]:
     """A sum and its rounding error, exactly (Knuth 1969, section 4.2.2, theorem B)."""
     total = a + b
     part = total - a

@@ -121,6 +121,8 @@ INTERNAL = {
     "koopman.diagnostics": "the warnings themselves",
     "koopman.perturbation": "derivatives within the spectra",
     "koopman.pairs.checked_pairs": "a check",
+    "koopman.pairs.as_known": "a tool within",
+    "koopman.pairs.few_rows": "a tool within",
     "koopman.pairs.default_alpha": "a tool within",
     "koopman.pairs.mean_of": "a tool within",
     "koopman.pairs.check_square": "a check",
