@@ -33,21 +33,20 @@ Y = X @ TURN.T + 0.3 * RNG.normal(size=X.shape)
 JAC = RNG.normal(size=(30, 3, 2))
 
 
-def of_operator(estimator, x, y, alpha):
+def of_operator(estimator, x, y, alpha, center=False):
     """All that is computed from an operator, whichever rotation of its latent functions the fit has."""
     observable = jnp.concatenate([y, y[:, :1] ** 2], 1)
-    operator = fit(estimator(alpha=alpha), x, y, observable=observable)
+    operator = fit(estimator(alpha=alpha), x, y, observable=observable, center=center)
     out = {"operator.singular_values": operator.singular_values, "singular_values": singular_values(operator)}
-    for undo in (True, False):
-        spectrum = decompose(operator, undo_shrinkage=undo)
-        out[f"eigenvalues {undo}"] = eigenvalues(operator, undo_shrinkage=undo)
-        for name in ("eigenvalues", "residuals", "condition", "shrinkage"):
-            out[f"decompose.{name} {undo}"] = getattr(spectrum, name)
-        found = modes(operator, time_step=0.5, spectrum=spectrum)
-        out |= {f"modes.{name} {undo}": value for name, value in found._asdict().items()}
-        out[f"right {undo}"] = right_eigenfunctions(operator, x[:4], spectrum)
-        out[f"moduli {undo}"] = jnp.abs(right_eigenfunctions(operator, np.ones((2, 3)), spectrum))
-        out[f"left {undo}"] = left_eigenfunctions(operator, x[:4], spectrum)
+    spectrum = decompose(operator)
+    out["eigenvalues"] = eigenvalues(operator)
+    for name in ("eigenvalues", "residuals", "condition", "shrinkage"):
+        out[f"decompose.{name}"] = getattr(spectrum, name)
+    found = modes(operator, time_step=0.5, spectrum=spectrum)
+    out |= {f"modes.{name}": value for name, value in found._asdict().items()}
+    out["right"] = right_eigenfunctions(operator, x[:4], spectrum)
+    out["moduli"] = jnp.abs(right_eigenfunctions(operator, np.ones((2, 3)), spectrum))
+    out["left"] = left_eigenfunctions(operator, x[:4], spectrum)
     out["predict"] = predict(operator, x[:4], [1, 3])
     out["risk"] = risk(operator, x, y)
     out["score"] = score(operator, x, steps=2, observable=observable)
@@ -102,6 +101,7 @@ TABLE = {
     "ridge": (partial(of_operator, Ridge), (X, Y, 0.3)),
     "pcr": (partial(of_operator, partial(PrincipalComponents, 2)), (X, Y, 0.3)),
     "reduced_rank": (partial(of_operator, partial(ReducedRank, 2)), (X, Y, 0.3)),
+    "centred": (partial(of_operator, Ridge, center=True), (X, Y + 1.0, 0.3)),
     "moments": (of_moments, (CORE, 2 * np.eye(3) + 0.1 * CORE @ CORE.T, RNG.normal(size=(3, 2)))),
     "generator": (of_generator, (X, JAC, 0.7, 0.1, 2.0)),
     "losses": (of_losses, (X, Y, JAC, 0.4)),

@@ -616,10 +616,8 @@ def test_white_coordinates_are_those_of_the_paper(key):
 def test_transition_matrices_have_the_eigenvalues_of_the_operator(estimator, metric):
     with jax.enable_x64(True):
         operator = fit(estimator, *lagged_pairs(spiral()))
-        for undo in (True, False):
-            found = np.linalg.eigvals(transition_matrix(operator, metric=metric, undo_shrinkage=undo))
-            wanted = eigenvalues(operator, undo_shrinkage=undo)
-            np.testing.assert_allclose(eigenvalue_distance(found, wanted), 0, atol=1e-10)
+        found = np.linalg.eigvals(transition_matrix(operator, metric=metric))
+        np.testing.assert_allclose(eigenvalue_distance(found, eigenvalues(operator)), 0, atol=1e-10)
 
 
 def test_coordinates_are_orthonormal_under_regularisation():
@@ -631,7 +629,7 @@ def test_coordinates_are_orthonormal_under_regularisation():
         values, vectors = np.linalg.eigh(latent.T @ latent / len(x))
         white = latent @ vectors / values**0.5  # another square root of the Gram matrix
         matrix = vectors.T @ np.asarray(operator.core) @ vectors * values[:, None] ** 0.5 / values**0.5
-        found = np.asarray(transition_matrix(operator, undo_shrinkage=False))
+        found = np.asarray(transition_matrix(operator))
         np.testing.assert_allclose(white.T @ white / len(x), np.eye(4), atol=1e-10)
         np.testing.assert_allclose(vectors.T @ found.T @ vectors, matrix, atol=1e-10)
 

@@ -1,3 +1,5 @@
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -124,6 +126,7 @@ def test_r2_against_scikit_learn():
         np.testing.assert_allclose(r2_score(target, forecast), metrics.r2_score(target, forecast), rtol=1e-12)
 
 
+@pytest.mark.filterwarnings("ignore:`alpha`")
 def test_risk_is_the_mean_squared_error_of_features():
     with jax.enable_x64(True):
         x, y = lagged_pairs(trajectory()[1])
@@ -192,6 +195,27 @@ def test_float64_that_becomes_float32_is_named():
         diagnostics._warn_narrowed.cache_clear()  # said once per process
         with pytest.warns(UserWarning, match="float64 are computed in float32"):
             call(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*suppresses .* that predict")
+def test_a_forecast_that_alpha_eats_is_named():
+    """At the horizon at which it is lost, and at no other."""
+    with jax.enable_x64(True):
+        t = np.arange(2000)
+        path = np.stack([np.cos(0.01 * t), np.cos(0.01 * (t - 1))], 1)
+        x, y = path[:-1], path[1:]
+        exact = np.cos(0.01 * (t[:3] + 628))
+        for alpha, least, most in ((None, 0, 1e-9), (1e-7, 0, 1e-2), (1e-6, 1e-2, 0.5), (1e-4, 0.5, 2)):
+            operator = fit(Ridge(alpha), x, y)
+            error = np.abs(jax.jit(predict)(operator, x[:3], 628)[:, 0] - exact).max()
+            assert least <= error < most
+            if least:
+                with pytest.warns(
+                    UserWarning, match=rf"`alpha` \({alpha:.3g}\) takes .* of the forecast 628 steps ahead"
+                ):
+                    predict(operator, x[:3], [1, 628])
+            else:
+                predict(operator, x[:3], [1, 628])
 
 
 def test_what_is_not_finite_is_forecast_as_such():

@@ -14,7 +14,7 @@ from koopman.kernels import Linear
 from koopman.operator import KernelMap, LinearMap
 from koopman.operators import fit
 from koopman.pairs import few_rows, lagged_pairs, moments, scan_moments
-from koopman.spectrum import eigenvalues, singular_values
+from koopman.spectrum import decompose, eigenvalues, modes, right_eigenfunctions, singular_values
 
 ESTIMATORS = {"ridge": Ridge, "pcr": partial(PrincipalComponents, 3), "reduced_rank": partial(ReducedRank, 3)}
 
@@ -23,50 +23,8 @@ def fit_kind(kind, *data, alpha=None, **options):
     return fit(ESTIMATORS[kind](alpha), *data, **options)
 
 
-@pytest.mark.parametrize("center", [False, True])
-def test_another_number_of_pairs_compiles_nothing(caplog, center):
-    _, states = linear_trajectory()
-    x, y = (np.asarray(a) for a in lagged_pairs(states.astype(np.float32)))
-    for estimator in (Ridge(), ReducedRank(2)):
-        with jax.log_compiles(True), caplog.at_level("WARNING"):
-            fit(estimator, x[:200], y[:200], center=center)
-            caplog.clear()
-            for number in (5, 12, 37, 201, 399):  # fewer pairs than columns, too
-                fit(estimator, x[:number], y[:number], center=center)
-            assert not [line for line in caplog.messages if "Finished XLA compilation" in line]
-
-
-@pytest.mark.parametrize("shape", [(40, 3, 3, 2), (4, 3, 3, 2), (7, 2, 5, 1), (300, 1, 1, 0)])
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_few_rows_have_the_products_of_all(shape, dtype):
-    rng, (number, *widths) = np.random.default_rng(0), shape
-    scales = [10.0 ** rng.integers(-9, 10, size=width) for width in widths if width]
-    with jax.enable_x64(True):
-        parts = [(rng.normal(size=(number, len(s))) * s + s).astype(dtype) for s in scales]
-        found = few_rows(*parts)
-        assert {len(part) for part in found} == {sum(widths)}
-        assert {part.dtype for part in found} == {np.dtype(dtype)}
-        joined, rows = (np.concatenate(some, 1).astype(float) / np.concatenate(scales) for some in (parts, found))
-        np.testing.assert_allclose(rows.T @ rows, joined.T @ joined, atol=number * 8 * np.finfo(dtype).eps)
-        assert jax.jit(lambda *parts: few_rows(*parts)[0])(*parts).shape == parts[0].shape
-
-
-def test_snapshots_in_columns_are_hinted_at_once():
-    _, states = linear_trajectory(20, d=3)
-    snapshots = states.T.astype(np.float32)  # [3, 21]
-    pairs = lagged_pairs(snapshots)
-    diagnostics._hint_columns.cache_clear()
-    for quiet in (lambda: fit(PrincipalComponents(2), *pairs), lambda: fit(Ridge(), *pairs, kernel=Linear())):
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", "There are fewer pairs")
-            quiet()
-            fit(Ridge(), *lagged_pairs(snapshots.T))
-            jax.jit(lambda x, y: fit(Ridge(), x, y))(*pairs)
-    with pytest.warns(UserWarning, match=r"fewer pairs than directions .*\[features, time\], pass the transpose x.T"):
-        fit(Ridge(), *pairs)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "There are fewer pairs")
-        fit(Ridge(), *pairs)
+def delays(series, q):
+    return np.stack([series[q - 1 - i : len(series) - i] for i in range(q)], 1)
 
 
 def linear_trajectory(n=400, d=5, noise=0.3, seed=0, scale=1.0):
@@ -78,9 +36,17 @@ def linear_trajectory(n=400, d=5, noise=0.3, seed=0, scale=1.0):
     return matrix, scale * np.asarray(states)
 
 
-def operator_matrix(operator):
-    """G itself: features of x times it are the forecast features."""
-    return np.asarray(operator.encode.matrix @ operator.dual.matrix.T)
+def operator_matrix(operator, fitted=False):
+    """G itself: features of x times it are the forecast features. With `fitted`, before shrinkage was undone."""
+    basis, dual = (np.asarray(part.matrix, float) for part in (operator.encode, operator.dual))
+    share = float(operator.alpha) * basis.T @ basis
+    undone = sum(np.linalg.matrix_power(share, k) for k in range(4))
+    return basis @ (np.linalg.inv(undone) if fitted else np.eye(len(share))) @ dual.T
+
+
+# Where a test chooses an `alpha` that shrinks much, fits say so.
+LARGE_ALPHA = pytest.mark.filterwarnings("ignore:.*suppresses .* that predict")
+LOW_RANK = pytest.mark.filterwarnings("ignore:`rank` .* exceeds")
 
 
 def test_noise_free_linear_system_is_recovered():
@@ -91,6 +57,7 @@ def test_noise_free_linear_system_is_recovered():
         np.testing.assert_allclose(np.sort(eigenvalues(operator).real), np.sort(np.diag(matrix)), atol=1e-8)
 
 
+@LARGE_ALPHA
 @pytest.mark.parametrize("alpha", [0.0, 1e-2])
 def test_estimators_are_their_definitions(alpha):
     with jax.enable_x64(True):
@@ -98,18 +65,22 @@ def test_estimators_are_their_definitions(alpha):
         c_x, c_xy = x.T @ x / len(x), x.T @ y / len(x)
         regular = c_x + alpha * np.eye(5)
         exact = np.linalg.solve(regular, c_xy)
-        np.testing.assert_allclose(operator_matrix(fit(Ridge(alpha), x, y)), exact, atol=1e-10)
+        np.testing.assert_allclose(operator_matrix(fit(Ridge(alpha), x, y), True), exact, atol=1e-10)
+        iterated = np.zeros_like(exact)
+        for _ in range(4):  # each step regresses what the ones before left over
+            iterated = iterated + np.linalg.solve(regular, c_xy - c_x @ iterated)
+        np.testing.assert_allclose(operator_matrix(fit(Ridge(alpha), x, y)), iterated, atol=1e-10)
         _, vectors = np.linalg.eigh(c_x)
         project = vectors[:, -3:] @ vectors[:, -3:].T
         np.testing.assert_allclose(
-            operator_matrix(fit(PrincipalComponents(3, alpha), x, y)), project @ exact, atol=1e-10
+            operator_matrix(fit(PrincipalComponents(3, alpha), x, y), True), project @ exact, atol=1e-10
         )
         values, turn = np.linalg.eigh(regular)
         root = (turn / np.sqrt(values)) @ turn.T
         left = np.linalg.svd(root @ c_xy)[0][:, :3]
         reduced = root @ left @ left.T @ root @ c_xy
         operator = fit(ReducedRank(3, alpha), x, y)
-        np.testing.assert_allclose(operator_matrix(operator), reduced, atol=1e-10)
+        np.testing.assert_allclose(operator_matrix(operator, True), reduced, atol=1e-10)
         basis = operator.encode.matrix
         np.testing.assert_allclose(basis.T @ regular @ basis, np.eye(3), atol=1e-10)
 
@@ -136,16 +107,26 @@ def test_against_kooplearn(scale):
             if scale < 1 and reduced and peer.rank_ < 3:
                 continue  # its thresholds are absolute: at this scale it drops directions
             operator = fit(kind(3, 1e-3 * scale**2), x, y)
-            np.testing.assert_allclose(operator_matrix(operator), peer.estimator_, atol=1e-6)
-            np.testing.assert_allclose(
-                np.sort_complex(eigenvalues(operator, undo_shrinkage=False)),
-                np.sort_complex(peer.eig()),
-                rtol=1e-6,
-                atol=1e-9,
+            matrix = operator_matrix(operator, fitted=True)  # the peer's shrinkage stays
+            np.testing.assert_allclose(matrix, peer.estimator_, atol=1e-6)
+            values = np.linalg.eigvals(matrix)
+            values = np.sort_complex(values[np.argsort(-np.abs(values))][:3])
+            np.testing.assert_allclose(values, np.sort_complex(peer.eig()), rtol=1e-6, atol=1e-9)
+            ahead = x[:5] @ np.linalg.matrix_power(matrix, 3)
+            np.testing.assert_allclose(ahead, peer.predict(states[:5], n_steps=3), rtol=1e-6)
+            np.testing.assert_allclose(np.mean(np.sum((y - x @ matrix) ** 2, 1)), peer.risk(), rtol=1e-6)
+            np.testing.assert_allclose(np.linalg.svd(matrix)[1][:3], peer._svals()[:3], rtol=1e-6)
+            # An `alpha` as little as its own default is the same operator without an undoing.
+            own, peer = (
+                fit(kind(3, 1e-12 * scale**2), x, y),
+                linear_model.Ridge(**options | {"alpha": 1e-12 * scale**2}),
             )
-            np.testing.assert_allclose(predict(operator, x[:5], 3), peer.predict(states[:5], n_steps=3), rtol=1e-6)
-            np.testing.assert_allclose(risk(operator, x, y), peer.risk(), rtol=1e-6)
-            np.testing.assert_allclose(singular_values(operator), peer._svals()[:3], rtol=1e-6)
+            peer = peer.fit(states)
+            if peer.rank_ < 3:
+                continue
+            np.testing.assert_allclose(predict(own, x[:5], 3), peer.predict(states[:5], n_steps=3), rtol=1e-6)
+            np.testing.assert_allclose(risk(own, x, y), peer.risk(), rtol=1e-6)
+            np.testing.assert_allclose(singular_values(own), peer._svals()[:3], rtol=1e-6)
 
 
 def test_no_regularisation_is_the_limit_of_a_small_one():
@@ -195,30 +176,61 @@ def test_the_default_regularisation_follows_the_data(kind):
         np.testing.assert_allclose(eigenvalues(fit_kind(kind, x, y)), wanted, atol=1e-5)
         np.testing.assert_allclose(eigenvalues(jax.jit(partial(fit_kind, kind))(x, y)), wanted, atol=1e-5)
         np.testing.assert_allclose(eigenvalues(fit_kind(kind, moments(x, y))), wanted, atol=1e-5)
-        alpha = 1e-6 * float(jnp.mean(x**2))
+        alpha = (5 * 2.0**-23) ** 2 * float(jnp.sum(x**2)) / len(x)
         np.testing.assert_allclose(fit_kind(kind, x, y).alpha, alpha, rtol=1e-5)
         np.testing.assert_allclose(fit_kind(kind, moments(x, y)).alpha, alpha, rtol=1e-4)
         # The negative control: a number is in units of C_x.
         if scale < 1:
-            with pytest.warns(UserWarning, match=r"`alpha` \(1e-06\) exceeds .* of C_x"):
+            with pytest.warns(UserWarning, match=r"`alpha` \(1e-06\) suppresses . directions .* that predict"):
                 fixed = eigenvalues(fit_kind(kind, x, y, alpha=1e-6))
             assert np.abs(np.abs(fixed) - np.abs(wanted)).max() > 0.1
 
 
-def test_an_alpha_above_the_variance_is_named():
-    x = np.random.default_rng(0).normal(size=(500, 3)) * [3.0, 1.0, 0.1]
+def test_an_alpha_that_suppresses_what_predicts_is_named():
+    """By an F test of its own: the directions with b^4 > .01 against the residual without `alpha`."""
+    rng = np.random.default_rng(0)
     with jax.enable_x64(True):
-        squares = np.linalg.eigvalsh(x.T @ x / 500)[::-1]
-        for kind in (PrincipalComponents, ReducedRank):
-            for rank in (1, 2, 3):
-                fit(kind(rank, 0.99 * squares[rank - 1]), x, x)
-                words = rf"`alpha` .* exceeds eigenvalue {rank} of C_x \({squares[rank - 1]:.3g}\)"
-                with pytest.warns(UserWarning, match=words):
-                    fit(kind(rank, 1.01 * squares[rank - 1]), x, x)
-        fit(Ridge(0.99 * squares.mean()), x, x)  # above the smallest of them, which it is there to outweigh
-        with pytest.warns(UserWarning, match="exceeds the mean eigenvalue of C_x"):
-            fit(Ridge(1.01 * squares.mean()), x, x)
-        jax.jit(lambda alpha: fit(Ridge(alpha), x, x).core)(1e3)
+        x = rng.normal(size=(500, 3)) * [3.0, 1.0, 0.1]
+        noise = rng.normal(size=x.shape)
+        for strength, rank in ((0.0, 3), (0.1, 3), (1.0, 3), (10.0, 3), (0.1, 2)):
+            y = x + strength * noise
+            left, sizes, _ = np.linalg.svd(x, full_matrices=False)
+            for alpha in (1e-5, 1e-2, 0.3, 30.0):
+                share = (alpha / (sizes**2 / 500 + alpha)) ** 4 > 0.01
+                explained = np.sum((left.T @ y) ** 2, 1)
+                free = np.sum((y - left @ (left.T @ y)) ** 2) / 497 + 1e-26 * np.sum(y**2)
+                lead = share & (np.arange(3) < rank)
+                said = lead.any() and np.mean(explained[lead]) / free > 10
+                with warnings.catch_warnings(record=True) as seen:
+                    warnings.simplefilter("always")
+                    fit(PrincipalComponents(rank, alpha), x, y)
+                    jax.jit(lambda alpha, y=y: fit(Ridge(alpha), x, y).core)(alpha)  # which says nothing
+                assert [f"suppresses {lead.sum()} direc" in str(one.message) for one in seen] == [True] * int(said)
+
+
+@pytest.mark.parametrize("kind", ESTIMATORS)
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_missing_intercept_is_named(kind, streamed):
+    rng = np.random.default_rng(1)
+    path = linear_trajectory(300)[1]
+    with jax.enable_x64(True):
+
+        def said(path, **options):
+            x, y = path[:-1], path[1:]
+            with warnings.catch_warnings(record=True) as seen:
+                warnings.simplefilter("always")
+                data = (moments(x, y, **options),) if streamed else (x, y)
+                fit_kind(kind, *data, **({} if streamed else options))
+            return any("A column of ones lowers" in str(one.message) for one in seen)
+
+        assert not said(path)
+        assert said(path + 3.0)
+        assert not said(path + 3.0, center=True)
+        assert not said(np.column_stack([path + 3.0, np.ones(len(path))]))
+        assert not said(np.column_stack([path + 3.0, 1 - path[:, :1], path[:, :1]]))  # ones are in the span
+        for _ in range(3):
+            noise = rng.normal(size=(301, 5))
+            assert not said(noise - noise.mean(0))
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -259,6 +271,8 @@ def test_centred_data_far_from_zero(kind):
         np.testing.assert_allclose(np.abs(numbers(found)), np.abs(exact), atol=1e-3)
 
 
+@LOW_RANK
+@LARGE_ALPHA
 def test_float32_keeps_three_digits():
     with jax.enable_x64(True):
         # Nearly dependent features: the condition number of C_x is 1e6, that of the data 1e3.
@@ -295,6 +309,8 @@ def test_solvers_agree(solver):
             np.testing.assert_allclose(operator_matrix(other), operator_matrix(one), atol=tol)
 
 
+@LARGE_ALPHA
+@pytest.mark.filterwarnings("ignore:A column of ones")
 @pytest.mark.parametrize("center", [False, True])
 @pytest.mark.parametrize("kind", ESTIMATORS)
 def test_streamed_moments_fit_as_the_data_do(kind, center):
@@ -313,13 +329,63 @@ def test_streamed_moments_fit_as_the_data_do(kind, center):
 def test_centring_removes_the_constant():
     with jax.enable_x64(True):
         x, y = (a + 3.0 for a in lagged_pairs(linear_trajectory(4000)[1]))
-        plain, centred = (eigenvalues(fit(Ridge(), x, y, center=c)) for c in (False, True))
-        direct = eigenvalues(fit(Ridge(), x - x.mean(0)[None], y - x.mean(0)[None]))
-        np.testing.assert_allclose(np.abs(centred), np.abs(direct), atol=1e-3)
+        with pytest.warns(UserWarning, match="A column of ones lowers the residual"):
+            plain = eigenvalues(fit(Ridge(), x, y))
+        centred = eigenvalues(fit(Ridge(), x, y, center=True))
+        direct = eigenvalues(fit(Ridge(), x - x.mean(0)[None], y - y.mean(0)[None]))
+        np.testing.assert_allclose(np.abs(centred), np.abs(direct), atol=1e-9)
         assert np.abs(plain[0] - 1) < 1e-2 < np.abs(centred[0] - 1)
-        # Forecasts of what is centred carry the mean: far ahead they are the mean.
+        # Far ahead forecasts are the fixed point of the least squares fit with an intercept.
         far = predict(fit(Ridge(), x, y, center=True), x[:3], 500)
-        np.testing.assert_allclose(far, np.broadcast_to(y.mean(0), (3, 5)), atol=1e-3)
+        *matrix, constant = np.linalg.lstsq(np.column_stack([x, np.ones(len(x))]), y)[0]
+        fixed = np.linalg.solve(np.eye(5) - np.transpose(matrix), constant)
+        np.testing.assert_allclose(far, np.broadcast_to(fixed, (3, 5)), atol=1e-8)
+        np.testing.assert_allclose(modes(fit(Ridge(), x, y, center=True)).constant, fixed, atol=1e-8)
+
+
+def season(q=4):
+    """A trend and a season, of which q delays are a linear system with an intercept."""
+    t = np.arange(600)
+    return delays(0.5 * t + np.sin(2 * np.pi * t / 12), q)
+
+
+# States, forecasts {steps: value} from the last one and eigenvalues.
+DECAY = 2 + 8 * 0.9 ** np.arange(31)[::-1, None]
+AFFINE = {
+    "decay": (DECAY[::-1][:31], DECAY[-1:], {1: 9.2, 5: 6.72392, 20: 2.97261, 200: 2.00000000564}, [0.9]),
+    "growth": (2 + 0.1 * 1.2 ** np.arange(20)[:, None], np.full((1, 1), 3.0), {10: 2 + 1.2**10}, [1.2]),
+    "drift": (np.arange(51.0)[:, None], np.full((1, 1), 50.0), {1: 51.0, 100: 150.0}, [1.0]),
+    "season": (season()[:150], season()[150:151], {1: season()[151], 240: season()[390]}, [1, 1, 1, 0]),
+}
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("name", AFFINE)
+def test_affine_maps_are_exact(name, streamed):
+    states, start, wanted, moduli = AFFINE[name]
+    with jax.enable_x64(True):
+        x, y = states[:-1], states[1:]
+        data = (moments(x, y, center=True),) if streamed else (x, y)
+        operator = fit(Ridge(None if name == "season" else 0.0), *data, **({} if streamed else {"center": True}))
+        for steps, value in wanted.items():
+            np.testing.assert_allclose(predict(operator, start, steps)[0], value, rtol=2e-6 if steps == 20 else 1e-9)
+        found, held = decompose(operator), modes(operator)
+        np.testing.assert_allclose(np.abs(found.eigenvalues), moduli, atol=1e-9)
+        np.testing.assert_allclose(found.residuals, 0, atol=1e-6)  # a drift is none
+        np.testing.assert_allclose(risk(operator, x, y), 0, atol=1e-18 * np.max(x**2))
+        np.testing.assert_allclose(jnp.var(right_eigenfunctions(operator, x, found)[:, 0]), 1, rtol=1e-9)
+        if name in ("decay", "growth"):  # psi is proportional to x - 2, and the constant's mode is the fixed point
+            values = np.asarray(right_eigenfunctions(operator, np.asarray([[2.0], [3.0], [5.0]])).real[:, 0])
+            np.testing.assert_allclose(values / values[1], [0, 1, 3], atol=1e-9)
+            np.testing.assert_allclose(held.constant, 2, rtol=1e-9)
+            ahead = (
+                right_eigenfunctions(operator, start) * found.eigenvalues[None] ** 4 @ held.amplitudes
+                + held.constant[None]
+            )
+            np.testing.assert_allclose(ahead, predict(operator, start, 5), rtol=1e-9)
+        if name == "decay":  # without the intercept the step is no linear one: the negative control
+            with pytest.warns(UserWarning, match="A column of ones"):
+                assert np.abs(predict(fit(Ridge(0.0), x, y), start, 200) - 2) > 0.1
 
 
 def test_images_as_observables():
@@ -331,6 +397,7 @@ def test_images_as_observables():
     np.testing.assert_allclose(forecast.reshape(2, 6, 9), flat, atol=1e-6)
 
 
+@LARGE_ALPHA
 @pytest.mark.parametrize("kind", ESTIMATORS)
 def test_jit_vmap_and_loop_agree(kind):
     x, y = (np.asarray(a, np.float32) for a in lagged_pairs(linear_trajectory()[1]))
@@ -417,6 +484,7 @@ def test_gradients_against_finite_differences(kind, dependent):
         np.testing.assert_allclose(slope, (ends[0] - ends[1]) / 2e-5, rtol=1e-6)
 
 
+@LARGE_ALPHA
 @pytest.mark.parametrize("kind", ESTIMATORS)
 def test_more_features_than_samples(kind):
     with jax.enable_x64(True):
@@ -426,7 +494,7 @@ def test_more_features_than_samples(kind):
         c_x, c_xy = x.T @ x / 8, x.T @ y / 8
         if kind == "ridge":
             np.testing.assert_allclose(
-                operator_matrix(found), np.linalg.solve(c_x + 0.1 * np.eye(20), c_xy), atol=1e-10
+                operator_matrix(found, True), np.linalg.solve(c_x + 0.1 * np.eye(20), c_xy), atol=1e-10
             )
         basis = found.encode.matrix
         used = found.singular_values > 1e-9
@@ -435,6 +503,7 @@ def test_more_features_than_samples(kind):
         assert int(found.effective_rank) == min(8, found.core.shape[0])
 
 
+@LOW_RANK
 @pytest.mark.parametrize(("samples", "width", "rank"), [(400, 70, 20), (1000, 100, 20), (2000, 200, 10), (140, 66, 65)])
 @pytest.mark.parametrize("kind", ESTIMATORS)
 @pytest.mark.parametrize("route", ["auto", "covariance", "qr"])
@@ -528,11 +597,11 @@ def test_latent_functions_not_in_use_are_no_fault(third):
     np.testing.assert_allclose(np.diagonal(operator.gram_x), [1, 1, 0], atol=2e-3)
 
 
-def wide_pairs(d, n, seeds=None):
-    """Pairs with a spectrum of variances over three decades, so that the routes' rounding differs."""
+def wide_pairs(d, n, seeds=None, decades=1):
+    """Pairs with deviations over one decade or more, so that the routes' rounding differs."""
     rng = np.random.default_rng(d)
     shape = (n + 1, d) if seeds is None else (seeds, n + 1, d)
-    mixing = rng.normal(size=(d, d)) * np.logspace(0, -3, d)[:, None]
+    mixing = np.linalg.qr(rng.normal(size=(d, d)))[0] * np.logspace(0, -decades, d)[:, None]
     states = np.cumsum(rng.normal(size=shape), -2) @ mixing * 0.1
     return states[..., :-1, :], states[..., 1:, :]
 
@@ -549,27 +618,28 @@ AUTO = {
 
 @pytest.mark.parametrize(("estimator", "d"), AUTO.values(), ids=AUTO)
 @pytest.mark.parametrize("route", ["auto", "covariance"])
-def test_second_moments_give_the_same_operator_where_alpha_outweighs_their_rounding(estimator, d, route):
+def test_second_moments_give_the_same_operator_if_the_data_outweigh_their_rounding(estimator, d, route):
     with jax.enable_x64(True):
         x, y = wide_pairs(d, 3 * d)
-        alpha = 1e-6 * np.sum(x**2) / len(x) / d  # the default
         other = "qr" if route == "auto" else "auto"
-        quick, exact = (fit(estimator(alpha), x, y, route=by) for by in (route, other))
+        quick, exact = (fit(estimator(), x, y, route=by) for by in (route, other))
         G, H = operator_matrix(quick), operator_matrix(exact)
         # What they predict, for which directions that hardly vary mean nothing.
         assert not np.array_equal(G, H) or route == "covariance"
         assert np.linalg.norm(x @ (G - H)) < 1e-6 * np.linalg.norm(x @ H)
         np.testing.assert_allclose(quick.singular_values, exact.singular_values, rtol=1e-6, atol=1e-8)
-        np.testing.assert_allclose(quick.gram_x + float(alpha) * quick.basis_gram, np.eye(len(quick.gram_x)), atol=1e-6)
+        np.testing.assert_allclose(quick.gram_x + quick.penalty, np.eye(len(quick.gram_x)), atol=1e-6)
 
 
+@LARGE_ALPHA
+@LOW_RANK
 @pytest.mark.parametrize(("estimator", "d"), AUTO.values(), ids=AUTO)
 def test_below_that_the_features_are_factored(estimator, d):
     """Bit for bit as by QR, which "auto" is too in float32, for few features and for few pairs."""
     with jax.enable_x64(True):
-        x, y = wide_pairs(d, 3 * d)
-        alpha = 1e-10 * np.sum(x**2) / len(x)
-        same = [fit(estimator(alpha), x, y, route=by) for by in ("auto", "qr")]
+        x, y = wide_pairs(d, 3 * d, decades=6)
+        # Whatever `alpha` is: undone shrinkage sees the data through it.
+        same = [fit(estimator(1e-8 * np.sum(x**2) / len(x)), x, y, route=by) for by in ("auto", "qr")]
         jax.tree.map(np.testing.assert_array_equal, *map(eqx.filter, same, [eqx.is_array] * 2))
         few = [fit(estimator(1.0), x[: d + 9], y[: d + 9], route=by) for by in ("auto", "qr")]
         jax.tree.map(np.testing.assert_array_equal, *map(eqx.filter, few, [eqx.is_array] * 2))
@@ -577,18 +647,20 @@ def test_below_that_the_features_are_factored(estimator, d):
     jax.tree.map(np.testing.assert_array_equal, *map(eqx.filter, single, [eqx.is_array] * 2))
 
 
+@LARGE_ALPHA
 @pytest.mark.parametrize("swept", ["alpha", "data", "both"])
 def test_members_of_a_sweep_decide_together(swept):
-    """With one `alpha` below the limit all go by QR; above it a sweep equals its members in turn."""
+    """With data of one member that need it all go by QR; else a sweep equals its members in turn."""
     with jax.enable_x64(True):
         x, y = wide_pairs(260, 600, seeds=2)
+        thin = [np.stack([part[0] * np.logspace(0, -6, 260), part[1]]) for part in (x, y)]
         scale = np.sum(x**2) / x.shape[1] / 2
         axes = {"alpha": (None, None, 0), "data": (0, 0, None), "both": (0, 0, 0)}[swept]
 
         def matrix(x, y, alpha, route="auto"):
             return (o := fit(ReducedRank(4, alpha), x, y, route=route)).encode.matrix @ o.dual.matrix.T
 
-        def swept_over(function, low):
+        def swept_over(function, low, x=x, y=y):
             given = [x if axes[0] == 0 else x[0], y if axes[1] == 0 else y[0], np.array([low, 1e-3]) * scale]
             given[2] = jnp.asarray(given[2] if axes[2] == 0 else given[2][0])
             alone = [[g[i] if a == 0 else g for g, a in zip(given, axes, strict=True)] for i in range(2)]
@@ -596,6 +668,52 @@ def test_members_of_a_sweep_decide_together(swept):
 
         together, alone, _ = swept_over(matrix, 1e-5)
         assert np.linalg.norm(together - alone) < 1e-7 * np.linalg.norm(alone)
-        together, _, given = swept_over(matrix, 1e-10)
+        together, _, given = swept_over(matrix, 1e-5, *thin)
         exact = jax.jit(jax.vmap(partial(matrix, route="qr"), axes))(*given)
         np.testing.assert_array_equal(together, exact)
+
+
+@pytest.mark.parametrize("center", [False, True])
+def test_another_number_of_pairs_compiles_nothing(caplog, center):
+    _, states = linear_trajectory()
+    x, y = (np.asarray(a) for a in lagged_pairs(states.astype(np.float32)))
+    for estimator in (Ridge(), ReducedRank(2)):
+        with jax.log_compiles(True), caplog.at_level("WARNING"):
+            fit(estimator, x[:200], y[:200], center=center)
+            caplog.clear()
+            for number in (5, 12, 37, 201, 399):  # fewer pairs than columns, too
+                fit(estimator, x[:number], y[:number], center=center)
+            assert not [line for line in caplog.messages if "Finished XLA compilation" in line]
+
+
+@pytest.mark.parametrize("shape", [(40, 3, 3, 2), (4, 3, 3, 2), (7, 2, 5, 1), (300, 1, 1, 0)])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_few_rows_have_the_products_of_all(shape, dtype):
+    rng, (number, *widths) = np.random.default_rng(0), shape
+    scales = [10.0 ** rng.integers(-9, 10, size=width) for width in widths if width]
+    with jax.enable_x64(True):
+        parts = [(rng.normal(size=(number, len(s))) * s + s).astype(dtype) for s in scales]
+        found = few_rows(*parts)
+        assert {len(part) for part in found} == {sum(widths)}
+        assert {part.dtype for part in found} == {np.dtype(dtype)}
+        joined, rows = (np.concatenate(some, 1).astype(float) / np.concatenate(scales) for some in (parts, found))
+        np.testing.assert_allclose(rows.T @ rows, joined.T @ joined, atol=number * 8 * np.finfo(dtype).eps)
+        assert jax.jit(lambda *parts: few_rows(*parts)[0])(*parts).shape == parts[0].shape
+
+
+def test_snapshots_in_columns_are_hinted_at_once():
+    _, states = linear_trajectory(20, d=3)
+    snapshots = states.T.astype(np.float32)  # [3, 21]
+    pairs = lagged_pairs(snapshots)
+    diagnostics._hint_columns.cache_clear()
+    for quiet in (lambda: fit(PrincipalComponents(2), *pairs), lambda: fit(Ridge(), *pairs, kernel=Linear())):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "There are fewer pairs")
+            quiet()
+            fit(Ridge(), *lagged_pairs(snapshots.T))
+            jax.jit(lambda x, y: fit(Ridge(), x, y))(*pairs)
+    with pytest.warns(UserWarning, match=r"fewer pairs than directions .*\[features, time\], pass the transpose x.T"):
+        fit(Ridge(), *pairs)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "There are fewer pairs")
+        fit(Ridge(), *pairs)

@@ -88,6 +88,26 @@ def test_unknown_solver():
         leading_left_vectors(jnp.eye(3), 1, solver="arpack")
 
 
+@pytest.mark.parametrize("number", [-1, 0, 4, 1.5])
+def test_counts_are_checked(number):
+    """-1 cut the last vector off."""
+    with pytest.raises((ValueError, TypeError), match="`number`|number"):
+        leading_left_vectors(jnp.eye(3), number, solver="krylov")
+    with pytest.raises((ValueError, TypeError), match="`number`|number"):
+        leading_eigenpairs(lambda block: block, 3, number, dtype=jnp.float32)
+
+
+@pytest.mark.parametrize("solver", ["dense", "krylov", "randomized"])
+def test_units_do_not_matter(solver):
+    """Squares overflowed at 1e30, and vanished at 1e-30."""
+    matrix = matrix_of(0.5 ** np.arange(20), 60, 40)[1].astype(np.float32)
+    for unit in (2.0**-100, 2.0**100):
+        for scale in (None, np.full(60, unit, np.float32)):
+            rows = matrix * np.float32(unit if scale is None else 1)
+            values = leading_left_vectors(rows, 4, scale=scale, solver=solver).values
+            np.testing.assert_allclose(values / np.float32(unit), 0.5 ** np.arange(4), rtol=1e-3)
+
+
 @pytest.mark.parametrize("solver", ["auto", "dense", "krylov", "randomized"])
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 def test_a_matrix_that_is_not_finite_is_refused_or_gives_nan(solver, bad):

@@ -1,5 +1,6 @@
 from functools import partial
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +14,7 @@ from koopman.operators import fit
 from koopman.pairs import lagged_pairs
 from koopman.spectrum import (
     decompose,
+    eigenpairs,
     eigenvalues,
     left_eigenfunctions,
     modes,
@@ -32,6 +34,15 @@ def rotation(n=300, angle=0.3, decay=0.95, noise=0.1, seed=0):
     return np.asarray(path)
 
 
+LARGE_ALPHA = pytest.mark.filterwarnings("ignore:.*suppresses .* that predict")
+
+
+def fitted_core(operator):
+    """M, from which K came by undoing shrinkage."""
+    undone = sum(np.linalg.matrix_power(np.asarray(operator.penalty), k) for k in range(4))
+    return np.linalg.solve(undone, operator.core)
+
+
 def test_a_cycle_has_the_roots_of_unity():
     with jax.enable_x64(True):
         cycle = np.eye(5)[np.arange(51) % 5]
@@ -44,18 +55,17 @@ def test_a_cycle_has_the_roots_of_unity():
         np.testing.assert_allclose(singular_values(operator), 1, atol=1e-12)
 
 
-@pytest.mark.parametrize("undo", [True, False])
-def test_eigenfunctions_obey_their_equations(undo):
+@LARGE_ALPHA
+def test_eigenfunctions_obey_their_equations():
     with jax.enable_x64(True):
         x, y = (np.asarray(a) for a in lagged_pairs(rotation()))
         operator = fit(Ridge(1e-2), x, y)
-        found = decompose(operator, undo_shrinkage=undo)
-        shrunk = 0.01 * np.asarray(operator.basis_gram)
-        undone = sum(np.linalg.matrix_power(shrunk, k) for k in range(4 if undo else 1))
-        matrix = np.asarray(operator.encode.matrix @ undone @ operator.dual.matrix.T)  # G, or G with less alpha
+        found = decompose(operator)
+        np.testing.assert_allclose(fitted_core(operator), operator.cross_gram, atol=1e-12)
+        matrix = np.asarray(operator.encode.matrix @ operator.dual.matrix.T)  # G
         weights = np.asarray(operator.encode.matrix @ found.right)  # psi = phi(x) weights
         np.testing.assert_allclose(matrix @ weights, weights * np.asarray(found.eigenvalues), atol=1e-10)
-        duals = np.asarray(operator.dual.matrix @ (found.dual / found.eigenvalues[None]))
+        duals = np.asarray(operator.dual.matrix @ (found.left / found.eigenvalues[None]))
         np.testing.assert_allclose(matrix.T @ duals, duals * np.asarray(found.eigenvalues), atol=1e-10)
         np.testing.assert_allclose(duals.T @ weights, np.eye(3), atol=1e-10)
         right, left = right_eigenfunctions(operator, x, found), left_eigenfunctions(operator, x, found)
@@ -65,12 +75,14 @@ def test_eigenfunctions_obey_their_equations(undo):
         amplitudes = np.asarray(modes(operator, spectrum=found).amplitudes)
         largest = np.take_along_axis(amplitudes, np.abs(amplitudes).argmax(1)[:, None], 1)
         np.testing.assert_allclose(largest, np.abs(largest), atol=1e-12)
-        np.testing.assert_allclose(eigenvalues(operator, undo_shrinkage=undo), found.eigenvalues, atol=1e-12)
-        if undo:  # the default
-            np.testing.assert_array_equal(eigenvalues(operator), eigenvalues(operator, undo_shrinkage=True))
-            np.testing.assert_array_equal(decompose(operator).eigenvalues, found.eigenvalues)
+        np.testing.assert_allclose(eigenvalues(operator), found.eigenvalues, atol=1e-12)
+        for steps in (1, 4):  # one operator: what modes sum to is the forecast
+            ahead = (right * found.eigenvalues[None] ** (steps - 1)) @ amplitudes
+            np.testing.assert_allclose(ahead, predict(operator, x, steps), atol=1e-10)
+            np.testing.assert_allclose(ahead, x @ np.linalg.matrix_power(matrix, steps), atol=1e-10)
 
 
+@LARGE_ALPHA
 @pytest.mark.parametrize(("estimator", "rank"), [("ridge", 3), ("pcr", 2), ("reduced_rank", 2), ("kernel", 4)])
 @pytest.mark.parametrize("part", [1e-3, 0.05])
 def test_shrinkage_is_undone(estimator, rank, part):
@@ -89,13 +101,18 @@ def test_shrinkage_is_undone(estimator, rank, part):
             operator = fit(estimators[estimator], x, y)
         now, later = operator.encode(x), operator.encode(y)
         exact = np.linalg.eigvals(np.linalg.lstsq(now, later, rcond=None)[0])
-        exact = exact[np.lexsort((-exact.imag, -np.abs(exact).round(9)))][:2]
-        as_fitted, undone = (decompose(operator, undo_shrinkage=undo) for undo in (False, True))
-        before, after = (np.abs(found.eigenvalues[:2] - exact) for found in (as_fitted, undone))
+        fitted = np.linalg.eigvals(fitted_core(operator))
+        exact, fitted = (v[np.lexsort((-v.imag, -np.abs(v).round(9)))][:2] for v in (exact, fitted))
+        undone = decompose(operator)
+        before, after = np.abs(fitted - exact), np.abs(undone.eigenvalues[:2] - exact)
         assert (after < 0.02 * before).all()
         # To first order, the shrinkage that is told is the one that was there.
-        np.testing.assert_allclose(before / np.abs(exact), 1 - as_fitted.shrinkage[:2], rtol=0.3)
-        np.testing.assert_allclose(1 - undone.shrinkage, (1 - as_fitted.shrinkage) ** 4, rtol=0.5, atol=1e-12)
+        size, penalised = (
+            (undone.right.conj() * (m @ undone.right)).sum(0).real for m in (np.eye(rank), operator.penalty)
+        )
+        shares = (penalised / size)[:2]
+        np.testing.assert_allclose(1 - undone.shrinkage[:2], shares**4, rtol=1e-6, atol=1e-14)
+        np.testing.assert_allclose(before / np.abs(exact), shares, rtol=0.3)
 
 
 def test_nothing_grows_where_alpha_outweighs_the_data():
@@ -106,8 +123,8 @@ def test_nothing_grows_where_alpha_outweighs_the_data():
         found = decompose(operator)
         assert np.abs(found.eigenvalues).max() < 1
         assert found.shrinkage.min() < 0.1
-        np.testing.assert_array_less(np.linalg.norm(operator.core, 2), 1)
-        assert np.abs(np.linalg.eigvals(np.linalg.pinv(operator.gram_x) @ operator.core)).max() > 1
+        np.testing.assert_array_less(np.linalg.norm(operator.cross_gram, 2), 1)
+        assert np.abs(np.linalg.eigvals(np.linalg.pinv(operator.gram_x) @ operator.cross_gram)).max() > 1
 
 
 @pytest.mark.parametrize("estimator", [Ridge, partial(PrincipalComponents, 4), partial(ReducedRank, 4)])
@@ -123,7 +140,7 @@ def test_bootstraps_of_the_eigenvalue_one_hold_it(estimator):
         @jax.jit
         def values(x, y):
             operator = fit(estimator(alpha=0.02), x, y)
-            return jnp.stack([eigenvalues(operator, undo_shrinkage=undo)[0].real for undo in (True, False)])
+            return jnp.stack([eigenpairs(matrix)[0][0].real for matrix in (operator.core, operator.cross_gram)])
 
         draws = [values(*lagged_pairs([features[i] for i in rng.integers(5, size=5)])) for _ in range(30)]
         low, high = np.quantile(draws, [0.025, 0.975], 0)
@@ -132,6 +149,7 @@ def test_bootstraps_of_the_eigenvalue_one_hold_it(estimator):
         assert high[1] < 1  # as fitted: negative control
 
 
+@LARGE_ALPHA
 def test_order_of_a_traced_rank_is_that_of_the_rank():
     """Columns beyond it are zero, and stay so when shrinkage is undone."""
     with jax.enable_x64(True):
@@ -143,6 +161,7 @@ def test_order_of_a_traced_rank_is_that_of_the_rank():
             np.testing.assert_allclose(getattr(masked, name)[:2], getattr(cut, name), rtol=1e-9)
 
 
+@LARGE_ALPHA
 def test_residuals_are_the_distance_to_an_eigenfunction():
     with jax.enable_x64(True):
         x, y = (np.asarray(a) for a in lagged_pairs(rotation()))
@@ -192,6 +211,34 @@ def test_modes_sum_to_the_forecast_and_tell_times():
         np.testing.assert_allclose(found.half_life[2], 0.5 * np.log(2) / -np.log(0.6), rtol=1e-7)
 
 
+def test_growth_has_a_rate_and_shares_a_sum():
+    with jax.enable_x64(True):
+        # Grows, decays and vanishes at once.
+        path = rotation(noise=0.0)
+        operator = fit(Ridge(0.0), *lagged_pairs(path))
+        found = modes(eqx.tree_at(lambda o: o.core, operator, jnp.diag(jnp.asarray([1.5, -0.8, 0.0]))), time_step=0.5)
+        np.testing.assert_allclose(found.growth, [2 * np.log(1.5), 2 * np.log(0.8), -np.inf], rtol=1e-9)
+        decay = -0.5 / np.log(0.8)
+        np.testing.assert_allclose(found.implied_time_scale, [np.inf, decay, 0], rtol=1e-9)
+        np.testing.assert_allclose(found.half_life, [np.inf, np.log(2) * decay, 0], rtol=1e-9)
+        # Cosines of amplitudes 3 and 1 hold 9 and 1 of 10 parts, products of them with 1 % of the amplitude next to
+        # nothing, although they come first by modulus; a constant has no part in what varies.
+        t = np.arange(2000)
+        one, two = np.exp(1j * t * 0.5), np.exp(1j * t * 1.1)
+        parts = np.stack([one.real, one.imag, two.real, two.imag, (1 + 1e-9) ** t], 1)
+        parts = np.concatenate([parts, (1 + 1e-7) ** t[:, None] * np.stack([(one * two).real, (one * two).imag], 1)], 1)
+        series = parts @ np.asarray([3, 0, 1, 0, 5, 0.03, 0])
+        operator = fit(Ridge(0.0), parts[:-1], parts[1:], observable=series[1:])
+        found = modes(operator)
+        np.testing.assert_allclose(jnp.sum(found.share), 1, rtol=1e-9)
+        np.testing.assert_allclose(jnp.sum(found.share[:2]), 1e-4, rtol=0.1)
+        angle = 2 * np.pi * found.frequency
+        for wanted, share in ((0.5, 0.9), (1.1, 0.1), (0.0, 0.0)):
+            own = np.abs(angle - wanted) < 1e-6
+            np.testing.assert_allclose(np.sum(found.share, where=own), share, atol=1e-2)
+
+
+@LARGE_ALPHA
 def test_derivative_of_eigenvalues():
     with jax.enable_x64(True):
         x, y = (np.asarray(a) for a in lagged_pairs(rotation()))
@@ -204,6 +251,7 @@ def test_derivative_of_eigenvalues():
         np.testing.assert_allclose(jax.grad(value)(alpha), numeric, rtol=1e-6)
 
 
+@LARGE_ALPHA
 def test_host_and_device_routes_agree(monkeypatch):
     # Where a backend has no eigendecomposition, the host's serves, under jit and vmap too.
     x, y = (np.asarray(a, np.float32) for a in lagged_pairs(rotation()))
