@@ -283,7 +283,7 @@ def few_rows(*parts: Array | np.ndarray) -> tuple[Array, ...]:
     """
     number, width = len(parts[0]), sum(part.shape[1] for part in parts)
     if not all(isinstance(part, np.ndarray) for part in parts) or max(number, width) * width**2 > _QUICK_QR:
-        return parts
+        return tuple(map(jnp.asarray, parts))
     rows = np.zeros((max(number, width), width))
     np.concatenate(parts, 1, out=rows[:number])
     rows = np.linalg.qr(rows, mode="r") if number > width else rows
