@@ -72,7 +72,7 @@ def compare(name, peer, fit, seeds, alphas, repeats, *, sweep=None):
         add_row(f"{name}, {what}", ours, {"kooplearn" + note: theirs * times}, first=first, note=why)
 
     shown("one fit", one, 1, repeats)
-    mine = np.sort(np.abs(eigenvalues(one(), undo_shrinkage=False)))[::-1]
+    mine = np.sort(np.abs(eigenvalues(one())))[::-1]
     other = np.sort(np.abs(peer.model.eig()))[::-1]
     few = min(5, len(mine), len(other))
     print(f"    moduli ours {mine[:few].round(5)}, peer {other[:few].round(5)}")

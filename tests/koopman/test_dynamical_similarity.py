@@ -611,6 +611,7 @@ def test_white_coordinates_are_those_of_the_paper(key):
         assert dynamical_distance(plain, found, key=key) > 0.1
 
 
+@pytest.mark.filterwarnings("ignore:.*suppresses .* that predict")
 @pytest.mark.parametrize("metric", ["data", "features"])
 @pytest.mark.parametrize("estimator", [Ridge(0.05), PrincipalComponents(3, 0.05), ReducedRank(3, 0.05)])
 def test_transition_matrices_have_the_eigenvalues_of_the_operator(estimator, metric):
@@ -620,6 +621,7 @@ def test_transition_matrices_have_the_eigenvalues_of_the_operator(estimator, met
         np.testing.assert_allclose(eigenvalue_distance(found, eigenvalues(operator)), 0, atol=1e-10)
 
 
+@pytest.mark.filterwarnings("ignore:.*suppresses .* that predict")
 def test_coordinates_are_orthonormal_under_regularisation():
     """Those of one operator on other latent functions are the same up to a rotation: the Gram matrices say so."""
     with jax.enable_x64(True):

@@ -343,6 +343,103 @@ def test_centring_removes_the_constant():
         np.testing.assert_allclose(modes(fit(Ridge(), x, y, center=True)).constant, fixed, atol=1e-8)
 
 
+TIME = np.arange(4000)
+COSINE = np.cos(0.01 * TIME)
+TONES = np.cos(0.0445 * TIME) + 0.3 * np.cos(0.1247 * TIME)
+TURN = np.linalg.qr(np.random.default_rng(0).normal(size=(25, 25)))[0]
+# Series, delays, pairs, steps ahead, noise, dtype, and the error over the spread that the default is to reach.
+FORECASTS = {
+    "cosine": (COSINE, 2, 800, 3140, 0.0, float, 1e-10),
+    "cosine of 40 delays": (COSINE, 40, 800, 3140, 0.0, float, 7e-12),
+    "two tones": (TONES, 4, 495, 440, 0.0, float, 1e-8),
+    "three tones": (TONES + 0.1 * np.cos(0.3 * TIME), 6, 495, 440, 0.0, float, 3e-3),
+    "noise 1e-6": (TONES, 12, 1000, 400, 1e-6, float, 1e-4),
+    "noise 1e-4": (TONES, 12, 1000, 400, 1e-4, float, 0.2),
+    "noise 0.1": (TONES, 12, 1000, 400, 0.1, float, 8.0),
+    "cosine in float32": (COSINE, 2, 800, 3140, 0.0, np.float32, 0.09),
+    "two tones in float32": (TONES, 12, 1000, 440, 0.0, np.float32, 0.03),
+    "orthogonal": (None, 1, 290, 290, 0.0, float, 1e-12),
+    "orthogonal in float32": (None, 1, 290, 290, 0.0, np.float32, 3e-4),
+}
+
+
+@pytest.mark.parametrize("name", FORECASTS)
+def test_the_default_forecasts_far_ahead(name):
+    """Least squares without `alpha` does; 1e-6 of the mean eigenvalue hid what predicts, and said nothing of it."""
+    series, q, number, steps, noise, dtype, wanted = FORECASTS[name]
+    if series is None:
+        clean = np.stack([np.linalg.matrix_power(TURN, k)[0] for k in range(600)])
+    else:
+        clean = delays(series, q)
+        series = series + noise * np.random.default_rng(0).normal(size=len(series))
+    data = (clean if q == 1 else delays(series, q)).astype(dtype)
+    with jax.enable_x64(dtype is float):
+        operator = fit(Ridge(), data[:number], data[1 : number + 1])
+        found = predict(operator, data[:20], steps)
+    error = np.sqrt(np.mean((np.asarray(found, float) - clean[steps : steps + 20]) ** 2))
+    assert error < wanted * clean.std()
+    assert not operator.given
+
+
+@pytest.mark.parametrize(("dtype", "wanted"), [(float, 22.0), (np.float32, 14.0)])
+def test_the_default_holds_few_pairs_of_nearly_dependent_features(dtype, wanted):
+    """(k eps)^2 in float64 forecasts 1e25 here."""
+    path = [np.asarray([1.0, 1.0, 25.0])]
+    for _ in range(4000):  # Lorenz 63 by the midpoint rule
+        flow = lambda s: np.asarray([10 * (s[1] - s[0]), s[0] * (28 - s[2]) - s[1], s[0] * s[1] - 8 / 3 * s[2]])  # noqa: E731
+        path.append(path[-1] + 0.01 * flow(path[-1] + 0.005 * flow(path[-1])))
+    rng = np.random.default_rng(0)
+    states = np.asarray(path)[1000::2]
+    states = (states - states.mean(0)) / states.std(0)
+    seen, centres = states + 0.01 * rng.normal(size=states.shape), states[rng.permutation(len(states))[:200]]
+    bumps = np.exp(-0.5 * ((seen[:, None] - centres) ** 2).sum(-1)).astype(dtype)
+    seen = seen.astype(dtype)
+    with jax.enable_x64(dtype is float):
+        operator = fit(Ridge(), bumps[:250], bumps[1:251], observable=seen[1:251])
+        found = predict(operator, bumps[300:1400], 50)
+    assert np.sqrt(np.mean((found - states[350:1450]) ** 2)) < wanted
+
+
+@pytest.mark.parametrize("kind", ["ridge", "reduced_rank"])  # principal directions are those of the units
+@pytest.mark.parametrize("dtype", [float, np.float32])
+def test_units_of_columns_drop_no_direction(kind, dtype):
+    x, y = (a.astype(dtype) for a in lagged_pairs(linear_trajectory(d=3)[1]))
+    units = np.asarray([1, 2.0**-40, 2.0**30], dtype)
+    with jax.enable_x64(dtype is float):
+        for alpha in (None, 0.0):
+            one, other = (fit_kind(kind, x * u, y * u, alpha=alpha) for u in (np.ones((1, 3), dtype), units[None]))
+            assert int(other.effective_rank) == 3
+            tol = 1e-9 if dtype is float else 1e-3
+            np.testing.assert_allclose(eigenvalues(other), eigenvalues(one), atol=tol)
+            found = np.asarray(predict(other, x * units[None], 3)) / units
+            np.testing.assert_allclose(found, predict(one, x, 3), atol=tol * np.abs(x).max())
+
+
+@pytest.mark.parametrize("dtype", [float, np.float32])
+@pytest.mark.parametrize("options", [{}, {"kernel": Linear()}], ids=["features", "kernel"])
+@pytest.mark.parametrize("alpha", [None, 1e-9])
+def test_a_rank_that_the_data_do_not_hold_is_named(alpha, options, dtype):
+    with jax.enable_x64(dtype is float):
+        tone = delays(COSINE[::30], 6).astype(dtype)
+        for kind in (PrincipalComponents, ReducedRank):
+            with pytest.warns(
+                UserWarning, match=r"`rank` \(4\) exceeds the 2 directions that the data hold .* Lower it to 2"
+            ):
+                operator = fit(kind(4, alpha), tone[:-1], tone[1:], **options)
+            said = "given" if alpha else "default"
+            assert f"({said}), 2 of 4 directions dropped" in repr(operator)
+            assert "dropped" not in repr(fit(kind(2, alpha), tone[:-1], tone[1:], **options))
+
+
+def test_a_linear_kernel_is_explicit_features_by_default():
+    """A tone 300 times weaker than another had modulus .99886 with one, and 1 with the other."""
+    with jax.enable_x64(True):
+        x = np.stack([np.cos(0.3 * TIME[:200]), np.sin(0.3 * TIME[:200])], 1)
+        x = np.concatenate([x, np.stack([np.cos(0.7 * TIME[:200]), np.sin(0.7 * TIME[:200])], 1) / 300], 1)
+        found = [eigenvalues(fit(ReducedRank(4), x[:-1], x[1:], kernel=kernel)) for kernel in (None, Linear())]
+        np.testing.assert_allclose(np.abs(found), 1, atol=1e-9)
+
+
 def season(q=4):
     """A trend and a season, of which q delays are a linear system with an intercept."""
     t = np.arange(600)

@@ -326,7 +326,9 @@ def test_float64_that_becomes_float32_is_said_once():
 
 def test_default_regularisation():
     x = np.asarray([[1.0, 2.0], [3.0, -4.0]], np.float32)
-    np.testing.assert_allclose(default_alpha(jnp.trace(x.T @ x / 2), 2), 1e-6 * 30 / 4, rtol=1e-6)
+    np.testing.assert_allclose(default_alpha(jnp.trace(x.T @ x / 2), 2), (2 * 2.0**-23) ** 2 * 15, rtol=1e-6)
+    with jax.enable_x64(True):
+        np.testing.assert_allclose(default_alpha(jnp.asarray(15.0), 2), 2 * 2.0**-52 * 15, rtol=1e-12)
     np.testing.assert_allclose(default_alpha(jnp.asarray(3.0)), 3e-6, rtol=1e-6)
 
 
