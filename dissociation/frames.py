@@ -14,10 +14,7 @@ _ROWS = "frame.reset_index(drop=True) counts rows as steps"
 
 
 def as_trajectories(name: str, value: Any) -> Any:
-    """Return frames as arrays in the order of time, one for each run of an index of several levels, and others as is.
-
-    Neither library is imported. An index that does not give one time after the other in even steps is an error.
-    """
+    """Return frames as arrays in the order of time, one for each run of an index (run, time); others as they are."""
     several = isinstance(value, (list, tuple))
     parts = list(value) if several else [value]
     if not any(map(_is_table, parts)):

@@ -419,9 +419,11 @@ class _Validation(eqx.Module):
 
 def _pairs(name: str, trajectories: Trajectories, lag: int, trajectory_axis: int | None) -> Pairs:
     """`lagged_pairs`, where an array without `trajectory_axis` is one trajectory."""
-    alone = isinstance(trajectories, Array | np.ndarray) and trajectory_axis is None
+    given: Any = trajectories
+    if isinstance(trajectories, Array | np.ndarray) and trajectory_axis is None:
+        given = [trajectories]
     try:
-        return lagged_pairs([trajectories] if alone else trajectories, lag, trajectory_axis=trajectory_axis)
+        return lagged_pairs(given, lag, trajectory_axis=trajectory_axis)
     except WrongValue as error:  # of `lagged_pairs`, which has its own name for them
         raise WrongValue(str(error).replace("`trajectories", f"`{name}")) from None
 

@@ -95,8 +95,8 @@ def lagged_pairs(
             fail("lag", f"be at most `max_lag` ({longest})", lag)
     stacks = _stacked("trajectories", trajectories, trajectory_axis, longest, f"the lag ({longest})", "Shorten the lag")
     if not is_traced(steps) and all(isinstance(stack, np.ndarray) for stack in stacks):
-        firsts, seconds = (np.concatenate([_cut(stack, start, longest) for stack in stacks]) for start in (0, steps))
-        return Pairs(_placed(firsts), _placed(seconds))
+        parts = ([_joined(s[:, at : at + s.shape[1] - longest]) for s in stacks] for at in (0, int(steps)))
+        return Pairs(*(_placed(np.concatenate(part)) for part in parts))
     x, y = _cut_all(stacks, steps, longest)
     if is_traced(steps):
         if not jnp.issubdtype(y.dtype, jnp.floating):
@@ -105,13 +105,9 @@ def lagged_pairs(
     return Pairs(x, y)
 
 
-def _cut(stack: np.ndarray, start: int, longest: int) -> np.ndarray:
-    return _joined(stack[:, start : start + stack.shape[1] - longest])
-
-
 @partial(jax.jit, static_argnames="longest")
 def _cut_all(stacks: list[Array], steps: Array, longest: int) -> tuple[Array, Array]:
-    """Cut as `_cut` does, in one program for every `steps` up to `longest`."""
+    """Cut pairs at a `steps` of up to `longest` that the program need not know."""
     firsts = [_joined(stack[:, :-longest]) for stack in stacks]
     seconds = [_joined(lax.dynamic_slice_in_dim(s, steps, s.shape[1] - longest, 1)) for s in stacks]
     return jnp.concatenate(firsts), jnp.concatenate(seconds)
@@ -158,9 +154,7 @@ def delay_embed(
     return rows[0] if isinstance(trajectory, Array | np.ndarray) else rows
 
 
-def _stacked(
-    name: str, trajectories: Any, axis: int | None, longest: int, reach: str, advice: str = ""
-) -> list[Array] | list[np.ndarray]:
+def _stacked(name: str, trajectories: Any, axis: int | None, longest: int, reach: str, advice: str = "") -> list[Any]:
     """Checked trajectories in stacks of equal length, [trajectories, time, ...] each, of one dtype.
 
     They are NumPy's where all are known and on the host: slices of JAX's arrays compile a program per place and length.
@@ -200,7 +194,7 @@ def _on_host(array: Array | np.ndarray) -> bool:
     """Whether an array can be read by NumPy, and the result placed by default, without a change of device."""
     if is_traced(array) or isinstance(array, np.ndarray):
         return not is_traced(array)
-    return not array.committed and next(iter(array.devices())).platform == "cpu"
+    return not array.committed and all(device.platform == "cpu" for device in array.devices())
 
 
 def _placed(array: Array | np.ndarray) -> Array:
@@ -233,9 +227,9 @@ class Observed(NamedTuple):
         shape: The shape of one observable.
     """
 
-    x: Array | np.ndarray
-    y: Array | np.ndarray
-    observable: Array | np.ndarray
+    x: Array
+    y: Array
+    observable: Array
     shape: tuple[int, ...]
 
 
@@ -251,7 +245,7 @@ def checked_pairs(
         x: The states, or features of them.
         y: Their successors.
         observable: What is to be predicted, [n, ...]; default `y`.
-        place: Conversion of the three.
+        place: Conversion of the three, as `as_known`.
 
     Returns:
         The data as arrays.
@@ -422,7 +416,7 @@ def mean_of(
     return _sum_of_two(mean, (x - mean[None]).mean(0))
 
 
-def _sum_of_two(a: Array | np.ndarray, b: Array | np.ndarray) -> tuple[Array | np.ndarray, Array | np.ndarray]:
+def _sum_of_two(a: Any, b: Any) -> tuple[Any, Any]:
     """A sum and its rounding error, exactly (Knuth 1969, section 4.2.2, theorem B)."""
     total = a + b
     part = total - a
