@@ -282,8 +282,9 @@ def _from_pairs(
     else:
         warn_offset(x)
     x, y, *shown = few_rows(*parts)
-    drift = offsets[1] - offsets[0]
-    return _Problem(x, y, shown[0] if shown else None, *offsets, drift, mean, scale, number), shape
+    offset, offset_y, offset_o = offsets
+    drift = offset_y - offset
+    return _Problem(x, y, shown[0] if shown else None, offset, offset_y, offset_o, drift, mean, scale, number), shape
 
 
 def _from_moments(seen: Moments) -> tuple[_Problem, tuple[int, ...]]:
