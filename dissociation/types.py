@@ -20,6 +20,10 @@ class Labels(NamedTuple):
     """Whether rows may be probabilities."""
 
 
+class InTime:
+    """Marks an argument of trajectories: frames are read as `frames.as_trajectories` says."""
+
+
 Scalar = float | int | Float[Array | np.ndarray, ""]
 """A real number, perhaps traced."""
 

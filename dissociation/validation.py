@@ -42,7 +42,8 @@ from dissociation.conversion import (
     number_kind,
     warn_narrowed,
 )
-from dissociation.types import Labels
+from dissociation.frames import as_trajectories
+from dissociation.types import InTime, Labels
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Bound = dict[str, tuple[int, str]]  # name of an axis -> its length, and the argument that had it first
@@ -174,11 +175,13 @@ class _Rule:
     instances: tuple[type, ...] = ()
     choices: tuple[Any, ...] = ()
     function: bool = False
+    in_time: bool = False
 
     def admit(self, name: str, value: Any, bound: Bound, *, may_be_empty: bool = False) -> Any:
         """The argument as the function wants it, or an error that names it."""
         if (value is None and self.optional) or self._is_instance(value):
             return value
+        value = as_trajectories(name, value) if self.in_time else value
         if self.listed and isinstance(value, (list, tuple)) and not (self.arrays and _levels(value) in (1, 2)):
             return [self._admit_listed(f"{name}[{i}]", item) for i, item in enumerate(value)]
         if self.function and callable(value):
@@ -351,6 +354,7 @@ def _rule(hint: Any) -> _Rule | None:
         instances=tuple(slots["instances"]),
         choices=tuple(slots["choices"]),
         function="function" in slots,
+        in_time="in_time" in slots,
     )
 
 
@@ -360,7 +364,7 @@ def _members(hint: Any) -> Iterator[Any]:
         for member in typing.get_args(hint):
             yield from _members(member)
     elif typing.get_origin(hint) is Annotated:
-        yield from (mark for mark in hint.__metadata__ if isinstance(mark, Labels))
+        yield from (mark for mark in hint.__metadata__ if isinstance(mark, Labels | InTime))
         yield from _members(hint.__origin__)
     elif typing.get_origin(hint) is Literal:
         yield from (_Choice(choice) for choice in typing.get_args(hint))
@@ -377,8 +381,8 @@ def _sorted_in(member: Any) -> tuple[str, Any]:
     origin = typing.get_origin(member)
     if member is None or member is type(None):
         return "optional", True
-    if isinstance(member, Labels):
-        return "labels", member
+    if isinstance(member, Labels | InTime):
+        return "labels" if isinstance(member, Labels) else "in_time", member
     if isinstance(member, _Choice):
         return "choices", member.value
     if hasattr(member, "dtypes"):

@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # what type checkers and editors see, the same names as below
     from koopman.operator import Operator as Operator
     from koopman.operators import fit as fit
     from koopman.pairs import Moments as Moments
+    from koopman.pairs import delay_embed as delay_embed
     from koopman.pairs import lagged_pairs as lagged_pairs
     from koopman.pairs import merge_moments as merge_moments
     from koopman.pairs import moments as moments
@@ -47,7 +48,7 @@ else:
             "koopman.learn": ("encode", "train_autoencoders", "train_encoders"),
             "koopman.operator": ("Operator",),
             "koopman.operators": ("fit",),
-            "koopman.pairs": ("Moments", "lagged_pairs", "merge_moments", "moments", "scan_moments"),
+            "koopman.pairs": ("Moments", "delay_embed", "lagged_pairs", "merge_moments", "moments", "scan_moments"),
             "koopman.spectrum": ("decompose", "eigenvalues", "modes", "singular_values"),
         },
     )

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from dissociation.checks import is_traced
+from dissociation.checks import WrongValue, fail, is_traced, warn
+from dissociation.memory import free_memory
 
 # Rows of the data that `warn_offset` looks at: means and variances of as many are known to 3 %.
 _ROWS = 1000
@@ -39,6 +40,37 @@ def _warn_narrowed() -> None:
         "jax.config.update('jax_enable_x64', True) at the start; to keep float32 pass x.astype(numpy.float32).",
         stacklevel=1,
     )
+
+
+def hint_columns(x: Array | np.ndarray, rank: Any) -> None:
+    """Warn, once per process, if an operator of more directions than pairs may come of snapshots in columns.
+
+    Args:
+        x: Features of the states, one pair in a row.
+        rank: Rank asked for; None for all features.
+    """
+    if not any(map(is_traced, (x, rank))) and min(x.shape[1], rank or x.shape[1]) > x.shape[0]:
+        _hint_columns()
+
+
+@cache
+def _hint_columns() -> None:
+    warn(
+        "There are fewer pairs than directions of the operator, and eigenvalues of the rest are zero. If snapshots are "
+        "in columns, [features, time], pass the transpose x.T; if in rows, [time, features], a lower rank is enough.",
+        UserWarning,
+    )
+
+
+def refuse_large_gram(x: Array, matrices: int) -> None:
+    """Raise if matrices k(x, x) of all states, as many as a fit without centres holds at once, exceed free memory."""
+    try:
+        wanted, free = matrices * len(x) ** 2 * x.dtype.itemsize, free_memory([] if is_traced(x) else [x])
+    except WrongValue:  # a system that does not say
+        return
+    if wanted > free:
+        got = f"{len(x)} states, of which {matrices} matrices k(x, x) need {wanted / 1e9:.3g} GB of {free / 1e9:.3g} GB"
+        fail("centres", "be given for so many states", got, "Choose some by koopman.nystroem.choose_centres")
 
 
 def warn_offset(x: Array | np.ndarray, name: str = "x", *, advice: str = "pass center=True") -> None:

@@ -43,12 +43,13 @@ import optax
 from jax import lax
 from jaxtyping import Array, Bool, Complex, Float, Int
 
-from dissociation.checks import check_count, fail, is_traced, warn
+from dissociation.checks import check_count, is_traced, warn
 from dissociation.linalg import finite_part, product, psd_power, scale_of
 from dissociation.results import Result
 from dissociation.types import PRNGKey
 from dissociation.validation import validated
 from koopman.operator import Operator
+from koopman.pairs import delay_embed as delay_embed
 from koopman.rotations import Point, descend, norm
 from koopman.spectrum import eigenpairs
 
@@ -467,39 +468,3 @@ def transition_matrix(operator: Operator, *, metric: Literal["data", "features"]
 def _transition_matrix(operator: Operator, metric: str) -> Array:
     gram = operator.gram_x if metric == "data" else operator.basis_gram
     return product(psd_power(gram, 0.5), product(operator.core, psd_power(gram, -0.5))).T
-
-
-@validated(finite=("trajectory",))
-def delay_embed(
-    trajectory: Float[Array | np.ndarray, "time d"], num_delays: int, *, stride: int = 1
-) -> Float[Array, "rows features"]:
-    """Rows (x_t, x_{t - s}, ..., x_{t - (q - 1) s}): the Hankel matrix of a trajectory.
-
-    Args:
-        trajectory: States in the order of time, [time, d].
-        num_delays: q, states in a row, 1 or more.
-        stride: s, steps between them, 1 or more.
-
-    Returns:
-        [time - (q - 1) s, q d]; row i ends at time i + (q - 1) s. Of several trajectories make a list of these, which
-        `koopman.pairs.lagged_pairs` takes, so that none reaches into another.
-
-    Raises:
-        ValueError: If a count is below 1, or the trajectory too short for one row.
-        TypeError: If a count is no Python integer.
-
-    References:
-        Takens (1981), Detecting strange attractors in turbulence; Brunton et al. (2017), Chaos as an intermittently
-        forced linear system.
-
-    >>> delay_embed(jnp.arange(4.0)[:, None], 3)
-    Array([[2., 1., 0.],
-           [3., 2., 1.]], dtype=float32)
-    """
-    states = jnp.asarray(trajectory)
-    count, step = check_count("num_delays", num_delays, minimum=1), check_count("stride", stride, minimum=1)
-    length = states.shape[0] - (count - 1) * step
-    if length < 1:
-        wanted = f"be longer than (num_delays - 1) * stride ({(count - 1) * step})"
-        fail("trajectory", wanted, f"{states.shape[0]} samples")
-    return jnp.concatenate([states[(count - 1 - i) * step :][:length] for i in range(count)], 1)

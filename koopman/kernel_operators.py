@@ -11,7 +11,15 @@ from jaxtyping import Array
 
 from dissociation.checks import is_traced
 from dissociation.linalg import product, scale_of
-from koopman.diagnostics import warn_constant, warn_inexact, warn_large_alpha, warn_rank, warn_tied, warn_unconverged
+from koopman.diagnostics import (
+    refuse_large_gram,
+    warn_constant,
+    warn_inexact,
+    warn_large_alpha,
+    warn_rank,
+    warn_tied,
+    warn_unconverged,
+)
 from koopman.estimators import Estimator, check_factor, span
 from koopman.kernels import Linear, as_module, gram, own_gram
 from koopman.nystroem import Kernel
@@ -29,6 +37,7 @@ def fit_with_kernel(
 ) -> Operator:
     """`koopman.operators.fit` with a kernel and no centres."""
     x, y, flat, shape = checked_pairs(x, y, observable)
+    refuse_large_gram(x, 7 if estimator.rank is None else 3)  # measured: eigenvectors of all directions take more
     kernel, number = as_module(kernel), x.shape[0]
     size, active, solver = latent(
         estimator.rank, number, "samples", estimator.solver or "auto", estimator.kernel_solvers

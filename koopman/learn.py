@@ -7,7 +7,7 @@ trajectories is named. States may have any shape; where no network is given they
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -28,14 +28,14 @@ from dissociation.checks import (
 )
 from dissociation.models.cnn import Encoder
 from dissociation.training import Epochs, FitResult, Save, fit, make_step
-from dissociation.types import Classes, PRNGKey, Scalar
+from dissociation.types import Classes, InTime, PRNGKey, Scalar
 from dissociation.validation import validated
 from koopman.losses import autoencoder_loss, dpnets_loss, spectral_contrastive_loss, vamp_loss
 from koopman.networks import FEATURES, Autoencoder, FeatureMap, Network, build_network
 from koopman.pairs import Pairs, lagged_pairs
 
 States = Float[Array | np.ndarray, "n *state"]
-Trajectories = Float[Array | np.ndarray, "..."] | Sequence[Float[Array | np.ndarray, "..."]]
+Trajectories = Annotated[Float[Array | np.ndarray, "..."] | Sequence[Float[Array | np.ndarray, "..."]], InTime()]
 Rate = Float[Array | np.ndarray, " seeds"] | Scalar
 Schedule = Callable[[Any], Any]
 
@@ -418,23 +418,14 @@ class _Validation(eqx.Module):
 
 
 def _pairs(name: str, trajectories: Trajectories, lag: int, trajectory_axis: int | None) -> Pairs:
-    """`lagged_pairs` of one trajectory, of a list, or of an array whose axis of trajectories is named."""
+    """`lagged_pairs`, where an array without `trajectory_axis` is one trajectory."""
+    given: Any = trajectories
+    if isinstance(trajectories, Array | np.ndarray) and trajectory_axis is None:
+        given = [trajectories]
     try:
-        return _lagged(name, trajectories, lag, trajectory_axis)
+        return lagged_pairs(given, lag, trajectory_axis=trajectory_axis)
     except WrongValue as error:  # of `lagged_pairs`, which has its own name for them
         raise WrongValue(str(error).replace("`trajectories", f"`{name}")) from None
-
-
-def _lagged(name: str, trajectories: Trajectories, lag: int, trajectory_axis: int | None) -> Pairs:
-    if not isinstance(trajectories, Array | np.ndarray):
-        if trajectory_axis is not None:
-            fail("trajectory_axis", f"be None where `{name}` is a list", trajectory_axis)
-        return lagged_pairs(list(trajectories), lag)
-    if trajectory_axis is None:
-        return lagged_pairs([trajectories], lag)
-    if not -trajectories.ndim <= trajectory_axis < trajectories.ndim:
-        fail("trajectory_axis", f"be an axis of `{name}` (shape {trajectories.shape})", trajectory_axis)
-    return lagged_pairs(list(jnp.moveaxis(jnp.asarray(trajectories), trajectory_axis, 0)), lag)
 
 
 def _observe(

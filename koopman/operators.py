@@ -20,6 +20,7 @@ from dissociation.splits import permutation
 from dissociation.validation import validated
 from koopman.diagnostics import (
     ROWS,
+    hint_columns,
     warn_inexact,
     warn_large_alpha,
     warn_offset,
@@ -32,7 +33,7 @@ from koopman.estimators import Estimator, span
 from koopman.kernel_operators import fit_with_kernel
 from koopman.nystroem import Kernel, nystroem_map
 from koopman.operator import KernelMap, LinearMap, Operator, unshrinking
-from koopman.pairs import Moments, check_square, checked_pairs, default_alpha, gram_root, mean_of
+from koopman.pairs import Moments, as_known, check_square, checked_pairs, default_alpha, few_rows, gram_root, mean_of
 from koopman.solvers import SOLVERS
 from koopman.subspaces import Basis, FeatureRegression, latent, refuse_singular
 
@@ -94,7 +95,8 @@ def fit(
             exceeds eigenvalue number `rank` of k(X, X) / n (for ridge regression, the mean of k(x, x)); if `center` is
             False and a column of ones lowers the residual (F > 25), or a column's variance is below the rounding of its
             squared mean; if k(x, x) varies by less than its rounding; if rounding outweighs `alpha`; if the data hold
-            fewer directions than `rank`; if singular values `rank` and `rank` + 1 agree to rounding.
+            fewer directions than `rank`; if singular values `rank` and `rank` + 1 agree to rounding; once per process,
+            if explicit features are more than pairs and no lower rank is asked for.
 
     Raises:
         ValueError: If shapes disagree, there are fewer than two pairs, known data are not finite (the error names the
@@ -176,7 +178,7 @@ def _fit(
     route: str,
     rtol: float | None,
 ) -> Operator:
-    width, dtype, given = problem.x.shape[1], problem.x.dtype, estimator.alpha is not None
+    (number, width), dtype, given = (problem.count, problem.x.shape[1]), problem.x.dtype, estimator.alpha is not None
     asked = jnp.asarray(estimator.alpha, dtype) if given else fallback
     # Without regularisation the span does not depend on the sizes of columns, and nor must rank cuts.
     free = estimator.rank is None or estimator.inverts_all
@@ -184,7 +186,8 @@ def _fit(
     problem, alpha, largest, unit, sizes, trace = _in_units(problem, asked, level)
     size, active, solver = latent(estimator.rank, width, "features", solver, SOLVERS)
     rounding = float(jnp.finfo(dtype).eps)
-    if route == "auto" and (rtol is not None or rounding > 1e-12 or width < 64 or problem.x.shape[0] < 2 * width):
+    few = isinstance(number, int) and number < 2 * width
+    if route == "auto" and (rtol is not None or rounding > 1e-12 or width < 64 or few):
         route = "qr"
     known = not is_traced(alpha) and not is_traced(problem.x) and not is_traced(problem.y)
     if not is_traced(largest) and float(largest) > 0:
@@ -268,22 +271,20 @@ def _fit_on_centres(
 def _from_pairs(
     x: Array | np.ndarray, y: Array | np.ndarray, observable: Array | np.ndarray | None, center: bool
 ) -> tuple[_Problem, tuple[int, ...]]:
-    x, y, flat, shape = checked_pairs(x, y, observable)
-    scale = jnp.asarray(x.shape[0] ** -0.5, x.dtype)
+    x, y, flat, shape = checked_pairs(x, y, observable, as_known)
+    number, scale = x.shape[0], np.asarray(x.shape[0] ** -0.5, x.dtype)
+    means, zeros = zip(*((mean_of(part)[0], np.zeros(part.shape[1], x.dtype)) for part in (x, y, flat)), strict=True)
+    offsets, mean = (means, zeros[0]) if center else (zeros, means[0])
+    parts = [x, y, flat] if observable is not None else [x, y]
     if center:
-        return _centred(x, y, flat, scale), shape
-    warn_offset(x)
-    zero, mean = jnp.zeros(x.shape[1:], x.dtype), jnp.zeros(flat.shape[1:], x.dtype)
-    shown = None if observable is None else flat
-    return _Problem(x, y, shown, zero, zero, mean, zero, jnp.mean(x, 0), scale, x.shape[0]), shape
-
-
-@jax.jit
-def _centred(x: Array, y: Array, flat: Array, scale: Array) -> _Problem:
-    # About the mean as it is stored, which is within rounding of the mean: what the operator subtracts is the same.
-    (offset, _), (offset_y, _), (mean, _) = mean_of(x), mean_of(y), mean_of(flat)
-    about, drift = (x - offset[None], y - offset_y[None], flat - mean[None]), offset_y - offset
-    return _Problem(*about, offset, offset_y, mean, drift, jnp.zeros_like(offset), scale, x.shape[0])
+        # About the mean as it is stored, which is within rounding of the mean: what the operator subtracts is the same.
+        parts = [part - offset[None] for part, offset in zip(parts, offsets, strict=False)]
+    else:
+        warn_offset(x)
+    x, y, *shown = few_rows(*parts)
+    offset, offset_y, offset_o = offsets
+    drift = offset_y - offset
+    return _Problem(x, y, shown[0] if shown else None, offset, offset_y, offset_o, drift, mean, scale, number), shape
 
 
 def _from_moments(seen: Moments) -> tuple[_Problem, tuple[int, ...]]:
@@ -316,6 +317,7 @@ def _warn_regression(
         ones = np.append(ones, max(0.0, count - ones @ ones) ** 0.5)
         x, y = (np.pad(part, ((0, 1), (0, 0))) for part in (rows[:, :width], rows[:, width : 2 * width]))
     else:
+        hint_columns(x, estimator.rank)
         some = permutation(x.shape[0])[: max(ROWS, 4 * x.shape[1])]
         x, y = (np.asarray(part, float)[some] for part in (x, y))
         if center:

@@ -5,9 +5,9 @@ estimator needs from data larger than memory; covariances are kept as their QR f
 condition number.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -16,13 +16,16 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Real
 
-from dissociation.checks import check_count, check_finite, fail, is_traced
+from dissociation.checks import check_count, check_finite, fail, is_traced, warn
 from dissociation.linalg import product
-from dissociation.types import Count
+from dissociation.types import Count, InTime
 from dissociation.validation import validated
 from koopman.diagnostics import warn_narrowed, warn_offset
 
-Trajectories = Real[Array | np.ndarray, "..."] | Sequence[Real[Array | np.ndarray, "..."]]
+Trajectories = Annotated[Real[Array | np.ndarray, "..."] | Sequence[Real[Array | np.ndarray, "..."]], InTime()]
+
+
+_QUICK_QR = 2**27  # rows times columns squared: about 0.1 s
 
 
 class Pairs(NamedTuple):
@@ -51,7 +54,8 @@ def lagged_pairs(
         trajectories: One trajectory, [time] or [time, d]; or a list of them, [time, ...] each, of any lengths but of
             one state shape; or with `trajectory_axis` many of equal length in one array. An array of more axes does not
             say which of them is time and is refused: for one trajectory of images pass `[images]`. Lists of numbers,
-            [1.0, 2.0] or [[1.0, 2.0], [3.0, 4.0]], are one trajectory; a list of lists of such rows is several.
+            [1.0, 2.0] or [[1.0, 2.0], [3.0, 4.0]], are one trajectory; a list of lists of such rows is several. A frame
+            is one trajectory if its index has even steps, and one for each run if its index is (run, time).
         lag: Steps between the two members of a pair, at least 1.
         max_lag: With it `lag` may be traced, up to this number, so that lags can be swept by `jax.vmap`: every
             trajectory gives the pairs of its first time - max_lag states, whatever the lag. States must be floating
@@ -62,8 +66,11 @@ def lagged_pairs(
     Returns:
         All pairs, trajectory after trajectory, each in the order of time; none crosses from one to the next.
 
+    Warns:
+        UserWarning: If trajectories of a list have no pair at this lag, and are skipped.
+
     Raises:
-        ValueError: If an array has three axes or more and no `trajectory_axis`, a trajectory has no pair at this lag,
+        ValueError: If an array has three axes or more and no `trajectory_axis`, no trajectory has a pair at this lag,
             `lag` is known and out of range, state shapes differ, or known data are not finite.
         TypeError: If `lag` is no Python integer and there is no `max_lag`, a trajectory is no array, or states are not
             floating point and `lag` is traced.
@@ -86,11 +93,11 @@ def lagged_pairs(
         steps = lag if is_traced(lag) else check_count("lag", lag, minimum=1)
         if not is_traced(lag) and steps > longest:
             fail("lag", f"be at most `max_lag` ({longest})", lag)
-    stacks = _stacked(trajectories, trajectory_axis, longest)
-    x = jnp.concatenate([_joined(stack[:, :-longest]) for stack in stacks])
-    y = jnp.concatenate(
-        [_joined(lax.dynamic_slice_in_dim(stack, steps, stack.shape[1] - longest, 1)) for stack in stacks]
-    )
+    stacks = _stacked("trajectories", trajectories, trajectory_axis, longest, f"the lag ({longest})", "Shorten the lag")
+    if not is_traced(steps) and all(isinstance(stack, np.ndarray) for stack in stacks):
+        parts = ([_joined(s[:, at : at + s.shape[1] - longest]) for s in stacks] for at in (0, int(steps)))
+        return Pairs(*(_placed(np.concatenate(part)) for part in parts))
+    x, y = _cut_all(stacks, steps, longest)
     if is_traced(steps):
         if not jnp.issubdtype(y.dtype, jnp.floating):
             raise TypeError(f"`trajectories` must be floating point where `lag` is traced, got {y.dtype}.")
@@ -98,44 +105,115 @@ def lagged_pairs(
     return Pairs(x, y)
 
 
-def _stacked(trajectories: Any, axis: int | None, longest: int) -> list[Array]:
-    """Checked trajectories in stacks of equal length, [trajectories, time, ...] each."""
-    if isinstance(trajectories, Array | np.ndarray):
-        check_finite("trajectories", trajectories)
-        warn_narrowed(trajectories)
-        stacks = [_one_stack(jnp.asarray(trajectories), axis)]
+@partial(jax.jit, static_argnames="longest")
+def _cut_all(stacks: list[Array], steps: Array, longest: int) -> tuple[Array, Array]:
+    """Cut pairs at a `steps` of up to `longest` that the program need not know."""
+    firsts = [_joined(stack[:, :-longest]) for stack in stacks]
+    seconds = [_joined(lax.dynamic_slice_in_dim(s, steps, s.shape[1] - longest, 1)) for s in stacks]
+    return jnp.concatenate(firsts), jnp.concatenate(seconds)
+
+
+@validated
+def delay_embed(
+    trajectory: Trajectories, num_delays: int, *, stride: int = 1, trajectory_axis: int | None = None
+) -> Real[Array, "*trajectories rows features"] | list[Real[Array, "_ features"]]:
+    """Return the rows (x_t, x_{t - s}, ..., x_{t - (q - 1) s}): the Hankel matrix of each trajectory.
+
+    Args:
+        trajectory: States in the order of time, in the forms that `lagged_pairs` takes.
+        num_delays: q, states in a row, 1 or more.
+        stride: s, steps between them, 1 or more.
+        trajectory_axis: Axis of the array that counts trajectories.
+
+    Returns:
+        [time - (q - 1) s, q d]; row i ends at time i + (q - 1) s. A list of these for a list of trajectories, and
+        [trajectories, time - (q - 1) s, q d] with `trajectory_axis`: `lagged_pairs` takes each as it is.
+
+    Warns:
+        UserWarning: If trajectories of a list are too short for one row, and are skipped.
+
+    Raises:
+        ValueError: If a count is below 1, or every trajectory is too short for one row.
+        TypeError: If a count is no Python integer.
+
+    References:
+        Takens (1981), Detecting strange attractors in turbulence; Brunton et al. (2017), Chaos as an intermittently
+        forced linear system.
+
+    >>> delay_embed(jnp.arange(4.0), 3)
+    Array([[2., 1., 0.],
+           [3., 2., 1.]], dtype=float32)
+    """
+    count, step = check_count("num_delays", num_delays, minimum=1), check_count("stride", stride, minimum=1)
+    reach = (count - 1) * step
+    stacks = _stacked("trajectory", trajectory, trajectory_axis, reach, f"(num_delays - 1) * stride ({reach})")
+    # One gather at known places: slices compile a program for each place and length.
+    places = [np.arange(reach, stack.shape[1])[:, None] - step * np.arange(count) for stack in stacks]
+    rows = [stack[:, at].reshape(len(stack), len(at), -1) for stack, at in zip(stacks, places, strict=True)]
+    rows = [_placed(row if trajectory_axis is not None else row[0]) for row in rows]
+    return rows[0] if isinstance(trajectory, Array | np.ndarray) else rows
+
+
+def _stacked(name: str, trajectories: Any, axis: int | None, longest: int, reach: str, advice: str = "") -> list[Any]:
+    """Checked trajectories in stacks of equal length, [trajectories, time, ...] each, of one dtype.
+
+    They are NumPy's where all are known and on the host: slices of JAX's arrays compile a program per place and length.
+    """
+    several = not isinstance(trajectories, Array | np.ndarray)
+    arrays = list(trajectories) if several else [trajectories]
+    if several and axis is not None:
+        fail("trajectory_axis", "be None for a list of trajectories", axis)
+    for index, array in enumerate(arrays):
+        check_finite(f"{name}[{index}]" if several else name, array)
+    warn_narrowed(*arrays)
+    dtype = jnp.result_type(*arrays) if arrays else None
+    if all(_on_host(array) for array in arrays):
+        arrays = [np.asarray(array, dtype) for array in arrays]
     else:
-        if axis is not None:
-            fail("trajectory_axis", "be None for a list of trajectories", axis)
-        for index, trajectory in enumerate(trajectories):
-            check_finite(f"trajectories[{index}]", trajectory)
-        warn_narrowed(*trajectories)
-        stacks = [jnp.asarray(trajectory)[None] for trajectory in trajectories]
+        arrays = [jnp.asarray(array, dtype) for array in arrays]
+    stacks = [array[None] for array in arrays] if several else [_one_stack(name, arrays[0], axis)]
     if not stacks or not stacks[0].shape[0]:
-        fail("trajectories", "hold at least one trajectory", "none")
+        fail(name, "hold at least one trajectory", "none")
     for index, stack in enumerate(stacks):
-        which = f"trajectories[{index}]" if len(stacks) > 1 else "trajectories"
+        which = f"{name}[{index}]" if len(stacks) > 1 else name
         if stack.ndim < 2:
             fail(which, "have a time axis", f"shape {stack.shape[1:]}")
-        if stack.shape[1] <= longest:
-            fail(which, f"be longer than the lag ({longest})", f"{stack.shape[1]} samples", "Shorten the lag")
         if stack.shape[2:] != stacks[0].shape[2:]:
             fail(which, f"have states of shape {stacks[0].shape[2:]}", stack.shape[2:])
-    return stacks
+    kept = [stack for stack in stacks if stack.shape[1] > longest]
+    if not kept:
+        most = max(stack.shape[1] for stack in stacks)
+        fail(name, f"be longer than {reach}", f"{most} samples{' at most' if len(stacks) > 1 else ''}", advice)
+    if len(kept) < len(stacks):
+        skipped = len(stacks) - len(kept)
+        warn(f"Skipped {skipped} of {len(stacks)} trajectories that are not longer than {reach}.", UserWarning)
+    return kept
 
 
-def _one_stack(array: Array, axis: int | None) -> Array:
+def _on_host(array: Array | np.ndarray) -> bool:
+    """Whether an array can be read by NumPy, and the result placed by default, without a change of device."""
+    if is_traced(array) or isinstance(array, np.ndarray):
+        return not is_traced(array)
+    return not array.committed and all(device.platform == "cpu" for device in array.devices())
+
+
+def _placed(array: Array | np.ndarray) -> Array:
+    """A JAX array of what nobody else holds; `jnp.asarray` compiles a program for each shape."""
+    return jax.device_put(array) if isinstance(array, np.ndarray) else array
+
+
+def _one_stack(name: str, array: Any, axis: int | None) -> Any:
     if axis is None:
         if array.ndim > 2:
             advice = "Pass trajectory_axis=0 for [trajectories, time, ...], or [array] for one trajectory [time, ...]"
-            fail("trajectories", "name the axis of trajectories if of three axes or more", array.shape, advice)
+            fail(name, "name the axis of trajectories if of three axes or more", array.shape, advice)
         return array[None]
     if array.ndim < 2 or not -array.ndim <= axis < array.ndim:
-        fail("trajectory_axis", "be an axis of `trajectories`, with another for time", f"{axis} of {array.shape}")
-    return jnp.moveaxis(array, axis, 0)
+        fail("trajectory_axis", f"be an axis of `{name}`, with another for time", f"{axis} of {array.shape}")
+    return (np if isinstance(array, np.ndarray) else jnp).moveaxis(array, axis, 0)
 
 
-def _joined(stack: Array) -> Array:
+def _joined(stack: Any) -> Any:
     return stack.reshape(-1, *stack.shape[2:])
 
 
@@ -155,13 +233,19 @@ class Observed(NamedTuple):
     shape: tuple[int, ...]
 
 
-def checked_pairs(x: Array | np.ndarray, y: Array | np.ndarray, observable: Array | np.ndarray | None) -> Observed:
+def checked_pairs(
+    x: Array | np.ndarray,
+    y: Array | np.ndarray,
+    observable: Array | np.ndarray | None,
+    place: Callable[[Any], Any] = jnp.asarray,
+) -> Observed:
     """What every estimator asks of its data.
 
     Args:
         x: The states, or features of them.
         y: Their successors.
         observable: What is to be predicted, [n, ...]; default `y`.
+        place: Conversion of the three, as `as_known`.
 
     Returns:
         The data as arrays.
@@ -176,8 +260,29 @@ def checked_pairs(x: Array | np.ndarray, y: Array | np.ndarray, observable: Arra
     if x.shape[0] < 2:
         fail("x", "hold at least two pairs", f"shape {x.shape}", "Use a longer trajectory or a shorter lag")
     warn_narrowed(x, y, observable)
-    flat = jnp.asarray(observable).reshape(x.shape[0], -1)
-    return Observed(jnp.asarray(x), jnp.asarray(y), flat, tuple(observable.shape[1:]))
+    flat = place(observable).reshape(x.shape[0], -1)
+    return Observed(place(x), place(y), flat, tuple(observable.shape[1:]))
+
+
+def as_known(array: Array | np.ndarray) -> Array | np.ndarray:
+    """Return an array of the host as NumPy's, in JAX's dtype, of which nothing that is computed is compiled."""
+    return np.asarray(array, jax.dtypes.canonicalize_dtype(array.dtype)) if _on_host(array) else jnp.asarray(array)
+
+
+def few_rows(*parts: Array | np.ndarray) -> tuple[Array, ...]:
+    """Return as many rows as columns with the products x^T x, x^T y, ... of all parts, which are joined.
+
+    Every number of rows then runs the same compiled programs. Parts that are not NumPy's, or whose QR would take about
+    as long as compiling, are returned as they are.
+    """
+    number, width = len(parts[0]), sum(part.shape[1] for part in parts)
+    if not all(isinstance(part, np.ndarray) for part in parts) or max(number, width) * width**2 > _QUICK_QR:
+        return tuple(map(jnp.asarray, parts))
+    rows = np.zeros((max(number, width), width))
+    np.concatenate(parts, 1, out=rows[:number])
+    rows = np.linalg.qr(rows, mode="r") if number > width else rows
+    columns = np.split(rows, np.cumsum([part.shape[1] for part in parts])[:-1], 1)
+    return tuple(_placed(some.astype(part.dtype)) for some, part in zip(columns, parts, strict=True))
 
 
 def default_alpha(trace: Float[Array, ""], rank: Array | int | None = None) -> Float[Array, ""]:
@@ -300,16 +405,18 @@ def _of_total(total: Array, rest: Array, root: Array, widths: tuple[int, ...], c
     return Moments(total[0], total[1:start], total[start:middle], total[middle:], rest, root, center)
 
 
-def mean_of(x: Float[Array, "n d"]) -> tuple[Float[Array, " d"], Float[Array, " d"]]:
+def mean_of(
+    x: Float[Array | np.ndarray, "n d"],
+) -> tuple[Float[Array | np.ndarray, " d"], Float[Array | np.ndarray, " d"]]:
     """The mean of every column, and what rounding left out of it.
 
     The first mean carries the rounding of a large offset; the mean of what it leaves has none.
     """
-    mean = jnp.mean(x, 0)
-    return _sum_of_two(mean, jnp.mean(x - mean[None], 0))
+    mean = x.mean(0)
+    return _sum_of_two(mean, (x - mean[None]).mean(0))
 
 
-def _sum_of_two(a: Array, b: Array) -> tuple[Array, Array]:
+def _sum_of_two(a: Any, b: Any) -> tuple[Any, Any]:
     """A sum and its rounding error, exactly (Knuth 1969, section 4.2.2, theorem B)."""
     total = a + b
     part = total - a

@@ -15,7 +15,7 @@ LEVELS = {
     "dissociation": {
         "_compat": -4, "types": -3, "lazy": -3,
         "checks": -2, "cores": -1, "keys": -2, "conversion": -1, "validation": -0.5,
-        "files": -1, "interrupts": -1, "labelled": -0.5, "labelling": -0.4, "linalg": 0, "results": 0,
+        "files": -1, "frames": -1, "interrupts": -1, "labelled": -0.5, "labelling": -0.4, "linalg": 0, "results": 0,
         "splits": 0, "ties": 0.1,
         "provenance": 0, "progress": 0, "plotting": 0, "exhibits": 0.5, "display": 0.6, "report": 0.7, "sharding": 0,
         "schedule": 0, "distributed": 0, "shares": 0.2, "lanes": 0.5,

@@ -678,29 +678,3 @@ def test_latent_functions_beyond_a_traced_rank_are_zeros():
     np.testing.assert_allclose(full[:2, :2], cut, atol=1e-5)
     np.testing.assert_array_equal(full[2:], 0)
     np.testing.assert_array_equal(full[:, 2:], 0)
-
-
-@pytest.mark.parametrize(("delays", "stride"), [(1, 1), (3, 1), (3, 2), (1, 5)])
-def test_rows_of_the_hankel_matrix(delays, stride):
-    path = RANDOM.normal(size=(9, 2)).astype(np.float32)
-    found = delay_embed(path, delays, stride=stride)
-    reach = (delays - 1) * stride
-    wanted = [np.concatenate([path[t - i * stride] for i in range(delays)]) for t in range(reach, 9)]
-    np.testing.assert_array_equal(found, wanted)
-    np.testing.assert_array_equal(jax.jit(lambda p: delay_embed(p, delays, stride=stride))(path), wanted)
-    stacked = jax.vmap(lambda p: delay_embed(p, delays, stride=stride))(np.stack([path, -path]))
-    np.testing.assert_array_equal(stacked[1], -found)
-
-
-def test_delays_that_cannot_be_are_refused():
-    path = np.ones((5, 2), np.float32)
-    assert delay_embed(path, 5).shape == (1, 10)
-    with pytest.raises(ValueError, match=r"`trajectory` must be longer than \(num_delays - 1\) \* stride \(5\), got 5"):
-        delay_embed(path, 6)
-    for wrong in ({"num_delays": 0}, {"num_delays": 2, "stride": 0}):
-        with pytest.raises(ValueError, match="must be at least 1"):
-            delay_embed(path, **wrong)
-    with pytest.raises(TypeError, match="`num_delays` must"):
-        delay_embed(path, 1.5)
-    with pytest.raises(ValueError, match="`trajectory` must be finite"):
-        delay_embed(np.full((5, 2), np.nan), 2)

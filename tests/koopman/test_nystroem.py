@@ -376,6 +376,14 @@ def test_the_scale_of_states_changes_nothing(kind, solver, kernel):
         np.testing.assert_allclose(predict(found, scale * path[:5]) / scale, predict(wanted, path[:5]), atol=0.05)
 
 
+@pytest.mark.parametrize("transform", [lambda function: function, jax.jit])
+def test_kernel_matrices_that_memory_cannot_hold_are_refused_before_they_are_made(transform):
+    x = np.ones((10**6, 1), np.float32)
+    for estimator, wanted in ((Ridge(), r"2.8e\+04 GB of"), (ReducedRank(2), r"1.2e\+04 GB of")):
+        with pytest.raises(ValueError, match=rf"`centres` must be given .* 1000000 states, .* {wanted}"):
+            transform(lambda x, estimator=estimator: fit(estimator, x, x, kernel=RBF(1.0)))(x)
+
+
 def test_kernel_values_beyond_float32_are_refused():
     for scale, kernel, words in (
         (1e-18, Linear(), "`kernel` must have a mean of k"),

@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from koopman import diagnostics
 from koopman.estimators import PrincipalComponents, ReducedRank, Ridge
 from koopman.forecast import predict, risk
 from koopman.kernels import Linear
 from koopman.operator import KernelMap, LinearMap
 from koopman.operators import fit
-from koopman.pairs import lagged_pairs, moments, scan_moments
+from koopman.pairs import few_rows, lagged_pairs, moments, scan_moments
 from koopman.spectrum import decompose, eigenvalues, modes, right_eigenfunctions, singular_values
 
 ESTIMATORS = {"ridge": Ridge, "pcr": partial(PrincipalComponents, 3), "reduced_rank": partial(ReducedRank, 3)}
@@ -767,3 +768,49 @@ def test_members_of_a_sweep_decide_together(swept):
         together, _, given = swept_over(matrix, 1e-5, *thin)
         exact = jax.jit(jax.vmap(partial(matrix, route="qr"), axes))(*given)
         np.testing.assert_array_equal(together, exact)
+
+
+@pytest.mark.parametrize("center", [False, True])
+def test_another_number_of_pairs_compiles_nothing(caplog, center):
+    _, states = linear_trajectory()
+    x, y = (np.asarray(a) for a in lagged_pairs(states.astype(np.float32)))
+    for estimator in (Ridge(), ReducedRank(2)):
+        with jax.log_compiles(True), caplog.at_level("WARNING"):
+            fit(estimator, x[:200], y[:200], center=center)
+            caplog.clear()
+            for number in (5, 12, 37, 201, 399):  # fewer pairs than columns, too
+                fit(estimator, x[:number], y[:number], center=center)
+            assert not [line for line in caplog.messages if "Finished XLA compilation" in line]
+
+
+@pytest.mark.parametrize("shape", [(40, 3, 3, 2), (4, 3, 3, 2), (7, 2, 5, 1), (300, 1, 1, 0)])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_few_rows_have_the_products_of_all(shape, dtype):
+    rng, (number, *widths) = np.random.default_rng(0), shape
+    scales = [10.0 ** rng.integers(-9, 10, size=width) for width in widths if width]
+    with jax.enable_x64(True):
+        parts = [(rng.normal(size=(number, len(s))) * s + s).astype(dtype) for s in scales]
+        found = few_rows(*parts)
+        assert {len(part) for part in found} == {sum(widths)}
+        assert {part.dtype for part in found} == {np.dtype(dtype)}
+        joined, rows = (np.concatenate(some, 1).astype(float) / np.concatenate(scales) for some in (parts, found))
+        np.testing.assert_allclose(rows.T @ rows, joined.T @ joined, atol=number * 8 * np.finfo(dtype).eps)
+        assert jax.jit(lambda *parts: few_rows(*parts)[0])(*parts).shape == parts[0].shape
+
+
+def test_snapshots_in_columns_are_hinted_at_once():
+    _, states = linear_trajectory(20, d=3)
+    snapshots = states.T.astype(np.float32)  # [3, 21]
+    pairs = lagged_pairs(snapshots)
+    diagnostics._hint_columns.cache_clear()
+    for quiet in (lambda: fit(PrincipalComponents(2), *pairs), lambda: fit(Ridge(), *pairs, kernel=Linear())):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "There are fewer pairs")
+            quiet()
+            fit(Ridge(), *lagged_pairs(snapshots.T))
+            jax.jit(lambda x, y: fit(Ridge(), x, y))(*pairs)
+    with pytest.warns(UserWarning, match=r"fewer pairs than directions .*\[features, time\], pass the transpose x.T"):
+        fit(Ridge(), *pairs)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "There are fewer pairs")
+        fit(Ridge(), *pairs)

@@ -3,13 +3,15 @@ import warnings
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pandas as pd
 import pytest
+import xarray as xr
 
-from koopman import diagnostics
+from koopman import diagnostics, learn
 from koopman.datasets.maps import logistic_map
 from koopman.estimators import Ridge
 from koopman.operators import fit
-from koopman.pairs import default_alpha, gram_root, lagged_pairs, merge_moments, moments, scan_moments
+from koopman.pairs import default_alpha, delay_embed, gram_root, lagged_pairs, merge_moments, moments, scan_moments
 
 
 @pytest.mark.parametrize("lag", [1, 3])
@@ -67,9 +69,15 @@ def test_an_axis_of_trajectories_is_named(shape):
     ("trajectories", "lag", "error", "words"),
     [
         (np.zeros((3, 2)), 3, ValueError, r"`trajectories` must be longer than the lag \(3\), got 3 samples"),
-        ([np.zeros((5, 2)), np.zeros((2, 2))], 2, ValueError, r"trajectories\[1\]"),
+        ([np.zeros((1, 2)), np.zeros((2, 2))], 2, ValueError, r"longer than the lag \(2\), got 2 samples at most"),
         ([np.zeros((5, 2)), np.zeros((5, 3))], 1, ValueError, r"states of shape \(2,\)"),
         ([], 1, ValueError, "at least one trajectory"),
+        (
+            [np.full(3, 2**40)],
+            1,
+            ValueError,
+            r"`trajectories\[0\]` must hold integers from .*got 1099511627776.*jax_enable_x64",
+        ),
         (np.zeros((5, 2)), 0, ValueError, "`lag`"),
         (np.asarray([[0.0], [1.0], [np.nan], [np.inf]]), 1, ValueError, r"nan at index \(2, 0\)"),
     ],
@@ -90,8 +98,8 @@ def test_lags_can_be_swept():
     for lag, words in ((5, r"`lag` must be at most `max_lag` \(4\)"), (0, "`lag` must be at least 1")):
         with pytest.raises(ValueError, match=words):
             lagged_pairs(trajectories, lag, max_lag=4)
-    with pytest.raises(ValueError, match=r"trajectories\[1\]` must be longer than the lag \(6\)"):
-        lagged_pairs(trajectories, 1, max_lag=6)
+    with pytest.warns(UserWarning, match=r"Skipped 1 of 2 trajectories that are not longer than the lag \(6\)"):
+        assert lagged_pairs(trajectories, 1, max_lag=6).x.shape == (3, 2)
 
 
 def test_a_traced_lag_out_of_range_gives_no_pairs():
@@ -103,11 +111,201 @@ def test_a_traced_lag_out_of_range_gives_no_pairs():
         jax.jit(lambda lag: lagged_pairs(states.astype(int), lag, max_lag=4))(1)
 
 
+def pairs_apart(runs, lag):
+    """Pairs of a list of runs by a loop over times, and rows of three delays of each run."""
+    pairs = [(run[t], run[t + lag]) for run in runs for t in range(len(run) - lag)]
+    rows = [
+        [np.concatenate([np.ravel(run[t - i * lag]) for i in range(3)]) for t in range(2 * lag, len(run))]
+        for run in runs
+    ]
+    return *zip(*pairs, strict=True), *rows
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.int64, np.int16])
+@pytest.mark.parametrize("seed", range(3))
+def test_pairs_and_delays_of_any_form_and_dtype(seed, dtype):
+    rng = np.random.default_rng(seed)
+    lag, shape = int(rng.integers(1, 4)), [(), (2,), (2, 3)][seed]
+    scale = 2**40 if dtype == np.int64 else 2**10
+    runs = [(scale * rng.normal(size=(n, *shape))).astype(dtype) for n in rng.permutation(np.arange(7, 11))]
+    with jax.enable_x64(True):
+        wanted = pairs_apart(runs, lag)
+
+        def both(runs):
+            return *lagged_pairs(runs, lag), *delay_embed(runs, 3, stride=lag)
+
+        on_device = [jnp.asarray(run) for run in runs]
+        # Under a transformation other code runs than on arrays that are known.
+        for found in (
+            both(runs),
+            both(tuple(runs)),
+            both([*runs[:2], *on_device[2:]]),
+            both(on_device),
+            jax.jit(both)(runs),
+        ):
+            for one, other in zip(found, wanted, strict=True):
+                assert one.dtype == dtype
+                np.testing.assert_array_equal(one, other)
+
+
+def test_a_stack_of_trajectories_has_delays_of_each():
+    states = np.random.default_rng(0).normal(size=(4, 9, 2)).astype(np.float32)
+    found = delay_embed(np.moveaxis(states, 0, 2), 3, trajectory_axis=2)
+    np.testing.assert_array_equal(found, np.stack(delay_embed(list(states), 3)))
+    joined = lagged_pairs(found, trajectory_axis=0)
+    np.testing.assert_array_equal(joined.y, lagged_pairs(delay_embed(list(states), 3)).y)
+    with pytest.raises(ValueError, match=r"`trajectory` must name the axis.*Pass trajectory_axis=0"):
+        delay_embed(states, 3)
+
+
+STATES = np.random.default_rng(3).normal(size=(12, 2)).astype(np.float32)
+RUNS = {"run": np.repeat(["b", "a"], [7, 5]), "t": [*range(7), *range(5)]}
+DAYS = pd.date_range("2024-02-25", periods=12)
+
+
+def frame(index=None, **columns):
+    return pd.DataFrame({"p": STATES[:, 0], "q": STATES[:, 1], **columns}, index=index)
+
+
+def named(dimensions, **coordinates):
+    return xr.DataArray(STATES if dimensions[0] != "state" else STATES.T, dims=dimensions, coords=coordinates)
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        frame(),
+        frame(DAYS),
+        frame(DAYS.tz_localize("Europe/Berlin") + pd.Timedelta("31D")),  # over a change of the clocks
+        frame(pd.date_range("2024-01-31", periods=12, freq="ME")),
+        frame(pd.period_range("2024-01", periods=12, freq="Q")),
+        frame(0.1 * np.arange(12)),
+        frame((1000 / 30 * np.arange(12)).round().astype(np.uint32)),  # milliseconds of a video
+        frame()[["p", "q"]].astype({"p": "Float32"}),
+        named(("time", "state")),
+        named(("state", "Time"), Time=DAYS),
+    ],
+)
+def test_frames_whose_times_are_even_are_one_trajectory(table):
+    with jax.enable_x64(True):
+        for found, wanted in zip(lagged_pairs(table, 2), lagged_pairs(STATES, 2), strict=True):
+            np.testing.assert_array_equal(found, wanted)
+        np.testing.assert_array_equal(delay_embed([table, STATES], 3)[0], delay_embed(STATES, 3))
+
+
+@pytest.mark.parametrize("order", ["rows by run", "rows by time"])
+def test_runs_of_an_index_are_trajectories(order):
+    table = frame(**RUNS).set_index(["run", "t"])
+    table = table.sort_index(level=1, sort_remaining=False, kind="stable") if order == "rows by time" else table
+    wanted = lagged_pairs([STATES[:7], STATES[7:]], 2)
+    pieces = [run for _, run in frame(**RUNS).set_index("t").groupby("run", sort=False)]
+    forms = (table, [table.loc[["b"]], table.loc[["a"]]], [piece[["p", "q"]] for piece in pieces])
+    for form in (*forms, [frame(**RUNS)[["p", "q"]][:7], STATES[7:]]):
+        for found, other in zip(lagged_pairs(form, 2), wanted, strict=True):
+            np.testing.assert_array_equal(found, other)
+        assert [len(rows) for rows in delay_embed(form, 2)] == [6, 4]
+    series = lagged_pairs(table["p"], 2)
+    np.testing.assert_array_equal(series.y, wanted.y[:, 0])
+
+
+@pytest.mark.parametrize(
+    ("table", "error", "words"),
+    [
+        (frame(RUNS["t"]), ValueError, r"increases, got 0 after 6\. If time starts again .*groupby.*one trajectory"),
+        (frame(DAYS[::-1]), ValueError, "increases, got 2024-03-06 00:00:00 after 2024-03-07"),
+        (frame(DAYS + pd.to_timedelta([0] * 5 + [1] * 7, "D")), ValueError, "got 2024-03-02 .* after 2024-02-29"),
+        (frame(np.delete(np.arange(13.0), 11)), ValueError, "even steps, got 12.0 after 10.0, where"),
+        (frame(list("abcdefghijkl")), TypeError, "index of numbers or dates, got one of .*to_datetime"),
+        (frame(**RUNS), TypeError, r"numbers in every column, got text, dates or objects in \['run'\]\. Use"),
+        (frame(t=RUNS["t"]), ValueError, r"states alone .* runs or times in \['t'\]\. Use frame.set_index"),
+        (frame(when=DAYS), TypeError, r"objects in \['when'\]"),
+        (frame(**RUNS).set_index(["t", "run"]), ValueError, "time as the last level"),
+        (frame(**RUNS | {"t": RUNS["t"][::-1]}).set_index(["run", "t"]), ValueError, "increases, got 3 after 4"),
+        ([frame(), frame()[["q", "p"]]], ValueError, r"same columns in one order, got \['p', 'q'\] and \['q', 'p'\]"),
+        (named(("x", "y")), ValueError, r"dimensions \(time, state\).* got dimensions \('x', 'y'\)"),
+        (named(("time", "y"), time=np.arange(12) ** 2), ValueError, "even steps"),
+        (xr.DataArray(np.ones((3, 4, 2)), dims=("run", "time", "y")), ValueError, r"pass list\(array\)"),
+    ],
+)  # fmt: skip
+def test_frames_that_leave_time_open_are_refused(table, error, words):
+    def train(trajectories):
+        return learn.train_encoders("vamp", trajectories, key=jax.random.key(0))
+
+    for call in (lagged_pairs, lambda table: delay_embed(table, 2), train):
+        with pytest.raises(error, match=f"`traj.*must .*{words}"):
+            call(table)
+
+
+def test_short_trajectories_of_a_list_are_skipped_with_one_warning():
+    runs = [np.arange(float(n), dtype=np.float32) for n in (2, 9, 3, 12, 4)]
+    for call, words in (
+        (lambda runs: lagged_pairs(runs, 4).x, r"the lag \(4\)"),
+        (lambda runs: np.concatenate(delay_embed(runs, 3, stride=2)), r"\(num_delays - 1\) \* stride \(4\)"),
+    ):
+        with pytest.warns(UserWarning, match=rf"Skipped 3 of 5 trajectories that are not longer than {words}") as seen:
+            found = call(runs)
+        assert len(seen) == 1
+        np.testing.assert_array_equal(found, call([runs[1], runs[3]]))
+    with pytest.raises(ValueError, match=r"longer than the lag \(12\), got 12 samples at most"):
+        lagged_pairs(runs, 12)
+
+
+def test_known_trajectories_compile_nothing(caplog):
+    runs = [np.random.default_rng(n).normal(size=(n, 2)).astype(np.float32) for n in range(60, 80)]
+    on_device = [jnp.asarray(run) for run in runs]
+    with jax.log_compiles(True), caplog.at_level("WARNING"):
+        for form in (runs, on_device, [run.tolist() for run in runs]):
+            for lag in (1, 2, 5):
+                x, _ = lagged_pairs(form, lag)
+                delay_embed(form, 16, stride=lag // 2 + 1)
+        delay_embed(np.arange(512, dtype=np.float32), 128)
+        lagged_pairs(np.zeros((3, 40, 2), np.float32), 7, trajectory_axis=0)
+        assert "ompil" not in caplog.text
+        jnp.sin(x)  # the control: this one is heard of
+        assert "ompil" in caplog.text
+
+
+def test_committed_arrays_stay_on_their_device():
+    device = jax.devices()[1]
+    run = jax.device_put(np.arange(12, dtype=np.float32), device)
+    for found in (*lagged_pairs(run, 2), *lagged_pairs([run, run[:7]], 2), delay_embed(run, 2), *delay_embed([run], 2)):
+        assert found.devices() == {device}
+    np.testing.assert_array_equal(lagged_pairs([run, run[:7]], 2).y, [*range(2, 12), *range(2, 7)])
+
+
+@pytest.mark.parametrize(("delays", "stride"), [(1, 1), (3, 1), (3, 2), (1, 5)])
+def test_rows_of_the_hankel_matrix(delays, stride):
+    path = np.random.default_rng(0).normal(size=(9, 2)).astype(np.float32)
+    found = delay_embed(path, delays, stride=stride)
+    reach = (delays - 1) * stride
+    wanted = [np.concatenate([path[t - i * stride] for i in range(delays)]) for t in range(reach, 9)]
+    np.testing.assert_array_equal(found, wanted)
+    np.testing.assert_array_equal(jax.jit(lambda p: delay_embed(p, delays, stride=stride))(path), wanted)
+    stacked = jax.vmap(lambda p: delay_embed(p, delays, stride=stride))(np.stack([path, -path]))
+    np.testing.assert_array_equal(stacked[1], -found)
+
+
+def test_delays_that_cannot_be_are_refused():
+    path = np.ones((5, 2), np.float32)
+    assert delay_embed(path, 5).shape == (1, 10)
+    with pytest.raises(ValueError, match=r"`trajectory` must be longer than \(num_delays - 1\) \* stride \(5\), got 5"):
+        delay_embed(path, 6)
+    for wrong in ({"num_delays": 0}, {"num_delays": 2, "stride": 0}):
+        with pytest.raises(ValueError, match="must be at least 1"):
+            delay_embed(path, **wrong)
+    with pytest.raises(TypeError, match="`num_delays` must"):
+        delay_embed(path, 1.5)
+    with pytest.raises(ValueError, match="`trajectory` must be finite"):
+        delay_embed(np.full((5, 2), np.nan), 2)
+
+
 def test_float64_that_becomes_float32_is_said_once():
     states = np.arange(9.0)[:, None]
     calls = (
         lambda: lagged_pairs(states),
         lambda: lagged_pairs([states]),
+        lambda: delay_embed(states, 2),
+        lambda: delay_embed([states[:, 0]], 2),
         lambda: moments(states, states),
         lambda: scan_moments(states[None], states[None]),
         lambda: fit(Ridge(), states, states + 1),

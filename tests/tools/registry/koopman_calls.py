@@ -269,7 +269,6 @@ CALLS = {
     },
     dynamical_similarity.departure_from_normality: lambda: {"matrix": STABLE},
     dynamical_similarity.transition_matrix: lambda: {"operator": operator(), "metric": "data"},
-    dynamical_similarity.delay_embed: lambda: {"trajectory": PATH, "num_delays": 3, "stride": 2},
     estimators.Ridge: lambda: {"alpha": 0.1},
     estimators.PrincipalComponents: lambda: {"rank": 2, "alpha": 0.1, "solver": "krylov"},
     estimators.ReducedRank: lambda: {"rank": 2, "alpha": 0.1, "solver": "spectral"},
@@ -351,6 +350,12 @@ CALLS = {
         "max_lag": 2,
         "trajectory_axis": 0,
     },
+    pairs.delay_embed: lambda: {
+        "trajectory": np.stack([PATH, PATH]),
+        "num_delays": 3,
+        "stride": 2,
+        "trajectory_axis": 0,
+    },
     pairs.moments: lambda: PAIRS | {"observable": OBSERVABLE, "center": True},
     pairs.merge_moments: lambda: {"first": pairs.moments(X, Y), "second": pairs.moments(Y, X)},
     pairs.scan_moments: lambda: {
@@ -390,6 +395,7 @@ _SEVERAL = "lists within lists of rows are several trajectories, which have no `
 
 MAY_PASS = {
     pairs.lagged_pairs: {("trajectories", "a list"): _SEVERAL},
+    pairs.delay_embed: {("trajectory", "a list"): _SEVERAL},
     learn.validation_loss: {("trajectories", "a list"): _SEVERAL},
     learn.train_encoders: {("trajectories", "a list"): _SEVERAL, ("validation", "a list"): _SEVERAL},
     learn.train_autoencoders: {("trajectories", "a list"): _SEVERAL, ("validation", "a list"): _SEVERAL},
