@@ -25,6 +25,7 @@ from dissociation.checks import (
 )
 from dissociation.conversion import describe
 from dissociation.linalg import product, scale_of
+from dissociation.splits import permutation
 from dissociation.types import Scalar
 from dissociation.validation import validated
 from koopman.diagnostics import warn_narrowed
@@ -221,7 +222,7 @@ def median_distance(x: States, *, max_samples: int = 1000) -> Float[Array, ""]:
 
     Args:
         x: States.
-        max_samples: As many states, evenly spaced along x, are compared at most.
+        max_samples: Number of states that are compared at most, drawn by a fixed permutation.
 
     Returns:
         A length in the units of x.
@@ -236,7 +237,7 @@ def median_distance(x: States, *, max_samples: int = 1000) -> Float[Array, ""]:
     if x.shape[0] < 2:
         fail("x", "hold at least two states", f"shape {x.shape}")
     warn_narrowed(x)
-    some = jnp.asarray(x)[:: -(-x.shape[0] // max_samples)]
+    some = jnp.asarray(x) if x.shape[0] <= max_samples else jnp.asarray(x)[permutation(x.shape[0])[:max_samples]]
     rows, columns = np.triu_indices(some.shape[0], 1)
     unit = scale_of(jnp.max(jnp.abs(some)))
     return jnp.median(jnp.sqrt(squared_distances(some / unit, some / unit)[rows, columns])) * unit

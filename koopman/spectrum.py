@@ -25,6 +25,7 @@ from jaxtyping import Array, Complex, Float
 
 from dissociation.checks import check_positive
 from dissociation.linalg import product, psd_power
+from dissociation.ties import snapped
 from dissociation.types import Scalar
 from dissociation.validation import validated
 from koopman.operator import Operator
@@ -301,9 +302,9 @@ def eigenpairs(matrix: Float[Array, "r r"]) -> tuple[Complex[Array, " r"], Compl
         kind = jnp.result_type(matrix.dtype, jnp.complex64)
         shapes = jax.ShapeDtypeStruct(matrix.shape[:1], kind), jax.ShapeDtypeStruct(matrix.shape, kind)
         values, right = jax.pure_callback(_eig_on_host, shapes, matrix, vmap_method="expand_dims")
-    # Moduli are compared after rounding: two that differ by less are one, and a pair must not be torn apart.
-    unit = jnp.maximum(jnp.max(jnp.abs(values)), jnp.finfo(matrix.dtype).tiny) * 64 * jnp.finfo(matrix.dtype).eps
-    size, real = jnp.round(jnp.abs(values) / unit), jnp.round(values.real / unit)
+    # Moduli that differ by rounding are one: a pair must not be torn apart.
+    size = jnp.abs(values)
+    size, real = snapped(size), snapped(values.real, jnp.max(size))
     order = jnp.lexsort((-values.imag, -real, -size))
     values, right = values[order], right[:, order]
     largest = jnp.take_along_axis(right, jnp.argmax(jnp.abs(right), 0)[None], 0)

@@ -477,6 +477,10 @@ def test_a_scale_per_neuron_drops_no_direction_and_others_are_counted():
     for function in (similarity.cca, similarity.linear_predictivity):
         with pytest.warns(RuntimeWarning, match="1 of the directions of `x` exceed rounding"):
             function(dependent, y)
+    with pytest.warns(RuntimeWarning, match="1 of the directions of `deep 0` exceed rounding"):
+        similarity.pairwise("cca", {"deep": dependent, "other": y}, baseline=False)
+    with pytest.raises(ValueError, match=r"`representations\['deep'\]` must have an entry of at least"):
+        similarity.pairwise("mutual_knn", {"deep": 1e-40 * dependent, "other": y})
 
 
 def test_stimuli_repeated_in_order_are_predicted():

@@ -72,6 +72,9 @@ def test_median_distance():
         rows, columns = np.triu_indices(9, 1)
         exact = np.median(np.linalg.norm(X[rows] - X[columns], axis=1))
         np.testing.assert_allclose(kernels.median_distance(X), exact, rtol=1e-10)
+    cycle = np.tile(np.linspace(0, 1, 10)[:, None], (40, 1))  # every tenth state is the same
+    exact = kernels.median_distance(cycle)
+    np.testing.assert_allclose(kernels.median_distance(cycle, max_samples=40), exact, atol=0.15)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,14 @@ from dissociation.checks import (
 )
 from dissociation.conversion import as_array, as_numbers, warn_narrowed
 from dissociation.memory import free_memory
-from dissociation.metrics.similarity.base import Measure, Route, cheapest, in_common_dtype
+from dissociation.metrics.similarity.base import (
+    Measure,
+    Route,
+    cheapest,
+    in_common_dtype,
+    refuse_vanishing,
+    warn_dropped,
+)
 from dissociation.metrics.similarity.inference import (
     BLOCKS,
     LEAST_P_VALUE,
@@ -290,6 +297,7 @@ def pairwise(
     left = min((rows.shape[1] for rows in kept), default=number)
     for one in sets:
         _check_fit(one, known, left, number)
+        _count_dropped(one, known)
     job = _Job(known, first, second, options, memory_budget)
     alike = blocks == "shuffled" and each == 1
     by_moments = job.matrix is not None and alike and MOST_FOR_MOMENTS >= number >= FEWEST_FOR_MOMENTS
@@ -580,6 +588,7 @@ def _as_set(name: str, given: Any, *, members: bool | None, positions: str | Non
         array, grid = _arranged(full, array if array.ndim != 1 + rank else array[None], rank, positions, place)
         grids.add(grid)
         check_finite(full, array)
+        refuse_vanishing(full, array)
         stack = jnp.asarray(array)
         arrays, places = widths.setdefault(stack.shape[2], ([], []))
         arrays.append(stack)
@@ -640,6 +649,14 @@ def _check_sets(sets: Sequence[_Set], measure: Measure) -> int:
     if measure.same_width and len(widths) > 1:
         fail(sets[-1].name, f"have as many classes throughout for {measure.name}", ", ".join(map(str, sorted(widths))))
     return number
+
+
+def _count_dropped(one: _Set, known: Measure) -> None:
+    """Warn of directions that a measure between subspaces, whose ranks it cuts, takes for absent."""
+    if "L" in known.invariances + (known.invariances_of_y or ""):
+        for stack, places in zip(one.arrays, one.places, strict=True):
+            for place, features in zip(places, stack, strict=True):
+                warn_dropped(**{one.name if one.single else "{} {}".format(*one.labels[place]): features})
 
 
 def _check_fit(one: _Set, measure: Measure, number: int, every: int) -> None:
