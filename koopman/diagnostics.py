@@ -161,7 +161,8 @@ def warn_regression(
     if alpha is None:  # rank cuts on columns of one size
         x = x / np.where(largest > 0, largest, 1.0)
     if len(x) > 2 * width + 1:
-        parts = np.linalg.qr(np.column_stack([x, y, np.zeros(len(x)) if ones is None else ones]), mode="r")
+        columns = [x, y, np.zeros(len(x)) if ones is None else ones]
+        parts = np.asarray(np.linalg.qr(np.column_stack(columns), mode="r"))
         x, y, ones = parts[:, :width], parts[:, width:-1], None if ones is None else parts[:, -1]
     left, sizes, _ = np.linalg.svd(x, full_matrices=False)
     kept = sizes > width * eps * sizes[0]

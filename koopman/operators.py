@@ -154,7 +154,7 @@ class _Problem(NamedTuple):
     drift: Array  # [d], from the one offset to the other
     mean: Array  # [d], of x about its offset
     scale: Array  # of the rows, m^(-1/2) for data; applied by `_in_units`
-    count: Array | int  # of pairs
+    pairs: Array | int  # their number
 
 
 def _problem(
@@ -230,7 +230,7 @@ def _in_units(
     sizes = _column_sizes(x) if level else jnp.ones_like(x[0])
     x = x / sizes[None]
     trace = jnp.sum(x**2)
-    rank = jnp.minimum(problem.count, x.shape[1])
+    rank = jnp.minimum(problem.pairs, x.shape[1])
     alpha = default_alpha(trace, rank) if alpha is None else alpha / unit / unit
     return problem._replace(x=x, y=y, observable=observable), alpha, largest, unit, sizes, trace
 
@@ -294,12 +294,13 @@ def _from_moments(seen: Moments) -> tuple[_Problem, tuple[int, ...]]:
     if not is_traced(seen.root) and not np.isfinite(np.asarray(seen.root)).all():
         fail("x", "be moments of finite data", "others", "Outside jit `moments` names the row that is not finite")
     x, y, observable = jnp.split(seen.root * jax.lax.rsqrt(seen.count), [width, width + width_y], 1)
-    means = seen.mean_x, seen.mean_y, seen.mean_observable
-    drift = (seen.mean_y - seen.mean_x) + (seen.rest[1 + width : 1 + 2 * width] - seen.rest[1 : 1 + width])
-    means = *means, drift, jnp.zeros_like(drift)
+    offset, offset_y, mean = seen.mean_x, seen.mean_y, seen.mean_observable
+    drift = (offset_y - offset) + (seen.rest[1 + width : 1 + 2 * width] - seen.rest[1 : 1 + width])
+    about = jnp.zeros_like(offset)
     if not seen.center:
-        means = *jax.tree.map(jnp.zeros_like, means[:4]), seen.mean_x
-    return _Problem(x, y, observable, *means, jnp.ones_like(seen.count), seen.count), means[2].shape
+        about, offset, offset_y, drift, mean = offset, about, about, about, jnp.zeros_like(mean)
+    one = jnp.ones_like(seen.count)
+    return _Problem(x, y, observable, offset, offset_y, mean, drift, about, one, seen.count), mean.shape
 
 
 def _warn_regression(
@@ -315,17 +316,17 @@ def _warn_regression(
         total = count * np.concatenate(x.total[0][1:] + x.total[1][1:], axis=None)
         ones = np.linalg.lstsq(rows.T, total, rcond=len(rows) * eps)[0]
         ones = np.append(ones, max(0.0, count - ones @ ones) ** 0.5)
-        x, y = (np.pad(part, ((0, 1), (0, 0))) for part in (rows[:, :width], rows[:, width : 2 * width]))
+        now, later = (np.pad(part, ((0, 1), (0, 0))) for part in (rows[:, :width], rows[:, width : 2 * width]))
     else:
         hint_columns(x, estimator.rank)
         some = permutation(x.shape[0])[: max(ROWS, 4 * x.shape[1])]
-        x, y = (np.asarray(part, float)[some] for part in (x, y))
+        now, later = (np.asarray(part, float)[some] for part in (x, y))
         if center:
-            x, y = x - x.mean(0), y - y.mean(0)
-        count, width, ones = len(x), x.shape[1], np.ones(len(x))
+            now, later = now - now.mean(0), later - later.mean(0)
+        count, width, ones = len(some), x.shape[1], np.ones(len(some))
     alpha = float(operator.alpha) if operator.given else None
     size = width if estimator.inverts_all or estimator.rank is None else operator.core.shape[0]
-    warn_regression(x, y, None if center else ones, count=count, eps=eps, alpha=alpha, size=size)
+    warn_regression(now, later, None if center else ones, count=count, eps=eps, alpha=alpha, size=size)
 
 
 @partial(jax.jit, static_argnames=("shape", "given"))
