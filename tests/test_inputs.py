@@ -501,7 +501,6 @@ MAY_DEPEND_ON_ORDER = {
     "dissociation.metrics.similarity.predictivity.predictivity_path": "folds: test_similarity.py",
     "dissociation.metrics.similarity.embedding.classical_mds": "signs of axes",
     "dissociation.metrics.similarity.embedding.smacof": "starts at `classical_mds`",
-    "dissociation.metrics.similarity.streaming.minibatch_rbf_cka": "batches: test_similarity_streaming.py",
     "koopman.kernels.median_distance": "states evenly spaced along x",
     "koopman.operators.fit": "signs of functions",
     "koopman.pairs.moments": "`rest` is the rounding of the means",
