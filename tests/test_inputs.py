@@ -94,7 +94,6 @@ INTERNAL = {
     "dissociation.checkpoint.read_header": "takes a path alone: test_checkpoint.py",
     "dissociation.checkpoint.restore": "takes a path and any tree: test_checkpoint.py",
     "dissociation.checkpoint.save": "takes a path and any tree: test_checkpoint.py",
-    "dissociation.orbax_files": "takes a path and any tree: test_orbax_files.py",
     "dissociation.data.mnist.cache_folder": "takes nothing",
     "dissociation.data.mnist.mnist_data": "takes a folder alone: test_mnist.py",
     "dissociation.data.glyphs.glyph_templates": "takes nothing",

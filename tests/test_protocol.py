@@ -21,7 +21,6 @@ HOST = {
     "dissociation.data.glyphs.glyph_data": "gives NumPy's arrays, to be used as data sets are",
     "dissociation.data.datasets.load": "reads files",
     "dissociation.checkpoint": "files",
-    "dissociation.orbax_files": "files",
     "dissociation.sharding.place_members": "places arrays on devices",
     "dissociation.sharding.replicate": "places arrays on devices",
     "dissociation.weights.symmetry.null_": "the rank sets shapes",
