@@ -85,7 +85,7 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _lock(descriptor: int) -> None:
-    import fcntl
+    import fcntl  # absent on some systems, where files can still be read
 
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
@@ -142,12 +142,10 @@ def is_locked(lock: str | os.PathLike[str]) -> bool:
 
 
 def _lock_file(path: Path, subject: object) -> TextIO:
-    import fcntl  # where there is none, all but locks can still be used
-
     while True:
         file = open(path, "a+", opener=_without_links)  # noqa: SIM115
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(file.fileno())
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
                     return file

@@ -90,8 +90,8 @@ def warn_offset(x: Array | np.ndarray, name: str = "x", *, advice: str = "pass c
     eps = float(jnp.finfo(dtype).eps)
     rows = np.asarray(x).reshape(-1, x.shape[-1])
     some = rows[:: -(-rows.shape[0] // _ROWS)].astype(np.float64)
-    mean, deviation = np.abs(some.mean(0)), some.std(0)
-    with np.errstate(over="ignore"):
+    with np.errstate(all="ignore"):
+        mean, deviation = np.abs(some.mean(0)), some.std(0)
         lost = (deviation < eps**0.5 * mean) & (some == some.astype(dtype)).all(0)
     if lost.any() and (lost := lost & (np.ptp(some, 0) > 0)).any():
         worst = np.argmax(np.where(lost, mean / np.where(lost, deviation, 1.0), 0.0))

@@ -7,6 +7,7 @@ sums.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -247,18 +248,11 @@ def _whitened(m: JointMoments) -> tuple[list[Array], list[Array]]:
     return roots, ranks
 
 
-def _cca(m: JointMoments) -> Array:
+def _canonical(total: Callable[[Array], Array], m: JointMoments) -> Array:
     m = _evened(m)
     roots, ranks = _whitened(m)
     meet = lambda i, j: product(product(roots[i], m.block(i, j)), roots[j])  # noqa: E731
-    return jnp.minimum(_of_pairs(m, lambda i, j: nuclear_norm(meet(i, j)) / jnp.minimum(ranks[i], ranks[j])), 1.0)
-
-
-def _cca_squared(m: JointMoments) -> Array:
-    m = _evened(m)
-    roots, ranks = _whitened(m)
-    meet = lambda i, j: product(product(roots[i], m.block(i, j)), roots[j])  # noqa: E731
-    return jnp.minimum(_of_pairs(m, lambda i, j: jnp.sum(meet(i, j) ** 2) / jnp.minimum(ranks[i], ranks[j])), 1.0)
+    return jnp.minimum(_of_pairs(m, lambda i, j: total(meet(i, j)) / jnp.minimum(ranks[i], ranks[j])), 1.0)
 
 
 STREAMED: dict[str, Callable[[JointMoments], Array]] = {
@@ -266,8 +260,8 @@ STREAMED: dict[str, Callable[[JointMoments], Array]] = {
     "debiased_cka": _debiased_cka,
     "angular_similarity": _angular,
     "procrustes_distance": _procrustes,
-    "cca": _cca,
-    "cca_squared": _cca_squared,
+    "cca": partial(_canonical, nuclear_norm),
+    "cca_squared": partial(_canonical, lambda meet: jnp.sum(meet**2)),
 }
 """Measures that follow from joint moments."""
 
