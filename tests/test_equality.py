@@ -19,13 +19,13 @@ ALLOWED = {  # reason: path:function ..., in dissociation if not said; "~" for m
         "~dissimilarity.py:kendall koopman/spectrum.py:eigenpairs ~neighbourhoods.py:memberships",
     "given as they are":
         "linalg.py:_centre koopman/forecast.py:_r2_score metrics/crossing.py:_product_limit_median "
-        "metrics/crossing.py:log_slope sweeps.py:hyperparams",
+        "metrics/crossing.py:log_slope sweeps.py:hyperparams frames.py:_check_steps",
     "integers":
         "conversion.py:as_one_hot figures/collapse_measures.py:spread_observations "
         "figures/eigenvector_measures.py:intervals ~pairs.py:_invariants metrics/transfer.py:transfer_errors "
         "recipes/grokking.py:observation_steps schedule.py:check_steps schedule.py:log_spaced_steps "
         "symmetry/bounds.py:_single symmetry/canonical.py:_shrunk symmetry/matching.py:_moves training/grids.py:_run "
-        "koopman/pairs.py:merge_moments",
+        "koopman/pairs.py:merge_moments frames.py:_runs",
     "lengths of rows of zeros, which are exactly 0": "distances.py:cosine_distances_with_size",
     "an order for show":
         "figures/eigenvector_measures.py:details figures/freedom.py:_intervals "
