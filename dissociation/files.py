@@ -9,7 +9,6 @@ import json
 import os
 import re
 import secrets
-import shutil
 import socket
 import time
 from collections.abc import Iterator
@@ -86,7 +85,7 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _lock(descriptor: int) -> None:
-    import fcntl
+    import fcntl  # absent on some systems, where files can still be read
 
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
@@ -104,43 +103,6 @@ def write_bytes(path: str | os.PathLike[str], contents: bytes) -> None:
     """Writes a whole file, see `replacing`."""
     with replacing(path) as file:
         file.write(contents)
-
-
-@contextmanager
-def replacing_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Makes a folder that takes the name `path` when the block ends, and vanishes if it raises.
-
-    Args:
-        path: The folder. What has the name is removed right before: unlike a file it cannot be replaced at once.
-
-    Yields:
-        The folder to write into, beside its target.
-
-    Raises:
-        OSError: If it cannot be written.
-    """
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
-    scratch.mkdir()
-    try:
-        yield scratch
-        for each in [*scratch.rglob("*"), scratch]:
-            _sync(each)
-        remove(target)
-        scratch.rename(target)
-    except BaseException:
-        shutil.rmtree(scratch, ignore_errors=True)
-        raise
-    _sync_folder(target.parent)
-
-
-def remove(path: str | os.PathLike[str]) -> None:
-    """Removes a file or a folder, if there is one."""
-    if Path(path).is_dir():
-        shutil.rmtree(path)
-    else:
-        Path(path).unlink(missing_ok=True)
 
 
 @contextmanager
@@ -180,12 +142,10 @@ def is_locked(lock: str | os.PathLike[str]) -> bool:
 
 
 def _lock_file(path: Path, subject: object) -> TextIO:
-    import fcntl  # where there is none, all but locks can still be used
-
     while True:
         file = open(path, "a+", opener=_without_links)  # noqa: SIM115
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(file.fileno())
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
                     return file
@@ -205,12 +165,8 @@ def _without_links(path: str, flags: int) -> int:
 def _sync_folder(folder: Path) -> None:
     """Brings the rename to the disk as well, where the system lets a folder be opened."""
     with suppress(OSError):
-        _sync(folder)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -74,22 +74,25 @@ def refuse_large_gram(x: Array, matrices: int) -> None:
 
 
 def warn_offset(x: Array | np.ndarray, name: str = "x", *, advice: str = "pass center=True") -> None:
-    """Warns if a column varies by less than the rounding of its squared mean, so that second moments lose it.
+    """Warn if a column varies by less than the rounding of its squared mean, so that second moments lose it.
 
-    Columns that are constant, as the function 1 in a dictionary, have nothing to lose.
+    Columns that are constant, as the function 1 in a dictionary, have nothing to lose. Columns that float32 rounds are
+    left to `dissociation.conversion.warn_narrowed`.
 
     Args:
-        x: Features that are not centred, [..., d].
+        x: Features that are not centred, [..., d], as the caller passed them.
         name: What the caller calls them.
         advice: What to do.
     """
     if is_traced(x) or not x.size:
         return
-    eps = float(jnp.finfo(_working(x.dtype)).eps)
+    dtype = _working(x.dtype)
+    eps = float(jnp.finfo(dtype).eps)
     rows = np.asarray(x).reshape(-1, x.shape[-1])
     some = rows[:: -(-rows.shape[0] // _ROWS)].astype(np.float64)
-    mean, deviation = np.abs(some.mean(0)), some.std(0)
-    lost = deviation < eps**0.5 * mean
+    with np.errstate(all="ignore"):
+        mean, deviation = np.abs(some.mean(0)), some.std(0)
+        lost = (deviation < eps**0.5 * mean) & (some == some.astype(dtype)).all(0)
     if lost.any() and (lost := lost & (np.ptp(some, 0) > 0)).any():
         worst = np.argmax(np.where(lost, mean / np.where(lost, deviation, 1.0), 0.0))
         warnings.warn(

@@ -77,7 +77,6 @@ def vamp_loss(x: Features, y: Features, *, schatten_norm: int = 2, center_covari
         >>> vamp_loss(states, jnp.roll(states, 1, axis=0), center_covariances=False).round(4)
         Array(-5., dtype=float32)
     """
-    x, y = jnp.asarray(x), jnp.asarray(y)
     _check_schatten_norm(schatten_norm)
     _check_enough("x", x, x.shape[1], center_covariances)
     if not center_covariances:
@@ -91,7 +90,7 @@ def _vamp(x: Array, y: Array, schatten_norm: int, center: bool) -> Array:
     return -nuclear_norm(cross) if schatten_norm == 1 else -jnp.sum(cross**2)
 
 
-def _warn_offsets(advice: str = "pass center_covariances=True", **features: Array) -> None:
+def _warn_offsets(advice: str = "pass center_covariances=True", **features: Array | np.ndarray) -> None:
     for name, array in features.items():
         warn_offset(array, name, advice=advice)
 
@@ -139,10 +138,8 @@ def vamp_score(
         Wu and Noe (2020), Variational approach for learning Markov processes from time series data, eq. 33 of
         arXiv:1707.04659.
     """
-    x, y = jnp.asarray(x), jnp.asarray(y)
-    x_test, y_test = jnp.asarray(x_test), jnp.asarray(y_test)
     _check_schatten_norm(schatten_norm)
-    size = x.shape[1]
+    size: int = x.shape[1]
     rank = size if rank is None else check_count("rank", rank, minimum=1)
     if rank > size:
         fail("rank", f"be at most the number of features ({size})", rank)
@@ -204,7 +201,6 @@ def dpnets_loss(
         Kostic, Novelli, Grazzi, Lounici and Pontil (2024), Learning invariant representations of time-homogeneous
         stochastic dynamical systems, section 3.
     """
-    x, y = jnp.asarray(x), jnp.asarray(y)
     check_non_negative("metric_deformation", metric_deformation)
     if not relaxed:
         _check_enough("x", x, x.shape[1], center_covariances)
@@ -263,7 +259,6 @@ def spectral_contrastive_loss(x: Features, y: Features) -> Loss:
         >>> spectral_contrastive_loss(jnp.eye(5), jnp.eye(5))
         Array(-2., dtype=float32)
     """
-    x, y = jnp.asarray(x), jnp.asarray(y)
     n = x.shape[0]
     if n < 2:
         fail("x", "hold at least two pairs", f"shape {x.shape}")
@@ -551,7 +546,7 @@ def _after(earlier: Array, array: Array) -> Array:
     return array + 0 * lax.stop_gradient(earlier)
 
 
-def _check_enough(name: str, x: Array, size: int, center: bool) -> None:
+def _check_enough(name: str, x: Array | np.ndarray, size: int, center: bool) -> None:
     """Fewer samples than this are correlated perfectly by any features."""
     least = size + (2 if center else 1)
     if x.shape[0] < least:

@@ -271,7 +271,7 @@ def _fit_on_centres(
 def _from_pairs(
     x: Array | np.ndarray, y: Array | np.ndarray, observable: Array | np.ndarray | None, center: bool
 ) -> tuple[_Problem, tuple[int, ...]]:
-    x, y, flat, shape = checked_pairs(x, y, observable, as_known)
+    given, (x, y, flat, shape) = x, checked_pairs(x, y, observable, as_known)
     number, scale = x.shape[0], np.asarray(x.shape[0] ** -0.5, x.dtype)
     means, zeros = zip(*((mean_of(part)[0], np.zeros(part.shape[1], x.dtype)) for part in (x, y, flat)), strict=True)
     offsets, mean = (means, zeros[0]) if center else (zeros, means[0])
@@ -280,7 +280,7 @@ def _from_pairs(
         # About the mean as it is stored, which is within rounding of the mean: what the operator subtracts is the same.
         parts = [part - offset[None] for part, offset in zip(parts, offsets, strict=False)]
     else:
-        warn_offset(x)
+        warn_offset(given)
     x, y, *shown = few_rows(*parts)
     offset, offset_y, offset_o = offsets
     drift = offset_y - offset

@@ -21,7 +21,6 @@ HOST = {
     "dissociation.data.glyphs.glyph_data": "gives NumPy's arrays, to be used as data sets are",
     "dissociation.data.datasets.load": "reads files",
     "dissociation.checkpoint": "files",
-    "dissociation.orbax_files": "files",
     "dissociation.sharding.place_members": "places arrays on devices",
     "dissociation.sharding.replicate": "places arrays on devices",
     "dissociation.weights.symmetry.null_": "the rank sets shapes",
@@ -49,7 +48,6 @@ HOST = {
     "koopman.datasets.linear.linear_spectrum": "what is known of a data set, in NumPy's float64",
     "koopman.datasets.linear.regime_switching_spectrum": "what is known of a data set, in NumPy's float64",
     "koopman.datasets.ordered_mnist.ordered_mnist": "counts labels, in NumPy",
-    "koopman.datasets.waves.wave_spectrum": "what is known of a data set, in NumPy's float64",
 }
 """What works on known numbers alone."""
 
@@ -61,7 +59,6 @@ KNOWN = {
     "dissociation.metrics.information.hsic.information_plane": ("labels",),
     "dissociation.metrics.crossing": ("times", "end", "at"),
     "koopman.datasets.linear.regime_switching_var": ("transition",),
-    "koopman.datasets.waves.travelling_waves": ("wavenumbers",),
 }
 """Arguments that are the same for all members: integer labels, which do not say how many classes there are while they
 are traced, what sets shapes, and what 1.25 times itself is no valid value of."""

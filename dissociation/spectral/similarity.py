@@ -13,7 +13,7 @@ from scipy import stats
 from dissociation.checks import check_count, check_level, check_same_length, fail, is_traced
 from dissociation.linalg import product
 from dissociation.results import printed
-from dissociation.spectral.forms import Spectrum, check_single
+from dissociation.spectral.forms import Spectrum, check_single, truncate
 from dissociation.types import PRNGKey
 from dissociation.validation import validated
 
@@ -140,11 +140,7 @@ def form_similarity(a: Spectrum, b: Spectrum) -> Float[Array, " outputs"]:
 
 
 def _leading(spectrum: Spectrum, count: int) -> Spectrum:
-    check_single("spectrum", spectrum)
-    count = check_count("num_components", count, minimum=1)
-    if count > spectrum.values.shape[1]:
-        fail("num_components", f"be at most {spectrum.values.shape[1]}", count)
-    return Spectrum(spectrum.values[:, :count], spectrum.vectors[:, :count], spectrum.constant, spectrum.space)
+    return truncate(spectrum, check_count("num_components", count, minimum=1))
 
 
 @validated

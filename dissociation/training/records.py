@@ -59,12 +59,8 @@ class Save(NamedTuple):
             default: the beginning and the end of every epoch (of the run, where an epoch is one step), and none
             without `observe` and callbacks that record.
         seconds: The least time between two writes of the checkpoint; the first is written after five seconds already.
-        orbax: Whether Orbax writes the states, into a folder beside the checkpoint: each device's members as they lie
-            there, where the file has to put all together on the host. A run that is written one way goes on the other.
-            Needs `dissociation[orbax]`.
     """
 
     observe: Callable[..., Any] | None = None
     at: Any = None
     seconds: float = 60.0
-    orbax: bool = False

@@ -15,10 +15,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from dissociation import checkpoint as checkpoints
-from dissociation import checks, distributed, files, orbax_files, sharding
+from dissociation import checks, distributed, sharding
 from dissociation.batch_size import needed_bytes
 from dissociation.conversion import describe
 from dissociation.files import RefusedFile
@@ -82,10 +81,6 @@ class Run:
             checks.fail("save", "have `seconds` of at least 0", save.seconds)
         if save.observe is not None and not callable(save.observe):
             checks.fail_kind("save", "have a function as `observe`", repr(save.observe))
-        if not isinstance(save.orbax, bool):
-            checks.fail_kind("save", "have True or False as `orbax`", repr(save.orbax))
-        if save.orbax:
-            orbax_files.load()  # rather now than at the first write
         self.share, self.num_members, own = share, share.bounds[-1], len(keys.loss)
         self.first = self.step = int(np.max(np.asarray(state.step)))
         self.save, self.callbacks, self.batches = save, callbacks, batches
@@ -129,7 +124,7 @@ class Run:
         self.observations: list[Any] = []
         self.diverged_at = np.full(self.num_members, -1)
         self.frozen = np.zeros(self.num_members, bool)
-        self.stopped, self.pieces = False, []
+        self.stopped = False
         self.chunk, self.saved_at, self.unsaved, self.first_write = 1, time.perf_counter(), 0.0, FIRST_WRITE
         self.began, self.earlier_seconds = time.perf_counter(), 0.0
 
@@ -316,35 +311,23 @@ class Run:
         }
         state, path, share = None, checkpoint.path, self.share
         pieces: list[Path] = []
-        if self.save.orbax or not share.alone:
-            mine = _piece(path, self.step, share.start, share.stop)
-            if share.stop > share.start and mine not in self.pieces:  # what is committed has the same bits
-                self._write_piece(mine, header)
-            if not share.alone:
-                distributed.exchange(None, "pieces")
+        if share.alone:  # the number of devices, of parts or of processes may change
+            state = self.whole_state()
+        else:
+            if share.stop > share.start:
+                checkpoints.save(_piece(path, self.step, share.start, share.stop), self.whole_state(), header)
+            distributed.exchange(None, "pieces")
             bounds = [pair for pair in zip(share.bounds, share.bounds[1:], strict=False) if pair[1] > pair[0]]
             pieces, header["pieces"] = [_piece(path, self.step, *pair) for pair in bounds], bounds
-        else:  # the number of devices, of parts or of processes may change
-            state = self.whole_state()
 
         def commit() -> None:
             checkpoints.save(path, (state, *self.history()[:4]), header)
             for other in path.parent.glob(f"*{glob.escape(path.name)}.*"):
-                if _is_piece(other, path) and other not in pieces:
-                    files.remove(other)
+                if _is_piece(other, path) and other not in pieces and other.is_file():
+                    other.unlink(missing_ok=True)
 
         self.share.on_main(commit, interruptible=False)
-        self.saved_at, self.pieces, self.first_write = time.perf_counter(), pieces, np.inf
-
-    def _write_piece(self, piece: Path, header: dict[str, Any]) -> None:
-        """This process' states, in a file, or in a folder by Orbax: there as they lie, padding included."""
-        files.remove(piece)
-        if not self.save.orbax:
-            checkpoints.save(piece, self.whole_state(), header)
-            return
-        states = [self.whole_state()] if self.layout.mesh is None else self.states
-        rows = [len(jax.tree.leaves(state)[0]) for state in states]
-        orbax_files.save(piece, states, {**header, "rows": rows})
+        self.saved_at, self.first_write = time.perf_counter(), np.inf
 
     def resume(self, checkpoint: "Checkpoint", total: int, times: np.ndarray) -> None:
         """Goes back to where the checkpoint stands, if there is one, and drops records at other steps than `times`."""
@@ -377,8 +360,6 @@ class Run:
             cuts = [(bounds, self.share.cut(*bounds)) for bounds in pieces]
             mine = [take(self._restored(path, header, bounds), cut) for bounds, cut in cuts if cut is not None]
             state = concatenate(mine)
-            if header["run"] == checkpoint.identity:  # else they must be written anew, as its own
-                self.pieces = [_piece(path, self.step, *bounds) for bounds in pieces]
         else:
             state = self.share.take(state)
         self.states = self._split(state)
@@ -393,22 +374,16 @@ class Run:
         """The states of a piece of the run with this header."""
         start, stop = bounds
         piece = _piece(path, header["step"], start, stop)
-        store = orbax_files if piece.is_dir() else checkpoints
-        own = store.read_header(piece) if piece.exists() else {}
+        if piece.is_dir():
+            raise RefusedFile(f"{piece} must be a file, got Orbax' folder. Delete it and {path} to start from scratch.")
+        own = checkpoints.read_header(piece) if piece.exists() else {}
         if any(own.get(name) != header[name] for name in ("run", "step")):
             raise RefusedFile(f"{piece} must hold members {start} to {stop - 1} of {path}. Delete both to begin anew.")
-        if store is checkpoints:
-            return store.restore(piece, self._with_rows(stop - start))
-        return concatenate(store.restore(piece, [self._with_rows(rows) for rows in own["rows"]]))
+        return checkpoints.restore(piece, self._with_rows(stop - start))
 
     def _with_rows(self, rows: int) -> Any:
-        """States of another number of members, as shapes and dtypes, on the devices of this run if they divide it."""
-        mesh, where = self.layout.mesh, None
-        if mesh is not None and rows % sharding.member_devices(mesh) == 0:
-            where = NamedSharding(mesh, PartitionSpec(sharding.MEMBER_AXIS))
-        return jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype, sharding=where), self.states[0]
-        )
+        """Return the shapes and dtypes of states of another number of members."""
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype), self.states[0])
 
     def _notice_divergence(self, losses: np.ndarray) -> None:
         bad = ~np.isfinite(losses)

@@ -84,13 +84,9 @@ def _(module: eqx.nn.MLP) -> Any:
     return with_sizes(module, width_size=widths.pop()) if len(widths) == 1 and not scans else module
 
 
-@refitted.register
-def _(module: eqx.nn.GRUCell) -> Any:
-    return with_sizes(module, input_size=module.weight_ih.shape[-1], hidden_size=module.weight_hh.shape[-1])
-
-
-@refitted.register
-def _(module: eqx.nn.LSTMCell) -> Any:
+@refitted.register(eqx.nn.GRUCell)
+@refitted.register(eqx.nn.LSTMCell)
+def _(module: Any) -> Any:
     return with_sizes(module, input_size=module.weight_ih.shape[-1], hidden_size=module.weight_hh.shape[-1])
 
 

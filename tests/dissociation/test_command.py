@@ -232,11 +232,6 @@ def test_data_that_are_missing_touch_nothing(run, tmp_path, monkeypatch, capsys)
     assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 
-def spoil_last_byte(path):
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-
-
 def spoil_arrays(path):
     with np.load(path) as file:
         arrays = dict(file)

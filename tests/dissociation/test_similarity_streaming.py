@@ -1,4 +1,4 @@
-"""Joint moments against the samples themselves; mini-batches; multidimensional scaling."""
+"""Joint moments against the samples themselves; multidimensional scaling."""
 
 import jax
 import jax.numpy as jnp
@@ -65,17 +65,6 @@ def test_predictivity_of_folds():
         np.testing.assert_allclose(found, reference.linear_predictivity(X, Y, alpha, 4), atol=1e-12)
         back = streaming.predictivity_from_moments(folds, 1, 0, alpha=alpha)
         np.testing.assert_allclose(back, reference.linear_predictivity(Y, X, alpha, 4), atol=1e-12)
-
-
-@pytest.mark.usefixtures("x64")
-def test_mini_batches_of_everything_are_the_whole_and_else_another_number():
-    whole = similarity.debiased_rbf_cka(X, Y)
-    np.testing.assert_allclose(similarity.minibatch_rbf_cka(X, Y, batch_size=400), whole, atol=1e-12)
-    parts = similarity.minibatch_rbf_cka(X, Y, batch_size=50, key=jax.random.key(0))
-    assert 1e-4 < abs(parts - whole) < 0.1
-    for column in range(X.shape[1]):  # batches of rows alike, if they were taken in order
-        rows = np.argsort(np.asarray(X)[:, column])
-        np.testing.assert_allclose(similarity.minibatch_rbf_cka(X[rows], Y[rows], batch_size=50), parts, atol=0.05)
 
 
 @pytest.mark.usefixtures("x64", "barely_optimized")

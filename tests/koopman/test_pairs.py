@@ -10,6 +10,8 @@ import xarray as xr
 from koopman import diagnostics, learn
 from koopman.datasets.maps import logistic_map
 from koopman.estimators import Ridge
+from koopman.generator import fit_generator
+from koopman.losses import dpnets_loss, spectral_contrastive_loss, vamp_loss, vamp_score
 from koopman.operators import fit
 from koopman.pairs import default_alpha, delay_embed, gram_root, lagged_pairs, merge_moments, moments, scan_moments
 
@@ -422,9 +424,34 @@ def test_an_offset_that_swamps_the_variance_is_named():
         for quiet in (x - [[0, 9e3]], np.where([[True, False]], x, 1e4)):  # a constant has nothing to lose
             call(quiet.astype(np.float32))
         call(x, center=True)
+        with pytest.warns(UserWarning, match="squared mean"):
+            call(x.astype(float))  # float32 keeps all digits
     jax.jit(calls[0])(x)
     with jax.enable_x64(True):
         calls[0](x.astype(float))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: moments(x, x),
+        lambda x: scan_moments(x[None], x[None]),
+        lambda x: fit(Ridge(), x, x),
+        lambda x: vamp_loss(x, x, center_covariances=False),
+        lambda x: vamp_score(x, x, x, x, center_covariances=False),
+        lambda x: dpnets_loss(x, x, center_covariances=False),
+        lambda x: spectral_contrastive_loss(x, x),
+        lambda x: fit_generator(x, np.ones((*x.shape, 1)), rank=1),
+    ],
+)
+def test_an_offset_is_named_once(call):
+    """Where float32 drops digits of a column, advice on its squared mean would be one too many."""
+    x = np.random.default_rng(0).normal(size=(400, 2)) + [0.0, 1e4]
+    with warnings.catch_warnings(record=True, action="always") as seen:
+        call(x)
+    said = [str(each.message) for each in seen if "Column 1 of `x` varies by" in str(each.message)]
+    assert len(said) == 1
+    assert "float32 keeps" in said[0]
 
 
 def test_moments_refuse_what_does_not_fit():

@@ -407,11 +407,6 @@ def permutation_moments(k, l):  # noqa: E741
     return float(mean), float(np.mean((values - mean) ** 2)), float(np.mean((values - mean) ** 3))
 
 
-def pearson3_sf(value, mean, variance, third):
-    """P(X >= value) for the Pearson III law with these three central moments."""
-    return float(scipy.stats.pearson3.sf(value, third / variance**1.5, loc=mean, scale=np.sqrt(variance)))
-
-
 def classical_mds(distances, num_dims):
     """Coordinates [n, num_dims] of a matrix of distances [n, n], axes by descending eigenvalue, signs arbitrary."""
     h = centring(len(distances))

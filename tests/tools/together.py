@@ -113,7 +113,7 @@ def fit(options: dict[str, str]) -> None:
         Sampler(x, 12, shared="own" not in options),
         num_steps=int(options.get("steps", 40)),
         key=jax.random.split(key, members) if "own" in options else key,
-        save=Save(observe, seconds=0, orbax="orbax" in options),
+        save=Save(observe, seconds=0),
         layout=Layout(options.get("member_map", "auto"), mesh=mesh),
         callbacks=[look],
         checkpoint=options.get("checkpoint"),

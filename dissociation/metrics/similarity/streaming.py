@@ -3,10 +3,11 @@
 Linear CKA, debiased or not, CCA, shapes and linear predictivity depend on samples through few sums: of x_i y_j, of
 x_i |y|^2 and of |x|^2 |y|^2, about the means. `joint_moments` takes them for all representations together, so that all
 pairs come out of one pass; memory is the square of all features together. Kernels that are not linear have no such
-sums: `minibatch_rbf_cka` averages over mini-batches, which is another number than `debiased_rbf_cka`.
+sums.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -15,31 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from dissociation.checks import (
-    check_choice,
-    check_count,
-    check_finite,
-    check_non_negative,
-    check_positive,
-    fail,
-    is_traced,
-    warn,
-)
+from dissociation.checks import check_choice, check_finite, check_non_negative, fail, is_traced, warn
 from dissociation.conversion import as_array, as_numbers, warn_narrowed
 from dissociation.distances import root
 from dissociation.linalg import centre, nuclear_norm, product, psd_power, scale_of
-from dissociation.metrics.similarity.base import (
-    Features,
-    OtherFeatures,
-    Score,
-    apart_from_rounding,
-    check_samples,
-    in_common_dtype,
-)
-from dissociation.metrics.similarity.kernels import rbf_gram, u_centred
+from dissociation.metrics.similarity.base import Score, apart_from_rounding, check_samples, in_common_dtype
 from dissociation.results import Result
-from dissociation.splits import permutation
-from dissociation.types import PRNGKey, Scalar
+from dissociation.types import Scalar
 from dissociation.validation import validated
 
 
@@ -265,18 +248,11 @@ def _whitened(m: JointMoments) -> tuple[list[Array], list[Array]]:
     return roots, ranks
 
 
-def _cca(m: JointMoments) -> Array:
+def _canonical(total: Callable[[Array], Array], m: JointMoments) -> Array:
     m = _evened(m)
     roots, ranks = _whitened(m)
     meet = lambda i, j: product(product(roots[i], m.block(i, j)), roots[j])  # noqa: E731
-    return jnp.minimum(_of_pairs(m, lambda i, j: nuclear_norm(meet(i, j)) / jnp.minimum(ranks[i], ranks[j])), 1.0)
-
-
-def _cca_squared(m: JointMoments) -> Array:
-    m = _evened(m)
-    roots, ranks = _whitened(m)
-    meet = lambda i, j: product(product(roots[i], m.block(i, j)), roots[j])  # noqa: E731
-    return jnp.minimum(_of_pairs(m, lambda i, j: jnp.sum(meet(i, j) ** 2) / jnp.minimum(ranks[i], ranks[j])), 1.0)
+    return jnp.minimum(_of_pairs(m, lambda i, j: total(meet(i, j)) / jnp.minimum(ranks[i], ranks[j])), 1.0)
 
 
 STREAMED: dict[str, Callable[[JointMoments], Array]] = {
@@ -284,8 +260,8 @@ STREAMED: dict[str, Callable[[JointMoments], Array]] = {
     "debiased_cka": _debiased_cka,
     "angular_similarity": _angular,
     "procrustes_distance": _procrustes,
-    "cca": _cca,
-    "cca_squared": _cca_squared,
+    "cca": partial(_canonical, nuclear_norm),
+    "cca_squared": partial(_canonical, lambda meet: jnp.sum(meet**2)),
 }
 """Measures that follow from joint moments."""
 
@@ -417,52 +393,3 @@ def _missed(train: JointMoments, test: JointMoments, alpha: Array, source: int, 
     one, other = (apart[starts[place] : starts[place + 1]] for place in (source, target))
     offset = other - product(one[None], weights)[0]
     return test.squares()[target] + jnp.sum(weights * explained) + test.count * jnp.sum(offset**2)
-
-
-@validated(finite=("x", "y"))
-def minibatch_rbf_cka(
-    x: Features, y: OtherFeatures, *, batch_size: int, key: PRNGKey | None = None, scale: Scalar = 1.0
-) -> Score:
-    """RBF CKA from means over mini-batches of unbiased estimates of HSIC, in memory of one batch.
-
-    mean HSIC_u(K, L) / sqrt(mean HSIC_u(K, K) mean HSIC_u(L, L)), with the bandwidth of each batch. Not the number of
-    `debiased_rbf_cka`, to which it tends as batches grow.
-
-    Args:
-        x: [n, p].
-        y: [n, q], of the same samples.
-        batch_size: At least 4; what is left over is dropped.
-        key: Shuffles the samples; default: a fixed permutation.
-        scale: Of the bandwidth, in median distances; positive.
-
-    Returns:
-        At most 1 in the limit of many batches.
-
-    Raises:
-        ValueError: If numbers of samples differ, or `batch_size` is below 4 or above them.
-
-    References:
-        Nguyen, Raghu and Kornblith (2021), eq. 2.
-    """
-    check_positive("scale", scale)
-    size = check_count("batch_size", batch_size, minimum=4)
-    number = x.shape[0]
-    if y.shape[0] != number:
-        fail("y", f"have as many samples as `x` ({number})", y.shape[0])
-    if size > number:
-        fail("batch_size", f"be at most the number of samples ({number})", batch_size)
-    x, y = in_common_dtype(x, y)
-    order = jnp.asarray(permutation(number)) if key is None else jax.random.permutation(key, number)
-    rows = order[: number // size * size].reshape(-1, size)
-    return _over_batches(x, y, rows, jnp.asarray(scale))
-
-
-@eqx.filter_jit
-def _over_batches(x: Array, y: Array, rows: Array, scale: Array) -> Array:
-    def one(row: Array) -> Array:
-        a, b = (u_centred(rbf_gram(part[row], scale)) for part in (x, y))
-        return jnp.stack([jnp.sum(a * b), jnp.sum(a * a), jnp.sum(b * b)])
-
-    both, first, second = jnp.mean(jax.lax.map(one, rows), 0)
-    first, second = (apart_from_rounding(part, jnp.full((), float(rows.shape[1]), x.dtype)) for part in (first, second))
-    return both / jnp.sqrt(first * second)

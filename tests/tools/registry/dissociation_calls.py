@@ -404,7 +404,6 @@ CALLS = {
         "target": 0,
         "alpha": 0.1,
     },
-    streaming.minibatch_rbf_cka: lambda: {"x": TALL, "y": OTHER, "batch_size": 5, "key": KEY, "scale": 0.8},
     embedding.classical_mds: lambda: {"distances": DISTANCES, "num_dims": 2},
     embedding.smacof: lambda: {"distances": DISTANCES, "num_dims": 2, "key": KEY, "num_starts": 2, "max_steps": 9},
     neighbours.neighbour_distances: lambda: {"points": TALL, "num_neighbours": 2, "block": 4},

@@ -23,7 +23,7 @@ from koopman import (
     solvers,
     spectrum,
 )
-from koopman.datasets import langevin, linear, maps, ordered_mnist, systems, waves
+from koopman.datasets import langevin, linear, maps, ordered_mnist, systems
 
 RANDOM = np.random.default_rng(0)
 PATH = RANDOM.standard_normal((13, 3)).astype(np.float32)
@@ -32,13 +32,6 @@ JACOBIAN = RANDOM.standard_normal((12, 3, 2)).astype(np.float32)
 OBSERVABLE = RANDOM.standard_normal((12, 2)).astype(np.float32)
 STABLE = np.array([[0.5, 0.1], [0.0, 0.3]], np.float32)
 TRANSITION = np.array([[0.9, 0.1], [0.2, 0.8]], np.float32)
-WAVES = {
-    "grid_shape": (6, 6),
-    "wavenumbers": np.array([[1, 0], [0, 2]]),
-    "frequencies": np.array([1.0, 2.5]),
-    "growth_rates": np.array([0.0, -0.1]),
-    "time_step": 0.1,
-}
 KEY = np.array([0, 1], np.uint32)  # raw: making a typed one would start a backend
 KERNEL = kernels.RBF(1.0)
 
@@ -242,10 +235,6 @@ CALLS = {
         "mu": 28.0,
         "beta": 2.5,
     },
-    waves.travelling_waves: lambda: (
-        WAVES | {"num_steps": 3, "key": KEY, "num_trajectories": 2, "amplitudes": np.array([1.0, 0.5]), "noise": 0.1}
-    ),
-    waves.wave_spectrum: lambda: dict(WAVES),
     forecast.predict: lambda: {"operator": operator(), "x": X, "steps": 2},
     forecast.matrix_powers: lambda: {"matrix": STABLE, "exponents": np.array([1, 3])},
     forecast.risk: lambda: {"operator": operator()} | PAIRS,
