@@ -153,7 +153,7 @@ class _Problem(NamedTuple):
     mean_observable: Array  # [o]
     drift: Array  # [d], from the one offset to the other
     mean: Array  # [d], of x about its offset
-    scale: Array  # of the rows, m^(-1/2) for data; applied by `_in_units`
+    scale: Array | np.ndarray  # of the rows, m^(-1/2) for data; applied by `_in_units`
     pairs: Array | int  # their number
 
 
