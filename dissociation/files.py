@@ -49,6 +49,8 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     target = followed(path)
     if target.is_dir():
         raise IsADirectoryError(errno.EISDIR, "It must be a file, got a folder", str(path))
+    if target.exists() and not target.is_file():
+        raise OSError(errno.EINVAL, "It must be a regular file, got a device or a pipe", str(path))
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     with naming(target):

@@ -191,7 +191,7 @@ def _fit(
         route = "qr"
     known = not is_traced(alpha) and not is_traced(problem.x) and not is_traced(problem.y)
     if not is_traced(largest) and float(largest) > 0:
-        check_square("x", float(trace) / width * float(unit) ** 2, "a mean square", dtype)
+        check_square("x", float(trace) / width * float(unit) * float(unit), "a mean square", dtype)
     if known and float(alpha) == 0.0:  # by default, too, where all features are zero
         values = np.linalg.svd(np.asarray(gram_root(problem.x)), compute_uv=False)
         needed, what = width if estimator.inverts_all else size, ("the covariance of `x`", "C_x")

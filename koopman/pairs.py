@@ -412,8 +412,13 @@ def mean_of(
 
     The first mean carries the rounding of a large offset; the mean of what it leaves has none.
     """
-    mean = x.mean(0)
-    return _sum_of_two(mean, (x - mean[None]).mean(0))
+    if isinstance(x, np.ndarray):
+        mean = x.mean(0)
+        return _sum_of_two(mean, (x - mean[None]).mean(0))
+    # As products: XLA would divide within the sum of two numbers, which would then round once.
+    shares = jnp.full((1, x.shape[0]), 1 / x.shape[0], x.dtype)
+    mean = product(shares, x)[0]
+    return _sum_of_two(mean, product(shares, x - mean[None])[0])
 
 
 def _sum_of_two(a: Any, b: Any) -> tuple[Any, Any]:

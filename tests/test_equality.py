@@ -16,7 +16,8 @@ WHOLE = {  # modules in which all of them are of integers
 }
 ALLOWED = {  # reason: path:function ..., in dissociation if not said; "~" for metrics/similarity/
     "snapped or rounded before":
-        "~dissimilarity.py:kendall koopman/spectrum.py:eigenpairs ~neighbourhoods.py:memberships",
+        "~dissimilarity.py:kendall koopman/spectrum.py:eigenpairs ~neighbourhoods.py:memberships "
+        "~inference.py:jackknife_interval",
     "given as they are":
         "linalg.py:_centre koopman/forecast.py:_r2_score metrics/crossing.py:_product_limit_median "
         "metrics/crossing.py:log_slope sweeps.py:hyperparams frames.py:_check_steps",

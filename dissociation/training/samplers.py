@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array
 
 from dissociation import checks
-from dissociation.conversion import as_array, check_fits, describe, number_kind
+from dissociation.conversion import as_array, check_fits, describe, number_kind, warn_narrowed
 from dissociation.keys import typed
 from dissociation.schedule import steps_per_epoch
 from dissociation.types import PRNGKey, PyTree
@@ -293,6 +293,8 @@ def as_arrays(name: str, tree: Any, first: str, *, finite: bool = False) -> Any:
             return leaf
         array = as_array(place, leaf, may_be_empty=True)
         check_fits(place, array)
+        if number_kind(array.dtype) == "float":
+            warn_narrowed(place, array, gates=2)
         if finite and number_kind(array.dtype) in ("float", "complex"):
             checks.check_finite(place, array)
         return array

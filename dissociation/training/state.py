@@ -1,5 +1,6 @@
 """`State` and `make_step`: one optimiser step of one network, as a pure function."""
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -249,11 +250,16 @@ def check_fitting(state: State, step: Step) -> None:
 
 
 def _one_transformation(optimizer: Any) -> Any:
-    """An optimiser that passes further arguments of its update on; what is none as it is."""
+    """An optimiser that takes further arguments of its update; what is none as it is."""
     multi = getattr(getattr(optimizer, "update", None), "__self__", None)
     if isinstance(multi, optax.MultiSteps):  # whose own `gradient_transformation` drops them
         update: Any = multi.update
         return optax.GradientTransformationExtraArgs(multi.init, update)
+    if isinstance(optimizer, optax.GradientTransformation):
+        try:
+            inspect.signature(optimizer.update).bind(None, None, None, value=0, grad=0, value_fn=0)
+        except TypeError:  # whatever its type says, as that of `optax.contrib.sam` does
+            return optax.with_extra_args_support(optax.GradientTransformation(*optimizer))
     return optimizer
 
 
@@ -291,6 +297,10 @@ def checked_models(models: Any) -> Any:
         check_fits(place, array)
         return jnp.asarray(as_numbers(place, array, frozenset({"bool", "int", "float"})))
 
+    is_state = lambda node: isinstance(node, eqx.nn.State)  # noqa: E731
+    if any(map(is_state, jax.tree.leaves(models, is_leaf=is_state))):
+        advice = "Pass models alone and their states as `aux`: the optimiser would change running statistics"
+        checks.fail_kind("models", "hold parameters", "an eqx.nn.State among them", advice)
     return jax.tree_util.tree_map_with_path(one, models)
 
 

@@ -34,7 +34,7 @@ def test_a_network_by_hand(residual):
         hidden = hidden + added if residual else added
     np.testing.assert_allclose(jax.vmap(model)(X), hidden @ np.asarray(model.head).T, rtol=1e-4, atol=1e-6)
     found = jax.vmap(model.representations)(X)
-    assert list(found) == ["features", "hidden0", "hidden1", "logits"]
+    assert list(found) == ["hidden0", "hidden1", "features", "logits"]
     np.testing.assert_allclose(found["features"], hidden, rtol=1e-4, atol=1e-6)
 
 

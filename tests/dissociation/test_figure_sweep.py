@@ -194,7 +194,7 @@ def test_a_command_line_with_several_values_is_a_sweep(toy, tmp_path, capsys, mo
     capsys.readouterr()
     assert run_command({"toy": toy}, ["runs", "--out", str(tmp_path / "out")], **options) == 0
     assert capsys.readouterr().out.count("done") == 3
-    assert run_command({"toy": toy}, ["runs", "--out", str(tmp_path / "none")], **options) == 1
+    assert run_command({"toy": toy}, ["runs", "--out", str(tmp_path / "none")], **options) == 0
     assert run_command({"toy": toy}, ["toy", "--num-seeds", "2", "0", "--out", str(tmp_path / "o")], **options) == 2
     assert run_command({"toy": toy}, ["toy", "--num-steps", "2", "101", "--out", str(tmp_path / "o")], **options) == 2
     assert run_command({"toy": toy}, ["toy", "--num-steps", "2", "2", "--out", str(tmp_path / "o")], **options) == 2

@@ -165,6 +165,9 @@ def test_a_file_is_written_through_links(tmp_path):
         assert [(child.name, child.read_bytes()) for child in target.parent.iterdir()] == [(target.name, b"new")]
     with pytest.raises(IsADirectoryError, match="must be a file, got a folder: '.*new'"):
         files.write_bytes(tmp_path / "new", b"")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="must be a regular file, got a device or a pipe: '.*pipe'"):
+        files.write_bytes(tmp_path / "pipe", b"")
 
 
 def test_a_lock_is_no_link(tmp_path):

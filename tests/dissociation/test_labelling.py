@@ -76,7 +76,7 @@ def test_members_of_a_grid_are_its_axes():
     np.testing.assert_array_equal(data.means.sel(seed=9)[1], moments.means[3])
     np.testing.assert_array_equal(data.decay, [0.1, 0.2, 0.3])
     table = moments.to_dataframe(GRID)["decay,rate", "seed"]
-    assert list(table.columns) == ["decay,rate", "seed", "decay", "rate", "norms"]
+    assert list(table.columns) == ["decay,rate", "seed", "decay", "rate", "norms", "unit"]
     np.testing.assert_array_equal(table.norms, moments.norms)
     np.testing.assert_array_equal(table.rate, [1, 1, 2, 2, 3, 3])
     with pytest.raises(ValueError, match=r"`tree` must hold arrays of 2 members, of a grid of \(2,\), got \(6, 3\)"):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import similarity_reference as reference
+from matplotlib.figure import Figure
 from scipy import stats
 
 from dissociation import progress
@@ -230,6 +231,8 @@ def test_representations_that_say_nothing_are_named():
 
 
 def test_wrong_calls_are_refused_by_name():
+    with pytest.raises(TypeError, match="`y` must be representations, got None. `pairwise` compares one set"):
+        similarity.compare(ITEMS[0], None)
     with pytest.raises(ValueError, match="`measure` must be one of 'debiased_cka'"):
         similarity.pairwise("cka", LAYERS)
     with pytest.raises(ValueError, match="must be of the same samples throughout, got 29, 30 samples"):
@@ -503,6 +506,14 @@ def test_the_jackknife_of_a_mean_is_students_interval():
     np.testing.assert_allclose(skewed.bias, data.var() - data.var(ddof=1), rtol=1e-2)  # exact in theory
 
 
+@pytest.mark.parametrize("measure", ["linear_cka", "angular_similarity", "angular_distance", "debiased_cka"])
+def test_rounding_beside_a_bound_is_no_bias(measure):
+    x = np.maximum(np.random.default_rng(1).standard_normal((1080, 4)), 0)
+    found = similarity.compare(x, x[:, ::-1], measure)  # a layer and its permuted neurons, in float32
+    best = MEASURES[measure].identical
+    np.testing.assert_array_equal([found.estimate, found.low, found.high], [best] * 3)
+
+
 def test_members_are_left_out_whole():
     table = np.array(filled(np.arange(1.0, 7.0)))
     found = similarity.member_interval(table)
@@ -551,8 +562,9 @@ def test_values_are_biased_and_estimates_hold_their_intervals(name):
         found = similarity.compare(x, y, name, p_values=False, baseline=False)
     assert found.low < found.estimate < found.high < found.values
     estimate, arms = found.bars()
-    np.testing.assert_allclose([estimate - arms[0], estimate + arms[1]], [found.low, found.high], rtol=1e-6)
+    np.testing.assert_allclose([estimate - arms[0], estimate + arms[1]], [[found.low], [found.high]], rtol=1e-6)
     assert arms.min() > 0
+    Figure().subplots().errorbar([0], *found.bars(), fmt="o")
     with pytest.raises(ValueError, match="`num_blocks` must be given for intervals"):
         similarity.compare(x, y, name, p_values=False, baseline=False, num_blocks=None).bars()
 

@@ -519,7 +519,7 @@ def test_nothing_to_record_takes_no_trip_to_the_host_per_step(key, monkeypatch, 
             ValueError,
             "`shown` must be one of 'loss', 'a', got 'foo'",
         ),
-        ({"progress": "loud"}, ValueError, "'terminal', 'notebook', 'auto', got 'loud'"),
+        ({"progress": "loud"}, ValueError, "'terminal', 'notebook', 'auto', 'late', got 'loud'"),
         (
             {"optimizer": optax.adam},
             TypeError,

@@ -305,10 +305,36 @@ def test_optimisers_get_the_value(make, how, key):
         np.testing.assert_allclose(weights, 1 / CURVATURE.mean(0), rtol=1e-3)
 
 
+def test_an_optimiser_that_takes_no_value_gets_none(key):
+    optimizer, weights = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05), sync_period=2), jnp.array([3.0, -2.0, 1.0])
+    result = fit(weights[None], make_step(quadratic, optimizer), FullBatch(CURVATURE), num_steps=4, key=key)
+    state = optimizer.init(weights)
+    for _ in range(4):
+        slope = jax.grad(quadratic)(weights, CURVATURE, key)
+        updates, state = optimizer.update(slope, state, weights)
+        weights = optax.apply_updates(weights, updates)
+    np.testing.assert_allclose(result.models[0], weights, rtol=1e-5)
+
+
 def test_lookahead_is_refused(key):
     step = make_step(quadratic, optax.chain(optax.lookahead(optax.sgd(0.1), 2, 0.5)))
     with pytest.raises(TypeError, match="`optimizer` must update the model's own arrays, got optax.lookahead"):
         fit(jnp.ones((2, 3)), step, FullBatch(CURVATURE), num_steps=1, key=key)
+
+
+def test_a_state_among_the_models_is_refused(key):
+    models = eqx.filter_vmap(lambda key: eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, "batch", mode="ema"))(
+        jax.random.split(key, 2)
+    )
+    with pytest.raises(TypeError, match="`models` must hold parameters, got an eqx.nn.State among them. Pass .* `aux`"):
+        fit(models, make_step(lambda m, b, k: 0.0, optax.sgd(0.1)), FullBatch(CURVATURE), num_steps=1, key=key)
+
+
+def test_data_that_float32_rounds_is_named(key):
+    far = 1e9 + np.random.default_rng(0).normal(size=(20, 3))
+    for sampler in (lambda: FullBatch((far, far)), lambda: Epochs((far, far), 10)):
+        with pytest.warns(RuntimeWarning, match="float32 keeps 0 digits"):
+            sampler()
 
 
 def test_functions_of_other_arguments_are_named(key):

@@ -30,6 +30,7 @@ from dissociation.metrics.similarity.measures import as_measure, routes_of
 from dissociation.progress import MeterFactory, open_meter
 from dissociation.results import Result, printed
 from dissociation.splits import folds
+from dissociation.ties import ROUNDINGS
 from dissociation.types import PRNGKey, Scalar
 from dissociation.validation import validated
 
@@ -124,6 +125,7 @@ def jackknife_interval(
 
     Returns:
         The estimate and its interval. All three numbers are set to the nearest bound where they lie outside of it.
+        Values within 64 rounding units of a bound count as the bound.
 
     Raises:
         ValueError: If there is one block, or `level` is out of range.
@@ -136,6 +138,9 @@ def jackknife_interval(
     check_level(level)
     values, leave_outs = in_common_dtype(values, leave_outs)
     least, most = bounds
+    near = ROUNDINGS * float(jnp.finfo(values.dtype).eps)
+    for bound in bounds if np.isfinite(bounds).all() else ():  # beside a bound, scales without bounds magnify rounding
+        values, leave_outs = (jnp.where(jnp.abs(v - bound) <= near, bound, v) for v in (values, leave_outs))
     inside = 1 - 4 * float(jnp.finfo(values.dtype).eps)
     if most == 1 and least >= -1:
         to, back = lambda v: jnp.arctanh(jnp.clip(v, -inside, inside)), jnp.tanh
@@ -153,7 +158,9 @@ def jackknife_interval(
     half = float(stats.t.ppf(0.5 + 0.5 * level, count - 1)) * error
     centre = z - (count - 1) * (mean - z) if unbias else z
     raw_mean, raw_error = spread(leave_outs)
-    low, estimate, high = (jnp.clip(back(end), least, most) for end in (centre - half, centre, centre + half))
+    same = jnp.all(leave_outs == values[None], 0)
+    ends = (jnp.clip(back(end), least, most) for end in (centre - half, centre, centre + half))
+    low, estimate, high = (jnp.where(same, values, end) for end in ends)
     estimate = estimate if unbias else values
     low, high = jnp.minimum(low, estimate), jnp.maximum(high, estimate)  # also of one rounding
     return Interval(raw_error, low, high, (count - 1) * (raw_mean - values), estimate)

@@ -130,14 +130,15 @@ class Similarities(Result):
         `values` have no bars: they may lie outside of the interval, and are drawn as points.
 
         Returns:
-            `estimate`, and [2, ...] distances to `low` and to `high`.
+            `estimate`, [pairs], and distances to `low` and to `high`, [2, pairs]: tables row by row.
 
         Raises:
             ValueError: If there are no intervals.
         """
         if self.estimate is None or self.low is None or self.high is None:
             fail("num_blocks", "be given for intervals", "None")
-        return self.estimate, jnp.stack([self.estimate - self.low, self.high - self.estimate])
+        middle = self.estimate.reshape(-1)
+        return middle, jnp.stack([middle - self.low.reshape(-1), self.high.reshape(-1) - middle])
 
     def between(self, layer: str, other: str | None = None) -> Array:
         """Values of one layer's members with another's, [members, members].
@@ -340,7 +341,7 @@ def pairwise(
 @validated
 def compare(
     x: Representations,
-    y: Representations,
+    y: Representations | None,
     measure: str | Measure | Callable[..., Array] = "debiased_cka",
     **options: Any,
 ) -> Similarities:
@@ -365,6 +366,8 @@ def compare(
         >>> round(float(found.values), 3), bool(found.baseline < 0.1), bool(found.p_values < 1e-6)
         (1.0, True, True)
     """
+    if y is None:
+        fail_kind("y", "be representations", "None", "`pairwise` compares one set with itself")
     return pairwise(measure, x, y, **options)
 
 
