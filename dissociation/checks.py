@@ -195,7 +195,8 @@ def check_takes(name: str, model: Any, example: Any) -> Any:
     except WrongValue:
         raise
     except (TypeError, ValueError) as error:
-        first = str(error).strip().partition("\n")[0].rstrip(".")
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        first = " ".join(lines[: 2 if lines[0].endswith(":") else 1]).rstrip(".")
         if first.startswith(f"`{name}` must "):
             raise
         raise TypeError(f"`{name}` must {wanted} (a single model, no stacked ones), got an error: {first}.") from error

@@ -105,6 +105,9 @@ def as_examples(name: str, value: Any, *, finite: bool = False) -> Any:
 
 
 def _converted(name: str, value: Any, wanted: str) -> Any:
+    if getattr(getattr(value, "index", None), "nlevels", 1) > 1:
+        advice = "`lagged_pairs` reads runs and times; value.to_numpy() drops the index"
+        fail(name, wanted, "a frame of several index levels", advice)
     ways: list[Callable[[Any], Any]] = []
     if isinstance(value, (list, tuple)) and any(map(is_traced, jax.tree.leaves(value))):
         ways.append(jnp.asarray)

@@ -190,10 +190,22 @@ def warn_regression(
         ratio = gain / max((np.sum(rest**2) - gain) / (freedom - 1), floor)
         if ratio > 25:
             warnings.warn(
-                f"A column of ones lowers the residual (F = {ratio:.2g}): the data have an offset, which spoils "
-                "eigenvalues and forecasts. Pass center=True, which carries an intercept.",
+                f"A column of ones lowers the squared residual of one step by {100 * gain / np.sum(rest**2):.2g} % "
+                f"(F = {ratio:.2g}), as for data with an offset, which spoils eigenvalues and forecasts. If they have "
+                "one, pass center=True, which carries an intercept.",
                 stacklevel=1,
             )
+
+
+def warn_small_columns(squares: Any, alpha: Any) -> None:
+    """Warn of columns so small beside others that the default `alpha`, which is in proportion to all, hides them."""
+    hidden = np.flatnonzero((np.asarray(squares) > 0) & (np.asarray(squares) < 3 * float(alpha)))
+    if len(hidden):
+        warnings.warn(
+            f"Column {hidden[0]} of `x` is too small beside the largest for the default `alpha` ({len(hidden)} such): "
+            "principal components are taken in the units of the columns. Bring them to one size.",
+            stacklevel=1,
+        )
 
 
 def warn_rank(operator: Any) -> None:

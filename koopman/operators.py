@@ -26,11 +26,13 @@ from koopman.diagnostics import (
     warn_offset,
     warn_rank,
     warn_regression,
+    warn_small_columns,
     warn_tied,
     warn_unconverged,
 )
 from koopman.estimators import Estimator, span
 from koopman.kernel_operators import fit_with_kernel
+from koopman.kernels import Linear
 from koopman.nystroem import Kernel, nystroem_map
 from koopman.operator import KernelMap, LinearMap, Operator, unshrinking
 from koopman.pairs import Moments, as_known, check_square, checked_pairs, default_alpha, few_rows, gram_root, mean_of
@@ -181,7 +183,7 @@ def _fit(
     (number, width), dtype, given = (problem.count, problem.x.shape[1]), problem.x.dtype, estimator.alpha is not None
     asked = jnp.asarray(estimator.alpha, dtype) if given else fallback
     # Without regularisation the span does not depend on the sizes of columns, and nor must rank cuts.
-    free = estimator.rank is None or estimator.inverts_all
+    free = estimator.rank is None or estimator.inverts_all or estimator.size == width
     level = free and (asked is None or (not is_traced(asked) and float(asked) == 0.0))
     problem, alpha, largest, unit, sizes, trace = _in_units(problem, asked, level)
     size, active, solver = latent(estimator.rank, width, "features", solver, SOLVERS)
@@ -209,6 +211,8 @@ def _fit(
             warn_large_alpha(alpha, basis.variance, trace, which, unit)
         if estimator.rank is not None:
             warn_rank(operator)
+        if asked is None and not level:
+            warn_small_columns(jnp.sum(problem.x**2, 0), alpha)
         warn_tied(np.asarray(basis.values), np.asarray(basis.rest), float(cutoff))
         warn_inexact(operator)
     return operator
@@ -255,7 +259,9 @@ def _fit_on_centres(
     x, y, flat, shape = checked_pairs(x, y, observable)
     features = nystroem_map(kernel, centres)
     features_x = features(x)
-    fallback = default_alpha(jnp.sum(features_x**2) / x.shape[0])
+    trace = jnp.sum(features_x**2) / x.shape[0]
+    linear = isinstance(kernel, Linear)  # explicit features, as without centres
+    fallback = 8 * jnp.finfo(trace.dtype).eps * trace if linear else default_alpha(trace)
     with warnings.catch_warnings():  # columns of features are none of the caller's; `nystroem_map` has warned
         warnings.filterwarnings("ignore", "Column .* varies by", module="koopman")
         problem, _ = _from_pairs(features_x, features(y), flat, center=False)

@@ -40,7 +40,8 @@ class Spectrum(NamedTuple):
         right: w_i in columns, scaled so that psi_i has mean square 1 on the training states and the largest of its
             mode's amplitudes is real and positive, or of w_i's entries if the observable holds nothing of it: [r, r].
         left: l_i in columns, l_j^T w_i = delta_ij without conjugation: [r, r].
-        residuals: sqrt(E|psi_i(y) - lambda_i psi_i(x)|^2 / E|psi_i(x)|^2) on the training pairs: [r]. For a
+        residuals: sqrt(E|psi_i(y) - lambda_i psi_i(x)|^2 / E|psi_i(x)|^2) on the training pairs: [r]. With an
+            intercept, each side is about its own mean: the drift is no residual. For a
             deterministic system lambda_i is in the pseudospectrum of that size (if the operator is normal, no farther
             from the spectrum), and a large one unmasks a spurious pair; for a noisy one it contains the noise,
             sqrt(1 - |lambda_i|^2) for an exact eigenpair. With as many latent functions as samples it vanishes for all

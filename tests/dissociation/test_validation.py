@@ -486,3 +486,16 @@ def test_messages_have_no_holes():
     ):
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
             check()
+
+
+def test_frames_of_several_runs_are_no_array():
+    runs = pd.MultiIndex.from_product([["a", "b"], range(4)], names=["run", "time"])
+    with pytest.raises(ValueError, match="`x` must be an array of .*, got a frame of several index levels"):
+        narrow(pd.DataFrame(np.zeros((8, 2)), index=runs))
+
+
+def test_an_error_of_a_model_has_no_hole():
+    models = eqx.filter_vmap(lambda key: eqx.nn.Linear(3, 2, key=key))(jax.random.split(jax.random.key(0), 4))
+    with pytest.raises(TypeError, match="got an error: ") as seen:
+        checks.check_model("model", lambda x: jax.vmap(lambda a, b: a + b)(models.weight[:, 0], x), np.zeros(5))
+    assert ":." not in str(seen.value)

@@ -415,6 +415,19 @@ def test_units_of_columns_drop_no_direction(kind, dtype):
             np.testing.assert_allclose(found, predict(one, x, 3), atol=tol * np.abs(x).max())
 
 
+def test_columns_that_principal_components_do_not_see_are_named():
+    with jax.enable_x64(True):
+        x, y = lagged_pairs(linear_trajectory(d=3)[1])
+        units = np.array([[1, 1e9, 1e9]])
+        with pytest.warns(UserWarning, match="Column 0 of `x` is too small beside the largest for the default `alpha`"):
+            fit(PrincipalComponents(2), x * units, y * units)
+        # All directions have no order: they are ridge regression's.
+        found, wanted = (eigenvalues(fit(kind, x * units, y * units)) for kind in (PrincipalComponents(3), Ridge()))
+        np.testing.assert_allclose(found, wanted, atol=1e-9)
+        with pytest.raises(ValueError, match="`x` must have a mean square from"), np.errstate(over="ignore"):
+            fit(Ridge(), x * 1e160, y * 1e160)
+
+
 @pytest.mark.parametrize("dtype", [float, np.float32])
 @pytest.mark.parametrize("options", [{}, {"kernel": Linear()}], ids=["features", "kernel"])
 @pytest.mark.parametrize("alpha", [None, 1e-9])
@@ -436,8 +449,9 @@ def test_a_linear_kernel_is_explicit_features_by_default():
     with jax.enable_x64(True):
         x = np.stack([np.cos(0.3 * TIME[:200]), np.sin(0.3 * TIME[:200])], 1)
         x = np.concatenate([x, np.stack([np.cos(0.7 * TIME[:200]), np.sin(0.7 * TIME[:200])], 1) / 300], 1)
-        found = [eigenvalues(fit(ReducedRank(4), x[:-1], x[1:], kernel=kernel)) for kernel in (None, Linear())]
-        np.testing.assert_allclose(np.abs(found), 1, atol=1e-9)
+        for options in ({}, {"kernel": Linear()}, {"kernel": Linear(), "centres": x[:30]}):
+            found = eigenvalues(fit(ReducedRank(4), x[:-1], x[1:], **options))
+            np.testing.assert_allclose(np.abs(found), 1, atol=1e-9)
 
 
 def season(q=4):
