@@ -1,11 +1,11 @@
-"""Symmetries of a layer: the order of its hidden neurons, and input directions that no sample of a dataset has."""
+"""Input directions that no sample of a dataset has, and weights that move in them."""
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Real
+from jaxtyping import Array, Float, Real
 
 from dissociation.checks import (
     check_non_negative,
@@ -23,43 +23,6 @@ from dissociation.validation import validated
 RELATIVE_CUTOFF = 1e-10
 CUT_SLACK = 1e-4
 CHUNK = 8192
-
-
-@validated
-def permute_neurons(
-    w_in: Float[Array | np.ndarray, "hidden inputs"],
-    w_out: Float[Array | np.ndarray, "outputs hidden"],
-    permutation: Int[Array | np.ndarray, " hidden"] | None = None,
-    *,
-    key: PRNGKey | None = None,
-) -> tuple[Float[Array, "hidden inputs"], Float[Array, "outputs hidden"]]:
-    """Puts the hidden neurons of a layer in another order; the function stays as it was for every activation.
-
-    Args:
-        w_in: Incoming weights, one row per hidden neuron.
-        w_out: Outgoing weights, one column per hidden neuron.
-        permutation: Neuron `permutation[i]` comes to place i.
-        key: Draws the permutation where none is given.
-
-    Returns:
-        `(w_in, w_out)`, of the shapes given.
-
-    Raises:
-        ValueError: If the shapes do not fit, `permutation` repeats or lacks a neuron, or both or neither of
-            `permutation` and `key` are given.
-    """
-    hidden = w_in.shape[0]
-    if permutation is None:
-        if key is None:
-            fail("permutation", "be given, or `key` to draw it", "neither")
-        permutation = jax.random.permutation(key, hidden)
-    elif key is not None:
-        fail("permutation", "come without `key`, which would draw it", "both")
-    elif not is_traced(permutation):
-        known = np.asarray(permutation)
-        if not np.array_equal(np.sort(known), np.arange(hidden)):
-            fail("permutation", f"hold each of 0, ..., {hidden - 1} once", known)
-    return jnp.asarray(w_in)[permutation], jnp.asarray(w_out)[:, permutation]
 
 
 class NullSpectrum(NamedTuple):

@@ -108,7 +108,6 @@ TABLE = {
     "phantoms, missed": (neurons.add_phantom_zero_neurons, (4, 3), (2, 4), (6, 3), (6, 2)),
     "phantoms, low rank": (lambda a, b, x, y, p: neurons.add_phantom_zero_neurons(a, b, x @ y, p, rtol=1e-9),
                            (4, 5), (2, 4), (6, 2), (2, 5), (6, 2)),
-    "permute_neurons": (lambda a, b: symmetry.permute_neurons(a, b, np.asarray([2, 0, 1])), (3, 4), (2, 3)),
     "perturb_in_null_space": (lambda w, s: symmetry.perturb_in_null_space(
         w, np.eye(4)[:2], 1.0 + s, key=jax.random.key(1)), (3, 4), ()),
     "perturb_parameters": (lambda w, d, s: noise.perturb_parameters(w, d, 1.0 + s), (3, 4), (3, 4), ()),

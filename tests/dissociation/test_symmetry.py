@@ -13,7 +13,6 @@ from dissociation.weights.symmetry import (
     null_basis,
     null_dimension,
     null_spectrum,
-    permute_neurons,
     perturb_in_null_space,
 )
 
@@ -31,55 +30,6 @@ def of_rank(samples, features, rank, seed=0):
     """Whole numbers, so that the rank is exact."""
     rng = np.random.default_rng(seed)
     return (rng.integers(-3, 4, (samples, rank)) @ rng.integers(-3, 4, (rank, features))).astype(np.float32)
-
-
-# permutation
-
-
-def test_permutation_is_what_it_says():
-    w_in, w_out = np.arange(6.0, dtype=np.float32).reshape(3, 2), np.arange(3.0, dtype=np.float32).reshape(1, 3)
-    new_in, new_out = permute_neurons(w_in, w_out, np.asarray([2, 0, 1]))
-    np.testing.assert_array_equal(new_in, [[4, 5], [0, 1], [2, 3]])
-    np.testing.assert_array_equal(new_out, [[2, 0, 1]])
-    back = permute_neurons(new_in, new_out, np.argsort([2, 0, 1]))
-    np.testing.assert_array_equal(back[0], w_in)
-
-
-@pytest.mark.parametrize("activation", [jax.nn.relu, jnp.tanh])
-def test_permutation_keeps_the_function(key, activation):
-    rng = np.random.default_rng(0)
-    w_in, w_out, x = (rng.normal(size=shape).astype(np.float32) for shape in ((20, 6), (3, 20), (6, 40)))
-    new_in, new_out = permute_neurons(w_in, w_out, key=key)
-    wanted = w_out @ activation(w_in @ x)
-    np.testing.assert_allclose(new_out @ activation(new_in @ x), wanted, atol=1e-4)
-    assert float(jnp.max(jnp.abs(w_out @ activation(new_in @ x) - wanted))) > 0.1
-
-
-def test_random_permutations_map_over_keys(key):
-    w_in, w_out = jnp.arange(8.0)[:, None], jnp.arange(8.0)[None, :]
-    keys = jax.random.split(key, 5)
-    mapped = jax.vmap(lambda k: permute_neurons(w_in, w_out, key=k))(keys)
-    compiled = jax.jit(permute_neurons)
-    for i in range(5):
-        loop = compiled(w_in, w_out, key=keys[i])
-        np.testing.assert_array_equal(mapped[0][i], loop[0])
-        np.testing.assert_array_equal(mapped[0][i, :, 0], mapped[1][i, 0])
-        np.testing.assert_array_equal(np.sort(mapped[0][i, :, 0]), np.arange(8))
-    assert len({tuple(np.asarray(row)) for row in mapped[0][:, :, 0]}) == 5
-    typed, legacy = (permute_neurons(w_in, w_out, key=k) for k in (jax.random.key(4), jax.random.PRNGKey(4)))
-    assert eqx.tree_equal(typed, legacy)
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_permutation_refuses(key):
-    w_in, w_out = jnp.ones((3, 2)), jnp.ones((1, 3))
-    for wrong in ([0, 1], [0, 1, 1], [1, 2, 3]):
-        with pytest.raises(ValueError, match="`permutation` must (hold each of 0, ..., 2 once|be of shape .hidden.)"):
-            permute_neurons(w_in, w_out, np.asarray(wrong))
-    with pytest.raises(ValueError, match="got neither"):
-        permute_neurons(w_in, w_out)
-    with pytest.raises(ValueError, match="got both"):
-        permute_neurons(w_in, w_out, np.arange(3), key=key)
 
 
 # null space

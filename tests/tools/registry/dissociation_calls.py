@@ -207,7 +207,6 @@ CALLS = {
         layer() | {"num_zero_groups": 2, "neurons_per_group": 2, "key": KEY, "incoming_std": 0.5, "outgoing_std": 0.5}
     ),
     neurons.add_phantom_zero_neurons: lambda: layer() | {"inputs": TALL, "pattern": TALL[:, :2], "rtol": 1e-5},
-    symmetry.permute_neurons: lambda: layer() | {"permutation": np.array([2, 0, 1, 3])},
     symmetry.null_spectrum: lambda: {"dataset": TALL, "rtol": 1e-9},
     symmetry.null_basis: lambda: {"dataset": TALL, "rtol": 1e-9},
     symmetry.null_dimension: lambda: {"dataset": TALL, "rtol": 1e-9},
