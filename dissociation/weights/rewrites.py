@@ -203,7 +203,12 @@ class Scale(Rewrite):
                 return array
             own = slot.per_neuron(each).astype(array.dtype)
             own = own**exponent if exponent > 0 else 1 / own**-exponent
-            return slot.with_blocks(array, slot.blocks(array) * own)
+            changed = slot.blocks(array) * own
+            if not is_traced(changed):
+                sizes, limits = abs(np.asarray(changed)), jnp.finfo(array.dtype)
+                if ((sizes > limits.max) | (sizes < limits.tiny) & np.asarray(slot.blocks(array) != 0)).any():
+                    fail("factor", f"leave weights that {array.dtype} holds", "weights that vanish or overflow")
+            return slot.with_blocks(array, changed)
 
         return _changed(model, group, change, exponents)
 

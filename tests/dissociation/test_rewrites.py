@@ -394,7 +394,10 @@ def test_factors_whose_powers_leave_the_precision_are_refused():
     for own, factor in ((group, 1e-39), (group, np.full(group.size, 1e-39)), (square, 1e-20), (square, 1e20)):
         with pytest.raises(ValueError, match=r"`factor` must have a power -?\d that float32 holds"):
             rewrites.scale(own, factor)
-    assert np.isfinite(rewrites.scale(group, 1e-37)(model).layers[1].weight).all()
+    for factor in (2e-38, 3e37):  # representable, but products with weights are not
+        with pytest.raises(ValueError, match="`factor` must leave weights that float32 holds"):
+            rewrites.scale(group, factor)(model)
+    assert np.isfinite(rewrites.scale(group, 1e-33)(model).layers[1].weight).all()
     with jax.enable_x64(True):
         wide = rewrites.scale(group, 1e-60)
         with pytest.raises(ValueError, match="`factor` must have a power"):
