@@ -72,7 +72,8 @@ def _warn_lost(operator: Operator, steps: int | np.ndarray | Array) -> None:
     # A bound first, which is the least of a decomposition's work: of most operators there is nothing to say.
     if ahead.max(initial=0.0) * np.linalg.norm(np.asarray(operator.penalty), 2) ** 4 < 1e-5:
         return
-    modulus, kept, share = (np.asarray(part, float) for part in _mode_losses(operator))
+    with jax.ensure_compile_time_eval():  # also where a known operator is used under a trace
+        modulus, kept, share = (np.asarray(part, float) for part in _mode_losses(operator))
     with np.errstate(all="ignore"):
         lost = np.sqrt(np.sum((share * modulus ** (ahead - 1) * (1 - kept**ahead)) ** 2, 1))
     if lost.max(initial=0.0) > 1e-2:

@@ -371,7 +371,7 @@ def check_refused(function, call, name, kind, value, reason):
             out = run(**call | {name: value})
         except (TypeError, ValueError) as error:
             if re.match(rf"`({'|'.join(call)})(\[.*\])?` must", str(error)):
-                if HOLE.search(str(error)):
+                if HOLE.search(re.sub(r"\[[-\d. einaf]*\]", "[]", str(error))):  # printed arrays have blanks
                     raise AssertionError(f"{name} = {kind}: words are missing in: {error}") from error
                 return
             raise AssertionError(f"{name} = {kind}: obscure error: {error!r}") from error

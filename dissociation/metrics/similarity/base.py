@@ -282,7 +282,11 @@ def column_sizes(x: Array) -> Array:
 def warn_dropped(**features: Any) -> None:
     """Warns of directions of known features that a rank cut takes for absent, although they exceed rounding."""
     for name, x in features.items():
-        if not is_traced(x) and (count := int(_num_dropped(jnp.asarray(x)))):
+        if is_traced(x):
+            continue
+        with jax.ensure_compile_time_eval():  # known features may be used under a trace
+            count = int(_num_dropped(jnp.asarray(x)))
+        if count:
             warn(
                 f"{count} of the directions of `{name}` exceed rounding, but are too small beside the largest to be "
                 "kept: they count as absent. Float64 keeps smaller ones."
