@@ -329,7 +329,7 @@ def test_streamed_moments_fit_as_the_data_do(kind, center):
 def test_centring_removes_the_constant():
     with jax.enable_x64(True):
         x, y = (a + 3.0 for a in lagged_pairs(linear_trajectory(4000)[1]))
-        with pytest.warns(UserWarning, match="A column of ones lowers the residual"):
+        with pytest.warns(UserWarning, match="A column of ones lowers the squared residual"):
             plain = eigenvalues(fit(Ridge(), x, y))
         centred = eigenvalues(fit(Ridge(), x, y, center=True))
         direct = eigenvalues(fit(Ridge(), x - x.mean(0)[None], y - y.mean(0)[None]))
