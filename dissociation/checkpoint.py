@@ -124,7 +124,7 @@ _NUMBERS = (bool, int, float, complex)
 
 
 def _is_readable(leaf: Any) -> bool:
-    """Whether `_decode` makes of a leaf's bytes and the name of its dtype what it was."""
+    """Return True if `_decode` restores the leaf from its bytes and the name of its dtype."""
     if type(leaf) in _NUMBERS or _is_key(leaf):
         return True
     numbers = leaf.dtype.kind in "bmM" or jnp.issubdtype(leaf.dtype, np.number)

@@ -93,7 +93,7 @@ def _lock(descriptor: int) -> None:
 
 
 def _remove_scratches(target: Path) -> None:
-    """Remove what killed writes of `target` left: files that nobody has locked."""
+    """Remove the scratch files of killed writes of `target`: those without a lock."""
     for path in target.parent.glob(f".{glob.escape(target.name)}.*.tmp"):
         if re.fullmatch(r"\.[0-9a-f]{8}\.tmp", path.name.removeprefix(f".{target.name}")):
             with suppress(OSError), open(path, "ab", opener=_without_links) as file:

@@ -198,7 +198,7 @@ def _on_host(array: Array | np.ndarray) -> bool:
 
 
 def _placed(array: Array | np.ndarray) -> Array:
-    """A JAX array of what nobody else holds; `jnp.asarray` compiles a program for each shape."""
+    """Return a fresh host array as a JAX array; `jnp.asarray` would compile a program for each shape."""
     return jax.device_put(array) if isinstance(array, np.ndarray) else array
 
 

@@ -129,7 +129,7 @@ def run_command(
 
 @contextlib.contextmanager
 def _until_readers_leave() -> Iterator[None]:
-    """End what is inside without an error when nobody reads the output any more, as after `| head`."""
+    """End the block without an error when the reader of the output has left, as after `| head`."""
     try:
         try:
             yield
