@@ -322,7 +322,7 @@ def test_the_default_regularisation_follows_the_kernel(scale):
             np.testing.assert_allclose(found.alpha, 8 * 2.0**-52 * mean, rtol=1e-10)
             np.testing.assert_allclose(eigenvalues(fit(KINDS[kind](), x, y))[:2], eigenvalues(found)[:2], rtol=1e-8)
             centres = fit_kernel(kind, scale * x, scale * y, Linear(), scale * x[:9])
-            np.testing.assert_allclose(centres.alpha, 1e-6 * mean, rtol=1e-8)
+            np.testing.assert_allclose(centres.alpha, 8 * 2.0**-52 * mean, rtol=1e-8)
             np.testing.assert_allclose(eigenvalues(centres)[:2], eigenvalues(wanted)[:2], rtol=1e-6)
         with pytest.warns(UserWarning, match=r"exceeds eigenvalue 2 of k\(X, X\) / n"):
             fit(PrincipalComponents(2, 100.0), x, y, kernel=Linear())
