@@ -6,9 +6,12 @@ from jaxtyping import Array, Float
 
 from dissociation.linalg import product, scale_of
 
+NEAR = 2.0**-10
+"""Squared distances below this part of the rows' squares lose digits as a difference of products."""
+
 
 def squared_distances(x: Float[Array, "n p"]) -> Float[Array, "n n"]:
-    """|x_i - x_j|^2 by one product; exactly zero for rows that coincide in rounding.
+    """|x_i - x_j|^2 by one product, and of near rows by differences; zero for rows that coincide in rounding.
 
     Rows are taken from the one nearest to the mean, against the cancellation of an offset: differences of small
     integers stay integers, so that equal distances are equal.
@@ -23,18 +26,29 @@ def squared_distances_with_size(x: Float[Array, "n p"]) -> tuple[Float[Array, "n
     """Return `squared_distances`, and the magnitude whose rounding each of them carries, as `ties.snapped` takes it."""
     norms = root(jnp.sum(x**2, 1))
     middle = jnp.argmin(jnp.sum((x - jnp.mean(x, 0)[None]) ** 2, 1))
-    x = x - x[middle][None]
-    lengths = jnp.sum(x**2, 1)
+    moved = x - x[middle][None]
+    lengths = jnp.sum(moved**2, 1)
     both = lengths[:, None] + lengths[None]
-    square = both - 2 * product(x, x.T)
+    square = both - 2 * product(moved, moved.T)
     rounding = 4 + x.shape[1] ** 0.5 / 16
-    selves = jnp.eye(x.shape[0], dtype=bool) & jnp.isfinite(square)
-    small = square <= rounding * jnp.finfo(x.dtype).eps * both
-    square = jnp.where(small | selves, 0.0, square)  # NaN stays NaN
-    # What was subtracted, and what a rounding of the rows themselves changes: d^2 by 2 d eps |x| + (eps |x|)^2.
+    selves = jnp.eye(x.shape[0], dtype=bool)
+    size = rounding * both / 16
+    near = (square <= NEAR * both) & ~selves
+    square, size = lax.cond(
+        jnp.any(near),  # distances of a few samples among many cost a look, not n^2 p differences
+        lambda: (jnp.where(near, _by_differences(x), square), jnp.where(near, 0.0, size)),
+        lambda: (square, size),
+    )
     norms = norms[:, None] + norms[None]
-    own = norms * (root(square) + 8 * jnp.finfo(x.dtype).eps * norms) / 32
-    return square, rounding * both / 16 + own
+    eps = jnp.finfo(x.dtype).eps
+    coincide = (square <= (4 * eps * norms) ** 2) | (selves & jnp.isfinite(square))
+    square = jnp.where(coincide, 0.0, square)  # NaN stays NaN
+    # What a rounding of the rows themselves changes: d^2 by 2 d eps |x| + (eps |x|)^2.
+    return square, size + norms * (root(square) + 8 * eps * norms) / 32
+
+
+def _by_differences(x: Float[Array, "n p"]) -> Float[Array, "n n"]:
+    return lax.map(lambda row: jnp.sum((row[None] - x) ** 2, 1), x)
 
 
 def root(square: Float[Array, "*b"]) -> Float[Array, "*b"]:

@@ -65,7 +65,11 @@ class RBF(eqx.Module):
     def __call__(self, x: States, y: Float[Array | np.ndarray, "m d"]) -> Float[Array, "n m"]:
         """The matrix of kernel values."""
         x, y, length = _in_lengths(x, y, self.length_scale)
-        return jnp.exp(-0.5 * squared_distances(x, y) / length**2)
+        # Products of states that are many lengths from their mean would leave rounding in the exponent.
+        largest = jnp.max(jnp.sum((y - jnp.mean(y, 0)[None]) ** 2, 1))
+        lost = jnp.finfo(x.dtype).eps * largest > 1e-4 * length**2
+        square = lax.cond(lost, lambda: _distances(x, y) ** 2, lambda: squared_distances(x, y))
+        return jnp.exp(-0.5 * square / length**2)
 
 
 class Laplacian(eqx.Module):

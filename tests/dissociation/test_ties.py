@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from dissociation.metrics import similarity
 from dissociation.ties import ranks, snapped
 
 RNG = np.random.default_rng(0)
@@ -56,3 +57,30 @@ def test_sizes_zeros_and_numbers_that_are_none():
     np.testing.assert_array_equal(jax.vmap(ranks)(same), [[4, 1.5, 1.5, 3], [2.5] * 4])
     np.testing.assert_array_equal(jax.grad(lambda x: jnp.sum(x * snapped(x)))(same), same)
     np.testing.assert_array_equal(snapped(np.arange(3)), np.arange(3))
+
+
+@pytest.mark.parametrize("apart", [30.0, 1e3, 1e4])
+def test_distances_within_clusters_that_are_far_apart(apart):
+    """Differences of products in float32 lose them: all pairs of a cluster were ties."""
+    labels = np.repeat(np.arange(4), 25)
+    centres = apart * RNG.standard_normal((4, 20))
+    x = centres[labels] + RNG.standard_normal((100, 20))
+    y = 0.2 * centres[labels] @ RNG.standard_normal((20, 30)) + RNG.standard_normal((100, 30))
+    x, y = x.astype(np.float32), y.astype(np.float32)
+    above = np.triu_indices(100, 1)
+    for kind in ("euclidean", "cosine"):
+        exact = []
+        for part in (x, y):
+            rows = part.astype(float)
+            rows = rows / np.linalg.norm(rows, axis=1, keepdims=True) if kind == "cosine" else rows
+            exact.append(((rows[:, None] - rows[None]) ** 2).sum(2)[above])
+        found = similarity.rsa(x, y, rdm=kind, comparison="spearman")
+        np.testing.assert_allclose(found, stats.spearmanr(*exact).statistic, atol=1e-3)
+    loose = similarity.mutual_knn(x, y, num_neighbours=10)
+    exact = []
+    for part in (x, y):
+        rows = part / np.linalg.norm(part.astype(float), axis=1, keepdims=True)
+        distances = ((rows[:, None] - rows[None]) ** 2).sum(2) + 9 * np.eye(100)
+        exact.append(distances.argsort(1)[:, :10])
+    common = np.mean([len(set(a) & set(b)) / 10 for a, b in zip(*exact, strict=True)])
+    np.testing.assert_allclose(loose, common, atol=5e-3)
