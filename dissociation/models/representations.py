@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Array, Num
 
 from dissociation.checks import check_takes, fail, fail_kind
+from dissociation.members import count
 from dissociation.models.program import MOVES, Walk, bound, program_of
 from dissociation.validation import validated
 
@@ -236,5 +237,7 @@ def member_representations(models: Any, inputs: Num[Array | np.ndarray, "n ..."]
 
     Raises:
         TypeError: If the models offer no representations, or do not take such examples.
+        ValueError: If the models are one network.
     """
+    count(models)
     return eqx.filter_vmap(representations, in_axes=(eqx.if_array(0), None))(models, jnp.asarray(inputs))

@@ -11,7 +11,7 @@ from dissociation.metrics import collapse, crossing, margins, robustness
 from dissociation.models.bilinear import BilinearNetwork
 from dissociation.models.layers import Convolution, max_pool
 from dissociation.models.mlp import MLP
-from dissociation.spectral import attack, certificate, forms, similarity, tensor
+from dissociation.spectral import attack, certificate, forms, similarity
 from dissociation.weights import neurons, noise, symmetry
 from dissociation.weights.certificate import certify
 
@@ -91,8 +91,6 @@ TABLE = {
     "principal_angles": (lambda s: similarity.principal_angles(*spectra(s), 2), ()),
     "student_interval": (lambda v: tuple(similarity.student_interval(v)), (5, 2)),
     "bootstrap_interval": (pairs_interval, (6,)),
-    "higher_order_svd": (lambda s: tensor.higher_order_svd(network(s))[3:], ()),
-    "low_rank": (lambda s: tensor.low_rank(network(s), rank=1, key=jax.random.key(2), num_iterations=5).cosine, ()),
     "certified_radius in the input": (lambda x: certified(network(bias=True), X5 + 0.1 * x), (5,)),
     "certified_radius in the weights": (lambda s: certified(network(s, residual=True), X5), ()),
     "certified_radius, hard case": (lambda s, x: certified(forms.Spectrum(

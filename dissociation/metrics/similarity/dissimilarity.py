@@ -217,7 +217,8 @@ def compare_rdms(a: Dissimilarities, b: Dissimilarities, comparison: str = "pear
     """How two RDMs agree.
 
     Args:
-        a: Dissimilarities of pairs of samples.
+        a: Dissimilarities of pairs of samples. For ranks, entries within 32 rounding units of the median's size
+            (4e-6 of it in float32) of each other are ties: they may be left of a subtraction.
         b: Of the same pairs.
         comparison: "pearson", "spearman", "kendall" or "cosine".
 

@@ -578,6 +578,7 @@ def _as_set(name: str, given: Any, *, members: bool | None, positions: str | Non
         if is_traced(array):
             advice = "Under a transformation call the measures themselves"
             fail_kind(full, "be known: all pairs are planned on the host", "a traced value", advice)
+        check_finite(full, array)
         rank, place = ranks.get(layer), "last" if layer in ranks else channels
         if rank is None:
             if members is None and array.ndim > 2:
@@ -590,7 +591,6 @@ def _as_set(name: str, given: Any, *, members: bool | None, positions: str | Non
         single = array.ndim == 1 + rank and named[0][2] is given
         array, grid = _arranged(full, array if array.ndim != 1 + rank else array[None], rank, positions, place)
         grids.add(grid)
-        check_finite(full, array)
         refuse_vanishing(full, array)
         stack = jnp.asarray(array)
         arrays, places = widths.setdefault(stack.shape[2], ([], []))

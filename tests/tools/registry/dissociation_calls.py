@@ -28,7 +28,7 @@ from dissociation.models import bilinear, cnn, initial, layers, representations,
 from dissociation.models import mlp as perceptron
 from dissociation.recipes import bilinear as bilinear_recipe
 from dissociation.recipes import compression, grokking, mnist
-from dissociation.spectral import attack, forms, similarity, tensor
+from dissociation.spectral import attack, forms, similarity
 from dissociation.spectral import certificate as distances
 from dissociation.sweeps import Grid
 from dissociation.symmetry import bounds, freedom
@@ -482,8 +482,6 @@ CALLS = {
         "level": 0.9,
         "num_resamples": 10,
     },
-    tensor.higher_order_svd: lambda: {"model": bilinear_network(), "directions": np.eye(4)[:2], "layer": 0},
-    tensor.low_rank: lambda: {"model": bilinear_network(), "rank": 2, "key": KEY, "num_iterations": 3},
     grids.fit_grid: lambda: {
         "init": lambda key: eqx.nn.Linear(TALL.shape[1], 2, key=key),
         "step": state.make_step(squared_error, lambda values: optax.sgd(values["rate"])),
