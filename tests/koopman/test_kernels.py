@@ -96,7 +96,13 @@ def test_bad_input_is_refused(make, words):
 
 @pytest.mark.parametrize(
     "kernel",
-    [kernels.Laplacian(0.1), kernels.Matern(0.1, 0.5), kernels.Matern(0.1, 1.5), kernels.Matern(0.1, 2.5), kernels.RBF(0.1)],
+    [
+        kernels.Laplacian(0.1),
+        kernels.Matern(0.1, 0.5),
+        kernels.Matern(0.1, 1.5),
+        kernels.Matern(0.1, 2.5),
+        kernels.RBF(0.1),
+    ],
 )
 def test_kernels_of_distances_are_exact_for_close_states(kernel):
     # The root of a cancelled square took up to a tenth off the diagonal.
