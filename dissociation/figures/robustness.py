@@ -70,7 +70,7 @@ LABELS = {
     "null_perturbed": "input null-perturbed",
     "duplicated": "duplicated",
     "scaled": "scaled",
-    "zero": "zero neurons",
+    "nuisance": "nuisance neurons",
     "published_null": "function changed",
 }
 """What the variants are called in the figure, in the order of its legend. The last is a null space by the usual float32
@@ -181,7 +181,7 @@ def rewrites(config: Config, group: NeuronGroup, weights: LayerInputs) -> dict[s
         "null_perturbed": moved,
         "duplicated": neurons["duplicated"],
         "scaled": neurons["scaled"],
-        "zero": neurons["zero"],
+        "nuisance": neurons["zero"],
     }
     return variants | ({"published_null": moved} if config.published_null else {})
 

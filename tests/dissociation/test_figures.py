@@ -43,7 +43,7 @@ def transferred():
 @pytest.mark.slow
 def test_rewrites_of_neurons_leave_the_input_noise_curve_where_it_was(noise):
     results, *_ = noise
-    for name in ("duplicated", "scaled", "zero"):
+    for name in ("duplicated", "scaled", "nuisance"):
         np.testing.assert_allclose(results.input_error[name], results.input_error["trained"], atol=1 / 150)
     moved = results.input_error["null_perturbed"] - results.input_error["trained"]
     assert moved.max() > 0.05  # negative control: kept on the data, changed elsewhere
@@ -96,10 +96,10 @@ def test_noise_on_parameters_tells_them_apart(noise):
 def test_certificates(noise):
     results, *_ = noise
     assert results.certificates["trained"]["max_abs_change"] == 0
-    for name in ("null_perturbed", "duplicated", "scaled", "zero"):
+    for name in ("null_perturbed", "duplicated", "scaled", "nuisance"):
         assert results.certificates[name]["max_abs_change"] < 1e-4
         assert results.certificates[name]["changed_predictions"] == 0
-    assert results.certificates["zero"]["num_inputs"] == 2 * 150
+    assert results.certificates["nuisance"]["num_inputs"] == 2 * 150
     assert results.null_space["dimension"] + results.null_space["rank"] == 784
 
 
@@ -204,7 +204,7 @@ def test_noise_figure_is_as_specified(noise):
     moved = next(line for line in below[0].lines if line.get_label() == "input null-perturbed")
     paired = results.input_error["null_perturbed"] - results.input_error["trained"]
     np.testing.assert_allclose(moved.get_ydata(), paired.mean(0))
-    for part in ("means over 2 seeds", "600 training and 150 test images", "glyphs", "zero neurons"):
+    for part in ("means over 2 seeds", "600 training and 150 test images", "glyphs", "nuisance neurons"):
         assert part in robustness.caption(results)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
