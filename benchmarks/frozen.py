@@ -8,9 +8,7 @@ machine: others round differently. With `--keep` the arrays stay there, to be co
 """
 
 import argparse
-import contextlib
 import hashlib
-import io
 import json
 import os
 import re
@@ -44,11 +42,15 @@ def figure(package, name, folder):
 
 
 def example(code, folder):
-    """Hash of what a page's block prints, times left out."""
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed), contextlib.chdir(folder):
-        exec(compile(code, "example", "exec"), {})
-    return digest(re.sub(r"[\d.]+ m?s\b", "", printed.getvalue()).encode())
+    """Hash of what a page's block prints in a process of its own, times left out."""
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        check=True,
+        cwd=folder,
+        capture_output=True,
+        env=os.environ | {"MPLBACKEND": "Agg", "PYTHONPATH": str(ROOT)},
+    )
+    return digest(re.sub(rb"[\d.]+ m?s\b", b"", run.stdout))
 
 
 def examples():
@@ -77,7 +79,9 @@ def main():
                     print(name, len(found["figures"][name]), "arrays", flush=True)
         for name, code in examples():
             if not options.only or "examples" in options.only:
-                found["examples"][name] = example(code, folder)
+                with tempfile.TemporaryDirectory() as here:
+                    found["examples"][name] = example(code, here)
+                print(name, flush=True)
     if options.check:
         for kind, one in found.items():
             for name, value in one.items():
