@@ -41,7 +41,7 @@ def save(path: str | os.PathLike[str], tree: Any, header: dict[str, Any] | None 
     described, blobs = [], []
     for name, leaf in _storable_leaves(tree):
         if not _is_readable(leaf):
-            got = f"a {type(leaf).__name__} of {leaf.dtype} at {name}"
+            got = f"a {type(leaf).__name__} of {leaf.dtype}{name and f' at {name}'}"
             checks.fail_kind("tree", "hold arrays of numbers or dates", got, "Text can be in `header`")
         entry, blob = _encode(leaf)
         described.append({"path": name, "bytes": len(blob), "crc32": zlib.crc32(blob), **entry})

@@ -51,21 +51,6 @@ def _by_differences(x: Float[Array, "n p"]) -> Float[Array, "n n"]:
     return lax.map(lambda row: jnp.sum((row[None] - x) ** 2, 1), x)
 
 
-def _by_angles(x: Float[Array, "n p"], lengths: Float[Array, "n 1"]) -> Float[Array, "n n"]:
-    """Twice one minus the cosine, from the part of x_i - x_j that is orthogonal to x_i + x_j: no length is divided off."""
-
-    def from_one(one: tuple[Array, Array]) -> Array:
-        row, length = one
-        change, total = row[None] - x, row[None] + x
-        total = total / jnp.maximum(root(jnp.sum(total**2, 1, keepdims=True)), jnp.finfo(x.dtype).tiny)
-        along = jnp.sum(change * total, 1, keepdims=True)
-        share = along / jnp.maximum(length + lengths, jnp.finfo(x.dtype).tiny)
-        both = jnp.maximum(length * lengths[:, 0] * (1 - share[:, 0] ** 2), jnp.finfo(x.dtype).tiny)
-        return jnp.sum((change - along * total) ** 2, 1) / both
-
-    return lax.map(from_one, (x, lengths))
-
-
 def root(square: Float[Array, "*b"]) -> Float[Array, "*b"]:
     """The square root of what is not negative, with derivative 0 at 0."""
     none = square <= 0  # and NaN stays NaN
@@ -83,11 +68,9 @@ def cosine_distances_with_size(x: Float[Array, "n p"]) -> tuple[Float[Array, "n 
     none = lengths[:, 0] == 0
     known = jnp.where(lengths > 0, lengths, 1.0)
     cosines = product(x, x.T) / (known * known.T)
-    far = cosines < 0.5
     square, size = squared_distances_with_size(x / known)
-    near = (square <= 4 * NEAR) & ~jnp.eye(x.shape[0], dtype=bool)
-    close = lax.cond(jnp.any(near), lambda: jnp.where(near, _by_angles(x, lengths), square), lambda: square)
-    distances = jnp.where(far, 1 - cosines, 0.5 * close)
+    far = cosines < 0.5
+    distances = jnp.where(far, 1 - cosines, 0.5 * square)
     unknown = (none[:, None] | none[None]) & ~jnp.eye(x.shape[0], dtype=bool)
     return jnp.where(unknown, 1.0, distances), jnp.where(far, 0.5 + x.shape[1] ** 0.5 / 256, size)
 

@@ -98,3 +98,19 @@ def _check_steps(name: str, index: Any) -> None:
             got,
             f"Cut it at gaps into a list of trajectories, or fill them; {_ROWS}",
         )
+
+
+def check_same_rows(given: dict[str, Any]) -> None:
+    """Raise if two frames among arguments, or in lists and dictionaries of them, order the same rows differently."""
+    known: tuple[str, Any] | None = None
+    for name, value in given.items():
+        parts = (
+            list(value.values()) if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+        )
+        for part in parts if parts and hasattr(parts[0], "iloc") else ():
+            index = getattr(part, "index", None)
+            if index is None or known is None:
+                known = known or (name, index)
+            elif len(index) == len(known[1]) and not index.equals(known[1]) and set(index) == set(known[1]):
+                wanted = f"have its rows in the order of `{known[0]}`"
+                fail(name, wanted, "the same labels in another order", "Use frame.loc[other.index]")

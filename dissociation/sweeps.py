@@ -134,10 +134,17 @@ class Grid:
             checks.check_choice("names", name, values)
             if values[name].dtype.kind not in "fiub":
                 checks.fail_kind("names", "name quantities that are numbers", f"{name!r}, which is text")
-            chosen[name] = jnp.asarray(values[name], float)
-            if len(np.unique(chosen[name])) < len(np.unique(values[name])):
-                got = f"values that are equal in {chosen[name].dtype}"
-                checks.fail("names", "name quantities of distinct floats", f"{name!r}, {got}", "Enable jax_enable_x64")
+            with np.errstate(over="ignore", under="ignore"):
+                chosen[name] = jnp.asarray(values[name], float)
+            exact = values[name].astype(np.float64)
+            rounding = 2 * float(jnp.finfo(chosen[name].dtype).eps) * abs(exact)
+            lost = abs(np.asarray(chosen[name], np.float64) - exact) > (
+                0 if values[name].dtype.kind in "iu" else rounding
+            )
+            if lost.any() or len(np.unique(chosen[name])) < len(np.unique(values[name])):
+                got = f"{values[name][lost][0]}" if lost.any() else "values that are equal"
+                got = f"{name!r}, {got} in {chosen[name].dtype}"
+                checks.fail("names", "name quantities that floats distinguish", got, "Enable jax_enable_x64")
         return chosen
 
     @validated
@@ -174,7 +181,7 @@ class Grid:
             known = list(dict.fromkeys(values[name].tolist()))
             for wanted in np.ravel(value).tolist():
                 if wanted not in known:
-                    checks.fail(name, f"be one of {', '.join(map(str, known))}", wanted)
+                    checks.fail(name, f"be one of {', '.join(map(repr, known))}", repr(wanted))
             matching &= np.isin(values[name], value)
         return np.flatnonzero(matching)
 

@@ -42,7 +42,7 @@ from dissociation.conversion import (
     number_kind,
     warn_narrowed,
 )
-from dissociation.frames import as_trajectories
+from dissociation.frames import as_trajectories, check_same_rows
 from dissociation.types import InTime, Labels
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -101,6 +101,7 @@ def validated(
             return function(*args, **kwargs)  # Python says what is wrong with the call
         given = dict(zip(positions, args, strict=False)) | kwargs
         bound: Bound = {}
+        check_same_rows(given)
         for name in filter(given.__contains__, pixels):
             check_pixels(name, given[name])
         for name, rule in rules().items():

@@ -223,6 +223,11 @@ def neural_collapse(moments: ClassMoments) -> Collapse:
     """
     found, spread = _collapse(moments)
     _warn_of_offset(moments, spread)
+    if not is_traced(spread) and 0 < spread < 1e-3:
+        warn(
+            f"Features vary by {float(spread):.2g}, beside which the published constants of `nc1` (1e-8) and `rnc1` "
+            "(1e-10) count: multiply the features by a number, or read `trace_ratio`."
+        )
     return found
 
 

@@ -20,14 +20,27 @@ MOVES = ("transpose", "reshape", "convert_element_type", "stop_gradient", "copy"
 """Operations after which weights still are the weights."""
 
 
+class _Single(eqx.nn.Linear):
+    """A layer that one network has: a product would take weights of several. A scan over layers calls each of them."""
+
+    def __call__(self, x: Any, *, key: Any = None) -> Any:
+        if self.weight.ndim != 2:
+            raise TypeError(f"weights of shape {self.weight.shape} are those of stacked networks; `member` picks one")
+        return super().__call__(x, key=key)
+
+
+def _single(layer: eqx.nn.Linear) -> _Single:
+    single = object.__new__(_Single)
+    for name, value in vars(layer).items():
+        object.__setattr__(single, name, value)
+    return single
+
+
 def called(model: Any, example: Any) -> Any:
     """Return the outputs of a model, in inference mode, or of a pair of model and state."""
     module, *states = model if isinstance(model, tuple) and len(model) == 2 else (model,)
-    first = module
-    while isinstance(first, eqx.nn.MLP | eqx.nn.Sequential) and first.layers:
-        first = first.layers[0]
-    if isinstance(first, eqx.nn.Linear) and first.weight.ndim != 2:  # which products may take nevertheless
-        raise TypeError(f"weights of shape {first.weight.shape} are those of stacked networks; `member` picks one")
+    is_linear = lambda part: type(part) is eqx.nn.Linear and part.weight.ndim != 2  # noqa: E731
+    module = jax.tree.map(lambda part: _single(part) if is_linear(part) else part, module, is_leaf=is_linear)
     function: Any = eqx.nn.inference_mode(module) if isinstance(module, eqx.Module) else module
     if not states:
         return function(example)

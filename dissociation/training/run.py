@@ -480,7 +480,8 @@ def terminations_interrupt() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        if signal.getsignal(signal.SIGTERM) is interrupt:  # or somebody has set another one meanwhile
+            signal.signal(signal.SIGTERM, before)
         if heard and callable(before):
             before(*heard[0])
         elif heard:

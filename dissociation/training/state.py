@@ -322,7 +322,7 @@ def _evaluate(loss: Callable[..., Any], model: Any, aux: Any, batch: Any, key: A
         value, new, metrics = out if len(out) == 3 else (*out, None)
         aux = _same_structure(new, aux, "loss", "aux")
     if getattr(value, "shape", None) != ():
-        got = f"shape {value.shape}" if hasattr(value, "shape") else value
+        got = f"shape {np.shape(value)}" if hasattr(value, "shape") else value
         checks.fail("loss", "return a scalar for one member and one batch, or a tuple that begins with it", got)
     return value, (aux, jax.tree.map(jnp.asarray, metrics))
 

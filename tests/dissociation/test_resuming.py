@@ -110,6 +110,17 @@ def interruptible():
     signal.signal(signal.SIGTERM, before[1])
 
 
+def test_a_handler_that_is_set_during_a_run_stays(key, interruptible):
+    handle = lambda number, frame: None  # noqa: E731
+
+    def listen(step, record):
+        signal.signal(signal.SIGTERM, handle)
+
+    sampler = Epochs(regression(key, samples=30), 4)
+    fit(linear_members(key), make_step(noisy_error, optax.sgd(0.05)), sampler, num_steps=3, key=key, callbacks=[listen])
+    assert signal.getsignal(signal.SIGTERM) is handle
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_a_chunk_runs_loses_nothing(key, tmp_path, monkeypatch, interruptible, number):
     # The chunk's input state is donated: at that moment the host holds nothing that could be saved.

@@ -125,6 +125,14 @@ def test_a_pair_loses_to_an_attack_as_its_function_does(key):
     assert own.step.shape == (1, 4, 4)
 
 
+class Own(eqx.Module):
+    first: eqx.nn.Linear
+    second: eqx.nn.Linear
+
+    def __call__(self, x):
+        return self.second(jax.nn.relu(self.first(x)))
+
+
 @pytest.mark.parametrize("members", [3, 4])
 def test_a_stack_of_square_networks_is_no_network(members, key):
     """Their products have shapes that fit where there are as many members as neurons."""
@@ -141,6 +149,8 @@ def test_a_stack_of_square_networks_is_no_network(members, key):
             call(models)
         with pytest.raises(TypeError, match="are those of stacked networks"):
             call((eqx.nn.Sequential(models.layers), None))
+        with pytest.raises(TypeError, match="are those of stacked networks"):
+            call(Own(*models.layers))
 
 
 def test_a_threshold_has_the_error_of_the_normal_distribution(key):

@@ -126,6 +126,39 @@ def test_custom_functions_and_lists_of_any_width():
     wanted = np.corrcoef([one[:, 0] for one in given]) ** 2
     np.testing.assert_allclose(found.values, wanted, atol=1e-5)
     assert found.items == (("", 0), ("", 1), ("", 2))
+    with pytest.raises(TypeError, match="`measure` must give one real number, got None"):
+        similarity.pairwise(lambda x, y: None, given)
+    with pytest.raises(TypeError, match=r"`measure` must take 2 arguments \(x, y\), got \(x\)"):
+        similarity.pairwise(lambda x: x.sum(), given)
+    with pytest.raises(ValueError, match="at least 20 samples for mutual_knn, got 20, 19 of them without one block"):
+        similarity.compare(given[0][:20], given[1][:20], "mutual_knn", num_neighbours=19)
+
+
+@pytest.mark.parametrize("kind", [list, dict, tuple])
+def test_frames_that_order_their_rows_differently_are_refused(kind):
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame(RNG.standard_normal((20, 3)), index=[f"s{i}" for i in range(20)])
+    other = frame.iloc[::-1]
+    given = {"a": frame, "b": other} if kind is dict else kind([frame, other])
+    with pytest.raises(ValueError, match="order of `representations`, got the same labels in another order"):
+        similarity.pairwise("linear_cka", given)
+    with pytest.raises(ValueError, match="`y` must have its rows in the order of `x`"):
+        similarity.linear_cka(frame, other)
+    np.testing.assert_allclose(similarity.linear_cka(frame, frame.iloc[::-1].reset_index(drop=True)).shape, ())
+
+
+def test_directions_that_a_measure_drops_are_counted():
+    rng = np.random.default_rng(0)
+    far = 1e3 * rng.standard_normal((4, 6))[np.repeat(np.arange(4), 20)] + 0.01 * rng.standard_normal((80, 6))
+    far, other = far.astype(np.float32), rng.standard_normal((80, 5)).astype(np.float32)
+    calls = (
+        lambda: similarity.gulp_distance(far, other, lam=0.0),
+        lambda: similarity.partial_whitening_distance(far, other),
+        lambda: similarity.svcca(far, other, variance=1.0),
+    )
+    for call in calls:
+        with pytest.warns(RuntimeWarning, match=r"[1-3] of the directions of `x` exceed rounding, but are too small"):
+            call()
 
 
 def test_features_of_images():

@@ -97,6 +97,14 @@ def test_wrong_moments_are_refused_by_name():
         streaming.stream_moments([])
     with pytest.raises(ValueError, match="of more samples than features, got 6 samples of 5 features"):
         streaming.similarity_from_moments(streaming.joint_moments(X[:6], Y[:6]), "cca")
+    for scale in (1e-19, 1e18):
+        with pytest.raises(ValueError, match="`moments` must have representations of mean squares from 3e-16 to 6e"):
+            streaming.similarity_from_moments(streaming.joint_moments(np.float32(scale) * X.astype(np.float32), Y))
+    drift = X.astype(np.float32) + np.linspace(0, 1e5, len(X), dtype=np.float32)[:, None]
+    with pytest.warns(
+        RuntimeWarning, match=r"^[1-9]\d*, 0 directions of the representations, in their order, depend on"
+    ):
+        streaming.similarity_from_moments(streaming.joint_moments(drift, Y), "cca")
     with pytest.raises(ValueError, match="`source` must be one of the 1 representations"):
         streaming.predictivity_from_moments([streaming.joint_moments(X)] * 2, source=1)
 

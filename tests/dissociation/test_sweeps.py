@@ -218,9 +218,15 @@ def test_a_sweep_end_to_end(key):
 
 
 def test_hyperparameters_that_floats_do_not_distinguish_are_refused():
-    for values in ([2**24, 2**24 + 1], [0.1, 0.1 + 1e-12]):
+    cases = {
+        "16777217": [2**24, 2**24 + 1],
+        "values that are equal": [0.1, 0.1 + 1e-12],
+        "1e-46": [1e-46],
+        "1e.39": [1e39],
+    }
+    for got, values in cases.items():
         grid = Grid(rate=values, seed=[0])
-        with pytest.raises(ValueError, match="`names` must name .* got 'rate', values that are equal in float32"):
+        with pytest.raises(ValueError, match=f"`names` must name .* got 'rate', {got} in float32"):
             grid.hyperparams("rate")
         with jax.enable_x64(True):
             assert grid.hyperparams("rate")["rate"].tolist() == values

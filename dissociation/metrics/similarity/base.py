@@ -279,13 +279,16 @@ def column_sizes(x: Array) -> Array:
     return scale_of(jnp.max(jnp.abs(x), 0, keepdims=True))
 
 
-def warn_dropped(**features: Any) -> None:
-    """Warns of directions of known features that a rank cut takes for absent, although they exceed rounding."""
+def warn_dropped(*, level: bool = True, **features: Any) -> None:
+    """Warn of directions of known features that a rank cut takes for absent, although they exceed rounding.
+
+    With `level` the cut is made on columns of one size.
+    """
     for name, x in features.items():
         if is_traced(x):
             continue
         with jax.ensure_compile_time_eval():  # known features may be used under a trace
-            count = int(_num_dropped(jnp.asarray(x)))
+            count = int(_num_dropped(jnp.asarray(x), level))
         if count:
             warn(
                 f"{count} of the directions of `{name}` exceed rounding, but are too small beside the largest to be "
@@ -293,10 +296,10 @@ def warn_dropped(**features: Any) -> None:
             )
 
 
-@jax.jit
-def _num_dropped(x: Array) -> Array:
+@partial(jax.jit, static_argnames="level")
+def _num_dropped(x: Array, level: bool) -> Array:
     x, _ = centred(x.astype(jnp.promote_types(x.dtype, jnp.float32)))
-    values = jnp.linalg.svd(finite_part(x / column_sizes(x))[0], compute_uv=False)
+    values = jnp.linalg.svd(finite_part(x / column_sizes(x) if level else x)[0], compute_uv=False)
     # Exact dependence leaves some 3 roundings.
     return jnp.sum((values > 16 * jnp.finfo(x.dtype).eps * values[0]) & (values <= rank_cut(x) * values[0]))
 

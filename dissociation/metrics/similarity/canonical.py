@@ -230,6 +230,8 @@ def svcca(x: Features, y: OtherFeatures, *, variance: Scalar = 0.99) -> Score:
     References:
         Raghu et al. (2017), SVCCA: singular vector canonical correlation analysis.
     """
+    if not is_traced(variance) and float(variance) == 1:
+        warn_dropped(level=False, x=x, y=y)
     return evaluate(svcca_routes(variance=variance), x, y)
 
 
@@ -287,4 +289,5 @@ def gulp_distance(x: Features, y: OtherFeatures, *, lam: Scalar = 1e-2) -> Score
     """
     if not is_traced(lam) and float(lam) == 0:
         refuse_wide(x, y)
+        warn_dropped(x=x, y=y)
     return evaluate(gulp_routes(lam=lam), x, y)

@@ -1,5 +1,6 @@
 """All measures of similarity, with what is known of them."""
 
+import functools
 import inspect
 from collections.abc import Callable
 from math import inf, log, pi
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from dissociation.checks import check_choice, fail, fail_kind
+from dissociation.checks import check_call, check_choice, fail, fail_kind
 from dissociation.metrics.similarity import (
     canonical,
     dissimilarity,
@@ -258,6 +259,7 @@ def routes_of(measure: Measure, options: dict[str, Any]) -> tuple[Route, ...]:
 
 
 def _opaque(function: Callable[..., Array], options: dict[str, Any]) -> Route:
+    check_call("measure", functools.partial(function, **options), ("x", "y"))
     return Route(
         prepare=_same,
         compare=eqx.Partial(_one_number, function, **options),
@@ -269,16 +271,15 @@ def _opaque(function: Callable[..., Array], options: dict[str, Any]) -> Route:
 
 def _one_number(function: Callable[..., Array], x: Array, y: Array, **options: Any) -> Array:
     try:
-        value = jnp.asarray(function(x, y, **options))
+        given = function(x, y, **options)
+        if given is None:
+            fail_kind("measure", "give one real number", "None")
+        value = jnp.asarray(given)
     except (jax.errors.TracerArrayConversionError, jax.errors.ConcretizationTypeError) as error:
         name = getattr(function, "__name__", repr(function))
         fail_kind(
             "measure", "be a function of JAX's operations", name, f"It is compiled, and {type(error).__name__} came"
         )
-    except TypeError as error:
-        if "NoneType" not in str(error):
-            raise
-        fail_kind("measure", "give one real number", "None")
     if value.shape or not jnp.issubdtype(value.dtype, jnp.floating):
         fail("measure", "give one real number for two representations", f"{value.dtype} of shape {value.shape}")
     return value

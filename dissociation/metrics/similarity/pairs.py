@@ -1,5 +1,6 @@
 """Similarity of all pairs of representations: of layers and members, labelled, beside chance and with intervals."""
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +14,6 @@ from dissociation.checks import (
     check_choice,
     check_count,
     check_finite,
-    check_level,
     check_same_length,
     fail,
     fail_kind,
@@ -31,7 +31,6 @@ from dissociation.metrics.similarity.base import (
     warn_dropped,
 )
 from dissociation.metrics.similarity.inference import (
-    BLOCKS,
     LEAST_P_VALUE,
     Interval,
     adjust_p_values,
@@ -280,8 +279,9 @@ def pairwise(
         TypeError: If representations are of another kind.
     """
     known = as_measure(measure)
-    check_level(level)
-    check_choice("blocks", blocks, BLOCKS)
+    if known.name in ("mutual_knn", "knn_jaccard"):
+        least = check_count("num_neighbours", options.get("num_neighbours", 10), minimum=1) + 1
+        known = dataclasses.replace(known, minimum=max(known.minimum, least))
     names = ("representations",) if others is None else ("x", "y")
     axes = {"members": members, "positions": positions, "channels": channels}
     first = _as_set(names[0], representations, **axes)

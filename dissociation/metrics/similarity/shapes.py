@@ -28,6 +28,7 @@ from dissociation.metrics.similarity.base import (
     narrowed,
     refuse_wide,
     unit,
+    warn_dropped,
 )
 from dissociation.types import Scalar
 from dissociation.validation import validated
@@ -198,4 +199,6 @@ def partial_whitening_distance(x: Features, y: OtherFeatures, *, a: Scalar = 0.5
     """
     if not is_traced(a) and float(a) == 0:
         refuse_wide(x, y)
+    if not is_traced(a) and float(a) < 1:
+        warn_dropped(level=float(a) == 0, x=x, y=y)
     return evaluate(partial_whitening_routes(a=a), x, y)

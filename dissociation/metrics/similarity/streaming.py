@@ -290,11 +290,33 @@ def similarity_from_moments(moments: JointMoments, measure: str = "debiased_cka"
         check_samples("moments", number, 4)
         if measure in ("cca", "cca_squared") and widest >= number - 1:
             fail("moments", "be of more samples than features", f"{number} samples of {widest} features")
+        _check_scale(moments)
+        if measure in ("cca", "cca_squared"):
+            _warn_lost(moments)
     found = _from_moments(moments, measure)
     if not is_traced(found) and np.isnan(np.diagonal(found)).any():
         places = ", ".join(str(place) for place in np.flatnonzero(np.isnan(np.diagonal(found))))
         warn(f"{measure} is not defined for representation {places}, counted from 0: its values are NaN.")
     return found
+
+
+def _check_scale(moments: JointMoments) -> None:
+    limits = jnp.finfo(moments.products.dtype)
+    low, high = float(limits.tiny / limits.eps) ** 0.5, float(limits.max) ** 0.5 * float(limits.eps) ** 0.5
+    for square in np.asarray(moments.squares() / moments.count, np.float64):
+        if not (square == 0 or low < square < high):
+            wanted = f"have representations of mean squares from {low:.0e} to {high:.0e}, whose squares it holds"
+            fail("moments", wanted, f"{square:.2g}", "Scale the features")
+
+
+def _warn_lost(moments: JointMoments) -> None:
+    widths = [int(jnp.sum(jnp.diagonal(moments.block(i, i)) > 0)) for i in range(len(moments.widths))]
+    lost = [width - int(rank) for width, rank in zip(widths, _whitened(_evened(moments))[1], strict=True)]
+    if any(lost):
+        warn(
+            f"{', '.join(map(str, lost))} directions of the representations, in their order, depend on others or are "
+            "lost in a covariance, which holds squares: they count as absent. The samples themselves keep more."
+        )
 
 
 @eqx.filter_jit
