@@ -11,7 +11,7 @@ NEAR = 2.0**-10
 
 
 def squared_distances(x: Float[Array, "n p"]) -> Float[Array, "n n"]:
-    """|x_i - x_j|^2 by one product, and of near rows by differences; zero for rows that coincide in rounding.
+    """|x_i - x_j|^2 by one product; exactly zero for rows that coincide in rounding.
 
     Rows are taken from the one nearest to the mean, against the cancellation of an offset: differences of small
     integers stay integers, so that equal distances are equal.
@@ -22,8 +22,13 @@ def squared_distances(x: Float[Array, "n p"]) -> Float[Array, "n n"]:
     return squared_distances_with_size(x)[0]
 
 
-def squared_distances_with_size(x: Float[Array, "n p"]) -> tuple[Float[Array, "n n"], Float[Array, "n n"]]:
-    """Return `squared_distances`, and the magnitude whose rounding each of them carries, as `ties.snapped` takes it."""
+def squared_distances_with_size(
+    x: Float[Array, "n p"], *, by_order: bool = False
+) -> tuple[Float[Array, "n n"], Float[Array, "n n"]]:
+    """Return `squared_distances`, and the magnitude whose rounding each of them carries, as `ties.snapped` takes it.
+
+    With `by_order`, for ranks, those of near rows are sums of squared differences: n^2 p more where there are any.
+    """
     norms = root(jnp.sum(x**2, 1))
     middle = jnp.argmin(jnp.sum((x - jnp.mean(x, 0)[None]) ** 2, 1))
     moved = x - x[middle][None]
@@ -31,24 +36,19 @@ def squared_distances_with_size(x: Float[Array, "n p"]) -> tuple[Float[Array, "n
     both = lengths[:, None] + lengths[None]
     square = both - 2 * product(moved, moved.T)
     rounding = 4 + x.shape[1] ** 0.5 / 16
-    selves = jnp.eye(x.shape[0], dtype=bool)
+    selves = jnp.eye(x.shape[0], dtype=bool) & jnp.isfinite(square)
+    small = square <= rounding * jnp.finfo(x.dtype).eps * both
+    square = jnp.where(small | selves, 0.0, square)  # NaN stays NaN
     size = rounding * both / 16
-    near = (square <= NEAR * both) & ~selves
-    square, size = lax.cond(
-        jnp.any(near),  # distances of a few samples among many cost a look, not n^2 p differences
-        lambda: (jnp.where(near, _by_differences(x), square), jnp.where(near, 0.0, size)),
-        lambda: (square, size),
-    )
+    if by_order:
+        near = (square <= NEAR * both) & ~selves
+        differences = lambda: lax.map(lambda row: jnp.sum((row[None] - x) ** 2, 1), x)  # noqa: E731
+        square = jnp.where(near, lax.cond(jnp.any(near), differences, lambda: square), square)
+        size = jnp.where(near, 0.0, size)
+    # What was subtracted, and what a rounding of the rows themselves changes: d^2 by 2 d eps |x| + (eps |x|)^2.
     norms = norms[:, None] + norms[None]
-    eps = jnp.finfo(x.dtype).eps
-    coincide = (square <= (4 * eps * norms) ** 2) | (selves & jnp.isfinite(square))
-    square = jnp.where(coincide, 0.0, square)  # NaN stays NaN
-    # What a rounding of the rows themselves changes: d^2 by 2 d eps |x| + (eps |x|)^2.
-    return square, size + norms * (root(square) + 8 * eps * norms) / 32
-
-
-def _by_differences(x: Float[Array, "n p"]) -> Float[Array, "n n"]:
-    return lax.map(lambda row: jnp.sum((row[None] - x) ** 2, 1), x)
+    own = norms * (root(square) + 8 * jnp.finfo(x.dtype).eps * norms) / 32
+    return square, size + own
 
 
 def root(square: Float[Array, "*b"]) -> Float[Array, "*b"]:
@@ -57,7 +57,9 @@ def root(square: Float[Array, "*b"]) -> Float[Array, "*b"]:
     return jnp.where(none, 0.0, jnp.sqrt(jnp.where(none, 1.0, square)))
 
 
-def cosine_distances_with_size(x: Float[Array, "n p"]) -> tuple[Float[Array, "n n"], Float[Array, "n n"]]:
+def cosine_distances_with_size(
+    x: Float[Array, "n p"], *, by_order: bool = False
+) -> tuple[Float[Array, "n n"], Float[Array, "n n"]]:
     """Return one minus the cosine of two rows, and the magnitude whose rounding it carries, as `ties.snapped` takes it.
 
     1 between a row of zeros and any other, to which no angle is known. Of rows that are not near, by the product
@@ -68,7 +70,7 @@ def cosine_distances_with_size(x: Float[Array, "n p"]) -> tuple[Float[Array, "n 
     none = lengths[:, 0] == 0
     known = jnp.where(lengths > 0, lengths, 1.0)
     cosines = product(x, x.T) / (known * known.T)
-    square, size = squared_distances_with_size(x / known)
+    square, size = squared_distances_with_size(x / known, by_order=by_order)
     far = cosines < 0.5
     distances = jnp.where(far, 1 - cosines, 0.5 * square)
     unknown = (none[:, None] | none[None]) & ~jnp.eye(x.shape[0], dtype=bool)

@@ -55,14 +55,14 @@ RANKED = ("spearman", "kendall")
 """Comparisons that depend on the order of the entries alone."""
 
 
-def _with_size(x: Array, kind: str) -> tuple[Array, Array]:
+def _with_size(x: Array, kind: str, *, by_order: bool = False) -> tuple[Array, Array]:
     """Dissimilarities, squared if "euclidean", and the magnitude whose rounding each of them carries."""
     if kind in ("euclidean", "squared"):
-        return squared_distances_with_size(x)
+        return squared_distances_with_size(x, by_order=by_order)
     if kind == "cosine":
-        return cosine_distances_with_size(x)
+        return cosine_distances_with_size(x, by_order=by_order)
     rows, scale = centred(x.T)
-    distances, size = cosine_distances_with_size(rows.T)
+    distances, size = cosine_distances_with_size(rows.T, by_order=by_order)
     lengths = root(jnp.sum(rows**2, 0))
     lost = jnp.where(lengths > 0, root(jnp.sum((x / scale) ** 2, 1)) / jnp.where(lengths > 0, lengths, 1.0), 1.0)
     return distances, size * (1 + lost[:, None] + lost[None])  # a row's rounding is that of its mean, too
@@ -149,7 +149,7 @@ def _read(pairs: Array, comparison: str, size: Array | None = None) -> Prepared:
 
 def _prepared(x: Array, kind: str, comparison: str) -> Prepared:
     x, _ = scaled(x)  # no comparison depends on the scale
-    pairs, size = (entries(matrix) for matrix in _with_size(x, kind))
+    pairs, size = (entries(matrix) for matrix in _with_size(x, kind, by_order=comparison in RANKED))
     if kind == "euclidean" and comparison not in RANKED:  # squares have the same order, and rounding of one size
         pairs = root(pairs)
     return _read(pairs, comparison, size)

@@ -29,7 +29,7 @@ def memberships(x: Array, num_neighbours: int) -> Array:
     number = x.shape[0]
     if num_neighbours >= number:
         fail("num_neighbours", f"be below the number of samples ({number})", num_neighbours)
-    distances, size = cosine_distances_with_size(x)
+    distances, size = cosine_distances_with_size(x, by_order=True)
     rounding = ROUNDINGS * jnp.finfo(x.dtype).eps * size
     distances = jnp.where(jnp.eye(number, dtype=bool), jnp.inf, distances)
     last = -lax.top_k(-distances, num_neighbours)[0][:, -1:]
