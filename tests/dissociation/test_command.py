@@ -295,6 +295,29 @@ def test_parts_of_another_run_are_refused(run, tmp_path, capsys):
     assert "whose key differ" in capsys.readouterr().err
 
 
+BEFORE = {
+    "num_seeds": 3, "num_steps": 4, "gate": "", "key": "38ec903a10150a84463ca4fe976d37e7",
+    "data": "634d3c87c97008c59865f3edceed34ae", "precision": "float32", "digest": "8bd3aa8baa80fd28e70dfac495a6f1b1",
+    "folder": "toy_1a8ed627d2", "checksum": "d9ce0d587ad0e6eeb5eb75fe446fa178",
+}  # fmt: skip
+"""A run folder as the code wrote it that knew sweeps of figures; its second part is all 7."""
+
+
+def test_a_run_folder_from_before_is_resumed(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(command.metadata, "version", lambda name: "0.1.0")
+    parts = tmp_path / "out" / BEFORE["folder"] / "parts"
+    parts.mkdir(parents=True)
+    config = {name: BEFORE[name] for name in ("num_seeds", "num_steps", "gate")}
+    identity = {"config": config, **{name: BEFORE[name] for name in ("key", "data", "precision")}}
+    (parts / "identity.json").write_text(json.dumps({"identity": identity, "digest": BEFORE["digest"]}))
+    marks = {"run_digest": BEFORE["digest"], "checksum": BEFORE["checksum"]}
+    np.savez(parts / "part1.npz", part=np.full((3, 4), 7, np.float32), seconds=1.5, **marks)
+    assert run("--resume") == 0
+    found = contents(parts.parent)
+    assert (found["part1"] == 7).all()
+    assert (found["part0"] != 7).all()
+
+
 def environment(tmp_path):
     own = {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path / "cache"), "JAX_PLATFORMS": "cpu"}
     return {**os.environ, **own}
