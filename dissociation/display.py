@@ -100,7 +100,7 @@ def _image(array: np.ndarray) -> bytes:
 
 
 class Table:
-    """What `table` returns: rows that notebooks show as HTML and `print` writes in columns.
+    """Rows that notebooks show as HTML and `print` writes in columns; the value of `table`.
 
     Attributes:
         rows: The cells, the names of the columns first.

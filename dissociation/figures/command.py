@@ -1,7 +1,7 @@
-"""From a figure's configuration to files: what the command lines of both packages share.
+"""The command lines of both packages: from a figure's configuration to files.
 
-A run of a figure has a folder of its own, named by figure, settings and a digest of all that defines the run, so
-that other settings, other data or a rehearsal never touch its results, and the same command goes on where it stopped.
+Every run of a figure has a folder, named by figure, settings and a digest of all that defines the run. Other settings,
+other data or `--quick` never touch its results, and the same command resumes it.
 """
 
 import contextlib
@@ -81,13 +81,13 @@ class RunOptions:
 def run_command(
     figures: Mapping[str, Figure], arguments: Sequence[str] | None, *, program: str, description: str
 ) -> int:
-    """The command line of a package.
+    """Run the command line of a package.
 
     Args:
         figures: By the command's name.
         arguments: The words after the program's name; None takes them from the process.
         program: The command's name.
-        description: What it is for.
+        description: The purpose of the program, for `--help`.
 
     Returns:
         The exit status, see `produce`.
@@ -138,12 +138,12 @@ def _command(figure: Figure, words: Sequence[str], program: str) -> Callable[...
 def produce(
     figure: Figure, config: Any, run: RunOptions, *, program: str = "dissociation", words: Sequence[str] = ()
 ) -> int:
-    """Computes, draws, writes and reports one figure.
+    """Compute, draw and write one figure.
 
     Args:
-        figure: Which.
+        figure: A module of figures.
         config: Its configuration.
-        run: Where and how.
+        run: Folder, seed and switches.
         program: The command's name, for messages.
         words: The words after it, for the report.
 

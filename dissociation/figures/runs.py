@@ -20,13 +20,13 @@ _TIME = "%Y-%m-%d %H:%M:%S"
 def recorded(
     folder: str | os.PathLike[str], command: Sequence[str], facts: Mapping[str, Any], plans: Any = None
 ) -> Iterator[None]:
-    """Keeps a record of what is done inside, and the packages' log, in a folder that one process holds.
+    """Keep the record of a run and the log of both packages in the run's folder while the block runs.
 
     Args:
-        folder: Which.
-        command: The words that begin it, and go on with it.
-        facts: What else the record says: the environment, settings, a grid. Plain JSON.
-        plans: A text stream on which the plans of trainings are shown as well.
+        folder: The run's folder, which one process holds.
+        command: The words that start the run, and resume it.
+        facts: Further entries of the record, such as settings and environment, as plain JSON.
+        plans: A text stream on which the memory estimates of trainings are shown as well.
     """
     record: dict[str, Any] = {"status": "running", "command": shlex.join(command), "began": _now(), **facts}
     began = time.perf_counter()
@@ -38,7 +38,7 @@ def recorded(
     write("running")
     handler = logging.FileHandler(Path(folder) / LOG)
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(message)s"))
-    handler.handleError = lambda record: None  # a log is no reason to say more of a full disk
+    handler.handleError = lambda record: None  # a full disk is reported once, not by the log as well
     handlers: list[logging.Handler] = [handler]
     if plans is not None:
         handlers.append(logging.StreamHandler(plans))
