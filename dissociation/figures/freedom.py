@@ -318,7 +318,7 @@ def draw(results: Results) -> Figure:
         _rewrites(axes[-1], results)
         plotting.letter(*axes)
         figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
-    plt.close(figure)  # out of pyplot's hands: a notebook shows what it is given, and sweeps leave nothing open
+    plt.close(figure)  # out of pyplot's hands: a notebook shows what it is given
     return figure
 
 

@@ -268,7 +268,7 @@ def draw(results: Results) -> Figure:
         plotting.letter(*axes.flat)
         handles = axes[0, 0].get_legend_handles_labels()
         figure.legend(*handles, loc="outside upper center", ncols=4, columnspacing=1.2, handlelength=3.0)
-    plt.close(figure)  # out of pyplot's hands: a notebook shows what it is given, and sweeps leave nothing open
+    plt.close(figure)  # out of pyplot's hands: a notebook shows what it is given
     return figure
 
 
