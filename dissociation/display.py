@@ -12,7 +12,6 @@ import jax
 import numpy as np
 
 from dissociation import checks
-from dissociation.exhibits import aligned, table_html
 
 __all__ = ["Shown", "Table", "show", "table"]
 
@@ -101,7 +100,7 @@ def _image(array: np.ndarray) -> bytes:
 
 
 class Table:
-    """What `table` returns: rows that notebooks show as HTML and `print` writes in columns.
+    """Rows that notebooks show as HTML and `print` writes in columns; the value of `table`.
 
     Attributes:
         rows: The cells, the names of the columns first.
@@ -111,10 +110,19 @@ class Table:
         self.rows = [[str(cell) for cell in row] for row in rows]
 
     def __repr__(self) -> str:
-        return aligned(self.rows)
+        widths = [max(map(len, column)) for column in zip(*self.rows, strict=True)]
+        lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in self.rows)
+        return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        return table_html(self.rows)
+        names, *rows = ([html.escape(cell) for cell in row] for row in self.rows)
+        head = "".join(f'<th scope="col">{name}</th>' for name in names)
+        body = "\n".join(
+            f'<tr><th scope="row">{first}</th>{"".join(f"<td>{cell}</td>" for cell in others)}</tr>'
+            for first, *others in rows
+        )
+        table = f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table>"
+        return f'<div style="overflow-x: auto">{table}</div>'
 
 
 def table(rows: Sequence[Sequence[str]]) -> Table:

@@ -128,21 +128,6 @@ def locked(lock: str | os.PathLike[str], subject: object) -> Iterator[None]:
             path.unlink(missing_ok=True)
 
 
-def is_locked(lock: str | os.PathLike[str]) -> bool:
-    """Whether a process holds a file of `locked`."""
-    import fcntl
-
-    try:
-        with open(lock, opener=_without_links) as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ELOOP):
-            raise
-    return False
-
-
 def _lock_file(path: Path, subject: object) -> TextIO:
     while True:
         file = open(path, "a+", opener=_without_links)  # noqa: SIM115

@@ -79,8 +79,6 @@ INTERNAL = {
     "dissociation.files": "how files are written",
     "dissociation.labelled": "takes whatever has names: test_labelled.py",
     "dissociation.labelling": "takes any result: test_labelling.py",
-    "dissociation.exhibits": "takes what is drawn: test_exhibits.py",
-    "dissociation.report": "takes any object: test_report.py",
     "dissociation.provenance": "takes nothing",
     "dissociation.interrupts": "how the command line hears signals",
     "dissociation.lazy": "names at the top of the packages: test_packaging.py",

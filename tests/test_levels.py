@@ -17,7 +17,7 @@ LEVELS = {
         "checks": -2, "cores": -1, "keys": -2, "conversion": -1, "validation": -0.5,
         "files": -1, "frames": -1, "interrupts": -1, "labelled": -0.5, "labelling": -0.4, "linalg": 0, "results": 0,
         "splits": 0, "ties": 0.1,
-        "provenance": 0, "progress": 0, "plotting": 0, "exhibits": 0.5, "display": 0.6, "report": 0.7, "sharding": 0,
+        "provenance": 0, "progress": 0, "plotting": 0, "display": 0, "sharding": 0,
         "schedule": 0, "distributed": 0, "shares": 0.2, "lanes": 0.5,
         "distances": 0.5, "memory": 0, "batch_size": 0.5, "checkpoint": 1, "traced": 1.1,
         "bmap": 1.2, "data": 1, "members": 1.5, "models": 1.6, "sweeps": 2, "weights": 2, "linear": 2, "spectral": 2,

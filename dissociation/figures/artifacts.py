@@ -12,7 +12,6 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -201,19 +200,6 @@ def locked(folder: str | os.PathLike[str]) -> Iterator[None]:
         yield
 
 
-_shared: ContextVar[Path | None] = ContextVar("a folder of checkpoints for several runs", default=None)
-
-
-@contextmanager
-def sharing(folder: str | os.PathLike[str]) -> Iterator[None]:
-    """Runs inside keep checkpoints of trainings in this folder: runs that train the same networks train them once."""
-    token = _shared.set(Path(folder))
-    try:
-        yield
-    finally:
-        _shared.reset(token)
-
-
 class Parts:
     """Named pieces of a long computation, each kept in a folder as soon as it is done; a context.
 
@@ -265,18 +251,6 @@ class Parts:
     def path(self, name: str) -> Path | None:
         """Where a piece called `name` may keep a file of its own; None without a folder."""
         return None if self.folder is None else self.folder / name
-
-    def checkpoint(self, name: str, **settings: Any) -> Path | None:
-        """Where a training keeps its checkpoint; None without a folder.
-
-        Args:
-            name: Of the file.
-            settings: All that the training depends on, beside data, key and precision: runs in a folder of `sharing`
-                that agree in them have one file.
-        """
-        if self.folder is None or (shared := _shared.get()) is None:
-            return self.path(f"{name}.ckpt")
-        return shared / f"{name}_{digest_of({**self.identity, 'config': settings})[:10]}.ckpt"
 
     def save(self, name: str, arrays: Mapping[str, Any]) -> None:
         """Keeps a piece called `name`, if there is a folder; an earlier one is replaced."""

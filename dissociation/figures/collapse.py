@@ -44,7 +44,6 @@ from dissociation.figures.collapse_measures import (
 from dissociation.figures.collapse_results import Results, assemble, crossing_table, series_of
 from dissociation.figures.members import DataName, check_source
 from dissociation.figures.seeds import masked_part, named_diverged, number, stand_ins
-from dissociation.figures.sweep import Swept
 from dissociation.files import RefusedFile
 from dissociation.members import take
 from dissociation.progress import MeterFactory
@@ -84,7 +83,7 @@ _SHOWN = "train_loss", "train_accuracy", "test_accuracy", "rnc1_score", "nc2_sco
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(Swept):
+class Config:
     """The networks, and what is measured on them."""
 
     data: DataName = "glyphs"
@@ -238,8 +237,6 @@ def _computed(
         job = partial(compressed, train, images, **options, key=code_key)  # kept on the disk of one process
         codes = parts.get("codes", partial(distributed.on_main, job))["codes"]
         measures = information_measures(config, data, codes)
-    drawn = {"classes", "accuracy_threshold", "collapse_threshold", "test_threshold"}
-    settings = {name: value for name, value in vars(config).items() if name not in drawn}
     names = "weight_decays", "seeds", "num_train", "num_steps", "batch_size", "learning_rate", "init_scale", "optimizer"
     trained = train_grokking(
         data,
@@ -248,7 +245,7 @@ def _computed(
         measures=measures,
         measure_at=config.information_steps(),
         callbacks=[Progress(progress, _SHOWN), SeriesKeeper(parts)],
-        checkpoint=parts.checkpoint("networks", **settings),
+        checkpoint=parts.path("networks.ckpt"),
         layout=Layout(mesh=mesh),
         **{name: getattr(config, name) for name in names},
     )
@@ -260,7 +257,7 @@ def _computed(
     margins = masked_part(parts, "margins", alive, job)
     described = {"name": data.name, "num_train": config.num_train, "num_test": len(data.test_images)}
     series, steps = flat(trained.history.observed), trained.history.observed_at
-    parts.save(SAVED, {"time_step": steps, **series})  # networks that another configuration trained told of nothing
+    parts.save(SAVED, {"time_step": steps, **series})  # whole, even if the file was deleted during the run
     found = assemble(config, described, steps, series, margins, trained.diverged_at, parts.seconds)
     return found._replace(member=take(trained.models, 0))
 

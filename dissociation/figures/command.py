@@ -1,21 +1,21 @@
-"""From a figure's configuration to files: what the command lines of both packages share.
+"""The command lines of both packages: from a figure's configuration to files.
 
-A run of a figure has a folder of its own, named by figure, settings and a digest of all that defines the run, so
-that other settings, other data or a rehearsal never touch its results, and the same command goes on where it stopped.
+Every run of a figure has a folder, named by figure, settings and a digest of all that defines the run. Other settings,
+other data or `--quick` never touch its results, and the same command resumes it.
 """
 
 import contextlib
 import dataclasses
-import io
 import os
 import re
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import jax
 import platformdirs
@@ -24,17 +24,13 @@ import tyro
 from dissociation import checks, interrupts, plotting, provenance
 from dissociation import distributed as processes
 from dissociation.checks import WrongValue, check_seed
-from dissociation.exhibits import Exhibit
-from dissociation.exhibits import aligned as aligned  # notebooks print tables by it
 from dissociation.figures import artifacts
 from dissociation.figures.labels import families_of, flat_results_of
 from dissociation.figures.protocol import Figure
-from dissociation.figures.reporting import exhibit_of, report_of, sweep_report_of
-from dissociation.figures.runs import recorded, runs_in, table_of
-from dissociation.figures.sweep import TRAINED, config_grid, lists_in, names_of, stacked, words_of
+from dissociation.figures.report import exhibit_of, report_html
+from dissociation.figures.runs import recorded
 from dissociation.files import RefusedFile, write_bytes
-from dissociation.labelled import load_results, save_npz
-from dissociation.sweeps import Grid
+from dissociation.labelled import save_npz
 
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 
@@ -85,45 +81,31 @@ class RunOptions:
 def run_command(
     figures: Mapping[str, Figure], arguments: Sequence[str] | None, *, program: str, description: str
 ) -> int:
-    """The command line of a package.
+    """Run the command line of a package.
 
     Args:
         figures: By the command's name.
         arguments: The words after the program's name; None takes them from the process.
         program: The command's name.
-        description: What it is for.
+        description: The purpose of the program, for `--help`.
 
     Returns:
-        The exit status, see `produce`; 2 for a wrong option or value.
+        The exit status, see `produce`.
 
     Raises:
-        SystemExit: After `--help`.
+        SystemExit: After `--help`; with status 2 if an option or value is wrong, which is printed.
     """
     words = sys.argv[1:] if arguments is None else list(arguments)
     with _until_readers_leave():
         if words == ["--version"]:
             print(f"{program} (dissociation {metadata.version('dissociation')})")
             return 0
-        figure = figures.get(words[0]) if words else None
-        lists = {} if figure is None else lists_in(words, figure.Config())
-        if figure is not None and (wrong := _not_swept(words, figure.Config())):
-            print(f"{program}: {wrong}", file=sys.stderr)
-            return 2
-        commands = {name: _command(each, words, program) for name, each in figures.items()} | {"runs": _runs}
-
-        def parsed(words: Sequence[str]) -> Any:
-            return tyro.extras.subcommand_cli_from_dict(commands, prog=program, description=description, args=words)
-
-        printed = io.StringIO()
-        try:
-            with contextlib.redirect_stderr(printed):
-                chosen = [parsed(each) for each in words_of(words, lists)]
-        except SystemExit as end:
-            if end.code in (0, None):
-                raise
-            print(f"{program}: {_one_line(printed.getvalue())}", file=sys.stderr)
-            return 2
-        return _produce_all(chosen, lists, program, words) if lists else chosen[0]()
+        commands = {name: _command(figure, words, program) for name, figure in figures.items()}
+        if words and words[0] in commands:
+            chosen = tyro.cli(commands[words[0]], prog=f"{program} {words[0]}", args=words[1:])
+        else:
+            chosen = tyro.extras.subcommand_cli_from_dict(commands, prog=program, description=description, args=words)
+        return chosen()
     return 0
 
 
@@ -139,94 +121,29 @@ def _until_readers_leave() -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _not_swept(words: Sequence[str], config: Any) -> str:
-    """What is wrong with options that are given several values and make no sweep, or nothing."""
-    if single := list(lists_in(words, RunOptions())):
-        return f"`{single[0]}` must be one value: only options of what is computed can be swept"
-    for field in dataclasses.fields(config):
-        option = field.name.replace("_", "-")
-        if {f"--{option}", f"--no-{option}"} <= set(words):
-            return f"`{field.name}` must be given once; in Python, Config({field.name}=[False, True]) sweeps it"
-    return ""
-
-
-class _Chosen(NamedTuple):
-    """A figure, its configuration, and where and how it is made."""
-
-    figure: Figure
-    config: Any
-    run: RunOptions
-    program: str
-    words: Sequence[str]
-
-    def __call__(self) -> int:
-        return produce(self.figure, self.config, self.run, program=self.program, words=self.words)
-
-
-def _command(figure: Figure, words: Sequence[str], program: str) -> Callable[..., _Chosen]:
-    """A function whose signature is a figure's options, with the defaults of a rehearsal if it is one."""
+def _command(figure: Figure, words: Sequence[str], program: str) -> Callable[..., Callable[[], int]]:
+    """Return a function whose arguments are a figure's options, with the defaults of `--quick` if it is given."""
     default = figure.Config().quick() if "--quick" in words else figure.Config()
 
     def choose(
         config: tyro.conf.OmitArgPrefixes[figure.Config] = default,  # pyright: ignore[reportInvalidTypeForm]
         run: tyro.conf.OmitArgPrefixes[RunOptions] = RunOptions(),  # noqa: B008
-    ) -> _Chosen:
-        return _Chosen(figure, config, run, program, words)
+    ) -> Callable[[], int]:
+        return partial(produce, figure, config, run, program=program, words=words)
 
-    choose.__doc__ = f"{figure.SHOWS} Several values of an option that takes one make a sweep of them."
+    choose.__doc__ = figure.SHOWS
     return choose
-
-
-def _runs(out: Path = Path("results")) -> Callable[[], int]:
-    """Lists runs: done, running, stopped or failed, with the command that goes on.
-
-    Args:
-        out: The folder that was `--out` of the runs.
-    """
-
-    def tell() -> int:
-        if not out.exists():
-            print(f"There are no runs yet: no folder {out}. `--out` names another one.")
-            return 0
-        try:
-            entries = runs_in(out)
-        except OSError as error:
-            print(error, file=sys.stderr)
-            return 1
-        print(aligned(table_of(entries)) if entries else f"No run has a record in {out}.")
-        return 0
-
-    return tell
-
-
-def _one_line(box: str) -> str:
-    """The parser's framed message as a sentence."""
-    lines = re.sub(r"\x1b\[[0-9;]*m", "", box).rstrip().splitlines()
-    framed = bool(lines) and lines[0].startswith("\u256d")  # else, without Unicode, a title and a rule are above
-    sections: list[list[str]] = [[]]
-    for line in lines[1:-1] if framed else lines[2:]:
-        words = line.strip("\u2502 ")
-        if set(words) <= {"\u2500", "-"}:
-            sections.append([])
-        else:
-            sections[-1].append(words)
-    first, *others = (" ".join(section) for section in sections)
-    sentence = re.sub(r"^Error parsing \S*__\S*: ", "", first)
-    meant = next((re.search(r"--[\w-]+", other) for other in others if other.startswith("Perhaps")), None)
-    if meant is None and others and others[0].startswith("Available"):
-        sentence = f"{sentence}. {others[0]}"
-    return f"{sentence} (perhaps {meant.group()}; --help lists all)" if meant else sentence
 
 
 def produce(
     figure: Figure, config: Any, run: RunOptions, *, program: str = "dissociation", words: Sequence[str] = ()
 ) -> int:
-    """Computes, draws, writes and reports one figure.
+    """Compute, draw and write one figure.
 
     Args:
-        figure: Which.
+        figure: A module of figures.
         config: Its configuration.
-        run: Where and how.
+        run: Folder, seed and switches.
         program: The command's name, for messages.
         words: The words after it, for the report.
 
@@ -234,17 +151,12 @@ def produce(
         The exit status: 0; 1 for data or files that cannot be read or written; 2 for settings that the data cannot
         meet; 130 after an interrupt and 143 after SIGTERM.
     """
-    return _guarded(program, run, lambda: _run(figure, config, run, ("python", "-m", program, *words)))
-
-
-def _guarded(program: str, run: RunOptions, work: Callable[[], Any]) -> int:
-    """An exit status: that of the work, or of what it raised, which is told of in a sentence."""
     interrupts.begin()
     tell, stopped = partial(_tell, program), partial(_stopped, program)
     interrupts.advice = interrupts.NOTHING
     try:
         _join(run)
-        work()
+        _run(figure, config, run, ("python", "-m", program, *words))
     except _Unfit as unfit:
         error = unfit.error
         return tell(error, 2 if isinstance(error, WrongValue) else 1, error)
@@ -300,88 +212,25 @@ def _stopped(program: str, error: BaseException) -> int:
     return interrupts.status()
 
 
-def _run(figure: Figure, config: Any, run: RunOptions, words: Sequence[str], name: str | None = None) -> Exhibit | None:
-    """Makes a figure in a folder of this name; what it made, in the process that wrote it."""
+def _run(figure: Figure, config: Any, run: RunOptions, words: Sequence[str]) -> None:
+    """Compute a figure and write its folder."""
     began, data = time.perf_counter(), _source(figure, config)
     key = jax.random.PRNGKey(run.seed)
     identity = artifacts.identity_of(config, key, data)
-    folder = run.out / (run_name(figure, config, run, identity) if name is None else name)
-    parts, made = folder / "parts", []
+    folder = run.out / run_name(figure, config, run, identity)
+    parts = folder / "parts"
     with contextlib.ExitStack() as held:
         processes.on_main(lambda: _take_folder(figure, run, folder, identity, held))
         interrupts.advice = f"The same command goes on; finished parts are in {parts}."
-        _record(held, folder, words, {"figure": figure.STEM, **identity, "seed": run.seed}, run)
+        if processes.is_main():
+            facts = {"figure": figure.STEM, **identity, "seed": run.seed, "environment": provenance.environment()}
+            goes_on = [word for word in words if word != "--fresh"]
+            held.enter_context(recorded(folder, goes_on, facts, None if run.silent else sys.stderr))
         compiling = start_compilation_cache()
         progress = None if run.silent or not processes.is_main() else "terminal"
         results = figure.compute(config, key=key, dataset=data, folder=parts, progress=progress)
         seconds = time.perf_counter() - began
-        processes.on_main(lambda: made.append(_finish(figure, config, run, folder, results, seconds, compiling, words)))
-    return made[0] if made else None
-
-
-def _record(
-    held: contextlib.ExitStack, folder: Path, words: Sequence[str], facts: Mapping[str, Any], run: RunOptions
-) -> None:
-    """Begins the record and the log of a run, which end with `held`."""
-    if processes.is_main():
-        facts = {**facts, "environment": provenance.environment()}
-        goes_on = [word for word in words if word != "--fresh"]
-        held.enter_context(recorded(folder, goes_on, facts, None if run.silent else sys.stderr))
-
-
-def _produce_all(chosen: Sequence[_Chosen], lists: Mapping[str, Any], program: str, words: Sequence[str]) -> int:
-    """Makes the figure of every configuration, in a folder of the sweep, and one file of all their arrays."""
-    figure, run = chosen[0].figure, chosen[0].run
-    values = {name: list(dict.fromkeys(getattr(each.config, name) for each in chosen)) for name in lists}
-    if twice := [name for name, own in lists.items() if len(values[name]) < len(own)]:
-        print(f"{program}: `{twice[0]}` must be different values, got {', '.join(lists[twice[0]])}", file=sys.stderr)
-        return 2
-    grid = config_grid(figure.Config, values).grid
-    command = ("python", "-m", program, *words)
-
-    def work() -> None:
-        for each in chosen:
-            _source(figure, each.config)
-        settings = {"configs": [each.config for each in chosen], "seed": run.seed, "axes": grid.axes}
-        name = re.sub(r"[^\w.-]+", "-", f"{figure.STEM}_sweep_{'_'.join(grid.axes)}")[:_LONGEST_NAME]
-        folder = run.out / f"{name}_{artifacts.digest_of(settings)[:10]}"
-        with contextlib.ExitStack() as held:
-            processes.on_main(lambda: _take_sweep(run, folder, held))
-            shape = dict(zip(grid.axes, grid.shape, strict=True))
-            _record(
-                held, folder, command, {"figure": figure.STEM, "sweep": shape}, dataclasses.replace(run, silent=True)
-            )
-            held.enter_context(artifacts.sharing(folder / TRAINED))
-            made = []
-            for number, each in enumerate(chosen):
-                if not run.silent and processes.is_main():
-                    print(f"{number + 1} of {len(chosen)}: {names_of(grid)[number]}", file=sys.stderr)
-                own = dataclasses.replace(run, out=folder)
-                made.append(_run(figure, each.config, own, command, names_of(grid)[number]))
-            processes.on_main(lambda: _finish_sweep(figure, grid, folder, made, run, command))
-
-    return _guarded(program, run, work)
-
-
-def _take_sweep(run: RunOptions, folder: Path, held: contextlib.ExitStack) -> None:
-    held.enter_context(artifacts.locked(folder))
-    if run.fresh:
-        _set_aside(folder / TRAINED)
-
-
-def _finish_sweep(
-    figure: Figure, grid: Grid, folder: Path, made: Sequence[Any], run: RunOptions, words: Sequence[str]
-) -> None:
-    """One file of the arrays that have one shape in all configurations, with the grid's axes first, and one report."""
-    own = [load_results((folder / name / figure.STEM).with_suffix(".npz")) for name in names_of(grid)]
-    whole = stacked(own, grid)
-    left = sorted({name for each in own for name in each.arrays} - set(whole.arrays))
-    target = whole.save(folder / f"{figure.STEM}.npz")
-    write_bytes(folder / "report.html", sweep_report_of(figure, grid, made, left, run.seed, words).encode())
-    told = f"{target.name}, with {len(whole.arrays)} of {len(whole.arrays) + len(left)} arrays of all configurations"
-    print(f"\nWrote {told}, and report.html, in {folder}", flush=True)
-    if left:
-        print(f"In the folders of configurations alone, as they have no common shape: {', '.join(left)}", flush=True)
+        processes.on_main(lambda: _finish(figure, config, run, folder, results, seconds, compiling, words))
 
 
 def _set_aside(path: Path) -> None:
@@ -404,8 +253,8 @@ def _take_folder(figure: Figure, run: RunOptions, folder: Path, identity: Any, h
 
 def _finish(
     figure: Figure, config: Any, run: RunOptions, folder: Path, results: Any, seconds: float, compiling: Any, words: Any
-) -> Exhibit:
-    """Draws, writes and reports."""
+) -> None:
+    """Draw a figure, write its files and print its table."""
     stem = folder / figure.STEM
     exhibit = exhibit_of(figure, results)
     written = [*plotting.save_figure(exhibit.figure, stem), stem.with_suffix(".npz")]
@@ -419,13 +268,20 @@ def _finish(
     written.append(stem.with_suffix(".json"))
     artifacts.save_description(written[-1], description)
     written.append(folder / "report.html")
-    write_bytes(written[-1], report_of(figure, exhibit, config, results, description, words).encode())
+    sections = {name: found for name, found in description.items() if name.startswith("certificates")}
+    sections["settings"] = dataclasses.asdict(config)
+    if (model := getattr(results, "member", None)) is not None:
+        sections["one of the networks"] = model
+    memory = {f"peak on {name} (MiB)": round(size / 2**20) for name, size in provenance.peak_memory().items()}
+    sections["run"] = {"command": shlex.join(words), "seed": run.seed, **provenance.environment(), **memory}
+    sections["seconds"] = description["seconds"]
+    page = report_html(figure.SHOWS.rstrip("."), [exhibit], sections)
+    write_bytes(written[-1], page.encode())
     print(f"\n{exhibit.text()}")
     compiled = f"{compiling['seconds']:.1f} s went into compiling {compiling['programs']} programs"
     kept = jax.config.values["jax_compilation_cache_dir"]
     print(f"\n{seconds:.0f} s; {compiled} ({compiling['cached']} more came from {kept}).")
     print(f"Wrote {', '.join(path.name for path in written)} in {folder}", flush=True)
-    return exhibit
 
 
 def run_name(figure: Figure, config: Any, run: RunOptions, identity: Mapping[str, Any]) -> str:

@@ -35,7 +35,6 @@ from dissociation.figures.eigenvector_measures import (
 from dissociation.figures.members import DataName, check_source
 from dissociation.figures.members import source as source
 from dissociation.figures.seeds import cell, check_some_left, masked_part, named_diverged, stand_ins
-from dissociation.figures.sweep import Swept
 from dissociation.members import take
 from dissociation.plotting import summarise
 from dissociation.progress import MeterFactory
@@ -76,7 +75,7 @@ AXES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(Swept):
+class Config:
     """The networks, and what is compared."""
 
     data: DataName = "glyphs"
@@ -217,7 +216,7 @@ def _computed(config: Config, key: Array, data: Dataset, parts: Parts, progress:
             size,
             key=jax.random.fold_in(key, size),
             callbacks=[Progress(progress)],
-            checkpoint=parts.checkpoint(f"size_{size}", **settings),
+            checkpoint=parts.path(f"size_{size}.ckpt"),
             **settings,
         )
         parts.seconds[f"training size {size}"] = trained.seconds

@@ -36,7 +36,6 @@ from dissociation.figures.members import (
 from dissociation.figures.members import source as members_source
 from dissociation.figures.null_spaces import moved_weights, null_perturbed, null_spaces, of_members
 from dissociation.figures.seeds import cell
-from dissociation.figures.sweep import Swept
 from dissociation.members import take
 from dissociation.metrics.similarity import linear_cka
 from dissociation.models.representations import member_representations, representations
@@ -76,7 +75,7 @@ REWRITES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(Swept):
+class Config:
     """What is trained, compared and rewritten."""
 
     data: DataName = "glyphs"
@@ -319,7 +318,7 @@ def draw(results: Results) -> Figure:
         _rewrites(axes[-1], results)
         plotting.letter(*axes)
         figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
-    plt.close(figure)  # out of pyplot's hands: a notebook shows what it is given, and sweeps leave nothing open
+    plt.close(figure)  # out of pyplot's hands: a notebook shows what it is given
     return figure
 
 

@@ -10,7 +10,6 @@ import tyro
 from jaxtyping import Array, Bool
 
 from dissociation.bmap import bmap
-from dissociation.checkpoint import fingerprint
 from dissociation.checks import check_choice, check_count, check_positive, fail
 from dissociation.data.datasets import NAMES, SOURCES, Dataset, load
 from dissociation.figures.artifacts import Parts
@@ -171,7 +170,7 @@ def train_members(
         key=key,
         dataset=data,
         progress=progress,
-        checkpoint=parts.checkpoint("training", observed=fingerprint(observe), **settings),
+        checkpoint=parts.path("training.ckpt"),
         observe=observe,
         **settings,
     )

@@ -41,7 +41,6 @@ from dissociation.figures.members import (
 from dissociation.figures.members import source as source
 from dissociation.figures.null_spaces import moved_weights, null_perturbed, null_spaces, of_members
 from dissociation.figures.seeds import cell, masked_part
-from dissociation.figures.sweep import Swept
 from dissociation.members import take
 from dissociation.metrics.robustness import input_noise_error, parameter_noise_error
 from dissociation.progress import MeterFactory, open_meter
@@ -78,7 +77,7 @@ cut-off, which is too large."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(Swept):
+class Config:
     """What is trained, how it is rewritten, and at which noise it is measured."""
 
     data: DataName = "glyphs"
@@ -288,7 +287,7 @@ def draw(results: Results) -> Figure:
         plotting.letter(*axes.flat)
         handles = axes[0, 0].get_legend_handles_labels()
         figure.legend(*handles, loc="outside upper center", ncols=3, handlelength=3.0, columnspacing=1.2)
-    plt.close(figure)  # out of pyplot's hands: a notebook shows what it is given, and sweeps leave nothing open
+    plt.close(figure)  # out of pyplot's hands: a notebook shows what it is given
     return figure
 
 

@@ -1,4 +1,4 @@
-"""What became of runs: a record and a log in each run's folder, and a list of them."""
+"""The record and the log in the folder of a run."""
 
 import json
 import logging
@@ -8,9 +8,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from dissociation import files
 from dissociation.files import write_bytes
 
 RECORD, LOG = "run.json", "log.txt"
@@ -21,13 +20,13 @@ _TIME = "%Y-%m-%d %H:%M:%S"
 def recorded(
     folder: str | os.PathLike[str], command: Sequence[str], facts: Mapping[str, Any], plans: Any = None
 ) -> Iterator[None]:
-    """Keeps a record of what is done inside, and the packages' log, in a folder that one process holds.
+    """Keep the record of a run and the log of both packages in the run's folder while the block runs.
 
     Args:
-        folder: Which.
-        command: The words that begin it, and go on with it.
-        facts: What else the record says: the environment, settings, a grid. Plain JSON.
-        plans: A text stream on which the plans of trainings are shown as well.
+        folder: The run's folder, which one process holds.
+        command: The words that start the run, and resume it.
+        facts: Further entries of the record, such as settings and environment, as plain JSON.
+        plans: A text stream on which the memory estimates of trainings are shown as well.
     """
     record: dict[str, Any] = {"status": "running", "command": shlex.join(command), "began": _now(), **facts}
     began = time.perf_counter()
@@ -39,7 +38,7 @@ def recorded(
     write("running")
     handler = logging.FileHandler(Path(folder) / LOG)
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(message)s"))
-    handler.handleError = lambda record: None  # a log is no reason to say more of a full disk
+    handler.handleError = lambda record: None  # a full disk is reported once, not by the log as well
     handlers: list[logging.Handler] = [handler]
     if plans is not None:
         handlers.append(logging.StreamHandler(plans))
@@ -72,72 +71,3 @@ def recorded(
 
 def _now() -> str:
     return time.strftime(_TIME)
-
-
-class Entry(NamedTuple):
-    """A run in a list.
-
-    Attributes:
-        folder: Its folder.
-        status: "done", "running", "stopped" (killed or interrupted: its command goes on) or "failed".
-        began: When it, or its latest part, did.
-        seconds: How long that took, as far as it is known.
-        command: Which began it, and goes on with it.
-        error: Why it failed, or stopped; or nothing.
-    """
-
-    folder: Path
-    status: str
-    began: str
-    seconds: float
-    command: str
-    error: str
-
-
-def runs_in(out: str | os.PathLike[str]) -> list[Entry]:
-    """The runs below a folder, the latest last; those of a sweep lie in its own folder.
-
-    Raises:
-        FileNotFoundError: If there is no such folder.
-    """
-    if not Path(out).is_dir():
-        raise FileNotFoundError(f"`out` must be a folder with runs, got {out}, which is none.")
-    entries = []
-    for path in Path(out).rglob(RECORD):
-        try:
-            record = json.loads(path.read_text())
-            entry = Entry(
-                path.parent,
-                record["status"],
-                record["began"],
-                float(record["seconds"]),
-                record["command"],
-                record.get("error", ""),
-            )
-        except (OSError, ValueError, KeyError, TypeError):
-            entry = Entry(path.parent, "broken", "", 0.0, "", f"{path} cannot be read")
-        if entry.status == "running" and not files.is_locked(path.parent / ".lock"):
-            entry = entry._replace(status="stopped", error="its process is gone", seconds=_heard(path.parent, entry))
-        entries.append(entry)
-    return sorted(entries, key=lambda entry: entry.began)
-
-
-def _heard(folder: Path, entry: Entry) -> float:
-    """How long a run that was killed had been seen to run: until it last wrote a file into its folder."""
-    with suppress(OSError, ValueError):
-        began = time.mktime(time.strptime(entry.began, _TIME))
-        written = max(path.stat().st_mtime for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
-        return max(written - began, entry.seconds)
-    return entry.seconds
-
-
-def table_of(entries: Sequence[Entry]) -> list[list[str]]:
-    """A header, and a row for each run."""
-    rows, commands = [["status", "began", "seconds", "folder", "command"]], set()
-    for entry in sorted(entries, key=lambda entry: entry.folder):
-        command = "as above" if entry.command in commands else entry.command
-        commands.add(entry.command)
-        rows.append([entry.status, entry.began, f"{entry.seconds:.0f}", str(entry.folder), command])
-        if entry.status in ("failed", "broken"):
-            rows.append(["", "", "", entry.error, ""])
-    return rows

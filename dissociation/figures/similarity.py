@@ -35,7 +35,6 @@ from dissociation.figures.members import (
 )
 from dissociation.figures.members import source as members_source
 from dissociation.figures.seeds import cell
-from dissociation.figures.sweep import Swept
 from dissociation.members import take
 from dissociation.metrics import similarity
 from dissociation.metrics.similarity import MEASURES
@@ -86,7 +85,7 @@ REWRITES = drawing.REWRITES
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(Swept):
+class Config:
     """What is trained, how it is rewritten, and by what it is compared."""
 
     data: DataName = "glyphs"

@@ -42,7 +42,6 @@ from dissociation.figures.members import (
 )
 from dissociation.figures.members import source as members_source
 from dissociation.figures.seeds import cell, masked_part
-from dissociation.figures.sweep import Swept
 from dissociation.members import take
 from dissociation.metrics.probes import stable_step_size
 from dissociation.metrics.transfer import transfer_errors
@@ -78,7 +77,7 @@ PROBES = {"converged": "converged probe", "gradient": "{} gradient steps", "one_
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(Swept):
+class Config:
     """What is trained, how it is rewritten, and how the probes learn."""
 
     data: DataName = "glyphs"
@@ -269,7 +268,7 @@ def draw(results: Results) -> Figure:
         plotting.letter(*axes.flat)
         handles = axes[0, 0].get_legend_handles_labels()
         figure.legend(*handles, loc="outside upper center", ncols=4, columnspacing=1.2, handlelength=3.0)
-    plt.close(figure)  # out of pyplot's hands: a notebook shows what it is given, and sweeps leave nothing open
+    plt.close(figure)  # out of pyplot's hands: a notebook shows what it is given
     return figure
 
 

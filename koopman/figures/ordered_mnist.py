@@ -21,7 +21,6 @@ from dissociation.data.datasets import NAMES, Dataset, load
 from dissociation.figures.artifacts import Parts, identity_of
 from dissociation.figures.members import DataName
 from dissociation.figures.seeds import cell, check_some_left, named_diverged
-from dissociation.figures.sweep import Swept
 from dissociation.members import member
 from dissociation.progress import MeterFactory, open_meter
 from koopman.datasets.ordered_mnist import OrderedDigits, cycle_spectrum, ordered_mnist
@@ -55,7 +54,7 @@ UNITS = {"times": "steps"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(Swept):
+class Config:
     """The sequence, the networks, and how far to look."""
 
     data: DataName = "glyphs"

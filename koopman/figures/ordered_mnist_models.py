@@ -1,7 +1,6 @@
 """The models of a sequence of digits: what they are called, how they are trained, and the forecasters made of them."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -93,19 +92,11 @@ def train_networks(
     oracle_key, *keys = jax.random.split(jax.random.fold_in(key, 1), 6)
     common = {"num_seeds": config.num_seeds, "batch_size": config.batch_size, "callbacks": [Progress(progress)]}
 
-    def checkpoint(name: str, num_epochs: int) -> Path | None:
-        names = ("num_digits", "num_seeds", "num_train", "num_validation", "num_test", "batch_size")
-        return parts.checkpoint(name, num_epochs=num_epochs, **{each: getattr(config, each) for each in names})
-
     def options(name: str) -> dict[str, Any]:
-        path = checkpoint(name, config.num_epochs)
+        path = parts.path(f"{name}.ckpt")
         return {**common, "checkpoint": path, "num_epochs": config.num_epochs, "validation": validation}
 
-    oracle_options = {
-        **common,
-        "num_epochs": config.oracle_epochs,
-        "checkpoint": checkpoint("oracle", config.oracle_epochs),
-    }
+    oracle_options = {**common, "num_epochs": config.oracle_epochs, "checkpoint": parts.path("oracle.ckpt")}
     oracle = train_classifiers(train, labels["train"], key=oracle_key, num_classes=config.num_digits, **oracle_options)
     parts.seconds["training the oracle"] = oracle.seconds
     models: dict[str, Any] = {"oracle": oracle.models}

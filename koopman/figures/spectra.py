@@ -23,7 +23,6 @@ from dissociation import plotting
 from dissociation.bmap import bmap
 from dissociation.checks import check_choice, check_count, check_distinct, check_positive, fail
 from dissociation.figures.artifacts import Parts, identity_of
-from dissociation.figures.sweep import Swept
 from dissociation.members import per_batch
 from dissociation.plotting import summarise
 from dissociation.progress import MeterFactory, open_meter
@@ -96,7 +95,7 @@ class System(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(Swept):
+class Config:
     """How many trajectories of which lengths."""
 
     num_trajectories: int = 20

@@ -1,7 +1,6 @@
 """The command line on a figure that costs nothing: what it says, what lies on disk, and what kills leave."""
 
 import importlib.util
-import io
 import json
 import os
 import re
@@ -39,10 +38,21 @@ def run(toy, tmp_path, monkeypatch):
 
     def run(*words, out=None):
         place = ["--out", str(tmp_path / "out" if out is None else out)]
-        arguments = ["toy", *map(str, words), *place]
-        return command.run_command({"toy": toy}, arguments, program="toy", description="Toys.")
+        return status_of(toy, ["toy", *map(str, words), *place])
 
     return run
+
+
+def status_of(toy, arguments):
+    try:
+        return command.run_command({"toy": toy}, arguments, program="toy", description="Toys.")
+    except SystemExit as end:
+        return end.code
+
+
+def unframed(printed):
+    """What tyro prints in a box, without the box and in one line."""
+    return " ".join(re.sub("[\u2500-\u257f]|-{3,}", " ", printed).split())
 
 
 def folders(out):
@@ -97,8 +107,9 @@ def test_the_report_says_how_the_run_was_made(run, tmp_path, capsys):
     assert run("--quick", "--seed", 4) == 0
     (folder,) = folders(tmp_path / "out")
     page = (folder / "report.html").read_text()
-    assert f"<pre>python -m toy toy --quick --seed 4 --out {tmp_path / 'out'}</pre>" in page
-    for words in ("<svg", "<td>0.", "num_seeds=2", "peak on host (MiB)", "devices", '<th scope="row">seed</th><td>4'):
+    assert f"<td>python -m toy toy --quick --seed 4 --out {tmp_path / 'out'}</td>" in page
+    settings = '<th scope="row">num_seeds</th><td>2', '<th scope="row">seed</th><td>4'
+    for words in ("<img", "<td>0.", *settings, "peak on host (MiB)", "devices"):
         assert words in page, words
     assert not re.search(r"https?://", page)
     assert len(page) < 200_000
@@ -116,7 +127,7 @@ def test_a_caption_and_a_network_are_shown_if_there_are_any(run, toy, tmp_path, 
     (folder,) = folders(tmp_path / "out")
     page = (folder / "report.html").read_text()
     assert "<figcaption>Mean of 3.</figcaption>" in page
-    assert "<h2>One of the networks</h2>" in page
+    assert "<h2>one of the networks</h2>" in page
     assert "weights" in page
     assert "Mean of 3." in capsys.readouterr().out
 
@@ -182,8 +193,10 @@ def test_nothing_to_resume_names_the_nearest_run(run, tmp_path, capsys):
     ("words", "status", "said"),
     [
         (("--num-seeds", 0), 2, "`num_seeds` must be at least 1, got 0."),
-        (("--num-seds", 1), 2, "Unrecognized options: --num-seds, 1 (perhaps --num-seeds; --help lists all)"),
-        (("--num-seeds", "x"), 2, "invalid literal for int() with base 10: 'x'\n"),
+        (("--num-seds", 1), 2, "Unrecognized options: --num-seds, 1 Perhaps you meant: --num-seeds"),
+        (("--num-seeds", "x"), 2, "Error parsing --num-seeds: invalid literal for int() with base 10: 'x'"),
+        (("--num-seeds", 2, 3), 2, "Unrecognized options: 3"),
+        (("--seed", 2, 3), 2, "Unrecognized options: 3"),
         (("--seed", -1), 2, "`seed` must be at least 0, got -1."),
         (("--seed", 2**32), 2, "`seed` must lie from 0 to 4294967295, got 4294967296."),
         (("--resume", "--fresh"), 2, "`fresh` must not be given together with `resume`."),
@@ -191,32 +204,19 @@ def test_nothing_to_resume_names_the_nearest_run(run, tmp_path, capsys):
         (("--resume",), 1, "`resume` must find an earlier run"),
     ],
 )
-def test_wrong_values_are_told_in_a_line_before_anything_starts(run, tmp_path, capsys, words, status, said):
+def test_wrong_values_are_refused_before_anything_starts(run, tmp_path, capsys, words, status, said):
     assert run(*words) == status
     error = capsys.readouterr().err
-    assert said in error
-    assert error.startswith("toy: ")
-    assert error.count("\n") == 1
+    assert said in unframed(error)
+    assert "Traceback" not in error
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
-def test_the_parser_is_told_in_a_line_in_any_encoding(run, monkeypatch, capsys, encoding):
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding))
-    assert run("--num-seds", 1) == 2
-    said = "Unrecognized options: --num-seds, 1 (perhaps --num-seeds; --help lists all)"
-    assert capsys.readouterr().err == f"toy: {said}\n"
-
-
 def test_commands_and_help(toy, capsys):
-    for words in ([], ["toi"]):
-        assert command.run_command({"toy": toy}, words, program="toy", description="Toys.") == 2
-        error = capsys.readouterr().err
-        assert "toy" in error.removeprefix("toy: ")
-        assert error.count("\n") == 1
-    with pytest.raises(SystemExit) as end:
-        command.run_command({"toy": toy}, ["toy", "--help"], program="toy", description="Toys.")
-    assert not end.value.code
+    for words, said in (([], "Expected one of {toy}"), (["toi"], "Available subcommands: toy")):
+        assert status_of(toy, words) == 2
+        assert said in unframed(capsys.readouterr().err)
+    assert status_of(toy, ["toy", "--help"]) == 0
     assert "--num-seeds" in capsys.readouterr().out
 
 
@@ -228,7 +228,7 @@ def test_data_that_are_missing_touch_nothing(run, tmp_path, monkeypatch, capsys)
     capsys.readouterr()
     for words in ((), ("--fresh",), ("--num-seeds", 0), ("--fresh", "--num-seds", 1)):
         assert run(*words) in (1, 2)
-        assert capsys.readouterr().err.count("\n") == 1
+        assert "Traceback" not in capsys.readouterr().err
     assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 
@@ -293,6 +293,29 @@ def test_parts_of_another_run_are_refused(run, tmp_path, capsys):
         (one / "parts" / path.name).write_bytes(path.read_bytes())
     assert run("--silent") == 1
     assert "whose key differ" in capsys.readouterr().err
+
+
+BEFORE = {
+    "num_seeds": 3, "num_steps": 4, "gate": "", "key": "38ec903a10150a84463ca4fe976d37e7",
+    "data": "634d3c87c97008c59865f3edceed34ae", "precision": "float32", "digest": "8bd3aa8baa80fd28e70dfac495a6f1b1",
+    "folder": "toy_1a8ed627d2", "checksum": "d9ce0d587ad0e6eeb5eb75fe446fa178",
+}  # fmt: skip
+"""A run folder as the code wrote it that knew sweeps of figures; its second part is all 7."""
+
+
+def test_a_run_folder_from_before_is_resumed(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(command.metadata, "version", lambda name: "0.1.0")
+    parts = tmp_path / "out" / BEFORE["folder"] / "parts"
+    parts.mkdir(parents=True)
+    config = {name: BEFORE[name] for name in ("num_seeds", "num_steps", "gate")}
+    identity = {"config": config, **{name: BEFORE[name] for name in ("key", "data", "precision")}}
+    (parts / "identity.json").write_text(json.dumps({"identity": identity, "digest": BEFORE["digest"]}))
+    marks = {"run_digest": BEFORE["digest"], "checksum": BEFORE["checksum"]}
+    np.savez(parts / "part1.npz", part=np.full((3, 4), 7, np.float32), seconds=1.5, **marks)
+    assert run("--resume") == 0
+    found = contents(parts.parent)
+    assert (found["part1"] == 7).all()
+    assert (found["part0"] != 7).all()
 
 
 def environment(tmp_path):
@@ -413,8 +436,7 @@ def test_both_packages_are_programs(tmp_path, package):
     words = [sys.executable, "-m", package, "--quick"]
     done = subprocess.run(words, env=environment(tmp_path), cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert done.stderr.startswith(f"{package}: ")
-    assert done.stderr.count("\n") == 1
+    assert "Available subcommands: " in unframed(done.stderr)
     assert not (tmp_path / "results").exists()
 
 
@@ -426,7 +448,7 @@ def test_compiled_programs_are_kept_where_the_user_says(tmp_path, monkeypatch, o
     assert jax.config.jax_compilation_cache_dir == str(tmp_path / (own or "cache"))
 
 
-@pytest.mark.parametrize("words", [["--help"], ["toy", "--help"], ["--version"], ["runs", "--out", "."]])
+@pytest.mark.parametrize("words", [["--help"], ["toy", "--help"], ["--version"]])
 def test_readers_may_leave(toy, words, monkeypatch):
     """As `| head` does: no traceback, and nothing left in a buffer that fails when the process ends."""
     reading, writing = os.pipe()
@@ -437,9 +459,3 @@ def test_readers_may_leave(toy, words, monkeypatch):
             assert command.run_command({"toy": toy}, words, program="toy", description="Toys.") == 0
         except SystemExit as end:
             raise AssertionError("the pipe was not noticed") from end
-
-
-def test_a_new_folder_has_no_runs(toy, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert command.run_command({"toy": toy}, ["runs"], program="toy", description="Toys.") == 0
-    assert "There are no runs yet: no folder results." in capsys.readouterr().out

@@ -8,6 +8,7 @@ import equinox as eqx
 import jax
 import numpy as np
 import pytest
+from browser import Tags
 from matplotlib.image import imread
 
 from dissociation.display import show, table
@@ -53,7 +54,8 @@ def test_nothing_is_refused():
 def test_a_table_is_html_and_text():
     shown = table([["seed", "error"], ["0", "< 2 %"]])
     assert '<th scope="col">error</th>' in shown._repr_html_()
-    assert "<td>&lt; 2 %</td>" in shown._repr_html_()
+    assert '<th scope="row">0</th><td>&lt; 2 %</td>' in shown._repr_html_()
+    Tags.of(shown._repr_html_())
     assert repr(shown).splitlines() == ["seed  error", "0     < 2 %"]
     for rows in ([], [["a", "b"], ["c"]]):
         with pytest.raises(ValueError, match="`rows` must be some, of one length"):
