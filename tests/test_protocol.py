@@ -68,7 +68,6 @@ ANEW = (
     "dissociation.data.glyphs.draw_glyphs",
     "dissociation.members.map_members",
     "dissociation.metrics.robustness.",
-    "dissociation.spectral.attack.projected_attack",
     "dissociation.spectral.certificate.margins",
     "dissociation.training.loop.train",
     "dissociation.weights.certificate.certify",

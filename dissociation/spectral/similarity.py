@@ -93,35 +93,6 @@ def _matched(similarity: Array) -> Array:
 
 
 @validated
-def principal_angles(a: Spectrum, b: Spectrum, num_components: int) -> Float[Array, "outputs components"]:
-    """Angles in radians between the subspaces of the leading components, rising; 0 is shared.
-
-    Cosines near 1 lose half the digits, so small angles come from sines.
-
-    Args:
-        a: One spectrum.
-        b: Another.
-        num_components: k, the dimension of the subspaces.
-
-    Returns:
-        From 0 to pi / 2.
-
-    Raises:
-        ValueError: If there are fewer components.
-
-    References:
-        Bjorck and Golub (1973), Numerical methods for computing angles between linear subspaces, section 3.
-    """
-    first, second = _leading(a, num_components).vectors, _leading(b, num_components).vectors
-    inner = product(first, second.swapaxes(1, 2))
-    cosines = jnp.linalg.svd(inner, compute_uv=False)
-    sines = jnp.linalg.svd(second - product(inner.swapaxes(1, 2), first), compute_uv=False)[:, ::-1]
-    small = cosines**2 > 0.5
-    # The one that is not taken has no part in the derivative either, which is infinite at 1.
-    return jnp.where(small, jnp.arcsin(jnp.where(small, sines, 0.0)), jnp.arccos(jnp.where(small, 0.0, cosines)))
-
-
-@validated
 def form_similarity(a: Spectrum, b: Spectrum) -> Float[Array, " outputs"]:
     """Cosine of the whole quadratic forms in the Frobenius product, signs and all.
 
