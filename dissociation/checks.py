@@ -73,12 +73,6 @@ def is_traced(value: Any) -> bool:
     return isinstance(value, Tracer)
 
 
-def check_ndim(name: str, array: ArrayLike, ndim: int, meaning: str) -> None:
-    """Raises unless `array` has `ndim` axes; `meaning` names them, for example "[samples, features]"."""
-    if np.ndim(array) != ndim:
-        fail(name, f"have {ndim} axes {meaning}", f"shape {np.shape(array)}")
-
-
 def _known_numbers(name: str, value: Any) -> np.ndarray:
     try:
         number = np.asarray(value)

@@ -126,6 +126,19 @@ def _converted(name: str, value: Any, wanted: str) -> Any:
     return fail_kind(name, wanted, f"{describe(value)} ({reason})")
 
 
+def holds_arrays(value: Any) -> bool:
+    """Return True for a list of arrays; a list of numbers, or of lists, is one array."""
+    parts = (list, tuple, bool, int, float, complex, np.generic)
+    return isinstance(value, (list, tuple)) and not all(isinstance(item, parts) for item in value)
+
+
+def refuse_nested(name: str, value: Any, array: Any, most: int) -> None:
+    """Raise if nested lists have more than `most` axes: they may be one array or a list of arrays."""
+    if isinstance(value, (list, tuple)) and array.ndim > most:
+        advice = "Pass numpy.asarray(...) if they are one array"
+        fail(name, "be an array, or a list of arrays", f"nested lists of shape {array.shape}", advice)
+
+
 def as_numbers(name: str, array: Any, numbers: frozenset[str]) -> Any:
     """An array with numbers of one of these kinds: halves become float32, integers floats where floats are meant.
 

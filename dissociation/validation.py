@@ -30,8 +30,10 @@ from dissociation.conversion import (
     check_fits,
     check_pixels,
     describe,
+    holds_arrays,
     kind_words,
     number_kind,
+    refuse_nested,
     warn_narrowed,
 )
 from dissociation.frames import as_trajectories
@@ -173,7 +175,7 @@ class _Rule:
         if (value is None and self.optional) or self._is_instance(value) or (self.function and callable(value)):
             return value
         value = as_trajectories(name, value) if self.in_time else value
-        if self.listed and _holds_arrays(value):
+        if self.listed and holds_arrays(value):
             return [self._admit_listed(f"{name}[{i}]", item) for i, item in enumerate(value)]
         if self.keys:
             return as_key(name, value, stacked=next(iter(self.keys)) if len(self.keys) == 1 else None)
@@ -226,9 +228,8 @@ class _Rule:
         words = f"{kind.words} {kind.axes}" if self._has_axes else "a number"
         words += ", or a list of arrays" if self.listed else ""
         array = as_array(name, value, words, bare=not self._has_axes, may_be_empty=may_be_empty)
-        if self.listed and isinstance(value, (list, tuple)) and array.ndim > 2:
-            advice = "Pass numpy.asarray(...) if they are one array"
-            fail(name, f"be an array of {words}", f"nested lists of shape {array.shape}", advice)
+        if self.listed:
+            refuse_nested(name, value, array, 2)
         kind = next((kind for kind in self.arrays if kind.axes.fits(array.ndim)), kind)
         array = _of_kind(name, array, kind)
         kind.axes.check(name, array.shape, bound)
@@ -263,10 +264,9 @@ class _Rule:
     def _admit_listed(self, name: str, value: Any) -> Any:
         kind = self.listed[0]
         words = f"{kind.words} {kind.axes}"
-        if not _holds_arrays([value]):
-            advice = "Give nested lists as one array, numpy.asarray(...)"
-            fail_kind(name, f"be an array of {words}", f"an object of type {type(value).__name__}", advice)
-        array = _of_kind(name, as_array(name, value, words), kind)
+        array = as_array(name, value, words)
+        refuse_nested(name, value, array, 0)
+        array = _of_kind(name, array, kind)
         kind.axes.check(name, array.shape, {})
         if not kind.on_host:
             check_fits(name, array)
@@ -287,12 +287,6 @@ class _Rule:
 def _full_name(kind: type) -> str:
     """Where users import a class from: modules whose names begin with _ are left out."""
     return ".".join([*(part for part in kind.__module__.split(".") if not part.startswith("_")), kind.__name__])
-
-
-def _holds_arrays(value: Any) -> bool:
-    """Return True for a list that holds anything but numbers and lists of them, which are rows of one array."""
-    numbers = (list, tuple, bool, int, float, complex, np.generic)
-    return isinstance(value, (list, tuple)) and not all(isinstance(item, numbers) for item in value)
 
 
 def _of_kind(name: str, array: Any, kind: _Kind) -> Any:

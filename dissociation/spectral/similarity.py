@@ -10,7 +10,7 @@ import optax
 from jaxtyping import Array, Float, Int
 from scipy import stats
 
-from dissociation.checks import check_count, check_level, check_same_length, fail, is_traced
+from dissociation.checks import check_count, check_level, fail, is_traced
 from dissociation.linalg import product
 from dissociation.results import printed
 from dissociation.spectral.forms import Spectrum, check_single, truncate
@@ -238,8 +238,6 @@ def pair_mean(
     Raises:
         ValueError: If lengths disagree, or an index is negative.
     """
-    check_same_length("values", values.shape[0], "first", first.shape[0], "pairs")
-    check_same_length("values", values.shape[0], "second", second.shape[0], "pairs")
     table, pairs = jnp.asarray(values), {"first": first, "second": second}
     known = {name: np.asarray(members) for name, members in pairs.items() if not is_traced(members)}
     for name, members in known.items():

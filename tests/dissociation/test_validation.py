@@ -262,14 +262,15 @@ def test_arrays_in_a_list_are_taken_one_by_one(kind):
 @pytest.mark.parametrize(
     ("paths", "message"),
     [
-        ([np.ones(3), ["a"]], r"`paths\[1\]` must be an array .*type list. Give nested lists as one array"),
+        ([np.ones(3), ["a"]], r"`paths\[1\]` must be an array .*text"),
+        ([np.ones(3), [1.0, 2.0]], r"`paths\[1\]` must be an array, or .*nested lists of shape \(2,\)\. Pass numpy"),
         ([[1.0, 2.0], [3.0]], r"`paths` must be an array .*, or a list of arrays, got a list whose rows differ"),
         (
             [[[1.0, 2.0]], [[3.0, 4.0]]],
             r"`paths` must be .* list of arrays, got nested lists of shape \(2, 1, 2\)\. Pass",
         ),
         ([[np.ones(3), np.ones(3)]], r"`paths` must be .* list of arrays, got nested lists of shape \(1, 2, 3\)"),
-        ([1.0, np.ones(3)], r"`paths\[0\]` must be an array .*type float"),
+        ([1.0, np.ones(3)], r"`paths\[0\]` must have at least 1 axis"),
         ([], "`paths` must not be empty"),
         ([np.ones(3), np.ones(3) * 1j], r"`paths\[1\]` must hold real numbers"),
         ([np.ones(3), np.asarray(1.0)], r"`paths\[1\]` must have at least 1 axis"),

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from dissociation.checks import check_choice, check_count, check_positive, check_same_length, fail
+from dissociation.checks import check_choice, check_count, check_positive, fail
 from dissociation.linalg import product
 from dissociation.results import Result
 from dissociation.types import Classes, PRNGKey, Scalar
@@ -107,7 +107,6 @@ def smoothed_information(
     """
     check_choice("method", method, METHODS)
     check_positive("noise", noise)
-    check_same_length("features", features.shape[0], "labels", labels.shape[0])
     draws = check_count("num_draws", num_draws, minimum=1)
     check_count("block", block, minimum=1)
     if method == "monte_carlo" and key is None:
