@@ -159,16 +159,16 @@ class _Kind(NamedTuple):
 class _Rule:
     """Kinds of values that one parameter takes."""
 
-    optional: bool = False
-    keys: frozenset[bool] = frozenset()  # one, or one per member
+    optional: tuple[bool, ...] = ()
+    keys: tuple[bool, ...] = ()  # False for one key, True for one per member
     arrays: tuple[_Kind, ...] = ()
     labels: Labels | None = None
     numbers: tuple[type, ...] = ()  # Python's own: bool, int, float, complex
     sequence: tuple[type, ...] = ()  # of such numbers
     listed: tuple[_Kind, ...] = ()  # arrays, in a list
     instances: tuple[type, ...] = ()
-    function: bool = False
-    in_time: bool = False
+    function: tuple[Any, ...] = ()
+    in_time: tuple[InTime, ...] = ()
 
     def admit(self, name: str, value: Any, bound: Bound, *, may_be_empty: bool = False) -> Any:
         """Return the argument as the function takes it, or raise an error that names it."""
@@ -178,7 +178,7 @@ class _Rule:
         if self.listed and holds_arrays(value):
             return [self._admit_listed(f"{name}[{i}]", item) for i, item in enumerate(value)]
         if self.keys:
-            return as_key(name, value, stacked=next(iter(self.keys)) if len(self.keys) == 1 else None)
+            return as_key(name, value, stacked=self.keys[0] if len(self.keys) == 1 else None)
         if self.labels is not None:
             return self._admit_labels(name, value, bound, may_be_empty)
         if self.numbers and self._is_number(value):
@@ -285,12 +285,12 @@ class _Rule:
 
 
 def _full_name(kind: type) -> str:
-    """Where users import a class from: modules whose names begin with _ are left out."""
+    """Return the public path of a class, without modules whose names begin with _."""
     return ".".join([*(part for part in kind.__module__.split(".") if not part.startswith("_")), kind.__name__])
 
 
 def _of_kind(name: str, array: Any, kind: _Kind) -> Any:
-    """Numbers of a kind: with all digits if they stay on the host, else with a warning of digits that are lost."""
+    """Return numbers of a kind: all digits if they stay on the host, else with a warning of digits that are lost."""
     counts = number_kind(array.dtype) == "int"
     if "float" in kind.numbers and not (counts and "int" in kind.numbers):
         if not kind.on_host:
@@ -310,33 +310,23 @@ def _placed(name: str, array: Any, kind: _Kind) -> Any:
 
 
 def _rule(hint: Any) -> _Rule | None:
-    """The rule of an annotation, or None where anything is taken."""
+    """Return the rule of an annotation, or None if it takes anything."""
     slots: dict[str, list[Any]] = collections.defaultdict(list)
     for member in _members(hint):
         slot, item = _sorted_in(member)
         slots[slot].append(item)
     if "free" in slots:
         return None
-    arrays = [] if "key" in slots else slots["arrays"]  # the raw form of a key
+    arrays = [] if "keys" in slots else slots["arrays"]  # the raw form of a key
     for place in ("on_host", "on_device"):
         if not all(getattr(kind, place) for kind in arrays):
             arrays = [kind._replace(**{place: False}) for kind in arrays]
-    return _Rule(
-        optional="optional" in slots,
-        keys=frozenset(axes.names != () for axes in slots["key"]),
-        arrays=tuple(arrays),
-        labels=next(iter(slots["labels"]), None),
-        numbers=tuple(slots["numbers"]),
-        sequence=tuple(slots["sequence"]),
-        listed=tuple(slots["listed"]),
-        instances=tuple(slots["instances"]),
-        function="function" in slots,
-        in_time="in_time" in slots,
-    )
+    labels = next(iter(slots.pop("labels", [])), None)
+    return _Rule(**{slot: tuple(items) for slot, items in (slots | {"arrays": arrays}).items()}, labels=labels)
 
 
 def _members(hint: Any) -> Iterator[Any]:
-    """The members of a union, and the mark of an annotated one beside it."""
+    """Yield the members of a union, and the mark of an annotated one before it."""
     if typing.get_origin(hint) in (Union, types.UnionType):
         for member in typing.get_args(hint):
             yield from _members(member)
@@ -348,14 +338,14 @@ def _members(hint: Any) -> Iterator[Any]:
 
 
 def _sorted_in(member: Any) -> tuple[str, Any]:
-    """Which field of a rule a member of a union belongs to, and what stands there."""
+    """Return the field of a rule that a member of a union belongs to, and its entry there."""
     origin = typing.get_origin(member)
     if member is None or member is type(None):
         return "optional", True
     if isinstance(member, Labels | InTime):
         return "labels" if isinstance(member, Labels) else "in_time", member
     if hasattr(member, "dim_str"):
-        return ("key", _axes(member)) if member.dtype is Key else ("arrays", _kind(member))
+        return ("keys", _axes(member).names != ()) if member.dtype is Key else ("arrays", _kind(member))
     if member in (bool, int, float, complex):
         return "numbers", member
     if origin is collections.abc.Callable:

@@ -250,7 +250,7 @@ def test_wrong_calls_are_refused_by_name():
     with pytest.raises(TypeError, match="the options of rsa are rdm, comparison"):
         similarity.compare(ITEMS[0], ITEMS[1], "rsa", metric="cosine")
     with pytest.raises(ValueError, match="must have axes"):
-        similarity.pairwise("linear_cka", [1.0, 2.0])
+        similarity.pairwise("linear_cka", [np.asarray(1.0), np.asarray(2.0)])
     with pytest.raises(ValueError, match="`y` must have as many classes throughout for disagreement, got 5, 7"):
         similarity.compare(ITEMS[0], ITEMS[4], "disagreement")
     with pytest.raises(ValueError, match="`outputs` must name a layer"):

@@ -343,7 +343,7 @@ def test_labels_are_integers_or_one_hot(kind):
         (pd.Series(["cat", "dog", "cat"]), "`labels` must be integers .*got text"),
         (
             [0.0, 1.0, 2.0],
-            r"`labels` must be integers .*dtype float64. If they are whole numbers, labels.astype\(int\)",
+            r"`labels` must be integers .*dtype float64. If they are integers, pass labels.astype\(int\)",
         ),
         ([0, 1, -1], "`labels` must be integers from 0, got -1"),
         ([0, 1], r"`labels` must be of shape \[n.* with n = 3"),
@@ -367,7 +367,7 @@ def test_labels_under_a_transformation():
     np.testing.assert_array_equal(rows, np.eye(4)[[2, 0, 1]])
     with pytest.raises(TypeError, match="`labels` must be one-hot under a transformation"):
         jax.jit(lambda k: as_one_hot("labels", k))(jnp.array([2, 0, 1]))
-    with pytest.raises(ValueError, match="`labels` must be integers from 0 to 3, got 4"):
+    with pytest.raises(ValueError, match="`labels` must lie between 0 and 3, got 0 to 4"):
         score([4, 0, 1], LOGITS)
     np.testing.assert_array_equal(jax.jit(lambda y: as_classes("labels", y))(jnp.eye(3)), [0, 1, 2])
 
