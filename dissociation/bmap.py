@@ -13,7 +13,6 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array
 
 from dissociation import checks, lanes
@@ -34,8 +33,8 @@ def bmap(
     out_axes: PyTree = EVERY_ARRAY,
     axis_name: Hashable = None,
     axis_size: int | None = None,
-    batch_size: int | np.integer | str | None = None,
-    memory_budget: int | np.integer | None = None,
+    batch_size: int | str | None = None,
+    memory_budget: int | None = None,
     loop: str = "auto",
 ) -> Callable[..., Any]:
     """Vectorises `fun` as `equinox.filter_vmap` does, in batches of `batch_size` along the mapped axis.

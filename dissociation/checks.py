@@ -1,6 +1,6 @@
 """Argument checks in one style: "`name` must ..., got ...".
 
-Shapes are always checked. Values are checked where they are known: a traced value passes.
+Shapes are always checked. Values are checked if they are known: a traced value passes.
 """
 
 import inspect
@@ -17,15 +17,15 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 _INNER = ("dissociation", "koopman", "jax", "equinox", "jaxtyping", "beartype")
-"""Whose frames are not the user's."""
+"""Packages whose frames are not the user's."""
 
 
 class WrongValue(ValueError):
-    """An argument that its caller has to change: what it must be and what came, in a sentence."""
+    """Error of an argument that its caller has to change."""
 
 
 def fail(name: str, wanted: str, got: object, advice: str = "") -> NoReturn:
-    """Raises the common `ValueError`.
+    """Raise the common `ValueError`.
 
     Args:
         name: The argument at fault, as the caller wrote it.
@@ -41,7 +41,7 @@ def fail(name: str, wanted: str, got: object, advice: str = "") -> NoReturn:
 
 
 def fail_kind(name: str, wanted: str, got: object, advice: str = "") -> NoReturn:
-    """Raises the common `TypeError`, in the words of `fail`: for what is of another kind altogether.
+    """Raise the common `TypeError`, in the words of `fail`, for a value of another kind.
 
     Raises:
         TypeError: Always.
@@ -51,9 +51,9 @@ def fail_kind(name: str, wanted: str, got: object, advice: str = "") -> NoReturn
 
 
 def warn(message: str, category: type[Warning] = RuntimeWarning, *, gates: int = sys.maxsize) -> None:
-    """Warns in the name of the line of the user's that led here, however many calls and wrappers are between.
+    """Warn at the user's line that led here, however many calls and wrappers are between.
 
-    It does not if more than so many `gates` of `validated` functions are between: the outer ones have warned.
+    If more than `gates` calls of `validated` functions are between, an outer one has warned, and this one does not.
     """
     frame, level = sys._getframe(1), 2
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INNER:
@@ -64,57 +64,46 @@ def warn(message: str, category: type[Warning] = RuntimeWarning, *, gates: int =
 
 
 def that_differ(names: Sequence[str]) -> str:
-    """Completes "whose ...": what differs, by name."""
+    """Return names and a verb that complete "whose ..."."""
     return f"{', '.join(names)} {'differs' if len(names) == 1 else 'differ'}"
 
 
 def is_traced(value: Any) -> bool:
-    """Whether `value` is being traced by a transformation, so that its numbers are unknown."""
+    """Return True if `value` is being traced by a transformation, so that its numbers are unknown."""
     return isinstance(value, Tracer)
 
 
-def check_ndim(name: str, array: ArrayLike, ndim: int, meaning: str) -> None:
-    """Raises unless `array` has `ndim` axes; `meaning` names them, for example "[samples, features]"."""
-    if np.ndim(array) != ndim:
-        fail(name, f"have {ndim} axes {meaning}", f"shape {np.shape(array)}")
-
-
-def _known_numbers(name: str, value: Any) -> np.ndarray:
+def _check_range(name: str, value: Any, wanted: str, *, zero: bool) -> None:
+    if is_traced(value):
+        return
     try:
         number = np.asarray(value)
     except ValueError:  # a list whose rows differ in length
         number = np.asarray(None)
     if number.dtype.kind not in "iuf" and not jnp.issubdtype(number.dtype, jnp.floating):
         fail_kind(name, "be a real number", repr(value))
-    return number
+    if not np.all(np.isfinite(number) & (number >= 0 if zero else number > 0)):
+        fail(name, wanted, value)
 
 
 def check_single(name: str, value: Any) -> None:
-    """Raises unless `value` is one number, known or traced."""
+    """Raise unless `value` is one number, known or traced."""
     if np.ndim(value):
         fail(name, "be a single number", f"shape {np.shape(value)}", "Map over several by `jax.vmap`")
 
 
 def check_positive(name: str, value: Any) -> None:
-    """Raises unless every known entry of `value` is above zero and finite."""
-    if is_traced(value):
-        return
-    number = _known_numbers(name, value)
-    if not np.all(np.isfinite(number) & (number > 0)):
-        fail(name, "be positive and finite", value)
+    """Raise unless every known entry of `value` is above zero and finite."""
+    _check_range(name, value, "be positive and finite", zero=False)
 
 
 def check_non_negative(name: str, value: Any) -> None:
-    """Raises unless every known entry of `value` is at least zero and finite."""
-    if is_traced(value):
-        return
-    number = _known_numbers(name, value)
-    if not np.all(np.isfinite(number) & (number >= 0)):
-        fail(name, "be non-negative and finite", value)
+    """Raise unless every known entry of `value` is at least zero and finite."""
+    _check_range(name, value, "be non-negative and finite", zero=True)
 
 
 def check_level(level: float) -> None:
-    """Raises unless a confidence level lies between 0 and 1."""
+    """Raise unless a confidence level lies between 0 and 1."""
     if not 0 < level < 1:
         fail("level", "be between 0 and 1", level)
 
@@ -136,7 +125,7 @@ def check_count(name: str, value: Any, *, minimum: int = 0, maximum: int | None 
 
 
 def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
-    """Raises unless `value` is one of `choices`, which the error lists."""
+    """Raise unless `value` is one of `choices`, which the error lists."""
     known = tuple(choices)
     if value not in known:
         one = f"be one of {', '.join(map(repr, known))}"
@@ -144,7 +133,7 @@ def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
 
 
 def check_classes(name: str, labels: ArrayLike, num_classes: int) -> None:
-    """Raises unless known labels are classes from 0, below `num_classes`."""
+    """Raise unless known labels are classes from 0, below `num_classes`."""
     if is_traced(labels) or not np.size(labels):
         return
     known = np.asarray(labels)  # arrays of JAX are traced as soon as anything is computed of them under a trace
@@ -153,7 +142,7 @@ def check_classes(name: str, labels: ArrayLike, num_classes: int) -> None:
 
 
 def check_finite(name: str, array: ArrayLike) -> None:
-    """Raises unless every known entry of `array` is finite, and names the first bad position."""
+    """Raise unless every known entry of `array` is finite, and names the first bad position."""
     if is_traced(array) or _is_finite(array):
         return
     array = np.asarray(array)
@@ -171,8 +160,8 @@ def _is_finite(array: ArrayLike) -> bool:
 
 
 def check_call(name: str, function: Any, arguments: Sequence[str], advice: str = "") -> None:
-    """Raise a `TypeError` unless `function` can be called with so many positional arguments; their names are said."""
-    with suppress(ValueError):  # of what is compiled the signature is unknown
+    """Raise a `TypeError` that lists `arguments` unless `function` can be called with as many positional ones."""
+    with suppress(ValueError):  # a compiled function has no known signature
         signature = inspect.signature(function)
         try:
             signature.bind(*arguments)
@@ -181,11 +170,11 @@ def check_call(name: str, function: Any, arguments: Sequence[str], advice: str =
 
 
 def check_takes(name: str, model: Any, example: Any) -> Any:
-    """The shapes and dtypes of what a function makes of one example.
+    """Return the shapes and dtypes of a function's outputs for one example.
 
     Raises:
-        TypeError: If it takes no example of that shape.
-        ValueError: If it says itself in a sentence of the toolkit what it wants.
+        TypeError: If the function does not take an example of that shape.
+        ValueError: If the function raises `WrongValue`.
     """
     shapes = jax.tree.map(lambda part: jax.ShapeDtypeStruct(np.shape(part), part.dtype), example)
     sizes = jax.tree.map(lambda part: part.shape, shapes)
@@ -203,11 +192,11 @@ def check_takes(name: str, model: Any, example: Any) -> Any:
 
 
 def check_model(name: str, model: Any, example: Any) -> jax.ShapeDtypeStruct:
-    """The shape and dtype of what `model` makes of one example.
+    """Return the shape and dtype of the output of `model` for one example.
 
     Raises:
-        TypeError: If it takes no example of that shape, or gives anything but one array of real numbers.
-        ValueError: If that is empty, or the model itself says in a sentence of the toolkit what it wants.
+        TypeError: If the model does not take an example of that shape, or gives anything but one array of real numbers.
+        ValueError: If the output is empty, or the model raises `WrongValue`.
     """
     output = check_takes(name, model, example)
     if not isinstance(output, jax.ShapeDtypeStruct):
@@ -220,18 +209,18 @@ def check_model(name: str, model: Any, example: Any) -> jax.ShapeDtypeStruct:
 
 
 def check_same_length(first: str, length: int, second: str, other: int, meaning: str = "samples") -> None:
-    """Raises unless two arguments agree in their number of `meaning`."""
+    """Raise unless two arguments agree in their number of `meaning`."""
     if length != other:
         fail(second, f"have as many {meaning} as `{first}` ({length})", other)
 
 
 def check_distinct(name: str, values: Sequence[Any]) -> None:
-    """Raises unless there is at least one value and no value twice."""
+    """Raise unless there is at least one value and no value twice."""
     if not values or len(set(values)) != len(values):
         fail(name, "be different from each other, one at least", values)
 
 
 def check_seed(name: str, value: Any) -> None:
-    """Raises unless `value` is one of the integers that `jax.random.PRNGKey` tells apart."""
+    """Raise unless `value` is one of the integers that `jax.random.PRNGKey` distinguishes."""
     if not 0 <= check_count(name, value, maximum=None) < 2**32:
         fail(name, "lie from 0 to 4294967295", value)

@@ -1,4 +1,4 @@
-"""What may stand for an array, a key or labels, brought into one form or refused in one sentence.
+"""Conversion of values to arrays, keys and labels, with errors in one sentence.
 
 Messages name the argument, what was wanted and what came: "`x` must be an array of real numbers [n, d], got None."
 """
@@ -13,15 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dissociation.checks import check_finite, fail, fail_kind, is_traced, warn
+from dissociation.checks import check_classes, check_finite, fail, fail_kind, is_traced, warn
 
 LOST_DIGITS = 1e3
-"""Deviations that a column's mean may be, before a warning says what float32 keeps of it."""
+"""Largest mean of a column, in standard deviations, without a warning of digits that float32 drops."""
 
 
 @functools.cache
 def number_kind(dtype: Any) -> str:
-    """What numbers of a dtype are: "bool", "int", "float", "complex", or "key" for random keys."""
+    """Return the kind of a dtype's numbers: "bool", "int", "float", "complex", or "key" for random keys."""
     parents = {"key": jax.dtypes.extended, "bool": jnp.bool_, "int": jnp.integer, "float": jnp.floating}
     return next((kind for kind, parent in parents.items() if jnp.issubdtype(dtype, parent)), "complex")
 
@@ -29,21 +29,21 @@ def number_kind(dtype: Any) -> str:
 def as_array(
     name: str, value: Any, words: str = "numbers", *, bare: bool = False, may_be_empty: bool = False
 ) -> jax.Array | np.ndarray:
-    """Whatever may stand for an array as one: JAX's and NumPy's as they are, others through NumPy or DLPack.
+    """Return a value as an array: JAX's and NumPy's as they are, others through NumPy or DLPack.
 
     Args:
-        name: The argument, as the caller wrote it.
+        name: Name of the argument.
         value: Anything.
-        words: What the array should hold, for the message.
-        bare: Whether to leave out "an array of" in the message.
-        may_be_empty: Whether it may have no entries.
+        words: Contents that the array should have, for the message.
+        bare: If True, the message leaves out "an array of".
+        may_be_empty: If True, the array may have no entries.
 
     Returns:
         A JAX or NumPy array of numbers, in the machine's byte order.
 
     Raises:
-        TypeError: If it is no array of numbers: text, objects, masked entries, ragged lists, None.
-        ValueError: If it is empty.
+        TypeError: If the value is not an array of numbers: text, objects, None.
+        ValueError: If the array is empty or masked, or a list is ragged.
     """
     wanted = f"be {words}" if bare else f"be an array of {words}"
     if isinstance(value, (jax.Array, np.ndarray, np.generic)) or is_traced(value):
@@ -71,19 +71,19 @@ def as_array(
 
 
 def as_examples(name: str, value: Any, *, finite: bool = False) -> Any:
-    """Examples: an array, samples first, or a dictionary or tuple of such arrays, as the model takes them.
+    """Return examples as JAX arrays, samples first: one array, or a dictionary or tuple, as the model takes them.
 
     Args:
-        name: The argument, as the caller wrote it.
+        name: Name of the argument.
         value: Anything.
-        finite: Whether all numbers must be.
+        finite: If True, all numbers must be finite.
 
     Returns:
         JAX arrays.
 
     Raises:
         TypeError: As `as_array`.
-        ValueError: If they have no samples, or not as many each, or are not finite.
+        ValueError: If an array has no samples or is not finite, or numbers of samples differ.
     """
     words = "numbers [samples, ...]"
     arrays = jax.tree.map(
@@ -126,11 +126,24 @@ def _converted(name: str, value: Any, wanted: str) -> Any:
     return fail_kind(name, wanted, f"{describe(value)} ({reason})")
 
 
+def holds_arrays(value: Any) -> bool:
+    """Return True for a list of arrays; a list of numbers, or of lists, is one array."""
+    parts = (list, tuple, bool, int, float, complex, np.generic)
+    return isinstance(value, (list, tuple)) and not all(isinstance(item, parts) for item in value)
+
+
+def refuse_nested(name: str, value: Any, array: Any, most: int) -> None:
+    """Raise if nested lists have more than `most` axes: they may be one array or a list of arrays."""
+    if isinstance(value, (list, tuple)) and array.ndim > most:
+        advice = "Pass numpy.asarray(...) if they are one array"
+        fail(name, "be an array, or a list of arrays", f"nested lists of shape {array.shape}", advice)
+
+
 def as_numbers(name: str, array: Any, numbers: frozenset[str]) -> Any:
-    """An array with numbers of one of these kinds: halves become float32, integers floats where floats are meant.
+    """Return an array with numbers of one of these kinds: halves become float32, integers floats if floats are meant.
 
     Raises:
-        TypeError: If its numbers are of another kind.
+        TypeError: If the array's numbers are of another kind.
     """
     dtype = array.dtype
     kind = number_kind(dtype)
@@ -190,7 +203,7 @@ def warn_narrowed(name: str, array: Any, *, gates: int = 1) -> None:
 
 
 def check_fits(name: str, array: Any) -> None:
-    """Raises if an array's integers are beyond those that JAX keeps, as 64 bits are where only 32 are enabled."""
+    """Raise if an array's integers are out of the range that JAX keeps, which has 32 bits unless x64 is on."""
     if is_traced(array) or number_kind(array.dtype) != "int" or not array.size:
         return
     kept = jax.dtypes.canonicalize_dtype(array.dtype)
@@ -205,7 +218,7 @@ def check_fits(name: str, array: Any) -> None:
 
 
 def check_pixels(name: str, images: Any) -> None:
-    """Raises if images that lie in [0, 1] are given as integers beyond, as grey levels from 0 to 255 are."""
+    """Raise if images in [0, 1] are given as larger integers, for example grey levels from 0 to 255."""
     array = as_array(name, images)
     if not is_traced(array) and number_kind(array.dtype) == "int" and (most := np.asarray(array).max()) > 1:
         advice = "Divide grey levels by 255; give integers that are meant as they are as floats"
@@ -213,20 +226,18 @@ def check_pixels(name: str, images: Any) -> None:
 
 
 def kind_words(numbers: frozenset[str]) -> str:
-    """What numbers of these kinds are called."""
+    """Return the words for numbers of these kinds."""
     if "float" in numbers:
         return "numbers" if "complex" in numbers else "real numbers"
-    return "truth values" if numbers == {"bool"} else "integers"
+    return "booleans" if numbers == {"bool"} else "integers"
 
 
 def as_key(name: str, value: Any, stacked: bool | None = False) -> Any:
-    """A random key, or with `stacked` one per member: typed (`jax.random.key`) or raw (`jax.random.PRNGKey`).
-
-    With None it may be either.
+    """Return a random key, typed or raw; with `stacked` one per member, with None either.
 
     Raises:
-        TypeError: If it is none.
-        ValueError: If there are more or fewer keys.
+        TypeError: If the value is not a key.
+        ValueError: If the number of axes is another one.
     """
     wanted = "be random keys, one per member, as `jax.random.split(jax.random.key(0), 3)` makes them"
     wanted = wanted if stacked else "be a random key, as `jax.random.key(0)` makes it"
@@ -244,11 +255,11 @@ def as_key(name: str, value: Any, stacked: bool | None = False) -> Any:
 
 
 def as_classes(name: str, labels: Any, *, may_be_empty: bool = False) -> Any:
-    """Labels as integers [n], from integers or one-hot rows [n, classes].
+    """Return labels as integers [n], from integers or one-hot rows [n, classes].
 
     Raises:
-        TypeError: If they are text or floats.
-        ValueError: If they are negative, or rows are not one-hot.
+        TypeError: If labels are text or floats.
+        ValueError: If labels are negative, or rows are not one-hot.
     """
     labels = _checked_labels(name, labels, may_be_empty=may_be_empty)
     if labels.ndim == 1:
@@ -257,31 +268,30 @@ def as_classes(name: str, labels: Any, *, may_be_empty: bool = False) -> Any:
 
 
 def as_one_hot(name: str, labels: Any, num_classes: int | None = None, *, soft: bool = False) -> Any:
-    """Labels as one-hot rows [n, classes], from integers [n] or one-hot rows.
+    """Return labels as one-hot rows [n, classes], from integers [n] or one-hot rows.
 
     Args:
-        name: The argument, as the caller wrote it.
+        name: Name of the argument.
         labels: Integers from 0 or one-hot rows.
-        num_classes: How many there are; default: those of the rows, or one more than the largest integer.
-        soft: Whether rows may be probabilities.
+        num_classes: Number of classes; default: the width of the rows, or one more than the largest integer.
+        soft: If True, rows may be probabilities.
 
     Returns:
         Floats, JAX's or NumPy's as the labels are.
 
     Raises:
-        TypeError: If they are text, or floats that are not one-hot, or traced integers of an unknown number of classes.
-        ValueError: If they are out of range, or rows are not one-hot.
+        TypeError: If labels are text, or floats [n], or traced integers of an unknown number of classes.
+        ValueError: If labels are out of range, or rows are not one-hot.
     """
     labels = _checked_labels(name, labels, soft=soft, may_be_empty=False)
     if labels.ndim == 2:
         return as_numbers(name, labels, frozenset({"float"}))
     if num_classes is None:
         if is_traced(labels):
-            advice = "Traced integers do not say how many classes there are: give jax.nn.one_hot(labels, num_classes)"
+            advice = "Pass jax.nn.one_hot(labels, num_classes)"
             fail_kind(name, "be one-hot under a transformation", "integers", advice)
         num_classes = int(np.max(np.asarray(labels))) + 1
-    if not is_traced(labels) and (most := int(np.max(np.asarray(labels)))) >= num_classes:
-        fail(name, f"be integers from 0 to {num_classes - 1}", most)
+    check_classes(name, labels, num_classes)
     if isinstance(labels, jax.Array):
         return jax.nn.one_hot(labels, num_classes)
     return (labels[:, None] == np.arange(num_classes)).astype(jax.dtypes.canonicalize_dtype(float))
@@ -296,9 +306,9 @@ def _checked_labels(name: str, labels: Any, *, soft: bool = False, may_be_empty:
         fail(name, f"be {wanted}", f"one column, shape {labels.shape}", "Take it out: labels[:, 0]")
     if labels.ndim == 1:
         if number_kind(labels.dtype) not in ("int", "bool"):
-            fail_kind(name, f"be {wanted}", f"dtype {labels.dtype}", "If they are whole numbers, labels.astype(int)")
+            fail_kind(name, f"be {wanted}", f"dtype {labels.dtype}", "If they are integers, pass labels.astype(int)")
         labels = labels.astype(int) if labels.dtype == np.bool_ else labels
-        # What is computed of arrays of JAX under a trace is traced, so known ones are NumPy's here.
+        # A result computed from JAX's arrays under a trace is traced, so known labels are converted to NumPy's.
         if not is_traced(labels) and labels.size and (least := int(np.min(np.asarray(labels)))) < 0:
             fail(name, "be integers from 0", least)
         check_fits(name, labels)
@@ -315,7 +325,7 @@ def _checked_labels(name: str, labels: Any, *, soft: bool = False, may_be_empty:
 
 
 def describe(value: Any) -> str:
-    """What came, in a few words."""
+    """Return a few words on a value that was refused."""
     if value is None:
         return "None"
     if isinstance(value, (jax.Array, np.ndarray, np.generic)):

@@ -1,17 +1,8 @@
-"""The gate that arguments pass: what may stand for an array, and one sentence for what may not.
+"""Conversion of arguments to the types that annotations name, and one sentence for each that cannot be converted.
 
-`@validated` reads a function's annotations and brings every argument into the form that they name, or refuses it with
-its name, what came and what was wanted:
-
-- where an array is meant, lists, NumPy, JAX, and whatever has `__array__` or `__dlpack__` (PyTorch, pandas) will do;
-  text, objects, masked entries, complex numbers for real ones, empty arrays and wrong shapes are refused; integers
-  become floats where floats are meant, and half precisions float32; an axis of one name has one length throughout;
-- where one array or a list of several is meant, numbers in one or two levels of lists are one array;
-- labels (`types.OneHot`, `types.Classes`) may be integers or one-hot;
-- keys may be typed or raw; counts, options, flags, functions and objects must be of their kind.
-
-Kinds and shapes are known under every transformation and always checked. Values are checked where `finite` asks for it,
-and never on tracers.
+An array may be a list, NumPy's or JAX's, or have `__array__` or `__dlpack__`; a number is Python's, NumPy's or JAX's.
+Integers become floats if floats are meant, and half precisions float32. An axis of one name has one length throughout.
+Kinds and shapes are always checked. Values are checked if `finite` names them, and never on tracers.
 """
 
 import collections
@@ -22,11 +13,12 @@ import inspect
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator
-from typing import Annotated, Any, Literal, NamedTuple, NoReturn, TypeVar, Union, overload
+from typing import Annotated, Any, NamedTuple, NoReturn, TypeVar, Union, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Key
 
 from dissociation.checks import check_finite, fail, fail_kind, is_traced
 from dissociation.conversion import (
@@ -38,8 +30,10 @@ from dissociation.conversion import (
     check_fits,
     check_pixels,
     describe,
+    holds_arrays,
     kind_words,
     number_kind,
+    refuse_nested,
     warn_narrowed,
 )
 from dissociation.frames import as_trajectories, check_same_rows
@@ -58,17 +52,17 @@ def validated(
 def validated(
     function: Any = None, *, finite: Iterable[str] = (), empty: Iterable[str] = (), pixels: Iterable[str] = ()
 ) -> Any:
-    """Decorates a function so that its arguments pass the gate that its annotations describe.
+    """Decorate a function so that its arguments are converted and checked as its annotations describe.
 
     Args:
-        function: The function; its jaxtyping annotations say what each argument is.
+        function: Function with jaxtyping annotations.
         finite: Names of array arguments whose values must be finite: a pass over the data, so only for functions that
             do far more work than that.
         empty: Names of array arguments that may have no entries.
         pixels: Names of images in [0, 1], which may not be integers up to 255.
 
     Returns:
-        The function, of the same signature; `__wrapped__` is the one within.
+        The function, of the same signature; `__wrapped__` is the original one.
 
     Example:
         >>> from jaxtyping import Array, Float
@@ -117,13 +111,13 @@ def validated(
 
 
 class _Axes(NamedTuple):
-    """The shape that an annotation asks for."""
+    """Shape of an annotation."""
 
-    names: tuple[str | int | None, ...]  # a name, a fixed length, or None where anything goes
-    variadic: int | None  # where any number of axes may stand
+    names: tuple[str | int, ...]  # a name or a fixed length
+    variadic: int | None  # position of any number of axes
 
     def __str__(self) -> str:
-        words = ["_" if name is None else str(name) for name in self.names]
+        words = list(map(str, self.names))
         if self.variadic is not None:
             words.insert(self.variadic, "...")
         return f"[{', '.join(words)}]"
@@ -150,7 +144,7 @@ class _Axes(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """One jaxtyping annotation: numbers of what kind, and of what shape."""
+    """Kind of numbers and shape of one jaxtyping annotation."""
 
     numbers: frozenset[str]  # of "bool", "int", "float", "complex"
     axes: _Axes
@@ -164,38 +158,33 @@ class _Kind(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Rule:
-    """What one parameter takes."""
+    """Kinds of values that one parameter takes."""
 
-    optional: bool = False
-    keys: frozenset[bool] = frozenset()  # one, or one per member
+    optional: tuple[bool, ...] = ()
+    keys: tuple[bool, ...] = ()  # False for one key, True for one per member
     arrays: tuple[_Kind, ...] = ()
     labels: Labels | None = None
     numbers: tuple[type, ...] = ()  # Python's own: bool, int, float, complex
     sequence: tuple[type, ...] = ()  # of such numbers
     listed: tuple[_Kind, ...] = ()  # arrays, in a list
     instances: tuple[type, ...] = ()
-    choices: tuple[Any, ...] = ()
-    function: bool = False
-    in_time: bool = False
+    function: tuple[Any, ...] = ()
+    in_time: tuple[InTime, ...] = ()
 
     def admit(self, name: str, value: Any, bound: Bound, *, may_be_empty: bool = False) -> Any:
-        """The argument as the function wants it, or an error that names it."""
-        if (value is None and self.optional) or self._is_instance(value):
+        """Return the argument as the function takes it, or raise an error that names it."""
+        if (value is None and self.optional) or self._is_instance(value) or (self.function and callable(value)):
             return value
         value = as_trajectories(name, value) if self.in_time else value
-        if self.listed and isinstance(value, (list, tuple)) and not (self.arrays and _levels(value) in (1, 2)):
+        if self.listed and holds_arrays(value):
             return [self._admit_listed(f"{name}[{i}]", item) for i, item in enumerate(value)]
-        if self.function and callable(value):
-            return value
-        if self.choices:
-            return self._admit_choice(name, value)
         if self.keys:
-            return as_key(name, value, stacked=next(iter(self.keys)) if len(self.keys) == 1 else None)
+            return as_key(name, value, stacked=self.keys[0] if len(self.keys) == 1 else None)
         if self.labels is not None:
             return self._admit_labels(name, value, bound, may_be_empty)
         if self.numbers and self._is_number(value):
             return self._admit_number(name, value)
-        if self.arrays:
+        if self.arrays and (self._has_axes or not self.numbers):
             return self._admit_array(name, value, bound, may_be_empty)
         if self.sequence:
             return self._admit_sequence(name, value, may_be_empty)
@@ -205,12 +194,10 @@ class _Rule:
         if type(value).__name__ in {kind.__name__ for kind in self.instances}:  # of another library
             wanted = " or ".join(f"of type {_full_name(kind)}" for kind in self.instances)
             fail_kind(name, f"be {wanted}", f"an object of type {_full_name(type(value))}")
-        fail_kind(name, f"be {self._words()}", describe(value))
-
-    def _admit_choice(self, name: str, value: Any) -> Any:
-        if not any(value is choice or (type(value) is type(choice) and value == choice) for choice in self.choices):
-            fail(name, f"be one of {', '.join(map(repr, self.choices))}", describe(value))
-        return value
+        advice = ""
+        if self.numbers and hasattr(value, "__float__"):  # a scalar of another library
+            advice = f"Pass {self.numbers[0].__name__}(...)"
+        fail_kind(name, f"be {self._words()}", describe(value), advice)
 
     def _is_instance(self, value: Any) -> bool:
         text = isinstance(value, (str, bytes))  # which is a sequence too
@@ -221,12 +208,10 @@ class _Rule:
         return any(kind.axes.names or kind.axes.variadic is not None for kind in self.arrays)
 
     def _is_number(self, value: Any) -> bool:
-        """Whether to take it for a number; a list and the like is one only where no array is meant."""
-        if isinstance(value, (bool, int, float, complex)):
-            return True
+        """Return True for numbers of Python, NumPy and JAX, and for any array of the two if no array is meant."""
         if isinstance(value, (np.ndarray, np.generic, jax.Array)) or is_traced(value):
-            return value.ndim == 0
-        return not (self._has_axes or self.sequence)
+            return value.ndim == 0 or not (self._has_axes or self.sequence)
+        return isinstance(value, (bool, int, float, complex))
 
     def _words(self) -> str:
         words = ["a function"] if self.function else []
@@ -242,7 +227,10 @@ class _Rule:
     def _admit_array(self, name: str, value: Any, bound: Bound, may_be_empty: bool) -> Any:
         kind = self.arrays[0]
         words = f"{kind.words} {kind.axes}" if self._has_axes else "a number"
+        words += ", or a list of arrays" if self.listed else ""
         array = as_array(name, value, words, bare=not self._has_axes, may_be_empty=may_be_empty)
+        if self.listed:
+            refuse_nested(name, value, array, 2)
         kind = next((kind for kind in self.arrays if kind.axes.fits(array.ndim)), kind)
         array = _of_kind(name, array, kind)
         kind.axes.check(name, array.shape, bound)
@@ -277,11 +265,9 @@ class _Rule:
     def _admit_listed(self, name: str, value: Any) -> Any:
         kind = self.listed[0]
         words = f"{kind.words} {kind.axes}"
-        rows = isinstance(value, (list, tuple)) and not (self.arrays and _levels(value) > 1)
-        if rows or isinstance(value, (bool, int, float, complex)):  # one array, in rows?
-            advice = "Give nested lists as one array, numpy.asarray(...)"
-            fail_kind(name, f"be an array of {words}", f"an object of type {type(value).__name__}", advice)
-        array = _of_kind(name, as_array(name, value, words), kind)
+        array = as_array(name, value, words)
+        refuse_nested(name, value, array, 0)
+        array = _of_kind(name, array, kind)
         kind.axes.check(name, array.shape, {})
         if not kind.on_host:
             check_fits(name, array)
@@ -300,20 +286,12 @@ class _Rule:
 
 
 def _full_name(kind: type) -> str:
-    """Where users import a class from: modules whose names begin with _ are left out."""
+    """Return the public path of a class, without modules whose names begin with _."""
     return ".".join([*(part for part in kind.__module__.split(".") if not part.startswith("_")), kind.__name__])
 
 
-def _levels(value: Any) -> int:
-    """How many lists are within each other around numbers; 0 around arrays, or around nothing."""
-    levels = 0
-    while isinstance(value, (list, tuple)) and value:
-        value, levels = value[0], levels + 1
-    return levels if isinstance(value, (bool, int, float, complex, np.generic)) else 0
-
-
 def _of_kind(name: str, array: Any, kind: _Kind) -> Any:
-    """Numbers of a kind: with all digits if they stay on the host, else with a warning of digits that are lost."""
+    """Return numbers of a kind: all digits if they stay on the host, else with a warning of digits that are lost."""
     counts = number_kind(array.dtype) == "int"
     if "float" in kind.numbers and not (counts and "int" in kind.numbers):
         if not kind.on_host:
@@ -333,61 +311,42 @@ def _placed(name: str, array: Any, kind: _Kind) -> Any:
 
 
 def _rule(hint: Any) -> _Rule | None:
-    """The rule of an annotation, or None where anything is taken."""
+    """Return the rule of an annotation, or None if it takes anything."""
     slots: dict[str, list[Any]] = collections.defaultdict(list)
     for member in _members(hint):
         slot, item = _sorted_in(member)
         slots[slot].append(item)
     if "free" in slots:
         return None
-    arrays = [] if "key" in slots else slots["arrays"]  # the raw form of a key
+    arrays = [] if "keys" in slots else slots["arrays"]  # the raw form of a key
     for place in ("on_host", "on_device"):
         if not all(getattr(kind, place) for kind in arrays):
             arrays = [kind._replace(**{place: False}) for kind in arrays]
-    return _Rule(
-        optional="optional" in slots,
-        keys=frozenset(axes.names != () for axes in slots["key"]),
-        arrays=tuple(arrays),
-        labels=next(iter(slots["labels"]), None),
-        numbers=tuple(slots["numbers"]),
-        sequence=tuple(slots["sequence"]),
-        listed=tuple(slots["listed"]),
-        instances=tuple(slots["instances"]),
-        choices=tuple(slots["choices"]),
-        function="function" in slots,
-        in_time="in_time" in slots,
-    )
+    labels = next(iter(slots.pop("labels", [])), None)
+    return _Rule(**{slot: tuple(items) for slot, items in (slots | {"arrays": arrays}).items()}, labels=labels)
 
 
 def _members(hint: Any) -> Iterator[Any]:
-    """The members of a union, and the mark of an annotated one beside it."""
+    """Yield the members of a union, and the mark of an annotated one before it."""
     if typing.get_origin(hint) in (Union, types.UnionType):
         for member in typing.get_args(hint):
             yield from _members(member)
     elif typing.get_origin(hint) is Annotated:
         yield from (mark for mark in hint.__metadata__ if isinstance(mark, Labels | InTime))
         yield from _members(hint.__origin__)
-    elif typing.get_origin(hint) is Literal:
-        yield from (_Choice(choice) for choice in typing.get_args(hint))
-    elif not (isinstance(hint, type) and issubclass(hint, np.generic)):  # those go as Python's own
+    else:
         yield hint
 
 
-class _Choice(NamedTuple):
-    value: Any
-
-
 def _sorted_in(member: Any) -> tuple[str, Any]:
-    """Which field of a rule a member of a union belongs to, and what stands there."""
+    """Return the field of a rule that a member of a union belongs to, and its entry there."""
     origin = typing.get_origin(member)
     if member is None or member is type(None):
         return "optional", True
     if isinstance(member, Labels | InTime):
         return "labels" if isinstance(member, Labels) else "in_time", member
-    if isinstance(member, _Choice):
-        return "choices", member.value
-    if hasattr(member, "dtypes"):
-        return ("key", _axes(member)) if member.dtypes == ("prng_key",) else ("arrays", _kind(member))
+    if hasattr(member, "dim_str"):
+        return ("keys", _axes(member).names != ()) if member.dtype is Key else ("arrays", _kind(member))
     if member in (bool, int, float, complex):
         return "numbers", member
     if origin is collections.abc.Callable:
@@ -405,8 +364,6 @@ def _sequence_sorted_in(member: Any) -> tuple[str, Any] | None:
     if first in (int, float):
         return "sequence", first
     slot, item = _sorted_in(next(_members(first)))
-    if slot in ("sequence", "rows"):
-        return "rows", member  # of numbers: the array beside it in the union takes them
     if slot == "arrays" and (rest == [...] or not rest):
         return "listed", item
     return None
@@ -417,18 +374,13 @@ _NAMES = {"bool": "bool", "int": "int32", "float": "float32", "complex": "comple
 
 
 def _kind(annotation: Any) -> _Kind:
-    dtypes = annotation.dtypes
-    known = dtypes if isinstance(dtypes, (tuple, list)) else tuple(_NAMES.values())
+    known, array_type = annotation.dtype.dtypes, annotation.array_type
     numbers = frozenset(kind for kind, example in _NAMES.items() if example in known) or frozenset({"int"})
-    array_type = annotation.array_type
     return _Kind(numbers, _axes(annotation), array_type is np.ndarray, array_type is jax.Array)
 
 
 def _axes(annotation: Any) -> _Axes:
-    names = []
-    for i, dim in enumerate(annotation.dims):
-        if i == annotation.index_variadic:
-            continue
-        size, name = getattr(dim, "size", None), getattr(dim, "name", None)
-        names.append(None if getattr(dim, "broadcastable", False) else size if isinstance(size, int) else name)
-    return _Axes(tuple(names), annotation.index_variadic)
+    words = annotation.dim_str.split()
+    places = [place for place, word in enumerate(words) if word == "..." or word.startswith("*")]
+    names = (int(word) if word.isdigit() else word for place, word in enumerate(words) if place not in places)
+    return _Axes(tuple(names), places[0] if places else None)

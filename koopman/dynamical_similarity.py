@@ -34,7 +34,7 @@ References:
 """
 
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +43,7 @@ import optax
 from jax import lax
 from jaxtyping import Array, Bool, Complex, Float, Int
 
-from dissociation.checks import check_count, is_traced, warn
+from dissociation.checks import check_choice, check_count, is_traced, warn
 from dissociation.linalg import finite_part, product, psd_power, scale_of
 from dissociation.results import Result
 from dissociation.types import PRNGKey
@@ -53,7 +53,7 @@ from koopman.pairs import delay_embed as delay_embed
 from koopman.rotations import Point, descend, norm
 from koopman.spectrum import eigenpairs
 
-Form = Literal["frobenius", "angular"]
+FORMS = ("frobenius", "angular")
 Matrix = Float[Array | np.ndarray, "r r"]
 
 _SEARCH = 1e-3, 12  # gradient at which ends of runs can be told apart, and steps of conjugate gradients on the way
@@ -87,7 +87,7 @@ class DynamicalAlignment(Result):
 
 @validated(finite=("a", "b"))
 def align_dynamics(
-    a: Matrix, b: Matrix, *, key: PRNGKey, num_starts: int = 32, num_steps: int = 100, form: Form = "frobenius"
+    a: Matrix, b: Matrix, *, key: PRNGKey, num_starts: int = 32, num_steps: int = 100, form: str = "frobenius"
 ) -> DynamicalAlignment:
     """The orthogonal C that brings C B C^T closest to A, with the distance and what speaks for it.
 
@@ -121,7 +121,7 @@ def align_dynamics(
 
 @validated(finite=("a", "b"))
 def dynamical_distance(
-    a: Matrix, b: Matrix, *, key: PRNGKey, num_starts: int = 32, num_steps: int = 100, form: Form = "frobenius"
+    a: Matrix, b: Matrix, *, key: PRNGKey, num_starts: int = 32, num_steps: int = 100, form: str = "frobenius"
 ) -> Float[Array, ""]:
     """The minimum over orthogonal C of |A - C B C^T|, or the angle there: `align_dynamics`, without what it adds.
 
@@ -166,7 +166,7 @@ def pairwise_dynamical_distance(
     key: PRNGKey,
     num_starts: int = 32,
     num_steps: int = 100,
-    form: Form = "frobenius",
+    form: str = "frobenius",
 ) -> Float[Array, "m n"]:
     """`dynamical_distance` of all pairs in one compiled program; every pair has the same starts.
 
@@ -235,6 +235,7 @@ def _align(
     matrices: Array, rows: np.ndarray, columns: np.ndarray, key: PRNGKey, num_starts: int, num_steps: int, form: str
 ) -> DynamicalAlignment:
     """The alignments of pairs of matrices, whose numbers are given."""
+    check_choice("form", form, FORMS)
     starts, steps = (
         check_count(name, count, minimum=1) for name, count in (("num_starts", num_starts), ("num_steps", num_steps))
     )
@@ -437,7 +438,7 @@ def _departure(matrix: Array) -> Array:
 
 
 @validated
-def transition_matrix(operator: Operator, *, metric: Literal["data", "features"] = "data") -> Float[Array, "r r"]:
+def transition_matrix(operator: Operator, *, metric: str = "data") -> Float[Array, "r r"]:
     """A with E[v_{t+1} | v_t] = A v_t for orthonormal coordinates v of what the operator learnt.
 
     With latent functions u, E[u_{t+1} | u_t] = u_t K (a row) and a Gram matrix N of u, v = N^(-1/2) u has
@@ -461,6 +462,7 @@ def transition_matrix(operator: Operator, *, metric: Literal["data", "features"]
     References:
         Ostrow et al. (2023); Schmid (2010), Dynamic mode decomposition of numerical and experimental data.
     """
+    check_choice("metric", metric, ("data", "features"))
     return _transition_matrix(operator, metric)
 
 

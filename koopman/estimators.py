@@ -212,7 +212,7 @@ class PrincipalComponents(_Principal, Estimator):
             and latent functions beyond `rank` are zero, so that ranks too can be swept by `jax.vmap`.
         alpha: Tikhonov regularisation, as in `Ridge`.
         solver: "dense" (all directions) or, for a few directions of many, "krylov" or on features and centres
-            "randomized", see `leading_left_vectors`: both square the condition number, as route="covariance" does.
+            "randomized", see `find_left_vectors`: both square the condition number, as route="covariance" does.
             "auto" is "krylov" for a few directions of many (with a kernel, above 1000 samples), otherwise "dense". None
             is "dense" on features, and "auto" on centres and with a kernel.
 
@@ -260,7 +260,7 @@ class ReducedRank(Estimator):
     Attributes:
         rank: Rank, from 1 to d (with a kernel, n); may be traced, as in `PrincipalComponents`.
         alpha: Tikhonov regularisation, as in `Ridge`.
-        solver: On features and centres "dense", "krylov", "randomized" or "auto", see `leading_left_vectors`. With a
+        solver: On features and centres "dense", "krylov", "randomized" or "auto", see `find_left_vectors`. With a
             kernel "dense" (two whole eigendecompositions), "krylov" (one Cholesky factor of K + alpha I per `alpha`,
             which has to lie above zero, and the leading eigenvectors), "spectral" (one eigendecomposition of K and the
             leading eigenvectors: slower once, but a `vmap` over `alpha` shares it) or "auto": above 1000 samples

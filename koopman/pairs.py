@@ -166,14 +166,12 @@ def _stacked(name: str, trajectories: Any, axis: int | None, longest: int, reach
     for index, array in enumerate(arrays):
         check_finite(f"{name}[{index}]" if several else name, array)
     warn_narrowed(*arrays)
-    dtype = jnp.result_type(*arrays) if arrays else None
+    dtype = jnp.result_type(*arrays)
     if all(_on_host(array) for array in arrays):
         arrays = [np.asarray(array, dtype) for array in arrays]
     else:
         arrays = [jnp.asarray(array, dtype) for array in arrays]
     stacks = [array[None] for array in arrays] if several else [_one_stack(name, arrays[0], axis)]
-    if not stacks or not stacks[0].shape[0]:
-        fail(name, "hold at least one trajectory", "none")
     for index, stack in enumerate(stacks):
         which = f"{name}[{index}]" if len(stacks) > 1 else name
         if stack.ndim < 2:

@@ -9,11 +9,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from dissociation.checks import check_choice, check_count, check_positive, fail
 from dissociation.keys import named_key
 from dissociation.linalg import finite_part, product, scale_of
-from dissociation.validation import validated
-from koopman.diagnostics import warn_unconverged
 
 SOLVERS = ("auto", "dense", "krylov", "randomized")
 # Up to so many rows or columns "auto" is always "dense".
@@ -50,55 +47,32 @@ class Found(NamedTuple):
     residual: Array | None
 
 
-@validated
-def leading_eigenpairs(
-    apply: Callable[[Array], Array],
-    size: int,
-    number: int,
-    *,
-    dtype: Any,
-    inner: Callable[[Array], Array] | None = None,
-    tol: float | None = None,
-    max_restarts: int = 50,
-) -> Leading:
-    """Leading eigenpairs of a positive semidefinite operator, by restarted block Krylov spaces.
+def find_eigenpairs(
+    apply: Callable, size: int, number: int, dtype: Any, inner: Any = None, tol: Any = None, max_restarts: int = 50
+) -> Found:
+    """Find leading eigenpairs of a positive semidefinite operator, by restarted block Krylov spaces.
 
     A space [Q, A Q, A^2 Q, ...] is orthonormalised, the operator is diagonalised in it (Rayleigh and Ritz), and its
-    best vectors begin the next space, until all residuals are below `tol` times the largest eigenvalue or stop falling.
-    The first block is drawn from a fixed key, so the outcome is a pure function of the operator. Where the first such
-    space would be everything, it is taken to be everything. A known residual that stays above the fourth root of the
-    rounding unit, where eigenvalues have lost half of their digits, is warned of.
+    best vectors start the next space, until all residuals are below `tol` times the largest eigenvalue or stop falling.
+    The first block is drawn from a fixed key, so the result is a pure function of the operator. If the first such
+    space would be the whole space, it is replaced by the whole space.
 
     Args:
         apply: A on a block [size, columns]; self-adjoint and non-negative in the inner product. With `inner`: A T^+, so
             that A of a block is `apply(inner(block))` and one evaluation of T serves both.
-        size: Rows of a vector.
-        number: Eigenpairs wanted.
-        dtype: Of the vectors.
+        size: Number of rows of a vector.
+        number: Number of eigenpairs, from 1 to `size`.
+        dtype: Floating-point type of the vectors.
         inner: Gram operator T of the inner product <u, v> = u^T T v on a block; None for the ordinary one.
         tol: Relative residual; default 30 times the rounding unit. Residuals bound eigenvalues' errors quadratically.
-        max_restarts: Limit of the loop.
+        max_restarts: Largest number of spaces.
 
     Returns:
-        Vectors, orthonormal in the inner product, and eigenvalues in falling order.
+        Vectors, orthonormal in the inner product, eigenvalues in falling order, and the residual.
 
     References:
         Musco and Musco (2015), Randomized block Krylov methods for stronger and faster approximate SVD, algorithm 2.
     """
-    if tol is not None:
-        check_positive("tol", tol)
-    check_count("max_restarts", max_restarts, minimum=1)
-    if check_count("number", number, minimum=1) > check_count("size", size, minimum=1):
-        fail("number", f"be at most `size` ({size})", number)
-    leading, residual = find_eigenpairs(apply, size, number, dtype, inner, tol, max_restarts)
-    warn_unconverged(residual, float(jnp.finfo(dtype).eps))
-    return leading
-
-
-def find_eigenpairs(
-    apply: Callable, size: int, number: int, dtype: Any, inner: Any = None, tol: Any = None, max_restarts: int = 50
-) -> Found:
-    """As `leading_eigenpairs`, without a warning."""
     extra, blocks = (_OVERSAMPLING, _BLOCKS) if inner is None else (_OVERSAMPLING_WITH_INNER, _BLOCKS_WITH_INNER)
     width = number + extra
     if size <= blocks * width:  # one block alone would never grow, and the start of two is as good as all
@@ -140,42 +114,6 @@ def find_eigenpairs(
     return Found(Leading(vectors[:, :number], values[:number], values[number:]), off)
 
 
-@validated(finite=("matrix",))
-def leading_left_vectors(
-    matrix: Float[Array | np.ndarray, "k m"],
-    number: int,
-    *,
-    scale: Float[Array | np.ndarray, " k"] | None = None,
-    solver: str = "auto",
-) -> Leading:
-    """Leading left singular vectors and singular values of a matrix, or of diag(scale) times it.
-
-    Args:
-        matrix: The matrix, finite. A traced one that is not gives NaN.
-        scale: Factors of its rows. Under a `vmap` over them alone, the products with the matrix stay one product each.
-        number: Number of vectors, from 1 to min(k, m).
-        solver: "dense" (LAPACK), "krylov" (`leading_eigenpairs` of M M^T, to convergence), "randomized" (four power
-            iterations on a random block: Halko et al. 2011, algorithm 4.4) or "auto": "krylov" for a few vectors of a
-            large matrix, otherwise "dense".
-
-    Returns:
-        Orthonormal vectors and values in falling order.
-
-    Raises:
-        ValueError: If the solver is unknown, `number` out of range, or the matrix not finite.
-        TypeError: If `number` is no Python integer.
-
-    References:
-        Halko, Martinsson and Tropp (2011), Finding structure with randomness.
-    """
-    check_choice("solver", solver, SOLVERS)
-    if check_count("number", number, minimum=1) > min(matrix.shape):
-        fail("number", f"be at most the smaller size of `matrix` ({min(matrix.shape)})", number)
-    leading, residual = find_left_vectors(jnp.asarray(matrix), number, scale=scale, solver=solver)
-    warn_unconverged(residual, float(jnp.finfo(leading.vectors.dtype).eps))
-    return leading
-
-
 def find_left_vectors(
     matrix: Float[Array, "k m"],
     number: int,
@@ -183,7 +121,22 @@ def find_left_vectors(
     scale: Float[Array | np.ndarray, " k"] | None = None,
     solver: str = "auto",
 ) -> Found:
-    """As `leading_left_vectors`, without a warning."""
+    """Find leading left singular vectors and singular values of a matrix, or of diag(scale) times it.
+
+    Args:
+        matrix: Matrix to decompose. If it is not finite, the result is NaN.
+        number: Number of vectors, from 1 to min(k, m).
+        scale: Factors of the rows. Under a `vmap` over them alone, the products with the matrix stay one product each.
+        solver: "dense" (LAPACK), "krylov" (`find_eigenpairs` of M M^T, to convergence), "randomized" (four power
+            iterations on a random block: Halko et al. 2011, algorithm 4.4) or "auto": "krylov" for a few vectors of a
+            large matrix, otherwise "dense".
+
+    Returns:
+        Orthonormal vectors, values in falling order, and the residual of "krylov".
+
+    References:
+        Halko, Martinsson and Tropp (2011), Finding structure with randomness.
+    """
     matrix, undefined = finite_part(matrix)
     rows, columns = matrix.shape
     factors = jnp.ones((rows, 1), matrix.dtype) if scale is None else jnp.asarray(scale)[:, None]

@@ -142,7 +142,7 @@ class FeatureRegression(eqx.Module):
         alpha: Tikhonov regularisation.
         active: Latent functions in use, the others are zero.
         size: Latent functions.
-        solver: See `leading_left_vectors`.
+        solver: See `find_left_vectors`.
         route: "qr", "covariance", or "auto": the second if `suffices`, else the first.
         cutoff: Relative size below which a singular value of the data counts as zero; None for the route's own, d times
             the rounding unit, or the root of 8 times it: where C_x is of deficient rank its zeros come out at 0.2 to

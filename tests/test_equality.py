@@ -34,7 +34,7 @@ ALLOWED = {  # reason: path:function ..., in dissociation if not said; "~" for m
     "classes":
         "figures/eigenvector_measures.py:masking figures/eigenvector_measures.py:truncations "
         "metrics/collapse.py:_agreement metrics/robustness.py:error_rate ~functional.py:min_max_disagreement "
-        "metrics/transfer.py:_errors spectral/attack.py:projected_attack koopman/figures/ordered_mnist.py:_computed "
+        "metrics/transfer.py:_errors koopman/figures/ordered_mnist.py:_computed "
         "koopman/figures/ordered_mnist.py:accuracy",
     "equal p-values have equal corrections": "~inference.py:adjust_p_values",
     "cyclic shifts of series": "~inference.py:random_orders",

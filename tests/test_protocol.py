@@ -68,7 +68,6 @@ ANEW = (
     "dissociation.data.glyphs.draw_glyphs",
     "dissociation.members.map_members",
     "dissociation.metrics.robustness.",
-    "dissociation.spectral.attack.projected_attack",
     "dissociation.spectral.certificate.margins",
     "dissociation.training.loop.train",
     "dissociation.weights.certificate.certify",
@@ -77,7 +76,6 @@ ANEW = (
     "dissociation.weights.seen.",
     "dissociation.symmetry.matching.",
     "koopman.datasets.",
-    "koopman.solvers.leading_eigenpairs",
 )
 """What maps or loops over a function of the caller's, or one that closes over arguments: compiled at every call that is
 not itself inside of a compiled function."""

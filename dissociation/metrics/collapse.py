@@ -17,7 +17,6 @@ from dissociation.checks import (
     check_classes,
     check_count,
     check_finite,
-    check_ndim,
     check_same_length,
     fail,
     is_traced,
@@ -108,8 +107,6 @@ def class_moments(features: Features, labels: Classes, num_classes: int, *, scat
     Raises:
         ValueError: If shapes disagree, a feature is not finite, or a label is not below `num_classes`.
     """
-    check_ndim("features", features, 2, "[samples, dimensions]")
-    check_same_length("features", features.shape[0], "labels", labels.shape[0])
     count = check_count("num_classes", num_classes, minimum=1)
     check_classes("labels", labels, count)
     check_finite("features", features)
@@ -432,7 +429,6 @@ def nearest_centre_agreement(
     References:
         Papyan, Han and Donoho (2020), NC4.
     """
-    check_same_length("features", features.shape[0], "logits", logits.shape[0])
     check_same_length("moments", moments.means.shape[0], "logits", logits.shape[1], "classes")
     check_same_length("moments", moments.means.shape[1], "features", features.shape[1], "dimensions")
     check_finite("features", features)

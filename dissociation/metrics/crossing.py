@@ -199,7 +199,6 @@ def log_slope(
         Olsen (1978), Note on the uniqueness of the maximum likelihood estimator for the Tobit model.
     """
     times, at = np.asarray(times, float), np.asarray(at, float)
-    check_same_length("times", len(times), "at", len(at))
     crossed = ~np.isnan(times)
     wrong = crossed & ~((times > 0) & np.isfinite(times))
     if wrong.any():

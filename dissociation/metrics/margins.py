@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from dissociation.checks import check_count, check_ndim, check_same_length, fail, is_traced
+from dissociation.checks import check_count, check_same_length, fail, is_traced
 from dissociation.linalg import product
 from dissociation.models.layers import Affine
 from dissociation.results import Result
@@ -33,7 +33,7 @@ class Plane(Result):
 
     def coordinates(self, features: Features) -> Float[Array, "n 2"]:
         """Features projected onto the plane, [samples, d] to [samples, 2]."""
-        _check_width(features, self.basis)
+        check_same_length("weights", self.basis.shape[1], "features", features.shape[1], "dimensions")
         return product(jnp.asarray(features), self.basis.T)
 
 
@@ -92,7 +92,6 @@ def signed_distance(
         >>> signed_distance(jnp.array([[3.0, 4.0]]), jnp.array([[2.0, 0.0], [0.0, 0.0]]), jnp.array([0.0, 2.0]), 0, 1)
         Array([2.], dtype=float32)
     """
-    _check_width(features, weights)
     normal, length, offset = _between(weights, biases, first, second)
     return (product(jnp.asarray(features), normal[:, None])[:, 0] + offset) / length
 
@@ -125,17 +124,9 @@ def class_plane(weights: Weights, biases: Biases, first: int, second: int, *, rt
     return Plane(jnp.stack([along, rest / size]), -offset / length)
 
 
-def _check_width(features: Features, rows: Weights) -> None:
-    """Raises unless features [samples, d] have the dimensions that `rows` has columns."""
-    check_ndim("features", features, 2, "[samples, dimensions]")
-    check_same_length("weights", rows.shape[1], "features", features.shape[1], "dimensions")
-
-
 def _between(weights: Weights, biases: Biases, first: int, second: int) -> tuple[Array, Array, Array]:
     """The normal w_a - w_b of the boundary between two classes, its length, and b_a - b_b."""
-    check_ndim("weights", weights, 2, "[classes, dimensions]")
     number = weights.shape[0]
-    check_same_length("weights", number, "biases", biases.shape[0], "classes")
     for name, value in (("first", first), ("second", second)):
         if check_count(name, value) >= number:
             fail(name, f"be a class from 0 to {number - 1}", value)

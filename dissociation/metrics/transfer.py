@@ -10,38 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Num
+from jaxtyping import Array, Float
 
 from dissociation.checks import check_choice, check_count, check_positive, fail, is_traced, warn
 from dissociation.metrics.probes import crossval_gradient_predict, crossval_softmax_predict, warn_unstable
-from dissociation.models.representations import representations
 from dissociation.types import Count, OneHot, PRNGKey, Scalar
 from dissociation.validation import validated
-
-
-@validated
-def hidden_features(model: Any, images: Num[Array | np.ndarray, "n ..."], layer: int = 1) -> Float[Array, "n ..."]:
-    """Return the post-activations of one hidden layer; see `models.representations.representations`.
-
-    The widths are those of the weights, so a rewritten model whose layers grew serves as well.
-
-    Args:
-        model: One network, with no member axis: map over members outside. Of any kind, or a pair (model, state).
-        images: Inputs, [samples, ...].
-        layer: Hidden layer counted from 0; the default is the second.
-
-    Returns:
-        What the next layer of the model receives, [samples, ...].
-
-    Raises:
-        ValueError: If `layer` is no hidden layer of the model.
-        TypeError: If `layer` is no integer, or the model does not take such images.
-    """
-    check_count("layer", layer)
-    *hidden, _ = representations(model, images).values()
-    if layer >= len(hidden):
-        fail("layer", f"be a hidden layer, 0 to {len(hidden) - 1}", layer)
-    return hidden[layer]
 
 
 @validated

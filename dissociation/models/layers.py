@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from dissociation.checks import check_choice, check_count, check_ndim, fail
+from dissociation.checks import check_choice, check_count, fail
 from dissociation.conversion import as_array, as_numbers
 from dissociation.models.initial import INITS, draw_weights
 from dissociation.types import PRNGKey
@@ -136,7 +136,6 @@ def max_pool(x: Float[Array, "h w c"]) -> Float[Array, "h//2 w//2 c"]:
     Raises:
         ValueError: If there is another number of axes, as of a batch, or a side is odd.
     """
-    check_ndim("x", x, 3, "[height, width, channels]")
     if x.shape[0] % 2 or x.shape[1] % 2:
         fail("x", "have sides of even length", f"shape {x.shape}")
     upper, lower = x[::2], x[1::2]

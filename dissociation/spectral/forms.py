@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from dissociation.checks import check_choice, check_count, check_finite, check_ndim, fail
+from dissociation.checks import check_choice, check_count, check_finite, fail
 from dissociation.linalg import product
 from dissociation.models.bilinear import BilinearNetwork
 from dissociation.validation import validated
@@ -137,7 +137,6 @@ def compact_forms(
         if index != count - 1:
             fail("directions", "be given for a layer that the head does not read", "None")
         directions = model.head
-    check_ndim("directions", directions, 2, "[outputs, layer width]")
     outputs = jnp.asarray(directions)
     if outputs.shape[1] != chosen.left.shape[0]:
         fail("directions", f"have the layer's width ({chosen.left.shape[0]})", outputs.shape[1])

@@ -10,7 +10,7 @@ import optax
 from jaxtyping import Array, Float, Int
 from scipy import stats
 
-from dissociation.checks import check_count, check_level, check_same_length, fail, is_traced
+from dissociation.checks import check_count, check_level, fail, is_traced
 from dissociation.linalg import product
 from dissociation.results import printed
 from dissociation.spectral.forms import Spectrum, check_single, truncate
@@ -90,35 +90,6 @@ def _matched(similarity: Array) -> Array:
         return jnp.zeros(table.shape[0], table.dtype).at[rows].set(table[rows, columns])
 
     return jax.vmap(match)(similarity)
-
-
-@validated
-def principal_angles(a: Spectrum, b: Spectrum, num_components: int) -> Float[Array, "outputs components"]:
-    """Angles in radians between the subspaces of the leading components, rising; 0 is shared.
-
-    Cosines near 1 lose half the digits, so small angles come from sines.
-
-    Args:
-        a: One spectrum.
-        b: Another.
-        num_components: k, the dimension of the subspaces.
-
-    Returns:
-        From 0 to pi / 2.
-
-    Raises:
-        ValueError: If there are fewer components.
-
-    References:
-        Bjorck and Golub (1973), Numerical methods for computing angles between linear subspaces, section 3.
-    """
-    first, second = _leading(a, num_components).vectors, _leading(b, num_components).vectors
-    inner = product(first, second.swapaxes(1, 2))
-    cosines = jnp.linalg.svd(inner, compute_uv=False)
-    sines = jnp.linalg.svd(second - product(inner.swapaxes(1, 2), first), compute_uv=False)[:, ::-1]
-    small = cosines**2 > 0.5
-    # The one that is not taken has no part in the derivative either, which is infinite at 1.
-    return jnp.where(small, jnp.arcsin(jnp.where(small, sines, 0.0)), jnp.arccos(jnp.where(small, 0.0, cosines)))
 
 
 @validated
@@ -267,8 +238,6 @@ def pair_mean(
     Raises:
         ValueError: If lengths disagree, or an index is negative.
     """
-    check_same_length("values", values.shape[0], "first", first.shape[0], "pairs")
-    check_same_length("values", values.shape[0], "second", second.shape[0], "pairs")
     table, pairs = jnp.asarray(values), {"first": first, "second": second}
     known = {name: np.asarray(members) for name, members in pairs.items() if not is_traced(members)}
     for name, members in known.items():

@@ -16,7 +16,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float
 
-from dissociation.checks import check_choice, check_count, check_same_length, fail, fail_kind
+from dissociation.checks import check_choice, check_count, fail, fail_kind
 from dissociation.keys import typed
 from dissociation.members import per_batch
 from dissociation.metrics.similarity.base import in_common_dtype
@@ -116,7 +116,6 @@ def similarity_bounds(
         ValueError: If the numbers of samples differ, or an argument is out of range.
         TypeError: If the measure is computed by the host, where no derivative is taken.
     """
-    check_same_length("x", x.shape[0], "y", y.shape[0])
     check_choice("free", free, FREE)
     starts, steps = check_count("num_starts", num_starts, minimum=4), check_count("num_steps", num_steps)
     if not 1 < largest_factor < np.inf:

@@ -25,7 +25,7 @@ from jaxtyping import Array, Float
 from scipy.linalg import eigh
 from scipy.optimize import nnls
 
-from dissociation.checks import check_choice, check_finite, check_same_length, fail, is_traced
+from dissociation.checks import check_choice, check_finite, fail, is_traced
 from dissociation.results import printed
 from dissociation.validation import validated
 from dissociation.weights.certificate import Certificate, certify
@@ -264,7 +264,6 @@ def approached(
 
 def _checked(x: Any, reference: Any) -> tuple[np.ndarray, np.ndarray, float, np.ndarray]:
     """What `_centred` makes of both, columns side by side; of the reference the columns alone."""
-    check_same_length("x", x.shape[0], "reference", reference.shape[0])
     found = []
     for name, part in (("x", x), ("reference", reference)):
         if is_traced(part):

@@ -16,7 +16,6 @@ from dissociation.checks import (
     check_count,
     check_non_negative,
     check_positive,
-    check_same_length,
     fail,
 )
 from dissociation.types import PRNGKey, Scalar
@@ -201,7 +200,6 @@ def add_phantom_zero_neurons(
         ValueError: If the shapes do not fit, or known `inputs` or `pattern` are not finite.
     """
     w_in, w_out = jnp.asarray(w_in), jnp.asarray(w_out)
-    check_same_length("w_in", w_in.shape[1], "inputs", inputs.shape[1], "columns")
     incoming = least_squares(jnp.asarray(inputs, w_in.dtype), jnp.asarray(pattern, w_in.dtype), rtol).T
     outgoing = jnp.zeros((w_out.shape[0], incoming.shape[0]), w_out.dtype)
     return jnp.concatenate([w_in, incoming]), jnp.concatenate([w_out, outgoing], axis=1)

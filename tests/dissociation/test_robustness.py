@@ -7,11 +7,10 @@ from scipy.stats import norm
 
 from dissociation.metrics.margins import linear_head
 from dissociation.metrics.robustness import error_rate, input_noise_error, parameter_noise_error
-from dissociation.metrics.transfer import hidden_features
 from dissociation.models.bilinear import BilinearNetwork
+from dissociation.models.representations import representations
 from dissociation.recipes.bilinear import loss_and_accuracy
 from dissociation.recipes.mnist import HeldOutPerformance
-from dissociation.spectral.attack import projected_attack
 from dissociation.weights.certificate import certify
 from dissociation.weights.groups import neuron_groups
 from dissociation.weights.noise import parameter_noise, perturb_parameters
@@ -111,18 +110,8 @@ def test_networks_with_state_are_taken_for_the_functions_that_they_are(key):
     logits = [jax.vmap(plain, (None, 0))(perturb_parameters(pair, head, s)[0], images) for s in SCALES]
     np.testing.assert_allclose(own, [error_rate(each, labels) for each in logits], atol=1 / 60)
     np.testing.assert_array_equal(linear_head(pair)[0], pair[0].head.weight)
-    features = hidden_features(pair, images, 0)
+    features = representations(pair, images)["features"]
     np.testing.assert_allclose(jax.vmap(pair[0].head)(features.reshape(60, 8)), jax.vmap(function)(images), atol=1e-5)
-
-
-def test_a_pair_loses_to_an_attack_as_its_function_does(key):
-    pair, images, labels, plain = stateful(key)
-    options = {"key": key, "num_restarts": 2, "num_steps": 3}
-    own, wanted = (
-        projected_attack(m, images[0], labels[0], 1.0, **options) for m in (pair, lambda x: plain(pair[0], x))
-    )
-    np.testing.assert_allclose(own.step, wanted.step, atol=1e-4)
-    assert own.step.shape == (1, 4, 4)
 
 
 class Own(eqx.Module):

@@ -283,7 +283,7 @@ def test_wrong_calls_are_refused_by_name():
     with pytest.raises(TypeError, match="the options of rsa are rdm, comparison"):
         similarity.compare(ITEMS[0], ITEMS[1], "rsa", metric="cosine")
     with pytest.raises(ValueError, match="must have axes"):
-        similarity.pairwise("linear_cka", [1.0, 2.0])
+        similarity.pairwise("linear_cka", [np.asarray(1.0), np.asarray(2.0)])
     with pytest.raises(ValueError, match="`y` must have as many classes throughout for disagreement, got 5, 7"):
         similarity.compare(ITEMS[0], ITEMS[4], "disagreement")
     with pytest.raises(ValueError, match="`outputs` must name a layer"):
@@ -330,10 +330,13 @@ def test_one_pair_has_an_interval_and_a_test_by_default_and_tables_have_none():
     np.testing.assert_allclose([full.values[1, 0], full.low[1, 0]], [pair.values, pair.low], rtol=1e-4)
 
 
-def test_nested_lists_are_one_array_each():
+def test_a_nested_list_is_one_array():
     found = similarity.compare(ITEMS[0].tolist(), ITEMS[1].tolist())
     assert found.values.shape == ()
     np.testing.assert_allclose(found.values, similarity.debiased_cka(ITEMS[0], ITEMS[1]), atol=1e-6)
+    for several in ([one.tolist() for one in ITEMS[:2]], [ITEMS[0], ITEMS[1].tolist()]):
+        with pytest.raises(ValueError, match="list of arrays, got (nested lists|a list)"):
+            similarity.pairwise("debiased_cka", several, members=True)
 
 
 def test_options_of_measures_may_be_called_as_arguments_are():

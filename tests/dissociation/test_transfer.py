@@ -1,4 +1,3 @@
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,44 +11,6 @@ def make_data(n=120, d=6, classes=3):
     x = rng.normal(size=(n, d)).astype(np.float32)
     labels = (x @ rng.normal(size=(d, classes)) + rng.gumbel(size=(n, classes))).argmax(1)
     return x, np.eye(classes, dtype=np.float32)[labels]
-
-
-@pytest.mark.parametrize("layer", [0, 1])
-def test_hidden_features_are_those_of_the_matrices(key, layer):
-    model = eqx.nn.MLP(5, 3, 7, 2, key=key)
-    wider = eqx.tree_at(
-        lambda m: (m.layers[1].weight, m.layers[1].bias, m.layers[2].weight),
-        model,
-        (
-            jnp.tile(model.layers[1].weight, (2, 1)),
-            jnp.tile(model.layers[1].bias, 2),
-            jnp.tile(model.layers[2].weight, 2),
-        ),
-    )
-    images = np.asarray(jax.random.normal(key, (11, 5)))
-    hidden = images
-    for linear in wider.layers[: layer + 1]:
-        hidden = np.maximum(hidden @ np.asarray(linear.weight).T + np.asarray(linear.bias), 0)
-    features = transfer.hidden_features(wider, images, layer)
-    assert features.shape == (11, 14 if layer else 7)
-    np.testing.assert_allclose(features, hidden, atol=1e-5)
-
-
-def test_hidden_features_feed_the_last_layer_with_learned_activations(key):
-    model = eqx.nn.MLP(5, 3, 7, 2, activation=eqx.nn.PReLU(0.3), key=key)
-    slopes = jax.random.uniform(key, model.activation.negative_slope.shape)
-    model = eqx.tree_at(lambda m: m.activation.negative_slope, model, slopes)
-    images = jax.random.normal(key, (11, 5))
-    features = transfer.hidden_features(model, images)
-    np.testing.assert_allclose(jax.vmap(model.layers[2])(features), jax.vmap(model)(images), atol=1e-5)
-
-
-def test_hidden_features_over_members(key):
-    models = eqx.filter_vmap(lambda k: eqx.nn.MLP(5, 3, 7, 2, key=k))(jax.random.split(key, 3))
-    images = jax.random.normal(key, (11, 5))
-    mapped = eqx.filter_vmap(transfer.hidden_features, in_axes=(eqx.if_array(0), None))(models, images)
-    second = jax.tree.map(lambda leaf: leaf[1] if eqx.is_array(leaf) else leaf, models)
-    np.testing.assert_allclose(mapped[1], transfer.hidden_features(second, images), atol=1e-5)
 
 
 @pytest.mark.slow
@@ -148,8 +109,3 @@ def test_budgets_without_a_converged_probe_have_no_error():
     with pytest.warns(RuntimeWarning, match="did not converge in 1 of 2 budgets"):
         errors = transfer.transfer_errors(x, y, key=None, fractions=(0.5, 1.0), num_splits=5, num_buckets=1)
     np.testing.assert_array_equal(np.isnan(errors), [False, True])
-
-
-def test_only_hidden_layers(key):
-    with pytest.raises(ValueError, match="`layer` must be a hidden layer, 0 to 1"):
-        transfer.hidden_features(eqx.nn.MLP(5, 3, 7, 2, key=key), np.zeros((2, 5), np.float32), 2)

@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from dissociation.checks import check_choice, check_count, check_ndim, check_positive, check_same_length, fail
+from dissociation.checks import check_choice, check_count, check_positive, fail
 from dissociation.distances import squared_distances, typical
 from dissociation.linalg import positive_inverse, product
 from dissociation.results import Result
@@ -73,7 +73,6 @@ def gaussian_gram(x: Features, *, sigma: Scalar = 5.0, bandwidth: str = "dimensi
     References:
         Ma, Lewis and Kleijn (2020), The HSIC bottleneck: deep learning without back-propagation.
     """
-    check_ndim("x", x, 2, "[samples, dimensions]")
     check_positive("sigma", sigma)
     check_choice("bandwidth", bandwidth, BANDWIDTHS)
     return _gaussian_gram(jnp.asarray(x), sigma, bandwidth)
@@ -202,8 +201,6 @@ def information_plane(
         Sakamoto and Sato (2025), Explaining grokking and information bottleneck through neural collapse emergence.
     """
     number = features.shape[0]
-    check_same_length("features", number, "inputs", inputs.shape[0])
-    check_same_length("features", number, "labels", labels.shape[0])
     size, passes = check_count("batch_size", batch_size, minimum=2), check_count("num_passes", num_passes, minimum=1)
     if size > number:
         fail("batch_size", f"be at most the number of samples ({number})", batch_size)

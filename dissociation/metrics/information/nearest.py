@@ -26,7 +26,7 @@ from jax.scipy.special import digamma
 from jaxtyping import Array, Bool, Float
 from scipy.special import gammaln
 
-from dissociation.checks import check_choice, check_classes, check_count, check_same_length, fail, is_traced
+from dissociation.checks import check_choice, check_classes, check_count, fail, is_traced
 from dissociation.linalg import product
 from dissociation.metrics.information.coordinates import Points, drawn_in, normal_scores, whitened
 from dissociation.metrics.information.neighbours import (
@@ -187,7 +187,6 @@ def information(
         Kraskov, Stoegbauer and Grassberger (2004), Estimating mutual information, eq. 8.
     """
     check_choice("estimator", estimator, ESTIMATORS)
-    check_same_length("x", x.shape[0], "z", z.shape[0])
     x = jnp.asarray(x)
     return _information(x, jnp.asarray(z, x.dtype), estimator, check_neighbours(num_neighbours, x.shape[0]), block)
 
@@ -270,7 +269,6 @@ def label_information(
         Ross (2014), Mutual information between discrete and continuous data sets.
     """
     check_choice("estimator", estimator, ESTIMATORS)
-    check_same_length("z", z.shape[0], "labels", labels.shape[0])
     count, classes = check_neighbours(num_neighbours, z.shape[0]), check_count("num_classes", num_classes, minimum=1)
     check_classes("labels", labels, classes)
     if not is_traced(labels):

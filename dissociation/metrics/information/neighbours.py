@@ -6,48 +6,18 @@ coordinate: products of coordinates would cancel at the distances that matter he
 
 import math
 from collections.abc import Callable
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from dissociation.checks import check_count, fail
-from dissociation.linalg import scale_of
-from dissociation.metrics.information.coordinates import Points
-from dissociation.validation import validated
 
 # Distances per group in the search for the smallest: a power of two, at most this one.
 _MULTIPLE = 32
 # Interleaved parts of the samples whose own estimates give the error, at most.
 _PARTS = 16
-
-
-@validated(finite=("points",))
-def neighbour_distances(points: Points, num_neighbours: int, *, block: int = 250) -> Float[Array, "n k"]:
-    """Euclidean distances to the nearest other points, rising.
-
-    Args:
-        points: [n, d], few dimensions.
-        num_neighbours: k, below n.
-        block: Points compared at once with all others.
-
-    Returns:
-        [n, k].
-
-    Raises:
-        ValueError: If there are not more than `num_neighbours` points.
-    """
-    return _distances(jnp.asarray(points), check_neighbours(num_neighbours, points.shape[0]), block)
-
-
-@partial(jax.jit, static_argnames=("count", "block"))
-def _distances(points: Array, count: int, block: int) -> Array:
-    unit = scale_of(jnp.max(jnp.abs(points)))  # squares of any size fit the dtype
-    squares = smallest(points / unit, None, count, block, squared)[0]
-    apart = squares > 0  # a distance of zero has no slope, and is given none
-    return jnp.where(apart, jnp.sqrt(jnp.where(apart, squares, 1.0)), squares) * unit
 
 
 def check_neighbours(num_neighbours: int, number: int) -> int:

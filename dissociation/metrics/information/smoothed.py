@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from dissociation.checks import check_choice, check_count, check_ndim, check_positive, check_same_length, fail
+from dissociation.checks import check_choice, check_count, check_positive, fail
 from dissociation.linalg import product
 from dissociation.results import Result
 from dissociation.types import Classes, PRNGKey, Scalar
@@ -47,39 +47,6 @@ class SmoothedInformation(Result):
     saturated: Bool[Array, ""]
 
     UNITS = {"zx": "nats", "zy": "nats", "zx_given_y": "nats"}
-
-
-@validated
-def log_density(
-    points: Float[Array | np.ndarray, "m k"], centres: Features, noise: Scalar, *, block: int = 1000
-) -> Float[Array, " m"]:
-    """Log of (1 / n) sum_j N(t; z_j, s^2 I): a Gaussian kernel density with the centres as reference points.
-
-    The sum is divided by the number of reference points, however many points it is evaluated at.
-
-    Args:
-        points: Where, [m, d].
-        centres: Reference points z, [n, d].
-        noise: s.
-        block: Points that are compared at once: block x n distances are in memory.
-
-    Returns:
-        In nats, [m].
-
-    Raises:
-        ValueError: If widths differ or `noise` is not positive.
-    """
-    check_positive("noise", noise)
-    check_ndim("points", points, 2, "[points, dimensions]")
-    check_ndim("centres", centres, 2, "[samples, dimensions]")
-    if points.shape[1] != centres.shape[1]:
-        fail("points", f"have the width of `centres` ({centres.shape[1]})", points.shape[1])
-    check_count("block", block, minimum=1)
-    points, centres = jnp.asarray(points), jnp.asarray(centres)
-    noise = jnp.asarray(noise, centres.dtype)
-    owners, labels = (jnp.zeros(len(part), int) for part in (points, centres))
-    logs, _ = _log_mixtures(points, owners, centres, labels, 2 * noise**2, block)
-    return logs - 0.5 * centres.shape[1] * jnp.log(2 * jnp.pi * noise**2)
 
 
 @partial(jax.jit, static_argnames="block")
@@ -140,7 +107,6 @@ def smoothed_information(
     """
     check_choice("method", method, METHODS)
     check_positive("noise", noise)
-    check_same_length("features", features.shape[0], "labels", labels.shape[0])
     draws = check_count("num_draws", num_draws, minimum=1)
     check_count("block", block, minimum=1)
     if method == "monte_carlo" and key is None:

@@ -197,7 +197,6 @@ def evaluate(routes: tuple[Route, ...], x: Array | np.ndarray, y: Array | np.nda
     Raises:
         ValueError: If the numbers of samples differ or are too small, or known samples are all the same.
     """
-    check_same_length("x", x.shape[0], "y", y.shape[0])
     check_samples("x", x.shape[0], minimum)
     for name, array in (("x", x), ("y", y)):
         refuse_vanishing(name, array)

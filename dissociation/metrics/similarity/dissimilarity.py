@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from dissociation.checks import check_choice, check_same_length, fail
+from dissociation.checks import check_choice, fail
 from dissociation.distances import (
     cosine_distances_with_size,
     median,
@@ -231,7 +231,6 @@ def compare_rdms(a: Dissimilarities, b: Dissimilarities, comparison: str = "pear
     References:
         Nili et al. (2014), A toolbox for representational similarity analysis.
     """
-    check_same_length("a", a.shape[0], "b", b.shape[0], "pairs")
     check_choice("comparison", comparison, COMPARISONS)
     a, b = in_common_dtype(a, b)
     return _compare_rdms(a, b, comparison)
@@ -300,7 +299,6 @@ def crossnobis_rdm(
     References:
         Walther et al. (2016), Reliability of dissimilarity measures for multi-voxel pattern analysis.
     """
-    check_same_length("a", a.shape[0], "b", b.shape[0], "conditions")
     check_samples("a", a.shape[0], 2)
     a, b = in_common_dtype(a, b)
     if noise_covariance is not None:

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from dissociation.checks import check_same_length, fail
 from dissociation.metrics.similarity.base import Prepared, Route, Score, evaluate, in_common_dtype
 from dissociation.types import Classes
 from dissociation.validation import validated
@@ -60,11 +59,6 @@ def jensen_shannon_routes() -> tuple[Route, ...]:
     return (_route(_log_probabilities, _divergence),)
 
 
-def _check_classes(x: Array | np.ndarray, y: Array | np.ndarray) -> None:
-    if x.shape[1] != y.shape[1]:
-        fail("y", f"have the classes of `x` ({x.shape[1]})", y.shape[1])
-
-
 @validated(finite=("x", "y"))
 def disagreement(x: Logits, y: Logits) -> Score:
     """The share of samples to which two networks give different classes.
@@ -83,8 +77,6 @@ def disagreement(x: Logits, y: Logits) -> Score:
         Madani, Pennock and Flake (2004), Co-validation: using model disagreement on unlabeled data to validate
         classification algorithms.
     """
-    check_same_length("x", x.shape[0], "y", y.shape[0])
-    _check_classes(x, y)
     return evaluate(disagreement_routes(), x, y, minimum=1)
 
 
@@ -107,8 +99,6 @@ def jensen_shannon(x: Logits, y: Logits) -> Score:
     References:
         Lin (1991), Divergence measures based on the Shannon entropy, eq. 4.1.
     """
-    check_same_length("x", x.shape[0], "y", y.shape[0])
-    _check_classes(x, y)
     return evaluate(jensen_shannon_routes(), x, y, minimum=1)
 
 

@@ -20,7 +20,7 @@ from dissociation.checks import (
     is_traced,
     warn,
 )
-from dissociation.conversion import as_array, as_numbers, warn_narrowed
+from dissociation.conversion import as_array, as_numbers, holds_arrays, refuse_nested, warn_narrowed
 from dissociation.memory import free_memory
 from dissociation.metrics.similarity.base import (
     Measure,
@@ -553,10 +553,7 @@ def _named(name: str, given: Any) -> list[tuple[str, str, Any]]:
     """Representations with the names that messages and labels have for them."""
     if isinstance(given, Mapping):
         return [(f"{name}[{layer!r}]", str(layer), value) for layer, value in given.items()]
-    is_row = (
-        isinstance(given, (list, tuple)) and given and isinstance(given[0], (list, tuple)) and np.ndim(given[0]) == 1
-    )
-    if isinstance(given, (list, tuple)) and given and not is_row:
+    if holds_arrays(given):
         return [(f"{name}[{index}]", "", value) for index, value in enumerate(given)]
     return [(name, "", given)]
 
@@ -573,6 +570,8 @@ def _as_set(name: str, given: Any, *, members: bool | None, positions: str | Non
     for full, layer, value in named:
         wanted = "real numbers [n, p] or [members, n, p]"
         array = as_array(full, value, wanted)
+        if not isinstance(given, Mapping):
+            refuse_nested(full, value, array, 2 if value is given else 0)
         warn_narrowed(full, array, gates=2)
         array = as_numbers(full, array, frozenset({"float"}))
         if is_traced(array):

@@ -16,7 +16,6 @@ from dissociation.checks import (
     check_choice,
     check_count,
     check_non_negative,
-    check_same_length,
     check_single,
     fail,
     is_traced,
@@ -236,7 +235,6 @@ def predictivity_path(
     """
     check_non_negative("alphas", alphas)
     count = _checked_folds(num_folds, folds)
-    check_same_length("x", x.shape[0], "y", y.shape[0])
     check_samples("x", x.shape[0], 2)
     _check_number(x, count)
     _refuse_interpolation(x, count)

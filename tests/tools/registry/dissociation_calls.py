@@ -9,7 +9,7 @@ from dissociation import bmap, checkpoint, linalg, members, schedule, sharding, 
 from dissociation.data import datasets, glyphs, tasks
 from dissociation.data import mnist as mnist_files
 from dissociation.metrics import collapse, crossing, margins, probes, robustness, transfer
-from dissociation.metrics.information import coordinates, hsic, nearest, neighbours, smoothed
+from dissociation.metrics.information import coordinates, hsic, nearest, smoothed
 from dissociation.metrics.similarity import (
     canonical,
     dissimilarity,
@@ -28,8 +28,8 @@ from dissociation.models import bilinear, cnn, initial, layers, representations,
 from dissociation.models import mlp as perceptron
 from dissociation.recipes import bilinear as bilinear_recipe
 from dissociation.recipes import compression, grokking, mnist
-from dissociation.spectral import attack, forms, similarity
 from dissociation.spectral import certificate as distances
+from dissociation.spectral import forms, similarity
 from dissociation.sweeps import Grid
 from dissociation.symmetry import bounds, freedom
 from dissociation.symmetry import canonical as canonical_form
@@ -319,7 +319,6 @@ CALLS = {
     robustness.error_rate: lambda: {"logits": TALL, "labels": LABELS},
     robustness.input_noise_error: lambda: noisy_call() | {"noise": TALL},
     robustness.parameter_noise_error: lambda: noisy_call() | {"noise": noise.parameter_noise(network(), key=KEY)},
-    transfer.hidden_features: lambda: {"model": network(), "images": TALL, "layer": 1},
     transfer.transfer_errors: lambda: {
         "features": TALL,
         "labels": LABELS,
@@ -405,7 +404,6 @@ CALLS = {
     },
     embedding.classical_mds: lambda: {"distances": DISTANCES, "num_dims": 2},
     embedding.smacof: lambda: {"distances": DISTANCES, "num_dims": 2, "key": KEY, "num_starts": 2, "max_steps": 9},
-    neighbours.neighbour_distances: lambda: {"points": TALL, "num_neighbours": 2, "block": 4},
     nearest.entropy_weights: lambda: {"num_neighbours": 5, "dimension": 4},
     nearest.entropy: lambda: {"points": TALL, "num_neighbours": 2},
     nearest.information: (
@@ -414,7 +412,6 @@ CALLS = {
     ),
     nearest.label_information: lambda: {"z": SAMPLES, "labels": np.arange(100) % 3, "num_classes": 3},
     coordinates.whiten: lambda: {"points": TALL, "num_components": 2, "rtol": 1e-6},
-    smoothed.log_density: lambda: {"points": TALL, "centres": TALL, "noise": 0.5, "block": 4},
     smoothed.smoothed_information: lambda: {"features": TALL, "labels": LABELS, "noise": 0.5, "key": KEY},
     bilinear_recipe.loss_and_accuracy: lambda: {
         "model": bilinear_network(),
@@ -436,15 +433,6 @@ CALLS = {
         "options": {"width": 4},
     },
     grokking.observation_steps: lambda: {"num_steps": 10},
-    attack.projected_attack: lambda: {
-        "model": bilinear_network(),
-        "x": TALL[0],
-        "label": 1,
-        "radius": 0.5,
-        "key": KEY,
-        "num_restarts": 2,
-        "num_steps": 2,
-    },
     distances.margins: lambda: {"source": spectrum()},
     distances.certified_radius: lambda: {"source": distances.margins(spectrum()), "x": TALL[0], "label": 1},
     distances.certified_accuracy: lambda: {"radii": TALL[:, 0], "levels": np.array([0.0, 0.1])},
@@ -466,7 +454,6 @@ CALLS = {
     similarity.overlaps: lambda: {"a": spectrum(), "b": spectrum(1)},
     similarity.rank_similarity: lambda: {"a": spectrum(), "b": spectrum(1)},
     similarity.matched_similarity: lambda: {"a": spectrum(), "b": spectrum(1), "num_components": 2},
-    similarity.principal_angles: lambda: {"a": spectrum(), "b": spectrum(1), "num_components": 2},
     similarity.form_similarity: lambda: {"a": spectrum(), "b": spectrum(1)},
     similarity.member_pairs: lambda: {"num_members": 4, "other": 3},
     similarity.pair_mean: lambda: {

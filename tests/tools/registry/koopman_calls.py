@@ -20,7 +20,6 @@ from koopman import (
     nystroem,
     operators,
     pairs,
-    solvers,
     spectrum,
 )
 from koopman.datasets import langevin, linear, maps, ordered_mnist, systems
@@ -352,21 +351,6 @@ CALLS = {
         "y": Y.reshape(3, 4, 3),
         "observable": OBSERVABLE.reshape(3, 4, 2),
         "center": True,
-    },
-    solvers.leading_eigenpairs: lambda: {
-        "apply": lambda block: 2 * block,
-        "size": 5,
-        "number": 2,
-        "dtype": np.float32,
-        "inner": lambda block: block,
-        "tol": 1e-4,
-        "max_restarts": 3,
-    },
-    solvers.leading_left_vectors: lambda: {
-        "matrix": X,
-        "number": 2,
-        "scale": np.arange(1.0, 13.0, dtype=np.float32),
-        "solver": "dense",
     },
     spectrum.eigenvalues: lambda: {"operator": operator()},
     spectrum.decompose: lambda: {"operator": operator()},
