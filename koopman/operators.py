@@ -185,7 +185,7 @@ def _fit(
     # Without regularisation the span does not depend on the sizes of columns, and nor must rank cuts.
     free = estimator.rank is None or estimator.inverts_all or estimator.size == width
     level = free and (asked is None or (not is_traced(asked) and float(asked) == 0.0))
-    problem, alpha, largest, unit, sizes, trace = _in_units(problem, asked, level)
+    problem, alpha, largest, trace, units = _in_units(problem, asked, level)
     size, active, solver = latent(estimator.rank, width, "features", solver, SOLVERS)
     rounding = float(jnp.finfo(dtype).eps)
     few = isinstance(number, int) and number < 2 * width
@@ -193,7 +193,7 @@ def _fit(
         route = "qr"
     known = not is_traced(alpha) and not is_traced(problem.x) and not is_traced(problem.y)
     if not is_traced(largest) and float(largest) > 0:
-        check_square("x", float(trace) / width * float(unit) * float(unit), "a mean square", dtype)
+        check_square("x", float(trace) / width * float(units[0]) * float(units[0]), "a mean square", dtype)
     if known and float(alpha) == 0.0:  # by default, too, where all features are zero
         values = np.linalg.svd(np.asarray(gram_root(problem.x)), compute_uv=False)
         needed, what = width if estimator.inverts_all else size, ("the covariance of `x`", "C_x")
@@ -204,11 +204,11 @@ def _fit(
     )
     basis = span(estimator, regression)
     warn_unconverged(basis.residual, rounding)
-    operator, cutoff = _assemble(problem, regression, basis, (unit, sizes), shape, given)
+    operator, cutoff = _assemble(problem, regression, basis, units, shape, given)
     if known and active is None:
         if fallback is not None:
             which = "the mean eigenvalue of C_x" if estimator.rank is None else f"eigenvalue {size} of C_x"
-            warn_large_alpha(alpha, basis.variance, trace, which, unit)
+            warn_large_alpha(alpha, basis.variance, trace, which, units[0])
         if estimator.rank is not None:
             warn_rank(operator)
         if asked is None and not level:
@@ -221,29 +221,25 @@ def _fit(
 @partial(jax.jit, static_argnames="level")
 def _in_units(
     problem: _Problem, alpha: Array | None, level: bool
-) -> tuple[_Problem, Array, Array, Array, Array, Array]:
-    """Problem and alpha in a unit in which squares neither overflow nor vanish; its largest entry, unit, sizes, trace.
+) -> tuple[_Problem, Array, Array, Array, tuple[Array, Array, Array]]:
+    """Return the problem and alpha in a unit in which squares neither overflow nor vanish.
 
-    With `level` columns of x are divided by their sizes.
+    With `level` columns of x are divided by powers of two near their sizes. Further results: the largest entry of x;
+    the trace of C_x in that unit; the unit, the divisors, and the trace over that of levelled columns.
     """
     scale = problem.scale
     largest = jnp.max(jnp.abs(problem.x)) * scale
     unit = scale_of(largest)
     observable = None if problem.observable is None else problem.observable * scale
     x, y = problem.x * (scale / unit), problem.y * (scale / unit)
-    sizes = _column_sizes(x) if level else jnp.ones_like(x[0])
-    x = x / sizes[None]
     trace = jnp.sum(x**2)
+    sizes = scale_of(jnp.max(jnp.abs(x), 0)) if level else jnp.ones_like(x[0])
+    x = x / sizes[None]
+    within = jnp.sum(x**2)
     rank = jnp.minimum(problem.pairs, x.shape[1])
-    alpha = default_alpha(trace, rank) if alpha is None else alpha / unit / unit
-    return problem._replace(x=x, y=y, observable=observable), alpha, largest, unit, sizes, trace
-
-
-def _column_sizes(x: Array) -> Array:
-    """Powers of two near the sizes of columns that differ by more than eps^(-1/2), else ones."""
-    sizes = jax.lax.stop_gradient(jnp.max(jnp.abs(x), 0))
-    least = jnp.min(jnp.where(sizes > 0, sizes, jnp.inf))
-    return jnp.where(least < jnp.finfo(x.dtype).eps ** 0.5 * jnp.max(sizes), scale_of(sizes), 1.0)
+    alpha = default_alpha(within, rank) if alpha is None else alpha / unit / unit
+    share = jnp.where(within > 0, trace, 1.0) / jnp.where(within > 0, within, 1.0)
+    return problem._replace(x=x, y=y, observable=observable), alpha, largest, trace, (unit, sizes, share)
 
 
 def _fit_on_centres(
@@ -340,13 +336,13 @@ def _assemble(
     problem: _Problem,
     regression: FeatureRegression,
     solution: Basis,
-    units: tuple[Array, Array],
+    units: tuple[Array, Array, Array],
     shape: tuple[int, ...],
     given: bool,
 ) -> tuple[Operator, Array]:
     """The operator, from what is in units of the features, and the relative size at which values count as zero."""
     basis, values, alpha, cutoff = solution.vectors, solution.values, regression.alpha, regression.threshold
-    unit, sizes = units
+    unit, sizes, share = units
     penalty = alpha * product(basis.T, basis)
     undo = unshrinking(penalty)
     latent_x, basis = product(problem.x, basis), basis / sizes[:, None]
@@ -354,7 +350,8 @@ def _assemble(
     dual = product(problem.y.T, across)
     gram_x = product(latent_x.T, latent_x)
     # Singular values tell nothing of directions if successors have columns of different units.
-    uneven = jnp.any(_column_sizes(problem.y) != 1.0)
+    heights = jnp.max(jnp.abs(problem.y), 0)
+    uneven = jnp.any((heights > 0) & (heights < jnp.finfo(heights.dtype).eps ** 0.5 * jnp.max(heights)))
     held = jnp.where(uneven, jnp.diagonal(gram_x + penalty) > 0.5, values > cutoff * jnp.max(values))
     operator = Operator(
         encode=LinearMap(problem.offset, basis / unit),
@@ -371,7 +368,7 @@ def _assemble(
         basis_gram=product(basis.T, basis) / unit / unit,
         penalty=penalty,
         singular_values=values * unit,
-        alpha=alpha * unit * unit,
+        alpha=alpha * share * unit * unit,
         effective_rank=jnp.sum(held),
         observable_shape=shape,
         given=given,

@@ -415,6 +415,18 @@ def test_units_of_columns_drop_no_direction(kind, dtype):
             np.testing.assert_allclose(found, predict(one, x, 3), atol=tol * np.abs(x).max())
 
 
+def test_the_default_hides_no_small_column():
+    """A tone of size 1e-7 beside one of size 1 had an eigenvalue of modulus .97."""
+    with jax.enable_x64(True):
+        for size in (1e-3, 1e-5, 1e-7, 1e-9):
+            tones = np.stack([0.9999**TIME * np.cos(0.1 * TIME), size * np.cos(0.37 * TIME + 1)], 1)
+            seen = np.concatenate([delays(tone, 10) for tone in tones.T], 1)[:2000]
+            operator = fit(Ridge(), seen[:-1], seen[1:])
+            assert np.abs(eigenvalues(operator) - np.exp(0.37j)).min() < 1e-9
+            alpha = 20 * 2.0**-52 * np.sum(seen[:-1] ** 2) / 1999
+            np.testing.assert_allclose(operator.alpha, alpha, rtol=1e-9)
+
+
 def test_columns_that_principal_components_do_not_see_are_named():
     with jax.enable_x64(True):
         x, y = lagged_pairs(linear_trajectory(d=3)[1])
