@@ -232,8 +232,11 @@ def _in_units(
     unit = scale_of(largest)
     observable = None if problem.observable is None else problem.observable * scale
     x, y = problem.x * (scale / unit), problem.y * (scale / unit)
-    trace = jnp.sum(x**2)
-    sizes = scale_of(jnp.max(jnp.abs(x), 0)) if level else jnp.ones_like(x[0])
+    trace, sizes = jnp.sum(x**2), scale_of(jnp.max(jnp.abs(x), 0))
+    # About its mean a constant column is the rounding of that mean, which would be levelled.
+    floor = 4 * jnp.finfo(x.dtype).eps * jnp.abs(problem.offset) / unit / sizes
+    x = jnp.where((jnp.sqrt(jnp.sum((x / sizes[None]) ** 2, 0)) < floor)[None], 0.0, x)
+    sizes = sizes if level else jnp.ones_like(sizes)
     x = x / sizes[None]
     within = jnp.sum(x**2)
     rank = jnp.minimum(problem.pairs, x.shape[1])

@@ -13,7 +13,7 @@ from koopman.forecast import predict, risk
 from koopman.kernels import Linear
 from koopman.operator import KernelMap, LinearMap
 from koopman.operators import fit
-from koopman.pairs import few_rows, lagged_pairs, moments, scan_moments
+from koopman.pairs import few_rows, lagged_pairs, merge_moments, moments, scan_moments
 from koopman.spectrum import decompose, eigenvalues, modes, right_eigenfunctions, singular_values
 
 ESTIMATORS = {"ridge": Ridge, "pcr": partial(PrincipalComponents, 3), "reduced_rank": partial(ReducedRank, 3)}
@@ -341,6 +341,20 @@ def test_centring_removes_the_constant():
         fixed = np.linalg.solve(np.eye(5) - np.transpose(matrix), constant)
         np.testing.assert_allclose(far, np.broadcast_to(fixed, (3, 5)), atol=1e-8)
         np.testing.assert_allclose(modes(fit(Ridge(), x, y, center=True)).constant, fixed, atol=1e-8)
+
+
+@pytest.mark.parametrize("constant", [0.1, 1 / 3, 7e5, 1e-9])
+def test_a_constant_feature_about_its_mean_is_zero(constant):
+    """The rounding of its mean was an eigenvalue 1 of moments."""
+    with jax.enable_x64(True):
+        for dtype, n in ((float, 100), (np.float32, 1000)):
+            x = np.random.default_rng(0).normal(size=(n, 2))
+            x, y = (np.column_stack([a, np.full(n, constant)]).astype(dtype) for a in (x, 0.7 * x))
+            halves = (moments(x[at], y[at], center=True) for at in (slice(30), slice(30, None)))
+            for data in ((x, y), (moments(x, y, center=True),), (merge_moments(*halves),)):
+                operator = fit(Ridge(), *data, center=len(data) == 2)
+                np.testing.assert_allclose(eigenvalues(operator), [0.7, 0.7, 0.0], atol=1e-5)
+                assert "1 of 3 directions dropped" in repr(operator)
 
 
 TIME = np.arange(4000)
