@@ -145,6 +145,7 @@ def warn_regression(
     ones: np.ndarray | None,
     *,
     count: float | int,
+    slack: float,
     eps: float,
     alpha: float | None,
     size: int,
@@ -156,6 +157,7 @@ def warn_regression(
         y: Rows of the successors' features, [m, d].
         ones: The column of ones in such rows, [m]; None for data about their means.
         count: Number of pairs.
+        slack: Mean square of the rounding of `ones`.
         eps: Rounding unit of the data.
         alpha: The regularisation if it was given; at rounding it suppresses nothing.
         size: Number of leading directions that the estimator keeps.
@@ -185,7 +187,7 @@ def warn_regression(
     if ones is None or freedom < 2:
         return
     left_over = ones - left @ (left.T @ ones)
-    if left_over @ left_over > 1e-12 * count:
+    if left_over @ left_over > slack * count:
         gain = np.sum((left_over @ rest) ** 2) / (left_over @ left_over)
         ratio = gain / max((np.sum(rest**2) - gain) / (freedom - 1), floor)
         if ratio > 25:

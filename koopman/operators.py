@@ -316,22 +316,26 @@ def _warn_regression(
         return
     eps = float(jnp.finfo(operator.core.dtype).eps)
     if isinstance(x, Moments):
-        rows, count, (width, _, _), center = np.asarray(x.root, float), float(x.count), x.widths, x.center
-        # Of ones only the products with the data are known: in the data's span, and a row beyond.
-        total = count * np.concatenate(x.total[0][1:] + x.total[1][1:], axis=None)
-        ones = np.linalg.lstsq(rows.T, total, rcond=len(rows) * eps)[0]
+        count, (width, _, _), center, slack = float(x.count), x.widths, x.center, 8 * eps
+        root = np.asarray(x.root, float)[: 2 * width]
+        now, later = (np.pad(root[:, at : at + width], ((0, 1), (0, 0))) for at in (0, width))
+        # Of ones only the products with the data are known: in the span of x, of y beyond, and in a row beyond both.
+        total, block = count * np.concatenate(x.total[0][1:] + x.total[1][1:], axis=None), later[width:-1]
+        ones = np.linalg.lstsq(now[:width].T, total[:width])[0]
+        rest = total[width : 2 * width] - later[:width].T @ ones
+        rounding = 8 * width * eps * np.linalg.norm(later) / max(np.linalg.norm(block), np.finfo(float).tiny)
+        ones = np.append(ones, np.linalg.lstsq(block.T, rest, rcond=rounding)[0])
         ones = np.append(ones, max(0.0, count - ones @ ones) ** 0.5)
-        now, later = (np.pad(part, ((0, 1), (0, 0))) for part in (rows[:, :width], rows[:, width : 2 * width]))
     else:
         hint_columns(x, estimator.rank)
         some = permutation(x.shape[0])[: max(ROWS, 4 * x.shape[1])]
         now, later = (np.asarray(part, float)[some] for part in (x, y))
         if center:
             now, later = now - now.mean(0), later - later.mean(0)
-        count, width, ones = len(some), x.shape[1], np.ones(len(some))
+        count, width, ones, slack = len(some), x.shape[1], np.ones(len(some)), 1e-20
     alpha = float(operator.alpha) if operator.given else None
     size = width if estimator.inverts_all or estimator.rank is None else operator.core.shape[0]
-    warn_regression(now, later, None if center else ones, count=count, eps=eps, alpha=alpha, size=size)
+    warn_regression(now, later, None if center else ones, count=count, slack=slack, eps=eps, alpha=alpha, size=size)
 
 
 @partial(jax.jit, static_argnames=("shape", "given"))

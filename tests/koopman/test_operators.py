@@ -231,6 +231,11 @@ def test_a_missing_intercept_is_named(kind, streamed):
         for _ in range(3):
             noise = rng.normal(size=(301, 5))
             assert not said(noise - noise.mean(0))
+        step, exact = rng.normal(size=(301, 2)), np.array([0.9, 0.5]) ** np.arange(60)[:, None]
+        for offset in (1e3, 1e6, 1e7) if kind == "ridge" else ():  # moments in float64 hold up to about 1e7
+            assert said(step + offset) or (streamed and offset > 1e6)
+            assert said(exact + offset) or offset > 1e6
+            assert offset > 1e6 or not said(np.column_stack([step + offset, np.full(301, 0.1)]))
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
