@@ -153,7 +153,7 @@ def warn_regression(
     """Warns if `alpha` suppresses directions that predict, or if an intercept is missing, by F tests.
 
     Args:
-        x: Rows of the states' features, [m, d]: the data, or rows with the same products.
+        x: Rows of the states' features, [m, d]: the data in the order of time, or rows with the same products.
         y: Rows of the successors' features, [m, d].
         ones: The column of ones in such rows, [m]; None for data about their means.
         count: Number of pairs.
@@ -165,13 +165,14 @@ def warn_regression(
     width, largest = x.shape[1], np.abs(x).max(0)
     if alpha is None:  # rank cuts on columns of one size
         x = x / np.where(largest > 0, largest, 1.0)
+    series = (x, y) if len(x) == count else None
     if len(x) > 2 * width + 1:
         columns = [x, y, np.zeros(len(x)) if ones is None else ones]
         parts = np.asarray(np.linalg.qr(np.column_stack(columns), mode="r"))
         x, y, ones = parts[:, :width], parts[:, width:-1], None if ones is None else parts[:, -1]
-    left, sizes, _ = np.linalg.svd(x, full_matrices=False)
+    left, sizes, right = np.linalg.svd(x, full_matrices=False)
     kept = sizes > width * eps * sizes[0]
-    left, sizes, freedom = left[:, kept], sizes[kept], count - kept.sum()
+    left, sizes, right, freedom = left[:, kept], sizes[kept], right[kept], count - kept.sum()
     held = left.T @ y
     rest, floor = y - left @ held, (8 * eps) ** 2 * np.sum(y**2)
     share = alpha / (sizes**2 / count + alpha) if alpha else np.zeros(len(sizes))
@@ -190,6 +191,14 @@ def warn_regression(
     if left_over @ left_over > slack * count:
         gain = np.sum((left_over @ rest) ** 2) / (left_over @ left_over)
         ratio = gain / max((np.sum(rest**2) - gain) / (freedom - 1), floor)
+        if ratio > 25 and series is not None:  # residuals of long lags overlap: the same by blocks of rows
+            scores = series[0] @ (right.T / sizes)
+            missing = 1 - scores @ (left.T @ ones)
+            found = (left_over @ rest) / (left_over @ left_over)
+            off = missing[:, None] * (series[1] - scores @ held - missing[:, None] * found)
+            blocks = np.add.reduceat(off, np.unique(np.linspace(0, count, int(count**0.5), endpoint=False).astype(int)))
+            square = np.sum((left_over @ rest) ** 2)
+            ratio = min(ratio, square / max(np.sum(blocks**2), floor * (left_over @ left_over)))
         if ratio > 25:
             warnings.warn(
                 f"A column of ones lowers the squared residual of one step by {100 * gain / np.sum(rest**2):.2g} % "

@@ -328,7 +328,7 @@ def _warn_regression(
         ones = np.append(ones, max(0.0, count - ones @ ones) ** 0.5)
     else:
         hint_columns(x, estimator.rank)
-        some = permutation(x.shape[0])[: max(ROWS, 4 * x.shape[1])]
+        some = np.sort(permutation(x.shape[0])[: max(ROWS, 4 * x.shape[1])])
         now, later = (np.asarray(part, float)[some] for part in (x, y))
         if center:
             now, later = now - now.mean(0), later - later.mean(0)
