@@ -183,7 +183,7 @@ class _Rule:
             return value
         value = as_trajectories(name, value) if self.in_time else value
         if self.listed and isinstance(value, (list, tuple)) and not (self.arrays and _levels(value) in (1, 2)):
-            return [self._admit_listed(f"{name}[{i}]", item) for i, item in enumerate(value)]
+            return [self._admit_listed(f"{name}[{i}]", item, may_be_empty) for i, item in enumerate(value)]
         if self.function and callable(value):
             return value
         if self.choices:
@@ -273,14 +273,14 @@ class _Rule:
             fail(name, f"be known {words}, one after the other", f"shape {array.shape}")
         return tuple(as_numbers(name, array, frozenset({"float" if float in self.sequence else "int"})).tolist())
 
-    def _admit_listed(self, name: str, value: Any) -> Any:
+    def _admit_listed(self, name: str, value: Any, may_be_empty: bool) -> Any:
         kind = self.listed[0]
         words = f"{kind.words} {kind.axes}"
         rows = isinstance(value, (list, tuple)) and not (self.arrays and _levels(value) > 1)
         if rows or isinstance(value, (bool, int, float, complex)):  # one array, in rows?
             advice = "Give nested lists as one array, numpy.asarray(...)"
             fail_kind(name, f"be an array of {words}", f"an object of type {type(value).__name__}", advice)
-        array = _of_kind(name, as_array(name, value, words), kind)
+        array = _of_kind(name, as_array(name, value, words, may_be_empty=may_be_empty), kind)
         kind.axes.check(name, array.shape, {})
         if not kind.on_host:
             check_fits(name, array)

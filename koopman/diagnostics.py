@@ -103,7 +103,7 @@ def warn_offset(x: Array | np.ndarray, name: str = "x", *, advice: str = "pass c
 
 
 def warn_constant(x: Array, gram: Array) -> None:
-    """Warns if different states are all but one to a kernel: rounding of its values outweighs how they vary.
+    """Warn if different states are all but one to a kernel, or if most of them have no neighbour.
 
     Args:
         x: States, [n, d].
@@ -116,6 +116,15 @@ def warn_constant(x: Array, gram: Array) -> None:
         warnings.warn(
             f"k(x, x) varies about its mean by {max(about_mean, 0.0) / trace:.1g} of it, below its rounding "
             f"({8 * eps:.1g}), and all but the constant is lost: take the states about their mean, or another kernel.",
+            stacklevel=1,
+        )
+    sizes = np.sqrt(np.diagonal(gram))
+    near = np.abs(gram) / np.maximum(sizes[:, None] * sizes, np.finfo(gram.dtype).tiny)
+    np.fill_diagonal(near, 0.0)
+    if len(near) > 2 and np.median(near.max(0)) < 1e-3:
+        warnings.warn(
+            "k(x, x) is nearly zero between most states and all others, so that nothing is learned of one from another: "
+            "the length scale of the kernel is too small.",
             stacklevel=1,
         )
 

@@ -180,7 +180,7 @@ def _fit(
     route: str,
     rtol: float | None,
 ) -> Operator:
-    (number, width), dtype, given = (problem.count, problem.x.shape[1]), problem.x.dtype, estimator.alpha is not None
+    (number, width), dtype, given = (problem.pairs, problem.x.shape[1]), problem.x.dtype, estimator.alpha is not None
     asked = jnp.asarray(estimator.alpha, dtype) if given else fallback
     # Without regularisation the span does not depend on the sizes of columns, and nor must rank cuts.
     free = estimator.rank is None or estimator.inverts_all or estimator.size == width
@@ -195,6 +195,9 @@ def _fit(
     if not is_traced(largest) and float(largest) > 0:
         check_square("x", float(trace) / width * float(units[0]) * float(units[0]), "a mean square", dtype)
     if known and float(alpha) == 0.0:  # by default, too, where all features are zero
+        if float(trace) == 0 and (fallback is not None or np.asarray(problem.offset).any()):
+            got = "constant ones alone" if fallback is None else "k(x, centres) = 0, as all are far from the centres"
+            fail("x", "hold features that vary", got)
         values = np.linalg.svd(np.asarray(gram_root(problem.x)), compute_uv=False)
         needed, what = width if estimator.inverts_all else size, ("the covariance of `x`", "C_x")
         cutoff = rtol if rtol is not None else (8 * rounding) ** 0.5 if route == "covariance" else width * rounding
@@ -232,10 +235,11 @@ def _in_units(
     unit = scale_of(largest)
     observable = None if problem.observable is None else problem.observable * scale
     x, y = problem.x * (scale / unit), problem.y * (scale / unit)
-    trace, sizes = jnp.sum(x**2), scale_of(jnp.max(jnp.abs(x), 0))
+    sizes = scale_of(jnp.max(jnp.abs(x), 0))
     # About its mean a constant column is the rounding of that mean, which would be levelled.
     floor = 4 * jnp.finfo(x.dtype).eps * jnp.abs(problem.offset) / unit / sizes
     x = jnp.where((jnp.sqrt(jnp.sum((x / sizes[None]) ** 2, 0)) < floor)[None], 0.0, x)
+    trace = jnp.sum(x**2)
     sizes = sizes if level else jnp.ones_like(sizes)
     x = x / sizes[None]
     within = jnp.sum(x**2)
