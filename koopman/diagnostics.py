@@ -123,7 +123,7 @@ def warn_constant(x: Array, gram: Array) -> None:
     np.fill_diagonal(near, 0.0)
     if len(near) > 2 and np.median(near.max(0)) < 1e-3:
         warnings.warn(
-            "k(x, x) is nearly zero between most states and all others, so that nothing is learned of one from another: "
+            "k(x, x) is nearly zero between most states and all others, and nothing is learned of one from another: "
             "the length scale of the kernel is too small.",
             stacklevel=1,
         )
