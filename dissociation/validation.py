@@ -177,7 +177,7 @@ class _Rule:
             return value
         value = as_trajectories(name, value) if self.in_time else value
         if self.listed and holds_arrays(value):
-            return [self._admit_listed(f"{name}[{i}]", item) for i, item in enumerate(value)]
+            return [self._admit_listed(f"{name}[{i}]", item, may_be_empty) for i, item in enumerate(value)]
         if self.keys:
             return as_key(name, value, stacked=self.keys[0] if len(self.keys) == 1 else None)
         if self.labels is not None:
@@ -262,10 +262,10 @@ class _Rule:
             fail(name, f"be known {words}, one after the other", f"shape {array.shape}")
         return tuple(as_numbers(name, array, frozenset({"float" if float in self.sequence else "int"})).tolist())
 
-    def _admit_listed(self, name: str, value: Any) -> Any:
+    def _admit_listed(self, name: str, value: Any, may_be_empty: bool) -> Any:
         kind = self.listed[0]
         words = f"{kind.words} {kind.axes}"
-        array = as_array(name, value, words)
+        array = as_array(name, value, words, may_be_empty=may_be_empty)
         refuse_nested(name, value, array, 0)
         array = _of_kind(name, array, kind)
         kind.axes.check(name, array.shape, {})

@@ -103,7 +103,7 @@ def warn_offset(x: Array | np.ndarray, name: str = "x", *, advice: str = "pass c
 
 
 def warn_constant(x: Array, gram: Array) -> None:
-    """Warns if different states are all but one to a kernel: rounding of its values outweighs how they vary.
+    """Warn if different states are all but one to a kernel, or if most of them have no neighbour.
 
     Args:
         x: States, [n, d].
@@ -116,6 +116,15 @@ def warn_constant(x: Array, gram: Array) -> None:
         warnings.warn(
             f"k(x, x) varies about its mean by {max(about_mean, 0.0) / trace:.1g} of it, below its rounding "
             f"({8 * eps:.1g}), and all but the constant is lost: take the states about their mean, or another kernel.",
+            stacklevel=1,
+        )
+    sizes = np.sqrt(np.diagonal(gram))
+    near = np.abs(gram) / np.maximum(sizes[:, None] * sizes, np.finfo(gram.dtype).tiny)
+    np.fill_diagonal(near, 0.0)
+    if len(near) > 2 and np.median(near.max(0)) < 1e-3:
+        warnings.warn(
+            "k(x, x) is nearly zero between most states and all others, and nothing is learned of one from another: "
+            "the length scale of the kernel is too small.",
             stacklevel=1,
         )
 
@@ -145,6 +154,7 @@ def warn_regression(
     ones: np.ndarray | None,
     *,
     count: float | int,
+    slack: float,
     eps: float,
     alpha: float | None,
     size: int,
@@ -152,10 +162,11 @@ def warn_regression(
     """Warns if `alpha` suppresses directions that predict, or if an intercept is missing, by F tests.
 
     Args:
-        x: Rows of the states' features, [m, d]: the data, or rows with the same products.
+        x: Rows of the states' features, [m, d]: the data in the order of time, or rows with the same products.
         y: Rows of the successors' features, [m, d].
         ones: The column of ones in such rows, [m]; None for data about their means.
         count: Number of pairs.
+        slack: Mean square of the rounding of `ones`.
         eps: Rounding unit of the data.
         alpha: The regularisation if it was given; at rounding it suppresses nothing.
         size: Number of leading directions that the estimator keeps.
@@ -163,13 +174,14 @@ def warn_regression(
     width, largest = x.shape[1], np.abs(x).max(0)
     if alpha is None:  # rank cuts on columns of one size
         x = x / np.where(largest > 0, largest, 1.0)
+    series = (x, y) if len(x) == count else None
     if len(x) > 2 * width + 1:
         columns = [x, y, np.zeros(len(x)) if ones is None else ones]
         parts = np.asarray(np.linalg.qr(np.column_stack(columns), mode="r"))
         x, y, ones = parts[:, :width], parts[:, width:-1], None if ones is None else parts[:, -1]
-    left, sizes, _ = np.linalg.svd(x, full_matrices=False)
+    left, sizes, right = np.linalg.svd(x, full_matrices=False)
     kept = sizes > width * eps * sizes[0]
-    left, sizes, freedom = left[:, kept], sizes[kept], count - kept.sum()
+    left, sizes, right, freedom = left[:, kept], sizes[kept], right[kept], count - kept.sum()
     held = left.T @ y
     rest, floor = y - left @ held, (8 * eps) ** 2 * np.sum(y**2)
     share = alpha / (sizes**2 / count + alpha) if alpha else np.zeros(len(sizes))
@@ -185,9 +197,17 @@ def warn_regression(
     if ones is None or freedom < 2:
         return
     left_over = ones - left @ (left.T @ ones)
-    if left_over @ left_over > 1e-12 * count:
+    if left_over @ left_over > slack * count:
         gain = np.sum((left_over @ rest) ** 2) / (left_over @ left_over)
         ratio = gain / max((np.sum(rest**2) - gain) / (freedom - 1), floor)
+        if ratio > 25 and series is not None:  # residuals of long lags overlap: the same by blocks of rows
+            scores = series[0] @ (right.T / sizes)
+            missing = 1 - scores @ (left.T @ ones)
+            found = (left_over @ rest) / (left_over @ left_over)
+            off = missing[:, None] * (series[1] - scores @ held - missing[:, None] * found)
+            blocks = np.add.reduceat(off, np.unique(np.linspace(0, count, int(count**0.5), endpoint=False).astype(int)))
+            square = np.sum((left_over @ rest) ** 2)
+            ratio = min(ratio, square / max(np.sum(blocks**2), floor * (left_over @ left_over)))
         if ratio > 25:
             warnings.warn(
                 f"A column of ones lowers the squared residual of one step by {100 * gain / np.sum(rest**2):.2g} % "

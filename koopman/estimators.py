@@ -171,7 +171,8 @@ class Ridge(_Principal, Estimator):
     Attributes:
         alpha: Tikhonov regularisation, non-negative, in units of C_x (with a kernel, of k(x, x)), so that it may be
             swept by `jax.vmap` and learned by `jax.grad`; a sweep decomposes the data once. None is rounding, in
-            proportion to tr(C_x), see `koopman.pairs.default_alpha`; with a kernel, 1e-6 times the mean of k(x, x).
+            proportion to tr(C_x) of columns of one size, see `koopman.pairs.default_alpha`; with a kernel, 1e-6 times
+            the mean of k(x, x).
 
     Raises:
         ValueError: If `alpha` is negative.

@@ -89,8 +89,9 @@ class Operator(eqx.Module):
         basis_gram: U^T U: [r, r].
         penalty: B = alpha U^T U, the share of alpha in the latent functions: [r, r].
         singular_values: Of (C_x + alpha I)^(-1/2) C_xy for reduced rank, square roots of C_x's eigenvalues for
-            principal components and ridge: [r].
-        alpha: Tikhonov regularisation.
+            principal components and ridge: [r]. A full-rank fit with a default `alpha`, or with zero, divides columns
+            by powers of two near their sizes first.
+        alpha: Tikhonov regularisation, a default one as its share of tr(C_x).
         effective_rank: Number of singular values above rounding; the other latent functions are zero or rounding.
         observable_shape: Shape of one observable.
         given: If True, `alpha` was given; if False, it is the default.

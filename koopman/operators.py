@@ -180,12 +180,12 @@ def _fit(
     route: str,
     rtol: float | None,
 ) -> Operator:
-    (number, width), dtype, given = (problem.count, problem.x.shape[1]), problem.x.dtype, estimator.alpha is not None
+    (number, width), dtype, given = (problem.pairs, problem.x.shape[1]), problem.x.dtype, estimator.alpha is not None
     asked = jnp.asarray(estimator.alpha, dtype) if given else fallback
     # Without regularisation the span does not depend on the sizes of columns, and nor must rank cuts.
     free = estimator.rank is None or estimator.inverts_all or estimator.size == width
     level = free and (asked is None or (not is_traced(asked) and float(asked) == 0.0))
-    problem, alpha, largest, unit, sizes, trace = _in_units(problem, asked, level)
+    problem, alpha, largest, trace, units = _in_units(problem, asked, level)
     size, active, solver = latent(estimator.rank, width, "features", solver, SOLVERS)
     rounding = float(jnp.finfo(dtype).eps)
     few = isinstance(number, int) and number < 2 * width
@@ -193,8 +193,11 @@ def _fit(
         route = "qr"
     known = not is_traced(alpha) and not is_traced(problem.x) and not is_traced(problem.y)
     if not is_traced(largest) and float(largest) > 0:
-        check_square("x", float(trace) / width * float(unit) * float(unit), "a mean square", dtype)
+        check_square("x", float(trace) / width * float(units[0]) * float(units[0]), "a mean square", dtype)
     if known and float(alpha) == 0.0:  # by default, too, where all features are zero
+        if float(trace) == 0 and (fallback is not None or np.asarray(problem.offset).any()):
+            got = "constant ones alone" if fallback is None else "k(x, centres) = 0, as all are far from the centres"
+            fail("x", "hold features that vary", got)
         values = np.linalg.svd(np.asarray(gram_root(problem.x)), compute_uv=False)
         needed, what = width if estimator.inverts_all else size, ("the covariance of `x`", "C_x")
         cutoff = rtol if rtol is not None else (8 * rounding) ** 0.5 if route == "covariance" else width * rounding
@@ -204,11 +207,11 @@ def _fit(
     )
     basis = span(estimator, regression)
     warn_unconverged(basis.residual, rounding)
-    operator, cutoff = _assemble(problem, regression, basis, (unit, sizes), shape, given)
+    operator, cutoff = _assemble(problem, regression, basis, units, shape, given)
     if known and active is None:
         if fallback is not None:
             which = "the mean eigenvalue of C_x" if estimator.rank is None else f"eigenvalue {size} of C_x"
-            warn_large_alpha(alpha, basis.variance, trace, which, unit)
+            warn_large_alpha(alpha, basis.variance, trace, which, units[0])
         if estimator.rank is not None:
             warn_rank(operator)
         if asked is None and not level:
@@ -221,29 +224,29 @@ def _fit(
 @partial(jax.jit, static_argnames="level")
 def _in_units(
     problem: _Problem, alpha: Array | None, level: bool
-) -> tuple[_Problem, Array, Array, Array, Array, Array]:
-    """Problem and alpha in a unit in which squares neither overflow nor vanish; its largest entry, unit, sizes, trace.
+) -> tuple[_Problem, Array, Array, Array, tuple[Array, Array, Array]]:
+    """Return the problem and alpha in a unit in which squares neither overflow nor vanish.
 
-    With `level` columns of x are divided by their sizes.
+    With `level` columns of x are divided by powers of two near their sizes. Further results: the largest entry of x;
+    the trace of C_x in that unit; the unit, the divisors, and the trace over that of levelled columns.
     """
     scale = problem.scale
     largest = jnp.max(jnp.abs(problem.x)) * scale
     unit = scale_of(largest)
     observable = None if problem.observable is None else problem.observable * scale
     x, y = problem.x * (scale / unit), problem.y * (scale / unit)
-    sizes = _column_sizes(x) if level else jnp.ones_like(x[0])
-    x = x / sizes[None]
+    sizes = scale_of(jnp.max(jnp.abs(x), 0))
+    # About its mean a constant column is the rounding of that mean, which would be levelled.
+    floor = 4 * jnp.finfo(x.dtype).eps * jnp.abs(problem.offset) / unit / sizes
+    x = jnp.where((jnp.sqrt(jnp.sum((x / sizes[None]) ** 2, 0)) < floor)[None], 0.0, x)
     trace = jnp.sum(x**2)
+    sizes = sizes if level else jnp.ones_like(sizes)
+    x = x / sizes[None]
+    within = jnp.sum(x**2)
     rank = jnp.minimum(problem.pairs, x.shape[1])
-    alpha = default_alpha(trace, rank) if alpha is None else alpha / unit / unit
-    return problem._replace(x=x, y=y, observable=observable), alpha, largest, unit, sizes, trace
-
-
-def _column_sizes(x: Array) -> Array:
-    """Powers of two near the sizes of columns that differ by more than eps^(-1/2), else ones."""
-    sizes = jax.lax.stop_gradient(jnp.max(jnp.abs(x), 0))
-    least = jnp.min(jnp.where(sizes > 0, sizes, jnp.inf))
-    return jnp.where(least < jnp.finfo(x.dtype).eps ** 0.5 * jnp.max(sizes), scale_of(sizes), 1.0)
+    alpha = default_alpha(within, rank) if alpha is None else alpha / unit / unit
+    share = jnp.where(within > 0, trace, 1.0) / jnp.where(within > 0, within, 1.0)
+    return problem._replace(x=x, y=y, observable=observable), alpha, largest, trace, (unit, sizes, share)
 
 
 def _fit_on_centres(
@@ -317,22 +320,26 @@ def _warn_regression(
         return
     eps = float(jnp.finfo(operator.core.dtype).eps)
     if isinstance(x, Moments):
-        rows, count, (width, _, _), center = np.asarray(x.root, float), float(x.count), x.widths, x.center
-        # Of ones only the products with the data are known: in the data's span, and a row beyond.
-        total = count * np.concatenate(x.total[0][1:] + x.total[1][1:], axis=None)
-        ones = np.linalg.lstsq(rows.T, total, rcond=len(rows) * eps)[0]
+        count, (width, _, _), center, slack = float(x.count), x.widths, x.center, 8 * eps
+        root = np.asarray(x.root, float)[: 2 * width]
+        now, later = (np.pad(root[:, at : at + width], ((0, 1), (0, 0))) for at in (0, width))
+        # Of ones only the products with the data are known: in the span of x, of y beyond, and in a row beyond both.
+        total, block = count * np.concatenate(x.total[0][1:] + x.total[1][1:], axis=None), later[width:-1]
+        ones = np.linalg.lstsq(now[:width].T, total[:width])[0]
+        rest = total[width : 2 * width] - later[:width].T @ ones
+        rounding = 8 * width * eps * np.linalg.norm(later) / max(np.linalg.norm(block), np.finfo(float).tiny)
+        ones = np.append(ones, np.linalg.lstsq(block.T, rest, rcond=rounding)[0])
         ones = np.append(ones, max(0.0, count - ones @ ones) ** 0.5)
-        now, later = (np.pad(part, ((0, 1), (0, 0))) for part in (rows[:, :width], rows[:, width : 2 * width]))
     else:
         hint_columns(x, estimator.rank)
-        some = permutation(x.shape[0])[: max(ROWS, 4 * x.shape[1])]
+        some = np.sort(permutation(x.shape[0])[: max(ROWS, 4 * x.shape[1])])
         now, later = (np.asarray(part, float)[some] for part in (x, y))
         if center:
             now, later = now - now.mean(0), later - later.mean(0)
-        count, width, ones = len(some), x.shape[1], np.ones(len(some))
+        count, width, ones, slack = len(some), x.shape[1], np.ones(len(some)), 1e-20
     alpha = float(operator.alpha) if operator.given else None
     size = width if estimator.inverts_all or estimator.rank is None else operator.core.shape[0]
-    warn_regression(now, later, None if center else ones, count=count, eps=eps, alpha=alpha, size=size)
+    warn_regression(now, later, None if center else ones, count=count, slack=slack, eps=eps, alpha=alpha, size=size)
 
 
 @partial(jax.jit, static_argnames=("shape", "given"))
@@ -340,13 +347,13 @@ def _assemble(
     problem: _Problem,
     regression: FeatureRegression,
     solution: Basis,
-    units: tuple[Array, Array],
+    units: tuple[Array, Array, Array],
     shape: tuple[int, ...],
     given: bool,
 ) -> tuple[Operator, Array]:
     """The operator, from what is in units of the features, and the relative size at which values count as zero."""
     basis, values, alpha, cutoff = solution.vectors, solution.values, regression.alpha, regression.threshold
-    unit, sizes = units
+    unit, sizes, share = units
     penalty = alpha * product(basis.T, basis)
     undo = unshrinking(penalty)
     latent_x, basis = product(problem.x, basis), basis / sizes[:, None]
@@ -354,7 +361,8 @@ def _assemble(
     dual = product(problem.y.T, across)
     gram_x = product(latent_x.T, latent_x)
     # Singular values tell nothing of directions if successors have columns of different units.
-    uneven = jnp.any(_column_sizes(problem.y) != 1.0)
+    heights = jnp.max(jnp.abs(problem.y), 0)
+    uneven = jnp.any((heights > 0) & (heights < jnp.finfo(heights.dtype).eps ** 0.5 * jnp.max(heights)))
     held = jnp.where(uneven, jnp.diagonal(gram_x + penalty) > 0.5, values > cutoff * jnp.max(values))
     operator = Operator(
         encode=LinearMap(problem.offset, basis / unit),
@@ -371,7 +379,7 @@ def _assemble(
         basis_gram=product(basis.T, basis) / unit / unit,
         penalty=penalty,
         singular_values=values * unit,
-        alpha=alpha * unit * unit,
+        alpha=alpha * share * unit * unit,
         effective_rank=jnp.sum(held),
         observable_shape=shape,
         given=given,

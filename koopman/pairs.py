@@ -40,7 +40,7 @@ class Pairs(NamedTuple):
     y: Array
 
 
-@validated
+@validated(empty=("trajectories",))
 def lagged_pairs(
     trajectories: Trajectories,
     lag: Count = 1,
@@ -113,7 +113,7 @@ def _cut_all(stacks: list[Array], steps: Array, longest: int) -> tuple[Array, Ar
     return jnp.concatenate(firsts), jnp.concatenate(seconds)
 
 
-@validated
+@validated(empty=("trajectory",))
 def delay_embed(
     trajectory: Trajectories, num_delays: int, *, stride: int = 1, trajectory_axis: int | None = None
 ) -> Real[Array, "*trajectories rows features"] | list[Real[Array, "_ features"]]:

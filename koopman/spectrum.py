@@ -24,7 +24,7 @@ import numpy as np
 from jaxtyping import Array, Complex, Float
 
 from dissociation.checks import check_positive
-from dissociation.linalg import product, psd_power
+from dissociation.linalg import product, psd_power, scale_of
 from dissociation.ties import snapped
 from dissociation.types import Scalar
 from dissociation.validation import validated
@@ -233,7 +233,8 @@ def modes(operator: Operator, *, time_step: Scalar = 1.0, spectrum: Spectrum | N
     amplitudes = product(spectrum.left.T, operator.readout.astype(spectrum.left.dtype))
     about_mean = operator.gram_x - operator.mean_latent[:, None] * operator.mean_latent[None]
     held = product(spectrum.right.conj().T, product(about_mean.astype(amplitudes.dtype), spectrum.right))
-    power = jnp.sum(jnp.real(held * product(amplitudes.conj(), amplitudes.T)), 1)
+    parts = amplitudes / scale_of(jnp.max(jnp.abs(amplitudes)))  # squares in other units may overflow, or vanish
+    power = jnp.sum(jnp.real(held * product(parts.conj(), parts.T)), 1)
     total = jnp.sum(power)
     fixed = operator.mean_observable - jnp.real(product(_constants(operator, spectrum)[None], amplitudes)[0])
     values = spectrum.eigenvalues

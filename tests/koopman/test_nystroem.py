@@ -505,3 +505,14 @@ def test_a_regularisation_below_the_precision_is_named():
     x = np.zeros((40, 1), np.float32)
     with pytest.raises(ValueError, match="positive definite in float32.*enable x64"):
         fit(ReducedRank(1, 1e-12, solver="krylov"), x, x, kernel=RBF(1.0))
+
+
+def test_kernels_of_no_overlap_are_named():
+    x = np.random.default_rng(0).normal(size=(60, 2)).astype(np.float32)
+    for options in ({}, {"centres": x[:20]}):
+        with pytest.warns(UserWarning, match="length scale of the kernel is too small"):
+            fit(Ridge(), x, 0.7 * x, kernel=RBF(1e-3), **options)
+    with pytest.raises(ValueError, match=r"got k\(x, centres\) = 0, as all are far from the centres"):
+        fit(Ridge(), x, 0.7 * x, kernel=RBF(2.0), centres=x[:20] + 100)
+    with pytest.raises(ValueError, match="features that vary, got constant ones alone"):
+        fit(Ridge(), np.full_like(x, 3), np.full_like(x, 3), center=True)

@@ -13,7 +13,7 @@ from koopman.forecast import predict, risk
 from koopman.kernels import Linear
 from koopman.operator import KernelMap, LinearMap
 from koopman.operators import fit
-from koopman.pairs import few_rows, lagged_pairs, moments, scan_moments
+from koopman.pairs import few_rows, lagged_pairs, merge_moments, moments, scan_moments
 from koopman.spectrum import decompose, eigenvalues, modes, right_eigenfunctions, singular_values
 
 ESTIMATORS = {"ridge": Ridge, "pcr": partial(PrincipalComponents, 3), "reduced_rank": partial(ReducedRank, 3)}
@@ -231,6 +231,23 @@ def test_a_missing_intercept_is_named(kind, streamed):
         for _ in range(3):
             noise = rng.normal(size=(301, 5))
             assert not said(noise - noise.mean(0))
+        step, exact = rng.normal(size=(301, 2)), np.array([0.9, 0.5]) ** np.arange(60)[:, None]
+        for offset in (1e3, 1e6, 1e7) if kind == "ridge" else ():  # moments in float64 hold up to about 1e7
+            assert said(step + offset) or (streamed and offset > 1e6)
+            assert said(exact + offset) or offset > 1e6
+            assert offset > 1e6 or not said(np.column_stack([step + offset, np.full(301, 0.1)]))
+
+
+def test_overlapping_residuals_are_no_missing_intercept():
+    """At lag 100 residuals of a slow process without an offset overlap: 9 of 20 such series had the warning."""
+    with jax.enable_x64(True), warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for seed in range(20):
+            path = 0.141 * np.random.default_rng(seed).normal(size=(4000, 1))
+            for t in range(1, 4000):
+                path[t] += 0.99 * path[t - 1]
+            fit(Ridge(), path[:-100], path[100:])
+    assert len(seen) == 0
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -343,6 +360,20 @@ def test_centring_removes_the_constant():
         np.testing.assert_allclose(modes(fit(Ridge(), x, y, center=True)).constant, fixed, atol=1e-8)
 
 
+@pytest.mark.parametrize("constant", [0.1, 1 / 3, 7e5, 1e-9])
+def test_a_constant_feature_about_its_mean_is_zero(constant):
+    """The rounding of its mean was an eigenvalue 1 of moments."""
+    with jax.enable_x64(True):
+        for dtype, n in ((float, 100), (np.float32, 1000)):
+            x = np.random.default_rng(0).normal(size=(n, 2))
+            x, y = (np.column_stack([a, np.full(n, constant)]).astype(dtype) for a in (x, 0.7 * x))
+            halves = (moments(x[at], y[at], center=True) for at in (slice(30), slice(30, None)))
+            for data in ((x, y), (moments(x, y, center=True),), (merge_moments(*halves),)):
+                operator = fit(Ridge(), *data, center=len(data) == 2)
+                np.testing.assert_allclose(eigenvalues(operator), [0.7, 0.7, 0.0], atol=1e-5)
+                assert "1 of 3 directions dropped" in repr(operator)
+
+
 TIME = np.arange(4000)
 COSINE = np.cos(0.01 * TIME)
 TONES = np.cos(0.0445 * TIME) + 0.3 * np.cos(0.1247 * TIME)
@@ -413,6 +444,18 @@ def test_units_of_columns_drop_no_direction(kind, dtype):
             np.testing.assert_allclose(eigenvalues(other), eigenvalues(one), atol=tol)
             found = np.asarray(predict(other, x * units[None], 3)) / units
             np.testing.assert_allclose(found, predict(one, x, 3), atol=tol * np.abs(x).max())
+
+
+def test_the_default_hides_no_small_column():
+    """A tone of size 1e-7 beside one of size 1 had an eigenvalue of modulus .97."""
+    with jax.enable_x64(True):
+        for size in (1e-3, 1e-5, 1e-7, 1e-9):
+            tones = np.stack([0.9999**TIME * np.cos(0.1 * TIME), size * np.cos(0.37 * TIME + 1)], 1)
+            seen = np.concatenate([delays(tone, 10) for tone in tones.T], 1)[:2000]
+            operator = fit(Ridge(), seen[:-1], seen[1:])
+            assert np.abs(eigenvalues(operator) - np.exp(0.37j)).min() < 1e-9
+            alpha = 20 * 2.0**-52 * np.sum(seen[:-1] ** 2) / 1999
+            np.testing.assert_allclose(operator.alpha, alpha, rtol=1e-9)
 
 
 def test_columns_that_principal_components_do_not_see_are_named():

@@ -252,6 +252,13 @@ def test_short_trajectories_of_a_list_are_skipped_with_one_warning():
         lagged_pairs(runs, 12)
 
 
+def test_empty_trajectories_of_a_list_are_skipped_as_short_ones_are():
+    run = np.arange(5.0, dtype=np.float32)
+    for empty in ([run, run[:0]], [run[:0], run]):
+        with pytest.warns(UserWarning, match="Skipped 1 of 2 trajectories"):
+            np.testing.assert_array_equal(lagged_pairs(empty).y, run[1:])
+
+
 def test_known_trajectories_compile_nothing(caplog):
     runs = [np.random.default_rng(n).normal(size=(n, 2)).astype(np.float32) for n in range(60, 80)]
     on_device = [jnp.asarray(run) for run in runs]

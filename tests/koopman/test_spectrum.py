@@ -287,3 +287,11 @@ def test_width_is_checked():
         right_eigenfunctions(fit(Ridge(), x, y), x[:, :2])
     with pytest.raises(ValueError, match="`time_step`"):
         modes(fit(Ridge(), x, y), time_step=0.0)
+
+
+@pytest.mark.parametrize("size", [1e-20, 1e20])
+def test_shares_do_not_depend_on_the_unit_of_the_observable(size):
+    x = np.random.default_rng(0).normal(size=(200, 2)).astype(np.float32)
+    y = x * np.float32([[0.9, 0.5]])
+    wanted, found = (modes(fit(Ridge(), x, y, observable=np.float32(unit) * y)).share for unit in (1, size))
+    np.testing.assert_allclose(found, wanted, rtol=1e-4)
