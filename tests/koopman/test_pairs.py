@@ -73,7 +73,7 @@ def test_an_axis_of_trajectories_is_named(shape):
         (np.zeros((3, 2)), 3, ValueError, r"`trajectories` must be longer than the lag \(3\), got 3 samples"),
         ([np.zeros((1, 2)), np.zeros((2, 2))], 2, ValueError, r"longer than the lag \(2\), got 2 samples at most"),
         ([np.zeros((5, 2)), np.zeros((5, 3))], 1, ValueError, r"states of shape \(2,\)"),
-        ([], 1, ValueError, "`trajectories` must not be empty"),
+        ([], 1, ValueError, "`trajectories` must be longer than the lag \\(1\\), got 0"),
         (
             [np.full(3, 2**40)],
             1,
