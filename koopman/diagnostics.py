@@ -205,7 +205,7 @@ def warn_regression(
             missing = 1 - scores @ (left.T @ ones)
             found = (left_over @ rest) / (left_over @ left_over)
             off = missing[:, None] * (series[1] - scores @ held - missing[:, None] * found)
-            blocks = np.add.reduceat(off, np.unique(np.linspace(0, count, int(count**0.5), endpoint=False).astype(int)))
+            blocks = np.add.reduceat(off, np.linspace(0, count, int(count**0.5), endpoint=False).astype(int))
             square = np.sum((left_over @ rest) ** 2)
             ratio = min(ratio, square / max(np.sum(blocks**2), floor * (left_over @ left_over)))
         if ratio > 25:

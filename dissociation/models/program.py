@@ -39,7 +39,7 @@ def _single(layer: eqx.nn.Linear) -> _Single:
 def called(model: Any, example: Any) -> Any:
     """Return the outputs of a model, in inference mode, or of a pair of model and state."""
     module, *states = model if isinstance(model, tuple) and len(model) == 2 else (model,)
-    is_linear = lambda part: type(part) is eqx.nn.Linear and part.weight.ndim != 2  # noqa: E731
+    is_linear = lambda part: type(part) is eqx.nn.Linear and np.ndim(part.weight) > 2  # noqa: E731
     module = jax.tree.map(lambda part: _single(part) if is_linear(part) else part, module, is_leaf=is_linear)
     function: Any = eqx.nn.inference_mode(module) if isinstance(module, eqx.Module) else module
     if not states:

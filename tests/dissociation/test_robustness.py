@@ -114,6 +114,9 @@ def test_networks_with_state_are_taken_for_the_functions_that_they_are(key):
     np.testing.assert_allclose(jax.vmap(pair[0].head)(features.reshape(60, 8)), jax.vmap(function)(images), atol=1e-5)
 
 
+LAST = ".layers[1].weight"
+
+
 class Own(eqx.Module):
     first: eqx.nn.Linear
     second: eqx.nn.Linear
@@ -132,7 +135,7 @@ def test_a_stack_of_square_networks_is_no_network(members, key):
         lambda m: input_noise_error(m, x, labels, SCALES, noise=x),
         lambda m: parameter_noise_error(m, x, labels, SCALES, noise=m),
         lambda m: neuron_groups(m, x[0]),
-        lambda m: layer_inputs(m, x, "[0]" * isinstance(m, tuple) + ".layers[1].weight"),
+        lambda m: layer_inputs(m, x, ".second.weight" if isinstance(m, Own) else "[0]" * isinstance(m, tuple) + LAST),
     ):
         with pytest.raises(TypeError, match="are those of stacked networks"):
             call(models)

@@ -306,7 +306,7 @@ def test_options_that_do_not_fit_are_named(trajectories):
             encoders(validation=validation)
     with pytest.raises(ValueError, match="`states` must be finite"):
         train_classifiers(np.where(states > 0, states, np.nan), np.zeros(len(states), int), key=key)
-    listed = train_encoders("vamp", [t.tolist() for t in trajectories], key=key, encoder=linear(5, 2), num_epochs=0)
+    listed = train_encoders("vamp", list(trajectories), key=key, encoder=linear(5, 2), num_epochs=0)
     assert listed.num_steps == 0
 
 
