@@ -67,7 +67,7 @@ def compare(name, peer, fit, seeds, alphas, repeats, *, sweep=None):
         found = np.median(ours), np.median(theirs / ours) * times, first - np.median(ours)
         told = "ours {:.3f} s, {:.2f} times the peer; {:.1f} s compiling".format(*found)
         print(f"{name}, {what}: {told}", flush=True)
-        why = "asked for here; the default takes it where `alpha` is below rounding" if name.endswith("qr") else ""
+        why = "asked for here; the default in float32" if name.endswith("qr") else ""
         add_row(f"{name}, {what}", ours, {"kooplearn" + note: theirs * times}, first=first, note=why)
 
     shown("one fit", one, 1, repeats)

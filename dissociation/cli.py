@@ -6,8 +6,8 @@ from dissociation.figures.command import run_command
 TIMES = """Figures of the toolkit, from data to PDF.
 
 Times on two cores that had other work as well. With --quick, a rehearsal in small: robustness 17 s, transfer 89 s,
-eigenvectors 70 s, collapse 86 s, similarity 46 s, freedom 17 s. In full: robustness 76 s, collapse with MNIST 49
-minutes. An interrupted run goes on with the same command. --version says which this is."""
+eigenvectors 70 s, collapse 86 s, similarity 46 s, freedom 17 s. In full: robustness 81 s; with MNIST freedom 2
+minutes, similarity 7, collapse 49. An interrupted run goes on with the same command. --version says which this is."""
 
 
 def main(arguments: list[str] | None = None) -> int:
