@@ -328,7 +328,7 @@ def _warn_regression(
         ones = np.linalg.lstsq(now[:width].T, total[:width])[0]
         rest = total[width : 2 * width] - later[:width].T @ ones
         rounding = 8 * width * eps * np.linalg.norm(later) / max(np.linalg.norm(block), np.finfo(float).tiny)
-        ones = np.append(ones, np.linalg.lstsq(block.T, rest, rcond=rounding)[0])
+        ones = np.append(ones, np.linalg.lstsq(block.T, rest, rcond=float(rounding))[0])
         ones = np.append(ones, max(0.0, count - ones @ ones) ** 0.5)
     else:
         hint_columns(x, estimator.rank)
