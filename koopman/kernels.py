@@ -65,11 +65,7 @@ class RBF(eqx.Module):
     def __call__(self, x: States, y: Float[Array | np.ndarray, "m d"]) -> Float[Array, "n m"]:
         """The matrix of kernel values."""
         x, y, length = _in_lengths(x, y, self.length_scale)
-        # Products of states that are many lengths from their mean would leave rounding in the exponent.
-        largest = jnp.max(jnp.sum((y - jnp.mean(y, 0)[None]) ** 2, 1))
-        lost = jnp.finfo(x.dtype).eps * largest > 1e-4 * length**2
-        square = lax.cond(lost, lambda: _distances(x, y) ** 2, lambda: squared_distances(x, y))
-        return jnp.exp(-0.5 * square / length**2)
+        return _gaussian(x, y, length)
 
 
 class Laplacian(eqx.Module):
@@ -255,6 +251,15 @@ def squared_distances(x: States, y: Float[Array | np.ndarray, "m d"]) -> Float[A
     x, y = x - mean, y - mean
     square = jnp.sum(x**2, 1)[:, None] + jnp.sum(y**2, 1)[None] - 2 * _products(x, y)
     return jnp.maximum(square, 0.0)
+
+
+@jax.jit  # or the branches would be compiled at every call
+def _gaussian(x: Array, y: Array, length: Array) -> Array:
+    # Products of states that are many lengths from their mean would leave rounding in the exponent.
+    largest = jnp.max(jnp.sum((y - jnp.mean(y, 0)[None]) ** 2, 1))
+    lost = jnp.finfo(x.dtype).eps * largest > 1e-4 * length**2
+    square = lax.cond(lost, lambda: _distances(x, y) ** 2, lambda: squared_distances(x, y))
+    return jnp.exp(-0.5 * square / length**2)
 
 
 def _distances(x: States, y: Float[Array | np.ndarray, "m d"]) -> Array:

@@ -190,6 +190,14 @@ def test_spectra(caplog):
     assert (np.abs(mean - exact)[:2] < 5 * error[:2] + 0.05).all()
 
 
+def refused(words):
+    """Whether the command line returns, or exits with, the status of wrong usage."""
+    try:
+        return cli.main(words) == 2
+    except SystemExit as end:
+        return end.code == 2
+
+
 def test_command_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(command, "cache_folder", lambda: tmp_path / "cache")
     sizes = ["--num-trajectories", "2", "--lengths", "300", "--num-centres", "10", "--systems", "ornstein_uhlenbeck"]
@@ -207,10 +215,10 @@ def test_command_line(tmp_path, capsys, monkeypatch):
     assert estimates.dims == ("estimators", "trajectories", "lengths", "exact_ornstein_uhlenbeck")
     assert "estimated against exact" in (out / "report.html").read_text().lower()
     capsys.readouterr()
-    assert cli.main(["ordered-mnist", "--data", "cifar"]) == 2
+    assert refused(["ordered-mnist", "--data", "cifar"])
     assert "cifar" in capsys.readouterr().err
-    assert cli.main(["ordered-mnist", "--num-train", "100000", "--out", str(tmp_path / "new")]) == 2
-    assert "at most the sequence's length" in capsys.readouterr().err
+    assert refused(["ordered-mnist", "--num-train", "100000", "--out", str(tmp_path / "new")])
+    assert "at most the sequence's length" in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "new").exists()
 
 
@@ -320,6 +328,6 @@ def test_models_and_protocols_are_axes(sequence_results, tmp_path):
     ],
 )
 def test_options_of_spectra_out_of_range_are_refused_at_once(options, name, tmp_path, capsys):
-    assert cli.main(["spectra", "--quick", *options, "--out", str(tmp_path / "new"), "--silent"]) == 2
+    assert refused(["spectra", "--quick", *options, "--out", str(tmp_path / "new"), "--silent"])
     assert f"`{name}` must " in capsys.readouterr().err
     assert not (tmp_path / "new").exists()

@@ -290,9 +290,10 @@ def similarity_from_moments(moments: JointMoments, measure: str = "debiased_cka"
         check_samples("moments", number, 4)
         if measure in ("cca", "cca_squared") and widest >= number - 1:
             fail("moments", "be of more samples than features", f"{number} samples of {widest} features")
-        _check_scale(moments)
-        if measure in ("cca", "cca_squared"):
-            _warn_lost(moments)
+        with jax.ensure_compile_time_eval():  # known moments may be used under a trace
+            _check_scale(moments)
+            if measure in ("cca", "cca_squared"):
+                _warn_lost(moments)
     found = _from_moments(moments, measure)
     if not is_traced(found) and np.isnan(np.diagonal(found)).any():
         places = ", ".join(str(place) for place in np.flatnonzero(np.isnan(np.diagonal(found))))
