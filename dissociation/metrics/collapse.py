@@ -213,6 +213,7 @@ def neural_collapse(moments: ClassMoments) -> Collapse:
 
     Warns:
         UserWarning: If the features' mean is more than 100 times as far from zero as they are from it.
+        RuntimeWarning: If features vary by less than 1e-3, so that the published constants of `nc1` and `rnc1` count.
 
     References:
         Sakamoto and Sato (2025), Explaining grokking and information bottleneck through neural collapse emergence.

@@ -21,7 +21,10 @@ MOVES = ("transpose", "reshape", "convert_element_type", "stop_gradient", "copy"
 
 
 class _Single(eqx.nn.Linear):
-    """A layer that one network has: a product would take weights of several. A scan over layers calls each of them."""
+    """Linear layer that raises if it is called with the stacked weights of several networks.
+
+    A scan over stacked layers is allowed, because it calls the layer with the weights of one.
+    """
 
     def __call__(self, x: Any, *, key: Any = None) -> Any:
         if self.weight.ndim != 2:
@@ -30,6 +33,7 @@ class _Single(eqx.nn.Linear):
 
 
 def _single(layer: eqx.nn.Linear) -> _Single:
+    """Return a copy of `layer` that raises if it is called with stacked weights."""
     single = object.__new__(_Single)
     for name, value in vars(layer).items():
         object.__setattr__(single, name, value)

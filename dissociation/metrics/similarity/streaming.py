@@ -302,6 +302,7 @@ def similarity_from_moments(moments: JointMoments, measure: str = "debiased_cka"
 
 
 def _check_scale(moments: JointMoments) -> None:
+    """Raise if squares of a representation's mean square overflow or vanish in the dtype."""
     limits = jnp.finfo(moments.products.dtype)
     low, high = float(limits.tiny / limits.eps) ** 0.5, float(limits.max) ** 0.5 * float(limits.eps) ** 0.5
     for square in np.asarray(moments.squares() / moments.count, np.float64):
@@ -311,6 +312,7 @@ def _check_scale(moments: JointMoments) -> None:
 
 
 def _warn_lost(moments: JointMoments) -> None:
+    """Warn of the directions of each representation that its covariance does not hold."""
     widths = [int(jnp.sum(jnp.diagonal(moments.block(i, i)) > 0)) for i in range(len(moments.widths))]
     lost = [width - int(rank) for width, rank in zip(widths, _whitened(_evened(moments))[1], strict=True)]
     if any(lost):
