@@ -23,12 +23,14 @@ def draw(results: Any) -> Figure:
         for index, (panel, (name, values)) in enumerate(zip(panels, results.matrices.items(), strict=True)):
             _matrix(panel, results, name, values, first=index == 0)
         above.colorbar(panels[0].images[0], ax=panels, shrink=0.8, label="value")
-        left, middle, right, last = below.subplots(1, 4, width_ratios=(1.25, 1, 1, 1))
+        left, middle, right, last = below.subplots(1, 4, width_ratios=(1.4, 1, 1, 1))
         _rewrites(left, results)
         _training(middle, results)
         _function(right, results)
         _plane(last, results)
         plotting.letter(panels[0], left, middle, right, last)
+        marks = [panel.get_legend_handles_labels() for panel in (middle, last)]
+        below.legend(*map(sum, zip(*marks, strict=True), ([], [])), loc="outside lower center", ncols=7)
     plt.close(figure)
     return figure
 
@@ -52,7 +54,7 @@ def _rewrites(panel: Axes, results: Any) -> None:
     names = list(results.rewritten)
     table = np.array(list(results.calibrated.values()))
     plotting.heat(panel, table, [[_short(value) for value in row] for row in table])
-    panel.set_xticks(range(len(REWRITES)), REWRITES, fontsize=4)
+    panel.set_xticks(range(len(REWRITES)), REWRITES, rotation=30, ha="right", rotation_mode="anchor")
     panel.set_yticks(range(len(names)), names, fontsize=5)
     panel.set_title("one function, rewritten\n1: unmoved, 0: chance")
 
@@ -67,7 +69,6 @@ def _training(panel: Axes, results: Any) -> None:
         panel.plot(range(len(mean)), mean, label=name, **look)
         panel.fill_between(range(len(mean)), low, high, color=look["color"], alpha=0.2, linewidth=0)
     panel.set(xlabel="epoch", ylabel="value, last hidden layer", ylim=(0, 1), title="training")
-    _legend(panel, 2)
 
 
 def _function(panel: Axes, results: Any) -> None:
@@ -82,7 +83,6 @@ def _function(panel: Axes, results: Any) -> None:
         panel.errorbar(x, value, errors, label=name, **dots)
         panel.axhline(float(np.nanmean(chance)), color=look["color"], linestyle=":", linewidth=0.7)
     panel.set(xlabel="disagreement (%)", ylabel="estimate, last hidden layer", ylim=(-0.05, 1), title="function")
-    _legend(panel, 2)
 
 
 def _plane(panel: Axes, results: Any) -> None:
@@ -92,14 +92,10 @@ def _plane(panel: Axes, results: Any) -> None:
         points = results.points[[index for index, (name, _) in enumerate(results.items) if name == layer]]
         panel.plot(points[:, 0], points[:, 1], marker, color=shade, markersize=3, label=layer)
     panel.set(xticks=[], yticks=[], title="plane of angles")
-    panel.set_aspect("equal", adjustable="datalim")
-    _legend(panel, len(layers))
-
-
-def _legend(panel: Axes, columns: int) -> None:
-    """Below the panel, off the curves."""
-    below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.12)}
-    panel.legend(ncols=columns, columnspacing=0.8, handlelength=2.2, **below)
+    middle = (results.points.max(0) + results.points.min(0)) / 2
+    half = 1.1 * np.abs(results.points - middle).max()
+    limits = np.stack([middle - half, middle + half], 1)
+    panel.set(xlim=limits[0], ylim=limits[1], aspect="equal")
 
 
 def of_seeds(items: Sequence[tuple[str, int]], values: np.ndarray, layer: str) -> np.ndarray:

@@ -73,12 +73,9 @@ def test_the_files_and_the_figure(run, tmp_path):
         assert part in similarity.caption(results)
     assert_only_draws(similarity, results)
     drawn = similarity.draw(results)
-    legends = {
-        text.get_text()
-        for panel in drawn.axes
-        for text in (panel.get_legend() and panel.get_legend().get_texts() or [])
-    }
-    assert {*results.matrices, "hidden0", "features", "logits"} <= legends  # called as in tables and arrays
+    (legend,) = drawn.subfigs[1].legends
+    legends = {text.get_text() for text in legend.get_texts()}
+    assert {*results.matrices, "hidden0", "features", "logits"} == legends  # called as in tables and arrays
     assert {panel.get_title() for panel in drawn.axes} >= set(results.matrices)
 
 
