@@ -252,6 +252,52 @@ def test_short_trajectories_of_a_list_are_skipped_with_one_warning():
         lagged_pairs(runs, 12)
 
 
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize(
+    ("kinds", "start", "error"),
+    [
+        (("int32", "float32"), 2**30 + 1, "warns"),
+        (("float32", "uint32"), 2**30 + 1, "warns"),
+        (("int64", "float32", "int16"), 2**30 + 1, "warns"),
+        (
+            ("int32", "uint32"),
+            2**31 + 5,
+            r"`traj.*\[1\]` must hold integers from -2147483648 to 2147483647, got 2147483",
+        ),
+        (("uint32", "int8", "int32"), 2**31 + 5, r"`traj.*\[0\]` must hold integers"),
+        (("int32", "uint8", "float32"), 2**20, None),
+        (("int32", "uint32", "int64"), 2**20, None),
+    ],
+)
+def test_lists_of_several_dtypes_lose_no_digit_in_silence(kinds, start, error, x64):
+    large = [k != "float32" and np.iinfo(k).max > start + 2 for k in kinds]
+    runs = [(start * held + np.arange(3)).astype(k) for k, held in zip(kinds, large, strict=True)]
+    for call in (lambda: lagged_pairs(runs).y, lambda: np.concatenate(delay_embed(runs, 1))[:, 0]):
+        with jax.enable_x64(x64):
+            if x64 or error is None:
+                with warnings.catch_warnings(action="error"):
+                    found = np.asarray(call()).tolist()
+                shown = [run[1:] if len(found) == 2 * len(runs) else run for run in runs]
+                assert found == [number for run in shown for number in run.tolist()]
+            elif error == "warns":
+                with pytest.warns(RuntimeWarning, match=r"^`traj.*\[\d\]` varies by .* float32 keeps 0 digits"):
+                    call()
+            else:
+                with pytest.raises(ValueError, match=error):
+                    call()
+
+
+def test_float64_rounds_large_integers_with_a_word():
+    large = [np.arange(2**60, 2**60 + 5), np.arange(5, dtype=np.float32)]
+    with jax.enable_x64(True):
+        with pytest.warns(
+            RuntimeWarning, match=r"^`trajectories\[0\]` .*: float64 keeps 0 digits of it\. Subtract [^,]*$"
+        ):
+            lagged_pairs(large)
+        with pytest.warns(RuntimeWarning, match=r"^Column 1 of `x` .*: float64 keeps"):
+            moments(np.stack([np.arange(5), 2**60 + np.arange(5)], 1), np.ones((5, 2)), center=True)
+
+
 def test_empty_trajectories_of_a_list_are_skipped_as_short_ones_are():
     run = np.arange(5.0, dtype=np.float32)
     for empty in ([run, run[:0]], [run[:0], run]):
