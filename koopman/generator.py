@@ -66,7 +66,7 @@ def fit_generator(
         rank: Slowest eigenpairs returned, at most d.
         diffusion: D, in units of length^2 / time: k_B T / gamma; s^2 / 2 for dynamics with noise s dW, which is
             sigma^2 / (2 friction^2) for `datasets.langevin.overdamped_langevin`.
-        alpha: Tikhonov regularisation in the units of C, non-negative. None is the rounding of C, as in `operators.fit`,
+        alpha: Tikhonov regularisation in the units of C, non-negative. None is rounding, as in `operators.fit`,
             of features that are brought to one size. Of narrow features it leaves slow rates on few samples, which
             `alpha=1e-6 * mean(x**2)` may remove.
         shift: Positive, in units of 1 / time. None is tr(E) / tr(C), the mean rate of the features; rates far from it
@@ -108,10 +108,7 @@ def fit_generator(
     else:
         shift = jnp.asarray(shift, x.dtype) / pace / pace
     unit = units[0]
-    if alpha is None:
-        penalty = default_alpha(held, min(x.shape))
-    else:
-        penalty = jnp.asarray(alpha, x.dtype) / unit / unit
+    penalty = default_alpha(held, min(x.shape)) if alpha is None else jnp.asarray(alpha, x.dtype) / unit / unit
     if not (is_traced(held) or is_traced(energy) or is_traced(penalty)):
         if energy > 0 and held > 0:
             check_square("jac", float(energy / held) * float(pace) ** 2, "squares, over those of `x`,", x.dtype)

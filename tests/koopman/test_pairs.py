@@ -163,6 +163,7 @@ def test_a_stack_of_trajectories_has_delays_of_each():
 STATES = np.random.default_rng(3).normal(size=(12, 2)).astype(np.float32)
 RUNS = {"run": np.repeat(["b", "a"], [7, 5]), "t": [*range(7), *range(5)]}
 DAYS = pd.date_range("2024-02-25", periods=12)
+HOURS = pd.date_range("2024-02-25", periods=12, freq="h")
 
 
 def frame(index=None, **columns):
@@ -201,8 +202,14 @@ def test_runs_of_an_index_are_trajectories(order):
     table = table.sort_index(level=1, sort_remaining=False, kind="stable") if order == "rows by time" else table
     wanted = lagged_pairs([STATES[:7], STATES[7:]], 2)
     pieces = [run for _, run in frame(**RUNS).set_index("t").groupby("run", sort=False)]
-    forms = (table, [table.loc[["b"]], table.loc[["a"]]], [piece[["p", "q"]] for piece in pieces])
-    for form in (*forms, [frame(**RUNS)[["p", "q"]][:7], STATES[7:]]):
+    days = frame().set_index([pd.Index(RUNS["run"], name=None), DAYS])
+    coded = frame(**RUNS | {"run": RUNS["t"] * 0 + [ord(run) for run in RUNS["run"]]}).set_index(["run", "t"])
+    names = (["Trial_ID", "Time [s]"], ["subject id", "frame"], ["cell", "t_ms"])
+    forms = (days, table.swaplevel(), coded.rename_axis(["id", None]), *(coded.rename_axis(each) for each in names))
+    forms = (*forms, table, [table.loc[["b"]], table.loc[["a"]]], [piece[["p", "q"]] for piece in pieces])
+    sheet = xr.DataArray(STATES, dims=("t_s", "y"), coords={"y": ["p", "q"]})
+    sheets = [sheet[:7].rename({"t_s": "TIME (s)"}).T, sheet[7:]]
+    for form in (*forms, sheets, [frame(**RUNS)[["p", "q"]][:7], STATES[7:]]):
         for found, other in zip(lagged_pairs(form, 2), wanted, strict=True):
             np.testing.assert_array_equal(found, other)
         assert [len(rows) for rows in delay_embed(form, 2)] == [6, 4]
@@ -221,7 +228,6 @@ def test_runs_of_an_index_are_trajectories(order):
         (frame(**RUNS), TypeError, r"numbers in every column, got text, dates or objects in \['run'\]\. Use"),
         (frame(t=RUNS["t"]), ValueError, r"states alone .* runs or times in \['t'\]\. Use frame.set_index"),
         (frame(when=DAYS), TypeError, r"objects in \['when'\]"),
-        (frame(**RUNS).set_index(["t", "run"]), ValueError, "time as the last level"),
         (frame(**RUNS | {"t": RUNS["t"][::-1]}).set_index(["run", "t"]), ValueError, "increases, got 3 after 4"),
         ([frame(), frame()[["q", "p"]]], ValueError, r"same columns in one order, got \['p', 'q'\] and \['q', 'p'\]"),
         (named(("x", "y")), ValueError, r"dimensions \(time, state\).* got dimensions \('x', 'y'\)"),
@@ -236,6 +242,68 @@ def test_frames_that_leave_time_open_are_refused(table, error, words):
     for call in (lagged_pairs, lambda table: delay_embed(table, 2), train):
         with pytest.raises(error, match=f"`traj.*must .*{words}"):
             call(table)
+
+
+NAMES = ("trial_id", "run_id", "Subject ID", "time_s", "Time (s)", "t [s]", "ts", "animal", "Seed", "t_ms")
+SHEETS = [xr.DataArray(STATES, dims=("time", "y"), coords={"y": labels}) for labels in (["p", "q"], ["q", "p"])]
+
+
+@pytest.mark.parametrize("label", NAMES)
+def test_columns_with_names_of_runs_and_times_are_refused(label):
+    with pytest.raises(ValueError, match=r"states alone .* runs or times in \[.*if they are states, pass frame"):
+        lagged_pairs(frame(**{label: RUNS["t"]}))
+
+
+@pytest.mark.parametrize("dims", [("run", "time"), ("time", "Trial ID"), ("Subject", "t [s]"), ("time", "date")])
+def test_dimensions_of_runs_are_no_states(dims):
+    for given in (named(dims), [named(dims)]):
+        with pytest.raises(ValueError, match=r"dimensions \(time, state\).*pass list\(array\)"):
+            lagged_pairs(given)
+
+
+@pytest.mark.parametrize(
+    ("names", "number"), [([None, None], 2), (["frame", "cell"], 2), (["time", "t"], 2), (["run", "subject"], 0)]
+)
+def test_an_index_of_two_readings_is_refused(names, number):
+    table = frame(a=RUNS["t"], b=range(12)).set_index(["a", "b"]).rename_axis(names)
+    with pytest.raises(ValueError, match=rf"level of times in its index, got {number} that may be.*rename_axis"):
+        lagged_pairs(table)
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        (frame(ts=0.1 * np.arange(12)), r"runs or times in \['ts'\]"),
+        (frame(pd.Index(range(12), name="Run ID")), "index of times, got one of runs, named 'Run ID'.*for one"),
+        (frame(**RUNS).pivot(index="t", columns="run", values="p"), "for columns, .* named 'run'.*frame.T; if"),
+        (frame().T.set_axis(DAYS, axis=1), "for columns, got columns of runs or times"),
+        (SHEETS, r"same columns in one order, got \['p', 'q'\] and \['q', 'p'\]"),
+        ([frame(DAYS), frame(HOURS)], "one time step, got 86400 s and 3600 s. Resample"),
+        ([frame(DAYS), frame(HOURS.to_period("h"))], "one time step, got 86400 s and 3600 s"),
+        ([frame(DAYS), frame(pd.date_range("2024-02-25", periods=12, freq="87264s"))], "one time step, got 86400 s and 87264 s"),
+        ([frame(0.1 * np.arange(12)), frame(0.11 * np.arange(12))], "one time step, got 0.1 and 0.11"),
+    ],
+)
+def test_tables_of_two_readings_are_refused(table, words):
+    for call in (lagged_pairs, lambda table: delay_embed(table, 2)):
+        with pytest.raises(ValueError, match=words):
+            call(table)
+
+
+def test_names_and_steps_of_one_reading_pass():
+    plausible = {
+        "ts": STATES[:, 0],
+        "seed": STATES[:, 1],
+        "x_s": np.arange(12),
+        "temp": np.arange(12),
+        "x (s)": range(12),
+    }
+    assert lagged_pairs(frame(**plausible)).x.shape == (11, 7)
+    milliseconds = [(1000 / 30 * np.arange(start, start + n)).round().astype(int) for start, n in ((0, 5), (1, 7))]
+    months = pd.date_range("2024-01-31", periods=12, freq="ME")
+    for one, other in (milliseconds, (months[:4], months[5:]), (DAYS[:5], DAYS[5:].tz_localize("Europe/Berlin"))):
+        pieces = [frame()[: len(one)].set_axis(one), frame()[: len(other)].set_axis(other)]
+        assert len(lagged_pairs(pieces).x) == len(one) + len(other) - 2
 
 
 def test_short_trajectories_of_a_list_are_skipped_with_one_warning():
