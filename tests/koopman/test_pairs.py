@@ -280,7 +280,10 @@ def test_an_index_of_two_readings_is_refused(names, number):
         (SHEETS, r"same columns in one order, got \['p', 'q'\] and \['q', 'p'\]"),
         ([frame(DAYS), frame(HOURS)], "one time step, got 86400 s and 3600 s. Resample"),
         ([frame(DAYS), frame(HOURS.to_period("h"))], "one time step, got 86400 s and 3600 s"),
-        ([frame(DAYS), frame(pd.date_range("2024-02-25", periods=12, freq="87264s"))], "one time step, got 86400 s and 87264 s"),
+        (
+            [frame(DAYS), frame(pd.date_range("2024-02-25", periods=12, freq="87264s"))],
+            "one time step, got 86400 s and 87264 s",
+        ),
         ([frame(0.1 * np.arange(12)), frame(0.11 * np.arange(12))], "one time step, got 0.1 and 0.11"),
     ],
 )
