@@ -327,7 +327,7 @@ def _warn_regression(
     """Warn of what a regression of known successors on explicit features, as of a linear kernel, would do better."""
     if is_traced(operator.core) or is_traced(operator.alpha):
         return
-    if kernel is not None and not (isinstance(kernel, Linear) and np.shape(x)[1] < np.shape(x)[0]):
+    if kernel is not None and not (isinstance(kernel, Linear) and not isinstance(x, Moments) and x.shape[1] < len(x)):
         return
     eps = float(jnp.finfo(operator.core.dtype).eps)
     if isinstance(x, Moments):

@@ -190,5 +190,3 @@ def test_links_that_lead_to_each_other_are_refused_with_their_path(tmp_path):
     with pytest.raises(OSError, match=f"must lead to a file, got links that lead to each other: '{one}'"):
         files.write_bytes(one, b"lost")
     assert one.is_symlink()
-    with pytest.raises(OSError, match="one/run"):
-        files.write_bytes(one / "run", b"lost")

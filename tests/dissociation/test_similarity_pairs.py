@@ -151,7 +151,7 @@ def test_frames_that_order_their_rows_differently_are_refused(kind):
 def test_layers_whose_names_look_the_same_are_refused(names):
     layers = {name: RNG.standard_normal((20, 3)) for name in names}
     with pytest.raises(ValueError, match="`representations` must have layers whose names differ as text, .*Rename one"):
-        similarity.pairwise("linear_cka", layers)
+        pairs._named("representations", layers)
 
 
 def test_directions_that_a_measure_drops_are_counted():

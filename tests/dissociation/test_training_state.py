@@ -319,8 +319,8 @@ def test_an_optimiser_that_takes_no_value_gets_none(key):
 def test_an_optimiser_that_needs_a_function_of_gradients_is_refused(key):
     sam = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05), opaque_mode=True)
     for optimizer, hyperparams in ((sam, None), (lambda rate: sam, jnp.ones(1))):
+        step = make_step(quadratic, optimizer)
         with pytest.raises(ValueError, match="`optimizer` must need no `grad_fn`, .*Pass opaque_mode=False"):
-            step = make_step(quadratic, optimizer)
             fit(jnp.ones((1, 3)), step, FullBatch(CURVATURE), num_steps=1, key=key, hyperparams=hyperparams)
 
 
