@@ -229,7 +229,7 @@ class _Rule:
         words = f"{kind.words} {kind.axes}" if self._has_axes else "a number"
         words += ", or a list of arrays" if self.listed else ""
         if kind.axes.names[:1] in (("n",), ("m",)) and is_table(value):
-            check_columns(name, value, bound, kind.axes.names[-1])
+            check_columns(name, value, bound, str(kind.axes.names[-1]))
         array = as_array(name, value, words, bare=not self._has_axes, may_be_empty=may_be_empty)
         if self.listed:
             refuse_nested(name, value, array, 2)

@@ -259,9 +259,8 @@ def _one_transformation(optimizer: Any) -> Any:
         try:
             inspect.signature(optimizer.update).bind(None, None, None, value=0, grad=0, value_fn=0)
         except TypeError:  # whatever its type says, as that of `optax.contrib.sam` does
-            if "grad_fn" in inspect.signature(optimizer.update).parameters:
-                optimizer = optax.GradientTransformation(optimizer.init, _without_grad_fn(optimizer.update))
-            return optax.with_extra_args_support(optax.GradientTransformation(*optimizer))
+            update = _without_grad_fn(optimizer.update)
+            return optax.with_extra_args_support(optax.GradientTransformation(optimizer.init, update))
     return optimizer
 
 
