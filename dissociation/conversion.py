@@ -164,15 +164,15 @@ def as_numbers(name: str, array: Any, numbers: frozenset[str]) -> Any:
 
 
 def warn_narrowed(name: str, array: Any, *, gates: int = 1) -> None:
-    """Warn if float32 is going to drop digits by which known numbers of one column differ, or to round integers.
+    """Warn if JAX's floats drop digits by which known numbers of one column differ, or round integers.
 
     Args:
         name: Name of the argument.
-        array: Numbers as they came. Nothing is checked of single and traced ones, nor with x64 on.
+        array: Numbers as they came. Nothing is checked of traced ones, and nothing that JAX's floats hold exactly.
         gates: Number of `validated` functions between the user and here; inside more of them, an outer one has warned.
     """
-    kind = number_kind(array.dtype)
-    narrow = {"int": 2, "float": 4}.get(kind, np.inf) if jax.dtypes.canonicalize_dtype(float) == np.float32 else np.inf
+    kind, working = number_kind(array.dtype), jax.dtypes.canonicalize_dtype(float)
+    narrow = {"int": working.itemsize // 2, "float": working.itemsize}.get(kind, np.inf)
     if is_traced(array) or array.dtype.itemsize <= narrow or not array.ndim or not array.size:
         return
     width = array.shape[-1] if array.ndim > 1 else 1
@@ -181,32 +181,54 @@ def warn_narrowed(name: str, array: Any, *, gates: int = 1) -> None:
     rows = rows.reshape(-1, width)
     rows = rows[:: -(-len(rows) // number) | 1]
     with np.errstate(all="ignore"):
-        rounding = rows.astype(np.float64) - rows.astype(np.float32)
-        mean, deviation = np.abs(rows.mean(0, dtype=np.float64)), rows.std(0, dtype=np.float64)
+        kept = rows.astype(working)
+        rounding = rows.astype(np.float64) - kept
+        mean, deviation = np.abs(rows.mean(0, dtype=np.float64)), (rows - rows.min(0)).std(0, dtype=np.float64)
         # Of numbers about a large mean float32 drops a share of 2 ** -25 of the mean; of some, as integers, none.
         dropped = np.std(rounding, 0) / deviation
+        exact = kept.astype(rows.dtype) == rows
     # Two or three numbers may lie close by chance, and what a constant differs by is the rounding of float64.
     lost = dropped > (LOST_DIGITS * 2.0**-25 if len(rows) > 3 else 0.01)
     lost &= deviation > 64 * np.finfo(np.float64).eps * mean
     if kind == "int":
-        lost = rounding.any(0) & (deviation > 0)
+        lost = ~exact.all(0) & (deviation > 0)
     if not lost.any():
         return
     worst = int(np.argmax(np.where(lost, mean / np.where(lost, deviation, 1.0), 0.0)))
-    digits = np.clip(np.log10(deviation[worst] / mean[worst]) + 7, 0, 7)
+    most = np.finfo(working).precision + 1
+    digits = np.clip(np.log10(deviation[worst] / mean[worst]) + most, 0, most)
+    wider = ", or call jax.config.update('jax_enable_x64', True) at the start" if working == np.float32 else ""
     warn(
         f"{f'Column {worst} of ' if array.ndim > 1 else ''}`{name}` varies by {deviation[worst]:.2g} about "
-        f"{mean[worst]:.2g}: float32 keeps {digits:.0f} digits of it. Subtract the means first, or "
-        "call jax.config.update('jax_enable_x64', True) at the start.",
+        f"{mean[worst]:.2g}: {working} keeps {digits:.0f} digits of it. Subtract the means first{wider}.",
         gates=gates,
     )
 
 
-def check_fits(name: str, array: Any) -> None:
-    """Raise if an array's integers are out of the range that JAX keeps, which has 32 bits unless x64 is on."""
+def common_dtype(names: list[str], arrays: list[Any]) -> Any:
+    """Return a dtype in which JAX holds all arrays. NumPy's rule keeps digits where JAX's rounds integers.
+
+    Warns:
+        RuntimeWarning: If integers are rounded.
+
+    Raises:
+        ValueError: If integers are out of its range.
+    """
+    kinds = {jax.dtypes.canonicalize_dtype(array.dtype) for array in arrays}
+    dtype = jax.dtypes.canonicalize_dtype(np.result_type(*kinds))
+    for name, array in zip(names, arrays, strict=True) if len(kinds) > 1 else ():
+        if number_kind(dtype) == "int":
+            check_fits(name, array, dtype)
+        elif number_kind(array.dtype) == "int":
+            warn_narrowed(name, array)
+    return dtype
+
+
+def check_fits(name: str, array: Any, dtype: Any = None) -> None:
+    """Raise if integers are out of the range of `dtype`; by default JAX's, which has 32 bits unless x64 is on."""
     if is_traced(array) or number_kind(array.dtype) != "int" or not array.size:
         return
-    kept = jax.dtypes.canonicalize_dtype(array.dtype)
+    kept = jax.dtypes.canonicalize_dtype(array.dtype) if dtype is None else dtype
     if kept == array.dtype:
         return
     limits = np.iinfo(kept)

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from dissociation import checks, sharding
 from dissociation.bmap import bmap
-from dissociation.conversion import check_fits
+from dissociation.conversion import check_fits, common_dtype, number_kind
 from dissociation.validation import validated
 
 MEMBER_MAPS = ("vmap", "scan", "unroll")
@@ -237,10 +237,15 @@ def _joined(how: str, trees: Sequence[Any], axis: int) -> Any:
         if not _is_array(leaves[0]):
             return leaves[0]
         library = np if all(isinstance(leaf, np.ndarray | np.generic) for leaf in leaves) else jnp
+        if library is jnp and len(kinds := {leaf.dtype for leaf in leaves}) > 1 and "int" in map(number_kind, kinds):
+            dtype = common_dtype([f"trees[{index}]" for index in range(len(leaves))], list(leaves))
+            leaves = tuple(jnp.asarray(leaf, dtype) for leaf in leaves)
         return getattr(library, how)(leaves, axis=axis)
 
     try:
         return jax.tree.map(join, *trees)
+    except checks.WrongValue:
+        raise
     except ValueError as error:
         shapes = [str(jax.tree.map(lambda leaf: getattr(leaf, "shape", None), tree)) for tree in trees]
         other = next((shape for shape in shapes if shape != shapes[0]), shapes[-1])

@@ -36,11 +36,11 @@ from dissociation.conversion import (
     refuse_nested,
     warn_narrowed,
 )
-from dissociation.frames import as_trajectories, check_same_rows
+from dissociation.frames import as_trajectories, check_columns, check_same_rows, is_table
 from dissociation.types import InTime, Labels
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-Bound = dict[str, tuple[int, str]]  # name of an axis -> its length, and the argument that had it first
+Bound = dict[str, tuple[Any, str]]  # name of an axis -> its length, and the argument that had it first
 
 
 @overload
@@ -175,7 +175,7 @@ class _Rule:
         """Return the argument as the function takes it, or raise an error that names it."""
         if (value is None and self.optional) or self._is_instance(value) or (self.function and callable(value)):
             return value
-        value = as_trajectories(name, value) if self.in_time else value
+        value = as_trajectories(name, value, one=not self.listed) if self.in_time else value
         if self.listed and holds_arrays(value):
             return [self._admit_listed(f"{name}[{i}]", item, may_be_empty) for i, item in enumerate(value)]
         if self.keys:
@@ -228,6 +228,8 @@ class _Rule:
         kind = self.arrays[0]
         words = f"{kind.words} {kind.axes}" if self._has_axes else "a number"
         words += ", or a list of arrays" if self.listed else ""
+        if kind.axes.names[:1] in (("n",), ("m",)) and is_table(value):
+            check_columns(name, value, bound, str(kind.axes.names[-1]))
         array = as_array(name, value, words, bare=not self._has_axes, may_be_empty=may_be_empty)
         if self.listed:
             refuse_nested(name, value, array, 2)

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Annotated
 
 import equinox as eqx
 import jax
@@ -13,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from dissociation.checks import check_count, check_non_negative, fail, is_traced
 from dissociation.linalg import product
-from dissociation.types import Count
+from dissociation.types import Count, InTime
 from dissociation.validation import validated
 from koopman.diagnostics import warn_narrowed
 from koopman.operator import LinearMap, Operator
@@ -218,18 +219,18 @@ def _r2_score(target: Array, forecast: Array) -> Array:
 @validated(finite=("trajectory",))
 def score(
     operator: Operator,
-    trajectory: Float[Array | np.ndarray, "time d"],
+    trajectory: Annotated[Float[Array | np.ndarray, "time d"], InTime()],
     *,
     lag: int = 1,
     steps: int = 1,
-    observable: Float[Array | np.ndarray, "time *o"] | None = None,
+    observable: Annotated[Float[Array | np.ndarray, "time *o"], InTime()] | None = None,
     metric: Callable[[Array, Array], Array] = r2_score,
 ) -> Array:
     """How well a trajectory is forecast: a metric of what came at t + lag * steps and what was forecast at t.
 
     Args:
         operator: An operator fitted on pairs of this lag.
-        trajectory: Features (states, for a kernel operator) in the order of time.
+        trajectory: Features (states, for a kernel operator) in the order of time. A frame is read as by `lagged_pairs`.
         lag: Samples from x to y in the pairs of the fit.
         steps: Lags ahead.
         observable: What was forecast, at the same times as `trajectory`; default `trajectory` itself.

@@ -5,7 +5,7 @@ quadratic form needs gradients only: -<f, L g> = D E[grad f . grad g]. No lag, a
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from dissociation.linalg import product, scale_of
 from dissociation.types import Scalar
 from dissociation.validation import validated
 from koopman.diagnostics import warn_large_alpha, warn_narrowed, warn_offset
-from koopman.pairs import check_square, gram_root
+from koopman.pairs import check_square, default_alpha, gram_root
 from koopman.perturbation import couplings
 
 
@@ -66,7 +66,9 @@ def fit_generator(
         rank: Slowest eigenpairs returned, at most d.
         diffusion: D, in units of length^2 / time: k_B T / gamma; s^2 / 2 for dynamics with noise s dW, which is
             sigma^2 / (2 friction^2) for `datasets.langevin.overdamped_langevin`.
-        alpha: Tikhonov regularisation in the units of C, non-negative. None is 1e-6 tr(C) / d.
+        alpha: Tikhonov regularisation in the units of C, non-negative. None is rounding, as in `operators.fit`,
+            of features that are brought to one size. Of narrow features it leaves slow rates on few samples, which
+            `alpha=1e-6 * mean(x**2)` may remove.
         shift: Positive, in units of 1 / time. None is tr(E) / tr(C), the mean rate of the features; rates far from it
             lose digits.
 
@@ -98,35 +100,49 @@ def fit_generator(
     warn_offset(x, advice="take them about their mean")
     width = x.shape[1]
     x = jnp.asarray(x)
-    x, root, slope, unit, pace, held, energy = _forms(x, jnp.asarray(jac), jnp.asarray(diffusion, x.dtype))
+    parts = _forms(x, jnp.asarray(jac), jnp.asarray(diffusion, x.dtype), alpha is None)
+    x, root, slope, units, pace, held, energy = parts
     if shift is None:  # any will do where there is no energy, or nothing at all
         known = (held > 0) & (energy > 0)
         shift = jnp.where(known, energy, 1.0) / jnp.where(known, held, 1.0)
     else:
         shift = jnp.asarray(shift, x.dtype) / pace / pace
-    penalty = 1e-6 * held / width if alpha is None else jnp.asarray(alpha, x.dtype) / unit / unit
+    unit = units[0]
+    penalty = default_alpha(held, min(x.shape)) if alpha is None else jnp.asarray(alpha, x.dtype) / unit / unit
     if not (is_traced(held) or is_traced(energy) or is_traced(penalty)):
         if energy > 0 and held > 0:
             check_square("jac", float(energy / held) * float(pace) ** 2, "squares, over those of `x`,", x.dtype)
         warn_large_alpha(penalty, held / width, held, "the mean eigenvalue of E[phi phi^T]", unit)
-    return _generator(x, root, slope, unit, pace, shift, penalty, size)
+    return _generator(x, root, slope, units, pace, shift, penalty, size)
 
 
-@jax.jit
-def _forms(x: Array, jac: Array, diffusion: Array) -> tuple[Array, ...]:
-    """Features, roots of both forms, units in which squares neither overflow nor vanish, and traces."""
+@partial(jax.jit, static_argnames="level")
+def _forms(x: Array, jac: Array, diffusion: Array, level: bool) -> tuple[Any, ...]:
+    """Return features, roots of both forms, units in which squares neither overflow nor vanish, and traces.
+
+    The units of features are one for all, and with `level` powers of two near the sizes of the columns.
+    """
     number, width = x.shape
     flat = jnp.moveaxis(jac, 2, 1).reshape(-1, width)
     unit = scale_of(jnp.max(jnp.abs(x)))
     x, flat = x / unit, flat / unit * jnp.sqrt(diffusion)
+    sizes = scale_of(jnp.max(jnp.abs(x), 0)) if level else jnp.ones(width, x.dtype)
+    x, flat = x / sizes[None], flat / sizes[None]
     pace = scale_of(jnp.max(jnp.abs(flat)))
     root, slope = gram_root(x * number**-0.5), gram_root(flat / pace * number**-0.5)
-    return x, root, slope, unit, pace, jnp.sum(root**2), jnp.sum(slope**2)
+    return x, root, slope, (unit, sizes), pace, jnp.sum(root**2), jnp.sum(slope**2)
 
 
 @partial(jax.jit, static_argnames="size")
 def _generator(
-    x: Array, root: Array, slope: Array, unit: Array, pace: Array, shift: Array, penalty: Array, size: int
+    x: Array,
+    root: Array,
+    slope: Array,
+    units: tuple[Array, Array],
+    pace: Array,
+    shift: Array,
+    penalty: Array,
+    size: int,
 ) -> Generator:
     number, width = x.shape
     rows, ridge = jnp.stack([jnp.sqrt(shift) * root, slope]), shift * penalty
@@ -138,7 +154,10 @@ def _generator(
     coefficients = vectors * jax.lax.rsqrt(square)[None]
     rates = jnp.where(held_up, -(energy + ridge * jnp.sum(vectors**2, 0)) / square * pace * pace, -jnp.inf)
     moment = jnp.mean(product(x, coefficients) ** 4, 0)
-    return Generator(rates, coefficients / unit, jnp.where(held_up, number / jnp.where(held_up, moment, 1.0), 0.0))
+    coefficients = coefficients / units[1][:, None] / units[0]
+    largest = jnp.take_along_axis(coefficients, jnp.argmax(jnp.abs(coefficients), 0)[None], 0)
+    coefficients = coefficients * jnp.where(largest < 0, -1.0, 1.0)
+    return Generator(rates, coefficients, jnp.where(held_up, number / jnp.where(held_up, moment, 1.0), 0.0))
 
 
 @jax.custom_jvp
@@ -152,9 +171,7 @@ def _pencil(rows: Float[Array, "2 d d"], ridge: Float[Array, ""]) -> Float[Array
     left, sizes, right = jnp.linalg.svd(stack, full_matrices=False)
     kept = sizes > width * jnp.finfo(rows.dtype).eps * sizes[0]
     whiten = right.T * jnp.where(kept, 1.0 / jnp.where(kept, sizes, 1.0), 0.0)[None]
-    vectors = product(whiten, jnp.linalg.svd(left[:width] * kept[None])[2].T)
-    largest = jnp.take_along_axis(vectors, jnp.argmax(jnp.abs(vectors), 0)[None], 0)
-    return vectors * jnp.where(largest < 0, -1.0, 1.0)
+    return product(whiten, jnp.linalg.svd(left[:width] * kept[None])[2].T)
 
 
 @_pencil.defjvp

@@ -141,7 +141,9 @@ def fit(
     for name, value, only in (("route", "qr" if route == "auto" else route, "qr"), ("rtol", rtol, None)):
         if value != only:
             fail(name, f"be {only!r} for a kernel without `centres`", repr(value))
-    return fit_with_kernel(estimator, x, y, kernel, observable)
+    operator = fit_with_kernel(estimator, x, y, kernel, observable)
+    _warn_regression(estimator, operator, x, y, False, kernel)
+    return operator
 
 
 class _Problem(NamedTuple):
@@ -261,14 +263,16 @@ def _fit_on_centres(
 ) -> Operator:
     x, y, flat, shape = checked_pairs(x, y, observable)
     features = nystroem_map(kernel, centres)
-    features_x = features(x)
+    features_x, features_y = features(x), features(y)
     trace = jnp.sum(features_x**2) / x.shape[0]
     linear = isinstance(kernel, Linear)  # explicit features, as without centres
     fallback = 8 * jnp.finfo(trace.dtype).eps * trace if linear else default_alpha(trace)
     with warnings.catch_warnings():  # columns of features are none of the caller's; `nystroem_map` has warned
         warnings.filterwarnings("ignore", "Column .* varies by", module="koopman")
-        problem, _ = _from_pairs(features_x, features(y), flat, center=False)
+        problem, _ = _from_pairs(features_x, features_y, flat, center=False)
     fitted = _fit(estimator, problem, shape, fallback, estimator.solver or "auto", route, rtol)
+    rows = (x, y) if len(centres) >= x.shape[1] else (features_x, features_y)
+    _warn_regression(estimator, fitted, *rows, False, kernel)
 
     def lifted(linear: LinearMap | KernelMap) -> KernelMap:
         matrix = linear.matrix if isinstance(linear, LinearMap) else linear.coefficients
@@ -313,10 +317,17 @@ def _from_moments(seen: Moments) -> tuple[_Problem, tuple[int, ...]]:
 
 
 def _warn_regression(
-    estimator: Estimator, operator: Operator, x: Data, y: Array | np.ndarray | None, center: bool
+    estimator: Estimator,
+    operator: Operator,
+    x: Data,
+    y: Array | np.ndarray | None,
+    center: bool,
+    kernel: Kernel | None = None,
 ) -> None:
-    """Warns of what a regression of known successors on explicit features would do better."""
+    """Warn of what a regression of known successors on explicit features, as of a linear kernel, would do better."""
     if is_traced(operator.core) or is_traced(operator.alpha):
+        return
+    if kernel is not None and not (isinstance(kernel, Linear) and not isinstance(x, Moments) and x.shape[1] < len(x)):
         return
     eps = float(jnp.finfo(operator.core.dtype).eps)
     if isinstance(x, Moments):

@@ -17,6 +17,7 @@ from jax import lax
 from jaxtyping import Array, Float, Real
 
 from dissociation.checks import check_count, check_finite, fail, is_traced, warn
+from dissociation.conversion import common_dtype
 from dissociation.linalg import product
 from dissociation.types import Count, InTime
 from dissociation.validation import validated
@@ -166,7 +167,7 @@ def _stacked(name: str, trajectories: Any, axis: int | None, longest: int, reach
     for index, array in enumerate(arrays):
         check_finite(f"{name}[{index}]" if several else name, array)
     warn_narrowed(*arrays)
-    dtype = jnp.result_type(*arrays)
+    dtype = common_dtype([f"{name}[{index}]" for index in range(len(arrays))], arrays)
     if all(_on_host(array) for array in arrays):
         arrays = [np.asarray(array, dtype) for array in arrays]
     else:

@@ -259,8 +259,22 @@ def _one_transformation(optimizer: Any) -> Any:
         try:
             inspect.signature(optimizer.update).bind(None, None, None, value=0, grad=0, value_fn=0)
         except TypeError:  # whatever its type says, as that of `optax.contrib.sam` does
-            return optax.with_extra_args_support(optax.GradientTransformation(*optimizer))
+            update = _without_grad_fn(optimizer.update)
+            return optax.with_extra_args_support(optax.GradientTransformation(optimizer.init, update))
     return optimizer
+
+
+def _without_grad_fn(update: Any) -> Any:
+    def wrapped(updates: Any, state: Any, params: Any = None) -> Any:
+        try:
+            return update(updates, state, params)
+        except ValueError as error:
+            if "grad_fn" not in str(error):
+                raise
+            advice = "Pass opaque_mode=False, as in optax.contrib.sam(optimizer, adversary)"
+            checks.fail("optimizer", "need no `grad_fn`", "one of opaque_mode=True", advice)
+
+    return wrapped
 
 
 def transformation(optimizer: Any, hyperparams: Any) -> optax.GradientTransformationExtraArgs:

@@ -181,3 +181,12 @@ def test_a_lock_is_no_link(tmp_path):
         assert (target.read_bytes() if target.exists() else None) == contents
         lock.unlink()
         target.unlink(missing_ok=True)
+
+
+def test_links_that_lead_to_each_other_are_refused_with_their_path(tmp_path):
+    one, other = tmp_path / "one", tmp_path / "other"
+    one.symlink_to(other)
+    other.symlink_to(one)
+    with pytest.raises(OSError, match=f"must lead to a file, got links that lead to each other: '{one}'"):
+        files.write_bytes(one, b"lost")
+    assert one.is_symlink()

@@ -78,6 +78,19 @@ def test_nothing_and_other_shapes_are_not_joined(join):
         join([{"w": np.ones((2, 3))}, {"v": np.ones((2, 3))}])
 
 
+@pytest.mark.parametrize("join", [stack, concatenate])
+def test_integers_of_several_kinds_neither_wrap_nor_round_in_silence(join):
+    large = jnp.asarray([2**31 + 5, 1], jnp.uint32)
+    with pytest.raises(ValueError, match=r"`trees\[1\]` must hold integers from .* to 2147483647, got 2147483653"):
+        join([{"w": jnp.arange(2)}, {"w": large}])
+    with pytest.warns(RuntimeWarning, match=r"^`trees\[0\]` varies by .*: float32 keeps 0 digits"):
+        join([{"w": 2**30 + jnp.arange(2)}, {"w": jnp.ones(2)}])
+    assert join([{"w": jnp.arange(2)}, {"w": jnp.ones(2)}])["w"].dtype == np.float32
+    with jax.enable_x64(True):
+        whole = join([{"w": large}, {"w": jnp.ones(2, np.float32)}, {"w": jnp.arange(2, dtype=np.int32)}])["w"]
+        np.testing.assert_array_equal(whole.ravel(), [2**31 + 5, 1, 1, 1, 0, 1])
+
+
 def test_models_that_disagree_are_not_counted():
     with pytest.raises(ValueError, match="`models` must hold arrays that agree in a leading axis"):
         count({"a": np.ones(3), "b": np.ones(2)})

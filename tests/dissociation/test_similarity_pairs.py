@@ -147,6 +147,13 @@ def test_frames_that_order_their_rows_differently_are_refused(kind):
     np.testing.assert_allclose(similarity.linear_cka(frame, frame.iloc[::-1].reset_index(drop=True)).shape, ())
 
 
+@pytest.mark.parametrize("names", [(0, "0"), ("1.5", "a", 1.5), (None, "None")])
+def test_layers_whose_names_look_the_same_are_refused(names):
+    layers = {name: RNG.standard_normal((20, 3)) for name in names}
+    with pytest.raises(ValueError, match="`representations` must have layers whose names differ as text, .*Rename one"):
+        pairs._named("representations", layers)
+
+
 def test_directions_that_a_measure_drops_are_counted():
     rng = np.random.default_rng(0)
     far = 1e3 * rng.standard_normal((4, 6))[np.repeat(np.arange(4), 20)] + 0.01 * rng.standard_normal((80, 6))

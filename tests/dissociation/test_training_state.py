@@ -316,6 +316,14 @@ def test_an_optimiser_that_takes_no_value_gets_none(key):
     np.testing.assert_allclose(result.models[0], weights, rtol=1e-5)
 
 
+def test_an_optimiser_that_needs_a_function_of_gradients_is_refused(key):
+    sam = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05), opaque_mode=True)
+    for optimizer, hyperparams in ((sam, None), (lambda rate: sam, jnp.ones(1))):
+        step = make_step(quadratic, optimizer)
+        with pytest.raises(ValueError, match="`optimizer` must need no `grad_fn`, .*Pass opaque_mode=False"):
+            fit(jnp.ones((1, 3)), step, FullBatch(CURVATURE), num_steps=1, key=key, hyperparams=hyperparams)
+
+
 def test_lookahead_is_refused(key):
     step = make_step(quadratic, optax.chain(optax.lookahead(optax.sgd(0.1), 2, 0.5)))
     with pytest.raises(TypeError, match="`optimizer` must update the model's own arrays, got optax.lookahead"):

@@ -1,14 +1,20 @@
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pandas as pd
 import pytest
+import xarray as xr
 
 from koopman import diagnostics
 from koopman.estimators import ReducedRank, Ridge
 from koopman.forecast import matrix_powers, predict, r2_score, risk, score
 from koopman.generator import fit_generator
+from koopman.kernels import RBF, median_distance
 from koopman.operators import fit
-from koopman.pairs import lagged_pairs
+from koopman.pairs import lagged_pairs, moments
+from koopman.spectrum import right_eigenfunctions
 
 
 def trajectory(n=200, seed=0):
@@ -222,3 +228,59 @@ def test_what_is_not_finite_is_forecast_as_such():
     found = np.asarray(predict(operator, x))
     assert np.isnan(found[1]).all()
     assert np.isfinite(found[0]).all()
+
+
+FRAME = pd.DataFrame(np.random.default_rng(0).normal(size=(30, 2)), columns=["p", "q"])
+RUNS = {"run": np.repeat([0, 1], 15), "t": np.tile(np.arange(15), 2)}
+
+
+def test_a_frame_is_scored_as_its_pairs_are_made():
+    operator = fit(Ridge(), *lagged_pairs(FRAME))
+    wanted = float(score(operator, FRAME.to_numpy()))
+    turned = xr.DataArray(FRAME.to_numpy().T, dims=("state", "time"))
+    for table in (FRAME, turned, FRAME.assign(run="a", t=range(30)).set_index(["run", "t"])):
+        np.testing.assert_allclose(score(operator, table, observable=table), wanted, rtol=1e-6)
+    for table, words in (
+        (FRAME[::-1], "index that increases"),
+        (FRAME.drop(7), "index of even steps"),
+        (FRAME.assign(**RUNS).set_index(["run", "t"]), "be one trajectory, got 2 runs"),
+        (FRAME.assign(**RUNS).set_index("t"), "`trajectory` must .*increases|states alone"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            score(operator, table)
+        with pytest.raises(ValueError, match="`observable` must"):
+            score(operator, FRAME.to_numpy(), observable=table)
+
+
+@pytest.mark.parametrize("label", ["run", "Time (s)", "trial_id", "seed", "t"])
+def test_runs_and_times_among_columns_are_no_states(label):
+    wrong, right = FRAME.assign(**{label: RUNS["t"]}), FRAME.to_numpy()
+    operator = fit(Ridge(), right[:-1], right[1:])
+    calls = (
+        lambda x: fit(Ridge(), x, x),
+        lambda x: fit(Ridge(), x, x, kernel=RBF(1.0)),
+        lambda x: fit(Ridge(), right, right, observable=x),
+        lambda x: moments(x, x),
+        lambda x: predict(operator, x),
+        lambda x: risk(operator, x, x),
+        lambda x: score(operator, x),
+        lambda x: right_eigenfunctions(operator, x),
+        lambda x: r2_score(x, x),
+        lambda x: median_distance(x),
+        lambda x: fit_generator(x, x.to_numpy()[..., None], rank=1),
+    )
+    for call in calls:
+        with pytest.raises(
+            ValueError, match=rf"must hold states alone in its columns, .* in \['{re.escape(label)}'\]\. Use"
+        ):
+            call(wrong)
+
+
+def test_frames_of_states_and_successors_have_one_order_of_columns():
+    for call in (lambda x, y: fit(Ridge(), x, y), r2_score, lambda x, y: risk(fit(Ridge(), x, x), x, y)):
+        call(FRAME, FRAME.rename(columns={"p": "p next", "q": "q next"}))
+        with pytest.raises(ValueError, match=r"must have its columns in the order of `.*Use frame\[\['p', 'q'\]\]"):
+            call(FRAME, FRAME[["q", "p"]])
+    turned = xr.DataArray(FRAME.to_numpy().T, dims=("state", "time"))
+    with pytest.raises(ValueError, match=r"runs or times along \['time'\]\. Use lagged_pairs, or array.transpose"):
+        fit(Ridge(), turned, turned)

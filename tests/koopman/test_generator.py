@@ -76,7 +76,7 @@ def test_against_a_dense_pencil(alpha, shift):
     x, jac = small()
     c, e = x.T @ x / 12, 0.7 * np.einsum("nik,njk->ij", jac, jac) / 12
     by = np.trace(e) / np.trace(c) if shift is None else shift
-    penalty = 1e-6 * np.trace(c) / 4 if alpha is None else alpha
+    penalty = alpha or 0.0  # the default is rounding
     values, vectors = scipy.linalg.eigh(c, by * (c + penalty * np.eye(4)) + e)
     vectors = (vectors / np.sqrt(np.sum(vectors * (c @ vectors), 0)))[:, ::-1]
     vectors = vectors * np.sign(np.take_along_axis(vectors, np.abs(vectors).argmax(0)[None], 0))
@@ -99,6 +99,27 @@ def test_without_alpha_the_shift_cancels_and_units_do_not_matter():
         scaled = fit_generator(1e-4 * x, 1e-4 * jac, rank=4)
         np.testing.assert_allclose(scaled.eigenvalues, once.eigenvalues, rtol=1e-10)
         np.testing.assert_allclose(fit_generator(x, jac, rank=4, diffusion=60.0)[0], 60 * once[0], rtol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("sizes", [3.0 ** np.arange(7), 10.0 ** np.arange(3, -4, -1), [1, 1e-5, 1, 1e4, 1, 1, 1e-3]])
+def test_the_default_alpha_bends_no_rate_of_columns_of_unequal_sizes(sizes, dtype):
+    """Monomials of one variable: in the units of the largest, alpha made the constant and the slowest rates faster."""
+    state, order = np.random.default_rng(0).normal(size=(5000, 1)), np.arange(7)
+    x, jac = state**order, (order * state ** np.maximum(order - 1, 0))[:, :, None]
+    with jax.enable_x64(True):
+        wanted = [np.asarray(part) for part in fit_generator(x, jac, rank=4, alpha=0.0)]
+    functions, x, jac = x @ wanted[1], x * sizes, jac * np.asarray(sizes)[:, None]
+    with jax.enable_x64(dtype == np.float64):
+        tolerance = 1e-9 if dtype == np.float64 else 1e-3
+        found = fit_generator(x.astype(dtype), jac.astype(dtype), rank=4)
+        np.testing.assert_allclose(found.eigenvalues, wanted[0], rtol=tolerance, atol=tolerance)
+        np.testing.assert_allclose(found.support, wanted[2], rtol=100 * tolerance)
+        np.testing.assert_allclose(np.abs(x @ np.asarray(found.coefficients)), np.abs(functions), atol=100 * tolerance)
+        assert (np.max(found.coefficients, 0) >= -np.min(found.coefficients, 0)).all()
+        bent = fit_generator(x.astype(dtype), jac.astype(dtype), rank=4, alpha=1e-6 * np.mean(x**2))
+        if sizes[-1] > sizes[0]:  # an alpha that is given is in the units of the features, as they came
+            assert np.abs(bent.eigenvalues - wanted[0]).max() > 0.1
 
 
 def bumps(x, reach, width):
@@ -175,6 +196,9 @@ def test_dependent_features_come_last():
         single = fit_generator(x, jac, rank=4, alpha=0.0)
         np.testing.assert_allclose(double.eigenvalues[:4], single.eigenvalues, rtol=1e-9, atol=1e-9)
         assert double.eigenvalues[4] < -1e9
+        scaled = fit_generator(jnp.concatenate([x, 1e-3 * x], 1), jnp.concatenate([jac, 1e-3 * jac], 1), rank=5)
+        np.testing.assert_allclose(scaled.eigenvalues[:4], single.eigenvalues, rtol=1e-9, atol=1e-9)
+        assert scaled.eigenvalues[4] < -1e9
 
 
 def test_bad_input_is_refused():

@@ -1,3 +1,4 @@
+import warnings
 from functools import partial
 
 import equinox as eqx
@@ -516,3 +517,33 @@ def test_kernels_of_no_overlap_are_named():
         fit(Ridge(), x, 0.7 * x, kernel=RBF(2.0), centres=x[:20] + 100)
     with pytest.raises(ValueError, match="features that vary, got constant ones alone"):
         fit(Ridge(), np.full_like(x, 3), np.full_like(x, 3), center=True)
+
+
+@pytest.mark.parametrize("number", [None, 20, 2])
+def test_a_linear_kernel_warns_as_its_features_do(number):
+    rng = np.random.default_rng(0)
+    path = np.zeros((400, 3))
+    for step in range(399):
+        path[step + 1] = path[step] * [0.9, 0.5, -0.3] + 0.3 * rng.normal(size=3)
+
+    def said(path, alpha=None, **options):
+        centres = None if number is None or not options else path[:number]
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            fit(Ridge(alpha), path[:-1], path[1:], centres=centres, **options)
+        return [str(one.message)[:40] for one in seen]
+
+    tones = np.cos(np.outer(np.arange(450), [0.0445, 0.1247])).sum(1)
+    rows = np.stack([tones[3 - i : 450 - i] for i in range(4)], 1)
+    with jax.enable_x64(True):
+        assert said(path, kernel=Linear()) == []
+        assert (
+            [word[:15] for word in said(path + 5.0, kernel=Linear())]
+            == ["A column of one"]
+            == [word[:15] for word in said(path + 5.0)]
+        )
+        assert said(path + 5.0, kernel=RBF(5.0)) == []
+        if number != 2:
+            assert "suppresses 1 dir" in said(rows, 1e-6, kernel=Linear())[0]
+            assert said(rows, 1e-6, kernel=Linear()) == said(rows, 1e-6)
+        assert said(rng.normal(size=(30, 40)), kernel=Linear()) == []  # fewer pairs than features: nothing to test

@@ -163,6 +163,7 @@ def test_a_stack_of_trajectories_has_delays_of_each():
 STATES = np.random.default_rng(3).normal(size=(12, 2)).astype(np.float32)
 RUNS = {"run": np.repeat(["b", "a"], [7, 5]), "t": [*range(7), *range(5)]}
 DAYS = pd.date_range("2024-02-25", periods=12)
+HOURS = pd.date_range("2024-02-25", periods=12, freq="h")
 
 
 def frame(index=None, **columns):
@@ -201,8 +202,14 @@ def test_runs_of_an_index_are_trajectories(order):
     table = table.sort_index(level=1, sort_remaining=False, kind="stable") if order == "rows by time" else table
     wanted = lagged_pairs([STATES[:7], STATES[7:]], 2)
     pieces = [run for _, run in frame(**RUNS).set_index("t").groupby("run", sort=False)]
-    forms = (table, [table.loc[["b"]], table.loc[["a"]]], [piece[["p", "q"]] for piece in pieces])
-    for form in (*forms, [frame(**RUNS)[["p", "q"]][:7], STATES[7:]]):
+    days = frame().set_index([pd.Index(RUNS["run"], name=None), DAYS])
+    coded = frame(**RUNS | {"run": RUNS["t"] * 0 + [ord(run) for run in RUNS["run"]]}).set_index(["run", "t"])
+    names = (["Trial_ID", "Time [s]"], ["subject id", "frame"], ["cell", "t_ms"])
+    forms = (days, table.swaplevel(), coded.rename_axis(["id", None]), *(coded.rename_axis(each) for each in names))
+    forms = (*forms, table, [table.loc[["b"]], table.loc[["a"]]], [piece[["p", "q"]] for piece in pieces])
+    sheet = xr.DataArray(STATES, dims=("t_s", "y"), coords={"y": ["p", "q"]})
+    sheets = [sheet[:7].rename({"t_s": "TIME (s)"}).T, sheet[7:]]
+    for form in (*forms, sheets, [frame(**RUNS)[["p", "q"]][:7], STATES[7:]]):
         for found, other in zip(lagged_pairs(form, 2), wanted, strict=True):
             np.testing.assert_array_equal(found, other)
         assert [len(rows) for rows in delay_embed(form, 2)] == [6, 4]
@@ -221,7 +228,6 @@ def test_runs_of_an_index_are_trajectories(order):
         (frame(**RUNS), TypeError, r"numbers in every column, got text, dates or objects in \['run'\]\. Use"),
         (frame(t=RUNS["t"]), ValueError, r"states alone .* runs or times in \['t'\]\. Use frame.set_index"),
         (frame(when=DAYS), TypeError, r"objects in \['when'\]"),
-        (frame(**RUNS).set_index(["t", "run"]), ValueError, "time as the last level"),
         (frame(**RUNS | {"t": RUNS["t"][::-1]}).set_index(["run", "t"]), ValueError, "increases, got 3 after 4"),
         ([frame(), frame()[["q", "p"]]], ValueError, r"same columns in one order, got \['p', 'q'\] and \['q', 'p'\]"),
         (named(("x", "y")), ValueError, r"dimensions \(time, state\).* got dimensions \('x', 'y'\)"),
@@ -238,6 +244,71 @@ def test_frames_that_leave_time_open_are_refused(table, error, words):
             call(table)
 
 
+NAMES = ("trial_id", "run_id", "Subject ID", "time_s", "Time (s)", "t [s]", "ts", "animal", "Seed", "t_ms")
+SHEETS = [xr.DataArray(STATES, dims=("time", "y"), coords={"y": labels}) for labels in (["p", "q"], ["q", "p"])]
+
+
+@pytest.mark.parametrize("label", NAMES)
+def test_columns_with_names_of_runs_and_times_are_refused(label):
+    with pytest.raises(ValueError, match=r"states alone .* runs or times in \[.*if they are states, pass frame"):
+        lagged_pairs(frame(**{label: RUNS["t"]}))
+
+
+@pytest.mark.parametrize("dims", [("run", "time"), ("time", "Trial ID"), ("Subject", "t [s]"), ("time", "date")])
+def test_dimensions_of_runs_are_no_states(dims):
+    for given in (named(dims), [named(dims)]):
+        with pytest.raises(ValueError, match=r"dimensions \(time, state\).*pass list\(array\)"):
+            lagged_pairs(given)
+
+
+@pytest.mark.parametrize(
+    ("names", "number"), [([None, None], 2), (["frame", "cell"], 2), (["time", "t"], 2), (["run", "subject"], 0)]
+)
+def test_an_index_of_two_readings_is_refused(names, number):
+    table = frame(a=RUNS["t"], b=range(12)).set_index(["a", "b"]).rename_axis(names)
+    with pytest.raises(ValueError, match=rf"level of times in its index, got {number} that may be.*rename_axis"):
+        lagged_pairs(table)
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        (frame(ts=0.1 * np.arange(12)), r"runs or times in \['ts'\]"),
+        (frame(pd.Index(range(12), name="Run ID")), "index of times, got one of runs, named 'Run ID'.*for one"),
+        (frame(**RUNS).pivot(index="t", columns="run", values="p"), "for columns, .* named 'run'.*frame.T; if"),
+        (frame().T.set_axis(DAYS, axis=1), "for columns, got columns of runs or times"),
+        (SHEETS, r"same columns in one order, got \['p', 'q'\] and \['q', 'p'\]"),
+        ([frame(DAYS), frame(HOURS)], "one time step, got 86400 s and 3600 s. Resample"),
+        ([frame(DAYS), frame(HOURS.to_period("h"))], "one time step, got 86400 s and 3600 s"),
+        (
+            [frame(DAYS), frame(pd.date_range("2024-02-25", periods=12, freq="87264s"))],
+            "one time step, got 86400 s and 87264 s",
+        ),
+        ([frame(0.1 * np.arange(12)), frame(0.11 * np.arange(12))], "one time step, got 0.1 and 0.11"),
+    ],
+)
+def test_tables_of_two_readings_are_refused(table, words):
+    for call in (lagged_pairs, lambda table: delay_embed(table, 2)):
+        with pytest.raises(ValueError, match=words):
+            call(table)
+
+
+def test_names_and_steps_of_one_reading_pass():
+    plausible = {
+        "ts": STATES[:, 0],
+        "seed": STATES[:, 1],
+        "x_s": np.arange(12),
+        "temp": np.arange(12),
+        "x (s)": range(12),
+    }
+    assert lagged_pairs(frame(**plausible)).x.shape == (11, 7)
+    milliseconds = [(1000 / 30 * np.arange(start, start + n)).round().astype(int) for start, n in ((0, 5), (1, 7))]
+    months = pd.date_range("2024-01-31", periods=12, freq="ME")
+    for one, other in (milliseconds, (months[:4], months[5:]), (DAYS[:5], DAYS[5:].tz_localize("Europe/Berlin"))):
+        pieces = [frame()[: len(one)].set_axis(one), frame()[: len(other)].set_axis(other)]
+        assert len(lagged_pairs(pieces).x) == len(one) + len(other) - 2
+
+
 def test_short_trajectories_of_a_list_are_skipped_with_one_warning():
     runs = [np.arange(float(n), dtype=np.float32) for n in (2, 9, 3, 12, 4)]
     for call, words in (
@@ -250,6 +321,52 @@ def test_short_trajectories_of_a_list_are_skipped_with_one_warning():
         np.testing.assert_array_equal(found, call([runs[1], runs[3]]))
     with pytest.raises(ValueError, match=r"longer than the lag \(12\), got 12 samples at most"):
         lagged_pairs(runs, 12)
+
+
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize(
+    ("kinds", "start", "error"),
+    [
+        (("int32", "float32"), 2**30 + 1, "warns"),
+        (("float32", "uint32"), 2**30 + 1, "warns"),
+        (("int64", "float32", "int16"), 2**30 + 1, "warns"),
+        (
+            ("int32", "uint32"),
+            2**31 + 5,
+            r"`traj.*\[1\]` must hold integers from -2147483648 to 2147483647, got 2147483",
+        ),
+        (("uint32", "int8", "int32"), 2**31 + 5, r"`traj.*\[0\]` must hold integers"),
+        (("int32", "uint8", "float32"), 2**20, None),
+        (("int32", "uint32", "int64"), 2**20, None),
+    ],
+)
+def test_lists_of_several_dtypes_lose_no_digit_in_silence(kinds, start, error, x64):
+    large = [k != "float32" and np.iinfo(k).max > start + 2 for k in kinds]
+    runs = [(start * held + np.arange(3)).astype(k) for k, held in zip(kinds, large, strict=True)]
+    for call in (lambda: lagged_pairs(runs).y, lambda: np.concatenate(delay_embed(runs, 1))[:, 0]):
+        with jax.enable_x64(x64):
+            if x64 or error is None:
+                with warnings.catch_warnings(action="error"):
+                    found = np.asarray(call()).tolist()
+                shown = [run[1:] if len(found) == 2 * len(runs) else run for run in runs]
+                assert found == [number for run in shown for number in run.tolist()]
+            elif error == "warns":
+                with pytest.warns(RuntimeWarning, match=r"^`traj.*\[\d\]` varies by .* float32 keeps 0 digits"):
+                    call()
+            else:
+                with pytest.raises(ValueError, match=error):
+                    call()
+
+
+def test_float64_rounds_large_integers_with_a_word():
+    large = [np.arange(2**60, 2**60 + 5), np.arange(5, dtype=np.float32)]
+    with jax.enable_x64(True):
+        with pytest.warns(
+            RuntimeWarning, match=r"^`trajectories\[0\]` .*: float64 keeps 0 digits of it\. Subtract [^,]*$"
+        ):
+            lagged_pairs(large)
+        with pytest.warns(RuntimeWarning, match=r"^Column 1 of `x` .*: float64 keeps"):
+            moments(np.stack([np.arange(5), 2**60 + np.arange(5)], 1), np.ones((5, 2)), center=True)
 
 
 def test_empty_trajectories_of_a_list_are_skipped_as_short_ones_are():

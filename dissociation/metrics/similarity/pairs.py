@@ -552,6 +552,8 @@ def _shares(measure: Measure, values: Array, shuffled: Array | None) -> Any:
 def _named(name: str, given: Any) -> list[tuple[str, str, Any]]:
     """Representations with the names that messages and labels have for them."""
     if isinstance(given, Mapping):
+        if len(set(map(str, given))) < len(given):
+            fail(name, "have layers whose names differ as text", list(given), "Rename one")
         return [(f"{name}[{layer!r}]", str(layer), value) for layer, value in given.items()]
     if holds_arrays(given):
         return [(f"{name}[{index}]", "", value) for index, value in enumerate(given)]
