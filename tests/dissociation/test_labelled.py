@@ -171,11 +171,6 @@ def test_what_it_is_made_of_may_be_of_any_kind():
             "`dims` must have other names than arrays, unless one is their coordinate, got 'k'",
         ),
         (
-            lambda: label({"a": np.zeros(2)}, {"a": ("k",)}, coords={"c": np.zeros((2, 2))}),
-            ValueError,
-            "`dims` must name the axes of c",
-        ),
-        (
             lambda: Labelled({"a": np.zeros(2), "b": np.zeros(3)}, {"a": ("k",), "b": ("k",)}, {}, {}, {}),
             ValueError,
             "`arrays` must have 2 places along k as a has, got 3 in b",
@@ -188,18 +183,16 @@ def test_wrong_names_are_refused(call, kind, words):
 
 
 def test_wrong_files_are_refused(everything, tmp_path):
-    with pytest.raises(ValueError, match=r"`path` must end in .npz or .nc, got x.csv"):
-        everything.save(tmp_path / "x.csv")
-    with pytest.raises(ValueError, match=r"`path` must end in .npz or .nc, got x.csv"):
-        load_results(tmp_path / "x.csv")
+    for call in (everything.save, load_results):
+        with pytest.raises(ValueError, match=r"`path` must end in .npz or .nc, got x.csv"):
+            call(tmp_path / "x.csv")
     for suffix in (".npz", ".nc"):
         with pytest.raises(FileNotFoundError, match="where there is none"):
             load_results(tmp_path / f"x{suffix}")
         whole = everything.save(tmp_path / f"x{suffix}").read_bytes()
-        for contents in (whole[: len(whole) // 2], b"", b"text"):
-            (tmp_path / f"y{suffix}").write_bytes(contents)
-            with pytest.raises(RefusedFile, match="is broken, or no file of results"):
-                load_results(tmp_path / f"y{suffix}")
+        (tmp_path / f"y{suffix}").write_bytes(whole[: len(whole) // 2])
+        with pytest.raises(RefusedFile, match="is broken, or no file of results"):
+            load_results(tmp_path / f"y{suffix}")
     np.savez(tmp_path / "other.npz", a=np.zeros(2))
     with pytest.raises(RefusedFile, match="no file of results: it lacks 'axes'"):
         load_results(tmp_path / "other.npz")
@@ -211,7 +204,6 @@ def test_wrong_files_are_refused(everything, tmp_path):
 @pytest.mark.parametrize(
     ("name", "write", "reason"),
     [
-        ("x.npz", lambda path: path.write_bytes(b""), "it is empty"),
         ("x.nc", lambda path: path.write_bytes(b""), "it is empty"),
         ("x.npz", lambda path: path.write_text("words"), "it is no zip archive, as .npz files of results are"),
         ("x.nc", lambda path: path.write_text("words"), "it is no HDF5 file, as .nc files of results are"),
@@ -234,12 +226,8 @@ def test_what_is_no_file_of_results_is_refused_in_our_words(tmp_path, name, writ
 
 
 def test_a_file_of_arrays_and_axes_alone_is_read(tmp_path):
-    np.savez(
-        tmp_path / "x.npz",
-        error=np.zeros((2, 3)),
-        scales=np.arange(3),
-        axes=np.asarray(json.dumps({"error": ["seeds", "scales"], "scales": ["scales"]})),
-    )
+    axes = np.asarray(json.dumps({"error": ["seeds", "scales"], "scales": ["scales"]}))
+    np.savez(tmp_path / "x.npz", error=np.zeros((2, 3)), scales=np.arange(3), axes=axes)
     found = load_results(tmp_path / "x.npz")
     assert found.dims["error"] == ("seeds", "scales")
     assert list(found.coords) == ["scales"]
@@ -263,12 +251,8 @@ def test_without_the_extra_it_says_what_to_install(everything, tmp_path, monkeyp
         raise ImportError(name)
 
     monkeypatch.setattr("dissociation.labelled.importlib.import_module", missing)
-    for call in (
-        everything.to_xarray,
-        everything.to_dataframe,
-        lambda: everything.save(tmp_path / "y.nc"),
-        lambda: load_results(path),
-    ):
+    save, load = lambda: everything.save(tmp_path / "y.nc"), lambda: load_results(path)
+    for call in (everything.to_xarray, everything.to_dataframe, save, load):
         with pytest.raises(ImportError, match=r"must be installed for this: pip install 'dissociation\[labels\]'"):
             call()
     assert_same(load_results(everything.save(tmp_path / "y.npz")), everything)

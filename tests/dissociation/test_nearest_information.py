@@ -17,7 +17,6 @@ from dissociation.metrics.information.nearest import (
     information,
     label_information,
 )
-from dissociation.metrics.information.neighbours import smallest, squared
 
 measure = jax.jit(information, static_argnames=("estimator", "num_neighbours"))
 
@@ -29,24 +28,7 @@ def gaussian_pair(correlation, width, count=10_000, seed=0):
     return x.astype(np.float32), z.astype(np.float32)
 
 
-@pytest.mark.parametrize("count", [40, 500])
-def test_neighbours_against_all_distances(count):
-    points = np.random.default_rng(0).normal(size=(count, 3))
-    exact = np.sort(np.linalg.norm(points[:, None] - points[None], axis=2), 1)[:, 1:5]
-    for block in (7, 64, 1000):
-        with jax.enable_x64(True):
-            squares = smallest(jnp.asarray(points), None, 4, block, squared)[0]
-            np.testing.assert_allclose(squares, exact**2, rtol=1e-12)
-
-
-def test_neighbours_against_scikit_learn():
-    neighbours = pytest.importorskip("sklearn.neighbors")
-    points = np.random.default_rng(0).normal(size=(2000, 8)).astype(np.float32)
-    expected = neighbours.KDTree(points).query(points, k=6)[0][:, 1:]
-    np.testing.assert_allclose(smallest(jnp.asarray(points), None, 5, 250, squared)[0], expected**2, rtol=1e-5)
-
-
-@pytest.mark.parametrize("width", [1, 2, 4, 8, 12])
+@pytest.mark.parametrize("width", [1, 4, 12])
 def test_weights_fulfil_their_conditions(width):
     weights = entropy_weights(5, width)
     np.testing.assert_allclose(weights.sum(), 1, rtol=1e-9)
@@ -73,7 +55,7 @@ def test_entropies_of_known_densities(width):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("width", [1, 2, 3, 4])
+@pytest.mark.parametrize("width", [1, 2, 4])
 def test_information_of_gaussians(width):
     # 0, 0.1438, 0.4133, 0.8304, 1.9585 nats per dimension, and the null that stands beside every curve.
     nulls = []
@@ -92,7 +74,7 @@ def test_information_of_gaussians(width):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("width", [1, 2, 3, 4])
+@pytest.mark.parametrize("width", [1, 2, 4])
 def test_what_kraskov_calls_reliable_is_right(width):
     # It falls short by up to 3.5 nats in more than 1 + 1 dimensions, and must not pass there.
     passed = []
@@ -141,26 +123,6 @@ def test_units_do_not_matter(estimator):
     np.testing.assert_allclose(measure(mixed, z, estimator=estimator).value, given.value, atol=2 * given.error)
 
 
-def test_heavy_tails_do_not_matter():
-    """Coordinates of Cauchy's distribution, of uniform and of cubed ones: the truth is the Gaussians'."""
-    x, z = gaussian_pair(0.8, 2, 2000, seed=2)
-    cauchy = lambda t: np.tan(np.pi * (norm.cdf(np.asarray(t, float)) - 0.5))  # noqa: E731
-    for map_ in (cauchy, norm.cdf, np.exp):
-        found = measure(map_(x).astype(np.float32), map_(z).astype(np.float32), num_neighbours=10)
-        assert found.reliable
-        np.testing.assert_allclose(found.value, -np.log(1 - 0.8**2), atol=3.5 * found.error)
-
-
-def test_classes_in_any_units():
-    rng = np.random.default_rng(0)
-    labels = np.arange(1000) % 2
-    z = (1.5 * labels[:, None] * np.asarray([1.0, 0.0]) + rng.normal(size=(1000, 2))).astype(np.float32)
-    for estimator in ESTIMATORS:
-        given = measure_labels(z, labels, num_classes=2, estimator=estimator)
-        moved = measure_labels(z * np.asarray([1e-3, 1e3], np.float32), labels, num_classes=2, estimator=estimator)
-        np.testing.assert_allclose(moved.value, given.value, atol=1e-3)
-
-
 def test_coordinates_in_which_points_are_white():
     rng = np.random.default_rng(0)
     points = (rng.normal(size=(300, 4)) @ rng.normal(size=(4, 4)) * [1e3, 1, 1e-3, 1] + 50).astype(np.float32)
@@ -173,13 +135,6 @@ def test_coordinates_in_which_points_are_white():
         white, logs = coordinates.whitened(jnp.asarray(np.c_[points, other]))
         assert np.isneginf(logs)
         np.testing.assert_array_equal(white[:, 4], 0)
-    # By another reference: it is that one which is white.
-    labels = np.arange(300) % 3
-    moved = points + labels[:, None]
-    inside = moved - np.stack([moved[labels == c].mean(0) for c in range(3)])[labels]
-    white = np.asarray(coordinates.whitened(jnp.asarray(moved), jnp.asarray(inside))[0], float)
-    inside = white - np.stack([white[labels == c].mean(0) for c in range(3)])[labels]
-    np.testing.assert_allclose(np.cov(inside.T, bias=True), np.eye(4), atol=1e-2)
 
 
 def within(points, radius):
@@ -221,7 +176,7 @@ def test_kraskov_of_labels_against_all_distances():
 
 @pytest.mark.parametrize(
     ("number", "groups", "count", "block"),
-    [(203, 8, 3, 50), (203, 2, 5, 1000), (64, 1, 5, 7), (2, 1, 1, 250), (50, 2, 40, 250), (1001, 16, 5, 20)],
+    [(203, 2, 5, 1000), (64, 1, 5, 7), (2, 1, 1, 250), (50, 2, 40, 250), (1001, 16, 5, 20)],
 )
 @pytest.mark.parametrize("labelled", [False, True])
 def test_halves_and_parts_of_the_samples(number, groups, count, block, labelled):
@@ -243,17 +198,6 @@ def test_halves_and_parts_of_the_samples(number, groups, count, block, labelled)
         exact = np.sort(np.where(own, apart, np.inf), 1)[:, :count]
         np.testing.assert_allclose(found[level][:, : exact.shape[1]], exact, rtol=1e-12)
         np.testing.assert_array_equal(sizes[level], part.sum(1))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("estimator", "width"), [("entropies", 1), ("entropies", 2), ("kraskov", 1)])
-def test_invertible_maps_change_nothing(estimator, width):
-    exact = 0.4133 * width
-    x, z = gaussian_pair(0.75, width, 3000)
-    maps = {"cdf": norm.cdf, "half_cube": lambda t: t * np.abs(t) ** 0.5, "asinh": lambda t: np.arcsinh(t)}
-    for name, map_ in maps.items():
-        found = measure(map_(x).astype(np.float32), z, estimator=estimator)
-        np.testing.assert_allclose(found.value, exact, atol=3 * found.error + 0.03 * width, err_msg=name)
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -279,7 +223,7 @@ def test_classes_that_stand_apart_say_the_entropy_of_labels(estimator):
     rng = np.random.default_rng(0)
     labels = rng.choice(4, 300, p=[0.5, 0.3, 0.1, 0.1])
     share = np.bincount(labels) / 300
-    z = (10.0 * labels[:, None] + rng.normal(size=(300, 2))).astype(np.float32)
+    z = ((10.0 * labels[:, None] + rng.normal(size=(300, 2))) * [1e-3, 1e3]).astype(np.float32)
     found = measure_labels(z, labels, num_classes=4, estimator=estimator)
     assert found.reliable
     np.testing.assert_allclose(found.value, -np.sum(share * np.log(share)), rtol=1e-5)
@@ -322,16 +266,6 @@ def test_classes_too_small_for_halves_may_be_a_tenth(estimator, rare, reliable):
         labels[size : size + 6] = 5 + size // 6
     found = measure_labels(z, labels, num_classes=12, num_neighbours=5, estimator=estimator)
     assert found.reliable == reliable
-
-
-def test_the_order_of_samples_and_classes_does_not_matter():
-    z, labels = around_centres(50, classes=4, width=2)
-    order = np.argsort(labels, kind="stable")
-    first, second = (measure_labels(z[i], labels[i], num_classes=4) for i in (np.arange(200), order))
-    np.testing.assert_allclose(first.value, second.value, rtol=1e-5)
-    np.testing.assert_allclose(first.error, second.error, rtol=1e-4)
-    assert first.reliable
-    assert second.reliable
 
 
 def test_what_no_sample_showed_is_in_the_error():
@@ -441,10 +375,6 @@ def test_tails_are_drawn_in_beyond_three_robust_deviations():
     np.testing.assert_allclose(3 * np.sinh(drawn), wanted, rtol=1e-3, atol=1e-3)
 
 
-def test_an_estimate_prints_its_numbers():
-    assert repr(entropy(jax.random.uniform(jax.random.key(0), (60, 1)) * 60)).startswith("Estimate(value=4.")
-
-
 @pytest.mark.slow
 def test_what_is_not_to_be_trusted_has_no_derivative():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(60, 2)).round(1), jnp.float32)
@@ -457,13 +387,8 @@ def test_what_is_not_to_be_trusted_has_no_derivative():
     [
         (lambda x: entropy(x, num_neighbours=30), r"`num_neighbours` must be below the number of samples \(30\)"),
         (lambda x: entropy_weights(2, 8), "`num_neighbours` must be at least 3 in 8 dimensions"),
-        (lambda x: information(x, x, estimator="ksg"), "'entropies', 'kraskov'"),
         (lambda x: label_information(x, np.arange(30) // 28, num_classes=2), "got 2 of class 1"),
         (lambda x: label_information(x, np.arange(30) % 3, num_classes=2), "`labels` must lie between 0 and 1, got 0"),
-        (
-            lambda x: label_information(x, np.arange(30) % 3 - 1, num_classes=3),
-            "`labels` must (lie between 0 and 2|be integers from 0)",
-        ),
         (lambda x: whiten(x, 3), r"`num_components` must be at most the dimension \(2\)"),
     ],
 )
