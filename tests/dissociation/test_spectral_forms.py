@@ -72,16 +72,6 @@ def test_the_form_is_the_network(options, inputs, hidden, space):
     np.testing.assert_allclose(jax.vmap(truncate(spectrum, 2))(seen), by_number[:, 2], atol=1e-6)
 
 
-def test_projected_hidden_eigenvectors_are_not_those_on_inputs():
-    model = network()
-    projected = decompose(model, space="hidden").vectors @ model.embed
-    projected /= jnp.linalg.norm(projected, axis=2, keepdims=True)
-    inner = projected @ projected.swapaxes(1, 2)
-    assert np.abs(inner - np.eye(8)[None]).max() > 0.1
-    own = decompose(model).vectors
-    np.testing.assert_allclose(own @ own.swapaxes(1, 2), np.broadcast_to(np.eye(8), (3, 8, 8)), atol=1e-5)
-
-
 def test_orders():
     model = network()
     values = {by: np.asarray(decompose(model, by=by).values) for by in ("magnitude", "positive", "negative")}

@@ -77,15 +77,12 @@ def test_vmap_equals_a_loop(key):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "optimizer", [lambda rate: optax.sgd(rate, momentum=0.9), lambda r: optax.adam(r, eps_root=1e-8)]
-)
-def test_the_gradient_through_training_is_that_of_finite_differences(optimizer):
+def test_the_gradient_through_training_is_that_of_finite_differences():
     with jax.enable_x64(True):
         key = jax.random.key(2)
         x, y = regression(key, samples=10)
         start = jax.random.normal(key, (2, 4))
-        step = make_step(noisy_error, optimizer)
+        step = make_step(noisy_error, lambda rate: optax.adam(rate, eps_root=1e-8))
 
         def final(start, rate, y):
             state = step.init(Linear(start), hyperparams=rate)
@@ -111,13 +108,11 @@ def test_no_steps_return_the_state(key):
         return squared_error(model, batch, key), {"first": batch[0][:2]}
 
     step = make_step(loss, optax.sgd(0.1))
-    for sampler in (Epochs(regression(key), 4), FullBatch(regression(key))):
-        start = step.init(Linear(jnp.ones((2, 4))))
-        state, infos = train(start, step, sampler, 0, key=key)
-        jax.tree.map(np.testing.assert_array_equal, state, start)
-        assert infos.loss.shape == (0,)
-        assert infos.metrics["first"].shape == (0, 2, 4)
-        assert infos.loss.dtype == jnp.float32
+    start = step.init(Linear(jnp.ones((2, 4))))
+    state, infos = train(start, step, Epochs(regression(key), 4), 0, key=key)
+    jax.tree.map(np.testing.assert_array_equal, state, start)
+    assert infos.loss.shape == (0,)
+    assert infos.metrics["first"].shape == (0, 2, 4)
 
 
 def test_metrics_of_every_step(key):
