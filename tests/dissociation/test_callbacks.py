@@ -2,6 +2,7 @@
 
 import csv
 import warnings
+from unittest.mock import Mock, call
 
 import jax.numpy as jnp
 import numpy as np
@@ -67,51 +68,28 @@ def test_any_form_of_true_stops_and_what_is_none_is_refused(key, answer, steps):
         run()
 
 
-class Told(Callback):
-    """Notes all that it is told."""
-
-    def __init__(self):
-        self.calls = []
-
-    def begin(self, step, num_steps, past):
-        self.calls.append(("begin", step, num_steps, [s for s, _ in past]))
-
-    def advance(self, step, loss):
-        self.calls.append(("advance", step, loss.shape))
-
-    def record(self, step, records):
-        self.calls.append(("record", step))
-
-    def close(self):
-        self.calls.append(("close",))
-
-
 def test_callbacks_are_told_in_order(key, tmp_path):
     def run(num_steps, *callbacks, **options):
-        save = Save(at=[0, 4])
-        sampler = FullBatch(regression(key))
-        return fit(
-            linear_members(key), SGD, sampler, num_steps=num_steps, key=key, save=save, callbacks=callbacks, **options
-        )
+        options |= {"key": key, "save": Save(at=[0, 4]), "callbacks": callbacks}
+        return fit(linear_members(key), SGD, FullBatch(regression(key)), num_steps=num_steps, **options)
 
-    first, second = Told(), Told()
+    first, second, third = (Mock(Callback, **{"record.return_value": None}) for _ in range(3))
     result = run(6, first, checkpoint=tmp_path / "run")
-    assert first.calls[:3] == [("begin", 0, 6, []), ("record", 0), ("advance", 0, (3, 0))]
-    assert first.calls[-1] == ("close",)
-    moves = [call for call in first.calls if call[0] == "advance"]
-    assert moves[-1][1] == 6
-    assert sum(shape[1] for *_, shape in moves) == 6
+    assert [name for name, *_ in first.method_calls[:3]] == ["begin", "record", "advance"]
+    assert [one.args[0] for one in first.record.mock_calls] == [0, 4]
+    assert first.advance.call_args.args[0] == 6
+    assert sum(one.args[1].shape[1] for one in first.advance.mock_calls) == 6
+    assert first.method_calls[-1] == call.close()
     run(9, second, checkpoint=tmp_path / "run")
-    assert second.calls[:2] == [("begin", 6, 9, [0, 4]), ("advance", 6, (3, 0))]
+    assert [name for name, *_ in second.method_calls[:2]] == ["begin", "advance"]
+    assert second.begin.call_args.args[:2] == (6, 9)
+    assert [step for step, _ in second.begin.call_args.args[2]] == [0, 4]
     # What fails on the way is closed all the same, and nothing of it is swallowed.
-    third = Told()
     with pytest.raises(RuntimeError, match="at 4"):
         run(6, third, lambda step, records: fail_at(step, 4))
-    assert third.calls[-1] == ("close",)
-    assert ("record", 4) in third.calls
+    assert third.method_calls[-1] == call.close()
     # Methods may be left out.
-    same = run(6, Callback(), Callback())
-    np.testing.assert_array_equal(weights(same), weights(result))
+    np.testing.assert_array_equal(weights(run(6, Callback(), Callback())), weights(result))
 
 
 def fail_at(step, last):
@@ -119,33 +97,24 @@ def fail_at(step, last):
         raise RuntimeError(f"at {step}")
 
 
-class Meter:
-    told: list = []
+def test_progress_shows_records(key):
+    def shown(**options):
+        meter = Mock()
+        options |= {"num_steps": 9, "key": key, "callbacks": [Progress(meter)]}
+        result = fit(linear_members(key), SGD, FullBatch(regression(key)), **options)
+        assert 9 in meter.call_args.args
+        assert meter.return_value.method_calls[-1] == call.close()
+        return result, [one.args for one in meter.return_value.advance.mock_calls]
 
-    def __init__(self, total, description):
-        self.told.append(("begin", total))
-
-    def advance(self, step, text):
-        self.told.append((step, text))
-
-    def close(self):
-        self.told.append(("close", ""))
-
-
-def test_progress_shows_records(key, monkeypatch):
-    monkeypatch.setattr(Meter, "told", told := [])
     save = Save(lambda model, step, key: {"norm": jnp.linalg.norm(model.weight), "all": model.weight}, [0, 3, 9])
-    options = {"num_steps": 9, "key": key, "save": save}
-    result = fit(linear_members(key), SGD, FullBatch(regression(key)), callbacks=[Progress(Meter)], **options)
+    result, told = shown(save=save)
     loss, norm = result.history.loss[:, 3:].mean(1), result.history.observed["norm"][:, -1]
     wanted = f"loss {loss.mean():.4g} \u00b1 {loss.std():.2g}, norm {norm.mean():.4g} \u00b1 {norm.std():.2g}"
-    assert told[0] == ("begin", 9)
-    assert told[1][1].startswith("norm ")  # there is no loss yet
-    assert told[-2:] == [(9, wanted), ("close", "")]
-    monkeypatch.setattr(Meter, "told", told := [])
-    fit(linear_members(key), SGD, FullBatch(regression(key)), num_steps=9, key=key, callbacks=[Progress(Meter)])
-    assert told[1] == (0, "")  # without records there is the loss alone
-    assert told[-2][1].startswith("loss ")
+    assert told[-1] == (9, wanted)
+    assert told[0][1].startswith("norm ")  # there is no loss yet
+    _, told = shown()
+    assert told[0] == (0, "")  # without records there is the loss alone
+    assert told[-1][1].startswith("loss ")
 
 
 def test_progress_shows_what_is_asked_by_short_names():

@@ -189,5 +189,3 @@ def test_images_tables_and_resuming(small):
     assert bar.get_ylabel() == "similarity"
     again = eigenvectors.compute(config, key=KEY, folder=folder)
     jax.tree.map(np.testing.assert_array_equal, eigenvectors.arrays(results), eigenvectors.arrays(again))
-    with pytest.raises(ValueError, match="`reference` must be one of the sizes"):
-        dataclasses.replace(config, reference=7)

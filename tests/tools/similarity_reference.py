@@ -101,16 +101,6 @@ def procrustes_distance(x, y):
     return np.sqrt(max(np.sum(x**2) + np.sum(y**2) - 2 * np.linalg.norm(x.T @ y, "nuc"), 0.0))
 
 
-def procrustes_by_rotation(x, y):
-    """min over orthogonal R of |Xc R - Yc|, the narrower data padded with zero columns; R found explicitly."""
-    x, y = centred(x), centred(y)
-    width = max(x.shape[1], y.shape[1])
-    x = np.pad(x, ((0, 0), (0, width - x.shape[1])))
-    y = np.pad(y, ((0, 0), (0, width - y.shape[1])))
-    rotation, _ = scipy.linalg.orthogonal_procrustes(x, y)
-    return np.linalg.norm(x @ rotation - y)
-
-
 def angle_cosine(x, y):
     """nuc(X'Y) / (|X| |Y|)."""
     return np.linalg.norm(x.T @ y, "nuc") / (np.linalg.norm(x) * np.linalg.norm(y))
