@@ -242,8 +242,8 @@ def test_p_values_below_what_moments_say_are_printed_as_that():
     assert unlike.p_values > 0.001
     assert similarity.pairwise("linear_cka", [x, 2 * x], p_values=True).corrected()[0, 1] == 1e-16
     assert "p_values=< 1e-16," in repr(alike)
-    many = similarity.pairwise("linear_cka", np.stack([x] * 3), members=True, p_values=True)
-    assert "p_values=f64[3,3](numpy) from < 1e-16 to < 1e-16" in repr(many)
+    many = similarity.pairwise("linear_cka", np.stack([x] * 5), members=True, p_values=True)
+    assert "p_values=f64[5,5](numpy) from < 1e-16 to < 1e-16" in repr(many)
     test = similarity.permutation_test("linear_cka", x, x, num_draws=None)
     assert "p_value=< 1e-16," in repr(test)
     for result in (alike, unlike, many, test):
