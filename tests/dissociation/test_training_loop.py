@@ -59,23 +59,6 @@ def test_parts_equal_the_whole(key, name):
     assert second.step == whole.step == 17
 
 
-def test_vmap_equals_a_loop(key):
-    """Over states, keys, hyperparameters and data at once."""
-    models, (x, y) = linear_members(key), regression(key)
-    step = make_step(noisy_error, lambda rate: optax.sgd(rate))
-    scales, rates, keys = jnp.array([1.0, 2.0, 3.0]), jnp.array([0.1, 0.05, 0.01]), jax.random.split(key, 3)
-
-    def run(model, rate, scale, key):
-        sampler = Epochs((scale * x, y), 4)
-        return train(step.init(model, hyperparams=rate), step, sampler, 7, key=key)
-
-    states, infos = jax.jit(jax.vmap(run))(models, rates, scales, keys)
-    for m in range(3):
-        state, info = run(Linear(models.weight[m]), rates[m], scales[m], keys[m])
-        np.testing.assert_allclose(states.model.weight[m], state.model.weight, rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(infos.loss[m], info.loss, rtol=1e-5)
-
-
 @pytest.mark.slow
 def test_the_gradient_through_training_is_that_of_finite_differences():
     with jax.enable_x64(True):
