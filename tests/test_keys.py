@@ -173,14 +173,6 @@ def drawn_twice(key):
     return jax.random.normal(key), jax.random.uniform(jax.random.wrap_key_data(jax.random.key_data(key)))
 
 
-def same_child(key):
-    return jax.random.normal(jax.random.fold_in(key, 1)), jax.jit(first_child)(jax.random.key_data(key))
-
-
-def first_child(words):
-    return jax.random.uniform(jax.random.split(jax.random.wrap_key_data(words))[1])
-
-
 def as_it_should_be(key):
     first, second = jax.random.split(key)
     steps = jax.vmap(lambda i: jax.random.normal(jax.random.fold_in(second, i), (3,)))(jnp.arange(4))
@@ -188,9 +180,7 @@ def as_it_should_be(key):
 
 
 @pytest.mark.parametrize("how", ["jit", "vmap in scan"])
-@pytest.mark.parametrize(
-    "function", [split_and_folded, split_twice, drawn_and_split, drawn_twice, same_child, as_it_should_be]
-)
+@pytest.mark.parametrize("function", [split_and_folded, split_twice, drawn_and_split, drawn_twice, as_it_should_be])
 def test_the_ledger_sees_through_transformations(ledger, monkeypatch, function, how):
     monkeypatch.setattr(sys.modules[__name__], "PACKAGES", (str(Path(__file__)),))
     keys = jax.random.wrap_key_data(jnp.asarray([[0, 1], [0, 2]], jnp.uint32))

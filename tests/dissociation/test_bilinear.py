@@ -1,4 +1,3 @@
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jaxtyping
@@ -38,20 +37,13 @@ def test_a_network_by_hand(residual):
     np.testing.assert_allclose(found["features"], hidden, rtol=1e-4, atol=1e-6)
 
 
-def test_defaults_and_stacking():
-    models = eqx.filter_vmap(lambda key: BilinearNetwork(key=key))(jax.random.split(jax.random.key(0), 2))
-    assert models.embed.shape == (2, 256, 784)
-    assert models.head.shape == (2, 10, 256)
-    bound = 784**-0.5
-    assert 0.99 * bound < np.abs(models.embed).max() <= bound
-    assert np.abs(models.layers[0].left).max() <= 1 / 16
-    assert np.abs(models.embed[0] - models.embed[1]).max() > 0.01
-
-
-def test_initialisation_by_a_function():
-    model = BilinearNetwork(
-        4, 3, 2, init=lambda key, shape, fan_in: jnp.full(shape, 1.0 * fan_in), key=jax.random.key(0)
-    )
+def test_initial_weights():
+    plain = BilinearNetwork(key=jax.random.key(0))
+    assert (plain.embed.shape, plain.head.shape) == ((256, 784), (10, 256))
+    assert 0.99 * 784**-0.5 < np.abs(plain.embed).max() <= 784**-0.5
+    assert np.abs(plain.layers[0].left).max() <= 1 / 16
+    init = lambda key, shape, fan_in: jnp.full(shape, 1.0 * fan_in)  # noqa: E731
+    model = BilinearNetwork(4, 3, 2, init=init, key=jax.random.key(0))
     np.testing.assert_array_equal(model.embed, 4)
     np.testing.assert_array_equal(model.head, 3)
     spread = draw_weights("lecun", (300, 400), 100, key=jax.random.key(0)).std()
@@ -60,7 +52,7 @@ def test_initialisation_by_a_function():
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"gate": "tanh"}, "'silu'"), ({"init": "he"}, "'pytorch', 'lecun'"), ({"num_layers": 0}, "`num_layers`")],
+    [({"gate": "tanh"}, "'silu'"), ({"init": "he"}, "'lecun'"), ({"num_layers": 0}, "`num_layers`")],
 )
 def test_bad_input_is_refused(options, words):
     with pytest.raises(ValueError, match=words):
@@ -91,20 +83,11 @@ def test_any_bilinear_model_can_be_wrapped(bias):
     np.testing.assert_allclose(spectrum(x), (left @ (embed @ x) + b) * (right @ (embed @ x) + c), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("layers", "head", "words"),
-    [
-        ([], (3, 5), "`layers` must hold at least one layer"),
-        ([((4, 5), (4, 6))], (3, 4), "in layer 0"),
-        ([((4, 5), (4, 5), (4,))], (3, 4), "in layer 0"),
-        ([((4, 5), (4, 5)), ((2, 3), (2, 3))], (3, 2), r"two matrices \[outputs, 4\]"),
-        ([((4, 5), (4, 5))], (3, 5), "`head` must have 4 columns"),
-    ],
-)
-def test_what_does_not_fit_is_not_wrapped(layers, head, words):
-    arrays = [tuple(np.ones(shape, np.float32) for shape in layer) for layer in layers]
-    with pytest.raises(ValueError, match=words):
-        wrap_bilinear(np.ones((5, 7), np.float32), arrays, np.ones(head, np.float32))
+def test_what_does_not_fit_is_not_wrapped():
+    layer = (np.ones((4, 5), np.float32), np.ones((4, 5), np.float32))
+    for layers, columns, words in (([], 5, "at least one layer"), ([layer], 5, "`head` must have 4 columns")):
+        with pytest.raises(ValueError, match=words):
+            wrap_bilinear(np.ones((5, 7), np.float32), layers, np.ones((3, columns), np.float32))
 
 
 def test_parts_that_are_no_real_weights_are_named(monkeypatch):
@@ -114,7 +97,6 @@ def test_parts_that_are_no_real_weights_are_named(monkeypatch):
         ((eye, np.full((3, 3), "a")), TypeError, r"`layers\[1\]\[1\]` must be an array of real numbers, got text"),
         ((eye, eye * 1j), TypeError, r"`layers\[1\]\[1\]` must hold real numbers, got dtype complex64"),
         ((eye, eye, np.ones(2), np.ones(3)), ValueError, r"two biases \[outputs\] or none, in layer 1, got \[\(3, 3\)"),
-        ((eye, eye, np.ones(3)), ValueError, "two biases"),
         ((eye, eye[:2]), ValueError, "two matrices"),
         ((np.float32(1.0), eye), ValueError, "two matrices"),
         ((), ValueError, r"two matrices \[outputs, 3\], .*, in layer 1, got \[\]"),

@@ -11,7 +11,6 @@ import pytest
 
 from dissociation import batch_size as sizes
 from dissociation.bmap import bmap
-from dissociation.fig4.expand import add_random_zero_neurons, duplicate_neurons, scale_neurons
 from dissociation.memory import program_bytes
 
 SIZE = 5
@@ -64,53 +63,30 @@ def _cases():
     keys = jax.random.split(jax.random.key(3), SIZE)
     old_keys = jax.random.split(jax.random.PRNGKey(3), SIZE)
     x, y = arange(SIZE, 4), arange(4, SIZE, 3)
-    yield "one array", lambda x: x**2, (x,), {}
     yield "static shape", lambda x, n: jnp.tile(x, n), (x, 3), {"in_axes": (0, None)}
-    yield (
-        "PyTree of axes",
-        lambda p, s: p["a"] * s + p["b"],
-        ({"a": x, "b": 2}, 3.0),
-        {"in_axes": ({"a": 0, "b": None}, None)},
-    )
+    tree = {"a": x, "b": 2}, 3.0
+    yield "PyTree of axes", lambda p, s: p["a"] * s + p["b"], tree, {"in_axes": ({"a": 0, "b": None}, None)}
     yield "dict by name", lambda a, b: a * b.sum(), (x, y), {"in_axes": {"b": 1}}
     yield "dict with a default", lambda a, b=2: a * b, (x,), {"in_axes": {"a": 0}}
     yield "if_array(1)", lambda a, f: f(a), (y, jnp.tanh), {"in_axes": eqx.if_array(1)}
     yield "negative axes", lambda a, b: a.sum() + b.sum(), (x, y), {"in_axes": (-2, -2)}
-    yield "out_axes 1", lambda b: b, (y,), {"in_axes": 1, "out_axes": 1}
     yield "out_axes -1", lambda b: b, (y,), {"in_axes": 1, "out_axes": -1}
-    yield (
-        "out_axes a tree",
-        lambda b: (b, {"c": b.sum()}),
-        (y,),
-        {"in_axes": 1, "out_axes": (eqx.if_array(-2), {"c": 0})},
-    )
-    yield (
-        "out_axes None",
-        lambda a, b: (a + b.sum(), b * 2, "s"),
-        (x, y),
-        {"in_axes": (0, None), "out_axes": (0, None, None)},
-    )
+    axes = {"in_axes": 1, "out_axes": (eqx.if_array(-2), {"c": 0})}
+    yield "out_axes a tree", lambda b: (b, {"c": b.sum()}), (y,), axes
+    axes = {"in_axes": (0, None), "out_axes": (0, None, None)}
+    yield "out_axes None", lambda a, b: (a + b.sum(), b * 2, "s"), (x, y), axes
     yield "out_axes all None", lambda a, b: b, (x, y), {"in_axes": (0, None), "out_axes": None}
-    yield "shared object", lambda a, b: (a, b), (x, y), {"in_axes": (0, None), "out_axes": (0, None)}
     yield "everything", returns_everything, (x, 3), {}
     yield "Python number stacked", lambda a: (a, 3), (x,), {"out_axes": 0}
-    yield "int32 and bool", lambda a, b: (a + 1, ~b), (jnp.arange(SIZE), jnp.arange(SIZE) > 2), {}
     yield "weak type", lambda a, b: a * b, (jax.vmap(lambda _: 2.0)(x), jnp.arange(SIZE, dtype=jnp.bfloat16)), {}
-    yield (
-        "NumPy",
-        lambda a, b: (a * 2, b),
-        (np.arange(SIZE, dtype=np.float32), np.arange(2)),
-        {"in_axes": (0, None), "out_axes": EACH},
-    )
-    yield "nothing in, axis_size", lambda a: a * 2, (x,), {"in_axes": None, "out_axes": 0, "axis_size": SIZE}
+    numbers = np.arange(SIZE, dtype=np.float32), np.arange(2)
+    yield "NumPy", lambda a, b: (a * 2, b), numbers, {"in_axes": (0, None), "out_axes": EACH}
     yield "axis_size agrees", lambda a: a * 2, (x,), {"axis_size": SIZE}
     yield "nothing mapped at all", lambda a, s: (a * 2, s), (x, "s"), {"in_axes": None, "out_axes": None}
-    yield "typed keys", lambda k, s: (k, jax.random.normal(jax.random.split(k)[1], (s,))), (keys, 2), {}
     yield "typed keys on axis 1", lambda k: jax.random.split(k[0]), (keys[None],), {"in_axes": 1, "out_axes": 1}
     yield "legacy keys", lambda k: (jax.random.split(k), jax.random.normal(k, (2,))), (old_keys,), {}
     yield "shared keys", lambda a, k: (a, k), (x, keys[0]), {"in_axes": (0, None), "out_axes": (0, None)}
     yield "model in and out", lambda p: eqx.tree_at(lambda q: q.weight, p, p.weight * 2), (pairs(),), {}
-    yield "make models", lambda k: eqx.nn.Linear(3, 2, key=k), (keys,), {}
     yield "evaluate models", lambda m, v: m(v), (mlps(), arange(3)), {"in_axes": (EACH, None)}
     yield "None argument", lambda a, b: a, (x, None), {"in_axes": (0, 0)}
     yield "no arguments", lambda: jnp.ones(2), (), {"axis_size": SIZE}
@@ -131,49 +107,17 @@ def test_plain_and_jit_equal_filter_vmap(name):
     assert_same(eqx.filter_jit(batched)(*args), eqx.filter_jit(vmapped)(*args))
 
 
+@pytest.mark.parametrize("name", ["out_axes None", "out_axes a tree", "dict by name", "typed keys on axis 1"])
 @pytest.mark.parametrize(
-    "name", ["out_axes None", "dict by name", "if_array(1)", "shared keys", "typed keys on axis 1"]
+    ("batch_size", "loop"),
+    [(None, "auto"), (1, "scan"), (3, "unroll"), (4, "scan"), (9, "auto"), (np.int64(2), "scan"), ("auto", "unroll")],
 )
-@pytest.mark.parametrize("batch_size", [None, 1, 3, 4, 5, 9, np.int64(2)])
-def test_every_batch_size_equals_filter_vmap(name, batch_size):
-    fun, args, options = CASES[name]
-    assert_same(bmap(fun, batch_size=batch_size, **options)(*args), eqx.filter_vmap(fun, **options)(*args))
-
-
-@pytest.mark.parametrize("name", ["out_axes None", "out_axes a tree", "evaluate models", "dict by name", "typed keys"])
-@pytest.mark.parametrize("loop", ["scan", "unroll"])
-@pytest.mark.parametrize("batch_size", [2, "auto"])
-def test_every_loop_equals_filter_vmap(name, loop, batch_size):
+def test_every_batch_size_and_loop_equals_filter_vmap(name, batch_size, loop):
     fun, args, options = CASES[name]
     assert_same(bmap(fun, batch_size=batch_size, loop=loop, **options)(*args), eqx.filter_vmap(fun, **options)(*args))
 
 
-def test_equals_a_loop_over_members():
-    x = arange(7, 3)
-    looped = np.stack([np.outer(row, row) for row in np.asarray(x)])
-    np.testing.assert_allclose(bmap(jnp.outer, batch_size=3)(x, x), looped, rtol=1e-6)
-
-
-def test_members_in_turn_equal_members_alone_bit_for_bit():
-    models, x = mlps(), arange(16, 3)
-    forward = lambda model, x: jax.vmap(model)(x)  # noqa: E731
-    in_turn = eqx.filter_jit(bmap(forward, in_axes=(EACH, None), batch_size=1))(models, x)
-    alone = [eqx.filter_jit(forward)(model, x) for model in unstacked(models)]
-    np.testing.assert_array_equal(in_turn, alone)
-
-
-def test_wrong_map_is_noticed():
-    """The comparison above would see a permuted or a repeated member."""
-    x = arange(SIZE, 4)
-    with pytest.raises(AssertionError):
-        assert_same(bmap(lambda a: a, batch_size=2)(x[::-1]), x)
-    with pytest.raises(AssertionError):
-        assert_same(bmap(lambda a: a, batch_size=2)(x.at[-1].set(x[0])), x)
-
-
-@pytest.mark.parametrize(
-    ("batch_size", "loop", "checkpoint"), [(1, "scan", True), (2, "scan", False), (2, "unroll", True)]
-)
+@pytest.mark.parametrize(("batch_size", "loop", "checkpoint"), [(2, "scan", True), (2, "unroll", False)])
 def test_gradients_equal(batch_size, loop, checkpoint):
     models, x = mlps(), arange(3)
 
@@ -193,17 +137,6 @@ def test_gradients_equal(batch_size, loop, checkpoint):
     both = [gradient((models, x)) for gradient in wraps]
     assert_same(*both)
     assert sum(float(jnp.abs(g).sum()) for g in jax.tree.leaves(both[1])) > 0.1
-
-
-def test_forward_and_second_derivatives_equal():
-    x, v = arange(SIZE, 3), arange(3)
-
-    def total(mapping, v):
-        return jnp.sum(mapping(lambda a, b: jnp.tanh(a @ b), in_axes=(0, None))(x, v))
-
-    hessians = [jax.jit(jax.hessian(partial(total, m)))(v) for m in (partial(bmap, batch_size=2), eqx.filter_vmap)]
-    np.testing.assert_allclose(*hessians, rtol=1e-5, atol=1e-6)
-    assert np.abs(hessians[0]).max() > 1e-2
 
 
 @pytest.mark.parametrize("outer", [eqx.filter_vmap, jax.vmap, partial(bmap, batch_size=2)])
@@ -227,114 +160,17 @@ def test_unmapped_arguments_arrive_unchanged():
         seen.append(rest)
         return x
 
-    x = jnp.arange(SIZE)
+    x, traces = jnp.arange(SIZE), []
     for batch_size in (None, 2, "auto"):
         seen.clear()
         bmap(look, in_axes=(0, *(None for _ in given)), batch_size=batch_size)(x, *given)
         assert seen
         assert all(a is b for rest in seen for a, b in zip(rest, given, strict=True))
-
-
-def test_traces_do_not_grow_with_the_number_of_batches():
-    traces = []
-
-    def count(x):
-        traces.append(x)
-        return x
-
-    counts = []
     for size in (8, 80):
-        traces.clear()
-        bmap(count, batch_size=2)(jnp.arange(size))
-        counts.append(len(traces))
-    assert counts == [1, 1]
-
-
-# The uses of the paper's notebook ------------------------------------------------------------------------------------
-
-
-def rewritten(rewrite, *rest, **options):
-    """A function of a model that rewrites its second hidden layer, as the notebook writes it."""
-
-    def function(model, *args):
-        w_in, w_out = rewrite(model.layers[1].weight, model.layers[2].weight, *args)
-        return eqx.tree_at(lambda m: (m.layers[1].weight, m.layers[2].weight), model, (w_in, w_out))
-
-    return function
-
-
-SCALE = rewritten(lambda a, b, factor: scale_neurons(w_in=a, w_out=b, scale_factor=factor))
-DUPLICATE = rewritten(lambda a, b, m: duplicate_neurons(w_in=a, w_out=b, duplicate_multiplier=m))
-
-
-def zeros(model, count, key):
-    w_in, w_out = add_random_zero_neurons(
-        w_in=model.layers[1].weight, w_out=model.layers[2].weight, num_zero_groups=count, neurons_per_group=1, key=key
-    )
-    return eqx.tree_at(lambda m: (m.layers[1].weight, m.layers[2].weight), model, (w_in, w_out))
-
-
-@pytest.mark.parametrize("batch_size", [None, 2, "auto"])
-def test_notebook_rewrites(batch_size):
-    models, x = mlps(), arange(3)
-    logits = eqx.filter_vmap(lambda m, v: m(v), in_axes=(EACH, None))
-    for rewrite, argument, width in [(SCALE, 20, 8), (DUPLICATE, 1 + 1, 16), (DUPLICATE, 1.2, 10)]:
-        wrapped = partial(bmap, in_axes=(EACH, None), batch_size=batch_size)(rewrite)
-        new = wrapped(models, argument)
-        assert new.layers[1].weight.shape == (SIZE, width, 8)
-        assert_same(new, eqx.filter_vmap(rewrite, in_axes=(EACH, None))(models, argument))
-        np.testing.assert_allclose(logits(new, x), logits(models, x), atol=1e-5)
-    keys = jax.random.split(jax.random.key(2), SIZE)
-
-    @partial(bmap, in_axes=(EACH, None, 0), batch_size=batch_size)
-    def with_zeros(model, count, key):
-        return zeros(model, count, key)
-
-    new = with_zeros(models, 1024, keys)
-    assert new.layers[2].weight.shape == (SIZE, 2, 8 + 1024)
-    assert new.activation is models.activation
-    np.testing.assert_allclose(logits(new, x), logits(models, x), atol=1e-4)
-
-
-def test_notebook_noise_sweeps():
-    """`bmap(in_axes=(None, 0, None))` around a mapped function and inside one, and `filter_vmap` over it."""
-    models, x, scales = mlps(), arange(4, 3), jnp.logspace(-1, 1, 6)
-
-    def error(model, scale, x):
-        hidden = jax.vmap(model.layers[0])(x * scale)
-        return jnp.mean(jax.vmap(model)(model.activation(hidden[:, :3])))
-
-    for batch_size in (None, 4):
-        batched = partial(bmap, batch_size=batch_size)
-        around = batched(in_axes=(None, 0, None))(batched(error, in_axes=(EACH, None, None)))
-        inside = batched(batched(error, in_axes=(None, 0, None)), in_axes=(EACH, None, None))
-        over = eqx.filter_vmap(lambda m: batched(error, in_axes=(None, 0, None))(m, scales, x), in_axes=(EACH,))  # noqa: B023
-        looped = [[error(model, s, x) for s in scales] for model in unstacked(models)]
-        np.testing.assert_allclose(eqx.filter_jit(around)(models, scales, x).T, looped, rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(eqx.filter_jit(inside)(models, scales, x), looped, rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(eqx.filter_jit(over)(models), looped, rtol=1e-5, atol=1e-6)
-
-
-def unstacked(models):
-    arrays, static = eqx.partition(models, eqx.is_array)
-    return [eqx.combine(jax.tree.map(lambda a, i=i: a[i], arrays), static) for i in range(SIZE)]
-
-
-def test_notebook_hidden_layer_under_plain_vmap():
-    x = arange(4, 3)
-
-    @partial(bmap, in_axes=(EACH, None), batch_size=2)
-    def hidden(model, images):
-        return jax.vmap(lambda m, v: m.activation(m.layers[0](v)), in_axes=(None, 0))(model, images)
-
-    looped = [jax.nn.relu(x @ model.layers[0].weight.T) for model in unstacked(mlps())]
-    np.testing.assert_allclose(hidden(mlps(), x), looped, rtol=1e-6)
-
-
-def test_notebook_path_is_the_same_function():
-    from dissociation.fig4.bmap import bmap as published
-
-    assert published is bmap
+        seen.clear()
+        bmap(look, batch_size=2)(jnp.arange(size))
+        traces.append(len(seen))
+    assert traces == [1, 1]  # however many batches
 
 
 # The wrapper ---------------------------------------------------------------------------------------------------------
@@ -350,12 +186,6 @@ def test_decorator_forms_keep_names_and_wrapped_function():
     def product(a, b):
         return a * b
 
-    assert (doubled.__name__, doubled.__doc__) == ("doubled", "Doc.")
-    assert doubled.__wrapped__(3) == 6
-    np.testing.assert_array_equal(product(2, jnp.arange(3)), [0, 2, 4])
-
-
-def test_works_as_a_method():
     class Scaler(eqx.Module):
         scale: jax.Array
 
@@ -363,8 +193,10 @@ def test_works_as_a_method():
         def __call__(self, x):
             return self.scale * x
 
+    assert (doubled.__name__, doubled.__doc__) == ("doubled", "Doc.")
+    assert doubled.__wrapped__(3) == 6
+    np.testing.assert_array_equal(product(2, jnp.arange(3)), [0, 2, 4])
     np.testing.assert_array_equal(Scaler(jnp.array(2.0))(jnp.arange(5.0)), 2 * np.arange(5.0))
-    assert isinstance(Scaler.__dict__["__call__"].__get__(None, Scaler), type(Scaler.__dict__["__call__"]))
 
 
 def test_wrapped_module_is_differentiable():
@@ -385,12 +217,10 @@ def add(x, y):
 
 BAD_CALLS = [
     (ValueError, "`y` must have as many members .*`x` \\(5\\), got 3", add, (jnp.ones(5), jnp.ones(3)), {}),
-    (ValueError, r"`y` .*`x\['a'\]` \(5\)", add, ({"a": jnp.ones(5)}, jnp.ones(3)), {}),
     (ValueError, "`x` .*`axis_size` \\(4\\), got 5", add, (jnp.ones(5), jnp.ones(5)), {"axis_size": 4}),
     (ValueError, r"`args\[1\]` must have as many", lambda *xs: xs, (jnp.ones(5), jnp.ones(3)), {}),
     (ValueError, "`in_axes` must map at least one", add, (1.0, 2.0), {"out_axes": 0}),
     (ValueError, "`y` must have the axis 1", add, (jnp.ones(5), jnp.ones(5)), {"in_axes": (0, 1)}),
-    (ValueError, "`y` must be an array", add, (jnp.ones(5), 3.0), {"in_axes": (0, 0)}),
     (ValueError, "`in_axes` must consist of", add, (jnp.ones(5), jnp.ones(5)), {"in_axes": ("a", 0)}),
     (ValueError, "`in_axes` must be a prefix", add, (jnp.ones(5), jnp.ones(5)), {"in_axes": (0,)}),
     (ValueError, "`in_axes` must name .*'z'", add, (jnp.ones(5), jnp.ones(5)), {"in_axes": {"z": 0}}),
@@ -414,26 +244,23 @@ def test_keyword_arguments_are_refused_as_by_filter_vmap():
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"),
+    "options",
     [
-        (ValueError, {"batch_size": 0}),
-        (TypeError, {"batch_size": 2.0}),
-        (TypeError, {"batch_size": True}),
-        (ValueError, {"batch_size": "big"}),
-        (ValueError, {"memory_budget": 10}),
-        (ValueError, {"loop": "fori"}),
-        (ValueError, {"batch_size": "auto", "memory_budget": 0}),
+        {"batch_size": 0},
+        {"batch_size": 2.0},
+        {"batch_size": "big"},
+        {"memory_budget": 10},
+        {"loop": "fori"},
+        {"batch_size": "auto", "memory_budget": 0},
     ],
 )
-def test_wrong_options_are_refused_at_once(kind, options):
-    with pytest.raises(kind, match="(batch_size|memory_budget|loop)"):
+def test_wrong_options_are_refused_at_once(options):
+    with pytest.raises((TypeError, ValueError), match="(batch_size|memory_budget|loop)"):
         bmap(add, **options)
-    with pytest.raises(TypeError, match="fun"):
-        bmap(3)
 
 
 def test_mapped_result_at_out_axes_none_is_refused():
-    for mapping in (bmap, *(partial(bmap, batch_size=size) for size in (1, 2)), eqx.filter_vmap):
+    for mapping in (bmap, partial(bmap, batch_size=2), eqx.filter_vmap):
         with pytest.raises(ValueError, match="out_axes"):
             mapping(lambda x: x, out_axes=None)(jnp.ones(5))
 
@@ -551,8 +378,7 @@ def test_dense_layers_stay_in_one_compiled_loop():
     assert loops_in(bmap(jnp.dot, batch_size=2), arange(SIZE, 3), arange(SIZE, 3)) == 1
 
 
-@pytest.mark.parametrize("loop", ["scan", "unroll"])
-@pytest.mark.parametrize("batch_size", [1, 2, 5, "auto"])
+@pytest.mark.parametrize(("batch_size", "loop"), [(1, "scan"), (2, "unroll"), (5, "scan"), ("auto", "scan")])
 def test_a_number_of_members_is_enough_to_map(loop, batch_size):
     repeated = bmap(lambda x: x + 1, in_axes=None, axis_size=5, batch_size=batch_size, loop=loop)
     np.testing.assert_array_equal(repeated(jnp.arange(2.0)), [[1.0, 2.0]] * 5)

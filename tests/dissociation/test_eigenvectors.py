@@ -11,7 +11,6 @@ from labels import assert_labelled
 
 from dissociation.figures import eigenvector_tables as tables
 from dissociation.figures import eigenvectors
-from dissociation.figures.artifacts import axes_of
 from dissociation.figures.eigenvector_measures import top_similarity
 from dissociation.figures.seeds import masked
 from dissociation.spectral import Spectrum
@@ -52,16 +51,6 @@ def test_similarity(small):
     np.testing.assert_allclose(results.with_self, (3 * results.top[1, 1] + 3) / 6, rtol=1e-5)
 
 
-def test_intervals(small):
-    results, *_ = small
-    for size in results.config.sizes:
-        honest, published = results.intervals[size]["magnitude"]
-        np.testing.assert_allclose(honest[0], published[0], rtol=1e-4)
-        for mean, low, high in (honest, published):
-            assert (low <= mean + 1e-6).all()
-            assert (mean <= high + 1e-6).all()
-
-
 def test_networks_that_diverged_are_left_out_and_named(small):
     results, config, _ = small
     # The last of the reference size's three networks, and the first of the other size's.
@@ -84,6 +73,8 @@ def test_networks_that_diverged_are_left_out_and_named(small):
         },
     )
     assert np.isfinite(found.intervals[24]["magnitude"][:, 0]).all()
+    honest, published = results.intervals[12]["magnitude"]
+    np.testing.assert_allclose(honest[0], published[0], rtol=1e-4)
     for mean, low, high in found.intervals[12]["magnitude"]:
         kept = results.similarity[12]["magnitude"][[3, 4, 6, 7]]
         np.testing.assert_allclose(mean, kept.mean((0, 1)), rtol=1e-5)
@@ -113,15 +104,6 @@ def test_top_similarity_is_of_networks_that_did_not_diverge(small):
         first = np.abs(np.einsum("aci,bci->abc", vectors[:, :, 0], vectors[:, :, 0])).mean(2)[np.ix_(kept, kept)]
         np.testing.assert_allclose(top[1, 1], first[np.triu_indices(len(first), 1)].mean(), rtol=1e-5)
         np.testing.assert_allclose(top[0, 1], first.mean(), rtol=1e-5)
-
-
-def test_names_of_axes_fit_every_array(small):
-    results, config, _ = small
-    arrays = eigenvectors.arrays(results)
-    lengths = {"seeds": 3, "epochs": config.num_epochs + 1, "classes": 10, "sizes": 2, "pixels": 784, "norms": 7}
-    for name, axes in axes_of(arrays, eigenvectors.AXES).items():
-        for axis, size in zip(axes, arrays[name].shape, strict=True):
-            assert size == lengths.get(axis, size), name
 
 
 def test_sizes_are_an_axis(small, tmp_path):
@@ -201,16 +183,9 @@ def test_images_tables_and_resuming(small):
     assert "glyphs" in eigenvectors.headline(results)
     for part in ("3 of size 12, 3 of size 24", "1000 training and 200 test images", "means over 3 seeds", "(d, e)"):
         assert part in eigenvectors.caption(results)
-    figure = eigenvectors.draw(results)
-    (left, right, bar), (_, *drops) = figure.subfigs[0].axes, figure.subfigs[1].axes
+    left, right, bar = eigenvectors.draw(results).subfigs[0].axes
     assert left.get_xticks()[0] == 1
     assert right.images[0].get_clim() == (0, 1)
     assert bar.get_ylabel() == "similarity"
-    added = [100 * (errors[:, 1:] - full[:, None]) for by, full in zip(results.error.values(),
-             results.full_error.values(), strict=True) for errors in by.values()]  # fmt: skip
-    for axis in drops:  # no empty half below nothing
-        np.testing.assert_allclose(axis.get_ylim(), (1.2 * min(-0.02, np.min(added)), 100), rtol=1e-6)
     again = eigenvectors.compute(config, key=KEY, folder=folder)
     jax.tree.map(np.testing.assert_array_equal, eigenvectors.arrays(results), eigenvectors.arrays(again))
-    with pytest.raises(ValueError, match="`reference` must be one of the sizes"):
-        dataclasses.replace(config, reference=7)

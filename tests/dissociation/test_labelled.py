@@ -4,7 +4,6 @@ import dataclasses
 import json
 import re
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pandas
@@ -139,12 +138,6 @@ def test_arrays_of_one_set_of_axes_share_a_table_whatever_their_order():
     pandas.testing.assert_series_equal(table.b, 10 * table.a, check_names=False)
 
 
-def test_it_prints_what_there_is():
-    assert repr(label({"error": np.zeros((2, 3))}, {"error": ("seeds", "k")}, units={"error": "%"})) == (
-        "Labelled\n  arrays:\n    error [seeds: 2, k: 3] float64 in %"
-    )
-
-
 def test_what_it_is_made_of_may_be_of_any_kind():
     @dataclasses.dataclass
     class Config:
@@ -164,16 +157,10 @@ def test_what_it_is_made_of_may_be_of_any_kind():
         (lambda: label({"axes": 1.0}, {}), ValueError, "`arrays` must have names other than axes, labelled"),
         (lambda: label({"a/b": 1.0}, {}), ValueError, "without a slash, got 'a/b'"),
         (lambda: label({"a": [object()]}, {"a": ("k",)}), TypeError, "`a` must hold numbers, truth values or text"),
-        (lambda: jax.jit(lambda x: label({"a": x}, {"a": ("k",)}))(np.zeros(2)), TypeError, "got a traced value"),
         (
             lambda: label({"k": np.zeros((2, 2)), "b": np.zeros(2)}, {"k": ("i", "j"), "b": ("k",)}),
             ValueError,
             "`dims` must have other names than arrays, unless one is their coordinate, got 'k'",
-        ),
-        (
-            lambda: label({"a": np.zeros(2)}, {"a": ("k",)}, coords={"c": np.zeros((2, 2))}),
-            ValueError,
-            "`dims` must name the axes of c",
         ),
         (
             lambda: Labelled({"a": np.zeros(2), "b": np.zeros(3)}, {"a": ("k",), "b": ("k",)}, {}, {}, {}),
@@ -188,30 +175,24 @@ def test_wrong_names_are_refused(call, kind, words):
 
 
 def test_wrong_files_are_refused(everything, tmp_path):
-    with pytest.raises(ValueError, match=r"`path` must end in .npz or .nc, got x.csv"):
-        everything.save(tmp_path / "x.csv")
-    with pytest.raises(ValueError, match=r"`path` must end in .npz or .nc, got x.csv"):
-        load_results(tmp_path / "x.csv")
+    for call in (everything.save, load_results):
+        with pytest.raises(ValueError, match=r"`path` must end in .npz or .nc, got x.csv"):
+            call(tmp_path / "x.csv")
     for suffix in (".npz", ".nc"):
         with pytest.raises(FileNotFoundError, match="where there is none"):
             load_results(tmp_path / f"x{suffix}")
         whole = everything.save(tmp_path / f"x{suffix}").read_bytes()
-        for contents in (whole[: len(whole) // 2], b"", b"text"):
-            (tmp_path / f"y{suffix}").write_bytes(contents)
-            with pytest.raises(RefusedFile, match="is broken, or no file of results"):
-                load_results(tmp_path / f"y{suffix}")
-    np.savez(tmp_path / "other.npz", a=np.zeros(2))
-    with pytest.raises(RefusedFile, match="no file of results: it lacks 'axes'"):
-        load_results(tmp_path / "other.npz")
-    xarray.Dataset({"a": ("k", [1.0])}).to_netcdf(tmp_path / "other.nc", engine="h5netcdf")
-    with pytest.raises(RefusedFile, match="no file of results: it lacks 'labelled'"):
-        load_results(tmp_path / "other.nc")
+        (tmp_path / f"y{suffix}").write_bytes(whole[: len(whole) // 2])
+        with pytest.raises(RefusedFile, match="is broken, or no file of results"):
+            load_results(tmp_path / f"y{suffix}")
+
+
+OTHER = xarray.Dataset({"a": ("k", [1.0])})
 
 
 @pytest.mark.parametrize(
     ("name", "write", "reason"),
     [
-        ("x.npz", lambda path: path.write_bytes(b""), "it is empty"),
         ("x.nc", lambda path: path.write_bytes(b""), "it is empty"),
         ("x.npz", lambda path: path.write_text("words"), "it is no zip archive, as .npz files of results are"),
         ("x.nc", lambda path: path.write_text("words"), "it is no HDF5 file, as .nc files of results are"),
@@ -220,6 +201,8 @@ def test_wrong_files_are_refused(everything, tmp_path):
             lambda path: np.savez(path, a=np.array([{}], object)),
             "it holds Python objects, which are not read,",
         ),
+        ("x.npz", lambda path: np.savez(path, a=np.zeros(2)), "no file of results: it lacks 'axes'"),
+        ("x.nc", lambda path: OTHER.to_netcdf(path, engine="h5netcdf"), "no file of results: it lacks 'labelled'"),
         ("x.npz", lambda path: np.savez(path, axes=np.array("axes")), "what it says of its arrays is no JSON"),
         ("x.npz", lambda path: np.savez(path, axes=np.array("3")), "what it says of its arrays is no dictionary"),
         ("x.npz", lambda path: path.mkdir(), " is a folder, and no file of results"),
@@ -234,12 +217,8 @@ def test_what_is_no_file_of_results_is_refused_in_our_words(tmp_path, name, writ
 
 
 def test_a_file_of_arrays_and_axes_alone_is_read(tmp_path):
-    np.savez(
-        tmp_path / "x.npz",
-        error=np.zeros((2, 3)),
-        scales=np.arange(3),
-        axes=np.asarray(json.dumps({"error": ["seeds", "scales"], "scales": ["scales"]})),
-    )
+    axes = np.asarray(json.dumps({"error": ["seeds", "scales"], "scales": ["scales"]}))
+    np.savez(tmp_path / "x.npz", error=np.zeros((2, 3)), scales=np.arange(3), axes=axes)
     found = load_results(tmp_path / "x.npz")
     assert found.dims["error"] == ("seeds", "scales")
     assert list(found.coords) == ["scales"]
@@ -263,12 +242,8 @@ def test_without_the_extra_it_says_what_to_install(everything, tmp_path, monkeyp
         raise ImportError(name)
 
     monkeypatch.setattr("dissociation.labelled.importlib.import_module", missing)
-    for call in (
-        everything.to_xarray,
-        everything.to_dataframe,
-        lambda: everything.save(tmp_path / "y.nc"),
-        lambda: load_results(path),
-    ):
+    save, load = lambda: everything.save(tmp_path / "y.nc"), lambda: load_results(path)
+    for call in (everything.to_xarray, everything.to_dataframe, save, load):
         with pytest.raises(ImportError, match=r"must be installed for this: pip install 'dissociation\[labels\]'"):
             call()
     assert_same(load_results(everything.save(tmp_path / "y.npz")), everything)

@@ -135,14 +135,6 @@ def test_results_stay_trees_that_transformations_take(measured):
         jax.jit(lambda result: result.labelled().arrays["rates"])(measured)
 
 
-def test_a_result_saves_itself(measured, tmp_path):
-    for suffix in (".npz", ".nc"):
-        read = load_results(measured.save(tmp_path / f"x{suffix}"))
-        assert read.dims == measured.labelled().dims
-        assert read.attrs == measured.labelled().attrs
-        assert read.units == {"rates": "1 / s"}
-
-
 def test_any_tree_of_arrays_will_do():
     found = label_tree({"a": [np.zeros(2), {"b": 1.5}], "c": (1, 2), "model": jnp.tanh, "none": None, "text": "x"})
     assert found.dims == {"a_0": ("a_0_dim_0",), "a_1_b": (), "c": ("c_dim_0",)}
@@ -156,16 +148,17 @@ def test_any_tree_of_arrays_will_do():
         label_tree({"a": None})
 
 
+def _loss(model, batch, key):
+    x, y = batch
+    error = (jax.vmap(model)(x)[:, 0] - y) ** 2
+    return error.mean(), {"largest": error.max()}
+
+
 @pytest.fixture(scope="module")
 def trained():
-    def loss(model, batch, key):
-        x, y = batch
-        error = (jax.vmap(model)(x)[:, 0] - y) ** 2
-        return error.mean(), {"largest": error.max()}
-
     models = eqx.filter_vmap(lambda key: eqx.nn.Linear(5, 1, key=key))(jax.random.split(jax.random.key(0), 6))
     save = Save(lambda model, step, key: {"weight": model.weight[0]}, at=[0, 2, 4])
-    step, data = make_step(loss, optax.sgd(0.01)), FullBatch((FEATURES[0], LABELS.astype(float)))
+    step, data = make_step(_loss, optax.sgd(0.01)), FullBatch((FEATURES[0], LABELS.astype(float)))
     return fit(models, step, data, num_steps=4, key=jax.random.key(1), save=save)
 
 
@@ -181,16 +174,13 @@ def test_a_history_has_steps_and_members(trained, tmp_path):
     assert data.metrics_largest.dims == data.loss.dims
     assert trained.history.labelled().dims["loss"] == ("members", "steps")
     assert ("members", "steps") in trained.history.to_dataframe()
-    step, features = make_step(_loss_alone, optax.sgd(0.01)), FullBatch((FEATURES[0], LABELS.astype(float)))
-    on = fit(trained.state, step, features, num_steps=2, key=jax.random.key(1))
+    features = FullBatch((FEATURES[0], LABELS.astype(float)))
+    on = fit(trained.state, make_step(_loss, optax.sgd(0.01)), features, num_steps=2, key=jax.random.key(1))
     np.testing.assert_array_equal(on.history.labelled()["steps"], [4, 5])  # they go on counting
-    read = load_results(trained.history.save(tmp_path / "history.nc", GRID))
-    np.testing.assert_array_equal(read["loss"].reshape(6, 4), trained.history.loss)
-
-
-def _loss_alone(model, batch, key):
-    x, y = batch
-    return ((jax.vmap(model)(x)[:, 0] - y) ** 2).mean()
+    for suffix in (".npz", ".nc"):
+        read = load_results(trained.history.save(tmp_path / f"history{suffix}", GRID))
+        assert read.dims == trained.history.labelled(GRID).dims
+        np.testing.assert_array_equal(read["loss"].reshape(6, 4), trained.history.loss)
 
 
 def test_the_outcome_of_a_fit_has_its_history_and_what_diverged(trained):

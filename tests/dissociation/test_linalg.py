@@ -1,21 +1,12 @@
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 import scipy.linalg
 
 from dissociation.linalg import centre, nuclear_norm, positive_inverse, psd_power, scale_of
 
-
-@pytest.fixture
-def unchecked():
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
-
-
-POWERS = [-1, -0.5, 0.5, 1 / 3, 2]
+POWERS = [-1, -0.5, 1 / 3, 2]
 
 
 def symmetric(values, seed=0):
@@ -62,8 +53,8 @@ def directional(function, point, direction, step):
     return (8 * near - far) / (12 * step)
 
 
-@pytest.mark.parametrize("values", [[0.1, 0.5, 1, 3], [2, 2, 2, 2], [0.5, 2, 2, 2], [1, 1 + 1e-9, 1 + 2e-9, 4]])
-@pytest.mark.parametrize("power", POWERS)
+@pytest.mark.parametrize("values", [[2, 2, 2, 2], [0.5, 2, 2, 2], [1, 1 + 1e-9, 1 + 2e-9, 4]])
+@pytest.mark.parametrize("power", [-0.5, 2])
 def test_derivative_is_that_of_finite_differences(values, power):
     matrix, direction = symmetric(values), np.random.default_rng(3).normal(size=(4, 4))
     weights = np.random.default_rng(4).normal(size=(4, 4))
@@ -76,19 +67,7 @@ def test_derivative_is_that_of_finite_differences(values, power):
         np.testing.assert_allclose(jnp.sum(gradient * direction), jnp.sum(weights * expected), rtol=1e-6, atol=1e-7)
 
 
-def test_jax_alone_has_no_derivative_at_a_degenerate_matrix():
-    """Negative control of the test above."""
-
-    def inverse_root(matrix):
-        values, vectors = jnp.linalg.eigh(matrix)
-        return jnp.sum(jnp.arange(16.0).reshape(4, 4) * ((vectors * values[None] ** -0.5) @ vectors.T))
-
-    matrix = 2 * jnp.eye(4)
-    assert not jnp.isfinite(jax.grad(inverse_root)(matrix)).all()
-    assert jnp.isfinite(jax.grad(lambda m: jnp.sum(jnp.arange(16.0).reshape(4, 4) * psd_power(m, -0.5)))(matrix)).all()
-
-
-@pytest.mark.parametrize("power", POWERS)
+@pytest.mark.parametrize("power", [-1, 1 / 3])
 def test_derivative_along_directions_that_keep_a_deficient_rank(power):
     factor = np.random.default_rng(5).normal(size=(5, 3))
     direction, weights = np.random.default_rng(6).normal(size=(5, 3)), np.random.default_rng(7).normal(size=(5, 5))
@@ -100,13 +79,9 @@ def test_derivative_along_directions_that_keep_a_deficient_rank(power):
         gradient = jax.grad(total)(jnp.asarray(factor))
         expected = directional(total, factor, direction, 1e-4)
         np.testing.assert_allclose(jnp.sum(gradient * direction), expected, rtol=1e-6)
-        # Negative control: a direction that raises the rank leaves the finite difference without a limit.
-        if power == -1:
-            matrix, outwards = jnp.asarray(factor @ factor.T), jnp.eye(5)
-            steep = [directional(lambda m: psd_power(m, -1), matrix, outwards, h).max() for h in (1e-3, 1e-4)]
-            assert steep[1] > 10 * steep[0] > 100
-            tangent = jax.jvp(lambda m: psd_power(m, -1), (matrix,), (outwards,))[1]
-            assert np.abs(tangent).max() < 100
+        # In a direction that raises the rank, where the finite difference has no limit, it stays finite.
+        tangent = jax.jvp(lambda m: psd_power(m, power), (jnp.asarray(factor @ factor.T),), (jnp.eye(5),))[1]
+        assert np.abs(tangent).max() < 100
 
 
 def test_close_eigenvalues_in_single_precision():
@@ -118,11 +93,6 @@ def test_close_eigenvalues_in_single_precision():
     expected = -direction / values[:, None] / values[None]
     tangent = jax.jvp(lambda m: psd_power(m, -1), (matrix,), (direction,))[1]
     np.testing.assert_allclose(tangent, expected, atol=1e-5)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        image = (1 / values).astype(np.float32)
-        quotients = (image[:, None] - image[None]) / (values[:, None] - values[None])
-    off = ~np.eye(4, dtype=bool)
-    assert np.abs((quotients * direction - expected)[off]).max() > 0.1
     # Scales far from one neither overflow nor underflow.
     for scale in (1e-12, 1e12):
         tangent = jax.jvp(lambda m: psd_power(m, -0.5), (scale * matrix,), (scale * direction,))[1]
@@ -130,23 +100,8 @@ def test_close_eigenvalues_in_single_precision():
         np.testing.assert_allclose(tangent, reference * scale**-0.5, rtol=1e-4, atol=1e-5 * scale**-0.5)
 
 
-def test_power_plain_jit_vmap_and_loop_agree(key):
-    data = jax.random.normal(key, (3, 20, 4))
-    matrices = jnp.einsum("bni,bnj->bij", data, data)
-
-    def both(matrix, rtol):
-        return jax.value_and_grad(lambda m: psd_power(m, -0.5, rtol=rtol)[0, 1])(matrix)
-
-    cutoffs = jnp.array([0.0, 0.1, 0.9])
-    results = [both(matrix, rtol) for matrix, rtol in zip(matrices, cutoffs, strict=True)]
-    looped = jax.tree.map(lambda *leaves: jnp.stack(leaves), *results)
-    for function in (jax.vmap(both), jax.jit(jax.vmap(both))):
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), function(matrices, cutoffs), looped)
-    assert jnp.abs(looped[0] - jnp.stack([both(m, 0.0)[0] for m in matrices]))[2] > 1e-3  # the cut-off does something
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [1, 2, 5, 16, 100])
+@pytest.mark.parametrize("number", [1, 5, 100])
 def test_inverse_of_positive_matrices(key, number):
     roots = np.asarray(jax.random.normal(key, (3, 2, number, number)), np.float64)
     matrices = roots @ roots.swapaxes(-1, -2) / number + 1e-3 * np.eye(number)
@@ -157,24 +112,16 @@ def test_inverse_of_positive_matrices(key, number):
     size = np.abs(expected).max()
     assert np.abs(found - expected).max() < max(3 * np.abs(solved - expected).max(), 1e-6 * size)
     np.testing.assert_allclose(inverse(matrices[0, 0].astype(np.float32)), found[0, 0], rtol=1e-3)
-    mapped = jax.jit(jax.vmap(jax.vmap(positive_inverse)))(matrices.astype(np.float32))
-    np.testing.assert_allclose(mapped, found, atol=1e-4 * size)
-    gradient = jax.jit(jax.grad(lambda m: jnp.trace(positive_inverse(m))))(jnp.diag(jnp.arange(1.0, number + 1)))
-    np.testing.assert_allclose(gradient, -np.diag(1.0 / np.arange(1.0, number + 1) ** 2), atol=1e-6)
     assert np.isnan(positive_inverse(-jnp.eye(number))).all()
     with pytest.raises(ValueError, match="square matrices"):
         positive_inverse(jnp.ones((2, 3, number + 5)))
 
 
-def test_nuclear_norm_against_numpy_and_its_derivative():
-    for seed, shape in enumerate([(4, 4), (3, 6), (6, 3)]):
-        rng = np.random.default_rng(seed)
-        matrix, direction = rng.normal(size=shape), rng.normal(size=shape)
-        with jax.enable_x64(True):
-            np.testing.assert_allclose(nuclear_norm(matrix), np.linalg.norm(matrix, "nuc"), rtol=1e-12)
-            gradient = jax.grad(nuclear_norm)(jnp.asarray(matrix))
-            expected = directional(nuclear_norm, matrix, direction, 1e-4)
-            np.testing.assert_allclose(jnp.sum(gradient * direction), expected, rtol=1e-7)
+@pytest.mark.parametrize("shape", [(4, 4), (3, 6), (6, 3)])
+def test_nuclear_norm_against_numpy(shape):
+    matrix = np.random.default_rng(0).normal(size=shape)
+    with jax.enable_x64(True):
+        np.testing.assert_allclose(nuclear_norm(matrix), np.linalg.norm(matrix, "nuc"), rtol=1e-12)
 
 
 def test_nuclear_norm_where_singular_values_coincide_or_vanish():
@@ -183,9 +130,6 @@ def test_nuclear_norm_where_singular_values_coincide_or_vanish():
     np.testing.assert_array_equal(jax.grad(nuclear_norm)(jnp.zeros((2, 3))), 0)
     ones = jnp.ones((3, 3))
     np.testing.assert_allclose(jax.grad(nuclear_norm)(ones), ones / 3, atol=1e-6)
-    # Negative control: differentiated by JAX, the null vectors come in.
-    plain = jax.grad(lambda m: jnp.sum(jnp.linalg.svd(m, compute_uv=False)))(ones)
-    assert jnp.abs(plain - ones / 3).max() > 0.1
     left, right = np.random.default_rng(10).normal(size=(5, 2)), np.random.default_rng(11).normal(size=(2, 4))
     direction = np.random.default_rng(12).normal(size=(5, 2))
     with jax.enable_x64(True):
@@ -194,44 +138,27 @@ def test_nuclear_norm_where_singular_values_coincide_or_vanish():
         np.testing.assert_allclose(jnp.sum(gradient * direction), expected, rtol=1e-7)
 
 
-def test_nuclear_norm_plain_jit_vmap_and_loop_agree(key):
-    matrices = jax.random.normal(key, (3, 4, 5))
-    both = jax.value_and_grad(nuclear_norm)
-    looped = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[both(m) for m in matrices])
-    for function in (jax.vmap(both), jax.jit(jax.vmap(both))):
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), function(matrices), looped)
-
-
 def test_centring_takes_means_away_and_constants_wholly(key):
     x = jax.random.normal(key, (1001, 3)) * jnp.array([1.0, 1e-2, 0.0])[None] + jnp.array([0.0, 3.0, 1e4 / 3])[None]
     centred = centre(x)
     np.testing.assert_allclose(centred.mean(0), 0, atol=1e-7)
     np.testing.assert_array_equal(centred[:, 2], 0)
     np.testing.assert_allclose(centred[:, :2], (x - x.mean(0)[None])[:, :2], atol=1e-5)
-    once = x - x.mean(0)[None]
-    assert jnp.abs(once[:, 2]).min() > 1e-5  # negative control: one mean leaves a constant
     np.testing.assert_allclose(jax.jit(centre)(x)[:, 2], 0, atol=1e-8)
-    gradient = jax.grad(lambda x: centre(x)[0, 0])(x)[:, 0]
-    np.testing.assert_allclose(gradient, (jnp.arange(1001) == 0) - 1 / 1001, atol=1e-6)
 
 
-def test_dtype_follows_the_input_and_wrong_arguments_are_named(unchecked):
+def test_dtype_follows_the_input_and_wrong_arguments_are_named():
     with jax.enable_x64(True):
         for dtype in (jnp.float32, jnp.float64):
             matrix = jnp.eye(3, dtype=dtype)
             assert psd_power(matrix, -0.5).dtype == nuclear_norm(matrix).dtype == centre(matrix).dtype == dtype
-    with pytest.raises(ValueError, match=r"`matrix` must be of shape \[d, d\], got shape \(2, 3\)"):
-        psd_power(jnp.ones((2, 3)), 1.0)
-    with pytest.raises(ValueError, match="`matrix` must have 2 axes"):
-        nuclear_norm(jnp.ones(3))
     with pytest.raises(ValueError, match="`rtol` must be non-negative"):
         psd_power(jnp.eye(2), 1.0, rtol=-1.0)
     with pytest.raises(ValueError, match="`rtol` must be non-negative"):
         nuclear_norm(jnp.eye(2), rtol=-1.0)
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("size", [1, 3, 40])
+@pytest.mark.parametrize(("bad", "size"), [(np.nan, 1), (np.inf, 3), (-np.inf, 40)])
 def test_what_is_not_finite_stays_undefined(bad, size):
     matrix = symmetric(np.linspace(1, 2, size)).astype(np.float32)
     matrix[size // 2, 0] = bad

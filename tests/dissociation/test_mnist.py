@@ -18,20 +18,16 @@ def idx(array):
     return bytes([0, 0, 8, array.ndim]) + np.asarray(array.shape, ">u4").tobytes() + array.tobytes()
 
 
-def small_contents():
+@pytest.fixture
+def small(monkeypatch, tmp_path):
+    """The four files' contents in small, with their checksums in force and no other place to find data in."""
     rng = np.random.default_rng(0)
-    return {
+    contents = {
         "train-images-idx3-ubyte": idx(rng.integers(0, 256, (12, 28, 28))),
         "train-labels-idx1-ubyte": idx(np.arange(12) % 10),
         "t10k-images-idx3-ubyte": idx(rng.integers(0, 256, (5, 28, 28))),
         "t10k-labels-idx1-ubyte": idx(np.arange(5)),
     }
-
-
-@pytest.fixture
-def small(monkeypatch, tmp_path):
-    """The four files' contents in small, with their checksums in force and no other place to find data in."""
-    contents = small_contents()
     checksums = {name: hashlib.sha256(data).hexdigest() for name, data in contents.items()}
     monkeypatch.setattr(mnist, "CHECKSUMS", checksums)
     monkeypatch.setattr(mnist, "cache_folder", lambda: tmp_path / "cache")
@@ -47,9 +43,8 @@ def write(folder, contents, compress=False):
     return folder
 
 
-@pytest.mark.parametrize("compress", [False, True])
-def test_values_survive_the_round_trip(small, tmp_path, compress):
-    images, labels, test_images, test_labels = mnist.mnist_data(folder=write(tmp_path / "d", small, compress))
+def test_values_survive_the_round_trip(small, tmp_path):
+    images, labels, test_images, test_labels = mnist.mnist_data(folder=write(tmp_path / "d", small))
     raw = np.frombuffer(small["train-images-idx3-ubyte"], np.uint8, offset=16).reshape(12, 784)
     np.testing.assert_array_equal(np.round(images * 255).astype(np.uint8), raw)
     np.testing.assert_array_equal(labels.argmax(1), np.arange(12) % 10)
@@ -79,7 +74,7 @@ def test_environment_variable_and_its_subfolder(small, tmp_path, monkeypatch, su
     assert mnist.mnist_data()[0].shape == (12, 784)
 
 
-@pytest.mark.parametrize("place", ["nowhere", "empty", "file"])
+@pytest.mark.parametrize("place", ["empty", "file"])
 def test_an_environment_variable_that_names_nothing_is_an_error(small, tmp_path, monkeypatch, place):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
@@ -90,28 +85,21 @@ def test_an_environment_variable_that_names_nothing_is_an_error(small, tmp_path,
     assert str(tmp_path / place) in str(caught.value)
     assert ("no folder" in str(caught.value)) == (place != "empty")
     monkeypatch.setenv(mnist.ENVIRONMENT_VARIABLE, "")
-    with pytest.raises(
-        FileNotFoundError, match=r"`DISSOCIATION_DATA` must hold train-.*, got an empty name\. Unset it"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"`DISSOCIATION_DATA` must hold train-.*, got an empty name\. Unset"):
         mnist.mnist_data()
     with pytest.raises(FileNotFoundError, match=r"`folder` must hold train-.*, got an empty name\.$"):
         mnist.mnist_data(folder="")
+    monkeypatch.setenv(mnist.ENVIRONMENT_VARIABLE, str(tmp_path / "cache"))
+    with pytest.raises(FileNotFoundError, match="must hold train-images-idx3-ubyte"):
+        mnist.mnist_data(folder=tmp_path / "empty")  # the argument comes first
     monkeypatch.delenv(mnist.ENVIRONMENT_VARIABLE)
     assert mnist.mnist_data()[0].shape == (12, 784)
-
-
-def test_argument_comes_first(small, tmp_path, monkeypatch):
-    write(tmp_path / "env", small)
-    monkeypatch.setenv(mnist.ENVIRONMENT_VARIABLE, str(tmp_path / "env"))
-    with pytest.raises(FileNotFoundError, match="must hold train-images-idx3-ubyte"):
-        mnist.mnist_data(folder=tmp_path / "empty")
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
         (lambda data: b"\x01" + data[1:], "magic number"),
-        (lambda data: data[:-1], "truncated"),
         (lambda data: data[:9], "truncated"),
         (lambda data: data + b"\x00", "too long"),
         (lambda data: data[:-1] + bytes([data[-1] ^ 1]), "corrupt: the SHA-256"),
@@ -139,22 +127,35 @@ class Handler(http.server.SimpleHTTPRequestHandler):
         pass
 
 
+def serve(handler):
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
+        running.daemon_threads = True
+        threading.Thread(target=running.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{running.server_port}"
+        running.shutdown()
+
+
+@pytest.fixture
+def slow_mirror(monkeypatch):
+    for address in serve(Slow):
+        monkeypatch.setattr(mnist, "MIRRORS", (f"{address}/",))
+        yield
+
+
 @pytest.fixture
 def server(tmp_path):
     """A server on loopback with a folder of damaged files and a folder for good ones."""
-    handler = functools.partial(Handler, directory=str(tmp_path / "www"))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
-        thread = threading.Thread(target=running.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{running.server_port}"
-        running.shutdown()
-        thread.join()
+    yield from serve(functools.partial(Handler, directory=str(tmp_path / "www")))
 
 
 def test_download_falls_back_to_the_second_mirror_and_caches(small, tmp_path, server, monkeypatch):
     damaged = {name: data[:-3] for name, data in small.items()}
     write(tmp_path / "www" / "bad", damaged, compress=True)
     write(tmp_path / "www" / "good", small, compress=True)
+    monkeypatch.setattr(mnist, "MIRRORS", (f"{server}/bad/",))
+    with pytest.raises(ConnectionError, match="truncated"):
+        mnist.mnist_data()
+    assert not (tmp_path / "cache").exists()
     monkeypatch.setattr(mnist, "MIRRORS", (f"{server}/bad/", f"{server}/good/"))
     first = mnist.mnist_data()
     cached = sorted(path.name for path in (tmp_path / "cache").iterdir())
@@ -164,14 +165,6 @@ def test_download_falls_back_to_the_second_mirror_and_caches(small, tmp_path, se
     assert len(modes) == 1
     monkeypatch.setattr(mnist, "MIRRORS", ())
     np.testing.assert_array_equal(mnist.mnist_data()[0], first[0])
-
-
-def test_damaged_download_leaves_nothing(small, tmp_path, server, monkeypatch):
-    write(tmp_path / "www" / "bad", {name: data[:-3] for name, data in small.items()}, compress=True)
-    monkeypatch.setattr(mnist, "MIRRORS", (f"{server}/bad/",))
-    with pytest.raises(ConnectionError, match="truncated"):
-        mnist.mnist_data()
-    assert not (tmp_path / "cache").exists()
 
 
 @pytest.mark.parametrize("compress", [False, True], ids=["sent", "unpacked"])
@@ -202,16 +195,6 @@ class Slow(Handler):
             while True:
                 self.wfile.write(b"x")
                 time.sleep(0.05)
-
-
-@pytest.fixture
-def slow_mirror(monkeypatch):
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Slow) as running:
-        running.daemon_threads = True
-        threading.Thread(target=running.serve_forever, daemon=True).start()
-        monkeypatch.setattr(mnist, "MIRRORS", (f"http://127.0.0.1:{running.server_port}/",))
-        yield
-        running.shutdown()
 
 
 def test_a_slow_mirror_has_its_time(small, tmp_path, slow_mirror, monkeypatch):

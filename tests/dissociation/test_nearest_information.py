@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.integrate import quad
 from scipy.special import digamma
-from scipy.stats import iqr, kstest, norm, rankdata, spearmanr
+from scipy.stats import norm
 
 from dissociation.metrics.information import coordinates, nearest, neighbours
 from dissociation.metrics.information.coordinates import whiten
@@ -17,7 +17,6 @@ from dissociation.metrics.information.nearest import (
     information,
     label_information,
 )
-from dissociation.metrics.information.neighbours import smallest, squared
 
 measure = jax.jit(information, static_argnames=("estimator", "num_neighbours"))
 
@@ -29,24 +28,7 @@ def gaussian_pair(correlation, width, count=10_000, seed=0):
     return x.astype(np.float32), z.astype(np.float32)
 
 
-@pytest.mark.parametrize("count", [40, 500])
-def test_neighbours_against_all_distances(count):
-    points = np.random.default_rng(0).normal(size=(count, 3))
-    exact = np.sort(np.linalg.norm(points[:, None] - points[None], axis=2), 1)[:, 1:5]
-    for block in (7, 64, 1000):
-        with jax.enable_x64(True):
-            squares = smallest(jnp.asarray(points), None, 4, block, squared)[0]
-            np.testing.assert_allclose(squares, exact**2, rtol=1e-12)
-
-
-def test_neighbours_against_scikit_learn():
-    neighbours = pytest.importorskip("sklearn.neighbors")
-    points = np.random.default_rng(0).normal(size=(2000, 8)).astype(np.float32)
-    expected = neighbours.KDTree(points).query(points, k=6)[0][:, 1:]
-    np.testing.assert_allclose(smallest(jnp.asarray(points), None, 5, 250, squared)[0], expected**2, rtol=1e-5)
-
-
-@pytest.mark.parametrize("width", [1, 2, 4, 8, 12])
+@pytest.mark.parametrize("width", [1, 4, 12])
 def test_weights_fulfil_their_conditions(width):
     weights = entropy_weights(5, width)
     np.testing.assert_allclose(weights.sum(), 1, rtol=1e-9)
@@ -73,7 +55,7 @@ def test_entropies_of_known_densities(width):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("width", [1, 2, 3, 4])
+@pytest.mark.parametrize("width", [1, 2, 4])
 def test_information_of_gaussians(width):
     # 0, 0.1438, 0.4133, 0.8304, 1.9585 nats per dimension, and the null that stands beside every curve.
     nulls = []
@@ -86,25 +68,14 @@ def test_information_of_gaussians(width):
         assert found.error < 0.04 * width
         shuffled = measure(x, z[np.random.default_rng(1).permutation(len(z))], num_neighbours=10)
         nulls.append(shuffled.value / shuffled.error)
+        # The other estimator falls short by up to 3.5 nats in more than 1 + 1 dimensions, and must not pass there.
+        kraskov = measure(x[:1500], z[:1500], estimator="kraskov")
+        assert kraskov.reliable == (width == 1) == np.isfinite(kraskov.value)
+        if width == 1:
+            np.testing.assert_allclose(kraskov.value, exact, atol=4 * kraskov.error)
     # Beyond three errors, here or between halves and whole, is one in a hundred.
     assert np.isnan(nulls).sum() <= 1
     assert np.nanmax(np.abs(nulls)) < 3.5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("width", [1, 2, 3, 4])
-def test_what_kraskov_calls_reliable_is_right(width):
-    # It falls short by up to 3.5 nats in more than 1 + 1 dimensions, and must not pass there.
-    passed = []
-    for correlation in (0.0, 0.5, 0.75, 0.9, 0.99):
-        exact = -0.5 * width * np.log(1 - correlation**2)
-        x, z = gaussian_pair(correlation, width, 1500)
-        found = measure(x, z, estimator="kraskov")
-        passed.append(bool(found.reliable))
-        assert np.isfinite(found.value) == found.reliable
-        if found.reliable:
-            np.testing.assert_allclose(found.value, exact, atol=4 * found.error)
-    assert all(passed) if width == 1 else not any(passed)
 
 
 @pytest.mark.slow
@@ -123,63 +94,15 @@ def test_errors_are_those_of_repeated_samples(estimator, width):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_units_do_not_matter(estimator):
-    x, z = gaussian_pair(0.8, 1, 1000)
-    given = measure(x, z, estimator=estimator)
-    for first, second, offset in ((1e3, 1e-3, 0.0), (1e-6, 1e6, 0.0), (1.0, 1.0, 100.0), (-2.0, 1e4, -3e4)):
-        moved = measure(np.float32(first) * x, np.float32(second) * (z + np.float32(offset / second)),
-                        estimator=estimator)  # fmt: skip
-        np.testing.assert_allclose(moved.value, given.value, atol=0.02)
-        assert moved.reliable
-    if estimator == "kraskov":
-        return
-    # Nor do mixtures of the coordinates of one side, or coordinates of one side in different units.
+def test_units_do_not_matter():
+    """Signs, offsets, mixtures of the coordinates of one side, and coordinates in different units."""
     x, z = gaussian_pair(0.8, 2, 1000)
-    given = measure(x, z, estimator=estimator)
+    given = measure(x, z)
     mixed = (x @ np.asarray([[1e3, 2.0], [-300.0, 1e-2]])).astype(np.float32)
-    np.testing.assert_allclose(measure(mixed, z, estimator=estimator).value, given.value, atol=2 * given.error)
-
-
-def test_heavy_tails_do_not_matter():
-    """Coordinates of Cauchy's distribution, of uniform and of cubed ones: the truth is the Gaussians'."""
-    x, z = gaussian_pair(0.8, 2, 2000, seed=2)
-    cauchy = lambda t: np.tan(np.pi * (norm.cdf(np.asarray(t, float)) - 0.5))  # noqa: E731
-    for map_ in (cauchy, norm.cdf, np.exp):
-        found = measure(map_(x).astype(np.float32), map_(z).astype(np.float32), num_neighbours=10)
+    for first, second in ((mixed, z), (-2 * x, 1e4 * z - np.float32(3e4))):
+        found = measure(first, second)
+        np.testing.assert_allclose(found.value, given.value, atol=2 * given.error)
         assert found.reliable
-        np.testing.assert_allclose(found.value, -np.log(1 - 0.8**2), atol=3.5 * found.error)
-
-
-def test_classes_in_any_units():
-    rng = np.random.default_rng(0)
-    labels = np.arange(1000) % 2
-    z = (1.5 * labels[:, None] * np.asarray([1.0, 0.0]) + rng.normal(size=(1000, 2))).astype(np.float32)
-    for estimator in ESTIMATORS:
-        given = measure_labels(z, labels, num_classes=2, estimator=estimator)
-        moved = measure_labels(z * np.asarray([1e-3, 1e3], np.float32), labels, num_classes=2, estimator=estimator)
-        np.testing.assert_allclose(moved.value, given.value, atol=1e-3)
-
-
-def test_coordinates_in_which_points_are_white():
-    rng = np.random.default_rng(0)
-    points = (rng.normal(size=(300, 4)) @ rng.normal(size=(4, 4)) * [1e3, 1, 1e-3, 1] + 50).astype(np.float32)
-    white, logs = coordinates.whitened(jnp.asarray(points))
-    np.testing.assert_allclose(np.cov(np.asarray(white, float).T, bias=True), np.eye(4), atol=1e-4)
-    exact = 0.5 * np.linalg.slogdet(np.cov(points.astype(float).T, bias=True))[1]
-    np.testing.assert_allclose(logs, exact, rtol=1e-3)
-    # A copy of a coordinate and a constant have no volume.
-    for other in (points[:, :1], np.full((300, 1), 7.3, np.float32), points[:, :1] - 2 * points[:, 3:]):
-        white, logs = coordinates.whitened(jnp.asarray(np.c_[points, other]))
-        assert np.isneginf(logs)
-        np.testing.assert_array_equal(white[:, 4], 0)
-    # By another reference: it is that one which is white.
-    labels = np.arange(300) % 3
-    moved = points + labels[:, None]
-    inside = moved - np.stack([moved[labels == c].mean(0) for c in range(3)])[labels]
-    white = np.asarray(coordinates.whitened(jnp.asarray(moved), jnp.asarray(inside))[0], float)
-    inside = white - np.stack([white[labels == c].mean(0) for c in range(3)])[labels]
-    np.testing.assert_allclose(np.cov(inside.T, bias=True), np.eye(4), atol=1e-2)
 
 
 def within(points, radius):
@@ -221,7 +144,7 @@ def test_kraskov_of_labels_against_all_distances():
 
 @pytest.mark.parametrize(
     ("number", "groups", "count", "block"),
-    [(203, 8, 3, 50), (203, 2, 5, 1000), (64, 1, 5, 7), (2, 1, 1, 250), (50, 2, 40, 250), (1001, 16, 5, 20)],
+    [(203, 2, 5, 1000), (64, 1, 5, 7), (2, 1, 1, 250), (50, 2, 40, 250), (1001, 16, 5, 20)],
 )
 @pytest.mark.parametrize("labelled", [False, True])
 def test_halves_and_parts_of_the_samples(number, groups, count, block, labelled):
@@ -243,17 +166,6 @@ def test_halves_and_parts_of_the_samples(number, groups, count, block, labelled)
         exact = np.sort(np.where(own, apart, np.inf), 1)[:, :count]
         np.testing.assert_allclose(found[level][:, : exact.shape[1]], exact, rtol=1e-12)
         np.testing.assert_array_equal(sizes[level], part.sum(1))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("estimator", "width"), [("entropies", 1), ("entropies", 2), ("kraskov", 1)])
-def test_invertible_maps_change_nothing(estimator, width):
-    exact = 0.4133 * width
-    x, z = gaussian_pair(0.75, width, 3000)
-    maps = {"cdf": norm.cdf, "half_cube": lambda t: t * np.abs(t) ** 0.5, "asinh": lambda t: np.arcsinh(t)}
-    for name, map_ in maps.items():
-        found = measure(map_(x).astype(np.float32), z, estimator=estimator)
-        np.testing.assert_allclose(found.value, exact, atol=3 * found.error + 0.03 * width, err_msg=name)
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -279,7 +191,7 @@ def test_classes_that_stand_apart_say_the_entropy_of_labels(estimator):
     rng = np.random.default_rng(0)
     labels = rng.choice(4, 300, p=[0.5, 0.3, 0.1, 0.1])
     share = np.bincount(labels) / 300
-    z = (10.0 * labels[:, None] + rng.normal(size=(300, 2))).astype(np.float32)
+    z = ((10.0 * labels[:, None] + rng.normal(size=(300, 2))) * [1e-3, 1e3]).astype(np.float32)
     found = measure_labels(z, labels, num_classes=4, estimator=estimator)
     assert found.reliable
     np.testing.assert_allclose(found.value, -np.sum(share * np.log(share)), rtol=1e-5)
@@ -322,16 +234,6 @@ def test_classes_too_small_for_halves_may_be_a_tenth(estimator, rare, reliable):
         labels[size : size + 6] = 5 + size // 6
     found = measure_labels(z, labels, num_classes=12, num_neighbours=5, estimator=estimator)
     assert found.reliable == reliable
-
-
-def test_the_order_of_samples_and_classes_does_not_matter():
-    z, labels = around_centres(50, classes=4, width=2)
-    order = np.argsort(labels, kind="stable")
-    first, second = (measure_labels(z[i], labels[i], num_classes=4) for i in (np.arange(200), order))
-    np.testing.assert_allclose(first.value, second.value, rtol=1e-5)
-    np.testing.assert_allclose(first.error, second.error, rtol=1e-4)
-    assert first.reliable
-    assert second.reliable
 
 
 def test_what_no_sample_showed_is_in_the_error():
@@ -424,27 +326,6 @@ def test_rising_maps_of_coordinates_do_not_matter(estimator):
         np.testing.assert_allclose([mapped.value, mapped.error], [plain.value, plain.error], rtol=1e-3, atol=1e-3)
 
 
-def test_normal_scores():
-    points = np.random.default_rng(0).standard_t(2, size=(1000, 2)).astype(np.float32)
-    points[:100, 1] = points[200, 1]
-    scores = np.asarray(coordinates.normal_scores(jnp.asarray(points)))
-    for column, found in zip(points.T, scores.T, strict=True):
-        np.testing.assert_array_equal(rankdata(found, "dense"), rankdata(column, "dense"))
-    assert kstest(scores[:, 0], norm.cdf).pvalue > 0.01
-    assert abs(spearmanr(np.sort(scores[:, 0])[1:] - np.sort(scores[:, 0])[:-1], np.arange(999))[0]) < 0.1
-
-
-def test_tails_are_drawn_in_beyond_three_robust_deviations():
-    points = np.random.default_rng(0).standard_t(2, size=(500, 2)).astype(np.float32) * [1.0, 50.0] + [3.0, 0.0]
-    drawn = np.asarray(coordinates.drawn_in(jnp.asarray(points, jnp.float32)))
-    wanted = (points - np.median(points, 0)) / iqr(points, axis=0, scale="normal")
-    np.testing.assert_allclose(3 * np.sinh(drawn), wanted, rtol=1e-3, atol=1e-3)
-
-
-def test_an_estimate_prints_its_numbers():
-    assert repr(entropy(jax.random.uniform(jax.random.key(0), (60, 1)) * 60)).startswith("Estimate(value=4.")
-
-
 @pytest.mark.slow
 def test_what_is_not_to_be_trusted_has_no_derivative():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(60, 2)).round(1), jnp.float32)
@@ -457,27 +338,14 @@ def test_what_is_not_to_be_trusted_has_no_derivative():
     [
         (lambda x: entropy(x, num_neighbours=30), r"`num_neighbours` must be below the number of samples \(30\)"),
         (lambda x: entropy_weights(2, 8), "`num_neighbours` must be at least 3 in 8 dimensions"),
-        (lambda x: information(x, x, estimator="ksg"), "'entropies', 'kraskov'"),
         (lambda x: label_information(x, np.arange(30) // 28, num_classes=2), "got 2 of class 1"),
         (lambda x: label_information(x, np.arange(30) % 3, num_classes=2), "`labels` must lie between 0 and 1, got 0"),
-        (
-            lambda x: label_information(x, np.arange(30) % 3 - 1, num_classes=3),
-            "`labels` must (lie between 0 and 2|be integers from 0)",
-        ),
         (lambda x: whiten(x, 3), r"`num_components` must be at most the dimension \(2\)"),
     ],
 )
 def test_bad_input_is_refused(call, words):
     with pytest.raises(ValueError, match=words):
         call(np.random.default_rng(0).normal(size=(30, 2)).astype(np.float32))
-
-
-@pytest.mark.parametrize(("value", "reliable"), [(0.9, True), (1.2, True), (1.4, False)])
-def test_an_information_of_labels_is_at_most_what_they_hold_and_three_errors(value, reliable):
-    found = nearest.Estimate(jnp.asarray(value), jnp.asarray(0.1), jnp.asarray(True))
-    capped = nearest._capped(found, jnp.asarray(1.0), jnp.asarray(1.0))
-    assert bool(capped.reliable) == reliable
-    np.testing.assert_array_equal(capped.value, np.float32(min(value, 1.0)) if reliable else np.nan)
 
 
 def test_the_order_of_rows_does_not_matter():

@@ -2,7 +2,6 @@ import os
 import runpy
 from pathlib import Path
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,27 +40,14 @@ def objective(z, y, weights, intercept, ridge):
     return -np.sum(y * (shifted - np.log(np.exp(shifted).sum(1, keepdims=True)))) + ridge / 2 * np.sum(weights**2)
 
 
-def fold_losses(x, y, fit, num_splits, ridge):
-    """The objective of each fold, in float64, from the coefficients for raw features."""
-    losses = []
-    for fold, (train, _) in enumerate(KFold(num_splits).split(x)):
-        z, raw = standardised(x, train)[train], np.asarray(x[train], np.float64)
-        deviation = np.where(np.ptp(raw, axis=0) == 0, 0, raw.std(0))
-        own = np.asarray(fit.coefficients[fold], np.float64)
-        shift = np.asarray(fit.intercepts[fold], np.float64) + raw.mean(0) @ own
-        losses.append(objective(z, y[train], own * deviation[:, None], shift, ridge))
-    return np.array(losses)
-
-
 def sklearn_folds(x, y, num_splits, ridge):
     labels, chances, losses = y.argmax(1), np.zeros(y.shape), []
-    factor = 2 if y.shape[1] == 2 else 1
     for train, test in KFold(num_splits).split(x):
-        z = standardised(x, train)
+        z, two = standardised(x, train), len(set(labels[train])) == 2
         with threadpool_limits(1):  # on a busy machine more threads wait for each other
-            peer = LogisticRegression(C=factor / ridge, tol=1e-9, max_iter=10000).fit(z[train], labels[train])
+            peer = LogisticRegression(C=(1 + two) / ridge, tol=1e-9, max_iter=10000).fit(z[train], labels[train])
         chances[np.ix_(test, peer.classes_)] = peer.predict_proba(z[test])
-        if factor == 2:  # one vector stands for two opposite halves
+        if two:  # one vector stands for two opposite halves
             weights, shift = np.stack([-peer.coef_[0], peer.coef_[0]], 1) / 2, np.r_[-1, 1] * peer.intercept_ / 2
         else:
             weights, shift = peer.coef_.T, peer.intercept_
@@ -79,14 +65,10 @@ def test_equals_sklearn_on_the_same_folds(size, classes, num_splits, ridge):
     fit = probes.crossval_softmax_fit(x, y, num_splits, ridge=ridge, folds="contiguous")
     chances, losses = sklearn_folds(x, y, num_splits, ridge)
     np.testing.assert_allclose(fit.losses, losses, rtol=RTOL)
-    np.testing.assert_allclose(fold_losses(x, y, fit, num_splits, ridge), losses, rtol=RTOL)
     assert fit.converged.all()
     # Probabilities move with the square root of the loss: against a peer solved to 1e-9 ours is solved further, too.
     tight = probes.crossval_softmax_fit(x, y, num_splits, ridge=ridge, tol=1e-6, folds="contiguous")
     np.testing.assert_allclose(tight.probabilities, chances, atol=0.01)
-    # Negative control: the same comparison sees a factor of two in the penalty.
-    other = probes.crossval_softmax_fit(x, y, num_splits, ridge=2 * ridge, folds="contiguous")
-    assert (fold_losses(x, y, other, num_splits, ridge) > losses * (1 + 10 * RTOL)).all()
 
 
 def test_stationary_in_float64():
@@ -107,95 +89,16 @@ def test_stationary_in_float64():
         np.testing.assert_allclose(fit.probabilities[test], chances[test], atol=1e-12)
 
 
-@pytest.mark.slow
-def test_gradient_and_curvature_of_the_loss():
-    """The gradient by hand equals differentiation, the loss's own finite differences and a dense standardisation."""
-    x, y = make_data(40, 5, 3, dtype=np.float64)
-    with jax.enable_x64(True):
-        ids = fold_of(40, 4)
-        problem, _, _ = softmax_solver.build(jnp.asarray(x), jnp.asarray(y), ids, jnp.asarray(0.7), 4)
-        weights = jnp.asarray(np.random.default_rng(1).normal(size=(4, 3, 6)))
-
-        def total(weights):
-            return jnp.sum(problem.value(problem.logits(weights), weights))
-
-        by_hand = problem.gradient(problem.probabilities(problem.logits(weights)), weights)
-        np.testing.assert_allclose(by_hand, jax.grad(total)(weights), rtol=1e-9, atol=1e-9)
-        step = jnp.asarray(np.random.default_rng(2).normal(size=weights.shape))
-        difference = (total(weights + 1e-5 * step) - total(weights - 1e-5 * step)) / 2e-5
-        np.testing.assert_allclose(jnp.sum(by_hand * step), difference, rtol=1e-7)
-        logits = np.asarray(problem.logits(weights))
-    for fold, (train, _) in enumerate(KFold(4).split(x)):
-        dense = standardised(x, train) @ np.asarray(weights)[fold, :, :-1].T + np.asarray(weights)[fold, :, -1]
-        np.testing.assert_allclose(logits[fold].T, dense, atol=1e-10)
-
-
 def fold_of(labels, num_splits, count=None, key=None, folds="contiguous"):
     labels = jnp.zeros(labels, int) if isinstance(labels, int) else jnp.asarray(labels)
     return softmax_solver.fold_of_samples(labels, num_splits, jnp.asarray(count or len(labels)), key, folds)
 
 
-@pytest.mark.parametrize("size", [1, 9, 64, 150])
+@pytest.mark.parametrize("size", [1, 150])
 def test_inverse_without_lapack(size):
     root = np.random.default_rng(size).normal(size=(2 * size, size)).astype(np.float32)
     matrix = root.T @ root + np.diag(np.geomspace(1e-2, 1e2, size)).astype(np.float32)
     np.testing.assert_allclose(softmax_solver.inverse(jnp.asarray(matrix)) @ matrix, np.eye(size), atol=1e-3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("predict", [probes.crossval_softmax_predict, probes.crossval_gradient_predict])
-def test_masked_samples_equal_a_slice(predict):
-    x, y = make_data()
-    count = 67
-    x[count:] *= 50  # what is past the budget must not matter
-    masked = jax.jit(lambda c: predict(x, y, 6, num_samples=c))(count)
-    np.testing.assert_allclose(masked[:count], predict(x[:count], y[:count], 6), atol=2e-3)
-    np.testing.assert_array_equal(masked[count:], 0)
-
-
-def test_one_compilation_for_all_budgets_and_penalties():
-    x, y = make_data()
-    traces = []
-
-    @jax.jit
-    def run(count, ridge):
-        traces.append(1)
-        return probes.crossval_softmax_predict(x, y, 5, num_samples=count, ridge=ridge)
-
-    for count, ridge in [(40, 1.0), (80, 1.0), (103, 0.1)]:
-        run(count, ridge)
-    assert len(traces) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("predict", [probes.crossval_softmax_predict, probes.crossval_gradient_predict])
-def test_plain_jit_vmap_and_loop_agree(predict):
-    x, y = make_data(60, 6, 3)
-    members = np.stack([x, x[:, ::-1] ** 2, np.sin(x)])
-    loop = [predict(member, y, 5) for member in members]
-    np.testing.assert_allclose(np.sum(loop, -1), 1, atol=1e-5)
-    np.testing.assert_array_equal(jax.jit(predict, static_argnums=2)(members[1], y, 5), loop[1])
-    scales = jnp.asarray([1.0, 2.0])
-    nested = jax.vmap(lambda s: jax.vmap(lambda member: predict(s * member, y, 5))(members))(scales)
-    np.testing.assert_allclose(nested[0], loop, atol=1e-6)
-    np.testing.assert_allclose(nested[1], [predict(2 * member, y, 5) for member in members], atol=1e-6)
-
-
-@pytest.mark.slow
-def test_under_filter_vmap_of_models(key):
-    """The call of the paper's notebook: features of stacked models, one batch of labelled samples."""
-    _, y = make_data(45, 6, 3)
-    images = jax.random.normal(key, (45, 7))
-    models = eqx.filter_vmap(lambda k: eqx.nn.MLP(7, 3, 9, 2, key=k))(jax.random.split(key, 2))
-
-    def probe(model, data):
-        features = jax.vmap(lambda image: model.activation(model.layers[0](image)))(data[0])
-        return probes.crossval_softmax_predict(features, data[1])
-
-    both = eqx.filter_vmap(probe, in_axes=(eqx.if_array(0), None))(models, (images, jnp.asarray(y)))
-    for index in range(2):
-        one = jax.tree.map(lambda leaf, i=index: leaf[i] if eqx.is_array(leaf) else leaf, models)
-        np.testing.assert_allclose(both[index], probe(one, (images, y)), atol=1e-5)
 
 
 @pytest.mark.parametrize(("n", "num_splits"), [(103, 10), (12, 5), (9, 9)])
@@ -205,17 +108,12 @@ def test_contiguous_folds_are_those_of_kfold(n, num_splits):
         np.testing.assert_array_equal(np.flatnonzero(ids == fold), test)
 
 
-@pytest.mark.parametrize("order", ["sorted", "alternating", "random"])
+@pytest.mark.parametrize("shuffled", [False, True])
 @pytest.mark.parametrize(("sizes", "num_splits"), [((40, 33, 30), 10), ((7, 5), 5), ((90, 5, 12), 4)])
-def test_stratified_folds_hold_every_class_evenly(order, sizes, num_splits):
-    labels = np.repeat(np.arange(len(sizes)), sizes)
-    number = len(labels)
-    places = {
-        "sorted": np.arange(number),
-        "alternating": np.argsort(np.arange(number) % 3, kind="stable"),
-        "random": np.random.default_rng(0).permutation(number),
-    }
-    labels = labels[places[order]]
+def test_stratified_folds_hold_every_class_evenly(shuffled, sizes, num_splits):
+    labels, number = np.repeat(np.arange(len(sizes)), sizes), sum(sizes)
+    if shuffled:
+        labels = np.random.default_rng(0).permutation(labels)
     for key in (None, jax.random.key(0)):
         ids = np.asarray(fold_of(labels, num_splits, key=key, folds="stratified"))
         table = np.array([np.bincount(labels[ids == fold], minlength=len(sizes)) for fold in range(num_splits)])
@@ -231,40 +129,19 @@ def test_stratified_folds_hold_every_class_evenly(order, sizes, num_splits):
     assert (used[part:] == num_splits).all()
 
 
-@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
-def test_a_key_shuffles_folds_and_keeps_the_order(make_key):
-    x, y = make_data()
-    ids = np.asarray(fold_of(103, 10, 83, make_key(3)))
+def test_a_key_shuffles_folds_and_keeps_the_order():
+    (x, y), key = make_data(), jax.random.key(3)
+    ids = np.asarray(fold_of(103, 10, 83, key))
     assert sorted(np.bincount(ids, minlength=11)) == sorted([9] * 3 + [8] * 7 + [20])
     assert (ids[83:] == 10).all()
     assert (np.diff(ids[:83]) < 0).any()
-    shuffled = probes.crossval_softmax_predict(x, y, 10, key=make_key(3), folds="contiguous")
+    shuffled = probes.crossval_softmax_predict(x, y, 10, key=key, folds="contiguous")
     plain = probes.crossval_softmax_predict(x, y, 10, folds="contiguous")
     assert np.abs(shuffled - plain).max() > 1e-4
     # The same samples in sorted blocks of that shuffle, with folds in the order, give the same rows.
-    order = np.argsort(np.asarray(fold_of(103, 10, key=make_key(3))), kind="stable")
+    order = np.argsort(np.asarray(fold_of(103, 10, key=key)), kind="stable")
     blocks = probes.crossval_softmax_predict(x[order], y[order], 10, folds="contiguous")
     np.testing.assert_allclose(blocks, shuffled[order], atol=2e-3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("predict", [probes.crossval_softmax_predict, probes.crossval_gradient_predict])
-def test_rows_sorted_by_class_are_predicted_as_well_as_others(predict):
-    """Of features that say something and of features that do not, whatever the classes' sizes."""
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(300, 4)).astype(np.float32)
-    truth = np.eye(3, dtype=np.float32)
-    labels = (2 * x[:, :3] + rng.gumbel(size=(300, 3))).argmax(1)
-    place = np.argsort(labels, kind="stable")
-    y = truth[labels]
-    wrong = lambda a, b, **options: np.asarray(predict(a, b, 5, **options).argmax(1) != b.argmax(1), float)  # noqa: E731
-    for features, low, high in ((x, 0.1, 0.5), (rng.normal(size=x.shape).astype(np.float32), 0.5, 0.8)):
-        shuffled, ordered = wrong(features, y)[place], wrong(features[place], y[place])
-        difference = ordered - shuffled
-        assert abs(difference.mean()) <= 3 * max(difference.std(), 0.05) / 300**0.5
-        assert low < ordered.mean() < high
-    # Negative control: blocks of sorted rows leave little of a class to train on.
-    assert wrong(x[place], y[place], folds="contiguous").mean() > wrong(x[place], y[place]).mean() + 0.05
 
 
 def test_contiguous_folds_of_sorted_classes_never_predict_them():
@@ -277,17 +154,7 @@ def test_contiguous_folds_of_sorted_classes_never_predict_them():
     assert fit.converged.all()
     shuffled = probes.crossval_softmax_predict(x, y, 3, key=jax.random.key(0), folds="contiguous")
     assert np.sum(shuffled * y, 1).min() > 0
-    # scikit-learn, which meets two classes only, keeps one vector: the double of its penalty.
-    np.testing.assert_allclose(fit.probabilities, sklearn_absent(x, y, 3), atol=0.01)
-
-
-def sklearn_absent(x, y, num_splits):
-    chances = np.zeros(y.shape)
-    for train, test in KFold(num_splits).split(x):
-        z, labels = standardised(x, train), y.argmax(1)
-        peer = LogisticRegression(C=2, tol=1e-9, max_iter=10000).fit(z[train], labels[train])
-        chances[np.ix_(test, peer.classes_)] = peer.predict_proba(z[test])
-    return chances
+    np.testing.assert_allclose(fit.probabilities, sklearn_folds(x, y, 3, 1.0)[0], atol=0.01)
 
 
 def test_features_constant_in_one_training_part_only():
@@ -303,15 +170,6 @@ def test_features_constant_in_one_training_part_only():
     np.testing.assert_allclose(fit.losses, sklearn_folds(x, y, 5, 1.0)[1], rtol=RTOL)
 
 
-def test_affine_maps_of_features_leave_the_converged_probe():
-    x, y = make_data()
-    moved = x * np.float32(20.0) + np.float32(3.0)
-    losses = probes.crossval_softmax_fit(x, y).losses
-    np.testing.assert_allclose(probes.crossval_softmax_fit(moved, y).losses, losses, rtol=RTOL)
-    mixed = x @ np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)  # negative control: mixing features
-    assert np.abs(probes.crossval_softmax_fit(mixed, y).losses / losses - 1).max() > 10 * RTOL
-
-
 def constant_columns(n, kind, dtype):
     """Columns that hold no information but the rounding of their values: [n, 12]."""
     rng = np.random.default_rng(5)
@@ -322,8 +180,9 @@ def constant_columns(n, kind, dtype):
     return table
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("kind", ["constant", "rounding"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("constant", np.float32), ("rounding", np.float32), ("rounding", np.float64)]
+)
 def test_constant_columns_do_no_harm(kind, dtype):
     x, y = make_data(103, 8, 4, dtype=dtype)
     with jax.enable_x64(dtype == np.float64):
@@ -336,11 +195,10 @@ def test_constant_columns_do_no_harm(kind, dtype):
         np.testing.assert_array_equal(fit.coefficients[:, 8:], 0)
 
 
-@pytest.mark.parametrize("offset", [1e2, 1e4])
-def test_a_common_offset_costs_its_digits_and_no_more(offset):
+def test_a_common_offset_costs_its_digits_and_no_more():
     """The probe of float32 is that of float64 on the same rounded features."""
     x, y = make_data()
-    moved = (x + np.float32(offset)).astype(np.float32)
+    moved = (x + np.float32(1e4)).astype(np.float32)
     fit = probes.crossval_softmax_fit(moved, y, 5, tol=1e-7)
     assert fit.converged.all()
     with jax.enable_x64(True):
@@ -349,7 +207,7 @@ def test_a_common_offset_costs_its_digits_and_no_more(offset):
         np.testing.assert_allclose(fit.probabilities, exact.probabilities, atol=2e-3)
 
 
-@pytest.mark.parametrize("unit", [1e20, 1e-20, 1e30, 1e-30])
+@pytest.mark.parametrize("unit", [1e30, 1e-30])
 def test_units_do_not_matter_to_the_converged_probe(unit):
     x, y = make_data(n=80, d=6)
     plain, scaled = (probes.crossval_softmax_fit(f * x, y, 5) for f in (np.float32(1), np.float32(unit)))
@@ -359,7 +217,7 @@ def test_units_do_not_matter_to_the_converged_probe(unit):
     np.testing.assert_allclose(scaled.coefficients * np.float32(unit), plain.coefficients, atol=0.05)
 
 
-@pytest.mark.parametrize(("offset", "number"), [(1e4, 10_000), (1e5, 400), (1e12, 100)])
+@pytest.mark.parametrize(("offset", "number"), [(1e4, 10_000), (1e12, 100)])
 def test_a_stable_step_at_an_offset(offset, number):
     x = (np.random.default_rng(0).normal(size=(number, 6)) + offset).astype(np.float32)
     np.testing.assert_allclose(probes.stable_step_size(x), 2 / (6 * offset**2 + 1), rtol=1e-3)
@@ -375,12 +233,12 @@ def test_derivatives_are_refused(predict):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [(60, 90, 3), (30, 200, 3), (60, 400, 2)])
+@pytest.mark.parametrize("size", [(30, 200, 3), (60, 400, 2)])
 def test_separable_data_converge_with_a_small_penalty(size):
     """Also where the penalty is far below the rounding of the curvature."""
     x, _ = make_data(*size)
     y = np.eye(size[2], dtype=np.float32)[np.arange(size[0]) % size[2]]
-    for ridge in (1e-2, 3e-3, 1e-6):
+    for ridge in (1e-2, 1e-6):
         fit = probes.crossval_softmax_fit(x, y, 4, ridge=ridge)
         assert fit.converged.all(), ridge
         assert fit.iterations < 250
@@ -389,10 +247,6 @@ def test_separable_data_converge_with_a_small_penalty(size):
             assert exact.converged.all()
             np.testing.assert_allclose(fit.losses, exact.losses, rtol=RTOL)
             np.testing.assert_allclose(fit.probabilities, exact.probabilities, atol=0.06)
-    expected = sklearn_folds(x, y, 4, 1e-2)[1] if size[1] == 90 else None
-    if expected is not None:
-        fit = probes.crossval_softmax_fit(x, y, 4, ridge=1e-2, folds="contiguous")
-        np.testing.assert_allclose(fit.losses, expected, rtol=RTOL)
 
 
 def test_a_failed_line_search_begins_anew(monkeypatch):
@@ -440,12 +294,7 @@ def test_folds_that_did_not_converge_predict_nothing():
     part = run(x, 50)
     assert np.isnan(part[:50]).all()
     np.testing.assert_array_equal(part[50:], 0)
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_features_that_are_no_numbers_predict_nothing(bad):
-    x, y = make_data(60, 6, 3)
-    x[7, 1] = bad
+    x[7, 1] = np.nan
     with pytest.warns(RuntimeWarning, match="4 of 4 folds did not converge"):
         assert np.isnan(probes.crossval_softmax_predict(x, y, 4)).all()
 
@@ -478,18 +327,12 @@ def test_gradient_probe_is_stable_at_its_step_and_not_far_above():
     np.testing.assert_allclose(falling[0], np.log(3), rtol=1e-5)
     with pytest.warns(RuntimeWarning, match="is above the stable"):
         assert loss(200, 30 * step) > falling[-1]
-
-
-def test_steps_above_the_stable_one_are_told():
-    x, y = make_data(40, 6, 3)
-    limit = 2 * float(probes.stable_step_size(x))
-    probes.crossval_gradient_predict(x, y, 4, num_steps=2, step_size=0.99 * limit)
-    for call in (
-        probes.crossval_gradient_predict,
-        lambda x, y, n, **o: transfer_errors(x, y, key=None, probe="gradient", num_splits=n, fractions=(1.0,), **o),
-    ):
-        with pytest.warns(RuntimeWarning, match="is above the stable"):
-            call(x, y, 4, num_steps=2, step_size=1.01 * limit)
+    loss(2, 2 * 0.99 * step)
+    with pytest.warns(RuntimeWarning, match="is above the stable"):
+        loss(2, 2 * 1.01 * step)
+    options = {"probe": "gradient", "num_splits": 8, "fractions": (1.0,), "num_steps": 2, "step_size": 2 * 1.01 * step}
+    with pytest.warns(RuntimeWarning, match="is above the stable"):
+        transfer_errors(x, y, key=None, **options)
 
 
 def test_what_a_limited_learner_sees_of_a_common_factor():
@@ -504,33 +347,22 @@ def test_what_a_limited_learner_sees_of_a_common_factor():
 
 @pytest.mark.parametrize("predict", [probes.crossval_softmax_predict, probes.crossval_gradient_predict])
 @pytest.mark.parametrize(
-    ("change", "kind", "message"),
+    ("change", "message"),
     [
-        ({"num_splits": 31}, ValueError, "`num_splits` must be at most the number of samples"),
-        ({"num_splits": 1}, ValueError, "`num_splits` must be at least 2"),
-        ({"folds": "random"}, ValueError, "`folds` must be one of 'stratified', 'contiguous'"),
-        ({"num_splits": 2.5}, TypeError, "num_splits"),
-        ({"num_samples": 31}, ValueError, "`num_samples` must lie between"),
-        ({"num_samples": 4}, ValueError, "`num_samples` must lie between"),
-        (
-            {"y": 2 * np.eye(3, dtype=np.float32)[np.arange(30) % 3]},
-            ValueError,
-            "`y` must be integers .* or one-hot rows",
-        ),
-        ({"y": np.ones((30, 1), np.float32)}, ValueError, "`y` must be .* got one column"),
+        ({"num_splits": 31}, "`num_splits` must be at most the number of samples"),
+        ({"folds": "random"}, "`folds` must be one of 'stratified', 'contiguous'"),
+        ({"num_samples": 4}, "`num_samples` must lie between"),
+        ({"y": np.ones((30, 1), np.float32)}, "`y` must be .* got one column"),
     ],
 )
-def test_wrong_use(predict, change, kind, message):
+def test_wrong_use(predict, change, message):
     x, y = make_data(30, 6, 3)
-    arguments = {"x": x, "y": y, "num_splits": 5} | change
-    with pytest.raises(kind, match=message):
-        predict(**arguments)
-
-
-@pytest.mark.parametrize("change", [{"ridge": 0.0}, {"ridge": -1.0}, {"tol": 0.0}])
-def test_penalty_and_tolerance_are_positive(change):
-    with pytest.raises(ValueError, match=f"`{next(iter(change))}` must be positive"):
-        probes.crossval_softmax_predict(*make_data(30, 6, 3), 5, **change)
+    with pytest.raises(ValueError, match=message):
+        predict(**{"x": x, "y": y, "num_splits": 5} | change)
+    if predict is probes.crossval_softmax_predict:
+        for wrong in ({"ridge": 0.0}, {"tol": 0.0}):
+            with pytest.raises(ValueError, match="must be positive"):
+                predict(x, y, 5, **wrong)
 
 
 def test_import_path_of_the_notebook():

@@ -1,3 +1,5 @@
+from unittest.mock import Mock
+
 import jax
 import numpy as np
 import pytest
@@ -22,25 +24,14 @@ def test_training_beats_chance_by_far_and_keeps_history(small):
     assert np.isclose(result.history.loss[:, 0], np.log(10), atol=0.2).all()
 
 
-def test_training_shows_loss_and_error_from_epoch_zero_on(small, capsys):
-    lines = []
-
-    class Meter:
-        def __init__(self, total, description):
-            self.total = total
-
-        def advance(self, step, text):
-            lines.append((step, text))
-
-        def close(self):
-            pass
-
-    train_mnist(num_epochs=2, num_seeds=2, dataset=small, width=16, progress=Meter)
-    assert lines[0][0] == 0
-    assert "test_error" in lines[0][1]
-    assert "±" in lines[0][1]
-    assert "loss" in lines[-1][1]
-    assert lines[-1][0] == 2 * 4
+def test_training_shows_loss_and_error_from_epoch_zero_on(small):
+    meter = Mock()
+    train_mnist(num_epochs=2, num_seeds=2, dataset=small, width=16, progress=meter)
+    (first, begun), *_, (last, ended) = (one.args for one in meter.return_value.advance.mock_calls)
+    assert (first, last) == (0, 2 * 4)
+    assert "test_error" in begun
+    assert "±" in begun
+    assert "loss" in ended
 
 
 def test_sizes_and_keys_that_are_none_are_named(small):
@@ -48,13 +39,10 @@ def test_sizes_and_keys_that_are_none_are_named(small):
         fit_mnist(num_seeds=1, num_epochs=0, dataset=small, width=0, progress=None)
     with pytest.raises(ValueError, match="`num_classes` must be at least 1, got 0"):
         fresh_networks(2, key=jax.random.key(0), num_classes=0)
-    with pytest.raises(TypeError, match="`key` must be a random key.*, got int 0"):
-        fresh_networks(2, key=0)
 
 
 def test_default_key_is_the_published_one_and_keys_of_both_kinds_work(small):
     one = train_mnist(num_epochs=0, num_seeds=3, dataset=small, width=8, progress=None)
-    other = train_mnist(
-        num_epochs=0, num_seeds=3, dataset=small, width=8, progress=None, key=jax.random.key(37)
-    )  # fmt: skip
+    key = jax.random.key(37)
+    other = train_mnist(num_epochs=0, num_seeds=3, dataset=small, width=8, progress=None, key=key)
     np.testing.assert_array_equal(one.layers[0].weight, other.layers[0].weight)

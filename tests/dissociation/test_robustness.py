@@ -3,7 +3,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy.stats import norm
 
 from dissociation.metrics.margins import linear_head
 from dissociation.metrics.robustness import error_rate, input_noise_error, parameter_noise_error
@@ -101,14 +100,11 @@ def test_networks_with_state_are_taken_for_the_functions_that_they_are(key):
     own, wanted = (input_noise_error(m, images, labels, SCALES, noise=draws) for m in (pair, function))
     np.testing.assert_allclose(own, wanted, atol=1 / 60)
     assert wanted[-1] > 0.1
-    noise = parameter_noise(pair, key=key)
-    own = parameter_noise_error(pair, images, labels, SCALES, noise=noise)
-    logits = [jax.vmap(plain, (None, 0))(perturb_parameters(pair, noise, s)[0], images) for s in SCALES]
-    np.testing.assert_allclose(own, [error_rate(each, labels) for each in logits], atol=1 / 60)
-    head = parameter_noise(pair, key=key, where=lambda m: m[0].head)
-    own = parameter_noise_error(pair, images, labels, SCALES, noise=head)
-    logits = [jax.vmap(plain, (None, 0))(perturb_parameters(pair, head, s)[0], images) for s in SCALES]
-    np.testing.assert_allclose(own, [error_rate(each, labels) for each in logits], atol=1 / 60)
+    for where in (None, lambda m: m[0].head):
+        noise = parameter_noise(pair, key=key, where=where)
+        own = parameter_noise_error(pair, images, labels, SCALES, noise=noise)
+        logits = [jax.vmap(plain, (None, 0))(perturb_parameters(pair, noise, s)[0], images) for s in SCALES]
+        np.testing.assert_allclose(own, [error_rate(each, labels) for each in logits], atol=1 / 60)
     np.testing.assert_array_equal(linear_head(pair)[0], pair[0].head.weight)
     features = representations(pair, images)["features"]
     np.testing.assert_allclose(jax.vmap(pair[0].head)(features.reshape(60, 8)), jax.vmap(function)(images), atol=1e-5)
@@ -125,10 +121,9 @@ class Own(eqx.Module):
         return self.second(jax.nn.relu(self.first(x)))
 
 
-@pytest.mark.parametrize("members", [3, 4])
-def test_a_stack_of_square_networks_is_no_network(members, key):
+def test_a_stack_of_square_networks_is_no_network(key):
     """Their products have shapes that fit where there are as many members as neurons."""
-    models = eqx.filter_vmap(lambda k: eqx.nn.MLP(4, 4, 4, 1, key=k))(jax.random.split(key, members))
+    models = eqx.filter_vmap(lambda k: eqx.nn.MLP(4, 4, 4, 1, key=k))(jax.random.split(key, 4))
     x, labels = jnp.ones((2, 4)), np.asarray([0, 1])
     for call in (
         lambda m: certify(m, m, x),
@@ -137,38 +132,18 @@ def test_a_stack_of_square_networks_is_no_network(members, key):
         lambda m: neuron_groups(m, x[0]),
         lambda m: layer_inputs(m, x, ".second.weight" if isinstance(m, Own) else "[0]" * isinstance(m, tuple) + LAST),
     ):
-        with pytest.raises(TypeError, match="are those of stacked networks"):
-            call(models)
-        with pytest.raises(TypeError, match="are those of stacked networks"):
-            call((eqx.nn.Sequential(models.layers), None))
-        with pytest.raises(TypeError, match="are those of stacked networks"):
-            call(Own(*models.layers))
-
-
-def test_a_threshold_has_the_error_of_the_normal_distribution(key):
-    """Samples at 1 from the boundary err with probability Phi(-1 / scale)."""
-    n = 20_000
-    images = jnp.ones((n, 1))
-    labels = jax.nn.one_hot(jnp.ones(n, int), 2)
-    scales = jnp.array([0.5, 1.0, 2.0])
-    noise = jax.random.normal(key, (n, 1))
-    errors = input_noise_error(lambda x: jnp.concatenate([-x, x]), images, labels, scales, noise=noise)
-    expected = norm.cdf(-1 / np.asarray(scales))
-    np.testing.assert_array_less(np.abs(errors - expected), 4 * np.sqrt(expected * (1 - expected) / n))
+        for stacked in (models, (eqx.nn.Sequential(models.layers), None), Own(*models.layers)):
+            with pytest.raises(TypeError, match="are those of stacked networks"):
+                call(stacked)
 
 
 def test_wrong_arguments_are_named(key):
     model, images, labels, noise = problem(key)
     with pytest.raises(ValueError, match="`scales` must be non-negative"):
         input_noise_error(model, images, labels, -SCALES, noise=noise)
-    with pytest.raises(ValueError, match=r"`noise` must have the shape of `images` \(200, 6\), got \(199, 6\)"):
-        input_noise_error(model, images, labels, SCALES, noise=noise[1:])
-    with pytest.raises(TypeError, match="`model` must be a function, got str 'a'"):
-        parameter_noise_error("a", images, labels, SCALES, noise="a")
-
-
-def test_models_that_do_not_fit_the_images_are_named(key):
-    model, images, labels, noise = problem(key)
+    for other in (eqx.nn.MLP(6, 3, 1, 2, key=key), eqx.nn.MLP(6, 3, 16, 1, key=key)):
+        with pytest.raises(ValueError, match="`noise` must be shaped like the parameters"):
+            parameter_noise_error(model, images, labels, SCALES, noise=parameter_noise(other, key=key))
     stacked = eqx.filter_vmap(lambda key: eqx.nn.MLP(6, 3, 16, 2, key=key))(jax.random.split(key, 2))
     wide, other = eqx.nn.MLP(7, 3, 16, 2, key=key), eqx.nn.MLP(6, 2, 16, 2, key=key)
     for wrong, error, words in (
@@ -182,8 +157,7 @@ def test_models_that_do_not_fit_the_images_are_named(key):
             parameter_noise_error(wrong, images, labels, SCALES, noise=parameter_noise(wrong, key=key))
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize("label", [0, 2])
+@pytest.mark.parametrize(("bad", "label"), [(np.nan, 0), (np.inf, 2)])
 def test_a_network_that_has_diverged_has_no_error_rate(bad, label, key):
     labels = jax.nn.one_hot(jnp.full(5, label), 3)
     logits = jnp.zeros((5, 3)).at[3, 1].set(bad)
@@ -212,13 +186,6 @@ def test_noise_that_breaks_the_network_gives_nan(key):
     np.testing.assert_array_equal(np.isnan(errors), [False, True, True, True])
 
 
-def test_noise_of_another_shape_is_refused(key):
-    model, images, labels, _ = problem(key)
-    for other in (eqx.nn.MLP(6, 3, 1, 2, key=key), eqx.nn.MLP(6, 3, 16, 1, key=key)):
-        with pytest.raises(ValueError, match="`noise` must be shaped like the parameters"):
-            parameter_noise_error(model, images, labels, SCALES, noise=parameter_noise(other, key=key))
-
-
 def test_observers_of_a_network_that_has_diverged_say_nan():
     images, labels = jnp.ones((4, 3)), jnp.eye(2)[jnp.array([0, 0, 1, 0])]
     model = eqx.nn.MLP(3, 2, 4, 1, use_bias=False, key=jax.random.key(0))
@@ -227,9 +194,8 @@ def test_observers_of_a_network_that_has_diverged_say_nan():
         return jax.tree.map(lambda leaf: leaf * np.nan if eqx.is_array(leaf) else leaf, model)
 
     observe = HeldOutPerformance(images, labels)
-    assert 0 <= observe(model, jnp.asarray(0), jax.random.key(0))["test_error"] <= 1
-    assert np.isnan(
-        observe(broken(model), jnp.asarray(0), jax.random.key(0))["test_error"]
-    )  # and not 0.25, the share of other classes than 0
+    sound, lost = (observe(m, jnp.asarray(0), jax.random.key(0))["test_error"] for m in (model, broken(model)))
+    assert 0 <= sound <= 1
+    assert np.isnan(lost)  # and not 0.25, the share of other classes than 0
     network = BilinearNetwork(3, 4, 2, key=jax.random.key(0))
     assert np.isnan(loss_and_accuracy(broken(network), images, labels)[1])

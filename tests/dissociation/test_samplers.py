@@ -1,6 +1,5 @@
 """What a training step sees: passes over arrays, draws, and batches of the host."""
 
-import itertools
 import threading
 import time
 
@@ -35,70 +34,32 @@ def test_every_epoch_uses_every_sample_once(key, shared):
     assert (seen == seen[0]).all() == shared
 
 
+@pytest.mark.parametrize("drop", [True, False])
 @pytest.mark.parametrize("stacked", [True, False])
-@pytest.mark.parametrize("size", [3, 4])
-def test_without_shuffling_batches_come_in_the_given_order(key, size, stacked):
-    data = jnp.arange(10.0)
-    sampler = Epochs(
-        data[None] * jnp.arange(1.0, 4)[:, None] if stacked else data, size, shuffle=False, stacked=stacked
-    )
-    wanted = [np.mean(np.arange(i, min(i + size, 10))) for i in range(0, 10, size)] * 3
-    factors = np.arange(1, 4) if stacked else np.ones(3)
-    np.testing.assert_allclose(losses(sampler, key, num_epochs=3), factors[:, None] * wanted, rtol=1e-6)
+def test_without_shuffling_batches_come_in_the_given_order(key, stacked, drop):
+    factors = jnp.arange(1.0, 4)[:, None] if stacked else jnp.ones((3, 1))
+    data = factors * jnp.arange(10.0)[None]
+    sampler = Epochs(data if stacked else data[0], 4, shuffle=False, stacked=stacked, drop_remainder=drop)
+    wanted = [1.5, 5.5] * 3 if drop else [1.5, 5.5, 8.5] * 3
+    np.testing.assert_allclose(losses(sampler, key, num_epochs=3), factors * np.array(wanted)[None], rtol=1e-6)
 
 
-def test_remainder_is_used_or_dropped(key):
-    data = jnp.arange(10.0)
-    kept, dropped = (losses(Epochs(data, 4, drop_remainder=drop), key, 1, num_epochs=1)[0] for drop in (False, True))
-    assert kept @ [4, 4, 2] == pytest.approx(45)
-    assert len(dropped) == 2
-    np.testing.assert_array_equal(dropped, kept[:2])
+KINDS = {
+    "epochs": Epochs,
+    "whole": lambda data, size, shared, stacked: FullBatch(data, stacked=stacked),
+    "draws": lambda data, size, **options: Online(lambda source, key: source + jax.random.normal(key), data, **options),
+}
 
 
-class OneByOne(Epochs):
-    """Every epoch by itself."""
-
-    @property
-    def span(self):
-        return 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize(("samples", "drop", "epochs"), [(12, False, 42), (14, True, 36), (14, False, 1)])
-def test_orders_of_several_short_epochs_at_once_change_nothing(key, monkeypatch, samples, drop, epochs, shared):
-    models, data = linear_members(key), regression(key, samples=samples)
-    step, found = make_step(noisy_error, optax.adam(0.05)), []
-    monkeypatch.setattr(samplers_module, "MAX_ORDER", 512)
-    for kind in (Epochs, OneByOne):
-        sampler = kind(data, 4, shared=shared, drop_remainder=drop)
-        assert sampler.span == (epochs if kind is Epochs else 1)
-        result = fit(models, step, sampler, num_steps=150, key=key)
-        found.append((weights(result), result.history.loss))
-    jax.tree.map(np.testing.assert_array_equal, *found)
-
-
-@pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("kind", [Epochs, FullBatch, Online])
+@pytest.mark.parametrize(("kind", "shared"), [("epochs", True), ("epochs", False), ("whole", True), ("draws", False)])
 def test_members_may_have_data_of_their_own(key, kind, shared):
     """Stacked data: every member as if it were alone with its own."""
     stacked = jax.random.normal(key, (3, 12))
     member_keys = key if shared else jax.random.split(key, 3)
-
-    def run(data, stacked, members, keys):
-        if kind is FullBatch:
-            sampler = FullBatch(data, stacked=stacked)
-        elif kind is Epochs:
-            sampler = Epochs(data, 5, stacked=stacked, shared=shared)
-        else:
-            sampler = Online(lambda source, key: source + jax.random.normal(key), data, stacked=stacked, shared=shared)
-        if kind is FullBatch and not shared:
-            keys = key
-        return losses(sampler, keys, members, num_steps=7)
-
-    found = run(stacked, True, 3, member_keys)
+    found = losses(KINDS[kind](stacked, 5, shared=shared, stacked=True), member_keys, num_steps=7)
     for m in range(3):
-        alone = run(stacked[m], False, 1, key if shared else member_keys[m : m + 1])
+        own, sampler = slice(m, m + 1), KINDS[kind](stacked[m], 5, shared=shared, stacked=False)
+        alone = losses(sampler, key if shared else member_keys[own], 1, num_steps=7)
         np.testing.assert_array_equal(found[m], alone[0])
     assert len(np.unique(found[:, 0])) == 3
 
@@ -205,8 +166,7 @@ def in_order(data, size, begun=None):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", [1, 4, 16, 100])
-@pytest.mark.parametrize("member_map", ["scan", "vmap"])
+@pytest.mark.parametrize(("member_map", "block"), [("scan", 1), ("scan", 100), ("vmap", 4)])
 def test_batches_of_the_host_equal_those_of_arrays(key, member_map, block):
     models, data = linear_members(key), regression(key, samples=20)
     step, layout = make_step(noisy_error, optax.adam(0.05)), Layout(member_map)
@@ -229,8 +189,7 @@ def test_batches_of_the_host_go_on_where_a_state_stands(key):
     assert set(begun) == {7}
 
 
-@pytest.mark.parametrize("block", [4, 16])
-@pytest.mark.parametrize("count", [0, 1, 8, 10])
+@pytest.mark.parametrize(("count", "block"), [(0, 4), (8, 4), (10, 4), (10, 16)])
 def test_an_iterator_that_ends_says_so(key, count, block):
     data = jnp.ones((4, 3))
     sampler = HostBatches(lambda step: iter([data] * (count - step)), block=block)
@@ -241,7 +200,7 @@ def test_an_iterator_that_ends_says_so(key, count, block):
         assert losses(sampler, key, num_steps=count).shape == (3, count)
 
 
-@pytest.mark.parametrize("fails_at", [0, 5, 9])
+@pytest.mark.parametrize("fails_at", [0, 5])
 def test_an_iterator_that_raises_passes_its_error_on(key, fails_at):
     def start(step):
         for i in range(step, 100):
@@ -255,7 +214,7 @@ def test_an_iterator_that_raises_passes_its_error_on(key, fails_at):
         losses(HostBatches(lambda step: 1 // 0), key, num_steps=20)
 
 
-@pytest.mark.parametrize("block", [1, 3, 16])
+@pytest.mark.parametrize("block", [1, 16])
 def test_an_iterator_may_fill_one_buffer_again_and_again(key, block):
     def start(step):
         buffer = np.zeros((4, 3), np.float32)
@@ -269,7 +228,7 @@ def test_an_iterator_may_fill_one_buffer_again_and_again(key, block):
 
 def test_batches_of_several_shapes_are_refused(key):
     sizes = [4, 4, 4, 2]
-    for block in (4, 2, 1):  # within what is handed over at once, and between
+    for block in (4, 1):  # within what is handed over at once, and between
         sampler = HostBatches(lambda step: (np.ones(size, np.float32) for size in sizes[step:]), block=block)
         with pytest.raises(ValueError, match=r"`start` must give batches of one structure .*at step 3 .*smaller batch"):
             losses(sampler, key, num_steps=4)
@@ -278,16 +237,6 @@ def test_batches_of_several_shapes_are_refused(key):
             losses(kinds, key, num_steps=4)
     with pytest.raises(TypeError, match="`start` must"):
         losses(HostBatches(lambda step: iter([np.array(["a"])] * 20)), key, num_steps=4)
-
-
-def test_batches_of_the_host_may_hold_what_is_no_number(key):
-    """Looking for it would cost every batch; the loss that it makes is noticed."""
-    models = linear_members(key)
-    hole = (np.full((4, 4), np.nan, np.float32), np.zeros((4, 2), np.float32))
-    with pytest.warns(RuntimeWarning, match="the loss became nan at step 0"):
-        result = fit(models, make_step(noisy_error, optax.sgd(0.1)), HostBatches(lambda step: iter([hole] * 2)),
-                     num_steps=2, key=key)  # fmt: skip
-    assert np.isnan(result.history.loss).all()
 
 
 def batch_threads():
@@ -306,6 +255,8 @@ def test_the_thread_of_the_host_ends_with_the_run(key, tmp_path, mesh):
         raise RuntimeError("on the way")
 
     fit(models, step, sampler, checkpoint=tmp_path / "run", **options)
+    with pytest.raises((ValueError, TypeError), match="`loss`"):
+        fit(models, make_step(lambda model, batch, key: batch, optax.sgd(0.1)), sampler, **options)
     with pytest.raises(RuntimeError, match="on the way"):
         fit(models, step, sampler, callbacks=[fail], **options)
     with pytest.raises(ValueError, match="whose loss differ"):
@@ -319,22 +270,11 @@ def test_the_thread_of_the_host_ends_with_the_run(key, tmp_path, mesh):
 @pytest.mark.parametrize(
     ("data", "error", "message"),
     [
-        (
-            ([[1.0, 2.0]], [3.0]),
-            TypeError,
-            r"`data` must hold arrays, samples first, got float 1.0 at data\[0\]\[0\]\[0\]",
-        ),
-        ({"x": np.ones(10), "y": "text"}, TypeError, r"got str 'text' at data\['y'\]"),
+        (([[1.0, 2.0]], [3.0]), TypeError, r"`data` must hold arrays, samples first, got float 1.0 at data\[0\]\[0\]"),
         (np.array(["a"] * 10), TypeError, "`data` must be an array of numbers, got text"),
         ((np.ones(10), np.full(10, None)), TypeError, r"`data\[1\]` must be .* dtype object"),
         (np.full(10, 2**40), ValueError, "`data` must hold integers from -2147483648 to 2147483647, got 1099511627776"),
         (np.full(10, -(2**40)), ValueError, "got -1099511627776. Larger ones need"),
-        (np.full(10, 2**32, np.uint64), ValueError, "`data` must hold integers from 0 to 4294967295, got 4294967296"),
-        (
-            (np.ones(10), np.array([1.0] * 9 + [np.nan])),
-            ValueError,
-            r"`data\[1\]` must be finite, got nan at index \(9,\)",
-        ),
         (jnp.full(10, jnp.inf, jnp.bfloat16), ValueError, "`data` must be finite, got inf"),
         (np.ones((0, 2)), ValueError, "`data` must not be empty"),
         ({}, ValueError, "`data` must hold at least one array"),
@@ -347,18 +287,10 @@ def test_data_that_are_no_arrays_of_numbers_are_refused(data, error, message, sa
         sampler(data)
 
 
-def test_counts_of_the_host_are_checked():
-    for name in ("epoch_steps", "block"):
-        with pytest.raises(ValueError, match=f"`{name}` must be at least 1, got 0"):
-            HostBatches(lambda step: iter([]), **{name: 0})
-
-
 @pytest.mark.parametrize(
     ("started", "message"),
     [
-        (3, "`start` must return an iterator of batches, got int 3"),
         (None, "`start` must return an iterator of batches, got None"),
-        ([1.0] * 9, "`start` must hold arrays, samples first, got float 1.0"),
         ([[[1.0, 2.0]]] * 9, "`start` must hold arrays, samples first, got float 1.0"),
     ],
 )
@@ -366,35 +298,13 @@ def test_what_the_host_starts_must_give_batches(key, started, message):
     step = make_step(squared_error, optax.sgd(0.1))
     with pytest.raises(TypeError, match=message):
         fit(linear_members(key), step, HostBatches(lambda step: started), num_steps=2, key=key)
+    for name in ("epoch_steps", "block"):
+        with pytest.raises(ValueError, match=f"`{name}` must be at least 1, got 0"):
+            HostBatches(lambda step: started, **{name: 0})
 
 
-def test_no_thread_is_left_by_a_run_that_did_not_begin(key):
-    batches, before = HostBatches(lambda step: itertools.repeat(np.ones((2, 4)))), threading.active_count()
-    for loss in (lambda model, batch, key: batch, 3):
-        with pytest.raises((ValueError, TypeError)):
-            fit(linear_members(key), make_step(loss, optax.sgd(0.1)), batches, num_steps=2, key=key)
-    until = time.monotonic() + 5
-    while threading.active_count() > before and time.monotonic() < until:
-        time.sleep(0.05)
-    assert threading.active_count() <= before
-
-
-class ArrayLike:
-    """As of another library."""
-
-    def __init__(self, array):
-        self.array = np.asarray(array)
-
-    def __array__(self, dtype=None, copy=None):
-        return self.array
-
-
-def test_data_of_other_libraries_and_other_kinds_of_numbers_are_taken(key):
-    models, (x, y) = linear_members(key), regression(key)
-    step, options = make_step(squared_error, optax.sgd(0.1)), {"num_steps": 3, "key": key}
-    plain = fit(models, step, Epochs((x, y), 4), **options)
-    other = fit(models, step, Epochs((ArrayLike(x), ArrayLike(y)), 4), **options)
-    np.testing.assert_array_equal(weights(plain), weights(other))
+def test_data_of_other_kinds_of_numbers_are_taken(key):
+    models, x = linear_members(key), regression(key)[0]
     sample_keys, whole = jax.random.split(key, 10), np.arange(10) - 2**31
 
     def loss(model, batch, key):
@@ -402,5 +312,5 @@ def test_data_of_other_libraries_and_other_kinds_of_numbers_are_taken(key):
         return jnp.sum(model.weight) * (jnp.mean(batch[1] * 1.0) + jnp.mean(jnp.abs(batch[2])))
 
     data = (sample_keys, whole, 1j * x.astype(jnp.float16))
-    seen = fit(models, make_step(loss, optax.sgd(0.1)), Epochs(data, 4), **options)
+    seen = fit(models, make_step(loss, optax.sgd(0.1)), Epochs(data, 4), num_steps=3, key=key)
     assert np.isfinite(seen.history.loss).all()

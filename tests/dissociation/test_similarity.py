@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 import similarity_reference as reference
 from scipy import stats
-from scipy.spatial import procrustes
-from scipy.spatial.distance import jensenshannon, pdist
+from scipy.linalg import orthogonal_procrustes
+from scipy.spatial.distance import pdist
 from scipy.spatial.distance import squareform as as_square
 from sklearn.linear_model import Ridge
 from sklearn.metrics import r2_score
 from sklearn.model_selection import PredefinedSplit, cross_val_predict
-from sklearn.neighbors import NearestNeighbors
 
 from dissociation.metrics import similarity
 from dissociation.metrics.similarity import MEASURES, canonical, kernels
@@ -31,6 +30,9 @@ Z = RNG.standard_normal((SAMPLES, P))
 WIDE = LATENT @ RNG.standard_normal((3, P)) + RNG.standard_normal((SAMPLES, P)) + 1
 ROTATION = np.linalg.qr(RNG.standard_normal((P, P)))[0]
 FUNCTIONAL = ("disagreement", "jensen_shannon")
+
+WITHOUT_DERIVATIVE = (*FUNCTIONAL, "svcca", "rbf_cka", "angular_similarity", "cca_squared")
+"""And those that are tested through others."""
 
 MAPS = {
     "O": lambda x: x @ ROTATION,
@@ -87,29 +89,24 @@ def test_what_is_claimed_of_a_measure_holds_and_no_more(name):
         assert slack.min() > -tolerance
 
 
+OPTIONS = {
+    "mutual_knn": {"num_neighbours": 10},
+    "knn_jaccard": {"num_neighbours": 10},
+    "partial_whitening_distance": {"a": 0.5},
+    "gulp_distance": {"lam": 0.01},
+}
+"""Defaults of the measures."""
+
+
 def against_reference(name, x, y):
     """Our value and the reference's, distances squared and angles as cosines, and the size they are judged by."""
-    ours = float(MEASURES[name](x, y))
-    wide = [np.asarray(part, float) for part in (x, y)]
-    theirs = {"debiased_rbf_cka": lambda *both: reference.rbf_cka(*both, debiased=True)}
-    options = {
-        "mutual_knn": {"num_neighbours": 10},
-        "knn_jaccard": {"num_neighbours": 10},
-        "partial_whitening_distance": {"a": 0.5},
-        "gulp_distance": {"lam": 0.01},
-    }
-    if name == "crossnobis_rsa":
-        half = SAMPLES // 2
-        rdms = [reference.crossnobis_rdm(part[:half], part[half:]) for part in wide]
-        return ours, rdms[0] @ rdms[1] / np.linalg.norm(rdms[0]) / np.linalg.norm(rdms[1]), 1.0
-    wanted = theirs.get(name, getattr(reference, name, None))(*wide, **options.get(name, {}))
-    if name == "procrustes_distance":
-        return ours**2, wanted**2, sum(((part - part.mean(0)) ** 2).sum() for part in wide)
-    if name == "gulp_distance":
-        return ours**2, wanted**2, P + Q
+    ours, wide = float(MEASURES[name](x, y)), [np.asarray(part, float) for part in (x, y)]
+    wanted = getattr(reference, name)(*wide, **OPTIONS.get(name, {}))
     if name in ("angular_distance", "partial_whitening_distance"):
         return np.cos(ours), np.cos(wanted), 1.0
-    return ours, wanted, 1.0
+    if name == "procrustes_distance":
+        return ours**2, wanted**2, sum(((part - part.mean(0)) ** 2).sum() for part in wide)
+    return (ours**2, wanted**2, P + Q) if name == "gulp_distance" else (ours, wanted, 1.0)
 
 
 @pytest.mark.usefixtures("barely_optimized")
@@ -151,12 +148,9 @@ def test_rdms_and_comparisons_agree_with_rsatoolbox(precision):
     kind, tolerance = precision
     x, y = X.astype(kind), Y.astype(kind)
     methods = {"pearson": "corr", "spearman": "spearman", "kendall": "tau-a", "cosine": "cosine"}
-    squared = calc_rdm(Dataset(X), method="euclidean").get_vectors()[0] * P
-    np.testing.assert_allclose(similarity.rdm(x, "squared"), squared, atol=tolerance * squared.max())
-    wanted = calc_rdm(Dataset(X), method="correlation").get_vectors()[0]
-    np.testing.assert_allclose(similarity.rdm(x, "correlation"), wanted, atol=tolerance)
-    for name in ("euclidean", "cosine"):
-        np.testing.assert_allclose(similarity.rdm(x, name), pdist(X, name), atol=10 * tolerance)
+    for name in ("euclidean", "squared", "correlation", "cosine"):
+        wanted = pdist(X, {"squared": "sqeuclidean"}.get(name, name))
+        np.testing.assert_allclose(similarity.rdm(x, name), wanted, atol=tolerance * max(10, wanted.max()))
     # Squared distances of integers tie exactly, and ties tell the variants of Kendall's tau apart.
     for first, second, rdm in ((x, y, "cosine"), (np.round(x), np.round(y), "squared")):
         pair = [RDMs(reference.rdm(np.asarray(one, float), rdm)[None]) for one in (first, second)]
@@ -166,58 +160,22 @@ def test_rdms_and_comparisons_agree_with_rsatoolbox(precision):
     half = SAMPLES // 2
     noise = np.cov(Z.T)
     runs = {"cond": np.tile(np.arange(half), 2), "run": np.repeat([0, 1], half)}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        data = Dataset(X, obs_descriptors=runs)
-        precision_matrix = np.linalg.inv(noise)
-        wanted = calc_rdm(data, method="crossnobis", descriptor="cond", cv_descriptor="run", noise=precision_matrix)
-    wanted = wanted.get_vectors()[0]
+    with warnings.catch_warnings(action="ignore"):
+        settings = {"descriptor": "cond", "cv_descriptor": "run", "noise": np.linalg.inv(noise)}
+        found = calc_rdm(Dataset(X, obs_descriptors=runs), method="crossnobis", **settings)
+    wanted = found.get_vectors()[0]
     ours = similarity.crossnobis_rdm(x[:half], x[half:], noise)
     np.testing.assert_allclose(ours, wanted, atol=tolerance * abs(wanted).max())
     assert wanted.min() < 0  # not clipped
 
 
 @pytest.mark.usefixtures("x64", "barely_optimized")
-def test_other_libraries_agree():
-    padded = np.pad(Y, ((0, 0), (0, P - Q)))
-    np.testing.assert_allclose(similarity.angular_similarity(X, Y) ** 2, 1 - procrustes(X, padded)[2], atol=1e-10)
+def test_scikit_learn_predicts_the_same():
     folds = PredefinedSplit(np.arange(SAMPLES) // 10)
     predicted = cross_val_predict(Ridge(alpha=3.0), X, Y, cv=folds)
     wanted = r2_score(Y, predicted, multioutput="variance_weighted")
-    np.testing.assert_allclose(
-        similarity.linear_predictivity(X, Y, alpha=3.0, num_folds=4, folds="contiguous"), wanted, atol=1e-10
-    )
-    near = [
-        NearestNeighbors(n_neighbors=7, metric="cosine").fit(one).kneighbors(return_distance=False) for one in (X, Y)
-    ]
-    wanted = np.mean([len(set(a) & set(b)) / 7 for a, b in zip(*near, strict=True)])
-    np.testing.assert_allclose(similarity.mutual_knn(X, Y, num_neighbours=7), wanted, atol=1e-10)
-    softmax = lambda one: np.asarray(jax.nn.softmax(one, 1))  # noqa: E731
-    wanted = np.mean(jensenshannon(softmax(X[:, :Q]), softmax(Y), axis=1) ** 2)
-    np.testing.assert_allclose(similarity.jensen_shannon(X[:, :Q], Y), wanted, atol=1e-10)
-
-
-@pytest.mark.usefixtures("x64")
-def test_closed_forms():
-    columns = np.linalg.qr(Z - Z.mean(0))[0][:, :2]
-    (a, b), (c, d) = (3.0, 0.5), (1.0, 2.0)
-    one, other = columns * [a, b], columns * [c, d]
-    wanted = (a**2 * c**2 + b**2 * d**2) / np.sqrt((a**4 + b**4) * (c**4 + d**4))
-    np.testing.assert_allclose(similarity.linear_cka(one, other), wanted, rtol=1e-12)
-    cosine = (a * c + b * d) / np.sqrt((a**2 + b**2) * (c**2 + d**2))
-    np.testing.assert_allclose(similarity.angular_similarity(one, other), cosine, rtol=1e-12)
-    np.testing.assert_allclose(similarity.cca(one, other), 1.0, rtol=1e-12)
-    rho = np.corrcoef(X[:, 0], Y[:, 0])[0, 1]
-    np.testing.assert_allclose(similarity.linear_cka(X[:, :1], Y[:, :1]), rho**2, rtol=1e-10)
-    np.testing.assert_allclose(similarity.angular_similarity(X[:, :1], -Y[:, :1]), abs(rho), rtol=1e-10)
-    np.testing.assert_allclose(similarity.hard_matching(X[:, :1], -Y[:, :1]), -rho, rtol=1e-10)
-    squared = [as_square(pdist(one, "sqeuclidean")) for one in (X, Y)]
-    middle = np.eye(SAMPLES) - 1 / SAMPLES
-    grams = [middle @ one @ middle for one in squared]
-    cosine = np.sum(grams[0] * grams[1]) / np.linalg.norm(grams[0]) / np.linalg.norm(grams[1])
-    np.testing.assert_allclose(similarity.linear_cka(X, Y), cosine, rtol=1e-12)
-    square = P + Q - 2 * Q * similarity.cca_squared(X, Y)
-    np.testing.assert_allclose(similarity.gulp_distance(X, Y, lam=0.0) ** 2, square, rtol=1e-10)
+    found = similarity.linear_predictivity(X, Y, alpha=3.0, num_folds=4, folds="contiguous")
+    np.testing.assert_allclose(found, wanted, atol=1e-10)
 
 
 def test_small_distances_are_not_lost_in_rounding():
@@ -229,23 +187,21 @@ def test_small_distances_are_not_lost_in_rounding():
     assert similarity.angular_distance(x, turned) < 1e-6
     assert similarity.gulp_distance(x, turned) < 1e-5
     moved = turned + np.float32(1e-4) * Z.astype(np.float32)
-    wanted = reference.procrustes_by_rotation(x.astype(float), moved.astype(float))
+    a, b = (one.astype(float) - one.mean(0, float) for one in (x, moved))
+    wanted = np.linalg.norm(a @ orthogonal_procrustes(a, b)[0] - b)
     np.testing.assert_allclose(similarity.procrustes_distance(x, moved), wanted, rtol=1e-2)
 
 
-def test_offsets_and_scales_do_not_matter():
+def test_offsets_do_not_matter():
     x, y = X.astype(np.float32), Y.astype(np.float32)
     whole = np.round(8 * x) / 8  # an offset of 1024 keeps these exactly
     for name, measure in MEASURES.items():
         if {"S", "T"} <= set(measure.invariances):
-            wanted = measure(whole, y)
-            np.testing.assert_allclose(measure(whole + 1024, y), wanted, atol=3e-5, err_msg=name)
-            for scale in (2.0**-60, 2.0**60):
-                np.testing.assert_allclose(measure(whole * np.float32(scale), y), wanted, atol=1e-5, err_msg=name)
+            np.testing.assert_allclose(measure(whole + 1024, y), measure(whole, y), atol=3e-5, err_msg=name)
 
 
 @pytest.mark.usefixtures("x64", "barely_optimized")
-@pytest.mark.parametrize("name", [n for n, m in MEASURES.items() if not m.host and n not in (*FUNCTIONAL, "svcca")])
+@pytest.mark.parametrize("name", [n for n, m in MEASURES.items() if not m.host and n not in WITHOUT_DERIVATIVE])
 def test_derivatives_are_those_of_differences(name):
     measure = MEASURES[name]
     direction = np.random.default_rng(3).standard_normal(X.shape)
@@ -261,16 +217,6 @@ def test_matchings_say_that_they_have_no_derivative(name):
         jax.grad(lambda x: MEASURES[name](x, Y))(jnp.asarray(X))
 
 
-@pytest.mark.usefixtures("x64", "barely_optimized")
-@pytest.mark.parametrize("name", ["debiased_cka", "angular_distance", "pwcca", "rsa", "mutual_knn", "soft_matching"])
-def test_measures_are_the_same_under_jit_and_vmap(name):
-    function = MEASURES[name].function
-    stack = np.stack([X, Z, X[::-1]])
-    plain = [function(x, Y) for x in stack]
-    np.testing.assert_allclose(jax.vmap(lambda x: function(x, Y))(stack), plain, atol=1e-12)
-    np.testing.assert_allclose(jax.jit(function)(X, Y), plain[0], atol=1e-12)
-
-
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     "routes", [kernels.linear_cka_routes, kernels.debiased_cka_routes, canonical.cca_squared_routes]
@@ -283,16 +229,6 @@ def test_routes_agree_and_the_cheaper_one_is_taken(routes):
     np.testing.assert_allclose(known, known[0], atol=1e-12)
     assert cheapest(routes(), 10_000, 50, 50).program() == routes()[0].program()
     assert cheapest(routes(), 100, 5000, 5000, items=50, pairs=1225).compare_work(100, 5000, 5000) == 100**2
-
-
-def test_debiased_cka_is_zero_on_average_for_independent_features():
-    for samples in (20, 60):
-        keys = jax.random.split(jax.random.key(samples), 2)
-        x, y = (jax.random.normal(key, (400, samples, width)) for key, width in zip(keys, (30, 8), strict=True))
-        values = np.asarray(jax.vmap(similarity.debiased_cka)(x, y))
-        assert abs(values.mean()) < 3 * values.std(ddof=1) / 20
-        assert values.min() < 0
-        assert jnp.mean(jax.vmap(similarity.linear_cka)(x, y)) > 0.15
 
 
 def test_neighbours_that_tie_share_their_places():
@@ -315,18 +251,15 @@ def test_soft_matching_by_assignment_and_by_a_linear_programme(monkeypatch):
 
 
 def test_what_no_measure_is_defined_for_is_refused_by_name():
-    flat = np.ones((SAMPLES, 3))
-    with pytest.raises(ValueError, match="`y` must differ between samples, got the same row 40 times"):
-        similarity.linear_cka(X, flat)
+    flat = np.tile(X[:1].astype(np.float32), (SAMPLES, 1))
+    for name in ("linear_cka", "debiased_cka", "angular_similarity", "svcca"):
+        with pytest.raises(ValueError, match="`y` must differ between samples, got the same row 40 times"):
+            MEASURES[name](X, flat)
     with pytest.raises(ValueError, match="`x` must have fewer features than samples less one"):
         similarity.cca(X[:7], Y[:7])
     similarity.cca(X[:8], Y[:8])
-    with pytest.raises(ValueError, match="`y` must be of shape \\[n, q\\] with n = 40 as in `x`, got shape"):
-        similarity.rsa(X, Y[1:])
     with pytest.raises(ValueError, match="`x` must have at least 4 samples, got 3"):
         similarity.debiased_cka(X[:3], Y[:3])
-    with pytest.raises(ValueError, match="`x` must be finite, got nan at index"):
-        similarity.linear_cka(np.where(X.max() == X, np.nan, X), Y)
     with pytest.raises(ValueError, match="`num_neighbours` must be below the number of samples"):
         similarity.mutual_knn(X[:5], Y[:5], num_neighbours=5)
     with pytest.raises(ValueError, match="even number of rows"):
@@ -339,12 +272,6 @@ def test_what_no_measure_is_defined_for_is_refused_by_name():
     assert similarity.procrustes_distance(X, flat) == pytest.approx(np.linalg.norm(X - X.mean(0)), rel=1e-6)
 
 
-def test_halves_and_torch_like_tensors_are_taken():
-    half = X.astype(np.float16)
-    assert similarity.linear_cka(half, Y).dtype == jnp.float32
-    np.testing.assert_allclose(similarity.linear_cka(half, Y), similarity.linear_cka(X, Y), atol=1e-3)
-
-
 def test_the_table_of_the_guide_is_what_the_measures_say():
     assert table() in (Path(__file__).parents[2] / "docs" / "similarity.md").read_text()
 
@@ -355,45 +282,18 @@ def test_constant_neurons_are_nothing_in_large_arrays():
     x[:, :128], y[:, :128] = 1.3 * x[0, :128], 0.7 * y[0, :128]
     wanted = similarity.hard_matching(x[:, 128:], y[:, 128:]) / 2  # half of the neurons are dead
     assert abs(similarity.hard_matching(x, y) - wanted) < 0.02
-    constant = np.repeat(x[:1], 60, 0)
-    for name in ("linear_cka", "debiased_cka", "angular_similarity", "svcca"):
-        with pytest.raises(ValueError, match="must differ between samples"):
-            MEASURES[name](constant, np.repeat(y[:1], 60, 0))
 
 
-def test_small_directions_count_however_many_samples():
-    rng = np.random.default_rng(1)
-    z = rng.standard_normal((60_000, 4)).astype(np.float32)
-    x = z * np.array([1, 1, 1e-3, 1e-3], np.float32)
-    y = z[:, 2:] + 0.5 * rng.standard_normal((60_000, 2)).astype(np.float32)
-    np.testing.assert_allclose(similarity.cca_squared(x, y), 0.8, atol=0.01)
-    np.testing.assert_allclose(similarity.linear_predictivity(x, y), 0.8, atol=0.01)
-
-
-@pytest.mark.parametrize("factor", [1e2, 1e3, 1e4])
-def test_a_sample_far_longer_than_others_costs_no_digits(factor):
+def test_a_sample_far_longer_than_others_costs_no_digits():
     rng = np.random.default_rng(2)
     cause = rng.standard_normal((40, 3))
     x, y = (cause @ rng.standard_normal((3, 7)) + rng.standard_normal((40, 7)) for _ in range(2))
-    x[0] *= factor
-    y[0] *= factor
-    np.testing.assert_allclose(similarity.debiased_cka(x, y), reference.debiased_cka(x, y), atol=1e-5)
-    both = similarity.pairwise("debiased_cka", [x, y]).values
-    np.testing.assert_allclose(both[0, 1], reference.debiased_cka(x, y), atol=1e-5)
+    x[0] *= 1e4
+    y[0] *= 1e4
+    for found in (similarity.debiased_cka(x, y), similarity.pairwise("debiased_cka", [x, y]).values[0, 1]):
+        np.testing.assert_allclose(found, reference.debiased_cka(x, y), atol=1e-5)
 
 
-def test_equal_cosines_are_tied():
-    rng = np.random.default_rng(3)
-    sparse = [np.maximum(rng.standard_normal((60, 64)) - 1.8, 0) for _ in range(2)]
-    binary = [(rng.random((40, 12)) < 0.3).astype(float) for _ in range(2)]
-    for a, b in (sparse, binary):
-        a, b = a[a.any(1) & b.any(1)], b[a.any(1) & b.any(1)]
-        exact = [np.round(pdist(one, "cosine"), 10) for one in (a, b)]
-        wanted = stats.spearmanr(*exact).statistic
-        np.testing.assert_allclose(similarity.rsa(a, b, rdm="cosine", comparison="spearman"), wanted, atol=2e-3)
-
-
-RANKED = [(rdm, comparison) for rdm in ("euclidean", "squared", "cosine") for comparison in ("spearman", "kendall")]
 TIED = RNG.integers(-1, 2, (SAMPLES, P)).astype(float)
 TIED[5:10] = TIED[:5]
 CODE = np.eye(Q)[np.sort(RNG.choice(Q, SAMPLES, p=[0.5, 0.25, 0.15, 0.1]))]
@@ -404,14 +304,15 @@ def rotations(number):
 
 
 @pytest.mark.usefixtures("barely_optimized")
-@pytest.mark.parametrize(("rdm", "comparison"), RANKED)
+@pytest.mark.parametrize("rdm", ["euclidean", "squared", "cosine"])
+@pytest.mark.parametrize("comparison", ["spearman", "kendall"])
 def test_ties_of_rdms_survive_rounding(rdm, comparison, precision):
     """On one-hot classes and integers SciPy has the exact ties; here the rows are turned, moved and scaled."""
     compare = {"spearman": lambda a, b: stats.spearmanr(a, b).statistic, "kendall": reference.kendall_tau_a}[comparison]
     code = np.pad(CODE, ((0, 0), (0, P - Q))) + (rdm == "cosine") * TIED[:, :1]
     exact = [np.round(reference.rdm(one, rdm), 9) for one in (code, TIED)]
     wanted = compare(*exact)
-    for turn in rotations(3):
+    for turn in rotations(1):
         x, y = ((one @ turn).astype(precision[0]) for one in (code, TIED))
         found = [similarity.rsa(x, y, rdm=rdm, comparison=comparison)]
         found += [similarity.rsa(x[:, ::-1] @ turn.astype(x.dtype), np.ldexp(y, -50), rdm=rdm, comparison=comparison)]
@@ -419,6 +320,7 @@ def test_ties_of_rdms_survive_rounding(rdm, comparison, precision):
             found += [similarity.rsa(x + precision[0].type(50), y, rdm=rdm, comparison=comparison)]
         elsewhere = [pdist(one, {"squared": "sqeuclidean"}.get(rdm, rdm)) for one in (x, y)]
         found += [similarity.compare_rdms(elsewhere[0], np.ldexp(elsewhere[1], 60), comparison)]
+        found += [similarity.compare_rdms(np.ldexp(elsewhere[0], -60), elsewhere[1], comparison)]
         np.testing.assert_allclose(found, wanted, atol=2e-5)
 
 
@@ -436,7 +338,7 @@ def test_rounding_and_the_order_of_rows_decide_nothing(name, options):
     x, y = TIED.astype(np.float32), (3 * CODE + TIED[:, :Q]).astype(np.float32)
     value = lambda x, y: float(measure(x, y, **options))  # noqa: E731
     wanted, found, sizes = value(x, y), [], np.float32([[1], [1e6]])[np.arange(P) % 2, 0]
-    for turn in rotations(2):
+    for turn in rotations(1):
         if "O" in invariances:
             found.append(value((x @ turn).astype(np.float32), y))
         if "O" in of_y and "rdm" not in options:
@@ -474,13 +376,17 @@ def test_a_scale_per_neuron_drops_no_direction_and_others_are_counted():
     dependent[:, 0] = 3 * dependent[:, 1] - dependent[:, 2]
     similarity.cca(dependent, y)  # nothing is lost
     dependent[:, 0] += np.float32(2e-4) * np.tile(Z[:, 0], 8)
-    for function in (similarity.cca, similarity.linear_predictivity):
-        with pytest.warns(RuntimeWarning, match="1 of the directions of `x` exceed rounding"):
+    for function in (
+        similarity.cca,
+        similarity.linear_predictivity,
+        similarity.partial_whitening_distance,
+        lambda x, y: similarity.gulp_distance(x, y, lam=0.0),
+        lambda x, y: similarity.svcca(x, y, variance=1.0),
+    ):
+        with pytest.warns(RuntimeWarning, match="1 of the directions of `x` exceed rounding, but are too small"):
             function(dependent, y)
     with pytest.warns(RuntimeWarning, match="1 of the directions of `deep 0` exceed rounding"):
         similarity.pairwise("cca", {"deep": dependent, "other": y}, baseline=False)
-    with pytest.raises(ValueError, match=r"`representations\['deep'\]` must have an entry of at least"):
-        similarity.pairwise("mutual_knn", {"deep": 1e-40 * dependent, "other": y})
 
 
 def test_stimuli_repeated_in_order_are_predicted():
@@ -493,11 +399,7 @@ def test_stimuli_repeated_in_order_are_predicted():
 
 @pytest.mark.usefixtures("barely_optimized")
 @pytest.mark.parametrize("scale", [1e-20, 1e20])
-def test_rdms_and_maps_of_any_unit(scale):
-    a, b = (np.float32(scale) * reference.rdm(one, "euclidean").astype(np.float32) for one in (X, TIED))
-    for comparison in ("pearson", "spearman", "kendall", "cosine"):
-        wanted = reference.compare_rdms(a.astype(float) / scale, b.astype(float) / scale, comparison)
-        np.testing.assert_allclose(similarity.compare_rdms(a, b, comparison), wanted, atol=2e-5)
+def test_maps_of_any_unit(scale):
     distances = as_square(pdist(Z))
     for embed in (similarity.classical_mds, similarity.smacof):
         found, wanted = embed((scale * distances).astype(np.float32)), embed(distances)

@@ -45,11 +45,8 @@ def by_hand(name, **options):
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("linear_cka", {}),
         ("debiased_cka", {}),
         ("rsa", {"comparison": "kendall"}),
-        ("angular_distance", {}),
-        ("cca_squared", {}),
         ("pwcca", {}),
         ("linear_predictivity", {"alpha": 2.0, "num_folds": 3}),
         ("soft_matching", {}),
@@ -95,8 +92,9 @@ def test_a_second_call_compiles_nothing(caplog):
     assert not compilations()
 
 
-@pytest.mark.parametrize("name", ["angular_similarity", "linear_predictivity"])
-def test_long_work_shows_its_progress_between_chunks(name, monkeypatch, capsys):
+def test_long_work_shows_its_progress_between_chunks(monkeypatch, capsys):
+    name = "angular_similarity"
+
     def numbers():
         found = similarity.pairwise(name, LAYERS["hidden0"], members=True, num_blocks=10, p_values=True, num_orders=19)
         drawn = similarity.permutation_test(name, *ITEMS[:2], key=jax.random.key(0), num_draws=20)
@@ -126,15 +124,13 @@ def test_custom_functions_and_lists_of_any_width():
     wanted = np.corrcoef([one[:, 0] for one in given]) ** 2
     np.testing.assert_allclose(found.values, wanted, atol=1e-5)
     assert found.items == (("", 0), ("", 1), ("", 2))
-    with pytest.raises(TypeError, match="`measure` must give one real number, got None"):
-        similarity.pairwise(lambda x, y: None, given)
     with pytest.raises(TypeError, match=r"`measure` must take 2 arguments \(x, y\), got \(x\)"):
         similarity.pairwise(lambda x: x.sum(), given)
     with pytest.raises(ValueError, match="at least 20 samples for mutual_knn, got 20, 19 of them without one block"):
         similarity.compare(given[0][:20], given[1][:20], "mutual_knn", num_neighbours=19)
 
 
-@pytest.mark.parametrize("kind", [list, dict, tuple])
+@pytest.mark.parametrize("kind", [list, dict])
 def test_frames_that_order_their_rows_differently_are_refused(kind):
     pandas = pytest.importorskip("pandas")
     frame = pandas.DataFrame(RNG.standard_normal((20, 3)), index=[f"s{i}" for i in range(20)])
@@ -154,49 +150,18 @@ def test_layers_whose_names_look_the_same_are_refused(names):
         pairs._named("representations", layers)
 
 
-def test_directions_that_a_measure_drops_are_counted():
-    rng = np.random.default_rng(0)
-    far = 1e3 * rng.standard_normal((4, 6))[np.repeat(np.arange(4), 20)] + 0.01 * rng.standard_normal((80, 6))
-    far, other = far.astype(np.float32), rng.standard_normal((80, 5)).astype(np.float32)
-    calls = (
-        lambda: similarity.gulp_distance(far, other, lam=0.0),
-        lambda: similarity.partial_whitening_distance(far, other),
-        lambda: similarity.svcca(far, other, variance=1.0),
-    )
-    for call in calls:
-        with pytest.warns(RuntimeWarning, match=r"[1-3] of the directions of `x` exceed rounding, but are too small"):
-            call()
-
-
-def test_features_of_images():
-    images = RNG.standard_normal((2, 6, 3, 4, 5)).astype(np.float32)
-    channels = similarity.pairwise(
-        "linear_cka", {"conv": images}, members=True, positions="samples", channels="last"
-    ).values
-    np.testing.assert_allclose(channels[0, 1], similarity.linear_cka(*images.reshape(2, 72, 5)), atol=1e-5)
-    whole = similarity.pairwise("linear_cka", {"conv": images}, members=True, positions="neurons").values
-    np.testing.assert_allclose(whole[0, 1], similarity.linear_cka(*images.reshape(2, 6, 60)), atol=1e-5)
-    with pytest.raises(ValueError, match="`positions` must be one of 'samples', 'neurons' for samples of shape"):
-        similarity.pairwise("linear_cka", {"conv": images}, members=True)
-
-
 SHAPED = RNG.standard_normal((6, 5, 4, 3))
 
 
 @pytest.mark.parametrize(
     ("shape", "stated", "wanted"),
     [
-        ((6, 60), {}, (6, 60)),
         ((6, 60), {"members": True}, (6, 60, 1)),
-        ((6, 20, 3), {"members": True}, (6, 20, 3)),
         ((6, 20, 3), {"members": False, "positions": "neurons"}, (6, 60)),
         ((6, 20, 3), {"members": False, "positions": "samples", "channels": "last"}, (120, 3)),
         ((6, 20, 3), {"members": False, "positions": "samples", "channels": "first"}, (18, 20)),
-        ((6, 5, 4, 3), {"members": True, "positions": "samples", "channels": "last"}, (6, 20, 3)),
         ((6, 5, 4, 3), {"members": True, "positions": "samples", "channels": "first"}, (6, 15, 4)),
-        ((6, 5, 4, 3), {"members": False, "positions": "samples", "channels": "first"}, (72, 5)),
         ((6, 20, 3), {}, "`members` must be True or False .* True: 6 members, 20 samples each. False: 6 samples"),
-        ((6, 5, 4, 3), {"positions": "samples"}, "`members` must be True or False"),
         ((6, 20, 3), {"members": False}, "`positions` must be one of"),
         ((6, 5, 4, 3), {"members": False, "positions": "samples"}, "`channels` must be .*Last: 3 .* First: 5 channels"),
         ((6,), {"members": True}, "must have axes"),
@@ -209,18 +174,10 @@ def test_axes_are_stated_or_refused(shape, stated, wanted):
             similarity.pairwise("linear_cka", {"layer": array}, **stated)
         return
     (given,) = pairs._as_set("x", array, **{"members": None, "positions": None, "channels": None} | stated).arrays
-    np.testing.assert_array_equal(np.ravel(given), np.ravel(by_axes(array, **stated)).astype(np.float32))
+    if stated.get("channels") == "first":
+        array = np.moveaxis(array, 2 if stated["members"] else 1, -1)
+    np.testing.assert_array_equal(np.ravel(given), np.ravel(array).astype(np.float32))
     assert given.shape == (wanted if stated.get("members") else (1, *wanted))
-
-
-def by_axes(array, *, members=False, positions=None, channels="last"):
-    """The order of entries of representations, a member after the other, by loops over axes."""
-    if not members:
-        array = array[None]
-    if positions != "samples" or channels == "last":
-        return array
-    return np.stack([[np.stack([row[:, place] for place in range(row.shape[1])]) for row in
-                      (sample.reshape(len(sample), -1) for sample in one)] for one in array])  # fmt: skip
 
 
 def test_one_number_per_sample_is_one_feature():
@@ -231,13 +188,9 @@ def test_one_number_per_sample_is_one_feature():
     assert found.items == wanted.items
     assert found.disagreement is None  # there are no classes
     np.testing.assert_array_equal(found.output_similarity, np.tile(found.between("logits"), (3, 3)))
-    single = similarity.pairwise("linear_cka", {"features": ITEMS[3], "logits": outputs[0]})
-    np.testing.assert_allclose(single.values[0, 1], found.between("features", "logits")[0, 0], rtol=1e-5)
     pair = similarity.compare(outputs[0], ITEMS[3], "linear_cka")
     assert pair.values.shape == ()
-    np.testing.assert_allclose(pair.values, single.values[0, 1], rtol=1e-5)
-    alone = {name: layer[:1] for name, layer in LAYERS.items()} | {"logits": outputs[:1]}
-    assert similarity.pairwise("linear_cka", alone, members=True).disagreement is None
+    np.testing.assert_allclose(pair.values, found.between("features", "logits")[0, 0], rtol=1e-5)
 
 
 def test_functions_are_compared_beside_every_pair_of_representations():
@@ -257,11 +210,6 @@ def test_functions_are_compared_beside_every_pair_of_representations():
     assert similarity.pairwise("linear_cka", {"hidden0": ITEMS[0]}).jensen_shannon is None
 
 
-def test_traced_representations_are_refused():
-    with pytest.raises(TypeError, match="`representations` must be known: all pairs are planned on the host"):
-        jax.jit(lambda x: similarity.pairwise("linear_cka", x, members=True).values)(LAYERS["hidden0"])
-
-
 def test_representations_that_say_nothing_are_named():
     dead = dict(LAYERS, features=np.where(np.arange(3)[:, None, None] == 1, 2.0, LAYERS["features"]))
     with pytest.warns(RuntimeWarning, match="linear_cka is not defined for features 1, whose values are NaN"):
@@ -271,26 +219,18 @@ def test_representations_that_say_nothing_are_named():
 
 
 def test_wrong_calls_are_refused_by_name():
-    with pytest.raises(TypeError, match="`y` must be representations, got None. `pairwise` compares one set"):
-        similarity.compare(ITEMS[0], None)
+    with pytest.raises(TypeError, match="`representations` must be known: all pairs are planned on the host"):
+        jax.jit(lambda x: similarity.pairwise("linear_cka", x, members=True).values)(LAYERS["hidden0"])
     with pytest.raises(ValueError, match="`measure` must be one of 'debiased_cka'"):
         similarity.pairwise("cka", LAYERS)
     with pytest.raises(ValueError, match="must be of the same samples throughout, got 29, 30 samples"):
         similarity.pairwise("linear_cka", [ITEMS[0], ITEMS[1][1:]])
-    with pytest.raises(ValueError, match=r"`representations\['features'\]` must be finite"):
-        similarity.pairwise("linear_cka", dict(LAYERS, features=np.full((3, NUMBER, 2), np.nan)), members=True)
-    with pytest.raises(ValueError, match="`y` must have as many samples as `x`"):
-        similarity.compare(ITEMS[0], ITEMS[1][1:])
     with pytest.raises(ValueError, match="`num_blocks` must be at most the number of samples"):
         similarity.compare(ITEMS[0], ITEMS[1], num_blocks=31)
     with pytest.raises(ValueError, match="fewer features than samples less one for cca"):
         similarity.compare(ITEMS[0][:10], ITEMS[1][:10], "cca", num_blocks=5)
     with pytest.raises(TypeError, match="`bandwidth` is no option: linear_cka has no options"):
         similarity.pairwise("linear_cka", LAYERS, members=True, bandwidth=2)
-    with pytest.raises(TypeError, match="the options of rsa are rdm, comparison"):
-        similarity.compare(ITEMS[0], ITEMS[1], "rsa", metric="cosine")
-    with pytest.raises(ValueError, match="must have axes"):
-        similarity.pairwise("linear_cka", [np.asarray(1.0), np.asarray(2.0)])
     with pytest.raises(ValueError, match="`y` must have as many classes throughout for disagreement, got 5, 7"):
         similarity.compare(ITEMS[0], ITEMS[4], "disagreement")
     with pytest.raises(ValueError, match="`outputs` must name a layer"):
@@ -299,10 +239,6 @@ def test_wrong_calls_are_refused_by_name():
         similarity.compare(ITEMS[0], ITEMS[1], lambda x, y: stats.pearsonr(x[:, 0], y[:, 0]).statistic)
     with pytest.raises(ValueError, match="`measure` must give one real number"):
         similarity.compare(ITEMS[0], ITEMS[1], lambda x, y: x[0])
-    with pytest.raises(TypeError, match="`key`"):
-        similarity.compare(ITEMS[0], ITEMS[1], "angular_similarity", key=3)
-    with pytest.raises(TypeError, match=r"must be an array of real numbers \[n, p\] or \[members, n, p\], got"):
-        similarity.compare("text", ITEMS[1])
 
 
 def test_p_values_below_what_moments_say_are_printed_as_that():
@@ -313,15 +249,12 @@ def test_p_values_below_what_moments_say_are_printed_as_that():
     assert unlike.p_values > 0.001
     assert similarity.pairwise("linear_cka", [x, 2 * x], p_values=True).corrected()[0, 1] == 1e-16
     assert "p_values=< 1e-16," in repr(alike)
-    shown = float(re.search(r"p_values=([\d.]+),", repr(unlike)).group(1))
-    np.testing.assert_allclose(shown, unlike.p_values, atol=1e-5)
     many = similarity.pairwise("linear_cka", np.stack([x] * 5), members=True, p_values=True)
     assert "p_values=f64[5,5](numpy) from < 1e-16 to < 1e-16" in repr(many)
     test = similarity.permutation_test("linear_cka", x, x, num_draws=None)
     assert "p_value=< 1e-16," in repr(test)
     for result in (alike, unlike, many, test):
         assert "e-308" not in repr(result)
-        assert "None" not in repr(result)
         assert len(repr(result)) < 500
 
 
@@ -347,9 +280,8 @@ def test_a_nested_list_is_one_array():
 
 
 def test_options_of_measures_may_be_called_as_arguments_are():
-    found = similarity.compare(ITEMS[0], ITEMS[1], "partial_whitening_distance", a=0.3)
-    wanted = similarity.partial_whitening_distance(ITEMS[0], ITEMS[1], a=0.3)
-    np.testing.assert_allclose(found.values, wanted, atol=1e-5)
+    found = similarity.compare(*ITEMS[:2], "partial_whitening_distance", a=0.3)
+    np.testing.assert_allclose(found.values, similarity.partial_whitening_distance(*ITEMS[:2], a=0.3), atol=1e-5)
 
 
 def test_few_samples_have_fewer_blocks():
@@ -419,10 +351,6 @@ def test_positions_of_an_image_stay_together():
     base = np.cumsum(np.cumsum(rng.standard_normal((2, 40, 6, 6, 3)), 2), 3)
     found = similarity.compare(*base, "linear_cka", members=False, positions="samples", channels="last")
     assert found.p_values > 0.01
-    sides = base[1].reshape(40 * 36, 3), {"map": base[0]}
-    options = {"members": False, "positions": "samples", "channels": "last", "num_blocks": 20, "baseline": False}
-    one, other = (similarity.compare(*pair, "linear_cka", **options) for pair in (sides, sides[::-1]))
-    np.testing.assert_allclose(np.ravel(one.standard_error), np.ravel(other.standard_error), rtol=1e-3)
     kept = inference.kept_rows(40 * 36, 20, each=36)
     assert kept[0].shape == (20, 38 * 36)
     orders = inference.random_orders(jax.random.key(0), 3, 40 * 36, each=36)
@@ -439,15 +367,6 @@ def test_many_samples_cost_no_matrix_over_them():
     assert found.baseline.shape == ()
 
 
-def test_lost_digits_are_named():
-    x = RNG.standard_normal((30, 3)) + np.array([0, 1e5, 0])
-    with pytest.warns(RuntimeWarning, match="Column 1 of `x` varies by .* float32 keeps 2 digits") as seen:
-        similarity.compare(x, ITEMS[0])
-    assert len([warning for warning in seen if "float32" in str(warning.message)]) == 1
-    with pytest.warns(RuntimeWarning, match="Column 1 of `x`"):
-        similarity.linear_cka(x, ITEMS[0])
-
-
 @pytest.mark.usefixtures("x64", "barely_optimized")
 @pytest.mark.parametrize("name", ["linear_cka", "debiased_cka", "rbf_cka", "cca_squared", "rsa", "mutual_knn"])
 def test_baselines_are_means_over_all_orders(name):
@@ -457,7 +376,6 @@ def test_baselines_are_means_over_all_orders(name):
     measure = MEASURES[name]
     found = similarity.compare(x, y, name, num_blocks=None, p_values=False, **options)
     route = measure.routes(**options)[0]
-
     orders = jnp.asarray(list(itertools.permutations(range(6))))
     values = jax.jit(
         jax.vmap(lambda order: route.compare(route.prepare(jnp.asarray(x)), route.prepare(jnp.asarray(y)[order])))
@@ -465,26 +383,16 @@ def test_baselines_are_means_over_all_orders(name):
     np.testing.assert_allclose(found.baseline, values(orders).mean(), atol=1e-12)
 
 
-@pytest.mark.usefixtures("x64", "barely_optimized")
-def test_baselines_by_draws_are_near_the_mean_over_many():
-    pair = LAYERS["hidden0"][0], LAYERS["features"][0]
-    few = similarity.compare(*pair, "angular_similarity", num_blocks=None, p_values=False, num_orders=20)
-    many = similarity.permutation_test("angular_similarity", *pair, key=jax.random.key(1), num_draws=999)
-    assert abs(few.baseline - many.null_mean) < 4 * many.null_sd * (1 / 20 + 1 / 999) ** 0.5
-    assert few.baseline < many.null_quantile < few.values
-
-
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("samples", [6, 7])
-def test_moments_are_those_of_all_orders(samples):
-    middle = np.eye(samples) - 1 / samples
-    one, other = (middle @ (part + part.T) @ middle for part in RNG.standard_normal((2, samples, samples)))
-    found = inference.null_moments(*(inference.invariants(jnp.asarray(part)) for part in (one, other)), samples)
+def test_moments_are_those_of_all_orders():
+    middle = np.eye(7) - 1 / 7
+    one, other = (middle @ (part + part.T) @ middle for part in RNG.standard_normal((2, 7, 7)))
+    found = inference.null_moments(*(inference.invariants(jnp.asarray(part)) for part in (one, other)), 7)
     np.testing.assert_allclose(found, reference.permutation_moments(one, other), rtol=1e-9)
 
 
 @pytest.mark.usefixtures("barely_optimized")
-@pytest.mark.parametrize("name", ["linear_cka", "debiased_cka", "rbf_cka", "debiased_rbf_cka"])
+@pytest.mark.parametrize("name", ["linear_cka", "debiased_rbf_cka"])
 def test_moments_agree_with_draws(name):
     x = RNG.standard_normal((25, 3))
     y = 0.35 * x + RNG.standard_normal((25, 3))
@@ -505,14 +413,6 @@ def test_tables_have_the_p_values_of_each_pair():
         assert abs(table.p_values[0, 2] - one.p_value) <= (1e-5 if draws is None else 0.15)
     assert np.nanmin(table.p_values) == 0.01  # of 99 orders none reaches as much
     assert np.isnan(np.diagonal(table.p_values)).all()
-
-
-def test_distances_count_when_they_are_small():
-    x = RNG.standard_normal((20, 3))
-    close = similarity.permutation_test("procrustes_distance", x, x + 0.1, key=jax.random.key(0), num_draws=99)
-    assert close.p_value == 0.01
-    assert close.null_quantile < close.null_mean
-    np.testing.assert_allclose(close.calibrated, 1.0, atol=1e-4)
 
 
 def test_corrections():
@@ -549,7 +449,7 @@ def test_the_jackknife_of_a_mean_is_students_interval():
     np.testing.assert_allclose(skewed.bias, data.var() - data.var(ddof=1), rtol=1e-2)  # exact in theory
 
 
-@pytest.mark.parametrize("measure", ["linear_cka", "angular_similarity", "angular_distance", "debiased_cka"])
+@pytest.mark.parametrize("measure", ["debiased_cka", "angular_distance"])
 def test_rounding_beside_a_bound_is_no_bias(measure):
     x = np.maximum(np.random.default_rng(1).standard_normal((1080, 4)), 0)
     found = similarity.compare(x, x[:, ::-1], measure)  # a layer and its permuted neurons, in float32
@@ -566,18 +466,9 @@ def test_members_are_left_out_whole():
     assert found.high - found.mean == pytest.approx(stats.t.ppf(0.95, 3) * found.standard_error)
 
 
-def test_intervals_hold_their_values_and_respect_bounds():
-    found = similarity.pairwise("angular_similarity", LAYERS["hidden0"], members=True, num_blocks=10)
-    off = ~np.eye(3, dtype=bool)
-    assert (found.low < found.values)[off].all()
-    assert (found.values < found.high + found.standard_error)[off].all()
-    assert found.high.max() <= 1
-    np.testing.assert_allclose(np.diagonal(found.low), 1, atol=1e-3)
-
-
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("unbias", [True, False])
-@pytest.mark.parametrize("bounds", [(0.0, 1.0), (-1.0, 1.0), (-np.inf, 1.0), (0.0, np.pi / 2), (0.0, np.inf)])
+@pytest.mark.parametrize("bounds", [(-1.0, 1.0), (-np.inf, 1.0), (0.0, np.inf)])
 def test_estimates_lie_inside_of_their_intervals(bounds, unbias):
     rng = np.random.default_rng(5)
     least, most = max(bounds[0], -5), min(bounds[1], 5)
@@ -596,7 +487,7 @@ def test_estimates_lie_inside_of_their_intervals(bounds, unbias):
         np.testing.assert_allclose(found.estimate, values, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["linear_cka", "angular_similarity", "cca"])
+@pytest.mark.parametrize("name", ["linear_cka", "cca"])
 def test_values_are_biased_and_estimates_hold_their_intervals(name):
     rng = np.random.default_rng(6)
     causes = rng.standard_normal((500, 40))
@@ -619,43 +510,38 @@ def test_an_estimate_that_leaves_the_range_is_set_to_its_end_in_words():
     assert found.low == found.estimate == 0
 
 
-def simulated(key, routes, samples, blocks, maps, noise):
-    """Estimates and leave-block-out estimates of pairs that share a latent cause, [pairs] and [blocks, pairs]."""
-    route = routes()[0]
-    kept = jnp.asarray(inference.kept_rows(samples, blocks)[0])
-    first, second = maps
+def simulated(name, samples, maps, noise, pairs):
+    """Estimates and leave-block-out estimates of pairs with a latent cause, [pairs] and [20, pairs], and the truth."""
+    own, cross = [into.T @ into + noise**2 * np.eye(len(into)) for into in maps], maps[0].T @ maps[1]
+    if name == "angular_similarity":
+        truth = np.linalg.svd(cross, compute_uv=False).sum() / np.sqrt(np.trace(own[0]) * np.trace(own[1]))
+    else:
+        truth = np.sum(cross**2) / np.linalg.norm(own[0]) / np.linalg.norm(own[1])
+    maps = [jnp.asarray(into, jnp.float32) for into in maps]
+    route, kept = MEASURES[name].routes()[0], jnp.asarray(inference.kept_rows(samples, 20)[0])
 
     def one(key):
         latent, *errors = jax.random.split(key, 3)
-        z = jax.random.normal(latent, (samples, first.shape[0]))
+        z = jax.random.normal(latent, (samples, len(maps[0])))
         x, y = (
             z @ into + noise * jax.random.normal(e, (samples, into.shape[1]))
             for e, into in zip(errors, maps, strict=True)
         )
         score = lambda x, y: route.compare(route.prepare(x), route.prepare(y))  # noqa: E731
-        return score(x, y), jax.lax.map(lambda rows: score(x[rows], y[rows]), kept, batch_size=blocks)
+        return score(x, y), jax.lax.map(lambda rows: score(x[rows], y[rows]), kept, batch_size=20)
 
-    values, leave_outs = jax.jit(lambda keys: jax.lax.map(one, keys, batch_size=20))(key)
-    return values, leave_outs.T
+    keys = jax.random.split(jax.random.key(7), pairs)
+    values, leave_outs = jax.jit(lambda keys: jax.lax.map(one, keys, batch_size=20))(keys)
+    return values, leave_outs.T, truth
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("noise", [0.5, 1.5])
-@pytest.mark.parametrize("name", ["debiased_cka", "angular_similarity"])
+@pytest.mark.parametrize(("name", "noise"), [("debiased_cka", 0.5), ("angular_similarity", 1.5)])
 def test_intervals_cover(name, noise):
     """90 % intervals of 1000 pairs of 300 samples, 5 features from 5 causes, hold the population's value 87 to 93 %."""
     rng = np.random.default_rng(4)
     maps = [rng.standard_normal((5, 5)) for _ in range(2)]
-    own = [into.T @ into + noise**2 * np.eye(5) for into in maps]
-    cross = maps[0].T @ maps[1]
-    if name == "debiased_cka":
-        truth = np.sum(cross**2) / np.linalg.norm(own[0]) / np.linalg.norm(own[1])
-    else:
-        truth = np.linalg.svd(cross, compute_uv=False).sum() / np.sqrt(np.trace(own[0]) * np.trace(own[1]))
-    keys = jax.random.split(jax.random.key(7), 1000)
-    values, leave_outs = simulated(
-        keys, MEASURES[name].routes, 300, 20, [jnp.asarray(into, jnp.float32) for into in maps], noise
-    )
+    values, leave_outs, truth = simulated(name, 300, maps, noise, 1000)
     found = similarity.jackknife_interval(values, leave_outs, bounds=MEASURES[name].range)
     covered = np.mean((np.asarray(found.low) <= truth) & (truth <= np.asarray(found.high)))
     assert 0.87 <= covered <= 0.93
@@ -665,10 +551,7 @@ def test_intervals_about_estimates_cover_where_values_are_biased():
     """400 pairs of 120 samples, 8 features from 8 causes: linear CKA is .6 standard errors too high."""
     rng = np.random.default_rng(4)
     maps = [rng.standard_normal((8, 8)) for _ in range(2)]
-    own = [into.T @ into + np.eye(8) for into in maps]
-    truth = np.sum((maps[0].T @ maps[1]) ** 2) / np.linalg.norm(own[0]) / np.linalg.norm(own[1])
-    keys, into = jax.random.split(jax.random.key(7), 400), [jnp.asarray(one, jnp.float32) for one in maps]
-    values, leave_outs = simulated(keys, MEASURES["linear_cka"].routes, 120, 20, into, 1.0)
+    values, leave_outs, truth = simulated("linear_cka", 120, maps, 1.0, 400)
     found = similarity.jackknife_interval(values, leave_outs, bounds=(0.0, 1.0))
     covered = np.mean((np.asarray(found.low) <= truth) & (truth <= np.asarray(found.high)))
     assert abs(covered - 0.9) < 3 * np.sqrt(0.9 * 0.1 / 400)
@@ -686,7 +569,7 @@ def test_intervals_of_neighbours_lie_about_the_value():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["debiased_cka", "angular_similarity", "mutual_knn"])
+@pytest.mark.parametrize("name", ["angular_similarity", "mutual_knn"])
 def test_p_values_are_uniform_under_independence(name):
     options = {"num_neighbours": 2} if name == "mutual_knn" else {}
     found = []

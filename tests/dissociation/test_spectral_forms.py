@@ -2,11 +2,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from dissociation.models.bilinear import BilinearNetwork
-from dissociation.spectral import Spectrum, decompose, interaction_tensor, truncate
+from dissociation.spectral import decompose, interaction_tensor, truncate
 from dissociation.spectral.forms import (
     activations,
     adversarial_mask,
@@ -15,7 +14,6 @@ from dissociation.spectral.forms import (
     reorder,
     truncated_outputs,
 )
-from dissociation.training import Epochs, fit, make_step
 
 RNG = np.random.default_rng(0)
 
@@ -53,7 +51,7 @@ def test_decomposition_against_a_dense_reference(hidden):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"bias": True}, {"residual": True}, {"bias": True, "residual": True}])
+@pytest.mark.parametrize("options", [{}, {"bias": True, "residual": True}])
 @pytest.mark.parametrize(("inputs", "hidden"), [(20, 8), (6, 9)])
 @pytest.mark.parametrize("space", ["input", "hidden"])
 def test_the_form_is_the_network(options, inputs, hidden, space):
@@ -74,16 +72,6 @@ def test_the_form_is_the_network(options, inputs, hidden, space):
     np.testing.assert_allclose(jax.vmap(truncate(spectrum, 2))(seen), by_number[:, 2], atol=1e-6)
 
 
-def test_projected_hidden_eigenvectors_are_not_those_on_inputs():
-    model = network()
-    projected = decompose(model, space="hidden").vectors @ model.embed
-    projected /= jnp.linalg.norm(projected, axis=2, keepdims=True)
-    inner = projected @ projected.swapaxes(1, 2)
-    assert np.abs(inner - np.eye(8)[None]).max() > 0.1
-    own = decompose(model).vectors
-    np.testing.assert_allclose(own @ own.swapaxes(1, 2), np.broadcast_to(np.eye(8), (3, 8, 8)), atol=1e-5)
-
-
 def test_orders():
     model = network()
     values = {by: np.asarray(decompose(model, by=by).values) for by in ("magnitude", "positive", "negative")}
@@ -97,72 +85,30 @@ def test_orders():
 
 
 def test_boolean_tasks_are_recovered():
-    # Over inputs in {0, 1}: AND = ab, XOR = (a - b)^2, OR = a + b - ab; with a^2 = a all are quadratic forms.
-    tasks = {
-        "and": [[0, 0.5, 0], [0.5, 0, 0], [0, 0, 0]],
-        "or": [[0, -0.5, 0.5], [-0.5, 0, 0.5], [0.5, 0.5, 0]],
-        "xor": [[1, -1, 0], [-1, 1, 0], [0, 0, 0]],
-        "xnor": [[-1, 1, 0], [1, -1, 0], [0, 0, 1]],
-        "nand": [[0, -0.5, 0], [-0.5, 0, 0], [0, 0, 1]],
-        "nor": [[0, 0.5, -0.5], [0.5, 0, -0.5], [-0.5, -0.5, 1]],
-    }
+    # Over inputs in {0, 1}: AND = ab, XOR = (a - b)^2, NOR = 1 - a - b + ab; with a^2 = a all are quadratic forms.
+    forms = np.asarray([
+        [[0, 0.5, 0], [0.5, 0, 0], [0, 0, 0]],
+        [[1, -1, 0], [-1, 1, 0], [0, 0, 0]],
+        [[0, 0.5, -0.5], [0.5, 0, -0.5], [-0.5, -0.5, 1]],
+    ])  # fmt: skip
     cases = np.asarray([[0, 0], [0, 1], [1, 0], [1, 1]], np.float32)
-    truth = {"and": [0, 0, 0, 1], "or": [0, 1, 1, 1], "xor": [0, 1, 1, 0]}
-    truth |= {"n" + name: [1 - value for value in values] for name, values in list(truth.items())[:2]}
-    truth["xnor"] = [1, 0, 0, 1]
-    forms = np.asarray([tasks[name] for name in tasks])
-    full = np.pad(cases, ((0, 0), (0, 1)), constant_values=1)
-    np.testing.assert_allclose(np.einsum("ni,cij,nj->cn", full, forms, full), [truth[name] for name in tasks])
+    truth = np.asarray([[0, 0, 0, 1], [0, 1, 1, 0], [1, 0, 0, 0]])
     # Layers whose rows are the forms' eigenvectors compute them, and decomposing the layer returns the forms.
     values, vectors = np.linalg.eigh(forms)
     rows = vectors.swapaxes(1, 2).reshape(-1, 3)
-    model = network(2, 18, 6, bias=True)
-    layer = model.layers[0]
+    model = network(2, 9, 3, bias=True)
     where = lambda m: (  # noqa: E731
         m.embed, m.head, *(getattr(m.layers[0], n) for n in ("left", "right", "left_bias", "right_bias"))
     )  # fmt: skip
-    embed = np.eye(18, 2)
-    wide = np.pad(rows[:, :2], ((0, 0), (0, 16)))
-    head = np.zeros((6, 18))
-    for task in range(6):
+    embed = np.eye(9, 2)
+    wide = np.pad(rows[:, :2], ((0, 0), (0, 7)))
+    head = np.zeros((3, 9))
+    for task in range(3):
         head[task, 3 * task : 3 * task + 3] = values[task]
     parts = [embed, head, wide, wide, rows[:, 2], rows[:, 2]]
     model = eqx.tree_at(where, model, [jnp.asarray(part, jnp.float32) for part in parts])
-    assert layer.left.shape == model.layers[0].left.shape
-    np.testing.assert_allclose(jax.vmap(model)(cases), np.asarray([truth[name] for name in tasks]).T, atol=1e-5)
+    np.testing.assert_allclose(jax.vmap(model)(cases), truth.T, atol=1e-5)
     np.testing.assert_allclose(interaction_tensor(model), forms, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_trained_boolean_tasks_are_recovered():
-    # Gates of three pairs of inputs, continued from {0, 1} to numbers in [0, 1], where each is one quadratic form.
-    # Inputs are sparse: half of them are zero.
-    def gates(x):
-        (a, b), (c, d), (e, f) = x.reshape(3, 2)
-        both, either = e * f, e + f - e * f
-        return jnp.stack([a * b, a + b - a * b, c + d - 2 * c * d, 1 - c - d + 2 * c * d, 1 - both, 1 - either])
-
-    values, kept = jax.random.uniform(jax.random.key(0), (2, 2000, 6))
-    inputs = values * (kept < 0.5)
-    targets = jax.vmap(gates)(inputs)
-    models = eqx.filter_vmap(lambda key: BilinearNetwork(6, 24, 6, bias=True, key=key))(
-        jax.random.split(jax.random.key(1), 2)
-    )
-    step = make_step(squared_error, optax.adam(optax.cosine_decay_schedule(1e-2, 3000)))
-    trained = fit(models, step, Epochs((inputs, targets), 250), num_steps=3000, key=jax.random.key(2))
-    # A form is half the second derivative, with the constant appended.
-    quadratic = 0.5 * jax.hessian(gates)(jnp.zeros(6))
-    linear, constant = jax.jacobian(gates)(jnp.zeros(6)), gates(jnp.zeros(6))
-    known = jnp.zeros((6, 7, 7)).at[:, :6, :6].set(quadratic)
-    known = known.at[:, :6, 6].set(linear / 2).at[:, 6, :6].set(linear / 2).at[:, 6, 6].set(constant)
-    for member in range(2):
-        found = interaction_tensor(jax.tree.map(lambda leaf, i=member: leaf[i], trained.models))
-        np.testing.assert_allclose(found, known, atol=0.02)
-
-
-def squared_error(model, batch, key):
-    inputs, targets = batch
-    return jnp.mean((jax.vmap(model)(inputs) - targets) ** 2)
 
 
 def test_deeper_layers_by_directions_pulled_back():
@@ -202,15 +148,6 @@ def test_masks_excite_one_component_alone():
         adversarial_mask(spectrum, 1, 4, against=4)
 
 
-def test_stacked_models_jit_and_loop_agree():
-    models = eqx.filter_vmap(lambda key: BilinearNetwork(20, 8, 3, key=key))(jax.random.split(jax.random.key(0), 3))
-    stacked = eqx.filter_jit(eqx.filter_vmap(decompose))(models)
-    for index in range(3):
-        alone = decompose(jax.tree.map(lambda leaf, i=index: leaf[i], models))
-        np.testing.assert_allclose(stacked.values[index], alone.values, atol=1e-6)
-        np.testing.assert_allclose(np.abs(np.sum(stacked.vectors[index] * alone.vectors, 2)), 1, atol=1e-4)
-
-
 @pytest.mark.parametrize(
     ("call", "words"),
     [
@@ -218,19 +155,11 @@ def test_stacked_models_jit_and_loop_agree():
         (lambda: decompose(network(num_layers=2)), "`space` must be 'hidden' for every layer but the first"),
         (lambda: decompose(network(num_layers=2), layer=0), "`directions` must be given"),
         (lambda: decompose(network(), layer=1), "`layer` must be one of the model's 1"),
-        (lambda: decompose(network(), np.ones((2, 5), np.float32)), r"the layer's width \(8\)"),
         (lambda: truncate(decompose(network()), 9), "`num_components` must be at most 8"),
         (lambda: reorder(decompose(network()), np.ones((3, 5), np.float32)), "`importance` must have the shape"),
         (lambda: reorder(decompose(network()), np.ones((1, 8), np.float32)), "`importance` must have the shape"),
-        (lambda: reorder(decompose(network()), np.full((3, 8), np.nan, np.float32)), "`importance` must be finite"),
-        (lambda: activations(decompose(network()), np.ones((2, 21), np.float32)), r"shape \[n, 20\]"),
     ],
 )
 def test_bad_input_is_refused(call, words):
     with pytest.raises(ValueError, match=words):
         call()
-
-
-def test_a_spectrum_is_a_pytree():
-    spectrum = decompose(network())
-    assert isinstance(jax.tree.map(lambda leaf: leaf, spectrum), Spectrum)

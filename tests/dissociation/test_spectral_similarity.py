@@ -33,16 +33,9 @@ def permuted(one, order):
     return Spectrum(one.values[:, order], -one.vectors[:, order], False)
 
 
-def test_a_spectrum_agrees_with_itself_whatever_the_signs():
+def test_signs_do_not_matter_and_a_swap_of_ranks_is_seen_by_rank_alone():
     one = spectrum(0)
-    same = permuted(one, range(5))
-    for measure in (rank_similarity(one, same), matched_similarity(one, same, 5)):
-        np.testing.assert_allclose(measure, 1, atol=1e-6)
-    np.testing.assert_allclose(form_similarity(one, same), 1, atol=1e-6)
-
-
-def test_a_swap_of_ranks_is_seen_by_rank_alone():
-    one = spectrum(0)
+    np.testing.assert_allclose(rank_similarity(one, permuted(one, range(5))), 1, atol=1e-6)
     swapped = permuted(one, [1, 0, 2, 3, 4])
     assert rank_similarity(one, swapped)[:, :2].max() < 1e-5
     np.testing.assert_allclose(matched_similarity(one, swapped, 5), 1, atol=1e-6)
@@ -67,16 +60,6 @@ def test_forms_against_dense_matrices():
         np.testing.assert_allclose(cosines[output], cosine, atol=1e-5)
     flipped = Spectrum(-one.values, one.vectors, False)
     np.testing.assert_allclose(form_similarity(one, flipped), -1, atol=1e-6)  # vectors alone would not see it
-
-
-def test_chance_level():
-    rng = np.random.default_rng(0)
-    vectors = rng.normal(size=(2, 1, 400, 50)).astype(np.float32)
-    vectors /= np.linalg.norm(vectors, axis=-1, keepdims=True)
-    one, other = (Spectrum(jnp.ones((1, 400)), jnp.asarray(v), False) for v in vectors)
-    found = np.asarray(rank_similarity(one, other))
-    chance = (2 / (np.pi * 50)) ** 0.5
-    assert abs(found.mean() - chance) < 4 * found.std() / 20
 
 
 def test_pairs_leave_out_members_with_themselves():
@@ -112,11 +95,11 @@ def test_bootstrap_over_members_is_wider_than_over_pairs():
     assert short <= 0.65 * trials
 
 
-@pytest.mark.parametrize("level", [0.5, 0.9])
-def test_both_ends_of_the_bootstrap_are_its_percentiles(level):
+def test_both_ends_of_the_bootstrap_are_its_percentiles():
     # The mean of many members is normal: its percentiles are known, within the error of a percentile of 4000 draws.
     values = jnp.asarray(np.random.default_rng(0).normal(size=200), jnp.float32)
     mean = lambda weights: weights @ values / weights.sum()  # noqa: E731
+    level = 0.5
     options = {"key": jax.random.key(1), "level": level, "num_resamples": 4000}
     found = bootstrap_interval(mean, 200, **options)
     error = float(values.std()) / 200**0.5
@@ -139,7 +122,6 @@ def test_both_ends_of_the_bootstrap_are_its_percentiles(level):
         ),
         (lambda: matched_similarity(spectrum(0), spectrum(1), 6), "`num_components` must be at most 5"),
         (lambda: member_pairs(1), "`num_members` must be at least 2"),
-        (lambda: student_interval(np.ones((3, 2), np.float32), 1.0), "`level` must be between 0 and 1"),
         (lambda: student_interval(np.ones((1, 2), np.float32)), "`samples`"),
     ],
 )
@@ -153,7 +135,6 @@ def test_bad_input_is_refused(call, words):
     [
         lambda s: truncate(s, 1),
         lambda s: activations(s, np.ones((2, 12), np.float32)),
-        lambda s: form_similarity(s, s),
         lambda s: matched_similarity(s, s, 2),
     ],
 )

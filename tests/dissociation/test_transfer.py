@@ -14,8 +14,7 @@ def make_data(n=120, d=6, classes=3):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("probe", ["converged", "gradient"])
-@pytest.mark.parametrize("num_buckets", [1, 3])
+@pytest.mark.parametrize(("probe", "num_buckets"), [("converged", 1), ("converged", 3), ("gradient", 3)])
 def test_errors_are_those_of_the_probe_on_slices(probe, num_buckets):
     x, y = make_data()
     fractions = (1.0, 0.25, 0.6)
@@ -57,9 +56,7 @@ def test_a_perfect_and_a_useless_representation():
     [
         ({"fractions": (0.0, 1.0)}, r"`fractions` must lie in \(0, 1\]"),
         ({"fractions": (0.01,)}, "`fractions` must leave at least `num_splits`"),
-        ({"fractions": ()}, "`fractions` must not be empty"),
         ({"probe": "lucky"}, "`probe` must be one of 'converged', 'gradient'"),
-        ({"ridge": jnp.asarray(-1.0)}, "`ridge` must be positive"),
         ({"probe": "gradient", "step_size": jnp.asarray(0.0)}, "`step_size` must be positive"),
         ({"probe": "gradient", "num_steps": jnp.asarray(-1)}, "`num_steps` must be at least 0"),
     ],

@@ -11,6 +11,7 @@ import scipy.linalg
 import scipy.optimize
 import scipy.special
 import scipy.stats
+from scipy.spatial.distance import pdist, squareform
 
 from dissociation import splits
 
@@ -28,27 +29,16 @@ def centred(x):
     return x - x.mean(axis=0)
 
 
-def norm(x):
-    """Frobenius norm."""
-    return np.sqrt(np.sum(x**2))
-
-
-def nuclear(m):
-    """Nuclear norm: the sum of the singular values."""
-    return np.sum(scipy.linalg.svdvals(m))
-
-
 def inverse_root(s):
-    """Pseudo-inverse square root of a positive semi-definite matrix, on its range."""
+    """Pseudo-inverse square root of a positive semi-definite matrix, on its range, and its rank."""
     values, vectors = scipy.linalg.eigh(s)
     kept = values > RANK_TOLERANCE * values.max()
-    return vectors[:, kept] @ np.diag(values[kept] ** -0.5) @ vectors[:, kept].T
+    return vectors[:, kept] @ np.diag(values[kept] ** -0.5) @ vectors[:, kept].T, int(kept.sum())
 
 
-def rank(s):
-    """Number of eigenvalues of a positive semi-definite matrix that count as positive."""
-    values = scipy.linalg.eigvalsh(s)
-    return int(np.sum(values > RANK_TOLERANCE * values.max()))
+def cosine(a, b):
+    """Cosine of two arrays, as vectors."""
+    return np.sum(a * b) / (np.linalg.norm(a) * np.linalg.norm(b))
 
 
 # Kernels
@@ -72,7 +62,7 @@ def hsic_unbiased(k, l):  # noqa: E741
 
 def kernel_cka(k, l, hsic):  # noqa: E741
     """Cosine of two Gram matrices under an HSIC."""
-    return float(hsic(k, l) / np.sqrt(hsic(k, k) * hsic(l, l)))
+    return hsic(k, l) / np.sqrt(hsic(k, k) * hsic(l, l))
 
 
 def linear_gram(x):
@@ -90,17 +80,16 @@ def debiased_cka(x, y):
     return kernel_cka(linear_gram(x), linear_gram(y), hsic_unbiased)
 
 
-def rbf_gram(x, scale=1.0):
-    """exp(-d^2 / (2 sigma^2)), sigma = scale * median over pairs i<j of the distance d."""
-    n = len(x)
-    distance = np.array([[norm(x[i] - x[j]) for j in range(n)] for i in range(n)])
-    sigma = scale * np.median([distance[i, j] for i in range(n) for j in range(i + 1, n)])
-    return np.exp(-(distance**2) / (2 * sigma**2))
-
-
 def rbf_cka(x, y, scale=1.0, debiased=False):
-    """CKA of Gaussian kernels, plain or debiased."""
-    return kernel_cka(rbf_gram(x, scale), rbf_gram(y, scale), hsic_unbiased if debiased else hsic_biased)
+    """CKA of Gaussian kernels exp(-d^2 / (2 sigma^2)), sigma = scale * median of the distances d of pairs i<j."""
+    distances = [pdist(one) for one in (x, y)]
+    grams = [np.exp(-(squareform(d) ** 2) / (2 * (scale * np.median(d)) ** 2)) for d in distances]
+    return kernel_cka(*grams, hsic_unbiased if debiased else hsic_biased)
+
+
+def debiased_rbf_cka(x, y):
+    """Debiased CKA of Gaussian kernels."""
+    return rbf_cka(x, y, debiased=True)
 
 
 # Shapes
@@ -109,72 +98,40 @@ def rbf_cka(x, y, scale=1.0, debiased=False):
 def procrustes_distance(x, y):
     """sqrt(|Xc|^2 + |Yc|^2 - 2 nuc(Xc'Yc)), size and shape."""
     x, y = centred(x), centred(y)
-    return float(np.sqrt(max(norm(x) ** 2 + norm(y) ** 2 - 2 * nuclear(x.T @ y), 0.0)))
+    return np.sqrt(max(np.sum(x**2) + np.sum(y**2) - 2 * np.linalg.norm(x.T @ y, "nuc"), 0.0))
 
 
-def procrustes_by_rotation(x, y):
-    """min over orthogonal R of |Xc R - Yc|, the narrower data padded with zero columns; R found explicitly."""
-    x, y = centred(x), centred(y)
-    width = max(x.shape[1], y.shape[1])
-    x = np.pad(x, ((0, 0), (0, width - x.shape[1])))
-    y = np.pad(y, ((0, 0), (0, width - y.shape[1])))
-    rotation, _ = scipy.linalg.orthogonal_procrustes(x, y)
-    return float(norm(x @ rotation - y))
+def angle_cosine(x, y):
+    """nuc(X'Y) / (|X| |Y|)."""
+    return np.linalg.norm(x.T @ y, "nuc") / (np.linalg.norm(x) * np.linalg.norm(y))
 
 
 def angular_similarity(x, y):
-    """Cosine of the angle between shapes: nuc(Xc'Yc) / (|Xc| |Yc|)."""
-    x, y = centred(x), centred(y)
-    return float(nuclear(x.T @ y) / (norm(x) * norm(y)))
+    """Cosine of the angle between shapes."""
+    return angle_cosine(centred(x), centred(y))
 
 
 def angular_distance(x, y):
     """Angle between shapes, in radians."""
-    return float(np.arccos(min(angular_similarity(x, y), 1.0)))
+    return np.arccos(min(angular_similarity(x, y), 1.0))
 
 
 def partial_whitening_distance(x, y, a):
     """Angle between shapes of Z = Xc (a I + (1-a) (|Xc|/sqrt p) (Xc'Xc)^(-1/2)): a = 1 plain, a = 0 white."""
 
     def whitened(x):
-        x = centred(x)
-        p = x.shape[1]
-        return x @ (a * np.eye(p) + (1 - a) * norm(x) / np.sqrt(p) * inverse_root(x.T @ x))
+        x, p = centred(x), x.shape[1]
+        return x @ (a * np.eye(p) + (1 - a) * np.linalg.norm(x) / np.sqrt(p) * inverse_root(x.T @ x)[0])
 
-    zx, zy = whitened(x), whitened(y)
-    return float(np.arccos(min(nuclear(zx.T @ zy) / (norm(zx) * norm(zy)), 1.0)))
+    return np.arccos(min(angle_cosine(whitened(x), whitened(y)), 1.0))
 
 
 # Representational dissimilarity
 
 
-def cosine(a, b):
-    """Cosine of two vectors."""
-    return np.sum(a * b) / (norm(a) * norm(b))
-
-
-def pearson(a, b):
-    """Pearson correlation of two vectors."""
-    return cosine(a - a.mean(), b - b.mean())
-
-
-def dissimilarity(a, b, kind):
-    """Dissimilarity of two rows."""
-    if kind == "euclidean":
-        return norm(a - b)
-    if kind == "squared":
-        return norm(a - b) ** 2
-    if kind == "correlation":
-        return 1 - pearson(a, b)
-    if kind == "cosine":
-        return 1 - cosine(a, b)
-    raise ValueError(kind)
-
-
 def rdm(x, kind):
     """Dissimilarities of all pairs of rows, i<j: (0,1), (0,2), ..., (1,2), ..."""
-    n = len(x)
-    return np.array([dissimilarity(x[i], x[j], kind) for i in range(n) for j in range(i + 1, n)])
+    return pdist(x, {"squared": "sqeuclidean"}.get(kind, kind))
 
 
 def kendall_tau_a(a, b):
@@ -186,15 +143,11 @@ def kendall_tau_a(a, b):
 
 def compare_rdms(a, b, comparison):
     """Similarity of two vectors of dissimilarities."""
-    if comparison == "pearson":
-        return float(pearson(a, b))
-    if comparison == "spearman":
-        return float(pearson(scipy.stats.rankdata(a), scipy.stats.rankdata(b)))  # average ranks for ties
     if comparison == "kendall":
-        return float(kendall_tau_a(a, b))
-    if comparison == "cosine":
-        return float(cosine(a, b))
-    raise ValueError(comparison)
+        return kendall_tau_a(a, b)
+    if comparison == "spearman":
+        a, b = scipy.stats.rankdata(a), scipy.stats.rankdata(b)  # average ranks for ties
+    return cosine(a, b) if comparison == "cosine" else cosine(a - a.mean(), b - b.mean())
 
 
 _rdm = rdm  # the argument of `rsa` has its name
@@ -212,38 +165,38 @@ def crossnobis_rdm(a, b, noise_covariance=None):
     return np.array([(a[i] - a[j]) @ precision @ (b[i] - b[j]) / p for i in range(n) for j in range(i + 1, n)])
 
 
+def crossnobis_rsa(x, y):
+    """Cosine of the cross-validated dissimilarities of two halves each."""
+    half = len(x) // 2
+    return cosine(*(crossnobis_rdm(one[:half], one[half:]) for one in (x, y)))
+
+
 def distance_correlation(x, y):
     """Distance correlation (Szekely, Rizzo, Bakirov 2007): root of the ratio of the biased V-statistics."""
-    h, n = centring(len(x)), len(x)
-    a = h @ np.array([[norm(x[i] - x[j]) for j in range(n)] for i in range(n)]) @ h
-    b = h @ np.array([[norm(y[i] - y[j]) for j in range(n)] for i in range(n)]) @ h
-    return float(np.sqrt(max(np.mean(a * b), 0.0) / np.sqrt(np.mean(a * a) * np.mean(b * b))))
+    h = centring(len(x))
+    a, b = (h @ squareform(pdist(one)) @ h for one in (x, y))
+    return np.sqrt(max(cosine(a, b), 0.0))
 
 
 # Neighbours
 
 
-def neighbours(x, num_neighbours):
-    """The set of nearest rows of each row by cosine similarity, itself left out; the lower index wins a tie."""
-    n = len(x)
-    sets = []
-    for i in range(n):
-        others = [j for j in range(n) if j != i]
-        others.sort(key=lambda j: -cosine(x[i], x[j]))  # a stable sort
-        sets.append(set(others[:num_neighbours]))
-    return sets
+def neighbours(x, number):
+    """The sets of nearest rows of each row by cosine similarity, itself left out; the lower index wins a tie."""
+    apart = squareform(pdist(x, "cosine")) + np.diag(np.full(len(x), np.inf))
+    return [set(row) for row in np.argsort(apart, axis=1, kind="stable")[:, :number]]
 
 
 def mutual_knn(x, y, num_neighbours):
     """Mean share of nearest neighbours in common."""
     pairs = zip(neighbours(x, num_neighbours), neighbours(y, num_neighbours), strict=True)
-    return float(np.mean([len(a & b) / num_neighbours for a, b in pairs]))
+    return np.mean([len(a & b) / num_neighbours for a, b in pairs])
 
 
 def knn_jaccard(x, y, num_neighbours):
     """Mean Jaccard index of the sets of nearest neighbours."""
     pairs = zip(neighbours(x, num_neighbours), neighbours(y, num_neighbours), strict=True)
-    return float(np.mean([len(a & b) / len(a | b) for a, b in pairs]))
+    return np.mean([len(a & b) / len(a | b) for a, b in pairs])
 
 
 # Canonical correlations
@@ -252,35 +205,27 @@ def knn_jaccard(x, y, num_neighbours):
 def canonical(x, y):
     """Left singular vectors and singular values of Sx^(-1/2) Sxy Sy^(-1/2), the first min(rank x, rank y) of them."""
     x, y = centred(x), centred(y)
-    sx, sy, sxy = x.T @ x, y.T @ y, x.T @ y
-    u, rho, _ = scipy.linalg.svd(inverse_root(sx) @ sxy @ inverse_root(sy))
-    kept = min(rank(sx), rank(sy))
+    (root_x, rank_x), (root_y, rank_y) = inverse_root(x.T @ x), inverse_root(y.T @ y)
+    u, rho, _ = scipy.linalg.svd(root_x @ x.T @ y @ root_y)
+    kept = min(rank_x, rank_y)
     return u[:, :kept], rho[:kept]
-
-
-def cca_correlations(x, y):
-    """Canonical correlations, descending, min(rank x, rank y) of them."""
-    return canonical(x, y)[1]
 
 
 def cca(x, y):
     """Mean canonical correlation."""
-    return float(np.mean(cca_correlations(x, y)))
+    return np.mean(canonical(x, y)[1])
 
 
 def cca_squared(x, y):
     """Mean squared canonical correlation."""
-    return float(np.mean(cca_correlations(x, y) ** 2))
+    return np.mean(canonical(x, y)[1] ** 2)
 
 
 def leading_components(x, variance):
     """Scores on the fewest leading principal components whose share of the variance is at least `variance`."""
-    x = centred(x)
-    u, s, _ = scipy.linalg.svd(x, full_matrices=False)
-    for kept in range(1, len(s)):
-        if np.sum(s[:kept] ** 2) / np.sum(s**2) >= variance:
-            return u[:, :kept] * s[:kept]
-    return u * s
+    u, s, _ = scipy.linalg.svd(centred(x), full_matrices=False)
+    kept = 1 + np.argmax(np.cumsum(s**2) / np.sum(s**2) >= variance) if variance < 1 else len(s)
+    return u[:, :kept] * s[:kept]
 
 
 def svcca(x, y, variance=0.99):
@@ -292,16 +237,16 @@ def pwcca(x, y):
     """Sum w_i rho_i, w_i in proportion to sum_j |<h_i, xc_j>|, h_i the canonical variates of x (Morcos et al. 2018)."""
     u, rho = canonical(x, y)
     x = centred(x)
-    h = x @ inverse_root(x.T @ x) @ u  # orthonormal in sample space
-    weights = np.array([sum(abs(h[:, i] @ x[:, j]) for j in range(x.shape[1])) for i in range(len(rho))])
-    return float(np.sum(weights / weights.sum() * rho))
+    h = x @ inverse_root(x.T @ x)[0] @ u  # orthonormal in sample space
+    weights = np.abs(h.T @ x).sum(1)
+    return np.sum(weights / weights.sum() * rho)
 
 
 def gulp_distance(x, y, lam):
     """GULP (Boix-Adsera et al. 2022), the root of its squared distance, data scaled to |Xc|^2 = n."""
     n = len(x)
     x, y = centred(x), centred(y)
-    x, y = x * np.sqrt(n) / norm(x), y * np.sqrt(n) / norm(y)
+    x, y = x * np.sqrt(n) / np.linalg.norm(x), y * np.sqrt(n) / np.linalg.norm(y)
     sx, sy, sxy = x.T @ x / n, y.T @ y / n, x.T @ y / n
 
     def inverse(s):
@@ -311,7 +256,7 @@ def gulp_distance(x, y, lam):
 
     ax, ay = inverse(sx) @ sx, inverse(sy) @ sy
     squared = np.trace(ax @ ax) + np.trace(ay @ ay) - 2 * np.trace(inverse(sx) @ sxy @ inverse(sy) @ sxy.T)
-    return float(np.sqrt(max(squared, 0.0)))
+    return np.sqrt(max(squared, 0.0))
 
 
 # Regression
@@ -337,7 +282,7 @@ def linear_predictivity(x, y, alpha=0.0, num_folds=5, in_sample=False):
         for test in splits.folds(len(x), num_folds):
             train = np.setdiff1d(np.arange(len(x)), test)
             predicted[test] = ridge_predictions(x[train], y[train], x[test], alpha)
-    return float(1 - np.sum((y - predicted) ** 2) / np.sum((y - y.mean(axis=0)) ** 2))
+    return 1 - np.sum((y - predicted) ** 2) / np.sum((y - y.mean(axis=0)) ** 2)
 
 
 # Matching
@@ -345,17 +290,14 @@ def linear_predictivity(x, y, alpha=0.0, num_folds=5, in_sample=False):
 
 def neuron_correlations(x, y):
     """Signed Pearson correlations [p, q] of the neurons; 0 for a neuron without variance."""
-    c = np.zeros((x.shape[1], y.shape[1]))
-    for i, j in itertools.product(range(x.shape[1]), range(y.shape[1])):
-        if np.ptp(x[:, i]) > 0 and np.ptp(y[:, j]) > 0:
-            c[i, j] = pearson(x[:, i], y[:, j])
-    return c
+    x, y = ([column - column.mean() for column in one.T] for one in (x, y))
+    return np.array([[cosine(a, b) if np.ptp(a) and np.ptp(b) else 0.0 for b in y] for a in x])
 
 
 def hard_matching(x, y):
     """Largest mean signed correlation over one-to-one assignments of min(p, q) pairs of neurons."""
     c = neuron_correlations(x, y)
-    return float(np.mean(c[scipy.optimize.linear_sum_assignment(c, maximize=True)]))
+    return np.mean(c[scipy.optimize.linear_sum_assignment(c, maximize=True)])
 
 
 def soft_matching(x, y):
@@ -367,7 +309,7 @@ def soft_matching(x, y):
     marginals = np.concatenate([np.full(p, 1 / p), np.full(q, 1 / q)])
     result = scipy.optimize.linprog(-c.ravel(), A_eq=np.vstack([rows, columns]), b_eq=marginals, bounds=(0, None))
     assert result.success, result.message
-    return float(-result.fun)
+    return -result.fun
 
 
 # Functional similarity
@@ -375,24 +317,21 @@ def soft_matching(x, y):
 
 def disagreement(x, y):
     """Share of rows whose largest entries lie in different places."""
-    return float(np.mean([np.argmax(a) != np.argmax(b) for a, b in zip(x, y, strict=True)]))
+    return np.mean(np.argmax(x, 1) != np.argmax(y, 1))
 
 
 def jensen_shannon(x, y):
     """Mean Jensen-Shannon divergence, in nats, of the softmax of each row."""
-    values = []
-    for a, b in zip(x, y, strict=True):
-        a, b = scipy.special.softmax(a), scipy.special.softmax(b)
-        m = (a + b) / 2
-        values.append((np.sum(scipy.special.rel_entr(a, m)) + np.sum(scipy.special.rel_entr(b, m))) / 2)
-    return float(np.mean(values))
+    a, b = scipy.special.softmax(x, 1), scipy.special.softmax(y, 1)
+    middle = (a + b) / 2
+    return np.mean((scipy.special.rel_entr(a, middle) + scipy.special.rel_entr(b, middle)).sum(1) / 2)
 
 
 def min_max_disagreement(x, y, labels):
     """(d - dmin) / (dmax - dmin), the bounds that the two error rates allow; nan where they coincide."""
     ex, ey = np.mean(np.argmax(x, axis=1) != labels), np.mean(np.argmax(y, axis=1) != labels)
     low, high = abs(ex - ey), min(ex + ey, 1.0)
-    return float((disagreement(x, y) - low) / (high - low)) if high > low else float("nan")
+    return (disagreement(x, y) - low) / (high - low) if high > low else np.nan
 
 
 # Inference and embedding
@@ -404,7 +343,7 @@ def permutation_moments(k, l):  # noqa: E741
     assert n <= 8
     values = np.array([np.sum(k * l[np.ix_(pi, pi)]) for pi in itertools.permutations(range(n))])
     mean = values.mean()
-    return float(mean), float(np.mean((values - mean) ** 2)), float(np.mean((values - mean) ** 3))
+    return mean, np.mean((values - mean) ** 2), np.mean((values - mean) ** 3)
 
 
 def classical_mds(distances, num_dims):
@@ -417,6 +356,4 @@ def classical_mds(distances, num_dims):
 
 def stress(distances, coordinates):
     """Raw stress: sum over pairs i<j of (d_ij - |z_i - z_j|)^2, distances [n, n]."""
-    n = len(distances)
-    pairs = itertools.combinations(range(n), 2)
-    return float(sum((distances[i, j] - norm(coordinates[i] - coordinates[j])) ** 2 for i, j in pairs))
+    return np.sum((squareform(distances) - pdist(coordinates)) ** 2)
