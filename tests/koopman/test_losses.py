@@ -500,7 +500,7 @@ def test_batches_that_any_features_explain_are_refused(center):
     assert jnp.isfinite(vamp_score(*more, *short, rank=2, **options))
 
 
-def test_wrong_arguments_are_named():
+def test_wrong_arguments_are_named(unchecked):
     x, y = batch(dtype=np.float32)
     with pytest.raises(ValueError, match="`schatten_norm` must be 1 or 2, got 3"):
         vamp_loss(x, y, schatten_norm=3)
