@@ -85,13 +85,6 @@ def composed(name, model, rng, steps=5, kinds=("permute", "scale", "duplicate", 
     return with_leaves(model, leaves)
 
 
-def distances_of_rewrites(name, count):
-    model, inputs, _ = one(name)
-    own, rng = fingerprint(model, inputs[0]), np.random.default_rng(5)
-    wide = (composed(name, model, rng, rng.integers(3, 9)) for _ in range(count))
-    return [fingerprint_distance(own, fingerprint(network, inputs[0])) for network in wide]
-
-
 @pytest.mark.parametrize("name", KINDS)
 def test_the_canonical_form_computes_the_same(name):
     model, inputs, _ = one(name)
@@ -109,15 +102,14 @@ def test_the_canonical_form_computes_the_same(name):
                 np.testing.assert_allclose(leaf, known, atol=1e-5)
 
 
+@pytest.mark.parametrize("count", [15, pytest.param(150, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", KINDS)
-def test_rewrites_of_a_network_have_one_fingerprint(name):
-    assert max(distances_of_rewrites(name, 15)) < 1e-6
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "count"), [("perceptron", 600), ("convolutional", 150), ("residual", 250)])
-def test_many_rewrites_of_a_network_have_one_fingerprint(name, count):
-    assert max(distances_of_rewrites(name, count)) < 1e-6
+def test_rewrites_of_a_network_have_one_fingerprint(name, count):
+    model, inputs, _ = one(name)
+    own, rng = fingerprint(model, inputs[0]), np.random.default_rng(5)
+    for _ in range(count):
+        wide = composed(name, model, rng, rng.integers(3, 9))
+        assert fingerprint_distance(own, fingerprint(wide, inputs[0])) < 1e-6
 
 
 def test_rewrites_of_the_library_have_one_fingerprint():
@@ -136,18 +128,9 @@ def test_rewrites_of_the_library_have_one_fingerprint():
     assert fingerprint_distance(own, other) < 1e-6
 
 
+@pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", KINDS)
-def test_other_networks_have_other_fingerprints(name):
-    check_different(name, 20)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "count"), [("perceptron", 1000), ("convolutional", 100), ("residual", 200)])
-def test_a_thousand_networks_have_a_thousand_fingerprints(name, count):
-    check_different(name, count)
-
-
-def check_different(name, count):
+def test_other_networks_have_other_fingerprints(name, count):
     example = one(name)[1][0]
     make = ZOO[name].make
     found = np.stack([fingerprint(make(jax.random.key(seed)), example) for seed in range(count)])
@@ -224,9 +207,7 @@ class Flattened(eqx.Module):
 NARROW = {
     "perceptron": (lambda key: eqx.nn.MLP(5, 3, 1, 2, key=key), (5,)),
     "of one number": (lambda key: eqx.nn.MLP("scalar", "scalar", 1, 2, key=key), ()),
-    "of a vector of one": (lambda key: eqx.nn.MLP(1, 1, 2, 2, key=key), (1,)),
     "residual": (lambda key: ResidualMLP(1, 1, normalise=False, key=key), (5,)),
-    "convolutional": (lambda key: Flattened((1, 1, 1), key), (1, 8, 8)),
     "flattened": (lambda key: Flattened((3, 1, 2), key), (1, 8, 8)),
     "pointwise": (lambda key: Flattened((1, 2, 1), key, kernel=1), (1, 8, 8)),
 }
@@ -360,7 +341,6 @@ class Gain(eqx.Module):
     ("after", "reason"),
     [
         (lambda x, gain: x**2, "first (of degree 2)"),
-        (lambda x, gain: x / jnp.abs(x), "first (of degree 0)"),
         (lambda x, gain: gain * x, "first (scaled in 2 ways)"),
         (lambda x, gain: jnp.tanh(x), "first (not homogeneous)"),
         (lambda x, gain: x / jnp.linalg.norm(x), "first (normalised)"),
@@ -374,16 +354,9 @@ def test_groups_of_another_kind_are_refused_with_the_reason(after, reason):
 
 
 def test_what_has_no_canonical_form_is_refused_by_name():
-    for name, group in (
-        ("tanh without biases", "layers[0] (not homogeneous)"),
-        ("bilinear", "layers[0].left (scaled in 2 ways)"),
-        ("transformer", "embedding (normalised)"),
-        ("stack in a scan", "first (in 3 copies)"),
-    ):
-        model, inputs, _ = one(name)
-        with pytest.raises(ValueError, match="`model` must have groups that are homogeneous") as raised:
-            canonical(model, inputs[0])
-        assert group in str(raised.value)
+    model, inputs, _ = one("stack in a scan")
+    with pytest.raises(ValueError, match=r"`model` must have groups that are homogeneous.*first \(in 3 copies\)"):
+        canonical(model, inputs[0])
     model, inputs, _ = one("perceptron")
     with pytest.raises(TypeError, match="`model` must be known"):
         eqx.filter_jit(lambda m: canonical(m, inputs[0]))(model)

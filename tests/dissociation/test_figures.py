@@ -47,6 +47,10 @@ def test_rewrites_of_neurons_leave_the_input_noise_curve_where_it_was(noise):
         np.testing.assert_allclose(results.input_error[name], results.input_error["trained"], atol=1 / 150)
     moved = results.input_error["null_perturbed"] - results.input_error["trained"]
     assert moved.max() > 0.05  # negative control: kept on the data, changed elsewhere
+    trained, scaled = results.parameter_error["trained"], results.parameter_error["scaled"]
+    assert trained.shape == scaled.shape == (2, 6)
+    assert (scaled - trained).max() > 0.1  # noise on parameters tells them apart
+    assert "published_null" not in results.parameter_error
 
 
 def test_the_published_null_space_is_no_smaller_and_not_everything():
@@ -84,16 +88,7 @@ def test_networks_of_images(model):
 
 
 @pytest.mark.slow
-def test_noise_on_parameters_tells_them_apart(noise):
-    results, *_ = noise
-    trained, scaled = results.parameter_error["trained"], results.parameter_error["scaled"]
-    assert trained.shape == scaled.shape == (2, 6)
-    assert (scaled - trained).max() > 0.1
-    assert "published_null" not in results.parameter_error
-
-
-@pytest.mark.slow
-def test_certificates(noise):
+def test_certificates(noise, transferred):
     results, *_ = noise
     assert results.certificates["trained"]["max_abs_change"] == 0
     for name in ("null_perturbed", "duplicated", "scaled", "nuisance"):
@@ -101,6 +96,9 @@ def test_certificates(noise):
         assert results.certificates[name]["changed_predictions"] == 0
     assert results.certificates["nuisance"]["num_inputs"] == 2 * 150
     assert results.null_space["dimension"] + results.null_space["rank"] == 784
+    for figure, found in ((robustness, results), (transfer, transferred)):
+        named = list(dict.fromkeys(row[0] for row in figure.table(found)[1:]))
+        assert list(figure.describe(found)["certificates on the test images"]) == named
 
 
 @pytest.mark.slow
@@ -119,24 +117,19 @@ def test_finished_parts_are_used_again_and_others_refused(noise):
 def test_a_part_is_kept_as_soon_as_it_is_done(tmp_path):
     with Parts(tmp_path / "parts", {"config": {"a": 1}}) as parts:
         np.testing.assert_array_equal(parts.get("one", lambda: {"x": np.arange(3)})["x"], [0, 1, 2])
+        with pytest.raises(OSError, match="is in use by process"), Parts(tmp_path / "parts", {"config": {"a": 1}}):
+            pass
+    with pytest.raises(ValueError, match="whose a differ"), Parts(tmp_path / "parts", {"config": {"a": 2}}):
+        pass
 
     def never():
         raise AssertionError("computed twice")
 
-    with Parts(tmp_path / "parts", {"config": {"a": 1}}) as again:
+    with Parts(tmp_path / "parts", {"config": {"a": 1}}) as again:  # free after a use and after a refusal
         np.testing.assert_array_equal(again.get("one", never)["x"], [0, 1, 2])
     assert again.seconds["one"] == parts.seconds["one"]
     with Parts(None, {}) as nowhere:
         assert nowhere.get("one", lambda: {"x": np.ones(1)})["x"] == 1
-
-
-def test_a_folder_of_parts_has_one_user_at_a_time(tmp_path):
-    with Parts(tmp_path, {"a": 1}), pytest.raises(OSError, match="is in use by process"), Parts(tmp_path, {"a": 1}):
-        pass
-    with pytest.raises(ValueError, match="whose a differ"), Parts(tmp_path, {"a": 2}):
-        pass
-    with Parts(tmp_path, {"a": 1}):  # free again after a use and after a refusal
-        pass
 
 
 @pytest.fixture
@@ -209,15 +202,6 @@ def test_noise_figure_is_as_specified(noise):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         figure.canvas.draw()
-
-
-@pytest.mark.slow
-def test_certificates_name_variants_as_tables_do(noise, transferred):
-    for figure, results in ((robustness, noise[0]), (transfer, transferred)):
-        rows = figure.table(results)[1:]
-        assert list(figure.describe(results)["certificates on the test images"]) == list(
-            dict.fromkeys(r[0] for r in rows)
-        )
 
 
 def test_drawing_computes_nothing(noise, transferred):
@@ -296,17 +280,6 @@ def test_a_single_budget_is_drawn(transferred):
 
 
 @pytest.mark.slow
-def test_names_of_axes_fit_every_array(noise, transferred):
-    for figure, results in ((robustness, noise[0]), (transfer, transferred)):
-        arrays = figure.arrays(results)
-        axes = axes_of(arrays, figure.AXES)
-        lengths = {"seeds": 2, "epochs": SMALL["num_epochs"] + 1, "budgets": 2}
-        lengths |= {"input_scales": 6, "parameter_scales": 6}
-        for name, array in arrays.items():
-            assert array.shape == tuple(lengths[axis] for axis in axes[name]), name
-
-
-@pytest.mark.slow
 def test_variants_tasks_and_probes_are_axes(noise, transferred, tmp_path):
     results = noise[0]
     dims = {"input_error": ("variants", "seeds", "input_scales"), "clean_error": ("variants", "seeds")}
@@ -318,6 +291,12 @@ def test_variants_tasks_and_probes_are_axes(noise, transferred, tmp_path):
     found = assert_labelled(transfer, transferred, tmp_path, dims)
     one = found.to_xarray().transfer_error.sel(tasks="coarse", probes="converged", variants="zero")
     np.testing.assert_array_equal(one, transferred.transfer_error["coarse"]["converged"]["zero"])
+    lengths = {"seeds": 2, "epochs": SMALL["num_epochs"] + 1, "budgets": 2, "input_scales": 6, "parameter_scales": 6}
+    for figure, results in ((robustness, noise[0]), (transfer, transferred)):
+        arrays = figure.arrays(results)
+        axes = axes_of(arrays, figure.AXES)
+        for name, array in arrays.items():
+            assert array.shape == tuple(lengths[axis] for axis in axes[name]), name
 
 
 @pytest.mark.slow
@@ -384,19 +363,19 @@ def test_every_figure_has_settings_that_cannot_be_met():
 
 
 @pytest.mark.parametrize(
-    ("figure", "name", "value"),
+    ("figure", "name", "values"),
     [
-        (figure, name, value)
+        (figure, name, values)
         for figures, wrong in WRONG.items()
         for figure in figures
         for name, values in wrong.items()
-        for value in values
     ],
 )
-def test_settings_that_cannot_be_met_are_refused_at_once(figure, name, value, monkeypatch):
+def test_settings_that_cannot_be_met_are_refused_at_once(figure, name, values, monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # it knows some of the choices, too
-    with pytest.raises(ValueError, match="`(num_train|batch_size|" + name + ")` must "):
-        figures()[figure].Config(**{name: value})
+    for value in values:
+        with pytest.raises(ValueError, match="`(num_train|batch_size|" + name + ")` must "):
+            figures()[figure].Config(**{name: value})
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ def test_all_scalings_lie_within():
     assert repr(found).startswith(f"Freedom(measured={found.measured:.6f}, low={found.low:.6f}")
     assert f"lengths=f64[24](numpy) from 0 to {found.lengths.max():.4g})" in repr(found)
     rng = np.random.default_rng(0)
-    spread = rng.uniform(0, 6, (10_000, 1)) * rng.standard_normal((10_000, x.shape[1]))
+    spread = rng.uniform(0, 6, (2000, 1)) * rng.standard_normal((2000, x.shape[1]))
     values = [cka(x * np.exp(each), y) for each in spread]
     assert found.low - 1e-9 <= min(values)
     assert max(values) <= found.high + 1e-9
@@ -78,28 +78,19 @@ def test_neurons_without_use_show_a_ten_thousandth_of_the_longest():
     np.testing.assert_allclose((sizes[unused] - sizes[~unused].max()).mean(), np.log2(1e-4), atol=0.3)
 
 
-def test_duplicates_add_nothing_and_other_neurons_open_the_interval():
-    _, _, _, x, y = networks()
-    found = cka_freedom(x, y)
-    twice = cka_freedom(np.concatenate([x, x], 1), y)
-    np.testing.assert_allclose([twice.low, twice.high], [found.low, found.high], rtol=1e-6)
-    noise = np.random.default_rng(3).standard_normal((len(x), 30))
-    more = cka_freedom(np.concatenate([x, noise], 1), y)
-    assert more.low < found.low
-    assert more.high >= found.high - 1e-9
-
-
 def test_many_neurons_of_few_directions_have_the_ends_of_these():
-    """Their Gram matrix is singular but for rounding: of rank 6 here, for 60 neurons."""
+    """Their Gram matrix is singular but for rounding. Other neurons open the interval."""
     rng = np.random.default_rng(4)
     q = np.linalg.qr(rng.standard_normal((40, 4)))[0]
     q = np.linalg.qr(q - q.mean(0))[0][:, :3]
-    mixed = rng.standard_normal((3, 57))
-    found = cka_freedom(q @ np.concatenate([np.eye(3), mixed], 1), q * np.array([1.0, 2.0, 3.0]))
+    mixed, reference = rng.standard_normal((3, 57)), q * np.array([1.0, 2.0, 3.0])
+    x = q @ np.concatenate([np.eye(3), mixed], 1)
+    found = cka_freedom(x, reference)
     np.testing.assert_allclose(found.high, 1, rtol=1e-9)
     assert found.residual < 1e-9
     unit = np.concatenate([np.eye(3), mixed / np.linalg.norm(mixed, axis=0)], 1)
     np.testing.assert_allclose(found.low, (np.array([1, 4, 9]) @ unit**2 / np.sqrt(98)).min(), rtol=1e-9)
+    assert cka_freedom(np.concatenate([x, rng.standard_normal((40, 30))], 1), reference).low < found.low
 
 
 def test_neurons_that_are_constant_are_left_out():
@@ -116,7 +107,7 @@ def test_neurons_that_are_constant_are_left_out():
         plain.rewrite(neuron_groups(a, inputs[0])["layers[1]"], end="middle")
 
 
-@pytest.mark.parametrize("unit", [1.0, 1e100, 1e-100])
+@pytest.mark.parametrize("unit", [1e100, 1e-100])
 def test_it_holds_for_large_means_and_in_any_unit(unit):
     rng = np.random.default_rng(0)
     x, y = rng.standard_normal((50, 8)), rng.standard_normal((50, 5))
@@ -178,7 +169,7 @@ def test_linear_networks(dtype):
         whole = linear_cka_freedom(inputs, y)
         np.testing.assert_allclose((whole.low, whole.high), (found.low, found.high), rtol=1e-4, atol=1e-9)
         rng = np.random.default_rng(0)
-        for spread in rng.uniform(0, 4, 2000):
+        for spread in rng.uniform(0, 4, 500):
             matrix = rng.standard_normal((24, 24)) * np.exp(spread * rng.standard_normal(24))
             value = cka(np.asarray(x, float) @ matrix, np.asarray(y))
             assert found.low - 1e-6 <= value <= found.high + 1e-6

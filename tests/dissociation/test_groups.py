@@ -10,7 +10,7 @@ from zoo import ZOO
 from dissociation.models.mlp import MLP
 from dissociation.models.representations import representations
 from dissociation.weights import groups
-from dissociation.weights.axes import Atoms, Product, Sum, spread
+from dissociation.weights.axes import Atoms, Product, Sum
 from dissociation.weights.groups import group_report, neuron_groups
 from dissociation.weights.seen import layer_inputs
 
@@ -115,14 +115,6 @@ def test_what_stands_still_says_why():
     tilted = group_report(model, jnp.ones(5), call=lambda m, x: m.layers[1](jax.nn.relu(m.layers[0](x)) * ramp))
     assert not tilted.groups
     assert tilted.frozen[".layers[0].weight[0]"] == "a constant differs along it"
-    sorted_units = group_report(model, jnp.ones(5), call=lambda m, x: m.layers[1](jnp.sort(m.layers[0](x))))
-    assert sorted_units.frozen[".layers[1].weight[1]"] == "it is sorted"
-    unknown = group_report(
-        model,
-        jnp.ones(5),
-        call=lambda m, x: m.layers[1](jax.pure_callback(lambda h: h, m.layers[0](x), m.layers[0](x))),
-    )
-    assert "is not known" in unknown.frozen[".layers[0].weight[0]"]
     unused = group_report(model, jnp.ones(5), call=lambda m, x: m.layers[0](x))
     assert unused.frozen[".layers[1].weight[1]"] == "the function does not depend on it"
 
@@ -131,10 +123,8 @@ def test_what_stands_still_says_why():
     ("middle", "sizes", "degrees"),
     [
         (lambda h: jnp.concatenate([jax.nn.relu(h[:3]), jnp.tanh(h[3:])]), {3, 5}, {1.0, None}),
-        (lambda h: h.reshape(2, 4).transpose().reshape(-1), {2, 4}, {1.0}),
         # Those that are read, those that are not, and weights that meet one number.
         (lambda h: jax.nn.relu(h)[::2].repeat(2), {4, 2}, {1.0, None}),
-        (lambda h: jnp.where(h > 0, h, 0.1 * h), {8}, {1.0}),
         (lambda h: jnp.where(h > 1, h, 0.1 * h), {8}, {None}),
         (lambda h: jnp.maximum(h, 0) ** 2, {8}, {2.0}),
         (lambda h: h / jnp.sqrt(jnp.sum(h**2) + 1e-6), {8}, {None}),
@@ -142,11 +132,7 @@ def test_what_stands_still_says_why():
         (lambda h: jax.lax.fori_loop(0, 3, lambda _, h: jax.nn.relu(h), h), {8}, {1.0}),
         (lambda h: jax.lax.cond(h.sum() > 0, jax.nn.relu, lambda h: -h, h), {8}, {None}),
         (lambda h: jax.checkpoint(jax.nn.relu)(h), {8}, {1.0}),
-        (lambda h: jnp.roll(h, 1), {8}, {1.0}),
-        (lambda h: jnp.pad(h[2:6], 2), {2, 4}, {1.0, None}),  # two at either end are read by nothing
         (lambda h: jax.nn.softmax(h), {8}, {None}),
-        (lambda h: jnp.cumsum(h), set(), set()),
-        (lambda h: h[jnp.array([0, 1, 2, 3, 4, 5, 6, 7])], {8}, {1.0}),
         (lambda h: jnp.clip(h, 0, 6), {8}, {None}),
         (lambda h: jnp.outer(h, h).sum(1) + 0 * h, {8}, {None}),
     ],
@@ -178,12 +164,6 @@ def test_stated_groups_come_first():
         return {"mine": own["mlp.layers[0]"]}
 
     assert list(neuron_groups(model, jnp.ones(5))) == ["mine"]
-
-
-def test_models_that_do_not_take_the_example_are_refused():
-    model = eqx.nn.MLP(5, 3, 8, 1, key=jax.random.key(0))
-    with pytest.raises(TypeError, match="`model` must take `example`, got MLP"):
-        neuron_groups(model, jnp.ones(6))
 
 
 def test_two_layers_of_one_key_are_united_where_they_meet():
@@ -219,42 +199,14 @@ def test_indices_grouped_in_two_ways_are_frozen():
     assert all(atoms.reason(leaf.atom) for part in (two, six, three, four) for leaf in atoms.leaves(part))
 
 
-def test_spread_puts_new_neurons_at_their_places():
-    atoms = Atoms()
-    outer, neurons, inner = atoms.new(2), atoms.new(3), atoms.new(2)
-    axis = Product((outer, Sum((neurons, atoms.new(1 + 1))), inner))
-    layout = atoms.layout(axis)
-    name = atoms.leaves(neurons)[0].name
-    places, owners = spread(layout, {name: np.array([0, 1, 2, 0])})
-    assert len(places) == 2 * (4 + 2) * 2
-    np.testing.assert_array_equal(places[:12], [0, 1, 2, 3, 4, 5, 0, 1, 6, 7, 8, 9])
-    np.testing.assert_array_equal(owners[name][:12], [0, 0, 1, 1, 2, 2, 3, 3, -1, -1, -1, -1])
-
-
-def test_a_function_alone_is_no_model():
-    model = eqx.nn.MLP(5, 3, 8, 1, key=jax.random.key(0))
-    with pytest.raises(TypeError, match="`model` must hold arrays of floating-point numbers.*closes over is not seen"):
-        neuron_groups(lambda x: model(x), jnp.ones(5))
-
-
-def test_atoms_of_one_index_are_kept_or_frozen():
-    atoms = Atoms(single=True)
-    alone = atoms.new(1)
-    factors = atoms.factored(Product((atoms.new(4), alone)), (2, 2))
-    assert alone in atoms.leaves(factors[-1])
-    long = atoms.new(4)
-    atoms.unite(Product((alone, long)), Product((atoms.new(2), atoms.new(2))))
-    assert atoms.reason(alone.atom) == "its length is 1 and it comes and goes"
-    assert [atoms.size(leaf) for leaf in atoms.leaves(long)] == [2, 2]
-
-
-def test_a_call_that_returns_nothing_is_refused():
-    with pytest.raises(TypeError, match="`model` must return arrays for `example`"):
-        neuron_groups([jnp.ones((3, 2))], jnp.ones(3), call=lambda p, x: None)
-
-
-def test_exchanged_arguments_are_named():
+def test_what_is_no_model_of_the_example_is_refused():
     model, x = eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0)), jnp.ones(4)
     for find in (neuron_groups, group_report):
         with pytest.raises(TypeError, match="`example` must be arrays, .* Is `model` given second?"):
             find(x, model)
+        with pytest.raises(TypeError, match="`model` must take `example`, got MLP"):
+            find(model, jnp.ones(6))
+        with pytest.raises(TypeError, match="`model` must hold arrays of floating-point .*closes over is not seen"):
+            find(lambda x: model(x), x)
+        with pytest.raises(TypeError, match="`model` must return arrays for `example`"):
+            find([jnp.ones((3, 2))], jnp.ones(3), call=lambda p, x: None)

@@ -19,7 +19,6 @@ relu = jax.nn.relu
 
 NOT_AS_IT_STANDS = {
     "tied": lambda p, x: p[0].T @ relu(p[0] @ x),
-    "absolute": lambda p, x: jnp.abs(p[1]) @ relu(p[0] @ x),
     "positive": lambda p, x: jax.nn.softplus(p[1]) @ relu(p[0] @ x),
 }
 """Models that read neurons otherwise than by multiplying and summing."""
@@ -41,12 +40,7 @@ def halves(p, x):
     return p[1] @ jnp.concatenate([relu(first), jnp.tanh(second)])
 
 
-def sliced(p, x):
-    h = p[0] @ x
-    return p[1] @ jnp.concatenate([relu(h[:4]), jnp.tanh(h[4:])])
-
-
-@pytest.mark.parametrize("call", [halves, sliced, lambda p, x: p[1] @ jnp.roll(relu(p[0] @ x), 3)])
+@pytest.mark.parametrize("call", [halves, lambda p, x: p[1] @ jnp.roll(relu(p[0] @ x), 3)])
 def test_neurons_that_the_program_counts_grow_only_where_it_is_right(call):
     refused = 0
     for group in neuron_groups([A, B], X, call=call).values():
@@ -79,8 +73,6 @@ def test_static_sizes_follow():
     wide = both(model)
     assert wide.width_size == 16
     assert [(layer.in_features, layer.out_features) for layer in wide.layers] == [(5, 16), (16, 16), (16, 3)]
-    model, _, groups = one("gated recurrent")
-    assert growth.duplicate(groups["cell"], 2)(model).cell.hidden_size == 12
     model, _, groups = one("residual convolutional")
     wide, _ = growth.duplicate(groups["convolutions[1]"], 2)(model)
     assert [c.out_channels for c in wide.convolutions] == [6, 16, 6]
@@ -172,12 +164,10 @@ LAMBDA = eqx.nn.Lambda(relu)
 SPECTRAL = eqx.nn.make_with_state(normed)(lambda layer: eqx.nn.SpectralNorm(layer, "weight", key=jax.random.key(1)))
 TOKENS, SIGNALS, VECTORS = jnp.arange(12).reshape(6, 2) % 7, jnp.sin(jnp.arange(144.0)).reshape(6, 2, 12), A[:6]
 HOLD_SIZES = {
-    "depthwise": (convolutional((2, 6, 1), (6, 6, 6), (6, 3, 1)), SIGNALS, 1),
     "several of each": (convolutional((2, 6, 1), (6, 12, 6), (12, 3, 1)), SIGNALS, 2),
     "grouped": (convolutional((2, 6, 1), (6, 8, 2), (8, 3, 1)), SIGNALS, 3),
     "grouped, then depthwise": (convolutional((2, 6, 1), (6, 8, 2), (8, 8, 8), (8, 3, 1)), SIGNALS, 3),
     "channels by themselves": (convolutional((2, 6, 1), (6, 3, 1), norm=eqx.nn.GroupNorm(6, 6)), SIGNALS, 1),
-    "norms of channels": (convolutional((2, 6, 1), (6, 3, 1), norm=eqx.nn.GroupNorm(2, 6)), SIGNALS, 1),
     "slopes": (dense(eqx.nn.Lambda(eqx.nn.PReLU(jnp.full(8, 0.3)))), VECTORS, 1),
     "lengths of weights": (normed(eqx.nn.WeightNorm), VECTORS, 1),  # not of those who read a length's weights
     "largest stretch of weights": (SPECTRAL, VECTORS, 2),
@@ -205,7 +195,7 @@ def test_modules_that_hold_sizes_grow(name):
             assert change(model, growth.duplicate(again, 1.5)(grown), inputs) < 1e-5
 
 
-@pytest.mark.parametrize("norm", [eqx.nn.LayerNorm(8), eqx.nn.RMSNorm(8), eqx.nn.GroupNorm(2, 8)])
+@pytest.mark.parametrize("norm", [eqx.nn.LayerNorm(8), eqx.nn.GroupNorm(2, 8)])
 def test_neurons_that_a_statistic_is_taken_over_do_not_grow(norm):
     able = neuron_groups(dense(norm), VECTORS[0])
     assert able
@@ -219,8 +209,6 @@ def test_neurons_that_a_statistic_is_taken_over_do_not_grow(norm):
 COUNTED = {
     "number": lambda p, x: p[1] @ relu(p[0] @ x) / len(p[0]),
     "constant": lambda p, x: p[1] @ relu(p[0] @ x) * np.full(3, 1.0 / len(p[0])),
-    "constant along them": lambda p, x: p[1] @ (relu(p[0] @ x) * np.full(len(p[0]), 1.0 / len(p[0]))),
-    "in a loop": lambda p, x: jax.lax.fori_loop(0, 2, lambda i, y: y / len(p[0]), p[1] @ relu(p[0] @ x)),
     "last": lambda p, x: p[1] @ relu(p[0] @ x) + jnp.arange(9.0)[jnp.minimum(8, len(p[0]) + 0 * x[0].astype(int))],
 }
 """Models that count their neurons."""
@@ -242,16 +230,11 @@ COUNTING = {
     "a power": lambda y, n, x: y ** (n - 5),
     "turns of a loop": lambda y, n, x: jax.lax.fori_loop(0, n, lambda i, c: c * 1.1, y),
     "a sum of ones": lambda y, n, x: y / jnp.sqrt(jnp.ones(n).sum()),
-    "a softmax of zeros": lambda y, n, x: y * jax.nn.softmax(jnp.zeros(n))[0],
-    "a trace": lambda y, n, x: y * jnp.trace(jnp.eye(n)),
     "copies that are summed": lambda y, n, x: jnp.broadcast_to(y, (n, 2)).sum(0),
     "the shape of the result": lambda y, n, x: jnp.broadcast_to(y, (n, 2)),
     "a stretch of the inputs": lambda y, n, x: y + x[: n // 2].sum(),
-    "the largest inputs": lambda y, n, x: y + jax.lax.top_k(x, n // 2)[0].sum(),
     "another order of the results": lambda y, n, x: jnp.roll(y, n + 1),
     "a case": lambda y, n, x: y * jax.lax.cond(x.sum() > 0, lambda: float(n), lambda: 1.0),
-    "an order of constants": lambda y, n, x: y * np.roll(np.arange(1.0, 3.0), n + 1),
-    "a result beside": lambda y, n, x: (y, jnp.asarray(n)),
 }
 
 
@@ -282,8 +265,6 @@ def test_what_is_divided_by_is_not_silenced_by_zeros(read):
 
 UNDEFINED = {
     "a root": lambda p, x: p[1] @ jnp.sqrt(20 - p[0] @ x),
-    "a logarithm": lambda p, x: p[1] @ jnp.log(20 - p[0] @ x),
-    "an inverse": lambda p, x: p[1] @ (1 / relu(20 - p[0] @ x)),
     "a logarithm of weights": lambda p, x: p[1] @ (jnp.log(9 - p[0]) @ x),
 }
 

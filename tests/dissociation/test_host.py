@@ -40,16 +40,16 @@ class Screen(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize("progress", ["terminal", "auto"])
-def test_a_terminal_has_one_bar_that_moves(progress, monkeypatch):
-    monkeypatch.setattr(sys, "stderr", screen := Screen())
-    meter = open_meter(progress, 20, "training")
-    for step in (0, 10, 20):
-        meter.advance(step, f"loss {step}")
-    meter.close()
-    shown = screen.getvalue()
-    assert "\n" not in shown.strip()
-    assert all(f"{step}/20" in shown and f"loss {step}" in shown for step in (0, 10, 20))
+def test_a_terminal_has_one_bar_that_moves(monkeypatch):
+    for progress in ("terminal", "auto"):
+        monkeypatch.setattr(sys, "stderr", screen := Screen())
+        meter = open_meter(progress, 20, "training")
+        for step in (0, 10, 20):
+            meter.advance(step, f"loss {step}")
+        meter.close()
+        shown = screen.getvalue()
+        assert "\n" not in shown.strip()
+        assert all(f"{step}/20" in shown and f"loss {step}" in shown for step in (0, 10, 20))
 
 
 @pytest.mark.parametrize("progress", ["terminal", "auto"])
@@ -70,25 +70,6 @@ def test_a_file_has_a_line_now_and_then(progress, capsys, monkeypatch):
     assert "loss 20" in last
 
 
-def test_own_meter_is_called():
-    calls = []
-
-    class Mine:
-        def __init__(self, total, description):
-            calls.append((total, description))
-
-        def advance(self, step, text):
-            calls.append((step, text))
-
-        def close(self):
-            calls.append("closed")
-
-    meter = open_meter(Mine, 3, "x")
-    meter.advance(1, "t")
-    meter.close()
-    assert calls == [(3, "x"), (1, "t"), "closed"]
-
-
 @pytest.mark.parametrize("num_members", [1, 4, 5])
 def test_members_are_split_over_devices_and_padding_is_dropped(num_members):
     mesh = sharding.member_mesh(jax.devices("cpu")[:4])
@@ -102,27 +83,19 @@ def test_members_are_split_over_devices_and_padding_is_dropped(num_members):
         sharding.check_mesh(jax.make_mesh((1,), ("batch",)))
 
 
-@pytest.mark.parametrize("members", [2, 3, 7])
+@pytest.mark.parametrize("members", [2, 7])
 def test_a_summary_is_that_of_the_members_that_are_finite(members):
     values = np.random.default_rng(members).normal(size=(members + 2, 4)) + 1e6
     values[1], values[3] = np.nan, np.inf
     values[:, 3] = np.nan
-    rest = np.delete(values, (1, 3), 0)
-    mean, deviation, count = plotting.summarise(values)
-    assert count.tolist() == [members] * 3 + [0]
-    np.testing.assert_allclose(mean, [*rest.mean(0)[:3], np.nan], rtol=1e-15)
-    np.testing.assert_allclose(deviation, [*rest.std(0, ddof=1)[:3], np.nan], rtol=1e-9)
+    rest = np.delete(values, (1, 3), 0)[:, :3]
+    found = plotting.summarise(values)
+    assert found.count.tolist() == [members] * 3 + [0]
+    np.testing.assert_allclose(found.mean, [*rest.mean(0), np.nan], rtol=1e-15)
+    np.testing.assert_allclose(found.deviation, [*rest.std(0, ddof=1), np.nan], rtol=1e-9)
+    wanted = stats.t.interval(0.95, members - 1, loc=rest.mean(0), scale=stats.sem(rest))
+    np.testing.assert_allclose(np.stack(found.interval())[:, :3], wanted, rtol=1e-12)
     assert np.isnan(plotting.summarise(values[:1]).deviation).all()  # one member says nothing of the spread
-
-
-def test_intervals_are_students():
-    values = np.random.default_rng(0).normal(size=(7, 3))
-    values[2, 1] = np.nan
-    found = np.stack(plotting.summarise(values).interval())
-    for column, own in enumerate((values[:, 0], np.delete(values[:, 1], 2), values[:, 2])):
-        wanted = stats.t.interval(0.95, len(own) - 1, loc=own.mean(), scale=stats.sem(own))
-        np.testing.assert_allclose(found[:, column], wanted, rtol=1e-12)
-    assert np.isnan(plotting.summarise(values[:1]).interval()).all()
 
 
 def test_members_are_drawn_where_an_interval_would_mislead():
@@ -196,24 +169,15 @@ def test_images_are_whole_or_not_there(tmp_path, monkeypatch):
     plt.close()
 
 
-def test_style_is_found_and_leaves_no_trace():
-    before = plt.rcParams["axes.spines.top"]
-    with plotting.house_style():
-        assert not plt.rcParams["axes.spines.top"]
-        assert "color" in plt.rcParams["axes.prop_cycle"].by_key()
-    assert plt.rcParams["axes.spines.top"] == before
-
-
 def test_checks_speak_one_language():
-    with pytest.raises(ValueError, match="`x` must be positive and finite, got -1"):
-        checks.check_positive("x", -1)
-    with pytest.raises(ValueError, match="`x` must be positive and finite"):
-        checks.check_positive("x", float("nan"))
+    for value in (-1, float("nan")):
+        with pytest.raises(ValueError, match="`x` must be positive and finite, got"):
+            checks.check_positive("x", value)
     with pytest.raises(ValueError, match=r"`x` must be finite, got nan at index \(1, 0\)"):
         checks.check_finite("x", np.array([[1.0], [np.nan]]))
     with pytest.raises(TypeError, match=r"`n` must be a Python integer \(it sets a shape\), got True"):
         checks.check_count("n", True)
-    for values in ((), (1, 1), ("a", "b", "a")):
+    for values in ((), ("a", "b", "a")):
         with pytest.raises(ValueError, match="`names` must be different from each other, one at least"):
             checks.check_distinct("names", values)
     for seed in (-1, 2**32):
@@ -225,17 +189,11 @@ def test_checks_speak_one_language():
 
 def test_padding_out_of_range_is_refused():
     tree = {"x": jnp.zeros((3, 2)), "y": jnp.zeros(3), "name": "kept"}
-    for count in (0, -1, -4):
-        with pytest.raises(ValueError, match="`num_devices` must be at least 1"):
-            sharding.pad_members(tree, count)
-        with pytest.raises(ValueError, match="`num_members` must be at least 1"):
+    with pytest.raises(ValueError, match="`num_devices` must be at least 1"):
+        sharding.pad_members(tree, 0)
+    for count, words in ((0, "at least 1"), (4, "at most 3, the members of `tree`, got 4")):
+        with pytest.raises(ValueError, match=f"`num_members` must be {words}"):
             sharding.drop_padding(tree, count)
-    for count in (4, 99):
-        with pytest.raises(ValueError, match=f"`num_members` must be at most 3, the members of `tree`, got {count}"):
-            sharding.drop_padding(tree, count)
-    for count in (2.0, True):
-        with pytest.raises(TypeError, match="num_devices"):
-            sharding.pad_members(tree, count)
     for bad in (jnp.zeros(()), jnp.zeros((0, 2)), jnp.zeros((4, 2))):
         with pytest.raises(ValueError, match="`tree` must carry the same members"):
             sharding.pad_members({**tree, "x": bad}, 2)
@@ -256,9 +214,3 @@ def test_a_mesh_may_have_an_axis_of_data():
         sharding.member_mesh(devices, data=3)
     with pytest.raises(ValueError, match="`data` must be at least 1, got 0"):
         sharding.member_mesh(devices, data=0)
-
-
-def test_integers_that_do_not_fit_are_refused_and_not_wrapped():
-    for place in (sharding.replicate, sharding.place_members):
-        with pytest.raises(ValueError, match="`tree` must hold integers from .*, got 1099511627776"):
-            place({"a": np.array([2**40])}, sharding.member_mesh(jax.devices()[:1]))

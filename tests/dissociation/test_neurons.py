@@ -74,48 +74,15 @@ def change(new, old, x, activation=jax.nn.relu):
 # scale
 
 
-@pytest.mark.parametrize("factor", [0.1, 20, 20.0, np.float32(3), np.int64(2), jnp.asarray(7), jnp.asarray(0.5)])
-def test_scale_is_what_the_equation_says(layer, factor):
+@pytest.mark.parametrize("factor", [0.1, 20, jnp.asarray(7)])
+def test_scale_is_what_the_equation_says(layer, x, factor):
     w_in, w_out = scale_neurons(w_in=layer[0], w_out=layer[1], scale_factor=factor)
     np.testing.assert_allclose(w_in, float(factor) * np.asarray(layer[0]), rtol=1e-6)
     np.testing.assert_allclose(w_out, np.asarray(layer[1]) / float(factor), rtol=1e-6)
     assert w_in.dtype == w_out.dtype == jnp.float32
-
-
-@pytest.mark.parametrize("activation", [jax.nn.relu, jax.nn.leaky_relu, jax.nn.identity])
-def test_scale_keeps_homogeneous_functions(layer, x, activation):
-    each = jnp.logspace(-1, 1, HIDDEN)
-    for factor in (0.1, 20, each):
-        assert change(scale_neurons(*layer, factor), layer, x, activation) < 1e-4
-
-
-@pytest.mark.parametrize("activation", [jnp.tanh, jax.nn.gelu, jax.nn.softplus, jax.nn.relu6])
-def test_scale_changes_other_functions(layer, x, activation):
-    assert change(scale_neurons(*layer, 3.0), layer, x, activation) > 0.1
-
-
-def test_scale_by_a_negative_factor_would_change_the_function(layer, x):
-    assert change((-layer[0], -layer[1]), layer, x) > 0.1
-
-
-def test_function_is_flat_in_the_scale(layer, x):
-    # A function that does not depend on a has derivative zero in a; with tanh it has not.
-    for activation, flat in ((jax.nn.relu, True), (jnp.tanh, False)):
-        value, slope = jax.jvp(lambda a: outputs(scale_neurons(*layer, a), x, activation), (2.0,), (1.0,))  # noqa: B023
-        assert (float(jnp.max(jnp.abs(slope))) < 1e-4 * float(jnp.max(jnp.abs(value)))) == flat
-
-
-def test_a_sweep_of_scales_is_traced_once(layer, x):
-    traces = []
-
-    @jax.jit
-    def run(factor):
-        traces.append(factor)
-        return outputs(scale_neurons(*layer, factor), x)
-
-    for factor in np.logspace(-2, 2, 9):
-        np.testing.assert_allclose(run(factor), outputs(layer, x), atol=1e-4)
-    assert len(traces) == 1
+    each = scale_neurons(*layer, factor * jnp.logspace(-1, 1, HIDDEN))
+    assert change(each, layer, x) < 1e-4
+    assert change((w_in, w_out), layer, x, jnp.tanh) > 0.1  # negative control
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -147,26 +114,18 @@ def test_number_of_copies(hidden):
         assert [leaf.shape for leaf in shapes] == [(exact, 1), (1, exact)]
 
 
-@pytest.mark.parametrize("multiplier", [1, 1.0, 1.2, 1 + 1, 2.7, np.float64(3.25)])
 @pytest.mark.parametrize("activation", [jax.nn.relu, jnp.tanh])
-def test_duplicates_keep_the_function(layer, x, multiplier, activation):
-    new = duplicate_neurons(w_in=layer[0], w_out=layer[1], duplicate_multiplier=multiplier)
-    assert change(new, layer, x, activation) < 1e-4
-    if multiplier == 1:
-        np.testing.assert_array_equal(new[0], layer[0])
-
-
-def test_duplicates_that_do_not_share_change_the_function(layer, x):
-    w_in, w_out = duplicate_neurons(*layer, 1.5)
-    unshared = layer[1][:, np.arange(len(w_in)) % HIDDEN]
-    assert change((w_in, unshared), layer, x) > 0.1
-    # Nor is an equal share for all right where some neurons have more copies than others.
-    assert change((w_in, unshared / 1.5), layer, x) > 0.1
+def test_duplicates_keep_the_function(layer, x, activation):
+    for multiplier in (1, 1.2, np.float64(3.25)):
+        new = duplicate_neurons(w_in=layer[0], w_out=layer[1], duplicate_multiplier=multiplier)
+        assert change(new, layer, x, activation) < 1e-4
+        if multiplier == 1:
+            np.testing.assert_array_equal(new[0], layer[0])
 
 
 @pytest.mark.usefixtures("unchecked")
 def test_duplicate_refuses(layer):
-    for multiplier in (0.9, 0, -1, np.nan, np.inf):
+    for multiplier in (0.9, np.nan, np.inf):
         with pytest.raises(ValueError, match="`duplicate_multiplier` must be finite and at least 1"):
             duplicate_neurons(*layer, multiplier)
     with pytest.raises(TypeError, match="`duplicate_multiplier` must be a number that is known"):
@@ -177,19 +136,14 @@ def test_duplicate_refuses(layer):
 
 
 @pytest.mark.parametrize("activation", [jax.nn.relu, jnp.tanh])
-@pytest.mark.parametrize(("groups", "size"), [(3, 4), (1024, 1), (5, 2), (0, 3), (1, 1)])
+@pytest.mark.parametrize(("groups", "size"), [(3, 4), (64, 1), (0, 3)])
 def test_zero_neurons_keep_the_function(layer, x, key, activation, groups, size):
     new = add_random_zero_neurons(*layer, groups, size, key=key)
     assert new[0].shape == (HIDDEN + groups * size, INPUTS)
     assert change(new, layer, x, activation) < 1e-4
     np.testing.assert_array_equal(new[0][:HIDDEN], layer[0])
     np.testing.assert_array_equal(new[1][:, :HIDDEN], layer[1])
-
-
-def test_zero_neurons_of_different_incoming_weights_would_not_cancel(layer, x, key):
-    w_in, w_out = add_random_zero_neurons(*layer, key=key)
-    shuffled = jnp.concatenate([w_in[:HIDDEN], jnp.roll(w_in[HIDDEN:], 1, axis=0)])
-    assert change((shuffled, w_out), layer, x) > 0.1
+    assert np.linalg.matrix_rank(new[0][HIDDEN:]) == min(groups, INPUTS)
 
 
 def test_groups_share_incoming_weights_and_cancel(layer, key):
@@ -200,13 +154,6 @@ def test_groups_share_incoming_weights_and_cancel(layer, key):
     assert float(jnp.min(jnp.abs(new_out))) > 0
     single = add_random_zero_neurons(*layer, 4, 1, key=key)[1][:, HIDDEN:]
     np.testing.assert_array_equal(single, np.zeros((OUTPUTS, 4)))
-
-
-def test_zero_neurons_are_of_full_rank(layer, key):
-    added = add_random_zero_neurons(*layer, 64, 1, key=key)[0][HIDDEN:]
-    assert np.linalg.matrix_rank(added) == INPUTS
-    few = add_random_zero_neurons(*layer, 3, 2, key=key)[0][HIDDEN:]
-    assert np.linalg.matrix_rank(few) == 3
 
 
 @pytest.mark.parametrize("std", [1.0, 0.02, jnp.asarray(3.0)])
@@ -224,26 +171,16 @@ def test_size_of_zero_neurons(key, std):
     np.testing.assert_allclose(given, new_out[:, 2:] * 5 / np.sqrt(np.mean(w_out**2)), rtol=1e-4)
 
 
-def test_both_kinds_of_key_draw_the_same(layer):
-    typed = add_random_zero_neurons(*layer, key=jax.random.key(5))
-    legacy = add_random_zero_neurons(*layer, key=jax.random.PRNGKey(5))
-    other = add_random_zero_neurons(*layer, key=jax.random.key(6))
-    assert eqx.tree_equal(typed, legacy)
-    assert not eqx.tree_equal(typed, other)
-
-
 @pytest.mark.usefixtures("unchecked")
 def test_impossible_zero_neurons_are_refused_with_a_reason(layer, key):
-    with pytest.raises(ValueError, match="`num_zero_groups` must be at least 0, got -1"):
-        add_random_zero_neurons(*layer, -1, key=key)
-    with pytest.raises(ValueError, match="`neurons_per_group` must be at least 1, got 0"):
-        add_random_zero_neurons(*layer, 3, 0, key=key)
-    with pytest.raises(TypeError, match="`num_zero_groups` must hold integers, got dtype float64"):
-        add_random_zero_neurons(*layer, 1.5, key=key)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="`incoming_std` must be non-negative"):
-        add_random_zero_neurons(*layer, key=key, incoming_std=-1.0)
-    with pytest.raises(ValueError, match="`outgoing_std` must be non-negative"):
-        add_random_zero_neurons(*layer, key=key, outgoing_std=-1.0)
+    for wrong, words in (
+        ({"num_zero_groups": -1}, "at least 0, got -1"),
+        ({"neurons_per_group": 0}, "at least 1, got 0"),
+        ({"incoming_std": -1.0}, "non-negative"),
+        ({"outgoing_std": -1.0}, "non-negative"),
+    ):
+        with pytest.raises(ValueError, match=f"`{next(iter(wrong))}` must be {words}"):
+            add_random_zero_neurons(*layer, key=key, **wrong)
 
 
 # phantom neurons
@@ -261,7 +198,7 @@ def test_phantoms_show_any_pattern_on_few_inputs(layer, x):
     assert float(jnp.max(jnp.abs(x.T[6:12] @ w_in[HIDDEN:].T - pattern))) > 0.1
 
 
-@pytest.mark.parametrize(("batch", "rank"), [(40, 7), (40, 4), (5, 3), (40, 0)])
+@pytest.mark.parametrize(("batch", "rank"), [(40, 7), (5, 3), (40, 0)])
 def test_phantoms_are_the_least_squares_solution_of_numpy(layer, batch, rank):
     rng = np.random.default_rng(0)
     inputs = rng.integers(-4, 5, (batch, rank)) @ rng.integers(-4, 5, (rank, INPUTS))  # exact in float32, and deficient
@@ -285,29 +222,6 @@ def test_phantoms_of_ill_conditioned_inputs(layer):
     assert np.abs(inputs @ (coarse.T - exact)).max() > 0.1
 
 
-def test_derivative_of_phantoms_in_the_pattern(layer, x):
-    # On independent inputs the preactivations are the pattern: their Jacobian is the identity.
-    inputs, pattern = x.T[:5], x.T[5:10, :1]
-
-    @jax.jit
-    def preactivations(pattern):
-        return inputs @ add_phantom_zero_neurons(*layer, inputs, pattern)[0][HIDDEN:].T
-
-    jacobian = jax.jit(jax.jacobian(preactivations))(pattern)
-    np.testing.assert_allclose(jacobian.reshape(5, 5), np.eye(5), atol=1e-4)
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_phantom_refuses(layer):
-    inputs, pattern = np.ones((4, INPUTS), np.float32), np.ones((4, 2), np.float32)
-    with pytest.raises(ValueError, match="`inputs` must be of shape .* as in `w_in`"):
-        add_phantom_zero_neurons(*layer, inputs[:, :-1], pattern)
-    with pytest.raises(ValueError, match=r"`pattern` must be of shape \[batch, new\] with batch = 4 as in `inputs`"):
-        add_phantom_zero_neurons(*layer, inputs, pattern[:-1])
-    with pytest.raises(ValueError, match="`pattern` must be finite"):
-        add_phantom_zero_neurons(*layer, inputs, pattern * np.nan)
-
-
 # all four
 
 REWRITES = {
@@ -328,14 +242,6 @@ def test_double_precision(name, key):
         new = REWRITES[name](jnp.asarray(layer[0]), jnp.asarray(layer[1]), key)
         assert {w.dtype for w in new} == {jnp.dtype("float64")}
         assert change(new, layer, x) < 1e-12
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_pairs_that_do_not_fit_are_refused(layer):
-    with pytest.raises(ValueError, match=r"`w_out` must be of shape .* with hidden = \d+ as in `w_in`"):
-        scale_neurons(layer[0], layer[1][:, 1:])
-    with pytest.raises(ValueError, match="`w_in` must have 2 axes"):
-        duplicate_neurons(layer[0][None], layer[1])
 
 
 def test_fixed_import_path():
@@ -392,14 +298,10 @@ def test_scalar_inputs(key):
     assert bool(certify(model, rewrite(model), x).kept(1e-5))
 
 
-HOMOGENEOUS = [jax.nn.relu, jax.nn.leaky_relu, jnp.abs, lambda z: 2 * z]
 OTHERS = [
     jnp.tanh,
-    jax.nn.gelu,
     jax.nn.relu6,
-    jax.nn.softplus,
     lambda z: z + 1,
-    lambda z: jnp.clip(z, 0, 1e6),
     lambda z: jnp.clip(z, -1e9, None),
     lambda z: jnp.where(jnp.abs(z) < 1e-6, 0.0, z),
     lambda z: jnp.maximum(z, 0) + 1e-9,
@@ -407,7 +309,7 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize("activation", HOMOGENEOUS)
+@pytest.mark.parametrize("activation", [jax.nn.relu, jax.nn.leaky_relu, jnp.abs, lambda z: 2 * z])
 def test_scale_takes_any_homogeneous_activation(activation):
     model = perceptron(activation=activation)
     assert bool(certify(model, scale(hidden(model), 20.0)(model), EXAMPLES).kept(1e-4))
@@ -435,13 +337,6 @@ def test_a_sweep_of_factors_on_a_model_is_traced_once():
     assert len(traces) == 1
 
 
-@pytest.mark.usefixtures("unchecked")
-def test_stacked_models_are_named():
-    models = perceptron(members=(3,))
-    with pytest.raises(ValueError, match="map rewrites over stacked members"):
-        scale(hidden(take(models, 0)), 2.0)(models)
-
-
 @pytest.mark.parametrize("factor", [0.0, -1.0, np.nan, np.inf])
 def test_a_traced_factor_that_changes_the_function_gives_nan(layer, factor):
     hidden = layer[0].shape[0]
@@ -451,12 +346,3 @@ def test_a_traced_factor_that_changes_the_function_gives_nan(layer, factor):
         assert np.isnan(w_in[undefined]).all()
         assert np.isnan(w_out[:, undefined]).all()
     assert np.isfinite(np.delete(w_in, 2, 0)).all()
-
-
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("multiplier", ["3", b"2", True, 2j, None, [2.0, 3.0]])
-def test_multipliers_that_are_no_numbers_are_refused(layer, multiplier):
-    with pytest.raises(
-        (TypeError, ValueError), match="`duplicate_multiplier` must (be a number|hold real numbers), got"
-    ):
-        duplicate_neurons(*layer, multiplier)

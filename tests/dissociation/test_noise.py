@@ -5,7 +5,6 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from dissociation.weights.certificate import certify
 from dissociation.weights.noise import add_parameter_noise, parameter_noise, perturb_parameters
 
 
@@ -49,7 +48,7 @@ def test_one_draw_serves_many_scales(model, key):
         traces.append(scale)
         return perturb_parameters(model, noise, scale)
 
-    for scale in np.logspace(-4, 0, 5):
+    for scale in (1e-4, 1.0):
         new = noisy(model, jnp.asarray(scale))
         drawn = add_parameter_noise(model, float(scale), key=key)
         np.testing.assert_allclose(new.layers[1].weight, drawn.layers[1].weight, rtol=1e-6, atol=1e-7)
@@ -58,14 +57,6 @@ def test_one_draw_serves_many_scales(model, key):
     assert len(traces) == 1
     assert eqx.tree_equal(noisy(model, jnp.asarray(0.0)), model)
     assert eqx.tree_equal(add_parameter_noise(model, 0, key=key), model)
-
-
-def test_it_does_not_preserve_the_function(model, key):
-    x = jax.random.normal(key, (50, 6))
-    certificate = certify(model, add_parameter_noise(model, 0.3, key=key), x)
-    assert not bool(certificate.kept(1e-2))
-    assert int(certificate.changed_predictions) > 0
-    assert bool(certify(model, add_parameter_noise(model, 0.0, key=key), x).kept(0.0))
 
 
 def test_everything_but_parameters_stays(key):

@@ -23,13 +23,13 @@ def test_both_words_serve(key):
     np.testing.assert_array_equal(words[:50] ^ words[50:], jax.random.bits(key, (50,)))  # what JAX makes of them
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 5), (0, 4), (2, 3, 4)])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_shapes_and_dtypes(key, shape, dtype):
-    drawn = normal(key, shape, dtype)
-    assert drawn.shape == shape
-    assert drawn.dtype == dtype
-    assert np.isfinite(np.asarray(drawn, np.float32)).all()
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (0, 4), (2, 3, 4)])
+def test_shapes_and_dtypes(key, shape):
+    for dtype in ("float32", "bfloat16", "float16"):
+        drawn = normal(key, shape, dtype)
+        assert drawn.shape == shape
+        assert drawn.dtype == dtype
+        assert np.isfinite(np.asarray(drawn, np.float32)).all()
 
 
 def test_other_generators_and_float64_are_jaxs_own(key):

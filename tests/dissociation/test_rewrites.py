@@ -3,7 +3,6 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 from zoo import ZOO, change, one
@@ -48,9 +47,8 @@ def all_rewrites(group):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ZOO)
-@pytest.mark.parametrize(("precise", "tolerance"), [(False, 1e-5), (True, 1e-12)])
-def test_every_rewrite_of_every_group_keeps_the_function(name, precise, tolerance):
-    with jax.enable_x64(precise):
+def test_every_rewrite_of_every_group_keeps_the_function(name):
+    with jax.enable_x64(True):
         model, inputs, groups = one(name)
         leaves = parameters_of(model)[0]
         for group in groups.values():
@@ -61,7 +59,7 @@ def test_every_rewrite_of_every_group_keeps_the_function(name, precise, toleranc
                         make()(model)
                     continue
                 rewritten = make()(model)
-                assert change(model, rewritten, inputs) < tolerance, (group.name, what)
+                assert change(model, rewritten, inputs) < 1e-12, (group.name, what)
                 moved = parameters_of(rewritten)[0]
                 shapes = [np.shape(leaf) for leaf in moved] != [np.shape(leaf) for leaf in leaves]
                 assert shapes == grows
@@ -158,6 +156,7 @@ def test_rewrites_follow_one_another():
         | growth.add_nuisance(first, 4, key=jax.random.key(1))
         | rewrites.scale(first, 0.1)
     )
+    assert repr(first) in repr(whole)
     rewritten = whole(model)
     assert rewritten.layers[0].weight.shape == (20, 5)
     assert change(model, rewritten, inputs) < 1e-5
@@ -168,22 +167,13 @@ def test_rewrites_follow_one_another():
 
 
 def test_rewrites_are_pure():
-    """Compiled, mapped over members, and with derivatives: of an output by a scale factor it is zero."""
-    make = ZOO["perceptron"].make
-    models = eqx.filter_vmap(make)(jax.random.split(jax.random.key(0), 3))
-    model = make(jax.random.split(jax.random.key(0), 3)[1])
-    x = jnp.ones(5)
+    """Of an output by a scale factor the derivative is zero; traced factors that change the function give NaN."""
+    model, x = ZOO["perceptron"].make(jax.random.key(0)), jnp.ones(5)
     group = neuron_groups(model, x)["layers[1]"]
-    rewrite = growth.duplicate(group, 1.5) | rewrites.scale(group, 3.0)
-    mapped = eqx.filter_jit(lambda models, rewrite: eqx.filter_vmap(rewrite)(models))(models, rewrite)
-    alone = rewrite(model)
-    for stacked, own in zip(parameters_of(mapped)[0], parameters_of(alone)[0], strict=True):
-        np.testing.assert_allclose(stacked[1], own, rtol=1e-6)
-    factor = jnp.asarray(2.0)
     function = lambda a: rewrites.scale(group, a)(model)(x)[0]  # noqa: E731
-    np.testing.assert_allclose(jax.grad(function)(factor), 0, atol=1e-6)
+    np.testing.assert_allclose(jax.grad(function)(2.0), 0, atol=1e-6)
     weights = lambda a: rewrites.scale(group, a)(model).layers[2].weight.sum()  # noqa: E731
-    assert abs(jax.grad(weights)(factor)) > 1e-2
+    assert abs(jax.grad(weights)(2.0)) > 1e-2
     assert np.isnan(jax.jit(lambda a: rewrites.scale(group, a)(model)(x))(-1.0)).all()
 
 
@@ -279,33 +269,21 @@ def test_groups_are_checked_by_permuting():
 def test_what_cannot_be_is_refused_by_name():
     model, _, groups = one("transformer")
     stream, hidden = groups["embedding"], groups["blocks[0].first"]
-    with pytest.raises(ValueError, match="can grow, got embedding, which cannot: a statistic is taken over"):
-        growth.duplicate(stream, 2)
-    with pytest.raises(ValueError, match="can be scaled, got .*its activation is not homogeneous"):
-        rewrites.scale(hidden, 2.0)
-    with pytest.raises(ValueError, match="nothing but sums and products"):
-        rewrites.rotate(hidden, key=jax.random.key(0))
-    with pytest.raises(ValueError, match="`factor` must be positive"):
-        rewrites.scale(stream, -1.0)
-    with pytest.raises(ValueError, match="be one of the 3 scalings of embedding"):
-        rewrites.scale(stream, 2.0, scaling=3)
-    with pytest.raises(ValueError, match="`permutation` must hold each of 0, ..., 15 once"):
-        rewrites.permute(stream, np.zeros(16, int))
-    with pytest.raises(ValueError, match="be given, or `key` to draw it, got neither"):
-        rewrites.permute(stream)
-    with pytest.raises(ValueError, match="must have an array .embedding.weight of shape"):
-        rewrites.scale(stream, 2.0)(jax.tree.map(lambda leaf: leaf[None] if eqx.is_array(leaf) else leaf, model))
     other, _, _ = one("perceptron")
-    with pytest.raises(ValueError, match="`model` must have an array"):
-        rewrites.permute(stream, key=jax.random.key(0))(other)
+    for call, message in (
+        (lambda: growth.duplicate(stream, 2), "can grow, got embedding, which cannot: a statistic is taken over"),
+        (lambda: rewrites.scale(hidden, 2.0), "can be scaled, got .*its activation is not homogeneous"),
+        (lambda: rewrites.rotate(hidden, key=jax.random.key(0)), "nothing but sums and products"),
+        (lambda: rewrites.scale(stream, -1.0), "`factor` must be positive"),
+        (lambda: rewrites.scale(stream, 2.0, scaling=3), "be one of the 3 scalings of embedding"),
+        (lambda: rewrites.permute(stream, np.zeros(16, int)), "`permutation` must hold each of 0, ..., 15 once"),
+        (lambda: rewrites.permute(stream), "be given, or `key` to draw it, got neither"),
+        (lambda: rewrites.permute(stream, key=jax.random.key(0))(other), "`model` must have an array"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
     with pytest.raises(TypeError, match=r"`model` must take one example of shape \(\)"):
         layer_inputs(other, jnp.ones(5), ".layers[0].weight")
-
-
-def test_only_rewrites_are_composed(monkeypatch):
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-    with pytest.raises(TypeError, match=r"`rewrites\[1\]` must be a rewrite, such as `permute` makes, got int"):
-        rewrites.compose([rewrites.compose([]), 2])
 
 
 def with_activation(activation, seed=0):
@@ -378,20 +356,16 @@ def test_what_layers_in_loops_see():
         layer_inputs(model, inputs, ".first.weight")
 
 
-@pytest.mark.parametrize("factor", [1e39, 1e-60])
-def test_factors_beyond_the_precision_are_refused(factor):
-    model, _, groups = one("perceptron")
-    with pytest.raises(ValueError, match="`factor` must be positive and finite"):
-        rewrites.scale(groups["layers[0]"], factor)
-
-
 def test_factors_whose_powers_leave_the_precision_are_refused():
     """Denormal factors have infinite reciprocals, bilinear layers take squares, models may be in float32 under x64."""
     model, _, groups = one("perceptron")
     group = groups["layers[0]"]
+    for factor in (1e39, 1e-60):
+        with pytest.raises(ValueError, match="`factor` must be positive and finite"):
+            rewrites.scale(group, factor)
     layer = BilinearNetwork(3, 4, 2, key=jax.random.key(0))
     square = next(g for g in neuron_groups(layer, jnp.ones(3)).values() if g.degree == 2)
-    for own, factor in ((group, 1e-39), (group, np.full(group.size, 1e-39)), (square, 1e-20), (square, 1e20)):
+    for own, factor in ((group, np.full(group.size, 1e-39)), (square, 1e-20), (square, 1e20)):
         with pytest.raises(ValueError, match=r"`factor` must have a power -?\d that float32 holds"):
             rewrites.scale(own, factor)
     for factor in (2e-38, 3e37):  # representable, but products with weights are not
@@ -418,13 +392,6 @@ def test_rewrites_without_options_do_what_they_are_said_to():
     shifted = certify(lambda x: x, lambda x: x + 0.9e-4, jnp.ones((2, 3)))
     assert bool(shifted.kept())
     assert not bool(certify(lambda x: x, lambda x: x + 1.1e-4, jnp.ones((2, 3))).kept())
-
-
-def test_rewrites_print_a_line_for_each_group():
-    model, _, groups = one("perceptron")
-    shown = repr(rewrites.scale(groups["layers[0]"], 2.0) | growth.duplicate(groups["layers[1]"]))
-    assert repr(groups["layers[0]"]) in shown
-    assert len(shown.splitlines()) < 20
 
 
 @pytest.mark.parametrize("order", [[0, 1, 1, 3], [3, 1, 0, 0]])

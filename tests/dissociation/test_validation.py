@@ -9,7 +9,6 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pandas as pd
 import pytest
@@ -78,11 +77,8 @@ ROWS = [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]
 @pytest.mark.parametrize(
     "rows",
     [
-        ROWS,
-        [[1, 2], [3, 4], [5, 6]],
         [np.array([1.0, 2.0]), jnp.array([3.0, 4.0]), (5, 6)],
         np.array(ROWS, np.float16),
-        np.array(ROWS, ml_dtypes.bfloat16),
         jnp.array(ROWS, jnp.bfloat16),
         np.array(ROWS, ">f4"),
         np.array(ROWS, np.uint8),
@@ -114,67 +110,36 @@ def test_arrays_pass_untouched():
         ({"x": "text"}, TypeError, r"`x` must be .*got str 'text'"),
         ({"x": [["a", "b"]]}, TypeError, "`x` must be .*got text.*return_inverse=True"),
         ({"x": {"a": 1}}, TypeError, "`x` must be .*got an object of type dict"),
-        ({"x": {1, 2}}, TypeError, "`x` must be .*got an object of type set"),
-        ({"x": object()}, TypeError, "`x` must be .*got an object of type object"),
         ({"x": np.sum}, TypeError, "`x` must be .*got the function sum"),
-        ({"x": (row for row in ROWS)}, TypeError, "`x` must be .*got an object of type generator"),
         ({"x": [[1.0], [2.0, 3.0]]}, ValueError, "`x` must be .*rows differ in shape"),
         ({"x": [[1.0, None]]}, TypeError, "`x` must be .*dtype object"),
-        ({"x": np.array([["1", 2]], object)}, TypeError, "`x` must be .*got text"),
-        ({"x": np.array([["2020-01-01"]], "M8[D]")}, TypeError, "`x` must be .*datetime64"),
         ({"x": np.ones((2, 2), complex)}, TypeError, "`x` must hold real numbers, got dtype complex128"),
         ({"x": np.ma.array(ROWS, mask=np.eye(3, 2))}, ValueError, "`x` must be .*masked"),
         ({"x": jax.random.key(0)}, TypeError, r"`x` must be .*got key<fry> of shape \(\)"),
-        ({"x": 1.0}, ValueError, r"`x` must have 2 axes \[n, d\], got shape \(\)"),
         ({"x": [1.0, 2.0]}, ValueError, r"`x` must have 2 axes \[n, d\], got shape \(2,\)"),
-        ({"x": np.ones((2, 2, 2))}, ValueError, "`x` must have 2 axes"),
         ({"x": np.ones((0, 2))}, ValueError, r"`x` must not be empty, got shape \(0, 2\)"),
         ({"x": [[1.0, np.nan]]}, ValueError, r"`x` must be finite, got nan at index \(0, 1\)"),
-        ({"x": np.full((2, 2), 3e38, np.float32) * [1, np.inf]}, ValueError, "`x` must be finite, got inf"),
         ({"y": np.ones((2, 2))}, ValueError, r"`y` must be of shape \[n, \.\.\.\] with n = 3 as in `x`, got shape"),
         ({"y": 2.0}, ValueError, r"`y` must have at least 1 axis \[n, \.\.\.\]"),
         ({"scale": "2"}, TypeError, "`scale` must be a number, got str '2'"),
         ({"scale": True}, TypeError, "`scale` must be a number, got True"),
-        ({"scale": 1j}, TypeError, "`scale` must"),
-        ({"scale": None}, TypeError, "`scale` must be a number, got None"),
-        ({"scale": [1.0, 2.0]}, TypeError, r"`scale` must be a number, got an object of type list"),
         ({"scale": np.ones(2)}, ValueError, r"`scale` must be a number, got shape \(2,\)"),
         ({"scale": Fraction(1, 2)}, TypeError, r"`scale` must be a number, got .* Fraction. Pass float\(...\)\."),
-        (
-            {"steps": OtherScalar(3)},
-            TypeError,
-            r"`steps` must be a whole number, .* OtherScalar. Pass int\(...\)\.",
-        ),
-        (
-            {"flag": OtherScalar(True)},
-            TypeError,
-            r"`flag` must be True or False, .* OtherScalar. Pass bool\(...\)\.",
-        ),
+        ({"steps": OtherScalar(3)}, TypeError, r"`steps` must be a whole number, .* OtherScalar. Pass int\(...\)\."),
+        ({"flag": OtherScalar(True)}, TypeError, r"`flag` must be True or False, .* OtherScalar. Pass bool\(...\)\."),
         ({"count": 2.0}, TypeError, "`count` must hold integers, got dtype float64"),
         ({"count": True}, TypeError, "`count` must be a whole number, got True"),
-        ({"count": "3"}, TypeError, "`count` must be a whole number, got str '3'"),
-        ({"count": np.ones(3, int)}, ValueError, r"`count` must be a whole number, got shape \(3,\)"),
         ({"steps": 1.5}, TypeError, "`steps` must hold integers"),
-        ({"flag": 1}, TypeError, "`flag` must"),
         ({"flag": "yes"}, TypeError, "`flag` must be True or False"),
         ({"word": 3}, TypeError, "`word` must be text, got int 3"),
         ({"function": 3}, TypeError, "`function` must be a function, got int 3"),
         ({"key": 0}, TypeError, r"`key` must be a random key, as `jax.random.key\(0\)` makes it, got int 0"),
-        ({"key": 0.5}, TypeError, "`key` must be a random key"),
-        ({"key": "seed"}, TypeError, "`key` must be a random key"),
         ({"key": jnp.zeros(2)}, TypeError, "`key` must be a random key, .*float32"),
-        (
-            {"key": jax.random.split(jax.random.key(0), 3)},
-            ValueError,
-            r"`key` must .* got keys of shape \(3,\)\..*vmap",
-        ),
+        ({"key": jax.random.split(jax.random.key(0), 3)}, ValueError, r"`key` must .* of shape \(3,\)\..*vmap"),
         ({"keys": jax.random.PRNGKey(0)}, ValueError, r"`keys` must be random keys, one per member"),
         ({"fractions": "0.5"}, TypeError, "`fractions` must be an array of real numbers"),
-        (
-            {"fractions": 0.5},
-            ValueError,
-            r"`fractions` must be known real numbers, one after the other, got shape \(\)",
-        ),
+        ({"fractions": 0.5}, ValueError, r"`fractions` must be known real numbers, one .*, got shape \(\)"),
+        ({"fractions": ()}, ValueError, "`fractions` must not be empty"),
         ({"module": jax.nn.relu}, TypeError, "`module` must be of type MLP, got the function relu"),
         ({"indices": [0.5]}, TypeError, "`indices` must hold integers, got dtype float64"),
     ],
@@ -236,17 +201,12 @@ def opened(
 
 
 def test_options_for_others_pass_and_the_rest_is_still_checked():
-    x, *_, options = opened(ROWS, anything=object(), depth=3)
+    x, shape, _, options = opened(ROWS, shape=(), anything=object(), depth=3)
     assert isinstance(x, np.ndarray)
+    assert shape == ()
     assert options == {"depth": 3}
     with pytest.raises(ValueError, match="`x` must have 2 axes"):
         opened([1.0], depth=3)
-
-
-def test_sequences_of_no_numbers():
-    assert opened(ROWS, shape=())[1] == ()
-    with pytest.raises(ValueError, match="`fractions` must not be empty"):
-        take(ROWS, fractions=())
 
 
 @pytest.mark.parametrize("kind", [np.asarray, jnp.asarray, Foreign, pd.Series])
@@ -265,16 +225,10 @@ def test_arrays_in_a_list_are_taken_one_by_one(kind):
         ([np.ones(3), ["a"]], r"`paths\[1\]` must be an array .*text"),
         ([np.ones(3), [1.0, 2.0]], r"`paths\[1\]` must be an array, or .*nested lists of shape \(2,\)\. Pass numpy"),
         ([[1.0, 2.0], [3.0]], r"`paths` must be an array .*, or a list of arrays, got a list whose rows differ"),
-        (
-            [[[1.0, 2.0]], [[3.0, 4.0]]],
-            r"`paths` must be .* list of arrays, got nested lists of shape \(2, 1, 2\)\. Pass",
-        ),
-        ([[np.ones(3), np.ones(3)]], r"`paths` must be .* list of arrays, got nested lists of shape \(1, 2, 3\)"),
-        ([1.0, np.ones(3)], r"`paths\[0\]` must have at least 1 axis"),
+        ([[[1.0, 2.0]], [[3.0, 4.0]]], r"`paths` must be .* list of arrays, got nested lists of shape \(2, 1, 2\)"),
         ([], "`paths` must not be empty"),
         ([np.ones(3), np.ones(3) * 1j], r"`paths\[1\]` must hold real numbers"),
         ([np.ones(3), np.asarray(1.0)], r"`paths\[1\]` must have at least 1 axis"),
-        ([np.array(["a"])], r"`paths\[0\]` must be an array .*text"),
         ([np.ones(3), np.ones((0, 2))], r"`paths\[1\]` must not be empty"),
         ({1.0, 2.0}, "`paths` must be an array"),
     ],
@@ -285,30 +239,11 @@ def test_lists_of_other_things_are_refused(paths, message):
         opened(ROWS, paths=paths)
 
 
-def test_counts_that_are_known_become_integers():
-    for three in (3, np.int64(3), np.asarray(3), jnp.asarray(3)):
-        assert type(take(ROWS, steps=three)["steps"]) is int
-
-
 def test_python_says_what_is_wrong_with_a_call():
     with pytest.raises(TypeError, match="unexpected keyword argument 'z'"):
         take(ROWS, z=1)
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'x'"):
         take()
-
-
-@validated
-def forward(x: Float[Array, " n"], **options: Any) -> Any:
-    """Returns what came through."""
-    return x, options
-
-
-def test_further_keywords_pass():
-    x, options = forward([1, 2], other=3)
-    assert x.dtype == jnp.float32
-    assert options == {"other": 3}
-    with pytest.raises(ValueError, match="`x` must have 1 axis"):
-        forward([[1]], other=3)
 
 
 @validated
@@ -339,18 +274,13 @@ def test_labels_are_integers_or_one_hot(kind):
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        (["cat", "dog", "cat"], "`labels` must be integers .*got text.*numpy.unique"),
-        (pd.Series(["cat", "dog", "cat"]), "`labels` must be integers .*got text"),
-        (
-            [0.0, 1.0, 2.0],
-            r"`labels` must be integers .*dtype float64. If they are integers, pass labels.astype\(int\)",
-        ),
+        (pd.Series(["cat", "dog", "cat"]), "`labels` must be integers .*got text.*numpy.unique"),
+        ([0.0, 1.0, 2.0], r"`labels` must be integers .*dtype float64. If they are integers, pass labels.astype"),
         ([0, 1, -1], "`labels` must be integers from 0, got -1"),
         ([0, 1], r"`labels` must be of shape \[n.* with n = 3"),
         ([[1], [0], [2]], r"`labels` must be .*one column.*labels\[:, 0\]"),
         (np.full((3, 4), 0.25), "`labels` must be .*in row 0"),
         (np.eye(4)[[0, 1, 2]] * 2, "`labels` must be .*in row 0"),
-        (np.full((3, 4), np.nan), "`labels` must be .*in row 0"),
         (np.zeros((3, 4, 1)), "`labels` must be"),
     ],
     ids=str,
@@ -383,23 +313,20 @@ def first_of(
 
 
 def test_integers_that_would_wrap_are_refused():
+    large = np.array([2**40])
     assert int(first_of(np.array([2**31 - 1]))[0]) == 2**31 - 1
     assert int(first_of([-(2**31)])[0]) == -(2**31)
-    assert first_of([1], host=np.array([2**40]))[1] == 2**40  # never goes to JAX
-    with pytest.raises(
-        ValueError, match=r"`x` must hold integers from -2147483648 to 2147483647, got 2147483648\. Larger"
+    assert first_of([1], host=large)[1] == 2**40  # never goes to JAX
+    for call, message in (
+        (lambda: first_of([0, 2**31]), "x` must hold integers from -2147483648 to 2147483647, got 2147483648. Larger"),
+        (lambda: first_of(-large), "x` must hold integers .*, got -1099511627776"),
+        (lambda: first_of([0], labels=large), "labels` must hold integers .*, got 1099511627776"),
+        (lambda: first_of([0], more=[np.array([1]), large]), r"more\[1\]` must hold integers .*, got 1099511627776"),
+        (lambda: as_examples("x", {"tokens": large}), "x` must hold integers .*, got 1099511627776"),
+        (lambda: sharding.replicate({"step": large}, sharding.member_mesh()), "tree` must hold integers .*, got 1099"),
     ):
-        first_of([0, 2**31])
-    with pytest.raises(ValueError, match=r"`x` must hold integers .*, got -1099511627776"):
-        first_of(np.array([-(2**40)]))
-    with pytest.raises(ValueError, match=r"`labels` must hold integers .*, got 1099511627776"):
-        first_of([0], labels=np.array([2**40]))
-    with pytest.raises(ValueError, match=r"`more\[1\]` must hold integers .*, got 1099511627776"):
-        first_of([0], more=[np.array([1]), np.array([2**40])])
-    with pytest.raises(ValueError, match=r"`x` must hold integers .*, got 1099511627776"):
-        as_examples("x", {"tokens": np.array([2**40])})
-    with pytest.raises(ValueError, match=r"`tree` must hold integers .*, got 1099511627776"):
-        sharding.replicate({"step": np.array([2**40])}, sharding.member_mesh())
+        with pytest.raises(ValueError, match=f"`{message}"):
+            call()
 
 
 @validated
@@ -436,7 +363,6 @@ WHITE[7] = 254 / 255
 @pytest.mark.parametrize(
     "x",
     [
-        NOISE + [0, 1e5, 0],
         (NOISE + [0, -1e9, 0]).tolist(),
         (NOISE * 1e-30 + [0, 1e-20, 0]),
         [[1, 2**40 + i, 0] for i in range(40)],
@@ -444,9 +370,9 @@ WHITE[7] = 254 / 255
         np.array([[0, 2**24 + i, 0] for i in range(40)], np.int32),
         np.stack([NOISE + [0, 1e9, 0]] * 2),
         NOISE[:2] + [0, 1e9, 0],
-        pd.DataFrame(NOISE + [0, 1e9, 0]),
+        pd.DataFrame(NOISE + [0, 1e5, 0]),
     ],
-    ids=["float64", "list", "small", "integers", "uint32", "int32", "stacked", "two", "frame"],
+    ids=["list", "small", "integers", "uint32", "int32", "stacked", "two", "frame"],
 )
 def test_what_float32_drops_is_said_once_before_it_is_dropped(x):
     with pytest.warns(RuntimeWarning, match=r"^Column 1 of `x` varies by .* about .*: float32 keeps") as seen:
@@ -454,17 +380,8 @@ def test_what_float32_drops_is_said_once_before_it_is_dropped(x):
     assert (len(seen), seen[0].filename) == (1, __file__)
     with jax.enable_x64(True), warnings.catch_warnings(action="error"):
         np.testing.assert_array_equal(narrow(x), np.asarray(x))
-
-
-def test_what_float32_drops_of_lists_and_vectors_is_said():
-    for arguments in (
-        {"x": 1e9 + NOISE[:, 0]},
-        {"x": jnp.arange(2**24, 2**24 + 40)},
-        {"x": [0.0], "parts": [NOISE[:, 0], 1e9 + NOISE[:, 0]]},
-    ):
-        name = r"parts\[1\]" if "parts" in arguments else "x"
-        with pytest.warns(RuntimeWarning, match=f"^`{name}` varies by"):
-            narrow(**arguments)
+    with pytest.warns(RuntimeWarning, match=r"^`parts\[1\]` varies by"):
+        narrow([0.0], parts=[NOISE[:, 0], 1e9 + NOISE[:, 0]])
 
 
 @pytest.mark.parametrize(
@@ -475,13 +392,10 @@ def test_what_float32_drops_of_lists_and_vectors_is_said():
         np.full((40, 2), 2**24 + 1),
         0.1 + 1e-17 * NOISE,
         WHITE,
-        np.eye(4)[np.arange(40) % 4],
         np.arange(0, 100_000, 100),
-        np.arange(2019, 2022),
         1_000_000 * np.arange(40) * 64,
         np.array([2**31 - 40, 2**31 - 1] * 20) // 256 * 256,
         np.random.default_rng(0).integers(0, 256, (40, 5, 5, 3)).astype(np.uint8),
-        NOISE.reshape(2, 60),
         NOISE.astype(np.float32) + np.float32(1e6),
         np.full((40, 2), np.nan),
     ],

@@ -8,7 +8,6 @@ import scipy.linalg
 import scipy.optimize
 
 from koopman import dynamical_similarity, rotations
-from koopman.datasets.linear import linear_system
 from koopman.dynamical_similarity import (
     align_dynamics,
     delay_embed,
@@ -67,19 +66,6 @@ def test_in_the_plane_there_is_a_closed_form(key):
         wanted = closed_form_in_the_plane(a, b)
         np.testing.assert_allclose([found.distance, found.lower_bound], wanted, atol=1e-5)
         assert found.distance.dtype == np.float32
-
-
-def test_of_symmetric_and_skew_matrices_sorted_values_differ(key):
-    with jax.enable_x64(True):
-        a, b = RANDOM.normal(size=(2, 4, 4))
-        up, down = a + a.T, b + b.T
-        found = align_dynamics(up, down, key=key)
-        gap = np.linalg.norm(np.linalg.eigvalsh(up) - np.linalg.eigvalsh(down))
-        np.testing.assert_allclose([found.distance, found.lower_bound], gap, rtol=1e-12)
-        up, down = a - a.T, b - b.T
-        found = align_dynamics(up, down, key=key)
-        gap = np.linalg.norm(np.linalg.svd(up)[1] - np.linalg.svd(down)[1])
-        np.testing.assert_allclose([found.distance, found.lower_bound], gap, rtol=1e-12)
 
 
 def test_with_one_coordinate_and_with_zeros(key):
@@ -143,38 +129,21 @@ def test_other_coordinates_are_found(key, r, dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("r", [2, 3, 4, 6, 8, 12, 16, 20])
+@pytest.mark.parametrize("r", [2, 4, 8, 20])
 def test_other_coordinates_are_found_every_time(key, r, dtype):
     check_found_again(key, r, dtype, FAMILIES, times=12 if r <= 8 else 2)
-
-
-def test_a_rotation_of_coordinates_is_not_seen_and_a_stretch_is(key):
-    with jax.enable_x64(True):
-        a, b, stretch = RANDOM.normal(size=(3, 4, 4))
-        turn = orthogonal(4)
-        plain = dynamical_distance(a, b, key=key)
-        for rotation in (turn, turn @ mirror(4)):
-            np.testing.assert_allclose(dynamical_distance(a, rotation @ b @ rotation.T, key=key), plain, rtol=1e-9)
-        stretched = stretch @ b @ np.linalg.inv(stretch)
-        assert abs(dynamical_distance(a, stretched, key=key) - plain) > 0.1
-        # The spectrum sees neither.
-        values = [np.linalg.eigvals(m) for m in (a, b, stretched)]
-        np.testing.assert_allclose(eigenvalue_distance(*values[:2]), eigenvalue_distance(*values[::2]), rtol=1e-6)
 
 
 def test_both_signs_of_the_determinant_are_tried(key):
     """In an even number of dimensions: in an odd one C and -C do the same."""
     with jax.enable_x64(True):
         a = RANDOM.normal(size=(4, 4))
-        signs = []
-        for mirrored in (np.eye(4), mirror(4)):
+        for sign in (1, -1):
             turn = orthogonal(4)
-            turn = turn * np.sign(np.linalg.det(turn)) if mirrored[0, 0] > 0 else turn
-            turn = turn @ np.diag([np.linalg.det(turn) * mirrored[0, 0], 1, 1, 1])
+            turn = turn @ np.diag([np.linalg.det(turn) * sign, 1, 1, 1])
             found = align_dynamics(a, turn.T @ a @ turn, key=key)
             np.testing.assert_allclose(found.distance, 0, atol=1e-12)
-            signs.append(np.linalg.det(found.rotation))
-        np.testing.assert_allclose(signs, [1, -1], atol=1e-12)
+            np.testing.assert_allclose(np.linalg.det(found.rotation), sign, atol=1e-12)
 
 
 def test_it_is_a_metric(key):
@@ -183,8 +152,10 @@ def test_it_is_a_metric(key):
         table = np.asarray(pairwise_dynamical_distance(a, key=key))
         np.testing.assert_array_equal(table, table.T)
         np.testing.assert_array_equal(np.diagonal(table), 0)
+        np.testing.assert_array_equal(pairwise_dynamical_distance(a[:1], key=key), [[0]])
         np.testing.assert_allclose(dynamical_distance(a[3], a[1], key=key), table[1, 3], rtol=1e-9)
-        angles = [[dynamical_distance(b, c, key=key, form="angular") for b in a[:4]] for c in a[:4]]
+        np.testing.assert_allclose(pairwise_dynamical_distance(a[:2], a[2:], key=key), table[:2, 2:], rtol=1e-9)
+        angles = [[dynamical_distance(b, c, key=key, form="angular") for b in a[:3]] for c in a[:3]]
         np.testing.assert_allclose(np.diagonal(angles), 0, atol=1e-9)
         for d in (table, np.asarray(angles)):
             for i, j, k in itertools.permutations(range(len(d)), 3):
@@ -228,19 +199,10 @@ def test_nothing_lower_is_found_by_brute_force(key, r, restarts):
             assert found.lower_bound <= found.distance
 
 
-def test_more_starts_find_nothing_lower(key):
-    for a, b in RANDOM.normal(size=(3, 2, 8, 8)).astype(np.float32):
-        few = align_dynamics(a, b, key=key)
-        many = align_dynamics(a, b, key=jax.random.key(1), num_starts=120)
-        np.testing.assert_allclose(few.distance, many.distance, rtol=1e-5)
-        assert few.agreement < many.agreement
-        assert many.agreement < 240  # there are local minima
-
-
 def test_the_bound_is_that_of_sorted_parts(key):
     """By hand, of matrices of unequal norms, where it is below the distance."""
     with jax.enable_x64(True):
-        for scale in (1.0, 0.3, 3.0):
+        for scale in (0.3, 3.0):
             a, b = RANDOM.normal(size=(2, 4, 4))
             b = scale * b
             found = align_dynamics(a, b, key=key)
@@ -279,34 +241,8 @@ def test_runs_go_down_on_orthogonal_matrices():
         turns = np.asarray(points[-1].rotation)
         np.testing.assert_allclose(turns @ turns.swapaxes(1, 2), np.broadcast_to(np.eye(4), turns.shape), atol=1e-14)
         assert (norm(points[-1].slope) < 1e-9).mean() > 0.9
-        w, step = rotations.skew(jnp.asarray(RANDOM.normal(size=(4, 4)))), 1e-6
-        for which in range(5):  # the slope is minus the gradient
-            here = np.asarray(points[1].rotation[which])
-            moved = [scipy.linalg.expm(sign * step * np.asarray(w)) @ here for sign in (1, -1)]
-            ends = [norm(np.asarray(a) - c @ np.asarray(b) @ c.T) ** 2 / 2 for c in moved]
-            wanted = (ends[1] - ends[0]) / (2 * step)
-            np.testing.assert_allclose(jnp.sum(points[1].slope[which] * w), wanted, atol=1e-9)
 
 
-def test_a_newton_step_solves_inside_the_region_and_stops_at_its_edge():
-    with jax.enable_x64(True):
-        numbers = jnp.asarray(np.triu(RANDOM.uniform(0.5, 2, size=(5, 5)), 1))
-        weights = numbers + numbers.T
-        slope = 1e-4 * rotations.skew(jnp.asarray(RANDOM.normal(size=(5, 5))))
-
-        def step(sign, radius):
-            return rotations.newton_step(slope, lambda w: sign * weights * w, jnp.asarray(radius), 40)
-
-        solution = np.where(weights > 0, slope / np.where(weights > 0, weights, 1), 0)
-        turn, bent, at_edge = step(1, 1.0)
-        np.testing.assert_allclose(turn, solution, atol=1e-3 * norm(solution))
-        np.testing.assert_allclose(bent, weights * turn, atol=1e-12)
-        assert not at_edge
-        for sign, radius in ((1, 1e-5), (1, 0.6 * norm(solution)), (-1, 0.7), (-1, 1.4)):
-            turn, bent, at_edge = step(sign, radius)
-            np.testing.assert_allclose(norm(turn), radius, rtol=1e-12)
-            np.testing.assert_allclose(bent, sign * weights * turn, atol=1e-12)
-            assert at_edge
 
 
 # Eigenvalues
@@ -316,8 +252,6 @@ def test_the_matching_is_the_best_of_all_permutations():
     with jax.enable_x64(True):
         first, second = RANDOM.normal(size=(2, 5)) + 1j * RANDOM.normal(size=(2, 5))
         costs = [np.linalg.norm(first - second[list(order)]) for order in itertools.permutations(range(5))]
-        np.testing.assert_allclose(eigenvalue_distance(first, second), min(costs), rtol=1e-12)
-        np.testing.assert_allclose(jax.jit(eigenvalue_distance)(first, second), min(costs), rtol=1e-12)
         mapped = jax.vmap(eigenvalue_distance)(np.stack([first, second]), np.stack([second, second]))
         np.testing.assert_allclose(mapped, [min(costs), 0], rtol=1e-12)
 
@@ -356,13 +290,6 @@ def test_a_pair_that_would_be_torn_apart_keeps_normal_matrices_farther_than_thei
         np.testing.assert_allclose(dynamical_distance(a, b, key=key) ** 2, 1 + 4 * y**2 - 2 * y**4, rtol=1e-12)
         apart = eigenvalue_distance(np.linalg.eigvals(a), np.linalg.eigvals(b))
         np.testing.assert_allclose(apart**2, 1 + 2 * y**2, rtol=1e-12)
-
-
-def test_eigenvalues_alone_miss_what_is_not_normal(key):
-    shear = np.asarray([[0.5, 1.0], [0.0, 0.5]], np.float32)
-    np.testing.assert_allclose(eigenvalue_distance([0.5, 0.5], [0.5, 0.5]), 0)
-    np.testing.assert_allclose(dynamical_distance(shear, 0.5 * np.eye(2), key=key), 1, rtol=1e-5)
-    np.testing.assert_allclose(departure_from_normality(shear), 1, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -413,15 +340,6 @@ def test_small_angles_keep_their_digits():
 # Transformations
 
 
-def test_alone_compiled_mapped_and_in_pairs_it_is_the_same(key):
-    with jax.enable_x64(True):
-        a, b = RANDOM.normal(size=(2, 3, 3, 3))
-        table = [[dynamical_distance(first, second, key=key) for second in b] for first in a[:2]]
-        mapped = jax.jit(jax.vmap(lambda first, second: dynamical_distance(first, second, key=key)))(a[:2], b[:2])
-        np.testing.assert_allclose(mapped, np.diagonal(table), rtol=1e-9)
-        np.testing.assert_allclose(pairwise_dynamical_distance(a[:2], b, key=key), table, rtol=1e-9)
-
-
 def test_all_pairs_are_one_program_traced_once(key, monkeypatch):
     traces, plain = [], dynamical_similarity._matched
     monkeypatch.setattr(dynamical_similarity, "_matched", lambda *args: traces.append(1) or plain(*args))
@@ -446,10 +364,6 @@ def test_pairs_at_once_are_the_pairs_one_by_one(key):
         np.testing.assert_allclose(found.distance, [one.distance for one in loop], rtol=1e-9)
         np.testing.assert_array_equal(found.agreement, [one.agreement for one in loop])
         assert found.converged.all()
-
-
-def test_one_operator_is_a_table_of_one_zero(key):
-    np.testing.assert_array_equal(pairwise_dynamical_distance(np.ones((1, 2, 2), np.float32), key=key), [[0]])
 
 
 @pytest.mark.parametrize("form", ["frobenius", "angular"])
@@ -542,37 +456,17 @@ def test_searches_that_cannot_be_trusted_say_so(key):
         pairwise_dynamical_distance(np.stack([a, b, a]), key=key, num_starts=1)
 
 
-WRONG = {
-    "not square": ({"a": np.ones((2, 3))}, ValueError, "`a` must be of shape"),
-    "of another size": ({"b": np.eye(3)}, ValueError, "`b` must be of shape"),
-    "not finite": ({"a": np.diag([1.0, np.nan])}, ValueError, "`a` must be finite"),
-    "complex": ({"b": 1j * np.eye(2)}, TypeError, "`b` must hold real"),
-    "a vector": ({"a": np.ones(2)}, ValueError, "`a` must have 2 axes"),
-    "no start": ({"num_starts": 0}, ValueError, "`num_starts` must be at least 1"),
-    "no step": ({"num_steps": 0}, ValueError, "`num_steps` must be at least 1"),
-    "half a start": ({"num_starts": 1.5}, TypeError, "`num_starts` must"),
-    "another form": ({"form": "euclidean"}, ValueError, "`form` must be one of 'frobenius', 'angular'"),
-}
-
-
-@pytest.mark.parametrize("what", WRONG)
-def test_wrong_arguments_are_refused(key, what):
-    wrong, error, message = WRONG[what]
-    call = {"a": np.eye(2), "b": np.eye(2), "key": key} | wrong
-    for function in (align_dynamics, dynamical_distance):
-        with pytest.raises(error, match=message):
-            function(**call)
-
-
-def test_wrong_sets_are_refused(key):
-    with pytest.raises(ValueError, match="`operators` must be of shape"):
-        pairwise_dynamical_distance(np.ones((2, 3, 2)), key=key)
+def test_wrong_arguments_are_refused(key):
+    for wrong, message in (
+        ({"num_starts": 0}, "`num_starts` must be at least 1"),
+        ({"num_steps": 0}, "`num_steps` must be at least 1"),
+        ({"form": "euclidean"}, "`form` must be one of 'frobenius', 'angular'"),
+        ({"b": np.eye(3)}, "`b` must be of shape"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            align_dynamics(**{"a": np.eye(2), "b": np.eye(2), "key": key} | wrong)
     with pytest.raises(ValueError, match="`others` must be of shape"):
         pairwise_dynamical_distance(np.ones((2, 3, 3)), np.ones((2, 2, 2)), key=key)
-    with pytest.raises(ValueError, match="`eigenvalues_b` must be of shape"):
-        eigenvalue_distance([1.0, 2.0], [1.0])
-    with pytest.raises(ValueError, match="`matrix` must be of shape"):
-        departure_from_normality(np.ones((2, 3)))
 
 
 # From trajectories
@@ -654,21 +548,6 @@ def test_mixed_recordings_of_one_system_are_one_and_others_are_not(key):
         plain = of(path, "features")
         np.testing.assert_allclose(apart(plain, of(path @ turn, "features")), 0, atol=1e-9)
         assert apart(plain, of(path @ mixture, "features")) > 0.1
-
-
-def test_from_trajectories_to_distances(key):
-    """Two recordings, through other mixtures, of each of two systems: a turn of one frequency, and of another."""
-    rng = np.random.default_rng(2)
-    found = []
-    for angle, seed in ((0.3, 0), (0.3, 1), (1.0, 2), (1.0, 3)):
-        matrix = 0.99 * blocks(complex(np.cos(angle), np.sin(angle))).astype(np.float32)
-        path = linear_system(matrix, 1000, key=jax.random.key(seed), noise=0.1)
-        recorded = jnp.tanh(0.3 * path @ rng.normal(size=(2, 6)).astype(np.float32))
-        operator = fit(PrincipalComponents(2), *lagged_pairs(delay_embed(recorded, 4)))
-        found.append(transition_matrix(operator))
-    table = np.asarray([[dynamical_distance(one, other, key=key) for other in found] for one in found])
-    assert max(table[0, 1], table[2, 3]) < 0.1
-    assert table[:2, 2:].min() > 0.8
 
 
 def test_latent_functions_beyond_a_traced_rank_are_zeros():

@@ -138,8 +138,6 @@ def test_a_real_eigenvalue_goes_to_a_real_root(num_digits, root):
     matrix = np.linalg.solve(mix, np.diag([-0.8, 0.7, 0.5]) @ mix)
     plain = Forecaster(lambda image: image, Latent(jnp.asarray(matrix, jnp.float32)), None)
     moved = project(plain, "roots", num_digits).dynamics.matrix
-    np.testing.assert_allclose(np.sort(np.linalg.eigvals(moved)), [root, 1, 1], atol=1e-4)
-    np.testing.assert_allclose(np.linalg.matrix_power(moved, num_digits), np.eye(3), atol=1e-3)
     np.testing.assert_allclose(mix @ moved, np.diag([root, 1, 1]) @ mix, atol=1e-3)
 
 
@@ -215,6 +213,8 @@ def test_command_line(tmp_path, capsys, monkeypatch):
     assert estimates.dims == ("estimators", "trajectories", "lengths", "exact_ornstein_uhlenbeck")
     assert "estimated against exact" in (out / "report.html").read_text().lower()
     capsys.readouterr()
+    assert refused(["spectra", "--quick", "--alpha", "1e300", "--out", str(tmp_path / "new"), "--silent"])
+    assert "`alpha` must " in capsys.readouterr().err
     assert refused(["ordered-mnist", "--data", "cifar"])
     assert "cifar" in capsys.readouterr().err
     assert refused(["ordered-mnist", "--num-train", "100000", "--out", str(tmp_path / "new")])
@@ -223,23 +223,30 @@ def test_command_line(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("figure", "name", "value"),
+    ("figure", "name", "values"),
     [
-        *((ordered_mnist, name, 0) for name in ("num_digits", "num_seeds", "num_test", "num_steps", "batch_size")),
-        *((ordered_mnist, name, 1) for name in ("num_train", "num_validation")),
-        *((ordered_mnist, name, -1) for name in ("num_epochs", "oracle_epochs")),
-        *((ordered_mnist, "models", value) for value in ((), ("linear", "linear"), ("other",))),
-        (ordered_mnist, "num_digits", 11), (ordered_mnist, "far", 15), (ordered_mnist, "alpha", 0.0),
-        (ordered_mnist, "batch_size", 3000), (ordered_mnist, "data", "cifar"),
-        *((spectra, name, 0) for name in ("num_trajectories", "order", "alpha")),
-        *((spectra, "lengths", value) for value in ((), (0,), (1000, 1000), (99,))),
-        *((spectra, "systems", value) for value in ((), ("prinz", "prinz"), ("other",))), (spectra, "num_centres", 5),
+        *((ordered_mnist, name, (0,)) for name in ("num_seeds", "num_test", "num_steps")),
+        *((ordered_mnist, name, (1,)) for name in ("num_train", "num_validation")),
+        *((ordered_mnist, name, (-1,)) for name in ("num_epochs", "oracle_epochs")),
+        (ordered_mnist, "models", ((), ("linear", "linear"), ("other",))),
+        (ordered_mnist, "num_digits", (0, 11)),
+        (ordered_mnist, "far", (15,)),
+        (ordered_mnist, "alpha", (0.0,)),
+        (ordered_mnist, "batch_size", (0, 3000)),
+        (ordered_mnist, "data", ("cifar",)),
+        (spectra, "num_trajectories", (0,)),
+        (spectra, "order", (0, 1, 100_000)),
+        (spectra, "alpha", (0.0, 1e300)),
+        (spectra, "num_centres", (5, 1_000_000)),
+        (spectra, "lengths", ((), (0,), (1000, 1000), (99,), (300, 200), (10**12,))),
+        (spectra, "systems", ((), ("prinz", "prinz"), ("other",))),
     ],
-)  # fmt: skip
-def test_settings_that_cannot_be_met_are_refused_at_once(figure, name, value, monkeypatch):
+)
+def test_settings_that_cannot_be_met_are_refused_at_once(figure, name, values, monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # it knows some of the choices, too
-    with pytest.raises(ValueError, match=f"`({name}|batch_size)` must "):
-        figure.Config(**{name: value})
+    for value in values:
+        with pytest.raises(ValueError, match=f"`({name}|batch_size)` must "):
+            figure.Config(**{name: value})
 
 
 def test_networks_that_diverged_are_left_out_and_named(sequence_results, tmp_path):
@@ -301,33 +308,13 @@ def test_a_seed_that_diverged_is_not_measured(monkeypatch):
     assert results.left["contrastive"].shape == results.left["classifier"].shape
 
 
-def test_names_of_axes_fit_every_array(sequence_results):
-    arrays = ordered_mnist.arrays(sequence_results)
-    lengths = {"seeds": 1, "protocols": len(PROTOCOLS), "scales": 2, "times": 3, "images": 100, "classes": 5}
-    for name, axes in axes_of(arrays, ordered_mnist.AXES).items():
-        for axis, size in zip(axes, arrays[name].shape, strict=True):
-            assert size == lengths.get(axis, size), name
-
-
 def test_models_and_protocols_are_axes(sequence_results, tmp_path):
     dims = {"accuracy": ("models", "seeds", "protocols", "scales", "times")}
     found = assert_labelled(ordered_mnist, sequence_results, tmp_path, dims).to_xarray()
     one = found.accuracy.sel(models="linear", protocols="powers", scales="rescaled")
     np.testing.assert_array_equal(one, sequence_results.accuracy("linear")[:, 1, 1])
-
-
-@pytest.mark.parametrize(
-    ("options", "name"),
-    [
-        (["--alpha", "1e300"], "alpha"),
-        (["--lengths", "1000000000000"], "lengths"),
-        (["--lengths", "300", "200"], "lengths"),
-        (["--order", "1"], "order"),
-        (["--order", "100000"], "order"),
-        (["--num-centres", "1000000"], "num_centres"),
-    ],
-)
-def test_options_of_spectra_out_of_range_are_refused_at_once(options, name, tmp_path, capsys):
-    assert refused(["spectra", "--quick", *options, "--out", str(tmp_path / "new"), "--silent"])
-    assert f"`{name}` must " in capsys.readouterr().err
-    assert not (tmp_path / "new").exists()
+    arrays = ordered_mnist.arrays(sequence_results)
+    lengths = {"seeds": 1, "protocols": len(PROTOCOLS), "scales": 2, "times": 3, "images": 100, "classes": 5}
+    for name, axes in axes_of(arrays, ordered_mnist.AXES).items():
+        for axis, size in zip(axes, arrays[name].shape, strict=True):
+            assert size == lengths.get(axis, size), name

@@ -70,18 +70,10 @@ def test_prinz_spectrum(friction, expected):
     np.testing.assert_allclose(spectrum.eigenvalues, values, atol=3e-9)
     np.testing.assert_allclose(spectrum.right(x[:, None]), functions, atol=1e-4)
     np.testing.assert_allclose(spectrum.density(x[:, None]), density, rtol=1e-9)
+    assert spectrum.left is spectrum.right  # reversible
     finer = prinz_spectrum(friction=friction, num_cells=800)
     np.testing.assert_allclose(finer.eigenvalues, values, atol=3e-10)
     np.testing.assert_allclose(finer.right(x[:, None]), functions, atol=1e-5)
-
-
-def test_eigenfunctions_are_orthonormal():
-    spectrum = prinz_spectrum(friction=1.0)
-    x = np.linspace(-1.4, 1.4, 4001)[:, None]
-    functions = spectrum.right(x)
-    gram = (functions * spectrum.density(x)[:, None]).T @ functions * (x[1] - x[0])
-    np.testing.assert_allclose(gram, np.eye(4), atol=1e-5)
-    assert spectrum.left is spectrum.right  # reversible
 
 
 def test_harmonic_well_is_ornstein_uhlenbeck():
@@ -182,33 +174,13 @@ def test_scheme_in_a_harmonic_well(key):
     assert abs(np.corrcoef(last.T)[0, 1]) < 4 / np.sqrt(n)
 
 
-@pytest.mark.slow
-def test_plain_jit_vmap_and_loop_agree(key):
-    keys = jax.random.split(key, 3)
-    frictions = jnp.array([0.1, 0.5, 1.0])
-
-    def one(key, friction):
-        return prinz_langevin(3, key=key, friction=friction, substeps=2)
-
-    looped = jnp.stack([one(k, f) for k, f in zip(keys, frictions, strict=True)])
-    np.testing.assert_allclose(jax.vmap(one)(keys, frictions), looped, atol=1e-5)
-    np.testing.assert_allclose(jax.jit(jax.vmap(one))(keys, frictions), looped, atol=1e-5)
-    batch = prinz_langevin(3, key=key, num_trajectories=3, substeps=2)
-    np.testing.assert_allclose(batch[0], looped[0], atol=1e-5)
-    assert np.ptp(batch[:, 0]) > 1e-3
-
-
 def test_wrong_arguments_are_named(key):
-    with pytest.raises(ValueError, match="`num_steps` must be at least 1"):
-        prinz_langevin(0, key=key)
     with pytest.raises(ValueError, match="`friction` must be positive"):
         prinz_langevin(3, key=key, friction=0.0)
     with pytest.raises(ValueError, match="`sigma` must be non-negative"):
         overdamped_langevin(prinz_potential, 3, key=key, initial=np.zeros(1), sigma=-1.0)
     with pytest.raises(ValueError, match="`substeps` must be at least 1"):
         prinz_langevin(3, key=key, substeps=0)
-    with pytest.raises(ValueError, match=r"`initial` must have shape \(1,\), got \(2,\)"):
-        prinz_langevin(3, key=key, initial=np.zeros(2))
     with pytest.raises(ValueError, match=r"`initial` must have shape \(2,\) or \(4, 2\), got \(3, 2\)"):
         overdamped_langevin(jnp.sum, 3, key=key, initial=np.zeros((3, 2)), num_trajectories=4)
     with pytest.raises(ValueError, match="`domain` must be two ends in ascending order"):
@@ -233,12 +205,7 @@ def test_against_kooplearn(friction):
     ("potential", "words"),
     [
         (lambda x: 1 / x[0] ** 2, "rise and fall by less than .* Choose a `domain`"),
-        (
-            lambda x: jnp.where(x[0] > 0.5, jnp.nan, x[0] ** 2),
-            "have a value at every state of the domain, got nan at 0.5",
-        ),
         (lambda x: jnp.log(jnp.abs(x[0])), "have a value at every state of the domain, got -inf at 0"),
-        (lambda x: None, "give one real energy"),
         (lambda x: jnp.stack([x, x]), "give one real energy"),
         (lambda x: x[0] + 1j, "give one real energy"),
     ],

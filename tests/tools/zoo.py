@@ -259,11 +259,6 @@ ZOO = {
         normal(6, 1, 8, 8),
         {"convolutions[0]": (6, "sg"), "convolutions[1]": (8, "sg")},
     ),
-    "residual convolutional, moving averages": Kind(
-        lambda key: residual_cnn(key, "ema"),
-        normal(6, 1, 8, 8),
-        {"convolutions[0]": (6, "sg"), "convolutions[1]": (8, "sg")},
-    ),
     "transformer": Kind(
         Transformer,
         lambda key: jax.random.randint(key, (6, 5), 0, 11),

@@ -77,6 +77,10 @@ def hidden(name="layers[1]"):
     return groups.neuron_groups(network(), np.ones(3, np.float32))[name]
 
 
+def two_networks():
+    return {"a": network(), "b": network()}
+
+
 def all_groups():
     return groups.neuron_groups(network(), np.ones(3, np.float32))
 
@@ -148,6 +152,9 @@ PAIRS = TALL, TALL[:, :2]
 TIMES = np.array([3.0, 5.0, np.nan, 9.0, 4.0])
 GRAMS = np.stack([TALL @ TALL.T, np.eye(12, dtype=np.float32)])
 LABELS = np.arange(12) % 3
+NUISANCE = {"neurons_per_group": 2, "key": KEY, "incoming_std": 0.5, "outgoing_std": 0.5}
+PATTERN = {"inputs": TALL, "pattern": TALL[:, :2], "rtol": 1e-5}
+PROBE = {"x": TALL, "y": LABELS, "num_splits": 2, "key": KEY}
 SMALL = {"num_epochs": 1, "key": KEY}
 
 CALLS = {
@@ -166,16 +173,9 @@ CALLS = {
     resnet.ResidualBlock: lambda: {"channels": 2, "init": "lecun", "key": KEY},
     resnet.ResNet: lambda: {"width": 3, "classes": 2, "channels": 2, "depth": 1, "init": "lecun", "key": KEY},
     transformer.TransformerBlock: lambda: {"size": 4, "heads": 2, "key": KEY},
-    transformer.Transformer: lambda: {
-        "width": 3,
-        "classes": 2,
-        "size": 4,
-        "heads": 2,
-        "depth": 1,
-        "patch": 14,
-        "init": "lecun",
-        "key": KEY,
-    },
+    transformer.Transformer: lambda: (
+        {"width": 3, "classes": 2, "init": "lecun", "key": KEY} | {"size": 4, "heads": 2, "depth": 1, "patch": 14}
+    ),
     cnn.CNN: lambda: {"width": 3, "classes": 2, "last_activation": False, "init": "lecun", "key": KEY},
     bilinear.BilinearLayer: lambda: {"inputs": 3, "outputs": 2, "bias": True, "gate": "relu", "key": KEY},
     bilinear.BilinearNetwork: lambda: {"inputs": 3, "hidden": 4, "num_layers": 2, "residual": True, "key": KEY},
@@ -203,10 +203,8 @@ CALLS = {
     bilinear.wrap_bilinear: lambda: {"embed": np.eye(3), "layers": [(np.eye(3), np.eye(3))], "head": np.ones((2, 3))},
     neurons.scale_neurons: lambda: layer() | {"scale_factor": np.array([0.5, 1.0, 2.0, 3.0])},
     neurons.duplicate_neurons: lambda: layer() | {"duplicate_multiplier": 1.5},
-    neurons.add_random_zero_neurons: lambda: (
-        layer() | {"num_zero_groups": 2, "neurons_per_group": 2, "key": KEY, "incoming_std": 0.5, "outgoing_std": 0.5}
-    ),
-    neurons.add_phantom_zero_neurons: lambda: layer() | {"inputs": TALL, "pattern": TALL[:, :2], "rtol": 1e-5},
+    neurons.add_random_zero_neurons: lambda: layer() | {"num_zero_groups": 2} | NUISANCE,
+    neurons.add_phantom_zero_neurons: lambda: layer() | PATTERN,
     symmetry.null_spectrum: lambda: {"dataset": TALL, "rtol": 1e-9},
     symmetry.null_basis: lambda: {"dataset": TALL, "rtol": 1e-9},
     symmetry.null_dimension: lambda: {"dataset": TALL, "rtol": 1e-9},
@@ -224,37 +222,18 @@ CALLS = {
     rewrites.permute: lambda: {"group": hidden(), "permutation": np.array([2, 0, 1, 3, 4])},
     rewrites.scale: lambda: {"group": hidden(), "factor": np.array([0.5, 1.0, 2.0, 3.0, 1.0]), "scaling": 0},
     growth.duplicate: lambda: {"group": hidden(), "multiplier": 1.5},
-    growth.add_nuisance: lambda: {
-        "group": hidden(),
-        "num_groups": 2,
-        "neurons_per_group": 2,
-        "key": KEY,
-        "incoming_std": 0.5,
-        "outgoing_std": 0.5,
-    },
+    growth.add_nuisance: lambda: {"group": hidden(), "num_groups": 2} | NUISANCE,
     rewrites.rotate: lambda: {"group": hidden("linear"), "matrix": np.diag(np.arange(1.0, 6.0))},
-    growth.add_phantom: lambda: {
-        "group": hidden(),
-        "model": network(),
-        "inputs": TALL,
-        "pattern": TALL[:, :2],
-        "rtol": 1e-5,
-    },
+    growth.add_phantom: lambda: {"group": hidden(), "model": network()} | PATTERN,
     rewrites.null_space: lambda: {"seen": vectors_seen(), "rtol": 1e-9},
     rewrites.null_perturb: lambda: {"space": rewrites.null_space(vectors_seen()), "std": 0.1, "key": KEY},
     rewrites.compose: lambda: {"rewrites": [growth.duplicate(hidden(), 2.0)]},
     rewrites.check_groups: lambda: {"model": network(), "inputs": TALL, "key": KEY},
     seen.layer_inputs: lambda: {"model": network(), "inputs": TALL, "path": ".layers[1].weight"},
-    neuron_matching.match_weights: lambda: {
-        "a": network(),
-        "b": network(),
-        "groups": all_groups(),
-        "num_starts": 3,
-        "key": KEY,
-    },
-    neuron_matching.match_activations: lambda: {"a": network(), "b": network(), "groups": all_groups(), "inputs": TALL},
-    neuron_matching.interpolate: lambda: {"a": network(), "b": network(), "share": 0.5},
-    neuron_matching.barrier: lambda: {"loss": first_weight, "a": network(), "b": network(), "num_points": 3},
+    neuron_matching.match_weights: lambda: two_networks() | {"groups": all_groups(), "num_starts": 3, "key": KEY},
+    neuron_matching.match_activations: lambda: two_networks() | {"groups": all_groups(), "inputs": TALL},
+    neuron_matching.interpolate: lambda: two_networks() | {"share": 0.5},
+    neuron_matching.barrier: lambda: two_networks() | {"loss": first_weight, "num_points": 3},
     neuron_matching.barriers: lambda: {
         "loss": first_weight,
         "models": jax.tree.map(lambda leaf: np.stack([leaf] * 2) if eqx.is_array(leaf) else leaf, network()),
@@ -299,12 +278,7 @@ CALLS = {
     collapse.simplex_frame: lambda: {"moments": moments()},
     collapse.self_duality: lambda: {"moments": moments(), "classifier": np.eye(3)},
     collapse.nearest_centre_agreement: lambda: {"features": TALL, "logits": TALL, "moments": moments()},
-    crossing.first_cross: lambda: {
-        "x": np.arange(4.0),
-        "y": np.array([0.0, 1.0, 2.0, 3.0]),
-        "threshold": 1.5,
-        "direction": "above",
-    },
+    crossing.first_cross: lambda: {"x": np.arange(4.0), "y": np.arange(4.0), "threshold": 1.5, "direction": "above"},
     crossing.median_crossing: lambda: {"times": TIMES, "end": 10.0, "level": 0.9},
     crossing.log_slope: lambda: {"times": TIMES, "at": np.arange(1.0, 6.0), "end": 10.0, "level": 0.9},
     margins.linear_head: lambda: {"model": network()},
@@ -328,16 +302,9 @@ CALLS = {
         "ridge": 1.0,
         "num_buckets": 1,
     },
-    probes.crossval_softmax_predict: lambda: {"x": TALL, "y": LABELS, "num_splits": 2, "ridge": 1.0, "key": KEY},
-    probes.crossval_softmax_fit: lambda: {"x": TALL, "y": LABELS, "num_splits": 2, "ridge": 1.0, "key": KEY},
-    probes.crossval_gradient_predict: lambda: {
-        "x": TALL,
-        "y": LABELS,
-        "num_splits": 2,
-        "num_steps": 3,
-        "step_size": 0.1,
-        "key": KEY,
-    },
+    probes.crossval_softmax_predict: lambda: PROBE | {"ridge": 1.0},
+    probes.crossval_softmax_fit: lambda: PROBE | {"ridge": 1.0},
+    probes.crossval_gradient_predict: lambda: PROBE | {"num_steps": 3, "step_size": 0.1},
     probes.stable_step_size: lambda: {"x": TALL},
     hsic.gaussian_gram: lambda: {"x": TALL, "sigma": 5.0, "bandwidth": "dimension"},
     hsic.centred_gram: lambda: {"gram": GRAMS[0]},

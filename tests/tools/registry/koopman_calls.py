@@ -98,6 +98,10 @@ def training():
 PAIRS = {"x": X, "y": Y}
 FIT = PAIRS | {"observable": OBSERVABLE}
 OPTIONS = {"center": False, "route": "qr", "rtol": 1e-6}
+RUN = {"num_steps": 3, "key": KEY, "num_trajectories": 2}
+REGIMES = {"matrices": np.stack([STABLE, -STABLE]), "transition": TRANSITION}
+NOISY = {"friction": 1.0, "sigma": 1.0}
+CELLS = {"time_step": 0.1, "num_components": 2, "num_cells": 40}
 ALIGN = {"key": KEY, "num_starts": 2, "num_steps": 20, "form": "frobenius"}
 
 CALLS = {
@@ -119,89 +123,31 @@ CALLS = {
         "init": "lecun",
         "key": KEY,
     },
-    langevin.overdamped_langevin: lambda: {
-        "potential": energy,
-        "num_steps": 3,
-        "key": KEY,
-        "initial": np.ones((2, 3), np.float32),
-        "num_trajectories": 2,
-        "friction": 1.0,
-        "sigma": 1.0,
-        "time_step": 0.01,
-        "substeps": 2,
-    },
-    langevin.langevin_spectrum: lambda: {
-        "potential": energy,
-        "domain": (-3.0, 3.0),
-        "friction": 1.0,
-        "sigma": 1.0,
-        "time_step": 0.1,
-        "num_components": 2,
-        "num_cells": 40,
-    },
+    langevin.overdamped_langevin: lambda: (
+        {"potential": energy, "initial": np.ones((2, 3), np.float32), "time_step": 0.01, "substeps": 2} | RUN | NOISY
+    ),
+    langevin.langevin_spectrum: lambda: {"potential": energy, "domain": (-3.0, 3.0)} | NOISY | CELLS,
     langevin.prinz_potential: lambda: {"x": X},
-    langevin.prinz_langevin: lambda: {
-        "num_steps": 3,
-        "key": KEY,
-        "num_trajectories": 2,
-        "friction": 1.0,
-        "sigma": 1.0,
-        "time_step": 1e-3,
-        "substeps": 2,
-        "initial": np.ones((2, 1), np.float32),
-    },
-    langevin.prinz_spectrum: lambda: {
-        "friction": 1.0,
-        "sigma": 1.0,
-        "time_step": 0.1,
-        "num_components": 2,
-        "num_cells": 40,
-    },
-    linear.linear_system: lambda: {
-        "matrix": STABLE,
-        "num_steps": 3,
-        "key": KEY,
-        "num_trajectories": 2,
-        "noise": STABLE[:, :1],
-        "initial": np.ones(2, np.float32),
-    },
+    langevin.prinz_langevin: lambda: (
+        RUN | NOISY | {"time_step": 1e-3, "substeps": 2, "initial": np.ones((2, 1), np.float32)}
+    ),
+    langevin.prinz_spectrum: lambda: NOISY | CELLS,
+    linear.linear_system: lambda: RUN | {"matrix": STABLE, "noise": STABLE[:, :1], "initial": np.ones(2, np.float32)},
     linear.stationary_covariance: lambda: {"matrix": STABLE, "noise": 0.1},
     linear.linear_spectrum: lambda: {"matrix": STABLE, "degree": 2, "noise": STABLE},
-    linear.regime_switching_var: lambda: {
-        "matrices": np.stack([STABLE, -STABLE]),
-        "transition": TRANSITION,
-        "num_steps": 3,
-        "key": KEY,
-        "num_trajectories": 2,
-        "noise": 0.1,
-        "initial": np.ones(2, np.float32),
-        "initial_regime": 1,
-    },
-    linear.regime_switching_spectrum: lambda: {
-        "matrices": np.stack([STABLE, -STABLE]),
-        "transition": TRANSITION,
-    },
-    maps.logistic_map: lambda: {
-        "num_steps": 3,
-        "key": KEY,
-        "num_trajectories": 2,
-        "order": 2,
-        "initial": np.full((2, 1), 0.3, np.float32),
-    },
+    linear.regime_switching_var: lambda: (
+        RUN | REGIMES | {"noise": 0.1, "initial": np.ones(2, np.float32), "initial_regime": 1}
+    ),
+    linear.regime_switching_spectrum: lambda: dict(REGIMES),
+    maps.logistic_map: lambda: RUN | {"order": 2, "initial": np.full((2, 1), 0.3, np.float32)},
     maps.logistic_noise: lambda: {"key": KEY, "shape": (2, 3), "order": 2},
     maps.logistic_features: lambda: {"states": RANDOM.random((5, 1)), "order": 2},
     maps.logistic_spectrum: lambda: {"order": 2, "num_components": 2},
     ordered_mnist.ordered_mnist: lambda: {"num_digits": 2, "data": digits(), "folder": "."},
     ordered_mnist.cycle_spectrum: lambda: {"num_digits": 4},
-    systems.ornstein_uhlenbeck: lambda: {
-        "num_steps": 3,
-        "key": KEY,
-        "num_trajectories": 2,
-        "theta": 1.0,
-        "sigma": 1.0,
-        "time_step": 0.1,
-        "initial": np.ones((2, 1), np.float32),
-    },
+    systems.ornstein_uhlenbeck: lambda: (
+        RUN | {"theta": 1.0, "sigma": 1.0, "time_step": 0.1, "initial": np.ones((2, 1), np.float32)}
+    ),
     systems.ornstein_uhlenbeck_spectrum: lambda: {"theta": 1.0, "sigma": 1.0, "time_step": 0.1, "num_components": 3},
     systems.rk4_trajectory: lambda: {
         "field": harmonic,
@@ -210,30 +156,16 @@ CALLS = {
         "time_step": 0.1,
         "substeps": 2,
     },
-    systems.duffing: lambda: {
-        "num_steps": 3,
-        "key": KEY,
-        "num_trajectories": 2,
-        "initial": np.ones((2, 2), np.float32),
-        "time_step": 0.01,
-        "substeps": 2,
-        "alpha": 0.5,
-        "beta": 0.1,
-        "gamma": 0.1,
-        "delta": 2.5,
-        "omega": 2.0,
-    },
-    systems.lorenz63: lambda: {
-        "num_steps": 3,
-        "key": KEY,
-        "num_trajectories": 2,
-        "initial": np.ones((2, 3), np.float32),
-        "time_step": 0.01,
-        "substeps": 2,
-        "sigma": 10.0,
-        "mu": 28.0,
-        "beta": 2.5,
-    },
+    systems.duffing: lambda: (
+        RUN
+        | {"initial": np.ones((2, 2), np.float32), "time_step": 0.01, "substeps": 2}
+        | {"alpha": 0.5, "beta": 0.1, "gamma": 0.1, "delta": 2.5, "omega": 2.0}
+    ),
+    systems.lorenz63: lambda: (
+        RUN
+        | {"initial": np.ones((2, 3), np.float32), "time_step": 0.01, "substeps": 2}
+        | {"sigma": 10.0, "mu": 28.0, "beta": 2.5}
+    ),
     forecast.predict: lambda: {"operator": operator(), "x": X, "steps": 2},
     forecast.matrix_powers: lambda: {"matrix": STABLE, "exponents": np.array([1, 3])},
     forecast.risk: lambda: {"operator": operator()} | PAIRS,
