@@ -243,8 +243,6 @@ def test_runs_go_down_on_orthogonal_matrices():
         assert (norm(points[-1].slope) < 1e-9).mean() > 0.9
 
 
-
-
 # Eigenvalues
 
 
