@@ -169,6 +169,13 @@ def test_images_are_whole_or_not_there(tmp_path, monkeypatch):
     plt.close()
 
 
+def test_style_is_found_and_leaves_no_trace():
+    before = plt.rcParams["axes.spines.top"]
+    with plotting.house_style():
+        assert not plt.rcParams["axes.spines.top"]
+    assert plt.rcParams["axes.spines.top"] == before
+
+
 def test_checks_speak_one_language():
     for value in (-1, float("nan")):
         with pytest.raises(ValueError, match="`x` must be positive and finite, got"):
