@@ -324,17 +324,6 @@ def test_slots_say_which_copy_is_where():
     assert not any(slot.copy.any() for slot in groups["embedding"].slots)
 
 
-def test_queries_and_keys_of_one_matrix_move_with_each_other_and_values_by_themselves():
-    function, kinds, _ = SEPARATE["fused"]
-    group = next(
-        g for g in neuron_groups(weights(kinds), jnp.ones((TIME, WIDTH)), call=function).values() if g.copies > 1
-    )
-    (fused_slot,) = [slot for slot in group.slots if slot.path == "['qkv']"]
-    queries, keys, values = fused_slot.copy.reshape(3, HEADS)
-    np.testing.assert_array_equal(queries, keys)
-    assert sorted([*queries, *values]) == list(range(2 * HEADS))
-
-
 def test_one_permutation_is_for_all_copies(monkeypatch):
     function, kinds, _ = SEPARATE["stack"]
     model, x = weights(kinds), jnp.ones((TIME, WIDTH))

@@ -76,6 +76,26 @@ def test_a_full_disk_keeps_the_old_file(small_disk):
     assert path.read_bytes() == b"old"
 
 
+LIMITED = """
+import resource, signal, sys
+from dissociation import files
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+try:
+    files.write_bytes(sys.argv[1], b"n" * 200_000)
+except OSError as error:
+    print(error)
+"""
+
+
+def test_a_file_larger_than_allowed_keeps_the_old_one(tmp_path):
+    path = tmp_path / "file"
+    files.write_bytes(path, b"old")
+    done = subprocess.run([sys.executable, "-c", LIMITED, str(path)], capture_output=True, text=True, check=True)
+    assert f"File too large: '{path}'" in done.stdout
+    assert [child.read_bytes() for child in tmp_path.iterdir()] == [b"old"]
+
+
 def test_a_lock_has_one_holder_and_ends_with_its_block(tmp_path):
     lock = tmp_path / "folder" / ".lock"
     lock.parent.mkdir()

@@ -10,7 +10,7 @@ from zoo import ZOO
 from dissociation.models.mlp import MLP
 from dissociation.models.representations import representations
 from dissociation.weights import groups
-from dissociation.weights.axes import Atoms, Product, Sum
+from dissociation.weights.axes import Atoms, Product
 from dissociation.weights.groups import group_report, neuron_groups
 from dissociation.weights.seen import layer_inputs
 
@@ -164,28 +164,6 @@ def test_stated_groups_come_first():
         return {"mine": own["mlp.layers[0]"]}
 
     assert list(neuron_groups(model, jnp.ones(5))) == ["mine"]
-
-
-def test_two_layers_of_one_key_are_united_where_they_meet():
-    atoms = Atoms()
-    whole, first, second = atoms.new(12), atoms.new(3), atoms.new(4)
-    atoms.unite(whole, Product((first, second)))
-    assert [atoms.size(leaf) for leaf in atoms.leaves(whole)] == [3, 4]
-    np.testing.assert_array_equal(atoms.positions(whole, atoms.leaves(whole)[0].name)[1], [4, 5, 6, 7])
-    halves = atoms.cut(whole, [4, 8])  # along the first factor: 3 = 1 + 2
-    assert [atoms.size(part) for part in halves] == [4, 8]
-    atoms.freeze(second, "because")
-    assert {atoms.reason(leaf.atom) for leaf in atoms.leaves(whole)} == {"", "because"}
-
-
-def test_parts_end_to_end_as_rows_of_a_matrix_are_one():
-    atoms = Atoms()
-    parts = [atoms.new(4) for _ in range(3)]
-    row, column = atoms.factored(Sum(tuple(parts)), (3, 4))
-    assert atoms.reason(atoms.leaves(row)[0].atom)
-    assert len({leaf.atom for part in (*parts, column) for leaf in atoms.leaves(part)}) == 1
-    first, *others = (atoms.leaves(part)[0].name for part in parts)  # whose scalings are one
-    assert [tuple(atoms.leaves(part)[0].name for part in pair) for pair in atoms.tied] == [(first, n) for n in others]
 
 
 def test_indices_grouped_in_two_ways_are_frozen():

@@ -90,12 +90,13 @@ def test_a_summary_is_that_of_the_members_that_are_finite(members):
     values[:, 3] = np.nan
     rest = np.delete(values, (1, 3), 0)[:, :3]
     found = plotting.summarise(values)
-    assert found.count.tolist() == [members] * 3 + [0]
+    assert found.finite.tolist() == [members] * 3 + [0]
     np.testing.assert_allclose(found.mean, [*rest.mean(0), np.nan], rtol=1e-15)
     np.testing.assert_allclose(found.deviation, [*rest.std(0, ddof=1), np.nan], rtol=1e-9)
     wanted = stats.t.interval(0.95, members - 1, loc=rest.mean(0), scale=stats.sem(rest))
     np.testing.assert_allclose(np.stack(found.interval())[:, :3], wanted, rtol=1e-12)
-    assert np.isnan(plotting.summarise(values[:1]).deviation).all()  # one member says nothing of the spread
+    one = plotting.summarise(values[:1])  # says nothing of the spread
+    assert np.isnan([one.deviation, *one.interval()]).all()
 
 
 def test_members_are_drawn_where_an_interval_would_mislead():
@@ -167,6 +168,13 @@ def test_images_are_whole_or_not_there(tmp_path, monkeypatch):
     assert [path.read_bytes() for path in paths] == before
     assert len(list((tmp_path / "deep").iterdir())) == 2
     plt.close()
+
+
+def test_style_is_found_and_leaves_no_trace():
+    before = plt.rcParams["axes.spines.top"]
+    with plotting.house_style():
+        assert not plt.rcParams["axes.spines.top"]
+    assert plt.rcParams["axes.spines.top"] == before
 
 
 def test_checks_speak_one_language():

@@ -99,25 +99,6 @@ def test_models_of_other_kinds_are_matched(name):
     assert any((one != moved).any() for one, moved in zip(*leaves[::2], strict=True))
 
 
-def test_heads_and_what_lies_in_each_are_moved_one_after_another():
-    """Whichever comes first among the arrays."""
-
-    def call(model, x):
-        heads = jnp.tanh(jnp.einsum("e,edh->hd", x, model["in"]))
-        return jnp.einsum("hd,dhe->e", jax.nn.softmax(heads, 1), model["out"])
-
-    keys = jax.random.split(jax.random.key(0), 2)
-    model = {"in": jax.random.normal(keys[0], (5, 4, 3)), "out": jax.random.normal(keys[1], (4, 3, 2))}
-    groups = neuron_groups(model, jnp.ones(5), call=call)
-    inner, heads = groups.values()
-    assert (inner.size, inner.copies, heads.size, heads.copies) == (4, 3, 3, 1)
-    other, _ = planted(model, {"heads": heads, "inner": inner}, 0)
-    found = matching.match_weights(model, other, groups)
-    assert list(found.permutations) == [heads.name, inner.name]
-    back = found.apply(other, groups)
-    assert all((back[name] == model[name]).all() for name in model)
-
-
 def test_the_value_is_that_of_the_permutations():
     """Also where heads change places after what lies in them did."""
     kind = ZOO["transformer"]

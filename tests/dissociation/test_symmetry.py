@@ -50,6 +50,7 @@ def test_dimensions_are_exact(samples, features, rank):
     assert spectrum.gap > 1e8 if 0 < rank < features else spectrum.gap == np.inf
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("kind", [np.asarray, jnp.asarray])
 def test_images_keep_their_shape(kind):
     data = of_rank(60, 12, 5)

@@ -274,7 +274,8 @@ def test_labels_are_integers_or_one_hot(kind):
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        (pd.Series(["cat", "dog", "cat"]), "`labels` must be integers .*got text.*numpy.unique"),
+        (["cat", "dog", "cat"], "`labels` must be integers .*got text.*numpy.unique"),
+        (pd.Series(["cat", "dog", "cat"]), "`labels` must be integers .*got text"),
         ([0.0, 1.0, 2.0], r"`labels` must be integers .*dtype float64. If they are integers, pass labels.astype"),
         ([0, 1, -1], "`labels` must be integers from 0, got -1"),
         ([0, 1], r"`labels` must be of shape \[n.* with n = 3"),

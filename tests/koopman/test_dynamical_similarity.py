@@ -7,7 +7,7 @@ import pytest
 import scipy.linalg
 import scipy.optimize
 
-from koopman import dynamical_similarity, rotations
+from koopman import dynamical_similarity
 from koopman.dynamical_similarity import (
     align_dynamics,
     delay_embed,
@@ -219,28 +219,6 @@ def test_the_bound_is_that_of_sorted_parts(key):
             wanted = ((norm(a) - norm(b)) ** 2 + norm(a) * norm(b) * chord) ** 0.5
             np.testing.assert_allclose(found.lower_bound, wanted, rtol=1e-10)
             assert found.lower_bound < 0.99 * found.distance
-
-
-def test_runs_go_down_on_orthogonal_matrices():
-    with jax.enable_x64(True):
-        a, b = (jnp.asarray(m / norm(m)) for m in RANDOM.normal(size=(2, 4, 4)))
-        starts = jnp.asarray([orthogonal(4) for _ in range(100)])
-
-        @jax.jit
-        def run(steps):
-            descend = rotations.descend
-            return jax.vmap(lambda start: descend(a, b, start, num_steps=steps, tolerance=1e-9, inner=12))(starts)
-
-        points = [run(steps) for steps in range(25)]
-        energies, radii = (np.asarray([getattr(point, name) for point in points]) for name in ("energy", "radius"))
-        assert (np.diff(energies, axis=0) <= 1e-15).all()
-        assert energies[-1].max() < 0.7 * energies[0].max()
-        assert radii.max() <= rotations.RADIUS
-        stayed = (np.diff(energies, axis=0) == 0) & (np.diff(radii, axis=0) < 0)
-        assert stayed.any()  # steps that would have gone up
-        turns = np.asarray(points[-1].rotation)
-        np.testing.assert_allclose(turns @ turns.swapaxes(1, 2), np.broadcast_to(np.eye(4), turns.shape), atol=1e-14)
-        assert (norm(points[-1].slope) < 1e-9).mean() > 0.9
 
 
 # Eigenvalues
