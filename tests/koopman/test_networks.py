@@ -55,7 +55,6 @@ def test_what_is_no_network_is_named(network):
     with pytest.raises(ValueError, match="`features`"):
         network(0, key=key)
     for encoder, came in (
-
         (eqx.nn.MLP, "the class"),
         (eqx.Module(), "Module"),
         (lambda s: s * 2, "a function that fails"),
