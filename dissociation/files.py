@@ -73,8 +73,8 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 def followed(path: str | os.PathLike[str]) -> Path:
     """Return the path that a symbolic link leads to, be there a file or not; any other path as it is."""
     target = Path(os.path.realpath(path)) if os.path.islink(path) else Path(path)
-    if os.path.islink(target):  # which links that loop alone leave
-        raise OSError(errno.ELOOP, "It must lead to a file, got links that lead to each other", str(path))
+    if os.path.islink(target):  # `realpath` returns a link only for a loop
+        raise OSError(errno.ELOOP, "Path must lead to a file, got a loop of symbolic links", str(path))
     return target
 
 

@@ -10,16 +10,16 @@ from dissociation.checks import fail, fail_kind
 
 _TIMES = ("time", "times", "t", "step", "date", "datetime", "timestamp")
 _RUNS = ("run", "trajectory", "traj", "trial", "episode", "session", "subject", "id")
-_EITHER = ("ts", "frame", "day", "animal", "mouse", "patient", "seed")  # or states
+_EITHER = ("ts", "frame", "day", "animal", "mouse", "patient", "seed")  # or names of states
 _UNITS = r"\s*[\[(].*[\])]|[\s_.-]+(id|no|nr|idx|index|s|sec|seconds|ms|us|ns|min|h|hours)$"
 _SPLIT = "pass a list of frames, [run for _, run in frame.groupby(...)], or an index of two levels, run and time"
 _ROWS = "frame.reset_index(drop=True) counts rows as steps"
 
 
 def as_trajectories(name: str, value: Any, *, one: bool = False) -> Any:
-    """Return frames as arrays in the order of time, one for each run of an index (run, time); others as they are.
+    """Return frames as arrays in the order of time, one per run of an index (run, time), and other values unchanged.
 
-    With `one` there may be a single run.
+    If `one` is True, an index may hold a single run.
     """
     several = isinstance(value, (list, tuple))
     parts = list(value) if several else [value]
@@ -81,7 +81,7 @@ def _runs(name: str, table: Any, listed: bool, steps: list[Any]) -> list[np.ndar
         kinds = zip(means, index.levels, strict=True)
         times = [i for i, (meaning, level) in enumerate(kinds) if not meaning and level.dtype.kind in "iuf"]
     if len(times) != 1:
-        advice = "Name it, frame.rename_axis(['run', 'time']), or frame.droplevel others"
+        advice = "Name it, frame.rename_axis(['run', 'time']), or drop the other levels, frame.droplevel"
         fail(name, "have one level of times in its index", f"{len(times)} that may be, of {list(index.names)}", advice)
     others = index.droplevel(times[0])
     codes = [codes for level, codes in enumerate(index.codes) if level != times[0]]
@@ -104,12 +104,12 @@ def _numbers(name: str, table: Any) -> np.ndarray:
 
 
 def check_columns(name: str, table: Any, known: dict[str, Any] | None = None, axis: str = "") -> None:
-    """Raise if columns of a frame may hold runs or times, or dimensions of an array other than the first.
+    """Raise if columns of a frame, or dimensions of an array after the first, may hold runs or times.
 
     Args:
         name: Name of the argument.
         table: Frame, Series or named array.
-        known: Labels of arguments before, with their names, by axis. Those of one axis must be in one order.
+        known: Columns of earlier arguments and the arguments' names, by axis. Columns of one axis must have one order.
         axis: Axis of the columns.
     """
     own = _states(table)
@@ -131,7 +131,7 @@ def check_columns(name: str, table: Any, known: dict[str, Any] | None = None, ax
 
 
 def _may_be(label: Any, table: Any) -> bool:
-    """Return True for integers and rising numbers of a name that runs and times have, and states."""
+    """Return True if a column has a name of runs, times or states, and integers or increasing numbers."""
     if re.sub(_UNITS, "", str(label).strip().lower()) not in _EITHER:
         return False
     values = np.asarray(table[label])
@@ -139,7 +139,7 @@ def _may_be(label: Any, table: Any) -> bool:
 
 
 def _check_same_step(name: str, steps: list[Any]) -> None:
-    """Raise if trajectories differ in the mean of their steps by more than steps of one vary."""
+    """Raise if the mean time steps of two trajectories differ by more than the steps within one vary."""
     for first, step, spread in steps:
         kind, other, varies = steps[0]
         if first == kind and abs(step - other) > max(spread, varies) + 1e-6 * max(step, other):

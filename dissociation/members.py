@@ -47,7 +47,7 @@ def member(models: Any, index: int) -> Any:
 
 @validated
 def count(models: Any) -> int:
-    """How many members are stacked.
+    """Return the number of stacked members.
 
     Args:
         models: A PyTree whose arrays carry members first.
@@ -126,7 +126,7 @@ def concatenate(trees: Sequence[Any], axis: int = 0) -> Any:
 
 
 def per_batch(platform: str | None = None) -> int | None:
-    """How many members to map over at once: 1 on a CPU, which one member's products fill, or None (all) elsewhere.
+    """Return the number of members to map over at once: 1 on a CPU, which one member keeps busy, else None (all).
 
     Args:
         platform: Of the devices; None: JAX's default.

@@ -212,7 +212,7 @@ def warn_regression(
             warnings.warn(
                 f"A column of ones lowers the squared residual of one step by {100 * gain / np.sum(rest**2):.2g} % "
                 f"(F = {ratio:.2g}), as for data with an offset, which spoils eigenvalues and forecasts. If they have "
-                "one, pass center=True, which carries an intercept, and no kernel.",
+                "one, pass center=True, which carries an intercept. It needs explicit features: no `kernel`.",
                 stacklevel=1,
             )
 

@@ -226,7 +226,7 @@ def score(
     observable: Annotated[Float[Array | np.ndarray, "time *o"], InTime()] | None = None,
     metric: Callable[[Array, Array], Array] = r2_score,
 ) -> Array:
-    """How well a trajectory is forecast: a metric of what came at t + lag * steps and what was forecast at t.
+    """Return a metric of the states at t + lag * steps and their forecasts from t.
 
     Args:
         operator: An operator fitted on pairs of this lag.

@@ -29,8 +29,8 @@ def draw(results: Any) -> Figure:
         _function(right, results)
         _plane(last, results)
         plotting.letter(panels[0], left, middle, right, last)
-        marks = [panel.get_legend_handles_labels() for panel in (middle, last)]
-        below.legend(*map(sum, zip(*marks, strict=True), ([], [])), loc="outside lower center", ncols=7)
+        handles = middle.get_legend_handles_labels()[0] + last.get_legend_handles_labels()[0]
+        below.legend(handles=handles, loc="outside lower center", ncols=7)
     plt.close(figure)
     return figure
 

@@ -40,7 +40,7 @@ class Static:
 
 
 class State(eqx.Module):
-    """Where the training of a network stands: a PyTree of arrays, for `jax.jit`, `vmap`, `grad` and `lax.scan`.
+    """State of a network's training: a PyTree of arrays, for `jax.jit`, `vmap`, `grad` and `lax.scan`.
 
     Stacked states carry members on the leading axis of every array.
 
@@ -77,7 +77,7 @@ class State(eqx.Module):
 
 
 class Info(NamedTuple):
-    """What a step says of itself.
+    """Records of one step.
 
     Attributes:
         loss: Of the batch, before the update: a scalar, or one per step and member.
@@ -265,6 +265,8 @@ def _one_transformation(optimizer: Any) -> Any:
 
 
 def _without_grad_fn(update: Any) -> Any:
+    """Return an update that names the option if Optax asks for `grad_fn`."""
+
     def wrapped(updates: Any, state: Any, params: Any = None) -> Any:
         try:
             return update(updates, state, params)
@@ -291,7 +293,7 @@ def transformation(optimizer: Any, hyperparams: Any) -> optax.GradientTransforma
 
 
 def first_opt_state(optimizer: Any, arrays: Any, hyperparams: Any) -> Any:
-    """What the optimiser begins with on one member's arrays."""
+    """Return the optimiser's initial state for one member's arrays."""
     fresh = transformation(optimizer, hyperparams).init(_trained(arrays))
     pairs = lambda node: isinstance(node, optax.LookaheadState)  # noqa: E731
     if any(map(pairs, jax.tree.leaves(fresh, is_leaf=pairs))):

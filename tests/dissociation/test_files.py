@@ -176,6 +176,6 @@ def test_links_that_lead_to_each_other_are_refused_with_their_path(tmp_path):
     one, other = tmp_path / "one", tmp_path / "other"
     one.symlink_to(other)
     other.symlink_to(one)
-    with pytest.raises(OSError, match=f"must lead to a file, got links that lead to each other: '{one}'"):
+    with pytest.raises(OSError, match=f"must lead to a file, got a loop of symbolic links: '{one}'"):
         files.write_bytes(one, b"lost")
     assert one.is_symlink()

@@ -99,7 +99,7 @@ OPTIONS = {
 
 
 def against_reference(name, x, y):
-    """Our value and the reference's, distances squared and angles as cosines, and the size they are judged by."""
+    """Return our value, the reference's value and the scale of the tolerance: distances squared, angles as cosines."""
     ours, wide = float(MEASURES[name](x, y)), [np.asarray(part, float) for part in (x, y)]
     wanted = getattr(reference, name)(*wide, **OPTIONS.get(name, {}))
     if name in ("angular_distance", "partial_whitening_distance"):

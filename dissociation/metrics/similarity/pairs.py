@@ -69,7 +69,7 @@ Representations = Mapping[str, Any] | Sequence[Any] | Array | np.ndarray
 
 
 class Similarities(Result):
-    """What all pairs of two sets of representations score; both sets may be one.
+    """Similarities of all pairs of two sets of representations; both sets may be the same.
 
     Attributes:
         values: The measure of all samples, [items, others].
@@ -115,7 +115,7 @@ class Similarities(Result):
     LEAST = {"p_values": LEAST_P_VALUE}
 
     def axis_coordinates(self) -> dict[str, tuple[str, np.ndarray]]:
-        """What rows and columns are, by name: the axis that it belongs to, and the values."""
+        """Return the labels of rows and columns, by name: an axis and its values."""
         found = {}
         for axis, stem, pairs in (("items", "item", self.items), ("others", "other", self.others)):
             found[axis] = axis, np.asarray([f"{layer} {member}" for layer, member in pairs])
