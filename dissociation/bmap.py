@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from dissociation import checks, lanes
-from dissociation.batch_size import run_largest
+from dissociation.memory import run_largest
 from dissociation.traced import trace
 from dissociation.types import PyTree
 from dissociation.validation import validated
@@ -65,9 +65,9 @@ def bmap(
             "auto": the largest batch that fits `memory_budget` by the account of `memory.program_bytes`; the call is
             compiled ahead of time for that, and the program that was measured is run. Works on concrete arguments only,
             outside `jit`, `grad` and `vmap`. The choice is logged at level INFO.
-        memory_budget: For "auto": bytes for temporaries and results, beyond the arguments; on a CPU the scratch of
-            matrix routines counts. None: nine tenths of what the device has free; on a CPU, half of what the process
-            can still take (the machine's free memory, limits of control groups, `ulimit`).
+        memory_budget: For "auto": bytes for temporaries and results, beyond the arguments, as the compiler counts them;
+            on a CPU it does not count the scratch of matrix routines. None: nine tenths of the device's free memory; on
+            a CPU, half of the machine's free memory within the limits of control groups.
         loop: "scan" (compiled loop), "unroll" (Python loop) or "auto" (as above).
 
     Returns:

@@ -9,11 +9,10 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from jaxtyping import Array
 
 from dissociation import checks, sharding
-from dissociation.batch_size import largest, needed_bytes
 from dissociation.cores import available_cores
 from dissociation.lanes import in_turn, number_of_lanes
 from dissociation.members import MEMBER_MAPS, count, map_members, per_batch
-from dissociation.memory import free_memory
+from dissociation.memory import free_memory, largest, program_bytes
 from dissociation.traced import Traced, trace
 from dissociation.training.samplers import Sampler
 from dissociation.training.state import State, Step
@@ -205,7 +204,7 @@ def largest_batch(inputs: Any, state: State) -> int:
     def bytes_of(size: int) -> int:
         jitted: Any = run_chunk
         program = jitted.lower((layout._replace(members_per_batch=size), *others), state).compile()
-        return needed_bytes(program.compiled)
+        return program_bytes(program.compiled)
 
     return largest(
         bytes_of, count(state) // layout.devices, free_memory(jax.tree.leaves(eqx.filter(state, eqx.is_array)))

@@ -18,11 +18,11 @@ import numpy as np
 
 from dissociation import checkpoint as checkpoints
 from dissociation import checks, distributed, sharding
-from dissociation.batch_size import needed_bytes
 from dissociation.conversion import describe
 from dissociation.files import RefusedFile
 from dissociation.lanes import Parts, parts_in_turn, ready, run_tasks, traced_number
 from dissociation.members import concatenate, stack, take
+from dissociation.memory import program_bytes
 from dissociation.shares import Share
 from dissociation.traced import Traced
 from dissociation.training.batches import Batches, example, placed_parts
@@ -110,7 +110,8 @@ class Run:
 
         self.traced = traced
         # Copies, as steps take their state's memory; and of no weak type, as steps return: one program serves all.
-        self.states = self._split(jax.tree.map(lambda leaf: jnp.array(leaf, leaf.dtype, copy=True), state))
+        copied = partial(jnp.array, copy=len(self.parts.counts) == 1)  # several parts are copies
+        self.states = [jax.tree.map(lambda leaf: copied(leaf, leaf.dtype), part) for part in self._split(state)]
         self.keys = self._split(keys)
         self.counts = [traced_number(count) if in_turn else None for count in self.parts.counts]
         batches.lay(mesh, self.parts)
@@ -218,18 +219,18 @@ class Run:
         self.unsaved = times[0][1]
         return self.share.gather(own, "chunks"), max(one for one, _ in times)
 
-    def program_bytes(self) -> tuple[int, int]:
-        """What the programs of a chunk and of an observation take for temporaries and results, beyond the states."""
+    def program_bytes(self) -> int:
+        """Return the bytes of the larger program, of a chunk or of an observation, beyond its arguments."""
         common, mapped, place = self.batches.source(self.step)
         where = jnp.asarray((self.step, place.within, 1))
         inputs = self.layout, self.traced(place.size), self.keys[0].loss, None, mapped[0], common, self.counts[0], where
         chunk: Any = run_chunk
         observation: Any = observe_members
-        found = [needed_bytes(chunk.lower(inputs, self.states[0]).compile().compiled), 0]
-        if self.observe is not None:
-            shared = self.layout, self.observe, jnp.asarray(self.step), self.keys[0].observe, self.counts[0]
-            found[1] = needed_bytes(observation.lower(shared, self.states[0]).compile().compiled)
-        return found[0], found[1]
+        found = program_bytes(chunk.lower(inputs, self.states[0]).compile().compiled)
+        if self.observe is None:
+            return found
+        shared = self.layout, self.observe, jnp.asarray(self.step), self.keys[0].observe, self.counts[0]
+        return max(found, program_bytes(observation.lower(shared, self.states[0]).compile().compiled))
 
     def record(self) -> None:
         """Records the observation at the current step, and asks the callbacks."""

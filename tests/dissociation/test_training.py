@@ -125,13 +125,13 @@ def test_members_per_batch_follow_the_memory(key, monkeypatch, devices):
     models, sizes, needed = linear_members(key, 12, out=40), [], []
     data = regression(key, samples=450, out=40)
     mesh = sharding.member_mesh(jax.devices("cpu")[:devices]) if devices else None
-    largest, needed_bytes = chunk_module.largest_batch, chunk_module.needed_bytes
+    largest, program_bytes = chunk_module.largest_batch, chunk_module.program_bytes
 
     def run(budget, *layout):
         with monkeypatch.context() as patch:
             patch.setattr(chunk_module, "free_memory", lambda arrays: budget)
             patch.setattr(
-                chunk_module, "needed_bytes", lambda program: needed.append(needed_bytes(program)) or needed[-1]
+                chunk_module, "program_bytes", lambda program: needed.append(program_bytes(program)) or needed[-1]
             )
             patch.setattr(run_module, "largest_batch", lambda *args: sizes.append(largest(*args)) or sizes[-1])
             step, layout = make_step(noisy_error, optax.adam(0.05)), Layout(*layout, mesh=mesh)
