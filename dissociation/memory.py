@@ -38,7 +38,7 @@ def free_memory(arrays: Iterable[jax.Array]) -> int:
     known = {"bytes_limit", "bytes_in_use"}
     if all(known <= each.keys() for each in stats):
         return min(each["bytes_limit"] - each["bytes_in_use"] for each in stats) * 9 // 10
-    return max(0, min(psutil.virtual_memory().available, *_free_in_groups())) // 2
+    return max(0, min([psutil.virtual_memory().available, *_free_in_groups()])) // 2
 
 
 def _free_in_groups(process: str | Path = "/proc/self/cgroup", root: str | Path = "/sys/fs/cgroup") -> Iterator[int]:

@@ -132,12 +132,13 @@ def fit(
         save: What to record, and when.
         layout: How members are mapped, and over which devices.
         callbacks: What happens on the way: functions `callback(step, records)`, or objects of `callbacks`.
-        checkpoint: A file, or a link to one. If it exists the run goes on from it, and the outcome equals the
-            uninterrupted one bit for bit. It is written as the run goes on and at its end, be that an interrupt
+        checkpoint: A file, or a link to one. If it exists the run resumes from it; under the same layout the
+            outcome equals the uninterrupted one bit for bit. It is written as the run goes on and at its end, be that an interrupt
             (Ctrl-C, or SIGTERM, whose handler is called afterwards) or the error of a callback or an iterator. It goes
             on from the same data, models, hyperparameters and key, under the same step, sampler and observation;
             layout, number of processes, callbacks and number of steps may be others: a finished run is extended by more
-            of them. One that a callback ended stays ended, unless none listens any more, or no record is made at that
+            of them. What `layout` leaves open is taken from the file; under another layout bits may differ, which a line
+            of the log states. One that a callback ended stays ended, unless none listens any more, or no record is made at that
             step. One call at a time has it.
         same_program: Take the checkpoint's program for the same, though it is not traced to the same operations, as
             after an update of JAX.
@@ -167,7 +168,8 @@ def fit(
     heard = [_callback(i, each) for i, each in enumerate(callbacks)]
     times = _times(save, heard, first, total, sampler.epoch_steps)
     order_keys, own_keys = _split_key(key, num_members, sampler.shared)
-    layout, share = _shared_out(layout, num_members)
+    path = None if checkpoint is None else files.followed(checkpoint)
+    layout, share = _shared_out(_resumed(layout, path), num_members)
     if not share.alone:
         _check_alike((state.arrays, state.hyperparams, key, jnp.asarray(times)), total)
     mine = share.take(sampler) if sampler.stacked else sampler
@@ -176,13 +178,10 @@ def fit(
         run = Run(share.take(state), step, batches, share.take(own_keys), save, layout, heard, share)
         _check_names(run)
         file = None
-        if checkpoint is not None:
-            path = files.followed(checkpoint)
-            if path.is_dir():
-                checks.fail("checkpoint", "be a file", f"the folder {checkpoint}")
+        if path is not None:
             file = Checkpoint(path, _identity(run, state, step, sampler, key), same_program)
-        where = f"{run.lanes} in parallel" if run.lanes > 1 else f"by {run.layout.member_map}"
-        logger.info("plan: %d members, %s on %d device(s)", num_members, where, max(run.lanes, run.layout.devices))
+        chosen = run.layout
+        logger.info("%d members by %s, %d threads, %d devices", num_members, chosen[0], run.threads, chosen.devices)
         del state  # the run has its own
         with ExitStack() as held:
             if file is not None:
@@ -261,14 +260,24 @@ def estimated_bytes(
     recorded = (run.info, total - first), (run.observe and run.observe.out, times)
     history = 16 * sum(math.prod(leaf.shape) * times for tree, times in recorded for leaf in jax.tree.leaves(tree))
     cpu = jax.default_backend() == "cpu"
-    lanes = min(jax.local_device_count(), cores.available_cores()) if cpu and run.layout.member_map != "vmap" else 1
-    fixed = _bytes(sampler) + _bytes(run.observe) + lanes * max(0, programs[0] - 2 * each)
+    threads = min(jax.local_device_count(), cores.available_cores()) if cpu and run.layout.member_map != "vmap" else 1
+    fixed = _bytes(sampler) + _bytes(run.observe) + threads * max(0, programs[0] - 2 * each)
     per_member = COPIES * _bytes(state) // count + each + history
-    return Needs(fixed, per_member, _bytes(state.arrays) // count, max(lanes, run.layout.devices))
+    return Needs(fixed, per_member, _bytes(state.arrays) // count, max(threads, run.layout.devices))
 
 
 def _bytes(tree: Any) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(tree) if eqx.is_array(leaf) or isinstance(leaf, np.ndarray))
+
+
+def _resumed(layout: Layout, path: Path | None) -> Layout:
+    """Take what `layout` leaves open from the checkpoint, if there is one."""
+    if path is not None and path.is_dir():
+        checks.fail("checkpoint", "be a file", f"the folder {path}")
+    if path is None or not path.exists():
+        return layout
+    stored = checkpoints.read_header(path).get("layout")  # None in a file from before layouts were stored
+    return layout if stored is None else layout.resumed(stored)
 
 
 def _shared_out(layout: Layout, num_members: int) -> tuple[Layout, Share]:

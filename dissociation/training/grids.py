@@ -26,7 +26,7 @@ from dissociation.labelling import Labels, Over
 from dissociation.progress import MeterFactory, open_meter
 from dissociation.sweeps import Grid
 from dissociation.training.callbacks import Callback
-from dissociation.training.chunk import Layout
+from dissociation.training.chunk import Layout, stored_layout
 from dissociation.training.fitting import estimated_bytes, fit, labelled_fit
 from dissociation.training.records import History, Save
 from dissociation.training.run import terminations_interrupt
@@ -37,6 +37,8 @@ from dissociation.validation import validated
 
 MANIFEST = "sweep.json"
 """The file of a folder that says which sweep it holds, and how far that is."""
+FORMAT = 1
+"""Format of `sweep.json`; folders from before the layout was stored have none, and are resumed."""
 
 logger = logging.getLogger(__name__)
 
@@ -235,12 +237,14 @@ def _run(
     sweep: _Sweep, plan: Plan, kept: "_Folder", progress: str | MeterFactory | None, same_program: bool
 ) -> GridResult:
     steps, parts = _Steps(progress, len(plan.groups), str(plan)), []
+    layout = kept.layout(sweep.options["layout"], plan.devices)
     models: dict[int, Any] = {}
     try:
         for index, members in enumerate(plan.groups):
             start, aux = sweep.start(members)
             file = kept.file(index, "ckpt")
             given = {**sweep.arguments(members), "aux": aux, "checkpoint": file, "same_program": same_program}
+            given["layout"] = layout
             try:
                 result = fit(start, sweep.step, sweep.sampler, callbacks=[steps], **given)
             except WrongValue as error:
@@ -444,6 +448,10 @@ class _Folder:
             stored = manifest["identity"]
         except (ValueError, KeyError, TypeError) as error:
             raise RefusedFile(f"{path} is broken. Name another folder, or say fresh=True.") from error
+        if manifest.get("format", 0) > FORMAT:
+            raise RefusedFile(
+                f"{path} must have format {FORMAT} or lower, got {manifest['format']}. Update this package."
+            )
         if different := [name for name in self.identity if stored.get(name) != self.identity[name]]:
             raise RefusedFile(
                 f"`folder` must hold the same sweep, got {self.path}, whose {checks.that_differ(different)}. "
@@ -458,9 +466,18 @@ class _Folder:
             return Plan(**{**kept, "groups": tuple(map(tuple, kept["groups"]))})
         groups, *rest = distributed.on_main(make)  # others may have less memory, but the groups must be the same
         plan = Plan(tuple(map(tuple, groups)), *rest)
-        self.manifest = {"identity": self.identity, "plan": plan._asdict(), "seconds": {}}
+        self.manifest = {"format": FORMAT, "identity": self.identity, "plan": plan._asdict(), "seconds": {}}
         self._write()
         return plan
+
+    def layout(self, layout: Layout, threads: int) -> Layout:
+        """Take what `layout` leaves open from the folder, for groups that have not started; store it in a new one."""
+        if "layout" in self.manifest:
+            return layout.resumed(self.manifest["layout"])
+        layout = layout._replace(threads=threads) if layout.threads == "auto" else layout
+        self.manifest["layout"] = stored_layout(layout)
+        self._write()
+        return layout
 
     def _write(self) -> None:
         if self.kept:
