@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import equinox as eqx
 import jax
@@ -15,6 +17,7 @@ import optax
 import pytest
 from linear_regression import Normalised, normalised_error, regression
 
+from dissociation import checkpoint as checkpoints
 from dissociation.files import RefusedFile
 from dissociation.sweeps import Grid
 from dissociation.training import Epochs, Layout, Save, fit, fit_grid, fitting, make_step
@@ -344,9 +347,37 @@ def test_killed_five_times_on_other_numbers_of_devices(tmp_path):
         assert process.returncode == 0, process.stderr.read()
         return np.load(tmp_path / "loss.npy")
 
-    whole = run(tmp_path / "whole", 1)
+    whole = run(tmp_path / "whole", 2)  # the folder's first call chooses the layout of all
     found = None
     for devices, seconds in zip((2, 1, 4, 2, 3), np.random.default_rng(0).uniform(4, 9, 5), strict=True):
         found = run(tmp_path / "killed", devices, seconds)
     found = run(tmp_path / "killed", 2) if found is None else found
     np.testing.assert_array_equal(found, whole)
+
+
+def test_a_sweep_from_before_layouts_were_stored_is_resumed(tmp_path):
+    """The folder was written by an earlier version, and has one of two groups."""
+    folder = tmp_path / "sweep"
+    shutil.copytree(Path(__file__).parent / "stored" / "sweep", folder)
+    x = np.sin(np.arange(24.0, dtype=np.float32)).reshape(8, 3)
+
+    def swept_again(folder):
+        step = make_step(lambda model, batch, key: jnp.mean((batch @ model - 1) ** 2), lambda v: optax.sgd(v["rate"]))
+        grid, options = Grid(rate=[0.1, 0.01], seed=[0, 1]), {"num_steps": 4, "progress": None, "same_program": True}
+        init = lambda key: jax.random.normal(key, (3,))  # noqa: E731
+        save = Save(seconds=0.0)
+        return fit_grid(init, step, Epochs(x, 4), grid, key=jax.random.key(0), save=save, folder=folder, **options)
+
+    if checkpoints.read_header(folder / "group-0000.ckpt")["jax"] != jax.__version__:
+        with pytest.raises(RefusedFile, match="`checkpoint` must be a file of the same run"):
+            swept_again(folder)
+        return
+    result = swept_again(folder)
+    assert result.plan.groups == ((0, 1), (2, 3))
+    np.testing.assert_allclose(result.history.loss, swept_again(None).history.loss, rtol=1e-5)
+    manifest = json.loads((folder / "sweep.json").read_text())
+    assert manifest["layout"]["threads"] == 1  # as many devices as its plan had
+    manifest["format"] = 99
+    (folder / "sweep.json").write_text(json.dumps(manifest))
+    with pytest.raises(RefusedFile, match="must have format 1 or lower, got 99"):
+        swept_again(folder)
