@@ -28,10 +28,9 @@ def program_bytes(executable: Any) -> int:
 
 
 def free_memory(arrays: Iterable[jax.Array]) -> int:
-    """Return a safe share of the free bytes: nine tenths on an accelerator, half on the host.
+    """Return a safe share of the free bytes of the arrays' devices, or of the default device.
 
-    Args:
-        arrays: Concrete arrays, whose devices count; without any, the default device counts.
+    The safety factor is nine tenths on an accelerator and half on the host, where other programs run.
     """
     devices = set().union(*(leaf.devices() for leaf in arrays)) or {jax.local_devices()[0]}
     stats = [device.memory_stats() or {} for device in devices]
@@ -91,13 +90,9 @@ def largest(bytes_of: Callable[[int], int], size: int, budget: int) -> int:
 
 
 def run_largest(function_of: Callable[[int], Callable[..., Any]], arrays: Any, size: int, budget: int | None) -> Any:
-    """Return `function_of(batch_size)(arrays)` for the largest batch size that fits.
+    """Return `function_of(batch_size)(arrays)` for the largest batch of `size` members that fits.
 
-    Args:
-        function_of: From members per batch to a function; its arrays become inputs of the compiled program.
-        arrays: A PyTree of concrete arrays.
-        size: The number of members.
-        budget: Bytes for temporaries and results; None: `free_memory`.
+    `budget` is bytes for temporaries and results; None: `free_memory`. The function's arrays become inputs.
     """
 
     @functools.cache

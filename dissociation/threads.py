@@ -1,7 +1,6 @@
 """Worker threads on a CPU, each of which calls one compiled function on a shard of the members.
 
 XLA's CPU backend runs the programs of one thread in order, and those of several threads in parallel, on one device.
-Small programs leave most cores idle; several at the same time fill them.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,10 +20,7 @@ from dissociation.sharding import drop_padding, pad_members
 def number_of_threads(num_members: int, operations: Iterable[str], arrays: Any) -> int:
     """Return the number of worker threads for sequential mapping: at most that of members, CPU devices and cores.
 
-    Args:
-        num_members: The number of members.
-        operations: Names of the primitives in a member's program.
-        arrays: A PyTree of the program's arguments. If they lie on several devices, one thread runs the program.
+    `operations` names the primitives of a member's program, `arrays` holds its arguments.
     """
     if any(getattr(jax.config, name) for name in ("jax_debug_nans", "jax_debug_infs", "jax_disable_jit")):
         return 1
@@ -35,12 +31,7 @@ def number_of_threads(num_members: int, operations: Iterable[str], arrays: Any) 
 
 
 class Shards(NamedTuple):
-    """Members in shards of equal size, the last one padded by copies of its last member.
-
-    Attributes:
-        num_members: Number of members.
-        size: Members per shard.
-    """
+    """Members in shards of equal size, the last one padded by copies of its last member."""
 
     num_members: int
     size: int

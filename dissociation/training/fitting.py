@@ -132,14 +132,15 @@ def fit(
         save: What to record, and when.
         layout: How members are mapped, and over which devices.
         callbacks: What happens on the way: functions `callback(step, records)`, or objects of `callbacks`.
-        checkpoint: A file, or a link to one. If it exists the run resumes from it; under the same layout the
-            outcome equals the uninterrupted one bit for bit. It is written as the run goes on and at its end, be that an interrupt
-            (Ctrl-C, or SIGTERM, whose handler is called afterwards) or the error of a callback or an iterator. It goes
+        checkpoint: A file, or a link to one. If it exists the run resumes from it; under the same layout the outcome
+            equals the uninterrupted one bit for bit. It is written as the run goes on and at its end, be that an
+            interrupt (Ctrl-C, or SIGTERM, whose handler is called afterwards) or the error of a callback or an
+            iterator. It goes
             on from the same data, models, hyperparameters and key, under the same step, sampler and observation;
             layout, number of processes, callbacks and number of steps may be others: a finished run is extended by more
-            of them. What `layout` leaves open is taken from the file; under another layout bits may differ, which a line
-            of the log states. One that a callback ended stays ended, unless none listens any more, or no record is made at that
-            step. One call at a time has it.
+            of them. What `layout` leaves open is taken from the file; under another layout bits may differ, which a
+            line of the log states. One that a callback ended stays ended, unless none listens any more, or no record is
+            made at that step. One call at a time has it.
         same_program: Take the checkpoint's program for the same, though it is not traced to the same operations, as
             after an update of JAX.
 

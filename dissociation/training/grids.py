@@ -171,8 +171,8 @@ def fit_grid(
 
     Quantities of the grid that `init` takes by name (a width, say) are given to it as Python numbers; members with the
     same ones share a program. "seed" makes a member's key, the same whatever else the member is. All others are given
-    to the optimiser, which is a function of a dictionary of them; they are traced, and never compiled anew. How members
-    are grouped changes no result where they go in turn, and their rounding elsewhere.
+    to the optimiser, which is a function of a dictionary of them; they are traced, and never compiled anew. The
+    grouping of members changes results by rounding alone.
 
     Args:
         init: From a key, and quantities of the grid by name, to a model.
