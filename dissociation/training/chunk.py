@@ -97,7 +97,7 @@ def chosen_layout(layout: Layout, num_members: int, arrays: Any, step: Traced, *
     for name, value in (("mesh", mesh), ("members_per_batch", members_per_batch), ("threads", wanted)):
         if isinstance(value, str):
             checks.check_choice(name, value, ("auto",))
-        elif name == "mesh" and value is not None:
+        elif isinstance(value, Mesh):
             sharding.check_mesh(value)
         elif value is not None:
             checks.check_count(name, value, minimum=1)
@@ -115,7 +115,7 @@ def chosen_layout(layout: Layout, num_members: int, arrays: Any, step: Traced, *
     operations = frozenset().union(*(program.code.primitives for program in (step, *others)))
     threads = number_of_threads(num_members, operations, (arrays, step, *others))
     # Bits depend on the shards: on fewer cores, fewer threads compute the same ones.
-    shards = threads if _is_open(wanted) else min(wanted, num_members)
+    shards = threads if isinstance(wanted, str) else min(wanted, num_members)
     return Chosen(member_map, None, None, shards), threads
 
 
