@@ -214,7 +214,22 @@ def run_chunk(inputs: Any, state: State) -> Any:
 
         return run(state) if goes_on is None else jax.lax.cond(goes_on, run, stay, state)
 
-    return _over_members(layout, one, (traced, common, place), (state, mapped, keys, active))
+    shared = traced, common, place
+    if layout.member_map != "scan" or layout.mesh is not None:
+        return _over_members(layout, one, shared, (state, mapped, keys, active))
+    # A loop that rewrites the state in place: `jax.lax.map` would hold it twice.
+    own, static = eqx.partition(state, eqx.is_array)
+    rest, rest_static = eqx.partition((mapped, keys, active), eqx.is_array)
+
+    def of_member(own: Any, each: Any) -> Any:
+        i, rest = each
+        member = eqx.combine(jax.tree.map(lambda leaf: leaf[i], own), static)
+        after, infos = one(shared, (member, *eqx.combine(rest, rest_static)))
+        put = lambda leaf, new: leaf.at[i].set(new)  # noqa: E731
+        return jax.tree.map(put, own, eqx.filter(after, eqx.is_array)), infos
+
+    own, infos = jax.lax.scan(of_member, own, (jnp.arange(count(state)), rest))
+    return eqx.combine(own, static), infos
 
 
 def largest_batch(inputs: Any, state: State) -> int:
