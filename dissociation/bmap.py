@@ -13,10 +13,10 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
 
-from dissociation import checks, lanes
-from dissociation.batch_size import run_largest
+from dissociation import checks
+from dissociation.memory import run_largest
+from dissociation.threads import map_shards, number_of_threads
 from dissociation.traced import trace
 from dissociation.types import PyTree
 from dissociation.validation import validated
@@ -42,8 +42,8 @@ def bmap(
     Values, structure and dtypes are those of `equinox.filter_vmap`. What is not mapped reaches `fun` as it came: a
     Python number stays one and may set a shape. `fun` is traced at every call, so one that is repeated belongs inside
     `equinox.filter_jit`; outside of it, the loop over batches is compiled once for programs that are equal, and single
-    members (`batch_size=1`) without a convolution go side by side on a CPU after `dissociation.use_all_cores`, with the
-    same results bit for bit.
+    members (`batch_size=1`) without a convolution are mapped in parallel on a CPU after `dissociation.use_all_cores`,
+    with the same results up to rounding.
 
     The loop over batches is traced, as by `jax.jit`; batches of one member call `fun` without batching. On a CPU, XLA
     runs convolutions in a compiled loop several times slower than outside of one (two layers of 16 channels, 8 batches
@@ -61,13 +61,13 @@ def bmap(
         axis_name: The mapped axis' name for collectives, which cannot cross batches: needs a single batch.
         axis_size: The number of members; needed only if no argument is mapped.
         batch_size: Members per batch, at least 1; the last batch may be smaller. None: a single batch, which is
-            `equinox.filter_vmap` itself. 1: members in turn, a single one too, as `fun` computes it without batching.
+            `equinox.filter_vmap` itself. 1: members sequentially, as `fun` computes each without batching.
             "auto": the largest batch that fits `memory_budget` by the account of `memory.program_bytes`; the call is
             compiled ahead of time for that, and the program that was measured is run. Works on concrete arguments only,
             outside `jit`, `grad` and `vmap`. The choice is logged at level INFO.
-        memory_budget: For "auto": bytes for temporaries and results, beyond the arguments; on a CPU the scratch of
-            matrix routines counts. None: nine tenths of what the device has free; on a CPU, half of what the process
-            can still take (the machine's free memory, limits of control groups, `ulimit`).
+        memory_budget: For "auto": bytes for temporaries and results, beyond the arguments, as the compiler counts them;
+            on a CPU it does not count the scratch of matrix routines. None: nine tenths of the device's free memory; on
+            a CPU, half of the machine's free memory within the limits of control groups.
         loop: "scan" (compiled loop), "unroll" (Python loop) or "auto" (as above).
 
     Returns:
@@ -139,9 +139,9 @@ class _Batched(eqx.Module):
             return self._unmapped(args)
         if self.batch_size == "auto":
             return self._in_largest_batches(args, axes, size)
-        # One member by itself is computed as one of many in turn, unless collectives need the mapped axis.
-        in_turn = self.batch_size == 1 and self.axis_name is None
-        if self.batch_size is None or self.batch_size > size or (self.batch_size == size and not in_turn):
+        # One member by itself is computed without batching as well, unless collectives need the mapped axis.
+        sequential = self.batch_size == 1 and self.axis_name is None
+        if self.batch_size is None or self.batch_size > size or (self.batch_size == size and not sequential):
             options = {"axis_name": self.axis_name, "axis_size": self.axis_size}
             return eqx.filter_vmap(self.fun, in_axes=in_axes, out_axes=self.out_axes, **options)(*args)
         if self.axis_name is not None:
@@ -198,8 +198,8 @@ class _Batched(eqx.Module):
             ]
             gathered = jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *parts)
         elif kept:
-            side_by_side = lanes.number_of_lanes(size, operations, (program, rows)) if self.batch_size == 1 else 1
-            gathered = lanes.map_lanes(_looped_over, (program, self.batch_size), rows, size, side_by_side)
+            threads = number_of_threads(size, operations, (program, rows)) if self.batch_size == 1 else 1
+            gathered = map_shards(_looped_over, (program, self.batch_size), rows, size, threads)
         else:
             gathered = _loop_over((own_of, self.batch_size), rows)
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in common):  # raises if one depends on a mapped argument
@@ -231,16 +231,10 @@ def _filled(leaves: list[Any], axes: list[int | None], mapped: list[Any]) -> lis
     return [leaf if axis is None else next(values) for leaf, axis in zip(leaves, axes, strict=True)]
 
 
-def _loop_over(how: tuple[Callable[..., Any], int], rows: Any, count: Array | None = None) -> Any:
+def _loop_over(how: tuple[Callable[..., Any], int], rows: Any) -> Any:
     one, batch_size = how
     # Batches of one member need no batching rules: products and convolutions keep their fast forms.
-    if batch_size == 1:
-        return (
-            jax.lax.map(one, rows)
-            if count is None
-            else lanes.in_turn(lambda _, row: ((), one(row)), (), rows, count)[1]
-        )
-    return jax.lax.map(one, rows, batch_size=batch_size)
+    return jax.lax.map(one, rows) if batch_size == 1 else jax.lax.map(one, rows, batch_size=batch_size)
 
 
 _looped_over = eqx.filter_jit(_loop_over)  # a call on the same data by the same program compiles once

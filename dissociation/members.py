@@ -151,8 +151,7 @@ def map_members(
 ) -> Any:
     """`function(shared, member)` for every member.
 
-    With "scan" and "unroll" a member's result does not depend on how many others there are, bit for bit, but that a
-    "scan" over a single one may differ in the last digits; so may "vmap".
+    A member's result does not depend on the number of the others, up to rounding.
 
     Args:
         function: For one member; must return arrays.

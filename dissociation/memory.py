@@ -1,154 +1,47 @@
-"""Memory: what a compiled program takes, and what is free on a device or on the host."""
+"""Memory that compiled programs take, memory that is free, and the largest batch of members that fits."""
 
-import contextlib
-import ctypes
-import math
-import os
-import re
-import sys
-from collections.abc import Iterable, Iterator
+import functools
+import logging
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import equinox as eqx
 import jax
+import psutil
 
 from dissociation import checks
 
-try:
-    import resource
-except ImportError:  # not on Windows
-    resource = None
-
-PACKING = 8 * 2**20
-"""Bytes at most, on a CPU, into which a routine of matrices copies pieces of its operands."""
-
-UNLIMITED = 2**60
-"""A limit above this is none; control groups write one as 2^63 - 4096, or "max"."""
-
-_INSTRUCTION = re.compile(r"^\s*(ROOT )?%(\S+) = (\(.*?\)|\S+) ([\w-]+)\((.*)$")
-_ARRAY = re.compile(r"\b([a-z]+)(\d+)?\w*\[([\d,]*)\]")
-_LIBRARY = re.compile(r"kind=kCustom, calls=%([^,\s]+)")
-_COPIED = ("dot", "convolution", "custom-call")
-_FUSED_AWAY = ("parameter", "constant", "bitcast", "broadcast", "iota", "tuple", "get-tuple-element")
+logger = logging.getLogger(__name__)
 
 
-def program_bytes(executable: Any) -> int | None:
-    """Bytes that a compiled program takes for temporaries and results, beyond its arguments.
-
-    The compiler's own account, and on a CPU an upper bound on the scratch that it leaves out: XLA hands chains of
-    matrix products to a library, which keeps the products between them, and pieces of operands, in memory of its own.
-    Two dense layers that end in a sum take, by the compiler's account, the four bytes of the sum.
+def program_bytes(executable: Any) -> int:
+    """Return the bytes that a compiled program takes for temporaries and results, beyond its arguments.
 
     Args:
-        executable: What `jax.jit(...).lower(...).compile()` returns.
-
-    Returns:
-        The bytes, or None where the backend gives no account.
+        executable: The result of `jax.jit(...).lower(...).compile()`.
     """
     usage = executable.memory_analysis()
     if usage is None:
-        return None
-    platform = next(iter(executable.runtime_executable().local_devices())).platform
-    scratch = library_scratch(executable.as_text()) if platform == "cpu" else 0
-    return usage.temp_size_in_bytes + usage.output_size_in_bytes - usage.alias_size_in_bytes + scratch
-
-
-def library_scratch(program: str) -> int:
-    """An upper bound on the bytes of scratch that libraries take in a program for a CPU.
-
-    Args:
-        program: Optimised HLO as text.
-    """
-    library, total = set(_LIBRARY.findall(program)), 0
-    for name, instructions in _computations(program):
-        sizes = {instruction: size for _, instruction, size, _, _ in instructions}
-        for root, instruction, size, operation, arguments in instructions:
-            operands = [sizes.get(operand, 0) for operand in re.findall(r"%([\w.-]+)", arguments.split(")")[0])]
-            if operation in _COPIED:
-                total += min(PACKING, sum(operands))
-            if name not in library or operation in _FUSED_AWAY:
-                continue
-            if operation == "dot":  # its second operand is put in another order as a whole
-                total += operands[1]
-            # A chain of elementwise operations is computed in passing, unless its result is wanted twice.
-            uses = sum(f"%{instruction}" in re.split(r"[,)\s]+", other) for *_, other in instructions)
-            if not root and (operation in (*_COPIED, "reduce") or uses > 1):
-                total += size
-    return total
-
-
-def _computations(program: str) -> Iterator[tuple[str, list[tuple[bool, str, int, str, str]]]]:
-    """Name and instructions (is it the root, name, bytes, operation, rest of the line) of every computation."""
-    name, instructions = "", []
-    for line in program.splitlines():
-        if line.endswith("{") and (head := re.match(r"(?:ENTRY )?%(\S+)", line)):
-            name, instructions = head[1], []
-        elif line.startswith("}"):
-            yield name, instructions
-        elif match := _INSTRUCTION.match(line):
-            root, instruction, shape, operation, arguments = match.groups()
-            instructions.append((root is not None, instruction, _bytes_of(shape), operation, arguments))
-
-
-def _bytes_of(shape: str) -> int:
-    """Bytes of an HLO shape, as of "f32[4,3]{1,0}" or a tuple of such; anything below a byte counts as one."""
-    total = 0
-    for kind, bits, sizes in _ARRAY.findall(shape):
-        width = max(1, int(bits or 8) // 8) if kind != "token" else 0
-        total += width * math.prod(int(size) for size in sizes.split(",") if size)
-    return total
+        checks.fail("batch_size", "be a number here", "'auto'", "This backend gives no memory analysis")
+    return usage.temp_size_in_bytes + usage.output_size_in_bytes - usage.alias_size_in_bytes
 
 
 def free_memory(arrays: Iterable[jax.Array]) -> int:
-    """A safe share of the bytes that are free where the arrays live: nine tenths on a device, half on the host.
+    """Return a safe share of the free bytes of the arrays' devices, or of the default device.
 
-    Args:
-        arrays: Concrete arrays; without any, the default device counts.
+    The safety factor is nine tenths on an accelerator and half on the host, where other programs run.
     """
     devices = set().union(*(leaf.devices() for leaf in arrays)) or {jax.local_devices()[0]}
-    free = [_free_on_device(device) for device in devices]
-    return min(free_on_host() // 2 if number is None else number * 9 // 10 for number in free)
-
-
-def _free_on_device(device: Any) -> int | None:
-    stats = device.memory_stats() or {}
-    return stats["bytes_limit"] - stats["bytes_in_use"] if {"bytes_limit", "bytes_in_use"} <= stats.keys() else None
-
-
-def free_on_host() -> int:
-    """Bytes that this process can still take: the machine's, within its control groups' and its own limits."""
-    return max(0, min([_free_on_machine(), *_free_in_groups(), *_free_in_limits()]))
-
-
-def resident() -> int | None:
-    """Bytes of this process that are in memory; None where the system does not say."""
-    return _table("/proc/self/status").get("VmRSS")
-
-
-def trim() -> None:
-    """Gives what was freed back to the system, where the C library can: threads would not use each other's."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).malloc_trim(0)
-
-
-def _free_on_machine() -> int:
-    available = _table("/proc/meminfo").get("MemAvailable")
-    return _free_pages() if available is None else available
-
-
-def _free_pages() -> int:
-    """Free memory by `os.sysconf`; half of the physical memory where only that is known."""
-    known = getattr(os, "sysconf_names", {})
-    if "SC_PAGE_SIZE" in known and "SC_AVPHYS_PAGES" in known:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    if "SC_PAGE_SIZE" in known and "SC_PHYS_PAGES" in known:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    checks.fail("memory_budget", "be given on this system, whose free memory is unknown", None)
+    stats = [device.memory_stats() or {} for device in devices]
+    known = {"bytes_limit", "bytes_in_use"}
+    if all(known <= each.keys() for each in stats):
+        return min(each["bytes_limit"] - each["bytes_in_use"] for each in stats) * 9 // 10
+    return max(0, min([psutil.virtual_memory().available, *_free_in_groups()])) // 2
 
 
 def _free_in_groups(process: str | Path = "/proc/self/cgroup", root: str | Path = "/sys/fs/cgroup") -> Iterator[int]:
-    """What is left in every control group with a limit that this process is in, of both versions, parents included."""
+    """Yield the free bytes of each control group with a limit that this process is in, parents included."""
     for line in _lines(process):
         _, controllers, group = line.split(":", 2)
         if controllers == "":
@@ -157,31 +50,15 @@ def _free_in_groups(process: str | Path = "/proc/self/cgroup", root: str | Path 
             top, limit, usage = Path(root) / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
         else:
             continue
-        # In a container the path may be the host's, of which only the last part, or nothing, exists here.
+        # In a container the path may be the host's; then only the folder at the top exists.
         folder = top / group.strip("/")
         for place in (folder, *(parent for parent in folder.parents if parent.is_relative_to(top))):
-            allowed, used = (_number(place / name) for name in (limit, usage))
-            if allowed is not None and used is not None and allowed < UNLIMITED:
-                # Cached files are counted as used, and given back when memory is short.
-                stat = {name: int(value) for name, value in (entry.split() for entry in _lines(place / "memory.stat"))}
-                yield allowed - used + stat.get("total_inactive_file", stat.get("inactive_file", 0))
-
-
-def _free_in_limits() -> Iterator[int]:
-    """What is left of this process's limits (`ulimit -v`, `ulimit -d`)."""
-    if resource is None:
-        return
-    used = _table("/proc/self/status")
-    for limit, name in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
-        allowed, _ = resource.getrlimit(limit)
-        if allowed != resource.RLIM_INFINITY and name in used:
-            yield allowed - used[name]
-
-
-def _table(path: str) -> dict[str, int]:
-    """Entries "name: number kB" of a file under /proc, in bytes; empty where there is no such file."""
-    rows = (re.match(r"(\w+):\s+(\d+) kB", line) for line in _lines(path))
-    return {match[1]: int(match[2]) * 1024 for match in rows if match}
+            allowed, used = _lines(place / limit), _lines(place / usage)
+            if allowed and used and allowed[0].isdigit():  # "max" is no limit
+                # The kernel counts cached files as used, and takes them back when memory is short.
+                stat = dict(entry.split() for entry in _lines(place / "memory.stat"))
+                cached = stat.get("total_inactive_file", stat.get("inactive_file", 0))
+                yield int(allowed[0]) - int(used[0]) + int(cached)
 
 
 def _lines(path: str | Path) -> list[str]:
@@ -191,6 +68,53 @@ def _lines(path: str | Path) -> list[str]:
         return []
 
 
-def _number(path: Path) -> int | None:
-    lines = _lines(path)
-    return int(lines[0]) if lines and lines[0].isdigit() else None
+def largest(bytes_of: Callable[[int], int], size: int, budget: int) -> int:
+    """Return a large batch of at most `size` members whose program needs at most `budget` bytes.
+
+    Memory is linear in the batch from 2 on, not from 1. If all members do not fit, batches of 2 and 4 give the line.
+
+    Args:
+        bytes_of: The bytes that a program of this many members per batch needs.
+        size: The number of members.
+        budget: Bytes.
+    """
+    if bytes_of(size) <= budget:
+        return size
+    two, four = bytes_of(2), bytes_of(4)
+    batch = max(1, min(size - 1, 2 + int(2 * (budget - two) // max(four - two, 1))))
+    while batch > 1 and bytes_of(batch) > budget:  # the line is no bound
+        batch = batch * 7 // 8
+    if bytes_of(batch) > budget:
+        checks.fail("memory_budget", f"be at least {bytes_of(1)} bytes (one member at a time, all results)", budget)
+    return batch
+
+
+def run_largest(function_of: Callable[[int], Callable[..., Any]], arrays: Any, size: int, budget: int | None) -> Any:
+    """Return `function_of(batch_size)(arrays)` for the largest batch of `size` members that fits.
+
+    `budget` is bytes for temporaries and results; None: `free_memory`. The function's arrays become inputs.
+    """
+
+    @functools.cache
+    def compiled(batch_size: int) -> tuple[Any, int]:
+        # As constants, arrays that a function closes over would be folded and copied.
+        converted = eqx.filter_closure_convert(function_of(batch_size), arrays)
+        _refuse_traced(converted)
+        jitted: Any = eqx.filter_jit(lambda function, arrays: function(arrays))
+        program = jitted.lower(converted, arrays).compile()
+        return functools.partial(program, converted, arrays), program_bytes(program.compiled)
+
+    _refuse_traced(arrays)
+    budget = free_memory(jax.tree.leaves(arrays)) if budget is None else budget
+    chosen = largest(lambda batch_size: compiled(batch_size)[1], size, budget)
+    run, needed = compiled(chosen)
+    logger.info("batches of %d of %d members: %d bytes of %d", chosen, size, needed, budget)
+    return run()
+
+
+def _refuse_traced(tree: Any) -> None:
+    if any(checks.is_traced(leaf) for leaf in jax.tree.leaves(tree)):
+        raise ValueError(
+            "`batch_size` must be a number or None inside jit, grad, vmap and other transformations, got 'auto'. The "
+            "program that runs is not known there; choose with 'auto' outside, on concrete arrays."
+        )

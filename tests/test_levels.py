@@ -18,8 +18,8 @@ LEVELS = {
         "files": -1, "frames": -1, "interrupts": -1, "labelled": -0.5, "labelling": -0.4, "linalg": 0, "results": 0,
         "splits": 0, "ties": 0.1,
         "provenance": 0, "progress": 0, "plotting": 0, "display": 0, "sharding": 0,
-        "schedule": 0, "distributed": 0, "shares": 0.2, "lanes": 0.5,
-        "distances": 0.5, "memory": 0, "batch_size": 0.5, "checkpoint": 1, "traced": 1.1,
+        "schedule": 0, "distributed": 0, "shares": 0.2, "threads": 0.5,
+        "distances": 0.5, "memory": 0, "checkpoint": 1, "traced": 1.1,
         "bmap": 1.2, "data": 1, "members": 1.5, "models": 1.6, "sweeps": 2, "weights": 2, "linear": 2, "spectral": 2,
         "metrics": 2, "training": 3, "symmetry": 3.5, "recipes": 4, "fig4": 4.5, "figures": 5, "cli": 6, "__main__": 7,
         "__init__": 8,  # names at the top, whose modules stay unloaded

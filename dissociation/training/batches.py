@@ -15,16 +15,16 @@ from jaxtyping import Array
 
 from dissociation import checks, sharding
 from dissociation.conversion import describe
-from dissociation.lanes import Parts
+from dissociation.threads import Shards
 from dissociation.training.chunk import Source
 from dissociation.training.samplers import HostBatches, Sampler, Segment, as_arrays, as_data
 from dissociation.types import PyTree
 
 
-def placed_parts(tree: Any, parts: Parts, mesh: Mesh | None) -> list[Any]:
-    """Stacked members in parts, each laid over the mesh if there is one."""
-    cut = parts.split(tree)
-    return cut if mesh is None else [sharding.place_members(part, mesh) for part in cut]
+def placed_shards(tree: Any, shards: Shards, mesh: Mesh | None) -> list[Any]:
+    """Cut stacked members into shards, each laid over the mesh if there is one."""
+    cut = shards.split(tree)
+    return cut if mesh is None else [sharding.place_members(shard, mesh) for shard in cut]
 
 
 def example(tree: Any) -> Any:
@@ -41,14 +41,14 @@ class Batches:
 
     def __init__(self, sampler: Sampler, order_keys: Array):
         self.sampler, self.keys = sampler, order_keys
-        self.mesh, self.parts = None, Parts(1, 1, 1)
+        self.mesh, self.shards = None, Shards(1, 1)
         self.arrays = eqx.filter(sampler, eqx.is_array)
-        self._block, self._plan = -1, None  # what is the members' own, and the plan, become lists of parts
+        self._block, self._plan = -1, None  # what is the members' own, and the plan, become lists of shards
         self._prefetched, self._expected = None, -1
 
-    def lay(self, mesh: Mesh | None, parts: Parts) -> None:
-        """Puts them on devices, and what is the members' own into their parts."""
-        self.mesh, self.parts = mesh, parts
+    def lay(self, mesh: Mesh | None, shards: Shards) -> None:
+        """Put the arrays on devices, and those of single members into shards."""
+        self.mesh, self.shards = mesh, shards
         self.arrays = self._placed(self.arrays, own=self.sampler.stacked)
         self._plan = self._placed(self._plan, own=not self.sampler.shared)
 
@@ -65,7 +65,7 @@ class Batches:
         return jax.eval_shape(lambda key: self.sampler.plan(key, 0), key)
 
     def source(self, step: int) -> tuple[Source, list[Source], Segment]:
-        """What all members, and what those of each part, take a step's batch from; and where the step lies."""
+        """Return the sources of a step's batch, for all members and for those of each shard, and the step's place."""
         segment = self.sampler.segment(step)
         if segment.block != self._block:
             self._plan = self._next_plan(step, segment)
@@ -75,7 +75,7 @@ class Batches:
             if step >= segment.end:
                 self._fail_ended(step)
         own_plan = not self.sampler.shared
-        nothing: Any = [None] * len(self.parts.counts)
+        nothing: Any = [None] * self.shards.number
         arrays = self.arrays if self.sampler.stacked else nothing
         plans: Any = self._plan if own_plan else nothing
         common = Source(None if self.sampler.stacked else self.arrays, None if own_plan else self._plan)
@@ -105,7 +105,7 @@ class Batches:
     def _placed(self, tree: Any, *, own: bool) -> Any:
         if not own:
             return tree if self.mesh is None else sharding.replicate(tree, self.mesh)
-        return placed_parts(tree, self.parts, self.mesh)
+        return placed_shards(tree, self.shards, self.mesh)
 
     def close(self) -> None:
         """Ends the thread that makes batches, if there is one."""

@@ -1,5 +1,6 @@
 """The compiled part of a run: some steps of every member, and observations of them."""
 
+import math
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -9,11 +10,9 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from jaxtyping import Array
 
 from dissociation import checks, sharding
-from dissociation.batch_size import largest, needed_bytes
-from dissociation.cores import available_cores
-from dissociation.lanes import in_turn, number_of_lanes
 from dissociation.members import MEMBER_MAPS, count, map_members, per_batch
-from dissociation.memory import free_memory
+from dissociation.memory import free_memory, largest, program_bytes
+from dissociation.threads import number_of_threads
 from dissociation.traced import Traced, trace
 from dissociation.training.samplers import Sampler
 from dissociation.training.state import State, Step
@@ -26,67 +25,98 @@ class Layout(NamedTuple):
     """Where members lie, and in what order they are trained.
 
     Attributes:
-        member_map: "vmap" (members batched in one program), "scan" (in turn inside the program), "unroll" (in turn, one
-            step per call, no loop in the program) or "auto": on a CPU "scan", or "unroll" if a step contains a
-            convolution, which XLA's CPU backend runs slowly inside a loop; elsewhere "vmap".
+        member_map: "vmap" (members batched in one program), "scan" (sequentially inside the program), "unroll"
+            (sequentially, one step per call, no loop in the program) or "auto": on a CPU "scan", or "unroll" if a step
+            contains a convolution, which XLA's CPU backend runs slowly inside a loop; elsewhere "vmap".
         members_per_batch: With "vmap", how many members are batched at once; None means all, "auto" as many as fit in
             the memory that is free (their program is compiled once more to measure that).
         mesh: Of `sharding.member_mesh`: devices over which the members are laid, and, along its axis "data" if it has
             one, the samples of every batch; of several processes, each trains the members of its own devices. None:
-            one device of this process, which trains all. "auto": one device as well, but where members go in turn on a
-            CPU, as many side by side as it has devices, of which `dissociation.use_all_cores` makes several; a single
-            member takes the memory of two there. After `distributed.initialize`, those of all processes.
+            one device and one thread of this process. "auto": one device, whose programs run in `threads`. After
+            `distributed.initialize`, those of all processes.
+        threads: With sequential mapping on a CPU and without a mesh, into how many shards the members are cut,
+            which worker threads train in parallel, as many at once as there are devices. "auto": one shard per device,
+            of which `dissociation.use_all_cores` makes one for each core.
     """
 
     member_map: str = "auto"
     members_per_batch: int | str | None = None
     mesh: Mesh | str | None = "auto"
+    threads: int | str = "auto"
+
+    def resumed(self, stored: dict[str, Any]) -> "Layout":
+        """Fill what is "auto" from a stored layout, with the devices that there are."""
+        if self.member_map not in ("auto", stored["member_map"]):
+            return self
+        given = {name: value for name, value in self._asdict().items() if not _is_open(value)}
+        layout, sizes = Layout(**{**stored, "mesh": "auto", **given}), stored["mesh"]
+        if not isinstance(sizes, list) or not _is_open(layout.mesh) or math.prod(sizes) > jax.local_device_count():
+            return layout
+        devices = jax.local_devices()[: math.prod(sizes)]
+        return layout._replace(mesh=sharding.member_mesh(devices, data=sizes[1]))
+
+
+def _is_open(value: Any) -> bool:
+    return isinstance(value, str) and value == "auto"
 
 
 class Chosen(NamedTuple):
-    """A layout with nothing left open but, until the program is known, the number of members per batch."""
+    """A layout with nothing left open but, until the program is known, the number of members per batch.
+
+    Attributes:
+        member_map: "vmap", "scan" or "unroll".
+        members_per_batch: Members that are batched at once, see `Layout`.
+        mesh: Devices, see `Layout`.
+        threads: Number of shards of the members.
+    """
 
     member_map: str
     members_per_batch: int | str | None
     mesh: Mesh | None
+    threads: int = 1
 
     @property
     def devices(self) -> int:
-        """Over how many devices the members are laid."""
+        """Number of devices over which the members are laid."""
         return 1 if self.mesh is None else sharding.member_devices(self.mesh)
 
 
+def stored_layout(layout: Layout | Chosen) -> dict[str, Any]:
+    """Return a layout as a header holds it; a mesh becomes its numbers of devices, for members and for data."""
+    mesh = layout.mesh
+    if isinstance(mesh, Mesh):
+        members = sharding.member_devices(mesh)
+        mesh = [members, mesh.size // members]
+    return layout._asdict() | {"mesh": mesh}
+
+
 def chosen_layout(layout: Layout, num_members: int, arrays: Any, step: Traced, *others: Traced) -> tuple[Chosen, int]:
-    """The layout, with what suits the platform and the programs where it is open, and how many members side by side."""
-    member_map, members_per_batch, mesh = layout
+    """Return the layout that suits the platform and the programs, and the number of threads that can run now."""
+    member_map, members_per_batch, mesh, wanted = layout
     checks.check_choice("member_map", member_map, ("auto", *MEMBER_MAPS))
-    if isinstance(mesh, str):
-        checks.check_choice("mesh", mesh, ("auto",))
-    elif mesh is not None:
-        sharding.check_mesh(mesh)
-    if isinstance(members_per_batch, str):
-        checks.check_choice("members_per_batch", members_per_batch, ("auto",))
-    elif members_per_batch is not None:
-        checks.check_count("members_per_batch", members_per_batch, minimum=1)
+    for name, value in (("mesh", mesh), ("members_per_batch", members_per_batch), ("threads", wanted)):
+        if isinstance(value, str):
+            checks.check_choice(name, value, ("auto",))
+        elif isinstance(value, Mesh):
+            sharding.check_mesh(value)
+        elif value is not None:
+            checks.check_count(name, value, minimum=1)
     if member_map == "auto":
         platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else jax.default_backend()
-        in_turn = "unroll" if "conv_general_dilated" in step.code.primitives else "scan"
-        member_map = in_turn if per_batch(platform) == 1 else "vmap"
-    if member_map != "vmap" and members_per_batch not in (None, "auto"):
-        wanted = f"be None where members go in turn (member_map={member_map!r})"
-        checks.fail("members_per_batch", wanted, members_per_batch)
-    lanes, laid = 1, None if isinstance(mesh, str) else mesh
-    if member_map != "vmap" and (mesh == "auto" or _in_turn_on_cpu(laid)):
-        operations = frozenset().union(*(program.code.primitives for program in (step, *others)))
-        lanes = number_of_lanes(num_members, operations, (arrays, step, *others))
-        # The devices of a CPU are threads: they run one program, whose bits do not depend on how many run it.
-        if lanes > 1 or min(num_members, available_cores()) == 1:
-            laid, lanes = None, lanes if laid is None else min(lanes, laid.size)
-    return Chosen(member_map, members_per_batch if member_map == "vmap" else None, laid), lanes
-
-
-def _in_turn_on_cpu(mesh: Mesh | None) -> bool:
-    return mesh is not None and mesh.devices.flat[0].platform == "cpu" and mesh.axis_names == (sharding.MEMBER_AXIS,)
+        sequential = "unroll" if "conv_general_dilated" in step.code.primitives else "scan"
+        member_map = sequential if per_batch(platform) == 1 else "vmap"
+    if member_map == "vmap":
+        return Chosen(member_map, members_per_batch, None if isinstance(mesh, str) else mesh), 1
+    if members_per_batch not in (None, "auto"):
+        wanted_value = f"be None with sequential mapping (member_map={member_map!r})"
+        checks.fail("members_per_batch", wanted_value, members_per_batch)
+    if mesh is None or isinstance(mesh, Mesh):
+        return Chosen(member_map, None, mesh), 1
+    operations = frozenset().union(*(program.code.primitives for program in (step, *others)))
+    threads = number_of_threads(num_members, operations, (arrays, step, *others))
+    # Bits depend on the shards: on fewer cores, fewer threads compute the same ones.
+    shards = threads if isinstance(wanted, str) else min(wanted, num_members)
+    return Chosen(member_map, None, None, shards), threads
 
 
 class Source(NamedTuple):
@@ -150,11 +180,11 @@ def observable(state: State) -> State:
 def run_chunk(inputs: Any, state: State) -> Any:
     """Several steps of every member, or one where members are unrolled: the new state, and the steps' `Info`s.
 
-    `inputs` is the layout, the traced step, the members' loss keys, which of them go on (None: all), what each and what
-    all of them take batches from, how many there are (None: all), and `[first step, place in the block, steps]`. The
-    state is donated.
+    `inputs` is the layout, the traced step, the members' loss keys, which of them are trained (None: all), the sources
+    of each one's and of all members' batches, and `[first step, place in the block, steps]`. The state is donated. The
+    number of steps is traced: chunks follow the clock, and a loop of known length 1 rounds differently.
     """
-    layout, traced, keys, active, mapped, common, count, place = inputs
+    layout, traced, keys, active, mapped, common, place = inputs
 
     def one(shared: Any, stacked: Any) -> Any:
         traced, common, (start, within, steps) = shared
@@ -185,17 +215,21 @@ def run_chunk(inputs: Any, state: State) -> Any:
         return run(state) if goes_on is None else jax.lax.cond(goes_on, run, stay, state)
 
     shared = traced, common, place
-    if count is None:
+    if layout.member_map != "scan" or layout.mesh is not None:
         return _over_members(layout, one, shared, (state, mapped, keys, active))
-    arrays, static = eqx.partition((state, (mapped, keys, active)), eqx.is_array)
+    # A loop that rewrites the state in place: `jax.lax.map` would hold it twice.
+    own, static = eqx.partition(state, eqx.is_array)
+    rest, rest_static = eqx.partition((mapped, keys, active), eqx.is_array)
 
-    def of_member(own: Any, rest: Any) -> Any:
-        own, rest = eqx.combine((own, rest), static)
-        after, infos = one(shared, (own, *rest))
-        return eqx.filter(after, eqx.is_array), infos
+    def of_member(own: Any, each: Any) -> Any:
+        i, rest = each
+        member = eqx.combine(jax.tree.map(lambda leaf: leaf[i], own), static)
+        after, infos = one(shared, (member, *eqx.combine(rest, rest_static)))
+        put = lambda leaf, new: leaf.at[i].set(new)  # noqa: E731
+        return jax.tree.map(put, own, eqx.filter(after, eqx.is_array)), infos
 
-    state_arrays, infos = in_turn(of_member, arrays[0], arrays[1], count)
-    return eqx.combine(state_arrays, static[0]), infos
+    own, infos = jax.lax.scan(of_member, own, (jnp.arange(count(state)), rest))
+    return eqx.combine(own, static), infos
 
 
 def largest_batch(inputs: Any, state: State) -> int:
@@ -205,7 +239,7 @@ def largest_batch(inputs: Any, state: State) -> int:
     def bytes_of(size: int) -> int:
         jitted: Any = run_chunk
         program = jitted.lower((layout._replace(members_per_batch=size), *others), state).compile()
-        return needed_bytes(program.compiled)
+        return program_bytes(program.compiled)
 
     return largest(
         bytes_of, count(state) // layout.devices, free_memory(jax.tree.leaves(eqx.filter(state, eqx.is_array)))
@@ -221,22 +255,18 @@ def missing(shape: tuple[int, ...], dtype: Any) -> Array:
 
 @eqx.filter_jit
 def observe_members(inputs: Any, state: State) -> Any:
-    """What is observed of every member; `inputs` is the layout, the traced observation, step, keys and how many."""
-    layout, traced, step, keys, count = inputs
+    """Return each member's observation; `inputs` is the layout, the traced observation, the step and the keys."""
+    layout, traced, step, keys = inputs
 
     def one(shared: Any, stacked: Any) -> Any:
         observe, step = shared
         key, own_state = stacked
         return observe(observable(own_state), step, jax.random.fold_in(key, step))
 
-    if count is None:
-        return _over_members(layout, one, (traced, step), (keys, state), ordered=True)
-    arrays, static = eqx.partition((keys, state), eqx.is_array)
-    observed = lambda _, member: ((), one((traced, step), eqx.combine(member, static)))  # noqa: E731
-    return in_turn(observed, (), arrays, count)[1]
+    return _over_members(layout, one, (traced, step), (keys, state), ordered=True)
 
 
 def _over_members(layout: Chosen, function: Any, shared: Any, stacked: Any, *, ordered: bool = False) -> Any:
-    member_map, per_batch, mesh = layout
+    member_map, per_batch, mesh, _ = layout
     how = {"members_per_batch": per_batch, "mesh": mesh, "ordered": ordered}
     return map_members(function, shared, stacked, member_map=member_map, **how)

@@ -132,13 +132,15 @@ def fit(
         save: What to record, and when.
         layout: How members are mapped, and over which devices.
         callbacks: What happens on the way: functions `callback(step, records)`, or objects of `callbacks`.
-        checkpoint: A file, or a link to one. If it exists the run goes on from it, and the outcome equals the
-            uninterrupted one bit for bit. It is written as the run goes on and at its end, be that an interrupt
-            (Ctrl-C, or SIGTERM, whose handler is called afterwards) or the error of a callback or an iterator. It goes
+        checkpoint: A file, or a link to one. If it exists the run resumes from it; under the same layout the outcome
+            equals the uninterrupted one bit for bit. It is written as the run goes on and at its end, be that an
+            interrupt (Ctrl-C, or SIGTERM, whose handler is called afterwards) or the error of a callback or an
+            iterator. It goes
             on from the same data, models, hyperparameters and key, under the same step, sampler and observation;
             layout, number of processes, callbacks and number of steps may be others: a finished run is extended by more
-            of them. One that a callback ended stays ended, unless none listens any more, or no record is made at that
-            step. One call at a time has it.
+            of them. What `layout` leaves open is taken from the file; under another layout bits may differ, which a
+            line of the log states. One that a callback ended stays ended, unless none listens any more, or no record is
+            made at that step. One call at a time has it.
         same_program: Take the checkpoint's program for the same, though it is not traced to the same operations, as
             after an update of JAX.
 
@@ -167,7 +169,8 @@ def fit(
     heard = [_callback(i, each) for i, each in enumerate(callbacks)]
     times = _times(save, heard, first, total, sampler.epoch_steps)
     order_keys, own_keys = _split_key(key, num_members, sampler.shared)
-    layout, share = _shared_out(layout, num_members)
+    path = None if checkpoint is None else files.followed(checkpoint)
+    layout, share = _shared_out(_resumed(layout, path), num_members)
     if not share.alone:
         _check_alike((state.arrays, state.hyperparams, key, jnp.asarray(times)), total)
     mine = share.take(sampler) if sampler.stacked else sampler
@@ -176,13 +179,10 @@ def fit(
         run = Run(share.take(state), step, batches, share.take(own_keys), save, layout, heard, share)
         _check_names(run)
         file = None
-        if checkpoint is not None:
-            path = files.followed(checkpoint)
-            if path.is_dir():
-                checks.fail("checkpoint", "be a file", f"the folder {checkpoint}")
+        if path is not None:
             file = Checkpoint(path, _identity(run, state, step, sampler, key), same_program)
-        where = f"{run.lanes} in parallel" if run.lanes > 1 else f"by {run.layout.member_map}"
-        logger.info("plan: %d members, %s on %d device(s)", num_members, where, max(run.lanes, run.layout.devices))
+        chosen = run.layout
+        logger.info("%d members by %s, %d threads, %d devices", num_members, chosen[0], run.threads, chosen.devices)
         del state  # the run has its own
         with ExitStack() as held:
             if file is not None:
@@ -206,36 +206,23 @@ def fit(
 
 
 class Needs(NamedTuple):
-    """Bytes that a run takes at the most, beyond what there is: an estimate, from above.
+    """Estimate of the bytes that a run takes, from above; it does not count the memory of the compiler.
 
     Attributes:
-        fixed: However many members there are: the data and the program.
-        compiler: What compiling takes on a CPU, where nothing has been compiled before.
-        per_member: Of each.
-        model: Of each member's trained model.
-        devices: How many devices of this process the members lie on.
-        unrolled: What stays of the temporaries of each member more than one that steps by itself on a CPU, and of all.
+        fixed: Bytes of the data and the programs, for any number of members.
+        per_member: Bytes of each member.
+        model: Bytes of each member's trained model.
+        devices: Number of devices or worker threads of this process that train members.
     """
 
     fixed: int
-    compiler: int
     per_member: int
     model: int
     devices: int
-    unrolled: tuple[int, int] = (0, 0)
-
-    def of(self, members: int) -> int:
-        """Bytes of so many members, without the compiler's."""
-        each, most = self.unrolled
-        return self.fixed + self.per_member * members + min(each * (members + 1), most)
 
 
-COMPILER = 360 * 2**20
-"""Resident bytes, on a CPU, that compiling and running any program takes."""
-RETAINED = 120 * 2**20
-"""Resident bytes at the most, on a CPU, that the allocators of its threads keep of what steps of convolutions took."""
-COPIES = 2.6, 3.75
-"""Of all states, on a CPU, that are there at once, where members go in turn on one device, and on several."""
+COPIES = 3
+"""Safety factor: copies of all states that are in memory at once at the most (given, trained and returned ones)."""
 
 
 def estimated_bytes(
@@ -251,31 +238,47 @@ def estimated_bytes(
     save: Save = Save(),  # noqa: B008
     layout: Layout = Layout(),  # noqa: B008
 ) -> Needs:
-    """What `fit` is going to take, from two members, whose program is compiled and not run; see `fit` for arguments."""
+    """Estimate what `fit` takes, from programs of 2 and 4 members, which are not run; see `fit` for the arguments.
+
+    `models` are at least four members.
+    """
     state = _begin(models, step, aux, hyperparams, save)
     count = leading_size("models", state.arrays)
     first = int(np.max(np.asarray(state.step)))
     total = first + _total_steps(num_steps, num_epochs, sampler.epoch_steps)
     order_keys, own_keys = _split_key(key, count, sampler.shared)
-    with closing(Batches(sampler, order_keys)) as batches:
-        run = Run(state, step, batches, own_keys, save, layout._replace(mesh=None), [], Share((0, count), 0))
-        program = max(run.program_bytes())
+    programs = []
+    for size in (2, 4):
+        few = Share((0, size, count), 0)
+        mine = few.take(sampler) if sampler.stacked else sampler
+        order = order_keys if sampler.shared else few.take(order_keys)
+        with closing(Batches(mine, order)) as batches:
+            share = Share((0, size), 0)
+            run = Run(few.take(state), step, batches, few.take(own_keys), save, layout._replace(mesh=None), [], share)
+            programs.append(run.program_bytes())
+    each = max(0, programs[1] - programs[0]) // 2
     times = len(_times(save, [], first, total, sampler.epoch_steps))
     recorded = (run.info, total - first), (run.observe and run.observe.out, times)
     history = 16 * sum(math.prod(leaf.shape) * times for tree, times in recorded for leaf in jax.tree.leaves(tree))
     cpu = jax.default_backend() == "cpu"
-    of_states, of_model = _bytes(state) // count, _bytes(state.arrays) // count
-    lanes = min(jax.local_device_count(), cores.available_cores()) if cpu and run.layout.member_map == "scan" else 1
-    data = _bytes(sampler) * 5 // 4 + _bytes(run.observe)
-    if cpu:
-        left = (program, RETAINED) if run.layout.member_map == "unroll" else (0, 0)
-        each = int(COPIES[lanes > 1] * of_states) + history
-        return Needs(data + lanes * program, COMPILER, each, of_model, lanes, left)
-    return Needs(data, 0, 2 * of_states + program // count + history, of_model, run.layout.devices)
+    threads = min(jax.local_device_count(), cores.available_cores()) if cpu and run.layout.member_map != "vmap" else 1
+    fixed = _bytes(sampler) + _bytes(run.observe) + threads * max(0, programs[0] - 2 * each)
+    per_member = COPIES * _bytes(state) // count + each + history
+    return Needs(fixed, per_member, _bytes(state.arrays) // count, max(threads, run.layout.devices))
 
 
 def _bytes(tree: Any) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(tree) if eqx.is_array(leaf) or isinstance(leaf, np.ndarray))
+
+
+def _resumed(layout: Layout, path: Path | None) -> Layout:
+    """Take what `layout` leaves open from the checkpoint, if there is one."""
+    if path is not None and path.is_dir():
+        checks.fail("checkpoint", "be a file", f"the folder {path}")
+    if path is None or not path.exists():
+        return layout
+    stored = checkpoints.read_header(path).get("layout")  # None in a file from before layouts were stored
+    return layout if stored is None else layout.resumed(stored)
 
 
 def _shared_out(layout: Layout, num_members: int) -> tuple[Layout, Share]:

@@ -26,7 +26,7 @@ from dissociation.labelling import Labels, Over
 from dissociation.progress import MeterFactory, open_meter
 from dissociation.sweeps import Grid
 from dissociation.training.callbacks import Callback
-from dissociation.training.chunk import Layout
+from dissociation.training.chunk import Layout, stored_layout
 from dissociation.training.fitting import estimated_bytes, fit, labelled_fit
 from dissociation.training.records import History, Save
 from dissociation.training.run import terminations_interrupt
@@ -35,12 +35,10 @@ from dissociation.training.state import Step
 from dissociation.types import PRNGKey
 from dissociation.validation import validated
 
-RECOMPILED = 1.75
-"""Memory of compiling for other numbers of members, on a CPU, over that of planning, for two; measured."""
-SLACK = 32 * 2**20
-"""Bytes that are planned beside it, as it is measured at two moments."""
 MANIFEST = "sweep.json"
 """The file of a folder that says which sweep it holds, and how far that is."""
+FORMAT = 1
+"""Format of `sweep.json`; folders from before the layout was stored have none, and are resumed."""
 
 logger = logging.getLogger(__name__)
 
@@ -50,9 +48,8 @@ class Plan(NamedTuple):
 
     Attributes:
         groups: Which members are trained at once, by their places in the grid.
-        peak_bytes: That the largest group takes at the most, beyond what there was: on an accelerator of its memory, on
-            a CPU resident. An estimate, from above.
-        budget: Bytes that it was to stay within.
+        peak_bytes: Estimate of the bytes that the largest group takes at the most, without those of the compiler.
+        budget: Bytes that the groups were planned to stay within.
         devices: How many devices of this process members lie on.
     """
 
@@ -174,8 +171,8 @@ def fit_grid(
 
     Quantities of the grid that `init` takes by name (a width, say) are given to it as Python numbers; members with the
     same ones share a program. "seed" makes a member's key, the same whatever else the member is. All others are given
-    to the optimiser, which is a function of a dictionary of them; they are traced, and never compiled anew. How members
-    are grouped changes no result where they go in turn, and their rounding elsewhere.
+    to the optimiser, which is a function of a dictionary of them; they are traced, and never compiled anew. The
+    grouping of members changes results by rounding alone.
 
     Args:
         init: From a key, and quantities of the grid by name, to a model.
@@ -194,8 +191,8 @@ def fit_grid(
             models stay in memory.
         fresh: Whether to begin anew though the folder holds this sweep, or another, which is set aside.
         same_program: Take the programs of the folder for the same, see `fit`.
-        memory_budget: Bytes to stay within beyond what there is; None: nine tenths of what is free on an accelerator,
-            half of it on the host.
+        memory_budget: Bytes that groups are planned to stay within, without those of the compiler. None: nine tenths of
+            the free memory of an accelerator, half of the host's.
         progress: A meter of the programs that planning compiles, then one of all groups' steps; before its bar stands
             the plan, behind it the time that remains.
 
@@ -219,9 +216,7 @@ def fit_grid(
         >>> len(result.plan.groups), result.history.loss.shape, grid.unflatten(result.diverged_at).shape
         (2, (12, 4), (2, 2, 3))
     """
-    jax.block_until_ready(eqx.filter(sampler, eqx.is_array))  # data on its way would be taken for compiling's memory
-    root, order = jax.random.split(typed(key))  # after which what the data came from is let go
-    began = memory.resident()
+    root, order = jax.random.split(typed(key))
     keys = (
         grid.keys(root) if "seed" in grid.values else jax.vmap(partial(jax.random.fold_in, root))(jnp.arange(len(grid)))
     )
@@ -233,7 +228,7 @@ def fit_grid(
     step.check_loss(aux)
     sweep = _Sweep(init, step, sampler, grid, keys, order, _shapes(init, step, grid), aux, options)
     with terminations_interrupt(), _Folder(folder, _identity(sweep, key, num_steps, num_epochs), fresh) as kept:
-        plan = kept.plan(lambda: _planned(sweep, memory_budget, began, keeps=folder is None, progress=progress))
+        plan = kept.plan(lambda: _planned(sweep, memory_budget, keeps=folder is None, progress=progress))
         logger.info("%s", plan)
         return _run(sweep, plan, kept, progress, same_program)
 
@@ -242,12 +237,14 @@ def _run(
     sweep: _Sweep, plan: Plan, kept: "_Folder", progress: str | MeterFactory | None, same_program: bool
 ) -> GridResult:
     steps, parts = _Steps(progress, len(plan.groups), str(plan)), []
+    layout = kept.layout(sweep.options["layout"], plan.devices)
     models: dict[int, Any] = {}
     try:
         for index, members in enumerate(plan.groups):
             start, aux = sweep.start(members)
             file = kept.file(index, "ckpt")
             given = {**sweep.arguments(members), "aux": aux, "checkpoint": file, "same_program": same_program}
+            given["layout"] = layout
             try:
                 result = fit(start, sweep.step, sweep.sampler, callbacks=[steps], **given)
             except WrongValue as error:
@@ -373,39 +370,29 @@ def _unread(optimizer: Any, values: dict[str, float]) -> list[str]:
     return [name for name in values if whole and works({k: v for k, v in values.items() if k != name})]
 
 
-def _planned(
-    sweep: _Sweep, budget: int | None, began: int | None, *, keeps: bool, progress: str | MeterFactory | None
-) -> Plan:
-    """Groups that fit, by what two members of each shape take; `began`: what was resident when the sweep was begun."""
+def _planned(sweep: _Sweep, budget: int | None, *, keeps: bool, progress: str | MeterFactory | None) -> Plan:
+    """Return groups that fit, by the programs of 2 and 4 members of each shape."""
     given = None if budget is None else checks.check_count("memory_budget", budget, minimum=1, maximum=None)
     room = given or memory.free_memory([])
     alike, needs = sweep.alike(), []
     with closing(open_meter(progress, len(alike), "planning")) as meter:
         for done, members in enumerate(alike):
             meter.advance(done, "compiling")  # which takes most of a short sweep's time
-            two = (members * 2)[:2]
-            models, aux = sweep.start(two)
-            needs.append(estimated_bytes(models, sweep.step, sweep.sampler, aux=aux, **sweep.arguments(two)))
+            four = (members * 4)[:4]
+            models, aux = sweep.start(four)
+            needs.append(estimated_bytes(models, sweep.step, sweep.sampler, aux=aux, **sweep.arguments(four)))
         meter.advance(len(alike), "")
-    spent, after = needs[0].compiler, memory.resident()
-    if spent:
-        memory.trim()
-    if spent and began and after:  # known. Other numbers of members are compiled anew, in part where that was freed
-        factor = RECOMPILED if any(len(members) != 2 for members in alike) else 1.1
-        spent = int(max(after - began, 0) * factor) + SLACK
     groups, peak, kept, devices = [], 0, 0, 1
     for members, need in zip(alike, needs, strict=True):
         held = need.model if keeps else 0  # trained models that stay
-        rest = room - spent - need.fixed - need.unrolled[1] - kept
-        size = min(len(members), int(rest // (need.per_member + held)))
-        if size < 1:
-            least = room - rest + need.per_member + held
-            wanted = f"be at least {least} bytes, which one member takes with its data, program and compiler"
-            checks.fail("memory_budget", wanted, room)
-        size = math.ceil(len(members) / math.ceil(len(members) / size))  # groups of one size share a program
         kept += held * len(members)
+        size = min(len(members), (room - need.fixed - kept) // need.per_member)
+        if size < 1:
+            least = need.fixed + kept + need.per_member
+            checks.fail("memory_budget", f"be at least {least} bytes, which one member takes with its data", room)
+        size = math.ceil(len(members) / math.ceil(len(members) / size))  # groups of one size share a program
         devices = max(devices, need.devices)
-        peak = max(peak, spent + need.of(size) + kept)
+        peak = max(peak, need.fixed + need.per_member * size + kept)
         groups += [tuple(members[start : start + size]) for start in range(0, len(members), size)]
     return Plan(tuple(groups), peak, room, devices)
 
@@ -461,6 +448,10 @@ class _Folder:
             stored = manifest["identity"]
         except (ValueError, KeyError, TypeError) as error:
             raise RefusedFile(f"{path} is broken. Name another folder, or say fresh=True.") from error
+        if manifest.get("format", 0) > FORMAT:
+            raise RefusedFile(
+                f"{path} must have format {FORMAT} or lower, got {manifest['format']}. Update this package."
+            )
         if different := [name for name in self.identity if stored.get(name) != self.identity[name]]:
             raise RefusedFile(
                 f"`folder` must hold the same sweep, got {self.path}, whose {checks.that_differ(different)}. "
@@ -475,9 +466,18 @@ class _Folder:
             return Plan(**{**kept, "groups": tuple(map(tuple, kept["groups"]))})
         groups, *rest = distributed.on_main(make)  # others may have less memory, but the groups must be the same
         plan = Plan(tuple(map(tuple, groups)), *rest)
-        self.manifest = {"identity": self.identity, "plan": plan._asdict(), "seconds": {}}
+        self.manifest = {"format": FORMAT, "identity": self.identity, "plan": plan._asdict(), "seconds": {}}
         self._write()
         return plan
+
+    def layout(self, layout: Layout, threads: int) -> Layout:
+        """Take what `layout` leaves open from the folder, for groups that have not started; store it in a new one."""
+        if "layout" in self.manifest:
+            return layout.resumed(self.manifest["layout"])
+        layout = layout._replace(threads=threads) if layout.threads == "auto" else layout
+        self.manifest["layout"] = stored_layout(layout)
+        self._write()
+        return layout
 
     def _write(self) -> None:
         if self.kept:

@@ -1,6 +1,7 @@
 """The host's side of a run: chunks of steps, records, checkpoints."""
 
 import glob
+import logging
 import re
 import signal
 import threading
@@ -18,14 +19,14 @@ import numpy as np
 
 from dissociation import checkpoint as checkpoints
 from dissociation import checks, distributed, sharding
-from dissociation.batch_size import needed_bytes
 from dissociation.conversion import describe
 from dissociation.files import RefusedFile
-from dissociation.lanes import Parts, parts_in_turn, ready, run_tasks, traced_number
 from dissociation.members import concatenate, stack, take
+from dissociation.memory import program_bytes
 from dissociation.shares import Share
+from dissociation.threads import Shards, compiled, run_tasks
 from dissociation.traced import Traced
-from dissociation.training.batches import Batches, example, placed_parts
+from dissociation.training.batches import Batches, example, placed_shards
 from dissociation.training.callbacks import Callback, Progress
 from dissociation.training.chunk import (
     MAX_CHUNK,
@@ -35,6 +36,7 @@ from dissociation.training.chunk import (
     largest_batch,
     observe_members,
     run_chunk,
+    stored_layout,
     trace_observation,
     trace_step,
 )
@@ -43,8 +45,12 @@ from dissociation.training.records import History, Save
 from dissociation.training.samplers import Segment
 from dissociation.training.state import Info, State, Step
 
+logger = logging.getLogger(__name__)
+
 CHUNK_SECONDS = 1.0
 """How long a chunk should take: how often progress is shown and an interrupt is heard."""
+FORMAT = 1
+"""Format of a run's header; files from before the layout was stored have none, and are resumed."""
 FIRST_WRITE = 5.0
 """The longest time until the first write of a checkpoint, which is after a chunk: compiling is not lost."""
 
@@ -93,14 +99,12 @@ class Run:
         if save.observe is not None:
             self.observe = trace_observation(save.observe, one, jnp.asarray(0), keys.observe[0])
             programs.append(self.observe)
-        self.layout, self.lanes = chosen_layout(layout, own, (state, batches.arrays), *programs)
+        self.layout, self.threads = chosen_layout(layout, own, (state, batches.arrays), *programs)
         mesh, devices = self.layout.mesh, self.layout.devices
-        in_turn = self.layout.member_map == "scan" and mesh is None
-        if in_turn:
-            self.parts = parts_in_turn(own, self.lanes)
-        else:  # where members are unrolled, one of every device is a part, so that one program serves all
-            part = devices * (1 if self.layout.member_map == "unroll" else -(-own // devices))
-            self.parts = Parts(own, part, part)
+        if self.layout.member_map == "unroll":  # one member of every device is a shard, so that one program serves all
+            self.shards = Shards(own, devices)
+        else:
+            self.shards = Shards(own, devices * -(-own // (devices * self.layout.threads)))
         kept = {size: draft} if mesh is None or sharding.DATA_AXIS not in mesh.axis_names else {}
 
         def traced(size: int | None) -> Traced:
@@ -110,14 +114,14 @@ class Run:
 
         self.traced = traced
         # Copies, as steps take their state's memory; and of no weak type, as steps return: one program serves all.
-        self.states = self._split(jax.tree.map(lambda leaf: jnp.array(leaf, leaf.dtype, copy=True), state))
+        copied = partial(jnp.array, copy=self.shards.number == 1)  # several shards are copies
+        self.states = [jax.tree.map(lambda leaf: copied(leaf, leaf.dtype), part) for part in self._split(state)]
         self.keys = self._split(keys)
-        self.counts = [traced_number(count) if in_turn else None for count in self.parts.counts]
-        batches.lay(mesh, self.parts)
+        batches.lay(mesh, self.shards)
         if self.layout.members_per_batch == "auto":
             common, (mapped,), place = batches.source(self.step)
             span = jnp.asarray([self.step, 0, 1])
-            first = self.layout, traced(place.size), self.keys[0].loss, None, mapped, common, None, span
+            first = self.layout, traced(place.size), self.keys[0].loss, None, mapped, common, span
             self.layout = self.layout._replace(members_per_batch=largest_batch(first, self.states[0]))
         self.infos = [jax.tree.map(lambda leaf: np.zeros((self.num_members, 0, *leaf.shape), leaf.dtype), self.info)]
         self.observed_at: list[int] = []
@@ -129,11 +133,11 @@ class Run:
         self.began, self.earlier_seconds = time.perf_counter(), 0.0
 
     def _split(self, tree: Any) -> list[Any]:
-        return placed_parts(tree, self.parts, self.layout.mesh)
+        return placed_shards(tree, self.shards, self.layout.mesh)
 
     def whole_state(self) -> State:
         """The state of all members of this process."""
-        return self.parts.joined(self.states)
+        return self.shards.joined(self.states)
 
     def seconds(self) -> float:
         """Wall time so far, earlier parts included."""
@@ -185,9 +189,9 @@ class Run:
         goes = self.share.take(jnp.asarray(~self.frozen))
         active = self._split(goes) if self.frozen.any() else [None] * len(self.states)
         layout, traced = self.layout, self.traced(place.size)
-        own = zip(self.keys, active, mapped, self.counts, strict=True)
-        inputs = [(layout, traced, keys.loss, goes_on, mine, common, number) for keys, goes_on, mine, number in own]
-        program = ready(run_chunk, self.lanes, (*inputs[0], places[0]), self.states[0])
+        own = zip(self.keys, active, mapped, strict=True)
+        inputs = [(layout, traced, keys.loss, goes_on, mine, common) for keys, goes_on, mine in own]
+        program = compiled(run_chunk, self.threads, (*inputs[0], places[0]), self.states[0])
 
         def steps(state: State, inputs: Any) -> tuple[State, list[Info]]:
             columns = []
@@ -196,9 +200,9 @@ class Run:
                 columns.append(infos)
             return state, columns
 
-        done = run_tasks([partial(steps, *each) for each in zip(self.states, inputs, strict=True)], self.lanes)
+        done = run_tasks([partial(steps, *each) for each in zip(self.states, inputs, strict=True)], self.threads)
         columns = [concatenate([_on_host(info) for info in columns], axis=1) for _, columns in done]
-        infos = concatenate([self.parts.cut(part) for part in columns])
+        infos = concatenate(columns)
         infos = jax.tree.map(lambda leaf: leaf[:, :count], infos)
         infos, seconds = self._joined(infos, time.perf_counter() - began)
         self.states, self.step = [state for state, _ in done], self.step + count
@@ -210,7 +214,7 @@ class Run:
 
     def _joined(self, infos: Info, seconds: float) -> tuple[Info, float]:
         """What a chunk says of all members, and how long it took where it took longest."""
-        own = jax.tree.map(lambda leaf: leaf[: self.parts.num_members], infos)
+        own = jax.tree.map(lambda leaf: leaf[: self.shards.num_members], infos)
         self.unsaved = time.perf_counter() - self.saved_at
         if self.share.alone:
             return own, seconds
@@ -218,34 +222,33 @@ class Run:
         self.unsaved = times[0][1]
         return self.share.gather(own, "chunks"), max(one for one, _ in times)
 
-    def program_bytes(self) -> tuple[int, int]:
-        """What the programs of a chunk and of an observation take for temporaries and results, beyond the states."""
+    def program_bytes(self) -> int:
+        """Return the bytes of the larger program, of a chunk or of an observation, beyond its arguments."""
         common, mapped, place = self.batches.source(self.step)
         where = jnp.asarray((self.step, place.within, 1))
-        inputs = self.layout, self.traced(place.size), self.keys[0].loss, None, mapped[0], common, self.counts[0], where
+        inputs = self.layout, self.traced(place.size), self.keys[0].loss, None, mapped[0], common, where
         chunk: Any = run_chunk
         observation: Any = observe_members
-        found = [needed_bytes(chunk.lower(inputs, self.states[0]).compile().compiled), 0]
-        if self.observe is not None:
-            shared = self.layout, self.observe, jnp.asarray(self.step), self.keys[0].observe, self.counts[0]
-            found[1] = needed_bytes(observation.lower(shared, self.states[0]).compile().compiled)
-        return found[0], found[1]
+        found = program_bytes(chunk.lower(inputs, self.states[0]).compile().compiled)
+        if self.observe is None:
+            return found
+        shared = self.layout, self.observe, jnp.asarray(self.step), self.keys[0].observe
+        return max(found, program_bytes(observation.lower(shared, self.states[0]).compile().compiled))
 
     def record(self) -> None:
         """Records the observation at the current step, and asks the callbacks."""
         observed = None
         if self.observe is not None:
             shared = self.layout, self.observe, jnp.asarray(self.step)
-            own = list(zip(self.keys, self.counts, self.states, strict=True))
-            program = ready(observe_members, self.lanes, (*shared, own[0][0].observe, own[0][1]), own[0][2])
+            own = list(zip(self.keys, self.states, strict=True))
+            program = compiled(observe_members, self.threads, (*shared, own[0][0].observe), own[0][1])
 
-            def observe(keys: Streams, number: Any, state: State) -> Any:
-                # On the host before the next: in one lane, one member's decompositions at a time.
-                return _on_host(program((*shared, keys.observe, number), state))
+            def observe(keys: Streams, state: State) -> Any:
+                # On the host before the next: in one thread, one member's decompositions at a time.
+                return _on_host(program((*shared, keys.observe), state))
 
-            done = run_tasks([partial(observe, *each) for each in own], self.lanes)
-            observed = concatenate([self.parts.cut(part) for part in done])
-            observed = jax.tree.map(lambda leaf: leaf[: self.parts.num_members], observed)
+            observed = concatenate(run_tasks([partial(observe, *each) for each in own], self.threads))
+            observed = jax.tree.map(lambda leaf: leaf[: self.shards.num_members], observed)
             observed = self.share.gather(observed, "observations")
         self.observed_at.append(self.step)
         self.observations.append(observed)
@@ -300,6 +303,8 @@ class Run:
         if checkpoint is None:
             return
         header = {
+            "format": FORMAT,
+            "layout": stored_layout(self.layout),
             "run": checkpoint.identity,
             "jax": jax.__version__,
             "step": self.step,
@@ -336,6 +341,8 @@ class Run:
         if header is None:
             return
         checkpoint.check(header)
+        if header.get("layout") != stored_layout(self.layout):
+            logger.warning("%s was written under another layout or none is known: bits may differ.", path)
         self.step, recorded = header["step"], header["observed_at"]
         if self.step > total:
             wanted = f"be at least the {self.step - self.first} of {path}, where the run stands already"
@@ -345,7 +352,7 @@ class Run:
             if missed:
                 wanted = f"hold no step before {self.step} at which the run in {path} was not observed"
                 checks.fail("at", wanted, missed[0])
-            inputs = (self.layout, self.observe, jnp.asarray(0), self.keys[0].observe, self.counts[0])
+            inputs = (self.layout, self.observe, jnp.asarray(0), self.keys[0].observe)
             shapes = eqx.filter_eval_shape(observe_members, inputs, self.states[0])
             observed = jax.tree.map(
                 lambda s: np.zeros((self.num_members, len(recorded), *s.shape[1:]), s.dtype), shapes
@@ -421,7 +428,10 @@ class Checkpoint(NamedTuple):
     same_program: bool
 
     def check(self, header: dict[str, Any]) -> None:
-        """Raises unless the file with this header is this run's."""
+        """Raise unless the file with this header is this run's."""
+        if header.get("format", 0) > FORMAT:
+            wanted = f"be a file of format {FORMAT} or lower"
+            checks.fail("checkpoint", wanted, f"{self.path} of format {header['format']}", "Update this package")
         traced, stored, version = ("loss", "optimizer", "step", "observe"), header.get("run", {}), header.get("jax")
         wanted = {k: value for k, value in self.identity.items() if not (self.same_program and k in traced)}
         different = [name for name, value in wanted.items() if stored.get(name, "unknown") != value]

@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import equinox as eqx
 import jax
@@ -15,7 +17,7 @@ import optax
 import pytest
 from linear_regression import Normalised, normalised_error, regression
 
-from dissociation import memory
+from dissociation import checkpoint as checkpoints
 from dissociation.files import RefusedFile
 from dissociation.sweeps import Grid
 from dissociation.training import Epochs, Layout, Save, fit, fit_grid, fitting, make_step
@@ -269,9 +271,7 @@ def test_results_have_the_axes_of_the_grid():
     assert len(repr(result)) < 300
 
 
-def test_the_budget_sets_the_groups(monkeypatch, tmp_path):
-    monkeypatch.setattr(memory, "resident", lambda: 2**30)  # compiling takes nothing
-
+def test_the_budget_sets_the_groups(tmp_path):
     def plan(members, **options):
         grid = Grid(width=[8], rate=[0.1], seed=range(members))
         return swept(grid=grid, num_epochs=1, folder=tmp_path / f"{members}-{len(options)}", **options).plan
@@ -287,43 +287,9 @@ def test_the_budget_sets_the_groups(monkeypatch, tmp_path):
         swept(grid=Grid(width=[8], rate=[0.1], seed=range(9)), num_epochs=1, memory_budget=1, folder=tmp_path / "no")
 
 
-@pytest.mark.parametrize(
-    ("members", "resident", "counted"),
-    [
-        (2, (100, 170), 77),  # planned with two, whose programs are there
-        (3, (100, 170), 122),
-        (3, (170, 100), 0),  # others freed more meanwhile
-        (3, (None, None), fitting.COMPILER - module.SLACK),
-    ],
-)
-def test_what_compiling_takes_is_what_planning_shows(members, resident, counted, monkeypatch, tmp_path):
-    trimmed = []
-    monkeypatch.setattr(memory, "trim", lambda: trimmed.append(True))
-
-    def peak(*seen):
-        values = iter(seen)
-        monkeypatch.setattr(memory, "resident", lambda: next(values))
-        grid = Grid(width=[8], rate=[0.1], seed=range(members))
-        return swept(grid=grid, num_epochs=1, folder=tmp_path / str(len(list(tmp_path.iterdir())))).plan.peak_bytes
-
-    assert peak(*resident) - peak(5, 5) == counted
-    assert len(trimmed) == 2
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the C library of Linux")
-def test_freed_memory_goes_back():
-    held = [bytes(bytearray(100_000)) for _ in range(2000)]  # 200 MB, too small each for pages of their own
-    some = held[::20]  # between them, so that the heap does not shrink by itself
-    del held
-    before = memory.resident()
-    memory.trim()
-    assert before - memory.resident() > 100_000_000
-    assert len(some) == 100
-
-
 def test_what_is_observed_and_steps_in_turn_are_counted():
     images = np.ones((500, 4096), np.float32)
-    models = eqx.filter_vmap(lambda key: eqx.nn.Linear(4096, 1, key=key))(jax.random.split(jax.random.key(0), 2))
+    models = eqx.filter_vmap(lambda key: eqx.nn.Linear(4096, 1, key=key))(jax.random.split(jax.random.key(0), 4))
     data = jnp.ones((10, 4096)), jnp.ones((10, 1))
 
     def needs(observe, layout=Layout()):  # noqa: B008
@@ -333,13 +299,12 @@ def test_what_is_observed_and_steps_in_turn_are_counted():
         options = {"num_epochs": 1, "key": jax.random.key(0), "save": Save(observe), "layout": layout}
         return fitting.estimated_bytes(models, step, Epochs(data, 5), **options)
 
-    seen = needs(lambda model, step, key: jnp.mean(jnp.exp(jax.vmap(model)(images))))
-    assert seen.of(2) - needs(None).of(2) >= images.nbytes
-    unrolled = needs(None, Layout(member_map="unroll"))
-    each, most = unrolled.unrolled
-    assert 0 < each < most == fitting.RETAINED
-    assert unrolled.of(9) - unrolled.of(8) == unrolled.per_member + each
-    assert unrolled.of(10**9 + 1) - unrolled.of(10**9) == unrolled.per_member
+    seen, alone = needs(lambda model, step, key: jnp.mean(jnp.exp(jax.vmap(model)(images)))), needs(None)
+    assert seen.fixed - alone.fixed >= images.nbytes
+    assert alone.per_member >= fitting.COPIES * alone.model
+    batched = needs(None, Layout(member_map="vmap"))
+    assert batched.per_member > alone.per_member  # temporaries of all members at once
+    assert needs(None, Layout(member_map="unroll")).devices == alone.devices > batched.devices
 
 
 SCRIPT = """
@@ -382,9 +347,37 @@ def test_killed_five_times_on_other_numbers_of_devices(tmp_path):
         assert process.returncode == 0, process.stderr.read()
         return np.load(tmp_path / "loss.npy")
 
-    whole = run(tmp_path / "whole", 1)
+    whole = run(tmp_path / "whole", 2)  # the folder's first call chooses the layout of all
     found = None
     for devices, seconds in zip((2, 1, 4, 2, 3), np.random.default_rng(0).uniform(4, 9, 5), strict=True):
         found = run(tmp_path / "killed", devices, seconds)
     found = run(tmp_path / "killed", 2) if found is None else found
     np.testing.assert_array_equal(found, whole)
+
+
+def test_a_sweep_from_before_layouts_were_stored_is_resumed(tmp_path):
+    """The folder was written by an earlier version, and has one of two groups."""
+    folder = tmp_path / "sweep"
+    shutil.copytree(Path(__file__).parent / "stored" / "sweep", folder)
+    x = np.sin(np.arange(24.0, dtype=np.float32)).reshape(8, 3)
+
+    def swept_again(folder):
+        step = make_step(lambda model, batch, key: jnp.mean((batch @ model - 1) ** 2), lambda v: optax.sgd(v["rate"]))
+        grid, options = Grid(rate=[0.1, 0.01], seed=[0, 1]), {"num_steps": 4, "progress": None, "same_program": True}
+        init = lambda key: jax.random.normal(key, (3,))  # noqa: E731
+        save = Save(seconds=0.0)
+        return fit_grid(init, step, Epochs(x, 4), grid, key=jax.random.key(0), save=save, folder=folder, **options)
+
+    if checkpoints.read_header(folder / "group-0000.ckpt")["jax"] != jax.__version__:
+        with pytest.raises(RefusedFile, match="`checkpoint` must be a file of the same run"):
+            swept_again(folder)
+        return
+    result = swept_again(folder)
+    assert result.plan.groups == ((0, 1), (2, 3))
+    np.testing.assert_allclose(result.history.loss, swept_again(None).history.loss, rtol=1e-5)
+    manifest = json.loads((folder / "sweep.json").read_text())
+    assert manifest["layout"]["threads"] == 1  # as many devices as its plan had
+    manifest["format"] = 99
+    (folder / "sweep.json").write_text(json.dumps(manifest))
+    with pytest.raises(RefusedFile, match="must have format 1 or lower, got 99"):
+        swept_again(folder)

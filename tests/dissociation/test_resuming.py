@@ -1,5 +1,6 @@
 """Runs that are interrupted, killed, extended: what a checkpoint gives back, and to whom."""
 
+import logging
 import os
 import shutil
 import signal
@@ -10,6 +11,7 @@ import threading
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import equinox as eqx
 import jax
@@ -619,3 +621,64 @@ def test_one_call_at_a_time_has_a_checkpoint(key, tmp_path):
 
     run(second)
     run()  # it is free again
+
+
+TWO = sharding.member_mesh(jax.devices("cpu")[:2])
+
+
+@pytest.mark.parametrize(
+    "first", [Layout("scan", threads=2), Layout("vmap", 2), Layout("unroll"), Layout("vmap", mesh=TWO)]
+)
+def test_a_resume_takes_the_layout_of_the_checkpoint(key, tmp_path, monkeypatch, caplog, first):
+    """The same bits, though another number of devices and cores is found."""
+    models, sampler = linear_members(key, 5), Epochs(regression(key, samples=30), 4)
+    step, path = make_step(noisy_error, optax.adam(0.05)), tmp_path / "run"
+
+    def run(num_steps, layout, **options):
+        return fit(models, step, sampler, num_steps=num_steps, key=key, layout=layout, **options)
+
+    whole = run(12, first)
+    run(5, first, checkpoint=path)
+    stored = checkpoints.read_header(path)["layout"]
+    monkeypatch.setattr("dissociation.cores.available_cores", lambda: 1)
+    with caplog.at_level(logging.WARNING):
+        same_run(whole, run(12, Layout(members_per_batch="auto"), checkpoint=path))
+    assert not caplog.records
+    assert checkpoints.read_header(path)["layout"] == stored
+    run(14, Layout("scan", mesh=None, threads=3), checkpoint=path)
+    assert [record.message.endswith("bits may differ.") for record in caplog.records] == [True]
+
+
+def test_a_mesh_that_is_not_there_is_replaced_with_a_line(key, tmp_path, monkeypatch, caplog):
+    models, sampler = linear_members(key), Epochs(regression(key, samples=30), 4)
+    step, path = make_step(noisy_error, optax.adam(0.05)), tmp_path / "run"
+    fit(models, step, sampler, num_steps=3, key=key, layout=Layout("vmap", mesh=TWO), checkpoint=path)
+    monkeypatch.setattr(jax, "local_device_count", lambda *_: 1)
+    fit(models, step, sampler, num_steps=5, key=key, checkpoint=path)
+    assert [record.message.endswith("bits may differ.") for record in caplog.records] == [True]
+    assert checkpoints.read_header(path)["layout"]["mesh"] is None
+
+
+def test_a_checkpoint_from_before_layouts_were_stored_is_resumed(tmp_path, caplog):
+    """The file was written by an earlier version, at step 4."""
+    path = tmp_path / "run.ckpt"
+    shutil.copy(Path(__file__).parent / "stored" / "run.ckpt", path)
+    x = np.sin(np.arange(24.0, dtype=np.float32)).reshape(8, 3)
+    models = np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3)
+
+    def run(**options):
+        step = make_step(lambda model, batch, key: jnp.mean((batch @ model - 1) ** 2), optax.sgd(0.1))
+        return fit(models, step, Epochs(x, 4), num_steps=6, key=jax.random.key(0), same_program=True, **options)
+
+    if checkpoints.read_header(path)["jax"] != jax.__version__:
+        with pytest.raises(ValueError, match="`checkpoint` must be a file of the same run"):
+            run(checkpoint=path)
+        return
+    np.testing.assert_allclose(run(checkpoint=path).history.loss, run().history.loss, rtol=1e-5)
+    assert [record.message.endswith("bits may differ.") for record in caplog.records] == [True]
+    header = checkpoints.read_header(path)
+    assert header["format"] == 1
+    state = np.zeros(3)
+    checkpoints.save(path, state, header | {"format": 99})
+    with pytest.raises(ValueError, match="`checkpoint` must be a file of format 1 or lower, got .* of format 99"):
+        run(checkpoint=path)

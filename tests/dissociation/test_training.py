@@ -67,7 +67,7 @@ def test_equals_a_plain_loop(key, member_map):
 @pytest.mark.slow
 @pytest.mark.parametrize("member_map", ["scan", "unroll"])
 def test_members_in_turn_are_independent(key, member_map):
-    """Alone, in company and over two devices: the same bits."""
+    """Alone, with others and over two devices: the same up to rounding."""
     models, data = linear_members(key, members=3), regression(key, samples=64)
     step, two = make_step(squared_error, optax.adam(1e-2)), sharding.member_mesh(jax.devices("cpu")[:2])
 
@@ -75,15 +75,18 @@ def test_members_in_turn_are_independent(key, member_map):
         layout = Layout(member_map, mesh=mesh)
         return fit(models, step, Epochs(data, 10, shared=shared), num_epochs=3, key=key, layout=layout)
 
+    def close(one, other):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
     together = run(models)
     alone = [run(jax.tree.map(lambda leaf, m=m: leaf[m : m + 1], models)) for m in range(3)]
-    np.testing.assert_array_equal(weights(together), np.concatenate([weights(r) for r in alone]))
+    close(weights(together), np.concatenate([weights(r) for r in alone]))
     two_devices = run(models, mesh=two)
-    np.testing.assert_array_equal(weights(together), weights(two_devices))
-    np.testing.assert_array_equal(together.history.loss, two_devices.history.loss)
+    close(weights(together), weights(two_devices))
+    close(together.history.loss, two_devices.history.loss)
     # Three members on two devices are padded, and so are their own orders.
     own = {"shared": False, "key": jax.random.split(key, 3)}
-    np.testing.assert_array_equal(weights(run(models, **own)), weights(run(models, mesh=two, **own)))
+    close(weights(run(models, **own)), weights(run(models, mesh=two, **own)))
 
 
 def test_vmap_agrees_with_members_in_turn(key):
@@ -125,13 +128,13 @@ def test_members_per_batch_follow_the_memory(key, monkeypatch, devices):
     models, sizes, needed = linear_members(key, 12, out=40), [], []
     data = regression(key, samples=450, out=40)
     mesh = sharding.member_mesh(jax.devices("cpu")[:devices]) if devices else None
-    largest, needed_bytes = chunk_module.largest_batch, chunk_module.needed_bytes
+    largest, program_bytes = chunk_module.largest_batch, chunk_module.program_bytes
 
     def run(budget, *layout):
         with monkeypatch.context() as patch:
             patch.setattr(chunk_module, "free_memory", lambda arrays: budget)
             patch.setattr(
-                chunk_module, "needed_bytes", lambda program: needed.append(needed_bytes(program)) or needed[-1]
+                chunk_module, "program_bytes", lambda program: needed.append(program_bytes(program)) or needed[-1]
             )
             patch.setattr(run_module, "largest_batch", lambda *args: sizes.append(largest(*args)) or sizes[-1])
             step, layout = make_step(noisy_error, optax.adam(0.05)), Layout(*layout, mesh=mesh)
