@@ -32,10 +32,9 @@ class Layout(NamedTuple):
         members_per_batch: With "vmap", how many members are batched at once; None means all, "auto" as many as fit in
             the memory that is free (their program is compiled once more to measure that).
         mesh: Of `sharding.member_mesh`: devices over which the members are laid, and, along its axis "data" if it has
-            one, the samples of every batch; of several processes, each trains the members of its own devices. None:
-            one device of this process, which trains all. "auto": one device as well, but where members go in turn on a
-            CPU, as many side by side as it has devices, of which `dissociation.use_all_cores` makes several; a single
-            member takes the memory of two there. After `distributed.initialize`, those of all processes.
+            one, the samples of every batch. All of them belong to this process. None: one device. "auto": one device as
+            well, but where members go in turn on a CPU, as many side by side as it has devices, of which
+            `dissociation.use_all_cores` makes several; a single member takes the memory of two there.
     """
 
     member_map: str = "auto"

@@ -34,7 +34,7 @@ def start(count: int, *words: str, command: list[str] | None = None, devices: in
         line = [sys.executable, __file__, words[0], where, str(count), str(index), *words[1:]]
         if command is not None:
             joined = ["--coordinator-address", where, "--num-processes", str(count), "--process-id", str(index)]
-            joined = ["--distributed", "--heartbeat", str(HEARTBEAT), *joined] if count > 1 else []
+            joined = ["--distributed", *joined] if count > 1 else []
             line = [sys.executable, *command, *joined]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         started.append(subprocess.Popen(line, env=env, **pipes))
