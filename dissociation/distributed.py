@@ -58,6 +58,8 @@ def initialize(
     thread = threading.Thread(target=join, daemon=True)
     thread.start()
     thread.join(timeout)
+    if failure and isinstance(failure[0], ValueError):
+        checks.fail("address", "be given, as no cluster's environment holds it", address)
     if failure:
         raise failure[0]
     if thread.is_alive():
