@@ -157,6 +157,7 @@ class Run:
         with nullcontext(self.raise_signal) if self.local.alone else interrupts_later() as self.raise_signal:
             try:
                 self._call(lambda: tell("begin", self.step, total, past))
+                self._agreed(None)
                 while True:
                     if self.step in times and self.step not in self.observed_at:
                         self.record()
