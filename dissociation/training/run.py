@@ -344,7 +344,8 @@ class Run:
 
     def resume(self, checkpoint: "Checkpoint", total: int, times: np.ndarray) -> None:
         """Goes back to where the checkpoint stands, if there is one, and drops records at other steps than `times`."""
-        path, found = checkpoint.path, checkpoint.found()
+        path, found = checkpoint.path, {}
+        self._call(lambda: found.update(checkpoint.found()))
         steps = self._agreed([*found])
         common = set.intersection(*map(set, steps))
         if not common:
