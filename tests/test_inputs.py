@@ -100,6 +100,7 @@ INTERNAL = {
     "dissociation.spectral.forms.check_on_inputs": "a check",
     "dissociation.spectral.forms.check_single": "a check",
     "dissociation.spectral.forms.widened": "a tool within",
+    "dissociation.training.signals": "takes signals",
     "dissociation.traced": "how `fit` and `bmap` know programs",
     "dissociation.recipes.compression.encode": "takes what `train_compression` gives",
     "dissociation.recipes.compression.reconstruction_error": "a loss that `fit` calls",
