@@ -11,16 +11,14 @@ import jax
 ENTRIES = {
     "jex": ("jax.extend.core", None, "reading programs, for `neuron_groups`, rewrites and checkpoints"),
     "threefry2x32_p": ("jax.extend.random", "threefry2x32_p", "`keys.normal`"),
-    "global_state": ("jax._src.distributed", "global_state", "`distributed.initialize`"),
 }
 """By name: the module, what is taken of it (None: itself), and what fails without it."""
 
 if TYPE_CHECKING:
-    from jax._src.distributed import global_state
     from jax.extend import core as jex
     from jax.extend.random import threefry2x32_p
 
-    __all__ = ["global_state", "jex", "threefry2x32_p"]
+    __all__ = ["jex", "threefry2x32_p"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Laying stacked members over devices, of this process or of several.
+"""Laying stacked members over the devices of this process.
 
 Members are independent, so their axis is the natural one to shard: every device trains or measures its own members
 and nothing is communicated. Where the devices do not divide the members, the last member is repeated as padding and
@@ -26,7 +26,7 @@ def member_mesh(devices: Sequence[Any] | None = None, *, data: int = 1) -> Mesh:
     """A mesh whose axes are `"members"`, and `"data"` if batches are laid over several devices too.
 
     Args:
-        devices: The devices to use; None means all of the default backend, of all processes.
+        devices: Devices of this process; None means all of the default backend.
         data: Over how many devices a member's batches are laid; must divide the number of devices.
 
     Returns:
@@ -35,9 +35,7 @@ def member_mesh(devices: Sequence[Any] | None = None, *, data: int = 1) -> Mesh:
     Raises:
         ValueError: If `data` does not divide the number of devices.
     """
-    # Those of a process side by side, so that a member's data lie in one process where its devices allow it.
-    every = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
-    chosen = every if devices is None else list(devices)
+    chosen = jax.local_devices() if devices is None else list(devices)
     checks.check_count("data", data, minimum=1)
     if len(chosen) % data:
         checks.fail("data", f"divide the number of devices ({len(chosen)})", data)
@@ -53,10 +51,13 @@ def member_devices(mesh: Mesh) -> int:
 
 @validated
 def check_mesh(mesh: Mesh) -> None:
-    """Raises unless `mesh` has the axis `"members"`, and no other but `"data"`."""
+    """Raise unless `mesh` has the axis `"members"`, none but `"data"` beside it, and devices of this process."""
     if mesh.axis_names not in ((MEMBER_AXIS,), (MEMBER_AXIS, DATA_AXIS)):
         wanted = f"have the axis {MEMBER_AXIS!r}, and {DATA_AXIS!r} at most"
         checks.fail("mesh", wanted, mesh.axis_names, "Make it with sharding.member_mesh")
+    if not mesh.is_multi_process:
+        return
+    checks.fail("mesh", "hold devices of this process", "devices of several", "Pass devices=jax.local_devices()")
 
 
 @validated
@@ -116,10 +117,7 @@ def _check_members(tree: Any) -> int | None:
 
 @validated
 def place_members(tree: Any, mesh: Mesh) -> Any:
-    """Puts every array leaf on the mesh, its leading axis split over the devices.
-
-    Where these are of several processes, each must hold the whole leaves, and keeps its part of them.
-    """
+    """Puts every array leaf on the mesh, its leading axis split over the devices."""
     return _map_arrays(lambda leaf: _placed(leaf, NamedSharding(mesh, PartitionSpec(MEMBER_AXIS))), tree)
 
 
@@ -131,42 +129,7 @@ def replicate(tree: Any, mesh: Mesh) -> Any:
 
 def _placed(leaf: Any, where: NamedSharding) -> jax.Array:
     check_fits("tree", leaf)
-    if where.is_fully_addressable or not getattr(leaf, "is_fully_addressable", True):
-        return jax.device_put(leaf, where)
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        data = _placed(jax.random.key_data(leaf), where)
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
-    whole = np.asarray(leaf)
-    return jax.make_array_from_callback(whole.shape, where, lambda part: whole[part])
-
-
-def rows_of_processes(mesh: Mesh | None, num_processes: int) -> list[int]:
-    """How many of a mesh's rows, each of which gets members of its own, lie in each process; without one, devices.
-
-    Raises:
-        ValueError: If a row lies in several processes.
-    """
-    if mesh is None:
-        rows = [[device] for device in jax.devices()]
-    else:
-        rows = mesh.devices.reshape(member_devices(mesh), -1).tolist()
-    whose = [{device.process_index for device in row} for row in rows]
-    if broken := next((each for each in whose if len(each) > 1), None):
-        wanted = "lay the data of a member over devices of one process"
-        advice = "Choose `data` of `member_mesh` so that it divides the devices of a process"
-        checks.fail("mesh", wanted, f"devices of processes {sorted(broken)} in one row", advice)
-    return [sum(each == {i} for each in whose) for i in range(num_processes)]
-
-
-def local_part(mesh: Mesh) -> Mesh | None:
-    """The rows of a mesh that lie in this process; the mesh itself if all do, None if none does."""
-    rows = mesh.devices.reshape(member_devices(mesh), -1)
-    own = np.array([row[0].process_index == jax.process_index() for row in rows])
-    if own.all():
-        return mesh
-    if not own.any():
-        return None
-    return Mesh(mesh.devices[own], mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)
+    return jax.device_put(leaf, where)
 
 
 def each_device(function: Callable[..., Any], mesh: Mesh, shared: Any, stacked: Any) -> Any:

@@ -18,7 +18,7 @@ LEVELS = {
         "files": -1, "frames": -1, "interrupts": -1, "labelled": -0.5, "labelling": -0.4, "linalg": 0, "results": 0,
         "splits": 0, "ties": 0.1,
         "provenance": 0, "progress": 0, "plotting": 0, "display": 0, "sharding": 0,
-        "schedule": 0, "distributed": 0, "shares": 0.2, "threads": 0.5,
+        "schedule": 0, "distributed": 0, "threads": 0.5,
         "distances": 0.5, "memory": 0, "checkpoint": 1, "traced": 1.1,
         "bmap": 1.2, "data": 1, "members": 1.5, "models": 1.6, "sweeps": 2, "weights": 2, "linear": 2, "spectral": 2,
         "metrics": 2, "training": 3, "symmetry": 3.5, "recipes": 4, "fig4": 4.5, "figures": 5, "cli": 6, "__main__": 7,
@@ -90,18 +90,3 @@ def test_what_breaks_with_another_jax_is_named(name, monkeypatch):
         monkeypatch.delattr(sys.modules[module], attribute)
     with pytest.raises(ImportError, match=f"JAX {jax.__version__} lacks {module}.*, needed for {re.escape(needed)}"):
         getattr(_compat, name)
-
-
-def test_the_client_of_the_runtime_has_what_exchange_calls():
-    from jax._src.lib import _jax
-
-    source = ast.parse((ROOT / "dissociation" / "distributed.py").read_text())
-    of_client = [
-        n for n in ast.walk(source) if isinstance(n, ast.Attribute) and ast.unparse(n.value).endswith("client")
-    ]
-    called = {node.attr for node in of_client} - {"client"}
-    assert called == {
-        "key_value_set", "key_value_set_bytes", "key_value_dir_get", "key_value_dir_get_bytes", "key_value_delete",
-        "wait_at_barrier",
-    }  # fmt: skip
-    assert called <= set(dir(_jax.DistributedRuntimeClient))

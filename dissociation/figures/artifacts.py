@@ -204,8 +204,7 @@ class Parts:
     """Named pieces of a long computation, each kept in a folder as soon as it is done; a context.
 
     A piece is a dictionary of arrays. It belongs to an identity (configuration, key and data): a folder with pieces
-    of another one is refused rather than mixed in, and a folder has one user at a time. Of several processes the first
-    one reads and writes, and the others get what it has.
+    of another one is refused rather than mixed in, and a folder has one user at a time. Process 0 alone writes.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None, identity: Mapping[str, Any]):
@@ -253,9 +252,9 @@ class Parts:
         return None if self.folder is None else self.folder / name
 
     def save(self, name: str, arrays: Mapping[str, Any]) -> None:
-        """Keeps a piece called `name`, if there is a folder; an earlier one is replaced."""
-        if (path := self.path(f"{name}.npz")) is not None:
-            distributed.on_main(lambda: save_part(path, arrays, self.digest))
+        """Keep a piece called `name`, if there is a folder; an earlier one is replaced."""
+        if (path := self.path(f"{name}.npz")) is not None and jax.process_index() == 0:
+            save_part(path, arrays, self.digest)
 
     def load(self, name: str) -> Arrays | None:
         """The piece called `name`, if it is kept.
@@ -264,16 +263,18 @@ class Parts:
             RefusedFile: If it is broken, was changed, or belongs to another run.
         """
         path = self.path(f"{name}.npz")
-        return distributed.on_main(lambda: None if path is None or not path.exists() else read_part(path, self.digest))
+        return None if path is None or not path.exists() else read_part(path, self.digest)
 
     def get(self, name: str, compute: Callable[[], Mapping[str, Any]]) -> Arrays:
-        """The piece called `name`: read if it is there, else computed, timed and kept."""
-        if (kept := self.load(name)) is not None:
+        """Return the piece called `name`: read it if it is there, else compute, time and keep it."""
+        path = self.path(f"{name}.npz")
+        there = path is not None and path.exists()
+        # All processes read it, or all compute it, as computing may need all of them.
+        if all(distributed.all_values(there)) and (kept := self.load(name)) is not None:
             self.seconds[name] = float(kept.pop("seconds"))
             return kept
         began = time.perf_counter()
-        computed = {key: np.asarray(value) for key, value in compute().items()}
-        arrays: Arrays = distributed.on_main(lambda: computed)
+        arrays = {key: np.asarray(value) for key, value in compute().items()}
         self.seconds[name] = time.perf_counter() - began
         self.save(name, {**arrays, "seconds": np.asarray(self.seconds[name])})
         return arrays

@@ -18,7 +18,6 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from dissociation import checkpoint as checkpoints
-from dissociation import distributed
 from dissociation.checks import (
     check_choice,
     check_count,
@@ -234,8 +233,7 @@ def _computed(
         code_key = jax.random.fold_in(key, 2)  # of its own though `key` is a network's seed, which folds in 0 and 1
         train, images = data.train_images[:10_000], data.test_images[: config.num_images]
         options = {"size": config.code, "num_epochs": config.compression_epochs}
-        job = partial(compressed, train, images, **options, key=code_key)  # kept on the disk of one process
-        codes = parts.get("codes", partial(distributed.on_main, job))["codes"]
+        codes = parts.get("codes", partial(compressed, train, images, **options, key=code_key))["codes"]
         measures = information_measures(config, data, codes)
     names = "weight_decays", "seeds", "num_train", "num_steps", "batch_size", "learning_rate", "init_scale", "optimizer"
     trained = train_grokking(
@@ -250,8 +248,8 @@ def _computed(
         **{name: getattr(config, name) for name in names},
     )
     parts.seconds["training and measuring"] = trained.seconds
-    if (path := parts.path(_MODELS)) is not None:
-        distributed.on_main(partial(checkpoints.save, path, trained.models, {"run": parts.digest}))
+    if (path := parts.path(_MODELS)) is not None and jax.process_index() == 0:
+        checkpoints.save(path, trained.models, {"run": parts.digest})
     alive = trained.diverged_at < 0
     job = partial(margins_of, data, stand_ins(trained.models, alive), config.classes, config.num_train)
     margins = masked_part(parts, "margins", alive, job)

@@ -10,7 +10,7 @@ import numpy as np
 import platformdirs
 from jaxtyping import Array, Float
 
-from dissociation import checkpoint
+from dissociation import checkpoint, distributed
 from dissociation.data.datasets import Dataset
 from dissociation.figures.artifacts import Arrays, Parts, read_part, save_part
 from dissociation.members import after, count, take
@@ -109,7 +109,7 @@ def compressed(
     digest = checkpoint.fingerprint(identity)
     # Shared by sweeps side by side: both may compute it, and the later one replaces the same codes.
     path = code_cache() / f"{digest}.npz"
-    if path.exists():
+    if all(distributed.all_values(path.exists())):  # processes train together, or none does
         return read_part(path, digest)
     model = train_compression(train, size, key=key, num_epochs=num_epochs)
     codes = {"codes": np.asarray(whiten(encode(model, images)))}

@@ -21,8 +21,7 @@ import jax
 import platformdirs
 import tyro
 
-from dissociation import checks, interrupts, plotting, provenance
-from dissociation import distributed as processes
+from dissociation import checks, distributed, interrupts, plotting, provenance
 from dissociation.checks import WrongValue, check_seed
 from dissociation.figures import artifacts
 from dissociation.figures.labels import families_of, flat_results_of
@@ -58,16 +57,14 @@ class RunOptions:
     silent: Flag = False
     """Show no progress."""
     distributed: Flag = False
-    """This is one of several processes that make the figure together, each its share of the networks. Where a cluster
-    (SLURM, Open MPI, Kubernetes, TPU) does not say them, give the three options below. All need the same `--out`."""
+    """Make the figure by several processes, each of which trains some of the networks. Without a cluster (SLURM, Open
+    MPI, Kubernetes, TPU) give the three options below. All processes need the same `--out`."""
     coordinator_address: str | None = None
-    """Where process 0 listens to the others, host:port."""
+    """Address at which process 0 listens, host:port. Use it on trusted networks only."""
     num_processes: int | None = None
-    """How many processes there are."""
+    """Number of processes."""
     process_id: int | None = None
-    """Which of them this is, from 0."""
-    heartbeat: int = processes.HEARTBEAT
-    """Seconds after which a process that says nothing counts as dead, and the others end."""
+    """Index of this process, from 0."""
 
     def __post_init__(self):
         check_seed("seed", self.seed)
@@ -152,26 +149,26 @@ def produce(
         meet; 130 after an interrupt and 143 after SIGTERM.
     """
     interrupts.begin()
-    tell, stopped = partial(_tell, program), partial(_stopped, program)
+    tell = partial(_tell, program)
     interrupts.advice = interrupts.NOTHING
     try:
         _join(run)
         _run(figure, config, run, ("python", "-m", program, *words))
     except _Unfit as unfit:
         error = unfit.error
-        return tell(error, 2 if isinstance(error, WrongValue) else 1, error)
-    except KeyboardInterrupt as error:
-        return stopped(error)
+        return tell(error, 2 if isinstance(error, WrongValue) else 1)
+    except KeyboardInterrupt:
+        return _stopped(program)
     except BrokenPipeError:  # `run_command` ends quietly
         raise
     except (OSError, WrongValue, RefusedFile, MemoryError) as error:
         nameless = isinstance(error, OSError) and error.errno is not None and error.filename is None
-        return tell(f"{error} (while writing to {run.out})" if nameless else error, 1, error)
+        return tell(f"{error} (while writing to {run.out})" if nameless else error, 1)
     except Exception as error:
         if interrupts.heard():  # on its way through a compiler an interrupt can become another exception
-            return stopped(error)
+            return _stopped(program)
         if "RESOURCE_EXHAUSTED" in str(error):
-            return tell(f"out of memory; choose smaller sizes. {str(error).splitlines()[0]}", 1, error)
+            return tell(f"out of memory; choose smaller sizes. {str(error).splitlines()[0]}", 1)
         raise
     return 0
 
@@ -195,20 +192,20 @@ def _join(run: RunOptions) -> None:
     if run.distributed:
         where = run.coordinator_address, run.num_processes, run.process_id
         try:
-            processes.initialize(*where, heartbeat=run.heartbeat)
+            distributed.initialize(*where)
         except (OSError, ValueError) as error:
             raise _Unfit(error) from error
 
 
-def _tell(program: str, what: object, status: int, error: BaseException) -> int:
-    if processes.leaving(error, status):
-        print(f"{program}: {' '.join(str(what).split())}", file=sys.stderr)
+def _tell(program: str, what: object, status: int) -> int:
+    print(f"{program}: {' '.join(str(what).split())}", file=sys.stderr)
+    distributed.leave(status)
     return status
 
 
-def _stopped(program: str, error: BaseException) -> int:
-    if processes.leaving(error, interrupts.status()):
-        print(f"\n{program}: stopped. {interrupts.advice}", file=sys.stderr)
+def _stopped(program: str) -> int:
+    print(f"\n{program}: stopped. {interrupts.advice}", file=sys.stderr)
+    distributed.leave(interrupts.status())
     return interrupts.status()
 
 
@@ -220,17 +217,17 @@ def _run(figure: Figure, config: Any, run: RunOptions, words: Sequence[str]) -> 
     folder = run.out / run_name(figure, config, run, identity)
     parts = folder / "parts"
     with contextlib.ExitStack() as held:
-        processes.on_main(lambda: _take_folder(figure, run, folder, identity, held))
+        distributed.on_main(lambda: _take_folder(figure, run, folder, identity, held))
         interrupts.advice = f"The same command goes on; finished parts are in {parts}."
-        if processes.is_main():
+        if jax.process_index() == 0:
             facts = {"figure": figure.STEM, **identity, "seed": run.seed, "environment": provenance.environment()}
             goes_on = [word for word in words if word != "--fresh"]
             held.enter_context(recorded(folder, goes_on, facts, None if run.silent else sys.stderr))
         compiling = start_compilation_cache()
-        progress = None if run.silent or not processes.is_main() else "terminal"
+        progress = None if run.silent or jax.process_index() else "terminal"
         results = figure.compute(config, key=key, dataset=data, folder=parts, progress=progress)
         seconds = time.perf_counter() - began
-        processes.on_main(lambda: _finish(figure, config, run, folder, results, seconds, compiling, words))
+        distributed.on_main(lambda: _finish(figure, config, run, folder, results, seconds, compiling, words))
 
 
 def _set_aside(path: Path) -> None:

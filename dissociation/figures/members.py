@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool
 from dissociation.bmap import bmap
 from dissociation.checks import check_choice, check_count, check_positive, fail
 from dissociation.data.datasets import NAMES, SOURCES, Dataset, load
+from dissociation.distributed import LocalMembers
 from dissociation.figures.artifacts import Parts
 from dissociation.figures.seeds import check_some_left, named_diverged, stand_ins
 from dissociation.members import per_batch, take
@@ -19,7 +20,6 @@ from dissociation.metrics.robustness import input_noise_error
 from dissociation.progress import MeterFactory
 from dissociation.recipes.mnist import NETWORKS, fit_mnist
 from dissociation.sharding import drop_padding, pad_members
-from dissociation.shares import over_processes
 from dissociation.weights.certificate import certify
 from dissociation.weights.groups import NeuronGroup, neuron_groups
 from dissociation.weights.growth import add_nuisance, duplicate
@@ -189,7 +189,7 @@ def measure_members(
 ) -> Any:
     """`measure(model, rewrite(model, rewrite_key), measure_key)` for every member, compiled.
 
-    Of several processes each measures its share. On a CPU the members go in turn, as many side by side as it has
+    Each of several processes measures its own members. On a CPU the members go in turn, as many side by side as it has
     devices: measuring takes the memory of as many, though the rewritten networks of all are kept; on an accelerator all
     at once. Bind arrays to the two functions by `eqx.Partial`, which hands them to the program instead of baking them
     into it.
@@ -216,7 +216,8 @@ def measure_members(
         stacked = models, drop_padding(rewritten, 1) if lone else rewritten, keys
         return bmap(measure, batch_size=1, loop="scan")(*stacked) if per_batch() == 1 else _measured(measure, stacked)
 
-    return over_processes(measured, (models, rewrite_keys, measure_keys))
+    local = LocalMembers(len(measure_keys))
+    return local.gather(measured(local.take((models, rewrite_keys, measure_keys))))
 
 
 @eqx.filter_jit

@@ -31,9 +31,8 @@ class Layout(NamedTuple):
         members_per_batch: With "vmap", how many members are batched at once; None means all, "auto" as many as fit in
             the memory that is free (their program is compiled once more to measure that).
         mesh: Of `sharding.member_mesh`: devices over which the members are laid, and, along its axis "data" if it has
-            one, the samples of every batch; of several processes, each trains the members of its own devices. None:
-            one device and one thread of this process. "auto": one device, whose programs run in `threads`. After
-            `distributed.initialize`, those of all processes.
+            one, the samples of every batch. All of them belong to this process. None: one device and one thread.
+            "auto": one device, whose programs run in `threads`.
         threads: With sequential mapping on a CPU and without a mesh, into how many shards the members are cut,
             which worker threads train in parallel, as many at once as there are devices. "auto": one shard per device,
             of which `dissociation.use_all_cores` makes one for each core.

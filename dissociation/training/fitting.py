@@ -17,20 +17,22 @@ import optax
 from jaxtyping import Array
 
 from dissociation import checkpoint as checkpoints
-from dissociation import checks, cores, distributed, files, sharding
+from dissociation import checks, cores, files
+from dissociation.distributed import LocalMembers
 from dissociation.keys import typed
 from dissociation.labelled import Labelled, label
 from dissociation.labelling import Labels, Over, label_tree
+from dissociation.members import take
 from dissociation.schedule import check_steps
-from dissociation.shares import Share, share_of
 from dissociation.traced import trace
 from dissociation.training.batches import Batches, example
 from dissociation.training.callbacks import Callback, OfFunction
 from dissociation.training.chunk import Layout, observable
 from dissociation.training.loop import streams
 from dissociation.training.records import History, Save
-from dissociation.training.run import Checkpoint, Run, records_something, terminations_interrupt
+from dissociation.training.run import Checkpoint, Run, own_file, records_something
 from dissociation.training.samplers import HostBatches, Sampler, as_arrays, leading_size
+from dissociation.training.signals import terminations_interrupt
 from dissociation.training.state import (
     State,
     Step,
@@ -112,8 +114,8 @@ def fit(
     loss that the caller made anew compiles nothing if it computes the same. Arrays that they hold or close over are
     passed to the compiled program, not baked into it.
 
-    After `distributed.initialize` every process calls it with the same arguments, trains its share of the members, and
-    returns all of them; callbacks hear of all in the first process.
+    After `distributed.initialize` every process must call it with the same arguments. Each trains its own members on
+    its own devices and returns all of them. Process 0 calls the callbacks.
 
     Args:
         models: An Equinox module, or any PyTree, whose array leaves carry members on the leading axis. Floats of half
@@ -135,12 +137,12 @@ def fit(
         checkpoint: A file, or a link to one. If it exists the run resumes from it; under the same layout the outcome
             equals the uninterrupted one bit for bit. It is written as the run goes on and at its end, be that an
             interrupt (Ctrl-C, or SIGTERM, whose handler is called afterwards) or the error of a callback or an
-            iterator. It goes
-            on from the same data, models, hyperparameters and key, under the same step, sampler and observation;
-            layout, number of processes, callbacks and number of steps may be others: a finished run is extended by more
-            of them. What `layout` leaves open is taken from the file; under another layout bits may differ, which a
-            line of the log states. One that a callback ended stays ended, unless none listens any more, or no record is
-            made at that step. One call at a time has it.
+            iterator. It goes on from the same data, models, hyperparameters and key, under the same step, sampler and
+            observation; layout, callbacks and number of steps may be others: a finished run is extended by more of
+            them. What `layout` leaves open is taken from the file; under another layout bits may differ, which a line
+            of the log states. One that a callback ended stays ended, unless none listens any more, or no record is made
+            at that step. One call at a time has it. Each of several processes writes a file beside it and keeps its
+            last two; as many processes resume from the newest step of which all have one.
         same_program: Take the checkpoint's program for the same, though it is not traced to the same operations, as
             after an update of JAX.
 
@@ -169,15 +171,16 @@ def fit(
     heard = [_callback(i, each) for i, each in enumerate(callbacks)]
     times = _times(save, heard, first, total, sampler.epoch_steps)
     order_keys, own_keys = _split_key(key, num_members, sampler.shared)
-    path = None if checkpoint is None else files.followed(checkpoint)
-    layout, share = _shared_out(_resumed(layout, path), num_members)
-    if not share.alone:
-        _check_alike((state.arrays, state.hyperparams, key, jnp.asarray(times)), total)
-    mine = share.take(sampler) if sampler.stacked else sampler
-    order_keys = order_keys if sampler.shared else share.take(order_keys)
+    path = None if checkpoint is None else own_file(files.followed(checkpoint))
+    layout = _resumed(layout, path)
+    local = LocalMembers(num_members)
+    mine = local.take(sampler) if sampler.stacked else sampler
+    order_keys = order_keys if sampler.shared else local.take(order_keys)
     with terminations_interrupt(), closing(Batches(mine, order_keys)) as batches:
-        run = Run(share.take(state), step, batches, share.take(own_keys), save, layout, heard, share)
+        run = Run(local.take(state), step, batches, local.take(own_keys), save, layout, heard, local)
         _check_names(run)
+        if not local.alone:
+            run.arguments = checkpoints.fingerprint((state.arrays, state.hyperparams, key, total, times))
         file = None
         if path is not None:
             file = Checkpoint(path, _identity(run, state, step, sampler, key), same_program)
@@ -186,13 +189,12 @@ def fit(
         del state  # the run has its own
         with ExitStack() as held:
             if file is not None:
-                lock = files.locked(file.path.with_name(f".{file.path.name}.lock"), file.path)
-                share.on_main(lambda: held.enter_context(lock))
+                held.enter_context(files.locked(file.path.with_name(f".{file.path.name}.lock"), file.path))
                 run.resume(file, total, times)
             run.began = began
             run.to_the_end(total, times, file)
-    state = share.gather(run.whole_state(), "states")
-    if not share.alone:
+    state = local.gather(run.whole_state())
+    if not local.alone:
         state = jax.tree.map(jnp.asarray, state)
     return FitResult(
         models=state.model,
@@ -249,12 +251,11 @@ def estimated_bytes(
     order_keys, own_keys = _split_key(key, count, sampler.shared)
     programs = []
     for size in (2, 4):
-        few = Share((0, size, count), 0)
-        mine = few.take(sampler) if sampler.stacked else sampler
-        order = order_keys if sampler.shared else few.take(order_keys)
-        with closing(Batches(mine, order)) as batches:
-            share = Share((0, size), 0)
-            run = Run(few.take(state), step, batches, few.take(own_keys), save, layout._replace(mesh=None), [], share)
+        few = partial(take, index=slice(size))
+        mine = few(sampler) if sampler.stacked else sampler
+        with closing(Batches(mine, order_keys if sampler.shared else few(order_keys))) as batches:
+            local = LocalMembers(size, alone=True)
+            run = Run(few(state), step, batches, few(own_keys), save, layout._replace(mesh=None), [], local)
             programs.append(run.program_bytes())
     each = max(0, programs[1] - programs[0]) // 2
     times = len(_times(save, [], first, total, sampler.epoch_steps))
@@ -279,30 +280,6 @@ def _resumed(layout: Layout, path: Path | None) -> Layout:
         return layout
     stored = checkpoints.read_header(path).get("layout")  # None in a file from before layouts were stored
     return layout if stored is None else layout.resumed(stored)
-
-
-def _shared_out(layout: Layout, num_members: int) -> tuple[Layout, Share]:
-    """Where this process lays its members, and which are its own."""
-    mesh, alone = layout.mesh, Share((0, num_members), 0)
-    if mesh is None or isinstance(mesh, str):
-        if mesh == "auto" and distributed.started() and jax.default_backend() != "cpu" and jax.local_device_count() > 1:
-            layout = layout._replace(mesh=sharding.member_mesh(jax.local_devices()))
-        return layout, share_of(num_members) if mesh == "auto" else alone
-    sharding.check_mesh(mesh)
-    if sharding.local_part(mesh) is mesh:
-        return layout, alone
-    if not distributed.started():
-        advice = "Call dissociation.distributed.initialize first"
-        checks.fail("mesh", "be of this process", "devices of several", advice)
-    return layout._replace(mesh=sharding.local_part(mesh)), share_of(num_members, mesh)
-
-
-def _check_alike(tree: Any, total: int) -> None:
-    """Raises unless all processes have been given the same."""
-    prints = distributed.exchange((checkpoints.fingerprint(tree), total), "fit")
-    if different := [i for i, other in enumerate(prints) if other != prints[0]]:
-        wanted = "be called with the same models, hyperparameters, key and steps in all processes"
-        checks.fail("fit", wanted, f"others in process {different[0]} than in process 0")
 
 
 def _check_names(run: Run) -> None:

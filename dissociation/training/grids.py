@@ -29,8 +29,8 @@ from dissociation.training.callbacks import Callback
 from dissociation.training.chunk import Layout, stored_layout
 from dissociation.training.fitting import estimated_bytes, fit, labelled_fit
 from dissociation.training.records import History, Save
-from dissociation.training.run import terminations_interrupt
 from dissociation.training.samplers import Sampler, as_arrays, leading_size
+from dissociation.training.signals import terminations_interrupt
 from dissociation.training.state import Step
 from dissociation.types import PRNGKey
 from dissociation.validation import validated

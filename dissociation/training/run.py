@@ -2,12 +2,11 @@
 
 import glob
 import logging
+import os
 import re
-import signal
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,10 +19,9 @@ import numpy as np
 from dissociation import checkpoint as checkpoints
 from dissociation import checks, distributed, sharding
 from dissociation.conversion import describe
-from dissociation.files import RefusedFile
-from dissociation.members import concatenate, stack, take
+from dissociation.distributed import LocalMembers
+from dissociation.members import concatenate, stack
 from dissociation.memory import program_bytes
-from dissociation.shares import Share
 from dissociation.threads import Shards, compiled, run_tasks
 from dissociation.traced import Traced
 from dissociation.training.batches import Batches, example, placed_shards
@@ -43,6 +41,7 @@ from dissociation.training.chunk import (
 from dissociation.training.loop import Streams
 from dissociation.training.records import History, Save
 from dissociation.training.samplers import Segment
+from dissociation.training.signals import interrupts_later
 from dissociation.training.state import Info, State, Step
 
 logger = logging.getLogger(__name__)
@@ -58,8 +57,8 @@ FIRST_WRITE = 5.0
 class Run:
     """One run: where it stands, and what was recorded.
 
-    Where members are shared out to several processes, each has the states of its own and the records of all: they take
-    chunks of the same length, and exchange what comes of them.
+    Each of several processes has the states of its own members and the records of all: they take chunks of the same
+    length, after which losses, metrics, stops and a hash of the arguments are all-gathered.
 
     Args:
         state: Stacked, this process' members; donated to the steps.
@@ -68,8 +67,8 @@ class Run:
         keys: Their keys.
         save: What to record.
         layout: Where they lie.
-        callbacks: What happens on the way, in the first process.
-        share: Which of all members they are.
+        callbacks: What happens on the way, in process 0.
+        local: The members of this process.
     """
 
     def __init__(
@@ -81,15 +80,16 @@ class Run:
         save: Save,
         layout: Layout,
         callbacks: Sequence[Callback],
-        share: Share,
+        local: LocalMembers,
     ):
         if not save.seconds >= 0:
             checks.fail("save", "have `seconds` of at least 0", save.seconds)
         if save.observe is not None and not callable(save.observe):
             checks.fail_kind("save", "have a function as `observe`", repr(save.observe))
-        self.share, self.num_members, own = share, share.bounds[-1], len(keys.loss)
+        self.local, self.num_members, own = local, local.total, len(keys.loss)
+        self.arguments, self.error, self.raise_signal = "", None, lambda: None
         self.first = self.step = int(np.max(np.asarray(state.step)))
-        self.save, self.callbacks, self.batches = save, callbacks, batches
+        self.save, self.callbacks, self.batches = save, [] if local.index else callbacks, batches
         one, sampler = example(state), batches.sampler
         arrays, plan = batches.one_arrays(), batches.one_plan(self.step)
         size = sampler.segment(self.step).size
@@ -129,6 +129,7 @@ class Run:
         self.diverged_at = np.full(self.num_members, -1)
         self.frozen = np.zeros(self.num_members, bool)
         self.stopped = False
+        self.written_at = None
         self.chunk, self.saved_at, self.unsaved, self.first_write = 1, time.perf_counter(), 0.0, FIRST_WRITE
         self.began, self.earlier_seconds = time.perf_counter(), 0.0
 
@@ -154,30 +155,55 @@ class Run:
             for callback in self.callbacks:
                 getattr(callback, what)(*words)
 
-        with nullcontext() if self.share.alone else distributed.interrupts_together():
+        with nullcontext(self.raise_signal) if self.local.alone else interrupts_later() as self.raise_signal:
             try:
-                self.share.on_main(lambda: tell("begin", self.step, total, past))
+                self._call(lambda: tell("begin", self.step, total, past))
+                self._agreed(None)
                 while True:
                     if self.step in times and self.step not in self.observed_at:
                         self.record()
-                    self.share.on_main(lambda losses=losses: tell("advance", self.step, losses))
+                    self._call(lambda losses=losses: tell("advance", self.step, losses))
+                    self.stopped, frozen = self._agreed([self.stopped, self.frozen.tolist()])[0]
+                    self.frozen = np.asarray(frozen)
                     if self.stopped or self.step == total or self.frozen.all():
                         break
                     later = times[times > self.step]
                     source = self.batches.source(self.step)  # may wait for the host: an interrupt is heard
-                    with _interrupts_later():
+                    with interrupts_later():
                         losses = self.advance(min([total, *later[:1].tolist()]), source)
                     if checkpoint is not None and self.unsaved >= min(self.save.seconds, self.first_write):
                         self.write(checkpoint)
             except BaseException as error:
                 lost = any(leaf.is_deleted() for leaf in jax.tree.leaves(self.states) if isinstance(leaf, jax.Array))
-                if not lost and (self.share.alone or distributed.is_everywhere(error)):
+                if not lost:
                     self.write(checkpoint)  # an iterator, a callback or an interrupt ended the run between two chunks
+                if not self.local.alone:
+                    with suppress(BaseException):  # the others learn of it, and all have written when all go on
+                        distributed.all_gather(b"", error)
                 raise
             finally:
-                if self.share.alone or distributed.is_main():
-                    tell("close")
+                tell("close")
             self.write(checkpoint)
+
+    def _call(self, function: Callable[[], Any]) -> None:
+        """Call `function`; several processes keep its error until they agree on a stop."""
+        try:
+            function()
+        except BaseException as error:
+            if self.local.alone:
+                raise
+            self.error = self.error or error
+
+    def _agreed(self, value: Any) -> list[Any]:
+        """Return the value of every process, or raise in all if one has an error, an interrupt or other arguments."""
+        if self.local.alone:
+            return [value]
+        self._call(self.raise_signal)
+        said = distributed.all_values([self.arguments, value], self.error)
+        if different := [i for i, (arguments, _) in enumerate(said) if arguments != said[0][0]]:
+            wanted = "be called with the same models, hyperparameters, key and steps in all processes"
+            checks.fail("fit", wanted, f"others in process {different[0]} than in process 0")
+        return [own for _, own in said]
 
     def advance(self, target: int, source: tuple[Source, list[Source], Segment]) -> np.ndarray:
         """Runs one chunk of steps, up to `target` at the most, and records what they say; returns their losses."""
@@ -186,7 +212,7 @@ class Run:
         began = time.perf_counter()
         calls, per_call = (count, 1) if self.layout.member_map == "unroll" else (1, count)
         places = [jnp.asarray((self.step + i, place.within + i, per_call)) for i in range(calls)]
-        goes = self.share.take(jnp.asarray(~self.frozen))
+        goes = self.local.take(jnp.asarray(~self.frozen))
         active = self._split(goes) if self.frozen.any() else [None] * len(self.states)
         layout, traced = self.layout, self.traced(place.size)
         own = zip(self.keys, active, mapped, strict=True)
@@ -213,14 +239,14 @@ class Run:
         return infos.loss
 
     def _joined(self, infos: Info, seconds: float) -> tuple[Info, float]:
-        """What a chunk says of all members, and how long it took where it took longest."""
+        """Return the losses and metrics of all members for a chunk, and the time of the slowest process."""
         own = jax.tree.map(lambda leaf: leaf[: self.shards.num_members], infos)
         self.unsaved = time.perf_counter() - self.saved_at
-        if self.share.alone:
+        if self.local.alone:
             return own, seconds
-        times = distributed.exchange((seconds, self.unsaved), "times")
+        times = distributed.all_values([seconds, self.unsaved])
         self.unsaved = times[0][1]
-        return self.share.gather(own, "chunks"), max(one for one, _ in times)
+        return self.local.gather(own), max(one for one, _ in times)
 
     def program_bytes(self) -> int:
         """Return the bytes of the larger program, of a chunk or of an observation, beyond its arguments."""
@@ -249,26 +275,20 @@ class Run:
 
             observed = concatenate(run_tasks([partial(observe, *each) for each in own], self.threads))
             observed = jax.tree.map(lambda leaf: leaf[: self.shards.num_members], observed)
-            observed = self.share.gather(observed, "observations")
+            observed = self.local.gather(observed)
         self.observed_at.append(self.step)
         self.observations.append(observed)
         self.infos = [concatenate(self.infos, axis=1)]
         records = self.records(len(self.observed_at) - 1)
-        answers, interrupted = self.share.on_main(lambda: self._answers(records), interruptible=False)
-        for frozen in answers:
-            self.stopped = self.stopped or bool(frozen.size == 1 and frozen.all())
-            if frozen.ndim:
-                self.frozen = self.frozen | frozen
-        if interrupted:
-            raise distributed.everywhere(KeyboardInterrupt())
+        self._call(lambda: self._ask_callbacks(records))
 
-    def _answers(self, records: dict[str, Any]) -> tuple[list[np.ndarray], bool]:
-        """What the callbacks say of a record, and whether one was interrupted."""
-        answers, interrupted = [], False
+    def _ask_callbacks(self, records: dict[str, Any]) -> None:
+        """Call the callbacks with a record, and stop or freeze members as they return."""
+        interrupted = False
         for callback in self.callbacks:
             try:
                 answer = callback.record(self.step, records)
-            except KeyboardInterrupt:  # the record counts: the others hear of it all the same
+            except KeyboardInterrupt:  # the record counts: the other callbacks get it all the same
                 interrupted, answer = True, None
             if answer is None:
                 continue
@@ -276,8 +296,11 @@ class Run:
             if frozen.dtype != bool or (frozen.shape != (self.num_members,) and frozen.size != 1):
                 wanted = f"return None, True, or a truth value for each of the {self.num_members} members"
                 checks.fail("callbacks", wanted, describe(answer))
-            answers.append(frozen)
-        return answers, interrupted
+            self.stopped = self.stopped or bool(frozen.size == 1 and frozen.all())
+            if frozen.ndim:
+                self.frozen = self.frozen | frozen
+        if interrupted:
+            raise KeyboardInterrupt
 
     def records(self, index: int) -> dict[str, Any]:
         """What callbacks get of a record: means since the one before, and the observation."""
@@ -314,35 +337,29 @@ class Run:
             "frozen": self.frozen.tolist(),
             "diverged_at": self.diverged_at.tolist(),
         }
-        state, path, share = None, checkpoint.path, self.share
-        pieces: list[Path] = []
-        if share.alone:  # the number of devices, of parts or of processes may change
-            state = self.whole_state()
-        else:
-            if share.stop > share.start:
-                checkpoints.save(_piece(path, self.step, share.start, share.stop), self.whole_state(), header)
-            distributed.exchange(None, "pieces")
-            bounds = [pair for pair in zip(share.bounds, share.bounds[1:], strict=False) if pair[1] > pair[0]]
-            pieces, header["pieces"] = [_piece(path, self.step, *pair) for pair in bounds], bounds
-
-        def commit() -> None:
-            checkpoints.save(path, (state, *self.history()[:4]), header)
-            for other in path.parent.glob(f"*{glob.escape(path.name)}.*"):
-                if _is_piece(other, path) and other not in pieces and other.is_file():
-                    other.unlink(missing_ok=True)
-
-        self.share.on_main(commit, interruptible=False)
+        path = checkpoint.path
+        if not self.local.alone and path.exists() and self.written_at != self.step:
+            os.replace(path, _before(path))
+        checkpoints.save(path, (self.whole_state(), *self.history()[:4]), header)
+        self.written_at = self.step
         self.saved_at, self.first_write = time.perf_counter(), np.inf
 
     def resume(self, checkpoint: "Checkpoint", total: int, times: np.ndarray) -> None:
         """Goes back to where the checkpoint stands, if there is one, and drops records at other steps than `times`."""
-        path = checkpoint.path
-        header = self.share.on_main(lambda: checkpoints.read_header(path) if path.exists() else None)
-        if header is None:
+        path, found = checkpoint.path, {}
+        self._call(lambda: found.update(checkpoint.found()))
+        steps = self._agreed([*found])
+        common = set.intersection(*map(set, steps))
+        if not common:
+            if any(steps):
+                logger.warning("The processes have no step of %s in common: they start from scratch.", path)
             return
-        checkpoint.check(header)
+        newest = found[max(common)]
+        header = checkpoints.read_header(newest)
         if header.get("layout") != stored_layout(self.layout):
             logger.warning("%s was written under another layout or none is known: bits may differ.", path)
+        if newest != path:  # another process was killed before it wrote the newer one
+            os.replace(newest, path)
         self.step, recorded = header["step"], header["observed_at"]
         if self.step > total:
             wanted = f"be at least the {self.step - self.first} of {path}, where the run stands already"
@@ -360,16 +377,10 @@ class Run:
         done = self.step - self.first
         infos = jax.tree.map(lambda leaf: np.zeros((self.num_members, done, *leaf.shape), leaf.dtype), self.info)
         like = infos.loss, np.zeros(len(recorded), np.int64), observed if recorded else None, infos.metrics
-        pieces = header.get("pieces")
-        shaped = None if pieces else self._with_rows(self.num_members)
-        state, loss, _, observed, metrics = checkpoints.restore(path, (shaped, *like))
-        if pieces:
-            cuts = [(bounds, self.share.cut(*bounds)) for bounds in pieces]
-            mine = [take(self._restored(path, header, bounds), cut) for bounds, cut in cuts if cut is not None]
-            state = concatenate(mine)
-        else:
-            state = self.share.take(state)
-        self.states = self._split(state)
+        rows = self.shards.num_members
+        own = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype), self.states[0])
+        state, loss, _, observed, metrics = checkpoints.restore(path, (own, *like))
+        self.states, self.written_at = self._split(state), self.step
         self.infos, self.earlier_seconds = [Info(loss, metrics)], header["seconds"]
         self.stopped, self.frozen = header["stopped"], np.asarray(header["frozen"])
         self.diverged_at = np.asarray(header["diverged_at"])
@@ -377,27 +388,12 @@ class Run:
         self.observed_at = [recorded[index] for index in kept]
         self.observations = [jax.tree.map(lambda leaf, i=i: leaf[:, i], observed) for i in kept]
 
-    def _restored(self, path: Path, header: dict[str, Any], bounds: Sequence[int]) -> Any:
-        """The states of a piece of the run with this header."""
-        start, stop = bounds
-        piece = _piece(path, header["step"], start, stop)
-        if piece.is_dir():
-            raise RefusedFile(f"{piece} must be a file, got Orbax' folder. Delete it and {path} to start from scratch.")
-        own = checkpoints.read_header(piece) if piece.exists() else {}
-        if any(own.get(name) != header[name] for name in ("run", "step")):
-            raise RefusedFile(f"{piece} must hold members {start} to {stop - 1} of {path}. Delete both to begin anew.")
-        return checkpoints.restore(piece, self._with_rows(stop - start))
-
-    def _with_rows(self, rows: int) -> Any:
-        """Return the shapes and dtypes of states of another number of members."""
-        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype), self.states[0])
-
     def _notice_divergence(self, losses: np.ndarray) -> None:
         bad = ~np.isfinite(losses)
         for member in np.flatnonzero(bad.any(axis=1) & (self.diverged_at < 0) & ~self.frozen):
             column = int(bad[member].argmax())
             self.diverged_at[member] = self.step - losses.shape[1] + column
-            if self.share.alone or distributed.is_main():
+            if not self.local.index:
                 message = (
                     f"member {member}: the loss became {losses[member, column]} at step {self.diverged_at[member]}"
                 )
@@ -408,16 +404,15 @@ def _on_host(tree: Any) -> Any:
     return jax.tree.map(np.asarray, tree)
 
 
-def _piece(path: Path, step: int, start: int, stop: int) -> Path:
-    """Where the states of some members at a step are kept beside the file that has the rest of a run."""
-    return path.with_name(f"{path.name}.{step}.{start}-{stop}")
+def own_file(path: Path) -> Path:
+    """Return the file of this process for a checkpoint: the path itself if there is one process."""
+    count = jax.process_count()
+    return path if count == 1 else path.with_name(f"{path.name}.{jax.process_index()}-of-{count}")
 
 
-def _is_piece(other: Path, path: Path) -> bool:
-    """Whether this is a piece of the run in `path`, or what a write of one left that was killed."""
-    scratch = r"\.[0-9a-f]{8}\.tmp"
-    piece = rf"{re.escape(path.name)}\.\d+\.\d+-\d+"
-    return re.fullmatch(rf"{piece}|\.{piece}{scratch}", other.name) is not None
+def _before(own: Path) -> Path:
+    """Return the last but one file of one of several processes."""
+    return own.with_name(f"{own.name}.before")
 
 
 class Checkpoint(NamedTuple):
@@ -427,11 +422,32 @@ class Checkpoint(NamedTuple):
     identity: dict[str, Any]
     same_program: bool
 
+    def found(self) -> dict[int, Path]:
+        """Return the files of this process by their step, or raise if another number of processes wrote them."""
+        count = jax.process_count()
+        common = self.path if count == 1 else self.path.with_suffix("")
+        named = re.compile(rf"{re.escape(common.name)}\.\d+-of-(\d+)(\.before)?")
+        names = [named.fullmatch(other.name) for other in common.parent.glob(f"{glob.escape(common.name)}.*-of-*")]
+        counts = {int(name[1]) for name in names if name} | ({1} if common.exists() else set())
+        if wrong := counts - {count}:
+            wanted = f"be resumed by as many processes as wrote it ({min(wrong)})"
+            checks.fail("checkpoint", wanted, count, f"Delete {common} and files named {common}.*-of-* to start again")
+        found = {}
+        for file in [self.path] if count == 1 else [_before(self.path), self.path]:
+            if file.exists():
+                header = checkpoints.read_header(file)
+                self.check(header)
+                found[header["step"]] = file
+        return found
+
     def check(self, header: dict[str, Any]) -> None:
         """Raise unless the file with this header is this run's."""
         if header.get("format", 0) > FORMAT:
             wanted = f"be a file of format {FORMAT} or lower"
             checks.fail("checkpoint", wanted, f"{self.path} of format {header['format']}", "Update this package")
+        if "pieces" in header:
+            advice = "Delete it and its pieces, or name another file"
+            checks.fail("checkpoint", "be one process' file", f"{self.path}, of several and an earlier version", advice)
         traced, stored, version = ("loss", "optimizer", "step", "observe"), header.get("run", {}), header.get("jax")
         wanted = {k: value for k, value in self.identity.items() if not (self.same_program and k in traced)}
         different = [name for name, value in wanted.items() if stored.get(name, "unknown") != value]
@@ -448,51 +464,3 @@ class Checkpoint(NamedTuple):
 def records_something(callback: Callback) -> bool:
     """Whether a callback wants records for more than a line of text."""
     return type(callback).record is not Callback.record and not isinstance(callback, Progress)
-
-
-@contextmanager
-def _interrupts_later() -> Iterator[None]:
-    """Holds a signal back until what is inside is done: a chunk's donated state must not be lost."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    heard: list[tuple[int, Any]] = []
-    handlers: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    with ExitStack() as held:
-        for number in [number for number, handler in handlers.items() if callable(handler)]:
-            held.callback(signal.signal, number, handlers[number])
-            signal.signal(number, lambda number, frame: heard.append((number, frame)))
-        yield
-    if heard:
-        handlers[heard[0][0]](*heard[0])
-
-
-@contextmanager
-def terminations_interrupt() -> Iterator[None]:
-    """Inside, the first SIGTERM is a `KeyboardInterrupt`; afterwards the handler that was there before is called.
-
-    Without such a handler the process ends as it would have ended at once. Only the main thread can take signals, and
-    one of several processes must not stop alone.
-    """
-    before = signal.getsignal(signal.SIGTERM)
-    alone = threading.current_thread() is threading.main_thread() and distributed.number() == 1
-    if not alone or before in (None, signal.SIG_IGN):
-        yield
-        return
-    heard: list[tuple[int, Any]] = []
-
-    def interrupt(number: int, frame: Any) -> None:
-        heard.append((number, frame))
-        if len(heard) == 1:
-            raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        if signal.getsignal(signal.SIGTERM) is interrupt:  # or somebody has set another one meanwhile
-            signal.signal(signal.SIGTERM, before)
-        if heard and callable(before):
-            before(*heard[0])
-        elif heard:
-            signal.raise_signal(signal.SIGTERM)

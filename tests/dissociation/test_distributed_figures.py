@@ -1,4 +1,4 @@
-"""Figures made by several processes: the arrays of one, whoever is killed on the way."""
+"""Figures made by several processes: the arrays of one process, and the same ones whichever process is killed."""
 
 import random
 import sys
@@ -31,46 +31,48 @@ def arrays(out):
         return dict(file)
 
 
-def assert_same(out, other):
-    wanted, found = arrays(out), arrays(other)
-    assert wanted.keys() == found.keys()
-    for name, value in wanted.items():
-        np.testing.assert_array_equal(found[name], value, name)
-
-
 @pytest.mark.parametrize("name", list(SIZES))
-def test_eight_devices_and_four_processes_find_what_one_does(name, tmp_path):
+def test_eight_devices_and_four_processes_agree_with_one(name, tmp_path):
     together.run(1, "", command=command(name, tmp_path / "one"))
     together.run(1, "", command=command(name, tmp_path / "devices"), devices=8)
     said = together.run(4, "", command=command(name, tmp_path / "processes"))
     assert "Wrote" in said[0]
     assert not any("Wrote" in each for each in said[1:])
-    assert_same(tmp_path / "one", tmp_path / "devices")
-    assert_same(tmp_path / "one", tmp_path / "processes")
+    wanted = arrays(tmp_path / "one")
+    for other in ("devices", "processes"):
+        found = arrays(tmp_path / other)
+        assert wanted.keys() == found.keys()
+        for name, value in wanted.items():
+            compare = np.testing.assert_allclose if value.dtype.kind == "f" else np.testing.assert_array_equal
+            compare(found[name], value, **({"rtol": 1e-4, "atol": 1e-6} if value.dtype.kind == "f" else {}))
 
 
 @pytest.mark.parametrize("name", list(SIZES))
-def test_killed_five_times_and_continued_by_others_it_ends_in_the_same_arrays(name, tmp_path):
+def test_killed_four_times_it_ends_in_the_same_arrays(name, tmp_path):
+    """All of two processes are killed, or one of them, which ends the other."""
     rng = random.Random(name)
     began = time.monotonic()
-    together.run(1, "", command=command(name, tmp_path / "alone"))
+    together.run(2, "", command=command(name, tmp_path / "whole"))
     span = time.monotonic() - began
-    for count, devices in ((2, 1), (1, 8), (3, 1), (1, 2), (2, 2)):
+    for victims in (slice(None), slice(0, 1), slice(1, 2), slice(None)):
         start = time.time()
-        started = together.start(count, "", command=command(name, tmp_path / "killed"), devices=devices)
+        started = together.start(2, "", command=command(name, tmp_path / "killed"))
         while not any(lock.stat().st_mtime > start for lock in tmp_path.glob("killed/*/parts/.lock")):
-            time.sleep(0.1)  # processes that are not together yet would wait for the dead one for minutes
+            time.sleep(0.1)  # a process that has not joined would wait for the dead one for minutes
             assert started[0].poll() is None, started[0].communicate()
         time.sleep(rng.uniform(0, 0.5) * span)
-        for process in started[:1] if count == 3 else started:
+        for process in started[victims]:
             process.kill()
         for status, _, said in together.wait(started):
-            assert status in (0, -9) or (status == 1 and "The same command goes on" in said), said
+            assert status in (0, -9, -6) or (status == 1 and "Start all processes again" in said), said
     together.run(2, "", command=command(name, tmp_path / "killed"))
-    assert_same(tmp_path / "alone", tmp_path / "killed")
+    wanted, found = arrays(tmp_path / "whole"), arrays(tmp_path / "killed")
+    assert wanted.keys() == found.keys()
+    for name, value in wanted.items():
+        np.testing.assert_array_equal(found[name], value, name)
 
 
-def test_two_runs_of_several_processes_are_refused_and_what_is_wrong_is_said_once(tmp_path):
+def test_a_second_run_of_several_processes_is_refused(tmp_path):
     first = together.start(2, "", command=[*command("robustness", tmp_path), "--num-epochs", "200"])
     try:
         while not list(tmp_path.glob("*/parts/.lock")):
@@ -79,7 +81,7 @@ def test_two_runs_of_several_processes_are_refused_and_what_is_wrong_is_said_onc
         second = together.wait(together.start(2, "", command=[*command("robustness", tmp_path), "--num-epochs", "200"]))
         assert [status for status, *_ in second] == [1, 1]
         assert "is in use by process" in second[0][2]
-        assert not second[1][2]
+        assert "Process 0 failed: BlockingIOError" in second[1][2]
     finally:
         for process in first:
             process.kill()
@@ -87,6 +89,4 @@ def test_two_runs_of_several_processes_are_refused_and_what_is_wrong_is_said_onc
     started = together.start(1, "", command=["-m", "dissociation", "robustness", "--distributed"])
     ((status, _, said),) = together.wait(started)
     assert status == 2
-    assert said.startswith(
-        "dissociation: `address` must be given with `num_processes` and `process_id` where no cluster"
-    )
+    assert said.startswith("dissociation: `address` must be given, as no cluster's environment holds it")

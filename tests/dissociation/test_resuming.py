@@ -23,8 +23,6 @@ from linear_regression import Normalised, linear_members, noisy_error, regressio
 
 from dissociation import checkpoint as checkpoints
 from dissociation import sharding
-from dissociation.files import RefusedFile
-from dissociation.members import take
 from dissociation.training import (
     CsvLog,
     EarlyStop,
@@ -585,28 +583,19 @@ def test_a_checkpoint_is_a_file_or_a_link_to_one(key, tmp_path):
         resumable(key, tmp_path / "disk")
 
 
-def test_pieces_of_several_processes_are_read_refused_and_removed(key, tmp_path):
-    """Each piece is a file; a folder, as Orbax wrote, is refused and not removed."""
+def test_files_of_several_processes_are_refused(key, tmp_path):
     path, first = tmp_path / "run", resumable(key, tmp_path / "run")
-    header, pieces = checkpoints.read_header(path), [tmp_path / "run.12.0-2", tmp_path / "run.12.2-3"]
-    checkpoints.save(path, (None, *first.history[:4]), header | {"pieces": [[0, 2], [2, 3]]})
-    for piece, rows in zip(pieces, (slice(2), slice(2, 3)), strict=True):
-        checkpoints.save(piece, take(first.state, rows), header)
-    pieces[1].rename(tmp_path / "other")
-    pieces[1].mkdir()
-    with pytest.raises(RefusedFile, match=r"^.*run.12.2-3 must be a file, got Orbax' folder. Delete it and .*run to"):
+    header = checkpoints.read_header(path)
+    checkpoints.save(path, (None, *first.history[:4]), header | {"pieces": [[0, 2], [2, 3]]})  # an earlier version's
+    with pytest.raises(
+        ValueError, match="`checkpoint` must be one process' file, got .*run, of several and an earlier"
+    ):
         resumable(key, path)
-    pieces[1].rmdir()
-    checkpoints.save(pieces[1], take(first.state, slice(2, 3)), header | {"step": 11})
-    with pytest.raises(RefusedFile, match=r"run.12.2-3 must hold members 2 to 2 of .*run\. Delete both"):
+    path.rename(tmp_path / "run.1-of-2")
+    with pytest.raises(ValueError, match=r"as many processes as wrote it \(2\), got 1. Delete .*run and files named"):
         resumable(key, path)
-    (tmp_path / "other").rename(pieces[1])
-    kept = {"run", "run.20.0-2.csv", "other.20.0-2", ".other.15.0-2.0123abcd.tmp", "run.20.0-2"}
-    (tmp_path / "run.20.0-2").mkdir()
-    for name in (*kept - {"run", "run.20.0-2"}, ".run.15.0-2.0123abcd.tmp", "run.15.0-2"):
-        (tmp_path / name).touch()
-    same_run(resumable(key, path, num_steps=30), resumable(key, None, num_steps=30))
-    assert {each.name for each in tmp_path.iterdir()} == kept
+    (tmp_path / "run.1-of-2").rename(tmp_path / "run.1-of-2.csv")
+    same_run(first, resumable(key, path))
 
 
 def test_one_call_at_a_time_has_a_checkpoint(key, tmp_path):

@@ -6,15 +6,12 @@ trains small networks, as process 0 of 2, and prints a digest of all that came o
 """
 
 import os
-import re
 import signal
 import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
-
-HEARTBEAT = 5
 
 
 def free_port() -> int:
@@ -34,7 +31,7 @@ def start(count: int, *words: str, command: list[str] | None = None, devices: in
         line = [sys.executable, __file__, words[0], where, str(count), str(index), *words[1:]]
         if command is not None:
             joined = ["--coordinator-address", where, "--num-processes", str(count), "--process-id", str(index)]
-            joined = ["--distributed", "--heartbeat", str(HEARTBEAT), *joined] if count > 1 else []
+            joined = ["--distributed", *joined] if count > 1 else []
             line = [sys.executable, *command, *joined]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         started.append(subprocess.Popen(line, env=env, **pipes))
@@ -42,14 +39,11 @@ def start(count: int, *words: str, command: list[str] | None = None, devices: in
 
 
 def wait(started: list[subprocess.Popen[str]], timeout: float = 200) -> list[tuple[int, str, str]]:
-    """Exit status, what was printed, and what was complained of, of each; kills what is left in the end.
-
-    That one had to wait for the others, as on a busy machine, is no complaint.
-    """
+    """Exit status, what was printed, and what was complained of, of each; kills what is left in the end."""
     deadline = time.monotonic() + timeout
     try:
         return [
-            (process.returncode, printed, re.sub(r"(?m)^This process waits .*\n", "", complained))
+            (process.returncode, printed, complained)
             for process in started
             for printed, complained in [process.communicate(timeout=max(1, deadline - time.monotonic()))]
         ]
@@ -74,7 +68,7 @@ def fit(options: dict[str, str]) -> None:
     import numpy as np
     import optax
 
-    from dissociation import checkpoint, distributed, sharding
+    from dissociation import checkpoint, sharding
     from dissociation.training import Epochs, Layout, Save, make_step
     from dissociation.training import fit as train
 
@@ -92,25 +86,27 @@ def fit(options: dict[str, str]) -> None:
 
     def look(step, records):
         said = f"{step} of {records['loss'].shape[0]} members"
-        sys.stdout.write(f"record {said} in process {distributed.index()}\n")
+        sys.stdout.write(f"record {said} in process {jax.process_index()}\n")
         time.sleep(slow)
         if options.get("fail") == str(step):
             raise OSError("the disk of the callback is full")
         if options.get("interrupt") == f"{step}":
             os.kill(os.getpid(), signal.SIGINT)
+        if options.get("terminate") == f"{step}":
+            os.kill(os.getpid(), signal.SIGTERM)
         return jnp.arange(members) == 1 if options.get("freeze") == str(step) else None
 
-    class Sampler(Epochs):
-        def segment(self, step):
-            if die == [str(distributed.index()), str(step)]:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return super().segment(step)
+    def save(path, tree, header):
+        if die == [str(jax.process_index()), str(header["step"])]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(path, tree, header)
 
+    write, checkpoint.save = checkpoint.save, save
     mesh = sharding.member_mesh(data=int(options.get("data", 1))) if "mesh" in options else "auto"
     result = train(
         models,
         make_step(loss, optax.adam(1e-2)),
-        Sampler(x, 12, shared="own" not in options),
+        Epochs(x, 12, shared="own" not in options),
         num_steps=int(options.get("steps", 40)),
         key=jax.random.split(key, members) if "own" in options else key,
         save=Save(observe, seconds=0),
@@ -119,88 +115,55 @@ def fit(options: dict[str, str]) -> None:
         checkpoint=options.get("checkpoint"),
     )
     print(f"digest {checkpoint.fingerprint((result.state, result.history[:4], result.diverged_at))}")
-    if "save" in options and distributed.is_main():
+    if "save" in options and jax.process_index() == 0:
         leaves = enumerate(jax.tree.leaves(eqx.filter(result.models, eqx.is_array)))
         np.savez(options["save"], loss=result.history.loss, **{f"leaf_{i}": leaf for i, leaf in leaves})
 
 
 def maps(options: dict[str, str]) -> None:
-    """`over_processes`, `on_main`, global arrays and `map_members` on a mesh of all processes."""
+    """Map over the members of this process, all-gather, and call functions in process 0 alone."""
     import jax
     import jax.numpy as jnp
     import numpy as np
     import pytest
 
-    from dissociation import distributed, sharding, shares
+    from dissociation import distributed, sharding
     from dissociation.bmap import bmap
-    from dissociation.members import map_members
 
     number = int(options.get("members", 5))
     x = {"a": jnp.arange(3.0 * number).reshape(number, 3), "key": jax.random.split(jax.random.key(1), number), "n": 2}
-    seen = []
+    local = distributed.LocalMembers(number)
 
     def function(own):
-        seen.append(len(own["a"]))
         return bmap(lambda one: {"sum": one["a"].sum() * one["n"], "drawn": jax.random.normal(one["key"])})(own)
 
-    whole, found = function(x), shares.over_processes(function, x)
+    whole, found = function(x), local.gather(function(local.take(x)))
     for name, leaf in whole.items():
-        np.testing.assert_array_equal(leaf, found[name])
-    large = distributed.exchange(np.full((distributed.index() + 2, 300_000), distributed.index()), "large")
-    assert [leaf.shape[0] for leaf in large] == [i + 2 for i in range(distributed.number())]
-    assert all((leaf == i).all() for i, leaf in enumerate(large))
-    mesh = sharding.member_mesh()
-    placed = sharding.place_members(sharding.pad_members({"a": x["a"], "key": x["key"]}, mesh.size), mesh)
-    two = sharding.replicate(jnp.asarray(2.0), mesh)
-    on_all = jax.jit(
-        lambda two, placed: map_members(
-            lambda two, one: two * one["a"].sum() + jax.random.normal(one["key"]),
-            two,
-            placed,
-            member_map="vmap",
-            mesh=mesh,
-        )
-    )(two, placed)
-    wanted = np.asarray(whole["sum"] + whole["drawn"])
-    for shard in on_all.addressable_shards:
-        own = np.arange(len(on_all))[shard.index].clip(max=number - 1)
-        np.testing.assert_allclose(shard.data, wanted[own], rtol=1e-6)
-    with pytest.raises(KeyError) as raised:
+        np.testing.assert_allclose(leaf, found[name], rtol=1e-6)
+    again = local.gather(local.take(x))
+    np.testing.assert_array_equal(again["a"], x["a"])
+    assert bool(jnp.all(again["key"] == x["key"]))
+    wide = local.gather(local.take(np.arange(number, dtype=np.int64) + 2**40))
+    np.testing.assert_array_equal(wide, np.arange(number) + 2**40)
+    index = jax.process_index()
+    large = distributed.all_gather(bytes([index]) * (index * 2**24 + 3))
+    assert large == [bytes([i]) * (i * 2**24 + 3) for i in range(jax.process_count())]
+    assert distributed.on_main(lambda: {"process": jax.process_index()}) == {"process": 0}
+    with pytest.raises(ConnectionError if index else KeyError, match="no such key"):
         distributed.on_main(lambda: {}["no such key"])
-    assert distributed.is_everywhere(raised.value)
-    assert distributed.on_main(distributed.number) == 1
-    print(f"{seen[1]} of {number}; devices {mesh.size}; from {distributed.on_main(distributed.index)}")
+    mesh = sharding.member_mesh()
+    assert mesh.size == jax.local_device_count()
+    of_all = jax.make_mesh((jax.device_count(),), ("members",))
+    with pytest.raises(ValueError, match="`mesh` must hold devices of this process, got devices of several"):
+        sharding.check_mesh(of_all)
+    print(f"{len(local.take(x)['a'])} of {number}; devices {mesh.size}")
 
 
-def mix(options: dict[str, str]) -> None:
-    """Processes that do not run the same program."""
-    import jax.numpy as jnp
+def other(options: dict[str, str]) -> None:
+    """Call `fit` with other arguments in each process."""
+    import jax
 
-    from dissociation import distributed, shares
-
-    try:
-        if options["what"] == "exchange":
-            distributed.exchange(0, f"place {distributed.index()}")
-        else:
-            fit({"members": str(4 + distributed.index())})
-    except (RuntimeError, ValueError) as error:
-        print(error)
-    print(shares.over_processes(lambda own: 2 * own, jnp.arange(3)).tolist())
-
-
-def lose(options: dict[str, str]) -> None:
-    """One process dies while what is exchanged goes from device to device."""
-    import numpy as np
-
-    from dissociation import distributed
-
-    large, through = np.zeros(2**21, np.uint8), distributed._through_devices
-    distributed.exchange(large)
-    if distributed.index() == int(options["dead"]):
-        distributed._through_devices = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-    else:
-        distributed._through_devices = lambda *given: (time.sleep(0.5), through(*given))[1]
-    distributed.exchange(large)
+    fit({"members": str(4 + jax.process_index())})
 
 
 def main() -> None:
@@ -209,8 +172,8 @@ def main() -> None:
     from dissociation import distributed
 
     if int(count) > 1:
-        distributed.initialize(where, int(count), int(index), heartbeat=HEARTBEAT)
-    {"fit": fit, "maps": maps, "mix": mix, "lose": lose}[part](dict(word.split("=", 1) for word in words))
+        distributed.initialize(where, int(count), int(index))
+    {"fit": fit, "maps": maps, "other": other}[part](dict(word.split("=", 1) for word in words))
 
 
 if __name__ == "__main__":
