@@ -22,7 +22,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from dissociation.bmap import bmap
+from dissociation import bmap
 
 VARIANTS = ("filter_vmap", "lax.map", "bmap", "lax.map one", "bmap one", "bmap auto")
 
@@ -52,7 +52,7 @@ def peak():
 def chosen_batch(arguments, budget):
     """The batch that "auto" takes under `budget`, and the seconds of the whole call."""
     records = []
-    logger = logging.getLogger("dissociation.bmap")
+    logger = logging.getLogger("dissociation.training")
     logger.setLevel(logging.INFO)
     handler = logging.Handler()
     handler.emit = records.append

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from attack import projected_attack
 
-from dissociation.data.datasets import load
-from dissociation.recipes.bilinear import train_bilinear
-from dissociation.spectral.certificate import certified_radius, margins
+from dissociation.bilinear import certified_radius, margins
+from dissociation.data import load
+from dissociation.recipes import train_bilinear
 
 
 def main():

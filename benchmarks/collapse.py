@@ -24,19 +24,12 @@ from scipy.special import digamma, gammaln
 from sklearn.neighbors import KDTree
 from timing import add_row, in_turn, one_process_per_core, shares, timed
 
-from dissociation.cores import use_all_cores
-from dissociation.data.datasets import Dataset
-from dissociation.figures.collapse import Config
-from dissociation.figures.collapse_measures import information_measures
-from dissociation.metrics.information.hsic import information_plane
-from dissociation.metrics.information.nearest import entropy_weights, information
-from dissociation.models.representations import representations
-from dissociation.recipes.grokking import (
-    CheapMeasures,
-    initial_models,
-    observation_steps,
-    squared_error,
-)
+from dissociation import use_all_cores
+from dissociation.data import Dataset
+from dissociation.figures.collapse import Config, information_measures
+from dissociation.measures import entropy_weights, information, information_plane
+from dissociation.models import representations
+from dissociation.recipes import CheapMeasures, initial_models, observation_steps, squared_error
 from dissociation.training import Epochs, Save, fit, make_step
 
 SEEN, BATCH = 1000, 100

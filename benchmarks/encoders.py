@@ -25,13 +25,9 @@ import torch
 from kooplearn.torch.nn import _functional as peer_losses
 from timing import add_row, in_turn, one_process_per_core, shares, timed
 
-from dissociation.cores import use_all_cores
-from dissociation.members import member
-from koopman.datasets.ordered_mnist import ordered_mnist
-from koopman.estimators import ReducedRank
-from koopman.forecast import predict
-from koopman.learn import encode, train_classifiers, train_encoders
-from koopman.operators import fit
+from dissociation import member, use_all_cores
+from koopman import ReducedRank, encode, fit, predict, train_classifiers, train_encoders
+from koopman.datasets import ordered_mnist
 
 BATCH, FEATURES, SAMPLES = 64, 5, 3000
 KIND, SEEDS, AHEAD, EPOCHS, RATE = "contrastive", 5, 15, 20, 4e-3

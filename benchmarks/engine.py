@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dissociation.members import member
-from dissociation.recipes.mnist import cross_entropy, fresh_networks
+from dissociation import member
+from dissociation.recipes import cross_entropy, fresh_networks
 from dissociation.training import Epochs, fit, make_step, train
 
 BATCH = 128

@@ -15,7 +15,7 @@ from functools import partial
 
 import jax
 
-from dissociation.cores import use_all_cores
+from dissociation import use_all_cores
 
 jax.config.update("jax_enable_x64", True)
 use_all_cores()  # before SciPy's OpenBLAS is loaded, whose threads the peer gets back in `Peer.fit_once`
@@ -27,13 +27,9 @@ from kooplearn.linear_model import Ridge  # noqa: E402
 from threadpoolctl import threadpool_limits  # noqa: E402
 from timing import add_row, timed  # noqa: E402
 
-from dissociation.bmap import bmap  # noqa: E402
-from koopman.datasets.ordered_mnist import ordered_mnist  # noqa: E402
-from koopman.datasets.systems import lorenz63  # noqa: E402
-from koopman.estimators import ReducedRank  # noqa: E402
-from koopman.kernels import RBF, median_distance  # noqa: E402
-from koopman.operators import fit  # noqa: E402
-from koopman.pairs import lagged_pairs  # noqa: E402
+from dissociation import bmap  # noqa: E402
+from koopman import RBF, ReducedRank, fit, lagged_pairs, median_distance  # noqa: E402
+from koopman.datasets import lorenz63, ordered_mnist  # noqa: E402
 
 
 def calls(function, peer, repeats):

@@ -21,14 +21,14 @@ from sklearn.model_selection import KFold
 from threadpoolctl import threadpool_limits
 from timing import add_row
 
-from dissociation.cores import use_all_cores
-from dissociation.metrics.probes import crossval_gradient_predict, crossval_softmax_fit
+from dissociation import use_all_cores
+from dissociation.measures import crossval_gradient_predict, crossval_softmax_fit
 
 
 def make_features(samples, width, epochs, seed):
     """Returns the features, the labels and a name of their source."""
     if "DISSOCIATION_DATA" in os.environ:
-        from dissociation.data.mnist import mnist_data
+        from dissociation.data import mnist_data
 
         train, train_labels, images, labels = mnist_data()
         images, labels = images[:samples], labels[:samples]

@@ -23,10 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 from timing import add_row
 
-from dissociation.bmap import bmap
-from dissociation.cores import use_all_cores
-from dissociation.metrics.robustness import error_rate, input_noise_error
-from dissociation.recipes.mnist import fresh_networks
+from dissociation import bmap, use_all_cores
+from dissociation.measures import error_rate, input_noise_error
+from dissociation.recipes import fresh_networks
 
 SCALES = np.logspace(-1, 1, 40, dtype=np.float32)
 

@@ -15,7 +15,7 @@ from rsatoolbox.data import Dataset
 from rsatoolbox.rdm import calc_rdm, compare
 from timing import add_row, in_turn, ratio, timed
 
-from dissociation.metrics import similarity
+from dissociation import similarity
 
 
 def features(members, samples, width, seed):

@@ -20,11 +20,11 @@ import numpy as np
 import torch
 from timing import add_row, in_turn, one_process_per_core, shares, timed
 
-from dissociation.cores import use_all_cores
-from dissociation.data.datasets import Dataset
-from dissociation.models.bilinear import BilinearNetwork
-from dissociation.recipes.bilinear import train_bilinear
-from dissociation.spectral import decompose
+from dissociation import use_all_cores
+from dissociation.bilinear import decompose
+from dissociation.data import Dataset
+from dissociation.models import BilinearNetwork
+from dissociation.recipes import train_bilinear
 
 BATCH = 2048
 

@@ -18,8 +18,8 @@ import optax
 import torch
 from timing import add_row, in_turn, one_process_per_core, shares, timed
 
-from dissociation.cores import use_all_cores
-from dissociation.recipes.mnist import cross_entropy, fresh_networks
+from dissociation import use_all_cores
+from dissociation.recipes import cross_entropy, fresh_networks
 from dissociation.training import Epochs, fit, make_step
 
 BATCH = 128

@@ -1,54 +1,59 @@
-"""Evolution operators (Koopman, transfer) learned from trajectories, in pure JAX.
+"""Learn evolution operators (Koopman, transfer) from trajectories, in pure JAX.
 
-The names that are needed most are here, as `from koopman import fit, Ridge`; a module is imported when a name of it is
-first asked for.
+Every name is here, for example `from koopman import fit, Ridge`, apart from the folders `datasets` and `figures`. A
+module is imported when one of its names is first used.
 """
 
 from typing import TYPE_CHECKING
 
-from dissociation.lazy import attach
+from dissociation._core.lazy import attach
 
-if TYPE_CHECKING:  # what type checkers and editors see, the same names as below
-    from koopman.estimators import PrincipalComponents as PrincipalComponents
-    from koopman.estimators import ReducedRank as ReducedRank
-    from koopman.estimators import Ridge as Ridge
-    from koopman.forecast import predict as predict
-    from koopman.forecast import risk as risk
-    from koopman.forecast import score as score
-    from koopman.generator import fit_generator as fit_generator
-    from koopman.kernels import RBF as RBF
-    from koopman.kernels import Laplacian as Laplacian
-    from koopman.kernels import Matern as Matern
-    from koopman.kernels import Polynomial as Polynomial
-    from koopman.learn import encode as encode
-    from koopman.learn import train_autoencoders as train_autoencoders
-    from koopman.learn import train_encoders as train_encoders
-    from koopman.operator import Operator as Operator
-    from koopman.operators import fit as fit
-    from koopman.pairs import Moments as Moments
-    from koopman.pairs import delay_embed as delay_embed
-    from koopman.pairs import lagged_pairs as lagged_pairs
-    from koopman.pairs import merge_moments as merge_moments
-    from koopman.pairs import moments as moments
-    from koopman.pairs import scan_moments as scan_moments
-    from koopman.spectrum import decompose as decompose
-    from koopman.spectrum import eigenvalues as eigenvalues
-    from koopman.spectrum import modes as modes
-    from koopman.spectrum import singular_values as singular_values
+__all__ = [
+    "lagged_pairs", "delay_embed", "Moments", "moments", "merge_moments", "scan_moments", "fit", "Ridge",
+    "PrincipalComponents", "ReducedRank", "Operator", "Linear", "RBF", "Laplacian", "Matern", "Polynomial",
+    "median_distance", "nystroem_map", "choose_centres", "eigenvalues", "decompose", "right_eigenfunctions",
+    "left_eigenfunctions", "modes", "singular_values", "eigenpairs", "predict", "matrix_powers", "risk", "score",
+    "fit_generator", "dynamical_distance", "pairwise_dynamical_distance", "align_dynamics", "eigenvalue_distance",
+    "train_encoders", "train_autoencoders", "train_classifiers", "encode", "validation_loss", "FeatureMap",
+    "Autoencoder", "vamp_loss", "vamp_score", "dpnets_loss", "spectral_contrastive_loss", "autoencoder_loss",
+    "energy_loss",
+]  # fmt: skip
+
+if TYPE_CHECKING:
+    from koopman._encoders._learn import encode, train_autoencoders, train_classifiers, train_encoders, validation_loss
+    from koopman._encoders._losses import (
+        autoencoder_loss,
+        dpnets_loss,
+        energy_loss,
+        spectral_contrastive_loss,
+        vamp_loss,
+        vamp_score,
+    )
+    from koopman._encoders._networks import Autoencoder, FeatureMap
+    from koopman._operators._dynamical_similarity import (
+        align_dynamics,
+        dynamical_distance,
+        eigenvalue_distance,
+        pairwise_dynamical_distance,
+    )
+    from koopman._operators._estimators import PrincipalComponents, ReducedRank, Ridge
+    from koopman._operators._fit import fit
+    from koopman._operators._forecast import matrix_powers, predict, risk, score
+    from koopman._operators._generator import fit_generator
+    from koopman._operators._kernels import RBF, Laplacian, Linear, Matern, Polynomial, median_distance
+    from koopman._operators._nystroem import choose_centres, nystroem_map
+    from koopman._operators._operator import Operator
+    from koopman._operators._pairs import Moments, delay_embed, lagged_pairs, merge_moments, moments, scan_moments
+    from koopman._operators._spectrum import (
+        decompose,
+        eigenpairs,
+        eigenvalues,
+        left_eigenfunctions,
+        modes,
+        right_eigenfunctions,
+        singular_values,
+    )
 
     __version__: str
 else:
-    __getattr__, __dir__ = attach(
-        __name__,
-        {
-            "koopman.estimators": ("PrincipalComponents", "ReducedRank", "Ridge"),
-            "koopman.forecast": ("predict", "risk", "score"),
-            "koopman.generator": ("fit_generator",),
-            "koopman.kernels": ("RBF", "Laplacian", "Matern", "Polynomial"),
-            "koopman.learn": ("encode", "train_autoencoders", "train_encoders"),
-            "koopman.operator": ("Operator",),
-            "koopman.operators": ("fit",),
-            "koopman.pairs": ("Moments", "delay_embed", "lagged_pairs", "merge_moments", "moments", "scan_moments"),
-            "koopman.spectrum": ("decompose", "eigenvalues", "modes", "singular_values"),
-        },
-    )
+    __getattr__, __dir__ = attach(__name__)

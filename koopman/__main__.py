@@ -2,14 +2,14 @@
 
 import sys
 
-from dissociation import interrupts
+from dissociation.training import _interrupts as interrupts
 
 
 def main() -> int:
     """Runs the command line as a program of its own; returns the exit status."""
     interrupts.listen("koopman")
-    from dissociation.cores import use_all_cores
-    from koopman.cli import main as run  # Takes seconds, in which an interrupt must be heard already.
+    from dissociation.training._cores import use_all_cores
+    from koopman.figures._cli import main as run  # Takes seconds, in which an interrupt must be heard already.
 
     use_all_cores()
     status = run()

@@ -13,7 +13,7 @@ os.environ.setdefault(
     "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=1"
     + " --xla_cpu_use_fusion_emitters=false" * version("jaxlib").startswith("0.10."),
 )
-# As `cores.use_all_cores` has them: decompositions on several devices.
+# As `use_all_cores` has them: decompositions on several devices.
 os.environ.setdefault("PJRT_NPROC", "8")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # What was compiled is kept in the checkout, for other modules, processes and runs of the same program.

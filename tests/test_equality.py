@@ -1,6 +1,6 @@
 """Ranks, ties, `==` and folds by position: every use on arrays is listed, so that a new one is thought about.
 
-Computed floats are made equal by `dissociation.ties` first; rows are dealt out by `dissociation.splits`.
+Computed floats are made equal by `dissociation._core.ties` first; rows are dealt out by `dissociation._core.splits`.
 """
 
 import ast
@@ -8,42 +8,67 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 ORDERS = {"unique", "argsort", "searchsorted", "lexsort", "top_k", "rankdata"}
-HELPERS = ("dissociation/ties.py", "dissociation/splits.py")
+HELPERS = ("dissociation/_core/ties.py", "dissociation/_core/splits.py")
 WHOLE = {  # modules in which all of them are of integers
-    "dissociation/weights/": "places, owners, orders and labels of neurons",
-    "dissociation/metrics/softmax_solver.py": "labels and folds, the paper's",
-    "dissociation/metrics/information/": "rows by label and by draw, ranks of the data as given",
+    "dissociation/rewrites/_axes.py": "places, owners, orders and labels of neurons",
+    "dissociation/rewrites/_comparison.py": "places, owners, orders and labels of neurons",
+    "dissociation/rewrites/_copies.py": "places, owners, orders and labels of neurons",
+    "dissociation/rewrites/_groups.py": "places, owners, orders and labels of neurons",
+    "dissociation/rewrites/_growth.py": "places, owners, orders and labels of neurons",
+    "dissociation/rewrites/_indexing.py": "places, owners, orders and labels of neurons",
+    "dissociation/rewrites/_labels.py": "places, owners, orders and labels of neurons",
+    "dissociation/rewrites/_neurons.py": "places, owners, orders and labels of neurons",
+    "dissociation/rewrites/_operations.py": "places, owners, orders and labels of neurons",
+    "dissociation/rewrites/_references.py": "places, owners, orders and labels of neurons",
+    "dissociation/rewrites/_rewrites.py": "places, owners, orders and labels of neurons",
+    "dissociation/rewrites/_seen.py": "places, owners, orders and labels of neurons",
+    "dissociation/measures/_softmax_solver.py": "labels and folds, the paper's",
+    "dissociation/measures/_coordinates.py": "ranks of the data as given",
+    "dissociation/measures/_nearest.py": "rows by label and by draw",
+    "dissociation/measures/_neighbours.py": "ranks of the data as given",
+    "dissociation/measures/_smoothed.py": "rows by label and by draw",
 }
-ALLOWED = {  # reason: path:function ..., in dissociation if not said; "~" for metrics/similarity/
+ALLOWED = {  # reason: path:function ..., in dissociation if not said
     "snapped or rounded before":
-        "~dissimilarity.py:kendall koopman/spectrum.py:eigenpairs ~neighbourhoods.py:memberships "
-        "~inference.py:jackknife_interval",
+        "similarity/_dissimilarity.py:kendall koopman/_operators/_spectrum.py:eigenpairs "
+        "similarity/_neighbourhoods.py:memberships similarity/_inference.py:jackknife_interval",
     "given as they are":
-        "linalg.py:_centre koopman/forecast.py:_r2_score metrics/crossing.py:_product_limit_median "
-        "metrics/crossing.py:log_slope sweeps.py:hyperparams frames.py:_check_steps",
+        "_core/linalg.py:_centre koopman/_operators/_forecast.py:_r2_score "
+        "measures/_crossing.py:_product_limit_median measures/_crossing.py:log_slope training/_sweeps.py:hyperparams "
+        "_core/frames.py:_check_steps",
     "integers":
-        "conversion.py:as_one_hot figures/collapse_measures.py:spread_observations "
-        "figures/eigenvector_measures.py:intervals ~pairs.py:_invariants metrics/transfer.py:transfer_errors "
-        "recipes/grokking.py:observation_steps schedule.py:check_steps schedule.py:log_spaced_steps "
-        "symmetry/bounds.py:_single symmetry/canonical.py:_shrunk symmetry/matching.py:_moves training/grids.py:_run "
-        "koopman/pairs.py:merge_moments frames.py:_runs",
-    "lengths of rows of zeros, which are exactly 0": "distances.py:cosine_distances_with_size",
+        "_core/conversion.py:as_one_hot figures/_collapse_measures.py:spread_observations "
+        "figures/_eigenvector_measures.py:intervals similarity/_pairs.py:_invariants "
+        "measures/_transfer.py:transfer_errors recipes/_grokking.py:observation_steps "
+        "training/_schedule.py:check_steps training/_schedule.py:log_spaced_steps rewrites/_bounds.py:_single "
+        "rewrites/_canonical.py:_shrunk rewrites/_matching.py:_moves training/_grids.py:_run "
+        "koopman/_operators/_pairs.py:merge_moments _core/frames.py:_runs",
+    "lengths of rows of zeros, which are exactly 0":
+        "_core/distances.py:cosine_distances_with_size",
     "an order for show":
-        "figures/eigenvector_measures.py:details figures/freedom.py:_intervals "
-        "koopman/figures/ordered_mnist_drawing.py:_shown_seed",
+        "figures/_eigenvector_measures.py:details figures/freedom.py:_intervals "
+        "koopman/figures/_ordered_mnist_drawing.py:_shown_seed",
     "classes":
-        "figures/eigenvector_measures.py:masking figures/eigenvector_measures.py:truncations "
-        "metrics/collapse.py:_agreement metrics/robustness.py:error_rate ~functional.py:min_max_disagreement "
-        "metrics/transfer.py:_errors koopman/figures/ordered_mnist.py:_computed "
-        "koopman/figures/ordered_mnist.py:accuracy",
-    "equal p-values have equal corrections": "~inference.py:adjust_p_values",
-    "cyclic shifts of series": "~inference.py:random_orders",
-    "any choice gives the same sum": "~kernels.py:_longest",
-    "ties keep their order, as is said": "spectral/forms.py:reorder",
-    "a generic projection, which ties equal rows alone": "symmetry/canonical.py:canonical",
-    "pairs are found by distance": "koopman/datasets/exact.py:conjugate_order",
-    "a draw": "koopman/nystroem.py:_by_leverage",
-    "bytes": "checkpoint.py:_read_meta",
+        "figures/_eigenvector_measures.py:masking figures/_eigenvector_measures.py:truncations "
+        "measures/_collapse.py:_agreement measures/_robustness.py:error_rate "
+        "similarity/_functional.py:min_max_disagreement measures/_transfer.py:_errors "
+        "koopman/figures/ordered_mnist.py:_computed koopman/figures/ordered_mnist.py:accuracy",
+    "equal p-values have equal corrections":
+        "similarity/_inference.py:adjust_p_values",
+    "cyclic shifts of series":
+        "similarity/_inference.py:random_orders",
+    "any choice gives the same sum":
+        "similarity/_kernels.py:_longest",
+    "ties keep their order, as is said":
+        "bilinear/_forms.py:reorder",
+    "a generic projection, which ties equal rows alone":
+        "rewrites/_canonical.py:canonical",
+    "pairs are found by distance":
+        "koopman/datasets/_exact.py:conjugate_order",
+    "a draw":
+        "koopman/_operators/_nystroem.py:_by_leverage",
+    "bytes":
+        "training/_checkpoint.py:_read_meta",
 }  # fmt: skip
 
 
@@ -78,9 +103,7 @@ def uses(path):
         for function in outer.body if isinstance(outer, ast.ClassDef) else [outer]:
             for node in ast.walk(function):
                 if what := decides(node):
-                    place = (
-                        str(path.relative_to(ROOT)).removeprefix("dissociation/").replace("metrics/similarity/", "~")
-                    )
+                    place = str(path.relative_to(ROOT)).removeprefix("dissociation/")
                     yield f"{place}:{getattr(function, 'name', '')}", f"line {node.lineno}: {what}"
 
 
@@ -93,7 +116,9 @@ def test_what_decides_by_equality_order_or_place_is_listed():
                     found.setdefault(place, []).append(what)
     listed = set(" ".join(ALLOWED.values()).split())
     new = {place: what for place, what in found.items() if place not in listed}
-    assert not new, f"snap computed floats first (`dissociation.ties`), draw folds (`dissociation.splits`): {new}"
+    assert not new, (
+        f"snap computed floats first (`dissociation._core.ties`), draw folds (`dissociation._core.splits`): {new}"
+    )
     assert not listed - found.keys(), f"no longer there: {listed - found.keys()}"
 
 

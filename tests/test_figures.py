@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-import dissociation.cli
-import koopman.cli
-from dissociation.figures import command
-from dissociation.figures.protocol import Figure, Settings
+import dissociation.figures
+import koopman.figures
+from dissociation.figures import Figure
+from dissociation.figures import _command as command
+from dissociation.figures._protocol import Settings
 
 PACKAGES = {"dissociation": dissociation, "koopman": koopman}
 FIGURES = [
@@ -59,5 +60,5 @@ def test_commands_in_the_readme_are_understood(words, monkeypatch):
     produce = lambda figure, config, run, program, words: asked.append((program, figure)) or 0  # noqa: E731
     monkeypatch.setattr(command, "produce", produce)
     package, name, *options = words
-    assert PACKAGES[package].cli.main([name, *options]) == 0
+    assert PACKAGES[package].figures.main([name, *options]) == 0
     assert asked == [(package, PACKAGES[package].figures.figures()[name])]

@@ -9,7 +9,6 @@ are looked through, as users do without them.
 import functools
 import importlib
 import inspect
-import pkgutil
 import re
 import warnings
 
@@ -19,171 +18,35 @@ import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
+from faces import FACES
 from registry import CALLS, MAY_PASS
 
-import dissociation
-import koopman
-from dissociation import validation
+from dissociation._core import validation
 
-INTERNAL = {
-    "dissociation.checks": "the checks themselves",
-    "dissociation.conversion": "the gate itself: test_validation.py",
-    "dissociation.validation": "the gate itself: test_validation.py",
-    "dissociation.frames": "the gate itself: koopman/test_pairs.py",
-    "dissociation.splits": "rows of folds, from counts that their callers check",
-    "dissociation.ties": "tools within",
-    "dissociation.cli": "the command line, whose words tyro and every `Config` check",
-    "dissociation.__main__": "the command line",
-    "koopman.__main__": "the command line",
-    "koopman.cli": "the command line",
-    "dissociation.figures": "`Config` and `RunOptions` are checked whole: test_figures.py",
+NO_ROW = {
+    "dissociation._core.checks": "the checks themselves",
+    "dissociation._core.labelled": "takes a path alone: test_labelled.py",
+    "dissociation.data._mnist": "takes a folder alone: test_mnist.py",
+    "dissociation.figures": "what figures share: test_figures.py",
+    "dissociation.fig4": "re-exports",
+    "dissociation.plotting": "what figures and notebooks share",
+    "dissociation.training._progress": "what long work shows",
+    "dissociation.training._cores": "takes no data",
+    "dissociation.training._distributed": "takes no data: test_distributed.py",
+    "dissociation.training._members.take": "an index into arrays, unchecked",
+    "dissociation.training._members.per_batch": "takes a platform alone",
+    "dissociation.models._representations.named": "what models of one's own call within",
+    "dissociation.models._representations.representations_of_example": "registered types; its callers check",
+    "dissociation.rewrites._freedom.approached": "of an interval that `cka_freedom` has found",
+    "dissociation.rewrites._sizes.refitted": "is registered on: test_growth.py",
+    "dissociation.rewrites._matching.renormalised": "takes a state: test_matching.py",
+    "dissociation.recipes._grokking.initial_models": "a part of `train_grokking`",
+    "dissociation.recipes._grokking.squared_error": "a loss that `fit` calls",
+    "dissociation.similarity._measures.custom_measure": "takes a function: test_similarity_pairs.py",
+    "dissociation.similarity._streaming.stream_moments": "takes batches: test_similarity_streaming.py",
     "koopman.figures": "`Config` and `RunOptions` are checked whole: test_figures.py",
-    "dissociation.models.program": "programs of models that `neuron_groups` and `representations` were given",
-    "dissociation.models.representations.seen_by_weights": "what `representations` falls back on",
-    "dissociation.training.chunk": "compiled parts of `fit`",
-    "dissociation.training.run": "the host's part of `fit`",
-    "dissociation.training.batches": "the host's part of `fit`",
-    "dissociation.training.callbacks.described": "a line of text",
-    "dissociation.training.callbacks.scalars": "what callbacks share",
-    "dissociation.training.fitting.estimated_bytes": "what `fit_grid` plans by",
-    "dissociation.results.printed": "the `__repr__` of results that are named tuples",
-    "dissociation.training.fitting.labelled_fit": "what the results of `fit` and `fit_grid` share",
-    "dissociation.training.loop.streams": "the keys within",
-    "dissociation.training.samplers.as_arrays": "a check",
-    "dissociation.training.samplers.as_data": "a check",
-    "dissociation.training.samplers.leading_size": "a check",
-    "dissociation.training.samplers.permutations": "the orders within",
-    "dissociation.training.state.check_fitting": "a check",
-    "dissociation.training.state.check_optimizer": "a check",
-    "dissociation.training.state.checked_models": "a check",
-    "dissociation.training.state.first_opt_state": "a tool within",
-    "dissociation.training.state.transformation": "a tool within",
-    "dissociation.metrics.softmax_solver": "the solver within the probes",
-    "dissociation.keys": "takes a name alone",
-    "dissociation.metrics.information.neighbours": "a part of the estimators",
-    "dissociation.metrics.information.coordinates.drawn_in": "a part of the estimators",
-    "dissociation.metrics.information.coordinates.normal_scores": "a part of the estimators",
-    "dissociation.metrics.information.coordinates.whitened": "a part of the estimators",
-    "dissociation.metrics.probes.warn_unstable": "a warning",
-    "dissociation.models.layers.as_example": "a check",
-    "dissociation.models.layers.check_sizes": "a check",
-    "dissociation.models.representations.named": "what models of one's own call within",
-    "dissociation.models.representations.representations_of_example": "registered types; its callers check",
-    "dissociation.display": "shows anything",
-    "dissociation.files": "how files are written",
-    "dissociation.labelled": "takes whatever has names: test_labelled.py",
-    "dissociation.labelling": "takes any result: test_labelling.py",
-    "dissociation.provenance": "takes nothing",
-    "dissociation.interrupts": "how the command line hears signals",
-    "dissociation.lazy": "names at the top of the packages: test_packaging.py",
-    "dissociation.memory": "what `bmap` asks of the machine",
-    "dissociation.batch_size": "what `bmap` and `fit` ask of the compiler",
-    "dissociation.members.take": "an index into arrays, unchecked",
-    "dissociation.members.after": "hands through what it gets",
-    "dissociation.members.per_batch": "takes a platform alone",
-    "dissociation.plotting": "what figures share",
-    "dissociation.progress": "what long work shows",
-    "dissociation.checkpoint.read_header": "takes a path alone: test_checkpoint.py",
-    "dissociation.checkpoint.restore": "takes a path and any tree: test_checkpoint.py",
-    "dissociation.checkpoint.save": "takes a path and any tree: test_checkpoint.py",
-    "dissociation.data.mnist.cache_folder": "takes nothing",
-    "dissociation.data.mnist.mnist_data": "takes a folder alone: test_mnist.py",
-    "dissociation.data.glyphs.glyph_templates": "takes nothing",
-    "dissociation.cores": "takes no data",
-    "dissociation.sharding.check_mesh": "a check",
-    "dissociation.lanes": "how `fit` and `bmap` map: test_cores.py",
-    "dissociation.sharding.each_device": "how they map: test_host.py",
-    "dissociation.distributed": "takes no data: test_distributed.py",
-    "dissociation.sharding.member_devices": "takes a mesh alone",
-    "dissociation.spectral.rounding": "bounds within the certificates",
-    "dissociation.spectral.forms.compact_forms": "a part of `decompose`",
-    "dissociation.spectral.forms.check_on_inputs": "a check",
-    "dissociation.spectral.forms.check_single": "a check",
-    "dissociation.spectral.forms.widened": "a tool within",
-    "dissociation.training.signals": "takes signals",
-    "dissociation.traced": "how `fit` and `bmap` know programs",
-    "dissociation.recipes.compression.encode": "takes what `train_compression` gives",
-    "dissociation.recipes.compression.reconstruction_error": "a loss that `fit` calls",
-    "dissociation.recipes.grokking.initial_models": "a part of `train_grokking`",
-    "dissociation.recipes.grokking.squared_error": "a loss that `fit` calls",
-    "dissociation.linalg.product": "a tool within",
-    "dissociation.linalg.finite_part": "a tool within",
-    "dissociation.linalg.no_derivative": "a tool within",
-    "dissociation.schedule.check_steps": "a check",
-    "koopman.datasets.exact": "what the datasets are made of",
-    "koopman.datasets.trajectories": "what the datasets are made of",
-    "koopman.diagnostics": "the warnings themselves",
-    "koopman.perturbation": "derivatives within the spectra",
-    "koopman.pairs.checked_pairs": "a check",
-    "koopman.pairs.as_known": "a tool within",
-    "koopman.pairs.few_rows": "a tool within",
-    "koopman.pairs.default_alpha": "a tool within",
-    "koopman.pairs.mean_of": "a tool within",
-    "koopman.pairs.check_square": "a check",
-    "dissociation.linalg.scale_of": "a tool within",
-    "koopman.kernels.gram": "a check of what a kernel gives",
-    "koopman.kernels.own_gram": "a check of what a kernel gives",
-    "koopman.kernels.plain_number": "a tool within",
-    "koopman.pairs.gram_root": "a tool within",
-    "koopman.spectrum.eigenpairs": "a tool within",
-    "koopman.operator.unshrinking": "a tool within",
-    "koopman.rotations": "the solver within `dynamical_similarity`",
-    "koopman.subspaces": "the solvers within the estimators",
-    "koopman.estimators.Estimator": "what estimators have in common",
-    "koopman.estimators.span": "the solvers within the estimators",
-    "koopman.estimators.check_factor": "a check",
-    "koopman.solvers": "the solvers within the estimators",
-    "dissociation.distances": "tools within",
-    "dissociation.linalg.singular_map": "a tool within",
-    "dissociation.metrics.similarity.base": "what measures are made of",
-    "dissociation.metrics.similarity.tables": "how `pairwise` computes",
-    "dissociation.metrics.similarity.canonical.basis": "a part of the measures",
-    "dissociation.metrics.similarity.dissimilarity.entries": "a tool within",
-    "dissociation.metrics.similarity.dissimilarity.kendall": "a part of the measures",
-    "dissociation.metrics.similarity.inference.in_chunks": "a part of the tests",
-    "dissociation.metrics.similarity.inference.invariants": "a part of the tests",
-    "dissociation.metrics.similarity.inference.invariants_of": "a part of the tests",
-    "dissociation.metrics.similarity.inference.kept_rows": "a part of the intervals",
-    "dissociation.metrics.similarity.inference.moment_test": "a part of the tests",
-    "dissociation.metrics.similarity.inference.null_moments": "a part of the tests",
-    "dissociation.metrics.similarity.inference.placed": "a part of the tests",
-    "dissociation.metrics.similarity.inference.random_orders": "a part of the tests",
-    "dissociation.metrics.similarity.kernels.double_centred": "a tool within",
-    "dissociation.metrics.similarity.kernels.linear_gram": "a part of the measures",
-    "dissociation.metrics.similarity.kernels.rbf_gram": "a part of the measures",
-    "dissociation.metrics.similarity.kernels.u_centred": "a tool within",
-    "dissociation.linalg.rank_cut": "a part of `singular_map`",
-    "dissociation.metrics.similarity.measures.as_measure": "a part of `pairwise`",
-    "dissociation.metrics.similarity.measures.custom_measure": "takes a function: test_similarity_pairs.py",
-    "dissociation.metrics.similarity.measures.routes_of": "a part of `pairwise`",
-    "dissociation.metrics.similarity.measures.table": "takes nothing",
-    "dissociation.metrics.similarity.neighbourhoods.memberships": "a part of the measures",
-    "dissociation.metrics.similarity.shapes.residual": "a part of the measures",
-    "dissociation.metrics.similarity.streaming.joint_moments": "any number of arrays: test_similarity_streaming.py",
-    "dissociation.metrics.similarity.streaming.stream_moments": "takes batches: test_similarity_streaming.py",
-    "dissociation.weights.axes": "a part of `groups`",
-    "dissociation.weights.flow": "a part of `groups`",
-    "dissociation.weights.copies": "a part of `groups`",
-    "dissociation.weights.indexing": "a part of `groups`",
-    "dissociation.weights.references": "a part of `groups`",
-    "dissociation.weights.comparison": "a part of the rewrites",
-    "dissociation.weights.labels": "a part of `groups`",
-    "dissociation.weights.operations": "a part of `groups`",
-    "dissociation.weights.sizes": "a part of `rewrites`; `refitted` is registered on",
-    "dissociation.symmetry.freedom.approached": "of an interval that `freedom` has found",
-    "dissociation.symmetry.freedom.scale_activity": "a part of `freedom` and `bounds`",
-    "dissociation.weights.groups.called": "a part of `groups`",
-    "dissociation.weights.groups.parameters_of": "a part of `groups`",
-    "dissociation.weights.groups.program_of": "a part of `groups`",
-    "dissociation.weights.groups.structure_of": "a part of the rewrites",
-    "dissociation.weights.groups.stated_groups": "is registered on: test_groups.py",
-    "dissociation.weights.neurons.copies_of": "a part of the rewrites",
-    "dissociation.weights.neurons.least_squares": "a part of the rewrites",
-    "dissociation.weights.rewrites.current": "a part of the rewrites",
-    "dissociation.symmetry.matching.renormalised": "takes a state: test_matching.py",
-    "koopman.kernel_operators": "a part of `koopman.operators.fit`",
 }
-"""Modules and functions that others of the packages call, and users do not, and why that is so."""
+"""Public names without a valid call in the registry, and why that is so."""
 
 
 def is_module(value):
@@ -207,27 +70,22 @@ def gates_of(value):
 
 
 def public_functions():
-    """Functions of both packages that users may import, and what they make by hand, by dotted names."""
+    """Public functions of both packages, and what they make by hand, by the dotted names of their definitions."""
     found = {}
-    for package in (dissociation, koopman):
-        for info in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-            if any(info.name == name or info.name.startswith(name + ".") for name in INTERNAL):
+    for face, names in FACES.items():
+        for name in names:
+            function = getattr(importlib.import_module(face), name)
+            dotted = f"{getattr(function, '__module__', face)}.{getattr(function, '__qualname__', name)}"
+            if any(dotted == one or dotted.startswith(one + ".") for one in NO_ROW):
                 continue
-            module = importlib.import_module(info.name)
-            for name, function in vars(module).items():
-                made = is_module(function) and made_by_hand(function)
-                usable = (inspect.isroutine(function) or made) and not name.startswith("_")
-                usable &= not name.endswith("_routes")  # how a measure is computed: its function has the same options
-                if getattr(function, "__module__", None) != info.name or f"{info.name}.{name}" in INTERNAL:
-                    continue
-                if usable:
-                    found[f"{info.name}.{name}"] = function
-                found |= {f"{info.name}.{name}{end}": method for end, method in gates_of(function).items()}
+            if inspect.isroutine(function) or (is_module(function) and made_by_hand(function)):
+                found[dotted] = function
+            found |= {f"{dotted}{end}": method for end, method in gates_of(function).items()}
     return found
 
 
 PUBLIC = public_functions()
-NAMES = {function: name for name, function in PUBLIC.items()}
+NAMES = {function: f"{function.__module__}.{function.__qualname__}" for function in CALLS}
 ROWS = [
     pytest.param(function, call, id=NAMES.get(function, str(function)) + index * f"-{index}")
     for function, calls in CALLS.items()
@@ -237,9 +95,7 @@ ROWS = [
 
 def test_every_public_function_has_a_row():
     missing = sorted(name for name, function in PUBLIC.items() if function not in CALLS)
-    unknown = [str(function) for function in CALLS if function not in NAMES]
     assert not missing, f"tests/tools/registry lacks a valid call of: {', '.join(missing)}"
-    assert not unknown, f"tests/tools/registry names functions that are not public: {', '.join(unknown)}"
 
 
 def unchecked(function):
@@ -479,31 +335,41 @@ def test_digits_that_float32_drops_are_said_or_kept(function, make_call):
             same(wanted, found, 1e-3)
 
 
-NEAREST = "dissociation.metrics.information.nearest"
+NEAREST = "dissociation.measures._nearest"
 MAY_DEPEND_ON_ORDER = {
-    "dissociation.linalg.positive_inverse": "n counts features",
-    "dissociation.metrics.collapse.class_moments": "`rest` is the rounding of the means",
+    "dissociation._core.linalg.positive_inverse": "n counts features",
+    "dissociation.measures._collapse.class_moments": "`rest` is the rounding of the means",
     f"{NEAREST}.information": "errors are of parts: test_nearest_information.py",
-    "dissociation.metrics.similarity.dissimilarity.crossnobis_rsa": "rows run through the same conditions",
-    "dissociation.metrics.similarity.dissimilarity.crossnobis_rdm": "rows run through the same conditions",
-    "dissociation.metrics.similarity.dissimilarity.rdm": "pairs in one row",
-    "dissociation.metrics.similarity.predictivity.linear_predictivity": "folds: test_similarity.py",
-    "dissociation.metrics.similarity.predictivity.predictivity_path": "folds: test_similarity.py",
-    "dissociation.metrics.similarity.embedding.classical_mds": "signs of axes",
-    "dissociation.metrics.similarity.embedding.smacof": "starts at `classical_mds`",
-    "koopman.kernels.median_distance": "states evenly spaced along x",
-    "koopman.operators.fit": "signs of functions",
-    "koopman.pairs.moments": "`rest` is the rounding of the means",
+    "dissociation.similarity._dissimilarity.crossnobis_rsa": "rows run through the same conditions",
+    "dissociation.similarity._dissimilarity.crossnobis_rdm": "rows run through the same conditions",
+    "dissociation.similarity._dissimilarity.rdm": "pairs in one row",
+    "dissociation.similarity._predictivity.linear_predictivity": "folds: test_similarity.py",
+    "dissociation.similarity._predictivity.predictivity_path": "folds: test_similarity.py",
+    "dissociation.similarity._embedding.classical_mds": "signs of axes",
+    "dissociation.similarity._embedding.smacof": "starts at `classical_mds`",
+    "koopman._operators._kernels.median_distance": "states evenly spaced along x",
+    "koopman._operators._fit.fit": "signs of functions",
+    "koopman._operators._pairs.moments": "`rest` is the rounding of the means",
 }
 """Functions of samples without a key whose result depends on the order of these: name -> why."""
-QUICK = ("collapse", "crossing", "information", "similarity.kernels", "similarity.shapes", "similarity.neighbourhoods")
+QUICK = (
+    "measures._collapse",
+    "measures._crossing",
+    "measures._hsic",
+    "measures._nearest",
+    "measures._smoothed",
+    "measures._coordinates",
+    "similarity._kernels",
+    "similarity._shapes",
+    "similarity._neighbourhoods",
+)
 
 
 def rows_by_order():
     """Rows of functions that take samples, the slower ones marked."""
     for row in ROWS:
         function, make_call = row.values
-        quick = row.id.startswith(tuple(f"dissociation.metrics.{name}" for name in QUICK))
+        quick = row.id.startswith(tuple(f"dissociation.{name}" for name in QUICK))
         yield pytest.param(function, make_call, id=row.id, marks=() if quick else pytest.mark.slow)
 
 

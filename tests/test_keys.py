@@ -21,8 +21,18 @@ from jax.interpreters import batching, mlir
 
 import dissociation.figures
 import koopman.figures
-from dissociation.data.datasets import load
-from dissociation.figures import collapse, collapse_measures, eigenvectors, freedom, robustness, similarity, transfer
+from dissociation.data import load
+from dissociation.figures import (
+    _collapse_measures as collapse_measures,
+)
+from dissociation.figures import (
+    collapse,
+    eigenvectors,
+    freedom,
+    robustness,
+    similarity,
+    transfer,
+)
 from dissociation.training import Epochs, Layout, Online, Save, fit, make_step
 from koopman.figures import ordered_mnist, spectra
 
@@ -33,21 +43,21 @@ PACKAGES = tuple(str(ROOT / package) + "/" for package in ("dissociation", "koop
 
 SHARED = {
     # A seed's networks under several weight decays begin alike, see the same batches, and are measured alike.
-    "dissociation/models/initial.py draw_weights: uniform",
-    "dissociation/training/samplers.py permutations.one: permutation",
-    "dissociation/figures/collapse_measures.py Information.__call__: normal",
-    "dissociation/figures/collapse_measures.py Information.__call__: permutation",
-    "dissociation/metrics/information/smoothed.py _smoothed: normal",
-    "dissociation/metrics/information/hsic.py _plane.one_pass: permutation",
+    "dissociation/models/_initial.py draw_weights: uniform",
+    "dissociation/training/_samplers.py permutations.one: permutation",
+    "dissociation/figures/_collapse_measures.py Information.__call__: normal",
+    "dissociation/figures/_collapse_measures.py Information.__call__: permutation",
+    "dissociation/measures/_smoothed.py _smoothed: normal",
+    "dissociation/measures/_hsic.py _plane.one_pass: permutation",
     # Whatever is measured on a rewritten network, it is the same network.
-    "dissociation/weights/symmetry.py perturb_in_null_space: normal",
-    "dissociation/weights/growth.py AddNuisance.__call__.change: normal",
+    "dissociation/rewrites/_null_spaces.py perturb_in_null_space: normal",
+    "dissociation/rewrites/_growth.py AddNuisance.__call__.change: normal",
     # Samples of a Gaussian that ranks choose from.
-    "dissociation/metrics/information/coordinates.py normal_scores: normal",
+    "dissociation/measures/_coordinates.py normal_scores: normal",
     # Members resampled alike for every measure and size.
-    "dissociation/spectral/similarity.py bootstrap_interval.resample: randint",
+    "dissociation/bilinear/_similarity.py bootstrap_interval.resample: randint",
     # One direction of noise for all scales and variants of a seed.
-    "dissociation/weights/noise.py parameter_noise: normal",
+    "dissociation/rewrites/_noise.py parameter_noise: normal",
 }
 """Places that draw from one key several times, on purpose."""
 

@@ -1,65 +1,116 @@
 """Imports go one way: a module imports only from lower levels, and koopman may use dissociation, never the reverse."""
 
 import ast
+import json
 import re
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import jax
 import pytest
+from faces import FACES, dotted
 
-from dissociation import _compat
+from dissociation._core import _compat
 
 ROOT = Path(__file__).parents[1]
 LEVELS = {
     "dissociation": {
-        "_compat": -4, "types": -3, "lazy": -3,
-        "checks": -2, "cores": -1, "keys": -2, "conversion": -1, "validation": -0.5,
-        "files": -1, "frames": -1, "interrupts": -1, "labelled": -0.5, "labelling": -0.4, "linalg": 0, "results": 0,
-        "splits": 0, "ties": 0.1,
-        "provenance": 0, "progress": 0, "plotting": 0, "display": 0, "sharding": 0,
-        "schedule": 0, "distributed": 0, "threads": 0.5,
-        "distances": 0.5, "memory": 0, "checkpoint": 1, "traced": 1.1,
-        "bmap": 1.2, "data": 1, "members": 1.5, "models": 1.6, "sweeps": 2, "weights": 2, "linear": 2, "spectral": 2,
-        "metrics": 2, "training": 3, "symmetry": 3.5, "recipes": 4, "fig4": 4.5, "figures": 5, "cli": 6, "__main__": 7,
-        "__init__": 8,  # names at the top, whose modules stay unloaded
+        "_core": 0,
+        "data": 1, "plotting": 1, "training": 1,
+        "models": 2,
+        "bilinear": 3, "measures": 3, "similarity": 3,
+        "recipes": 4, "rewrites": 4,
+        "fig4": 5, "figures": 5,
     },
-    "koopman": {
-        "diagnostics": 0,  # warnings on data and options
-        "datasets": 1, "losses": 1, "kernels": 1, "networks": 1, "pairs": 1, "rotations": 1, "solvers": 1,
-        "operator": 1, "perturbation": 1, "subspaces": 2, "generator": 2, "nystroem": 2, "estimators": 2.5,
-        "kernel_operators": 2.7, "operators": 3, "spectrum": 3, "forecast": 3.2, "learn": 4, "dynamical_similarity": 4,
-        "figures": 5, "cli": 6, "__main__": 7, "__init__": 8,
-    },
+    "koopman": {"datasets": 0, "_operators": 0, "_encoders": 1, "figures": 2},
 }  # fmt: skip
 FILES = sorted(p for package in LEVELS for p in (ROOT / package).rglob("*.py"))
 
 
 def imported_modules(path):
     """Yields the dotted names that a file imports, `from package import module` resolved to the module."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for module, name in imports(path.read_text(), path):
+        yield f"{module}.{name}" if is_module(f"{module}.{name}") else module
+
+
+def is_module(name):
+    """Return True if the name is one of a module or folder of the packages."""
+    inner = ROOT / Path(*name.split("."))
+    return inner.with_suffix(".py").exists() or (inner / "__init__.py").exists()
+
+
+def imports(source, where=""):
+    """Yield pairs of a module and the name imported from it; the name is empty for `import module`."""
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            yield from ((alias.name, "") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path} line {node.lineno}: relative import"
-            for alias in node.names:
-                inner = ROOT / Path(*node.module.split(".")) / alias.name
-                is_module = inner.with_suffix(".py").exists() or inner.is_dir()
-                yield f"{node.module}.{alias.name}" if is_module else node.module
+            assert node.level == 0, f"{where} line {node.lineno}: relative import"
+            yield from ((node.module, alias.name) for alias in node.names)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_imports_go_down(path):
-    package, *rest = path.relative_to(ROOT).with_suffix("").parts
-    here = rest[0]
-    assert here in LEVELS[package], f"{path} has no level: add it to the table"
+    package, here, *inside = path.relative_to(ROOT).parts
+    if not inside:
+        assert here in ("__init__.py", "__main__.py"), f"{path} must lie in a folder"
+        return
+    assert here in LEVELS[package], f"{path} has no level: add its folder to the table"
     for name in imported_modules(path):
         other, *parts = name.split(".")
         if other not in LEVELS or not parts:
             continue
         assert not (package == "dissociation" and other == "koopman"), f"{path} imports koopman"
         if other == package and parts[0] != here:
-            assert LEVELS[package][parts[0]] < LEVELS[package].get(here, 0), f"{path} imports {name}"
+            assert LEVELS[package][parts[0]] < LEVELS[package][here], f"{path} imports {name}"
+
+
+def test_modules_do_not_import_each_other_in_circles():
+    modules = [path for path in FILES if path.name != "__init__.py"]
+    graph = {dotted(path): {name for name in imported_modules(path) if is_module(name)} for path in modules}
+    assert list(TopologicalSorter(graph).static_order())
+
+
+def is_application(path):
+    """Return True for figures of koopman, which import public names alone, apart from their own private modules."""
+    return path.parent == ROOT / "koopman" / "figures"
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if not is_application(p)], ids=lambda p: str(p.relative_to(ROOT)))
+def test_the_library_imports_from_the_modules_that_define(path):
+    through = [
+        f"{module}.{name}"
+        for module, name in imports(path.read_text())
+        if module in FACES and is_module(f"{module}.__init__") and not is_module(f"{module}.{name}")
+    ]
+    assert not through, "imports through a folder's face load it as users do"
+
+
+def code_of_pages():
+    """Yield Python of pages, notebooks, benchmarks and the figures of koopman, with its place."""
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        for code in re.findall(r"```py(?:thon)?\n(.*?)```", path.read_text(), re.DOTALL):
+            yield path, code
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        cells = json.loads(path.read_text())["cells"]
+        yield path, "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    for path in [*sorted((ROOT / "benchmarks").glob("*.py")), *sorted((ROOT / "koopman" / "figures").glob("*.py"))]:
+        if path.name != "__init__.py":
+            yield path, path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("path", "code"), [pytest.param(path, code, id=str(path.relative_to(ROOT))) for path, code in code_of_pages()]
+)
+def test_pages_notebooks_benchmarks_and_applications_import_public_names(path, code):
+    own = dotted(path.parent / "__init__.py") if path.suffix == ".py" else ""
+    for module, name in imports(code):
+        if module.split(".")[0] in LEVELS and module != own and not module.startswith(f"{own}._"):
+            whole = f"{module}.{name}".rstrip(".")
+            assert not any(part.startswith("_") for part in whole.split(".")), f"{path} imports {whole}"
+            shown = module in FACES and name in FACES[module]
+            assert not name or shown or is_module(whole), f"{path} imports {whole}, which no folder lists"
 
 
 def names_in(path):
@@ -76,7 +127,7 @@ def names_in(path):
 def test_what_may_change_in_jax_is_imported_in_one_place():
     private = re.compile(r"jax(lib)?\.(_(?!_)|extend\b)")
     found = {str(path.relative_to(ROOT)) for path in FILES if any(map(private.match, names_in(path)))}
-    assert found == {"dissociation/_compat.py"}
+    assert found == {"dissociation/_core/_compat.py"}
 
 
 @pytest.mark.parametrize("name", _compat.ENTRIES)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import users_file
+from faces import FACES
 
 import dissociation
 import koopman
@@ -18,27 +19,32 @@ import koopman
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PACKAGES = [pytest.param(package, id=package.__name__) for package in (dissociation, koopman)]
+FOLDERS = [name for name in FACES if (ROOT / Path(*name.split("."))).is_dir()]
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_names_at_the_top_are_what_type_checkers_see(package):
+@pytest.mark.parametrize("name", FOLDERS)
+def test_public_names_are_what_type_checkers_see(name):
+    package = importlib.import_module(name)
     tree = ast.parse(Path(package.__file__).read_text())
     block = next(node for node in tree.body if isinstance(node, ast.If) and node.test.id == "TYPE_CHECKING")
-    seen = {
-        alias.asname: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names
-    }
-    assert sorted(seen) == package.__all__
-    for name, module in seen.items():
-        assert getattr(package, name) is getattr(importlib.import_module(module), name)
-        assert name in dir(package)
-    assert not {"attach", "TYPE_CHECKING"} & set(dir(package))
+    seen = {alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert sorted(seen) == sorted(package.__all__)
+    for public, module in seen.items():
+        assert getattr(package, public) is getattr(importlib.import_module(module), public)
+    assert set(dir(package)) - {"__version__"} == set(package.__all__)
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_no_name_hides_a_module(package):
+def test_the_names_that_users_look_for_are_at_the_top():
+    assert {"fit", "fit_grid", "linear_cka", "MEASURES", "neuron_groups", "bmap"} <= set(dir(dissociation))
+    assert {"fit", "Ridge", "lagged_pairs", "decompose"} <= set(dir(koopman))
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_no_name_hides_a_module(name):
+    package = importlib.import_module(name)
     modules = {module.name for module in pkgutil.iter_modules(package.__path__)}
     assert not modules & set(package.__all__)
-    assert importlib.import_module(f"{package.__name__}.{min(modules)}")
+    assert importlib.import_module(f"{name}.{min(modules)}")
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -57,12 +63,12 @@ def test_an_import_loads_no_other_package():
 
 
 def test_names_start_no_backend():
-    said = """
-import dissociation, koopman
+    said = f"""
+import importlib
 from jax._src import xla_bridge
-for package in (dissociation, koopman):
-    for name in package.__all__:
-        getattr(package, name)
+for name, public in {FACES}.items():
+    for one in public:
+        getattr(importlib.import_module(name), one)
 print(len(xla_bridge._backends))
 """
     done = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, check=True, cwd=ROOT)
@@ -79,7 +85,7 @@ def test_the_version_is_the_distributions(package):
 def test_a_command_says_its_version(package, capsys):
     module, function = PROJECT["scripts"][package.__name__].split(":")
     assert callable(getattr(importlib.import_module(module), function))
-    assert importlib.import_module(f"{package.__name__}.cli").main(["--version"]) == 0
+    assert importlib.import_module(f"{package.__name__}.figures").main(["--version"]) == 0
     assert capsys.readouterr().out == f"{package.__name__} (dissociation {PROJECT['version']})\n"
 
 

@@ -1,1 +1,18 @@
-"""Datasets: MNIST from its original files, and digits drawn by code."""
+"""Load images with labels, by name or from arrays, and the tasks made of them."""
+
+from typing import TYPE_CHECKING
+
+from dissociation._core.lazy import attach
+
+__all__ = [
+    "load", "Dataset", "NAMES", "mnist_data", "glyph_data", "draw_glyphs", "Variation", "rotated_quarters",
+    "coarse_grained",
+]  # fmt: skip
+
+if TYPE_CHECKING:
+    from dissociation.data._datasets import NAMES, Dataset, load
+    from dissociation.data._glyphs import Variation, draw_glyphs, glyph_data
+    from dissociation.data._mnist import mnist_data
+    from dissociation.data._tasks import coarse_grained, rotated_quarters
+else:
+    __getattr__, __dir__ = attach(__name__)

@@ -1,17 +1,26 @@
-"""The figures: modules that provide what `protocol.Figure` asks for."""
+"""Compute and draw the figures, one module each, and share what a figure is made of."""
 
-from dissociation.figures.protocol import Figure
+from typing import TYPE_CHECKING
 
+from dissociation._core.lazy import attach
 
-def figures() -> dict[str, Figure]:
-    """The figures of this package by their commands' names, listed here alone; imported now, which takes seconds."""
-    from dissociation.figures import collapse, eigenvectors, freedom, robustness, similarity, transfer
+__all__ = [
+    "figures", "main", "run_command", "Figure", "results_of", "exhibit_of", "Exhibit", "report_html", "Parts",
+    "identity_of", "DataName", "cell", "check_some_left", "named_diverged", "MeterFactory", "open_meter", "per_batch",
+    "check_choice", "check_count", "check_distinct", "check_positive", "fail", "WrongValue",
+]  # fmt: skip
 
-    return {
-        "robustness": robustness,
-        "transfer": transfer,
-        "eigenvectors": eigenvectors,
-        "collapse": collapse,
-        "similarity": similarity,
-        "freedom": freedom,
-    }
+if TYPE_CHECKING:
+    from dissociation._core.checks import WrongValue, check_choice, check_count, check_distinct, check_positive, fail
+    from dissociation.figures._artifacts import Parts, identity_of
+    from dissociation.figures._cli import figures, main
+    from dissociation.figures._command import run_command
+    from dissociation.figures._labels import results_of
+    from dissociation.figures._members import DataName
+    from dissociation.figures._protocol import Figure
+    from dissociation.figures._report import Exhibit, exhibit_of, report_html
+    from dissociation.figures._seeds import cell, check_some_left, named_diverged
+    from dissociation.training._members import per_batch
+    from dissociation.training._progress import MeterFactory, open_meter
+else:
+    __getattr__, __dir__ = attach(__name__)

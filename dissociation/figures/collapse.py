@@ -17,8 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from dissociation import checkpoint as checkpoints
-from dissociation.checks import (
+from dissociation._core.checks import (
     check_choice,
     check_count,
     check_distinct,
@@ -27,11 +26,12 @@ from dissociation.checks import (
     check_seed,
     fail,
 )
-from dissociation.data.datasets import Dataset, load
-from dissociation.figures import collapse_drawing as drawing
-from dissociation.figures.artifacts import Parts, check_parts_of, identity_of, read_part
-from dissociation.figures.collapse_drawing import draw
-from dissociation.figures.collapse_measures import (
+from dissociation._core.files import RefusedFile
+from dissociation.data._datasets import Dataset, load
+from dissociation.figures import _collapse_drawing as drawing
+from dissociation.figures._artifacts import Parts, check_parts_of, identity_of, read_part
+from dissociation.figures._collapse_drawing import draw
+from dissociation.figures._collapse_measures import (
     SAVED,
     SeriesKeeper,
     compressed,
@@ -40,16 +40,17 @@ from dissociation.figures.collapse_measures import (
     margins_of,
     spread_observations,
 )
-from dissociation.figures.collapse_results import Results, assemble, crossing_table, series_of
-from dissociation.figures.members import DataName, check_source
-from dissociation.figures.seeds import masked_part, named_diverged, number, stand_ins
-from dissociation.files import RefusedFile
-from dissociation.members import take
-from dissociation.progress import MeterFactory
-from dissociation.recipes.grokking import initial_models, train_grokking
-from dissociation.training import Layout, Progress
+from dissociation.figures._collapse_results import Results, assemble, crossing_table, series_of
+from dissociation.figures._members import DataName, check_source
+from dissociation.figures._seeds import masked_part, named_diverged, number, stand_ins
+from dissociation.recipes._grokking import initial_models, train_grokking
+from dissociation.training import _checkpoint as checkpoints
+from dissociation.training._callbacks import Progress
+from dissociation.training._chunk import Layout
+from dissociation.training._members import take
+from dissociation.training._progress import MeterFactory
 
-__all__ = ["STEM", "Config", "Results", "compute", "draw", "load_models", "load_partial", "series_of", "source"]
+__all__ = ["Config", "compute", "draw", "load_models", "load_partial", "series_of", "information_measures"]
 
 STEM = "collapse"
 SHOWS = "Grokking, neural collapse and the information plane through training, over weight decays and seeds."
@@ -86,7 +87,7 @@ class Config:
     """The networks, and what is measured on them."""
 
     data: DataName = "glyphs"
-    """Data set, by its name in `data.datasets.SOURCES`."""
+    """Data set, by its name in `_datasets.SOURCES`."""
     weight_decays: tuple[float, ...] = (0.3, 0.1, 0.03, 0.01, 0.003, 0.001)
     """AdamW's."""
     seeds: tuple[int, ...] = (42, 43, 44, 45, 46)
@@ -188,7 +189,7 @@ def compute(
     progress: str | MeterFactory | None = None,
     mesh: Mesh | str | None = "auto",
 ) -> Results:
-    """Trains all networks and follows them; see `protocol.Figure.compute`.
+    """Trains all networks and follows them; see `figures.Figure.compute`.
 
     `key` is the autoencoder's that compresses images, networks follow from `config.seeds`. Beside the parts `folder`
     keeps the series so far, see `load_partial`. `mesh` is that of `training.Layout`.
@@ -336,7 +337,7 @@ def describe(results: Results) -> dict[str, Any]:
 
 
 def caption(results: Results) -> str:
-    """See `protocol.Figure.caption`."""
+    """See `figures.Figure.caption`."""
     return f"{drawing.caption(results)} Data: {headline(results)}."
 
 

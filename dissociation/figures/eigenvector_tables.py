@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from dissociation.bilinear._certificate import certified_accuracy
 from dissociation.figures.eigenvectors import Results
-from dissociation.spectral.certificate import certified_accuracy
 
 
 def similarity_table(results: Results, ranks: tuple[int, ...] = (1, 5, 20)) -> list[list[str]]:

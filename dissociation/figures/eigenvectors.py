@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from dissociation.bmap import bmap
-from dissociation.checks import check_count, check_distinct, check_non_negative, fail
-from dissociation.data.datasets import Dataset
-from dissociation.figures import eigenvector_drawing as drawing
-from dissociation.figures.artifacts import Parts, identity_of
-from dissociation.figures.eigenvector_drawing import draw as draw
-from dissociation.figures.eigenvector_measures import (
+from dissociation._core.checks import check_count, check_distinct, check_non_negative, fail
+from dissociation.bilinear._forms import decompose
+from dissociation.data._datasets import Dataset
+from dissociation.figures import _eigenvector_drawing as drawing
+from dissociation.figures._artifacts import Parts, identity_of
+from dissociation.figures._eigenvector_drawing import draw as draw
+from dissociation.figures._eigenvector_measures import (
     ORDERS,
     compared_pairs,
     details,
@@ -32,15 +32,17 @@ from dissociation.figures.eigenvector_measures import (
     top_similarity,
     truncations,
 )
-from dissociation.figures.members import DataName, check_source
-from dissociation.figures.members import source as source
-from dissociation.figures.seeds import cell, check_some_left, masked_part, named_diverged, stand_ins
-from dissociation.members import take
-from dissociation.plotting import summarise
-from dissociation.progress import MeterFactory
-from dissociation.recipes.bilinear import train_bilinear
-from dissociation.spectral import decompose
-from dissociation.training import Progress
+from dissociation.figures._members import DataName, check_source
+from dissociation.figures._members import source as source
+from dissociation.figures._seeds import cell, check_some_left, masked_part, named_diverged, stand_ins
+from dissociation.plotting._axes import summarise
+from dissociation.recipes._bilinear import train_bilinear
+from dissociation.training._bmap import bmap
+from dissociation.training._callbacks import Progress
+from dissociation.training._members import take
+from dissociation.training._progress import MeterFactory
+
+__all__ = ["Config", "compute", "draw"]
 
 STEM = "eigenvectors"
 SHOWS = "Eigenvectors of bilinear networks, compared across seeds and sizes."
@@ -79,7 +81,7 @@ class Config:
     """The networks, and what is compared."""
 
     data: DataName = "glyphs"
-    """Data set, by its name in `data.datasets.SOURCES`."""
+    """Data set, by its name in `_datasets.SOURCES`."""
     sizes: tuple[int, ...] = (30, 50, 100, 300)
     """Hidden sizes."""
     reference: int = 300
@@ -149,7 +151,7 @@ class Results(NamedTuple):
         data: The data set's name and sizes.
         history: "train_loss", "train_accuracy", "validation_loss", "validation_accuracy", [seeds, epochs + 1] each.
         similarity: Per measure, with networks of the reference size: [pairs, classes, ranks] (forms: one rank).
-        intervals: Mean over pairs and classes with ends, see `eigenvector_measures.intervals`, [2, 3, ranks]: by
+        intervals: Mean over pairs and classes with ends, see `_eigenvector_measures.intervals`, [2, 3, ranks]: by
             magnitude, and within the reference size "positive" and "negative" too.
         pairs: First and second member of every pair, [2, pairs].
         top: Mean similarity of the leading component between all sizes, [sizes, sizes].
@@ -161,7 +163,7 @@ class Results(NamedTuple):
         explained: One test image of that class ("image"), and its components' contributions to the class's logit
             ("contributions"), their eigenvectors ("vectors") and values ("component_values"), the largest first.
         radii: Distance to the nearest image of another class, by components kept (0 stands for all): [images].
-        masks: See `eigenvector_measures.masking`.
+        masks: See `_eigenvector_measures.masking`.
         diverged_at: The step at which a network diverged, or -1: [seeds]. Its numbers, and those of its pairs, are NaN.
         seconds: Wall time of every part.
         member: One of the networks, as a report shows it; None for results of another making.
@@ -195,7 +197,7 @@ def compute(
     folder: str | os.PathLike[str] | None = None,
     progress: str | MeterFactory | None = None,
 ) -> Results:
-    """Trains, decomposes and compares; see `protocol.Figure.compute`."""
+    """Trains, decomposes and compares; see `figures.Figure.compute`."""
     data = source(config) if dataset is None else dataset
     with Parts(folder, identity_of(config, key, data)) as parts:
         return _computed(config, key, data, parts, progress)
@@ -324,7 +326,7 @@ def describe(results: Results) -> dict[str, Any]:
 
 
 def families(results: Results) -> dict[str, Any]:
-    """What names of arrays go on with, by the axes that it makes; see `figures.labels`."""
+    """What names of arrays go on with, by the axes that it makes; see `figures`."""
     config = results.config
     first = config.sizes[0]
     kinds = {"similarity": results.similarity, "interval": results.intervals, "error": results.error}
@@ -335,7 +337,7 @@ def families(results: Results) -> dict[str, Any]:
 
 
 def caption(results: Results) -> str:
-    """See `protocol.Figure.caption`."""
+    """See `figures.Figure.caption`."""
     return f"{drawing.caption(results)} Data: {headline(results)}."
 
 

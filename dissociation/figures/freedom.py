@@ -18,11 +18,10 @@ from jaxtyping import Array
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from dissociation import plotting
-from dissociation.checks import check_count, check_non_negative, fail
-from dissociation.data.datasets import Dataset
-from dissociation.figures.artifacts import Parts, identity_of
-from dissociation.figures.members import (
+from dissociation._core.checks import check_count, check_non_negative, fail
+from dissociation.data._datasets import Dataset
+from dissociation.figures._artifacts import Parts, identity_of
+from dissociation.figures._members import (
     DataName,
     ModelName,
     check_members,
@@ -33,17 +32,22 @@ from dissociation.figures.members import (
     rewritten_group,
     train_members,
 )
-from dissociation.figures.members import source as members_source
-from dissociation.figures.null_spaces import moved_weights, null_perturbed, null_spaces, of_members
-from dissociation.figures.seeds import cell
-from dissociation.members import take
-from dissociation.metrics.similarity import linear_cka
-from dissociation.models.representations import member_representations, representations
-from dissociation.progress import MeterFactory, open_meter
-from dissociation.symmetry.freedom import ENDS, cka_freedom
-from dissociation.weights.certificate import certify
-from dissociation.weights.groups import NeuronGroup, neuron_groups
-from dissociation.weights.rewrites import scale
+from dissociation.figures._members import (
+    source as members_source,
+)
+from dissociation.figures._null_spaces import moved_weights, null_perturbed, null_spaces, of_members
+from dissociation.figures._seeds import cell
+from dissociation.models._representations import member_representations, representations
+from dissociation.plotting import _axes as plotting
+from dissociation.rewrites._certificate import certify
+from dissociation.rewrites._freedom import ENDS, cka_freedom
+from dissociation.rewrites._groups import NeuronGroup, neuron_groups
+from dissociation.rewrites._rewrites import scale
+from dissociation.similarity._kernels import linear_cka
+from dissociation.training._members import take
+from dissociation.training._progress import MeterFactory, open_meter
+
+__all__ = ["Config", "compute", "draw"]
 
 STEM = "freedom"
 SHOWS = "Linear CKA between seeds, within all that networks of the same functions can show."
@@ -79,7 +83,7 @@ class Config:
     """What is trained, compared and rewritten."""
 
     data: DataName = "glyphs"
-    """Data set, by its name in `data.datasets.SOURCES`."""
+    """Data set, by its name in `_datasets.SOURCES`."""
     model: ModelName = "mlp"
     """The architecture; of networks of images the last hidden layer is compared, of the perceptron both."""
     num_seeds: int = 5
@@ -179,7 +183,7 @@ def compute(
     folder: str | os.PathLike[str] | None = None,
     progress: str | MeterFactory | None = None,
 ) -> Results:
-    """Trains, compares and rewrites; see `protocol.Figure.compute`."""
+    """Trains, compares and rewrites; see `figures.Figure.compute`."""
     data = source(config) if dataset is None else dataset
     check_samples(config, data)
     with Parts(folder, identity_of(config, key, data)) as parts:
@@ -357,7 +361,7 @@ def arrays(results: Results) -> dict[str, np.ndarray]:
 
 
 def families(results: Results) -> dict[str, Any]:
-    """What names of arrays go on with, by the axes that it makes; see `figures.labels`."""
+    """What names of arrays go on with, by the axes that it makes; see `figures`."""
     layers = {"layers": tuple(results.measured)}
     plain = dict.fromkeys(("measured", "low", "high", "residual"), layers)
     ends = dict.fromkeys(("approached", "change"), {"ends": ENDS, **layers})
@@ -365,7 +369,7 @@ def families(results: Results) -> dict[str, Any]:
 
 
 def caption(results: Results) -> str:
-    """See `protocol.Figure.caption`."""
+    """See `figures.Figure.caption`."""
     there = np.isfinite(results.measured["features"])
     layers = [f"({'ab'[index]}) {LAYERS[layer]}" for index, layer in enumerate(results.measured)]
     rewritten = "bc"[len(layers) - 1]

@@ -20,11 +20,10 @@ import numpy as np
 from jaxtyping import Array
 from matplotlib.figure import Figure
 
-from dissociation import plotting
-from dissociation.checks import check_count, check_non_negative, fail
-from dissociation.data.datasets import Dataset
-from dissociation.figures.artifacts import Parts, identity_of
-from dissociation.figures.members import (
+from dissociation._core.checks import check_count, check_non_negative, fail
+from dissociation.data._datasets import Dataset
+from dissociation.figures._artifacts import Parts, identity_of
+from dissociation.figures._members import (
     FACTORS,
     DataName,
     ModelName,
@@ -38,16 +37,21 @@ from dissociation.figures.members import (
     train_members,
     worst,
 )
-from dissociation.figures.members import source as source
-from dissociation.figures.null_spaces import moved_weights, null_perturbed, null_spaces, of_members
-from dissociation.figures.seeds import cell, masked_part
-from dissociation.members import take
-from dissociation.metrics.robustness import input_noise_error, parameter_noise_error
-from dissociation.progress import MeterFactory, open_meter
-from dissociation.weights.groups import NeuronGroup
-from dissociation.weights.noise import parameter_noise
-from dissociation.weights.seen import LayerInputs
-from dissociation.weights.symmetry import null_basis
+from dissociation.figures._members import (
+    source as source,
+)
+from dissociation.figures._null_spaces import moved_weights, null_perturbed, null_spaces, of_members
+from dissociation.figures._seeds import cell, masked_part
+from dissociation.measures._robustness import input_noise_error, parameter_noise_error
+from dissociation.plotting import _axes as plotting
+from dissociation.rewrites._groups import NeuronGroup
+from dissociation.rewrites._noise import parameter_noise
+from dissociation.rewrites._null_spaces import null_basis
+from dissociation.rewrites._seen import LayerInputs
+from dissociation.training._members import take
+from dissociation.training._progress import MeterFactory, open_meter
+
+__all__ = ["Config", "compute", "draw"]
 
 STEM = "noise-robustness"
 SHOWS = "Test error of function-preserving rewrites under noise on inputs and on parameters."
@@ -81,7 +85,7 @@ class Config:
     """What is trained, how it is rewritten, and at which noise it is measured."""
 
     data: DataName = "glyphs"
-    """Data set, by its name in `data.datasets.SOURCES`."""
+    """Data set, by its name in `_datasets.SOURCES`."""
     model: ModelName = "mlp"
     """The architecture; the neurons of its last hidden layer are rewritten."""
     num_seeds: int = 4
@@ -193,7 +197,7 @@ def compute(
     folder: str | os.PathLike[str] | None = None,
     progress: str | MeterFactory | None = None,
 ) -> Results:
-    """Trains, rewrites and measures; see `protocol.Figure.compute`."""
+    """Trains, rewrites and measures; see `figures.Figure.compute`."""
     data = source(config) if dataset is None else dataset
     with Parts(folder, identity_of(config, key, data)) as parts:
         return _computed(config, key, data, parts, progress)
@@ -297,7 +301,7 @@ def _noises(results: Results) -> list[tuple[str, np.ndarray, dict[str, np.ndarra
 
 
 def caption(results: Results) -> str:
-    """See `protocol.Figure.caption`."""
+    """See `figures.Figure.caption`."""
     said = []
     for kind, scales, errors in _noises(results):
         most = []
@@ -325,7 +329,7 @@ def arrays(results: Results) -> dict[str, np.ndarray]:
 
 
 def families(results: Results) -> dict[str, Any]:
-    """What names of arrays go on with, by the axes that it makes; see `figures.labels`."""
+    """What names of arrays go on with, by the axes that it makes; see `figures`."""
     variants = tuple(results.clean_error)
     return {kind: {"variants": variants} for kind in ("input_error", "parameter_error", "clean_error")}
 

@@ -1,7 +1,7 @@
 """Similarity of representations: between seeds and layers, under rewrites, through training, beside the function.
 
 Several networks are trained from scratch; some test images are represented by every layer of each of them, at the
-beginning and after every epoch. Measures of `metrics.similarity` then say which representations resemble which.
+beginning and after every epoch. Measures of `similarity` then say which representations resemble which.
 """
 
 import dataclasses
@@ -17,11 +17,12 @@ import numpy as np
 from jaxtyping import Array, Float
 from matplotlib.figure import Figure
 
-from dissociation.checks import check_choice, check_count, check_distinct, fail
-from dissociation.data.datasets import Dataset
-from dissociation.figures import similarity_drawing as drawing
-from dissociation.figures.artifacts import Parts, identity_of
-from dissociation.figures.members import (
+from dissociation import similarity
+from dissociation._core.checks import check_choice, check_count, check_distinct, fail
+from dissociation.data._datasets import Dataset
+from dissociation.figures import _similarity_drawing as drawing
+from dissociation.figures._artifacts import Parts, identity_of
+from dissociation.figures._members import (
     DataName,
     ModelName,
     check_members,
@@ -33,15 +34,19 @@ from dissociation.figures.members import (
     rewritten_group,
     train_members,
 )
-from dissociation.figures.members import source as members_source
-from dissociation.figures.seeds import cell
-from dissociation.members import take
-from dissociation.metrics import similarity
-from dissociation.metrics.similarity import MEASURES
-from dissociation.models.representations import member_representations, representations
-from dissociation.progress import MeterFactory, open_meter
-from dissociation.recipes.mnist import HeldOutPerformance
-from dissociation.weights.rewrites import permute
+from dissociation.figures._members import (
+    source as members_source,
+)
+from dissociation.figures._seeds import cell
+from dissociation.figures._similarity_drawing import of_seeds
+from dissociation.models._representations import member_representations, representations
+from dissociation.recipes._mnist import HeldOutPerformance
+from dissociation.rewrites._rewrites import permute
+from dissociation.similarity._measures import MEASURES
+from dissociation.training._members import take
+from dissociation.training._progress import MeterFactory, open_meter
+
+__all__ = ["Config", "compute", "draw", "of_seeds"]
 
 STEM = "similarity"
 SHOWS = "Similarity of representations between seeds and layers, under rewrites and through training."
@@ -89,7 +94,7 @@ class Config:
     """What is trained, how it is rewritten, and by what it is compared."""
 
     data: DataName = "glyphs"
-    """Data set, by its name in `data.datasets.SOURCES`."""
+    """Data set, by its name in `_datasets.SOURCES`."""
     model: ModelName = "mlp"
     """The architecture. Of a convolutional layer every position of every channel is a neuron, of tokens every entry."""
     num_seeds: int = 5
@@ -231,7 +236,7 @@ def compute(
     folder: str | os.PathLike[str] | None = None,
     progress: str | MeterFactory | None = None,
 ) -> Results:
-    """Trains, represents and compares; see `protocol.Figure.compute`."""
+    """Trains, represents and compares; see `figures.Figure.compute`."""
     data = source(config) if dataset is None else dataset
     check_samples(config, data)
     with Parts(folder, identity_of(config, key, data)) as parts:
@@ -336,7 +341,7 @@ def _of_rewrites(
 
 def _through(name: str, features: np.ndarray, alive: np.ndarray) -> dict[str, Any]:
     known = np.flatnonzero(alive)
-    features = np.where(alive[:, None, None, None], features, features[known[:1]])  # as `seeds.stand_ins` does
+    features = np.where(alive[:, None, None, None], features, features[known[:1]])  # as `_seeds.stand_ins` does
     tables = [
         np.asarray(similarity.pairwise(name, features[:, step], members=True, baseline=False, progress=None).values)
         for step in range(features.shape[1])
@@ -396,14 +401,14 @@ def arrays(results: Results) -> dict[str, np.ndarray]:
 
 
 def families(results: Results) -> dict[str, Any]:
-    """What names of arrays go on with, by the axes that it makes; see `figures.labels`."""
+    """What names of arrays go on with, by the axes that it makes; see `figures`."""
     measures = {"measures": tuple(dict.fromkeys((*results.matrices, *results.rewritten)))}
     kinds = ("matrix", "estimate", "low", "high", "baseline", "through", "course", "rewritten", "chance", "calibrated")
     return dict.fromkeys(kinds, measures)
 
 
 def caption(results: Results) -> str:
-    """See `protocol.Figure.caption`."""
+    """See `figures.Figure.caption`."""
     config = results.config
     pairs = f"{config.num_seeds * (config.num_seeds - 1) // 2} pairs of seeds"
     return (
@@ -443,10 +448,10 @@ def table(results: Results) -> list[list[str]]:
     for name in dict.fromkeys((*results.matrices, *results.rewritten)):
         cells = [""] * (len(layers) + 1)
         if name in results.matrices:
-            own = [drawing.of_seeds(results.items, results.matrices[name], layer) for layer in layers]
+            own = [of_seeds(results.items, results.matrices[name], layer) for layer in layers]
             cells = [
                 *(cell(values, 3) for values in own),
-                cell(drawing.of_seeds(results.items, results.baselines[name], layers[0]), 3),
+                cell(of_seeds(results.items, results.baselines[name], layers[0]), 3),
             ]
         moved = results.rewritten.get(name)
         cells += [cell(values, 3) for values in moved] if moved is not None else [""] * len(REWRITES)

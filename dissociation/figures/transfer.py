@@ -22,12 +22,11 @@ from jaxtyping import Array
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter
 
-from dissociation import plotting
-from dissociation.checks import check_choice, check_count, check_distinct, fail
-from dissociation.data.datasets import Dataset
-from dissociation.data.tasks import NUM_QUARTERS, coarse_grained, rotated_quarters
-from dissociation.figures.artifacts import Parts, identity_of
-from dissociation.figures.members import (
+from dissociation._core.checks import check_choice, check_count, check_distinct, fail
+from dissociation.data._datasets import Dataset
+from dissociation.data._tasks import NUM_QUARTERS, coarse_grained, rotated_quarters
+from dissociation.figures._artifacts import Parts, identity_of
+from dissociation.figures._members import (
     DataName,
     ModelName,
     certify_members,
@@ -40,13 +39,18 @@ from dissociation.figures.members import (
     train_members,
     worst,
 )
-from dissociation.figures.members import source as members_source
-from dissociation.figures.seeds import cell, masked_part
-from dissociation.members import take
-from dissociation.metrics.probes import stable_step_size
-from dissociation.metrics.transfer import transfer_errors
-from dissociation.models.representations import representations
-from dissociation.progress import MeterFactory, open_meter
+from dissociation.figures._members import (
+    source as members_source,
+)
+from dissociation.figures._seeds import cell, masked_part
+from dissociation.measures._probes import stable_step_size
+from dissociation.measures._transfer import transfer_errors
+from dissociation.models._representations import representations
+from dissociation.plotting import _axes as plotting
+from dissociation.training._members import take
+from dissociation.training._progress import MeterFactory, open_meter
+
+__all__ = ["Config", "compute", "draw"]
 
 STEM = "transfer"
 SHOWS = "Transfer error of function-preserving rewrites against the sample budget."
@@ -81,7 +85,7 @@ class Config:
     """What is trained, how it is rewritten, and how the probes learn."""
 
     data: DataName = "glyphs"
-    """Data set, by its name in `data.datasets.SOURCES`."""
+    """Data set, by its name in `_datasets.SOURCES`."""
     model: ModelName = "mlp"
     """The architecture; probes learn from its last hidden layer."""
     num_seeds: int = 3
@@ -187,7 +191,7 @@ def compute(
     folder: str | os.PathLike[str] | None = None,
     progress: str | MeterFactory | None = None,
 ) -> Results:
-    """Trains, rewrites and probes; see `protocol.Figure.compute`."""
+    """Trains, rewrites and probes; see `figures.Figure.compute`."""
     data = source(config) if dataset is None else dataset
     _check_budgets(config, data)
     with Parts(folder, identity_of(config, key, data)) as parts:
@@ -273,7 +277,7 @@ def draw(results: Results) -> Figure:
 
 
 def caption(results: Results) -> str:
-    """See `protocol.Figure.caption`."""
+    """See `figures.Figure.caption`."""
     count = len(results.config.probes)
     rows = ["abcdefghijkl"[first : first + count] for first in range(0, 4 * count, count)]
     a, c, e, g = (", ".join(row) for row in rows)
@@ -301,7 +305,7 @@ def arrays(results: Results) -> dict[str, np.ndarray]:
 
 
 def families(results: Results) -> dict[str, Any]:
-    """What names of arrays go on with, by the axes that it makes; see `figures.labels`."""
+    """What names of arrays go on with, by the axes that it makes; see `figures`."""
     variants = {"variants": tuple(results.clean_error)}
     probes = {"tasks": tuple(TASKS), "probes": results.config.probes, **variants}
     return {"transfer_error": probes, "clean_error": variants}

@@ -1,1 +1,26 @@
-"""Networks whose insides the other modules know: one example in, hidden representations by name."""
+"""Define networks of one example, and name the hidden representations of any model."""
+
+from typing import TYPE_CHECKING
+
+from dissociation._core.lazy import attach
+
+__all__ = [
+    "MLP", "CNN", "Encoder", "ResNet", "Transformer", "BilinearNetwork", "wrap_bilinear", "Affine", "Convolution",
+    "representations", "member_representations", "named", "representations_of_example",
+]  # fmt: skip
+
+if TYPE_CHECKING:
+    from dissociation.models._bilinear import BilinearNetwork, wrap_bilinear
+    from dissociation.models._cnn import CNN, Encoder
+    from dissociation.models._layers import Affine, Convolution
+    from dissociation.models._mlp import MLP
+    from dissociation.models._representations import (
+        member_representations,
+        named,
+        representations,
+        representations_of_example,
+    )
+    from dissociation.models._resnet import ResNet
+    from dissociation.models._transformer import Transformer
+else:
+    __getattr__, __dir__ = attach(__name__)

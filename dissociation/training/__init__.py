@@ -1,23 +1,31 @@
-"""Training, in four layers: a pure step, what it sees, a compiled loop, and the host's part around it.
+"""Train many members at once: a pure step, samplers, a compiled loop, and the host's part around it.
 
-A member is one seed or one setting of a sweep. `make_step` makes one optimiser step of one network; a sampler says what
-it sees; `train` is a whole training as a pure function. `fit` trains many members at once, compiled in chunks: between
-them the host shows progress, records, writes checkpoints and can stop; neither where chunks end nor where a run was
-interrupted changes a single bit of it.
+A member is one seed or one setting of a sweep. `make_step` makes one optimiser step of one network, and a sampler
+chooses its batches. `train` is a whole training as a pure function. `fit` trains many members, compiled in chunks:
+between chunks the host shows progress, records, writes checkpoints and can stop.
 """
 
-from dissociation.schedule import log_spaced_steps, steps_per_epoch
-from dissociation.training.callbacks import Callback, CsvLog, EarlyStop, FreezeDiverged, Progress
-from dissociation.training.chunk import Layout
-from dissociation.training.fitting import FitResult, fit
-from dissociation.training.grids import GridResult, Plan, fit_grid
-from dissociation.training.loop import train
-from dissociation.training.records import History, Save
-from dissociation.training.samplers import Epochs, FullBatch, HostBatches, Online, Sampler
-from dissociation.training.state import Info, State, Step, make_step
+from typing import TYPE_CHECKING
+
+from dissociation._core.lazy import attach
 
 __all__ = [
-    "Callback", "CsvLog", "EarlyStop", "Epochs", "FitResult", "FreezeDiverged", "FullBatch", "GridResult", "History",
-    "HostBatches", "Info", "Layout", "Online", "Plan", "Progress", "Sampler", "Save", "State", "Step", "fit",
-    "fit_grid", "log_spaced_steps", "make_step", "steps_per_epoch", "train",
+    "make_step", "State", "Epochs", "FullBatch", "HostBatches", "Online", "Sampler", "train", "fit", "FitResult",
+    "Save", "History", "Layout", "Callback", "Progress", "CsvLog", "EarlyStop", "FreezeDiverged", "log_spaced_steps",
+    "fit_grid", "GridResult", "Grid", "initialize",
 ]  # fmt: skip
+
+if TYPE_CHECKING:
+    from dissociation.training._callbacks import Callback, CsvLog, EarlyStop, FreezeDiverged, Progress
+    from dissociation.training._chunk import Layout
+    from dissociation.training._distributed import initialize
+    from dissociation.training._fitting import FitResult, fit
+    from dissociation.training._grids import GridResult, fit_grid
+    from dissociation.training._loop import train
+    from dissociation.training._records import History, Save
+    from dissociation.training._samplers import Epochs, FullBatch, HostBatches, Online, Sampler
+    from dissociation.training._schedule import log_spaced_steps
+    from dissociation.training._state import State, make_step
+    from dissociation.training._sweeps import Grid
+else:
+    __getattr__, __dir__ = attach(__name__)

@@ -1,10 +1,14 @@
-"""The figures: modules that provide what `dissociation.figures.protocol.Figure` asks for."""
+"""Compute and draw the figures, one module each."""
 
-from dissociation.figures.protocol import Figure
+from typing import TYPE_CHECKING
 
+from dissociation._core.lazy import attach
 
-def figures() -> dict[str, Figure]:
-    """The figures of this package by their commands' names, listed here alone; imported now, which takes seconds."""
-    from koopman.figures import ordered_mnist, spectra
+__all__ = [
+    "figures", "main",
+]  # fmt: skip
 
-    return {"ordered-mnist": ordered_mnist, "spectra": spectra}
+if TYPE_CHECKING:
+    from koopman.figures._cli import figures, main
+else:
+    __getattr__, __dir__ = attach(__name__)

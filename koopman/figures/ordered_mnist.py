@@ -16,19 +16,32 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Complex
 
-from dissociation.checks import WrongValue, check_choice, check_count, check_distinct, check_positive, fail
-from dissociation.data.datasets import NAMES, Dataset, load
-from dissociation.figures.artifacts import Parts, identity_of
-from dissociation.figures.members import DataName
-from dissociation.figures.seeds import cell, check_some_left, named_diverged
-from dissociation.members import member
-from dissociation.progress import MeterFactory, open_meter
-from koopman.datasets.ordered_mnist import OrderedDigits, cycle_spectrum, ordered_mnist
-from koopman.figures import ordered_mnist_drawing as drawing
-from koopman.figures.ordered_mnist_drawing import draw as draw
-from koopman.figures.ordered_mnist_measures import PROTOCOLS, SCALES, Forecaster, evaluate, predicted
-from koopman.figures.ordered_mnist_models import MODELS, forecasters, train_networks
-from koopman.learn import encode
+from dissociation import member
+from dissociation.data import NAMES, Dataset, load
+from dissociation.figures import (
+    DataName,
+    MeterFactory,
+    Parts,
+    WrongValue,
+    cell,
+    check_choice,
+    check_count,
+    check_distinct,
+    check_positive,
+    check_some_left,
+    fail,
+    identity_of,
+    named_diverged,
+    open_meter,
+)
+from koopman import encode
+from koopman.datasets import OrderedDigits, cycle_spectrum, ordered_mnist
+from koopman.figures import _ordered_mnist_drawing as drawing
+from koopman.figures._ordered_mnist_drawing import draw as draw
+from koopman.figures._ordered_mnist_measures import PROTOCOLS, SCALES, Forecaster, evaluate, predicted
+from koopman.figures._ordered_mnist_models import MODELS, forecasters, train_networks
+
+__all__ = ["Config", "compute", "draw", "PROTOCOLS"]
 
 STEM = "ordered-mnist"
 SHOWS = "Digits in turn: encoders, operators, and forecast images read by an oracle."
@@ -58,7 +71,7 @@ class Config:
     """The sequence, the networks, and how far to look."""
 
     data: DataName = "glyphs"
-    """Data set, by its name in `data.datasets.SOURCES`."""
+    """Data set, by its name in `_datasets.SOURCES`."""
     num_digits: int = 5
     """Digits in the cycle."""
     num_seeds: int = 3
@@ -181,7 +194,7 @@ def compute(
     folder: str | os.PathLike[str] | None = None,
     progress: str | MeterFactory | None = None,
 ) -> Results:
-    """Trains, fits, forecasts and reads, the sequence cut from `dataset`; see `protocol.Figure.compute`."""
+    """Trains, fits, forecasts and reads, the sequence cut from `dataset`; see `figures.Figure.compute`."""
     sequence = ordered_mnist(config.num_digits, data=source(config) if dataset is None else dataset)
     _split(config, sequence)
     with Parts(folder, identity_of(config, key, (sequence.images, sequence.labels))) as parts:
@@ -322,14 +335,14 @@ def describe(results: Results) -> dict[str, Any]:
 
 
 def families(results: Results) -> dict[str, Any]:
-    """What names of arrays go on with, by the axes that it makes; see `figures.labels`."""
+    """What names of arrays go on with, by the axes that it makes; see `figures`."""
     models = {"models": tuple(results.logits)}
     kinds = ("accuracy", "predicted", "logits", "strips", "eigenvalues", "left", "validation", "batched", "diverged_at")
     return dict.fromkeys(kinds, models)
 
 
 def caption(results: Results) -> str:
-    """See `dissociation.figures.protocol.Figure.caption`."""
+    """See `dissociation.figures.Figure.caption`."""
     return f"{drawing.caption(results)} Data: {headline(results)}."
 
 

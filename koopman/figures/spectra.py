@@ -19,23 +19,43 @@ from jaxtyping import Array
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from dissociation import plotting
-from dissociation.bmap import bmap
-from dissociation.checks import check_choice, check_count, check_distinct, check_positive, fail
-from dissociation.figures.artifacts import Parts, identity_of
-from dissociation.members import per_batch
+from dissociation import bmap, plotting
+from dissociation.figures import (
+    MeterFactory,
+    Parts,
+    check_choice,
+    check_count,
+    check_distinct,
+    check_positive,
+    fail,
+    identity_of,
+    open_meter,
+    per_batch,
+)
 from dissociation.plotting import summarise
-from dissociation.progress import MeterFactory, open_meter
-from koopman.datasets.exact import ExactSpectrum
-from koopman.datasets.langevin import prinz_langevin, prinz_spectrum
-from koopman.datasets.maps import logistic_features, logistic_map, logistic_spectrum
-from koopman.datasets.systems import ornstein_uhlenbeck, ornstein_uhlenbeck_spectrum
-from koopman.estimators import PrincipalComponents, ReducedRank, Ridge
-from koopman.kernels import RBF
-from koopman.operator import Operator
-from koopman.operators import fit
-from koopman.pairs import lagged_pairs
-from koopman.spectrum import decompose, right_eigenfunctions
+from koopman import (
+    RBF,
+    Operator,
+    PrincipalComponents,
+    ReducedRank,
+    Ridge,
+    decompose,
+    fit,
+    lagged_pairs,
+    right_eigenfunctions,
+)
+from koopman.datasets import (
+    ExactSpectrum,
+    logistic_features,
+    logistic_map,
+    logistic_spectrum,
+    ornstein_uhlenbeck,
+    ornstein_uhlenbeck_spectrum,
+    prinz_langevin,
+    prinz_spectrum,
+)
+
+__all__ = ["Config", "compute", "draw"]
 
 STEM = "spectra"
 SHOWS = "Estimated against exact eigenvalues and eigenfunctions of systems whose spectra are known."
@@ -231,7 +251,7 @@ def compute(
     folder: str | os.PathLike[str] | None = None,
     progress: str | MeterFactory | None = None,
 ) -> Results:
-    """Simulates, fits and compares, whatever `dataset` is; see `dissociation.figures.protocol.Figure.compute`."""
+    """Simulates, fits and compares, whatever `dataset` is; see `dissociation.figures.Figure.compute`."""
     del dataset
     with Parts(folder, identity_of(config, key, np.zeros(0))) as parts:
         return _computed(config, key, parts, progress)
@@ -381,7 +401,7 @@ def _draw_errors(axes: Axes, results: Results, name: str) -> None:
 
 
 def caption(results: Results) -> str:
-    """See `dissociation.figures.protocol.Figure.caption`."""
+    """See `dissociation.figures.Figure.caption`."""
     config, many = results.config, f"{results.config.num_trajectories} independent trajectories"
     functions = [curves for kinds in results.functions.values() for curves in kinds.values()]
     drawn = plotting.drawn_as(*functions, members="trajectories")
@@ -422,7 +442,7 @@ def describe(results: Results) -> dict[str, Any]:
 
 
 def families(results: Results) -> dict[str, Any]:
-    """What names of arrays go on with, by the axes that it makes; see `figures.labels`."""
+    """What names of arrays go on with, by the axes that it makes; see `figures`."""
     estimators = {"estimators": tuple(ESTIMATORS)}
     return {f"{kind}_{name}": estimators for kind in ("eigenvalues", "functions") for name in results.exact}
 

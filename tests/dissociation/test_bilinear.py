@@ -4,9 +4,10 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from dissociation.models.bilinear import GATES, BilinearLayer, BilinearNetwork, wrap_bilinear
-from dissociation.models.initial import draw_weights
-from dissociation.spectral import decompose
+from dissociation.bilinear import decompose
+from dissociation.models import BilinearNetwork, wrap_bilinear
+from dissociation.models._bilinear import GATES, BilinearLayer
+from dissociation.models._initial import draw_weights
 
 X = np.random.default_rng(0).normal(size=(7, 12)).astype(np.float32)
 

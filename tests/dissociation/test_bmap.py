@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dissociation import memory
-from dissociation.bmap import bmap
-from dissociation.members import take
+from dissociation import bmap, take
+from dissociation.training import _memory as memory
 
 SIZE = 5
 EACH = eqx.if_array(0)

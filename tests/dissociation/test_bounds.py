@@ -6,12 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dissociation.metrics.similarity import angular_similarity, linear_cka, rsa
-from dissociation.metrics.similarity.measures import MEASURES
-from dissociation.models.representations import representations
-from dissociation.symmetry.bounds import similarity_bounds
-from dissociation.symmetry.freedom import cka_freedom
-from dissociation.weights.groups import neuron_groups
+from dissociation.models import representations
+from dissociation.rewrites import cka_freedom, neuron_groups, similarity_bounds
+from dissociation.similarity import MEASURES, angular_similarity, linear_cka, rsa
 
 KEY = jax.random.key(0)
 

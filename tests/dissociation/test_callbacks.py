@@ -23,7 +23,9 @@ from dissociation.training import (
     fit,
     make_step,
 )
-from dissociation.training import callbacks as callbacks_module
+from dissociation.training import (
+    _callbacks as callbacks_module,
+)
 
 SGD = make_step(squared_error, optax.sgd(0.1))
 RATED = make_step(squared_error, lambda rate: optax.sgd(rate))

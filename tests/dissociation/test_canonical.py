@@ -10,10 +10,10 @@ import pytest
 from scipy.spatial.distance import pdist
 from zoo import ZOO, ResidualMLP
 
-from dissociation.symmetry.canonical import canonical, fingerprint, fingerprint_distance
-from dissociation.weights import growth, rewrites
-from dissociation.weights.groups import neuron_groups, parameters_of
-from dissociation.weights.sizes import refit
+from dissociation import rewrites
+from dissociation.rewrites import canonical, fingerprint, fingerprint_distance, neuron_groups
+from dissociation.rewrites._groups import parameters_of
+from dissociation.rewrites._sizes import refit
 
 KINDS = ("perceptron", "convolutional", "residual")
 
@@ -117,11 +117,11 @@ def test_rewrites_of_the_library_have_one_fingerprint():
     first, second = groups.values()
     rewrite = rewrites.compose(
         [
-            growth.duplicate(second, 1.5),
-            growth.add_nuisance(first, 2, 3, key=jax.random.key(0)),
+            rewrites.duplicate(second, 1.5),
+            rewrites.add_nuisance(first, 2, 3, key=jax.random.key(0)),
             rewrites.scale(second, 0.03),
             rewrites.permute(first, key=jax.random.key(1)),
-            growth.add_nuisance(second, 3, key=jax.random.key(2)),
+            rewrites.add_nuisance(second, 3, key=jax.random.key(2)),
         ]
     )
     own, other = (fingerprint(network, inputs[0]) for network in (model, rewrite(model)))
@@ -169,9 +169,9 @@ def test_networks_that_differ_in_little_have_other_fingerprints(name, kind, leas
 def test_neurons_without_effect_are_dropped():
     model, inputs, groups = one("perceptron")
     wide = (
-        growth.add_nuisance(groups["layers[0]"], 2, 3, key=jax.random.key(0))
-        | growth.add_nuisance(groups["layers[1]"], 4, key=jax.random.key(1))  # which read those
-        | growth.duplicate(groups["layers[1]"], 2.5)
+        rewrites.add_nuisance(groups["layers[0]"], 2, 3, key=jax.random.key(0))
+        | rewrites.add_nuisance(groups["layers[1]"], 4, key=jax.random.key(1))  # which read those
+        | rewrites.duplicate(groups["layers[1]"], 2.5)
     )(model)
     assert wide.layers[1].weight.shape == (30, 14)
     form = canonical(wide, inputs[0])

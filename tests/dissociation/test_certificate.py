@@ -5,11 +5,8 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from dissociation.models.mlp import MLP
-from dissociation.weights.certificate import certify
-from dissociation.weights.groups import neuron_groups
-from dissociation.weights.noise import add_parameter_noise
-from dissociation.weights.rewrites import scale
+from dissociation.models import MLP
+from dissociation.rewrites import add_parameter_noise, certify, neuron_groups, scale
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dissociation import checkpoint
+from dissociation.training import _checkpoint as checkpoint
 
 
 def tree(key):

@@ -5,10 +5,11 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from dissociation.models.bilinear import BilinearLayer
-from dissociation.models.cnn import CNN, Decoder, Encoder
-from dissociation.models.initial import draw_weights
-from dissociation.models.layers import Affine, Convolution, max_pool
+from dissociation.models import CNN, Affine, Convolution, Encoder
+from dissociation.models._bilinear import BilinearLayer
+from dissociation.models._cnn import Decoder
+from dissociation.models._initial import draw_weights
+from dissociation.models._layers import max_pool
 
 IMAGES = np.random.default_rng(0).uniform(size=(12, 28, 28)).astype(np.float32)
 

@@ -7,15 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dissociation.metrics.collapse import (
-    class_moments,
-    merge_moments,
-    nearest_centre_agreement,
-    neural_collapse,
-    self_duality,
-    simplex_frame,
-    trace_ratio,
-)
+from dissociation.measures import class_moments, merge_moments, neural_collapse
+from dissociation.measures._collapse import nearest_centre_agreement, self_duality, simplex_frame, trace_ratio
 
 RNG = np.random.default_rng(0)
 

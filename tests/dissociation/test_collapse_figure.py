@@ -10,12 +10,14 @@ from compiled import compilations
 from drawn import assert_only_draws
 from labels import assert_labelled
 
-from dissociation.figures import collapse, collapse_measures
-from dissociation.figures.artifacts import Parts, digest_of, read_identity
-from dissociation.figures.collapse_results import assemble, crossings, first_crossings, median_delay
-from dissociation.figures.seeds import masked
-from dissociation.recipes.grokking import observation_steps, standardised
-from dissociation.sharding import member_mesh
+from dissociation import member_mesh
+from dissociation.figures import Parts, collapse
+from dissociation.figures import _collapse_measures as collapse_measures
+from dissociation.figures._artifacts import digest_of, read_identity
+from dissociation.figures._collapse_results import assemble, crossings, first_crossings, median_delay
+from dissociation.figures._seeds import masked
+from dissociation.recipes import observation_steps
+from dissociation.recipes._grokking import standardised
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("barely_optimized")]
 

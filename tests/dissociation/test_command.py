@@ -15,8 +15,9 @@ import jax
 import numpy as np
 import pytest
 
-from dissociation.figures import command
-from dissociation.figures.artifacts import read_part
+from dissociation import figures
+from dissociation.figures import _command as command
+from dissociation.figures._artifacts import read_part
 
 TOY = Path(__file__).with_name("toy_figure.py")
 ROOT = TOY.parents[2]
@@ -45,7 +46,7 @@ def run(toy, tmp_path, monkeypatch):
 
 def status_of(toy, arguments):
     try:
-        return command.run_command({"toy": toy}, arguments, program="toy", description="Toys.")
+        return figures.run_command({"toy": toy}, arguments, program="toy", description="Toys.")
     except SystemExit as end:
         return end.code
 
@@ -456,6 +457,6 @@ def test_readers_may_leave(toy, words, monkeypatch):
     with os.fdopen(writing, "w") as closed:
         monkeypatch.setattr(sys, "stdout", closed)
         try:
-            assert command.run_command({"toy": toy}, words, program="toy", description="Toys.") == 0
+            assert figures.run_command({"toy": toy}, words, program="toy", description="Toys.") == 0
         except SystemExit as end:
             raise AssertionError("the pipe was not noticed") from end

@@ -3,8 +3,9 @@ import jax
 import numpy as np
 import pytest
 
-from dissociation.data.datasets import load
-from dissociation.recipes.compression import encode, train_compression
+from dissociation.data import load
+from dissociation.recipes import train_compression
+from dissociation.recipes._compression import encode
 
 pytestmark = pytest.mark.slow
 

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from zoo import ZOO
 
-from dissociation.weights import copies, operations, rewrites
-from dissociation.weights.groups import neuron_groups
+from dissociation import rewrites
+from dissociation.rewrites import _copies as copies
+from dissociation.rewrites import _operations as operations
+from dissociation.rewrites import neuron_groups
 
 TIME, WIDTH, HEADS, DIM, LAYERS, HIDDEN = 5, 6, 3, 4, 3, 7
 ATTENTION = {"q": "ehd", "k": "ehd", "v": "ehd", "o": "hde", "head": "eo"}

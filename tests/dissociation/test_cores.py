@@ -11,12 +11,12 @@ import optax
 import pytest
 
 import dissociation
-from dissociation import sharding
-from dissociation.bmap import bmap
-from dissociation.cores import CALLBACKS, available_cores, runs_in_parallel, use_all_cores
-from dissociation.threads import Shards, number_of_threads, run_tasks
+from dissociation import bmap, member_mesh, use_all_cores
 from dissociation.training import Epochs, Layout, Save, fit, make_step
-from dissociation.training import run as run_module
+from dissociation.training import _run as run_module
+from dissociation.training import _sharding as sharding
+from dissociation.training._cores import CALLBACKS, available_cores, runs_in_parallel
+from dissociation.training._threads import Shards, number_of_threads, run_tasks
 
 
 def in_a_process_of_its_own(code):
@@ -42,7 +42,7 @@ def test_devices_are_cores():
     code = """
 import jax, dissociation
 dissociation.use_all_cores()
-from dissociation.cores import available_cores
+from dissociation.training._cores import available_cores
 print(jax.local_device_count() == available_cores())
 dissociation.use_all_cores()  # as often as one likes
 """
@@ -53,9 +53,9 @@ dissociation.use_all_cores()  # as often as one likes
 def test_it_can_be_too_late():
     code = """
 import jax.numpy as jnp
-import dissociation.cores
+import dissociation.training._cores
 jnp.zeros(1)
-dissociation.cores.available_cores = lambda: 3
+dissociation.training._cores.available_cores = lambda: 3
 dissociation.use_all_cores()
 """
     said = in_a_process_of_its_own(code)
@@ -70,7 +70,7 @@ def test_devices_that_have_started_decompose_alone():
 import jax, os
 jax.config.update("jax_num_cpu_devices", 2)
 jax.numpy.zeros(1)
-import dissociation.cores as cores
+from dissociation.training import _cores as cores
 cores.available_cores = lambda: 2
 cores.use_all_cores()
 print(jax.local_device_count(), jax.config.jax_num_cpu_devices, "PJRT_NPROC" in os.environ)
@@ -86,7 +86,7 @@ def test_the_blas_of_scipy_gets_one_thread(loaded):
     code = f"""
 import {loaded}, dissociation
 from threadpoolctl import threadpool_info
-from dissociation.cores import runs_in_parallel
+from dissociation.training._cores import runs_in_parallel
 def threads(package):
     return [info["num_threads"] for info in threadpool_info() if package + ".libs" in info["filepath"]]
 before = threads("numpy")
@@ -97,7 +97,7 @@ print(threads("scipy"), threads("numpy") == before, runs_in_parallel(["svd"]))
 
 
 def test_enough_devices_are_left_alone(monkeypatch):
-    monkeypatch.setattr("dissociation.cores.available_cores", lambda: 3)
+    monkeypatch.setattr("dissociation.training._cores.available_cores", lambda: 3)
     assert jax.local_device_count() == 4  # and have started
     dissociation.use_all_cores()
     assert jax.local_device_count() == 4
@@ -108,7 +108,7 @@ def test_enough_devices_are_left_alone(monkeypatch):
 
 @pytest.fixture
 def three_cores(monkeypatch):
-    monkeypatch.setattr("dissociation.cores.available_cores", lambda: 3)
+    monkeypatch.setattr("dissociation.training._cores.available_cores", lambda: 3)
 
 
 def test_what_is_chosen(three_cores, monkeypatch):
@@ -123,10 +123,10 @@ def test_what_is_chosen(three_cores, monkeypatch):
     monkeypatch.delenv("PJRT_NPROC")
     assert number_of_threads(5, ["svd"], None) == 1
     assert number_of_threads(5, ["dot_general"], None) == 3
-    over = sharding.place_members(jnp.ones((4, 2)), sharding.member_mesh())
+    over = sharding.place_members(jnp.ones((4, 2)), member_mesh())
     assert number_of_threads(5, [], {"spread": over, "text": "a"}) == 1
     assert number_of_threads(5, [], {"placed": jax.device_put(over, jax.devices()[1])}) == 3
-    monkeypatch.setattr("dissociation.cores.available_cores", lambda: 9)
+    monkeypatch.setattr("dissociation.training._cores.available_cores", lambda: 9)
     assert number_of_threads(9, [], None) == 4 == jax.local_device_count()
 
 
@@ -192,7 +192,7 @@ def seen(monkeypatch):
         numbers.append((len(tasks), threads))
         return run_tasks(tasks, threads)
 
-    for module in ("dissociation.threads", "dissociation.training.run"):
+    for module in ("dissociation.training._threads", "dissociation.training._run"):
         monkeypatch.setattr(f"{module}.run_tasks", noted)
     return numbers
 
@@ -263,7 +263,7 @@ def test_bmap_in_parallel_agrees_with_one_after_another(three_cores, seen, kind,
     mapped = bmap(gradient, in_axes=(eqx.if_array(0), None), batch_size=1, loop="scan")
     over = mapped(models, x)
     assert seen == [(min(number, 3), 3 if number > 2 else 2)]
-    monkeypatch.setattr("dissociation.cores.available_cores", lambda: 1)
+    monkeypatch.setattr("dissociation.training._cores.available_cores", lambda: 1)
     close(mapped(models, x), over)
     close(eqx.filter_jit(mapped)(models, x), over)
     one = jax.tree.map(lambda leaf: leaf[:1] if eqx.is_array(leaf) else leaf, models)
@@ -301,7 +301,7 @@ def test_bmap_in_parallel_stays_where_its_arrays_are(three_cores, seen, key):
 def test_what_lies_on_several_devices_is_one_program(three_cores, seen, key):
     """Two that run at once, and wait for one another's parts, could wait for ever."""
     x = jax.random.normal(key, (4, 5))
-    over = sharding.place_members(x, sharding.member_mesh())
+    over = sharding.place_members(x, member_mesh())
     np.testing.assert_allclose(bmap(jnp.sum, batch_size=1)(over), x.sum(1), rtol=1e-6)
     step = make_step(lambda w, batch, key: jnp.mean((batch @ w - 1) ** 2), optax.sgd(0.1))
     result, alone = (fit(models, step, Epochs(x, 2), num_steps=3, key=key) for models in (over, x))
@@ -324,11 +324,11 @@ def test_batches_of_decompositions_do_not_wait_for_each_other():
     code = """
 import faulthandler
 faulthandler.dump_traceback_later(60, exit=True)
-import dissociation.cores as cores
+from dissociation.training import _cores as cores
 cores.available_cores = lambda: 2
 cores.use_all_cores()
 import jax, jax.numpy as jnp
-from dissociation.bmap import bmap
+from dissociation import bmap
 a = jax.random.normal(jax.random.key(0), (6, 4, 130, 130))
 for _ in range(20):
     values = bmap(lambda a: jnp.linalg.eigh(a @ a.mT)[0], batch_size=1)(a)

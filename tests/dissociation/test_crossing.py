@@ -4,7 +4,7 @@ import pytest
 from scipy.optimize import minimize
 from scipy.stats import linregress, norm, t
 
-from dissociation.metrics.crossing import first_cross, log_slope, median_crossing
+from dissociation.measures import first_cross, log_slope, median_crossing
 
 
 def test_first_crossing():

@@ -4,12 +4,11 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from dissociation.data import datasets
-from dissociation.data.datasets import NAMES, Dataset, load
-from dissociation.data.glyphs import glyph_data
-from dissociation.keys import named_key
-from dissociation.recipes.compression import train_compression
-from dissociation.recipes.grokking import standardised
+from dissociation._core.keys import named_key
+from dissociation.data import NAMES, Dataset, glyph_data, load
+from dissociation.data import _datasets as datasets
+from dissociation.recipes import train_compression
+from dissociation.recipes._grokking import standardised
 
 FIELDS = ("train_images", "train_labels", "test_images", "test_labels")
 

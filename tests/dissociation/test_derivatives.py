@@ -6,14 +6,29 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dissociation import linalg
-from dissociation.metrics import collapse, crossing, margins, robustness
-from dissociation.models.bilinear import BilinearNetwork
-from dissociation.models.layers import Convolution, max_pool
-from dissociation.models.mlp import MLP
-from dissociation.spectral import certificate, forms, similarity
-from dissociation.weights import neurons, noise, symmetry
-from dissociation.weights.certificate import certify
+from dissociation import bilinear
+from dissociation._core import linalg
+from dissociation.bilinear import _forms as forms
+from dissociation.bilinear import _similarity as similarity
+from dissociation.measures import (
+    _collapse as collapse,
+)
+from dissociation.measures import (
+    _margins as margins,
+)
+from dissociation.measures import (
+    class_moments,
+    error_rate,
+    first_cross,
+    merge_moments,
+    neural_collapse,
+)
+from dissociation.models import MLP, BilinearNetwork, Convolution
+from dissociation.models._layers import max_pool
+from dissociation.rewrites import _neurons as neurons
+from dissociation.rewrites import _noise as noise
+from dissociation.rewrites import _null_spaces as symmetry
+from dissociation.rewrites import certify
 
 LABELS = np.arange(12) % 3
 KEY = 7
@@ -30,24 +45,24 @@ def network(shift=0.0, **options):
 
 
 def spectra(shift):
-    one, other = forms.decompose(network(shift)), forms.decompose(network(0.3 + 0.7 * shift))
+    one, other = bilinear.decompose(network(shift)), bilinear.decompose(network(0.3 + 0.7 * shift))
     return one, other
 
 
 def moments(z):
-    halves = [collapse.class_moments(part, LABELS[:6], 4, scatter=True) for part in (z[:6], z[6:])]
-    return collapse.merge_moments(*halves)
+    halves = [class_moments(part, LABELS[:6], 4, scatter=True) for part in (z[:6], z[6:])]
+    return merge_moments(*halves)
 
 
 def measures(z):
     found = moments(z)
-    values = [*vars(collapse.neural_collapse(found)).values(), *vars(collapse.simplex_frame(found)).values()]
+    values = [*vars(neural_collapse(found)).values(), *vars(collapse.simplex_frame(found)).values()]
     extra = [collapse.trace_ratio(found), collapse.self_duality(found, np.arange(24.0).reshape(4, 6) % 5)]
     return [value for value in values if value.shape == ()] + extra
 
 
 def certified(model, x, label=0):
-    found = certificate.certified_radius(certificate.margins(model), x, label)
+    found = bilinear.certified_radius(bilinear.margins(model), x, label)
     return [found.radius, found.step, found.radii[1:]]
 
 
@@ -56,7 +71,7 @@ def projectors(spectrum):
 
 
 def pairs_interval(values):
-    mean = similarity.pair_mean(values, *similarity.member_pairs(4))
+    mean = bilinear.pair_mean(values, *similarity.member_pairs(4))
     return tuple(similarity.bootstrap_interval(mean, 4, key=jax.random.key(1), num_resamples=20))
 
 
@@ -69,26 +84,26 @@ TABLE = {
     "collapse": (measures, (12, 6)),
     "collapse far away": (lambda z: measures(z + 100.0)[6:], (12, 6)),
     "nearest_centre_agreement": (lambda z: collapse.nearest_centre_agreement(z, z[:, :4], moments(z)), (12, 6)),
-    "first_cross": (lambda x, y: crossing.first_cross(jnp.cumsum(x**2 + 0.1), y, 0.0), (6,), (3, 6)),
-    "error_rate": (lambda z: robustness.error_rate(z, np.eye(3)[LABELS]), (12, 3)),
+    "first_cross": (lambda x, y: first_cross(jnp.cumsum(x**2 + 0.1), y, 0.0), (6,), (3, 6)),
+    "error_rate": (lambda z: error_rate(z, np.eye(3)[LABELS]), (12, 3)),
     "signed_distance": (lambda z, w, b: margins.signed_distance(z, w, b, 0, 2), (6, 4), (3, 4), (3,)),
     "MLP": (lambda x: MLP(6, 4, 2, 3, key=jax.random.key(0))(x), (6,)),
     "Convolution": (lambda x: max_pool(Convolution(2, 3, key=jax.random.key(0)).upsampled(x)), (4, 4, 2)),
     "BilinearNetwork": (lambda s, x: network(s, bias=True, residual=True)(x), (), (5,)),
-    "interaction_tensor": (lambda s: forms.interaction_tensor(network(s, bias=True)), ()),
-    "decompose": (lambda s: [forms.decompose(network(s)).values, projectors(forms.decompose(network(s)))], ()),
+    "interaction_tensor": (lambda s: bilinear.interaction_tensor(network(s, bias=True)), ()),
+    "decompose": (lambda s: [bilinear.decompose(network(s)).values, projectors(bilinear.decompose(network(s)))], ()),
     "contributions": (lambda s, x: [f(spectra(s)[0], x) for f in (forms.contributions, forms.mean_contribution)],
                       (), (3, 5)),
-    "truncated_outputs": (lambda s, x: forms.truncated_outputs(spectra(s)[0], x), (), (3, 5)),
-    "adversarial_mask": (lambda s: jnp.abs(forms.adversarial_mask(spectra(s)[0], 1, 0, against=1)), ()),
-    "similarities": (lambda s: [similarity.overlaps(*spectra(s)), similarity.rank_similarity(*spectra(s)),
-                                similarity.form_similarity(*spectra(s))], ()),
-    "matched_similarity": (lambda s: similarity.matched_similarity(*spectra(s), 3), ()),
+    "truncated_outputs": (lambda s, x: bilinear.truncated_outputs(spectra(s)[0], x), (), (3, 5)),
+    "adversarial_mask": (lambda s: jnp.abs(bilinear.adversarial_mask(spectra(s)[0], 1, 0, against=1)), ()),
+    "similarities": (lambda s: [similarity.overlaps(*spectra(s)), bilinear.rank_similarity(*spectra(s)),
+                                bilinear.form_similarity(*spectra(s))], ()),
+    "matched_similarity": (lambda s: bilinear.matched_similarity(*spectra(s), 3), ()),
     "student_interval": (lambda v: tuple(similarity.student_interval(v)), (5, 2)),
     "bootstrap_interval": (pairs_interval, (6,)),
     "certified_radius in the input": (lambda x: certified(network(bias=True), X5 + 0.1 * x), (5,)),
     "certified_radius in the weights": (lambda s: certified(network(s, residual=True), X5), ()),
-    "certified_radius, hard case": (lambda s, x: certified(forms.Spectrum(
+    "certified_radius, hard case": (lambda s, x: certified(bilinear.Spectrum(
         jnp.asarray([[1.0, -0.3], [0.0, 0.0]]) + s * jnp.asarray([[0.5, 0.7], [0.0, 0.0]]),
         jnp.asarray([np.eye(2)] * 2), False, "input"), jnp.stack([2 + x[0], 0.0]))[0], (), (1,)),
     "scale_neurons": (lambda a, b, s: neurons.scale_neurons(a, b, 2.0 + s), (4, 3), (2, 4), (4,)),

@@ -11,7 +11,7 @@ import pytest
 from browser import Tags
 from matplotlib.image import imread
 
-from dissociation.display import show, table
+from dissociation.plotting import show, table
 
 
 def image_of(shown):

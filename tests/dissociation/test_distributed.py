@@ -14,12 +14,15 @@ import numpy as np
 import optax
 import pytest
 
-from dissociation import checkpoint, distributed, sharding
-from dissociation.distributed import LocalMembers
-from dissociation.figures.command import RunOptions
+import dissociation
+from dissociation import training
+from dissociation.figures._command import RunOptions
 from dissociation.training import Epochs, Layout, Save, fit, make_step
-from dissociation.training import run as run_module
-from dissociation.training.chunk import run_chunk
+from dissociation.training import _checkpoint as checkpoint
+from dissociation.training import _distributed as distributed
+from dissociation.training import _run as run_module
+from dissociation.training._chunk import run_chunk
+from dissociation.training._distributed import LocalMembers
 
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", "tools"))
 import together
@@ -33,12 +36,10 @@ def digest(said):
 def test_arguments_must_fit_together():
     for arguments in (("127.0.0.1:1",), ("127.0.0.1:1", 2, 2), ("127.0.0.1:1", 0, 0), ("127.0.0.1:1", 2, -1)):
         with pytest.raises(ValueError, match="`address` must be given with `num_processes` and a `process_id` from 0"):
-            distributed.initialize(*arguments)
-    with pytest.raises(ValueError, match="`address` must be given, as no cluster's environment holds it"):
-        distributed.initialize(timeout=100)
+            training.initialize(*arguments)
     jax.devices()
     with pytest.raises(RuntimeError, match=r"initialize\(\) must be called before any JAX calls"):
-        distributed.initialize("127.0.0.1:1", 2, 1)
+        training.initialize("127.0.0.1:1", 2, 1)
     with pytest.raises(ValueError, match="`distributed` must be given where the address"):
         RunOptions(num_processes=2)
 
@@ -49,14 +50,14 @@ def test_the_coordinator_listens_at_its_address_alone(monkeypatch):
     monkeypatch.setattr(jax.config, "update", lambda *_: None)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.setattr(distributed, "_joined", SimpleNamespace(set=lambda: None))
-    distributed.initialize("127.0.0.1:1234", 2, 0)
+    training.initialize("127.0.0.1:1234", 2, 0)
     assert called[0][0] == ("127.0.0.1:1234", 2, 0)
     assert called[0][1]["coordinator_bind_address"] == "127.0.0.1:1234"
 
 
 ALONE = """
 import sys
-from dissociation import distributed
+from dissociation.training import _distributed as distributed
 distributed.initialize(sys.argv[1], 2, int(sys.argv[2]), timeout=3)
 """
 
@@ -131,11 +132,11 @@ def program_of_a_step(monkeypatch, key, layout, members=8):
 def test_no_parameters_are_gathered_inside_a_step(monkeypatch, key):
     """The compiled program of several devices holds no collective; with batches over two, one sum of gradients."""
     devices = jax.devices("cpu")[:4]
-    over_members = program_of_a_step(monkeypatch, key, Layout("vmap", mesh=sharding.member_mesh(devices)))
+    over_members = program_of_a_step(monkeypatch, key, Layout("vmap", mesh=dissociation.member_mesh(devices)))
     assert "num_partitions=4" in over_members
     for collective in ("all-gather", "all-reduce", "all-to-all", "collective-permute"):
         assert f" {collective}" not in over_members
-    over_data = program_of_a_step(monkeypatch, key, Layout("vmap", mesh=sharding.member_mesh(devices, data=2)))
+    over_data = program_of_a_step(monkeypatch, key, Layout("vmap", mesh=dissociation.member_mesh(devices, data=2)))
     assert " all-reduce" in over_data
     gathered = [line for line in over_data.splitlines() if " all-gather" in line]
     assert not any("[2,8,16]" in line or "[4,8,16]" in line for line in gathered)
@@ -150,7 +151,7 @@ def test_padding_reaches_no_result(key):
     def look(step, records):
         seen.append(jax.tree.map(np.shape, (records["loss"], records["observed"])))
 
-    mesh = sharding.member_mesh(jax.devices("cpu")[:4])
+    mesh = dissociation.member_mesh(jax.devices("cpu")[:4])
     save = Save(lambda model, step, key: jnp.sum(model[0]))
     options = {"num_epochs": 2, "key": key, "save": save, "callbacks": [look]}
     with pytest.warns(RuntimeWarning, match="the loss became nan") as warned:
@@ -171,7 +172,7 @@ def test_members_in_turn_agree_on_any_mesh(key):
 
     one = run(None)
     for number in (2, 4):
-        for a, b in zip(one, run(sharding.member_mesh(jax.devices("cpu")[:number])), strict=True):
+        for a, b in zip(one, run(dissociation.member_mesh(jax.devices("cpu")[:number])), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 

@@ -9,11 +9,11 @@ from compiled import compilations
 from drawn import assert_only_draws
 from labels import assert_labelled
 
+from dissociation.bilinear import Spectrum
 from dissociation.figures import eigenvector_tables as tables
 from dissociation.figures import eigenvectors
-from dissociation.figures.eigenvector_measures import top_similarity
-from dissociation.figures.seeds import masked
-from dissociation.spectral import Spectrum
+from dissociation.figures._eigenvector_measures import top_similarity
+from dissociation.figures._seeds import masked
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("barely_optimized")]
 

@@ -11,17 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dissociation.data.datasets import Dataset, load
+from dissociation.data import Dataset, load
 from dissociation.fig4 import mnist as mnist_module
 from dissociation.fig4.bmap import bmap
-from dissociation.fig4.expand import (
-    add_phantom_zero_neurons,
-    add_random_zero_neurons,
-    duplicate_neurons,
-    scale_neurons,
-)
+from dissociation.fig4.expand import add_phantom_zero_neurons, add_random_zero_neurons, duplicate_neurons, scale_neurons
 from dissociation.fig4.mnist import mnist_data, train_mnist
-from dissociation.recipes import mnist as recipe
+from dissociation.recipes import _mnist as recipe
 
 IMAGES = 50
 

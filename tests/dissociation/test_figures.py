@@ -12,13 +12,27 @@ import pytest
 from drawn import assert_only_draws
 from labels import assert_labelled
 
-from dissociation import cli
-from dissociation.data.datasets import load
-from dissociation.figures import command, figures, members, null_spaces, robustness, transfer
-from dissociation.figures.artifacts import Parts, axes_of
-from dissociation.members import take
-from dissociation.models.cnn import CNN
-from dissociation.weights.seen import layer_inputs
+from dissociation import recipes, take
+from dissociation.data import load
+from dissociation.figures import (
+    Parts,
+    figures,
+    main,
+    robustness,
+    transfer,
+)
+from dissociation.figures import (
+    _command as command,
+)
+from dissociation.figures import (
+    _members as members,
+)
+from dissociation.figures import (
+    _null_spaces as null_spaces,
+)
+from dissociation.figures._artifacts import axes_of
+from dissociation.models import CNN
+from dissociation.rewrites import layer_inputs
 
 pytestmark = pytest.mark.usefixtures("barely_optimized")
 
@@ -135,7 +149,7 @@ def test_a_part_is_kept_as_soon_as_it_is_done(tmp_path):
 @pytest.fixture
 def one_diverges(monkeypatch):
     """The second of the seeds diverges at step 7, in the second epoch."""
-    real = members.fit_mnist
+    real = recipes.fit_mnist
 
     def fit_mnist(**options):
         trained = real(**options)
@@ -173,7 +187,7 @@ def test_a_network_that_diverged_is_left_out_and_named(noise, one_diverges, tmp_
 def test_networks_that_all_diverged_are_an_error(one_diverges):
     config = robustness.Config(**{**SMALL, "num_seeds": 1})
     with pytest.MonkeyPatch.context() as patch:
-        real = members.fit_mnist
+        real = recipes.fit_mnist
         patch.setattr(members, "fit_mnist", lambda **options: real(**options)._replace(diverged_at=np.array([3])))
         with pytest.raises(ValueError, match="All 1 networks diverged, at step 3"):
             robustness.compute(dataclasses.replace(config, num_seeds=2), key=KEY)
@@ -305,7 +319,7 @@ def test_command_line_writes_everything_and_goes_on(tmp_path, capsys, monkeypatc
     # The sizes of the fixture: nothing to compile again.
     sizes = [word for name, value in SMALL.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     arguments = ["robustness", *sizes, "--num-scales", "6", "--num-zero", "48", "--out", str(tmp_path / "out")]
-    assert cli.main([*arguments, "--silent"]) == 0
+    assert main([*arguments, "--silent"]) == 0
     shown = capsys.readouterr()
     assert "input null-perturbed" in shown.out
     assert "compiling" in shown.out
@@ -319,7 +333,7 @@ def test_command_line_writes_everything_and_goes_on(tmp_path, capsys, monkeypatc
     assert description["config"]["num_zero"] == 48
     assert description["certificates on the test images"]["scaled"]["changed_predictions"] == 0
     assert "jax" in description["environment"]
-    assert cli.main([*arguments, "--silent", "--resume"]) == 0
+    assert main([*arguments, "--silent", "--resume"]) == 0
     assert [path.name for path in (tmp_path / "out").iterdir()] == [out.name]
     again = np.load(out / "noise-robustness.npz")
     np.testing.assert_array_equal(arrays["parameter_error_trained"], again["parameter_error_trained"])
@@ -388,7 +402,7 @@ def test_settings_that_the_data_cannot_meet_are_refused_before_training(tmp_path
         (["collapse", "--num-loaded", "50"], "num_train"),
         (["collapse", "--num-test", "5"], "num_neighbours"),
     ):
-        assert cli.main([*words, "--out", str(tmp_path / "out")]) == 2
+        assert main([*words, "--out", str(tmp_path / "out")]) == 2
         error = capsys.readouterr().err
         assert f"`{name}` must " in error
         assert error.count("\n") == 1

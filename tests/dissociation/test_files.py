@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from dissociation import files
+from dissociation._core import files
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def test_bytes_are_on_the_disk_before_the_name_is(tmp_path, monkeypatch):
 
 WRITER = """
 import sys
-from dissociation import files
+from dissociation._core import files
 with files.replacing(sys.argv[1]) as file:
     file.write(b"new" * 1000)
     file.flush()
@@ -78,7 +78,7 @@ def test_a_full_disk_keeps_the_old_file(small_disk):
 
 LIMITED = """
 import resource, signal, sys
-from dissociation import files
+from dissociation._core import files
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 try:

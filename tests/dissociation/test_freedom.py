@@ -6,10 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dissociation.metrics.similarity import linear_cka
-from dissociation.models.representations import representations
-from dissociation.symmetry.freedom import approached, cka_freedom, linear_cka_freedom
-from dissociation.weights.groups import neuron_groups
+from dissociation.models import representations
+from dissociation.rewrites import approached, cka_freedom, linear_cka_freedom, neuron_groups
+from dissociation.similarity import linear_cka
 
 
 def cka(x, y):

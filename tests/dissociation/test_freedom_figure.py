@@ -6,11 +6,13 @@ import pytest
 from drawn import assert_only_draws
 from labels import assert_labelled
 
-from dissociation.figures import freedom, members
-from dissociation.figures.artifacts import axes_of
-from dissociation.metrics.similarity import linear_cka
-from dissociation.models.representations import member_representations
-from dissociation.recipes.mnist import fit_mnist
+from dissociation import recipes
+from dissociation.figures import _members as members
+from dissociation.figures import freedom
+from dissociation.figures._artifacts import axes_of
+from dissociation.models import member_representations
+from dissociation.recipes import fit_mnist
+from dissociation.similarity import linear_cka
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("barely_optimized")]
 
@@ -64,7 +66,7 @@ def test_what_rewrites_leave_of_it(run):
 
 
 def test_seeds_that_diverged_are_left_out(monkeypatch):
-    real = members.fit_mnist
+    real = recipes.fit_mnist
 
     def broken(**options):
         return real(**options)._replace(diverged_at=np.array([-1, 5, -1]))

@@ -7,18 +7,9 @@ import numpy as np
 import pytest
 from sklearn.linear_model import LogisticRegression
 
-from dissociation.data import glyphs
-from dissociation.data.glyphs import (
-    BORDER,
-    FONTS,
-    SIDE,
-    Variation,
-    draw_glyph,
-    draw_glyphs,
-    glyph_data,
-    glyph_labels,
-    glyph_templates,
-)
+from dissociation.data import Variation, draw_glyphs, glyph_data
+from dissociation.data import _glyphs as glyphs
+from dissociation.data._glyphs import BORDER, FONTS, SIDE, draw_glyph, glyph_labels, glyph_templates
 
 STILL = Variation(*(0.0 for _ in Variation._fields))
 

@@ -17,12 +17,26 @@ import optax
 import pytest
 from linear_regression import Normalised, normalised_error, regression
 
-from dissociation import checkpoint as checkpoints
-from dissociation.files import RefusedFile
-from dissociation.sweeps import Grid
-from dissociation.training import Epochs, Layout, Save, fit, fit_grid, fitting, make_step
-from dissociation.training import grids as module
-from dissociation.training.run import Run
+from dissociation._core.files import RefusedFile
+from dissociation.training import (
+    Epochs,
+    Grid,
+    Layout,
+    Save,
+    fit,
+    fit_grid,
+    make_step,
+)
+from dissociation.training import (
+    _checkpoint as checkpoints,
+)
+from dissociation.training import (
+    _fitting as fitting,
+)
+from dissociation.training import (
+    _grids as module,
+)
+from dissociation.training._run import Run
 
 pytestmark = pytest.mark.usefixtures("barely_optimized")
 
@@ -313,7 +327,7 @@ sys.path[:0] = {path!r}
 import jax, optax
 jax.config.update("jax_num_cpu_devices", {devices})
 import test_grids
-from dissociation.training import grids
+from dissociation.training import _grids as grids
 planned = grids._planned
 def cut(*given, **options):
     plan = planned(*given, **options)

@@ -7,12 +7,10 @@ import numpy as np
 import pytest
 from zoo import ZOO
 
-from dissociation.models.mlp import MLP
-from dissociation.models.representations import representations
-from dissociation.weights import groups
-from dissociation.weights.axes import Atoms, Product
-from dissociation.weights.groups import group_report, neuron_groups
-from dissociation.weights.seen import layer_inputs
+from dissociation.models import MLP, representations
+from dissociation.rewrites import _groups as groups
+from dissociation.rewrites import group_report, layer_inputs, neuron_groups
+from dissociation.rewrites._axes import Atoms, Product
 
 
 @pytest.mark.parametrize("name", ZOO)

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 from zoo import change, one
 
-from dissociation.weights import growth, sizes
-from dissociation.weights.groups import neuron_groups
-from dissociation.weights.seen import layer_inputs
+from dissociation import rewrites
+from dissociation.rewrites import layer_inputs, neuron_groups
 
 pytestmark = pytest.mark.usefixtures("barely_optimized")
 
@@ -30,8 +29,8 @@ def test_sets_that_would_not_cancel_are_refused(name):
     group = next(iter(neuron_groups([A, B], X, call=call).values()))
     assert not group.cancelling
     with pytest.raises(ValueError, match="`neurons_per_group` must be 1"):
-        growth.add_nuisance(group, 2, 3, key=jax.random.key(0))
-    alone = growth.add_nuisance(group, 2, key=jax.random.key(0))([A, B])
+        rewrites.add_nuisance(group, 2, 3, key=jax.random.key(0))
+    alone = rewrites.add_nuisance(group, 2, key=jax.random.key(0))([A, B])
     np.testing.assert_allclose(call(alone, X), call([A, B], X), atol=1e-5)
 
 
@@ -45,7 +44,7 @@ def test_neurons_that_the_program_counts_grow_only_where_it_is_right(call):
     refused = 0
     for group in neuron_groups([A, B], X, call=call).values():
         try:
-            grown = growth.duplicate(group, 2)([A, B])
+            grown = rewrites.duplicate(group, 2)([A, B])
         except ValueError as error:
             assert "`group` must be one whose n" in str(error)  # noqa: PT017
             refused += 1
@@ -57,30 +56,30 @@ def test_neurons_that_the_program_counts_grow_only_where_it_is_right(call):
 def test_nuisance_is_drawn_from_traced_keys_and_statistics_are_taken_from_neurons_that_are_there():
     model, inputs, groups = one("perceptron")
     group = groups["layers[0]"]
-    many = jax.vmap(lambda key: eqx.filter(growth.add_nuisance(group, 2, key=key)(model), eqx.is_array))
+    many = jax.vmap(lambda key: eqx.filter(rewrites.add_nuisance(group, 2, key=key)(model), eqx.is_array))
     assert many(jax.random.split(jax.random.key(0), 3)).layers[0].weight.shape == (3, 10, 5)
     call = lambda p, x: p[2] @ relu((p[0] @ x)[:, None] / jnp.sqrt(p[1] + 1e-5))[:, 0]  # noqa: E731
     params = [A, 0.5 + jnp.arange(8.0)[:, None], B]
     (found,) = neuron_groups(params, X, call=call).values()
-    wider = growth.add_nuisance(found, 8, key=jax.random.key(0))(params)
+    wider = rewrites.add_nuisance(found, 8, key=jax.random.key(0))(params)
     assert (wider[1] > 0).all()
     np.testing.assert_allclose(call(wider, X), call(params, X), atol=1e-5)
 
 
 def test_static_sizes_follow():
     model, _, groups = one("perceptron")
-    both = growth.duplicate(groups["layers[0]"], 2) | growth.duplicate(groups["layers[1]"], 2)
+    both = rewrites.duplicate(groups["layers[0]"], 2) | rewrites.duplicate(groups["layers[1]"], 2)
     wide = both(model)
     assert wide.width_size == 16
     assert [(layer.in_features, layer.out_features) for layer in wide.layers] == [(5, 16), (16, 16), (16, 3)]
     model, _, groups = one("residual convolutional")
-    wide, _ = growth.duplicate(groups["convolutions[1]"], 2)(model)
+    wide, _ = rewrites.duplicate(groups["convolutions[1]"], 2)(model)
     assert [c.out_channels for c in wide.convolutions] == [6, 16, 6]
     assert wide.norms[1].input_size == 16
     model, _, groups = one("transformer")
-    heads = growth.duplicate(groups["blocks[0].attention.query_proj"], 2)(model).blocks[0].attention
+    heads = rewrites.duplicate(groups["blocks[0].attention.query_proj"], 2)(model).blocks[0].attention
     assert (heads.num_heads, heads.qk_size, heads.query_proj.out_features) == (8, 4, 32)
-    wide = growth.duplicate(groups["blocks[0].attention.value_proj"], 2)(model).blocks[0].attention
+    wide = rewrites.duplicate(groups["blocks[0].attention.value_proj"], 2)(model).blocks[0].attention
     assert (wide.num_heads, wide.vo_size) == (4, 8)
 
 
@@ -96,9 +95,9 @@ def test_modules_that_keep_their_size_are_named_or_registered():
     model = Keeps([eqx.nn.Linear(5, 8, key=keys[0]), eqx.nn.Linear(8, 3, key=keys[1])], 8)
     group = neuron_groups(model, jnp.ones(5))["layers[0]"]
     with pytest.raises(TypeError, match="run with another number of neurons in layers.*[^.][.] If.*refitted.register"):
-        growth.duplicate(group, 2)(model)
-    sizes.refitted.register(Keeps, lambda module: Keeps(module.layers, module.layers[0].out_features))
-    wide = growth.duplicate(group, 2)(model)
+        rewrites.duplicate(group, 2)(model)
+    rewrites.refitted.register(Keeps, lambda module: Keeps(module.layers, module.layers[0].out_features))
+    wide = rewrites.duplicate(group, 2)(model)
     assert wide.size == 16
     np.testing.assert_allclose(wide(jnp.ones(5)), model(jnp.ones(5)), rtol=1e-5)
 
@@ -106,14 +105,14 @@ def test_modules_that_keep_their_size_are_named_or_registered():
 def test_phantom_neurons_show_a_pattern():
     model, inputs, groups = one("residual")
     pattern = jax.random.uniform(jax.random.key(0), (8, 2))
-    rewritten = growth.add_phantom(groups["first[1]"], model, inputs[:8], pattern)(model)
+    rewritten = rewrites.add_phantom(groups["first[1]"], model, inputs[:8], pattern)(model)
     assert change(model, rewritten, inputs) < 1e-5
     seen = layer_inputs(rewritten, inputs[:8], ".first[1].weight").rows
     shown = seen @ rewritten.first[1].weight[-2:].T + rewritten.first[1].bias[None, -2:]
     np.testing.assert_allclose(shown, pattern, atol=1e-3)
     bilinear, inputs, groups = one("bilinear")
     with pytest.raises(ValueError, match="made by one matrix"):
-        growth.add_phantom(groups["layers[0].left"], bilinear, inputs, jnp.ones((12, 1)))
+        rewrites.add_phantom(groups["layers[0].left"], bilinear, inputs, jnp.ones((12, 1)))
 
 
 class Embedded(eqx.Module):
@@ -184,15 +183,15 @@ def test_modules_that_hold_sizes_grow(name):
     assert len(able) == count
     for group in able:
         for rewrite in (
-            growth.duplicate(group, 1.5),
-            growth.duplicate(group, 2),
-            growth.add_nuisance(group, 2, key=jax.random.key(1)),
+            rewrites.duplicate(group, 1.5),
+            rewrites.duplicate(group, 2),
+            rewrites.add_nuisance(group, 2, key=jax.random.key(1)),
         ):
             grown = rewrite(model)
             assert change(model, grown, inputs) < 1e-5
             again = neuron_groups(grown, inputs[0])[group.name]
             assert again.size > group.size
-            assert change(model, growth.duplicate(again, 1.5)(grown), inputs) < 1e-5
+            assert change(model, rewrites.duplicate(again, 1.5)(grown), inputs) < 1e-5
 
 
 @pytest.mark.parametrize("norm", [eqx.nn.LayerNorm(8), eqx.nn.GroupNorm(2, 8)])
@@ -203,7 +202,7 @@ def test_neurons_that_a_statistic_is_taken_over_do_not_grow(norm):
         if group.size == 2:  # groups of a norm, as wholes
             continue
         with pytest.raises(ValueError, match="which cannot: a statistic is taken over its neurons.$"):
-            growth.duplicate(group, 2)
+            rewrites.duplicate(group, 2)
 
 
 COUNTED = {
@@ -218,7 +217,7 @@ COUNTED = {
 def test_functions_of_the_number_of_neurons_do_not_grow(name):
     (group,) = neuron_groups([A, B], X, call=COUNTED[name]).values()
     with pytest.raises(ValueError, match="`group` must be one whose number of neurons the function does not depend on"):
-        growth.duplicate(group, 2)([A, B])
+        rewrites.duplicate(group, 2)([A, B])
 
 
 def counted(model):
@@ -243,12 +242,12 @@ def test_programs_that_count_neurons_are_refused(name):
     call = lambda p, x: COUNTING[name](jax.nn.relu(x @ p["w"]) @ p["v"], counted(p), x)  # noqa: E731
     model = {"w": jax.random.normal(jax.random.key(0), (20, 6)), "v": jax.random.normal(jax.random.key(1), (6, 2))}
     (group,) = neuron_groups(model, jnp.ones(20), call=call).values()
-    for rewrite in (growth.duplicate(group, 1.5), growth.add_nuisance(group, 3, key=jax.random.key(2))):
+    for rewrite in (rewrites.duplicate(group, 1.5), rewrites.add_nuisance(group, 3, key=jax.random.key(2))):
         with pytest.raises(ValueError, match="whose number of neurons the function does not depend on"):
             rewrite(model)
     plain = lambda p, x: COUNTING[name](jax.nn.relu(x @ p["w"]) @ p["v"], 6, x)  # noqa: E731
     (group,) = neuron_groups(model, jnp.ones(20), call=plain).values()
-    grown = growth.duplicate(group, 1.5)(model)
+    grown = rewrites.duplicate(group, 1.5)(model)
     x = jax.random.normal(jax.random.key(3), (20,))
     for new, old in zip(jax.tree.leaves(plain(grown, x)), jax.tree.leaves(plain(model, x)), strict=True):
         np.testing.assert_allclose(new, old, rtol=1e-4, atol=1e-5)
@@ -259,7 +258,7 @@ def test_what_is_divided_by_is_not_silenced_by_zeros(read):
     call = lambda p, x: jax.nn.relu(x @ p["w"]) @ read(p["v"])  # noqa: E731
     model = {"w": jax.random.normal(jax.random.key(0), (3, 4)), "v": jax.random.normal(jax.random.key(1), (4, 2))}
     (group,) = neuron_groups(model, jnp.ones(3), call=call).values()
-    for rewrite in (growth.duplicate(group), growth.add_nuisance(group, 2, key=jax.random.key(0))):
+    for rewrite in (rewrites.duplicate(group), rewrites.add_nuisance(group, 2, key=jax.random.key(0))):
         np.testing.assert_allclose(call(rewrite(model), jnp.ones(3)), call(model, jnp.ones(3)), rtol=1e-5)
 
 
@@ -275,15 +274,15 @@ def test_new_neurons_that_are_no_numbers_are_refused(name):
     assert jnp.isfinite(call(model, jnp.abs(X))).all()
     group = next(iter(neuron_groups(model, X, call=call).values()))
     with pytest.raises(ValueError, match="`group` must be one whose new neurons are finite"):
-        growth.add_nuisance(group, 8, key=jax.random.key(0), incoming_std=40.0)(model)
+        rewrites.add_nuisance(group, 8, key=jax.random.key(0), incoming_std=40.0)(model)
 
 
 def test_new_neurons_are_positive_where_all_are():
     call, model = lambda p, x: p[1] @ (jnp.log(p[0]) @ x), [jnp.abs(A), B]
     group = next(iter(neuron_groups(model, X, call=call).values()))
-    grown = growth.add_nuisance(group, 8, key=jax.random.key(0))(model)
+    grown = rewrites.add_nuisance(group, 8, key=jax.random.key(0))(model)
     assert grown[0].shape == (16, 5)
     assert (grown[0] > 0).all()
     np.testing.assert_allclose(call(grown, X), call(model, X), rtol=1e-5)
-    signed = growth.add_nuisance(group, 8, key=jax.random.key(0))([A, B])
+    signed = rewrites.add_nuisance(group, 8, key=jax.random.key(0))([A, B])
     assert (signed[0][8:] < 0).any()

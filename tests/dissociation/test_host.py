@@ -12,10 +12,28 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from dissociation import checks, files, plotting, sharding
-from dissociation import progress as progress_module
-from dissociation.progress import LineMeter, open_meter
-from dissociation.schedule import log_spaced_steps, steps_per_epoch
+import dissociation
+from dissociation import figures
+from dissociation._core import checks, files
+from dissociation.figures import open_meter
+from dissociation.plotting import (
+    _axes as plotting,
+)
+from dissociation.plotting import (
+    band,
+    differences,
+    drawn_as,
+    heat,
+    house_style,
+    letter,
+    look,
+    summarise,
+)
+from dissociation.training import _progress as progress_module
+from dissociation.training import _sharding as sharding
+from dissociation.training import log_spaced_steps
+from dissociation.training._progress import LineMeter
+from dissociation.training._schedule import steps_per_epoch
 
 
 def test_steps_per_epoch():
@@ -72,7 +90,7 @@ def test_a_file_has_a_line_now_and_then(progress, capsys, monkeypatch):
 
 @pytest.mark.parametrize("num_members", [1, 4, 5])
 def test_members_are_split_over_devices_and_padding_is_dropped(num_members):
-    mesh = sharding.member_mesh(jax.devices("cpu")[:4])
+    mesh = dissociation.member_mesh(jax.devices("cpu")[:4])
     tree = {"x": jnp.arange(3.0 * num_members).reshape(num_members, 3), "name": "kept"}
     placed = sharding.place_members(sharding.pad_members(tree, mesh.size), mesh)
     assert len({shard.device for shard in placed["x"].addressable_shards}) == 4
@@ -89,13 +107,13 @@ def test_a_summary_is_that_of_the_members_that_are_finite(members):
     values[1], values[3] = np.nan, np.inf
     values[:, 3] = np.nan
     rest = np.delete(values, (1, 3), 0)[:, :3]
-    found = plotting.summarise(values)
+    found = summarise(values)
     assert found.finite.tolist() == [members] * 3 + [0]
     np.testing.assert_allclose(found.mean, [*rest.mean(0), np.nan], rtol=1e-15)
     np.testing.assert_allclose(found.deviation, [*rest.std(0, ddof=1), np.nan], rtol=1e-9)
     wanted = stats.t.interval(0.95, members - 1, loc=rest.mean(0), scale=stats.sem(rest))
     np.testing.assert_allclose(np.stack(found.interval())[:, :3], wanted, rtol=1e-12)
-    one = plotting.summarise(values[:1])  # says nothing of the spread
+    one = summarise(values[:1])  # says nothing of the spread
     assert np.isnan([one.deviation, *one.interval()]).all()
 
 
@@ -113,17 +131,17 @@ def test_members_are_drawn_where_an_interval_would_mislead():
     x = np.arange(5.0)
     for drawn, lines, bands in ((curves, 1, 1), (stuck, 9, 0), (curves[:3], 4, 0), (curves[:1], 1, 0)):
         _, axes = plt.subplots()
-        plotting.band(axes, x, drawn, label="a", within=(0.0, 0.9))
+        band(axes, x, drawn, label="a", within=(0.0, 0.9))
         assert (len(axes.lines), len(axes.collections)) == (lines, bands)
         np.testing.assert_allclose(axes.lines[0].get_ydata(), drawn.mean(0))
         assert axes.get_legend_handles_labels()[1] == ["a"]
         for one in axes.collections:
             np.testing.assert_allclose(one.get_paths()[0].vertices[:, 1].max(), 0.9)
         plt.close()
-    assert plotting.drawn_as(curves) == "Lines are means over 8 seeds, bands their 95 % Student intervals."
-    assert plotting.drawn_as(curves[:3]).endswith("3 seeds, thin lines the seeds.")
-    assert "over 3 to 8 paths" in plotting.drawn_as(curves, curves[:3], members="paths")
-    assert "; where paths are few" in plotting.drawn_as(curves, curves[:3], members="paths")
+    assert drawn_as(curves) == "Lines are means over 8 seeds, bands their 95 % Student intervals."
+    assert drawn_as(curves[:3]).endswith("3 seeds, thin lines the seeds.")
+    assert "over 3 to 8 paths" in drawn_as(curves, curves[:3], members="paths")
+    assert "; where paths are few" in drawn_as(curves, curves[:3], members="paths")
 
 
 def test_differences_are_paired_and_flat_ones_are_named():
@@ -131,7 +149,7 @@ def test_differences_are_paired_and_flat_ones_are_named():
     curves = {"trained": base, "same": base + 1e-4, "moved": base + [0.0, 0.3, 0.0]}
     _, axes = plt.subplots()
     names = {name: name.upper() for name in curves}
-    plotting.differences(axes, np.arange(3), curves, names=names, looks=dict.fromkeys(curves, {}))
+    differences(axes, np.arange(3), curves, names=names, looks=dict.fromkeys(curves, {}))
     drawn = {line.get_label(): line.get_ydata() for line in axes.lines}
     np.testing.assert_allclose(drawn["MOVED"], [0, 0.3, 0], atol=1e-12)
     assert [text.get_text() for text in axes.texts] == ["SAME:\nat most 0.0001"]
@@ -140,12 +158,12 @@ def test_differences_are_paired_and_flat_ones_are_named():
 
 def test_letters_in_order_and_looks_apart_without_colour():
     _, axes = plt.subplots(1, 3)
-    plotting.letter(*axes)
+    letter(*axes)
     assert [panel.texts[0].get_text() for panel in axes] == ["a", "b", "c"]
-    looks = [plotting.look(index) for index in range(7)]
+    looks = [look(index) for index in range(7)]
     for part in ("marker", "linestyle", "color"):
         assert len({str(one[part]) for one in looks}) == 7
-    image = plotting.heat(axes[0], np.array([[0.0, 1.0]]), [["no", "yes"]])
+    image = heat(axes[0], np.array([[0.0, 1.0]]), [["no", "yes"]])
     assert image.get_clim() == (0, 1)
     dark, bright = (image.cmap(value)[:3] for value in (0.0, 1.0))
     assert sum(dark) < 0.5 * sum(bright)  # sequential: brighter the larger
@@ -172,7 +190,7 @@ def test_images_are_whole_or_not_there(tmp_path, monkeypatch):
 
 def test_style_is_found_and_leaves_no_trace():
     before = plt.rcParams["axes.spines.top"]
-    with plotting.house_style():
+    with house_style():
         assert not plt.rcParams["axes.spines.top"]
     assert plt.rcParams["axes.spines.top"] == before
 
@@ -180,19 +198,19 @@ def test_style_is_found_and_leaves_no_trace():
 def test_checks_speak_one_language():
     for value in (-1, float("nan")):
         with pytest.raises(ValueError, match="`x` must be positive and finite, got"):
-            checks.check_positive("x", value)
+            figures.check_positive("x", value)
     with pytest.raises(ValueError, match=r"`x` must be finite, got nan at index \(1, 0\)"):
         checks.check_finite("x", np.array([[1.0], [np.nan]]))
     with pytest.raises(TypeError, match=r"`n` must be a Python integer \(it sets a shape\), got True"):
-        checks.check_count("n", True)
+        figures.check_count("n", True)
     for values in ((), ("a", "b", "a")):
         with pytest.raises(ValueError, match="`names` must be different from each other, one at least"):
-            checks.check_distinct("names", values)
+            figures.check_distinct("names", values)
     for seed in (-1, 2**32):
         with pytest.raises(ValueError, match="`seed` must"):
             checks.check_seed("seed", seed)
     checks.check_seed("seed", 2**32 - 1)
-    jax.jit(lambda x: checks.check_positive("x", x))(-1.0)  # traced: passes
+    jax.jit(lambda x: figures.check_positive("x", x))(-1.0)  # traced: passes
 
 
 def test_padding_out_of_range_is_refused():
@@ -210,15 +228,15 @@ def test_padding_out_of_range_is_refused():
 
 def test_a_mesh_may_have_an_axis_of_data():
     devices = jax.devices("cpu")[:4]
-    mesh = sharding.member_mesh(devices, data=2)
+    mesh = dissociation.member_mesh(devices, data=2)
     assert mesh.axis_names == ("members", "data")
     assert mesh.devices.tolist() == [devices[:2], devices[2:]]
     assert sharding.member_devices(mesh) == 2
-    assert sharding.member_devices(sharding.member_mesh(devices)) == 4
+    assert sharding.member_devices(dissociation.member_mesh(devices)) == 4
     placed = sharding.place_members(sharding.pad_members(jnp.arange(3.0), 2), mesh)
     assert {shard.data.shape for shard in placed.addressable_shards} == {(2,)}
     sharding.check_mesh(mesh)
     with pytest.raises(ValueError, match=r"`data` must divide the number of devices \(4\), got 3"):
-        sharding.member_mesh(devices, data=3)
+        dissociation.member_mesh(devices, data=3)
     with pytest.raises(ValueError, match="`data` must be at least 1, got 0"):
-        sharding.member_mesh(devices, data=0)
+        dissociation.member_mesh(devices, data=0)

@@ -3,15 +3,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dissociation import distances
-from dissociation.linalg import product
-from dissociation.metrics.information.hsic import (
-    centred_gram,
-    gaussian_gram,
-    information_plane,
-    normalised_hsic,
-    shuffled_hsic,
-)
+from dissociation._core import distances
+from dissociation._core.linalg import product
+from dissociation.measures import information_plane
+from dissociation.measures._hsic import centred_gram, gaussian_gram, normalised_hsic, shuffled_hsic
 
 KEY = jax.random.key(0)
 plane_of = jax.jit(

@@ -6,13 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dissociation.figures.members import rewritten_group
-from dissociation.models.cnn import CNN
-from dissociation.models.layers import max_pool
-from dissociation.models.representations import representations, seen_by_weights
-from dissociation.models.resnet import ResNet
-from dissociation.models.transformer import Transformer
-from dissociation.weights.groups import neuron_groups
+from dissociation.figures._members import rewritten_group
+from dissociation.models import CNN, ResNet, Transformer, representations
+from dissociation.models._layers import max_pool
+from dissociation.models._representations import seen_by_weights
+from dissociation.rewrites import neuron_groups
 
 pytestmark = pytest.mark.usefixtures("barely_optimized")
 

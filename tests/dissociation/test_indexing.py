@@ -7,10 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dissociation.weights.axes import Atoms
-from dissociation.weights.groups import group_report, neuron_groups
-from dissociation.weights.growth import duplicate
-from dissociation.weights.rewrites import check_groups, permute, scale
+from dissociation.rewrites import check_groups, duplicate, group_report, neuron_groups, permute, scale
+from dissociation.rewrites._axes import Atoms
 
 relu = jax.nn.relu
 SOME = jnp.array([2, 0, 1, 3, 5, 4, 7, 6])

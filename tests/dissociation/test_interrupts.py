@@ -7,7 +7,7 @@ import pytest
 
 INTERRUPTED = """
 import sys, time
-from dissociation import interrupts
+from dissociation.training import _interrupts as interrupts
 interrupts.listen("the program")
 interrupts.grace = 0.5
 kind = sys.argv[1]

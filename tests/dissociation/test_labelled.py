@@ -11,8 +11,9 @@ import pytest
 import xarray
 from labels import assert_same
 
-from dissociation.files import RefusedFile
-from dissociation.labelled import Labelled, as_json, label, load_results
+from dissociation import load_results
+from dissociation._core.files import RefusedFile
+from dissociation._core.labelled import Labelled, as_json, label
 
 
 @pytest.fixture
@@ -241,7 +242,7 @@ def test_without_the_extra_it_says_what_to_install(everything, tmp_path, monkeyp
     def missing(name):
         raise ImportError(name)
 
-    monkeypatch.setattr("dissociation.labelled.importlib.import_module", missing)
+    monkeypatch.setattr("dissociation._core.labelled.importlib.import_module", missing)
     save, load = lambda: everything.save(tmp_path / "y.nc"), lambda: load_results(path)
     for call in (everything.to_xarray, everything.to_dataframe, save, load):
         with pytest.raises(ImportError, match=r"must be installed for this: pip install 'dissociation\[labels\]'"):

@@ -14,13 +14,12 @@ from jaxtyping import Array, Bool, Float
 
 import dissociation
 import koopman
-from dissociation.labelled import load_results
-from dissociation.labelling import label_tree
-from dissociation.metrics.collapse import class_moments
-from dissociation.metrics.similarity.pairs import compare, pairwise
-from dissociation.results import Result
-from dissociation.sweeps import Grid
-from dissociation.training import FullBatch, Save, fit, make_step
+from dissociation import load_results
+from dissociation._core.labelling import label_tree
+from dissociation._core.results import Result
+from dissociation.measures import class_moments
+from dissociation.similarity import compare, pairwise
+from dissociation.training import FullBatch, Grid, Save, fit, make_step
 
 FEATURES = jax.random.normal(jax.random.key(0), (6, 30, 5))
 LABELS = jnp.arange(30) % 3

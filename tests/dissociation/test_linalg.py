@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import scipy.linalg
 
-from dissociation.linalg import centre, nuclear_norm, positive_inverse, psd_power, scale_of
+from dissociation._core.linalg import centre, nuclear_norm, positive_inverse, psd_power, scale_of
 
 POWERS = [-1, -0.5, 1 / 3, 2]
 

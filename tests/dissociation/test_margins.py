@@ -4,10 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dissociation.metrics.margins import class_plane, linear_head, signed_distance
-from dissociation.models.bilinear import BilinearNetwork
-from dissociation.models.cnn import CNN
-from dissociation.models.mlp import MLP
+from dissociation.measures import linear_head
+from dissociation.measures._margins import class_plane, signed_distance
+from dissociation.models import CNN, MLP, BilinearNetwork
 
 RNG = np.random.default_rng(0)
 Z, W, B = (RNG.normal(size=shape).astype(np.float32) for shape in ((50, 6), (4, 6), (4,)))

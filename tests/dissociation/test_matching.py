@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 from zoo import ZOO, ResidualMLP, residual_cnn
 
-from dissociation.data.datasets import load
-from dissociation.metrics.similarity import member_interval
-from dissociation.models.program import called
-from dissociation.symmetry import matching
-from dissociation.weights.groups import neuron_groups, parameters_of
-from dissociation.weights.rewrites import permute
+from dissociation import rewrites
+from dissociation.data import load
+from dissociation.models._program import called
+from dissociation.rewrites import _matching as matching
+from dissociation.rewrites import neuron_groups, permute
+from dissociation.rewrites._groups import parameters_of
+from dissociation.similarity import member_interval
 
 
 def planted(model, groups, seed):
@@ -38,14 +39,14 @@ def test_planted_permutations_of_residual_networks_are_found(normalise, seeds):
         model = ResidualMLP(64, 64, normalise=normalise, key=jax.random.key(seed))
         groups = neuron_groups(model, jnp.ones(5))
         other, orders = planted(model, groups, seed)
-        found = matching.match_weights(model, other, groups)
+        found = rewrites.match_weights(model, other, groups)
         assert found.converged
         assert is_found(found, orders)
     assert "i64[64](numpy)" in repr(found)
     assert repr(found).endswith(f"value={found.value:.6f}, converged=True)")
     back = found.apply(other, groups)
     np.testing.assert_array_equal(back.first[1].weight, model.first[1].weight)
-    single = matching.match_weights(model, other, groups, num_starts=1)
+    single = rewrites.match_weights(model, other, groups, num_starts=1)
     assert found.value >= single.value - 1e-9
 
 
@@ -58,7 +59,7 @@ def test_running_statistics_are_not_matched():
     order = np.asarray([3, 1, 0, 5, 4, 2])
     other, _ = permute(groups[name], order)((model, state))
     given = other, jax.tree.map(lambda leaf: leaf, state)  # statistics in the old order
-    found = matching.match_weights((model, state), given, groups)
+    found = rewrites.match_weights((model, state), given, groups)
     np.testing.assert_array_equal(order[found.permutations[name]], np.arange(6))
     weights = [leaf for path, leaf in jax.tree_util.tree_leaves_with_path(eqx.filter(model, eqx.is_inexact_array))
                if "last.bias" not in jax.tree_util.keystr(path)]  # fmt: skip
@@ -89,7 +90,7 @@ def test_models_of_other_kinds_are_matched(name):
     model, inputs = kind.make(jax.random.key(0)), kind.inputs(jax.random.key(1))
     groups = neuron_groups(model, inputs[0])
     other, _ = planted(model, groups, 3)
-    found = matching.match_weights(model, other, groups, num_starts=4, key=jax.random.key(0))
+    found = rewrites.match_weights(model, other, groups, num_starts=4, key=jax.random.key(0))
     assert found.converged
     shapes = {k: (group.copies, group.size) if group.copies > 1 else (group.size,) for k, group in groups.items()}
     assert {name: each.shape for name, each in found.permutations.items()} == shapes
@@ -107,7 +108,7 @@ def test_the_value_is_that_of_the_permutations():
     touched = sorted({slot.leaf for group in part.values() for slot in group.slots})
     for seed in range(3):
         a, b = (kind.make(jax.random.key(2 * seed + k)) for k in (1, 2))
-        found = matching.match_weights(a, b, part, num_starts=6, key=jax.random.key(seed))
+        found = rewrites.match_weights(a, b, part, num_starts=6, key=jax.random.key(seed))
         pairs = zip(parameters_of(a)[0], parameters_of(found.apply(b, part))[0], strict=True)
         products = [float(np.vdot(np.float64(one), np.float64(other))) for one, other in pairs]
         np.testing.assert_allclose(sum(products[leaf] for leaf in touched), found.value, rtol=1e-10)
@@ -123,7 +124,7 @@ def test_of_neurons_in_copies_of_each_other_one_moves_alike():
     one, two = groups.values()
     assert (one.size, one.copies, two.size, two.copies) == (3, 4, 4, 3)
     other = permute(two, key=jax.random.key(1))(permute(one, np.array([2, 0, 1]))(model))
-    found = matching.match_weights(model, other, groups, num_starts=30, key=jax.random.key(0))
+    found = rewrites.match_weights(model, other, groups, num_starts=30, key=jax.random.key(0))
     assert sorted(each.ndim for each in found.permutations.values()) == [1, 2]
     back = found.apply(other, groups)
     assert all((back[name] == model[name]).all() for name in model)
@@ -136,9 +137,9 @@ def test_activities_of_copies_are_matched_by_themselves():
     groups = {name: neuron_groups(model, inputs[0])[name]}
     other, orders = planted(model, groups, 1)
     assert orders[name].shape == (4, 4)
-    found = matching.match_activations(model, other, groups, inputs)
+    found = rewrites.match_activations(model, other, groups, inputs)
     np.testing.assert_array_equal(np.take_along_axis(orders[name], found.permutations[name], 1), [np.arange(4)] * 4)
-    whole = matching.match_activations(model, model, neuron_groups(model, inputs[0]), inputs)
+    whole = rewrites.match_activations(model, model, neuron_groups(model, inputs[0]), inputs)
     assert "blocks[0].attention.query_proj:2" not in whole.permutations  # no layer reads queries and keys
     np.testing.assert_allclose(whole.value, 1, atol=1e-5)
 
@@ -148,7 +149,7 @@ def test_activations_match_what_weights_match():
     inputs = jax.random.normal(jax.random.key(1), (200, 5))
     groups = neuron_groups(model, inputs[0])
     other, orders = planted(model, groups, 0)
-    found = matching.match_activations(model, other, groups, inputs)
+    found = rewrites.match_activations(model, other, groups, inputs)
     assert np.mean([orders[name][found.permutations[name]] == np.arange(16) for name in orders]) > 0.85
     assert found.value > 0.9  # 1 but for neurons that are constant on the data
     convolutional = ZOO["convolutional"].make(jax.random.key(0))
@@ -156,27 +157,27 @@ def test_activations_match_what_weights_match():
     groups = neuron_groups(convolutional, images[0])
     other, orders = planted(convolutional, groups, 0)
     # Channels that are dead on these images have no partner; all others have theirs.
-    found = matching.match_activations(convolutional, other, groups, images)
-    before = matching.match_activations(convolutional, convolutional, groups, images)
+    found = rewrites.match_activations(convolutional, other, groups, images)
+    before = rewrites.match_activations(convolutional, convolutional, groups, images)
     np.testing.assert_allclose(found.value, before.value, atol=1e-5)
     assert found.value > 0.8
 
 
 def test_the_line_between_two_networks():
     a, b = (eqx.nn.MLP(5, 3, 8, 1, key=jax.random.key(seed)) for seed in (0, 1))
-    middle = matching.interpolate(a, b, 0.25)
+    middle = rewrites.interpolate(a, b, 0.25)
     np.testing.assert_allclose(
         middle.layers[0].weight, 0.75 * a.layers[0].weight + 0.25 * b.layers[0].weight, rtol=1e-6
     )
     assert middle.activation is a.activation
     numbers = {"x": jnp.asarray(0.0)}, {"x": jnp.asarray(2.0)}
-    hill = matching.barrier(lambda m: m["x"] * (4 - m["x"]), *numbers, num_points=5)
+    hill = rewrites.barrier(lambda m: m["x"] * (4 - m["x"]), *numbers, num_points=5)
     np.testing.assert_allclose(hill.losses, [0, 1.75, 3, 3.75, 4])
     np.testing.assert_allclose(hill.height, 1)  # 3 in the middle, 2 on the line
-    valley = matching.barrier(lambda m: (m["x"] - 1) ** 2, *numbers, num_points=5)
+    valley = rewrites.barrier(lambda m: (m["x"] - 1) ** 2, *numbers, num_points=5)
     assert valley.height == 0
     with pytest.raises(ValueError, match="`num_points` must be at least 3"):
-        matching.barrier(lambda m: m["x"], *numbers, num_points=2)
+        rewrites.barrier(lambda m: m["x"], *numbers, num_points=2)
 
 
 def test_all_pairs():
@@ -184,20 +185,20 @@ def test_all_pairs():
     x = jax.random.normal(jax.random.key(1), (50, 5))
     groups = neuron_groups(jax.tree.map(lambda leaf: leaf[0] if eqx.is_array(leaf) else leaf, models), x[0])
     loss = lambda m: jnp.mean(jax.vmap(m)(x) ** 2)  # noqa: E731
-    found = matching.barriers(loss, models, groups, num_points=5)
+    found = rewrites.barriers(loss, models, groups, num_points=5)
     assert set(found.matchings) == {(0, 1), (0, 2), (1, 2)}
     for table in (found.before, found.after):
         np.testing.assert_array_equal(table, table.T)
         assert (np.diagonal(table) == 0).all()
     one, other = (jax.tree.map(lambda leaf, i=i: leaf[i] if eqx.is_array(leaf) else leaf, models) for i in (0, 2))
-    np.testing.assert_allclose(found.before[0, 2], matching.barrier(loss, one, other, num_points=5).height, atol=1e-6)
+    np.testing.assert_allclose(found.before[0, 2], rewrites.barrier(loss, one, other, num_points=5).height, atol=1e-6)
     assert np.isfinite(member_interval(found.after).mean)
     assert repr(found).startswith(f"Barriers(3 pairs of 3 members, means before={found.before.sum() / 6:.4g}")
 
 
 @pytest.mark.slow
 def test_the_barrier_between_trained_networks_falls():
-    from dissociation.recipes.mnist import fit_mnist
+    from dissociation.recipes import fit_mnist
 
     digits = load("glyphs", num_train=5000, num_test=500)
     trained = fit_mnist(num_epochs=8, num_seeds=2, width=256, dataset=digits)
@@ -205,8 +206,8 @@ def test_the_barrier_between_trained_networks_falls():
     images, labels = jnp.asarray(digits.test_images), jnp.asarray(digits.test_labels)
     loss = lambda m: -jnp.mean(jnp.sum(labels * jax.nn.log_softmax(jax.vmap(m)(images)), 1))  # noqa: E731
     groups = neuron_groups(a, digits.test_images[0])
-    before = matching.barrier(loss, a, b).height
-    after = matching.barrier(loss, a, matching.match_weights(a, b, groups).apply(b, groups)).height
+    before = rewrites.barrier(loss, a, b).height
+    after = rewrites.barrier(loss, a, rewrites.match_weights(a, b, groups).apply(b, groups)).height
     assert before > 0.05
     assert after < 0.3 * before
 
@@ -215,7 +216,7 @@ def test_the_barrier_between_trained_networks_falls():
 def test_statistics_are_taken_anew(mode):
     model, state = residual_cnn(jax.random.key(0), mode)
     images = 3 + 2 * jax.random.normal(jax.random.key(1), (64, 1, 8, 8))
-    new = matching.renormalised(model, state, images)
+    new = rewrites.renormalised(model, state, images)
     first = jax.vmap(model.convolutions[0])(images)
     norm = eqx.nn.inference_mode(model.norms[0])
     normalised = jax.vmap(lambda x: norm(x, new)[0])(first)
@@ -227,7 +228,7 @@ def test_statistics_are_taken_anew(mode):
     training = jax.vmap(lambda x: model(x, new)[0], axis_name="batch")(images)
     np.testing.assert_allclose(outputs, training, atol=1e-3)
     with pytest.raises(ValueError, match="`model` must have batch normalisations"):
-        matching.renormalised(eqx.nn.MLP(5, 3, 8, 1, key=jax.random.key(0)), state, images)
+        rewrites.renormalised(eqx.nn.MLP(5, 3, 8, 1, key=jax.random.key(0)), state, images)
 
 
 def test_wrong_calls_are_refused_by_name():
@@ -238,15 +239,15 @@ def test_wrong_calls_are_refused_by_name():
     stack, inputs = kind.make(jax.random.key(0)), kind.inputs(jax.random.key(1))
     own = neuron_groups(stack, inputs[0])
     for call, message in (
-        (lambda: matching.match_weights(a, b, groups), "`b` must have arrays of the shapes that `a` has"),
-        (lambda: matching.match_weights(a, broken, groups), "`b` must be finite"),
-        (lambda: matching.match_weights(a, a, groups, num_starts=3), "`key` must be given"),
-        (lambda: eqx.filter_jit(lambda m: matching.match_weights(m, a, groups).value)(a), "`a` must be known"),
-        (lambda: matching.match_weights(b, b, groups), "`groups` must be of the networks: 'layers.0.' has an array"),
-        (lambda: matching.match_weights(a, a, groups).apply(a, {}), "`groups` must hold 'layers.0.', which was match"),
-        (lambda: matching.barrier(lambda m: jax.vmap(m)(jnp.ones((2, 5))), a, a), "`loss` must return a single real"),
-        (lambda: matching.match_activations(a, a, groups, jnp.ones(5)), r"`model` must take one example of shape \(\)"),
-        (lambda: matching.match_activations(stack, stack, own, inputs), "that some layer reads as a whole, got 'first"),
+        (lambda: rewrites.match_weights(a, b, groups), "`b` must have arrays of the shapes that `a` has"),
+        (lambda: rewrites.match_weights(a, broken, groups), "`b` must be finite"),
+        (lambda: rewrites.match_weights(a, a, groups, num_starts=3), "`key` must be given"),
+        (lambda: eqx.filter_jit(lambda m: rewrites.match_weights(m, a, groups).value)(a), "`a` must be known"),
+        (lambda: rewrites.match_weights(b, b, groups), "`groups` must be of the networks: 'layers.0.' has an array"),
+        (lambda: rewrites.match_weights(a, a, groups).apply(a, {}), "`groups` must hold 'layers.0.', which was match"),
+        (lambda: rewrites.barrier(lambda m: jax.vmap(m)(jnp.ones((2, 5))), a, a), "`loss` must return a single real"),
+        (lambda: rewrites.match_activations(a, a, groups, jnp.ones(5)), r"`model` must take one example of shape \(\)"),
+        (lambda: rewrites.match_activations(stack, stack, own, inputs), "that some layer reads as a whole, got 'first"),
     ):
         with pytest.raises((TypeError, ValueError), match=message):
             call()
@@ -257,7 +258,7 @@ def test_recurrent_networks_are_matched_by_activations():
     model, inputs = kind.make(jax.random.key(0)), kind.inputs(jax.random.key(1))
     groups = neuron_groups(model, inputs[0])
     other, orders = planted(model, groups, 1)
-    assert is_found(matching.match_activations(model, other, groups, inputs), orders)
+    assert is_found(rewrites.match_activations(model, other, groups, inputs), orders)
 
 
 class Regularised(eqx.Module):
@@ -278,7 +279,7 @@ class Regularised(eqx.Module):
 def test_statistics_are_taken_whatever_the_names_and_without_dropout():
     model, state = eqx.nn.make_with_state(Regularised)(("batch", "other"))
     x = jax.random.normal(jax.random.key(0), (50, 4))
-    new = matching.renormalised(model, state, {"a": 3 * x, "b": x})
+    new = rewrites.renormalised(model, state, {"a": 3 * x, "b": x})
     outputs = jax.vmap(lambda x: called((model, new), x))({"a": 3 * x, "b": x})
     np.testing.assert_allclose(outputs.mean(0), 0, atol=1e-5)
     np.testing.assert_allclose(outputs.std(0), 1, atol=1e-3)
@@ -291,7 +292,7 @@ def table(values):
 
 def test_the_mean_barrier_has_an_interval_over_members():
     values = np.random.default_rng(0).normal(size=6)
-    found = matching.barriers(lambda m: -(m["x"] ** 2), {"x": jnp.asarray(values)}, {}, num_points=3)
+    found = rewrites.barriers(lambda m: -(m["x"] ** 2), {"x": jnp.asarray(values)}, {}, num_points=3)
     np.testing.assert_allclose(found.before, table(values), atol=1e-6)
     interval = found.interval("before")
     np.testing.assert_allclose(interval.mean, np.var(values, ddof=1) / 2, rtol=1e-5)

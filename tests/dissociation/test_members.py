@@ -6,8 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dissociation import sharding
-from dissociation.members import after, concatenate, count, map_members, member, stack, take
+import dissociation
+from dissociation import map_members, member, take
+from dissociation.training._members import after, concatenate, count, stack
 
 
 @pytest.mark.parametrize("member_map", ["vmap", "scan", "unroll"])
@@ -15,7 +16,7 @@ from dissociation.members import after, concatenate, count, map_members, member,
 def test_map_members_equals_a_loop(member_map, devices):
     shared = (jnp.arange(3.0), "static")
     stacked = {"x": jnp.arange(12.0).reshape(4, 3), "f": jnp.sin}
-    mesh = sharding.member_mesh(jax.devices("cpu")[:devices]) if devices else None
+    mesh = dissociation.member_mesh(jax.devices("cpu")[:devices]) if devices else None
 
     def function(shared, member):
         return {"out": member["f"](shared[0] @ member["x"]), "sum": member["x"].sum()}

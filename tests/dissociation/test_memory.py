@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import psutil
 import pytest
 
-from dissociation import memory
-from dissociation.checks import WrongValue
+from dissociation.figures import WrongValue
+from dissociation.training import _memory as memory
 
 
 def test_a_program_takes_its_temporaries_and_results():

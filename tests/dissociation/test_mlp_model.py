@@ -3,8 +3,7 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from dissociation.models.bilinear import BilinearNetwork
-from dissociation.models.mlp import MLP
+from dissociation.models import MLP, BilinearNetwork
 
 X = np.random.default_rng(0).normal(size=(5, 12)).astype(np.float32)
 

@@ -10,7 +10,8 @@ import time
 import numpy as np
 import pytest
 
-from dissociation.data import mnist
+from dissociation.data import _mnist as mnist
+from dissociation.data import mnist_data
 
 
 def idx(array):
@@ -44,7 +45,7 @@ def write(folder, contents, compress=False):
 
 
 def test_values_survive_the_round_trip(small, tmp_path):
-    images, labels, test_images, test_labels = mnist.mnist_data(folder=write(tmp_path / "d", small))
+    images, labels, test_images, test_labels = mnist_data(folder=write(tmp_path / "d", small))
     raw = np.frombuffer(small["train-images-idx3-ubyte"], np.uint8, offset=16).reshape(12, 784)
     np.testing.assert_array_equal(np.round(images * 255).astype(np.uint8), raw)
     np.testing.assert_array_equal(labels.argmax(1), np.arange(12) % 10)
@@ -57,9 +58,9 @@ def test_values_survive_the_round_trip(small, tmp_path):
 
 def test_permutation_keeps_images_with_their_labels(small, tmp_path):
     folder = write(tmp_path / "d", small)
-    images, labels, *_ = mnist.mnist_data(folder=folder)
-    shuffled_images, shuffled_labels, *_ = mnist.mnist_data(permute_train=True, folder=folder)
-    again = mnist.mnist_data(permute_train=True, folder=folder)[0]
+    images, labels, *_ = mnist_data(folder=folder)
+    shuffled_images, shuffled_labels, *_ = mnist_data(permute_train=True, folder=folder)
+    again = mnist_data(permute_train=True, folder=folder)[0]
     np.testing.assert_array_equal(shuffled_images, again)
     order = [int(np.flatnonzero((images == row).all(1))[0]) for row in shuffled_images]
     assert order != list(range(12))
@@ -71,7 +72,7 @@ def test_permutation_keeps_images_with_their_labels(small, tmp_path):
 def test_environment_variable_and_its_subfolder(small, tmp_path, monkeypatch, subfolder):
     write(tmp_path / "env" / subfolder, small, compress=True)
     monkeypatch.setenv(mnist.ENVIRONMENT_VARIABLE, str(tmp_path / "env"))
-    assert mnist.mnist_data()[0].shape == (12, 784)
+    assert mnist_data()[0].shape == (12, 784)
 
 
 @pytest.mark.parametrize("place", ["empty", "file"])
@@ -81,19 +82,19 @@ def test_an_environment_variable_that_names_nothing_is_an_error(small, tmp_path,
     write(tmp_path / "cache", small)  # not taken in its stead
     monkeypatch.setenv(mnist.ENVIRONMENT_VARIABLE, str(tmp_path / place))
     with pytest.raises(FileNotFoundError, match="`DISSOCIATION_DATA` must hold train-images-idx3-ubyte") as caught:
-        mnist.mnist_data()
+        mnist_data()
     assert str(tmp_path / place) in str(caught.value)
     assert ("no folder" in str(caught.value)) == (place != "empty")
     monkeypatch.setenv(mnist.ENVIRONMENT_VARIABLE, "")
     with pytest.raises(FileNotFoundError, match=r"`DISSOCIATION_DATA` must hold train-.*, got an empty name\. Unset"):
-        mnist.mnist_data()
+        mnist_data()
     with pytest.raises(FileNotFoundError, match=r"`folder` must hold train-.*, got an empty name\.$"):
-        mnist.mnist_data(folder="")
+        mnist_data(folder="")
     monkeypatch.setenv(mnist.ENVIRONMENT_VARIABLE, str(tmp_path / "cache"))
     with pytest.raises(FileNotFoundError, match="must hold train-images-idx3-ubyte"):
-        mnist.mnist_data(folder=tmp_path / "empty")  # the argument comes first
+        mnist_data(folder=tmp_path / "empty")  # the argument comes first
     monkeypatch.delenv(mnist.ENVIRONMENT_VARIABLE)
-    assert mnist.mnist_data()[0].shape == (12, 784)
+    assert mnist_data()[0].shape == (12, 784)
 
 
 @pytest.mark.parametrize(
@@ -112,13 +113,13 @@ def test_every_fault_is_named(small, tmp_path, damage, message):
     name = "t10k-images-idx3-ubyte"
     small[name] = damage(small[name])
     with pytest.raises(ValueError, match=message) as caught:
-        mnist.mnist_data(folder=write(tmp_path / "d", small))
+        mnist_data(folder=write(tmp_path / "d", small))
     assert name in str(caught.value)
 
 
 def test_offline_names_three_ways_out(small, tmp_path):
     with pytest.raises(ConnectionError, match=r"folder=.*DISSOCIATION_DATA.*--data glyphs"):
-        mnist.mnist_data()
+        mnist_data()
     assert not (tmp_path / "cache").exists()
 
 
@@ -154,17 +155,17 @@ def test_download_falls_back_to_the_second_mirror_and_caches(small, tmp_path, se
     write(tmp_path / "www" / "good", small, compress=True)
     monkeypatch.setattr(mnist, "MIRRORS", (f"{server}/bad/",))
     with pytest.raises(ConnectionError, match="truncated"):
-        mnist.mnist_data()
+        mnist_data()
     assert not (tmp_path / "cache").exists()
     monkeypatch.setattr(mnist, "MIRRORS", (f"{server}/bad/", f"{server}/good/"))
-    first = mnist.mnist_data()
+    first = mnist_data()
     cached = sorted(path.name for path in (tmp_path / "cache").iterdir())
     assert cached == sorted(f"{name}.gz" for name in small)  # and no scratch folder is left
     (tmp_path / "other").touch()
     modes = {path.stat().st_mode for path in (*(tmp_path / "cache").iterdir(), tmp_path / "other")}
     assert len(modes) == 1
     monkeypatch.setattr(mnist, "MIRRORS", ())
-    np.testing.assert_array_equal(mnist.mnist_data()[0], first[0])
+    np.testing.assert_array_equal(mnist_data()[0], first[0])
 
 
 @pytest.mark.parametrize("compress", [False, True], ids=["sent", "unpacked"])
@@ -179,7 +180,7 @@ def test_nothing_longer_than_the_files_is_loaded(small, tmp_path, server, monkey
     seen = []
     monkeypatch.setattr(mnist, "parse_idx", lambda contents, **_: seen.append(len(contents)))
     with pytest.raises(ConnectionError, match="at most 20000 bytes" if compress else "longer than 20000 bytes"):
-        mnist.mnist_data()
+        mnist_data()
     assert not seen
     assert not (tmp_path / "cache").exists()
 
@@ -201,7 +202,7 @@ def test_a_slow_mirror_has_its_time(small, tmp_path, slow_mirror, monkeypatch):
     monkeypatch.setattr(mnist, "DOWNLOAD_SECONDS", 0.5)
     began = time.perf_counter()
     with pytest.raises(ConnectionError, match=r"not done after 0\.5 s"):
-        mnist.mnist_data()
+        mnist_data()
     assert time.perf_counter() - began < 5
     assert not (tmp_path / "cache").exists()
 
@@ -226,13 +227,13 @@ def test_what_a_killed_download_left_is_removed_by_the_next(small, tmp_path, mon
         (folder / "half").write_bytes(b"1")
     os.utime(old, (0, 0))
     with pytest.raises(ConnectionError):
-        mnist.mnist_data()
+        mnist_data()
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [new.name]  # perhaps of a process beside this one
 
 
 @pytest.mark.skipif(mnist.ENVIRONMENT_VARIABLE not in os.environ, reason="needs the MNIST files")
 def test_real_files():
-    images, labels, test_images, test_labels = mnist.mnist_data()
+    images, labels, test_images, test_labels = mnist_data()
     assert images.shape == (60000, 784)
     assert test_images.shape == (10000, 784)
     # Counts of each digit as published with the data.

@@ -8,15 +8,23 @@ from scipy.integrate import quad
 from scipy.special import digamma
 from scipy.stats import norm
 
-from dissociation.metrics.information import coordinates, nearest, neighbours
-from dissociation.metrics.information.coordinates import whiten
-from dissociation.metrics.information.nearest import (
-    ESTIMATORS,
+from dissociation.measures import (
+    _coordinates as coordinates,
+)
+from dissociation.measures import (
+    _nearest as nearest,
+)
+from dissociation.measures import (
+    _neighbours as neighbours,
+)
+from dissociation.measures import (
     entropy,
     entropy_weights,
     information,
     label_information,
+    whiten,
 )
+from dissociation.measures._nearest import ESTIMATORS
 
 measure = jax.jit(information, static_argnames=("estimator", "num_neighbours"))
 

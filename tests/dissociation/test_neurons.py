@@ -7,18 +7,15 @@ import jaxtyping
 import numpy as np
 import pytest
 
+from dissociation import take
 from dissociation.fig4 import expand
-from dissociation.members import take
-from dissociation.weights.certificate import certify
-from dissociation.weights.groups import neuron_groups
-from dissociation.weights.growth import add_nuisance, duplicate
-from dissociation.weights.neurons import (
+from dissociation.rewrites import add_nuisance, certify, duplicate, neuron_groups, scale
+from dissociation.rewrites._neurons import (
     add_phantom_zero_neurons,
     add_random_zero_neurons,
     duplicate_neurons,
     scale_neurons,
 )
-from dissociation.weights.rewrites import scale
 
 HIDDEN, INPUTS, OUTPUTS = 12, 7, 5
 

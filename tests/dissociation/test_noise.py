@@ -5,7 +5,8 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from dissociation.weights.noise import add_parameter_noise, parameter_noise, perturb_parameters
+from dissociation.rewrites import add_parameter_noise, parameter_noise
+from dissociation.rewrites._noise import perturb_parameters
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 from jax.extend.random import threefry_2x32
 from scipy import special, stats
 
-from dissociation.keys import normal
+from dissociation._core.keys import normal
 
 
 def test_both_words_serve(key):

@@ -11,8 +11,10 @@ from sklearn.model_selection import KFold
 from sklearn.model_selection import StratifiedKFold as KFoldByClass
 from threadpoolctl import threadpool_limits
 
-from dissociation.metrics import probes, softmax_solver
-from dissociation.metrics.transfer import transfer_errors
+from dissociation import measures
+from dissociation.measures import _probes as probes
+from dissociation.measures import _softmax_solver as softmax_solver
+from dissociation.measures import transfer_errors
 
 RTOL = 1e-4  # promised agreement of losses
 
@@ -62,12 +64,12 @@ def sklearn_folds(x, y, num_splits, ridge):
 )
 def test_equals_sklearn_on_the_same_folds(size, classes, num_splits, ridge):
     x, y = make_data(*size, classes)
-    fit = probes.crossval_softmax_fit(x, y, num_splits, ridge=ridge, folds="contiguous")
+    fit = measures.crossval_softmax_fit(x, y, num_splits, ridge=ridge, folds="contiguous")
     chances, losses = sklearn_folds(x, y, num_splits, ridge)
     np.testing.assert_allclose(fit.losses, losses, rtol=RTOL)
     assert fit.converged.all()
     # Probabilities move with the square root of the loss: against a peer solved to 1e-9 ours is solved further, too.
-    tight = probes.crossval_softmax_fit(x, y, num_splits, ridge=ridge, tol=1e-6, folds="contiguous")
+    tight = measures.crossval_softmax_fit(x, y, num_splits, ridge=ridge, tol=1e-6, folds="contiguous")
     np.testing.assert_allclose(tight.probabilities, chances, atol=0.01)
 
 
@@ -75,7 +77,7 @@ def test_stationary_in_float64():
     """The conditions of the minimum hold: residuals orthogonal to the features up to the ridge, and of mean zero."""
     x, y = make_data(dtype=np.float64)
     with jax.enable_x64(True):
-        fit = probes.crossval_softmax_fit(x, y, 5, ridge=0.3, tol=1e-14, folds="contiguous")
+        fit = measures.crossval_softmax_fit(x, y, 5, ridge=0.3, tol=1e-14, folds="contiguous")
         assert fit.probabilities.dtype == jnp.float64
         fit = jax.tree.map(np.asarray, fit)
     assert fit.converged.all()
@@ -135,12 +137,12 @@ def test_a_key_shuffles_folds_and_keeps_the_order():
     assert sorted(np.bincount(ids, minlength=11)) == sorted([9] * 3 + [8] * 7 + [20])
     assert (ids[83:] == 10).all()
     assert (np.diff(ids[:83]) < 0).any()
-    shuffled = probes.crossval_softmax_predict(x, y, 10, key=key, folds="contiguous")
-    plain = probes.crossval_softmax_predict(x, y, 10, folds="contiguous")
+    shuffled = measures.crossval_softmax_predict(x, y, 10, key=key, folds="contiguous")
+    plain = measures.crossval_softmax_predict(x, y, 10, folds="contiguous")
     assert np.abs(shuffled - plain).max() > 1e-4
     # The same samples in sorted blocks of that shuffle, with folds in the order, give the same rows.
     order = np.argsort(np.asarray(fold_of(103, 10, key=key)), kind="stable")
-    blocks = probes.crossval_softmax_predict(x[order], y[order], 10, folds="contiguous")
+    blocks = measures.crossval_softmax_predict(x[order], y[order], 10, folds="contiguous")
     np.testing.assert_allclose(blocks, shuffled[order], atol=2e-3)
 
 
@@ -148,11 +150,11 @@ def test_contiguous_folds_of_sorted_classes_never_predict_them():
     """With classes in blocks of one fold each, every held-out class is unknown and never predicted."""
     x, _ = make_data(30, 6, 3)
     y = np.eye(3, dtype=np.float32)[np.repeat(np.arange(3), 10)]
-    fit = probes.crossval_softmax_fit(x, y, 3, folds="contiguous")
+    fit = measures.crossval_softmax_fit(x, y, 3, folds="contiguous")
     np.testing.assert_array_equal(np.sum(fit.probabilities * y, 1), 0)
     assert np.isneginf(np.diag(fit.intercepts)).all()
     assert fit.converged.all()
-    shuffled = probes.crossval_softmax_predict(x, y, 3, key=jax.random.key(0), folds="contiguous")
+    shuffled = measures.crossval_softmax_predict(x, y, 3, key=jax.random.key(0), folds="contiguous")
     assert np.sum(shuffled * y, 1).min() > 0
     np.testing.assert_allclose(fit.probabilities, sklearn_folds(x, y, 3, 1.0)[0], atol=0.01)
 
@@ -162,8 +164,8 @@ def test_features_constant_in_one_training_part_only():
     x, y = make_data(50, 6, 3)
     x[:, 1] = 0.3
     x[:10, 1] = 1e4 * np.arange(10)
-    fit = probes.crossval_softmax_fit(x, y, 5, folds="contiguous")
-    without = probes.crossval_softmax_predict(x * (np.arange(6) != 1), y, 5, folds="contiguous")
+    fit = measures.crossval_softmax_fit(x, y, 5, folds="contiguous")
+    without = measures.crossval_softmax_predict(x * (np.arange(6) != 1), y, 5, folds="contiguous")
     np.testing.assert_allclose(fit.probabilities[:10], without[:10], atol=2e-3)
     np.testing.assert_array_equal(fit.coefficients[0, 1], 0)
     assert np.abs(fit.coefficients[1:, 1]).min() > 0
@@ -186,8 +188,8 @@ def constant_columns(n, kind, dtype):
 def test_constant_columns_do_no_harm(kind, dtype):
     x, y = make_data(103, 8, 4, dtype=dtype)
     with jax.enable_x64(dtype == np.float64):
-        plain = probes.crossval_softmax_fit(np.pad(x, ((0, 0), (0, 12))), y, 5, ridge=0.1)
-        fit = probes.crossval_softmax_fit(np.c_[x, constant_columns(103, kind, dtype)], y, 5, ridge=0.1)
+        plain = measures.crossval_softmax_fit(np.pad(x, ((0, 0), (0, 12))), y, 5, ridge=0.1)
+        fit = measures.crossval_softmax_fit(np.c_[x, constant_columns(103, kind, dtype)], y, 5, ridge=0.1)
         assert fit.converged.all()
         assert fit.iterations <= plain.iterations + 1
         np.testing.assert_allclose(fit.losses, plain.losses, rtol=RTOL)
@@ -199,10 +201,10 @@ def test_a_common_offset_costs_its_digits_and_no_more():
     """The probe of float32 is that of float64 on the same rounded features."""
     x, y = make_data()
     moved = (x + np.float32(1e4)).astype(np.float32)
-    fit = probes.crossval_softmax_fit(moved, y, 5, tol=1e-7)
+    fit = measures.crossval_softmax_fit(moved, y, 5, tol=1e-7)
     assert fit.converged.all()
     with jax.enable_x64(True):
-        exact = probes.crossval_softmax_fit(moved.astype(float), y.astype(float), 5, tol=1e-12)
+        exact = measures.crossval_softmax_fit(moved.astype(float), y.astype(float), 5, tol=1e-12)
         np.testing.assert_allclose(fit.losses, exact.losses, rtol=RTOL)
         np.testing.assert_allclose(fit.probabilities, exact.probabilities, atol=2e-3)
 
@@ -210,7 +212,7 @@ def test_a_common_offset_costs_its_digits_and_no_more():
 @pytest.mark.parametrize("unit", [1e30, 1e-30])
 def test_units_do_not_matter_to_the_converged_probe(unit):
     x, y = make_data(n=80, d=6)
-    plain, scaled = (probes.crossval_softmax_fit(f * x, y, 5) for f in (np.float32(1), np.float32(unit)))
+    plain, scaled = (measures.crossval_softmax_fit(f * x, y, 5) for f in (np.float32(1), np.float32(unit)))
     assert plain.converged.all()
     assert scaled.converged.all()
     np.testing.assert_allclose(scaled.probabilities, plain.probabilities, atol=2e-2)
@@ -222,10 +224,10 @@ def test_a_stable_step_at_an_offset(offset, number):
     x = (np.random.default_rng(0).normal(size=(number, 6)) + offset).astype(np.float32)
     np.testing.assert_allclose(probes.stable_step_size(x), 2 / (6 * offset**2 + 1), rtol=1e-3)
     y = np.eye(2, dtype=np.float32)[np.arange(number) % 2]
-    assert np.isfinite(probes.crossval_gradient_predict(x, y, 2, num_steps=3)).all()
+    assert np.isfinite(measures.crossval_gradient_predict(x, y, 2, num_steps=3)).all()
 
 
-@pytest.mark.parametrize("predict", [probes.crossval_softmax_predict, probes.crossval_gradient_predict])
+@pytest.mark.parametrize("predict", [measures.crossval_softmax_predict, measures.crossval_gradient_predict])
 def test_derivatives_are_refused(predict):
     x, y = make_data(n=20, d=4)
     with pytest.raises(TypeError, match="probe, as a function of its features, has no derivative"):
@@ -239,11 +241,11 @@ def test_separable_data_converge_with_a_small_penalty(size):
     x, _ = make_data(*size)
     y = np.eye(size[2], dtype=np.float32)[np.arange(size[0]) % size[2]]
     for ridge in (1e-2, 1e-6):
-        fit = probes.crossval_softmax_fit(x, y, 4, ridge=ridge)
+        fit = measures.crossval_softmax_fit(x, y, 4, ridge=ridge)
         assert fit.converged.all(), ridge
         assert fit.iterations < 250
         with jax.enable_x64(True):
-            exact = probes.crossval_softmax_fit(x.astype(float), y.astype(float), 4, ridge=ridge)
+            exact = measures.crossval_softmax_fit(x.astype(float), y.astype(float), 4, ridge=ridge)
             assert exact.converged.all()
             np.testing.assert_allclose(fit.losses, exact.losses, rtol=RTOL)
             np.testing.assert_allclose(fit.probabilities, exact.probabilities, atol=0.06)
@@ -269,39 +271,39 @@ def test_a_failed_line_search_begins_anew(monkeypatch):
 
 def test_too_few_steps_are_reported():
     x, y = make_data()
-    fit = probes.crossval_softmax_fit(x, y, max_steps=3)
+    fit = measures.crossval_softmax_fit(x, y, max_steps=3)
     assert not fit.converged.any()
     assert fit.iterations == 3
-    missing = (fit.losses - probes.crossval_softmax_fit(x, y).losses) / fit.losses
+    missing = (fit.losses - measures.crossval_softmax_fit(x, y).losses) / fit.losses
     assert (missing > 1e-3).all()
     assert (missing <= fit.gap).all()
 
 
 def test_folds_that_did_not_converge_predict_nothing():
     x, y = make_data(60, 6, 3)
-    tol = float(jnp.median(probes.crossval_softmax_fit(x, y, 4, max_steps=4).gap))
-    fit = probes.crossval_softmax_fit(x, y, 4, tol=tol, max_steps=4)
+    tol = float(jnp.median(measures.crossval_softmax_fit(x, y, 4, max_steps=4).gap))
+    fit = measures.crossval_softmax_fit(x, y, 4, tol=tol, max_steps=4)
     assert 0 < fit.converged.sum() < 4
     with pytest.warns(RuntimeWarning, match="folds did not converge in .* steps") as said:
-        chances = probes.crossval_softmax_predict(x, y, 4, tol=tol, max_steps=4)
+        chances = measures.crossval_softmax_predict(x, y, 4, tol=tol, max_steps=4)
     assert said[0].filename == __file__
     lost = np.isnan(chances)
     ids = np.asarray(fold_of(y.argmax(1), 4, folds="stratified"))
     np.testing.assert_array_equal(lost, np.tile(~np.asarray(fit.converged)[ids][:, None], 3))
     np.testing.assert_array_equal(np.asarray(chances)[~lost], np.asarray(fit.probabilities)[~lost])
     # Where nothing can be said in words, the numbers say it, and those of samples in no fold stay zero.
-    run = jax.jit(lambda x, c: probes.crossval_softmax_predict(x, y, 4, max_steps=4, num_samples=c))
+    run = jax.jit(lambda x, c: measures.crossval_softmax_predict(x, y, 4, max_steps=4, num_samples=c))
     part = run(x, 50)
     assert np.isnan(part[:50]).all()
     np.testing.assert_array_equal(part[50:], 0)
     x[7, 1] = np.nan
     with pytest.warns(RuntimeWarning, match="4 of 4 folds did not converge"):
-        assert np.isnan(probes.crossval_softmax_predict(x, y, 4)).all()
+        assert np.isnan(measures.crossval_softmax_predict(x, y, 4)).all()
 
 
 def test_gradient_probe_is_gradient_descent():
     x, y = make_data(40, 5, 3)
-    ours = probes.crossval_gradient_predict(x, y, 4, num_steps=7, step_size=0.01, folds="contiguous")
+    ours = measures.crossval_gradient_predict(x, y, 4, num_steps=7, step_size=0.01, folds="contiguous")
     for train, test in KFold(4).split(x):
         weights, shift = np.zeros((5, 3)), np.zeros(3)
         for _ in range(7):
@@ -319,7 +321,7 @@ def test_gradient_probe_is_stable_at_its_step_and_not_far_above():
     np.testing.assert_allclose(step, 2 * 80 / np.linalg.norm(design, 2) ** 2, rtol=1e-3)
 
     def loss(num_steps, size):
-        chances = probes.crossval_gradient_predict(x, y, 8, num_steps=num_steps, step_size=size)
+        chances = measures.crossval_gradient_predict(x, y, 8, num_steps=num_steps, step_size=size)
         return -np.mean(np.log(np.sum(chances * y, 1) + 1e-30))
 
     falling = [loss(steps, None) for steps in (0, 1, 20, 200)]
@@ -339,13 +341,13 @@ def test_what_a_limited_learner_sees_of_a_common_factor():
     """Nothing at its own step (the intercept apart), much at a shared one; the converged probe sees nothing."""
     x, y = make_data(80, 6, 3)
     x = np.asarray(x - x.mean(0), np.float32)
-    own = [probes.crossval_gradient_predict(f * x, y, 8, num_steps=20) for f in (1.0, 20.0)]
+    own = [measures.crossval_gradient_predict(f * x, y, 8, num_steps=20) for f in (1.0, 20.0)]
     shared = float(probes.stable_step_size(20 * x))
-    same = [probes.crossval_gradient_predict(f * x, y, 8, num_steps=20, step_size=shared) for f in (1.0, 20.0)]
+    same = [measures.crossval_gradient_predict(f * x, y, 8, num_steps=20, step_size=shared) for f in (1.0, 20.0)]
     assert np.abs(own[0] - own[1]).max() < 0.1 < np.abs(same[0] - same[1]).max()
 
 
-@pytest.mark.parametrize("predict", [probes.crossval_softmax_predict, probes.crossval_gradient_predict])
+@pytest.mark.parametrize("predict", [measures.crossval_softmax_predict, measures.crossval_gradient_predict])
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -359,7 +361,7 @@ def test_wrong_use(predict, change, message):
     x, y = make_data(30, 6, 3)
     with pytest.raises(ValueError, match=message):
         predict(**{"x": x, "y": y, "num_splits": 5} | change)
-    if predict is probes.crossval_softmax_predict:
+    if predict is measures.crossval_softmax_predict:
         for wrong in ({"ridge": 0.0}, {"tol": 0.0}):
             with pytest.raises(ValueError, match="must be positive"):
                 predict(x, y, 5, **wrong)
@@ -367,16 +369,16 @@ def test_wrong_use(predict, change, message):
 
 def test_import_path_of_the_notebook():
     path = Path(__file__).parents[2] / "notebooks" / "paper" / "logistic.py"
-    assert runpy.run_path(str(path))["crossval_softmax_predict"] is probes.crossval_softmax_predict
+    assert runpy.run_path(str(path))["crossval_softmax_predict"] is measures.crossval_softmax_predict
 
 
 @pytest.mark.skipif("DISSOCIATION_DATA" not in os.environ, reason="needs the real images")
 def test_pixels_of_mnist_against_sklearn():
-    from dissociation.data.mnist import mnist_data
+    from dissociation.data import mnist_data
 
     _, _, images, labels = mnist_data()
     x, y = np.asarray(images[:300]), np.asarray(labels[:300])
-    fit = probes.crossval_softmax_fit(x, y, 3, folds="contiguous")
+    fit = measures.crossval_softmax_fit(x, y, 3, folds="contiguous")
     assert fit.converged.all()
     chances, losses = sklearn_folds(x, y, 3, 1.0)
     np.testing.assert_allclose(fit.losses, losses, rtol=RTOL)

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from dissociation import provenance
+from dissociation.figures import _provenance as provenance
 
 
 def test_versions_devices_and_switches(monkeypatch):
@@ -27,7 +27,7 @@ def test_versions_devices_and_switches(monkeypatch):
 def test_the_commit_of_a_checkout_and_none_elsewhere(tmp_path, monkeypatch):
     package = tmp_path / "top" / "dissociation"
     package.mkdir(parents=True)
-    monkeypatch.setattr(provenance, "__file__", str(package / "provenance.py"))
+    monkeypatch.setattr(provenance, "__file__", str(package / "figures" / "_provenance.py"))
     assert provenance.commit() is None
 
     def git(*words):

@@ -4,10 +4,11 @@ import numpy as np
 import optax
 import pytest
 
-from dissociation.data.datasets import load
-from dissociation.keys import normal
-from dissociation.models.bilinear import BilinearNetwork
-from dissociation.recipes.bilinear import NoisyCrossEntropy, Settings, _optimizer, train_bilinear
+from dissociation._core.keys import normal
+from dissociation.data import load
+from dissociation.models import BilinearNetwork
+from dissociation.recipes import train_bilinear
+from dissociation.recipes._bilinear import NoisyCrossEntropy, Settings, _optimizer
 
 
 @pytest.fixture(scope="module")

@@ -4,9 +4,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dissociation.data.datasets import load
-from dissociation.metrics.collapse import class_moments, neural_collapse
-from dissociation.recipes.grokking import initial_models, observation_steps, standardised, train_grokking
+from dissociation.data import load
+from dissociation.measures import class_moments, neural_collapse
+from dissociation.recipes import initial_models, observation_steps, train_grokking
+from dissociation.recipes._grokking import standardised
 
 SMALL = {"num_steps": 200, "num_train": 100, "batch_size": 50, "options": {"width": 16}}
 

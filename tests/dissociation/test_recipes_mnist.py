@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from dissociation.data.datasets import load
-from dissociation.recipes.mnist import fit_mnist, fresh_networks, train_mnist
+from dissociation.data import load
+from dissociation.recipes import fit_mnist, fresh_networks, train_mnist
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from browser import Tags
 
-from dissociation.figures.report import Exhibit, report_html
+from dissociation.figures import Exhibit, report_html
 
 needs_browser = pytest.mark.skipif(browser.NAME is None, reason="no browser")
 

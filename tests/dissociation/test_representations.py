@@ -4,18 +4,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dissociation.members import member
-from dissociation.metrics.similarity import compare, pairwise
-from dissociation.models.bilinear import BilinearNetwork
-from dissociation.models.cnn import CNN
-from dissociation.models.mlp import MLP
-from dissociation.models.representations import (
-    Layers,
+from dissociation import member
+from dissociation.models import (
+    CNN,
+    MLP,
+    BilinearNetwork,
+    Transformer,
     member_representations,
     representations,
     representations_of_example,
 )
-from dissociation.models.transformer import Transformer
+from dissociation.models._representations import Layers
+from dissociation.similarity import compare, pairwise
 
 X = np.random.default_rng(0).normal(size=(7, 4)).astype(np.float32)
 

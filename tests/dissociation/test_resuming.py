@@ -21,8 +21,7 @@ import optax
 import pytest
 from linear_regression import Normalised, linear_members, noisy_error, regression, squared_error, weights
 
-from dissociation import checkpoint as checkpoints
-from dissociation import sharding
+import dissociation
 from dissociation.training import (
     CsvLog,
     EarlyStop,
@@ -36,7 +35,10 @@ from dissociation.training import (
     fit,
     make_step,
 )
-from dissociation.training import run as run_module
+from dissociation.training import _checkpoint as checkpoints
+from dissociation.training import (
+    _run as run_module,
+)
 
 
 def same_run(first, second):
@@ -300,7 +302,7 @@ def test_a_finished_run_is_extended(key, tmp_path, stopped_run, options):
     """By the same program, made anew, on whatever devices; as if it had been one run."""
     path, whole = shutil.copy(stopped_run[0], tmp_path), stopped_run[1]
     if "mesh" in options:
-        options = {"mesh": sharding.member_mesh(jax.devices("cpu")[: options["mesh"]])}
+        options = {"mesh": dissociation.member_mesh(jax.devices("cpu")[: options["mesh"]])}
     longer = resumable(key, path, num_steps=30, **options)
     same_run(longer, whole)
     if not options:
@@ -500,7 +502,8 @@ def test_an_interrupt_is_heard_while_the_host_makes_a_batch(key, tmp_path, inter
 KILLED = """
 import jax, jax.numpy as jnp, numpy as np, optax, sys
 from dissociation import training
-training.run.CHUNK_SECONDS = 0.001
+from dissociation.training import _run
+_run.CHUNK_SECONDS = 0.001
 x = jax.random.normal(jax.random.key(0), (500, 20))
 loss = lambda w, b, k: jnp.mean((b @ w - 1) ** 2) + 0.01 * jax.random.normal(k)
 result = training.fit(
@@ -538,7 +541,7 @@ def test_kill_minus_nine_at_any_moment(tmp_path):
 
 def test_a_script_ends_by_sigterm_when_its_run_is_saved(tmp_path):
     script, path = tmp_path / "run.py", tmp_path / "checkpoint"
-    early = "training.run.FIRST_WRITE = 0.0\nx = "
+    early = "_run.FIRST_WRITE = 0.0\nx = "
     script.write_text(KILLED.replace("seconds=0.0", "seconds=1e9").replace("x = ", early))
     words = [sys.executable, str(script), str(path), str(10**6), str(tmp_path / "never.npy")]
     process, until = subprocess.Popen(words, stderr=subprocess.PIPE, text=True), time.monotonic() + 100
@@ -612,7 +615,7 @@ def test_one_call_at_a_time_has_a_checkpoint(key, tmp_path):
     run()  # it is free again
 
 
-TWO = sharding.member_mesh(jax.devices("cpu")[:2])
+TWO = dissociation.member_mesh(jax.devices("cpu")[:2])
 
 
 @pytest.mark.parametrize(
@@ -629,7 +632,7 @@ def test_a_resume_takes_the_layout_of_the_checkpoint(key, tmp_path, monkeypatch,
     whole = run(12, first)
     run(5, first, checkpoint=path)
     stored = checkpoints.read_header(path)["layout"]
-    monkeypatch.setattr("dissociation.cores.available_cores", lambda: 1)
+    monkeypatch.setattr("dissociation.training._cores.available_cores", lambda: 1)
     with caplog.at_level(logging.WARNING):
         same_run(whole, run(12, Layout(members_per_batch="auto"), checkpoint=path))
     assert not caplog.records

@@ -7,12 +7,27 @@ import numpy as np
 import pytest
 from zoo import ZOO, change, one
 
-from dissociation.models.bilinear import BilinearNetwork
-from dissociation.models.program import called
-from dissociation.weights import growth, rewrites
-from dissociation.weights.certificate import certify
-from dissociation.weights.groups import neuron_groups, parameters_of
-from dissociation.weights.seen import layer_inputs
+from dissociation.models import BilinearNetwork
+from dissociation.models._program import called
+from dissociation.rewrites import (
+    _rewrites as rewrites,
+)
+from dissociation.rewrites import (
+    add_nuisance,
+    add_phantom,
+    certify,
+    check_groups,
+    compose,
+    duplicate,
+    layer_inputs,
+    neuron_groups,
+    null_perturb,
+    null_space,
+    permute,
+    rotate,
+    scale,
+)
+from dissociation.rewrites._groups import parameters_of
 
 pytestmark = pytest.mark.usefixtures("barely_optimized")
 
@@ -27,22 +42,22 @@ GROWS_NOT = {
 
 def all_rewrites(group):
     key = jax.random.key(2)
-    yield "permute", lambda: rewrites.permute(group, key=key)
+    yield "permute", lambda: permute(group, key=key)
     for index in range(len(group.scalings)):
         factor = jnp.exp(jax.random.normal(jax.random.key(index), (group.copies, group.size)))
-        yield f"scale {index}", lambda factor=factor, index=index: rewrites.scale(group, factor, scaling=index)
+        yield f"scale {index}", lambda factor=factor, index=index: scale(group, factor, scaling=index)
     if group.scaling is not None:
-        yield "scale", lambda: rewrites.scale(group, 3.0)
+        yield "scale", lambda: scale(group, 3.0)
     if group.linear is not None:
-        yield "rotate", lambda: rewrites.rotate(group, key=key)
+        yield "rotate", lambda: rotate(group, key=key)
         noise = jax.random.normal(key, (group.copies, group.size, group.size))
         general = jnp.eye(group.size)[None] + 0.3 * noise
-        yield "rotate by any matrix", lambda: rewrites.rotate(group, general)
+        yield "rotate by any matrix", lambda: rotate(group, general)
     if group.sharing is not None:
-        yield "duplicate", lambda: growth.duplicate(group, 1.5)
+        yield "duplicate", lambda: duplicate(group, 1.5)
         if group.cancelling:
-            yield "cancelling", lambda: growth.add_nuisance(group, 2, 3, key=key, incoming_std=0.3)
-        yield "without effect", lambda: growth.add_nuisance(group, 3, key=key)
+            yield "cancelling", lambda: add_nuisance(group, 2, 3, key=key, incoming_std=0.3)
+        yield "without effect", lambda: add_nuisance(group, 3, key=key)
 
 
 @pytest.mark.slow
@@ -116,8 +131,8 @@ def test_every_scaling_that_is_found_keeps_the_function(name):
     if degree is not None:
         assert group.degree == degree
     factor = jnp.exp(jax.random.normal(jax.random.key(0), (group.size,)))
-    rewritten = [rewrites.scale(group, factor, scaling=k) for k in range(len(group.scalings))]
-    for rewrite in (rewrites.permute(group, key=jax.random.key(1)), *rewritten):
+    rewritten = [scale(group, factor, scaling=k) for k in range(len(group.scalings))]
+    for rewrite in (permute(group, key=jax.random.key(1)), *rewritten):
         np.testing.assert_allclose(call(rewrite([A, B]), X), call([A, B], X), rtol=1e-4, atol=1e-4)
 
 
@@ -127,7 +142,7 @@ def test_rows_made_by_different_weights_are_scaled_alike(number):
     params = [A, *jax.random.normal(jax.random.key(10), (number - 1, 8, 5)), B]
     (group,) = neuron_groups(params, X, call=call).values()
     assert len(group.scalings) == 1
-    rewritten = rewrites.scale(group, jnp.arange(1.0, 9.0))(params)
+    rewritten = scale(group, jnp.arange(1.0, 9.0))(params)
     np.testing.assert_allclose(call(rewritten, X), call(params, X), rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(rewritten[1], params[1] * jnp.arange(1.0, 9.0)[:, None], rtol=1e-6)
 
@@ -135,13 +150,13 @@ def test_rows_made_by_different_weights_are_scaled_alike(number):
 def test_controls_change_the_function():
     model, inputs, groups = one("perceptron")
     group = groups["layers[0]"]
-    rewritten = rewrites.permute(group, key=jax.random.key(0))(model)
+    rewritten = permute(group, key=jax.random.key(0))(model)
     half = eqx.tree_at(lambda m: m.layers[1].weight, rewritten, model.layers[1].weight)
     assert change(model, half, inputs) > 1e-2
-    scaled = rewrites.scale(group, 2.0)(model)
+    scaled = scale(group, 2.0)(model)
     half = eqx.tree_at(lambda m: m.layers[0].bias, scaled, model.layers[0].bias)
     assert change(model, half, inputs) > 1e-2
-    nuisance = growth.add_nuisance(group, 2, key=jax.random.key(0))(model)
+    nuisance = add_nuisance(group, 2, key=jax.random.key(0))(model)
     read = nuisance.layers[1].weight.at[:, -1].set(0.1)
     assert change(model, eqx.tree_at(lambda m: m.layers[1].weight, nuisance, read), inputs) > 1e-2
 
@@ -150,31 +165,31 @@ def test_rewrites_follow_one_another():
     model, inputs, groups = one("perceptron")
     first, second = groups["layers[0]"], groups["layers[1]"]
     whole = (
-        growth.duplicate(first, 2.0)
-        | rewrites.permute(first, key=jax.random.key(0))
-        | rewrites.scale(second, 7.0)
-        | growth.add_nuisance(first, 4, key=jax.random.key(1))
-        | rewrites.scale(first, 0.1)
+        duplicate(first, 2.0)
+        | permute(first, key=jax.random.key(0))
+        | scale(second, 7.0)
+        | add_nuisance(first, 4, key=jax.random.key(1))
+        | scale(first, 0.1)
     )
     assert repr(first) in repr(whole)
     rewritten = whole(model)
     assert rewritten.layers[0].weight.shape == (20, 5)
     assert change(model, rewritten, inputs) < 1e-5
-    same = rewrites.compose([whole, rewrites.compose([])])(model)
+    same = compose([whole, compose([])])(model)
     np.testing.assert_array_equal(same.layers[0].weight, rewritten.layers[0].weight)
     with pytest.raises(ValueError, match="`permutation` must have 20 entries"):
-        rewrites.permute(first, np.arange(8))(rewritten)
+        permute(first, np.arange(8))(rewritten)
 
 
 def test_rewrites_are_pure():
     """Of an output by a scale factor the derivative is zero; traced factors that change the function give NaN."""
     model, x = ZOO["perceptron"].make(jax.random.key(0)), jnp.ones(5)
     group = neuron_groups(model, x)["layers[1]"]
-    function = lambda a: rewrites.scale(group, a)(model)(x)[0]  # noqa: E731
+    function = lambda a: scale(group, a)(model)(x)[0]  # noqa: E731
     np.testing.assert_allclose(jax.grad(function)(2.0), 0, atol=1e-6)
-    weights = lambda a: rewrites.scale(group, a)(model).layers[2].weight.sum()  # noqa: E731
+    weights = lambda a: scale(group, a)(model).layers[2].weight.sum()  # noqa: E731
     assert abs(jax.grad(weights)(2.0)) > 1e-2
-    assert np.isnan(jax.jit(lambda a: rewrites.scale(group, a)(model)(x))(-1.0)).all()
+    assert np.isnan(jax.jit(lambda a: scale(group, a)(model)(x))(-1.0)).all()
 
 
 def test_what_layers_see():
@@ -213,8 +228,8 @@ def test_moves_in_the_null_space_of_what_a_layer_sees(name, path):
     else:
         inputs = inputs[:4]
     seen = layer_inputs(model, inputs, path)
-    space = rewrites.null_space(seen, rtol=1e-6)
-    moved = rewrites.null_perturb(space, 0.5, key=jax.random.key(0))(model)
+    space = null_space(seen, rtol=1e-6)
+    moved = null_perturb(space, 0.5, key=jax.random.key(0))(model)
     assert change(model, moved, inputs) < 1e-5
     weights = [parameters_of(m)[0][seen.leaf] for m in (model, moved)]
     assert np.abs(weights[1] - weights[0]).max() > 0.1
@@ -229,8 +244,8 @@ def every_rewrite():
     """Of a network whose layers are square, so that no size tells a stack of members from one of them."""
     model, x = SQUARE(jax.random.key(0)), jax.random.normal(jax.random.key(1), (3, 4))
     group, key = neuron_groups(model, x[0])["layers[0]"], jax.random.key(2)
-    yield "phantom", growth.add_phantom(group, model, x, jnp.ones((3, 1)))
-    yield "null", rewrites.null_perturb(rewrites.null_space(layer_inputs(model, x, ".layers[1].weight")), 0.5, key=key)
+    yield "phantom", add_phantom(group, model, x, jnp.ones((3, 1)))
+    yield "null", null_perturb(null_space(layer_inputs(model, x, ".layers[1].weight")), 0.5, key=key)
     yield from ((what, make()) for what, make in all_rewrites(group))
 
 
@@ -248,8 +263,8 @@ def test_stacked_members_are_mapped_over_or_refused():
 
 def test_a_null_space_belongs_to_the_weights_that_it_was_found_for():
     model, x = SQUARE(jax.random.key(0)), jnp.ones((3, 4))
-    space = rewrites.null_space(layer_inputs(model, x, ".layers[1].weight"))
-    move = rewrites.null_perturb(space, 0.5, key=jax.random.key(0))
+    space = null_space(layer_inputs(model, x, ".layers[1].weight"))
+    move = null_perturb(space, 0.5, key=jax.random.key(0))
     bare = eqx.nn.MLP(4, 4, 4, 2, use_bias=False, key=jax.random.key(0))  # other arrays have these numbers
     np.testing.assert_array_equal(*(m.layers[2].weight for m in (move(bare), bare)))
     assert np.abs(move(bare).layers[1].weight - bare.layers[1].weight).max() > 0.1
@@ -259,7 +274,7 @@ def test_a_null_space_belongs_to_the_weights_that_it_was_found_for():
 
 def test_groups_are_checked_by_permuting():
     model, inputs, groups = one("transformer")
-    found = rewrites.check_groups(model, inputs, key=jax.random.key(0))
+    found = check_groups(model, inputs, key=jax.random.key(0))
     assert list(found) == list(groups)
     assert all(certificate.max_rel_change < 1e-5 for certificate in found.values())
     wrong = certify(lambda x: called(model, x).ravel(), lambda x: called(model, x[::-1]).ravel(), inputs)
@@ -271,14 +286,14 @@ def test_what_cannot_be_is_refused_by_name():
     stream, hidden = groups["embedding"], groups["blocks[0].first"]
     other, _, _ = one("perceptron")
     for call, message in (
-        (lambda: growth.duplicate(stream, 2), "can grow, got embedding, which cannot: a statistic is taken over"),
-        (lambda: rewrites.scale(hidden, 2.0), "can be scaled, got .*its activation is not homogeneous"),
-        (lambda: rewrites.rotate(hidden, key=jax.random.key(0)), "nothing but sums and products"),
-        (lambda: rewrites.scale(stream, -1.0), "`factor` must be positive"),
-        (lambda: rewrites.scale(stream, 2.0, scaling=3), "be one of the 3 scalings of embedding"),
-        (lambda: rewrites.permute(stream, np.zeros(16, int)), "`permutation` must hold each of 0, ..., 15 once"),
-        (lambda: rewrites.permute(stream), "be given, or `key` to draw it, got neither"),
-        (lambda: rewrites.permute(stream, key=jax.random.key(0))(other), "`model` must have an array"),
+        (lambda: duplicate(stream, 2), "can grow, got embedding, which cannot: a statistic is taken over"),
+        (lambda: scale(hidden, 2.0), "can be scaled, got .*its activation is not homogeneous"),
+        (lambda: rotate(hidden, key=jax.random.key(0)), "nothing but sums and products"),
+        (lambda: scale(stream, -1.0), "`factor` must be positive"),
+        (lambda: scale(stream, 2.0, scaling=3), "be one of the 3 scalings of embedding"),
+        (lambda: permute(stream, np.zeros(16, int)), "`permutation` must hold each of 0, ..., 15 once"),
+        (lambda: permute(stream), "be given, or `key` to draw it, got neither"),
+        (lambda: permute(stream, key=jax.random.key(0))(other), "`model` must have an array"),
     ):
         with pytest.raises(ValueError, match=message):
             call()
@@ -295,19 +310,19 @@ def test_another_model_has_its_own_symmetries(monkeypatch):
     x = jax.random.normal(jax.random.key(1), (12, 5))
     model, other = with_activation(relu), with_activation(jnp.tanh)
     (group,) = neuron_groups(model, x[0]).values()
-    assert change(other, rewrites.permute(group, key=jax.random.key(0))(other), x) < 1e-5
+    assert change(other, permute(group, key=jax.random.key(0))(other), x) < 1e-5
     with pytest.raises(ValueError, match="`model` must let layers.0. be scaled as where the group was found"):
-        rewrites.scale(group, 2.0)(other)
+        scale(group, 2.0)(other)
     for same in (with_activation(relu, 1), eqx.nn.inference_mode(model)):
-        assert change(same, rewrites.scale(group, 2.0)(same), x) < 1e-5
+        assert change(same, scale(group, 2.0)(same), x) < 1e-5
     models = eqx.filter_vmap(lambda key: eqx.nn.MLP(5, 3, 8, 1, key=key))(jax.random.split(jax.random.key(0), 2))
-    assert eqx.filter_vmap(rewrites.scale(group, 2.0))(models).layers[0].bias.shape == (2, 8)
+    assert eqx.filter_vmap(scale(group, 2.0))(models).layers[0].bias.shape == (2, 8)
     with monkeypatch.context() as patch:  # members and other seeds of one architecture are not looked into anew
         patch.setattr(rewrites, "neuron_groups", None)
-        rewrites.scale(group, 2.0)(with_activation(relu, 1))
+        scale(group, 2.0)(with_activation(relu, 1))
     made = [with_activation(lambda x: x, seed) for seed in (0, 1)]  # functions that are equal and not the same
     (linear,) = neuron_groups(made[0], x[0]).values()
-    turn = rewrites.rotate(linear, key=jax.random.key(0))
+    turn = rotate(linear, key=jax.random.key(0))
     assert change(made[1], turn(made[1]), x) < 1e-5
     with pytest.raises(ValueError, match="nothing but sums and products"):
         turn(model)
@@ -316,25 +331,25 @@ def test_another_model_has_its_own_symmetries(monkeypatch):
     plain = eqx.tree_at(lambda m: m.layers[2], chain, eqx.nn.Identity())
     (found,) = neuron_groups(plain, x[0]).values()
     with pytest.raises(ValueError, match="a statistic is taken over its neurons"):
-        growth.duplicate(found, 2)(chain)
-    space = rewrites.null_space(layer_inputs(model, x[:2], ".layers[1].weight"))
+        duplicate(found, 2)(chain)
+    space = null_space(layer_inputs(model, x[:2], ".layers[1].weight"))
     with pytest.raises(ValueError, match="must have an array .layers.1..weight of 2 axes, 8 features"):
-        rewrites.null_perturb(space, 0.1, key=jax.random.key(0))(eqx.nn.MLP(5, 3, 9, 1, key=jax.random.key(0)))
+        null_perturb(space, 0.1, key=jax.random.key(0))(eqx.nn.MLP(5, 3, 9, 1, key=jax.random.key(0)))
 
 
 def test_examples_may_be_several_arrays():
     model = {"a": A, "b": B}
     call = lambda p, pair: p["b"] @ relu(p["a"] @ pair["x"] + pair["y"])  # noqa: E731
     x = {"x": jnp.sin(jnp.arange(30.0)).reshape(6, 5), "y": jnp.arange(6.0)[:, None]}
-    (found,) = rewrites.check_groups(model, x, key=jax.random.key(0), call=call).values()
+    (found,) = check_groups(model, x, key=jax.random.key(0), call=call).values()
     assert found.max_rel_change < 1e-5
     assert found.num_inputs == 6
     hidden = jax.nn.relu(x["x"] @ A.T + x["y"])
     np.testing.assert_allclose(layer_inputs(model, x, "['b']", call=call).rows, hidden, rtol=1e-5)
     with pytest.raises(ValueError, match="`inputs` must have at least 1 axis .samples, ....*of one length"):
-        rewrites.check_groups(model, x | {"y": x["y"][:3]}, key=jax.random.key(0), call=call)
+        check_groups(model, x | {"y": x["y"][:3]}, key=jax.random.key(0), call=call)
     with pytest.raises(ValueError, match="`inputs` must be finite"):
-        rewrites.check_groups(model, x | {"y": x["y"] * jnp.nan}, key=jax.random.key(0), call=call)
+        check_groups(model, x | {"y": x["y"] * jnp.nan}, key=jax.random.key(0), call=call)
 
 
 def test_what_layers_in_loops_see():
@@ -362,18 +377,18 @@ def test_factors_whose_powers_leave_the_precision_are_refused():
     group = groups["layers[0]"]
     for factor in (1e39, 1e-60):
         with pytest.raises(ValueError, match="`factor` must be positive and finite"):
-            rewrites.scale(group, factor)
+            scale(group, factor)
     layer = BilinearNetwork(3, 4, 2, key=jax.random.key(0))
     square = next(g for g in neuron_groups(layer, jnp.ones(3)).values() if g.degree == 2)
     for own, factor in ((group, np.full(group.size, 1e-39)), (square, 1e-20), (square, 1e20)):
         with pytest.raises(ValueError, match=r"`factor` must have a power -?\d that float32 holds"):
-            rewrites.scale(own, factor)
+            scale(own, factor)
     for factor in (2e-38, 3e37):  # representable, but products with weights are not
         with pytest.raises(ValueError, match="`factor` must leave weights that float32 holds"):
-            rewrites.scale(group, factor)(model)
-    assert np.isfinite(rewrites.scale(group, 1e-33)(model).layers[1].weight).all()
+            scale(group, factor)(model)
+    assert np.isfinite(scale(group, 1e-33)(model).layers[1].weight).all()
     with jax.enable_x64(True):
-        wide = rewrites.scale(group, 1e-60)
+        wide = scale(group, 1e-60)
         with pytest.raises(ValueError, match="`factor` must have a power"):
             wide(model)
 
@@ -382,12 +397,12 @@ def test_rewrites_without_options_do_what_they_are_said_to():
     """Scale by a tenth, twice the neurons, three more without effect, no scaling chosen but the main one."""
     model, inputs, groups = one("perceptron")
     group = groups["layers[0]"]
-    np.testing.assert_allclose(rewrites.scale(group)(model).layers[0].weight, 0.1 * model.layers[0].weight, rtol=1e-6)
-    assert growth.duplicate(group)(model).layers[0].weight.shape[0] == 2 * group.size
-    added = growth.add_nuisance(group, key=jax.random.key(0))(model)
+    np.testing.assert_allclose(scale(group)(model).layers[0].weight, 0.1 * model.layers[0].weight, rtol=1e-6)
+    assert duplicate(group)(model).layers[0].weight.shape[0] == 2 * group.size
+    added = add_nuisance(group, key=jax.random.key(0))(model)
     assert added.layers[0].weight.shape[0] == group.size + 3
     np.testing.assert_array_equal(added.layers[1].weight[:, -3:], 0)
-    drawn = growth.add_nuisance(group, 400, key=jax.random.key(0))(model).layers[0].weight[group.size :]
+    drawn = add_nuisance(group, 400, key=jax.random.key(0))(model).layers[0].weight[group.size :]
     assert abs(float(drawn.std()) - 1) < 4 / np.sqrt(2 * drawn.size)
     shifted = certify(lambda x: x, lambda x: x + 0.9e-4, jnp.ones((2, 3)))
     assert bool(shifted.kept())
@@ -403,9 +418,7 @@ def test_a_model_of_other_constants_has_groups_of_its_own(order):
     other = weights | {"order": jnp.array(order)}
     tried = 0
     for group in neuron_groups(weights | {"order": jnp.array([0, 0, 1, 2])}, x, call=call).values():
-        for rewrite in (
-            (rewrites.permute(group, key=jax.random.key(3)), rewrites.scale(group, 3.0)) if group.degree else ()
-        ):
+        for rewrite in (permute(group, key=jax.random.key(3)), scale(group, 3.0)) if group.degree else ():
             tried += 1
             try:
                 moved = rewrite(other)

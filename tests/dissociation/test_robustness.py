@@ -4,16 +4,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dissociation.metrics.margins import linear_head
-from dissociation.metrics.robustness import error_rate, input_noise_error, parameter_noise_error
-from dissociation.models.bilinear import BilinearNetwork
-from dissociation.models.representations import representations
-from dissociation.recipes.bilinear import loss_and_accuracy
-from dissociation.recipes.mnist import HeldOutPerformance
-from dissociation.weights.certificate import certify
-from dissociation.weights.groups import neuron_groups
-from dissociation.weights.noise import parameter_noise, perturb_parameters
-from dissociation.weights.seen import layer_inputs
+from dissociation.measures import error_rate, input_noise_error, linear_head, parameter_noise_error
+from dissociation.models import BilinearNetwork, representations
+from dissociation.recipes._bilinear import loss_and_accuracy
+from dissociation.recipes._mnist import HeldOutPerformance
+from dissociation.rewrites import certify, layer_inputs, neuron_groups, parameter_noise
+from dissociation.rewrites._noise import perturb_parameters
 
 SCALES = jnp.array([0.0, 0.3, 1.0, 3.0])
 

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from dissociation.figures.runs import LOG, RECORD, recorded
+from dissociation.figures._runs import LOG, RECORD, recorded
 
 
 def record_of(folder):

@@ -11,10 +11,23 @@ import optax
 import pytest
 from linear_regression import linear_members, mean_of_batch, noisy_error, regression, squared_error, weights
 
-from dissociation import sharding
-from dissociation.training import Epochs, FullBatch, HostBatches, Layout, Online, Sampler, fit, make_step
-from dissociation.training import run as run_module
-from dissociation.training import samplers as samplers_module
+import dissociation
+from dissociation.training import (
+    Epochs,
+    FullBatch,
+    HostBatches,
+    Layout,
+    Online,
+    Sampler,
+    fit,
+    make_step,
+)
+from dissociation.training import (
+    _run as run_module,
+)
+from dissociation.training import (
+    _samplers as samplers_module,
+)
 
 SEEN = make_step(mean_of_batch, optax.sgd(0.0))
 """A step whose loss is the mean of its batch."""
@@ -145,7 +158,7 @@ def test_batches_are_the_same_however_steps_are_chunked_and_mapped(key, monkeypa
         return weights(result), result.history.loss
 
     whole = run(1e9, member_map="scan")
-    two = sharding.member_mesh(jax.devices("cpu")[:2])
+    two = dissociation.member_mesh(jax.devices("cpu")[:2])
     for other in (run(0.0, member_map="scan"), run(1e9, member_map="unroll"), run(1e9, member_map="scan", mesh=two)):
         jax.tree.map(np.testing.assert_array_equal, whole, other)
 
@@ -247,7 +260,7 @@ def batch_threads():
 def test_the_thread_of_the_host_ends_with_the_run(key, tmp_path, mesh):
     """At the end, after an error on the way, and where nothing begins."""
     data = regression(key, samples=20)
-    layout = Layout(mesh=None if mesh is None else sharding.member_mesh(jax.devices("cpu")[:mesh]))
+    layout = Layout(mesh=None if mesh is None else dissociation.member_mesh(jax.devices("cpu")[:mesh]))
     models, sampler = linear_members(key), HostBatches(in_order(data, 4), block=2)
     step, options = make_step(squared_error, optax.sgd(0.1)), {"num_steps": 6, "key": key, "layout": layout}
 

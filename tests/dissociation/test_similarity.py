@@ -16,10 +16,12 @@ from sklearn.linear_model import Ridge
 from sklearn.metrics import r2_score
 from sklearn.model_selection import PredefinedSplit, cross_val_predict
 
-from dissociation.metrics import similarity
-from dissociation.metrics.similarity import MEASURES, canonical, kernels
-from dissociation.metrics.similarity.base import cheapest
-from dissociation.metrics.similarity.measures import table
+from dissociation import similarity
+from dissociation.similarity import MEASURES, _streaming
+from dissociation.similarity import _canonical as canonical
+from dissociation.similarity import _kernels as kernels
+from dissociation.similarity._base import cheapest
+from dissociation.similarity._measures import table
 
 RNG = np.random.default_rng(0)
 SAMPLES, P, Q = 40, 6, 4
@@ -242,7 +244,7 @@ def test_neighbours_that_tie_share_their_places():
 
 
 def test_soft_matching_by_assignment_and_by_a_linear_programme(monkeypatch):
-    from dissociation.metrics.similarity import matching
+    from dissociation.similarity import _matching as matching
 
     wanted = similarity.soft_matching(X, Y)
     monkeypatch.setattr(matching, "LARGEST_ASSIGNMENT", 0)
@@ -365,9 +367,9 @@ def test_a_scale_per_neuron_drops_no_direction_and_others_are_counted():
         lambda x, y: similarity.predictivity_path(x, y, np.zeros(1))[0],
         lambda x, y: similarity.gulp_distance(x, y, lam=0.0),
         lambda x, y: similarity.partial_whitening_distance(x, y, a=0.0),
-        lambda x, y: similarity.similarity_from_moments(similarity.joint_moments(x, y), "cca")[0, 1],
+        lambda x, y: similarity.similarity_from_moments(_streaming.joint_moments(x, y), "cca")[0, 1],
         lambda x, y: similarity.predictivity_from_moments(
-            [similarity.joint_moments(x[rows], y[rows]) for rows in (slice(0, 20), slice(20, 40))]
+            [_streaming.joint_moments(x[rows], y[rows]) for rows in (slice(0, 20), slice(20, 40))]
         ),
     ):
         np.testing.assert_allclose(change(scaled, y), change(plain, y), atol=2e-5)
@@ -419,7 +421,7 @@ def test_nothing_over_nothing_is_no_number():
         score = jax.vmap(lambda x, route=route: route.compare(route.prepare(x), route.prepare(y)))
         assert np.isnan(jax.jit(score)(cases)).all()
     for x in cases:
-        moments = similarity.joint_moments(x, y)
+        moments = _streaming.joint_moments(x, y)
         with pytest.warns(RuntimeWarning, match="debiased_cka is not defined for representation 0"):
             assert np.isnan(similarity.similarity_from_moments(moments)[0, 1])
 

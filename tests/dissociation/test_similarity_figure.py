@@ -8,9 +8,10 @@ import pytest
 from drawn import assert_only_draws
 from labels import assert_labelled
 
-from dissociation.figures import members, similarity
-from dissociation.figures.artifacts import axes_of
-from dissociation.models.cnn import CNN
+from dissociation.figures import _members as members
+from dissociation.figures import similarity
+from dissociation.figures._artifacts import axes_of
+from dissociation.models import CNN
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("barely_optimized")]
 

@@ -12,10 +12,13 @@ import similarity_reference as reference
 from matplotlib.figure import Figure
 from scipy import stats
 
-from dissociation import progress
-from dissociation.metrics import similarity
-from dissociation.metrics.similarity import MEASURES, inference, kernels, pairs
-from dissociation.metrics.similarity.dissimilarity import filled
+from dissociation import similarity
+from dissociation.similarity import MEASURES
+from dissociation.similarity import _inference as inference
+from dissociation.similarity import _kernels as kernels
+from dissociation.similarity import _pairs as pairs
+from dissociation.similarity._dissimilarity import filled
+from dissociation.training import _progress as progress
 
 RNG = np.random.default_rng(0)
 NUMBER = 30
@@ -64,7 +67,7 @@ def test_all_pairs_are_each_pair_whatever_the_memory(name, options):
 
 @pytest.mark.usefixtures("barely_optimized")
 def test_tiles_and_parts_of_matrices_change_nothing(monkeypatch):
-    from dissociation.metrics.similarity import tables
+    from dissociation.similarity import _tables as tables
 
     wanted = {name: by_hand(name) for name in ("linear_cka", "rsa", "angular_similarity")}
     monkeypatch.setattr(tables, "PART", 32)

@@ -8,9 +8,9 @@ import similarity_reference as reference
 from scipy.spatial.distance import pdist, squareform
 from sklearn.manifold import smacof
 
-from dissociation import splits
-from dissociation.metrics import similarity
-from dissociation.metrics.similarity import streaming
+from dissociation import similarity
+from dissociation._core import splits
+from dissociation.similarity import _streaming as streaming
 
 RNG = np.random.default_rng(0)
 LATENT = RNG.standard_normal((400, 3))
@@ -35,9 +35,9 @@ def batches(*arrays):
 def test_streamed_measures_are_those_of_the_samples(x64_on, tolerance):
     """Batches of other sizes and of other means."""
     with jax.enable_x64(x64_on):
-        moments = streaming.stream_moments(batches(X, Y, Z))
+        moments = similarity.stream_moments(batches(X, Y, Z))
         for name in streaming.STREAMED:
-            found = np.asarray(streaming.similarity_from_moments(moments, name))
+            found = np.asarray(similarity.similarity_from_moments(moments, name))
             wanted = np.array([[getattr(reference, name)(a, b) for b in (X, Y, Z)] for a in (X, Y, Z)])
             if name == "procrustes_distance":
                 found, wanted = found**2, wanted**2
@@ -60,50 +60,50 @@ def test_moments_merge_in_any_order():
 @pytest.mark.usefixtures("x64")
 def test_predictivity_of_folds():
     folds = [streaming.joint_moments(X[rows], Y[rows]) for rows in splits.folds(len(X), 4)]
-    there = streaming.predictivity_from_moments(folds)
+    there = similarity.predictivity_from_moments(folds)
     np.testing.assert_allclose(there, reference.linear_predictivity(X, Y, 0.0, 4), atol=1e-12)
-    back = streaming.predictivity_from_moments(folds, 1, 0, alpha=3.0)
+    back = similarity.predictivity_from_moments(folds, 1, 0, alpha=3.0)
     np.testing.assert_allclose(back, reference.linear_predictivity(Y, X, 3.0, 4), atol=1e-12)
 
 
 @pytest.mark.usefixtures("x64", "barely_optimized")
 @pytest.mark.parametrize("name", ["linear_cka", "debiased_cka", "cca_squared"])
 def test_streamed_baselines_are_those_of_the_samples(name):
-    moments = streaming.stream_moments(batches(X, Y, Z))
+    moments = similarity.stream_moments(batches(X, Y, Z))
     wanted = similarity.pairwise(name, [X, Y, Z]).baseline
-    np.testing.assert_allclose(streaming.baseline_from_moments(moments, name), wanted, atol=1e-12)
+    np.testing.assert_allclose(similarity.baseline_from_moments(moments, name), wanted, atol=1e-12)
 
 
 def test_large_means_cost_a_stream_no_digits():
     parts = [(1e5 + X[start : start + 7], 3e4 + Y[start : start + 7]) for start in range(0, 399, 7)]
-    moments = streaming.stream_moments((a.astype(np.float32), b.astype(np.float32)) for a, b in parts)
+    moments = similarity.stream_moments((a.astype(np.float32), b.astype(np.float32)) for a, b in parts)
     x, y = (np.concatenate([np.asarray(part[k], np.float32) for part in parts]).astype(float) for k in (0, 1))
     for name in ("linear_cka", "debiased_cka", "angular_similarity"):
-        found = streaming.similarity_from_moments(moments, name)[0, 1]
+        found = similarity.similarity_from_moments(moments, name)[0, 1]
         np.testing.assert_allclose(found, getattr(reference, name)(x, y), atol=1e-5)
 
 
 def test_wrong_moments_are_refused_by_name():
     with pytest.raises(ValueError, match="`batches` must give a tuple of arrays each, one per representation, got a"):
-        streaming.stream_moments([X, Y])
+        similarity.stream_moments([X, Y])
     with pytest.raises(ValueError, match=r"`representations\[1\]` must have as many samples as the first \(400\)"):
         streaming.joint_moments(X, Y[1:])
     with pytest.raises(ValueError, match="`b` must have the widths of `a`"):
         streaming.merge_joint_moments(streaming.joint_moments(X), streaming.joint_moments(Y))
     with pytest.raises(ValueError, match="`batches` must give at least one batch"):
-        streaming.stream_moments([])
+        similarity.stream_moments([])
     with pytest.raises(ValueError, match="of more samples than features, got 6 samples of 5 features"):
-        streaming.similarity_from_moments(streaming.joint_moments(X[:6], Y[:6]), "cca")
+        similarity.similarity_from_moments(streaming.joint_moments(X[:6], Y[:6]), "cca")
     for scale in (1e-19, 1e18):
         with pytest.raises(ValueError, match="`moments` must have representations of mean squares from 3e-16 to 6e"):
-            streaming.similarity_from_moments(streaming.joint_moments(np.float32(scale) * X.astype(np.float32), Y))
+            similarity.similarity_from_moments(streaming.joint_moments(np.float32(scale) * X.astype(np.float32), Y))
     drift = X.astype(np.float32) + np.linspace(0, 1e5, len(X), dtype=np.float32)[:, None]
     with pytest.warns(
         RuntimeWarning, match=r"^[1-9]\d*, 0 directions of the representations, in their order, depend on"
     ):
-        streaming.similarity_from_moments(streaming.joint_moments(drift, Y), "cca")
+        similarity.similarity_from_moments(streaming.joint_moments(drift, Y), "cca")
     with pytest.raises(ValueError, match="`source` must be one of the 1 representations"):
-        streaming.predictivity_from_moments([streaming.joint_moments(X)] * 2, source=1)
+        similarity.predictivity_from_moments([streaming.joint_moments(X)] * 2, source=1)
 
 
 @pytest.mark.usefixtures("x64")

@@ -4,7 +4,7 @@ import pytest
 from scipy.integrate import quad
 from scipy.stats import gaussian_kde, norm
 
-from dissociation.metrics.information.smoothed import smoothed_information
+from dissociation.measures import smoothed_information
 
 KEY = jax.random.key(0)
 

@@ -5,11 +5,18 @@ import numpy as np
 import pytest
 from scipy.optimize import minimize
 
-from dissociation.models.bilinear import BilinearNetwork, wrap_bilinear
-from dissociation.spectral import Spectrum, decompose, truncate
-from dissociation.spectral.certificate import certified_accuracy, certified_radius, margins
-from dissociation.spectral.forms import adversarial_mask, reorder
-from dissociation.spectral.similarity import overlaps
+from dissociation.bilinear import (
+    Spectrum,
+    adversarial_mask,
+    certified_accuracy,
+    certified_radius,
+    decompose,
+    margins,
+    truncate,
+)
+from dissociation.bilinear._forms import reorder
+from dissociation.bilinear._similarity import overlaps
+from dissociation.models import BilinearNetwork, wrap_bilinear
 
 
 def network(classes=3, **options):

@@ -4,16 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dissociation.models.bilinear import BilinearNetwork
-from dissociation.spectral import decompose, interaction_tensor, truncate
-from dissociation.spectral.forms import (
-    activations,
-    adversarial_mask,
-    contributions,
-    mean_contribution,
-    reorder,
-    truncated_outputs,
-)
+from dissociation.bilinear import adversarial_mask, decompose, interaction_tensor, truncate, truncated_outputs
+from dissociation.bilinear._forms import activations, contributions, mean_contribution, reorder
+from dissociation.models import BilinearNetwork
 
 RNG = np.random.default_rng(0)
 

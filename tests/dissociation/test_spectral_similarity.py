@@ -7,18 +7,9 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from dissociation.spectral import Spectrum, truncate
-from dissociation.spectral.forms import activations
-from dissociation.spectral.similarity import (
-    bootstrap_interval,
-    form_similarity,
-    matched_similarity,
-    member_pairs,
-    overlaps,
-    pair_mean,
-    rank_similarity,
-    student_interval,
-)
+from dissociation.bilinear import Spectrum, form_similarity, matched_similarity, pair_mean, rank_similarity, truncate
+from dissociation.bilinear._forms import activations
+from dissociation.bilinear._similarity import bootstrap_interval, member_pairs, overlaps, student_interval
 
 
 def spectrum(seed, outputs=2, components=5, width=12):

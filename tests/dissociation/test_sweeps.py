@@ -9,8 +9,7 @@ import optax
 import pytest
 from linear_regression import linear_members, regression, squared_error
 
-from dissociation.sweeps import Grid
-from dissociation.training import Epochs, fit, make_step
+from dissociation.training import Epochs, Grid, fit, make_step
 
 
 def test_members_are_the_product_the_last_axis_fastest():

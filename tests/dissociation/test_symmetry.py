@@ -7,14 +7,9 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from dissociation.weights.certificate import certify
-from dissociation.weights.rewrites import NullSpace, null_perturb
-from dissociation.weights.symmetry import (
-    null_basis,
-    null_dimension,
-    null_spectrum,
-    perturb_in_null_space,
-)
+from dissociation.rewrites import certify, null_dimension, null_perturb
+from dissociation.rewrites._null_spaces import null_basis, null_spectrum, perturb_in_null_space
+from dissociation.rewrites._rewrites import NullSpace
 
 needs_mnist = pytest.mark.skipif("DISSOCIATION_DATA" not in os.environ, reason="DISSOCIATION_DATA is not set")
 
@@ -93,7 +88,7 @@ def test_dimension_does_not_depend_on_the_number_of_samples():
 
 
 def test_chunks_do_not_show(monkeypatch):
-    from dissociation.weights import symmetry
+    from dissociation.rewrites import _null_spaces as symmetry
 
     data = of_rank(70, 9, 6)
     whole = null_spectrum(data)
@@ -231,7 +226,7 @@ def test_the_null_space_does_not_depend_on_units(factor):
 @pytest.mark.slow
 @needs_mnist
 def test_mnist(key):
-    from dissociation.data.mnist import mnist_data
+    from dissociation.data import mnist_data
 
     train, _, test, _ = mnist_data()
     assert null_dimension(test) == (123, 661, 784)

@@ -3,13 +3,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dissociation.data.tasks import (
-    COARSE_CLASSES,
-    coarse_grained,
-    coarse_labels,
-    least_prime_factor,
-    rotated_quarters,
-)
+from dissociation.data import coarse_grained, rotated_quarters
+from dissociation.data._tasks import COARSE_CLASSES, coarse_labels, least_prime_factor
 
 
 def corner_images(num, side=4):

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from dissociation.metrics import similarity
-from dissociation.ties import ranks, snapped
+from dissociation import similarity
+from dissociation._core.ties import ranks, snapped
 
 RNG = np.random.default_rng(0)
 

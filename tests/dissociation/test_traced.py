@@ -11,9 +11,9 @@ import optax
 import pytest
 from compiled import compilations
 
-from dissociation import sharding
-from dissociation.traced import trace
+import dissociation
 from dissociation.training import Epochs, Layout, Save, fit, make_step
+from dissociation.training._traced import trace
 
 X = jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
 
@@ -129,7 +129,7 @@ def test_a_traced_function_equals_the_function():
 OFFSET = 1.5
 FINGERPRINT = """
 import jax, jax.numpy as jnp, optax
-from dissociation.traced import trace
+from dissociation.training._traced import trace
 step = optax.adamw(1e-3, weight_decay=0.1)
 def update(g, p): return optax.apply_updates(p, step.update(jax.nn.gelu(g), step.init(p), p)[0])
 {lines}
@@ -182,7 +182,7 @@ def test_later_epochs_compile_nothing(caplog, shared):
 @pytest.mark.parametrize("devices", [1, 2])
 def test_unrolled_members_share_one_members_program(caplog, devices):
     """So their bits cannot depend on their number, nor does the time to compile."""
-    mesh = None if devices == 1 else sharding.member_mesh(jax.devices()[:devices])
+    mesh = None if devices == 1 else dissociation.member_mesh(jax.devices()[:devices])
 
     def unrolled(members):
         step = make_step(lambda model, batch, key: jnp.mean((batch @ model - devices) ** 2), optax.adam(0.3))

@@ -13,11 +13,25 @@ import pytest
 from compiled import compilations
 from linear_regression import Linear, linear_members, mean_of_batch, noisy_error, regression, squared_error, weights
 
-from dissociation import sharding
-from dissociation.training import EarlyStop, Epochs, FullBatch, Layout, Online, Progress, Save, fit, make_step
-from dissociation.training import chunk as chunk_module
-from dissociation.training import run as run_module
-from dissociation.training.callbacks import Callback
+import dissociation
+from dissociation.training import (
+    Callback,
+    EarlyStop,
+    Epochs,
+    FullBatch,
+    Layout,
+    Online,
+    Progress,
+    Save,
+    fit,
+    make_step,
+)
+from dissociation.training import (
+    _chunk as chunk_module,
+)
+from dissociation.training import (
+    _run as run_module,
+)
 
 SGD = make_step(squared_error, optax.sgd(0.1))
 
@@ -69,7 +83,7 @@ def test_equals_a_plain_loop(key, member_map):
 def test_members_in_turn_are_independent(key, member_map):
     """Alone, with others and over two devices: the same up to rounding."""
     models, data = linear_members(key, members=3), regression(key, samples=64)
-    step, two = make_step(squared_error, optax.adam(1e-2)), sharding.member_mesh(jax.devices("cpu")[:2])
+    step, two = make_step(squared_error, optax.adam(1e-2)), dissociation.member_mesh(jax.devices("cpu")[:2])
 
     def run(models, key=key, mesh=None, shared=True):
         layout = Layout(member_map, mesh=mesh)
@@ -100,7 +114,7 @@ def test_vmap_agrees_with_members_in_turn(key):
     np.testing.assert_allclose(weights(in_turn), weights(mapped), rtol=1e-5, atol=1e-6)
     batched = run("vmap", 2)
     np.testing.assert_allclose(weights(mapped), weights(batched), rtol=1e-5, atol=1e-6)
-    sharded = run("vmap", mesh=sharding.member_mesh(jax.devices("cpu")[:2]))
+    sharded = run("vmap", mesh=dissociation.member_mesh(jax.devices("cpu")[:2]))
     np.testing.assert_allclose(weights(mapped), weights(sharded), rtol=1e-5, atol=1e-6)
 
 
@@ -109,7 +123,7 @@ def test_vmap_agrees_with_members_in_turn(key):
 def test_batches_may_be_laid_over_devices_too(key, member_map):
     """Four devices, two for the members and two for every batch; batches of 9 are divided by none."""
     models, data = linear_members(key, members=3), regression(key, samples=64)
-    mesh = sharding.member_mesh(jax.devices("cpu")[:4], data=2)
+    mesh = dissociation.member_mesh(jax.devices("cpu")[:4], data=2)
     for size in (8, 9):
 
         def run(*layout, size=size, **more):
@@ -127,7 +141,7 @@ def test_batches_may_be_laid_over_devices_too(key, member_map):
 def test_members_per_batch_follow_the_memory(key, monkeypatch, devices):
     models, sizes, needed = linear_members(key, 12, out=40), [], []
     data = regression(key, samples=450, out=40)
-    mesh = sharding.member_mesh(jax.devices("cpu")[:devices]) if devices else None
+    mesh = dissociation.member_mesh(jax.devices("cpu")[:devices]) if devices else None
     largest, program_bytes = chunk_module.largest_batch, chunk_module.program_bytes
 
     def run(budget, *layout):

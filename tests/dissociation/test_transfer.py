@@ -3,7 +3,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dissociation.metrics import probes, transfer
+from dissociation import measures
+from dissociation.measures import _transfer as transfer
 
 
 def make_data(n=120, d=6, classes=3):
@@ -18,20 +19,20 @@ def make_data(n=120, d=6, classes=3):
 def test_errors_are_those_of_the_probe_on_slices(probe, num_buckets):
     x, y = make_data()
     fractions = (1.0, 0.25, 0.6)
-    predict = {"converged": probes.crossval_softmax_predict, "gradient": probes.crossval_gradient_predict}[probe]
+    predict = {"converged": measures.crossval_softmax_predict, "gradient": measures.crossval_gradient_predict}[probe]
     wanted = []
     for fraction in fractions:
         count = round(120 * fraction)
         chances = np.asarray(predict(x[:count], y[:count], 5))
         wanted.append(np.mean(chances.argmax(1) != y[:count].argmax(1)))
     options = {"key": None, "fractions": fractions, "num_splits": 5, "probe": probe, "num_buckets": num_buckets}
-    errors = transfer.transfer_errors(x, y, **options)
+    errors = measures.transfer_errors(x, y, **options)
     np.testing.assert_allclose(errors, wanted, atol=1.01 / 30)  # one sample at a tie, in the smallest budget
     assert np.abs(errors - np.array(wanted)).sum() < 2 / 30
     assert len(set(np.round(wanted, 3))) > 1
     if num_buckets == 1:
         members = jnp.stack([jnp.asarray(x), jnp.asarray(x[:, ::-1])])
-        run = jax.jit(jax.vmap(lambda member: transfer.transfer_errors(member, y, **options)))
+        run = jax.jit(jax.vmap(lambda member: measures.transfer_errors(member, y, **options)))
         np.testing.assert_allclose(run(members), np.stack([errors, errors]), atol=1.01 / 30)
 
 
@@ -40,15 +41,15 @@ def test_default_budgets_are_twentieths():
     assert [transfer._budget(k / 20, 10_000, 10) for k in range(1, 21)] == [500 * k for k in range(1, 21)]
     assert transfer._budget(0.57, 100, 10) == 57  # int(0.57 * 100) is 56
     assert transfer._budget(0.999, 100, 10) == 99
-    assert transfer.transfer_errors(x, y, key=None, num_buckets=2).shape == (20,)
+    assert measures.transfer_errors(x, y, key=None, num_buckets=2).shape == (20,)
 
 
 def test_a_perfect_and_a_useless_representation():
     _, y = make_data(300)
     noise = np.random.default_rng(1).normal(size=(300, 3)).astype(np.float32)
     options = {"key": None, "fractions": (0.5, 1.0), "num_buckets": 1}
-    np.testing.assert_array_equal(transfer.transfer_errors(y, y, **options), 0)
-    assert transfer.transfer_errors(noise, y, **options).min() > 0.3
+    np.testing.assert_array_equal(measures.transfer_errors(y, y, **options), 0)
+    assert measures.transfer_errors(noise, y, **options).min() > 0.3
 
 
 @pytest.mark.parametrize(
@@ -63,14 +64,14 @@ def test_a_perfect_and_a_useless_representation():
 )
 def test_wrong_use(options, message):
     with pytest.raises(ValueError, match=message):
-        transfer.transfer_errors(*make_data(), **{"key": None} | options)
+        measures.transfer_errors(*make_data(), **{"key": None} | options)
 
 
 @pytest.mark.parametrize("probe", ["converged", "gradient"])
 def test_sorted_rows_transfer_as_well_as_shuffled_ones(probe):
     """Of features that say something and of features that do not, for budgets below the size of a class, too."""
     options = {"fractions": (0.2, 0.5, 1.0), "num_splits": 5, "probe": probe, "num_buckets": 1}
-    run = jax.jit(lambda x, y, key: transfer.transfer_errors(x, y, key=key, **options))
+    run = jax.jit(lambda x, y, key: measures.transfer_errors(x, y, key=key, **options))
     x, y = make_data(300)
     noise = np.random.default_rng(1).normal(size=x.shape).astype(np.float32)
     place = np.argsort(y.argmax(1), kind="stable")
@@ -84,7 +85,7 @@ def test_sorted_rows_transfer_as_well_as_shuffled_ones(probe):
         assert (ordered.mean(0) > low).all()
     # As they come, the first rows are of one class: no error there is no news, and it is refused where it is seen.
     with pytest.raises(ValueError, match=r"every class in the first 60 rows.*got none of class 1.*Pass a `key`"):
-        transfer.transfer_errors(noise[place], y[place], key=None, **options)
+        measures.transfer_errors(noise[place], y[place], key=None, **options)
 
 
 @pytest.mark.slow
@@ -93,16 +94,16 @@ def test_one_key_is_one_order_for_all_members():
     options = {"fractions": (0.3, 1.0), "num_splits": 5, "num_buckets": 1}
     key = jax.random.key(2)
     members = jnp.stack([jnp.asarray(x), 3 * jnp.asarray(x)])
-    both = jax.vmap(lambda member: transfer.transfer_errors(member, y, key=key, **options))(members)
+    both = jax.vmap(lambda member: measures.transfer_errors(member, y, key=key, **options))(members)
     order = jax.random.permutation(key, len(x))
-    wanted = transfer.transfer_errors(x[order], y[order], key=None, **options)
+    wanted = measures.transfer_errors(x[order], y[order], key=None, **options)
     np.testing.assert_allclose(both, np.stack([wanted, wanted]), atol=1.01 / 36)
-    assert np.abs(wanted - transfer.transfer_errors(x, y, key=None, **options)).max() > 0
+    assert np.abs(wanted - measures.transfer_errors(x, y, key=None, **options)).max() > 0
 
 
 def test_budgets_without_a_converged_probe_have_no_error():
     x, y = make_data()
     x[60, 0] = np.nan  # in the larger budget alone
     with pytest.warns(RuntimeWarning, match="did not converge in 1 of 2 budgets"):
-        errors = transfer.transfer_errors(x, y, key=None, fractions=(0.5, 1.0), num_splits=5, num_buckets=1)
+        errors = measures.transfer_errors(x, y, key=None, fractions=(0.5, 1.0), num_splits=5, num_buckets=1)
     np.testing.assert_array_equal(np.isnan(errors), [False, True])

@@ -14,10 +14,13 @@ import pandas as pd
 import pytest
 from jaxtyping import Array, Float, Int, Real
 
-from dissociation import checks, sharding
-from dissociation.conversion import as_classes, as_examples, as_one_hot
-from dissociation.types import Classes, Count, OneHot, PRNGKey, PRNGKeys, Scalar
-from dissociation.validation import validated
+import dissociation
+from dissociation import figures
+from dissociation._core import checks
+from dissociation._core.conversion import as_classes, as_examples, as_one_hot
+from dissociation._core.types import Classes, Count, OneHot, PRNGKey, PRNGKeys, Scalar
+from dissociation._core.validation import validated
+from dissociation.training import _sharding as sharding
 
 
 class Foreign:
@@ -324,7 +327,10 @@ def test_integers_that_would_wrap_are_refused():
         (lambda: first_of([0], labels=large), "labels` must hold integers .*, got 1099511627776"),
         (lambda: first_of([0], more=[np.array([1]), large]), r"more\[1\]` must hold integers .*, got 1099511627776"),
         (lambda: as_examples("x", {"tokens": large}), "x` must hold integers .*, got 1099511627776"),
-        (lambda: sharding.replicate({"step": large}, sharding.member_mesh()), "tree` must hold integers .*, got 1099"),
+        (
+            lambda: sharding.replicate({"step": large}, dissociation.member_mesh()),
+            "tree` must hold integers .*, got 1099",
+        ),
     ):
         with pytest.raises(ValueError, match=f"`{message}"):
             call()
@@ -411,11 +417,11 @@ def test_what_loses_nothing_passes_without_a_word(x):
 def test_messages_have_no_holes():
     for check, message in (
         (
-            lambda: checks.check_choice("name", "a", ()),
+            lambda: figures.check_choice("name", "a", ()),
             "`name` must be left out, as there is nothing to choose from, got 'a'.",
         ),
-        (lambda: checks.fail("name", "be short", ""), "`name` must be short, got nothing."),
-        (lambda: checks.check_count("n", 2**31), "`n` must be at most 2147483647, got 2147483648."),
+        (lambda: figures.fail("name", "be short", ""), "`name` must be short, got nothing."),
+        (lambda: figures.check_count("n", 2**31), "`n` must be at most 2147483647, got 2147483648."),
     ):
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
             check()

@@ -10,8 +10,7 @@ import jax
 import matplotlib.pyplot as plt
 import numpy as np
 
-from dissociation.checks import check_count, fail
-from dissociation.figures.artifacts import Parts, identity_of
+from dissociation.figures import Parts, check_count, fail, identity_of
 
 STEM, SHOWS = "toy", "A toy."
 AXES = {"part": ("seeds", "steps")}
@@ -94,11 +93,11 @@ if __name__ == "__main__":
 
     import matplotlib as mpl
 
-    from dissociation import interrupts
+    from dissociation.training import _interrupts as interrupts
 
     mpl.use("Agg")
     interrupts.listen("toy")
-    from dissociation.figures.command import run_command
+    from dissociation.figures import run_command
 
     status = run_command({"toy": sys.modules[__name__]}, None, program="toy", description="Toys.")
     interrupts.end()

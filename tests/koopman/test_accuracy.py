@@ -5,13 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from koopman.datasets.langevin import prinz_langevin
-from koopman.datasets.linear import linear_system
-from koopman.datasets.maps import logistic_features, logistic_map
-from koopman.datasets.systems import duffing, lorenz63, ornstein_uhlenbeck
-from koopman.estimators import ReducedRank, Ridge
-from koopman.operators import fit
-from koopman.pairs import lagged_pairs
+from koopman import ReducedRank, Ridge, fit, lagged_pairs
+from koopman.datasets import (
+    duffing,
+    linear_system,
+    logistic_features,
+    logistic_map,
+    lorenz63,
+    ornstein_uhlenbeck,
+    prinz_langevin,
+)
 
 pytestmark = pytest.mark.slow
 

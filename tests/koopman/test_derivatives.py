@@ -8,20 +8,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from koopman.estimators import PrincipalComponents, ReducedRank, Ridge
-from koopman.forecast import matrix_powers, predict, r2_score, risk, score
-from koopman.generator import fit_generator
-from koopman.kernels import Linear
-from koopman.operators import fit
-from koopman.spectrum import (
+from koopman import (
+    Linear,
+    PrincipalComponents,
+    ReducedRank,
+    Ridge,
     decompose,
     eigenpairs,
     eigenvalues,
+    fit,
+    fit_generator,
     left_eigenfunctions,
+    matrix_powers,
     modes,
+    predict,
     right_eigenfunctions,
+    risk,
+    score,
     singular_values,
 )
+from koopman._operators._forecast import r2_score
 
 pytestmark = pytest.mark.slow
 

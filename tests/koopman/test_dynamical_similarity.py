@@ -7,20 +7,21 @@ import pytest
 import scipy.linalg
 import scipy.optimize
 
-from koopman import dynamical_similarity
-from koopman.dynamical_similarity import (
+from koopman import (
+    PrincipalComponents,
+    ReducedRank,
+    Ridge,
     align_dynamics,
     delay_embed,
-    departure_from_normality,
     dynamical_distance,
     eigenvalue_distance,
+    eigenvalues,
+    fit,
+    lagged_pairs,
     pairwise_dynamical_distance,
-    transition_matrix,
 )
-from koopman.estimators import PrincipalComponents, ReducedRank, Ridge
-from koopman.operators import fit
-from koopman.pairs import lagged_pairs
-from koopman.spectrum import eigenvalues
+from koopman._operators import _dynamical_similarity as dynamical_similarity
+from koopman._operators._dynamical_similarity import departure_from_normality, transition_matrix
 
 pytestmark = pytest.mark.usefixtures("barely_optimized")
 

@@ -5,12 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from koopman import kernel_operators, operators
-from koopman.estimators import Estimator, PrincipalComponents, ReducedRank, Ridge
-from koopman.forecast import risk
-from koopman.kernels import RBF
-from koopman.operators import fit
-from koopman.subspaces import Basis
+from koopman import RBF, PrincipalComponents, ReducedRank, Ridge, fit, risk
+from koopman._operators import _fit as operators
+from koopman._operators import _kernel_operators as kernel_operators
+from koopman._operators._estimators import Estimator
+from koopman._operators._subspaces import Basis
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(40, 4)).astype(np.float32)

@@ -13,15 +13,16 @@ from compiled import compilations
 from drawn import assert_only_draws
 from labels import assert_labelled
 
-from dissociation.data.datasets import Dataset, load
-from dissociation.figures import command
-from dissociation.figures.artifacts import axes_of
-from dissociation.labelled import load_results
-from dissociation.models.cnn import Encoder
-from koopman import cli
+from dissociation import load_results
+from dissociation.data import Dataset, load
+from dissociation.figures import _command as command
+from dissociation.figures._artifacts import axes_of
+from dissociation.models import Encoder
+from koopman import figures
 from koopman.figures import ordered_mnist, spectra
-from koopman.figures.ordered_mnist_measures import PROTOCOLS, Evaluation, Forecaster, Latent, project, spectral, stuck
-from koopman.figures.ordered_mnist_models import Networks
+from koopman.figures._ordered_mnist_measures import Evaluation, Forecaster, Latent, project, spectral, stuck
+from koopman.figures._ordered_mnist_models import Networks
+from koopman.figures.ordered_mnist import PROTOCOLS
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("barely_optimized")]
 
@@ -191,7 +192,7 @@ def test_spectra(caplog):
 def refused(words):
     """Whether the command line returns, or exits with, the status of wrong usage."""
     try:
-        return cli.main(words) == 2
+        return figures.main(words) == 2
     except SystemExit as end:
         return end.code == 2
 
@@ -199,7 +200,7 @@ def refused(words):
 def test_command_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(command, "cache_folder", lambda: tmp_path / "cache")
     sizes = ["--num-trajectories", "2", "--lengths", "300", "--num-centres", "10", "--systems", "ornstein_uhlenbeck"]
-    assert cli.main(["spectra", *sizes, "--out", str(tmp_path), "--silent"]) == 0
+    assert figures.main(["spectra", *sizes, "--out", str(tmp_path), "--silent"]) == 0
     shown = capsys.readouterr().out
     assert "Ornstein-Uhlenbeck" in shown
     (out,) = tmp_path.glob("spectra_*")

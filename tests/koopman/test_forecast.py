@@ -7,14 +7,23 @@ import pandas as pd
 import pytest
 import xarray as xr
 
-from koopman import diagnostics
-from koopman.estimators import ReducedRank, Ridge
-from koopman.forecast import matrix_powers, predict, r2_score, risk, score
-from koopman.generator import fit_generator
-from koopman.kernels import RBF, median_distance
-from koopman.operators import fit
-from koopman.pairs import lagged_pairs, moments
-from koopman.spectrum import right_eigenfunctions
+from koopman import (
+    RBF,
+    ReducedRank,
+    Ridge,
+    fit,
+    fit_generator,
+    lagged_pairs,
+    matrix_powers,
+    median_distance,
+    moments,
+    predict,
+    right_eigenfunctions,
+    risk,
+    score,
+)
+from koopman._operators import _diagnostics as diagnostics
+from koopman._operators._forecast import r2_score
 
 
 def trajectory(n=200, seed=0):

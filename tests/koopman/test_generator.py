@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import scipy.linalg
 
-from koopman.datasets.langevin import langevin_spectrum, overdamped_langevin, prinz_potential, prinz_spectrum
-from koopman.generator import fit_generator
+from koopman import fit_generator
+from koopman.datasets import langevin_spectrum, overdamped_langevin, prinz_spectrum
+from koopman.datasets._langevin import prinz_potential
 
 THETA, SIGMA = 0.7, 1.3
 

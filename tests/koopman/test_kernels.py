@@ -3,19 +3,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from koopman import kernels
+import koopman
+from koopman._operators import _kernels as kernels
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(3.0, 1.0, size=(2, 9, 4))
 DISTANCE = np.linalg.norm(X[:, None] - Y[None], axis=-1)
 
 CASES = [
-    (kernels.Linear(), X @ Y.T),
-    (kernels.RBF(0.7), np.exp(-(DISTANCE**2) / (2 * 0.7**2))),
-    (kernels.Laplacian(0.7), np.exp(-DISTANCE / 0.7)),
-    (kernels.Matern(0.7, 0.5), np.exp(-DISTANCE / 0.7)),
-    (kernels.Matern(0.7, 1.5), (1 + 3**0.5 * DISTANCE / 0.7) * np.exp(-(3**0.5) * DISTANCE / 0.7)),
-    (kernels.Polynomial(3, 0.5, 2.0), (0.5 * X @ Y.T + 2) ** 3),
+    (koopman.Linear(), X @ Y.T),
+    (koopman.RBF(0.7), np.exp(-(DISTANCE**2) / (2 * 0.7**2))),
+    (koopman.Laplacian(0.7), np.exp(-DISTANCE / 0.7)),
+    (koopman.Matern(0.7, 0.5), np.exp(-DISTANCE / 0.7)),
+    (koopman.Matern(0.7, 1.5), (1 + 3**0.5 * DISTANCE / 0.7) * np.exp(-(3**0.5) * DISTANCE / 0.7)),
+    (koopman.Polynomial(3, 0.5, 2.0), (0.5 * X @ Y.T + 2) ** 3),
 ]
 
 
@@ -30,7 +31,7 @@ def test_closed_forms(kernel, wanted):
 def test_against_scikit_learn(nu):
     pairwise = pytest.importorskip("sklearn.gaussian_process.kernels")
     with jax.enable_x64(True):
-        np.testing.assert_allclose(kernels.Matern(1.3, nu)(X, Y), pairwise.Matern(1.3, nu=nu)(X, Y), rtol=1e-10)
+        np.testing.assert_allclose(koopman.Matern(1.3, nu)(X, Y), pairwise.Matern(1.3, nu=nu)(X, Y), rtol=1e-10)
 
 
 def test_float32_far_from_the_origin():
@@ -58,34 +59,34 @@ def test_states_that_are_not_numbers_have_no_kernel_value(kernel, _):
     np.testing.assert_array_equal(np.isnan(kernel(bad, Y[:3])).all(1), np.arange(9) == 4)
 
 
-@pytest.mark.parametrize("kind", [kernels.RBF, kernels.Laplacian, kernels.Matern])
+@pytest.mark.parametrize("kind", [koopman.RBF, koopman.Laplacian, koopman.Matern])
 @pytest.mark.parametrize("unit", [2.0**-100, 2.0**100])
 def test_units_of_length_do_not_matter(kind, unit):
     """Squares of states overflowed or vanished before they were divided by the length scale."""
     x, unit = X.astype(np.float32), np.float32(unit)
     np.testing.assert_allclose(kind(jnp.asarray(1.5 * unit))(x * unit, x * unit), kind(1.5)(x, x), rtol=1e-6)
-    np.testing.assert_allclose(kernels.median_distance(x * unit) / unit, kernels.median_distance(x), rtol=1e-6)
+    np.testing.assert_allclose(koopman.median_distance(x * unit) / unit, koopman.median_distance(x), rtol=1e-6)
 
 
 def test_median_distance():
     with jax.enable_x64(True):
         rows, columns = np.triu_indices(9, 1)
         exact = np.median(np.linalg.norm(X[rows] - X[columns], axis=1))
-        np.testing.assert_allclose(kernels.median_distance(X), exact, rtol=1e-10)
+        np.testing.assert_allclose(koopman.median_distance(X), exact, rtol=1e-10)
     cycle = np.tile(np.linspace(0, 1, 10)[:, None], (40, 1))  # every tenth state is the same
-    exact = kernels.median_distance(cycle)
-    np.testing.assert_allclose(kernels.median_distance(cycle, max_samples=40), exact, atol=0.15)
+    exact = koopman.median_distance(cycle)
+    np.testing.assert_allclose(koopman.median_distance(cycle, max_samples=40), exact, atol=0.15)
 
 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: kernels.RBF(0.0), "`length_scale` must be positive"),
-        (lambda: kernels.Matern(1.0, 2.0), "one of 0.5, 1.5, 2.5"),
-        (lambda: kernels.Polynomial(0), "`degree`"),
-        (lambda: kernels.Linear()(X, Y[:, :3]), "`y` must be of shape .* as in `x`"),
-        (lambda: kernels.median_distance(X[:1]), "at least two states"),
-        (lambda: kernels.median_distance(np.where(X[2, 1] == X, np.nan, X)), r"nan at index \(2, 1\)"),
+        (lambda: koopman.RBF(0.0), "`length_scale` must be positive"),
+        (lambda: koopman.Matern(1.0, 2.0), "one of 0.5, 1.5, 2.5"),
+        (lambda: koopman.Polynomial(0), "`degree`"),
+        (lambda: koopman.Linear()(X, Y[:, :3]), "`y` must be of shape .* as in `x`"),
+        (lambda: koopman.median_distance(X[:1]), "at least two states"),
+        (lambda: koopman.median_distance(np.where(X[2, 1] == X, np.nan, X)), r"nan at index \(2, 1\)"),
     ],
 )
 def test_bad_input_is_refused(make, words):
@@ -97,11 +98,11 @@ def test_bad_input_is_refused(make, words):
 @pytest.mark.parametrize(
     "kernel",
     [
-        kernels.Laplacian(0.1),
-        kernels.Matern(0.1, 0.5),
-        kernels.Matern(0.1, 1.5),
-        kernels.Matern(0.1, 2.5),
-        kernels.RBF(0.1),
+        koopman.Laplacian(0.1),
+        koopman.Matern(0.1, 0.5),
+        koopman.Matern(0.1, 1.5),
+        koopman.Matern(0.1, 2.5),
+        koopman.RBF(0.1),
     ],
 )
 def test_kernels_of_distances_are_exact_for_close_states(kernel):
@@ -120,6 +121,6 @@ def test_kernels_of_distances_are_exact_for_close_states(kernel):
 
 @pytest.mark.parametrize("make", [np.int64, np.asarray, jnp.asarray])
 def test_numbers_of_numpy_are_static_too(make):
-    assert type(kernels.Polynomial(make(2)).degree) is int
-    assert type(kernels.Matern(1.0, make(np.float32(1.5)) if make is not np.int64 else np.float32(1.5)).nu) is float
-    assert kernels.Polynomial(make(2)) == kernels.Polynomial(2)
+    assert type(koopman.Polynomial(make(2)).degree) is int
+    assert type(koopman.Matern(1.0, make(np.float32(1.5)) if make is not np.int64 else np.float32(1.5)).nu) is float
+    assert koopman.Polynomial(make(2)) == koopman.Polynomial(2)

@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 from scipy.stats import kstest
 
-from koopman.datasets.langevin import (
+from koopman.datasets import (
     langevin_spectrum,
+    ornstein_uhlenbeck_spectrum,
     overdamped_langevin,
     prinz_langevin,
-    prinz_potential,
     prinz_spectrum,
 )
-from koopman.datasets.systems import ornstein_uhlenbeck_spectrum
+from koopman.datasets._langevin import prinz_potential
 
 ROOT_2 = np.sqrt(2)
 BUMPS = ((0.8, 80, 0.0), (0.2, 80, 0.5), (0.5, 40, -0.5))  # height, sharpness, place

@@ -7,27 +7,27 @@ import numpy as np
 import optax
 import pytest
 
-from dissociation.data.datasets import load
-from dissociation.members import member
-from dissociation.models.layers import Affine, max_pool
+import koopman
+from dissociation import member
+from dissociation.data import load
+from dissociation.models import Affine
+from dissociation.models._layers import max_pool
 from dissociation.training import Epochs, fit, make_step
-from koopman import operators
-from koopman.datasets.linear import linear_system
-from koopman.datasets.ordered_mnist import ordered_mnist
-from koopman.estimators import Ridge
-from koopman.learn import (
+from koopman import (
+    Autoencoder,
+    FeatureMap,
+    Ridge,
+    autoencoder_loss,
+    eigenvalues,
     encode,
-    pair_loss,
-    reconstruction_loss,
+    lagged_pairs,
     train_autoencoders,
     train_classifiers,
     train_encoders,
     validation_loss,
 )
-from koopman.losses import autoencoder_loss
-from koopman.networks import Autoencoder, FeatureMap
-from koopman.pairs import lagged_pairs
-from koopman.spectrum import eigenvalues
+from koopman._encoders._learn import pair_loss, reconstruction_loss
+from koopman.datasets import linear_system, ordered_mnist
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +150,7 @@ def test_encoders_find_the_slow_directions_of_a_linear_system(trajectories, kind
     options = {"num_seeds": 1, "num_epochs": 25, "learning_rate": 1e-2, "lag": lag, "trajectory_axis": 0}
     result = train_encoders(kind, trajectories, key=jax.random.key(1), encoder=linear(5, 2), **options)
     features = [encode(member(result.models, 0), states) for states in trajectories]
-    found = eigenvalues(operators.fit(Ridge(1e-6), *lagged_pairs(features, lag)))
+    found = eigenvalues(koopman.fit(Ridge(1e-6), *lagged_pairs(features, lag)))
     np.testing.assert_allclose(found[0], (0.8 + 0.4j) ** lag, atol=0.05)
     np.testing.assert_allclose(found[1], (0.8 - 0.4j) ** lag, atol=0.05)
 

@@ -7,14 +7,9 @@ import numpy as np
 import pytest
 from scipy.linalg import solve_discrete_lyapunov
 
-from koopman.datasets.exact import conjugate_order
-from koopman.datasets.linear import (
-    linear_spectrum,
-    linear_system,
-    regime_switching_spectrum,
-    regime_switching_var,
-    stationary_covariance,
-)
+from koopman.datasets import linear_spectrum, linear_system, regime_switching_spectrum, regime_switching_var
+from koopman.datasets._exact import conjugate_order
+from koopman.datasets._linear import stationary_covariance
 
 A = np.array([[0.8, -0.5], [0.4, 0.6]])  # eigenvalues 0.7 +- 0.436i
 A3 = np.array([[0.9, 0.5, 0.0], [0.0, 0.7, 0.3], [-0.1, 0.0, -0.4]])

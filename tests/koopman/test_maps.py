@@ -7,8 +7,9 @@ import pytest
 from scipy.special import fresnel
 from scipy.stats import beta, kstest
 
-from koopman.datasets.exact import conjugate_order
-from koopman.datasets.maps import logistic_features, logistic_map, logistic_noise, logistic_spectrum
+from koopman.datasets import logistic_features, logistic_map, logistic_spectrum
+from koopman.datasets._exact import conjugate_order
+from koopman.datasets._maps import logistic_noise
 
 NODES, WEIGHTS = np.polynomial.legendre.leggauss(600)
 X, WEIGHTS = (NODES[:, None] + 1) / 2, WEIGHTS / 2

@@ -4,8 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dissociation.models.layers import Affine
-from koopman.networks import Autoencoder, FeatureMap, build_network
+from dissociation.models import Affine
+from koopman import Autoencoder, FeatureMap
+from koopman._encoders._networks import build_network
 
 IMAGES = np.random.default_rng(0).uniform(size=(12, 28, 28)).astype(np.float32)
 STATES = np.random.default_rng(1).normal(size=(12, 3)).astype(np.float32)

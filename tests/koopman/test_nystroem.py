@@ -7,14 +7,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from koopman.estimators import PrincipalComponents, ReducedRank, Ridge
-from koopman.forecast import predict, risk
-from koopman.kernels import RBF, Linear, Polynomial
-from koopman.nystroem import choose_centres
-from koopman.operators import fit
-from koopman.pairs import lagged_pairs, moments
-from koopman.spectrum import decompose, eigenvalues, left_eigenfunctions, right_eigenfunctions, singular_values
-from koopman.subspaces import eigenpairs
+from koopman import (
+    RBF,
+    Linear,
+    Polynomial,
+    PrincipalComponents,
+    ReducedRank,
+    Ridge,
+    choose_centres,
+    decompose,
+    eigenvalues,
+    fit,
+    lagged_pairs,
+    left_eigenfunctions,
+    moments,
+    predict,
+    right_eigenfunctions,
+    risk,
+    singular_values,
+)
+from koopman._operators._subspaces import eigenpairs
 
 KINDS = {"ridge": Ridge, "pcr": partial(PrincipalComponents, 2), "reduced_rank": partial(ReducedRank, 2)}
 

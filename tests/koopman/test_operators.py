@@ -7,14 +7,27 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from koopman import diagnostics
-from koopman.estimators import PrincipalComponents, ReducedRank, Ridge
-from koopman.forecast import predict, risk
-from koopman.kernels import Linear
-from koopman.operator import KernelMap, LinearMap
-from koopman.operators import fit
-from koopman.pairs import few_rows, lagged_pairs, merge_moments, moments, scan_moments
-from koopman.spectrum import decompose, eigenvalues, modes, right_eigenfunctions, singular_values
+from koopman import (
+    Linear,
+    PrincipalComponents,
+    ReducedRank,
+    Ridge,
+    decompose,
+    eigenvalues,
+    fit,
+    lagged_pairs,
+    merge_moments,
+    modes,
+    moments,
+    predict,
+    right_eigenfunctions,
+    risk,
+    scan_moments,
+    singular_values,
+)
+from koopman._operators import _diagnostics as diagnostics
+from koopman._operators._operator import KernelMap, LinearMap
+from koopman._operators._pairs import few_rows
 
 ESTIMATORS = {"ridge": Ridge, "pcr": partial(PrincipalComponents, 3), "reduced_rank": partial(ReducedRank, 3)}
 

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from dissociation.data.datasets import Dataset, load
-from koopman.datasets.ordered_mnist import cycle_spectrum, ordered_mnist
+from dissociation.data import Dataset, load
+from koopman.datasets import cycle_spectrum, ordered_mnist
 
 
 def test_digits_come_in_turn_and_in_the_order_of_the_source():

@@ -7,13 +7,24 @@ import pandas as pd
 import pytest
 import xarray as xr
 
-from koopman import diagnostics, learn
-from koopman.datasets.maps import logistic_map
-from koopman.estimators import Ridge
-from koopman.generator import fit_generator
-from koopman.losses import dpnets_loss, spectral_contrastive_loss, vamp_loss, vamp_score
-from koopman.operators import fit
-from koopman.pairs import default_alpha, delay_embed, gram_root, lagged_pairs, merge_moments, moments, scan_moments
+import koopman
+from koopman import (
+    Ridge,
+    delay_embed,
+    dpnets_loss,
+    fit,
+    fit_generator,
+    lagged_pairs,
+    merge_moments,
+    moments,
+    scan_moments,
+    spectral_contrastive_loss,
+    vamp_loss,
+    vamp_score,
+)
+from koopman._operators import _diagnostics as diagnostics
+from koopman._operators._pairs import default_alpha, gram_root
+from koopman.datasets import logistic_map
 
 
 @pytest.mark.parametrize("lag", [1, 3])
@@ -237,7 +248,7 @@ def test_runs_of_an_index_are_trajectories(order):
 )  # fmt: skip
 def test_frames_that_leave_time_open_are_refused(table, error, words):
     def train(trajectories):
-        return learn.train_encoders("vamp", trajectories, key=jax.random.key(0))
+        return koopman.train_encoders("vamp", trajectories, key=jax.random.key(0))
 
     for call in (lagged_pairs, lambda table: delay_embed(table, 2), train):
         with pytest.raises(error, match=f"`traj.*must .*{words}"):

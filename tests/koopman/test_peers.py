@@ -9,9 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from koopman import delay_embed, eigenvalues, fit, lagged_pairs
-from koopman.estimators import ReducedRank
-from koopman.losses import vamp_loss
+from koopman import ReducedRank, delay_embed, eigenvalues, fit, lagged_pairs, vamp_loss
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 KEPT = json.loads((FOLDER / "peers.json").read_text())

@@ -3,8 +3,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from koopman.diagnostics import warn_unconverged
-from koopman.solvers import find_eigenpairs, find_left_vectors
+from koopman._operators._diagnostics import warn_unconverged
+from koopman._operators._solvers import find_eigenpairs, find_left_vectors
 
 
 def matrix_of(values, rows, columns, seed=0):

@@ -6,21 +6,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from koopman.datasets.maps import logistic_features, logistic_map, logistic_spectrum
-from koopman.estimators import PrincipalComponents, ReducedRank, Ridge
-from koopman.forecast import predict
-from koopman.kernels import RBF
-from koopman.operators import fit
-from koopman.pairs import lagged_pairs
-from koopman.spectrum import (
+from koopman import (
+    RBF,
+    PrincipalComponents,
+    ReducedRank,
+    Ridge,
     decompose,
     eigenpairs,
     eigenvalues,
+    fit,
+    lagged_pairs,
     left_eigenfunctions,
     modes,
+    predict,
     right_eigenfunctions,
     singular_values,
 )
+from koopman.datasets import logistic_features, logistic_map, logistic_spectrum
 
 
 def rotation(n=300, angle=0.3, decay=0.95, noise=0.1, seed=0):

@@ -7,13 +7,8 @@ import pytest
 from scipy.integrate import solve_ivp
 from scipy.linalg import expm
 
-from koopman.datasets.systems import (
-    duffing,
-    lorenz63,
-    ornstein_uhlenbeck,
-    ornstein_uhlenbeck_spectrum,
-    rk4_trajectory,
-)
+from koopman.datasets import duffing, lorenz63, ornstein_uhlenbeck, ornstein_uhlenbeck_spectrum
+from koopman.datasets._systems import rk4_trajectory
 
 
 def test_ornstein_uhlenbeck_spectrum_by_quadrature():

@@ -2,8 +2,10 @@
 
 import numpy as np
 
-from dissociation.figures.labels import families_of, flat_results_of, results_of
-from dissociation.labelled import load_results, save_npz
+from dissociation import load_results
+from dissociation._core.labelled import save_npz
+from dissociation.figures import results_of
+from dissociation.figures._labels import families_of, flat_results_of
 
 
 def assert_same(one, other):

@@ -24,33 +24,33 @@ import tokenize
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-SKIPPED = ("__main__.py", "__init__.py", "cli.py", "plotting.py", "progress.py")
+SKIPPED = ("__main__.py", "__init__.py", "_cli.py", "_axes.py", "_progress.py")
 SWAPS = {"+": "-", "-": "+", "*": "/", "/": "*", "//": "/", "**": "*", "<": "<=", "<=": "<", ">": ">=", ">=": ">"}
 SWAPS |= {"==": "!=", "!=": "==", "and": "or", "or": "and", "min": "max", "max": "min", "minimum": "maximum"}
 SWAPS |= {"maximum": "minimum", "sum": "mean", "mean": "sum", "all": "any", "any": "all", "argmax": "argmin"}
 SWAPS |= {"argmin": "argmax", "floor": "ceil", "ceil": "floor", "True": "False", "False": "True"}
 TESTED_BY = {
-    "dissociation.training.state": ["dissociation/test_training_state.py"],
-    "dissociation.training.samplers": ["dissociation/test_samplers.py", "dissociation/test_training_loop.py"],
-    "dissociation.training.batches": ["dissociation/test_samplers.py", "dissociation/test_callbacks.py"],
-    "dissociation.training.loop": ["dissociation/test_training_loop.py"],
-    "dissociation.training.chunk": ["dissociation/test_training.py", "dissociation/test_callbacks.py"],
-    "dissociation.training.run": ["dissociation/test_training.py", "dissociation/test_resuming.py"],
-    "dissociation.training.fitting": ["dissociation/test_training.py", "dissociation/test_resuming.py"],
-    "dissociation.training.callbacks": ["dissociation/test_callbacks.py", "dissociation/test_resuming.py"],
-    "dissociation.metrics.softmax_solver": ["dissociation/test_probes.py", "dissociation/test_transfer.py"],
-    "dissociation.metrics.information.coordinates": ["dissociation/test_nearest_information.py"],
-    "dissociation.metrics.information.neighbours": ["dissociation/test_nearest_information.py"],
-    "dissociation.figures.eigenvector_measures": ["dissociation/test_eigenvectors.py"],
-    "dissociation.figures.members": ["dissociation/test_figures.py"],
-    "koopman.figures.ordered_mnist_models": ["koopman/test_figures.py"],
-    "dissociation.spectral.rounding": ["dissociation/test_spectral_certificate.py"],
-    "dissociation.results": ["dissociation/test_validation.py"],
-    "koopman.datasets.trajectories": ["koopman/test_linear.py", "koopman/test_langevin.py", "koopman/test_maps.py"],
-    "koopman.perturbation": ["koopman/test_operators.py", "koopman/test_derivatives.py"],
-    "koopman.subspaces": ["koopman/test_operators.py"],
-    "koopman.estimators": ["koopman/test_operators.py", "koopman/test_nystroem.py"],
-    "koopman.kernel_operators": ["koopman/test_nystroem.py"],
+    "dissociation.training._state": ["dissociation/test_training_state.py"],
+    "dissociation.training._samplers": ["dissociation/test_samplers.py", "dissociation/test_training_loop.py"],
+    "dissociation.training._batches": ["dissociation/test_samplers.py", "dissociation/test_callbacks.py"],
+    "dissociation.training._loop": ["dissociation/test_training_loop.py"],
+    "dissociation.training._chunk": ["dissociation/test_training.py", "dissociation/test_callbacks.py"],
+    "dissociation.training._run": ["dissociation/test_training.py", "dissociation/test_resuming.py"],
+    "dissociation.training._fitting": ["dissociation/test_training.py", "dissociation/test_resuming.py"],
+    "dissociation.training._callbacks": ["dissociation/test_callbacks.py", "dissociation/test_resuming.py"],
+    "dissociation.measures._softmax_solver": ["dissociation/test_probes.py", "dissociation/test_transfer.py"],
+    "dissociation.measures._coordinates": ["dissociation/test_nearest_information.py"],
+    "dissociation.measures._neighbours": ["dissociation/test_nearest_information.py"],
+    "dissociation.figures._eigenvector_measures": ["dissociation/test_eigenvectors.py"],
+    "dissociation.figures._members": ["dissociation/test_figures.py"],
+    "koopman.figures._ordered_mnist_models": ["koopman/test_figures.py"],
+    "dissociation.bilinear._rounding": ["dissociation/test_spectral_certificate.py"],
+    "dissociation._core.results": ["dissociation/test_validation.py"],
+    "koopman.datasets._trajectories": ["koopman/test_linear.py", "koopman/test_langevin.py", "koopman/test_maps.py"],
+    "koopman._operators._perturbation": ["koopman/test_operators.py", "koopman/test_derivatives.py"],
+    "koopman._operators._subspaces": ["koopman/test_operators.py"],
+    "koopman._operators._estimators": ["koopman/test_operators.py", "koopman/test_nystroem.py"],
+    "koopman._operators._kernel_operators": ["koopman/test_nystroem.py"],
 }
 """Modules that are tested through others."""
 SETTING = re.compile(r"\w+: [\w |\[\], .]+ = |.*strict=")
@@ -86,18 +86,37 @@ def is_python(source):
     return True
 
 
+def uses(path, dotted, names):
+    """How many names of a module a test file takes: from it, through a folder's face, or by an imported folder."""
+    tree = ast.parse(path.read_text())
+    package, module = dotted.rsplit(".", 1)
+    faces = (package, package.partition(".")[0])
+    count, folders = 0, set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            taken = {alias.name for alias in node.names}
+            count += len(taken) * (node.module == dotted) + (node.module == package and module in taken)
+            count += len(taken & names) * (node.module in faces)
+            folders |= {a.asname or a.name for a in node.names if f"{node.module}.{a.name}" in faces}
+        elif isinstance(node, ast.Import):
+            folders |= {alias.asname or alias.name for alias in node.names if alias.name in faces}
+    used = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and ast.unparse(n.value) in folders}
+    return count + len(used & names)
+
+
 def tests_of(module, root):
-    """Test files that import a module of the library, its own first."""
+    """Test files that import a module of the library or its public names, its own first."""
     dotted = ".".join(module.with_suffix("").parts)
-    package, name = dotted.rsplit(".", 1)
     files = [root / "tests" / own for own in TESTED_BY.get(dotted, ())]
     if files:
         return [str(path.relative_to(root)) for path in files]
+    body = ast.parse((root / module).read_text()).body
+    names = {n.name for n in body if isinstance(n, ast.FunctionDef | ast.ClassDef) and not n.name.startswith("_")}
     files = [path for path in sorted((root / "tests").rglob("test_*.py")) if path.parent.name != "notebooks"]
-    direct = re.compile(rf"{re.escape(dotted)}\b|from {re.escape(package)} import [^#]{{0,200}}\b{name}\b")
-    found = [path for path in files if path.name != "test_inputs.py" and direct.search(path.read_text())]
-    found.sort(key=lambda path: name not in path.stem)
-    return [str(path.relative_to(root)) for path in found][:3]
+    found = [(path, uses(path, dotted, names)) for path in files if path.name != "test_inputs.py"]
+    found = [(path, count) for path, count in found if count]
+    found.sort(key=lambda row: (module.stem.strip("_") not in row[0].stem, -row[1]))
+    return [str(path.relative_to(root)) for path, _ in found][:3]
 
 
 def draw(generator, number, root):

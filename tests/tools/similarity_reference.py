@@ -13,7 +13,7 @@ import scipy.special
 import scipy.stats
 from scipy.spatial.distance import pdist, squareform
 
-from dissociation import splits
+from dissociation._core import splits
 
 RANK_TOLERANCE = 1e-12  # eigenvalues of a covariance below this share of the largest one count as zero
 

@@ -68,8 +68,9 @@ def fit(options: dict[str, str]) -> None:
     import numpy as np
     import optax
 
-    from dissociation import checkpoint, sharding
+    import dissociation
     from dissociation.training import Epochs, Layout, Save, make_step
+    from dissociation.training import _checkpoint as checkpoint
     from dissociation.training import fit as train
 
     key, members = jax.random.key(3), int(options.get("members", 5))
@@ -102,7 +103,7 @@ def fit(options: dict[str, str]) -> None:
         write(path, tree, header)
 
     write, checkpoint.save = checkpoint.save, save
-    mesh = sharding.member_mesh(data=int(options.get("data", 1))) if "mesh" in options else "auto"
+    mesh = dissociation.member_mesh(data=int(options.get("data", 1))) if "mesh" in options else "auto"
     result = train(
         models,
         make_step(loss, optax.adam(1e-2)),
@@ -127,8 +128,10 @@ def maps(options: dict[str, str]) -> None:
     import numpy as np
     import pytest
 
-    from dissociation import distributed, sharding
-    from dissociation.bmap import bmap
+    import dissociation
+    from dissociation import bmap
+    from dissociation.training import _distributed as distributed
+    from dissociation.training import _sharding as sharding
 
     number = int(options.get("members", 5))
     x = {"a": jnp.arange(3.0 * number).reshape(number, 3), "key": jax.random.split(jax.random.key(1), number), "n": 2}
@@ -151,7 +154,7 @@ def maps(options: dict[str, str]) -> None:
     assert distributed.on_main(lambda: {"process": jax.process_index()}) == {"process": 0}
     with pytest.raises(ConnectionError if index else KeyError, match="no such key"):
         distributed.on_main(lambda: {}["no such key"])
-    mesh = sharding.member_mesh()
+    mesh = dissociation.member_mesh()
     assert mesh.size == jax.local_device_count()
     of_all = jax.make_mesh((jax.device_count(),), ("members",))
     with pytest.raises(ValueError, match="`mesh` must hold devices of this process, got devices of several"):
@@ -169,10 +172,10 @@ def other(options: dict[str, str]) -> None:
 def main() -> None:
     """What one of the processes runs."""
     part, where, count, index, *words = sys.argv[1:]
-    from dissociation import distributed
+    from dissociation import training
 
     if int(count) > 1:
-        distributed.initialize(where, int(count), int(index))
+        training.initialize(where, int(count), int(index))
     {"fit": fit, "maps": maps, "other": other}[part](dict(word.split("=", 1) for word in words))
 
 

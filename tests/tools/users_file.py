@@ -11,7 +11,9 @@ from jax import Array
 
 import dissociation as ds
 import koopman
-from dissociation.metrics.similarity import debiased_cka
+from dissociation.rewrites import Certificate, NeuronGroup, add_parameter_noise, match_weights
+from dissociation.similarity import debiased_cka
+from dissociation.training import FitResult
 
 
 class Network(eqx.Module):
@@ -38,17 +40,17 @@ def networks() -> dict[str, float]:
     y = jnp.stack([x[:, 0], x[:, 1] ** 2], axis=1)
     models = eqx.filter_vmap(Network)(jax.random.split(key, 2))  # pyright: ignore[reportUnknownMemberType]
     step = ds.make_step(loss, optax.adam(1e-3))
-    trained: ds.FitResult = ds.fit(models, step, ds.Epochs((x, y), batch_size=32), num_epochs=2, key=key)
+    trained: FitResult = ds.fit(models, step, ds.Epochs((x, y), batch_size=32), num_epochs=2, key=key)
     one: Any = ds.member(trained.models, 0)
     two: Any = ds.member(trained.models, 1)
-    groups: dict[str, ds.NeuronGroup] = ds.neuron_groups(one, x[0])
+    groups: dict[str, NeuronGroup] = ds.neuron_groups(one, x[0])
     hidden = groups["first"]
     rewrite = ds.duplicate(hidden, 1.5) | ds.scale(hidden, 10.0) | ds.permute(hidden, key=key)
-    proof: ds.Certificate = ds.certify(one, rewrite(one), x)
+    proof: Certificate = ds.certify(one, rewrite(one), x)
     before, after = (ds.representations(network, x)["features"] for network in (one, two))
     cka = debiased_cka(before, after)
-    matched = ds.match_weights(one, two, groups).apply(two, groups)
-    noisy = ds.add_parameter_noise(matched, 0.1, key=key)
+    matched = match_weights(one, two, groups).apply(two, groups)
+    noisy = add_parameter_noise(matched, 0.1, key=key)
     return {
         "loss": float(trained.history.loss[0, -1]),
         "change": float(proof.max_abs_change),

@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dissociation.models.bilinear import BilinearNetwork
-from dissociation.models.cnn import CNN
-from dissociation.models.program import called
-from dissociation.weights.groups import neuron_groups
+from dissociation.models import CNN, BilinearNetwork
+from dissociation.models._program import called
+from dissociation.rewrites import neuron_groups
 
 
 class Kind(NamedTuple):

@@ -7,22 +7,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dissociation.data.datasets import Dataset
-from koopman import (
-    dynamical_similarity,
-    estimators,
-    forecast,
-    generator,
-    kernels,
-    learn,
-    losses,
-    networks,
-    nystroem,
-    operators,
-    pairs,
-    spectrum,
-)
-from koopman.datasets import langevin, linear, maps, ordered_mnist, systems
+import koopman
+from dissociation.data import Dataset
+from koopman import datasets
+from koopman._encoders import _learn as learn
+from koopman._encoders import _losses as losses
+from koopman._encoders import _networks as networks
+from koopman._operators import _dynamical_similarity as dynamical_similarity
+from koopman._operators import _forecast as forecast
+from koopman._operators import _kernels as kernels
+from koopman.datasets import _langevin as langevin
+from koopman.datasets import _linear as linear
+from koopman.datasets import _maps as maps
+from koopman.datasets import _systems as systems
 
 RANDOM = np.random.default_rng(0)
 PATH = RANDOM.standard_normal((13, 3)).astype(np.float32)
@@ -32,7 +29,7 @@ OBSERVABLE = RANDOM.standard_normal((12, 2)).astype(np.float32)
 STABLE = np.array([[0.5, 0.1], [0.0, 0.3]], np.float32)
 TRANSITION = np.array([[0.9, 0.1], [0.2, 0.8]], np.float32)
 KEY = np.array([0, 1], np.uint32)  # raw: making a typed one would start a backend
-KERNEL = kernels.RBF(1.0)
+KERNEL = koopman.RBF(1.0)
 
 
 def energy(x):
@@ -63,23 +60,23 @@ def decoder():
 @functools.cache
 def operator():
     """A fitted operator on 3 features."""
-    return operators.fit(estimators.Ridge(0.1), X, Y)
+    return koopman.fit(koopman.Ridge(0.1), X, Y)
 
 
 @functools.cache
 def decomposed():
     """Its spectrum."""
-    return spectrum.decompose(operator())
+    return koopman.decompose(operator())
 
 
 def feature_map():
     """A feature map of states of 3 coordinates."""
-    return networks.FeatureMap(2, encoder=encoder(), key=jax.random.key(0))
+    return koopman.FeatureMap(2, encoder=encoder(), key=jax.random.key(0))
 
 
 def autoencoder():
     """An autoencoder of states of 3 coordinates."""
-    return networks.Autoencoder(2, encoder=encoder(), decoder=decoder(), key=jax.random.key(0))
+    return koopman.Autoencoder(2, encoder=encoder(), decoder=decoder(), key=jax.random.key(0))
 
 
 def digits():
@@ -105,50 +102,50 @@ CELLS = {"time_step": 0.1, "num_components": 2, "num_cells": 40}
 ALIGN = {"key": KEY, "num_starts": 2, "num_steps": 20, "form": "frobenius"}
 
 CALLS = {
-    kernels.RBF: lambda: {"length_scale": 1.5},
-    kernels.Laplacian: lambda: {"length_scale": 1.5},
-    kernels.Matern: lambda: {"length_scale": 1.5, "nu": 2.5},
-    kernels.Polynomial: lambda: {"degree": 3, "gamma": 0.5, "offset": 0.0},
-    networks.FeatureMap: lambda: {
+    koopman.RBF: lambda: {"length_scale": 1.5},
+    koopman.Laplacian: lambda: {"length_scale": 1.5},
+    koopman.Matern: lambda: {"length_scale": 1.5, "nu": 2.5},
+    koopman.Polynomial: lambda: {"degree": 3, "gamma": 0.5, "offset": 0.0},
+    koopman.FeatureMap: lambda: {
         "features": 2,
         "encoder": encoder(),
         "feature_norm": 1.5,
         "init": "lecun",
         "key": KEY,
     },
-    networks.Autoencoder: lambda: {
+    koopman.Autoencoder: lambda: {
         "features": 2,
         "orthogonal": True,
         "upsampling": "bilinear",
         "init": "lecun",
         "key": KEY,
     },
-    langevin.overdamped_langevin: lambda: (
+    datasets.overdamped_langevin: lambda: (
         {"potential": energy, "initial": np.ones((2, 3), np.float32), "time_step": 0.01, "substeps": 2} | RUN | NOISY
     ),
-    langevin.langevin_spectrum: lambda: {"potential": energy, "domain": (-3.0, 3.0)} | NOISY | CELLS,
+    datasets.langevin_spectrum: lambda: {"potential": energy, "domain": (-3.0, 3.0)} | NOISY | CELLS,
     langevin.prinz_potential: lambda: {"x": X},
-    langevin.prinz_langevin: lambda: (
+    datasets.prinz_langevin: lambda: (
         RUN | NOISY | {"time_step": 1e-3, "substeps": 2, "initial": np.ones((2, 1), np.float32)}
     ),
-    langevin.prinz_spectrum: lambda: NOISY | CELLS,
-    linear.linear_system: lambda: RUN | {"matrix": STABLE, "noise": STABLE[:, :1], "initial": np.ones(2, np.float32)},
+    datasets.prinz_spectrum: lambda: NOISY | CELLS,
+    datasets.linear_system: lambda: RUN | {"matrix": STABLE, "noise": STABLE[:, :1], "initial": np.ones(2, np.float32)},
     linear.stationary_covariance: lambda: {"matrix": STABLE, "noise": 0.1},
-    linear.linear_spectrum: lambda: {"matrix": STABLE, "degree": 2, "noise": STABLE},
-    linear.regime_switching_var: lambda: (
+    datasets.linear_spectrum: lambda: {"matrix": STABLE, "degree": 2, "noise": STABLE},
+    datasets.regime_switching_var: lambda: (
         RUN | REGIMES | {"noise": 0.1, "initial": np.ones(2, np.float32), "initial_regime": 1}
     ),
-    linear.regime_switching_spectrum: lambda: dict(REGIMES),
-    maps.logistic_map: lambda: RUN | {"order": 2, "initial": np.full((2, 1), 0.3, np.float32)},
+    datasets.regime_switching_spectrum: lambda: dict(REGIMES),
+    datasets.logistic_map: lambda: RUN | {"order": 2, "initial": np.full((2, 1), 0.3, np.float32)},
     maps.logistic_noise: lambda: {"key": KEY, "shape": (2, 3), "order": 2},
-    maps.logistic_features: lambda: {"states": RANDOM.random((5, 1)), "order": 2},
-    maps.logistic_spectrum: lambda: {"order": 2, "num_components": 2},
-    ordered_mnist.ordered_mnist: lambda: {"num_digits": 2, "data": digits(), "folder": "."},
-    ordered_mnist.cycle_spectrum: lambda: {"num_digits": 4},
-    systems.ornstein_uhlenbeck: lambda: (
+    datasets.logistic_features: lambda: {"states": RANDOM.random((5, 1)), "order": 2},
+    datasets.logistic_spectrum: lambda: {"order": 2, "num_components": 2},
+    datasets.ordered_mnist: lambda: {"num_digits": 2, "data": digits(), "folder": "."},
+    datasets.cycle_spectrum: lambda: {"num_digits": 4},
+    datasets.ornstein_uhlenbeck: lambda: (
         RUN | {"theta": 1.0, "sigma": 1.0, "time_step": 0.1, "initial": np.ones((2, 1), np.float32)}
     ),
-    systems.ornstein_uhlenbeck_spectrum: lambda: {"theta": 1.0, "sigma": 1.0, "time_step": 0.1, "num_components": 3},
+    datasets.ornstein_uhlenbeck_spectrum: lambda: {"theta": 1.0, "sigma": 1.0, "time_step": 0.1, "num_components": 3},
     systems.rk4_trajectory: lambda: {
         "field": harmonic,
         "initial": np.ones(2, np.float32),
@@ -156,21 +153,21 @@ CALLS = {
         "time_step": 0.1,
         "substeps": 2,
     },
-    systems.duffing: lambda: (
+    datasets.duffing: lambda: (
         RUN
         | {"initial": np.ones((2, 2), np.float32), "time_step": 0.01, "substeps": 2}
         | {"alpha": 0.5, "beta": 0.1, "gamma": 0.1, "delta": 2.5, "omega": 2.0}
     ),
-    systems.lorenz63: lambda: (
+    datasets.lorenz63: lambda: (
         RUN
         | {"initial": np.ones((2, 3), np.float32), "time_step": 0.01, "substeps": 2}
         | {"sigma": 10.0, "mu": 28.0, "beta": 2.5}
     ),
-    forecast.predict: lambda: {"operator": operator(), "x": X, "steps": 2},
-    forecast.matrix_powers: lambda: {"matrix": STABLE, "exponents": np.array([1, 3])},
-    forecast.risk: lambda: {"operator": operator()} | PAIRS,
+    koopman.predict: lambda: {"operator": operator(), "x": X, "steps": 2},
+    koopman.matrix_powers: lambda: {"matrix": STABLE, "exponents": np.array([1, 3])},
+    koopman.risk: lambda: {"operator": operator()} | PAIRS,
     forecast.r2_score: lambda: {"target": X, "forecast": Y},
-    forecast.score: lambda: {
+    koopman.score: lambda: {
         "operator": operator(),
         "trajectory": PATH,
         "lag": 1,
@@ -178,21 +175,21 @@ CALLS = {
         "observable": PATH,
         "metric": forecast.r2_score,
     },
-    dynamical_similarity.align_dynamics: lambda: ALIGN | {"a": STABLE, "b": TRANSITION},
-    dynamical_similarity.dynamical_distance: lambda: ALIGN | {"a": STABLE, "b": TRANSITION},
-    dynamical_similarity.pairwise_dynamical_distance: lambda: (
+    koopman.align_dynamics: lambda: ALIGN | {"a": STABLE, "b": TRANSITION},
+    koopman.dynamical_distance: lambda: ALIGN | {"a": STABLE, "b": TRANSITION},
+    koopman.pairwise_dynamical_distance: lambda: (
         ALIGN | {"operators": np.stack([STABLE, TRANSITION, -STABLE]), "others": np.stack([STABLE.T, TRANSITION])}
     ),
-    dynamical_similarity.eigenvalue_distance: lambda: {
+    koopman.eigenvalue_distance: lambda: {
         "eigenvalues_a": np.array([0.5, 0.1j, -0.1j], np.complex64),
         "eigenvalues_b": np.array([0.2, 0.9, -0.3j], np.complex64),
     },
     dynamical_similarity.departure_from_normality: lambda: {"matrix": STABLE},
     dynamical_similarity.transition_matrix: lambda: {"operator": operator(), "metric": "data"},
-    estimators.Ridge: lambda: {"alpha": 0.1},
-    estimators.PrincipalComponents: lambda: {"rank": 2, "alpha": 0.1, "solver": "krylov"},
-    estimators.ReducedRank: lambda: {"rank": 2, "alpha": 0.1, "solver": "spectral"},
-    generator.fit_generator: lambda: {
+    koopman.Ridge: lambda: {"alpha": 0.1},
+    koopman.PrincipalComponents: lambda: {"rank": 2, "alpha": 0.1, "solver": "krylov"},
+    koopman.ReducedRank: lambda: {"rank": 2, "alpha": 0.1, "solver": "spectral"},
+    koopman.fit_generator: lambda: {
         "x": X,
         "jac": JACOBIAN,
         "rank": 2,
@@ -201,16 +198,16 @@ CALLS = {
         "shift": 1.0,
     },
     kernels.as_module: lambda: {"kernel": kernel},
-    kernels.median_distance: lambda: {"x": X, "max_samples": 10},
+    koopman.median_distance: lambda: {"x": X, "max_samples": 10},
     kernels.squared_distances: lambda: {"x": X, "y": Y[:5]},
-    learn.encode: lambda: {"model": encoder(), "states": X},
+    koopman.encode: lambda: {"model": encoder(), "states": X},
     learn.pair_loss: lambda: {"kind": "vamp", "model": feature_map()} | PAIRS,
     learn.reconstruction_loss: lambda: {"model": autoencoder()} | PAIRS,
-    learn.train_encoders: lambda: (
+    koopman.train_encoders: lambda: (
         training()
         | {"kind": "vamp", "trajectories": PATH, "features": 2, "feature_norm": 1.0, "lag": 1, "validation": PATH}
     ),
-    learn.train_autoencoders: lambda: (
+    koopman.train_autoencoders: lambda: (
         training()
         | {
             "trajectories": PATH,
@@ -222,8 +219,8 @@ CALLS = {
             "validation": PATH,
         }
     ),
-    learn.train_classifiers: lambda: training() | {"states": X, "labels": np.arange(12) % 2, "num_classes": 2},
-    learn.validation_loss: lambda: {
+    koopman.train_classifiers: lambda: training() | {"states": X, "labels": np.arange(12) % 2, "num_classes": 2},
+    koopman.validation_loss: lambda: {
         "kind": "vamp",
         "model": feature_map(),
         "trajectories": np.stack([PATH, PATH[::-1]]),
@@ -231,18 +228,18 @@ CALLS = {
         "trajectory_axis": 0,
         "batch_size": 12,
     },
-    losses.vamp_loss: lambda: PAIRS | {"schatten_norm": 2, "center_covariances": True},
-    losses.vamp_score: lambda: (
+    koopman.vamp_loss: lambda: PAIRS | {"schatten_norm": 2, "center_covariances": True},
+    koopman.vamp_score: lambda: (
         PAIRS | {"x_test": X[:7], "y_test": Y[:7], "schatten_norm": 2, "center_covariances": True, "rank": 2}
     ),
-    losses.dpnets_loss: lambda: PAIRS | {"relaxed": False, "metric_deformation": 1.0, "center_covariances": True},
-    losses.spectral_contrastive_loss: lambda: dict(PAIRS),
-    losses.autoencoder_loss: lambda: (
+    koopman.dpnets_loss: lambda: PAIRS | {"relaxed": False, "metric_deformation": 1.0, "center_covariances": True},
+    koopman.spectral_contrastive_loss: lambda: dict(PAIRS),
+    koopman.autoencoder_loss: lambda: (
         PAIRS
         | {"x_rec": X + 1, "y_enc": X[:, :2], "x_evo": Y[:, :2], "y_pred": Y + 1}
         | {"alpha_rec": 1.0, "alpha_lin": 1.0, "alpha_pred": 1.0}
     ),
-    losses.energy_loss: lambda: {"x": X, "jac": JACOBIAN, "grad_weight": 0.1, "form": "energy"},
+    koopman.energy_loss: lambda: {"x": X, "jac": JACOBIAN, "grad_weight": 0.1, "form": "energy"},
     losses.orthonormal_fro_reg: lambda: {"x": X, "key": KEY},
     losses.orthonormal_logfro_reg: lambda: {"x": X},
     networks.build_network: lambda: {
@@ -250,8 +247,8 @@ CALLS = {
         "network": lambda key: eqx.nn.Linear(3, 2, key=key),
         "key": KEY,
     },
-    nystroem.nystroem_map: lambda: {"kernel": KERNEL, "centres": X[:4], "rtol": 1e-6},
-    nystroem.choose_centres: lambda: {
+    koopman.nystroem_map: lambda: {"kernel": KERNEL, "centres": X[:4], "rtol": 1e-6},
+    koopman.choose_centres: lambda: {
         "x": X,
         "num_centres": 4,
         "key": KEY,
@@ -259,49 +256,49 @@ CALLS = {
         "kernel": KERNEL,
         "alpha": 0.1,
     },
-    operators.fit: (
-        lambda: FIT | {"estimator": estimators.ReducedRank(2, 0.1, solver="dense")} | OPTIONS,
-        lambda: FIT | {"estimator": estimators.PrincipalComponents(2, 0.1), "kernel": kernel, "center": False},
-        lambda: FIT | {"estimator": estimators.Ridge(0.1), "kernel": KERNEL, "centres": X[:4], "route": "qr"},
+    koopman.fit: (
+        lambda: FIT | {"estimator": koopman.ReducedRank(2, 0.1, solver="dense")} | OPTIONS,
+        lambda: FIT | {"estimator": koopman.PrincipalComponents(2, 0.1), "kernel": kernel, "center": False},
+        lambda: FIT | {"estimator": koopman.Ridge(0.1), "kernel": KERNEL, "centres": X[:4], "route": "qr"},
     ),
-    pairs.lagged_pairs: lambda: {
+    koopman.lagged_pairs: lambda: {
         "trajectories": np.stack([PATH, PATH]),
         "lag": 1,
         "max_lag": 2,
         "trajectory_axis": 0,
     },
-    pairs.delay_embed: lambda: {
+    koopman.delay_embed: lambda: {
         "trajectory": np.stack([PATH, PATH]),
         "num_delays": 3,
         "stride": 2,
         "trajectory_axis": 0,
     },
-    pairs.moments: lambda: PAIRS | {"observable": OBSERVABLE, "center": True},
-    pairs.merge_moments: lambda: {"first": pairs.moments(X, Y), "second": pairs.moments(Y, X)},
-    pairs.scan_moments: lambda: {
+    koopman.moments: lambda: PAIRS | {"observable": OBSERVABLE, "center": True},
+    koopman.merge_moments: lambda: {"first": koopman.moments(X, Y), "second": koopman.moments(Y, X)},
+    koopman.scan_moments: lambda: {
         "x": X.reshape(3, 4, 3),
         "y": Y.reshape(3, 4, 3),
         "observable": OBSERVABLE.reshape(3, 4, 2),
         "center": True,
     },
-    spectrum.eigenvalues: lambda: {"operator": operator()},
-    spectrum.decompose: lambda: {"operator": operator()},
-    spectrum.right_eigenfunctions: lambda: {"operator": operator(), "x": X, "spectrum": decomposed()},
-    spectrum.left_eigenfunctions: lambda: {"operator": operator(), "x": X, "spectrum": decomposed()},
-    spectrum.modes: lambda: {
+    koopman.eigenvalues: lambda: {"operator": operator()},
+    koopman.decompose: lambda: {"operator": operator()},
+    koopman.right_eigenfunctions: lambda: {"operator": operator(), "x": X, "spectrum": decomposed()},
+    koopman.left_eigenfunctions: lambda: {"operator": operator(), "x": X, "spectrum": decomposed()},
+    koopman.modes: lambda: {
         "operator": operator(),
         "time_step": 0.1,
         "spectrum": decomposed(),
     },
-    spectrum.singular_values: lambda: {"operator": operator()},
+    koopman.singular_values: lambda: {"operator": operator()},
 }
 
 _SEVERAL = "lists within lists of rows are several trajectories, which have no `trajectory_axis`"
 
 MAY_PASS = {
-    pairs.lagged_pairs: {("trajectories", "a list"): _SEVERAL},
-    pairs.delay_embed: {("trajectory", "a list"): _SEVERAL},
-    learn.validation_loss: {("trajectories", "a list"): _SEVERAL},
-    learn.train_encoders: {("trajectories", "a list"): _SEVERAL, ("validation", "a list"): _SEVERAL},
-    learn.train_autoencoders: {("trajectories", "a list"): _SEVERAL, ("validation", "a list"): _SEVERAL},
+    koopman.lagged_pairs: {("trajectories", "a list"): _SEVERAL},
+    koopman.delay_embed: {("trajectory", "a list"): _SEVERAL},
+    koopman.validation_loss: {("trajectories", "a list"): _SEVERAL},
+    koopman.train_encoders: {("trajectories", "a list"): _SEVERAL, ("validation", "a list"): _SEVERAL},
+    koopman.train_autoencoders: {("trajectories", "a list"): _SEVERAL, ("validation", "a list"): _SEVERAL},
 }

@@ -1,0 +1,361 @@
+"""Conversion of values to arrays, keys and labels, with errors in one sentence.
+
+Messages name the argument, what was wanted and what came: "`x` must be an array of real numbers [n, d], got None."
+"""
+
+import functools
+import reprlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dissociation._core.checks import check_classes, check_finite, fail, fail_kind, is_traced, warn
+
+LOST_DIGITS = 1e3
+"""Largest mean of a column, in standard deviations, without a warning of digits that float32 drops."""
+
+
+@functools.cache
+def number_kind(dtype: Any) -> str:
+    """Return the kind of a dtype's numbers: "bool", "int", "float", "complex", or "key" for random keys."""
+    parents = {"key": jax.dtypes.extended, "bool": jnp.bool_, "int": jnp.integer, "float": jnp.floating}
+    return next((kind for kind, parent in parents.items() if jnp.issubdtype(dtype, parent)), "complex")
+
+
+def as_array(
+    name: str, value: Any, words: str = "numbers", *, bare: bool = False, may_be_empty: bool = False
+) -> jax.Array | np.ndarray:
+    """Return a value as an array: JAX's and NumPy's as they are, others through NumPy or DLPack.
+
+    Args:
+        name: Name of the argument.
+        value: Anything.
+        words: Contents that the array should have, for the message.
+        bare: If True, the message leaves out "an array of".
+        may_be_empty: If True, the array may have no entries.
+
+    Returns:
+        A JAX or NumPy array of numbers, in the machine's byte order.
+
+    Raises:
+        TypeError: If the value is not an array of numbers: text, objects, None.
+        ValueError: If the array is empty or masked, or a list is ragged.
+    """
+    wanted = f"be {words}" if bare else f"be an array of {words}"
+    if isinstance(value, (jax.Array, np.ndarray, np.generic)) or is_traced(value):
+        array = value
+    elif value is None or isinstance(value, (str, bytes, dict, set, frozenset, type)) or callable(value):
+        fail_kind(name, wanted, describe(value))
+    else:
+        array = _converted(name, value, wanted)
+    if isinstance(array, np.ma.MaskedArray) and np.ma.is_masked(array):
+        fail(name, wanted, "a masked array", "Fill or drop its masked entries")
+    if isinstance(array, (np.ndarray, np.generic)):
+        array = np.asarray(array)
+        if array.dtype.kind in "US" or (array.dtype == object and any(isinstance(x, str) for x in array.flat)):
+            advice = "`numpy.unique(labels, return_inverse=True)[1]` makes integers of text labels"
+            fail_kind(name, wanted, f"text, {reprlib.repr(value)}", advice)
+        if array.dtype.kind in "OmM" or array.dtype.names is not None:
+            fail_kind(name, wanted, f"entries of dtype {array.dtype}, {describe(value)}")
+        if not array.dtype.isnative:
+            array = array.astype(array.dtype.newbyteorder("="))
+    elif number_kind(array.dtype) == "key":
+        fail_kind(name, wanted, f"{array.dtype} of shape {array.shape}")
+    if array.size == 0 and not may_be_empty:
+        fail(name, "not be empty", f"shape {array.shape}")
+    return array
+
+
+def as_examples(name: str, value: Any, *, finite: bool = False) -> Any:
+    """Return examples as JAX arrays, samples first: one array, or a dictionary or tuple, as the model takes them.
+
+    Args:
+        name: Name of the argument.
+        value: Anything.
+        finite: If True, all numbers must be finite.
+
+    Returns:
+        JAX arrays.
+
+    Raises:
+        TypeError: As `as_array`.
+        ValueError: If an array has no samples or is not finite, or numbers of samples differ.
+    """
+    words = "numbers [samples, ...]"
+    arrays = jax.tree.map(
+        lambda part: as_array(name, part, words), value, is_leaf=lambda x: not isinstance(x, (dict, tuple))
+    )
+    for array in jax.tree.leaves(arrays):
+        check_fits(name, array)
+        if number_kind(array.dtype) == "float":
+            warn_narrowed(name, array, gates=sys.maxsize)  # nothing around has looked at them
+    arrays = jax.tree.map(jnp.asarray, arrays)
+    leaves = jax.tree.leaves(arrays)
+    shapes = [leaf.shape for leaf in leaves]
+    if len({shape[:1] for shape in shapes}) != 1 or () in shapes:
+        wanted = "have at least 1 axis [samples, ...], of one length for all arrays"
+        fail(name, wanted, f"shape {shapes[0]}" if len(shapes) == 1 else f"shapes {shapes}")
+    for leaf in leaves if finite else ():
+        check_finite(name, leaf)
+    return arrays
+
+
+def _converted(name: str, value: Any, wanted: str) -> Any:
+    if getattr(getattr(value, "index", None), "nlevels", 1) > 1:
+        advice = "`lagged_pairs` reads runs and times; value.to_numpy() drops the index"
+        fail(name, wanted, "a frame of several index levels", advice)
+    ways: list[Callable[[Any], Any]] = []
+    if isinstance(value, (list, tuple)) and any(map(is_traced, jax.tree.leaves(value))):
+        ways.append(jnp.asarray)
+    elif isinstance(value, (list, tuple, range, bool, int, float, complex)) or hasattr(value, "__array__"):
+        ways.append(np.asarray)
+    if hasattr(value, "__dlpack__"):
+        ways += [np.from_dlpack, jnp.from_dlpack]  # the second from other devices than the host
+    reason = "it has neither __array__ nor __dlpack__"
+    for way in ways:
+        try:
+            return way(value)
+        except Exception as error:
+            reason = str(error).partition("\n")[0]
+    if isinstance(value, (list, tuple)):
+        fail(name, wanted, "a list whose rows differ in shape")
+    return fail_kind(name, wanted, f"{describe(value)} ({reason})")
+
+
+def holds_arrays(value: Any) -> bool:
+    """Return True for a list of arrays; a list of numbers, or of lists, is one array."""
+    parts = (list, tuple, bool, int, float, complex, np.generic)
+    return isinstance(value, (list, tuple)) and not all(isinstance(item, parts) for item in value)
+
+
+def refuse_nested(name: str, value: Any, array: Any, most: int) -> None:
+    """Raise if nested lists have more than `most` axes: they may be one array or a list of arrays."""
+    if isinstance(value, (list, tuple)) and array.ndim > most:
+        advice = "Pass numpy.asarray(...) if they are one array"
+        fail(name, "be an array, or a list of arrays", f"nested lists of shape {array.shape}", advice)
+
+
+def as_numbers(name: str, array: Any, numbers: frozenset[str]) -> Any:
+    """Return an array with numbers of one of these kinds: halves become float32, integers floats if floats are meant.
+
+    Raises:
+        TypeError: If the array's numbers are of another kind.
+    """
+    dtype = array.dtype
+    kind = number_kind(dtype)
+    if kind == "float" and "float" in numbers:
+        if dtype.itemsize < 4:
+            return array.astype(np.float32)
+        return array.astype(np.float64) if dtype.itemsize > 8 else array
+    if kind in numbers:
+        return array
+    if kind in ("bool", "int") and "float" in numbers:
+        return array.astype(jax.dtypes.canonicalize_dtype(float))
+    if kind in ("bool", "int", "float") and "complex" in numbers:
+        return array.astype(jax.dtypes.canonicalize_dtype(complex))
+    if kind == "bool" and "int" in numbers:
+        return array.astype(jax.dtypes.canonicalize_dtype(int))
+    advice = "Take its real and imaginary parts as two features" if kind == "complex" else ""
+    return fail_kind(name, f"hold {kind_words(numbers)}", f"dtype {dtype}", advice)
+
+
+def warn_narrowed(name: str, array: Any, *, gates: int = 1) -> None:
+    """Warn if JAX's floats drop digits by which known numbers of one column differ, or round integers.
+
+    Args:
+        name: Name of the argument.
+        array: Numbers as they came. Nothing is checked of traced ones, and nothing that JAX's floats hold exactly.
+        gates: Number of `validated` functions between the user and here; inside more of them, an outer one has warned.
+    """
+    kind, working = number_kind(array.dtype), jax.dtypes.canonicalize_dtype(float)
+    narrow = {"int": working.itemsize // 2, "float": working.itemsize}.get(kind, np.inf)
+    if is_traced(array) or array.dtype.itemsize <= narrow or not array.ndim or not array.size:
+        return
+    width = array.shape[-1] if array.ndim > 1 else 1
+    number = min(1000, 30 + 2_000_000 // width)
+    rows = np.asarray(array)[:: -(-len(array) // number) | 1]  # odd: multiples of a power of two may be exact
+    rows = rows.reshape(-1, width)
+    rows = rows[:: -(-len(rows) // number) | 1]
+    with np.errstate(all="ignore"):
+        kept = rows.astype(working)
+        rounding = rows.astype(np.float64) - kept
+        mean, deviation = np.abs(rows.mean(0, dtype=np.float64)), (rows - rows.min(0)).std(0, dtype=np.float64)
+        # Of numbers about a large mean float32 drops a share of 2 ** -25 of the mean; of some, as integers, none.
+        dropped = np.std(rounding, 0) / deviation
+        exact = kept.astype(rows.dtype) == rows
+    # Two or three numbers may lie close by chance, and what a constant differs by is the rounding of float64.
+    lost = dropped > (LOST_DIGITS * 2.0**-25 if len(rows) > 3 else 0.01)
+    lost &= deviation > 64 * np.finfo(np.float64).eps * mean
+    if kind == "int":
+        lost = ~exact.all(0) & (deviation > 0)
+    if not lost.any():
+        return
+    worst = int(np.argmax(np.where(lost, mean / np.where(lost, deviation, 1.0), 0.0)))
+    most = np.finfo(working).precision + 1
+    digits = np.clip(np.log10(deviation[worst] / mean[worst]) + most, 0, most)
+    wider = ", or call jax.config.update('jax_enable_x64', True) at the start" if working == np.float32 else ""
+    warn(
+        f"{f'Column {worst} of ' if array.ndim > 1 else ''}`{name}` varies by {deviation[worst]:.2g} about "
+        f"{mean[worst]:.2g}: {working} keeps {digits:.0f} digits of it. Subtract the means first{wider}.",
+        gates=gates,
+    )
+
+
+def common_dtype(names: list[str], arrays: list[Any]) -> Any:
+    """Return a dtype in which JAX holds all arrays. NumPy's rule keeps digits where JAX's rounds integers.
+
+    Warns:
+        RuntimeWarning: If integers are rounded.
+
+    Raises:
+        ValueError: If integers are out of its range.
+    """
+    kinds = {jax.dtypes.canonicalize_dtype(array.dtype) for array in arrays}
+    dtype = jax.dtypes.canonicalize_dtype(np.result_type(*kinds))
+    for name, array in zip(names, arrays, strict=True) if len(kinds) > 1 else ():
+        if number_kind(dtype) == "int":
+            check_fits(name, array, dtype)
+        elif number_kind(array.dtype) == "int":
+            warn_narrowed(name, array)
+    return dtype
+
+
+def check_fits(name: str, array: Any, dtype: Any = None) -> None:
+    """Raise if integers are out of the range of `dtype`; by default JAX's, which has 32 bits unless x64 is on."""
+    if is_traced(array) or number_kind(array.dtype) != "int" or not array.size:
+        return
+    kept = jax.dtypes.canonicalize_dtype(array.dtype) if dtype is None else dtype
+    if kept == array.dtype:
+        return
+    limits = np.iinfo(kept)
+    known = np.asarray(array)
+    for extreme in (known.min(), known.max()):
+        if not limits.min <= extreme <= limits.max:
+            advice = "Larger ones need jax.config.update('jax_enable_x64', True)"
+            fail(name, f"hold integers from {limits.min} to {limits.max}", extreme, advice)
+
+
+def check_pixels(name: str, images: Any) -> None:
+    """Raise if images in [0, 1] are given as larger integers, for example grey levels from 0 to 255."""
+    array = as_array(name, images)
+    if not is_traced(array) and number_kind(array.dtype) == "int" and (most := np.asarray(array).max()) > 1:
+        advice = "Divide grey levels by 255; give integers that are meant as they are as floats"
+        fail(name, "be numbers, for pixels from 0 to 1", f"integers up to {most}", advice)
+
+
+def kind_words(numbers: frozenset[str]) -> str:
+    """Return the words for numbers of these kinds."""
+    if "float" in numbers:
+        return "numbers" if "complex" in numbers else "real numbers"
+    return "booleans" if numbers == {"bool"} else "integers"
+
+
+def as_key(name: str, value: Any, stacked: bool | None = False) -> Any:
+    """Return a random key, typed or raw; with `stacked` one per member, with None either.
+
+    Raises:
+        TypeError: If the value is not a key.
+        ValueError: If the number of axes is another one.
+    """
+    wanted = "be random keys, one per member, as `jax.random.split(jax.random.key(0), 3)` makes them"
+    wanted = wanted if stacked else "be a random key, as `jax.random.key(0)` makes it"
+    if not isinstance(value, (jax.Array, np.ndarray)) and not is_traced(value):
+        fail_kind(name, wanted, describe(value))
+    if number_kind(value.dtype) == "key":
+        shape = value.shape
+    elif value.dtype == np.uint32 and value.shape[-1:] == (2,):
+        value, shape = jnp.asarray(value), value.shape[:-1]
+    else:
+        fail_kind(name, wanted, describe(value))
+    if len(shape) not in ((0, 1) if stacked is None else (stacked,)):
+        fail(name, wanted, f"keys of shape {shape}", "" if stacked else "Map over keys by `jax.vmap`")
+    return value
+
+
+def as_classes(name: str, labels: Any, *, may_be_empty: bool = False) -> Any:
+    """Return labels as integers [n], from integers or one-hot rows [n, classes].
+
+    Raises:
+        TypeError: If labels are text or floats.
+        ValueError: If labels are negative, or rows are not one-hot.
+    """
+    labels = _checked_labels(name, labels, may_be_empty=may_be_empty)
+    if labels.ndim == 1:
+        return labels
+    return (jnp if isinstance(labels, jax.Array) else np).argmax(labels, axis=1)
+
+
+def as_one_hot(name: str, labels: Any, num_classes: int | None = None, *, soft: bool = False) -> Any:
+    """Return labels as one-hot rows [n, classes], from integers [n] or one-hot rows.
+
+    Args:
+        name: Name of the argument.
+        labels: Integers from 0 or one-hot rows.
+        num_classes: Number of classes; default: the width of the rows, or one more than the largest integer.
+        soft: If True, rows may be probabilities.
+
+    Returns:
+        Floats, JAX's or NumPy's as the labels are.
+
+    Raises:
+        TypeError: If labels are text, or floats [n], or traced integers of an unknown number of classes.
+        ValueError: If labels are out of range, or rows are not one-hot.
+    """
+    labels = _checked_labels(name, labels, soft=soft, may_be_empty=False)
+    if labels.ndim == 2:
+        return as_numbers(name, labels, frozenset({"float"}))
+    if num_classes is None:
+        if is_traced(labels):
+            advice = "Pass jax.nn.one_hot(labels, num_classes)"
+            fail_kind(name, "be one-hot under a transformation", "integers", advice)
+        num_classes = int(np.max(np.asarray(labels))) + 1
+    check_classes(name, labels, num_classes)
+    if isinstance(labels, jax.Array):
+        return jax.nn.one_hot(labels, num_classes)
+    return (labels[:, None] == np.arange(num_classes)).astype(jax.dtypes.canonicalize_dtype(float))
+
+
+def _checked_labels(name: str, labels: Any, *, soft: bool = False, may_be_empty: bool) -> Any:
+    wanted = f"integers [n] or {'rows of probabilities' if soft else 'one-hot rows'} [n, classes]"
+    labels = as_array(name, labels, wanted, bare=True, may_be_empty=may_be_empty)
+    if labels.ndim not in (1, 2):
+        fail(name, f"be {wanted}", f"shape {labels.shape}")
+    if labels.ndim == 2 and labels.shape[1] == 1:
+        fail(name, f"be {wanted}", f"one column, shape {labels.shape}", "Take it out: labels[:, 0]")
+    if labels.ndim == 1:
+        if number_kind(labels.dtype) not in ("int", "bool"):
+            fail_kind(name, f"be {wanted}", f"dtype {labels.dtype}", "If they are integers, pass labels.astype(int)")
+        labels = labels.astype(int) if labels.dtype == np.bool_ else labels
+        # A result computed from JAX's arrays under a trace is traced, so known labels are converted to NumPy's.
+        if not is_traced(labels) and labels.size and (least := int(np.min(np.asarray(labels)))) < 0:
+            fail(name, "be integers from 0", least)
+        check_fits(name, labels)
+        return labels
+    labels = as_numbers(name, labels, frozenset({"int", "float"}))
+    if not is_traced(labels):
+        rows = np.asarray(labels)
+        right = (rows >= 0).all(1) if soft else ((rows == 0) | (rows == 1)).all(1)
+        wrong = ~(right & (np.abs(rows.sum(1) - 1) <= (1e-3 if soft else 0)))
+        if wrong.any():
+            at = int(wrong.argmax())
+            fail(name, f"be {wanted}", f"{np.array2string(rows[at], threshold=12)} in row {at}")
+    return labels
+
+
+def describe(value: Any) -> str:
+    """Return a few words on a value that was refused."""
+    if value is None:
+        return "None"
+    if isinstance(value, (jax.Array, np.ndarray, np.generic)):
+        return f"an array of dtype {value.dtype} and shape {value.shape}"
+    if isinstance(value, (str, bytes, int, float, complex)):
+        return f"{type(value).__name__} {reprlib.repr(value)}"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if callable(value) and hasattr(value, "__name__"):
+        return f"the function {value.__name__}"
+    return f"an object of type {type(value).__name__}"

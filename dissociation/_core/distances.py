@@ -1,0 +1,113 @@
+"""Distances between the samples of one set, and their median, which is found without a sort."""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from dissociation._core.linalg import product, scale_of
+
+NEAR = 2.0**-10
+"""Squared distances below this part of the rows' squares lose digits as a difference of products."""
+
+
+def squared_distances(x: Float[Array, "n p"]) -> Float[Array, "n n"]:
+    """|x_i - x_j|^2 by one product; exactly zero for rows that coincide in rounding.
+
+    Rows are taken from the one nearest to the mean, against the cancellation of an offset: differences of small
+    integers stay integers, so that equal distances are equal.
+
+    Args:
+        x: [n, p].
+    """
+    return squared_distances_with_size(x)[0]
+
+
+def squared_distances_with_size(
+    x: Float[Array, "n p"], *, by_order: bool = False
+) -> tuple[Float[Array, "n n"], Float[Array, "n n"]]:
+    """Return `squared_distances`, and the magnitude whose rounding each of them carries, as `ties.snapped` takes it.
+
+    With `by_order`, for ranks, those of near rows are sums of squared differences: n^2 p more where there are any.
+    """
+    norms = root(jnp.sum(x**2, 1))
+    middle = jnp.argmin(jnp.sum((x - jnp.mean(x, 0)[None]) ** 2, 1))
+    moved = x - x[middle][None]
+    lengths = jnp.sum(moved**2, 1)
+    both = lengths[:, None] + lengths[None]
+    square = both - 2 * product(moved, moved.T)
+    rounding = 4 + x.shape[1] ** 0.5 / 16
+    selves = jnp.eye(x.shape[0], dtype=bool) & jnp.isfinite(square)
+    small = square <= rounding * jnp.finfo(x.dtype).eps * both
+    square = jnp.where(small | selves, 0.0, square)  # NaN stays NaN
+    size = rounding * both / 16
+    if by_order:
+        near = (square <= NEAR * both) & ~selves
+        differences = lambda: lax.map(lambda row: jnp.sum((row[None] - x) ** 2, 1), x)  # noqa: E731
+        square = jnp.where(near, lax.cond(jnp.any(near), differences, lambda: square), square)
+        size = jnp.where(near, 0.0, size)
+    # What was subtracted, and what a rounding of the rows themselves changes: d^2 by 2 d eps |x| + (eps |x|)^2.
+    norms = norms[:, None] + norms[None]
+    own = norms * (root(square) + 8 * jnp.finfo(x.dtype).eps * norms) / 32
+    return square, size + own
+
+
+def root(square: Float[Array, "*b"]) -> Float[Array, "*b"]:
+    """The square root of what is not negative, with derivative 0 at 0."""
+    none = square <= 0  # and NaN stays NaN
+    return jnp.where(none, 0.0, jnp.sqrt(jnp.where(none, 1.0, square)))
+
+
+def cosine_distances_with_size(
+    x: Float[Array, "n p"], *, by_order: bool = False
+) -> tuple[Float[Array, "n n"], Float[Array, "n n"]]:
+    """Return one minus the cosine of two rows, and the magnitude whose rounding it carries, as `ties.snapped` takes it.
+
+    1 between a row of zeros and any other, to which no angle is known. Of rows that are not near, by the product
+    itself: what is equal for rows of small integers is equal here.
+    """
+    x = x / scale_of(jnp.max(jnp.abs(x), 1, keepdims=True))
+    lengths = root(jnp.sum(x**2, 1, keepdims=True))
+    none = lengths[:, 0] == 0
+    known = jnp.where(lengths > 0, lengths, 1.0)
+    cosines = product(x, x.T) / (known * known.T)
+    square, size = squared_distances_with_size(x / known, by_order=by_order)
+    far = cosines < 0.5
+    distances = jnp.where(far, 1 - cosines, 0.5 * square)
+    unknown = (none[:, None] | none[None]) & ~jnp.eye(x.shape[0], dtype=bool)
+    return jnp.where(unknown, 1.0, distances), jnp.where(far, 0.5 + x.shape[1] ** 0.5 / 256, size)
+
+
+def typical(distances: Float[Array, "n n"]) -> Float[Array, ""]:
+    """The median over pairs i < j; where that is zero, as more than half of the pairs coincide, the mean; else 1."""
+    number = distances.shape[0]
+    if number < 2:
+        return jnp.ones((), distances.dtype)
+    both = distances.reshape(-1)[1:].reshape(number - 1, number + 1)[:, :-1]  # i != j: every pair twice
+    middle, mean = median(both), jnp.mean(both)
+    return jnp.where(middle > 0, middle, jnp.where(mean > 0, mean, jnp.where(jnp.isnan(mean), jnp.nan, 1.0)))
+
+
+def median(values: Float[Array, "*b"]) -> Float[Array, ""]:
+    """`jnp.median` of numbers that are not negative; without a sort, which would take longer than the matrices.
+
+    Bits of such numbers are in their order, so the middle one is found bit by bit, by counting.
+    """
+    number, width = values.size, jnp.finfo(values.dtype).bits
+    kind = {16: jnp.int16, 32: jnp.int32, 64: jnp.int64}[width]
+    bits = lax.bitcast_convert_type(lax.stop_gradient(values), kind)
+
+    def closer(index: Array, least: Array) -> Array:
+        higher = least | (jnp.asarray(1, kind) << (width - 2 - index).astype(kind))
+        return jnp.where(jnp.sum(bits < higher) <= (number - 1) // 2, higher, least)
+
+    low = lax.fori_loop(0, width - 1, closer, jnp.zeros((), kind))
+    reached = jnp.sum(bits <= low) > number // 2
+    high = jnp.where(reached, low, jnp.min(bits, where=bits > low, initial=jnp.iinfo(kind).max))
+
+    def mean_of(which: Array) -> Array:  # with the derivative of those that are equal to it
+        own = bits == which
+        change = jnp.where(own & jnp.isfinite(values), values - lax.stop_gradient(values), 0.0)
+        return lax.bitcast_convert_type(which, values.dtype) + jnp.sum(change) / jnp.sum(own)
+
+    known = jnp.where(jnp.any(jnp.isnan(values)), jnp.nan, 1.0).astype(values.dtype)
+    return known * (0.5 * mean_of(low) + 0.5 * mean_of(high))

@@ -1,0 +1,54 @@
+"""Import the public names of a package when they are first used."""
+
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+DISTRIBUTION = "dissociation"
+
+
+def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return `__getattr__` and `__dir__` of a package, which import a public name when it is first used.
+
+    The package lists its names in `__all__` and imports them under `if TYPE_CHECKING:`, where type checkers and
+    editors find them. The modules that define the names are read from there.
+
+    Args:
+        package: `__name__` of the package.
+
+    Returns:
+        The two functions.
+    """
+    homes: dict[str, str] = {}
+
+    def getattribute(name: str) -> Any:
+        module = sys.modules[package]
+        if not homes:
+            homes.update(_homes(str(module.__file__)))
+        if name == "__version__" and "." not in package:
+            from importlib.metadata import version
+
+            value = version(DISTRIBUTION)
+        elif name in homes:
+            value = getattr(importlib.import_module(homes[name]), name)
+        else:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        setattr(module, name, value)
+        return value
+
+    def listed() -> list[str]:
+        version = [] if "." in package else ["__version__"]
+        return sorted([*sys.modules[package].__all__, *version])
+
+    return getattribute, listed
+
+
+def _homes(path: str) -> dict[str, str]:
+    """Return the module that defines each name imported under `if TYPE_CHECKING:`."""
+    import ast  # here, because `import dissociation` takes milliseconds
+
+    with open(path, encoding="utf-8") as file:
+        blocks = [node.body for node in ast.parse(file.read()).body if isinstance(node, ast.If)]
+    imports = [node for block in blocks for node in block if isinstance(node, ast.ImportFrom)]
+    return {alias.name: str(node.module) for node in imports for alias in node.names}

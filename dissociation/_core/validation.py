@@ -1,0 +1,388 @@
+"""Conversion of arguments to the types that annotations name, and one sentence for each that cannot be converted.
+
+An array may be a list, NumPy's or JAX's, or have `__array__` or `__dlpack__`; a number is Python's, NumPy's or JAX's.
+Integers become floats if floats are meant, and half precisions float32. An axis of one name has one length throughout.
+Kinds and shapes are always checked. Values are checked if `finite` names them, and never on tracers.
+"""
+
+import collections
+import collections.abc
+import dataclasses
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator
+from typing import Annotated, Any, NamedTuple, NoReturn, TypeVar, Union, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Key
+
+from dissociation._core.checks import check_finite, fail, fail_kind, is_traced
+from dissociation._core.conversion import (
+    as_array,
+    as_classes,
+    as_key,
+    as_numbers,
+    as_one_hot,
+    check_fits,
+    check_pixels,
+    describe,
+    holds_arrays,
+    kind_words,
+    number_kind,
+    refuse_nested,
+    warn_narrowed,
+)
+from dissociation._core.frames import as_trajectories, check_columns, check_same_rows, is_table
+from dissociation._core.types import InTime, Labels
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Bound = dict[str, tuple[Any, str]]  # name of an axis -> its length, and the argument that had it first
+
+
+@overload
+def validated(function: Function) -> Function: ...
+@overload
+def validated(
+    *, finite: Iterable[str] = (), empty: Iterable[str] = (), pixels: Iterable[str] = ()
+) -> Callable[[Function], Function]: ...
+def validated(
+    function: Any = None, *, finite: Iterable[str] = (), empty: Iterable[str] = (), pixels: Iterable[str] = ()
+) -> Any:
+    """Decorate a function so that its arguments are converted and checked as its annotations describe.
+
+    Args:
+        function: Function with jaxtyping annotations.
+        finite: Names of array arguments whose values must be finite: a pass over the data, so only for functions that
+            do far more work than that.
+        empty: Names of array arguments that may have no entries.
+        pixels: Names of images in [0, 1], which may not be integers up to 255.
+
+    Returns:
+        The function, of the same signature; `__wrapped__` is the original one.
+
+    Example:
+        >>> from jaxtyping import Array, Float
+        >>> @validated
+        ... def total(x: Float[Array, "n d"]) -> Float[Array, ""]:
+        ...     return jnp.sum(x)
+        >>> total([[1, 2], [3, 4]])
+        Array(10., dtype=float32)
+        >>> total([1.0, 2.0])
+        Traceback (most recent call last):
+            ...
+        dissociation._core.checks.WrongValue: `x` must have 2 axes [n, d], got shape (2,).
+    """
+    if function is None:
+        return functools.partial(validated, finite=tuple(finite), empty=tuple(empty), pixels=tuple(pixels))
+    parameters = inspect.signature(function).parameters.values()
+    positions = tuple(p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
+    takes_more = any(p.kind == p.VAR_KEYWORD for p in parameters)
+
+    @functools.cache  # at the first call: an import stays quick
+    def rules() -> dict[str, _Rule]:
+        hints = getattr(function, "__annotations__", {})
+        rules = {name: rule for name in positions if (rule := _rule(hints.get(name, Any))) is not None}
+        # Labels last: the other arguments may tell how many classes there are.
+        return dict(sorted(rules.items(), key=lambda item: item[1].labels is not None))
+
+    @functools.wraps(function)
+    def gate(*args: Any, **kwargs: Any) -> Any:
+        if len(args) > len(positions) or not (takes_more or kwargs.keys() <= set(positions)):
+            return function(*args, **kwargs)  # Python says what is wrong with the call
+        given = dict(zip(positions, args, strict=False)) | kwargs
+        bound: Bound = {}
+        check_same_rows(given)
+        for name in filter(given.__contains__, pixels):
+            check_pixels(name, given[name])
+        for name, rule in rules().items():
+            if name in given:
+                given[name] = rule.admit(name, given[name], bound, may_be_empty=name in empty)
+        for name in finite:
+            if given.get(name) is not None:
+                check_finite(name, given[name])
+        return function(*(given[name] for name in positions[: len(args)]), **{name: given[name] for name in kwargs})
+
+    gate.__validated__ = {"finite": finite, "empty": empty, "pixels": pixels}  # type: ignore[attr-defined]  # the fuzz test asks
+    return gate
+
+
+class _Axes(NamedTuple):
+    """Shape of an annotation."""
+
+    names: tuple[str | int, ...]  # a name or a fixed length
+    variadic: int | None  # position of any number of axes
+
+    def __str__(self) -> str:
+        words = list(map(str, self.names))
+        if self.variadic is not None:
+            words.insert(self.variadic, "...")
+        return f"[{', '.join(words)}]"
+
+    def fits(self, ndim: int) -> bool:
+        return ndim == len(self.names) if self.variadic is None else ndim >= len(self.names)
+
+    def check(self, name: str, shape: tuple[int, ...], bound: Bound) -> None:
+        if not self.fits(len(shape)):
+            least = "at least " if self.variadic is not None else ""
+            count = len(self.names)
+            wanted = f"have {least}{count} {'axis' if count == 1 else 'axes'} {self}" if count else "be a single number"
+            fail(name, wanted, f"shape {shape}")
+        before = len(self.names) if self.variadic is None else self.variadic
+        sizes = (*shape[:before], *shape[len(shape) - len(self.names) + before :])
+        for wanted, size in zip(self.names, sizes, strict=True):
+            if isinstance(wanted, int) and size != wanted:
+                fail(name, f"be of shape {self}", f"shape {shape}")
+            if isinstance(wanted, str):
+                known, first = bound.setdefault(wanted, (size, name))
+                if size != known:
+                    where = "" if first == name else f" with {wanted} = {known} as in `{first}`"
+                    fail(name, f"be of shape {self}{where}", f"shape {shape}")
+
+
+class _Kind(NamedTuple):
+    """Kind of numbers and shape of one jaxtyping annotation."""
+
+    numbers: frozenset[str]  # of "bool", "int", "float", "complex"
+    axes: _Axes
+    on_host: bool  # NumPy alone
+    on_device: bool  # JAX alone
+
+    @property
+    def words(self) -> str:
+        return kind_words(self.numbers)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rule:
+    """Kinds of values that one parameter takes."""
+
+    optional: tuple[bool, ...] = ()
+    keys: tuple[bool, ...] = ()  # False for one key, True for one per member
+    arrays: tuple[_Kind, ...] = ()
+    labels: Labels | None = None
+    numbers: tuple[type, ...] = ()  # Python's own: bool, int, float, complex
+    sequence: tuple[type, ...] = ()  # of such numbers
+    listed: tuple[_Kind, ...] = ()  # arrays, in a list
+    instances: tuple[type, ...] = ()
+    function: tuple[Any, ...] = ()
+    in_time: tuple[InTime, ...] = ()
+
+    def admit(self, name: str, value: Any, bound: Bound, *, may_be_empty: bool = False) -> Any:
+        """Return the argument as the function takes it, or raise an error that names it."""
+        if (value is None and self.optional) or self._is_instance(value) or (self.function and callable(value)):
+            return value
+        value = as_trajectories(name, value, one=not self.listed) if self.in_time else value
+        if self.listed and holds_arrays(value):
+            return [self._admit_listed(f"{name}[{i}]", item, may_be_empty) for i, item in enumerate(value)]
+        if self.keys:
+            return as_key(name, value, stacked=self.keys[0] if len(self.keys) == 1 else None)
+        if self.labels is not None:
+            return self._admit_labels(name, value, bound, may_be_empty)
+        if self.numbers and self._is_number(value):
+            return self._admit_number(name, value)
+        if self.arrays and (self._has_axes or not self.numbers):
+            return self._admit_array(name, value, bound, may_be_empty)
+        if self.sequence:
+            return self._admit_sequence(name, value, may_be_empty)
+        return self._refuse(name, value)
+
+    def _refuse(self, name: str, value: Any) -> NoReturn:
+        if type(value).__name__ in {kind.__name__ for kind in self.instances}:  # of another library
+            wanted = " or ".join(f"of type {_full_name(kind)}" for kind in self.instances)
+            fail_kind(name, f"be {wanted}", f"an object of type {_full_name(type(value))}")
+        advice = ""
+        if self.numbers and hasattr(value, "__float__"):  # a scalar of another library
+            advice = f"Pass {self.numbers[0].__name__}(...)"
+        fail_kind(name, f"be {self._words()}", describe(value), advice)
+
+    def _is_instance(self, value: Any) -> bool:
+        text = isinstance(value, (str, bytes))  # which is a sequence too
+        return isinstance(value, self.instances) and not (text and collections.abc.Sequence in self.instances)
+
+    @functools.cached_property
+    def _has_axes(self) -> bool:
+        return any(kind.axes.names or kind.axes.variadic is not None for kind in self.arrays)
+
+    def _is_number(self, value: Any) -> bool:
+        """Return True for numbers of Python, NumPy and JAX, and for any array of the two if no array is meant."""
+        if isinstance(value, (np.ndarray, np.generic, jax.Array)) or is_traced(value):
+            return value.ndim == 0 or not (self._has_axes or self.sequence)
+        return isinstance(value, (bool, int, float, complex))
+
+    def _words(self) -> str:
+        words = ["a function"] if self.function else []
+        words += ["text" if kind is str else f"of type {kind.__name__}" for kind in self.instances]
+        words += [f"a list of arrays of {kind.words} {kind.axes}" for kind in self.listed]
+        return " or ".join([*words, self._number_words] if self.numbers else words)
+
+    @property
+    def _number_words(self) -> str:
+        kinds = set(self.numbers)
+        return "a number" if {float, complex} & kinds else "True or False" if kinds == {bool} else "a whole number"
+
+    def _admit_array(self, name: str, value: Any, bound: Bound, may_be_empty: bool) -> Any:
+        kind = self.arrays[0]
+        words = f"{kind.words} {kind.axes}" if self._has_axes else "a number"
+        words += ", or a list of arrays" if self.listed else ""
+        if kind.axes.names[:1] in (("n",), ("m",)) and is_table(value):
+            check_columns(name, value, bound, str(kind.axes.names[-1]))
+        array = as_array(name, value, words, bare=not self._has_axes, may_be_empty=may_be_empty)
+        if self.listed:
+            refuse_nested(name, value, array, 2)
+        kind = next((kind for kind in self.arrays if kind.axes.fits(array.ndim)), kind)
+        array = _of_kind(name, array, kind)
+        kind.axes.check(name, array.shape, bound)
+        return _placed(name, array, kind)
+
+    def _admit_number(self, name: str, value: Any) -> Any:
+        kinds, words = set(self.numbers), self._number_words
+        if isinstance(value, (bool, np.bool_)) and bool not in kinds:
+            fail_kind(name, f"be {words}", repr(value))
+        if type(value) in kinds or (type(value) is int and {float, complex} & kinds):
+            return value
+        array = as_array(name, value, words, bare=True)
+        if array.ndim:
+            fail(name, f"be {words}", f"shape {array.shape}")
+        single = any(kind.axes.fits(0) for kind in self.arrays)
+        if single and (float in kinds or complex in kinds or is_traced(array)):
+            return _placed(name, as_numbers(name, array, self.arrays[0].numbers), self.arrays[0])
+        if is_traced(array):
+            fail_kind(name, f"be {words} that is known when the program is traced", "a traced value")
+        wanted = next(kind for kind in (complex, float, int, bool) if kind in kinds)
+        return wanted(as_numbers(name, array, frozenset({wanted.__name__})).item())
+
+    def _admit_sequence(self, name: str, value: Any, may_be_empty: bool) -> Any:
+        if may_be_empty and isinstance(value, (tuple, list)) and not value:
+            return ()
+        words = "real numbers" if float in self.sequence else "whole numbers"
+        array = as_array(name, value, f"{words}, one after the other")
+        if array.ndim != 1 or is_traced(array):
+            fail(name, f"be known {words}, one after the other", f"shape {array.shape}")
+        return tuple(as_numbers(name, array, frozenset({"float" if float in self.sequence else "int"})).tolist())
+
+    def _admit_listed(self, name: str, value: Any, may_be_empty: bool) -> Any:
+        kind = self.listed[0]
+        words = f"{kind.words} {kind.axes}"
+        array = as_array(name, value, words, may_be_empty=may_be_empty)
+        refuse_nested(name, value, array, 0)
+        array = _of_kind(name, array, kind)
+        kind.axes.check(name, array.shape, {})
+        if not kind.on_host:
+            check_fits(name, array)
+        return array
+
+    def _admit_labels(self, name: str, value: Any, bound: Bound, may_be_empty: bool) -> Any:
+        kind = self.labels or Labels(one_hot=True)
+        width = self.arrays[0].axes.names[-1]  # one name for classes, or their number
+        num_classes = width if isinstance(width, int) else bound.get("classes", (None,))[0]
+        if kind.one_hot:
+            labels = as_one_hot(name, value, num_classes, soft=kind.soft)
+        else:
+            labels = as_classes(name, value, may_be_empty=may_be_empty)
+        self.arrays[0].axes.check(name, labels.shape, bound)
+        return labels
+
+
+def _full_name(kind: type) -> str:
+    """Return the public path of a class, without modules whose names begin with _."""
+    return ".".join([*(part for part in kind.__module__.split(".") if not part.startswith("_")), kind.__name__])
+
+
+def _of_kind(name: str, array: Any, kind: _Kind) -> Any:
+    """Return numbers of a kind: all digits if they stay on the host, else with a warning of digits that are lost."""
+    counts = number_kind(array.dtype) == "int"
+    if "float" in kind.numbers and not (counts and "int" in kind.numbers):
+        if not kind.on_host:
+            warn_narrowed(name, array)
+        elif counts and not is_traced(array):
+            array = np.asarray(array, np.float64)
+    return as_numbers(name, array, kind.numbers)
+
+
+def _placed(name: str, array: Any, kind: _Kind) -> Any:
+    if kind.on_host:
+        if is_traced(array):
+            fail_kind(name, "be known: it is worked on by the host", "a traced value")
+        return np.asarray(array)
+    check_fits(name, array)
+    return jnp.asarray(array) if kind.on_device else array
+
+
+def _rule(hint: Any) -> _Rule | None:
+    """Return the rule of an annotation, or None if it takes anything."""
+    slots: dict[str, list[Any]] = collections.defaultdict(list)
+    for member in _members(hint):
+        slot, item = _sorted_in(member)
+        slots[slot].append(item)
+    if "free" in slots:
+        return None
+    arrays = [] if "keys" in slots else slots["arrays"]  # the raw form of a key
+    for place in ("on_host", "on_device"):
+        if not all(getattr(kind, place) for kind in arrays):
+            arrays = [kind._replace(**{place: False}) for kind in arrays]
+    labels = next(iter(slots.pop("labels", [])), None)
+    return _Rule(**{slot: tuple(items) for slot, items in (slots | {"arrays": arrays}).items()}, labels=labels)
+
+
+def _members(hint: Any) -> Iterator[Any]:
+    """Yield the members of a union, and the mark of an annotated one before it."""
+    if typing.get_origin(hint) in (Union, types.UnionType):
+        for member in typing.get_args(hint):
+            yield from _members(member)
+    elif typing.get_origin(hint) is Annotated:
+        yield from (mark for mark in hint.__metadata__ if isinstance(mark, Labels | InTime))
+        yield from _members(hint.__origin__)
+    else:
+        yield hint
+
+
+def _sorted_in(member: Any) -> tuple[str, Any]:
+    """Return the field of a rule that a member of a union belongs to, and its entry there."""
+    origin = typing.get_origin(member)
+    if member is None or member is type(None):
+        return "optional", True
+    if isinstance(member, Labels | InTime):
+        return "labels" if isinstance(member, Labels) else "in_time", member
+    if hasattr(member, "dim_str"):
+        return ("keys", _axes(member).names != ()) if member.dtype is Key else ("arrays", _kind(member))
+    if member in (bool, int, float, complex):
+        return "numbers", member
+    if origin is collections.abc.Callable:
+        return "function", member
+    if origin in _SEQUENCES and (sorted_in := _sequence_sorted_in(member)):
+        return sorted_in
+    kind = origin or member
+    if isinstance(kind, type) and kind not in (Any, object, jax.Array, np.ndarray):
+        return "instances", kind
+    return "free", member  # Any, bare arrays, type variables, names that stand for later
+
+
+def _sequence_sorted_in(member: Any) -> tuple[str, Any] | None:
+    first, *rest = typing.get_args(member)
+    if first in (int, float):
+        return "sequence", first
+    slot, item = _sorted_in(next(_members(first)))
+    if slot == "arrays" and (rest == [...] or not rest):
+        return "listed", item
+    return None
+
+
+_SEQUENCES = (collections.abc.Sequence, tuple, list)
+_NAMES = {"bool": "bool", "int": "int32", "float": "float32", "complex": "complex64"}
+
+
+def _kind(annotation: Any) -> _Kind:
+    known, array_type = annotation.dtype.dtypes, annotation.array_type
+    numbers = frozenset(kind for kind, example in _NAMES.items() if example in known) or frozenset({"int"})
+    return _Kind(numbers, _axes(annotation), array_type is np.ndarray, array_type is jax.Array)
+
+
+def _axes(annotation: Any) -> _Axes:
+    words = annotation.dim_str.split()
+    places = [place for place, word in enumerate(words) if word == "..." or word.startswith("*")]
+    names = (int(word) if word.isdigit() else word for place, word in enumerate(words) if place not in places)
+    return _Axes(tuple(names), places[0] if places else None)

@@ -1,0 +1,343 @@
+"""Bilinear layers as quadratic forms, and what their eigenvectors say.
+
+Along an output direction u a bilinear layer computes u . ((W z) * (V z)) = z^T B_u z with the symmetric part B_u of
+W^T diag(u) V: its interaction matrix. Behind an embedding z = E x the form on inputs is Q_u = E^T B_u E. Its
+eigenvectors are orthonormal on inputs; those of B_u, taken back through E, are not. With E^T = P R (P orthonormal) the
+non-zero spectrum of Q_u is that of R B_u R^T, which is never larger than the hidden layer.
+
+Biases and residual connections make linear and constant terms: the form then acts on (z, 1), one coordinate more.
+"""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from dissociation._core.checks import check_choice, check_count, check_finite, fail
+from dissociation._core.linalg import product
+from dissociation._core.validation import validated
+from dissociation.models._bilinear import BilinearNetwork
+
+ORDERS = ("magnitude", "positive", "negative")
+"""By falling |eigenvalue|, by falling eigenvalue (most positive first), by rising eigenvalue (most negative first)."""
+
+SPACES = ("input", "hidden")
+"""Where eigenvectors live: among the network's inputs, or among those of the layer."""
+
+
+class Spectrum(eqx.Module):
+    """Quadratic forms of some outputs, as eigenvalues and eigenvectors; a function of one example.
+
+    Attributes:
+        values: Eigenvalues, in the order asked for: [outputs, components].
+        vectors: Orthonormal eigenvectors: [outputs, components, d], or d + 1 with `constant`.
+        constant: Whether the last coordinate belongs to an appended 1.
+        space: Space of the eigenvectors, one of `SPACES`; None if it is not known. Certificates need "input".
+    """
+
+    values: Float[Array, "outputs components"]
+    vectors: Float[Array, "outputs components d"]
+    constant: bool = eqx.field(static=True)
+    space: str | None = eqx.field(static=True, default=None)
+
+    def __call__(self, x: Float[Array | np.ndarray, " d"]) -> Float[Array, " outputs"]:
+        """sum_i lambda_i (v_i . x)^2 of every output."""
+        return jnp.sum(contributions(self, jnp.asarray(x)[None])[0], 1)
+
+
+@validated(finite=("directions",))
+def interaction_tensor(
+    model: BilinearNetwork,
+    directions: Float[Array | np.ndarray, "outputs o"] | None = None,
+    *,
+    layer: int = -1,
+    space: str = "input",
+) -> Float[Array, "outputs d d"]:
+    """The symmetric matrices of a layer's quadratic forms.
+
+    Args:
+        model: One network.
+        directions: Output directions u of the layer; default the rows of the head, for the last layer.
+        layer: Which layer, negative numbers from the end.
+        space: "input" (the network's, for the first layer only) or "hidden" (the layer's own input).
+
+    Returns:
+        One matrix per direction; with biases or a residual connection over one coordinate more, the last, for a
+        constant 1.
+
+    Raises:
+        ValueError: If the layer is gated, which makes it no quadratic form; if the layer does not exist or is not the
+            first for `space="input"`; if directions have another width, or are missing for a layer without a head.
+
+    References:
+        Pearce et al. (2024), Bilinear MLPs enable weight-based mechanistic interpretability, eq. 2.
+    """
+    compact, lift = compact_forms(model, directions, layer, space)
+    full = product(product(lift[None], compact), lift.T[None])
+    return 0.5 * (full + full.swapaxes(1, 2))  # symmetric to the last bit
+
+
+@validated(finite=("directions",))
+def decompose(
+    model: BilinearNetwork,
+    directions: Float[Array | np.ndarray, "outputs o"] | None = None,
+    *,
+    layer: int = -1,
+    space: str = "input",
+    by: str = "magnitude",
+) -> Spectrum:
+    """Eigenvalues and eigenvectors of a layer's quadratic forms, found in the smaller of its two spaces.
+
+    On a CPU most of the time goes to LAPACK, over whose batch XLA spreads the cores: stacked networks are fastest under
+    one `jax.jit` of a `vmap`. OpenBLAS's own threads only stand in the way; `use_all_cores` leaves it one.
+
+    Args:
+        model: One network; map over stacked ones with `equinox.filter_vmap`, or with `bmap` where memory is short.
+        directions: As in `interaction_tensor`.
+        layer: Which layer.
+        space: "input": eigenvectors of the form on the network's inputs. "hidden": of the form on the layer's input.
+        by: Order of the components, one of `ORDERS`.
+
+    Returns:
+        The spectrum. Components beyond the rank of the form are left out: there are min(inputs, hidden), and one more
+        with a constant.
+
+    Raises:
+        ValueError: As `interaction_tensor`, or if `by` is unknown.
+
+    References:
+        Pearce et al. (2024), section 3.
+    """
+    check_choice("by", by, ORDERS)
+    compact, lift = compact_forms(model, directions, layer, space)
+    values, vectors = jnp.linalg.eigh(compact)
+    spectrum = Spectrum(values, vectors.swapaxes(1, 2), _has_constant(model, layer), space)
+    spectrum = reorder(spectrum, {"magnitude": jnp.abs(values), "positive": values, "negative": -values}[by])
+    return eqx.tree_at(lambda s: s.vectors, spectrum, product(spectrum.vectors, lift.T))  # in order, hence moved once
+
+
+@validated
+def compact_forms(
+    model: BilinearNetwork, directions: Array | np.ndarray | None, layer: int, space: str
+) -> tuple[Array, Array]:
+    """Forms on coordinates of the smaller space, [outputs, r, r], and the orthonormal columns that lead out, [d, r]."""
+    check_choice("space", space, SPACES)
+    model = widened(model)
+    count = len(model.layers)
+    if not -count <= layer < count:
+        fail("layer", f"be one of the model's {count}", layer)
+    index = layer % count
+    chosen = model.layers[index]
+    if chosen.gate != "none":
+        fail("model", "have layers without a gate", f"{chosen.gate!r}", "A gated layer is no quadratic form")
+    if space == "input" and index:
+        fail("space", "be 'hidden' for every layer but the first", f"'input' for layer {index}")
+    if directions is None:
+        if index != count - 1:
+            fail("directions", "be given for a layer that the head does not read", "None")
+        directions = model.head
+    outputs = jnp.asarray(directions)
+    if outputs.shape[1] != chosen.left.shape[0]:
+        fail("directions", f"have the layer's width ({chosen.left.shape[0]})", outputs.shape[1])
+    left, right = chosen.left, chosen.right
+    residual = outputs if model.residual else None
+    if space == "input":
+        lift, root = jnp.linalg.qr(model.embed.T)
+        left, right = product(left, root.T), product(right, root.T)
+        residual = None if residual is None else product(residual, root.T)
+    else:
+        lift = jnp.eye(left.shape[1], dtype=left.dtype)
+    if _has_constant(model, layer):
+        zero = jnp.zeros(left.shape[0], left.dtype)
+        biases = [zero if bias is None else bias for bias in (chosen.left_bias, chosen.right_bias)]
+        left, right = (jnp.concatenate([w, b[:, None]], 1) for w, b in zip((left, right), biases, strict=True))
+        lift = jnp.pad(lift, ((0, 1), (0, 1))).at[-1, -1].set(1.0)
+    forms = product(left.T[None], outputs[:, :, None] * right[None])
+    if residual is not None:
+        forms = forms.at[:, -1, :-1].add(residual)
+    return 0.5 * (forms + forms.swapaxes(1, 2)), lift
+
+
+def widened(model: BilinearNetwork) -> BilinearNetwork:
+    """One network with its weights in float32 at least, in which every half precision number is exact."""
+    if model.embed.ndim != 2:
+        advice = "Map over members by `equinox.filter_vmap`"
+        fail("model", "be one network", f"an embedding of shape {model.embed.shape}", advice)
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)), model)
+
+
+def _has_constant(model: BilinearNetwork, layer: int) -> bool:
+    return model.residual or model.layers[layer].left_bias is not None
+
+
+@validated
+def reorder(spectrum: Spectrum, importance: Float[Array | np.ndarray, "outputs components"]) -> Spectrum:
+    """The same components, the most important first.
+
+    Args:
+        spectrum: Any.
+        importance: For instance `mean_contribution`.
+
+    Returns:
+        The spectrum by falling importance; ties keep their order, and traced NaN come last.
+
+    Raises:
+        ValueError: If `importance` has another shape, or is not finite.
+    """
+    if importance.shape != spectrum.values.shape:
+        fail("importance", f"have the shape of the spectrum's values {spectrum.values.shape}", importance.shape)
+    check_finite("importance", importance)
+    order = jnp.argsort(-jnp.asarray(importance), axis=1, stable=True)
+    moved = [
+        jnp.take_along_axis(spectrum.values, order, 1),
+        jnp.take_along_axis(spectrum.vectors, order[:, :, None], 1),
+    ]
+    return eqx.tree_at(lambda s: [s.values, s.vectors], spectrum, moved)
+
+
+@validated
+def truncate(spectrum: Spectrum, num_components: int) -> Spectrum:
+    """The leading components of every output: a network of that rank.
+
+    Args:
+        spectrum: From `decompose`, in whichever order.
+        num_components: k, from 0 (all logits zero) to all.
+
+    Returns:
+        A spectrum of k components; called on an example it gives the truncated logits.
+
+    Raises:
+        ValueError: If there are fewer components.
+    """
+    check_single("spectrum", spectrum)
+    count = check_count("num_components", num_components)
+    if count > spectrum.values.shape[1]:
+        fail("num_components", f"be at most {spectrum.values.shape[1]}", num_components)
+    return Spectrum(spectrum.values[:, :count], spectrum.vectors[:, :count], spectrum.constant, spectrum.space)
+
+
+def check_single(name: str, spectrum: Spectrum) -> None:
+    """Raises if a spectrum is a stack of spectra, whose first axis would be taken for outputs."""
+    if spectrum.values.ndim != 2 or spectrum.vectors.ndim != 3:
+        wanted = "be one spectrum, of values [outputs, components]"
+        fail(name, wanted, f"shape {spectrum.values.shape}", "Map over stacked ones by `equinox.filter_vmap`")
+
+
+def check_on_inputs(name: str, spectrum: Spectrum, *, known: bool = False) -> None:
+    """Raises if eigenvectors are in another space than that of inputs, or if `known` in one that is not given."""
+    check_single(name, spectrum)
+    if spectrum.space == "hidden" or (known and spectrum.space is None):
+        advice = 'Pass `space="input"` to `decompose`, or to `Spectrum` if its vectors are among inputs'
+        fail(name, 'be a spectrum with `space="input"`', f"space {spectrum.space!r}", advice)
+
+
+@validated
+def activations(spectrum: Spectrum, x: Float[Array | np.ndarray, "n d"]) -> Float[Array, "n outputs components"]:
+    """v_i . x of every component.
+
+    Args:
+        spectrum: Any.
+        x: Examples in the spectrum's space, without the constant.
+
+    Returns:
+        Activations; their sign is as arbitrary as the eigenvector's.
+
+    Raises:
+        ValueError: If x has another width.
+    """
+    check_single("spectrum", spectrum)
+    width = spectrum.vectors.shape[2] - spectrum.constant
+    if np.ndim(x) != 2 or x.shape[1] != width:
+        fail("x", f"have shape [n, {width}]", np.shape(x))
+    outputs, components, _ = spectrum.vectors.shape
+    flat = spectrum.vectors[:, :, :width].reshape(-1, width)
+    values = product(jnp.asarray(x), flat.T).reshape(-1, outputs, components)
+    return values + spectrum.vectors[None, :, :, width] if spectrum.constant else values
+
+
+@validated
+def contributions(spectrum: Spectrum, x: Float[Array | np.ndarray, "n d"]) -> Float[Array, "n outputs components"]:
+    """lambda_i (v_i . x)^2: what every component adds to the output, the explanation of an example.
+
+    Args:
+        spectrum: Any.
+        x: Examples.
+
+    Returns:
+        Contributions; over components they sum to the output.
+    """
+    return spectrum.values[None] * activations(spectrum, x) ** 2
+
+
+@validated
+def mean_contribution(spectrum: Spectrum, x: Float[Array | np.ndarray, "n d"]) -> Float[Array, "outputs components"]:
+    """|lambda_i| E (v_i . x)^2 over examples, an order of components that knows the data.
+
+    Args:
+        spectrum: Any.
+        x: Examples.
+
+    Returns:
+        Non-negative numbers, for `reorder`.
+    """
+    return jnp.mean(jnp.abs(contributions(spectrum, x)), 0)
+
+
+@validated
+def truncated_outputs(
+    spectrum: Spectrum, x: Float[Array | np.ndarray, "n d"]
+) -> Float[Array, "n components_and_none outputs"]:
+    """Outputs from the leading 0, 1, ..., all components, by one cumulative sum.
+
+    Args:
+        spectrum: In the order in which components are to be kept.
+        x: Examples.
+
+    Returns:
+        Outputs by number of components.
+    """
+    added = jnp.cumsum(contributions(spectrum, x), 2)
+    return jnp.pad(added, ((0, 0), (0, 0), (1, 0))).swapaxes(1, 2)
+
+
+@validated
+def adversarial_mask(
+    spectrum: Spectrum, output: int, component: int, *, against: int = 10, norm: float | Float[Array, ""] = 1.0
+) -> Float[Array, " d"]:
+    """An image made of weights alone that excites one component and leaves the leading ones of all outputs alone.
+
+    The component's row of the pseudo-inverse of the leading eigenvectors, at a given norm.
+
+    Args:
+        spectrum: Of a network without biases.
+        output: The output.
+        component: Its component, below `against`.
+        against: Leading components of every output that are considered.
+        norm: Euclidean norm of the mask.
+
+    Returns:
+        The mask, to be added to inputs.
+
+    Raises:
+        ValueError: If output or component are out of range, or the spectrum has a constant coordinate or is in hidden
+            space.
+
+    References:
+        Pearce et al. (2024), section 4.3.
+    """
+    check_on_inputs("spectrum", spectrum)
+    outputs, components, width = spectrum.vectors.shape
+    if spectrum.constant:
+        fail("spectrum", "be of a network without biases or residual connection", "one with a constant coordinate")
+    against = check_count("against", against, minimum=1)
+    for name, value, limit in (
+        ("against", against - 1, components),
+        ("output", output, outputs),
+        ("component", component, min(against, components)),
+    ):
+        if not 0 <= value < limit:
+            fail(name, f"be within the spectrum's {limit}", value)
+    rows = spectrum.vectors[:, :against].reshape(-1, width)
+    mask = jnp.linalg.pinv(rows)[:, output * against + component]
+    return mask * (norm / jnp.linalg.norm(mask))

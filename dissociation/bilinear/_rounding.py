@@ -1,0 +1,91 @@
+"""How far computed quadratic margins may be from those of the weights as they are given, for certificates that hold.
+
+A margin is sum_k w_k (l_k . z + b_k)(r_k . z + c_k) + 2 h . z, whose matrix is found by products, sums that may cancel,
+and an eigendecomposition. What all of these did together is measured: the matrix is applied to the eigenvectors once
+more, factor by factor, and compared with eigenvalue times eigenvector. The comparison has rounding of its own, of the
+same size and by other sums. Where few numbers are compared the two may agree by chance, so that the rounding of single
+operations on numbers of the size of the summands, before they cancel, is added.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from dissociation._core.linalg import product
+
+
+class Factors(NamedTuple):
+    """A margin as a sum of products.
+
+    Attributes:
+        left: l, [m, d].
+        right: r, [m, d].
+        left_bias: b, [m].
+        right_bias: c, [m].
+        weights: w, [m].
+        linear: h, [d].
+        left_size: Norms of the rows of `left` before summands cancelled in them, [m].
+        right_size: Of `right`.
+        weight_size: |w| before two classes' weights were subtracted, [m].
+        linear_size: |h| before anything cancelled in it, [d].
+    """
+
+    left: Float[Array, "m d"]
+    right: Float[Array, "m d"]
+    left_bias: Float[Array, " m"]
+    right_bias: Float[Array, " m"]
+    weights: Float[Array, " m"]
+    linear: Float[Array, " d"]
+    left_size: Float[Array, " m"]
+    right_size: Float[Array, " m"]
+    weight_size: Float[Array, " m"]
+    linear_size: Float[Array, " d"]
+
+
+def bound_rounding(
+    factors: Factors, values: Float[Array, " r"], directions: Float[Array, "r d"], linear: Float[Array, " r"]
+) -> Float[Array, "3"]:
+    """Bounds on the errors of the quadratic part, of half the linear part, and of the constant.
+
+    Args:
+        factors: The margin.
+        values: Eigenvalues found for its quadratic part.
+        directions: The eigenvectors.
+        linear: Half of its linear part along them.
+
+    Returns:
+        Spectral norm, Euclidean norm, and size. Constants to derivatives.
+
+    References:
+        Higham (2002), Accuracy and stability of numerical algorithms, chapter 3.
+        Parlett (1998), The symmetric eigenvalue problem, section 4.5, for the residual.
+    """
+    f, values, directions, linear = jax.lax.stop_gradient((factors, values, directions, linear))
+    eps = jnp.finfo(values.dtype).eps
+    left, right = jnp.abs(f.left), jnp.abs(f.right)
+    turned = directions.T
+
+    def symmetric(a: Array, b: Array, weighted_a: Array, weighted_b: Array) -> Array:
+        return 0.5 * (product(a.T, weighted_b) + product(b.T, weighted_a))
+
+    weights = f.weights[:, None]
+    image = symmetric(f.left, f.right, weights * product(f.left, turned), weights * product(f.right, turned))
+    residual = jnp.linalg.norm(image - turned * values[None])
+    skew = jnp.linalg.norm(product(directions, turned) - jnp.eye(values.shape[0], dtype=values.dtype))
+    # The norm of a matrix without negative entries is at most its largest row sum.
+    sizes = f.weight_size[:, None]
+    ones = jnp.ones((left.shape[1], 1), left.dtype)
+    summands = jnp.max(symmetric(left, right, sizes * product(left, ones), sizes * product(right, ones)))
+    norms = [jnp.linalg.norm(rows, axis=1) for rows in (left, right)]
+    rows = jnp.sqrt(jnp.sum(f.weight_size**2 * ((f.left_size * norms[1]) ** 2 + (norms[0] * f.right_size) ** 2)))
+    quadratic = 2 * (residual + jnp.max(jnp.abs(values)) * skew) + eps * (summands + rows)
+
+    biases = [jnp.abs(bias)[:, None] for bias in (f.left_bias, f.right_bias)]
+    exact = symmetric(f.left, f.right, weights * f.left_bias[:, None], weights * f.right_bias[:, None])[:, 0]
+    off = jnp.linalg.norm(exact + f.linear - product(turned, linear[:, None])[:, 0])
+    summands = jnp.linalg.norm(symmetric(left, right, sizes * biases[0], sizes * biases[1])[:, 0] + f.linear_size)
+    rows = jnp.linalg.norm(f.weight_size * (f.left_size * biases[1][:, 0] + f.right_size * biases[0][:, 0]))
+    constant = (2 + values.shape[0] ** 0.5) * jnp.sum(sizes * biases[0] * biases[1])
+    return jnp.stack([quadratic, 2 * off + eps * (summands + rows), eps * constant])

@@ -1,0 +1,256 @@
+"""Do two spectra hold the same components? By rank, by the best matching, by subspaces, and as whole forms."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float, Int
+from scipy import stats
+
+from dissociation._core.checks import check_count, check_level, fail, is_traced
+from dissociation._core.linalg import product
+from dissociation._core.results import printed
+from dissociation._core.types import PRNGKey
+from dissociation._core.validation import validated
+from dissociation.bilinear._forms import Spectrum, check_single, truncate
+
+
+@validated
+def overlaps(a: Spectrum, b: Spectrum) -> Float[Array, "outputs components_a components_b"]:
+    """|cosine| of every component of one spectrum with every one of the other, output by output.
+
+    Args:
+        a: One spectrum.
+        b: Another over the same inputs, of any number of components.
+
+    Returns:
+        Numbers from 0 to 1.
+
+    Raises:
+        ValueError: If outputs, widths or spaces differ, or one alone has a constant coordinate.
+    """
+    check_single("a", a)
+    check_single("b", b)
+    if None not in (a.space, b.space) and a.space != b.space:
+        fail("b", f"be in the space of `a`, {a.space!r}", repr(b.space))
+    if a.constant != b.constant:
+        fail("b", f"have a constant coordinate if and only if `a` has ({a.constant})", b.constant)
+    if a.vectors.shape[::2] != b.vectors.shape[::2]:
+        fail("b", f"have outputs and width of `a`, {a.vectors.shape[::2]}", b.vectors.shape[::2])
+    return jnp.abs(product(a.vectors, b.vectors.swapaxes(1, 2)))
+
+
+@validated
+def rank_similarity(a: Spectrum, b: Spectrum) -> Float[Array, "outputs components"]:
+    """|cosine| of equally ranked components, for as many as both have.
+
+    A swap of two neighbours in rank counts as no similarity at all; see `matched_similarity`.
+
+    Args:
+        a: One spectrum.
+        b: Another, in the same order.
+
+    Returns:
+        Numbers from 0 to 1. By chance, between random directions of d dimensions, sqrt(2 / (pi d)) on average.
+
+    References:
+        Pearce et al. (2024), section 4.2.
+    """
+    return jnp.diagonal(overlaps(a, b), axis1=1, axis2=2)
+
+
+@validated
+def matched_similarity(a: Spectrum, b: Spectrum, num_components: int) -> Float[Array, "outputs components"]:
+    """|cosine| under the one-to-one matching of the leading components that maximises its sum.
+
+    Args:
+        a: One spectrum.
+        b: Another.
+        num_components: k leading components of either.
+
+    Returns:
+        In the order of `a`.
+
+    Raises:
+        ValueError: If there are fewer components.
+
+    References:
+        Kuhn (1955), The Hungarian method for the assignment problem.
+    """
+    return _matched(overlaps(_leading(a, num_components), _leading(b, num_components)))
+
+
+@jax.jit
+def _matched(similarity: Array) -> Array:
+    def match(table: Array) -> Array:
+        rows, columns = optax.assignment.hungarian_algorithm(-table)
+        return jnp.zeros(table.shape[0], table.dtype).at[rows].set(table[rows, columns])
+
+    return jax.vmap(match)(similarity)
+
+
+@validated
+def form_similarity(a: Spectrum, b: Spectrum) -> Float[Array, " outputs"]:
+    """Cosine of the whole quadratic forms in the Frobenius product, signs and all.
+
+    <Q_a, Q_b> = sum_ij lambda_i mu_j (v_i . w_j)^2, without either matrix.
+
+    Args:
+        a: One spectrum.
+        b: Another.
+
+    Returns:
+        From -1 to 1 per output.
+    """
+    inner = jnp.einsum("oi,oij,oj->o", a.values, overlaps(a, b) ** 2, b.values, precision="highest")
+    sizes = jnp.linalg.norm(a.values, axis=1) * jnp.linalg.norm(b.values, axis=1)
+    return inner / sizes
+
+
+def _leading(spectrum: Spectrum, count: int) -> Spectrum:
+    return truncate(spectrum, check_count("num_components", count, minimum=1))
+
+
+@validated
+def member_pairs(num_members: int, other: int | None = None) -> tuple[Int[np.ndarray, " p"], Int[np.ndarray, " p"]]:
+    """Indices of all pairs of members, no member with itself.
+
+    Args:
+        num_members: Members of one population.
+        other: Members of another, for all pairs across; default: unordered pairs within the one.
+
+    Returns:
+        Two lists of equal length, NumPy.
+
+    Raises:
+        ValueError: If there is no pair.
+
+    >>> member_pairs(3)
+    (array([0, 0, 1]), array([1, 2, 2]))
+    """
+    if other is None:
+        check_count("num_members", num_members, minimum=2)
+        return np.triu_indices(num_members, 1)
+    count = check_count("other", other, minimum=1)
+    first, second = np.indices((check_count("num_members", num_members, minimum=1), count)).reshape(2, -1)
+    return first, second
+
+
+class Interval(NamedTuple):
+    """A mean and the ends of its confidence interval; arrays of one shape."""
+
+    mean: Array
+    low: Array
+    high: Array
+
+    __repr__ = printed
+
+
+@validated
+def student_interval(samples: Float[Array | np.ndarray, "n *rest"], level: float = 0.9) -> Interval:
+    """Student's interval for the mean over the first axis, which holds if samples are independent.
+
+    Args:
+        samples: At least two.
+        level: Coverage, between 0 and 1.
+
+    Returns:
+        The interval.
+
+    Raises:
+        ValueError: If there is one sample, or `level` is not between 0 and 1.
+    """
+    count = check_count("samples", samples.shape[0], minimum=2)
+    check_level(level)
+    values = jnp.asarray(samples)
+    mean = jnp.mean(values, 0)
+    half = float(stats.t.ppf(0.5 + 0.5 * level, count - 1)) * jnp.std(values, axis=0, ddof=1) / count**0.5
+    return Interval(mean, mean - half, mean + half)
+
+
+@validated
+def bootstrap_interval(
+    statistic: Callable[[Array], Array],
+    num_members: int | tuple[int, ...],
+    *,
+    key: PRNGKey,
+    level: float = 0.9,
+    num_resamples: int = 1000,
+) -> Interval:
+    """Percentile bootstrap over members, for statistics of pairs: pairs share members and are not independent.
+
+    Args:
+        statistic: From members' weights [num_members] (how often each was drawn, summing to their number) to an array;
+            a mean over pairs weighs each pair by the product of its members' weights, see `pair_mean`.
+        num_members: Members; of several populations a tuple, each of which is resampled by itself.
+        key: Draws the resamples.
+        level: Coverage.
+        num_resamples: Resamples.
+
+    Returns:
+        The statistic at weights of one, and the percentiles; all NaN where that is.
+
+    Raises:
+        ValueError: If an option is out of range.
+
+    References:
+        Efron and Tibshirani (1993), An introduction to the bootstrap, section 13.3.
+    """
+    groups = (num_members,) if isinstance(num_members, int) else num_members
+    for count in groups:
+        check_count("num_members", count, minimum=2)
+    check_count("num_resamples", num_resamples, minimum=1)
+    check_level(level)
+
+    def resample(key: Array, count: int) -> Array:
+        drawn = jax.random.randint(key, (num_resamples, count), 0, count)
+        return jax.vmap(lambda row: jnp.bincount(row, length=count))(drawn).astype(float)
+
+    weights = [resample(jax.random.fold_in(key, index), count) for index, count in enumerate(groups)]
+    weights = jnp.concatenate(weights, 1)
+    values = jax.vmap(statistic)(weights)
+    low, high = jnp.nanquantile(values, jnp.asarray([0.5 - 0.5 * level, 0.5 + 0.5 * level]), axis=0)
+    mean = statistic(jnp.ones(weights.shape[1]))
+    # Resamples without the member whose values are undefined must not bound a mean that is.
+    return Interval(mean, *(jnp.where(jnp.isnan(mean), jnp.nan, end) for end in (low, high)))
+
+
+@validated
+def pair_mean(
+    values: Float[Array | np.ndarray, "pairs *rest"],
+    first: Int[Array | np.ndarray, " pairs"],
+    second: Int[Array | np.ndarray, " pairs"],
+) -> Callable[[Array], Array]:
+    """The mean over pairs as a function of members' weights, for `bootstrap_interval`.
+
+    Args:
+        values: Something of every pair.
+        first: One member of each, as from `member_pairs`.
+        second: The other.
+
+    Returns:
+        A function of weights; a resample of one member alone holds no pair and gives NaN. It raises a `ValueError` if
+        there are fewer weights than members named.
+
+    Raises:
+        ValueError: If lengths disagree, or an index is negative.
+    """
+    table, pairs = jnp.asarray(values), {"first": first, "second": second}
+    known = {name: np.asarray(members) for name, members in pairs.items() if not is_traced(members)}
+    for name, members in known.items():
+        if members.size and members.min() < 0:
+            fail(name, "hold members counted from 0", members.min())
+
+    def mean(weights: Array) -> Array:
+        for name, members in known.items():
+            if members.size and members.max() >= weights.shape[0]:
+                fail(name, f"hold members below {weights.shape[0]}, the number of weights", members.max())
+        # A traced index that is out of range would be clamped.
+        chosen = [weights.at[jnp.asarray(members)].get(mode="fill", fill_value=jnp.nan) for members in pairs.values()]
+        pair_weights = chosen[0] * chosen[1]
+        return jnp.tensordot(pair_weights, table, 1) / jnp.sum(pair_weights)
+
+    return mean

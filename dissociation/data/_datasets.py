@@ -1,0 +1,149 @@
+"""One door to the data sets: `load(name)` gives a `Dataset` that carries its name."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import numpy as np
+from jaxtyping import Array, Float
+
+from dissociation._core.checks import check_choice, check_count, check_same_length, fail, is_traced
+from dissociation._core.conversion import as_array, as_classes, as_one_hot
+from dissociation._core.keys import named_key
+from dissociation._core.types import PRNGKey
+from dissociation._core.validation import validated
+from dissociation.data._glyphs import glyph_data
+from dissociation.data._mnist import mnist_data
+
+
+class Dataset(eqx.Module):
+    """Labelled images for training and testing; checked when it is made, by `load` or by hand.
+
+    Labels are given as integers [n] or one-hot rows [n, classes] and kept one-hot. Integers go up to the largest among
+    training and test labels: give one-hot rows if there are classes that neither shows.
+
+    Attributes:
+        name: Where the images come from; results carry it.
+        train_images: Images [n, d], flat.
+        train_labels: One-hot labels [n, classes].
+        test_images: Images [m, d].
+        test_labels: One-hot labels [m, classes].
+
+    Raises:
+        TypeError: If images or labels hold something else than numbers.
+        ValueError: If the name is empty, lengths or widths disagree, an image is not finite or holds integers above 1,
+            or a row of labels is not one-hot; the message names the array.
+    """
+
+    name: str = eqx.field(static=True)
+    train_images: Float[Array | np.ndarray, "n d"]
+    train_labels: Float[Array | np.ndarray, "n classes"]
+    test_images: Float[Array | np.ndarray, "m d"]
+    test_labels: Float[Array | np.ndarray, "m classes"]
+
+    @validated(finite=("train_images", "test_images"), pixels=("train_images", "test_images"))
+    def __init__(
+        self,
+        name: str,
+        train_images: Float[Array | np.ndarray, "n d"],
+        train_labels: Any,
+        test_images: Float[Array | np.ndarray, "m d"],
+        test_labels: Any,
+    ):
+        if not name:
+            fail("name", "say where the data come from", "an empty string")
+        self.name = name
+        self.train_images, self.test_images = train_images, test_images
+        labels = {"train": train_labels, "test": test_labels}
+        classes = max(_classes_in(f"{split}_labels", given) for split, given in labels.items())
+        for split, images in (("train", train_images), ("test", test_images)):
+            rows = as_one_hot(f"{split}_labels", labels[split], classes or None)
+            check_same_length(f"{split}_images", len(images), f"{split}_labels", len(rows))
+            setattr(self, f"{split}_labels", rows)
+        check_same_length("train_labels", classes, "test_labels", self.test_labels.shape[1], "classes")
+
+    @property
+    def num_pixels(self) -> int:
+        """Features of one image."""
+        return self.train_images.shape[1]
+
+    @property
+    def num_classes(self) -> int:
+        """Columns of the labels."""
+        return self.train_labels.shape[1]
+
+
+def _classes_in(name: str, labels: Any) -> int:
+    """How many classes there are at least, as far as labels tell; 0 if they are traced integers."""
+    labels = as_array(name, labels, "integers [n] or one-hot rows [n, classes]", bare=True)
+    if labels.ndim > 1:
+        return labels.shape[1]
+    return 0 if is_traced(labels) else int(np.max(np.asarray(as_classes(name, labels)))) + 1
+
+
+def _glyphs(train: int | None, test: int | None, folder: Any, key: PRNGKey | None) -> tuple[np.ndarray, ...]:
+    key = named_key("glyphs") if key is None else key
+    return glyph_data(10_000 if train is None else train, 2_000 if test is None else test, key=key)
+
+
+def _mnist(train: int | None, test: int | None, folder: Any, key: PRNGKey | None) -> tuple[np.ndarray, ...]:
+    sizes = (("num_train", train),) * 2 + (("num_test", test),) * 2
+    arrays = mnist_data(folder=folder)
+    return tuple(_leading(name, array, number) for (name, number), array in zip(sizes, arrays, strict=True))
+
+
+SOURCES: dict[str, tuple[str, Callable[..., tuple[np.ndarray, ...]]]] = {
+    "glyphs": ("digits drawn by code", _glyphs),
+    "mnist": ("MNIST", _mnist),
+}
+"""The data sets that `load`, figures and command lines know, by name; a new one is an entry here.
+
+What it is, in the middle of a sentence; and a function from numbers of training and test images (None: its own), folder
+and key to training images and labels, test images and labels.
+"""
+
+NAMES = tuple(SOURCES)
+"""What `load` knows."""
+
+
+@validated
+def load(
+    name: str,
+    *,
+    num_train: int | None = None,
+    num_test: int | None = None,
+    folder: str | os.PathLike[str] | None = None,
+    key: PRNGKey | None = None,
+) -> Dataset:
+    """Loads a data set by name; never gives another one than it was asked for.
+
+    Args:
+        name: One of `NAMES`: "glyphs" (digits drawn by code), "mnist".
+        num_train: Training images, at least 1: any number of glyphs, the leading ones of MNIST. None stands for
+            10 000 glyphs, and for MNIST's 60 000.
+        num_test: Test images, at least 1; None stands for 2 000 glyphs, and for MNIST's 10 000.
+        folder: Where files are, for MNIST passed on to `mnist_data`; glyphs have none.
+        key: Draws the glyphs; None is `named_key("glyphs")`, which no seed makes; MNIST has no randomness.
+
+    Returns:
+        The data set, float32 NumPy arrays: images [n, 784] in [0, 1], one-hot labels [n, 10].
+
+    Raises:
+        TypeError: If a number of images is no Python integer.
+        ValueError: If the name is unknown, a number is below 1, or more of MNIST is asked for than there is.
+    """
+    check_choice("name", name, NAMES)
+    for argument, number in (("num_train", num_train), ("num_test", num_test)):
+        if number is not None:
+            check_count(argument, number, minimum=1)
+    return Dataset(name, *SOURCES[name][1](num_train, num_test, folder, key))
+
+
+def _leading(argument: str, array: np.ndarray, number: int | None) -> np.ndarray:
+    """The first `number` rows, copied so that the rest can be freed."""
+    if number is None or number == len(array):
+        return array
+    if number > len(array):
+        fail(argument, f"be at most {len(array)}, which is all of MNIST", number)
+    return array[:number].copy()

@@ -1,0 +1,357 @@
+"""Digits drawn by code: a built-in stand-in for MNIST that needs no file and no download.
+
+The digits of matplotlib's bundled fonts become signed distance fields once, on the host. An image is one such
+field, read through a random smooth map of the plane and turned into ink: with `x` a pixel and `u` the map,
+
+    image(x) = clip(ink * step((field(u(x)) + weight) / blur) + noise * N(0, 1), 0, 1) * (x is off the border)
+
+so that stroke weight is an offset of the field and blur the width of its edge.
+"""
+
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import matplotlib as mpl
+import numpy as np
+from jaxtyping import Array, Float, Int, Real
+from matplotlib.font_manager import FontProperties
+from matplotlib.textpath import TextPath
+
+from dissociation._core.checks import check_classes, check_count, fail, is_traced
+from dissociation._core.types import Count, PRNGKey, PRNGKeys
+from dissociation._core.validation import validated
+
+SIDE = 28
+"""Pixels along a side of an image, as in MNIST."""
+
+NUM_CLASSES = 10
+"""The digits 0 to 9."""
+
+BORDER = 2
+"""Rows and columns on each side that are dark in every image."""
+
+FONTS = (
+    "DejaVuSans", "DejaVuSans-Bold", "DejaVuSansMono", "DejaVuSansMono-Bold",
+    "DejaVuSerif", "DejaVuSerif-Bold", "DejaVuSerif-Italic", "DejaVuSerif-BoldItalic",
+    "STIXGeneral", "STIXGeneralBol", "STIXGeneralItalic", "STIXGeneralBolIta",
+    "cmr10", "cmb10", "cmti10", "cmss10", "cmtt10",
+)  # fmt: skip
+"""Fonts in matplotlib's own folder, by file name; none is looked up on the system. The sans obliques are left out:
+they are the upright ones slanted, and slant varies anyway."""
+
+_SAMPLES = 57  # Grid points along a side of a distance field: two per pixel, ends included.
+_SPACING = SIDE / (_SAMPLES - 1)
+_HEIGHT = 20.0  # Height of every undistorted digit in pixels.
+_MODES = 3  # Cosine modes per axis in the elastic map, the constant one (a shift) left out.
+_BATCH = 1000  # Images drawn at once: 60 000 would need gigabytes of temporaries.
+
+
+class Variation(NamedTuple):
+    """How far images of one digit differ; every number may be traced, and zeros give the font's own shape.
+
+    Attributes:
+        rotation: Largest angle, in radians, to either side.
+        shear: Largest slant, horizontal shift per height.
+        log_scale: Largest logarithm of the factors that stretch width and height, each drawn alone.
+        shift: Largest displacement along each axis, in pixels.
+        elastic: Root mean square displacement of the smooth elastic map along each axis, in pixels.
+        weight: Largest thickening of a stroke's edge in pixels; a quarter of it is the largest thinning.
+        blur: Width of a stroke's edge in pixels goes from 1 to 1 plus this.
+        fade: Ink is between 1 minus this and 1.
+        noise: Standard deviation of the noise on every pixel off the border, before clipping to [0, 1].
+    """
+
+    rotation: float | int | Real[Array, ""] = 0.12
+    shear: float | int | Real[Array, ""] = 0.15
+    log_scale: float | int | Real[Array, ""] = 0.08
+    shift: float | int | Real[Array, ""] = 2.75
+    elastic: float | int | Real[Array, ""] = 0.4
+    weight: float | int | Real[Array, ""] = 1.4
+    blur: float | int | Real[Array, ""] = 2.0
+    fade: float | int | Real[Array, ""] = 0.15
+    noise: float | int | Real[Array, ""] = 0.05
+
+
+def _signed_distance(polygons: list[np.ndarray], right: np.ndarray, up: np.ndarray) -> np.ndarray:
+    """Distance of the points (right, up) [p, 1] to the outline, positive where it winds around the point."""
+    start = np.concatenate([p[:-1] for p in polygons]).T[:, None, :]
+    edge = np.concatenate([np.diff(p, axis=0) for p in polygons]).T[:, None, :]
+    length = np.sum(edge**2, axis=0)
+    (edge_right, edge_up), length = edge[:, :, length[0] > 0], length[:, length[0] > 0]
+    start = start[:, :, np.sum(edge**2, axis=0)[0] > 0]
+    from_right, from_up = right - start[0], up - start[1]
+    along = np.clip((from_right * edge_right + from_up * edge_up) / length, 0, 1)
+    nearest = ((from_right - along * edge_right) ** 2 + (from_up - along * edge_up) ** 2).min(axis=1)
+    # A ray to the right crosses an edge upwards (+1) where the point lies left of it, downwards (-1) right of it.
+    left = edge_right * from_up > edge_up * from_right
+    starts_below, ends_above = from_up >= 0, from_up < edge_up
+    winding = (starts_below & ends_above & left).sum(axis=1) - (~starts_below & ~ends_above & ~left).sum(axis=1)
+    return np.sqrt(nearest) * np.where(winding != 0, 1, -1)
+
+
+@lru_cache(maxsize=1)
+def glyph_templates() -> Float[np.ndarray, "fonts 10 side side"]:
+    """The undistorted digits of all fonts, as signed distance fields (host, NumPy, computed once).
+
+    Every digit is 20 pixels high, keeps its aspect ratio, and is centred by its bounding box. The field is sampled
+    twice per pixel, from one edge of the image to the other.
+
+    Returns:
+        Distances to the outline in pixels, positive in the ink, [font, digit, row, column]; float32, read-only,
+        fonts in the order of `FONTS`.
+    """
+    line = np.arange(_SAMPLES) * _SPACING - SIDE / 2
+    # Rows run down the image, and the fonts' second coordinate up.
+    right, up = (axis.reshape(-1, 1) for axis in np.meshgrid(line, -line, indexing="xy"))
+    fields = np.empty((len(FONTS), NUM_CLASSES, _SAMPLES, _SAMPLES), np.float32)
+    folder = Path(mpl.get_data_path()) / "fonts" / "ttf"
+    for i, font in enumerate(FONTS):
+        properties = FontProperties(fname=str(folder / f"{font}.ttf"))
+        for digit in range(NUM_CLASSES):
+            polygons = TextPath((0, 0), str(digit), size=100, prop=properties).to_polygons()
+            corners = np.concatenate(polygons)
+            low, high = corners.min(axis=0), corners.max(axis=0)
+            scale = _HEIGHT / (high[1] - low[1])
+            placed = [(polygon - (low + high) / 2) * scale for polygon in polygons]
+            fields[i, digit] = _signed_distance(placed, right, up).reshape(_SAMPLES, _SAMPLES)
+    fields.flags.writeable = False
+    return fields
+
+
+def _affine(draws: Float[Array, "4"], variation: Variation) -> Float[Array, "2 2"]:
+    """A rotation after a slant after a stretch of each axis, by numbers drawn from [-1, 1]."""
+    angle, slant = draws[0] * variation.rotation, draws[1] * variation.shear
+    wide, high = jnp.exp(draws[2] * variation.log_scale), jnp.exp(draws[3] * variation.log_scale)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    rotate = jnp.stack([cos, -sin, sin, cos]).reshape(2, 2)
+    return rotate @ jnp.stack([wide, slant * high, jnp.zeros_like(high), high]).reshape(2, 2)
+
+
+def _elastic(draws: Float[Array, "modes 2"], centres: Float[Array, "pixels 2"]) -> Float[Array, "pixels 2"]:
+    """A smooth displacement: cosine modes with normal amplitudes that fall as the squared wave number.
+
+    The constant mode is left out, and the mean square over draws and pixels is one along each axis.
+    """
+    order = jnp.arange(_MODES, dtype=centres.dtype)
+    waves = jnp.cos(jnp.pi * (centres[:, :, None] / SIDE + 0.5) * order[None, None, :])
+    modes = (waves[:, 0, :, None] * waves[:, 1, None, :]).reshape(-1, _MODES**2)
+    squares = (order[:, None] ** 2 + order[None, :] ** 2).reshape(-1)
+    decay = jnp.where(squares > 0, 1 / jnp.maximum(squares, 1), 0)
+    decay = decay / jnp.sqrt(jnp.sum(decay**2 * jnp.mean(modes**2, axis=0)))
+    return modes @ (draws * decay[:, None])
+
+
+@validated(finite=("templates",))
+def draw_glyph(
+    templates: Float[Array | np.ndarray, "fonts 10 samples samples"],
+    label: Count,
+    *,
+    key: PRNGKey,
+    variation: Variation | None = None,
+    border: int = BORDER,
+) -> Float[Array, " pixels"]:
+    """Draws one digit in a random font; a pure function for `jit` and `vmap`.
+
+    Pixel `x` reads the distance field `f` of the digit at `u(x) = A (x + e(x) - t)`, with a random matrix `A`, smooth
+    displacement `e` and shift `t`, and gets `clip(ink * clip((f(u(x)) + weight) / blur + 1/2, 0, 1) + noise, 0, 1)`.
+
+    Args:
+        templates: Signed distance fields in pixels, as `glyph_templates` makes them.
+        label: The digit, 0 to 9.
+        key: Picks font and variation.
+        variation: How much images vary; None is `Variation()`.
+        border: Rows and columns on each side that are exactly zero, 0 to 13.
+
+    Returns:
+        The image's 784 pixels, row after row, in [0, 1]; dtype of `templates`.
+
+    Raises:
+        ValueError: If `templates`, a known `label` or `border` is out of range.
+    """
+    templates = jnp.asarray(templates)
+    check_count("border", border)
+    if 2 * border >= SIDE:
+        fail("border", f"leave some of {SIDE} rows", border)
+    if not is_traced(label) and not 0 <= int(label) < NUM_CLASSES:
+        fail("label", "be a digit, 0 to 9", label)
+    variation = Variation() if variation is None else variation
+    dtype = templates.dtype
+    uniform_key, normal_key = jax.random.split(key)
+    font, weight, blur, fade, *even = jax.random.uniform(uniform_key, (10,), dtype)
+    even = 2 * jnp.stack(even) - 1
+    grain, waves = jnp.split(jax.random.normal(normal_key, (SIDE**2 + 2 * _MODES**2,), dtype), [SIDE**2])
+
+    line = jnp.arange(SIDE, dtype=dtype) - (SIDE - 1) / 2
+    centres = jnp.stack(jnp.meshgrid(line, line, indexing="xy"), axis=-1).reshape(-1, 2)
+    bent = centres + variation.elastic * _elastic(waves.reshape(-1, 2), centres)
+    source = (bent - variation.shift * even[None, :2]) @ _affine(even[2:], variation).T
+
+    num_fonts, _, _, samples = templates.shape
+    # In low precision the product can round up to the number of fonts.
+    font = jnp.minimum((font * num_fonts).astype(int), num_fonts - 1)
+    column, row = (source.T / SIDE + 0.5) * (samples - 1)
+    field = templates[font, label]
+    distance = jax.scipy.ndimage.map_coordinates(field, [row, column], order=1, mode="nearest")
+
+    weight = variation.weight * (1.25 * weight - 0.25)
+    coverage = jnp.clip((distance + weight) / (1 + variation.blur * blur) + 0.5, 0, 1)
+    image = jnp.clip((1 - variation.fade * fade) * coverage + variation.noise * grain, 0, 1)
+    inside = jnp.max(jnp.abs(centres), axis=1) < SIDE / 2 - border
+    return jnp.where(inside, image, 0).astype(dtype)
+
+
+@validated(finite=("templates",))
+def draw_glyphs(
+    templates: Float[Array | np.ndarray, "fonts 10 samples samples"],
+    labels: Int[Array | np.ndarray, " n"],
+    *,
+    key: PRNGKey,
+    variation: Variation | None = None,
+    border: int = BORDER,
+    batch_size: int = _BATCH,
+) -> Float[Array, "n pixels"]:
+    """Draws a digit for every label: `draw_glyph` with the key `fold_in(key, i)` for image i.
+
+    Image i depends on the key, i and its label alone, so a shorter list of labels gives the leading images of a
+    longer one, and `batch_size` changes memory only.
+
+    Args:
+        templates: Signed distance fields in pixels, as `glyph_templates` makes them.
+        labels: Digits, 0 to 9.
+        key: Picks fonts and variations.
+        variation: How much images vary; None is `Variation()`.
+        border: Rows and columns on each side that are exactly zero.
+        batch_size: Images drawn at once, at least 1.
+
+    Returns:
+        Images [n, 784] in [0, 1].
+
+    Raises:
+        ValueError: If an argument is out of range; the message names it.
+    """
+    check_count("batch_size", batch_size, minimum=1)
+    check_classes("labels", labels, NUM_CLASSES)
+    labels = jnp.asarray(labels)
+    keys = _fold_in_all(key, labels.shape[0])
+    return _draw_each(jnp.asarray(templates), labels, keys, variation, border, batch_size)
+
+
+def _fold_in_all(key: PRNGKey, num: int) -> PRNGKeys:
+    """One key per number from 0 to `num` - 1, the same for any larger `num`."""
+    return jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(num))
+
+
+def _draw_each(
+    templates: Float[Array, "fonts 10 samples samples"],
+    labels: Int[Array, " n"],
+    keys: PRNGKeys,
+    variation: Variation | None,
+    border: int,
+    batch_size: int,
+) -> Float[Array, "n pixels"]:
+    """One image per label and key, at most `batch_size` at once."""
+
+    def draw(item):
+        label, key = item
+        return draw_glyph(templates, label, key=key, variation=variation, border=border)
+
+    # Batches of one size, the last filled up: a smaller rest would be a second program to compile.
+    num = labels.shape[0]
+    if num <= batch_size:
+        return jax.vmap(draw)((labels, keys))
+    batches = -(-num // batch_size)
+    size = -(-num // batches)
+    filled = jnp.minimum(jnp.arange(batches * size), num - 1)
+    return jax.lax.map(draw, (labels[filled], keys[filled]), batch_size=size)[:num]
+
+
+@validated
+def glyph_labels(num: int, *, key: PRNGKey) -> Int[Array, " num"]:
+    """Balanced random labels: every ten in a row hold each digit once, in random order.
+
+    Args:
+        num: How many, 0 or more.
+        key: Picks the orders.
+
+    Returns:
+        Digits 0 to 9. Fewer labels from the same key are the leading ones of more.
+    """
+    check_count("num", num)
+    return _orders(_fold_in_all(key, -(-num // NUM_CLASSES))).reshape(-1)[:num]
+
+
+def _orders(keys: PRNGKeys) -> Int[Array, "n 10"]:
+    return jax.vmap(lambda k: jax.random.permutation(k, NUM_CLASSES))(keys)
+
+
+@partial(jax.jit, static_argnames=("num_train", "num_test"))
+def _draw_splits(
+    templates: Float[Array, "fonts 10 samples samples"],
+    num_train: int,
+    num_test: int,
+    key: PRNGKey,
+    variation: Variation,
+) -> tuple[Float[Array, "n pixels"], Float[Array, "n 10"]]:
+    """Images and one-hot labels of both splits, training first: one map, so that it compiles once."""
+    tens, order_keys, keys = [], [], []
+    for split, num in enumerate((num_train, num_test)):
+        label_key, image_key = jax.random.split(jax.random.fold_in(key, split))
+        tens.append(-(-num // NUM_CLASSES))
+        order_keys.append(_fold_in_all(label_key, tens[-1]))
+        keys.append(_fold_in_all(image_key, num))
+    # As `glyph_labels`, in one call for both splits.
+    train, test = jnp.split(_orders(jnp.concatenate(order_keys)), tens[:1])
+    labels = jnp.concatenate([train.reshape(-1)[:num_train], test.reshape(-1)[:num_test]])
+    keys = jnp.concatenate(keys)
+    images = _draw_each(templates, labels, keys, variation, BORDER, _BATCH)
+    return images, jax.nn.one_hot(labels, NUM_CLASSES, dtype=images.dtype)
+
+
+@validated
+def glyph_data(
+    num_train: int = 10_000,
+    num_test: int = 2_000,
+    *,
+    key: PRNGKey,
+    variation: Variation | None = None,
+) -> tuple[
+    Float[np.ndarray, "train 784"],
+    Float[np.ndarray, "train 10"],
+    Float[np.ndarray, "test 784"],
+    Float[np.ndarray, "test 10"],
+]:
+    """Draws a training and a test set of digits, in the form of `mnist_data`.
+
+    Both sets use the same fonts and the same variation, with independent draws; labels are balanced and in random
+    order. The same key gives the same images, and a smaller set is the beginning of a larger one. The outer two
+    rows and columns are zero in every image, and noise reaches all others: with at least 576 images the null
+    space of the data is exactly the 208 border pixels.
+
+    At the default sizes and variation (key 0), scikit-learn's softmax regression gets 90.7 % of the test images at
+    C = 0.02 and 93.0 % at C = 1 (150 steps). Bias-free ReLU layers 784-1024-1024-10 under SGD (rate 0.1 falling to 0,
+    batches of 128) get 88.5 % after 5 epochs, where a linear layer alone gets 83.1 %, and 95.2 % after 10.
+
+    Args:
+        num_train: Training images, at least 1.
+        num_test: Test images, at least 1.
+        key: Picks everything.
+        variation: How much images vary; None is `Variation()`.
+
+    Returns:
+        `(train_images, train_labels, test_images, test_labels)`, float32 NumPy arrays: images [n, 784] in [0, 1]
+        and one-hot labels [n, 10].
+
+    Raises:
+        TypeError: If a number of images is no Python integer.
+        ValueError: If it is below 1.
+    """
+    check_count("num_train", num_train, minimum=1)
+    check_count("num_test", num_test, minimum=1)
+    variation = Variation() if variation is None else variation
+    splits = _draw_splits(jnp.asarray(glyph_templates()), num_train, num_test, key, variation)
+    images, labels = jax.device_get(splits)
+    parts = images[:num_train], labels[:num_train], images[num_train:], labels[num_train:]
+    return tuple(part.copy() for part in parts)  # writable, as MNIST's are

@@ -1,0 +1,279 @@
+"""How the figure of neural collapse is drawn, panel by panel, from its results.
+
+Colours and markers are weight decays, dashes the kind of a curve; what is shown of one weight decay alone is black.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from dissociation.plotting import _axes as plotting
+
+SHOWN_POINTS = 400
+"""Samples of a class and split in the plane of two classes, at most."""
+
+_PAIRS = {
+    "mi_{}_compression": ("I", "nearest neighbours"),
+    "nhsic_{}": ("nHSIC", "fixed bandwidth"),
+    "nhsic_{}_free": ("nHSIC", "median bandwidth"),
+}
+"""Measures of the information plane by name, input or labels, with their symbol and what they are called."""
+
+
+def draw(results: Any) -> Figure:
+    """Every panel for which there are numbers, three a row; 7.2 inches wide, 2.3 a row."""
+    panels = _panels(results)
+    rows = -(-len(panels) // 3)
+    with plotting.house_style():
+        figure, axes = plt.subplots(rows, 3, figsize=(7.2, 2.3 * rows + 0.3), squeeze=False)
+        for axis, (panel, _) in zip(axes.flat, panels, strict=False):
+            panel(axis, results)
+        for axis in axes.flat[len(panels) :]:
+            axis.remove()
+        plotting.letter(*axes.flat[: len(panels)])
+        handles = axes[0, 0].get_legend_handles_labels()
+        figure.legend(*handles, title="weight decay", loc="outside upper center", ncols=8)
+    plt.close(figure)  # out of pyplot's hands: a notebook shows what it is given
+    return figure
+
+
+def caption(results: Any) -> str:
+    """All but the data, which the headline has."""
+    said = "; ".join(f"({'abcdefghijkl'[index]}) {words}" for index, (_, words) in enumerate(_panels(results)))
+    curves = [*results.series["test_accuracy"], *results.series["rnc1_score"]]
+    steps = f"Information is measured {len(results.information_step)} times. " if results.information else ""
+    return f"Networks through training: {said}. {plotting.drawn_as(*curves)} {steps}".rstrip()
+
+
+def _panels(results: Any) -> list[tuple[Callable[[Axes, Any], None], str]]:
+    """What is drawn, in order, and what the caption says of it; panels without numbers are left out."""
+    config, information = results.config, results.information
+    decay, classes = f"weight decay {max(config.weight_decays):g}", " and ".join(map(str, config.classes))
+    panels: list[tuple[Callable[[Axes, Any], None], str]] = [
+        (_accuracy, "accuracy on test images and, dashed, on training images"),
+        (
+            _collapse,
+            f"spread within over that between classes, dotted the threshold {config.collapse_threshold:g}",
+        ),
+        (_condition, "condition number of the class means, dotted its value after collapse"),
+    ]
+    for name in _PAIRS:
+        values = information.get(name.format("zx"))
+        if values is not None and np.isfinite(values[..., results.information_step >= 10]).any():
+            symbol, words = _PAIRS[name]
+            what = f"{symbol}(Z;X) - {symbol}(Z;Y) by {words}, dotted with shuffled rows"
+            panels.append((lambda axis, found, name=name: _information(axis, found, name), what))
+    if len(panels) > 3 and "mi_zx_compression" in information:
+        panels.append((_estimators, f"two estimators of information at {decay}"))
+    panels.append((_geometry, f"distances from collapse at {decay}"))
+    panels.append((_scale, "norm of the class means and, dashed, of all weights and, dotted, of the last layer's"))
+    if results.margins:
+        panels.append((_margins, f"distances of images of classes {classes} to their boundary at {decay}, all seeds"))
+        panels.append((_plane, f"one seed's images of these classes in the plane of their weights, at {decay}"))
+    if max(config.weight_decays) > 0:
+        crossed = "first steps at which networks fitted, generalised and collapsed, with medians and 90 % intervals"
+        panels.append((_crossings, f"{crossed}; open where one never did"))
+    return panels
+
+
+def _look(results: Any, index: int) -> dict[str, Any]:
+    """Of a weight decay: brighter the smaller it is."""
+    color = plt.get_cmap("viridis")(0.85 * index / max(len(results.config.weight_decays) - 1, 1))
+    return {**plotting.look(index), "color": color, "linestyle": "solid"}
+
+
+def _curves(
+    axis: Axes, steps: np.ndarray, values: np.ndarray, results: Any, *, log: bool = False, **options: Any
+) -> None:
+    """A curve per weight decay, from step 10 on."""
+    later = steps >= 10
+    for index, (decay, curves) in enumerate(zip(results.config.weight_decays, values, strict=True)):
+        plotting.band(axis, steps[later], curves[:, later], label=f"{decay:g}", **_look(results, index), **options)
+    _against_steps(axis, steps, log=log)
+
+
+def _means(axis: Axes, steps: np.ndarray, values: np.ndarray, results: Any, linestyle: str) -> None:
+    """Means over seeds of another kind, without names."""
+    later = steps >= 10
+    for index, curves in enumerate(values):
+        look = {"color": _look(results, index)["color"], "linestyle": linestyle, "linewidth": 0.8}
+        axis.plot(steps[later], plotting.summarise(curves).mean[later], **look)
+
+
+def _against_steps(axis: Axes, steps: np.ndarray, *, log: bool = False) -> None:
+    """Limits are set: a logarithmic axis cannot find its own where nothing is finite, or no step has come to 10."""
+    axis.set(xscale="log", xlabel="step", xlim=(9, 1.1 * max(10, int(steps[-1]) if len(steps) else 10)))
+    if log and any((np.asarray(line.get_ydata()) > 0).any() for line in axis.lines):
+        plotting.log_height(axis)
+
+
+def _floor(values: np.ndarray) -> float:
+    """For the lower edge of bands on a logarithmic axis: half the least positive value."""
+    positive = values[np.isfinite(values) & (values > 0)]
+    return 0.5 * float(positive.min()) if positive.size else 1e-12
+
+
+def _legend(axis: Axes, columns: int = 2) -> None:
+    """Below the panel, off the curves."""
+    if axis.get_legend_handles_labels()[0]:
+        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=columns, handlelength=2.5)
+
+
+def _accuracy(axis: Axes, results: Any) -> None:
+    _curves(axis, results.time_step, results.series["test_accuracy"], results, within=(0.0, 1.0))
+    _means(axis, results.time_step, results.series["train_accuracy"], results, "dashed")
+    axis.set(ylim=(0, 1.02), ylabel="accuracy", title="test (line), training (dashed)")
+
+
+def _collapse(axis: Axes, results: Any) -> None:
+    values = results.series["rnc1_score"]
+    _curves(axis, results.time_step, values, results, log=True, within=(_floor(values), np.inf))
+    axis.axhline(results.config.collapse_threshold, color="black", linestyle=":", linewidth=0.8)
+    axis.set(ylabel="RNC1 (log)", title="collapse of classes (training)")
+
+
+def _condition(axis: Axes, results: Any) -> None:
+    _curves(axis, results.time_step, results.series["nc2_score"], results, log=True, within=(1.0, np.inf))
+    axis.axhline(1, color="black", linestyle=":", linewidth=0.8)
+    axis.set(ylabel="NC2 (log)", title="condition number of means")
+
+
+def _information(axis: Axes, results: Any, name: str) -> None:
+    information, steps, (symbol, words) = results.information, results.information_step, _PAIRS[name]
+    inputs, labels = (name.format(part) for part in ("zx", "zy"))
+    _curves(axis, steps, information[inputs] - information[labels], results)
+    _means(axis, steps, information[f"{inputs}_null"] - information[f"{labels}_null"], results, "dotted")
+    axis.set(title=f"{words} (dotted: shuffled)", ylabel=f"{symbol}(Z;X) - {symbol}(Z;Y)")
+
+
+def _largest(results: Any) -> int:
+    return int(np.argmax(results.config.weight_decays))
+
+
+def _black(index: int) -> dict[str, Any]:
+    return {**plotting.look(index), "color": ("black", "0.4", "0.6")[index % 3]}
+
+
+def _title(axis: Axes, results: Any, words: str) -> None:
+    axis.set_title(f"{words}, weight decay {max(results.config.weight_decays):g}")
+
+
+def _estimators(axis: Axes, results: Any) -> None:
+    """I(Z;X) and I(Z;Y) by two estimators at the largest weight decay."""
+    steps, information, largest = results.information_step, results.information, _largest(results)
+    later = steps >= 10
+    names = {
+        "mi_zx_compression": "I(Z;X) neighbours",
+        "mi_zx_smoothed": "I(Z;X) smoothed",
+        "mi_zy_compression": "I(Z;Y) neighbours",
+        "mi_zy_smoothed": "I(Z;Y) smoothed",
+        "mi_zx_compression_null": "I(Z;X) shuffled",
+        "mi_zy_compression_null": "I(Z;Y) shuffled",
+    }
+    for index, (name, label) in enumerate(names.items()):
+        mean = plotting.summarise(information[name][largest]).mean[later]
+        axis.plot(steps[later], mean, label=label, **{**_black(index), "markevery": None})
+    _against_steps(axis, steps)
+    axis.set(ylim=(min(0.0, axis.get_ylim()[0]), None), ylabel="nats")
+    _title(axis, results, "estimators")
+    _legend(axis)
+
+
+def _geometry(axis: Axes, results: Any) -> None:
+    """The rest of the canon at the largest weight decay, on training samples."""
+    steps, series, largest = results.time_step, results.series, _largest(results)
+    names = {
+        "trace_ratio": "tr($S_W S_B^+$)/C",
+        "equinorm": "NC2 norms",
+        "equiangularity": "NC2 angles",
+        "nc3_score": "NC3",
+        "nc4_score": "1 - NC4",
+    }
+    later = steps >= 10
+    for index, (name, label) in enumerate(names.items()):
+        values = plotting.summarise(series[name][largest]).mean[later]
+        values = 1 - values if name == "nc4_score" else values
+        shown = np.where(values > 0, values, np.nan)
+        look = _black(index) if np.isfinite(shown).any() else {}
+        axis.plot(steps[later], shown, label=label, **look)
+    _against_steps(axis, steps, log=True)
+    axis.set(ylabel="distance (log)")
+    _title(axis, results, "distances from collapse")
+    _legend(axis, 3)
+
+
+def _scale(axis: Axes, results: Any) -> None:
+    steps, values = results.time_step, results.series["scale_means"]
+    for name, style in (("weight_norm", "dashed"), ("head_norm", "dotted")):
+        _means(axis, steps, results.series.get(name, ()), results, style)  # sweeps of earlier versions have none
+    _curves(axis, steps, values, results, log=True, within=(_floor(values), np.inf))
+    axis.set(ylabel="norm (log)", title="features (line), weights (dashed), last (dotted)")
+
+
+def _margins(axis: Any, results: Any) -> None:
+    largest, classes = _largest(results), results.config.classes
+    _title(axis, results, "margins")
+    axis.axhline(0, color="black", linewidth=0.5)
+    for place, label in enumerate(classes):
+        for side, split, color in (("low", "train", "0.35"), ("high", "test", "0.75")):
+            values = results.margins[f"margin_{label}_{split}"][largest].reshape(-1)
+            values = values[np.isfinite(values)]
+            if values.size < 2 or values.std() == 0:
+                continue
+            quartiles = [[0.25, 0.5, 0.75]]
+            body = axis.violinplot(values, [place], side=side, showextrema=False, quantiles=quartiles, widths=0.8)
+            body["bodies"][0].set(facecolor=color, alpha=1.0, label=split if place == 0 else None)
+            body["cquantiles"].set(color="black", linewidth=0.8)
+    axis.set(xticks=range(len(classes)), xticklabels=[f"class {label}" for label in classes], ylabel="signed distance")
+    _legend(axis)
+
+
+def _plane(axis: Axes, results: Any) -> None:
+    """Samples of two classes in the plane of their weights, of one seed at the largest weight decay."""
+    largest, classes = _largest(results), results.config.classes
+    first = int(np.argmax(results.diverged_at[largest] < 0))  # the first that did not diverge
+    for marker, label in zip("ox", classes, strict=True):
+        for split, size, color in (("test", 4, "0.65"), ("train", 8, "black")):
+            points = results.margins[f"plane_{label}_{split}"][largest, first]
+            points = points[:: max(1, len(points) // SHOWN_POINTS)]
+            axis.scatter(*points.T, s=size, color=color, marker=marker, linewidth=0.5, label=f"class {label}, {split}")
+    axis.axvline(float(results.margins["plane_boundary"][largest, first]), color="black", linewidth=0.8)
+    axis.set(title=f"plane of classes {classes[0]} and {classes[1]}", xlabel="along $w_a - w_b$", ylabel="across")
+    _legend(axis)
+
+
+def _crossings(axis: Axes, results: Any) -> None:
+    config, end, crossings = results.config, int(results.time_step[-1]), results.crossings
+    shown = (("fitted", "0.65", "o", 0.88), ("generalised", "0.4", "D", 1.0), ("collapsed", "black", "s", 1.14))
+    axis.set(xlabel="weight decay", ylabel="step (log)", title="first crossing (open: never)")
+    positive = np.asarray(config.weight_decays) > 0  # none has a place on a logarithmic axis
+    decays, alive = np.asarray(config.weight_decays)[positive], ~crossings.first["diverged"][positive]
+    for name, color, marker, aside in shown:
+        times = np.maximum(crossings.first[name], 1)[positive]  # nor has step 0
+        places = (np.repeat(decays, times.shape[1]) * aside)[alive.reshape(-1)]
+        flat = times[alive]
+        crossed = ~np.isnan(flat)
+        axis.plot(places[crossed], flat[crossed], marker, color=color, markersize=2, alpha=0.5, linestyle="")
+        never = np.full((~crossed).sum(), end)
+        axis.plot(places[~crossed], never, marker, color=color, markersize=3, mfc="none", linestyle="")
+        medians = crossings.median[name][positive]
+        kept = np.isfinite(medians[:, 0])
+        values, low, high = np.where(np.isfinite(medians), np.maximum(medians, 1), end)[kept].T
+        spread = np.maximum([values - low, high - values], 0)
+        where = decays[kept] * aside
+        axis.errorbar(where, values, spread, color=color, fmt=marker, markersize=4, label=name, linewidth=1)
+    slope, intercept = crossings.line
+    if np.isfinite(slope):
+        ends = np.asarray([decays.min(), decays.max()])
+        times = np.exp(intercept + slope * np.log(ends))
+        axis.plot(ends, times, color="black", linewidth=0.8, linestyle="--", label=f"slope {slope:.2f}")
+    axis.set_xscale("log")
+    axis.margins(0.12)
+    plotting.log_height(axis)
+    axis.set_xticks(decays, [f"{decay:g}" for decay in decays])
+    axis.set_xticks([], minor=True)
+    _legend(axis)

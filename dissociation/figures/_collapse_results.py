@@ -1,0 +1,204 @@
+"""What a sweep through grokking and collapse found: its series, and when networks crossed the thresholds."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dissociation._core.checks import fail
+from dissociation.measures._crossing import Median, Slope, first_cross, log_slope, median_crossing
+
+
+class Crossings(NamedTuple):
+    """When the networks of a sweep crossed the thresholds.
+
+    Attributes:
+        first: First steps, [decay, seed], NaN where there is none: "fitted", "generalised", "collapsed"; "delay", from
+            the first to the last of them; and "diverged", whether a network did.
+        median: Medians of these over the seeds that did not diverge with their 90 % intervals, [decay, 3]; of "delay"
+            over those that fitted. NaN where there are none.
+        line: Slope and intercept of log collapse time on log weight decay; NaN if too few networks crossed.
+        slope: The slopes of collapse time and of delay with their standard errors, or why there are none.
+    """
+
+    first: dict[str, np.ndarray]
+    median: dict[str, np.ndarray]
+    line: np.ndarray
+    slope: str
+
+
+def crossings(config: Any, series: dict[str, np.ndarray], time_step: np.ndarray) -> Crossings:
+    """What `Crossings` says of `series` at `time_step`, with the thresholds and the weight decays of `config`."""
+    first, end = first_crossings(config, series, time_step), int(time_step[-1])
+    names = [name for name in first if name != "diverged"]
+    median: dict[str, np.ndarray] = {name: np.full((len(config.weight_decays), 3), np.nan) for name in names}
+    for index, diverged in enumerate(first["diverged"]):
+        if diverged.all():
+            continue
+        times = {name: first[name][index, ~diverged] for name in names}
+        for name in names:
+            fitted, step = times["fitted"], times[name]
+            median[name][index] = median_delay(fitted, step, end) if name == "delay" else median_crossing(step, end)
+    line, sentences = np.full(2, np.nan), []
+    for name, words in (("collapsed", "collapse time"), ("delay", "delay after fitting")):
+        try:
+            slope = crossing_line(config.weight_decays, first, end, name)
+        except ValueError:
+            crossed = f"{np.isfinite(first[name]).sum()} of {first[name].size} networks"
+            sentences.append(f"{words}: no slope, which takes three crossings at two weight decays, of {crossed}")
+            continue
+        sentences.append(f"{words} goes as (weight decay)^({slope.slope:.2f} \u00b1 {slope.error:.2f})")
+        if name == "collapsed":
+            line = np.asarray([slope.slope, slope.intercept])
+    return Crossings(first, median, line, "; ".join(sentences))
+
+
+def first_crossings(config: Any, series: dict[str, np.ndarray], time_step: np.ndarray) -> dict[str, np.ndarray]:
+    """`Crossings.first` of a sweep.
+
+    They are steps of `time_step`, so each is late by less than the steps between two observations. Collapse is looked
+    for from fitting on: features of the beginning may be as close to each other, for other reasons. "delay" is the one
+    minus the other. A network that diverged, where "diverged" is true, has none, and is not one that never crossed.
+    """
+    times = np.asarray(time_step, np.float32)
+    generalised = np.asarray(first_cross(times, series["test_accuracy"], config.test_threshold))
+    fitted = np.asarray(first_cross(times, series["train_accuracy"], config.accuracy_threshold))
+    after = np.where(times >= fitted[..., None], series["rnc1_score"], np.nan)
+    collapsed = np.asarray(first_cross(times, after, config.collapse_threshold, "below"))
+    diverged = np.asarray(~np.isfinite(series["train_loss"]).all(-1))
+    first = {"fitted": fitted, "generalised": generalised, "collapsed": collapsed, "delay": collapsed - fitted}
+    return {name: np.where(diverged, np.nan, step) for name, step in first.items()} | {"diverged": diverged}
+
+
+def median_delay(fitted: np.ndarray, delay: np.ndarray, end: int) -> Median:
+    """Median steps from fitting to collapse over the seeds that fitted; NaN if none did."""
+    chosen = ~np.isnan(fitted)
+    if not chosen.any():
+        return Median(np.nan, np.nan, np.nan)
+    return median_crossing(delay[chosen], end - fitted[chosen])
+
+
+def crossing_table(weight_decays: tuple[float, ...], crossings: Crossings) -> list[list[str]]:
+    """A header, and a row per weight decay: medians with 90 % intervals, and how much later collapse came."""
+    rows = [
+        ["weight decay", "fitted at", "generalised", "collapsed", "90 % interval", "never", "delay", "90 % interval"]
+    ]
+    for index, (decay, diverged) in enumerate(zip(weight_decays, crossings.first["diverged"], strict=True)):
+        if diverged.all():
+            rows.append([f"{decay:g}", *["all diverged", "", "", "", "", "", ""]])
+            continue
+        shown = {name: f"{median[index, 0]:.0f}" for name, median in crossings.median.items()}
+        # No time is negative.
+        spread = {name: f"{max(m[index, 1], 0.0):.0f} to {m[index, 2]:.0f}" for name, m in crossings.median.items()}
+        never = f"{int(np.isnan(crossings.first['collapsed'][index, ~diverged]).sum())} of {int((~diverged).sum())}"
+        row = [f"{decay:g}", *(shown[name] for name in ("fitted", "generalised", "collapsed"))]
+        rows.append([*row, spread["collapsed"], never, shown["delay"], spread["delay"]])
+    return rows
+
+
+def crossing_line(
+    weight_decays: tuple[float, ...], first: dict[str, np.ndarray], end: int, name: str = "collapsed"
+) -> Slope:
+    """The line of log time `name` on log weight decay, over positive decays; `first` is `Crossings.first`.
+
+    Raises:
+        ValueError: If too few networks crossed.
+    """
+    decays, times = np.asarray(weight_decays, float), np.asarray(first[name], float)
+    places = np.repeat(decays, times.shape[1])
+    ends = np.full(times.shape, float(end)) - (first["fitted"] if name == "delay" else 0.0)
+    # A delay that the run's end leaves no room for says nothing.
+    kept = (places > 0) & (ends.reshape(-1) > 0) & ~first["diverged"].reshape(-1)
+    return log_slope(times.reshape(-1)[kept], places[kept], ends.reshape(-1)[kept])
+
+
+class Results(NamedTuple):
+    """Everything the figure shows.
+
+    Attributes:
+        config: What was asked for, a `collapse.Config`.
+        data: The data set's name and sizes.
+        series: By name, [decay, seed, time]: accuracies, losses and measures of collapse. Those of collapse are on
+            training images, or on test images where the name begins with "test_".
+        time_step: Steps of the series, [time].
+        information: By name, [decay, seed, time]: the expensive measures, on test images.
+        information_step: Their steps, [time].
+        margins: By class and split, signed distances to the boundary between two classes, [decay, seed, samples], and
+            coordinates in the plane of the two classes' weights, [decay, seed, samples, 2]: see `margins_of`.
+        crossings: When networks crossed the thresholds.
+        diverged_at: The step at which a network diverged, or -1: [decay, seed]. From there on its numbers are NaN.
+        seconds: Wall time of every part.
+        member: One of the networks, as a report shows it; None for results of another making.
+    """
+
+    config: Any
+    data: dict[str, Any]
+    series: dict[str, np.ndarray]
+    time_step: np.ndarray
+    information: dict[str, np.ndarray]
+    information_step: np.ndarray
+    margins: dict[str, np.ndarray]
+    crossings: Crossings
+    diverged_at: np.ndarray
+    seconds: dict[str, float]
+    member: Any = None
+
+
+def assemble(
+    config: Any,
+    data: dict[str, Any],
+    steps: np.ndarray,
+    flat: dict[str, np.ndarray],
+    margins: dict[str, np.ndarray],
+    diverged_at: np.ndarray | None,
+    seconds: dict[str, float],
+) -> Results:
+    """Results of flat series, members first; `diverged_at` is None for a sweep under way."""
+    grid = len(config.weight_decays), len(config.seeds)
+    # The numbers of a network that is not finite may look plausible: its accuracy is that of the first class.
+    finite = np.isfinite(flat["train_loss"])
+    if diverged_at is None:  # of a sweep under way: the first observation that shows it
+        steps = np.asarray(steps)
+        diverged_at = np.where(finite.all(-1), -1, steps[np.argmin(finite, -1)])
+    flat = {name: np.where(finite, values, np.nan) for name, values in flat.items()}
+    shaped = {name: np.asarray(leaf).reshape(*grid, -1) for name, leaf in flat.items()}
+    expensive = {name for name in shaped if name.startswith(("nhsic", "mi_"))}
+    series = {name: leaf for name, leaf in shaped.items() if name not in expensive}
+    measured = np.isin(steps, config.information_steps())
+    return Results(
+        config=config,
+        data=data,
+        series=series,
+        time_step=np.asarray(steps),
+        information={name: leaf[:, :, measured] for name, leaf in shaped.items() if name in expensive},
+        information_step=np.asarray(steps)[measured],
+        margins={name: np.asarray(leaf).reshape(*grid, *leaf.shape[1:]) for name, leaf in margins.items()},
+        crossings=crossings(config, series, np.asarray(steps)),
+        diverged_at=np.asarray(diverged_at).reshape(grid),
+        seconds=seconds,
+    )
+
+
+def series_of(results: Results, name: str, weight_decay: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """One curve: its steps and its values.
+
+    Args:
+        results: What `compute` returned.
+        name: Of `series` or `information`.
+        weight_decay: One of the configuration's.
+        seed: One of the configuration's.
+
+    Returns:
+        Two arrays [time].
+
+    Raises:
+        ValueError: If there is no such series, or no such network; both of decay and seed are named.
+    """
+    known = {**results.series, **results.information}
+    if name not in known:
+        fail("name", f"be one of {', '.join(sorted(known))}", name)
+    decays, seeds = results.config.weight_decays, results.config.seeds
+    if weight_decay not in decays or seed not in seeds:
+        wanted = f"be of a network that was trained: weight decay in {decays}, seed in {seeds}"
+        fail("weight_decay, seed", wanted, f"weight decay {weight_decay:g}, seed {seed}")
+    steps = results.time_step if name in results.series else results.information_step
+    return steps, known[name][decays.index(weight_decay), seeds.index(seed)]

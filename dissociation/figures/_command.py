@@ -1,0 +1,340 @@
+"""The command lines of both packages: from a figure's configuration to files.
+
+Every run of a figure has a folder, named by figure, settings and a digest of all that defines the run. Other settings,
+other data or `--quick` never touch its results, and the same command resumes it.
+"""
+
+import contextlib
+import dataclasses
+import os
+import re
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import platformdirs
+import tyro
+
+from dissociation._core import checks
+from dissociation._core.checks import WrongValue, check_seed
+from dissociation._core.files import RefusedFile, write_bytes
+from dissociation._core.labelled import save_npz
+from dissociation.figures import _artifacts as artifacts
+from dissociation.figures import _provenance as provenance
+from dissociation.figures._labels import families_of, flat_results_of
+from dissociation.figures._protocol import Figure
+from dissociation.figures._report import exhibit_of, report_html
+from dissociation.figures._runs import recorded
+from dissociation.plotting import _axes as plotting
+from dissociation.training import _distributed as distributed
+from dissociation.training import _interrupts as interrupts
+
+Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
+
+DEFAULT_SEED = 37
+
+_LONGEST_NAME = 60
+
+
+@dataclasses.dataclass(frozen=True)
+class RunOptions:
+    """Where and how a figure is made."""
+
+    out: Path = Path("results")
+    """Folder in which every run has a folder of its own: the figure (PDF and PNG), its arrays (.npz), a description of
+    the run (.json), a report with all of it (report.html), and the parts from which an interrupted run goes on."""
+    seed: int = DEFAULT_SEED
+    """Everything random follows from it."""
+    quick: Flag = False
+    """A small run that shows that everything works; sizes that are given as well hold."""
+    resume: Flag = False
+    """Go on with an earlier run of the same settings, and refuse to begin a new one. Without it the same command goes
+    on as well, or begins if there is nothing to go on with."""
+    fresh: Flag = False
+    """Begin anew though there is an earlier run of the same settings, whose parts are set aside."""
+    silent: Flag = False
+    """Show no progress."""
+    distributed: Flag = False
+    """Make the figure by several processes, each of which trains some of the networks. Without a cluster (SLURM, Open
+    MPI, Kubernetes, TPU) give the three options below. All processes need the same `--out`."""
+    coordinator_address: str | None = None
+    """Address at which process 0 listens, host:port. Use it on trusted networks only."""
+    num_processes: int | None = None
+    """Number of processes."""
+    process_id: int | None = None
+    """Index of this process, from 0."""
+
+    def __post_init__(self):
+        check_seed("seed", self.seed)
+        if self.fresh and self.resume:
+            raise WrongValue("`fresh` must not be given together with `resume`.")
+        given = (self.coordinator_address, self.num_processes, self.process_id)
+        if not self.distributed and given != (None, None, None):
+            raise WrongValue("`distributed` must be given where the address, number or id of processes is.")
+
+
+def run_command(
+    figures: Mapping[str, Figure], arguments: Sequence[str] | None, *, program: str, description: str
+) -> int:
+    """Run the command line of a package.
+
+    Args:
+        figures: By the command's name.
+        arguments: The words after the program's name; None takes them from the process.
+        program: The command's name.
+        description: The purpose of the program, for `--help`.
+
+    Returns:
+        The exit status, see `produce`.
+
+    Raises:
+        SystemExit: After `--help`; with status 2 if an option or value is wrong, which is printed.
+    """
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    with _until_readers_leave():
+        if words == ["--version"]:
+            print(f"{program} (dissociation {metadata.version('dissociation')})")
+            return 0
+        commands = {name: _command(figure, words, program) for name, figure in figures.items()}
+        if words and words[0] in commands:
+            chosen = tyro.cli(commands[words[0]], prog=f"{program} {words[0]}", args=words[1:])
+        else:
+            chosen = tyro.extras.subcommand_cli_from_dict(commands, prog=program, description=description, args=words)
+        return chosen()
+    return 0
+
+
+@contextlib.contextmanager
+def _until_readers_leave() -> Iterator[None]:
+    """End the block without an error when the reader of the output has left, as after `| head`."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _command(figure: Figure, words: Sequence[str], program: str) -> Callable[..., Callable[[], int]]:
+    """Return a function whose arguments are a figure's options, with the defaults of `--quick` if it is given."""
+    default = figure.Config().quick() if "--quick" in words else figure.Config()
+
+    def choose(
+        config: tyro.conf.OmitArgPrefixes[figure.Config] = default,  # pyright: ignore[reportInvalidTypeForm]
+        run: tyro.conf.OmitArgPrefixes[RunOptions] = RunOptions(),  # noqa: B008
+    ) -> Callable[[], int]:
+        return partial(produce, figure, config, run, program=program, words=words)
+
+    choose.__doc__ = figure.SHOWS
+    return choose
+
+
+def produce(
+    figure: Figure, config: Any, run: RunOptions, *, program: str = "dissociation", words: Sequence[str] = ()
+) -> int:
+    """Compute, draw and write one figure.
+
+    Args:
+        figure: A module of figures.
+        config: Its configuration.
+        run: Folder, seed and switches.
+        program: The command's name, for messages.
+        words: The words after it, for the report.
+
+    Returns:
+        The exit status: 0; 1 for data or files that cannot be read or written; 2 for settings that the data cannot
+        meet; 130 after an interrupt and 143 after SIGTERM.
+    """
+    interrupts.begin()
+    tell = partial(_tell, program)
+    interrupts.advice = interrupts.NOTHING
+    try:
+        _join(run)
+        _run(figure, config, run, ("python", "-m", program, *words))
+    except _Unfit as unfit:
+        error = unfit.error
+        return tell(error, 2 if isinstance(error, WrongValue) else 1)
+    except KeyboardInterrupt:
+        return _stopped(program)
+    except BrokenPipeError:  # `run_command` ends quietly
+        raise
+    except (OSError, WrongValue, RefusedFile, MemoryError) as error:
+        nameless = isinstance(error, OSError) and error.errno is not None and error.filename is None
+        return tell(f"{error} (while writing to {run.out})" if nameless else error, 1)
+    except Exception as error:
+        if interrupts.heard():  # on its way through a compiler an interrupt can become another exception
+            return _stopped(program)
+        if "RESOURCE_EXHAUSTED" in str(error):
+            return tell(f"out of memory; choose smaller sizes. {str(error).splitlines()[0]}", 1)
+        raise
+    return 0
+
+
+class _Unfit(Exception):
+    """An option that does not fit the data, or data that cannot be had."""
+
+    def __init__(self, error: Exception):
+        super().__init__(str(error))
+        self.error = error
+
+
+def _source(figure: Figure, config: Any) -> Any:
+    try:
+        return figure.source(config)
+    except (OSError, ValueError) as error:
+        raise _Unfit(error) from error
+
+
+def _join(run: RunOptions) -> None:
+    if run.distributed:
+        where = run.coordinator_address, run.num_processes, run.process_id
+        try:
+            distributed.initialize(*where)
+        except (OSError, ValueError) as error:
+            raise _Unfit(error) from error
+
+
+def _tell(program: str, what: object, status: int) -> int:
+    print(f"{program}: {' '.join(str(what).split())}", file=sys.stderr)
+    distributed.leave(status)
+    return status
+
+
+def _stopped(program: str) -> int:
+    print(f"\n{program}: stopped. {interrupts.advice}", file=sys.stderr)
+    distributed.leave(interrupts.status())
+    return interrupts.status()
+
+
+def _run(figure: Figure, config: Any, run: RunOptions, words: Sequence[str]) -> None:
+    """Compute a figure and write its folder."""
+    began, data = time.perf_counter(), _source(figure, config)
+    key = jax.random.PRNGKey(run.seed)
+    identity = artifacts.identity_of(config, key, data)
+    folder = run.out / run_name(figure, config, run, identity)
+    parts = folder / "parts"
+    with contextlib.ExitStack() as held:
+        distributed.on_main(lambda: _take_folder(figure, run, folder, identity, held))
+        interrupts.advice = f"The same command goes on; finished parts are in {parts}."
+        if jax.process_index() == 0:
+            facts = {"figure": figure.STEM, **identity, "seed": run.seed, "environment": provenance.environment()}
+            goes_on = [word for word in words if word != "--fresh"]
+            held.enter_context(recorded(folder, goes_on, facts, None if run.silent else sys.stderr))
+        compiling = start_compilation_cache()
+        progress = None if run.silent or jax.process_index() else "terminal"
+        results = figure.compute(config, key=key, dataset=data, folder=parts, progress=progress)
+        seconds = time.perf_counter() - began
+        distributed.on_main(lambda: _finish(figure, config, run, folder, results, seconds, compiling, words))
+
+
+def _set_aside(path: Path) -> None:
+    """Gives what is there another name."""
+    if path.exists():
+        names = (path.with_name(f"{path.name}-before-{i}") for i in range(1, 10**6))
+        path.rename(next(name for name in names if not name.exists()))
+
+
+def _take_folder(figure: Figure, run: RunOptions, folder: Path, identity: Any, held: contextlib.ExitStack) -> None:
+    parts = folder / "parts"
+    if run.resume and not (parts / artifacts.IDENTITY).exists():
+        raise RefusedFile(_nothing_to_resume(figure, run, folder, identity))
+    held.enter_context(artifacts.locked(folder))
+    if run.fresh:
+        _set_aside(parts)
+    elif parts.exists() and not run.silent:
+        print(f"Going on in {folder} (--fresh begins anew).", file=sys.stderr)
+
+
+def _finish(
+    figure: Figure, config: Any, run: RunOptions, folder: Path, results: Any, seconds: float, compiling: Any, words: Any
+) -> None:
+    """Draw a figure, write its files and print its table."""
+    stem = folder / figure.STEM
+    exhibit = exhibit_of(figure, results)
+    written = [*plotting.save_figure(exhibit.figure, stem), stem.with_suffix(".npz")]
+    labelled = flat_results_of(figure, results)
+    save_npz(written[-1], labelled, families_of(figure, results))
+    description = figure.describe(results) | {
+        "seed": run.seed,
+        "axes": labelled.dims,
+        "seconds": results.seconds | {"this call": seconds, "compiling": compiling["seconds"]},
+    }
+    written.append(stem.with_suffix(".json"))
+    artifacts.save_description(written[-1], description)
+    written.append(folder / "report.html")
+    sections = {name: found for name, found in description.items() if name.startswith("certificates")}
+    sections["settings"] = dataclasses.asdict(config)
+    if (model := getattr(results, "member", None)) is not None:
+        sections["one of the networks"] = model
+    memory = {f"peak on {name} (MiB)": round(size / 2**20) for name, size in provenance.peak_memory().items()}
+    sections["run"] = {"command": shlex.join(words), "seed": run.seed, **provenance.environment(), **memory}
+    sections["seconds"] = description["seconds"]
+    page = report_html(figure.SHOWS.rstrip("."), [exhibit], sections)
+    write_bytes(written[-1], page.encode())
+    print(f"\n{exhibit.text()}")
+    compiled = f"{compiling['seconds']:.1f} s went into compiling {compiling['programs']} programs"
+    kept = jax.config.values["jax_compilation_cache_dir"]
+    print(f"\n{seconds:.0f} s; {compiled} ({compiling['cached']} more came from {kept}).")
+    print(f"Wrote {', '.join(path.name for path in written)} in {folder}", flush=True)
+
+
+def run_name(figure: Figure, config: Any, run: RunOptions, identity: Mapping[str, Any]) -> str:
+    """The name of a run's folder: figure, settings that are not the default, and a digest of all that defines it."""
+    default = figure.Config().quick() if run.quick else figure.Config()
+    words = [figure.STEM, *(["quick"] * run.quick)]
+    if run.seed != DEFAULT_SEED:
+        words.append(f"seed-{run.seed}")
+    for field in dataclasses.fields(config):
+        if (value := getattr(config, field.name)) != getattr(default, field.name):
+            values = value if isinstance(value, tuple) else (value,)
+            words.append("-".join([field.name, *(str(part) for part in values)]))
+    name = re.sub(r"[^\w.-]+|_(?=_)", "-", "_".join(words))[:_LONGEST_NAME].rstrip("-_.")
+    settings = {**identity, "figure": figure.STEM, "version": metadata.version("dissociation")}
+    return f"{name}_{artifacts.digest_of(settings)[:10]}"
+
+
+def _nothing_to_resume(figure: Figure, run: RunOptions, folder: Path, identity: Mapping[str, Any]) -> str:
+    """Why `--resume` refuses, with the run that differs least."""
+    others = []
+    for path in sorted(run.out.glob(f"{figure.STEM}_*")):
+        with contextlib.suppress(OSError, ValueError):
+            others.append((artifacts.differences(artifacts.read_identity(path / "parts"), identity), path))
+    near = ""
+    if others:
+        differ, path = min(others, key=lambda other: len(other[0]))
+        near = f" The nearest is {path}, whose {checks.that_differ(differ or ['version'])}."
+    return f"`resume` must find an earlier run of the same settings, got none in {folder}.{near}"
+
+
+def cache_folder() -> Path:
+    """Where compiled programs are kept from one run to the next."""
+    return Path(platformdirs.user_cache_dir("dissociation")) / "xla"
+
+
+def start_compilation_cache() -> dict[str, Any]:
+    """Turns JAX's persistent cache on, unless it is, and returns a tally of compilations that keeps itself current."""
+    if jax.config.values["jax_compilation_cache_dir"] is None:
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder()))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    tally = {"seconds": 0.0, "programs": 0, "cached": 0}
+
+    def on_duration(event: str, duration_secs: float, **_: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            tally["seconds"] += duration_secs
+            tally["programs"] += 1
+
+    def on_event(event: str, **_: Any) -> None:
+        if event == "/jax/compilation_cache/cache_hits":
+            tally["cached"] += 1
+            tally["programs"] -= 1
+
+    jax.monitoring.register_event_duration_secs_listener(on_duration)
+    jax.monitoring.register_event_listener(on_event)
+    return tally

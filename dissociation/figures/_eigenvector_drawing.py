@@ -1,0 +1,139 @@
+"""How the figure of eigenvectors is drawn, panel by panel, from its results."""
+
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.figure import Figure
+
+from dissociation.figures._eigenvector_measures import ORDERS
+from dissociation.plotting import _axes as plotting
+
+
+def draw(results: Any) -> Figure:
+    """Similarity by rank and between sizes, truncation, the spectrum of a class, an explanation; 7.2 x 6.8 inches."""
+    with plotting.house_style():
+        figure = plt.figure(figsize=(7.2, 6.8))
+        rows: Any = figure.subfigures(3, 1, height_ratios=[1.1, 1.0, 1.05])
+        upper, middle, lower = rows
+        panels = [*_draw_similarity(upper, results), *_draw_truncation(middle, results), *_draw_details(lower, results)]
+        plotting.letter(*panels)
+    plt.close(figure)  # out of pyplot's hands: a notebook shows what it is given
+    return figure
+
+
+def caption(results: Any) -> str:
+    """All but the data, which the headline has."""
+    config = results.config
+    errors = [error[order] for error in results.error.values() for order in ORDERS]
+    counts = ", ".join(f"{len(full)} of size {size}" for size, full in results.full_error.items())
+    return (
+        f"|Cosine| of equally ranked eigenvectors of bilinear networks with those of size {config.reference}, mean "
+        "over pairs and classes, bands 90 % intervals that resample networks (a), and of the leading one between sizes "
+        "(b). "
+        "Test error from the leading components of every digit (c), and what it is above the whole network's, in two "
+        f"orders of the components (d, e). {plotting.drawn_as(*errors)} "
+        f"Of one network of size {config.reference} and digit {config.digit}: eigenvalues (f), its three most positive "
+        "and three most negative eigenvectors (g), and one test image with the five components that contribute most to "
+        f"its logit (h), whose sign as a whole is arbitrary. Networks: {counts}."
+    )
+
+
+def _ranks(axis: Any, last: int) -> None:
+    """Ranks are counted from 1."""
+    step = max(1, round(last / 6)) if last < 10 else 5
+    ticks = [1, *range(step, last + 1, step)] if step > 1 else range(1, last + 1)
+    axis.set_xticks(list(ticks))
+    axis.set_xlim(0.5, last + 0.5)
+
+
+def _draw_similarity(panel: Any, results: Any) -> tuple[Any, Any]:
+    left, right = panel.subplots(1, 2, width_ratios=[1.6, 1])
+    for index, size in enumerate(results.config.sizes):
+        mean, low, high = results.intervals[size]["magnitude"][0]
+        ranks = np.arange(1, len(mean) + 1)
+        left.fill_between(ranks, low, high, alpha=0.25, color=plotting.color(index), linewidth=0)
+        left.plot(ranks, mean, label=str(size), **plotting.look(index))
+    chance = (2 / (np.pi * results.leading.shape[-1])) ** 0.5
+    left.axhline(chance, color="black", linestyle=":", linewidth=0.8, label="chance")
+    left.set(
+        xlabel="eigenvector rank", ylabel="similarity", ylim=(0, 1.01), title=f"with size {results.config.reference}"
+    )
+    _ranks(left, max(sizes["magnitude"].shape[2] for sizes in results.intervals.values()))
+    panel.legend(*left.get_legend_handles_labels(), title="size", loc="outside upper center", ncols=8, handlelength=3)
+    names = [str(size) for size in results.config.sizes]
+    shown = plotting.heat(right, results.top, [[f"{value:.2f}" for value in row] for row in results.top])
+    right.set(xticks=range(len(names)), yticks=range(len(names)), xticklabels=names, yticklabels=names)
+    right.set(xlabel="size", ylabel="size", title="leading eigenvector")
+    panel.colorbar(shown, ax=right, label="similarity")
+    return left, right
+
+
+def _draw_truncation(panel: Any, results: Any) -> list[Any]:
+    left, *drops = panel.subplots(1, 3)
+    drops[1].sharey(drops[0])
+    lowest, most = 0.0, 1
+    for index, size in enumerate(results.config.sizes):
+        look = {"label": str(size), **plotting.look(index)}
+        full = results.full_error[size][:, None]
+        for order, axis in zip(ORDERS, drops, strict=True):
+            errors = results.error[size][order]
+            kept = np.arange(1, errors.shape[1])
+            added = 100 * (errors - full)[:, 1:]
+            plotting.band(axis, kept, added, **look)
+            lowest, most = min(lowest, float(np.nanmin(added, initial=0.0))), max(most, len(kept))
+            if axis is drops[0]:
+                plotting.band(left, kept, 100 * errors[:, 1:], within=(1e-3, 100), **look)
+    left.set(xlabel="components kept (per digit)", ylabel="test error (%, log)")
+    plotting.log_height(left)
+    bottom = 1.2 * min(lowest, -0.02)  # no empty half of negative numbers
+    for axis, title in zip(drops, ORDERS.values(), strict=True):
+        axis.axhline(0, color="black", linewidth=0.5)
+        axis.set_yscale("symlog", linthresh=0.1, linscale=0.5)
+        axis.set(xlabel="components kept (per digit)", title=title, ylim=(bottom, 100))
+        ticks = [tick for tick in (-100, -10, -1, -0.1, 0, 0.1, 1, 10, 100) if tick >= bottom]
+        axis.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+        axis.minorticks_off()
+    drops[0].set(ylabel="added test error (%)")
+    for axis in (left, *drops):
+        _ranks(axis, most)
+    return [left, *drops]
+
+
+def _draw_details(panel: Any, results: Any) -> list[Any]:
+    halves: Any = panel.subfigures(1, 2)
+    left, right = halves
+    shape = (round(results.leading.shape[-1] ** 0.5), -1)
+    grid = left.subplots(2, 4, width_ratios=[1.8, 1, 1, 1])
+    for axis in grid[:, 0]:
+        axis.remove()
+    spectrum = left.add_subplot(grid[0, 0].get_gridspec()[:, 0])
+    spectrum.plot(np.arange(1, len(results.values) + 1), results.values, ".", markersize=2, color=plotting.color(0))
+    spectrum.set(xlabel="rank by value", ylabel="eigenvalue", title=f"digit {results.config.digit}")
+    spectrum.axhline(0, color="black", linewidth=0.5)
+    for row, vectors, name in zip(grid, results.leading, ("positive", "negative"), strict=True):
+        for place, vector in zip(row[1:], vectors, strict=True):
+            _image(place, vector.reshape(shape))
+        row[1].set_ylabel(name, fontsize="small")
+    top = right.subplots(2, 3)
+    top[0, 0].imshow(results.explained["image"].reshape(shape), cmap="gray")
+    top[0, 0].set(xticks=[], yticks=[], title="image")
+    for axis in top.flat[1:]:
+        axis.set_visible(False)
+    parts = zip(top.flat[1:], *(results.explained[n] for n in ("contributions", "vectors")), strict=False)
+    shown = None
+    for place, contribution, vector in parts:
+        place.set_visible(True)
+        shown = _image(place, vector.reshape(shape))
+        place.set_title(f"{contribution:+.2f}")
+    if shown is not None:
+        right.colorbar(shown, ax=top, ticks=[-1, 0, 1], label="entry over the largest", shrink=0.8)
+    return [spectrum, grid[0, 1], top[0, 0]]
+
+
+def _image(axis: Any, image: np.ndarray) -> Any:
+    """By a map that rises in brightness from negative to positive, so that signs stay apart without colour."""
+    shown = axis.imshow(image / np.abs(image).max(), cmap="cividis", vmin=-1, vmax=1)
+    axis.set(xticks=[], yticks=[])
+    axis.spines[:].set_visible(False)
+    return shown

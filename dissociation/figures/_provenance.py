@@ -1,0 +1,62 @@
+"""What a run depends on besides its settings: versions, devices, switches, the state of the sources."""
+
+import os
+import platform
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+
+try:
+    import resource
+except ImportError:  # not on Windows
+    resource = None
+
+PACKAGES = ("dissociation", "jax", "jaxlib", "equinox", "optax", "numpy")
+
+SWITCHES = ("jax_enable_x64", "jax_default_matmul_precision", "jax_num_cpu_devices")
+"""Of JAX, which change numbers or where they are computed."""
+
+
+def environment() -> dict[str, Any]:
+    """Versions, devices, switches of JAX and XLA, the machine, and the commit of a checkout, as JSON has it."""
+    switches = {name: jax.config.values[name] for name in SWITCHES if name in jax.config.values}
+    found = {
+        "python": platform.python_version(),
+        **{name: metadata.version(name) for name in PACKAGES},
+        "devices": [str(device) for device in jax.devices()],
+        "kind of device": jax.devices()[0].device_kind,
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
+        **switches,
+        "machine": f"{platform.platform()}, {os.cpu_count()} processors",
+        "commit": commit(),
+    }
+    return {name: value for name, value in found.items() if value not in ("", None)}
+
+
+def commit() -> str | None:
+    """The commit of the checkout that this package lies in, "-dirty" behind it if files differ; None outside of one."""
+    top = Path(__file__).parents[2]
+    if not (top / ".git").exists():
+        return None
+    words = ["git", "-C", str(top), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        return subprocess.run(words, capture_output=True, text=True, timeout=10, check=True).stdout.strip() or None
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def peak_memory() -> dict[str, int]:
+    """The most bytes that this process had so far, on the host and on every device that says so."""
+    found = {}
+    if resource is not None:
+        scale = 1 if sys.platform == "darwin" else 1024
+        found["host"] = scale * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for device in jax.local_devices():
+        stats = device.memory_stats() or {}
+        if "peak_bytes_in_use" in stats:
+            found[str(device)] = stats["peak_bytes_in_use"]
+    return found

@@ -1,0 +1,442 @@
+"""Neural collapse: how far the features of a class have shrunk to a point, and how the points of classes stand.
+
+Everything follows from the moments of features by class. Those come from all samples at once (two passes: means first,
+then squared distances from them) or from batches, merged by Chan's update. The one-pass form, mean of squares less
+square of the mean, cancels when classes collapse, and can come out negative. Class means are kept with what their
+rounding took, so that an offset that all features share costs no digits.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from dissociation._core.checks import check_classes, check_count, check_finite, check_same_length, fail, is_traced, warn
+from dissociation._core.linalg import finite_part, product, scale_of
+from dissociation._core.results import Result
+from dissociation._core.types import Classes, Scalar
+from dissociation._core.validation import validated
+
+Features = Float[Array | np.ndarray, "n d"]
+
+
+# A common offset of the features beyond this many times their spread is all that uncentred measures see.
+_LARGE_OFFSET = 100.0
+
+
+class ClassMoments(Result):
+    """Moments of features by class. A class without samples has count, mean and spread 0, and no part in any measure.
+
+    Attributes:
+        counts: Samples of every class, n_c: [classes].
+        means: mu_c to rounding, [classes, d].
+        rest: mu_c - means, which an offset that features share makes as large as their differences: [classes, d].
+        spread: sum_i |z_i - mu_c|^2 over the samples of every class, [classes], divided by unit^2.
+        norms: sum_i |z_i| over all samples.
+        scatter: sum_i (z_i - mu_c)(z_i - mu_c)^T over all samples, [d, d], divided by unit^2, or None.
+        unit: 1, or a power of two near the largest feature if squares of features leave the dtype.
+    """
+
+    counts: Float[Array, " classes"]
+    means: Float[Array, "classes d"]
+    rest: Float[Array, "classes d"]
+    spread: Float[Array, " classes"]
+    norms: Float[Array, ""]
+    scatter: Float[Array, "d d"] | None
+    unit: Scalar = 1.0
+
+
+class Collapse(Result):
+    """The measures followed through training.
+
+    Attributes:
+        within: Mean squared distance of features from their class's mean, sum_i |z_i - mu_c|^2 / n.
+        between: Mean squared distance of class means from the mean of all, sum_c (n_c / n) |mu_c - mu|^2.
+        scale: Mean norm of features, sum_i |z_i| / n.
+        nc1: within / (between + 1e-8).
+        rnc1: within / (scale^2 + 1e-10): also small where classes have not come apart.
+        nc2: Condition number of the matrix of uncentred class means, from 1 (an orthogonal frame) to infinity (more
+            classes than dimensions, or linearly dependent means).
+    """
+
+    within: Float[Array, ""]
+    between: Float[Array, ""]
+    scale: Float[Array, ""]
+    nc1: Float[Array, ""]
+    rnc1: Float[Array, ""]
+    nc2: Float[Array, ""]
+
+
+class Frame(Result):
+    """How far centred class means are from a simplex equiangular tight frame; 0 at the frame.
+
+    Attributes:
+        equinorm: Standard deviation of their norms over the mean norm.
+        equiangularity: Standard deviation of the cosines of all pairs.
+        maximal_angle: Mean distance of the cosines from that of the frame, |cos + 1 / (C - 1)|.
+    """
+
+    equinorm: Float[Array, ""]
+    equiangularity: Float[Array, ""]
+    maximal_angle: Float[Array, ""]
+
+
+@validated(empty=("features", "labels"))
+def class_moments(features: Features, labels: Classes, num_classes: int, *, scatter: bool = False) -> ClassMoments:
+    """Moments of features by class, in two passes.
+
+    Args:
+        features: Z, finite, [samples, d].
+        labels: Classes from 0, [samples].
+        num_classes: C; some may have no samples.
+        scatter: Whether the [d, d] matrix for `trace_ratio` is made, at a cost of n d^2.
+
+    Returns:
+        The moments; NaN if a traced feature is NaN or infinite, or a traced label is no class.
+
+    Raises:
+        ValueError: If shapes disagree, a feature is not finite, or a label is not below `num_classes`.
+    """
+    count = check_count("num_classes", num_classes, minimum=1)
+    check_classes("labels", labels, count)
+    check_finite("features", features)
+    return _class_moments(jnp.asarray(features), jnp.asarray(labels), count, scatter)
+
+
+@partial(jax.jit, static_argnames=("count", "scatter"))
+def _class_moments(features: Array, labels: Array, count: int, scatter: bool) -> ClassMoments:
+    member = jax.nn.one_hot(labels, count, dtype=features.dtype)
+    counts = jnp.sum(member, 0)
+    place = jnp.where((labels >= 0) & (labels < count), labels, count)  # beyond the last class: NaN
+
+    def mean(of: Array) -> Array:
+        return product(member.T, of) / jnp.maximum(counts, 1.0)[:, None]
+
+    def of_sample(table: Array) -> Array:
+        return table.at[place].get(mode="fill", fill_value=jnp.nan)
+
+    # The difference from a number of like size is exact. What rounding made of the means is in the mean of the rest.
+    means = mean(features)
+    apart = features - of_sample(means)
+    rest = mean(apart)
+    rest = rest + mean(apart - of_sample(rest))
+    largest, limits = jnp.max(jnp.abs(features), initial=0.0), jnp.finfo(features.dtype)
+    usual = (largest > float(limits.tiny) ** 0.25) & (largest < float(limits.max) ** 0.25)
+    unit = jnp.where(usual, 1.0, scale_of(largest))
+    residual = (apart - of_sample(rest)) / unit
+    return ClassMoments(
+        counts=counts,
+        means=means,
+        rest=rest,
+        spread=product(member.T, jnp.sum(residual**2, 1)[:, None])[:, 0],
+        norms=unit * jnp.sum(_root(jnp.sum((features / unit) ** 2, 1))),
+        scatter=product(residual.T, residual) if scatter else None,
+        unit=unit,
+    )
+
+
+def _root(squares: Array) -> Array:
+    """Square root whose derivative at zero is zero: of a distance, the subgradient of least norm."""
+    zero = squares == 0
+    return jnp.where(zero, 0.0, jnp.sqrt(jnp.where(zero, 1.0, squares)))
+
+
+@validated
+@jax.jit
+def merge_moments(a: ClassMoments, b: ClassMoments) -> ClassMoments:
+    """Moments of two sets of samples together, from those of each.
+
+    Args:
+        a: Moments.
+        b: Moments of other samples of the same classes.
+
+    Returns:
+        Their moments; `scatter` only if both have one.
+
+    Raises:
+        ValueError: If the numbers of classes or dimensions differ.
+
+    References:
+        Chan, Golub and LeVeque (1983), Algorithms for computing the sample variance.
+    """
+    if a.means.shape != b.means.shape:
+        fail("b", f"have class means of the shape of `a`'s, {a.means.shape}", b.means.shape)
+    counts = a.counts + b.counts
+    share = b.counts / jnp.maximum(counts, 1.0)
+    # A class that `a` has not is where `b` has it: its zeros would cost the digits in `rest`.
+    known = (a.counts > 0)[:, None]
+    first, rest = jnp.where(known, a.means, b.means), jnp.where(known, a.rest, b.rest)
+    apart = (b.means - first) + (b.rest - rest)
+    weight = a.counts * share
+    # Knuth's sum: the new means and what their rounding took are first + step exactly.
+    step = rest + share[:, None] * apart
+    means = first + step
+    moved = means - first
+    units = [jnp.where(part.norms == 0, 0.0, part.unit) for part in (a, b)]  # zeros have none
+    unit = jnp.where(sum(units) == 0, 1.0, jnp.maximum(*units))
+    scatter, apart, factors = None, apart / unit, [(each / unit) ** 2 for each in units]
+    if a.scatter is not None and b.scatter is not None:
+        scatter = factors[0] * a.scatter + factors[1] * b.scatter + product(apart.T, weight[:, None] * apart)
+    return ClassMoments(
+        counts=counts,
+        means=means,
+        rest=(first - (means - moved)) + (step - moved),
+        spread=factors[0] * a.spread + factors[1] * b.spread + weight * jnp.sum(apart**2, 1),
+        norms=a.norms + b.norms,
+        scatter=scatter,
+        unit=unit,
+    )
+
+
+@validated
+def neural_collapse(moments: ClassMoments) -> Collapse:
+    """Within-class and between-class variance, scale, and the condition number of class means.
+
+    `scale`, `rnc1` and `nc2` are of uncentred features, as they were published. Where all features share an offset far
+    beyond their spread these three say how large it is; that is warned of where the numbers are known.
+
+    Args:
+        moments: Of the features.
+
+    Returns:
+        The measures.
+
+    Warns:
+        UserWarning: If the features' mean is more than 100 times as far from zero as they are from it.
+        RuntimeWarning: If features vary by less than 1e-3, so that the published constants of `nc1` and `rnc1` count.
+
+    References:
+        Sakamoto and Sato (2025), Explaining grokking and information bottleneck through neural collapse emergence.
+        Papyan, Han and Donoho (2020), Prevalence of neural collapse during the terminal phase of deep learning.
+    """
+    found, spread = _collapse(moments)
+    _warn_of_offset(moments, spread)
+    if not is_traced(spread) and 0 < spread < 1e-3:
+        warn(
+            f"Features vary by {float(spread):.2g}, beside which the published constants of `nc1` (1e-8) and `rnc1` "
+            "(1e-10) count: multiply the features by a number, or read `trace_ratio`."
+        )
+    return found
+
+
+@jax.jit
+def _collapse(moments: ClassMoments) -> tuple[Collapse, Array]:
+    number = jnp.sum(moments.counts)
+    within = jnp.sum(moments.spread) / number
+    centred, _ = _centred(moments, moments.counts)
+    unit = jnp.asarray(moments.unit)
+    between = jnp.sum(moments.counts / number * jnp.sum((centred / unit) ** 2, 1))
+    scale = moments.norms / number
+    found = Collapse(
+        within=within * unit**2,
+        between=between * unit**2,
+        scale=scale,
+        nc1=within * unit / (between * unit + 1e-8 / unit),
+        rnc1=within * unit / ((scale / unit) * scale + 1e-10 / unit),
+        nc2=_condition_number(moments),
+    )
+    return found, unit * jnp.sqrt(within + between)
+
+
+def _centred(moments: ClassMoments, weights: Array) -> tuple[Array, Bool[Array, " classes"]]:
+    """Class means minus their weighted mean, zero for classes without samples; and which have some."""
+    present = moments.counts > 0
+    share = jnp.where(present, weights, 0.0)[:, None] / jnp.sum(jnp.where(present, weights, 0.0))
+    centred = moments.means - jnp.sum(share * moments.means, 0)[None] + moments.rest
+    return jnp.where(present[:, None], centred - jnp.sum(share * centred, 0)[None], 0.0), present
+
+
+def _warn_of_offset(moments: ClassMoments, spread: Array) -> None:
+    if is_traced(moments.means) or is_traced(spread):
+        return
+    mean = jnp.sum(moments.counts[:, None] * moments.means, 0) / jnp.sum(moments.counts)
+    offset = float(np.linalg.norm(np.asarray(mean, np.float64)))
+    if spread > 0 and offset > _LARGE_OFFSET * spread:
+        warn(
+            f"`moments` are of features {offset:.3g} from zero that spread by {spread:.3g}: `scale`, `rnc1` and `nc2`,"
+            " which do not subtract their mean, measure this offset. Centre the features first.",
+            UserWarning,
+        )
+
+
+def _condition_number(moments: ClassMoments) -> Array:
+    means, undefined = finite_part(moments.means / moments.unit)
+    values = jnp.linalg.svd(means, compute_uv=False)  # absent classes add zeros at the end
+    present = jnp.sum(moments.counts > 0)
+    least = values[jnp.minimum(present, values.shape[0]) - 1]
+    rounding = max(means.shape) * jnp.finfo(means.dtype).eps
+    enough = (present <= values.shape[0]) & (least > rounding * values[0])
+    return jnp.where(enough, values[0] / jnp.where(enough, least, 1.0), jnp.inf) + undefined
+
+
+@validated
+@jax.jit
+def trace_ratio(moments: ClassMoments) -> Float[Array, ""]:
+    """tr(S_W pinv(S_B)) / C: within-class covariance in units of the between-class one, class by class dimension.
+
+    S_W = sum_i (z_i - mu_c)(z_i - mu_c)^T / n and S_B = sum_c (mu_c - mu_G)(mu_c - mu_G)^T / C, with mu_G the mean of
+    the class means; classes without samples do not count in C. Directions in which class means do not differ have no
+    part in it: all but C - 1 at least.
+
+    Args:
+        moments: With `scatter`.
+
+    Returns:
+        A number from 0; infinite where classes have a spread but their means coincide to rounding, NaN where there is
+        nothing to compare: one class, or neither spread nor distance.
+
+    Raises:
+        ValueError: If the moments have no scatter.
+
+    References:
+        Papyan, Han and Donoho (2020), section "Properties of neural collapse", NC1.
+        Golub and Pereyra (1973), The differentiation of pseudo-inverses, for the derivative.
+    """
+    if moments.scatter is None:
+        fail("moments", "have a scatter matrix", "None", "Ask for it: class_moments(..., scatter=True)")
+    means, present, smallest = _about_their_mean(moments)
+    within, classes = moments.scatter / jnp.sum(moments.counts), jnp.sum(present)
+    means, undefined = finite_part(means)
+    # S_B = M^T M / C with few rows M, so that pinv(S_B) / C = pinv(M) pinv(M)^T.
+    left, values, right = jnp.linalg.svd(jax.lax.stop_gradient(means), full_matrices=False)
+    rounding = max(means.shape) * jnp.finfo(means.dtype).eps
+    # Means about their mean have rank C - 1 at most, whatever rounding makes of the last value.
+    kept = (values > jnp.maximum(rounding * values[0], smallest)) & (jnp.arange(len(values)) < classes - 1)
+    inverse = product(right.T * jnp.where(kept, 1 / jnp.where(kept, values, 1.0), 0.0)[None], left.T)
+    inverse = _pinv_near(means, inverse)
+    ratio = jnp.sum(inverse * product(within, inverse))
+    spread = (classes > 1) & (jnp.trace(within) > 0)
+    return jnp.where(values[0] > smallest, ratio, jnp.where(spread, jnp.inf, jnp.nan)) + undefined
+
+
+def _pinv_near(matrix: Array, inverse: Array) -> Array:
+    """The pseudo-inverse, given as a constant, with its derivative at fixed rank."""
+    here = jax.lax.stop_gradient(matrix)
+    step = (matrix - here).T
+    outside = step - product(product(step, here), inverse)
+    turned = product(step, product(inverse.T, inverse))
+    return (
+        inverse
+        - product(product(inverse, step.T), inverse)
+        + product(inverse, product(inverse.T, outside))
+        + turned
+        - product(inverse, product(here, turned))
+    )
+
+
+def _about_their_mean(moments: ClassMoments) -> tuple[Array, Bool[Array, " classes"], Array]:
+    """Class means about their mean, in `unit`, zero for absent classes; present classes; and the rounding of zero."""
+    means, present = _centred(moments, jnp.ones_like(moments.counts))
+    means = means / moments.unit
+    # A mean's rounding goes by what was summed: the distances of samples from one another.
+    number = jnp.sum(moments.counts)
+    size = jnp.sqrt(jnp.sum(moments.spread / number) + jnp.sum(moments.counts / number * jnp.sum(means**2, 1)))
+    return means, present, jax.lax.stop_gradient(8 * means.shape[0] ** 0.5 * jnp.finfo(means.dtype).eps * size)
+
+
+@validated
+@jax.jit
+def simplex_frame(moments: ClassMoments) -> Frame:
+    """Equinorm and equiangularity of class means about their mean (NC2).
+
+    Args:
+        moments: Of features of at least two classes.
+
+    Returns:
+        Three distances from the simplex equiangular tight frame; NaN with one class and where all means coincide. The
+        two of angles are NaN also where one class's mean is the mean of all, which has no direction.
+
+    References:
+        Papyan, Han and Donoho (2020), NC2.
+    """
+    means, present, smallest = _about_their_mean(moments)
+    norms = _root(jnp.sum(means**2, 1))
+    classes = jnp.sum(present)
+    average = jnp.sum(norms) / classes
+    apart = (classes > 1) & (jnp.max(norms) > smallest)
+    directed = apart & jnp.all(~present | (norms > smallest))
+    deviation = _root(jnp.sum(jnp.where(present, (norms - average) ** 2, 0.0)) / classes)
+    unit = means / jnp.where(norms > 0, norms, 1.0)[:, None]
+    rows, columns = np.triu_indices(means.shape[0], 1)
+    cosines = product(unit, unit.T)[rows, columns]
+    both = present[rows] & present[columns]
+    pairs = jnp.sum(both)
+    mean = jnp.sum(jnp.where(both, cosines, 0.0)) / pairs
+    variance = jnp.sum(jnp.where(both, (cosines - mean) ** 2, 0.0)) / pairs
+    off = jnp.abs(cosines + 1.0 / (classes - 1))
+    return Frame(
+        equinorm=jnp.where(apart, deviation / jnp.where(apart, average, 1.0), jnp.nan),
+        equiangularity=jnp.where(directed, _root(variance), jnp.nan),
+        maximal_angle=jnp.where(directed, jnp.sum(jnp.where(both, off, 0.0)) / pairs, jnp.nan),
+    )
+
+
+@validated
+@jax.jit
+def self_duality(moments: ClassMoments, classifier: Float[Array | np.ndarray, "classes d"]) -> Float[Array, ""]:
+    """|W / |W| - M / |M||^2 with Frobenius norms: whether the last layer's rows are the centred class means (NC3).
+
+    Args:
+        moments: Of the last layer's inputs.
+        classifier: The last layer's weights W; rows of classes without samples are left out.
+
+    Returns:
+        From 0 (proportional) over 2 (unrelated) to 4; NaN if the weights are zero or all means coincide.
+
+    Raises:
+        ValueError: If the shapes disagree.
+
+    References:
+        Papyan, Han and Donoho (2020), NC3.
+    """
+    if classifier.shape != moments.means.shape:
+        fail("classifier", f"have the shape of the class means, {moments.means.shape}", classifier.shape)
+    means, present, smallest = _about_their_mean(moments)
+    weights = jnp.where(present[:, None], jnp.asarray(classifier), 0.0)
+    weights = weights / scale_of(jnp.max(jnp.abs(weights)))
+    size = jnp.linalg.norm(means)
+    apart = weights / jnp.linalg.norm(weights) - means / jnp.where(size > smallest, size, jnp.nan)
+    return jnp.sum(apart**2)
+
+
+@validated
+def nearest_centre_agreement(
+    features: Features, logits: Float[Array | np.ndarray, "n classes"], moments: ClassMoments
+) -> Float[Array, ""]:
+    """Share of samples that the network puts into the class whose mean is nearest (NC4).
+
+    Args:
+        features: [samples, d].
+        logits: The network's, [samples, classes].
+        moments: Of the training features, as a rule.
+
+    Returns:
+        From 0 to 1; NaN if there are no samples or no classes, a feature is NaN or infinite, or the largest logit of a
+        sample is.
+
+    Raises:
+        ValueError: If the numbers of samples or of classes disagree, or a known feature is not finite.
+
+    References:
+        Papyan, Han and Donoho (2020), NC4.
+    """
+    check_same_length("moments", moments.means.shape[0], "logits", logits.shape[1], "classes")
+    check_same_length("moments", moments.means.shape[1], "features", features.shape[1], "dimensions")
+    check_finite("features", features)
+    return _agreement(jnp.asarray(features), jnp.asarray(logits), moments)
+
+
+@jax.jit
+def _agreement(features: Array, logits: Array, moments: ClassMoments) -> Array:
+    means, present, _ = _about_their_mean(moments)
+    # |z - mu|^2 minus |z|^2; about the middle of the means, against cancellation.
+    share = jnp.where(present, 1.0, 0.0)[:, None] / jnp.sum(present)
+    middle = jnp.sum(share * moments.means, 0)[None]
+    about = features - middle - jnp.sum(share * (moments.means - middle + moments.rest), 0)[None]
+    about = about / moments.unit
+    distance = jnp.where(present[None], jnp.sum(means**2, 1)[None] - 2 * product(about, means.T), jnp.inf)
+    agree = jnp.mean(jnp.argmin(distance, 1) == jnp.argmax(logits, 1), dtype=distance.dtype)
+    defined = jnp.isfinite(jnp.min(distance, 1)) & jnp.isfinite(jnp.max(logits, 1))
+    return jnp.where(jnp.all(defined), agree, jnp.nan)

@@ -1,0 +1,102 @@
+"""Coordinates in which neighbours tell more of information: tails drawn in, normal scores, and white ones."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from dissociation._core.checks import check_count, check_non_negative, fail
+from dissociation._core.keys import named_key
+from dissociation._core.linalg import centre, product
+from dissociation._core.validation import validated
+
+Points = Float[Array | np.ndarray, "n d"]
+
+# Robust standard deviations beyond which asinh draws tails in.
+_TAIL = 3.0
+
+
+def drawn_in(points: Array) -> Array:
+    """Arsinh of every coordinate, which leaves three robust deviations about the median nearly as they are."""
+    low, middle, high = jnp.quantile(points, jnp.asarray([0.25, 0.5, 0.75], points.dtype), axis=0)
+    points = points - middle[None]
+    deviation = (high - low) / 1.349  # of a Gaussian
+    deviation = jnp.where(deviation > 0, deviation, jnp.max(jnp.abs(points), 0))
+    return jnp.arcsinh(points / (_TAIL * jnp.where(deviation > 0, deviation, 1.0))[None])
+
+
+def normal_scores(points: Array) -> Array:
+    """Every coordinate replaced, rank by rank, by a sample of a Gaussian. What coincides stays so.
+
+    Ranks of a sample are independent of its ordered values, so these are samples of a distribution with Gaussian
+    margins and the same information. Quantiles of a Gaussian would do but for their even spacing, which neighbours see.
+    """
+    key = named_key("normal scores")
+    scores = jax.random.normal(key, points.shape[::-1], jnp.float32).astype(points.dtype)
+
+    def replaced(column: Array, sample: Array) -> Array:
+        return jnp.sort(sample)[jnp.searchsorted(jnp.sort(column), column)]
+
+    return jax.vmap(replaced, (1, 0), 1)(points, scores)
+
+
+def whitened(points: Array, reference: Array | None = None) -> tuple[Array, Array]:
+    """Points in coordinates in which the reference is white, and the log volume that they were divided by.
+
+    By Gram and Schmidt, twice each: a covariance would have half the digits. A coordinate that is constant or a linear
+    function of those before it becomes zero (of another reference, keeps its own scale), and the logarithm infinite.
+    """
+    points = centre(points)
+    reference = points if reference is None else centre(reference)
+    number = points.shape[0]
+
+    def body(index: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        white, done, logs = state
+        column, target = points[:, index][:, None], reference[:, index][:, None]
+        before = jnp.sqrt(jnp.mean(target**2))
+        for _ in range(2):
+            shares = product(done.T, target) / number
+            column, target = column - product(white, shares), target - product(done, shares)
+        left = jnp.sqrt(jnp.mean(target**2))
+        full = left > 32 * jnp.finfo(points.dtype).eps * jnp.maximum(before, jnp.sqrt(jnp.mean(column**2)))
+        scale = jnp.where(full, 1.0 / jnp.where(full, left, 1.0), 0.0)
+        log = jnp.where(full, jnp.log(jnp.where(full, left, 1.0)), -jnp.inf)
+        rest = column / jnp.maximum(jnp.sqrt(jnp.mean(column**2)), jnp.finfo(points.dtype).tiny)
+        column = column * scale if reference is points else jnp.where(full, column * scale, rest)
+        return white.at[:, index].set(column[:, 0]), done.at[:, index].set(target[:, 0] * scale), logs + log
+
+    zero = jnp.zeros_like(points)
+    white, _, logs = jax.lax.fori_loop(0, points.shape[1], body, (zero, zero, jnp.zeros((), points.dtype)))
+    return white, logs
+
+
+@validated
+def whiten(points: Points, num_components: int | None = None, *, rtol: float | None = None) -> Float[Array, "n k"]:
+    """Leading principal components, each divided by its standard deviation.
+
+    Args:
+        points: [n, d].
+        num_components: How many; default d.
+        rtol: Components below this share of the largest deviation are zero; default sqrt(d times rounding), below
+            which a covariance shows none (0.005 for 200 dimensions in float32).
+
+    Returns:
+        [n, num_components], uncorrelated, of variance 1 or 0.
+
+    Raises:
+        ValueError: If `num_components` is above the dimension.
+    """
+    if rtol is not None:
+        check_non_negative("rtol", rtol)
+    width = points.shape[1]
+    count = width if num_components is None else check_count("num_components", num_components, minimum=1)
+    if count > width:
+        fail("num_components", f"be at most the dimension ({width})", num_components)
+    points = jnp.asarray(points)
+    centred = centre(points)
+    values, vectors = jnp.linalg.eigh(product(centred.T, centred) / points.shape[0])
+    values, vectors = values[::-1][:count], vectors[:, ::-1][:, :count]
+    cutoff = width * float(jnp.finfo(values.dtype).eps) if rtol is None else rtol**2
+    kept = values > cutoff * jnp.maximum(values[0], jnp.finfo(values.dtype).tiny)
+    scale = jnp.where(kept, jax.lax.rsqrt(jnp.where(kept, values, 1.0)), 0.0)
+    return product(centred, vectors) * scale[None]

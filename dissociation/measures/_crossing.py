@@ -1,0 +1,265 @@
+"""When curves cross a threshold, as survival times: those that never do within a run are not left out."""
+
+import warnings
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+from scipy import optimize, stats
+
+from dissociation._core.checks import check_choice, check_finite, check_positive, check_same_length, fail, is_traced
+from dissociation._core.validation import validated
+
+DIRECTIONS = ("above", "below")
+
+# Logarithms of times closer than this to a line lie on it: times in float32.
+_ON_THE_LINE = 1e-6
+
+
+class Median(NamedTuple):
+    """A median time of events that not all samples have had.
+
+    Attributes:
+        value: Infinite if fewer than half of the samples had the event.
+        low: Lower end of the interval; minus infinity if the data do not bound it.
+        high: Upper end; infinite if the data do not bound it.
+    """
+
+    value: float
+    low: float
+    high: float
+
+
+class Slope(NamedTuple):
+    """Log time against the logarithm of another quantity.
+
+    Attributes:
+        slope: Of the line.
+        intercept: At log 1.
+        spread: Standard deviation of log times about the line; 0 where all crossings lie on it.
+        error: Standard error of the slope: from the curvature of the likelihood, times sqrt(k / (k - 2)) with k
+            crossings, as of a line by least squares; NaN where the spread is 0.
+        low: Lower end of the slope's interval, Student's with k - 2 degrees of freedom; NaN with the error.
+        high: Its upper end.
+    """
+
+    slope: float
+    intercept: float
+    spread: float
+    error: float
+    low: float
+    high: float
+
+
+@validated
+def first_cross(
+    x: Float[Array | np.ndarray, " times"],
+    y: Float[Array | np.ndarray, "*b steps"],
+    threshold: float | Float[Array, ""],
+    direction: str = "above",
+) -> Float[Array, "*b"]:
+    """The first x at which y is beyond the threshold; NaN if it never is.
+
+    Args:
+        x: Rising, [times]; a traced one is not checked.
+        y: Curves, [..., times]; NaN is not beyond anything.
+        threshold: In the units of y; reaching it is not enough.
+        direction: "above" or "below".
+
+    Returns:
+        One x per curve.
+
+    Raises:
+        ValueError: If lengths differ, x does not rise, or the direction is unknown.
+
+    Example:
+        >>> first_cross(jnp.array([0.0, 1.0, 2.0]), jnp.array([[0.1, 0.6, 0.9], [0.1, 0.2, 0.3]]), 0.5)
+        Array([ 1., nan], dtype=float32)
+    """
+    check_choice("direction", direction, DIRECTIONS)
+    check_same_length("x", x.shape[0], "y", y.shape[-1], "times")
+    if not is_traced(x) and not np.all(np.diff(np.asarray(x)) > 0):
+        fail("x", "rise", np.asarray(x))
+    x, y = jnp.asarray(x), jnp.asarray(y)
+    beyond = y > threshold if direction == "above" else y < threshold
+    return jnp.where(jnp.any(beyond, -1), x[jnp.argmax(beyond, -1)], jnp.nan)
+
+
+@validated
+def median_crossing(
+    times: Float[np.ndarray, " n"], end: float | int | Float[np.ndarray, " n"], *, level: float = 0.9
+) -> Median:
+    """Kaplan and Meier's median of crossing times, on the host.
+
+    The interval is Brookmeyer and Crowley's, from log-log limits of the survival function. Those do not exist before
+    the first crossing nor after the last sample's; there the interval goes by the chance 2^-n that all samples lie on
+    one side of their median. At level 0.9 fewer than four samples do not bound it from below, fewer than five not from
+    above, and five do if all of them have crossed.
+
+    Args:
+        times: NaN for samples that had not crossed when their run ended.
+        end: When runs ended, all of them or each.
+        level: Of the interval, between 0 and 1. It is approximate in small samples.
+
+    Returns:
+        Median and interval; an end that the data do not bound is infinite.
+
+    Raises:
+        ValueError: If there are no times, one is infinite, an end is not finite or before its crossing, or `level` is
+            out of range.
+
+    References:
+        Kaplan and Meier (1958). Brookmeyer and Crowley (1982), A confidence interval for the median survival time.
+    """
+    times = np.asarray(times, float)
+    if times.size == 0:
+        fail("times", "hold at least one time", "none")
+    if not 0 < level < 1:
+        fail("level", "lie between 0 and 1", level)
+    crossed = ~np.isnan(times)
+    check_finite("times", times[crossed])
+    check_finite("end", end)
+    ends = np.broadcast_to(np.asarray(end, float), times.shape)
+    _check_ends(times, ends)
+    one_side = 0.5**times.size
+    bounded = one_side <= 1 - level
+    if not crossed.any():
+        return Median(np.inf, float(ends.min()) if bounded else -np.inf, np.inf)
+    data = stats.CensoredData(uncensored=times[crossed], right=ends[~crossed])
+    survival = stats.ecdf(data).sf
+    with np.errstate(divide="ignore", invalid="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # where all or none have crossed, there are no limits
+        limits = survival.confidence_interval(level, method="log-log")
+
+    def half(chance: np.ndarray) -> float:
+        below = np.flatnonzero(chance <= 0.5)
+        return float(survival.quantiles[below[0]]) if len(below) else np.inf
+
+    def limit(curve: Any, after_all: float) -> np.ndarray:
+        beyond = np.where(survival.probabilities > 0, 1.0, after_all)
+        return np.where(np.isnan(curve.probabilities), beyond, curve.probabilities)
+
+    low = half(limit(limits.low, 0.0)) if bounded else -np.inf
+    high = half(limit(limits.high, 0.0 if 2 * one_side <= 1 - level else 1.0))
+    return Median(_product_limit_median(times[crossed], ends[~crossed]), low, high)
+
+
+def _check_ends(times: np.ndarray, ends: np.ndarray) -> None:
+    if (late := times > ends).any():
+        fail("end", f"be no earlier than the crossing at {times[late][0]:g}", f"{ends[late][0]:g}")
+
+
+def _product_limit_median(crossed: np.ndarray, censored: np.ndarray) -> float:
+    """Where the product-limit estimate is no longer above 1/2, in exact fractions: it often is 1/2 to the digit."""
+    survival = Fraction(1)
+    for time, events in zip(*np.unique(crossed, return_counts=True), strict=True):
+        at_risk = int((crossed >= time).sum() + (censored >= time).sum())
+        survival *= Fraction(at_risk - int(events), at_risk)
+        if survival <= Fraction(1, 2):
+            return float(time)
+    return np.inf
+
+
+@validated
+def log_slope(
+    times: Float[np.ndarray, " n"],
+    at: Float[np.ndarray, " n"],
+    end: float | int | Float[np.ndarray, " n"],
+    *,
+    level: float = 0.95,
+) -> Slope:
+    """A line through log time against log `at`, by maximum likelihood with a normal spread, on the host.
+
+    Samples that never crossed count as "later than `end`" (Tobin's model of censored data): leaving them out would
+    flatten the line. With the line and the spread s written as (slope, intercept, 1) / s the likelihood is concave.
+
+    Where all crossings lie on one line, as tied ones do, and no other sample should by that line have crossed before
+    `end`, the likelihood grows without bound as the spread goes to 0: the result is that line, with spread 0. Such
+    times differ by less than the steps at which they were observed.
+
+    Args:
+        times: Positive; NaN for samples that had not crossed.
+        at: What the times depend on, positive.
+        end: When runs ended, all of them or each, positive.
+        level: Of the slope's interval, between 0 and 1. The correction for few samples is exact to first order without
+            censored ones; with up to half of them censored intervals at 0.95 held 94 to 97 % of slopes for 8 and 15
+            samples.
+
+    Returns:
+        The line.
+
+    Raises:
+        ValueError: If lengths differ, a value or `level` is out of range, or fewer than three times at two different
+            places were crossed.
+
+    References:
+        Tobin (1958), Estimation of relationships for limited dependent variables.
+        Olsen (1978), Note on the uniqueness of the maximum likelihood estimator for the Tobit model.
+    """
+    times, at = np.asarray(times, float), np.asarray(at, float)
+    crossed = ~np.isnan(times)
+    wrong = crossed & ~((times > 0) & np.isfinite(times))
+    if wrong.any():
+        fail("times", "be positive and finite, or NaN where there was no crossing", times[wrong][0])
+    if not 0 < level < 1:
+        fail("level", "lie between 0 and 1", level)
+    check_positive("at", at)
+    check_positive("end", end)
+    _check_ends(times, np.broadcast_to(np.asarray(end, float), times.shape))
+    if crossed.sum() < 3 or len(np.unique(at[crossed])) < 2:
+        fail("times", "hold three crossings at two places at least", f"{crossed.sum()} crossings")
+    logs, places = np.log(np.where(crossed, times, end)), np.log(at)
+    middle, width = places[crossed].mean(), places[crossed].std()
+    design = np.stack([(places - middle) / width, np.ones_like(places)], 1)
+    line = np.linalg.lstsq(design[crossed], logs[crossed], rcond=None)[0]
+    beyond = logs - design @ line
+    if np.abs(beyond[crossed]).max() <= _ON_THE_LINE and np.all(beyond[~crossed] <= _ON_THE_LINE):
+        slope = line[0] / width
+        return Slope(float(slope), float(line[1] - slope * middle), 0.0, np.nan, np.nan, np.nan)
+    scaled, covariance = _tobit(design, logs, crossed)
+    slope, height, spread = scaled[0] / scaled[2], scaled[1] / scaled[2], 1 / scaled[2]
+    gradient = np.asarray([spread, 0.0, -slope * spread])
+    slope, free = slope / width, crossed.sum() - 2
+    # The likelihood's maximum takes the spread for known: too small by the parameters of the line.
+    error = np.sqrt(gradient @ covariance @ gradient * (free + 2) / free) / width
+    half = stats.t.ppf(0.5 + 0.5 * level, free) * error
+    return Slope(
+        float(slope),
+        float(height - slope * middle),
+        float(spread),
+        float(error),
+        float(slope - half),
+        float(slope + half),
+    )
+
+
+def _tobit(design: np.ndarray, logs: np.ndarray, crossed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The maximum of the likelihood in (slope, height, 1) / spread, and the inverse of its negative curvature there."""
+    # Residuals in units of the spread are linear in the parameters.
+    rows = np.concatenate([-design, logs[:, None]], 1)
+
+    def cost(scaled: np.ndarray) -> float:
+        residual = rows @ scaled
+        if scaled[2] <= 0:
+            return np.inf
+        chance = np.where(crossed, stats.norm.logpdf(residual) + np.log(scaled[2]), stats.norm.logsf(residual))
+        return -float(np.sum(chance))
+
+    def slopes(scaled: np.ndarray) -> np.ndarray:
+        residual = rows @ scaled
+        return rows.T @ np.where(crossed, residual, hazard(residual)) - np.asarray([0, 0, crossed.sum() / scaled[2]])
+
+    def curvature(scaled: np.ndarray) -> np.ndarray:
+        residual = rows @ scaled
+        weights = np.where(crossed, 1.0, hazard(residual) * (hazard(residual) - residual))
+        return rows.T @ (weights[:, None] * rows) + np.diag([0, 0, crossed.sum() / scaled[2] ** 2])
+
+    def hazard(residual: np.ndarray) -> np.ndarray:
+        return np.exp(stats.norm.logpdf(residual) - stats.norm.logsf(residual))
+
+    line = np.linalg.lstsq(design, logs, rcond=None)[0]
+    start = np.append(line, 1.0) / max(np.std(logs - design @ line), 1e-3)
+    solution = optimize.minimize(cost, start, jac=slopes, hess=curvature, method="trust-exact", options={"gtol": 1e-8})
+    return solution.x, np.linalg.inv(curvature(solution.x))

@@ -1,0 +1,371 @@
+"""Entropy and mutual information of samples from the distances to their nearest neighbours.
+
+With r_ij the distance from sample i to its j-th neighbour among n in d dimensions and V_d the volume of the unit ball,
+
+    H = (1 / n) sum_i sum_j w_j log(r_ij^d V_d (n - 1) / exp(psi(j))),    sum_j w_j = 1,
+
+the weighted Kozachenko-Leonenko estimator. Its weights cancel the leading terms of the bias in 4 and more dimensions.
+Kraskov's estimator of information counts the neighbours of the margins within the joint distance instead, and its
+variant for labels those of all classes.
+
+Information does not change when the coordinates of either side do. So every coordinate is replaced by normal scores,
+a Gaussian sample of the same ranks, unless asinh, which draws tails in, leaves a strong linear relation straighter.
+Then each side is whitened, and for the entropy of both together the joint distribution, too, whose log determinant is
+the information of the linear relation: neighbours see only what is left over, however strong it is and whatever the
+units. Ranks have no derivatives: those of an information are zero, and `smoothed_information` has some. For labels,
+whose classes may stand apart, there is asinh alone.
+"""
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.scipy.special import digamma
+from jaxtyping import Array, Bool, Float
+from scipy.special import gammaln
+
+from dissociation._core.checks import check_choice, check_classes, check_count, fail, is_traced
+from dissociation._core.linalg import product
+from dissociation._core.results import Result
+from dissociation._core.splits import permutation
+from dissociation._core.types import Classes
+from dissociation._core.validation import validated
+from dissociation.measures._coordinates import Points, drawn_in, normal_scores, whitened
+from dissociation.measures._neighbours import check_neighbours, closer, num_parts, part_sizes, smallest, squared
+
+# Share of samples that may coincide with a neighbour in rounding before an estimate is called unreliable.
+_TIES = 0.01
+# Nats of linear information from which on it counts that it is larger between coordinates that are not normal scores.
+_BENT = 0.25
+# Share of samples whose class may be too small for halves.
+_SMALL = 0.1
+
+ESTIMATORS = ("entropies", "kraskov")
+"""Differences of entropies, each the weighted Kozachenko-Leonenko one, or Kraskov's estimator."""
+
+
+class Estimate(Result):
+    """A number of nats.
+
+    What `error` leaves out is bias. An information by "entropies" resolves a strong relation only as far as it is
+    linear between normal scores, or after asinh; one by "kraskov" falls short by more the stronger the relation
+    and the more the dimensions.
+    `reliable` is False where a bias shows; one that halving the samples does not change cannot be told from the truth.
+
+    Attributes:
+        value: The estimate; NaN where it is not `reliable`.
+        error: Standard error from the spread of the samples' own terms, or that of the estimates from up to 16
+            parts of the samples if larger, since the terms of neighbours depend on each other. Parts and halves are
+            drawn by a fixed permutation of the rows, in whatever order these come. Both take samples for independent.
+            An information about labels has the first alone, and at least the share of one sample in all that labels
+            can hold: what no sample showed may lie in the next.
+        reliable: False where more than 1 % of the samples coincide with neighbours (an entropy is then minus infinity,
+            an information infinite; fewer are taken for rounding), or coordinates are linear functions of others; where
+            an information is more than three errors below zero, or its part that is not linear above two thirds of the
+            most that n samples can show (log n, and psi(k) less for Kraskov's estimator); where one about labels is
+            above what labels can hold by more than its error; where the two halves of the samples say something else
+            than the whole, by more than three errors, or say less by two of an information above log(n) / 2; where
+            there are fewer than 2^d samples in d dimensions, those of both sides together for an information, 8^d for
+            Kraskov's, or fewer than 8 k for halves; and for Kraskov's estimator of information where the other is not
+            reliable, or more than three errors away. Halves share every class alike; of an information about labels it
+            is False where a tenth of the samples are of classes of fewer than 2 (k + 1), and Kraskov's where a class,
+            on average over the samples, has fewer than 2^d.
+    """
+
+    value: Float[Array, ""]
+    error: Float[Array, ""]
+    reliable: Bool[Array, ""]
+
+    UNITS = {"value": "nats", "error": "nats"}
+
+
+@validated
+def entropy_weights(num_neighbours: int, dimension: int) -> Float[np.ndarray, " k"]:
+    """The shortest weights over neighbours that sum to 1 and cancel the terms n^(-2 l / d), l = 1 ... floor(d / 4).
+
+    The condition of every term is sum_j w_j Gamma(j + 2 l / d) / Gamma(j) = 0. Below 4 dimensions weights are equal.
+
+    Args:
+        num_neighbours: k.
+        dimension: d.
+
+    Returns:
+        The weights of neighbours 1 to k.
+
+    Raises:
+        ValueError: If k is too small for the dimension.
+
+    References:
+        Berrett, Samworth and Yuan (2019), Efficient multivariate entropy estimation via k-nearest neighbour distances,
+        section 2.
+    """
+    count, width = (
+        check_count("num_neighbours", num_neighbours, minimum=1),
+        check_count("dimension", dimension, minimum=1),
+    )
+    terms = np.arange(width // 4 + 1)
+    if len(terms) > count:
+        fail("num_neighbours", f"be at least {len(terms)} in {width} dimensions", num_neighbours)
+    order = np.arange(1, count + 1)
+    conditions = np.exp(gammaln(order[None] + 2 * terms[:, None] / width) - gammaln(order)[None])
+    return np.linalg.pinv(conditions)[:, 0]
+
+
+@validated
+def entropy(points: Points, *, num_neighbours: int = 5, block: int = 250) -> Estimate:
+    """Differential entropy by the weighted Kozachenko-Leonenko estimator, in whitened coordinates.
+
+    Args:
+        points: Samples, [n, d].
+        num_neighbours: k.
+        block: Points compared at once.
+
+    Returns:
+        In nats.
+
+    Raises:
+        ValueError: If there are too few samples, or neighbours for the dimension.
+
+    Example:
+        >>> points = jax.random.normal(jax.random.key(0), (2000, 1))
+        >>> found = entropy(points)  # exactly: log(2 pi e) / 2 = 1.419
+        >>> bool(jnp.abs(found.value - 1.419) < 3 * found.error)
+        True
+    """
+    return _entropy(jnp.asarray(points), check_neighbours(num_neighbours, points.shape[0]), block)
+
+
+@partial(jax.jit, static_argnames=("count", "block"))
+def _entropy(points: Array, count: int, block: int) -> Estimate:
+    white, logs = whitened(points[permutation(len(points))])
+    terms = _entropy_terms(white, count, block) + logs
+    groups = num_parts(len(white), count)
+    return _estimate(terms, groups, enough=groups > 1 and len(white) >= 2 ** white.shape[1])
+
+
+@validated
+def information(
+    x: Float[Array | np.ndarray, "n p"],
+    z: Float[Array | np.ndarray, "n d"],
+    *,
+    estimator: str = "entropies",
+    num_neighbours: int = 5,
+    block: int = 250,
+) -> Estimate:
+    """Mutual information I(X; Z) of samples whose rows belong together.
+
+    Units, and rising maps of any coordinate, matter at most to a strong relation. An invertible one has infinite
+    information; add a little noise to one side, and look at shuffled pairs beside it. Of coordinates with few values
+    nothing is said: see `label_information`.
+
+    Args:
+        x: [n, p].
+        z: [n, d]; taken to the dtype of x.
+        estimator: "entropies": H(X) + H(Z) - H(X, Z). "kraskov": his first estimator, with the larger of the two
+            Euclidean distances: a smaller error in few dimensions, and a bias in more. It computes the other as well.
+        num_neighbours: k. With 10 or 20 in place of 5, an information of 4 + 4 dimensions has an error smaller by a
+            third or a half.
+        block: Samples compared at once.
+
+    Returns:
+        In nats.
+
+    Raises:
+        ValueError: If lengths differ, or an option is out of range.
+
+    References:
+        Kozachenko and Leonenko (1987); Berrett, Samworth and Yuan (2019).
+        Kraskov, Stoegbauer and Grassberger (2004), Estimating mutual information, eq. 8.
+    """
+    check_choice("estimator", estimator, ESTIMATORS)
+    x = jnp.asarray(x)
+    return _information(x, jnp.asarray(z, x.dtype), estimator, check_neighbours(num_neighbours, x.shape[0]), block)
+
+
+@partial(jax.jit, static_argnames=("estimator", "count", "block"))
+def _information(x: Array, z: Array, estimator: str, count: int, block: int) -> Estimate:
+    number, width = x.shape[0], x.shape[1] + z.shape[1]
+    both = jnp.concatenate([x, z], 1)[permutation(number)]
+    ways = jax.vmap(partial(_coordinates, split=x.shape[1]))(jnp.stack([normal_scores(both), drawn_in(both)]))
+    # Normal scores bend a strong linear relation of several coordinates a little.
+    straighter = (ways[3][1] < ways[3][0] - _BENT).astype(int)
+    x, z, joint, linear = (way[straighter] for way in ways)
+    parts = [_entropy_terms(points, count, block) for points in (x, z, joint)]
+    # The determinants of each side by itself are in both entropies, and cancel.
+    terms = parts[0] + parts[1] - parts[2] - linear
+    groups, most = num_parts(number, count), 2 / 3 * math.log(number)
+    beyond = _estimate(terms, groups, least=0.0, most=most - linear, enough=groups > 1 and number >= 2**width)
+    if estimator == "entropies":
+        return beyond
+    # Its most is where the k neighbours alone are within reach of both margins.
+    most = most - 2 / 3 * digamma(jnp.asarray(count, x.dtype))
+    terms = _kraskov_terms(x, z, count, block)
+    direct = _estimate(terms, groups, least=0.0, most=most, enough=number >= 8**width)
+    agree = jnp.abs(direct.value - beyond.value) <= 3 * jnp.hypot(direct.error, beyond.error)
+    return _where(direct.reliable & beyond.reliable & agree, direct.value, direct.error)
+
+
+def _coordinates(both: Array, split: int) -> tuple[Array, Array, Array, Array]:
+    """Each side white, both together white, and the log determinant that this took: minus the linear information."""
+    x, z = (whitened(part)[0] for part in jnp.split(both, [split], 1))
+    return x, z, *whitened(jnp.concatenate([x, z], 1))
+
+
+def _kraskov_terms(x: Array, z: Array, count: int, block: int) -> Array:
+    number, split = x.shape
+
+    def larger(a: Array, b: Array) -> Array:
+        return jnp.maximum(squared(a[:, :split], b[:, :split]), squared(a[:, split:], b[:, split:]))
+
+    groups = num_parts(number, count)
+    radius = smallest(jnp.concatenate([x, z], 1), None, count, block, larger, groups)[:, :, -1]
+    counts = [closer(points, radius, block, groups) for points in (x, z)]
+    terms = digamma(jnp.asarray(count, x.dtype)) + digamma(part_sizes(number, groups, x.dtype))
+    terms = terms - sum(digamma(near.astype(x.dtype) + 1) for near in counts)
+    return jnp.where(jnp.mean(radius[0] > 0) > 1 - _TIES, terms, jnp.inf)
+
+
+@validated
+def label_information(
+    z: Points,
+    labels: Classes,
+    *,
+    num_classes: int,
+    estimator: str = "entropies",
+    num_neighbours: int = 5,
+    block: int = 250,
+) -> Estimate:
+    """Mutual information I(Z; Y) of samples and their classes.
+
+    Args:
+        z: [n, d].
+        labels: Classes from 0, [n]; every class that occurs needs more than `num_neighbours` samples. Traced labels
+            that are out of range, or of a class with too few, give NaN and `reliable` False.
+        num_classes: C.
+        estimator: "entropies": H(Z) - sum_c (n_c / n) H(Z | c). "kraskov": the variant for one discrete variable.
+        num_neighbours: k.
+        block: Samples compared at once.
+
+    Returns:
+        In nats, at most H(Y), the entropy of the labels among these samples. Classes that stand apart do reach it:
+        there it is the truth, and reliable. An estimate above it is H(Y) as long as finite classes and the error
+        explain it, and NaN beyond.
+
+    Raises:
+        ValueError: If lengths differ, an option or a label is out of range, or a class has too few samples.
+
+    Neighbours are those in coordinates in which the classes, on average, are white: units do not matter.
+
+    References:
+        Ross (2014), Mutual information between discrete and continuous data sets.
+    """
+    check_choice("estimator", estimator, ESTIMATORS)
+    count, classes = check_neighbours(num_neighbours, z.shape[0]), check_count("num_classes", num_classes, minimum=1)
+    check_classes("labels", labels, classes)
+    if not is_traced(labels):
+        sizes = np.bincount(np.asarray(labels), minlength=classes)
+        small = np.flatnonzero((sizes > 0) & (sizes <= count))
+        if len(small):
+            fail("labels", f"have more than {count} samples of every class", f"{sizes[small[0]]} of class {small[0]}")
+    return _label_information(jnp.asarray(z), jnp.asarray(labels), classes, estimator, count, block)
+
+
+@partial(jax.jit, static_argnames=("classes", "estimator", "count", "block"))
+def _label_information(z: Array, labels: Array, classes: int, estimator: str, count: int, block: int) -> Estimate:
+    # Sorted by class, every other sample makes halves that share every class.
+    number, order = z.shape[0], jnp.asarray(permutation(z.shape[0]))
+    order = order[jnp.argsort(labels[order], stable=True)]
+    z, labels = drawn_in(z)[order], labels[order]
+    members = jax.nn.one_hot(labels, classes, dtype=z.dtype)
+    means = product(members.T, z) / jnp.maximum(jnp.sum(members, 0), 1)[:, None]
+    z, _ = whitened(z, z - product(members, means))
+    half = jax.nn.one_hot(np.arange(number) % 2, 2, dtype=z.dtype)
+    halves = product(half.T, members)
+    own = jnp.stack([jnp.sum(halves, 0)[labels], jnp.sum(half * halves[:, labels].T, 1)])
+    total = part_sizes(number, 2, z.dtype)
+    squares = smallest(z, labels, count, block, squared, 2)
+    # Neighbours of the class that are the neighbours of all: the most that a term can be with equal weights.
+    if estimator == "entropies":
+        everything = smallest(z, None, count, block, squared, 2)
+        terms = _level_terms(everything, z.shape[1], total) - _level_terms(squares, z.shape[1], own)
+        most = jnp.log((total[0] - 1) / (own[0] - 1))
+    else:
+        radius = squares[:, :, -1]
+        near = closer(z, radius, block, 2).astype(z.dtype) + 1  # the class's k-th, on the rim, counts
+        terms = digamma(total) - digamma(own)
+        most = terms[0]
+        terms = terms + digamma(jnp.asarray(count, z.dtype)) - digamma(near)
+        terms = jnp.where(jnp.mean(radius[0] > 0) > 1 - _TIES, terms, jnp.inf)
+    terms = jnp.where(jnp.all((labels >= 0) & (labels < classes)), terms, jnp.nan)
+    enough = 2 ** z.shape[1] <= (number if estimator == "entropies" else jnp.mean(own[0]))
+    whole = _estimate(terms[:1], least=0.0, enough=enough)
+    held = jnp.log(total / own)
+    # What no sample showed may lie in one that was not drawn.
+    error = jnp.maximum(whole.error, jnp.mean(held[0]) / number)
+    known = own[1] > count  # a half of the class has neighbours enough
+    values = jnp.minimum(*(jnp.mean(level, 1, where=known) for level in (terms, held)))
+    same = (jnp.mean(known) > 1 - _SMALL) & (jnp.abs(values[0] - values[1]) <= 3 * error)
+    return _capped(_where(whole.reliable & same, whole.value, error), jnp.mean(most), jnp.mean(held[0]))
+
+
+def _capped(estimate: Estimate, most: Array, entropy: Array) -> Estimate:
+    """An information of at most `entropy`; not reliable more than three errors above what the estimator can reach."""
+    reliable = estimate.reliable & (estimate.value <= most + 3 * estimate.error + 1e-3)
+    return _where(reliable, jnp.minimum(estimate.value, entropy), estimate.error)
+
+
+def _where(reliable: Array, value: Array, error: Array) -> Estimate:
+    kept = jnp.where(reliable, 1.0, jnp.nan)  # a factor: derivatives are not a number either
+    return Estimate(kept * value, kept * error, reliable)
+
+
+def _entropy_terms(points: Array, count: int, block: int) -> Array:
+    """Every sample's term of the entropy of all samples, of the two halves, and of the parts: [levels, n]."""
+    number = points.shape[0]
+    groups = num_parts(number, count)
+    squares = smallest(points, None, count, block, squared, groups)
+    return _level_terms(squares, points.shape[1], part_sizes(number, groups, points.dtype))
+
+
+def _level_terms(squares: Array, width: int, sizes: Array) -> Array:
+    return jnp.stack([_terms_of_distances(level, width, size) for level, size in zip(squares, sizes, strict=True)])
+
+
+def _terms_of_distances(squares: Array, width: int, sizes: Array) -> Array:
+    """Every sample's term of the entropy; infinite where samples coincide."""
+    count = squares.shape[1]
+    weights = jnp.asarray(entropy_weights(count, width), squares.dtype)
+    volume = 0.5 * width * math.log(math.pi) - math.lgamma(0.5 * width + 1)
+    ranks = jnp.arange(1, count + 1, dtype=squares.dtype)
+    # Few coincident samples are rounding: they are at the smallest distance that occurs.
+    apart = squares != 0  # and not a number stays that
+    least = jnp.min(jnp.where(apart, squares, jnp.inf))
+    tied = jnp.mean(~apart[:, 0]) > _TIES
+    squares = jnp.where(apart, squares, jnp.where(tied, 0.0, least))
+    logs = 0.5 * width * jnp.log(squares) + volume - digamma(ranks)[None]
+    return jnp.sum(weights[None] * logs, 1) + jnp.log(sizes - 1)
+
+
+def _estimate(
+    terms: Array,
+    groups: int = 1,
+    *,
+    least: float = -math.inf,
+    most: float | Array = math.inf,
+    enough: bool | Array,
+) -> Estimate:
+    """Mean and error from terms of all samples, halves and parts, [levels, n]; see `Estimate` for what is reliable."""
+    number = terms.shape[1]
+    value, error = jnp.mean(terms[0]), jnp.std(terms[0]) / number**0.5
+    reliable = jnp.isfinite(value) & (value < most) & enough
+    if groups > 1:
+        group = np.arange(number) % groups
+        parts = jnp.zeros(groups, terms.dtype).at[group].add(terms[-1]) / np.bincount(group)
+        error = jnp.maximum(error, jnp.std(parts, ddof=1) / groups**0.5)
+        growth = value - jnp.mean(terms[1])
+        # A relation without noise has infinite information: what is found grows by log 2, not far above three errors.
+        large = (growth > 0) & (value > 0.5 * math.log(number)) & math.isfinite(least)
+        reliable = reliable & (jnp.abs(growth) <= jnp.where(large, 2, 3) * error)
+    return _where(reliable & (value >= least - 3 * error), value, error)

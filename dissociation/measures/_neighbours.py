@@ -1,0 +1,149 @@
+"""Distances to the nearest neighbours: of all samples, and within interleaved parts of them, in one search.
+
+Distances come in blocks, so everything runs on any device and maps over members. Differences are taken coordinate by
+coordinate: products of coordinates would cancel at the distances that matter here.
+"""
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from dissociation._core.checks import check_count, fail
+
+# Distances per group in the search for the smallest: a power of two, at most this one.
+_MULTIPLE = 32
+# Interleaved parts of the samples whose own estimates give the error, at most.
+_PARTS = 16
+
+
+def check_neighbours(num_neighbours: int, number: int) -> int:
+    """Returns the number of neighbours, or raises unless there are more samples."""
+    count = check_count("num_neighbours", num_neighbours, minimum=1)
+    if count >= number:
+        fail("num_neighbours", f"be below the number of samples ({number})", num_neighbours)
+    return count
+
+
+def squared(a: Array, b: Array) -> Array:
+    """|a_i - b_j|^2, coordinate by coordinate: no array [i, j, d], and no cancellation."""
+    total = jnp.zeros((a.shape[0], b.shape[0]), a.dtype)
+    for index in range(a.shape[1]):
+        total = total + (a[:, index, None] - b[None, :, index]) ** 2
+    return total
+
+
+def _blocks(arrays: tuple[Array, ...], block: int) -> tuple[tuple[Array, ...], int]:
+    number = arrays[0].shape[0]
+    size = min(check_count("block", block, minimum=1), number)
+    extra = -number % size
+    padded = tuple(jnp.pad(a, ((0, extra), *((0, 0),) * (a.ndim - 1))).reshape(-1, size, *a.shape[1:]) for a in arrays)
+    return padded, number
+
+
+def num_parts(number: int, count: int) -> int:
+    """Interleaved parts with at least 4 k samples each, an even number of them, or all samples in one."""
+    return max(min(_PARTS, number // (4 * count)) // 2 * 2, 1)
+
+
+def strides(groups: int) -> tuple[int, ...]:
+    """Of all samples, the halves, and the parts if they are others: sample i belongs to number i % stride."""
+    return (1, 2, groups) if groups > 2 else (1, 2)[:groups]
+
+
+def part_sizes(number: int, groups: int, dtype: jnp.dtype) -> Array:
+    """How many samples there are in that of every sample: [levels, n]."""
+    index = np.arange(number)
+    return jnp.asarray([(number - 1 - index % stride) // stride + 1 for stride in strides(groups)], dtype)
+
+
+def smallest(
+    points: Array,
+    labels: Array | None,
+    count: int,
+    block: int,
+    distance: Callable[[Array, Array], Array],
+    groups: int = 1,
+) -> Array:
+    """Every point's smallest distances to others, of its label if there are some: [levels, n, count], rising.
+
+    They are infinite where there are fewer.
+
+    Levels are all points and, with several groups, its own half and group. Every distance is computed once. Points are
+    taken group by group, those of the first half before the others, so that halves and groups are slices.
+    """
+    number = points.shape[0]
+    longest = -(-number // groups)
+    blocks = -(-longest // check_count("block", block, minimum=1))
+    rows = _by_group(number, groups, -(-longest // blocks) * blocks).reshape(groups * blocks, -1)
+    columns = _by_group(number, groups, -(-max(longest, count) // _MULTIPLE) * _MULTIPLE)
+    # Filled up with points at distances that overflow, and whose differences do not: 0 times them is no slope.
+    far = 2 * float(jnp.finfo(points.dtype).max) ** 0.5
+    others = jnp.where(columns[:, None] < number, points[columns % number], far)
+    # Which of the halves, and of the groups, a block of rows belongs to.
+    places = [np.repeat(np.arange(stride), rows.shape[0] // stride) for stride in strides(groups)[1:]]
+
+    def some(part: tuple[Array, Array, list[Array]]) -> Array:
+        row, index, place = part
+        allowed = row[:, None] != columns[None]
+        if labels is not None:
+            allowed = allowed & (labels[index][:, None] == labels[columns % number][None])
+        values = jnp.where(allowed, distance(points[index], others), jnp.inf)
+        levels = [_least(values, count)]
+        for stride, which in zip(strides(groups)[1:], place, strict=True):
+            own = values.reshape(row.shape[0], stride, -1)
+            levels.append(_least(jax.lax.dynamic_index_in_dim(own, which, 1, keepdims=False), count))
+        return jnp.stack(levels)
+
+    squares = jax.lax.map(some, jax.tree.map(jnp.asarray, (rows, rows % number, places)))
+    squares = squares.swapaxes(0, 1).reshape(squares.shape[1], -1, count)
+    return squares[:, np.argsort(rows.reshape(-1), kind="stable")[:number]]
+
+
+def _by_group(number: int, groups: int, width: int) -> np.ndarray:
+    """The samples of group 0 (i % groups), 2, 4 ... 1, 3 ..., each filled up to `width` with `number`."""
+    first = np.concatenate([np.arange(groups)[half::2] for half in range(2)])
+    index = first[:, None] + groups * np.arange(width)[None]
+    return np.minimum(index, number).reshape(-1)
+
+
+def _least(values: Array, count: int) -> Array:
+    """The `count` smallest of every row, rising; rows are as long as a multiple of `_MULTIPLE`.
+
+    They lie in the groups with the `count` smallest minima, so the sort sees few candidates: fewest where groups are as
+    long as there are of them per neighbour.
+    """
+    rows, columns = values.shape
+    length = min(1 << int(math.log2(max(columns / count, 1)) / 2), _MULTIPLE)
+    if columns // length > count:
+        grouped = values.reshape(rows, -1, length)
+        chosen = jax.lax.top_k(-jnp.min(grouped, 2), count)[1]
+        values = jnp.take_along_axis(grouped, chosen[:, :, None], 1).reshape(rows, -1)
+    return -jax.lax.top_k(-values, count)[0]
+
+
+def closer(points: Array, radius: Array, block: int, groups: int = 1) -> Array:
+    """How many others lie strictly within a squared radius of every point, level by level: [levels, n].
+
+    One is usually at that radius. A compiler may round its distance otherwise here than where the radius was found, so
+    the radius is shortened by what coordinates can be off.
+    """
+    index = jnp.arange(points.shape[0])
+    rounding = 8 * jnp.finfo(points.dtype).eps * jnp.max(jnp.abs(points))
+    radius = jnp.maximum(jnp.sqrt(radius) - rounding, 0.0) ** 2
+    parts, number = _blocks((points, radius.T, index), block)
+
+    def some(part: tuple[Array, ...]) -> Array:
+        point, limits, row = part
+        squares = jnp.where(row[:, None] != index[None], squared(point, points), jnp.inf)
+        levels = [
+            jnp.sum((squares < limits[:, level, None]) & (row[:, None] % stride == index[None] % stride), 1)
+            for level, stride in enumerate(strides(groups))
+        ]
+        return jnp.stack(levels)
+
+    counts = jax.lax.map(some, parts)
+    return counts.swapaxes(0, 1).reshape(counts.shape[1], -1)[:, :number]

@@ -1,0 +1,288 @@
+"""Cross-validated softmax probes: what a linear classifier reads from a representation.
+
+Two learners with one shape of output. `crossval_softmax_predict` is *converged*: it returns the minimum of a convex
+loss, so that what it says belongs to the representation. `crossval_gradient_predict` stops after a fixed number of
+stable gradient steps, so that what it says belongs to the representation and the optimiser together.
+
+All folds are trained at once. A fold is a mask over samples, so the logits of every fold are one product
+[n, d] x [d, folds * classes], and the standardisation of a fold is folded into its weights instead of being applied to
+the data. Under `jax.vmap` over members, the members are solved in turn, each with its own number of iterations.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_batching import sequential_vmap
+from jaxtyping import Array, Float
+
+from dissociation._core.checks import check_choice, check_count, check_positive, fail, is_traced, warn
+from dissociation._core.linalg import no_derivative
+from dissociation._core.types import Count, OneHot, PRNGKey, Scalar
+from dissociation._core.validation import validated
+from dissociation.measures._softmax_solver import (
+    SoftmaxFit,
+    descend_fixed,
+    fold_of_samples,
+    largest_eigenvalue,
+    minimise,
+)
+
+FOLDS = ("stratified", "contiguous")
+"""Every class dealt out evenly among the folds, in whatever order the rows come; or blocks of rows in that order, the
+first `n % num_splits` of which are one sample longer, as in scikit-learn's `KFold`. With contiguous folds, rows sorted
+by class leave no training part with the classes that it is tested on."""
+
+
+@validated
+def crossval_softmax_predict(
+    x: Float[Array | np.ndarray, "n d"],
+    y: OneHot,
+    num_splits: int = 10,
+    *,
+    ridge: Scalar = 1.0,
+    folds: str = "stratified",
+    key: PRNGKey | None = None,
+    num_samples: Count | None = None,
+    tol: Scalar | None = None,
+    max_steps: int = 1000,
+) -> Float[Array, "n classes"]:
+    r"""Held-out class probabilities of a converged softmax probe.
+
+    For every fold f, with features x~ standardised by the mean and deviation of its training part T_f,
+
+        minimise  sum_{i in T_f} -log softmax(W^T x~_i + b)[y_i]  +  ridge / 2 ||W||^2.
+
+    How to choose `ridge`: it is the precision of a Gaussian prior on weights of standardised features, in units of one
+    sample, and equals `1 / C` of `sklearn.linear_model.LogisticRegression` (`2 / C` for two classes, where
+    scikit-learn keeps one weight vector instead of two). For a penalty `r` on the *mean* loss of m training samples
+    pass `r * m`. The default 1 is scikit-learn's. Larger values suit fewer samples than features and noisy labels; much
+    smaller ones make separable data slow, because the minimum moves towards infinity. It is traced: a sweep over it
+    compiles once.
+
+    Args:
+        x: Features. May be traced, and mapped over members by `jax.vmap` or `eqx.filter_vmap`.
+        y: One-hot labels.
+        num_splits: Folds, from 2 to n.
+        ridge: Penalty on the weights, above zero. The intercept is not penalised.
+        folds: How samples are shared out, one of `FOLDS`.
+        key: Shuffles the samples before they are shared out. The result keeps the given order all the same.
+        num_samples: Uses the first `num_samples` samples only, at the cost of all n; later rows of the result are zero.
+            It is traced: all values share one compilation. `x[:num_samples]` gives the same, compiled for each length.
+        tol: Where to stop: the `gap` of `SoftmaxFit`, a fold's relative distance from its minimum. Default 1e-5 in
+            float32 and 1e-9 in float64. Probabilities move with the square root of it.
+        max_steps: Limit of the solver's loop.
+
+    Returns:
+        Probabilities in [0, 1] that sum to one in each row, each from the fold that did not see the sample. Rows of a
+        fold that did not converge are NaN, with a `RuntimeWarning` unless the call is traced. The `argmax` of such a
+        row is 0: ask for NaN before an accuracy, or for `converged` of `crossval_softmax_fit`.
+
+    Raises:
+        ValueError: If shapes disagree, `y` is not one-hot, `ridge` or `tol` is not positive, or there are too few
+            samples for the folds.
+        TypeError: If `num_splits` is no Python integer.
+
+    References:
+        Bishop (2006), Pattern Recognition and Machine Learning, eqs. 4.108-4.110.
+
+    >>> x = np.eye(3, dtype=np.float32)[[0, 1, 2, 0, 1, 2]]
+    >>> crossval_softmax_predict(x, x, num_splits=2).argmax(1)
+    Array([0, 1, 2, 0, 1, 2], dtype=int32)
+    """
+    options = {"folds": folds, "key": key, "num_samples": num_samples}
+    fit, ids = _converged(x, y, num_splits, ridge=ridge, tol=tol, max_steps=max_steps, **options)
+    if not is_traced(fit.converged) and not np.all(fit.converged):
+        number, gap = int(np.sum(~np.asarray(fit.converged))), float(jnp.max(fit.gap))
+        advice = "Raise `ridge`, `tol` or `max_steps`" if np.isfinite(gap) else "Is `x` finite, and not too large?"
+        warn(
+            f"{number} of {fit.converged.size} folds did not converge in {int(fit.iterations)} steps (gap up to "
+            f"{gap:.1e}): their probabilities are NaN. {advice}"
+        )
+    # Samples in no fold are beyond the last one, and keep their zeros.
+    known = jnp.append(fit.converged, True)[ids]
+    return jnp.where(known[:, None], fit.probabilities, jnp.nan)
+
+
+@validated
+def crossval_softmax_fit(
+    x: Float[Array | np.ndarray, "n d"],
+    y: OneHot,
+    num_splits: int = 10,
+    *,
+    ridge: Scalar = 1.0,
+    folds: str = "stratified",
+    key: PRNGKey | None = None,
+    num_samples: Count | None = None,
+    tol: Scalar | None = None,
+    max_steps: int = 1000,
+) -> SoftmaxFit:
+    r"""The probe of `crossval_softmax_predict` with its coefficients and the solver's record.
+
+    L-BFGS, all folds in one loop, in the metric of one curvature matrix that all folds and classes share and that is
+    computed anew after 8, 24, 72 ... steps. A fold whose line search fails begins anew, with an empty memory and a new
+    matrix. A fold that has converged is frozen, and the loop ends with its last fold. The penalty makes the loss f
+    strongly convex in the weights, f - f* <= ||g||^2 / (2 ridge), which is what the stopping rule and `gap` use. The
+    unpenalised intercept is counted in g as if it were penalised, so `gap` is no strict bound: in float64, on 1000
+    MNIST samples x 1024 features, the distance was at most 1.13 times it.
+
+    Args:
+        x: Features.
+        y: One-hot labels.
+        num_splits: Folds.
+        ridge: Penalty on the weights, see `crossval_softmax_predict`.
+        folds: How samples are shared out, one of `FOLDS`.
+        key: Shuffles the samples before they are shared out.
+        num_samples: Uses the first `num_samples` samples only.
+        tol: The `gap` at which a fold stops.
+        max_steps: Limit of the loop.
+
+    Returns:
+        Where every fold came to, with `converged`: `probabilities` of a fold that did not are those of its last step.
+
+    Raises:
+        ValueError: As `crossval_softmax_predict`.
+        TypeError: As `crossval_softmax_predict`.
+
+    References:
+        Nocedal and Wright (2006), Numerical Optimization, algorithm 7.4.
+    """
+    options = {"folds": folds, "key": key, "num_samples": num_samples}
+    return _converged(x, y, num_splits, ridge=ridge, tol=tol, max_steps=max_steps, **options)[0]
+
+
+def _converged(x, y, num_splits, *, ridge, folds, key, num_samples, tol, max_steps) -> tuple[SoftmaxFit, Array]:
+    """The fit, and the fold of every sample."""
+    x, y, count = _prepare(x, y, num_splits, num_samples, folds)
+    check_positive("ridge", ridge)
+    if tol is None:
+        tol = 1e-5 if jnp.finfo(x.dtype).bits <= 32 else 1e-9
+    check_positive("tol", tol)
+    limit = check_count("max_steps", max_steps, minimum=1)
+    scalars = jnp.asarray(ridge, x.dtype), jnp.asarray(tol, x.dtype)
+    return _solve_in_turn(x, y, count, key, *scalars, num_splits=num_splits, folds=folds, limit=limit)
+
+
+@validated
+def crossval_gradient_predict(
+    x: Float[Array | np.ndarray, "n d"],
+    y: OneHot,
+    num_splits: int = 10,
+    *,
+    num_steps: Count = 200,
+    step_size: Scalar | None = None,
+    folds: str = "stratified",
+    key: PRNGKey | None = None,
+    num_samples: Count | None = None,
+) -> Float[Array, "n classes"]:
+    r"""Held-out class probabilities of a softmax probe after a fixed budget of gradient steps.
+
+    W and b start at zero and follow the gradient of the *mean* training loss on raw features, without a penalty. A step
+    is stable below 2 / L, where L = lambda_max(sum_i z_i z_i^T) / (2 m_f), z_i = [x_i, 1], bounds the curvature
+    (Boehning 1992) of a fold with m_f training samples; the default is 1 / L.
+
+    The default step follows the scale of the features, so a learner that uses it does not see a common factor on
+    them, apart from the intercept. Pass one `step_size` for several representations, for instance the smallest of
+    their `stable_step_size`, to see what a learner with one learning rate sees.
+
+    Args:
+        x: Features, used as they are.
+        y: One-hot labels.
+        num_splits: Folds, as in `crossval_softmax_predict`.
+        num_steps: Steps; traced.
+        step_size: Step in units of the mean loss, shared by the folds; traced. Default 1 / L of each fold. Above 2 / L
+            of all samples a `RuntimeWarning` says so, unless the call is traced.
+        folds: How samples are shared out, one of `FOLDS`.
+        key: Shuffles the samples before they are shared out.
+        num_samples: Uses the first `num_samples` samples only; later rows of the result are zero.
+
+    Returns:
+        Probabilities in [0, 1] that sum to one in each row, each from the fold that did not see the sample.
+
+    Raises:
+        ValueError: If shapes disagree, `y` is not one-hot, or there are too few samples for the folds.
+        TypeError: If `num_splits` is no Python integer.
+
+    References:
+        Boehning (1992), Multinomial logistic regression algorithm, theorem 1.
+    """
+    x, y, count = _prepare(x, y, num_splits, num_samples, folds)
+    if step_size is None:
+        step_size = 0.0  # the solver's sign for "of each fold"
+    else:
+        check_positive("step_size", step_size)
+        warn_unstable(x, count, step_size)
+    if not is_traced(num_steps) and int(num_steps) < 0:
+        fail("num_steps", "be at least 0", num_steps)
+    steps = jnp.asarray(num_steps, jnp.int32)
+    size = jnp.asarray(step_size, x.dtype)
+    return _descend_in_turn(x, y, count, key, steps, size, num_splits=num_splits, folds=folds)
+
+
+@validated
+def stable_step_size(x: Float[Array | np.ndarray, "n d"]) -> Float[Array, ""]:
+    """The step 1 / L of `crossval_gradient_predict` for training on all of `x`, any step below twice it being stable.
+
+    Args:
+        x: Features.
+
+    Returns:
+        2 n / lambda_max(sum_i z_i z_i^T), z_i = [x_i, 1], by 50 power iterations.
+
+    Raises:
+        ValueError: If `x` has not two axes.
+    """
+    return _stable_step_size(jnp.asarray(x))
+
+
+@jax.jit
+def _stable_step_size(x: Array) -> Array:
+    ones = jnp.ones((x.shape[0], 1), x.dtype)
+    return 2.0 * x.shape[0] / largest_eigenvalue(jnp.concatenate([x, ones], 1))
+
+
+def warn_unstable(x: Array, count: Count, step_size: Scalar) -> None:
+    """Warns if steps of this size on the first `count` samples are above what is known to be stable."""
+    if is_traced(x) or is_traced(count) or is_traced(step_size):
+        return
+    limit = 2 * float(stable_step_size(x[: int(count)]))
+    if float(step_size) > limit:
+        warn(
+            f"`step_size` ({float(step_size):.3g}) is above the stable {limit:.3g}: the loss may rise, and"
+            " the probe says little about `x`."
+        )
+
+
+def _prepare(
+    x: Array | np.ndarray, y: Array | np.ndarray, num_splits: int, num_samples: Count | None, folds: str
+) -> tuple[Array, Array, Array]:
+    """Checks the arguments that the probes share and returns the arrays and the number of samples in use."""
+    x = jnp.asarray(x)
+    size = x.shape[0]
+    if y.shape[1] < 2:
+        fail("y", "have at least 2 classes", f"shape {y.shape}", "Pass one-hot labels")
+    check_choice("folds", folds, FOLDS)
+    check_count("num_splits", num_splits, minimum=2)
+    if num_splits > size:
+        fail("num_splits", f"be at most the number of samples ({size})", num_splits)
+    if num_samples is None:
+        num_samples = size
+    elif not is_traced(num_samples) and not num_splits <= int(num_samples) <= size:
+        fail("num_samples", f"lie between `num_splits` ({num_splits}) and the length of `x` ({size})", num_samples)
+    features = no_derivative(jnp.asarray(x), "A cross-validated probe, as a function of its features,")
+    return features, jnp.asarray(y, x.dtype), jnp.asarray(num_samples, jnp.int32)
+
+
+# Jitted here, unlike other primitives: op by op, a call at a new length would compile dozens of programs, not one.
+@partial(jax.jit, static_argnames=("num_splits", "folds", "limit"))
+def _solve_in_turn(x, y, count, key, ridge, tol, *, num_splits: int, folds: str, limit: int):
+    ids = fold_of_samples(jnp.argmax(y, 1), num_splits, count, key, folds)
+    fit = sequential_vmap(partial(minimise, num_splits=num_splits, limit=limit))(x, y, ids, ridge, tol)
+    return fit, ids
+
+
+@partial(jax.jit, static_argnames=("num_splits", "folds"))
+def _descend_in_turn(x, y, count, key, num_steps, step_size, *, num_splits: int, folds: str) -> Array:
+    ids = fold_of_samples(jnp.argmax(y, 1), num_splits, count, key, folds)
+    return sequential_vmap(partial(descend_fixed, num_splits=num_splits))(x, y, ids, num_steps, step_size)

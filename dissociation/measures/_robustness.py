@@ -1,0 +1,172 @@
+"""How the error grows with noise on the inputs and on the parameters, for many noise scales at once."""
+
+from functools import partial
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from dissociation._core import checks
+from dissociation._core.types import OneHot, PyTree
+from dissociation._core.validation import validated
+from dissociation.models._program import called, function_of, parameters_in, with_draws
+from dissociation.training._bmap import bmap
+
+__all__ = ["error_rate", "input_noise_error", "parameter_noise_error"]
+
+Images = Float[Array | np.ndarray, "n ..."]
+Scales = Float[Array | np.ndarray, " scales"]
+
+
+@validated
+def error_rate(logits: Float[Array | np.ndarray, "n classes"], labels: OneHot) -> Float[Array, ""]:
+    """The share of samples whose largest logit is not at the label.
+
+    Args:
+        logits: [samples, classes].
+        labels: Classes [samples], or one-hot [samples, classes].
+
+    Returns:
+        Between 0 and 1; NaN if there are no samples, or the largest logit of any is NaN or infinite: a network that has
+        diverged names no class.
+
+    Raises:
+        ValueError: If the shapes differ.
+
+    Example:
+        >>> error_rate(jnp.array([[2.0, 1.0], [0.0, 3.0]]), jnp.array([[1.0, 0.0], [1.0, 0.0]]))
+        Array(0.5, dtype=float32)
+    """
+    if logits.shape != labels.shape:
+        checks.fail("labels", f"have the shape of `logits` {logits.shape}", labels.shape)
+    logits = jnp.asarray(logits)
+    wrong = (logits.argmax(axis=1) != labels.argmax(axis=1)).mean(dtype=logits.dtype)
+    return jnp.where(jnp.all(jnp.isfinite(logits.max(axis=1))), wrong, jnp.nan)
+
+
+@validated
+def input_noise_error(
+    model: Any,
+    images: Images,
+    labels: OneHot,
+    scales: Scales,
+    *,
+    noise: Float[Array | np.ndarray, "..."],
+    scales_per_batch: int | None = 1,
+) -> Float[Array, " scales"]:
+    """Error rate on `images + scale * noise`, for every scale.
+
+    One draw of the noise serves all scales, so curves of several models differ by the models alone. For an
+    `eqx.nn.MLP` the first layer is linear in the scale, W (x + s n) = W x + s W n: it is applied twice in all
+    instead of once per scale.
+
+    Args:
+        model: From one image, of any shape, to logits [classes], or a pair (model, state); in inference mode.
+        images: [samples, ...].
+        labels: Classes [samples], or one-hot [samples, classes].
+        scales: Noise scales in units of `images`, non-negative, [scales].
+        noise: As `images`, as a rule standard normal.
+        scales_per_batch: How many scales are evaluated at once; 1 takes the least memory and is the fastest on a
+            CPU, None takes all.
+
+    Returns:
+        Error rates between 0 and 1, [scales]; NaN as in `error_rate`, with a `RuntimeWarning` that names the
+        scales unless the call is traced.
+
+    Raises:
+        ValueError: If a scale is negative or the shapes do not fit.
+    """
+    checks.check_non_negative("scales", scales)
+    if noise.shape != images.shape:
+        checks.fail("noise", f"have the shape of `images` {images.shape}", noise.shape)
+    _check_outputs(model, images, labels)
+    still, moving, tail = _split_first_layer(model, jnp.asarray(images), jnp.asarray(noise))
+
+    def at(scale: Array, still: Array, moving: Array, tail: Any, labels: Array) -> Array:
+        return error_rate(jax.vmap(partial(called, tail))(still + scale * moving), labels)
+
+    over_scales = bmap(at, in_axes=(0, None, None, None, None), batch_size=scales_per_batch)
+    with jax.default_matmul_precision("highest"):
+        return _named(over_scales(jnp.asarray(scales), still, moving, tail, jnp.asarray(labels)), scales)
+
+
+@validated
+def parameter_noise_error(
+    model: Any,
+    images: Images,
+    labels: OneHot,
+    scales: Scales,
+    *,
+    noise: PyTree,
+    scales_per_batch: int | None = 1,
+) -> Float[Array, " scales"]:
+    """Error rate of the model whose every parameter p became `p + scale * noise`, for every scale.
+
+    For an `eqx.nn.MLP` the first layer is linear in the scale, (W + s N) x = W x + s N x, and is applied twice in
+    all instead of once per scale.
+
+    Args:
+        model: From one image, of any shape, to logits [classes], or a pair (model, state); in inference mode.
+        images: [samples, ...].
+        labels: Classes [samples], or one-hot [samples, classes].
+        scales: Noise scales in units of the parameters, non-negative, [scales].
+        noise: A PyTree like `model` with a draw for every parameter, or for some and None for others, as
+            `rewrites.parameter_noise` makes it.
+        scales_per_batch: How many scales are evaluated at once; None takes all.
+
+    Returns:
+        Error rates between 0 and 1, [scales]; NaN as in `error_rate`, with a `RuntimeWarning` that names the
+        scales unless the call is traced.
+
+    Raises:
+        ValueError: If a scale is negative, or `noise` is not shaped like the parameters.
+    """
+    checks.check_non_negative("scales", scales)
+    _check_outputs(model, images, labels)
+    noise = with_draws(model, noise)
+    images = jnp.asarray(images)
+    with jax.default_matmul_precision("highest"):
+        still, tail = _apply_first_layer(model, images)
+        moving, tail_noise = (jnp.zeros(()), noise) if still is images else _apply_first_layer(noise, images)
+
+    def at(scale: Array, still: Array, moving: Array, tail: Any, tail_noise: Any, labels: Array) -> Array:
+        noisy = jax.tree.map(lambda parameter, draw: parameter + scale * draw, parameters_in(tail), tail_noise)
+        return error_rate(jax.vmap(partial(called, eqx.combine(noisy, tail)))(still + scale * moving), labels)
+
+    over_scales = bmap(at, in_axes=(0, None, None, None, None, None), batch_size=scales_per_batch)
+    with jax.default_matmul_precision("highest"):
+        return _named(over_scales(jnp.asarray(scales), still, moving, tail, tail_noise, jnp.asarray(labels)), scales)
+
+
+def _named(errors: Array, scales: Any) -> Array:
+    if not checks.is_traced(errors) and (bad := np.isnan(errors)).any():
+        checks.warn(f"`model` gives outputs that are not finite, and so no error rate, at `scales` {scales[bad]}")
+    return errors
+
+
+def _check_outputs(model: Any, images: Any, labels: Any) -> None:
+    output = checks.check_model("model", function_of("model", model), images[0])
+    if output.shape != labels.shape[1:]:
+        checks.fail("model", f"give an output for each of the {labels.shape[1]} classes", f"shape {output.shape}")
+
+
+def _apply_first_layer(model: Any, images: Any) -> tuple[Any, Any]:
+    """Preactivations of the first layer and the rest of the network; images and model if it has no such layer."""
+    layers = model.layers if isinstance(model, eqx.nn.MLP) else ()
+    if len(layers) < 2 or type(layers[0]) is not eqx.nn.Linear:
+        return images, model
+    tail = eqx.tree_at(lambda m: m.layers[0], model, eqx.nn.Identity())
+    return jax.vmap(layers[0])(images), tail
+
+
+def _split_first_layer(model: Any, images: Any, noise: Any) -> tuple[Any, Any, Any]:
+    with jax.default_matmul_precision("highest"):
+        still, tail = _apply_first_layer(model, images)
+        if still is images:
+            return images, noise, model
+        # Without the bias, which the noise does not carry.
+        moving = jax.vmap(lambda draw: model.layers[0].weight @ draw)(noise)
+    return still, moving, tail

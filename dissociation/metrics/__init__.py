@@ -1,1 +1,0 @@
-"""What is measured on networks and on their representations."""

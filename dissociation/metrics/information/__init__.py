@@ -1,1 +1,0 @@
-"""How much representations say about inputs and labels, by several estimators."""

@@ -1,0 +1,191 @@
+"""Bilinear networks: layers g(x) = (W x) * (V x), whose every output is a quadratic form of the input."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from dissociation._core.checks import check_choice, fail
+from dissociation._core.conversion import as_array, as_numbers
+from dissociation._core.types import PRNGKey
+from dissociation._core.validation import validated
+from dissociation.models._initial import Initialiser, draw_weights
+from dissociation.models._layers import as_example, check_sizes
+from dissociation.models._representations import named
+
+GATES: dict[str, Callable[[Array], Array]] = {
+    "none": lambda x: x,
+    "relu": jax.nn.relu,
+    "silu": jax.nn.silu,
+    "gelu": jax.nn.gelu,
+}
+"""What is applied to W x before the product. With any but "none" the layer is no longer bilinear."""
+
+
+class BilinearLayer(eqx.Module):
+    """gate(W x + b) * (V x + c).
+
+    Attributes:
+        left: W, [outputs, inputs].
+        right: V, [outputs, inputs].
+        left_bias: b, [outputs], or None.
+        right_bias: c, [outputs], or None.
+        gate: One of `GATES`.
+    """
+
+    left: Float[Array, "o i"]
+    right: Float[Array, "o i"]
+    left_bias: Float[Array, " o"] | None
+    right_bias: Float[Array, " o"] | None
+    gate: str = eqx.field(static=True)
+
+    @validated
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        *,
+        bias: bool = False,
+        gate: str = "none",
+        init: str | Initialiser = "pytorch",
+        key: PRNGKey,
+    ):
+        check_choice("gate", gate, GATES)
+        check_sizes(inputs=inputs, outputs=outputs)
+        keys = jax.random.split(key, 4)
+        self.left, self.right = (draw_weights(init, (outputs, inputs), inputs, key=k) for k in keys[:2])
+        biases = [draw_weights(init, (outputs,), inputs, key=k) if bias else None for k in keys[2:]]
+        self.left_bias, self.right_bias = biases
+        self.gate = gate
+
+    def __call__(self, x: Float[Array | np.ndarray, " i"]) -> Float[Array, " o"]:
+        """The layer's output."""
+        x = as_example("x", x, self.left.shape[-1])
+        left, right = self.left @ x, self.right @ x
+        if self.left_bias is not None and self.right_bias is not None:
+            left, right = left + self.left_bias, right + self.right_bias
+        return GATES[self.gate](left) * right
+
+
+@validated
+def wrap_bilinear(
+    embed: Float[Array | np.ndarray, "hidden inputs"],
+    layers: Sequence[tuple[Float[Array | np.ndarray, "..."], ...]],
+    head: Float[Array | np.ndarray, "classes last"],
+    *,
+    residual: bool = False,
+) -> "BilinearNetwork":
+    """A `BilinearNetwork` of given weights: the way into `dissociation.bilinear` for any other bilinear model.
+
+    Args:
+        embed: [hidden, inputs]; the identity for a model without embedding.
+        layers: (W, V) or (W, V, b, c) of every layer, matrices [outputs, inputs of the layer].
+        head: [classes, outputs of the last layer].
+        residual: Whether every layer's input is added to its output.
+
+    Returns:
+        The network.
+
+    Raises:
+        ValueError: If there are no layers, or their shapes do not follow one another.
+
+    Example:
+        >>> eye = jnp.eye(2)
+        >>> wrap_bilinear(eye, [(eye, eye)], jnp.ones((1, 2)))(jnp.array([3.0, 4.0]))  # 3^2 + 4^2
+        Array([25.], dtype=float32)
+    """
+    if not layers:
+        fail("layers", "hold at least one layer", "none")
+    width, blocks = embed.shape[0], []
+    for index, parts in enumerate(layers):
+        arrays = [_real(f"layers[{index}][{i}]", part) for i, part in enumerate(parts)]
+        shapes = [tuple(array.shape) for array in arrays]
+        outputs = shapes[0][0] if shapes and shapes[0] else 0
+        if shapes not in ([(outputs, width)] * 2, [(outputs, width)] * 2 + [(outputs,)] * 2):
+            wanted = f"have two matrices [outputs, {width}], and two biases [outputs] or none, in layer {index}"
+            fail("layers", wanted, shapes)
+        left, right, *biases = arrays
+        width = outputs
+        layer = BilinearLayer(1, 1, bias=len(biases) == 2, key=jax.random.PRNGKey(0))
+        names = ("left", "right", "left_bias", "right_bias")[: len(parts)]
+        blocks.append(eqx.tree_at(lambda m, n=names: [getattr(m, name) for name in n], layer, [left, right, *biases]))
+    if head.shape[1] != width:
+        fail("head", f"have {width} columns, the last layer's outputs", tuple(head.shape))
+    empty = BilinearNetwork(1, 1, 1, num_layers=len(blocks), residual=residual, key=jax.random.PRNGKey(0))
+    parts = [jnp.asarray(embed), tuple(blocks), jnp.asarray(head)]
+    return eqx.tree_at(lambda m: [m.embed, m.layers, m.head], empty, parts)
+
+
+def _real(name: str, value: Any) -> Array:
+    return jnp.asarray(as_numbers(name, as_array(name, value, "real numbers"), frozenset({"float"})))
+
+
+class BilinearNetwork(eqx.Module):
+    """Embedding, bilinear layers, and head; without biases at both ends.
+
+    Attributes:
+        embed: [hidden, inputs].
+        layers: The bilinear layers, [hidden, hidden] each.
+        head: [classes, hidden].
+        residual: Whether every layer's input is added to its output.
+
+    References:
+        Pearce et al. (2024), Bilinear MLPs enable weight-based mechanistic interpretability, section 2.
+    """
+
+    embed: Float[Array, "hidden inputs"]
+    layers: tuple[BilinearLayer, ...]
+    head: Float[Array, "classes hidden"]
+    residual: bool = eqx.field(static=True)
+
+    @validated
+    def __init__(
+        self,
+        inputs: int = 784,
+        hidden: int = 256,
+        classes: int = 10,
+        *,
+        num_layers: int = 1,
+        bias: bool = False,
+        gate: str = "none",
+        residual: bool = False,
+        init: str | Initialiser = "pytorch",
+        key: PRNGKey,
+    ):
+        """A fresh network.
+
+        Args:
+            inputs: Width of the input.
+            hidden: Width of embedding and layers.
+            classes: Width of the output.
+            num_layers: Bilinear layers, at least 1.
+            bias: Whether the layers have biases.
+            gate: One of `GATES`.
+            residual: Whether layers add to their input.
+            init: One of `dissociation.models._initial.INITS`, or a function `(key, shape, fan_in) -> array`.
+            key: Draws the weights.
+        """
+        check_sizes(inputs=inputs, hidden=hidden, classes=classes, num_layers=num_layers)
+        first, last, *keys = jax.random.split(key, num_layers + 2)
+        self.embed = draw_weights(init, (hidden, inputs), inputs, key=first)
+        options = {"bias": bias, "gate": gate, "init": init}
+        self.layers = tuple(BilinearLayer(hidden, hidden, **options, key=k) for k in keys)
+        self.head = draw_weights(init, (classes, hidden), hidden, key=last)
+        self.residual = residual
+
+    def representations(self, x: Float[Array | np.ndarray, " inputs"]) -> dict[str, Array]:
+        """The embedding, every layer and the logits, see `dissociation.models`."""
+        x = as_example("x", x, self.embed.shape[-1])
+        hidden = [self.embed @ x]
+        for layer in self.layers:
+            x = hidden[-1]
+            hidden.append(layer(x) + x if self.residual else layer(x))
+        return named(hidden, self.head @ hidden[-1])
+
+    def __call__(self, x: Float[Array | np.ndarray, " inputs"]) -> Float[Array, " classes"]:
+        """Logits of one example."""
+        return self.representations(x)["logits"]

@@ -1,0 +1,50 @@
+"""How weights begin: the defaults of the common libraries, by name."""
+
+from collections.abc import Callable
+
+import jax
+from jaxtyping import Array, Float
+
+from dissociation._core.checks import check_choice, check_count, fail
+from dissociation._core.types import PRNGKey
+from dissociation._core.validation import validated
+
+Initialiser = Callable[[PRNGKey, tuple[int, ...], int], Array]
+
+INITS = ("pytorch", "lecun")
+"""PyTorch's default (uniform in +-1/sqrt(fan_in)), or flax's (normal of variance 1/fan_in, cut at two deviations)."""
+
+
+@validated
+def draw_weights(
+    init: str | Initialiser, shape: tuple[int, ...], fan_in: int, *, key: PRNGKey
+) -> Float[Array, "*shape"]:
+    """Weights of a layer.
+
+    Args:
+        init: One of `INITS`, or a function `(key, shape, fan_in) -> array`.
+        shape: Of the array.
+        fan_in: Inputs of one output, at least 1.
+        key: Draws them.
+
+    Returns:
+        The weights.
+
+    Raises:
+        ValueError: If the name is unknown, `fan_in` below 1, or the function gives another shape.
+
+    >>> bool(abs(draw_weights("pytorch", (3, 100), 100, key=jax.random.key(0))).max() <= 0.1)
+    True
+    """
+    fan_in = check_count("fan_in", fan_in, minimum=1)
+    if not isinstance(init, str):
+        weights = init(key, shape, fan_in)
+        if weights.shape != shape:
+            fail("init", f"give weights of shape {shape}", weights.shape)
+        return weights
+    check_choice("init", init, INITS)
+    bound = fan_in**-0.5
+    if init == "pytorch":
+        return jax.random.uniform(key, shape, minval=-bound, maxval=bound)
+    # A normal cut at two deviations has 0.8796 of its deviation left.
+    return jax.random.truncated_normal(key, -2.0, 2.0, shape) * (bound / 0.87962566)

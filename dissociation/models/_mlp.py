@@ -1,0 +1,88 @@
+"""Multilayer perceptrons whose hidden representations are offered by name."""
+
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from dissociation._core.checks import check_choice
+from dissociation._core.types import PRNGKey
+from dissociation._core.validation import validated
+from dissociation.models._layers import Affine, as_example, check_sizes
+from dissociation.models._representations import named
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "relu": jax.nn.relu,
+    "tanh": jnp.tanh,
+    "gelu": jax.nn.gelu,
+    "none": lambda x: x,
+}
+"""What follows the hidden layers."""
+
+
+class MLP(eqx.Module):
+    """Affine layers with an activation between them.
+
+    Attributes:
+        layers: Hidden layers and the head, weights [out, in].
+        activation: One of `ACTIVATIONS`.
+        last_activation: Whether the last hidden layer has it too.
+    """
+
+    layers: tuple[Affine, ...]
+    activation: str = eqx.field(static=True)
+    last_activation: bool = eqx.field(static=True)
+
+    @validated
+    def __init__(
+        self,
+        inputs: int = 784,
+        width: int = 200,
+        depth: int = 2,
+        classes: int = 10,
+        *,
+        activation: str = "relu",
+        last_activation: bool = True,
+        init: str = "pytorch",
+        key: PRNGKey,
+    ):
+        """A fresh network.
+
+        Args:
+            inputs: Width of the input.
+            width: Width of the hidden layers.
+            depth: Hidden layers, at least 1.
+            classes: Width of the output.
+            activation: One of `ACTIVATIONS`.
+            last_activation: Whether the last hidden layer has an activation: the features are what comes after it.
+            init: One of `_initial.INITS`.
+            key: Draws weights and biases.
+        """
+        check_sizes(inputs=inputs, width=width, depth=depth, classes=classes)
+        check_choice("activation", activation, ACTIVATIONS)
+        sizes = [inputs, *[width] * depth, classes]
+        keys = jax.random.split(key, depth + 1)
+        self.layers = tuple(
+            Affine(*pair, init=init, key=k)
+            for pair, k in zip(zip(sizes[:-1], sizes[1:], strict=True), keys, strict=True)
+        )
+        self.activation, self.last_activation = activation, last_activation
+
+    def representations(self, x: Float[Array | np.ndarray, " inputs"]) -> dict[str, Array]:
+        """Everything computed on the way, see `dissociation.models`."""
+        x = as_example("x", x, self.layers[0].weight.shape[-1])
+        hidden = []
+        *inner, head = self.layers
+        for index, layer in enumerate(inner):
+            x = layer(x)
+            if self.last_activation or index < len(inner) - 1:
+                x = ACTIVATIONS[self.activation](x)
+            hidden.append(x)
+        return named(hidden, head(x))
+
+    def __call__(self, x: Float[Array | np.ndarray, " inputs"]) -> Float[Array, " classes"]:
+        """Logits of one example."""
+        return self.representations(x)["logits"]

@@ -1,0 +1,160 @@
+"""A model of any kind as a program: a function of its arrays, and what happens in it as it runs."""
+
+import functools
+import itertools
+import reprlib
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dissociation._core._compat import jex
+from dissociation._core.checks import fail, fail_kind
+from dissociation._core.conversion import describe
+
+MOVES = ("transpose", "reshape", "convert_element_type", "stop_gradient", "copy", "squeeze", "broadcast_in_dim")
+"""Operations after which weights still are the weights."""
+
+
+class _Single(eqx.nn.Linear):
+    """Linear layer that raises if it is called with the stacked weights of several networks.
+
+    A scan over stacked layers is allowed, because it calls the layer with the weights of one.
+    """
+
+    def __call__(self, x: Any, *, key: Any = None) -> Any:
+        if self.weight.ndim != 2:
+            raise TypeError(f"weights of shape {self.weight.shape} are those of stacked networks; `member` picks one")
+        return super().__call__(x, key=key)
+
+
+def _single(layer: eqx.nn.Linear) -> _Single:
+    """Return a copy of `layer` that raises if it is called with stacked weights."""
+    single = object.__new__(_Single)
+    for name, value in vars(layer).items():
+        object.__setattr__(single, name, value)
+    return single
+
+
+def called(model: Any, example: Any) -> Any:
+    """Return the outputs of a model, in inference mode, or of a pair of model and state."""
+    module, *states = model if isinstance(model, tuple) and len(model) == 2 else (model,)
+    is_linear = lambda part: type(part) is eqx.nn.Linear and np.ndim(part.weight) > 2  # noqa: E731
+    module = jax.tree.map(lambda part: _single(part) if is_linear(part) else part, module, is_leaf=is_linear)
+    function: Any = eqx.nn.inference_mode(module) if isinstance(module, eqx.Module) else module
+    if not states:
+        return function(example)
+    return function(example, jax.tree.map(lambda leaf: leaf, states[0]))[0]  # a copy: one that is set is of no more use
+
+
+def function_of(name: str, model: Any) -> Callable[[Any], Any]:
+    """Return the function of one example that `called` evaluates; anything else raises a `TypeError`."""
+    if not callable(model[0] if isinstance(model, tuple) and len(model) == 2 else model):
+        fail_kind(name, "be a function", describe(model), "A model with state is a pair (model, state)")
+    return functools.partial(called, model)
+
+
+def parameters_in(model: Any, where: Any = None) -> Any:
+    """Return a model with its parameters alone, and None elsewhere; `where` chooses some, as in `eqx.tree_at`.
+
+    Floating-point arrays are parameters, but for those of `eqx.nn.State` and its initial values.
+    """
+    is_state = lambda part: isinstance(part, eqx.nn.State | eqx.nn.StateIndex)  # noqa: E731
+    kept = jax.tree.map(lambda part: not is_state(part) and eqx.is_inexact_array(part), model, is_leaf=is_state)
+    if where is not None:
+        kept = eqx.tree_at(where, jax.tree.map(lambda _: False, kept), replace=where(kept))
+    return eqx.filter(model, kept)
+
+
+def with_draws(model: Any, noise: Any) -> Any:
+    """Return noise with zeros for parameters without a draw; raise unless it has their shapes, or None."""
+    is_none = lambda leaf: leaf is None  # noqa: E731
+    parameters = parameters_in(model)
+    places = [jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_none)[0] for tree in (parameters, noise)]
+    pairs = itertools.zip_longest(*places, fillvalue=((), None))
+    fits = all(one == two and (b is None or (a is not None and np.shape(b) == a.shape)) for (one, a), (two, b) in pairs)
+    if not fits:
+        shapes = [np.shape(leaf) for leaf in jax.tree.leaves(noise)]
+        fail("noise", "be shaped like the parameters of `model`", f"arrays of shapes {reprlib.repr(shapes)}")
+    fill = lambda weight, draw: jnp.zeros_like(weight) if draw is None and weight is not None else draw  # noqa: E731
+    return jax.tree.map(fill, parameters, noise, is_leaf=is_none)
+
+
+class Program(NamedTuple):
+    """A model as a function of its arrays.
+
+    Attributes:
+        paths: Of its arrays of floating-point numbers, as `jax.tree_util.keystr` writes them.
+        leaves: The arrays.
+        run: From such arrays and an example to the output's arrays.
+    """
+
+    paths: list[str]
+    leaves: list[Any]
+    run: Callable[[list[Any], Any], list[Any]]
+
+
+def program_of(model: Any, call: Callable[[Any, Any], Any] | None) -> Program:
+    """A model as a function of its arrays; see `rewrites.neuron_groups`."""
+    arrays, rest = eqx.partition(model, eqx.is_inexact_array)
+    named, tree = jax.tree_util.tree_flatten_with_path(arrays)
+    apply = called if call is None else call
+
+    def run(leaves: list[Any], example: Any) -> list[Any]:
+        outputs = apply(eqx.combine(jax.tree.unflatten(tree, leaves), rest), example)
+        return jax.tree.leaves(eqx.filter(outputs, eqx.is_array))
+
+    return Program([jax.tree_util.keystr(path) for path, _ in named], [leaf for _, leaf in named], run)
+
+
+def inner_program(params: dict[str, Any]) -> Any:
+    """The program that an operation calls, if it is one of its parameters."""
+    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        inner = params.get(name)
+        if isinstance(inner, jex.ClosedJaxpr):
+            return inner
+        if isinstance(inner, jex.Jaxpr) and not inner.constvars:
+            return jex.ClosedJaxpr(inner, ())
+    return None
+
+
+class Walk:
+    """Runs a program operation by operation, and carries a mark along with every value.
+
+    Called programs are entered, loops and branches are not.
+    """
+
+    @abstractmethod
+    def at(self, equation: Any, values: list[Any], marks: list[Any]) -> tuple[list[Any], Any]:
+        """The results of an operation, by `bound` or otherwise, and their mark."""
+
+    def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], marks: Sequence[Any]) -> list[Any]:
+        """The results' values and marks, pair by pair; constants have the mark None."""
+        env = {v: (value, None) for v, value in zip(jaxpr.constvars, consts, strict=True)}
+        env |= {v: pair for v, *pair in zip(jaxpr.invars, args, marks, strict=True)}
+
+        def read(atom: Any) -> Any:
+            return (atom.val, None) if isinstance(atom, jex.Literal) else env[atom]
+
+        for equation in jaxpr.eqns:
+            pairs = [read(atom) for atom in equation.invars]
+            values, own = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+            inner = inner_program(equation.params)
+            loops = equation.primitive.name in ("scan", "while", "cond")
+            if not loops and inner is not None and len(inner.jaxpr.invars) == len(values):
+                found = self.run(inner.jaxpr, inner.consts, values, own)
+            else:
+                results, mark = self.at(equation, values, own)
+                found = [(result, mark) for result in results]
+            env |= dict(zip(equation.outvars, found, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+
+def bound(equation: Any, values: Sequence[Any]) -> list[Any]:
+    """The results of an operation."""
+    results = equation.primitive.bind(*values, **equation.params)
+    return list(results) if equation.primitive.multiple_results else [results]

@@ -1,0 +1,89 @@
+"""A small residual convolutional network on images of 28 x 28 pixels."""
+
+import equinox as eqx
+import jax
+import numpy as np
+from jaxtyping import Array, Float
+
+from dissociation._core.types import PRNGKey
+from dissociation._core.validation import validated
+from dissociation.models._layers import Affine, Convolution, as_example, check_sizes, max_pool
+from dissociation.models._representations import named
+
+
+class ResidualBlock(eqx.Module):
+    """x + conv(ReLU(conv(ReLU(x)))), with activations before the convolutions.
+
+    References:
+        He, Zhang, Ren and Sun (2016), Identity mappings in deep residual networks, figure 1b.
+    """
+
+    first: Convolution
+    second: Convolution
+
+    @validated
+    def __init__(self, channels: int, *, init: str = "pytorch", key: PRNGKey):
+        keys = jax.random.split(key)
+        self.first, self.second = (Convolution(channels, channels, init=init, key=k) for k in keys)
+
+    def __call__(self, x: Float[Array, "h w c"]) -> Float[Array, "h w c"]:
+        """The block's output."""
+        return x + self.second(jax.nn.relu(self.first(jax.nn.relu(x))))
+
+
+class ResNet(eqx.Module):
+    """Convolution, pooling, residual blocks, pooling, and two linear layers with a ReLU between them.
+
+    Without normalisation, so that every hidden layer may be permuted and scaled.
+
+    Attributes:
+        stem: The first convolution, to `channels` channels of 28 x 28.
+        blocks: Residual blocks at 14 x 14.
+        hidden: To `width` features.
+        head: Features to logits.
+    """
+
+    stem: Convolution
+    blocks: tuple[ResidualBlock, ...]
+    hidden: Affine
+    head: Affine
+
+    @validated
+    def __init__(
+        self,
+        width: int = 200,
+        classes: int = 10,
+        *,
+        channels: int = 16,
+        depth: int = 2,
+        init: str = "pytorch",
+        key: PRNGKey,
+    ):
+        """A fresh network.
+
+        Args:
+            width: Features.
+            classes: Width of the output.
+            channels: Of all convolutions.
+            depth: Residual blocks.
+            init: One of `_initial.INITS`.
+            key: Draws the weights.
+        """
+        check_sizes(width=width, classes=classes, channels=channels, depth=depth)
+        keys = jax.random.split(key, depth + 3)
+        self.stem = Convolution(1, channels, init=init, key=keys[0])
+        self.blocks = tuple(ResidualBlock(channels, init=init, key=k) for k in keys[3:])
+        self.hidden = Affine(49 * channels, width, init=init, key=keys[1])
+        self.head = Affine(width, classes, init=init, key=keys[2])
+
+    def representations(self, x: Float[Array | np.ndarray, " 784"]) -> dict[str, Array]:
+        """The residual stream before and after every block, [14, 14, channels], features and logits."""
+        stream = [max_pool(self.stem(as_example("x", x, 784).reshape(28, 28, 1)))]
+        for block in self.blocks:
+            stream.append(block(stream[-1]))
+        features = jax.nn.relu(self.hidden(jax.nn.relu(max_pool(stream[-1])).reshape(-1)))
+        return named([*stream, features], self.head(features))
+
+    def __call__(self, x: Float[Array | np.ndarray, " 784"]) -> Float[Array, " classes"]:
+        """Logits of one image."""
+        return self.representations(x)["logits"]

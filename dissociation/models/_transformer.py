@@ -1,0 +1,115 @@
+"""A small transformer on images of 28 x 28 pixels, cut into patches."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from dissociation._core.checks import fail
+from dissociation._core.types import PRNGKey
+from dissociation._core.validation import validated
+from dissociation.models._layers import Affine, as_example, check_sizes
+from dissociation.models._representations import named
+
+
+class TransformerBlock(eqx.Module):
+    """Attention and a perceptron around a residual stream, each behind a layer normalisation."""
+
+    norms: tuple[eqx.nn.LayerNorm, eqx.nn.LayerNorm]
+    attention: eqx.nn.MultiheadAttention
+    first: eqx.nn.Linear
+    second: eqx.nn.Linear
+
+    @validated
+    def __init__(self, size: int, heads: int, *, key: PRNGKey):
+        keys = jax.random.split(key, 3)
+        self.norms = (eqx.nn.LayerNorm(size), eqx.nn.LayerNorm(size))
+        self.attention = eqx.nn.MultiheadAttention(heads, size, key=keys[0])
+        self.first = eqx.nn.Linear(size, 2 * size, key=keys[1])
+        self.second = eqx.nn.Linear(2 * size, size, key=keys[2])
+
+    def __call__(self, x: Float[Array, "tokens size"]) -> Float[Array, "tokens size"]:
+        """The stream behind the block."""
+        seen = jax.vmap(self.norms[0])(x)
+        x = x + self.attention(seen, seen, seen)
+        return x + jax.vmap(lambda token: self.second(jax.nn.relu(self.first(self.norms[1](token)))))(x)
+
+
+class Transformer(eqx.Module):
+    """Patches of pixels as tokens, blocks, the mean over tokens, and two linear layers with a ReLU between them.
+
+    Attributes:
+        embed: Patch to token.
+        positions: Added to the tokens, [tokens, size].
+        blocks: Attention and perceptrons.
+        norm: Before the mean.
+        hidden: To `width` features.
+        head: Features to logits.
+        patch: Side of a patch in pixels.
+
+    References:
+        Dosovitskiy et al. (2021), An image is worth 16 x 16 words, section 3.1: the head is the one of pre-training.
+    """
+
+    embed: Affine
+    positions: Float[Array, "tokens size"]
+    blocks: tuple[TransformerBlock, ...]
+    norm: eqx.nn.LayerNorm
+    hidden: Affine
+    head: Affine
+    patch: int = eqx.field(static=True)
+
+    @validated
+    def __init__(
+        self,
+        width: int = 200,
+        classes: int = 10,
+        *,
+        size: int = 64,
+        heads: int = 4,
+        depth: int = 2,
+        patch: int = 7,
+        init: str = "pytorch",
+        key: PRNGKey,
+    ):
+        """A fresh network.
+
+        Args:
+            width: Features.
+            classes: Width of the output.
+            size: Of the residual stream, a multiple of `heads`.
+            heads: Of every attention.
+            depth: Blocks.
+            patch: Side of a patch, a divisor of 28.
+            init: Of the linear layers outside of the blocks, one of `_initial.INITS`.
+            key: Draws the weights.
+        """
+        check_sizes(width=width, classes=classes, size=size, heads=heads, depth=depth, patch=patch)
+        if size % heads:
+            fail("size", f"be a multiple of `heads` ({heads})", size)
+        if 28 % patch:
+            fail("patch", "divide the images' side of 28 pixels", patch)
+        keys = jax.random.split(key, depth + 4)
+        self.embed = Affine(patch**2, size, init=init, key=keys[0])
+        self.positions = 0.02 * jax.random.normal(keys[1], ((28 // patch) ** 2, size))
+        self.blocks = tuple(TransformerBlock(size, heads, key=k) for k in keys[4:])
+        self.norm = eqx.nn.LayerNorm(size)
+        self.hidden = Affine(size, width, init=init, key=keys[2])
+        self.head = Affine(width, classes, init=init, key=keys[3])
+        self.patch = patch
+
+    def representations(self, x: Float[Array | np.ndarray, " 784"]) -> dict[str, Array]:
+        """The residual stream before and after every block, [tokens, size], features and logits."""
+        side = 28 // self.patch
+        pixels = as_example("x", x, 784).reshape(side, self.patch, side, self.patch)
+        patches = pixels.transpose(0, 2, 1, 3).reshape(side**2, self.patch**2)
+        stream = [jax.vmap(self.embed)(patches) + self.positions]
+        for block in self.blocks:
+            stream.append(block(stream[-1]))
+        features = jax.nn.relu(self.hidden(jnp.mean(jax.vmap(self.norm)(stream[-1]), 0)))
+        return named([*stream, features], self.head(features))
+
+    def __call__(self, x: Float[Array | np.ndarray, " 784"]) -> Float[Array, " classes"]:
+        """Logits of one image."""
+        return self.representations(x)["logits"]

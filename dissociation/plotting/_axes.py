@@ -1,0 +1,279 @@
+"""What all figures share: the style, what members say of a number, curves over them, panel letters, maps, saving."""
+
+import functools
+import io
+import os
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+import numpy as np
+from jaxtyping import Float, Int, Real
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
+from scipy.special import stdtrit
+
+from dissociation._core import checks
+from dissociation._core.files import write_bytes
+
+LEVEL = 0.95
+"""Coverage of the intervals that are drawn."""
+
+FEW = 6
+"""Fewer members than this are drawn one by one."""
+
+MARKERS = "osD^vPX"
+DASHES = ("solid", (0, (5, 1.5)), (0, (1, 1)), (0, (4, 1, 1, 1)), (0, (2, 1)), (0, (6, 1, 1, 1, 1, 1)), (0, (8, 2)))
+"""Beside the style's seven colours, which a print without colour does not tell apart."""
+
+
+def style_path() -> Path:
+    """Where `style.mplstyle` is: in the installed package, or at the top of a checkout."""
+    package = Path(__file__).parents[1]
+    candidates = (package / "style.mplstyle", package.parent / "style.mplstyle")
+    style = next((path for path in candidates if path.is_file()), None)
+    if style is None:
+        raise FileNotFoundError(f"style.mplstyle must be at one of {', '.join(map(str, candidates))}, got neither.")
+    return style
+
+
+@contextmanager
+def house_style() -> Iterator[None]:
+    """Draws what is inside in the style, and leaves matplotlib's settings as they were."""
+    with mpl.rc_context(), plt.style.context(str(style_path())):
+        yield
+
+
+class Summary(NamedTuple):
+    """What several members say of one number, or of many.
+
+    Attributes:
+        mean: Over the members that are finite there; NaN if none is.
+        deviation: The sample's standard deviation (n - 1 below the sum of squares); NaN for less than two.
+        finite: How many are.
+    """
+
+    mean: Float[np.ndarray, "..."]
+    deviation: Float[np.ndarray, "..."]
+    finite: Int[np.ndarray, "..."]
+
+    def interval(self) -> tuple[np.ndarray, np.ndarray]:
+        """Both ends of Student's interval of the mean at `LEVEL`; NaN for less than two members."""
+        quantile = stdtrit(np.maximum(self.finite - 1, 1), 0.5 + 0.5 * LEVEL)
+        half = quantile * self.deviation / np.sqrt(np.maximum(self.finite, 1))
+        return self.mean - half, self.mean + half
+
+
+def summarise(values: Real[np.ndarray, "members ..."]) -> Summary:
+    """Mean, standard deviation and number over the members, those left out that are not finite.
+
+    Args:
+        values: Members first.
+
+    Returns:
+        Three arrays without the first axis, in float64.
+
+    Example:
+        >>> mean, deviation, count = summarise(np.array([1.0, 3.0, np.nan]))
+        >>> float(mean), round(float(deviation), 3), int(count)
+        (2.0, 1.414, 2)
+    """
+    values = np.asarray(values, float)
+    finite = np.isfinite(values)
+    count = finite.sum(0)
+    known = np.where(finite, values, 0.0)
+    mean = np.where(count > 0, known.sum(0) / np.maximum(count, 1), np.nan)
+    squares = (np.where(finite, values - mean, 0.0) ** 2).sum(0)
+    return Summary(mean, np.where(count > 1, np.sqrt(squares / np.maximum(count - 1, 1)), np.nan), count)
+
+
+def draws_each(curves: Real[np.ndarray, "members *points"]) -> bool:
+    """Whether an interval of the mean would mislead, so that every member is drawn.
+
+    Args:
+        curves: Members first; those that are finite nowhere do not count.
+
+    Returns:
+        True for less than `FEW` members, and for two groups of them: if somewhere the members, in order, have a gap of
+        more than 2/3 of their range and 1/10 of the range of all curves, with two members or more on both sides.
+    """
+    curves = np.asarray(curves, float).reshape(len(curves), -1)
+    curves = curves[np.isfinite(curves).any(1)]
+    if len(curves) < FEW:
+        return True
+    known = np.sort(curves[:, np.isfinite(curves).all(0)], 0)
+    if known.size == 0:
+        return True
+    gaps, ranges = np.diff(known, axis=0)[1:-1], known[-1] - known[0]
+    return bool(((gaps > ranges * 2 / 3) & (gaps > 0.1 * np.ptp(known))).any())
+
+
+def band(
+    axes: Axes,
+    x: Real[np.ndarray, " points"],
+    curves: Float[np.ndarray, "members points"],
+    *,
+    label: str,
+    within: tuple[float | int, float | int] = (-np.inf, np.inf),
+    **line: Any,
+) -> None:
+    """Draws the mean over members, and what they say of it: Student's interval as a band, or each as a thin line.
+
+    Args:
+        axes: Where to draw.
+        x: [points].
+        curves: One curve per member, [members, points]; members that are not finite at a point are left out there.
+            `draws_each` says whether they are drawn.
+        label: The line's name in the legend.
+        within: What the band is cut off at: the range of the quantity, or the least height on a logarithmic axis.
+        line: Handed to `Axes.plot`, for example `look(i)`.
+    """
+    checks.check_same_length("x", len(x), "curves", curves.shape[1], "points")
+    summary = summarise(curves)
+    if not np.isfinite(summary.mean).any():
+        line.pop("markevery", None)  # matplotlib looks for the first point
+    (drawn,) = axes.plot(x, summary.mean, label=label, **line)
+    if not draws_each(curves):
+        low, high = (np.clip(edge, *within) for edge in summary.interval())
+        axes.fill_between(x, low, high, color=drawn.get_color(), alpha=0.2, linewidth=0)
+    elif len(curves) > 1:
+        thin: dict[str, Any] = {"color": drawn.get_color(), "linewidth": 0.35, "alpha": 0.7, "zorder": 1.5}
+        axes.plot(x, np.asarray(curves).T, marker="." if len(x) == 1 else None, **thin)
+
+
+def drawn_as(*curves: Real[np.ndarray, "..."], members: str = "seeds") -> str:
+    """A sentence for captions on what `band` made of these curves.
+
+    Example:
+        >>> drawn_as(np.zeros((4, 9)))
+        'Lines are means over 4 seeds, thin lines the seeds.'
+    """
+    counts = sorted({len(one) for one in curves})
+    number = " to ".join(dict.fromkeys((str(counts[0]), str(counts[-1]))))
+    each = {draws_each(one) for one in curves}
+    lines = f"Lines are means over {number} {members}"
+    if counts[-1] == 1:
+        return f"Lines are of one of the {members}."
+    if each == {True}:
+        return f"{lines}, thin lines the {members}."
+    student = f"{lines}, bands their {100 * LEVEL:g} % Student intervals"
+    these = f"; where {members} are few or fall into two groups, thin lines are these" if True in each else ""
+    return f"{student}{these}."
+
+
+def differences(
+    axes: Axes,
+    x: Real[np.ndarray, " points"],
+    curves: Mapping[str, Float[np.ndarray, "members points"]],
+    *,
+    names: Mapping[str, str],
+    looks: Mapping[str, Mapping[str, Any]],
+) -> None:
+    """Draws each variant less the first one, member by member, and names those that hardly differ from it.
+
+    Args:
+        axes: Where to draw.
+        x: [points].
+        curves: By variant, [members, points]; the members of all are the same.
+        names: What variants are called.
+        looks: Of their lines.
+    """
+    first, *others = curves
+    paired = {name: curves[name] - curves[first] for name in others}
+    axes.axhline(0, color="black", linewidth=0.5)
+    for name, values in paired.items():
+        band(axes, x, values, label=names[name], **looks[name])
+    sizes = {name: float(np.nanmax(np.abs(values), initial=0.0)) for name, values in paired.items()}
+    flat = [name for name in others if sizes[name] <= 0.05 * max(sizes.values())]
+    if flat:
+        most = max(sizes[name] for name in flat)
+        words = textwrap.fill(", ".join(names[name] for name in flat), 26)
+        said = f"{words}:\n{f'at most {most:.1g}' if most else 'no difference'}"
+        axes.text(0.98, 1.0, said, transform=axes.transAxes, ha="right", va="top", fontsize="small")
+        low, high = axes.get_ylim()
+        axes.set_ylim(low, high + 0.25 * (high - low))
+
+
+def look(index: int) -> dict[str, Any]:
+    """The colour, dashes and sparse markers of curve number `index`: apart without colour too."""
+    kind = index % len(MARKERS)
+    marks: dict[str, Any] = {"marker": MARKERS[kind], "markevery": (0.02 + 0.03 * kind, 0.25), "markersize": 2.2}
+    return {"color": color(index), "linestyle": DASHES[kind], **marks}
+
+
+@functools.cache
+def _colors() -> list[str]:
+    return mpl.rc_params_from_file(style_path(), use_default_template=False)["axes.prop_cycle"].by_key()["color"]
+
+
+def color(index: int) -> str:
+    """The style's own colour of curve number `index`; "C0" would become that of whoever shows the figure later."""
+    return _colors()[index % len(_colors())]
+
+
+def log_height(axes: Axes) -> None:
+    """Makes the vertical axis logarithmic, with plain numbers where it spans few decades; call it after drawing."""
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    if high > 200 * low:
+        return
+    narrow = high < 5 * low
+    axes.yaxis.set_major_locator(MaxNLocator(5) if narrow else LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda height, _: f"{height:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    if narrow:
+        axes.yaxis.set_minor_locator(NullLocator())
+
+
+def looks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """`look` of several curves, the first one broad: others that lie on it stay visible."""
+    found = {name: look(index) for index, name in enumerate(names)}
+    found[next(iter(found))] |= {"linewidth": 2.0, "alpha": 0.6}
+    return found
+
+
+def letter(*panels: Axes) -> None:
+    """Writes a, b, c, ... in bold at the panels' upper left corners."""
+    for mark, panel in zip("abcdefghijklmnopqrstuvwxyz", panels, strict=False):
+        place = {"xycoords": "axes fraction", "xytext": (-3, 3), "textcoords": "offset points"}
+        panel.annotate(mark, (0, 1), ha="right", va="bottom", fontweight="bold", fontsize=7, **place)
+
+
+def heat(
+    axes: Axes, values: Real[np.ndarray, "rows columns"], shown: Sequence[Sequence[str]] | None = None
+) -> AxesImage:
+    """A map of numbers from 0 to 1, dark to bright.
+
+    Args:
+        axes: Where to draw.
+        values: What is 0 or below is darkest.
+        shown: What is written on it, a text per number; nothing by default.
+
+    Returns:
+        The image, which a colour bar takes.
+    """
+    image = axes.imshow(values, vmin=0, vmax=1, cmap="viridis", aspect="auto")
+    for row, texts in enumerate(shown or ()):
+        for column, text in enumerate(texts):
+            shade = "black" if values[row, column] > 0.6 else "white"
+            axes.text(column, row, text, ha="center", va="center", fontsize="x-small", color=shade)
+    axes.tick_params(length=0)
+    return image
+
+
+def save_figure(figure: Figure, stem: str | os.PathLike[str]) -> list[Path]:
+    """Writes `<stem>.pdf` and `<stem>.png` in the figure's own size, whole or not at all, and returns both paths."""
+    target = Path(stem)
+    paths = [target.with_name(target.name + suffix) for suffix in (".pdf", ".png")]
+    with house_style():
+        for path in paths:
+            drawn = io.BytesIO()  # a writer of PDF that meets a full disk fails a second time while it closes
+            figure.savefig(drawn, format=path.suffix[1:])
+            write_bytes(path, drawn.getvalue())
+    return paths

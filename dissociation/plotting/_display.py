@@ -1,0 +1,147 @@
+"""Models, arrays and tables to look at in a notebook, and on a page of it that runs no JavaScript."""
+
+import base64
+import html
+import io
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+
+from dissociation._core import checks
+
+__all__ = ["Shown", "Table", "show", "table"]
+
+_HEIGHT = 112
+
+
+class Shown:
+    """What `show` returns; a notebook shows it as the value of a cell.
+
+    Attributes:
+        text: The value without what is in its arrays.
+        png: Arrays of two or three axes as an image, else None.
+    """
+
+    def __init__(self, value: Any):
+        self._value = value
+        self.text = re.sub(r" at 0x[0-9a-f]+", "", eqx.tree_pformat(value))
+        self.png = _image(np.asarray(value)) if _is_picture(value) else None
+
+    def __repr__(self) -> str:
+        return self.text
+
+    def _repr_html_(self) -> str:
+        import treescope
+
+        if self.png is None:
+            still = f"<pre>{html.escape(self.text)}</pre>"
+        else:
+            encoded = base64.b64encode(self.png).decode()
+            still = (
+                f'<img alt="{html.escape(self.text)}" style="max-width: 100%" src="data:image/png;base64,{encoded}">'
+            )
+        with treescope.active_autovisualizer.set_scoped(treescope.ArrayAutovisualizer()):
+            moving = treescope.render_to_html(self._value)
+        return f"{still}<details><summary>to look inside (needs JavaScript)</summary>{moving}</details>"
+
+
+def show(value: Any) -> Shown:
+    """Shows a model or an array: a still image or text, and treescope's view of it to open and to point at.
+
+    Args:
+        value: A PyTree, as a model. An array of two axes is an image, one of three is images side by side, in grey from
+            0 to the largest value, or where some are negative in red and blue about 0.
+
+    Returns:
+        An object that notebooks show; `print` writes its text.
+
+    Raises:
+        ValueError: If an array has no element.
+
+    Example:
+        >>> show(np.zeros((2, 28, 28), np.float32))
+        f32[2,28,28](numpy)
+    """
+    if _is_array(value) and not np.size(value):
+        checks.fail("value", "have elements", np.shape(value))
+    return Shown(value)
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, (np.ndarray, jax.Array))
+
+
+def _is_picture(value: Any) -> bool:
+    return _is_array(value) and np.ndim(value) in (2, 3) and np.asarray(value).dtype.kind in "fiub"
+
+
+def _image(array: np.ndarray) -> bytes:
+    """A PNG of one image or several side by side, each pixel enlarged to whole pixels."""
+    import matplotlib as mpl
+    from matplotlib.image import imsave
+
+    images = np.atleast_3d(array.T).T.astype(float)
+    gap = np.full((images.shape[1], 1), np.nan)
+    row = np.hstack([part for image in images for part in (image, gap)][:-1])
+    largest = np.nanmax(np.abs(row), initial=0.0) or 1.0
+    if (row < 0).any():
+        colours = mpl.colormaps["RdBu_r"](0.5 + 0.5 * row / largest)
+    else:
+        colours = mpl.colormaps["gray"](row / largest)
+    colours[np.isnan(row)] = 1.0
+    times = max(1, _HEIGHT // len(row))
+    buffer = io.BytesIO()
+    imsave(buffer, np.kron(colours, np.ones((times, times, 1))), format="png")
+    return buffer.getvalue()
+
+
+class Table:
+    """Rows that notebooks show as HTML and `print` writes in columns; the value of `table`.
+
+    Attributes:
+        rows: The cells, the names of the columns first.
+    """
+
+    def __init__(self, rows: Sequence[Sequence[str]]):
+        self.rows = [[str(cell) for cell in row] for row in rows]
+
+    def __repr__(self) -> str:
+        widths = [max(map(len, column)) for column in zip(*self.rows, strict=True)]
+        lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in self.rows)
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        names, *rows = ([html.escape(cell) for cell in row] for row in self.rows)
+        head = "".join(f'<th scope="col">{name}</th>' for name in names)
+        body = "\n".join(
+            f'<tr><th scope="row">{first}</th>{"".join(f"<td>{cell}</td>" for cell in others)}</tr>'
+            for first, *others in rows
+        )
+        table = f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table>"
+        return f'<div style="overflow-x: auto">{table}</div>'
+
+
+def table(rows: Sequence[Sequence[str]]) -> Table:
+    """A table to show in a notebook, such as a figure's `table(results)`.
+
+    Args:
+        rows: Cells as text, rows of equal length, the names of the columns first.
+
+    Returns:
+        An object that notebooks show; `print` writes its columns.
+
+    Raises:
+        ValueError: If there is no row, or rows differ in length.
+
+    Example:
+        >>> table([["seed", "error"], ["0", "1.89 %"]])
+        seed  error
+        0     1.89 %
+    """
+    if not rows or len({len(row) for row in rows}) > 1:
+        checks.fail("rows", "be some, of one length", [len(row) for row in rows])
+    return Table(rows)

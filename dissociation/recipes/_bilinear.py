@@ -1,0 +1,154 @@
+"""Training bilinear networks on images, many seeds at once."""
+
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float
+
+from dissociation._core.checks import check_count, check_non_negative, check_positive
+from dissociation._core.keys import normal
+from dissociation._core.types import PRNGKey, Scalar
+from dissociation._core.validation import validated
+from dissociation.data._datasets import Dataset
+from dissociation.measures._robustness import error_rate
+from dissociation.models._bilinear import BilinearNetwork
+from dissociation.training._fitting import FitResult, fit
+from dissociation.training._records import Save
+from dissociation.training._samplers import Epochs
+from dissociation.training._schedule import steps_per_epoch
+from dissociation.training._state import make_step
+
+
+@validated
+def train_bilinear(
+    dataset: Dataset,
+    hidden: int = 256,
+    *,
+    key: PRNGKey,
+    num_seeds: int = 5,
+    num_epochs: int = 100,
+    batch_size: int = 2048,
+    learning_rate: Scalar = 1e-3,
+    weight_decay: Scalar = 1.0,
+    noise: Scalar = 0.4,
+    num_observed: int = 10_000,
+    network: dict[str, Any] | None = None,
+    **options: Any,
+) -> FitResult:
+    """Trains stacked `BilinearNetwork`s by cross entropy on noisy images.
+
+    AdamW; the learning rate falls along a cosine to zero, one step of it per epoch. Every image gets Gaussian noise
+    anew in every step, of its own in every network. The last, smaller batch of an epoch is dropped.
+
+    Args:
+        dataset: Images and one-hot labels.
+        hidden: Width of embedding and layer.
+        key: One key: every seed's network and noise follow from it, and the order of batches, which all share.
+        num_seeds: Networks.
+        num_epochs: Passes over the training images.
+        batch_size: Images in a batch; all of them if there are fewer.
+        learning_rate: At the start.
+        weight_decay: AdamW's.
+        noise: Standard deviation of the noise on images, whose pixels lie in [0, 1].
+        num_observed: Training images on which loss and accuracy are observed, the first ones; test images all.
+        network: More options of `BilinearNetwork`.
+        **options: For `dissociation.training.fit`: `callbacks`, `checkpoint`, `layout`.
+
+    Returns:
+        What `fit` returns; `history.observed` holds "train_loss", "train_accuracy", "validation_loss" and
+        "validation_accuracy" without noise, each [seeds, epochs + 1].
+
+    Raises:
+        ValueError: If an option is out of range.
+
+    References:
+        Pearce et al. (2024), Bilinear MLPs enable weight-based mechanistic interpretability, section 4.
+    """
+    check_positive("learning_rate", learning_rate)
+    check_non_negative("weight_decay", weight_decay)
+    check_non_negative("noise", noise)
+    count = check_count("num_seeds", num_seeds, minimum=1)
+    seen = check_count("num_observed", num_observed, minimum=1)
+    build_key, fit_key = jax.random.split(key)
+    sizes = {"inputs": dataset.num_pixels, "hidden": hidden, "classes": dataset.num_classes}
+    models = eqx.filter_vmap(lambda k: BilinearNetwork(**sizes, **(network or {}), key=k))(
+        jax.random.split(build_key, count)
+    )
+    batch_size = min(batch_size, len(dataset.train_images))
+    epoch_steps = steps_per_epoch(len(dataset.train_images), batch_size, drop_remainder=True)
+    data = jnp.asarray(dataset.train_images), jnp.asarray(dataset.train_labels)
+    observe = LossAndAccuracy(
+        *(part[:seen] for part in data), *map(jnp.asarray, (dataset.test_images, dataset.test_labels))
+    )
+    settings = Settings(*map(float, (learning_rate, weight_decay, num_epochs, epoch_steps)))
+    return fit(
+        models,
+        make_step(NoisyCrossEntropy(jnp.asarray(noise, float)), _optimizer),
+        Epochs(data, batch_size, drop_remainder=True),
+        num_epochs=num_epochs,
+        key=fit_key,
+        hyperparams=jax.tree.map(lambda value: jnp.full(count, value), settings),
+        save=Save(observe),
+        **options,
+    )
+
+
+class Settings(NamedTuple):
+    """Of AdamW; traced, so that other values compile nothing anew: [members] each."""
+
+    learning_rate: Any
+    weight_decay: Any
+    num_epochs: Any
+    epoch_steps: Any
+
+
+def _optimizer(settings: Settings) -> optax.GradientTransformation:
+    def rate(step: ArrayLike) -> Array:
+        epoch = jnp.floor(jnp.asarray(step) / settings.epoch_steps)
+        return 0.5 * settings.learning_rate * (1 + jnp.cos(jnp.pi * epoch / settings.num_epochs))
+
+    return optax.adamw(rate, weight_decay=settings.weight_decay)
+
+
+@validated
+def loss_and_accuracy(
+    model: BilinearNetwork, images: Float[Array, "n d"], labels: Float[Array, "n classes"]
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Mean cross entropy and accuracy of one network; both are NaN if it has diverged."""
+    logits = jax.vmap(model)(images)
+    return jnp.mean(optax.softmax_cross_entropy(logits, labels)), 1 - error_rate(logits, labels)
+
+
+class NoisyCrossEntropy(eqx.Module):
+    """A loss of one batch: images plus noise.
+
+    Attributes:
+        noise: Standard deviation.
+    """
+
+    noise: Float[Array, ""]
+
+    def __call__(self, model: BilinearNetwork, batch: tuple[Array, Array], key: Array) -> Array:
+        """The loss."""
+        images, labels = batch
+        return loss_and_accuracy(model, images + self.noise * normal(key, images.shape, images.dtype), labels)[0]
+
+
+class LossAndAccuracy(eqx.Module):
+    """Loss and accuracy on training and on validation images, without noise."""
+
+    train_images: Float[Array, "n d"]
+    train_labels: Float[Array, "n classes"]
+    images: Float[Array, "m d"]
+    labels: Float[Array, "m classes"]
+
+    def __call__(self, model: BilinearNetwork, step: Array, key: Array) -> dict[str, Array]:
+        """The four numbers."""
+        train = loss_and_accuracy(model, self.train_images, self.train_labels)
+        validation = loss_and_accuracy(model, self.images, self.labels)
+        names = ("train_loss", "train_accuracy", "validation_loss", "validation_accuracy")
+        return dict(zip(names, (*train, *validation), strict=True))

@@ -1,0 +1,293 @@
+"""Training until networks grok: large initial weights, few images, many steps, many weight decays at once."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float, Int
+
+from dissociation._core.checks import check_choice, check_count, check_non_negative, check_positive, check_seed, fail
+from dissociation._core.types import PRNGKeys, PyTree
+from dissociation._core.validation import validated
+from dissociation.data._datasets import Dataset
+from dissociation.measures._collapse import (
+    class_moments,
+    nearest_centre_agreement,
+    neural_collapse,
+    self_duality,
+    simplex_frame,
+    trace_ratio,
+)
+from dissociation.measures._margins import linear_head
+from dissociation.measures._robustness import error_rate
+from dissociation.models._cnn import CNN
+from dissociation.models._mlp import MLP
+from dissociation.models._representations import representations
+from dissociation.training._fitting import FitResult, fit
+from dissociation.training._members import after
+from dissociation.training._records import Save
+from dissociation.training._samplers import Epochs
+from dissociation.training._state import make_step
+from dissociation.training._sweeps import Grid
+
+PIXEL_MEAN, PIXEL_DEVIATION = 0.1307, 0.3081
+"""Of MNIST's training images, in [0, 1]."""
+
+
+@validated(pixels=("images",))
+def standardised(images: Float[Array | np.ndarray, "n d"]) -> Float[Array, "n d"]:
+    """Images in units of MNIST's deviation about its mean, from images in [0, 1]."""
+    return (jnp.asarray(images) - PIXEL_MEAN) / PIXEL_DEVIATION
+
+
+@validated
+def observation_steps(num_steps: int) -> Int[np.ndarray, " times"]:
+    """Steps 0 to 29, every tenth to 150, then every num_steps / 150, rounded, to the last.
+
+    Args:
+        num_steps: The last step.
+
+    Example:
+        >>> len(observation_steps(100_000))
+        193
+    """
+    total = check_count("num_steps", num_steps, minimum=1)
+    later = np.rint(np.arange(1, 151) * total / 150).astype(int)
+    steps = np.unique(np.concatenate([np.arange(30), np.arange(30, 151, 10), later[later > 150], [total]]))
+    return steps[steps <= total]
+
+
+@validated(empty=("measure_at",))
+def train_grokking(
+    dataset: Dataset,
+    *,
+    weight_decays: Sequence[float] = (0.3, 0.1, 0.03, 0.01, 0.003, 0.001),
+    seeds: Sequence[int] = (42, 43, 44, 45, 46),
+    num_steps: int = 100_000,
+    num_train: int = 1000,
+    batch_size: int = 100,
+    learning_rate: float = 1e-3,
+    init_scale: float | Sequence[float] | Float[Array | np.ndarray, " members"] = 8.0,
+    optimizer: str = "adamw",
+    network: str = "mlp",
+    options: dict[str, Any] | None = None,
+    measures: eqx.Module | None = None,
+    measure_at: Sequence[int] | Int[np.ndarray, " times"] = (),
+    **fit_options: Any,
+) -> FitResult:
+    """Trains one network per weight decay and seed by squared error against one-hot labels.
+
+    A seed sets a network's weights and the order of its batches, whatever its weight decay. Every parameter is
+    multiplied by `init_scale` before training, and decays, biases too.
+
+    Args:
+        dataset: Images and one-hot labels; the first `num_train` training images are seen.
+        weight_decays: AdamW's; traced.
+        seeds: From 0 to 4294967295.
+        num_steps: Optimiser steps.
+        num_train: Training images.
+        batch_size: Reshuffled every epoch.
+        learning_rate: Step size of the optimiser.
+        init_scale: Factor of all initial parameters, one for all or one per member; traced.
+        optimizer: "adamw", or "sgd" with the decay times the learning rate, as in AdamW.
+        network: "mlp" or "cnn".
+        options: Of `models.MLP` or `models.CNN`.
+        measures: Called as `measures(model, key)` at `measure_at`, for what is too slow for all observations.
+        measure_at: Steps out of `observation_steps(num_steps)`.
+        **fit_options: For `training.fit`: `callbacks`, `checkpoint`, `layout`.
+
+    Returns:
+        What `fit` returns, with members in the order of `Grid(weight_decay=weight_decays, seed=seeds)`. The loss is
+        summed over classes and batch. `history.observed` has `CheapMeasures`' numbers at `observation_steps`, and under
+        "expensive" those of `measures`, NaN at the steps that are not in `measure_at`.
+
+    Raises:
+        ValueError: If an option is out of range, or `measure_at` holds other steps.
+
+    References:
+        Sakamoto and Sato (2025), Explaining grokking and information bottleneck through neural collapse emergence.
+    """
+    check_choice("optimizer", optimizer, ("adamw", "sgd"))
+    check_choice("network", network, ("mlp", "cnn"))
+    check_positive("learning_rate", learning_rate)
+    for seed in seeds:
+        check_seed("seeds", seed)
+    for decay in weight_decays:
+        check_non_negative("weight_decays", decay)
+    count = check_count("num_train", num_train, minimum=1)
+    if count > len(dataset.train_images):
+        fail("num_train", f"be at most the number of training images ({len(dataset.train_images)})", num_train)
+    times = observation_steps(num_steps)
+    if not np.isin(measure_at, times).all():
+        fail("measure_at", "be steps of `observation_steps(num_steps)`", sorted(set(measure_at) - set(times.tolist())))
+    grid = Grid(weight_decay=weight_decays, seed=seeds)
+    keys = jnp.stack([jax.random.PRNGKey(seed) for seed in grid.values["seed"].tolist()])
+    init_keys, fit_keys = (jax.vmap(lambda key, i=i: jax.random.fold_in(key, i))(keys) for i in range(2))
+    sizes = {"classes": dataset.num_classes, **({"inputs": dataset.num_pixels} if network == "mlp" else {})}
+    models = initial_models(init_keys, init_scale, network, {**sizes, **(options or {})})
+    images, labels = standardised(dataset.train_images[:count]), jnp.asarray(dataset.train_labels[:count])
+    rates = Rates(grid.hyperparams("weight_decay")["weight_decay"], jnp.full(len(grid), learning_rate, float))
+    observe = Observation(
+        CheapMeasures(images, labels, standardised(dataset.test_images), jnp.asarray(dataset.test_labels)),
+        measures,
+        jnp.asarray(measure_at, int),
+    )
+    return fit(
+        models,
+        make_step(squared_error, _adamw if optimizer == "adamw" else _sgd),
+        Epochs((images, labels), batch_size, shared=False),
+        num_steps=num_steps,
+        key=fit_keys,
+        hyperparams=rates,
+        save=Save(observe, times),
+        **fit_options,
+    )
+
+
+@validated
+def initial_models(
+    keys: PRNGKeys,
+    init_scale: float | Sequence[float] | Float[Array | np.ndarray, " scales"] = 8.0,
+    network: str = "mlp",
+    options: dict[str, Any] | None = None,
+) -> PyTree:
+    """Networks before training, every parameter multiplied by `init_scale`.
+
+    Args:
+        keys: One per member.
+        init_scale: One factor for all, or one per member.
+        network: "mlp" or "cnn".
+        options: Of `models.MLP` or `models.CNN`.
+
+    Returns:
+        Stacked models.
+
+    Raises:
+        ValueError: If a factor is not positive, or their number is neither one nor that of the keys.
+    """
+    check_choice("network", network, ("mlp", "cnn"))
+    scales = np.atleast_1d(np.asarray(init_scale, float))
+    check_positive("init_scale", scales)
+    if scales.shape not in ((1,), (len(keys),)):
+        fail("init_scale", f"be one number, or one for each of the {len(keys)} members", f"shape {scales.shape}")
+    return _scaled(keys, jnp.broadcast_to(jnp.asarray(scales, float), (len(keys),)), network, options or {})
+
+
+@eqx.filter_jit
+def _scaled(keys: PRNGKeys, scales: Array, network: str, options: dict[str, Any]) -> PyTree:
+    def build(key: Array, scale: Array) -> eqx.Module:
+        model = (MLP if network == "mlp" else CNN)(**options, key=key)
+        return jax.tree.map(lambda leaf: scale * leaf if eqx.is_inexact_array(leaf) else leaf, model)
+
+    return eqx.filter_vmap(build)(keys, scales)
+
+
+class Rates(NamedTuple):
+    """What differs by member: [members] each."""
+
+    weight_decay: Array
+    learning_rate: Array
+
+
+def _adamw(rates: Rates) -> optax.GradientTransformation:
+    return optax.adamw(rates.learning_rate, weight_decay=rates.weight_decay)
+
+
+def _sgd(rates: Rates) -> optax.GradientTransformation:
+    return optax.chain(optax.add_decayed_weights(rates.weight_decay), optax.sgd(rates.learning_rate))
+
+
+@validated
+def squared_error(model: MLP | CNN, batch: tuple[Array, Array], key: Array) -> Float[Array, ""]:
+    """Sum over images and classes of (logit - one-hot label)^2."""
+    images, labels = batch
+    return jnp.sum((jax.vmap(model)(images) - labels) ** 2)
+
+
+class CheapMeasures(eqx.Module):
+    """Accuracy and neural collapse on training and on test images.
+
+    Attributes:
+        train_images: [n, d].
+        train_labels: [n, classes].
+        images: Of the test set.
+        labels: Of the test set.
+    """
+
+    train_images: Float[Array, "n d"]
+    train_labels: Float[Array, "n classes"]
+    images: Float[Array, "m d"]
+    labels: Float[Array, "m classes"]
+
+    def __call__(self, model: MLP | CNN) -> dict[str, Array]:
+        """The numbers by name.
+
+        "train_accuracy", "test_accuracy"; losses per image; measures of collapse on training images ("nc1_score")
+        and on test images ("test_nc1_score"). Nearest centres ("nc4_score") are those of training images for both.
+        "weight_norm" is the Frobenius norm of all weights together, "head_norm" of the last layer's; biases apart.
+        """
+        classifier, _ = linear_head(model)
+        weights = [leaf for leaf in jax.tree.leaves(model) if eqx.is_inexact_array(leaf) and leaf.ndim > 1]
+        norms = [jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in part)) for part in (weights, [classifier])]
+        found = dict(zip(("weight_norm", "head_norm"), norms, strict=True))
+        centres = None
+        for split, images, labels in (
+            ("train", self.train_images, self.train_labels),
+            ("test", self.images, self.labels),
+        ):
+            seen = representations(model, images)
+            features, logits = seen["features"], seen["logits"]
+            truth = jnp.argmax(labels, 1)
+            found, features = after(found, features)
+            moments = class_moments(features, truth, labels.shape[1], scatter=True)
+            centres = moments if centres is None else centres
+            collapse = neural_collapse(moments)
+            collapse, moments = after(collapse, moments)
+            frame = simplex_frame(moments)
+            found[f"{split}_accuracy"] = 1 - error_rate(logits, labels)
+            found[f"{split}_loss"] = jnp.sum((logits - labels) ** 2) / labels.shape[0]
+            measured = {
+                "within_class_variance": collapse.within,
+                "between_class_variance": collapse.between,
+                "scale_means": collapse.scale,
+                "nc1_score": collapse.nc1,
+                "rnc1_score": collapse.rnc1,
+                "nc2_score": collapse.nc2,
+                "trace_ratio": trace_ratio(moments),
+                "equinorm": frame.equinorm,
+                "equiangularity": frame.equiangularity,
+                "maximal_angle": frame.maximal_angle,
+                "nc3_score": self_duality(moments, classifier),
+                "nc4_score": nearest_centre_agreement(features, logits, centres),
+            }
+            found |= {name if split == "train" else f"test_{name}": value for name, value in measured.items()}
+        return found
+
+
+class Observation(eqx.Module):
+    """Cheap measures at every observation, expensive ones at some.
+
+    Attributes:
+        cheap: Called with the model.
+        expensive: Called with model and key, or None.
+        steps: When the expensive ones are computed.
+    """
+
+    cheap: CheapMeasures
+    expensive: Any
+    steps: Int[Array, " times"]
+
+    def __call__(self, model: MLP | CNN, step: Array, key: Array) -> dict[str, Any]:
+        """All measures of one network."""
+        found: dict[str, Any] = self.cheap(model)
+        if self.expensive is None:
+            return found
+        like = jax.eval_shape(self.expensive, model, key)
+        empty = jax.tree.map(lambda leaf: jnp.full(leaf.shape, jnp.nan, leaf.dtype), like)
+        asked = jnp.any(self.steps == step)
+        found, model = after(found, model)
+        return {**found, "expensive": jax.lax.cond(asked, lambda: self.expensive(model, key), lambda: empty)}

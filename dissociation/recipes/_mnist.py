@@ -1,0 +1,192 @@
+"""Training the networks of the robustness and transfer figures: many seeds of a 784-1024-1024-10 ReLU network."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+from jaxtyping import Array, Float
+
+from dissociation._core.checks import check_choice, check_count
+from dissociation._core.types import PRNGKey
+from dissociation._core.validation import validated
+from dissociation.data._datasets import Dataset, load
+from dissociation.measures._robustness import error_rate
+from dissociation.models._cnn import CNN
+from dissociation.models._resnet import ResNet
+from dissociation.models._transformer import Transformer
+from dissociation.training._callbacks import Progress
+from dissociation.training._chunk import Layout
+from dissociation.training._fitting import FitResult, fit
+from dissociation.training._progress import MeterFactory
+from dissociation.training._records import Save
+from dissociation.training._samplers import Epochs
+from dissociation.training._schedule import steps_per_epoch
+from dissociation.training._state import make_step
+
+DEFAULT_SEED = 37
+BATCH_SIZE = 128
+FIRST_RATE, LAST_RATE = 1e-1, 1e-6
+IMAGE_NETWORKS = {"cnn": CNN, "resnet": ResNet, "transformer": Transformer}
+NETWORKS = ("mlp", *IMAGE_NETWORKS)
+
+
+@validated
+def train_mnist(
+    *,
+    num_epochs: int = 30,
+    num_seeds: int = 10,
+    key: PRNGKey | None = None,
+    dataset: str | Dataset = "mnist",
+    width: int = 1024,
+    progress: str | MeterFactory | None = "auto",
+) -> eqx.nn.MLP:
+    """Trains stacked networks; see `fit_mnist`, which returns the history too.
+
+    Args:
+        num_epochs: Passes over the training images; 0 returns the fresh networks.
+        num_seeds: How many networks.
+        key: Split once, into one key per network and one for the order of batches; None means
+            `jax.random.PRNGKey(37)`.
+        dataset: "mnist", "glyphs", or a loaded `Dataset`.
+        width: Units in each of the two hidden layers.
+        progress: A meter showing loss and test error as mean and standard deviation over seeds; None for silence.
+
+    Returns:
+        An `eqx.nn.MLP` without biases whose `layers[i].weight` carries the seeds first.
+
+    Raises:
+        ValueError: If a count is negative or the dataset is unknown.
+    """
+    return fit_mnist(
+        num_epochs=num_epochs, num_seeds=num_seeds, key=key, dataset=dataset, width=width, progress=progress
+    ).models
+
+
+@validated
+def fit_mnist(
+    *,
+    num_epochs: int = 30,
+    num_seeds: int = 10,
+    key: PRNGKey | None = None,
+    dataset: str | Dataset = "mnist",
+    width: int = 1024,
+    progress: str | MeterFactory | None = "auto",
+    network: str = "mlp",
+    mesh: Mesh | str | None = "auto",
+    checkpoint: str | Path | None = None,
+    observe: Callable[..., dict[str, Array]] | None = None,
+) -> FitResult:
+    """Trains stacked networks by stochastic gradient descent on the cross entropy.
+
+    Batches of 128 (the last of an epoch smaller) in one order for all seeds, and a learning rate that falls linearly
+    from 1e-1 to 1e-6 over all steps. The loss, and the test error and loss at the beginning and after every epoch,
+    are in the history.
+
+    Args:
+        num_epochs: Passes over the training images; 0 returns the fresh networks.
+        num_seeds: How many networks.
+        key: Split once, into one key per network and one for the order of batches; None means
+            `jax.random.PRNGKey(37)`.
+        dataset: "mnist", "glyphs", or a loaded `Dataset`.
+        width: Units in each of the two hidden layers.
+        progress: A meter showing loss and test error as mean and standard deviation over seeds; None for silence.
+        network: "mlp", a perceptron with two hidden layers and no biases, or a network of images of 28 x 28 pixels
+            whose last hidden layer has `width` units: "cnn" (`models.CNN`), "resnet" (`models.ResNet`) or
+            "transformer" (`models.Transformer`).
+        mesh: Devices to lay the seeds over, see `training.Layout`.
+        checkpoint: A file to write while training and to go on from, see `training.fit`.
+        observe: What is looked at at the beginning and after every epoch, see `training.Save`; default:
+            `HeldOutPerformance`.
+
+    Returns:
+        A `FitResult` whose `history.observed` is `{"test_error", "test_loss"}`, [seeds, epochs + 1] each, or what
+        `observe` gave.
+
+    Raises:
+        ValueError: If a count is negative or the dataset is unknown.
+    """
+    key = jax.random.PRNGKey(DEFAULT_SEED) if key is None else key
+    data = load(dataset) if isinstance(dataset, str) else dataset
+    count = check_count("num_seeds", num_seeds, minimum=1)
+    check_count("width", width, minimum=1)
+    check_choice("network", network, NETWORKS)
+    keys = jax.random.split(key, count + 1)
+    models = _networks(keys[:count], data.train_images.shape[1], data.train_labels.shape[1], width, network)
+    batch_size = min(BATCH_SIZE, len(data.train_images))
+    total = num_epochs * steps_per_epoch(len(data.train_images), batch_size)
+    images_and_labels = jnp.asarray(data.test_images), jnp.asarray(data.test_labels)
+    return fit(
+        models,
+        make_step(cross_entropy, optax.sgd(optax.linear_schedule(FIRST_RATE, LAST_RATE, max(total, 1)))),
+        Epochs((data.train_images, data.train_labels), batch_size),
+        num_epochs=num_epochs,
+        key=keys[count],
+        save=Save(HeldOutPerformance(*images_and_labels) if observe is None else observe),
+        callbacks=[Progress(progress)],
+        layout=Layout(mesh=mesh),
+        checkpoint=checkpoint,
+    )
+
+
+@validated
+def fresh_networks(
+    num_seeds: int, *, key: PRNGKey, num_inputs: int = 784, num_classes: int = 10, width: int = 1024
+) -> eqx.nn.MLP:
+    """Stacked ReLU networks with two hidden layers, no biases and Equinox's initialisation, one key per seed.
+
+    Args:
+        num_seeds: How many, at least 1.
+        key: Split into one key per seed.
+        num_inputs: Inputs of each.
+        num_classes: Outputs of each.
+        width: Units in each hidden layer.
+
+    Returns:
+        A stacked `eqx.nn.MLP`.
+    """
+    count = check_count("num_seeds", num_seeds, minimum=1)
+    for name, value in (("num_inputs", num_inputs), ("num_classes", num_classes), ("width", width)):
+        check_count(name, value, minimum=1)
+    return _networks(jax.random.split(key, count), num_inputs, num_classes, width)
+
+
+def _networks(keys: Array, num_inputs: int, num_classes: int, width: int, network: str = "mlp") -> Any:
+    def one(key: Array) -> eqx.Module:
+        if network in IMAGE_NETWORKS:
+            return IMAGE_NETWORKS[network](width, num_classes, key=key)
+        return eqx.nn.MLP(num_inputs, num_classes, width, 2, jax.nn.relu, use_bias=False, use_final_bias=False, key=key)
+
+    return eqx.filter_vmap(one)(keys)
+
+
+@validated
+def cross_entropy(model: Any, batch: tuple[Array, Array], key: Array | None = None) -> Float[Array, ""]:
+    """Mean over the batch of -sum_k y_k log softmax(f(x))_k, in nats.
+
+    Args:
+        model: From one image [pixels] to logits [classes].
+        batch: Images [batch, pixels] and one-hot labels [batch, classes].
+        key: Not used; `training.fit` hands one over.
+    """
+    images, labels = batch
+    return optax.softmax_cross_entropy(jax.vmap(model)(images), labels).mean()
+
+
+class HeldOutPerformance(eqx.Module):
+    """Observes error rate and cross entropy on held-out images, for `training.Save(observe=...)`."""
+
+    images: Float[Array, "n pixels"]
+    labels: Float[Array, "n classes"]
+
+    def __call__(self, model: Any, step: Array, key: Array) -> dict[str, Float[Array, ""]]:
+        """Returns `{"test_error", "test_loss"}`, the error between 0 and 1 or NaN, the loss in nats."""
+        logits = jax.vmap(model)(self.images)
+        return {
+            "test_error": error_rate(logits, self.labels),
+            "test_loss": optax.softmax_cross_entropy(logits, self.labels).mean(),
+        }

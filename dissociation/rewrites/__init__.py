@@ -1,0 +1,50 @@
+"""Find the neurons of any model, rewrite its weights, and compare networks up to such rewrites.
+
+Groups, rewrites and their certificate come first; then noise and null spaces; then matching across networks, the
+canonical form, and the attainable range of a similarity.
+"""
+
+from typing import TYPE_CHECKING
+
+from dissociation._core.lazy import attach
+
+__all__ = [
+    "neuron_groups", "NeuronGroup", "group_report", "scale", "permute", "rotate", "null_space", "null_perturb",
+    "compose", "check_groups", "Rewrite", "duplicate", "add_nuisance", "add_phantom", "certify", "Certificate",
+    "layer_inputs", "refitted", "parameter_noise", "add_parameter_noise", "null_dimension", "match_weights",
+    "match_activations", "Matching", "interpolate", "renormalised", "barrier", "barriers", "canonical", "fingerprint",
+    "fingerprint_distance", "cka_freedom", "Freedom", "approached", "linear_cka_freedom", "similarity_bounds",
+]  # fmt: skip
+
+if TYPE_CHECKING:
+    from dissociation.rewrites._bounds import similarity_bounds
+    from dissociation.rewrites._canonical import canonical, fingerprint, fingerprint_distance
+    from dissociation.rewrites._certificate import Certificate, certify
+    from dissociation.rewrites._freedom import Freedom, approached, cka_freedom, linear_cka_freedom
+    from dissociation.rewrites._groups import NeuronGroup, group_report, neuron_groups
+    from dissociation.rewrites._growth import add_nuisance, add_phantom, duplicate
+    from dissociation.rewrites._matching import (
+        Matching,
+        barrier,
+        barriers,
+        interpolate,
+        match_activations,
+        match_weights,
+        renormalised,
+    )
+    from dissociation.rewrites._noise import add_parameter_noise, parameter_noise
+    from dissociation.rewrites._null_spaces import null_dimension
+    from dissociation.rewrites._rewrites import (
+        Rewrite,
+        check_groups,
+        compose,
+        null_perturb,
+        null_space,
+        permute,
+        rotate,
+        scale,
+    )
+    from dissociation.rewrites._seen import layer_inputs
+    from dissociation.rewrites._sizes import refitted
+else:
+    __getattr__, __dir__ = attach(__name__)

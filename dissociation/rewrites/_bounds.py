@@ -1,0 +1,228 @@
+"""How far any measure of similarity can be moved without changing functions: bounds from inside, by gradients.
+
+Homogeneous neurons may be scaled by positive factors: of one network, or of both that are compared. What a measure may
+be over all of them has no closed form but for linear CKA with a fixed reference (`freedom`). Projected gradients on the
+logarithms of the factors, from several starts, find networks with a low and a high value; the truth may lie further
+out, never further in.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float
+
+from dissociation._core.checks import check_choice, check_count, fail, fail_kind
+from dissociation._core.keys import typed
+from dissociation._core.results import printed
+from dissociation._core.types import PRNGKey
+from dissociation._core.validation import validated
+from dissociation.rewrites._freedom import ENDS, scale_activity
+from dissociation.rewrites._groups import NeuronGroup
+from dissociation.rewrites._rewrites import Scale
+from dissociation.similarity._base import in_common_dtype
+from dissociation.similarity._measures import MEASURES
+from dissociation.training._loop import train
+from dissociation.training._members import per_batch
+from dissociation.training._samplers import FullBatch
+from dissociation.training._state import State, make_step
+
+SIDES = ("x", "y")
+FREE = ("x", "both")
+
+
+class Bounds(NamedTuple):
+    """Values of a measure that networks of the same functions have; others may lie further out.
+
+    Attributes:
+        measured: Of the representations as they are.
+        low: The least that was found.
+        high: The largest.
+        low_factors: Of the neurons of x and of y that give it; ones where they may not be scaled.
+        high_factors: The same for the largest.
+        ends: What each start came to, downwards and upwards: [2, starts]. More starts find more where they differ much.
+    """
+
+    measured: Float[Array, ""]
+    low: Float[Array, ""]
+    high: Float[Array, ""]
+    low_factors: tuple[Float[Array, " neurons"], Float[Array, " others"]]
+    high_factors: tuple[Float[Array, " neurons"], Float[Array, " others"]]
+    ends: Float[Array, "2 starts"]
+
+    __repr__ = printed
+
+    def rewrite(self, group: NeuronGroup, *, end: str, side: str = "x") -> Scale:
+        """The rewrite of a network that gives an end: see `rewrites.scale`.
+
+        Args:
+            group: Of the neurons.
+            end: "low" or "high".
+            side: "x" or "y", of which the network is; both have to be rewritten where both were free.
+
+        Returns:
+            The rewrite.
+
+        Raises:
+            ValueError: If `end` or `side` is another word, or the group is not homogeneous of a positive degree in one
+                way.
+        """
+        check_choice("end", end, ENDS)
+        check_choice("side", side, SIDES)
+        both = self.low_factors if end == "low" else self.high_factors
+        return scale_activity(group, both[SIDES.index(side)])
+
+
+@validated(finite=("x", "y"))
+def similarity_bounds(
+    x: Float[Array | np.ndarray, "samples neurons"],
+    y: Float[Array | np.ndarray, "samples others"],
+    measure: str | Callable[[Any, Any], Any] = "linear_cka",
+    *,
+    free: str = "both",
+    largest_factor: float = 30.0,
+    num_starts: int = 8,
+    num_steps: int = 100,
+    key: PRNGKey,
+) -> Bounds:
+    """Bounds from inside of what a measure may be over positive scalings of the neurons of one network or of both.
+
+    Every value is one that scaled networks have, whose function is the same; that no network goes further is not shown
+    (`freedom.cka_freedom` shows it for linear CKA where one is free). Starts are the lengths as they are, equal ones,
+    the two neurons of x that are least and most similar to y alone, and random ones.
+
+    Args:
+        x: A representation whose neurons may be scaled.
+        y: Another one of the same samples.
+        measure: A name in `similarity.MEASURES`, or a function of both. Of one without a derivative, as of
+            neighbours or ranks, the starts alone are compared; one that varies with the scale of the whole, as the
+            Procrustes distance, is moved most by that; one that is invariant to the scale of a neuron, as CCA, has one
+            value.
+        free: "both", or "x" to keep y as it is.
+        largest_factor: Length of the largest centred activity of a neuron, with the mean length over neurons as unit;
+            that of the least is one over it. More than 1.
+        num_starts: At least 4.
+        num_steps: Of Adam, from each start.
+        key: Of the random starts.
+
+    Returns:
+        The bounds, and the factors that give them.
+
+    Raises:
+        ValueError: If the numbers of samples differ, or an argument is out of range.
+        TypeError: If the measure is computed by the host, where no derivative is taken.
+    """
+    check_choice("free", free, FREE)
+    starts, steps = check_count("num_starts", num_starts, minimum=4), check_count("num_steps", num_steps)
+    if not 1 < largest_factor < np.inf:
+        fail("largest_factor", "be more than 1 and finite", largest_factor)
+    first, second = in_common_dtype(x, y)
+    if isinstance(measure, str):
+        check_choice("measure", measure, MEASURES)
+        known = MEASURES[measure]
+        if known.same_width:
+            fail("measure", "compare representations", f"{measure!r}, which compares outputs")
+        if known.host:
+            fail_kind("measure", "be computed on the device", f"{measure!r}, a step of which the host does")
+        measure = known.function
+        if "D" in known.invariances and (free == "x" or "D" in (known.invariances_of_y or known.invariances)):
+            return _unmoved(measure(first, second), first, second, starts)
+    return _bounds(first, second, typed(key), jnp.asarray(largest_factor), measure, free == "both", starts, steps)
+
+
+def _unmoved(measured: Array, x: Array, y: Array, starts: int) -> Bounds:
+    """Of a measure that is invariant to the scale of a neuron."""
+    ones = jnp.ones(x.shape[1], x.dtype), jnp.ones(y.shape[1], y.dtype)
+    return Bounds(measured, measured, measured, ones, ones, jnp.broadcast_to(measured, (2, starts)))
+
+
+@eqx.filter_jit
+def _bounds(
+    x: Array, y: Array, key: Array, largest: Array, measure: Callable[..., Any], both: bool, starts: int, steps: int
+) -> Bounds:
+    limit = jnp.log(largest).astype(x.dtype)
+    lengths = _lengths(x), _lengths(y)
+
+    def factors(logs: Any) -> Any:
+        """Of neurons whose activity is to have these lengths, as logarithms with the mean length as unit."""
+        first, second = (jnp.exp(u) * jnp.mean(own) / own for u, own in zip(logs, lengths, strict=True))
+        return first, second if both else jnp.ones_like(second)
+
+    def value(given: Any) -> Array:
+        return measure(x * given[0][None], y * given[1][None])
+
+    def project(state: State) -> State:
+        inside = jax.tree.map(lambda u: jnp.clip(u, -limit, limit), state.arrays)
+        return eqx.tree_at(lambda s: s.arrays, state, inside)
+
+    rate = optax.cosine_decay_schedule(0.3, steps + 1)
+    step = make_step(lambda logs, batch, key: batch[0] * value(factors(logs)), optax.adam(rate), after_update=project)
+
+    def descended(job: Any) -> Any:
+        """The better of a start and where it leads to, with its value and its factors."""
+        sign, start = job
+        # Nothing is drawn from the key.
+        end = train(step.init(start), step, FullBatch(sign[None]), steps, key=jax.random.key(0))[0].model
+        there = factors(start), factors(end)
+        costs = jnp.stack([sign * value(given) for given in there])
+        costs = jnp.where(jnp.isnan(costs), jnp.inf, costs)
+        return jnp.min(costs), jax.tree.map(lambda *both: jnp.where(costs[1] < costs[0], both[1], both[0]), *there)
+
+    begun: Any = _starts(x, y, key, limit, lengths, measure, both, starts)
+    signs = jnp.repeat(jnp.array([1.0, -1.0], x.dtype), starts)
+    costs, given = _mapped(descended, (signs, jax.tree.map(lambda u: jnp.concatenate([u, u]), begun)))
+    costs = costs.reshape(2, starts)
+    measured = measure(x, y)
+    best = jnp.argmin(costs, 1)
+    moved = jnp.min(costs, 1) < jnp.stack([measured, -measured])  # else the networks as they are
+
+    def end(k: int) -> tuple[Array, Any]:
+        kept = jax.tree.map(lambda side: jnp.where(moved[k], side[k * starts + best[k]], jnp.ones_like(side[0])), given)
+        return jnp.where(moved[k], costs[k, best[k]] * (1 - 2 * k), measured), kept
+
+    (low, low_factors), (high, high_factors) = end(0), end(1)
+    return Bounds(measured, low, high, low_factors, high_factors, costs * jnp.array([[1.0], [-1.0]], x.dtype))
+
+
+def _mapped(function: Callable[[Any], Any], stacked: Any) -> Any:
+    """In turn on a CPU, where decompositions side by side can hang; batched elsewhere."""
+    return jax.lax.map(function, stacked) if per_batch() == 1 else jax.vmap(function)(stacked)
+
+
+def _starts(
+    x: Array, y: Array, key: Array, limit: Array, lengths: Any, measure: Callable[..., Any], both: bool, number: int
+) -> tuple[Array, Array]:
+    """Logarithms of lengths to begin with, [starts, neurons] of both sides."""
+    own = [jnp.clip(jnp.log(side / jnp.mean(side)), -limit, limit) for side in lengths]
+    alone = jax.lax.map(lambda one: measure(one[:, None], y), x.T)
+    firsts = jnp.stack([jnp.nanargmin(alone), jnp.nanargmax(alone)])
+    of_y = jnp.zeros_like(own[1])
+    if both:
+        others = [jax.lax.map(lambda one, i=i: measure(x[:, i][:, None], one[:, None]), y.T) for i in firsts]
+        seconds = jnp.stack([jnp.nanargmin(others[0]), jnp.nanargmax(others[1])])
+        of_y = _single(seconds, y.shape[1], limit)
+    keys = jax.random.split(key, 2)
+    spreads = jnp.linspace(0.5, 2.0, number - 4, dtype=x.dtype)[:, None]
+    sides = zip((_single(firsts, x.shape[1], limit), jnp.broadcast_to(of_y, (2, y.shape[1]))), own, keys, strict=True)
+    made = [
+        jnp.concatenate(
+            [u[None], jnp.zeros_like(u)[None], ends, spreads * jax.random.normal(k, (number - 4, u.size), x.dtype)]
+        )
+        for ends, u, k in sides
+    ]
+    return made[0], made[1]
+
+
+def _single(index: Array, number: int, limit: Array) -> Array:
+    """One neuron as long as may be, the others as short."""
+    return jnp.where(jnp.arange(number)[None] == index[:, None], limit, -limit)
+
+
+def _lengths(side: Array) -> Array:
+    """Of the centred activity of neurons; the others' mean for those that are constant."""
+    lengths = jnp.linalg.norm(side - jnp.mean(side, 0, keepdims=True), axis=0)
+    return jnp.where(lengths > 0, lengths, jnp.mean(lengths, where=lengths > 0))

@@ -1,0 +1,379 @@
+"""One network for all that differ by rewrites: dead neurons dropped, copies merged, lengths one, in a stable order.
+
+On the host, in float64. Two networks that compute the same function for every input because one was rewritten into the
+other (permuted, scaled, duplicated, neurons without effect added, alone or in sets that cancel) have one canonical form
+up to rounding. Pairs of neurons that are affine together, relu(z) - relu(-z) = z, are not looked for.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+
+from dissociation._core.checks import check_finite, check_positive, fail, is_traced
+from dissociation._core.validation import validated
+from dissociation.rewrites._axes import has_order, resized, spread
+from dissociation.rewrites._comparison import check_same_program
+from dissociation.rewrites._groups import NeuronGroup, Slot, neuron_groups, parameters_of
+from dissociation.rewrites._seen import layer_inputs
+from dissociation.rewrites._sizes import refit
+
+PASSES = 50
+"""Over all groups, at most: what is dropped in one may leave neurons of another dead."""
+
+SLOPE = 0.5
+"""Of the functions of what makes a neuron that a fingerprint is of."""
+
+Arrays = list[np.ndarray]
+
+
+@validated
+def canonical(
+    model: Any,
+    example: Any,
+    *,
+    tolerance: float = 1e-5,
+    inputs: Any = None,
+    call: Callable[[Any, Any], Any] | None = None,
+) -> Any:
+    """The canonical form of a network.
+
+    To a fixed point, group by group: neurons that nothing reads or makes are dropped; what makes each neuron is scaled
+    to length one, and what reads it by the inverse; neurons made alike are merged into one, and dropped if what reads
+    them cancels. Of a group without any, one neuron of zeros stays. Then groups are ordered, from the inputs on, by
+    what makes their neurons; neurons between which that makes no difference but for rounding, as there are in layers of
+    thousands, may come in either order, which `fingerprint` does not see.
+
+    Args:
+        model: A network whose groups are all homogeneous of degree one and may grow: perceptrons, convolutional and
+            residual ones with ReLU and the like, without normalisation; not stacks of layers in a scan, which would
+            have to drop as many neurons in each. Pairs relu(z) - relu(-z) = z are not looked for, and rotations of
+            linear layers are not undone.
+        example: One example, see `rewrites.neuron_groups`.
+        tolerance: Distance between what makes two neurons, of length one, below which they are one; and share of what
+            reads them that counts as nothing.
+        inputs: Examples, samples first; where given, neurons that are zero on all of them are dropped, too, and the
+            function is kept on these alone.
+        call: See `rewrites.neuron_groups`.
+
+    Returns:
+        A network of the same function, of the same dtypes.
+
+    Raises:
+        ValueError: If a group is of another kind, which is named, the program counts its neurons, or some of a residual
+            stream are made by nothing but its blocks.
+        TypeError: If the network is traced.
+    """
+    leaves, groups, sequence = _reduced(model, example, tolerance, inputs, call)
+    for name, settled in sequence.items():
+        rows = _rows(leaves, groups[name], settled)
+        order = np.argsort(rows @ _direction(rows.shape[1]), kind="stable")
+        for slot in groups[name].slots:
+            leaves[slot.leaf] = slot.with_blocks(leaves[slot.leaf], slot.blocks(leaves[slot.leaf])[order])
+    return _with(leaves, model)
+
+
+@validated
+def fingerprint(
+    model: Any,
+    example: Any,
+    *,
+    tolerance: float = 1e-5,
+    inputs: Any = None,
+    call: Callable[[Any, Any], Any] | None = None,
+) -> Float[Array, " numbers"]:
+    """As many numbers as a network's canonical form has, and one, to be compared by `fingerprint_distance`.
+
+    They do not depend on the order of neurons, and so do not jump where that does: along every axis of neurons the
+    canonical form is summed with weights that are functions of what makes each neuron, as many as there are neurons.
+    Arrays whose size is not one by construction are in units of their root mean square, whose logarithm comes last.
+
+    Args:
+        model: See `canonical`.
+        example: See `canonical`.
+        tolerance: See `canonical`.
+        inputs: See `canonical`.
+        call: See `canonical`.
+
+    Returns:
+        [numbers]; networks with other numbers of neurons have others.
+
+    Raises:
+        ValueError: As `canonical`.
+        TypeError: As `canonical`.
+    """
+    leaves, groups, sequence = _reduced(model, example, tolerance, inputs, call)
+    slots = [groups[name].slots[index] for name, settled in sequence.items() for index in settled]
+    made = {slot.leaf for slot in slots if not slot.outgoing}
+    free = [leaf for index, leaf in enumerate(leaves) if index not in made]
+    size = np.sqrt(np.mean(np.concatenate([leaf.ravel() for leaf in free]) ** 2)) if free else 1.0
+    size = size or 1.0
+    leaves = [leaf if index in made else leaf / size for index, leaf in enumerate(leaves)]
+    for name, settled in sequence.items():
+        weights = _features(_rows(leaves, groups[name], settled))
+        for slot in groups[name].slots:
+            blocks = np.tensordot(weights, slot.blocks(leaves[slot.leaf]), 1)
+            leaves[slot.leaf] = slot.with_blocks(leaves[slot.leaf], blocks)
+    return jnp.asarray(np.concatenate([*(leaf.ravel() for leaf in leaves), [np.log(size)]]), float)
+
+
+@validated(finite=("a", "b"))
+def fingerprint_distance(a: Float[Array | np.ndarray, " numbers"], b: Float[Array | np.ndarray, " others"]) -> float:
+    """|a - b| of two fingerprints over the larger of their lengths; infinite if they have other numbers of neurons.
+
+    Args:
+        a: A fingerprint.
+        b: Another.
+
+    Returns:
+        About the rounding of the weights for rewrites of one network.
+    """
+    if a.shape != b.shape:
+        return float("inf")
+    one, other = (np.asarray(part, np.float64) for part in (a, b))
+    size = max(np.linalg.norm(one), np.linalg.norm(other))
+    return float(np.linalg.norm(one - other) / size) if size else 0.0
+
+
+def _reduced(
+    model: Any, example: Any, tolerance: float, inputs: Any, call: Any
+) -> tuple[Arrays, dict[str, NeuronGroup], dict[str, list[int]]]:
+    """A network's arrays without dead neurons and copies, with lengths one; its groups, and their order."""
+    check_positive("tolerance", tolerance)
+    groups = neuron_groups(model, example, call=call, single=True)
+    others = [f"{name} ({reason})" for name, group in groups.items() if (reason := _refused(group))]
+    if others:
+        wanted = "have groups that are homogeneous of degree one, in one way and one copy, without normalisation"
+        fail("model", wanted, f"others: {', '.join(others)}")
+    given = parameters_of(model)[0]
+    if any(np.iscomplexobj(leaf) for leaf in given):
+        fail("model", "have real parameters", "complex ones")
+    if any(is_traced(leaf) for leaf in given):
+        raise TypeError("`model` must be known: a canonical form is a step of the host, got traced arrays.")
+    leaves = [np.asarray(leaf, np.float64) for leaf in given]
+    check_finite("model", np.concatenate([np.zeros(1), *(leaf.ravel() for leaf in leaves)]))
+    for group in groups.values() if inputs is not None else ():
+        _silence(leaves, group, model, inputs, call)
+    given_sizes = {name: group.size for name, group in groups.items()}
+    # Sums of the absolute values that were merged into each number: what has cancelled but for rounding is small beside
+    # them, however long ago it did.
+    sizes = [np.abs(leaf) for leaf in leaves]
+    sequence = _sequence(groups)
+    for _ in range(PASSES):
+        before = [(leaf.shape, np.count_nonzero(leaf)) for leaf in leaves]
+        for name, settled in sequence.items():
+            kept = _merged(leaves, sizes, groups[name], settled, tolerance)
+            groups = _shrunk(leaves, sizes, groups, name, kept) if len(kept) < groups[name].size else groups
+        if before == [(leaf.shape, np.count_nonzero(leaf)) for leaf in leaves]:
+            break
+    smaller = [group for name, group in groups.items() if group.size < given_sizes[name]]
+    if smaller:
+        _check_reduced(model, _with(leaves, model), smaller[0], groups, call)
+    return leaves, groups, sequence
+
+
+def _check_reduced(
+    model: Any, reduced: Any, smaller: NeuronGroup, groups: Mapping[str, NeuronGroup], call: Any
+) -> None:
+    """Raises unless the program is the same with fewer neurons, and has them where they are taken to be."""
+    check_same_program(model, reduced, smaller)
+    again = neuron_groups(reduced, smaller.example, call=call, single=True)
+    if any(name not in again or not _same_places(group, again[name]) for name, group in groups.items()):
+        fail("model", "have groups whose neurons the program does not count", f"{smaller.name} among them")
+
+
+def _same_places(group: NeuronGroup, other: NeuronGroup) -> bool:
+    places = [{(s.leaf, s.axis, s.positions.tobytes()) for s in each.slots} for each in (group, other)]
+    return places[0] == places[1]
+
+
+def _silence(leaves: Arrays, group: NeuronGroup, model: Any, inputs: Any, call: Any) -> None:
+    """Lets nothing read the neurons that are zero on all inputs, in place."""
+    silent = np.ones(group.size, bool)
+    read = [slot for slot in group.slots if slot.outgoing]
+    for slot in read:
+        seen = layer_inputs(model, inputs, slot.path, call=call)
+        lengths = [size if k in seen.axes else 1 for k, size in enumerate(slot.shape)]
+        columns = np.arange(np.prod(lengths, dtype=int)).reshape(lengths)
+        active = np.asarray((seen.rows != 0).any(0))
+        silent &= ~slot.rows(active[columns]).any(1)
+    for slot in read:
+        blocks = slot.blocks(leaves[slot.leaf])
+        blocks[silent] = 0
+        leaves[slot.leaf] = slot.with_blocks(leaves[slot.leaf], blocks)
+
+
+def _with(leaves: Arrays, model: Any) -> Any:
+    """The model with other arrays, in the dtypes that it has."""
+    old, tree, rest = parameters_of(model)
+    arrays = [jnp.asarray(leaf, jnp.asarray(own).dtype) for leaf, own in zip(leaves, old, strict=True)]
+    return refit(eqx.combine(jax.tree.unflatten(tree, arrays), rest))
+
+
+def _refused(group: NeuronGroup) -> str:
+    """Why a group has no canonical form; empty if it has."""
+    if group.copies > 1:
+        return f"in {group.copies} copies"
+    if group.normalised:
+        return "normalised"
+    if not len(group.scalings):
+        return "not homogeneous"
+    if len(group.scalings) > 1:
+        return f"scaled in {len(group.scalings)} ways"
+    if group.degree != 1:
+        return "of no one degree" if group.degree is None else f"of degree {group.degree:g}"
+    if not np.all(group.scaling):
+        return "made by what does not scale with it"
+    if any(has_order(slot.layout) for slot in group.slots):
+        return "read in another order"
+    return "" if group.cancelling else "not just multiplied and summed by what reads it"
+
+
+def _rows(leaves: Arrays, group: NeuronGroup, slots: list[int]) -> np.ndarray:
+    """What lies at each neuron in some of a group's slots: [neurons, numbers]."""
+    return np.concatenate([group.slots[index].rows(leaves[group.slots[index].leaf]) for index in slots], 1)
+
+
+def _merged(leaves: Arrays, sizes: Arrays, group: NeuronGroup, settled: list[int], tolerance: float) -> np.ndarray:
+    """Brings lengths to one and merges copies, in place; returns which neurons are left.
+
+    Lengths are of what is `settled`: of a residual stream without what other groups write to it, whose scale is theirs.
+    """
+    exponents: Any = group.scaling
+    makes, reads = (np.flatnonzero(side * exponents > 0).tolist() for side in (1, -1))
+    alive = np.linalg.norm(_rows(leaves, group, makes), axis=1) > 0
+    firm = [index for index in settled if index in makes]
+    lengths = np.linalg.norm(_rows(leaves, group, firm or makes), axis=1)
+    if (alive & (lengths == 0)).any():
+        fail("model", f"make all neurons of {group.name} by more than what other groups write to them", "some by that")
+    lengths = np.where(lengths > 0, lengths, 1.0)
+    for arrays in (leaves, sizes):
+        for slot, exponent in zip(group.slots, exponents, strict=True):
+            blocks = slot.blocks(arrays[slot.leaf])
+            own = lengths.reshape(-1, *[1] * (blocks.ndim - 1)) ** -exponent
+            arrays[slot.leaf] = slot.with_blocks(arrays[slot.leaf], blocks * own)
+    label = _clusters(_rows(leaves, group, makes), alive, tolerance)
+    known = np.flatnonzero(label >= 0)
+    sums = np.zeros((label.max(initial=-1) + 1, group.size))
+    sums[label[known], known] = 1.0
+    firsts = np.argmax(sums, 1) if len(sums) else np.zeros(0, int)
+    norms = []
+    for arrays in (leaves, sizes):
+        for index in reads:
+            slot = group.slots[index]
+            blocks = slot.blocks(arrays[slot.leaf])
+            blocks[firsts] = np.tensordot(sums, blocks, 1)
+            arrays[slot.leaf] = slot.with_blocks(arrays[slot.leaf], blocks)
+        norms.append(np.linalg.norm(_rows(arrays, group, reads)[firsts], axis=1))
+    kept = np.sort(firsts[norms[0] > tolerance * norms[1]])
+    if len(kept):
+        return kept
+    for arrays in (leaves, sizes):
+        for slot in group.slots:
+            arrays[slot.leaf] = slot.with_blocks(arrays[slot.leaf], 0.0)
+    return np.zeros(1, int)  # an axis without entries is no axis
+
+
+def _shrunk(
+    leaves: Arrays, sizes: Arrays, groups: Mapping[str, NeuronGroup], name: str, kept: np.ndarray
+) -> dict[str, NeuronGroup]:
+    """Leaves some neurons of a group in the arrays, in place; returns all groups where they are then."""
+    group, layouts = groups[name], {}
+    for (leaf, axis), own in group.by_axis().items():
+        slots = [group.slots[index] for index in own]
+        places, _ = spread(slots[0].layout, {slot.name: kept for slot in slots})
+        for arrays in (leaves, sizes):
+            arrays[leaf] = np.take(arrays[leaf], places, axis)
+        layouts[leaf, axis] = resized(slots[0].layout, {slot.name: len(kept) for slot in slots})
+
+    def moved(slot: Slot, size: int) -> Slot:
+        layout = layouts.get((slot.leaf, slot.axis), slot.layout)
+        owner = spread(layout, {slot.name: np.arange(size)})[1][slot.name]
+        positions = np.argsort(owner, kind="stable")[np.sum(owner < 0) :].reshape(size, -1)
+        return slot._replace(layout=layout, positions=positions, shape=leaves[slot.leaf].shape)
+
+    found = {}
+    for other, each in groups.items():
+        size = len(kept) if other == name else each.size
+        found[other] = dataclasses.replace(each, size=size, slots=tuple(moved(slot, size) for slot in each.slots))
+    return found
+
+
+def _clusters(made: np.ndarray, alive: np.ndarray, tolerance: float) -> np.ndarray:
+    """Numbers of sets of neurons made alike, -1 for dead ones."""
+    places = np.flatnonzero(alive)
+    unit = made[places] / np.linalg.norm(made[places], axis=1, keepdims=True)
+    near = 2 - 2 * unit @ unit.T < max(tolerance**2, 64 * np.finfo(float).eps)
+    pairs = np.nonzero(near)
+    graph = coo_array((np.ones(len(pairs[0])), pairs), shape=near.shape)
+    label = np.full(len(made), -1)
+    label[places] = connected_components(graph, directed=False)[1]
+    return label
+
+
+def _sequence(groups: Mapping[str, NeuronGroup]) -> dict[str, list[int]]:
+    """Groups from the inputs on, with the slots that say of each what does not depend on those that come later."""
+    owners: dict[tuple[int, int], set[str]] = {}
+    for name, group in groups.items():
+        for slot in group.slots:
+            owners.setdefault((slot.leaf, slot.axis), set()).add(name)
+    sequence: dict[str, list[int]] = {}
+    left = dict(groups)
+    while left:
+        name, slots = _next(left, owners)
+        sequence[name] = slots
+        del left[name]
+    return sequence
+
+
+def _next(left: Mapping[str, NeuronGroup], owners: Mapping[tuple[int, int], set[str]]) -> tuple[str, list[int]]:
+    for reading in (False, True):
+        for name, group in left.items():
+            settled = [
+                index
+                for index, slot in enumerate(group.slots)
+                if slot.outgoing == reading
+                and owners[slot.leaf, slot.axis] == {name}
+                and not any(
+                    owners.get((slot.leaf, axis), set()) & set(left)
+                    for axis in range(len(slot.shape))
+                    if axis != slot.axis
+                )
+            ]
+            if any(len(group.slots[index].shape) > 1 for index in settled):
+                return name, settled
+    for name, group in left.items():
+        others = {
+            other
+            for slot in group.slots
+            for axis in range(len(slot.shape))
+            for other in owners.get((slot.leaf, axis), ())
+        }
+        if not others & (set(left) - {name}):
+            return name, list(range(len(group.slots)))
+    fail("model", "have groups that can be put in order one after another", f"{', '.join(left)}, which cannot")
+
+
+def _direction(size: int) -> np.ndarray:
+    return np.random.default_rng(size).standard_normal(size)
+
+
+def _features(rows: np.ndarray) -> np.ndarray:
+    """Functions of what makes each neuron, as many as there are neurons: [functions, neurons].
+
+    Waves of random directions, with edges, so that those of neurons that are near each other differ; slow ones, as they
+    carry rounding on from layer to layer.
+    """
+    count, size = rows.shape
+    lengths = np.linalg.norm(rows, axis=1, keepdims=True)
+    rng = np.random.default_rng(count)
+    phases = rows / np.where(lengths > 0, lengths, 1.0) @ (SLOPE * rng.standard_normal((size, count)))
+    waves = np.abs((phases + rng.uniform(0, 2, count)) % 2 - 1) - 0.5
+    return (waves * (12 / count) ** 0.5).T

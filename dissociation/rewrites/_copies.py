@@ -1,0 +1,438 @@
+"""Which copies of a group of neurons may move separately: heads, layers of a stack, groups of channels.
+
+An atom (`axes`) that lies beside others, as [heads, neurons] or [layers, neurons], is there many times. For every array
+of a program, each entry that belongs to a neuron gets a label: which copy of the neurons it is of. In the parameters
+every row of neurons begins as a copy of its own; the program is run on the labels, operation by operation, and wherever
+two copies must move alike, since they are added, multiplied, or summed over in one product, their labels become one.
+What has not become one at the end may move separately. An entry without a label (-1) is constant along the neurons.
+
+What is not certain ties all copies of a group: an operation without a rule, an entry that belongs to two of the
+neurons.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from dissociation.rewrites._axes import UNIT
+from dissociation.rewrites._elementwise import ALONG, COMPARISONS, LIKE_SUMS, MIXED, POWERS, REDUCTIONS, SAME
+from dissociation.rewrites._flow import Flow, Step, Value
+from dissociation.rewrites._indexing import WRITES, update_axes
+from dissociation.rewrites._labels import Copies, Label, Marks, thin
+
+LONGEST = 256
+"""Turns of a loop whose copies are told apart."""
+
+Labels = list[Label | None]
+Rule = Callable[[Copies, Step, Labels, list[int], int], Labels | None]
+
+
+def run(copies: Copies, steps: Sequence[Step]) -> None:
+    """Runs a program on the labels."""
+    for step in steps:
+        if step.name in PARTS:
+            PARTS[step.name](copies, step)
+        elif step.name not in SKIPPED and not any(value is given for value in step.results for given in step.operands):
+            _apply(copies, step)
+
+
+def _apply(copies: Copies, step: Step) -> None:
+    given = [copies.marks(value) for value in step.operands]
+    marks: list[Marks] = [{} for _ in step.results]
+    for atom in {atom for own in given for atom in own}:
+        rule = RULES.get(step.name)
+        labels = [own.get(atom) for own in given]
+        axes = [-1 if label is None else copies.axis(v, atom) for v, label in zip(step.operands, labels, strict=True)]
+        found = None if rule is None else rule(copies, step, labels, axes, atom)
+        if found is None:
+            copies.tied.add(atom)
+            continue
+        for own, label in zip(marks, found, strict=True):
+            if label is not None and (thin(label) >= 0).any():  # a part of an axis may have none
+                own[atom] = label
+    for value, own in zip(step.results, marks, strict=True):
+        copies.mark(value, own)
+
+
+def _one_by_one(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
+    there = [label for label in labels if label is not None]
+    if len({axis for axis in axes if axis >= 0}) > 1:
+        return None
+    return [copies.same(there, value.shape) for value in step.results]
+
+
+def _reduced(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
+    (label,), gone = labels, tuple(int(k) for k in step.params["axes"])
+    if label is None or axes[0] in gone:
+        return [None]
+    return [copies.along(label, gone).squeeze(gone)]
+
+
+def _along(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
+    """Of an operation that mixes along one axis, of which less may be left."""
+    if len({axis for axis in axes if axis >= 0}) > 1:
+        return None
+    label = copies.same([label for label in labels if label is not None], step.operands[0].shape)
+    along = step.params.get("axis", step.params.get("dimension", -1)) % label.ndim
+    if along in axes:  # sorted by itself, it is so whatever its order was
+        return [*(None for _ in step.results)] if step.name in ("sort", "top_k") else None
+    first = np.take(copies.along(label, (along,)), [0], along)
+    return [np.broadcast_to(first, value.shape) for value in step.results]
+
+
+def _moved(move: Callable[[Step, Label], Label]) -> Rule:
+    """Of an operation that only moves entries."""
+
+    def rule(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
+        return None if labels[0] is None else [move(step, labels[0])]
+
+    return rule
+
+
+def _reshape(step: Step, label: Label) -> Label:
+    shape = step.results[0].shape
+    even = all(stride == 0 or size == 1 for stride, size in zip(label.strides, label.shape, strict=True))
+    return np.broadcast_to(label.flat[0], shape) if even else label.reshape(shape)
+
+
+def _broadcast(step: Step, label: Label) -> Label:
+    shape = step.results[0].shape
+    new = tuple(k for k in range(len(shape)) if k not in step.params["broadcast_dimensions"])
+    return np.broadcast_to(np.expand_dims(label, new), shape)
+
+
+def _read(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
+    """Of `gather`: entries that are read at places that are not known move alike."""
+    value, where = step.operands
+    numbers, sizes, out = step.params["dimension_numbers"], step.params["slice_sizes"], step.results[0].shape
+    found = []
+    if labels[0] is not None:
+        if where.known is not None:
+            with jax.ensure_compile_time_eval():
+                whole, mode = np.ascontiguousarray(labels[0]), step.params["mode"]
+                read = jax.lax.gather(whole, where.known, numbers, sizes, mode=mode, fill_value=-1)
+            found.append(np.asarray(read))
+        else:
+            batching = dict(zip(numbers.start_indices_batching_dims, numbers.operand_batching_dims, strict=True))
+            over = [k for k, n in enumerate(sizes) if n != value.shape[k] and k not in batching.values()]
+            label = copies.along(labels[0], over)
+            label = label[tuple(slice(n) if k in over else slice(None) for k, n in enumerate(sizes))]
+            kept = [k for k in range(label.ndim) if k not in (*numbers.collapsed_slice_dims, *batching.values())]
+            places, gone = iter(range(len(out))), numbers.collapsed_slice_dims
+            order = [kept.pop(0) if k in numbers.offset_dims else batching.get(next(places)) for k in range(len(out))]
+            there = [k for k in order if k is not None]
+            label = label.transpose([*there, *gone])[(...,) + (0,) * len(gone)]
+            found.append(np.expand_dims(label, [place for place, k in enumerate(order) if k is None]))
+    if labels[1] is not None:
+        label = copies.along(labels[1], (labels[1].ndim - 1,))[..., 0]
+        found.append(np.expand_dims(label, tuple(numbers.offset_dims)))
+    return [copies.same(found, out)]
+
+
+def _written(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
+    """Of what changes a part of an array: along axes that it does not span, all entries move alike."""
+    value, update = labels[0], labels[1] if step.name == "dynamic_update_slice" else labels[2]
+    whole, part = step.operands[0].shape, step.operands[1 if step.name == "dynamic_update_slice" else 2].shape
+    pairs = update_axes(step.params.get("dimension_numbers"), len(whole), len(part))
+    if step.name != "dynamic_update_slice" and labels[1] is not None:
+        return None
+    own = {of_update: k for k, of_update in enumerate(pairs) if of_update is not None and part[of_update] == whole[k]}
+    found = [] if value is None else [value]
+    if update is not None:
+        gone = [k for k in range(len(part)) if k not in own]
+        order = sorted(own, key=lambda of_update: own[of_update])
+        label = copies.along(update, gone).transpose([*order, *gone])[(...,) + (0,) * len(gone)]
+        found.append(np.expand_dims(label, [k for k in range(len(whole)) if k not in own.values()]))
+    return [copies.same(found, whole)]
+
+
+def _slice(step: Step, label: Label) -> Label:
+    bounds = step.params["start_indices"], step.params["limit_indices"], step.params["strides"] or (1,) * label.ndim
+    return label[tuple(slice(*each) for each in zip(*bounds, strict=True))]
+
+
+def _dynamic_slice(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
+    label = labels[0]
+    for k, size in enumerate(step.results[0].shape):
+        start: Any = step.operands[1 + k].known
+        if label is None:
+            return None
+        if size < label.shape[k] and start is None:  # any of them may be read
+            label = np.broadcast_to(
+                np.take(copies.along(label, (k,)), [0], k), (*label.shape[:k], size, *label.shape[k + 1 :])
+            )
+        elif size < label.shape[k]:
+            first = int(start) + label.shape[k] * (int(start) < 0)
+            label = np.take(label, min(max(first, 0), label.shape[k] - size) + np.arange(size), k)
+    return [label]
+
+
+def _split(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
+    whole, ends = labels[0], np.cumsum(step.params["sizes"])[:-1]
+    parts: Labels = [] if whole is None else [*np.split(whole, ends, step.params["axis"])]
+    return parts
+
+
+def _joined(join: Callable[[list[Label], Step], Label]) -> Rule:
+    """Of an operation that puts arrays side by side."""
+
+    def rule(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
+        if len({axis for axis in axes if axis >= 0}) > 1:
+            return None
+        pairs = zip(labels, step.operands, strict=True)
+        parts = [np.broadcast_to(-1, value.shape) if label is None else label for label, value in pairs]
+        return [join(parts, step)]
+
+    return rule
+
+
+def _pad(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
+    if labels[0] is None:
+        return None
+    with jax.ensure_compile_time_eval():
+        return [np.asarray(jax.lax.pad(np.ascontiguousarray(labels[0]), -1, step.params["padding_config"]))]
+
+
+def _unstack(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
+    return None if labels[0] is None else [*np.moveaxis(labels[0], step.params["axis"], 0)]
+
+
+def _transformed(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
+    """Of `fft`."""
+    if labels[0] is None:
+        return None
+    over = range(labels[0].ndim - len(step.params["fft_lengths"]), labels[0].ndim)
+    mixed = copies.along(labels[0], tuple(over))
+    first = mixed[tuple(slice(0, 1) if k in over else slice(None) for k in range(mixed.ndim))]
+    return [np.broadcast_to(first, step.results[0].shape)]
+
+
+def _product(
+    copies: Copies, labels: Labels, letters: tuple[list[Any], list[Any]], along: list[Any], out: list[Any]
+) -> Label | None:
+    """Labels of a sum of products, as `einsum` writes it.
+
+    Args:
+        copies: All labels.
+        labels: Of both sides; None where the atom is not in one.
+        letters: Of the axes of both.
+        along: The letters of the atom in both; None where it is not in one.
+        out: Letters of the result.
+
+    Returns:
+        The labels of the result, axes of length 1 where it does not depend on them; None if the atom is not in it.
+    """
+    aligned = []
+    everything = [*out, *(x for x in dict.fromkeys([*letters[0], *letters[1]]) if x not in out)]
+    for label, own, other in zip(labels, letters, letters[::-1], strict=True):
+        if label is None:
+            continue
+        if all(x is not None for x in along):  # each entry meets all of the other's along what that alone has
+            label = copies.along(label, [k for k, x in enumerate(own) if x not in other])
+        order = [own.index(x) for x in everything if x in own]
+        aligned.append(np.expand_dims(label.transpose(order), [k for k, x in enumerate(everything) if x not in own]))
+    label = copies.same(aligned)
+    if not any(x in out for x in along):
+        return None
+    gone = tuple(range(len(out), len(everything)))
+    return copies.along(label, gone).squeeze(gone)
+
+
+def _dot(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
+    contracted, batched = step.params["dimension_numbers"]
+    letters: list[list[Any]] = []
+    for side, value in enumerate(step.operands):
+        named = {k: ("sum", n) for n, k in enumerate(contracted[side])}
+        named |= {k: ("batch", n) for n, k in enumerate(batched[side])}
+        letters.append([named.get(k, (side, k)) for k in range(len(value.shape))])
+    out = [("batch", n) for n in range(len(batched[0]))]
+    out += [x for side in (0, 1) for x in letters[side] if x[0] == side]
+    along = [own[axis] if axis >= 0 else None for own, axis in zip(letters, axes, strict=True)]
+    if None not in along and along[0] != along[1]:
+        return None
+    label = _product(copies, labels, (letters[0], letters[1]), along, out)
+    return [None if label is None else np.broadcast_to(label, step.results[0].shape)]
+
+
+def _convolution(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
+    """As a product over the channels of each group of them; all that lies in space moves alike."""
+    numbers, groups = step.params["dimension_numbers"], step.params["feature_group_count"]
+    names = ("image", "in"), ("out", "in")
+    flat: Labels = [None, None]
+    along: list[Any] = [None, None]
+    for side, spec in enumerate((numbers.lhs_spec, numbers.rhs_spec)):
+        label, axis, value = labels[side], axes[side], step.operands[side]
+        if label is None:
+            continue
+        if axis not in spec[:2]:
+            return None
+        blocked, space = spec[1 - side], tuple(range(2, label.ndim))  # channels, which come in groups
+        sizes = groups, value.shape[blocked] // groups
+        plain = copies.along(label.transpose(spec), space).squeeze(space)
+        flat[side] = plain.reshape(*sizes, -1) if side else plain.reshape(-1, *sizes)
+        block = copies.flow.atoms.factored(value.axes[blocked] or UNIT, sizes)[0] if axis == blocked else UNIT
+        grouped = any(leaf.atom == atom for leaf in copies.flow.atoms.leaves(block))
+        along[side] = "group" if grouped else names[side][spec.index(axis)]
+    if None not in along and along[0] != along[1]:
+        return None
+    out, shape = numbers.out_spec, step.results[0].shape
+    letters: Any = ["image", "group", "in"], ["group", "out", "in"]
+    label = _product(copies, flat, letters, along, ["image", "group", "out"])
+    if label is None:
+        return [None]
+    wide = np.broadcast_to(label, (shape[out[0]], groups, shape[out[1]] // groups))
+    wide = np.expand_dims(wide.reshape(shape[out[0]], shape[out[1]]), tuple(range(2, len(out))))
+    return [np.broadcast_to(wide.transpose(np.argsort(out).tolist()), shape)]
+
+
+def _window(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
+    (label,), shape, widths = labels, step.results[0].shape, step.params["window_dimensions"]
+    if label is None:
+        return None
+    over = tuple(k for k, width in enumerate(widths) if width > 1 or label.shape[k] != shape[k])
+    return None if axes[0] in over else [np.broadcast_to(copies.along(label, over), shape)]
+
+
+def _scan(copies: Copies, step: Step) -> None:
+    """Turn by turn where the turns see different copies; else the turns are alike."""
+    (part,), params = step.parts, step.params
+    first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
+    carry, slices, over = part.inputs[first:last], part.inputs[last:], step.operands[last:]
+    made = part.outputs[last - first :]
+    for value, start in zip(carry, step.operands[first:last], strict=True):
+        copies.mark(value, copies.marks(start))
+    marks = [copies.marks(value) for value in over]
+    differ = any((label != label[:1]).any() for own in marks for label in own.values())
+    turns = list(range(params["length"]))[:: -1 if params["reverse"] else 1]
+    if not differ or len(turns) > LONGEST:
+        marks = [{atom: copies.along(label, (0,)) for atom, label in own.items()} for own in marks]
+        turns = [0]
+    found: dict[int, list[Marks]] = {}
+    for turn in turns:
+        for value, own in zip(slices, marks, strict=True):
+            copies.mark(value, {atom: label[turn] for atom, label in own.items()})
+        if len(turns) == 1:
+            _settled(copies, [part.steps], carry, part.outputs[: last - first])
+        else:
+            run(copies, part.steps)
+        found[turn] = [copies.marks(value) for value in made]
+        after = [copies.marks(value) for value in part.outputs[: last - first]]
+        for value, own in zip(carry, after, strict=True):
+            copies.mark(value, own)
+    for k, value in enumerate(step.results[last - first :]):
+        whole: Marks = {}
+        for atom in {atom for own in found.values() for atom in own[k]}:
+            labels = [found[turn][k].get(atom, np.full(value.shape[1:], -1)) for turn in sorted(found)]
+            whole[atom] = np.broadcast_to(labels[0] if len(labels) == 1 else np.stack(labels), value.shape)
+        copies.mark(value, whole)
+
+
+def _settled(copies: Copies, programs: list[list[Step]], carry: list[Value], after: list[Value]) -> None:
+    """Runs the body of a loop whose turns are alike, until what it hands on has the labels of what it was given."""
+    grown = True
+    while grown:
+        grown = False
+        for steps in programs:
+            run(copies, steps)
+        for value, new in [(v, copies.marks(w)) for v, w in zip(carry, after, strict=True)]:
+            before = copies.marks(value)
+            both = {
+                atom: copies.same([own[atom] for own in (before, new) if atom in own], value.shape)
+                for atom in before | new
+            }
+            grown |= any(
+                atom not in before or ((label >= 0) & (before[atom] < 0)).any() for atom, label in both.items()
+            )
+            copies.mark(value, both)
+
+
+def _while(copies: Copies, step: Step) -> None:
+    test, body = step.parts
+    carry = body.inputs[step.params["body_nconsts"] :]
+    for value, start in zip(carry, step.operands[len(step.operands) - len(carry) :], strict=True):
+        copies.mark(value, copies.marks(start))
+    _settled(copies, [test.steps, body.steps], carry, body.outputs)
+
+
+def _cond(copies: Copies, step: Step) -> None:
+    for part in step.parts:
+        run(copies, part.steps)
+    for k, value in enumerate(step.results):
+        cases = [copies.marks(part.outputs[k]) for part in step.parts]
+        atoms = {atom for own in cases for atom in own}
+        copies.mark(value, {atom: copies.same([own[atom] for own in cases if atom in own]) for atom in atoms})
+
+
+SKIPPED = ("custom_vjp_call", "optimization_barrier", "name", "sharding_constraint")
+"""What is followed itself, or hands on what it is given."""
+
+PARTS: dict[str, Callable[[Copies, Step], None]] = {"scan": _scan, "while": _while, "cond": _cond}
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys((*LIKE_SUMS, *SAME, *POWERS, *COMPARISONS, *MIXED), _one_by_one),
+    **dict.fromkeys(("integer_pow", "pow", "mul", "div", "select_n"), _one_by_one),
+    **dict.fromkeys((*REDUCTIONS, "argmax", "argmin"), _reduced),
+    **dict.fromkeys((*ALONG, "sort", "top_k"), _along),
+    "fft": _transformed,
+    "transpose": _moved(lambda step, label: label.transpose(step.params["permutation"])),
+    "broadcast_in_dim": _moved(_broadcast),
+    "squeeze": _moved(lambda step, label: label.squeeze(tuple(step.params["dimensions"]))),
+    "reshape": _moved(_reshape),
+    "rev": _moved(lambda step, label: np.flip(label, step.params["dimensions"])),
+    "slice": _moved(_slice),
+    "dynamic_slice": _dynamic_slice,
+    "split": _split,
+    "concatenate": _joined(lambda parts, step: np.concatenate(parts, step.params["dimension"])),
+    "gather": _read,
+    "unstack": _unstack,
+    **dict.fromkeys((*WRITES, "dynamic_update_slice"), _written),
+    "take": _moved(lambda step, label: label.take(step.params["indices"], step.params["axis"])),
+    "bitcast_convert_type": _one_by_one,
+    "stack": _joined(lambda parts, step: np.stack(parts, step.params["axis"])),
+    "tile": _moved(lambda step, label: np.tile(label, step.params["reps"])),
+    "pad": _pad,
+    "dot_general": _dot,
+    "conv_general_dilated": _convolution,
+    **dict.fromkeys(("reduce_window_sum", "reduce_window_max", "reduce_window_min"), _window),
+}
+"""By names of primitives."""
+
+
+def copies_told_apart(
+    flow: Flow, made: Sequence[Value], free: set[int]
+) -> tuple[dict[int, int], dict[tuple[int, tuple[int, ...]], np.ndarray]]:
+    """Which copies may move separately.
+
+    Args:
+        flow: Of the program, done.
+        made: The parameters.
+        free: Atoms that may be permuted.
+
+    Returns:
+        How many copies there are of each atom; and, by the number of a parameter and the name of an occurrence in it,
+        which copy each is: shaped like the parameter, but along the occurrence's axis as long as there are positions of
+        each neuron, and along others of length 1 where it makes no difference.
+    """
+    copies = Copies(flow)
+    for index, value in enumerate(made):
+        copies.begin(index, value, free)
+    copies.tied |= {leaf.atom for axis in flow.referred for leaf in flow.atoms.leaves(axis)}
+    run(copies, flow.steps)
+    found = copies.found()
+    numbers: dict[int, dict[int, int]] = {}
+    slots = {}
+    for place, (atom, axis, ids) in copies.rows.items():
+        own = numbers.setdefault(atom, {})
+        old = np.full(ids.shape, -1) if atom in copies.tied else found[ids]
+        there, firsts = np.unique(old[old >= 0], return_index=True)
+        for number in there[np.argsort(firsts)].tolist():
+            own.setdefault(number, len(own))
+        known = np.array([own.get(number, 0) for number in range(found.max(initial=-1) + 1)] + [0])  # the last: -1
+        new = known[old]
+        for k in range(new.ndim):
+            if k != axis and (new == np.take(new, [0], k)).all():
+                new = np.take(new, [0], k)
+        slots[place] = new
+    return {atom: max(len(own), 1) for atom, own in numbers.items()}, slots

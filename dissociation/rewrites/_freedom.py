@@ -1,0 +1,320 @@
+"""How far linear CKA can be moved without changing a function: exactly, over scalings and over linear maps.
+
+A network whose hidden neurons are positively homogeneous computes the same function with each of them scaled. Its
+representation X diag(s) has the Gram matrix K(w) = sum_i w_i h_i h_i^T, w = s^2, h_i the centred columns, and with a
+reference K0
+
+    CKA(w) = b^T w / (|K0| sqrt(w^T G w)),   G_ij = |h_i^T h_j|^2,   b_i = tr(h_i^T K0 h_i).
+
+Its maximum over w >= 0 is a non-negative least squares problem, its minimum lies at a single neuron. Where a neuron has
+activity at several positions, as a channel of a convolution, they share its factor, and h_i has a column for each.
+
+Linear neurons may be mapped by any invertible matrix M: X M^T has any Gram matrix U Q U^T, where U is an orthonormal
+basis of the centred columns and Q positive definite, and with A = U^T K0 U
+
+    min A's least eigenvalue / |K0| <= CKA <= |A| / |K0|.
+
+Other measures, and two networks that both are free: `bounds`.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+from scipy.linalg import eigh
+from scipy.optimize import nnls
+
+from dissociation._core.checks import check_choice, check_finite, fail, is_traced
+from dissociation._core.results import printed
+from dissociation._core.validation import validated
+from dissociation.rewrites._certificate import Certificate, certify
+from dissociation.rewrites._groups import NeuronGroup
+from dissociation.rewrites._rewrites import Rotate, Scale, rotate, scale
+
+ENDS = ("low", "high")
+SMALLEST = 1e-4
+"""Length of the activity of neurons that the extreme network has no use for, of the longest: they hardly count."""
+
+
+class Freedom(NamedTuple):
+    """What linear CKA with a reference may be, over all positive scalings of the neurons.
+
+    Attributes:
+        measured: Of the representation as it is.
+        low: The least, approached as one neuron outgrows all others.
+        high: The largest.
+        low_weights: Squared factors of the neurons that approach it, [neurons]; 0 for neurons without use.
+        high_weights: The same for the largest.
+        residual: Of the conditions of Karush, Kuhn and Tucker at the largest, relative: it certifies that.
+        constant: Neurons that are constant on the data, whose scale no measure sees: [neurons].
+        lengths: Of the centred activity of each neuron as it is, [neurons].
+    """
+
+    measured: float
+    low: float
+    high: float
+    low_weights: np.ndarray
+    high_weights: np.ndarray
+    residual: float
+    constant: np.ndarray
+    lengths: np.ndarray
+
+    __repr__ = printed
+
+    def rewrite(self, group: NeuronGroup, *, end: str) -> Scale:
+        """The rewrite of the network that approaches an end: see `rewrites.scale`.
+
+        Args:
+            group: Of the neurons.
+            end: "low" or "high".
+
+        Returns:
+            The rewrite.
+
+        Raises:
+            ValueError: If `end` is another word, or the group is not homogeneous of a positive degree in one way.
+        """
+        check_choice("end", end, ENDS)
+        factors = np.sqrt(self.low_weights if end == "low" else self.high_weights)
+        lengths = np.where(self.constant, 1.0, self.lengths)
+        wanted = factors * lengths
+        factors = np.maximum(wanted / wanted.max(), SMALLEST) / lengths * np.median(lengths)
+        free = (wanted == 0) if end == "high" else np.ones(len(wanted), bool)
+        return scale_activity(group, np.where(self.constant, 1.0, factors), free)
+
+
+def scale_activity(group: NeuronGroup, factors: Any, free: np.ndarray | None = None) -> Scale:
+    """The rewrite that multiplies what neurons show by these factors, [neurons].
+
+    Where the factors are `free`, powers of two are taken, on the host, which round nothing.
+
+    Raises:
+        ValueError: If the group is not homogeneous of a positive degree in one way.
+    """
+    if group.degree is None or group.degree <= 0 or len(group.scalings) != 1:
+        fail("group", "be homogeneous of a positive degree, in one way", group)
+    factors = factors ** (1 / group.degree)
+    return scale(group, factors if free is None else np.where(free, np.exp2(np.round(np.log2(factors))), factors))
+
+
+@validated
+def cka_freedom(
+    x: Float[Array | np.ndarray, "samples neurons *positions"],
+    reference: Float[Array | np.ndarray, "samples features"],
+) -> Freedom:
+    """The interval of linear CKA with a reference over all positive scalings of the neurons of a representation.
+
+    Scaling neurons is a rewrite where their activation is homogeneous, so networks of one function fill the interval:
+    both ends are approached by `Freedom.rewrite`. Duplicated neurons add nothing to it, since copies are parallel;
+    neurons without effect open it further, to any direction that they may have. On the host, in float64.
+
+    Args:
+        x: The representation: [samples, neurons]; or, where positions share the factor of a neuron as those of a
+            channel do, [samples, neurons, positions], any number of axes of them.
+        reference: Another one of the same samples, kept as it is.
+
+    Returns:
+        The interval, and what approaches its ends.
+
+    Raises:
+        ValueError: If the numbers of samples differ, or all neurons or the reference are constant.
+    """
+    columns, still, unit_of_x, other = _checked(x, reference)
+    neurons = columns.reshape(len(columns), x.shape[1], -1)
+    constant = np.asarray(still.reshape(x.shape[1], -1).all(1))
+    norms = np.linalg.norm(neurons, axis=(0, 2))
+    unit = neurons[:, ~constant] / norms[~constant, None]  # of neurons of length 1: weights are in their units
+    size = np.linalg.norm(other.T @ other)
+    gains = (np.tensordot(other, unit, (0, 0)) ** 2).sum((0, 2)) / size
+    gram = _inner_squares(unit)
+    own = norms[~constant] ** 2
+    best, residual = _largest(gram, gains)
+    alone = gains / np.sqrt(np.diag(gram))
+    single = int(np.argmin(alone))
+    weights = np.zeros((2, len(norms)))
+    weights[0, np.flatnonzero(~constant)[single]] = 1 / own[single]
+    weights[1, ~constant] = best / own
+    return Freedom(
+        measured=float(gains @ own / np.sqrt(own @ gram @ own)),
+        low=float(alone[single]),
+        high=float(gains @ best / np.sqrt(best @ gram @ best)),
+        low_weights=weights[0],
+        high_weights=weights[1],
+        residual=residual,
+        constant=constant,
+        lengths=norms * unit_of_x,
+    )
+
+
+class LinearFreedom(NamedTuple):
+    """What linear CKA with a reference may be, over all invertible maps of the neurons.
+
+    Attributes:
+        measured: Of the representation as it is.
+        low: The least, approached as one direction outgrows all others.
+        high: The largest.
+        low_matrix: M that approaches it, as in x M^T.
+        high_matrix: The same for the largest.
+    """
+
+    measured: float
+    low: float
+    high: float
+    low_matrix: np.ndarray
+    high_matrix: np.ndarray
+
+    __repr__ = printed
+
+    def rewrite(self, group: NeuronGroup, *, end: str) -> Rotate:
+        """The rewrite of the network that approaches an end: see `rewrites.rotate`.
+
+        Args:
+            group: Of the neurons.
+            end: "low" or "high".
+
+        Returns:
+            The rewrite.
+
+        Raises:
+            ValueError: If `end` is another word, or the neurons are not linear.
+        """
+        check_choice("end", end, ENDS)
+        return rotate(group, self.low_matrix if end == "low" else self.high_matrix)
+
+
+@validated
+def linear_cka_freedom(
+    x: Float[Array | np.ndarray, "samples neurons"],
+    reference: Float[Array | np.ndarray, "samples features"],
+    *,
+    smallest: float = 5e-3,
+) -> LinearFreedom:
+    """The interval of linear CKA with a reference over all invertible maps of linear neurons.
+
+    Of a linear network's hidden layer these are networks of the same function. With the network's inputs in place of
+    `x`, it is the interval over all linear networks of one function whose hidden layer is as wide as the inputs' rank
+    and more. On the host, in float64.
+
+    Args:
+        x: The representation.
+        reference: Another one of the same samples, kept as it is.
+        smallest: Factor of directions that the extreme representation has no use for, 0 to 1. The ends are missed by
+            about its square, and rounding of the function grows as its inverse.
+
+    Returns:
+        The interval, and what approaches its ends.
+
+    Raises:
+        ValueError: If the numbers of samples differ, all neurons or the reference are constant, or `smallest` is out
+            of range.
+
+    References:
+        Braun, Grant and Saxe (2025), on which representations linear networks of one function may have.
+    """
+    if not 0 < smallest <= 1:
+        fail("smallest", "be more than 0 and at most 1", smallest)
+    columns, _, unit, other = _checked(x, reference)
+    basis, sizes, rows = np.linalg.svd(columns, full_matrices=False)
+    rank = int((sizes > sizes[0] * max(columns.shape) * np.finfo(x.dtype).eps).sum())
+    basis, sizes, rows = basis[:, :rank], sizes[:rank], rows[:rank]
+    size = np.linalg.norm(other.T @ other)
+    seen = other.T @ basis
+    values, vectors = np.linalg.eigh(seen.T @ seen / size)
+    values = np.maximum(values, 0.0)
+
+    low, high = np.eye(rank)[0], np.sqrt(values / values[-1])
+
+    def matrix(lengths: np.ndarray) -> np.ndarray:
+        """M that gives the directions `vectors` these lengths, and leaves what no sample shows as it is."""
+        whitened = vectors * np.maximum(lengths, smallest) @ vectors.T @ (rows / sizes[:, None]) * np.median(sizes)
+        return rows.T @ whitened + np.eye(rows.shape[1]) - rows.T @ rows
+
+    return LinearFreedom(
+        measured=float(np.linalg.norm(seen * sizes) ** 2 / size / np.linalg.norm(sizes**2)),
+        low=float(values[0]),
+        high=float(np.linalg.norm(values)),
+        low_matrix=matrix(low),
+        high_matrix=matrix(high),
+    )
+
+
+@validated
+def approached(
+    found: Freedom | LinearFreedom, model: Any, group: NeuronGroup, inputs: Any, *, end: str
+) -> tuple[Any, Certificate]:
+    """The network that approaches an end of an interval, and what shows that its function is the same.
+
+    Args:
+        found: The interval of a representation of the model.
+        model: The network, as it is.
+        group: Of the neurons.
+        inputs: Examples, samples first, on which the functions are compared.
+        end: "low" or "high".
+
+    Returns:
+        The rewritten network, and its certificate.
+
+    Raises:
+        ValueError: If `end` is another word, or the group cannot be rewritten so.
+    """
+    rewritten = found.rewrite(group, end=end)(model)
+    return rewritten, certify(model, rewritten, inputs)
+
+
+def _checked(x: Any, reference: Any) -> tuple[np.ndarray, np.ndarray, float, np.ndarray]:
+    """What `_centred` makes of both, columns side by side; of the reference the columns alone."""
+    found = []
+    for name, part in (("x", x), ("reference", reference)):
+        if is_traced(part):
+            raise TypeError(f"`{name}` must be known: freedom is a step of the host, got a traced array.")
+        columns = np.asarray(part, np.float64).reshape(len(part), -1)
+        check_finite(name, columns)
+        found.append(_centred(columns, part.dtype))
+        if found[-1][1].all():
+            fail(name, "differ between samples", "constant columns alone")
+    return *found[0], found[1][0]
+
+
+def _inner_squares(unit: np.ndarray) -> np.ndarray:
+    """|h_i^T h_j|^2 of neurons [samples, neurons, positions], a neuron against all at a time."""
+    if unit.shape[2] == 1:
+        return (unit[:, :, 0].T @ unit[:, :, 0]) ** 2
+    samples, number, positions = unit.shape
+    if samples <= positions:  # the Gram matrices themselves
+        flat = np.matmul(unit.transpose(1, 0, 2), unit.transpose(1, 2, 0)).reshape(number, -1)
+        return flat @ flat.T
+    flat = unit.reshape(samples, -1)
+    return np.stack([((unit[:, i].T @ flat) ** 2).reshape(positions, number, -1).sum((0, 2)) for i in range(number)])
+
+
+def _centred(columns: np.ndarray, dtype: Any) -> tuple[np.ndarray, np.ndarray, float]:
+    """Centred columns in units of their largest entry, which of them are constant but for rounding, and the unit."""
+    unit = float(np.abs(columns).max(initial=0.0)) or 1.0
+    columns = columns / unit
+    sizes = np.abs(columns).max(0)
+    columns = columns - columns.mean(0)
+    # A mean of n numbers in the representation's own precision is right to a rounding.
+    rounding = 8 * float(jnp.finfo(dtype if jnp.issubdtype(dtype, jnp.floating) else float).eps)
+    constant = np.linalg.norm(columns, axis=0) <= rounding * sizes * np.sqrt(len(columns))
+    return np.where(constant, 0.0, columns), constant, unit
+
+
+def _largest(gram: np.ndarray, gains: np.ndarray) -> tuple[np.ndarray, float]:
+    """W >= 0 that maximises b^T w / sqrt(w^T G w), by min w^T G w / 2 - b^T w, and the residual of its conditions."""
+    values, vectors = eigh(gram)
+    kept = values > values[-1] * len(gram) * np.finfo(float).eps
+    root = vectors[:, kept] * np.sqrt(values[kept])
+    best = nnls(root.T, (vectors[:, kept].T @ gains) / np.sqrt(values[kept]))[0]
+    used = best > 0
+    for _ in range(3):  # the normal equations of what is used, refined
+        step = np.linalg.lstsq(gram[np.ix_(used, used)], (gains - gram @ best)[used], rcond=None)[0]
+        moved = best.copy()
+        moved[used] += step
+        if (moved < 0).any():
+            break
+        best = moved
+    slack = gram @ best - gains
+    scale = np.abs(gains).max()
+    residual = max(0.0, float(-slack.min()), float(np.abs(slack[best > 0]).max(initial=0.0)))
+    return best, residual / scale

@@ -1,0 +1,328 @@
+"""Rewrites that give a group more neurons: copies of those that are there, and ones without effect.
+
+See `rewrites`. What a program counts, or a module keeps beside its arrays, must follow (`rewrites.refitted`): a model
+that
+was not the same program with more neurons is refused.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from dissociation._core.checks import check_count, check_non_negative, fail
+from dissociation._core.types import PRNGKey, Scalar
+from dissociation._core.validation import validated
+from dissociation.rewrites._axes import spread
+from dissociation.rewrites._comparison import check_defined, check_same_program
+from dissociation.rewrites._groups import NeuronGroup, neuron_groups, parameters_of
+from dissociation.rewrites._neurons import copies_of, least_squares
+from dissociation.rewrites._rewrites import Rewrite, current
+from dissociation.rewrites._seen import layer_inputs
+from dissociation.rewrites._sizes import refit
+
+
+class Duplicate(Rewrite):
+    """See `duplicate`."""
+
+    multiplier: float = eqx.field(static=True)
+    group: NeuronGroup = eqx.field(static=True)
+
+    def __call__(self, model: Any) -> Any:
+        """The rewritten model."""
+        group = current(self.group, model)
+        _check_grows(group, new=False)
+        original = copies_of(group.size, self.multiplier)
+        copies = np.bincount(original, minlength=group.size)[original]
+        exponents: Any = group.sharing
+
+        def change(array: Array, axis: int, owners: dict[int, np.ndarray]) -> Array:
+            for index, owner in owners.items():
+                vector = np.where(owner >= 0, copies[owner] ** float(exponents[index]), 1.0)
+                array = array * _along(jnp.asarray(vector, array.dtype), array, axis)
+            return array
+
+        return _resized(model, group, original, change)
+
+
+def _along(vector: Array, array: Array, axis: int) -> Array:
+    """A vector along one axis of an array."""
+    return vector.reshape([-1 if k == axis else 1 for k in range(array.ndim)])
+
+
+@validated
+def duplicate(group: NeuronGroup, multiplier: float | int = 2.0) -> Duplicate:
+    """Repeats the neurons of a group, and shares what reads them out equally over the copies of each.
+
+    The copies come as whole groups one after another; see `_neurons.duplicate_neurons`.
+
+    Args:
+        group: Of the model.
+        multiplier: Of the number of neurons, at least 1; a plain number, as it sets shapes.
+
+    Returns:
+        The rewrite.
+
+    Raises:
+        TypeError: If `multiplier` is traced.
+        ValueError: If the group cannot grow, or `multiplier` is below 1.
+    """
+    _check_grows(group, new=False)
+    copies_of(group.size, multiplier, "multiplier")
+    return Duplicate(float(multiplier), group)
+
+
+def _check_grows(group: NeuronGroup, neurons_per_group: int = 1, *, new: bool = True) -> None:
+    if group.sharing is None:
+        why = "a statistic is taken over its neurons" if group.normalised else "no product is summed over its neurons"
+        fail("group", "be one that can grow", f"{group.name}, which cannot: {why}")
+    if new and not (group.sharing.min() < 0 and np.all((group.sharing >= -1) & (group.sharing <= 0))):
+        fail("group", "be one whose neurons are silent where what reads them is zero", group.name)
+    if neurons_per_group > 1 and not group.cancelling:
+        wanted = f"be 1 for {group.name}, as what reads it is not multiplied and summed just as it stands"
+        fail("neurons_per_group", wanted, neurons_per_group)
+
+
+Fill = Callable[[Array, int, dict[int, np.ndarray]], Array]
+Owners = dict[tuple[int, int], dict[int, np.ndarray]]
+
+
+def _resized(model: Any, group: NeuronGroup, original: np.ndarray, fill: Fill) -> Any:
+    """The model with other neurons in a group.
+
+    Args:
+        model: The model.
+        group: Current in it.
+        original: Which old neuron each new one takes over.
+        fill: From an array with the new neurons along an axis, and, for the group's slots there, which of the new
+            neurons each place belongs to, or -1.
+    """
+    leaves, tree, rest = parameters_of(model)
+    owners: Owners = {}
+    for (leaf, axis), own in group.by_axis().items():
+        slots = [group.slots[index] for index in own]
+        places, by_name = spread(slots[0].layout, {slot.name: original for slot in slots})
+        leaves[leaf] = jnp.take(jnp.asarray(leaves[leaf]), places, axis=axis)
+        owners[leaf, axis] = {index: by_name[slot.name] for index, slot in zip(own, slots, strict=True)}
+    # What reads the new neurons comes last, so that they are without effect on each other too.
+    for (leaf, axis), own in sorted(owners.items(), key=lambda item: group.slots[min(item[1])].outgoing):
+        leaves[leaf] = fill(leaves[leaf], axis, own)
+    grown = eqx.combine(jax.tree.unflatten(tree, leaves), rest)
+    one, other = (refit(grown, more_groups=more) for more in (False, True))
+    try:
+        _check_same(model, one, group, owners, len(original))
+    except (TypeError, ValueError):
+        if jax.tree.structure(one) == jax.tree.structure(other):
+            raise
+        _check_same(model, other, group, owners, len(original))
+        return other
+    return one
+
+
+def _check_same(before: Any, after: Any, group: NeuronGroup, owners: Owners, size: int) -> None:
+    check_same_program(before, after, group)
+    _check_same_places(after, group, owners, size)
+
+
+def _check_same_places(rewritten: Any, group: NeuronGroup, owners: Owners, size: int) -> None:
+    """Raises unless the neurons are a group of the grown model, at the places that they were given."""
+    wanted: dict[tuple[int, int], set[tuple[int, int]]] = {}
+    for place, own in owners.items():
+        pairs = (zip(owner.tolist(), range(len(owner)), strict=True) for owner in own.values())
+        wanted[place] = {pair for some in pairs for pair in some if pair[0] >= 0}
+    for other in neuron_groups(rewritten, group.example, call=group.call).values():
+        if other.size == size and {(slot.leaf, slot.axis) for slot in other.slots} == set(wanted):
+            found: dict[tuple[int, int], set[tuple[int, int]]] = {place: set() for place in wanted}
+            for slot in other.slots:
+                rows = enumerate(slot.positions.tolist())
+                found[slot.leaf, slot.axis] |= {(neuron, place) for neuron, row in rows for place in row}
+            if found == wanted:
+                return
+    fail("group", "be one whose neurons the program does not count", group.name)
+
+
+class AddNuisance(Rewrite):
+    """See `add_nuisance`."""
+
+    key: PRNGKey
+    incoming_std: Scalar
+    outgoing_std: Scalar | None
+    num_groups: int = eqx.field(static=True)
+    neurons_per_group: int = eqx.field(static=True)
+    group: NeuronGroup = eqx.field(static=True)
+
+    def __call__(self, model: Any) -> Any:
+        """The rewritten model."""
+        group = current(self.group, model)
+        _check_grows(group, self.neurons_per_group)
+        count, size = self.num_groups * self.neurons_per_group, self.neurons_per_group
+        if count == 0:
+            return model
+        original = np.concatenate([np.arange(group.size), np.zeros(count, int)])
+        made = [index for index, slot in enumerate(group.slots) if not slot.outgoing]
+        read = [index for index, slot in enumerate(group.slots) if slot.outgoing]
+        firsts, others = jax.random.split(self.key)
+        keys = dict(zip((*made, *read), (*_keys(firsts, len(made)), *_keys(others, len(read))), strict=True))
+        member = np.repeat(np.arange(self.num_groups), size)
+
+        def change(array: Array, axis: int, owners: dict[int, np.ndarray]) -> Array:
+            array = jnp.moveaxis(array, axis, 0)
+            for index, owner in sorted(owners.items(), key=lambda item: group.slots[item[0]].outgoing):
+                new = owner >= group.size
+                columns = int(new.sum()) // count
+                shape = (count, columns, *array.shape[1:])
+                order = np.argsort(owner[new], kind="stable")
+                places = np.flatnonzero(new)[order].reshape(count, columns)
+                if group.slots[index].outgoing:
+                    values = self._cancelling(keys[index], shape, array, places)
+                elif math.prod(array.shape[1:]) == 1:  # one number each, such as a variance: as others have it
+                    pick = jax.random.randint(keys[index], (self.num_groups,), 0, group.size)
+                    values = array[jnp.asarray(_rows_of(owner, group.size))[pick]][member]
+                else:
+                    drawn = jax.random.normal(keys[index], (self.num_groups, *shape[1:]), array.dtype)
+                    old = array[jnp.asarray(np.setdiff1d(np.arange(len(owner)), places))]
+                    drawn = jnp.where(jnp.all(old > 0), jnp.abs(drawn), drawn)
+                    values = (jnp.asarray(self.incoming_std, array.dtype) * drawn)[member]
+                array = array.at[places].set(values)
+            return jnp.moveaxis(array, 0, axis)
+
+        grown = _resized(model, group, original, change)
+        check_defined(model, grown, group)
+        return grown
+
+    def _cancelling(self, key: Array, shape: tuple[int, ...], array: Array, places: np.ndarray) -> Array:
+        """Outgoing weights that add up to zero in each group of new neurons."""
+        size = self.neurons_per_group
+        if size == 1:
+            return jnp.zeros(shape, array.dtype)
+        known = np.setdiff1d(np.arange(array.shape[0]), places)
+        std = jnp.sqrt(jnp.mean(array[known] ** 2)) if self.outgoing_std is None else self.outgoing_std
+        drawn = jax.random.normal(key, (self.num_groups, size, *shape[1:]), array.dtype)
+        centred = drawn - jnp.mean(drawn, axis=1, keepdims=True)
+        return (jnp.asarray(std, array.dtype) * (size / (size - 1)) ** 0.5 * centred).reshape(shape)
+
+
+def _keys(key: Array, count: int) -> list[Array]:
+    return [key] if count == 1 else list(jax.random.split(key, count)) if count else []
+
+
+def _rows_of(owner: np.ndarray, size: int) -> np.ndarray:
+    """Places of the old neurons along an axis with one place for each."""
+    known = (owner >= 0) & (owner < size)
+    places = np.flatnonzero(known)
+    return places[np.argsort(owner[known], kind="stable")].reshape(size, -1)
+
+
+@validated
+def add_nuisance(
+    group: NeuronGroup,
+    num_groups: int = 3,
+    neurons_per_group: int = 1,
+    *,
+    key: PRNGKey,
+    incoming_std: Scalar = 1.0,
+    outgoing_std: Scalar | None = None,
+) -> AddNuisance:
+    """Appends random neurons without effect to a group, in sets that cancel out.
+
+    Neurons of one set share what makes them: draws of N(0, incoming_std^2) for matrices and kernels (their magnitudes
+    where all that is there is positive), and for arrays with one number per neuron (biases, gains, variances) those of
+    a neuron that is there. What reads them adds up to
+    zero over each set: zero for sets of one, draws less their mean for larger ones; see
+    `_neurons.add_random_zero_neurons`.
+
+    Args:
+        group: Of the model.
+        num_groups: Sets, 0 or more.
+        neurons_per_group: Neurons of each, 1 or more.
+        key: A PRNG key of either kind.
+        incoming_std: Standard deviation of incoming weights; may be traced.
+        outgoing_std: Standard deviation of outgoing weights of larger sets; None is the root mean square of those that
+            are there.
+
+    Returns:
+        The rewrite.
+
+    Raises:
+        TypeError: If a count is no integer.
+        ValueError: If the group cannot grow, or an option is out of range; the rewrite raises it too where its new
+            neurons are not finite, as behind a logarithm of what is drawn.
+    """
+    check_count("num_groups", num_groups)
+    check_count("neurons_per_group", neurons_per_group, minimum=1)
+    _check_grows(group, neurons_per_group)
+    check_non_negative("incoming_std", incoming_std)
+    if outgoing_std is not None:
+        check_non_negative("outgoing_std", outgoing_std)
+    return AddNuisance(key, incoming_std, outgoing_std, num_groups, neurons_per_group, group)
+
+
+class AddPhantom(Rewrite):
+    """See `add_phantom`."""
+
+    incoming: Float[Array, "new features"]
+    bias: Float[Array, " new"] | None
+    group: NeuronGroup = eqx.field(static=True)
+
+    def __call__(self, model: Any) -> Any:
+        """The rewritten model."""
+        group = current(self.group, model)
+        _check_grows(group)
+        count = len(self.incoming)
+        original = np.concatenate([np.arange(group.size), np.zeros(count, int)])
+
+        def change(array: Array, axis: int, owners: dict[int, np.ndarray]) -> Array:
+            array = jnp.moveaxis(array, axis, 0)
+            for index, owner in sorted(owners.items(), key=lambda item: group.slots[item[0]].outgoing):
+                new = np.flatnonzero(owner >= group.size)
+                values: Any = 0.0
+                if not group.slots[index].outgoing:
+                    values = self.bias if array.ndim == 1 else self.incoming.reshape(count, *array.shape[1:])
+                array = array.at[new].set(values)
+            return jnp.moveaxis(array, 0, axis)
+
+        return _resized(model, group, original, change)
+
+
+@validated(finite=("pattern",))
+def add_phantom(
+    group: NeuronGroup,
+    model: Any,
+    inputs: Any,
+    pattern: Float[Array | np.ndarray, "vectors new"],
+    *,
+    rtol: Scalar | None = None,
+) -> AddPhantom:
+    """Appends neurons without effect to a group, whose preactivations show a pattern on inputs of the model.
+
+    Args:
+        group: Of the model; made by one matrix, and a bias or none.
+        model: The model.
+        inputs: Examples, see `rewrites.layer_inputs`.
+        pattern: The preactivations wanted of the new neurons, one column each.
+        rtol: See `_neurons.add_phantom_zero_neurons`.
+
+    Returns:
+        The rewrite.
+
+    Raises:
+        ValueError: If the group cannot grow, is made by anything else, or sees several vectors for each example.
+    """
+    _check_grows(group)
+    made = [slot for slot in group.slots if not slot.outgoing]
+    matrices = [slot for slot in made if len(slot.shape) == 2]
+    biases = [slot for slot in made if len(slot.shape) == 1]
+    if len(matrices) != 1 or len(biases) > 1 or len(made) > 2 or matrices[0].positions.shape[1] != 1:
+        fail("group", "be made by one matrix, and a bias or none", group)
+    seen = layer_inputs(model, inputs, matrices[0].path, call=group.call)
+    if len(seen.rows) != len(pattern):
+        fail("pattern", f"have a row for every vector that {group.name} sees ({len(seen.rows)})", len(pattern))
+    rows = jnp.concatenate([seen.rows, jnp.ones((len(seen.rows), len(biases)), seen.rows.dtype)], 1)
+    found = least_squares(rows, jnp.asarray(pattern, rows.dtype), rtol).T
+    width = seen.rows.shape[1]
+    return AddPhantom(found[:, :width], found[:, width] if biases else None, group)

@@ -1,0 +1,372 @@
+"""What operations that read or write at places do to axes (`flow`)."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from jax.lax import GatherScatterMode
+
+from dissociation.rewrites._axes import UNIT, Axis, Order, Sum
+from dissociation.rewrites._flow import Flow, Value
+
+Params = dict[str, Any]
+Rule = Callable[[Flow, Params, list[Value], list[tuple[int, ...]]], list[Value]]
+
+WRITES = {"scatter": True, "scatter-add": True, "scatter-sub": True, "scatter-min": False, "scatter-max": False,
+          "scatter-mul": False}  # fmt: skip
+"""By names of primitives, whether they are linear."""
+ASKED = "its indices are what is asked for"
+COMPUTED = "it is read at places that are computed"
+WRITTEN = "it is written at some places"
+
+
+def reverse(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
+    """Of `rev`."""
+    value = operands[0]
+    axes = list(value.axes)
+    for k in params["dimensions"]:
+        axes[k] = flow.taken(axes[k], np.arange(value.shape[k])[::-1])
+    return [Value(shapes[0], axes, value.zero)]
+
+
+def take(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
+    """Of stretches of one array put in another order."""
+    value, along = operands[0], params["axis"]
+    axes = list(value.axes)
+    axes[along] = flow.taken(axes[along], params["indices"])
+    return [Value(shapes[0], axes, value.zero)]
+
+
+def cut(flow: Flow, axis: Axis | None, length: int, start: int, stop: int) -> Axis | None:
+    """A stretch of an axis."""
+    if axis is None or stop - start == length:
+        return axis
+    sizes = [size for size in (start, stop - start, length - stop) if size]
+    return flow.atoms.cut(axis, sizes)[1 if start else 0]
+
+
+def slices(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
+    """Of `slice`."""
+    value = operands[0]
+    strides = params["strides"] or (1,) * len(value.shape)
+    axes: list[Axis | None] = []
+    bounds = zip(params["start_indices"], params["limit_indices"], strides, strict=True)
+    for axis, length, (start, stop, stride) in zip(value.axes, value.shape, bounds, strict=True):
+        if stride == 1:
+            axes.append(cut(flow, axis, length, start, stop))
+        else:
+            axes.append(flow.taken(axis, np.arange(start, stop, stride)))
+    return [Value(shapes[0], axes, value.zero)]
+
+
+def dynamic_slice(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
+    """Of `dynamic_slice`."""
+    value, starts = operands[0], operands[1:]
+    axes: list[Axis | None] = []
+    for k, size in enumerate(shapes[0]):
+        start = starts[k].known
+        if _referred(flow, starts[k], value, [k], shapes[0]) == k:
+            axes.append(UNIT)
+        elif size == value.shape[k] or value.axes[k] is None:
+            axes.append(value.axes[k])
+        elif start is not None:
+            first = clipped(start, value.shape[k], size)
+            axes.append(cut(flow, value.axes[k], value.shape[k], first, first + size))
+        else:
+            flow.freeze(value, COMPUTED, [k])
+            axes.append(flow.atoms.new(size, COMPUTED))
+    return [Value(shapes[0], axes, value.zero)]
+
+
+def clipped(start: Any, length: int, size: int) -> int:
+    """Where a slice of a known start begins."""
+    return min(max(int(start) + length * (int(start) < 0), 0), length - size)
+
+
+def pad(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
+    """Of `pad`."""
+    value, filler = operands
+    axes: list[Axis | None] = []
+    for axis, length, config in zip(value.axes, value.shape, params["padding_config"], strict=True):
+        low, high, interior = map(int, config)
+        if not (low or high or interior):
+            if axis is not None and not filler.zero:
+                flow.still(None if filler.endless else axis)
+                flow.uneven.append(axis)
+            axes.append(axis)
+            continue
+        place = low + np.arange(length) * (interior + 1)
+        whole = place[-1] + 1 + high
+        there = np.flatnonzero((place >= 0) & (place < whole))
+        if not len(there):
+            axes.append(flow.atoms.new(whole, "padding"))
+            continue
+        middle = flow.even(len(there)) if axis is None else flow.atoms.taken(axis, there)
+        gaps = np.setdiff1d(np.arange(whole), place[there])
+        if interior:
+            parts = (middle, flow.atoms.new(len(gaps), "padding"))[: 2 if len(gaps) else 1]
+            axes.append(Order(Sum(parts), np.argsort(np.concatenate([place[there], gaps]))))
+        else:
+            ends = [int((gaps < place[there[0]]).sum()), int((gaps > place[there[-1]]).sum())]
+            first, last = (flow.atoms.new(n, "padding") for n in ends)
+            axes.append(Sum((first,) * (ends[0] > 0) + (middle,) + (last,) * (ends[1] > 0)))
+    return [Value(shapes[0], axes, value.zero and filler.zero)]
+
+
+def gather(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
+    """Of `gather`."""
+    value, where = operands
+    numbers, sizes, mode = params["dimension_numbers"], params["slice_sizes"], params["mode"]
+    flow.freeze(where, "it says where to read", [-1])
+    batch: list[Axis | None] = _places_handed_on(flow, where)
+    count = math.prod(where.shape[:-1])
+    batching = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
+    parts = [k for k, size in enumerate(sizes) if size != value.shape[k] and k not in batching]
+    starts = _starts(where, numbers.start_index_map, value.shape, sizes, mode == GatherScatterMode.CLIP)
+    filled = mode == GatherScatterMode.FILL_OR_DROP and any(starts[k] is None for k in numbers.start_index_map)
+    if not any(value.axes[k] is not None for k in parts) and not batching and not filled:
+        batch = [None] * (len(where.shape) - 1)  # it is the same wherever it is read
+    kept: list[Axis | None] = []
+    flow.freeze(where, "it says where to read", [k for k, n in enumerate(where.shape) if n == 1])
+    flow.freeze(value, "it is an axis no more", [k for k in numbers.collapsed_slice_dims if value.shape[k] == 1])
+    value, _ = _without(value, _referred(flow, where, value, numbers.start_index_map, sizes))
+    for k, size in enumerate(sizes):
+        axis, start = value.axes[k], starts[k]
+        if k in batching:
+            place = batching[k]
+            batch[place] = _picked(flow, axis, batch[place])
+            continue
+        if k in parts and axis is not None:
+            alone = size == 1 and len(parts) == 1 and not batching and k in numbers.collapsed_slice_dims
+            if start is not None and count == 1 and not alone:
+                axis = flow.taken(axis, start[0] + np.arange(size))
+            elif start is not None and size == 1 and len(parts) == 1 and not batching:
+                flat = Value((count,), [flow.taken(axis, start)])
+                batch, axis = flow.regrouped(flat, where.shape[:-1]), UNIT
+            else:
+                flow.freeze(value, "it is read at given places", [k])
+                axis = flow.atoms.new(size, "it is read at given places")
+        elif k in parts and size == 1:
+            axis = UNIT
+        if filled:
+            _filled_with(flow, params["fill_value"], axis)
+        if k not in numbers.collapsed_slice_dims:
+            kept.append(axis)
+    axes = [kept.pop(0) if k in numbers.offset_dims else batch.pop(0) for k in range(len(shapes[0]))]
+    return [Value(shapes[0], axes, value.zero and not filled)]
+
+
+def _filled_with(flow: Flow, number: Any, axis: Axis | None) -> None:
+    """What stands where nothing is read, neither zero nor NaN, is not scaled."""
+    if number and number == number and axis is not None:
+        flow.still(axis)
+        flow.uneven.append(axis)
+
+
+def _referred(flow: Flow, where: Value, value: Value, read: Sequence[Any], sizes: Sequence[int]) -> int | None:
+    """The axis of an array that is read or written at indices of an axis, if it is so entry by entry."""
+    if where.refers is None:
+        return None
+    if where.column is None and len(read) > 1:  # several of its indices are one place
+        flow.atoms.freeze(where.refers, ASKED)
+        return None
+    along = read[where.column or 0]
+    whole = all(sizes[k] == value.shape[k] for k in read if k != along)
+    if sizes[along] == 1 and whole and flow.atoms.size(where.refers) == value.shape[along]:
+        flow.referring(where, value.axes[along])
+        return int(along)
+    flow.atoms.freeze(where.refers, ASKED)
+    return None
+
+
+def _without(value: Value, k: int | None) -> tuple[Value, Axis | None]:
+    """An array whose axis `k` nothing is said of any more, and the axis."""
+    if k is None:
+        return value, None
+    axes = [None if j == k else axis for j, axis in enumerate(value.axes)]
+    return dataclasses.replace(value, axes=axes), value.axes[k]
+
+
+def _places_handed_on(flow: Flow, where: Value) -> list[Axis | None]:
+    """The axes of indices but the last, as a result has them."""
+    axes = []
+    for axis in where.axes[:-1]:
+        new = flow.lined_up([axis])
+        for each in () if axis is None or new is None else (axis, new):
+            flow.still(each)
+            flow.uneven.append(each)
+        axes.append(new)
+    return axes
+
+
+def _picked(flow: Flow, axis: Axis | None, place: Axis | None) -> Axis | None:
+    """Along an axis of which every index is read at a place of its own."""
+    found = flow.lined_up([axis, place])
+    if found is not None:
+        if axis is None:
+            flow.still(found)
+        else:
+            flow.equal(found, axis)
+        flow.uneven += [each for each in (found, axis) if each is not None and place is not None]
+    return found
+
+
+def _starts(
+    where: Value, dimensions: Sequence[Any], shape: Sequence[int], sizes: Sequence[int], clip: bool
+) -> list[np.ndarray | None]:
+    """For every axis of an array, where slices of known indices begin; None where it is not known, or not within."""
+    found: list[np.ndarray | None] = [np.zeros(math.prod(where.shape[:-1]), int)] * len(shape)
+    for place, k in enumerate(dimensions):
+        found[k] = None if where.known is None else where.known[..., place].astype(int).reshape(-1)
+        last = shape[k] - sizes[k]
+        if (start := found[k]) is not None and ((start < 0) | (start > last)).any():
+            found[k] = np.clip(start, 0, last) if clip else None
+    return found
+
+
+def scatter(name: str) -> Rule:
+    """Of `scatter` and those that add, multiply or compare."""
+
+    def rule(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
+        value, where, update = operands
+        numbers, rank = params["dimension_numbers"], len(value.shape)
+        if name == "scatter" and params["update_jaxpr"] is not None:
+            return flow.unknown(name, operands, shapes)
+        flow.freeze(where, "it says where to write", [-1])
+        placed = _places_handed_on(flow, where)
+        over = [k for k in range(len(update.shape)) if k not in numbers.update_window_dims]
+        pairs = update_axes(numbers, rank, len(update.shape))
+        for k, place in zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True):
+            _picked(flow, value.axes[k], placed[place])
+            _picked(flow, update.axes[over[place]], placed[place])
+        sizes = [1 if of_update is None else update.shape[of_update] for of_update in pairs]
+        referred = _referred(flow, where, value, numbers.scatter_dims_to_operand_dims, sizes)
+        clip = params["mode"] == GatherScatterMode.CLIP
+        starts: list[np.ndarray | None] = _starts(where, numbers.scatter_dims_to_operand_dims, value.shape, sizes, clip)
+        for k in numbers.operand_batching_dims:
+            starts[k] = None
+        rest = [k for k in over if k not in pairs]
+        singles = [k for k in numbers.inserted_window_dims if value.shape[k] != 1]
+        if len(rest) == len(singles) == 1 and not numbers.operand_batching_dims and len(where.shape) == 2:
+            pairs[singles[0]], rest = rest[0], []
+        elif math.prod(where.shape[:-1]) != 1:
+            starts = [None] * rank
+        for k in rest:
+            flow.freeze(update, WRITTEN, [k])
+            flow.freeze(where, WRITTEN, [over.index(k)])
+        others, own = _without(value, referred)
+        found = _written(flow, name, others, update, pairs, starts, singles)
+        if referred is not None:
+            found.axes[referred] = flow.lined_up([where.refers, own])
+            flow.referring(where, found.axes[referred])
+        return [found]
+
+    return rule
+
+
+def update_axes(numbers: Any, rank: int, update_rank: int) -> list[int | None]:
+    """For each axis of an array of which a part is changed, which of the update's is along it all the way."""
+    if numbers is None:  # of `dynamic_update_slice`
+        return list(range(rank))
+    over = [k for k in range(update_rank) if k not in numbers.update_window_dims]
+    window = [k for k in range(rank) if k not in (*numbers.inserted_window_dims, *numbers.operand_batching_dims)]
+    pairs: list[int | None] = [None] * rank
+    for k, of_update in zip(window, sorted(numbers.update_window_dims), strict=True):
+        pairs[k] = of_update
+    for k, place in zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True):
+        pairs[k] = over[place]
+    return pairs
+
+
+def dynamic_update(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
+    """Of `dynamic_update_slice`."""
+    value, update, *places = operands
+    starts = [
+        None if place.known is None else np.array([clipped(place.known, length, size)])
+        for place, length, size in zip(places, value.shape, update.shape, strict=True)
+    ]
+    return [_written(flow, "scatter", value, update, update_axes(None, len(value.shape), 0), starts, ())]
+
+
+def _written(
+    flow: Flow,
+    name: str,
+    value: Value,
+    update: Value,
+    pairs: list[int | None],
+    starts: list[np.ndarray | None],
+    singles: Sequence[Any],
+) -> Value:
+    """An array of which a part is changed.
+
+    Args:
+        flow: The program.
+        name: Of the operation.
+        value: The array.
+        update: What it is changed with.
+        pairs: For its axes, which of the update's is along it.
+        starts: Along its axes, where the update is, if that is known: one number where it begins, or all.
+        singles: Axes along which it is at single places.
+    """
+    axes: list[Axis | None] = []
+    lengths = [1 if of_update is None else update.shape[of_update] for of_update in pairs]
+    partial = [k for k, size in enumerate(value.shape) if lengths[k] != size or k in singles]
+    for k, size in enumerate(value.shape):
+        own, start, of_update = value.axes[k], starts[k], pairs[k]
+        other = UNIT if of_update is None else update.axes[of_update]
+        if size == 1:
+            for part, place in ((value, k), (update, of_update)):
+                flow.freeze(part, WRITTEN, [] if place is None else [place])
+            axes.append(UNIT)
+            continue
+        if k not in partial:
+            axes.append(_united(flow, name, value, update, [own, other]))
+            continue
+        places = None if start is None else start if len(start) > 1 else start[0] + np.arange(lengths[k])
+        if places is None or len(set(places.tolist())) < len(places) or len(places) != lengths[k]:
+            for part, place in ((value, k), (update, of_update)):
+                flow.freeze(part, WRITTEN, [] if place is None else [place])
+            axes.append(flow.atoms.new(size, WRITTEN))
+            continue
+        left = np.setdiff1d(np.arange(size), places)
+        order = np.concatenate([left, places])
+        stays, old = (flow.taken(own, part) if len(part) else None for part in (left, places))
+        alone = name == "scatter" and len(partial) == 1
+        new = flow.handed_on(other) if alone else _united(flow, name, value, update, [old, other])
+        if new is None:
+            new = flow.atoms.new(len(places))
+            flow.still(None if update.zero and (alone or value.zero) else new)
+        if stays is None and len(left):
+            stays = flow.atoms.new(len(left))
+            flow.still(None if value.zero else stays)
+        axes.append(Order(Sum((new,) if stays is None else (stays, new)), np.argsort(order)))
+    return Value(value.shape, axes, value.zero and (update.zero or name == "scatter-mul"))
+
+
+def _united(flow: Flow, name: str, value: Value, update: Value, axes: Sequence[Axis | None]) -> Axis | None:
+    """Along axes of an array and of what changes it that lie on each other."""
+    if name != "scatter-mul":
+        size = next((flow.atoms.size(axis) for axis in axes if axis is not None), 2)
+        pairs = zip(axes, (value, update), strict=True)
+        parts = [Value((size,), [axis], whole.zero, endless=whole.endless) for axis, whole in pairs]
+        return flow.summed(parts, linear=WRITES[name]).axes[0]
+    factor = axes[1]
+    if factor is not None:
+        flow.still(factor)
+        flow.uneven.append(factor)
+    return _picked(flow, axes[0], factor)
+
+
+RULES: dict[str, Rule] = {
+    "rev": reverse,
+    "take": take,
+    "slice": slices,
+    "dynamic_slice": dynamic_slice,
+    "dynamic_update_slice": dynamic_update,
+    "pad": pad,
+    "gather": gather,
+    **{name: scatter(name) for name in WRITES},
+}
+"""By names of primitives."""

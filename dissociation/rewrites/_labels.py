@@ -1,0 +1,140 @@
+"""Labels of the entries of a program's arrays: which copy of the neurons of an atom each belongs to (`copies`)."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+
+from dissociation.rewrites._axes import Axis, Leaf, Sum
+from dissociation.rewrites._flow import Flow, Value
+
+Label = np.ndarray
+"""Shaped like a value; -1 where an entry belongs to no neuron, or is constant along them."""
+
+Marks = dict[int, Label]
+"""By atom."""
+
+
+class Rows(NamedTuple):
+    """The labels of an occurrence of an atom along an axis of a parameter."""
+
+    atom: int
+    axis: int
+    labels: Label
+
+
+class Copies:
+    """Labels of everything in a program."""
+
+    def __init__(self, flow: Flow) -> None:
+        self.flow = flow
+        self.tied: set[int] = set()
+        self.rows: dict[tuple[int, tuple[int, ...]], Rows] = {}  # by number of a parameter, and name of an occurrence
+        self._marks: dict[int, Marks] = {}  # by the `id` of a value
+        self._pairs: list[np.ndarray] = []
+        self._count = 0
+        self._known: dict[int, dict[int, int]] = {}
+
+    def marks(self, value: Value) -> Marks:
+        """The labels of a value, by atom."""
+        return {atom: label for atom, label in self._marks.get(id(value), {}).items() if atom not in self.tied}
+
+    def mark(self, value: Value, marks: Marks) -> None:
+        """Sets the labels of a value."""
+        for atom in marks:
+            if self.axis(value, atom) < 0:
+                self.tied.add(atom)
+        self._marks[id(value)] = marks
+
+    def axis(self, value: Value, atom: int) -> int:
+        """Of a value, along which an atom lies; -1 if it is not one axis, or an entry belongs to two of its indices."""
+        if id(value) not in self._known:
+            own: dict[int, int] = {}
+            for k, axis in enumerate(value.axes):
+                for inner, depth in ({} if axis is None else _depths(self.flow.atoms.resolve(axis))).items():
+                    own[inner] = k if depth == 1 and inner not in own else -1
+            self._known[id(value)] = own
+        return self._known[id(value)].get(atom, -1)
+
+    def begin(self, index: int, value: Value, free: set[int]) -> None:
+        """Labels a parameter: every row of neurons is a copy of its own."""
+        marks: Marks = {}
+        atoms = self.flow.atoms
+        for k, axis in enumerate(value.axes):
+            for leaf in [] if axis is None else atoms.leaves(axis):
+                if leaf.atom not in free:
+                    continue
+                positions = atoms.positions(value.axes[k] or leaf, leaf.name)
+                shape = [positions.shape[1] if j == k else size for j, size in enumerate(value.shape)]
+                ids = self._count + np.arange(np.prod(shape)).reshape(shape)
+                self._count += ids.size
+                self.rows[index, leaf.name] = Rows(leaf.atom, k, ids)
+                if positions.size == value.shape[k] and positions.shape[1] == 1:
+                    marks[leaf.atom] = np.broadcast_to(ids, value.shape)
+                    continue
+                label = marks.get(leaf.atom, np.full(value.shape, -1))
+                np.moveaxis(label, k, 0)[positions] = np.moveaxis(ids, k, 0)[None]
+                marks[leaf.atom] = label
+        self.mark(value, marks)
+
+    def same(self, labels: Sequence[Label], shape: Sequence[int] | None = None) -> Label:
+        """One label for entries that move alike, of arrays that broadcast to each other."""
+        shape = np.broadcast_shapes(*(label.shape for label in labels)) if shape is None else tuple(shape)
+        wide = [np.broadcast_to(label, shape) for label in labels]
+        narrow = [all(label.strides[k] == 0 for label in wide) for k in range(len(shape))]
+        small = [label[tuple(slice(0, 1) if one else slice(None) for one in narrow)] for label in wide]
+        first = small[0]
+        for label in small[1:]:
+            first = np.maximum(first, label)
+        for label in small if len(small) > 1 else ():
+            self._unite(first, label)
+        return np.broadcast_to(first, shape)
+
+    def along(self, label: Label, axes: Sequence[int]) -> Label:
+        """One label for all entries along some axes, which become 1 long."""
+        shape = tuple(1 if k in axes else size for k, size in enumerate(label.shape))
+        small = thin(label)
+        first = small.max(tuple(axes), keepdims=True) if axes else small
+        self._unite(np.broadcast_to(first, small.shape), small)
+        return np.broadcast_to(first, shape)
+
+    def _unite(self, first: Label, second: Label) -> None:
+        differ = (first != second) & (second >= 0)
+        if not differ.any():
+            return
+        one, other = first[differ], second[differ]
+        start = other.min()
+        partner = np.full(other.max() - start + 1, -1)
+        partner[other - start] = one
+        if (partner[other - start] == one).all():  # as along an axis: each has one partner
+            there = np.flatnonzero(partner >= 0)
+            self._pairs.append(np.stack([partner[there], there + start]))
+        else:
+            both = np.unique(one * self._count + other)
+            self._pairs.append(np.stack(np.divmod(both, self._count)))
+
+    def found(self) -> np.ndarray:
+        """By labels, the number of the copy that each is of; -1 for what moves with nothing else, as what is unused."""
+        pairs = np.concatenate([np.zeros((2, 0), int), *self._pairs], 1)
+        graph = coo_array((np.ones(pairs.shape[1]), (pairs[0], pairs[1])), shape=(self._count, self._count))
+        number = connected_components(graph, directed=False)[1]
+        several = np.bincount(number, minlength=1) > 1
+        return np.where(several, np.cumsum(several) - 1, -1)[number]
+
+
+def thin(label: Label) -> Label:
+    """Labels with length 1 along axes along which it was broadcast."""
+    return label[tuple(slice(0, 1) if step == 0 else slice(None) for step in label.strides)]
+
+
+def _depths(axis: Axis) -> dict[int, int]:
+    """How many indices of each atom an entry of an axis belongs to."""
+    if isinstance(axis, Leaf):
+        return {axis.atom: 1}
+    found: dict[int, int] = {}
+    for part in axis.parts:
+        for atom, depth in _depths(part).items():
+            found[atom] = max(found.get(atom, 0), depth) if isinstance(axis, Sum) else found.get(atom, 0) + depth
+    return found

@@ -1,0 +1,91 @@
+"""Noise on every parameter of a model. It does not preserve the function: it asks how exact the weights have to be."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from dissociation._core.checks import check_non_negative, fail
+from dissociation._core.types import PRNGKey, PyTree, Scalar
+from dissociation._core.validation import validated
+from dissociation.models._program import parameters_in, with_draws
+
+Model = TypeVar("Model")
+
+
+@validated
+def parameter_noise(model: PyTree, *, key: PRNGKey, where: Callable[[Any], Any] | None = None) -> PyTree:
+    """Draws N(0, 1) for every parameter of a model, or for some.
+
+    One key is split over the parameters in the order of the tree: one for each layer of a perceptron without biases,
+    from the first to the last. One draw serves many scales: `perturb_parameters(model, noise, scale)`.
+
+    Args:
+        model: A network, a pair (model, state), or another tree whose floating-point arrays (complex ones too) are its
+            parameters, but for those of `eqx.nn.State`, such as running means and variances.
+        key: A PRNG key of either kind.
+        where: Function from the model to the parts that get noise, as in `eqx.tree_at`: `lambda m: m.layers[0]`. Their
+            draws are the same as without it. None is all parameters.
+
+    Returns:
+        A tree like `model`, with noise where it has parameters and None where it has anything else.
+
+    Raises:
+        ValueError: If `model` has no parameters, or `where` chooses none.
+    """
+    parameters = parameters_in(model)
+    leaves, treedef = jax.tree.flatten(parameters)
+    if not leaves:
+        fail("model", "hold at least one array of floating-point numbers", f"none in a {type(model).__name__}")
+    keys = jax.random.split(key, len(leaves))
+    draws = [jax.random.normal(k, leaf.shape, leaf.dtype) for k, leaf in zip(keys, leaves, strict=True)]
+    noise, chosen = jax.tree.unflatten(treedef, draws), parameters_in(model, where)
+    if not jax.tree.leaves(chosen):
+        fail("where", "choose parameters of `model`", "none")
+    return jax.tree.map(lambda kept, draw: kept if kept is None else draw, chosen, noise, is_leaf=lambda x: x is None)
+
+
+@validated
+def perturb_parameters(model: Model, noise: PyTree, scale: Scalar) -> Model:
+    """Adds `scale * noise` to the parameters of a model. Not function-preserving.
+
+    Args:
+        model: The model.
+        noise: What `parameter_noise` draws for it; parameters without a draw stay.
+        scale: Standard deviation of what is added, non-negative. May be traced.
+
+    Returns:
+        The model with other parameters; 0 leaves them bit for bit.
+
+    Raises:
+        ValueError: If `noise` is not shaped like `model` or `scale` is negative.
+    """
+    check_non_negative("scale", scale)
+    noise = with_draws(model, noise)
+
+    def perturbed(weight: Array | np.ndarray, draw: Array) -> Array:
+        return jnp.asarray(weight) + jnp.asarray(scale, draw.real.dtype) * draw
+
+    return eqx.combine(jax.tree.map(perturbed, parameters_in(model), noise), model)
+
+
+@validated
+def add_parameter_noise(model: Model, scale: Scalar, *, key: PRNGKey) -> Model:
+    """Adds `scale * N(0, 1)` to every parameter of a model. Not function-preserving.
+
+    Args:
+        model: See `parameter_noise`.
+        scale: Standard deviation of the noise, non-negative. May be traced.
+        key: A PRNG key of either kind, split over the parameters as `parameter_noise` says.
+
+    Returns:
+        The model with other parameters.
+
+    Raises:
+        ValueError: If `scale` is negative.
+    """
+    return perturb_parameters(model, parameter_noise(model, key=key), scale)

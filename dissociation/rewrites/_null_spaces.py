@@ -1,0 +1,180 @@
+"""Input directions that no sample of a dataset has, and weights that move in them."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Real
+
+from dissociation._core.checks import check_non_negative, check_same_length, fail, fail_kind, is_traced
+from dissociation._core.linalg import product
+from dissociation._core.results import printed
+from dissociation._core.types import PRNGKey, Scalar
+from dissociation._core.validation import validated
+
+# Far above what float64 rounding leaves of a null direction, far below what float32 data resolve.
+RELATIVE_CUTOFF = 1e-10
+CUT_SLACK = 1e-4
+CHUNK = 8192
+
+
+class NullSpectrum(NamedTuple):
+    """The singular values of a dataset and the directions that belong to the zeros among them.
+
+    Attributes:
+        basis: Orthonormal directions orthogonal to all samples, [null dimension, *sample shape], float64.
+        singular_values: All of them, falling, one per feature, float64.
+        rank: How many lie above the cut.
+        gap: The smallest singular value kept over the largest one cut: how clear the decision was. Infinite if nothing
+            is cut, or nothing kept, or what is cut is exactly zero.
+    """
+
+    basis: Float[np.ndarray, "null ..."]
+    singular_values: Float[np.ndarray, " features"]
+    rank: int
+    gap: float
+
+    __repr__ = printed
+
+
+@validated(finite=("dataset",))
+def null_spectrum(dataset: Real[Array | np.ndarray, "samples ..."], rtol: float | None = None) -> NullSpectrum:
+    """Decomposes a dataset into the directions its samples have and those that none has.
+
+    Runs on the host in float64, whatever JAX's precision is, on the numbers exactly as they are given, and never forms
+    more than a chunk of the samples times the features. The Gram matrix's eigenvectors come first; a Gram matrix knows
+    singular values only down to 1e-8 of the largest, so those below 1e-4 are decomposed again among themselves.
+
+    Args:
+        dataset: Samples first, of any shape. The function of a network is kept on these samples: to keep it on training
+            and test images, give both.
+        rtol: Singular values below `rtol` times the largest count as zero. None is 1e-10.
+
+    Returns:
+        The basis, the spectrum, the rank and the gap at the cut.
+
+    Raises:
+        TypeError: If `dataset` is traced: this is a host step.
+        ValueError: If `dataset` has fewer than two axes, no sample or feature, or entries that are not finite, or
+            `rtol` is negative.
+    """
+    if is_traced(dataset):
+        fail_kind("dataset", "be a known array (its rank sets shapes)", "a traced one", "Call it outside of jit")
+    samples = np.asarray(dataset)
+    if samples.ndim < 2:
+        fail("dataset", "have samples first and then at least one axis of features", f"shape {samples.shape}")
+    rtol = RELATIVE_CUTOFF if rtol is None else rtol
+    check_non_negative("rtol", rtol)
+
+    flat = samples.reshape(len(samples), -1)
+    # By a power of two, which changes no digit: squares of very large or small numbers are beyond float64.
+    scale = 2.0 ** np.frexp(max(abs(float(flat.min())), abs(float(flat.max()))))[1]
+    eigenvalues, vectors = np.linalg.eigh(_gram(flat, scale, None))
+    small = eigenvalues <= 1e-8 * eigenvalues[-1]
+    if small.any():
+        eigenvalues[small], rotation = np.linalg.eigh(_gram(flat, scale, vectors[:, small]))
+        vectors[:, small] = vectors[:, small] @ rotation
+    singular_values = np.sqrt(np.maximum(eigenvalues, 0))[::-1]
+    directions = vectors.T[::-1]
+
+    # A value at the cut itself is kept, whatever its last digits are on another processor.
+    rank = int(np.sum(singular_values > (1 - CUT_SLACK) * rtol * singular_values[0]))
+    clear = 0 < rank < len(singular_values) and singular_values[rank] > 0
+    gap = float(singular_values[rank - 1] / singular_values[rank]) if clear else float("inf")
+    singular_values = scale * singular_values
+    basis = directions[rank:].reshape(-1, *samples.shape[1:])
+    return NullSpectrum(basis=np.ascontiguousarray(basis), singular_values=singular_values, rank=rank, gap=gap)
+
+
+@validated
+def null_basis(
+    dataset: Real[Array | np.ndarray, "samples ..."], rtol: float | None = None
+) -> Float[np.ndarray, "null ..."]:
+    """An orthonormal basis of the directions that are orthogonal to every sample of a dataset.
+
+    Args:
+        dataset: Samples first: [n, d], [n, height, width], ... See `null_spectrum`.
+        rtol: Relative cut-off on the singular values; None is 1e-10.
+
+    Returns:
+        [null dimension, *sample shape] in float64, empty if the samples span the space.
+
+    Raises:
+        TypeError: If `dataset` is traced.
+        ValueError: If `dataset` is empty, flat or not finite, or `rtol` is negative.
+    """
+    return null_spectrum(dataset, rtol).basis
+
+
+@validated
+def null_dimension(dataset: Real[Array | np.ndarray, "samples ..."], rtol: float | None = None) -> tuple[int, int, int]:
+    """How many dimensions a dataset leaves empty.
+
+    Args:
+        dataset: Samples first. See `null_spectrum`.
+        rtol: Relative cut-off on the singular values; None is 1e-10.
+
+    Returns:
+        `(null dimension, rank, features)`; the first two add up to the third.
+
+    Raises:
+        TypeError: If `dataset` is traced.
+        ValueError: If `dataset` is empty, flat or not finite, or `rtol` is negative.
+    """
+    spectrum = null_spectrum(dataset, rtol)
+    features = len(spectrum.singular_values)
+    return features - spectrum.rank, spectrum.rank, features
+
+
+@validated(empty=("basis",))
+def perturb_in_null_space(
+    w_in: Float[Array | np.ndarray, "hidden inputs"],
+    basis: Float[Array | np.ndarray, "null ..."],
+    scale: Scalar,
+    *,
+    key: PRNGKey,
+) -> Float[Array, "hidden inputs"]:
+    """Adds Gaussian noise to incoming weights, in directions that no sample has.
+
+    w_in + scale Z basis^T basis with Z ~ N(0, 1) [hidden, inputs]: noise on every weight, projected on the null space.
+    All bases of one space have one projector, hence the same noise to rounding. The function stays as it was on the
+    samples that the basis was computed from, and changes elsewhere.
+
+    Args:
+        w_in: Incoming weights of the layer that sees the samples, one row per hidden neuron.
+        basis: Orthonormal directions, from `null_basis`; samples that are images are flattened.
+        scale: Standard deviation of the noise along each direction, non-negative. May be traced.
+        key: A PRNG key of either kind.
+
+    Returns:
+        The new incoming weights.
+
+    Raises:
+        ValueError: If `basis` does not fit `w_in` or is not orthonormal, or `scale` is negative.
+    """
+    check_non_negative("scale", scale)
+    w_in = jnp.asarray(w_in)
+    features = int(np.prod(basis.shape[1:]))
+    check_same_length("w_in", w_in.shape[1], "basis", features, "inputs")
+    if not is_traced(basis):
+        known = np.asarray(basis, np.float64).reshape(-1, features)
+        away = np.abs(known @ known.T - np.eye(len(known))).max(initial=0)
+        if not away <= 1e-3:
+            fail("basis", "hold orthonormal directions", f"inner products {away:.2g} away from 0 or 1")
+    directions = jnp.asarray(basis, w_in.dtype).reshape(-1, features)
+    drawn = jax.random.normal(key, w_in.shape, w_in.dtype)
+    noise = product(product(drawn, directions.T), directions)
+    return w_in + jnp.asarray(scale, w_in.dtype) * noise
+
+
+def _gram(samples: np.ndarray, scale: float, directions: np.ndarray | None) -> np.ndarray:
+    """Sum over samples of x x^T / scale^2 in float64, of coordinates along `directions` if there are any."""
+    size = samples.shape[1] if directions is None else directions.shape[1]
+    total = np.zeros((size, size))
+    for start in range(0, len(samples), CHUNK):
+        chunk = samples[start : start + CHUNK].astype(np.float64) / scale
+        if directions is not None:
+            chunk = chunk @ directions
+        total += chunk.T @ chunk
+    return total

@@ -1,0 +1,445 @@
+"""Rewrites of any model that keep its function, on groups of neurons that were found (`groups`).
+
+A rewrite is made of a group and its options, and is then a function of one model: `scale(group, 20.0)(model)`. Rewrites
+follow one another by `|`, or as a list in `compose`. Stacked members are mapped over with `bmap` or `eqx.filter_vmap`.
+Each computes in the model's own precision, and is pure: it goes through `jit`, `vmap` and `grad`.
+"""
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, ArrayLike, Float, Int, Real
+
+from dissociation._core.checks import check_non_negative, check_positive, fail, fail_kind, is_traced
+from dissociation._core.conversion import as_examples
+from dissociation._core.results import printed
+from dissociation._core.types import PRNGKey, Scalar
+from dissociation._core.validation import validated
+from dissociation.models._program import called, program_of
+from dissociation.rewrites._certificate import Certificate, certify
+from dissociation.rewrites._groups import NeuronGroup, Slot, neuron_groups, parameters_of, structure_of
+from dissociation.rewrites._null_spaces import null_basis, perturb_in_null_space
+from dissociation.rewrites._seen import LayerInputs
+
+ONE_STRUCTURE = "A group belongs to models of one structure; map rewrites over stacked members by `eqx.filter_vmap`"
+
+
+class Rewrite(eqx.Module):
+    """A function from one model to one model."""
+
+    @abstractmethod
+    def __call__(self, model: Any) -> Any:
+        """The rewritten model."""
+
+    def __or__(self, other: "Rewrite") -> "Rewrite":
+        return compose([self, other])
+
+
+class Composed(Rewrite):
+    """Rewrites one after another."""
+
+    parts: tuple[Rewrite, ...]
+
+    def __call__(self, model: Any) -> Any:
+        """The rewritten model."""
+        for part in self.parts:
+            model = part(model)
+        return model
+
+
+@validated
+def compose(rewrites: Sequence[Rewrite]) -> Rewrite:
+    """Rewrites one after another, the first one first. Groups that an earlier one enlarged are found again.
+
+    Args:
+        rewrites: Any number; none leave a model as it is.
+
+    Returns:
+        The rewrite.
+
+    Raises:
+        TypeError: If one is no rewrite.
+    """
+    for index, rewrite in enumerate(rewrites):
+        if not isinstance(rewrite, Rewrite):
+            fail_kind(f"rewrites[{index}]", "be a rewrite, such as `permute` makes", type(rewrite).__name__)
+    return Composed(tuple(rewrites))
+
+
+def current(group: NeuronGroup, model: Any) -> NeuronGroup:
+    """The group in a model whose arrays may have other shapes by now, or that may be another one.
+
+    Where the model is what the group was found in but for its numbers, the group is as it was. Else it is found again,
+    and may then have other scalings, or not be there.
+
+    Raises:
+        ValueError: If the model has no such group.
+    """
+    leaves = parameters_of(model)[0]
+    same = all(slot.leaf < len(leaves) and np.shape(leaves[slot.leaf]) == slot.shape for slot in group.slots)
+    if same and (group.structure is None or _same(group.structure, structure_of(model))):
+        return group
+    for slot in group.slots:
+        shape = np.shape(leaves[slot.leaf]) if slot.leaf < len(leaves) else None
+        if shape is None or len(shape) != len(slot.shape):
+            fail("model", f"have an array {slot.path} of shape {slot.shape}", shape, ONE_STRUCTURE)
+    groups = neuron_groups(model, group.example, call=group.call)
+    if group.name not in groups or len(groups[group.name].slots) != len(group.slots):
+        fail("model", f"have a group {group.name!r}", f"groups {', '.join(map(repr, groups))}")
+    return groups[group.name]
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two structures are; not, where things that they hold have no one answer to that."""
+    try:
+        return bool(one == other)
+    except (TypeError, ValueError):
+        return False
+
+
+Change = Callable[[Slot, Array, float], Array]
+
+
+def _changed(model: Any, group: NeuronGroup, change: Change, exponents: np.ndarray | None = None) -> Any:
+    """The model with every slot's array changed, in the order of the slots."""
+    leaves, tree, rest = parameters_of(model)
+    for index, slot in enumerate(group.slots):
+        exponent = 0.0 if exponents is None else float(exponents[index])
+        leaves[slot.leaf] = change(slot, jnp.asarray(leaves[slot.leaf]), exponent)
+    return eqx.combine(jax.tree.unflatten(tree, leaves), rest)
+
+
+class Permute(Rewrite):
+    """See `permute`."""
+
+    permutation: Int[Array, "*copies neurons"] | None
+    key: PRNGKey | None
+    group: NeuronGroup = eqx.field(static=True)
+
+    def __call__(self, model: Any) -> Any:
+        """The rewritten model."""
+        group = current(self.group, model)
+        drawing: Any = self.key
+        permutation = self.permutation
+        if permutation is None:
+            permutation = jnp.tile(jnp.arange(group.size), (group.copies, 1))
+            permutation = jax.random.permutation(drawing, permutation, axis=1, independent=group.copies > 1)
+        each = _each_copy("permutation", permutation, group, 1)
+        return _changed(model, group, lambda slot, array, exponent: slot.permuted(array, each))
+
+
+def _each_copy(name: str, given: Array, group: NeuronGroup, rank: int) -> Array:
+    """An argument of one shape for all copies of a group, or with a first axis of one for each: for each."""
+    if given.shape[-1:] != (group.size,):
+        fail(name, f"have {group.size} entries, one per neuron of {group.name}", given.shape)
+    if given.ndim > rank and len(given) != group.copies:
+        fail(name, f"be one for all, or one for each of the {group.copies} copies of {group.name}", given.shape)
+    return jnp.broadcast_to(given, (group.copies, *given.shape[-rank:]))
+
+
+@validated
+def permute(
+    group: NeuronGroup,
+    permutation: Int[Array | np.ndarray, "*copies neurons"] | None = None,
+    *,
+    key: PRNGKey | None = None,
+) -> Permute:
+    """Puts the neurons of a group in another order, wherever they are made or read.
+
+    Args:
+        group: Of the model.
+        permutation: Neuron `permutation[i]` comes to place i, [neurons]; or one for each copy, [copies, neurons].
+        key: Draws the permutation where none is given, of as many neurons as there are when it is applied, for each
+            copy by itself.
+
+    Returns:
+        The rewrite.
+
+    Raises:
+        ValueError: If `permutation` repeats or lacks a neuron or is no vector or matrix, or both or neither of
+            `permutation` and `key` are given.
+    """
+    if (permutation is None) == (key is None):
+        fail("permutation", "be given, or `key` to draw it", "neither" if key is None else "both")
+    if permutation is None:
+        return Permute(None, key, group)
+    if permutation.ndim not in (1, 2):
+        fail("permutation", "be of shape [neurons] or [copies, neurons]", permutation.shape)
+    if not is_traced(permutation) and (np.sort(permutation) != np.arange(permutation.shape[-1])).any():
+        fail("permutation", f"hold each of 0, ..., {permutation.shape[-1] - 1} once", np.asarray(permutation))
+    return Permute(jnp.asarray(permutation), None, group)
+
+
+class Scale(Rewrite):
+    """See `scale`."""
+
+    factor: Array
+    exponents: tuple[float, ...] = eqx.field(static=True)
+    group: NeuronGroup = eqx.field(static=True)
+
+    def __call__(self, model: Any) -> Any:
+        """The rewritten model."""
+        group = current(self.group, model)
+        exponents = np.array(self.exponents)
+        if np.linalg.matrix_rank(np.vstack([group.scalings, exponents])) > len(group.scalings):
+            fail("model", f"let {group.name} be scaled as where the group was found", group)
+        factor = jnp.where((self.factor > 0) & jnp.isfinite(self.factor), self.factor, jnp.nan)
+        if factor.shape not in ((), (group.size,), (group.copies, group.size)):
+            wanted = f"be one number, one per neuron ({group.size}), or that for each copy ({group.copies})"
+            fail("factor", wanted, f"shape {factor.shape}")
+        each = jnp.broadcast_to(factor, (group.copies, group.size))
+        leaves = parameters_of(model)[0]
+        for slot, exponent in zip(group.slots, exponents, strict=True):
+            _check_power(self.factor, float(exponent), leaves[slot.leaf].dtype)
+
+        def change(slot: Slot, array: Array, exponent: float) -> Array:
+            if exponent == 0:
+                return array
+            own = slot.per_neuron(each).astype(array.dtype)
+            own = own**exponent if exponent > 0 else 1 / own**-exponent
+            changed = slot.blocks(array) * own
+            if not is_traced(changed):
+                sizes, limits = abs(np.asarray(changed)), jnp.finfo(array.dtype)
+                if ((sizes > limits.max) | (sizes < limits.tiny) & np.asarray(slot.blocks(array) != 0)).any():
+                    fail("factor", f"leave weights that {array.dtype} holds", "weights that vanish or overflow")
+            return slot.with_blocks(array, changed)
+
+        return _changed(model, group, change, exponents)
+
+
+@validated
+def scale(group: NeuronGroup, factor: Real[ArrayLike, "..."] = 0.1, *, scaling: int | None = None) -> Scale:
+    """Multiplies what makes the neurons of a group by a > 0, and divides what reads them.
+
+    Exponents of a are those that the group has: for ReLU incoming weights and biases times a, outgoing weights over a;
+    for a bilinear layer both incoming matrices times a, outgoing ones over a^2; what a normalisation makes is scaled by
+    its gain and shift.
+
+    Args:
+        group: Of the model.
+        factor: a, one for all neurons, one for each [neurons], or for each of each copy [copies, neurons]; positive.
+            May be traced.
+        scaling: Which of the group's `scalings`; default: `scaling`.
+
+    Returns:
+        The rewrite; NaN for neurons whose traced factor is not positive and finite.
+
+    Raises:
+        ValueError: If the group cannot be scaled, or a known factor is not positive and finite.
+
+    References:
+        Dinh, Pascanu, Bengio and Bengio (2017), Sharp minima can generalize for deep nets, section 3.
+    """
+    if group.scaling is None:
+        why = "a statistic is taken over it" if group.normalised else "its activation is not homogeneous"
+        fail("group", "be one that can be scaled", f"{group.name}, which cannot: {why}")
+    if scaling is not None and not -len(group.scalings) <= scaling < len(group.scalings):
+        fail("scaling", f"be one of the {len(group.scalings)} scalings of {group.name}", scaling)
+    check_positive("factor", factor)
+    with np.errstate(over="ignore"):
+        factor = jnp.asarray(factor, float)
+    check_positive("factor", factor)  # also in the precision that it is computed in
+    exponents = group.scaling if scaling is None else group.scalings[scaling]
+    for exponent in set(map(float, exponents)):
+        _check_power(factor, exponent, factor.dtype)
+    return Scale(factor, tuple(map(float, exponents)), group)
+
+
+def _check_power(factor: Array, exponent: float, dtype: Any) -> None:
+    """Raises unless what weights are multiplied by is a normal number of their precision."""
+    if is_traced(factor):
+        return
+    limits = jnp.finfo(dtype)
+    powers = exponent * np.log2(np.asarray(factor, np.float64))
+    if not ((powers >= limits.minexp) & (powers < limits.maxexp)).all():
+        fail("factor", f"have a power {exponent:g} that {limits.dtype} holds", np.asarray(factor))
+
+
+class Rotate(Rewrite):
+    """See `rotate`."""
+
+    matrix: Float[Array, "*copies neurons neurons"] | None
+    key: PRNGKey | None
+    group: NeuronGroup = eqx.field(static=True)
+
+    def __call__(self, model: Any) -> Any:
+        """The rewritten model."""
+        group = current(self.group, model)
+        _check_rotates(group)
+        drawing: Any = self.key
+        own = jax.random.orthogonal(drawing, group.size, (group.copies,)) if self.matrix is None else self.matrix
+        if own.shape[-2:] != (group.size, group.size):
+            fail("matrix", f"be square, a row per neuron of {group.name} ({group.size})", own.shape)
+        own = _each_copy("matrix", own, group, 2)
+        other = own if self.matrix is None else jnp.linalg.inv(own).mT
+
+        def change(slot: Slot, array: Array, side: float) -> Array:
+            matrix = slot.of_copies((own if side > 0 else other).astype(array.dtype))
+            columns = jnp.moveaxis(slot.blocks(array), 0, -1)[..., None]
+            turned = jnp.matmul(matrix, columns, precision=jax.lax.Precision.HIGHEST)
+            return slot.with_blocks(array, jnp.moveaxis(turned[..., 0], -1, 0))
+
+        return _changed(model, group, change, group.linear)
+
+
+@validated
+def rotate(
+    group: NeuronGroup,
+    matrix: Float[Array | np.ndarray, "*copies neurons neurons"] | None = None,
+    *,
+    key: PRNGKey | None = None,
+) -> Rotate:
+    """Turns the neurons of a group into linear combinations of each other, where nothing stands between two products.
+
+    What makes them is multiplied by an invertible M, what reads them by its inverse transposed: the queries and keys of
+    attention heads, their values and outputs, hidden layers of linear networks.
+
+    Args:
+        group: Of the model, with `linear`.
+        matrix: M, [neurons, neurons], or one for each copy, [copies, neurons, neurons]; invertible.
+        key: Draws a rotation for each copy, uniformly, where none is given.
+
+    Returns:
+        The rewrite.
+
+    Raises:
+        ValueError: If the group has no linear symmetry, or both or neither of `matrix` and `key` are given.
+    """
+    _check_rotates(group)
+    if (matrix is None) == (key is None):
+        fail("matrix", "be given, or `key` to draw it", "neither" if key is None else "both")
+    return Rotate(None if matrix is None else jnp.asarray(matrix), key, group)
+
+
+def _check_rotates(group: NeuronGroup) -> None:
+    if group.linear is None:
+        fail("group", "have nothing but sums and products between what makes and what reads it", group.name)
+
+
+class NullSpace(NamedTuple):
+    """Directions of a layer's weights that nothing it sees has.
+
+    Attributes:
+        path: Of the weights, as slots of groups have it.
+        leaf: Their number among the model's arrays of floating-point numbers.
+        axes: Of the weights, along which they are multiplied and summed.
+        basis: Orthonormal directions, [null dimension, features], features in the order of the weights' `axes`.
+        shape: Shape of the weights; None is one axis more than `axes`, of any length.
+    """
+
+    path: str
+    leaf: int
+    axes: tuple[int, ...]
+    basis: Float[Array | np.ndarray, "null features"]
+    shape: tuple[int, ...] | None = None
+
+    __repr__ = printed
+
+
+@validated
+def null_space(seen: LayerInputs, *, rtol: float | None = None) -> NullSpace:
+    """The null space of what a layer sees, on the host, in float64; see `_null_spaces.null_spectrum`.
+
+    Args:
+        seen: From `rewrites.layer_inputs`.
+        rtol: Singular values below this times the largest count as zero; None is 1e-10, for numbers that are exact.
+            What a layer makes of them in float32 has rounding of 1e-7 and wants 1e-6.
+
+    Returns:
+        The directions; none if the layer sees all.
+
+    Raises:
+        ValueError: If `rtol` is negative.
+        TypeError: If what it sees is traced.
+    """
+    return NullSpace(seen.path, seen.leaf, seen.axes, null_basis(seen.rows, rtol), seen.shape)
+
+
+class NullPerturb(Rewrite):
+    """See `null_perturb`."""
+
+    basis: Float[Array, "null features"]
+    std: Scalar
+    key: PRNGKey
+    path: str = eqx.field(static=True)
+    axes: tuple[int, ...] = eqx.field(static=True)
+    rank: int = eqx.field(static=True)
+
+    def __call__(self, model: Any) -> Any:
+        """The rewritten model."""
+        leaves, tree, rest = parameters_of(model)
+        paths, width = program_of(model, None).paths, self.basis.shape[-1]
+        leaf = paths.index(self.path) if self.path in paths else len(leaves)
+        shape = np.shape(leaves[leaf]) if leaf < len(leaves) else None
+        if shape is None or len(shape) != self.rank or math.prod(shape[axis] for axis in self.axes) != width:
+            wanted = f"have an array {self.path} of {self.rank} axes, {width} features along {self.axes}"
+            fail("model", wanted, f"shape {shape}", ONE_STRUCTURE.replace("group", "null space"))
+        last = tuple(range(-len(self.axes), 0))
+        weights = jnp.moveaxis(jnp.asarray(leaves[leaf]), self.axes, last)
+        flat = weights.reshape(-1, self.basis.shape[-1])
+        moved = perturb_in_null_space(flat, self.basis, self.std, key=self.key)
+        leaves[leaf] = jnp.moveaxis(moved.reshape(weights.shape), last, self.axes)
+        return eqx.combine(jax.tree.unflatten(tree, leaves), rest)
+
+
+@validated
+def null_perturb(space: NullSpace, std: Scalar, *, key: PRNGKey) -> NullPerturb:
+    """Adds Gaussian noise to the weights of a layer, in directions that nothing it sees has.
+
+    The function stays on the examples that the space is of, and changes elsewhere.
+
+    Args:
+        space: From `null_space`.
+        std: Standard deviation of the noise along each direction, not negative. May be traced.
+        key: A PRNG key of either kind.
+
+    Returns:
+        The rewrite; of an empty space, it changes nothing.
+
+    Raises:
+        ValueError: If `std` is negative.
+    """
+    check_non_negative("std", std)
+    rank = len(space.axes) + 1 if space.shape is None else len(space.shape)
+    return NullPerturb(jnp.asarray(space.basis, float), std, key, space.path, space.axes, rank)
+
+
+@validated
+def check_groups(
+    model: Any,
+    inputs: Any,
+    *,
+    key: PRNGKey,
+    call: Callable[[Any, Any], Any] | None = None,
+) -> dict[str, Certificate]:
+    """Finds the groups of a model, permutes each at random, and compares the outputs.
+
+    Args:
+        model: See `rewrites.neuron_groups`.
+        inputs: Examples, samples first: an array, or a dictionary or tuple of arrays.
+        key: Draws the permutations.
+        call: See `rewrites.neuron_groups`.
+
+    Returns:
+        A certificate for every group, by name.
+    """
+    inputs = as_examples("inputs", inputs)
+    groups = neuron_groups(model, jax.tree.map(lambda part: part[0], inputs), call=call)
+    apply = called if call is None else call
+    keys = jax.random.split(key, max(len(groups), 1))
+    found = {}
+    for one, (name, group) in zip(keys, groups.items(), strict=False):
+        permuted = permute(group, key=one)(model)
+        found[name] = certify(lambda x: _one(apply(model, x)), lambda x, p=permuted: _one(apply(p, x)), inputs)
+    return found
+
+
+def _one(outputs: Any) -> Array:
+    """All outputs in one array."""
+    return jnp.concatenate([jnp.ravel(part) for part in jax.tree.leaves(eqx.filter(outputs, eqx.is_inexact_array))])

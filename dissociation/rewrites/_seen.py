@@ -1,0 +1,167 @@
+"""What a layer of any model sees: the vectors that its weights are multiplied by, for given inputs of the model."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from dissociation._core.checks import check_takes, fail
+from dissociation._core.conversion import as_examples
+from dissociation._core.results import printed
+from dissociation._core.validation import validated
+from dissociation.models._program import MOVES, Walk, bound, program_of
+
+
+class LayerInputs(NamedTuple):
+    """What the weights of a layer are multiplied by.
+
+    Attributes:
+        path: Of the weights, as slots of groups have it.
+        leaf: Their number among the model's arrays of floating-point numbers.
+        axes: Of the weights, along which they are multiplied and summed.
+        rows: A row for every example and place where the weights are used (a position of an image, a token):
+            [rows, features], features in the order of the weights' `axes`.
+        shape: Shape of the weights.
+    """
+
+    path: str
+    leaf: int
+    axes: tuple[int, ...]
+    rows: Float[Array, "rows features"]
+    shape: tuple[int, ...] | None = None
+
+    __repr__ = printed
+
+
+@validated
+def layer_inputs(
+    model: Any,
+    inputs: Any,
+    path: str,
+    *,
+    call: Callable[[Any, Any], Any] | None = None,
+) -> LayerInputs:
+    """The vectors that a layer's weights are multiplied by, in a model of any kind.
+
+    Args:
+        model: See `rewrites.neuron_groups`.
+        inputs: Examples, samples first: an array, or a dictionary or tuple of arrays, as the model takes them.
+        path: Of the weights, as slots of groups have it: ".layers[1].weight".
+        call: See `rewrites.neuron_groups`.
+
+    Returns:
+        The vectors, a row each.
+
+    Raises:
+        TypeError: If the model does not take the examples.
+        ValueError: If there is no such array, or it is multiplied by nothing, as a whole: a loop may use it, but not
+            run over its parts.
+    """
+    paths, leaves, program = program_of(model, call)
+    if path not in paths:
+        fail("path", f"be one of {', '.join(paths)}", repr(path))
+    inputs = as_examples("inputs", inputs)
+    check_takes("model", lambda x: program(leaves, x), jax.tree.map(lambda part: part[0], inputs))
+    leaf = paths.index(path)
+    places = np.arange(np.size(leaves[leaf])).reshape(np.shape(leaves[leaf]))
+    axes: list[tuple[int, ...]] = []
+
+    def seen(x: Any) -> list[Array]:
+        traced = jax.make_jaxpr(program)(leaves, x)
+        watch = _Watch(places.shape)
+        marks = [places if k == leaf else None for k in range(len(leaves))]
+        given = jax.tree.leaves(x)
+        watch.run(traced.jaxpr, traced.consts, [*leaves, *given], [*marks, *(None for _ in given)])
+        axes[:] = watch.axes
+        return watch.rows
+
+    with jax.default_matmul_precision("highest"):
+        found = jax.vmap(seen)(inputs)
+    if not found:
+        fail("path", "name weights that something is multiplied by, as a whole", repr(path))
+    if len(set(axes)) > 1:
+        fail("path", "name weights that are multiplied along the same axes wherever they are used", repr(path))
+    rows = jnp.concatenate([part.reshape(-1, part.shape[-1]) for part in found])
+    return LayerInputs(path, leaf, axes[0], rows, places.shape)
+
+
+class _Watch(Walk):
+    """Notes what certain weights are multiplied by; the mark of the weights is the place that each entry had."""
+
+    def __init__(self, shape: tuple[int, ...]):
+        self.shape = shape
+        self.rows: list[Array] = []
+        self.axes: list[tuple[int, ...]] = []
+
+    def at(self, equation: Any, values: list[Any], marks: list[Any]) -> tuple[list[Any], Any]:
+        """The results of an operation, and the places of weights in them."""
+        name, params = equation.primitive.name, equation.params
+        if name == "scan" and any(mark is not None for mark in marks[: params["num_consts"]]):
+            return self._in_loop(params, values, marks), None
+        if name == "dot_general":
+            self._at_product(params["dimension_numbers"], values, marks)
+        if name == "conv_general_dilated" and marks[1] is not None:
+            self._at_convolution(params, values[0], marks[1])
+        mark = None
+        if marks and marks[0] is not None and name in MOVES:
+            with jax.ensure_compile_time_eval():
+                moved = params | ({"new_dtype": np.dtype(np.int32)} if "new_dtype" in params else {})
+                mark = np.asarray(equation.primitive.bind(marks[0], **moved))
+        return bound(equation, values), mark
+
+    def _in_loop(self, params: Any, values: list[Any], marks: list[Any]) -> list[Any]:
+        """The results of a loop, in which weights are used that are the same each time."""
+        num_consts, num_carry, inner = params["num_consts"], params["num_carry"], params["jaxpr"]
+        consts, carry, xs = np.split(np.arange(len(values)), [num_consts, num_consts + num_carry])
+        own = [*marks[:num_consts], *(None for _ in (*carry, *xs))]
+        axes: list[tuple[int, ...]] = []
+
+        def body(carried: list[Array], x: list[Array]) -> Any:
+            watch = _Watch(self.shape)
+            found = watch.run(inner.jaxpr, inner.consts, [*(values[i] for i in consts), *carried, *x], own)
+            axes[:] = watch.axes
+            results = [value for value, _ in found]
+            return results[:num_carry], (results[num_carry:], watch.rows)
+
+        options = {name: params[name] for name in ("length", "reverse")}
+        last, (each, rows) = jax.lax.scan(body, [values[i] for i in carry], [values[i] for i in xs], **options)
+        self.rows += [part.reshape(-1, part.shape[-1]) for part in rows]
+        self.axes += axes
+        return [*last, *each]
+
+    def _note(self, rows: Array, places: np.ndarray) -> None:
+        """Rows whose entries meet weights at these places, of one output."""
+        order = np.argsort(places)
+        coordinates = np.unravel_index(places[order], self.shape)
+        self.axes.append(tuple(k for k, each in enumerate(coordinates) if len(np.unique(each)) > 1))
+        self.rows.append(rows[..., order])
+
+    def _at_product(self, numbers: Any, values: list[Any], marks: list[Any]) -> None:
+        (contracted, batched), sides = numbers, (0, 1)
+        for side in sides:
+            if marks[side] is None:
+                continue
+            own, other = contracted[side], contracted[1 - side]
+            if batched[side]:
+                fail(
+                    "path", "name weights that are the same for all of a batch", "weights in a product with batch axes"
+                )
+            weights = np.moveaxis(marks[side], own, range(len(own)))
+            count = int(np.prod(weights.shape[: len(own)]))
+            vectors = jnp.moveaxis(values[1 - side], other, range(-len(other), 0))
+            self._note(vectors.reshape(-1, count), weights.reshape(count, -1)[:, 0])
+
+    def _at_convolution(self, params: Any, image: Array, mark: np.ndarray) -> None:
+        numbers = params["dimension_numbers"]
+        if params["feature_group_count"] != 1 or params["batch_group_count"] != 1:
+            fail("path", "name weights of a convolution without groups", "groups")
+        spatial = tuple(mark.shape[k] for k in numbers.rhs_spec[2:])
+        patches = jax.lax.conv_general_dilated_patches(
+            image, spatial, params["window_strides"], params["padding"], params["lhs_dilation"], params["rhs_dilation"],
+            dimension_numbers=numbers, precision=jax.lax.Precision.HIGHEST,
+        )  # fmt: skip
+        weights = np.transpose(mark, numbers.rhs_spec)[0].reshape(-1)  # channels, then places of the kernel
+        self._note(jnp.moveaxis(patches, numbers.out_spec[1], -1).reshape(-1, len(weights)), weights)

@@ -1,0 +1,293 @@
+"""Canonical correlations and what weighs them: what two subspaces of sample space have in common.
+
+The polar factor of centred features is an orthonormal basis of the subspace that they span, Q with Q^T Q = I on the
+range; canonical correlations are the singular values of Qx^T Qy. Features enter by their singular vectors and not by
+their covariance, which would square the condition number. Directions below max(n, p) roundings of the largest count as
+absent. Where a scale per neuron does not matter, neurons are brought to one size first, so that no small one is absent.
+The functions warn of directions that count as absent although they exceed rounding.
+
+As many samples as features span everything, and then all correlations are 1 whatever the data: that is refused. With
+p + q > n - 1 the subspaces still have to meet, in p + q - n + 1 dimensions: look at the baseline.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from dissociation._core.checks import check_non_negative, check_single, fail, is_traced
+from dissociation._core.distances import root
+from dissociation._core.linalg import finite_part, nuclear_norm, product, singular_map
+from dissociation._core.types import Scalar
+from dissociation._core.validation import validated
+from dissociation.similarity._base import (
+    Features,
+    OtherFeatures,
+    Prepared,
+    Route,
+    Score,
+    aligned,
+    centred,
+    column_sizes,
+    evaluate,
+    narrowed,
+    product_route,
+    refuse_wide,
+    warn_dropped,
+)
+
+
+def _ones(values: Array, parameter: Array) -> Array:
+    return jnp.ones_like(values)
+
+
+def basis(x: Array) -> tuple[Array, Array]:
+    """The polar factor of centred features, and its rank; rank NaN for none."""
+    x, _ = centred(x)
+    q = singular_map(_ones, x / column_sizes(x), jnp.zeros((), x.dtype))
+    rank = jnp.round(lax.stop_gradient(jnp.sum(q**2)))
+    return q, jnp.where(rank > 0, rank, jnp.nan)
+
+
+def _leading(values: Array, variance: Array) -> Array:
+    squares = values**2
+    before = jnp.cumsum(squares) - squares
+    return jnp.where(before < variance * jnp.sum(squares), 1.0, 0.0).astype(values.dtype)
+
+
+def _leading_basis(x: Array, variance: Array) -> tuple[Array, Array]:
+    q = singular_map(_leading, centred(x)[0], variance.astype(x.dtype))
+    rank = jnp.round(lax.stop_gradient(jnp.sum(q**2)))
+    return q, jnp.where(rank > 0, rank, jnp.nan)
+
+
+def _mean_correlation(a: tuple[Array, Array], b: tuple[Array, Array]) -> Array:
+    return jnp.minimum(nuclear_norm(product(a[0].T, b[0])) / jnp.minimum(a[1], b[1]), 1.0)
+
+
+def _mean_square(a: tuple[Array, Array], b: tuple[Array, Array]) -> Array:
+    return jnp.minimum(jnp.sum(product(a[0].T, b[0]) ** 2) / jnp.minimum(a[1], b[1]), 1.0)
+
+
+def _squares_expected(a: tuple[Array, Array], b: tuple[Array, Array]) -> Array:
+    return a[1] * b[1] / ((a[0].shape[-2] - 1) * jnp.minimum(a[1], b[1]))
+
+
+def _projector(x: Array) -> Prepared:
+    q, rank = basis(x)
+    return Prepared(product(q, q.T), rank / (x.shape[0] - 1) ** 0.5, rank)
+
+
+def _mean_overlap(product: Array, a: Prepared, b: Prepared) -> Array:
+    return jnp.minimum(product / jnp.minimum(a.rank, b.rank), 1.0)
+
+
+def _seen(x: Array) -> tuple[Array, Array, Array]:
+    q, rank = basis(x)
+    return q, product(q.T, centred(x)[0]), rank
+
+
+def _weighted(a: tuple[Array, Array, Array], b: tuple[Array, Array, Array]) -> Array:
+    (q, neurons, rank), (other, _, other_rank) = a, b
+    meeting, undefined = finite_part(product(q.T, other))
+    variates, values, _ = jnp.linalg.svd(meeting, full_matrices=False)
+    weights = jnp.sum(jnp.abs(product(variates.T, neurons)), 1)
+    weights = jnp.where(jnp.arange(values.shape[0]) < jnp.minimum(rank, other_rank), weights, 0.0)
+    return jnp.minimum(jnp.sum(weights * values) / jnp.sum(weights), 1.0) + undefined
+
+
+def _shrunk(values: Array, parameter: Array) -> Array:
+    return values / jnp.sqrt(values**2 + parameter)
+
+
+def _regularised(x: Array, lam: Array) -> Array:
+    x, _ = centred(x)
+    evened = x / jnp.where(lam > 0, 1.0, column_sizes(x))
+    return narrowed(singular_map(_shrunk, evened, lam.astype(x.dtype) * jnp.sum(x**2)))
+
+
+def _gulp_distance(a: Array, b: Array) -> Array:
+    # |A A^T - B B^T|^2 for B in any rotation; with D = A - B and S = A + B nothing cancels where they are close.
+    wide, turned = aligned(a, b)
+    apart, sums = wide - turned, wide + turned
+    crossed = product(sums.T, apart)
+    square = 0.5 * (jnp.sum(product(apart.T, apart) * product(sums.T, sums)) + jnp.sum(crossed * crossed.T))
+    return root(square)
+
+
+def _routes(
+    prepare: Callable[[Array], Any], compare: Callable[[Any, Any], Array], sides: int = 10
+) -> tuple[Route, ...]:
+    return (
+        Route(
+            prepare=prepare,
+            compare=compare,
+            prepare_work=lambda n, p: 20 * n * p * min(n, p),
+            compare_work=lambda n, p, q: n * p * q + sides * p * q * min(p, q),
+        ),
+    )
+
+
+def cca_routes() -> tuple[Route, ...]:
+    """One route."""
+    return _routes(basis, _mean_correlation)
+
+
+def cca_squared_routes() -> tuple[Route, ...]:
+    """Over features, or over samples where pairs are many."""
+    (features,) = _routes(basis, _mean_square, 0)
+    over_samples = product_route(_projector, _mean_overlap)
+    work = lambda n, p: features.prepare_work(n, p) + n * n * p  # noqa: E731
+    return features._replace(expected=_squares_expected), over_samples._replace(prepare_work=work)
+
+
+def svcca_routes(*, variance: Scalar = 0.99) -> tuple[Route, ...]:
+    """One route."""
+    check_single("variance", variance)
+    if not is_traced(variance) and not 0 < float(variance) <= 1:
+        fail("variance", "be above 0 and at most 1", variance)
+    return _routes(eqx.Partial(_leading_basis, variance=jnp.asarray(variance, float)), _mean_correlation)
+
+
+def pwcca_routes() -> tuple[Route, ...]:
+    """One route."""
+    return _routes(_seen, _weighted)
+
+
+def gulp_routes(*, lam: Scalar = 1e-2) -> tuple[Route, ...]:
+    """One route."""
+    check_single("lam", lam)
+    check_non_negative("lam", lam)
+    return _routes(eqx.Partial(_regularised, lam=jnp.asarray(lam, float)), _gulp_distance, 20)
+
+
+@validated(finite=("x", "y"))
+def cca(x: Features, y: OtherFeatures) -> Score:
+    """The mean canonical correlation, sum_i rho_i / min(rank of Xc, rank of Yc).
+
+    Args:
+        x: [n, p], p < n - 1.
+        y: [n, q], of the same samples, q < n - 1.
+
+    Returns:
+        From 0 to 1.
+
+    Raises:
+        ValueError: If the numbers of samples differ, features are as many as samples, or known samples are all the
+            same.
+
+    References:
+        Hotelling (1936), Relations between two sets of variates; Raghu, Gilmer, Yosinski and Sohl-Dickstein (2017).
+    """
+    refuse_wide(x, y)
+    warn_dropped(x=x, y=y)
+    return evaluate(cca_routes(), x, y)
+
+
+@validated(finite=("x", "y"))
+def cca_squared(x: Features, y: OtherFeatures) -> Score:
+    """The mean squared canonical correlation, |Qx^T Qy|^2 / min(rank of Xc, rank of Yc), also called R^2 of CCA.
+
+    Args:
+        x: [n, p], p < n - 1.
+        y: [n, q], of the same samples, q < n - 1.
+
+    Returns:
+        From 0 to 1.
+
+    Raises:
+        ValueError: As `cca`.
+
+    References:
+        Ramsay, ten Berge and Styan (1984), Matrix correlation; Kornblith et al. (2019), table 1.
+    """
+    refuse_wide(x, y)
+    warn_dropped(x=x, y=y)
+    return evaluate(cca_squared_routes(), x, y)
+
+
+@validated(finite=("x", "y"))
+def svcca(x: Features, y: OtherFeatures, *, variance: Scalar = 0.99) -> Score:
+    """The mean canonical correlation of leading principal components, the fewest that hold a share of the variance.
+
+    It jumps where a component passes the cut, and is near 1 whatever the data where components are nearly as many as
+    samples: look at the baseline of `pairwise`. Its derivative is that at a fixed number of components.
+
+    Args:
+        x: [n, p].
+        y: [n, q], of the same samples.
+        variance: The share, above 0 and at most 1.
+
+    Returns:
+        From 0 to 1.
+
+    Raises:
+        ValueError: If the numbers of samples differ, `variance` is out of range, or known samples are all the same.
+
+    References:
+        Raghu et al. (2017), SVCCA: singular vector canonical correlation analysis.
+    """
+    if not is_traced(variance) and float(variance) == 1:
+        warn_dropped(level=False, x=x, y=y)
+    return evaluate(svcca_routes(variance=variance), x, y)
+
+
+@validated(finite=("x", "y"))
+def pwcca(x: Features, y: OtherFeatures) -> Score:
+    """Projection-weighted CCA, sum_i w_i rho_i with w_i proportional to sum_j |<h_i, x_j>|.
+
+    h_i are the canonical variates of x of norm 1, x_j its centred neurons: correlations count by how much of x they
+    carry. So it is not symmetric, and its weights follow the choice of axes in x. Its derivative exists where
+    correlations differ from each other.
+
+    Args:
+        x: [n, p], p < n - 1: the representation that weighs.
+        y: [n, q], of the same samples, q < n - 1.
+
+    Returns:
+        From 0 to 1. Where correlations repeat, as those of 1 do for p + q > n - 1, rounding chooses their directions
+        and so the weights.
+
+    Raises:
+        ValueError: As `cca`.
+
+    References:
+        Morcos, Raghu and Bengio (2018), Insights on representational similarity in neural networks with canonical
+        correlation, section 2.2.
+    """
+    refuse_wide(x, y)
+    warn_dropped(x=x, y=y)
+    return evaluate(pwcca_routes(), x, y)
+
+
+@validated(finite=("x", "y"))
+def gulp_distance(x: Features, y: OtherFeatures, *, lam: Scalar = 1e-2) -> Score:
+    r"""How differently ridge regressions predict from two representations, at worst over targets.
+
+        d^2 = tr((Sxl^-1 Sx)^2) + tr((Syl^-1 Sy)^2) - 2 tr(Sxl^-1 Sxy Syl^-1 Syx),
+
+    S the covariances (1 / n) of centred features, brought to |Xc|^2 = n, and Sxl = Sx + lambda I. At lambda = 0 the
+    square is p + q - 2 sum rho^2.
+
+    Args:
+        x: [n, p].
+        y: [n, q], of the same samples.
+        lam: lambda, not negative, in units of the features' whole variance.
+
+    Returns:
+        Non-negative, at most sqrt(p + q).
+
+    Raises:
+        ValueError: If the numbers of samples differ, `lam` is negative, known samples are all the same, or `lam` is 0
+            and features are as many as samples.
+
+    References:
+        Boix-Adsera, Lawrence, Stepaniants and Rigollet (2022), GULP: a prediction-based metric between representations.
+    """
+    if not is_traced(lam) and float(lam) == 0:
+        refuse_wide(x, y)
+        warn_dropped(x=x, y=y)
+    return evaluate(gulp_routes(lam=lam), x, y)

@@ -1,0 +1,351 @@
+"""Representational similarity analysis: matrices of dissimilarities between samples (RDMs), and how they agree.
+
+An RDM is kept as its n (n - 1) / 2 pairs i < j, in the order of `numpy.triu_indices(n, 1)` and of
+`scipy.spatial.distance.squareform`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float
+
+from dissociation._core.checks import check_choice, fail
+from dissociation._core.distances import cosine_distances_with_size, median, root, squared_distances_with_size
+from dissociation._core.linalg import centre, product, psd_power
+from dissociation._core.ties import ranks, snapped
+from dissociation._core.validation import validated
+from dissociation.similarity._base import (
+    Features,
+    OtherFeatures,
+    Prepared,
+    Route,
+    Score,
+    apart_from_rounding,
+    centred,
+    check_samples,
+    evaluate,
+    in_common_dtype,
+    product_route,
+    scaled,
+    unit,
+)
+
+Dissimilarities = Float[Array | np.ndarray, " pairs"]
+
+RDMS = ("euclidean", "squared", "correlation", "cosine")
+"""Euclidean distances, their squares, 1 - the correlation of two rows over neurons, 1 - the cosine of two rows. Rows
+without variance, or of length zero, have correlation, or cosine, 0 with every other."""
+
+COMPARISONS = ("pearson", "spearman", "kendall", "cosine")
+"""Correlation of the entries; of their ranks, ties sharing the mean of theirs; Kendall's tau-a, which counts ties as
+neither; and their cosine, which is 0.5 and more for unrelated data since dissimilarities are not negative. Entries
+that differ by rounding alone are ties."""
+
+RANKED = ("spearman", "kendall")
+"""Comparisons that depend on the order of the entries alone."""
+
+
+def _with_size(x: Array, kind: str, *, by_order: bool = False) -> tuple[Array, Array]:
+    """Dissimilarities, squared if "euclidean", and the magnitude whose rounding each of them carries."""
+    if kind in ("euclidean", "squared"):
+        return squared_distances_with_size(x, by_order=by_order)
+    if kind == "cosine":
+        return cosine_distances_with_size(x, by_order=by_order)
+    rows, scale = centred(x.T)
+    distances, size = cosine_distances_with_size(rows.T, by_order=by_order)
+    lengths = root(jnp.sum(rows**2, 0))
+    lost = jnp.where(lengths > 0, root(jnp.sum((x / scale) ** 2, 1)) / jnp.where(lengths > 0, lengths, 1.0), 1.0)
+    return distances, size * (1 + lost[:, None] + lost[None])  # a row's rounding is that of its mean, too
+
+
+def entries(matrix: Array) -> Array:
+    """The pairs i < j of a square matrix."""
+    return matrix[np.triu_indices(matrix.shape[0], 1)]
+
+
+@validated
+def filled(pairs: Dissimilarities) -> Float[Array, "n n"]:
+    """The symmetric matrix of which these are the pairs i < j, with zeros on the diagonal.
+
+    Args:
+        pairs: [n (n - 1) / 2].
+
+    Returns:
+        [n, n].
+
+    Raises:
+        ValueError: If there is no n of so many pairs.
+    """
+    number = round((1 + (1 + 8 * pairs.shape[0]) ** 0.5) / 2)
+    if number * (number - 1) // 2 != pairs.shape[0]:
+        fail("pairs", "be n (n - 1) / 2 numbers", pairs.shape[0])
+    pairs = jnp.asarray(pairs)
+    upper = jnp.zeros((number, number), pairs.dtype).at[np.triu_indices(number, 1)].set(pairs)
+    return upper + upper.T
+
+
+def _centred_pairs(pairs: Array) -> Array:
+    return unit(apart_from_rounding(pairs - jnp.mean(pairs), pairs))
+
+
+def kendall(a: Float[Array, " number"], b: Float[Array, " number"]) -> Score:
+    """Kendall's tau-a: concordant minus discordant pairs, of all pairs; ties are neither.
+
+    In the order of a (and, where a is tied, of b) a pair is discordant where b falls. These are counted by the bits of
+    b's dense rank, from the highest: among values that agree in the higher bits, a one before a zero.
+    """
+    number = a.shape[0]
+    order = jnp.lexsort((b, a))
+    a, b = a[order], b[order]
+    same_a = a[1:] == a[:-1]
+    ties = lambda same: _pairs_in_runs(same, number)  # noqa: E731
+    tied_both = ties(same_a & (b[1:] == b[:-1]))
+    sorted_b = jnp.sort(b)
+    tied_a, tied_b = ties(same_a), ties(sorted_b[1:] == sorted_b[:-1])
+    rank = jnp.searchsorted(sorted_b, b)  # how many are below
+    bits = max(number - 1, 1).bit_length()
+    below = jnp.searchsorted(jnp.sort(rank), jnp.arange(1 << bits))
+
+    def level(index: Array | int, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        discordant, values = carry
+        shift = bits - 1 - index
+        bit, group = (values >> shift) & 1, (values >> shift) // 2
+        start = below[group << (shift + 1)]
+        ones = jnp.cumsum(bit) - bit
+        ones -= ones[start]  # before this one, in its group
+        fallen = jnp.where(bit == 0, ones.astype(a.dtype), 0.0)
+        place = jnp.where(bit == 1, ones, jnp.arange(number) - start - ones) + below[(values >> shift) << shift]
+        return discordant + jnp.sum(fallen), jnp.zeros_like(values).at[place].set(values)
+
+    discordant, _ = lax.fori_loop(0, bits, level, (jnp.zeros((), a.dtype), rank))
+    total = 0.5 * number * (number - 1)
+    return (total - tied_a - tied_b + tied_both - 2 * discordant) / total
+
+
+def _pairs_in_runs(same: Array, number: int) -> Array:
+    """How many pairs of places lie within one run of equal values; `same` says which equal the one before."""
+    places = jnp.arange(number)
+    starts = lax.cummax(jnp.where(jnp.concatenate([jnp.zeros(1, bool), same]), 0, places))
+    return jnp.sum((places - starts).astype(jnp.result_type(float)))
+
+
+def _read(pairs: Array, comparison: str, size: Array | None = None) -> Prepared:
+    if comparison in RANKED:
+        pairs = ranks(pairs, size) if comparison == "spearman" else snapped(pairs, size)
+    if comparison != "kendall":
+        pairs = unit(pairs) if comparison == "cosine" else _centred_pairs(pairs)
+    return Prepared(pairs, jnp.sum(pairs) * pairs.size**-0.5)  # an order of samples is one of pairs
+
+
+def _prepared(x: Array, kind: str, comparison: str) -> Prepared:
+    x, _ = scaled(x)  # no comparison depends on the scale
+    pairs, size = (entries(matrix) for matrix in _with_size(x, kind, by_order=comparison in RANKED))
+    if kind == "euclidean" and comparison not in RANKED:  # squares have the same order, and rounding of one size
+        pairs = root(pairs)
+    return _read(pairs, comparison, size)
+
+
+def rsa_routes(*, rdm: str = "euclidean", comparison: str = "pearson") -> tuple[Route, ...]:
+    """One route, over the pairs of samples."""
+    check_choice("rdm", rdm, RDMS)
+    return (_compared(eqx.Partial(_prepared, kind=rdm, comparison=comparison), comparison),)
+
+
+def _compared(prepare: Callable[[Array], Prepared], comparison: str) -> Route:
+    check_choice("comparison", comparison, COMPARISONS)
+    route = product_route(prepare, sorts=comparison in RANKED)
+    if comparison != "kendall":
+        return route
+    work: dict[str, Any] = {
+        "compare_work": lambda n, p, q: 2e3 * n * n,
+        "compare_memory": lambda n, p, q: 8 * n * n,
+    }
+    return route._replace(compare=_kendall, finish=None, expected=None, **work)
+
+
+def _kendall(a: Prepared, b: Prepared) -> Array:
+    return kendall(a.entries, b.entries)
+
+
+@validated(finite=("x",))
+def rdm(x: Features, kind: str = "euclidean") -> Float[Array, " pairs"]:
+    """Dissimilarities of all pairs of samples.
+
+    Args:
+        x: [n, p].
+        kind: "euclidean", "squared", "correlation" or "cosine".
+
+    Returns:
+        [n (n - 1) / 2], pairs i < j, as SciPy's `squareform` takes them. Euclidean ones have the unit of x.
+
+    Raises:
+        ValueError: If there is one sample alone, or `kind` is unknown.
+
+    References:
+        Kriegeskorte, Mur and Bandettini (2008), Representational similarity analysis.
+
+    Example:
+        >>> rdm(jnp.array([[0.0, 0.0], [3.0, 4.0], [0.0, 8.0]]))
+        Array([5., 8., 5.], dtype=float32)
+    """
+    check_choice("kind", kind, RDMS)
+    check_samples("x", x.shape[0], 2)
+    (x,) = in_common_dtype(x)
+    return _rdm(x, kind)
+
+
+@eqx.filter_jit
+def _rdm(x: Array, kind: str) -> Array:
+    unscaled = kind in ("cosine", "correlation")
+    x, scale = scaled(x)
+    pairs = entries(_with_size(x, kind)[0])
+    return pairs if unscaled else scale * root(pairs) if kind == "euclidean" else scale**2 * pairs
+
+
+@validated(finite=("a", "b"))
+def compare_rdms(a: Dissimilarities, b: Dissimilarities, comparison: str = "pearson") -> Score:
+    """How two RDMs agree.
+
+    Args:
+        a: Dissimilarities of pairs of samples. For ranks, entries within 32 rounding units of the median's size
+            (4e-6 of it in float32) of each other are ties: they may be left of a subtraction.
+        b: Of the same pairs.
+        comparison: "pearson", "spearman", "kendall" or "cosine".
+
+    Returns:
+        From -1 to 1.
+
+    Raises:
+        ValueError: If lengths differ or `comparison` is unknown.
+
+    References:
+        Nili et al. (2014), A toolbox for representational similarity analysis.
+    """
+    check_choice("comparison", comparison, COMPARISONS)
+    a, b = in_common_dtype(a, b)
+    return _compare_rdms(a, b, comparison)
+
+
+@eqx.filter_jit
+def _compare_rdms(a: Array, b: Array, comparison: str) -> Array:
+    route = _compared(eqx.Partial(_read_alone, comparison=comparison), comparison)
+    return route.compare(route.prepare(a), route.prepare(b))
+
+
+def _read_alone(pairs: Array, comparison: str) -> Prepared:
+    """Entries whose rounding is at least that of the median: small ones may be left of a subtraction."""
+    pairs, _ = scaled(pairs)
+    return _read(pairs, comparison, 0.5 * jnp.maximum(jnp.abs(pairs), median(jnp.abs(pairs))))
+
+
+@validated(finite=("x", "y"))
+def rsa(x: Features, y: OtherFeatures, *, rdm: str = "euclidean", comparison: str = "pearson") -> Score:
+    """The agreement of two representations' RDMs.
+
+    Invariances are by choice. Euclidean RDMs, and their squares, do not change under rotation and translation, cosine
+    ones under rotation and a scale, correlation ones under permutation and a scale. No comparison sees a scale of the
+    RDM; ranks see no rising change of it, and Pearson's correlation no constant added to it.
+
+    Args:
+        x: [n, p], at least 3 samples.
+        y: [n, q], of the same samples.
+        rdm: "euclidean", "squared", "correlation" or "cosine".
+        comparison: "pearson", "spearman", "kendall" or "cosine".
+
+    Returns:
+        From -1 to 1; not negative for the cosine. NaN where all dissimilarities are the same.
+
+    Raises:
+        ValueError: If the numbers of samples differ or are below 3, or an option is unknown.
+
+    References:
+        Kriegeskorte et al. (2008); Nili et al. (2014).
+    """
+    return evaluate(rsa_routes(rdm=rdm, comparison=comparison), x, y, minimum=3)
+
+
+@validated(finite=("a", "b", "noise_covariance"))
+def crossnobis_rdm(
+    a: Features,
+    b: Features,
+    noise_covariance: Float[Array | np.ndarray, "p p"] | None = None,
+) -> Float[Array, " pairs"]:
+    """Cross-validated squared Mahalanobis distances (a_i - a_j)^T S^-1 (b_i - b_j) / p.
+
+    Errors of two independent measurements do not add up, so the distances are unbiased, and negative by chance where
+    there is none: they are returned as they are.
+
+    Args:
+        a: One measurement of n conditions, [n, p].
+        b: An independent one of the same conditions and neurons, [n, p].
+        noise_covariance: S, [p, p]; its pseudo-inverse is taken. Default: the identity.
+
+    Returns:
+        [n (n - 1) / 2], pairs i < j.
+
+    Raises:
+        ValueError: If shapes differ.
+
+    References:
+        Walther et al. (2016), Reliability of dissimilarity measures for multi-voxel pattern analysis.
+    """
+    check_samples("a", a.shape[0], 2)
+    a, b = in_common_dtype(a, b)
+    if noise_covariance is not None:
+        a, b = centre(a), centre(b)
+        b = product(b, psd_power(jnp.asarray(noise_covariance, b.dtype), -1))
+    return entries(_crossed(a, b))
+
+
+@jax.jit
+def _crossed(a: Array, b: Array) -> Array:
+    a, b = centre(a), centre(b)
+    inner_products = product(a, b.T)
+    own = jnp.diagonal(inner_products)
+    return (own[:, None] + own[None] - inner_products - inner_products.T) / a.shape[1]
+
+
+def _crossed_halves(x: Array, comparison: str) -> Prepared:
+    half = x.shape[0] // 2
+    rows, scale = centred(x)
+    sums = [root(jnp.sum(part**2, 1)) for part in (rows[:half], rows[half:], x[:half] / scale, x[half:] / scale)]
+    a, b, whole_a, whole_b = (part[:, None] + part[None] for part in sums)
+    size = (a * b / 4 + (a * whole_b + whole_a * b) / 32) / x.shape[1]
+    return _read(entries(_crossed(rows[:half], rows[half:])), comparison, entries(size))
+
+
+def crossnobis_rsa_routes(*, comparison: str = "cosine") -> tuple[Route, ...]:
+    """One route."""
+    return (_compared(eqx.Partial(_crossed_halves, comparison=comparison), comparison),)
+
+
+@validated(finite=("x", "y"))
+def crossnobis_rsa(x: Features, y: OtherFeatures, *, comparison: str = "cosine") -> Score:
+    """The agreement of cross-validated RDMs, of representations measured twice.
+
+    The first half of the rows is one measurement of n conditions, the second half another of the same conditions in
+    the same order.
+
+    Args:
+        x: [2 n, p], n at least 3.
+        y: [2 n, q], of the same conditions.
+        comparison: "pearson", "spearman", "kendall" or "cosine". Since these RDMs are unbiased, their cosine is
+            not driven by noise.
+
+    Returns:
+        From -1 to 1.
+
+    Raises:
+        ValueError: If the numbers of rows differ, are odd or below 6, or `comparison` is unknown.
+
+    References:
+        Walther et al. (2016).
+    """
+    if x.shape[0] % 2:
+        fail("x", "have an even number of rows, two measurements of all conditions", x.shape[0])
+    return evaluate(crossnobis_rsa_routes(comparison=comparison), x, y, minimum=6)

@@ -1,0 +1,174 @@
+"""Multidimensional scaling: a plane in which representations lie as far apart as they are dissimilar."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from dissociation._core.checks import check_count, check_finite, fail, is_traced
+from dissociation._core.distances import root
+from dissociation._core.linalg import finite_part, product
+from dissociation._core.results import Result
+from dissociation._core.types import PRNGKey
+from dissociation._core.validation import validated
+from dissociation.similarity._base import scaled
+from dissociation.similarity._kernels import double_centred
+
+Distances = Float[Array | np.ndarray, "n n"]
+
+
+class Embedding(Result):
+    """Points in place of what is only known by its distances.
+
+    Attributes:
+        points: [n, dimensions], of mean zero.
+        stress: sum over pairs i < j of (d_ij - |z_i - z_j|)^2.
+        relative_stress: Kruskal's stress-1, sqrt(stress / sum d_ij^2): below 0.1 the plane tells most.
+        steps: Of the iteration; 0 for the classical solution.
+    """
+
+    points: Float[Array, "n dimensions"]
+    stress: Float[Array, ""]
+    relative_stress: Float[Array, ""]
+    steps: Array
+
+
+@validated
+def classical_mds(distances: Distances, *, num_dims: int = 2) -> Embedding:
+    """Principal coordinates: leading eigenvectors of -H D^2 H / 2, exact for Euclidean distances of so many dimensions.
+
+    Args:
+        distances: Symmetric, zero on the diagonal, [n, n].
+        num_dims: Below n.
+
+    Returns:
+        Points along falling variance, of either sign; directions of negative eigenvalues are zero.
+
+    Raises:
+        ValueError: If distances are not square, symmetric, finite and non-negative, or `num_dims` is out of range.
+
+    References:
+        Torgerson (1952), Multidimensional scaling I: theory and method; Gower (1966).
+    """
+    table, unit, count = _checked(distances, num_dims)
+    return _in_unit(_classical(table, count), unit)
+
+
+@validated
+def smacof(
+    distances: Distances,
+    *,
+    num_dims: int = 2,
+    key: PRNGKey | None = None,
+    num_starts: int = 4,
+    max_steps: int = 1000,
+    rtol: float = 1e-7,
+) -> Embedding:
+    """Points of least stress, by majorisation: no step makes it worse.
+
+    Z <- B(Z) Z / n, B_ij = -d_ij / |z_i - z_j| off the diagonal, rows summing to zero; from the classical solution, and
+    with a key from random starts as well, of which the best is returned.
+
+    Args:
+        distances: Symmetric, zero on the diagonal, [n, n].
+        num_dims: Below n.
+        key: Draws starts; None: the classical solution alone.
+        num_starts: Random starts.
+        max_steps: Steps at most.
+        rtol: Relative change of stress at which it stops.
+
+    Returns:
+        The points.
+
+    Raises:
+        ValueError: As `classical_mds`, or if an option is out of range.
+
+    References:
+        De Leeuw (1977), Applications of convex analysis to multidimensional scaling; Borg and Groenen (2005),
+        chapter 8.
+    """
+    table, unit, count = _checked(distances, num_dims)
+    limit, starts = check_count("max_steps", max_steps, minimum=1), check_count("num_starts", num_starts, minimum=1)
+    first = _classical(table, count).points[None]
+    if key is not None:
+        scale = jnp.sqrt(jnp.mean(table**2))
+        first = jnp.concatenate([first, scale * jax.random.normal(key, (starts, *first.shape[1:]), first.dtype)])
+    return _in_unit(_smacof(table, first, rtol, limit), unit)
+
+
+def _in_unit(found: Embedding, unit: Array) -> Embedding:
+    return Embedding(found.points * unit, found.stress * unit * unit, found.relative_stress, found.steps)
+
+
+def _checked(distances: Array | np.ndarray, num_dims: int) -> tuple[Array, Array, int]:
+    """The distances over a power of two, that power, and the checked number of dimensions."""
+    if distances.shape[0] != distances.shape[1]:
+        fail("distances", "be square", distances.shape)
+    count = check_count("num_dims", num_dims, minimum=1)
+    if count >= distances.shape[0]:
+        fail("num_dims", f"be below the number of points ({distances.shape[0]})", num_dims)
+    if not is_traced(distances):
+        check_finite("distances", distances)
+        known = np.asarray(distances)
+        slack = 1e-3 * np.abs(known).max()
+        if known.min() < 0 or np.abs(known - known.T).max() > slack or np.abs(np.diagonal(known)).max() > slack:
+            fail("distances", "be symmetric, non-negative and zero on the diagonal", "others")
+    table = jnp.asarray(distances)
+    table = 0.5 * (table + table.T)
+    table, unit = scaled(table)
+    return table * (1 - jnp.eye(table.shape[0], dtype=table.dtype)), unit, count
+
+
+@partial(jax.jit, static_argnums=1)
+def _classical(distances: Array, num_dims: int) -> Embedding:
+    matrix, undefined = finite_part(-0.5 * double_centred(distances**2))
+    values, vectors = jnp.linalg.eigh(matrix)
+    leading = jnp.maximum(values[::-1][:num_dims], 0.0)
+    points = vectors[:, ::-1][:, :num_dims] * jnp.sqrt(leading)[None] + undefined
+    return _embedding(distances, points, jnp.zeros((), int))
+
+
+def _apart(points: Array) -> Array:
+    differences = points[:, None] - points[None]
+    return root(jnp.sum(differences**2, -1))
+
+
+def _stress(distances: Array, points: Array) -> Array:
+    return 0.5 * jnp.sum((distances - _apart(points)) ** 2)
+
+
+def _embedding(distances: Array, points: Array, steps: Array) -> Embedding:
+    points = points - jnp.mean(points, 0)[None]
+    stress = _stress(distances, points)
+    return Embedding(points, stress, jnp.sqrt(stress / (0.5 * jnp.sum(distances**2))), steps)
+
+
+@partial(jax.jit, static_argnums=3)
+def _smacof(distances: Array, starts: Array, rtol: Array | float, max_steps: int) -> Embedding:
+    number = distances.shape[0]
+
+    def improved(points: Array) -> Array:
+        apart = _apart(points)
+        ratio = jnp.where(apart > 0, distances / jnp.where(apart > 0, apart, 1.0), 0.0)
+        return (jnp.sum(ratio, 1)[:, None] * points - product(ratio, points)) / number
+
+    def goes_on(carry: tuple[Array, Array, Array, Array]) -> Array:
+        step, _, before, now = carry
+        return (step < max_steps) & (before - now > rtol * now)
+
+    def step(carry: tuple[Array, Array, Array, Array]) -> tuple[Array, Array, Array, Array]:
+        count, points, _, now = carry
+        points = improved(points)
+        return count + 1, points, now, _stress(distances, points)
+
+    def run(points: Array) -> tuple[Array, Array, Array]:
+        now = _stress(distances, points)
+        first = jnp.zeros((), int), points, jnp.full_like(now, jnp.inf), now
+        count, points, _, now = jax.lax.while_loop(goes_on, step, first)
+        return count, points, now
+
+    counts, points, stresses = jax.lax.map(run, starts)
+    best = jnp.argmin(stresses)
+    return _embedding(distances, points[best], counts[best])

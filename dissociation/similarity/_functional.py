@@ -1,0 +1,132 @@
+"""How alike two networks' functions are, from their outputs: what similarity of representations is read beside."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from dissociation._core.types import Classes
+from dissociation._core.validation import validated
+from dissociation.similarity._base import Prepared, Route, Score, evaluate, in_common_dtype
+
+Logits = Float[Array | np.ndarray, "n classes"]
+
+
+def _predictions(x: Array) -> Prepared:
+    classes = jax.nn.one_hot(jnp.argmax(x, 1), x.shape[1], dtype=x.dtype)
+    return Prepared(classes, jnp.mean(classes, 0))
+
+
+def _agreement(a: Prepared, b: Prepared) -> Array:
+    number = a.entries.shape[0]  # counts are exact: a share near 1 may round
+    return (number - jnp.sum(a.entries * b.entries)) / number
+
+
+def _agreement_expected(a: Prepared, b: Prepared) -> Array:
+    return 1 - jnp.sum(a.mean * b.mean)
+
+
+def _log_probabilities(x: Array) -> Array:
+    return jax.nn.log_softmax(x, 1)
+
+
+def _divergence(a: Array, b: Array) -> Array:
+    middle = jnp.logaddexp(a, b) - jnp.log(jnp.asarray(2, a.dtype))
+    half = lambda one: jnp.sum(jnp.where(one > -jnp.inf, jnp.exp(one) * (one - middle), 0.0), 1)  # noqa: E731
+    return jnp.maximum(jnp.mean(0.5 * (half(a) + half(b))), 0.0)
+
+
+def _route(prepare: Callable[[Array], Any], compare: Callable[[Any, Any], Array]) -> Route:
+    return Route(
+        prepare=prepare,
+        compare=compare,
+        prepare_work=lambda n, p: 10 * n * p,
+        compare_work=lambda n, p, q: 20 * n * p,
+        compare_memory=lambda n, p, q: 4 * n * p,
+    )
+
+
+def disagreement_routes() -> tuple[Route, ...]:
+    """One route."""
+    return (_route(_predictions, _agreement)._replace(expected=_agreement_expected),)
+
+
+def jensen_shannon_routes() -> tuple[Route, ...]:
+    """One route."""
+    return (_route(_log_probabilities, _divergence),)
+
+
+@validated(finite=("x", "y"))
+def disagreement(x: Logits, y: Logits) -> Score:
+    """The share of samples to which two networks give different classes.
+
+    Args:
+        x: Logits or probabilities of one, [n, classes].
+        y: Of the other, of the same samples.
+
+    Returns:
+        From 0 to 1; a metric. Two networks of error e disagree on 2 e of the samples at most. Its derivative is zero.
+
+    Raises:
+        ValueError: If shapes differ.
+
+    References:
+        Madani, Pennock and Flake (2004), Co-validation: using model disagreement on unlabeled data to validate
+        classification algorithms.
+    """
+    return evaluate(disagreement_routes(), x, y, minimum=1)
+
+
+@validated(finite=("x", "y"))
+def jensen_shannon(x: Logits, y: Logits) -> Score:
+    """The Jensen-Shannon divergence of predicted distributions, averaged over samples.
+
+    (KL(a | m) + KL(b | m)) / 2 with a and b the softmax of logits and m = (a + b) / 2.
+
+    Args:
+        x: Logits of one network, [n, classes].
+        y: Of the other, of the same samples.
+
+    Returns:
+        From 0 to log 2, in nats.
+
+    Raises:
+        ValueError: If shapes differ.
+
+    References:
+        Lin (1991), Divergence measures based on the Shannon entropy, eq. 4.1.
+    """
+    return evaluate(jensen_shannon_routes(), x, y, minimum=1)
+
+
+@validated(finite=("x", "y"))
+def min_max_disagreement(x: Logits, y: Logits, labels: Classes) -> Score:
+    """Disagreement between the least and the largest that two error rates allow.
+
+    (d - |e_x - e_y|) / (min(e_x + e_y, 1) - |e_x - e_y|).
+
+    Args:
+        x: Logits of one network, [n, classes].
+        y: Of the other.
+        labels: True classes.
+
+    Returns:
+        From 0 to 1; with more than two classes both being wrong may agree or not, so 1 needs errors that never agree.
+        NaN where the bounds coincide, as where one network makes no error.
+
+    Raises:
+        ValueError: If shapes differ, or known labels are out of range.
+
+    References:
+        Klabunde, Schumacher, Strohmaier and Lemmerich (2023), Similarity of neural network models: a survey of
+        functional and representational measures, section 4.
+    """
+    found = disagreement(x, y)
+    x, y = in_common_dtype(x, y)
+    wrong = [jnp.mean(jnp.argmax(one, 1) != jnp.asarray(labels), dtype=x.dtype) for one in (x, y)]
+    least, most = jnp.abs(wrong[0] - wrong[1]), jnp.minimum(wrong[0] + wrong[1], 1.0)
+    room = most - least
+    return jnp.where(room > 0, (found - least) / jnp.where(room > 0, room, 1.0), jnp.nan)

@@ -1,0 +1,568 @@
+"""What a similarity says beyond its number: intervals over samples, p-values against chance, calibrated scores.
+
+An ordinary bootstrap draws samples twice, and a sample drawn twice is its own nearest neighbour and its own kernel
+value: similarities come out too high. The jackknife here leaves blocks of samples out instead, and chance is another
+order of the samples of one representation, which keeps everything else.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+from scipy import stats
+
+from dissociation._core.checks import check_choice, check_count, check_level, fail
+from dissociation._core.linalg import product
+from dissociation._core.results import Result, printed
+from dissociation._core.splits import folds
+from dissociation._core.ties import ROUNDINGS
+from dissociation._core.types import PRNGKey, Scalar
+from dissociation._core.validation import validated
+from dissociation.similarity._base import (
+    Features,
+    Measure,
+    OtherFeatures,
+    cheapest,
+    check_pair,
+    check_samples,
+    in_common_dtype,
+)
+from dissociation.similarity._measures import as_measure, routes_of
+from dissociation.training._progress import MeterFactory, open_meter
+
+BLOCKS = ("shuffled", "contiguous")
+"""Sample i in block i mod B, for independent samples, also if they are sorted by class; or blocks of neighbours in the
+order, for time series and whatever else resembles its neighbours."""
+
+CORRECTIONS = ("holm", "bh", "by", "none")
+"""Holm's bound on any false finding; Benjamini and Hochberg's on the share of false ones among findings; Benjamini and
+Yekutieli's, under any dependence; none."""
+
+CHUNK_WORK = 2e9
+"""Multiplications of one chunk of orders or blocks, about a second: between chunks the host shows progress."""
+
+
+class Interval(NamedTuple):
+    """A jackknife's interval; arrays of one shape.
+
+    Attributes:
+        standard_error: Standard error of the value, in its unit.
+        low: Lower end of the interval about `estimate`.
+        high: Upper end of the interval about `estimate`.
+        bias: First-order bias of the value, by the jackknife.
+        estimate: The value without its bias, within the bounds: `low` <= `estimate` <= `high`. The value itself, if no
+            bias is removed.
+    """
+
+    standard_error: Array
+    low: Array
+    high: Array
+    bias: Array
+    estimate: Array
+
+    __repr__ = printed
+
+
+def kept_rows(
+    number: int, num_blocks: Any, blocks: str = "shuffled", repeats: int = 1, each: int = 1
+) -> list[np.ndarray]:
+    """Samples that remain when each block is left out in turn.
+
+    Args:
+        number: Samples.
+        num_blocks: Blocks, from 2 to as many as there are conditions.
+        blocks: One of `BLOCKS`.
+        repeats: How often the samples run through the same conditions, which are left out together.
+        each: Rows of one sample, one after another, that stay together.
+
+    Returns:
+        [choices, remaining] for each of at most two sizes of blocks, in the order of blocks up to these.
+
+    Raises:
+        ValueError: If an option is out of range.
+    """
+    check_choice("blocks", blocks, BLOCKS)
+    conditions = number // repeats // each
+    if check_count("num_blocks", num_blocks, minimum=2) > conditions:
+        fail("num_blocks", f"be at most the number of samples ({conditions})", num_blocks)
+    block = np.empty(conditions, int)
+    for index, left in enumerate(folds(conditions, num_blocks, contiguous=blocks == "contiguous")):
+        block[left] = index
+    block = np.tile(np.repeat(block, each), repeats)
+    kept = [np.flatnonzero(block != index) for index in range(num_blocks)]
+    return [np.stack([rows for rows in kept if len(rows) == size]) for size in sorted({len(rows) for rows in kept})]
+
+
+@validated
+def jackknife_interval(
+    values: Float[Array | np.ndarray, "*rest"],
+    leave_outs: Float[Array | np.ndarray, "blocks *rest"],
+    *,
+    level: float = 0.9,
+    bounds: tuple[float, float] = (-np.inf, np.inf),
+    unbias: bool = True,
+) -> Interval:
+    """Student's interval from values without each block, about the estimate less its first-order bias.
+
+    With B blocks, z = g(value) on a scale without bounds, and z_b without block b,
+
+        centre = z - (B - 1)(mean z_b - z),   error^2 = (B - 1) / B sum_b (z_b - mean z_b)^2.
+
+    g is arctanh for measures up to 1 that are not below -1, -log(1 - value) for those that may be, and the identity for
+    others.
+
+    Args:
+        values: Of all samples.
+        leave_outs: Without each block in turn.
+        level: Coverage, between 0 and 1.
+        bounds: The least and the largest value of the measure.
+        unbias: Whether the bias is taken off. Measures that count a fixed number of neighbours have none in this sense,
+            as their values depend on n without end: they want an interval about z.
+
+    Returns:
+        The estimate and its interval. All three numbers are set to the nearest bound where they lie outside of it.
+        Values within 64 rounding units of a bound count as the bound.
+
+    Raises:
+        ValueError: If there is one block, or `level` is out of range.
+
+    References:
+        Efron and Tibshirani (1993), An introduction to the bootstrap, chapter 11; Kunsch (1989), The jackknife and the
+        bootstrap for general stationary observations.
+    """
+    count = check_count("leave_outs", leave_outs.shape[0], minimum=2)
+    check_level(level)
+    values, leave_outs = in_common_dtype(values, leave_outs)
+    least, most = bounds
+    near = ROUNDINGS * float(jnp.finfo(values.dtype).eps)
+    for bound in bounds if np.isfinite(bounds).all() else ():  # beside a bound, scales without bounds magnify rounding
+        values, leave_outs = (jnp.where(jnp.abs(v - bound) <= near, bound, v) for v in (values, leave_outs))
+    inside = 1 - 4 * float(jnp.finfo(values.dtype).eps)
+    if most == 1 and least >= -1:
+        to, back = lambda v: jnp.arctanh(jnp.clip(v, -inside, inside)), jnp.tanh
+    elif most == 1:
+        to, back = lambda v: -jnp.log1p(-jnp.minimum(v, inside)), lambda z: -jnp.expm1(-z)
+    else:
+        to, back = lambda v: v, lambda z: jnp.clip(z, least, most)
+
+    def spread(each: Array) -> tuple[Array, Array]:
+        mean = jnp.mean(each, 0)
+        return mean, jnp.sqrt((count - 1) / count * jnp.sum((each - mean[None]) ** 2, 0))
+
+    z = to(values)
+    mean, error = spread(to(leave_outs))
+    half = float(stats.t.ppf(0.5 + 0.5 * level, count - 1)) * error
+    centre = z - (count - 1) * (mean - z) if unbias else z
+    raw_mean, raw_error = spread(leave_outs)
+    same = jnp.all(leave_outs == values[None], 0)
+    ends = (jnp.clip(back(end), least, most) for end in (centre - half, centre, centre + half))
+    low, estimate, high = (jnp.where(same, values, end) for end in ends)
+    estimate = estimate if unbias else values
+    low, high = jnp.minimum(low, estimate), jnp.maximum(high, estimate)  # also of one rounding
+    return Interval(raw_error, low, high, (count - 1) * (raw_mean - values), estimate)
+
+
+class MemberInterval(Result):
+    """A mean over pairs of members, and its interval."""
+
+    mean: Float[Array, ""]
+    standard_error: Float[Array, ""]
+    low: Float[Array, ""]
+    high: Float[Array, ""]
+
+
+LEAST_P_VALUE = 1e-16
+"""The least p-value that moments give: smaller ones are set to it, and printed as being below it."""
+
+
+class PermutationTest(Result):
+    """Where a similarity stands among those of shuffled samples.
+
+    Attributes:
+        value: The measure.
+        p_value: Of at least as much in common, were the two independent.
+        null_mean: The measure's mean over orders of the samples: chance.
+        null_sd: Its standard deviation.
+        null_quantile: What is reached by chance at `level`.
+        calibrated: (value - null_quantile) / (best - null_quantile), 0 for what is reached by chance and 1 for the best
+            that there is; NaN for measures without a best value.
+        num_draws: Orders drawn; 0 where moments stand for all of them.
+    """
+
+    value: Float[np.ndarray, "..."] = eqx.field(converter=np.asarray)
+    p_value: Float[np.ndarray, "..."] = eqx.field(converter=np.asarray)
+    null_mean: Float[np.ndarray, "..."] = eqx.field(converter=np.asarray)
+    null_sd: Float[np.ndarray, "..."] = eqx.field(converter=np.asarray)
+    null_quantile: Float[np.ndarray, "..."] = eqx.field(converter=np.asarray)
+    calibrated: Float[np.ndarray, "..."] = eqx.field(converter=np.asarray)
+    num_draws: int = eqx.field(static=True)
+
+    LEAST = {"p_value": LEAST_P_VALUE}
+
+
+@validated(finite=("x", "y"))
+def permutation_test(
+    measure: str | Measure,
+    x: Features,
+    y: OtherFeatures,
+    *,
+    key: PRNGKey | None = None,
+    num_draws: int | None = 999,
+    level: float = 0.95,
+    blocks: str = "shuffled",
+    progress: str | MeterFactory | None = "late",
+    **options: Any,
+) -> PermutationTest:
+    """Tests whether two representations have more in common than with samples in another order.
+
+    p = (1 + hits) / (1 + draws), which is uniform under independence, and not below it where values can be equal, since
+    equal ones are hits. With `num_draws` None, for products of centred matrices over samples (linear and RBF CKA,
+    debiased or not), the null's exact mean, variance and third moment, and Pearson's type III distribution of these: no
+    draws, and p-values below 1 / 1000, of which the smallest are extrapolated and say no more than that. The null is
+    skewed, so a normal distribution would not do.
+
+    Args:
+        measure: A name in `MEASURES`, or a `Measure`.
+        x: [n, p].
+        y: [n, q], of the same samples.
+        key: Draws the orders; needed unless `num_draws` is None.
+        num_draws: Orders of y's samples; None: moments.
+        level: Of the null's quantile.
+        blocks: "shuffled" for samples that are exchangeable. "contiguous" for samples that resemble their
+            neighbours, as of a time series, of which any other order is far less alike than chance: orders are then
+            shifts round the end, at most n - 1 of them.
+        progress: See `dissociation.training`.
+        options: Of the measure.
+
+    Returns:
+        Numbers. Of distances, small ones count as much in common.
+
+    Raises:
+        ValueError: If an option is out of range, the key is missing, or the measure's moments are not known.
+
+    References:
+        Kazi-Aoual, Hitier, Sabatier and Lebreton (1995), Refined approximations to permutation tests for multivariate
+        inference; Phipson and Smyth (2010), Permutation p-values should never be zero.
+    """
+    known = as_measure(measure)
+    check_level(level)
+    check_pair(x, y, known)
+    x, y = in_common_dtype(x, y)
+    routes = routes_of(known, options)
+    check_choice("blocks", blocks, BLOCKS)
+    if num_draws is None:
+        if blocks != "shuffled":
+            fail("num_draws", "be a number for samples that are not exchangeable", "None")
+        matrices = [route for route in routes if route.matrix]
+        if not matrices:
+            fail("num_draws", f"be a number for {known.name}, whose moments are not known", "None")
+        own = [invariants_of(matrices[0].program(), one[None]) for one in (x, y)]
+        one, other = (jax.tree.map(lambda leaf: leaf[0], each) for each in own)
+        return moment_test(known(x, y, **options), one, other, x.shape[0], level=level)
+    check_count("num_draws", num_draws, minimum=1)
+    if key is None:
+        fail("key", "be given where orders are drawn", "None", "For instance jax.random.key(0)")
+    route = cheapest(routes, x.shape[0], x.shape[1], y.shape[1], pairs=num_draws)
+    orders = random_orders(key, num_draws, x.shape[0], known.repeats, blocks=blocks)
+    orders = np.concatenate([np.arange(x.shape[0])[None], orders])
+    program, work = route.program(), route.work(x.shape[0], x.shape[1], y.shape[1], items=1, pairs=1)
+    first = _prepared(program, x)
+    meter = open_meter(progress, len(orders), known.name)
+    try:
+        values = in_chunks(lambda part: _drawn(program, first, y, part), orders, work, meter.advance)
+    finally:
+        meter.close()
+    return placed(known, np.asarray(values[0]), values[1:], level)
+
+
+def in_chunks(
+    function: Callable[[Array], Array], choices: Any, work: float | int, advance: Callable[[int, str], None]
+) -> np.ndarray:
+    """Results of a compiled function of choices of samples, [choices, ...], some of them at a time.
+
+    Args:
+        function: From [some, m] to [some, ...].
+        choices: [choices, m].
+        work: Multiplications for each choice.
+        advance: Takes the number of choices that are done, and a text, after each chunk.
+    """
+    count = len(choices)
+    size = int(np.clip(CHUNK_WORK // max(work, 1), 1, count))
+    parts = []
+    for start in range(0, count, size):  # the last ones stand in for those that are missing: one program
+        part = np.asarray(choices)[np.minimum(np.arange(start, start + size), count - 1)]
+        parts.append(np.asarray(function(jnp.asarray(part)))[: count - start])
+        advance(min(start + size, count), "")
+    return np.concatenate(parts)
+
+
+def random_orders(
+    key: PRNGKey, count: int, number: int, repeats: int = 1, *, blocks: str = "shuffled", each: int = 1
+) -> Array:
+    """Random orders of samples that keep what depends on each other together: [count, number].
+
+    Args:
+        key: Draws them.
+        count: How many.
+        number: Rows.
+        repeats: How often rows run through the same conditions, which move together.
+        blocks: If "contiguous", samples resemble their neighbours, and the orders are shifts round the end, all
+            different: at most one less than there are samples.
+        each: Rows of one sample, one after another, that move together.
+    """
+    conditions = number // repeats // each
+    if blocks == "contiguous":
+        shifts = 1 + jax.random.permutation(key, conditions - 1)[:count]
+        orders = (jnp.arange(conditions)[None] + shifts[:, None]) % conditions
+    else:
+        orders = jax.vmap(lambda one: jax.random.permutation(one, conditions))(jax.random.split(key, count))
+    if each > 1:
+        orders = (orders[:, :, None] * each + jnp.arange(each)[None, None]).reshape(len(orders), -1)
+        conditions *= each
+    return jnp.concatenate([orders + conditions * index for index in range(repeats)], 1)
+
+
+@eqx.filter_jit
+def _prepared(route: Any, x: Array) -> Any:
+    return route.prepare(x)
+
+
+@eqx.filter_jit
+def _drawn(route: Any, first: Any, y: Array, orders: Array) -> Array:
+    return jax.lax.map(lambda order: route.compare(first, route.prepare(y[order])), orders)
+
+
+def placed(measure: Measure, value: np.ndarray, draws: np.ndarray, level: float) -> PermutationTest:
+    """A value among what other orders gave, [draws, ...]."""
+    sign = 1.0 if measure.larger_is_closer else -1.0
+    slack = 8 * np.finfo(draws.dtype).eps * np.maximum(np.abs(value), np.abs(draws).max(0))
+    hits = np.sum(sign * draws >= sign * value - slack, 0)
+    known = np.isfinite(value) & np.isfinite(draws).all(0)
+    p_value = np.where(known, (1 + hits) / (1 + len(draws)), np.nan)
+    quantile = sign * np.quantile(sign * draws, level, axis=0)
+    spread = draws.std(0, ddof=1) if len(draws) > 1 else np.full_like(value, np.nan)
+    calibrated = calibrate(value, quantile, measure.identical)
+    return PermutationTest(value, p_value, draws.mean(0), spread, quantile, calibrated, len(draws))
+
+
+@validated
+def calibrate(
+    value: Float[Array | np.ndarray, "..."], null_quantile: Float[Array | np.ndarray, "..."], best: Scalar = 1.0
+) -> Float[Array, "..."]:
+    """(value - null_quantile) / (best - null_quantile): 0 for what is reached by chance, 1 for the best.
+
+    Args:
+        value: Of a measure.
+        null_quantile: What it reaches by chance, of the same shape.
+        best: Its value for a representation with itself.
+
+    Returns:
+        At most 1; negative below the null's quantile. NaN where chance reaches the best.
+
+    Example:
+        >>> round(float(calibrate(0.6, 0.2)), 3)
+        0.5
+    """
+    value, null_quantile = in_common_dtype(value, null_quantile)
+    room = best - null_quantile
+    return jnp.where(room == 0, jnp.nan, (value - null_quantile) / jnp.where(room == 0, 1.0, room))
+
+
+class Invariants(NamedTuple):
+    """Sums over a symmetric matrix E over samples, made traceless by a multiple of the centring matrix.
+
+    Rows of E sum to zero, and e is its diagonal.
+
+    Attributes:
+        trace: Before.
+        diagonal2: sum e_i^2.
+        all2: sum E_ij^2.
+        diagonal3: sum e_i^3.
+        all3: sum E_ij^3.
+        ends: e^T E e.
+        paths: e^T diag(E^2).
+        cycles: tr E^3.
+    """
+
+    trace: Array | np.ndarray
+    diagonal2: Array | np.ndarray
+    all2: Array | np.ndarray
+    diagonal3: Array | np.ndarray
+    all3: Array | np.ndarray
+    ends: Array | np.ndarray
+    paths: Array | np.ndarray
+    cycles: Array | np.ndarray
+
+
+def invariants(matrix: Float[Array, "n n"]) -> Invariants:
+    """What the moments of a product over all orders of the samples depend on."""
+    number = matrix.shape[0]
+    trace = jnp.trace(matrix)
+    matrix = matrix - trace / (number - 1) * (jnp.eye(number, dtype=matrix.dtype) - 1 / number)
+    diagonal, square = jnp.diagonal(matrix), product(matrix, matrix)
+    return Invariants(
+        trace=trace,
+        diagonal2=jnp.sum(diagonal**2),
+        all2=jnp.sum(matrix**2),
+        diagonal3=jnp.sum(diagonal**3),
+        all3=jnp.sum(matrix**3),
+        ends=diagonal @ product(matrix, diagonal[:, None])[:, 0],
+        paths=jnp.sum(diagonal * jnp.diagonal(square)),
+        cycles=jnp.sum(square * matrix),
+    )
+
+
+def null_moments(a: Invariants, b: Invariants, number: int) -> tuple[Any, Any, Any]:
+    """Mean, variance and third central moment of <A, P B P^T> over all permutations P of at least 6 samples.
+
+    Args:
+        a: Of A; arrays of any shape that goes with that of `b`.
+        b: Of B.
+        number: n.
+
+    References:
+        Kazi-Aoual et al. (1995), at trace zero, where their formulas are bilinear in few terms.
+    """
+    n = float(number)
+    a, b = (Invariants(*(np.asarray(part, float) for part in one)) for one in (a, b))
+    mean = np.asarray(a.trace * b.trace / (n - 1))
+    loose = [n * (n + 1) * one.diagonal2 - 2 * (n - 1) * one.all2 for one in (a, b)]
+    variance = 2 * a.all2 * b.all2 / ((n + 1) * (n - 2))
+    variance += loose[0] * loose[1] / ((n + 1) * n * (n - 1) * (n - 2) * (n - 3))
+    weights = {
+        ("diagonal3", "diagonal3"): n**2 * (n + 1) * (n**2 + 15 * n - 4),
+        ("all3", "all3"): 4 * (n**4 - 8 * n**3 + 19 * n**2 - 4 * n - 16),
+        ("ends", "ends"): 6 * (n**4 - 8 * n**3 + 21 * n**2 - 6 * n - 24),
+        ("paths", "paths"): 12 * (n**4 - n**3 - 8 * n**2 + 36 * n - 48),
+        ("cycles", "cycles"): 8 * (n**3 - 9 * n**2 + 26 * n - 22),
+        ("all3", "ends"): 24 * (n**2 - n - 4),
+        ("all3", "paths"): 24 * (n**3 - 3 * n**2 - 2 * n + 8),
+        ("ends", "paths"): 24 * (n**3 - 2 * n**2 - 3 * n + 12),
+        ("all3", "diagonal3"): -4 * n * (n - 1) * (n**2 - n + 4),
+        ("ends", "diagonal3"): -6 * n * (n - 1) * (n**2 - n + 4),
+        ("paths", "diagonal3"): -12 * n * (n - 1) ** 2 * (n + 4),
+        ("cycles", "diagonal3"): 16 * n * (n - 1) * (n - 2),
+        ("cycles", "all3"): -8 * (3 * n**2 - 15 * n + 16),
+        ("cycles", "ends"): -8 * (3 * n**2 - 15 * n + 24),
+        ("cycles", "paths"): -8 * (n - 2) * (3 * n**2 - 15 * n + 24),
+    }
+    third = np.zeros(np.broadcast_shapes(mean.shape))
+    for (one, other), weight in weights.items():
+        third = third + weight * getattr(a, one) * getattr(b, other)
+        if one != other:
+            third = third + weight * getattr(a, other) * getattr(b, one)
+    return mean, variance, third / (n * (n - 1) * (n - 2) * (n - 3) * (n - 4) * (n - 5))
+
+
+@eqx.filter_jit
+def invariants_of(route: Any, stack: Array) -> Invariants:
+    """Of the matrices of stacked representations, [items] each."""
+    return jax.lax.map(lambda x: invariants(route.prepare(x).entries), stack)
+
+
+def moment_test(values: Any, a: Invariants, b: Invariants, number: int, *, level: float = 0.95) -> PermutationTest:
+    """The test of products of unit matrices over samples, from the null's moments.
+
+    Args:
+        values: The products.
+        a: Invariants of one matrix; arrays of any shape that goes with that of `b` and `values`.
+        b: Of the other.
+        number: Samples, at least 6.
+        level: Of the null's quantile.
+    """
+    check_samples("x", number, 6)
+    values = np.asarray(values, float)
+    mean, variance, third = null_moments(a, b, number)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        spread = np.sqrt(variance)
+        skew = np.clip(third / spread**3, -1e3, 1e3)
+    # Where all orders score alike but for rounding, as for samples at equal distances, nothing is to be tested.
+    alike = np.isfinite(values) & (spread <= 1e-5 * np.abs(mean))
+    null = stats.pearson3(skew, loc=mean, scale=spread)
+    known = np.isfinite(values) & (spread > 0) & ~alike
+    quantile = np.where(known, null.ppf(level), np.nan)
+    # Three moments say nothing of the far tail but that it is far.
+    p_value = np.where(known, np.maximum(null.sf(values), LEAST_P_VALUE), np.where(alike, 1.0, np.nan))
+    return PermutationTest(values, p_value, mean, spread, quantile, calibrate(values, quantile), 0)
+
+
+@validated
+def adjust_p_values(p_values: Float[Array | np.ndarray, "..."], method: str = "holm") -> Float[np.ndarray, "..."]:
+    """P-values corrected for how many there are.
+
+    Args:
+        p_values: Of any shape, from 0 to 1; NaN stays and does not count.
+        method: "holm", "bh", "by" or "none".
+
+    Returns:
+        Of the same shape: to be compared with the level as they are.
+
+    Raises:
+        ValueError: If `method` is unknown, or known numbers are outside of 0 to 1.
+
+    References:
+        Holm (1979), A simple sequentially rejective multiple test procedure; Benjamini and Hochberg (1995);
+        Benjamini and Yekutieli (2001).
+
+    Example:
+        >>> adjust_p_values(np.array([0.01, 0.04, 0.03]))
+        array([0.03, 0.06, 0.06])
+    """
+    check_choice("method", method, CORRECTIONS)
+    values = np.array(p_values, float)
+    known = ~np.isnan(values)
+    if np.any((values[known] < 0) | (values[known] > 1)):
+        fail("p_values", "lie from 0 to 1", f"{values[known].min()} to {values[known].max()}")
+    if method == "none" or not known.any():
+        return values
+    own = values[known]
+    if method == "holm":
+        order = np.argsort(own)
+        stepped = np.maximum.accumulate(own[order] * np.arange(len(own), 0, -1))
+        own[order] = np.minimum(stepped, 1.0)
+    else:
+        own = stats.false_discovery_control(own, method=method)
+    values[known] = own
+    return values
+
+
+@validated
+def member_interval(
+    values: Float[Array | np.ndarray, "members members"],
+    *,
+    level: float = 0.9,
+    bounds: tuple[float, float] = (-np.inf, np.inf),
+) -> MemberInterval:
+    """The mean similarity of two members, with an interval over members: each is left out whole in turn.
+
+    Pairs share members and are not independent, so the spread of the pairs says little of the error of their mean. It
+    covers the mean over pairs of all networks that might have been trained, at these samples.
+
+    Args:
+        values: One measure of all pairs of members; the diagonal, members with themselves, is left out.
+        level: Coverage, between 0 and 1.
+        bounds: The least and the largest value of the measure, beyond which no end of the interval lies.
+
+    Returns:
+        The mean, its standard error and the ends of the interval.
+
+    Raises:
+        ValueError: If there are fewer than three members or `level` is out of range.
+
+    References:
+        Arvesen (1969), Jackknifing U-statistics.
+    """
+    count = values.shape[0]
+    if count < 3:
+        fail("values", "be of at least 3 members", count)
+    table = jnp.where(jnp.eye(count, dtype=bool), 0.0, jnp.asarray(values))
+    total, rows = jnp.sum(table), jnp.sum(table, 0) + jnp.sum(table, 1)
+    mean = total / (count * (count - 1))
+    left = (total - rows) / ((count - 1) * (count - 2))
+    # A mean over pairs has no bias, and lies inside of its interval.
+    found = jackknife_interval(mean, left, level=level, bounds=bounds, unbias=False)
+    return MemberInterval(mean, found.standard_error, found.low, found.high)

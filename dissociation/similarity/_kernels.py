@@ -1,0 +1,375 @@
+"""Centred kernel alignment, distance correlation: cosines between matrices over samples.
+
+All of them are the Frobenius product of two matrices over samples, one per representation, each of norm 1. So all pairs
+of many representations are one product of matrices, and permuting samples has known moments
+(`_inference.null_moments`).
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from dissociation._core.checks import check_positive, check_single
+from dissociation._core.distances import root, squared_distances, typical
+from dissociation._core.linalg import product
+from dissociation._core.types import Scalar
+from dissociation._core.validation import validated
+from dissociation.similarity._base import (
+    Features,
+    OtherFeatures,
+    Prepared,
+    Route,
+    Score,
+    apart_from_rounding,
+    centred,
+    evaluate,
+    product_route,
+    scaled,
+    unit,
+)
+
+BLOCKS = 4
+"""Blocks of rows from the diagonal on in which a matrix over samples is computed: 5 / 8 of it."""
+
+LONG = 8
+"""Longest samples that debiased products over features take apart."""
+
+SMALLEST_IN_BLOCKS = 64
+"""Samples from which it is."""
+
+
+def double_centred(gram: Float[Array, "n n"]) -> Float[Array, "n n"]:
+    """H K H with H = I - 1 1^T / n."""
+    rows = gram - jnp.mean(gram, 1, keepdims=True)
+    return rows - jnp.mean(rows, 0, keepdims=True)
+
+
+def u_centred(gram: Float[Array, "n n"]) -> Float[Array, "n n"]:
+    """Szekely and Rizzo's centring, after which off-diagonal rows sum to zero and the diagonal is zero.
+
+    With K~ = K without its diagonal, A_ij = K~_ij - (r_i + r_j) / (n - 2) + s / ((n - 1)(n - 2)), r = K~ 1, s = 1^T r;
+    and HSIC_u(K, L) = <A, B> / (n (n - 3)).
+    """
+    number = gram.shape[0]
+    off = 1 - jnp.eye(number, dtype=gram.dtype)
+    gram = gram * off
+    rows = jnp.sum(gram, 1) / (number - 2)
+    shift = rows - 0.5 * jnp.sum(rows) / (number - 1)
+    return (gram - shift[:, None] - shift[None]) * off
+
+
+def linear_gram(x: Array) -> Array:
+    """Xc Xc^T, up to a power of four."""
+    x, _ = centred(x)
+    return product(x, x.T)
+
+
+def rbf_gram(x: Array, scale: Scalar) -> Array:
+    """exp(-d^2 / (2 sigma^2)), sigma = `scale` times the median of the distances d_ij over i < j."""
+    square = squared_distances(scaled(x)[0])
+    sigma = jnp.asarray(scale, x.dtype) * typical(root(square))
+    return jnp.exp(-square / (2 * sigma**2))
+
+
+def _unit_gram(gram: Callable[[Array], Array], centring: Callable[[Array], Array], x: Array) -> Prepared:
+    matrix = gram(x)
+    entries = unit(apart_from_rounding(centring(matrix), matrix))
+    return Prepared(entries, _mean_part(jnp.trace(entries), x.shape[0]))
+
+
+def _mean_part(trace: Array, number: int) -> Array:
+    # Kazi-Aoual, Hitier, Sabatier and Lebreton (1995): the mean of <A, P B P^T> over permutations P, rows of A and B
+    # summing to zero, is tr A tr B / (n - 1).
+    return trace / (number - 1) ** 0.5
+
+
+def _distance_gram(x: Array) -> Array:
+    return root(squared_distances(scaled(x)[0]))
+
+
+def _plain_features(x: Array) -> Prepared:
+    x, _ = centred(x)
+    own = jnp.sqrt(jnp.sum(product(x.T, x) ** 2))
+    return Prepared(x / jnp.sqrt(own), _mean_part(jnp.sum(x**2) / own, x.shape[0]))
+
+
+def _squared_product(a: Prepared, b: Prepared) -> Array:
+    return jnp.sum(product(a.entries.T, b.entries) ** 2)
+
+
+def _means(a: Prepared, b: Prepared) -> Array:
+    return a.mean * b.mean
+
+
+class _Debiased(NamedTuple):
+    """A representation about the mean of all but its longest samples.
+
+    Row sums of K~ = K without its diagonal are R_i = x_i . (sum of the other x).
+    """
+
+    entries: Array
+    lengths: Array  # squared
+    sums: Array
+
+
+def _longest(lengths: Array) -> tuple[Array, Array]:
+    """Places of the longest samples, and which are others: long ones would cancel what the others have in common."""
+    number = lengths.shape[0]
+    places = lax.top_k(lax.stop_gradient(lengths), min(LONG, number // 4))[1]
+    return places, jnp.ones(number, bool).at[places].set(False)[:, None]
+
+
+def _debiased_features(x: Array) -> _Debiased:
+    x, _ = centred(x)
+    long, rest = _longest(jnp.sum(x**2, 1))
+    x = x - (jnp.sum(jnp.where(rest, x, 0.0), 0) / (x.shape[0] - len(long)))[None]
+    lengths = jnp.sum(x**2, 1)
+    total = jnp.sum(jnp.where(rest, x, 0.0), 0)  # of the others
+    among = jnp.where(jnp.eye(len(long), dtype=bool), 0.0, product(x[long], x[long].T))
+    sums = product(x, (total + jnp.sum(x[long], 0))[:, None])[:, 0] - lengths
+    sums = sums.at[long].set(product(x[long], total[:, None])[:, 0] + jnp.sum(among, 1))
+    own = jnp.sqrt(apart_from_rounding(*_debiased_product(*[_Debiased(x, lengths, sums)] * 2)))
+    return _Debiased(x / jnp.sqrt(own), lengths / own, sums / own)
+
+
+def _debiased_cosine(a: _Debiased, b: _Debiased) -> Array:
+    return jnp.clip(_debiased_product(a, b)[0], -1.0, 1.0)
+
+
+def _debiased_product(a: _Debiased, b: _Debiased) -> tuple[Array, Array]:
+    """The product, and the size of the terms that it is what is left of."""
+    n = float(a.entries.shape[0])  # products of integers are soon beyond 32 bits
+    squares = a.lengths * b.lengths
+    long, rest = _longest(squares)
+    (x_long, x), (y_long, y) = ((one.entries[long], jnp.where(rest, one.entries, 0.0)) for one in (a, b))
+    inner = product(x.T, y)
+    among = jnp.where(jnp.eye(len(long), dtype=bool), 0.0, product(x_long, x_long.T) * product(y_long, y_long.T))
+    terms = [jnp.sum(inner**2), -jnp.sum(jnp.where(rest[:, 0], squares, 0.0)), jnp.sum(among)]
+    terms += [2 * jnp.sum(product(x_long, inner) * y_long), -2 / (n - 2) * jnp.sum(a.sums * b.sums)]
+    terms += [jnp.sum(a.sums) * jnp.sum(b.sums) / ((n - 1) * (n - 2))]
+    return sum(terms, jnp.zeros_like(terms[0])), jnp.stack([jnp.abs(term) for term in terms])
+
+
+def _nothing(a: _Debiased, b: _Debiased) -> Array:
+    return jnp.zeros_like(a.lengths[0] * b.lengths[0])
+
+
+def _halves(x: Array, shift: Array | None) -> tuple[Array, ...]:
+    """Rows of a symmetric matrix over samples from the diagonal on, in blocks, the rest of each row times sqrt(2).
+
+    Products of two matrices are products of these: a little more than half of the entries.
+    """
+    number = x.shape[0]
+    width = -(-number // (BLOCKS if number >= SMALLEST_IN_BLOCKS else 1))
+    parts = []
+    for start in range(0, number, width):
+        own = slice(start, min(start + width, number))
+        height = own.stop - own.start
+        rest = x[own.start :]
+        twice = jnp.where(jnp.arange(rest.shape[0]) < height, 1.0, 2**0.5).astype(x.dtype)
+        part = product(x[own], (rest * twice[:, None]).T)
+        if shift is not None:
+            shifted = part - (shift[own][:, None] + shift[own.start :][None]) * twice[None]
+            part = jnp.where(jnp.eye(height, rest.shape[0], dtype=bool), 0.0, shifted)
+        parts.append(part)
+    return tuple(parts)
+
+
+def _norm(parts: tuple[Array, ...]) -> Array:
+    return jnp.sqrt(sum((jnp.sum(part**2) for part in parts), jnp.zeros((), parts[0].dtype)))
+
+
+def _plain_halves(x: Array) -> Prepared:
+    x, _ = centred(x)
+    parts = _halves(x, None)
+    own = _norm(parts)
+    return Prepared(tuple(part / own for part in parts), _mean_part(jnp.sum(x**2) / own, x.shape[0]))
+
+
+def _debiased_halves(x: Array) -> Prepared:
+    x, _ = centred(x)
+    number = x.shape[0]
+    sums = -jnp.sum(x**2, 1) / (number - 2)  # of rows without the diagonal, over n - 2
+    parts = _halves(x, sums - 0.5 * jnp.sum(sums) / (number - 1))
+    largest = jnp.max(jnp.stack([jnp.max(jnp.abs(part)) for part in parts]))
+    own = _norm(parts) + 0 * apart_from_rounding(largest, jnp.sum(x**2, 1))
+    return Prepared(tuple(part / own for part in parts), jnp.zeros((), x.dtype))
+
+
+def _features_route(
+    prepare: Callable[[Array], Any], compare: Callable[[Any, Any], Array], expected: Callable[[Any, Any], Array]
+) -> Route:
+    return Route(
+        prepare=prepare,
+        compare=compare,
+        prepare_work=lambda n, p: n * p * p,
+        compare_work=lambda n, p, q: n * p * q,
+        compare_memory=lambda n, p, q: p * q,
+        expected=expected,
+    )
+
+
+def linear_cka_routes() -> tuple[Route, ...]:
+    """Over features where they are few, over samples where pairs or features are many."""
+    gram = eqx.Partial(_unit_gram, linear_gram, double_centred)
+    features = _features_route(_plain_features, _squared_product, _means)
+    return features, product_route(_plain_halves), product_route(gram, matrix=True)
+
+
+def debiased_cka_routes() -> tuple[Route, ...]:
+    """As `linear_cka_routes`."""
+    gram = eqx.Partial(_unit_gram, linear_gram, u_centred)
+    features = _features_route(_debiased_features, _debiased_cosine, _nothing)
+    return features, product_route(_debiased_halves), product_route(gram, matrix=True)
+
+
+def _rbf_routes(scale: Scalar, centring: Callable[[Array], Array]) -> tuple[Route, ...]:
+    check_single("scale", scale)
+    check_positive("scale", scale)
+    gram = eqx.Partial(rbf_gram, scale=jnp.asarray(scale))
+    return (product_route(eqx.Partial(_unit_gram, gram, centring), matrix=True),)
+
+
+def rbf_cka_routes(*, scale: Scalar = 1.0) -> tuple[Route, ...]:
+    """One route."""
+    return _rbf_routes(scale, double_centred)
+
+
+def debiased_rbf_cka_routes(*, scale: Scalar = 1.0) -> tuple[Route, ...]:
+    """One route."""
+    return _rbf_routes(scale, u_centred)
+
+
+def distance_correlation_routes() -> tuple[Route, ...]:
+    """One route."""
+    return (product_route(eqx.Partial(_unit_gram, _distance_gram, double_centred), _root, linear=False),)
+
+
+def _root(product: Array, a: Prepared, b: Prepared) -> Array:
+    return root(product)  # not negative but for rounding
+
+
+@validated(finite=("x", "y"))
+def linear_cka(x: Features, y: OtherFeatures) -> Score:
+    """Linear centred kernel alignment, |Xc^T Yc|^2 / (|Xc^T Xc| |Yc^T Yc|).
+
+    It is biased: independent isotropic representations score about sqrt(p q / ((n + p)(n + q))). See `debiased_cka`.
+
+    Args:
+        x: [n, p].
+        y: [n, q], of the same samples.
+
+    Returns:
+        From 0 to 1; 1 for representations that differ by rotation, scale and translation.
+
+    Raises:
+        ValueError: If the numbers of samples differ, there is one alone, or known samples are all the same.
+
+    References:
+        Kornblith, Norouzi, Lee and Hinton (2019), Similarity of neural network representations revisited, eq. 4.
+
+    Example:
+        >>> x = jnp.eye(3)
+        >>> round(float(linear_cka(x, 2 * x + 1)), 3)
+        1.0
+    """
+    return evaluate(linear_cka_routes(), x, y)
+
+
+@validated(finite=("x", "y"))
+def debiased_cka(x: Features, y: OtherFeatures) -> Score:
+    r"""Linear CKA from unbiased estimates: zero on average for independent representations, at any n, p and q.
+
+        HSIC_u(K, L) / sqrt(HSIC_u(K, K) HSIC_u(L, L)),
+        HSIC_u(K, L) = [sum K~ * L~ + 1'K~1 1'L~1 / ((n-1)(n-2)) - 2 1'K~L~1 / (n-2)] / (n (n-3)),
+
+    K = X X^T, K~ without its diagonal. The ratio of unbiased estimates is not itself unbiased.
+
+    Args:
+        x: [n, p], at least 4 samples.
+        y: [n, q], of the same samples.
+
+    Returns:
+        At most 1; negative where there is less in common than by chance, which is returned as it is.
+
+    Raises:
+        ValueError: If the numbers of samples differ or are below 4, or known samples are all the same.
+
+    References:
+        Song, Smola, Gretton, Borgwardt and Bedo (2012), Feature selection via dependence maximization, theorem 2.
+        Nguyen, Raghu and Kornblith (2021), Do wide and deep networks learn the same things?, eq. 3.
+    """
+    return evaluate(debiased_cka_routes(), x, y, minimum=4)
+
+
+@validated(finite=("x", "y"))
+def rbf_cka(x: Features, y: OtherFeatures, *, scale: Scalar = 1.0) -> Score:
+    """CKA with kernels exp(-d^2 / (2 sigma^2)), sigma = `scale` times the median distance.
+
+    The median is of the distances d_ij themselves, not of their squares, over pairs i < j, of either representation by
+    itself. Where more than half of the pairs coincide, their mean takes its place.
+
+    Args:
+        x: [n, p].
+        y: [n, q], of the same samples.
+        scale: Positive.
+
+    Returns:
+        From 0 to 1.
+
+    Raises:
+        ValueError: If the numbers of samples differ, known samples are all the same, or `scale` is not positive.
+
+    References:
+        Kornblith et al. (2019), section 3.
+    """
+    return evaluate(rbf_cka_routes(scale=scale), x, y)
+
+
+@validated(finite=("x", "y"))
+def debiased_rbf_cka(x: Features, y: OtherFeatures, *, scale: Scalar = 1.0) -> Score:
+    """`rbf_cka` from unbiased estimates, as `debiased_cka`.
+
+    Args:
+        x: [n, p], at least 4 samples.
+        y: [n, q], of the same samples.
+        scale: Of the bandwidth, in median distances; positive.
+
+    Returns:
+        At most 1, perhaps negative.
+
+    Raises:
+        ValueError: As `rbf_cka`, or below 4 samples.
+
+    References:
+        Song et al. (2012), theorem 2.
+    """
+    return evaluate(debiased_rbf_cka_routes(scale=scale), x, y, minimum=4)
+
+
+@validated(finite=("x", "y"))
+def distance_correlation(x: Features, y: OtherFeatures) -> Score:
+    """Distance correlation, sqrt(<A, B> / (|A| |B|)) of doubly centred matrices of Euclidean distances.
+
+    It is zero in the limit if and only if x and y are independent. At finite n it is biased upwards: independent normal
+    features score 0.08 at n = 1000 and p = q = 2, 0.41 at p = q = 50, and 0.81 at n = 100 and p = q = 50. Look at it
+    beside its baseline.
+
+    Args:
+        x: [n, p].
+        y: [n, q], of the same samples.
+
+    Returns:
+        From 0 to 1.
+
+    Raises:
+        ValueError: If the numbers of samples differ, or known samples are all the same.
+
+    References:
+        Szekely, Rizzo and Bakirov (2007), Measuring and testing dependence by correlation of distances, eq. 2.10.
+    """
+    return evaluate(distance_correlation_routes(), x, y)

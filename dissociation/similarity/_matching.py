@@ -1,0 +1,126 @@
+"""Matching of neurons: which neuron of one representation is which of the other, and how well do they correlate?
+
+The matching itself is found by SciPy on the host: these measures have no derivative, and run where the process is.
+"""
+
+import math
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+from scipy import optimize, sparse
+
+from dissociation._core.linalg import finite_part, no_derivative, product
+from dissociation._core.validation import validated
+from dissociation.similarity._base import HOST, Features, OtherFeatures, Route, Score, centred, column_sizes, evaluate
+
+LARGEST_ASSIGNMENT = 4096
+"""Neurons, each as often as widths ask, up to which a soft matching is an assignment; beyond, a linear programme."""
+
+
+def _standardised(x: Array) -> Array:
+    """Columns of mean zero and length 1; those without variance stay zero."""
+    x, _ = centred(x)
+    x = x / column_sizes(x)
+    lengths = jnp.sqrt(jnp.sum(x**2, 0, keepdims=True))
+    return x / jnp.where(lengths > 0, lengths, 1.0)
+
+
+def _hard(correlations: Array | np.ndarray) -> np.ndarray:
+    table = np.asarray(correlations)
+    rows, columns = optimize.linear_sum_assignment(table, maximize=True)
+    return np.asarray(table[rows, columns].mean(), table.dtype)
+
+
+def _soft(correlations: Array | np.ndarray) -> np.ndarray:
+    table = np.asarray(correlations)
+    p, q = table.shape
+    common = math.gcd(p, q)
+    if p * q // common <= LARGEST_ASSIGNMENT:  # a plan between copies of equal weight
+        return _hard(np.repeat(np.repeat(table, q // common, 0), p // common, 1))
+    rows = sparse.kron(sparse.eye(p), np.ones((1, q)))
+    columns = sparse.kron(np.ones((1, p)), sparse.eye(q))
+    margins = np.concatenate([np.full(p, 1 / p), np.full(q, 1 / q)])
+    constraints = sparse.vstack([rows, columns]).tocsr()
+    found = optimize.linprog(-table.ravel(), A_eq=constraints, b_eq=margins, method="highs")
+    return np.asarray(-found.fun if found.success else np.nan, table.dtype)
+
+
+def _on_host(match: Callable[[Array | np.ndarray], np.ndarray], a: Array, b: Array) -> Array:
+    correlations, undefined = finite_part(product(a.T, b))
+    correlations = no_derivative(correlations, "A matching of neurons")
+    kind = jax.ShapeDtypeStruct((), correlations.dtype)
+    return jax.pure_callback(match, kind, correlations, vmap_method="sequential") + undefined
+
+
+def _route(match: Callable[[Array | np.ndarray], np.ndarray]) -> tuple[Route, ...]:
+    return (
+        Route(
+            prepare=_standardised,
+            compare=eqx.Partial(_on_host, match),
+            prepare_work=lambda n, p: n * p,
+            compare_work=lambda n, p, q: n * p * q + 10 * max(p, q) ** 3 + HOST,
+        ),
+    )
+
+
+def hard_matching_routes() -> tuple[Route, ...]:
+    """One route."""
+    return _route(_hard)
+
+
+def soft_matching_routes() -> tuple[Route, ...]:
+    """One route."""
+    return _route(_soft)
+
+
+@validated(finite=("x", "y"))
+def hard_matching(x: Features, y: OtherFeatures) -> Score:
+    """The largest mean correlation of neurons matched one to one, min(p, q) pairs of them.
+
+    Correlations count with their sign. A neuron without variance correlates 0 with every other.
+
+    Args:
+        x: [n, p].
+        y: [n, q], of the same samples.
+
+    Returns:
+        From -1 to 1; of many neurons hardly ever negative, as the best are matched: look at the baseline. Of x with
+        itself the share of neurons that vary.
+
+    Raises:
+        ValueError: If the numbers of samples differ, or known samples are all the same.
+        TypeError: If a derivative is asked for.
+
+    References:
+        Li, Yosinski, Clune, Lipson and Hopcroft (2015), Convergent learning: do different neural networks learn the
+        same representations?
+    """
+    return evaluate(hard_matching_routes(), x, y)
+
+
+@validated(finite=("x", "y"))
+def soft_matching(x: Features, y: OtherFeatures) -> Score:
+    """The largest sum_ij T_ij c_ij of correlations over transport plans T, of marginals 1 / p and 1 / q.
+
+    At equal widths the best plan is a permutation, and the measure `hard_matching`.
+
+    Args:
+        x: [n, p].
+        y: [n, q], of the same samples.
+
+    Returns:
+        From -1 to 1.
+
+    Raises:
+        ValueError: If the numbers of samples differ, or known samples are all the same.
+        TypeError: If a derivative is asked for.
+
+    References:
+        Khosla and Williams (2024), Soft matching distance: a metric on neural representations that captures
+        single-neuron tuning.
+    """
+    return evaluate(soft_matching_routes(), x, y)

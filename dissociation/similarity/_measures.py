@@ -1,0 +1,303 @@
+"""All measures of similarity, with what is known of them."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from math import inf, log, pi
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from dissociation._core.checks import check_call, check_choice, fail, fail_kind
+from dissociation.similarity import (
+    _canonical as canonical,
+)
+from dissociation.similarity import (
+    _dissimilarity as dissimilarity,
+)
+from dissociation.similarity import (
+    _functional as functional,
+)
+from dissociation.similarity import (
+    _kernels as kernels,
+)
+from dissociation.similarity import (
+    _matching as matching,
+)
+from dissociation.similarity import (
+    _neighbourhoods as neighbourhoods,
+)
+from dissociation.similarity import (
+    _predictivity as predictivity,
+)
+from dissociation.similarity import (
+    _shapes as shapes,
+)
+from dissociation.similarity._base import Measure, Route
+
+_ALL = (
+    Measure(
+        "debiased_cka", kernels.debiased_cka, kernels.debiased_cka_routes,
+        equation="HSIC_u(K, L) / sqrt(HSIC_u(K, K) HSIC_u(L, L))",
+        invariances="OSTP", range=(-1.0, 1.0), identical=1.0, minimum=4,
+        cost="n p q or n^2 (p + q)", reference="Song et al. (2012); Nguyen, Raghu and Kornblith (2021)",
+    ),
+    Measure(
+        "linear_cka", kernels.linear_cka, kernels.linear_cka_routes,
+        equation="|Xc^T Yc|^2 / (|Xc^T Xc| |Yc^T Yc|)",
+        invariances="OSTP", range=(0.0, 1.0), identical=1.0,
+        cost="n p q or n^2 (p + q)", reference="Kornblith et al. (2019)",
+    ),
+    Measure(
+        "procrustes_distance", shapes.procrustes_distance, shapes.procrustes_routes,
+        equation="sqrt(|Xc|^2 + |Yc|^2 - 2 nuc(Xc^T Yc))",
+        invariances="OTP", metric=True, range=(0.0, inf), identical=0.0, population=False,
+        cost="n p q + p q min(p, q)", reference="Williams et al. (2021); Ding et al. (2021)",
+    ),
+    Measure(
+        "angular_similarity", shapes.angular_similarity, shapes.angular_similarity_routes,
+        equation="nuc(Xc^T Yc) / (|Xc| |Yc|)",
+        invariances="OSTP", range=(0.0, 1.0), identical=1.0,
+        cost="n p q + p q min(p, q)", reference="Tang et al. (2020); Harvey et al. (2024)",
+    ),
+    Measure(
+        "angular_distance", shapes.angular_distance, shapes.angular_distance_routes,
+        equation="arccos(nuc(Xc^T Yc) / (|Xc| |Yc|))",
+        invariances="OSTP", metric=True, range=(0.0, 0.5 * pi), identical=0.0,
+        cost="n p q + p q min(p, q)", reference="Williams et al. (2021)",
+    ),
+    Measure(
+        "partial_whitening_distance", shapes.partial_whitening_distance, shapes.partial_whitening_routes,
+        equation="the angle between Z = Xc (a I + (1 - a) |Xc| / sqrt(p) (Xc^T Xc)^(-1/2)), of x and of y",
+        invariances="OSTP", metric=True, range=(0.0, 0.5 * pi), identical=0.0,
+        cost="n p^2 + n p q + p q min(p, q)", reference="Williams et al. (2021)",
+    ),
+    Measure(
+        "rsa", dissimilarity.rsa, dissimilarity.rsa_routes,
+        equation="corr(RDM(x), RDM(y)), of Euclidean distances",
+        invariances="OSTP", range=(-1.0, 1.0), identical=1.0, minimum=3,
+        cost="n^2 (p + q)", reference="Kriegeskorte et al. (2008); Nili et al. (2014)",
+    ),
+    Measure(
+        "crossnobis_rsa", dissimilarity.crossnobis_rsa, dissimilarity.crossnobis_rsa_routes,
+        equation="cos of RDMs (a_i - a_j)^T (b_i - b_j) / p, a and b the two halves of the rows",
+        invariances="OSTP", range=(-1.0, 1.0), identical=1.0, minimum=6, repeats=2,
+        cost="n^2 (p + q)", reference="Walther et al. (2016)",
+    ),
+    Measure(
+        "mutual_knn", neighbourhoods.mutual_knn, neighbourhoods.mutual_knn_routes,
+        equation="mean_i |N_x(i) & N_y(i)| / k, N the k of the largest cosines",
+        invariances="OSP", range=(0.0, 1.0), identical=1.0, population=False,
+        cost="n^2 (p + q)", reference="Huh et al. (2024)",
+    ),
+    Measure(
+        "knn_jaccard", neighbourhoods.knn_jaccard, neighbourhoods.knn_jaccard_routes,
+        equation="mean_i |N_x(i) & N_y(i)| / |N_x(i) | N_y(i)|",
+        invariances="OSP", range=(0.0, 1.0), identical=1.0, population=False,
+        cost="n^2 (p + q)", reference="Klabunde et al. (2024)",
+    ),
+    Measure(
+        "cca", canonical.cca, canonical.cca_routes,
+        equation="sum_i rho_i / min(rank Xc, rank Yc), rho the singular values of Qx^T Qy",
+        invariances="OSTPLD", range=(0.0, 1.0), identical=1.0, minimum=4, narrow=True,
+        cost="n p^2 + n p q + p q min(p, q)", reference="Hotelling (1936); Raghu et al. (2017)",
+    ),
+    Measure(
+        "cca_squared", canonical.cca_squared, canonical.cca_squared_routes,
+        equation="sum_i rho_i^2 / min(rank Xc, rank Yc)",
+        invariances="OSTPLD", range=(0.0, 1.0), identical=1.0, minimum=4, narrow=True,
+        cost="n p^2 + n p q", reference="Ramsay et al. (1984)",
+    ),
+    Measure(
+        "svcca", canonical.svcca, canonical.svcca_routes,
+        equation="cca of the fewest principal components that hold 99 % of the variance",
+        invariances="OSTP", range=(0.0, 1.0), identical=1.0,
+        cost="n p^2 + n p q + p q min(p, q)", reference="Raghu et al. (2017)",
+    ),
+    Measure(
+        "pwcca", canonical.pwcca, canonical.pwcca_routes,
+        equation="sum_i w_i rho_i, w_i proportional to sum_j |<h_i, x_j>|",
+        invariances="STP", invariances_of_y="OSTPLD", symmetric=False, range=(0.0, 1.0), identical=1.0,
+        minimum=4, narrow=True,
+        cost="n p^2 + n p q + p q min(p, q)", reference="Morcos et al. (2018)",
+    ),
+    Measure(
+        "gulp_distance", canonical.gulp_distance, canonical.gulp_routes,
+        equation="sqrt(tr((Sxl^-1 Sx)^2) + tr((Syl^-1 Sy)^2) - 2 tr(Sxl^-1 Sxy Syl^-1 Syx)), lambda = 0.01",
+        invariances="OSTP", metric=True, range=(0.0, inf), identical=0.0,
+        cost="n p^2 + n p q", reference="Boix-Adsera et al. (2022)",
+    ),
+    Measure(
+        "linear_predictivity", predictivity.linear_predictivity, predictivity.predictivity_routes,
+        equation="1 - sum |y - prediction|^2 / sum |y - mean y|^2, least squares on the other of 5 folds",
+        invariances="OSTPLD", invariances_of_y="OSTP", symmetric=False, range=(-inf, 1.0), identical=1.0, minimum=5,
+        cost="5 n p^2 + 5 n p q", reference="Yamins et al. (2014)",
+    ),
+    Measure(
+        "rbf_cka", kernels.rbf_cka, kernels.rbf_cka_routes,
+        equation="<HKH, HLH> / (|HKH| |HLH|), K = exp(-d^2 / (2 sigma^2)), sigma the median distance",
+        invariances="OSTP", range=(0.0, 1.0), identical=1.0,
+        cost="n^2 (p + q)", reference="Kornblith et al. (2019)",
+    ),
+    Measure(
+        "debiased_rbf_cka", kernels.debiased_rbf_cka, kernels.debiased_rbf_cka_routes,
+        equation="debiased_cka of K = exp(-d^2 / (2 sigma^2)), sigma the median distance",
+        invariances="OSTP", range=(-1.0, 1.0), identical=1.0, minimum=4,
+        cost="n^2 (p + q)", reference="Song et al. (2012)",
+    ),
+    Measure(
+        "distance_correlation", kernels.distance_correlation, kernels.distance_correlation_routes,
+        equation="sqrt(<A, B> / (|A| |B|)), A and B doubly centred distances",
+        invariances="OSTP", range=(0.0, 1.0), identical=1.0,
+        cost="n^2 (p + q)", reference="Szekely, Rizzo and Bakirov (2007)",
+    ),
+    Measure(
+        "hard_matching", matching.hard_matching, matching.hard_matching_routes,
+        equation="max over matchings of the mean corr(x_i, y_j)",
+        invariances="STPD", range=(-1.0, 1.0), identical=1.0, host=True,
+        cost="n p q + max(p, q)^3 on the host", reference="Li et al. (2015)",
+    ),
+    Measure(
+        "soft_matching", matching.soft_matching, matching.soft_matching_routes,
+        equation="max over T of sum_ij T_ij corr(x_i, y_j), marginals 1 / p and 1 / q",
+        invariances="STPD", range=(-1.0, 1.0), identical=1.0, host=True,
+        cost="n p q + lcm(p, q)^3 on the host", reference="Khosla and Williams (2024)",
+    ),
+    Measure(
+        "disagreement", functional.disagreement, functional.disagreement_routes,
+        equation="mean_i [argmax x_i is not argmax y_i]",
+        invariances="", metric=True, range=(0.0, 1.0), identical=0.0, minimum=1, same_width=True,
+        cost="n classes", reference="Madani et al. (2004)",
+    ),
+    Measure(
+        "jensen_shannon", functional.jensen_shannon, functional.jensen_shannon_routes,
+        equation="mean_i (KL(a_i | m_i) + KL(b_i | m_i)) / 2, m = (a + b) / 2, a and b the softmax of x and y",
+        invariances="", range=(0.0, log(2.0)), identical=0.0, minimum=1, same_width=True,
+        cost="n classes", reference="Lin (1991)",
+    ),
+)  # fmt: skip
+
+MEASURES: dict[str, Measure] = {measure.name: measure for measure in _ALL}
+"""Every measure, by name."""
+
+
+def table() -> str:
+    """What is known of every measure, as a table in Markdown."""
+    rows = ["| measure | equation | ignores | | range | cost |", "| --- | --- | --- | --- | --- | --- |"]
+    for measure in MEASURES.values():
+        kinds = [word for word, holds in (("metric", measure.metric), ("asymmetric", not measure.symmetric)) if holds]
+        other = measure.invariances_of_y
+        ignores = measure.invariances or "nothing"
+        ignores = ignores if other is None else f"{ignores} of x, {other} of y"
+        least, most = (f"{end:.4g}".replace("inf", "∞").replace("1.571", "π/2") for end in measure.range)
+        equation = measure.equation.replace("|", "\\|")
+        cells = [f"`{measure.name}`", equation, ignores, ", ".join(kinds), f"{least} to {most}", measure.cost]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def as_measure(measure: str | Measure | Callable[..., Array]) -> Measure:
+    """The measure of a name, or of a function of two representations, of which nothing is known.
+
+    Raises:
+        ValueError: If there is none of that name.
+        TypeError: If it is of another kind.
+    """
+    if isinstance(measure, Measure):
+        return measure
+    if isinstance(measure, str):
+        check_choice("measure", measure, MEASURES)
+        return MEASURES[measure]
+    if not callable(measure):
+        fail_kind("measure", "be a name, a `Measure` or a function of two arrays", repr(measure))
+    for known in MEASURES.values():
+        if known.function is measure:
+            return known
+    return custom_measure(measure)
+
+
+def custom_measure(
+    function: Callable[..., Array],
+    *,
+    identical: float = inf,
+    range: tuple[float, float] = (-inf, inf),
+    symmetric: bool = False,
+    population: bool = False,
+) -> Measure:
+    """A function of two representations as a measure, with what is to be known of it.
+
+    Args:
+        function: f(x, y, **options) of JAX's operations, from [n, p] and [n, q] to one real number.
+        identical: Its value for a representation with itself: the largest of its range if it is a similarity, the
+            least if it is a distance, so that tests know what is close.
+        range: The least and the largest value.
+        symmetric: Whether x and y may be exchanged.
+        population: Whether it tends to a value as samples grow, as 1 / n, so that intervals may take its bias off. A
+            sum over samples does not.
+
+    Returns:
+        What `pairwise`, `compare` and `permutation_test` take for a measure.
+
+    Raises:
+        TypeError: If it is no function.
+    """
+    if not callable(function):
+        fail_kind("function", "be a function of two arrays", repr(function))
+    return Measure(
+        getattr(function, "__name__", "measure"), function, lambda **options: (_opaque(function, options),),
+        equation="", invariances="", range=range, identical=identical, symmetric=symmetric, population=population,
+        cost="", reference="",
+    )  # fmt: skip
+
+
+def routes_of(measure: Measure, options: dict[str, Any]) -> tuple[Route, ...]:
+    """The ways to compute a measure with options.
+
+    Raises:
+        TypeError: If it has no such option.
+    """
+    known = inspect.signature(measure.routes).parameters.values()
+    names = [parameter.name for parameter in known if parameter.kind == parameter.KEYWORD_ONLY]
+    if any(parameter.kind == parameter.VAR_KEYWORD for parameter in known):
+        return measure.routes(**options)
+    for name in options:
+        if name not in names:
+            allowed = (
+                f"the options of {measure.name} are {', '.join(names)}" if names else f"{measure.name} has no options"
+            )
+            raise TypeError(f"`{name}` is no option: {allowed}.")
+    return measure.routes(**options)
+
+
+def _opaque(function: Callable[..., Array], options: dict[str, Any]) -> Route:
+    check_call("measure", functools.partial(function, **options), ("x", "y"))
+    return Route(
+        prepare=_same,
+        compare=eqx.Partial(_one_number, function, **options),
+        prepare_work=lambda n, p: 0,
+        compare_work=lambda n, p, q: n * p * q,
+        compare_memory=lambda n, p, q: n * (p + q),
+    )
+
+
+def _one_number(function: Callable[..., Array], x: Array, y: Array, **options: Any) -> Array:
+    try:
+        given = function(x, y, **options)
+        if given is None:
+            fail_kind("measure", "give one real number", "None")
+        value = jnp.asarray(given)
+    except (jax.errors.TracerArrayConversionError, jax.errors.ConcretizationTypeError) as error:
+        name = getattr(function, "__name__", repr(function))
+        fail_kind(
+            "measure", "be a function of JAX's operations", name, f"It is compiled, and {type(error).__name__} came"
+        )
+    if value.shape or not jnp.issubdtype(value.dtype, jnp.floating):
+        fail("measure", "give one real number for two representations", f"{value.dtype} of shape {value.shape}")
+    return value
+
+
+def _same(x: Array) -> Array:
+    return x

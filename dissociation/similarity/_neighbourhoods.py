@@ -1,0 +1,107 @@
+"""Neighbourhoods: do samples have the same nearest neighbours in two representations?
+
+Neighbours are by the cosine of rows. Samples at equal cosines that compete for the last places share them evenly, as if
+drawn: ties broken by the order of samples would be broken alike in both representations, and count as agreement.
+"""
+
+import equinox as eqx
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from dissociation._core.checks import check_count, fail
+from dissociation._core.distances import cosine_distances_with_size
+from dissociation._core.ties import ROUNDINGS
+from dissociation._core.validation import validated
+from dissociation.similarity._base import Features, OtherFeatures, Prepared, Route, Score, evaluate, product_route
+
+
+def memberships(x: Array, num_neighbours: int) -> Array:
+    """How much sample j is among the k nearest of sample i, [n, n]: 1, 0, or a share of the last places."""
+    number = x.shape[0]
+    if num_neighbours >= number:
+        fail("num_neighbours", f"be below the number of samples ({number})", num_neighbours)
+    distances, size = cosine_distances_with_size(x, by_order=True)
+    rounding = ROUNDINGS * jnp.finfo(x.dtype).eps * size
+    distances = jnp.where(jnp.eye(number, dtype=bool), jnp.inf, distances)
+    last = -lax.top_k(-distances, num_neighbours)[0][:, -1:]
+    above, tied = distances < last - rounding, jnp.abs(distances - last) <= rounding
+    left = num_neighbours - jnp.sum(above, 1, keepdims=True)
+    share = left / jnp.sum(tied, 1, keepdims=True)
+    return jnp.where(above, 1.0, jnp.where(tied, share.astype(x.dtype), 0.0))
+
+
+def _scaled(x: Array, num_neighbours: int) -> Prepared:
+    number = jnp.asarray(x.shape[0], x.dtype)
+    entries = memberships(x, num_neighbours) / jnp.sqrt(number * num_neighbours)
+    return Prepared(entries, jnp.sqrt(num_neighbours / (number - 1)))
+
+
+def _jaccard(a: Array, b: Array, num_neighbours: int) -> Array:
+    common = jnp.sum(a * b, 1)
+    return jnp.mean(common / (2 * num_neighbours - common))
+
+
+def mutual_knn_routes(*, num_neighbours: int = 10) -> tuple[Route, ...]:
+    """One route."""
+    count = check_count("num_neighbours", num_neighbours, minimum=1)
+    return (product_route(eqx.Partial(_scaled, num_neighbours=count), sorts=True),)
+
+
+def knn_jaccard_routes(*, num_neighbours: int = 10) -> tuple[Route, ...]:
+    """One route."""
+    count = check_count("num_neighbours", num_neighbours, minimum=1)
+    return (
+        Route(
+            prepare=eqx.Partial(memberships, num_neighbours=count),
+            compare=eqx.Partial(_jaccard, num_neighbours=count),
+            prepare_work=lambda n, p: n * n * (p + 100),
+            compare_work=lambda n, p, q: 4 * n * n,
+            compare_memory=lambda n, p, q: n * n,
+        ),
+    )
+
+
+@validated(finite=("x", "y"))
+def mutual_knn(x: Features, y: OtherFeatures, *, num_neighbours: int = 10) -> Score:
+    """The share of common members among the k nearest neighbours, averaged over samples; by chance k / (n - 1).
+
+    Args:
+        x: [n, p].
+        y: [n, q], of the same samples.
+        num_neighbours: k, below n. Neighbours are by the cosine of rows, about the origin and not the mean; a sample is
+            no neighbour of its own. Samples at equal cosines share the last places, as if they were drawn.
+
+    Returns:
+        From 0 to 1; below 1 for x with itself where rows are tied, as rows of zeros are. Its derivative is zero.
+
+    Raises:
+        ValueError: If the numbers of samples differ or `num_neighbours` is out of range.
+
+    References:
+        Huh, Cheung, Wang and Isola (2024), The platonic representation hypothesis, appendix A.
+    """
+    return evaluate(mutual_knn_routes(num_neighbours=num_neighbours), x, y)
+
+
+@validated(finite=("x", "y"))
+def knn_jaccard(x: Features, y: OtherFeatures, *, num_neighbours: int = 10) -> Score:
+    """The Jaccard index |A & B| / |A | B| of the sets of k nearest neighbours, averaged over samples.
+
+    Args:
+        x: [n, p].
+        y: [n, q], of the same samples.
+        num_neighbours: k, below n. Neighbours are by the cosine of rows, about the origin and not the mean; a sample is
+            no neighbour of its own. Samples at equal cosines share the last places, as if they were drawn.
+
+    Returns:
+        From 0 to 1; below 1 for x with itself where rows are tied, as rows of zeros are. Its derivative is zero.
+
+    Raises:
+        ValueError: If the numbers of samples differ or `num_neighbours` is out of range.
+
+    References:
+        Wang, Rudolph, Borgeaud and Hamilton (2022), Towards understanding the instability of network embedding;
+        Klabunde et al. (2024), ReSi: a comprehensive benchmark for representational similarity measures.
+    """
+    return evaluate(knn_jaccard_routes(num_neighbours=num_neighbours), x, y)

@@ -1,0 +1,253 @@
+"""Linear predictivity: how much of one representation's variance is a linear function of the other?
+
+One singular value decomposition of the source per fold serves every target and every regularisation.
+"""
+
+from typing import NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from dissociation._core import splits
+from dissociation._core.checks import check_choice, check_count, check_non_negative, check_single, fail, is_traced
+from dissociation._core.linalg import centre, finite_part, product, rank_cut, scale_of, singular_map
+from dissociation._core.types import Scalar
+from dissociation._core.validation import validated
+from dissociation.similarity._base import (
+    Features,
+    OtherFeatures,
+    Route,
+    Score,
+    check_samples,
+    column_sizes,
+    evaluate,
+    in_common_dtype,
+    refuse_constant,
+    warn_dropped,
+)
+
+FOLDS = ("shuffled", "contiguous")
+"""Samples by a fixed permutation, so that sorted and repeated rows are dealt out evenly; or blocks of rows, for samples
+that resemble their neighbours in the order, as time series do."""
+
+
+class _Fold(NamedTuple):
+    left: Array  # U of the training part, [m, k]
+    values: Array
+    held_out: Array  # features of the held-out part in the right singular vectors, [h, k]
+
+
+class _Prepared(NamedTuple):
+    target: Array
+    folds: tuple[_Fold, ...]
+    unit: Array  # of the features; squared, of alpha in what is decomposed
+
+
+def _centred_parts(x: Array, num_folds: int | None, folds: str) -> tuple[Array, Array, list[tuple[Array, Array]]]:
+    """Features over a power of two, that power, and of each fold the training and the held-out part about one mean."""
+    scale = scale_of(jnp.max(jnp.abs(centre(x))))
+    x = centre(x) / scale
+    found = []
+    for train, test in _parts(x.shape[0], num_folds, folds):
+        own = centre(x[train])
+        found.append((own, x[test] - (x[train][:1] - own[:1])))
+    return x, scale, found
+
+
+def _prepare(x: Array, num_folds: int | None, folds: str) -> _Prepared:
+    x, scale, parts = _centred_parts(x, num_folds, folds)
+    found = []
+    for own, held_out in parts:
+        matrix, undefined = finite_part(own)
+        left, values, right = jnp.linalg.svd(matrix, full_matrices=False)
+        kept = values > rank_cut(matrix) * values[0]
+        values = jnp.where(kept, values, 0.0) + undefined
+        found.append(_Fold(left, values, product(held_out, right.T)))
+    return _Prepared(x, tuple(found), scale)
+
+
+def _parts(number: int, num_folds: int | None, folds: str) -> list[tuple[np.ndarray, np.ndarray]]:
+    if num_folds is None:
+        return [(np.arange(number), np.arange(number))]
+    members = splits.folds(number, num_folds, contiguous=folds == "contiguous")
+    return [(np.setdiff1d(np.arange(number), test), test) for test in members]
+
+
+def _path(a: _Prepared, b: _Prepared, alphas: Array, num_folds: int | None, folds: str) -> Array:
+    """R^2 at every alpha."""
+    y = b.target
+    alphas = _per_square(alphas.astype(y.dtype), a.unit)
+    wrong = jnp.zeros(alphas.shape[0], y.dtype)
+    for fold, (train, test) in zip(a.folds, _parts(y.shape[0], num_folds, folds), strict=True):
+        mean = jnp.mean(y[train], 0)[None]
+        known = fold.values > 0
+        denominator = fold.values[None] ** 2 + alphas[:, None]
+        shrunk = jnp.where(known[None], fold.values[None] / jnp.where(known[None], denominator, 1.0), 0.0)
+        latent = product(fold.left.T, y[train] - mean)
+        missed = lambda weights, fold=fold, latent=latent, truth=y[test] - mean: jnp.sum(  # noqa: E731
+            (truth - product(fold.held_out * weights[None], latent)) ** 2
+        )
+        wrong = wrong + jax.lax.map(missed, shrunk) + 0 * jnp.sum(fold.values)
+    return 1 - wrong / jnp.sum(centre(y) ** 2)
+
+
+def _per_square(alpha: Array, unit: Array) -> Array:
+    """Alpha / unit^2 of a power of two, whose square may be beyond the numbers that there are."""
+    return jnp.ldexp(alpha, -2 * (jnp.frexp(unit)[1] - 1))
+
+
+class _Maps(NamedTuple):
+    target: Array
+    parts: tuple[tuple[Array, Array], ...]  # of each fold: the transposed pseudo-inverse, and the held-out features
+
+
+def _shrunk(values: Array, alpha: Array) -> Array:
+    return values / (values**2 + alpha)
+
+
+def _prepare_single(x: Array, alpha: Array, num_folds: int | None, folds: str) -> _Maps:
+    """As `_prepare`, for one alpha, by what has a derivative for every spectrum."""
+    x, scale, parts = _centred_parts(x, num_folds, folds)
+    alpha = _per_square(alpha.astype(x.dtype), scale)
+    return _Maps(x, tuple(_transposed_inverse(own, held_out, alpha) for own, held_out in parts))
+
+
+def _transposed_inverse(own: Array, held_out: Array, alpha: Array) -> tuple[Array, Array]:
+    # Sizes of columns matter to a penalty, and to the least norm where there are more columns than rows.
+    sizes = jnp.where(alpha > 0, 1.0, column_sizes(own)) if own.shape[1] < own.shape[0] else 1.0
+    return singular_map(_shrunk, own / sizes, alpha), held_out / sizes
+
+
+def _single(a: _Maps, b: _Maps | _Prepared, num_folds: int | None, folds: str) -> Array:
+    y = b.target
+    wrong = jnp.zeros((), y.dtype)
+    for (inverse, held_out), (train, test) in zip(a.parts, _parts(y.shape[0], num_folds, folds), strict=True):
+        mean = jnp.mean(y[train], 0)[None]
+        prediction = product(held_out, product(inverse.T, y[train] - mean))
+        wrong = wrong + jnp.sum((y[test] - mean - prediction) ** 2)
+    return 1 - wrong / jnp.sum(centre(y) ** 2)
+
+
+def predictivity_routes(
+    *, alpha: Scalar = 0.0, num_folds: int | None = 5, folds: str = "shuffled"
+) -> tuple[Route, ...]:
+    """One route."""
+    check_single("alpha", alpha)
+    check_non_negative("alpha", alpha)
+    count = _checked_folds(num_folds, folds)
+    return (
+        Route(
+            prepare=eqx.Partial(_prepare_single, alpha=jnp.asarray(alpha, float), num_folds=count, folds=folds),
+            compare=eqx.Partial(_single, num_folds=count, folds=folds),
+            prepare_work=lambda n, p: 20 * n * p * min(n, p) * (count or 1),
+            compare_work=lambda n, p, q: 2 * n * p * q * (count or 1),
+            compare_memory=lambda n, p, q: n * q + p * q,
+        ),
+    )
+
+
+def _checked_folds(num_folds: int | None, folds: str) -> int | None:
+    check_choice("folds", folds, FOLDS)
+    return None if num_folds is None else check_count("num_folds", num_folds, minimum=2)
+
+
+def _check_number(x: Array | np.ndarray, num_folds: int | None) -> None:
+    if num_folds is not None and num_folds > x.shape[0]:
+        fail("num_folds", f"be at most the number of samples ({x.shape[0]})", num_folds)
+
+
+@validated(finite=("x", "y"))
+def linear_predictivity(
+    x: Features,
+    y: OtherFeatures,
+    *,
+    alpha: Scalar = 0.0,
+    num_folds: int | None = 5,
+    folds: str = "shuffled",
+) -> Score:
+    """The share R^2 of y's variance that a linear map of x predicts on samples that it was not fitted to.
+
+    The map minimises |Yc - Xc W|^2 + alpha |W|^2 on the other folds, with an intercept; at `alpha` 0 it is the least
+    squares solution of least norm. R^2 = 1 - sum |y - prediction|^2 / sum |y - mean y|^2 over samples and neurons.
+
+    Args:
+        x: [n, p], the source.
+        y: [n, q], the target, of the same samples.
+        alpha: Ridge penalty, not negative, in squared units of x summed over samples.
+        num_folds: Folds of the cross-validation. None: fitted and evaluated on all samples, which is another number,
+            1 as soon as there are as many features as samples.
+        folds: How samples are dealt out, "shuffled" or "contiguous".
+
+    Returns:
+        At most 1; negative where the prediction is worse than y's mean. Not symmetric.
+
+    Raises:
+        ValueError: If the numbers of samples differ, an option is out of range, `y` is constant, or `num_folds` is None
+            and `x` has as many features as samples.
+
+    References:
+        Yamins et al. (2014), Performance-optimized hierarchical models predict neural responses in higher visual
+        cortex; Hoerl and Kennard (1970), Ridge regression.
+    """
+    routes = predictivity_routes(alpha=alpha, num_folds=num_folds, folds=folds)
+    _check_number(x, num_folds)
+    _refuse_interpolation(x, num_folds)
+    if not is_traced(alpha) and float(alpha) == 0 and x.shape[1] < x.shape[0] - 1:
+        warn_dropped(x=x)
+    return evaluate(routes, x, y)
+
+
+@validated(finite=("x", "y", "alphas"))
+def predictivity_path(
+    x: Features,
+    y: OtherFeatures,
+    alphas: Float[Array | np.ndarray, " alphas"],
+    *,
+    num_folds: int | None = 5,
+    folds: str = "shuffled",
+) -> Float[Array, " alphas"]:
+    """`linear_predictivity` at several regularisations, of one decomposition per fold.
+
+    The largest of them is chosen with the held-out samples in sight, and so a little high.
+
+    Args:
+        x: [n, p], the source.
+        y: [n, q], the target.
+        alphas: Ridge penalties, not negative.
+        num_folds: As there.
+        folds: As there.
+
+    Returns:
+        R^2, [alphas].
+
+    Raises:
+        ValueError: As `linear_predictivity`.
+    """
+    check_non_negative("alphas", alphas)
+    count = _checked_folds(num_folds, folds)
+    check_samples("x", x.shape[0], 2)
+    _check_number(x, count)
+    _refuse_interpolation(x, count)
+    refuse_constant("y", y)
+    x, y = in_common_dtype(x, y)
+    return _whole_path(x, y, jnp.asarray(alphas), count, folds)
+
+
+def _refuse_interpolation(x: Array | np.ndarray, num_folds: int | None) -> None:
+    if num_folds is None and x.shape[1] >= x.shape[0] - 1:
+        advice = "As many features as samples fit anything: give `num_folds`"
+        fail("x", "have fewer features than samples less one where nothing is held out", f"{tuple(x.shape)}", advice)
+
+
+@eqx.filter_jit
+def _whole_path(x: Array, y: Array, alphas: Array, num_folds: int | None, folds: str) -> Array:
+    source, target = _prepare(x, num_folds, folds), _prepare(y, num_folds, folds)
+    zero = jnp.zeros((), x.dtype)
+    plain = lambda: _single(_prepare_single(x, zero, num_folds, folds), target, num_folds, folds)  # noqa: E731
+    free = alphas == 0  # of a penalty: columns are brought to one size
+    return jnp.where(
+        free, jax.lax.cond(jnp.any(free), plain, lambda: zero), _path(source, target, alphas, num_folds, folds)
+    )

@@ -1,0 +1,420 @@
+"""Similarities of any number of samples in one pass: sums that add over batches, and what follows from them exactly.
+
+Linear CKA, debiased or not, CCA, shapes and linear predictivity depend on samples through few sums: of x_i y_j, of
+x_i |y|^2 and of |x|^2 |y|^2, about the means. `joint_moments` takes them for all representations together, so that all
+pairs come out of one pass; memory is the square of all features together. Kernels that are not linear have no such
+sums.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from dissociation._core.checks import check_choice, check_finite, check_non_negative, fail, is_traced, warn
+from dissociation._core.conversion import as_array, as_numbers, warn_narrowed
+from dissociation._core.distances import root
+from dissociation._core.linalg import centre, nuclear_norm, product, psd_power, scale_of
+from dissociation._core.results import Result
+from dissociation._core.types import Scalar
+from dissociation._core.validation import validated
+from dissociation.similarity._base import Score, apart_from_rounding, check_samples, in_common_dtype
+
+
+class JointMoments(Result):
+    """Sums over samples of several representations, with features joined; all but the count and mean are about it.
+
+    Attributes:
+        count: n.
+        mean: Of all features, [P].
+        products: sum x x^T, [P, P].
+        cubes: sum x |x_r|^2 for every representation r, [P, R].
+        quartics: sum |x_r|^2 |x_s|^2, [R, R].
+        widths: Features of each representation.
+    """
+
+    count: Float[Array, ""]
+    mean: Float[Array, " p"]
+    products: Float[Array, "p p"]
+    cubes: Float[Array, "p r"]
+    quartics: Float[Array, "r r"]
+    widths: tuple[int, ...] = eqx.field(static=True)
+
+    def squares(self) -> Array:
+        """Sums |x_r|^2, [R]."""
+        return _per_representation(jnp.diagonal(self.products), self.widths)
+
+    def block(self, one: int, other: int) -> Array:
+        """Sums of products of two representations' features, [p, q]."""
+        starts = np.concatenate([[0], np.cumsum(self.widths)])
+        return self.products[starts[one] : starts[one + 1], starts[other] : starts[other + 1]]
+
+
+def _per_representation(values: Array, widths: tuple[int, ...]) -> Array:
+    """Sums over each representation's features, which lie on the first axis."""
+    owner = np.repeat(np.arange(len(widths)), widths)
+    return jax.ops.segment_sum(values, owner, len(widths))
+
+
+def joint_moments(*representations: Any) -> JointMoments:
+    """Moments of one batch.
+
+    Args:
+        representations: Arrays [n, p], [n, q], ... of the same samples. Squares of lengths are squared again: in
+            float32, lengths up to 1e8 will do.
+
+    Returns:
+        The moments; those of batches add by `merge_joint_moments`.
+
+    Raises:
+        ValueError: If there is none, numbers of samples differ, or known entries are not finite.
+    """
+    if not representations:
+        fail("representations", "be one array or more", "none")
+    arrays = []
+    for index, given in enumerate(representations):
+        name = f"representations[{index}]"
+        array = as_array(name, given, "real numbers [n, p]")
+        warn_narrowed(name, array)
+        array = as_numbers(name, array, frozenset({"float"}))
+        if array.ndim != 2:
+            fail(name, "have 2 axes [n, p]", f"shape {array.shape}")
+        if array.shape[0] != np.shape(representations[0])[0]:
+            fail(name, f"have as many samples as the first ({np.shape(representations[0])[0]})", array.shape[0])
+        check_finite(name, array)
+        arrays.append(array)
+    return _moments(tuple(in_common_dtype(*arrays)))
+
+
+@eqx.filter_jit
+def _moments(arrays: tuple[Array, ...]) -> JointMoments:
+    widths = tuple(array.shape[1] for array in arrays)
+    joined = jnp.concatenate(arrays, 1)
+    x = centre(joined)
+    lengths = _per_representation((x**2).T, widths).T
+    mean = joined[0] - x[0]
+    return JointMoments(
+        count=jnp.asarray(x.shape[0], x.dtype),
+        mean=mean,
+        products=product(x.T, x),
+        cubes=product(x.T, lengths),
+        quartics=product(lengths.T, lengths),
+        widths=widths,
+    )
+
+
+@validated
+def merge_joint_moments(a: JointMoments, b: JointMoments) -> JointMoments:
+    """Moments of two batches together, exactly: each is brought to the common mean.
+
+    Args:
+        a: Of one batch.
+        b: Of another, of the same representations.
+
+    Returns:
+        Of both.
+
+    Raises:
+        ValueError: If widths differ.
+    """
+    if a.widths != b.widths:
+        fail("b", f"have the widths of `a`, {a.widths}", b.widths)
+    return _merged(a, b)
+
+
+@eqx.filter_jit
+def _merged(a: JointMoments, b: JointMoments) -> JointMoments:
+    count = a.count + b.count
+    apart = b.mean - a.mean
+    one, other = _moved(a, -apart * (b.count / count)), _moved(b, apart * (a.count / count))
+    sums = jax.tree.map(lambda first, second: first + second, one, other)
+    return eqx.tree_at(lambda m: m.mean, sums, a.mean + apart * (b.count / count))
+
+
+def _moved(m: JointMoments, by: Array) -> JointMoments:
+    """Moments about another point: of x + `by`, where x sums to zero."""
+    size = _per_representation(by**2, m.widths)
+    squares = m.squares()
+    along = _per_representation(by[:, None] * m.cubes, m.widths)  # sum (by_r . x_r) |x_s|^2
+    across = _per_representation(by[:, None] * m.products, m.widths)  # sum (by_r . x_r) x
+    both = _per_representation((across * by[None]).T, m.widths).T  # sum (by_r . x_r)(by_s . x_s)
+    rest = squares + m.count * size
+    quartics = m.quartics + 2 * (along + along.T) + 4 * both
+    quartics = quartics + size[:, None] * squares[None] + squares[:, None] * size[None]
+    return JointMoments(
+        count=m.count,
+        mean=m.mean,
+        products=m.products + m.count * by[:, None] * by[None],
+        cubes=m.cubes + 2 * across.T + by[:, None] * rest[None],
+        quartics=quartics + m.count * size[:, None] * size[None],
+        widths=m.widths,
+    )
+
+
+def stream_moments(batches: Iterable[Any]) -> JointMoments:
+    """Moments of samples that come in batches.
+
+    Args:
+        batches: Of each batch, one array [n, p] per representation; n may differ from batch to batch, though each new
+            one is compiled for.
+
+    Returns:
+        Of all samples; taken about the means of the first batch, so that those that are large cost no digits.
+
+    Raises:
+        ValueError: If there is no batch, or batches differ in their representations.
+    """
+    total = pilot = None
+    for batch in batches:
+        if not isinstance(batch, (list, tuple)):
+            fail("batches", "give a tuple of arrays each, one per representation", f"a {type(batch).__name__}")
+        if pilot is None:
+            joint_moments(*batch)  # checks what came
+            pilot = [np.mean(np.asarray(part, np.float64), 0) for part in batch]
+        if len(batch) != len(pilot):
+            fail("batches", f"hold {len(pilot)} arrays each", len(batch))
+        own = joint_moments(*(_about(part, point) for part, point in zip(batch, pilot, strict=True)))
+        total = own if total is None else merge_joint_moments(total, own)
+    if total is None:
+        fail("batches", "give at least one batch", "none")
+    points: Any = pilot
+    return eqx.tree_at(lambda m: m.mean, total, total.mean + jnp.asarray(np.concatenate(points), total.mean.dtype))
+
+
+def _about(part: Any, point: np.ndarray) -> Any:
+    """Features about a point, in their own precision where they come."""
+    array = as_array("batches", part, "real numbers [n, p]")
+    if np.shape(array)[1:] != point.shape:
+        fail("batches", f"hold arrays [n, {len(point)}] throughout", f"shape {np.shape(array)}")
+    return array - (point if isinstance(array, np.ndarray) else jnp.asarray(point, jnp.result_type(float)))
+
+
+def _linear_cka(m: JointMoments) -> Array:
+    squares = _per_representation(_per_representation(_scaled(m) ** 2, m.widths).T, m.widths)
+    own = jnp.sqrt(jnp.diagonal(squares))
+    return squares / own[:, None] / own[None]
+
+
+def _scaled(m: JointMoments) -> Array:
+    """Products of features, of representations whose lengths squared sum to 1."""
+    owner = np.repeat(np.arange(len(m.widths)), m.widths)
+    lengths = jnp.sqrt(m.squares())[owner]
+    return m.products / lengths[:, None] / lengths[None]
+
+
+def _debiased_cka(m: JointMoments) -> Array:
+    n, squares = m.count, m.squares()
+    inner = _per_representation(_per_representation(_scaled(m) ** 2, m.widths).T, m.widths)
+    quartics = m.quartics / squares[:, None] / squares[None]
+    hsic = inner - n / (n - 2) * quartics + 1 / ((n - 1) * (n - 2))
+    own = jnp.sqrt(jax.vmap(apart_from_rounding)(jnp.diagonal(hsic), jnp.diagonal(inner)))
+    return jnp.clip(hsic / own[:, None] / own[None], -1.0, 1.0)
+
+
+def _of_pairs(m: JointMoments, of_pair: Callable[[int, int], Array]) -> Array:
+    number = len(m.widths)
+    values = {(i, j): of_pair(i, j) for i in range(number) for j in range(i, number)}
+    return jnp.stack([jnp.stack([values[min(i, j), max(i, j)] for j in range(number)]) for i in range(number)])
+
+
+def _angular(m: JointMoments) -> Array:
+    squares = m.squares()
+    cosine = lambda i, j: nuclear_norm(m.block(i, j)) / jnp.sqrt(squares[i]) / jnp.sqrt(squares[j])  # noqa: E731
+    return jnp.minimum(_of_pairs(m, cosine), 1.0)
+
+
+def _procrustes(m: JointMoments) -> Array:
+    squares = m.squares()
+    return root(_of_pairs(m, lambda i, j: jnp.maximum(squares[i] + squares[j] - 2 * nuclear_norm(m.block(i, j)), 0.0)))
+
+
+def _evened(m: JointMoments) -> JointMoments:
+    """With features brought to one size by powers of two, of which canonical correlations do not depend."""
+    sizes = scale_of(jnp.sqrt(jnp.diagonal(m.products)))
+    return eqx.tree_at(lambda m: m.products, m, m.products / sizes[:, None] / sizes[None])
+
+
+def _whitened(m: JointMoments) -> tuple[list[Array], list[Array]]:
+    # A covariance holds squares: below the root of rounding, directions of the features are lost in it.
+    rtol = [8 * width * float(jnp.finfo(m.products.dtype).eps) for width in m.widths]
+    own = [m.block(i, i) for i in range(len(m.widths))]
+    roots = [psd_power(block, -0.5, rtol=cut) for block, cut in zip(own, rtol, strict=True)]
+    ranks = [jnp.round(jnp.trace(psd_power(block, 0, rtol=cut))) for block, cut in zip(own, rtol, strict=True)]
+    return roots, ranks
+
+
+def _canonical(total: Callable[[Array], Array], m: JointMoments) -> Array:
+    m = _evened(m)
+    roots, ranks = _whitened(m)
+    meet = lambda i, j: product(product(roots[i], m.block(i, j)), roots[j])  # noqa: E731
+    return jnp.minimum(_of_pairs(m, lambda i, j: total(meet(i, j)) / jnp.minimum(ranks[i], ranks[j])), 1.0)
+
+
+STREAMED: dict[str, Callable[[JointMoments], Array]] = {
+    "linear_cka": _linear_cka,
+    "debiased_cka": _debiased_cka,
+    "angular_similarity": _angular,
+    "procrustes_distance": _procrustes,
+    "cca": partial(_canonical, nuclear_norm),
+    "cca_squared": partial(_canonical, lambda meet: jnp.sum(meet**2)),
+}
+"""Measures that follow from joint moments."""
+
+
+@validated
+def similarity_from_moments(moments: JointMoments, measure: str = "debiased_cka") -> Float[Array, "r r"]:
+    """A measure of all pairs of representations, from their joint moments.
+
+    The same numbers as from the samples themselves, in the limits of rounding: covariances square the condition number,
+    which counts for CCA, where directions of a feature below 1e-3 of the largest are lost in float32; and a sample that
+    is hundreds of times longer than the others costs debiased CKA its digits, which samples themselves do not.
+
+    Args:
+        moments: From `joint_moments` or `stream_moments`.
+        measure: "linear_cka", "debiased_cka", "angular_similarity", "procrustes_distance", "cca" or "cca_squared".
+
+    Returns:
+        [R, R]; `baseline_from_moments` says what chance gives.
+
+    Raises:
+        ValueError: If `measure` is unknown, there are fewer than 4 samples, or for CCA no more than features.
+    """
+    check_choice("measure", measure, STREAMED)
+    if not is_traced(moments.count):
+        number, widest = int(moments.count), max(moments.widths)
+        check_samples("moments", number, 4)
+        if measure in ("cca", "cca_squared") and widest >= number - 1:
+            fail("moments", "be of more samples than features", f"{number} samples of {widest} features")
+        with jax.ensure_compile_time_eval():  # known moments may be used under a trace
+            _check_scale(moments)
+            if measure in ("cca", "cca_squared"):
+                _warn_lost(moments)
+    found = _from_moments(moments, measure)
+    if not is_traced(found) and np.isnan(np.diagonal(found)).any():
+        places = ", ".join(str(place) for place in np.flatnonzero(np.isnan(np.diagonal(found))))
+        warn(f"{measure} is not defined for representation {places}, counted from 0: its values are NaN.")
+    return found
+
+
+def _check_scale(moments: JointMoments) -> None:
+    """Raise if squares of a representation's mean square overflow or vanish in the dtype."""
+    limits = jnp.finfo(moments.products.dtype)
+    low, high = float(limits.tiny / limits.eps) ** 0.5, float(limits.max) ** 0.5 * float(limits.eps) ** 0.5
+    for square in np.asarray(moments.squares() / moments.count, np.float64):
+        if not (square == 0 or low < square < high):
+            wanted = f"have representations of mean squares from {low:.0e} to {high:.0e}, whose squares it holds"
+            fail("moments", wanted, f"{square:.2g}", "Scale the features")
+
+
+def _warn_lost(moments: JointMoments) -> None:
+    """Warn of the directions of each representation that its covariance does not hold."""
+    widths = [int(jnp.sum(jnp.diagonal(moments.block(i, i)) > 0)) for i in range(len(moments.widths))]
+    lost = [width - int(rank) for width, rank in zip(widths, _whitened(_evened(moments))[1], strict=True)]
+    if any(lost):
+        warn(
+            f"{', '.join(map(str, lost))} directions of the representations, in their order, depend on others or are "
+            "lost in a covariance, which holds squares: they count as absent. The samples themselves keep more."
+        )
+
+
+@eqx.filter_jit
+def _from_moments(moments: JointMoments, measure: str) -> Array:
+    return STREAMED[measure](moments)
+
+
+def _expected_linear_cka(m: JointMoments) -> Array:
+    inner = _per_representation(_per_representation(m.products**2, m.widths).T, m.widths)
+    traces = m.squares() / jnp.sqrt(jnp.diagonal(inner))
+    return traces[:, None] * traces[None] / (m.count - 1)
+
+
+def _expected_cca_squared(m: JointMoments) -> Array:
+    ranks = jnp.stack(_whitened(_evened(m))[1])
+    return jnp.maximum(ranks[:, None], ranks[None]) / (m.count - 1)
+
+
+EXPECTED: dict[str, Callable[[JointMoments], Array]] = {
+    "linear_cka": _expected_linear_cka,
+    "debiased_cka": lambda m: jnp.zeros_like(m.quartics),
+    "cca_squared": _expected_cca_squared,
+}
+"""Means over all orders of the samples of one of two."""
+
+
+@validated
+def baseline_from_moments(moments: JointMoments, measure: str = "debiased_cka") -> Float[Array, "r r"]:
+    """What representations of these sizes and spectra score by chance: exact means over all orders of the samples.
+
+    Args:
+        moments: From `joint_moments` or `stream_moments`.
+        measure: "linear_cka", "debiased_cka" or "cca_squared", of which the mean is known.
+
+    Returns:
+        [R, R].
+
+    Raises:
+        ValueError: If `measure` is another one.
+    """
+    check_choice("measure", measure, EXPECTED)
+    return EXPECTED[measure](moments)
+
+
+@validated
+def predictivity_from_moments(
+    folds: list[JointMoments], source: int = 0, target: int = 1, *, alpha: Scalar = 0.0
+) -> Score:
+    """`linear_predictivity` of one representation from another, with the moments of each fold.
+
+    Args:
+        folds: Moments of at least two disjoint parts of the samples, each of which is predicted by maps that are fitted
+            to the others.
+        source: The representation that predicts, by its place.
+        target: The one that is predicted.
+        alpha: Ridge penalty, not negative, in squared units of the source summed over samples.
+
+    Returns:
+        R^2, at most 1.
+
+    Raises:
+        ValueError: If there are fewer than two folds, widths differ, or an option is out of range.
+    """
+    if len(folds) < 2:
+        fail("folds", "hold the moments of at least two folds", len(folds))
+    check_non_negative("alpha", alpha)
+    for name, place in (("source", source), ("target", target)):
+        if not 0 <= place < len(folds[0].widths):
+            fail(name, f"be one of the {len(folds[0].widths)} representations, counted from 0", place)
+    merged = lambda parts: _reduced(merge_joint_moments, parts)  # noqa: E731
+    everything = merged(folds)
+    wrong = jnp.zeros((), everything.mean.dtype)
+    for index, test in enumerate(folds):
+        train = merged([fold for place, fold in enumerate(folds) if place != index])
+        wrong = wrong + _missed(train, test, jnp.asarray(alpha, wrong.dtype), source, target)
+    return 1 - wrong / everything.squares()[target]
+
+
+def _reduced(function: Any, parts: Sequence[Any]) -> Any:
+    total = parts[0]
+    for part in parts[1:]:
+        total = function(total, part)
+    return total
+
+
+@eqx.filter_jit
+def _missed(train: JointMoments, test: JointMoments, alpha: Array, source: int, target: int) -> Array:
+    own = train.block(source, source)
+    sizes = scale_of(jnp.sqrt(jnp.diagonal(own)))  # which matter to a penalty and to the least norm
+    sizes = jnp.where((alpha > 0) | (own.shape[0] >= train.count), 1.0, sizes)
+    own = own / sizes[:, None] / sizes[None] + alpha * jnp.eye(own.shape[0], dtype=own.dtype)
+    weights = product(psd_power(own, -1), train.block(source, target) / sizes[:, None]) / sizes[:, None]
+    explained = product(test.block(source, source), weights) - 2 * test.block(source, target)
+    starts = np.concatenate([[0], np.cumsum(train.widths)])
+    apart = test.mean - train.mean
+    one, other = (apart[starts[place] : starts[place + 1]] for place in (source, target))
+    offset = other - product(one[None], weights)[0]
+    return test.squares()[target] + jnp.sum(weights * explained) + test.count * jnp.sum(offset**2)

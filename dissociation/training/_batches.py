@@ -1,0 +1,186 @@
+"""What the batches of a run are made from, on the host: plans of blocks, and blocks that the host makes ahead."""
+
+import itertools
+import queue
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any, NoReturn
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array
+
+from dissociation._core import checks
+from dissociation._core.conversion import describe
+from dissociation._core.types import PyTree
+from dissociation.training import _sharding as sharding
+from dissociation.training._chunk import Source
+from dissociation.training._samplers import HostBatches, Sampler, Segment, as_arrays, as_data
+from dissociation.training._threads import Shards
+
+
+def placed_shards(tree: Any, shards: Shards, mesh: Mesh | None) -> list[Any]:
+    """Cut stacked members into shards, each laid over the mesh if there is one."""
+    cut = shards.split(tree)
+    return cut if mesh is None else [sharding.place_members(shard, mesh) for shard in cut]
+
+
+def example(tree: Any) -> Any:
+    """The arrays of one member, as shapes and dtypes."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), tree)
+
+
+def _shape(leaf: Any) -> Any:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+
+class Batches:
+    """What the batches of a run are made from: the sampler's arrays, and the plan of the current block."""
+
+    def __init__(self, sampler: Sampler, order_keys: Array):
+        self.sampler, self.keys = sampler, order_keys
+        self.mesh, self.shards = None, Shards(1, 1)
+        self.arrays = eqx.filter(sampler, eqx.is_array)
+        self._block, self._plan = -1, None  # what is the members' own, and the plan, become lists of shards
+        self._prefetched, self._expected = None, -1
+
+    def lay(self, mesh: Mesh | None, shards: Shards) -> None:
+        """Put the arrays on devices, and those of single members into shards."""
+        self.mesh, self.shards = mesh, shards
+        self.arrays = self._placed(self.arrays, own=self.sampler.stacked)
+        self._plan = self._placed(self._plan, own=not self.sampler.shared)
+
+    def one_arrays(self) -> Any:
+        """The sampler's arrays as one member gets them, as shapes and dtypes."""
+        arrays = eqx.filter(self.sampler, eqx.is_array)
+        return example(arrays) if self.sampler.stacked else jax.tree.map(_shape, arrays)
+
+    def one_plan(self, step: int) -> Any:
+        """A plan as one member gets it, as shapes and dtypes."""
+        if isinstance(self.sampler, HostBatches):
+            return jax.tree.map(_shape, self.source(step)[0].plan)
+        key = self.keys if self.sampler.shared else self.keys[0]
+        return jax.eval_shape(lambda key: self.sampler.plan(key, 0), key)
+
+    def source(self, step: int) -> tuple[Source, list[Source], Segment]:
+        """Return the sources of a step's batch, for all members and for those of each shard, and the step's place."""
+        segment = self.sampler.segment(step)
+        if segment.block != self._block:
+            self._plan = self._next_plan(step, segment)
+            self._block = segment.block
+        if isinstance(self.sampler, HostBatches):
+            segment = segment._replace(end=self._expected)
+            if step >= segment.end:
+                self._fail_ended(step)
+        own_plan = not self.sampler.shared
+        nothing: Any = [None] * self.shards.number
+        arrays = self.arrays if self.sampler.stacked else nothing
+        plans: Any = self._plan if own_plan else nothing
+        common = Source(None if self.sampler.stacked else self.arrays, None if own_plan else self._plan)
+        return common, [Source(*each) for each in zip(arrays, plans, strict=True)], segment
+
+    def _next_plan(self, step: int, segment: Segment) -> Any:
+        if isinstance(self.sampler, HostBatches):
+            if self._prefetched is None or step != self._expected:
+                self.close()
+                like = None if self._prefetched is None else self._prefetched.like
+                self._prefetched = Prefetched(self.sampler, step, like)
+            try:
+                plan, count = self._prefetched.next_block()
+            except StopIteration:
+                self._fail_ended(step)
+            self._expected = segment.block * self.sampler.block + count
+            return self._placed(plan, own=False)
+        number = jnp.asarray(segment.block)  # an array: a number would be compiled in
+        if self.sampler.shared:
+            return self._placed(_plan(self.sampler, self.keys, number), own=False)
+        return self._placed(_own_plans(self.sampler, self.keys, number), own=True)
+
+    def _fail_ended(self, step: int) -> NoReturn:
+        wanted = f"give a batch for every step, {step} among them"
+        checks.fail("start", wanted, "an iterator that has ended", "Let it begin anew, as by itertools.cycle")
+
+    def _placed(self, tree: Any, *, own: bool) -> Any:
+        if not own:
+            return tree if self.mesh is None else sharding.replicate(tree, self.mesh)
+        return placed_shards(tree, self.shards, self.mesh)
+
+    def close(self) -> None:
+        """Ends the thread that makes batches, if there is one."""
+        if self._prefetched is not None:
+            self._prefetched.close()
+
+
+@eqx.filter_jit
+def _plan(sampler: Sampler, key: Array, block: Any) -> Any:
+    return sampler.plan(key, block)
+
+
+@eqx.filter_jit
+def _own_plans(sampler: Sampler, keys: Array, block: Any) -> Any:
+    return jax.vmap(lambda key: sampler.plan(key, block))(keys)
+
+
+def _kept(leaf: Any) -> Any:
+    """A leaf that stays as it is: iterators may fill one buffer again and again."""
+    return np.array(leaf) if hasattr(leaf, "__array__") and not isinstance(leaf, jax.Array) else leaf
+
+
+class Prefetched:
+    """The blocks of a `HostBatches`, made ahead in a thread; one that the iterator does not fill repeats its last.
+
+    `like` is the shapes and dtypes that all batches must have; those of the first one where it is None.
+    """
+
+    def __init__(self, sampler: HostBatches, step: int, like: Any = None):
+        self._sampler, self._blocks, self._ended = sampler, queue.Queue(maxsize=2), threading.Event()
+        self._skip, self._next, self.like = step % sampler.block, step - step % sampler.block, like
+        started = sampler.start(step)
+        if not isinstance(started, Iterable):
+            checks.fail_kind("start", "return an iterator of batches", describe(started))
+        threading.Thread(target=self._fill, args=(iter(started),), daemon=True).start()
+
+    def _fill(self, batches: Iterator[Any]) -> None:
+        size = self._sampler.block - self._skip
+        try:
+            while not self._ended.is_set():
+                part = [jax.tree.map(_kept, batch) for batch in itertools.islice(batches, size)]
+                if part:  # what came before a run that goes on is never looked at
+                    part = [part[0]] * (self._sampler.block - size) + part
+                self._put(part)
+                if len(part) < self._sampler.block:
+                    return
+                size = self._sampler.block
+        except BaseException as error:  # it belongs to the thread that trains
+            self._put(error)
+
+    def _put(self, item: Any) -> None:
+        while not self._ended.is_set():
+            try:
+                return self._blocks.put(item, timeout=0.1)
+            except queue.Full:
+                continue
+
+    def next_block(self) -> tuple[PyTree, int]:
+        """The next block, stacked, and how many of its batches there are."""
+        part = self._blocks.get()
+        if isinstance(part, BaseException):
+            raise part
+        if not part:
+            raise StopIteration
+        for step, batch in enumerate(part, self._next):
+            shapes = jax.tree.map(_shape, as_arrays("start", batch, "samples"))  # numbers alone would be stacked too
+            if self.like not in (None, shapes):
+                self._sampler.fail_shapes(f"{shapes} at step {step} after {self.like}")
+            self.like = shapes
+        self._next += self._sampler.block
+        filled = part + [part[-1]] * (self._sampler.block - len(part))
+        stacked = jax.tree.map(lambda *leaves: np.stack([np.asarray(leaf) for leaf in leaves]), *filled)
+        return as_data(stacked, finite=False), len(part)
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._ended.set()

@@ -1,0 +1,186 @@
+"""Atomic save and restore of PyTrees: a JSON header, then the bytes of every leaf, each with its checksum.
+
+A reader finds the old file or the new one, never half of one, and what was changed since is noticed. Typed
+PRNG keys are kept with the name of their implementation.
+"""
+
+import hashlib
+import json
+import os
+import zlib
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dissociation._core import checks
+from dissociation._core.files import RefusedFile, replacing
+from dissociation._core.validation import validated
+
+MAGIC = b"dissociation checkpoint 2\n"
+
+_ADVICE = "Delete it to begin again without it."
+
+
+@validated
+def save(path: str | os.PathLike[str], tree: Any, header: dict[str, Any] | None = None) -> None:
+    """Writes `tree` and a header, atomically.
+
+    Args:
+        path: The file; its folder is made if need be.
+        tree: A PyTree. Arrays of numbers or dates, PRNG keys and Python numbers are stored; other leaves (functions,
+            strings) are the business of the `like` that `restore` gets.
+        header: Anything that JSON can hold, read back by `read_header` without touching the leaves.
+
+    Raises:
+        OSError: If the file cannot be written.
+        TypeError: If an array holds text, objects, fields or masked entries; the error names the leaf's path.
+    """
+    described, blobs = [], []
+    for name, leaf in _storable_leaves(tree):
+        if not _is_readable(leaf):
+            got = f"a {type(leaf).__name__} of {leaf.dtype}{name and f' at {name}'}"
+            checks.fail_kind("tree", "hold arrays of numbers or dates", got, "Text can be in `header`")
+        entry, blob = _encode(leaf)
+        described.append({"path": name, "bytes": len(blob), "crc32": zlib.crc32(blob), **entry})
+        blobs.append(blob)
+    meta = json.dumps({"user": header or {}, "leaves": described}).encode()
+    with replacing(path) as file:
+        file.write(MAGIC + len(meta).to_bytes(8, "little") + zlib.crc32(meta).to_bytes(4, "little") + meta)
+        for blob in blobs:
+            file.write(blob)
+
+
+@validated
+def read_header(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The header that `save` was given.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        RefusedFile: If it is no checkpoint, or is damaged.
+    """
+    return _read_meta(Path(path).read_bytes(), path)[0]["user"]
+
+
+@validated
+def restore(path: str | os.PathLike[str], like: Any) -> Any:
+    """Reads a tree of the structure of `like`.
+
+    Args:
+        path: A file that `save` wrote.
+        like: A PyTree with the same leaves, whose arrays (or `jax.ShapeDtypeStruct`s) have the shapes and dtypes
+            wanted; its other leaves are kept.
+
+    Returns:
+        `like` with its arrays, keys and numbers replaced. NumPy leaves come back as NumPy, others as JAX arrays.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        RefusedFile: If the file is damaged or does not fit `like`; the error names the leaf's path.
+    """
+    contents = Path(path).read_bytes()
+    meta, offset = _read_meta(contents, path)
+    wanted = dict(_storable_leaves(like))
+    entries = {entry["path"]: entry for entry in meta["leaves"]}
+    if missing := sorted(wanted.keys() - entries.keys()):
+        raise RefusedFile(f"{path} lacks the leaf {missing[0]} ({len(missing)} missing in all).")
+    if extra := sorted(entries.keys() - wanted.keys()):
+        raise RefusedFile(f"{path} holds the leaf {extra[0]}, which `like` lacks ({len(extra)} in all).")
+    values = {}
+    for entry in meta["leaves"]:
+        blob = contents[offset : offset + entry["bytes"]]
+        offset += entry["bytes"]
+        if len(blob) != entry["bytes"] or zlib.crc32(blob) != entry["crc32"]:
+            raise RefusedFile(f"{path} is damaged at the leaf {entry['path']}: its checksum does not fit. {_ADVICE}")
+        values[entry["path"]] = _decode(entry, blob, wanted[entry["path"]], path)
+    if offset != len(contents):
+        raise RefusedFile(f"{path} is damaged: {len(contents) - offset} bytes follow its last leaf. {_ADVICE}")
+    return jax.tree_util.tree_map_with_path(lambda p, leaf: values.get(jax.tree_util.keystr(p), leaf), like)
+
+
+@validated
+def fingerprint(tree: Any) -> str:
+    """A digest of everything in `tree` that `save` would store: paths, dtypes, shapes and bytes, in hexadecimal."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, leaf in _storable_leaves(tree):
+        entry, blob = _encode(leaf)
+        digest.update(json.dumps([name, entry]).encode())
+        digest.update(blob)
+    return digest.hexdigest()
+
+
+def _storable_leaves(tree: Any) -> list[tuple[str, Any]]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [(jax.tree_util.keystr(path), leaf) for path, leaf in leaves if _is_storable(leaf)]
+
+
+def _is_storable(leaf: Any) -> bool:
+    return type(leaf) in _NUMBERS or isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
+
+
+_NUMBERS = (bool, int, float, complex)
+
+
+def _is_readable(leaf: Any) -> bool:
+    """Return True if `_decode` restores the leaf from its bytes and the name of its dtype."""
+    if type(leaf) in _NUMBERS or _is_key(leaf):
+        return True
+    numbers = leaf.dtype.kind in "bmM" or jnp.issubdtype(leaf.dtype, np.number)
+    return numbers and not isinstance(leaf, np.ma.MaskedArray | jax.ShapeDtypeStruct)
+
+
+def _is_key(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _encode(leaf: Any) -> tuple[dict[str, Any], "bytes | memoryview"]:
+    if type(leaf) in _NUMBERS:
+        return {"kind": "number", "value": [leaf.real, leaf.imag] if type(leaf) is complex else leaf}, b""
+    if _is_key(leaf):
+        data = np.asarray(jax.random.key_data(leaf))
+        kind = {"kind": "key", "implementation": str(jax.random.key_impl(leaf))}
+    else:
+        data, kind = np.asarray(leaf), {"kind": "array"}
+        data = data.astype(data.dtype.newbyteorder("="), copy=False)
+    contents = np.ascontiguousarray(data).reshape(-1).view(np.uint8)  # no copy: states may be large
+    return {**kind, "dtype": data.dtype.name, "shape": list(data.shape)}, contents.data
+
+
+def _decode(entry: dict[str, Any], blob: bytes, like: Any, path: Any) -> Any:
+    name = entry["path"]
+    if entry["kind"] == "number":
+        value = complex(*entry["value"]) if isinstance(entry["value"], list) else entry["value"]
+        if type(like) is not type(value):
+            raise RefusedFile(f"{path}: the leaf {name} is {value!r}, wanted a {type(like).__name__}.")
+        return value
+    dtype = jnp.dtype(entry["dtype"])
+    data = np.frombuffer(blob, dtype).reshape(entry["shape"])
+    if entry["kind"] == "key":
+        key = jax.random.wrap_key_data(jnp.asarray(data), impl=entry["implementation"])
+        if not _is_key(like) or key.shape != like.shape or key.dtype != like.dtype:
+            raise RefusedFile(f"{path}: the leaf {name} is a key {key.dtype} of shape {key.shape}, wanted {like}.")
+        return key
+    shape, wanted = np.shape(like), jnp.dtype(getattr(like, "dtype", np.asarray(like).dtype))
+    if tuple(entry["shape"]) != shape or dtype != wanted.newbyteorder("="):
+        raise RefusedFile(
+            f"{path}: the leaf {name} has shape {tuple(entry['shape'])} and dtype {dtype}, wanted {shape} and {wanted}."
+        )
+    if isinstance(like, np.ndarray | np.generic):
+        data = data.astype(wanted)
+        return data[()] if isinstance(like, np.generic) else data
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise RefusedFile(f"{path}: the leaf {name} is {dtype}. Enable JAX's 64 bits to read it.")
+    return jnp.asarray(data)
+
+
+def _read_meta(contents: bytes, path: Any) -> tuple[dict[str, Any], int]:
+    size, start = len(MAGIC), len(MAGIC) + 12
+    if contents[:size] != MAGIC:
+        raise RefusedFile(f"{path} must be a checkpoint that begins with {MAGIC!r}, got {contents[:16]!r}. {_ADVICE}")
+    end = start + int.from_bytes(contents[size : size + 8], "little")
+    meta = contents[start:end]
+    if len(contents) < end or zlib.crc32(meta) != int.from_bytes(contents[size + 8 : start], "little"):
+        raise RefusedFile(f"{path} is damaged: its header cannot be read. {_ADVICE}")
+    return json.loads(meta), end

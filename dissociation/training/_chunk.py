@@ -1,0 +1,272 @@
+"""The compiled part of a run: some steps of every member, and observations of them."""
+
+import math
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, PartitionSpec
+from jaxtyping import Array
+
+from dissociation._core import checks
+from dissociation.training import _sharding as sharding
+from dissociation.training._members import MEMBER_MAPS, count, map_members, per_batch
+from dissociation.training._memory import free_memory, largest, program_bytes
+from dissociation.training._samplers import Sampler
+from dissociation.training._state import State, Step
+from dissociation.training._threads import number_of_threads
+from dissociation.training._traced import Traced, trace
+
+MAX_CHUNK = 512
+"""The longest chunk in steps: the length of the buffer that a compiled chunk writes losses and metrics to."""
+
+
+class Layout(NamedTuple):
+    """Where members lie, and in what order they are trained.
+
+    Attributes:
+        member_map: "vmap" (members batched in one program), "scan" (sequentially inside the program), "unroll"
+            (sequentially, one step per call, no loop in the program) or "auto": on a CPU "scan", or "unroll" if a step
+            contains a convolution, which XLA's CPU backend runs slowly inside a loop; elsewhere "vmap".
+        members_per_batch: With "vmap", how many members are batched at once; None means all, "auto" as many as fit in
+            the memory that is free (their program is compiled once more to measure that).
+        mesh: Of `member_mesh`: devices over which the members are laid, and, along its axis "data" if it has
+            one, the samples of every batch. All of them belong to this process. None: one device and one thread.
+            "auto": one device, whose programs run in `threads`.
+        threads: With sequential mapping on a CPU and without a mesh, into how many shards the members are cut,
+            which worker threads train in parallel, as many at once as there are devices. "auto": one shard per device,
+            of which `dissociation.use_all_cores` makes one for each core.
+    """
+
+    member_map: str = "auto"
+    members_per_batch: int | str | None = None
+    mesh: Mesh | str | None = "auto"
+    threads: int | str = "auto"
+
+    def resumed(self, stored: dict[str, Any]) -> "Layout":
+        """Fill what is "auto" from a stored layout, with the devices that there are."""
+        if self.member_map not in ("auto", stored["member_map"]):
+            return self
+        given = {name: value for name, value in self._asdict().items() if not _is_open(value)}
+        layout, sizes = Layout(**{**stored, "mesh": "auto", **given}), stored["mesh"]
+        if not isinstance(sizes, list) or not _is_open(layout.mesh) or math.prod(sizes) > jax.local_device_count():
+            return layout
+        devices = jax.local_devices()[: math.prod(sizes)]
+        return layout._replace(mesh=sharding.member_mesh(devices, data=sizes[1]))
+
+
+def _is_open(value: Any) -> bool:
+    return isinstance(value, str) and value == "auto"
+
+
+class Chosen(NamedTuple):
+    """A layout with nothing left open but, until the program is known, the number of members per batch.
+
+    Attributes:
+        member_map: "vmap", "scan" or "unroll".
+        members_per_batch: Members that are batched at once, see `Layout`.
+        mesh: Devices, see `Layout`.
+        threads: Number of shards of the members.
+    """
+
+    member_map: str
+    members_per_batch: int | str | None
+    mesh: Mesh | None
+    threads: int = 1
+
+    @property
+    def devices(self) -> int:
+        """Number of devices over which the members are laid."""
+        return 1 if self.mesh is None else sharding.member_devices(self.mesh)
+
+
+def stored_layout(layout: Layout | Chosen) -> dict[str, Any]:
+    """Return a layout as a header holds it; a mesh becomes its numbers of devices, for members and for data."""
+    mesh = layout.mesh
+    if isinstance(mesh, Mesh):
+        members = sharding.member_devices(mesh)
+        mesh = [members, mesh.size // members]
+    return layout._asdict() | {"mesh": mesh}
+
+
+def chosen_layout(layout: Layout, num_members: int, arrays: Any, step: Traced, *others: Traced) -> tuple[Chosen, int]:
+    """Return the layout that suits the platform and the programs, and the number of threads that can run now."""
+    member_map, members_per_batch, mesh, wanted = layout
+    checks.check_choice("member_map", member_map, ("auto", *MEMBER_MAPS))
+    for name, value in (("mesh", mesh), ("members_per_batch", members_per_batch), ("threads", wanted)):
+        if isinstance(value, str):
+            checks.check_choice(name, value, ("auto",))
+        elif isinstance(value, Mesh):
+            sharding.check_mesh(value)
+        elif value is not None:
+            checks.check_count(name, value, minimum=1)
+    if member_map == "auto":
+        platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else jax.default_backend()
+        sequential = "unroll" if "conv_general_dilated" in step.code.primitives else "scan"
+        member_map = sequential if per_batch(platform) == 1 else "vmap"
+    if member_map == "vmap":
+        return Chosen(member_map, members_per_batch, None if isinstance(mesh, str) else mesh), 1
+    if members_per_batch not in (None, "auto"):
+        wanted_value = f"be None with sequential mapping (member_map={member_map!r})"
+        checks.fail("members_per_batch", wanted_value, members_per_batch)
+    if mesh is None or isinstance(mesh, Mesh):
+        return Chosen(member_map, None, mesh), 1
+    operations = frozenset().union(*(program.code.primitives for program in (step, *others)))
+    threads = number_of_threads(num_members, operations, (arrays, step, *others))
+    # Bits depend on the shards: on fewer cores, fewer threads compute the same ones.
+    shards = threads if isinstance(wanted, str) else min(wanted, num_members)
+    return Chosen(member_map, None, None, shards), threads
+
+
+class Source(NamedTuple):
+    """What batches are made from; both are None, the member's own, or all members'.
+
+    Attributes:
+        arrays: The sampler's.
+        plan: Of the current block.
+    """
+
+    arrays: Any
+    plan: Any
+
+
+def trace_step(step: Step, sampler: Sampler, size: int | None, mesh: Mesh | None, *example: Any) -> Traced:
+    """From state, sampler's arrays, plan, place in the block and key of one member to (state, info)."""
+    static = eqx.filter(sampler, eqx.is_array, inverse=True)
+
+    def function(state: State, arrays: Any, plan: Any, within: Array, key: Array) -> Any:
+        batch = eqx.combine(arrays, static).batch(plan, within, size)
+        return step(state, _over_data(batch, mesh), key)
+
+    if mesh is None or sharding.DATA_AXIS not in mesh.axis_names:
+        return trace(function, *example)
+    # As it is inside `map_members`, where the axis of members is no matter of the compiler's any more.
+    inside = mesh.abstract_mesh.update_axis_types({sharding.MEMBER_AXIS: AxisType.Manual})
+    with jax.sharding.use_abstract_mesh(inside):
+        return trace(function, *example)
+
+
+def _over_data(batch: Any, mesh: Mesh | None) -> Any:
+    """The batch laid over the mesh's data axis, if it has one that divides its samples."""
+    if mesh is None or sharding.DATA_AXIS not in mesh.axis_names:
+        return batch
+    devices = mesh.shape[sharding.DATA_AXIS]
+
+    def place(leaf: Array) -> Array:
+        axes = (sharding.DATA_AXIS,) if leaf.ndim and leaf.shape[0] % devices == 0 else ()
+        return jax.lax.with_sharding_constraint(leaf, PartitionSpec(*axes))
+
+    return jax.tree.map(place, batch)
+
+
+def trace_observation(observe: Any, state: State, *example: Any) -> Traced:
+    """From state (as `observable` has it), step and key of one member to its observation."""
+
+    def observation(state: State, step: Array, key: Array) -> Any:
+        carried = () if state.aux is None else (state.aux,)
+        return jax.tree.map(jnp.asarray, observe(state.model, *carried, step, key))
+
+    return trace(observation, observable(state), *example)
+
+
+def observable(state: State) -> State:
+    """The state without what is the optimiser's alone: what losses and observations can tell apart."""
+    where = lambda state: (state.opt_state, state.hyperparams)  # noqa: E731
+    return eqx.tree_at(where, state, (None, None), is_leaf=lambda leaf: leaf is None)
+
+
+@eqx.filter_jit(donate="all-except-first")
+def run_chunk(inputs: Any, state: State) -> Any:
+    """Several steps of every member, or one where members are unrolled: the new state, and the steps' `Info`s.
+
+    `inputs` is the layout, the traced step, the members' loss keys, which of them are trained (None: all), the sources
+    of each one's and of all members' batches, and `[first step, place in the block, steps]`. The state is donated. The
+    number of steps is traced: chunks follow the clock, and a loop of known length 1 rounds differently.
+    """
+    layout, traced, keys, active, mapped, common, place = inputs
+
+    def one(shared: Any, stacked: Any) -> Any:
+        traced, common, (start, within, steps) = shared
+        state, mapped, key, goes_on = stacked
+        source = Source(*(mine if theirs is None else theirs for mine, theirs in zip(mapped, common, strict=True)))
+
+        def step(i: Array | int, state: State) -> Any:
+            return traced(state, *source, within + i, jax.random.fold_in(key, start + i))
+
+        infos = jax.eval_shape(lambda state: step(0, state)[1], state)
+        rows = 1 if layout.member_map == "unroll" else MAX_CHUNK
+
+        def body(i: Array | int, carry: Any) -> Any:
+            state, buffers = carry
+            state, info = step(i, state)
+            return state, jax.tree.map(lambda buffer, leaf: buffer.at[i].set(leaf.astype(buffer.dtype)), buffers, info)
+
+        def run(state: State) -> Any:
+            if layout.member_map == "unroll":
+                state, info = step(0, state)
+                return state, jax.tree.map(lambda leaf: leaf[None], info)
+            buffers = jax.tree.map(lambda leaf: jnp.zeros((rows, *leaf.shape), leaf.dtype), infos)
+            return jax.lax.fori_loop(0, steps, body, (state, buffers))
+
+        def stay(state: State) -> Any:
+            return state, jax.tree.map(lambda leaf: missing((rows, *leaf.shape), leaf.dtype), infos)
+
+        return run(state) if goes_on is None else jax.lax.cond(goes_on, run, stay, state)
+
+    shared = traced, common, place
+    if layout.member_map != "scan" or layout.mesh is not None:
+        return _over_members(layout, one, shared, (state, mapped, keys, active))
+    # A loop that rewrites the state in place: `jax.lax.map` would hold it twice.
+    own, static = eqx.partition(state, eqx.is_array)
+    rest, rest_static = eqx.partition((mapped, keys, active), eqx.is_array)
+
+    def of_member(own: Any, each: Any) -> Any:
+        i, rest = each
+        member = eqx.combine(jax.tree.map(lambda leaf: leaf[i], own), static)
+        after, infos = one(shared, (member, *eqx.combine(rest, rest_static)))
+        put = lambda leaf, new: leaf.at[i].set(new)  # noqa: E731
+        return jax.tree.map(put, own, eqx.filter(after, eqx.is_array)), infos
+
+    own, infos = jax.lax.scan(of_member, own, (jnp.arange(count(state)), rest))
+    return eqx.combine(own, static), infos
+
+
+def largest_batch(inputs: Any, state: State) -> int:
+    """As many members per batch, on each device, as the memory that is free allows; `inputs` as of `run_chunk`."""
+    layout, *others = inputs
+
+    def bytes_of(size: int) -> int:
+        jitted: Any = run_chunk
+        program = jitted.lower((layout._replace(members_per_batch=size), *others), state).compile()
+        return program_bytes(program.compiled)
+
+    return largest(
+        bytes_of, count(state) // layout.devices, free_memory(jax.tree.leaves(eqx.filter(state, eqx.is_array)))
+    )
+
+
+def missing(shape: tuple[int, ...], dtype: Any) -> Array:
+    """What stands for numbers that there are none of: NaN, or the least number, or False."""
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return jnp.full(shape, jnp.nan, dtype)
+    return jnp.full(shape, jnp.iinfo(dtype).min if jnp.issubdtype(dtype, jnp.integer) else False, dtype)
+
+
+@eqx.filter_jit
+def observe_members(inputs: Any, state: State) -> Any:
+    """Return each member's observation; `inputs` is the layout, the traced observation, the step and the keys."""
+    layout, traced, step, keys = inputs
+
+    def one(shared: Any, stacked: Any) -> Any:
+        observe, step = shared
+        key, own_state = stacked
+        return observe(observable(own_state), step, jax.random.fold_in(key, step))
+
+    return _over_members(layout, one, (traced, step), (keys, state), ordered=True)
+
+
+def _over_members(layout: Chosen, function: Any, shared: Any, stacked: Any, *, ordered: bool = False) -> Any:
+    member_map, per_batch, mesh, _ = layout
+    how = {"members_per_batch": per_batch, "mesh": mesh, "ordered": ordered}
+    return map_members(function, shared, stacked, member_map=member_map, **how)

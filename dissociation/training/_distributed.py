@@ -1,0 +1,146 @@
+"""Several processes of one program: joining them, and all-gathering what each one has computed on its own devices."""
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.multihost_utils import process_allgather
+
+from dissociation._core import checks
+from dissociation._core.validation import validated
+
+_DAY = 86_400  # seconds
+_BLOCK = 2**24  # bytes that are all-gathered at once: each device holds as many of every process
+_joined = threading.Event()
+
+
+@validated
+def initialize(
+    address: str | None = None, num_processes: int | None = None, process_id: int | None = None, *, timeout: int = 300
+) -> None:
+    """Join the other processes by `jax.distributed.initialize`, before anything is computed.
+
+    Afterwards an uncaught error ends this process at once, and with it the others.
+
+    Args:
+        address: The only address at which process 0 listens, "host:port"; None takes all from a cluster's environment.
+        num_processes: Number of processes.
+        process_id: Index of this process, from 0.
+        timeout: Seconds to wait for all processes. Afterwards a `ConnectionError` is raised: end this process.
+    """
+    if address is not None and not (num_processes or 0) > (-1 if process_id is None else process_id) >= 0:
+        given = f"num_processes {num_processes}, process_id {process_id}"
+        checks.fail("address", "be given with `num_processes` and a `process_id` from 0 below it", given)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_enable_preemption_service", False)  # it would handle SIGTERM
+    failure: list[Exception] = []
+
+    def end(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        sys.__excepthook__(kind, error, trace)
+        leave(130 if issubclass(kind, KeyboardInterrupt) else 1)
+
+    def join() -> None:
+        where = {"coordinator_bind_address": address, "initialization_timeout": _DAY, "shutdown_timeout_seconds": _DAY}
+        try:
+            jax.distributed.initialize(address, num_processes, process_id, **where)
+        except Exception as error:
+            failure.append(error)
+
+    # In a thread: the runtime would abort the process at the end of its own timeout.
+    thread = threading.Thread(target=join, daemon=True)
+    thread.start()
+    thread.join(timeout)
+    if failure and isinstance(failure[0], ValueError):
+        checks.fail("address", "be given, as no cluster's environment holds it", address)
+    if failure:
+        raise failure[0]
+    if thread.is_alive():
+        raise ConnectionError(f"Not all processes came to {address} within {timeout} s. Start all again.")
+    _joined.set()
+    sys.excepthook = end
+
+
+def leave(status: int) -> None:
+    """End this process, if it has joined others, without waiting for them; their next all-gather fails."""
+    if _joined.is_set():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # The runtime ends with process 0: let the others print their errors.
+        time.sleep(0 if jax.process_index() else 2)
+        os._exit(status)
+
+
+def all_gather(data: bytes, error: BaseException | None = None) -> list[bytes]:
+    """Return the bytes of every process, in order; all processes must call it at the same place.
+
+    An `error` is raised in all processes, in others as `ConnectionError` or `KeyboardInterrupt`.
+    """
+    message = b"+" + data if error is None else f"{type(error).__name__}: {error}".encode()
+    try:
+        lengths = process_allgather(np.frombuffer(len(message).to_bytes(8, "little"), np.uint8), tiled=True)
+        sizes = [int(size) for size in lengths.view("<u8")]
+        size = min(_BLOCK, 1 << (max(sizes) - 1).bit_length())  # one of few sizes, as each one is compiled
+        padded = np.frombuffer(message.ljust(-(-max(sizes) // size) * size, b"\0"), np.uint8)
+        blocks = [process_allgather(block, tiled=True) for block in padded.reshape(-1, size)]
+    except (jax.errors.JaxRuntimeError, ValueError) as lost:
+        advice = "Start all processes again: they resume from their checkpoints."
+        raise ConnectionError(f"An all-gather failed, perhaps as a process ended ({lost}). {advice}") from lost
+    if error is not None:
+        raise error
+    rows = np.concatenate([block.reshape(-1, size) for block in blocks], axis=1)
+    messages = [row[:size].tobytes() for row, size in zip(rows, sizes, strict=True)]
+    for i, other in enumerate(messages):
+        if other.startswith(b"KeyboardInterrupt"):
+            raise KeyboardInterrupt
+        if not other.startswith(b"+"):
+            raise ConnectionError(f"Process {i} failed: {other.decode()}")
+    return [other[1:] for other in messages]
+
+
+def all_values(value: Any, error: BaseException | None = None) -> list[Any]:
+    """Return the value of every process, which JSON must hold, see `all_gather`."""
+    return [json.loads(data) for data in all_gather(json.dumps(value).encode(), error)]
+
+
+def on_main(function: Callable[[], Any]) -> Any:
+    """Return in all processes what `function`, called in process 0 alone, returns, or raise; JSON must hold it."""
+    value, error = None, None
+    try:
+        value = function() if jax.process_index() == 0 else None
+    except BaseException as raised:
+        error = raised
+    return all_values(value, error)[0]
+
+
+class LocalMembers:
+    """Members of this process: a contiguous part of all members, perhaps none, or all of them if `alone`."""
+
+    def __init__(self, total: int, *, alone: bool = False):
+        count = 1 if alone else jax.process_count()
+        self.total, self.alone, self.index = total, count == 1, 0 if alone else jax.process_index()
+        self.bounds = [total * i // count for i in range(count + 1)]
+
+    def take(self, tree: Any) -> Any:
+        """Return this process' members of a PyTree whose arrays carry all members first; at least one of them."""
+        start = min(self.bounds[self.index], self.total - 1)
+        rows = slice(start, max(self.bounds[self.index + 1], start + 1))
+        return tree if self.alone else jax.tree.map(lambda leaf: leaf[rows] if eqx.is_array(leaf) else leaf, tree)
+
+    def gather(self, tree: Any) -> Any:
+        """Return all members of a PyTree whose arrays carry this process' members first; NumPy arrays, and keys."""
+        return tree if self.alone else jax.tree.map(lambda leaf: self._all(leaf) if eqx.is_array(leaf) else leaf, tree)
+
+    def _all(self, leaf: Any) -> Any:
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return jax.random.wrap_key_data(self._all(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
+        counts = np.diff(self.bounds)
+        rows = zip(all_gather(np.asarray(leaf)[: counts[self.index]].tobytes()), counts, strict=True)
+        return np.concatenate([np.frombuffer(row, leaf.dtype).reshape(count, *leaf.shape[1:]) for row, count in rows])

@@ -1,0 +1,410 @@
+"""`fit`: from models, a step and a sampler to trained models and their history."""
+
+import logging
+import math
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array
+
+from dissociation._core import checks, files
+from dissociation._core.keys import typed
+from dissociation._core.labelled import Labelled, label
+from dissociation._core.labelling import Labels, Over, label_tree
+from dissociation._core.types import PRNGKey, PRNGKeys, PyTree
+from dissociation._core.validation import validated
+from dissociation.training import _checkpoint as checkpoints
+from dissociation.training import _cores as cores
+from dissociation.training._batches import Batches, example
+from dissociation.training._callbacks import Callback, OfFunction
+from dissociation.training._chunk import Layout, observable
+from dissociation.training._distributed import LocalMembers
+from dissociation.training._loop import streams
+from dissociation.training._members import take
+from dissociation.training._records import History, Save
+from dissociation.training._run import Checkpoint, Run, own_file, records_something
+from dissociation.training._samplers import HostBatches, Sampler, as_arrays, leading_size
+from dissociation.training._schedule import check_steps
+from dissociation.training._signals import terminations_interrupt
+from dissociation.training._state import State, Step, check_optimizer, checked_models, first_opt_state, transformation
+from dissociation.training._traced import trace
+
+logger = logging.getLogger(__name__)
+
+
+class FitResult(NamedTuple):
+    """The outcome of `fit`.
+
+    Attributes:
+        models: The trained models, members stacked as they came.
+        history: What was recorded.
+        diverged_at: Per member, the first step whose loss was not finite, or -1: [members], NumPy.
+        num_steps: Updates in all; fewer than asked for if a callback ended the run.
+        member_map: How the members were mapped: "vmap", "scan" or "unroll".
+        seconds: Wall time, compilation and the earlier parts of a resumed run included.
+        state: Where training ended: `fit(result.state, ...)` goes on.
+    """
+
+    models: Any
+    history: History
+    diverged_at: np.ndarray
+    num_steps: int
+    member_map: str
+    seconds: float
+    state: State
+
+    def labelled(self, over: Over = None) -> Labelled:
+        """The history, see `History.labelled`, and `diverged_at` [members]; not the models."""
+        attrs = {"num_steps": self.num_steps, "member_map": self.member_map, "seconds": self.seconds}
+        return labelled_fit(self.history, self.diverged_at, over, attrs)
+
+    to_xarray, to_dataframe, save = Labels.to_xarray, Labels.to_dataframe, Labels.save
+
+    def __repr__(self) -> str:
+        members = f"{self.diverged_at.size} of {type(self.models).__name__}, {np.sum(self.diverged_at >= 0)} diverged"
+        return (
+            f"FitResult({members}, {self.num_steps} steps by {self.member_map}, {self.seconds:.3g} s, {self.history})"
+        )
+
+
+def labelled_fit(
+    history: History, diverged_at: np.ndarray, over: Over, attrs: dict[str, Any] | None = None
+) -> Labelled:
+    """A history, see `History.labelled`, and `diverged_at` [members]."""
+    ended = label_tree({"diverged_at": diverged_at}, "members" if over is None else over)
+    done = history.labelled(over)
+    return label({**done.arrays, **ended.arrays}, {**done.dims, **ended.dims}, coords=done.coords, attrs=attrs or {})
+
+
+@validated
+def fit(
+    models: PyTree,
+    step: Step,
+    sampler: Sampler,
+    *,
+    num_steps: int | None = None,
+    num_epochs: int | None = None,
+    key: PRNGKey | PRNGKeys | tuple[PRNGKey, PRNGKeys],
+    hyperparams: PyTree = None,
+    aux: PyTree = None,
+    save: Save = Save(),  # noqa: B008  # a tuple of constants
+    layout: Layout = Layout(),  # noqa: B008
+    callbacks: Sequence[Any] = (),
+    checkpoint: str | Path | None = None,
+    same_program: bool = False,
+) -> FitResult:
+    """Trains stacked members side by side: the host's part around compiled chunks of steps.
+
+    Step and observation are traced at every call, and compiled unless an equal program was before: an optimiser or a
+    loss that the caller made anew compiles nothing if it computes the same. Arrays that they hold or close over are
+    passed to the compiled program, not baked into it.
+
+    After `training.initialize` every process must call it with the same arguments. Each trains its own members on
+    its own devices and returns all of them. Process 0 calls the callbacks.
+
+    Args:
+        models: An Equinox module, or any PyTree, whose array leaves carry members on the leading axis. Floats of half
+            precision are trained, and returned, as float32. Or the `state` of another call's result, to go on there
+            with the same or another step; the optimiser's state is kept if it fits this optimiser, else begun anew,
+            and hyperparameters are kept if it is a function of them.
+        step: Of `make_step`: loss and optimiser.
+        sampler: What a step sees: `training.Epochs`, `FullBatch`, `Online`, `HostBatches`.
+        num_steps: Optimiser steps; give this or `num_epochs`.
+        num_epochs: Passes over the data.
+        key: One key (members fold in their index), or one key per member, for samplers that members do not share, or
+            both: for the order of the data and for each member.
+        hyperparams: A PyTree of arrays, members first, for an optimiser that is a function of one member's. They are
+            traced: a sweep over them compiles once.
+        aux: What the loss carries along beside the model, members first: an `eqx.nn.State`, multipliers.
+        save: What to record, and when.
+        layout: How members are mapped, and over which devices.
+        callbacks: What happens on the way: functions `callback(step, records)`, or objects of `callbacks`.
+        checkpoint: A file, or a link to one. If it exists the run resumes from it; under the same layout the outcome
+            equals the uninterrupted one bit for bit. It is written as the run goes on and at its end, be that an
+            interrupt (Ctrl-C, or SIGTERM, whose handler is called afterwards) or the error of a callback or an
+            iterator. It goes on from the same data, models, hyperparameters and key, under the same step, sampler and
+            observation; layout, callbacks and number of steps may be others: a finished run is extended by more of
+            them. What `layout` leaves open is taken from the file; under another layout bits may differ, which a line
+            of the log states. One that a callback ended stays ended, unless none listens any more, or no record is made
+            at that step. One call at a time has it. Each of several processes writes a file beside it and keeps its
+            last two; as many processes resume from the newest step of which all have one.
+        same_program: Take the checkpoint's program for the same, though it is not traced to the same operations, as
+            after an update of JAX.
+
+    Returns:
+        A `FitResult`.
+
+    Raises:
+        ValueError: If arguments contradict each other or the data, what is recorded has a name that no file of results
+            can hold, or the checkpoint is of another run.
+        BlockingIOError: If another call is writing to the checkpoint.
+        TypeError: If what comes is traced, a count is no Python integer, data are no arrays of numbers, or the
+            optimiser is no transformation (without `hyperparams`) or no function to one (with them).
+    """
+    began = time.perf_counter()
+    for name, given in (("models", models), ("sampler", sampler), ("hyperparams", hyperparams), ("key", key)):
+        if any(map(checks.is_traced, jax.tree.leaves(given))):
+            advice = "Inside of a transformation use `train`"
+            checks.fail_kind(name, "be known: `fit` is driven by the host", "a traced value", advice)
+    state = _begin(models, step, aux, hyperparams, save)
+    num_members = leading_size("models", state.arrays)
+    if sampler.stacked:
+        sampler_members = leading_size("sampler", eqx.filter(sampler, eqx.is_array))
+        checks.check_same_length("models", num_members, "sampler", sampler_members, "members")
+    first = int(np.max(np.asarray(state.step)))
+    total = first + _total_steps(num_steps, num_epochs, sampler.epoch_steps)
+    heard = [_callback(i, each) for i, each in enumerate(callbacks)]
+    times = _times(save, heard, first, total, sampler.epoch_steps)
+    order_keys, own_keys = _split_key(key, num_members, sampler.shared)
+    path = None if checkpoint is None else own_file(files.followed(checkpoint))
+    layout = _resumed(layout, path)
+    local = LocalMembers(num_members)
+    mine = local.take(sampler) if sampler.stacked else sampler
+    order_keys = order_keys if sampler.shared else local.take(order_keys)
+    with terminations_interrupt(), closing(Batches(mine, order_keys)) as batches:
+        run = Run(local.take(state), step, batches, local.take(own_keys), save, layout, heard, local)
+        _check_names(run)
+        if not local.alone:
+            run.arguments = checkpoints.fingerprint((state.arrays, state.hyperparams, key, total, times))
+        file = None
+        if path is not None:
+            file = Checkpoint(path, _identity(run, state, step, sampler, key), same_program)
+        chosen = run.layout
+        logger.info("%d members by %s, %d threads, %d devices", num_members, chosen[0], run.threads, chosen.devices)
+        del state  # the run has its own
+        with ExitStack() as held:
+            if file is not None:
+                held.enter_context(files.locked(file.path.with_name(f".{file.path.name}.lock"), file.path))
+                run.resume(file, total, times)
+            run.began = began
+            run.to_the_end(total, times, file)
+    state = local.gather(run.whole_state())
+    if not local.alone:
+        state = jax.tree.map(jnp.asarray, state)
+    return FitResult(
+        models=state.model,
+        history=run.history(),
+        diverged_at=run.diverged_at,
+        num_steps=run.step,
+        member_map=run.layout.member_map,
+        seconds=run.seconds(),
+        state=state,
+    )
+
+
+class Needs(NamedTuple):
+    """Estimate of the bytes that a run takes, from above; it does not count the memory of the compiler.
+
+    Attributes:
+        fixed: Bytes of the data and the programs, for any number of members.
+        per_member: Bytes of each member.
+        model: Bytes of each member's trained model.
+        devices: Number of devices or worker threads of this process that train members.
+    """
+
+    fixed: int
+    per_member: int
+    model: int
+    devices: int
+
+
+COPIES = 3
+"""Safety factor: copies of all states that are in memory at once at the most (given, trained and returned ones)."""
+
+
+def estimated_bytes(
+    models: PyTree,
+    step: Step,
+    sampler: Sampler,
+    *,
+    key: Any,
+    num_steps: int | None = None,
+    num_epochs: int | None = None,
+    hyperparams: PyTree = None,
+    aux: PyTree = None,
+    save: Save = Save(),  # noqa: B008
+    layout: Layout = Layout(),  # noqa: B008
+) -> Needs:
+    """Estimate what `fit` takes, from programs of 2 and 4 members, which are not run; see `fit` for the arguments.
+
+    `models` are at least four members.
+    """
+    state = _begin(models, step, aux, hyperparams, save)
+    count = leading_size("models", state.arrays)
+    first = int(np.max(np.asarray(state.step)))
+    total = first + _total_steps(num_steps, num_epochs, sampler.epoch_steps)
+    order_keys, own_keys = _split_key(key, count, sampler.shared)
+    programs = []
+    for size in (2, 4):
+        few = partial(take, index=slice(size))
+        mine = few(sampler) if sampler.stacked else sampler
+        with closing(Batches(mine, order_keys if sampler.shared else few(order_keys))) as batches:
+            local = LocalMembers(size, alone=True)
+            run = Run(few(state), step, batches, few(own_keys), save, layout._replace(mesh=None), [], local)
+            programs.append(run.program_bytes())
+    each = max(0, programs[1] - programs[0]) // 2
+    times = len(_times(save, [], first, total, sampler.epoch_steps))
+    recorded = (run.info, total - first), (run.observe and run.observe.out, times)
+    history = 16 * sum(math.prod(leaf.shape) * times for tree, times in recorded for leaf in jax.tree.leaves(tree))
+    cpu = jax.default_backend() == "cpu"
+    threads = min(jax.local_device_count(), cores.available_cores()) if cpu and run.layout.member_map != "vmap" else 1
+    fixed = _bytes(sampler) + _bytes(run.observe) + threads * max(0, programs[0] - 2 * each)
+    per_member = COPIES * _bytes(state) // count + each + history
+    return Needs(fixed, per_member, _bytes(state.arrays) // count, max(threads, run.layout.devices))
+
+
+def _bytes(tree: Any) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree) if eqx.is_array(leaf) or isinstance(leaf, np.ndarray))
+
+
+def _resumed(layout: Layout, path: Path | None) -> Layout:
+    """Take what `layout` leaves open from the checkpoint, if there is one."""
+    if path is not None and path.is_dir():
+        checks.fail("checkpoint", "be a file", f"the folder {path}")
+    if path is None or not path.exists():
+        return layout
+    stored = checkpoints.read_header(path).get("layout")  # None in a file from before layouts were stored
+    return layout if stored is None else layout.resumed(stored)
+
+
+def _check_names(run: Run) -> None:
+    """Raises if what is going to be recorded has names that no file of results can hold: the end is too late."""
+    nothing = History(np.zeros((run.num_members, 0)), np.zeros(0, int), None, None, 0)
+    for name, field, tree in (("save", "observed", run.observe and run.observe.out), ("step", "metrics", run.info[1])):
+        empty = jax.tree.map(lambda leaf: np.zeros((run.num_members, 0, *leaf.shape), bool), tree)
+        try:
+            nothing._replace(**{field: empty if jax.tree.leaves(empty) else None}).labelled()
+        except checks.WrongValue as error:
+            words = f"`{name}` must record under names that a file of results can hold: {error}"
+            raise checks.WrongValue(words) from error
+
+
+def _callback(index: int, given: Any) -> Callback:
+    if isinstance(given, Callback):
+        return given
+    if not callable(given) or isinstance(given, type):
+        wanted = "be a function of step and records, or a Callback"
+        checks.fail_kind(f"callbacks[{index}]", wanted, repr(given))
+    return OfFunction(given)
+
+
+def _begin(models: Any, step: Step, aux: Any, hyperparams: Any, save: Save) -> State:
+    """Stacked states to begin with."""
+    try:
+        count = leading_size("models", models.arrays if isinstance(models, State) else models)
+    except checks.WrongValue as error:
+        advice = "Stack them: models = eqx.filter_vmap(init)(jax.random.split(key, 8)), init(key) being one model"
+        raise checks.WrongValue(f"{error} {advice}.") from None
+    for name, tree in (("hyperparams", hyperparams), ("aux", aux)):
+        if tree is not None:
+            size = leading_size(name, as_arrays(name, tree, "members"))
+            checks.check_same_length("models", count, name, size, "members")
+    hyperparams = jax.tree.map(jnp.asarray, hyperparams)
+    if isinstance(models, State) and hyperparams is None and isinstance(step.optimizer, optax.GradientTransformation):
+        models = models.replace(hyperparams=None)  # those of another optimiser
+    old = models.hyperparams if isinstance(models, State) else None
+    check_optimizer(step.optimizer, old if hyperparams is None else hyperparams)
+    carried = models.aux if isinstance(models, State) and aux is None else aux
+    step.check_loss(carried)
+    if save.observe is not None and callable(save.observe):
+        advice = "With an `aux` it is observe(model, aux, step, key), without one observe(model, step, key)"
+        words = ("model", *([] if carried is None else ["aux"]), "step", "key")
+        checks.check_call("observe", save.observe, words, advice)
+    if not isinstance(models, State):
+        models = checked_models(models)
+        one = eqx.filter_vmap(lambda model, aux, hyperparams: step.init(model, aux=aux, hyperparams=hyperparams))
+        return one(models, aux, hyperparams)
+    state = models
+    if aux is not None:
+        state = state.replace(aux=aux)
+    if hyperparams is not None:
+        state = state.replace(hyperparams=hyperparams)
+    begin = jax.vmap(partial(first_opt_state, step.optimizer))
+    fresh = jax.eval_shape(begin, state.arrays, state.hyperparams)
+    shapes = [[(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)] for tree in (fresh, state.opt_state)]
+    if jax.tree.structure(fresh) != jax.tree.structure(state.opt_state) or shapes[0] != shapes[1]:
+        state = state.replace(opt_state=begin(state.arrays, state.hyperparams))
+    return state
+
+
+def _total_steps(num_steps: int | None, num_epochs: int | None, epoch_steps: int) -> int:
+    if (num_steps is None) == (num_epochs is None):
+        checks.fail("num_steps", "be given, or `num_epochs`, but not both", f"{num_steps} and {num_epochs}")
+    if num_epochs is not None:
+        return checks.check_count("num_epochs", num_epochs, maximum=(2**31 - 1) // epoch_steps) * epoch_steps
+    return checks.check_count("num_steps", num_steps)
+
+
+def _times(save: Save, callbacks: Sequence[Callback], first: int, total: int, epoch_steps: int) -> np.ndarray:
+    """The steps of the records."""
+    if save.at is not None:
+        return check_steps("at", save.at, total, first)
+    if save.observe is None and not any(map(records_something, callbacks)):
+        return np.zeros(0, int)
+    every = np.arange(0, total + 1, epoch_steps) if epoch_steps > 1 else np.zeros(0, int)
+    return np.union1d(every[every >= first], [first, total])
+
+
+def _identity(run: Run, state: State, step: Step, sampler: Sampler, key: Any) -> dict[str, Any]:
+    """The program by its parts: what it computes, and the precision of its matrix products; and what it is fed with."""
+    precision = getattr(jax.config, "jax_default_matmul_precision", None)
+    one, loss_key = example(state), run.keys[0].loss[0]
+    trained = eqx.filter(one.arrays, lambda leaf: jnp.issubdtype(leaf.dtype, jnp.inexact))
+    batches = run.batches
+    source = batches.one_arrays(), batches.one_plan(run.step)
+    static = eqx.filter(sampler, eqx.is_array, inverse=True)
+    size = sampler.segment(run.step).size
+    draw = trace(lambda arrays, plan: eqx.combine(arrays, static).batch(plan, jnp.asarray(0), size), *source)
+    batch = jax.eval_shape(draw, *source)
+
+    def loss(state: State, batch: Any, key: Any) -> Any:
+        carried = () if state.aux is None else (state.aux,)
+        return jax.tree.map(jnp.asarray, step.loss(state.model, *carried, batch, key))
+
+    def update(hyperparams: Any, opt_state: Any, arrays: Any) -> Any:
+        more = {"value": jnp.zeros(()), "grad": arrays, "value_fn": optax.tree.sum}  # of any loss
+        return transformation(step.optimizer, hyperparams).update(arrays, opt_state, arrays, **more)
+
+    after = None if step.after_update is None else trace(step.after_update, one).fingerprint()
+    parts = {"models": state.arrays, "aux": state.aux, "hyperparams": state.hyperparams, "key": key}
+    fields = {name: value for name, value in vars(sampler).items() if isinstance(value, bool | int | str)}
+    arrays = eqx.filter(sampler, eqx.is_array)
+    return {name: checkpoints.fingerprint(part) for name, part in parts.items()} | {
+        "loss": [trace(loss, observable(one), batch, loss_key).fingerprint(), precision],
+        "optimizer": [trace(update, one.hyperparams, one.opt_state, trained).fingerprint(), precision],
+        "step": [after, step.micro_batches, precision],
+        "observe": None if run.observe is None else [run.observe.fingerprint(), precision],
+        "sampler": [type(sampler).__name__, fields, draw.fingerprint()],
+        "data": "the host's" if isinstance(sampler, HostBatches) else checkpoints.fingerprint(arrays),
+        "begin": [run.first, checkpoints.fingerprint(state.opt_state) if run.first else None],
+    }
+
+
+def _split_key(key: Any, num_members: int, shared: bool) -> tuple[Array, Any]:
+    """Keys of the order of the data (one, or one per member), and every member's."""
+    order: Any = None
+    if isinstance(key, tuple):
+        order, key = map(typed, key)
+        if not shared:
+            checks.fail(
+                "key", "be one per member where the sampler is not shared", "one for the order of the data, too"
+            )
+    key = typed(key)
+    if key.ndim == 0:
+        order, root = jax.random.split(key)
+        key = jax.vmap(lambda i: jax.random.fold_in(root, i))(jnp.arange(num_members))
+    elif key.shape != (num_members,):
+        checks.fail("key", f"be one key or one per member ({num_members})", f"shape {key.shape}")
+    elif shared and order is None:
+        checks.fail("shared", "be False in the sampler where every member has a key of its own", shared)
+    keys = streams(key)
+    return (order if shared else keys.order), keys

@@ -1,0 +1,126 @@
+"""`train`: a whole training as one pure function."""
+
+import itertools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from dissociation._core import checks
+from dissociation._core.keys import typed
+from dissociation._core.types import PRNGKey
+from dissociation._core.validation import validated
+from dissociation.training._members import concatenate
+from dissociation.training._samplers import HostBatches, Sampler
+from dissociation.training._state import Info, State, Step, check_fitting
+
+
+class Streams(NamedTuple):
+    """A member's keys: of its losses, of its observations, and of the order of its data."""
+
+    loss: Array
+    observe: Array
+    order: Array
+
+
+def streams(key: Array) -> Streams:
+    """The keys of one member, or of an array of them."""
+    split = jax.vmap(lambda k: jax.random.split(k, 3))(key) if key.ndim else jax.random.split(key, 3)
+    return Streams(*jnp.moveaxis(split, -1, 0))
+
+
+class _Piece(NamedTuple):
+    """Steps of one block with batches of one size."""
+
+    size: int | None
+    within: int
+    steps: int
+
+
+@validated
+def train(
+    state: State, step: Step, sampler: Sampler, num_steps: int, *, key: PRNGKey, first_step: int = 0
+) -> tuple[State, Info]:
+    """Takes steps in one compiled loop: a pure function of arrays, for `jax.jit`, `vmap` and `grad`.
+
+    A member that `fit` trains with a key of its own (and batches that members do not share) takes the same steps.
+
+    Args:
+        state: Where to begin; `step.init(model)` makes one.
+        step: Of `make_step`.
+        sampler: Of `samplers`; what it draws follows from the key and a step's number.
+        num_steps: How many; 0 returns the state.
+        key: Split into the keys of losses and of the order of samples.
+        first_step: The number of the first step: to go on where another call ended, with its key.
+
+    Returns:
+        The state, and the `Info` of every step: [num_steps] on the leading axis.
+
+    Raises:
+        ValueError: If a count is negative, or state or sampler are of several members (map over them), or of another
+            optimiser.
+        TypeError: If the sampler asks the host, which a compiled loop cannot.
+
+    Example:
+        >>> import optax
+        >>> from dissociation.training import FullBatch
+        >>> from dissociation.training import make_step
+        >>> step = make_step(lambda w, batch, key: jnp.mean((w - batch) ** 2), optax.sgd(0.25))
+        >>> sampler = FullBatch(jnp.array([2.0, 4.0]))
+        >>> def final(start):
+        ...     return train(step.init(start), step, sampler, 20, key=jax.random.key(0))[0].model
+        >>> round(float(jax.grad(final)(1.0)) * 2**20, 4)  # every step halves the distance to 3
+        1.0
+    """
+    if isinstance(sampler, HostBatches):
+        checks.fail_kind("sampler", "draw its batches in the program", "a HostBatches", "Train with `training.fit`")
+    total, first = checks.check_count("num_steps", num_steps), checks.check_count("first_step", first_step)
+    check_fitting(state, step)
+    sampler.check_single()
+    keys = streams(typed(key))
+
+    def piece(carry: Any, plan: Any, start: Any, part: _Piece) -> Any:
+        def one(state: State, i: Array) -> tuple[State, Info]:
+            batch = sampler.batch(plan, part.within + i, part.size)
+            return step(state, batch, jax.random.fold_in(keys.loss, start + i))
+
+        return jax.lax.scan(one, carry, jnp.arange(part.steps))
+
+    def block(carry: Any, number: Any, start: Any, parts: tuple[_Piece, ...]) -> Any:
+        plan, history = sampler.plan(keys.order, number), []
+        for part in parts:
+            carry, infos = piece(carry, plan, start, part)
+            history.append(infos)
+            start = start + part.steps
+        return carry, concatenate(history)
+
+    history, begin = [], first
+    for (parts, _), group in itertools.groupby(_blocks(sampler, first, total), lambda entry: entry[:2]):
+        numbers = [number for *_, number in group]
+        length = sum(part.steps for part in parts)
+        if len(numbers) == 1:
+            state, infos = block(state, numbers[0], begin, parts)
+        else:
+            place = jnp.asarray(numbers), begin + length * jnp.arange(len(numbers))
+            state, infos = jax.lax.scan(lambda carry, x, parts=parts: block(carry, *x, parts), state, place)
+            infos = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), infos)
+        history.append(infos)
+        begin += length * len(numbers)
+    if not history:
+        batch = sampler.batch(sampler.plan(keys.order, 0), 0, sampler.segment(0).size)
+        like = jax.eval_shape(step, state, batch, keys.loss)[1]
+        return state, jax.tree.map(lambda leaf: jnp.zeros((0, *leaf.shape), leaf.dtype), like)
+    return state, concatenate(history)
+
+
+def _blocks(sampler: Sampler, first: int, total: int) -> Any:
+    """Pieces of every block, a sign that tells neighbours that cannot be looped over together, and its number."""
+    at, end = first, first + total
+    while at < end:
+        number, parts = sampler.segment(at).block, []
+        while at < end and (segment := sampler.segment(at)).block == number:
+            stop = min(segment.end, end)
+            parts.append(_Piece(segment.size, segment.within, stop - at))
+            at = stop
+        yield tuple(parts), None, number

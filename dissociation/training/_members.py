@@ -1,0 +1,252 @@
+"""Members: PyTrees of one structure as one, with an axis more. Taking and stacking them, and mapping over them.
+
+A stack's arrays carry members first; its other leaves (functions, numbers, text) belong to all.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from dissociation._core import checks
+from dissociation._core.conversion import check_fits, common_dtype, number_kind
+from dissociation._core.validation import validated
+from dissociation.training import _sharding as sharding
+from dissociation.training._bmap import bmap
+
+MEMBER_MAPS = ("vmap", "scan", "unroll")
+
+
+@validated
+def member(models: Any, index: int) -> Any:
+    """One of stacked members.
+
+    Args:
+        models: A PyTree whose array leaves carry members first; other leaves belong to all.
+        index: Which one; counted from the end if negative.
+
+    Returns:
+        The PyTree with every array at `index`.
+
+    Raises:
+        TypeError: If it is the whole result of a training.
+        ValueError: If there is none of this index, or the arrays do not agree in their number of members.
+
+    Example:
+        >>> member({"weight": jnp.arange(6.0).reshape(3, 2), "name": "a"}, -1)
+        {'name': 'a', 'weight': Array([4., 5.], dtype=float32)}
+    """
+    number = count(models)
+    if not -number <= index < number:
+        checks.fail("index", f"lie from {-number} to {number - 1}", index)
+    return take(models, index)
+
+
+@validated
+def count(models: Any) -> int:
+    """Return the number of stacked members.
+
+    Args:
+        models: A PyTree whose arrays carry members first.
+
+    Returns:
+        Their number.
+
+    Raises:
+        TypeError: If it is the whole result of a training.
+        ValueError: If there is no array, or the arrays do not agree.
+
+    Example:
+        >>> count({"weight": jnp.ones((3, 2)), "bias": jnp.ones(3)})
+        3
+    """
+    if hasattr(models, "history"):
+        checks.fail_kind("models", "be stacked models, as in `result.models`", f"a {type(models).__name__}")
+    counts = {leaf.shape[:1] for leaf in jax.tree.leaves(models) if _is_array(leaf)}
+    if len(counts) != 1 or counts == {()}:
+        checks.fail("models", "hold arrays that agree in a leading axis", f"leading axes {sorted(counts)}")
+    ((number,),) = counts
+    return number
+
+
+def take(models: Any, index: Any) -> Any:
+    """The arrays of stacked members at an index, a slice or an array of indices, unchecked; other leaves as they are.
+
+    Example:
+        >>> take({"weight": jnp.arange(6.0).reshape(3, 2)}, jnp.array([2, 0]))["weight"].tolist()
+        [[4.0, 5.0], [0.0, 1.0]]
+    """
+    index = np.asarray(index) if isinstance(index, list) else index
+    return jax.tree.map(lambda leaf: leaf[index] if _is_array(leaf) else leaf, models)
+
+
+@validated
+def stack(trees: Sequence[Any], axis: int = 0) -> Any:
+    """Members as one PyTree, along a new axis. What NumPy holds stays NumPy's.
+
+    Args:
+        trees: At least one PyTree; all of one structure, with arrays of equal shapes.
+        axis: Where the new axis stands.
+
+    Returns:
+        The stack; leaves that are no arrays are those of the first.
+
+    Raises:
+        ValueError: If there is nothing to stack, or structures or shapes differ.
+
+    Example:
+        >>> stack([{"w": jnp.zeros(2)}, {"w": jnp.ones(2)}])["w"].shape
+        (2, 2)
+    """
+    return _joined("stack", trees, axis)
+
+
+@validated
+def concatenate(trees: Sequence[Any], axis: int = 0) -> Any:
+    """PyTrees of one structure as one, end to end. What NumPy holds stays NumPy's.
+
+    Args:
+        trees: At least one PyTree; all of one structure, with arrays that differ in length along `axis` only.
+        axis: Along which.
+
+    Returns:
+        The whole; leaves that are no arrays are those of the first.
+
+    Raises:
+        ValueError: If there is nothing to concatenate, or structures or shapes differ.
+
+    Example:
+        >>> concatenate([{"w": jnp.zeros((2, 3))}, {"w": jnp.ones((1, 3))}])["w"].shape
+        (3, 3)
+    """
+    return trees[0] if len(trees) == 1 else _joined("concatenate", trees, axis)
+
+
+def per_batch(platform: str | None = None) -> int | None:
+    """Return the number of members to map over at once: 1 on a CPU, which one member keeps busy, else None (all).
+
+    Args:
+        platform: Of the devices; None: JAX's default.
+
+    Example:
+        >>> per_batch("cpu"), per_batch("gpu")
+        (1, None)
+    """
+    return 1 if (platform or jax.default_backend()) == "cpu" else None
+
+
+@validated
+def map_members(
+    function: Callable[[Any, Any], Any],
+    shared: Any,
+    stacked: Any,
+    *,
+    member_map: str,
+    members_per_batch: int | None = None,
+    mesh: Mesh | None = None,
+    ordered: bool = False,
+) -> Any:
+    """`function(shared, member)` for every member.
+
+    A member's result does not depend on the number of the others, up to rounding.
+
+    Args:
+        function: For one member; must return arrays.
+        shared: A PyTree that every call gets whole.
+        stacked: A PyTree whose array leaves carry members first; other leaves are handed over as they are.
+        member_map: "vmap" (batched), "scan" (in turn, a compiled loop) or "unroll" (in turn, no loop).
+        members_per_batch: With "vmap", how many members are batched at once; None means all.
+        mesh: Devices to lay the members over; must divide their number (`_sharding.pad_members`).
+        ordered: With "unroll", whether a member waits for the one before it. Decompositions of several members at once
+            can hang on a CPU.
+
+    Returns:
+        The results, every leaf with members first.
+
+    Raises:
+        ValueError: If `member_map` is unknown.
+
+    Example:
+        >>> map_members(lambda scale, x: scale * x, 2.0, jnp.arange(3.0), member_map="scan")
+        Array([0., 2., 4.], dtype=float32)
+    """
+    checks.check_choice("member_map", member_map, MEMBER_MAPS)
+    for leaf in jax.tree.leaves((shared, stacked)):
+        if isinstance(leaf, np.ndarray):
+            check_fits("stacked", leaf)
+    if mesh is None:
+        return _map_locally(function, shared, stacked, member_map, members_per_batch, ordered)
+
+    def local(shared: Any, stacked: Any) -> Any:
+        return _map_locally(function, shared, stacked, member_map, members_per_batch, ordered)
+
+    return sharding.each_device(local, mesh, shared, stacked)
+
+
+def _map_locally(
+    function: Callable[[Any, Any], Any],
+    shared: Any,
+    stacked: Any,
+    member_map: str,
+    members_per_batch: int | None,
+    ordered: bool,
+) -> Any:
+    if member_map == "vmap":
+        return bmap(function, in_axes=(None, eqx.if_array(0)), batch_size=members_per_batch)(shared, stacked)
+    arrays, static = eqx.partition(stacked, eqx.is_array)
+    if member_map == "scan":
+        return jax.lax.map(lambda member: function(shared, eqx.combine(member, static)), arrays)
+    results = []
+    for index in range(jax.tree.leaves(arrays)[0].shape[0]):
+        part = take(arrays, index)
+        if ordered and results:
+            results[-1], part = after(results[-1], part)
+        results.append(function(shared, eqx.combine(part, static)))
+    return stack(results)
+
+
+def after(done: Any, then: Any) -> tuple[Any, Any]:
+    """Both arguments; what is made of the second is not computed before the first is.
+
+    Decompositions that XLA computes side by side, of one program on a CPU, can wait for each other for ever.
+
+    Args:
+        done: A PyTree of results.
+        then: A PyTree from which more is computed; leaves that are no arrays are handed through.
+
+    Returns:
+        `done` and `then`, to go on with.
+    """
+    arrays, static = eqx.partition((done, then), eqx.is_array)
+    return eqx.combine(jax.lax.optimization_barrier(arrays), static)
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "shape")
+
+
+def _joined(how: str, trees: Sequence[Any], axis: int) -> Any:
+    if not trees:
+        checks.fail("trees", "hold at least one PyTree", "none")
+
+    def join(*leaves: Any) -> Any:
+        if not _is_array(leaves[0]):
+            return leaves[0]
+        library = np if all(isinstance(leaf, np.ndarray | np.generic) for leaf in leaves) else jnp
+        if library is jnp and len(kinds := {leaf.dtype for leaf in leaves}) > 1 and "int" in map(number_kind, kinds):
+            dtype = common_dtype([f"trees[{index}]" for index in range(len(leaves))], list(leaves))
+            leaves = tuple(jnp.asarray(leaf, dtype) for leaf in leaves)
+        return getattr(library, how)(leaves, axis=axis)
+
+    try:
+        return jax.tree.map(join, *trees)
+    except checks.WrongValue:
+        raise
+    except ValueError as error:
+        shapes = [str(jax.tree.map(lambda leaf: getattr(leaf, "shape", None), tree)) for tree in trees]
+        other = next((shape for shape in shapes if shape != shapes[0]), shapes[-1])
+        raise ValueError(f"`trees` must be alike, got arrays of {shapes[0][:200]} and {other[:200]}.") from error

@@ -1,0 +1,183 @@
+"""Progress meters driven from the host: none (the default), in a terminal, in a notebook, or the caller's own.
+
+Where what should be a terminal is none, as a batch system's log, a bar is a line now and then.
+
+A compiled program never calls back: long work is cut into compiled chunks, and between them the host advances
+the meter.
+"""
+
+import io
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+from tqdm import tqdm
+
+from dissociation._core import checks
+
+
+@runtime_checkable
+class Meter(Protocol):
+    """What a meter must offer; anything with these two methods serves."""
+
+    def advance(self, step: int, text: str) -> None:
+        """Shows that `step` steps of the total are done, and a short text (may be empty: keep the last one)."""
+        ...
+
+    def close(self) -> None:
+        """Ends the meter; called once, also after an error."""
+        ...
+
+
+MeterFactory = Callable[[int, str], Meter]
+"""From the total number of steps and a description to a meter."""
+
+
+class SilentMeter:
+    """Shows nothing."""
+
+    def advance(self, step: int, text: str) -> None:
+        """Does nothing."""
+
+    def close(self) -> None:
+        """Does nothing."""
+
+
+class TqdmMeter:
+    """A bar of `tqdm`; `bar` is any of its classes."""
+
+    def __init__(self, total: int, description: str, bar: Callable[..., Any] = tqdm, file: Any = None):
+        self._bar = bar(
+            total=total, desc=description, file=file or sys.stderr, dynamic_ncols=True, mininterval=0.2, smoothing=0
+        )
+        self._started = False
+
+    def advance(self, step: int, text: str) -> None:
+        """Moves the bar to `step` and shows `text` behind it."""
+        if text:
+            self._bar.set_postfix_str(text, refresh=False)
+        self._bar.update(step - self._bar.n)
+        if step and not self._started:  # before was compiling, which says nothing of what remains
+            self._started, self._bar.initial, self._bar.start_t = True, step, time.time()
+        self.show()
+
+    def show(self) -> None:
+        """Draws it anew."""
+        self._bar.refresh()
+
+    def close(self) -> None:
+        """Closes the bar, which leaves its last state on the screen."""
+        self._bar.close()
+
+
+class _Nowhere(io.TextIOBase):
+    def write(self, text: str, /) -> int:
+        return len(text)
+
+
+class LineMeter(TqdmMeter):
+    """The same bar in a file: a line each `SECONDS`, and one at the end."""
+
+    SECONDS = 10.0
+
+    def __init__(self, total: int, description: str):
+        self._shown, self._last = -float("inf"), None
+        super().__init__(total, description, file=_Nowhere())
+
+    def show(self) -> None:
+        """Writes a line, if the last one is old enough."""
+        if time.monotonic() - self._shown >= self.SECONDS:
+            self._write()
+
+    def _write(self) -> None:
+        if (state := (self._bar.n, self._bar.postfix)) != self._last:
+            self._shown, self._last = time.monotonic(), state
+            sys.stderr.write(f"{self._bar}\n")
+            sys.stderr.flush()
+
+    def close(self) -> None:
+        """Writes the last state."""
+        self._write()
+        super().close()
+
+
+class LateMeter:
+    """A meter that opens after `SECONDS`, also while a compiled program runs: short work shows nothing."""
+
+    SECONDS = 4.0
+
+    def __init__(self, total: int, description: str):
+        self._begun: tuple[int, str] = total, description
+        self._meter: Meter = SilentMeter()
+        self._state, self._lock, self._closed = (0, ""), threading.Lock(), threading.Event()
+        threading.Thread(target=self._wait, daemon=True).start()
+
+    def _wait(self) -> None:
+        self._closed.wait(self.SECONDS)
+        with self._lock:
+            if not self._closed.is_set():
+                self._meter = _auto_meter(*self._begun)
+                self._meter.advance(*self._state)
+
+    def advance(self, step: int, text: str) -> None:
+        """Moves the meter to `step`."""
+        with self._lock:
+            self._state = step, text
+            self._meter.advance(step, text)
+
+    def close(self) -> None:
+        """Closes the meter, if it has opened."""
+        with self._lock:
+            self._closed.set()
+            self._meter.close()
+
+
+def _terminal_meter(total: int, description: str) -> Meter:
+    return TqdmMeter(total, description) if sys.stderr.isatty() else LineMeter(total, description)
+
+
+def _auto_meter(total: int, description: str) -> Meter:
+    from tqdm.auto import tqdm as auto_bar
+    from tqdm.notebook import tqdm as notebook_bar
+
+    if issubclass(auto_bar, notebook_bar):
+        return TqdmMeter(total, description, auto_bar)
+    return _terminal_meter(total, description)
+
+
+def _notebook_meter(total: int, description: str) -> Meter:
+    from tqdm.notebook import tqdm as notebook_bar  # Needs ipywidgets, which only notebooks have.
+
+    return TqdmMeter(total, description, notebook_bar)
+
+
+_NAMED: dict[str, MeterFactory] = {
+    "terminal": _terminal_meter, "notebook": _notebook_meter, "auto": _auto_meter, "late": LateMeter,
+}  # fmt: skip
+
+
+def open_meter(progress: str | MeterFactory | None, total: int, description: str) -> Meter:
+    """Opens a meter.
+
+    Args:
+        progress: None for silence, "terminal", "notebook", "auto" (whichever it is), "late" (that one, if the
+            work takes longer than 4 seconds), or a factory `(total, description) -> Meter`.
+        total: The number of steps that make the work complete.
+        description: A word or two in front of the bar.
+
+    Raises:
+        ValueError: If `progress` is another string.
+
+    Example:
+        >>> meter = open_meter(None, 10, "training")
+        >>> meter.advance(5, "loss 0.1")
+        >>> meter.close()
+    """
+    if progress is None:
+        return SilentMeter()
+    if isinstance(progress, str):
+        checks.check_choice("progress", progress, _NAMED)
+        return _NAMED[progress](total, description)
+    return progress(total, description)

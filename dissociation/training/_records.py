@@ -1,0 +1,66 @@
+"""What a run records: `Save` says what and when, a `History` has it."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dissociation._core.labelled import Labelled, label
+from dissociation._core.labelling import Labels, Over, label_tree
+from dissociation._core.results import printed
+
+
+class History(NamedTuple):
+    """What was recorded along the way.
+
+    Attributes:
+        loss: The loss of every step's batch, before the update: [members, steps], NumPy. NaN where a member is frozen.
+        observed_at: The steps of the observations: [times]; step s is the state after s updates.
+        observed: The observations, every leaf [members, times, ...], NumPy; None if nothing is observed.
+        metrics: What the loss returned beside its scalar, every leaf [members, steps, ...]; None if nothing.
+        first_step: The step of the first loss: 0 unless training began at a state that had updates already.
+    """
+
+    loss: np.ndarray
+    observed_at: np.ndarray
+    observed: Any
+    metrics: Any
+    first_step: int
+
+    def labelled(self, over: Over = None) -> Labelled:
+        """Losses and metrics along steps, observations along the steps of the records.
+
+        Args:
+            over: What the members are, if not just that: a name, `{"seeds": [0, 1]}`, or a sweep's `training.Grid`.
+
+        Returns:
+            `loss` [members, steps], `metrics_...` [members, steps, ...], `observed_...` [members, observed_at, ...],
+            with the steps as coordinates.
+        """
+        over = "members" if over is None else over
+        steps = self.first_step + np.arange(self.loss.shape[1])
+        done = label_tree({"loss": self.loss, "metrics": self.metrics}, over, then={"steps": steps})
+        if self.observed is None:
+            return done
+        seen = label_tree({"observed": self.observed}, over, then={"observed_at": self.observed_at})
+        return label({**done.arrays, **seen.arrays}, {**done.dims, **seen.dims}, coords={**done.coords, **seen.coords})
+
+    to_xarray, to_dataframe, save = Labels.to_xarray, Labels.to_dataframe, Labels.save
+    __repr__ = printed
+
+
+class Save(NamedTuple):
+    """What to record, and when.
+
+    Attributes:
+        observe: `observe(model, step, key) -> PyTree of arrays` for one member, `step` traced; where the state has an
+            `aux`, `observe(model, aux, step, key)`.
+        at: Steps at which to observe and to call the callbacks' `record`, the first and the last included if wanted;
+            default: the beginning and the end of every epoch (of the run, where an epoch is one step), and none
+            without `observe` and callbacks that record.
+        seconds: The least time between two writes of the checkpoint; the first is written after five seconds already.
+    """
+
+    observe: Callable[..., Any] | None = None
+    at: Any = None
+    seconds: float = 60.0

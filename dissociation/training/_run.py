@@ -1,0 +1,468 @@
+"""The host's side of a run: chunks of steps, records, checkpoints."""
+
+import glob
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dissociation._core import checks
+from dissociation._core.conversion import describe
+from dissociation.training import _checkpoint as checkpoints
+from dissociation.training import _distributed as distributed
+from dissociation.training import _sharding as sharding
+from dissociation.training._batches import Batches, example, placed_shards
+from dissociation.training._callbacks import Callback, Progress
+from dissociation.training._chunk import (
+    MAX_CHUNK,
+    Layout,
+    Source,
+    chosen_layout,
+    largest_batch,
+    observe_members,
+    run_chunk,
+    stored_layout,
+    trace_observation,
+    trace_step,
+)
+from dissociation.training._distributed import LocalMembers
+from dissociation.training._loop import Streams
+from dissociation.training._members import concatenate, stack
+from dissociation.training._memory import program_bytes
+from dissociation.training._records import History, Save
+from dissociation.training._samplers import Segment
+from dissociation.training._signals import interrupts_later
+from dissociation.training._state import Info, State, Step
+from dissociation.training._threads import Shards, compiled, run_tasks
+from dissociation.training._traced import Traced
+
+logger = logging.getLogger(__name__)
+
+CHUNK_SECONDS = 1.0
+"""How long a chunk should take: how often progress is shown and an interrupt is heard."""
+FORMAT = 1
+"""Format of a run's header; files from before the layout was stored have none, and are resumed."""
+FIRST_WRITE = 5.0
+"""The longest time until the first write of a checkpoint, which is after a chunk: compiling is not lost."""
+
+
+class Run:
+    """One run: where it stands, and what was recorded.
+
+    Each of several processes has the states of its own members and the records of all: they take chunks of the same
+    length, after which losses, metrics, stops and a hash of the arguments are all-gathered.
+
+    Args:
+        state: Stacked, this process' members; donated to the steps.
+        step: One optimiser step.
+        batches: What they see.
+        keys: Their keys.
+        save: What to record.
+        layout: Where they lie.
+        callbacks: What happens on the way, in process 0.
+        local: The members of this process.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        step: Step,
+        batches: Batches,
+        keys: Streams,
+        save: Save,
+        layout: Layout,
+        callbacks: Sequence[Callback],
+        local: LocalMembers,
+    ):
+        if not save.seconds >= 0:
+            checks.fail("save", "have `seconds` of at least 0", save.seconds)
+        if save.observe is not None and not callable(save.observe):
+            checks.fail_kind("save", "have a function as `observe`", repr(save.observe))
+        self.local, self.num_members, own = local, local.total, len(keys.loss)
+        self.arguments, self.error, self.raise_signal = "", None, lambda: None
+        self.first = self.step = int(np.max(np.asarray(state.step)))
+        self.save, self.callbacks, self.batches = save, [] if local.index else callbacks, batches
+        one, sampler = example(state), batches.sampler
+        arrays, plan = batches.one_arrays(), batches.one_plan(self.step)
+        size = sampler.segment(self.step).size
+        inputs = one, arrays, plan, jnp.asarray(0), keys.loss[0]
+        draft = trace_step(step, sampler, size, None, *inputs)
+        self.observe, programs, self.info = None, [draft], draft.out[1]
+        if save.observe is not None:
+            self.observe = trace_observation(save.observe, one, jnp.asarray(0), keys.observe[0])
+            programs.append(self.observe)
+        self.layout, self.threads = chosen_layout(layout, own, (state, batches.arrays), *programs)
+        mesh, devices = self.layout.mesh, self.layout.devices
+        if self.layout.member_map == "unroll":  # one member of every device is a shard, so that one program serves all
+            self.shards = Shards(own, devices)
+        else:
+            self.shards = Shards(own, devices * -(-own // (devices * self.layout.threads)))
+        kept = {size: draft} if mesh is None or sharding.DATA_AXIS not in mesh.axis_names else {}
+
+        def traced(size: int | None) -> Traced:
+            if size not in kept:
+                kept[size] = trace_step(step, sampler, size, mesh, *inputs)
+            return kept[size]
+
+        self.traced = traced
+        # Copies, as steps take their state's memory; and of no weak type, as steps return: one program serves all.
+        copied = partial(jnp.array, copy=self.shards.number == 1)  # several shards are copies
+        self.states = [jax.tree.map(lambda leaf: copied(leaf, leaf.dtype), part) for part in self._split(state)]
+        self.keys = self._split(keys)
+        batches.lay(mesh, self.shards)
+        if self.layout.members_per_batch == "auto":
+            common, (mapped,), place = batches.source(self.step)
+            span = jnp.asarray([self.step, 0, 1])
+            first = self.layout, traced(place.size), self.keys[0].loss, None, mapped, common, span
+            self.layout = self.layout._replace(members_per_batch=largest_batch(first, self.states[0]))
+        self.infos = [jax.tree.map(lambda leaf: np.zeros((self.num_members, 0, *leaf.shape), leaf.dtype), self.info)]
+        self.observed_at: list[int] = []
+        self.observations: list[Any] = []
+        self.diverged_at = np.full(self.num_members, -1)
+        self.frozen = np.zeros(self.num_members, bool)
+        self.stopped = False
+        self.written_at = None
+        self.chunk, self.saved_at, self.unsaved, self.first_write = 1, time.perf_counter(), 0.0, FIRST_WRITE
+        self.began, self.earlier_seconds = time.perf_counter(), 0.0
+
+    def _split(self, tree: Any) -> list[Any]:
+        return placed_shards(tree, self.shards, self.layout.mesh)
+
+    def whole_state(self) -> State:
+        """The state of all members of this process."""
+        return self.shards.joined(self.states)
+
+    def seconds(self) -> float:
+        """Wall time so far, earlier parts included."""
+        return self.earlier_seconds + time.perf_counter() - self.began
+
+    def to_the_end(self, total: int, times: np.ndarray, checkpoint: "Checkpoint | None") -> None:
+        """Alternates between chunks of steps and records, until `total` steps are done or a callback ends the run."""
+        past = [(step, self.records(i)) for i, step in enumerate(self.observed_at)]
+        listens = any(records_something(callback) for callback in self.callbacks)
+        self.stopped = self.stopped and listens and self.step in self.observed_at
+        losses = self.infos[0].loss[:, :0]
+
+        def tell(what: str, *words: Any) -> None:
+            for callback in self.callbacks:
+                getattr(callback, what)(*words)
+
+        with nullcontext(self.raise_signal) if self.local.alone else interrupts_later() as self.raise_signal:
+            try:
+                self._call(lambda: tell("begin", self.step, total, past))
+                self._agreed(None)
+                while True:
+                    if self.step in times and self.step not in self.observed_at:
+                        self.record()
+                    self._call(lambda losses=losses: tell("advance", self.step, losses))
+                    self.stopped, frozen = self._agreed([self.stopped, self.frozen.tolist()])[0]
+                    self.frozen = np.asarray(frozen)
+                    if self.stopped or self.step == total or self.frozen.all():
+                        break
+                    later = times[times > self.step]
+                    source = self.batches.source(self.step)  # may wait for the host: an interrupt is heard
+                    with interrupts_later():
+                        losses = self.advance(min([total, *later[:1].tolist()]), source)
+                    if checkpoint is not None and self.unsaved >= min(self.save.seconds, self.first_write):
+                        self.write(checkpoint)
+            except BaseException as error:
+                lost = any(leaf.is_deleted() for leaf in jax.tree.leaves(self.states) if isinstance(leaf, jax.Array))
+                if not lost:
+                    self.write(checkpoint)  # an iterator, a callback or an interrupt ended the run between two chunks
+                if not self.local.alone:
+                    with suppress(BaseException):  # the others learn of it, and all have written when all go on
+                        distributed.all_gather(b"", error)
+                raise
+            finally:
+                tell("close")
+            self.write(checkpoint)
+
+    def _call(self, function: Callable[[], Any]) -> None:
+        """Call `function`; several processes keep its error until they agree on a stop."""
+        try:
+            function()
+        except BaseException as error:
+            if self.local.alone:
+                raise
+            self.error = self.error or error
+
+    def _agreed(self, value: Any) -> list[Any]:
+        """Return the value of every process, or raise in all if one has an error, an interrupt or other arguments."""
+        if self.local.alone:
+            return [value]
+        self._call(self.raise_signal)
+        said = distributed.all_values([self.arguments, value], self.error)
+        if different := [i for i, (arguments, _) in enumerate(said) if arguments != said[0][0]]:
+            wanted = "be called with the same models, hyperparameters, key and steps in all processes"
+            checks.fail("fit", wanted, f"others in process {different[0]} than in process 0")
+        return [own for _, own in said]
+
+    def advance(self, target: int, source: tuple[Source, list[Source], Segment]) -> np.ndarray:
+        """Runs one chunk of steps, up to `target` at the most, and records what they say; returns their losses."""
+        common, mapped, place = source
+        count = min(target - self.step, place.end - self.step, self.chunk, MAX_CHUNK)
+        began = time.perf_counter()
+        calls, per_call = (count, 1) if self.layout.member_map == "unroll" else (1, count)
+        places = [jnp.asarray((self.step + i, place.within + i, per_call)) for i in range(calls)]
+        goes = self.local.take(jnp.asarray(~self.frozen))
+        active = self._split(goes) if self.frozen.any() else [None] * len(self.states)
+        layout, traced = self.layout, self.traced(place.size)
+        own = zip(self.keys, active, mapped, strict=True)
+        inputs = [(layout, traced, keys.loss, goes_on, mine, common) for keys, goes_on, mine in own]
+        program = compiled(run_chunk, self.threads, (*inputs[0], places[0]), self.states[0])
+
+        def steps(state: State, inputs: Any) -> tuple[State, list[Info]]:
+            columns = []
+            for where in places:
+                state, infos = program((*inputs, where), state)
+                columns.append(infos)
+            return state, columns
+
+        done = run_tasks([partial(steps, *each) for each in zip(self.states, inputs, strict=True)], self.threads)
+        columns = [concatenate([_on_host(info) for info in columns], axis=1) for _, columns in done]
+        infos = concatenate(columns)
+        infos = jax.tree.map(lambda leaf: leaf[:, :count], infos)
+        infos, seconds = self._joined(infos, time.perf_counter() - began)
+        self.states, self.step = [state for state, _ in done], self.step + count
+        self.infos.append(infos)
+        if count == self.chunk:  # otherwise the time says nothing about a whole chunk
+            self.chunk = int(np.clip(self.chunk * CHUNK_SECONDS / max(seconds, 1e-6), 1, 4 * self.chunk))
+        self._notice_divergence(infos.loss)
+        return infos.loss
+
+    def _joined(self, infos: Info, seconds: float) -> tuple[Info, float]:
+        """Return the losses and metrics of all members for a chunk, and the time of the slowest process."""
+        own = jax.tree.map(lambda leaf: leaf[: self.shards.num_members], infos)
+        self.unsaved = time.perf_counter() - self.saved_at
+        if self.local.alone:
+            return own, seconds
+        times = distributed.all_values([seconds, self.unsaved])
+        self.unsaved = times[0][1]
+        return self.local.gather(own), max(one for one, _ in times)
+
+    def program_bytes(self) -> int:
+        """Return the bytes of the larger program, of a chunk or of an observation, beyond its arguments."""
+        common, mapped, place = self.batches.source(self.step)
+        where = jnp.asarray((self.step, place.within, 1))
+        inputs = self.layout, self.traced(place.size), self.keys[0].loss, None, mapped[0], common, where
+        chunk: Any = run_chunk
+        observation: Any = observe_members
+        found = program_bytes(chunk.lower(inputs, self.states[0]).compile().compiled)
+        if self.observe is None:
+            return found
+        shared = self.layout, self.observe, jnp.asarray(self.step), self.keys[0].observe
+        return max(found, program_bytes(observation.lower(shared, self.states[0]).compile().compiled))
+
+    def record(self) -> None:
+        """Records the observation at the current step, and asks the callbacks."""
+        observed = None
+        if self.observe is not None:
+            shared = self.layout, self.observe, jnp.asarray(self.step)
+            own = list(zip(self.keys, self.states, strict=True))
+            program = compiled(observe_members, self.threads, (*shared, own[0][0].observe), own[0][1])
+
+            def observe(keys: Streams, state: State) -> Any:
+                # On the host before the next: in one thread, one member's decompositions at a time.
+                return _on_host(program((*shared, keys.observe), state))
+
+            observed = concatenate(run_tasks([partial(observe, *each) for each in own], self.threads))
+            observed = jax.tree.map(lambda leaf: leaf[: self.shards.num_members], observed)
+            observed = self.local.gather(observed)
+        self.observed_at.append(self.step)
+        self.observations.append(observed)
+        self.infos = [concatenate(self.infos, axis=1)]
+        records = self.records(len(self.observed_at) - 1)
+        self._call(lambda: self._ask_callbacks(records))
+
+    def _ask_callbacks(self, records: dict[str, Any]) -> None:
+        """Call the callbacks with a record, and stop or freeze members as they return."""
+        interrupted = False
+        for callback in self.callbacks:
+            try:
+                answer = callback.record(self.step, records)
+            except KeyboardInterrupt:  # the record counts: the other callbacks get it all the same
+                interrupted, answer = True, None
+            if answer is None:
+                continue
+            frozen = np.asarray(answer)
+            if frozen.dtype != bool or (frozen.shape != (self.num_members,) and frozen.size != 1):
+                wanted = f"return None, True, or a truth value for each of the {self.num_members} members"
+                checks.fail("callbacks", wanted, describe(answer))
+            self.stopped = self.stopped or bool(frozen.size == 1 and frozen.all())
+            if frozen.ndim:
+                self.frozen = self.frozen | frozen
+        if interrupted:
+            raise KeyboardInterrupt
+
+    def records(self, index: int) -> dict[str, Any]:
+        """What callbacks get of a record: means since the one before, and the observation."""
+        at, since = self.observed_at[index], self.observed_at[index - 1] if index else self.first
+        done: Info = concatenate(self.infos, axis=1)
+
+        def mean(leaf: np.ndarray) -> np.ndarray:
+            part = leaf[:, since - self.first : at - self.first]
+            kind = np.result_type(leaf.dtype, np.float16)
+            return part.mean(axis=1) if at > since else np.full((len(leaf), *leaf.shape[2:]), np.nan, kind)
+
+        return {**jax.tree.map(mean, done)._asdict(), "observed": self.observations[index]}
+
+    def history(self) -> History:
+        """Everything recorded, stacked."""
+        observed, done = None, concatenate(self.infos, axis=1)
+        if self.observe is not None and self.observations:
+            observed = stack(self.observations, axis=1)
+        return History(done.loss, np.asarray(self.observed_at, np.int64), observed, done.metrics, self.first)
+
+    def write(self, checkpoint: "Checkpoint | None") -> None:
+        """Writes the checkpoint, if there is one."""
+        if checkpoint is None:
+            return
+        header = {
+            "format": FORMAT,
+            "layout": stored_layout(self.layout),
+            "run": checkpoint.identity,
+            "jax": jax.__version__,
+            "step": self.step,
+            "seconds": self.seconds(),
+            "observed_at": self.observed_at,
+            "stopped": self.stopped,
+            "frozen": self.frozen.tolist(),
+            "diverged_at": self.diverged_at.tolist(),
+        }
+        path = checkpoint.path
+        if not self.local.alone and path.exists() and self.written_at != self.step:
+            os.replace(path, _before(path))
+        checkpoints.save(path, (self.whole_state(), *self.history()[:4]), header)
+        self.written_at = self.step
+        self.saved_at, self.first_write = time.perf_counter(), np.inf
+
+    def resume(self, checkpoint: "Checkpoint", total: int, times: np.ndarray) -> None:
+        """Goes back to where the checkpoint stands, if there is one, and drops records at other steps than `times`."""
+        path, found = checkpoint.path, {}
+        self._call(lambda: found.update(checkpoint.found()))
+        steps = self._agreed([*found])
+        common = set.intersection(*map(set, steps))
+        if not common:
+            if any(steps):
+                logger.warning("The processes have no step of %s in common: they start from scratch.", path)
+            return
+        newest = found[max(common)]
+        header = checkpoints.read_header(newest)
+        if header.get("layout") != stored_layout(self.layout):
+            logger.warning("%s was written under another layout or none is known: bits may differ.", path)
+        if newest != path:  # another process was killed before it wrote the newer one
+            os.replace(newest, path)
+        self.step, recorded = header["step"], header["observed_at"]
+        if self.step > total:
+            wanted = f"be at least the {self.step - self.first} of {path}, where the run stands already"
+            checks.fail("num_steps", wanted, total - self.first, "Delete it or name another file")
+        observed, missed = None, [int(time) for time in times if time < self.step and time not in recorded]
+        if self.observe is not None:
+            if missed:
+                wanted = f"hold no step before {self.step} at which the run in {path} was not observed"
+                checks.fail("at", wanted, missed[0])
+            inputs = (self.layout, self.observe, jnp.asarray(0), self.keys[0].observe)
+            shapes = eqx.filter_eval_shape(observe_members, inputs, self.states[0])
+            observed = jax.tree.map(
+                lambda s: np.zeros((self.num_members, len(recorded), *s.shape[1:]), s.dtype), shapes
+            )
+        done = self.step - self.first
+        infos = jax.tree.map(lambda leaf: np.zeros((self.num_members, done, *leaf.shape), leaf.dtype), self.info)
+        like = infos.loss, np.zeros(len(recorded), np.int64), observed if recorded else None, infos.metrics
+        rows = self.shards.num_members
+        own = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype), self.states[0])
+        state, loss, _, observed, metrics = checkpoints.restore(path, (own, *like))
+        self.states, self.written_at = self._split(state), self.step
+        self.infos, self.earlier_seconds = [Info(loss, metrics)], header["seconds"]
+        self.stopped, self.frozen = header["stopped"], np.asarray(header["frozen"])
+        self.diverged_at = np.asarray(header["diverged_at"])
+        kept = [index for index, time in enumerate(recorded) if time in times]
+        self.observed_at = [recorded[index] for index in kept]
+        self.observations = [jax.tree.map(lambda leaf, i=i: leaf[:, i], observed) for i in kept]
+
+    def _notice_divergence(self, losses: np.ndarray) -> None:
+        bad = ~np.isfinite(losses)
+        for member in np.flatnonzero(bad.any(axis=1) & (self.diverged_at < 0) & ~self.frozen):
+            column = int(bad[member].argmax())
+            self.diverged_at[member] = self.step - losses.shape[1] + column
+            if not self.local.index:
+                message = (
+                    f"member {member}: the loss became {losses[member, column]} at step {self.diverged_at[member]}"
+                )
+                checks.warn(f"{message}; the other members go on.")
+
+
+def _on_host(tree: Any) -> Any:
+    return jax.tree.map(np.asarray, tree)
+
+
+def own_file(path: Path) -> Path:
+    """Return the file of this process for a checkpoint: the path itself if there is one process."""
+    count = jax.process_count()
+    return path if count == 1 else path.with_name(f"{path.name}.{jax.process_index()}-of-{count}")
+
+
+def _before(own: Path) -> Path:
+    """Return the last but one file of one of several processes."""
+    return own.with_name(f"{own.name}.before")
+
+
+class Checkpoint(NamedTuple):
+    """A run's file: where it lies, what it belongs to, and whether to take its program for the same."""
+
+    path: Path
+    identity: dict[str, Any]
+    same_program: bool
+
+    def found(self) -> dict[int, Path]:
+        """Return the files of this process by their step, or raise if another number of processes wrote them."""
+        count = jax.process_count()
+        common = self.path if count == 1 else self.path.with_suffix("")
+        named = re.compile(rf"{re.escape(common.name)}\.\d+-of-(\d+)(\.before)?")
+        names = [named.fullmatch(other.name) for other in common.parent.glob(f"{glob.escape(common.name)}.*-of-*")]
+        counts = {int(name[1]) for name in names if name} | ({1} if common.exists() else set())
+        if wrong := counts - {count}:
+            wanted = f"be resumed by as many processes as wrote it ({min(wrong)})"
+            checks.fail("checkpoint", wanted, count, f"Delete {common} and files named {common}.*-of-* to start again")
+        found = {}
+        for file in [self.path] if count == 1 else [_before(self.path), self.path]:
+            if file.exists():
+                header = checkpoints.read_header(file)
+                self.check(header)
+                found[header["step"]] = file
+        return found
+
+    def check(self, header: dict[str, Any]) -> None:
+        """Raise unless the file with this header is this run's."""
+        if header.get("format", 0) > FORMAT:
+            wanted = f"be a file of format {FORMAT} or lower"
+            checks.fail("checkpoint", wanted, f"{self.path} of format {header['format']}", "Update this package")
+        if "pieces" in header:
+            advice = "Delete it and its pieces, or name another file"
+            checks.fail("checkpoint", "be one process' file", f"{self.path}, of several and an earlier version", advice)
+        traced, stored, version = ("loss", "optimizer", "step", "observe"), header.get("run", {}), header.get("jax")
+        wanted = {k: value for k, value in self.identity.items() if not (self.same_program and k in traced)}
+        different = [name for name, value in wanted.items() if stored.get(name, "unknown") != value]
+        if not different:
+            return
+        advice = "Delete it or name another file"
+        if set(different) <= set(traced):
+            cause = "" if version == jax.__version__ else f" (JAX {version} wrote it, this is {jax.__version__})"
+            advice += f"; if it is the same program{cause}, say same_program=True"
+        got = f"{self.path}, whose {checks.that_differ(different)}"
+        checks.fail("checkpoint", "be a file of the same run", got, advice)
+
+
+def records_something(callback: Callback) -> bool:
+    """Whether a callback wants records for more than a line of text."""
+    return type(callback).record is not Callback.record and not isinstance(callback, Progress)

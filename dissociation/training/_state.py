@@ -1,0 +1,352 @@
+"""`State` and `make_step`: one optimiser step of one network, as a pure function."""
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Int
+
+from dissociation._core import checks
+from dissociation._core.conversion import as_array, as_numbers, check_fits
+from dissociation._core.types import PRNGKey, PyTree
+from dissociation._core.validation import validated
+
+
+class Static:
+    """The parts of a model that are no arrays: equal where they are the same or compare equal, one by one."""
+
+    def __init__(self, tree: Any):
+        self.leaves, self.treedef = jax.tree.flatten(tree)
+
+    def __hash__(self) -> int:
+        return hash(self.treedef)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Static):
+            return NotImplemented
+        if self.treedef != other.treedef:
+            return False
+        return all(a is b or bool(a == b) for a, b in zip(self.leaves, other.leaves, strict=True))
+
+    def tree(self) -> Any:
+        """The tree, with None where arrays were."""
+        return self.treedef.unflatten(self.leaves)
+
+
+class State(eqx.Module):
+    """State of a network's training: a PyTree of arrays, for `jax.jit`, `vmap`, `grad` and `lax.scan`.
+
+    Stacked states carry members on the leading axis of every array.
+
+    Attributes:
+        arrays: The model's arrays; the inexact ones among them are trained.
+        aux: What a step carries along beside the model: an `eqx.nn.State`, multipliers, averages; None if nothing.
+        opt_state: The optimiser's.
+        hyperparams: What the optimiser is made with, None if it is ready-made; stays as it is.
+        step: Updates so far.
+        static: The rest of the model: see `model`.
+    """
+
+    arrays: PyTree
+    aux: PyTree
+    opt_state: PyTree
+    hyperparams: PyTree
+    step: Int[Array, "..."]
+    static: Static = eqx.field(static=True)
+
+    @property
+    def model(self) -> Any:
+        """The model, or stacked models."""
+        return eqx.combine(self.arrays, self.static.tree())
+
+    def replace(self, **changes: Any) -> "State":
+        """The state with `model`, `aux`, `opt_state`, `hyperparams` or `step` replaced."""
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        if "model" in changes:
+            fields["arrays"], static = eqx.partition(changes.pop("model"), eqx.is_array)
+            fields["static"] = Static(static)
+        for name in changes:
+            checks.check_choice("changes", name, ("model", "aux", "opt_state", "hyperparams", "step"))
+        return State(**(fields | changes))
+
+
+class Info(NamedTuple):
+    """Records of one step.
+
+    Attributes:
+        loss: Of the batch, before the update: a scalar, or one per step and member.
+        metrics: What the loss returned beside it; None if nothing.
+    """
+
+    loss: Any
+    metrics: PyTree
+
+
+class Step(eqx.Module):
+    """One optimiser step, see `make_step`."""
+
+    loss: Callable[..., Any]
+    optimizer: Any
+    after_update: Callable[[State], State] | None
+    micro_batches: int = eqx.field(static=True)
+
+    @validated
+    def init(self, model: Any, *, aux: Any = None, hyperparams: Any = None) -> State:
+        """The state to begin with.
+
+        Args:
+            model: One network, any PyTree; floats of half precision become float32. `eqx.filter_vmap(step.init)` makes
+                stacked states of stacked models.
+            aux: What the loss gets and returns beside the model.
+            hyperparams: A PyTree of numbers or arrays that `optimizer`, a function of them, is called with.
+
+        Returns:
+            The state.
+
+        Raises:
+            ValueError: If the model holds no array.
+            TypeError: If the optimiser is a function and `hyperparams` is None, or the reverse, or the model holds
+                complex numbers.
+        """
+        check_optimizer(self.optimizer, hyperparams)
+        arrays, static = eqx.partition(checked_models(model), eqx.is_array)
+        if not jax.tree.leaves(arrays):
+            checks.fail("model", "hold at least one array", "none")
+        if aux is not None:
+            aux = jax.tree.map(lambda leaf: leaf if eqx.is_array(leaf) else jnp.asarray(leaf), aux)
+        if hyperparams is not None:
+            hyperparams = jax.tree.map(jnp.asarray, hyperparams)
+        opt_state = first_opt_state(self.optimizer, arrays, hyperparams)
+        return State(arrays, aux, opt_state, hyperparams, jnp.asarray(0, int), Static(static))
+
+    def __call__(self, state: State, batch: PyTree, key: PRNGKey) -> tuple[State, Info]:
+        """The state after one update, and what was seen on the way; `key` goes to the loss."""
+        self.check_loss(state.aux)
+        arrays = _trained(state.arrays)
+        others = eqx.filter(state.arrays, eqx.is_inexact_array, inverse=True)
+        static = state.static.tree()
+
+        def objective(arrays: Any, aux: Any, batch: Any, key: Any) -> Any:
+            return _evaluate(self.loss, eqx.combine(arrays, others, static), aux, batch, key)
+
+        slopes = jax.value_and_grad(objective, has_aux=True)
+        if self.micro_batches == 1:
+            (value, (aux, metrics)), slope = slopes(arrays, state.aux, batch, key)
+        else:
+            value, aux, metrics, slope = self._accumulate(slopes, arrays, state.aux, batch, key)
+
+        def value_of(arrays: Any) -> Array:  # for line searches
+            if self.micro_batches == 1:
+                return objective(arrays, state.aux, batch, key)[0]
+            return self._accumulate(slopes, arrays, state.aux, batch, key)[0]
+
+        optimizer = transformation(self.optimizer, state.hyperparams)
+        more = {"value": value, "grad": slope, "value_fn": value_of}
+        updates, opt_state = optimizer.update(slope, state.opt_state, arrays, **more)
+        arrays = eqx.combine(optax.apply_updates(arrays, updates), others)
+        new = State(arrays, aux, opt_state, state.hyperparams, state.step + 1, state.static)
+        if self.after_update is not None:
+            new = _same_structure(self.after_update(new), new)
+        return new, Info(value, metrics)
+
+    def check_loss(self, aux: Any) -> None:
+        """Raise unless the loss can be called with a model, a batch and a key, and with `aux` if there is one."""
+        advice = "With an `aux` it is loss(model, aux, batch, key), without one loss(model, batch, key)"
+        checks.check_call("loss", self.loss, ("model", *([] if aux is None else ["aux"]), "batch", "key"), advice)
+
+    def _accumulate(self, slopes: Callable[..., Any], arrays: Any, aux: Any, batch: Any, key: Any) -> Any:
+        """Means of value, metrics and gradient over the micro-batches, one after the other; `aux` goes through all."""
+        count = self.micro_batches
+        for leaf in jax.tree.leaves(batch):
+            if not leaf.ndim or leaf.shape[0] % count:
+                advice = "Give a batch size that `micro_batches` divides, and drop the remainder"
+                checks.fail("micro_batches", f"divide every batch (shape {leaf.shape})", count, advice)
+        parts = jax.tree.map(lambda leaf: leaf.reshape(count, -1, *leaf.shape[1:]), batch)
+
+        def one(aux: Any, part: Any) -> Any:
+            (value, (aux, metrics)), slope = slopes(arrays, aux, *part)
+            return aux, (value, metrics, slope)
+
+        aux, outputs = jax.lax.scan(one, aux, (parts, jax.random.split(key, count)))
+        value, metrics, slope = jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), outputs)
+        return value, aux, metrics, slope
+
+
+@validated
+def make_step(
+    loss: Callable[..., Any],
+    optimizer: Any,
+    *,
+    after_update: Callable[[State], State] | None = None,
+    micro_batches: int = 1,
+) -> Step:
+    """One optimiser step as a pure function `step(state, batch, key) -> (state, info)`.
+
+    The gradient is with respect to every inexact array of the model; other arrays stay as they are.
+
+    Args:
+        loss: `loss(model, batch, key)` of one network: a scalar, or a scalar and metrics (any PyTree of arrays). Where
+            the state has an `aux`, `loss(model, aux, batch, key)`: a scalar and the new `aux`, or these and metrics.
+        optimizer: An Optax transformation, or a function from a state's `hyperparams` to one. Its update gets `value`,
+            `grad` and `value_fn` as well, which `optax.lbfgs` and `optax.contrib.reduce_on_plateau` take: the loss, its
+            gradient, and the loss of other parameters on the same batch with the same key.
+        after_update: From the updated state to the one that counts, by `State.replace`: a projection of the model on
+            a constraint, an ascent of multipliers in `aux`, an average of weights.
+        micro_batches: Parts that every batch is cut into, whose gradients (and losses, metrics) are averaged: for
+            batches too large for the memory. Every part gets a key of its own.
+
+    Returns:
+        The step; `step.init(model)` makes the state to begin with.
+
+    Raises:
+        TypeError: If `optimizer` is no transformation and cannot be called.
+        ValueError: If `micro_batches` is below 1.
+
+    Example:
+        >>> step = make_step(lambda w, batch, key: (w - batch) ** 2, optax.sgd(0.25))
+        >>> state = step.init(jnp.array(1.0))
+        >>> state, info = jax.jit(step)(state, jnp.array(3.0), jax.random.key(0))
+        >>> float(state.model), float(info.loss)
+        (2.0, 4.0)
+    """
+    optimizer = _one_transformation(optimizer)
+    if not isinstance(optimizer, optax.GradientTransformation) and not callable(optimizer):
+        wanted = "be an optax.GradientTransformation, or a function from hyperparameters to one"
+        checks.fail_kind("optimizer", wanted, repr(optimizer))
+    return Step(loss, optimizer, after_update, checks.check_count("micro_batches", micro_batches, minimum=1))
+
+
+def check_optimizer(optimizer: Any, hyperparams: Any) -> None:
+    """Raises unless hyperparameters are there where the optimiser is a function of them, and only there."""
+    made = isinstance(optimizer, optax.GradientTransformation)
+    if hyperparams is None and not made:
+        raise TypeError(
+            f"`optimizer` must be an optax.GradientTransformation where `hyperparams` is None, got {optimizer!r}. "
+            "Call it, as in optax.adam(1e-3), or give the hyperparameters that it is to be called with."
+        )
+    if hyperparams is not None and (made or not callable(optimizer)):
+        raise TypeError(
+            "`optimizer` must be a function of one member's hyperparameters where `hyperparams` is given, got "
+            f"{optimizer!r}, which does not use them."
+        )
+
+
+def check_fitting(state: State, step: Step) -> None:
+    """Raises unless the state is that of one member, and of the step's optimiser."""
+    if jnp.ndim(state.step):
+        advice = "Map over members, as in eqx.filter_vmap(lambda state: train(state, ...))(states)"
+        checks.fail("state", "be that of one member", f"{jnp.shape(state.step)} of them", advice)
+    check_optimizer(step.optimizer, state.hyperparams)
+    like = jax.eval_shape(partial(first_opt_state, step.optimizer), state.arrays, state.hyperparams)
+    if jax.tree.structure(like) != jax.tree.structure(state.opt_state):
+        wanted, advice = "hold an `opt_state` of the step's optimiser", "step.init(state.model) begins anew"
+        checks.fail("state", wanted, "that of another", advice)
+
+
+def _one_transformation(optimizer: Any) -> Any:
+    """An optimiser that takes further arguments of its update; what is none as it is."""
+    multi = getattr(getattr(optimizer, "update", None), "__self__", None)
+    if isinstance(multi, optax.MultiSteps):  # whose own `gradient_transformation` drops them
+        update: Any = multi.update
+        return optax.GradientTransformationExtraArgs(multi.init, update)
+    if isinstance(optimizer, optax.GradientTransformation):
+        try:
+            inspect.signature(optimizer.update).bind(None, None, None, value=0, grad=0, value_fn=0)
+        except TypeError:  # whatever its type says, as that of `optax.contrib.sam` does
+            update = _without_grad_fn(optimizer.update)
+            return optax.with_extra_args_support(optax.GradientTransformation(optimizer.init, update))
+    return optimizer
+
+
+def _without_grad_fn(update: Any) -> Any:
+    """Return an update that names the option if Optax asks for `grad_fn`."""
+
+    def wrapped(updates: Any, state: Any, params: Any = None) -> Any:
+        try:
+            return update(updates, state, params)
+        except ValueError as error:
+            if "grad_fn" not in str(error):
+                raise
+            advice = "Pass opaque_mode=False, as in optax.contrib.sam(optimizer, adversary)"
+            checks.fail("optimizer", "need no `grad_fn`", "one of opaque_mode=True", advice)
+
+    return wrapped
+
+
+def transformation(optimizer: Any, hyperparams: Any) -> optax.GradientTransformationExtraArgs:
+    """Return the optimiser, made with its hyperparameters if it is a function of them."""
+    if isinstance(optimizer, optax.GradientTransformation):
+        return optax.with_extra_args_support(optimizer)
+    check_optimizer(optimizer, hyperparams)
+    made = _one_transformation(optimizer(hyperparams))
+    if not isinstance(made, optax.GradientTransformation):
+        raise TypeError(
+            f"`optimizer` must return an optax.GradientTransformation for one member's `hyperparams`, got {made!r}."
+        )
+    return optax.with_extra_args_support(made)
+
+
+def first_opt_state(optimizer: Any, arrays: Any, hyperparams: Any) -> Any:
+    """Return the optimiser's initial state for one member's arrays."""
+    fresh = transformation(optimizer, hyperparams).init(_trained(arrays))
+    pairs = lambda node: isinstance(node, optax.LookaheadState)  # noqa: E731
+    if any(map(pairs, jax.tree.leaves(fresh, is_leaf=pairs))):
+        advice = "Average weights in `aux` by `after_update`"
+        checks.fail_kind("optimizer", "update the model's own arrays", "optax.lookahead, which updates pairs", advice)
+    return jax.tree.map(jnp.asarray, fresh)
+
+
+def checked_models(models: Any) -> Any:
+    """Models whose arrays hold real numbers that JAX keeps, none of them in half precision."""
+
+    def one(path: Any, leaf: Any) -> Any:
+        if not isinstance(leaf, np.ndarray) and not eqx.is_inexact_array(leaf):
+            return leaf
+        place = f"models{jax.tree_util.keystr(path)}"
+        array = as_array(place, leaf, "real numbers", may_be_empty=True)
+        check_fits(place, array)
+        return jnp.asarray(as_numbers(place, array, frozenset({"bool", "int", "float"})))
+
+    is_state = lambda node: isinstance(node, eqx.nn.State)  # noqa: E731
+    if any(map(is_state, jax.tree.leaves(models, is_leaf=is_state))):
+        advice = "Pass models alone and their states as `aux`: the optimiser would change running statistics"
+        checks.fail_kind("models", "hold parameters", "an eqx.nn.State among them", advice)
+    return jax.tree_util.tree_map_with_path(one, models)
+
+
+def _trained(arrays: Any) -> Any:
+    return eqx.filter(arrays, eqx.is_inexact_array)
+
+
+def _evaluate(loss: Callable[..., Any], model: Any, aux: Any, batch: Any, key: Any) -> Any:
+    """(scalar, (aux, metrics)) of a loss of any of its forms."""
+    if aux is None:
+        out = loss(model, batch, key)
+        value, metrics = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
+    else:
+        # A copy: an `eqx.nn.State` may be used once, and the caller's must outlive the call.
+        out = loss(model, jax.tree.map(lambda leaf: leaf, aux), batch, key)
+        if not isinstance(out, tuple) or len(out) not in (2, 3):
+            wanted = "return a scalar and the new `aux`, or these and metrics, where a state has an `aux`"
+            checks.fail("loss", wanted, type(out).__name__)
+        value, new, metrics = out if len(out) == 3 else (*out, None)
+        aux = _same_structure(new, aux, "loss", "aux")
+    if getattr(value, "shape", None) != ():
+        got = f"shape {np.shape(value)}" if hasattr(value, "shape") else value
+        checks.fail("loss", "return a scalar for one member and one batch, or a tuple that begins with it", got)
+    return value, (aux, jax.tree.map(jnp.asarray, metrics))
+
+
+def _same_structure(new: Any, old: Any, name: str = "after_update", what: str = "the state") -> Any:
+    """`new`, whose arrays must be of the shapes and dtypes of `old`: a loop cannot carry anything else."""
+    shapes = [[(leaf.shape, leaf.dtype) for leaf in map(jnp.asarray, jax.tree.leaves(tree))] for tree in (new, old)]
+    if jax.tree.structure(new) != jax.tree.structure(old) or shapes[0] != shapes[1]:
+        came = type(new).__name__ if type(new) is not type(old) else f"arrays of {str(shapes[0])[:200]}"
+        checks.fail(name, f"return {what} as it was: a {type(old).__name__}, arrays of {str(shapes[1])[:200]}", came)
+    return new

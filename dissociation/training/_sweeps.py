@@ -1,0 +1,274 @@
+"""Sweeps: what every member of a sweep is, by named axes, and results back in those axes."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from dissociation._core import checks
+from dissociation._core.conversion import as_array, as_numbers
+from dissociation._core.keys import typed
+from dissociation._core.types import PRNGKey, PyTree
+from dissociation._core.validation import validated
+
+
+class Grid:
+    """Named axes whose product is a sweep: members in the order of `itertools.product`, the last axis fastest.
+
+    Seeds are an axis like any other. `Grid.zipped` makes one axis of several quantities that vary together, and
+    `first * second` the product of two grids.
+
+    Args:
+        **axes: The values of each quantity: numbers, or text (for what is no array: the name of an optimiser).
+
+    Raises:
+        ValueError: If there is no axis, or one has no values, NaN, or a value twice.
+        TypeError: If values are neither numbers nor text, one after the other.
+
+    Example:
+        >>> grid = Grid(weight_decay=[0.1, 0.3], seed=[0, 1, 2])
+        >>> len(grid), grid.axes, grid.shape
+        (6, ('weight_decay', 'seed'), (2, 3))
+        >>> grid.values["seed"]
+        array([0, 1, 2, 0, 1, 2])
+        >>> grid.unflatten(np.arange(6))
+        array([[0, 1, 2],
+               [3, 4, 5]])
+        >>> grid.where(weight_decay=0.3)
+        array([3, 4, 5])
+    """
+
+    def __init__(self, **axes: Any):
+        if not axes:
+            checks.fail("axes", "name at least one axis", "none")
+        self._parts: tuple[Mapping[str, np.ndarray], ...] = tuple(
+            {name: _values(name, values)} for name, values in axes.items()
+        )
+        for part in self._parts:
+            _check_distinct(part)
+
+    @classmethod
+    def zipped(cls, **quantities: Any) -> "Grid":
+        """One axis, along which several quantities vary together.
+
+        Raises:
+            ValueError: If they differ in their number of values, or two members in nothing.
+
+        Example:
+            >>> (Grid.zipped(width=[8, 64], rate=[0.1, 0.01]) * Grid(seed=[0, 1])).axes
+            ('width,rate', 'seed')
+        """
+        if not quantities:
+            checks.fail("quantities", "name at least one", "none")
+        part = {name: _values(name, values) for name, values in quantities.items()}
+        (first, values), *others = part.items()
+        for name, more in others:
+            checks.check_same_length(first, len(values), name, len(more), "values")
+        _check_distinct(part)
+        return _of_parts((part,))
+
+    def __mul__(self, other: "Grid") -> "Grid":
+        if not isinstance(other, Grid):
+            return NotImplemented
+        names = [name for part in (*self._parts, *other._parts) for name in part]
+        checks.check_distinct("axes", names)
+        return _of_parts((*self._parts, *other._parts))
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The name of every axis; of a zipped one, its names with a comma between."""
+        return tuple(",".join(part) for part in self._parts)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The length of every axis."""
+        return tuple(len(next(iter(part.values()))) for part in self._parts)
+
+    def __len__(self) -> int:
+        return math.prod(self.shape)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """What every member is, by name."""
+        values = self.values
+        return ({name: column[i].item() for name, column in values.items()} for i in range(len(self)))
+
+    def __repr__(self) -> str:
+        return f"Grid({', '.join(f'{name}: {size}' for name, size in zip(self.axes, self.shape, strict=True))})"
+
+    @property
+    def values(self) -> dict[str, np.ndarray]:
+        """Every quantity by member: [members] each."""
+        places = np.unravel_index(np.arange(len(self)), self.shape)
+        return {
+            name: values[place]
+            for part, place in zip(self._parts, places, strict=True)
+            for name, values in part.items()
+        }
+
+    @property
+    def coords(self) -> dict[str, tuple[str, np.ndarray]]:
+        """Every quantity by its axis: the axis's name, and the values along it."""
+        return {
+            name: (axis, values)
+            for axis, part in zip(self.axes, self._parts, strict=True)
+            for name, values in part.items()
+        }
+
+    def hyperparams(self, *names: str) -> dict[str, Array]:
+        """Quantities by member as floats, for `fit(hyperparams=...)`: those of these names, in their order.
+
+        Raises:
+            ValueError: If there is no such quantity, or distinct values become equal as floats.
+            TypeError: If it is text.
+
+        Example:
+            >>> Grid(rate=[1, 2], seed=[7]).hyperparams("rate")
+            {'rate': Array([1., 2.], dtype=float32)}
+        """
+        values, chosen = self.values, {}
+        for name in names:
+            checks.check_choice("names", name, values)
+            if values[name].dtype.kind not in "fiub":
+                checks.fail_kind("names", "name quantities that are numbers", f"{name!r}, which is text")
+            with np.errstate(over="ignore", under="ignore"):
+                chosen[name] = jnp.asarray(values[name], float)
+            exact = values[name].astype(np.float64)
+            rounding = 2 * float(jnp.finfo(chosen[name].dtype).eps) * abs(exact)
+            lost = abs(np.asarray(chosen[name], np.float64) - exact) > (
+                0 if values[name].dtype.kind in "iu" else rounding
+            )
+            if lost.any() or len(np.unique(chosen[name])) < len(np.unique(values[name])):
+                got = f"{values[name][lost][0]}" if lost.any() else "values that are equal"
+                got = f"{name!r}, {got} in {chosen[name].dtype}"
+                checks.fail("names", "name quantities that floats distinguish", got, "Enable jax_enable_x64")
+        return chosen
+
+    @validated
+    def keys(self, key: PRNGKey, name: str = "seed") -> Array:
+        """A key per member, that of its seed: the same whatever else the member is, and whatever other seeds there are.
+
+        Args:
+            key: The values are folded into it.
+            name: Of the quantity whose values are seeds, from 0 to 4294967295.
+
+        Returns:
+            Keys: [members].
+
+        Raises:
+            ValueError: If there is no such quantity, or a value is no seed.
+            TypeError: If a value is no whole number.
+        """
+        values = self.values
+        checks.check_choice("name", name, values)
+        for seed in values[name].tolist():
+            checks.check_seed(name, seed)
+        root = typed(key)
+        return jax.vmap(lambda seed: jax.random.fold_in(root, seed))(jnp.asarray(values[name], jnp.uint32))
+
+    def where(self, **coordinates: Any) -> np.ndarray:
+        """Positions of the members whose quantities have these values, or one of them where several are given.
+
+        Raises:
+            ValueError: If there is no such quantity, or one of the values is none of its values.
+        """
+        values, matching = self.values, np.ones(len(self), bool)
+        for name, value in coordinates.items():
+            checks.check_choice("coordinates", name, values)
+            known = list(dict.fromkeys(values[name].tolist()))
+            for wanted in np.ravel(value).tolist():
+                if wanted not in known:
+                    checks.fail(name, f"be one of {', '.join(map(repr, known))}", repr(wanted))
+            matching &= np.isin(values[name], value)
+        return np.flatnonzero(matching)
+
+    def unflatten(self, tree: PyTree) -> PyTree:
+        """Results in named axes: every array [members, ...] becomes [*shape, ...].
+
+        Raises:
+            ValueError: If an array has not as many members as the grid.
+        """
+
+        def one(leaf: Any) -> Any:
+            if np.shape(leaf)[:1] != (len(self),):
+                checks.fail("tree", f"hold arrays of {len(self)} members, one for each of {self}", np.shape(leaf))
+            return leaf.reshape(*self.shape, *leaf.shape[1:])
+
+        return jax.tree.map(lambda leaf: one(leaf) if hasattr(leaf, "shape") else leaf, tree)
+
+    def split(self, name: str) -> list[tuple[Any, "Grid | None"]]:
+        """A sweep whose members differ in shape, as groups that are each one program: a value, and what is left.
+
+        Args:
+            name: Of an axis: the width, say.
+
+        Returns:
+            For every value of the axis, the value and the grid of the other axes (None if there is none).
+
+        Raises:
+            ValueError: If no axis has this name, or it varies together with others.
+
+        Example:
+            >>> [(width, len(grid)) for width, grid in Grid(width=[8, 64], seed=[0, 1, 2]).split("width")]
+            [(8, 3), (64, 3)]
+        """
+        checks.check_choice("name", name, [axis for axis in self.axes if "," not in axis])
+        rest = tuple(part for part in self._parts if name not in part)
+        values = next(part[name] for part in self._parts if name in part)
+        return [(value.item(), _of_parts(rest) if rest else None) for value in values]
+
+    def join(self, name: str, results: Sequence[PyTree]) -> PyTree:
+        """The results of the groups of `split(name)` together, in the order of the members.
+
+        Args:
+            name: Of the axis.
+            results: One PyTree per value of the axis, arrays with the group's members first; of equal shapes.
+
+        Returns:
+            A PyTree of NumPy arrays with all members first.
+
+        Raises:
+            ValueError: If there is not one result per value, or shapes differ.
+        """
+        groups = self.split(name)
+        checks.check_same_length(name, len(groups), "results", len(results), "groups")
+        axis = self.axes.index(name)
+        rest = [size for i, size in enumerate(self.shape) if i != axis]
+
+        def one(*leaves: Any) -> np.ndarray:
+            shapes = {np.shape(leaf) for leaf in leaves}
+            if len(shapes) > 1 or not next(iter(shapes)) or next(iter(shapes))[0] != math.prod(rest):
+                wanted = f"hold arrays of equal shapes, {math.prod(rest)} members first"
+                checks.fail("results", wanted, sorted(shapes))
+            parts = [np.asarray(leaf).reshape((*rest, *leaf.shape[1:])) for leaf in leaves]
+            return np.stack(parts, axis).reshape(len(self), *leaves[0].shape[1:])
+
+        return jax.tree.map(one, *results)
+
+
+def _of_parts(parts: tuple[Mapping[str, np.ndarray], ...]) -> Grid:
+    grid = object.__new__(Grid)
+    grid._parts = parts
+    return grid
+
+
+def _values(name: str, values: Any) -> np.ndarray:
+    """The values of an axis: numbers or text."""
+    if isinstance(values, (list, tuple)) and values and all(isinstance(value, str) for value in values):
+        return np.asarray(values)
+    given = as_array(name, values, "numbers or text, one after the other")
+    array = np.asarray(as_numbers(name, given, frozenset({"bool", "int", "float"})))
+    if array.ndim != 1:
+        checks.fail(name, "be values, one after the other", f"shape {array.shape}")
+    if array.dtype.kind == "f" and np.isnan(array).any():
+        checks.fail(name, "hold no NaN, by which no member is found", array.tolist())
+    return array
+
+
+def _check_distinct(part: Mapping[str, np.ndarray]) -> None:
+    """Raises if two members along an axis differ in nothing."""
+    members = list(zip(*(values.tolist() for values in part.values()), strict=True))
+    checks.check_distinct(",".join(part), [member if len(part) > 1 else member[0] for member in members])

@@ -1,0 +1,187 @@
+"""Functions as what they compute: traced programs that are equal whenever their operations are.
+
+JAX compiles a function anew for every function object, and Optax makes new ones at every call of `optax.adam(1e-3)`.
+Here a function is traced first. Equal traces share a compiled program, whoever wrote them, and a checkpoint can tell
+the program that it belongs to.
+"""
+
+import enum
+import hashlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from dissociation._core._compat import jex
+from dissociation.training import _checkpoint as checkpoints
+
+IRRELEVANT = {
+    # Names are for people; rules of derivatives are not used any more: nothing differentiates a traced program.
+    "jit": {"name"},
+    "custom_jvp_call": {"name", "jvp_jaxpr_fun", "symbolic_zeros"},
+    "custom_vjp_call": {"name", "fwd_jaxpr_thunk", "bwd", "out_trees", "symbolic_zeros"},
+}
+"""Parameters of operations that change nothing of what a traced program computes."""
+
+
+class Code:
+    """A traced function without its arrays, which are equal if their operations are.
+
+    Attributes:
+        jaxpr: The operations.
+        in_tree: Structure of the arguments.
+        out_tree: Structure of the result.
+        primitives: Names of the operations, those of programs inside included.
+        digest: Of the operations, the same in every process. What cannot be written down (the function behind a
+            callback) is in there by its name.
+    """
+
+    def __init__(self, jaxpr: jex.Jaxpr, in_tree: Any, out_tree: Any):
+        self.jaxpr, self.in_tree, self.out_tree = jaxpr, in_tree, out_tree
+        description = _Description()
+        self.digest = hashlib.blake2b(description.of_jaxpr(jaxpr).encode(), digest_size=16).hexdigest()
+        self.primitives, self._objects = frozenset(description.primitives), description.objects
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Code):
+            return NotImplemented
+        trees = (self.in_tree, self.out_tree) == (other.in_tree, other.out_tree)
+        if self.digest != other.digest or not trees or len(self._objects) != len(other._objects):
+            return False
+        return all(a is b or a == b for a, b in zip(self._objects, other._objects, strict=True))
+
+
+class Traced(eqx.Module):
+    """A function of PyTrees of arrays, traced.
+
+    Attributes:
+        code: Its operations; static, so that `jax.jit` compiles equal ones once.
+        consts: Arrays that the function closed over; arguments of the compiled program.
+    """
+
+    code: Code = eqx.field(static=True)
+    consts: list[Array]
+
+    def __call__(self, *args: Any) -> Any:
+        """The function's result, by its operations."""
+        leaves, in_tree = jax.tree.flatten(args)
+        if in_tree != self.code.in_tree:
+            raise TypeError(f"`args` must have the structure {self.code.in_tree}, got {in_tree}.")
+        closed = jex.ClosedJaxpr(self.code.jaxpr, self.consts)
+        results = zip(jex.jaxpr_as_fun(closed)(*leaves), self._avals, strict=True)
+        # A constant comes as a number.
+        outs = [out if isinstance(out, jax.Array) else jnp.asarray(out, aval.dtype) for out, aval in results]
+        return self.code.out_tree.unflatten(outs)
+
+    @property
+    def out(self) -> Any:
+        """The result, as shapes and dtypes."""
+        return self.code.out_tree.unflatten([jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in self._avals])
+
+    @property
+    def weak(self) -> bool:
+        """Whether a result would have a weak type, which a call makes a strong one."""
+        return any(aval.weak_type for aval in self._avals)
+
+    @property
+    def _avals(self) -> list[Any]:
+        return [var.aval for var in self.code.jaxpr.outvars]
+
+    def fingerprint(self) -> str:
+        """A digest of operations and arrays, the same in every process with the same version of JAX."""
+        return self.code.digest + checkpoints.fingerprint(self.consts)
+
+
+def trace(function: Callable[..., Any], *example: Any) -> Traced:
+    """`function` as its operations on arguments like `example`.
+
+    Args:
+        function: From PyTrees of arrays to one. Its arrays (of a closure, or leaves of an Equinox module) become
+            arguments of what is compiled; everything else in it is written into the operations.
+        *example: Arrays, or `jax.ShapeDtypeStruct`s.
+
+    Returns:
+        The traced function.
+
+    Example:
+        >>> first, again, other = (trace(lambda x, c=c: c * x, jnp.ones(2)) for c in (2.0, 2.0, 3.0))
+        >>> first.code == again.code, first.code == other.code
+        (True, False)
+    """
+    closed, out = jax.make_jaxpr(function, return_shape=True)(*example)
+    consts = [
+        const if isinstance(const, jax.Array) else jnp.asarray(const, var.aval.dtype)
+        for var, const in zip(closed.jaxpr.constvars, closed.consts, strict=True)
+    ]
+    return Traced(Code(closed.jaxpr, jax.tree.structure(example), jax.tree.structure(out)), consts)
+
+
+class _Description:
+    """Writes a program down in a canonical form; `objects` are what it could only name, in order."""
+
+    def __init__(self):
+        self.objects: list[Any] = []
+        self.primitives: set[str] = set()
+        self._known: dict[int, tuple[Any, str]] = {}
+
+    def of_jaxpr(self, jaxpr: jex.Jaxpr) -> str:
+        names: dict[Any, str] = {}
+
+        def bound(variables: Any) -> str:
+            for var in variables:
+                names[var] = f"v{len(names)}"
+            return " ".join(f"{names[var]}:{var.aval!r}" for var in variables)
+
+        def used(atom: Any) -> str:
+            if isinstance(atom, jex.Literal):
+                return f"{self.of(np.asarray(atom.val))}:{atom.aval!r}"
+            return names[atom]
+
+        lines = [bound(jaxpr.constvars), bound(jaxpr.invars)]
+        for equation in jaxpr.eqns:
+            self.primitives.add(equation.primitive.name)
+            # Arguments first: the results' names are new.
+            arguments = " ".join(map(used, equation.invars))
+            skipped = IRRELEVANT.get(equation.primitive.name, ())
+            params = [f"{k}={self.of(v)}" for k, v in sorted(equation.params.items()) if k not in skipped]
+            setting = [getattr(equation.ctx, k, None) for k in ("compute_type", "threefry_partitionable")]
+            head = f"{bound(equation.outvars)} = {equation.primitive.name} {arguments}"
+            lines.append(f"{head} [{', '.join(params)}] {setting}")
+        lines.append(" ".join(map(used, jaxpr.outvars)))
+        return "\n".join(lines)
+
+    def of(self, value: Any) -> str:
+        """Any parameter of an operation."""
+        if isinstance(value, jex.ClosedJaxpr):
+            return f"{{{self._once(value.jaxpr)} {self.of(list(value.consts))}}}"
+        if isinstance(value, jex.Jaxpr):
+            return f"{{{self._once(value)}}}"
+        if isinstance(value, jax.Array):
+            return checkpoints.fingerprint(value)
+        if hasattr(value, "__array__") and not isinstance(value, type):  # NumPy's, or JAX's own kind of it
+            return checkpoints.fingerprint(np.asarray(value))
+        if value is None or isinstance(value, bool | int | float | complex | str | bytes | np.dtype | enum.Enum):
+            return f"{type(value).__name__}:{value!r}"
+        if isinstance(value, type):
+            return f"{value.__module__}.{value.__qualname__}"
+        if isinstance(value, tuple | list):
+            return f"{type(value).__name__}({', '.join(map(self.of, value))})"
+        if isinstance(value, dict):
+            return f"dict({', '.join(f'{self.of(k)}: {self.of(v)}' for k, v in value.items())})"
+        self.objects.append(value)
+        return re.sub(r" at 0x[0-9a-f]+", "", f"{type(value).__qualname__}:{value!r}")
+
+    def _once(self, jaxpr: jex.Jaxpr) -> str:
+        """The digest of a program inside a program; the same one often stands in several places."""
+        if id(jaxpr) not in self._known:
+            text = hashlib.blake2b(self.of_jaxpr(jaxpr).encode(), digest_size=16).hexdigest()
+            self._known[id(jaxpr)] = jaxpr, text  # kept, so that the number stays this one's
+        return self._known[id(jaxpr)][1]

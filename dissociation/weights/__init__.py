@@ -1,1 +1,0 @@
-"""Rewrites of weights: function-preserving ones, and noise that is not."""

@@ -1,0 +1,1 @@
+"""Train encoders whose features an operator acts on."""

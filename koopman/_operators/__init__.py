@@ -1,0 +1,1 @@
+"""Fit operators to pairs of states, and read their spectra and forecasts."""

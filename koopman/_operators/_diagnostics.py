@@ -1,0 +1,296 @@
+"""Warnings about data and options with which an estimator's numbers are not what they seem.
+
+All look at known values alone: of what is traced nothing is said, and nothing computed. They name this module as their
+place, so that one filter, `warnings.filterwarnings("ignore", module="koopman")`, is for all of them.
+"""
+
+import warnings
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from dissociation._core.checks import WrongValue, fail, is_traced, warn
+from dissociation.training._memory import free_memory
+
+# Rows of the data that `warn_offset` looks at: means and variances of as many are known to 3 %.
+_ROWS = 1000
+ROWS = 4000
+"""Number of rows that `warn_regression` is given, or four per feature."""
+
+
+def warn_narrowed(*arrays: Array | np.ndarray) -> None:
+    """Warns, once per process, if NumPy's float64 is to be computed in float32 because JAX's x64 mode is off."""
+    if any(isinstance(a, np.ndarray) and a.dtype == np.float64 for a in arrays) and _working(np.float64) != np.float64:
+        _warn_narrowed()
+
+
+def _working(dtype: Any) -> Any:
+    """The dtype in which JAX computes data of a dtype."""
+    return jax.dtypes.canonicalize_dtype(dtype)
+
+
+@cache
+def _warn_narrowed() -> None:
+    warnings.warn(
+        "Data in float64 are computed in float32, which may not tell close eigenvalues apart. For float64 call "
+        "jax.config.update('jax_enable_x64', True) at the start; to keep float32 pass x.astype(numpy.float32).",
+        stacklevel=1,
+    )
+
+
+def hint_columns(x: Array | np.ndarray, rank: Any) -> None:
+    """Warn, once per process, if an operator of more directions than pairs may come of snapshots in columns.
+
+    Args:
+        x: Features of the states, one pair in a row.
+        rank: Rank asked for; None for all features.
+    """
+    if not any(map(is_traced, (x, rank))) and min(x.shape[1], rank or x.shape[1]) > x.shape[0]:
+        _hint_columns()
+
+
+@cache
+def _hint_columns() -> None:
+    warn(
+        "There are fewer pairs than directions of the operator, and eigenvalues of the rest are zero. If snapshots are "
+        "in columns, [features, time], pass the transpose x.T; if in rows, [time, features], a lower rank is enough.",
+        UserWarning,
+    )
+
+
+def refuse_large_gram(x: Array, matrices: int) -> None:
+    """Raise if matrices k(x, x) of all states, as many as a fit without centres holds at once, exceed free memory."""
+    try:
+        wanted, free = matrices * len(x) ** 2 * x.dtype.itemsize, free_memory([] if is_traced(x) else [x])
+    except WrongValue:  # a system that does not say
+        return
+    if wanted > free:
+        got = f"{len(x)} states, of which {matrices} matrices k(x, x) need {wanted / 1e9:.3g} GB of {free / 1e9:.3g} GB"
+        fail("centres", "be given for so many states", got, "Choose some by koopman.choose_centres")
+
+
+def warn_offset(x: Array | np.ndarray, name: str = "x", *, advice: str = "pass center=True") -> None:
+    """Warn if a column varies by less than the rounding of its squared mean, so that second moments lose it.
+
+    Columns that are constant, as the function 1 in a dictionary, have nothing to lose. Columns that float32 rounds are
+    left to `dissociation._core.conversion.warn_narrowed`.
+
+    Args:
+        x: Features that are not centred, [..., d], as the caller passed them.
+        name: What the caller calls them.
+        advice: What to do.
+    """
+    if is_traced(x) or not x.size:
+        return
+    dtype = _working(x.dtype)
+    eps = float(jnp.finfo(dtype).eps)
+    rows = np.asarray(x).reshape(-1, x.shape[-1])
+    some = rows[:: -(-rows.shape[0] // _ROWS)].astype(np.float64)
+    with np.errstate(all="ignore"):
+        mean, deviation = np.abs(some.mean(0)), some.std(0)
+        lost = (deviation < eps**0.5 * mean) & (some == some.astype(dtype)).all(0)
+    if lost.any() and (lost := lost & (np.ptp(some, 0) > 0)).any():
+        worst = np.argmax(np.where(lost, mean / np.where(lost, deviation, 1.0), 0.0))
+        warnings.warn(
+            f"Column {worst} of `{name}` varies by {deviation[worst]:.2g} about {mean[worst]:.2g}, and its variance is "
+            f"below the rounding ({eps:.1g}) of the squared mean: {advice}.",
+            stacklevel=1,
+        )
+
+
+def warn_constant(x: Array, gram: Array) -> None:
+    """Warn if different states are all but one to a kernel, or if most of them have no neighbour.
+
+    Args:
+        x: States, [n, d].
+        gram: k(x, x), up to a factor: [n, n].
+    """
+    trace = float(jnp.trace(gram))
+    about_mean = trace - float(np.sum(np.asarray(gram), dtype=np.float64)) / gram.shape[0]
+    eps = float(jnp.finfo(gram.dtype).eps)
+    if about_mean < 8 * eps * trace and not is_traced(x) and np.ptp(np.asarray(x), 0).any():
+        warnings.warn(
+            f"k(x, x) varies about its mean by {max(about_mean, 0.0) / trace:.1g} of it, below its rounding "
+            f"({8 * eps:.1g}), and all but the constant is lost: take the states about their mean, or another kernel.",
+            stacklevel=1,
+        )
+    sizes = np.sqrt(np.diagonal(gram))
+    near = np.abs(gram) / np.maximum(sizes[:, None] * sizes, np.finfo(gram.dtype).tiny)
+    np.fill_diagonal(near, 0.0)
+    if len(near) > 2 and np.median(near.max(0)) < 1e-3:
+        warnings.warn(
+            "k(x, x) is nearly zero between most states and all others, and nothing is learned of one from another: "
+            "the length scale of the kernel is too small.",
+            stacklevel=1,
+        )
+
+
+def warn_large_alpha(alpha: Array, variance: Array, trace: Array, which: str, unit: Array) -> None:
+    """Warns if the regularisation outweighs what it is added to.
+
+    Args:
+        alpha: The regularisation.
+        variance: An eigenvalue of C_x.
+        trace: Of C_x; an `alpha` of up to 1e-6 times it, as the default of kernels, is never large.
+        which: Which eigenvalue that is.
+        unit: Of the features, in whose square the three are given.
+    """
+    given, held, total = (float(part) * float(unit) ** 2 for part in (alpha, variance, trace))
+    if given > held and given > 1.01e-6 * total:
+        warnings.warn(
+            f"`alpha` ({given:.3g}) exceeds {which} ({held:.3g}), which shrinks what it weighs on to "
+            f"{held / (held + given):.2g} of its size. It is in units of C_x. alpha=None follows the data.",
+            stacklevel=1,
+        )
+
+
+def warn_regression(
+    x: np.ndarray,
+    y: np.ndarray,
+    ones: np.ndarray | None,
+    *,
+    count: float | int,
+    slack: float,
+    eps: float,
+    alpha: float | None,
+    size: int,
+) -> None:
+    """Warns if `alpha` suppresses directions that predict, or if an intercept is missing, by F tests.
+
+    Args:
+        x: Rows of the states' features, [m, d]: the data in the order of time, or rows with the same products.
+        y: Rows of the successors' features, [m, d].
+        ones: The column of ones in such rows, [m]; None for data about their means.
+        count: Number of pairs.
+        slack: Mean square of the rounding of `ones`.
+        eps: Rounding unit of the data.
+        alpha: The regularisation if it was given; at rounding it suppresses nothing.
+        size: Number of leading directions that the estimator keeps.
+    """
+    width, largest = x.shape[1], np.abs(x).max(0)
+    if alpha is None:  # rank cuts on columns of one size
+        x = x / np.where(largest > 0, largest, 1.0)
+    series = (x, y) if len(x) == count else None
+    if len(x) > 2 * width + 1:
+        columns = [x, y, np.zeros(len(x)) if ones is None else ones]
+        parts = np.asarray(np.linalg.qr(np.column_stack(columns), mode="r"))
+        x, y, ones = parts[:, :width], parts[:, width:-1], None if ones is None else parts[:, -1]
+    left, sizes, right = np.linalg.svd(x, full_matrices=False)
+    kept = sizes > width * eps * sizes[0]
+    left, sizes, right, freedom = left[:, kept], sizes[kept], right[kept], count - kept.sum()
+    held = left.T @ y
+    rest, floor = y - left @ held, (8 * eps) ** 2 * np.sum(y**2)
+    share = alpha / (sizes**2 / count + alpha) if alpha else np.zeros(len(sizes))
+    suppressed = (share**4 > 0.01) & (np.arange(len(sizes)) < size)
+    if freedom >= 1 and suppressed.any():
+        ratio = np.mean(np.sum(held[suppressed] ** 2, 1)) / max(np.sum(rest**2) / freedom, floor)
+        if ratio > 10:
+            warnings.warn(
+                f"`alpha` ({alpha:.3g}) suppresses {suppressed.sum()} directions of the features that predict (F = "
+                f"{ratio:.2g}): forecasts and eigenvalues are not those of the data. Lower it, or leave it out.",
+                stacklevel=1,
+            )
+    if ones is None or freedom < 2:
+        return
+    left_over = ones - left @ (left.T @ ones)
+    if left_over @ left_over > slack * count:
+        gain = np.sum((left_over @ rest) ** 2) / (left_over @ left_over)
+        ratio = gain / max((np.sum(rest**2) - gain) / (freedom - 1), floor)
+        if ratio > 25 and series is not None:  # residuals of long lags overlap: the same by blocks of rows
+            scores = series[0] @ (right.T / sizes)
+            missing = 1 - scores @ (left.T @ ones)
+            found = (left_over @ rest) / (left_over @ left_over)
+            off = missing[:, None] * (series[1] - scores @ held - missing[:, None] * found)
+            blocks = np.add.reduceat(off, np.linspace(0, count, int(count**0.5), endpoint=False).astype(int))
+            square = np.sum((left_over @ rest) ** 2)
+            ratio = min(ratio, square / max(np.sum(blocks**2), floor * (left_over @ left_over)))
+        if ratio > 25:
+            warnings.warn(
+                f"A column of ones lowers the squared residual of one step by {100 * gain / np.sum(rest**2):.2g} % "
+                f"(F = {ratio:.2g}), as for data with an offset, which spoils eigenvalues and forecasts. If they have "
+                "one, pass center=True, which carries an intercept. It needs explicit features: no `kernel`.",
+                stacklevel=1,
+            )
+
+
+def warn_small_columns(squares: Any, alpha: Any) -> None:
+    """Warn of columns so small beside others that the default `alpha`, which is in proportion to all, hides them."""
+    hidden = np.flatnonzero((np.asarray(squares) > 0) & (np.asarray(squares) < 3 * float(alpha)))
+    if len(hidden):
+        warnings.warn(
+            f"Column {hidden[0]} of `x` is too small beside the largest for the default `alpha` ({len(hidden)} such): "
+            "principal components are taken in the units of the columns. Bring them to one size.",
+            stacklevel=1,
+        )
+
+
+def warn_rank(operator: Any) -> None:
+    """Warns if the data hold fewer directions than the rank asked for."""
+    rank, held = operator.core.shape[0], int(operator.effective_rank)
+    if held < rank:
+        warnings.warn(
+            f"`rank` ({rank}) exceeds the {held} directions that the data hold in {operator.core.dtype}: the other "
+            f"{rank - held} latent functions are zero or rounding. Lower it to {held}.",
+            stacklevel=1,
+        )
+
+
+def warn_tied(values: np.ndarray, rest: np.ndarray, cutoff: float) -> None:
+    """Warns if the rank cuts through equal singular values, so that rounding chooses what is kept.
+
+    Args:
+        values: Singular values kept, falling.
+        rest: Those that follow, as far as they are known.
+        cutoff: Relative size below which one counts as zero.
+    """
+    if not rest.size or values[-1] <= cutoff * values[0]:
+        return
+    tolerance = np.finfo(values.dtype).eps ** 0.75 * values[-1]
+    if values[-1] - rest[0] > tolerance:
+        return
+    rank = len(values)
+    above, below = int((rest >= values[-1] - tolerance).sum()), int((values > values[-1] + tolerance).sum())
+    ranks = [str(rank + above)] * (above < len(rest)) + [str(below)] * (below > 0)
+    warnings.warn(
+        f"Singular values {rank} and {rank + 1} agree ({values[-1]:.6g}, gap {abs(values[-1] - rest[0]):.1g}): at rank "
+        f"{rank} rounding chooses which directions stay, and eigenvalues are lost. Use rank "
+        f"{' or '.join(ranks) or f'{rank + above} or more'}.",
+        stacklevel=1,
+    )
+
+
+def warn_inexact(operator: Any) -> None:
+    """Warns if latent functions are not as orthonormal as their estimator makes them.
+
+    U^T C_x U and B add up to the identity, but for columns not in use. What `alpha` has shrunk counts as little as is
+    left of it: the smallest directions of ridge regression are full of rounding, and weigh nothing.
+    """
+    seen = np.asarray(operator.gram_x)
+    gram = seen + np.asarray(operator.penalty)
+    weight = np.sqrt(np.abs(np.diagonal(seen)))
+    error = (np.abs(gram - np.diag(np.diagonal(gram) > 0)) * weight[:, None] * weight[None]).max()
+    if not error <= 1e-2:  # nor if it is NaN
+        warnings.warn(
+            f"Latent functions are orthonormal only to {error:.1g}, for the rounding of {gram.dtype} outweighs "
+            "`alpha`; eigenvalues may be off by as much. Raise `alpha`, take another solver or route, or enable x64.",
+            stacklevel=1,
+        )
+
+
+def warn_unconverged(residual: Array | None, eps: float) -> None:
+    """Warns if an iterative solver left eigenvalues with less than half of their digits.
+
+    Args:
+        residual: Relative to the largest eigenvalue; those of a self-adjoint operator err by its square. None where
+            nothing was iterated.
+        eps: The rounding unit.
+    """
+    if residual is not None and not is_traced(residual) and residual > eps**0.25:
+        warnings.warn(
+            f"The Krylov solver ended with a relative residual of {float(residual):.1g}; take the dense one.",
+            stacklevel=1,
+        )

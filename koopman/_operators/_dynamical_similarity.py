@@ -1,0 +1,472 @@
+"""Do two linear evolution operators move alike, up to a rotation of their coordinates?
+
+Dynamical similarity analysis compares the matrices of two dynamics x_{t+1} = A x_t and y_{t+1} = B y_t by
+
+    d(A, B) = min over orthogonal C of |A - C B C^T|     (Frobenius norm, both signs of det C),
+
+or by the angle between A and C B C^T at the same C. It is a metric, zero if and only if B is A in other orthonormal
+coordinates. Of trajectories three lines give it: `delay_embed`, `koopman.fit` (the paper's is with
+`PrincipalComponents`), and `transition_matrix`.
+
+For A and B of norm 1 and E(C) = |A - C B C^T|^2 / 2, a step C -> exp(W) C along a skew W has, with M = C B C^T,
+R = A - M and commutators [X, Y] = X Y - Y X,
+
+    E -> E - <skew [R, M^T], W> + <[W, A], [W, M]> / 2 + O(|W|^3).
+
+From every start a trust-region Newton method goes down: a step is found by conjugate gradients, which follow negative
+curvature away from saddles; nothing is factored. E has local minima. Half of the starts match, by rank, eigenvectors
+of a symmetric function of A, a random combination of its symmetric part, A A^T, A^T A and A^2 + A^{2T}, to those of the
+same function of B, with the signs that fit; where B = Q A Q^T is A in other coordinates, they are Q. The other half are
+random. Every start is taken with its mirror image, of the other determinant.
+
+No C gets below the distance of sorted eigenvalues of the symmetric parts together with sorted singular values of the
+skew parts, nor below that of sorted singular values: |A - C B C^T|^2 is the sum over both parts, and each part obeys
+Hoffman and Wielandt. Where the distance found is that bound, it is proved to be the minimum.
+
+The derivative is that at fixed C, which is the derivative of the minimum (envelope theorem) wherever the best C is
+unique up to what does not change C B C^T. At zero a distance has a tip, and rounding chooses the side: take the
+derivative of its square.
+
+References:
+    Ostrow, Eisen, Kozachkov and Fiete (2023), Beyond geometry: comparing the temporal structure of computation in
+    neural circuits with dynamical similarity analysis.
+    Absil, Mahony and Sepulchre (2008), Optimization algorithms on matrix manifolds, algorithms 10 and 11.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jaxtyping import Array, Bool, Complex, Float, Int
+
+from dissociation._core.checks import check_choice, check_count, is_traced, warn
+from dissociation._core.linalg import finite_part, product, psd_power, scale_of
+from dissociation._core.results import Result
+from dissociation._core.types import PRNGKey
+from dissociation._core.validation import validated
+from koopman._operators._operator import Operator
+from koopman._operators._pairs import delay_embed as delay_embed
+from koopman._operators._rotations import Point, descend, norm
+from koopman._operators._spectrum import eigenpairs
+
+FORMS = ("frobenius", "angular")
+Matrix = Float[Array | np.ndarray, "r r"]
+
+_SEARCH = 1e-3, 12  # gradient at which ends of runs can be told apart, and steps of conjugate gradients on the way
+_POLISH = 60  # such steps in one of Newton's for the best run, which goes on to rounding
+_SAME = 1e-4  # difference in E between runs that count as one minimum
+_AGREED = 3  # runs that make one credible
+_LANES = 8192  # runs at once on an accelerator; a CPU takes pair after pair, which wait for no other
+
+
+class DynamicalAlignment(Result):
+    """The best orthogonal change of coordinates between two linear dynamics, and how sure that is.
+
+    Attributes:
+        distance: |A - C B C^T|, or the angle between the two in radians.
+        rotation: C, orthogonal of either determinant: [r, r].
+        lower_bound: What no C gets below, at most `distance`; equal to it, `distance` is proved.
+        gradient: |skew [A, C B^T C^T]| / (|A| |B|), zero where C is stationary.
+        agreement: How many of the 2 `num_starts` runs ended at this minimum: as low, at norms of 1, to 1e-4 in E.
+        converged: Whether the gradient is zero to rounding, and either three runs or more agree or the bound is met. It
+            is evidence, no proof: of 200 unrelated pairs of up to 12 x 12 all that had converged were right, of those
+            of 20 x 20 one in ten was above the least known, by up to 0.2 % of |A| + |B|; more starts help.
+    """
+
+    distance: Float[Array, "*pairs"]
+    rotation: Float[Array, "*pairs r r"]
+    lower_bound: Float[Array, "*pairs"]
+    gradient: Float[Array, "*pairs"]
+    agreement: Int[Array, "*pairs"]
+    converged: Bool[Array, "*pairs"]
+
+
+@validated(finite=("a", "b"))
+def align_dynamics(
+    a: Matrix, b: Matrix, *, key: PRNGKey, num_starts: int = 32, num_steps: int = 100, form: str = "frobenius"
+) -> DynamicalAlignment:
+    """The orthogonal C that brings C B C^T closest to A, with the distance and what speaks for it.
+
+    Args:
+        a: A, transition matrix of one system, [r, r], in orthonormal coordinates.
+        b: B, that of another, of the same size. Pad the smaller with zeros if ranks differ.
+        key: Draws the starts.
+        num_starts: Starts, each taken with its mirror image, 1 or more.
+        num_steps: Most Newton steps from each, 1 or more.
+        form: "frobenius" for the distance in units of the matrices; "angular" for arccos <A, C B C^T> / (|A| |B|), from
+            0 to pi, which scales do not change and which is undefined (NaN) for a matrix of zeros. C is the same.
+
+    Returns:
+        The alignment. Traced matrices that are not finite give NaN, not converged.
+
+    Raises:
+        ValueError: If matrices are not square, of one size and (where known) finite, or a count is below 1.
+        TypeError: If they are no real numbers, or a count is no Python integer.
+
+    References:
+        Ostrow et al. (2023).
+
+    >>> turn = jnp.array([[0.0, -1.0], [1.0, 0.0]])
+    >>> found = align_dynamics(0.9 * turn, 0.5 * turn.T, key=jax.random.key(0))
+    >>> found.distance.round(4), jnp.linalg.det(found.rotation).round(4), bool(found.converged)
+    (Array(0.5657, dtype=float32), Array(-1., dtype=float32), True)
+    """
+    found = _align(*_stacked(a, b), key, num_starts, num_steps, form)
+    return jax.tree.map(lambda leaf: leaf[0], found)
+
+
+@validated(finite=("a", "b"))
+def dynamical_distance(
+    a: Matrix, b: Matrix, *, key: PRNGKey, num_starts: int = 32, num_steps: int = 100, form: str = "frobenius"
+) -> Float[Array, ""]:
+    """The minimum over orthogonal C of |A - C B C^T|, or the angle there: `align_dynamics`, without what it adds.
+
+    For symmetric, and for skew, A and B it is the distance of sorted eigenvalues. For normal ones it is never below
+    `eigenvalue_distance`, and equal to it where that matching keeps conjugates together, as it says.
+
+    Args:
+        a: A, [r, r].
+        b: B, of the same size.
+        key: Draws the starts.
+        num_starts: As in `align_dynamics`.
+        num_steps: As there.
+        form: As there.
+
+    Returns:
+        A non-negative number; what is found is never below the true minimum. The derivative in A is
+        (A - C B C^T) / distance ("frobenius").
+
+    Warns:
+        UserWarning: Where values are known, if it has not `converged`.
+
+    Raises:
+        ValueError: As `align_dynamics`.
+        TypeError: As `align_dynamics`.
+
+    >>> shear = jnp.array([[1.0, 1.0], [0.0, 1.0]])
+    >>> dynamical_distance(shear, shear.T, key=jax.random.key(0)).round(3) + 0.0
+    Array(0., dtype=float32)
+    >>> dynamical_distance(shear, jnp.eye(2), key=jax.random.key(0)).round(3)
+    Array(1., dtype=float32)
+    """
+    found = _align(*_stacked(a, b), key, num_starts, num_steps, form)
+    _warn_unsure(found.converged)
+    return found.distance[0]
+
+
+@validated(finite=("operators", "others"))
+def pairwise_dynamical_distance(
+    operators: Float[Array | np.ndarray, "m r r"],
+    others: Float[Array | np.ndarray, "n r r"] | None = None,
+    *,
+    key: PRNGKey,
+    num_starts: int = 32,
+    num_steps: int = 100,
+    form: str = "frobenius",
+) -> Float[Array, "m n"]:
+    """`dynamical_distance` of all pairs in one compiled program; every pair has the same starts.
+
+    Args:
+        operators: Transition matrices, [m, r, r].
+        others: A second set for the pairs across, [n, r, r]; default all pairs within the first, each taken once.
+        key: Draws the starts; of one pair they are those of `dynamical_distance` with this key.
+        num_starts: As in `align_dynamics`.
+        num_steps: As there.
+        form: As there.
+
+    Returns:
+        Distances [m, n]; within one set [m, m], symmetric, of zero diagonal.
+
+    Warns:
+        UserWarning: Where values are known, if pairs have not converged; it says how many.
+
+    Raises:
+        ValueError: If matrices are not square, of one size and (where known) finite, or a count is below 1.
+        TypeError: As `align_dynamics`.
+
+    >>> pairwise_dynamical_distance(jnp.array([[[0.5]], [[0.25]]]), key=jax.random.key(0))
+    Array([[0.  , 0.25],
+           [0.25, 0.  ]], dtype=float32)
+    """
+    first = jnp.asarray(operators)
+    if others is None:
+        rows, columns = np.triu_indices(first.shape[0], 1)
+        own = jnp.diag(finite_part(first)[1])
+        if not rows.size:
+            return own
+        found = _align(first, rows, columns, key, num_starts, num_steps, form)
+        upper = jnp.zeros_like(own).at[rows, columns].set(found.distance)
+        distances = upper + upper.T + own
+    else:
+        matrices = _joined(first, jnp.asarray(others))
+        size = first.shape[0], others.shape[0]
+        rows, columns = np.indices(size).reshape(2, -1)
+        found = _align(matrices, rows, size[0] + columns, key, num_starts, num_steps, form)
+        distances = found.distance.reshape(size)
+    _warn_unsure(found.converged)
+    return distances
+
+
+def _stacked(a: Array | np.ndarray, b: Array | np.ndarray) -> tuple[Array, np.ndarray, np.ndarray]:
+    return _joined(jnp.asarray(a)[None], jnp.asarray(b)[None]), np.asarray([0]), np.asarray([1])
+
+
+def _joined(first: Array, second: Array) -> Array:
+    dtype = jnp.result_type(first, second)
+    return jnp.concatenate([first.astype(dtype), second.astype(dtype)])
+
+
+def _warn_unsure(converged: Array) -> None:
+    if is_traced(converged) or (sure := np.asarray(converged)).all():
+        return
+    what = "The distance" if sure.size == 1 else f"{(~sure).sum()} of {sure.size} distances"
+    warn(
+        f"{what} may not be the least: no three runs agree on it, or its gradient is not zero. Raise `num_starts` or "
+        "`num_steps`, and see `align_dynamics`.",
+        UserWarning,
+    )
+
+
+def _align(
+    matrices: Array, rows: np.ndarray, columns: np.ndarray, key: PRNGKey, num_starts: int, num_steps: int, form: str
+) -> DynamicalAlignment:
+    """The alignments of pairs of matrices, whose numbers are given."""
+    check_choice("form", form, FORMS)
+    starts, steps = (
+        check_count(name, count, minimum=1) for name, count in (("num_starts", num_starts), ("num_steps", num_steps))
+    )
+    at_once = 1 if jax.default_backend() == "cpu" else max(1, _LANES // (2 * starts))
+    return _solve(matrices, rows, columns, key, starts, steps, form, at_once)
+
+
+@partial(jax.jit, static_argnames=("num_starts", "form", "at_once"))
+def _solve(
+    matrices: Array,
+    rows: Array,
+    columns: Array,
+    key: Array,
+    num_starts: int,
+    num_steps: int | Array,
+    form: str,
+    at_once: int,
+) -> DynamicalAlignment:
+    matrices, undefined = finite_part(matrices)
+    prepared, turns = _prepare(lax.stop_gradient(matrices), key, num_starts)  # C has no part in the derivative
+    eye = jnp.broadcast_to(jnp.eye(matrices.shape[-1], dtype=matrices.dtype), turns.shape)
+
+    def one(pair: tuple[Array, Array]) -> tuple[Point, Array, Array]:
+        first, second = (_Prepared(*(leaf[index] for leaf in prepared)) for index in pair)
+        bases = jnp.concatenate([first.bases, turns]), jnp.concatenate([second.bases, eye])
+        starts = jax.vmap(partial(_matched, first.unit, second.unit))(*bases)
+        starts = starts.reshape(-1, *starts.shape[2:])
+        down = partial(descend, first.unit, second.unit, num_steps=num_steps)
+        ends = jax.vmap(partial(down, tolerance=_SEARCH[0], inner=_SEARCH[1]))(starts)
+        best = jnp.argmin(ends.energy)
+        agreement = jnp.sum(ends.energy <= ends.energy[best] + _SAME)
+        point = down(ends.rotation[best], tolerance=_rounding(matrices), inner=_POLISH)
+        return point, agreement, _chord_bound(first, second)
+
+    point, agreement, bound = lax.map(one, (rows, columns), batch_size=at_once)
+    gradient = norm(point.slope)
+    bound = jnp.minimum(bound, jnp.sqrt(2 * point.energy))
+    met = jnp.sqrt(2 * point.energy) <= bound + jnp.finfo(matrices.dtype).eps ** 0.5
+    unknown = undefined[rows] + undefined[columns]
+    distance, least = jax.vmap(partial(_distance, form=form))(matrices[rows], matrices[columns], point.rotation, bound)
+    return DynamicalAlignment(
+        distance=distance + unknown,
+        rotation=point.rotation,
+        lower_bound=jnp.minimum(least, distance) + unknown,
+        gradient=gradient + unknown,
+        agreement=agreement,
+        converged=(gradient + unknown <= _rounding(matrices)) & ((agreement >= _AGREED) | met),
+    )
+
+
+def _rounding(matrix: Array) -> float:
+    """A gradient that is zero: what is left of E is its square."""
+    return float(jnp.finfo(matrix.dtype).eps) ** (2 / 3)
+
+
+def _distance(a: Array, b: Array, rotation: Array, bound: Array, form: str) -> tuple[Array, Array]:
+    """The distance at C, and the bound on that of unit matrices in the same form."""
+    unit = scale_of(jnp.maximum(jnp.max(jnp.abs(a)), jnp.max(jnp.abs(b))))
+    a, b = a / unit, b / unit
+    size_a, size_b = norm(a), norm(b)
+    if form == "angular":  # by sine and cosine of the half: an arccos would lose small angles
+        moved = product(rotation, product(b / size_b, rotation.T))
+        angle = 2 * jnp.arctan2(norm(a / size_a - moved), norm(a / size_a + moved))
+        return angle, 2 * jnp.arcsin(jnp.minimum(0.5 * bound, 1.0))
+    least = jnp.sqrt((size_a - size_b) ** 2 + size_a * size_b * bound**2)
+    return unit * norm(a - product(rotation, product(b, rotation.T))), unit * lax.stop_gradient(least)
+
+
+class _Prepared(NamedTuple):
+    """What all pairs of a matrix share."""
+
+    unit: Array  # of norm 1: [r, r]
+    bases: Array  # eigenvectors of symmetric functions of it: [k, r, r]
+    eigenvalues: Array  # of the symmetric part, rising: [r]
+    singular: Array  # singular values of the skew part, and of the whole: [2, r]
+
+
+def _prepare(matrices: Array, key: Array, num_starts: int) -> tuple[_Prepared, Array]:
+    """All that is factored, of all matrices [m, r, r]; and random orthogonal ones."""
+    draw_functions, draw_turns = jax.random.split(key)
+    count, size = matrices.shape[0], matrices.shape[-1]
+    matched = (num_starts + 1) // 2
+    scaled = matrices / jax.vmap(scale_of)(jnp.max(jnp.abs(matrices), (1, 2)))[:, None, None]
+    norms = norm(scaled)[:, None, None]
+    unit = scaled / jnp.where(norms > 0, norms, 1.0)
+    turned = unit.mT
+    features = [unit, product(unit, turned), product(turned, unit), product(unit, unit)]
+    weights = jax.random.normal(draw_functions, (matched, len(features)), unit.dtype)
+    weights = weights.at[0].set(jnp.asarray([1.0, 0.0, 0.0, 0.0], unit.dtype))
+    functions = jnp.einsum("kf,fmij->mkij", weights, jnp.stack(features), precision="highest")
+    # Eigenvectors of a random symmetric matrix are a random orthogonal one, in the one call there is for all.
+    noise = jax.random.normal(draw_turns, (num_starts - matched, size, size), unit.dtype)
+    every = jnp.concatenate([functions.reshape(-1, size, size), noise])
+    values, vectors = jnp.linalg.eigh(0.5 * (every + every.mT), symmetrize_input=False)
+    held = count * matched
+    # After the other, for batched calls of LAPACK side by side can hang on the CPU.
+    unit, values = lax.optimization_barrier((unit, values))
+    singular = jnp.linalg.svd(jnp.stack([0.5 * (unit - unit.mT), unit], 1), compute_uv=False)
+    bases = vectors[:held].reshape(count, matched, size, size)
+    return _Prepared(unit, bases, values[:held:matched], singular), vectors[held:]
+
+
+def _chord_bound(a: _Prepared, b: _Prepared) -> Array:
+    """What |A - C B C^T| cannot be below, for unit matrices."""
+    parts = jnp.sum((a.singular - b.singular) ** 2, 1)
+    return jnp.sqrt(jnp.maximum(parts[1], parts[0] + jnp.sum((a.eigenvalues - b.eigenvalues) ** 2)))
+
+
+def _matched(a: Array, b: Array, basis_a: Array, basis_b: Array) -> Array:
+    """C = V_a D V_b^T with the signs D that fit best, greedily, and with one of them the other way: [2, r, r].
+
+    <A, C B C^T> = sum_ij d_i d_j W_ij. Signs are set one after the other, the one that those before it know best.
+    """
+    table = product(basis_a.T, product(a, basis_a)) * product(basis_b.T, product(b, basis_b))
+    table = (table + table.T) * (1 - jnp.eye(table.shape[0], dtype=table.dtype))
+
+    def settle(_: Array, signs: Array) -> Array:
+        pull = product(table, signs[:, None])[:, 0]
+        chosen = jnp.argmax(jnp.where(signs == 0, jnp.abs(pull), -1.0))
+        return signs.at[chosen].set(jnp.where(pull[chosen] < 0, -1.0, 1.0))
+
+    signs = lax.fori_loop(0, table.shape[0], settle, jnp.zeros_like(table[0]))
+    least = jnp.argmin(signs * product(table, signs[:, None])[:, 0])
+    both = jnp.stack([signs, signs.at[least].multiply(-1.0)])
+    return product(basis_a[None] * both[:, None], basis_b.T[None])
+
+
+@validated(finite=("eigenvalues_a", "eigenvalues_b"))
+def eigenvalue_distance(
+    eigenvalues_a: Complex[Array | np.ndarray, " r"], eigenvalues_b: Complex[Array | np.ndarray, " r"]
+) -> Float[Array, ""]:
+    """sqrt(min over permutations p of sum_i |l_i - m_p(i)|^2): the optimal matching of two spectra.
+
+    For normal A and B it is min |A - C B C^*| over unitary C, hence at most `dynamical_distance`, and equal to it where
+    a best matching takes conjugate pairs to conjugate pairs, or to two real eigenvalues. It need not: eigenvalues
+    {1 + iy, 1 - iy, 0} and {iy, -iy, 1} with a small y match best with the first pair torn apart, which no real C does.
+    Of matrices that are not normal it says nothing certain: those with equal spectra may be far apart, see
+    `departure_from_normality`, and those that are close may have spectra that are not. Divided by sqrt(r) it is the
+    Wasserstein distance of the two spectra as distributions.
+
+    Args:
+        eigenvalues_a: Complex, [r]; of an operator `koopman.eigenvalues`.
+        eigenvalues_b: As many others. Pad with zeros if ranks differ.
+
+    Returns:
+        A non-negative number. Its derivative is that of the matching, and zero at zero.
+
+    Raises:
+        ValueError: If numbers of eigenvalues differ, or known ones are not finite.
+
+    References:
+        Hoffman and Wielandt (1953), The variation of the spectrum of a normal matrix; Redman et al. (2024), Identifying
+        equivalent training dynamics.
+
+    >>> eigenvalue_distance([1.0, 0.5j, -0.5j], [0.5j, -0.5j, 0.0])
+    Array(1., dtype=float32)
+    """
+    return _eigenvalue_distance(jnp.asarray(eigenvalues_a), jnp.asarray(eigenvalues_b))
+
+
+@jax.jit
+def _eigenvalue_distance(first: Array, second: Array) -> Array:
+    gaps = lax.stop_gradient(first[:, None] - second[None])
+    rows, columns = optax.assignment.hungarian_algorithm(gaps.real**2 + gaps.imag**2)
+    apart = first[rows] - second[columns]
+    return norm(jnp.stack([apart.real, apart.imag]))
+
+
+@validated(finite=("matrix",))
+def departure_from_normality(matrix: Matrix) -> Float[Array, ""]:
+    """Henrici's sqrt(|A|^2 - sum |lambda_i|^2): the part of A, above the diagonal of its Schur form, that spectra miss.
+
+    Taken from the eigenvectors' QR factor Q as what Q^* A Q has off its diagonal, so that nothing cancels.
+
+    Args:
+        matrix: A, [r, r].
+
+    Returns:
+        From 0 for a normal matrix (to rounding, some eps |A|) to |A| for a nilpotent one.
+
+    Raises:
+        ValueError: If `matrix` is not square or, where known, not finite.
+
+    References:
+        Henrici (1962), Bounds for iterates, inverses, spectral variation and fields of values of non-normal matrices.
+
+    >>> departure_from_normality([[0.5, 2.0], [0.0, 0.5]])
+    Array(2., dtype=float32)
+    """
+    return _departure(jnp.asarray(matrix))
+
+
+@jax.jit
+def _departure(matrix: Array) -> Array:
+    matrix, undefined = finite_part(matrix)
+    basis = jnp.linalg.qr(eigenpairs(matrix)[1])[0]
+    schur = product(basis.conj().T, product(matrix.astype(basis.dtype), basis))
+    off = schur - jnp.diag(jnp.diagonal(schur))
+    return norm(jnp.concatenate([off.real, off.imag])) + undefined
+
+
+@validated
+def transition_matrix(operator: Operator, *, metric: str = "data") -> Float[Array, "r r"]:
+    """A with E[v_{t+1} | v_t] = A v_t for orthonormal coordinates v of what the operator learnt.
+
+    With latent functions u, E[u_{t+1} | u_t] = u_t K (a row) and a Gram matrix N of u, v = N^(-1/2) u has
+    A = (N^(1/2) K N^(-1/2))^T. Coordinates are unique up to an orthogonal matrix, which `dynamical_distance` does not
+    see, and A has the eigenvalues of `koopman.eigenvalues`.
+
+    Args:
+        operator: A fitted operator.
+        metric: "data": N = E[u u^T] on the training states, so that v is white, as in the paper (its A_v, if the
+            estimator is `PrincipalComponents`). A reversible process has a symmetric A then, one that preserves its
+            distribution an orthogonal A, and a linear change of the features changes nothing at full rank. "features":
+            N is the inner product of the features' space; for `PrincipalComponents` on explicit features A is the
+            matrix of projected dynamic mode decomposition, in units of the features.
+
+    Returns:
+        [r, r]; latent functions beyond a traced rank, or that vanish on the data, give rows and columns of zeros.
+
+    Raises:
+        ValueError: If `metric` is none of the two.
+
+    References:
+        Ostrow et al. (2023); Schmid (2010), Dynamic mode decomposition of numerical and experimental data.
+    """
+    check_choice("metric", metric, ("data", "features"))
+    return _transition_matrix(operator, metric)
+
+
+@partial(jax.jit, static_argnames="metric")
+def _transition_matrix(operator: Operator, metric: str) -> Array:
+    gram = operator.gram_x if metric == "data" else operator.basis_gram
+    return product(psd_power(gram, 0.5), product(operator.core, psd_power(gram, -0.5))).T

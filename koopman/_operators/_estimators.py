@@ -1,0 +1,441 @@
+"""Estimators of an evolution operator, as objects handed to `koopman.fit`.
+
+With C_x = X^T X / n and C_xy = X^T Y / n (divided by n, not centred unless asked), every estimator is
+G = U U^T C_xy with U^T (C_x + alpha I) U = I; they differ in the span of U:
+
+- `Ridge`: everything, G = (C_x + alpha I)^(-1) C_xy;
+- `PrincipalComponents`: the leading eigenvectors of C_x (classical, extended and kernel dynamic mode decomposition);
+- `ReducedRank`: the leading left singular vectors of (C_x + alpha I)^(-1/2) C_xy, which minimise the regularised risk.
+
+In the space of a kernel, with K = k(X, X) / n and L = k(Y, Y) / n, U = sum_i c_i phi(x_i) / sqrt(n) with
+
+- principal components: c = P Lambda^(-1/2) (Lambda + alpha)^(-1/2) for the leading eigenpairs of K; ridge is all of
+  them;
+- reduced rank: c = (K + alpha I)^(-1) v with the leading eigenvectors of L T v = sigma^2 v, T = K (K + alpha I)^(-1),
+  normalised to v^T T v = 1.
+
+Whatever is computed from U U^T has the derivative that is written out here, by perturbation theory and with no rotation
+among the columns of U, also where singular values coincide in the span. A new estimator is a class in this file.
+"""
+
+from abc import abstractmethod
+from functools import partial
+from typing import ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import custom_vmap
+from jaxtyping import Array, Float
+
+from dissociation._core.checks import check_choice, check_count, check_non_negative, is_traced
+from dissociation._core.linalg import product
+from dissociation._core.types import Scalar
+from dissociation._core.validation import validated
+from koopman._operators._kernels import plain_number
+from koopman._operators._solvers import SOLVERS, Leading, chosen_solver, find_eigenpairs, find_left_vectors
+from koopman._operators._subspaces import (
+    Basis,
+    FeatureRegression,
+    KernelRegression,
+    Rank,
+    eigenpairs,
+    halved,
+    leading_of,
+    mixing,
+)
+
+Slopes = tuple[Array, Array]
+"""Derivatives of the vectors and of the values of a `Basis`."""
+
+
+class Estimator(eqx.Module):
+    """What estimators have in common, and what a new one says.
+
+    Attributes:
+        alpha: Tikhonov regularisation, in units of C_x; None for `koopman._operators._pairs.default_alpha`.
+        size: Latent functions, where their number is known; None for all.
+        masked: Their number where it is traced.
+        solver: What finds them; None for `feature_solver` on features, and "auto" on centres and with a kernel.
+        feature_solver: That.
+        kernel_solvers: The solvers that it knows for kernels.
+        inverts_all: Whether it inverts C_x in every direction, or in those alone that it keeps.
+    """
+
+    alpha: Scalar | None
+    size: int | None = eqx.field(static=True)
+    masked: Array | None
+    solver: str | None = eqx.field(static=True)
+    feature_solver: ClassVar[str] = "dense"
+    kernel_solvers: ClassVar[tuple[str, ...]] = ("auto", "dense", "krylov")
+    inverts_all: ClassVar[bool] = False
+
+    def __init__(self, rank: Rank | None, alpha: Scalar | None, solver: str | None):
+        if alpha is not None:
+            check_non_negative("alpha", alpha)
+        if solver is not None:
+            check_choice("solver", solver, dict.fromkeys(SOLVERS + self.kernel_solvers))
+        known = rank is not None and not is_traced(rank)
+        self.size = check_count("rank", plain_number(rank), minimum=1) if known else None
+        self.masked = None if known or rank is None else jnp.asarray(rank)
+        self.alpha, self.solver = alpha, solver
+
+    @property
+    def rank(self) -> int | Array | None:
+        """The rank asked for; None for all."""
+        return self.size if self.masked is None else self.masked
+
+    @abstractmethod
+    def features(self, problem: FeatureRegression) -> Basis:
+        """U and the singular values, on explicit features: columns beyond those in use may be anything."""
+
+    @abstractmethod
+    def features_jvp(self, problem: FeatureRegression, tangent: FeatureRegression, solution: Basis) -> Slopes:
+        """How they move with the problem."""
+
+    @abstractmethod
+    def kernel(self, problem: KernelRegression) -> Basis:
+        """W and the singular values, with a kernel."""
+
+    @abstractmethod
+    def kernel_jvp(self, problem: KernelRegression, tangent: KernelRegression, solution: Basis) -> Slopes:
+        """How they move with the problem, for K along directions that keep its rank."""
+
+    def choose_kernel_solver(self, gram: Float[Array, "n n"], alpha: Float[Array, ""], size: int) -> str:
+        """What "auto" stands for: an iterative solver for a few directions of many samples."""
+        return "dense" if gram.shape[0] <= 1000 or size > gram.shape[0] // 16 else "krylov"
+
+
+def span(estimator: Estimator, problem: FeatureRegression | KernelRegression) -> Basis:
+    """What the latent functions span. What is computed from U U^T has a derivative in the data and in alpha.
+
+    Args:
+        estimator: The estimator; its own `alpha` and rank are in the problem, in units of the data.
+        problem: What it is asked for.
+
+    Returns:
+        The basis, of static size; columns not in use are zero.
+    """
+    return _compiled_span(eqx.filter(estimator, False), problem)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _span(estimator: Estimator, problem: FeatureRegression | KernelRegression) -> Basis:
+    basis = estimator.features(problem) if isinstance(problem, FeatureRegression) else estimator.kernel(problem)
+    missing = problem.size - basis.values.shape[0]  # fewer samples than the rank asked for
+    used = jnp.arange(problem.size) < problem.active
+    vectors = jnp.pad(basis.vectors, ((0, 0), (0, missing))) * used[None]
+    return basis._replace(vectors=vectors, values=jnp.pad(basis.values, (0, missing)) * used)
+
+
+@_span.defjvp
+def _span_jvp(estimator, primals, tangents):
+    (problem,), (tangent,) = primals, tangents
+    basis = _span(estimator, problem)
+    rule = estimator.features_jvp if isinstance(problem, FeatureRegression) else estimator.kernel_jvp
+    d_vectors, d_values = rule(problem, tangent, basis)
+    return basis, jax.tree.map(jnp.zeros_like, basis)._replace(vectors=d_vectors, values=d_values)
+
+
+_compiled_span = jax.jit(_span, static_argnums=0)
+
+
+class _Principal:
+    """With a kernel, what estimators along principal directions share."""
+
+    def kernel(self, problem: KernelRegression) -> Basis:
+        """W = V F^(1/2) with V the leading eigenvectors of K, and F = lambda^-1 (lambda + alpha)^-1."""
+        if problem.solver == "krylov":
+            number, dtype = problem.x.shape[0], problem.x.dtype
+            leading, residual = find_eigenpairs(partial(product, problem.x), number, problem.size, dtype=dtype)
+        else:
+            leading, residual = leading_of(problem.x, problem.size), None
+        scale, _ = problem.scale(leading.values)
+        return _rooted(leading._replace(vectors=leading.vectors * scale[None]), leading.values[-1], residual)
+
+    def kernel_jvp(self, problem: KernelRegression, tangent: KernelRegression, solution: Basis) -> Slopes:
+        """F is a matrix function of K and alpha."""
+        size, alpha = problem.size, problem.alpha
+        squares, vectors = eigenpairs(problem.x)
+        scale, kept = problem.scale(squares)
+        active = jnp.minimum(problem.active, jnp.sum(kept))
+        leading = jnp.arange(size) < active
+        scale = scale[:size] * leading
+        mixed = product(vectors.T, product(tangent.x, vectors[:, :size]))
+        outside = mixing(mixed, squares, active) * scale[None]
+        both = squares[:size, None] + squares[None, :size] + alpha
+        inside = -0.5 * both * scale[:, None] ** 2 * scale[None] * mixed[:size]
+        inside = inside - jnp.diag(0.5 * tangent.alpha * scale / (jnp.where(leading, squares[:size], 1.0) + alpha))
+        d_own = product(vectors, outside) + product(vectors[:, :size], inside)
+        # The solver's own columns: they differ by a rotation where eigenvalues coincide.
+        pull = scale * squares[:size] * (squares[:size] + alpha)
+        turn = pull[:, None] * product(vectors[:, :size].T, solution.vectors)
+        return product(d_own, turn), halved(jnp.diagonal(mixed), solution.values)
+
+
+class Ridge(_Principal, Estimator):
+    """Ridge regression, G = (C_x + alpha I)^{-1} C_xy: of rank d on features, and n with a kernel.
+
+    Attributes:
+        alpha: Tikhonov regularisation, non-negative, in units of C_x (with a kernel, of k(x, x)), so that it may be
+            swept by `jax.vmap` and learned by `jax.grad`; a sweep decomposes the data once. None is rounding, in
+            proportion to tr(C_x) of columns of one size, see `koopman._operators._pairs.default_alpha`; with a kernel,
+            1e-6 times
+            the mean of k(x, x).
+
+    Raises:
+        ValueError: If `alpha` is negative.
+
+    References:
+        Kostic et al. (2022), Learning dynamical systems via Koopman operator regression in RKHS, eq. 7.
+    """
+
+    @validated
+    def __init__(self, alpha: Scalar | None = None):
+        super().__init__(None, alpha, "dense")
+
+    def features(self, problem: FeatureRegression) -> Basis:
+        """U = W, of all directions."""
+        whiten, deviations = problem.by_route(FeatureRegression.axes)
+        size, variance = problem.size, jnp.sum(deviations**2) / problem.x.shape[1]
+        return Basis(whiten[:, :size], deviations[:size], deviations[size:], variance)
+
+    def features_jvp(self, problem: FeatureRegression, tangent: FeatureRegression, solution: Basis) -> Slopes:
+        """The slope of U is -(C_x + alpha I)^(-1) d(C_x + alpha I) U / 2."""
+        slope, _, right, whiten, _ = problem.perturbed(tangent)
+        mixed = product(product(right, slope), right.T)
+        d_values = halved(jnp.diagonal(mixed)[: problem.size] - tangent.alpha, solution.values)
+        return -0.5 * product(whiten, product(whiten.T, product(slope, solution.vectors))), d_values
+
+    def kernel(self, problem: KernelRegression) -> Basis:
+        """W, of all directions."""
+        return super().kernel(problem)._replace(variance=jnp.trace(problem.x))
+
+
+class PrincipalComponents(_Principal, Estimator):
+    """Principal component regression: ridge regression on the leading `rank` principal directions of x.
+
+    With a kernel and alpha = 0 this is kernel extended dynamic mode decomposition.
+
+    Attributes:
+        rank: Directions kept, from 1 to d (with a kernel, n). If it is traced, all shapes are those of the highest rank
+            and latent functions beyond `rank` are zero, so that ranks too can be swept by `jax.vmap`.
+        alpha: Tikhonov regularisation, as in `Ridge`.
+        solver: "dense" (all directions) or, for a few directions of many, "krylov" or on features and centres
+            "randomized", see `find_left_vectors`: both square the condition number, as route="covariance" does.
+            "auto" is "krylov" for a few directions of many (with a kernel, above 1000 samples), otherwise "dense". None
+            is "dense" on features, and "auto" on centres and with a kernel.
+
+    Raises:
+        ValueError: If `rank` is below 1, `alpha` negative, or the solver unknown.
+        TypeError: If `rank` is no whole number.
+
+    References:
+        Kostic et al. (2022), Learning dynamical systems via Koopman operator regression in RKHS, eq. 8; Williams,
+        Rowley and Kevrekidis (2015), A kernel-based method for data-driven Koopman spectral analysis.
+    """
+
+    @validated
+    def __init__(self, rank: Rank, alpha: Scalar | None = None, *, solver: str | None = None):
+        super().__init__(rank, alpha, solver)
+
+    def features(self, problem: FeatureRegression) -> Basis:
+        """U = W, of the leading directions."""
+        size = problem.size
+        if problem.solver == "dense":
+            whiten, deviations = problem.by_route(FeatureRegression.axes)
+            (vectors, values, rest), residual = (whiten[:, :size], deviations[:size], deviations[size:]), None
+        else:
+            (vectors, values, rest), residual = problem.by_route(FeatureRegression.leading)
+        return Basis(vectors, values, rest, values[-1] ** 2, residual)
+
+    def features_jvp(self, problem: FeatureRegression, tangent: FeatureRegression, solution: Basis) -> Slopes:
+        """U = V G^(-1/2) with V the leading directions, G = V^T (C_x + alpha I) V."""
+        size, basis = problem.size, solution.vectors
+        slope, squares, right, whiten, scale = problem.perturbed(tangent)
+        mixed = product(product(right, slope), right.T)
+        used = (jnp.arange(size) < problem.active) & jnp.any(basis != 0, 0)  # and none that is cut off
+        outside = mixing(mixed[:, :size], squares, jnp.sum(used))
+        scaled = whiten[:, :size] * used[None]
+        scale = scale[:size] * used
+        inside = -0.5 * scale[:, None] * mixed[:size, :size] * scale[None]
+        d_own = product(right.T, outside * scale[None]) + product(scaled, inside)
+        d_values = halved(jnp.diagonal(mixed)[:size] - tangent.alpha, solution.values)
+        return product(d_own, product(problem.pull(scaled), basis)), d_values  # in the fit's columns
+
+
+class ReducedRank(Estimator):
+    """Reduced rank regression: the minimiser of the regularised risk among operators of rank at most `rank`.
+
+    Attributes:
+        rank: Rank, from 1 to d (with a kernel, n); may be traced, as in `PrincipalComponents`.
+        alpha: Tikhonov regularisation, as in `Ridge`.
+        solver: On features and centres "dense", "krylov", "randomized" or "auto", see `find_left_vectors`. With a
+            kernel "dense" (two whole eigendecompositions), "krylov" (one Cholesky factor of K + alpha I per `alpha`,
+            which has to lie above zero, and the leading eigenvectors), "spectral" (one eigendecomposition of K and the
+            leading eigenvectors: slower once, but a `vmap` over `alpha` shares it) or "auto": above 1000 samples
+            "krylov" where `alpha` is known to lie above rounding, 100 times the rounding unit times the mean of
+            k(x, x), or the dtype is float64; else "spectral". None is "auto".
+
+    Raises:
+        ValueError: As `PrincipalComponents`.
+        TypeError: As `PrincipalComponents`.
+
+    References:
+        Kostic et al. (2022), Learning dynamical systems via Koopman operator regression in RKHS, eq. 9 and appendix.
+    """
+
+    feature_solver: ClassVar[str] = "auto"
+    kernel_solvers: ClassVar[tuple[str, ...]] = ("auto", "dense", "krylov", "spectral")
+    inverts_all: ClassVar[bool] = True
+
+    @validated
+    def __init__(self, rank: Rank, alpha: Scalar | None = None, *, solver: str | None = None):
+        super().__init__(rank, alpha, solver)
+
+    def features(self, problem: FeatureRegression) -> Basis:
+        """U = W Q with the leading left singular vectors Q of W^T C_xy."""
+        number, iterated = problem.x.shape[1], ("krylov", "randomized")
+        leading = chosen_solver(problem.solver, number, problem.y.shape[1], problem.size) in iterated
+        if problem.route == "qr" or not leading:
+            return problem.by_route(self._whitened)
+        other = "qr" if problem.route == "auto" else problem.route
+        return problem.either(_from_moments, lambda given: self._whitened(given.via(other)))
+
+    def _whitened(self, problem: FeatureRegression) -> Basis:
+        whiten, deviations, gain, turned = problem.whitening(crossed=True)
+        rows = turned(problem.y)
+        number = min(problem.size, *rows.shape)
+        (vectors, values, rest), residual = find_left_vectors(rows, number, scale=gain, solver=problem.solver)
+        variance = deviations[min(problem.size, deviations.shape[0]) - 1] ** 2
+        return Basis(product(whiten, vectors), values, rest, variance, residual)
+
+    def features_jvp(self, problem: FeatureRegression, tangent: FeatureRegression, solution: Basis) -> Slopes:
+        """Through the eigenvectors of W^T C_xy C_yx W."""
+        size, x, y, basis = problem.size, problem.x, problem.y, solution.vectors
+        slope, _, _, whiten, _ = problem.perturbed(tangent)
+        rows = product(whiten.T, product(x.T, y))
+        d_cross = product(tangent.x.T, y) + product(x.T, tangent.y)
+        d_rows = product(whiten.T, d_cross) - 0.5 * product(product(whiten.T, product(slope, whiten)), rows)
+        left, sizes, _ = jnp.linalg.svd(rows, full_matrices=rows.shape[0] > rows.shape[1])
+        squares = jnp.pad(sizes, (0, left.shape[1] - sizes.shape[0])) ** 2
+        d_square = product(d_rows, rows.T)
+        # The solver's own columns of U, and not the decomposition's: the two differ by a rotation.
+        turn = product(product(left[:, :size].T, problem.pull(whiten)), basis)
+        mixed = product(product(left.T, d_square + d_square.T), left)
+        outside = mixing(mixed[:, :size], squares, problem.active)
+        inside = product(whiten, product(whiten.T, product(slope, basis)))
+        d_basis = product(whiten, product(product(left, outside), turn)) - 0.5 * inside
+        return d_basis, halved(jnp.diagonal(mixed)[:size], solution.values)
+
+    def kernel(self, problem: KernelRegression) -> Basis:
+        """In the eigenbasis P of K: T = P diag(g)^2 P^T, and P^T L P does without `alpha`."""
+        if problem.solver == "krylov":
+            return _reduced_krylov(problem)
+        vectors, values, scale, gain, turned = problem.in_eigenbasis()
+        if problem.solver == "spectral":
+            leading, residual = find_eigenpairs(
+                lambda block: gain * product(turned, gain * block), scale.shape[0], problem.size, dtype=problem.x.dtype
+            )
+        else:
+            leading, residual = leading_of(gain * turned * gain.T, problem.size), None
+        weights = product(vectors, scale[:, None] * leading.vectors)
+        return _rooted(leading._replace(vectors=weights), values[problem.size - 1], residual)
+
+    def kernel_jvp(self, problem: KernelRegression, tangent: KernelRegression, solution: Basis) -> Slopes:
+        """K L K w = sigma^2 (K^2 + alpha K) w, a symmetric pencil on the range of K."""
+        size, weights, alpha = problem.size, solution.vectors, problem.alpha
+        vectors, _, scale, gain, turned = problem.in_eigenbasis()
+        squares, turn = jnp.linalg.eigh(gain * turned * gain.T)
+        squares, turn = jnp.maximum(squares[::-1], 0.0), turn[:, ::-1]
+        every = product(vectors, scale[:, None] * turn)
+        leading = every[:, :size] * (jnp.arange(size) < problem.active)[None]
+        seen, d_seen = product(problem.x, leading), product(tangent.x, leading)
+        ahead = product(problem.y, seen)
+        d_left = product(tangent.x, ahead) + product(problem.x, product(tangent.y, seen) + product(problem.y, d_seen))
+        d_right = product(tangent.x, seen) + product(problem.x, d_seen) + alpha * d_seen + tangent.alpha * seen
+        d_right = product(every.T, d_right)
+        mixed = product(every.T, d_left) - d_right * squares[None, :size]
+        outside = mixing(mixed, squares, problem.active, problem.cutoff)
+        d_own = product(every, outside) - 0.5 * product(leading, d_right[:size])
+        seen = product(problem.x, weights)
+        rotation = product(leading.T, product(problem.x, seen) + alpha * seen)
+        return product(d_own, rotation), halved(jnp.diagonal(mixed), solution.values)
+
+    def choose_kernel_solver(self, gram: Float[Array, "n n"], alpha: Float[Array, ""], size: int) -> str:
+        """As of all, where rounding allows for a factor of K + alpha I; else from the eigenvectors of K."""
+        if super().choose_kernel_solver(gram, alpha, size) == "dense":
+            return "dense"
+        if is_traced(alpha) or is_traced(gram):  # float64 has room enough below any usual `alpha`
+            return "krylov" if jnp.finfo(gram.dtype).eps < 1e-12 else "spectral"
+        return "krylov" if float(alpha) > float(_cholesky_floor(gram)) else "spectral"
+
+
+def _from_moments(problem: FeatureRegression) -> Basis:
+    """Reduced rank from second moments alone.
+
+    With the Cholesky factor C_x + alpha I = L L^T it is U = L^(-T) Q, with the leading left singular vectors Q of
+    L^(-1) C_xy. Under a `vmap` over `alpha` the eigenvectors of C_x, which all values share, take its place.
+    """
+    size, solver = problem.size, problem.solver
+
+    def factored(square: Array, cross: Array, alpha: Array) -> Basis:
+        factor = jnp.linalg.cholesky(square + alpha * jnp.eye(square.shape[0], dtype=square.dtype))
+        rows = jax.scipy.linalg.solve_triangular(factor, cross, lower=True)
+        (vectors, values, rest), residual = find_left_vectors(rows, size, solver=solver)
+        vectors = jax.scipy.linalg.solve_triangular(factor, vectors, lower=True, trans=1)
+        variance = find_left_vectors(square, size, solver="randomized").leading.values[-1]
+        return Basis(vectors, values, rest, variance, residual)
+
+    def shared(square: Array, cross: Array, alpha: Array) -> Basis:
+        squares, vectors = jnp.linalg.eigh(square)
+        gain = lax.rsqrt(jnp.maximum(squares, 0.0) + alpha)
+        (found, values, rest), residual = find_left_vectors(product(vectors.T, cross), size, scale=gain, solver=solver)
+        return Basis(product(vectors, gain[:, None] * found), values, rest, squares[-size], residual)
+
+    @custom_vmap
+    def solved(square: Array, cross: Array, alpha: Array) -> Basis:
+        return factored(square, cross, alpha)
+
+    @solved.def_vmap
+    def _(_: int, batched: list[bool], *arguments: Array) -> tuple[Basis, Basis]:
+        one = shared if batched == [False, False, True] else factored
+        basis = jax.vmap(one, [0 if mapped else None for mapped in batched])(*arguments)
+        return basis, jax.tree.map(lambda _: True, basis)
+
+    return solved(product(problem.x.T, problem.x), product(problem.x.T, problem.y), problem.alpha)
+
+
+def _rooted(leading: Leading, variance: Array, residual: Array | None = None) -> Basis:
+    values, rest = (jnp.sqrt(jnp.maximum(part, 0.0)) for part in (leading.values, leading.rest))
+    return Basis(leading.vectors, values, rest, variance, residual)
+
+
+def _cholesky_floor(gram: Float[Array, "n n"]) -> Float[Array, ""]:
+    """The least `alpha` at which what the factor of K + alpha I adds in rounding, eps tr(K) / alpha, is below 1 %."""
+    return 100 * float(jnp.finfo(gram.dtype).eps) * jnp.trace(gram)
+
+
+def check_factor(problem: KernelRegression, basis: Basis) -> None:
+    """Raises where the factor of K + alpha I, from which "krylov" finds reduced rank, came out without a number."""
+    if not bool(jnp.isfinite(basis.values[0])):
+        raise ValueError(
+            f"`alpha` must make K + alpha I positive definite in {problem.x.dtype}, got {float(problem.alpha):.3g}. "
+            f"Raise it above {float(_cholesky_floor(problem.x)):.1g}, use solver='dense', or enable x64."
+        )
+
+
+def _reduced_krylov(problem: KernelRegression) -> Basis:
+    gram_x, alpha, number = problem.x, problem.alpha, problem.x.shape[0]
+    factor = jnp.linalg.cholesky(gram_x + alpha * jnp.eye(number, dtype=gram_x.dtype))
+
+    def solve(block: Array) -> Array:
+        return jax.scipy.linalg.cho_solve((factor, True), block)
+
+    def shrink(block: Array) -> Array:
+        return block - alpha * solve(block)  # T
+
+    apply, options = partial(product, problem.y), {"dtype": gram_x.dtype, "inner": shrink}
+    leading, residual = find_eigenpairs(apply, number, problem.size, **options)
+    return _rooted(leading._replace(vectors=solve(leading.vectors)), jnp.trace(gram_x) / problem.size, residual)

@@ -1,0 +1,407 @@
+"""Fitting an evolution operator: an estimator, on explicit features, with a kernel, or on Nystroem features.
+
+`koopman` says what there is to estimate with. Covariances enter as the QR factor of the data, so float32
+does not square the condition number. One decomposition serves all values of `alpha` under `jax.vmap`.
+"""
+
+import warnings
+from functools import partial
+from typing import NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from dissociation._core.checks import check_choice, check_non_negative, check_single, fail, is_traced
+from dissociation._core.linalg import product, scale_of
+from dissociation._core.splits import permutation
+from dissociation._core.validation import validated
+from koopman._operators._diagnostics import (
+    ROWS,
+    hint_columns,
+    warn_inexact,
+    warn_large_alpha,
+    warn_offset,
+    warn_rank,
+    warn_regression,
+    warn_small_columns,
+    warn_tied,
+    warn_unconverged,
+)
+from koopman._operators._estimators import Estimator, span
+from koopman._operators._kernel_operators import fit_with_kernel
+from koopman._operators._kernels import Linear
+from koopman._operators._nystroem import Kernel, nystroem_map
+from koopman._operators._operator import KernelMap, LinearMap, Operator, unshrinking
+from koopman._operators._pairs import (
+    Moments,
+    as_known,
+    check_square,
+    checked_pairs,
+    default_alpha,
+    few_rows,
+    gram_root,
+    mean_of,
+)
+from koopman._operators._solvers import SOLVERS
+from koopman._operators._subspaces import Basis, FeatureRegression, latent, refuse_singular
+
+ROUTES = ("auto", "qr", "covariance")
+
+Data = Float[Array | np.ndarray, "n d"] | Moments
+
+
+@validated
+def fit(
+    estimator: Estimator,
+    x: Data,
+    y: Float[Array | np.ndarray, "n d"] | None = None,
+    *,
+    kernel: Kernel | None = None,
+    centres: Float[Array | np.ndarray, "m d"] | None = None,
+    observable: Float[Array | np.ndarray, "n *o"] | None = None,
+    center: bool = False,
+    route: str = "auto",
+    rtol: float | None = None,
+) -> Operator:
+    """The operator G = U U^T C_xy that an estimator makes of pairs, U^T (C_x + alpha I) U = I.
+
+    The arrays are features, to which the operator is linear; or, with a kernel, states: then it acts in the kernel's
+    space, on the span of all samples, or with `centres` on the span of these alone, which states and successors share.
+    (Meanti et al. 2023 project successors on centres of their own, and estimate M and D at these alone; here all
+    samples serve.)
+
+    Gram matrices hold the squares of what feature matrices hold: with a kernel and no centres, eigenvalues of C_x below
+    8 times the rounding unit of the largest (1e-6 in float32) count as zero in the dense solvers, and `alpha` has to
+    lie well above rounding in the one that factors K + alpha I. Use x64 for smaller ones.
+
+    Args:
+        estimator: `Ridge`, `PrincipalComponents` or `ReducedRank` of `koopman`, with its regularisation.
+        x: Features of the states, or states: [n, d]. Without kernel also `Moments`.
+        y: Features of their successors, one lag later, or these; see `lagged_pairs`. None if `x` are moments.
+        kernel: A module of `koopman`, or any function of two arrays of states to their kernel matrix.
+        centres: Z, for instance `x[choose_centres(...)]`. A default `alpha` is 1e-6 times the mean of k(x, x) on their
+            span.
+        observable: What forecasts return, at the successors' times: [n, ...]. Default: `y`.
+        center: If True, features and observable are taken about their means, and the operator carries the intercept,
+            so that affine maps are exact and trends are drifts. The constant function, whose eigenvalue is 1, is no
+            latent function then: drop a constant feature. Not with a kernel.
+        route: "qr" takes the QR factor of the features; "covariance" C_x itself, faster (0.20 against 0.53 s for 5000
+            digits of 784 pixels, rank 5, float64, on two cores), but C_x squares the condition number: in float32
+            directions of x below 1e-3 of the largest are lost, and an `alpha` below 1e-7 of C_x's largest eigenvalue
+            means nothing. "auto" is "qr" in float32, for fewer than 64 features and for fewer than twice as many pairs
+            as features; else "covariance" if all eigenvalues of C_x exceed 10^6 eps tr(C_x) (2e-10 tr(C_x) in float64),
+            and "qr" if not, which is decided when the program runs (by all members of a `vmap` together). Not for a
+            kernel without centres.
+        rtol: Relative size below which a singular value of the features counts as zero; default d times rounding
+            ("qr", and "auto" with it), or the root of 8 times that ("covariance"). Not for a kernel without centres.
+
+    Returns:
+        The fitted operator. It takes what `x` holds.
+
+    Warns:
+        UserWarning: For known values, if an `alpha` that was given suppresses directions of features that predict, or
+            exceeds eigenvalue number `rank` of k(X, X) / n (for ridge regression, the mean of k(x, x)); if `center` is
+            False and a column of ones lowers the residual (F > 25), or a column's variance is below the rounding of its
+            squared mean; if k(x, x) varies by less than its rounding; if rounding outweighs `alpha`; if the data hold
+            fewer directions than `rank`; if singular values `rank` and `rank` + 1 agree to rounding; once per process,
+            if explicit features are more than pairs and no lower rank is asked for.
+
+    Raises:
+        ValueError: If shapes disagree, there are fewer than two pairs, known data are not finite (the error names the
+            row), their mean square is out of the dtype's range, the rank is above the number of features or samples,
+            the estimator's solver is none for these data, `alpha` is zero and C_x or K is singular (the error names
+            its rank), K + alpha I is not positive definite in the dtype's precision where it has to be, or the
+            kernel's values are no symmetric [n, n], not finite, negative for a state with itself, or out of range.
+        TypeError: If data are not real numbers, or the kernel does not give an array of them.
+
+    References:
+        Kostic et al. (2022), Learning dynamical systems via Koopman operator regression in RKHS, eq. 7 to 9; Meanti et
+        al. (2023), Estimating Koopman operators with sketching to provably learn large scale dynamical systems.
+
+    >>> from koopman import ReducedRank
+    >>> cycle = np.eye(3, dtype=np.float32)[np.arange(12) % 3]
+    >>> operator = fit(ReducedRank(rank=3, alpha=0.0), cycle[:-1], cycle[1:])
+    >>> jnp.abs(jnp.linalg.eigvals(operator.core)).round(4)
+    Array([1., 1., 1.], dtype=float32)
+    """
+    check_choice("route", route, ROUTES)
+    check_single("alpha", estimator.alpha)
+    check_single("rank", estimator.rank)
+    if rtol is not None:
+        check_non_negative("rtol", rtol)
+    if kernel is None:
+        if centres is not None:
+            fail("kernel", "be given with `centres`", "None")
+        problem, shape = _problem(x, y, observable, center)
+        solver = estimator.solver or estimator.feature_solver
+        operator = _fit(estimator, problem, shape, None, solver, route, rtol)
+        _warn_regression(estimator, operator, x, y, center)
+        return operator
+    if isinstance(x, Moments) or y is None:
+        got = "moments" if isinstance(x, Moments) else "no `y`"
+        fail("x", "be states, with their successors `y`, where there is a `kernel`", got)
+    if center:
+        fail("center", "be False with a kernel", center, "Take the states about their mean")
+    if centres is not None:
+        return _fit_on_centres(estimator, x, y, kernel, centres, observable, route, rtol)
+    for name, value, only in (("route", "qr" if route == "auto" else route, "qr"), ("rtol", rtol, None)):
+        if value != only:
+            fail(name, f"be {only!r} for a kernel without `centres`", repr(value))
+    operator = fit_with_kernel(estimator, x, y, kernel, observable)
+    _warn_regression(estimator, operator, x, y, False, kernel)
+    return operator
+
+
+class _Problem(NamedTuple):
+    """Rows whose products are the moments: data, or the factor of their moments."""
+
+    x: Array  # [m, d], x^T x = m C_x
+    y: Array  # [m, d], x^T y = m C_xy
+    observable: Array | None  # [m, o]; None: y
+    offset: Array  # [d], of x; with that of y and the observable zero unless centred
+    offset_y: Array  # [d]
+    mean_observable: Array  # [o]
+    drift: Array  # [d], from the one offset to the other
+    mean: Array  # [d], of x about its offset
+    scale: Array | np.ndarray  # of the rows, m^(-1/2) for data; applied by `_in_units`
+    pairs: Array | int  # their number
+
+
+def _problem(
+    x: Array | np.ndarray | Moments, y: Array | np.ndarray | None, observable: Array | np.ndarray | None, center: bool
+) -> tuple[_Problem, tuple[int, ...]]:
+    if isinstance(x, Moments):
+        if y is not None or observable is not None or center:
+            fail("x", "stand alone when it is `Moments`: they hold successors, observable and means", "more arguments")
+        return _from_moments(x)
+    if y is None:
+        fail("y", "be given with `x`", "None", "See koopman.lagged_pairs")
+    return _from_pairs(x, y, observable, center)
+
+
+def _fit(
+    estimator: Estimator,
+    problem: _Problem,
+    shape: tuple[int, ...],
+    fallback: Array | None,
+    solver: str,
+    route: str,
+    rtol: float | None,
+) -> Operator:
+    (number, width), dtype, given = (problem.pairs, problem.x.shape[1]), problem.x.dtype, estimator.alpha is not None
+    asked = jnp.asarray(estimator.alpha, dtype) if given else fallback
+    # Without regularisation the span does not depend on the sizes of columns, and nor must rank cuts.
+    free = estimator.rank is None or estimator.inverts_all or estimator.size == width
+    level = free and (asked is None or (not is_traced(asked) and float(asked) == 0.0))
+    problem, alpha, largest, trace, units = _in_units(problem, asked, level)
+    size, active, solver = latent(estimator.rank, width, "features", solver, SOLVERS)
+    rounding = float(jnp.finfo(dtype).eps)
+    few = isinstance(number, int) and number < 2 * width
+    if route == "auto" and (rtol is not None or rounding > 1e-12 or width < 64 or few):
+        route = "qr"
+    known = not is_traced(alpha) and not is_traced(problem.x) and not is_traced(problem.y)
+    if not is_traced(largest) and float(largest) > 0:
+        check_square("x", float(trace) / width * float(units[0]) * float(units[0]), "a mean square", dtype)
+    if known and float(alpha) == 0.0:  # by default, too, where all features are zero
+        if float(trace) == 0 and (fallback is not None or np.asarray(problem.offset).any()):
+            got = "constant ones alone" if fallback is None else "k(x, centres) = 0, as all are far from the centres"
+            fail("x", "hold features that vary", got)
+        values = np.linalg.svd(np.asarray(gram_root(problem.x)), compute_uv=False)
+        needed, what = width if estimator.inverts_all else size, ("the covariance of `x`", "C_x")
+        cutoff = rtol if rtol is not None else (8 * rounding) ** 0.5 if route == "covariance" else width * rounding
+        refuse_singular(type(estimator).__name__, values, cutoff, needed, width, what)
+    regression = FeatureRegression(
+        problem.x, problem.y, alpha, jnp.asarray(size if active is None else active), size, solver, route, rtol
+    )
+    basis = span(estimator, regression)
+    warn_unconverged(basis.residual, rounding)
+    operator, cutoff = _assemble(problem, regression, basis, units, shape, given)
+    if known and active is None:
+        if fallback is not None:
+            which = "the mean eigenvalue of C_x" if estimator.rank is None else f"eigenvalue {size} of C_x"
+            warn_large_alpha(alpha, basis.variance, trace, which, units[0])
+        if estimator.rank is not None:
+            warn_rank(operator)
+        if asked is None and not level:
+            warn_small_columns(jnp.sum(problem.x**2, 0), alpha)
+        warn_tied(np.asarray(basis.values), np.asarray(basis.rest), float(cutoff))
+        warn_inexact(operator)
+    return operator
+
+
+@partial(jax.jit, static_argnames="level")
+def _in_units(
+    problem: _Problem, alpha: Array | None, level: bool
+) -> tuple[_Problem, Array, Array, Array, tuple[Array, Array, Array]]:
+    """Return the problem and alpha in a unit in which squares neither overflow nor vanish.
+
+    With `level` columns of x are divided by powers of two near their sizes. Further results: the largest entry of x;
+    the trace of C_x in that unit; the unit, the divisors, and the trace over that of levelled columns.
+    """
+    scale = problem.scale
+    largest = jnp.max(jnp.abs(problem.x)) * scale
+    unit = scale_of(largest)
+    observable = None if problem.observable is None else problem.observable * scale
+    x, y = problem.x * (scale / unit), problem.y * (scale / unit)
+    sizes = scale_of(jnp.max(jnp.abs(x), 0))
+    # About its mean a constant column is the rounding of that mean, which would be levelled.
+    floor = 4 * jnp.finfo(x.dtype).eps * jnp.abs(problem.offset) / unit / sizes
+    x = jnp.where((jnp.sqrt(jnp.sum((x / sizes[None]) ** 2, 0)) < floor)[None], 0.0, x)
+    trace = jnp.sum(x**2)
+    sizes = sizes if level else jnp.ones_like(sizes)
+    x = x / sizes[None]
+    within = jnp.sum(x**2)
+    rank = jnp.minimum(problem.pairs, x.shape[1])
+    alpha = default_alpha(within, rank) if alpha is None else alpha / unit / unit
+    share = jnp.where(within > 0, trace, 1.0) / jnp.where(within > 0, within, 1.0)
+    return problem._replace(x=x, y=y, observable=observable), alpha, largest, trace, (unit, sizes, share)
+
+
+def _fit_on_centres(
+    estimator: Estimator,
+    x: Array | np.ndarray,
+    y: Array | np.ndarray,
+    kernel: Kernel,
+    centres: Array | np.ndarray,
+    observable: Array | np.ndarray | None,
+    route: str,
+    rtol: float | None,
+) -> Operator:
+    x, y, flat, shape = checked_pairs(x, y, observable)
+    features = nystroem_map(kernel, centres)
+    features_x, features_y = features(x), features(y)
+    trace = jnp.sum(features_x**2) / x.shape[0]
+    linear = isinstance(kernel, Linear)  # explicit features, as without centres
+    fallback = 8 * jnp.finfo(trace.dtype).eps * trace if linear else default_alpha(trace)
+    with warnings.catch_warnings():  # columns of features are none of the caller's; `nystroem_map` has warned
+        warnings.filterwarnings("ignore", "Column .* varies by", module="koopman")
+        problem, _ = _from_pairs(features_x, features_y, flat, center=False)
+    fitted = _fit(estimator, problem, shape, fallback, estimator.solver or "auto", route, rtol)
+    rows = (x, y) if len(centres) >= x.shape[1] else (features_x, features_y)
+    _warn_regression(estimator, fitted, *rows, False, kernel)
+
+    def lifted(linear: LinearMap | KernelMap) -> KernelMap:
+        matrix = linear.matrix if isinstance(linear, LinearMap) else linear.coefficients
+        return KernelMap(features.kernel, features.centres, product(features.whitening, matrix))
+
+    return eqx.tree_at(lambda o: (o.encode, o.dual), fitted, (lifted(fitted.encode), lifted(fitted.dual)))
+
+
+def _from_pairs(
+    x: Array | np.ndarray, y: Array | np.ndarray, observable: Array | np.ndarray | None, center: bool
+) -> tuple[_Problem, tuple[int, ...]]:
+    given, (x, y, flat, shape) = x, checked_pairs(x, y, observable, as_known)
+    number, scale = x.shape[0], np.asarray(x.shape[0] ** -0.5, x.dtype)
+    means, zeros = zip(*((mean_of(part)[0], np.zeros(part.shape[1], x.dtype)) for part in (x, y, flat)), strict=True)
+    offsets, mean = (means, zeros[0]) if center else (zeros, means[0])
+    parts = [x, y, flat] if observable is not None else [x, y]
+    if center:
+        # About the mean as it is stored, which is within rounding of the mean: what the operator subtracts is the same.
+        parts = [part - offset[None] for part, offset in zip(parts, offsets, strict=False)]
+    else:
+        warn_offset(given)
+    x, y, *shown = few_rows(*parts)
+    offset, offset_y, offset_o = offsets
+    drift = offset_y - offset
+    return _Problem(x, y, shown[0] if shown else None, offset, offset_y, offset_o, drift, mean, scale, number), shape
+
+
+def _from_moments(seen: Moments) -> tuple[_Problem, tuple[int, ...]]:
+    width, width_y, _ = seen.widths
+    if width_y != width:
+        fail("x", f"hold moments of as many features of the successors as of the states ({width})", width_y)
+    if not is_traced(seen.root) and not np.isfinite(np.asarray(seen.root)).all():
+        fail("x", "be moments of finite data", "others", "Outside jit `moments` names the row that is not finite")
+    x, y, observable = jnp.split(seen.root * jax.lax.rsqrt(seen.count), [width, width + width_y], 1)
+    offset, offset_y, mean = seen.mean_x, seen.mean_y, seen.mean_observable
+    drift = (offset_y - offset) + (seen.rest[1 + width : 1 + 2 * width] - seen.rest[1 : 1 + width])
+    about = jnp.zeros_like(offset)
+    if not seen.center:
+        about, offset, offset_y, drift, mean = offset, about, about, about, jnp.zeros_like(mean)
+    one = jnp.ones_like(seen.count)
+    return _Problem(x, y, observable, offset, offset_y, mean, drift, about, one, seen.count), mean.shape
+
+
+def _warn_regression(
+    estimator: Estimator,
+    operator: Operator,
+    x: Data,
+    y: Array | np.ndarray | None,
+    center: bool,
+    kernel: Kernel | None = None,
+) -> None:
+    """Warn of what a regression of known successors on explicit features, as of a linear kernel, would do better."""
+    if is_traced(operator.core) or is_traced(operator.alpha):
+        return
+    if kernel is not None and not (isinstance(kernel, Linear) and not isinstance(x, Moments) and x.shape[1] < len(x)):
+        return
+    eps = float(jnp.finfo(operator.core.dtype).eps)
+    if isinstance(x, Moments):
+        count, (width, _, _), center, slack = float(x.count), x.widths, x.center, 8 * eps
+        root = np.asarray(x.root, float)[: 2 * width]
+        now, later = (np.pad(root[:, at : at + width], ((0, 1), (0, 0))) for at in (0, width))
+        # Of ones only the products with the data are known: in the span of x, of y beyond, and in a row beyond both.
+        total, block = count * np.concatenate(x.total[0][1:] + x.total[1][1:], axis=None), later[width:-1]
+        ones = np.linalg.lstsq(now[:width].T, total[:width])[0]
+        rest = total[width : 2 * width] - later[:width].T @ ones
+        rounding = 8 * width * eps * np.linalg.norm(later) / max(np.linalg.norm(block), np.finfo(float).tiny)
+        ones = np.append(ones, np.linalg.lstsq(block.T, rest, rcond=float(rounding))[0])
+        ones = np.append(ones, max(0.0, count - ones @ ones) ** 0.5)
+    else:
+        hint_columns(x, estimator.rank)
+        some = np.sort(permutation(x.shape[0])[: max(ROWS, 4 * x.shape[1])])
+        now, later = (np.asarray(part, float)[some] for part in (x, y))
+        if center:
+            now, later = now - now.mean(0), later - later.mean(0)
+        count, width, ones, slack = len(some), x.shape[1], np.ones(len(some)), 1e-20
+    alpha = float(operator.alpha) if operator.given else None
+    size = width if estimator.inverts_all or estimator.rank is None else operator.core.shape[0]
+    warn_regression(now, later, None if center else ones, count=count, slack=slack, eps=eps, alpha=alpha, size=size)
+
+
+@partial(jax.jit, static_argnames=("shape", "given"))
+def _assemble(
+    problem: _Problem,
+    regression: FeatureRegression,
+    solution: Basis,
+    units: tuple[Array, Array, Array],
+    shape: tuple[int, ...],
+    given: bool,
+) -> tuple[Operator, Array]:
+    """The operator, from what is in units of the features, and the relative size at which values count as zero."""
+    basis, values, alpha, cutoff = solution.vectors, solution.values, regression.alpha, regression.threshold
+    unit, sizes, share = units
+    penalty = alpha * product(basis.T, basis)
+    undo = unshrinking(penalty)
+    latent_x, basis = product(problem.x, basis), basis / sizes[:, None]
+    latent_y, across = product(problem.y, basis), product(latent_x, undo)
+    dual = product(problem.y.T, across)
+    gram_x = product(latent_x.T, latent_x)
+    # Singular values tell nothing of directions if successors have columns of different units.
+    heights = jnp.max(jnp.abs(problem.y), 0)
+    uneven = jnp.any((heights > 0) & (heights < jnp.finfo(heights.dtype).eps ** 0.5 * jnp.max(heights)))
+    held = jnp.where(uneven, jnp.diagonal(gram_x + penalty) > 0.5, values > cutoff * jnp.max(values))
+    operator = Operator(
+        encode=LinearMap(problem.offset, basis / unit),
+        dual=LinearMap(problem.offset_y, dual * unit),
+        core=product(across.T, latent_y),
+        drift=product(problem.drift[None], basis / unit)[0],
+        readout=dual.T * unit if problem.observable is None else product(across.T, problem.observable),
+        mean_observable=problem.mean_observable,
+        mean_latent=product(problem.mean[None], basis / unit)[0],
+        gram_x=gram_x,
+        gram_y=product(latent_y.T, latent_y),
+        cross_gram=product(latent_x.T, latent_y),
+        dual_gram=product(dual.T, dual) * unit * unit,
+        basis_gram=product(basis.T, basis) / unit / unit,
+        penalty=penalty,
+        singular_values=values * unit,
+        alpha=alpha * share * unit * unit,
+        effective_rank=jnp.sum(held),
+        observable_shape=shape,
+        given=given,
+    )
+    return operator, cutoff

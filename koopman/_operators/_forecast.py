@@ -1,0 +1,250 @@
+"""Forecasts of a fitted operator, and how good they are."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Annotated
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from dissociation._core.checks import check_count, check_non_negative, fail, is_traced
+from dissociation._core.linalg import product
+from dissociation._core.types import Count, InTime
+from dissociation._core.validation import validated
+from koopman._operators._diagnostics import warn_narrowed
+from koopman._operators._operator import LinearMap, Operator
+from koopman._operators._spectrum import decompose, modes
+
+Steps = Int[Array | np.ndarray, " t"] | Sequence[int] | Count
+
+
+@validated
+def predict(operator: Operator, x: Float[Array | np.ndarray, "n d"], steps: Steps = 1) -> Float[Array, "..."]:
+    """E[o(x_{t + steps}) | x_t] of the observable that the operator was fitted with, by default the features.
+
+    [1, u(x)] T^(s-1) [mean; D] of `koopman`, by repeated squaring: step 1000 costs ten products of T.
+
+    Args:
+        operator: A fitted operator.
+        x: Features of the present states (states, for a kernel operator).
+        steps: Lags ahead, at least 1: a number, or a list [T] for many horizons at once. May be traced.
+
+    Returns:
+        Forecasts [n, ...] for a number, [T, n, ...] for a list; NaN where x is.
+
+    Warns:
+        UserWarning: For known values and up to 500 latent functions, if modes lose 1 % of the forecast to `alpha`.
+
+    Raises:
+        ValueError: If x has another width than the operator was fitted on, a step is below 1, or beyond the integers
+            that JAX computes with (2^31 - 1, and 2^63 - 1 in x64).
+
+    References:
+        Kostic et al. (2022), section 2.
+    """
+    steps = _checked(steps)
+    warn_narrowed(x)
+    _warn_lost(operator, steps)
+    latent = jnp.pad(operator.encode(x), ((0, 0), (1, 0)), constant_values=1.0)
+    core = jnp.concatenate([operator.drift[None], operator.core])
+    step = jnp.pad(core, ((0, 0), (1, 0))).at[0, 0].set(1.0)
+    if isinstance(steps, int) or (not isinstance(steps, np.ndarray) and steps.ndim == 0):
+        exponents = np.asarray([steps - 1]) if isinstance(steps, int) else (steps - 1)[None]
+        return _read(operator, product(latent, matrix_powers(step, exponents)[0]))
+    powers = matrix_powers(step, steps - 1)
+    return _read(operator, product(latent[None], powers))
+
+
+def _read(operator: Operator, latent: Array) -> Array:
+    flat = product(latent, jnp.concatenate([operator.mean_observable[None], operator.readout]))
+    return flat.reshape(*flat.shape[:-1], *operator.observable_shape)
+
+
+def _warn_lost(operator: Operator, steps: int | np.ndarray | Array) -> None:
+    """Warns if what `alpha` still takes off the modes per step adds up to 1 % of the forecast."""
+    if any(is_traced(leaf) for leaf in (operator.core, operator.alpha, steps)) or operator.core.shape[0] > 500:
+        return
+    ahead = np.asarray(steps, float).reshape(-1, 1)
+    # A bound first, which is the least of a decomposition's work: of most operators there is nothing to say.
+    if ahead.max(initial=0.0) * np.linalg.norm(np.asarray(operator.penalty), 2) ** 4 < 1e-5:
+        return
+    with jax.ensure_compile_time_eval():  # also where a known operator is used under a trace
+        modulus, kept, share = (np.asarray(part, float) for part in _mode_losses(operator))
+    with np.errstate(all="ignore"):
+        lost = np.sqrt(np.sum((share * modulus ** (ahead - 1) * (1 - kept**ahead)) ** 2, 1))
+    if lost.max(initial=0.0) > 1e-2:
+        worst = np.argmax(lost)
+        warnings.warn(
+            f"`alpha` ({float(operator.alpha):.3g}) takes {lost[worst]:.2g} of the forecast {int(ahead[worst, 0])} "
+            "steps ahead: modes that it suppresses lose some of their size at every step. Lower it.",
+            stacklevel=1,
+        )
+
+
+@eqx.filter_jit
+def _mode_losses(operator: Operator) -> tuple[Array, Array, Array]:
+    """Moduli of the eigenvalues, their shrinkage and shares."""
+    found = decompose(operator)
+    return jnp.abs(found.eigenvalues), found.shrinkage, modes(operator, spectrum=found).share
+
+
+def _checked(steps: Steps) -> int | np.ndarray | Array:
+    if is_traced(steps):
+        return steps  # pyright: ignore[reportReturnType]
+    known = np.asarray(steps)
+    if known.min() < 1:
+        fail("steps", "be at least 1", steps)
+    _check_integers("steps", known)
+    return int(known) if known.ndim == 0 else known
+
+
+def _check_integers(name: str, known: np.ndarray) -> None:
+    """Raises where a known number would wrap around."""
+    largest = jnp.iinfo(jax.dtypes.canonicalize_dtype(np.int64)).max
+    if known.max(initial=0) > largest:
+        fail(name, f"be at most {largest}", known.max())
+
+
+@validated
+def matrix_powers(
+    matrix: Float[Array | np.ndarray, "r r"], exponents: Int[Array | np.ndarray, " t"]
+) -> Float[Array, "t r r"]:
+    """Powers of one matrix, by one squaring per binary digit that all of them share.
+
+    Args:
+        matrix: A square matrix.
+        exponents: Non-negative; may be traced, which costs the 31 squarings of the largest there could be.
+
+    Returns:
+        The powers, in the order of the exponents; NaN for a traced exponent below zero.
+
+    Raises:
+        ValueError: If the matrix is not square, or a known exponent is negative or beyond JAX's integers.
+    """
+    check_non_negative("exponents", exponents)
+    if not is_traced(exponents):
+        _check_integers("exponents", np.asarray(exponents))
+    digits = 31 if is_traced(exponents) else int(np.max(np.asarray(exponents), initial=1)).bit_length()
+    return _matrix_powers(jnp.asarray(matrix), jnp.asarray(exponents), digits)
+
+
+@partial(jax.jit, static_argnames="digits")
+def _matrix_powers(matrix: Array, exponents: Array, digits: int) -> Array:
+    eye = jnp.eye(matrix.shape[0], dtype=matrix.dtype)
+
+    def body(digit: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
+        powers, square = state
+        left = exponents >> digit
+        used = ((left & 1) == 1)[:, None, None]
+        # What is not used is neither multiplied nor squared: it may overflow, here or in a gradient.
+        powers = jnp.where(used, product(powers, jnp.where(used, square[None], eye[None])), powers)
+        square = jnp.where(jnp.any(left > 1), square, 0.0)
+        return powers, product(square, square)
+
+    powers = lax.fori_loop(0, digits, body, (jnp.broadcast_to(eye, (*exponents.shape, *eye.shape)), matrix))[0]
+    return jnp.where((exponents < 0)[:, None, None], jnp.nan, powers)
+
+
+@validated
+def risk(
+    operator: Operator, x: Float[Array | np.ndarray, "n d"], y: Float[Array | np.ndarray, "n d"]
+) -> Float[Array, ""]:
+    """E |phi(y) - G^* phi(x)|^2 in the space of the features: the mean squared error of forecasting features.
+
+    Args:
+        operator: A fitted operator.
+        x: Features (states, for a kernel operator).
+        y: Those of the successors.
+
+    Returns:
+        A non-negative number in the units of the squared features.
+
+    Raises:
+        ValueError: If lengths disagree or widths are not those fitted.
+
+    References:
+        Kostic et al. (2022), eq. 4.
+    """
+    warn_narrowed(x, y)
+    latent = operator.encode(x)
+    if isinstance(operator.dual, LinearMap):
+        error = jnp.asarray(y) - operator.dual.offset[None] - product(latent, operator.dual.matrix.T)
+        return jnp.mean(jnp.sum(error**2, 1))
+    kernel = operator.dual.kernel
+    within = jnp.mean(lax.map(lambda row: kernel(row[None], row[None])[0, 0], jnp.asarray(y)))
+    across = jnp.mean(jnp.sum(latent * operator.dual(y), 1))
+    return within - 2 * across + jnp.mean(jnp.sum(product(latent, operator.dual_gram) * latent, 1))
+
+
+@validated
+def r2_score(target: Float[Array | np.ndarray, "n *o"], forecast: Float[Array | np.ndarray, "n *o"]) -> Array:
+    """1 - sum of squared errors / sum of squared deviations, averaged over the entries of the observable.
+
+    Entries that are constant in `target` count as 1 if they are forecast exactly and as 0 if not, as in scikit-learn.
+
+    Args:
+        target: What came.
+        forecast: What was forecast, in the same shape.
+
+    Returns:
+        At most 1; 0 for the mean's own error.
+
+    Raises:
+        ValueError: If shapes differ, or there are fewer than two samples.
+    """
+    if np.shape(target) != np.shape(forecast):
+        fail("forecast", f"have the shape of `target` {np.shape(target)}", np.shape(forecast))
+    if target.shape[0] < 2:
+        fail("target", "hold at least two samples: one has no spread", f"shape {np.shape(target)}")
+    warn_narrowed(target, forecast)
+    return _r2_score(*(jnp.asarray(array).reshape(np.shape(target)[0], -1) for array in (target, forecast)))
+
+
+@jax.jit
+def _r2_score(target: Array, forecast: Array) -> Array:
+    away, off = target - jnp.mean(target, 0)[None], target - forecast
+    unit = lax.stop_gradient(jnp.max(jnp.abs(away), 0))  # squares of the data may overflow, or vanish
+    constant = jnp.all(target == target[:1], 0)  # whose mean may have rounded
+    unit = jnp.where(constant | (unit == 0), 1.0, unit)[None]
+    error, spread = jnp.sum((off / unit) ** 2, 0), jnp.sum((away / unit) ** 2, 0)
+    ratio = 1.0 - error / jnp.where(constant, 1.0, spread)
+    return jnp.mean(jnp.where(constant, jnp.where(jnp.all(off == 0, 0), 1.0, 0.0), ratio))
+
+
+@validated(finite=("trajectory",))
+def score(
+    operator: Operator,
+    trajectory: Annotated[Float[Array | np.ndarray, "time d"], InTime()],
+    *,
+    lag: int = 1,
+    steps: int = 1,
+    observable: Annotated[Float[Array | np.ndarray, "time *o"], InTime()] | None = None,
+    metric: Callable[[Array, Array], Array] = r2_score,
+) -> Array:
+    """Return a metric of the states at t + lag * steps and their forecasts from t.
+
+    Args:
+        operator: An operator fitted on pairs of this lag.
+        trajectory: Features (states, for a kernel operator) in the order of time. A frame is read as by `lagged_pairs`.
+        lag: Samples from x to y in the pairs of the fit.
+        steps: Lags ahead.
+        observable: What was forecast, at the same times as `trajectory`; default `trajectory` itself.
+        metric: Of targets and forecasts [n, ...].
+
+    Returns:
+        The metric, by default R^2.
+
+    Raises:
+        ValueError: If the trajectory is not longer than lag * steps, or is not finite.
+        TypeError: If `lag` or `steps` is no Python integer.
+    """
+    ahead = check_count("lag", lag, minimum=1) * check_count("steps", steps, minimum=1)
+    observable = trajectory if observable is None else observable
+    if trajectory.shape[0] <= ahead:
+        fail("trajectory", f"be longer than lag * steps ({ahead})", f"{trajectory.shape[0]} samples")
+    return metric(jnp.asarray(observable)[ahead:], predict(operator, trajectory[:-ahead], steps))

@@ -1,0 +1,189 @@
+"""The generator of reversible overdamped Langevin dynamics, from samples of its equilibrium alone.
+
+For dX = -grad V dt / gamma + sqrt(2 D) dW the generator L is self-adjoint in L2 of the invariant measure, and its
+quadratic form needs gradients only: -<f, L g> = D E[grad f . grad g]. No lag, and no pairs: samples in any order serve.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from dissociation._core.checks import check_count, check_non_negative, check_positive, fail, is_traced
+from dissociation._core.linalg import product, scale_of
+from dissociation._core.types import Scalar
+from dissociation._core.validation import validated
+from koopman._operators._diagnostics import warn_large_alpha, warn_narrowed, warn_offset
+from koopman._operators._pairs import check_square, default_alpha, gram_root
+from koopman._operators._perturbation import couplings
+
+
+class Generator(NamedTuple):
+    """Eigenpairs of a generator.
+
+    Attributes:
+        eigenvalues: Rates, non-positive and falling from the slowest: [r].
+        coefficients: Eigenfunctions are features times these columns, of mean square 1 on the samples; the largest
+            coefficient is positive: [d, r].
+        support: How many samples carry each eigenfunction: n (E f^2)^2 / E f^4, from 1 to n: [r]. A slow rate on a few
+            samples is one that they alone suggest.
+    """
+
+    eigenvalues: Float[Array, " r"]
+    coefficients: Float[Array, "d r"]
+    support: Float[Array, " r"]
+
+
+@validated(finite=("x", "jac"))
+def fit_generator(
+    x: Float[Array | np.ndarray, "n d"],
+    jac: Float[Array | np.ndarray, "n d m"],
+    *,
+    rank: int,
+    diffusion: Scalar = 1.0,
+    alpha: Scalar | None = None,
+    shift: Scalar | None = None,
+) -> Generator:
+    r"""Rayleigh and Ritz for the resolvent (shift - L)^{-1} in the energy space, with Tikhonov regularisation.
+
+        C c = mu (shift (C + alpha I) + E) c,     rate = shift - 1 / mu,     C = E[phi phi^T],   E = D E[J J^T]
+
+    In the energy space, where <f, g> = shift E[f g] - E[f L g] = f^T (shift C + E) g, the resolvent has the quadratic
+    form E[f^2] = f^T C f. So -rate is (E + shift alpha I) / C along c: regularisation makes directions that the samples
+    hardly hold (C << alpha) fast and sorts them last; added to C alone it would make them slow. The shift sets how
+    much: without alpha it cancels.
+
+    By the variational principle rates of the exact moments lie at or below the true ones, and below those at alpha = 0
+    for any alpha. Samples err to either side. Where a few lie alone in a tail, features that are flat there make a
+    function of them with a rate near 0, which only a larger alpha or wider features remove: see `Generator.support`.
+
+    Args:
+        x: Features phi of samples of the invariant measure.
+        jac: Their derivatives with respect to the state's m coordinates.
+        rank: Slowest eigenpairs returned, at most d.
+        diffusion: D, in units of length^2 / time: k_B T / gamma; s^2 / 2 for dynamics with noise s dW, which is
+            sigma^2 / (2 friction^2) for `datasets.overdamped_langevin`.
+        alpha: Tikhonov regularisation in the units of C, non-negative. None is rounding, as in `koopman.fit`,
+            of features that are brought to one size. Of narrow features it leaves slow rates on few samples, which
+            `alpha=1e-6 * mean(x**2)` may remove.
+        shift: Positive, in units of 1 / time. None is tr(E) / tr(C), the mean rate of the features; rates far from it
+            lose digits.
+
+    Returns:
+        The slowest eigenpairs; the constant function, if it is among the features' span, comes first with rate 0, or
+        -shift alpha |c|^2. Directions that the samples do not hold at all come last, with rate minus infinity.
+        Derivatives are not finite where rates coincide.
+
+    Warns:
+        UserWarning: Where values are known, if `alpha` exceeds tr(C) / d, or a feature's variance is below the rounding
+            of its squared mean.
+
+    Raises:
+        ValueError: If shapes disagree, data are not finite, an option is out of range, or rates are out of the dtype's.
+
+    References:
+        Kostic, Lounici, Halconruy, Devergne and Pontil (2024), Learning the infinitesimal generator of stochastic
+        diffusion processes (the energy space and its regularised risk).
+    """
+    check_positive("diffusion", diffusion)
+    if alpha is not None:
+        check_non_negative("alpha", alpha)
+    if shift is not None:
+        check_positive("shift", shift)
+    size = check_count("rank", rank, minimum=1)
+    if size > x.shape[1]:
+        fail("rank", f"be at most the number of features ({x.shape[1]})", rank)
+    warn_narrowed(x, jac)
+    warn_offset(x, advice="take them about their mean")
+    width = x.shape[1]
+    x = jnp.asarray(x)
+    parts = _forms(x, jnp.asarray(jac), jnp.asarray(diffusion, x.dtype), alpha is None)
+    x, root, slope, units, pace, held, energy = parts
+    if shift is None:  # any will do where there is no energy, or nothing at all
+        known = (held > 0) & (energy > 0)
+        shift = jnp.where(known, energy, 1.0) / jnp.where(known, held, 1.0)
+    else:
+        shift = jnp.asarray(shift, x.dtype) / pace / pace
+    unit = units[0]
+    penalty = default_alpha(held, min(x.shape)) if alpha is None else jnp.asarray(alpha, x.dtype) / unit / unit
+    if not (is_traced(held) or is_traced(energy) or is_traced(penalty)):
+        if energy > 0 and held > 0:
+            check_square("jac", float(energy / held) * float(pace) ** 2, "squares, over those of `x`,", x.dtype)
+        warn_large_alpha(penalty, held / width, held, "the mean eigenvalue of E[phi phi^T]", unit)
+    return _generator(x, root, slope, units, pace, shift, penalty, size)
+
+
+@partial(jax.jit, static_argnames="level")
+def _forms(x: Array, jac: Array, diffusion: Array, level: bool) -> tuple[Any, ...]:
+    """Return features, roots of both forms, units in which squares neither overflow nor vanish, and traces.
+
+    The units of features are one for all, and with `level` powers of two near the sizes of the columns.
+    """
+    number, width = x.shape
+    flat = jnp.moveaxis(jac, 2, 1).reshape(-1, width)
+    unit = scale_of(jnp.max(jnp.abs(x)))
+    x, flat = x / unit, flat / unit * jnp.sqrt(diffusion)
+    sizes = scale_of(jnp.max(jnp.abs(x), 0)) if level else jnp.ones(width, x.dtype)
+    x, flat = x / sizes[None], flat / sizes[None]
+    pace = scale_of(jnp.max(jnp.abs(flat)))
+    root, slope = gram_root(x * number**-0.5), gram_root(flat / pace * number**-0.5)
+    return x, root, slope, (unit, sizes), pace, jnp.sum(root**2), jnp.sum(slope**2)
+
+
+@partial(jax.jit, static_argnames="size")
+def _generator(
+    x: Array,
+    root: Array,
+    slope: Array,
+    units: tuple[Array, Array],
+    pace: Array,
+    shift: Array,
+    penalty: Array,
+    size: int,
+) -> Generator:
+    number, width = x.shape
+    rows, ridge = jnp.stack([jnp.sqrt(shift) * root, slope]), shift * penalty
+    vectors = _pencil(rows, ridge)[:, :size]
+    # Rayleigh's quotient, whose numerator cannot turn negative and does not cancel.
+    held, energy = jnp.sum(product(rows, vectors[None]) ** 2, 1)
+    held_up = held > (width * jnp.finfo(x.dtype).eps) ** 2
+    square = jnp.where(held_up, held / shift, 1.0)
+    coefficients = vectors * jax.lax.rsqrt(square)[None]
+    rates = jnp.where(held_up, -(energy + ridge * jnp.sum(vectors**2, 0)) / square * pace * pace, -jnp.inf)
+    moment = jnp.mean(product(x, coefficients) ** 4, 0)
+    coefficients = coefficients / units[1][:, None] / units[0]
+    largest = jnp.take_along_axis(coefficients, jnp.argmax(jnp.abs(coefficients), 0)[None], 0)
+    coefficients = coefficients * jnp.where(largest < 0, -1.0, 1.0)
+    return Generator(rates, coefficients, jnp.where(held_up, number / jnp.where(held_up, moment, 1.0), 0.0))
+
+
+@jax.custom_jvp
+def _pencil(rows: Float[Array, "2 d d"], ridge: Float[Array, ""]) -> Float[Array, "d d"]:
+    """Eigenvectors v of H v = s^2 A v with v^T A v = 1, s falling; A = H + rows[1]^T rows[1] + ridge I.
+
+    H = rows[0]^T rows[0]. The cosines of the stacked rows' singular vectors do not square the condition number.
+    """
+    width = rows.shape[-1]
+    stack = jnp.concatenate([*rows, jnp.sqrt(ridge) * jnp.eye(width, dtype=rows.dtype)])
+    left, sizes, right = jnp.linalg.svd(stack, full_matrices=False)
+    kept = sizes > width * jnp.finfo(rows.dtype).eps * sizes[0]
+    whiten = right.T * jnp.where(kept, 1.0 / jnp.where(kept, sizes, 1.0), 0.0)[None]
+    return product(whiten, jnp.linalg.svd(left[:width] * kept[None])[2].T)
+
+
+@_pencil.defjvp
+def _pencil_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    (rows, ridge), (d_rows, d_ridge) = primals, tangents
+    vectors = _pencil(rows, ridge)
+    seen = product(rows, vectors[None])
+    half = product(jnp.swapaxes(seen, 1, 2), product(d_rows, vectors[None]))
+    d_held, d_slope = half + jnp.swapaxes(half, 1, 2)
+    d_energy = d_held + d_slope + d_ridge * product(vectors.T, vectors)
+    squares = jnp.sum(seen[0] ** 2, 0)
+    gap = squares[None] - squares[:, None]
+    unresolved = (jnp.abs(gap) <= 64 * jnp.finfo(rows.dtype).eps) & ~jnp.eye(len(squares), dtype=bool)
+    turn = couplings(d_held - d_energy * squares[None], gap, unresolved)  # lengths cancel in all that is made of them
+    return vectors, product(vectors, turn)

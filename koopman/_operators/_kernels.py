@@ -1,0 +1,287 @@
+"""Kernels: modules that turn two arrays of states into their matrix of kernel values, [n, d] and [m, d] to [n, m].
+
+Any function of that shape serves as a kernel; these are the common ones. Their parameters are arrays, so they can be
+swept by `vmap` and learned by `grad`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float
+
+from dissociation._core.checks import (
+    check_count,
+    check_non_negative,
+    check_positive,
+    check_single,
+    fail,
+    fail_kind,
+    is_traced,
+)
+from dissociation._core.conversion import describe
+from dissociation._core.linalg import product, scale_of
+from dissociation._core.splits import permutation
+from dissociation._core.types import Scalar
+from dissociation._core.validation import validated
+from koopman._operators._diagnostics import warn_narrowed
+
+States = Float[Array | np.ndarray, "n d"]
+
+
+def plain_number(value: Any) -> Any:
+    """One known number of NumPy or JAX as Python's own, which may be static; anything else as it is."""
+    known = isinstance(value, np.generic | np.ndarray | Array) and not is_traced(value) and np.ndim(value) == 0
+    return value.item() if known else value
+
+
+class Linear(eqx.Module):
+    """k(x, y) = x . y: explicit features through their Gram matrix."""
+
+    @validated
+    def __call__(self, x: States, y: Float[Array | np.ndarray, "m d"]) -> Float[Array, "n m"]:
+        """The matrix of kernel values."""
+        return _products(x, y)
+
+
+class RBF(eqx.Module):
+    """k(x, y) = exp(-|x - y|^2 / (2 l^2)).
+
+    Attributes:
+        length_scale: l, in units of the states; `median_distance` is a common choice.
+    """
+
+    length_scale: Scalar
+
+    def __check_init__(self):
+        check_single("length_scale", self.length_scale)
+        check_positive("length_scale", self.length_scale)
+
+    @validated
+    def __call__(self, x: States, y: Float[Array | np.ndarray, "m d"]) -> Float[Array, "n m"]:
+        """The matrix of kernel values."""
+        x, y, length = _in_lengths(x, y, self.length_scale)
+        return _gaussian(x, y, length)
+
+
+class Laplacian(eqx.Module):
+    """k(x, y) = exp(-|x - y| / l), with the Euclidean norm: the Matern kernel of smoothness 1/2.
+
+    Attributes:
+        length_scale: l.
+    """
+
+    length_scale: Scalar
+
+    def __check_init__(self):
+        check_single("length_scale", self.length_scale)
+        check_positive("length_scale", self.length_scale)
+
+    @validated
+    def __call__(self, x: States, y: Float[Array | np.ndarray, "m d"]) -> Float[Array, "n m"]:
+        """The matrix of kernel values."""
+        x, y, length = _in_lengths(x, y, self.length_scale)
+        return jnp.exp(-_distances(x, y) / length)
+
+
+class Matern(eqx.Module):
+    """The Matern kernel of smoothness 1/2, 3/2 or 5/2.
+
+    With s = sqrt(2 nu) |x - y| / l: exp(-s), (1 + s) exp(-s), (1 + s + s^2 / 3) exp(-s) (Rasmussen and Williams 2006,
+    eq. 4.17).
+
+    Attributes:
+        length_scale: l.
+        nu: 0.5, 1.5 or 2.5.
+    """
+
+    length_scale: Scalar
+    nu: float = eqx.field(static=True, default=1.5, converter=plain_number)
+
+    def __check_init__(self):
+        check_single("length_scale", self.length_scale)
+        check_positive("length_scale", self.length_scale)
+        check_single("nu", self.nu)
+        if self.nu not in (0.5, 1.5, 2.5):
+            fail("nu", "be one of 0.5, 1.5, 2.5", self.nu)
+
+    @validated
+    def __call__(self, x: States, y: Float[Array | np.ndarray, "m d"]) -> Float[Array, "n m"]:
+        """The matrix of kernel values."""
+        x, y, length = _in_lengths(x, y, self.length_scale)
+        s = (2 * self.nu) ** 0.5 * _distances(x, y) / length
+        s = jnp.asarray(s)
+        factor = jnp.ones_like(s) if self.nu == 0.5 else 1.0 + s if self.nu == 1.5 else 1.0 + s + s**2 / 3
+        return factor * jnp.exp(-s)
+
+
+class Polynomial(eqx.Module):
+    """k(x, y) = (gamma x . y + c)^p.
+
+    Attributes:
+        degree: p, at least 1.
+        gamma: Factor, positive.
+        offset: c, non-negative.
+    """
+
+    degree: int = eqx.field(static=True, default=2, converter=plain_number)
+    gamma: Scalar = 1.0
+    offset: Scalar = 1.0
+
+    def __check_init__(self):
+        check_count("degree", self.degree, minimum=1)
+        check_single("gamma", self.gamma)
+        check_single("offset", self.offset)
+        check_positive("gamma", self.gamma)
+        check_non_negative("offset", self.offset)
+
+    @validated
+    def __call__(self, x: States, y: Float[Array | np.ndarray, "m d"]) -> Float[Array, "n m"]:
+        """The matrix of kernel values."""
+        return jnp.asarray(self.gamma * _products(x, y) + self.offset) ** self.degree
+
+
+class Function(eqx.Module):
+    """A plain function as a kernel. It is static, so that `jax.jit` takes and returns operators that hold it.
+
+    What is to be swept or learned belongs in the fields of a module of its own: a traced value in a function's closure
+    does not outlive the transformation.
+
+    Attributes:
+        function: Of two arrays of states to their matrix of kernel values.
+    """
+
+    function: Callable[[Array, Array], Array] = eqx.field(static=True)
+
+    @validated
+    def __call__(self, x: States, y: Float[Array | np.ndarray, "m d"]) -> Float[Array, "n m"]:
+        """The matrix of kernel values."""
+        return gram(self.function, jnp.asarray(x), jnp.asarray(y))
+
+
+@validated
+def as_module(kernel: Callable[[Array, Array], Array]) -> Any:
+    """The kernel itself if it is a PyTree, a plain function as a `Function`.
+
+    Raises:
+        TypeError: If it is a class of kernels.
+    """
+    if isinstance(kernel, type):
+        fail_kind("kernel", "be a kernel, for example `RBF(1.0)`", describe(kernel))
+    return Function(kernel) if jax.tree.structure(kernel) == jax.tree.structure(0) else kernel
+
+
+def gram(kernel: Callable[[Array, Array], Array], x: Float[Array, "n d"], y: Float[Array, "m d"]) -> Array:
+    """The matrix of kernel values of states, checked for its kind and shape: whatever function a caller takes for one.
+
+    Raises:
+        ValueError: If it is not [n, m].
+        TypeError: If it is no array of real numbers.
+    """
+    values, wanted = kernel(x, y), (x.shape[0], y.shape[0])
+    if not isinstance(values, Array | np.ndarray | np.generic | float):
+        fail_kind("kernel", "give an array of kernel values", describe(values))
+    values = jnp.asarray(values)
+    if values.shape != wanted:
+        advice = "A function of two single states is mapped by `jax.vmap` over each"
+        fail("kernel", f"give a matrix [n, m] of n and m states, here {wanted}", f"shape {values.shape}", advice)
+    if not jnp.issubdtype(values.dtype, jnp.floating):
+        fail_kind("kernel", "give real floating-point numbers", str(values.dtype))
+    return values
+
+
+def own_gram(kernel: Callable[[Array, Array], Array], x: Float[Array, "n d"]) -> Array:
+    """`gram` of states with themselves, whose known values must be those of a positive kernel.
+
+    Raises:
+        ValueError: If they are not finite, not symmetric, or negative on the diagonal.
+        TypeError: As `gram`.
+    """
+    values = gram(kernel, x, x)
+    if is_traced(values):
+        return values
+    size = float(jnp.max(jnp.abs(values)))
+    if not np.isfinite(size):
+        fail("kernel", "give finite values", size, f"What {values.dtype} cannot hold overflows: scale the states")
+    rounding = float(jnp.finfo(values.dtype).eps) ** 0.5
+    least, skew = float(jnp.min(jnp.diagonal(values))), float(jnp.max(jnp.abs(values - values.T)))
+    if least < -rounding * size:
+        fail("kernel", "be positive semidefinite: k(x, x) at least 0", f"{least:.3g}")
+    if skew > rounding * size:
+        fail("kernel", "be symmetric, k(x, y) = k(y, x)", f"two values that differ by {skew:.3g}")
+    return values
+
+
+@validated(finite=("x",))
+def median_distance(x: States, *, max_samples: int = 1000) -> Float[Array, ""]:
+    """The median Euclidean distance between two states: the usual length scale of an RBF kernel.
+
+    Args:
+        x: States.
+        max_samples: Number of states that are compared at most, drawn by a fixed permutation.
+
+    Returns:
+        A length in the units of x.
+
+    Raises:
+        ValueError: If there are fewer than two states, or known ones are not finite.
+
+    References:
+        Gretton et al. (2012), A kernel two-sample test, section 8.
+    """
+    check_count("max_samples", max_samples, minimum=2)
+    if x.shape[0] < 2:
+        fail("x", "hold at least two states", f"shape {x.shape}")
+    warn_narrowed(x)
+    some = jnp.asarray(x) if x.shape[0] <= max_samples else jnp.asarray(x)[permutation(x.shape[0])[:max_samples]]
+    rows, columns = np.triu_indices(some.shape[0], 1)
+    unit = scale_of(jnp.max(jnp.abs(some)))
+    return jnp.median(jnp.sqrt(squared_distances(some / unit, some / unit)[rows, columns])) * unit
+
+
+@validated
+def squared_distances(x: States, y: Float[Array | np.ndarray, "m d"]) -> Float[Array, "n m"]:
+    """|x_i - y_j|^2 by one product, never below zero; states are taken about the mean of y, against cancellation."""
+    x, y = jnp.asarray(x), jnp.asarray(y)
+    mean = lax.stop_gradient(jnp.mean(y, 0))[None]
+    x, y = x - mean, y - mean
+    square = jnp.sum(x**2, 1)[:, None] + jnp.sum(y**2, 1)[None] - 2 * _products(x, y)
+    return jnp.maximum(square, 0.0)
+
+
+@jax.jit  # or the branches would be compiled at every call
+def _gaussian(x: Array, y: Array, length: Array) -> Array:
+    # Products of states that are many lengths from their mean would leave rounding in the exponent.
+    largest = jnp.max(jnp.sum((y - jnp.mean(y, 0)[None]) ** 2, 1))
+    lost = jnp.finfo(x.dtype).eps * largest > 1e-4 * length**2
+    square = lax.cond(lost, lambda: _distances(x, y) ** 2, lambda: squared_distances(x, y))
+    return jnp.exp(-0.5 * square / length**2)
+
+
+def _distances(x: States, y: Float[Array | np.ndarray, "m d"]) -> Array:
+    """|x_i - y_j| by differences, a row at a time: the root of a product's rounding would not be small."""
+    y = jnp.asarray(y)
+
+    @jax.checkpoint  # or a gradient would keep all n m d differences
+    def from_one(one: Array) -> Array:
+        square = jnp.sum((one[None] - y) ** 2, 1)
+        apart = square != 0  # the root has no finite slope at zero; not `> 0`, which would make NaN a distance of zero
+        return jnp.where(apart, jnp.sqrt(jnp.where(apart, square, 1.0)), 0.0)
+
+    return lax.map(from_one, jnp.asarray(x))
+
+
+def _in_lengths(x: Array | np.ndarray, y: Array | np.ndarray, length: Scalar) -> tuple[Array, Array, Array]:
+    """Divide states and length by a power of two near it: squares overflow or vanish in other units."""
+    x, y = jnp.asarray(x), jnp.asarray(y)
+    length = jnp.asarray(length, x.dtype)
+    unit = scale_of(length)
+    return x / unit, y / unit, length / unit
+
+
+def _products(x: Array | np.ndarray, y: Array | np.ndarray) -> Array:
+    return product(jnp.asarray(x), jnp.asarray(y).T)

@@ -1,0 +1,134 @@
+"""Nystroem features: a kernel on the span of some centres, for many samples.
+
+The features k(x, Z) k(Z, Z)^(-1/2) of centres Z are explicit, so estimators on features apply, and cost falls from n^3
+to n m^2: `koopman.fit` with `centres`.
+"""
+
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from dissociation._core.checks import check_choice, check_count, check_non_negative, fail, is_traced
+from dissociation._core.linalg import product, psd_power
+from dissociation._core.types import PRNGKey, Scalar
+from dissociation._core.validation import validated
+from koopman._operators._diagnostics import warn_constant, warn_narrowed
+from koopman._operators._kernels import as_module, gram, own_gram
+from koopman._operators._pairs import default_alpha
+
+Kernel = Callable[[Array, Array], Array]
+States = Float[Array | np.ndarray, "n d"]
+
+
+class NystroemMap(eqx.Module):
+    """Features k(x, Z) k(Z, Z)^{-1/2}: their products are the kernel's best approximation from the centres.
+
+    Attributes:
+        kernel: The kernel.
+        centres: Z, [m, d].
+        whitening: k(Z, Z)^{-1/2}, [m, m].
+    """
+
+    kernel: Kernel
+    centres: Float[Array, "m d"]
+    whitening: Float[Array, "m m"]
+
+    def __call__(self, x: States) -> Float[Array, "n m"]:
+        """Features of states."""
+        return product(gram(self.kernel, jnp.asarray(x), self.centres), self.whitening)
+
+
+@validated(finite=("centres",))
+def nystroem_map(
+    kernel: Kernel, centres: Float[Array | np.ndarray, "m d"], *, rtol: float | None = None
+) -> NystroemMap:
+    """Nystroem features of some centres.
+
+    Args:
+        kernel: The kernel.
+        centres: States, for instance of `choose_centres`.
+        rtol: Relative size below which an eigenvalue of k(Z, Z) counts as zero; default m times rounding.
+
+    Returns:
+        The feature map, for `koopman.fit` and for streaming moments.
+
+    Warns:
+        UserWarning: If k(Z, Z) varies by less than its rounding.
+
+    Raises:
+        ValueError: If centres are not finite, or the kernel's values are not those of a kernel, as in
+            `koopman.fit`.
+        TypeError: As `koopman.fit`.
+
+    References:
+        Williams and Seeger (2001), Using the Nystroem method to speed up kernel machines.
+    """
+    warn_narrowed(centres)
+    centres = jnp.asarray(centres)
+    kernel = as_module(kernel)
+    values = own_gram(kernel, centres)
+    if not is_traced(values):
+        warn_constant(centres, values)
+    return NystroemMap(kernel, centres, psd_power(values, -0.5, rtol=rtol))
+
+
+@validated(finite=("x",))
+def choose_centres(
+    x: States,
+    num_centres: int,
+    *,
+    key: PRNGKey,
+    method: str = "uniform",
+    kernel: Kernel | None = None,
+    alpha: Scalar | None = None,
+) -> Int[Array, " m"]:
+    """Which samples serve as centres, without repetition.
+
+    Args:
+        x: States.
+        num_centres: m, from 1 to n.
+        key: Draws them.
+        method: "uniform", or "leverage": with probabilities that follow the ridge leverage scores of the samples,
+            [K (K + alpha I)^{-1}]_ii, themselves estimated from m uniform centres.
+        kernel: For "leverage".
+        alpha: For "leverage"; None is 1e-6 times the mean of k(x, x) on the span of the centres.
+
+    Returns:
+        Indices into x.
+
+    Raises:
+        ValueError: If `num_centres` is out of range, known states are not finite, the method is unknown, or "leverage"
+            has no kernel.
+
+    References:
+        Rudi, Calandriello, Carratino and Rosasco (2018), On fast leverage score sampling and optimal learning.
+    """
+    check_choice("method", method, ("uniform", "leverage"))
+    count, number = check_count("num_centres", num_centres, minimum=1), x.shape[0]
+    if count > number:
+        fail("num_centres", f"be at most the number of samples ({number})", num_centres)
+    first, second = jax.random.split(key)
+    uniform = jax.random.permutation(first, number)[:count]
+    if method == "uniform":
+        return uniform
+    if kernel is None:
+        fail("kernel", "be given for leverage scores", "None")
+    warn_narrowed(x)
+    features = nystroem_map(kernel, jnp.asarray(x)[uniform])(x) * number**-0.5
+    if alpha is None:
+        alpha = default_alpha(jnp.sum(features**2))
+    check_non_negative("alpha", alpha)
+    return _by_leverage(features, alpha, second)
+
+
+@jax.jit
+def _by_leverage(features: Array, alpha: Scalar, key: PRNGKey) -> Array:
+    number, count = features.shape
+    gram = product(features.T, features) + alpha * jnp.eye(count, dtype=features.dtype)
+    scores = jnp.sum(features * product(features, psd_power(gram, -1.0)), 1)
+    noise = jax.random.gumbel(key, (number,), features.dtype)
+    return jax.lax.top_k(jnp.log(jnp.maximum(scores, jnp.finfo(scores.dtype).tiny)) + noise, count)[1]

@@ -1,0 +1,526 @@
+"""From trajectories to what the estimators read: pairs (x_t, x_{t+lag}), and second moments that merge.
+
+`lagged_pairs` never makes a pair across the boundary of two trajectories. `Moments` hold everything that a linear
+estimator needs from data larger than memory; covariances are kept as their QR factors, which do not square the
+condition number.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Annotated, Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Real
+
+from dissociation._core.checks import check_count, check_finite, fail, is_traced, warn
+from dissociation._core.conversion import common_dtype
+from dissociation._core.linalg import product
+from dissociation._core.types import Count, InTime
+from dissociation._core.validation import validated
+from koopman._operators._diagnostics import warn_narrowed, warn_offset
+
+Trajectories = Annotated[Real[Array | np.ndarray, "..."] | Sequence[Real[Array | np.ndarray, "..."]], InTime()]
+
+
+_QUICK_QR = 2**27  # rows times columns squared: about 0.1 s
+
+
+class Pairs(NamedTuple):
+    """States and their successors.
+
+    Attributes:
+        x: What the state was: [n, ...].
+        y: What it became, one lag later: [n, ...].
+    """
+
+    x: Array
+    y: Array
+
+
+@validated(empty=("trajectories",))
+def lagged_pairs(
+    trajectories: Trajectories,
+    lag: Count = 1,
+    *,
+    max_lag: int | None = None,
+    trajectory_axis: int | None = None,
+) -> Pairs:
+    """Pairs (x_t, x_{t+lag}) of one or of many trajectories.
+
+    Args:
+        trajectories: One trajectory, [time] or [time, d]; or a list of them, [time, ...] each, of any lengths but of
+            one state shape; or with `trajectory_axis` many of equal length in one array. An array of more axes does not
+            say which of them is time and is refused: for one trajectory of images pass `[images]`. Lists of numbers,
+            [1.0, 2.0] or [[1.0, 2.0], [3.0, 4.0]], are one trajectory; a list of lists of such rows is several. A frame
+            is one trajectory if its index has even steps, and one for each run if its index is (run, time).
+        lag: Steps between the two members of a pair, at least 1.
+        max_lag: With it `lag` may be traced, up to this number, so that lags can be swept by `jax.vmap`: every
+            trajectory gives the pairs of its first time - max_lag states, whatever the lag. States must be floating
+            point then, and successors at a traced lag that is out of range are NaN.
+        trajectory_axis: The axis of the array that counts trajectories; the first of the others is time. It is 0 for
+            what `koopman.datasets` returns with `num_trajectories`.
+
+    Returns:
+        All pairs, trajectory after trajectory, each in the order of time; none crosses from one to the next.
+
+    Warns:
+        UserWarning: If trajectories of a list have no pair at this lag, and are skipped.
+
+    Raises:
+        ValueError: If an array has three axes or more and no `trajectory_axis`, no trajectory has a pair at this lag,
+            `lag` is known and out of range, state shapes differ, or known data are not finite.
+        TypeError: If `lag` is no Python integer and there is no `max_lag`, a trajectory is no array, or states are not
+            floating point and `lag` is traced.
+
+    References:
+        Wu and Noe (2020), Variational approach for learning Markov processes from time series data, section 2.
+
+    >>> lagged_pairs([jnp.arange(4.0), jnp.arange(10.0, 12.0)]).y
+    Array([ 1.,  2.,  3., 11.], dtype=float32)
+    >>> lagged_pairs(jnp.arange(6.0).reshape(2, 3), trajectory_axis=0).y
+    Array([1., 2., 4., 5.], dtype=float32)
+    >>> jax.vmap(lambda lag: lagged_pairs(jnp.arange(5.0), lag, max_lag=3).y)(jnp.asarray([1, 3]))
+    Array([[1., 2.],
+           [3., 4.]], dtype=float32)
+    """
+    if max_lag is None:
+        steps = longest = check_count("lag", lag, minimum=1)
+    else:
+        longest = check_count("max_lag", max_lag, minimum=1)
+        steps = lag if is_traced(lag) else check_count("lag", lag, minimum=1)
+        if not is_traced(lag) and steps > longest:
+            fail("lag", f"be at most `max_lag` ({longest})", lag)
+    stacks = _stacked("trajectories", trajectories, trajectory_axis, longest, f"the lag ({longest})", "Shorten the lag")
+    if not is_traced(steps) and all(isinstance(stack, np.ndarray) for stack in stacks):
+        parts = ([_joined(s[:, at : at + s.shape[1] - longest]) for s in stacks] for at in (0, int(steps)))
+        return Pairs(*(_placed(np.concatenate(part)) for part in parts))
+    x, y = _cut_all(stacks, steps, longest)
+    if is_traced(steps):
+        if not jnp.issubdtype(y.dtype, jnp.floating):
+            raise TypeError(f"`trajectories` must be floating point where `lag` is traced, got {y.dtype}.")
+        y = jnp.where((steps >= 1) & (steps <= longest), y, jnp.nan)
+    return Pairs(x, y)
+
+
+@partial(jax.jit, static_argnames="longest")
+def _cut_all(stacks: list[Array], steps: Array, longest: int) -> tuple[Array, Array]:
+    """Cut pairs at a `steps` of up to `longest` that the program need not know."""
+    firsts = [_joined(stack[:, :-longest]) for stack in stacks]
+    seconds = [_joined(lax.dynamic_slice_in_dim(s, steps, s.shape[1] - longest, 1)) for s in stacks]
+    return jnp.concatenate(firsts), jnp.concatenate(seconds)
+
+
+@validated(empty=("trajectory",))
+def delay_embed(
+    trajectory: Trajectories, num_delays: int, *, stride: int = 1, trajectory_axis: int | None = None
+) -> Real[Array, "*trajectories rows features"] | list[Real[Array, "_ features"]]:
+    """Return the rows (x_t, x_{t - s}, ..., x_{t - (q - 1) s}): the Hankel matrix of each trajectory.
+
+    Args:
+        trajectory: States in the order of time, in the forms that `lagged_pairs` takes.
+        num_delays: q, states in a row, 1 or more.
+        stride: s, steps between them, 1 or more.
+        trajectory_axis: Axis of the array that counts trajectories.
+
+    Returns:
+        [time - (q - 1) s, q d]; row i ends at time i + (q - 1) s. A list of these for a list of trajectories, and
+        [trajectories, time - (q - 1) s, q d] with `trajectory_axis`: `lagged_pairs` takes each as it is.
+
+    Warns:
+        UserWarning: If trajectories of a list are too short for one row, and are skipped.
+
+    Raises:
+        ValueError: If a count is below 1, or every trajectory is too short for one row.
+        TypeError: If a count is no Python integer.
+
+    References:
+        Takens (1981), Detecting strange attractors in turbulence; Brunton et al. (2017), Chaos as an intermittently
+        forced linear system.
+
+    >>> delay_embed(jnp.arange(4.0), 3)
+    Array([[2., 1., 0.],
+           [3., 2., 1.]], dtype=float32)
+    """
+    count, step = check_count("num_delays", num_delays, minimum=1), check_count("stride", stride, minimum=1)
+    reach = (count - 1) * step
+    stacks = _stacked("trajectory", trajectory, trajectory_axis, reach, f"(num_delays - 1) * stride ({reach})")
+    # One gather at known places: slices compile a program for each place and length.
+    places = [np.arange(reach, stack.shape[1])[:, None] - step * np.arange(count) for stack in stacks]
+    rows = [stack[:, at].reshape(len(stack), len(at), -1) for stack, at in zip(stacks, places, strict=True)]
+    rows = [_placed(row if trajectory_axis is not None else row[0]) for row in rows]
+    return rows[0] if isinstance(trajectory, Array | np.ndarray) else rows
+
+
+def _stacked(name: str, trajectories: Any, axis: int | None, longest: int, reach: str, advice: str = "") -> list[Any]:
+    """Checked trajectories in stacks of equal length, [trajectories, time, ...] each, of one dtype.
+
+    They are NumPy's where all are known and on the host: slices of JAX's arrays compile a program per place and length.
+    """
+    several = not isinstance(trajectories, Array | np.ndarray)
+    arrays = list(trajectories) if several else [trajectories]
+    if several and axis is not None:
+        fail("trajectory_axis", "be None for a list of trajectories", axis)
+    for index, array in enumerate(arrays):
+        check_finite(f"{name}[{index}]" if several else name, array)
+    warn_narrowed(*arrays)
+    dtype = common_dtype([f"{name}[{index}]" for index in range(len(arrays))], arrays)
+    if all(_on_host(array) for array in arrays):
+        arrays = [np.asarray(array, dtype) for array in arrays]
+    else:
+        arrays = [jnp.asarray(array, dtype) for array in arrays]
+    stacks = [array[None] for array in arrays] if several else [_one_stack(name, arrays[0], axis)]
+    for index, stack in enumerate(stacks):
+        which = f"{name}[{index}]" if len(stacks) > 1 else name
+        if stack.ndim < 2:
+            fail(which, "have a time axis", f"shape {stack.shape[1:]}")
+        if stack.shape[2:] != stacks[0].shape[2:]:
+            fail(which, f"have states of shape {stacks[0].shape[2:]}", stack.shape[2:])
+    kept = [stack for stack in stacks if stack.shape[1] > longest]
+    if not kept:
+        most = max(stack.shape[1] for stack in stacks)
+        fail(name, f"be longer than {reach}", f"{most} samples{' at most' if len(stacks) > 1 else ''}", advice)
+    if len(kept) < len(stacks):
+        skipped = len(stacks) - len(kept)
+        warn(f"Skipped {skipped} of {len(stacks)} trajectories that are not longer than {reach}.", UserWarning)
+    return kept
+
+
+def _on_host(array: Array | np.ndarray) -> bool:
+    """Whether an array can be read by NumPy, and the result placed by default, without a change of device."""
+    if is_traced(array) or isinstance(array, np.ndarray):
+        return not is_traced(array)
+    return not array.committed and all(device.platform == "cpu" for device in array.devices())
+
+
+def _placed(array: Array | np.ndarray) -> Array:
+    """Return a fresh host array as a JAX array; `jnp.asarray` would compile a program for each shape."""
+    return jax.device_put(array) if isinstance(array, np.ndarray) else array
+
+
+def _one_stack(name: str, array: Any, axis: int | None) -> Any:
+    if axis is None:
+        if array.ndim > 2:
+            advice = "Pass trajectory_axis=0 for [trajectories, time, ...], or [array] for one trajectory [time, ...]"
+            fail(name, "name the axis of trajectories if of three axes or more", array.shape, advice)
+        return array[None]
+    if array.ndim < 2 or not -array.ndim <= axis < array.ndim:
+        fail("trajectory_axis", f"be an axis of `{name}`, with another for time", f"{axis} of {array.shape}")
+    return (np if isinstance(array, np.ndarray) else jnp).moveaxis(array, axis, 0)
+
+
+def _joined(stack: Any) -> Any:
+    return stack.reshape(-1, *stack.shape[2:])
+
+
+class Observed(NamedTuple):
+    """Pairs and an observable of the successors, checked.
+
+    Attributes:
+        x: [n, d].
+        y: [n, d].
+        observable: Its entries in one row, [n, o].
+        shape: The shape of one observable.
+    """
+
+    x: Array
+    y: Array
+    observable: Array
+    shape: tuple[int, ...]
+
+
+def checked_pairs(
+    x: Array | np.ndarray,
+    y: Array | np.ndarray,
+    observable: Array | np.ndarray | None,
+    place: Callable[[Any], Any] = jnp.asarray,
+) -> Observed:
+    """What every estimator asks of its data.
+
+    Args:
+        x: The states, or features of them.
+        y: Their successors.
+        observable: What is to be predicted, [n, ...]; default `y`.
+        place: Conversion of the three, as `as_known`.
+
+    Returns:
+        The data as arrays.
+
+    Raises:
+        ValueError: If there are fewer than two pairs, or known data are not finite.
+    """
+    for name, array in (("x", x), ("y", y), ("observable", observable)):
+        if array is not None:
+            check_finite(name, array)
+    observable = y if observable is None else observable
+    if x.shape[0] < 2:
+        fail("x", "hold at least two pairs", f"shape {x.shape}", "Use a longer trajectory or a shorter lag")
+    warn_narrowed(x, y, observable)
+    flat = place(observable).reshape(x.shape[0], -1)
+    return Observed(place(x), place(y), flat, tuple(observable.shape[1:]))
+
+
+def as_known(array: Array | np.ndarray) -> Array | np.ndarray:
+    """Return an array of the host as NumPy's, in JAX's dtype, of which nothing that is computed is compiled."""
+    return np.asarray(array, jax.dtypes.canonicalize_dtype(array.dtype)) if _on_host(array) else jnp.asarray(array)
+
+
+def few_rows(*parts: Array | np.ndarray) -> tuple[Array, ...]:
+    """Return as many rows as columns with the products x^T x, x^T y, ... of all parts, which are joined.
+
+    Every number of rows then runs the same compiled programs. Parts that are not NumPy's, or whose QR would take about
+    as long as compiling, are returned as they are.
+    """
+    number, width = len(parts[0]), sum(part.shape[1] for part in parts)
+    if not all(isinstance(part, np.ndarray) for part in parts) or max(number, width) * width**2 > _QUICK_QR:
+        return tuple(map(jnp.asarray, parts))
+    rows = np.zeros((max(number, width), width))
+    np.concatenate(parts, 1, out=rows[:number])
+    rows = np.linalg.qr(rows, mode="r") if number > width else rows
+    columns = np.split(rows, np.cumsum([part.shape[1] for part in parts])[:-1], 1)
+    return tuple(_placed(some.astype(part.dtype)) for some, part in zip(columns, parts, strict=True))
+
+
+def default_alpha(trace: Float[Array, ""], rank: Array | int | None = None) -> Float[Array, ""]:
+    """Return the regularisation to use if none is given, in proportion to the data.
+
+    Explicit features: max((k eps)^2, k 2^-52) times the trace, k = `rank`, which is k eps in float64. (k eps)^2 would
+    let forecasts blow up there if few pairs have nearly dependent features; k eps in float32 hides what predicts.
+
+    Args:
+        trace: Trace of the covariance C_x; for a kernel, the mean of k(x, x).
+        rank: min(n, d) for explicit features; None for a kernel or Nystroem features: 1e-6 of the trace.
+
+    Returns:
+        alpha, in units of C_x.
+    """
+    if rank is None:
+        return 1e-6 * trace
+    return jnp.maximum((rank * jnp.finfo(trace.dtype).eps) ** 2, rank * 2.0**-52) * trace
+
+
+def check_square(name: str, square: float, what: str, dtype: Any) -> None:
+    """Raises unless a known size of second moments leaves room to both sides of it in the dtype.
+
+    Operators hold inverses of second moments.
+
+    Args:
+        name: The argument at fault.
+        square: What `what` says, in the units of C_x.
+        what: Words for it.
+        dtype: Of the second moments.
+    """
+    limits = jnp.finfo(dtype)
+    low, high = float(limits.tiny / limits.eps), float(limits.max) * float(limits.eps) ** 0.75
+    if not low < square < high:
+        wanted = f"have {what} from {low:.0e} to {high:.0e}, of which {limits.dtype} holds inverses"
+        fail(name, wanted, f"{square:.3g}", "Scale the data")
+
+
+class Moments(eqx.Module):
+    """Means and second moments of pairs and of an observable of the successors.
+
+    With `center`, moments are about the means and merging accounts for their difference; without, about zero. The count
+    and the means go on in `rest` where the dtype ends: float32 counts by ones up to 2^24, and a mean far from zero
+    would stop at its rounding.
+
+    Attributes:
+        count: Pairs seen.
+        mean_x: [d]. The means are kept either way.
+        mean_y: [dy].
+        mean_observable: [o].
+        rest: What rounding left out of the count and of the means, joined: [1 + d + dy + o].
+        root: R with R^T R = sum_i z_i z_i^T for z = (x, y, o) joined, upper triangular: [d + dy + o, d + dy + o].
+        center: Whether moments are about the means.
+    """
+
+    count: Float[Array, ""]
+    mean_x: Float[Array, " d"]
+    mean_y: Float[Array, " dy"]
+    mean_observable: Float[Array, " o"]
+    rest: Float[Array, " numbers"]
+    root: Float[Array, "all all"]
+    center: bool = eqx.field(static=True)
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """d, dy and o."""
+        return self.mean_x.shape[0], self.mean_y.shape[0], self.mean_observable.shape[0]
+
+    @property
+    def total(self) -> tuple[Array, Array]:
+        """The count and the means, joined as `rest` is, and `rest`."""
+        return jnp.concatenate([self.count[None], self.mean_x, self.mean_y, self.mean_observable]), self.rest
+
+
+@validated(finite=("x", "y", "observable"))
+def moments(
+    x: Float[Array | np.ndarray, "n d"],
+    y: Float[Array | np.ndarray, "n dy"],
+    *,
+    observable: Float[Array | np.ndarray, "n o"] | None = None,
+    center: bool = False,
+) -> Moments:
+    """Moments of pairs that are in memory.
+
+    Args:
+        x: Features of the states.
+        y: Features of their successors.
+        observable: What is to be predicted, at the successors' times; default `y`.
+        center: Whether moments are about the means.
+
+    Returns:
+        The moments. `merge_moments` adds those of more pairs, `scan_moments` goes through batches.
+
+    Raises:
+        ValueError: If lengths disagree, there is no pair, or known data are not finite (the error names the row).
+    """
+    observable = y if observable is None else observable
+    warn_narrowed(x, y, observable)
+    if not center:
+        warn_offset(x)
+    return _moments(jnp.asarray(x), jnp.asarray(y), jnp.asarray(observable), center)
+
+
+def _moments(x: Array, y: Array, observable: Array, center: bool) -> Moments:
+    joint = jnp.concatenate([x, y, observable], 1)
+    mean, rest = mean_of(joint)
+    if center:
+        joint = (joint - mean[None]) - rest[None]
+    return _of_total(
+        jnp.concatenate([jnp.asarray([x.shape[0]], x.dtype), mean]),
+        jnp.concatenate([jnp.zeros(1, x.dtype), rest]),
+        gram_root(joint),
+        (x.shape[1], y.shape[1]),
+        center,
+    )
+
+
+def _of_total(total: Array, rest: Array, root: Array, widths: tuple[int, ...], center: bool) -> Moments:
+    start, middle = 1 + widths[0], 1 + widths[0] + widths[1]
+    return Moments(total[0], total[1:start], total[start:middle], total[middle:], rest, root, center)
+
+
+def mean_of(
+    x: Float[Array | np.ndarray, "n d"],
+) -> tuple[Float[Array | np.ndarray, " d"], Float[Array | np.ndarray, " d"]]:
+    """The mean of every column, and what rounding left out of it.
+
+    The first mean carries the rounding of a large offset; the mean of what it leaves has none.
+    """
+    if isinstance(x, np.ndarray):
+        mean = x.mean(0)
+        return _sum_of_two(mean, (x - mean[None]).mean(0))
+    # As products: XLA would divide within the sum of two numbers, which would then round once.
+    shares = jnp.full((1, x.shape[0]), 1 / x.shape[0], x.dtype)
+    mean = product(shares, x)[0]
+    return _sum_of_two(mean, product(shares, x - mean[None])[0])
+
+
+def _sum_of_two(a: Any, b: Any) -> tuple[Any, Any]:
+    """A sum and its rounding error, exactly (Knuth 1969, section 4.2.2, theorem B)."""
+    total = a + b
+    part = total - a
+    return total, (a - (total - part)) + (b - part)
+
+
+@validated
+def merge_moments(first: Moments, second: Moments) -> Moments:
+    """The moments of two sets of pairs together.
+
+    About means, R of both is the factor of [R_1; R_2; sqrt(n_1 n_2 / n) (mean_1 - mean_2)] (Chan et al. 1983).
+
+    Args:
+        first: Moments of some pairs.
+        second: Moments of others, of the same widths.
+
+    Returns:
+        Moments of all.
+
+    Raises:
+        ValueError: If only one of the two is centred, or widths differ.
+
+    References:
+        Chan, Golub and LeVeque (1983), Algorithms for computing the sample variance, eq. 2.1.
+    """
+    if first.center != second.center:
+        fail("second", f"be {'' if first.center else 'un'}centred as `first` is", "the other kind")
+    if first.widths != second.widths:
+        fail("second", f"have the widths of `first`, {first.widths}", second.widths)
+    (total, rest), (other, other_rest) = first.total, second.total
+    step = (other - total) + (other_rest - rest)
+    share = second.count / (first.count + second.count)
+    # Means move by a share of the step between them, the count by all of the second's.
+    is_count = jnp.arange(total.shape[0]) == 0
+    total, lost = _sum_of_two(total, jnp.where(is_count, second.count, share * step))
+    total, rest = _sum_of_two(total, lost + rest + jnp.where(is_count, other_rest, 0.0))
+    weight = jnp.sqrt(first.count * share) if first.center else jnp.zeros_like(share)
+    root = gram_root(jnp.concatenate([first.root, second.root, weight * step[None, 1:]]))
+    return _of_total(total, rest, root, first.widths, first.center)
+
+
+@validated(finite=("x", "y", "observable"))
+def scan_moments(
+    x: Float[Array | np.ndarray, "batches n d"],
+    y: Float[Array | np.ndarray, "batches n dy"],
+    *,
+    observable: Float[Array | np.ndarray, "batches n o"] | None = None,
+    center: bool = False,
+) -> Moments:
+    """Moments of stacked batches, one batch at a time in a compiled loop.
+
+    Args:
+        x: Features of the states.
+        y: Features of their successors.
+        observable: What is to be predicted; default `y`.
+        center: Whether moments are about the means.
+
+    Returns:
+        The same as `moments` of all rows, up to rounding. Beside the stacked rows themselves it takes the memory of one
+        batch; for data that do not fit in memory, merge `moments` of what is read with `merge_moments`.
+
+    Raises:
+        ValueError: As `moments`; the error names the batch and the row.
+    """
+    observable = y if observable is None else observable
+    warn_narrowed(x, y, observable)
+    if not center:
+        warn_offset(x)
+    return _scan_moments((jnp.asarray(x), jnp.asarray(y), jnp.asarray(observable)), center)
+
+
+@partial(jax.jit, static_argnames="center")
+def _scan_moments(data: tuple[Array, Array, Array], center: bool) -> Moments:
+    first = _moments(data[0][0], data[1][0], data[2][0], center)
+    others = jax.tree.map(lambda leaf: leaf[1:], data)
+
+    def add(so_far: Moments, batch: tuple[Array, Array, Array]) -> tuple[Moments, None]:
+        return merge_moments(so_far, _moments(*batch, center)), None
+
+    return lax.scan(add, first, others)[0]
+
+
+@jax.custom_jvp
+def gram_root(x: Float[Array, "n d"]) -> Float[Array, "d d"]:
+    """The upper triangular R with R^T R = x^T x, by QR.
+
+    Only R^T R has a meaning, so the tangent dR is any with R^T dR + dR^T R = d(x^T x); the one taken here stays finite
+    where the rank of x falls short.
+    """
+    missing = max(0, x.shape[1] - x.shape[0])
+    return jnp.linalg.qr(jnp.pad(x, ((0, missing), (0, 0))), mode="r")
+
+
+@gram_root.defjvp
+def _gram_root_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    (x,), (dx,) = primals, tangents
+    root = gram_root(x)
+    left, sizes, right = jnp.linalg.svd(root)
+    half = product(product(right, product(x.T, dx)), right.T)
+    squares = sizes[:, None] ** 2 + sizes[None] ** 2
+    kept = squares > (sizes.shape[0] * jnp.finfo(x.dtype).eps * sizes[0]) ** 2
+    factor = jnp.where(kept, sizes[:, None] / jnp.where(kept, squares, 1.0), 0.0)
+    return root, product(left, product((half + half.T) * factor, right))

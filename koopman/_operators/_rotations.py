@@ -1,0 +1,133 @@
+"""Newton's method over rotations: the orthogonal C nearest to making C B C^T equal to A, from a start downhill.
+
+Of two matrices of norm 1; `dynamical_similarity` chooses the starts and judges the ends.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from dissociation._core.distances import root
+from dissociation._core.linalg import product
+
+RADIUS = 1.4
+"""Largest step in Frobenius norm: no plane turns by more than one radian."""
+
+
+def norm(x: Array) -> Array:
+    """Frobenius norms of matrices; flat at zero."""
+    return root(jnp.sum(x**2, (-2, -1)))
+
+
+class Point(NamedTuple):
+    """Where a descent is."""
+
+    rotation: Array  # C
+    moved: Array  # C B C^T
+    energy: Array  # |A - C B C^T|^2 / 2
+    slope: Array  # minus the gradient, skew
+    radius: Array
+    step: Array
+
+
+def descend(a: Array, b: Array, start: Array, *, num_steps: int | Array, tolerance: float, inner: int) -> Point:
+    """Trust-region Newton steps until the gradient is below a tolerance, or none is left."""
+    rounding = 10 * float(jnp.finfo(a.dtype).eps)
+
+    def at(rotation: Array, radius: Array, step: Array) -> Point:
+        moved = product(rotation, product(b, rotation.T))
+        rest = a - moved
+        return Point(rotation, moved, 0.5 * jnp.sum(rest**2), skew(_commutator(rest, moved.T)), radius, step)
+
+    def body(here: Point) -> Point:
+        def curvature(w: Array) -> Array:
+            first = _commutator(_commutator(w, a), here.moved.T)
+            return 0.5 * skew(first + _commutator(_commutator(w, here.moved), a.T))
+
+        turn, bent, at_edge = newton_step(here.slope, curvature, here.radius, inner)
+        promised = jnp.sum(turn * here.slope) - 0.5 * jnp.sum(turn * bent)
+        there = at(_turned(turn, here.rotation), here.radius, here.step)
+        noise = rounding * jnp.sqrt(here.energy)  # what rounding makes of equal energies is no reason to stay
+        ratio = (here.energy - there.energy + noise) / (promised + noise)
+        wider = jnp.where((ratio > 0.75) & at_edge, jnp.minimum(2 * here.radius, RADIUS), here.radius)
+        radius = jnp.where(ratio < 0.25, 0.25 * norm(turn), wider)
+        taken = jax.tree.map(lambda new, old: jnp.where(ratio > 0.05, new, old), there, here)
+        return taken._replace(radius=radius, step=here.step + 1)
+
+    def going_on(here: Point) -> Array:
+        return (here.step < num_steps) & (norm(here.slope) > tolerance)
+
+    return lax.while_loop(going_on, body, at(start, jnp.asarray(RADIUS, a.dtype), jnp.asarray(0)))
+
+
+def _commutator(x: Array, y: Array) -> Array:
+    return product(x, y) - product(y, x)
+
+
+def skew(x: Array) -> Array:
+    """The skew part of a matrix."""
+    return 0.5 * (x - x.T)
+
+
+def _turned(turn: Array, rotation: Array) -> Array:
+    """An orthogonal matrix that is exp(W) C to second order.
+
+    M = I + W + W^2 / 2 + W^3 / 8 has M^T M = I - W^6 / 64, and Newton-Schulz steps to the polar factor do the rest.
+    """
+    square = product(turn, turn)
+    moved = rotation + product(turn + 0.5 * square + 0.125 * product(square, turn), rotation)
+    for _ in range(3):
+        moved = 1.5 * moved - 0.5 * product(moved, product(moved.T, moved))
+    return moved
+
+
+class _Step(NamedTuple):
+    """Where conjugate gradients are."""
+
+    turn: Array  # W
+    bent: Array  # H W
+    rest: Array  # slope - H W
+    ahead: Array  # the direction to go
+    number: Array
+    at_edge: Array  # of the trust region
+    done: Array
+
+
+def newton_step(
+    slope: Array, curvature: Callable[[Array], Array], radius: Array, inner: int
+) -> tuple[Array, Array, Array]:
+    """W that makes -<slope, W> + <W, H W> / 2 small within a radius, by Steihaug's truncated conjugate gradients.
+
+    Returns:
+        W, H W, and whether W is at the edge.
+    """
+    size = norm(slope)
+    target = size * jnp.minimum(size, 0.1)  # of a quadratic method
+
+    def body(now: _Step) -> _Step:
+        bent_ahead = curvature(now.ahead)
+        bend = jnp.sum(now.ahead * bent_ahead)
+        old = jnp.sum(now.rest**2)
+        length = old / jnp.where(bend > 0, bend, 1.0)
+        # The positive root of |W + t ahead| = radius: where to stop if the region ends, or if there is no bottom.
+        square, along = jnp.sum(now.ahead**2), jnp.sum(now.turn * now.ahead)
+        room = jnp.maximum(radius**2 - jnp.sum(now.turn**2), 0.0)
+        to_edge = room / (along + jnp.sqrt(along**2 + square * room))
+        # Turns within an eigenspace bend nothing but by rounding, up or down: once on the way, they lead nowhere.
+        flat = (now.number > 0) & (jnp.abs(bend) <= 100 * float(jnp.finfo(slope.dtype).eps) * square)
+        out = ~flat & ((bend <= 0) | (length >= to_edge))
+        length = jnp.where(flat, 0.0, jnp.where(out, to_edge, length))
+        rest = now.rest - length * bent_ahead
+        new = jnp.sum(rest**2)
+        done = flat | out | (new <= target**2) | (now.number + 1 >= inner)
+        turn, bent = now.turn + length * now.ahead, now.bent + length * bent_ahead
+        return _Step(turn, bent, rest, rest + (new / old) * now.ahead, now.number + 1, out, done)
+
+    zero = jnp.zeros_like(slope)
+    start = _Step(zero, zero, slope, slope, jnp.asarray(0), jnp.asarray(False), size == 0)
+    end = lax.while_loop(lambda now: ~now.done, body, start)
+    return end.turn, end.bent, end.at_edge

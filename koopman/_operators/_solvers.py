@@ -1,0 +1,193 @@
+"""Leading singular vectors of a matrix, or of an operator known by its products."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float
+
+from dissociation._core.keys import named_key
+from dissociation._core.linalg import finite_part, product, scale_of
+
+SOLVERS = ("auto", "dense", "krylov", "randomized")
+# Up to so many rows or columns "auto" is always "dense".
+DENSE_UP_TO = 256
+# Columns beyond those asked for, and blocks of one Krylov space before it is restarted with its best vectors: few
+# columns and long spaces where a product is cheap; wider and short ones where each inner product costs a solve.
+_OVERSAMPLING, _BLOCKS = 4, 8
+_OVERSAMPLING_WITH_INNER, _BLOCKS_WITH_INNER = 8, 2
+
+
+class Leading(NamedTuple):
+    """The leading part of a spectrum.
+
+    Attributes:
+        vectors: Eigenvectors or left singular vectors, [size, number].
+        values: Their values, falling: [number].
+        rest: Values that follow, all of them from a dense solver, or a few and from below from an iterative one.
+    """
+
+    vectors: Array
+    values: Array
+    rest: Array
+
+
+class Found(NamedTuple):
+    """What a solver found in a compiled program, which cannot warn.
+
+    Attributes:
+        leading: The leading part.
+        residual: Relative to the largest eigenvalue (of the operator, or of M M^T); None where nothing is iterated.
+    """
+
+    leading: Leading
+    residual: Array | None
+
+
+def find_eigenpairs(
+    apply: Callable, size: int, number: int, dtype: Any, inner: Any = None, tol: Any = None, max_restarts: int = 50
+) -> Found:
+    """Find leading eigenpairs of a positive semidefinite operator, by restarted block Krylov spaces.
+
+    A space [Q, A Q, A^2 Q, ...] is orthonormalised, the operator is diagonalised in it (Rayleigh and Ritz), and its
+    best vectors start the next space, until all residuals are below `tol` times the largest eigenvalue or stop falling.
+    The first block is drawn from a fixed key, so the result is a pure function of the operator. If the first such
+    space would be the whole space, it is replaced by the whole space.
+
+    Args:
+        apply: A on a block [size, columns]; self-adjoint and non-negative in the inner product. With `inner`: A T^+, so
+            that A of a block is `apply(inner(block))` and one evaluation of T serves both.
+        size: Number of rows of a vector.
+        number: Number of eigenpairs, from 1 to `size`.
+        dtype: Floating-point type of the vectors.
+        inner: Gram operator T of the inner product <u, v> = u^T T v on a block; None for the ordinary one.
+        tol: Relative residual; default 30 times the rounding unit. Residuals bound eigenvalues' errors quadratically.
+        max_restarts: Largest number of spaces.
+
+    Returns:
+        Vectors, orthonormal in the inner product, eigenvalues in falling order, and the residual.
+
+    References:
+        Musco and Musco (2015), Randomized block Krylov methods for stronger and faster approximate SVD, algorithm 2.
+    """
+    extra, blocks = (_OVERSAMPLING, _BLOCKS) if inner is None else (_OVERSAMPLING_WITH_INNER, _BLOCKS_WITH_INNER)
+    width = number + extra
+    if size <= blocks * width:  # one block alone would never grow, and the start of two is as good as all
+        width, blocks = size, 1
+    limit = 30 * jnp.finfo(dtype).eps if tol is None else tol
+    tiny = jnp.finfo(dtype).tiny
+    image_of = apply if inner is None else lambda block: apply(inner(block))
+
+    def space(block: Array) -> tuple[Array, Array, Array]:
+        columns = [block]
+        for _ in range(blocks - 1):
+            columns.append(jnp.linalg.qr(image_of(columns[-1]))[0])
+        basis, dual = _orthonormal(jnp.concatenate(columns, 1), inner)
+        image = apply(dual)
+        small = product(dual.T, image)
+        values, mixing = jnp.linalg.eigh(0.5 * (small + small.T))
+        best = mixing[:, ::-1][:, :width]
+        values = values[::-1][:width]
+        vectors, images = product(basis, best), product(image, best)
+        # In the inner product, whose null directions carry rounding that means nothing. The largest eigenvalue is the
+        # norm of its vector's image.
+        off = (images - vectors * values[None])[:, :number]
+        off = off / scale_of(jnp.maximum(values[0], tiny))  # squares in units of the operator may overflow
+        squares = jnp.sum(off * (off if inner is None else inner(off)), 0)
+        largest = jnp.maximum(values[0], tiny) / scale_of(jnp.maximum(values[0], tiny))
+        return vectors, values, jnp.sqrt(jnp.maximum(jnp.max(squares), 0.0)) / largest
+
+    def going(state: tuple[Array, ...]) -> Array:
+        _, _, off, before, count = state
+        # Where rounding keeps the residual from falling any further, so does another space.
+        return (off > limit) & ((off < 0.95 * before) | (count < 3)) & (count < max_restarts)
+
+    def body(state: tuple[Array, ...]) -> tuple[Array, ...]:
+        return *space(state[0]), state[2], state[4] + 1
+
+    start = jnp.linalg.qr(image_of(jax.random.normal(named_key("first vectors"), (size, width), dtype)))[0]
+    first = space(start)
+    vectors, values, off, *_ = lax.while_loop(going, body, (*first, first[2], jnp.asarray(1)))
+    return Found(Leading(vectors[:, :number], values[:number], values[number:]), off)
+
+
+def find_left_vectors(
+    matrix: Float[Array, "k m"],
+    number: int,
+    *,
+    scale: Float[Array | np.ndarray, " k"] | None = None,
+    solver: str = "auto",
+) -> Found:
+    """Find leading left singular vectors and singular values of a matrix, or of diag(scale) times it.
+
+    Args:
+        matrix: Matrix to decompose. If it is not finite, the result is NaN.
+        number: Number of vectors, from 1 to min(k, m).
+        scale: Factors of the rows. Under a `vmap` over them alone, the products with the matrix stay one product each.
+        solver: "dense" (LAPACK), "krylov" (`find_eigenpairs` of M M^T, to convergence), "randomized" (four power
+            iterations on a random block: Halko et al. 2011, algorithm 4.4) or "auto": "krylov" for a few vectors of a
+            large matrix, otherwise "dense".
+
+    Returns:
+        Orthonormal vectors, values in falling order, and the residual of "krylov".
+
+    References:
+        Halko, Martinsson and Tropp (2011), Finding structure with randomness.
+    """
+    matrix, undefined = finite_part(matrix)
+    rows, columns = matrix.shape
+    factors = jnp.ones((rows, 1), matrix.dtype) if scale is None else jnp.asarray(scale)[:, None]
+    solver = chosen_solver(solver, rows, columns, number)
+    if solver == "krylov":
+        # The operator holds squares, which overflow or vanish in other units.
+        unit, grade = scale_of(jnp.max(jnp.abs(matrix))), scale_of(jnp.max(jnp.abs(factors)))
+        matrix, factors = matrix / unit, factors / grade
+
+        def squared(block: Array) -> Array:
+            return factors * product(matrix, product(matrix.T, factors * block))
+
+        (vectors, *squares), residual = find_eigenpairs(squared, rows, number, dtype=matrix.dtype)
+        values, rest = (jnp.sqrt(jnp.maximum(part, 0.0)) * unit * grade + undefined for part in squares)
+        return Found(Leading(vectors + undefined, values, rest), residual)
+    matrix = factors * matrix
+    if solver == "dense":
+        left, values, _ = jnp.linalg.svd(matrix, full_matrices=False)
+        return _exact(left + undefined, values + undefined, number)
+    width = min(number + 2 * _OVERSAMPLING, rows, columns)
+    block = jnp.linalg.qr(
+        product(matrix, jax.random.normal(named_key("first vectors"), (columns, width), matrix.dtype))
+    )[0]
+    for _ in range(4):
+        block = jnp.linalg.qr(product(matrix, jnp.linalg.qr(product(matrix.T, block))[0]))[0]
+    left, values, _ = jnp.linalg.svd(product(block.T, matrix), full_matrices=False)
+    return _exact(product(block, left) + undefined, values + undefined, number)
+
+
+def chosen_solver(solver: str, rows: int, columns: int, number: int) -> str:
+    """The solver for so many singular vectors of a matrix, "auto" decided."""
+    if solver != "auto":
+        return solver
+    return "krylov" if min(rows, columns) > DENSE_UP_TO and number <= min(rows, columns) // 16 else "dense"
+
+
+def _exact(vectors: Array, values: Array, number: int) -> Found:
+    return Found(Leading(vectors[:, :number], values[:number], values[number:]), None)
+
+
+def _orthonormal(block: Array, inner: Callable[[Array], Array] | None) -> tuple[Array, Array]:
+    """Columns Q that span the block, Q^T T Q = I, and T Q; columns are zero where the block's rank falls short."""
+    block = jnp.linalg.qr(block)[0]
+    if inner is None:
+        return block, block
+    dual = block
+    for _ in range(2):  # once more against rounding
+        dual = inner(block)
+        gram = product(block.T, dual)
+        values, vectors = jnp.linalg.eigh(0.5 * (gram + gram.T))
+        kept = values > 10 * values.shape[0] * jnp.finfo(values.dtype).eps * values[-1]
+        mixing = vectors * jnp.where(kept, lax.rsqrt(jnp.where(kept, values, 1.0)), 0.0)[None]
+        block, dual = product(block, mixing), product(dual, mixing)
+    return block, dual

@@ -1,0 +1,340 @@
+"""Eigenvalues, eigenfunctions and modes of a fitted operator.
+
+With the un-shrunk operator K of `koopman`, K w_i = lambda_i w_i and l_i^T K = lambda_i l_i^T:
+
+    right eigenfunction   psi_i(x) = u(x) w_i + m w_i / (lambda_i - 1),   E[psi_i(x_{t+1}) | x_t] = lambda_i psi_i(x_t),
+    left eigenfunction    xi_i(x) = <C_yx U F l_i, phi(x)> / lambda_i,
+
+with <xi_j, psi_i> = delta_ij in the space of the features. The constant of psi_i is there for centred operators alone,
+and not at lambda_i = 1, which is a drift. Every function here takes the r x r decomposition through one routine, on the
+host where a backend has none of its own.
+
+Eigenvalues, eigenfunctions and what is made of them have the derivatives of first-order perturbation theory, in the
+normalisation that `decompose` states; where eigenvalues coincide there are none, and they are not finite. `right` and
+`left` themselves are in coordinates of the latent functions, whose own derivatives leave out a common rotation: they
+are right as functions of the operator's moments, not of the data.
+"""
+
+from typing import NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Complex, Float
+
+from dissociation._core.checks import check_positive
+from dissociation._core.linalg import product, psd_power, scale_of
+from dissociation._core.ties import snapped
+from dissociation._core.types import Scalar
+from dissociation._core.validation import validated
+from koopman._operators._operator import Operator
+from koopman._operators._perturbation import couplings, slopes
+
+
+class Spectrum(NamedTuple):
+    """Eigenpairs of an operator, by falling modulus; of a conjugate pair the one with positive imaginary part first.
+
+    Attributes:
+        eigenvalues: [r], complex.
+        right: w_i in columns, scaled so that psi_i has mean square 1 on the training states and the largest of its
+            mode's amplitudes is real and positive, or of w_i's entries if the observable holds nothing of it: [r, r].
+        left: l_i in columns, l_j^T w_i = delta_ij without conjugation: [r, r].
+        residuals: sqrt(E|psi_i(y) - lambda_i psi_i(x)|^2 / E|psi_i(x)|^2) on the training pairs: [r]. With an
+            intercept, each side is about its own mean: the drift is no residual. For a
+            deterministic system lambda_i is in the pseudospectrum of that size (if the operator is normal, no farther
+            from the spectrum), and a large one unmasks a spurious pair; for a noisy one it contains the noise,
+            sqrt(1 - |lambda_i|^2) for an exact eigenpair. With as many latent functions as samples it vanishes for all
+            pairs, and says nothing.
+        condition: |l_i| |w_i|, the eigenvalue's condition number in latent coordinates, 1 for a normal K: [r].
+        shrinkage: Factor that `alpha` still has in lambda_i, to first order: 1 - b^4 with b the share of `alpha` in
+            psi_i's regularised norm: [r]. Far below 1, the pair says little about the data.
+    """
+
+    eigenvalues: Complex[Array, " r"]
+    right: Complex[Array, "r r"]
+    left: Complex[Array, "r r"]
+    residuals: Float[Array, " r"]
+    condition: Float[Array, " r"]
+    shrinkage: Float[Array, " r"]
+
+
+@validated
+@eqx.filter_jit
+def eigenvalues(operator: Operator) -> Complex[Array, " r"]:
+    """Return the eigenvalues of K by falling modulus, conjugates adjacent.
+
+    Args:
+        operator: A fitted operator.
+
+    Returns:
+        Complex eigenvalues per lag. Latent functions beyond a traced rank count as zeros, last. Derivatives are not
+        finite where they coincide.
+    """
+    return eigenpairs(operator.core)[0]
+
+
+@validated
+@eqx.filter_jit
+def decompose(operator: Operator) -> Spectrum:
+    """Return all eigenpairs with their residuals.
+
+    Args:
+        operator: A fitted operator.
+
+    Returns:
+        The spectrum.
+
+    References:
+        Colbrook, Ayton and Szoke (2023), Residual dynamic mode decomposition, eq. 3.1.
+    """
+    values, right = eigenpairs(operator.core)
+    kind = right.dtype
+    power = jnp.real(jnp.sum(right.conj() * product(operator.gram_x.astype(kind), right), 0))
+    # An eigenfunction that vanishes on the data keeps its scale.
+    held = power > 0
+    right = right * jnp.where(held, jax.lax.rsqrt(jnp.where(held, power, 1.0)), 1.0)[None].astype(kind)
+    left = jnp.linalg.inv(right).T
+    phase = _phase(product(operator.readout.T.astype(kind), left), jnp.linalg.norm(left, axis=0), operator.readout)
+    right, left = right * phase[None], left * phase.conj()[None]
+    ahead = jnp.real(jnp.sum(right.conj() * product(operator.gram_y.astype(kind), right), 0))
+    across = jnp.sum(right.conj() * product(operator.cross_gram.astype(kind), right), 0)
+    square = ahead - 2 * jnp.real(values.conj() * across) + jnp.real(values * values.conj()) * held
+    norms = jnp.real(jnp.sum(right.conj() * right, 0))
+    penalty = jnp.real(jnp.sum(right.conj() * product(operator.penalty.astype(kind), right), 0))
+    return Spectrum(
+        eigenvalues=values,
+        right=right,
+        left=left,
+        residuals=_root(square),
+        condition=jnp.linalg.norm(left, axis=0) * jnp.sqrt(norms),
+        shrinkage=1 - (penalty / norms) ** 4,
+    )
+
+
+def _constants(operator: Operator, spectrum: Spectrum) -> Array:
+    """Return m w_i / (lambda_i - 1) of each right eigenfunction [r], and zero where lambda_i is 1 up to rounding."""
+    gap = spectrum.eigenvalues - 1
+    eps = jnp.finfo(operator.core.dtype).eps
+    known = jnp.abs(gap) > 64 * eps * jnp.linalg.norm(operator.core) * spectrum.condition
+    drift = product(operator.drift[None].astype(gap.dtype), spectrum.right)[0]
+    return jnp.where(known, drift / jnp.where(known, gap, 1.0), 0.0)
+
+
+def _phase(amplitudes: Array, size: Array, readout: Array) -> Array:
+    """Unit numbers that make the largest entry of each mode [o, r] real and positive; 1 for modes below rounding."""
+    largest = jnp.take_along_axis(amplitudes, jnp.argmax(jnp.abs(amplitudes), 0)[None], 0)[0]
+    known = jnp.abs(largest) > 64 * jnp.finfo(readout.dtype).eps * size * jnp.linalg.norm(readout)
+    largest = jnp.where(known, largest, 1.0)
+    return largest / jnp.abs(largest)
+
+
+def _root(squares: Array) -> Array:
+    """Square roots of what rounding may have made negative; zero, and flat, there."""
+    known = squares > 0
+    return jnp.where(known, jnp.sqrt(jnp.where(known, squares, 1.0)), 0.0)
+
+
+@validated
+def right_eigenfunctions(
+    operator: Operator, x: Float[Array | np.ndarray, "n d"], spectrum: Spectrum | None = None
+) -> Complex[Array, "n r"]:
+    """psi_i at features x (states x, for a kernel operator).
+
+    Args:
+        operator: A fitted operator.
+        x: Where to evaluate, as the operator was fitted.
+        spectrum: Of `decompose`, if it is known already.
+
+    Returns:
+        Values with mean square 1 on the training states, or with variance 1 if the operator is centred.
+
+    Raises:
+        ValueError: If x has another width than the operator was fitted on.
+    """
+    spectrum = decompose(operator) if spectrum is None else spectrum
+    latent = operator.encode(x)
+    values = product(latent.astype(spectrum.right.dtype), spectrum.right)
+    return values + _constants(operator, spectrum)[None]
+
+
+@validated
+def left_eigenfunctions(
+    operator: Operator, x: Float[Array | np.ndarray, "n d"], spectrum: Spectrum | None = None
+) -> Complex[Array, "n r"]:
+    """xi_i at features x (states x, for a kernel operator); zero for an eigenvalue of zero.
+
+    Args:
+        operator: A fitted operator.
+        x: Where to evaluate.
+        spectrum: Of `decompose`, if it is known already.
+
+    Returns:
+        Values, bi-orthonormal to the right eigenfunctions: <xi_j, psi_i> = delta_ij in feature space.
+
+    Raises:
+        ValueError: If x has another width than the operator was fitted on.
+    """
+    spectrum = decompose(operator) if spectrum is None else spectrum
+    known = spectrum.eigenvalues != 0
+    inverse = jnp.where(known, 1.0 / jnp.where(known, spectrum.eigenvalues, 1.0), 0.0)
+    latent = operator.dual(x)
+    return product(latent.astype(spectrum.left.dtype), spectrum.left) * inverse[None]
+
+
+class Modes(NamedTuple):
+    """An observable's part in every eigenfunction.
+
+    Attributes:
+        amplitudes: l_i^T D: [r, ...]; the mode at state x is psi_i(x) times it. Modes and `constant` sum to the
+            forecast of one lag, and times lambda_i^(s-1) to that of s lags (at lambda_i = 1 without the drift).
+        frequency: |arg lambda| / 2 pi, in cycles per unit of `time_step`: [r].
+        half_life: Time after which the mode has fallen to a half; infinite where it does not decay: [r].
+        implied_time_scale: -1 / growth of a mode that decays; infinite for one that does not, of which log(2) / growth
+            is the doubling time if it grows: [r].
+        growth: log |lambda| / time_step, negative for a mode that decays, minus infinity at lambda = 0: [r].
+        share: Part of the mode in the variance of the forecast of one lag on the training states,
+            Re E[conj(p_i) . p] / E|p|^2 of the modes p_i and their sum p about their means: [r]. Shares sum to 1, those
+            of a conjugate pair belong together, and a negative one is of a mode that cancels others. The order by
+            modulus says nothing about it: true products of modes may come first with a share of 1e-4.
+        constant: Mode of the constant function, eigenvalue 1, of a centred operator: the observable at the fixed point;
+            else zero: [...].
+    """
+
+    amplitudes: Complex[Array, "r *o"]
+    frequency: Float[Array, " r"]
+    half_life: Float[Array, " r"]
+    implied_time_scale: Float[Array, " r"]
+    growth: Float[Array, " r"]
+    share: Float[Array, " r"]
+    constant: Float[Array, "*o"]
+
+
+@validated
+def modes(operator: Operator, *, time_step: Scalar = 1.0, spectrum: Spectrum | None = None) -> Modes:
+    """Return the Koopman modes of the observable that the operator was fitted with.
+
+    Args:
+        operator: A fitted operator.
+        time_step: Time from x to y in the pairs: lag times sampling interval.
+        spectrum: Of `decompose`, if it is known already.
+
+    Returns:
+        Amplitudes and times, in the order of the spectrum.
+
+    Raises:
+        ValueError: If `time_step` is not positive.
+
+    References:
+        Kostic et al. (2022), eq. 5.
+    """
+    check_positive("time_step", time_step)
+    spectrum = decompose(operator) if spectrum is None else spectrum
+    amplitudes = product(spectrum.left.T, operator.readout.astype(spectrum.left.dtype))
+    about_mean = operator.gram_x - operator.mean_latent[:, None] * operator.mean_latent[None]
+    held = product(spectrum.right.conj().T, product(about_mean.astype(amplitudes.dtype), spectrum.right))
+    parts = amplitudes / scale_of(jnp.max(jnp.abs(amplitudes)))  # squares in other units may overflow, or vanish
+    power = jnp.sum(jnp.real(held * product(parts.conj(), parts.T)), 1)
+    total = jnp.sum(power)
+    fixed = operator.mean_observable - jnp.real(product(_constants(operator, spectrum)[None], amplitudes)[0])
+    values = spectrum.eigenvalues
+    known = values != 0
+    values = jnp.where(known, values, 1.0)
+    growth = jnp.where(known, jnp.log(jnp.abs(values)) / time_step, -jnp.inf)
+    scale = jnp.where(growth < 0, -1.0 / jnp.where(growth < 0, growth, -1.0), jnp.inf)
+    return Modes(
+        amplitudes=amplitudes.reshape(-1, *operator.observable_shape),
+        frequency=jnp.abs(jnp.angle(values)) / (2 * jnp.pi * time_step),
+        half_life=jnp.log(2.0) * scale,
+        implied_time_scale=scale,
+        growth=growth,
+        share=power / jnp.where(total > 0, total, 1.0),
+        constant=fixed.reshape(operator.observable_shape),
+    )
+
+
+@validated
+@eqx.filter_jit
+def singular_values(operator: Operator) -> Float[Array, " r"]:
+    """Singular values of G as an operator on the space of the features, in falling order.
+
+    G G^* = U (U^T C_xy C_yx U) U^T, so they are the square roots of the eigenvalues of (U^T U)(U^T C_xy C_yx U).
+
+    Args:
+        operator: A fitted operator.
+
+    Returns:
+        Non-negative values; derivatives are not finite where they coincide.
+    """
+    half = psd_power(operator.basis_gram, 0.5)
+    return _root(_symmetric_eigenvalues(product(half, product(operator.dual_gram, half))))
+
+
+@jax.custom_jvp
+def _symmetric_eigenvalues(matrix: Array) -> Array:
+    return jnp.linalg.eigvalsh(matrix)[::-1]
+
+
+@_symmetric_eigenvalues.defjvp
+def _symmetric_eigenvalues_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    values, vectors = jnp.linalg.eigh(primals[0])
+    turned = product(vectors.T, product(tangents[0], vectors))
+    return values[::-1], slopes(turned, _unresolved(values, jnp.ones_like(values), primals[0]))[::-1]
+
+
+@jax.custom_jvp
+def eigenpairs(matrix: Float[Array, "r r"]) -> tuple[Complex[Array, " r"], Complex[Array, "r r"]]:
+    """Eigenvalues by falling modulus, and unit eigenvectors in columns whose largest entry is real and positive.
+
+    Derivatives, dlambda_j = l_j^T dM w_j and dw_j = sum_i w_i l_i^T dM w_j / (lambda_j - lambda_i) plus what keeps the
+    normalisation, are not finite where eigenvalues coincide up to rounding times their condition number.
+
+    Args:
+        matrix: A square matrix.
+
+    Returns:
+        Eigenvalues and eigenvectors.
+
+    References:
+        Magnus (1985), On differentiating eigenvalues and eigenvectors, section 4.
+    """
+    if jax.default_backend() == "cpu":
+        values, right = jnp.linalg.eig(matrix)
+    else:  # one small matrix: the host is faster than any accelerator at it
+        kind = jnp.result_type(matrix.dtype, jnp.complex64)
+        shapes = jax.ShapeDtypeStruct(matrix.shape[:1], kind), jax.ShapeDtypeStruct(matrix.shape, kind)
+        values, right = jax.pure_callback(_eig_on_host, shapes, matrix, vmap_method="expand_dims")
+    # Moduli that differ by rounding are one: a pair must not be torn apart.
+    size = jnp.abs(values)
+    size, real = snapped(size), snapped(values.real, jnp.max(size))
+    order = jnp.lexsort((-values.imag, -real, -size))
+    values, right = values[order], right[:, order]
+    largest = jnp.take_along_axis(right, jnp.argmax(jnp.abs(right), 0)[None], 0)
+    return values, right * (jnp.abs(largest) / jnp.where(largest == 0, 1.0, largest))
+
+
+@eigenpairs.defjvp
+def _eigenpairs_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    values, right = eigenpairs(primals[0])
+    left = jnp.linalg.inv(right)
+    turned = product(left, product(tangents[0].astype(right.dtype), right))
+    unresolved = _unresolved(values, jnp.linalg.norm(left, axis=1), primals[0])
+    step = product(right, couplings(turned, values[None] - values[:, None], unresolved))
+    # Of norm 1 stays of norm 1, and a real entry stays real.
+    largest = jnp.argmax(jnp.abs(right), 0)[None]
+    turn = jnp.take_along_axis(step, largest, 0).imag / jnp.take_along_axis(right, largest, 0).real
+    stretch = jnp.sum(right.conj() * step, 0).real[None]
+    return (values, right), (slopes(turned, unresolved), step - right * (stretch + 1j * turn))
+
+
+def _unresolved(values: Array, condition: Array, matrix: Array) -> Array:
+    """Which pairs of eigenvalues are closer than what rounding of the matrix does to either."""
+    noise = 64 * jnp.finfo(matrix.dtype).eps * jnp.linalg.norm(matrix) * condition
+    near = jnp.abs(values[None] - values[:, None]) <= jnp.maximum(noise[None], noise[:, None])
+    return near & ~jnp.eye(values.shape[0], dtype=bool)
+
+
+def _eig_on_host(matrix: Array | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    values, right = np.linalg.eig(np.asarray(matrix))
+    kind = np.result_type(matrix.dtype, np.complex64)
+    return values.astype(kind), right.astype(kind)

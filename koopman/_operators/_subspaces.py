@@ -1,0 +1,370 @@
+"""What an estimator is asked for, on explicit features or with a kernel, and what the answers of estimators share.
+
+Every estimator is known by what its latent functions span. On features these are columns U with
+U^T (C_x + alpha I) U = I; with a kernel weights W = sqrt(n) c as in `kernel_operators`, W^T (K^2 + alpha K) W = I for
+K = k(X, X) / n.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_batching import custom_vmap
+from jaxtyping import Array, Float, Int
+
+from dissociation._core.checks import check_choice, check_count, fail, is_traced
+from dissociation._core.linalg import product
+from koopman._operators._pairs import gram_root
+from koopman._operators._perturbation import refused
+from koopman._operators._solvers import Found, Leading, find_left_vectors
+
+Rank = int | Int[Array | np.ndarray, ""]
+
+NUM_CHECKED = 64
+"""Leading eigenvalues that are checked by quotients; beyond so many directions zeros are small."""
+
+
+class Latent(NamedTuple):
+    """How many latent functions there are.
+
+    Attributes:
+        size: Their static number.
+        active: The traced number of those in use, the others are zero; None for all.
+        solver: What finds them.
+    """
+
+    size: int
+    active: Array | None
+    solver: str
+
+
+def latent(rank: Rank | None, width: int, columns: str, solver: str, solvers: tuple[str, ...]) -> Latent:
+    """The number of latent functions, and the solver that finds as many.
+
+    Args:
+        rank: What was asked for; None for everything.
+        width: The most there can be.
+        columns: What `width` counts, for error messages.
+        solver: The solver asked for.
+        solvers: Those that there are.
+
+    Returns:
+        `rank`, or `width` where `rank` is None or traced. "auto" is "dense" where it is traced.
+
+    Raises:
+        ValueError: If `rank` is below 1 or above `width`, or the solver is unknown, or cannot mask a traced rank.
+        TypeError: If `rank` is no whole number.
+    """
+    check_choice("solver", solver, solvers)
+    if rank is None:
+        return Latent(width, None, solver)
+    if is_traced(rank):
+        if solver not in ("auto", "dense"):
+            fail("solver", "be 'dense' for a traced `rank`", repr(solver))
+        return Latent(width, jnp.asarray(rank), "dense")
+    size = check_count("rank", rank.item() if isinstance(rank, jax.Array) else rank, minimum=1)
+    if size > width:
+        fail("rank", f"be at most the number of {columns} ({width})", rank)
+    return Latent(size, None, solver)
+
+
+def refuse_singular(
+    estimator: str, values: np.ndarray, cutoff: float, needed: int, width: int, what: tuple[str, str]
+) -> None:
+    """Raises where no regularisation is asked for and the data do not hold what the estimator inverts.
+
+    Args:
+        estimator: Its name, for the message.
+        values: Singular values or eigenvalues, the largest first.
+        cutoff: Relative size below which one counts as zero.
+        needed: How many must not be zero.
+        width: How many there could be.
+        what: What the matrix is and its symbol, for the message.
+
+    Raises:
+        ValueError: If fewer are above zero.
+    """
+    rank = int((values > cutoff * values[0]).sum())
+    if rank < needed:
+        raise ValueError(
+            f"`alpha` must be positive where {what[0]} is singular: {estimator} needs rank {needed}, {what[1]} has "
+            f"rank {rank} of {width}. Pass alpha > 0, drop dependent features or samples, or lower the rank."
+        )
+
+
+class Basis(NamedTuple):
+    """What latent functions span.
+
+    Attributes:
+        vectors: U, [d, size], or W, [n, size].
+        values: The estimator's singular values, falling: [size].
+        rest: Those that follow, as far as the solver knows them. Without derivative, as `variance`.
+        variance: What `alpha` is to be compared with: eigenvalue number `size` of C_x or K (an upper bound of it,
+            tr(K) / size, where an iterative solver does not know it, or a lower one of a few power iterations); for
+            ridge regression the mean of those of C_x, or the trace of K.
+        residual: See `_solvers.Found`.
+    """
+
+    vectors: Array
+    values: Array
+    rest: Array
+    variance: Array
+    residual: Array | None = None
+
+
+class Whitening(NamedTuple):
+    """W with W^T (C_x + alpha I) W = I on the range of C_x, and what it makes of C_xy.
+
+    Attributes:
+        vectors: W, [d, k].
+        deviations: Square roots of C_x's eigenvalues, falling: [k].
+        gain: g, [k], which alone of the two depends on `alpha`, so that all values of a sweep share f(y).
+        turned: f, W^T x^T y = g f(y).
+    """
+
+    vectors: Array
+    deviations: Array
+    gain: Array
+    turned: Callable[[Array], Array]
+
+
+class FeatureRegression(eqx.Module):
+    """Regression on explicit features.
+
+    Attributes:
+        x: Rows of the states with x^T x = C_x: [m, d].
+        y: Rows of the successors with x^T y = C_xy: [m, dy].
+        alpha: Tikhonov regularisation.
+        active: Latent functions in use, the others are zero.
+        size: Latent functions.
+        solver: See `find_left_vectors`.
+        route: "qr", "covariance", or "auto": the second if `suffices`, else the first.
+        cutoff: Relative size below which a singular value of the data counts as zero; None for the route's own, d times
+            the rounding unit, or the root of 8 times it: where C_x is of deficient rank its zeros come out at 0.2 to
+            3.2 times the unit, for 10 to 1500 columns and up to 100 000 rows in either precision.
+    """
+
+    x: Array
+    y: Array
+    alpha: Array
+    active: Array
+    size: int = eqx.field(static=True)
+    solver: str = eqx.field(static=True)
+    route: str = eqx.field(static=True)
+    cutoff: float | None = eqx.field(static=True)
+
+    @property
+    def suffices(self) -> Array:
+        """If True, all eigenvalues of C_x exceed 10^6 eps tr(C_x), and rounding changes them by a millionth at most.
+
+        Columns of zeros do not count. Members of a `vmap` decide together, so that one of two programs runs, not both.
+        """
+        x = lax.stop_gradient(self.x)
+        square = product(x.T, x)
+        sizes = jnp.diagonal(square)
+        trace = jnp.sum(sizes)
+        # A Cholesky factor exists if all eigenvalues are positive, and is cheaper than the eigenvalues.
+        least = 1e6 * jnp.finfo(x.dtype).eps * trace - jnp.where(sizes == 0, trace, 0.0)
+        return _all_members(jnp.isfinite(jnp.linalg.cholesky(square - jnp.diag(least))).all())
+
+    @property
+    def threshold(self) -> Array:
+        """The cut-off of the route that is taken."""
+        if self.cutoff is not None:
+            return jnp.asarray(self.cutoff, self.x.dtype)
+        eps = jnp.finfo(self.x.dtype).eps
+        qr, covariance = (jnp.asarray(value, self.x.dtype) for value in (self.x.shape[1] * eps, (8 * eps) ** 0.5))
+        if self.route == "auto":
+            return jnp.where(self.suffices, covariance, qr)
+        return qr if self.route == "qr" else covariance
+
+    def either(self, quick: Callable[["FeatureRegression"], Any], whole: Callable[["FeatureRegression"], Any]) -> Any:
+        """`quick` of this where second moments suffice, else `whole` of it; only one of them is computed."""
+        return lax.cond(self.suffices, quick, whole, self)
+
+    def by_route(self, function: Callable[["FeatureRegression"], Any]) -> Any:
+        """A function of this with its route decided."""
+        if self.route != "auto":
+            return function(self)
+        ways = [lambda given, route=route: function(given.via(route)) for route in ("covariance", "qr")]
+        return self.either(*ways)
+
+    def via(self, route: str) -> "FeatureRegression":
+        """The same by another route."""
+        return dataclasses.replace(self, route=route)
+
+    def scaled(self, values: Float[Array, " k"], right: Float[Array, "k d"]) -> tuple[Array, Array]:
+        """W from square roots of C_x's eigenvalues and from eigenvectors in rows, and the scale of its columns."""
+        kept = values > self.threshold * values[0]
+        scale = jnp.where(kept, lax.rsqrt(jnp.where(kept, values**2 + self.alpha, 1.0)), 0.0)
+        return right.T * scale[None], scale
+
+    def leading(self) -> Found:
+        """The first `size` columns of W, and their deviations, without the others."""
+        if self.route == "covariance":
+            (vectors, *squares), residual = find_left_vectors(product(self.x.T, self.x), self.size, solver=self.solver)
+            values, rest = (jnp.sqrt(part) for part in squares)
+        else:
+            root = gram_root(self.x) if self.x.shape[0] > self.x.shape[1] else self.x
+            (vectors, values, rest), residual = find_left_vectors(
+                root.T, min(self.size, *root.shape), solver=self.solver
+            )
+        return Found(Leading(self.scaled(values, vectors.T)[0], values, rest), residual)
+
+    def axes(self) -> tuple[Array, Array]:
+        """W and the square roots of C_x's eigenvalues."""
+        whitening = self.whitening(crossed=False)
+        return whitening.vectors, whitening.deviations
+
+    def whitening(self, *, crossed: bool) -> Whitening:
+        """W and what it makes of C_xy; without `crossed`, for W alone."""
+        x = self.x
+        if self.route == "covariance":
+            squares, vectors = jnp.linalg.eigh(product(x.T, x))
+            values, right = jnp.sqrt(jnp.maximum(squares, 0.0))[::-1], vectors.T[::-1]
+            whiten, scale = self.scaled(values, right)
+            return Whitening(whiten, values, scale, lambda y: product(right, product(x.T, y)))
+        tall = x.shape[0] > x.shape[1]
+        if tall and not crossed:  # which does without Q
+            orthogonal, root = None, gram_root(x)
+        else:
+            orthogonal, root = jnp.linalg.qr(x) if tall else (None, x)
+        left, values, right = jnp.linalg.svd(root, full_matrices=False)
+        whiten, scale = self.scaled(values, right)
+
+        def turned(y: Array) -> Array:
+            # Through Q: W^T (x^T y) would multiply the rounding of x^T y by W.
+            return product(left.T, y if orthogonal is None else product(orthogonal.T, y))
+
+        return Whitening(whiten, values, values * scale, turned)
+
+    def perturbed(self, tangent: "FeatureRegression") -> tuple[Array, ...]:
+        """The slope of C_x + alpha I; eigenvalues of C_x, falling, and its eigenvectors in rows; W and its scale."""
+        half = product(self.x.T, tangent.x)
+        slope = half + half.T + tangent.alpha * jnp.eye(self.x.shape[1], dtype=self.x.dtype)
+        squares, vectors = jnp.linalg.eigh(product(self.x.T, self.x))
+        squares, right = jnp.maximum(squares, 0.0)[::-1], vectors.T[::-1]
+        return slope, squares, right, *self.scaled(jnp.sqrt(squares), right)
+
+    def pull(self, whiten: Float[Array, "d k"]) -> Float[Array, "k d"]:
+        """W^T (C_x + alpha I): takes U = W E back to E."""
+        return product(product(whiten.T, self.x.T), self.x) + self.alpha * whiten.T
+
+
+@custom_vmap
+def _all_members(true: Array) -> Array:
+    """A truth value; under `vmap` whether all are true, for every member."""
+    return true
+
+
+@_all_members.def_vmap
+def _(_: int, batched: list[bool], true: Array) -> tuple[Array, bool]:
+    return _all_members(jnp.all(true, 0) if batched[0] else true), False
+
+
+class Turned(NamedTuple):
+    """K = P diag(values) P^T, falling; (values (values + alpha))^(-1/2); g L' g with L' = P^T L P and P g^2 P^T = T."""
+
+    vectors: Array
+    values: Array
+    scale: Array
+    gain: Array
+    turned: Array
+
+
+class KernelRegression(eqx.Module):
+    """Regression in the space of a kernel.
+
+    Attributes:
+        x: K = k(X, X) / n: [n, n].
+        y: L = k(Y, Y) / n: [n, n].
+        alpha: Tikhonov regularisation.
+        active: Latent functions in use, the others are zero.
+        size: Latent functions.
+        solver: One that the estimator knows for kernels, "auto" decided.
+    """
+
+    x: Array
+    y: Array
+    alpha: Array
+    active: Array
+    size: int = eqx.field(static=True)
+    solver: str = eqx.field(static=True)
+
+    @property
+    def cutoff(self) -> float:
+        """Relative size below which an eigenvalue of K counts as zero: 8 times the rounding unit.
+
+        Kernels of deficient rank have their zeros at 1.3 to 3.3 times the unit for 30 to 2000 samples; larger ones are
+        found by `eigenpairs`. A cut-off that grew with n would drop directions that the regularised risk needs.
+        """
+        return 8 * float(jnp.finfo(self.x.dtype).eps)
+
+    def scale(self, values: Float[Array, " k"]) -> tuple[Array, Array]:
+        """(lambda (lambda + alpha))^(-1/2), zero where lambda is cut off, and where it is not."""
+        kept = values > self.cutoff * values[0]
+        safe = jnp.where(kept, values, 1.0)
+        return jnp.where(kept, lax.rsqrt(safe) * lax.rsqrt(safe + self.alpha), 0.0), kept
+
+    def in_eigenbasis(self) -> Turned:
+        """Both matrices in the eigenbasis of K."""
+        values, vectors = eigenpairs(self.x)
+        scale, _ = self.scale(values)
+        return Turned(vectors, values, scale, (scale * values)[:, None], product(vectors.T, product(self.y, vectors)))
+
+
+def leading_of(matrix: Float[Array, "n n"], size: int) -> Leading:
+    """Leading eigenpairs of a positive matrix, by its whole decomposition."""
+    values, vectors = eigenpairs(matrix)
+    return Leading(vectors[:, :size], values[:size], values[size:])
+
+
+def eigenpairs(matrix: Float[Array, "n n"]) -> tuple[Float[Array, " n"], Float[Array, "n n"]]:
+    """Eigenvalues of a positive matrix, falling, and eigenvectors in columns.
+
+    Where few directions hold everything, LAPACK gives zeros as up to 48 rounding units of the largest eigenvalue (2000
+    equal rows, on one of two processors). Quotients v^T K v, there of 0.3 units at the most, tell them from values.
+    """
+    values, vectors = jnp.linalg.eigh(matrix)
+    values, vectors = values[::-1], vectors[:, ::-1]
+    head = vectors[:, :NUM_CHECKED]
+    quotients = jnp.sum(head * product(matrix, head), 0)
+    found = values[:NUM_CHECKED]
+    checked = jnp.where(2 * quotients < found, jnp.maximum(quotients, 0.0), found)
+    return values.at[:NUM_CHECKED].set(checked), vectors
+
+
+def mixing(
+    numerator: Float[Array, "k r"], squares: Float[Array, " k"], active: Int[Array, ""], floor: float = 0.0
+) -> Float[Array, "k r"]:
+    """What leading eigenvectors take up of the others: N_ij / (s_j - s_i) for i beyond and j within the leading ones.
+
+    Args:
+        numerator: The perturbation between eigenvectors i and j.
+        squares: Eigenvalues s in falling order.
+        active: How many are leading.
+        floor: Relative size at which an eigenvalue counts as zero.
+
+    Returns:
+        Coefficients; not finite where s_j and s_i agree up to rounding, where there is no derivative, and zero where
+        both are zero.
+    """
+    rows, columns = jnp.arange(numerator.shape[0])[:, None], jnp.arange(numerator.shape[1])[None]
+    leading = squares[None, : numerator.shape[1]]
+    gap = leading - squares[:, None]
+    used = (rows >= active) & (columns < active) & (leading > floor * squares[0])
+    eps = jnp.finfo(squares.dtype).eps
+    # Small ones may be rounding themselves, which what is computed from the whole does not see.
+    noise = 64 * eps * jnp.where(leading > eps**0.5 * squares[0], squares[0], leading)
+    tied = used & (gap <= noise)
+    return refused(jnp.where(used, numerator / jnp.where(used & ~tied, gap, 1.0), 0.0), tied)
+
+
+def halved(slopes: Float[Array, " r"], values: Float[Array, " r"]) -> Float[Array, " r"]:
+    """Slopes of roots from those of their squares; zero at zero."""
+    return jnp.where(values > 0, 0.5 * slopes / jnp.where(values > 0, values, 1.0), 0.0)

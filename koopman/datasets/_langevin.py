@@ -1,0 +1,350 @@
+"""Overdamped Langevin dynamics in a potential: trajectories, and the spectrum of the reversible diffusion on a line."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from dissociation._core.checks import check_count, check_non_negative, check_positive, fail
+from dissociation._core.types import PRNGKey, Scalar
+from dissociation._core.validation import validated
+from koopman.datasets._exact import ExactSpectrum, column
+from koopman.datasets._trajectories import run_trajectories, scan_trajectory, step_keys
+
+__all__ = ["langevin_spectrum", "overdamped_langevin", "prinz_langevin", "prinz_potential", "prinz_spectrum"]
+
+Points = Float[Array | np.ndarray, "n 1"]
+SQRT_2 = math.sqrt(2.0)
+CUT_OFF = 36.0  # in kT: exp(-36) is the epsilon of float64
+
+
+@validated
+def overdamped_langevin(
+    potential: Callable[[Array], Array],
+    num_steps: int,
+    *,
+    key: PRNGKey,
+    initial: Float[Array | np.ndarray, "... d"],
+    num_trajectories: int | None = None,
+    friction: Scalar = 1.0,
+    sigma: Scalar = SQRT_2,
+    time_step: Scalar = 1e-3,
+    substeps: int = 1,
+) -> Float[Array, "*trajectories time d"]:
+    """Trajectories of dX = -grad V(X) / friction dt + sigma / friction dW by Euler and Maruyama's scheme.
+
+    The invariant density is proportional to exp(-V / kT) with kT = sigma^2 / (2 friction), up to an error linear in
+    `time_step / substeps`.
+
+    Args:
+        potential: V, from one state [d] to its energy, differentiable by JAX.
+        num_steps: Number of recorded steps, 1 or more.
+        key: A PRNG key.
+        initial: State [d], or [num_trajectories, d].
+        num_trajectories: Size of a batch; None gives one trajectory without that axis.
+        friction: Positive.
+        sigma: Strength of the noise, 0 or more.
+        time_step: Time between recorded states, positive.
+        substeps: Steps of the scheme for each recorded one, 1 or more.
+
+    Returns:
+        States, the initial one first: time has length num_steps + 1.
+
+    Raises:
+        TypeError: If a count is no Python integer.
+        ValueError: If a number is out of range, `initial` has the wrong shape, or the potential gives more than one
+            number.
+
+    References:
+        Maruyama (1955), Continuous Markov processes and stochastic equations.
+    """
+    num_steps = check_count("num_steps", num_steps, minimum=1)
+    _check_potential(potential, initial)
+    advance = partial(_euler_steps, potential, **_scheme(friction, sigma, time_step, substeps))
+
+    def one(key: Array, initial: Array) -> Array:
+        return scan_trajectory(advance, initial, step_keys(key, num_steps))
+
+    return run_trajectories(
+        one,
+        lambda key: key,  # not called: `initial` is given
+        key=key,
+        num_trajectories=num_trajectories,
+        initial=initial,
+        dimension=np.shape(initial)[-1],
+    )
+
+
+def _check_potential(potential: Callable[[Array], Array], states: Array | np.ndarray) -> None:
+    one = jax.ShapeDtypeStruct(np.shape(states)[-1:], jnp.result_type(float))
+    energy = jax.eval_shape(potential, one)
+    if getattr(energy, "shape", None) not in ((), (1,)) or not jnp.issubdtype(energy.dtype, jnp.floating):
+        fail("potential", f"give one real energy of a state {list(one.shape)}", f"{energy}")
+
+
+def _scheme(friction: Scalar, sigma: Scalar, time_step: Scalar, substeps: int) -> dict[str, Any]:
+    check_positive("friction", friction)
+    check_non_negative("sigma", sigma)
+    check_positive("time_step", time_step)
+    substeps = check_count("substeps", substeps, minimum=1)
+    step = time_step / substeps
+    return {"mobility": step / friction, "deviation": sigma / friction * step**0.5, "substeps": substeps}
+
+
+def _euler_steps(
+    potential: Callable[[Array], Array], state: Array, key: Array, mobility: Scalar, deviation: Scalar, substeps: int
+) -> Array:
+    mobility, deviation = jnp.asarray(mobility, state.dtype), jnp.asarray(deviation, state.dtype)
+    gradient = jax.grad(lambda x: jnp.sum(potential(x)))
+
+    def step(state: Array, draw: Array) -> tuple[Array, None]:
+        return state - mobility * gradient(state) + deviation * draw, None
+
+    return jax.lax.scan(step, state, jax.random.normal(key, (substeps, *state.shape), state.dtype))[0]
+
+
+@validated
+def langevin_spectrum(
+    potential: Callable[[Array], Array],
+    domain: tuple[float, float],
+    *,
+    friction: Scalar = 1.0,
+    sigma: Scalar = SQRT_2,
+    time_step: Scalar = 1e-3,
+    num_components: int = 4,
+    num_cells: int = 400,
+) -> ExactSpectrum:
+    """Spectrum of the evolution over `time_step` of overdamped Langevin dynamics on a line, on the host.
+
+    The generator L f = D exp(V / kT) (exp(-V / kT) f')', with D = sigma^2 / (2 friction^2) and kT = sigma^2 /
+    (2 friction), becomes a chain that jumps between neighbouring cells with rates D / h^2 exp((V_cell - V_edge) / kT):
+    reversible, and symmetric once divided by the root of the density. Its error, of order h^2, is extrapolated away
+    from two grids, h and 2 h.
+
+    Args:
+        potential: V, from a state [1] to its energy, written in jax.numpy.
+        domain: Ends (a, b), which reflect. What lies outside the wells, 36 kT above the minimum, is cut off.
+        friction: Positive.
+        sigma: Strength of the noise, positive.
+        time_step: Lag of the operator, positive.
+        num_components: How many eigenvalues, 1 or more.
+        num_cells: Cells of the finer grid, even; at least eight per component.
+
+    Returns:
+        Real eigenvalues exp(time_step times an eigenvalue of L) descending from 1; eigenfunctions orthonormal in L2 of
+        the invariant density and positive at the upper end, left ones equal to right ones; that density.
+
+    Raises:
+        ValueError: If an argument is out of range, or the potential is not defined throughout, gives more than one
+            number, or has a wall too steep for the cells.
+
+    References:
+        Latorre, Metzner, Hartmann and Schuette (2011), Commun. Math. Sci. 9, 1051-1072 (structure-preserving).
+    """
+    for name, value in (("friction", friction), ("sigma", sigma), ("time_step", time_step)):
+        check_positive(name, value)
+    components = check_count("num_components", num_components, minimum=1)
+    if check_count("num_cells", num_cells, minimum=8 * components) % 2:
+        fail("num_cells", "be even", num_cells)
+    _check_potential(potential, np.zeros(1))
+    temperature = _temperature(friction, sigma)
+
+    def energy(x: np.ndarray) -> np.ndarray:
+        with jax.enable_x64(True), jax.ensure_compile_time_eval():
+            return np.asarray(jax.vmap(lambda state: jnp.sum(potential(state)))(x[:, None])) / temperature
+
+    a, b = _within_cut_off(energy, domain)
+    fine, coarse = (_reversible_chain(energy, a, b, cells, components) for cells in (num_cells, num_cells // 2))
+    rates = temperature / float(friction) * (4 * fine.rates - coarse.rates) / 3
+    rates[0] = 0.0
+
+    @validated
+    def functions(states: Points) -> np.ndarray:
+        x = column(states)
+        return (4 * _interpolate(fine, x) - _interpolate(coarse, x)) / 3
+
+    @validated
+    def density(states: Points) -> np.ndarray:
+        return np.exp(-energy(column(states)) - fine.log_partition)
+
+    return ExactSpectrum(np.exp(-float(time_step) * rates), functions, functions, density)
+
+
+def _within_cut_off(energy: Callable[..., np.ndarray], domain: tuple[float, float]) -> tuple[float, float]:
+    """The part of the domain from the first to the last point that is not out of reach."""
+    if not (len(domain) == 2 and np.all(np.isfinite(domain)) and domain[0] < domain[1]):
+        fail("domain", "be two ends in ascending order", domain)
+    grid = np.linspace(*domain, 4001)
+    level = energy(grid)
+    undefined = np.isnan(level) | (level == -np.inf)
+    if undefined.any() or not np.isfinite(level).any():
+        where = int(np.argmax(undefined))
+        fail("potential", "have a value at every state of the domain", f"{level[where]} at {grid[where]:.6g}")
+    within = grid[level < np.min(level) + CUT_OFF]
+    if len(within) < 40:
+        fail("domain", "be narrower: only a hundredth of it or less is within reach", domain)
+    return float(within[0]), float(within[-1])
+
+
+class _Chain(NamedTuple):
+    """A reversible chain on cells: their centres, rates of decay for D = 1, functions [cells, k], log of Z."""
+
+    centres: np.ndarray
+    rates: np.ndarray
+    functions: np.ndarray
+    log_partition: float
+
+
+def _reversible_chain(energy: Callable[..., np.ndarray], a: float, b: float, cells: int, components: int) -> _Chain:
+    """Finite volumes for L with D = 1, `energy` in units of kT."""
+    edges, h = np.linspace(a, b, cells + 1, retstep=True)
+    centres = (edges[1:] + edges[:-1]) / 2
+    cell, edge = energy(centres), energy(edges[1:-1])
+    leaving = np.zeros(cells)
+    with np.errstate(all="ignore"):  # what is not finite is refused
+        leaving[:-1] += np.exp(cell[:-1] - edge)
+        leaving[1:] += np.exp(cell[1:] - edge)
+        between = -np.exp((cell[1:] + cell[:-1]) / 2 - edge)
+    if not (np.isfinite(leaving).all() and np.isfinite(between).all()):
+        advice = "Choose a `domain` without it, or more cells"
+        fail("potential", "rise and fall by less than 700 kT between neighbouring cells", "a steeper wall", advice)
+    rates, vectors = np.linalg.eigh((np.diag(leaving) + np.diag(between, 1) + np.diag(between, -1)) / h**2)
+    lowest = np.min(cell)
+    partition = np.sum(np.exp(lowest - cell)) * h
+    # By the root of density times cell: a vector of norm 1 becomes a function of norm 1.
+    functions = vectors[:, :components] * np.sqrt(partition / h * np.exp(cell - lowest))[:, None]
+    return _Chain(centres, rates[:components], functions * np.sign(functions[-1])[None, :], np.log(partition) - lowest)
+
+
+def _interpolate(chain: _Chain, x: np.ndarray) -> np.ndarray:
+    """The functions at x by cubics through four neighbouring cells, constant beyond the outermost centres."""
+    h = chain.centres[1] - chain.centres[0]
+    place = np.clip((x - chain.centres[0]) / h, 0, len(chain.centres) - 1)
+    first = np.clip(np.floor(place).astype(int) - 1, 0, len(chain.centres) - 4)
+    s = place - first
+    weights = (
+        -(s - 1) * (s - 2) * (s - 3) / 6,
+        s * (s - 2) * (s - 3) / 2,
+        -s * (s - 1) * (s - 3) / 2,
+        s * (s - 1) * (s - 2) / 6,
+    )
+    return np.sum([w[:, None] * chain.functions[first + i] for i, w in enumerate(weights)], axis=0)
+
+
+@validated
+def prinz_potential(x: Float[Array | np.ndarray, "..."]) -> Float[Array, "..."]:
+    """Four wells on a line, entry by entry.
+
+    V(x) = 4 (x^8 + 0.8 exp(-80 x^2) + 0.2 exp(-80 (x - 0.5)^2) + 0.5 exp(-40 (x + 0.5)^2))
+
+    References:
+        Prinz, Wu, Sarich, Keller, Senne, Held, Chodera, Schuette and Noe (2011), Markov models of molecular kinetics:
+        generation and validation, section III.
+    """
+    x = jnp.asarray(x)
+    bumps = 0.8 * jnp.exp(-80 * x**2) + 0.2 * jnp.exp(-80 * (x - 0.5) ** 2) + 0.5 * jnp.exp(-40 * (x + 0.5) ** 2)
+    return 4 * (x**8 + bumps)
+
+
+@validated
+def prinz_langevin(
+    num_steps: int,
+    *,
+    key: PRNGKey,
+    num_trajectories: int | None = None,
+    friction: Scalar = 0.1,
+    sigma: Scalar = SQRT_2,
+    time_step: Scalar = 1e-4,
+    substeps: int = 10,
+    initial: Float[Array | np.ndarray, "..."] | None = None,
+) -> Float[Array, "*trajectories time 1"]:
+    """Trajectories of `overdamped_langevin` in `prinz_potential`, from equilibrium.
+
+    With the default friction kT = 10 is above every barrier; with friction 1, kT = 1 and the wells are metastable.
+    One substep of 1e-4 at friction 0.1 is too coarse for the spectrum: the slowest rate is 4.3 % too fast, with ten
+    substeps 0.3 %.
+
+    Args:
+        num_steps: Number of recorded steps, 1 or more.
+        key: A PRNG key.
+        num_trajectories: Size of a batch; None gives one trajectory without that axis.
+        friction: Positive.
+        sigma: Strength of the noise, positive.
+        time_step: Time between recorded states, positive.
+        substeps: Steps of the scheme for each recorded one, 1 or more.
+        initial: State [1], or [num_trajectories, 1]. None draws it from the invariant density.
+
+    Returns:
+        States, the initial one first: time has length num_steps + 1.
+
+    Raises:
+        TypeError: If a count is no Python integer.
+        ValueError: If a number is out of range or `initial` has the wrong shape.
+    """
+    num_steps = check_count("num_steps", num_steps, minimum=1)
+    check_positive("sigma", sigma)
+    advance = partial(_euler_steps, prinz_potential, **_scheme(friction, sigma, time_step, substeps))
+
+    def draw_initial(key: Array) -> Array:
+        temperature = sigma**2 / (2 * jnp.asarray(friction))
+        edge = _prinz_edge(temperature)
+        grid = jnp.linspace(-edge, edge, 4097)
+        density = jnp.exp(-prinz_potential(grid) / temperature)
+        cumulative = jnp.cumsum((density[1:] + density[:-1]) / 2)
+        cumulative = jnp.concatenate([jnp.zeros(1), cumulative]) / cumulative[-1]
+        return jnp.interp(jax.random.uniform(key, (1,)), cumulative, grid)
+
+    return run_trajectories(
+        lambda key, initial: scan_trajectory(advance, initial, step_keys(key, num_steps)),
+        draw_initial,
+        key=key,
+        num_trajectories=num_trajectories,
+        initial=initial,
+        dimension=1,
+    )
+
+
+@validated
+def prinz_spectrum(
+    *,
+    friction: Scalar = 0.1,
+    sigma: Scalar = SQRT_2,
+    time_step: Scalar = 1e-4,
+    num_components: int = 4,
+    num_cells: int = 400,
+) -> ExactSpectrum:
+    """`langevin_spectrum` of `prinz_potential`; the eigenvalues are good to about 1e-8.
+
+    Args:
+        friction: Positive.
+        sigma: Strength of the noise, positive.
+        time_step: Lag of the operator, positive.
+        num_components: How many eigenvalues, 1 or more.
+        num_cells: Cells of the finer grid, even; at least eight per component.
+    """
+    check_positive("friction", friction)
+    check_positive("sigma", sigma)
+    edge = float(_prinz_edge(_temperature(friction, sigma)))
+    return langevin_spectrum(
+        prinz_potential,
+        (-edge, edge),
+        friction=friction,
+        sigma=sigma,
+        time_step=time_step,
+        num_components=num_components,
+        num_cells=num_cells,
+    )
+
+
+def _prinz_edge(temperature: Any) -> Any:
+    """Where 4 x^8 is at the cut-off, or where the bumps are past: whichever is further out."""
+    return (CUT_OFF * temperature / 4 + 1) ** 0.125
+
+
+def _temperature(friction: Scalar, sigma: Scalar) -> float:
+    return float(sigma) ** 2 / (2 * float(friction))

@@ -1,0 +1,309 @@
+"""Linear systems with Gaussian noise, one regime or several, and the spectra of their evolution operators."""
+
+from collections.abc import Callable
+from itertools import combinations_with_replacement
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from dissociation._core.checks import check_count, check_finite, check_non_negative, fail, is_traced
+from dissociation._core.types import Count, PRNGKey, Scalar
+from dissociation._core.validation import validated
+from koopman.datasets._exact import ExactSpectrum, conjugate_order, rows
+from koopman.datasets._trajectories import run_trajectories, scan_trajectory, step_keys
+
+__all__ = [
+    "RegimeTrajectory",
+    "linear_spectrum",
+    "linear_system",
+    "regime_switching_spectrum",
+    "regime_switching_var",
+    "stationary_covariance",
+]
+
+Matrix = Float[Array | np.ndarray, "d d"]
+Matrices = Float[Array | np.ndarray, "regimes d d"]
+Transition = Float[Array | np.ndarray, "regimes regimes"]
+Noise = Float[Array | np.ndarray, "d sources"] | Scalar
+KnownMatrix = Float[np.ndarray, "d d"]
+KnownNoise = Float[np.ndarray, "d sources"] | float | int
+
+
+@validated(finite=("matrix",))
+def linear_system(
+    matrix: Matrix,
+    num_steps: int,
+    *,
+    key: PRNGKey,
+    num_trajectories: int | None = None,
+    noise: Noise = 0.0,
+    initial: Float[Array | np.ndarray, "..."] | None = None,
+) -> Float[Array, "*trajectories time d"]:
+    """Trajectories of x' = A x + B z with z standard normal, afresh at every step.
+
+    Args:
+        matrix: A, [d, d].
+        num_steps: Number of steps, 1 or more.
+        key: A PRNG key.
+        num_trajectories: Size of a batch; None gives one trajectory without that axis.
+        noise: B, [d, sources], or a standard deviation for B = noise I.
+        initial: State [d], or [num_trajectories, d]. None draws it from N(0, I).
+
+    Returns:
+        States, the initial one first: time has length num_steps + 1.
+
+    Raises:
+        TypeError: If a count is no Python integer.
+        ValueError: If a shape does not fit, a count is below 1, the deviation is negative or a number is not finite.
+    """
+    num_steps = check_count("num_steps", num_steps, minimum=1)
+    matrix = jnp.asarray(matrix)
+    d = matrix.shape[0]
+    sources = _noise_matrix(noise, d, matrix.dtype)
+
+    def one(key: Array, initial: Array) -> Array:
+        draw = jax.vmap(lambda k: jax.random.normal(k, (sources.shape[1],), matrix.dtype))
+        kicks = jnp.matmul(draw(step_keys(key, num_steps)), sources.T, precision="highest")
+        return scan_trajectory(
+            lambda x, kick: jnp.matmul(matrix, x, precision="highest") + kick, initial.astype(matrix.dtype), kicks
+        )
+
+    return run_trajectories(
+        one,
+        lambda key: jax.random.normal(key, (d,), matrix.dtype),
+        key=key,
+        num_trajectories=num_trajectories,
+        initial=initial,
+        dimension=d,
+    )
+
+
+@validated(finite=("matrix",))
+def stationary_covariance(matrix: KnownMatrix, noise: KnownNoise) -> Float[np.ndarray, "d d"]:
+    """The covariance C of the stationary distribution of `linear_system`, C = A C A^T + B B^T, on the host.
+
+    Args:
+        matrix: A, [d, d], all eigenvalues inside the unit circle.
+        noise: B, [d, sources], or a standard deviation.
+
+    Raises:
+        ValueError: If `matrix` has an eigenvalue on or outside the unit circle.
+
+    References:
+        Smith (1968), Matrix equation XA + BX = C, SIAM J. Appl. Math. 16 (doubling).
+    """
+    a = np.asarray(matrix, np.float64)
+    radius = np.max(np.abs(np.linalg.eigvals(a)))
+    if not radius < 1:
+        fail("matrix", "have all eigenvalues inside the unit circle to be stationary", f"spectral radius {radius:.6g}")
+    b = _noise_matrix(noise, len(a), np.float64, np)
+    covariance = np.asarray(b @ b.T)
+    while np.linalg.norm(a) > 1e-9:  # the rest of the series is below rounding
+        covariance, a = covariance + a @ covariance @ a.T, a @ a
+    return covariance + a @ covariance @ a.T
+
+
+@validated(finite=("matrix",))
+def linear_spectrum(matrix: KnownMatrix, degree: int, *, noise: KnownNoise = 0.0) -> ExactSpectrum:
+    """Spectrum of the evolution operator of `linear_system` on polynomials up to a degree, on the host.
+
+    With A^T w_i = lambda_i w_i the eigenvalues are all products of up to `degree` of the lambda_i, repetition allowed,
+    whatever the noise. Without noise the eigenfunctions are the products of the w_i . x. With it they are the
+    coefficients of t^k in exp(w . x - w . C w / 2), w = sum_i t_i w_i, with C the stationary covariance: Hermite
+    polynomials, from u_i = w_i . x and c_ij = w_i . C w_j by
+
+        H_0 = 1,  H_(k + e_i) = u_i H_k - sum_j k_j c_ij H_(k - e_j).
+
+    Args:
+        matrix: A, [d, d], diagonalisable for the eigenfunctions to be all; with noise, stable.
+        degree: Highest degree, 0 or more.
+        noise: B, [d, sources], or a standard deviation.
+
+    Returns:
+        All C(d + degree, degree) eigenvalues; right eigenfunctions, those of degree one with variance one under the
+        stationary distribution (or |w_i| = 1 where no noise reaches), the others not scaled; no left ones; the
+        stationary density where the noise reaches every direction.
+
+    Raises:
+        ValueError: If a shape does not fit, or there is noise and `matrix` is not stable.
+
+    References:
+        Budisic, Mohr and Mezic (2012), Applied Koopmanism, section II. Metafune, Pallara and Priola (2002), Spectrum of
+        Ornstein-Uhlenbeck operators in L^p spaces, theorem 3.1 (continuous time).
+    """
+    degree = check_count("degree", degree)
+    a = np.asarray(matrix, np.float64)
+    d = len(a)
+    noisy = bool(np.any(_noise_matrix(noise, d, np.float64, np)))
+    covariance = stationary_covariance(a, noise) if noisy else np.zeros((d, d))
+    values, w = np.linalg.eig(a.T)
+    if noisy:
+        variance = np.einsum("ai,ab,bi->i", w.conj(), covariance, w).real
+        moved = variance > 1e-14 * np.trace(covariance)  # what the noise does not reach keeps |w_i| = 1
+        w = w / np.sqrt(np.where(moved, variance, 1.0))[None, :]
+    c = w.T @ covariance @ w
+    factors = [term for n in range(degree + 1) for term in combinations_with_replacement(range(d), n)]
+    products = np.array([np.prod(values[list(term)]) for term in factors])
+    order = conjugate_order(products)
+
+    @validated
+    def right_functions(states: Float[Array | np.ndarray, "n d"]) -> np.ndarray:
+        u = rows(states, d) @ w
+        hermite: dict[tuple[int, ...], np.ndarray] = {(): np.ones(len(u), u.dtype)}
+        for term in factors[1:]:
+            i, rest = term[0], term[1:]
+            hermite[term] = u[:, i] * hermite[rest]
+            for position, j in enumerate(rest):
+                hermite[term] = hermite[term] - c[i, j] * hermite[rest[:position] + rest[position + 1 :]]
+        return np.stack([hermite[factors[i]] for i in order], axis=1)
+
+    full = noisy and np.linalg.matrix_rank(covariance) == d
+    return ExactSpectrum(products[order], right_functions, None, _normal_density(covariance) if full else None)
+
+
+def _normal_density(covariance: np.ndarray) -> Callable[..., np.ndarray]:
+    root = np.linalg.cholesky(covariance)
+
+    @validated
+    def density(states: Float[Array | np.ndarray, "n d"]) -> np.ndarray:
+        white = np.linalg.solve(root, rows(states, len(root)).T)
+        scale = (2 * np.pi) ** (len(root) / 2) * np.prod(np.diag(root))
+        return np.exp(-0.5 * np.sum(white**2, axis=0)) / scale
+
+    return density
+
+
+class RegimeTrajectory(NamedTuple):
+    """Trajectories of `regime_switching_var`.
+
+    Attributes:
+        states: [time, d], or [trajectories, time, d].
+        regimes: The regime at each of these times, which rules the step that follows; [time] or [trajectories, time].
+    """
+
+    states: Float[Array, "*trajectories time d"]
+    regimes: Int[Array, "*trajectories time"]
+
+
+@validated(finite=("matrices",))
+def regime_switching_var(
+    matrices: Matrices,
+    transition: Transition,
+    num_steps: int,
+    *,
+    key: PRNGKey,
+    num_trajectories: int | None = None,
+    noise: Scalar = 0.0,
+    initial: Float[Array | np.ndarray, "..."] | None = None,
+    initial_regime: Count = 0,
+) -> RegimeTrajectory:
+    """Trajectories of a vector autoregression whose matrix follows a Markov chain.
+
+    x' = A_s x + noise z with z standard normal; then s' = j with probability P[s, j].
+
+    Args:
+        matrices: The A_s, [regimes, d, d].
+        transition: P, [regimes, regimes], rows that sum to 1.
+        num_steps: Number of steps, 1 or more.
+        key: A PRNG key.
+        num_trajectories: Size of a batch; None gives one trajectory without that axis.
+        noise: Standard deviation of the noise in every direction, 0 or more.
+        initial: State [d], or [num_trajectories, d]. None draws it from N(0, I).
+        initial_regime: The regime of the first step, from 0.
+
+    Returns:
+        States and regimes, the initial ones first: time has length num_steps + 1.
+
+    Raises:
+        TypeError: If a count is no Python integer.
+        ValueError: If a shape does not fit, a count is below 1, `noise` is negative or `transition` is not stochastic.
+    """
+    num_steps = check_count("num_steps", num_steps, minimum=1)
+    check_non_negative("noise", noise)
+    _check_stochastic(transition)
+    matrices, transition = jnp.asarray(matrices), jnp.asarray(transition)
+    regimes, d = matrices.shape[:2]
+    if not is_traced(initial_regime) and not 0 <= initial_regime < regimes:
+        fail("initial_regime", f"be one of the regimes 0 to {regimes - 1}", initial_regime)
+
+    def one(key: Array, initial: Array) -> RegimeTrajectory:
+        def step(carry: tuple[Array, Array], key: Array) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+            state, regime = carry
+            key_noise, key_regime = jax.random.split(key)
+            kick = jnp.asarray(noise, matrices.dtype) * jax.random.normal(key_noise, (d,), matrices.dtype)
+            following = jnp.matmul(matrices[regime], state, precision="highest") + kick
+            chosen = jax.random.categorical(key_regime, jnp.log(transition[regime])).astype(regime.dtype)
+            return (following, chosen), (following, chosen)
+
+        start = (initial.astype(matrices.dtype), jnp.asarray(initial_regime, int))
+        _, path = jax.lax.scan(step, start, step_keys(key, num_steps))
+        return RegimeTrajectory(
+            *(jnp.concatenate([first[None], rest]) for first, rest in zip(start, path, strict=True))
+        )
+
+    return run_trajectories(
+        one,
+        lambda key: jax.random.normal(key, (d,), matrices.dtype),
+        key=key,
+        num_trajectories=num_trajectories,
+        initial=initial,
+        dimension=d,
+    )
+
+
+@validated(finite=("matrices",))
+def regime_switching_spectrum(
+    matrices: Matrices,
+    transition: Transition,
+) -> ExactSpectrum:
+    """Spectrum of `regime_switching_var` on functions of state and regime that are affine in the state, on the host.
+
+    f(x, s) = b_s + c_s . x becomes b'_s = sum_j P_sj b_j and c'_s = A_s^T sum_j P_sj c_j, whatever the noise: the
+    eigenvalues are those of P and of the matrix of blocks P_sj A_s^T.
+
+    Args:
+        matrices: The A_s, [regimes, d, d].
+        transition: P, [regimes, regimes].
+
+    Returns:
+        All regimes (1 + d) eigenvalues; right eigenfunctions, a function of states [n, d] and regimes [n]; neither
+        left ones nor a density.
+
+    References:
+        Costa, Fragoso and Marques (2005), Discrete-time Markov jump linear systems, section 3.2 (first moment).
+    """
+    _check_stochastic(transition)
+    a, p = np.asarray(matrices, np.float64), np.asarray(transition, np.float64)
+    regimes, d = a.shape[:2]
+    blocks = np.einsum("sj,sab->sbja", p, a).reshape(regimes * d, regimes * d)
+    (chain_values, offsets), (block_values, slopes) = np.linalg.eig(p), np.linalg.eig(blocks)
+    values = np.concatenate([chain_values, block_values])
+    order = conjugate_order(values)
+    slopes = slopes.reshape(regimes, d, -1)
+
+    @validated
+    def right_functions(states: Float[Array | np.ndarray, "n d"], at: Int[Array | np.ndarray, " n"]) -> np.ndarray:
+        x, at = rows(states, d), np.asarray(at)
+        if at.shape != x.shape[:1] or at.dtype.kind not in "iu" or not np.all((at >= 0) & (at < regimes)):
+            fail("at", f"hold the regime of every state, 0 to {regimes - 1}", f"{at.dtype} of shape {at.shape}")
+        return np.concatenate([offsets[at], np.einsum("nd,ndk->nk", x, slopes[at])], axis=1)[:, order]
+
+    return ExactSpectrum(values[order], right_functions)
+
+
+def _noise_matrix(noise: Any, d: int, dtype: Any, xp: Any = jnp) -> Any:
+    """B as a matrix [d, sources]."""
+    if np.ndim(noise) == 2:
+        check_finite("noise", noise)
+        return xp.asarray(noise, dtype)
+    check_non_negative("noise", noise)
+    return xp.asarray(noise, dtype) * xp.eye(d, dtype=dtype)
+
+
+def _check_stochastic(transition: Transition) -> None:
+    check_non_negative("transition", transition)
+    if not is_traced(transition) and not np.allclose(np.sum(np.asarray(transition), axis=1), 1, atol=1e-5):
+        fail("transition", "have rows that sum to 1", np.sum(np.asarray(transition), axis=1))

@@ -1,0 +1,194 @@
+"""The noisy logistic map, a chain on the circle whose evolution operator has finite rank and is known exactly."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from dissociation._core.checks import check_count, fail
+from dissociation._core.types import PRNGKey
+from dissociation._core.validation import validated
+from koopman.datasets._exact import ExactSpectrum, column, conjugate_order, gauss_legendre, unit_phase
+from koopman.datasets._trajectories import run_trajectories, scan_trajectory, step_keys
+
+__all__ = ["logistic_features", "logistic_map", "logistic_noise", "logistic_spectrum"]
+
+Points = Float[Array | np.ndarray, "n 1"]
+
+
+@validated
+def logistic_map(
+    num_steps: int,
+    *,
+    key: PRNGKey,
+    num_trajectories: int | None = None,
+    order: int = 20,
+    initial: Float[Array | np.ndarray, "..."] | None = None,
+) -> Float[Array, "*trajectories time 1"]:
+    """Trajectories of the logistic map with trigonometric noise on the circle [0, 1).
+
+    x' = (4 x (1 - x) + xi) mod 1, where xi has a density proportional to cos(pi xi)^(2 order) on [-1/2, 1/2].
+
+    Args:
+        num_steps: Number of steps, 1 or more.
+        key: A PRNG key.
+        num_trajectories: Size of a batch; None gives one trajectory without that axis.
+        order: Noise order M, 1 or more; the standard deviation of the noise is about 1 / (pi sqrt(2 M)).
+        initial: State [1], or [num_trajectories, 1]. None starts from the invariant distribution: uniformly, with 100
+            steps thrown away, after which what is left of the start is below rounding.
+
+    Returns:
+        States in [0, 1), the initial one first: time has length num_steps + 1.
+
+    Raises:
+        TypeError: If a count is no Python integer.
+        ValueError: If a count is below 1 or `initial` has the wrong shape.
+
+    References:
+        Ostruszka, Pakonski, Slomczynski and Zyczkowski (2000), Dynamical entropy for systems with stochastic
+        perturbation, section IV.
+
+    Example:
+        >>> logistic_map(100, key=jax.random.key(0), num_trajectories=3).shape
+        (3, 101, 1)
+    """
+    num_steps = check_count("num_steps", num_steps, minimum=1)
+    order = check_count("order", order, minimum=1)
+
+    def advance(state: Array, key: Array) -> Array:
+        noise = logistic_noise(key, (1,), order=order).astype(state.dtype)
+        following = jnp.mod(4 * state * (1 - state) + noise, 1)
+        return jnp.where(following < 1, following, 0)  # the remainder of a tiny negative number rounds to 1
+
+    def walk(key: Array, initial: Array, steps: int) -> Array:
+        return scan_trajectory(advance, initial, step_keys(key, steps))
+
+    def draw_initial(key: Array) -> Array:
+        key_uniform, key_walk = jax.random.split(key)
+        return walk(key_walk, jax.random.uniform(key_uniform, (1,)), 100)[-1]
+
+    return run_trajectories(
+        lambda key, initial: walk(key, initial, num_steps),
+        draw_initial,
+        key=key,
+        num_trajectories=num_trajectories,
+        initial=initial,
+        dimension=1,
+    )
+
+
+@validated(empty=("shape",))
+def logistic_noise(key: PRNGKey, shape: tuple[int, ...] = (), *, order: int = 20) -> Float[Array, "..."]:
+    """Draws with density proportional to cos(pi xi)^(2 order) on [-1/2, 1/2], exactly.
+
+    That is the angle, over pi, whose tangent is z_0 / |(z_1, ..., z_nu)| with normal z and nu = 2 order + 1: up to
+    sqrt(nu) this is Student's t, whose density (1 + t^2 / nu)^(-(nu + 1) / 2) turns into cos(angle)^(nu - 1). The
+    squares of two normals make an exponential draw: no rejection, which would take seconds to compile.
+
+    Args:
+        key: A PRNG key.
+        shape: Shape of the draws.
+        order: Noise order M, 1 or more.
+    """
+    order = check_count("order", order, minimum=1)
+    if any(size < 0 for size in shape):
+        fail("shape", "hold no negative number", shape)
+    key_normal, key_pairs = jax.random.split(key)
+    z = jax.random.normal(key_normal, (*shape, 2))
+    pairs = jnp.sum(jax.random.exponential(key_pairs, (*shape, order)), axis=-1)
+    return jnp.arctan2(z[..., 0], jnp.sqrt(z[..., 1] ** 2 + 2 * pairs)) / math.pi
+
+
+@validated
+def logistic_features(states: Points, order: int = 20) -> Float[Array, "n features"]:
+    """Trigonometric features of s = 4 x (1 - x), in whose span the evolution operator is exact.
+
+    [1, sqrt(2) cos(2 pi s), ..., sqrt(2) cos(2 pi M s), sqrt(2) sin(2 pi s), ..., sqrt(2) sin(2 pi M s)]
+
+    The transition density is a trigonometric polynomial of degree M in s, so that the operator maps every function
+    into this span. The eigenfunctions of nonzero eigenvalues need the first M + 1 features only.
+
+    Args:
+        states: [n, 1], in [0, 1].
+        order: Noise order M, 1 or more.
+
+    Returns:
+        [n, 2 M + 1], between -sqrt(2) and sqrt(2).
+    """
+    order = check_count("order", order, minimum=1)
+    states = jnp.asarray(states)
+    angle = 2 * math.pi * (4 * states * (1 - states)) * jnp.arange(1, order + 1, dtype=states.dtype)[None, :]
+    waves = jnp.concatenate([jnp.cos(angle), jnp.sin(angle)], axis=1)
+    return jnp.concatenate([jnp.ones_like(states), math.sqrt(2) * waves], axis=1)
+
+
+@validated
+def logistic_spectrum(order: int = 20, *, num_components: int | None = None) -> ExactSpectrum:
+    """Spectrum of the evolution operator of `logistic_map`, on the host.
+
+    With b_n the Fourier basis of [0, 1], S(x) = 4 x (1 - x) and g_n = C(2 M, M + n) / C(2 M, M) the Fourier
+    coefficients of the noise, E b_m(S) = sum_n g_n <b_n, b_m(S)> b_n(S): a matrix of size 2 M + 1. Its sine rows
+    vanish, for S is even about 1/2: M of its eigenvalues are zero and the others belong to the cosines. The integrals
+    are Gauss-Legendre sums, converged to rounding, which leaves 3e-12 in the eigenvalues at M = 20: the eigenfunctions
+    of those below 1e-8 are of no use.
+
+    Args:
+        order: Noise order M, 1 or more.
+        num_components: How many of the M + 1 nonzero eigenvalues; None is all.
+
+    Returns:
+        Eigenvalues, right eigenfunctions of norm 1, left ones biorthonormal to them, and the invariant density.
+
+    References:
+        Ostruszka, Pakonski, Slomczynski and Zyczkowski (2000), Dynamical entropy for systems with stochastic
+        perturbation, section IV.
+    """
+    order = check_count("order", order, minimum=1)
+    kept = order + 1 if num_components is None else min(order + 1, check_count("num_components", num_components))
+    nodes, weights = gauss_legendre(100 + 20 * order)
+    before, after = _fourier(nodes, order), _fourier(_parabola(nodes), order)
+    overlaps = (weights[:, None] * before[:, : order + 1]).T @ after  # [cosines, all]
+    central = math.comb(2 * order, order)
+    noise = np.array([math.comb(2 * order, order + n) / central for n in range(order + 1)])
+
+    # A diagonal similarity that grades the matrix keeps small eigenvalues accurate.
+    root = np.sqrt(noise)
+    values, vectors = np.linalg.eig(root[:, None] * overlaps[:, : order + 1] * root[None, :])
+    chosen = conjugate_order(values)[:kept]
+    values = values[chosen]
+    right = unit_phase(root[:, None] * vectors[:, chosen])
+    left_cosines = np.linalg.inv(vectors).T[:, chosen] * root[:, None]
+    left_sines = noise[1:, None] * (overlaps[:, order + 1 :].T @ left_cosines) / values[None, :]
+    left = np.concatenate([left_cosines, left_sines])
+
+    invariant = (left[:, 0] / left[0, 0]).real
+    density = before @ invariant
+    right /= np.sqrt((weights * density) @ np.abs(after[:, : order + 1] @ right) ** 2)[None, :]
+    signed = before @ left
+    left /= np.sum(weights[:, None] * signed * (after[:, : order + 1] @ right), axis=0)[None, :]
+
+    @validated
+    def right_functions(states: Points) -> np.ndarray:
+        return _fourier(_parabola(column(states)), order)[:, : order + 1] @ right
+
+    @validated
+    def density_function(states: Points) -> np.ndarray:
+        return _fourier(column(states), order) @ invariant
+
+    @validated
+    def left_functions(states: Points) -> np.ndarray:
+        return (_fourier(column(states), order) @ left).conj() / density_function(states)[:, None]
+
+    return ExactSpectrum(values, right_functions, left_functions, density_function)
+
+
+def _parabola(x: np.ndarray) -> np.ndarray:
+    return 4 * x * (1 - x)
+
+
+def _fourier(x: np.ndarray, order: int) -> np.ndarray:
+    """The orthonormal real Fourier basis of [0, 1] at x, [n, 2 order + 1], cosines before sines."""
+    angle = 2 * np.pi * x[:, None] * np.arange(1, order + 1)[None, :]
+    return np.concatenate([np.ones((len(x), 1)), math.sqrt(2) * np.cos(angle), math.sqrt(2) * np.sin(angle)], axis=1)

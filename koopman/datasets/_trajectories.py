@@ -1,0 +1,78 @@
+"""What all trajectories share: one or a batch of them, their initial states, a key per step."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import Array
+
+from dissociation._core.checks import check_count, check_finite, fail
+from dissociation._core.keys import named_key
+from dissociation._core.types import PRNGKey, Scalar
+
+__all__ = ["PRNGKey", "Scalar", "run_trajectories", "scan_trajectory", "step_keys"]
+
+
+def run_trajectories(
+    one: Callable[[Array, Array], Any],
+    draw_initial: Callable[[Array], Array],
+    *,
+    key: PRNGKey | None,
+    num_trajectories: int | None,
+    initial: ArrayLike | None,
+    dimension: int,
+) -> Any:
+    """Runs `one(key, initial)` once, or for `num_trajectories` keys at once.
+
+    Args:
+        one: From a key and an initial state [d] to one trajectory, a PyTree of arrays.
+        draw_initial: From a key to an initial state [d].
+        key: A PRNG key. Trajectory i of a batch has key `split(key, num_trajectories)[i]`. None is for deterministic
+            systems whose `initial` is given.
+        num_trajectories: How many, or None for one trajectory without a leading axis.
+        initial: [d], or [num_trajectories, d] for a state per trajectory. None draws it.
+        dimension: d.
+
+    Raises:
+        TypeError: If `num_trajectories` is no integer.
+        ValueError: If `initial` has another shape or neither it nor `key` is given.
+    """
+    if key is None:
+        if initial is None:
+            fail("key", "be given where `initial` is not", None)
+        key = named_key("nothing")  # never looked at
+    count = None if num_trajectories is None else check_count("num_trajectories", num_trajectories, minimum=1)
+    shapes = [(dimension,)] if count is None else [(dimension,), (count, dimension)]
+    if initial is not None:
+        if np.shape(initial) not in shapes:
+            fail("initial", f"have shape {' or '.join(map(str, shapes))}", np.shape(initial))
+        check_finite("initial", initial)
+        initial = jnp.asarray(initial)
+
+    def run(key: Any, initial: Array | None) -> Any:
+        key_start, key_path = jax.random.split(key)
+        return one(key_path, draw_initial(key_start) if initial is None else initial)
+
+    if count is None:
+        return run(key, initial)
+    initial_axis = 0 if initial is not None and initial.ndim == 2 else None
+    return jax.vmap(run, in_axes=(0, initial_axis))(jax.random.split(key, count), initial)
+
+
+def step_keys(key: PRNGKey, num_steps: int) -> Array:
+    """A key per step, `fold_in(key, step)`: a longer run begins with the shorter one."""
+    return jax.vmap(lambda step: jax.random.fold_in(key, step))(jnp.arange(num_steps))
+
+
+def scan_trajectory(advance: Callable[[Array, Any], Array], initial: Array, inputs: Any) -> Array:
+    """The states [time, ...] from `initial` on, each `advance(state, input)` of the one before."""
+
+    def step(state: Array, step_input: Any) -> tuple[Array, Array]:
+        following = advance(state, step_input)
+        return following, following
+
+    _, states = jax.lax.scan(step, initial, inputs)
+    return jnp.concatenate([initial[None], states])

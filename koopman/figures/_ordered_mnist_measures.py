@@ -1,0 +1,242 @@
+"""Forecasting a sequence of digits, and reading the forecasts with an oracle."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Complex, Float, Int
+
+from dissociation.models import Encoder
+from koopman import Operator, decompose, eigenpairs, encode, left_eigenfunctions, matrix_powers, predict
+
+PROTOCOLS = {
+    "images": "image by image",
+    "powers": "powers of the operator",
+    "circle": "powers, eigenvalues on the unit circle",
+    "roots": "powers, eigenvalues at the roots of unity",
+}
+"""Ways to look ahead: the model applied to its own forecast image, or its operator alone, as fitted or projected."""
+
+SCALES = ("raw", "rescaled")
+"""Forecasts as they are, or each image brought to the training images' mean norm before it is read."""
+
+
+class Pixels(eqx.Module):
+    """Images as features: their pixels, standardised.
+
+    Attributes:
+        mean: Per pixel, [784].
+        deviation: Per pixel, 1 where it is constant.
+    """
+
+    mean: Float[Array, " d"]
+    deviation: Float[Array, " d"]
+
+    def __call__(self, image: Float[Array, "28 28"]) -> Float[Array, " d"]:
+        """Features of one image."""
+        return (image.reshape(-1) - self.mean) / self.deviation
+
+
+class Latent(eqx.Module):
+    """A linear map of features in place of a fitted operator.
+
+    Attributes:
+        matrix: Features times it are those of the next image: [d, d].
+    """
+
+    matrix: Float[Array, "d d"]
+
+
+class Forecaster(eqx.Module):
+    """From images to the images that come after them.
+
+    Attributes:
+        features: One image to its features.
+        dynamics: A fitted operator, or a linear map of the features.
+        decoder: From what the dynamics forecast to an image; None where they forecast images.
+    """
+
+    features: Callable[[Array], Array]
+    dynamics: Operator | Latent
+    decoder: Callable[[Array], Array] | None
+
+    def __call__(self, images: Float[Array, "n 28 28"], steps: Int[Array, " t"]) -> Float[Array, "t n 28 28"]:
+        """The images `steps` ahead."""
+        return self.ahead(encode(self.features, images), steps)
+
+    def ahead(self, values: Float[Array, "n d"], steps: Int[Array, " t"]) -> Float[Array, "t n 28 28"]:
+        """The same from features."""
+        if isinstance(self.dynamics, Operator):
+            forecasts = predict(self.dynamics, values, steps)
+        else:
+            forecasts = jnp.matmul(
+                values[None], matrix_powers(self.dynamics.matrix, steps), precision=lax.Precision.HIGHEST
+            )
+        return forecasts if self.decoder is None else jax.vmap(jax.vmap(self.decoder))(forecasts)
+
+
+class Spectral(NamedTuple):
+    """Eigenpairs of what a forecaster's features obey, in the order of `koopman.decompose`."""
+
+    values: Complex[Array, " r"]
+    right: Complex[Array, "r r"]
+    left: Complex[Array, "r r"]
+
+
+def spectral(dynamics: Operator | Latent) -> Spectral:
+    """Eigenvalues and eigenvectors of an operator's core or of a latent map.
+
+    Args:
+        dynamics: A forecaster's.
+
+    Returns:
+        Its eigenpairs.
+    """
+    if isinstance(dynamics, Operator):
+        pairs = decompose(dynamics)
+        return Spectral(pairs.eigenvalues, pairs.right, pairs.left)
+    values, right = eigenpairs(dynamics.matrix)
+    return Spectral(values, right, jnp.linalg.inv(right).T)
+
+
+def project(forecaster: Forecaster, kind: str, num_digits: int) -> Forecaster:
+    """The same forecaster with its eigenvalues moved, eigenvectors as they are.
+
+    Args:
+        forecaster: Any.
+        kind: "circle" (to modulus 1, phases kept) or "roots" (to the nearest root of unity; a real eigenvalue, which
+            has no conjugate to move along, to the nearest real one: to 1 where k is odd).
+        num_digits: k of the k-th roots.
+
+    Returns:
+        A forecaster whose features neither decay nor grow.
+    """
+    where = (lambda f: f.dynamics.core) if isinstance(forecaster.dynamics, Operator) else (lambda f: f.dynamics.matrix)
+    return eqx.tree_at(where, forecaster, _moved(forecaster.dynamics, num_digits)[kind])
+
+
+@eqx.filter_jit
+def _moved(dynamics: Any, num_digits: int) -> dict[str, Array]:
+    """The matrix with eigenvalues moved in each way, in one program for all forecasters of one kind."""
+    values, right, left = spectral(dynamics)
+    turns = jnp.angle(values) / (2 * jnp.pi)
+    nearest = jnp.where(values.imag != 0, jnp.round(turns * num_digits) / num_digits, 0.0 if num_digits % 2 else turns)
+    moved = {"circle": turns, "roots": nearest}
+    return {
+        kind: jnp.real(jnp.matmul(right * jnp.exp(2j * jnp.pi * turns)[None], left.T, precision=lax.Precision.HIGHEST))
+        for kind, turns in moved.items()
+    }
+
+
+class Evaluation(NamedTuple):
+    """One forecaster's forecasts, read by the oracle.
+
+    Attributes:
+        logits: [protocol, scale, time, n, classes].
+        strips: Forecasts from the first image, [protocol, steps, 28, 28].
+        eigenvalues: [r].
+        left: Left eigenfunctions on the images, [n, r]; zero for a latent map.
+    """
+
+    logits: np.ndarray
+    strips: np.ndarray
+    eigenvalues: np.ndarray
+    left: np.ndarray
+
+
+def evaluate(
+    forecaster: Forecaster,
+    oracle: Encoder,
+    images: Float[Array | np.ndarray, "n 28 28"],
+    *,
+    num_steps: int,
+    far: int,
+    norm: float,
+    num_digits: int,
+) -> Evaluation:
+    """Forecasts from every image by every protocol, and the classes that the oracle gives them.
+
+    Args:
+        forecaster: The model.
+        oracle: The classifier.
+        images: Images to begin with.
+        num_steps: Horizons 1 to this one by every protocol.
+        far: One more horizon, for powers only; the "images" protocol repeats its last one there as NaN.
+        norm: Mean norm of a training image, to which rescaled forecasts are brought.
+        num_digits: Classes.
+
+    Returns:
+        Logits for horizons 1 to `num_steps` and `far`.
+    """
+    images = jnp.asarray(images)
+    one, values = jnp.asarray([1]), _features(forecaster, images)
+    logits, strips = [], []
+    for protocol in PROTOCOLS:
+        moved = forecaster if protocol in ("images", "powers") else project(forecaster, protocol, num_digits)
+        outputs, strip, current = [], [], images
+        for step in [*range(1, num_steps + 1), far]:
+            if protocol == "images" and step == far:
+                outputs.append(jnp.full_like(outputs[-1], jnp.nan))
+                continue
+            if protocol == "images":
+                now = current = _forecast(moved, current, one)
+            else:
+                now = _ahead(moved, values, jnp.asarray([step]))
+            outputs.append(_read(oracle, now, norm))
+            strip.append(now[0])
+        logits.append(jnp.stack(outputs, 1))
+        strips.append(jnp.stack(strip[:num_steps]))
+    eigenvalues, left = spectral(forecaster.dynamics).values, _left(forecaster, values)
+    return Evaluation(*(np.asarray(part) for part in (jnp.stack(logits), jnp.stack(strips), eigenvalues, left)))
+
+
+@eqx.filter_jit
+def _forecast(forecaster: Forecaster, images: Array, steps: Array) -> Array:
+    return forecaster(images, steps)[0]
+
+
+@eqx.filter_jit
+def _ahead(forecaster: Forecaster, values: Array, steps: Array) -> Array:
+    return forecaster.ahead(values, steps)[0]
+
+
+@eqx.filter_jit
+def _features(forecaster: Forecaster, images: Array) -> Array:
+    return encode(forecaster.features, images)
+
+
+@eqx.filter_jit
+def _read(oracle: Encoder, images: Array, norm: float) -> Array:
+    sizes = jnp.sqrt(jnp.sum(images**2, (1, 2), keepdims=True))
+    rescaled = images * (norm / jnp.where(sizes > 0, sizes, 1.0))
+    return jnp.stack([encode(oracle, images), encode(oracle, rescaled)])
+
+
+@eqx.filter_jit
+def _left(forecaster: Forecaster, values: Array) -> Any:
+    if isinstance(forecaster.dynamics, Operator):
+        return left_eigenfunctions(forecaster.dynamics, values)
+    return jnp.zeros((len(values), forecaster.dynamics.matrix.shape[0]), jnp.complex64)
+
+
+def predicted(logits: np.ndarray) -> np.ndarray:
+    """What the oracle reads, int8: the class of the largest logit, or -1 where one is not finite."""
+    return np.where(np.isfinite(logits).all(-1), logits.argmax(-1), -1).astype(np.int8)
+
+
+def stuck(logits: np.ndarray) -> np.ndarray:
+    """Which seeds forecast one image whatever they see: over 9 in 10 forecasts one step ahead are read as one digit.
+
+    Args:
+        logits: The oracle's of one model, [seeds, protocols, scales, times, n, classes].
+
+    Returns:
+        True or False, [seeds]; those that diverged are not stuck.
+    """
+    read = predicted(logits[:, 0, 0, 0])
+    most = np.stack([(read == digit).mean(1) for digit in range(logits.shape[-1])]).max(0)
+    return most > 0.9
