@@ -41,11 +41,7 @@ def fail(name: str, wanted: str, got: object, advice: str = "") -> NoReturn:
 
 
 def fail_kind(name: str, wanted: str, got: object, advice: str = "") -> NoReturn:
-    """Raise the common `TypeError`, in the words of `fail`, for a value of another kind.
-
-    Raises:
-        TypeError: Always.
-    """
+    """Raise the common `TypeError`, in the words of `fail`, for a value of another kind."""
     tail = f" {advice}." if advice else ""
     raise TypeError(f"`{name}` must {wanted}, got {str(got).removesuffix('.') or 'nothing'}.{tail}")
 
@@ -170,12 +166,7 @@ def check_call(name: str, function: Any, arguments: Sequence[str], advice: str =
 
 
 def check_takes(name: str, model: Any, example: Any) -> Any:
-    """Return the shapes and dtypes of a function's outputs for one example.
-
-    Raises:
-        TypeError: If the function does not take an example of that shape.
-        ValueError: If the function raises `WrongValue`.
-    """
+    """Return the shapes and dtypes of a function's outputs for one example."""
     shapes = jax.tree.map(lambda part: jax.ShapeDtypeStruct(np.shape(part), part.dtype), example)
     sizes = jax.tree.map(lambda part: part.shape, shapes)
     wanted = f"take one example of shape {sizes}"
@@ -192,12 +183,7 @@ def check_takes(name: str, model: Any, example: Any) -> Any:
 
 
 def check_model(name: str, model: Any, example: Any) -> jax.ShapeDtypeStruct:
-    """Return the shape and dtype of the output of `model` for one example.
-
-    Raises:
-        TypeError: If the model does not take an example of that shape, or gives anything but one array of real numbers.
-        ValueError: If the output is empty, or the model raises `WrongValue`.
-    """
+    """Return the shape and dtype of the output of `model` for one example."""
     output = check_takes(name, model, example)
     if not isinstance(output, jax.ShapeDtypeStruct):
         fail_kind(name, "give one array", f"{jax.tree.structure(output)}")

@@ -29,22 +29,7 @@ def number_kind(dtype: Any) -> str:
 def as_array(
     name: str, value: Any, words: str = "numbers", *, bare: bool = False, may_be_empty: bool = False
 ) -> jax.Array | np.ndarray:
-    """Return a value as an array: JAX's and NumPy's as they are, others through NumPy or DLPack.
-
-    Args:
-        name: Name of the argument.
-        value: Anything.
-        words: Contents that the array should have, for the message.
-        bare: If True, the message leaves out "an array of".
-        may_be_empty: If True, the array may have no entries.
-
-    Returns:
-        A JAX or NumPy array of numbers, in the machine's byte order.
-
-    Raises:
-        TypeError: If the value is not an array of numbers: text, objects, None.
-        ValueError: If the array is empty or masked, or a list is ragged.
-    """
+    """Return a value as an array: JAX's and NumPy's as they are, others through NumPy or DLPack."""
     wanted = f"be {words}" if bare else f"be an array of {words}"
     if isinstance(value, (jax.Array, np.ndarray, np.generic)) or is_traced(value):
         array = value
@@ -71,20 +56,7 @@ def as_array(
 
 
 def as_examples(name: str, value: Any, *, finite: bool = False) -> Any:
-    """Return examples as JAX arrays, samples first: one array, or a dictionary or tuple, as the model takes them.
-
-    Args:
-        name: Name of the argument.
-        value: Anything.
-        finite: If True, all numbers must be finite.
-
-    Returns:
-        JAX arrays.
-
-    Raises:
-        TypeError: As `as_array`.
-        ValueError: If an array has no samples or is not finite, or numbers of samples differ.
-    """
+    """Return examples as JAX arrays, samples first: one array, or a dictionary or tuple, as the model takes them."""
     words = "numbers [samples, ...]"
     arrays = jax.tree.map(
         lambda part: as_array(name, part, words), value, is_leaf=lambda x: not isinstance(x, (dict, tuple))
@@ -140,11 +112,7 @@ def refuse_nested(name: str, value: Any, array: Any, most: int) -> None:
 
 
 def as_numbers(name: str, array: Any, numbers: frozenset[str]) -> Any:
-    """Return an array with numbers of one of these kinds: halves become float32, integers floats if floats are meant.
-
-    Raises:
-        TypeError: If the array's numbers are of another kind.
-    """
+    """Return an array with numbers of these kinds: halves become float32, integers floats if floats are meant."""
     dtype = array.dtype
     kind = number_kind(dtype)
     if kind == "float" and "float" in numbers:
@@ -164,13 +132,7 @@ def as_numbers(name: str, array: Any, numbers: frozenset[str]) -> Any:
 
 
 def warn_narrowed(name: str, array: Any, *, gates: int = 1) -> None:
-    """Warn if JAX's floats drop digits by which known numbers of one column differ, or round integers.
-
-    Args:
-        name: Name of the argument.
-        array: Numbers as they came. Nothing is checked of traced ones, and nothing that JAX's floats hold exactly.
-        gates: Number of `validated` functions between the user and here; inside more of them, an outer one has warned.
-    """
+    """Warn if JAX's floats drop digits by which known numbers of one column differ, or round integers."""
     kind, working = number_kind(array.dtype), jax.dtypes.canonicalize_dtype(float)
     narrow = {"int": working.itemsize // 2, "float": working.itemsize}.get(kind, np.inf)
     if is_traced(array) or array.dtype.itemsize <= narrow or not array.ndim or not array.size:
@@ -206,14 +168,7 @@ def warn_narrowed(name: str, array: Any, *, gates: int = 1) -> None:
 
 
 def common_dtype(names: list[str], arrays: list[Any]) -> Any:
-    """Return a dtype in which JAX holds all arrays. NumPy's rule keeps digits where JAX's rounds integers.
-
-    Warns:
-        RuntimeWarning: If integers are rounded.
-
-    Raises:
-        ValueError: If integers are out of its range.
-    """
+    """Return a dtype in which JAX holds all arrays. NumPy's rule keeps digits where JAX's rounds integers."""
     kinds = {jax.dtypes.canonicalize_dtype(array.dtype) for array in arrays}
     dtype = jax.dtypes.canonicalize_dtype(np.result_type(*kinds))
     for name, array in zip(names, arrays, strict=True) if len(kinds) > 1 else ():
@@ -255,12 +210,7 @@ def kind_words(numbers: frozenset[str]) -> str:
 
 
 def as_key(name: str, value: Any, stacked: bool | None = False) -> Any:
-    """Return a random key, typed or raw; with `stacked` one per member, with None either.
-
-    Raises:
-        TypeError: If the value is not a key.
-        ValueError: If the number of axes is another one.
-    """
+    """Return a random key, typed or raw; with `stacked` one per member, with None either."""
     wanted = "be random keys, one per member, as `jax.random.split(jax.random.key(0), 3)` makes them"
     wanted = wanted if stacked else "be a random key, as `jax.random.key(0)` makes it"
     if not isinstance(value, (jax.Array, np.ndarray)) and not is_traced(value):
@@ -277,12 +227,7 @@ def as_key(name: str, value: Any, stacked: bool | None = False) -> Any:
 
 
 def as_classes(name: str, labels: Any, *, may_be_empty: bool = False) -> Any:
-    """Return labels as integers [n], from integers or one-hot rows [n, classes].
-
-    Raises:
-        TypeError: If labels are text or floats.
-        ValueError: If labels are negative, or rows are not one-hot.
-    """
+    """Return labels as integers [n], from integers or one-hot rows [n, classes]."""
     labels = _checked_labels(name, labels, may_be_empty=may_be_empty)
     if labels.ndim == 1:
         return labels
@@ -290,21 +235,7 @@ def as_classes(name: str, labels: Any, *, may_be_empty: bool = False) -> Any:
 
 
 def as_one_hot(name: str, labels: Any, num_classes: int | None = None, *, soft: bool = False) -> Any:
-    """Return labels as one-hot rows [n, classes], from integers [n] or one-hot rows.
-
-    Args:
-        name: Name of the argument.
-        labels: Integers from 0 or one-hot rows.
-        num_classes: Number of classes; default: the width of the rows, or one more than the largest integer.
-        soft: If True, rows may be probabilities.
-
-    Returns:
-        Floats, JAX's or NumPy's as the labels are.
-
-    Raises:
-        TypeError: If labels are text, or floats [n], or traced integers of an unknown number of classes.
-        ValueError: If labels are out of range, or rows are not one-hot.
-    """
+    """Return labels as one-hot rows [n, classes], from integers [n] or one-hot rows."""
     labels = _checked_labels(name, labels, soft=soft, may_be_empty=False)
     if labels.ndim == 2:
         return as_numbers(name, labels, frozenset({"float"}))

@@ -15,9 +15,6 @@ def squared_distances(x: Float[Array, "n p"]) -> Float[Array, "n n"]:
 
     Rows are taken from the one nearest to the mean, against the cancellation of an offset: differences of small
     integers stay integers, so that equal distances are equal.
-
-    Args:
-        x: [n, p].
     """
     return squared_distances_with_size(x)[0]
 

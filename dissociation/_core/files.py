@@ -34,18 +34,7 @@ def reason_of(error: Exception) -> str:
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Opens a file whose bytes take the place of `path` when the block ends, and vanish if it raises.
-
-    Args:
-        path: The file; its folder is made if need be. It gets the permissions of any new file of the user's. Behind a
-            symbolic link, the file that it leads to is written.
-
-    Yields:
-        A binary file to write to.
-
-    Raises:
-        OSError: If it cannot be written.
-    """
+    """Opens a file whose bytes take the place of `path` when the block ends, and vanish if it raises."""
     target = followed(path)
     if target.is_dir():
         raise IsADirectoryError(errno.EISDIR, "It must be a file, got a folder", str(path))
@@ -112,12 +101,7 @@ def write_bytes(path: str | os.PathLike[str], contents: bytes) -> None:
 
 @contextmanager
 def locked(lock: str | os.PathLike[str], subject: object) -> Iterator[None]:
-    """Holds `subject` for one process by a file `lock`, which is there as long as the block, or as the process.
-
-    Raises:
-        BlockingIOError: If another process, or this one, holds it; the message says which.
-        OSError: If the file cannot be made or written to.
-    """
+    """Holds `subject` for one process by a file `lock`, which is there as long as the block, or as the process."""
     path = Path(lock)
     path.parent.mkdir(parents=True, exist_ok=True)
     with _lock_file(path, subject) as file:

@@ -104,14 +104,7 @@ def _numbers(name: str, table: Any) -> np.ndarray:
 
 
 def check_columns(name: str, table: Any, known: dict[str, Any] | None = None, axis: str = "") -> None:
-    """Raise if columns of a frame, or dimensions of an array after the first, may hold runs or times.
-
-    Args:
-        name: Name of the argument.
-        table: Frame, Series or named array.
-        known: Columns of earlier arguments and the arguments' names, by axis. Columns of one axis must have one order.
-        axis: Axis of the columns.
-    """
+    """Raise if columns of a frame, or dimensions of an array after the first, may hold runs or times."""
     own = _states(table)
     first, other = (known if known is not None else {}).setdefault(f"columns {axis}", (own, name))
     if own != first and set(own) == set(first):

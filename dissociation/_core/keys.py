@@ -21,16 +21,6 @@ def named_key(name: str) -> Key[Array, ""]:
     """The key of a name, which no seed below 2^32 makes: a caller's draws never meet those made from it.
 
     It is of JAX's default generator whatever generator is configured, so that it stands for the same draws everywhere.
-
-    Args:
-        name: What is drawn.
-
-    Returns:
-        The key.
-
-    Example:
-        >>> bool(jax.random.key_data(named_key("glyphs"))[0] > 0)
-        True
     """
     words = np.frombuffer(hashlib.sha256(name.encode()).digest()[:8], ">u4").astype(np.uint32)
     return jax.random.wrap_key_data(jnp.asarray(words | np.array([1, 0], np.uint32)), impl="threefry2x32")
@@ -49,23 +39,7 @@ def normal(key: PRNGKey, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32)
     float32 and narrower dtypes. Other generators and dtypes are left to `jax.random.normal`. A pure function of the
     key, the same under any mapping; the numbers are others than those of `jax.random.normal`.
 
-    Args:
-        key: Consumed.
-        shape: Of the result.
-        dtype: Floating point.
-
-    Returns:
-        Independent numbers of mean 0 and standard deviation 1; in float32 at most 5.42 in size.
-
-    Raises:
-        ValueError: If `dtype` is not floating point, a size is negative, or there are several keys.
-
-    References:
-        Salmon et al. (2011), Parallel random numbers: as easy as 1, 2, 3.
-
-    Example:
-        >>> normal(jax.random.key(0), (2, 3)).shape
-        (2, 3)
+    Source: Salmon et al. (2011), Parallel random numbers: as easy as 1, 2, 3.
     """
     if min(shape, default=0) < 0:
         raise ValueError(f"`shape` must hold no negative size, got {shape}.")

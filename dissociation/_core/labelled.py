@@ -239,31 +239,6 @@ def label(
     An array that is named as its only axis becomes that axis's coordinate. Where an array has an axis twice, the second
     is called `other_` and its name; where arrays disagree in the length of an axis that has no coordinate, its
     name ends in the length.
-
-    Args:
-        arrays: By name: NumPy's, JAX's, or numbers.
-        dims: The names of every array's axes, by its name; none for a single number. Those of a coordinate are its own
-            name, unless given.
-        coords: What the places along axes are, by name: numbers or text, one after the other.
-        units: By the name of an array or coordinate.
-        attrs: What else there is to say; dataclasses, named tuples and arrays become what JSON has for them.
-
-    Returns:
-        The labelled arrays, on the host.
-
-    Raises:
-        ValueError: If names are missing or contradict each other.
-        TypeError: If arrays are traced, or hold what is no number, truth value or text.
-
-    Example:
-        >>> errors = label({"error": np.zeros((2, 3)), "scales": [0.1, 1.0, 10.0]},
-        ...                {"error": ("seeds", "scales"), "scales": ("scales",)}, units={"scales": "pixels"})
-        >>> errors
-        Labelled
-          coordinates:
-            scales [scales: 3] float64 in pixels
-          arrays:
-            error [seeds: 2, scales: 3] float64
     """
     known = {name: _on_host(name, value) for name, value in arrays.items()}
     axes = {name: tuple(dims.get(name, ())) for name in known}
@@ -333,11 +308,7 @@ def _plain(value: Any) -> Any:
 
 
 def save_npz(path: str | os.PathLike[str], labelled: Labelled, families: Families) -> None:
-    """Writes an `.npz` file of arrays and coordinates by name, with JSON of the rest; `families` join when it is read.
-
-    Raises:
-        OSError: If it cannot be written.
-    """
+    """Write an `.npz` file of arrays and coordinates, with JSON of the rest; `families` join when it is read."""
     rest = {
         "coords": list(labelled.coords), "units": labelled.units, "attrs": labelled.attrs, "families": as_json(families)
     }  # fmt: skip

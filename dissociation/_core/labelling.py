@@ -87,26 +87,6 @@ def label_tree(tree: Any, over: Over = None, *, then: Mapping[str, Any] | None =
     field's annotation, `Float[Array, "pairs r"]`; those without a name are called after the array,
     `<array>_dim_<place>`. A field with a comment of the result's `UNITS` has that unit; text and static fields become
     attributes; `None` and functions are left out. What a result's `axis_coordinates()` gives are coordinates.
-
-    Args:
-        tree: The result.
-        over: What `vmap`, `bmap` or `fit` put in front: "seeds", `("decays", "seeds")`, `{"seeds": [0, 1, 2]}` with
-            coordinates, or a `training.Grid`. An array that has no more axes than its annotation stays without them.
-        then: Axes between those and the annotated ones, such as steps, with what the places along them are, or None.
-
-    Returns:
-        The labelled arrays.
-
-    Raises:
-        ValueError: If an array has not as many members as the grid or coordinates in front, or two have one name.
-        TypeError: If what is there is traced, or no result.
-
-    Example:
-        >>> found = label_tree({"mean": np.zeros((2, 3)), "measure": "cka"}, {"seeds": [4, 5]})
-        >>> found.dims
-        {'mean': ('seeds', 'mean_dim_0'), 'seeds': ('seeds',)}
-        >>> found.attrs
-        {'measure': 'cka'}
     """
     if isinstance(tree, Labelled):
         return tree

@@ -13,12 +13,6 @@ def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]
 
     The package lists its names in `__all__` and imports them under `if TYPE_CHECKING:`, where type checkers and
     editors find them. The modules that define the names are read from there.
-
-    Args:
-        package: `__name__` of the package.
-
-    Returns:
-        The two functions.
     """
     homes: dict[str, str] = {}
 

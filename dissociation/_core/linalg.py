@@ -37,14 +37,7 @@ def product(a: Inexact[Array, "... n k"], b: Inexact[Array, "... k m"]) -> Inexa
 
 
 def scale_of(size: Float[Array, "*b"]) -> Float[Array, "*b"]:
-    """A power of two near a size: what divides data without rounding, and counts as a constant.
-
-    Args:
-        size: Non-negative.
-
-    Returns:
-        At most twice the size; 1 for zero and for what is not finite.
-    """
+    """A power of two near a size: what divides data without rounding, and counts as a constant."""
     size = lax.stop_gradient(size)
     usable = (size > 0) & jnp.isfinite(size)
     exponent = jnp.frexp(jnp.where(usable, size, 0.5))[1]
@@ -66,16 +59,6 @@ def finite_part(matrix: Float[Array, "*b n m"]) -> tuple[Float[Array, "*b n m"],
     """A matrix that LAPACK can be given, and a number to add to all that comes of it.
 
     On an infinite or undefined entry its decompositions may loop without end, and may return finite numbers.
-
-    Args:
-        matrix: [..., n, m].
-
-    Returns:
-        The matrix, with zeros for one that is not finite throughout, and 0, or NaN for one that is not: [...].
-
-    Example:
-        >>> finite_part(jnp.array([[1.0, jnp.inf]]))
-        (Array([[0., 0.]], dtype=float32), Array(nan, dtype=float32))
     """
     finite = jnp.all(jnp.isfinite(matrix), (-2, -1))
     return jnp.where(finite[..., None, None], matrix, 0.0), jnp.where(finite, 0.0, jnp.nan).astype(matrix.dtype)
@@ -87,17 +70,6 @@ def centre(x: Float[Array | np.ndarray, "n d"]) -> Float[Array, "n d"]:
 
     It does so twice: the first mean carries the rounding of a large offset. A column that is constant becomes zeros,
     and not what rounding leaves of it.
-
-    Args:
-        x: [samples, features].
-
-    Returns:
-        [samples, features], of column mean zero.
-
-    Example:
-        >>> centre(jnp.array([[1.0, 5.0], [3.0, 5.0]]))
-        Array([[-1.,  0.],
-               [ 1.,  0.]], dtype=float32)
     """
     return _centre(jnp.asarray(x))
 
@@ -118,20 +90,6 @@ def positive_inverse(matrix: Float[Array | np.ndarray, "*b n m"]) -> Float[Array
     By Cholesky's factor L, whose inverse is put together from those of its diagonal blocks, twice as large in every
     round: [[A, 0], [B, C]]^{-1} = [[A^{-1}, 0], [-C^{-1} B A^{-1}, C^{-1}]]. But for the factor everything is a batched
     product, where triangular solves of a stack go one by one.
-
-    Args:
-        matrix: [..., n, n], symmetric. One that is not positive definite in rounding gives NaN.
-
-    Returns:
-        [..., n, n].
-
-    Raises:
-        ValueError: If the matrices are not square.
-
-    Example:
-        >>> positive_inverse(jnp.array([[4.0, 0.0], [0.0, 1.0]]))
-        Array([[0.25, 0.  ],
-               [0.  , 1.  ]], dtype=float32)
     """
     matrix = jnp.asarray(matrix)
     if matrix.ndim < 2 or matrix.shape[-1] != matrix.shape[-2]:
@@ -178,25 +136,8 @@ def psd_power(
     with its limit l^(power - 1) power where eigenvalues coincide, f(l_i) / l_i where l_j is cut off, and 0 where both
     are. It is finite for every spectrum and is the true one along directions that keep the rank.
 
-    Args:
-        matrix: Symmetric; its symmetric part is taken.
-        power: Exponent, a Python number.
-        rtol: Relative size at which an eigenvalue counts as zero, non-negative; default d times rounding.
-
-    Returns:
-        Symmetric, positive semidefinite, [d, d]; NaN if an entry of `matrix` is NaN or infinite.
-
-    Raises:
-        ValueError: If `matrix` is not square or `rtol` is negative.
-
-    References:
-        Daleckii and Krein (1965), Integration and differentiation of functions of Hermitian operators.
-        Higham (2008), Functions of matrices, theorem 3.11.
-
-    Example:
-        >>> psd_power(jnp.diag(jnp.array([4.0, 0.0])), -0.5)
-        Array([[0.5, 0. ],
-               [0. , 0. ]], dtype=float32)
+    Source: Daleckii and Krein (1965), Integration and differentiation of functions of Hermitian operators. Higham
+    (2008), Functions of matrices, theorem 3.11.
     """
     matrix = jnp.asarray(matrix)
     if rtol is None:
@@ -243,23 +184,7 @@ def nuclear_norm(matrix: Float[Array | np.ndarray, "m k"], *, rtol: Scalar | Non
 
     Where the rank is deficient the norm has a kink, and this is the subgradient of least norm.
 
-    Args:
-        matrix: [m, k].
-        rtol: Relative size at which a singular value counts as zero in the derivative, non-negative; default the larger
-            side times rounding.
-
-    Returns:
-        The norm, non-negative; NaN if an entry is NaN or infinite.
-
-    Raises:
-        ValueError: If `matrix` is no matrix or `rtol` is negative.
-
-    References:
-        Watson (1992), Characterization of the subdifferential of some matrix norms.
-
-    Example:
-        >>> nuclear_norm(jnp.array([[0.0, 2.0], [-1.0, 0.0]]))
-        Array(3., dtype=float32)
+    Source: Watson (1992), Characterization of the subdifferential of some matrix norms.
     """
     matrix = jnp.asarray(matrix)
     if rtol is None:
@@ -302,14 +227,8 @@ def singular_map(
     f = 1 is the polar factor, an orthonormal basis of the columns' span. The derivative exists for every spectrum, as
     that of `psd_power`: of two components it takes the divided differences of f, their mean slope where they coincide.
 
-    Args:
-        function: f of the singular values [k] in falling order and of `parameter`, entry by entry but for what is
-            constant under small changes, as a cut is. Hashable.
-        x: [n, p].
-        parameter: What f depends on beside.
-
-    Returns:
-        [n, p]; NaN if an entry is NaN or infinite. Singular values up to `rank_cut` of the largest count as zero.
+    `function`: f of the singular values [k] in falling order and of `parameter`, entry by entry but for what is
+    constant under small changes, as a cut is. Hashable.
     """
     return _singular(function, x, parameter)[0]
 

@@ -22,18 +22,6 @@ def snapped(values: Any, size: Any = None) -> Any:
     In rising order, neighbours closer than 64 rounding units of `size` take the value of the least of them, or 0 if
     that is as close to 0. A fixed grid would separate equal numbers on two sides of a boundary. The order is kept, a
     power of two scales the result, and the result counts as a constant.
-
-    Args:
-        values: Real numbers, any shape. NumPy arrays are computed by NumPy, in their precision.
-        size: Magnitude whose rounding the numbers carry, such as the terms of a difference; one number or one for
-            each. Default: the largest finite magnitude.
-
-    Returns:
-        Numbers of the same shape and dtype. NaN stays NaN.
-
-    Example:
-        >>> snapped(np.array([0.3, 0.1 + 0.2, 1.0, 1e-17]))
-        array([0.3, 0.3, 1. , 0. ])
     """
     xp: Any = np if isinstance(values, np.ndarray) else jnp
     values = xp.asarray(values)
@@ -49,12 +37,7 @@ def snapped(values: Any, size: Any = None) -> Any:
 
 
 def ranks(values: Float[Array | np.ndarray, " number"], size: Any = None) -> Float[Array, " number"]:
-    """Return ranks from 1; numbers that are equal but for rounding share the mean of theirs.
-
-    Args:
-        values: [number].
-        size: As in `snapped`.
-    """
+    """Return ranks from 1; numbers that are equal but for rounding share the mean of theirs."""
     values = jnp.asarray(values)
     order, first, _ = _sorted(jnp, values, size)
     number, kind = values.shape[0], values.dtype

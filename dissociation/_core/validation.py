@@ -52,30 +52,7 @@ def validated(
 def validated(
     function: Any = None, *, finite: Iterable[str] = (), empty: Iterable[str] = (), pixels: Iterable[str] = ()
 ) -> Any:
-    """Decorate a function so that its arguments are converted and checked as its annotations describe.
-
-    Args:
-        function: Function with jaxtyping annotations.
-        finite: Names of array arguments whose values must be finite: a pass over the data, so only for functions that
-            do far more work than that.
-        empty: Names of array arguments that may have no entries.
-        pixels: Names of images in [0, 1], which may not be integers up to 255.
-
-    Returns:
-        The function, of the same signature; `__wrapped__` is the original one.
-
-    Example:
-        >>> from jaxtyping import Array, Float
-        >>> @validated
-        ... def total(x: Float[Array, "n d"]) -> Float[Array, ""]:
-        ...     return jnp.sum(x)
-        >>> total([[1, 2], [3, 4]])
-        Array(10., dtype=float32)
-        >>> total([1.0, 2.0])
-        Traceback (most recent call last):
-            ...
-        dissociation._core.checks.WrongValue: `x` must have 2 axes [n, d], got shape (2,).
-    """
+    """Decorate a function so that its arguments are converted and checked as its annotations describe."""
     if function is None:
         return functools.partial(validated, finite=tuple(finite), empty=tuple(empty), pixels=tuple(pixels))
     parameters = inspect.signature(function).parameters.values()

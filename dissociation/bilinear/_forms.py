@@ -173,18 +173,7 @@ def _has_constant(model: BilinearNetwork, layer: int) -> bool:
 
 @validated
 def reorder(spectrum: Spectrum, importance: Float[Array | np.ndarray, "outputs components"]) -> Spectrum:
-    """The same components, the most important first.
-
-    Args:
-        spectrum: Any.
-        importance: For instance `mean_contribution`.
-
-    Returns:
-        The spectrum by falling importance; ties keep their order, and traced NaN come last.
-
-    Raises:
-        ValueError: If `importance` has another shape, or is not finite.
-    """
+    """The same components, the most important first."""
     if importance.shape != spectrum.values.shape:
         fail("importance", f"have the shape of the spectrum's values {spectrum.values.shape}", importance.shape)
     check_finite("importance", importance)
@@ -234,18 +223,7 @@ def check_on_inputs(name: str, spectrum: Spectrum, *, known: bool = False) -> No
 
 @validated
 def activations(spectrum: Spectrum, x: Float[Array | np.ndarray, "n d"]) -> Float[Array, "n outputs components"]:
-    """v_i . x of every component.
-
-    Args:
-        spectrum: Any.
-        x: Examples in the spectrum's space, without the constant.
-
-    Returns:
-        Activations; their sign is as arbitrary as the eigenvector's.
-
-    Raises:
-        ValueError: If x has another width.
-    """
+    """v_i . x of every component."""
     check_single("spectrum", spectrum)
     width = spectrum.vectors.shape[2] - spectrum.constant
     if np.ndim(x) != 2 or x.shape[1] != width:
@@ -258,29 +236,13 @@ def activations(spectrum: Spectrum, x: Float[Array | np.ndarray, "n d"]) -> Floa
 
 @validated
 def contributions(spectrum: Spectrum, x: Float[Array | np.ndarray, "n d"]) -> Float[Array, "n outputs components"]:
-    """lambda_i (v_i . x)^2: what every component adds to the output, the explanation of an example.
-
-    Args:
-        spectrum: Any.
-        x: Examples.
-
-    Returns:
-        Contributions; over components they sum to the output.
-    """
+    """lambda_i (v_i . x)^2: what every component adds to the output, the explanation of an example."""
     return spectrum.values[None] * activations(spectrum, x) ** 2
 
 
 @validated
 def mean_contribution(spectrum: Spectrum, x: Float[Array | np.ndarray, "n d"]) -> Float[Array, "outputs components"]:
-    """|lambda_i| E (v_i . x)^2 over examples, an order of components that knows the data.
-
-    Args:
-        spectrum: Any.
-        x: Examples.
-
-    Returns:
-        Non-negative numbers, for `reorder`.
-    """
+    """|lambda_i| E (v_i . x)^2 over examples, an order of components that knows the data."""
     return jnp.mean(jnp.abs(contributions(spectrum, x)), 0)
 
 

@@ -49,18 +49,8 @@ def bound_rounding(
 ) -> Float[Array, "3"]:
     """Bounds on the errors of the quadratic part, of half the linear part, and of the constant.
 
-    Args:
-        factors: The margin.
-        values: Eigenvalues found for its quadratic part.
-        directions: The eigenvectors.
-        linear: Half of its linear part along them.
-
-    Returns:
-        Spectral norm, Euclidean norm, and size. Constants to derivatives.
-
-    References:
-        Higham (2002), Accuracy and stability of numerical algorithms, chapter 3.
-        Parlett (1998), The symmetric eigenvalue problem, section 4.5, for the residual.
+    Source: Higham (2002), Accuracy and stability of numerical algorithms, chapter 3. Parlett (1998), The symmetric
+    eigenvalue problem, section 4.5, for the residual.
     """
     f, values, directions, linear = jax.lax.stop_gradient((factors, values, directions, linear))
     eps = jnp.finfo(values.dtype).eps

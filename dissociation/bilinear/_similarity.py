@@ -20,18 +20,7 @@ from dissociation.bilinear._forms import Spectrum, check_single, truncate
 
 @validated
 def overlaps(a: Spectrum, b: Spectrum) -> Float[Array, "outputs components_a components_b"]:
-    """|cosine| of every component of one spectrum with every one of the other, output by output.
-
-    Args:
-        a: One spectrum.
-        b: Another over the same inputs, of any number of components.
-
-    Returns:
-        Numbers from 0 to 1.
-
-    Raises:
-        ValueError: If outputs, widths or spaces differ, or one alone has a constant coordinate.
-    """
+    """|cosine| of every component of one spectrum with every one of the other, output by output."""
     check_single("a", a)
     check_single("b", b)
     if None not in (a.space, b.space) and a.space != b.space:
@@ -116,21 +105,7 @@ def _leading(spectrum: Spectrum, count: int) -> Spectrum:
 
 @validated
 def member_pairs(num_members: int, other: int | None = None) -> tuple[Int[np.ndarray, " p"], Int[np.ndarray, " p"]]:
-    """Indices of all pairs of members, no member with itself.
-
-    Args:
-        num_members: Members of one population.
-        other: Members of another, for all pairs across; default: unordered pairs within the one.
-
-    Returns:
-        Two lists of equal length, NumPy.
-
-    Raises:
-        ValueError: If there is no pair.
-
-    >>> member_pairs(3)
-    (array([0, 0, 1]), array([1, 2, 2]))
-    """
+    """Indices of all pairs of members, no member with itself."""
     if other is None:
         check_count("num_members", num_members, minimum=2)
         return np.triu_indices(num_members, 1)
@@ -151,18 +126,7 @@ class Interval(NamedTuple):
 
 @validated
 def student_interval(samples: Float[Array | np.ndarray, "n *rest"], level: float = 0.9) -> Interval:
-    """Student's interval for the mean over the first axis, which holds if samples are independent.
-
-    Args:
-        samples: At least two.
-        level: Coverage, between 0 and 1.
-
-    Returns:
-        The interval.
-
-    Raises:
-        ValueError: If there is one sample, or `level` is not between 0 and 1.
-    """
+    """Student's interval for the mean over the first axis, which holds if samples are independent."""
     count = check_count("samples", samples.shape[0], minimum=2)
     check_level(level)
     values = jnp.asarray(samples)
@@ -182,22 +146,10 @@ def bootstrap_interval(
 ) -> Interval:
     """Percentile bootstrap over members, for statistics of pairs: pairs share members and are not independent.
 
-    Args:
-        statistic: From members' weights [num_members] (how often each was drawn, summing to their number) to an array;
-            a mean over pairs weighs each pair by the product of its members' weights, see `pair_mean`.
-        num_members: Members; of several populations a tuple, each of which is resampled by itself.
-        key: Draws the resamples.
-        level: Coverage.
-        num_resamples: Resamples.
+    `statistic`: From members' weights [num_members] (how often each was drawn, summing to their number) to an array; a
+    mean over pairs weighs each pair by the product of its members' weights, see `pair_mean`.
 
-    Returns:
-        The statistic at weights of one, and the percentiles; all NaN where that is.
-
-    Raises:
-        ValueError: If an option is out of range.
-
-    References:
-        Efron and Tibshirani (1993), An introduction to the bootstrap, section 13.3.
+    Source: Efron and Tibshirani (1993), An introduction to the bootstrap, section 13.3.
     """
     groups = (num_members,) if isinstance(num_members, int) else num_members
     for count in groups:

@@ -98,10 +98,6 @@ def glyph_templates() -> Float[np.ndarray, "fonts 10 side side"]:
 
     Every digit is 20 pixels high, keeps its aspect ratio, and is centred by its bounding box. The field is sampled
     twice per pixel, from one edge of the image to the other.
-
-    Returns:
-        Distances to the outline in pixels, positive in the ink, [font, digit, row, column]; float32, read-only,
-        fonts in the order of `FONTS`.
     """
     line = np.arange(_SAMPLES) * _SPACING - SIDE / 2
     # Rows run down the image, and the fonts' second coordinate up.
@@ -157,19 +153,6 @@ def draw_glyph(
 
     Pixel `x` reads the distance field `f` of the digit at `u(x) = A (x + e(x) - t)`, with a random matrix `A`, smooth
     displacement `e` and shift `t`, and gets `clip(ink * clip((f(u(x)) + weight) / blur + 1/2, 0, 1) + noise, 0, 1)`.
-
-    Args:
-        templates: Signed distance fields in pixels, as `glyph_templates` makes them.
-        label: The digit, 0 to 9.
-        key: Picks font and variation.
-        variation: How much images vary; None is `Variation()`.
-        border: Rows and columns on each side that are exactly zero, 0 to 13.
-
-    Returns:
-        The image's 784 pixels, row after row, in [0, 1]; dtype of `templates`.
-
-    Raises:
-        ValueError: If `templates`, a known `label` or `border` is out of range.
     """
     templates = jnp.asarray(templates)
     check_count("border", border)
@@ -270,15 +253,7 @@ def _draw_each(
 
 @validated
 def glyph_labels(num: int, *, key: PRNGKey) -> Int[Array, " num"]:
-    """Balanced random labels: every ten in a row hold each digit once, in random order.
-
-    Args:
-        num: How many, 0 or more.
-        key: Picks the orders.
-
-    Returns:
-        Digits 0 to 9. Fewer labels from the same key are the leading ones of more.
-    """
+    """Balanced random labels: every ten in a row hold each digit once, in random order."""
     check_count("num", num)
     return _orders(_fold_in_all(key, -(-num // NUM_CLASSES))).reshape(-1)[:num]
 

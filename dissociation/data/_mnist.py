@@ -94,16 +94,6 @@ def parse_idx(contents: bytes, *, source: str = "the file") -> UInt8[np.ndarray,
 
     The header is two zero bytes, a type code (8: unsigned byte), the number of axes, and each axis' length as a
     big-endian 32-bit integer.
-
-    Args:
-        contents: The whole file, decompressed.
-        source: What to call the file in errors.
-
-    Returns:
-        The array, uint8, of the shape that the header gives; read-only, since it views `contents`.
-
-    Raises:
-        ValueError: If the header is not one of an IDX file of bytes, or the size does not fit it.
     """
     if len(contents) < 4 or contents[:3] != b"\x00\x00\x08":
         wanted = "the magic number 00 00 08 (IDX, unsigned bytes)"
@@ -191,13 +181,7 @@ def _download(name: str) -> Path:
 
 
 def _fetch(address: str, target: Path) -> Path:
-    """Downloads a file.
-
-    Raises:
-        TimeoutError: After `DOWNLOAD_SECONDS` in all: a server that sends a byte now and then never comes to the
-            timeout of one read.
-        OSError: If the server does not answer, or not with a file of at most `MAX_BYTES`.
-    """
+    """Downloads a file."""
     import pooch  # Loaded only here: most runs never download.
 
     pooch.get_logger().setLevel("WARNING")

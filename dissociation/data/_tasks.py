@@ -23,22 +23,7 @@ NUM_QUARTERS = 4
 
 @validated
 def least_prime_factor(number: int) -> int:
-    """The smallest prime that divides `number`; 0 and 1, which have none, stay themselves.
-
-    Args:
-        number: At least 0.
-
-    Returns:
-        A prime, or 0 or 1.
-
-    Raises:
-        TypeError: If `number` is no Python integer.
-        ValueError: If it is negative.
-
-    Examples:
-        >>> [least_prime_factor(digit) for digit in range(10)]
-        [0, 1, 2, 3, 2, 5, 2, 7, 2, 3]
-    """
+    """The smallest prime that divides `number`; 0 and 1, which have none, stay themselves."""
     number = check_count("number", number)
     if number < 2:
         return number
@@ -100,15 +85,7 @@ def rotated_quarters(
 def coarse_labels(labels: Digits) -> Float[Array, "n 6"]:
     """Adds up the label columns of digits with one least prime factor: 4, 6, 8 join 2, and 9 joins 3.
 
-    Args:
-        labels: Digits as integers [n] or one-hot rows [n, 10], or rows of their probabilities.
-
-    Returns:
-        Labels [n, 6] whose columns stand for `COARSE_CLASSES`, that is 0, 1, 2, 3, 5, 7: one-hot stays one-hot, and
-        probabilities still add up to what they did.
-
-    Raises:
-        ValueError: If there are not ten columns.
+    `labels`: Digits as integers [n] or one-hot rows [n, 10], or rows of their probabilities.
     """
     labels = jnp.asarray(labels)
     digits = [[d for d in range(10) if least_prime_factor(d) == coarse] for coarse in COARSE_CLASSES]

@@ -36,35 +36,14 @@ _RUN, _CHECKSUM = "run_digest", "checksum"
 def save_arrays(
     path: str | os.PathLike[str], arrays: Mapping[str, np.ndarray], axes: Mapping[str, tuple[str, ...]] | None = None
 ) -> None:
-    """Writes an `.npz` file, whole or not at all.
-
-    Args:
-        path: The file.
-        arrays: By name.
-        axes: Names of the arrays' axes, which are kept as JSON under "axes": `json.loads(str(file["axes"]))`.
-
-    Raises:
-        OSError: If it cannot be written.
-    """
+    """Writes an `.npz` file, whole or not at all."""
     named = {} if axes is None else {"axes": np.asarray(json.dumps(axes))}
     with replacing(path) as file:
         np.savez_compressed(file, **arrays, **named)  # pyright: ignore[reportArgumentType]
 
 
 def axes_of(arrays: Mapping[str, np.ndarray], axes: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-    """Names of every array's axes.
-
-    Args:
-        arrays: By name.
-        axes: By how an array's name begins; the longest beginning holds.
-
-    Raises:
-        ValueError: If an array has no names, or another number of axes.
-
-    Example:
-        >>> axes_of({"error_scaled": np.zeros((4, 40))}, {"error": ("seeds", "scales")})
-        {'error_scaled': ('seeds', 'scales')}
-    """
+    """Names of every array's axes."""
     named = {}
     for name, array in arrays.items():
         beginning = max((part for part in axes if name.startswith(part)), key=len, default=None)
@@ -82,16 +61,7 @@ def save_part(path: str | os.PathLike[str], arrays: Mapping[str, np.ndarray], di
 
 
 def read_part(path: str | os.PathLike[str], digest: str) -> Arrays:
-    """The arrays that `save_part` wrote.
-
-    Args:
-        path: The file.
-        digest: Of the run that it must belong to.
-
-    Raises:
-        RefusedFile: If the file is broken, was changed, or belongs to another run or name.
-        OSError: If it cannot be read.
-    """
+    """The arrays that `save_part` wrote."""
     try:
         with open(path, "rb") as opened, np.load(opened) as file:
             arrays = dict(file)
@@ -152,12 +122,7 @@ def identity_of(config: Any, key: jax.Array, data: Any) -> dict[str, Any]:
 
 
 def read_identity(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Which run the parts in `folder` belong to.
-
-    Raises:
-        FileNotFoundError: If the folder does not say.
-        RefusedFile: If what it says is broken or was changed.
-    """
+    """Which run the parts in `folder` belong to."""
     path = Path(folder) / IDENTITY
     if not path.is_file():
         raise FileNotFoundError(f"`folder` must hold parts of a run, got {folder}, without {IDENTITY}.")
@@ -176,12 +141,7 @@ def _anew(folder: str | os.PathLike[str]) -> str:
 
 
 def check_parts_of(folder: str | os.PathLike[str], config: Any) -> str:
-    """Raises unless `folder` holds parts of a run with this configuration; returns the run's digest.
-
-    Raises:
-        FileNotFoundError: If it holds no parts.
-        RefusedFile: If they are of another configuration, or which is not known.
-    """
+    """Raises unless `folder` holds parts of a run with this configuration; returns the run's digest."""
     identity = read_identity(folder)
     if different := differences(identity["config"], _as_read(config)):
         raise RefusedFile(
@@ -193,12 +153,7 @@ def check_parts_of(folder: str | os.PathLike[str], config: Any) -> str:
 
 @contextmanager
 def locked(folder: str | os.PathLike[str]) -> Iterator[None]:
-    """Holds a folder, which is made if need be, for one process; the lock ends with the block or the process.
-
-    Raises:
-        BlockingIOError: If another process, or this one, holds it; the message says which.
-        OSError: If it cannot be made or written to.
-    """
+    """Holds a folder, which is made if need be, for one process; the lock ends with the block or the process."""
     with files.locked(Path(folder) / ".lock", folder):
         yield
 

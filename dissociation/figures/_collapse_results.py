@@ -98,11 +98,7 @@ def crossing_table(weight_decays: tuple[float, ...], crossings: Crossings) -> li
 def crossing_line(
     weight_decays: tuple[float, ...], first: dict[str, np.ndarray], end: int, name: str = "collapsed"
 ) -> Slope:
-    """The line of log time `name` on log weight decay, over positive decays; `first` is `Crossings.first`.
-
-    Raises:
-        ValueError: If too few networks crossed.
-    """
+    """The line of log time `name` on log weight decay, over positive decays; `first` is `Crossings.first`."""
     decays, times = np.asarray(weight_decays, float), np.asarray(first[name], float)
     places = np.repeat(decays, times.shape[1])
     ends = np.full(times.shape, float(end)) - (first["fitted"] if name == "delay" else 0.0)

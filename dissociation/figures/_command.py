@@ -139,19 +139,7 @@ def _command(figure: Figure, words: Sequence[str], program: str) -> Callable[...
 def produce(
     figure: Figure, config: Any, run: RunOptions, *, program: str = "dissociation", words: Sequence[str] = ()
 ) -> int:
-    """Compute, draw and write one figure.
-
-    Args:
-        figure: A module of figures.
-        config: Its configuration.
-        run: Folder, seed and switches.
-        program: The command's name, for messages.
-        words: The words after it, for the report.
-
-    Returns:
-        The exit status: 0; 1 for data or files that cannot be read or written; 2 for settings that the data cannot
-        meet; 130 after an interrupt and 143 after SIGTERM.
-    """
+    """Compute, draw and write one figure."""
     interrupts.begin()
     tell = partial(_tell, program)
     interrupts.advice = interrupts.NOTHING

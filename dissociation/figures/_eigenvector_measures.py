@@ -162,15 +162,8 @@ def masking(
 ) -> dict[str, Array]:
     """What a mask from the most positive eigenvector of one class costs, added to all test images, by its norm.
 
-    Args:
-        config: `digit` and `mask_norms`.
-        model: One network.
-        spectrum: Its decomposition.
-        images: Test images, [n, pixels].
-        labels: Their classes, [n].
-        key: Draws ten random masks to compare with.
-        against: Leading components of every class that the mask spares. The more, the less is left of the eigenvector
-            in a mask of given norm: with 10 nothing that tells (0.6 % at size 300 on MNIST, against 71 % with 2).
+    `images`: Test images, [n, pixels].
+    `labels`: Their classes, [n].
 
     Returns:
         "mask" [pixels]; "mask_accuracy" and "mask_share", the share of images taken for the class, of the mask and of
@@ -212,11 +205,7 @@ def intervals(
     The first resamples members. The second is Student's over pairs and classes, as published, which takes pairs that
     share a network, and classes of one pair, for independent. Less than two members have no interval: NaN.
 
-    Args:
-        similarity: [pairs, classes, ranks], NaN for pairs with a network that diverged.
-        pairs: First and second member of every pair, [2, pairs].
-        alive: Which first members did not diverge.
-        others: Which second members; None if both are of one population.
+    `similarity`: [pairs, classes, ranks], NaN for pairs with a network that diverged.
     """
     known = np.isfinite(similarity).all((1, 2))
     values, (first, second) = similarity[known].astype(np.float32), pairs[:, known]

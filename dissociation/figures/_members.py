@@ -96,11 +96,7 @@ def members_headline(config: Any, data: dict[str, Any], diverged_at: np.ndarray)
 
 
 def rewritten_group(models: Any, example: Array | np.ndarray) -> NeuronGroup:
-    """The neurons that figures rewrite: the last group that may be scaled and grow, of stacked models of one shape.
-
-    Raises:
-        WrongValue: If there is none.
-    """
+    """The neurons that figures rewrite: the last group that may be scaled and grow, of stacked models of one shape."""
     groups = neuron_groups(take(models, 0), jnp.asarray(example))
     fit = [group for group in groups.values() if group.scaling is not None and group.sharing is not None]
     if not fit:
@@ -148,22 +144,7 @@ def train_members(
     progress: str | MeterFactory | None,
     observe: Callable[..., dict[str, Array]] | None = None,
 ) -> Trained:
-    """What every figure of trained networks begins with.
-
-    Args:
-        config: A figure's configuration: `num_seeds`, `num_epochs`, `width` and `model` of it.
-        key: The networks' key, see `fit_mnist`.
-        data: What they learn.
-        parts: Where the training's checkpoint is kept.
-        progress: See `dissociation.training`.
-        observe: See `fit_mnist`.
-
-    Returns:
-        The trained networks.
-
-    Raises:
-        WrongValue: If all of them diverged.
-    """
+    """What every figure of trained networks begins with."""
     settings = {name: getattr(config, name) for name in ("num_epochs", "num_seeds", "width")}
     settings["network"] = config.model
     trained = fit_mnist(
@@ -193,16 +174,6 @@ def measure_members(
     devices: measuring takes the memory of as many, though the rewritten networks of all are kept; on an accelerator all
     at once. Bind arrays to the two functions by `eqx.Partial`, which hands them to the program instead of baking them
     into it.
-
-    Args:
-        rewrite: From one model and a key to the rewritten model.
-        measure: From the model, the rewritten model and a key to a PyTree of arrays.
-        models: Stacked models, or whatever else of theirs `rewrite` takes, members first.
-        rewrite_keys: One key per member, or whatever else `rewrite` takes, members first.
-        measure_keys: One key per member.
-
-    Returns:
-        The measurements, members first.
     """
     several = len(measure_keys) > 1
 

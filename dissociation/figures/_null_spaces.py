@@ -68,12 +68,7 @@ def of_members(bases: np.ndarray, num_members: int) -> Array:
 
 
 def null_perturbed(weights: LayerInputs, std: float) -> Callable[[Any, tuple[Array, Array]], Any]:
-    """The rewrite of a network, given a key and a basis, orthonormal rows [dimension, features].
-
-    Args:
-        weights: Those that are moved; `rows` are not read.
-        std: Standard deviation of the noise along each direction.
-    """
+    """The rewrite of a network, given a key and a basis, orthonormal rows [dimension, features]."""
 
     def moved(model: Any, given: tuple[Array, Array]) -> Any:
         key, basis = given

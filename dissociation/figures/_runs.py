@@ -20,14 +20,7 @@ _TIME = "%Y-%m-%d %H:%M:%S"
 def recorded(
     folder: str | os.PathLike[str], command: Sequence[str], facts: Mapping[str, Any], plans: Any = None
 ) -> Iterator[None]:
-    """Keep the record of a run and the log of both packages in the run's folder while the block runs.
-
-    Args:
-        folder: The run's folder, which one process holds.
-        command: The words that start the run, and resume it.
-        facts: Further entries of the record, such as settings and environment, as plain JSON.
-        plans: A text stream on which the memory estimates of trainings are shown as well.
-    """
+    """Keep the record of a run and the log of both packages in the run's folder while the block runs."""
     record: dict[str, Any] = {"status": "running", "command": shlex.join(command), "began": _now(), **facts}
     began = time.perf_counter()
 

@@ -201,11 +201,7 @@ def compute(
 
 
 def source(config: Config) -> Dataset:
-    """The data set that the configuration names.
-
-    Raises:
-        WrongValue: If an option does not fit it.
-    """
+    """The data set that the configuration names."""
     data = load(config.data, num_train=config.num_loaded, num_test=config.num_test)
     _check_data(config, data)
     return data

@@ -171,11 +171,6 @@ def rewrites(config: Config, group: NeuronGroup, weights: LayerInputs) -> dict[s
 
     Those that move in a null space take a pair of a key and a basis, orthonormal rows [dimension, features], in place
     of the key.
-
-    Args:
-        config: What to do.
-        group: The neurons that are rewritten.
-        weights: Those that are moved; `rows` are not read.
     """
     moved = null_perturbed(weights, config.null_scale)
     neurons = neuron_rewrites(config, config.num_zero, group)

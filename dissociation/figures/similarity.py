@@ -218,11 +218,7 @@ class Snapshots(eqx.Module):
 
 
 def source(config: Config) -> Dataset:
-    """The data set that the configuration names.
-
-    Raises:
-        WrongValue: If it has fewer test images than are to be represented.
-    """
+    """The data set that the configuration names."""
     data = members_source(config)
     check_samples(config, data)
     return data

@@ -162,11 +162,7 @@ class Results(NamedTuple):
 
 
 def source(config: Config) -> Dataset:
-    """The data set that the configuration names.
-
-    Raises:
-        WrongValue: If the smallest budget has fewer samples than there are folds.
-    """
+    """The data set that the configuration names."""
     data = members_source(config)
     _check_budgets(config, data)
     return data

@@ -280,19 +280,8 @@ def trace_ratio(moments: ClassMoments) -> Float[Array, ""]:
     the class means; classes without samples do not count in C. Directions in which class means do not differ have no
     part in it: all but C - 1 at least.
 
-    Args:
-        moments: With `scatter`.
-
-    Returns:
-        A number from 0; infinite where classes have a spread but their means coincide to rounding, NaN where there is
-        nothing to compare: one class, or neither spread nor distance.
-
-    Raises:
-        ValueError: If the moments have no scatter.
-
-    References:
-        Papyan, Han and Donoho (2020), section "Properties of neural collapse", NC1.
-        Golub and Pereyra (1973), The differentiation of pseudo-inverses, for the derivative.
+    Source: Papyan, Han and Donoho (2020), section "Properties of neural collapse", NC1. Golub and Pereyra (1973), The
+    differentiation of pseudo-inverses, for the derivative.
     """
     if moments.scatter is None:
         fail("moments", "have a scatter matrix", "None", "Ask for it: class_moments(..., scatter=True)")
@@ -341,15 +330,7 @@ def _about_their_mean(moments: ClassMoments) -> tuple[Array, Bool[Array, " class
 def simplex_frame(moments: ClassMoments) -> Frame:
     """Equinorm and equiangularity of class means about their mean (NC2).
 
-    Args:
-        moments: Of features of at least two classes.
-
-    Returns:
-        Three distances from the simplex equiangular tight frame; NaN with one class and where all means coincide. The
-        two of angles are NaN also where one class's mean is the mean of all, which has no direction.
-
-    References:
-        Papyan, Han and Donoho (2020), NC2.
+    Source: Papyan, Han and Donoho (2020), NC2.
     """
     means, present, smallest = _about_their_mean(moments)
     norms = _root(jnp.sum(means**2, 1))
@@ -378,18 +359,7 @@ def simplex_frame(moments: ClassMoments) -> Frame:
 def self_duality(moments: ClassMoments, classifier: Float[Array | np.ndarray, "classes d"]) -> Float[Array, ""]:
     """|W / |W| - M / |M||^2 with Frobenius norms: whether the last layer's rows are the centred class means (NC3).
 
-    Args:
-        moments: Of the last layer's inputs.
-        classifier: The last layer's weights W; rows of classes without samples are left out.
-
-    Returns:
-        From 0 (proportional) over 2 (unrelated) to 4; NaN if the weights are zero or all means coincide.
-
-    Raises:
-        ValueError: If the shapes disagree.
-
-    References:
-        Papyan, Han and Donoho (2020), NC3.
+    Source: Papyan, Han and Donoho (2020), NC3.
     """
     if classifier.shape != moments.means.shape:
         fail("classifier", f"have the shape of the class means, {moments.means.shape}", classifier.shape)
@@ -407,20 +377,9 @@ def nearest_centre_agreement(
 ) -> Float[Array, ""]:
     """Share of samples that the network puts into the class whose mean is nearest (NC4).
 
-    Args:
-        features: [samples, d].
-        logits: The network's, [samples, classes].
-        moments: Of the training features, as a rule.
+    `features`: [samples, d].
 
-    Returns:
-        From 0 to 1; NaN if there are no samples or no classes, a feature is NaN or infinite, or the largest logit of a
-        sample is.
-
-    Raises:
-        ValueError: If the numbers of samples or of classes disagree, or a known feature is not finite.
-
-    References:
-        Papyan, Han and Donoho (2020), NC4.
+    Source: Papyan, Han and Donoho (2020), NC4.
     """
     check_same_length("moments", moments.means.shape[0], "logits", logits.shape[1], "classes")
     check_same_length("moments", moments.means.shape[1], "features", features.shape[1], "dimensions")

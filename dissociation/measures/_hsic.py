@@ -59,19 +59,9 @@ def gaussian_gram(x: Features, *, sigma: Scalar = 5.0, bandwidth: str = "dimensi
 
     A median of zero is replaced by the mean, and a mean of zero by 1.
 
-    Args:
-        x: Features, [samples, d].
-        sigma: Positive.
-        bandwidth: One of `BANDWIDTHS`.
+    `x`: Features, [samples, d].
 
-    Returns:
-        The matrix, not centred.
-
-    Raises:
-        ValueError: If `sigma` is not positive or `bandwidth` is unknown.
-
-    References:
-        Ma, Lewis and Kleijn (2020), The HSIC bottleneck: deep learning without back-propagation.
+    Source: Ma, Lewis and Kleijn (2020), The HSIC bottleneck: deep learning without back-propagation.
     """
     check_positive("sigma", sigma)
     check_choice("bandwidth", bandwidth, BANDWIDTHS)
@@ -100,18 +90,7 @@ def centred_gram(gram: Float[Array, "*b n n"]) -> Float[Array, "*b n n"]:
 def normalised_hsic(grams: Float[Array, "kernels *b n n"], *, epsilon: Scalar = 1e-5) -> Float[Array, "others *b"]:
     """Normalised HSIC of the first of several kernel matrices with each of the others.
 
-    Args:
-        grams: Kernel matrices of the same samples, the first one centred.
-        epsilon: Regularisation, positive.
-
-    Returns:
-        [kernels - 1, ...]. All matrices are inverted as one stack: K (K + e I)^{-1} = I - e (K + e I)^{-1}.
-
-    Raises:
-        ValueError: If there are fewer than two matrices, or `epsilon` is not positive.
-
-    References:
-        Fukumizu, Gretton, Sun and Schoelkopf (2007), Kernel measures of conditional dependence.
+    Source: Fukumizu, Gretton, Sun and Schoelkopf (2007), Kernel measures of conditional dependence.
     """
     return _in_common(_spans(grams, epsilon))
 
@@ -121,16 +100,6 @@ def shuffled_hsic(grams: Float[Array, "kernels *b n n"], *, epsilon: Scalar = 1e
     """The mean of `normalised_hsic` over all orders of the first kernel matrix's samples: what there is by chance.
 
     With A and B the matrices K (K + eps n I)^{-1} of the two kernels, A centred, it is tr(A) tr(H B H) / (n - 1).
-
-    Args:
-        grams: As for `normalised_hsic`.
-        epsilon: Regularisation, positive.
-
-    Returns:
-        [kernels - 1, ...].
-
-    Raises:
-        ValueError: As `normalised_hsic`.
     """
     return _by_chance(_spans(grams, epsilon))
 

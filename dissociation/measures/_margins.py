@@ -75,22 +75,9 @@ def signed_distance(
 ) -> Float[Array, " n"]:
     """Distance to the boundary between two classes, (z . (w_a - w_b) + b_a - b_b) / |w_a - w_b|.
 
-    Args:
-        features: The last layer's inputs z, [samples, d].
-        weights: The last layer's, [classes, d].
-        biases: [classes].
-        first: Class a, on whose side distances are positive.
-        second: Class b.
-
-    Returns:
-        In units of the features; NaN if traced weights are the same.
-
-    Raises:
-        ValueError: If lengths or widths differ, a class is unknown, or the two have the same weights.
-
-    Example:
-        >>> signed_distance(jnp.array([[3.0, 4.0]]), jnp.array([[2.0, 0.0], [0.0, 0.0]]), jnp.array([0.0, 2.0]), 0, 1)
-        Array([2.], dtype=float32)
+    `features`: The last layer's inputs z, [samples, d].
+    `weights`: The last layer's, [classes, d].
+    `biases`: [classes].
     """
     normal, length, offset = _between(weights, biases, first, second)
     return (product(jnp.asarray(features), normal[:, None])[:, 0] + offset) / length
@@ -100,18 +87,8 @@ def signed_distance(
 def class_plane(weights: Weights, biases: Biases, first: int, second: int, *, rtol: float = 1e-5) -> Plane:
     """The plane of two classes' weights, for drawing samples and the boundary between them.
 
-    Args:
-        weights: The last layer's, [classes, d].
-        biases: [classes].
-        first: Class a.
-        second: Class b.
-        rtol: Below this share of its length, the part of w_b across w_a - w_b is rounding: the weights are parallel.
-
-    Returns:
-        The plane; with NaN if traced weights span none.
-
-    Raises:
-        ValueError: If lengths differ, a class is unknown, or the weights are parallel or equal, and span no plane.
+    `weights`: The last layer's, [classes, d].
+    `biases`: [classes].
     """
     normal, length, offset = _between(weights, biases, first, second)
     along, other = normal / length, jnp.asarray(weights)[second]

@@ -222,17 +222,7 @@ def crossval_gradient_predict(
 
 @validated
 def stable_step_size(x: Float[Array | np.ndarray, "n d"]) -> Float[Array, ""]:
-    """The step 1 / L of `crossval_gradient_predict` for training on all of `x`, any step below twice it being stable.
-
-    Args:
-        x: Features.
-
-    Returns:
-        2 n / lambda_max(sum_i z_i z_i^T), z_i = [x_i, 1], by 50 power iterations.
-
-    Raises:
-        ValueError: If `x` has not two axes.
-    """
+    """Return the step 1 / L of `crossval_gradient_predict` for all of `x`; steps below twice it are stable."""
     return _stable_step_size(jnp.asarray(x))
 
 

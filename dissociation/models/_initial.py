@@ -19,23 +19,7 @@ INITS = ("pytorch", "lecun")
 def draw_weights(
     init: str | Initialiser, shape: tuple[int, ...], fan_in: int, *, key: PRNGKey
 ) -> Float[Array, "*shape"]:
-    """Weights of a layer.
-
-    Args:
-        init: One of `INITS`, or a function `(key, shape, fan_in) -> array`.
-        shape: Of the array.
-        fan_in: Inputs of one output, at least 1.
-        key: Draws them.
-
-    Returns:
-        The weights.
-
-    Raises:
-        ValueError: If the name is unknown, `fan_in` below 1, or the function gives another shape.
-
-    >>> bool(abs(draw_weights("pytorch", (3, 100), 100, key=jax.random.key(0))).max() <= 0.1)
-    True
-    """
+    """Weights of a layer."""
     fan_in = check_count("fan_in", fan_in, minimum=1)
     if not isinstance(init, str):
         weights = init(key, shape, fan_in)

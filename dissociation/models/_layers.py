@@ -22,12 +22,7 @@ from dissociation.models._initial import INITS, draw_weights
 
 
 def as_example(name: str, x: Any, *shape: int | str) -> Array:
-    """What a network of one example was called with, as an array; a word in its shape stands for any length.
-
-    Raises:
-        TypeError: If it holds no real numbers.
-        ValueError: If it has another shape.
-    """
+    """What a network of one example was called with, as an array; a word in its shape stands for any length."""
     wanted = f"({', '.join(map(str, shape))}{',' * (len(shape) == 1)})"
     array = as_numbers(name, as_array(name, x, f"real numbers, one example {wanted}"), frozenset({"float"}))
     sizes = tuple(n if isinstance(m, int) else m for m, n in zip(shape, array.shape, strict=False))
@@ -125,17 +120,7 @@ def _convolve(x: Float[Array, "h w i"], weight: Float[Array, "k l i o"], *, padd
 
 @validated
 def max_pool(x: Float[Array, "h w c"]) -> Float[Array, "h//2 w//2 c"]:
-    """The largest of every 2 x 2 square of one image.
-
-    Args:
-        x: [height, width, channels], both sides even.
-
-    Returns:
-        [height / 2, width / 2, channels].
-
-    Raises:
-        ValueError: If there is another number of axes, as of a batch, or a side is odd.
-    """
+    """The largest of every 2 x 2 square of one image."""
     if x.shape[0] % 2 or x.shape[1] % 2:
         fail("x", "have sides of even length", f"shape {x.shape}")
     upper, lower = x[::2], x[1::2]

@@ -94,15 +94,7 @@ def summarise(values: Real[np.ndarray, "members ..."]) -> Summary:
 
 
 def draws_each(curves: Real[np.ndarray, "members *points"]) -> bool:
-    """Whether an interval of the mean would mislead, so that every member is drawn.
-
-    Args:
-        curves: Members first; those that are finite nowhere do not count.
-
-    Returns:
-        True for less than `FEW` members, and for two groups of them: if somewhere the members, in order, have a gap of
-        more than 2/3 of their range and 1/10 of the range of all curves, with two members or more on both sides.
-    """
+    """Whether an interval of the mean would mislead, so that every member is drawn."""
     curves = np.asarray(curves, float).reshape(len(curves), -1)
     curves = curves[np.isfinite(curves).any(1)]
     if len(curves) < FEW:

@@ -475,16 +475,7 @@ def _leaves(axis: Axis) -> list[Leaf]:
 def spread(
     layout: Any, neurons: dict[tuple[int, ...], np.ndarray]
 ) -> tuple[np.ndarray, dict[tuple[int, ...], np.ndarray]]:
-    """An axis with other neurons at some of its parts.
-
-    Args:
-        layout: Of the axis.
-        neurons: By the names of parts, which old index each new one takes over.
-
-    Returns:
-        For each new place on the axis, the old place it takes over; and, for each of the parts, which of its new
-        indices the place belongs to, or -1.
-    """
+    """An axis with other neurons at some of its parts."""
     if isinstance(layout, Part):
         if layout.name not in neurons:
             return np.arange(layout.size), {}

@@ -92,11 +92,7 @@ def _operations(model: Any, group: NeuronGroup) -> Iterator[_Operation]:
 def _operations_in(
     closed: Any, given: list[Any] | None = None, *, handed_on: bool = False
 ) -> Generator[_Operation, None, list[Any]]:
-    """The operations of a program that depend on its inputs, in order; what follows from constants is computed.
-
-    Returns:
-        What is known of the results.
-    """
+    """The operations of a program that depend on its inputs, in order; what follows from constants is computed."""
     known: dict[Any, Any] = dict(zip(closed.jaxpr.constvars, map(_as_known, closed.consts), strict=True))
     known |= {} if given is None else dict(zip(closed.jaxpr.invars, given, strict=True))
 

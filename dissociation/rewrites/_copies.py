@@ -212,18 +212,7 @@ def _transformed(copies: Copies, step: Step, labels: Labels, axes: list[int], at
 def _product(
     copies: Copies, labels: Labels, letters: tuple[list[Any], list[Any]], along: list[Any], out: list[Any]
 ) -> Label | None:
-    """Labels of a sum of products, as `einsum` writes it.
-
-    Args:
-        copies: All labels.
-        labels: Of both sides; None where the atom is not in one.
-        letters: Of the axes of both.
-        along: The letters of the atom in both; None where it is not in one.
-        out: Letters of the result.
-
-    Returns:
-        The labels of the result, axes of length 1 where it does not depend on them; None if the atom is not in it.
-    """
+    """Labels of a sum of products, as `einsum` writes it."""
     aligned = []
     everything = [*out, *(x for x in dict.fromkeys([*letters[0], *letters[1]]) if x not in out)]
     for label, own, other in zip(labels, letters, letters[::-1], strict=True):
@@ -403,18 +392,7 @@ RULES: dict[str, Rule] = {
 def copies_told_apart(
     flow: Flow, made: Sequence[Value], free: set[int]
 ) -> tuple[dict[int, int], dict[tuple[int, tuple[int, ...]], np.ndarray]]:
-    """Which copies may move separately.
-
-    Args:
-        flow: Of the program, done.
-        made: The parameters.
-        free: Atoms that may be permuted.
-
-    Returns:
-        How many copies there are of each atom; and, by the number of a parameter and the name of an occurrence in it,
-        which copy each is: shaped like the parameter, but along the occurrence's axis as long as there are positions of
-        each neuron, and along others of length 1 where it makes no difference.
-    """
+    """Which copies may move separately."""
     copies = Copies(flow)
     for index, value in enumerate(made):
         copies.begin(index, value, free)

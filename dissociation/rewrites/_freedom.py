@@ -88,9 +88,6 @@ def scale_activity(group: NeuronGroup, factors: Any, free: np.ndarray | None = N
     """The rewrite that multiplies what neurons show by these factors, [neurons].
 
     Where the factors are `free`, powers of two are taken, on the host, which round nothing.
-
-    Raises:
-        ValueError: If the group is not homogeneous of a positive degree in one way.
     """
     if group.degree is None or group.degree <= 0 or len(group.scalings) != 1:
         fail("group", "be homogeneous of a positive degree, in one way", group)

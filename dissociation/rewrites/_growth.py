@@ -93,15 +93,7 @@ Owners = dict[tuple[int, int], dict[int, np.ndarray]]
 
 
 def _resized(model: Any, group: NeuronGroup, original: np.ndarray, fill: Fill) -> Any:
-    """The model with other neurons in a group.
-
-    Args:
-        model: The model.
-        group: Current in it.
-        original: Which old neuron each new one takes over.
-        fill: From an array with the new neurons along an axis, and, for the group's slots there, which of the new
-            neurons each place belongs to, or -1.
-    """
+    """The model with other neurons in a group."""
     leaves, tree, rest = parameters_of(model)
     owners: Owners = {}
     for (leaf, axis), own in group.by_axis().items():

@@ -299,17 +299,7 @@ def _written(
     starts: list[np.ndarray | None],
     singles: Sequence[Any],
 ) -> Value:
-    """An array of which a part is changed.
-
-    Args:
-        flow: The program.
-        name: Of the operation.
-        value: The array.
-        update: What it is changed with.
-        pairs: For its axes, which of the update's is along it.
-        starts: Along its axes, where the update is, if that is known: one number where it begins, or all.
-        singles: Axes along which it is at single places.
-    """
+    """An array of which a part is changed."""
     axes: list[Axis | None] = []
     lengths = [1 if of_update is None else update.shape[of_update] for of_update in pairs]
     partial = [k for k, size in enumerate(value.shape) if lengths[k] != size or k in singles]

@@ -91,11 +91,7 @@ def duplicate_neurons(
 
 
 def copies_of(hidden: int, multiplier: float | int, name: str = "duplicate_multiplier") -> np.ndarray:
-    """Which neuron each of the duplicated ones is: whole layers one after another, then the first neurons again.
-
-    Raises:
-        ValueError: If `multiplier` is below 1 or not finite.
-    """
+    """Which neuron each of the duplicated ones is: whole layers one after another, then the first neurons again."""
     multiplier = float(multiplier)
     if not (math.isfinite(multiplier) and multiplier >= 1):
         fail(name, "be finite and at least 1", multiplier, "Fewer neurons would change the function")

@@ -51,19 +51,7 @@ def parameter_noise(model: PyTree, *, key: PRNGKey, where: Callable[[Any], Any] 
 
 @validated
 def perturb_parameters(model: Model, noise: PyTree, scale: Scalar) -> Model:
-    """Adds `scale * noise` to the parameters of a model. Not function-preserving.
-
-    Args:
-        model: The model.
-        noise: What `parameter_noise` draws for it; parameters without a draw stay.
-        scale: Standard deviation of what is added, non-negative. May be traced.
-
-    Returns:
-        The model with other parameters; 0 leaves them bit for bit.
-
-    Raises:
-        ValueError: If `noise` is not shaped like `model` or `scale` is negative.
-    """
+    """Adds `scale * noise` to the parameters of a model. Not function-preserving."""
     check_non_negative("scale", scale)
     noise = with_draws(model, noise)
 

@@ -45,19 +45,6 @@ def null_spectrum(dataset: Real[Array | np.ndarray, "samples ..."], rtol: float 
     Runs on the host in float64, whatever JAX's precision is, on the numbers exactly as they are given, and never forms
     more than a chunk of the samples times the features. The Gram matrix's eigenvectors come first; a Gram matrix knows
     singular values only down to 1e-8 of the largest, so those below 1e-4 are decomposed again among themselves.
-
-    Args:
-        dataset: Samples first, of any shape. The function of a network is kept on these samples: to keep it on training
-            and test images, give both.
-        rtol: Singular values below `rtol` times the largest count as zero. None is 1e-10.
-
-    Returns:
-        The basis, the spectrum, the rank and the gap at the cut.
-
-    Raises:
-        TypeError: If `dataset` is traced: this is a host step.
-        ValueError: If `dataset` has fewer than two axes, no sample or feature, or entries that are not finite, or
-            `rtol` is negative.
     """
     if is_traced(dataset):
         fail_kind("dataset", "be a known array (its rank sets shapes)", "a traced one", "Call it outside of jit")
@@ -91,19 +78,7 @@ def null_spectrum(dataset: Real[Array | np.ndarray, "samples ..."], rtol: float 
 def null_basis(
     dataset: Real[Array | np.ndarray, "samples ..."], rtol: float | None = None
 ) -> Float[np.ndarray, "null ..."]:
-    """An orthonormal basis of the directions that are orthogonal to every sample of a dataset.
-
-    Args:
-        dataset: Samples first: [n, d], [n, height, width], ... See `null_spectrum`.
-        rtol: Relative cut-off on the singular values; None is 1e-10.
-
-    Returns:
-        [null dimension, *sample shape] in float64, empty if the samples span the space.
-
-    Raises:
-        TypeError: If `dataset` is traced.
-        ValueError: If `dataset` is empty, flat or not finite, or `rtol` is negative.
-    """
+    """An orthonormal basis of the directions that are orthogonal to every sample of a dataset."""
     return null_spectrum(dataset, rtol).basis
 
 
@@ -140,18 +115,6 @@ def perturb_in_null_space(
     w_in + scale Z basis^T basis with Z ~ N(0, 1) [hidden, inputs]: noise on every weight, projected on the null space.
     All bases of one space have one projector, hence the same noise to rounding. The function stays as it was on the
     samples that the basis was computed from, and changes elsewhere.
-
-    Args:
-        w_in: Incoming weights of the layer that sees the samples, one row per hidden neuron.
-        basis: Orthonormal directions, from `null_basis`; samples that are images are flattened.
-        scale: Standard deviation of the noise along each direction, non-negative. May be traced.
-        key: A PRNG key of either kind.
-
-    Returns:
-        The new incoming weights.
-
-    Raises:
-        ValueError: If `basis` does not fit `w_in` or is not orthonormal, or `scale` is negative.
     """
     check_non_negative("scale", scale)
     w_in = jnp.asarray(w_in)

@@ -77,9 +77,6 @@ def current(group: NeuronGroup, model: Any) -> NeuronGroup:
 
     Where the model is what the group was found in but for its numbers, the group is as it was. Else it is found again,
     and may then have other scalings, or not be there.
-
-    Raises:
-        ValueError: If the model has no such group.
     """
     leaves = parameters_of(model)[0]
     same = all(slot.leaf < len(leaves) and np.shape(leaves[slot.leaf]) == slot.shape for slot in group.slots)

@@ -13,16 +13,7 @@ import jax
 
 
 def with_sizes(module: eqx.Module, **sizes: Any) -> Any:
-    """A module with other static sizes, and the arrays and modules that it has.
-
-    Args:
-        module: Whose constructor takes its static fields by their names.
-        sizes: Those that change.
-
-    Example:
-        >>> with_sizes(eqx.nn.Linear(3, 4, key=jax.random.key(0)), in_features=5).in_features
-        5
-    """
+    """A module with other static sizes, and the arrays and modules that it has."""
     if all(getattr(module, name) == value for name, value in sizes.items()):
         return module
     fields = dataclasses.fields(module)
@@ -119,12 +110,7 @@ def _(module: eqx.nn.MultiheadAttention) -> Any:
 
 
 def refit(model: Any, *, more_groups: bool = False) -> Any:
-    """A model with every module in it `refitted`, the innermost first.
-
-    Args:
-        model: Whose arrays a rewrite has changed.
-        more_groups: Whether convolutions that might have more groups, or more outputs in each, have more groups.
-    """
+    """A model with every module in it `refitted`, the innermost first."""
 
     def inner(part: Any) -> Any:
         if isinstance(part, eqx.nn.Shared):  # with what is shared at all its places

@@ -98,15 +98,7 @@ def product_route(
     matrix: bool = False,
     sorts: bool = False,
 ) -> Route:
-    """The route of a measure over pairs of samples that is a function of one product.
-
-    Args:
-        prepare: To what is multiplied.
-        finish: From the product to the measure.
-        linear: Whether `finish` is linear in the product.
-        matrix: See `Route`.
-        sorts: Whether preparing takes a sort of all pairs.
-    """
+    """The route of a measure over pairs of samples that is a function of one product."""
     return Route(
         prepare=prepare,
         compare=eqx.Partial(_finished, finish),
@@ -192,11 +184,7 @@ def cheapest(routes: tuple[Route, ...], n: int, p: int, q: int, *, items: int = 
 
 
 def evaluate(routes: tuple[Route, ...], x: Array | np.ndarray, y: Array | np.ndarray, *, minimum: int = 2) -> Array:
-    """A measure of two representations, checked.
-
-    Raises:
-        ValueError: If the numbers of samples differ or are too small, or known samples are all the same.
-    """
+    """A measure of two representations, checked."""
     check_samples("x", x.shape[0], minimum)
     for name, array in (("x", x), ("y", y)):
         refuse_vanishing(name, array)

@@ -72,14 +72,7 @@ def entries(matrix: Array) -> Array:
 def filled(pairs: Dissimilarities) -> Float[Array, "n n"]:
     """The symmetric matrix of which these are the pairs i < j, with zeros on the diagonal.
 
-    Args:
-        pairs: [n (n - 1) / 2].
-
-    Returns:
-        [n, n].
-
-    Raises:
-        ValueError: If there is no n of so many pairs.
+    `pairs`: [n (n - 1) / 2].
     """
     number = round((1 + (1 + 8 * pairs.shape[0]) ** 0.5) / 2)
     if number * (number - 1) // 2 != pairs.shape[0]:

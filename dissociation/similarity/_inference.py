@@ -72,18 +72,8 @@ def kept_rows(
 ) -> list[np.ndarray]:
     """Samples that remain when each block is left out in turn.
 
-    Args:
-        number: Samples.
-        num_blocks: Blocks, from 2 to as many as there are conditions.
-        blocks: One of `BLOCKS`.
-        repeats: How often the samples run through the same conditions, which are left out together.
-        each: Rows of one sample, one after another, that stay together.
-
     Returns:
         [choices, remaining] for each of at most two sizes of blocks, in the order of blocks up to these.
-
-    Raises:
-        ValueError: If an option is out of range.
     """
     check_choice("blocks", blocks, BLOCKS)
     conditions = number // repeats // each
@@ -284,11 +274,8 @@ def in_chunks(
 ) -> np.ndarray:
     """Results of a compiled function of choices of samples, [choices, ...], some of them at a time.
 
-    Args:
-        function: From [some, m] to [some, ...].
-        choices: [choices, m].
-        work: Multiplications for each choice.
-        advance: Takes the number of choices that are done, and a text, after each chunk.
+    `function`: From [some, m] to [some, ...].
+    `choices`: [choices, m].
     """
     count = len(choices)
     size = int(np.clip(CHUNK_WORK // max(work, 1), 1, count))
@@ -303,17 +290,7 @@ def in_chunks(
 def random_orders(
     key: PRNGKey, count: int, number: int, repeats: int = 1, *, blocks: str = "shuffled", each: int = 1
 ) -> Array:
-    """Random orders of samples that keep what depends on each other together: [count, number].
-
-    Args:
-        key: Draws them.
-        count: How many.
-        number: Rows.
-        repeats: How often rows run through the same conditions, which move together.
-        blocks: If "contiguous", samples resemble their neighbours, and the orders are shifts round the end, all
-            different: at most one less than there are samples.
-        each: Rows of one sample, one after another, that move together.
-    """
+    """Random orders of samples that keep what depends on each other together: [count, number]."""
     conditions = number // repeats // each
     if blocks == "contiguous":
         shifts = 1 + jax.random.permutation(key, conditions - 1)[:count]
@@ -419,13 +396,7 @@ def invariants(matrix: Float[Array, "n n"]) -> Invariants:
 def null_moments(a: Invariants, b: Invariants, number: int) -> tuple[Any, Any, Any]:
     """Mean, variance and third central moment of <A, P B P^T> over all permutations P of at least 6 samples.
 
-    Args:
-        a: Of A; arrays of any shape that goes with that of `b`.
-        b: Of B.
-        number: n.
-
-    References:
-        Kazi-Aoual et al. (1995), at trace zero, where their formulas are bilinear in few terms.
+    Source: Kazi-Aoual et al. (1995), at trace zero, where their formulas are bilinear in few terms.
     """
     n = float(number)
     a, b = (Invariants(*(np.asarray(part, float) for part in one)) for one in (a, b))
@@ -465,15 +436,7 @@ def invariants_of(route: Any, stack: Array) -> Invariants:
 
 
 def moment_test(values: Any, a: Invariants, b: Invariants, number: int, *, level: float = 0.95) -> PermutationTest:
-    """The test of products of unit matrices over samples, from the null's moments.
-
-    Args:
-        values: The products.
-        a: Invariants of one matrix; arrays of any shape that goes with that of `b` and `values`.
-        b: Of the other.
-        number: Samples, at least 6.
-        level: Of the null's quantile.
-    """
+    """The test of products of unit matrices over samples, from the null's moments."""
     check_samples("x", number, 6)
     values = np.asarray(values, float)
     mean, variance, third = null_moments(a, b, number)

@@ -200,12 +200,7 @@ def table() -> str:
 
 
 def as_measure(measure: str | Measure | Callable[..., Array]) -> Measure:
-    """The measure of a name, or of a function of two representations, of which nothing is known.
-
-    Raises:
-        ValueError: If there is none of that name.
-        TypeError: If it is of another kind.
-    """
+    """The measure of a name, or of a function of two representations, of which nothing is known."""
     if isinstance(measure, Measure):
         return measure
     if isinstance(measure, str):
@@ -254,11 +249,7 @@ def custom_measure(
 
 
 def routes_of(measure: Measure, options: dict[str, Any]) -> tuple[Route, ...]:
-    """The ways to compute a measure with options.
-
-    Raises:
-        TypeError: If it has no such option.
-    """
+    """The ways to compute a measure with options."""
     known = inspect.signature(measure.routes).parameters.values()
     names = [parameter.name for parameter in known if parameter.kind == parameter.KEYWORD_ONLY]
     if any(parameter.kind == parameter.VAR_KEYWORD for parameter in known):

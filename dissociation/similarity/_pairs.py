@@ -183,17 +183,10 @@ class _Set(NamedTuple):
 def flatten_positions(features: Float[Array | np.ndarray, "n ..."], positions: str, *, channels: str = "last") -> Array:
     """Features of images, or of sequences, as a representation.
 
-    Args:
-        features: [n, h, w, c], or [n, ..., c] with any number of positions' axes, at least one.
-        positions: "samples" or "neurons". As samples, a map's translation hardly matters, and neurons are channels; the
-            n h w samples are not independent. As neurons, positions count.
-        channels: "last"; or "first" for [n, c, ...].
+    `channels`: "last"; or "first" for [n, c, ...].
 
     Returns:
         [n h w, c] or [n, h w c].
-
-    Raises:
-        ValueError: If `features` has no positions, or an option is unknown.
     """
     if features.ndim < 3:
         fail("features", "have at least 3 axes [n, ..., c]", f"shape {features.shape}")

@@ -64,15 +64,8 @@ def _per_representation(values: Array, widths: tuple[int, ...]) -> Array:
 def joint_moments(*representations: Any) -> JointMoments:
     """Moments of one batch.
 
-    Args:
-        representations: Arrays [n, p], [n, q], ... of the same samples. Squares of lengths are squared again: in
-            float32, lengths up to 1e8 will do.
-
-    Returns:
-        The moments; those of batches add by `merge_joint_moments`.
-
-    Raises:
-        ValueError: If there is none, numbers of samples differ, or known entries are not finite.
+    `representations`: Arrays [n, p], [n, q], ... of the same samples. Squares of lengths are squared again: in float32,
+    lengths up to 1e8 will do.
     """
     if not representations:
         fail("representations", "be one array or more", "none")
@@ -110,18 +103,7 @@ def _moments(arrays: tuple[Array, ...]) -> JointMoments:
 
 @validated
 def merge_joint_moments(a: JointMoments, b: JointMoments) -> JointMoments:
-    """Moments of two batches together, exactly: each is brought to the common mean.
-
-    Args:
-        a: Of one batch.
-        b: Of another, of the same representations.
-
-    Returns:
-        Of both.
-
-    Raises:
-        ValueError: If widths differ.
-    """
+    """Moments of two batches together, exactly: each is brought to the common mean."""
     if a.widths != b.widths:
         fail("b", f"have the widths of `a`, {a.widths}", b.widths)
     return _merged(a, b)

@@ -63,12 +63,7 @@ def prepared(route: Route, stacks: Stacks, plan: Plan) -> list[Any]:
 def tables(route: Route, stacks: Stacks, others: Stacks | None, rows: Array | None, plan: Plan) -> Array:
     """The measure of all pairs, for several choices of samples.
 
-    Args:
-        route: What is computed, without its costs.
-        stacks: The first set.
-        others: The second; None: the first.
-        rows: Samples of both sets, [choices, m]. None: all, once.
-        plan: How.
+    `rows`: Samples of both sets, [choices, m]. None: all, once.
 
     Returns:
         [choices, items, others].
@@ -86,12 +81,7 @@ def tables(route: Route, stacks: Stacks, others: Stacks | None, rows: Array | No
 def reordered(route: Route, first: list[Any], second: Any, orders: Array, plan: Plan) -> Array:
     """`tables` with the second set's samples in other orders, [orders, items, others].
 
-    Args:
-        route: As there.
-        first: The first set, prepared.
-        second: The second set, for a route that is `by_rows` prepared.
-        orders: [orders, n].
-        plan: As there.
+    `orders`: [orders, n].
     """
 
     def turned(order: Array) -> Array:

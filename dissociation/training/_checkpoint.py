@@ -26,18 +26,7 @@ _ADVICE = "Delete it to begin again without it."
 
 @validated
 def save(path: str | os.PathLike[str], tree: Any, header: dict[str, Any] | None = None) -> None:
-    """Writes `tree` and a header, atomically.
-
-    Args:
-        path: The file; its folder is made if need be.
-        tree: A PyTree. Arrays of numbers or dates, PRNG keys and Python numbers are stored; other leaves (functions,
-            strings) are the business of the `like` that `restore` gets.
-        header: Anything that JSON can hold, read back by `read_header` without touching the leaves.
-
-    Raises:
-        OSError: If the file cannot be written.
-        TypeError: If an array holds text, objects, fields or masked entries; the error names the leaf's path.
-    """
+    """Writes `tree` and a header, atomically."""
     described, blobs = [], []
     for name, leaf in _storable_leaves(tree):
         if not _is_readable(leaf):
@@ -55,31 +44,13 @@ def save(path: str | os.PathLike[str], tree: Any, header: dict[str, Any] | None 
 
 @validated
 def read_header(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The header that `save` was given.
-
-    Raises:
-        FileNotFoundError: If there is no such file.
-        RefusedFile: If it is no checkpoint, or is damaged.
-    """
+    """The header that `save` was given."""
     return _read_meta(Path(path).read_bytes(), path)[0]["user"]
 
 
 @validated
 def restore(path: str | os.PathLike[str], like: Any) -> Any:
-    """Reads a tree of the structure of `like`.
-
-    Args:
-        path: A file that `save` wrote.
-        like: A PyTree with the same leaves, whose arrays (or `jax.ShapeDtypeStruct`s) have the shapes and dtypes
-            wanted; its other leaves are kept.
-
-    Returns:
-        `like` with its arrays, keys and numbers replaced. NumPy leaves come back as NumPy, others as JAX arrays.
-
-    Raises:
-        FileNotFoundError: If there is no such file.
-        RefusedFile: If the file is damaged or does not fit `like`; the error names the leaf's path.
-    """
+    """Reads a tree of the structure of `like`."""
     contents = Path(path).read_bytes()
     meta, offset = _read_meta(contents, path)
     wanted = dict(_storable_leaves(like))

@@ -10,11 +10,7 @@ from threadpoolctl import ThreadpoolController
 
 
 def available_cores(group: str | Path = "/sys/fs/cgroup/cpu.max") -> int:
-    """Return the number of cores of this process: of its affinity, at most its control group's quota, at least one.
-
-    Args:
-        group: The file with the quota, if there is one.
-    """
+    """Return the number of cores of this process: of its affinity, at most its control group's quota, at least one."""
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
     try:

@@ -31,11 +31,7 @@ _program = ""
 
 
 def listen(program: str) -> None:
-    """Takes the two signals over; call it first, in the main thread.
-
-    Args:
-        program: The command's name, for messages.
-    """
+    """Takes the two signals over; call it first, in the main thread."""
     global _program
     _program = program
     reading, writing = socket.socketpair()

@@ -48,22 +48,7 @@ def member(models: Any, index: int) -> Any:
 
 @validated
 def count(models: Any) -> int:
-    """Return the number of stacked members.
-
-    Args:
-        models: A PyTree whose arrays carry members first.
-
-    Returns:
-        Their number.
-
-    Raises:
-        TypeError: If it is the whole result of a training.
-        ValueError: If there is no array, or the arrays do not agree.
-
-    Example:
-        >>> count({"weight": jnp.ones((3, 2)), "bias": jnp.ones(3)})
-        3
-    """
+    """Return the number of stacked members."""
     if hasattr(models, "history"):
         checks.fail_kind("models", "be stacked models, as in `result.models`", f"a {type(models).__name__}")
     counts = {leaf.shape[:1] for leaf in jax.tree.leaves(models) if _is_array(leaf)}
@@ -86,43 +71,13 @@ def take(models: Any, index: Any) -> Any:
 
 @validated
 def stack(trees: Sequence[Any], axis: int = 0) -> Any:
-    """Members as one PyTree, along a new axis. What NumPy holds stays NumPy's.
-
-    Args:
-        trees: At least one PyTree; all of one structure, with arrays of equal shapes.
-        axis: Where the new axis stands.
-
-    Returns:
-        The stack; leaves that are no arrays are those of the first.
-
-    Raises:
-        ValueError: If there is nothing to stack, or structures or shapes differ.
-
-    Example:
-        >>> stack([{"w": jnp.zeros(2)}, {"w": jnp.ones(2)}])["w"].shape
-        (2, 2)
-    """
+    """Members as one PyTree, along a new axis. What NumPy holds stays NumPy's."""
     return _joined("stack", trees, axis)
 
 
 @validated
 def concatenate(trees: Sequence[Any], axis: int = 0) -> Any:
-    """PyTrees of one structure as one, end to end. What NumPy holds stays NumPy's.
-
-    Args:
-        trees: At least one PyTree; all of one structure, with arrays that differ in length along `axis` only.
-        axis: Along which.
-
-    Returns:
-        The whole; leaves that are no arrays are those of the first.
-
-    Raises:
-        ValueError: If there is nothing to concatenate, or structures or shapes differ.
-
-    Example:
-        >>> concatenate([{"w": jnp.zeros((2, 3))}, {"w": jnp.ones((1, 3))}])["w"].shape
-        (3, 3)
-    """
+    """PyTrees of one structure as one, end to end. What NumPy holds stays NumPy's."""
     return trees[0] if len(trees) == 1 else _joined("concatenate", trees, axis)
 
 
@@ -213,13 +168,6 @@ def after(done: Any, then: Any) -> tuple[Any, Any]:
     """Both arguments; what is made of the second is not computed before the first is.
 
     Decompositions that XLA computes side by side, of one program on a CPU, can wait for each other for ever.
-
-    Args:
-        done: A PyTree of results.
-        then: A PyTree from which more is computed; leaves that are no arrays are handed through.
-
-    Returns:
-        `done` and `then`, to go on with.
     """
     arrays, static = eqx.partition((done, then), eqx.is_array)
     return eqx.combine(jax.lax.optimization_barrier(arrays), static)

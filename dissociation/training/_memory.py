@@ -16,11 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 def program_bytes(executable: Any) -> int:
-    """Return the bytes that a compiled program takes for temporaries and results, beyond its arguments.
-
-    Args:
-        executable: The result of `jax.jit(...).lower(...).compile()`.
-    """
+    """Return the bytes that a compiled program takes for temporaries and results, beyond its arguments."""
     usage = executable.memory_analysis()
     if usage is None:
         checks.fail("batch_size", "be a number here", "'auto'", "This backend gives no memory analysis")
@@ -72,11 +68,6 @@ def largest(bytes_of: Callable[[int], int], size: int, budget: int) -> int:
     """Return a large batch of at most `size` members whose program needs at most `budget` bytes.
 
     Memory is linear in the batch from 2 on, not from 1. If all members do not fit, batches of 2 and 4 give the line.
-
-    Args:
-        bytes_of: The bytes that a program of this many members per batch needs.
-        size: The number of members.
-        budget: Bytes.
     """
     if bytes_of(size) <= budget:
         return size

@@ -9,20 +9,7 @@ from dissociation._core.validation import validated
 
 @validated
 def steps_per_epoch(num_samples: int, batch_size: int | None, *, drop_remainder: bool = False) -> int:
-    """The number of optimiser steps in one pass over the data.
-
-    Args:
-        num_samples: Samples in the data set, at least 1.
-        batch_size: Samples in a batch; None means all of them.
-        drop_remainder: Whether a last, smaller batch is dropped rather than used.
-
-    Raises:
-        ValueError: If a batch holds more than all samples.
-
-    Example:
-        >>> steps_per_epoch(1000, 300), steps_per_epoch(1000, 300, drop_remainder=True)
-        (4, 3)
-    """
+    """The number of optimiser steps in one pass over the data."""
     checks.check_count("num_samples", num_samples, minimum=1)
     if batch_size is None:
         return 1

@@ -62,19 +62,7 @@ def check_mesh(mesh: Mesh) -> None:
 
 @validated
 def pad_members(tree: Any, num_devices: int) -> Any:
-    """Repeats the last member until `num_devices`, or the rows of a part, divide their number.
-
-    Args:
-        tree: A PyTree whose array leaves carry members first.
-        num_devices: How many devices the member axis is laid over.
-
-    Returns:
-        The tree; leaves that are not arrays are left alone.
-
-    Raises:
-        TypeError: If `num_devices` is no integer.
-        ValueError: If it is below 1, or the leaves do not all have the same number of members, at least one.
-    """
+    """Repeats the last member until `num_devices`, or the rows of a part, divide their number."""
     checks.check_count("num_devices", num_devices, minimum=1)
     _check_members(tree)
 
@@ -87,19 +75,7 @@ def pad_members(tree: Any, num_devices: int) -> Any:
 
 @validated
 def drop_padding(tree: Any, num_members: int) -> Any:
-    """Keeps the first `num_members` members of every array leaf: undoes `pad_members`.
-
-    Args:
-        tree: A PyTree whose array leaves carry members first.
-        num_members: How many are no padding, from 1 to as many as there are.
-
-    Returns:
-        The tree; leaves that are not arrays are left alone.
-
-    Raises:
-        TypeError: If `num_members` is no integer.
-        ValueError: If it is out of range, or the leaves do not all have the same number of members.
-    """
+    """Keeps the first `num_members` members of every array leaf: undoes `pad_members`."""
     count = checks.check_count("num_members", num_members, minimum=1)
     present = _check_members(tree)
     if present is not None and count > present:
@@ -133,17 +109,7 @@ def _placed(leaf: Any, where: NamedSharding) -> jax.Array:
 
 
 def each_device(function: Callable[..., Any], mesh: Mesh, shared: Any, stacked: Any) -> Any:
-    """`function(shared, stacked)` on every device, with the members that lie there.
-
-    Args:
-        function: Of all of `shared` and of some members; returns arrays, members first.
-        mesh: The devices; must divide the number of members (`pad_members`).
-        shared: A PyTree that every device gets whole.
-        stacked: A PyTree whose array leaves carry members first; other leaves are handed over as they are.
-
-    Returns:
-        The results, members first, laid over the mesh.
-    """
+    """`function(shared, stacked)` on every device, with the members that lie there."""
     arrays, static = eqx.partition((shared, stacked), eqx.is_array)
     split = PartitionSpec(MEMBER_AXIS)
     specs = {"in_specs": (PartitionSpec(), split), "out_specs": split}

@@ -101,21 +101,7 @@ class Traced(eqx.Module):
 
 
 def trace(function: Callable[..., Any], *example: Any) -> Traced:
-    """`function` as its operations on arguments like `example`.
-
-    Args:
-        function: From PyTrees of arrays to one. Its arrays (of a closure, or leaves of an Equinox module) become
-            arguments of what is compiled; everything else in it is written into the operations.
-        *example: Arrays, or `jax.ShapeDtypeStruct`s.
-
-    Returns:
-        The traced function.
-
-    Example:
-        >>> first, again, other = (trace(lambda x, c=c: c * x, jnp.ones(2)) for c in (2.0, 2.0, 3.0))
-        >>> first.code == again.code, first.code == other.code
-        (True, False)
-    """
+    """`function` as its operations on arguments like `example`."""
     closed, out = jax.make_jaxpr(function, return_shape=True)(*example)
     consts = [
         const if isinstance(const, jax.Array) else jnp.asarray(const, var.aval.dtype)

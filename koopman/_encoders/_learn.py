@@ -62,18 +62,7 @@ def encode(model: Callable[[Array], Array], states: States) -> Array:
 
 @validated
 def pair_loss(kind: str, model: FeatureMap, x: States, y: States) -> Float[Array, ""]:
-    """The loss of pairs of states: features of x against the lagged head's features of y.
-
-    Args:
-        kind: One of `ENCODER_LOSSES`.
-        model: One feature map.
-        x: States.
-        y: The states one lag later.
-
-    Returns:
-        The loss. For n classes in a cycle and n features the optimum of "vamp" is -n, and so is that of "contrastive"
-        for many pairs; see `validation_loss` for few.
-    """
+    """The loss of pairs of states: features of x against the lagged head's features of y."""
     check_choice("kind", kind, tuple(ENCODER_LOSSES))
     _check_one(model)
     _check_states(x, y)
@@ -92,16 +81,7 @@ def reconstruction_loss(model: Autoencoder, x: States, y: States) -> Float[Array
     term falls with the size of the features, for which the decoder makes up: they shrink until it weighs nothing, and
     their step stays as wrong as it was (on MNIST by their own variance). The ratio makes the loss blind to their size.
 
-    Args:
-        model: One autoencoder.
-        x: States.
-        y: The states one lag later.
-
-    Returns:
-        The sum of three mean squared errors: of reconstruction, of the latent step, and of the predicted state.
-
-    References:
-        Lusch, Kutz and Brunton (2018), Deep learning for universal linear embeddings of nonlinear dynamics.
+    Source: Lusch, Kutz and Brunton (2018), Deep learning for universal linear embeddings of nonlinear dynamics.
     """
     _check_one(model)
     _check_states(x, y)

@@ -26,19 +26,7 @@ FEATURES = 5
 
 @validated
 def build_network(name: str, network: Network, *, key: PRNGKey) -> Any:
-    """A network as it was given, or as its maker makes it.
-
-    Args:
-        name: What the caller calls it, for errors.
-        network: An Equinox module that takes one example, or a function from a key to one.
-        key: For the maker.
-
-    Returns:
-        The module, its NumPy arrays as JAX arrays.
-
-    Raises:
-        TypeError: If neither comes out as an Equinox module that can be called.
-    """
+    """A network as it was given, or as its maker makes it."""
     wanted = "be an Equinox module that takes one example, or a function from a key to one"
     if isinstance(network, type):
         fail_kind(name, wanted, f"the class {network.__name__}")

@@ -43,12 +43,7 @@ def _warn_narrowed() -> None:
 
 
 def hint_columns(x: Array | np.ndarray, rank: Any) -> None:
-    """Warn, once per process, if an operator of more directions than pairs may come of snapshots in columns.
-
-    Args:
-        x: Features of the states, one pair in a row.
-        rank: Rank asked for; None for all features.
-    """
+    """Warn, once per process, if an operator of more directions than pairs may come of snapshots in columns."""
     if not any(map(is_traced, (x, rank))) and min(x.shape[1], rank or x.shape[1]) > x.shape[0]:
         _hint_columns()
 
@@ -79,10 +74,7 @@ def warn_offset(x: Array | np.ndarray, name: str = "x", *, advice: str = "pass c
     Columns that are constant, as the function 1 in a dictionary, have nothing to lose. Columns that float32 rounds are
     left to `dissociation._core.conversion.warn_narrowed`.
 
-    Args:
-        x: Features that are not centred, [..., d], as the caller passed them.
-        name: What the caller calls them.
-        advice: What to do.
+    `x`: Features that are not centred, [..., d], as the caller passed them.
     """
     if is_traced(x) or not x.size:
         return
@@ -105,9 +97,8 @@ def warn_offset(x: Array | np.ndarray, name: str = "x", *, advice: str = "pass c
 def warn_constant(x: Array, gram: Array) -> None:
     """Warn if different states are all but one to a kernel, or if most of them have no neighbour.
 
-    Args:
-        x: States, [n, d].
-        gram: k(x, x), up to a factor: [n, n].
+    `x`: States, [n, d].
+    `gram`: k(x, x), up to a factor: [n, n].
     """
     trace = float(jnp.trace(gram))
     about_mean = trace - float(np.sum(np.asarray(gram), dtype=np.float64)) / gram.shape[0]
@@ -130,15 +121,7 @@ def warn_constant(x: Array, gram: Array) -> None:
 
 
 def warn_large_alpha(alpha: Array, variance: Array, trace: Array, which: str, unit: Array) -> None:
-    """Warns if the regularisation outweighs what it is added to.
-
-    Args:
-        alpha: The regularisation.
-        variance: An eigenvalue of C_x.
-        trace: Of C_x; an `alpha` of up to 1e-6 times it, as the default of kernels, is never large.
-        which: Which eigenvalue that is.
-        unit: Of the features, in whose square the three are given.
-    """
+    """Warns if the regularisation outweighs what it is added to."""
     given, held, total = (float(part) * float(unit) ** 2 for part in (alpha, variance, trace))
     if given > held and given > 1.01e-6 * total:
         warnings.warn(
@@ -161,15 +144,9 @@ def warn_regression(
 ) -> None:
     """Warns if `alpha` suppresses directions that predict, or if an intercept is missing, by F tests.
 
-    Args:
-        x: Rows of the states' features, [m, d]: the data in the order of time, or rows with the same products.
-        y: Rows of the successors' features, [m, d].
-        ones: The column of ones in such rows, [m]; None for data about their means.
-        count: Number of pairs.
-        slack: Mean square of the rounding of `ones`.
-        eps: Rounding unit of the data.
-        alpha: The regularisation if it was given; at rounding it suppresses nothing.
-        size: Number of leading directions that the estimator keeps.
+    `x`: Rows of the states' features, [m, d]: the data in the order of time, or rows with the same products.
+    `y`: Rows of the successors' features, [m, d].
+    `ones`: The column of ones in such rows, [m]; None for data about their means.
     """
     width, largest = x.shape[1], np.abs(x).max(0)
     if alpha is None:  # rank cuts on columns of one size
@@ -240,13 +217,7 @@ def warn_rank(operator: Any) -> None:
 
 
 def warn_tied(values: np.ndarray, rest: np.ndarray, cutoff: float) -> None:
-    """Warns if the rank cuts through equal singular values, so that rounding chooses what is kept.
-
-    Args:
-        values: Singular values kept, falling.
-        rest: Those that follow, as far as they are known.
-        cutoff: Relative size below which one counts as zero.
-    """
+    """Warns if the rank cuts through equal singular values, so that rounding chooses what is kept."""
     if not rest.size or values[-1] <= cutoff * values[0]:
         return
     tolerance = np.finfo(values.dtype).eps ** 0.75 * values[-1]
@@ -282,13 +253,7 @@ def warn_inexact(operator: Any) -> None:
 
 
 def warn_unconverged(residual: Array | None, eps: float) -> None:
-    """Warns if an iterative solver left eigenvalues with less than half of their digits.
-
-    Args:
-        residual: Relative to the largest eigenvalue; those of a self-adjoint operator err by its square. None where
-            nothing was iterated.
-        eps: The rounding unit.
-    """
+    """Warns if an iterative solver left eigenvalues with less than half of their digits."""
     if residual is not None and not is_traced(residual) and residual > eps**0.25:
         warnings.warn(
             f"The Krylov solver ended with a relative residual of {float(residual):.1g}; take the dense one.",

@@ -410,20 +410,10 @@ def departure_from_normality(matrix: Matrix) -> Float[Array, ""]:
 
     Taken from the eigenvectors' QR factor Q as what Q^* A Q has off its diagonal, so that nothing cancels.
 
-    Args:
-        matrix: A, [r, r].
+    `matrix`: A, [r, r].
 
-    Returns:
-        From 0 for a normal matrix (to rounding, some eps |A|) to |A| for a nilpotent one.
-
-    Raises:
-        ValueError: If `matrix` is not square or, where known, not finite.
-
-    References:
-        Henrici (1962), Bounds for iterates, inverses, spectral variation and fields of values of non-normal matrices.
-
-    >>> departure_from_normality([[0.5, 2.0], [0.0, 0.5]])
-    Array(2., dtype=float32)
+    Source: Henrici (1962), Bounds for iterates, inverses, spectral variation and fields of values of non-normal
+    matrices. >>> departure_from_normality([[0.5, 2.0], [0.0, 0.5]]) Array(2., dtype=float32)
     """
     return _departure(jnp.asarray(matrix))
 
@@ -445,22 +435,13 @@ def transition_matrix(operator: Operator, *, metric: str = "data") -> Float[Arra
     A = (N^(1/2) K N^(-1/2))^T. Coordinates are unique up to an orthogonal matrix, which `dynamical_distance` does not
     see, and A has the eigenvalues of `koopman.eigenvalues`.
 
-    Args:
-        operator: A fitted operator.
-        metric: "data": N = E[u u^T] on the training states, so that v is white, as in the paper (its A_v, if the
-            estimator is `PrincipalComponents`). A reversible process has a symmetric A then, one that preserves its
-            distribution an orthogonal A, and a linear change of the features changes nothing at full rank. "features":
-            N is the inner product of the features' space; for `PrincipalComponents` on explicit features A is the
-            matrix of projected dynamic mode decomposition, in units of the features.
+    `metric`: "data": N = E[u u^T] on the training states, so that v is white, as in the paper (its A_v, if the
+    estimator is `PrincipalComponents`). A reversible process has a symmetric A then, one that preserves its
+    distribution an orthogonal A, and a linear change of the features changes nothing at full rank. "features": N is the
+    inner product of the features' space; for `PrincipalComponents` on explicit features A is the matrix of projected
+    dynamic mode decomposition, in units of the features.
 
-    Returns:
-        [r, r]; latent functions beyond a traced rank, or that vanish on the data, give rows and columns of zeros.
-
-    Raises:
-        ValueError: If `metric` is none of the two.
-
-    References:
-        Ostrow et al. (2023); Schmid (2010), Dynamic mode decomposition of numerical and experimental data.
+    Source: Ostrow et al. (2023); Schmid (2010), Dynamic mode decomposition of numerical and experimental data.
     """
     check_choice("metric", metric, ("data", "features"))
     return _transition_matrix(operator, metric)

@@ -108,15 +108,7 @@ class Estimator(eqx.Module):
 
 
 def span(estimator: Estimator, problem: FeatureRegression | KernelRegression) -> Basis:
-    """What the latent functions span. What is computed from U U^T has a derivative in the data and in alpha.
-
-    Args:
-        estimator: The estimator; its own `alpha` and rank are in the problem, in units of the data.
-        problem: What it is asked for.
-
-    Returns:
-        The basis, of static size; columns not in use are zero.
-    """
+    """What the latent functions span. What is computed from U U^T has a derivative in the data and in alpha."""
     return _compiled_span(eqx.filter(estimator, False), problem)
 
 

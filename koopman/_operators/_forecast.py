@@ -186,16 +186,6 @@ def r2_score(target: Float[Array | np.ndarray, "n *o"], forecast: Float[Array | 
     """1 - sum of squared errors / sum of squared deviations, averaged over the entries of the observable.
 
     Entries that are constant in `target` count as 1 if they are forecast exactly and as 0 if not, as in scikit-learn.
-
-    Args:
-        target: What came.
-        forecast: What was forecast, in the same shape.
-
-    Returns:
-        At most 1; 0 for the mean's own error.
-
-    Raises:
-        ValueError: If shapes differ, or there are fewer than two samples.
     """
     if np.shape(target) != np.shape(forecast):
         fail("forecast", f"have the shape of `target` {np.shape(target)}", np.shape(forecast))

@@ -165,23 +165,14 @@ class Function(eqx.Module):
 
 @validated
 def as_module(kernel: Callable[[Array, Array], Array]) -> Any:
-    """The kernel itself if it is a PyTree, a plain function as a `Function`.
-
-    Raises:
-        TypeError: If it is a class of kernels.
-    """
+    """The kernel itself if it is a PyTree, a plain function as a `Function`."""
     if isinstance(kernel, type):
         fail_kind("kernel", "be a kernel, for example `RBF(1.0)`", describe(kernel))
     return Function(kernel) if jax.tree.structure(kernel) == jax.tree.structure(0) else kernel
 
 
 def gram(kernel: Callable[[Array, Array], Array], x: Float[Array, "n d"], y: Float[Array, "m d"]) -> Array:
-    """The matrix of kernel values of states, checked for its kind and shape: whatever function a caller takes for one.
-
-    Raises:
-        ValueError: If it is not [n, m].
-        TypeError: If it is no array of real numbers.
-    """
+    """Return the matrix of kernel values of states, checked for its kind and shape."""
     values, wanted = kernel(x, y), (x.shape[0], y.shape[0])
     if not isinstance(values, Array | np.ndarray | np.generic | float):
         fail_kind("kernel", "give an array of kernel values", describe(values))
@@ -195,12 +186,7 @@ def gram(kernel: Callable[[Array, Array], Array], x: Float[Array, "n d"], y: Flo
 
 
 def own_gram(kernel: Callable[[Array, Array], Array], x: Float[Array, "n d"]) -> Array:
-    """`gram` of states with themselves, whose known values must be those of a positive kernel.
-
-    Raises:
-        ValueError: If they are not finite, not symmetric, or negative on the diagonal.
-        TypeError: As `gram`.
-    """
+    """`gram` of states with themselves, whose known values must be those of a positive kernel."""
     values = gram(kernel, x, x)
     if is_traced(values):
         return values

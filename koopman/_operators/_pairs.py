@@ -240,17 +240,7 @@ def checked_pairs(
 ) -> Observed:
     """What every estimator asks of its data.
 
-    Args:
-        x: The states, or features of them.
-        y: Their successors.
-        observable: What is to be predicted, [n, ...]; default `y`.
-        place: Conversion of the three, as `as_known`.
-
-    Returns:
-        The data as arrays.
-
-    Raises:
-        ValueError: If there are fewer than two pairs, or known data are not finite.
+    `observable`: What is to be predicted, [n, ...]; default `y`.
     """
     for name, array in (("x", x), ("y", y), ("observable", observable)):
         if array is not None:
@@ -289,13 +279,6 @@ def default_alpha(trace: Float[Array, ""], rank: Array | int | None = None) -> F
 
     Explicit features: max((k eps)^2, k 2^-52) times the trace, k = `rank`, which is k eps in float64. (k eps)^2 would
     let forecasts blow up there if few pairs have nearly dependent features; k eps in float32 hides what predicts.
-
-    Args:
-        trace: Trace of the covariance C_x; for a kernel, the mean of k(x, x).
-        rank: min(n, d) for explicit features; None for a kernel or Nystroem features: 1e-6 of the trace.
-
-    Returns:
-        alpha, in units of C_x.
     """
     if rank is None:
         return 1e-6 * trace
@@ -306,12 +289,6 @@ def check_square(name: str, square: float, what: str, dtype: Any) -> None:
     """Raises unless a known size of second moments leaves room to both sides of it in the dtype.
 
     Operators hold inverses of second moments.
-
-    Args:
-        name: The argument at fault.
-        square: What `what` says, in the units of C_x.
-        what: Words for it.
-        dtype: Of the second moments.
     """
     limits = jnp.finfo(dtype)
     low, high = float(limits.tiny / limits.eps), float(limits.max) * float(limits.eps) ** 0.75

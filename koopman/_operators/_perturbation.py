@@ -14,13 +14,6 @@ def refused(tangent: Inexact[Array, "..."], unresolved: Bool[Array, "..."]) -> I
 
     It is linear in the tangent, and so is its transpose: two factors overflow where one NaN would reach, as 0 * NaN,
     the gradients of outputs that do not depend on it.
-
-    Args:
-        tangent: Couplings.
-        unresolved: Which of them have no meaning.
-
-    Returns:
-        Couplings, infinite or NaN where there is no derivative.
     """
     factor = jnp.where(unresolved, jnp.finfo(tangent.dtype).max, 1.0)
     return tangent * factor * factor
@@ -29,30 +22,13 @@ def refused(tangent: Inexact[Array, "..."], unresolved: Bool[Array, "..."]) -> I
 def couplings(
     perturbation: Inexact[Array, "k r"], gap: Inexact[Array, "k r"], unresolved: Bool[Array, "k r"]
 ) -> Inexact[Array, "k r"]:
-    """What eigenvectors j (columns) take up of eigenvectors i (rows): perturbation / gap, nothing of themselves.
-
-    Args:
-        perturbation: Of the matrix, between eigenvectors i and j.
-        gap: lambda_j - lambda_i.
-        unresolved: Where the gap is below rounding, i = j left out.
-
-    Returns:
-        Coefficients; see `refused` where the gap is unresolved.
-    """
+    """What eigenvectors j (columns) take up of eigenvectors i (rows): perturbation / gap, nothing of themselves."""
     itself = jnp.eye(*gap.shape, dtype=bool)
     divided = perturbation / jnp.where(itself | unresolved, 1.0, gap)
     return jnp.where(itself, 0.0, refused(divided, unresolved))
 
 
 def slopes(perturbation: Inexact[Array, "k r"], unresolved: Bool[Array, "k r"]) -> Inexact[Array, " r"]:
-    """Derivatives of eigenvalues j: the diagonal, not finite where coinciding ones are coupled.
-
-    Args:
-        perturbation: Of the matrix, between eigenvectors i (rows) and j (columns).
-        unresolved: Where two eigenvalues cannot be told apart, i = j left out.
-
-    Returns:
-        One derivative per column.
-    """
+    """Derivatives of eigenvalues j: the diagonal, not finite where coinciding ones are coupled."""
     coupled = jnp.where(unresolved, refused(perturbation, unresolved), 0.0)
     return jnp.diagonal(perturbation)[: perturbation.shape[1]] + jnp.sum(coupled, 0)

@@ -100,11 +100,7 @@ class _Step(NamedTuple):
 def newton_step(
     slope: Array, curvature: Callable[[Array], Array], radius: Array, inner: int
 ) -> tuple[Array, Array, Array]:
-    """W that makes -<slope, W> + <W, H W> / 2 small within a radius, by Steihaug's truncated conjugate gradients.
-
-    Returns:
-        W, H W, and whether W is at the edge.
-    """
+    """W that makes -<slope, W> + <W, H W> / 2 small within a radius, by Steihaug's truncated conjugate gradients."""
     size = norm(slope)
     target = size * jnp.minimum(size, 0.1)  # of a quadratic method
 

@@ -57,21 +57,11 @@ def find_eigenpairs(
     The first block is drawn from a fixed key, so the result is a pure function of the operator. If the first such
     space would be the whole space, it is replaced by the whole space.
 
-    Args:
-        apply: A on a block [size, columns]; self-adjoint and non-negative in the inner product. With `inner`: A T^+, so
-            that A of a block is `apply(inner(block))` and one evaluation of T serves both.
-        size: Number of rows of a vector.
-        number: Number of eigenpairs, from 1 to `size`.
-        dtype: Floating-point type of the vectors.
-        inner: Gram operator T of the inner product <u, v> = u^T T v on a block; None for the ordinary one.
-        tol: Relative residual; default 30 times the rounding unit. Residuals bound eigenvalues' errors quadratically.
-        max_restarts: Largest number of spaces.
+    `apply`: A on a block [size, columns]; self-adjoint and non-negative in the inner product. With `inner`: A T^+, so
+    that A of a block is `apply(inner(block))` and one evaluation of T serves both.
 
-    Returns:
-        Vectors, orthonormal in the inner product, eigenvalues in falling order, and the residual.
-
-    References:
-        Musco and Musco (2015), Randomized block Krylov methods for stronger and faster approximate SVD, algorithm 2.
+    Source: Musco and Musco (2015), Randomized block Krylov methods for stronger and faster approximate SVD, algorithm
+    2.
     """
     extra, blocks = (_OVERSAMPLING, _BLOCKS) if inner is None else (_OVERSAMPLING_WITH_INNER, _BLOCKS_WITH_INNER)
     width = number + extra
@@ -123,19 +113,7 @@ def find_left_vectors(
 ) -> Found:
     """Find leading left singular vectors and singular values of a matrix, or of diag(scale) times it.
 
-    Args:
-        matrix: Matrix to decompose. If it is not finite, the result is NaN.
-        number: Number of vectors, from 1 to min(k, m).
-        scale: Factors of the rows. Under a `vmap` over them alone, the products with the matrix stay one product each.
-        solver: "dense" (LAPACK), "krylov" (`find_eigenpairs` of M M^T, to convergence), "randomized" (four power
-            iterations on a random block: Halko et al. 2011, algorithm 4.4) or "auto": "krylov" for a few vectors of a
-            large matrix, otherwise "dense".
-
-    Returns:
-        Orthonormal vectors, values in falling order, and the residual of "krylov".
-
-    References:
-        Halko, Martinsson and Tropp (2011), Finding structure with randomness.
+    Source: Halko, Martinsson and Tropp (2011), Finding structure with randomness.
     """
     matrix, undefined = finite_part(matrix)
     rows, columns = matrix.shape

@@ -44,22 +44,7 @@ class Latent(NamedTuple):
 
 
 def latent(rank: Rank | None, width: int, columns: str, solver: str, solvers: tuple[str, ...]) -> Latent:
-    """The number of latent functions, and the solver that finds as many.
-
-    Args:
-        rank: What was asked for; None for everything.
-        width: The most there can be.
-        columns: What `width` counts, for error messages.
-        solver: The solver asked for.
-        solvers: Those that there are.
-
-    Returns:
-        `rank`, or `width` where `rank` is None or traced. "auto" is "dense" where it is traced.
-
-    Raises:
-        ValueError: If `rank` is below 1 or above `width`, or the solver is unknown, or cannot mask a traced rank.
-        TypeError: If `rank` is no whole number.
-    """
+    """The number of latent functions, and the solver that finds as many."""
     check_choice("solver", solver, solvers)
     if rank is None:
         return Latent(width, None, solver)
@@ -76,19 +61,7 @@ def latent(rank: Rank | None, width: int, columns: str, solver: str, solvers: tu
 def refuse_singular(
     estimator: str, values: np.ndarray, cutoff: float, needed: int, width: int, what: tuple[str, str]
 ) -> None:
-    """Raises where no regularisation is asked for and the data do not hold what the estimator inverts.
-
-    Args:
-        estimator: Its name, for the message.
-        values: Singular values or eigenvalues, the largest first.
-        cutoff: Relative size below which one counts as zero.
-        needed: How many must not be zero.
-        width: How many there could be.
-        what: What the matrix is and its symbol, for the message.
-
-    Raises:
-        ValueError: If fewer are above zero.
-    """
+    """Raises where no regularisation is asked for and the data do not hold what the estimator inverts."""
     rank = int((values > cutoff * values[0]).sum())
     if rank < needed:
         raise ValueError(
@@ -342,18 +315,7 @@ def eigenpairs(matrix: Float[Array, "n n"]) -> tuple[Float[Array, " n"], Float[A
 def mixing(
     numerator: Float[Array, "k r"], squares: Float[Array, " k"], active: Int[Array, ""], floor: float = 0.0
 ) -> Float[Array, "k r"]:
-    """What leading eigenvectors take up of the others: N_ij / (s_j - s_i) for i beyond and j within the leading ones.
-
-    Args:
-        numerator: The perturbation between eigenvectors i and j.
-        squares: Eigenvalues s in falling order.
-        active: How many are leading.
-        floor: Relative size at which an eigenvalue counts as zero.
-
-    Returns:
-        Coefficients; not finite where s_j and s_i agree up to rounding, where there is no derivative, and zero where
-        both are zero.
-    """
+    """Return the derivative of leading eigenvectors along the others, N_ij / (s_j - s_i), i beyond and j within."""
     rows, columns = jnp.arange(numerator.shape[0])[:, None], jnp.arange(numerator.shape[1])[None]
     leading = squares[None, : numerator.shape[1]]
     gap = leading - squares[:, None]

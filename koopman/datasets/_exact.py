@@ -37,16 +37,6 @@ def conjugate_order(eigenvalues: Inexact[np.ndarray, " n"]) -> Int[np.ndarray, "
     """The order that sorts eigenvalues of a real operator: modulus descending, conjugate pairs kept together.
 
     Sorting by modulus alone tears pairs apart that rounding made unequal.
-
-    Args:
-        eigenvalues: Closed under conjugation up to rounding, [n].
-
-    Returns:
-        Indices [n]; of each pair, the one with positive imaginary part comes first.
-
-    Example:
-        >>> conjugate_order(np.array([0.5, -0.1 - 0.8j, 1.0, -0.1 + 0.8j]))
-        array([2, 3, 1, 0])
     """
     values = np.asarray(eigenvalues, np.complex128)
     height = np.where(np.abs(np.imag(values)) <= 1e-13 * np.abs(values), 0, np.imag(values))

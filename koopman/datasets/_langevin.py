@@ -242,9 +242,8 @@ def prinz_potential(x: Float[Array | np.ndarray, "..."]) -> Float[Array, "..."]:
 
     V(x) = 4 (x^8 + 0.8 exp(-80 x^2) + 0.2 exp(-80 (x - 0.5)^2) + 0.5 exp(-40 (x + 0.5)^2))
 
-    References:
-        Prinz, Wu, Sarich, Keller, Senne, Held, Chodera, Schuette and Noe (2011), Markov models of molecular kinetics:
-        generation and validation, section III.
+    Source: Prinz, Wu, Sarich, Keller, Senne, Held, Chodera, Schuette and Noe (2011), Markov models of molecular
+    kinetics: generation and validation, section III.
     """
     x = jnp.asarray(x)
     bumps = 0.8 * jnp.exp(-80 * x**2) + 0.2 * jnp.exp(-80 * (x - 0.5) ** 2) + 0.5 * jnp.exp(-40 * (x + 0.5) ** 2)

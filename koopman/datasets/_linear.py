@@ -85,15 +85,10 @@ def linear_system(
 def stationary_covariance(matrix: KnownMatrix, noise: KnownNoise) -> Float[np.ndarray, "d d"]:
     """The covariance C of the stationary distribution of `linear_system`, C = A C A^T + B B^T, on the host.
 
-    Args:
-        matrix: A, [d, d], all eigenvalues inside the unit circle.
-        noise: B, [d, sources], or a standard deviation.
+    `matrix`: A, [d, d], all eigenvalues inside the unit circle.
+    `noise`: B, [d, sources], or a standard deviation.
 
-    Raises:
-        ValueError: If `matrix` has an eigenvalue on or outside the unit circle.
-
-    References:
-        Smith (1968), Matrix equation XA + BX = C, SIAM J. Appl. Math. 16 (doubling).
+    Source: Smith (1968), Matrix equation XA + BX = C, SIAM J. Appl. Math. 16 (doubling).
     """
     a = np.asarray(matrix, np.float64)
     radius = np.max(np.abs(np.linalg.eigvals(a)))

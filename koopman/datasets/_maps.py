@@ -86,11 +86,6 @@ def logistic_noise(key: PRNGKey, shape: tuple[int, ...] = (), *, order: int = 20
     That is the angle, over pi, whose tangent is z_0 / |(z_1, ..., z_nu)| with normal z and nu = 2 order + 1: up to
     sqrt(nu) this is Student's t, whose density (1 + t^2 / nu)^(-(nu + 1) / 2) turns into cos(angle)^(nu - 1). The
     squares of two normals make an exponential draw: no rejection, which would take seconds to compile.
-
-    Args:
-        key: A PRNG key.
-        shape: Shape of the draws.
-        order: Noise order M, 1 or more.
     """
     order = check_count("order", order, minimum=1)
     if any(size < 0 for size in shape):

@@ -131,22 +131,7 @@ def rk4_trajectory(
 ) -> Float[Array, "time ..."]:
     """The solution of dx/dt = field(t, x) from t = 0 by the classical Runge-Kutta scheme of order four.
 
-    Args:
-        field: From the time and a state to its derivative, of the state's shape.
-        initial: The state at time 0, of any shape.
-        num_steps: Number of recorded steps, 1 or more.
-        time_step: Time between recorded states, positive.
-        substeps: Steps of the scheme for each recorded one, 1 or more.
-
-    Returns:
-        States, the initial one first: time has length num_steps + 1.
-
-    Raises:
-        TypeError: If a count is no Python integer.
-        ValueError: If a number is out of range, the initial state is not finite, or the field has another shape.
-
-    References:
-        Hairer, Norsett and Wanner (1993), Solving ordinary differential equations I, table 1.2.
+    Source: Hairer, Norsett and Wanner (1993), Solving ordinary differential equations I, table 1.2.
     """
     num_steps = check_count("num_steps", num_steps, minimum=1)
     substeps = check_count("substeps", substeps, minimum=1)

@@ -27,18 +27,11 @@ def run_trajectories(
 ) -> Any:
     """Runs `one(key, initial)` once, or for `num_trajectories` keys at once.
 
-    Args:
-        one: From a key and an initial state [d] to one trajectory, a PyTree of arrays.
-        draw_initial: From a key to an initial state [d].
-        key: A PRNG key. Trajectory i of a batch has key `split(key, num_trajectories)[i]`. None is for deterministic
-            systems whose `initial` is given.
-        num_trajectories: How many, or None for one trajectory without a leading axis.
-        initial: [d], or [num_trajectories, d] for a state per trajectory. None draws it.
-        dimension: d.
-
-    Raises:
-        TypeError: If `num_trajectories` is no integer.
-        ValueError: If `initial` has another shape or neither it nor `key` is given.
+    `one`: From a key and an initial state [d] to one trajectory, a PyTree of arrays.
+    `draw_initial`: From a key to an initial state [d].
+    `key`: A PRNG key. Trajectory i of a batch has key `split(key, num_trajectories)[i]`. None is for deterministic
+    systems whose `initial` is given.
+    `initial`: [d], or [num_trajectories, d] for a state per trajectory. None draws it.
     """
     if key is None:
         if initial is None:

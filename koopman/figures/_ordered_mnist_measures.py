@@ -88,14 +88,7 @@ class Spectral(NamedTuple):
 
 
 def spectral(dynamics: Operator | Latent) -> Spectral:
-    """Eigenvalues and eigenvectors of an operator's core or of a latent map.
-
-    Args:
-        dynamics: A forecaster's.
-
-    Returns:
-        Its eigenpairs.
-    """
+    """Eigenvalues and eigenvectors of an operator's core or of a latent map."""
     if isinstance(dynamics, Operator):
         pairs = decompose(dynamics)
         return Spectral(pairs.eigenvalues, pairs.right, pairs.left)
@@ -104,17 +97,7 @@ def spectral(dynamics: Operator | Latent) -> Spectral:
 
 
 def project(forecaster: Forecaster, kind: str, num_digits: int) -> Forecaster:
-    """The same forecaster with its eigenvalues moved, eigenvectors as they are.
-
-    Args:
-        forecaster: Any.
-        kind: "circle" (to modulus 1, phases kept) or "roots" (to the nearest root of unity; a real eigenvalue, which
-            has no conjugate to move along, to the nearest real one: to 1 where k is odd).
-        num_digits: k of the k-th roots.
-
-    Returns:
-        A forecaster whose features neither decay nor grow.
-    """
+    """The same forecaster with its eigenvalues moved, eigenvectors as they are."""
     where = (lambda f: f.dynamics.core) if isinstance(forecaster.dynamics, Operator) else (lambda f: f.dynamics.matrix)
     return eqx.tree_at(where, forecaster, _moved(forecaster.dynamics, num_digits)[kind])
 
@@ -158,20 +141,7 @@ def evaluate(
     norm: float,
     num_digits: int,
 ) -> Evaluation:
-    """Forecasts from every image by every protocol, and the classes that the oracle gives them.
-
-    Args:
-        forecaster: The model.
-        oracle: The classifier.
-        images: Images to begin with.
-        num_steps: Horizons 1 to this one by every protocol.
-        far: One more horizon, for powers only; the "images" protocol repeats its last one there as NaN.
-        norm: Mean norm of a training image, to which rescaled forecasts are brought.
-        num_digits: Classes.
-
-    Returns:
-        Logits for horizons 1 to `num_steps` and `far`.
-    """
+    """Forecasts from every image by every protocol, and the classes that the oracle gives them."""
     images = jnp.asarray(images)
     one, values = jnp.asarray([1]), _features(forecaster, images)
     logits, strips = [], []
@@ -231,8 +201,7 @@ def predicted(logits: np.ndarray) -> np.ndarray:
 def stuck(logits: np.ndarray) -> np.ndarray:
     """Which seeds forecast one image whatever they see: over 9 in 10 forecasts one step ahead are read as one digit.
 
-    Args:
-        logits: The oracle's of one model, [seeds, protocols, scales, times, n, classes].
+    `logits`: The oracle's of one model, [seeds, protocols, scales, times, n, classes].
 
     Returns:
         True or False, [seeds]; those that diverged are not stuck.

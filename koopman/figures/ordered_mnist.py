@@ -176,11 +176,7 @@ class Results(NamedTuple):
 
 
 def source(config: Config) -> Dataset:
-    """The data set that the sequence is cut from.
-
-    Raises:
-        WrongValue: If the sequence is shorter than the three splits.
-    """
+    """The data set that the sequence is cut from."""
     data = load(config.data)
     _split(config, ordered_mnist(config.num_digits, data=data))
     return data

@@ -182,14 +182,7 @@ class Results(NamedTuple):
 
 
 def systems(config: Config) -> dict[str, System]:
-    """The systems asked for.
-
-    Args:
-        config: `systems` and `order` of it.
-
-    Returns:
-        By name.
-    """
+    """The systems asked for."""
     known = {
         "logistic": System(
             "noisy logistic map",
@@ -329,11 +322,6 @@ def _trials(config: Config, system: System, length: int, key: Array) -> dict[str
 
 def rates(results: Results, system: str, estimator: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Rates -log|lambda| per lag at the largest length: exact, mean over trajectories, standard error of the mean.
-
-    Args:
-        results: What `compute` returned.
-        system: Its name.
-        estimator: Its name.
 
     Returns:
         Three arrays [compared].
