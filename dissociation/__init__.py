@@ -11,23 +11,19 @@ from dissociation._core.lazy import attach
 
 __all__ = [
     "load", "fit_mnist", "fit", "fit_grid", "Grid", "Epochs", "make_step", "member", "take", "map_members", "bmap",
-    "member_mesh", "use_all_cores", "neuron_groups", "scale", "permute", "duplicate", "certify", "parameter_noise",
-    "representations", "MEASURES", "compare", "linear_cka", "parameter_noise_error", "neural_collapse", "show",
-    "load_results",
+    "member_mesh", "use_all_cores", "neuron_groups", "scale", "permute", "duplicate", "certify", "representations",
+    "MEASURES", "compare", "linear_cka", "show", "load_results",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
     from dissociation._core.labelled import load_results
     from dissociation.data._datasets import load
-    from dissociation.measures._collapse import neural_collapse
-    from dissociation.measures._robustness import parameter_noise_error
     from dissociation.models._representations import representations
     from dissociation.plotting._display import show
     from dissociation.recipes._mnist import fit_mnist
     from dissociation.rewrites._certificate import certify
     from dissociation.rewrites._groups import neuron_groups
     from dissociation.rewrites._growth import duplicate
-    from dissociation.rewrites._noise import parameter_noise
     from dissociation.rewrites._rewrites import permute, scale
     from dissociation.similarity._kernels import linear_cka
     from dissociation.similarity._measures import MEASURES

@@ -13,10 +13,11 @@ __all__ = [
     "PrincipalComponents", "ReducedRank", "Operator", "Linear", "RBF", "Laplacian", "Matern", "Polynomial",
     "median_distance", "nystroem_map", "choose_centres", "eigenvalues", "decompose", "right_eigenfunctions",
     "left_eigenfunctions", "modes", "singular_values", "eigenpairs", "predict", "matrix_powers", "risk", "score",
-    "fit_generator", "dynamical_distance", "pairwise_dynamical_distance", "align_dynamics", "eigenvalue_distance",
+    "fit_generator", "transition_matrix", "dynamical_distance", "pairwise_dynamical_distance", "align_dynamics",
+    "eigenvalue_distance",
     "train_encoders", "train_autoencoders", "train_classifiers", "encode", "validation_loss", "FeatureMap",
     "Autoencoder", "vamp_loss", "vamp_score", "dpnets_loss", "spectral_contrastive_loss", "autoencoder_loss",
-    "energy_loss",
+    "energy_loss", "orthonormal_fro_reg", "orthonormal_logfro_reg",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
         autoencoder_loss,
         dpnets_loss,
         energy_loss,
+        orthonormal_fro_reg,
+        orthonormal_logfro_reg,
         spectral_contrastive_loss,
         vamp_loss,
         vamp_score,
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
         dynamical_distance,
         eigenvalue_distance,
         pairwise_dynamical_distance,
+        transition_matrix,
     )
     from koopman._operators._estimators import PrincipalComponents, ReducedRank, Ridge
     from koopman._operators._fit import fit

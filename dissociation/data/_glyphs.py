@@ -251,13 +251,6 @@ def _draw_each(
     return jax.lax.map(draw, (labels[filled], keys[filled]), batch_size=size)[:num]
 
 
-@validated
-def glyph_labels(num: int, *, key: PRNGKey) -> Int[Array, " num"]:
-    """Balanced random labels: every ten in a row hold each digit once, in random order."""
-    check_count("num", num)
-    return _orders(_fold_in_all(key, -(-num // NUM_CLASSES))).reshape(-1)[:num]
-
-
 def _orders(keys: PRNGKeys) -> Int[Array, "n 10"]:
     return jax.vmap(lambda k: jax.random.permutation(k, NUM_CLASSES))(keys)
 
@@ -277,7 +270,6 @@ def _draw_splits(
         tens.append(-(-num // NUM_CLASSES))
         order_keys.append(_fold_in_all(label_key, tens[-1]))
         keys.append(_fold_in_all(image_key, num))
-    # As `glyph_labels`, in one call for both splits.
     train, test = jnp.split(_orders(jnp.concatenate(order_keys)), tens[:1])
     labels = jnp.concatenate([train.reshape(-1)[:num_train], test.reshape(-1)[:num_test]])
     keys = jnp.concatenate(keys)

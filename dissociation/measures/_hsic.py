@@ -86,24 +86,6 @@ def centred_gram(gram: Float[Array, "*b n n"]) -> Float[Array, "*b n n"]:
     return rows - jnp.mean(rows, -2, keepdims=True)
 
 
-@validated(finite=("grams",))
-def normalised_hsic(grams: Float[Array, "kernels *b n n"], *, epsilon: Scalar = 1e-5) -> Float[Array, "others *b"]:
-    """Normalised HSIC of the first of several kernel matrices with each of the others.
-
-    Source: Fukumizu, Gretton, Sun and Schoelkopf (2007), Kernel measures of conditional dependence.
-    """
-    return _in_common(_spans(grams, epsilon))
-
-
-@validated(finite=("grams",))
-def shuffled_hsic(grams: Float[Array, "kernels *b n n"], *, epsilon: Scalar = 1e-5) -> Float[Array, "others *b"]:
-    """The mean of `normalised_hsic` over all orders of the first kernel matrix's samples: what there is by chance.
-
-    With A and B the matrices K (K + eps n I)^{-1} of the two kernels, A centred, it is tr(A) tr(H B H) / (n - 1).
-    """
-    return _by_chance(_spans(grams, epsilon))
-
-
 @jax.jit
 def _in_common(spans: Array) -> Array:
     return jnp.sum(spans[:1] * spans[1:].swapaxes(-1, -2), (-1, -2))

@@ -180,21 +180,6 @@ class _Set(NamedTuple):
 
 
 @validated
-def flatten_positions(features: Float[Array | np.ndarray, "n ..."], positions: str, *, channels: str = "last") -> Array:
-    """Features of images, or of sequences, as a representation.
-
-    `channels`: "last"; or "first" for [n, c, ...].
-
-    Returns:
-        [n h w, c] or [n, h w c].
-    """
-    if features.ndim < 3:
-        fail("features", "have at least 3 axes [n, ..., c]", f"shape {features.shape}")
-    check_choice("positions", positions, POSITIONS)
-    return _arranged("features", jnp.asarray(features)[None], features.ndim - 1, positions, channels)[0][0]
-
-
-@validated
 def pairwise(
     measure: str | Measure | Callable[..., Array],
     representations: Representations,

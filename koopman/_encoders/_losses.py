@@ -412,10 +412,20 @@ def orthonormal_fro_reg(x: Features, *, key: PRNGKey | None = None) -> Loss:
     over n random ones, which costs n d operations in place of n d min(n, d) and has a larger variance (six times the
     deviation for 64 samples of 5 normal features): for hundreds of features only.
 
-    `x`: [n, d], n at least 4.
+    Args:
+        x: [n, d], n at least 4.
+        key: None for the average over all quadruples, exact and without randomness.
 
-    Source: Himeno and Yamada (2014), Estimations for some functions of covariance matrix in high dimension under
-    non-normality.
+    Returns:
+        The estimate. As an unbiased estimate of a non-negative number it may be negative.
+
+    Raises:
+        ValueError: If there are fewer than four samples.
+        TypeError: If they are not real numbers.
+
+    References:
+        Himeno and Yamada (2014), Estimations for some functions of covariance matrix in high dimension under
+        non-normality.
     """
     if x.shape[0] < 4:
         fail("x", "hold at least four samples", f"shape {x.shape}")
@@ -446,10 +456,20 @@ def orthonormal_logfro_reg(x: Features) -> Loss:
 
         1/d tr(C^2 - C - log C) + 2 |m|^2,     C the covariance, m the mean of x
 
-    `x`: [n, d].
+    Args:
+        x: [n, d].
 
-    Source: Kostic, Novelli, Grazzi, Lounici and Pontil (2024), Learning invariant representations of time-homogeneous
-    stochastic dynamical systems, metric distortion loss.
+    Returns:
+        Non-negative, and zero for covariance I and mean zero. Eigenvalues of C below its cut-off, d times rounding
+        times the largest (or 1), count as d times rounding and have no gradient.
+
+    Raises:
+        ValueError: If `x` is no matrix.
+        TypeError: If they are not real numbers.
+
+    References:
+        Kostic, Novelli, Grazzi, Lounici and Pontil (2024), Learning invariant representations of time-homogeneous
+        stochastic dynamical systems, metric distortion loss.
     """
     return _logfro(jnp.asarray(x))
 

@@ -51,7 +51,6 @@ from dissociation._core.validation import validated
 from koopman._operators._operator import Operator
 from koopman._operators._pairs import delay_embed as delay_embed
 from koopman._operators._rotations import Point, descend, norm
-from koopman._operators._spectrum import eigenpairs
 
 FORMS = ("frobenius", "angular")
 Matrix = Float[Array | np.ndarray, "r r"]
@@ -404,29 +403,6 @@ def _eigenvalue_distance(first: Array, second: Array) -> Array:
     return norm(jnp.stack([apart.real, apart.imag]))
 
 
-@validated(finite=("matrix",))
-def departure_from_normality(matrix: Matrix) -> Float[Array, ""]:
-    """Henrici's sqrt(|A|^2 - sum |lambda_i|^2): the part of A, above the diagonal of its Schur form, that spectra miss.
-
-    Taken from the eigenvectors' QR factor Q as what Q^* A Q has off its diagonal, so that nothing cancels.
-
-    `matrix`: A, [r, r].
-
-    Source: Henrici (1962), Bounds for iterates, inverses, spectral variation and fields of values of non-normal
-    matrices. >>> departure_from_normality([[0.5, 2.0], [0.0, 0.5]]) Array(2., dtype=float32)
-    """
-    return _departure(jnp.asarray(matrix))
-
-
-@jax.jit
-def _departure(matrix: Array) -> Array:
-    matrix, undefined = finite_part(matrix)
-    basis = jnp.linalg.qr(eigenpairs(matrix)[1])[0]
-    schur = product(basis.conj().T, product(matrix.astype(basis.dtype), basis))
-    off = schur - jnp.diag(jnp.diagonal(schur))
-    return norm(jnp.concatenate([off.real, off.imag])) + undefined
-
-
 @validated
 def transition_matrix(operator: Operator, *, metric: str = "data") -> Float[Array, "r r"]:
     """A with E[v_{t+1} | v_t] = A v_t for orthonormal coordinates v of what the operator learnt.
@@ -435,13 +411,22 @@ def transition_matrix(operator: Operator, *, metric: str = "data") -> Float[Arra
     A = (N^(1/2) K N^(-1/2))^T. Coordinates are unique up to an orthogonal matrix, which `dynamical_distance` does not
     see, and A has the eigenvalues of `koopman.eigenvalues`.
 
-    `metric`: "data": N = E[u u^T] on the training states, so that v is white, as in the paper (its A_v, if the
-    estimator is `PrincipalComponents`). A reversible process has a symmetric A then, one that preserves its
-    distribution an orthogonal A, and a linear change of the features changes nothing at full rank. "features": N is the
-    inner product of the features' space; for `PrincipalComponents` on explicit features A is the matrix of projected
-    dynamic mode decomposition, in units of the features.
+    Args:
+        operator: A fitted operator.
+        metric: "data": N = E[u u^T] on the training states, so that v is white, as in the paper (its A_v, if the
+            estimator is `PrincipalComponents`). A reversible process has a symmetric A then, one that preserves its
+            distribution an orthogonal A, and a linear change of the features changes nothing at full rank. "features":
+            N is the inner product of the features' space; for `PrincipalComponents` on explicit features A is the
+            matrix of projected dynamic mode decomposition, in units of the features.
 
-    Source: Ostrow et al. (2023); Schmid (2010), Dynamic mode decomposition of numerical and experimental data.
+    Returns:
+        [r, r]; latent functions beyond a traced rank, or that vanish on the data, give rows and columns of zeros.
+
+    Raises:
+        ValueError: If `metric` is none of the two.
+
+    References:
+        Ostrow et al. (2023); Schmid (2010), Dynamic mode decomposition of numerical and experimental data.
     """
     check_choice("metric", metric, ("data", "features"))
     return _transition_matrix(operator, metric)

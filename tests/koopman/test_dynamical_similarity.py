@@ -19,9 +19,9 @@ from koopman import (
     fit,
     lagged_pairs,
     pairwise_dynamical_distance,
+    transition_matrix,
 )
 from koopman._operators import _dynamical_similarity as dynamical_similarity
-from koopman._operators._dynamical_similarity import departure_from_normality, transition_matrix
 
 pytestmark = pytest.mark.usefixtures("barely_optimized")
 
@@ -255,7 +255,7 @@ def test_normal_matrices_are_as_far_as_their_eigenvalues(key, matrices, dtype):
         # Negative control: not normal, of the same eigenvalues.
         stretch = np.diag(np.linspace(1, 2, r))
         sheared = (stretch @ a @ np.linalg.inv(stretch)).astype(dtype)
-        assert departure_from_normality(sheared) > 0.1
+        assert norm(sheared @ sheared.T - sheared.T @ sheared) > 0.1
         assert dynamical_distance(sheared, b.astype(dtype), key=key) > found.distance + 0.01
 
 
@@ -267,25 +267,6 @@ def test_a_pair_that_would_be_torn_apart_keeps_normal_matrices_farther_than_thei
         np.testing.assert_allclose(dynamical_distance(a, b, key=key) ** 2, 1 + 4 * y**2 - 2 * y**4, rtol=1e-12)
         apart = eigenvalue_distance(np.linalg.eigvals(a), np.linalg.eigvals(b))
         np.testing.assert_allclose(apart**2, 1 + 2 * y**2, rtol=1e-12)
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_departure_from_normality(dtype):
-    eps = np.finfo(dtype).eps
-    with jax.enable_x64(dtype is np.float64):
-        turn, a = orthogonal(6), RANDOM.normal(size=(6, 6))
-        upper = np.triu(RANDOM.normal(size=(6, 6)))
-        found = departure_from_normality((turn @ upper @ turn.T).astype(dtype))
-        np.testing.assert_allclose(found, norm(np.triu(upper, 1)), rtol=300 * eps)
-        schur = scipy.linalg.schur(a, output="complex")[0]
-        np.testing.assert_allclose(departure_from_normality(a.astype(dtype)), norm(np.triu(schur, 1)), rtol=100 * eps)
-        normal = turn @ blocks(0.9 + 0.3j, 0.9 + 0.3j, 0.4, 0.4) @ turn.T
-        assert departure_from_normality(normal.astype(dtype)) < 20 * eps
-        # Henrici's difference of squares would be zero here, or noise.
-        small = 30 * eps * np.triu(np.ones((6, 6)), 1)
-        found = departure_from_normality((turn @ (blocks(*np.arange(6.0)) + small) @ turn.T).astype(dtype))
-        np.testing.assert_allclose(found, norm(small), rtol=0.3)
-        assert np.isnan(jax.jit(departure_from_normality)(np.full((2, 2), np.nan, dtype)))
 
 
 # The angle

@@ -8,8 +8,16 @@ import numpy as np
 import pytest
 import scipy.linalg
 
-from koopman import autoencoder_loss, dpnets_loss, energy_loss, spectral_contrastive_loss, vamp_loss, vamp_score
-from koopman._encoders._losses import orthonormal_fro_reg, orthonormal_logfro_reg
+from koopman import (
+    autoencoder_loss,
+    dpnets_loss,
+    energy_loss,
+    orthonormal_fro_reg,
+    orthonormal_logfro_reg,
+    spectral_contrastive_loss,
+    vamp_loss,
+    vamp_score,
+)
 
 # Every loss as a function of a batch of pairs.
 LOSSES = {

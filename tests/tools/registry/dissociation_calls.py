@@ -73,9 +73,6 @@ from dissociation.similarity import (
     _dissimilarity as dissimilarity,
 )
 from dissociation.similarity import (
-    _pairs as pairs,
-)
-from dissociation.similarity import (
     _streaming as streaming,
 )
 from dissociation.similarity import (
@@ -280,7 +277,6 @@ CALLS = {
     BilinearNetwork: lambda: {"inputs": 3, "hidden": 4, "num_layers": 2, "residual": True, "key": KEY},
     glyphs.draw_glyph: lambda: {"templates": FONTS, "label": 3, "key": KEY, "border": 2},
     data.draw_glyphs: lambda: {"templates": FONTS, "labels": DIGITS[:3], "key": KEY, "batch_size": 2},
-    glyphs.glyph_labels: lambda: {"num": 12, "key": KEY},
     data.glyph_data: lambda: {"num_train": 3, "num_test": 2, "key": KEY},
     tasks.least_prime_factor: lambda: {"number": 9},
     data.rotated_quarters: lambda: {"images": RANDOM.random((5, 16)), "key": KEY},
@@ -407,8 +403,6 @@ CALLS = {
     probes.stable_step_size: lambda: {"x": TALL},
     hsic.gaussian_gram: lambda: {"x": TALL, "sigma": 5.0, "bandwidth": "dimension"},
     hsic.centred_gram: lambda: {"gram": GRAMS[0]},
-    hsic.normalised_hsic: lambda: {"grams": GRAMS, "epsilon": 1e-3},
-    hsic.shuffled_hsic: lambda: {"grams": GRAMS, "epsilon": 1e-3},
     measures.information_plane: lambda: {
         "features": TALL,
         "inputs": TALL,
@@ -445,7 +439,6 @@ CALLS = {
     calibrate: lambda: {"value": TALL[0], "null_quantile": TALL[1], "best": 1.0},
     adjust_p_values: lambda: {"p_values": np.array([0.1, 0.5]), "method": "bh"},
     member_interval: lambda: {"values": np.corrcoef(TALL), "level": 0.9},
-    pairs.flatten_positions: lambda: {"features": np.ones((3, 2, 2, 4)), "positions": "samples"},
     pairwise: lambda: {
         "measure": "linear_cka",
         "representations": {"a": TALL, "b": OTHER},

@@ -11,9 +11,7 @@ import koopman
 from dissociation.data import Dataset
 from koopman import datasets
 from koopman._encoders import _learn as learn
-from koopman._encoders import _losses as losses
 from koopman._encoders import _networks as networks
-from koopman._operators import _dynamical_similarity as dynamical_similarity
 from koopman._operators import _forecast as forecast
 from koopman._operators import _kernels as kernels
 from koopman.datasets import _langevin as langevin
@@ -184,8 +182,7 @@ CALLS = {
         "eigenvalues_a": np.array([0.5, 0.1j, -0.1j], np.complex64),
         "eigenvalues_b": np.array([0.2, 0.9, -0.3j], np.complex64),
     },
-    dynamical_similarity.departure_from_normality: lambda: {"matrix": STABLE},
-    dynamical_similarity.transition_matrix: lambda: {"operator": operator(), "metric": "data"},
+    koopman.transition_matrix: lambda: {"operator": operator(), "metric": "data"},
     koopman.Ridge: lambda: {"alpha": 0.1},
     koopman.PrincipalComponents: lambda: {"rank": 2, "alpha": 0.1, "solver": "krylov"},
     koopman.ReducedRank: lambda: {"rank": 2, "alpha": 0.1, "solver": "spectral"},
@@ -240,8 +237,8 @@ CALLS = {
         | {"alpha_rec": 1.0, "alpha_lin": 1.0, "alpha_pred": 1.0}
     ),
     koopman.energy_loss: lambda: {"x": X, "jac": JACOBIAN, "grad_weight": 0.1, "form": "energy"},
-    losses.orthonormal_fro_reg: lambda: {"x": X, "key": KEY},
-    losses.orthonormal_logfro_reg: lambda: {"x": X},
+    koopman.orthonormal_fro_reg: lambda: {"x": X, "key": KEY},
+    koopman.orthonormal_logfro_reg: lambda: {"x": X},
     networks.build_network: lambda: {
         "name": "network",
         "network": lambda key: eqx.nn.Linear(3, 2, key=key),
