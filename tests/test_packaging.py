@@ -53,6 +53,17 @@ def test_an_unknown_name_is_an_error(package):
         _ = package.nonsense
 
 
+def test_a_dependency_that_fails_is_named(monkeypatch):
+    def fails(name):
+        raise AttributeError("a dependency lacks nonsense")
+
+    training = importlib.import_module("dissociation.training")
+    monkeypatch.delitem(vars(training), "CsvLog", raising=False)
+    monkeypatch.setattr(importlib, "import_module", fails)
+    with pytest.raises(ImportError, match="dissociation.training._callbacks cannot be imported: a dependency lacks"):
+        _ = training.CsvLog
+
+
 def test_an_import_loads_no_other_package():
     said = "import sys, dissociation, koopman; print({name.split('.')[0] for name in sys.modules})"
     done = subprocess.run([sys.executable, "-I", "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); {said}"],

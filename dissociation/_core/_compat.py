@@ -14,6 +14,43 @@ ENTRIES = {
 }
 """By name: the module, what is taken of it (None: itself), and what fails without it."""
 
+PARAMETERS = {
+    "axes": "argmax argmin reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or",
+    "axis": "cumsum cumprod cummax cummin cumlogsumexp split stack top_k unstack",
+    "batch_group_count feature_group_count lhs_dilation padding rhs_dilation window_strides": "conv_general_dilated",
+    "body_jaxpr body_nconsts cond_jaxpr cond_nconsts": "while",
+    "branches": "cond",
+    "broadcast_dimensions": "broadcast_in_dim",
+    "dimension": "concatenate iota sort",
+    "dimension_numbers": "conv_general_dilated dot_general gather scatter scatter-add",
+    "dimensions": "reshape rev squeeze",
+    "fft_lengths": "fft",
+    "fill_value slice_sizes": "gather",
+    "jaxpr length num_carry num_consts": "scan",
+    "limit_indices start_indices strides": "slice",
+    "mode": "gather scatter",
+    "new_dtype": "convert_element_type",
+    "padding_config": "pad",
+    "permutation": "transpose",
+    "reps": "tile",
+    "sizes": "split",
+    "update_jaxpr": "scatter",
+    "window_dimensions window_strides": "reduce_window_sum reduce_window_max reduce_window_min",
+    "y": "integer_pow",
+}
+"""Parameters of JAX's primitives that rules of `neuron_groups` read by name, and the primitives."""
+
+
+def parameters(equation: Any) -> dict[str, Any]:
+    """Return the parameters of an operation, or raise if this JAX lacks one that the rules read."""
+    name = equation.primitive.name
+    wanted = {each for names, primitives in PARAMETERS.items() if name in primitives.split() for each in names.split()}
+    if lacks := sorted(wanted - equation.params.keys()):
+        words = f"JAX {jax.__version__} lacks {lacks} of {name}, needed for `neuron_groups`. Install an older JAX."
+        raise ImportError(words)
+    return equation.params
+
+
 if TYPE_CHECKING:
     from jax.extend import core as jex
     from jax.extend.random import threefry2x32_p

@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key
 
 from dissociation._core import _compat
+from dissociation._core.checks import warn
 from dissociation._core.types import PRNGKey, PRNGKeys
 
 
@@ -50,7 +51,12 @@ def normal(key: PRNGKey, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32)
         return jax.random.normal(key, shape, dtype)  # which refuses several keys
     half, words = -(-size // 2), jax.random.key_data(key)
     counts = lax.iota(jnp.uint32, half)
-    pairs = _compat.threefry2x32_p.bind(words[0], words[1], jnp.zeros_like(counts), counts)
+    try:
+        generator = _compat.threefry2x32_p
+    except ImportError as error:
+        warn(f"{error} Until then it draws other numbers.")
+        return jax.random.normal(key, shape, dtype)
+    pairs = generator.bind(words[0], words[1], jnp.zeros_like(counts), counts)
     first, second = map(_normal_of_bits, pairs)
     # Joined end to end, they would be computed element by element where XLA on a CPU joins inside of a loop.
     both = jnp.zeros((2, half), jnp.float32).at[0].set(first).at[1].set(second)

@@ -25,7 +25,10 @@ def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]
 
             value = version(DISTRIBUTION)
         elif name in homes:
-            value = getattr(importlib.import_module(homes[name]), name)
+            try:
+                value = getattr(importlib.import_module(homes[name]), name)
+            except AttributeError as error:  # Python would say that the package lacks the name
+                raise ImportError(f"{homes[name]} cannot be imported: {error}") from error
         else:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         setattr(module, name, value)

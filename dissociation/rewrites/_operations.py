@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from dissociation._core._compat import jex
+from dissociation._core._compat import jex, parameters
 from dissociation.models._program import inner_program
 from dissociation.rewrites import (
     _arrangements as arrangements,
@@ -72,7 +72,7 @@ def _needed(jaxpr: jex.Jaxpr) -> list[tuple[Any, Stretch | None]]:
         if equation.primitive.name == "concatenate":
             own = [stretches.get(v) for v in _variables(equation.invars)]
             there = [each for each in own if each is not None and each[:2] == (own[0] or each)[:2]]
-            if len(there) == len(equation.invars) and there[0][1] == equation.params["dimension"]:
+            if len(there) == len(equation.invars) and there[0][1] == parameters(equation)["dimension"]:
                 joined[number] = *there[0][:2], np.concatenate([each[2] for each in there])
     wanted, needed = set(_variables(jaxpr.outvars)), []
     for number, equation in reversed(list(enumerate(jaxpr.eqns))):
@@ -88,7 +88,7 @@ def _variables(atoms: Sequence[Any]) -> list[Any]:
 
 def _stretches(equation: Any) -> list[Stretch]:
     """What an operation takes of its operand, if it takes stretches along one axis and nothing else."""
-    name, params = equation.primitive.name, equation.params
+    name, params = equation.primitive.name, parameters(equation)
     if name not in ("slice", "split") or isinstance(equation.invars[0], jex.Literal):
         return []
     value = equation.invars[0]
@@ -103,7 +103,7 @@ def _stretches(equation: Any) -> list[Stretch]:
 
 
 def _apply(flow: Flow, equation: Any, operands: list[Value]) -> list[Value]:
-    name, params = equation.primitive.name, equation.params
+    name, params = equation.primitive.name, parameters(equation)
     shapes = [tuple(getattr(variable.aval, "shape", ())) for variable in equation.outvars]
     if all(0 in shape for shape in shapes):  # nothing is left
         return [Value(shape, [UNIT if size == 1 else None for size in shape], zero=True) for shape in shapes]

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from dissociation._core._compat import parameters
 from dissociation._core.checks import check_takes, fail
 from dissociation._core.conversion import as_examples
 from dissociation._core.results import printed
@@ -98,7 +99,7 @@ class _Watch(Walk):
 
     def at(self, equation: Any, values: list[Any], marks: list[Any]) -> tuple[list[Any], Any]:
         """The results of an operation, and the places of weights in them."""
-        name, params = equation.primitive.name, equation.params
+        name, params = equation.primitive.name, parameters(equation)
         if name == "scan" and any(mark is not None for mark in marks[: params["num_consts"]]):
             return self._in_loop(params, values, marks), None
         if name == "dot_general":

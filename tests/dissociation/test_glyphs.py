@@ -193,9 +193,7 @@ def test_labels_are_balanced_in_every_ten(key):
         assert sorted(block) == list(range(10))
     assert len(set(labels[90:])) == 5
     first = np.asarray(_orders(jax.random.split(key, 2000)))[:, 0]
-    assert (
-        np.sum((np.bincount(first, minlength=10) - 200) ** 2 / 200) < 27.9
-    )  # chi-square, 9 degrees, p = .001
+    assert np.sum((np.bincount(first, minlength=10) - 200) ** 2 / 200) < 27.9  # chi-square, 9 degrees, p = .001
 
 
 def test_wrong_use_says_what_is_wrong(key):

@@ -23,6 +23,13 @@ def test_both_words_serve(key):
     np.testing.assert_array_equal(words[:50] ^ words[50:], jax.random.bits(key, (50,)))  # what JAX makes of them
 
 
+def test_without_the_primitive_it_draws_as_jax_does(key, monkeypatch):
+    monkeypatch.delattr("jax.extend.random.threefry2x32_p")
+    with pytest.warns(RuntimeWarning, match="lacks jax.extend.random.threefry2x32_p.*draws other numbers"):
+        drawn = normal(key, (5,))
+    np.testing.assert_array_equal(drawn, jax.random.normal(key, (5,)))
+
+
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (0, 4), (2, 3, 4)])
 def test_shapes_and_dtypes(key, shape):
     for dtype in ("float32", "bfloat16", "float16"):
