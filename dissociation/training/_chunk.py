@@ -94,12 +94,14 @@ def chosen_layout(layout: Layout, num_members: int, arrays: Any, step: Traced, *
     """Return the layout that suits the platform and the programs, and the number of threads that can run now."""
     member_map, members_per_batch, mesh, wanted = layout
     checks.check_choice("member_map", member_map, ("auto", *MEMBER_MAPS))
-    for name, value in (("mesh", mesh), ("members_per_batch", members_per_batch), ("threads", wanted)):
+    if isinstance(mesh, Mesh):
+        sharding.check_mesh(mesh)
+    elif mesh is not None and not _is_open(mesh):
+        checks.fail_kind("mesh", 'be a mesh of `member_mesh`, None or "auto"', repr(mesh))
+    for name, value in (("members_per_batch", members_per_batch), ("threads", wanted)):
         if isinstance(value, str):
             checks.check_choice(name, value, ("auto",))
-        elif isinstance(value, Mesh):
-            sharding.check_mesh(value)
-        elif value is not None:
+        elif value is not None or name == "threads":
             checks.check_count(name, value, minimum=1)
     if member_map == "auto":
         platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else jax.default_backend()

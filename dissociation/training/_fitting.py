@@ -31,7 +31,7 @@ from dissociation.training._distributed import LocalMembers
 from dissociation.training._loop import streams
 from dissociation.training._members import take
 from dissociation.training._records import History, Save
-from dissociation.training._run import Checkpoint, Run, own_file, records_something
+from dissociation.training._run import FORMAT, Checkpoint, Run, own_file, records_something
 from dissociation.training._samplers import HostBatches, Sampler, as_arrays, leading_size
 from dissociation.training._schedule import check_steps
 from dissociation.training._signals import terminations_interrupt
@@ -272,8 +272,10 @@ def _resumed(layout: Layout, path: Path | None) -> Layout:
         checks.fail("checkpoint", "be a file", f"the folder {path}")
     if path is None or not path.exists():
         return layout
-    stored = checkpoints.read_header(path).get("layout")  # None in a file from before layouts were stored
-    return layout if stored is None else layout.resumed(stored)
+    header = checkpoints.read_header(path)
+    if "layout" not in header or header["format"] > FORMAT:  # `Checkpoint.check` refuses a later format
+        return layout
+    return layout.resumed(header["layout"])
 
 
 def _check_names(run: Run) -> None:

@@ -136,8 +136,8 @@ def test_a_signal_while_a_chunk_runs_loses_nothing(key, tmp_path, monkeypatch, i
 
     signal.signal(signal.SIGTERM, handle)
 
-    def interrupted(tasks, lanes):
-        result = run(tasks, lanes)
+    def interrupted(tasks, threads):
+        result = run(tasks, threads)
         chunks.append(result)
         if len(chunks) > 8:
             os.kill(os.getpid(), number)
@@ -671,6 +671,6 @@ def test_a_checkpoint_from_before_layouts_were_stored_is_resumed(tmp_path, caplo
     header = checkpoints.read_header(path)
     assert header["format"] == 1
     state = np.zeros(3)
-    checkpoints.save(path, state, header | {"format": 99})
+    checkpoints.save(path, state, header | {"format": 99, "layout": {"order": "other fields"}})
     with pytest.raises(ValueError, match="`checkpoint` must be a file of format 1 or lower, got .* of format 99"):
         run(checkpoint=path)

@@ -514,6 +514,8 @@ def test_nothing_to_record_takes_no_trip_to_the_host_per_step(key, monkeypatch, 
         ({"key": jax.random.split(jax.random.key(0), 3)}, ValueError, "`shared` must be False in the sampler"),
         ({"key": jax.random.split(jax.random.key(0), 2)}, ValueError, "one per member"),
         ({"members_per_batch": 2, "member_map": "scan"}, ValueError, "`members_per_batch` must be None"),
+        ({"mesh": 3}, TypeError, '`mesh` must be a mesh of `member_mesh`, None or "auto", got 3'),
+        ({"threads": None}, TypeError, "`threads` must be a Python integer .*, got None"),
         ({"key": 0}, TypeError, r"`key` must be a random key.*, got int 0\."),
         ({"key": None}, TypeError, r"`key` must be a random key.*, got None\."),
         ({"key": jnp.ones(2)}, TypeError, "`key` must be a random key.*, got an array of dtype float32"),
@@ -565,7 +567,7 @@ def test_nothing_to_record_takes_no_trip_to_the_host_per_step(key, monkeypatch, 
 def test_wrong_arguments_are_named(key, change, error, message):
     options = {"num_steps": 2, "batch_size": 4, "key": key, "optimizer": optax.sgd(0.1), **change}
     given = {name: options.pop(name) for name in list(options) if name in ("observe", "at", "seconds")}
-    layout = {name: options.pop(name) for name in list(options) if name in ("member_map", "members_per_batch")}
+    layout = {name: options.pop(name) for name in list(options) if name in Layout._fields}
     shown = {name: options.pop(name) for name in list(options) if name in ("progress", "shown")}
     callbacks = [Progress(shown.pop("progress"), **shown)] if shown else options.pop("callbacks", [])
     with pytest.raises(error, match=message):
