@@ -23,7 +23,6 @@ from dissociation.training._bmap import bmap
 from dissociation.training._distributed import LocalMembers
 from dissociation.training._members import per_batch, take
 from dissociation.training._progress import MeterFactory
-from dissociation.training._sharding import drop_padding, pad_members
 
 if TYPE_CHECKING:
     DataName = str
@@ -168,23 +167,17 @@ def measure_members(
     rewrite_keys: Any,
     measure_keys: Array,
 ) -> Any:
-    """`measure(model, rewrite(model, rewrite_key), measure_key)` for every member, compiled.
+    """Return `measure(model, rewrite(model, rewrite_key), measure_key)` of every member, compiled.
 
-    Each of several processes measures its own members. On a CPU the members go in turn, as many side by side as it has
-    devices: measuring takes the memory of as many, though the rewritten networks of all are kept; on an accelerator all
-    at once. Bind arrays to the two functions by `eqx.Partial`, which hands them to the program instead of baking them
-    into it.
+    Each of several processes measures its own members: sequentially on a CPU, in as many threads as it has devices, and
+    all at once on an accelerator. The rewritten networks of all members are kept. Bind arrays to the two functions by
+    `eqx.Partial`, which hands them to the program instead of baking them into it.
     """
-    several = len(measure_keys) > 1
 
     def measured(stacked: Any) -> Any:
         models, rewrite_keys, keys = stacked
-        own = models, rewrite_keys
-        if lone := several and len(keys) == 1:  # a loop over a single one would be rounded otherwise
-            own = pad_members(own, 2)
         # Two programs, so that rewrites that keep a network's shapes share the one that measures, which takes longer.
-        rewritten = _rewritten(rewrite, *own)
-        stacked = models, drop_padding(rewritten, 1) if lone else rewritten, keys
+        stacked = models, _rewritten(rewrite, models, rewrite_keys), keys
         return bmap(measure, batch_size=1, loop="scan")(*stacked) if per_batch() == 1 else _measured(measure, stacked)
 
     local = LocalMembers(len(measure_keys))
