@@ -1,4 +1,4 @@
-"""How the figure of neural collapse is drawn, panel by panel, from its results.
+"""Draw the figure of neural collapse, panel by panel, from its results.
 
 Colours and markers are weight decays, dashes the kind of a curve; what is shown of one weight decay alone is black.
 """

@@ -1,4 +1,4 @@
-"""How the figure of eigenvectors is drawn, panel by panel, from its results."""
+"""Draw the figure of eigenvectors, panel by panel, from its results."""
 
 from typing import Any
 

@@ -88,7 +88,7 @@ def source(config: Any) -> Dataset:
 
 
 def members_headline(config: Any, data: dict[str, Any], diverged_at: np.ndarray) -> str:
-    """What a figure was computed on, and which networks diverged, in a line."""
+    """Return a line that names the data of a figure and the networks that diverged."""
     sizes = f"{data['num_train']} training and {data['num_test']} test images"
     gone = named_diverged([f"seed {i}" for i in range(config.num_seeds)], diverged_at)
     return f"{data['name']}: {sizes}, {config.num_seeds} seeds, {config.num_epochs} epochs{gone}"
@@ -143,7 +143,7 @@ def train_members(
     progress: str | MeterFactory | None,
     observe: Callable[..., dict[str, Array]] | None = None,
 ) -> Trained:
-    """What every figure of trained networks begins with."""
+    """Train the networks with which every such figure begins."""
     settings = {name: getattr(config, name) for name in ("num_epochs", "num_seeds", "width")}
     settings["network"] = config.model
     trained = fit_mnist(

@@ -93,7 +93,7 @@ class Figure(Protocol):
         ...
 
     def describe(self, results: Any) -> dict[str, Any]:
-        """What the JSON beside the figure says."""
+        """Return the settings and numbers for the JSON beside the figure."""
         ...
 
     def caption(self, results: Any) -> str:
@@ -104,7 +104,7 @@ class Figure(Protocol):
         ...
 
     def headline(self, results: Any) -> str:
-        """What was computed on, in a line."""
+        """Return a line that names the data and the size of the run."""
         ...
 
     def table(self, results: Any) -> list[list[str]]:

@@ -258,7 +258,7 @@ def _computed(
 
 
 def load_partial(config: Config, folder: str | os.PathLike[str]) -> Results:
-    """What a sweep that still runs, or was stopped, has found so far; `draw` leaves out what is missing.
+    """Load the results so far of a sweep that runs or was stopped; `draw` leaves out what is missing.
 
     Args:
         config: Of the sweep.
@@ -322,7 +322,7 @@ def arrays(results: Results) -> dict[str, np.ndarray]:
 
 
 def describe(results: Results) -> dict[str, Any]:
-    """What the JSON beside the figure says."""
+    """Return the settings and numbers for the JSON beside the figure."""
     return {
         "figure": STEM,
         "config": results.config,
@@ -338,7 +338,7 @@ def caption(results: Results) -> str:
 
 
 def headline(results: Results) -> str:
-    """What was computed on, in a line, and how the time of collapse depends on weight decay."""
+    """Return a line that names the data, and the dependence of the time of collapse on weight decay."""
     config, data = results.config, results.data
     names = [f"weight decay {decay:g} seed {seed}" for decay in config.weight_decays for seed in config.seeds]
     return (

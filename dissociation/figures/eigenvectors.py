@@ -313,7 +313,7 @@ def arrays(results: Results) -> dict[str, np.ndarray]:
 
 
 def describe(results: Results) -> dict[str, Any]:
-    """What the JSON beside the figure says."""
+    """Return the settings and numbers for the JSON beside the figure."""
     return {
         "figure": STEM,
         "config": results.config,
@@ -326,7 +326,7 @@ def describe(results: Results) -> dict[str, Any]:
 
 
 def families(results: Results) -> dict[str, Any]:
-    """What names of arrays go on with, by the axes that it makes; see `figures`."""
+    """Return the endings of array names, by the axes that they make; see `figures`."""
     config = results.config
     first = config.sizes[0]
     kinds = {"similarity": results.similarity, "interval": results.intervals, "error": results.error}
@@ -342,7 +342,7 @@ def caption(results: Results) -> str:
 
 
 def headline(results: Results) -> str:
-    """What was computed on, in a line."""
+    """Return a line that names the data and the size of the run."""
     sizes = f"{results.data['num_train']} training and {results.data['num_test']} test images"
     names = [f"size {size} seed {i}" for size, steps in results.diverged_at.items() for i in range(len(steps))]
     gone = named_diverged(names, np.concatenate(list(results.diverged_at.values())))

@@ -80,7 +80,7 @@ REWRITES = {
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What is trained, compared and rewritten."""
+    """Settings of training, comparison and rewrites."""
 
     data: DataName = "glyphs"
     """Data set, by its name in `_datasets.SOURCES`."""
@@ -103,7 +103,7 @@ class Config:
     spread: float = 1.0
     """Standard deviation of the logarithm of the factors of neurons that are scaled unevenly."""
     duplicate_multiplier: float = 2.0
-    """How many times each neuron stands in the duplicated network."""
+    """Copies of each neuron in the duplicated network."""
     num_zero: int = 64
     """Neurons without effect, one per group."""
     null_scale: float = 0.1
@@ -335,7 +335,7 @@ def _intervals(panel: Axes, results: Results, layer: str) -> None:
 
 
 def _rewrites(panel: Axes, results: Results) -> None:
-    """What rewrites of the last layer leave of the similarity."""
+    """Draw the similarity that rewrites of the last layer leave."""
     there = np.isfinite(results.measured["features"])
     panel.axhline(float(results.measured["features"][there].mean()), color="0.5", linestyle=":", linewidth=0.8)
     for place, table in enumerate(results.moved.values()):
@@ -357,7 +357,7 @@ def arrays(results: Results) -> dict[str, np.ndarray]:
 
 
 def families(results: Results) -> dict[str, Any]:
-    """What names of arrays go on with, by the axes that it makes; see `figures`."""
+    """Return the endings of array names, by the axes that they make; see `figures`."""
     layers = {"layers": tuple(results.measured)}
     plain = dict.fromkeys(("measured", "low", "high", "residual"), layers)
     ends = dict.fromkeys(("approached", "change"), {"ends": ENDS, **layers})
@@ -379,7 +379,7 @@ def caption(results: Results) -> str:
 
 
 def headline(results: Results) -> str:
-    """What was computed on, what was measured, and what every pair of functions can show."""
+    """Return a line that names the data, the measure, and the range that every pair of functions can show."""
     layer = "features"
     measured = results.measured[layer]
     return (
@@ -391,7 +391,7 @@ def headline(results: Results) -> str:
 
 
 def describe(results: Results) -> dict[str, Any]:
-    """What the JSON beside the figure says."""
+    """Return the settings and numbers for the JSON beside the figure."""
     return {
         "figure": "freedom",
         "config": results.config,

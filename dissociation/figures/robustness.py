@@ -82,7 +82,7 @@ cut-off, which is too large."""
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What is trained, how it is rewritten, and at which noise it is measured."""
+    """Settings of training, rewrites and noise."""
 
     data: DataName = "glyphs"
     """Data set, by its name in `_datasets.SOURCES`."""
@@ -104,7 +104,7 @@ class Config:
     """Standard deviation of the noise in the null space of the data, or, for networks of images, of what their last
     hidden layer sees of it."""
     duplicate_multiplier: float = 2.0
-    """How many times each neuron stands in the duplicated network."""
+    """Copies of each neuron in the duplicated network."""
     scale_factor: float = 20.0
     """Factor on incoming weights (outgoing ones are divided by it)."""
     num_zero: int = 1024
@@ -324,18 +324,18 @@ def arrays(results: Results) -> dict[str, np.ndarray]:
 
 
 def families(results: Results) -> dict[str, Any]:
-    """What names of arrays go on with, by the axes that it makes; see `figures`."""
+    """Return the endings of array names, by the axes that they make; see `figures`."""
     variants = tuple(results.clean_error)
     return {kind: {"variants": variants} for kind in ("input_error", "parameter_error", "clean_error")}
 
 
 def headline(results: Results) -> str:
-    """What was computed on, in a line."""
+    """Return a line that names the data and the size of the run."""
     return members_headline(results.config, results.data, results.diverged_at)
 
 
 def describe(results: Results) -> dict[str, Any]:
-    """What the JSON beside the figure says."""
+    """Return the settings and numbers for the JSON beside the figure."""
     return {
         "figure": "robustness",
         "config": results.config,

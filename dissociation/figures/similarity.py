@@ -91,7 +91,7 @@ REWRITES = drawing.REWRITES
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What is trained, how it is rewritten, and by what it is compared."""
+    """Settings of training, rewrites and comparison."""
 
     data: DataName = "glyphs"
     """Data set, by its name in `_datasets.SOURCES`."""
@@ -118,7 +118,7 @@ class Config:
     scale_factor: float = 20.0
     """Factor on incoming weights (outgoing ones are divided by it)."""
     duplicate_multiplier: float = 2.0
-    """How many times each neuron stands in the duplicated network."""
+    """Copies of each neuron in the duplicated network."""
     num_zero: int = 64
     """Neurons without effect, one per group."""
 
@@ -397,7 +397,7 @@ def arrays(results: Results) -> dict[str, np.ndarray]:
 
 
 def families(results: Results) -> dict[str, Any]:
-    """What names of arrays go on with, by the axes that it makes; see `figures`."""
+    """Return the endings of array names, by the axes that they make; see `figures`."""
     measures = {"measures": tuple(dict.fromkeys((*results.matrices, *results.rewritten)))}
     kinds = ("matrix", "estimate", "low", "high", "baseline", "through", "course", "rewritten", "chance", "calibrated")
     return dict.fromkeys(kinds, measures)
@@ -419,14 +419,14 @@ def caption(results: Results) -> str:
 
 
 def headline(results: Results) -> str:
-    """What was computed on, in a line."""
+    """Return a line that names the data and the size of the run."""
     return (
         f"{members_headline(results.config, results.data, results.diverged_at)}; {results.config.num_samples} samples"
     )
 
 
 def describe(results: Results) -> dict[str, Any]:
-    """What the JSON beside the figure says."""
+    """Return the settings and numbers for the JSON beside the figure."""
     return {
         "figure": "similarity",
         "config": results.config,

@@ -82,7 +82,7 @@ PROBES = {"converged": "converged probe", "gradient": "{} gradient steps", "one_
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What is trained, how it is rewritten, and how the probes learn."""
+    """Settings of training, rewrites and probes."""
 
     data: DataName = "glyphs"
     """Data set, by its name in `_datasets.SOURCES`."""
@@ -107,7 +107,7 @@ class Config:
     scale_factor: float = 20.0
     """Factor on incoming weights (outgoing ones are divided by it)."""
     duplicate_multiplier: float = 1.2
-    """How many times each neuron stands in the duplicated network."""
+    """Copies of each neuron in the duplicated network."""
     num_zero: int = 128
     """Neurons without effect, one per group."""
     probes: tuple[str, ...] = ("converged", "gradient")
@@ -301,19 +301,19 @@ def arrays(results: Results) -> dict[str, np.ndarray]:
 
 
 def families(results: Results) -> dict[str, Any]:
-    """What names of arrays go on with, by the axes that it makes; see `figures`."""
+    """Return the endings of array names, by the axes that they make; see `figures`."""
     variants = {"variants": tuple(results.clean_error)}
     probes = {"tasks": tuple(TASKS), "probes": results.config.probes, **variants}
     return {"transfer_error": probes, "clean_error": variants}
 
 
 def headline(results: Results) -> str:
-    """What was computed on, in a line."""
+    """Return a line that names the data and the size of the run."""
     return members_headline(results.config, results.data, results.diverged_at)
 
 
 def describe(results: Results) -> dict[str, Any]:
-    """What the JSON beside the figure says."""
+    """Return the settings and numbers for the JSON beside the figure."""
     return {
         "figure": "transfer",
         "config": results.config,

@@ -1,4 +1,4 @@
-"""How the figure of ordered digits is drawn, panel by panel, from its results."""
+"""Draw the figure of ordered digits, panel by panel, from its results."""
 
 from typing import Any
 

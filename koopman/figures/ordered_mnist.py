@@ -318,7 +318,7 @@ def arrays(results: Results) -> dict[str, np.ndarray]:
 
 
 def describe(results: Results) -> dict[str, Any]:
-    """What the JSON beside the figure says."""
+    """Return the settings and numbers for the JSON beside the figure."""
     return {
         "figure": "ordered-mnist",
         "config": results.config,
@@ -331,7 +331,7 @@ def describe(results: Results) -> dict[str, Any]:
 
 
 def families(results: Results) -> dict[str, Any]:
-    """What names of arrays go on with, by the axes that it makes; see `figures`."""
+    """Return the endings of array names, by the axes that they make; see `figures`."""
     models = {"models": tuple(results.logits)}
     kinds = ("accuracy", "predicted", "logits", "strips", "eigenvalues", "left", "validation", "batched", "diverged_at")
     return dict.fromkeys(kinds, models)
@@ -343,7 +343,7 @@ def caption(results: Results) -> str:
 
 
 def headline(results: Results) -> str:
-    """What was computed on, in a line."""
+    """Return a line that names the data and the size of the run."""
     sizes = ", ".join(f"{results.data[f'num_{part}']} {part}" for part in ("train", "validation", "test"))
     names = [f"{name} seed {i}" for name, steps in results.diverged_at.items() for i in range(len(steps))]
     oracle = cell(results.oracle_accuracy, factor=100, unit=" %")

@@ -420,7 +420,7 @@ def arrays(results: Results) -> dict[str, np.ndarray]:
 
 
 def describe(results: Results) -> dict[str, Any]:
-    """What the JSON beside the figure says."""
+    """Return the settings and numbers for the JSON beside the figure."""
     return {
         "figure": "spectra",
         "config": results.config,
@@ -430,13 +430,13 @@ def describe(results: Results) -> dict[str, Any]:
 
 
 def families(results: Results) -> dict[str, Any]:
-    """What names of arrays go on with, by the axes that it makes; see `figures`."""
+    """Return the endings of array names, by the axes that they make; see `figures`."""
     estimators = {"estimators": tuple(ESTIMATORS)}
     return {f"{kind}_{name}": estimators for kind in ("eigenvalues", "functions") for name in results.exact}
 
 
 def headline(results: Results) -> str:
-    """What was computed on, in a line."""
+    """Return a line that names the data and the size of the run."""
     config = results.config
     return (
         f"{config.num_trajectories} trajectories of up to {config.lengths[-1]} transitions; rates -log|lambda| per lag"
