@@ -43,12 +43,15 @@ PARAMETERS = {
 
 def parameters(equation: Any) -> dict[str, Any]:
     """Return the parameters of an operation, or raise if this JAX lacks one that the rules read."""
-    name = equation.primitive.name
+    name, params = equation.primitive.name, equation.params
+    if name == "scan" and "ft_in" in params:  # as JAX 0.12 groups a loop's operands
+        consts, carry, _ = params["ft_in"].unpack()
+        params = params | {"num_consts": len(consts), "num_carry": len(carry)}
     wanted = {each for names, primitives in PARAMETERS.items() if name in primitives.split() for each in names.split()}
-    if lacks := sorted(wanted - equation.params.keys()):
+    if lacks := sorted(wanted - params.keys()):
         words = f"JAX {jax.__version__} lacks {lacks} of {name}, needed for `neuron_groups`. Install an older JAX."
         raise ImportError(words)
-    return equation.params
+    return params
 
 
 if TYPE_CHECKING:
