@@ -176,16 +176,6 @@ def test_wrong_arguments_are_named(key):
         regime_switching_var(MATRICES, np.array([[0.5, 0.4], [0.5, 0.5]]), 3, key=key)
 
 
-def test_against_kooplearn(key):
-    datasets = pytest.importorskip("kooplearn.datasets")
-    start = np.array([1.0, 0.5])
-    peer = datasets.make_linear_system(start, A, n_steps=5).to_numpy()
-    np.testing.assert_allclose(linear_system(A, 5, key=key, initial=start), peer, atol=1e-6)
-    swap = np.array([[0.0, 1.0], [1.0, 0.0]])  # no chance left
-    peer = datasets.make_regime_switching_var(start, *MATRICES, swap, n_steps=5).to_numpy()
-    np.testing.assert_allclose(regime_switching_var(MATRICES, swap, 5, key=key, initial=start).states, peer, atol=1e-6)
-
-
 def test_directions_that_no_noise_reaches():
     exact = linear_spectrum(np.diag([0.5, 0.3]), 1, noise=[[1.0], [0.0]])
     states = np.asarray([[1.0, 2.0], [-3.0, 0.5]])

@@ -134,15 +134,3 @@ def test_wrong_arguments_are_named(key):
         logistic_spectrum(0)
     with pytest.raises(ValueError, match=r"`initial` must have shape \(1,\) or \(4, 1\), got \(3, 1\)"):
         logistic_map(3, key=key, num_trajectories=4, initial=jnp.zeros((3, 1)))
-
-
-def test_against_kooplearn():
-    datasets = pytest.importorskip("kooplearn.datasets")
-    x = np.linspace(0, 1, 40)
-    spectrum = logistic_spectrum(10)
-    values, right = datasets.compute_logistic_map_eig(M=10, eval_right_on=x, num_components=3)
-    np.testing.assert_allclose(values, spectrum.eigenvalues[:3], atol=1e-8)
-    ratio = spectrum.right(x[:, None])[:, :3] / right
-    np.testing.assert_allclose(ratio, np.broadcast_to(ratio[:1], ratio.shape), rtol=1e-6)
-    density = datasets.compute_logistic_map_invariant_pdf(M=10)(x)
-    np.testing.assert_allclose(density, spectrum.density(x[:, None]), atol=1e-4)
