@@ -6,7 +6,6 @@ from scipy.stats import kstest
 
 from koopman.datasets import (
     langevin_spectrum,
-    ornstein_uhlenbeck_spectrum,
     overdamped_langevin,
     prinz_langevin,
     prinz_spectrum,
@@ -66,24 +65,6 @@ def test_prinz_spectrum(friction, expected):
     finer = prinz_spectrum(friction=friction, num_cells=800)
     np.testing.assert_allclose(finer.eigenvalues, values, atol=3e-10)
     np.testing.assert_allclose(finer.right(x[:, None]), functions, atol=1e-5)
-
-
-def test_harmonic_well_is_ornstein_uhlenbeck():
-    theta, friction, sigma, lag = 1.7, 0.6, 0.9, 0.2
-    spectrum = langevin_spectrum(
-        lambda x: 0.5 * theta * friction * x**2,
-        (-30.0, 30.0),
-        friction=friction,
-        sigma=sigma,
-        time_step=lag,
-        num_components=5,
-        num_cells=800,
-    )
-    exact = ornstein_uhlenbeck_spectrum(theta=theta, sigma=sigma / friction, time_step=lag, num_components=5)
-    np.testing.assert_allclose(spectrum.eigenvalues, exact.eigenvalues, atol=4e-8)
-    x = np.linspace(-2, 2, 21)[:, None]
-    np.testing.assert_allclose(spectrum.density(x), exact.density(x), rtol=1e-9)
-    np.testing.assert_allclose(spectrum.right(x), exact.right(x), atol=1e-4)
 
 
 def test_reflected_free_diffusion_has_cosines():

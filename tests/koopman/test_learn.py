@@ -210,16 +210,6 @@ def test_a_module_is_where_all_seeds_begin(trajectories):
     assert np.abs(made.encoder.weight[0] - made.encoder.weight[1]).max() > 0.01
 
 
-@pytest.mark.slow
-def test_classifiers_learn(trajectories):
-    """The classes are the signs of a coordinate."""
-    states = trajectories.reshape(-1, 5)
-    labels = (states[:, 0] > 0).astype(int)
-    settings = {"encoder": linear(5, 2), "num_classes": 2, "learning_rate": 1e-2, "num_seeds": 1, "num_epochs": 5}
-    oracle = member(train_classifiers(states, labels, key=jax.random.key(0), **settings).models, 0)
-    assert np.mean(np.asarray(encode(oracle, states)).argmax(1) == labels) > 0.95
-
-
 def test_bad_input_is_refused(digits, trajectories):
     images, key = digits.images, jax.random.key(0)
     states = trajectories[0]

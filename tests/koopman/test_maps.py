@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy.special import fresnel
 from scipy.stats import beta, kstest
 
 from koopman.datasets import logistic_features, logistic_map, logistic_spectrum
@@ -27,17 +26,6 @@ def test_order_of_eigenvalues():
     np.testing.assert_array_equal(values[conjugate_order(values)], [1, -0.9, pair, values[1], 0.5, 0.3j, -0.3j])
     twice = np.array([0.3j, -0.3j, -0.3j, 0.3j])
     np.testing.assert_array_equal(twice[conjugate_order(twice)], [0.3j, -0.3j, 0.3j, -0.3j])
-
-
-def test_order_one_has_a_closed_form():
-    """The second eigenvalue is the integral of cos(2 pi y) cos(2 pi S(y)): Fresnel's cosines and sines."""
-
-    def integral(shift):  # of cos(2 pi (u + shift)^2 - pi / 8) over [0, 1]
-        (s1, c1), (s0, c0) = fresnel(2 * (1 + shift)), fresnel(2 * shift)
-        return 0.5 * (np.cos(np.pi / 8) * (c1 - c0) + np.sin(np.pi / 8) * (s1 - s0))
-
-    expected = -0.5 * (integral(0.25) + integral(-0.25))
-    np.testing.assert_allclose(logistic_spectrum(1).eigenvalues, [1, expected], rtol=1e-13)
 
 
 @pytest.mark.parametrize("order", [1, 20])

@@ -26,7 +26,6 @@ from koopman import (
     risk,
     singular_values,
 )
-from koopman._operators._subspaces import eigenpairs
 
 KINDS = {"ridge": Ridge, "pcr": partial(PrincipalComponents, 2), "reduced_rank": partial(ReducedRank, 2)}
 
@@ -319,19 +318,6 @@ def test_states_that_are_all_but_one_to_the_kernel_are_named(kernel):
         assert not any("center=True" in str(warning.message) for warning in seen)  # which these do not take
     fit_kernel("pcr", x - x.mean(0)[None], y - x.mean(0)[None], RBF(1.0))
     fit_kernel("pcr", np.ones_like(x), np.ones_like(x), kernel)  # the states are one, and nothing is lost
-
-
-@pytest.mark.parametrize("num_states", [20, 1000])
-def test_zeros_among_eigenvalues_are_smaller_than_rounding(num_states):
-    equal = jnp.ones((num_states, num_states), jnp.float32) / num_states
-    values, vectors = eigenpairs(equal)
-    np.testing.assert_allclose(values[0], 1.0, rtol=1e-5)
-    assert values[1:64].max() < 0.5 * np.finfo(np.float32).eps
-    np.testing.assert_allclose(vectors.T @ vectors, np.eye(num_states), atol=1e-5)
-    few = states(num_states)[:64]
-    spread = np.asarray(RBF(3.0)(few, few)) / len(few)
-    wanted = np.linalg.eigvalsh(spread.astype(float))[::-1]
-    np.testing.assert_allclose(eigenpairs(jnp.asarray(spread, jnp.float32))[0], wanted, atol=1e-6 * wanted[0])
 
 
 @pytest.mark.parametrize(

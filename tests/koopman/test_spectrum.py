@@ -23,7 +23,6 @@ from koopman import (
     right_eigenfunctions,
     singular_values,
 )
-from koopman.datasets import logistic_features, logistic_map, logistic_spectrum
 
 
 def rotation(n=300, angle=0.3, decay=0.95, noise=0.1, seed=0):
@@ -243,22 +242,6 @@ def test_host_and_device_routes_agree(monkeypatch):
     for index, one in enumerate(here):
         np.testing.assert_allclose(mapped.eigenvalues[index], one.eigenvalues, atol=1e-5)
         np.testing.assert_allclose(mapped.residuals[index], one.residuals, atol=1e-4)
-
-
-@pytest.mark.slow
-def test_the_noisy_logistic_map():
-    """The exact features at full rank: the leading pair from five times 40 trajectories of 1000 transitions."""
-    with jax.enable_x64(True):
-        exact = logistic_spectrum(20).eigenvalues[:3]
-        pairs = []
-        for seed in range(5):
-            states = logistic_map(1000, key=jax.random.key(seed), num_trajectories=40, order=20)
-            x, y = lagged_pairs(list(states))
-            features = [logistic_features(part, 20) for part in (x, y)]
-            pairs.append(np.asarray(eigenvalues(fit(Ridge(1e-9), *features)))[:3])
-        mean, error = np.mean(pairs, 0), np.std(np.abs(pairs), 0)
-        np.testing.assert_allclose(mean[0], 1, atol=1e-3)
-        np.testing.assert_allclose(mean[1:], exact[1:], atol=5 * error[1:].max() / np.sqrt(5) + 0.02)
 
 
 def test_width_is_checked():
