@@ -1,8 +1,6 @@
 """All figures of both packages: what they must provide, and where they are listed."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -40,12 +38,6 @@ def test_a_module_that_lacks_something_is_no_figure():
 
 def test_files_of_figures_have_names_of_their_own():
     assert len({parameters.values[2].STEM for parameters in FIGURES}) == len(FIGURES)
-
-
-def test_the_list_is_read_without_importing_anything_slow():
-    said = "import dissociation.figures, koopman.figures, sys; print({'jax', 'numpy', 'matplotlib'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"
 
 
 def test_the_readme_has_every_figure_and_no_other():

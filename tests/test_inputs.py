@@ -23,12 +23,13 @@ from registry import CALLS, MAY_PASS
 
 from dissociation._core import validation
 
+pytestmark = pytest.mark.usefixtures("barely_optimized")
+
 NO_ROW = {
     "dissociation._core.checks": "the checks themselves",
     "dissociation._core.labelled": "takes a path alone: test_labelled.py",
     "dissociation.data._mnist": "takes a folder alone: test_mnist.py",
     "dissociation.figures": "what figures share: test_figures.py",
-    "dissociation.fig4": "re-exports",
     "dissociation.plotting": "what figures and notebooks share",
     "dissociation.training._progress": "what long work shows",
     "dissociation.training._cores": "takes no data",
@@ -109,16 +110,6 @@ def unchecked(function):
 
         return make
     return validation.validated(**settings_of(function))(inspect.unwrap(function))
-
-
-class Foreign:
-    """Another library's tensor."""
-
-    def __init__(self, values):
-        self.values = np.asarray(values)
-
-    def __array__(self, dtype=None, copy=None):
-        return self.values
 
 
 def settings_of(function):
@@ -293,24 +284,6 @@ def same(first, second, tolerance):
                 np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=tolerance * scale, rtol=tolerance)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("function", "make_call"), ROWS)
-def test_whatever_stands_for_an_array_gives_the_same(function, make_call):
-    call = make_call()
-    names = arrays_of(function, call)
-    if not names:
-        return
-    run = unchecked(function)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        wanted = run(**call)
-        # float32 lists come back as float64, which x64 off makes float32 again.
-        ways = {"a list": lambda x: np.asarray(x).tolist(), "foreign": lambda x: Foreign(np.asarray(x))}
-        for kind, way in (ways | {"JAX": jnp.asarray}).items():
-            others = {name: way(call[name]) for name in names if not passes(function, name, kind)}
-            same(wanted, run(**call | others), 2e-3)
-
-
 def wide_arrays(function, call):
     """Names of arguments whose numbers are taken as floats, and differ."""
     given = {name: x for name, x in call.items() if isinstance(x, np.ndarray | jax.Array) and x.dtype.kind == "f"}
@@ -337,7 +310,6 @@ def test_digits_that_float32_drops_are_said_or_kept(function, make_call):
 
 NEAREST = "dissociation.measures._nearest"
 MAY_DEPEND_ON_ORDER = {
-    "dissociation._core.linalg.positive_inverse": "n counts features",
     "dissociation.measures._collapse.class_moments": "`rest` is the rounding of the means",
     f"{NEAREST}.information": "errors are of parts: test_nearest_information.py",
     "dissociation.similarity._dissimilarity.crossnobis_rsa": "rows run through the same conditions",

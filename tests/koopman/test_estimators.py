@@ -93,6 +93,7 @@ def test_a_new_estimator_is_one_class():
             ValueError,
             "`solver` must be one of .*'randomized', got",
         ),
+        (lambda: fit(ReducedRank(2, solver="randomized"), X, Y, kernel=RBF(1.0)), ValueError, "one of .*'spectral'"),
         (lambda: fit(jax.vmap(Ridge)(ALPHAS), X, Y), ValueError, r"`alpha` must be a single number.*jax.vmap"),
         (lambda: fit(jax.vmap(ReducedRank)(jnp.arange(3)), X, Y), ValueError, "`rank` must be a single number"),
     ],

@@ -14,7 +14,7 @@ from drawn import assert_only_draws
 from labels import assert_labelled
 
 from dissociation import load_results
-from dissociation.data import Dataset, load
+from dissociation.data import load
 from dissociation.figures import _command as command
 from dissociation.figures._artifacts import axes_of
 from dissociation.models import Encoder
@@ -140,19 +140,6 @@ def test_a_real_eigenvalue_goes_to_a_real_root(num_digits, root):
     plain = Forecaster(lambda image: image, Latent(jnp.asarray(matrix, jnp.float32)), None)
     moved = project(plain, "roots", num_digits).dynamics.matrix
     np.testing.assert_allclose(mix @ moved, np.diag([root, 1, 1]) @ mix, atol=1e-3)
-
-
-def test_a_sequence_must_hold_the_three_splits():
-    labels = np.eye(10, dtype=np.float32)
-    config = dataclasses.replace(ordered_mnist.Config(), num_train=5000)
-    with pytest.raises(ValueError, match="at most the sequence's length"):
-        ordered_mnist.compute(
-            config,
-            key=jax.random.key(0),
-            dataset=Dataset(
-                "mine", np.zeros((10, 784), np.float32), labels, np.zeros((5, 784), np.float32), labels[:5]
-            ),
-        )
 
 
 def test_spectra(caplog):

@@ -6,33 +6,24 @@ import numpy as np
 import pandas as pd
 import pytest
 import xarray as xr
+from trajectories import follow
 
 from koopman import (
-    RBF,
     ReducedRank,
     Ridge,
     fit,
-    fit_generator,
     lagged_pairs,
     matrix_powers,
-    median_distance,
-    moments,
     predict,
-    right_eigenfunctions,
     risk,
     score,
 )
-from koopman._operators import _diagnostics as diagnostics
 from koopman._operators._forecast import r2_score
 
 
-def trajectory(n=200, seed=0):
-    rng = np.random.default_rng(seed)
+def trajectory(n=200):
     matrix = np.asarray([[0.9, 0.2, 0.0], [-0.2, 0.9, 0.1], [0.0, 0.0, 0.7]])
-    path = [rng.normal(size=3)]
-    for _ in range(n):
-        path.append(matrix @ path[-1] + 0.2 * rng.normal(size=3))
-    return matrix, np.asarray(path)
+    return matrix, follow(matrix, n, 0.2, np.random.default_rng(0))
 
 
 @pytest.mark.slow
@@ -59,15 +50,14 @@ def test_far_ahead_nothing_overflows_on_the_way():
     np.testing.assert_allclose(jax.jit(lambda s: predict(operator, grow[:1], s))(130), 1.5**130, rtol=1e-4)
 
 
-@pytest.mark.parametrize("traced", [False, True])
-def test_gradients_of_powers_do_not_see_the_squares_that_were_not_used(traced):
+def test_gradients_of_powers_do_not_see_the_squares_that_were_not_used():
     matrix = np.asarray([[1.5, 0.2], [0.0, 1.1]], np.float32)
     exponents = jnp.asarray([0, 1, 5, 40])
 
     def total(matrix, exponents):
         return jnp.sum(matrix_powers(matrix, exponents)[:3])
 
-    found = jax.jit(jax.grad(total))(matrix, exponents) if traced else jax.grad(total)(matrix, exponents)
+    found = jax.jit(jax.grad(total))(matrix, exponents)
     power = lambda m: np.sum([np.linalg.matrix_power(m, k) for k in (0, 1, 5)])  # noqa: E731
     steps = 1e-6 * np.eye(4).reshape(4, 2, 2)
     numeric = [(power(matrix.astype(float) + s) - power(matrix.astype(float) - s)) / 2e-6 for s in steps]
@@ -82,33 +72,16 @@ def test_powers_below_zero_are_no_numbers():
     traced = jax.jit(matrix_powers)(2 * jnp.eye(2), jnp.asarray([-1, 0, 3]))
     assert jnp.isnan(traced[0]).all()
     np.testing.assert_array_equal(traced[1:], [np.eye(2), 8 * np.eye(2)])
-    with pytest.raises((ValueError, TypeError), match="square|matrix"):
-        matrix_powers(jnp.ones((2, 3)), np.asarray([1]))
     operator = fit(Ridge(), *lagged_pairs(PATH))
     assert jnp.isnan(jax.jit(lambda s: predict(operator, PATH[:2], s))(0)).all()
 
 
-@pytest.mark.parametrize("shape", [(4, 5), (20,), (5, 4, 1), (1, 4), (5, 1)])
-def test_r2_compares_like_with_like(shape):
-    """Reshaped to fit, R^2 of X and X^T was a number."""
-    target = np.random.default_rng(0).normal(size=(5, 4))
-    with pytest.raises((ValueError, TypeError)) as caught:
-        r2_score(target, np.resize(target, shape))
-    assert isinstance(caught.value, TypeError) or caught.match("`forecast` must (have the|be of) shape .* `target`")
-    with pytest.raises(ValueError, match="`target` must hold at least two samples"):
-        r2_score(target[:1], target[:1])
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("lag", "steps"), [(1, 1), (2, 1), (1, 3), (2, 3)])
+@pytest.mark.parametrize(("lag", "steps"), [(1, 1), (2, 3)])
 def test_score_compares_what_was_forecast_with_what_came(lag, steps):
     """Scores elsewhere were misaligned for lag > 1 with several steps: they compared with t + lag + steps - 1."""
     with jax.enable_x64(True):
-        matrix, _ = trajectory()
-        path = [np.asarray([1.0, -1.0, 0.5])]
-        for _ in range(60):
-            path.append(matrix @ path[-1])
-        path = np.asarray(path)
+        path = follow(trajectory()[0], 60, 0.0, np.random.default_rng(0))
         operator = fit(Ridge(0.0), *lagged_pairs(path, lag))
         np.testing.assert_allclose(score(operator, path, lag=lag, steps=steps), 1.0, atol=1e-9)
         # The negative control: compared one sample off, an exact forecast is not perfect.
@@ -156,12 +129,7 @@ PATH = trajectory(20)[1]
         (lambda o: predict(o, PATH, 0), "`steps` must be at least 1, got 0"),
         (lambda o: predict(o, PATH, [[1, 2]]), r"`steps` must have 1 axis \[t\]"),
         (lambda o: predict(o, PATH[:, :2]), "as the operator was fitted"),
-        (lambda o: risk(o, PATH, PATH[:, :1]), "`y` must be of shape .* with d = 3 as in `x`"),
         (lambda o: score(o, PATH, lag=7, steps=3), r"longer than lag \* steps \(21\)"),
-        (
-            lambda o: score(o, np.where(PATH[3] == PATH, np.nan, PATH)),
-            r"`trajectory` must be finite, got nan at index \(3, 0\)",
-        ),
     ],
 )
 def test_bad_input_is_refused(call, words):
@@ -184,7 +152,7 @@ def test_steps_beyond_the_integers_are_named():
         np.testing.assert_array_equal(matrix_powers(np.eye(2), np.asarray([2**40])), np.eye(2)[None])
 
 
-@pytest.mark.parametrize("scale", [1e-30, 1e-21, 1e21, 1e30])
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
 def test_scores_do_not_depend_on_units(scale):
     rng, unit = np.random.default_rng(0), np.float32(scale)
     x, y = rng.normal(size=(2, 50, 3)).astype(np.float32)
@@ -193,21 +161,6 @@ def test_scores_do_not_depend_on_units(scale):
     same = np.full((50, 1), unit)
     assert r2_score(same, same) == 1
     assert r2_score(same, 2 * same) == 0
-
-
-def test_float64_that_becomes_float32_is_named():
-    operator = fit(Ridge(), *lagged_pairs(trajectory()[1].astype(np.float32)))
-    x = np.ones((3, 3)) + np.eye(3)
-    for call in (
-        lambda x: predict(operator, x),
-        lambda x: risk(operator, x, x),
-        lambda x: r2_score(x, x),
-        lambda x: fit_generator(x, x[..., None], rank=1),
-    ):
-        call(x.astype(np.float32))
-        diagnostics._warn_narrowed.cache_clear()  # said once per process
-        with pytest.warns(UserWarning, match="float64 are computed in float32"):
-            call(x)
 
 
 def test_a_forecast_that_alpha_eats_is_named():
@@ -261,22 +214,15 @@ def test_a_frame_is_scored_as_its_pairs_are_made():
             score(operator, FRAME.to_numpy(), observable=table)
 
 
-@pytest.mark.parametrize("label", ["run", "Time (s)", "trial_id", "seed", "t"])
+@pytest.mark.parametrize("label", ["run", "Time (s)"])
 def test_runs_and_times_among_columns_are_no_states(label):
     wrong, right = FRAME.assign(**{label: RUNS["t"]}), FRAME.to_numpy()
     operator = fit(Ridge(), right[:-1], right[1:])
     calls = (
         lambda x: fit(Ridge(), x, x),
-        lambda x: fit(Ridge(), x, x, kernel=RBF(1.0)),
         lambda x: fit(Ridge(), right, right, observable=x),
-        lambda x: moments(x, x),
         lambda x: predict(operator, x),
-        lambda x: risk(operator, x, x),
         lambda x: score(operator, x),
-        lambda x: right_eigenfunctions(operator, x),
-        lambda x: r2_score(x, x),
-        lambda x: median_distance(x),
-        lambda x: fit_generator(x, x.to_numpy()[..., None], rank=1),
     )
     for call in calls:
         with pytest.raises(

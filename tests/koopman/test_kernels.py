@@ -27,11 +27,10 @@ def test_closed_forms(kernel, wanted):
         np.testing.assert_allclose(jax.jit(lambda x: kernel(x, Y))(X), wanted, rtol=1e-10)
 
 
-@pytest.mark.parametrize("nu", [0.5, 1.5, 2.5])
-def test_against_scikit_learn(nu):
+def test_against_scikit_learn():
     pairwise = pytest.importorskip("sklearn.gaussian_process.kernels")
     with jax.enable_x64(True):
-        np.testing.assert_allclose(koopman.Matern(1.3, nu)(X, Y), pairwise.Matern(1.3, nu=nu)(X, Y), rtol=1e-10)
+        np.testing.assert_allclose(koopman.Matern(1.3, 2.5)(X, Y), pairwise.Matern(1.3, nu=2.5)(X, Y), rtol=1e-10)
 
 
 def test_float32_far_from_the_origin():
@@ -95,16 +94,7 @@ def test_bad_input_is_refused(make, words):
     assert isinstance(caught.value, TypeError) or caught.match(words)
 
 
-@pytest.mark.parametrize(
-    "kernel",
-    [
-        koopman.Laplacian(0.1),
-        koopman.Matern(0.1, 0.5),
-        koopman.Matern(0.1, 1.5),
-        koopman.Matern(0.1, 2.5),
-        koopman.RBF(0.1),
-    ],
-)
+@pytest.mark.parametrize("kernel", [koopman.Laplacian(0.1), koopman.Matern(0.1, 2.5), koopman.RBF(0.1)])
 def test_kernels_of_distances_are_exact_for_close_states(kernel):
     # The root of a cancelled square took up to a tenth off the diagonal.
     x = (RNG.normal(size=(50, 5)) * 10).astype(np.float32)

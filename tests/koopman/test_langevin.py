@@ -6,7 +6,6 @@ from scipy.stats import kstest
 
 from koopman.datasets import (
     langevin_spectrum,
-    ornstein_uhlenbeck_spectrum,
     overdamped_langevin,
     prinz_langevin,
     prinz_spectrum,
@@ -49,14 +48,6 @@ def schroedinger(friction, states, lag=1e-4, waves=120):
     return np.exp(-lag * diffusion * rates[:4]), functions * np.sign(functions[-1])[None, :], density
 
 
-def test_prinz_potential_and_its_force():
-    x = np.linspace(-1.3, 1.3, 27)
-    with jax.enable_x64(True):
-        np.testing.assert_allclose(prinz_potential(x), prinz_by_hand(x)[0], rtol=1e-13)
-        force = jax.vmap(jax.grad(prinz_potential))(jnp.asarray(x))
-        np.testing.assert_allclose(force, prinz_by_hand(x)[1], rtol=1e-12)
-
-
 @pytest.mark.parametrize(
     ("friction", "expected"),
     [(0.1, [1, 0.97989261, 0.92044637, 0.84199274]), (1.0, [1, 0.99988011, 0.99921146, 0.99846504])],
@@ -76,24 +67,6 @@ def test_prinz_spectrum(friction, expected):
     np.testing.assert_allclose(finer.right(x[:, None]), functions, atol=1e-5)
 
 
-def test_harmonic_well_is_ornstein_uhlenbeck():
-    theta, friction, sigma, lag = 1.7, 0.6, 0.9, 0.2
-    spectrum = langevin_spectrum(
-        lambda x: 0.5 * theta * friction * x**2,
-        (-30.0, 30.0),
-        friction=friction,
-        sigma=sigma,
-        time_step=lag,
-        num_components=5,
-        num_cells=800,
-    )
-    exact = ornstein_uhlenbeck_spectrum(theta=theta, sigma=sigma / friction, time_step=lag, num_components=5)
-    np.testing.assert_allclose(spectrum.eigenvalues, exact.eigenvalues, atol=4e-8)
-    x = np.linspace(-2, 2, 21)[:, None]
-    np.testing.assert_allclose(spectrum.density(x), exact.density(x), rtol=1e-9)
-    np.testing.assert_allclose(spectrum.right(x), exact.right(x), atol=1e-4)
-
-
 def test_reflected_free_diffusion_has_cosines():
     spectrum = langevin_spectrum(lambda x: 0 * x, (1.0, 3.0), friction=2.0, sigma=0.8, time_step=0.3)
     k = np.arange(4)
@@ -111,25 +84,6 @@ def test_a_wide_domain_changes_nothing():
     np.testing.assert_allclose(wide.eigenvalues, narrow.eigenvalues, atol=1e-9)
     cut = langevin_spectrum(prinz_potential, (-0.4, 1.4), time_step=1e-4)  # without the well on the left it does
     assert np.abs(cut.eigenvalues - narrow.eigenvalues)[1] > 5e-5
-
-
-def euler_kernel_eigenvalue(substeps, points=800):
-    """The second eigenvalue of the Euler scheme itself at friction 0.1, from its Gaussian transition density."""
-    step = 1e-4 / substeps
-    x = np.linspace(-2, 2, points)
-    mean = x - prinz_by_hand(x)[1] * step / 0.1
-    kernel = np.exp(-((x[None, :] - mean[:, None]) ** 2) / (2 * 200 * step))
-    kernel *= (x[1] - x[0]) / np.sqrt(2 * np.pi * 200 * step)
-    vectors = np.stack([np.ones(points), x], axis=1)
-    for _ in range(60 * substeps):  # subspace iteration
-        vectors = np.linalg.qr(kernel @ vectors)[0]
-    return np.sort(np.linalg.eigvals(vectors.T @ kernel @ vectors).real)[0] ** substeps
-
-
-def test_error_of_the_scheme_is_as_documented():
-    rate = -np.log(prinz_spectrum().eigenvalues[1])
-    np.testing.assert_allclose(-np.log(euler_kernel_eigenvalue(1)) / rate, 1.043, atol=1e-3)
-    np.testing.assert_allclose(-np.log(euler_kernel_eigenvalue(10)) / rate, 1.003, atol=1e-3)
 
 
 def test_prinz_trajectories_follow_density_and_spectrum(key):
@@ -191,14 +145,6 @@ def test_wrong_arguments_are_named(key):
         prinz_spectrum(num_cells=101)
     with pytest.raises(ValueError, match="`num_cells` must be at least 32"):
         prinz_spectrum(num_cells=20)
-
-
-@pytest.mark.parametrize("friction", [0.1, 1.0])
-def test_against_kooplearn(friction):
-    datasets = pytest.importorskip("kooplearn.datasets")
-    values = datasets.compute_prinz_potential_eig(friction, ROOT_2, 1e-4)
-    # With 128 cosines on (-3, 3) the peer is 1.2e-7 off at friction 1.
-    np.testing.assert_allclose(prinz_spectrum(friction=friction).eigenvalues, values, atol=2e-7)
 
 
 @pytest.mark.parametrize(

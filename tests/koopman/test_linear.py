@@ -5,7 +5,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy.linalg import solve_discrete_lyapunov
 
 from koopman.datasets import linear_spectrum, linear_system, regime_switching_spectrum, regime_switching_var
 from koopman.datasets._exact import conjugate_order
@@ -71,14 +70,6 @@ def test_eigenfunctions_with_noise_by_quadrature(noise):
     covariance = (states * mass[:, None]).T @ states
     np.testing.assert_allclose(covariance, stationary_covariance(A, noise), atol=1e-8)
     np.testing.assert_allclose(mass @ np.abs(spectrum.right(states)[:, 1:3]) ** 2, 1, atol=1e-7)
-
-
-@pytest.mark.parametrize("matrix", [0.9995 * A / np.abs(np.linalg.eigvals(A)).max(), np.zeros((2, 2))])
-def test_stationary_covariance_against_scipy(matrix):
-    covariance = stationary_covariance(matrix, B)
-    np.testing.assert_allclose(covariance, solve_discrete_lyapunov(matrix, B @ B.T), rtol=1e-9)
-    np.testing.assert_allclose(covariance, matrix @ covariance @ matrix.T + B @ B.T, rtol=1e-12)
-    np.testing.assert_allclose(stationary_covariance(matrix, 2), 4 * stationary_covariance(matrix, 1.0), rtol=1e-12)
 
 
 def test_no_stationary_distribution():
@@ -174,16 +165,6 @@ def test_wrong_arguments_are_named(key):
         linear_system(A, 3, key=key, initial=np.zeros(3))
     with pytest.raises(ValueError, match="`transition` must have rows that sum to 1"):
         regime_switching_var(MATRICES, np.array([[0.5, 0.4], [0.5, 0.5]]), 3, key=key)
-
-
-def test_against_kooplearn(key):
-    datasets = pytest.importorskip("kooplearn.datasets")
-    start = np.array([1.0, 0.5])
-    peer = datasets.make_linear_system(start, A, n_steps=5).to_numpy()
-    np.testing.assert_allclose(linear_system(A, 5, key=key, initial=start), peer, atol=1e-6)
-    swap = np.array([[0.0, 1.0], [1.0, 0.0]])  # no chance left
-    peer = datasets.make_regime_switching_var(start, *MATRICES, swap, n_steps=5).to_numpy()
-    np.testing.assert_allclose(regime_switching_var(MATRICES, swap, 5, key=key, initial=start).states, peer, atol=1e-6)
 
 
 def test_directions_that_no_noise_reaches():

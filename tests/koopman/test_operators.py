@@ -4,8 +4,10 @@ from functools import partial
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
+from trajectories import follow
 
 from koopman import (
     Linear,
@@ -26,8 +28,6 @@ from koopman import (
     singular_values,
 )
 from koopman._operators import _diagnostics as diagnostics
-from koopman._operators._operator import KernelMap, LinearMap
-from koopman._operators._pairs import few_rows
 
 ESTIMATORS = {"ridge": Ridge, "pcr": partial(PrincipalComponents, 3), "reduced_rank": partial(ReducedRank, 3)}
 
@@ -40,13 +40,10 @@ def delays(series, q):
     return np.stack([series[q - 1 - i : len(series) - i] for i in range(q)], 1)
 
 
-def linear_trajectory(n=400, d=5, noise=0.3, seed=0, scale=1.0):
-    rng = np.random.default_rng(seed)
+def linear_trajectory(n=400, d=5, noise=0.3):
+    rng = np.random.default_rng(0)
     matrix = np.diag(np.linspace(0.95, 0.1, d)) + np.triu(0.2 * rng.normal(size=(d, d)), 1)
-    states = [rng.normal(size=d)]
-    for _ in range(n):
-        states.append(matrix @ states[-1] + noise * rng.normal(size=d))
-    return matrix, scale * np.asarray(states)
+    return matrix, follow(matrix, n, noise, rng)
 
 
 def operator_matrix(operator, fitted=False):
@@ -60,14 +57,6 @@ def operator_matrix(operator, fitted=False):
 # Where a test chooses an `alpha` that shrinks much, fits say so.
 LARGE_ALPHA = pytest.mark.filterwarnings("ignore:.*suppresses .* that predict")
 LOW_RANK = pytest.mark.filterwarnings("ignore:`rank` .* exceeds")
-
-
-def test_noise_free_linear_system_is_recovered():
-    with jax.enable_x64(True):
-        matrix, states = linear_trajectory(40, noise=0.0)
-        operator = fit(Ridge(0.0), *lagged_pairs(states))
-        np.testing.assert_allclose(operator_matrix(operator), matrix.T, atol=1e-8)
-        np.testing.assert_allclose(np.sort(eigenvalues(operator).real), np.sort(np.diag(matrix)), atol=1e-8)
 
 
 @LARGE_ALPHA
@@ -98,28 +87,15 @@ def test_estimators_are_their_definitions(alpha):
         np.testing.assert_allclose(basis.T @ regular @ basis, np.eye(3), atol=1e-10)
 
 
-def test_reduced_rank_has_the_least_risk_of_its_rank():
-    with jax.enable_x64(True):
-        x, y = lagged_pairs(linear_trajectory()[1])
-        found = [float(risk(fit(kind(2, 0.0), x, y), x, y)) for kind in (ReducedRank, PrincipalComponents)]
-        assert found[0] < found[1]
-        rank = [float(risk(fit(ReducedRank(r, 0.0), x, y), x, y)) for r in (1, 2, 3, 5)]
-        assert rank == sorted(rank, reverse=True)
-        np.testing.assert_allclose(rank[-1], risk(fit(Ridge(0.0), x, y), x, y))
-
-
-@pytest.mark.parametrize("scale", [1.0, 1e-5])
-def test_against_kooplearn(scale):
+def test_against_kooplearn():
     linear_model = pytest.importorskip("kooplearn.linear_model")
     with jax.enable_x64(True):
-        states = linear_trajectory(scale=scale)[1]
+        states = linear_trajectory()[1]
         x, y = lagged_pairs(states)
         for kind, reduced in ((ReducedRank, True), (PrincipalComponents, False)):
-            options = {"n_components": 3, "alpha": 1e-3 * scale**2, "reduced_rank": reduced, "eigen_solver": "dense"}
+            options = {"n_components": 3, "alpha": 1e-3, "reduced_rank": reduced, "eigen_solver": "dense"}
             peer = linear_model.Ridge(**options).fit(states)
-            if scale < 1 and reduced and peer.rank_ < 3:
-                continue  # its thresholds are absolute: at this scale it drops directions
-            operator = fit(kind(3, 1e-3 * scale**2), x, y)
+            operator = fit(kind(3, 1e-3), x, y)
             matrix = operator_matrix(operator, fitted=True)  # the peer's shrinkage stays
             np.testing.assert_allclose(matrix, peer.estimator_, atol=1e-6)
             values = np.linalg.eigvals(matrix)
@@ -130,42 +106,21 @@ def test_against_kooplearn(scale):
             np.testing.assert_allclose(np.mean(np.sum((y - x @ matrix) ** 2, 1)), peer.risk(), rtol=1e-6)
             np.testing.assert_allclose(np.linalg.svd(matrix)[1][:3], peer._svals()[:3], rtol=1e-6)
             # An `alpha` as little as its own default is the same operator without an undoing.
-            own, peer = (
-                fit(kind(3, 1e-12 * scale**2), x, y),
-                linear_model.Ridge(**options | {"alpha": 1e-12 * scale**2}),
-            )
-            peer = peer.fit(states)
-            if peer.rank_ < 3:
-                continue
+            own = fit(kind(3, 1e-12), x, y)
+            peer = linear_model.Ridge(**options | {"alpha": 1e-12}).fit(states)
             np.testing.assert_allclose(predict(own, x[:5], 3), peer.predict(states[:5], n_steps=3), rtol=1e-6)
             np.testing.assert_allclose(risk(own, x, y), peer.risk(), rtol=1e-6)
             np.testing.assert_allclose(singular_values(own), peer._svals()[:3], rtol=1e-6)
 
 
-def test_no_regularisation_is_the_limit_of_a_small_one():
-    # A known fault elsewhere: at alpha = 0 reduced rank came out divided by its squared singular values.
-    with jax.enable_x64(True):
-        x, y = lagged_pairs(linear_trajectory()[1])
-        zero, small = (operator_matrix(fit(ReducedRank(3, a), x, y)) for a in (0.0, 1e-10))
-        np.testing.assert_allclose(zero, small, atol=1e-8)
-
-
-@pytest.mark.parametrize("kind", ESTIMATORS)
-def test_the_scale_of_features_changes_nothing(kind):
-    # Another: thresholds were absolute, so the rank fell with the features' scale.
-    x, y = (a.astype(np.float32) for a in lagged_pairs(linear_trajectory()[1]))
-    big = fit_kind(kind, x, y, alpha=1e-3)
-    small = fit_kind(kind, 1e-6 * x, 1e-6 * y, alpha=1e-15)
-    np.testing.assert_allclose(operator_matrix(small), operator_matrix(big), atol=2e-4)
-    assert int(small.effective_rank) == int(big.effective_rank)
-
-
-@pytest.mark.parametrize("route", ["qr", "covariance"])
-@pytest.mark.parametrize("kind", ESTIMATORS)
+@pytest.mark.parametrize(
+    ("kind", "route"),
+    [("ridge", "qr"), ("pcr", "covariance"), ("reduced_rank", "qr"), ("reduced_rank", "covariance")],
+)
 def test_squares_near_the_ends_of_float32_are_right_or_refused(kind, route):
     states = linear_trajectory(d=3)[1].astype(np.float32)
     wanted = fit_kind(kind, *lagged_pairs(states), route=route)
-    for scale in (1e-15, 1e-10, 1e10, 1e15):
+    for scale in (1e-15, 1e15):
         x, y = lagged_pairs(np.float32(scale) * states)
         found = fit_kind(kind, x, y, route=route)
         np.testing.assert_allclose(eigenvalues(found), eigenvalues(wanted), atol=1e-3)
@@ -217,12 +172,13 @@ def test_an_alpha_that_suppresses_what_predicts_is_named():
                 with warnings.catch_warnings(record=True) as seen:
                     warnings.simplefilter("always")
                     fit(PrincipalComponents(rank, alpha), x, y)
-                    jax.jit(lambda alpha, y=y: fit(Ridge(alpha), x, y).core)(alpha)  # which says nothing
                 assert [f"suppresses {lead.sum()} direc" in str(one.message) for one in seen] == [True] * int(said)
+        jax.jit(lambda alpha: fit(Ridge(alpha), x, x).core)(30.0)  # which says nothing
 
 
-@pytest.mark.parametrize("kind", ESTIMATORS)
-@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "streamed"), [("ridge", False), ("ridge", True), ("pcr", False), ("reduced_rank", True)]
+)
 def test_a_missing_intercept_is_named(kind, streamed):
     rng = np.random.default_rng(1)
     path = linear_trajectory(300)[1]
@@ -301,31 +257,6 @@ def test_centred_data_far_from_zero(kind):
         np.testing.assert_allclose(np.abs(numbers(found)), np.abs(exact), atol=1e-3)
 
 
-@LOW_RANK
-@LARGE_ALPHA
-def test_float32_keeps_three_digits():
-    with jax.enable_x64(True):
-        # Nearly dependent features: the condition number of C_x is 1e6, that of the data 1e3.
-        rng = np.random.default_rng(3)
-        states = (
-            linear_trajectory()[1] @ np.diag(10.0 ** (-0.75 * np.arange(5))) @ np.linalg.qr(rng.normal(size=(5, 5)))[0]
-        )
-        single = lagged_pairs(states.astype(np.float32))
-        exact = eigenvalues(fit(ReducedRank(5, 1e-6), *(a.astype(float) for a in single)))
-        found = {r: eigenvalues(fit(ReducedRank(5, 1e-6), *single, route=r)) for r in ("qr", "covariance")}
-        np.testing.assert_allclose(np.abs(found["qr"]), np.abs(exact), rtol=1e-3)
-        # The negative control: covariances square the condition number.
-        assert np.abs(np.abs(found["covariance"]) / np.abs(exact) - 1).max() > 0.05
-
-
-@pytest.mark.parametrize("kind", ESTIMATORS)
-def test_covariance_route_agrees_in_double_precision(kind):
-    with jax.enable_x64(True):
-        x, y = lagged_pairs(linear_trajectory()[1])
-        one, other = (fit_kind(kind, x, y, alpha=1e-3, route=route) for route in ("qr", "covariance"))
-        np.testing.assert_allclose(operator_matrix(one), operator_matrix(other), atol=1e-10)
-
-
 @pytest.mark.parametrize("solver", ["krylov", "randomized"])
 def test_solvers_agree(solver):
     with jax.enable_x64(True):
@@ -356,24 +287,7 @@ def test_streamed_moments_fit_as_the_data_do(kind, center):
     np.testing.assert_allclose(predict(found, x[:4], 2), predict(whole, x[:4], 2), atol=5e-3)
 
 
-def test_centring_removes_the_constant():
-    with jax.enable_x64(True):
-        x, y = (a + 3.0 for a in lagged_pairs(linear_trajectory(4000)[1]))
-        with pytest.warns(UserWarning, match="A column of ones lowers the squared residual"):
-            plain = eigenvalues(fit(Ridge(), x, y))
-        centred = eigenvalues(fit(Ridge(), x, y, center=True))
-        direct = eigenvalues(fit(Ridge(), x - x.mean(0)[None], y - y.mean(0)[None]))
-        np.testing.assert_allclose(np.abs(centred), np.abs(direct), atol=1e-9)
-        assert np.abs(plain[0] - 1) < 1e-2 < np.abs(centred[0] - 1)
-        # Far ahead forecasts are the fixed point of the least squares fit with an intercept.
-        far = predict(fit(Ridge(), x, y, center=True), x[:3], 500)
-        *matrix, constant = np.linalg.lstsq(np.column_stack([x, np.ones(len(x))]), y)[0]
-        fixed = np.linalg.solve(np.eye(5) - np.transpose(matrix), constant)
-        np.testing.assert_allclose(far, np.broadcast_to(fixed, (3, 5)), atol=1e-8)
-        np.testing.assert_allclose(modes(fit(Ridge(), x, y, center=True)).constant, fixed, atol=1e-8)
-
-
-@pytest.mark.parametrize("constant", [0.1, 1 / 3, 7e5, 1e-9])
+@pytest.mark.parametrize("constant", [0.1, 7e5, 1e-9])
 def test_a_constant_feature_about_its_mean_is_zero(constant):
     """The rounding of its mean was an eigenvalue 1 of moments."""
     with jax.enable_x64(True):
@@ -393,16 +307,12 @@ TONES = np.cos(0.0445 * TIME) + 0.3 * np.cos(0.1247 * TIME)
 TURN = np.linalg.qr(np.random.default_rng(0).normal(size=(25, 25)))[0]
 # Series, delays, pairs, steps ahead, noise, dtype, and the error over the spread that the default is to reach.
 FORECASTS = {
-    "cosine": (COSINE, 2, 800, 3140, 0.0, float, 1e-10),
     "cosine of 40 delays": (COSINE, 40, 800, 3140, 0.0, float, 7e-12),
-    "two tones": (TONES, 4, 495, 440, 0.0, float, 1e-8),
     "three tones": (TONES + 0.1 * np.cos(0.3 * TIME), 6, 495, 440, 0.0, float, 3e-3),
     "noise 1e-6": (TONES, 12, 1000, 400, 1e-6, float, 1e-4),
-    "noise 1e-4": (TONES, 12, 1000, 400, 1e-4, float, 0.2),
     "noise 0.1": (TONES, 12, 1000, 400, 0.1, float, 8.0),
     "cosine in float32": (COSINE, 2, 800, 3140, 0.0, np.float32, 0.09),
     "two tones in float32": (TONES, 12, 1000, 440, 0.0, np.float32, 0.03),
-    "orthogonal": (None, 1, 290, 290, 0.0, float, 1e-12),
     "orthogonal in float32": (None, 1, 290, 290, 0.0, np.float32, 3e-4),
 }
 
@@ -444,8 +354,8 @@ def test_the_default_holds_few_pairs_of_nearly_dependent_features(dtype, wanted)
     assert np.sqrt(np.mean((found - states[350:1450]) ** 2)) < wanted
 
 
-@pytest.mark.parametrize("kind", ["ridge", "reduced_rank"])  # principal directions are those of the units
-@pytest.mark.parametrize("dtype", [float, np.float32])
+# Principal directions are those of the units.
+@pytest.mark.parametrize(("kind", "dtype"), [("ridge", np.float32), ("reduced_rank", np.float32), ("ridge", float)])
 def test_units_of_columns_drop_no_direction(kind, dtype):
     x, y = (a.astype(dtype) for a in lagged_pairs(linear_trajectory(d=3)[1]))
     units = np.asarray([1, 2.0**-40, 2.0**30], dtype)
@@ -462,7 +372,7 @@ def test_units_of_columns_drop_no_direction(kind, dtype):
 def test_the_default_hides_no_small_column():
     """A tone of size 1e-7 beside one of size 1 had an eigenvalue of modulus .97."""
     with jax.enable_x64(True):
-        for size in (1e-3, 1e-5, 1e-7, 1e-9):
+        for size in (1e-3, 1e-9):
             tones = np.stack([0.9999**TIME * np.cos(0.1 * TIME), size * np.cos(0.37 * TIME + 1)], 1)
             seen = np.concatenate([delays(tone, 10) for tone in tones.T], 1)[:2000]
             operator = fit(Ridge(), seen[:-1], seen[1:])
@@ -484,9 +394,16 @@ def test_columns_that_principal_components_do_not_see_are_named():
             fit(Ridge(), x * 1e160, y * 1e160)
 
 
-@pytest.mark.parametrize("dtype", [float, np.float32])
-@pytest.mark.parametrize("options", [{}, {"kernel": Linear()}], ids=["features", "kernel"])
-@pytest.mark.parametrize("alpha", [None, 1e-9])
+@pytest.mark.parametrize(
+    ("alpha", "options", "dtype"),
+    [
+        (None, {}, float),
+        (1e-9, {}, np.float32),
+        (None, {"kernel": Linear()}, np.float32),
+        (1e-9, {"kernel": Linear()}, float),
+    ],
+    ids=str,
+)
 def test_a_rank_that_the_data_do_not_hold_is_named(alpha, options, dtype):
     with jax.enable_x64(dtype is float):
         tone = delays(COSINE[::30], 6).astype(dtype)
@@ -564,36 +481,6 @@ def test_images_as_observables():
     np.testing.assert_allclose(forecast.reshape(2, 6, 9), flat, atol=1e-6)
 
 
-@LARGE_ALPHA
-@pytest.mark.parametrize("kind", ESTIMATORS)
-def test_jit_vmap_and_loop_agree(kind):
-    x, y = (np.asarray(a, np.float32) for a in lagged_pairs(linear_trajectory()[1]))
-    alphas = jnp.asarray([1e-4, 1e-2, 0.1])
-
-    def core(alpha, x=x, y=y):
-        return eigenvalues(fit_kind(kind, x, y, alpha=alpha))
-
-    loop = np.stack([core(alpha) for alpha in alphas])
-    np.testing.assert_allclose(jax.jit(jax.vmap(core))(alphas), loop, atol=2e-5)
-    many = jnp.stack([x[:200], x[200:]]), jnp.stack([y[:200], y[200:]])
-    mapped = jax.vmap(lambda x, y: core(1e-3, x, y))(*many)
-    np.testing.assert_allclose(mapped, np.stack([core(1e-3, x, y) for x, y in zip(*many, strict=True)]), atol=2e-5)
-
-
-def test_one_compilation_for_all_alphas():
-    x, y = lagged_pairs(linear_trajectory()[1])
-    traces = []
-
-    @jax.jit
-    def fitted(x, y, alpha):
-        traces.append(0)
-        return fit(ReducedRank(2, alpha), x, y)
-
-    for alpha in (1e-3, 0.1, 2.0):
-        fitted(x, y, alpha)
-    assert len(traces) == 1
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [PrincipalComponents, ReducedRank])
 def test_ranks_by_masking(kind):
@@ -610,33 +497,13 @@ def test_ranks_by_masking(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [PrincipalComponents, ReducedRank])
-def test_gradients_of_masked_ranks_are_those_of_the_ranks(kind):
-    with jax.enable_x64(True):
-        x, y = (np.asarray(a) for a in lagged_pairs(linear_trajectory(120)[1]))
-        step = np.random.default_rng(5).normal(size=(80, 5))
-
-        def slope(rank):
-            def value(alpha, move):
-                operator = fit(kind(rank, alpha), x[:80] + move * step, jnp.asarray(y[:80]))
-                return risk(operator, x[80:], y[80:]) + jnp.sum(operator.singular_values)
-
-            return jnp.stack(jax.grad(value, (0, 1))(0.1, 0.0))
-
-        np.testing.assert_allclose(
-            jax.vmap(slope)(jnp.asarray([1, 2, 5])), jnp.stack([slope(rank) for rank in (1, 2, 5)]), rtol=1e-8
-        )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dependent", [False, True])
 @pytest.mark.parametrize("kind", ESTIMATORS)
-def test_gradients_against_finite_differences(kind, dependent):
+def test_gradients_of_dependent_features_against_finite_differences(kind):
+    """A repeated feature: C_x is singular, and its null space must not turn gradients to NaN."""
     with jax.enable_x64(True):
         rng = np.random.default_rng(5)
         x, y = (np.asarray(a) for a in lagged_pairs(linear_trajectory(120)[1]))
-        if dependent:  # a repeated feature: C_x is singular, and its null space must not turn gradients to NaN
-            x, y = (np.concatenate([a, a[:, :1]], 1) for a in (x, y))
+        x, y = (np.concatenate([a, a[:, :1]], 1) for a in (x, y))
         seen = slice(None, 80)
 
         def value(x_fit, y_fit, alpha):
@@ -671,9 +538,8 @@ def test_more_features_than_samples(kind):
 
 
 @LOW_RANK
-@pytest.mark.parametrize(("samples", "width", "rank"), [(400, 70, 20), (1000, 100, 20), (2000, 200, 10), (140, 66, 65)])
-@pytest.mark.parametrize("kind", ESTIMATORS)
-@pytest.mark.parametrize("route", ["auto", "covariance", "qr"])
+@pytest.mark.parametrize(("samples", "width", "rank"), [(400, 70, 20), (2000, 200, 10), (140, 66, 65)])
+@pytest.mark.parametrize(("kind", "route"), [("ridge", "qr"), ("pcr", "covariance"), ("reduced_rank", "covariance")])
 def test_rounding_is_no_direction_of_the_data(samples, width, rank, kind, route):
     """The zeros of a covariance of deficient rank come out at up to a few rounding units of the largest eigenvalue."""
     rng = np.random.default_rng(samples)
@@ -705,32 +571,21 @@ X, Y = (np.ones((6, 2), np.float32) * np.arange(6)[:, None] for _ in range(2))
 
 
 @pytest.mark.parametrize(
-    ("arguments", "options", "error", "words"),
+    ("arguments", "rank", "options", "words"),
     [
-        ((X, Y[:-1]), {}, ValueError, "with n = 6 as in `x`"),
-        ((X, Y), {"rank": 3}, ValueError, r"`rank` must be at most the number of features \(2\), got 3"),
-        ((X, Y), {"rank": 0}, ValueError, "`rank`"),
-        ((X, Y), {"rank": 1.5}, TypeError, "`rank`"),
-        ((X, Y), {"alpha": -1.0}, ValueError, "`alpha` must be non-negative"),
-        ((X, Y), {"solver": "arnoldi"}, ValueError, "'krylov'"),
-        ((X, Y), {"route": "svd"}, ValueError, "'qr', 'covariance'"),
-        ((X[:1], Y[:1]), {}, ValueError, "at least two pairs"),
-        ((X + 1j, Y), {}, TypeError, "`x` must hold real numbers"),
-        ((np.where(X == 3, np.nan, X), Y), {}, ValueError, r"`x` must be finite, got nan at index \(3, 0\)"),
-        ((X, None), {}, ValueError, "lagged_pairs"),
-        ((X, np.ones((6, 3), np.float32)), {}, ValueError, "with d = 2 as in `x`"),
-        ((moments(X, Y), Y), {}, ValueError, "stand alone"),
+        ((X, Y), 3, {}, r"`rank` must be at most the number of features \(2\), got 3"),
+        ((X, Y), 1, {"route": "svd"}, "'qr', 'covariance'"),
+        ((X[:1], Y[:1]), 1, {}, "at least two pairs"),
+        ((np.where(X == 3, np.nan, X), Y), 1, {}, r"`x` must be finite, got nan at index \(3, 0\)"),
+        ((X, None), 1, {}, "lagged_pairs"),
+        ((X, np.ones((6, 3), np.float32)), 1, {}, "with d = 2 as in `x`"),
+        ((moments(X, Y), Y), 1, {}, "stand alone"),
     ],
 )
-def test_bad_input_is_refused(arguments, options, error, words):
-    import jaxtyping
-
-    others = {"route": options["route"]} if "route" in options else {}
-    own = {"rank": 1} | {name: value for name, value in options.items() if name not in others}
-    with pytest.raises((error, jaxtyping.TypeCheckError)) as caught:
-        fit(ReducedRank(**own), *arguments, **others)
-    if not isinstance(caught.value, jaxtyping.TypeCheckError):
-        assert caught.match(words)
+def test_bad_input_is_refused(arguments, rank, options, words):
+    with pytest.raises((ValueError, jaxtyping.TypeCheckError)) as caught:
+        fit(ReducedRank(rank), *arguments, **options)
+    assert isinstance(caught.value, jaxtyping.TypeCheckError) or caught.match(words)
 
 
 def test_fits_over_devices_agree_with_fits_in_turn():
@@ -747,12 +602,6 @@ def test_fits_over_devices_agree_with_fits_in_turn():
     assert len(spread.sharding.device_set) == 4
     alone = np.stack([np.abs(np.linalg.eigvals(core(a, b))) for a, b in zip(x, y, strict=True)])
     np.testing.assert_allclose(np.abs(np.linalg.eigvals(spread)), alone, atol=1e-4)
-
-
-def test_a_map_may_be_made_of_lists():
-    np.testing.assert_allclose(LinearMap([0.5], [[2.0]])(np.ones((3, 1), np.float32)), np.ones((3, 1)))
-    kernel = KernelMap(Linear(), [[1.0], [2.0]], [[1.0], [1.0]])
-    np.testing.assert_allclose(kernel([[2.0]]), [[6.0]])
 
 
 @pytest.mark.parametrize("third", [0.0, 1.0])
@@ -776,7 +625,6 @@ def wide_pairs(d, n, seeds=None, decades=1):
 AUTO = {
     "ridge": (Ridge, 70),
     "pcr": (partial(PrincipalComponents, 5), 70),
-    "pcr krylov": (partial(PrincipalComponents, 5, solver="krylov"), 70),
     "reduced rank": (partial(ReducedRank, 5), 70),
     "reduced rank krylov": (partial(ReducedRank, 5, solver="krylov"), 70),
     "reduced rank of many": (partial(ReducedRank, 5), 260),
@@ -784,18 +632,19 @@ AUTO = {
 
 
 @pytest.mark.parametrize(("estimator", "d"), AUTO.values(), ids=AUTO)
-@pytest.mark.parametrize("route", ["auto", "covariance"])
-def test_second_moments_give_the_same_operator_if_the_data_outweigh_their_rounding(estimator, d, route):
+def test_second_moments_give_the_same_operator_if_the_data_outweigh_their_rounding(estimator, d):
     with jax.enable_x64(True):
         x, y = wide_pairs(d, 3 * d)
-        other = "qr" if route == "auto" else "auto"
-        quick, exact = (fit(estimator(), x, y, route=by) for by in (route, other))
-        G, H = operator_matrix(quick), operator_matrix(exact)
-        # What they predict, for which directions that hardly vary mean nothing.
-        assert not np.array_equal(G, H) or route == "covariance"
-        assert np.linalg.norm(x @ (G - H)) < 1e-6 * np.linalg.norm(x @ H)
-        np.testing.assert_allclose(quick.singular_values, exact.singular_values, rtol=1e-6, atol=1e-8)
-        np.testing.assert_allclose(quick.gram_x + quick.penalty, np.eye(len(quick.gram_x)), atol=1e-6)
+        exact = fit(estimator(), x, y, route="qr")
+        H = operator_matrix(exact)
+        for route in ("auto", "covariance"):
+            quick = fit(estimator(), x, y, route=route)
+            G = operator_matrix(quick)
+            # What they predict, for which directions that hardly vary mean nothing.
+            assert not np.array_equal(G, H)
+            assert np.linalg.norm(x @ (G - H)) < 1e-6 * np.linalg.norm(x @ H)
+            np.testing.assert_allclose(quick.singular_values, exact.singular_values, rtol=1e-6, atol=1e-8)
+            np.testing.assert_allclose(quick.gram_x + quick.penalty, np.eye(len(quick.gram_x)), atol=1e-6)
 
 
 @LARGE_ALPHA
@@ -851,21 +700,6 @@ def test_another_number_of_pairs_compiles_nothing(caplog, center):
             for number in (5, 12, 37, 201, 399):  # fewer pairs than columns, too
                 fit(estimator, x[:number], y[:number], center=center)
             assert not [line for line in caplog.messages if "Finished XLA compilation" in line]
-
-
-@pytest.mark.parametrize("shape", [(40, 3, 3, 2), (4, 3, 3, 2), (7, 2, 5, 1), (300, 1, 1, 0)])
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_few_rows_have_the_products_of_all(shape, dtype):
-    rng, (number, *widths) = np.random.default_rng(0), shape
-    scales = [10.0 ** rng.integers(-9, 10, size=width) for width in widths if width]
-    with jax.enable_x64(True):
-        parts = [(rng.normal(size=(number, len(s))) * s + s).astype(dtype) for s in scales]
-        found = few_rows(*parts)
-        assert {len(part) for part in found} == {sum(widths)}
-        assert {part.dtype for part in found} == {np.dtype(dtype)}
-        joined, rows = (np.concatenate(some, 1).astype(float) / np.concatenate(scales) for some in (parts, found))
-        np.testing.assert_allclose(rows.T @ rows, joined.T @ joined, atol=number * 8 * np.finfo(dtype).eps)
-        assert jax.jit(lambda *parts: few_rows(*parts)[0])(*parts).shape == parts[0].shape
 
 
 def test_snapshots_in_columns_are_hinted_at_once():

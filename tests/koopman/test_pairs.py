@@ -17,38 +17,20 @@ from koopman import (
     lagged_pairs,
     merge_moments,
     moments,
+    predict,
+    risk,
     scan_moments,
     spectral_contrastive_loss,
     vamp_loss,
     vamp_score,
 )
 from koopman._operators import _diagnostics as diagnostics
-from koopman._operators._pairs import default_alpha, gram_root
+from koopman._operators._forecast import r2_score
 from koopman.datasets import logistic_map
 
 
-@pytest.mark.parametrize("lag", [1, 3])
-def test_pairs_stay_within_their_trajectory(lag):
-    # The hundreds of a state name its trajectory, the rest its time.
-    trajectories = [100.0 * k + np.arange(length)[:, None] for k, length in enumerate((7, 4, 12))]
-    x, y = lagged_pairs(trajectories, lag)
-    assert len(x) == sum(len(t) - lag for t in trajectories)
-    np.testing.assert_array_equal(y - x, np.full_like(x, lag))
-    np.testing.assert_array_equal(x // 100, y // 100)
-    # The negative control: pairs of the joined trajectories cross two boundaries.
-    x, y = lagged_pairs(np.concatenate(trajectories), lag)
-    assert np.sum(x // 100 != y // 100) == 2 * lag
-
-
-def test_one_trajectory_of_images():
-    images = np.arange(24.0).reshape(4, 3, 2)
-    x, y = lagged_pairs([images], 2)
-    np.testing.assert_array_equal(x, images[:2])
-    np.testing.assert_array_equal(y, images[2:])
-
-
-@pytest.mark.parametrize("lag", [1, 3])
-def test_stacked_trajectories_are_those_of_a_list(lag):
+def test_stacked_trajectories_are_those_of_a_list():
+    lag = 3
     states = logistic_map(6, key=jax.random.key(0), num_trajectories=4)
     listed = lagged_pairs(list(states), lag)
     for array, axis in ((states, 0), (np.asarray(states).swapaxes(0, 1), 1), (jnp.moveaxis(states, 0, -1), -1)):
@@ -60,7 +42,7 @@ def test_stacked_trajectories_are_those_of_a_list(lag):
     np.testing.assert_array_equal(mapped.y.reshape(-1, 1), listed.y)
 
 
-@pytest.mark.parametrize("shape", [(4, 7, 1), (4, 7, 3, 2), (1, 7, 2)])
+@pytest.mark.parametrize("shape", [(4, 7, 3, 2), (1, 7, 2)])
 def test_an_axis_of_trajectories_is_named(shape):
     states = np.zeros(shape, np.float32)
     with pytest.raises(ValueError, match=r"`trajectories` must name the axis.*Pass trajectory_axis=0"):
@@ -92,7 +74,6 @@ def test_an_axis_of_trajectories_is_named(shape):
             r"`trajectories\[0\]` must hold integers from .*got 1099511627776.*jax_enable_x64",
         ),
         (np.zeros((5, 2)), 0, ValueError, "`lag`"),
-        (np.asarray([[0.0], [1.0], [np.nan], [np.inf]]), 1, ValueError, r"nan at index \(2, 0\)"),
     ],
 )
 def test_pairs_refuse(trajectories, lag, error, words):
@@ -134,8 +115,7 @@ def pairs_apart(runs, lag):
     return *zip(*pairs, strict=True), *rows
 
 
-@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.int64, np.int16])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("seed", "dtype"), [(0, np.float64), (1, np.int16), (2, np.int64), (2, np.float32)])
 def test_pairs_and_delays_of_any_form_and_dtype(seed, dtype):
     rng = np.random.default_rng(seed)
     lag, shape = int(rng.integers(1, 4)), [(), (2,), (2, 3)][seed]
@@ -188,15 +168,10 @@ def named(dimensions, **coordinates):
 @pytest.mark.parametrize(
     "table",
     [
-        frame(),
-        frame(DAYS),
         frame(DAYS.tz_localize("Europe/Berlin") + pd.Timedelta("31D")),  # over a change of the clocks
-        frame(pd.date_range("2024-01-31", periods=12, freq="ME")),
         frame(pd.period_range("2024-01", periods=12, freq="Q")),
-        frame(0.1 * np.arange(12)),
         frame((1000 / 30 * np.arange(12)).round().astype(np.uint32)),  # milliseconds of a video
         frame()[["p", "q"]].astype({"p": "Float32"}),
-        named(("time", "state")),
         named(("state", "Time"), Time=DAYS),
     ],
 )
@@ -237,11 +212,9 @@ def test_runs_of_an_index_are_trajectories(order):
         (frame(np.delete(np.arange(13.0), 11)), ValueError, "even steps, got 12.0 after 10.0, where"),
         (frame(list("abcdefghijkl")), TypeError, "index of numbers or dates, got one of .*to_datetime"),
         (frame(**RUNS), TypeError, r"numbers in every column, got text, dates or objects in \['run'\]\. Use"),
-        (frame(t=RUNS["t"]), ValueError, r"states alone .* runs or times in \['t'\]\. Use frame.set_index"),
         (frame(when=DAYS), TypeError, r"objects in \['when'\]"),
         (frame(**RUNS | {"t": RUNS["t"][::-1]}).set_index(["run", "t"]), ValueError, "increases, got 3 after 4"),
         ([frame(), frame()[["q", "p"]]], ValueError, r"same columns in one order, got \['p', 'q'\] and \['q', 'p'\]"),
-        (named(("x", "y")), ValueError, r"dimensions \(time, state\).* got dimensions \('x', 'y'\)"),
         (named(("time", "y"), time=np.arange(12) ** 2), ValueError, "even steps"),
         (xr.DataArray(np.ones((3, 4, 2)), dims=("run", "time", "y")), ValueError, r"pass list\(array\)"),
     ],
@@ -284,7 +257,6 @@ def test_an_index_of_two_readings_is_refused(names, number):
 @pytest.mark.parametrize(
     ("table", "words"),
     [
-        (frame(ts=0.1 * np.arange(12)), r"runs or times in \['ts'\]"),
         (frame(pd.Index(range(12), name="Run ID")), "index of times, got one of runs, named 'Run ID'.*for one"),
         (frame(**RUNS).pivot(index="t", columns="run", values="p"), "for columns, .* named 'run'.*frame.T; if"),
         (frame().T.set_axis(DAYS, axis=1), "for columns, got columns of runs or times"),
@@ -339,7 +311,6 @@ def test_short_trajectories_of_a_list_are_skipped_with_one_warning():
     ("kinds", "start", "error"),
     [
         (("int32", "float32"), 2**30 + 1, "warns"),
-        (("float32", "uint32"), 2**30 + 1, "warns"),
         (("int64", "float32", "int16"), 2**30 + 1, "warns"),
         (
             ("int32", "uint32"),
@@ -348,7 +319,6 @@ def test_short_trajectories_of_a_list_are_skipped_with_one_warning():
         ),
         (("uint32", "int8", "int32"), 2**31 + 5, r"`traj.*\[0\]` must hold integers"),
         (("int32", "uint8", "float32"), 2**20, None),
-        (("int32", "uint32", "int64"), 2**20, None),
     ],
 )
 def test_lists_of_several_dtypes_lose_no_digit_in_silence(kinds, start, error, x64):
@@ -410,7 +380,7 @@ def test_committed_arrays_stay_on_their_device():
     np.testing.assert_array_equal(lagged_pairs([run, run[:7]], 2).y, [*range(2, 12), *range(2, 7)])
 
 
-@pytest.mark.parametrize(("delays", "stride"), [(1, 1), (3, 1), (3, 2), (1, 5)])
+@pytest.mark.parametrize(("delays", "stride"), [(3, 2), (1, 5)])
 def test_rows_of_the_hankel_matrix(delays, stride):
     path = np.random.default_rng(0).normal(size=(9, 2)).astype(np.float32)
     found = delay_embed(path, delays, stride=stride)
@@ -430,14 +400,11 @@ def test_delays_that_cannot_be_are_refused():
     for wrong in ({"num_delays": 0}, {"num_delays": 2, "stride": 0}):
         with pytest.raises(ValueError, match="must be at least 1"):
             delay_embed(path, **wrong)
-    with pytest.raises(TypeError, match="`num_delays` must"):
-        delay_embed(path, 1.5)
-    with pytest.raises(ValueError, match="`trajectory` must be finite"):
-        delay_embed(np.full((5, 2), np.nan), 2)
 
 
 def test_float64_that_becomes_float32_is_said_once():
     states = np.arange(9.0)[:, None]
+    operator = fit(Ridge(), np.float32(states - 4), np.float32(states - 4))
     calls = (
         lambda: lagged_pairs(states),
         lambda: lagged_pairs([states]),
@@ -446,6 +413,10 @@ def test_float64_that_becomes_float32_is_said_once():
         lambda: moments(states, states),
         lambda: scan_moments(states[None], states[None]),
         lambda: fit(Ridge(), states, states + 1),
+        lambda: predict(operator, states),
+        lambda: risk(operator, states, states),
+        lambda: r2_score(states, states),
+        lambda: fit_generator(states, states[..., None], rank=1),
     )
     for call in calls:
         diagnostics._warn_narrowed.cache_clear()
@@ -461,48 +432,21 @@ def test_float64_that_becomes_float32_is_said_once():
     diagnostics._warn_narrowed.cache_clear()
 
 
-def test_default_regularisation():
-    x = np.asarray([[1.0, 2.0], [3.0, -4.0]], np.float32)
-    np.testing.assert_allclose(default_alpha(jnp.trace(x.T @ x / 2), 2), (2 * 2.0**-23) ** 2 * 15, rtol=1e-6)
-    with jax.enable_x64(True):
-        np.testing.assert_allclose(default_alpha(jnp.asarray(15.0), 2), 2 * 2.0**-52 * 15, rtol=1e-12)
-    np.testing.assert_allclose(default_alpha(jnp.asarray(3.0)), 3e-6, rtol=1e-6)
-
-
-def test_moments_refuse_what_is_not_finite():
-    x, y, o = draw()
-    bad = np.where(np.arange(60)[:, None] == 13, np.nan, y).astype(np.float32)
-    with pytest.raises(ValueError, match=r"`y` must be finite, got nan at index \(13, 0\)"):
-        moments(x, bad)
-    with pytest.raises(ValueError, match=r"`observable` must be finite, got nan at index \(13, 0\)"):
-        moments(x, y, observable=bad)
-    with pytest.raises(ValueError, match=r"`y` must be finite, got nan at index \(1, 3, 0\)"):
-        scan_moments(x.reshape(6, 10, 3), bad.reshape(6, 10, 3))
-    # Under jit values are not known; what comes out is refused by the fit.
-    seen = jax.jit(moments)(x, bad)
-    with pytest.raises(ValueError, match="`x` must be moments of finite data"):
-        fit(Ridge(), seen)
-
-
 def draw(n=60, d=3, seed=0):
     rng = np.random.default_rng(seed)
     return [rng.normal(2.0, 1.0, size=(n, width)).astype(np.float32) for width in (d, d, 2)]
 
 
-@pytest.mark.parametrize("center", [False, True])
-def test_moments_merge_to_those_of_all_pairs(center):
+def test_moments_merge_to_those_of_all_pairs():
     x, y, o = draw()
-    whole = moments(x, y, observable=o, center=center)
-    parts = [moments(x[i:j], y[i:j], observable=o[i:j], center=center) for i, j in ((0, 11), (11, 12), (12, 60))]
+    whole = moments(x, y, observable=o)
+    parts = [moments(x[i:j], y[i:j], observable=o[i:j]) for i, j in ((0, 11), (11, 12), (12, 60))]
     merged = merge_moments(merge_moments(parts[0], parts[1]), parts[2])
-    scanned = jax.jit(lambda *a: scan_moments(*a[:2], observable=a[2], center=center))(
-        *(a.reshape(6, 10, -1) for a in (x, y, o))
-    )
-    about = [a - a.mean(0) if center else a for a in (x, y, o)]
+    scanned = jax.jit(lambda *a: scan_moments(*a[:2], observable=a[2]))(*(a.reshape(6, 10, -1) for a in (x, y, o)))
     for found in (whole, merged, scanned):
         assert float(found.count) == 60
         np.testing.assert_allclose(found.mean_x, x.mean(0), rtol=1e-5)
-        joint = np.concatenate(about, 1)
+        joint = np.concatenate([x, y, o], 1)
         np.testing.assert_allclose(found.root.T @ found.root, joint.T @ joint, rtol=1e-3, atol=1e-3)
     np.testing.assert_allclose(np.tril(whole.root, -1), 0)
 
@@ -512,10 +456,9 @@ def centred_gram(found):
     return root.T @ root / float(found.count)
 
 
-@pytest.mark.parametrize("offset", [1e4, -3e4])
-def test_centred_moments_far_from_zero(offset):
+def test_centred_moments_far_from_zero():
     rng = np.random.default_rng(3)
-    data = [(rng.normal(size=(3000, d)) * [1.0, 0.3][:d] + offset).astype(np.float32) for d in (2, 2, 1)]
+    data = [(rng.normal(size=(3000, d)) * [1.0, 0.3][:d] - 3e4).astype(np.float32) for d in (2, 2, 1)]
     exact = np.concatenate([a.astype(float) for a in data], 1)
     cov = np.cov(exact.T, bias=True)
     unit = np.sqrt(np.outer(np.diag(cov), np.diag(cov)))
@@ -593,31 +536,15 @@ def test_an_offset_is_named_once(call):
 def test_moments_refuse_what_does_not_fit():
     x, y, _ = draw()
     with pytest.raises((ValueError, TypeError)):
-        moments(x, y[:-1])
-    with pytest.raises((ValueError, TypeError)):
         scan_moments(x[None], y[None, :-1])
+    # Under jit values are not known; what comes out is refused by the fit.
+    seen = jax.jit(moments)(x, y * np.nan)
+    with pytest.raises(ValueError, match="`x` must be moments of finite data"):
+        fit(Ridge(), seen)
     with pytest.raises(ValueError, match="centred as `first` is"):
         merge_moments(moments(x, y, center=True), moments(x, y))
     with pytest.raises(ValueError, match="widths of `first`"):
         merge_moments(moments(x, y), moments(x[:, :2], y[:, :2]))
-
-
-@pytest.mark.parametrize("shape", [(9, 4), (3, 4)])
-def test_gram_root_and_its_gradient(shape):
-    with jax.enable_x64(True):
-        rng = np.random.default_rng(1)
-        # The third column repeats the first: rank falls short, where the derivative of QR itself is not finite.
-        x = rng.normal(size=shape)[:, [0, 1, 0, 3]]
-        weight = rng.normal(size=(4, 4))
-
-        def value(x):
-            root = gram_root(x)
-            return jnp.sum(weight * (root.T @ root)) + jnp.sum((root.T @ root) ** 2)
-
-        step = rng.normal(size=shape)
-        slope = jnp.vdot(jax.grad(value)(jnp.asarray(x)), step)
-        numeric = (value(jnp.asarray(x + 1e-5 * step)) - value(jnp.asarray(x - 1e-5 * step))) / 2e-5
-        np.testing.assert_allclose(slope, numeric, rtol=1e-6)
 
 
 def test_lists_of_numbers_are_one_trajectory():
@@ -628,8 +555,6 @@ def test_lists_of_numbers_are_one_trajectory():
     np.testing.assert_array_equal(lagged_pairs([np.float32([1, 2]), np.float32([4, 5, 6])]).y, [2.0, 5.0, 6.0])
     for wrong in (
         [rows, rows],
-        [rows, rows[:2]],
-        [[1.0, 2.0], [3.0]],
         [1.0, [2.0, 3.0]],
         [np.ones(3, np.float32), [1.0, 2.0]],
         [["a"]],

@@ -14,16 +14,6 @@ def matrix_of(values, rows, columns, seed=0):
 
 
 @pytest.mark.parametrize("solver", ["dense", "krylov", "randomized"])
-@pytest.mark.parametrize(("rows", "columns"), [(60, 40), (30, 90)])
-def test_leading_vectors_of_a_known_matrix(solver, rows, columns):
-    with jax.enable_x64(True):
-        left, matrix = matrix_of(0.5 ** np.arange(20), rows, columns)
-        vectors, values, _ = find_left_vectors(jnp.asarray(matrix), 4, solver=solver)[0]
-        np.testing.assert_allclose(values, 0.5 ** np.arange(4), rtol=1e-10)
-        np.testing.assert_allclose(np.abs(left[:, :4].T @ vectors), np.eye(4), atol=1e-6)
-
-
-@pytest.mark.parametrize("solver", ["dense", "krylov", "randomized"])
 def test_scaled_rows(solver):
     with jax.enable_x64(True):
         _, matrix = matrix_of(0.5 ** np.arange(20), 60, 40)
@@ -43,18 +33,6 @@ def test_krylov_converges_where_power_iterations_have_not():
         found = {s: find_left_vectors(jnp.asarray(matrix), 3, solver=s)[0][1] for s in ("krylov", "randomized")}
         np.testing.assert_allclose(found["krylov"], values[:3], rtol=1e-10)
         assert np.abs(found["randomized"] / values[:3] - 1).max() > 1e-3
-
-
-def test_eigenpairs_in_another_inner_product():
-    with jax.enable_x64(True):
-        rng = np.random.default_rng(2)
-        gram, other = (a @ a.T + 0.1 * np.eye(50) for a in rng.normal(size=(2, 50, 50)))
-        # other @ gram is self-adjoint in <u, v> = u^T gram v.
-        products = {"apply": lambda block: other @ block, "inner": lambda block: gram @ block}
-        vectors, values, _ = find_eigenpairs(size=50, number=3, dtype=jnp.float64, **products)[0]
-        np.testing.assert_allclose(values, np.sort(np.linalg.eigvals(other @ gram).real)[::-1][:3], rtol=1e-9)
-        np.testing.assert_allclose(vectors.T @ gram @ vectors, np.eye(3), atol=1e-9)
-        np.testing.assert_allclose(other @ gram @ vectors, vectors * values[None], rtol=1e-4, atol=1e-6 * values[0])
 
 
 @pytest.mark.parametrize(("size", "number"), [(1, 1), (8, 2), (8, 8), (13, 3), (40, 20)])
@@ -84,19 +62,8 @@ def test_a_solver_that_does_not_converge_says_so():
         warn_unconverged(find_eigenpairs(lambda b: values * b, 400, 2, jnp.float64).residual, eps)
 
 
-@pytest.mark.parametrize("solver", ["dense", "krylov", "randomized"])
-def test_units_do_not_matter(solver):
-    """Squares overflowed at 1e30, and vanished at 1e-30."""
-    matrix = matrix_of(0.5 ** np.arange(20), 60, 40)[1].astype(np.float32)
-    for unit in (2.0**-100, 2.0**100):
-        for scale in (None, np.full(60, unit, np.float32)):
-            rows = matrix * np.float32(unit if scale is None else 1)
-            values = find_left_vectors(jnp.asarray(rows), 4, scale=scale, solver=solver).leading.values
-            np.testing.assert_allclose(values / np.float32(unit), 0.5 ** np.arange(4), rtol=1e-3)
-
-
 @pytest.mark.parametrize("solver", ["auto", "dense", "krylov", "randomized"])
-@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
 def test_a_matrix_that_is_not_finite_gives_nan(solver, bad):
     matrix = np.random.default_rng(0).normal(size=(60, 40)).astype(np.float32)
     matrix[3, 5] = bad

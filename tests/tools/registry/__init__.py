@@ -6,10 +6,8 @@ runs every row some dozens of times.
 """
 
 from dissociation import bilinear, measures, training
-from dissociation._core import linalg
 from registry.dissociation_calls import CALLS as DISSOCIATION
 from registry.koopman_calls import CALLS as KOOPMAN
-from registry.koopman_calls import MAY_PASS as KOOPMAN_MAY_PASS
 
 CALLS = DISSOCIATION | KOOPMAN
 
@@ -26,6 +24,5 @@ MAY_PASS = {
     },
     bilinear.pair_mean: {("values", "NaN"): "returns a function", ("values", "inf"): "returns a function"},
     training.CsvLog: {("columns", "a dict"): "names and values, whose number a run compares with its members"},
-    linalg.positive_inverse: {("matrix", "inf"): "the limit: what has no bound has inverse zero"},
-} | KOOPMAN_MAY_PASS
+}
 """What looks like bad input and is none: function -> {(argument, kind or None for all): why}."""

@@ -10,14 +10,6 @@ import numpy as np
 import koopman
 from dissociation.data import Dataset
 from koopman import datasets
-from koopman._encoders import _learn as learn
-from koopman._encoders import _networks as networks
-from koopman._operators import _forecast as forecast
-from koopman._operators import _kernels as kernels
-from koopman.datasets import _langevin as langevin
-from koopman.datasets import _linear as linear
-from koopman.datasets import _maps as maps
-from koopman.datasets import _systems as systems
 
 RANDOM = np.random.default_rng(0)
 PATH = RANDOM.standard_normal((13, 3)).astype(np.float32)
@@ -35,9 +27,9 @@ def energy(x):
     return jnp.sum(x**2) / 2
 
 
-def harmonic(t, x):
-    """A rotation."""
-    return jnp.stack([x[1], -x[0]])
+def squared_error(target, forecast):
+    """A metric of forecasts."""
+    return jnp.mean((target - forecast) ** 2)
 
 
 def kernel(x, y):
@@ -72,11 +64,6 @@ def feature_map():
     return koopman.FeatureMap(2, encoder=encoder(), key=jax.random.key(0))
 
 
-def autoencoder():
-    """An autoencoder of states of 3 coordinates."""
-    return koopman.Autoencoder(2, encoder=encoder(), decoder=decoder(), key=jax.random.key(0))
-
-
 def digits():
     """Images of two classes."""
     labels = np.eye(2, dtype=np.float32)[[0, 1, 1, 0]]
@@ -100,202 +87,123 @@ CELLS = {"time_step": 0.1, "num_components": 2, "num_cells": 40}
 ALIGN = {"key": KEY, "num_starts": 2, "num_steps": 20, "form": "frobenius"}
 
 CALLS = {
-    koopman.RBF: lambda: {"length_scale": 1.5},
-    koopman.Laplacian: lambda: {"length_scale": 1.5},
-    koopman.Matern: lambda: {"length_scale": 1.5, "nu": 2.5},
-    koopman.Polynomial: lambda: {"degree": 3, "gamma": 0.5, "offset": 0.0},
-    koopman.FeatureMap: lambda: {
-        "features": 2,
-        "encoder": encoder(),
-        "feature_norm": 1.5,
-        "init": "lecun",
-        "key": KEY,
-    },
-    koopman.Autoencoder: lambda: {
-        "features": 2,
-        "orthogonal": True,
-        "upsampling": "bilinear",
-        "init": "lecun",
-        "key": KEY,
-    },
+    koopman.RBF: lambda: dict(length_scale=1.5),
+    koopman.Laplacian: lambda: dict(length_scale=1.5),
+    koopman.Matern: lambda: dict(length_scale=1.5, nu=2.5),
+    koopman.Polynomial: lambda: dict(degree=3, gamma=0.5, offset=0.0),
+    koopman.FeatureMap: lambda: dict(features=2, encoder=encoder(), feature_norm=1.5, init="lecun", key=KEY),
+    koopman.Autoencoder: lambda: dict(features=2, orthogonal=True, upsampling="bilinear", init="lecun", key=KEY),
     datasets.overdamped_langevin: lambda: (
-        {"potential": energy, "initial": np.ones((2, 3), np.float32), "time_step": 0.01, "substeps": 2} | RUN | NOISY
+        dict(potential=energy, initial=np.ones((2, 3), np.float32), time_step=0.01, substeps=2) | RUN | NOISY
     ),
-    datasets.langevin_spectrum: lambda: {"potential": energy, "domain": (-3.0, 3.0)} | NOISY | CELLS,
-    langevin.prinz_potential: lambda: {"x": X},
+    datasets.langevin_spectrum: lambda: dict(potential=energy, domain=(-3.0, 3.0)) | NOISY | CELLS,
     datasets.prinz_langevin: lambda: (
-        RUN | NOISY | {"time_step": 1e-3, "substeps": 2, "initial": np.ones((2, 1), np.float32)}
+        RUN | NOISY | dict(time_step=1e-3, substeps=2, initial=np.ones((2, 1), np.float32))
     ),
     datasets.prinz_spectrum: lambda: NOISY | CELLS,
-    datasets.linear_system: lambda: RUN | {"matrix": STABLE, "noise": STABLE[:, :1], "initial": np.ones(2, np.float32)},
-    linear.stationary_covariance: lambda: {"matrix": STABLE, "noise": 0.1},
-    datasets.linear_spectrum: lambda: {"matrix": STABLE, "degree": 2, "noise": STABLE},
+    datasets.linear_system: lambda: RUN | dict(matrix=STABLE, noise=STABLE[:, :1], initial=np.ones(2, np.float32)),
+    datasets.linear_spectrum: lambda: dict(matrix=STABLE, degree=2, noise=STABLE),
     datasets.regime_switching_var: lambda: (
-        RUN | REGIMES | {"noise": 0.1, "initial": np.ones(2, np.float32), "initial_regime": 1}
+        RUN | REGIMES | dict(noise=0.1, initial=np.ones(2, np.float32), initial_regime=1)
     ),
     datasets.regime_switching_spectrum: lambda: dict(REGIMES),
-    datasets.logistic_map: lambda: RUN | {"order": 2, "initial": np.full((2, 1), 0.3, np.float32)},
-    maps.logistic_noise: lambda: {"key": KEY, "shape": (2, 3), "order": 2},
-    datasets.logistic_features: lambda: {"states": RANDOM.random((5, 1)), "order": 2},
-    datasets.logistic_spectrum: lambda: {"order": 2, "num_components": 2},
-    datasets.ordered_mnist: lambda: {"num_digits": 2, "data": digits(), "folder": "."},
-    datasets.cycle_spectrum: lambda: {"num_digits": 4},
+    datasets.logistic_map: lambda: RUN | dict(order=2, initial=np.full((2, 1), 0.3, np.float32)),
+    datasets.logistic_features: lambda: dict(states=RANDOM.random((5, 1)), order=2),
+    datasets.logistic_spectrum: lambda: dict(order=2, num_components=2),
+    datasets.ordered_mnist: lambda: dict(num_digits=2, data=digits(), folder="."),
+    datasets.cycle_spectrum: lambda: dict(num_digits=4),
     datasets.ornstein_uhlenbeck: lambda: (
-        RUN | {"theta": 1.0, "sigma": 1.0, "time_step": 0.1, "initial": np.ones((2, 1), np.float32)}
+        RUN | dict(theta=1.0, sigma=1.0, time_step=0.1, initial=np.ones((2, 1), np.float32))
     ),
-    datasets.ornstein_uhlenbeck_spectrum: lambda: {"theta": 1.0, "sigma": 1.0, "time_step": 0.1, "num_components": 3},
-    systems.rk4_trajectory: lambda: {
-        "field": harmonic,
-        "initial": np.ones(2, np.float32),
-        "num_steps": 3,
-        "time_step": 0.1,
-        "substeps": 2,
-    },
+    datasets.ornstein_uhlenbeck_spectrum: lambda: dict(theta=1.0, sigma=1.0, time_step=0.1, num_components=3),
     datasets.duffing: lambda: (
         RUN
-        | {"initial": np.ones((2, 2), np.float32), "time_step": 0.01, "substeps": 2}
-        | {"alpha": 0.5, "beta": 0.1, "gamma": 0.1, "delta": 2.5, "omega": 2.0}
+        | dict(initial=np.ones((2, 2), np.float32), time_step=0.01, substeps=2)
+        | dict(alpha=0.5, beta=0.1, gamma=0.1, delta=2.5, omega=2.0)
     ),
     datasets.lorenz63: lambda: (
         RUN
-        | {"initial": np.ones((2, 3), np.float32), "time_step": 0.01, "substeps": 2}
-        | {"sigma": 10.0, "mu": 28.0, "beta": 2.5}
+        | dict(initial=np.ones((2, 3), np.float32), time_step=0.01, substeps=2)
+        | dict(sigma=10.0, mu=28.0, beta=2.5)
     ),
-    koopman.predict: lambda: {"operator": operator(), "x": X, "steps": 2},
-    koopman.matrix_powers: lambda: {"matrix": STABLE, "exponents": np.array([1, 3])},
-    koopman.risk: lambda: {"operator": operator()} | PAIRS,
-    forecast.r2_score: lambda: {"target": X, "forecast": Y},
-    koopman.score: lambda: {
-        "operator": operator(),
-        "trajectory": PATH,
-        "lag": 1,
-        "steps": 2,
-        "observable": PATH,
-        "metric": forecast.r2_score,
-    },
-    koopman.align_dynamics: lambda: ALIGN | {"a": STABLE, "b": TRANSITION},
-    koopman.dynamical_distance: lambda: ALIGN | {"a": STABLE, "b": TRANSITION},
+    koopman.predict: lambda: dict(operator=operator(), x=X, steps=2),
+    koopman.matrix_powers: lambda: dict(matrix=STABLE, exponents=np.array([1, 3])),
+    koopman.risk: lambda: dict(operator=operator()) | PAIRS,
+    koopman.score: lambda: dict(
+        operator=operator(), trajectory=PATH, lag=1, steps=2, observable=PATH, metric=squared_error
+    ),
+    koopman.align_dynamics: lambda: ALIGN | dict(a=STABLE, b=TRANSITION),
+    koopman.dynamical_distance: lambda: ALIGN | dict(a=STABLE, b=TRANSITION),
     koopman.pairwise_dynamical_distance: lambda: (
-        ALIGN | {"operators": np.stack([STABLE, TRANSITION, -STABLE]), "others": np.stack([STABLE.T, TRANSITION])}
+        ALIGN | dict(operators=np.stack([STABLE, TRANSITION, -STABLE]), others=np.stack([STABLE.T, TRANSITION]))
     ),
-    koopman.eigenvalue_distance: lambda: {
-        "eigenvalues_a": np.array([0.5, 0.1j, -0.1j], np.complex64),
-        "eigenvalues_b": np.array([0.2, 0.9, -0.3j], np.complex64),
-    },
-    koopman.transition_matrix: lambda: {"operator": operator(), "metric": "data"},
-    koopman.Ridge: lambda: {"alpha": 0.1},
-    koopman.PrincipalComponents: lambda: {"rank": 2, "alpha": 0.1, "solver": "krylov"},
-    koopman.ReducedRank: lambda: {"rank": 2, "alpha": 0.1, "solver": "spectral"},
-    koopman.fit_generator: lambda: {
-        "x": X,
-        "jac": JACOBIAN,
-        "rank": 2,
-        "diffusion": 1.0,
-        "alpha": 0.1,
-        "shift": 1.0,
-    },
-    kernels.as_module: lambda: {"kernel": kernel},
-    koopman.median_distance: lambda: {"x": X, "max_samples": 10},
-    kernels.squared_distances: lambda: {"x": X, "y": Y[:5]},
-    koopman.encode: lambda: {"model": encoder(), "states": X},
-    learn.pair_loss: lambda: {"kind": "vamp", "model": feature_map()} | PAIRS,
-    learn.reconstruction_loss: lambda: {"model": autoencoder()} | PAIRS,
+    koopman.eigenvalue_distance: lambda: dict(
+        eigenvalues_a=np.array([0.5, 0.1j, -0.1j], np.complex64),
+        eigenvalues_b=np.array([0.2, 0.9, -0.3j], np.complex64),
+    ),
+    koopman.transition_matrix: lambda: dict(operator=operator(), metric="data"),
+    koopman.Ridge: lambda: dict(alpha=0.1),
+    koopman.PrincipalComponents: lambda: dict(rank=2, alpha=0.1, solver="krylov"),
+    koopman.ReducedRank: lambda: dict(rank=2, alpha=0.1, solver="spectral"),
+    koopman.fit_generator: lambda: dict(x=X, jac=JACOBIAN, rank=2, diffusion=1.0, alpha=0.1, shift=1.0),
+    koopman.median_distance: lambda: dict(x=X, max_samples=10),
+    koopman.encode: lambda: dict(model=encoder(), states=X),
     koopman.train_encoders: lambda: (
-        training()
-        | {"kind": "vamp", "trajectories": PATH, "features": 2, "feature_norm": 1.0, "lag": 1, "validation": PATH}
+        training() | dict(kind="vamp", trajectories=PATH, features=2, feature_norm=1.0, lag=1, validation=PATH)
     ),
     koopman.train_autoencoders: lambda: (
         training()
-        | {
-            "trajectories": PATH,
-            "decoder": decoder(),
-            "features": 2,
-            "lag": 1,
-            "orthogonal": True,
-            "upsampling": "nearest",
-            "validation": PATH,
-        }
+        | dict(
+            trajectories=PATH,
+            decoder=decoder(),
+            features=2,
+            lag=1,
+            orthogonal=True,
+            upsampling="nearest",
+            validation=PATH,
+        )
     ),
-    koopman.train_classifiers: lambda: training() | {"states": X, "labels": np.arange(12) % 2, "num_classes": 2},
-    koopman.validation_loss: lambda: {
-        "kind": "vamp",
-        "model": feature_map(),
-        "trajectories": np.stack([PATH, PATH[::-1]]),
-        "lag": 1,
-        "trajectory_axis": 0,
-        "batch_size": 12,
-    },
-    koopman.vamp_loss: lambda: PAIRS | {"schatten_norm": 2, "center_covariances": True},
+    koopman.train_classifiers: lambda: training() | dict(states=X, labels=np.arange(12) % 2, num_classes=2),
+    koopman.validation_loss: lambda: dict(
+        kind="vamp",
+        model=feature_map(),
+        trajectories=np.stack([PATH, PATH[::-1]]),
+        lag=1,
+        trajectory_axis=0,
+        batch_size=12,
+    ),
+    koopman.vamp_loss: lambda: PAIRS | dict(schatten_norm=2, center_covariances=True),
     koopman.vamp_score: lambda: (
-        PAIRS | {"x_test": X[:7], "y_test": Y[:7], "schatten_norm": 2, "center_covariances": True, "rank": 2}
+        PAIRS | dict(x_test=X[:7], y_test=Y[:7], schatten_norm=2, center_covariances=True, rank=2)
     ),
-    koopman.dpnets_loss: lambda: PAIRS | {"relaxed": False, "metric_deformation": 1.0, "center_covariances": True},
+    koopman.dpnets_loss: lambda: PAIRS | dict(relaxed=False, metric_deformation=1.0, center_covariances=True),
     koopman.spectral_contrastive_loss: lambda: dict(PAIRS),
     koopman.autoencoder_loss: lambda: (
         PAIRS
-        | {"x_rec": X + 1, "y_enc": X[:, :2], "x_evo": Y[:, :2], "y_pred": Y + 1}
-        | {"alpha_rec": 1.0, "alpha_lin": 1.0, "alpha_pred": 1.0}
+        | dict(x_rec=X + 1, y_enc=X[:, :2], x_evo=Y[:, :2], y_pred=Y + 1)
+        | dict(alpha_rec=1.0, alpha_lin=1.0, alpha_pred=1.0)
     ),
-    koopman.energy_loss: lambda: {"x": X, "jac": JACOBIAN, "grad_weight": 0.1, "form": "energy"},
-    koopman.orthonormal_fro_reg: lambda: {"x": X, "key": KEY},
-    koopman.orthonormal_logfro_reg: lambda: {"x": X},
-    networks.build_network: lambda: {
-        "name": "network",
-        "network": lambda key: eqx.nn.Linear(3, 2, key=key),
-        "key": KEY,
-    },
-    koopman.nystroem_map: lambda: {"kernel": KERNEL, "centres": X[:4], "rtol": 1e-6},
-    koopman.choose_centres: lambda: {
-        "x": X,
-        "num_centres": 4,
-        "key": KEY,
-        "method": "leverage",
-        "kernel": KERNEL,
-        "alpha": 0.1,
-    },
+    koopman.energy_loss: lambda: dict(x=X, jac=JACOBIAN, grad_weight=0.1, form="energy"),
+    koopman.orthonormal_fro_reg: lambda: dict(x=X, key=KEY),
+    koopman.orthonormal_logfro_reg: lambda: dict(x=X),
+    koopman.nystroem_map: lambda: dict(kernel=KERNEL, centres=X[:4], rtol=1e-6),
+    koopman.choose_centres: lambda: dict(x=X, num_centres=4, key=KEY, method="leverage", kernel=KERNEL, alpha=0.1),
     koopman.fit: (
-        lambda: FIT | {"estimator": koopman.ReducedRank(2, 0.1, solver="dense")} | OPTIONS,
-        lambda: FIT | {"estimator": koopman.PrincipalComponents(2, 0.1), "kernel": kernel, "center": False},
-        lambda: FIT | {"estimator": koopman.Ridge(0.1), "kernel": KERNEL, "centres": X[:4], "route": "qr"},
+        lambda: FIT | dict(estimator=koopman.ReducedRank(2, 0.1, solver="dense")) | OPTIONS,
+        lambda: FIT | dict(estimator=koopman.PrincipalComponents(2, 0.1), kernel=kernel, center=False),
+        lambda: FIT | dict(estimator=koopman.Ridge(0.1), kernel=KERNEL, centres=X[:4], route="qr"),
     ),
-    koopman.lagged_pairs: lambda: {
-        "trajectories": np.stack([PATH, PATH]),
-        "lag": 1,
-        "max_lag": 2,
-        "trajectory_axis": 0,
-    },
-    koopman.delay_embed: lambda: {
-        "trajectory": np.stack([PATH, PATH]),
-        "num_delays": 3,
-        "stride": 2,
-        "trajectory_axis": 0,
-    },
-    koopman.moments: lambda: PAIRS | {"observable": OBSERVABLE, "center": True},
-    koopman.merge_moments: lambda: {"first": koopman.moments(X, Y), "second": koopman.moments(Y, X)},
-    koopman.scan_moments: lambda: {
-        "x": X.reshape(3, 4, 3),
-        "y": Y.reshape(3, 4, 3),
-        "observable": OBSERVABLE.reshape(3, 4, 2),
-        "center": True,
-    },
-    koopman.eigenvalues: lambda: {"operator": operator()},
-    koopman.decompose: lambda: {"operator": operator()},
-    koopman.right_eigenfunctions: lambda: {"operator": operator(), "x": X, "spectrum": decomposed()},
-    koopman.left_eigenfunctions: lambda: {"operator": operator(), "x": X, "spectrum": decomposed()},
-    koopman.modes: lambda: {
-        "operator": operator(),
-        "time_step": 0.1,
-        "spectrum": decomposed(),
-    },
-    koopman.singular_values: lambda: {"operator": operator()},
-}
-
-_SEVERAL = "lists within lists of rows are several trajectories, which have no `trajectory_axis`"
-
-MAY_PASS = {
-    koopman.lagged_pairs: {("trajectories", "a list"): _SEVERAL},
-    koopman.delay_embed: {("trajectory", "a list"): _SEVERAL},
-    koopman.validation_loss: {("trajectories", "a list"): _SEVERAL},
-    koopman.train_encoders: {("trajectories", "a list"): _SEVERAL, ("validation", "a list"): _SEVERAL},
-    koopman.train_autoencoders: {("trajectories", "a list"): _SEVERAL, ("validation", "a list"): _SEVERAL},
+    koopman.lagged_pairs: lambda: dict(trajectories=np.stack([PATH, PATH]), lag=1, max_lag=2, trajectory_axis=0),
+    koopman.delay_embed: lambda: dict(trajectory=np.stack([PATH, PATH]), num_delays=3, stride=2, trajectory_axis=0),
+    koopman.moments: lambda: PAIRS | dict(observable=OBSERVABLE, center=True),
+    koopman.merge_moments: lambda: dict(first=koopman.moments(X, Y), second=koopman.moments(Y, X)),
+    koopman.scan_moments: lambda: dict(
+        x=X.reshape(3, 4, 3), y=Y.reshape(3, 4, 3), observable=OBSERVABLE.reshape(3, 4, 2), center=True
+    ),
+    koopman.eigenvalues: lambda: dict(operator=operator()),
+    koopman.decompose: lambda: dict(operator=operator()),
+    koopman.right_eigenfunctions: lambda: dict(operator=operator(), x=X, spectrum=decomposed()),
+    koopman.left_eigenfunctions: lambda: dict(operator=operator(), x=X, spectrum=decomposed()),
+    koopman.modes: lambda: dict(operator=operator(), time_step=0.1, spectrum=decomposed()),
+    koopman.singular_values: lambda: dict(operator=operator()),
 }

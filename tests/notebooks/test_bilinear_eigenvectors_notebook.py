@@ -1,7 +1,0 @@
-import pytest
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_it_runs(run_notebook):
-    run_notebook("bilinear_eigenvectors")

@@ -1,0 +1,11 @@
+"""States of linear systems with noise."""
+
+import numpy as np
+
+
+def follow(matrix, num_steps, noise, rng):
+    """Return states [num_steps + 1, d] of x' = A x + `noise` z from a normal draw, z normal too."""
+    path = [rng.normal(size=len(matrix))]
+    for _ in range(num_steps):
+        path.append(matrix @ path[-1] + noise * rng.normal(size=len(matrix)))
+    return np.asarray(path)
