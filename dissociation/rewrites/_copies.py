@@ -19,7 +19,7 @@ import numpy as np
 from dissociation.rewrites._axes import UNIT
 from dissociation.rewrites._elementwise import ALONG, COMPARISONS, LIKE_SUMS, MIXED, POWERS, REDUCTIONS, SAME
 from dissociation.rewrites._flow import Flow, Step, Value
-from dissociation.rewrites._indexing import WRITES, update_axes
+from dissociation.rewrites._indexing import WRITES, clipped, update_axes
 from dissociation.rewrites._labels import Copies, Label, Marks, thin
 
 LONGEST = 256
@@ -82,13 +82,9 @@ def _along(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: in
     return [np.broadcast_to(first, value.shape) for value in step.results]
 
 
-def _moved(move: Callable[[Step, Label], Label]) -> Rule:
+def _moved(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
     """Of an operation that only moves entries."""
-
-    def rule(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
-        return None if labels[0] is None else [move(step, labels[0])]
-
-    return rule
+    return None if labels[0] is None else [MOVES[step.name](step, labels[0])]
 
 
 def _reshape(step: Step, label: Label) -> Label:
@@ -160,12 +156,10 @@ def _dynamic_slice(copies: Copies, step: Step, labels: Labels, axes: list[int], 
         if label is None:
             return None
         if size < label.shape[k] and start is None:  # any of them may be read
-            label = np.broadcast_to(
-                np.take(copies.along(label, (k,)), [0], k), (*label.shape[:k], size, *label.shape[k + 1 :])
-            )
+            first = np.take(copies.along(label, (k,)), [0], k)
+            label = np.broadcast_to(first, (*label.shape[:k], size, *label.shape[k + 1 :]))
         elif size < label.shape[k]:
-            first = int(start) + label.shape[k] * (int(start) < 0)
-            label = np.take(label, min(max(first, 0), label.shape[k] - size) + np.arange(size), k)
+            label = np.take(label, clipped(start, label.shape[k], size) + np.arange(size), k)
     return [label]
 
 
@@ -175,17 +169,15 @@ def _split(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: in
     return parts
 
 
-def _joined(join: Callable[[list[Label], Step], Label]) -> Rule:
+def _joined(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
     """Of an operation that puts arrays side by side."""
-
-    def rule(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
-        if len({axis for axis in axes if axis >= 0}) > 1:
-            return None
-        pairs = zip(labels, step.operands, strict=True)
-        parts = [np.broadcast_to(-1, value.shape) if label is None else label for label, value in pairs]
-        return [join(parts, step)]
-
-    return rule
+    if len({axis for axis in axes if axis >= 0}) > 1:
+        return None
+    pairs = zip(labels, step.operands, strict=True)
+    parts = [np.broadcast_to(-1, value.shape) if label is None else label for label, value in pairs]
+    if step.name == "stack":
+        return [np.stack(parts, step.params["axis"])]
+    return [np.concatenate(parts, step.params["dimension"])]
 
 
 def _pad(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
@@ -359,32 +351,34 @@ SKIPPED = ("custom_vjp_call", "optimization_barrier", "name", "sharding_constrai
 
 PARTS: dict[str, Callable[[Copies, Step], None]] = {"scan": _scan, "while": _while, "cond": _cond}
 
+MOVES: dict[str, Callable[[Step, Label], Label]] = {
+    "transpose": lambda step, label: label.transpose(step.params["permutation"]),
+    "broadcast_in_dim": _broadcast,
+    "squeeze": lambda step, label: label.squeeze(tuple(step.params["dimensions"])),
+    "reshape": _reshape,
+    "rev": lambda step, label: np.flip(label, step.params["dimensions"]),
+    "slice": _slice,
+    "take": lambda step, label: label.take(step.params["indices"], step.params["dimensions"][0]),
+    "tile": lambda step, label: np.tile(label, step.params["reps"]),
+}
+
 RULES: dict[str, Rule] = {
     **dict.fromkeys((*LIKE_SUMS, *SAME, *POWERS, *COMPARISONS, *MIXED), _one_by_one),
-    **dict.fromkeys(("integer_pow", "pow", "mul", "div", "select_n"), _one_by_one),
+    **dict.fromkeys(("integer_pow", "pow", "mul", "div", "select_n", "bitcast_convert_type"), _one_by_one),
     **dict.fromkeys((*REDUCTIONS, "argmax", "argmin"), _reduced),
     **dict.fromkeys((*ALONG, "sort", "top_k"), _along),
+    **dict.fromkeys(MOVES, _moved),
+    **dict.fromkeys(("concatenate", "stack"), _joined),
+    **dict.fromkeys((*WRITES, "dynamic_update_slice"), _written),
+    **dict.fromkeys(("reduce_window_sum", "reduce_window_max", "reduce_window_min"), _window),
     "fft": _transformed,
-    "transpose": _moved(lambda step, label: label.transpose(step.params["permutation"])),
-    "broadcast_in_dim": _moved(_broadcast),
-    "squeeze": _moved(lambda step, label: label.squeeze(tuple(step.params["dimensions"]))),
-    "reshape": _moved(_reshape),
-    "rev": _moved(lambda step, label: np.flip(label, step.params["dimensions"])),
-    "slice": _moved(_slice),
     "dynamic_slice": _dynamic_slice,
     "split": _split,
-    "concatenate": _joined(lambda parts, step: np.concatenate(parts, step.params["dimension"])),
-    "gather": _read,
     "unstack": _unstack,
-    **dict.fromkeys((*WRITES, "dynamic_update_slice"), _written),
-    "take": _moved(lambda step, label: label.take(step.params["indices"], step.params["axis"])),
-    "bitcast_convert_type": _one_by_one,
-    "stack": _joined(lambda parts, step: np.stack(parts, step.params["axis"])),
-    "tile": _moved(lambda step, label: np.tile(label, step.params["reps"])),
+    "gather": _read,
     "pad": _pad,
     "dot_general": _dot,
     "conv_general_dilated": _convolution,
-    **dict.fromkeys(("reduce_window_sum", "reduce_window_max", "reduce_window_min"), _window),
 }
 """By names of primitives."""
 
