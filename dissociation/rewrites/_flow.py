@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dissociation.rewrites._axes import UNIT, Atoms, Axis, Product
+from dissociation.rewrites._axes import UNIT, Atoms, Axis, Product, size_of
 
 FEW = 65536
 """Entries of constants that are followed, such as indices."""
@@ -127,10 +127,6 @@ class Flow:
             self.freeze(value, reason)
         return [self.array(shape, reason) for shape in step.shapes]
 
-    def taken(self, axis: Axis | None, indices: np.ndarray) -> Axis | None:
-        """An axis read at given indices."""
-        return None if axis is None else self.atoms.taken(axis, indices)
-
     def even(self, size: int) -> Axis:
         """An axis along which nothing differs, where one is needed."""
         axis = self.atoms.new(size)
@@ -238,7 +234,7 @@ class Flow:
         self.contracted += [axis for axis, _ in terms]
         if len(terms) == 2:
             self.equations.append(Equation(terms, adds_up=True))
-        elif terms and self.atoms.size(terms[0][0]) == 1:
+        elif terms and size_of(terms[0][0]) == 1:
             self.atoms.freeze(terms[0][0], "it is multiplied with what has no such axis")
         elif terms:  # with what does not differ along it: a statistic
             self.reduce(terms[0][0])

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from jax.lax import GatherScatterMode
 
-from dissociation.rewrites._axes import UNIT, Axis, Order, Sum
+from dissociation.rewrites._axes import UNIT, Axis, Order, Sum, size_of
 from dissociation.rewrites._flow import Flow, Rule, Step, Value
 
 WRITES = {"scatter": True, "scatter-add": True, "scatter-sub": True, "scatter-min": False, "scatter-max": False,
@@ -24,7 +24,7 @@ def take(flow: Flow, step: Step) -> list[Value]:
     value, indices = step.operands[0], step.params.get("indices")
     axes = list(value.axes)
     for k in step.params["dimensions"]:
-        axes[k] = flow.taken(axes[k], np.arange(value.shape[k])[::-1] if indices is None else indices)
+        axes[k] = flow.atoms.taken(axes[k], np.arange(value.shape[k])[::-1] if indices is None else indices)
     return [Value(step.shapes[0], axes, value.zero)]
 
 
@@ -43,7 +43,7 @@ def slices(flow: Flow, step: Step) -> list[Value]:
         if stride == 1:
             axes.append(cut(flow, axis, length, start, stop))
         else:
-            axes.append(flow.taken(axis, np.arange(start, stop, stride)))
+            axes.append(flow.atoms.taken(axis, np.arange(start, stop, stride)))
     return [Value(step.shapes[0], axes, value.zero)]
 
 
@@ -128,9 +128,9 @@ def gather(flow: Flow, step: Step) -> list[Value]:
         if k in parts and axis is not None:
             alone = size == 1 and len(parts) == 1 and not batching and k in numbers.collapsed_slice_dims
             if start is not None and count == 1 and not alone:
-                axis = flow.taken(axis, start[0] + np.arange(size))
+                axis = flow.atoms.taken(axis, start[0] + np.arange(size))
             elif start is not None and size == 1 and len(parts) == 1 and not batching:
-                flat = Value((count,), [flow.taken(axis, start)])
+                flat = Value((count,), [flow.atoms.taken(axis, start)])
                 batch, axis = flow.regrouped(flat, where.shape[:-1]), UNIT
             else:
                 flow.freeze(value, "it is read at given places", [k])
@@ -154,7 +154,7 @@ def _referred(flow: Flow, where: Value, value: Value, read: Sequence[Any], sizes
         return None
     along = read[where.column or 0]
     whole = all(sizes[k] == value.shape[k] for k in read if k != along)
-    if sizes[along] == 1 and whole and flow.atoms.size(where.refers) == value.shape[along]:
+    if sizes[along] == 1 and whole and size_of(where.refers) == value.shape[along]:
         flow.referring(where, value.axes[along])
         return int(along)
     flow.atoms.freeze(where.refers, ASKED)
@@ -288,7 +288,7 @@ def _written(
             continue
         left = np.setdiff1d(np.arange(size), places)
         order = np.concatenate([left, places])
-        stays, old = (flow.taken(own, part) if len(part) else None for part in (left, places))
+        stays, old = (flow.atoms.taken(own, part) if len(part) else None for part in (left, places))
         alone = name == "scatter" and len(partial) == 1
         new = flow.handed_on(other) if alone else _united(flow, name, value, update, [old, other])
         if new is None:
@@ -306,7 +306,7 @@ def _united(flow: Flow, name: str, value: Value, update: Value, axes: Sequence[A
     if name == "scatter-mul":
         flow.bend(axes[1], still=True)
         return _picked(flow, *axes)
-    size = next((flow.atoms.size(axis) for axis in axes if axis is not None), 2)
+    size = next((size_of(axis) for axis in axes if axis is not None), 2)
     pairs = zip(axes, (value, update), strict=True)
     parts = [Value((size,), [axis], whole.zero, endless=whole.endless) for axis, whole in pairs]
     return flow.summed(parts, linear=WRITES[name]).axes[0]

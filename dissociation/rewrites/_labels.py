@@ -55,10 +55,9 @@ class Copies:
         marks: Marks = {}
         atoms = self.flow.atoms
         for k, axis in enumerate(value.axes):
-            for leaf in [] if axis is None else atoms.leaves(axis):
+            for leaf, positions in atoms.occurrences(axis):
                 if leaf.atom not in free:
                     continue
-                positions = atoms.positions(value.axes[k] or leaf, leaf.name)
                 shape = [positions.shape[1] if j == k else size for j, size in enumerate(value.shape)]
                 ids = self._count + np.arange(np.prod(shape)).reshape(shape)
                 self._count += ids.size

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from dissociation.rewrites._axes import size_of
 from dissociation.rewrites._flow import Flow, Step, Value
 from dissociation.rewrites._indexing import ASKED
 
@@ -56,7 +57,7 @@ def _one_hot(flow: Flow, where: Value, numbers: Value, shape: tuple[int, ...]) -
         each = where.shape[k] == 1 or where.axes[k] is None
         if size > 1 and each and numbers.known is not None and (numbers.known == count).all():
             axis = flow.lined_up([where.refers])
-            if axis is None or flow.atoms.size(axis) != size or flow.referring(where, axis) is None:
+            if axis is None or size_of(axis) != size or flow.referring(where, axis) is None:
                 return None
             own = [None if n == 1 else each for n, each in zip(where.shape, where.axes, strict=True)]
             return [Value(shape, [axis if j == k else each for j, each in enumerate(own)])]
