@@ -27,15 +27,7 @@ GATES: dict[str, Callable[[Array], Array]] = {
 
 
 class BilinearLayer(eqx.Module):
-    """gate(W x + b) * (V x + c).
-
-    Attributes:
-        left: W, [outputs, inputs].
-        right: V, [outputs, inputs].
-        left_bias: b, [outputs], or None.
-        right_bias: c, [outputs], or None.
-        gate: One of `GATES`.
-    """
+    """gate(W x + b) * (V x + c), with W `left`, V `right`, [outputs, inputs] both, and biases b, c or None."""
 
     left: Float[Array, "o i"]
     right: Float[Array, "o i"]
@@ -125,13 +117,7 @@ def _real(name: str, value: Any) -> Array:
 
 
 class BilinearNetwork(eqx.Module):
-    """Embedding, bilinear layers, and head; without biases at both ends.
-
-    Attributes:
-        embed: [hidden, inputs].
-        layers: The bilinear layers, [hidden, hidden] each.
-        head: [classes, hidden].
-        residual: Whether every layer's input is added to its output.
+    """Embedding [hidden, inputs], bilinear layers [hidden, hidden], head [classes, hidden]; no biases at both ends.
 
     References:
         Pearce et al. (2024), Bilinear MLPs enable weight-based mechanistic interpretability, section 2.

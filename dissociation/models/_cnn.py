@@ -15,9 +15,7 @@ from dissociation.models._representations import named
 class Encoder(eqx.Module):
     """Image to features: two of (5 x 5 convolution, ReLU, 2 x 2 max-pool), to 16 and 32 channels, and a linear layer.
 
-    Attributes:
-        convolutions: The two convolutions.
-        head: The linear layer, weights [features, 1568].
+    Weights of the linear layer, `head`, are [features, 1568].
     """
 
     convolutions: tuple[Convolution, Convolution]
@@ -79,13 +77,7 @@ class Decoder(eqx.Module):
 
 
 class CNN(eqx.Module):
-    """Encoder, ReLU, head: a small classifier of images given flat.
-
-    Attributes:
-        encoder: Image to `width` features.
-        head: Features to logits.
-        last_activation: Whether the features pass a ReLU.
-    """
+    """Encoder, ReLU, head: a small classifier of images given flat."""
 
     encoder: Encoder
     head: Affine

@@ -24,13 +24,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 
 
 class MLP(eqx.Module):
-    """Affine layers with an activation between them.
-
-    Attributes:
-        layers: Hidden layers and the head, weights [out, in].
-        activation: One of `ACTIVATIONS`.
-        last_activation: Whether the last hidden layer has it too.
-    """
+    """Affine layers with an activation between them: `layers`, hidden ones and the head, have weights [out, in]."""
 
     layers: tuple[Affine, ...]
     activation: str = eqx.field(static=True)

@@ -24,11 +24,8 @@ from dissociation.training._members import count
 class Layers(dict[str, Array]):
     """A dictionary of representations by layer, which states what their axes are. Features (channels) are the last one.
 
-    Samples and members of an ensemble come before the axes of one example, as `vmap` adds them.
-
-    Attributes:
-        ranks: By name, the number of axes of one example's representation. A layer whose axis of features is unknown
-            is not among them.
+    Samples and members of an ensemble come before the axes of one example, as `vmap` adds them. By name, `ranks` are
+    the numbers of axes of one example; a layer whose axis of features is unknown is not among them.
     """
 
     def __init__(self, arrays: Any, ranks: Mapping[str, int]):
@@ -65,9 +62,6 @@ def representations_of_example(model: Any, x: Array) -> dict[str, Array]:
             outside of loops), in forward order and each once, with the axis that the weights sum over moved to the end;
             the inputs themselves are none. The output's channels are moved to the end as well.
         x: One example.
-
-    Returns:
-        Arrays by name, see `named`.
 
     Raises:
         TypeError: If the model cannot be called, or returns anything but one array.
@@ -226,14 +220,7 @@ def representations(model: Any, inputs: Num[Array | np.ndarray, "n ..."]) -> Lay
 
 @validated
 def member_representations(models: Any, inputs: Num[Array | np.ndarray, "n ..."]) -> Layers:
-    """`representations` of stacked members, all on the same inputs.
-
-    Args:
-        models: Stacked networks, members first.
-        inputs: Examples, [n, ...].
-
-    Returns:
-        By name, hidden layers in forward order: [members, n, ...] each, channels last.
+    """Return the `representations` [members, n, ...] of stacked members, all on the same inputs [n, ...].
 
     Raises:
         TypeError: If the models offer no representations, or do not take such examples.

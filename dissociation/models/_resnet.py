@@ -34,13 +34,8 @@ class ResidualBlock(eqx.Module):
 class ResNet(eqx.Module):
     """Convolution, pooling, residual blocks, pooling, and two linear layers with a ReLU between them.
 
-    Without normalisation, so that every hidden layer may be permuted and scaled.
-
-    Attributes:
-        stem: The first convolution, to `channels` channels of 28 x 28.
-        blocks: Residual blocks at 14 x 14.
-        hidden: To `width` features.
-        head: Features to logits.
+    Without normalisation, so that every hidden layer may be permuted and scaled. The first convolution, `stem`, works at
+    28 x 28, the residual `blocks` at 14 x 14.
     """
 
     stem: Convolution

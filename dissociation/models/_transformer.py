@@ -39,14 +39,7 @@ class TransformerBlock(eqx.Module):
 class Transformer(eqx.Module):
     """Patches of pixels as tokens, blocks, the mean over tokens, and two linear layers with a ReLU between them.
 
-    Attributes:
-        embed: Patch to token.
-        positions: Added to the tokens, [tokens, size].
-        blocks: Attention and perceptrons.
-        norm: Before the mean.
-        hidden: To `width` features.
-        head: Features to logits.
-        patch: Side of a patch in pixels.
+    `positions` [tokens, size] are added to the embedded patches; a layer normalisation, `norm`, comes before the mean.
 
     References:
         Dosovitskiy et al. (2021), An image is worth 16 x 16 words, section 3.1: the head is the one of pre-training.

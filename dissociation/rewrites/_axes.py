@@ -1,12 +1,11 @@
 """What axes of arrays are made of: atoms, side by side or nested, united as a program shows that they move together.
 
-An axis is a tree. A `Leaf` is one occurrence of an atom, a set of indices that a symmetry may exchange; a `Product` is
-nested loops over its parts, the last of them fastest, as a reshape makes them; a `Sum` is its parts end to end, as a
-concatenation makes them; an `Order` is a part whose indices changed places, as where it is reversed or read at given
-places. None stands for an axis along which nothing differs. Atoms begin as large as an axis, and are refined where a
-program treats their indices differently: `reshape` factors them, slices cut them.
+An axis is a tree; None stands for an axis along which nothing differs. An atom is a set of indices that a symmetry may
+exchange. Atoms begin as large as an axis, and are refined where a program treats their indices differently: `reshape`
+factors them, slices cut them.
 """
 
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -22,19 +21,19 @@ class Leaf(NamedTuple):
 
 
 class Product(NamedTuple):
-    """Nested parts; none are an axis of length 1."""
+    """Nested loops over parts, the last of them fastest, as a reshape makes them; none are an axis of length 1."""
 
     parts: tuple["Axis", ...]
 
 
 class Sum(NamedTuple):
-    """Parts end to end."""
+    """Parts end to end, as a concatenation makes them."""
 
     parts: tuple["Axis", ...]
 
 
 class Order(NamedTuple):
-    """The indices of a part in another order: which of them is at each place."""
+    """The indices of a part in another order, as where it is reversed: which of them is at each place."""
 
     part: "Axis"
     order: np.ndarray
@@ -97,7 +96,7 @@ class Atoms:
             atom = self.find(axis.atom)
             if atom not in self._parts:
                 return axis._replace(atom=atom)
-            count = iter(range(10**9))
+            count = itertools.count()
 
             def instance(part: Axis) -> Axis:
                 if isinstance(part, Leaf):

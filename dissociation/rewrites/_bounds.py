@@ -1,9 +1,7 @@
 """How far any measure of similarity can be moved without changing functions: bounds from inside, by gradients.
 
-Homogeneous neurons may be scaled by positive factors: of one network, or of both that are compared. What a measure may
-be over all of them has no closed form but for linear CKA with a fixed reference (`freedom`). Projected gradients on the
-logarithms of the factors, from several starts, find networks with a low and a high value; the truth may lie further
-out, never further in.
+Homogeneous neurons may be scaled by positive factors. Projected gradients on the logarithms of the factors, from
+several starts, find networks with a low and a high value; the truth may lie further out, never further in.
 """
 
 from collections.abc import Callable

@@ -17,11 +17,11 @@ from jaxtyping import Array, Float
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from dissociation._core.checks import check_finite, check_positive, fail, is_traced
+from dissociation._core.checks import check_positive, fail
 from dissociation._core.validation import validated
 from dissociation.rewrites._axes import has_order, resized, spread
 from dissociation.rewrites._comparison import check_same_program
-from dissociation.rewrites._groups import NeuronGroup, Slot, neuron_groups, parameters_of
+from dissociation.rewrites._groups import NeuronGroup, Slot, known_parameters, neuron_groups, parameters_of
 from dissociation.rewrites._seen import layer_inputs
 from dissociation.rewrites._sizes import refit
 
@@ -135,13 +135,7 @@ def _reduced(
     if others:
         wanted = "have groups that are homogeneous of degree one, in one way and one copy, without normalisation"
         fail("model", wanted, f"others: {', '.join(others)}")
-    given = parameters_of(model)[0]
-    if any(np.iscomplexobj(leaf) for leaf in given):
-        fail("model", "have real parameters", "complex ones")
-    if any(is_traced(leaf) for leaf in given):
-        raise TypeError("`model` must be known: a canonical form is a step of the host, got traced arrays.")
-    leaves = [np.asarray(leaf, np.float64) for leaf in given]
-    check_finite("model", np.concatenate([np.zeros(1), *(leaf.ravel() for leaf in leaves)]))
+    leaves = known_parameters("model", model, "a canonical form is a step")
     for group in groups.values() if inputs is not None else ():
         _silence(leaves, group, model, inputs, call)
     given_sizes = {name: group.size for name, group in groups.items()}

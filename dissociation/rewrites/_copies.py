@@ -1,13 +1,9 @@
 """Which copies of a group of neurons may move separately: heads, layers of a stack, groups of channels.
 
-An atom (`axes`) that lies beside others, as [heads, neurons] or [layers, neurons], is there many times. For every array
-of a program, each entry that belongs to a neuron gets a label: which copy of the neurons it is of. In the parameters
-every row of neurons begins as a copy of its own; the program is run on the labels, operation by operation, and wherever
-two copies must move alike, since they are added, multiplied, or summed over in one product, their labels become one.
-What has not become one at the end may move separately. An entry without a label (-1) is constant along the neurons.
-
-What is not certain ties all copies of a group: an operation without a rule, an entry that belongs to two of the
-neurons.
+Each entry that belongs to a neuron gets a label: which copy of the neurons it is of. In the parameters every row of
+neurons begins as a copy of its own; the program is run on the labels, and wherever two copies must move alike, since
+they are added, multiplied, or summed over in one product, their labels become one. What is not certain ties all copies
+of a group: an operation without a rule, an entry that belongs to two of the neurons.
 """
 
 from collections.abc import Callable, Sequence
@@ -78,8 +74,7 @@ def _along(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: in
     along = step.params.get("axis", step.params.get("dimension", -1)) % label.ndim
     if along in axes:  # sorted by itself, it is so whatever its order was
         return [*(None for _ in step.results)] if step.name in ("sort", "top_k") else None
-    first = np.take(copies.along(label, (along,)), [0], along)
-    return [np.broadcast_to(first, value.shape) for value in step.results]
+    return [np.broadcast_to(copies.along(label, (along,)), value.shape) for value in step.results]
 
 
 def _moved(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
@@ -114,7 +109,6 @@ def _read(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int
             batching = dict(zip(numbers.start_indices_batching_dims, numbers.operand_batching_dims, strict=True))
             over = [k for k, n in enumerate(sizes) if n != value.shape[k] and k not in batching.values()]
             label = copies.along(labels[0], over)
-            label = label[tuple(slice(n) if k in over else slice(None) for k, n in enumerate(sizes))]
             kept = [k for k in range(label.ndim) if k not in (*numbers.collapsed_slice_dims, *batching.values())]
             places, gone = iter(range(len(out))), numbers.collapsed_slice_dims
             order = [kept.pop(0) if k in numbers.offset_dims else batching.get(next(places)) for k in range(len(out))]
@@ -156,8 +150,7 @@ def _dynamic_slice(copies: Copies, step: Step, labels: Labels, axes: list[int], 
         if label is None:
             return None
         if size < label.shape[k] and start is None:  # any of them may be read
-            first = np.take(copies.along(label, (k,)), [0], k)
-            label = np.broadcast_to(first, (*label.shape[:k], size, *label.shape[k + 1 :]))
+            label = np.broadcast_to(copies.along(label, (k,)), (*label.shape[:k], size, *label.shape[k + 1 :]))
         elif size < label.shape[k]:
             label = np.take(label, clipped(start, label.shape[k], size) + np.arange(size), k)
     return [label]
@@ -196,9 +189,7 @@ def _transformed(copies: Copies, step: Step, labels: Labels, axes: list[int], at
     if labels[0] is None:
         return None
     over = range(labels[0].ndim - len(step.params["fft_lengths"]), labels[0].ndim)
-    mixed = copies.along(labels[0], tuple(over))
-    first = mixed[tuple(slice(0, 1) if k in over else slice(None) for k in range(mixed.ndim))]
-    return [np.broadcast_to(first, step.results[0].shape)]
+    return [np.broadcast_to(copies.along(labels[0], tuple(over)), step.results[0].shape)]
 
 
 def _product(

@@ -1,10 +1,8 @@
 """Which axes of a program move together, read off its operations.
 
-Every value of a traced program has, for each axis, a tree of atoms (`axes`). An operation unites the axes that it
-lines up, takes them apart where it treats indices differently, and freezes what it does not know: what is found is
-safe, and what froze it is kept. Along with the atoms, linear equations are collected for the exponents of a scaling:
-if a value is multiplied by a^e along an atom, products add exponents, sums want equal ones, and a contraction wants
-them to cancel.
+An operation unites the axes that it lines up, takes them apart where it treats indices differently, and freezes what it
+does not know: what is found is safe. Linear equations are collected for the exponents of a scaling: if a value is
+multiplied by a^e along an atom, products add exponents, sums want equal ones, and a contraction wants them to cancel.
 """
 
 from collections.abc import Callable, Sequence
@@ -260,12 +258,8 @@ class Flow:
             return list(value.axes)
         old = [(axis, size) for axis, size in zip(value.axes, value.shape, strict=True) if size != 1]
         new = [size for size in shape if size != 1]
-        single = tuple(
-            leaf
-            for axis, size in zip(value.axes, value.shape, strict=True)
-            if axis and size == 1
-            for leaf in self.atoms.leaves(axis)
-        )
+        alone = [axis for axis, size in zip(value.axes, value.shape, strict=True) if size == 1]
+        single = tuple(leaf for axis in alone for leaf in self.atoms.leaves(axis))
         if single and old:  # goes with the first axis that is longer
             old[0] = Product((*single, old[0][0] or self.even(old[0][1]))), old[0][1]
         elif single and shape:

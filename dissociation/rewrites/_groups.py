@@ -7,7 +7,7 @@ The groups are found from the program that the model traces to; nothing is said 
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import wadler_lindig as wl
 
-from dissociation._core.checks import fail_kind, is_traced
+from dissociation._core.checks import check_finite, fail, fail_kind, is_traced
 from dissociation._core.conversion import describe
 from dissociation._core.validation import validated
 from dissociation.models._program import program_of
@@ -220,6 +220,18 @@ def parameters_of(model: Any) -> tuple[list[Any], Any, Any]:
     return leaves, tree, rest
 
 
+def known_parameters(name: str, model: Any, what: str) -> list[np.ndarray]:
+    """The parameters of a model in float64; raises unless they are known, real and finite."""
+    leaves = parameters_of(model)[0]
+    if any(map(is_traced, leaves)):
+        raise TypeError(f"`{name}` must be known: {what} of the host, got traced arrays.")
+    for leaf in leaves:
+        check_finite(name, leaf)
+    if any(map(np.iscomplexobj, leaves)):
+        fail(name, "have real parameters", "complex ones")
+    return [np.asarray(leaf, np.float64) for leaf in leaves]
+
+
 def structure_of(model: Any) -> tuple[Any, list[Any]]:
     """What a model is but for its parameters: its tree, shapes, constants, and leaves that are no arrays."""
 
@@ -300,7 +312,9 @@ def _read(flow: Flow, paths: Sequence[str], made: list[Value], model: Any, examp
     for atom, own in places.items():
         if atoms.reason(atom):
             continue
-        name = _unique(_name_of(own).removeprefix(start).lstrip("."), groups)
+        name = _name_of(own).removeprefix(start).lstrip(".")
+        numbered = (f"{name}:{number}" for number in itertools.count(2))
+        name = next(each for each in itertools.chain([name], numbered) if each not in groups)
         scalings, sharing = _exponents(rows.get(atom, []), own)
         slots = tuple(
             slot._replace(outgoing=slot.outgoing if sharing is None else bool(sharing[i] < 0))
@@ -335,11 +349,6 @@ def _name_of(slots: list[Slot]) -> str:
     first = next((slot for slot in slots if not slot.outgoing), slots[0])
     head, dot, last = first.path.rpartition(".")
     return (head if dot and head and last.startswith(("weight", "bias")) else first.path).lstrip(".")
-
-
-def _unique(name: str, taken: Mapping[str, Any]) -> str:
-    names = itertools.chain([name], (f"{name}:{number}" for number in itertools.count(2)))
-    return next(each for each in names if each not in taken)
 
 
 Row = tuple[tuple[tuple[tuple[int, ...], float], ...], float]

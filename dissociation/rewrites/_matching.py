@@ -16,22 +16,13 @@ import numpy as np
 from jaxtyping import Array, Float
 from scipy.optimize import linear_sum_assignment
 
-from dissociation._core.checks import (
-    WrongValue,
-    check_choice,
-    check_count,
-    check_finite,
-    check_takes,
-    fail,
-    fail_kind,
-    is_traced,
-)
+from dissociation._core.checks import WrongValue, check_choice, check_count, check_takes, fail, fail_kind
 from dissociation._core.conversion import as_examples
 from dissociation._core.results import printed
 from dissociation._core.types import PRNGKey, Scalar
 from dissociation._core.validation import validated
 from dissociation.models._program import called, parameters_in, program_of
-from dissociation.rewrites._groups import NeuronGroup, Slot, parameters_of
+from dissociation.rewrites._groups import NeuronGroup, Slot, known_parameters, parameters_of
 from dissociation.rewrites._rewrites import permute
 from dissociation.rewrites._seen import layer_inputs
 from dissociation.similarity._inference import MemberInterval, member_interval
@@ -101,7 +92,7 @@ def match_weights(
         fail("key", "be given where random orders are drawn", "None", "For instance jax.random.key(0)")
     _check_alike(a, b)
     _check_groups(a, groups)
-    first, second = _known("a", a), _known("b", b)
+    first, second = (known_parameters(*named, "assignments are a step") for named in (("a", a), ("b", b)))
     paths = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(parameters_in(a))}
     weights = {name: tuple(slot for slot in group.slots if slot.path in paths) for name, group in groups.items()}
     groups = _in_order({name: dataclasses.replace(group, slots=weights[name]) for name, group in groups.items()})
@@ -165,17 +156,6 @@ def _check_groups(model: Any, groups: Mapping[str, NeuronGroup]) -> None:
             if shapes.get(slot.path) != slot.shape:
                 wanted = f"be of the networks: {name!r} has an array {slot.path} of shape {slot.shape}"
                 fail("groups", wanted, shapes.get(slot.path, "none"))
-
-
-def _known(name: str, model: Any) -> list[np.ndarray]:
-    leaves = parameters_of(model)[0]
-    if any(is_traced(leaf) for leaf in leaves):
-        raise TypeError(f"`{name}` must be known: assignments are a step of the host, got traced arrays.")
-    for leaf in leaves:
-        check_finite(name, leaf)
-    if any(np.iscomplexobj(leaf) for leaf in leaves):
-        fail("model", "have real parameters", "complex ones")
-    return [np.asarray(leaf, np.float64) for leaf in leaves]
 
 
 def _rows(leaves: Sequence[np.ndarray], group: NeuronGroup) -> list[list[np.ndarray]]:
