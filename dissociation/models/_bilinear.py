@@ -15,7 +15,7 @@ from dissociation._core.types import PRNGKey
 from dissociation._core.validation import validated
 from dissociation.models._initial import Initialiser, draw_weights
 from dissociation.models._layers import as_example, check_sizes
-from dissociation.models._representations import named
+from dissociation.models._representations import Network, named
 
 GATES: dict[str, Callable[[Array], Array]] = {
     "none": lambda x: x,
@@ -116,7 +116,7 @@ def _real(name: str, value: Any) -> Array:
     return jnp.asarray(as_numbers(name, as_array(name, value, "real numbers"), frozenset({"float"})))
 
 
-class BilinearNetwork(eqx.Module):
+class BilinearNetwork(Network):
     """Embedding [hidden, inputs], bilinear layers [hidden, hidden], head [classes, hidden]; no biases at both ends.
 
     References:
@@ -171,7 +171,3 @@ class BilinearNetwork(eqx.Module):
             x = hidden[-1]
             hidden.append(layer(x) + x if self.residual else layer(x))
         return named(hidden, self.head @ hidden[-1])
-
-    def __call__(self, x: Float[Array | np.ndarray, " inputs"]) -> Float[Array, " classes"]:
-        """Logits of one example."""
-        return self.representations(x)["logits"]

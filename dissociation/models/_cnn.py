@@ -9,7 +9,7 @@ from dissociation._core.checks import check_choice
 from dissociation._core.types import PRNGKey
 from dissociation._core.validation import validated
 from dissociation.models._layers import Affine, Convolution, as_example, check_sizes, max_pool
-from dissociation.models._representations import named
+from dissociation.models._representations import Network, named
 
 
 class Encoder(eqx.Module):
@@ -76,7 +76,7 @@ class Decoder(eqx.Module):
         return hidden[:, :, 0]
 
 
-class CNN(eqx.Module):
+class CNN(Network):
     """Encoder, ReLU, head: a small classifier of images given flat."""
 
     encoder: Encoder
@@ -113,7 +113,3 @@ class CNN(eqx.Module):
         *convolved, features = self.encoder.layers(as_example("x", x, 784).reshape(28, 28))
         features = jax.nn.relu(features) if self.last_activation else features
         return named([*convolved, features], self.head(features))
-
-    def __call__(self, x: Float[Array | np.ndarray, " 784"]) -> Float[Array, " classes"]:
-        """Logits of one image."""
-        return self.representations(x)["logits"]

@@ -12,7 +12,7 @@ from dissociation._core.checks import check_choice
 from dissociation._core.types import PRNGKey
 from dissociation._core.validation import validated
 from dissociation.models._layers import Affine, as_example, check_sizes
-from dissociation.models._representations import named
+from dissociation.models._representations import Network, named
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "relu": jax.nn.relu,
@@ -23,7 +23,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 """What follows the hidden layers."""
 
 
-class MLP(eqx.Module):
+class MLP(Network):
     """Affine layers with an activation between them: `layers`, hidden ones and the head, have weights [out, in]."""
 
     layers: tuple[Affine, ...]
@@ -76,7 +76,3 @@ class MLP(eqx.Module):
                 x = ACTIVATIONS[self.activation](x)
             hidden.append(x)
         return named(hidden, head(x))
-
-    def __call__(self, x: Float[Array | np.ndarray, " inputs"]) -> Float[Array, " classes"]:
-        """Logits of one example."""
-        return self.representations(x)["logits"]

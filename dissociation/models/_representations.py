@@ -5,6 +5,7 @@ Hidden layers in forward order are "hidden0", "hidden1", ...; the last of them, 
 """
 
 import functools
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Num
+from jaxtyping import Array, Float, Num
 
 from dissociation._core.checks import check_takes, fail, fail_kind
 from dissociation._core.validation import validated
@@ -49,6 +50,18 @@ def named(hidden: Sequence[Array], logits: Array) -> Layers:
     names = [*(f"hidden{index}" for index in range(len(hidden) - 1)), *["features"] * bool(hidden), "logits"]
     arrays = dict(zip(names, [*hidden, logits], strict=True))
     return Layers(arrays, {name: jnp.ndim(array) for name, array in arrays.items()})
+
+
+class Network(eqx.Module):
+    """A network of one example, whose output is the last of its representations."""
+
+    @abstractmethod
+    def representations(self, x: Any) -> dict[str, Array]:
+        """Everything that is computed on the way, by name, see `named`."""
+
+    def __call__(self, x: Float[Array | np.ndarray, "..."]) -> Float[Array, " classes"]:
+        """Logits of one example."""
+        return self.representations(x)["logits"]
 
 
 @functools.singledispatch

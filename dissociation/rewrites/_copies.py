@@ -123,11 +123,12 @@ def _read(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int
 
 def _written(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
     """Of what changes a part of an array: along axes that it does not span, all entries move alike."""
-    value, update = labels[0], labels[1] if step.name == "dynamic_update_slice" else labels[2]
-    whole, part = step.operands[0].shape, step.operands[1 if step.name == "dynamic_update_slice" else 2].shape
-    pairs = update_axes(step.params.get("dimension_numbers"), len(whole), len(part))
-    if step.name != "dynamic_update_slice" and labels[1] is not None:
+    place = 1 if step.name == "dynamic_update_slice" else 2
+    if place == 2 and labels[1] is not None:
         return None
+    value, update = labels[0], labels[place]
+    whole, part = step.operands[0].shape, step.operands[place].shape
+    pairs = update_axes(step.params.get("dimension_numbers"), len(whole), len(part))
     own = {of_update: k for k, of_update in enumerate(pairs) if of_update is not None and part[of_update] == whole[k]}
     found = [] if value is None else [value]
     if update is not None:
