@@ -79,9 +79,6 @@ def wrap_bilinear(
         head: [classes, outputs of the last layer].
         residual: Whether every layer's input is added to its output.
 
-    Returns:
-        The network.
-
     Raises:
         ValueError: If there are no layers, or their shapes do not follow one another.
 

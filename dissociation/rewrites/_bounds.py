@@ -104,9 +104,6 @@ def similarity_bounds(
         num_steps: Of Adam, from each start.
         key: Of the random starts.
 
-    Returns:
-        The bounds, and the factors that give them.
-
     Raises:
         ValueError: If the numbers of samples differ, or an argument is out of range.
         TypeError: If the measure is computed by the host, where no derivative is taken.

@@ -43,7 +43,7 @@ def canonical(
     inputs: Any = None,
     call: Callable[[Any, Any], Any] | None = None,
 ) -> Any:
-    """The canonical form of a network.
+    """Return the canonical form of a network: a network of the same function, of the same dtypes.
 
     To a fixed point, group by group: neurons that nothing reads or makes are dropped; what makes each neuron is scaled
     to length one, and what reads it by the inverse; neurons made alike are merged into one, and dropped if what reads
@@ -62,9 +62,6 @@ def canonical(
         inputs: Examples, samples first; where given, neurons that are zero on all of them are dropped, too, and the
             function is kept on these alone.
         call: See `rewrites.neuron_groups`.
-
-    Returns:
-        A network of the same function, of the same dtypes.
 
     Raises:
         ValueError: If a group is of another kind, which is named, the program counts its neurons, or some of a residual

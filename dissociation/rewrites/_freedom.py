@@ -104,9 +104,6 @@ def cka_freedom(
             channel do, [samples, neurons, positions], any number of axes of them.
         reference: Another one of the same samples, kept as it is.
 
-    Returns:
-        The interval, and what approaches its ends.
-
     Raises:
         ValueError: If the numbers of samples differ, or all neurons or the reference are constant.
     """
@@ -184,9 +181,6 @@ def linear_cka_freedom(
         reference: Another one of the same samples, kept as it is.
         smallest: Factor of directions that the extreme representation has no use for, 0 to 1. The ends are missed by
             about its square, and rounding of the function grows as its inverse.
-
-    Returns:
-        The interval, and what approaches its ends.
 
     Raises:
         ValueError: If the numbers of samples differ, all neurons or the reference are constant, or `smallest` is out

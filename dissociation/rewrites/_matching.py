@@ -77,9 +77,6 @@ def match_weights(
         num_starts: 1 is b as it is, 2 adds the pairing by sorted weights, more add random orders.
         key: Draws the random orders.
 
-    Returns:
-        The best of the ascents.
-
     Raises:
         ValueError: If structures differ, or a key is missing.
         TypeError: If the networks are traced: this is a step of the host.
@@ -362,9 +359,6 @@ def barrier(loss: Callable[[Any], Array], a: Any, b: Any, *, num_points: int = 1
         b: Another of the same structure.
         num_points: On the line, ends included; at least 3.
 
-    Returns:
-        The barrier.
-
     Raises:
         TypeError: If the loss is no single real number.
         ValueError: If there are fewer than 3 points, or structures differ.
@@ -438,9 +432,6 @@ def barriers(
         num_starts: See `match_weights`.
         key: See `match_weights`.
 
-    Returns:
-        Tables, whose `interval` is that of the mean over pairs.
-
     Raises:
         ValueError: If there is one member alone.
     """
@@ -475,9 +466,6 @@ def renormalised(model: Any, state: Any, inputs: Any) -> Any:
         model: A network with `eqx.nn.BatchNorm`, of any mode.
         state: Its `eqx.nn.State`.
         inputs: Examples, samples first: an array, or a dictionary or tuple of arrays, as the network takes them.
-
-    Returns:
-        The state.
 
     Raises:
         TypeError: If the network does not take the examples.

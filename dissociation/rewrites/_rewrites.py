@@ -198,7 +198,7 @@ class Scale(Rewrite):
 
 @validated
 def scale(group: NeuronGroup, factor: Real[ArrayLike, "..."] = 0.1, *, scaling: int | None = None) -> Scale:
-    """Multiplies what makes the neurons of a group by a > 0, and divides what reads them.
+    """Return the rewrite that multiplies what makes the neurons of a group by a > 0, and divides what reads them.
 
     Exponents of a are those that the group has: for ReLU incoming weights and biases times a, outgoing weights over a;
     for a bilinear layer both incoming matrices times a, outgoing ones over a^2; what a normalisation makes is scaled by
@@ -210,11 +210,9 @@ def scale(group: NeuronGroup, factor: Real[ArrayLike, "..."] = 0.1, *, scaling: 
             May be traced.
         scaling: Which of the group's `scalings`; default: `scaling`.
 
-    Returns:
-        The rewrite; NaN for neurons whose traced factor is not positive and finite.
-
     Raises:
-        ValueError: If the group cannot be scaled, or a known factor is not positive and finite.
+        ValueError: If the group cannot be scaled, or a known factor is not positive and finite; a traced one that is
+            not makes the neuron's weights NaN.
 
     References:
         Dinh, Pascanu, Bengio and Bengio (2017), Sharp minima can generalize for deep nets, section 3.
@@ -279,7 +277,7 @@ def rotate(
     *,
     key: PRNGKey | None = None,
 ) -> Rotate:
-    """Turns the neurons of a group into linear combinations of each other, where nothing stands between two products.
+    """Return the rewrite that turns neurons into linear combinations of each other, if nothing is between two products.
 
     What makes them is multiplied by an invertible M, what reads them by its inverse transposed: the queries and keys of
     attention heads, their values and outputs, hidden layers of linear networks.
@@ -332,9 +330,6 @@ def null_space(seen: LayerInputs, *, rtol: float | None = None) -> NullSpace:
         rtol: Singular values below this times the largest count as zero; None is 1e-10, for numbers that are exact.
             What a layer makes of them in float32 has rounding of 1e-7 and wants 1e-6.
 
-    Returns:
-        The directions; none if the layer sees all.
-
     Raises:
         ValueError: If `rtol` is negative.
         TypeError: If what it sees is traced.
@@ -370,17 +365,14 @@ class NullPerturb(Rewrite):
 
 @validated
 def null_perturb(space: NullSpace, std: Scalar, *, key: PRNGKey) -> NullPerturb:
-    """Adds Gaussian noise to the weights of a layer, in directions that nothing it sees has.
+    """Return the rewrite that adds Gaussian noise to a layer's weights, in directions that nothing it sees has.
 
-    The function stays on the examples that the space is of, and changes elsewhere.
+    The function stays on the examples that the space is of, and changes elsewhere. With an empty space nothing changes.
 
     Args:
         space: From `null_space`.
         std: Standard deviation of the noise along each direction, not negative. May be traced.
         key: A PRNG key of either kind.
-
-    Returns:
-        The rewrite; of an empty space, it changes nothing.
 
     Raises:
         ValueError: If `std` is negative.

@@ -53,9 +53,6 @@ def layer_inputs(
         path: Of the weights, as slots of groups have it: ".layers[1].weight".
         call: See `rewrites.neuron_groups`.
 
-    Returns:
-        The vectors, a row each.
-
     Raises:
         TypeError: If the model does not take the examples.
         ValueError: If there is no such array, or it is multiplied by nothing, as a whole: a loop may use it, but not
