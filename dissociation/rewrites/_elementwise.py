@@ -1,5 +1,7 @@
 """What operations entry by entry do to axes, and those that compare or add up along one: sums, powers, maxima."""
 
+from typing import Any
+
 import numpy as np
 
 from dissociation.rewrites._flow import Flow, Rule, Step, Value
@@ -41,7 +43,7 @@ def _all_same(flow: Flow, step: Step) -> list[Value]:
 
 def _power(flow: Flow, step: Step) -> list[Value]:
     base, *exponent = step.operands
-    power = POWERS.get(step.name, step.params.get("y"))
+    power: Any = POWERS.get(step.name, step.params.get("y"))
     if exponent:
         known = exponent[0].known
         if known is None or known.size != 1:
