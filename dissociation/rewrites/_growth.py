@@ -150,7 +150,7 @@ class AddNuisance(Rewrite):
         keys = {}
         for key, outgoing in zip(jax.random.split(self.key), (False, True), strict=True):
             own = [index for index, slot in enumerate(group.slots) if slot.outgoing == outgoing]
-            keys |= dict(zip(own, [key] if len(own) == 1 else jax.random.split(key, len(own)), strict=True))
+            keys |= dict(zip(own, [key] if len(own) < 2 else jax.random.split(key, len(own)), strict=False))
         member = np.repeat(np.arange(self.num_groups), size)
 
         def change(array: Array, index: int, owner: np.ndarray) -> Array:
