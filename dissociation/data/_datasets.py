@@ -20,15 +20,11 @@ from dissociation.data._mnist import mnist_data
 class Dataset(eqx.Module):
     """Labelled images for training and testing; checked when it is made, by `load` or by hand.
 
-    Labels are given as integers [n] or one-hot rows [n, classes] and kept one-hot. Integers go up to the largest among
-    training and test labels: give one-hot rows if there are classes that neither shows.
+    Images are flat, [n, d]. Labels are given as integers [n] or one-hot rows [n, classes] and kept one-hot. Integers go
+    up to the largest among training and test labels: give one-hot rows if there are classes that neither shows.
 
     Attributes:
         name: Where the images come from; results carry it.
-        train_images: Images [n, d], flat.
-        train_labels: One-hot labels [n, classes].
-        test_images: Images [m, d].
-        test_labels: One-hot labels [m, classes].
 
     Raises:
         TypeError: If images or labels hold something else than numbers.

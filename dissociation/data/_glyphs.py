@@ -196,7 +196,7 @@ def draw_glyphs(
     border: int = BORDER,
     batch_size: int = _BATCH,
 ) -> Float[Array, "n pixels"]:
-    """Draws a digit for every label: `draw_glyph` with the key `fold_in(key, i)` for image i.
+    """Return images [n, 784] in [0, 1] of a digit for every label, `draw_glyph` with key `fold_in(key, i)` for image i.
 
     Image i depends on the key, i and its label alone, so a shorter list of labels gives the leading images of a
     longer one, and `batch_size` changes memory only.
@@ -208,9 +208,6 @@ def draw_glyphs(
         variation: How much images vary; None is `Variation()`.
         border: Rows and columns on each side that are exactly zero.
         batch_size: Images drawn at once, at least 1.
-
-    Returns:
-        Images [n, 784] in [0, 1].
 
     Raises:
         ValueError: If an argument is out of range; the message names it.

@@ -25,8 +25,6 @@ NUM_QUARTERS = 4
 def least_prime_factor(number: int) -> int:
     """The smallest prime that divides `number`; 0 and 1, which have none, stay themselves."""
     number = check_count("number", number)
-    if number < 2:
-        return number
     return next((p for p in range(2, math.isqrt(number) + 1) if number % p == 0), number)
 
 

@@ -15,7 +15,7 @@ from dissociation._core.types import PRNGKey
 from dissociation._core.validation import validated
 from dissociation.models._initial import Initialiser, draw_weights
 from dissociation.models._layers import as_example, check_sizes
-from dissociation.models._representations import named
+from dissociation.models._representations import Network, named
 
 GATES: dict[str, Callable[[Array], Array]] = {
     "none": lambda x: x,
@@ -27,15 +27,7 @@ GATES: dict[str, Callable[[Array], Array]] = {
 
 
 class BilinearLayer(eqx.Module):
-    """gate(W x + b) * (V x + c).
-
-    Attributes:
-        left: W, [outputs, inputs].
-        right: V, [outputs, inputs].
-        left_bias: b, [outputs], or None.
-        right_bias: c, [outputs], or None.
-        gate: One of `GATES`.
-    """
+    """gate(W x + b) * (V x + c), with W `left`, V `right`, [outputs, inputs] both, and biases b, c or None."""
 
     left: Float[Array, "o i"]
     right: Float[Array, "o i"]
@@ -87,9 +79,6 @@ def wrap_bilinear(
         head: [classes, outputs of the last layer].
         residual: Whether every layer's input is added to its output.
 
-    Returns:
-        The network.
-
     Raises:
         ValueError: If there are no layers, or their shapes do not follow one another.
 
@@ -124,14 +113,8 @@ def _real(name: str, value: Any) -> Array:
     return jnp.asarray(as_numbers(name, as_array(name, value, "real numbers"), frozenset({"float"})))
 
 
-class BilinearNetwork(eqx.Module):
-    """Embedding, bilinear layers, and head; without biases at both ends.
-
-    Attributes:
-        embed: [hidden, inputs].
-        layers: The bilinear layers, [hidden, hidden] each.
-        head: [classes, hidden].
-        residual: Whether every layer's input is added to its output.
+class BilinearNetwork(Network):
+    """Embedding [hidden, inputs], bilinear layers [hidden, hidden], head [classes, hidden]; no biases at both ends.
 
     References:
         Pearce et al. (2024), Bilinear MLPs enable weight-based mechanistic interpretability, section 2.
@@ -185,7 +168,3 @@ class BilinearNetwork(eqx.Module):
             x = hidden[-1]
             hidden.append(layer(x) + x if self.residual else layer(x))
         return named(hidden, self.head @ hidden[-1])
-
-    def __call__(self, x: Float[Array | np.ndarray, " inputs"]) -> Float[Array, " classes"]:
-        """Logits of one example."""
-        return self.representations(x)["logits"]

@@ -9,15 +9,13 @@ from dissociation._core.checks import check_choice
 from dissociation._core.types import PRNGKey
 from dissociation._core.validation import validated
 from dissociation.models._layers import Affine, Convolution, as_example, check_sizes, max_pool
-from dissociation.models._representations import named
+from dissociation.models._representations import Network, named
 
 
 class Encoder(eqx.Module):
     """Image to features: two of (5 x 5 convolution, ReLU, 2 x 2 max-pool), to 16 and 32 channels, and a linear layer.
 
-    Attributes:
-        convolutions: The two convolutions.
-        head: The linear layer, weights [features, 1568].
+    Weights of the linear layer, `head`, are [features, 1568].
     """
 
     convolutions: tuple[Convolution, Convolution]
@@ -78,14 +76,8 @@ class Decoder(eqx.Module):
         return hidden[:, :, 0]
 
 
-class CNN(eqx.Module):
-    """Encoder, ReLU, head: a small classifier of images given flat.
-
-    Attributes:
-        encoder: Image to `width` features.
-        head: Features to logits.
-        last_activation: Whether the features pass a ReLU.
-    """
+class CNN(Network):
+    """Encoder, ReLU, head: a small classifier of images given flat."""
 
     encoder: Encoder
     head: Affine
@@ -121,7 +113,3 @@ class CNN(eqx.Module):
         *convolved, features = self.encoder.layers(as_example("x", x, 784).reshape(28, 28))
         features = jax.nn.relu(features) if self.last_activation else features
         return named([*convolved, features], self.head(features))
-
-    def __call__(self, x: Float[Array | np.ndarray, " 784"]) -> Float[Array, " classes"]:
-        """Logits of one image."""
-        return self.representations(x)["logits"]

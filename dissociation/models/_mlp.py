@@ -12,7 +12,7 @@ from dissociation._core.checks import check_choice
 from dissociation._core.types import PRNGKey
 from dissociation._core.validation import validated
 from dissociation.models._layers import Affine, as_example, check_sizes
-from dissociation.models._representations import named
+from dissociation.models._representations import Network, named
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "relu": jax.nn.relu,
@@ -23,14 +23,8 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 """What follows the hidden layers."""
 
 
-class MLP(eqx.Module):
-    """Affine layers with an activation between them.
-
-    Attributes:
-        layers: Hidden layers and the head, weights [out, in].
-        activation: One of `ACTIVATIONS`.
-        last_activation: Whether the last hidden layer has it too.
-    """
+class MLP(Network):
+    """Affine layers with an activation between them: `layers`, hidden ones and the head, have weights [out, in]."""
 
     layers: tuple[Affine, ...]
     activation: str = eqx.field(static=True)
@@ -82,7 +76,3 @@ class MLP(eqx.Module):
                 x = ACTIVATIONS[self.activation](x)
             hidden.append(x)
         return named(hidden, head(x))
-
-    def __call__(self, x: Float[Array | np.ndarray, " inputs"]) -> Float[Array, " classes"]:
-        """Logits of one example."""
-        return self.representations(x)["logits"]

@@ -5,6 +5,7 @@ Hidden layers in forward order are "hidden0", "hidden1", ...; the last of them, 
 """
 
 import functools
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Num
+from jaxtyping import Array, Float, Num
 
 from dissociation._core.checks import check_takes, fail, fail_kind
 from dissociation._core.validation import validated
@@ -24,11 +25,8 @@ from dissociation.training._members import count
 class Layers(dict[str, Array]):
     """A dictionary of representations by layer, which states what their axes are. Features (channels) are the last one.
 
-    Samples and members of an ensemble come before the axes of one example, as `vmap` adds them.
-
-    Attributes:
-        ranks: By name, the number of axes of one example's representation. A layer whose axis of features is unknown
-            is not among them.
+    Samples and members of an ensemble come before the axes of one example, as `vmap` adds them. By name, `ranks` are
+    the numbers of axes of one example; a layer whose axis of features is unknown is not among them.
     """
 
     def __init__(self, arrays: Any, ranks: Mapping[str, int]):
@@ -54,6 +52,18 @@ def named(hidden: Sequence[Array], logits: Array) -> Layers:
     return Layers(arrays, {name: jnp.ndim(array) for name, array in arrays.items()})
 
 
+class Network(eqx.Module):
+    """A network of one example, whose output is the last of its representations."""
+
+    @abstractmethod
+    def representations(self, x: Any) -> dict[str, Array]:
+        """Everything that is computed on the way, by name, see `named`."""
+
+    def __call__(self, x: Float[Array | np.ndarray, "..."]) -> Float[Array, " classes"]:
+        """Logits of one example."""
+        return self.representations(x)["logits"]
+
+
 @functools.singledispatch
 def representations_of_example(model: Any, x: Array) -> dict[str, Array]:
     """What a model makes of one example; what a type of models makes may be stated by `.register(type)` of this.
@@ -65,9 +75,6 @@ def representations_of_example(model: Any, x: Array) -> dict[str, Array]:
             outside of loops), in forward order and each once, with the axis that the weights sum over moved to the end;
             the inputs themselves are none. The output's channels are moved to the end as well.
         x: One example.
-
-    Returns:
-        Arrays by name, see `named`.
 
     Raises:
         TypeError: If the model cannot be called, or returns anything but one array.
@@ -226,14 +233,7 @@ def representations(model: Any, inputs: Num[Array | np.ndarray, "n ..."]) -> Lay
 
 @validated
 def member_representations(models: Any, inputs: Num[Array | np.ndarray, "n ..."]) -> Layers:
-    """`representations` of stacked members, all on the same inputs.
-
-    Args:
-        models: Stacked networks, members first.
-        inputs: Examples, [n, ...].
-
-    Returns:
-        By name, hidden layers in forward order: [members, n, ...] each, channels last.
+    """Return the `representations` [members, n, ...] of stacked members, all on the same inputs [n, ...].
 
     Raises:
         TypeError: If the models offer no representations, or do not take such examples.

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 from dissociation._core.types import PRNGKey
 from dissociation._core.validation import validated
 from dissociation.models._layers import Affine, Convolution, as_example, check_sizes, max_pool
-from dissociation.models._representations import named
+from dissociation.models._representations import Network, named
 
 
 class ResidualBlock(eqx.Module):
@@ -31,16 +31,11 @@ class ResidualBlock(eqx.Module):
         return x + self.second(jax.nn.relu(self.first(jax.nn.relu(x))))
 
 
-class ResNet(eqx.Module):
+class ResNet(Network):
     """Convolution, pooling, residual blocks, pooling, and two linear layers with a ReLU between them.
 
-    Without normalisation, so that every hidden layer may be permuted and scaled.
-
-    Attributes:
-        stem: The first convolution, to `channels` channels of 28 x 28.
-        blocks: Residual blocks at 14 x 14.
-        hidden: To `width` features.
-        head: Features to logits.
+    Without normalisation, so that every hidden layer may be permuted and scaled. The first convolution, `stem`, works
+    at 28 x 28, the residual `blocks` at 14 x 14.
     """
 
     stem: Convolution
@@ -83,7 +78,3 @@ class ResNet(eqx.Module):
             stream.append(block(stream[-1]))
         features = jax.nn.relu(self.hidden(jax.nn.relu(max_pool(stream[-1])).reshape(-1)))
         return named([*stream, features], self.head(features))
-
-    def __call__(self, x: Float[Array | np.ndarray, " 784"]) -> Float[Array, " classes"]:
-        """Logits of one image."""
-        return self.representations(x)["logits"]

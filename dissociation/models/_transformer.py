@@ -10,7 +10,7 @@ from dissociation._core.checks import fail
 from dissociation._core.types import PRNGKey
 from dissociation._core.validation import validated
 from dissociation.models._layers import Affine, as_example, check_sizes
-from dissociation.models._representations import named
+from dissociation.models._representations import Network, named
 
 
 class TransformerBlock(eqx.Module):
@@ -36,17 +36,10 @@ class TransformerBlock(eqx.Module):
         return x + jax.vmap(lambda token: self.second(jax.nn.relu(self.first(self.norms[1](token)))))(x)
 
 
-class Transformer(eqx.Module):
+class Transformer(Network):
     """Patches of pixels as tokens, blocks, the mean over tokens, and two linear layers with a ReLU between them.
 
-    Attributes:
-        embed: Patch to token.
-        positions: Added to the tokens, [tokens, size].
-        blocks: Attention and perceptrons.
-        norm: Before the mean.
-        hidden: To `width` features.
-        head: Features to logits.
-        patch: Side of a patch in pixels.
+    `positions` [tokens, size] are added to the embedded patches; a layer normalisation, `norm`, comes before the mean.
 
     References:
         Dosovitskiy et al. (2021), An image is worth 16 x 16 words, section 3.1: the head is the one of pre-training.
@@ -109,7 +102,3 @@ class Transformer(eqx.Module):
             stream.append(block(stream[-1]))
         features = jax.nn.relu(self.hidden(jnp.mean(jax.vmap(self.norm)(stream[-1]), 0)))
         return named([*stream, features], self.head(features))
-
-    def __call__(self, x: Float[Array | np.ndarray, " 784"]) -> Float[Array, " classes"]:
-        """Logits of one image."""
-        return self.representations(x)["logits"]

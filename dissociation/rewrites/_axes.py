@@ -1,12 +1,11 @@
 """What axes of arrays are made of: atoms, side by side or nested, united as a program shows that they move together.
 
-An axis is a tree. A `Leaf` is one occurrence of an atom, a set of indices that a symmetry may exchange; a `Product` is
-nested loops over its parts, the last of them fastest, as a reshape makes them; a `Sum` is its parts end to end, as a
-concatenation makes them; an `Order` is a part whose indices changed places, as where it is reversed or read at given
-places. None stands for an axis along which nothing differs. Atoms begin as large as an axis, and are refined where a
-program treats their indices differently: `reshape` factors them, slices cut them.
+An axis is a tree; None stands for an axis along which nothing differs. An atom is a set of indices that a symmetry may
+exchange. Atoms begin as large as an axis, and are refined where a program treats their indices differently: `reshape`
+factors them, slices cut them.
 """
 
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -14,26 +13,27 @@ import numpy as np
 
 
 class Leaf(NamedTuple):
-    """An occurrence of an atom: its name, which stays when the atom is refined, and the atom's number."""
+    """An occurrence of an atom: its name, which stays when the atom is refined, the atom's number, and its size."""
 
     name: tuple[int, ...]
     atom: int
+    size: int
 
 
 class Product(NamedTuple):
-    """Nested parts; none are an axis of length 1."""
+    """Nested loops over parts, the last of them fastest, as a reshape makes them; none are an axis of length 1."""
 
     parts: tuple["Axis", ...]
 
 
 class Sum(NamedTuple):
-    """Parts end to end."""
+    """Parts end to end, as a concatenation makes them."""
 
     parts: tuple["Axis", ...]
 
 
 class Order(NamedTuple):
-    """The indices of a part in another order: which of them is at each place."""
+    """The indices of a part in another order, as where it is reversed: which of them is at each place."""
 
     part: "Axis"
     order: np.ndarray
@@ -45,23 +45,13 @@ class Order(NamedTuple):
 
 
 Axis = Leaf | Product | Sum | Order
-
-
-class Part(NamedTuple):
-    """A leaf of a layout: an occurrence of an atom, and its length."""
-
-    name: tuple[int, ...]
-    size: int
-
-
-Layout = Part | Product | Sum | Order
 UNIT = Product(())
 Placed = tuple[Leaf, np.ndarray]
 """An occurrence, and where its indices lie: [size of its atom, times it is repeated]."""
 
 
 def rebuilt(axis: Any, parts: tuple[Any, ...]) -> Any:
-    """The axis, or layout, of other parts."""
+    """The axis of other parts."""
     return Order(parts[0], axis.order) if isinstance(axis, Order) else type(axis)(parts)
 
 
@@ -71,7 +61,6 @@ class Atoms:
     def __init__(self, *, single: bool = False) -> None:
         self.single = single  # whether axes of length 1 have atoms, too
         self._parent: list[int] = []
-        self._sizes: list[int] = []
         self._reasons: list[str] = []  # empty: free
         self._parts: dict[int, Axis] = {}  # of refined atoms; names within count from 0
         self._names = 0
@@ -83,13 +72,12 @@ class Atoms:
         if size == 1 and not self.single:
             return UNIT
         self._parent.append(len(self._parent))
-        self._sizes.append(size)
         self._reasons.append(reason)
-        return self._occurrence(len(self._parent) - 1)
+        return self._occurrence(len(self._parent) - 1, size)
 
-    def _occurrence(self, atom: int) -> Leaf:
+    def _occurrence(self, atom: int, size: int) -> Leaf:
         self._names += 1
-        return Leaf((self._names,), atom)
+        return Leaf((self._names,), atom, size)
 
     def find(self, atom: int) -> int:
         """The number of the atom that it was united with."""
@@ -102,26 +90,17 @@ class Atoms:
         """Why an atom is frozen; empty if it is free."""
         return self._reasons[self.find(atom)]
 
-    def size(self, axis: Axis | int) -> int:
-        """Length of an axis or an atom."""
-        if isinstance(axis, int):
-            return self._sizes[axis]
-        if isinstance(axis, Leaf):
-            return self._sizes[axis.atom]
-        sizes = [self.size(part) for part in axis.parts]
-        return math.prod(sizes) if isinstance(axis, Product) else sum(sizes)
-
     def resolve(self, axis: Axis) -> Axis:
         """The axis in the atoms that there are by now, without needless nesting."""
         if isinstance(axis, Leaf):
             atom = self.find(axis.atom)
             if atom not in self._parts:
-                return Leaf(axis.name, atom)
-            count = iter(range(10**9))
+                return axis._replace(atom=atom)
+            count = itertools.count()
 
             def instance(part: Axis) -> Axis:
                 if isinstance(part, Leaf):
-                    return Leaf((*axis.name, next(count)), part.atom)
+                    return part._replace(name=(*axis.name, next(count)))
                 return rebuilt(part, tuple(instance(inner) for inner in part.parts))
 
             return self.resolve(instance(self._parts[atom]))
@@ -132,23 +111,23 @@ class Atoms:
             parts += part.parts if not isinstance(part, Leaf) and type(part) is type(axis) else (part,)
         return parts[0] if len(parts) == 1 else type(axis)(tuple(parts))
 
-    def leaves(self, axis: Axis) -> list[Leaf]:
+    def leaves(self, axis: Axis | None) -> list[Leaf]:
         """All occurrences in an axis, in the order of the first place of each, the outer before the inner."""
+        if axis is None:
+            return []
         axis = self.resolve(axis)
-        if not has_order(axis):
-            return _leaves(axis)
-        return [leaf for leaf, places in sorted(self.placed(axis), key=lambda each: int(each[1].min()))]
+        return [leaf for leaf, _ in self.occurrences(axis)] if has_order(axis) else _leaves(axis)
 
     def copied(self, axis: Axis) -> Axis:
         """The same atoms in new occurrences."""
         axis = self.resolve(axis)
         if isinstance(axis, Leaf):
-            return self._occurrence(axis.atom)
+            return self._occurrence(axis.atom, axis.size)
         return rebuilt(axis, tuple(self.copied(part) for part in axis.parts))
 
     def freeze(self, axis: Axis | None, reason: str) -> None:
         """Forbids all of an axis to move."""
-        for leaf in [] if axis is None else self.leaves(axis):
+        for leaf in self.leaves(axis):
             self._reasons[leaf.atom] = self._reasons[leaf.atom] or reason
 
     def unite(self, first: Axis | None, second: Axis | None) -> None:
@@ -156,8 +135,8 @@ class Atoms:
         if first is None or second is None:
             return
         a, b = self.resolve(first), self.resolve(second)
-        if self.size(a) != self.size(b):
-            raise ValueError(f"Axes of lengths {self.size(a)} and {self.size(b)} cannot be one.")
+        if size_of(a) != size_of(b):
+            raise ValueError(f"Axes of lengths {size_of(a)} and {size_of(b)} cannot be one.")
         if isinstance(a, Leaf) and isinstance(b, Leaf):
             if a.atom != b.atom:
                 self._parent[b.atom] = a.atom
@@ -208,7 +187,7 @@ class Atoms:
         if (order == np.arange(len(order))).all():
             return axis
         if isinstance(axis, Sum):
-            ends = np.cumsum([self.size(part) for part in axis.parts])
+            ends = np.cumsum([size_of(part) for part in axis.parts])
             owner = np.searchsorted(ends, order, side="right")
             runs = np.flatnonzero(np.diff(owner, prepend=-1))
             if len(runs) == len(axis.parts):
@@ -216,7 +195,7 @@ class Atoms:
                 starts = [0, *ends]
                 return self.resolve(Sum(tuple(Order(axis.parts[k], piece - starts[k]) for k, piece in own)))
         if isinstance(axis, Product):
-            sizes = [self.size(part) for part in axis.parts]
+            sizes = [size_of(part) for part in axis.parts]
             grids = [place.reshape(sizes) for place in np.unravel_index(order, sizes)]
             lines = [np.moveaxis(grid, k, 0).reshape(sizes[k], -1) for k, grid in enumerate(grids)]
             if all((line == line[:, :1]).all() for line in lines):
@@ -241,7 +220,7 @@ class Atoms:
                 for axis in (a, b):
                     self.freeze(axis, "its indices are in two orders")
                 return
-            met = self._met(placed[0], placed[1], self.size(a)) + self._met(placed[1], placed[0], self.size(a))
+            met = self._met(placed[0], placed[1], size_of(a)) + self._met(placed[1], placed[0], size_of(a))
             parted = next(((leaf, others) for leaf, others in met if (others != others[0]).any()), None)
             if parted is None:
                 break
@@ -269,10 +248,12 @@ class Atoms:
         sizes = np.unique(classes, return_counts=True)[1].tolist()
         self._refine(leaf.atom, Order(Sum(tuple(self.new(size, reason) for size in sizes)), np.argsort(order)))
 
-    def taken(self, axis: Axis, indices: np.ndarray) -> Axis:
+    def taken(self, axis: Axis | None, indices: np.ndarray) -> Any:
         """What an axis is where it is read at given indices. Those that are read equally often may change places."""
+        if axis is None:
+            return None
         axis = self.resolve(axis)
-        counts = np.bincount(indices, minlength=self.size(axis))
+        counts = np.bincount(indices, minlength=size_of(axis))
         if (counts == 1).all():
             return self._ordered(axis, indices)
         if isinstance(axis, Order):
@@ -283,7 +264,7 @@ class Atoms:
         if isinstance(axis, Product):
             return self._taken_product(axis, indices)
         if isinstance(axis, Sum):
-            starts = np.cumsum([0, *(self.size(part) for part in axis.parts)])
+            starts = np.cumsum([0, *(size_of(part) for part in axis.parts)])
             owner = np.searchsorted(starts, indices, side="right") - 1
             places = [np.flatnonzero(owner == k) for k in range(len(axis.parts))]
             there = [(part, places[k], indices[places[k]] - starts[k]) for k, part in enumerate(axis.parts)]
@@ -301,7 +282,7 @@ class Atoms:
         return self.resolve(Order(Sum(tuple(part for part, _ in parts)), order))
 
     def _taken_product(self, axis: Product, indices: np.ndarray) -> Axis:
-        inner = self.size(axis) // self.size(axis.parts[0])
+        inner = size_of(axis) // size_of(axis.parts[0])
         outer, within = np.divmod(indices, inner)
         for length in (n for n in range(1, len(indices) + 1) if len(indices) % n == 0):
             grids = outer.reshape(-1, length), within.reshape(-1, length)
@@ -314,10 +295,10 @@ class Atoms:
 
     def _unite_products(self, a: Product, b: Product) -> None:
         first, second = list(a.parts), list(b.parts)
-        if [self.size(part) for part in first] != [self.size(part) for part in second]:
+        if [size_of(part) for part in first] != [size_of(part) for part in second]:
             first, second = self._without_single(first), self._without_single(second)
         while first and second:
-            sizes = self.size(first[0]), self.size(second[0])
+            sizes = size_of(first[0]), size_of(second[0])
             if sizes[0] != sizes[1]:
                 small, large = (first, second) if sizes[0] < sizes[1] else (second, first)
                 head, rest = min(sizes), max(sizes) // min(sizes)
@@ -326,21 +307,21 @@ class Atoms:
                         self.freeze(part, "its indices are grouped in two ways")
                     return
                 large[:1] = self.factored(large[0], (head, rest))
-                if self.size(small[0]) != self.size(large[0]):
+                if size_of(small[0]) != size_of(large[0]):
                     return
             self.unite(first.pop(0), second.pop(0))
 
     def _without_single(self, parts: list[Axis]) -> list[Axis]:
         for part in parts:
-            if self.size(part) == 1:
+            if size_of(part) == 1:
                 self.freeze(part, "its length is 1 and it comes and goes")
-        return [part for part in parts if self.size(part) > 1]
+        return [part for part in parts if size_of(part) > 1]
 
     def _unite_sums(self, a: Axis, b: Axis) -> None:
         ends = {0}
         for axis in (a, b):
             if isinstance(axis, Sum):
-                ends |= set(np.cumsum([self.size(part) for part in axis.parts]).tolist())
+                ends |= set(np.cumsum([size_of(part) for part in axis.parts]).tolist())
         cuts = sorted(ends)
         sizes = [stop - start for start, stop in zip(cuts[:-1], cuts[1:], strict=True)]
         for one, other in zip(self.cut(a, sizes), self.cut(b, sizes), strict=True):
@@ -362,7 +343,7 @@ class Atoms:
             return self.cut(axis, sizes)
         if isinstance(axis, Sum):
             return self._cut_sum(list(axis.parts), sizes)
-        inner = math.prod(self.size(part) for part in axis.parts[1:])
+        inner = math.prod(size_of(part) for part in axis.parts[1:])
         if any(size % inner for size in sizes):
             self.freeze(axis, "it is cut within its blocks")
             return [self.new(size, "it is cut within its blocks") for size in sizes]
@@ -374,7 +355,7 @@ class Atoms:
         for size in sizes:
             piece: list[Axis] = []
             while size:
-                part, own = parts[0], self.size(parts[0])
+                part, own = parts[0], size_of(parts[0])
                 if own > size:
                     parts[:1] = self.cut(part, [size, own - size])
                     continue
@@ -395,7 +376,7 @@ class Atoms:
         for size in sizes:
             factor: list[Axis] = []
             while size > 1:
-                own = self.size(parts[0])
+                own = size_of(parts[0])
                 if own > size or size % own:
                     if own % size:
                         return self._ungrouped(axis, sizes)
@@ -428,31 +409,20 @@ class Atoms:
         self.freeze(axis, reason)
         return [self.new(size, reason) for size in sizes]
 
-    def layout(self, axis: Axis) -> Any:
-        """The axis with lengths in place of atoms."""
+    def occurrences(self, axis: Axis | None) -> list[Placed]:
+        """The `leaves` of an axis, each with the places of its indices: [size of its atom, times it is repeated]."""
+        if axis is None:
+            return []
         axis = self.resolve(axis)
-        if isinstance(axis, Leaf):
-            return Part(axis.name, self.size(axis))
-        return rebuilt(axis, tuple(self.layout(part) for part in axis.parts))
-
-    def positions(self, axis: Axis, name: tuple[int, ...]) -> np.ndarray:
-        """Where the indices of one occurrence lie on an axis: [size of its atom, times it is repeated].
-
-        Args:
-            axis: The axis.
-            name: Of a leaf in it.
-        """
-        found = next((places for leaf, places in self.placed(self.resolve(axis)) if leaf.name == name), None)
-        if found is None:
-            raise LookupError(f"No occurrence {name} in {axis}.")
-        return found
+        found = self.placed(axis)
+        return sorted(found, key=lambda each: int(each[1].min())) if has_order(axis) else found
 
     def placed(self, axis: Axis, places: np.ndarray | None = None) -> list[Placed]:
-        """The occurrences in a resolved axis, and the `positions` of each."""
-        places = np.arange(self.size(axis))[:, None] if places is None else places
+        """The occurrences in a resolved axis, in the order of its parts, and their places."""
+        places = np.arange(size_of(axis))[:, None] if places is None else places
         if isinstance(axis, Leaf):
             return [(axis, places)]
-        sizes = [self.size(part) for part in axis.parts]
+        sizes = [size_of(part) for part in axis.parts]
         if isinstance(axis, Order):
             pieces = [places[np.argsort(axis.order)]]
         elif isinstance(axis, Sum):
@@ -463,9 +433,9 @@ class Atoms:
         return [each for part, own in zip(axis.parts, pieces, strict=True) for each in self.placed(part, own)]
 
 
-def has_order(axis: Any) -> bool:
-    """Whether indices of an axis, or of its layout, changed places somewhere."""
-    return isinstance(axis, Order) or (not isinstance(axis, Leaf | Part) and any(map(has_order, axis.parts)))
+def has_order(axis: Axis) -> bool:
+    """Whether indices of an axis changed places somewhere."""
+    return isinstance(axis, Order) or (not isinstance(axis, Leaf) and any(map(has_order, axis.parts)))
 
 
 def _leaves(axis: Axis) -> list[Leaf]:
@@ -473,24 +443,24 @@ def _leaves(axis: Axis) -> list[Leaf]:
 
 
 def spread(
-    layout: Any, neurons: dict[tuple[int, ...], np.ndarray]
+    axis: Axis, neurons: dict[tuple[int, ...], np.ndarray]
 ) -> tuple[np.ndarray, dict[tuple[int, ...], np.ndarray]]:
     """An axis with other neurons at some of its parts."""
-    if isinstance(layout, Part):
-        if layout.name not in neurons:
-            return np.arange(layout.size), {}
-        own = neurons[layout.name]
-        return own, {layout.name: np.arange(len(own))}
-    parts = [spread(part, neurons) for part in layout.parts]
-    old = [length(part) for part in layout.parts]
+    if isinstance(axis, Leaf):
+        if axis.name not in neurons:
+            return np.arange(axis.size), {}
+        own = neurons[axis.name]
+        return own, {axis.name: np.arange(len(own))}
+    parts = [spread(part, neurons) for part in axis.parts]
+    old = [size_of(part) for part in axis.parts]
     new = [len(places) for places, _ in parts]
     owners: dict[tuple[int, ...], np.ndarray] = {}
-    if isinstance(layout, Order):
-        (places, own), backwards = parts[0], (np.diff(layout.order) == -1).all()
-        rank = np.argsort(layout.order)
+    if isinstance(axis, Order):
+        (places, own), backwards = parts[0], (np.diff(axis.order) == -1).all()
+        rank = np.argsort(axis.order)
         order = np.arange(new[0])[::-1] if backwards else np.argsort(rank[places], kind="stable")
         return rank[places[order]], {name: owner[order] for name, owner in own.items()}
-    if isinstance(layout, Sum):
+    if isinstance(axis, Sum):
         for k, (_, inner) in enumerate(parts):
             for name, owner in inner.items():
                 owners[name] = np.concatenate([owner if j == k else np.full(n, -1) for j, n in enumerate(new)])
@@ -507,16 +477,16 @@ def spread(
     return grid, owners
 
 
-def resized(layout: Any, sizes: dict[tuple[int, ...], int]) -> Any:
-    """The layout of an axis with other numbers of neurons at some of its parts, by their names."""
-    if isinstance(layout, Part):
-        return Part(layout.name, sizes.get(layout.name, layout.size))
-    return type(layout)(tuple(resized(part, sizes) for part in layout.parts))
+def resized(axis: Any, sizes: dict[tuple[int, ...], int]) -> Any:
+    """An axis with other numbers of neurons at some of its parts, by their names."""
+    if isinstance(axis, Leaf):
+        return axis._replace(size=sizes.get(axis.name, axis.size))
+    return type(axis)(tuple(resized(part, sizes) for part in axis.parts))
 
 
-def length(layout: Any) -> int:
-    """Of a layout's axis."""
-    if isinstance(layout, Part):
-        return layout.size
-    sizes = [length(part) for part in layout.parts]
-    return math.prod(sizes) if isinstance(layout, Product) else sum(sizes)
+def size_of(axis: Axis) -> int:
+    """Of an axis."""
+    if isinstance(axis, Leaf):
+        return axis.size
+    sizes = [size_of(part) for part in axis.parts]
+    return math.prod(sizes) if isinstance(axis, Product) else sum(sizes)

@@ -1,9 +1,7 @@
 """How far any measure of similarity can be moved without changing functions: bounds from inside, by gradients.
 
-Homogeneous neurons may be scaled by positive factors: of one network, or of both that are compared. What a measure may
-be over all of them has no closed form but for linear CKA with a fixed reference (`freedom`). Projected gradients on the
-logarithms of the factors, from several starts, find networks with a low and a high value; the truth may lie further
-out, never further in.
+Homogeneous neurons may be scaled by positive factors. Projected gradients on the logarithms of the factors, from
+several starts, find networks with a low and a high value; the truth may lie further out, never further in.
 """
 
 from collections.abc import Callable
@@ -57,15 +55,12 @@ class Bounds(NamedTuple):
     __repr__ = printed
 
     def rewrite(self, group: NeuronGroup, *, end: str, side: str = "x") -> Scale:
-        """The rewrite of a network that gives an end: see `rewrites.scale`.
+        """Return the rewrite of a network that gives an end, "low" or "high": see `rewrites.scale`.
 
         Args:
             group: Of the neurons.
             end: "low" or "high".
             side: "x" or "y", of which the network is; both have to be rewritten where both were free.
-
-        Returns:
-            The rewrite.
 
         Raises:
             ValueError: If `end` or `side` is another word, or the group is not homogeneous of a positive degree in one
@@ -109,9 +104,6 @@ def similarity_bounds(
         num_steps: Of Adam, from each start.
         key: Of the random starts.
 
-    Returns:
-        The bounds, and the factors that give them.
-
     Raises:
         ValueError: If the numbers of samples differ, or an argument is out of range.
         TypeError: If the measure is computed by the host, where no derivative is taken.
@@ -130,14 +122,9 @@ def similarity_bounds(
             fail_kind("measure", "be computed on the device", f"{measure!r}, a step of which the host does")
         measure = known.function
         if "D" in known.invariances and (free == "x" or "D" in (known.invariances_of_y or known.invariances)):
-            return _unmoved(measure(first, second), first, second, starts)
+            value, ones = measure(first, second), (jnp.ones_like(first[0]), jnp.ones_like(second[0]))
+            return Bounds(value, value, value, ones, ones, jnp.broadcast_to(value, (2, starts)))
     return _bounds(first, second, typed(key), jnp.asarray(largest_factor), measure, free == "both", starts, steps)
-
-
-def _unmoved(measured: Array, x: Array, y: Array, starts: int) -> Bounds:
-    """Of a measure that is invariant to the scale of a neuron."""
-    ones = jnp.ones(x.shape[1], x.dtype), jnp.ones(y.shape[1], y.dtype)
-    return Bounds(measured, measured, measured, ones, ones, jnp.broadcast_to(measured, (2, starts)))
 
 
 @eqx.filter_jit
@@ -174,7 +161,9 @@ def _bounds(
 
     begun: Any = _starts(x, y, key, limit, lengths, measure, both, starts)
     signs = jnp.repeat(jnp.array([1.0, -1.0], x.dtype), starts)
-    costs, given = _mapped(descended, (signs, jax.tree.map(lambda u: jnp.concatenate([u, u]), begun)))
+    jobs = signs, jax.tree.map(lambda u: jnp.concatenate([u, u]), begun)
+    # In turn on a CPU, where decompositions side by side can hang.
+    costs, given = jax.lax.map(descended, jobs) if per_batch() == 1 else jax.vmap(descended)(jobs)
     costs = costs.reshape(2, starts)
     measured = measure(x, y)
     best = jnp.argmin(costs, 1)
@@ -186,11 +175,6 @@ def _bounds(
 
     (low, low_factors), (high, high_factors) = end(0), end(1)
     return Bounds(measured, low, high, low_factors, high_factors, costs * jnp.array([[1.0], [-1.0]], x.dtype))
-
-
-def _mapped(function: Callable[[Any], Any], stacked: Any) -> Any:
-    """In turn on a CPU, where decompositions side by side can hang; batched elsewhere."""
-    return jax.lax.map(function, stacked) if per_batch() == 1 else jax.vmap(function)(stacked)
 
 
 def _starts(

@@ -17,11 +17,11 @@ from jaxtyping import Array, Float
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from dissociation._core.checks import check_finite, check_positive, fail, is_traced
+from dissociation._core.checks import check_positive, fail
 from dissociation._core.validation import validated
 from dissociation.rewrites._axes import has_order, resized, spread
 from dissociation.rewrites._comparison import check_same_program
-from dissociation.rewrites._groups import NeuronGroup, Slot, neuron_groups, parameters_of
+from dissociation.rewrites._groups import NeuronGroup, Slot, known_parameters, neuron_groups, parameters_of
 from dissociation.rewrites._seen import layer_inputs
 from dissociation.rewrites._sizes import refit
 
@@ -43,7 +43,7 @@ def canonical(
     inputs: Any = None,
     call: Callable[[Any, Any], Any] | None = None,
 ) -> Any:
-    """The canonical form of a network.
+    """Return the canonical form of a network: a network of the same function, of the same dtypes.
 
     To a fixed point, group by group: neurons that nothing reads or makes are dropped; what makes each neuron is scaled
     to length one, and what reads it by the inverse; neurons made alike are merged into one, and dropped if what reads
@@ -63,9 +63,6 @@ def canonical(
             function is kept on these alone.
         call: See `rewrites.neuron_groups`.
 
-    Returns:
-        A network of the same function, of the same dtypes.
-
     Raises:
         ValueError: If a group is of another kind, which is named, the program counts its neurons, or some of a residual
             stream are made by nothing but its blocks.
@@ -74,7 +71,8 @@ def canonical(
     leaves, groups, sequence = _reduced(model, example, tolerance, inputs, call)
     for name, settled in sequence.items():
         rows = _rows(leaves, groups[name], settled)
-        order = np.argsort(rows @ _direction(rows.shape[1]), kind="stable")
+        direction = np.random.default_rng(rows.shape[1]).standard_normal(rows.shape[1])
+        order = np.argsort(rows @ direction, kind="stable")
         for slot in groups[name].slots:
             leaves[slot.leaf] = slot.with_blocks(leaves[slot.leaf], slot.blocks(leaves[slot.leaf])[order])
     return _with(leaves, model)
@@ -94,20 +92,7 @@ def fingerprint(
     They do not depend on the order of neurons, and so do not jump where that does: along every axis of neurons the
     canonical form is summed with weights that are functions of what makes each neuron, as many as there are neurons.
     Arrays whose size is not one by construction are in units of their root mean square, whose logarithm comes last.
-
-    Args:
-        model: See `canonical`.
-        example: See `canonical`.
-        tolerance: See `canonical`.
-        inputs: See `canonical`.
-        call: See `canonical`.
-
-    Returns:
-        [numbers]; networks with other numbers of neurons have others.
-
-    Raises:
-        ValueError: As `canonical`.
-        TypeError: As `canonical`.
+    Networks with other numbers of neurons have other numbers of them. Arguments and errors are those of `canonical`.
     """
     leaves, groups, sequence = _reduced(model, example, tolerance, inputs, call)
     slots = [groups[name].slots[index] for name, settled in sequence.items() for index in settled]
@@ -128,12 +113,7 @@ def fingerprint(
 def fingerprint_distance(a: Float[Array | np.ndarray, " numbers"], b: Float[Array | np.ndarray, " others"]) -> float:
     """|a - b| of two fingerprints over the larger of their lengths; infinite if they have other numbers of neurons.
 
-    Args:
-        a: A fingerprint.
-        b: Another.
-
-    Returns:
-        About the rounding of the weights for rewrites of one network.
+    It is about the rounding of the weights for rewrites of one network.
     """
     if a.shape != b.shape:
         return float("inf")
@@ -152,13 +132,7 @@ def _reduced(
     if others:
         wanted = "have groups that are homogeneous of degree one, in one way and one copy, without normalisation"
         fail("model", wanted, f"others: {', '.join(others)}")
-    given = parameters_of(model)[0]
-    if any(np.iscomplexobj(leaf) for leaf in given):
-        fail("model", "have real parameters", "complex ones")
-    if any(is_traced(leaf) for leaf in given):
-        raise TypeError("`model` must be known: a canonical form is a step of the host, got traced arrays.")
-    leaves = [np.asarray(leaf, np.float64) for leaf in given]
-    check_finite("model", np.concatenate([np.zeros(1), *(leaf.ravel() for leaf in leaves)]))
+    leaves = known_parameters("model", model, "a canonical form is a step")
     for group in groups.values() if inputs is not None else ():
         _silence(leaves, group, model, inputs, call)
     given_sizes = {name: group.size for name, group in groups.items()}
@@ -174,24 +148,17 @@ def _reduced(
         if before == [(leaf.shape, np.count_nonzero(leaf)) for leaf in leaves]:
             break
     smaller = [group for name, group in groups.items() if group.size < given_sizes[name]]
-    if smaller:
-        _check_reduced(model, _with(leaves, model), smaller[0], groups, call)
+    if smaller:  # the program must be the same with fewer neurons, and have them where they are taken to be
+        reduced = _with(leaves, model)
+        check_same_program(model, reduced, smaller[0])
+        again = neuron_groups(reduced, smaller[0].example, call=call, single=True)
+        if any(name not in again or _places(group) != _places(again[name]) for name, group in groups.items()):
+            fail("model", "have groups whose neurons the program does not count", f"{smaller[0].name} among them")
     return leaves, groups, sequence
 
 
-def _check_reduced(
-    model: Any, reduced: Any, smaller: NeuronGroup, groups: Mapping[str, NeuronGroup], call: Any
-) -> None:
-    """Raises unless the program is the same with fewer neurons, and has them where they are taken to be."""
-    check_same_program(model, reduced, smaller)
-    again = neuron_groups(reduced, smaller.example, call=call, single=True)
-    if any(name not in again or not _same_places(group, again[name]) for name, group in groups.items()):
-        fail("model", "have groups whose neurons the program does not count", f"{smaller.name} among them")
-
-
-def _same_places(group: NeuronGroup, other: NeuronGroup) -> bool:
-    places = [{(s.leaf, s.axis, s.positions.tobytes()) for s in each.slots} for each in (group, other)]
-    return places[0] == places[1]
+def _places(group: NeuronGroup) -> set[tuple[int, int, bytes]]:
+    return {(slot.leaf, slot.axis, slot.positions.tobytes()) for slot in group.slots}
 
 
 def _silence(leaves: Arrays, group: NeuronGroup, model: Any, inputs: Any, call: Any) -> None:
@@ -325,11 +292,9 @@ def _sequence(groups: Mapping[str, NeuronGroup]) -> dict[str, list[int]]:
         for slot in group.slots:
             owners.setdefault((slot.leaf, slot.axis), set()).add(name)
     sequence: dict[str, list[int]] = {}
-    left = dict(groups)
-    while left:
+    while left := {name: group for name, group in groups.items() if name not in sequence}:
         name, slots = _next(left, owners)
         sequence[name] = slots
-        del left[name]
     return sequence
 
 
@@ -341,28 +306,21 @@ def _next(left: Mapping[str, NeuronGroup], owners: Mapping[tuple[int, int], set[
                 for index, slot in enumerate(group.slots)
                 if slot.outgoing == reading
                 and owners[slot.leaf, slot.axis] == {name}
-                and not any(
-                    owners.get((slot.leaf, axis), set()) & set(left)
-                    for axis in range(len(slot.shape))
-                    if axis != slot.axis
-                )
+                and left.keys().isdisjoint(_beside(slot, owners))
             ]
             if any(len(group.slots[index].shape) > 1 for index in settled):
                 return name, settled
     for name, group in left.items():
-        others = {
-            other
-            for slot in group.slots
-            for axis in range(len(slot.shape))
-            for other in owners.get((slot.leaf, axis), ())
-        }
-        if not others & (set(left) - {name}):
+        others = {other for slot in group.slots for other in (*owners[slot.leaf, slot.axis], *_beside(slot, owners))}
+        if left.keys() & others <= {name}:
             return name, list(range(len(group.slots)))
     fail("model", "have groups that can be put in order one after another", f"{', '.join(left)}, which cannot")
 
 
-def _direction(size: int) -> np.ndarray:
-    return np.random.default_rng(size).standard_normal(size)
+def _beside(slot: Slot, owners: Mapping[tuple[int, int], set[str]]) -> list[str]:
+    """The groups along the other axes of a slot's array."""
+    others = [axis for axis in range(len(slot.shape)) if axis != slot.axis]
+    return [name for axis in others for name in owners.get((slot.leaf, axis), ())]
 
 
 def _features(rows: np.ndarray) -> np.ndarray:

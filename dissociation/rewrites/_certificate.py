@@ -56,9 +56,6 @@ def certify(
         batch_size: How many examples are evaluated at once, which bounds the memory; None is all of them, without a
             loop (the faster choice for convolutions on a CPU).
 
-    Returns:
-        The certificate, of scalars.
-
     Raises:
         TypeError: If `batch_size` is no integer, or a model does not take one example or gives no real array.
         ValueError: If there are no inputs, one is not finite, or the two models differ in the shape of their outputs.

@@ -15,6 +15,10 @@ from dissociation.models._program import bound, program_of
 from dissociation.rewrites._flow import FEW
 from dissociation.rewrites._groups import NeuronGroup, group_report
 
+KEPT_SIZE = (
+    "If a module keeps its size in a field, `rewrites.refitted.register` what makes it anew; a size that is written in "
+    "its code has to be read off its arrays"
+)
 LOOPS = ("scan", "while")
 """What is handed to the programs of these is not what they begin with each time."""
 
@@ -56,15 +60,7 @@ def _drawn_like(leaf: Any) -> Any:
 
 
 class _Operation(NamedTuple):
-    """What an operation of a program is told.
-
-    Attributes:
-        name: Of the primitive.
-        given: Shapes of its operands.
-        made: Shapes of its results.
-        params: How it works, but for programs within it.
-        numbers: What is known of its operands.
-    """
+    """An operation: the shapes of its operands and results, plain parameters, and operands that are known."""
 
     name: str
     given: tuple[Any, ...]
@@ -79,13 +75,8 @@ def _operations(model: Any, group: NeuronGroup) -> Iterator[_Operation]:
     try:
         jaxpr = jax.make_jaxpr(program)(shapes, group.example)
     except Exception as error:
-        advice = (
-            "If a module keeps its size in a field, `rewrites.refitted.register` what makes it anew; a size that "
-            "is written in its code has to be read off its arrays"
-        )
-        fail_kind(
-            "model", f"run with another number of neurons in {group.name}", f"{type(error).__name__}: {error}", advice
-        )
+        wanted = f"run with another number of neurons in {group.name}"
+        fail_kind("model", wanted, f"{type(error).__name__}: {error}", KEPT_SIZE)
     return _operations_in(jaxpr)
 
 
@@ -102,12 +93,15 @@ def _operations_in(
     for equation in closed.jaxpr.eqns:
         operands = [read(variable) for variable in equation.invars]
         parts = [inner for value in equation.params.values() for inner in _programs_in(value)]
-        if not parts and all(operand is not None for operand in operands) and _few(equation.outvars):
+        few = all(math.prod(shape) <= FEW for shape in _shapes(equation.outvars))
+        if few and not parts and all(operand is not None for operand in operands):
             with jax.ensure_compile_time_eval():
                 results = bound(equation, [jnp.asarray(operand) for operand in operands])
             known |= dict(zip(equation.outvars, map(_as_known, results), strict=True))
             continue
-        yield _operation(equation, operands)
+        numbers = tuple(operand for operand in operands if operand is not None)
+        params = {name: value for name, value in equation.params.items() if _is_plain(value)}
+        yield _Operation(equation.primitive.name, _shapes(equation.invars), _shapes(equation.outvars), params, numbers)
         for inner in parts:
             whole = (
                 len(parts) == 1 and len(inner.jaxpr.invars) == len(operands) and equation.primitive.name not in LOOPS
@@ -115,19 +109,15 @@ def _operations_in(
             into = operands if whole else [None] * len(inner.jaxpr.invars)
             results = yield from _operations_in(inner, into, handed_on=whole)
             known |= dict(zip(equation.outvars, results, strict=True)) if whole else {}
-    shapes = tuple(variable.aval.shape for variable in closed.jaxpr.outvars)
+    shapes = _shapes(closed.jaxpr.outvars)
     results = [read(variable) for variable in closed.jaxpr.outvars]
     numbers = () if handed_on else tuple(value for value in results if value is not None)
     yield _Operation("results", (), (), {"shapes": shapes} if given is None else {}, numbers)
     return results
 
 
-def _operation(equation: Any, operands: list[Any]) -> _Operation:
-    shapes = [tuple(getattr(variable.aval, "shape", ())) for variable in (*equation.invars, *equation.outvars)]
-    params = {name: value for name, value in equation.params.items() if _is_plain(value)}
-    count = len(equation.invars)
-    numbers = tuple(operand for operand in operands if operand is not None)
-    return _Operation(equation.primitive.name, tuple(shapes[:count]), tuple(shapes[count:]), params, numbers)
+def _shapes(variables: Any) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(getattr(variable.aval, "shape", ())) for variable in variables)
 
 
 def _is_plain(value: Any) -> bool:
@@ -159,10 +149,6 @@ def _as_known(value: Any) -> np.ndarray | None:
     if is_traced(value) or jnp.issubdtype(jnp.asarray(value).dtype, jax.dtypes.prng_key):
         return None
     return np.asarray(value)
-
-
-def _few(variables: Any) -> bool:
-    return all(math.prod(getattr(variable.aval, "shape", ())) <= FEW for variable in variables)
 
 
 def _programs_in(value: Any) -> Iterator[Any]:

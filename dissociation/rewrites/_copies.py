@@ -1,13 +1,9 @@
 """Which copies of a group of neurons may move separately: heads, layers of a stack, groups of channels.
 
-An atom (`axes`) that lies beside others, as [heads, neurons] or [layers, neurons], is there many times. For every array
-of a program, each entry that belongs to a neuron gets a label: which copy of the neurons it is of. In the parameters
-every row of neurons begins as a copy of its own; the program is run on the labels, operation by operation, and wherever
-two copies must move alike, since they are added, multiplied, or summed over in one product, their labels become one.
-What has not become one at the end may move separately. An entry without a label (-1) is constant along the neurons.
-
-What is not certain ties all copies of a group: an operation without a rule, an entry that belongs to two of the
-neurons.
+Each entry that belongs to a neuron gets a label: which copy of the neurons it is of. In the parameters every row of
+neurons begins as a copy of its own; the program is run on the labels, and wherever two copies must move alike, since
+they are added, multiplied, or summed over in one product, their labels become one. What is not certain ties all copies
+of a group: an operation without a rule, an entry that belongs to two of the neurons.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +15,7 @@ import numpy as np
 from dissociation.rewrites._axes import UNIT
 from dissociation.rewrites._elementwise import ALONG, COMPARISONS, LIKE_SUMS, MIXED, POWERS, REDUCTIONS, SAME
 from dissociation.rewrites._flow import Flow, Step, Value
-from dissociation.rewrites._indexing import WRITES, update_axes
+from dissociation.rewrites._indexing import WRITES, clipped, update_axes
 from dissociation.rewrites._labels import Copies, Label, Marks, thin
 
 LONGEST = 256
@@ -78,17 +74,12 @@ def _along(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: in
     along = step.params.get("axis", step.params.get("dimension", -1)) % label.ndim
     if along in axes:  # sorted by itself, it is so whatever its order was
         return [*(None for _ in step.results)] if step.name in ("sort", "top_k") else None
-    first = np.take(copies.along(label, (along,)), [0], along)
-    return [np.broadcast_to(first, value.shape) for value in step.results]
+    return [np.broadcast_to(copies.along(label, (along,)), value.shape) for value in step.results]
 
 
-def _moved(move: Callable[[Step, Label], Label]) -> Rule:
+def _moved(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
     """Of an operation that only moves entries."""
-
-    def rule(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
-        return None if labels[0] is None else [move(step, labels[0])]
-
-    return rule
+    return None if labels[0] is None else [MOVES[step.name](step, labels[0])]
 
 
 def _reshape(step: Step, label: Label) -> Label:
@@ -118,7 +109,6 @@ def _read(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int
             batching = dict(zip(numbers.start_indices_batching_dims, numbers.operand_batching_dims, strict=True))
             over = [k for k, n in enumerate(sizes) if n != value.shape[k] and k not in batching.values()]
             label = copies.along(labels[0], over)
-            label = label[tuple(slice(n) if k in over else slice(None) for k, n in enumerate(sizes))]
             kept = [k for k in range(label.ndim) if k not in (*numbers.collapsed_slice_dims, *batching.values())]
             places, gone = iter(range(len(out))), numbers.collapsed_slice_dims
             order = [kept.pop(0) if k in numbers.offset_dims else batching.get(next(places)) for k in range(len(out))]
@@ -133,11 +123,12 @@ def _read(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int
 
 def _written(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
     """Of what changes a part of an array: along axes that it does not span, all entries move alike."""
-    value, update = labels[0], labels[1] if step.name == "dynamic_update_slice" else labels[2]
-    whole, part = step.operands[0].shape, step.operands[1 if step.name == "dynamic_update_slice" else 2].shape
-    pairs = update_axes(step.params.get("dimension_numbers"), len(whole), len(part))
-    if step.name != "dynamic_update_slice" and labels[1] is not None:
+    place = 1 if step.name == "dynamic_update_slice" else 2
+    if place == 2 and labels[1] is not None:
         return None
+    value, update = labels[0], labels[place]
+    whole, part = step.operands[0].shape, step.operands[place].shape
+    pairs = update_axes(step.params.get("dimension_numbers"), len(whole), len(part))
     own = {of_update: k for k, of_update in enumerate(pairs) if of_update is not None and part[of_update] == whole[k]}
     found = [] if value is None else [value]
     if update is not None:
@@ -160,12 +151,9 @@ def _dynamic_slice(copies: Copies, step: Step, labels: Labels, axes: list[int], 
         if label is None:
             return None
         if size < label.shape[k] and start is None:  # any of them may be read
-            label = np.broadcast_to(
-                np.take(copies.along(label, (k,)), [0], k), (*label.shape[:k], size, *label.shape[k + 1 :])
-            )
+            label = np.broadcast_to(copies.along(label, (k,)), (*label.shape[:k], size, *label.shape[k + 1 :]))
         elif size < label.shape[k]:
-            first = int(start) + label.shape[k] * (int(start) < 0)
-            label = np.take(label, min(max(first, 0), label.shape[k] - size) + np.arange(size), k)
+            label = np.take(label, clipped(start, label.shape[k], size) + np.arange(size), k)
     return [label]
 
 
@@ -175,17 +163,15 @@ def _split(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: in
     return parts
 
 
-def _joined(join: Callable[[list[Label], Step], Label]) -> Rule:
+def _joined(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
     """Of an operation that puts arrays side by side."""
-
-    def rule(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
-        if len({axis for axis in axes if axis >= 0}) > 1:
-            return None
-        pairs = zip(labels, step.operands, strict=True)
-        parts = [np.broadcast_to(-1, value.shape) if label is None else label for label, value in pairs]
-        return [join(parts, step)]
-
-    return rule
+    if len({axis for axis in axes if axis >= 0}) > 1:
+        return None
+    pairs = zip(labels, step.operands, strict=True)
+    parts = [np.broadcast_to(-1, value.shape) if label is None else label for label, value in pairs]
+    if step.name == "stack":
+        return [np.stack(parts, step.params["axis"])]
+    return [np.concatenate(parts, step.params["dimension"])]
 
 
 def _pad(copies: Copies, step: Step, labels: Labels, axes: list[int], atom: int) -> Labels | None:
@@ -204,9 +190,7 @@ def _transformed(copies: Copies, step: Step, labels: Labels, axes: list[int], at
     if labels[0] is None:
         return None
     over = range(labels[0].ndim - len(step.params["fft_lengths"]), labels[0].ndim)
-    mixed = copies.along(labels[0], tuple(over))
-    first = mixed[tuple(slice(0, 1) if k in over else slice(None) for k in range(mixed.ndim))]
-    return [np.broadcast_to(first, step.results[0].shape)]
+    return [np.broadcast_to(copies.along(labels[0], tuple(over)), step.results[0].shape)]
 
 
 def _product(
@@ -359,32 +343,34 @@ SKIPPED = ("custom_vjp_call", "optimization_barrier", "name", "sharding_constrai
 
 PARTS: dict[str, Callable[[Copies, Step], None]] = {"scan": _scan, "while": _while, "cond": _cond}
 
+MOVES: dict[str, Callable[[Step, Label], Label]] = {
+    "transpose": lambda step, label: label.transpose(step.params["permutation"]),
+    "broadcast_in_dim": _broadcast,
+    "squeeze": lambda step, label: label.squeeze(tuple(step.params["dimensions"])),
+    "reshape": _reshape,
+    "rev": lambda step, label: np.flip(label, step.params["dimensions"]),
+    "slice": _slice,
+    "take": lambda step, label: label.take(step.params["indices"], step.params["dimensions"][0]),
+    "tile": lambda step, label: np.tile(label, step.params["reps"]),
+}
+
 RULES: dict[str, Rule] = {
     **dict.fromkeys((*LIKE_SUMS, *SAME, *POWERS, *COMPARISONS, *MIXED), _one_by_one),
-    **dict.fromkeys(("integer_pow", "pow", "mul", "div", "select_n"), _one_by_one),
+    **dict.fromkeys(("integer_pow", "pow", "mul", "div", "select_n", "bitcast_convert_type"), _one_by_one),
     **dict.fromkeys((*REDUCTIONS, "argmax", "argmin"), _reduced),
     **dict.fromkeys((*ALONG, "sort", "top_k"), _along),
+    **dict.fromkeys(MOVES, _moved),
+    **dict.fromkeys(("concatenate", "stack"), _joined),
+    **dict.fromkeys((*WRITES, "dynamic_update_slice"), _written),
+    **dict.fromkeys(("reduce_window_sum", "reduce_window_max", "reduce_window_min"), _window),
     "fft": _transformed,
-    "transpose": _moved(lambda step, label: label.transpose(step.params["permutation"])),
-    "broadcast_in_dim": _moved(_broadcast),
-    "squeeze": _moved(lambda step, label: label.squeeze(tuple(step.params["dimensions"]))),
-    "reshape": _moved(_reshape),
-    "rev": _moved(lambda step, label: np.flip(label, step.params["dimensions"])),
-    "slice": _moved(_slice),
     "dynamic_slice": _dynamic_slice,
     "split": _split,
-    "concatenate": _joined(lambda parts, step: np.concatenate(parts, step.params["dimension"])),
-    "gather": _read,
     "unstack": _unstack,
-    **dict.fromkeys((*WRITES, "dynamic_update_slice"), _written),
-    "take": _moved(lambda step, label: label.take(step.params["indices"], step.params["axis"])),
-    "bitcast_convert_type": _one_by_one,
-    "stack": _joined(lambda parts, step: np.stack(parts, step.params["axis"])),
-    "tile": _moved(lambda step, label: np.tile(label, step.params["reps"])),
+    "gather": _read,
     "pad": _pad,
     "dot_general": _dot,
     "conv_general_dilated": _convolution,
-    **dict.fromkeys(("reduce_window_sum", "reduce_window_max", "reduce_window_min"), _window),
 }
 """By names of primitives."""
 

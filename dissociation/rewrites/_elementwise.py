@@ -1,9 +1,10 @@
 """What operations entry by entry do to axes, and those that compare or add up along one: sums, powers, maxima."""
 
+from typing import Any
+
 import numpy as np
 
-from dissociation.rewrites._flow import Equation, Flow, Value
-from dissociation.rewrites._indexing import Params, Rule
+from dissociation.rewrites._flow import Flow, Rule, Step, Value
 
 LIKE_SUMS = {"add": True, "sub": True, "add_any": True, "max": False, "min": False, "clamp": False,
              "complex": True}  # fmt: skip
@@ -20,178 +21,145 @@ MIXED = ("exp", "exp2", "log", "log1p", "expm1", "tanh", "sin", "cos", "tan", "a
          "regularized_incomplete_beta")  # fmt: skip
 REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor")
 ALONG = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
+CUMULATED = "a cumulative operation runs along it"
 
 
-def _like_sum(name: str) -> Rule:
-    def rule(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
-        found = flow.summed(operands, linear=LIKE_SUMS[name])
-        found.zero = all(value.zero for value in operands)
-        return [found]
-
-    return rule
+def _like_sum(flow: Flow, step: Step) -> list[Value]:
+    return [flow.summed(step.operands, linear=LIKE_SUMS[step.name])]
 
 
-def _same(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
-    value = operands[0]
-    kind = params.get("new_dtype")
+def _same(flow: Flow, step: Step) -> list[Value]:
+    value = step.operands[0]
+    kind = step.params.get("new_dtype")
     if kind is not None and not np.issubdtype(kind, np.inexact) and value.known is None:
-        return [flow.mixed(operands, ordered=kind == np.bool_)]  # rounded, or asked whether it is zero
+        return [flow.mixed(step.operands, ordered=kind == np.bool_)]  # rounded, or asked whether it is zero
     known = value.known if kind is not None else None
     return [Value(value.shape, value.axes, value.zero, known, value.endless)]
 
 
-def _all_same(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
-    return operands
+def _all_same(flow: Flow, step: Step) -> list[Value]:
+    return step.operands
 
 
-def _power(power: float | None) -> Rule:
-    def rule(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
-        flow.uneven += [axis for axis in operands[0].axes if axis is not None]
-        return [flow.multiplied(operands, [float(params["y"]) if power is None else power])]
-
-    return rule
-
-
-def _product(powers: tuple[float, float]) -> Rule:
-    def rule(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
-        found = flow.multiplied(operands, powers)
-        found.zero = operands[0].zero or (operands[1].zero and powers[1] > 0)
-        return [found]
-
-    return rule
+def _power(flow: Flow, step: Step) -> list[Value]:
+    base, *exponent = step.operands
+    power: Any = POWERS.get(step.name, step.params.get("y"))
+    if exponent:
+        known = exponent[0].known
+        if known is None or known.size != 1:
+            return [flow.mixed(step.operands)]
+        power = known.item()
+    flow.bend(*base.axes)
+    return [flow.multiplied([base], [float(power)])]
 
 
-def _to_power(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
-    base, exponent = operands
-    if exponent.known is None or exponent.known.size != 1:
-        return [flow.mixed(operands)]
-    return _power(float(exponent.known.reshape(())))(flow, params, [base], shapes)
+def _product(flow: Flow, step: Step) -> list[Value]:
+    first, second = step.operands
+    found = flow.multiplied(step.operands, (1.0, 1.0 if step.name == "mul" else -1.0))
+    found.zero = first.zero or (second.zero and step.name == "mul")
+    return [found]
 
 
-def _mixed(ordered: bool) -> Rule:
-    def rule(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
-        return [flow.mixed(operands, ordered=ordered)]
-
-    return rule
+def _mixed(flow: Flow, step: Step) -> list[Value]:
+    return [flow.mixed(step.operands, ordered=step.name in COMPARISONS)]
 
 
-def _select(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
-    which, *cases = operands
+def _select(flow: Flow, step: Step) -> list[Value]:
+    which, *cases = step.operands
     found = flow.summed(cases)
-    found.zero = all(value.zero for value in cases)
     for k, axis in enumerate(which.axes):
         if axis is not None:
             if found.axes[k] is None:
                 found.axes[k] = flow.lined_up([axis])
                 flow.still(found.axes[k])
             flow.atoms.unite(axis, found.axes[k])
-            flow.uneven.append(axis)
+    flow.bend(*which.axes)
     return [found]
 
 
-def _reduction(name: str) -> Rule:
-    def rule(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
-        value = operands[0]
-        for k in params["axes"]:
-            flow.reduce(value.axes[k])
-            flow.lengths += [value.shape[k]] if value.axes[k] is None else []
-        left = [axis for k, axis in enumerate(value.axes) if k not in params["axes"]]
-        for axis in left if name != "reduce_sum" else ():
-            if axis is not None:
-                flow.uneven.append(axis)
-                if name == "reduce_prod":
-                    flow.still(axis)
-        return [Value(shapes[0], left, zero=value.zero)]
-
-    return rule
+def _reduction(flow: Flow, step: Step) -> list[Value]:
+    value, over = step.operands[0], step.params["axes"]
+    for k in over:
+        flow.reduce(value.axes[k])
+        flow.lengths += [value.shape[k]] if value.axes[k] is None else []
+    left = [axis for k, axis in enumerate(value.axes) if k not in over]
+    if step.name != "reduce_sum":
+        flow.bend(*left, still=step.name == "reduce_prod")
+    return [Value(step.shapes[0], left, value.zero)]
 
 
-def _along(name: str) -> Rule:
-    def rule(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
-        value = operands[0]
-        flow.freeze(value, "a cumulative operation runs along it", [params["axis"]])
-        axes = [flow.handed_on(axis) for axis in value.axes]
-        for axis in axes if name != "cumsum" else ():
-            if axis is not None:
-                flow.uneven.append(axis)
-                if name not in ("cummax", "cummin"):
-                    flow.still(axis)
-        along = params["axis"]
-        if axes[along] is None:
-            axes[along] = flow.atoms.new(value.shape[along], "a cumulative operation runs along it")
-        return [Value(value.shape, axes, value.zero and name != "cumlogsumexp")]
-
-    return rule
+def _along(flow: Flow, step: Step) -> list[Value]:
+    value, along = step.operands[0], step.params["axis"]
+    flow.freeze(value, CUMULATED, [along])
+    axes = [flow.handed_on(axis) for axis in value.axes]
+    if step.name != "cumsum":
+        flow.bend(*axes, still=step.name not in ("cummax", "cummin"))
+    if axes[along] is None:
+        axes[along] = flow.atoms.new(value.shape[along], CUMULATED)
+    return [Value(value.shape, axes, value.zero and step.name != "cumlogsumexp")]
 
 
-def _argument(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
-    value = operands[0]
-    left = Value(shapes[0], [axis for k, axis in enumerate(value.axes) if k not in params["axes"]])
+def _argument(flow: Flow, step: Step) -> list[Value]:
+    value = step.operands[0]
+    (along,) = step.params["axes"]
+    left = Value(step.shapes[0], [axis for k, axis in enumerate(value.axes) if k != along])
     found = flow.mixed([left], ordered=True)
-    (along,) = params["axes"]
     flow.reduce(value.axes[along])
     found.refers, found.shifted = value.axes[along], value.level > 0
     return [found]
 
 
-def _sort(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
+def _sort(flow: Flow, step: Step) -> list[Value]:
     """Each along the others: what is sorted by, whatever its factors, gives the others their places."""
-    along = params["dimension"] % len(shapes[0])
+    operands, along = step.operands, step.params["dimension"] % len(step.shapes[0])
     if len(operands) == 1:
         flow.reduce(operands[0].axes[along])
     for value in operands if len(operands) > 1 else ():
         flow.freeze(value, "it is sorted", [along])
     results = []
-    for value, shape in zip(operands, shapes, strict=True):
+    for value, shape in zip(operands, step.shapes, strict=True):
         axes = [flow.lined_up([each.axes[k] for each in operands]) for k in range(len(shape))]
+        flow.bend(*axes)
         for axis, own in zip(axes, value.axes, strict=True):
             if axis is not None:
-                flow.uneven.append(axis)
-                flow.equations.append(Equation(((axis, 1.0),) if own is None else ((axis, 1.0), (own, -1.0))))
+                flow.equal(axis, own)
         axes[along] = flow.atoms.new(shape[along], "it is sorted")
         results.append(Value(shape, axes, value.zero))
     return results
 
 
-def _top(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
+def _top(flow: Flow, step: Step) -> list[Value]:
     """The largest values along an axis, and where they were."""
-    (value,), along = operands, params["axis"] % len(shapes[0])
+    (value,), shape = step.operands, step.shapes[0]
+    along = step.params["axis"] % len(shape)
     flow.reduce(value.axes[along])
-    new = flow.atoms.new(shapes[0][along], "its largest values are asked for")
+    new = flow.atoms.new(shape[along], "its largest values are asked for")
     axes = [new if k == along else flow.handed_on(axis) for k, axis in enumerate(value.axes)]
-    largest = Value(shapes[0], axes, value.zero)
-    flow.uneven += [axis for axis in largest.axes if axis is not None]
+    largest = Value(shape, axes, value.zero)
+    flow.bend(*axes)
     places = flow.mixed([largest], ordered=True)
     places.refers, places.shifted = value.axes[along], value.level > 0
     largest.pair = places.pair = object() if value.level == 1 else None
     return [largest, places]
 
 
-def _bits(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
-    same = shapes[0] == operands[0].shape
-    return [flow.mixed(operands)] if same else flow.unknown("bitcast_convert_type", operands, shapes)
+def _bits(flow: Flow, step: Step) -> list[Value]:
+    return _mixed(flow, step) if step.shapes[0] == step.operands[0].shape else flow.unknown(step)
 
 
 RULES: dict[str, Rule] = {
-    **{name: _like_sum(name) for name in LIKE_SUMS},
+    **dict.fromkeys(LIKE_SUMS, _like_sum),
     **dict.fromkeys(SAME, _same),
-    **{name: _power(power) for name, power in POWERS.items()},
-    **{name: _mixed(True) for name in COMPARISONS},
-    **{name: _mixed(False) for name in MIXED},
-    **{name: _reduction(name) for name in REDUCTIONS},
-    **{name: _along(name) for name in ALONG},
-    "integer_pow": _power(None),
-    "pow": _to_power,
-    "mul": _product((1.0, 1.0)),
-    "div": _product((1.0, -1.0)),
+    **dict.fromkeys((*POWERS, "integer_pow", "pow"), _power),
+    **dict.fromkeys((*COMPARISONS, *MIXED), _mixed),
+    **dict.fromkeys(("mul", "div"), _product),
+    **dict.fromkeys(REDUCTIONS, _reduction),
+    **dict.fromkeys(ALONG, _along),
+    **dict.fromkeys(("optimization_barrier", "name", "sharding_constraint"), _all_same),
+    **dict.fromkeys(("argmax", "argmin"), _argument),
     "select_n": _select,
-    "optimization_barrier": _all_same,
-    "argmax": _argument,
-    "argmin": _argument,
     "sort": _sort,
     "top_k": _top,
     "bitcast_convert_type": _bits,
-    "name": _all_same,
-    "sharding_constraint": _all_same,
 }
 """By names of primitives."""

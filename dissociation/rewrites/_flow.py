@@ -1,13 +1,11 @@
 """Which axes of a program move together, read off its operations.
 
-Every value of a traced program has, for each axis, a tree of atoms (`axes`). An operation unites the axes that it
-lines up, takes them apart where it treats indices differently, and freezes what it does not know: what is found is
-safe, and what froze it is kept. Along with the atoms, linear equations are collected for the exponents of a scaling:
-if a value is multiplied by a^e along an atom, products add exponents, sums want equal ones, and a contraction wants
-them to cancel.
+An operation unites the axes that it lines up, takes them apart where it treats indices differently, and freezes what it
+does not know: what is found is safe. Linear equations are collected for the exponents of a scaling: if a value is
+multiplied by a^e along an atom, products add exponents, sums want equal ones, and a contraction wants them to cancel.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dissociation.rewrites._axes import UNIT, Atoms, Axis, Product
+from dissociation.rewrites._axes import UNIT, Atoms, Axis, Product, size_of
 
 FEW = 65536
 """Entries of constants that are followed, such as indices."""
@@ -66,14 +64,16 @@ class Part(NamedTuple):
     outputs: list[Value]
 
 
-class Step(NamedTuple):
-    """An operation that was followed."""
+@dataclass
+class Step:
+    """An operation, what is known of its operands and, once it was followed, of its results; `shapes` are theirs."""
 
     name: str
     params: dict[str, Any]
     operands: list[Value]
-    results: list[Value]
-    parts: list[Part]
+    shapes: list[tuple[int, ...]]
+    results: list[Value] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
 
 
 @dataclass
@@ -89,7 +89,6 @@ class Flow:
         lengths: Of axes along which nothing differs, over which is summed.
         referred: Axes that are read or written at indices which follow from values along them.
         steps: What was done, in order.
-        parts: Programs within the operation that is being followed.
     """
 
     atoms: Atoms = field(default_factory=Atoms)
@@ -100,7 +99,6 @@ class Flow:
     lengths: list[int] = field(default_factory=list)
     referred: list[Axis] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
-    parts: list[Part] = field(default_factory=list)
 
     def array(self, shape: Sequence[int], reason: str = "") -> Value:
         """A value of new atoms, frozen if a reason is given."""
@@ -120,16 +118,12 @@ class Flow:
         endless = bool(np.issubdtype(array.dtype, np.inexact) and array.size and not np.isfinite(array).any())
         return Value(array.shape, axes, not array.any(), known, endless)
 
-    def unknown(self, name: str, operands: list[Value], shapes: Sequence[tuple[int, ...]]) -> list[Value]:
+    def unknown(self, step: Step) -> list[Value]:
         """Freezes everything that an operation touches."""
-        reason = f"`{name}` is not known to leave its order open"
-        for value in operands:
+        reason = f"`{step.name}` is not known to leave its order open"
+        for value in step.operands:
             self.freeze(value, reason)
-        return [self.array(shape, reason) for shape in shapes]
-
-    def taken(self, axis: Axis | None, indices: np.ndarray) -> Axis | None:
-        """An axis read at given indices."""
-        return None if axis is None else self.atoms.taken(axis, indices)
+        return [self.array(shape, reason) for shape in step.shapes]
 
     def even(self, size: int) -> Axis:
         """An axis along which nothing differs, where one is needed."""
@@ -142,9 +136,15 @@ class Flow:
         if axis is not None:
             self.equations.append(Equation(((axis, 1.0),)))
 
-    def equal(self, a: Axis, b: Axis) -> None:
-        """The exponents are equal."""
-        self.equations.append(Equation(((a, 1.0), (b, -1.0))))
+    def equal(self, a: Axis, b: Axis | None) -> None:
+        """The exponents are equal; that of None is zero."""
+        self.equations.append(Equation(((a, 1.0),) if b is None else ((a, 1.0), (b, -1.0))))
+
+    def bend(self, *axes: Axis | None, still: bool = False) -> None:
+        """Notes what no linear map of the axes' indices commutes with; with `still`, their exponents are zero."""
+        self.uneven += [axis for axis in axes if axis is not None]
+        for axis in axes if still else ():
+            self.still(axis)
 
     def freeze(self, value: Value, reason: str, axes: Sequence[int] | None = None) -> None:
         """Freezes some axes of a value, or all."""
@@ -159,26 +159,22 @@ class Flow:
         return self.atoms.copied(there[0]) if there else None
 
     def summed(self, operands: Sequence[Value], *, linear: bool = True) -> Value:
-        """A sum of arrays, or whatever else is homogeneous of degree one in all of them together.
+        """A sum of arrays, or if not `linear` a choice: whatever is homogeneous of degree one in all of them together.
 
-        Args:
-            operands: Of one shape, but that axes may be of length 1, or scalars.
-            linear: Whether it is a sum, or a choice.
+        Operands have one shape, but that axes may be of length 1, or are scalars.
         """
-        parts = [value for value in operands if not value.zero]
-        return self._aligned(operands, lambda axis, own: self._sum_exponents(axis, own, operands, parts, linear))
 
-    def _sum_exponents(
-        self, axis: Axis, own: list[Axis | None], operands: Sequence[Value], parts: list[Value], linear: bool
-    ) -> None:
-        there = [each for each, value in zip(own, operands, strict=True) if not value.zero]
-        if not linear or None in there:
-            self.uneven += [axis, *(each for each in there if each is not None)]
-        for each, value in zip(own, operands, strict=True):
-            if each is not None and not value.zero:
-                self.equal(axis, each)
-            elif not (value.zero or value.endless):
-                self.still(axis)
+        def exponents(axis: Axis, own: list[Axis | None]) -> None:
+            there = [(each, value.endless) for each, value in zip(own, operands, strict=True) if not value.zero]
+            if not linear or any(each is None for each, _ in there):
+                self.bend(axis, *(each for each, _ in there))
+            for each, endless in there:
+                if each is not None or not endless:
+                    self.equal(axis, each)
+
+        found = self._aligned(operands, exponents)
+        found.zero = all(value.zero for value in operands)
+        return found
 
     def multiplied(self, operands: Sequence[Value], powers: Sequence[float]) -> Value:
         """A product of powers of arrays, of one shape, or scalars."""
@@ -187,28 +183,22 @@ class Flow:
             terms = [(each, -power) for each, power in zip(own, powers, strict=True) if each is not None]
             self.equations.append(Equation(((axis, 1.0), *terms)))
             if len(terms) > 1 or terms[0][1] != -1:
-                self.uneven += [axis, *(each for each, _ in terms)]
+                self.bend(axis, *own)
 
         return self._aligned(operands, exponents)
 
     def mixed(self, operands: Sequence[Value], *, ordered: bool = False) -> Value:
-        """Any function of single numbers.
-
-        Args:
-            operands: Of one shape, but that axes may be of length 1, or scalars.
-            ordered: Whether it only asks which is larger, so that all may be scaled alike.
-        """
+        """Any function of single numbers; if `ordered`, it asks which is larger alone: all may be scaled alike."""
 
         def exponents(axis: Axis, own: list[Axis | None]) -> None:
-            self.uneven.append(axis)
-            self.still(axis)
+            self.bend(axis, still=True)
             there = [each for each, value in zip(own, operands, strict=True) if not (ordered and value.zero)]
-            if ordered and None not in there:
-                terms: list[Any] = there
-                for each in terms[1:]:
-                    self.equal(terms[0], each)
+            known = [each for each in there if each is not None]
+            if ordered and len(known) == len(there):
+                for each in known[1:]:
+                    self.equal(known[0], each)
             else:
-                for each in there:
+                for each in known:
                     self.still(each)
 
         return self._aligned(operands, exponents)
@@ -242,27 +232,23 @@ class Flow:
         self.contracted += [axis for axis, _ in terms]
         if len(terms) == 2:
             self.equations.append(Equation(terms, adds_up=True))
-        elif terms and self.atoms.size(terms[0][0]) == 1:
+        elif terms and size_of(terms[0][0]) == 1:
             self.atoms.freeze(terms[0][0], "it is multiplied with what has no such axis")
         elif terms:  # with what does not differ along it: a statistic
-            self.counted.append(terms[0][0])
-            self.uneven.append(terms[0][0])
-            self.still(terms[0][0])
+            self.reduce(terms[0][0])
 
     def reduce(self, axis: Axis | None) -> None:
         """Takes a statistic over an axis."""
         if axis is not None:
-            self.still(axis)
             self.counted.append(axis)
-            self.uneven.append(axis)
+            self.bend(axis, still=True)
 
     def referring(self, value: Value, axis: Axis | None) -> Axis | None:
         """An axis that is read or written at the indices that a value holds: it moves with the one that they are of."""
         if value.refers is None or axis is None:
             return None
         self.atoms.unite(value.refers, axis)
-        self.still(axis)
-        self.uneven.append(axis)
+        self.bend(axis, still=True)
         self.referred.append(axis)
         return axis
 
@@ -272,12 +258,8 @@ class Flow:
             return list(value.axes)
         old = [(axis, size) for axis, size in zip(value.axes, value.shape, strict=True) if size != 1]
         new = [size for size in shape if size != 1]
-        single = tuple(
-            leaf
-            for axis, size in zip(value.axes, value.shape, strict=True)
-            if axis and size == 1
-            for leaf in self.atoms.leaves(axis)
-        )
+        alone = [axis for axis, size in zip(value.axes, value.shape, strict=True) if size == 1]
+        single = tuple(leaf for axis in alone for leaf in self.atoms.leaves(axis))
         if single and old:  # goes with the first axis that is longer
             old[0] = Product((*single, old[0][0] or self.even(old[0][1]))), old[0][1]
         elif single and shape:
@@ -300,3 +282,7 @@ class Flow:
                 parts = tuple(self.even(size) if axis is None else axis for axis, size in group)
                 found += self.atoms.factored(Product(parts), tuple(targets))
         return [UNIT if size == 1 else found.pop(0) for size in shape]
+
+
+Rule = Callable[[Flow, Step], list[Value]]
+"""What is known of the results of an operation."""

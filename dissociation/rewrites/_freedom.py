@@ -44,7 +44,7 @@ class Freedom(NamedTuple):
         measured: Of the representation as it is.
         low: The least, approached as one neuron outgrows all others.
         high: The largest.
-        low_weights: Squared factors of the neurons that approach it, [neurons]; 0 for neurons without use.
+        low_weights: Squared factors of the neurons that approach the least, [neurons]; 0 for neurons without use.
         high_weights: The same for the largest.
         residual: Of the conditions of Karush, Kuhn and Tucker at the largest, relative: it certifies that.
         constant: Neurons that are constant on the data, whose scale no measure sees: [neurons].
@@ -63,14 +63,7 @@ class Freedom(NamedTuple):
     __repr__ = printed
 
     def rewrite(self, group: NeuronGroup, *, end: str) -> Scale:
-        """The rewrite of the network that approaches an end: see `rewrites.scale`.
-
-        Args:
-            group: Of the neurons.
-            end: "low" or "high".
-
-        Returns:
-            The rewrite.
+        """Return the rewrite of the group's network that approaches an end, "low" or "high"; see `rewrites.scale`.
 
         Raises:
             ValueError: If `end` is another word, or the group is not homogeneous of a positive degree in one way.
@@ -111,13 +104,10 @@ def cka_freedom(
             channel do, [samples, neurons, positions], any number of axes of them.
         reference: Another one of the same samples, kept as it is.
 
-    Returns:
-        The interval, and what approaches its ends.
-
     Raises:
         ValueError: If the numbers of samples differ, or all neurons or the reference are constant.
     """
-    columns, still, unit_of_x, other = _checked(x, reference)
+    (columns, still, unit_of_x), (other, _, _) = _centred("x", x), _centred("reference", reference)
     neurons = columns.reshape(len(columns), x.shape[1], -1)
     constant = np.asarray(still.reshape(x.shape[1], -1).all(1))
     norms = np.linalg.norm(neurons, axis=(0, 2))
@@ -164,14 +154,7 @@ class LinearFreedom(NamedTuple):
     __repr__ = printed
 
     def rewrite(self, group: NeuronGroup, *, end: str) -> Rotate:
-        """The rewrite of the network that approaches an end: see `rewrites.rotate`.
-
-        Args:
-            group: Of the neurons.
-            end: "low" or "high".
-
-        Returns:
-            The rewrite.
+        """Return the rewrite of the group's network that approaches an end, "low" or "high"; see `rewrites.rotate`.
 
         Raises:
             ValueError: If `end` is another word, or the neurons are not linear.
@@ -199,9 +182,6 @@ def linear_cka_freedom(
         smallest: Factor of directions that the extreme representation has no use for, 0 to 1. The ends are missed by
             about its square, and rounding of the function grows as its inverse.
 
-    Returns:
-        The interval, and what approaches its ends.
-
     Raises:
         ValueError: If the numbers of samples differ, all neurons or the reference are constant, or `smallest` is out
             of range.
@@ -211,7 +191,7 @@ def linear_cka_freedom(
     """
     if not 0 < smallest <= 1:
         fail("smallest", "be more than 0 and at most 1", smallest)
-    columns, _, unit, other = _checked(x, reference)
+    (columns, _, _), (other, _, _) = _centred("x", x), _centred("reference", reference)
     basis, sizes, rows = np.linalg.svd(columns, full_matrices=False)
     rank = int((sizes > sizes[0] * max(columns.shape) * np.finfo(x.dtype).eps).sum())
     basis, sizes, rows = basis[:, :rank], sizes[:rank], rows[:rank]
@@ -249,28 +229,11 @@ def approached(
         inputs: Examples, samples first, on which the functions are compared.
         end: "low" or "high".
 
-    Returns:
-        The rewritten network, and its certificate.
-
     Raises:
         ValueError: If `end` is another word, or the group cannot be rewritten so.
     """
     rewritten = found.rewrite(group, end=end)(model)
     return rewritten, certify(model, rewritten, inputs)
-
-
-def _checked(x: Any, reference: Any) -> tuple[np.ndarray, np.ndarray, float, np.ndarray]:
-    """What `_centred` makes of both, columns side by side; of the reference the columns alone."""
-    found = []
-    for name, part in (("x", x), ("reference", reference)):
-        if is_traced(part):
-            raise TypeError(f"`{name}` must be known: freedom is a step of the host, got a traced array.")
-        columns = np.asarray(part, np.float64).reshape(len(part), -1)
-        check_finite(name, columns)
-        found.append(_centred(columns, part.dtype))
-        if found[-1][1].all():
-            fail(name, "differ between samples", "constant columns alone")
-    return *found[0], found[1][0]
 
 
 def _inner_squares(unit: np.ndarray) -> np.ndarray:
@@ -285,15 +248,21 @@ def _inner_squares(unit: np.ndarray) -> np.ndarray:
     return np.stack([((unit[:, i].T @ flat) ** 2).reshape(positions, number, -1).sum((0, 2)) for i in range(number)])
 
 
-def _centred(columns: np.ndarray, dtype: Any) -> tuple[np.ndarray, np.ndarray, float]:
+def _centred(name: str, given: Any) -> tuple[np.ndarray, np.ndarray, float]:
     """Centred columns in units of their largest entry, which of them are constant but for rounding, and the unit."""
+    if is_traced(given):
+        raise TypeError(f"`{name}` must be known: freedom is a step of the host, got a traced array.")
+    columns = np.asarray(given, np.float64).reshape(len(given), -1)
+    check_finite(name, columns)
     unit = float(np.abs(columns).max(initial=0.0)) or 1.0
     columns = columns / unit
     sizes = np.abs(columns).max(0)
     columns = columns - columns.mean(0)
     # A mean of n numbers in the representation's own precision is right to a rounding.
-    rounding = 8 * float(jnp.finfo(dtype if jnp.issubdtype(dtype, jnp.floating) else float).eps)
+    rounding = 8 * float(jnp.finfo(given.dtype if jnp.issubdtype(given.dtype, jnp.floating) else float).eps)
     constant = np.linalg.norm(columns, axis=0) <= rounding * sizes * np.sqrt(len(columns))
+    if constant.all():
+        fail(name, "differ between samples", "constant columns alone")
     return np.where(constant, 0.0, columns), constant, unit
 
 

@@ -4,11 +4,10 @@ The groups are found from the program that the model traces to; nothing is said 
 (`axes`): its slots are places in the model's arrays that move together.
 """
 
-import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 import wadler_lindig as wl
 
-from dissociation._core.checks import fail_kind, is_traced
+from dissociation._core.checks import check_finite, fail, fail_kind, is_traced
 from dissociation._core.conversion import describe
 from dissociation._core.validation import validated
 from dissociation.models._program import program_of
-from dissociation.rewrites._axes import Atoms, Axis, Layout, has_order
+from dissociation.rewrites._axes import Atoms, Axis, has_order
 from dissociation.rewrites._copies import copies_told_apart
 from dissociation.rewrites._flow import Equation, Flow, Value
 from dissociation.rewrites._operations import follow
@@ -52,7 +51,7 @@ class Slot(NamedTuple):
     positions: np.ndarray
     outgoing: bool
     shape: tuple[int, ...]
-    layout: Layout
+    layout: Axis
     name: tuple[int, ...]
     copy: np.ndarray
 
@@ -221,20 +220,29 @@ def parameters_of(model: Any) -> tuple[list[Any], Any, Any]:
     return leaves, tree, rest
 
 
+def known_parameters(name: str, model: Any, what: str) -> list[np.ndarray]:
+    """The parameters of a model in float64; raises unless they are known, real and finite."""
+    leaves = parameters_of(model)[0]
+    if any(map(is_traced, leaves)):
+        raise TypeError(f"`{name}` must be known: {what} of the host, got traced arrays.")
+    for leaf in leaves:
+        check_finite(name, leaf)
+    if any(map(np.iscomplexobj, leaves)):
+        fail(name, "have real parameters", "complex ones")
+    return [np.asarray(leaf, np.float64) for leaf in leaves]
+
+
 def structure_of(model: Any) -> tuple[Any, list[Any]]:
     """What a model is but for its parameters: its tree, shapes, constants, and leaves that are no arrays."""
 
     def part(leaf: Any) -> Any:
         if not hasattr(leaf, "shape"):
             return leaf
-        constant = not eqx.is_inexact_array(leaf) and not is_traced(leaf) and not _is_key(leaf)
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        constant = not (eqx.is_inexact_array(leaf) or is_traced(leaf) or is_key)
         return leaf.shape, leaf.dtype, np.asarray(leaf).tobytes() if constant else None
 
     return jax.tree.structure(model), [part(leaf) for leaf in jax.tree.leaves(model)]
-
-
-def _is_key(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 _CALLED = "`example` is one, not a batch; a model that is called otherwise needs `call=lambda model, example: ...`"
@@ -244,19 +252,9 @@ _CALLED = "`example` is one, not a batch; a model that is called otherwise needs
 def group_report(
     model: Any, example: Any, *, call: Callable[[Any, Any], Any] | None = None, single: bool = False
 ) -> GroupReport:
-    """As `neuron_groups`, with what stands still.
+    """Return what `neuron_groups` finds, and what stands still, with the reason; printed, a line each.
 
-    Args:
-        model: See `neuron_groups`.
-        example: See `neuron_groups`.
-        call: See `neuron_groups`.
-        single: See `neuron_groups`.
-
-    Returns:
-        Groups, and reasons; printed, a line each.
-
-    Raises:
-        TypeError: If the model does not take the example, or holds no arrays of floating-point numbers.
+    Arguments and errors are those of `neuron_groups`.
     """
     if call is None and callable(example):
         fail_kind("example", "be arrays, and `model` a function of them", describe(example), "Is `model` given second?")
@@ -276,56 +274,47 @@ def group_report(
     given = [flow.array(leaf.shape) for leaf in jax.tree.leaves(shapes[1])]
     for value in given:
         flow.freeze(value, "the input has it")
-    used = {v for equation in traced.jaxpr.eqns for v in equation.invars if not hasattr(v, "val")} | set(
-        v for v in traced.jaxpr.outvars if not hasattr(v, "val")
-    )
+    read = [*traced.jaxpr.outvars, *(v for equation in traced.jaxpr.eqns for v in equation.invars)]
+    used = {v for v in read if not hasattr(v, "val")}
     for variable, value in zip(traced.jaxpr.invars, made, strict=False):
         if variable not in used:
             flow.freeze(value, "the function does not depend on it")
     for value in follow(flow, traced.jaxpr, [flow.constant(const) for const in traced.consts], [*made, *given]):
         flow.freeze(value, "the output has it")
         flow.atoms.freeze(value.refers, "its indices are what is asked for")
-    report = _read(flow, paths, made, shapes[1], call)
-    start = "[0]" if isinstance(model, tuple) and isinstance(model[-1], eqx.nn.State) else ""
-    structure, groups = structure_of(model), {}
-    for name, group in report.groups.items():
-        name = name.removeprefix(start).lstrip(".")
-        groups[name] = dataclasses.replace(group, name=name, structure=structure)
-    return report._replace(groups=groups, lengths=tuple(flow.lengths))
+    return _read(flow, paths, made, model, shapes[1], call)
 
 
-def _read(flow: Flow, paths: Sequence[str], made: list[Value], example: Any, call: Any) -> GroupReport:
+def _read(flow: Flow, paths: Sequence[str], made: list[Value], model: Any, example: Any, call: Any) -> GroupReport:
     """Groups from atoms."""
-    atoms = flow.atoms
-    outgoing, bent = (
-        {leaf.name for axis in axes for leaf in atoms.leaves(axis)} for axes in (flow.contracted, flow.uneven)
+    atoms, structure = flow.atoms, structure_of(model)
+    start = "[0]" if isinstance(model, tuple) and isinstance(model[-1], eqx.nn.State) else ""
+    contracted, bent, statistics = (
+        [leaf for axis in axes for leaf in atoms.leaves(axis)] for axes in (flow.contracted, flow.uneven, flow.counted)
     )
-    read = outgoing - bent
+    outgoing, counted = {leaf.name for leaf in contracted}, {leaf.atom for leaf in statistics}
+    read, uneven = outgoing - {leaf.name for leaf in bent}, {leaf.atom for leaf in bent}
     places: dict[int, list[Slot]] = {}
     frozen: dict[str, str] = {}
-    present = {leaf.atom for value in made for axis in value.axes if axis is not None for leaf in atoms.leaves(axis)}
+    present = {leaf.atom for value in made for axis in value.axes for leaf in atoms.leaves(axis)}
     copies, copy = copies_told_apart(flow, made, {atom for atom in present if not atoms.reason(atom)})
     for index, (path, value) in enumerate(zip(paths, made, strict=True)):
         for k, axis in enumerate(value.axes):
-            if axis is None:
-                continue
-            for leaf in atoms.leaves(axis):
-                positions = atoms.positions(axis, leaf.name)
-                layout = atoms.layout(axis)
+            for leaf, positions in atoms.occurrences(axis):
+                layout = atoms.resolve(axis or leaf)
                 own = copy.get((index, leaf.name), np.zeros([1] * len(value.shape), int))
                 slot = Slot(path, index, k, positions, leaf.name in outgoing, value.shape, layout, leaf.name, own)
                 places.setdefault(leaf.atom, []).append(slot)
                 if atoms.reason(leaf.atom):
                     frozen.setdefault(f"{path}[{k}]", atoms.reason(leaf.atom))
     rows = _rows(flow)
-    uneven, counted = (
-        {leaf.atom for axis in axes for leaf in atoms.leaves(axis)} for axes in (flow.uneven, flow.counted)
-    )
     groups: dict[str, NeuronGroup] = {}
     for atom, own in places.items():
         if atoms.reason(atom):
             continue
-        name = _unique(_name_of(own), groups)
+        name = _name_of(own).removeprefix(start).lstrip(".")
+        numbered = (f"{name}:{number}" for number in itertools.count(2))
+        name = next(each for each in itertools.chain([name], numbered) if each not in groups)
         scalings, sharing = _exponents(rows.get(atom, []), own)
         slots = tuple(
             slot._replace(outgoing=slot.outgoing if sharing is None else bool(sharing[i] < 0))
@@ -351,21 +340,15 @@ def _read(flow: Flow, paths: Sequence[str], made: list[Value], example: Any, cal
             example=example,
             call=call,
             copies=copies.get(atom, 1),
+            structure=structure,
         )
-    return GroupReport(groups, frozen)
+    return GroupReport(groups, frozen, tuple(flow.lengths))
 
 
 def _name_of(slots: list[Slot]) -> str:
     first = next((slot for slot in slots if not slot.outgoing), slots[0])
     head, dot, last = first.path.rpartition(".")
     return (head if dot and head and last.startswith(("weight", "bias")) else first.path).lstrip(".")
-
-
-def _unique(name: str, taken: Mapping[str, Any]) -> str:
-    count = 2
-    while (name if count == 2 else f"{name}:{count - 1}") in taken:
-        count += 1
-    return name if count == 2 else f"{name}:{count - 1}"
 
 
 Row = tuple[tuple[tuple[tuple[int, ...], float], ...], float]
@@ -377,8 +360,9 @@ def _rows(flow: Flow) -> dict[int, list[Row]]:
     ties = [Equation(((a, 1.0), (b, -1.0))) for a, b in flow.atoms.tied]
     even = [Equation(((axis, 1.0),)) for axis in flow.atoms.even]
     for terms, adds_up in (*flow.equations, *ties, *even):
+        total = -1.0 if adds_up else 0.0
         if any(has_order(flow.atoms.resolve(axis)) for axis, _ in terms):
-            _place_by_place(flow, terms, adds_up, rows)
+            _place_by_place(flow, terms, total, rows)
             continue
         expanded = [(flow.atoms.leaves(axis), weight) for axis, weight in terms]
         for each in itertools.zip_longest(*(leaves for leaves, _ in expanded)):
@@ -388,11 +372,11 @@ def _rows(flow: Flow) -> dict[int, list[Row]]:
                     rows.setdefault(leaf.atom, []).append((((leaf.name, 1.0),), 0.0))
                 continue
             row = tuple((leaf.name, weight) for leaf, (_, weight) in zip(each, expanded, strict=True))
-            rows.setdefault(each[0].atom, []).append((row, -1.0 if adds_up else 0.0))
+            rows.setdefault(each[0].atom, []).append((row, total))
     return rows
 
 
-def _place_by_place(flow: Flow, terms: Sequence[tuple[Axis, float]], adds_up: bool, rows: dict[int, list[Row]]) -> None:
+def _place_by_place(flow: Flow, terms: Sequence[tuple[Axis, float]], total: float, rows: dict[int, list[Row]]) -> None:
     """The equations of axes in other orders: occurrences belong together where they lie at the same places.
 
     A neuron that lies there in some of the terms alone binds these; one that lies there in part has no exponents.
@@ -410,8 +394,8 @@ def _place_by_place(flow: Flow, terms: Sequence[tuple[Axis, float]], adds_up: bo
         whole = all(sorted(term for *_, term in each) == list(range(len(terms))) for each in together.values())
         for each in together.values() if apart else ():
             row = tuple((leaf.name, terms[term][1]) for leaf, _, term in each)
-            rows.setdefault(atom, []).append((row, -1.0 if adds_up else 0.0))
-        if not apart or (adds_up and not whole):
+            rows.setdefault(atom, []).append((row, total))
+        if not apart or (total and not whole):
             rows.setdefault(atom, []).extend((((leaf.name, 1.0),), 0.0) for leaf, *_ in own)
 
 

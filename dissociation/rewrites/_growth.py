@@ -1,8 +1,7 @@
 """Rewrites that give a group more neurons: copies of those that are there, and ones without effect.
 
-See `rewrites`. What a program counts, or a module keeps beside its arrays, must follow (`rewrites.refitted`): a model
-that
-was not the same program with more neurons is refused.
+What a program counts, or a module keeps beside its arrays, must follow (`rewrites.refitted`): a model that was not the
+same program with more neurons is refused.
 """
 
 import math
@@ -41,32 +40,22 @@ class Duplicate(Rewrite):
         copies = np.bincount(original, minlength=group.size)[original]
         exponents: Any = group.sharing
 
-        def change(array: Array, axis: int, owners: dict[int, np.ndarray]) -> Array:
-            for index, owner in owners.items():
-                vector = np.where(owner >= 0, copies[owner] ** float(exponents[index]), 1.0)
-                array = array * _along(jnp.asarray(vector, array.dtype), array, axis)
-            return array
+        def change(array: Array, index: int, owner: np.ndarray) -> Array:
+            vector = np.where(owner >= 0, copies[owner] ** float(exponents[index]), 1.0)
+            return array * jnp.asarray(vector.reshape(-1, *[1] * (array.ndim - 1)), array.dtype)
 
         return _resized(model, group, original, change)
 
 
-def _along(vector: Array, array: Array, axis: int) -> Array:
-    """A vector along one axis of an array."""
-    return vector.reshape([-1 if k == axis else 1 for k in range(array.ndim)])
-
-
 @validated
 def duplicate(group: NeuronGroup, multiplier: float | int = 2.0) -> Duplicate:
-    """Repeats the neurons of a group, and shares what reads them out equally over the copies of each.
+    """Return the rewrite that repeats the neurons of a group, and shares what reads them over the copies of each.
 
     The copies come as whole groups one after another; see `_neurons.duplicate_neurons`.
 
     Args:
         group: Of the model.
         multiplier: Of the number of neurons, at least 1; a plain number, as it sets shapes.
-
-    Returns:
-        The rewrite.
 
     Raises:
         TypeError: If `multiplier` is traced.
@@ -88,8 +77,10 @@ def _check_grows(group: NeuronGroup, neurons_per_group: int = 1, *, new: bool = 
         fail("neurons_per_group", wanted, neurons_per_group)
 
 
-Fill = Callable[[Array, int, dict[int, np.ndarray]], Array]
+Fill = Callable[[Array, int, np.ndarray], Array]
+"""Changes an array whose neurons lie along the first axis at those of one slot, by its number and their owners."""
 Owners = dict[tuple[int, int], dict[int, np.ndarray]]
+"""By array and axis, and by number of a slot: which neuron is at each place, -1: none."""
 
 
 def _resized(model: Any, group: NeuronGroup, original: np.ndarray, fill: Fill) -> Any:
@@ -102,8 +93,12 @@ def _resized(model: Any, group: NeuronGroup, original: np.ndarray, fill: Fill) -
         leaves[leaf] = jnp.take(jnp.asarray(leaves[leaf]), places, axis=axis)
         owners[leaf, axis] = {index: by_name[slot.name] for index, slot in zip(own, slots, strict=True)}
     # What reads the new neurons comes last, so that they are without effect on each other too.
-    for (leaf, axis), own in sorted(owners.items(), key=lambda item: group.slots[min(item[1])].outgoing):
-        leaves[leaf] = fill(leaves[leaf], axis, own)
+    outgoing = [slot.outgoing for slot in group.slots]
+    for (leaf, axis), own in sorted(owners.items(), key=lambda item: outgoing[min(item[1])]):
+        array = jnp.moveaxis(leaves[leaf], axis, 0)
+        for index in sorted(own, key=lambda index: outgoing[index]):
+            array = fill(array, index, own[index])
+        leaves[leaf] = jnp.moveaxis(array, 0, axis)
     grown = eqx.combine(jax.tree.unflatten(tree, leaves), rest)
     one, other = (refit(grown, more_groups=more) for more in (False, True))
     try:
@@ -117,17 +112,13 @@ def _resized(model: Any, group: NeuronGroup, original: np.ndarray, fill: Fill) -
 
 
 def _check_same(before: Any, after: Any, group: NeuronGroup, owners: Owners, size: int) -> None:
+    """Raises unless the program is the same, and has the neurons as a group at the places that they were given."""
     check_same_program(before, after, group)
-    _check_same_places(after, group, owners, size)
-
-
-def _check_same_places(rewritten: Any, group: NeuronGroup, owners: Owners, size: int) -> None:
-    """Raises unless the neurons are a group of the grown model, at the places that they were given."""
     wanted: dict[tuple[int, int], set[tuple[int, int]]] = {}
     for place, own in owners.items():
         pairs = (zip(owner.tolist(), range(len(owner)), strict=True) for owner in own.values())
         wanted[place] = {pair for some in pairs for pair in some if pair[0] >= 0}
-    for other in neuron_groups(rewritten, group.example, call=group.call).values():
+    for other in neuron_groups(after, group.example, call=group.call).values():
         if other.size == size and {(slot.leaf, slot.axis) for slot in other.slots} == set(wanted):
             found: dict[tuple[int, int], set[tuple[int, int]]] = {place: set() for place in wanted}
             for slot in other.slots:
@@ -156,32 +147,27 @@ class AddNuisance(Rewrite):
         if count == 0:
             return model
         original = np.concatenate([np.arange(group.size), np.zeros(count, int)])
-        made = [index for index, slot in enumerate(group.slots) if not slot.outgoing]
-        read = [index for index, slot in enumerate(group.slots) if slot.outgoing]
-        firsts, others = jax.random.split(self.key)
-        keys = dict(zip((*made, *read), (*_keys(firsts, len(made)), *_keys(others, len(read))), strict=True))
+        keys = {}
+        for key, outgoing in zip(jax.random.split(self.key), (False, True), strict=True):
+            own = [index for index, slot in enumerate(group.slots) if slot.outgoing == outgoing]
+            keys |= dict(zip(own, [key] if len(own) < 2 else jax.random.split(key, len(own)), strict=False))
         member = np.repeat(np.arange(self.num_groups), size)
 
-        def change(array: Array, axis: int, owners: dict[int, np.ndarray]) -> Array:
-            array = jnp.moveaxis(array, axis, 0)
-            for index, owner in sorted(owners.items(), key=lambda item: group.slots[item[0]].outgoing):
-                new = owner >= group.size
-                columns = int(new.sum()) // count
-                shape = (count, columns, *array.shape[1:])
-                order = np.argsort(owner[new], kind="stable")
-                places = np.flatnonzero(new)[order].reshape(count, columns)
-                if group.slots[index].outgoing:
-                    values = self._cancelling(keys[index], shape, array, places)
-                elif math.prod(array.shape[1:]) == 1:  # one number each, such as a variance: as others have it
-                    pick = jax.random.randint(keys[index], (self.num_groups,), 0, group.size)
-                    values = array[jnp.asarray(_rows_of(owner, group.size))[pick]][member]
-                else:
-                    drawn = jax.random.normal(keys[index], (self.num_groups, *shape[1:]), array.dtype)
-                    old = array[jnp.asarray(np.setdiff1d(np.arange(len(owner)), places))]
-                    drawn = jnp.where(jnp.all(old > 0), jnp.abs(drawn), drawn)
-                    values = (jnp.asarray(self.incoming_std, array.dtype) * drawn)[member]
-                array = array.at[places].set(values)
-            return jnp.moveaxis(array, 0, axis)
+        def change(array: Array, index: int, owner: np.ndarray) -> Array:
+            places = _places(owner, owner >= group.size, count)
+            shape = (count, places.shape[1], *array.shape[1:])
+            if group.slots[index].outgoing:
+                values = self._cancelling(keys[index], shape, array, places)
+            elif math.prod(array.shape[1:]) == 1:  # one number each, such as a variance: as others have it
+                pick = jax.random.randint(keys[index], (self.num_groups,), 0, group.size)
+                old = _places(owner, (owner >= 0) & (owner < group.size), group.size)
+                values = array[jnp.asarray(old)[pick]][member]
+            else:
+                drawn = jax.random.normal(keys[index], (self.num_groups, *shape[1:]), array.dtype)
+                old = array[jnp.asarray(np.setdiff1d(np.arange(len(owner)), places))]
+                drawn = jnp.where(jnp.all(old > 0), jnp.abs(drawn), drawn)
+                values = (jnp.asarray(self.incoming_std, array.dtype) * drawn)[member]
+            return array.at[places].set(values)
 
         grown = _resized(model, group, original, change)
         check_defined(model, grown, group)
@@ -199,15 +185,10 @@ class AddNuisance(Rewrite):
         return (jnp.asarray(std, array.dtype) * (size / (size - 1)) ** 0.5 * centred).reshape(shape)
 
 
-def _keys(key: Array, count: int) -> list[Array]:
-    return [key] if count == 1 else list(jax.random.split(key, count)) if count else []
-
-
-def _rows_of(owner: np.ndarray, size: int) -> np.ndarray:
-    """Places of the old neurons along an axis with one place for each."""
-    known = (owner >= 0) & (owner < size)
-    places = np.flatnonzero(known)
-    return places[np.argsort(owner[known], kind="stable")].reshape(size, -1)
+def _places(owner: np.ndarray, wanted: np.ndarray, count: int) -> np.ndarray:
+    """Places of `count` neurons along an axis, in their order: [neurons, places of each]."""
+    places = np.flatnonzero(wanted)
+    return places[np.argsort(owner[places], kind="stable")].reshape(count, -1)
 
 
 @validated
@@ -220,13 +201,12 @@ def add_nuisance(
     incoming_std: Scalar = 1.0,
     outgoing_std: Scalar | None = None,
 ) -> AddNuisance:
-    """Appends random neurons without effect to a group, in sets that cancel out.
+    """Return the rewrite that appends random neurons without effect to a group, in sets that cancel out.
 
     Neurons of one set share what makes them: draws of N(0, incoming_std^2) for matrices and kernels (their magnitudes
     where all that is there is positive), and for arrays with one number per neuron (biases, gains, variances) those of
-    a neuron that is there. What reads them adds up to
-    zero over each set: zero for sets of one, draws less their mean for larger ones; see
-    `_neurons.add_random_zero_neurons`.
+    a neuron that is there. What reads them adds up to zero over each set: zero for sets of one, draws less their mean
+    for larger ones; see `_neurons.add_random_zero_neurons`.
 
     Args:
         group: Of the model.
@@ -236,9 +216,6 @@ def add_nuisance(
         incoming_std: Standard deviation of incoming weights; may be traced.
         outgoing_std: Standard deviation of outgoing weights of larger sets; None is the root mean square of those that
             are there.
-
-    Returns:
-        The rewrite.
 
     Raises:
         TypeError: If a count is no integer.
@@ -268,15 +245,11 @@ class AddPhantom(Rewrite):
         count = len(self.incoming)
         original = np.concatenate([np.arange(group.size), np.zeros(count, int)])
 
-        def change(array: Array, axis: int, owners: dict[int, np.ndarray]) -> Array:
-            array = jnp.moveaxis(array, axis, 0)
-            for index, owner in sorted(owners.items(), key=lambda item: group.slots[item[0]].outgoing):
-                new = np.flatnonzero(owner >= group.size)
-                values: Any = 0.0
-                if not group.slots[index].outgoing:
-                    values = self.bias if array.ndim == 1 else self.incoming.reshape(count, *array.shape[1:])
-                array = array.at[new].set(values)
-            return jnp.moveaxis(array, 0, axis)
+        def change(array: Array, index: int, owner: np.ndarray) -> Array:
+            values: Any = 0.0
+            if not group.slots[index].outgoing:
+                values = self.bias if array.ndim == 1 else self.incoming.reshape(count, *array.shape[1:])
+            return array.at[np.flatnonzero(owner >= group.size)].set(values)
 
         return _resized(model, group, original, change)
 
@@ -290,7 +263,7 @@ def add_phantom(
     *,
     rtol: Scalar | None = None,
 ) -> AddPhantom:
-    """Appends neurons without effect to a group, whose preactivations show a pattern on inputs of the model.
+    """Return the rewrite that appends neurons without effect, whose preactivations show a pattern on some inputs.
 
     Args:
         group: Of the model; made by one matrix, and a bias or none.
@@ -298,9 +271,6 @@ def add_phantom(
         inputs: Examples, see `rewrites.layer_inputs`.
         pattern: The preactivations wanted of the new neurons, one column each.
         rtol: See `_neurons.add_phantom_zero_neurons`.
-
-    Returns:
-        The rewrite.
 
     Raises:
         ValueError: If the group cannot grow, is made by anything else, or sees several vectors for each example.

@@ -2,17 +2,14 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from jax.lax import GatherScatterMode
 
-from dissociation.rewrites._axes import UNIT, Axis, Order, Sum
-from dissociation.rewrites._flow import Flow, Value
-
-Params = dict[str, Any]
-Rule = Callable[[Flow, Params, list[Value], list[tuple[int, ...]]], list[Value]]
+from dissociation.rewrites._axes import UNIT, Axis, Order, Sum, size_of
+from dissociation.rewrites._flow import Flow, Rule, Step, Value
 
 WRITES = {"scatter": True, "scatter-add": True, "scatter-sub": True, "scatter-min": False, "scatter-max": False,
           "scatter-mul": False}  # fmt: skip
@@ -22,52 +19,41 @@ COMPUTED = "it is read at places that are computed"
 WRITTEN = "it is written at some places"
 
 
-def reverse(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
-    """Of `rev`."""
-    value = operands[0]
+def take(flow: Flow, step: Step) -> list[Value]:
+    """Of `rev`, and of stretches of one array that are put in another order."""
+    value, indices = step.operands[0], step.params.get("indices")
     axes = list(value.axes)
-    for k in params["dimensions"]:
-        axes[k] = flow.taken(axes[k], np.arange(value.shape[k])[::-1])
-    return [Value(shapes[0], axes, value.zero)]
-
-
-def take(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
-    """Of stretches of one array put in another order."""
-    value, along = operands[0], params["axis"]
-    axes = list(value.axes)
-    axes[along] = flow.taken(axes[along], params["indices"])
-    return [Value(shapes[0], axes, value.zero)]
+    for k in step.params["dimensions"]:
+        axes[k] = flow.atoms.taken(axes[k], np.arange(value.shape[k])[::-1] if indices is None else indices)
+    return [Value(step.shapes[0], axes, value.zero)]
 
 
 def cut(flow: Flow, axis: Axis | None, length: int, start: int, stop: int) -> Axis | None:
     """A stretch of an axis."""
-    if axis is None or stop - start == length:
-        return axis
-    sizes = [size for size in (start, stop - start, length - stop) if size]
-    return flow.atoms.cut(axis, sizes)[1 if start else 0]
+    return None if axis is None else flow.atoms.cut(axis, [start, stop - start, length - stop])[int(start > 0)]
 
 
-def slices(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
+def slices(flow: Flow, step: Step) -> list[Value]:
     """Of `slice`."""
-    value = operands[0]
-    strides = params["strides"] or (1,) * len(value.shape)
+    value = step.operands[0]
+    strides = step.params["strides"] or (1,) * len(value.shape)
     axes: list[Axis | None] = []
-    bounds = zip(params["start_indices"], params["limit_indices"], strides, strict=True)
+    bounds = zip(step.params["start_indices"], step.params["limit_indices"], strides, strict=True)
     for axis, length, (start, stop, stride) in zip(value.axes, value.shape, bounds, strict=True):
         if stride == 1:
             axes.append(cut(flow, axis, length, start, stop))
         else:
-            axes.append(flow.taken(axis, np.arange(start, stop, stride)))
-    return [Value(shapes[0], axes, value.zero)]
+            axes.append(flow.atoms.taken(axis, np.arange(start, stop, stride)))
+    return [Value(step.shapes[0], axes, value.zero)]
 
 
-def dynamic_slice(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
+def dynamic_slice(flow: Flow, step: Step) -> list[Value]:
     """Of `dynamic_slice`."""
-    value, starts = operands[0], operands[1:]
+    value, starts = step.operands[0], step.operands[1:]
     axes: list[Axis | None] = []
-    for k, size in enumerate(shapes[0]):
+    for k, size in enumerate(step.shapes[0]):
         start = starts[k].known
-        if _referred(flow, starts[k], value, [k], shapes[0]) == k:
+        if _referred(flow, starts[k], value, [k], step.shapes[0]) == k:
             axes.append(UNIT)
         elif size == value.shape[k] or value.axes[k] is None:
             axes.append(value.axes[k])
@@ -77,7 +63,7 @@ def dynamic_slice(flow: Flow, params: Params, operands: list[Value], shapes: lis
         else:
             flow.freeze(value, COMPUTED, [k])
             axes.append(flow.atoms.new(size, COMPUTED))
-    return [Value(shapes[0], axes, value.zero)]
+    return [Value(step.shapes[0], axes, value.zero)]
 
 
 def clipped(start: Any, length: int, size: int) -> int:
@@ -85,16 +71,15 @@ def clipped(start: Any, length: int, size: int) -> int:
     return min(max(int(start) + length * (int(start) < 0), 0), length - size)
 
 
-def pad(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
+def pad(flow: Flow, step: Step) -> list[Value]:
     """Of `pad`."""
-    value, filler = operands
+    value, filler = step.operands
     axes: list[Axis | None] = []
-    for axis, length, config in zip(value.axes, value.shape, params["padding_config"], strict=True):
+    for axis, length, config in zip(value.axes, value.shape, step.params["padding_config"], strict=True):
         low, high, interior = map(int, config)
         if not (low or high or interior):
-            if axis is not None and not filler.zero:
-                flow.still(None if filler.endless else axis)
-                flow.uneven.append(axis)
+            if not filler.zero:
+                flow.bend(axis, still=not filler.endless)
             axes.append(axis)
             continue
         place = low + np.arange(length) * (interior + 1)
@@ -112,13 +97,15 @@ def pad(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[in
             ends = [int((gaps < place[there[0]]).sum()), int((gaps > place[there[-1]]).sum())]
             first, last = (flow.atoms.new(n, "padding") for n in ends)
             axes.append(Sum((first,) * (ends[0] > 0) + (middle,) + (last,) * (ends[1] > 0)))
-    return [Value(shapes[0], axes, value.zero and filler.zero)]
+    return [Value(step.shapes[0], axes, value.zero and filler.zero)]
 
 
-def gather(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
+def gather(flow: Flow, step: Step) -> list[Value]:
     """Of `gather`."""
-    value, where = operands
-    numbers, sizes, mode = params["dimension_numbers"], params["slice_sizes"], params["mode"]
+    value, where = step.operands
+    numbers, sizes, mode, fill = (
+        step.params[name] for name in ("dimension_numbers", "slice_sizes", "mode", "fill_value")
+    )
     flow.freeze(where, "it says where to read", [-1])
     batch: list[Axis | None] = _places_handed_on(flow, where)
     count = math.prod(where.shape[:-1])
@@ -141,28 +128,21 @@ def gather(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple
         if k in parts and axis is not None:
             alone = size == 1 and len(parts) == 1 and not batching and k in numbers.collapsed_slice_dims
             if start is not None and count == 1 and not alone:
-                axis = flow.taken(axis, start[0] + np.arange(size))
+                axis = flow.atoms.taken(axis, start[0] + np.arange(size))
             elif start is not None and size == 1 and len(parts) == 1 and not batching:
-                flat = Value((count,), [flow.taken(axis, start)])
+                flat = Value((count,), [flow.atoms.taken(axis, start)])
                 batch, axis = flow.regrouped(flat, where.shape[:-1]), UNIT
             else:
                 flow.freeze(value, "it is read at given places", [k])
                 axis = flow.atoms.new(size, "it is read at given places")
         elif k in parts and size == 1:
             axis = UNIT
-        if filled:
-            _filled_with(flow, params["fill_value"], axis)
+        if filled and fill and fill == fill:  # what is neither zero nor NaN is not scaled
+            flow.bend(axis, still=True)
         if k not in numbers.collapsed_slice_dims:
             kept.append(axis)
-    axes = [kept.pop(0) if k in numbers.offset_dims else batch.pop(0) for k in range(len(shapes[0]))]
-    return [Value(shapes[0], axes, value.zero and not filled)]
-
-
-def _filled_with(flow: Flow, number: Any, axis: Axis | None) -> None:
-    """What stands where nothing is read, neither zero nor NaN, is not scaled."""
-    if number and number == number and axis is not None:
-        flow.still(axis)
-        flow.uneven.append(axis)
+    axes = [kept.pop(0) if k in numbers.offset_dims else batch.pop(0) for k in range(len(step.shapes[0]))]
+    return [Value(step.shapes[0], axes, value.zero and not filled)]
 
 
 def _referred(flow: Flow, where: Value, value: Value, read: Sequence[Any], sizes: Sequence[int]) -> int | None:
@@ -174,7 +154,7 @@ def _referred(flow: Flow, where: Value, value: Value, read: Sequence[Any], sizes
         return None
     along = read[where.column or 0]
     whole = all(sizes[k] == value.shape[k] for k in read if k != along)
-    if sizes[along] == 1 and whole and flow.atoms.size(where.refers) == value.shape[along]:
+    if sizes[along] == 1 and whole and size_of(where.refers) == value.shape[along]:
         flow.referring(where, value.axes[along])
         return int(along)
     flow.atoms.freeze(where.refers, ASKED)
@@ -193,11 +173,8 @@ def _places_handed_on(flow: Flow, where: Value) -> list[Axis | None]:
     """The axes of indices but the last, as a result has them."""
     axes = []
     for axis in where.axes[:-1]:
-        new = flow.lined_up([axis])
-        for each in () if axis is None or new is None else (axis, new):
-            flow.still(each)
-            flow.uneven.append(each)
-        axes.append(new)
+        axes.append(flow.lined_up([axis]))
+        flow.bend(axis, axes[-1], still=True)
     return axes
 
 
@@ -205,11 +182,9 @@ def _picked(flow: Flow, axis: Axis | None, place: Axis | None) -> Axis | None:
     """Along an axis of which every index is read at a place of its own."""
     found = flow.lined_up([axis, place])
     if found is not None:
-        if axis is None:
-            flow.still(found)
-        else:
-            flow.equal(found, axis)
-        flow.uneven += [each for each in (found, axis) if each is not None and place is not None]
+        flow.equal(found, axis)
+        if place is not None:
+            flow.bend(found, axis)
     return found
 
 
@@ -226,44 +201,40 @@ def _starts(
     return found
 
 
-def scatter(name: str) -> Rule:
+def scatter(flow: Flow, step: Step) -> list[Value]:
     """Of `scatter` and those that add, multiply or compare."""
-
-    def rule(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
-        value, where, update = operands
-        numbers, rank = params["dimension_numbers"], len(value.shape)
-        if name == "scatter" and params["update_jaxpr"] is not None:
-            return flow.unknown(name, operands, shapes)
-        flow.freeze(where, "it says where to write", [-1])
-        placed = _places_handed_on(flow, where)
-        over = [k for k in range(len(update.shape)) if k not in numbers.update_window_dims]
-        pairs = update_axes(numbers, rank, len(update.shape))
-        for k, place in zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True):
-            _picked(flow, value.axes[k], placed[place])
-            _picked(flow, update.axes[over[place]], placed[place])
-        sizes = [1 if of_update is None else update.shape[of_update] for of_update in pairs]
-        referred = _referred(flow, where, value, numbers.scatter_dims_to_operand_dims, sizes)
-        clip = params["mode"] == GatherScatterMode.CLIP
-        starts: list[np.ndarray | None] = _starts(where, numbers.scatter_dims_to_operand_dims, value.shape, sizes, clip)
-        for k in numbers.operand_batching_dims:
-            starts[k] = None
-        rest = [k for k in over if k not in pairs]
-        singles = [k for k in numbers.inserted_window_dims if value.shape[k] != 1]
-        if len(rest) == len(singles) == 1 and not numbers.operand_batching_dims and len(where.shape) == 2:
-            pairs[singles[0]], rest = rest[0], []
-        elif math.prod(where.shape[:-1]) != 1:
-            starts = [None] * rank
-        for k in rest:
-            flow.freeze(update, WRITTEN, [k])
-            flow.freeze(where, WRITTEN, [over.index(k)])
-        others, own = _without(value, referred)
-        found = _written(flow, name, others, update, pairs, starts, singles)
-        if referred is not None:
-            found.axes[referred] = flow.lined_up([where.refers, own])
-            flow.referring(where, found.axes[referred])
-        return [found]
-
-    return rule
+    value, where, update = step.operands
+    numbers, rank = step.params["dimension_numbers"], len(value.shape)
+    if step.name == "scatter" and step.params["update_jaxpr"] is not None:
+        return flow.unknown(step)
+    flow.freeze(where, "it says where to write", [-1])
+    placed = _places_handed_on(flow, where)
+    over = [k for k in range(len(update.shape)) if k not in numbers.update_window_dims]
+    pairs = update_axes(numbers, rank, len(update.shape))
+    for k, place in zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True):
+        _picked(flow, value.axes[k], placed[place])
+        _picked(flow, update.axes[over[place]], placed[place])
+    sizes = [1 if of_update is None else update.shape[of_update] for of_update in pairs]
+    referred = _referred(flow, where, value, numbers.scatter_dims_to_operand_dims, sizes)
+    clip = step.params["mode"] == GatherScatterMode.CLIP
+    starts: list[np.ndarray | None] = _starts(where, numbers.scatter_dims_to_operand_dims, value.shape, sizes, clip)
+    for k in numbers.operand_batching_dims:
+        starts[k] = None
+    rest = [k for k in over if k not in pairs]
+    singles = [k for k in numbers.inserted_window_dims if value.shape[k] != 1]
+    if len(rest) == len(singles) == 1 and not numbers.operand_batching_dims and len(where.shape) == 2:
+        pairs[singles[0]], rest = rest[0], []
+    elif math.prod(where.shape[:-1]) != 1:
+        starts = [None] * rank
+    for k in rest:
+        flow.freeze(update, WRITTEN, [k])
+        flow.freeze(where, WRITTEN, [over.index(k)])
+    others, own = _without(value, referred)
+    found = _written(flow, step.name, others, update, pairs, starts, singles)
+    if referred is not None:
+        found.axes[referred] = flow.lined_up([where.refers, own])
+        flow.referring(where, found.axes[referred])
+    return [found]
 
 
 def update_axes(numbers: Any, rank: int, update_rank: int) -> list[int | None]:
@@ -280,9 +251,9 @@ def update_axes(numbers: Any, rank: int, update_rank: int) -> list[int | None]:
     return pairs
 
 
-def dynamic_update(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
+def dynamic_update(flow: Flow, step: Step) -> list[Value]:
     """Of `dynamic_update_slice`."""
-    value, update, *places = operands
+    value, update, *places = step.operands
     starts = [
         None if place.known is None else np.array([clipped(place.known, length, size)])
         for place, length, size in zip(places, value.shape, update.shape, strict=True)
@@ -306,23 +277,18 @@ def _written(
     for k, size in enumerate(value.shape):
         own, start, of_update = value.axes[k], starts[k], pairs[k]
         other = UNIT if of_update is None else update.axes[of_update]
-        if size == 1:
-            for part, place in ((value, k), (update, of_update)):
-                flow.freeze(part, WRITTEN, [] if place is None else [place])
-            axes.append(UNIT)
-            continue
-        if k not in partial:
+        if k not in partial and size != 1:
             axes.append(_united(flow, name, value, update, [own, other]))
             continue
         places = None if start is None else start if len(start) > 1 else start[0] + np.arange(lengths[k])
-        if places is None or len(set(places.tolist())) < len(places) or len(places) != lengths[k]:
-            for part, place in ((value, k), (update, of_update)):
-                flow.freeze(part, WRITTEN, [] if place is None else [place])
-            axes.append(flow.atoms.new(size, WRITTEN))
+        if size == 1 or places is None or len(set(places.tolist())) < len(places) or len(places) != lengths[k]:
+            flow.freeze(value, WRITTEN, [k])
+            flow.freeze(update, WRITTEN, [] if of_update is None else [of_update])
+            axes.append(UNIT if size == 1 else flow.atoms.new(size, WRITTEN))
             continue
         left = np.setdiff1d(np.arange(size), places)
         order = np.concatenate([left, places])
-        stays, old = (flow.taken(own, part) if len(part) else None for part in (left, places))
+        stays, old = (flow.atoms.taken(own, part) if len(part) else None for part in (left, places))
         alone = name == "scatter" and len(partial) == 1
         new = flow.handed_on(other) if alone else _united(flow, name, value, update, [old, other])
         if new is None:
@@ -337,26 +303,22 @@ def _written(
 
 def _united(flow: Flow, name: str, value: Value, update: Value, axes: Sequence[Axis | None]) -> Axis | None:
     """Along axes of an array and of what changes it that lie on each other."""
-    if name != "scatter-mul":
-        size = next((flow.atoms.size(axis) for axis in axes if axis is not None), 2)
-        pairs = zip(axes, (value, update), strict=True)
-        parts = [Value((size,), [axis], whole.zero, endless=whole.endless) for axis, whole in pairs]
-        return flow.summed(parts, linear=WRITES[name]).axes[0]
-    factor = axes[1]
-    if factor is not None:
-        flow.still(factor)
-        flow.uneven.append(factor)
-    return _picked(flow, axes[0], factor)
+    if name == "scatter-mul":
+        flow.bend(axes[1], still=True)
+        return _picked(flow, *axes)
+    size = next((size_of(axis) for axis in axes if axis is not None), 2)
+    pairs = zip(axes, (value, update), strict=True)
+    parts = [Value((size,), [axis], whole.zero, endless=whole.endless) for axis, whole in pairs]
+    return flow.summed(parts, linear=WRITES[name]).axes[0]
 
 
 RULES: dict[str, Rule] = {
-    "rev": reverse,
-    "take": take,
+    **dict.fromkeys(("rev", "take"), take),
     "slice": slices,
     "dynamic_slice": dynamic_slice,
     "dynamic_update_slice": dynamic_update,
     "pad": pad,
     "gather": gather,
-    **{name: scatter(name) for name in WRITES},
+    **dict.fromkeys(WRITES, scatter),
 }
 """By names of primitives."""

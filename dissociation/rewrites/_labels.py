@@ -1,7 +1,6 @@
 """Labels of the entries of a program's arrays: which copy of the neurons of an atom each belongs to (`copies`)."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 from scipy.sparse import coo_array
@@ -17,21 +16,14 @@ Marks = dict[int, Label]
 """By atom."""
 
 
-class Rows(NamedTuple):
-    """The labels of an occurrence of an atom along an axis of a parameter."""
-
-    atom: int
-    axis: int
-    labels: Label
-
-
 class Copies:
     """Labels of everything in a program."""
 
     def __init__(self, flow: Flow) -> None:
         self.flow = flow
         self.tied: set[int] = set()
-        self.rows: dict[tuple[int, tuple[int, ...]], Rows] = {}  # by number of a parameter, and name of an occurrence
+        # By number of a parameter and name of an occurrence: the atom, its axis of the parameter, and labels.
+        self.rows: dict[tuple[int, tuple[int, ...]], tuple[int, int, Label]] = {}
         self._marks: dict[int, Marks] = {}  # by the `id` of a value
         self._pairs: list[np.ndarray] = []
         self._count = 0
@@ -63,14 +55,13 @@ class Copies:
         marks: Marks = {}
         atoms = self.flow.atoms
         for k, axis in enumerate(value.axes):
-            for leaf in [] if axis is None else atoms.leaves(axis):
+            for leaf, positions in atoms.occurrences(axis):
                 if leaf.atom not in free:
                     continue
-                positions = atoms.positions(value.axes[k] or leaf, leaf.name)
                 shape = [positions.shape[1] if j == k else size for j, size in enumerate(value.shape)]
                 ids = self._count + np.arange(np.prod(shape)).reshape(shape)
                 self._count += ids.size
-                self.rows[index, leaf.name] = Rows(leaf.atom, k, ids)
+                self.rows[index, leaf.name] = leaf.atom, k, ids
                 if positions.size == value.shape[k] and positions.shape[1] == 1:
                     marks[leaf.atom] = np.broadcast_to(ids, value.shape)
                     continue

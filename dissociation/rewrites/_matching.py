@@ -16,22 +16,13 @@ import numpy as np
 from jaxtyping import Array, Float
 from scipy.optimize import linear_sum_assignment
 
-from dissociation._core.checks import (
-    WrongValue,
-    check_choice,
-    check_count,
-    check_finite,
-    check_takes,
-    fail,
-    fail_kind,
-    is_traced,
-)
+from dissociation._core.checks import WrongValue, check_choice, check_count, check_takes, fail, fail_kind
 from dissociation._core.conversion import as_examples
 from dissociation._core.results import printed
 from dissociation._core.types import PRNGKey, Scalar
 from dissociation._core.validation import validated
 from dissociation.models._program import called, parameters_in, program_of
-from dissociation.rewrites._groups import NeuronGroup, Slot, parameters_of
+from dissociation.rewrites._groups import NeuronGroup, Slot, known_parameters, parameters_of
 from dissociation.rewrites._rewrites import permute
 from dissociation.rewrites._seen import layer_inputs
 from dissociation.similarity._inference import MemberInterval, member_interval
@@ -58,17 +49,10 @@ class Matching(NamedTuple):
     __repr__ = printed
 
     def apply(self, model: Any, groups: Mapping[str, NeuronGroup]) -> Any:
-        """The second network with its neurons in the order of the first.
-
-        Args:
-            model: The network.
-            groups: That were matched.
-
-        Returns:
-            The network.
+        """Return the second network, `model`, with its neurons in the order of the first.
 
         Raises:
-            ValueError: If a group is missing.
+            ValueError: If `groups` lacks a group that was matched.
         """
         for name, permutation in self.permutations.items():
             if name not in groups:
@@ -91,10 +75,7 @@ def match_weights(
         b: Another of the same structure.
         groups: From `rewrites.neuron_groups`, of either.
         num_starts: 1 is b as it is, 2 adds the pairing by sorted weights, more add random orders.
-        key: Draws these.
-
-    Returns:
-        The best of the ascents.
+        key: Draws the random orders.
 
     Raises:
         ValueError: If structures differ, or a key is missing.
@@ -108,7 +89,7 @@ def match_weights(
         fail("key", "be given where random orders are drawn", "None", "For instance jax.random.key(0)")
     _check_alike(a, b)
     _check_groups(a, groups)
-    first, second = _known("a", a), _known("b", b)
+    first, second = (known_parameters(*named, "assignments are a step") for named in (("a", a), ("b", b)))
     paths = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(parameters_in(a))}
     weights = {name: tuple(slot for slot in group.slots if slot.path in paths) for name, group in groups.items()}
     groups = _in_order({name: dataclasses.replace(group, slots=weights[name]) for name, group in groups.items()})
@@ -140,15 +121,13 @@ def _in_order(groups: Mapping[str, NeuronGroup]) -> dict[str, NeuronGroup]:
     """Groups, those that move the copies of others first; what moves in copies of each other has none."""
     left, ordered = dict(groups), {}
     while left:
-        free = [
-            name
-            for name, group in left.items()
-            if not any(_moves(by, group) for by in left.values() if by is not group)
-        ]
-        name = free[0] if free else next(iter(left))
-        group = left.pop(name)
-        slots = tuple(slot._replace(copy=np.zeros_like(slot.copy)) for slot in group.slots)
-        ordered[name] = group if free else dataclasses.replace(group, slots=slots, copies=1)
+        free = (k for k, own in left.items() if not any(_moves(by, own) for by in left.values() if by is not own))
+        name = next(free, None)
+        if name is None:
+            name = next(iter(left))
+            slots = tuple(slot._replace(copy=np.zeros_like(slot.copy)) for slot in left[name].slots)
+            left[name] = dataclasses.replace(left[name], slots=slots, copies=1)
+        ordered[name] = left.pop(name)
     return ordered
 
 
@@ -174,17 +153,6 @@ def _check_groups(model: Any, groups: Mapping[str, NeuronGroup]) -> None:
             if shapes.get(slot.path) != slot.shape:
                 wanted = f"be of the networks: {name!r} has an array {slot.path} of shape {slot.shape}"
                 fail("groups", wanted, shapes.get(slot.path, "none"))
-
-
-def _known(name: str, model: Any) -> list[np.ndarray]:
-    leaves = parameters_of(model)[0]
-    if any(is_traced(leaf) for leaf in leaves):
-        raise TypeError(f"`{name}` must be known: assignments are a step of the host, got traced arrays.")
-    for leaf in leaves:
-        check_finite(name, leaf)
-    if any(np.iscomplexobj(leaf) for leaf in leaves):
-        fail("model", "have real parameters", "complex ones")
-    return [np.asarray(leaf, np.float64) for leaf in leaves]
 
 
 def _rows(leaves: Sequence[np.ndarray], group: NeuronGroup) -> list[list[np.ndarray]]:
@@ -248,15 +216,13 @@ def _ascended(
                 # What was done before in the copies of others is now done in those that came to their places.
                 found |= {k: found[k][_copies_moved(other, group, order)] for k, other in groups.items() if k != name}
         if value == before:
-            return _matching(found, groups, value, converged=True)
-    return _matching(found, groups, value, converged=False)
+            return Matching(_single(found, groups), value, converged=True)
+    return Matching(_single(found, groups), value, converged=False)
 
 
-def _matching(
-    found: Mapping[str, np.ndarray], groups: Mapping[str, NeuronGroup], value: float, *, converged: bool
-) -> Matching:
-    single = {name: each if groups[name].copies > 1 else each[0] for name, each in found.items()}
-    return Matching(single, value, converged)
+def _single(found: Mapping[str, np.ndarray], groups: Mapping[str, NeuronGroup]) -> dict[str, np.ndarray]:
+    """Permutations without the axis of copies where there is one copy."""
+    return {name: each if groups[name].copies > 1 else each[0] for name, each in found.items()}
 
 
 @validated
@@ -269,7 +235,7 @@ def match_activations(a: Any, b: Any, groups: dict[str, NeuronGroup], inputs: An
     Args:
         a: A network.
         b: Another of the same structure.
-        groups: From `rewrites.neuron_groups`; those that something reads are matched.
+        groups: From `rewrites.neuron_groups`.
         inputs: Examples, samples first: an array, or a dictionary or tuple of arrays, as the networks take them.
 
     Returns:
@@ -299,7 +265,8 @@ def match_activations(a: Any, b: Any, groups: dict[str, NeuronGroup], inputs: An
             found[name][copy] = _assigned(likeness)
             values.append(likeness[np.arange(group.size), found[name][copy]])
         b = permute(group, found[name])(b)
-    return _matching(found, groups, float(np.mean(np.concatenate(values))) if values else 0.0, converged=True)
+    value = float(np.mean(np.concatenate(values))) if values else 0.0
+    return Matching(_single(found, groups), value, converged=True)
 
 
 def _activity(model: Any, inputs: Any, group: NeuronGroup, reads: Sequence[Slot]) -> dict[int, np.ndarray]:
@@ -371,8 +338,8 @@ class Barrier(NamedTuple):
 
     Attributes:
         height: The largest excess over the line between the losses at both ends; not negative.
-        losses: At the points, [points].
-        shares: Of the second network, [points], from 0 to 1.
+        losses: At the points.
+        shares: Of the second network, from 0 to 1.
     """
 
     height: Float[Array, ""]
@@ -391,9 +358,6 @@ def barrier(loss: Callable[[Any], Array], a: Any, b: Any, *, num_points: int = 1
         a: A network.
         b: Another of the same structure.
         num_points: On the line, ends included; at least 3.
-
-    Returns:
-        The barrier.
 
     Raises:
         TypeError: If the loss is no single real number.
@@ -431,15 +395,11 @@ class Barriers(NamedTuple):
         return f"Barriers({len(pairs[0])} pairs of {len(self.after)} members, means {means})"
 
     def interval(self, of: str = "after", *, level: float = 0.9) -> MemberInterval:
-        """The mean barrier of two networks, with an interval over networks, which pairs share.
+        """Return the mean barrier of two networks and its interval over networks, see `similarity.member_interval`.
 
         Args:
             of: "after" matching, "before" it, or its "fall", which each pair has from before to after.
             level: Coverage, between 0 and 1.
-
-        Returns:
-            The mean over all pairs, its standard error and the ends of the interval, as
-            `similarity.member_interval` has them.
 
         Raises:
             ValueError: If there are fewer than three members, or an option is another.
@@ -470,10 +430,7 @@ def barriers(
         groups: Of one of them.
         num_points: See `barrier`.
         num_starts: See `match_weights`.
-        key: See there.
-
-    Returns:
-        Tables, whose `interval` is that of the mean over pairs.
+        key: See `match_weights`.
 
     Raises:
         ValueError: If there is one member alone.
@@ -502,17 +459,13 @@ def _height(loss: Callable[[Any], Array], a: Any, b: Any, num_points: int) -> Ar
 def renormalised(model: Any, state: Any, inputs: Any) -> Any:
     """The state of a network with the statistics of its batch normalisations taken anew, on all examples at once.
 
-    All else is in inference mode, so that nothing is dropped.
-
-    Merged networks have means and variances that are not those of their merged weights.
+    All else is in inference mode, so that nothing is dropped. Merged networks have means and variances that are not
+    those of their merged weights.
 
     Args:
         model: A network with `eqx.nn.BatchNorm`, of any mode.
         state: Its `eqx.nn.State`.
         inputs: Examples, samples first: an array, or a dictionary or tuple of arrays, as the network takes them.
-
-    Returns:
-        The state.
 
     Raises:
         TypeError: If the network does not take the examples.

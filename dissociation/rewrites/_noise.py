@@ -70,9 +70,6 @@ def add_parameter_noise(model: Model, scale: Scalar, *, key: PRNGKey) -> Model:
         scale: Standard deviation of the noise, non-negative. May be traced.
         key: A PRNG key of either kind, split over the parameters as `parameter_noise` says.
 
-    Returns:
-        The model with other parameters.
-
     Raises:
         ValueError: If `scale` is negative.
     """

@@ -84,14 +84,11 @@ def null_basis(
 
 @validated
 def null_dimension(dataset: Real[Array | np.ndarray, "samples ..."], rtol: float | None = None) -> tuple[int, int, int]:
-    """How many dimensions a dataset leaves empty.
+    """Return `(null dimension, rank, features)` of a dataset; the first two add up to the third.
 
     Args:
-        dataset: Samples first. See `null_spectrum`.
+        dataset: Samples first.
         rtol: Relative cut-off on the singular values; None is 1e-10.
-
-    Returns:
-        `(null dimension, rank, features)`; the first two add up to the third.
 
     Raises:
         TypeError: If `dataset` is traced.

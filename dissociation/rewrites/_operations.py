@@ -11,22 +11,13 @@ import numpy as np
 
 from dissociation._core._compat import jex, parameters
 from dissociation.models._program import inner_program
-from dissociation.rewrites import (
-    _arrangements as arrangements,
-)
-from dissociation.rewrites import (
-    _contractions as contractions,
-)
-from dissociation.rewrites import (
-    _elementwise as elementwise,
-)
-from dissociation.rewrites import (
-    _indexing as indexing,
-)
+from dissociation.rewrites._arrangements import RULES as ARRANGEMENTS
 from dissociation.rewrites._axes import UNIT
+from dissociation.rewrites._contractions import RULES as CONTRACTIONS
 from dissociation.rewrites._elementwise import COMPARISONS
-from dissociation.rewrites._flow import FEW, Flow, Part, Step, Value
-from dissociation.rewrites._indexing import Params, Rule, take
+from dissociation.rewrites._elementwise import RULES as ELEMENTWISE
+from dissociation.rewrites._flow import FEW, Flow, Part, Rule, Step, Value
+from dissociation.rewrites._indexing import RULES as INDEXING
 from dissociation.rewrites._references import MOVES, on_indices
 
 FOLDED = ("add", "sub", "mul", "div", "neg", "lt", "le", "gt", "ge", "eq", "ne", "select_n", "convert_element_type",
@@ -47,14 +38,14 @@ def follow(flow: Flow, jaxpr: jex.Jaxpr, consts: Sequence[Value], args: Sequence
         return flow.constant(atom.val) if isinstance(atom, jex.Literal) else env[atom]
 
     for equation, joined in _needed(jaxpr):
+        shapes = [tuple(getattr(variable.aval, "shape", ())) for variable in equation.outvars]
         if joined is not None:
             source, along, indices = joined
-            shape, step = tuple(equation.outvars[0].aval.shape), {"axis": along, "indices": indices}
-            on_indices(flow, "take", [env[source]], [shape])
-            results = take(flow, step, [env[source]], [shape])
-            flow.steps.append(Step("take", step, [env[source]], results, []))
+            params, operands = {"dimensions": (along,), "indices": indices}, [env[source]]
+            results = _ruled(flow, Step("take", params, operands, shapes))
         else:
-            results = _apply(flow, equation, [read(atom) for atom in equation.invars])
+            operands = [read(atom) for atom in equation.invars]
+            results = _apply(flow, equation, Step(equation.primitive.name, parameters(equation), operands, shapes))
         env |= dict(zip(equation.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
@@ -102,35 +93,43 @@ def _stretches(equation: Any) -> list[Stretch]:
     return [(value, over[0], taken[over[0]])] if len(over) == 1 else []
 
 
-def _apply(flow: Flow, equation: Any, operands: list[Value]) -> list[Value]:
-    name, params = equation.primitive.name, parameters(equation)
-    shapes = [tuple(getattr(variable.aval, "shape", ())) for variable in equation.outvars]
+def _apply(flow: Flow, equation: Any, step: Step) -> list[Value]:
+    name, operands, shapes = step.name, step.operands, step.shapes
     if all(0 in shape for shape in shapes):  # nothing is left
         return [Value(shape, [UNIT if size == 1 else None for size in shape], zero=True) for shape in shapes]
     if any(0 in shape for shape in shapes) or (any(0 in v.shape for v in operands) and name != "concatenate"):
-        return flow.unknown(name, operands, shapes)
-    folded = _folded(equation, operands, shapes)
-    if folded is not None:
-        return [flow.constant(folded)]
+        return flow.unknown(step)
+    known = [value.known for value in operands]
+    if name in FOLDED and all(each is not None for each in known) and np.prod(shapes[0]) <= FEW:
+        with jax.ensure_compile_time_eval():
+            return [flow.constant(np.asarray(equation.primitive.bind(*known, **equation.params)))]
     if name in RULES:
-        outer, flow.parts = flow.parts, []
-        results = on_indices(flow, name, operands, shapes) or RULES[name](flow, params, operands, shapes)
-        if any(value.known is not None for value in results):  # whatever they were made of
-            return results
-        for value in results:
-            value.level = _level(name, operands)
-            if name in MOVES:
-                first = operands[0]
-                value.refers, value.shifted, value.pair = first.refers, first.shifted, first.pair
-        flow.steps.append(Step(name, params, operands, results, flow.parts))
-        flow.parts = outer
-        return results
-    inner = inner_program(params)
+        return _ruled(flow, step)
+    inner = inner_program(step.params)
     if inner is None:
-        on_indices(flow, name, operands, shapes)
+        on_indices(flow, step)
     if inner is None or [v.aval.shape for v in inner.jaxpr.invars] != [v.shape for v in operands]:
-        return flow.unknown(name, operands, shapes)
-    return follow(flow, inner.jaxpr, [flow.constant(const) for const in inner.consts], operands)
+        return flow.unknown(step)
+    return _called(flow, inner, operands)
+
+
+def _called(flow: Flow, program: Any, args: list[Value]) -> list[Value]:
+    return follow(flow, program.jaxpr, [flow.constant(const) for const in program.consts], args)
+
+
+def _ruled(flow: Flow, step: Step) -> list[Value]:
+    """What the operation's rule says of its results, which is kept as a step."""
+    results = on_indices(flow, step) or RULES[step.name](flow, step)
+    if any(value.known is not None for value in results):  # whatever they were made of
+        return results
+    for value in results:
+        value.level = _level(step.name, step.operands)
+        if step.name in MOVES:
+            first = step.operands[0]
+            value.refers, value.shifted, value.pair = first.refers, first.shifted, first.pair
+    step.results = results
+    flow.steps.append(step)
+    return results
 
 
 def _level(name: str, operands: list[Value]) -> int:
@@ -143,49 +142,38 @@ def _level(name: str, operands: list[Value]) -> int:
     return own if name in MOVES or (own == 0 and name not in LEVELS) else 2
 
 
-def _folded(equation: Any, operands: list[Value], shapes: list[tuple[int, ...]]) -> Any:
-    """The result of an operation on constants, if it is small."""
-    known = [value.known for value in operands]
-    if equation.primitive.name not in FOLDED or any(each is None for each in known) or np.prod(shapes[0]) > FEW:
-        return None
-    with jax.ensure_compile_time_eval():
-        return np.asarray(equation.primitive.bind(*known, **equation.params))
-
-
-def _follow_part(flow: Flow, program: Any, args: list[Value]) -> list[Value]:
+def _follow_part(flow: Flow, step: Step, program: Any, args: list[Value]) -> list[Value]:
     """Follows the body of a loop, or a branch, and keeps its steps apart."""
     outer, flow.steps = flow.steps, []
-    found = follow(flow, program.jaxpr, [flow.constant(const) for const in program.consts], args)
-    flow.parts.append(Part(flow.steps, args, found))
+    found = _called(flow, program, args)
+    step.parts.append(Part(flow.steps, args, found))
     flow.steps = outer
     return found
 
 
-def _scan(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
-    body, counts = params["jaxpr"], (params["num_consts"], params["num_carry"])
-    consts, start, over = operands[: counts[0]], operands[counts[0] : sum(counts)], operands[sum(counts) :]
-    carry = _carried(flow, start)
+def _scan(flow: Flow, step: Step) -> list[Value]:
+    params, operands = step.params, step.operands
+    first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
+    carry = _carried(flow, operands[first:last])
     loop = flow.atoms.new(params["length"], "a loop runs over it")
     slices = []
-    for value in over:
+    for value in operands[last:]:
         flow.atoms.unite(loop, value.axes[0])
         flow.freeze(value, "a loop runs over it", [0])
         slices.append(Value(value.shape[1:], value.axes[1:], value.zero))
-    found = _follow_part(flow, body, [*consts, *carry, *slices])
-    _close(flow, carry, found[: counts[1]])
-    stacked = [
-        Value(shape, [loop, *value.axes]) for value, shape in zip(found[counts[1] :], shapes[counts[1] :], strict=True)
-    ]
-    return [*carry, *stacked]
+    found = _follow_part(flow, step, params["jaxpr"], [*operands[:first], *carry, *slices])
+    _close(flow, carry, found[: len(carry)])
+    made = zip(found[len(carry) :], step.shapes[len(carry) :], strict=True)
+    return [*carry, *(Value(shape, [loop, *value.axes]) for value, shape in made)]
 
 
-def _while(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
-    test, body = params["cond_jaxpr"], params["body_jaxpr"]
-    counts = params["cond_nconsts"], params["body_nconsts"]
-    carry = _carried(flow, operands[sum(counts) :])
-    for value in _follow_part(flow, test, [*operands[: counts[0]], *carry]):
+def _while(flow: Flow, step: Step) -> list[Value]:
+    params, operands = step.params, step.operands
+    first, last = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+    carry = _carried(flow, operands[last:])
+    for value in _follow_part(flow, step, params["cond_jaxpr"], [*operands[:first], *carry]):
         flow.freeze(value, "a loop depends on it")
-    _close(flow, carry, _follow_part(flow, body, [*operands[counts[0] : sum(counts)], *carry]))
+    _close(flow, carry, _follow_part(flow, step, params["body_jaxpr"], [*operands[first:last], *carry]))
     return carry
 
 
@@ -200,38 +188,31 @@ def _close(flow: Flow, carry: list[Value], other: list[Value]) -> None:
     for value, also in zip(carry, other, strict=True):
         for axis, each in zip(value.axes, also.axes, strict=True):
             flow.atoms.unite(axis, each)
-            if axis is not None and each is not None:
+            if axis is not None and (each is not None or not also.zero):
                 flow.equal(axis, each)
-            elif not also.zero:
-                flow.still(axis)
 
 
-def _cond(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
-    results = [_follow_part(flow, branch, operands[1:]) for branch in params["branches"]]
+def _cond(flow: Flow, step: Step) -> list[Value]:
+    results = [_follow_part(flow, step, branch, step.operands[1:]) for branch in step.params["branches"]]
     return [flow.summed(cases) for cases in zip(*results, strict=True)]
 
 
-def _inner(name: str) -> Rule:
+def _inner(flow: Flow, step: Step) -> list[Value]:
     """Of a call whose program is one of its parameters, with operands before it that are not the program's."""
-
-    def rule(flow: Flow, params: Params, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value]:
-        inner = inner_program(params)
-        if inner is None:
-            return flow.unknown(name, operands, shapes)
-        consts = [flow.constant(const) for const in inner.consts]
-        return follow(flow, inner.jaxpr, consts, operands[len(operands) - len(inner.jaxpr.invars) :])
-
-    return rule
+    inner = inner_program(step.params)
+    if inner is None:
+        return flow.unknown(step)
+    return _called(flow, inner, step.operands[len(step.operands) - len(inner.jaxpr.invars) :])
 
 
 RULES: dict[str, Rule] = {
-    **elementwise.RULES,
-    **arrangements.RULES,
-    **contractions.RULES,
-    **indexing.RULES,
+    **ELEMENTWISE,
+    **ARRANGEMENTS,
+    **CONTRACTIONS,
+    **INDEXING,
     "scan": _scan,
     "while": _while,
     "cond": _cond,
-    "custom_vjp_call": _inner("custom_vjp_call"),
+    "custom_vjp_call": _inner,
 }
 """By names of primitives."""

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from dissociation.rewrites._flow import Flow, Value
+from dissociation.rewrites._axes import size_of
+from dissociation.rewrites._flow import Flow, Step, Value
 from dissociation.rewrites._indexing import ASKED
 
 READS = ("gather", "scatter", "scatter-add")
@@ -10,25 +11,25 @@ MOVES = ("broadcast_in_dim", "reshape", "squeeze", "slice", "transpose", "conver
 """What leaves the indices of an axis what they are."""
 
 
-def on_indices(flow: Flow, name: str, operands: list[Value], shapes: list[tuple[int, ...]]) -> list[Value] | None:
+def on_indices(flow: Flow, step: Step) -> list[Value] | None:
     """What is made of the indices of an axis by what reads there; anything else that takes them freezes the axis.
 
     JAX reads at `i + n` where an index `i` is below zero, which such indices never are.
     """
-    found = None
+    found, name, operands, shape = None, step.name, step.operands, step.shapes[0]
     first, other = operands[0], operands[1] if len(operands) > 1 else None
     if name == "select_n" and first.zero and other is not None:
         return [other]
     if first.refers is not None and (first.pair is not None or not first.shifted):
         single = other is not None and other.known is not None and len(np.unique(other.known)) == 1
         if name == "lt" and other is not None and other.zero:
-            return [flow.constant(np.zeros(shapes[0], bool))]
+            return [flow.constant(np.zeros(shape, bool))]
         if name == "add" and single:
             return [Value(first.shape, list(first.axes), refers=first.refers, shifted=True)]
         if name == "eq" and not first.shifted:
-            found = _one_hot(flow, first, operands[1], shapes[0])
+            found = _one_hot(flow, first, operands[1], shape)
         if name == "concatenate" and not first.shifted:
-            found = _beside(operands, shapes[0])
+            found = _beside(operands, shape)
     for k, value in enumerate(operands):
         moved = name in MOVES and value.column is None
         read = found is not None or moved or (name in READS and k == 1) or (name == "dynamic_slice" and k > 0)
@@ -56,7 +57,7 @@ def _one_hot(flow: Flow, where: Value, numbers: Value, shape: tuple[int, ...]) -
         each = where.shape[k] == 1 or where.axes[k] is None
         if size > 1 and each and numbers.known is not None and (numbers.known == count).all():
             axis = flow.lined_up([where.refers])
-            if axis is None or flow.atoms.size(axis) != size or flow.referring(where, axis) is None:
+            if axis is None or size_of(axis) != size or flow.referring(where, axis) is None:
                 return None
             own = [None if n == 1 else each for n, each in zip(where.shape, where.axes, strict=True)]
             return [Value(shape, [axis if j == k else each for j, each in enumerate(own)])]

@@ -55,13 +55,7 @@ class Composed(Rewrite):
 
 @validated
 def compose(rewrites: Sequence[Rewrite]) -> Rewrite:
-    """Rewrites one after another, the first one first. Groups that an earlier one enlarged are found again.
-
-    Args:
-        rewrites: Any number; none leave a model as it is.
-
-    Returns:
-        The rewrite.
+    """Return one rewrite for any number, the first one first. Groups that an earlier one enlarged are found again.
 
     Raises:
         TypeError: If one is no rewrite.
@@ -100,15 +94,11 @@ def _same(one: Any, other: Any) -> bool:
         return False
 
 
-Change = Callable[[Slot, Array, float], Array]
-
-
-def _changed(model: Any, group: NeuronGroup, change: Change, exponents: np.ndarray | None = None) -> Any:
-    """The model with every slot's array changed, in the order of the slots."""
+def _changed(model: Any, group: NeuronGroup, change: Callable[[Slot, Array, float], Array], exponents: Any) -> Any:
+    """The model with every slot's array changed, in the order of the slots, each by its exponent."""
     leaves, tree, rest = parameters_of(model)
-    for index, slot in enumerate(group.slots):
-        exponent = 0.0 if exponents is None else float(exponents[index])
-        leaves[slot.leaf] = change(slot, jnp.asarray(leaves[slot.leaf]), exponent)
+    for slot, exponent in zip(group.slots, exponents, strict=True):
+        leaves[slot.leaf] = change(slot, jnp.asarray(leaves[slot.leaf]), float(exponent))
     return eqx.combine(jax.tree.unflatten(tree, leaves), rest)
 
 
@@ -122,16 +112,15 @@ class Permute(Rewrite):
     def __call__(self, model: Any) -> Any:
         """The rewritten model."""
         group = current(self.group, model)
-        drawing: Any = self.key
         permutation = self.permutation
-        if permutation is None:
+        if self.key is not None:
             permutation = jnp.tile(jnp.arange(group.size), (group.copies, 1))
-            permutation = jax.random.permutation(drawing, permutation, axis=1, independent=group.copies > 1)
+            permutation = jax.random.permutation(self.key, permutation, axis=1, independent=group.copies > 1)
         each = _each_copy("permutation", permutation, group, 1)
-        return _changed(model, group, lambda slot, array, exponent: slot.permuted(array, each))
+        return _changed(model, group, lambda slot, array, _: slot.permuted(array, each), [0.0] * len(group.slots))
 
 
-def _each_copy(name: str, given: Array, group: NeuronGroup, rank: int) -> Array:
+def _each_copy(name: str, given: Any, group: NeuronGroup, rank: int) -> Array:
     """An argument of one shape for all copies of a group, or with a first axis of one for each: for each."""
     if given.shape[-1:] != (group.size,):
         fail(name, f"have {group.size} entries, one per neuron of {group.name}", given.shape)
@@ -147,16 +136,13 @@ def permute(
     *,
     key: PRNGKey | None = None,
 ) -> Permute:
-    """Puts the neurons of a group in another order, wherever they are made or read.
+    """Return the rewrite that puts the neurons of a group in another order, wherever they are made or read.
 
     Args:
         group: Of the model.
         permutation: Neuron `permutation[i]` comes to place i, [neurons]; or one for each copy, [copies, neurons].
         key: Draws the permutation where none is given, of as many neurons as there are when it is applied, for each
             copy by itself.
-
-    Returns:
-        The rewrite.
 
     Raises:
         ValueError: If `permutation` repeats or lacks a neuron or is no vector or matrix, or both or neither of
@@ -212,7 +198,7 @@ class Scale(Rewrite):
 
 @validated
 def scale(group: NeuronGroup, factor: Real[ArrayLike, "..."] = 0.1, *, scaling: int | None = None) -> Scale:
-    """Multiplies what makes the neurons of a group by a > 0, and divides what reads them.
+    """Return the rewrite that multiplies what makes the neurons of a group by a > 0, and divides what reads them.
 
     Exponents of a are those that the group has: for ReLU incoming weights and biases times a, outgoing weights over a;
     for a bilinear layer both incoming matrices times a, outgoing ones over a^2; what a normalisation makes is scaled by
@@ -224,11 +210,9 @@ def scale(group: NeuronGroup, factor: Real[ArrayLike, "..."] = 0.1, *, scaling: 
             May be traced.
         scaling: Which of the group's `scalings`; default: `scaling`.
 
-    Returns:
-        The rewrite; NaN for neurons whose traced factor is not positive and finite.
-
     Raises:
-        ValueError: If the group cannot be scaled, or a known factor is not positive and finite.
+        ValueError: If the group cannot be scaled, or a known factor is not positive and finite; a traced one that is
+            not makes the neuron's weights NaN.
 
     References:
         Dinh, Pascanu, Bengio and Bengio (2017), Sharp minima can generalize for deep nets, section 3.
@@ -269,8 +253,9 @@ class Rotate(Rewrite):
         """The rewritten model."""
         group = current(self.group, model)
         _check_rotates(group)
-        drawing: Any = self.key
-        own = jax.random.orthogonal(drawing, group.size, (group.copies,)) if self.matrix is None else self.matrix
+        own: Any = self.matrix
+        if self.key is not None:
+            own = jax.random.orthogonal(self.key, group.size, (group.copies,))
         if own.shape[-2:] != (group.size, group.size):
             fail("matrix", f"be square, a row per neuron of {group.name} ({group.size})", own.shape)
         own = _each_copy("matrix", own, group, 2)
@@ -292,7 +277,7 @@ def rotate(
     *,
     key: PRNGKey | None = None,
 ) -> Rotate:
-    """Turns the neurons of a group into linear combinations of each other, where nothing stands between two products.
+    """Return the rewrite that turns neurons into linear combinations of each other, if nothing is between two products.
 
     What makes them is multiplied by an invertible M, what reads them by its inverse transposed: the queries and keys of
     attention heads, their values and outputs, hidden layers of linear networks.
@@ -301,9 +286,6 @@ def rotate(
         group: Of the model, with `linear`.
         matrix: M, [neurons, neurons], or one for each copy, [copies, neurons, neurons]; invertible.
         key: Draws a rotation for each copy, uniformly, where none is given.
-
-    Returns:
-        The rewrite.
 
     Raises:
         ValueError: If the group has no linear symmetry, or both or neither of `matrix` and `key` are given.
@@ -348,9 +330,6 @@ def null_space(seen: LayerInputs, *, rtol: float | None = None) -> NullSpace:
         rtol: Singular values below this times the largest count as zero; None is 1e-10, for numbers that are exact.
             What a layer makes of them in float32 has rounding of 1e-7 and wants 1e-6.
 
-    Returns:
-        The directions; none if the layer sees all.
-
     Raises:
         ValueError: If `rtol` is negative.
         TypeError: If what it sees is traced.
@@ -379,25 +358,21 @@ class NullPerturb(Rewrite):
             fail("model", wanted, f"shape {shape}", ONE_STRUCTURE.replace("group", "null space"))
         last = tuple(range(-len(self.axes), 0))
         weights = jnp.moveaxis(jnp.asarray(leaves[leaf]), self.axes, last)
-        flat = weights.reshape(-1, self.basis.shape[-1])
-        moved = perturb_in_null_space(flat, self.basis, self.std, key=self.key)
+        moved = perturb_in_null_space(weights.reshape(-1, width), self.basis, self.std, key=self.key)
         leaves[leaf] = jnp.moveaxis(moved.reshape(weights.shape), last, self.axes)
         return eqx.combine(jax.tree.unflatten(tree, leaves), rest)
 
 
 @validated
 def null_perturb(space: NullSpace, std: Scalar, *, key: PRNGKey) -> NullPerturb:
-    """Adds Gaussian noise to the weights of a layer, in directions that nothing it sees has.
+    """Return the rewrite that adds Gaussian noise to a layer's weights, in directions that nothing it sees has.
 
-    The function stays on the examples that the space is of, and changes elsewhere.
+    The function stays on the examples that the space is of, and changes elsewhere. With an empty space nothing changes.
 
     Args:
         space: From `null_space`.
         std: Standard deviation of the noise along each direction, not negative. May be traced.
         key: A PRNG key of either kind.
-
-    Returns:
-        The rewrite; of an empty space, it changes nothing.
 
     Raises:
         ValueError: If `std` is negative.
@@ -415,16 +390,13 @@ def check_groups(
     key: PRNGKey,
     call: Callable[[Any, Any], Any] | None = None,
 ) -> dict[str, Certificate]:
-    """Finds the groups of a model, permutes each at random, and compares the outputs.
+    """Find the groups of a model, permute each at random, and return a certificate for each, by name.
 
     Args:
         model: See `rewrites.neuron_groups`.
         inputs: Examples, samples first: an array, or a dictionary or tuple of arrays.
         key: Draws the permutations.
         call: See `rewrites.neuron_groups`.
-
-    Returns:
-        A certificate for every group, by name.
     """
     inputs = as_examples("inputs", inputs)
     groups = neuron_groups(model, jax.tree.map(lambda part: part[0], inputs), call=call)

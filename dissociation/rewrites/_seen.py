@@ -53,9 +53,6 @@ def layer_inputs(
         path: Of the weights, as slots of groups have it: ".layers[1].weight".
         call: See `rewrites.neuron_groups`.
 
-    Returns:
-        The vectors, a row each.
-
     Raises:
         TypeError: If the model does not take the examples.
         ValueError: If there is no such array, or it is multiplied by nothing, as a whole: a loop may use it, but not
@@ -141,15 +138,14 @@ class _Watch(Walk):
         self.rows.append(rows[..., order])
 
     def _at_product(self, numbers: Any, values: list[Any], marks: list[Any]) -> None:
-        (contracted, batched), sides = numbers, (0, 1)
-        for side in sides:
+        contracted, batched = numbers
+        for side in (0, 1):
             if marks[side] is None:
                 continue
             own, other = contracted[side], contracted[1 - side]
             if batched[side]:
-                fail(
-                    "path", "name weights that are the same for all of a batch", "weights in a product with batch axes"
-                )
+                wanted = "name weights that are the same for all of a batch"
+                fail("path", wanted, "weights in a product with batch axes")
             weights = np.moveaxis(marks[side], own, range(len(own)))
             count = int(np.prod(weights.shape[: len(own)]))
             vectors = jnp.moveaxis(values[1 - side], other, range(-len(other), 0))

@@ -307,7 +307,7 @@ def test_many_neurons_in_two_orders_are_parted_soon():
     axis, half = atoms.new(4000), np.arange(2000)
     evens, odds = atoms.taken(axis, 2 * half), atoms.taken(axis, 2 * half + 1)
     atoms.unite(evens, odds)
-    assert [atoms.size(leaf) for leaf in atoms.leaves(axis)] == [2000, 2000]
+    assert [leaf.size for leaf in atoms.leaves(axis)] == [2000, 2000]
     assert len({leaf.atom for leaf in atoms.leaves(axis)}) == 1
 
 
