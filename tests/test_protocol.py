@@ -20,9 +20,6 @@ pytestmark = pytest.mark.slow
 HOST = {
     "dissociation.data._glyphs.glyph_data": "gives NumPy's arrays, to be used as data sets are",
     "dissociation.data._datasets.load": "reads files",
-    "dissociation.training._checkpoint": "files",
-    "dissociation.training._sharding.place_members": "places arrays on devices",
-    "dissociation.training._sharding.replicate": "places arrays on devices",
     "dissociation.rewrites._null_spaces.null_": "the rank sets shapes",
     "dissociation.rewrites._rewrites.null_space": "the rank sets shapes",
     "dissociation.rewrites._rewrites.compose": "gives a function",

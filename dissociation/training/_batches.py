@@ -10,26 +10,19 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Array
 
 from dissociation._core import checks
 from dissociation._core.conversion import describe
 from dissociation._core.types import PyTree
-from dissociation.training import _sharding as sharding
 from dissociation.training._chunk import Source
 from dissociation.training._samplers import HostBatches, Sampler, Segment, as_arrays, as_data
+from dissociation.training._sharding import replicate
 from dissociation.training._threads import Shards
 
 
-def placed_shards(tree: Any, shards: Shards, mesh: Mesh | None) -> list[Any]:
-    """Cut stacked members into shards, each laid over the mesh if there is one."""
-    cut = shards.split(tree)
-    return cut if mesh is None else [sharding.place_members(shard, mesh) for shard in cut]
-
-
 def example(tree: Any) -> Any:
-    """The arrays of one member, as shapes and dtypes."""
+    """Return the arrays of one member, as shapes and dtypes."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), tree)
 
 
@@ -42,14 +35,14 @@ class Batches:
 
     def __init__(self, sampler: Sampler, order_keys: Array):
         self.sampler, self.keys = sampler, order_keys
-        self.mesh, self.shards = None, Shards(1, 1)
+        self.shards = Shards(1, 1)
         self.arrays = eqx.filter(sampler, eqx.is_array)
         self._block, self._plan = -1, None  # what is the members' own, and the plan, become lists of shards
         self._prefetched, self._expected = None, -1
 
-    def lay(self, mesh: Mesh | None, shards: Shards) -> None:
+    def lay(self, shards: Shards) -> None:
         """Put the arrays on devices, and those of single members into shards."""
-        self.mesh, self.shards = mesh, shards
+        self.shards = shards
         self.arrays = self._placed(self.arrays, own=self.sampler.stacked)
         self._plan = self._placed(self._plan, own=not self.sampler.shared)
 
@@ -104,9 +97,9 @@ class Batches:
         checks.fail("start", wanted, "an iterator that has ended", "Let it begin anew, as by itertools.cycle")
 
     def _placed(self, tree: Any, *, own: bool) -> Any:
-        if not own:
-            return tree if self.mesh is None else sharding.replicate(tree, self.mesh)
-        return placed_shards(tree, self.shards, self.mesh)
+        if own:
+            return self.shards.split(tree)
+        return tree if self.shards.mesh is None else replicate(tree, self.shards.mesh)
 
     def close(self) -> None:
         """Ends the thread that makes batches, if there is one."""

@@ -71,8 +71,7 @@ CALLBACKS = frozenset(("pure_callback", "io_callback", "debug_callback", "debug_
 def runs_in_parallel(operations: Iterable[str]) -> bool:
     """Return True if a CPU can run several programs of such operations at once.
 
-    One of XLA's threads waits for the others, among which a batch of decompositions was divided. If there are no more
-    threads than programs, all wait for ever. `use_all_cores` starts twice as many.
+    A thread of XLA waits for others with a batch of decompositions: without more threads than programs, for ever.
     """
     pool = os.environ.get(_POOL, "")
     enough = pool.isdecimal() and int(pool) > jax.local_device_count("cpu")

@@ -28,7 +28,7 @@ from dissociation.training._batches import Batches, example
 from dissociation.training._callbacks import Callback, OfFunction
 from dissociation.training._chunk import Layout, observable
 from dissociation.training._distributed import LocalMembers
-from dissociation.training._loop import streams
+from dissociation.training._loop import Streams, streams
 from dissociation.training._members import take
 from dissociation.training._records import History, Save
 from dissociation.training._run import FORMAT, Checkpoint, Run, own_file, records_something
@@ -155,16 +155,11 @@ def fit(
         if any(map(checks.is_traced, jax.tree.leaves(given))):
             advice = "Inside of a transformation use `train`"
             checks.fail_kind(name, "be known: `fit` is driven by the host", "a traced value", advice)
-    state = _begin(models, step, aux, hyperparams, save)
-    num_members = leading_size("models", state.arrays)
-    if sampler.stacked:
-        sampler_members = leading_size("sampler", eqx.filter(sampler, eqx.is_array))
-        checks.check_same_length("models", num_members, "sampler", sampler_members, "members")
-    first = int(np.max(np.asarray(state.step)))
-    total = first + _total_steps(num_steps, num_epochs, sampler.epoch_steps)
+    sizes = num_steps, num_epochs
+    state, first, total, order_keys, own_keys = _prepared(models, step, sampler, sizes, key, hyperparams, aux, save)
+    num_members = len(own_keys.loss)
     heard = [_callback(i, each) for i, each in enumerate(callbacks)]
     times = _times(save, heard, first, total, sampler.epoch_steps)
-    order_keys, own_keys = _split_key(key, num_members, sampler.shared)
     path = None if checkpoint is None else own_file(files.followed(checkpoint))
     layout = _resumed(layout, path)
     local = LocalMembers(num_members)
@@ -202,19 +197,12 @@ def fit(
 
 
 class Needs(NamedTuple):
-    """Estimate of the bytes that a run takes, from above; it does not count the memory of the compiler.
+    """Estimate of the bytes that a run takes, from above; it does not count the memory of the compiler."""
 
-    Attributes:
-        fixed: Bytes of the data and the programs, for any number of members.
-        per_member: Bytes of each member.
-        model: Bytes of each member's trained model.
-        devices: Number of devices or worker threads of this process that train members.
-    """
-
-    fixed: int
+    fixed: int  # data and programs, for any number of members
     per_member: int
-    model: int
-    devices: int
+    model: int  # a member's trained model
+    devices: int  # number of devices or worker threads of this process that train members
 
 
 COPIES = 3
@@ -234,15 +222,10 @@ def estimated_bytes(
     save: Save = Save(),  # noqa: B008
     layout: Layout = Layout(),  # noqa: B008
 ) -> Needs:
-    """Estimate what `fit` takes, from programs of 2 and 4 members, which are not run; see `fit` for the arguments.
-
-    `models` are at least four members.
-    """
-    state = _begin(models, step, aux, hyperparams, save)
-    count = leading_size("models", state.arrays)
-    first = int(np.max(np.asarray(state.step)))
-    total = first + _total_steps(num_steps, num_epochs, sampler.epoch_steps)
-    order_keys, own_keys = _split_key(key, count, sampler.shared)
+    """Estimate what `fit` takes for at least four members, from programs of 2 and 4 members, which are not run."""
+    sizes = num_steps, num_epochs
+    state, first, total, order_keys, own_keys = _prepared(models, step, sampler, sizes, key, hyperparams, aux, save)
+    count = len(own_keys.loss)
     programs = []
     for size in (2, 4):
         few = partial(take, index=slice(size))
@@ -297,6 +280,23 @@ def _callback(index: int, given: Any) -> Callback:
         wanted = "be a function of step and records, or a Callback"
         checks.fail_kind(f"callbacks[{index}]", wanted, repr(given))
     return OfFunction(given)
+
+
+def _prepared(
+    models: Any, step: Step, sampler: Sampler, sizes: Any, key: Any, hyperparams: Any, aux: Any, save: Save
+) -> tuple[State, int, int, Array, Streams]:
+    """Return stacked states, the first and the last step, and the keys of the data's order and of members.
+
+    `sizes` is `num_steps` and `num_epochs`.
+    """
+    state = _begin(models, step, aux, hyperparams, save)
+    num_members = leading_size("models", state.arrays)
+    if sampler.stacked:
+        sampler_members = leading_size("sampler", eqx.filter(sampler, eqx.is_array))
+        checks.check_same_length("models", num_members, "sampler", sampler_members, "members")
+    first = int(np.max(np.asarray(state.step)))
+    total = first + _total_steps(*sizes, sampler.epoch_steps)
+    return state, first, total, *_split_key(key, num_members, sampler.shared)
 
 
 def _begin(models: Any, step: Step, aux: Any, hyperparams: Any, save: Save) -> State:
@@ -391,15 +391,14 @@ def _identity(run: Run, state: State, step: Step, sampler: Sampler, key: Any) ->
     }
 
 
-def _split_key(key: Any, num_members: int, shared: bool) -> tuple[Array, Any]:
+def _split_key(key: Any, num_members: int, shared: bool) -> tuple[Array, Streams]:
     """Keys of the order of the data (one, or one per member), and every member's."""
     order: Any = None
     if isinstance(key, tuple):
         order, key = map(typed, key)
         if not shared:
-            checks.fail(
-                "key", "be one per member where the sampler is not shared", "one for the order of the data, too"
-            )
+            wanted = "be one per member where the sampler is not shared"
+            checks.fail("key", wanted, "one for the order of the data, too")
     key = typed(key)
     if key.ndim == 0:
         order, root = jax.random.split(key)

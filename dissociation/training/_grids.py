@@ -4,8 +4,8 @@ import inspect
 import json
 import logging
 import math
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +30,7 @@ from dissociation.training import _memory as memory
 from dissociation.training._callbacks import Callback
 from dissociation.training._chunk import Layout, stored_layout
 from dissociation.training._fitting import estimated_bytes, fit, labelled_fit
+from dissociation.training._members import concatenate, stack, take
 from dissociation.training._progress import MeterFactory, open_meter
 from dissociation.training._records import History, Save
 from dissociation.training._samplers import Sampler, as_arrays, leading_size
@@ -46,19 +47,12 @@ logger = logging.getLogger(__name__)
 
 
 class Plan(NamedTuple):
-    """How a sweep is going to run; printed, a sentence.
-
-    Attributes:
-        groups: Which members are trained at once, by their places in the grid.
-        peak_bytes: Estimate of the bytes that the largest group takes at the most, without those of the compiler.
-        budget: Bytes that the groups were planned to stay within.
-        devices: How many devices of this process members lie on.
-    """
+    """Groups of members that a sweep trains at once, by their places in the grid; printed, a sentence."""
 
     groups: tuple[tuple[int, ...], ...]
-    peak_bytes: int
+    peak_bytes: int  # estimate for the largest group, without the memory of the compiler
     budget: int
-    devices: int
+    devices: int  # of this process, over which members are laid
 
     def __str__(self) -> str:
         members, most = sum(map(len, self.groups)), max(map(len, self.groups))
@@ -103,7 +97,7 @@ def _fresh(init: Callable[..., Any], fixed: dict[str, Any], keys: Array) -> PyTr
 
 
 class _Sweep(NamedTuple):
-    """What does not differ between groups."""
+    """Arguments of all groups."""
 
     init: Callable[..., Any]
     step: Step
@@ -116,37 +110,38 @@ class _Sweep(NamedTuple):
     options: dict[str, Any]
 
     def fresh(self, make: Callable[..., Any], members: Sequence[int]) -> PyTree:
-        """What `init`, or a function like it, makes of members that differ in numbers alone."""
-        values = self.grid.values
-        fixed = {name: values[name][members[0]].item() for name in self.shapes}
+        """Return what `make`, called as `init` is, returns for members of one shape, stacked."""
+        fixed = dict(zip(self.shapes, self.shape_of(members[0]), strict=True))
         return _fresh(make, fixed, self.keys[jnp.asarray(members), 0])
 
     def start(self, members: Sequence[int]) -> tuple[PyTree, PyTree]:
-        """Models and `aux` to begin with."""
-        if _makes(self.aux):
-            return self.fresh(self.init, members), self.fresh(self.aux, members)
-        where = np.asarray(members)
-        return self.fresh(self.init, members), jax.tree.map(lambda leaf: leaf[where], self.aux)
+        """Return models and `aux` before training."""
+        aux = self.fresh(self.aux, members) if _makes(self.aux) else take(self.aux, np.asarray(members))
+        return self.fresh(self.init, members), aux
 
     def arguments(self, members: Sequence[int]) -> dict[str, Any]:
-        """What `fit` is given for some members."""
+        """Return the arguments of `fit` for some members."""
         where = jnp.asarray(members)
         traced = [name for name in self.grid.values if name not in (*self.shapes, "seed")]
-        hyperparams = {name: values[where] for name, values in self.grid.hyperparams(*traced).items()} or None
+        hyperparams = take(self.grid.hyperparams(*traced), where) or None
         keys = self.keys[where, 1]
         own: Any = (self.order, keys) if self.sampler.shared else keys
         return {"hyperparams": hyperparams, "key": own, **self.options}
 
+    def shape_of(self, member: int) -> tuple[Any, ...]:
+        """Return the values of a member that set its model's shape."""
+        return tuple(self.grid.values[name][member].item() for name in self.shapes)
+
     def alike(self) -> list[list[int]]:
-        """Members by what sets their shapes."""
-        values, found = self.grid.values, {}
+        """Return the members of each shape."""
+        found = {}
         for member in range(len(self.grid)):
-            found.setdefault(tuple(values[name][member].item() for name in self.shapes), []).append(member)
+            found.setdefault(self.shape_of(member), []).append(member)
         return list(found.values())
 
 
 def _makes(aux: Any) -> bool:
-    """Whether it is a function to a member's `aux`, not the arrays of all members."""
+    """Return True if `aux` is a function that returns a member's, not the arrays of all members."""
     return callable(aux) and not jax.tree.leaves(eqx.filter(aux, eqx.is_array))
 
 
@@ -228,9 +223,8 @@ def fit_grid(
     if aux is not None and not _makes(aux):
         aux = as_arrays("aux", aux, "members")
         checks.check_same_length("grid", len(grid), "aux", leading_size("aux", aux), "members")
-    step.check_loss(aux)
     sweep = _Sweep(init, step, sampler, grid, keys, order, _shapes(init, step, grid), aux, options)
-    with terminations_interrupt(), _Folder(folder, _identity(sweep, key, num_steps, num_epochs), fresh) as kept:
+    with terminations_interrupt(), _opened(folder, _identity(sweep, key, num_steps, num_epochs), fresh) as kept:
         plan = kept.plan(lambda: _planned(sweep, memory_budget, keeps=folder is None, progress=progress))
         logger.info("%s", plan)
         return _run(sweep, plan, kept, progress, same_program)
@@ -239,24 +233,21 @@ def fit_grid(
 def _run(
     sweep: _Sweep, plan: Plan, kept: "_Folder", progress: str | MeterFactory | None, same_program: bool
 ) -> GridResult:
-    steps, parts = _Steps(progress, len(plan.groups), str(plan)), []
-    layout = kept.layout(sweep.options["layout"], plan.devices)
-    models: dict[int, Any] = {}
+    steps, parts, models = _Steps(progress, len(plan.groups), str(plan)), [], {}
+    options = {"layout": kept.layout(sweep.options["layout"], plan.devices), "same_program": same_program}
     try:
         for index, members in enumerate(plan.groups):
             start, aux = sweep.start(members)
-            file = kept.file(index, "ckpt")
-            given = {**sweep.arguments(members), "aux": aux, "checkpoint": file, "same_program": same_program}
-            given["layout"] = layout
+            given = {**sweep.arguments(members), "aux": aux, "checkpoint": kept.file(index, "ckpt"), **options}
             try:
                 result = fit(start, sweep.step, sweep.sampler, callbacks=[steps], **given)
             except WrongValue as error:
-                if kept.kept and str(error).startswith("`checkpoint`"):
+                if kept.path is not None and str(error).startswith("`checkpoint`"):
                     raise RefusedFile(f"{error} Or say fresh=True, which sets {kept.path} aside.") from error
                 raise
             parts.append((result.history, result.diverged_at, result.seconds))
             trained = result.models if aux is None else (result.models, result.state.aux)
-            if not kept.kept:
+            if kept.path is None:
                 models[index] = jax.tree.map(lambda leaf: np.asarray(leaf) if eqx.is_array(leaf) else leaf, trained)
             kept.finish(index, trained, result.seconds)
             del start, aux, result, trained
@@ -264,49 +255,35 @@ def _run(
         steps.end()
     order = np.argsort(np.concatenate([np.asarray(members) for members in plan.groups]))
     histories, diverged, seconds = zip(*parts, strict=True)
-
-    def joined(*leaves: Any) -> np.ndarray:
-        return np.concatenate(leaves)[order]
-
-    first: History = histories[0]
-    observed, metrics = (
-        None if getattr(first, name) is None else jax.tree.map(joined, *(getattr(each, name) for each in histories))
-        for name in ("observed", "metrics")
-    )
-    history = History(
-        joined(*(each.loss for each in histories)), first.observed_at, observed, metrics, first.first_step
-    )
+    recorded = [(each.loss, each.observed, each.metrics, own) for each, own in zip(histories, diverged, strict=True)]
+    loss, observed, metrics, diverged_at = take(concatenate(recorded), order)
+    history = histories[0]._replace(loss=loss, observed=observed, metrics=metrics)
 
     def trained_of(members: Any) -> PyTree:
         return _trained_of(sweep, plan, kept, models, np.atleast_1d(np.asarray(members, int)).tolist())
 
-    whole = sweep.grid, history, joined(*diverged), plan, tuple(seconds)
+    whole = sweep.grid, history, diverged_at, plan, seconds
     if sweep.aux is None:
         return GridResult(*whole, trained_of)
     return GridResult(*whole, lambda members: trained_of(members)[0], lambda members: trained_of(members)[1])
 
 
 def _trained_of(sweep: _Sweep, plan: Plan, kept: "_Folder", models: dict[int, Any], members: Sequence[int]) -> PyTree:
-    """Trained models of some members, and their `aux` if there is one, stacked in the order asked for."""
+    """Return trained models of some members, and their `aux` if there is one, stacked in this order."""
     places = {member: (index, row) for index, group in enumerate(plan.groups) for row, member in enumerate(group)}
     for member in members:
         if member not in places:
             checks.fail("members", f"be places in the grid, from 0 to {len(places) - 1}", member)
-
-    def fresh(index: int) -> Any:
-        return eqx.filter_eval_shape(sweep.start, list(plan.groups[index]))[0 if sweep.aux is None else slice(None)]
-
-    shapes = {tuple(sweep.grid.values[name][member].item() for name in sweep.shapes) for member in members}
+    shapes = set(map(sweep.shape_of, members))
     if len(shapes) != 1:
         checks.fail("members", "be some of one shape", f"{len(shapes)} of them: {', '.join(map(str, sorted(shapes)))}")
-    loaded = {}
-    for index in dict.fromkeys(places[member][0] for member in members):
-        loaded[index] = kept.models(index, fresh(index)) if kept.kept else models[index]
-    own = [
-        jax.tree.map(lambda leaf, row=row: leaf[row] if eqx.is_array(leaf) else leaf, loaded[index])
-        for index, row in (places[member] for member in members)
-    ]
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves) if eqx.is_array(leaves[0]) else leaves[0], *own)
+    loaded = dict(models)
+    for index in {places[member][0] for member in members}:
+        if (path := kept.file(index, "models")) is not None:
+            like = eqx.filter_eval_shape(sweep.start, list(plan.groups[index]))
+            loaded[index] = checkpoints.restore(path, like[0] if sweep.aux is None else like)
+    own = [take(loaded[index], row) for index, row in (places[member] for member in members)]
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf) if eqx.is_array(leaf) else leaf, stack(own))
 
 
 class _Steps(Callback):
@@ -411,65 +388,66 @@ def _identity(sweep: _Sweep, key: Any, num_steps: int | None, num_epochs: int | 
     }
 
 
-class _Folder:
-    """A sweep on disk: which one it is, how it is grouped, what is done. Without a folder nothing is kept."""
+@contextmanager
+def _opened(folder: str | Path | None, identity: dict[str, Any], fresh: bool) -> Iterator["_Folder"]:
+    """Lock the folder of a sweep in process 0, and yield it with what it holds."""
+    identity = json.loads(json.dumps(identity))
+    if folder is None:
+        yield _Folder(None, identity, {})
+        return
+    path = Path(folder)
+    with ExitStack() as held:
 
-    def __init__(self, folder: str | Path | None, identity: dict[str, Any], fresh: bool):
-        self.kept, self.path = folder is not None, Path(folder or ".")
-        self.identity, self.fresh, self.manifest = json.loads(json.dumps(identity)), fresh, {}
-        self._held = ExitStack()
+        def taken() -> dict[str, Any]:
+            if path.exists() and not path.is_dir():
+                checks.fail("folder", "be a folder", f"the file {path}")
+            held.enter_context(files.locked(path / ".lock", path))
+            return _manifest(path, identity, fresh)
 
-    def __enter__(self) -> "_Folder":
-        if self.kept:
-            self.manifest = distributed.on_main(self._take)
-        return self
+        yield _Folder(path, identity, distributed.on_main(taken))
 
-    def __exit__(self, *_: object) -> None:
-        self._held.close()
 
-    def _take(self) -> dict[str, Any]:
-        if self.path.exists() and not self.path.is_dir():
-            checks.fail("folder", "be a folder", f"the file {self.path}")
-        with ExitStack() as stack:
-            stack.enter_context(files.locked(self.path / ".lock", self.path))
-            manifest = self._read()
-            self._held = stack.pop_all()
-        return manifest
+def _manifest(folder: Path, identity: dict[str, Any], fresh: bool) -> dict[str, Any]:
+    """Return the manifest of a folder, {} if it has none; if `fresh`, set aside what the folder holds."""
+    path = folder / MANIFEST
+    if not path.exists():
+        return {}
+    if fresh:
+        before = next(new for i in range(1, 10**6) if not (new := folder / f"before-{i}").exists())
+        before.mkdir()
+        for old in [*folder.glob("group-*"), path]:
+            old.rename(before / old.name)
+        return {}
+    try:
+        manifest = json.loads(path.read_text())
+        stored = manifest["identity"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise RefusedFile(f"{path} is broken. Name another folder, or say fresh=True.") from error
+    if manifest.get("format", 0) > FORMAT:
+        raise RefusedFile(f"{path} must have format {FORMAT} or lower, got {manifest['format']}. Update this package.")
+    if different := [name for name in identity if stored.get(name) != identity[name]]:
+        raise RefusedFile(
+            f"`folder` must hold the same sweep, got {folder}, whose {checks.that_differ(different)}. "
+            "Name another folder, or say fresh=True."
+        )
+    return manifest
 
-    def _read(self) -> dict[str, Any]:
-        path = self.path / MANIFEST
-        if not path.exists():
-            return {}
-        if self.fresh:
-            before = next(new for i in range(1, 10**6) if not (new := self.path / f"before-{i}").exists())
-            before.mkdir()
-            for old in [*self.path.glob("group-*"), path]:
-                old.rename(before / old.name)
-            return {}
-        try:
-            manifest = json.loads(path.read_text())
-            stored = manifest["identity"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise RefusedFile(f"{path} is broken. Name another folder, or say fresh=True.") from error
-        if manifest.get("format", 0) > FORMAT:
-            raise RefusedFile(
-                f"{path} must have format {FORMAT} or lower, got {manifest['format']}. Update this package."
-            )
-        if different := [name for name in self.identity if stored.get(name) != self.identity[name]]:
-            raise RefusedFile(
-                f"`folder` must hold the same sweep, got {self.path}, whose {checks.that_differ(different)}. "
-                "Name another folder, or say fresh=True."
-            )
-        return manifest
+
+class _Folder(NamedTuple):
+    """A sweep on disk: its identity, its groups and those that are done; without a path nothing is kept."""
+
+    path: Path | None
+    identity: dict[str, Any]
+    manifest: dict[str, Any]
 
     def plan(self, make: Callable[[], Plan]) -> Plan:
-        """The plan of the folder, or a new one."""
+        """Return the plan of the folder, or a new one."""
         if self.manifest:
             kept = self.manifest["plan"]
             return Plan(**{**kept, "groups": tuple(map(tuple, kept["groups"]))})
         groups, *rest = distributed.on_main(make)  # others may have less memory, but the groups must be the same
         plan = Plan(tuple(map(tuple, groups)), *rest)
-        self.manifest = {"format": FORMAT, "identity": self.identity, "plan": plan._asdict(), "seconds": {}}
+        self.manifest.update(format=FORMAT, identity=self.identity, plan=plan._asdict(), seconds={})
         self._write()
         return plan
 
@@ -483,23 +461,19 @@ class _Folder:
         return layout
 
     def _write(self) -> None:
-        if self.kept:
-            contents = (json.dumps(self.manifest) + "\n").encode()
-            distributed.on_main(lambda: files.write_bytes(self.path / MANIFEST, contents))
+        if self.path is not None:
+            path, contents = self.path / MANIFEST, (json.dumps(self.manifest) + "\n").encode()
+            distributed.on_main(lambda: files.write_bytes(path, contents))
 
     def file(self, index: int, kind: str) -> Path | None:
-        """A file of a group."""
-        return self.path / f"group-{index:04d}.{kind}" if self.kept else None
+        """Return the path of a group's file."""
+        return None if self.path is None else self.path / f"group-{index:04d}.{kind}"
 
     def finish(self, index: int, models: Any, seconds: float) -> None:
-        """Keeps a group's trained models, and that it is done."""
+        """Write a group's trained models, and store that it is done."""
         path = self.file(index, "models")
         if path is None or str(index) in self.manifest["seconds"]:
             return
         distributed.on_main(lambda: checkpoints.save(path, models))
         self.manifest["seconds"][str(index)] = seconds
         self._write()
-
-    def models(self, index: int, like: Any) -> Any:
-        """Trained models of a group."""
-        return checkpoints.restore(self.path / f"group-{index:04d}.models", like)

@@ -7,11 +7,10 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,13 +19,13 @@ from dissociation._core import checks
 from dissociation._core.conversion import describe
 from dissociation.training import _checkpoint as checkpoints
 from dissociation.training import _distributed as distributed
-from dissociation.training import _sharding as sharding
-from dissociation.training._batches import Batches, example, placed_shards
+from dissociation.training._batches import Batches, example
 from dissociation.training._callbacks import Callback, Progress
 from dissociation.training._chunk import (
     MAX_CHUNK,
     Layout,
     Source,
+    checked_mesh,
     chosen_layout,
     largest_batch,
     observe_members,
@@ -44,7 +43,6 @@ from dissociation.training._samplers import Segment
 from dissociation.training._signals import interrupts_later
 from dissociation.training._state import Info, State, Step
 from dissociation.training._threads import Shards, compiled, run_tasks
-from dissociation.training._traced import Traced
 
 logger = logging.getLogger(__name__)
 
@@ -57,20 +55,10 @@ FIRST_WRITE = 5.0
 
 
 class Run:
-    """One run: where it stands, and what was recorded.
+    """One run of this process' members: its stacked state, which steps donate, and the records of all members.
 
-    Each of several processes has the states of its own members and the records of all: they take chunks of the same
-    length, after which losses, metrics, stops and a hash of the arguments are all-gathered.
-
-    Args:
-        state: Stacked, this process' members; donated to the steps.
-        step: One optimiser step.
-        batches: What they see.
-        keys: Their keys.
-        save: What to record.
-        layout: Where they lie.
-        callbacks: What happens on the way, in process 0.
-        local: The members of this process.
+    Several processes take chunks of the same length, after which losses, metrics, stops and a hash of the arguments
+    are all-gathered. Process 0 calls the callbacks.
     """
 
     def __init__(
@@ -92,40 +80,28 @@ class Run:
         self.arguments, self.error, self.raise_signal = "", None, lambda: None
         self.first = self.step = int(np.max(np.asarray(state.step)))
         self.save, self.callbacks, self.batches = save, [] if local.index else callbacks, batches
-        one, sampler = example(state), batches.sampler
-        arrays, plan = batches.one_arrays(), batches.one_plan(self.step)
-        size = sampler.segment(self.step).size
-        inputs = one, arrays, plan, jnp.asarray(0), keys.loss[0]
-        draft = trace_step(step, sampler, size, None, *inputs)
-        self.observe, programs, self.info = None, [draft], draft.out[1]
+        one, sampler, mesh = example(state), batches.sampler, checked_mesh(layout)
+        inputs = one, batches.one_arrays(), batches.one_plan(self.step), jnp.asarray(0), keys.loss[0]
+        self.traced = cache(lambda size: trace_step(step, sampler, size, mesh, *inputs))
+        programs, self.observe = [self.traced(sampler.segment(self.step).size)], None
+        self.info = programs[0].out[1]
         if save.observe is not None:
             self.observe = trace_observation(save.observe, one, jnp.asarray(0), keys.observe[0])
             programs.append(self.observe)
-        self.layout, self.threads = chosen_layout(layout, own, (state, batches.arrays), *programs)
-        mesh, devices = self.layout.mesh, self.layout.devices
-        if self.layout.member_map == "unroll":  # one member of every device is a shard, so that one program serves all
-            self.shards = Shards(own, devices)
-        else:
-            self.shards = Shards(own, devices * -(-own // (devices * self.layout.threads)))
-        kept = {size: draft} if mesh is None or sharding.DATA_AXIS not in mesh.axis_names else {}
-
-        def traced(size: int | None) -> Traced:
-            if size not in kept:
-                kept[size] = trace_step(step, sampler, size, mesh, *inputs)
-            return kept[size]
-
-        self.traced = traced
+        self.layout, self.threads = chosen_layout(layout, mesh, own, (state, batches.arrays), *programs)
+        devices = self.layout.devices
+        rows = devices * -(-own // (devices * self.layout.threads))
+        # Unrolled, one member of every device is a shard, so that one program serves all.
+        self.shards = Shards(own, devices if self.layout.member_map == "unroll" else rows, mesh)
         # Copies, as steps take their state's memory; and of no weak type, as steps return: one program serves all.
         copied = partial(jnp.array, copy=self.shards.number == 1)  # several shards are copies
-        self.states = [jax.tree.map(lambda leaf: copied(leaf, leaf.dtype), part) for part in self._split(state)]
-        self.keys = self._split(keys)
-        batches.lay(mesh, self.shards)
+        self.states = [jax.tree.map(lambda leaf: copied(leaf, leaf.dtype), part) for part in self.shards.split(state)]
+        self.keys = self.shards.split(keys)
+        batches.lay(self.shards)
         if self.layout.members_per_batch == "auto":
-            common, (mapped,), place = batches.source(self.step)
-            span = jnp.asarray([self.step, 0, 1])
-            first = self.layout, traced(place.size), self.keys[0].loss, None, mapped, common, span
-            self.layout = self.layout._replace(members_per_batch=largest_batch(first, self.states[0]))
-        self.infos = [jax.tree.map(lambda leaf: np.zeros((self.num_members, 0, *leaf.shape), leaf.dtype), self.info)]
+            per_batch = largest_batch(self._example(), self.states[0])
+            self.layout = self.layout._replace(members_per_batch=per_batch)
+        self.infos = [self._empty(self.info, 0)]
         self.observed_at: list[int] = []
         self.observations: list[Any] = []
         self.diverged_at = np.full(self.num_members, -1)
@@ -135,8 +111,15 @@ class Run:
         self.chunk, self.saved_at, self.unsaved, self.first_write = 1, time.perf_counter(), 0.0, FIRST_WRITE
         self.began, self.earlier_seconds = time.perf_counter(), 0.0
 
-    def _split(self, tree: Any) -> list[Any]:
-        return placed_shards(tree, self.shards, self.layout.mesh)
+    def _empty(self, tree: Any, columns: int) -> Any:
+        """Return NumPy arrays of zeros [members, columns, ...] for the shapes of one member."""
+        return jax.tree.map(lambda leaf: np.zeros((self.num_members, columns, *leaf.shape), leaf.dtype), tree)
+
+    def _example(self) -> Any:
+        """Return the inputs of `run_chunk` for one step of the first shard."""
+        common, mapped, place = self.batches.source(self.step)
+        where = jnp.asarray((self.step, place.within, 1))
+        return self.layout, self.traced(place.size), self.keys[0].loss, None, mapped[0], common, where
 
     def whole_state(self) -> State:
         """The state of all members of this process."""
@@ -215,7 +198,7 @@ class Run:
         calls, per_call = (count, 1) if self.layout.member_map == "unroll" else (1, count)
         places = [jnp.asarray((self.step + i, place.within + i, per_call)) for i in range(calls)]
         goes = self.local.take(jnp.asarray(~self.frozen))
-        active = self._split(goes) if self.frozen.any() else [None] * len(self.states)
+        active = self.shards.split(goes) if self.frozen.any() else [None] * len(self.states)
         layout, traced = self.layout, self.traced(place.size)
         own = zip(self.keys, active, mapped, strict=True)
         inputs = [(layout, traced, keys.loss, goes_on, mine, common) for keys, goes_on, mine in own]
@@ -252,16 +235,12 @@ class Run:
 
     def program_bytes(self) -> int:
         """Return the bytes of the larger program, of a chunk or of an observation, beyond its arguments."""
-        common, mapped, place = self.batches.source(self.step)
-        where = jnp.asarray((self.step, place.within, 1))
-        inputs = self.layout, self.traced(place.size), self.keys[0].loss, None, mapped[0], common, where
-        chunk: Any = run_chunk
-        observation: Any = observe_members
-        found = program_bytes(chunk.lower(inputs, self.states[0]).compile().compiled)
-        if self.observe is None:
-            return found
-        shared = self.layout, self.observe, jnp.asarray(self.step), self.keys[0].observe
-        return max(found, program_bytes(observation.lower(shared, self.states[0]).compile().compiled))
+        programs: list[Any] = [(run_chunk, self._example())]
+        if self.observe is not None:
+            shared = self.layout, self.observe, jnp.asarray(self.step), self.keys[0].observe
+            programs.append((observe_members, shared))
+        compiled = [function.lower(inputs, self.states[0]).compile().compiled for function, inputs in programs]
+        return max(map(program_bytes, compiled))
 
     def record(self) -> None:
         """Records the observation at the current step, and asks the callbacks."""
@@ -371,18 +350,13 @@ class Run:
             if missed:
                 wanted = f"hold no step before {self.step} at which the run in {path} was not observed"
                 checks.fail("at", wanted, missed[0])
-            inputs = (self.layout, self.observe, jnp.asarray(0), self.keys[0].observe)
-            shapes = eqx.filter_eval_shape(observe_members, inputs, self.states[0])
-            observed = jax.tree.map(
-                lambda s: np.zeros((self.num_members, len(recorded), *s.shape[1:]), s.dtype), shapes
-            )
-        done = self.step - self.first
-        infos = jax.tree.map(lambda leaf: np.zeros((self.num_members, done, *leaf.shape), leaf.dtype), self.info)
+            observed = self._empty(self.observe.out, len(recorded))
+        infos = self._empty(self.info, self.step - self.first)
         like = infos.loss, np.zeros(len(recorded), np.int64), observed if recorded else None, infos.metrics
         rows = self.shards.num_members
         own = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype), self.states[0])
         state, loss, _, observed, metrics = checkpoints.restore(path, (own, *like))
-        self.states, self.written_at = self._split(state), self.step
+        self.states, self.written_at = self.shards.split(state), self.step
         self.infos, self.earlier_seconds = [Info(loss, metrics)], header["seconds"]
         self.stopped, self.frozen = header["stopped"], np.asarray(header["frozen"])
         self.diverged_at = np.asarray(header["diverged_at"])

@@ -7,10 +7,8 @@ from dissociation._core import checks
 from dissociation._core.validation import validated
 
 
-@validated
 def steps_per_epoch(num_samples: int, batch_size: int | None, *, drop_remainder: bool = False) -> int:
-    """The number of optimiser steps in one pass over the data."""
-    checks.check_count("num_samples", num_samples, minimum=1)
+    """Return the number of optimiser steps in one pass over the data."""
     if batch_size is None:
         return 1
     checks.check_count("batch_size", batch_size, minimum=1)

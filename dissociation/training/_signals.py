@@ -31,9 +31,9 @@ def interrupts_later() -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def terminations_interrupt() -> Iterator[None]:
-    """Inside, the first SIGTERM is a `KeyboardInterrupt`; afterwards the handler that was there before is called.
+    """Let the first SIGTERM in the block be a `KeyboardInterrupt`, and call the handler of before after the block.
 
-    Without such a handler the process ends as it would have ended at once. Only the main thread can take signals.
+    Without one the process ends then. Only the main thread can take signals.
     """
     before = signal.getsignal(signal.SIGTERM)
     if threading.current_thread() is not threading.main_thread() or before in (None, signal.SIG_IGN):

@@ -12,16 +12,14 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from dissociation.training import _cores as cores
-from dissociation.training._sharding import drop_padding, pad_members
+from dissociation.training._sharding import place_members
 
 
 def number_of_threads(num_members: int, operations: Iterable[str], arrays: Any) -> int:
-    """Return the number of worker threads for sequential mapping: at most that of members, CPU devices and cores.
-
-    `operations` names the primitives of a member's program, `arrays` holds its arguments.
-    """
+    """Return the number of worker threads for sequential mapping of a program of such primitives and arguments."""
     if any(getattr(jax.config, name) for name in ("jax_debug_nans", "jax_debug_infs", "jax_disable_jit")):
         return 1
     spread = any(isinstance(leaf, jax.Array) and len(leaf.devices()) > 1 for leaf in jax.tree.leaves(arrays))
@@ -31,10 +29,11 @@ def number_of_threads(num_members: int, operations: Iterable[str], arrays: Any) 
 
 
 class Shards(NamedTuple):
-    """Members in shards of equal size, the last one padded by copies of its last member."""
+    """Members in shards of equal size, the last one padded by copies of its last member, each laid over a mesh."""
 
     num_members: int
     size: int
+    mesh: Mesh | None = None
 
     @property
     def number(self) -> int:
@@ -47,17 +46,23 @@ class Shards(NamedTuple):
 
         def shard(start: int) -> Any:
             count = min(self.size, self.num_members - start)
-            # The start is a traced number: a known one would compile a program for each shard.
-            cut = lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, np.int32(start), count)  # noqa: E731
-            own = arrays if count == self.num_members else jax.tree.map(cut, arrays)
-            return eqx.combine(pad_members(own, self.size), rest)
+
+            def cut(leaf: jax.Array) -> jax.Array:
+                if count < self.num_members:
+                    # The start is a traced number: a known one would compile a program for each shard.
+                    leaf = jax.lax.dynamic_slice_in_dim(leaf, np.int32(start), count)
+                missing = self.size - count
+                return jnp.concatenate([leaf, jnp.repeat(leaf[-1:], missing, axis=0)]) if missing else leaf
+
+            own = jax.tree.map(cut, arrays)
+            return eqx.combine(own if self.mesh is None else place_members(own, self.mesh), rest)
 
         return [shard(start) for start in range(0, self.num_members, self.size)]
 
     def joined(self, shards: Sequence[Any]) -> Any:
         """Undo `split`."""
         whole = shards[0] if len(shards) == 1 else jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *shards)
-        return drop_padding(whole, self.num_members)
+        return jax.tree.map(lambda leaf: leaf[: self.num_members] if eqx.is_array(leaf) else leaf, whole)
 
 
 def compiled(function: Any, threads: int, *example: Any) -> Callable[..., Any]:

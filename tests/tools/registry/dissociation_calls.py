@@ -120,18 +120,6 @@ from dissociation.similarity import (
 from dissociation.training import (
     Grid,
 )
-from dissociation.training import (
-    _checkpoint as checkpoint,
-)
-from dissociation.training import (
-    _members as members,
-)
-from dissociation.training import (
-    _schedule as schedule,
-)
-from dissociation.training import (
-    _sharding as sharding,
-)
 
 RANDOM = np.random.default_rng(0)
 TALL = RANDOM.standard_normal((12, 3)).astype(np.float32)
@@ -286,7 +274,6 @@ CALLS = {
     linalg.positive_inverse: lambda: {"matrix": POSITIVE},
     linalg.psd_power: lambda: {"matrix": POSITIVE, "power": 0.5, "rtol": 1e-6},
     linalg.nuclear_norm: lambda: {"matrix": TALL, "rtol": 1e-6},
-    schedule.steps_per_epoch: lambda: {"num_samples": 10, "batch_size": 4, "drop_remainder": True},
     training.log_spaced_steps: lambda: {"num_steps": 10, "count": 4},
     initial.draw_weights: lambda: {"init": "lecun", "shape": (3, 4), "fan_in": 4, "key": KEY},
     layers.max_pool: lambda: {"x": RANDOM.random((4, 6, 2))},
@@ -345,9 +332,6 @@ CALLS = {
     rewrites.similarity_bounds: lambda: {"x": TALL, "y": OTHER, "num_steps": 2, "key": KEY},
     dissociation.bmap: lambda: {"fun": np.sin, "batch_size": 2},
     dissociation.member: lambda: {"models": {"weight": np.ones((3, 2))}, "index": 1},
-    members.count: lambda: {"models": {"weight": np.ones((3, 2))}},
-    members.stack: lambda: {"trees": [TALL, TALL], "axis": 1},
-    members.concatenate: lambda: {"trees": [TALL, TALL], "axis": 1},
     dissociation.map_members: lambda: {
         "function": lambda scale, x: scale * x,
         "shared": 2.0,
@@ -355,11 +339,6 @@ CALLS = {
         "member_map": "scan",
     },
     dissociation.member_mesh: dict,
-    sharding.pad_members: lambda: {"tree": TALL, "num_devices": 5},
-    sharding.drop_padding: lambda: {"tree": TALL, "num_members": 5},
-    sharding.place_members: lambda: {"tree": TALL, "mesh": dissociation.member_mesh()},
-    sharding.replicate: lambda: {"tree": TALL, "mesh": dissociation.member_mesh()},
-    checkpoint.fingerprint: lambda: {"tree": TALL},
     data.load: lambda: {"name": "glyphs", "num_train": 3, "num_test": 2, "key": KEY},
     mnist_files.parse_idx: lambda: {"contents": bytes([0, 0, 8, 1, 0, 0, 0, 2, 5, 6]), "source": "labels"},
     recipes.fresh_networks: lambda: {"num_seeds": 2, "key": KEY, "num_inputs": 3, "num_classes": 2, "width": 4},
