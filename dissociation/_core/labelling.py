@@ -1,4 +1,4 @@
-"""Names for the axes of what measures and trainings return: from annotations, and from what mapping added in front."""
+"""Names for the axes of results: from annotations, and from axes that mapping adds in front."""
 
 import dataclasses
 import types
@@ -25,7 +25,7 @@ __all__ = ["Axes", "Labels", "Over", "label_tree"]
 
 @runtime_checkable
 class Axes(Protocol):
-    """Members as the product of named axes: a `training.Grid`."""
+    """Interface of members as the product of named axes: a `training.Grid`."""
 
     @property
     def axes(self) -> tuple[str, ...]: ...  # noqa: D102
@@ -43,32 +43,29 @@ along them are; or the grid of a sweep, whose axes the first axis becomes."""
 
 
 class Labels:
-    """A mixin: labelled arrays, tables and files of a result, on the host; what it is mixed into stays as it was.
-
-    Named tuples, which have no mixins, take its methods one by one.
-    """
+    """Mixin of labelled arrays, tables and files of a result; named tuples take its methods one by one."""
 
     __slots__ = ()
 
     def labelled(self: Any, over: Over = None) -> Labelled:
-        """The arrays with names for their axes, see `label_tree`."""
+        """Label the arrays of the result, see `label_tree`."""
         return label_tree(self, over)
 
     def to_xarray(self: Any, over: Over = None) -> "xarray.Dataset":
-        """A dataset, see `label_tree` and `Labelled.to_xarray`."""
+        """Return a dataset, see `label_tree` and `Labelled.to_xarray`."""
         return self.labelled(over).to_xarray()
 
     def to_dataframe(self: Any, over: Over = None) -> "dict[tuple[str, ...], pandas.DataFrame]":
-        """Tidy tables by their axes, see `label_tree` and `Labelled.to_dataframe`."""
+        """Return tidy tables by their axes, see `label_tree` and `Labelled.to_dataframe`."""
         return self.labelled(over).to_dataframe()
 
     def save(self: Any, path: "str | os.PathLike[str]", over: Over = None) -> "Path":
-        """Writes `.npz` or `.nc`, see `label_tree` and `Labelled.save`."""
+        """Write `.npz` or `.nc`, see `label_tree` and `Labelled.save`."""
         return self.labelled(over).save(path)
 
 
 class _Front(NamedTuple):
-    """The axes in front of the annotated ones."""
+    """Axes in front of the annotated ones."""
 
     axes: tuple[str, ...]
     coords: dict[str, tuple[str, Any]]
@@ -76,17 +73,16 @@ class _Front(NamedTuple):
 
     @property
     def depth(self) -> int:
-        """Axes in front as they come, members of a grid one of them."""
+        """Return the number of axes in front as they come, members of a grid one of them."""
         return len(self.axes) - max(len(self.grid) - 1, 0)
 
 
 def label_tree(tree: Any, over: Over = None, *, then: Mapping[str, Any] | None = None) -> Labelled:
-    """Labelled arrays of a result: a module, a named tuple, dictionaries and lists of arrays, within each other.
+    """Label the arrays of a result: a module, a named tuple, dictionaries and lists of arrays, within each other.
 
     An array has the name of its field, with those of the fields around it in front. Its axes have the names in the
-    field's annotation, `Float[Array, "pairs r"]`; those without a name are called after the array,
-    `<array>_dim_<place>`. A field with a comment of the result's `UNITS` has that unit; text and static fields become
-    attributes; `None` and functions are left out. What a result's `axis_coordinates()` gives are coordinates.
+    field's annotation, `Float[Array, "pairs r"]`, or `<array>_dim_<place>`. `UNITS` of a result names units of fields;
+    text and static fields become attributes; `None` and functions are left out. `axis_coordinates()` gives coordinates.
     """
     if isinstance(tree, Labelled):
         return tree
@@ -120,13 +116,13 @@ def _front(over: Over) -> _Front:
 
 
 class _Static(NamedTuple):
-    """What is no array."""
+    """Value that is not an array."""
 
     value: Any
 
 
 def _fields(tree: Any, name: str, hint: Any = (None, ()), unit: str = "") -> Iterator[tuple[str, Any, Any, str]]:
-    """Arrays and statics with their names, annotations and units."""
+    """Yield arrays and statics with their names, annotations and units."""
     if tree is None or (callable(tree) and not dataclasses.is_dataclass(tree)):
         return
     if isinstance(tree, str):
@@ -148,7 +144,7 @@ def _fields(tree: Any, name: str, hint: Any = (None, ()), unit: str = "") -> Ite
 
 
 def _record(tree: Any) -> dict[str, bool] | None:
-    """The fields of a named tuple or dataclass, and whether they are static; None for anything else."""
+    """Return the fields of a named tuple or dataclass, and whether they are static; None for anything else."""
     if hasattr(tree, "_fields"):
         return dict.fromkeys(tree._fields, False)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
@@ -157,7 +153,7 @@ def _record(tree: Any) -> dict[str, bool] | None:
 
 
 def _is_leaf(tree: Sequence[Any]) -> bool:
-    """Whether a list is an array: of plain numbers, one at least."""
+    """Return True if a list is an array: of plain numbers, at least one."""
     return bool(tree) and all(isinstance(item, bool | int | float | complex | np.generic) for item in tree)
 
 
@@ -168,7 +164,7 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def _placed(name: str, value: Any, hint: tuple[Any, tuple[str, ...]], front: _Front) -> tuple[Any, tuple[str, ...]]:
-    """An array with its axes, those of a grid unfolded."""
+    """Return an array with its axes, those of a grid unfolded."""
     if isinstance(value, jax.Array) and number_kind(value.dtype) == "key":
         value = jax.random.key_data(value)
     shape = np.shape(value)
@@ -190,9 +186,9 @@ def _placed(name: str, value: Any, hint: tuple[Any, tuple[str, ...]], front: _Fr
 
 
 def _annotated(hint: Any, axes: tuple[str, ...], ndim: int) -> tuple[list[str | None], str | None, list[str | None]]:
-    """The names of axes in an annotation of arrays: those before a variable number of axes, its name, those after.
+    """Return names of axes in an annotation: those before a variable number of axes, its name, those after.
 
-    `axes` are those that "..." stands for, where an array has as many.
+    `axes` replace "..." if an array has as many.
     """
     for kind in typing.get_args(hint) if isinstance(hint, types.UnionType) or typing.get_origin(hint) else [hint]:
         if not hasattr(kind, "index_variadic"):

@@ -1,4 +1,4 @@
-"""What measures return: frozen results that print their numbers, and have tables and files of them with names."""
+"""Results of measures: frozen, they print their numbers, and have tables and files with names."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -18,12 +18,11 @@ _LONGEST = 80
 class Result(eqx.Module, Labels):
     """Base of results. Small arrays are printed as numbers, larger ones as their shape and the range of their numbers.
 
-    Axes have the names in the fields' annotations: `result.to_xarray("seeds")` where `vmap` put seeds in front, see
-    `labelling.label_tree`; `to_dataframe` gives tidy tables, `save` writes `.npz` or `.nc`.
+    Axes have the names in the fields' annotations: `result.to_xarray("seeds")` if `vmap` put seeds in front.
 
     Attributes:
-        UNITS: Of fields that have one, by name.
-        AXES: The axes that "..." in annotations stands for, where an array has as many.
+        UNITS: Units of fields, by name.
+        AXES: Axes for "..." in annotations, if an array has as many.
         LEAST: By a field's name, the number at or below which its numbers are printed as being below it.
 
     Example:
@@ -44,7 +43,7 @@ class Result(eqx.Module, Labels):
 
 
 def printed(self: Any) -> str:
-    """A result as text, as `Result` prints it; named tuples, which have no bases, take it as their `__repr__`."""
+    """Return a result as text; named tuples, which have no bases, take it as their `__repr__`."""
     fields = self._asdict() if hasattr(self, "_asdict") else vars(self)
     least = getattr(self, "LEAST", {})
     known = {name: value for name, value in fields.items() if value is not None}

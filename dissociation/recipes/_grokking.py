@@ -40,7 +40,7 @@ PIXEL_MEAN, PIXEL_DEVIATION = 0.1307, 0.3081
 
 @validated(pixels=("images",))
 def standardised(images: Float[Array | np.ndarray, "n d"]) -> Float[Array, "n d"]:
-    """Images in units of MNIST's deviation about its mean, from images in [0, 1]."""
+    """Return images in units of MNIST's deviation about its mean, from images in [0, 1]."""
     return (jnp.asarray(images) - PIXEL_MEAN) / PIXEL_DEVIATION
 
 
@@ -187,7 +187,7 @@ def _scaled(keys: PRNGKeys, scales: Array, network: str, options: dict[str, Any]
 
 
 class Rates(NamedTuple):
-    """What differs by member: [members] each."""
+    """Hyperparameters that differ by member: [members] each."""
 
     weight_decay: Array
     learning_rate: Array
@@ -203,7 +203,7 @@ def _sgd(rates: Rates) -> optax.GradientTransformation:
 
 @validated
 def squared_error(model: MLP | CNN, batch: tuple[Array, Array], key: Array) -> Float[Array, ""]:
-    """Sum over images and classes of (logit - one-hot label)^2."""
+    """Return the sum over images and classes of (logit - one-hot label)^2."""
     images, labels = batch
     return jnp.sum((jax.vmap(model)(images) - labels) ** 2)
 
@@ -212,10 +212,10 @@ class CheapMeasures(eqx.Module):
     """Accuracy and neural collapse on training and on test images.
 
     Attributes:
-        train_images: [n, d].
-        train_labels: [n, classes].
-        images: Of the test set.
-        labels: Of the test set.
+        train_images: Training images, [n, d].
+        train_labels: Their labels, [n, classes].
+        images: Test images, [m, d].
+        labels: Their labels, [m, classes].
     """
 
     train_images: Float[Array, "n d"]
@@ -224,11 +224,11 @@ class CheapMeasures(eqx.Module):
     labels: Float[Array, "m classes"]
 
     def __call__(self, model: MLP | CNN) -> dict[str, Array]:
-        """The numbers by name.
+        """Return the numbers by name: of training images, and with "test_" in front of test images.
 
-        "train_accuracy", "test_accuracy"; losses per image; measures of collapse on training images ("nc1_score")
-        and on test images ("test_nc1_score"). Nearest centres ("nc4_score") are those of training images for both.
-        "weight_norm" is the Frobenius norm of all weights together, "head_norm" of the last layer's; biases apart.
+        Accuracies, losses per image, and measures of collapse ("nc1_score"); nearest centres ("nc4_score") are those of
+        training images for both. "weight_norm" is the Frobenius norm of all weights together, "head_norm" of the last
+        layer's; biases apart.
         """
         classifier, _ = linear_head(model)
         weights = [leaf for leaf in jax.tree.leaves(model) if eqx.is_inexact_array(leaf) and leaf.ndim > 1]
@@ -269,20 +269,14 @@ class CheapMeasures(eqx.Module):
 
 
 class Observation(eqx.Module):
-    """Cheap measures at every observation, expensive ones at some.
-
-    Attributes:
-        cheap: Called with the model.
-        expensive: Called with model and key, or None.
-        steps: When the expensive ones are computed.
-    """
+    """Cheap measures at every observation, expensive ones, called with model and key, at some `steps`."""
 
     cheap: CheapMeasures
     expensive: Any
     steps: Int[Array, " times"]
 
     def __call__(self, model: MLP | CNN, step: Array, key: Array) -> dict[str, Any]:
-        """All measures of one network."""
+        """Return all measures of one network."""
         found: dict[str, Any] = self.cheap(model)
         if self.expensive is None:
             return found

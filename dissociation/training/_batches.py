@@ -1,4 +1,4 @@
-"""What the batches of a run are made from, on the host: plans of blocks, and blocks that the host makes ahead."""
+"""Batches of a run, on the host: plans of blocks, and blocks that the host makes ahead."""
 
 import itertools
 import queue
@@ -31,7 +31,7 @@ def _shape(leaf: Any) -> Any:
 
 
 class Batches:
-    """What the batches of a run are made from: the sampler's arrays, and the plan of the current block."""
+    """Sources of the batches of a run: the arrays of the sampler, and the plan of the current block."""
 
     def __init__(self, sampler: Sampler, order_keys: Array):
         self.sampler, self.keys = sampler, order_keys
@@ -47,12 +47,12 @@ class Batches:
         self._plan = self._placed(self._plan, own=not self.sampler.shared)
 
     def one_arrays(self) -> Any:
-        """The sampler's arrays as one member gets them, as shapes and dtypes."""
+        """Return the sampler's arrays as one member gets them, as shapes and dtypes."""
         arrays = eqx.filter(self.sampler, eqx.is_array)
         return example(arrays) if self.sampler.stacked else jax.tree.map(_shape, arrays)
 
     def one_plan(self, step: int) -> Any:
-        """A plan as one member gets it, as shapes and dtypes."""
+        """Return a plan as one member gets it, as shapes and dtypes."""
         if isinstance(self.sampler, HostBatches):
             return jax.tree.map(_shape, self.source(step)[0].plan)
         key = self.keys if self.sampler.shared else self.keys[0]
@@ -102,7 +102,7 @@ class Batches:
         return tree if self.shards.mesh is None else replicate(tree, self.shards.mesh)
 
     def close(self) -> None:
-        """Ends the thread that makes batches, if there is one."""
+        """End the thread that makes batches, if there is one."""
         if self._prefetched is not None:
             self._prefetched.close()
 
@@ -118,14 +118,14 @@ def _own_plans(sampler: Sampler, keys: Array, block: Any) -> Any:
 
 
 def _kept(leaf: Any) -> Any:
-    """A leaf that stays as it is: iterators may fill one buffer again and again."""
+    """Copy a leaf that an iterator may overwrite."""
     return np.array(leaf) if hasattr(leaf, "__array__") and not isinstance(leaf, jax.Array) else leaf
 
 
 class Prefetched:
-    """The blocks of a `HostBatches`, made ahead in a thread; one that the iterator does not fill repeats its last.
+    """Blocks of a `HostBatches`, made ahead in a thread; one that the iterator does not fill repeats its last batch.
 
-    `like` is the shapes and dtypes that all batches must have; those of the first one where it is None.
+    `like` is the shapes and dtypes that all batches must have; None: those of the first one.
     """
 
     def __init__(self, sampler: HostBatches, step: int, like: Any = None):
@@ -158,7 +158,7 @@ class Prefetched:
                 continue
 
     def next_block(self) -> tuple[PyTree, int]:
-        """The next block, stacked, and how many of its batches there are."""
+        """Return the next block, stacked, and its number of batches."""
         part = self._blocks.get()
         if isinstance(part, BaseException):
             raise part
@@ -167,7 +167,8 @@ class Prefetched:
         for step, batch in enumerate(part, self._next):
             shapes = jax.tree.map(_shape, as_arrays("start", batch, "samples"))  # numbers alone would be stacked too
             if self.like not in (None, shapes):
-                self._sampler.fail_shapes(f"{shapes} at step {step} after {self.like}")
+                wanted, advice = "give batches of one structure and shape", "Drop a last, smaller batch, or fill it up"
+                checks.fail("start", wanted, f"{shapes} at step {step} after {self.like}", advice)
             self.like = shapes
         self._next += self._sampler.block
         filled = part + [part[-1]] * (self._sampler.block - len(part))
@@ -175,5 +176,5 @@ class Prefetched:
         return as_data(stacked, finite=False), len(part)
 
     def close(self) -> None:
-        """Ends the thread."""
+        """End the thread."""
         self._ended.set()

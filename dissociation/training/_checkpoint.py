@@ -79,11 +79,8 @@ def fingerprint(tree: Any) -> str:
 
 def _storable_leaves(tree: Any) -> list[tuple[str, Any]]:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return [(jax.tree_util.keystr(path), leaf) for path, leaf in leaves if _is_storable(leaf)]
-
-
-def _is_storable(leaf: Any) -> bool:
-    return type(leaf) in _NUMBERS or isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
+    kinds = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
+    return [(jax.tree_util.keystr(p), leaf) for p, leaf in leaves if type(leaf) in _NUMBERS or isinstance(leaf, kinds)]
 
 
 _NUMBERS = (bool, int, float, complex)

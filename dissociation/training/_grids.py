@@ -39,7 +39,7 @@ from dissociation.training._state import Step
 from dissociation.training._sweeps import Grid
 
 MANIFEST = "sweep.json"
-"""The file of a folder that says which sweep it holds, and how far that is."""
+"""File of a folder with the identity of its sweep and the groups that are done."""
 FORMAT = 1
 """Format of `sweep.json`; folders from before the layout was stored have none, and are resumed."""
 
@@ -61,15 +61,15 @@ class Plan(NamedTuple):
 
 
 class GridResult(NamedTuple):
-    """The outcome of `fit_grid`.
+    """Outcome of `fit_grid`.
 
     Attributes:
-        grid: What the members are.
-        history: What was recorded, all members first, in the order of the grid.
+        grid: Values of the members.
+        history: Records of all members, in the order of the grid.
         diverged_at: See `FitResult`: [members].
-        plan: How it ran.
+        plan: Groups, and the memory that was planned for.
         seconds: Wall time of every group, earlier parts included.
-        models_of: From members' places in the grid to their trained models, stacked; all of one shape.
+        models_of: Function from members' places in the grid to their trained models, stacked; all of one shape.
         aux_of: The same for the trained `aux`; None if there is none.
     """
 
@@ -85,7 +85,7 @@ class GridResult(NamedTuple):
         return f"GridResult({self.grid}, {self.plan}, {sum(self.seconds):.0f} s)"
 
     def labelled(self, over: Over = None) -> Labelled:
-        """The history along the grid's axes, see `History.labelled`, and `diverged_at`; not the models."""
+        """Label the history along the grid's axes, see `History.labelled`, and `diverged_at`; not the models."""
         return labelled_fit(self.history, self.diverged_at, self.grid if over is None else over)
 
     to_xarray, to_dataframe, save = Labels.to_xarray, Labels.to_dataframe, Labels.save
@@ -164,42 +164,42 @@ def fit_grid(
     memory_budget: int | None = None,
     progress: str | MeterFactory | None = "auto",
 ) -> GridResult:
-    """Trains all members of a grid, as many at once as fit in memory, and keeps each group as soon as it is done.
+    """Train all members of a grid, as many at once as fit in memory, and keep each group as soon as it is done.
 
     Quantities of the grid that `init` takes by name (a width, say) are given to it as Python numbers; members with the
-    same ones share a program. "seed" makes a member's key, the same whatever else the member is. All others are given
+    same ones share a program. "seed" makes a member's key, whatever else the member is. All others are given
     to the optimiser, which is a function of a dictionary of them; they are traced, and never compiled anew. The
     grouping of members changes results by rounding alone.
 
     Args:
-        init: From a key, and quantities of the grid by name, to a model.
-        step: Of `make_step`.
-        sampler: What a step sees, see `fit`.
-        grid: What the members are.
-        key: Everything random follows from it.
+        init: Function from a key, and quantities of the grid by name, to a model.
+        step: Step of `make_step`.
+        sampler: Batches, see `fit`.
+        grid: Values of the members.
+        key: Key of everything random.
         num_steps: Optimiser steps; give this or `num_epochs`.
         num_epochs: Passes over the data.
-        aux: What the loss carries along beside the model, as an `eqx.nn.State` of batch normalisation: arrays, members
+        aux: PyTree that the loss carries beside the model, as an `eqx.nn.State` of batch normalisation: arrays, members
             first in the order of the grid, or a function of `init`'s arguments that returns one member's, such as
             `lambda key: eqx.nn.make_with_state(Net)(key)[1]`. It gets the key that `init` gets.
         save: What to record, and when; must not differ in shape between groups.
-        layout: Of each group.
-        folder: Where groups are kept; a second call with the same arguments goes on from there. Without it trained
+        layout: Layout of each group.
+        folder: Folder of the groups; a second call with the same arguments resumes from it. Without it trained
             models stay in memory.
-        fresh: Whether to begin anew though the folder holds this sweep, or another, which is set aside.
-        same_program: Take the programs of the folder for the same, see `fit`.
+        fresh: True to set aside what the folder holds, this sweep or another, and start anew.
+        same_program: True to take the programs of the folder for the same, see `fit`.
         memory_budget: Bytes that groups are planned to stay within, without those of the compiler. None: nine tenths of
             the free memory of an accelerator, half of the host's.
-        progress: A meter of the programs that planning compiles, then one of all groups' steps; before its bar stands
-            the plan, behind it the time that remains.
+        progress: A meter of the programs that planning compiles, then one of all groups' steps, with the plan before
+            its bar and the time that remains behind it.
 
     Returns:
         A `GridResult`.
 
     Raises:
-        ValueError: If a quantity is text and not `init`'s, no member fits, or arguments contradict each other.
+        ValueError: If `init` does not take a quantity of text, no member fits, or arguments contradict each other.
         RefusedFile: If the folder holds another sweep.
-        TypeError: If the optimiser is no function of the grid's quantities, or `init` takes no key.
+        TypeError: If the optimiser is not a function of the grid's quantities, or `init` takes no key.
 
     Example:
         >>> import optax
@@ -304,17 +304,17 @@ class _Steps(Callback):
             self.meter.advance(self.done, f"loss {loss.mean():.3g}" if loss.size else "")
 
     def end(self) -> None:
-        """After the last group, or an error."""
+        """Close the meter."""
         if self.meter is not None:
             self.meter.close()
 
 
 RESERVED = ("loss", "steps", "observed", "observed_at", "metrics", "members", "diverged_at")
-"""What results call their own axes and arrays."""
+"""Names of axes and arrays of results."""
 
 
 def _shapes(init: Callable[..., Any], step: Step, grid: Grid) -> tuple[str, ...]:
-    """The quantities of a grid that `init` takes by name; all others but seeds must be the optimiser's."""
+    """Return the quantities of a grid that `init` takes by name; all others but seeds must be the optimiser's."""
     taken = list(inspect.signature(init).parameters)[1:]
     names = tuple(name for name in grid.values if name in taken)
     for name, values in grid.values.items():
@@ -330,7 +330,7 @@ def _shapes(init: Callable[..., Any], step: Step, grid: Grid) -> tuple[str, ...]
 
 
 def _unread(optimizer: Any, values: dict[str, float]) -> list[str]:
-    """What a function to an optimiser does without; nothing where it is none, or is wrong: `fit` says so."""
+    """Return the names that a function to an optimiser does not read; none if it is wrong, as `fit` raises then."""
 
     def works(given: dict[str, float]) -> bool:
         try:
@@ -378,7 +378,7 @@ def _planned(sweep: _Sweep, budget: int | None, *, keeps: bool, progress: str | 
 
 
 def _identity(sweep: _Sweep, key: Any, num_steps: int | None, num_epochs: int | None) -> dict[str, Any]:
-    """What makes two sweeps the same; each group's program is compared by `fit`."""
+    """Return the identity of a sweep; `fit` compares the program of each group."""
     values = {name: column.tolist() for name, column in sweep.grid.values.items()}
     return {
         "grid": {"axes": list(sweep.grid.axes), "values": values},

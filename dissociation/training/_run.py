@@ -1,4 +1,4 @@
-"""The host's side of a run: chunks of steps, records, checkpoints."""
+"""Host's part of a run: chunks of steps, records, checkpoints."""
 
 import glob
 import logging
@@ -122,15 +122,15 @@ class Run:
         return self.layout, self.traced(place.size), self.keys[0].loss, None, mapped[0], common, where
 
     def whole_state(self) -> State:
-        """The state of all members of this process."""
+        """Return the state of all members of this process."""
         return self.shards.joined(self.states)
 
     def seconds(self) -> float:
-        """Wall time so far, earlier parts included."""
+        """Return the wall time, earlier parts included."""
         return self.earlier_seconds + time.perf_counter() - self.began
 
     def to_the_end(self, total: int, times: np.ndarray, checkpoint: "Checkpoint | None") -> None:
-        """Alternates between chunks of steps and records, until `total` steps are done or a callback ends the run."""
+        """Alternate between chunks of steps and records, until `total` steps are done or a callback ends the run."""
         past = [(step, self.records(i)) for i, step in enumerate(self.observed_at)]
         listens = any(records_something(callback) for callback in self.callbacks)
         self.stopped = self.stopped and listens and self.step in self.observed_at
@@ -191,7 +191,7 @@ class Run:
         return [own for _, own in said]
 
     def advance(self, target: int, source: tuple[Source, list[Source], Segment]) -> np.ndarray:
-        """Runs one chunk of steps, up to `target` at the most, and records what they say; returns their losses."""
+        """Run and record one chunk of steps, up to `target` at the most, and return its losses."""
         common, mapped, place = source
         count = min(target - self.step, place.end - self.step, self.chunk, MAX_CHUNK)
         began = time.perf_counter()
@@ -243,7 +243,7 @@ class Run:
         return max(map(program_bytes, compiled))
 
     def record(self) -> None:
-        """Records the observation at the current step, and asks the callbacks."""
+        """Record the observation at the current step, and call the callbacks."""
         observed = None
         if self.observe is not None:
             shared = self.layout, self.observe, jnp.asarray(self.step)
@@ -284,7 +284,7 @@ class Run:
             raise KeyboardInterrupt
 
     def records(self, index: int) -> dict[str, Any]:
-        """What callbacks get of a record: means since the one before, and the observation."""
+        """Return what callbacks get of a record: means since the one before, and the observation."""
         at, since = self.observed_at[index], self.observed_at[index - 1] if index else self.first
         done: Info = concatenate(self.infos, axis=1)
 
@@ -296,14 +296,14 @@ class Run:
         return {**jax.tree.map(mean, done)._asdict(), "observed": self.observations[index]}
 
     def history(self) -> History:
-        """Everything recorded, stacked."""
+        """Return all records, stacked."""
         observed, done = None, concatenate(self.infos, axis=1)
         if self.observe is not None and self.observations:
             observed = stack(self.observations, axis=1)
         return History(done.loss, np.asarray(self.observed_at, np.int64), observed, done.metrics, self.first)
 
     def write(self, checkpoint: "Checkpoint | None") -> None:
-        """Writes the checkpoint, if there is one."""
+        """Write the checkpoint, if there is one."""
         if checkpoint is None:
             return
         header = {
@@ -326,7 +326,7 @@ class Run:
         self.saved_at, self.first_write = time.perf_counter(), np.inf
 
     def resume(self, checkpoint: "Checkpoint", total: int, times: np.ndarray) -> None:
-        """Goes back to where the checkpoint stands, if there is one, and drops records at other steps than `times`."""
+        """Resume from the checkpoint, if there is one, without records at other steps than `times`."""
         path, found = checkpoint.path, {}
         self._call(lambda: found.update(checkpoint.found()))
         steps = self._agreed([*found])
@@ -392,7 +392,7 @@ def _before(own: Path) -> Path:
 
 
 class Checkpoint(NamedTuple):
-    """A run's file: where it lies, what it belongs to, and whether to take its program for the same."""
+    """File of a run: path, identity, and whether another program's file is taken for the same."""
 
     path: Path
     identity: dict[str, Any]
@@ -438,5 +438,5 @@ class Checkpoint(NamedTuple):
 
 
 def records_something(callback: Callback) -> bool:
-    """Whether a callback wants records for more than a line of text."""
+    """Return True if a callback uses records for more than a line of text."""
     return type(callback).record is not Callback.record and not isinstance(callback, Progress)

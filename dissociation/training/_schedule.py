@@ -1,4 +1,4 @@
-"""Steps, epochs and the moments in a run at which something is looked at."""
+"""Steps, epochs and the steps of records."""
 
 import numpy as np
 from jaxtyping import Int
@@ -20,11 +20,11 @@ def steps_per_epoch(num_samples: int, batch_size: int | None, *, drop_remainder:
 
 @validated
 def log_spaced_steps(num_steps: int, count: int) -> Int[np.ndarray, " times"]:
-    """Whole steps from 0 to `num_steps`, evenly spaced in the logarithm, without repetition.
+    """Return steps from 0 to `num_steps`, evenly spaced in the logarithm, without repetition.
 
     Args:
         num_steps: The last step, at least 1.
-        count: How many steps to aim for, at least 2; early repetitions are dropped, so there may be fewer.
+        count: Number of steps to aim for, at least 2; early repetitions are dropped, so there may be fewer.
 
     Example:
         >>> log_spaced_steps(100, 6)
@@ -37,7 +37,7 @@ def log_spaced_steps(num_steps: int, count: int) -> Int[np.ndarray, " times"]:
 
 
 def check_steps(name: str, steps: object, num_steps: int, first: int = 0) -> Int[np.ndarray, " times"]:
-    """Returns `steps` sorted and without repetition, or raises unless they are whole and within the run."""
+    """Return `steps` sorted and without repetition, or raise unless they are integers within the run."""
     array = np.atleast_1d(np.asarray(steps))
     array = array if array.size else array.astype(int)
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
