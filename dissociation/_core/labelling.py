@@ -92,8 +92,8 @@ def label_tree(tree: Any, over: Over = None, *, then: Mapping[str, Any] | None =
     for name, value, hint, unit in _fields(tree, ""):
         if name in arrays or name in attrs:
             checks.fail("tree", "give each array a name of its own", f"{name} twice")
-        if isinstance(value, _Static):
-            attrs[name] = value.value
+        if hint is None:
+            attrs[name] = value
             continue
         arrays[name], dims[name] = _placed(name, value, hint, front)
         units |= {name: unit} if unit else {}
@@ -115,18 +115,12 @@ def _front(over: Over) -> _Front:
     return _Front((over,) if isinstance(over, str) else tuple(over or ()), {})
 
 
-class _Static(NamedTuple):
-    """Value that is not an array."""
-
-    value: Any
-
-
 def _fields(tree: Any, name: str, hint: Any = (None, ()), unit: str = "") -> Iterator[tuple[str, Any, Any, str]]:
-    """Yield arrays and statics with their names, annotations and units."""
+    """Yield arrays and statics with their names, annotations (None for statics) and units."""
     if tree is None or (callable(tree) and not dataclasses.is_dataclass(tree)):
         return
     if isinstance(tree, str):
-        yield name or "text", _Static(tree), None, ""
+        yield name or "text", tree, None, ""
     elif (fields := _record(tree)) is not None:
         hints, units = _hints(type(tree)), getattr(tree, "UNITS", {})
         axes = getattr(tree, "AXES", ())
@@ -135,7 +129,7 @@ def _fields(tree: Any, name: str, hint: Any = (None, ()), unit: str = "") -> Ite
             if not static:
                 yield from _fields(value, inner, (hints.get(field), axes), units.get(field, ""))
             elif not callable(value):
-                yield inner, _Static(value), None, ""
+                yield inner, value, None, ""
     elif isinstance(tree, Mapping) or (isinstance(tree, list | tuple) and not _is_leaf(tree)):
         for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
             yield from _fields(value, f"{name}_{key}" if name else str(key), unit=unit)

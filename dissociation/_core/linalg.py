@@ -170,33 +170,28 @@ def _decompose(power: float, matrix: Array, rtol: Array) -> tuple[Array, Array, 
 
 
 @validated
-def nuclear_norm(matrix: Float[Array | np.ndarray, "m k"], *, rtol: Scalar | None = None) -> Float[Array, ""]:
+def nuclear_norm(matrix: Float[Array | np.ndarray, "m k"]) -> Float[Array, ""]:
     """Return the sum of the singular values; d|M| = <U V^T, dM> with singular vectors that are not negligible.
 
     If the rank is deficient this is the subgradient of least norm.
 
     Source: Watson (1992), Characterization of the subdifferential of some matrix norms.
     """
-    matrix = jnp.asarray(matrix)
-    if rtol is None:
-        rtol = max(matrix.shape) * float(jnp.finfo(matrix.dtype).eps)
-    check_non_negative("rtol", rtol)
-    return _nuclear_norm(matrix, jnp.asarray(rtol, matrix.dtype))
+    return _nuclear_norm(jnp.asarray(matrix))
 
 
 @jax.custom_jvp
 @jax.jit
-def _nuclear_norm(matrix: Array, rtol: Array) -> Array:
-    del rtol
+def _nuclear_norm(matrix: Array) -> Array:
     matrix, undefined = finite_part(matrix)
     return jnp.sum(jnp.linalg.svd(matrix, compute_uv=False)) + undefined
 
 
 @_nuclear_norm.defjvp
-def _nuclear_norm_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
-    matrix, rtol = primals
-    matrix, undefined = finite_part(matrix)
+def _nuclear_norm_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    matrix, undefined = finite_part(primals[0])
     left, values, right = jnp.linalg.svd(matrix, full_matrices=False)
+    rtol = max(matrix.shape) * float(jnp.finfo(matrix.dtype).eps)
     polar = product(left * (values > rtol * values[0])[None], right) + undefined
     return jnp.sum(values) + undefined, jnp.sum(polar * tangents[0])
 

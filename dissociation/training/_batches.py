@@ -4,7 +4,7 @@ import itertools
 import queue
 import threading
 from collections.abc import Iterable, Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -67,7 +67,8 @@ class Batches:
         if isinstance(self.sampler, HostBatches):
             segment = segment._replace(end=self._expected)
             if step >= segment.end:
-                self._fail_ended(step)
+                wanted, advice = f"give a batch for every step, {step} among them", "Repeat it, as by itertools.cycle"
+                checks.fail("start", wanted, "an iterator that has ended", advice)
         own_plan = not self.sampler.shared
         nothing: Any = [None] * self.shards.number
         arrays = self.arrays if self.sampler.stacked else nothing
@@ -81,20 +82,11 @@ class Batches:
                 self.close()
                 like = None if self._prefetched is None else self._prefetched.like
                 self._prefetched = Prefetched(self.sampler, step, like)
-            try:
-                plan, count = self._prefetched.next_block()
-            except StopIteration:
-                self._fail_ended(step)
+            plan, count = self._prefetched.next_block()
             self._expected = segment.block * self.sampler.block + count
             return self._placed(plan, own=False)
         number = jnp.asarray(segment.block)  # an array: a number would be compiled in
-        if self.sampler.shared:
-            return self._placed(_plan(self.sampler, self.keys, number), own=False)
-        return self._placed(_own_plans(self.sampler, self.keys, number), own=True)
-
-    def _fail_ended(self, step: int) -> NoReturn:
-        wanted = f"give a batch for every step, {step} among them"
-        checks.fail("start", wanted, "an iterator that has ended", "Let it begin anew, as by itertools.cycle")
+        return self._placed(_plan(self.sampler, self.keys, number), own=not self.sampler.shared)
 
     def _placed(self, tree: Any, *, own: bool) -> Any:
         if own:
@@ -108,13 +100,9 @@ class Batches:
 
 
 @eqx.filter_jit
-def _plan(sampler: Sampler, key: Array, block: Any) -> Any:
-    return sampler.plan(key, block)
-
-
-@eqx.filter_jit
-def _own_plans(sampler: Sampler, keys: Array, block: Any) -> Any:
-    return jax.vmap(lambda key: sampler.plan(key, block))(keys)
+def _plan(sampler: Sampler, keys: Array, block: Any) -> Any:
+    plan = lambda key: sampler.plan(key, block)  # noqa: E731
+    return plan(keys) if sampler.shared else jax.vmap(plan)(keys)
 
 
 def _kept(leaf: Any) -> Any:
@@ -158,12 +146,12 @@ class Prefetched:
                 continue
 
     def next_block(self) -> tuple[PyTree, int]:
-        """Return the next block, stacked, and its number of batches."""
+        """Return the next block, stacked, and its number of batches; None and 0 at the end."""
         part = self._blocks.get()
         if isinstance(part, BaseException):
             raise part
         if not part:
-            raise StopIteration
+            return None, 0
         for step, batch in enumerate(part, self._next):
             shapes = jax.tree.map(_shape, as_arrays("start", batch, "samples"))  # numbers alone would be stacked too
             if self.like not in (None, shapes):

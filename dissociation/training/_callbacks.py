@@ -6,7 +6,6 @@ loss since the last record ([members], NaN at the start), `records["metrics"]` t
 """
 
 import csv
-import io
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -110,20 +109,19 @@ class CsvLog(Callback):
     def record(self, step: int, records: dict[str, Any]) -> None:
         """Add a row per member."""
         numbers = numbers_of(records)
-        text = io.StringIO()
-        table = csv.writer(text)
+        rows = []
         if self._names is None:
             for name, values in self.columns.items():
                 if np.shape(values) != numbers["loss"].shape:
                     wanted = f"hold one value for each of the {len(numbers['loss'])} members"
                     checks.fail("columns", wanted, f"shape {np.shape(values)} for {name!r}")
             self._names = list(numbers)
-            table.writerow(["step", "member", *self.columns, *self._names])
+            rows.append(["step", "member", *self.columns, *self._names])
         for member in range(len(numbers["loss"])):
             labels = [np.asarray(values)[member] for values in self.columns.values()]
-            table.writerow([step, member, *labels, *(numbers[name][member] for name in self._names)])
+            rows.append([step, member, *labels, *(numbers[name][member] for name in self._names)])
         with naming(self.path), self.path.open("a", encoding="utf-8", newline="") as file:
-            file.write(text.getvalue())
+            csv.writer(file).writerows(rows)
 
 
 class EarlyStop(Callback):

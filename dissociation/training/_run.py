@@ -36,7 +36,7 @@ from dissociation.training._chunk import (
 )
 from dissociation.training._distributed import LocalMembers
 from dissociation.training._loop import Streams
-from dissociation.training._members import concatenate, stack
+from dissociation.training._members import concatenate, stack, take
 from dissociation.training._memory import program_bytes
 from dissociation.training._records import History, Save
 from dissociation.training._samplers import Segment
@@ -212,9 +212,8 @@ class Run:
             return state, columns
 
         done = run_tasks([partial(steps, *each) for each in zip(self.states, inputs, strict=True)], self.threads)
-        columns = [concatenate([_on_host(info) for info in columns], axis=1) for _, columns in done]
-        infos = concatenate(columns)
-        infos = jax.tree.map(lambda leaf: leaf[:, :count], infos)
+        columns, rows = [concatenate(jax.device_get(columns), axis=1) for _, columns in done], self.shards.num_members
+        infos = jax.tree.map(lambda leaf: leaf[:rows, :count], concatenate(columns))
         infos, seconds = self._joined(infos, time.perf_counter() - began)
         self.states, self.step = [state for state, _ in done], self.step + count
         self.infos.append(infos)
@@ -225,13 +224,12 @@ class Run:
 
     def _joined(self, infos: Info, seconds: float) -> tuple[Info, float]:
         """Return the losses and metrics of all members for a chunk, and the time of the slowest process."""
-        own = jax.tree.map(lambda leaf: leaf[: self.shards.num_members], infos)
         self.unsaved = time.perf_counter() - self.saved_at
         if self.local.alone:
-            return own, seconds
+            return infos, seconds
         times = distributed.all_values([seconds, self.unsaved])
         self.unsaved = times[0][1]
-        return self.local.gather(own), max(one for one, _ in times)
+        return self.local.gather(infos), max(one for one, _ in times)
 
     def program_bytes(self) -> int:
         """Return the bytes of the larger program, of a chunk or of an observation, beyond its arguments."""
@@ -252,11 +250,10 @@ class Run:
 
             def observe(keys: Streams, state: State) -> Any:
                 # On the host before the next: in one thread, one member's decompositions at a time.
-                return _on_host(program((*shared, keys.observe), state))
+                return jax.device_get(program((*shared, keys.observe), state))
 
             observed = concatenate(run_tasks([partial(observe, *each) for each in own], self.threads))
-            observed = jax.tree.map(lambda leaf: leaf[: self.shards.num_members], observed)
-            observed = self.local.gather(observed)
+            observed = self.local.gather(take(observed, slice(self.shards.num_members)))
         self.observed_at.append(self.step)
         self.observations.append(observed)
         self.infos = [concatenate(self.infos, axis=1)]
@@ -374,10 +371,6 @@ class Run:
                     f"member {member}: the loss became {losses[member, column]} at step {self.diverged_at[member]}"
                 )
                 checks.warn(f"{message}; the other members go on.")
-
-
-def _on_host(tree: Any) -> Any:
-    return jax.tree.map(np.asarray, tree)
 
 
 def own_file(path: Path) -> Path:
