@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     import pandas
     import xarray
 
-__all__ = ["Families", "Labelled", "label", "load_results"]
 
 Families = Mapping[str, Mapping[str, Sequence[str | int]]]
 """How names of arrays go on: by their beginning, the words or numbers that follow, by the axis that they are."""

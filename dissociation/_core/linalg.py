@@ -18,18 +18,6 @@ from dissociation._core.checks import check_non_negative, fail
 from dissociation._core.types import Scalar
 from dissociation._core.validation import validated
 
-__all__ = [
-    "centre",
-    "finite_part",
-    "no_derivative",
-    "nuclear_norm",
-    "positive_inverse",
-    "product",
-    "psd_power",
-    "scale_of",
-    "singular_map",
-]
-
 
 def product(a: Inexact[Array, "... n k"], b: Inexact[Array, "... k m"]) -> Inexact[Array, "... n m"]:
     """Return the matrix product at the highest precision of the backend."""

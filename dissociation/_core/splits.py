@@ -2,8 +2,6 @@
 
 import numpy as np
 
-__all__ = ["folds", "permutation"]
-
 
 def permutation(number: int) -> np.ndarray:
     """Return a fixed permutation [number], the same on every machine and with every NumPy version."""

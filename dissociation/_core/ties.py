@@ -7,8 +7,6 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-__all__ = ["ranks", "snapped"]
-
 ROUNDINGS = 64
 """Rounding units of `size` up to which neighbours are tied. Products and LAPACK leave up to 48 of them."""
 

@@ -18,8 +18,7 @@ from dissociation.measures._robustness import error_rate
 from dissociation.models._bilinear import BilinearNetwork
 from dissociation.training._fitting import FitResult, fit
 from dissociation.training._records import Save
-from dissociation.training._samplers import Epochs
-from dissociation.training._schedule import steps_per_epoch
+from dissociation.training._samplers import Epochs, steps_per_epoch
 from dissociation.training._state import make_step
 
 

@@ -24,8 +24,7 @@ from dissociation.training._chunk import Layout
 from dissociation.training._fitting import FitResult, fit
 from dissociation.training._progress import MeterFactory
 from dissociation.training._records import Save
-from dissociation.training._samplers import Epochs
-from dissociation.training._schedule import steps_per_epoch
+from dissociation.training._samplers import Epochs, steps_per_epoch
 from dissociation.training._state import make_step
 
 DEFAULT_SEED = 37

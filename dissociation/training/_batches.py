@@ -16,9 +16,9 @@ from dissociation._core import checks
 from dissociation._core.conversion import describe
 from dissociation._core.types import PyTree
 from dissociation.training._chunk import Source
+from dissociation.training._cores import Shards
 from dissociation.training._samplers import HostBatches, Sampler, Segment, as_arrays, as_data
 from dissociation.training._sharding import replicate
-from dissociation.training._threads import Shards
 
 
 def example(tree: Any) -> Any:

@@ -11,11 +11,11 @@ from jaxtyping import Array
 
 from dissociation._core import checks
 from dissociation.training import _sharding as sharding
+from dissociation.training._cores import number_of_threads
 from dissociation.training._members import MEMBER_MAPS, count, map_members, per_batch
 from dissociation.training._memory import free_memory, largest, program_bytes
 from dissociation.training._samplers import Sampler
 from dissociation.training._state import State, Step
-from dissociation.training._threads import number_of_threads
 from dissociation.training._traced import Traced, trace
 
 MAX_CHUNK = 512

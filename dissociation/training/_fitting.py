@@ -19,7 +19,7 @@ from jaxtyping import Array
 from dissociation._core import checks, files
 from dissociation._core.keys import typed
 from dissociation._core.labelled import Labelled, label
-from dissociation._core.labelling import Labels, Over, label_tree
+from dissociation._core.results import Labels, Over, label_tree
 from dissociation._core.types import PRNGKey, PRNGKeys, PyTree
 from dissociation._core.validation import validated
 from dissociation.training import _checkpoint as checkpoints
@@ -28,13 +28,12 @@ from dissociation.training._batches import Batches, example
 from dissociation.training._callbacks import Callback, OfFunction
 from dissociation.training._chunk import Layout, observable
 from dissociation.training._distributed import LocalMembers
+from dissociation.training._interrupts import terminations_interrupt
 from dissociation.training._loop import Streams, streams
 from dissociation.training._members import take
-from dissociation.training._records import History, Save
+from dissociation.training._records import History, Save, check_steps
 from dissociation.training._run import FORMAT, Checkpoint, Run, own_file, records_something
 from dissociation.training._samplers import HostBatches, Sampler, as_arrays, leading_size
-from dissociation.training._schedule import check_steps
-from dissociation.training._signals import terminations_interrupt
 from dissociation.training._state import State, Step, check_optimizer, checked_models, first_opt_state, transformation
 from dissociation.training._traced import trace
 

@@ -17,11 +17,9 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from dissociation._core import checks, files
-from dissociation._core.checks import WrongValue
-from dissociation._core.files import RefusedFile
 from dissociation._core.keys import typed
 from dissociation._core.labelled import Labelled
-from dissociation._core.labelling import Labels, Over
+from dissociation._core.results import Labels, Over
 from dissociation._core.types import PRNGKey
 from dissociation._core.validation import validated
 from dissociation.training import _checkpoint as checkpoints
@@ -30,11 +28,11 @@ from dissociation.training import _memory as memory
 from dissociation.training._callbacks import Callback
 from dissociation.training._chunk import Layout, stored_layout
 from dissociation.training._fitting import estimated_bytes, fit, labelled_fit
+from dissociation.training._interrupts import terminations_interrupt
 from dissociation.training._members import concatenate, stack, take
 from dissociation.training._progress import MeterFactory, open_meter
 from dissociation.training._records import History, Save
 from dissociation.training._samplers import Sampler, as_arrays, leading_size
-from dissociation.training._signals import terminations_interrupt
 from dissociation.training._state import Step
 from dissociation.training._sweeps import Grid
 
@@ -241,9 +239,9 @@ def _run(
             given = {**sweep.arguments(members), "aux": aux, "checkpoint": kept.file(index, "ckpt"), **options}
             try:
                 result = fit(start, sweep.step, sweep.sampler, callbacks=[steps], **given)
-            except WrongValue as error:
+            except checks.WrongValue as error:
                 if kept.path is not None and str(error).startswith("`checkpoint`"):
-                    raise RefusedFile(f"{error} Or say fresh=True, which sets {kept.path} aside.") from error
+                    raise files.RefusedFile(f"{error} Or say fresh=True, which sets {kept.path} aside.") from error
                 raise
             parts.append((result.history, result.diverged_at, result.seconds))
             trained = result.models if aux is None else (result.models, result.state.aux)
@@ -422,11 +420,13 @@ def _manifest(folder: Path, identity: dict[str, Any], fresh: bool) -> dict[str, 
         manifest = json.loads(path.read_text())
         stored = manifest["identity"]
     except (ValueError, KeyError, TypeError) as error:
-        raise RefusedFile(f"{path} is broken. Name another folder, or say fresh=True.") from error
+        raise files.RefusedFile(f"{path} is broken. Name another folder, or say fresh=True.") from error
     if manifest.get("format", 0) > FORMAT:
-        raise RefusedFile(f"{path} must have format {FORMAT} or lower, got {manifest['format']}. Update this package.")
+        raise files.RefusedFile(
+            f"{path} must have format {FORMAT} or lower, got {manifest['format']}. Update this package."
+        )
     if different := [name for name in identity if stored.get(name) != identity[name]]:
-        raise RefusedFile(
+        raise files.RefusedFile(
             f"`folder` must hold the same sweep, got {folder}, whose {checks.that_differ(different)}. "
             "Name another folder, or say fresh=True."
         )

@@ -5,13 +5,14 @@ the process after `grace`: a compiler is deaf, and an exception can be lost in a
 whole, so this is safe. This module imports only the standard library, so that it is there first.
 """
 
-import contextlib
 import os
 import signal
 import socket
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -64,7 +65,7 @@ def end() -> None:
     The interpreter is not taken down then: a compiler's threads may still run under it.
     """
     if _heard:
-        with contextlib.suppress(OSError, ValueError):
+        with suppress(OSError, ValueError):
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(status())
@@ -127,3 +128,54 @@ def _say(words: str) -> None:
 def _leave() -> None:
     _say(f"stopped. {advice}")
     os._exit(status())
+
+
+@contextmanager
+def interrupts_later() -> Iterator[Callable[[], None]]:
+    """Hold a signal back until the block ends, or calls the function: a chunk's donated state must not be lost."""
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: None
+        return
+    heard: list[tuple[int, Any]] = []
+    handlers: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def handle() -> None:
+        first, heard[:] = heard[:1], []
+        for number, frame in first:
+            handlers[number](number, frame)
+
+    with ExitStack() as held:
+        for number in [number for number, handler in handlers.items() if callable(handler)]:
+            held.callback(signal.signal, number, handlers[number])
+            signal.signal(number, lambda number, frame: heard.append((number, frame)))
+        yield handle
+    handle()
+
+
+@contextmanager
+def terminations_interrupt() -> Iterator[None]:
+    """Let the first SIGTERM in the block be a `KeyboardInterrupt`, and call the handler of before after the block.
+
+    Without one the process ends then. Only the main thread can take signals.
+    """
+    before = signal.getsignal(signal.SIGTERM)
+    if threading.current_thread() is not threading.main_thread() or before in (None, signal.SIG_IGN):
+        yield
+        return
+    heard: list[tuple[int, Any]] = []
+
+    def interrupt(number: int, frame: Any) -> None:
+        heard.append((number, frame))
+        if len(heard) == 1:
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGTERM) is interrupt:  # or somebody has set another one meanwhile
+            signal.signal(signal.SIGTERM, before)
+        if heard and callable(before):
+            before(*heard[0])
+        elif heard:
+            signal.raise_signal(signal.SIGTERM)

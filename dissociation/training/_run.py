@@ -34,15 +34,15 @@ from dissociation.training._chunk import (
     trace_observation,
     trace_step,
 )
+from dissociation.training._cores import Shards, compiled, run_tasks
 from dissociation.training._distributed import LocalMembers
+from dissociation.training._interrupts import interrupts_later
 from dissociation.training._loop import Streams
 from dissociation.training._members import concatenate, stack, take
 from dissociation.training._memory import program_bytes
 from dissociation.training._records import History, Save
 from dissociation.training._samplers import Segment
-from dissociation.training._signals import interrupts_later
 from dissociation.training._state import Info, State, Step
-from dissociation.training._threads import Shards, compiled, run_tasks
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,6 @@ from dissociation._core.conversion import as_array, check_fits, describe, number
 from dissociation._core.keys import typed
 from dissociation._core.types import PRNGKey, PyTree
 from dissociation._core.validation import validated
-from dissociation.training._schedule import steps_per_epoch
 
 MAX_BLOCK = 512
 """The longest block of several epochs, in steps."""
@@ -245,6 +244,17 @@ class HostBatches(Sampler):
     def batch(self, plan: PyTree, within: Any, size: int | None) -> PyTree:
         """Return one of the batches handed over."""
         return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, within, keepdims=False), plan)
+
+
+def steps_per_epoch(num_samples: int, batch_size: int | None, *, drop_remainder: bool = False) -> int:
+    """Return the number of optimiser steps in one pass over the data."""
+    if batch_size is None:
+        return 1
+    checks.check_count("batch_size", batch_size, minimum=1)
+    if batch_size > num_samples:
+        checks.fail("batch_size", f"be at most the number of samples ({num_samples})", batch_size)
+    full, rest = divmod(num_samples, batch_size)
+    return full + (rest > 0 and not drop_remainder)
 
 
 @eqx.filter_jit

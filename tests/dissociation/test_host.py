@@ -32,9 +32,9 @@ from dissociation.plotting import (
 from dissociation.training import _progress as progress_module
 from dissociation.training import _sharding as sharding
 from dissociation.training import log_spaced_steps
+from dissociation.training._cores import Shards
 from dissociation.training._progress import LineMeter
-from dissociation.training._schedule import steps_per_epoch
-from dissociation.training._threads import Shards
+from dissociation.training._samplers import steps_per_epoch
 
 
 def test_steps_per_epoch():
