@@ -130,12 +130,11 @@ class Labelled:
         return members if len(kinds) == 1 and beginning not in self.arrays else {}
 
     def to_xarray(self) -> "xarray.Dataset":
-        """A dataset of xarray, with dimensions, coordinates, units and attributes (those that are no text or number as
-        JSON).
+        """Return a dataset of xarray, with dimensions, coordinates, units and attributes (some of them as JSON).
 
         Raises:
             ImportError: If xarray is not installed.
-        """  # noqa: D205
+        """
         xarray = _extra("xarray")
 
         def variables(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def standardised(images: Float[Array | np.ndarray, "n d"]) -> Float[Array, "n d"
 
 @validated
 def observation_steps(num_steps: int) -> Int[np.ndarray, " times"]:
-    """Steps 0 to 29, every tenth to 150, then every num_steps / 150, rounded, to the last.
+    """Return steps 0 to 29, every tenth to 150, then every num_steps / 150, rounded, to the last.
 
     Args:
         num_steps: The last step.
@@ -79,23 +79,23 @@ def train_grokking(
     measure_at: Sequence[int] | Int[np.ndarray, " times"] = (),
     **fit_options: Any,
 ) -> FitResult:
-    """Trains one network per weight decay and seed by squared error against one-hot labels.
+    """Train one network per weight decay and seed by squared error against one-hot labels.
 
     A seed sets a network's weights and the order of its batches, whatever its weight decay. Every parameter is
     multiplied by `init_scale` before training, and decays, biases too.
 
     Args:
         dataset: Images and one-hot labels; the first `num_train` training images are seen.
-        weight_decays: AdamW's; traced.
-        seeds: From 0 to 4294967295.
+        weight_decays: Weight decays of AdamW; traced.
+        seeds: Seeds from 0 to 4294967295.
         num_steps: Optimiser steps.
-        num_train: Training images.
-        batch_size: Reshuffled every epoch.
+        num_train: Number of training images.
+        batch_size: Images in a batch, reshuffled every epoch.
         learning_rate: Step size of the optimiser.
         init_scale: Factor of all initial parameters, one for all or one per member; traced.
         optimizer: "adamw", or "sgd" with the decay times the learning rate, as in AdamW.
         network: "mlp" or "cnn".
-        options: Of `models.MLP` or `models.CNN`.
+        options: Options of `models.MLP` or `models.CNN`.
         measures: Called as `measures(model, key)` at `measure_at`, for what is too slow for all observations.
         measure_at: Steps out of `observation_steps(num_steps)`.
         **fit_options: For `training.fit`: `callbacks`, `checkpoint`, `layout`.
@@ -107,9 +107,6 @@ def train_grokking(
 
     Raises:
         ValueError: If an option is out of range, or `measure_at` holds other steps.
-
-    References:
-        Sakamoto and Sato (2025), Explaining grokking and information bottleneck through neural collapse emergence.
     """
     check_choice("optimizer", optimizer, ("adamw", "sgd"))
     check_choice("network", network, ("mlp", "cnn"))
@@ -155,16 +152,13 @@ def initial_models(
     network: str = "mlp",
     options: dict[str, Any] | None = None,
 ) -> PyTree:
-    """Networks before training, every parameter multiplied by `init_scale`.
+    """Return stacked networks before training, every parameter multiplied by `init_scale`.
 
     Args:
-        keys: One per member.
-        init_scale: One factor for all, or one per member.
+        keys: One key per member.
+        init_scale: One positive factor for all, or one per member.
         network: "mlp" or "cnn".
-        options: Of `models.MLP` or `models.CNN`.
-
-    Returns:
-        Stacked models.
+        options: Options of `models.MLP` or `models.CNN`.
 
     Raises:
         ValueError: If a factor is not positive, or their number is neither one nor that of the keys.

@@ -164,7 +164,7 @@ class _Batched(eqx.Module):
         leaves, structure = jax.tree.flatten(args)
 
         def member(row: tuple[Any, list[Any]]) -> Any:
-            """One member's result: arrays to stack, arrays that all members share, and how they lie in it."""
+            """Return one member's result: arrays to stack, arrays that all members share, and their places in it."""
             out = self.fun(*structure.unflatten(_filled(leaves, axes, row[1])))
             out_axes = _axis_of_each_leaf("out_axes", self.out_axes, out)
             outputs = list(zip(jax.tree.leaves(out), out_axes, strict=True))
