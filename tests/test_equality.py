@@ -33,7 +33,7 @@ ALLOWED = {  # reason: path:function ..., in dissociation if not said
         "similarity/_dissimilarity.py:kendall koopman/_operators/_spectrum.py:eigenpairs "
         "similarity/_neighbourhoods.py:memberships similarity/_inference.py:jackknife_interval",
     "given as they are":
-        "_core/linalg.py:_centre koopman/_operators/_forecast.py:_r2_score "
+        "_core/linalg.py:centre koopman/_operators/_forecast.py:_r2_score "
         "measures/_crossing.py:_product_limit_median measures/_crossing.py:log_slope training/_sweeps.py:hyperparams "
         "_core/frames.py:_check_steps",
     "integers":

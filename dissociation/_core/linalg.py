@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Inexact
 
-from dissociation._core.checks import check_non_negative, fail
+from dissociation._core.checks import check_non_negative
 from dissociation._core.types import Scalar
 from dissociation._core.validation import validated
 
@@ -53,13 +53,9 @@ def finite_part(matrix: Float[Array, "*b n m"]) -> tuple[Float[Array, "*b n m"],
 
 
 @validated
+@jax.jit
 def centre(x: Float[Array | np.ndarray, "n d"]) -> Float[Array, "n d"]:
     """Subtract the mean of every column, twice: the first mean carries the rounding of a large offset."""
-    return _centre(jnp.asarray(x))
-
-
-@jax.jit
-def _centre(x: Array) -> Array:
     even = jnp.all(x == x[:1], 0)
     centred = x - jnp.mean(x, 0)[None]
     centred = centred - jnp.mean(centred, 0)[None]
@@ -68,20 +64,13 @@ def _centre(x: Array) -> Array:
 
 
 @validated
-def positive_inverse(matrix: Float[Array | np.ndarray, "*b n m"]) -> Float[Array, "*b n m"]:
+@jax.jit
+def positive_inverse(matrix: Float[Array | np.ndarray, "*b n n"]) -> Float[Array, "*b n n"]:
     """Return inverses of positive definite matrices, for stacks of small ones, by batched products.
 
     The inverse of Cholesky's factor is put together from those of its diagonal blocks, twice as large in every round:
     [[A, 0], [B, C]]^{-1} = [[A^{-1}, 0], [-C^{-1} B A^{-1}, C^{-1}]]. Triangular solves of a stack would go one by one.
     """
-    matrix = jnp.asarray(matrix)
-    if matrix.ndim < 2 or matrix.shape[-1] != matrix.shape[-2]:
-        fail("matrix", "be a stack of square matrices", matrix.shape)
-    return _positive_inverse(matrix)
-
-
-@jax.jit
-def _positive_inverse(matrix: Array) -> Array:
     number, batch = matrix.shape[-1], matrix.shape[:-2]
     size = 1 << max(number - 1, 0).bit_length()
     factor = jnp.linalg.cholesky(matrix)

@@ -109,12 +109,10 @@ def train_grokking(
         ValueError: If an option is out of range, or `measure_at` holds other steps.
     """
     check_choice("optimizer", optimizer, ("adamw", "sgd"))
-    check_choice("network", network, ("mlp", "cnn"))
     check_positive("learning_rate", learning_rate)
     for seed in seeds:
         check_seed("seeds", seed)
-    for decay in weight_decays:
-        check_non_negative("weight_decays", decay)
+    check_non_negative("weight_decays", weight_decays)
     count = check_count("num_train", num_train, minimum=1)
     if count > len(dataset.train_images):
         fail("num_train", f"be at most the number of training images ({len(dataset.train_images)})", num_train)

@@ -109,13 +109,14 @@ class LateMeter:
     def __init__(self, total: int, description: str):
         self._begun: tuple[int, str] = total, description
         self._meter: Meter = SilentMeter()
-        self._state, self._lock, self._closed = (0, ""), threading.Lock(), threading.Event()
-        threading.Thread(target=self._wait, daemon=True).start()
+        self._state, self._lock = (0, ""), threading.Lock()
+        self._timer = threading.Timer(self.SECONDS, self._open)
+        self._timer.daemon = True
+        self._timer.start()
 
-    def _wait(self) -> None:
-        self._closed.wait(self.SECONDS)
+    def _open(self) -> None:
         with self._lock:
-            if not self._closed.is_set():
+            if not self._timer.finished.is_set():
                 self._meter = _auto_meter(*self._begun)
                 self._meter.advance(*self._state)
 
@@ -128,7 +129,7 @@ class LateMeter:
     def close(self) -> None:
         """Close the meter, if it has opened."""
         with self._lock:
-            self._closed.set()
+            self._timer.cancel()
             self._meter.close()
 
 

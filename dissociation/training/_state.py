@@ -1,5 +1,6 @@
 """`State` and `make_step`: one optimiser step of one network, as a pure function."""
 
+import dataclasses
 import inspect
 from collections.abc import Callable
 from functools import partial
@@ -67,13 +68,12 @@ class State(eqx.Module):
 
     def replace(self, **changes: Any) -> "State":
         """Return the state with `model`, `aux`, `opt_state`, `hyperparams` or `step` replaced."""
-        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        if "model" in changes:
-            fields["arrays"], static = eqx.partition(changes.pop("model"), eqx.is_array)
-            fields["static"] = Static(static)
         for name in changes:
             checks.check_choice("changes", name, ("model", "aux", "opt_state", "hyperparams", "step"))
-        return State(**(fields | changes))
+        if "model" in changes:
+            arrays, static = eqx.partition(changes.pop("model"), eqx.is_array)
+            changes |= {"arrays": arrays, "static": Static(static)}
+        return dataclasses.replace(self, **changes)
 
 
 class Info(NamedTuple):
