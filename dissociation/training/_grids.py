@@ -103,13 +103,14 @@ class _Sweep(NamedTuple):
     grid: Grid
     keys: Array
     order: Array
-    shapes: tuple[str, ...]
+    shapes: tuple[str, ...]  # quantities that set a model's shape
+    shape_of: list[tuple[Any, ...]]  # values of them, by member
     aux: Any
     options: dict[str, Any]
 
     def fresh(self, make: Callable[..., Any], members: Sequence[int]) -> PyTree:
         """Return what `make`, called as `init` is, returns for members of one shape, stacked."""
-        fixed = dict(zip(self.shapes, self.shape_of(members[0]), strict=True))
+        fixed = dict(zip(self.shapes, self.shape_of[members[0]], strict=True))
         return _fresh(make, fixed, self.keys[jnp.asarray(members), 0])
 
     def start(self, members: Sequence[int]) -> tuple[PyTree, PyTree]:
@@ -126,15 +127,11 @@ class _Sweep(NamedTuple):
         own: Any = (self.order, keys) if self.sampler.shared else keys
         return {"hyperparams": hyperparams, "key": own, **self.options}
 
-    def shape_of(self, member: int) -> tuple[Any, ...]:
-        """Return the values of a member that set its model's shape."""
-        return tuple(self.grid.values[name][member].item() for name in self.shapes)
-
     def alike(self) -> list[list[int]]:
         """Return the members of each shape."""
         found = {}
-        for member in range(len(self.grid)):
-            found.setdefault(self.shape_of(member), []).append(member)
+        for member, shape in enumerate(self.shape_of):
+            found.setdefault(shape, []).append(member)
         return list(found.values())
 
 
@@ -213,15 +210,16 @@ def fit_grid(
         (2, (12, 4), (2, 2, 3))
     """
     root, order = jax.random.split(typed(key))
-    keys = (
-        grid.keys(root) if "seed" in grid.values else jax.vmap(partial(jax.random.fold_in, root))(jnp.arange(len(grid)))
-    )
+    drawn = jax.vmap(partial(jax.random.fold_in, root))
+    keys = grid.keys(root) if "seed" in grid.values else drawn(jnp.arange(len(grid)))
     options = {"num_steps": num_steps, "num_epochs": num_epochs, "save": save, "layout": layout}
     keys = jax.vmap(jax.random.split)(keys)  # for a member's model, and for its training
     if aux is not None and not _makes(aux):
         aux = as_arrays("aux", aux, "members")
         checks.check_same_length("grid", len(grid), "aux", leading_size("aux", aux), "members")
-    sweep = _Sweep(init, step, sampler, grid, keys, order, _shapes(init, step, grid), aux, options)
+    shapes, values = _shapes(init, step, grid), grid.values
+    shape_of = [tuple(values[name][member].item() for name in shapes) for member in range(len(grid))]
+    sweep = _Sweep(init, step, sampler, grid, keys, order, shapes, shape_of, aux, options)
     with terminations_interrupt(), _opened(folder, _identity(sweep, key, num_steps, num_epochs), fresh) as kept:
         plan = kept.plan(lambda: _planned(sweep, memory_budget, keeps=folder is None, progress=progress))
         logger.info("%s", plan)
@@ -272,7 +270,7 @@ def _trained_of(sweep: _Sweep, plan: Plan, kept: "_Folder", models: dict[int, An
     for member in members:
         if member not in places:
             checks.fail("members", f"be places in the grid, from 0 to {len(places) - 1}", member)
-    shapes = set(map(sweep.shape_of, members))
+    shapes = {sweep.shape_of[member] for member in members}
     if len(shapes) != 1:
         checks.fail("members", "be some of one shape", f"{len(shapes)} of them: {', '.join(map(str, sorted(shapes)))}")
     loaded = dict(models)

@@ -79,17 +79,15 @@ def train(
     sampler.check_single()
     keys = streams(typed(key))
 
-    def piece(carry: Any, plan: Any, start: Any, part: _Piece) -> Any:
-        def one(state: State, i: Array) -> tuple[State, Info]:
-            batch = sampler.batch(plan, part.within + i, part.size)
-            return step(state, batch, jax.random.fold_in(keys.loss, start + i))
-
-        return jax.lax.scan(one, carry, jnp.arange(part.steps))
-
     def block(carry: Any, number: Any, start: Any, parts: tuple[_Piece, ...]) -> Any:
         plan, history = sampler.plan(keys.order, number), []
         for part in parts:
-            carry, infos = piece(carry, plan, start, part)
+
+            def one(state: State, i: Array, part: _Piece = part, start: Any = start) -> tuple[State, Info]:
+                batch = sampler.batch(plan, part.within + i, part.size)
+                return step(state, batch, jax.random.fold_in(keys.loss, start + i))
+
+            carry, infos = jax.lax.scan(one, carry, jnp.arange(part.steps))
             history.append(infos)
             start = start + part.steps
         return carry, concatenate(history)
