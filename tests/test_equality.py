@@ -23,14 +23,14 @@ ALLOWED = {  # reason: path:function ..., in dissociation if not said
         "similarity/_dissimilarity.py:kendall koopman/_operators/_spectrum.py:eigenpairs "
         "similarity/_neighbourhoods.py:memberships similarity/_inference.py:jackknife_interval",
     "given as they are":
-        "_core/linalg.py:_centre koopman/_operators/_forecast.py:_r2_score "
+        "_core/linalg.py:centre koopman/_operators/_forecast.py:_r2_score "
         "measures/_crossing.py:_product_limit_median measures/_crossing.py:log_slope training/_sweeps.py:hyperparams "
         "_core/frames.py:_check_steps",
     "integers":
         "_core/conversion.py:as_one_hot figures/_collapse_measures.py:spread_observations "
         "figures/_eigenvector_measures.py:intervals similarity/_pairs.py:_invariants "
         "measures/_transfer.py:transfer_errors recipes/_grokking.py:observation_steps "
-        "training/_schedule.py:check_steps training/_schedule.py:log_spaced_steps rewrites/_bounds.py:_single "
+        "training/_records.py:check_steps training/_records.py:log_spaced_steps rewrites/_bounds.py:_single "
         "rewrites/_canonical.py:_shrunk rewrites/_matching.py:_moves training/_grids.py:_run "
         "koopman/_operators/_pairs.py:merge_moments _core/frames.py:_runs",
     "lengths of rows of zeros, which are exactly 0":

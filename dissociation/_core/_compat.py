@@ -1,6 +1,6 @@
-"""The parts of JAX that may change without notice, in one place: nothing else imports `jax._src` or `jax.extend`.
+"""Entries of JAX that may change without notice: nothing else imports `jax._src` or `jax.extend`.
 
-Each is imported when it is first asked for. If it is gone, the error names what needs it, and all else can be used.
+Each is imported when it is first used. If it is gone, the error names what needs it, and all else can be used.
 """
 
 import importlib

@@ -41,15 +41,15 @@ def fail(name: str, wanted: str, got: object, advice: str = "") -> NoReturn:
 
 
 def fail_kind(name: str, wanted: str, got: object, advice: str = "") -> NoReturn:
-    """Raise the common `TypeError`, in the words of `fail`, for a value of another kind."""
+    """Raise a `TypeError` in the words of `fail`, for a value of another kind."""
     tail = f" {advice}." if advice else ""
     raise TypeError(f"`{name}` must {wanted}, got {str(got).removesuffix('.') or 'nothing'}.{tail}")
 
 
 def warn(message: str, category: type[Warning] = RuntimeWarning, *, gates: int = sys.maxsize) -> None:
-    """Warn at the user's line that led here, however many calls and wrappers are between.
+    """Warn at the user's line that led here, unless more than `gates` calls of `validated` functions are between.
 
-    If more than `gates` calls of `validated` functions are between, an outer one has warned, and this one does not.
+    An outer one of them has warned then.
     """
     frame, level = sys._getframe(1), 2
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INNER:

@@ -11,11 +11,7 @@ NEAR = 2.0**-10
 
 
 def squared_distances(x: Float[Array, "n p"]) -> Float[Array, "n n"]:
-    """|x_i - x_j|^2 by one product; exactly zero for rows that coincide in rounding.
-
-    Rows are taken from the one nearest to the mean, against the cancellation of an offset: differences of small
-    integers stay integers, so that equal distances are equal.
-    """
+    """Return |x_i - x_j|^2 by one product; exactly zero for rows that coincide in rounding."""
     return squared_distances_with_size(x)[0]
 
 
@@ -24,7 +20,7 @@ def squared_distances_with_size(
 ) -> tuple[Float[Array, "n n"], Float[Array, "n n"]]:
     """Return `squared_distances`, and the magnitude whose rounding each of them carries, as `ties.snapped` takes it.
 
-    With `by_order`, for ranks, those of near rows are sums of squared differences: n^2 p more where there are any.
+    If `by_order`, for ranks, those of near rows are sums of squared differences: n^2 p more if there are any.
     """
     norms = root(jnp.sum(x**2, 1))
     middle = jnp.argmin(jnp.sum((x - jnp.mean(x, 0)[None]) ** 2, 1))
@@ -49,7 +45,7 @@ def squared_distances_with_size(
 
 
 def root(square: Float[Array, "*b"]) -> Float[Array, "*b"]:
-    """The square root of what is not negative, with derivative 0 at 0."""
+    """Return the square root, 0 of negative numbers, with derivative 0 at 0."""
     none = square <= 0  # and NaN stays NaN
     return jnp.where(none, 0.0, jnp.sqrt(jnp.where(none, 1.0, square)))
 
@@ -59,8 +55,7 @@ def cosine_distances_with_size(
 ) -> tuple[Float[Array, "n n"], Float[Array, "n n"]]:
     """Return one minus the cosine of two rows, and the magnitude whose rounding it carries, as `ties.snapped` takes it.
 
-    1 between a row of zeros and any other, to which no angle is known. Of rows that are not near, by the product
-    itself: what is equal for rows of small integers is equal here.
+    1 between a row of zeros and any other, to which no angle is known.
     """
     x = x / scale_of(jnp.max(jnp.abs(x), 1, keepdims=True))
     lengths = root(jnp.sum(x**2, 1, keepdims=True))
@@ -75,7 +70,7 @@ def cosine_distances_with_size(
 
 
 def typical(distances: Float[Array, "n n"]) -> Float[Array, ""]:
-    """The median over pairs i < j; where that is zero, as more than half of the pairs coincide, the mean; else 1."""
+    """Return the median over pairs i < j, or their mean if more than half of the pairs coincide, or 1."""
     number = distances.shape[0]
     if number < 2:
         return jnp.ones((), distances.dtype)
@@ -85,10 +80,7 @@ def typical(distances: Float[Array, "n n"]) -> Float[Array, ""]:
 
 
 def median(values: Float[Array, "*b"]) -> Float[Array, ""]:
-    """`jnp.median` of numbers that are not negative; without a sort, which would take longer than the matrices.
-
-    Bits of such numbers are in their order, so the middle one is found bit by bit, by counting.
-    """
+    """Return `jnp.median` of numbers that are not negative, bit by bit by counting: such bits are in their order."""
     number, width = values.size, jnp.finfo(values.dtype).bits
     kind = {16: jnp.int16, 32: jnp.int32, 64: jnp.int64}[width]
     bits = lax.bitcast_convert_type(lax.stop_gradient(values), kind)

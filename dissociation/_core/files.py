@@ -1,7 +1,4 @@
-"""Files that are whole or not there: written beside their target, brought to the disk, and renamed over it.
-
-A reader finds the old file or the new one, never half of one; a write that fails leaves the old one and nothing else.
-"""
+"""Files that are whole or not there: written beside their target, brought to the disk, and renamed over it."""
 
 import errno
 import glob
@@ -18,11 +15,11 @@ from typing import BinaryIO, TextIO
 
 
 class RefusedFile(ValueError):
-    """A file that is broken, missing, or of something else; the message holds its path and what to do."""
+    """Error of a file that is broken, missing, or of something else; the message holds its path and what to do."""
 
 
 def reason_of(error: Exception) -> str:
-    """Why a file of arrays could not be read, for a sentence that goes on."""
+    """Return why a file of arrays could not be read, for the end of a sentence."""
     if isinstance(error, KeyError):
         return f"it lacks {error}"
     if isinstance(error, json.JSONDecodeError):
@@ -34,7 +31,7 @@ def reason_of(error: Exception) -> str:
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Opens a file whose bytes take the place of `path` when the block ends, and vanish if it raises."""
+    """Open a file whose bytes take the place of `path` when the block ends, and vanish if it raises."""
     target = followed(path)
     if target.is_dir():
         raise IsADirectoryError(errno.EISDIR, "It must be a file, got a folder", str(path))
@@ -94,14 +91,14 @@ def _remove_scratches(target: Path) -> None:
 
 
 def write_bytes(path: str | os.PathLike[str], contents: bytes) -> None:
-    """Writes a whole file, see `replacing`."""
+    """Write a whole file, see `replacing`."""
     with replacing(path) as file:
         file.write(contents)
 
 
 @contextmanager
 def locked(lock: str | os.PathLike[str], subject: object) -> Iterator[None]:
-    """Holds `subject` for one process by a file `lock`, which is there as long as the block, or as the process."""
+    """Hold `subject` for one process by a file `lock`, which is there as long as the block, or as the process."""
     path = Path(lock)
     path.parent.mkdir(parents=True, exist_ok=True)
     with _lock_file(path, subject) as file:
@@ -137,7 +134,7 @@ def _without_links(path: str, flags: int) -> int:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Brings the rename to the disk as well, where the system lets a folder be opened."""
+    """Bring the rename to the disk, if the system lets a folder be opened."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:

@@ -17,10 +17,7 @@ _ROWS = "frame.reset_index(drop=True) counts rows as steps"
 
 
 def as_trajectories(name: str, value: Any, *, one: bool = False) -> Any:
-    """Return frames as arrays in the order of time, one per run of an index (run, time), and other values unchanged.
-
-    If `one` is True, an index may hold a single run.
-    """
+    """Return frames as arrays in the order of time, one per run (a single one if `one`), and other values unchanged."""
     several = isinstance(value, (list, tuple))
     parts = list(value) if several else [value]
     if not any(map(is_table, parts)):

@@ -1,7 +1,4 @@
-"""Random keys: fixed ones, for what is random but belongs to no seed (a built-in data set), and both kinds as one.
-
-And normal numbers from all the bits that a key gives, for noise that is drawn anew in every step.
-"""
+"""Random keys of both kinds, fixed ones for what belongs to no seed, and normal numbers from all bits of a key."""
 
 import hashlib
 import math
@@ -19,26 +16,22 @@ from dissociation._core.types import PRNGKey, PRNGKeys
 
 
 def named_key(name: str) -> Key[Array, ""]:
-    """The key of a name, which no seed below 2^32 makes: a caller's draws never meet those made from it.
-
-    It is of JAX's default generator whatever generator is configured, so that it stands for the same draws everywhere.
-    """
+    """Return the key of a name, of JAX's default generator, which no seed below 2^32 makes."""
     words = np.frombuffer(hashlib.sha256(name.encode()).digest()[:8], ">u4").astype(np.uint32)
     return jax.random.wrap_key_data(jnp.asarray(words | np.array([1, 0], np.uint32)), impl="threefry2x32")
 
 
 def typed(key: PRNGKey | PRNGKeys) -> Array:
-    """A key, or keys, as `jax.random.key` makes them."""
+    """Return a key, or keys, as `jax.random.key` makes them."""
     array = jnp.asarray(key)
     return array if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(array)
 
 
 def normal(key: PRNGKey, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> Float[Array, "..."]:
-    """Standard normal numbers, as `jax.random.normal` draws them, from half as many evaluations of the generator.
+    """Return standard normal numbers, other ones than `jax.random.normal`, from half as many calls of the generator.
 
     Threefry makes two words of 32 bits at once; `jax.random.bits` returns their exclusive or. Here both serve, in
-    float32 and narrower dtypes. Other generators and dtypes are left to `jax.random.normal`. A pure function of the
-    key, the same under any mapping; the numbers are others than those of `jax.random.normal`.
+    float32 and narrower dtypes. Other generators and dtypes are left to `jax.random.normal`.
 
     Source: Salmon et al. (2011), Parallel random numbers: as easy as 1, 2, 3.
     """
@@ -64,7 +57,7 @@ def normal(key: PRNGKey, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32)
 
 
 def _normal_of_bits(bits: Array) -> Array:
-    """Standard normal numbers of random words, by the inverse of their distribution function."""
+    """Return standard normal numbers of random words, by the inverse of their distribution function."""
     # 23 bits as the fraction of a number in [1, 2), brought to (-1, 1).
     uniform = lax.bitcast_convert_type((bits >> 9) | np.uint32(0x3F800000), jnp.float32) - 1.0
     least = np.nextafter(np.float32(-1.0), np.float32(0.0))

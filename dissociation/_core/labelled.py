@@ -1,8 +1,4 @@
-"""Arrays with names for their axes: dimensions, coordinates and units beside the numbers, tables and files of them.
-
-`label` makes them of arrays and the names of their axes, `labelling.label_tree` of what a measure or a training
-returned, `figures.results_of` of a figure's results, and `load_results` of a file.
-"""
+"""Arrays with names for their axes: dimensions, coordinates and units beside the numbers, tables and files of them."""
 
 import dataclasses
 import importlib
@@ -26,7 +22,6 @@ if TYPE_CHECKING:
     import pandas
     import xarray
 
-__all__ = ["Families", "Labelled", "label", "load_results"]
 
 Families = Mapping[str, Mapping[str, Sequence[str | int]]]
 """How names of arrays go on: by their beginning, the words or numbers that follow, by the axis that they are."""
@@ -41,15 +36,14 @@ _KINDS = {".npz": (b"PK", "zip archive"), ".nc": (b"\x89HDF", "HDF5 file")}
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Labelled:
-    """Arrays by name, and what their axes are; `label` makes it.
+    """Arrays by name, and their axes; `label` makes it.
 
     Attributes:
-        arrays: By name, NumPy: numbers, truth values or text.
-        dims: The axes of every array and of every coordinate, by name.
-        coords: What the places along an axis are: one-dimensional arrays by name. One that has the name of its axis
-            stands for it.
-        units: Of arrays and coordinates that have one.
-        attrs: What else there is to say, as JSON has it.
+        arrays: Arrays by name, NumPy: numbers, booleans or text.
+        dims: Axes of every array and of every coordinate, by name.
+        coords: One-dimensional arrays along an axis, by name. One with the name of its axis stands for it.
+        units: Units of arrays and coordinates that have one.
+        attrs: Further attributes, as JSON has them.
     """
 
     arrays: Mapping[str, np.ndarray]
@@ -92,17 +86,13 @@ class Labelled:
         return "\n".join(lines)
 
     def stacked(self, families: Families) -> "Labelled":
-        """Arrays that differ in how their names end, in one, along first axes that say so.
+        """Return the arrays with those that differ in how their names end in one, along first axes, with NaN in gaps.
 
-        What no array of a family has is NaN. A family whose arrays differ in their axes, or whose gaps cannot be NaN,
-        stays as it is.
+        A family whose arrays differ in their axes, or whose gaps cannot be NaN, stays as it is.
 
         Args:
             families: For example `{"error": {"variants": ("trained", "scaled")}}`, which makes `error`
                 [variants, ...] of `error_trained` [...] and `error_scaled` [...].
-
-        Returns:
-            The arrays with those of families in one, and the words as coordinates of the new axes.
         """
         found = {beginning: self._members(beginning, axes) for beginning, axes in families.items()}
         found = {beginning: members for beginning, members in found.items() if members}
@@ -130,7 +120,7 @@ class Labelled:
         return label(arrays, dims, coords=coords, units=units, attrs=self.attrs)
 
     def _members(self, beginning: str, axes: Mapping[str, Sequence[str | int]]) -> dict[tuple[str | int, ...], str]:
-        """The arrays of a family by the words of their names; none if they differ in kind or axes."""
+        """Return the arrays of a family by the words of their names; none if they differ in kind or axes."""
         members = {
             words: name
             for words in itertools.product(*axes.values())
@@ -140,12 +130,11 @@ class Labelled:
         return members if len(kinds) == 1 and beginning not in self.arrays else {}
 
     def to_xarray(self) -> "xarray.Dataset":
-        """A dataset of xarray, with dimensions, coordinates, units and attributes (those that are no text or number as
-        JSON).
+        """Return a dataset of xarray, with dimensions, coordinates, units and attributes (some of them as JSON).
 
         Raises:
             ImportError: If xarray is not installed.
-        """  # noqa: D205
+        """
         xarray = _extra("xarray")
 
         def variables(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
@@ -159,10 +148,10 @@ class Labelled:
         return xarray.Dataset(variables(self.arrays), coords=variables(self.coords), attrs=plain)
 
     def to_dataframe(self, *names: str) -> dict[tuple[str, ...], "pandas.DataFrame"]:
-        """Tidy tables of pandas, one per set of axes and never their product: a row per number, columns that say where.
+        """Return tidy tables of pandas, one per set of axes and never their product: a row per number.
 
         Args:
-            *names: Of arrays; all, if none is named.
+            *names: Names of arrays; none means all.
 
         Returns:
             By the names of the axes, a table with a column per axis (its coordinate, or the place from 0), one per
@@ -170,7 +159,7 @@ class Labelled:
 
         Raises:
             ImportError: If pandas is not installed.
-            ValueError: If there is no such array.
+            ValueError: If a name is unknown.
         """
         pandas = _extra("pandas")
         groups: dict[frozenset[str], list[str]] = {}
@@ -194,14 +183,11 @@ class Labelled:
         return columns
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Writes a file, whole or not at all, from which `load_results` gives the same again.
+        """Write a file, whole or not at all, from which `load_results` gives the same again, and return its path.
 
         Args:
             path: Ends in ".npz", which NumPy reads, or in ".nc", which takes xarray and h5netcdf: complex numbers are
                 kept in the HDF5 form of h5py and NumPy.
-
-        Returns:
-            The path.
 
         Raises:
             ValueError: If it ends otherwise.
@@ -234,11 +220,10 @@ def label(
     units: Mapping[str, str] | None = None,
     attrs: Mapping[str, Any] | None = None,
 ) -> Labelled:
-    """Names for the axes of arrays.
+    """Return arrays with names for their axes.
 
-    An array that is named as its only axis becomes that axis's coordinate. Where an array has an axis twice, the second
-    is called `other_` and its name; where arrays disagree in the length of an axis that has no coordinate, its
-    name ends in the length.
+    An array with the name of its only axis becomes the coordinate. If an array has an axis twice, the second is called
+    `other_` and its name; if arrays disagree in the length of an axis without a coordinate, its name ends in it.
     """
     known = {name: _on_host(name, value) for name, value in arrays.items()}
     axes = {name: tuple(dims.get(name, ())) for name in known}
@@ -262,7 +247,7 @@ def label(
 def _told_apart(
     axes: Mapping[str, tuple[str, ...]], arrays: Mapping[str, np.ndarray], known: AbstractSet[str]
 ) -> dict[str, tuple[str, ...]]:
-    """Axes without one twice in an array, and without one name for several lengths, `known` ones apart."""
+    """Return axes without one twice in an array, and without one name for several lengths, `known` ones apart."""
     once = {}
     for name, own in axes.items():
         earlier = [own[:i].count(axis) for i, axis in enumerate(own)]
@@ -296,7 +281,7 @@ def _on_host(name: str, value: Any) -> np.ndarray:
 
 
 def as_json(value: Any) -> Any:
-    """What comes back after writing to JSON: lists for tuples and arrays, dictionaries for dataclasses."""
+    """Return what JSON gives back: lists for tuples and arrays, dictionaries for dataclasses."""
     return json.loads(json.dumps(value, default=_plain))
 
 
@@ -318,17 +303,17 @@ def save_npz(path: str | os.PathLike[str], labelled: Labelled, families: Familie
 
 
 def load_results(path: str | os.PathLike[str]) -> Labelled:
-    """Reads what `Labelled.save` or the command line wrote.
+    """Read a file that `Labelled.save` or the command line wrote.
 
     Args:
-        path: Of a file that ends in ".npz" or ".nc"; the latter takes xarray and h5netcdf.
+        path: Path of a file that ends in ".npz" or ".nc"; the latter takes xarray and h5netcdf.
 
     Returns:
         Arrays with dimensions, coordinates, units and attributes as they were.
 
     Raises:
-        FileNotFoundError: If there is none.
-        RefusedFile: If it is broken, a folder, or no file of results.
+        FileNotFoundError: If there is no such file.
+        RefusedFile: If it is broken, a folder, or not a file of results.
         OSError: If it cannot be read.
         ValueError: If it ends otherwise.
         ImportError: If a package is not installed.

@@ -11,8 +11,7 @@ DISTRIBUTION = "dissociation"
 def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return `__getattr__` and `__dir__` of a package, which import a public name when it is first used.
 
-    The package lists its names in `__all__` and imports them under `if TYPE_CHECKING:`, where type checkers and
-    editors find them. The modules that define the names are read from there.
+    The package lists its names in `__all__` and imports them under `if TYPE_CHECKING:`, where their modules are read.
     """
     homes: dict[str, str] = {}
 

@@ -1,7 +1,7 @@
 """Small differentiable linear algebra: powers of positive semidefinite matrices, the nuclear norm, centring.
 
-An eigenvector has no derivative where eigenvalues coincide, and JAX's own rules are not finite there. The functions
-here depend on the matrix alone, whichever eigenvectors are taken, so they do have one; their rules are written out.
+An eigenvector has no derivative if eigenvalues coincide, and JAX's own rules are not finite there. The functions here
+depend on the matrix alone, so they have one; their rules are written out.
 """
 
 from collections.abc import Callable
@@ -14,30 +14,18 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Inexact
 
-from dissociation._core.checks import check_non_negative, fail
+from dissociation._core.checks import check_non_negative
 from dissociation._core.types import Scalar
 from dissociation._core.validation import validated
 
-__all__ = [
-    "centre",
-    "finite_part",
-    "no_derivative",
-    "nuclear_norm",
-    "positive_inverse",
-    "product",
-    "psd_power",
-    "scale_of",
-    "singular_map",
-]
-
 
 def product(a: Inexact[Array, "... n k"], b: Inexact[Array, "... k m"]) -> Inexact[Array, "... n m"]:
-    """The matrix product at the highest precision that the backend has."""
+    """Return the matrix product at the highest precision of the backend."""
     return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
 
 
 def scale_of(size: Float[Array, "*b"]) -> Float[Array, "*b"]:
-    """A power of two near a size: what divides data without rounding, and counts as a constant."""
+    """Return a power of two near a size, which divides data without rounding and counts as a constant."""
     size = lax.stop_gradient(size)
     usable = (size > 0) & jnp.isfinite(size)
     exponent = jnp.frexp(jnp.where(usable, size, 0.5))[1]
@@ -46,7 +34,7 @@ def scale_of(size: Float[Array, "*b"]) -> Float[Array, "*b"]:
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
 def no_derivative(x: Array, what: str) -> Array:
-    """The array itself, through which no derivative is taken: that is an error which names `what`."""
+    """Return the array, through which no derivative is taken: that is an error which names `what`."""
     return x
 
 
@@ -56,26 +44,18 @@ def _no_derivative(what: str, primals: Any, tangents: Any) -> Any:
 
 
 def finite_part(matrix: Float[Array, "*b n m"]) -> tuple[Float[Array, "*b n m"], Float[Array, "*b"]]:
-    """A matrix that LAPACK can be given, and a number to add to all that comes of it.
+    """Return the matrix, or zeros if an entry is not finite, and 0 or NaN to add to what is computed of it.
 
-    On an infinite or undefined entry its decompositions may loop without end, and may return finite numbers.
+    LAPACK may loop without end on an infinite or undefined entry, and may return finite numbers.
     """
     finite = jnp.all(jnp.isfinite(matrix), (-2, -1))
     return jnp.where(finite[..., None, None], matrix, 0.0), jnp.where(finite, 0.0, jnp.nan).astype(matrix.dtype)
 
 
 @validated
-def centre(x: Float[Array | np.ndarray, "n d"]) -> Float[Array, "n d"]:
-    """Subtracts the mean of every column.
-
-    It does so twice: the first mean carries the rounding of a large offset. A column that is constant becomes zeros,
-    and not what rounding leaves of it.
-    """
-    return _centre(jnp.asarray(x))
-
-
 @jax.jit
-def _centre(x: Array) -> Array:
+def centre(x: Float[Array | np.ndarray, "n d"]) -> Float[Array, "n d"]:
+    """Subtract the mean of every column, twice: the first mean carries the rounding of a large offset."""
     even = jnp.all(x == x[:1], 0)
     centred = x - jnp.mean(x, 0)[None]
     centred = centred - jnp.mean(centred, 0)[None]
@@ -84,21 +64,13 @@ def _centre(x: Array) -> Array:
 
 
 @validated
-def positive_inverse(matrix: Float[Array | np.ndarray, "*b n m"]) -> Float[Array, "*b n m"]:
-    """Inverses of positive definite matrices, for stacks of small ones.
-
-    By Cholesky's factor L, whose inverse is put together from those of its diagonal blocks, twice as large in every
-    round: [[A, 0], [B, C]]^{-1} = [[A^{-1}, 0], [-C^{-1} B A^{-1}, C^{-1}]]. But for the factor everything is a batched
-    product, where triangular solves of a stack go one by one.
-    """
-    matrix = jnp.asarray(matrix)
-    if matrix.ndim < 2 or matrix.shape[-1] != matrix.shape[-2]:
-        fail("matrix", "be a stack of square matrices", matrix.shape)
-    return _positive_inverse(matrix)
-
-
 @jax.jit
-def _positive_inverse(matrix: Array) -> Array:
+def positive_inverse(matrix: Float[Array | np.ndarray, "*b n n"]) -> Float[Array, "*b n n"]:
+    """Return inverses of positive definite matrices, for stacks of small ones, by batched products.
+
+    The inverse of Cholesky's factor is put together from those of its diagonal blocks, twice as large in every round:
+    [[A, 0], [B, C]]^{-1} = [[A^{-1}, 0], [-C^{-1} B A^{-1}, C^{-1}]]. Triangular solves of a stack would go one by one.
+    """
     number, batch = matrix.shape[-1], matrix.shape[:-2]
     size = 1 << max(number - 1, 0).bit_length()
     factor = jnp.linalg.cholesky(matrix)
@@ -125,16 +97,12 @@ def _positive_inverse(matrix: Array) -> Array:
 def psd_power(
     matrix: Float[Array | np.ndarray, "d d"], power: float | int, *, rtol: Scalar | None = None
 ) -> Float[Array, "d d"]:
-    r"""A power of a positive semidefinite matrix, of its inverse kind only on the range of the matrix.
+    """Return a power of a positive semidefinite matrix, on its range if the power is not positive.
 
         M = V diag(l) V^T   ->   V diag(f(l)) V^T,     f(l) = l^power if l > rtol max(l), else 0
-
-    Power -1 is the pseudo-inverse, -1/2 whitens, 1/2 is the square root, 0 projects onto the range. The derivative is
-
         dP = V (F * (V^T dM V)) V^T,     F_ij = (f(l_i) - f(l_j)) / (l_i - l_j)
 
-    with its limit l^(power - 1) power where eigenvalues coincide, f(l_i) / l_i where l_j is cut off, and 0 where both
-    are. It is finite for every spectrum and is the true one along directions that keep the rank.
+    F has its limit l^(power - 1) power if eigenvalues coincide, f(l_i) / l_i if l_j is cut off, and 0 if both are.
 
     Source: Daleckii and Krein (1965), Integration and differentiation of functions of Hermitian operators. Higham
     (2008), Functions of matrices, theorem 3.11.
@@ -169,7 +137,7 @@ def _psd_power_jvp(power: float, primals: tuple[Array, Array], tangents: tuple[A
 
 @partial(jax.jit, static_argnums=0)
 def _decompose(power: float, matrix: Array, rtol: Array) -> tuple[Array, Array, Array, Array]:
-    """Eigenvalues (1 where cut off), which are kept, eigenvectors, and the power of the matrix."""
+    """Return eigenvalues (1 if cut off), which are kept, eigenvectors, and the power of the matrix."""
     matrix, undefined = finite_part(matrix)
     values, vectors = jnp.linalg.eigh(matrix, symmetrize_input=False)
     kept = values > rtol * jnp.maximum(values[-1], 0.0)
@@ -179,42 +147,35 @@ def _decompose(power: float, matrix: Array, rtol: Array) -> tuple[Array, Array, 
 
 
 @validated
-def nuclear_norm(matrix: Float[Array | np.ndarray, "m k"], *, rtol: Scalar | None = None) -> Float[Array, ""]:
-    """The sum of the singular values; d|M| = <U V^T, dM> with the singular vectors of those that are not negligible.
+def nuclear_norm(matrix: Float[Array | np.ndarray, "m k"]) -> Float[Array, ""]:
+    """Return the sum of the singular values; d|M| = <U V^T, dM> with singular vectors that are not negligible.
 
-    Where the rank is deficient the norm has a kink, and this is the subgradient of least norm.
+    If the rank is deficient this is the subgradient of least norm.
 
     Source: Watson (1992), Characterization of the subdifferential of some matrix norms.
     """
-    matrix = jnp.asarray(matrix)
-    if rtol is None:
-        rtol = max(matrix.shape) * float(jnp.finfo(matrix.dtype).eps)
-    check_non_negative("rtol", rtol)
-    return _nuclear_norm(matrix, jnp.asarray(rtol, matrix.dtype))
+    return _nuclear_norm(jnp.asarray(matrix))
 
 
 @jax.custom_jvp
 @jax.jit
-def _nuclear_norm(matrix: Array, rtol: Array) -> Array:
-    del rtol
+def _nuclear_norm(matrix: Array) -> Array:
     matrix, undefined = finite_part(matrix)
     return jnp.sum(jnp.linalg.svd(matrix, compute_uv=False)) + undefined
 
 
 @_nuclear_norm.defjvp
-def _nuclear_norm_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
-    matrix, rtol = primals
-    matrix, undefined = finite_part(matrix)
+def _nuclear_norm_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    matrix, undefined = finite_part(primals[0])
     left, values, right = jnp.linalg.svd(matrix, full_matrices=False)
+    rtol = max(matrix.shape) * float(jnp.finfo(matrix.dtype).eps)
     polar = product(left * (values > rtol * values[0])[None], right) + undefined
     return jnp.sum(values) + undefined, jnp.sum(polar * tangents[0])
 
 
 def rank_cut(x: Float[Array, "n p"]) -> float:
-    """Singular values of a matrix that count as zero, of the largest: max(n, p) roundings, and not more than 300.
-
-    What rounding leaves of a direction that is missing does not grow with the number of samples: some 3 roundings.
-    """
+    """Return the share of the largest singular value up to which others count as zero."""
+    # What rounding leaves of a missing direction does not grow with the number of samples: some 3 roundings.
     return min(max(x.shape), 300) * float(jnp.finfo(x.dtype).eps)
 
 
@@ -222,13 +183,10 @@ def rank_cut(x: Float[Array, "n p"]) -> float:
 def singular_map(
     function: Callable[[Array, Array], Array], x: Float[Array, "n p"], parameter: Float[Array, "..."]
 ) -> Float[Array, "n p"]:
-    """U diag(f(s)) V^T of a matrix U diag(s) V^T, with zeros where s is negligible.
+    """Return U diag(f(s)) V^T of a matrix U diag(s) V^T, with zeros for negligible s; f = 1 gives the polar factor.
 
-    f = 1 is the polar factor, an orthonormal basis of the columns' span. The derivative exists for every spectrum, as
-    that of `psd_power`: of two components it takes the divided differences of f, their mean slope where they coincide.
-
-    `function`: f of the singular values [k] in falling order and of `parameter`, entry by entry but for what is
-    constant under small changes, as a cut is. Hashable.
+    The derivative takes divided differences of f, as that of `psd_power`. `function` is f of the singular values [k] in
+    falling order and of `parameter`, entry by entry but for what is constant under small changes; hashable.
     """
     return _singular(function, x, parameter)[0]
 

@@ -1,29 +1,216 @@
-"""What measures return: frozen results that print their numbers, and have tables and files of them with names."""
+"""Results of measures and trainings, which print their numbers, and have tables and files with names for their axes.
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+Names come from annotations, and from axes that mapping adds in front.
+"""
+
+import dataclasses
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import equinox as eqx
+import jax
 import numpy as np
 
-from dissociation._core.checks import is_traced
-from dissociation._core.labelling import Labels
+from dissociation._core import checks
+from dissociation._core.conversion import number_kind
+from dissociation._core.labelled import Labelled, label
 
-__all__ = ["Result", "printed"]
+if TYPE_CHECKING:
+    import os
+    from pathlib import Path
+
+    import pandas
+    import xarray
 
 _PRINTED = 16
 _LONGEST = 80
 
 
+@runtime_checkable
+class Axes(Protocol):
+    """Interface of members as the product of named axes: a `training.Grid`."""
+
+    @property
+    def axes(self) -> tuple[str, ...]: ...  # noqa: D102
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...  # noqa: D102
+
+    @property
+    def coords(self) -> Mapping[str, tuple[str, np.ndarray]]: ...  # noqa: D102
+
+
+Over = str | Sequence[str] | Mapping[str, Any] | Axes | None
+"""What axes lie in front of the annotated ones: one name or several, the first axis first; names and what the places
+along them are; or the grid of a sweep, whose axes the first axis becomes."""
+
+
+class Labels:
+    """Mixin of labelled arrays, tables and files of a result; named tuples take its methods one by one."""
+
+    __slots__ = ()
+
+    def labelled(self: Any, over: Over = None) -> Labelled:
+        """Label the arrays of the result, see `label_tree`."""
+        return label_tree(self, over)
+
+    def to_xarray(self: Any, over: Over = None) -> "xarray.Dataset":
+        """Return a dataset, see `label_tree` and `Labelled.to_xarray`."""
+        return self.labelled(over).to_xarray()
+
+    def to_dataframe(self: Any, over: Over = None) -> "dict[tuple[str, ...], pandas.DataFrame]":
+        """Return tidy tables by their axes, see `label_tree` and `Labelled.to_dataframe`."""
+        return self.labelled(over).to_dataframe()
+
+    def save(self: Any, path: "str | os.PathLike[str]", over: Over = None) -> "Path":
+        """Write `.npz` or `.nc`, see `label_tree` and `Labelled.save`."""
+        return self.labelled(over).save(path)
+
+
+class _Front(NamedTuple):
+    """Axes in front of the annotated ones."""
+
+    axes: tuple[str, ...]
+    coords: dict[str, tuple[str, Any]]
+    grid: tuple[int, ...] = ()  # what the first axis becomes
+
+    @property
+    def depth(self) -> int:
+        """Return the number of axes in front as they come, members of a grid one of them."""
+        return len(self.axes) - max(len(self.grid) - 1, 0)
+
+
+def label_tree(tree: Any, over: Over = None, *, then: Mapping[str, Any] | None = None) -> Labelled:
+    """Label the arrays of a result: a module, a named tuple, dictionaries and lists of arrays, within each other.
+
+    An array has the name of its field, with those of the fields around it in front. Its axes have the names in the
+    field's annotation, `Float[Array, "pairs r"]`, or `<array>_dim_<place>`. `UNITS` of a result names units of fields;
+    text and static fields become attributes; `None` and functions are left out. `axis_coordinates()` gives coordinates.
+    """
+    if isinstance(tree, Labelled):
+        return tree
+    front, more = _front(over), _front(then)
+    front = _Front((*front.axes, *more.axes), front.coords | more.coords, front.grid)
+    arrays, dims, units, attrs = {}, {}, {}, {}
+    for name, value, hint, unit in _fields(tree, ""):
+        if name in arrays or name in attrs:
+            checks.fail("tree", "give each array a name of its own", f"{name} twice")
+        if hint is None:
+            attrs[name] = value
+            continue
+        arrays[name], dims[name] = _placed(name, value, hint, front)
+        units |= {name: unit} if unit else {}
+    if not arrays:
+        checks.fail_kind("tree", "hold arrays", f"an object of type {type(tree).__name__}")
+    used = {axis for axes in dims.values() for axis in axes}
+    beside = dict(front.coords) | getattr(tree, "axis_coordinates", dict)()
+    coords = {name: values for name, (axis, values) in beside.items() if axis in used}
+    dims |= {name: (axis,) for name, (axis, _) in beside.items() if name in coords}
+    return label(arrays, dims, coords=coords, units=units, attrs=attrs)
+
+
+def _front(over: Over) -> _Front:
+    if isinstance(over, Axes):
+        return _Front(over.axes, dict(over.coords), over.shape)
+    if isinstance(over, Mapping):
+        given = {name: (name, np.asarray(values)) for name, values in over.items() if values is not None}
+        return _Front(tuple(over), given)
+    return _Front((over,) if isinstance(over, str) else tuple(over or ()), {})
+
+
+def _fields(tree: Any, name: str, hint: Any = (None, ()), unit: str = "") -> Iterator[tuple[str, Any, Any, str]]:
+    """Yield arrays and statics with their names, annotations (None for statics) and units."""
+    if tree is None or (callable(tree) and not dataclasses.is_dataclass(tree)):
+        return
+    if isinstance(tree, str):
+        yield name or "text", tree, None, ""
+    elif (fields := _record(tree)) is not None:
+        hints, units = _hints(type(tree)), getattr(tree, "UNITS", {})
+        axes = getattr(tree, "AXES", ())
+        for field, static in fields.items():
+            value, inner = getattr(tree, field), f"{name}_{field}" if name else field
+            if not static:
+                yield from _fields(value, inner, (hints.get(field), axes), units.get(field, ""))
+            elif not callable(value):
+                yield inner, value, None, ""
+    elif isinstance(tree, Mapping) or (isinstance(tree, list | tuple) and not _is_leaf(tree)):
+        for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+            yield from _fields(value, f"{name}_{key}" if name else str(key), unit=unit)
+    else:
+        yield name or "values", tree, hint, unit
+
+
+def _record(tree: Any) -> dict[str, bool] | None:
+    """Return the fields of a named tuple or dataclass, and whether they are static; None for anything else."""
+    if hasattr(tree, "_fields"):
+        return dict.fromkeys(tree._fields, False)
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return {field.name: bool(field.metadata.get("static")) for field in dataclasses.fields(tree)}
+    return None
+
+
+def _is_leaf(tree: Sequence[Any]) -> bool:
+    """Return True if a list is an array: of plain numbers, at least one."""
+    return bool(tree) and all(isinstance(item, bool | int | float | complex | np.generic) for item in tree)
+
+
+def _hints(kind: type) -> dict[str, Any]:
+    return {
+        name: hint for base in reversed(kind.__mro__) for name, hint in base.__dict__.get("__annotations__", {}).items()
+    }
+
+
+def _placed(name: str, value: Any, hint: tuple[Any, tuple[str, ...]], front: _Front) -> tuple[Any, tuple[str, ...]]:
+    """Return an array with its axes, those of a grid unfolded."""
+    if isinstance(value, jax.Array) and number_kind(value.dtype) == "key":
+        value = jax.random.key_data(value)
+    shape = np.shape(value)
+    before, several, after = _annotated(hint[0], hint[1], len(shape))
+    extra = len(shape) - len(before) - len(after)
+    in_front = front.depth if extra >= front.depth and front.depth else 0
+    left = extra - in_front
+    middle = [f"{several}_{i}" if left > 1 else several for i in range(left)] if several else [None] * left
+    own = [*before, *middle, *after]
+    named = tuple(axis or f"{name}_dim_{i}" for i, axis in enumerate(own))
+    if not in_front:
+        return value, named
+    if front.grid:
+        if shape[0] != int(np.prod(front.grid)):
+            wanted = f"hold arrays of {int(np.prod(front.grid))} members, of a grid of {front.grid}"
+            checks.fail("tree", wanted, f"{shape} in {name}")
+        value = np.asarray(value).reshape(*front.grid, *shape[1:])
+    return value, (*front.axes, *named)
+
+
+def _annotated(hint: Any, axes: tuple[str, ...], ndim: int) -> tuple[list[str | None], str | None, list[str | None]]:
+    """Return names of axes in an annotation: those before a variable number of axes, its name, those after.
+
+    `axes` replace "..." if an array has as many.
+    """
+    for kind in typing.get_args(hint) if isinstance(hint, types.UnionType) or typing.get_origin(hint) else [hint]:
+        if not hasattr(kind, "index_variadic"):
+            continue
+        names = [None if (dim_name := getattr(dim, "name", None)) in (None, "_") else dim_name for dim in kind.dims]
+        at = kind.index_variadic
+        if at is None and len(names) <= ndim:
+            return [], None, names
+        if at is not None and names[at] is None and len(names) - 1 + len(axes) == ndim:
+            return [], None, [*names[:at], *axes, *names[at + 1 :]]
+        if at is not None and len(names) - 1 <= ndim:
+            return names[:at], names[at], names[at + 1 :]
+    return [], None, []
+
+
 class Result(eqx.Module, Labels):
     """Base of results. Small arrays are printed as numbers, larger ones as their shape and the range of their numbers.
 
-    Axes have the names in the fields' annotations: `result.to_xarray("seeds")` where `vmap` put seeds in front, see
-    `labelling.label_tree`; `to_dataframe` gives tidy tables, `save` writes `.npz` or `.nc`.
+    Axes have the names in the fields' annotations: `result.to_xarray("seeds")` if `vmap` put seeds in front.
 
     Attributes:
-        UNITS: Of fields that have one, by name.
-        AXES: The axes that "..." in annotations stands for, where an array has as many.
+        UNITS: Units of fields, by name.
+        AXES: Axes for "..." in annotations, if an array has as many.
         LEAST: By a field's name, the number at or below which its numbers are printed as being below it.
 
     Example:
@@ -44,7 +231,7 @@ class Result(eqx.Module, Labels):
 
 
 def printed(self: Any) -> str:
-    """A result as text, as `Result` prints it; named tuples, which have no bases, take it as their `__repr__`."""
+    """Return a result as text; named tuples, which have no bases, take it as their `__repr__`."""
     fields = self._asdict() if hasattr(self, "_asdict") else vars(self)
     least = getattr(self, "LEAST", {})
     known = {name: value for name, value in fields.items() if value is not None}
@@ -53,7 +240,7 @@ def printed(self: Any) -> str:
 
 
 def _shown(value: Any, least: float) -> str:
-    if not eqx.is_array_like(value) or is_traced(value):
+    if not eqx.is_array_like(value) or checks.is_traced(value):
         text = eqx.tree_pformat(value)
         if type(value) in (list, tuple) and len(text) > _LONGEST:
             return f"({eqx.tree_pformat(value[0])}, ..., {eqx.tree_pformat(value[-1])})"

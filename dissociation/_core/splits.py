@@ -2,15 +2,9 @@
 
 import numpy as np
 
-__all__ = ["folds", "permutation"]
-
 
 def permutation(number: int) -> np.ndarray:
-    """Return the fixed permutation of `number` rows: the same on every machine and with every NumPy version.
-
-    Returns:
-        The integers from 0 to `number` - 1, [number].
-    """
+    """Return a fixed permutation [number], the same on every machine and with every NumPy version."""
     # Raw words of a bit generator are stable across versions of NumPy; its `permutation` is not.
     return np.argsort(np.random.Philox(key=1).random_raw(number), kind="stable")
 

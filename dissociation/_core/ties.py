@@ -7,8 +7,6 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-__all__ = ["ranks", "snapped"]
-
 ROUNDINGS = 64
 """Rounding units of `size` up to which neighbours are tied. Products and LAPACK leave up to 48 of them."""
 
@@ -17,11 +15,10 @@ LONGEST = 4
 
 
 def snapped(values: Any, size: Any = None) -> Any:
-    """Return `values` with numbers that differ by rounding alone made equal, for ranks, `==` and unique.
+    """Return `values` with numbers that differ by rounding alone made equal; the result counts as a constant.
 
     In rising order, neighbours closer than 64 rounding units of `size` take the value of the least of them, or 0 if
-    that is as close to 0. A fixed grid would separate equal numbers on two sides of a boundary. The order is kept, a
-    power of two scales the result, and the result counts as a constant.
+    that is as close to 0. A fixed grid would separate equal numbers on two sides of a boundary.
     """
     xp: Any = np if isinstance(values, np.ndarray) else jnp
     values = xp.asarray(values)

@@ -12,7 +12,7 @@ else:
 
 
 class Labels(NamedTuple):
-    """Marks an argument of class labels: callers give integers [n] or one-hot rows [n, classes], as they have them."""
+    """Mark of an argument of class labels, which callers give as integers [n] or one-hot rows [n, classes]."""
 
     one_hot: bool
     """Whether the function works on one-hot rows, or on integers."""
@@ -21,7 +21,7 @@ class Labels(NamedTuple):
 
 
 class InTime:
-    """Marks an argument of trajectories: frames are read as `frames.as_trajectories` says."""
+    """Mark of an argument of trajectories: frames are read by `frames.as_trajectories`."""
 
 
 Scalar = float | int | Float[Array | np.ndarray, ""]

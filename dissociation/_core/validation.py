@@ -87,50 +87,49 @@ def validated(
     return gate
 
 
-class _Axes(NamedTuple):
-    """Shape of an annotation."""
+class _Kind(NamedTuple):
+    """Kind of numbers and shape of one jaxtyping annotation."""
 
-    names: tuple[str | int, ...]  # a name or a fixed length
+    numbers: frozenset[str]  # of "bool", "int", "float", "complex"
+    names: tuple[str | int, ...]  # of axes, each a name or a fixed length
     variadic: int | None  # position of any number of axes
+    on_host: bool  # NumPy alone
+    on_device: bool  # JAX alone
 
-    def __str__(self) -> str:
+    @property
+    def shape(self) -> str:
+        """Return the axes in brackets."""
         words = list(map(str, self.names))
         if self.variadic is not None:
             words.insert(self.variadic, "...")
         return f"[{', '.join(words)}]"
 
+    @property
+    def words(self) -> str:
+        """Return the words for numbers of this kind and shape."""
+        return f"{kind_words(self.numbers)} {self.shape}"
+
     def fits(self, ndim: int) -> bool:
+        """Return True if an array may have this number of axes."""
         return ndim == len(self.names) if self.variadic is None else ndim >= len(self.names)
 
     def check(self, name: str, shape: tuple[int, ...], bound: Bound) -> None:
+        """Raise unless an array of this shape fits the annotation and the lengths of axes in `bound`."""
+        count = len(self.names)
         if not self.fits(len(shape)):
             least = "at least " if self.variadic is not None else ""
-            count = len(self.names)
-            wanted = f"have {least}{count} {'axis' if count == 1 else 'axes'} {self}" if count else "be a single number"
-            fail(name, wanted, f"shape {shape}")
-        before = len(self.names) if self.variadic is None else self.variadic
-        sizes = (*shape[:before], *shape[len(shape) - len(self.names) + before :])
+            axes = f"have {least}{count} {'axis' if count == 1 else 'axes'} {self.shape}"
+            fail(name, axes if count else "be a single number", f"shape {shape}")
+        before = count if self.variadic is None else self.variadic
+        sizes = (*shape[:before], *shape[len(shape) - count + before :])
         for wanted, size in zip(self.names, sizes, strict=True):
             if isinstance(wanted, int) and size != wanted:
-                fail(name, f"be of shape {self}", f"shape {shape}")
+                fail(name, f"be of shape {self.shape}", f"shape {shape}")
             if isinstance(wanted, str):
                 known, first = bound.setdefault(wanted, (size, name))
                 if size != known:
                     where = "" if first == name else f" with {wanted} = {known} as in `{first}`"
-                    fail(name, f"be of shape {self}{where}", f"shape {shape}")
-
-
-class _Kind(NamedTuple):
-    """Kind of numbers and shape of one jaxtyping annotation."""
-
-    numbers: frozenset[str]  # of "bool", "int", "float", "complex"
-    axes: _Axes
-    on_host: bool  # NumPy alone
-    on_device: bool  # JAX alone
-
-    @property
-    def words(self) -> str:
-        return kind_words(self.numbers)
+                    fail(name, f"be of shape {self.shape}{where}", f"shape {shape}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +153,8 @@ class _Rule:
             return value
         value = as_trajectories(name, value, one=not self.listed) if self.in_time else value
         if self.listed and holds_arrays(value):
-            return [self._admit_listed(f"{name}[{i}]", item, may_be_empty) for i, item in enumerate(value)]
+            items = ((f"{name}[{i}]", item) for i, item in enumerate(value))
+            return [_admitted(*item, self.listed, self.listed[0].words, {}, may_be_empty, 0) for item in items]
         if self.keys:
             return as_key(name, value, stacked=self.keys[0] if len(self.keys) == 1 else None)
         if self.labels is not None:
@@ -182,7 +182,7 @@ class _Rule:
 
     @functools.cached_property
     def _has_axes(self) -> bool:
-        return any(kind.axes.names or kind.axes.variadic is not None for kind in self.arrays)
+        return any(kind.names or kind.variadic is not None for kind in self.arrays)
 
     def _is_number(self, value: Any) -> bool:
         """Return True for numbers of Python, NumPy and JAX, and for any array of the two if no array is meant."""
@@ -193,7 +193,7 @@ class _Rule:
     def _words(self) -> str:
         words = ["a function"] if self.function else []
         words += ["text" if kind is str else f"of type {kind.__name__}" for kind in self.instances]
-        words += [f"a list of arrays of {kind.words} {kind.axes}" for kind in self.listed]
+        words += [f"a list of arrays of {kind.words}" for kind in self.listed]
         return " or ".join([*words, self._number_words] if self.numbers else words)
 
     @property
@@ -203,17 +203,12 @@ class _Rule:
 
     def _admit_array(self, name: str, value: Any, bound: Bound, may_be_empty: bool) -> Any:
         kind = self.arrays[0]
-        words = f"{kind.words} {kind.axes}" if self._has_axes else "a number"
+        words = kind.words if self._has_axes else "a number"
         words += ", or a list of arrays" if self.listed else ""
-        if kind.axes.names[:1] in (("n",), ("m",)) and is_table(value):
-            check_columns(name, value, bound, str(kind.axes.names[-1]))
-        array = as_array(name, value, words, bare=not self._has_axes, may_be_empty=may_be_empty)
-        if self.listed:
-            refuse_nested(name, value, array, 2)
-        kind = next((kind for kind in self.arrays if kind.axes.fits(array.ndim)), kind)
-        array = _of_kind(name, array, kind)
-        kind.axes.check(name, array.shape, bound)
-        return _placed(name, array, kind)
+        if kind.names[:1] in (("n",), ("m",)) and is_table(value):
+            check_columns(name, value, bound, str(kind.names[-1]))
+        most = 2 if self.listed else None
+        return _admitted(name, value, self.arrays, words, bound, may_be_empty, most, bare=not self._has_axes)
 
     def _admit_number(self, name: str, value: Any) -> Any:
         kinds, words = set(self.numbers), self._number_words
@@ -224,7 +219,7 @@ class _Rule:
         array = as_array(name, value, words, bare=True)
         if array.ndim:
             fail(name, f"be {words}", f"shape {array.shape}")
-        single = any(kind.axes.fits(0) for kind in self.arrays)
+        single = any(kind.fits(0) for kind in self.arrays)
         if single and (float in kinds or complex in kinds or is_traced(array)):
             return _placed(name, as_numbers(name, array, self.arrays[0].numbers), self.arrays[0])
         if is_traced(array):
@@ -241,32 +236,42 @@ class _Rule:
             fail(name, f"be known {words}, one after the other", f"shape {array.shape}")
         return tuple(as_numbers(name, array, frozenset({"float" if float in self.sequence else "int"})).tolist())
 
-    def _admit_listed(self, name: str, value: Any, may_be_empty: bool) -> Any:
-        kind = self.listed[0]
-        words = f"{kind.words} {kind.axes}"
-        array = as_array(name, value, words, may_be_empty=may_be_empty)
-        refuse_nested(name, value, array, 0)
-        array = _of_kind(name, array, kind)
-        kind.axes.check(name, array.shape, {})
-        if not kind.on_host:
-            check_fits(name, array)
-        return array
-
     def _admit_labels(self, name: str, value: Any, bound: Bound, may_be_empty: bool) -> Any:
         kind = self.labels or Labels(one_hot=True)
-        width = self.arrays[0].axes.names[-1]  # one name for classes, or their number
+        width = self.arrays[0].names[-1]  # one name for classes, or their number
         num_classes = width if isinstance(width, int) else bound.get("classes", (None,))[0]
         if kind.one_hot:
             labels = as_one_hot(name, value, num_classes, soft=kind.soft)
         else:
             labels = as_classes(name, value, may_be_empty=may_be_empty)
-        self.arrays[0].axes.check(name, labels.shape, bound)
+        self.arrays[0].check(name, labels.shape, bound)
         return labels
 
 
 def _full_name(kind: type) -> str:
     """Return the public path of a class, without modules whose names begin with _."""
     return ".".join([*(part for part in kind.__module__.split(".") if not part.startswith("_")), kind.__name__])
+
+
+def _admitted(
+    name: str,
+    value: Any,
+    kinds: tuple[_Kind, ...],
+    words: str,
+    bound: Bound,
+    may_be_empty: bool,
+    most: int | None,
+    *,
+    bare: bool = False,
+) -> Any:
+    """Return an array of the first of the kinds that has as many axes; `most` bounds those of nested lists."""
+    array = as_array(name, value, words, bare=bare, may_be_empty=may_be_empty)
+    if most is not None:
+        refuse_nested(name, value, array, most)
+    kind = next((kind for kind in kinds if kind.fits(array.ndim)), kinds[0])
+    array = _of_kind(name, array, kind)
+    kind.check(name, array.shape, bound)
+    return _placed(name, array, kind)
 
 
 def _of_kind(name: str, array: Any, kind: _Kind) -> Any:
@@ -325,7 +330,7 @@ def _sorted_in(member: Any) -> tuple[str, Any]:
     if isinstance(member, Labels | InTime):
         return "labels" if isinstance(member, Labels) else "in_time", member
     if hasattr(member, "dim_str"):
-        return ("keys", _axes(member).names != ()) if member.dtype is Key else ("arrays", _kind(member))
+        return ("keys", bool(member.dim_str.split())) if member.dtype is Key else ("arrays", _kind(member))
     if member in (bool, int, float, complex):
         return "numbers", member
     if origin is collections.abc.Callable:
@@ -355,11 +360,8 @@ _NAMES = {"bool": "bool", "int": "int32", "float": "float32", "complex": "comple
 def _kind(annotation: Any) -> _Kind:
     known, array_type = annotation.dtype.dtypes, annotation.array_type
     numbers = frozenset(kind for kind, example in _NAMES.items() if example in known) or frozenset({"int"})
-    return _Kind(numbers, _axes(annotation), array_type is np.ndarray, array_type is jax.Array)
-
-
-def _axes(annotation: Any) -> _Axes:
     words = annotation.dim_str.split()
     places = [place for place, word in enumerate(words) if word == "..." or word.startswith("*")]
     names = (int(word) if word.isdigit() else word for place, word in enumerate(words) if place not in places)
-    return _Axes(tuple(names), places[0] if places else None)
+    variadic = places[0] if places else None
+    return _Kind(numbers, tuple(names), variadic, array_type is np.ndarray, array_type is jax.Array)

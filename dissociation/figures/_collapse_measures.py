@@ -23,7 +23,7 @@ from dissociation.recipes._grokking import observation_steps, standardised
 from dissociation.training import _checkpoint as checkpoint
 from dissociation.training import _distributed as distributed
 from dissociation.training._members import after, count, take
-from dissociation.training._schedule import log_spaced_steps
+from dissociation.training._records import log_spaced_steps
 
 SAVED = "series"
 """The part that holds the series so far."""

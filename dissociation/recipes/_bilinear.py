@@ -1,4 +1,4 @@
-"""Training bilinear networks on images, many seeds at once."""
+"""Training of bilinear networks on images, many seeds at once."""
 
 from typing import Any, NamedTuple
 
@@ -18,8 +18,7 @@ from dissociation.measures._robustness import error_rate
 from dissociation.models._bilinear import BilinearNetwork
 from dissociation.training._fitting import FitResult, fit
 from dissociation.training._records import Save
-from dissociation.training._samplers import Epochs
-from dissociation.training._schedule import steps_per_epoch
+from dissociation.training._samplers import Epochs, steps_per_epoch
 from dissociation.training._state import make_step
 
 
@@ -39,7 +38,7 @@ def train_bilinear(
     network: dict[str, Any] | None = None,
     **options: Any,
 ) -> FitResult:
-    """Trains stacked `BilinearNetwork`s by cross entropy on noisy images.
+    """Train stacked `BilinearNetwork`s by cross entropy on noisy images.
 
     AdamW; the learning rate falls along a cosine to zero, one step of it per epoch. Every image gets Gaussian noise
     anew in every step, of its own in every network. The last, smaller batch of an epoch is dropped.
@@ -47,12 +46,12 @@ def train_bilinear(
     Args:
         dataset: Images and one-hot labels.
         hidden: Width of embedding and layer.
-        key: One key: every seed's network and noise follow from it, and the order of batches, which all share.
-        num_seeds: Networks.
+        key: Key of every seed's network and noise, and of the order of batches, which all share.
+        num_seeds: Number of networks.
         num_epochs: Passes over the training images.
         batch_size: Images in a batch; all of them if there are fewer.
-        learning_rate: At the start.
-        weight_decay: AdamW's.
+        learning_rate: Learning rate at the start.
+        weight_decay: Weight decay of AdamW.
         noise: Standard deviation of the noise on images, whose pixels lie in [0, 1].
         num_observed: Training images on which loss and accuracy are observed, the first ones; test images all.
         network: More options of `BilinearNetwork`.
@@ -98,7 +97,7 @@ def train_bilinear(
 
 
 class Settings(NamedTuple):
-    """Of AdamW; traced, so that other values compile nothing anew: [members] each."""
+    """Settings of AdamW, traced, so that other values compile nothing anew: [members] each."""
 
     learning_rate: Any
     weight_decay: Any
@@ -118,28 +117,24 @@ def _optimizer(settings: Settings) -> optax.GradientTransformation:
 def loss_and_accuracy(
     model: BilinearNetwork, images: Float[Array, "n d"], labels: Float[Array, "n classes"]
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Mean cross entropy and accuracy of one network; both are NaN if it has diverged."""
+    """Return mean cross entropy and accuracy of one network; both are NaN if it has diverged."""
     logits = jax.vmap(model)(images)
     return jnp.mean(optax.softmax_cross_entropy(logits, labels)), 1 - error_rate(logits, labels)
 
 
 class NoisyCrossEntropy(eqx.Module):
-    """A loss of one batch: images plus noise.
-
-    Attributes:
-        noise: Standard deviation.
-    """
+    """Cross entropy of a batch of images with noise of this standard deviation."""
 
     noise: Float[Array, ""]
 
     def __call__(self, model: BilinearNetwork, batch: tuple[Array, Array], key: Array) -> Array:
-        """The loss."""
+        """Return the loss."""
         images, labels = batch
         return loss_and_accuracy(model, images + self.noise * normal(key, images.shape, images.dtype), labels)[0]
 
 
 class LossAndAccuracy(eqx.Module):
-    """Loss and accuracy on training and on validation images, without noise."""
+    """Observation of loss and accuracy on training and on validation images, without noise."""
 
     train_images: Float[Array, "n d"]
     train_labels: Float[Array, "n classes"]
@@ -147,7 +142,7 @@ class LossAndAccuracy(eqx.Module):
     labels: Float[Array, "m classes"]
 
     def __call__(self, model: BilinearNetwork, step: Array, key: Array) -> dict[str, Array]:
-        """The four numbers."""
+        """Return the four numbers."""
         train = loss_and_accuracy(model, self.train_images, self.train_labels)
         validation = loss_and_accuracy(model, self.images, self.labels)
         names = ("train_loss", "train_accuracy", "validation_loss", "validation_accuracy")

@@ -1,4 +1,4 @@
-"""Images compressed to a few numbers by a convolutional autoencoder, for estimators that need few dimensions."""
+"""Compression of images to a few numbers by a convolutional autoencoder, for estimators that need few dimensions."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ class Autoencoder(eqx.Module):
     decoder: Decoder
 
     def __call__(self, image: Float[Array, " 784"]) -> Float[Array, " 784"]:
-        """The image, encoded and decoded."""
+        """Return the image, encoded and decoded."""
         return self.decoder(self.encoder(image.reshape(28, 28))).reshape(-1)
 
 
@@ -36,13 +36,13 @@ class Autoencoder(eqx.Module):
 def train_compression(
     images: Images, code: int = 4, *, key: PRNGKey, num_epochs: int = 10, batch_size: int = 100, **options: Any
 ) -> Autoencoder:
-    """Trains an autoencoder by squared error, with Adam at 2e-3 falling along a cosine to zero.
+    """Train an autoencoder by squared error, with Adam at 2e-3 falling along a cosine to zero.
 
     Args:
-        images: In [0, 1], 28 x 28 pixels: [n, 784].
+        images: Images in [0, 1], 28 x 28 pixels: [n, 784].
         code: Numbers per image.
-        key: Draws weights and the order of batches.
-        num_epochs: Passes.
+        key: Key of weights and of the order of batches.
+        num_epochs: Passes over the images.
         batch_size: Images in a batch.
         **options: For `training.fit`.
 
@@ -72,7 +72,7 @@ def train_compression(
 
 @validated
 def reconstruction_error(model: Autoencoder, batch: Images, key: Array) -> Float[Array, ""]:
-    """Mean over images and pixels of the squared difference."""
+    """Return the mean over images and pixels of the squared difference."""
     images = jnp.asarray(batch)
     return jnp.mean((jax.vmap(model)(images) - images) ** 2)
 
@@ -80,7 +80,7 @@ def reconstruction_error(model: Autoencoder, batch: Images, key: Array) -> Float
 @validated(pixels=("images",))
 @eqx.filter_jit
 def encode(model: Autoencoder, images: Images) -> Float[Array, "n code"]:
-    """Codes of images, in slices of 500."""
+    """Return codes of images, in slices of 500."""
     size = min(500, images.shape[0])
     padded = jnp.pad(jnp.asarray(images), ((0, -images.shape[0] % size), (0, 0))).reshape(-1, size, 28, 28)
     codes = [jax.vmap(model.encoder)(part) for part in padded]  # convolutions outside loops: see `training.fit`

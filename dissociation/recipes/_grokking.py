@@ -40,13 +40,13 @@ PIXEL_MEAN, PIXEL_DEVIATION = 0.1307, 0.3081
 
 @validated(pixels=("images",))
 def standardised(images: Float[Array | np.ndarray, "n d"]) -> Float[Array, "n d"]:
-    """Images in units of MNIST's deviation about its mean, from images in [0, 1]."""
+    """Return images in units of MNIST's deviation about its mean, from images in [0, 1]."""
     return (jnp.asarray(images) - PIXEL_MEAN) / PIXEL_DEVIATION
 
 
 @validated
 def observation_steps(num_steps: int) -> Int[np.ndarray, " times"]:
-    """Steps 0 to 29, every tenth to 150, then every num_steps / 150, rounded, to the last.
+    """Return steps 0 to 29, every tenth to 150, then every num_steps / 150, rounded, to the last.
 
     Args:
         num_steps: The last step.
@@ -79,23 +79,23 @@ def train_grokking(
     measure_at: Sequence[int] | Int[np.ndarray, " times"] = (),
     **fit_options: Any,
 ) -> FitResult:
-    """Trains one network per weight decay and seed by squared error against one-hot labels.
+    """Train one network per weight decay and seed by squared error against one-hot labels.
 
     A seed sets a network's weights and the order of its batches, whatever its weight decay. Every parameter is
     multiplied by `init_scale` before training, and decays, biases too.
 
     Args:
         dataset: Images and one-hot labels; the first `num_train` training images are seen.
-        weight_decays: AdamW's; traced.
-        seeds: From 0 to 4294967295.
+        weight_decays: Weight decays of AdamW; traced.
+        seeds: Seeds from 0 to 4294967295.
         num_steps: Optimiser steps.
-        num_train: Training images.
-        batch_size: Reshuffled every epoch.
+        num_train: Number of training images.
+        batch_size: Images in a batch, reshuffled every epoch.
         learning_rate: Step size of the optimiser.
         init_scale: Factor of all initial parameters, one for all or one per member; traced.
         optimizer: "adamw", or "sgd" with the decay times the learning rate, as in AdamW.
         network: "mlp" or "cnn".
-        options: Of `models.MLP` or `models.CNN`.
+        options: Options of `models.MLP` or `models.CNN`.
         measures: Called as `measures(model, key)` at `measure_at`, for what is too slow for all observations.
         measure_at: Steps out of `observation_steps(num_steps)`.
         **fit_options: For `training.fit`: `callbacks`, `checkpoint`, `layout`.
@@ -107,17 +107,12 @@ def train_grokking(
 
     Raises:
         ValueError: If an option is out of range, or `measure_at` holds other steps.
-
-    References:
-        Sakamoto and Sato (2025), Explaining grokking and information bottleneck through neural collapse emergence.
     """
     check_choice("optimizer", optimizer, ("adamw", "sgd"))
-    check_choice("network", network, ("mlp", "cnn"))
     check_positive("learning_rate", learning_rate)
     for seed in seeds:
         check_seed("seeds", seed)
-    for decay in weight_decays:
-        check_non_negative("weight_decays", decay)
+    check_non_negative("weight_decays", weight_decays)
     count = check_count("num_train", num_train, minimum=1)
     if count > len(dataset.train_images):
         fail("num_train", f"be at most the number of training images ({len(dataset.train_images)})", num_train)
@@ -155,16 +150,13 @@ def initial_models(
     network: str = "mlp",
     options: dict[str, Any] | None = None,
 ) -> PyTree:
-    """Networks before training, every parameter multiplied by `init_scale`.
+    """Return stacked networks before training, every parameter multiplied by `init_scale`.
 
     Args:
-        keys: One per member.
-        init_scale: One factor for all, or one per member.
+        keys: One key per member.
+        init_scale: One positive factor for all, or one per member.
         network: "mlp" or "cnn".
-        options: Of `models.MLP` or `models.CNN`.
-
-    Returns:
-        Stacked models.
+        options: Options of `models.MLP` or `models.CNN`.
 
     Raises:
         ValueError: If a factor is not positive, or their number is neither one nor that of the keys.
@@ -187,7 +179,7 @@ def _scaled(keys: PRNGKeys, scales: Array, network: str, options: dict[str, Any]
 
 
 class Rates(NamedTuple):
-    """What differs by member: [members] each."""
+    """Hyperparameters that differ by member: [members] each."""
 
     weight_decay: Array
     learning_rate: Array
@@ -203,7 +195,7 @@ def _sgd(rates: Rates) -> optax.GradientTransformation:
 
 @validated
 def squared_error(model: MLP | CNN, batch: tuple[Array, Array], key: Array) -> Float[Array, ""]:
-    """Sum over images and classes of (logit - one-hot label)^2."""
+    """Return the sum over images and classes of (logit - one-hot label)^2."""
     images, labels = batch
     return jnp.sum((jax.vmap(model)(images) - labels) ** 2)
 
@@ -212,10 +204,10 @@ class CheapMeasures(eqx.Module):
     """Accuracy and neural collapse on training and on test images.
 
     Attributes:
-        train_images: [n, d].
-        train_labels: [n, classes].
-        images: Of the test set.
-        labels: Of the test set.
+        train_images: Training images, [n, d].
+        train_labels: Their labels, [n, classes].
+        images: Test images, [m, d].
+        labels: Their labels, [m, classes].
     """
 
     train_images: Float[Array, "n d"]
@@ -224,11 +216,11 @@ class CheapMeasures(eqx.Module):
     labels: Float[Array, "m classes"]
 
     def __call__(self, model: MLP | CNN) -> dict[str, Array]:
-        """The numbers by name.
+        """Return the numbers by name: of training images, and with "test_" in front of test images.
 
-        "train_accuracy", "test_accuracy"; losses per image; measures of collapse on training images ("nc1_score")
-        and on test images ("test_nc1_score"). Nearest centres ("nc4_score") are those of training images for both.
-        "weight_norm" is the Frobenius norm of all weights together, "head_norm" of the last layer's; biases apart.
+        Accuracies, losses per image, and measures of collapse ("nc1_score"); nearest centres ("nc4_score") are those of
+        training images for both. "weight_norm" is the Frobenius norm of all weights together, "head_norm" of the last
+        layer's; biases apart.
         """
         classifier, _ = linear_head(model)
         weights = [leaf for leaf in jax.tree.leaves(model) if eqx.is_inexact_array(leaf) and leaf.ndim > 1]
@@ -269,20 +261,14 @@ class CheapMeasures(eqx.Module):
 
 
 class Observation(eqx.Module):
-    """Cheap measures at every observation, expensive ones at some.
-
-    Attributes:
-        cheap: Called with the model.
-        expensive: Called with model and key, or None.
-        steps: When the expensive ones are computed.
-    """
+    """Cheap measures at every observation, expensive ones, called with model and key, at some `steps`."""
 
     cheap: CheapMeasures
     expensive: Any
     steps: Int[Array, " times"]
 
     def __call__(self, model: MLP | CNN, step: Array, key: Array) -> dict[str, Any]:
-        """All measures of one network."""
+        """Return all measures of one network."""
         found: dict[str, Any] = self.cheap(model)
         if self.expensive is None:
             return found

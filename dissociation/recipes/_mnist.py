@@ -24,8 +24,7 @@ from dissociation.training._chunk import Layout
 from dissociation.training._fitting import FitResult, fit
 from dissociation.training._progress import MeterFactory
 from dissociation.training._records import Save
-from dissociation.training._samplers import Epochs
-from dissociation.training._schedule import steps_per_epoch
+from dissociation.training._samplers import Epochs, steps_per_epoch
 from dissociation.training._state import make_step
 
 DEFAULT_SEED = 37
@@ -45,11 +44,11 @@ def train_mnist(
     width: int = 1024,
     progress: str | MeterFactory | None = "auto",
 ) -> eqx.nn.MLP:
-    """Trains stacked networks; see `fit_mnist`, which returns the history too.
+    """Train stacked networks; see `fit_mnist`, which returns the history too.
 
     Args:
         num_epochs: Passes over the training images; 0 returns the fresh networks.
-        num_seeds: How many networks.
+        num_seeds: Number of networks.
         key: Split once, into one key per network and one for the order of batches; None means
             `jax.random.PRNGKey(37)`.
         dataset: "mnist", "glyphs", or a loaded `Dataset`.
@@ -81,7 +80,7 @@ def fit_mnist(
     checkpoint: str | Path | None = None,
     observe: Callable[..., dict[str, Array]] | None = None,
 ) -> FitResult:
-    """Trains stacked networks by stochastic gradient descent on the cross entropy.
+    """Train stacked networks by stochastic gradient descent on the cross entropy.
 
     Batches of 128 (the last of an epoch smaller) in one order for all seeds, and a learning rate that falls linearly
     from 1e-1 to 1e-6 over all steps. The loss, and the test error and loss at the beginning and after every epoch,
@@ -89,7 +88,7 @@ def fit_mnist(
 
     Args:
         num_epochs: Passes over the training images; 0 returns the fresh networks.
-        num_seeds: How many networks.
+        num_seeds: Number of networks.
         key: Split once, into one key per network and one for the order of batches; None means
             `jax.random.PRNGKey(37)`.
         dataset: "mnist", "glyphs", or a loaded `Dataset`.
@@ -99,8 +98,8 @@ def fit_mnist(
             whose last hidden layer has `width` units: "cnn" (`models.CNN`), "resnet" (`models.ResNet`) or
             "transformer" (`models.Transformer`).
         mesh: Devices to lay the seeds over, see `training.Layout`.
-        checkpoint: A file to write while training and to go on from, see `training.fit`.
-        observe: What is looked at at the beginning and after every epoch, see `training.Save`; default:
+        checkpoint: A file to write while training and to resume from, see `training.fit`.
+        observe: Observation at the beginning and after every epoch, see `training.Save`; default:
             `HeldOutPerformance`.
 
     Returns:
@@ -137,10 +136,10 @@ def fit_mnist(
 def fresh_networks(
     num_seeds: int, *, key: PRNGKey, num_inputs: int = 784, num_classes: int = 10, width: int = 1024
 ) -> eqx.nn.MLP:
-    """Stacked ReLU networks with two hidden layers, no biases and Equinox's initialisation, one key per seed.
+    """Return stacked ReLU networks with two hidden layers, no biases and Equinox's initialisation.
 
     Args:
-        num_seeds: How many, at least 1.
+        num_seeds: Number of networks, at least 1.
         key: Split into one key per seed.
         num_inputs: Inputs of each.
         num_classes: Outputs of each.
@@ -166,10 +165,10 @@ def _networks(keys: Array, num_inputs: int, num_classes: int, width: int, networ
 
 @validated
 def cross_entropy(model: Any, batch: tuple[Array, Array], key: Array | None = None) -> Float[Array, ""]:
-    """Mean over the batch of -sum_k y_k log softmax(f(x))_k, in nats.
+    """Return the mean over the batch of -sum_k y_k log softmax(f(x))_k, in nats.
 
     Args:
-        model: From one image [pixels] to logits [classes].
+        model: Function from one image [pixels] to logits [classes].
         batch: Images [batch, pixels] and one-hot labels [batch, classes].
         key: Not used; `training.fit` hands one over.
     """
@@ -184,7 +183,7 @@ class HeldOutPerformance(eqx.Module):
     labels: Float[Array, "n classes"]
 
     def __call__(self, model: Any, step: Array, key: Array) -> dict[str, Float[Array, ""]]:
-        """Returns `{"test_error", "test_loss"}`, the error between 0 and 1 or NaN, the loss in nats."""
+        """Return `{"test_error", "test_loss"}`, the error between 0 and 1 or NaN, the loss in nats."""
         logits = jax.vmap(model)(self.images)
         return {
             "test_error": error_rate(logits, self.labels),

@@ -22,9 +22,8 @@ if TYPE_CHECKING:
     from dissociation.training._fitting import FitResult, fit
     from dissociation.training._grids import GridResult, fit_grid
     from dissociation.training._loop import train
-    from dissociation.training._records import History, Save
+    from dissociation.training._records import History, Save, log_spaced_steps
     from dissociation.training._samplers import Epochs, FullBatch, HostBatches, Online, Sampler
-    from dissociation.training._schedule import log_spaced_steps
     from dissociation.training._state import State, make_step
     from dissociation.training._sweeps import Grid
 else:

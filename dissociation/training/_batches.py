@@ -1,35 +1,28 @@
-"""What the batches of a run are made from, on the host: plans of blocks, and blocks that the host makes ahead."""
+"""Batches of a run, on the host: plans of blocks, and blocks that the host makes ahead."""
 
 import itertools
 import queue
 import threading
 from collections.abc import Iterable, Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Array
 
 from dissociation._core import checks
 from dissociation._core.conversion import describe
 from dissociation._core.types import PyTree
-from dissociation.training import _sharding as sharding
 from dissociation.training._chunk import Source
+from dissociation.training._cores import Shards
 from dissociation.training._samplers import HostBatches, Sampler, Segment, as_arrays, as_data
-from dissociation.training._threads import Shards
-
-
-def placed_shards(tree: Any, shards: Shards, mesh: Mesh | None) -> list[Any]:
-    """Cut stacked members into shards, each laid over the mesh if there is one."""
-    cut = shards.split(tree)
-    return cut if mesh is None else [sharding.place_members(shard, mesh) for shard in cut]
+from dissociation.training._sharding import replicate
 
 
 def example(tree: Any) -> Any:
-    """The arrays of one member, as shapes and dtypes."""
+    """Return the arrays of one member, as shapes and dtypes."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), tree)
 
 
@@ -38,28 +31,28 @@ def _shape(leaf: Any) -> Any:
 
 
 class Batches:
-    """What the batches of a run are made from: the sampler's arrays, and the plan of the current block."""
+    """Sources of the batches of a run: the arrays of the sampler, and the plan of the current block."""
 
     def __init__(self, sampler: Sampler, order_keys: Array):
         self.sampler, self.keys = sampler, order_keys
-        self.mesh, self.shards = None, Shards(1, 1)
+        self.shards = Shards(1, 1)
         self.arrays = eqx.filter(sampler, eqx.is_array)
         self._block, self._plan = -1, None  # what is the members' own, and the plan, become lists of shards
         self._prefetched, self._expected = None, -1
 
-    def lay(self, mesh: Mesh | None, shards: Shards) -> None:
+    def lay(self, shards: Shards) -> None:
         """Put the arrays on devices, and those of single members into shards."""
-        self.mesh, self.shards = mesh, shards
+        self.shards = shards
         self.arrays = self._placed(self.arrays, own=self.sampler.stacked)
         self._plan = self._placed(self._plan, own=not self.sampler.shared)
 
     def one_arrays(self) -> Any:
-        """The sampler's arrays as one member gets them, as shapes and dtypes."""
+        """Return the sampler's arrays as one member gets them, as shapes and dtypes."""
         arrays = eqx.filter(self.sampler, eqx.is_array)
         return example(arrays) if self.sampler.stacked else jax.tree.map(_shape, arrays)
 
     def one_plan(self, step: int) -> Any:
-        """A plan as one member gets it, as shapes and dtypes."""
+        """Return a plan as one member gets it, as shapes and dtypes."""
         if isinstance(self.sampler, HostBatches):
             return jax.tree.map(_shape, self.source(step)[0].plan)
         key = self.keys if self.sampler.shared else self.keys[0]
@@ -74,7 +67,8 @@ class Batches:
         if isinstance(self.sampler, HostBatches):
             segment = segment._replace(end=self._expected)
             if step >= segment.end:
-                self._fail_ended(step)
+                wanted, advice = f"give a batch for every step, {step} among them", "Repeat it, as by itertools.cycle"
+                checks.fail("start", wanted, "an iterator that has ended", advice)
         own_plan = not self.sampler.shared
         nothing: Any = [None] * self.shards.number
         arrays = self.arrays if self.sampler.stacked else nothing
@@ -88,51 +82,38 @@ class Batches:
                 self.close()
                 like = None if self._prefetched is None else self._prefetched.like
                 self._prefetched = Prefetched(self.sampler, step, like)
-            try:
-                plan, count = self._prefetched.next_block()
-            except StopIteration:
-                self._fail_ended(step)
+            plan, count = self._prefetched.next_block()
             self._expected = segment.block * self.sampler.block + count
             return self._placed(plan, own=False)
         number = jnp.asarray(segment.block)  # an array: a number would be compiled in
-        if self.sampler.shared:
-            return self._placed(_plan(self.sampler, self.keys, number), own=False)
-        return self._placed(_own_plans(self.sampler, self.keys, number), own=True)
-
-    def _fail_ended(self, step: int) -> NoReturn:
-        wanted = f"give a batch for every step, {step} among them"
-        checks.fail("start", wanted, "an iterator that has ended", "Let it begin anew, as by itertools.cycle")
+        return self._placed(_plan(self.sampler, self.keys, number), own=not self.sampler.shared)
 
     def _placed(self, tree: Any, *, own: bool) -> Any:
-        if not own:
-            return tree if self.mesh is None else sharding.replicate(tree, self.mesh)
-        return placed_shards(tree, self.shards, self.mesh)
+        if own:
+            return self.shards.split(tree)
+        return tree if self.shards.mesh is None else replicate(tree, self.shards.mesh)
 
     def close(self) -> None:
-        """Ends the thread that makes batches, if there is one."""
+        """End the thread that makes batches, if there is one."""
         if self._prefetched is not None:
             self._prefetched.close()
 
 
 @eqx.filter_jit
-def _plan(sampler: Sampler, key: Array, block: Any) -> Any:
-    return sampler.plan(key, block)
-
-
-@eqx.filter_jit
-def _own_plans(sampler: Sampler, keys: Array, block: Any) -> Any:
-    return jax.vmap(lambda key: sampler.plan(key, block))(keys)
+def _plan(sampler: Sampler, keys: Array, block: Any) -> Any:
+    plan = lambda key: sampler.plan(key, block)  # noqa: E731
+    return plan(keys) if sampler.shared else jax.vmap(plan)(keys)
 
 
 def _kept(leaf: Any) -> Any:
-    """A leaf that stays as it is: iterators may fill one buffer again and again."""
+    """Copy a leaf that an iterator may overwrite."""
     return np.array(leaf) if hasattr(leaf, "__array__") and not isinstance(leaf, jax.Array) else leaf
 
 
 class Prefetched:
-    """The blocks of a `HostBatches`, made ahead in a thread; one that the iterator does not fill repeats its last.
+    """Blocks of a `HostBatches`, made ahead in a thread; one that the iterator does not fill repeats its last batch.
 
-    `like` is the shapes and dtypes that all batches must have; those of the first one where it is None.
+    `like` is the shapes and dtypes that all batches must have; None: those of the first one.
     """
 
     def __init__(self, sampler: HostBatches, step: int, like: Any = None):
@@ -165,16 +146,17 @@ class Prefetched:
                 continue
 
     def next_block(self) -> tuple[PyTree, int]:
-        """The next block, stacked, and how many of its batches there are."""
+        """Return the next block, stacked, and its number of batches; None and 0 at the end."""
         part = self._blocks.get()
         if isinstance(part, BaseException):
             raise part
         if not part:
-            raise StopIteration
+            return None, 0
         for step, batch in enumerate(part, self._next):
             shapes = jax.tree.map(_shape, as_arrays("start", batch, "samples"))  # numbers alone would be stacked too
             if self.like not in (None, shapes):
-                self._sampler.fail_shapes(f"{shapes} at step {step} after {self.like}")
+                wanted, advice = "give batches of one structure and shape", "Drop a last, smaller batch, or fill it up"
+                checks.fail("start", wanted, f"{shapes} at step {step} after {self.like}", advice)
             self.like = shapes
         self._next += self._sampler.block
         filled = part + [part[-1]] * (self._sampler.block - len(part))
@@ -182,5 +164,5 @@ class Prefetched:
         return as_data(stacked, finite=False), len(part)
 
     def close(self) -> None:
-        """Ends the thread."""
+        """End the thread."""
         self._ended.set()

@@ -1,8 +1,4 @@
-"""Vectorising a function over members in batches, so that a map over many of them fits in memory.
-
-`bmap` is `equinox.filter_vmap` with one more argument, `batch_size`. The mapped axis is cut into batches; a loop goes
-over the full ones and one more call takes what is left.
-"""
+"""Vectorising a function over members in batches, so that a map over many of them fits in memory."""
 
 import dataclasses
 import inspect
@@ -17,8 +13,8 @@ import jax.numpy as jnp
 from dissociation._core import checks
 from dissociation._core.types import PyTree
 from dissociation._core.validation import validated
+from dissociation.training._cores import map_shards, number_of_threads
 from dissociation.training._memory import run_largest
-from dissociation.training._threads import map_shards, number_of_threads
 from dissociation.training._traced import trace
 
 EVERY_ARRAY = eqx.if_array(0)
@@ -37,34 +33,31 @@ def bmap(
     memory_budget: int | None = None,
     loop: str = "auto",
 ) -> Callable[..., Any]:
-    """Vectorises `fun` as `equinox.filter_vmap` does, in batches of `batch_size` along the mapped axis.
+    """Vectorise `fun` as `equinox.filter_vmap` does, in batches of `batch_size` along the mapped axis.
 
-    Values, structure and dtypes are those of `equinox.filter_vmap`. What is not mapped reaches `fun` as it came: a
-    Python number stays one and may set a shape. `fun` is traced at every call, so one that is repeated belongs inside
-    `equinox.filter_jit`; outside of it, the loop over batches is compiled once for programs that are equal, and single
+    Values, structure and dtypes are those of `equinox.filter_vmap`. Arguments that are not mapped reach `fun` as they
+    came: a Python number stays one and may set a shape. `fun` is traced at every call; repeated calls belong inside
+    `equinox.filter_jit`. Outside of it, the loop over batches is compiled once for programs that are equal, and single
     members (`batch_size=1`) without a convolution are mapped in parallel on a CPU after `dissociation.use_all_cores`,
     with the same results up to rounding.
 
-    The loop over batches is traced, as by `jax.jit`; batches of one member call `fun` without batching. On a CPU, XLA
-    runs convolutions in a compiled loop several times slower than outside of one (two layers of 16 channels, 8 batches
-    of 64 images of 28 x 28, two busy cores: 1.7 s against 0.3 s). Where `fun` holds one, a call on concrete arrays
-    therefore loops in Python instead, which costs no memory. Inside `jit` an unrolled program is as fast, but keeps
-    intermediate results of all batches (that example: 32 MB against 10 MB): the choice is yours, and a warning says so
-    where the loop stays compiled.
+    On a CPU, XLA runs convolutions in a compiled loop several times slower than outside of one (two layers of 16
+    channels, 8 batches of 64 images of 28 x 28, two busy cores: 1.7 s against 0.3 s). If `fun` holds one, a call on
+    concrete arrays therefore loops in Python, which costs no memory. Inside `jit` an unrolled program is as fast, but
+    keeps intermediate results of all batches (that example: 32 MB against 10 MB); a compiled loop warns there.
 
     Args:
         fun: A function of positional arguments. None returns a decorator.
-        in_axes: The axis of each array in the arguments that is mapped; None: not mapped; or a function from leaf to
+        in_axes: Mapped axis of each array in the arguments; None: not mapped; or a function from leaf to
             axis. A prefix of the tuple of arguments, or a dict by name, whose missing names mean `if_array(0)`.
-        out_axes: Where the mapped axis stands in the results, a prefix of what `fun` returns. Leaves at None are
+        out_axes: Place of the mapped axis in the results, a prefix of what `fun` returns. Leaves at None are
             returned once and must not depend on a mapped argument.
-        axis_name: The mapped axis' name for collectives, which cannot cross batches: needs a single batch.
-        axis_size: The number of members; needed only if no argument is mapped.
+        axis_name: Name of the mapped axis for collectives, which cannot cross batches: needs a single batch.
+        axis_size: Number of members; needed only if no argument is mapped.
         batch_size: Members per batch, at least 1; the last batch may be smaller. None: a single batch, which is
             `equinox.filter_vmap` itself. 1: members sequentially, as `fun` computes each without batching.
-            "auto": the largest batch that fits `memory_budget` by the account of `_memory.program_bytes`; the call is
-            compiled ahead of time for that, and the program that was measured is run. Works on concrete arguments only,
-            outside `jit`, `grad` and `vmap`. The choice is logged at level INFO.
+            "auto": the largest batch that fits `memory_budget`; the call is compiled ahead of time to measure that, on
+            concrete arguments only, outside `jit`, `grad` and `vmap`. The choice is logged at level INFO.
         memory_budget: For "auto": bytes for temporaries and results, beyond the arguments, as the compiler counts them;
             on a CPU it does not count the scratch of matrix routines. None: nine tenths of the device's free memory; on
             a CPU, half of the machine's free memory within the limits of control groups.
@@ -74,7 +67,7 @@ def bmap(
         The vectorised function. It takes no keyword arguments, and works as a method.
 
     Raises:
-        TypeError: If `fun` is not callable or `batch_size` is no integer.
+        TypeError: If `fun` is not callable or `batch_size` is not an integer.
         ValueError: If an option is out of range; when called, if sizes differ, nothing is mapped, an axis does not
             exist, or collectives would have to cross batches.
         RuntimeError: When called, if keyword arguments are given.
@@ -110,7 +103,7 @@ def bmap(
 
 
 class _Batched(eqx.Module):
-    """A function together with how it is mapped; a PyTree, so that a wrapped module's arrays stay leaves."""
+    """Function together with the options of its mapping; a PyTree, so that arrays of a wrapped module stay leaves."""
 
     fun: Callable[..., Any]
     in_axes: PyTree
@@ -150,7 +143,7 @@ class _Batched(eqx.Module):
         return self._in_batches(args, axes, size)
 
     def _unmapped(self, args: tuple[Any, ...]) -> Any:
-        """One plain call: allowed while no result is to be stacked."""
+        """Call the function once: allowed if no result is to be stacked."""
         out = self.fun(*args)
         if any(axis is not None for axis in _axis_of_each_leaf("out_axes", self.out_axes, out)):
             advice = "Map one, give `axis_size`, or set `out_axes` to None"
@@ -171,7 +164,7 @@ class _Batched(eqx.Module):
         leaves, structure = jax.tree.flatten(args)
 
         def member(row: tuple[Any, list[Any]]) -> Any:
-            """One member's result: arrays to stack, arrays that all members share, and how they lie in it."""
+            """Return one member's result: arrays to stack, arrays that all members share, and their places in it."""
             out = self.fun(*structure.unflatten(_filled(leaves, axes, row[1])))
             out_axes = _axis_of_each_leaf("out_axes", self.out_axes, out)
             outputs = list(zip(jax.tree.leaves(out), out_axes, strict=True))
@@ -226,7 +219,7 @@ class _Batched(eqx.Module):
 
 
 def _filled(leaves: list[Any], axes: list[int | None], mapped: list[Any]) -> list[Any]:
-    """All leaves, the mapped ones replaced in turn."""
+    """Return all leaves, the mapped ones replaced in order."""
     values = iter(mapped)
     return [leaf if axis is None else next(values) for leaf, axis in zip(leaves, axes, strict=True)]
 
@@ -247,7 +240,7 @@ def _batch(own_of: Callable[..., Any], rows: Any) -> list[Any]:
 
 
 def _in_axes_by_position(fun: Callable[..., Any], in_axes: PyTree, args: tuple[Any, ...]) -> PyTree:
-    """`in_axes` given by name, as a tuple for the arguments that came; unnamed ones get `if_array(0)`."""
+    """Return `in_axes` given by name as a tuple for the arguments; unnamed ones get `if_array(0)`."""
     if not isinstance(in_axes, dict):
         return in_axes
     names = list(inspect.signature(fun).parameters)[: len(args)]
@@ -258,7 +251,7 @@ def _in_axes_by_position(fun: Callable[..., Any], in_axes: PyTree, args: tuple[A
 
 
 def _axis_of_each_leaf(name: str, prefix: PyTree, tree: Any) -> list[int | None]:
-    """The axis of every leaf of `tree`, in order, from a prefix of it."""
+    """Return the axis of every leaf of `tree`, in order, from a prefix of it."""
     axes: list[int | None] = []
 
     def resolve(axis: Any, subtree: Any) -> None:
@@ -280,7 +273,7 @@ def _axis_of_each_leaf(name: str, prefix: PyTree, tree: Any) -> list[int | None]
 def _common_size(
     fun: Callable[..., Any], args: tuple[Any, ...], axes: list[int | None], axis_size: int | None
 ) -> int | None:
-    """The number of members, from `axis_size` and every mapped array; None if nothing is mapped."""
+    """Return the number of members, from `axis_size` and every mapped array; None if nothing is mapped."""
     sizes: dict[str, int] = {} if axis_size is None else {"axis_size": axis_size}
     paths = jax.tree_util.tree_leaves_with_path(args)
     for (path, leaf), axis in zip(paths, axes, strict=True):
@@ -303,7 +296,7 @@ def _common_size(
 
 
 def _name_of(fun: Callable[..., Any], path: tuple[Any, ...]) -> str:
-    """How the caller would write the leaf of the arguments at `path`."""
+    """Return the name of the leaf of the arguments at `path`, as the caller writes it."""
     index = path[0].idx
     try:
         parameters = list(inspect.signature(fun).parameters.values())

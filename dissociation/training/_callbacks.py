@@ -6,7 +6,6 @@ loss since the last record ([members], NaN at the start), `records["metrics"]` t
 """
 
 import csv
-import io
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,29 +24,29 @@ MAX_DESCRIBED = 6
 
 
 class Callback:
-    """What happens on the way; every method may be left out."""
+    """Hooks of a run on the host; every method may be left out."""
 
     def begin(self, step: int, num_steps: int, past: Sequence[tuple[int, dict[str, Any]]]) -> None:
-        """Before the first step of a call: where it stands, where it ends, and the records so far, if it goes on."""
+        """Start a call of `fit` at `step`, which ends at `num_steps`; `past` holds a resumed run's records by step."""
 
     def advance(self, step: int, loss: np.ndarray) -> None:
-        """After some steps, and once before the first: the step, and the losses since ([members, steps])."""
+        """Take the losses [members, steps] since the last call; it is called once before the first step too."""
 
     def record(self, step: int, records: dict[str, Any]) -> Any:
-        """At the steps of `Save`; returns True to end the run, or which members to freeze: [members]."""
+        """Take the records at a step of `Save`, and return True to end the run or the members to freeze [members]."""
 
     def close(self) -> None:
-        """At the end, also after an error."""
+        """End, also after an error."""
 
 
 class OfFunction(Callback):
-    """A function of step and records as a callback."""
+    """Callback that calls a function of step and records."""
 
     def __init__(self, function: Callable[[int, dict[str, Any]], Any]):
         self.function = function
 
     def record(self, step: int, records: dict[str, Any]) -> Any:
-        """Calls it."""
+        """Call the function."""
         return self.function(step, records)
 
 
@@ -63,25 +62,24 @@ class Progress(Callback):
         self.how, self.shown, self._meter, self._text, self._recorded = how, shown, None, "", False
 
     def begin(self, step: int, num_steps: int, past: Sequence[tuple[int, dict[str, Any]]]) -> None:
-        """Opens the meter."""
+        """Open the meter."""
         self._meter, self._text, self._recorded = open_meter(self.how, num_steps, "training"), "", False
 
     def advance(self, step: int, loss: np.ndarray) -> None:
-        """Moves the meter."""
+        """Move the meter."""
         if not self._recorded and loss.size:
             self._text = described({"loss": loss.mean(axis=1)}, self.shown)
         if self._meter is not None:
             self._meter.advance(step, self._text)
 
     def record(self, step: int, records: dict[str, Any]) -> None:
-        """Changes the text."""
-        names = [name for name, leaf in scalars(records) if leaf.ndim == 1]
+        """Change the text."""
         for name in self.shown or ():
-            checks.check_choice("shown", name, names)
+            checks.check_choice("shown", name, numbers_of(records))
         self._text, self._recorded = described(records, self.shown), True
 
     def close(self) -> None:
-        """Closes the meter."""
+        """Close the meter."""
         if self._meter is not None:
             self._meter.close()
 
@@ -101,7 +99,7 @@ class CsvLog(Callback):
         self.path, self.columns, self._names = Path(path), dict(columns or {}), None
 
     def begin(self, step: int, num_steps: int, past: Sequence[tuple[int, dict[str, Any]]]) -> None:
-        """Writes the rows of the records so far."""
+        """Write the rows of the records so far."""
         self._names = None
         with replacing(self.path):
             pass
@@ -109,22 +107,21 @@ class CsvLog(Callback):
             self.record(recorded, records)
 
     def record(self, step: int, records: dict[str, Any]) -> None:
-        """Adds a row per member."""
-        numbers = {name: leaf for name, leaf in scalars(records) if leaf.ndim == 1}
-        text = io.StringIO()
-        table = csv.writer(text)
+        """Add a row per member."""
+        numbers = numbers_of(records)
+        rows = []
         if self._names is None:
             for name, values in self.columns.items():
                 if np.shape(values) != numbers["loss"].shape:
                     wanted = f"hold one value for each of the {len(numbers['loss'])} members"
                     checks.fail("columns", wanted, f"shape {np.shape(values)} for {name!r}")
             self._names = list(numbers)
-            table.writerow(["step", "member", *self.columns, *self._names])
+            rows.append(["step", "member", *self.columns, *self._names])
         for member in range(len(numbers["loss"])):
             labels = [np.asarray(values)[member] for values in self.columns.values()]
-            table.writerow([step, member, *labels, *(numbers[name][member] for name in self._names)])
+            rows.append([step, member, *labels, *(numbers[name][member] for name in self._names)])
         with naming(self.path), self.path.open("a", encoding="utf-8", newline="") as file:
-            file.write(text.getvalue())
+            csv.writer(file).writerows(rows)
 
 
 class EarlyStop(Callback):
@@ -145,25 +142,24 @@ class EarlyStop(Callback):
         checks.check_count("patience", patience)
         checks.check_non_negative("least_change", least_change)
         self.name, self.patience, self.least_change, self.rising = name, patience, least_change, rising
-        self._best, self._waited, self._first = None, None, -1
+        self._best, self._waited, self._first = np.inf, 0, -1
 
     def begin(self, step: int, num_steps: int, past: Sequence[tuple[int, dict[str, Any]]]) -> None:
-        """Takes up where the records so far end."""
-        self._best, self._waited, self._first = None, None, past[0][0] if past else step
+        """Resume from the records so far."""
+        self._best, self._waited, self._first = np.inf, 0, past[0][0] if past else step
         for recorded, records in past:
             self.record(recorded, records)
 
     def record(self, step: int, records: dict[str, Any]) -> np.ndarray:
-        """Which members have waited long enough."""
-        numbers = {name: leaf for name, leaf in scalars(records) if leaf.ndim == 1}
+        """Return the members that have waited long enough: [members]."""
+        numbers = numbers_of(records)
         checks.check_choice("name", self.name, numbers)
         values = -numbers[self.name] if self.rising else numbers[self.name]
-        if self._best is None or self._waited is None:
-            self._best, self._waited = np.full(len(values), np.inf), np.zeros(len(values), int)
-        if step != self._first or not np.isnan(values).all():  # there is no loss before the first step
-            better = values < self._best - self.least_change
-            self._best = np.where(better, values, self._best)
-            self._waited = np.where(better, 0, self._waited + 1)
+        if step == self._first and np.isnan(values).all():  # there is no loss before the first step
+            return np.zeros(len(values), bool)
+        better = values < self._best - self.least_change
+        self._best = np.where(better, values, self._best)
+        self._waited = np.where(better, 0, self._waited + 1)
         return self._waited > self.patience
 
 
@@ -173,26 +169,27 @@ class FreezeDiverged(Callback):
     _first = -1
 
     def begin(self, step: int, num_steps: int, past: Sequence[tuple[int, dict[str, Any]]]) -> None:
-        """Notes where the records begin."""
+        """Store the step of the first record."""
         self._first = past[0][0] if past else step
 
     def record(self, step: int, records: dict[str, Any]) -> np.ndarray | None:
-        """Which members have diverged."""
+        """Return the members whose loss is not finite: [members]."""
         loss = records["loss"]
         return None if step == self._first and np.isnan(loss).all() else ~np.isfinite(loss)
 
 
-def scalars(records: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Names and arrays of what is recorded; "observed." and "metrics." are left out of names where that is clear."""
+def numbers_of(records: dict[str, Any]) -> dict[str, Any]:
+    """Return recorded numbers [members] by name, without "observed." and "metrics." if the rest is unambiguous."""
     leaves = jax.tree_util.tree_leaves_with_path(records)
     named = [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in leaves]
     short = [name.removeprefix("observed.").removeprefix("metrics.") for name, _ in named]
-    return [(s if short.count(s) == 1 else name, leaf) for s, (name, leaf) in zip(short, named, strict=True)]
+    both = zip(short, named, strict=True)
+    return {s if short.count(s) == 1 else name: leaf for s, (name, leaf) in both if leaf.ndim == 1}
 
 
 def described(records: dict[str, Any], shown: Sequence[str] | None) -> str:
-    """Mean and standard deviation over members of the loss and of some of the numbers recorded, in a line."""
-    known = {name: leaf for name, leaf in scalars(records) if leaf.ndim == 1}
+    """Return a line with the mean and standard deviation over members of the loss and of other numbers."""
+    known = numbers_of(records)
     others = [name for name in known if name != "loss"]
     names = ["loss", *(others[:MAX_DESCRIBED] if shown is None else [name for name in shown if name in others])]
     finite = [(name, known[name][np.isfinite(known[name])].astype(np.float64)) for name in names]

@@ -17,16 +17,14 @@ import numpy as np
 
 from dissociation._core import checks
 from dissociation._core.files import RefusedFile, replacing
-from dissociation._core.validation import validated
 
 MAGIC = b"dissociation checkpoint 2\n"
 
 _ADVICE = "Delete it to begin again without it."
 
 
-@validated
 def save(path: str | os.PathLike[str], tree: Any, header: dict[str, Any] | None = None) -> None:
-    """Writes `tree` and a header, atomically."""
+    """Write `tree` and a header, atomically."""
     described, blobs = [], []
     for name, leaf in _storable_leaves(tree):
         if not _is_readable(leaf):
@@ -42,15 +40,13 @@ def save(path: str | os.PathLike[str], tree: Any, header: dict[str, Any] | None 
             file.write(blob)
 
 
-@validated
 def read_header(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The header that `save` was given."""
+    """Return the header that `save` was given."""
     return _read_meta(Path(path).read_bytes(), path)[0]["user"]
 
 
-@validated
 def restore(path: str | os.PathLike[str], like: Any) -> Any:
-    """Reads a tree of the structure of `like`."""
+    """Read a tree of the structure of `like`."""
     contents = Path(path).read_bytes()
     meta, offset = _read_meta(contents, path)
     wanted = dict(_storable_leaves(like))
@@ -71,9 +67,8 @@ def restore(path: str | os.PathLike[str], like: Any) -> Any:
     return jax.tree_util.tree_map_with_path(lambda p, leaf: values.get(jax.tree_util.keystr(p), leaf), like)
 
 
-@validated
 def fingerprint(tree: Any) -> str:
-    """A digest of everything in `tree` that `save` would store: paths, dtypes, shapes and bytes, in hexadecimal."""
+    """Return a hexadecimal digest of all that `save` would store of `tree`: paths, dtypes, shapes and bytes."""
     digest = hashlib.blake2b(digest_size=16)
     for name, leaf in _storable_leaves(tree):
         entry, blob = _encode(leaf)
@@ -84,11 +79,8 @@ def fingerprint(tree: Any) -> str:
 
 def _storable_leaves(tree: Any) -> list[tuple[str, Any]]:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return [(jax.tree_util.keystr(path), leaf) for path, leaf in leaves if _is_storable(leaf)]
-
-
-def _is_storable(leaf: Any) -> bool:
-    return type(leaf) in _NUMBERS or isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
+    kinds = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
+    return [(jax.tree_util.keystr(p), leaf) for p, leaf in leaves if type(leaf) in _NUMBERS or isinstance(leaf, kinds)]
 
 
 _NUMBERS = (bool, int, float, complex)

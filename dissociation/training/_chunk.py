@@ -1,4 +1,4 @@
-"""The compiled part of a run: some steps of every member, and observations of them."""
+"""Compiled parts of a run: some steps of every member, and observations of them."""
 
 import math
 from typing import Any, NamedTuple
@@ -11,11 +11,11 @@ from jaxtyping import Array
 
 from dissociation._core import checks
 from dissociation.training import _sharding as sharding
+from dissociation.training._cores import number_of_threads
 from dissociation.training._members import MEMBER_MAPS, count, map_members, per_batch
 from dissociation.training._memory import free_memory, largest, program_bytes
 from dissociation.training._samplers import Sampler
 from dissociation.training._state import State, Step
-from dissociation.training._threads import number_of_threads
 from dissociation.training._traced import Traced, trace
 
 MAX_CHUNK = 512
@@ -61,14 +61,7 @@ def _is_open(value: Any) -> bool:
 
 
 class Chosen(NamedTuple):
-    """A layout with nothing left open but, until the program is known, the number of members per batch.
-
-    Attributes:
-        member_map: "vmap", "scan" or "unroll".
-        members_per_batch: Members that are batched at once, see `Layout`.
-        mesh: Devices, see `Layout`.
-        threads: Number of shards of the members.
-    """
+    """Layout with nothing left open but, until the program is known, the number of members per batch."""
 
     member_map: str
     members_per_batch: int | str | None
@@ -90,29 +83,37 @@ def stored_layout(layout: Layout | Chosen) -> dict[str, Any]:
     return layout._asdict() | {"mesh": mesh}
 
 
-def chosen_layout(layout: Layout, num_members: int, arrays: Any, step: Traced, *others: Traced) -> tuple[Chosen, int]:
+def checked_mesh(layout: Layout) -> Mesh | None:
+    """Return the mesh of a layout, or None if it has none or leaves it open."""
+    if isinstance(layout.mesh, Mesh):
+        sharding.check_mesh(layout.mesh)
+        return layout.mesh
+    if layout.mesh is not None and not _is_open(layout.mesh):
+        checks.fail_kind("mesh", 'be a mesh of `member_mesh`, None or "auto"', repr(layout.mesh))
+    return None
+
+
+def chosen_layout(
+    layout: Layout, mesh: Mesh | None, num_members: int, arrays: Any, step: Traced, *others: Traced
+) -> tuple[Chosen, int]:
     """Return the layout that suits the platform and the programs, and the number of threads that can run now."""
-    member_map, members_per_batch, mesh, wanted = layout
+    member_map, members_per_batch, _, wanted = layout
     checks.check_choice("member_map", member_map, ("auto", *MEMBER_MAPS))
-    if isinstance(mesh, Mesh):
-        sharding.check_mesh(mesh)
-    elif mesh is not None and not _is_open(mesh):
-        checks.fail_kind("mesh", 'be a mesh of `member_mesh`, None or "auto"', repr(mesh))
     for name, value in (("members_per_batch", members_per_batch), ("threads", wanted)):
         if isinstance(value, str):
             checks.check_choice(name, value, ("auto",))
         elif value is not None or name == "threads":
             checks.check_count(name, value, minimum=1)
     if member_map == "auto":
-        platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else jax.default_backend()
+        platform = None if mesh is None else mesh.devices.flat[0].platform
         sequential = "unroll" if "conv_general_dilated" in step.code.primitives else "scan"
         member_map = sequential if per_batch(platform) == 1 else "vmap"
     if member_map == "vmap":
-        return Chosen(member_map, members_per_batch, None if isinstance(mesh, str) else mesh), 1
+        return Chosen(member_map, members_per_batch, mesh), 1
     if members_per_batch not in (None, "auto"):
         wanted_value = f"be None with sequential mapping (member_map={member_map!r})"
         checks.fail("members_per_batch", wanted_value, members_per_batch)
-    if mesh is None or isinstance(mesh, Mesh):
+    if not _is_open(layout.mesh):
         return Chosen(member_map, None, mesh), 1
     operations = frozenset().union(*(program.code.primitives for program in (step, *others)))
     threads = number_of_threads(num_members, operations, (arrays, step, *others))
@@ -122,19 +123,14 @@ def chosen_layout(layout: Layout, num_members: int, arrays: Any, step: Traced, *
 
 
 class Source(NamedTuple):
-    """What batches are made from; both are None, the member's own, or all members'.
-
-    Attributes:
-        arrays: The sampler's.
-        plan: Of the current block.
-    """
+    """Arrays of the sampler and plan of the current block, each None, a member's own, or that of all members."""
 
     arrays: Any
     plan: Any
 
 
 def trace_step(step: Step, sampler: Sampler, size: int | None, mesh: Mesh | None, *example: Any) -> Traced:
-    """From state, sampler's arrays, plan, place in the block and key of one member to (state, info)."""
+    """Trace state, sampler arrays, plan, place in the block and key of one member to (state, info)."""
     static = eqx.filter(sampler, eqx.is_array, inverse=True)
 
     def function(state: State, arrays: Any, plan: Any, within: Array, key: Array) -> Any:
@@ -150,7 +146,7 @@ def trace_step(step: Step, sampler: Sampler, size: int | None, mesh: Mesh | None
 
 
 def _over_data(batch: Any, mesh: Mesh | None) -> Any:
-    """The batch laid over the mesh's data axis, if it has one that divides its samples."""
+    """Lay a batch over the mesh's data axis, if it has one that divides the samples."""
     if mesh is None or sharding.DATA_AXIS not in mesh.axis_names:
         return batch
     devices = mesh.shape[sharding.DATA_AXIS]
@@ -163,7 +159,7 @@ def _over_data(batch: Any, mesh: Mesh | None) -> Any:
 
 
 def trace_observation(observe: Any, state: State, *example: Any) -> Traced:
-    """From state (as `observable` has it), step and key of one member to its observation."""
+    """Trace state (as `observable` has it), step and key of one member to its observation."""
 
     def observation(state: State, step: Array, key: Array) -> Any:
         carried = () if state.aux is None else (state.aux,)
@@ -173,14 +169,14 @@ def trace_observation(observe: Any, state: State, *example: Any) -> Traced:
 
 
 def observable(state: State) -> State:
-    """The state without what is the optimiser's alone: what losses and observations can tell apart."""
+    """Return the state without the optimiser's part, which losses and observations do not get."""
     where = lambda state: (state.opt_state, state.hyperparams)  # noqa: E731
     return eqx.tree_at(where, state, (None, None), is_leaf=lambda leaf: leaf is None)
 
 
 @eqx.filter_jit(donate="all-except-first")
 def run_chunk(inputs: Any, state: State) -> Any:
-    """Several steps of every member, or one where members are unrolled: the new state, and the steps' `Info`s.
+    """Return the new state and the `Info`s of several steps of every member, of one if members are unrolled.
 
     `inputs` is the layout, the traced step, the members' loss keys, which of them are trained (None: all), the sources
     of each one's and of all members' batches, and `[first step, place in the block, steps]`. The state is donated. The
@@ -235,7 +231,7 @@ def run_chunk(inputs: Any, state: State) -> Any:
 
 
 def largest_batch(inputs: Any, state: State) -> int:
-    """As many members per batch, on each device, as the memory that is free allows; `inputs` as of `run_chunk`."""
+    """Return the number of members per batch and device that fits in the free memory; `inputs` as of `run_chunk`."""
     layout, *others = inputs
 
     def bytes_of(size: int) -> int:
@@ -249,7 +245,7 @@ def largest_batch(inputs: Any, state: State) -> int:
 
 
 def missing(shape: tuple[int, ...], dtype: Any) -> Array:
-    """What stands for numbers that there are none of: NaN, or the least number, or False."""
+    """Return NaN, the least integer, or False, for entries that are missing."""
     if jnp.issubdtype(dtype, jnp.inexact):
         return jnp.full(shape, jnp.nan, dtype)
     return jnp.full(shape, jnp.iinfo(dtype).min if jnp.issubdtype(dtype, jnp.integer) else False, dtype)

@@ -19,7 +19,7 @@ from jaxtyping import Array
 from dissociation._core import checks, files
 from dissociation._core.keys import typed
 from dissociation._core.labelled import Labelled, label
-from dissociation._core.labelling import Labels, Over, label_tree
+from dissociation._core.results import Labels, Over, label_tree
 from dissociation._core.types import PRNGKey, PRNGKeys, PyTree
 from dissociation._core.validation import validated
 from dissociation.training import _checkpoint as checkpoints
@@ -28,13 +28,12 @@ from dissociation.training._batches import Batches, example
 from dissociation.training._callbacks import Callback, OfFunction
 from dissociation.training._chunk import Layout, observable
 from dissociation.training._distributed import LocalMembers
-from dissociation.training._loop import streams
+from dissociation.training._interrupts import terminations_interrupt
+from dissociation.training._loop import Streams, streams
 from dissociation.training._members import take
-from dissociation.training._records import History, Save
+from dissociation.training._records import History, Save, check_steps
 from dissociation.training._run import FORMAT, Checkpoint, Run, own_file, records_something
 from dissociation.training._samplers import HostBatches, Sampler, as_arrays, leading_size
-from dissociation.training._schedule import check_steps
-from dissociation.training._signals import terminations_interrupt
 from dissociation.training._state import State, Step, check_optimizer, checked_models, first_opt_state, transformation
 from dissociation.training._traced import trace
 
@@ -42,16 +41,16 @@ logger = logging.getLogger(__name__)
 
 
 class FitResult(NamedTuple):
-    """The outcome of `fit`.
+    """Outcome of `fit`.
 
     Attributes:
         models: The trained models, members stacked as they came.
-        history: What was recorded.
+        history: Records of the run.
         diverged_at: Per member, the first step whose loss was not finite, or -1: [members], NumPy.
         num_steps: Updates in all; fewer than asked for if a callback ended the run.
-        member_map: How the members were mapped: "vmap", "scan" or "unroll".
+        member_map: Mapping of the members: "vmap", "scan" or "unroll".
         seconds: Wall time, compilation and the earlier parts of a resumed run included.
-        state: Where training ended: `fit(result.state, ...)` goes on.
+        state: State after training: `fit(result.state, ...)` continues.
     """
 
     models: Any
@@ -63,7 +62,7 @@ class FitResult(NamedTuple):
     state: State
 
     def labelled(self, over: Over = None) -> Labelled:
-        """The history, see `History.labelled`, and `diverged_at` [members]; not the models."""
+        """Label the history, see `History.labelled`, and `diverged_at` [members]; not the models."""
         attrs = {"num_steps": self.num_steps, "member_map": self.member_map, "seconds": self.seconds}
         return labelled_fit(self.history, self.diverged_at, over, attrs)
 
@@ -79,7 +78,7 @@ class FitResult(NamedTuple):
 def labelled_fit(
     history: History, diverged_at: np.ndarray, over: Over, attrs: dict[str, Any] | None = None
 ) -> Labelled:
-    """A history, see `History.labelled`, and `diverged_at` [members]."""
+    """Label a history, see `History.labelled`, and `diverged_at` [members]."""
     ended = label_tree({"diverged_at": diverged_at}, "members" if over is None else over)
     done = history.labelled(over)
     return label({**done.arrays, **ended.arrays}, {**done.dims, **ended.dims}, coords=done.coords, attrs=attrs or {})
@@ -102,7 +101,7 @@ def fit(
     checkpoint: str | Path | None = None,
     same_program: bool = False,
 ) -> FitResult:
-    """Trains stacked members side by side: the host's part around compiled chunks of steps.
+    """Train stacked members: the host's part around compiled chunks of steps.
 
     Step and observation are traced at every call, and compiled unless an equal program was before: an optimiser or a
     loss that the caller made anew compiles nothing if it computes the same. Arrays that they hold or close over are
@@ -113,32 +112,32 @@ def fit(
 
     Args:
         models: An Equinox module, or any PyTree, whose array leaves carry members on the leading axis. Floats of half
-            precision are trained, and returned, as float32. Or the `state` of another call's result, to go on there
-            with the same or another step; the optimiser's state is kept if it fits this optimiser, else begun anew,
+            precision are trained, and returned, as float32. Or the `state` of another call's result, to continue
+            with the same or another step; the optimiser's state is kept if it fits this optimiser, else made anew,
             and hyperparameters are kept if it is a function of them.
-        step: Of `make_step`: loss and optimiser.
-        sampler: What a step sees: `training.Epochs`, `FullBatch`, `Online`, `HostBatches`.
+        step: Step of `make_step`: loss and optimiser.
+        sampler: Batches: `training.Epochs`, `FullBatch`, `Online`, `HostBatches`.
         num_steps: Optimiser steps; give this or `num_epochs`.
         num_epochs: Passes over the data.
         key: One key (members fold in their index), or one key per member, for samplers that members do not share, or
             both: for the order of the data and for each member.
         hyperparams: A PyTree of arrays, members first, for an optimiser that is a function of one member's. They are
             traced: a sweep over them compiles once.
-        aux: What the loss carries along beside the model, members first: an `eqx.nn.State`, multipliers.
+        aux: PyTree that the loss carries beside the model, members first: an `eqx.nn.State`, multipliers.
         save: What to record, and when.
-        layout: How members are mapped, and over which devices.
-        callbacks: What happens on the way: functions `callback(step, records)`, or objects of `callbacks`.
-        checkpoint: A file, or a link to one. If it exists the run resumes from it; under the same layout the outcome
-            equals the uninterrupted one bit for bit. It is written as the run goes on and at its end, be that an
-            interrupt (Ctrl-C, or SIGTERM, whose handler is called afterwards) or the error of a callback or an
-            iterator. It goes on from the same data, models, hyperparameters and key, under the same step, sampler and
-            observation; layout, callbacks and number of steps may be others: a finished run is extended by more of
-            them. What `layout` leaves open is taken from the file; under another layout bits may differ, which a line
-            of the log states. One that a callback ended stays ended, unless none listens any more, or no record is made
-            at that step. One call at a time has it. Each of several processes writes a file beside it and keeps its
-            last two; as many processes resume from the newest step of which all have one.
-        same_program: Take the checkpoint's program for the same, though it is not traced to the same operations, as
-            after an update of JAX.
+        layout: Mapping of the members, and devices.
+        callbacks: Functions `callback(step, records)`, or `Callback`s.
+        checkpoint: A file, or a link to one, written during the run and at its end, be that an interrupt (Ctrl-C,
+            or SIGTERM, whose handler is called afterwards) or the error of a callback or an iterator. If it exists,
+            the run resumes from it: under the same layout the outcome equals the uninterrupted one bit for bit.
+            Data, models, hyperparameters, key, step, sampler and observation must be the same; layout, callbacks
+            and number of steps may be others: a finished run is extended by more of them. What `layout` leaves open
+            is taken from the file; under another layout bits may differ, which a line of the log states. A run that
+            a callback ended stays ended, unless no callback records any more, or no record is made at that step.
+            One call at a time has the file. Each of several processes writes a file beside it and keeps its last
+            two; as many processes resume from the newest step of which all have one.
+        same_program: True to take the checkpoint's program for the same though its operations differ, as after an
+            update of JAX.
 
     Returns:
         A `FitResult`.
@@ -147,24 +146,19 @@ def fit(
         ValueError: If arguments contradict each other or the data, what is recorded has a name that no file of results
             can hold, or the checkpoint is of another run.
         BlockingIOError: If another call is writing to the checkpoint.
-        TypeError: If what comes is traced, a count is no Python integer, data are no arrays of numbers, or the
-            optimiser is no transformation (without `hyperparams`) or no function to one (with them).
+        TypeError: If an argument is traced, a count is not a Python integer, data are not arrays of numbers, or the
+            optimiser is not a transformation (without `hyperparams`) or not a function to one (with them).
     """
     began = time.perf_counter()
     for name, given in (("models", models), ("sampler", sampler), ("hyperparams", hyperparams), ("key", key)):
         if any(map(checks.is_traced, jax.tree.leaves(given))):
             advice = "Inside of a transformation use `train`"
             checks.fail_kind(name, "be known: `fit` is driven by the host", "a traced value", advice)
-    state = _begin(models, step, aux, hyperparams, save)
-    num_members = leading_size("models", state.arrays)
-    if sampler.stacked:
-        sampler_members = leading_size("sampler", eqx.filter(sampler, eqx.is_array))
-        checks.check_same_length("models", num_members, "sampler", sampler_members, "members")
-    first = int(np.max(np.asarray(state.step)))
-    total = first + _total_steps(num_steps, num_epochs, sampler.epoch_steps)
+    given = {"num_steps": num_steps, "num_epochs": num_epochs, "hyperparams": hyperparams, "aux": aux}
+    state, first, total, order_keys, own_keys = _prepared(models, step, sampler, save, key=key, **given)
+    num_members = len(own_keys.loss)
     heard = [_callback(i, each) for i, each in enumerate(callbacks)]
     times = _times(save, heard, first, total, sampler.epoch_steps)
-    order_keys, own_keys = _split_key(key, num_members, sampler.shared)
     path = None if checkpoint is None else own_file(files.followed(checkpoint))
     layout = _resumed(layout, path)
     local = LocalMembers(num_members)
@@ -202,19 +196,12 @@ def fit(
 
 
 class Needs(NamedTuple):
-    """Estimate of the bytes that a run takes, from above; it does not count the memory of the compiler.
+    """Estimate of the bytes that a run takes, from above; it does not count the memory of the compiler."""
 
-    Attributes:
-        fixed: Bytes of the data and the programs, for any number of members.
-        per_member: Bytes of each member.
-        model: Bytes of each member's trained model.
-        devices: Number of devices or worker threads of this process that train members.
-    """
-
-    fixed: int
+    fixed: int  # data and programs, for any number of members
     per_member: int
-    model: int
-    devices: int
+    model: int  # a member's trained model
+    devices: int  # number of devices or worker threads of this process that train members
 
 
 COPIES = 3
@@ -222,27 +209,11 @@ COPIES = 3
 
 
 def estimated_bytes(
-    models: PyTree,
-    step: Step,
-    sampler: Sampler,
-    *,
-    key: Any,
-    num_steps: int | None = None,
-    num_epochs: int | None = None,
-    hyperparams: PyTree = None,
-    aux: PyTree = None,
-    save: Save = Save(),  # noqa: B008
-    layout: Layout = Layout(),  # noqa: B008
+    models: PyTree, step: Step, sampler: Sampler, save: Save, layout: Layout, **arguments: Any
 ) -> Needs:
-    """Estimate what `fit` takes, from programs of 2 and 4 members, which are not run; see `fit` for the arguments.
-
-    `models` are at least four members.
-    """
-    state = _begin(models, step, aux, hyperparams, save)
-    count = leading_size("models", state.arrays)
-    first = int(np.max(np.asarray(state.step)))
-    total = first + _total_steps(num_steps, num_epochs, sampler.epoch_steps)
-    order_keys, own_keys = _split_key(key, count, sampler.shared)
+    """Estimate what `fit` takes for at least four members, from programs of 2 and 4 members, which are not run."""
+    state, first, total, order_keys, own_keys = _prepared(models, step, sampler, save, **arguments)
+    count = len(own_keys.loss)
     programs = []
     for size in (2, 4):
         few = partial(take, index=slice(size))
@@ -279,7 +250,7 @@ def _resumed(layout: Layout, path: Path | None) -> Layout:
 
 
 def _check_names(run: Run) -> None:
-    """Raises if what is going to be recorded has names that no file of results can hold: the end is too late."""
+    """Raise if records are going to have names that no file of results can hold: the end is too late."""
     nothing = History(np.zeros((run.num_members, 0)), np.zeros(0, int), None, None, 0)
     for name, field, tree in (("save", "observed", run.observe and run.observe.out), ("step", "metrics", run.info[1])):
         empty = jax.tree.map(lambda leaf: np.zeros((run.num_members, 0, *leaf.shape), bool), tree)
@@ -299,8 +270,31 @@ def _callback(index: int, given: Any) -> Callback:
     return OfFunction(given)
 
 
+def _prepared(
+    models: Any,
+    step: Step,
+    sampler: Sampler,
+    save: Save,
+    *,
+    key: Any,
+    num_steps: int | None = None,
+    num_epochs: int | None = None,
+    hyperparams: Any = None,
+    aux: Any = None,
+) -> tuple[State, int, int, Array, Streams]:
+    """Return stacked states, the first and the last step, and the keys of the data's order and of members."""
+    state = _begin(models, step, aux, hyperparams, save)
+    num_members = leading_size("models", state.arrays)
+    if sampler.stacked:
+        sampler_members = leading_size("sampler", eqx.filter(sampler, eqx.is_array))
+        checks.check_same_length("models", num_members, "sampler", sampler_members, "members")
+    first = int(np.max(np.asarray(state.step)))
+    total = first + _total_steps(num_steps, num_epochs, sampler.epoch_steps)
+    return state, first, total, *_split_key(key, num_members, sampler.shared)
+
+
 def _begin(models: Any, step: Step, aux: Any, hyperparams: Any, save: Save) -> State:
-    """Stacked states to begin with."""
+    """Return stacked states before training."""
     try:
         count = leading_size("models", models.arrays if isinstance(models, State) else models)
     except checks.WrongValue as error:
@@ -311,25 +305,26 @@ def _begin(models: Any, step: Step, aux: Any, hyperparams: Any, save: Save) -> S
             size = leading_size(name, as_arrays(name, tree, "members"))
             checks.check_same_length("models", count, name, size, "members")
     hyperparams = jax.tree.map(jnp.asarray, hyperparams)
-    if isinstance(models, State) and hyperparams is None and isinstance(step.optimizer, optax.GradientTransformation):
-        models = models.replace(hyperparams=None)  # those of another optimiser
-    old = models.hyperparams if isinstance(models, State) else None
-    check_optimizer(step.optimizer, old if hyperparams is None else hyperparams)
-    carried = models.aux if isinstance(models, State) and aux is None else aux
-    step.check_loss(carried)
-    if save.observe is not None and callable(save.observe):
-        advice = "With an `aux` it is observe(model, aux, step, key), without one observe(model, step, key)"
-        words = ("model", *([] if carried is None else ["aux"]), "step", "key")
-        checks.check_call("observe", save.observe, words, advice)
-    if not isinstance(models, State):
-        models = checked_models(models)
+    if isinstance(models, State):
+        state = _continued(models, step, aux, hyperparams)
+    else:
         one = eqx.filter_vmap(lambda model, aux, hyperparams: step.init(model, aux=aux, hyperparams=hyperparams))
-        return one(models, aux, hyperparams)
-    state = models
+        state = one(checked_models(models), aux, hyperparams)
+    step.check_loss(state.aux)
+    if callable(save.observe):
+        advice = "With an `aux` it is observe(model, aux, step, key), without one observe(model, step, key)"
+        words = ("model", *([] if state.aux is None else ["aux"]), "step", "key")
+        checks.check_call("observe", save.observe, words, advice)
+    return state
+
+
+def _continued(state: State, step: Step, aux: Any, hyperparams: Any) -> State:
+    """Return the states of another call, with a new state of the optimiser if the old one does not fit."""
     if aux is not None:
         state = state.replace(aux=aux)
-    if hyperparams is not None:
+    if hyperparams is not None or isinstance(step.optimizer, optax.GradientTransformation):
         state = state.replace(hyperparams=hyperparams)
+    check_optimizer(step.optimizer, state.hyperparams)
     begin = jax.vmap(partial(first_opt_state, step.optimizer))
     fresh = jax.eval_shape(begin, state.arrays, state.hyperparams)
     shapes = [[(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)] for tree in (fresh, state.opt_state)]
@@ -347,7 +342,7 @@ def _total_steps(num_steps: int | None, num_epochs: int | None, epoch_steps: int
 
 
 def _times(save: Save, callbacks: Sequence[Callback], first: int, total: int, epoch_steps: int) -> np.ndarray:
-    """The steps of the records."""
+    """Return the steps of the records."""
     if save.at is not None:
         return check_steps("at", save.at, total, first)
     if save.observe is None and not any(map(records_something, callbacks)):
@@ -357,7 +352,7 @@ def _times(save: Save, callbacks: Sequence[Callback], first: int, total: int, ep
 
 
 def _identity(run: Run, state: State, step: Step, sampler: Sampler, key: Any) -> dict[str, Any]:
-    """The program by its parts: what it computes, and the precision of its matrix products; and what it is fed with."""
+    """Return digests of the program by its parts, with the precision of matrix products, and of its inputs."""
     precision = getattr(jax.config, "jax_default_matmul_precision", None)
     one, loss_key = example(state), run.keys[0].loss[0]
     trained = eqx.filter(one.arrays, lambda leaf: jnp.issubdtype(leaf.dtype, jnp.inexact))
@@ -391,15 +386,14 @@ def _identity(run: Run, state: State, step: Step, sampler: Sampler, key: Any) ->
     }
 
 
-def _split_key(key: Any, num_members: int, shared: bool) -> tuple[Array, Any]:
-    """Keys of the order of the data (one, or one per member), and every member's."""
+def _split_key(key: Any, num_members: int, shared: bool) -> tuple[Array, Streams]:
+    """Return keys of the order of the data (one, or one per member), and every member's."""
     order: Any = None
     if isinstance(key, tuple):
         order, key = map(typed, key)
         if not shared:
-            checks.fail(
-                "key", "be one per member where the sampler is not shared", "one for the order of the data, too"
-            )
+            wanted = "be one per member where the sampler is not shared"
+            checks.fail("key", wanted, "one for the order of the data, too")
     key = typed(key)
     if key.ndim == 0:
         order, root = jax.random.split(key)

@@ -4,8 +4,8 @@ import inspect
 import json
 import logging
 import math
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,11 +17,9 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from dissociation._core import checks, files
-from dissociation._core.checks import WrongValue
-from dissociation._core.files import RefusedFile
 from dissociation._core.keys import typed
 from dissociation._core.labelled import Labelled
-from dissociation._core.labelling import Labels, Over
+from dissociation._core.results import Labels, Over
 from dissociation._core.types import PRNGKey
 from dissociation._core.validation import validated
 from dissociation.training import _checkpoint as checkpoints
@@ -30,15 +28,16 @@ from dissociation.training import _memory as memory
 from dissociation.training._callbacks import Callback
 from dissociation.training._chunk import Layout, stored_layout
 from dissociation.training._fitting import estimated_bytes, fit, labelled_fit
+from dissociation.training._interrupts import terminations_interrupt
+from dissociation.training._members import concatenate, stack, take
 from dissociation.training._progress import MeterFactory, open_meter
 from dissociation.training._records import History, Save
 from dissociation.training._samplers import Sampler, as_arrays, leading_size
-from dissociation.training._signals import terminations_interrupt
 from dissociation.training._state import Step
 from dissociation.training._sweeps import Grid
 
 MANIFEST = "sweep.json"
-"""The file of a folder that says which sweep it holds, and how far that is."""
+"""File of a folder with the identity of its sweep and the groups that are done."""
 FORMAT = 1
 """Format of `sweep.json`; folders from before the layout was stored have none, and are resumed."""
 
@@ -46,19 +45,12 @@ logger = logging.getLogger(__name__)
 
 
 class Plan(NamedTuple):
-    """How a sweep is going to run; printed, a sentence.
-
-    Attributes:
-        groups: Which members are trained at once, by their places in the grid.
-        peak_bytes: Estimate of the bytes that the largest group takes at the most, without those of the compiler.
-        budget: Bytes that the groups were planned to stay within.
-        devices: How many devices of this process members lie on.
-    """
+    """Groups of members that a sweep trains at once, by their places in the grid; printed, a sentence."""
 
     groups: tuple[tuple[int, ...], ...]
-    peak_bytes: int
+    peak_bytes: int  # estimate for the largest group, without the memory of the compiler
     budget: int
-    devices: int
+    devices: int  # of this process, over which members are laid
 
     def __str__(self) -> str:
         members, most = sum(map(len, self.groups)), max(map(len, self.groups))
@@ -67,15 +59,15 @@ class Plan(NamedTuple):
 
 
 class GridResult(NamedTuple):
-    """The outcome of `fit_grid`.
+    """Outcome of `fit_grid`.
 
     Attributes:
-        grid: What the members are.
-        history: What was recorded, all members first, in the order of the grid.
+        grid: Values of the members.
+        history: Records of all members, in the order of the grid.
         diverged_at: See `FitResult`: [members].
-        plan: How it ran.
+        plan: Groups, and the memory that was planned for.
         seconds: Wall time of every group, earlier parts included.
-        models_of: From members' places in the grid to their trained models, stacked; all of one shape.
+        models_of: Function from members' places in the grid to their trained models, stacked; all of one shape.
         aux_of: The same for the trained `aux`; None if there is none.
     """
 
@@ -91,7 +83,7 @@ class GridResult(NamedTuple):
         return f"GridResult({self.grid}, {self.plan}, {sum(self.seconds):.0f} s)"
 
     def labelled(self, over: Over = None) -> Labelled:
-        """The history along the grid's axes, see `History.labelled`, and `diverged_at`; not the models."""
+        """Label the history along the grid's axes, see `History.labelled`, and `diverged_at`; not the models."""
         return labelled_fit(self.history, self.diverged_at, self.grid if over is None else over)
 
     to_xarray, to_dataframe, save = Labels.to_xarray, Labels.to_dataframe, Labels.save
@@ -103,7 +95,7 @@ def _fresh(init: Callable[..., Any], fixed: dict[str, Any], keys: Array) -> PyTr
 
 
 class _Sweep(NamedTuple):
-    """What does not differ between groups."""
+    """Arguments of all groups."""
 
     init: Callable[..., Any]
     step: Step
@@ -111,42 +103,40 @@ class _Sweep(NamedTuple):
     grid: Grid
     keys: Array
     order: Array
-    shapes: tuple[str, ...]
+    shapes: tuple[str, ...]  # quantities that set a model's shape
+    shape_of: list[tuple[Any, ...]]  # values of them, by member
     aux: Any
     options: dict[str, Any]
 
     def fresh(self, make: Callable[..., Any], members: Sequence[int]) -> PyTree:
-        """What `init`, or a function like it, makes of members that differ in numbers alone."""
-        values = self.grid.values
-        fixed = {name: values[name][members[0]].item() for name in self.shapes}
+        """Return what `make`, called as `init` is, returns for members of one shape, stacked."""
+        fixed = dict(zip(self.shapes, self.shape_of[members[0]], strict=True))
         return _fresh(make, fixed, self.keys[jnp.asarray(members), 0])
 
     def start(self, members: Sequence[int]) -> tuple[PyTree, PyTree]:
-        """Models and `aux` to begin with."""
-        if _makes(self.aux):
-            return self.fresh(self.init, members), self.fresh(self.aux, members)
-        where = np.asarray(members)
-        return self.fresh(self.init, members), jax.tree.map(lambda leaf: leaf[where], self.aux)
+        """Return models and `aux` before training."""
+        aux = self.fresh(self.aux, members) if _makes(self.aux) else take(self.aux, np.asarray(members))
+        return self.fresh(self.init, members), aux
 
     def arguments(self, members: Sequence[int]) -> dict[str, Any]:
-        """What `fit` is given for some members."""
+        """Return the arguments of `fit` for some members."""
         where = jnp.asarray(members)
         traced = [name for name in self.grid.values if name not in (*self.shapes, "seed")]
-        hyperparams = {name: values[where] for name, values in self.grid.hyperparams(*traced).items()} or None
+        hyperparams = take(self.grid.hyperparams(*traced), where) or None
         keys = self.keys[where, 1]
         own: Any = (self.order, keys) if self.sampler.shared else keys
         return {"hyperparams": hyperparams, "key": own, **self.options}
 
     def alike(self) -> list[list[int]]:
-        """Members by what sets their shapes."""
-        values, found = self.grid.values, {}
-        for member in range(len(self.grid)):
-            found.setdefault(tuple(values[name][member].item() for name in self.shapes), []).append(member)
+        """Return the members of each shape."""
+        found = {}
+        for member, shape in enumerate(self.shape_of):
+            found.setdefault(shape, []).append(member)
         return list(found.values())
 
 
 def _makes(aux: Any) -> bool:
-    """Whether it is a function to a member's `aux`, not the arrays of all members."""
+    """Return True if `aux` is a function that returns a member's, not the arrays of all members."""
     return callable(aux) and not jax.tree.leaves(eqx.filter(aux, eqx.is_array))
 
 
@@ -169,42 +159,42 @@ def fit_grid(
     memory_budget: int | None = None,
     progress: str | MeterFactory | None = "auto",
 ) -> GridResult:
-    """Trains all members of a grid, as many at once as fit in memory, and keeps each group as soon as it is done.
+    """Train all members of a grid, as many at once as fit in memory, and keep each group as soon as it is done.
 
     Quantities of the grid that `init` takes by name (a width, say) are given to it as Python numbers; members with the
-    same ones share a program. "seed" makes a member's key, the same whatever else the member is. All others are given
+    same ones share a program. "seed" makes a member's key, whatever else the member is. All others are given
     to the optimiser, which is a function of a dictionary of them; they are traced, and never compiled anew. The
     grouping of members changes results by rounding alone.
 
     Args:
-        init: From a key, and quantities of the grid by name, to a model.
-        step: Of `make_step`.
-        sampler: What a step sees, see `fit`.
-        grid: What the members are.
-        key: Everything random follows from it.
+        init: Function from a key, and quantities of the grid by name, to a model.
+        step: Step of `make_step`.
+        sampler: Batches, see `fit`.
+        grid: Values of the members.
+        key: Key of everything random.
         num_steps: Optimiser steps; give this or `num_epochs`.
         num_epochs: Passes over the data.
-        aux: What the loss carries along beside the model, as an `eqx.nn.State` of batch normalisation: arrays, members
+        aux: PyTree that the loss carries beside the model, as an `eqx.nn.State` of batch normalisation: arrays, members
             first in the order of the grid, or a function of `init`'s arguments that returns one member's, such as
             `lambda key: eqx.nn.make_with_state(Net)(key)[1]`. It gets the key that `init` gets.
         save: What to record, and when; must not differ in shape between groups.
-        layout: Of each group.
-        folder: Where groups are kept; a second call with the same arguments goes on from there. Without it trained
+        layout: Layout of each group.
+        folder: Folder of the groups; a second call with the same arguments resumes from it. Without it trained
             models stay in memory.
-        fresh: Whether to begin anew though the folder holds this sweep, or another, which is set aside.
-        same_program: Take the programs of the folder for the same, see `fit`.
+        fresh: True to set aside what the folder holds, this sweep or another, and start anew.
+        same_program: True to take the programs of the folder for the same, see `fit`.
         memory_budget: Bytes that groups are planned to stay within, without those of the compiler. None: nine tenths of
             the free memory of an accelerator, half of the host's.
-        progress: A meter of the programs that planning compiles, then one of all groups' steps; before its bar stands
-            the plan, behind it the time that remains.
+        progress: A meter of the programs that planning compiles, then one of all groups' steps, with the plan before
+            its bar and the time that remains behind it.
 
     Returns:
         A `GridResult`.
 
     Raises:
-        ValueError: If a quantity is text and not `init`'s, no member fits, or arguments contradict each other.
+        ValueError: If `init` does not take a quantity of text, no member fits, or arguments contradict each other.
         RefusedFile: If the folder holds another sweep.
-        TypeError: If the optimiser is no function of the grid's quantities, or `init` takes no key.
+        TypeError: If the optimiser is not a function of the grid's quantities, or `init` takes no key.
 
     Example:
         >>> import optax
@@ -220,17 +210,17 @@ def fit_grid(
         (2, (12, 4), (2, 2, 3))
     """
     root, order = jax.random.split(typed(key))
-    keys = (
-        grid.keys(root) if "seed" in grid.values else jax.vmap(partial(jax.random.fold_in, root))(jnp.arange(len(grid)))
-    )
+    drawn = jax.vmap(partial(jax.random.fold_in, root))
+    keys = grid.keys(root) if "seed" in grid.values else drawn(jnp.arange(len(grid)))
     options = {"num_steps": num_steps, "num_epochs": num_epochs, "save": save, "layout": layout}
     keys = jax.vmap(jax.random.split)(keys)  # for a member's model, and for its training
     if aux is not None and not _makes(aux):
         aux = as_arrays("aux", aux, "members")
         checks.check_same_length("grid", len(grid), "aux", leading_size("aux", aux), "members")
-    step.check_loss(aux)
-    sweep = _Sweep(init, step, sampler, grid, keys, order, _shapes(init, step, grid), aux, options)
-    with terminations_interrupt(), _Folder(folder, _identity(sweep, key, num_steps, num_epochs), fresh) as kept:
+    shapes, values = _shapes(init, step, grid), grid.values
+    shape_of = [tuple(values[name][member].item() for name in shapes) for member in range(len(grid))]
+    sweep = _Sweep(init, step, sampler, grid, keys, order, shapes, shape_of, aux, options)
+    with terminations_interrupt(), _opened(folder, _identity(sweep, key, num_steps, num_epochs), fresh) as kept:
         plan = kept.plan(lambda: _planned(sweep, memory_budget, keeps=folder is None, progress=progress))
         logger.info("%s", plan)
         return _run(sweep, plan, kept, progress, same_program)
@@ -239,24 +229,21 @@ def fit_grid(
 def _run(
     sweep: _Sweep, plan: Plan, kept: "_Folder", progress: str | MeterFactory | None, same_program: bool
 ) -> GridResult:
-    steps, parts = _Steps(progress, len(plan.groups), str(plan)), []
-    layout = kept.layout(sweep.options["layout"], plan.devices)
-    models: dict[int, Any] = {}
+    steps, parts, models = _Steps(progress, len(plan.groups), str(plan)), [], {}
+    options = {"layout": kept.layout(sweep.options["layout"], plan.devices), "same_program": same_program}
     try:
         for index, members in enumerate(plan.groups):
             start, aux = sweep.start(members)
-            file = kept.file(index, "ckpt")
-            given = {**sweep.arguments(members), "aux": aux, "checkpoint": file, "same_program": same_program}
-            given["layout"] = layout
+            given = {**sweep.arguments(members), "aux": aux, "checkpoint": kept.file(index, "ckpt"), **options}
             try:
                 result = fit(start, sweep.step, sweep.sampler, callbacks=[steps], **given)
-            except WrongValue as error:
-                if kept.kept and str(error).startswith("`checkpoint`"):
-                    raise RefusedFile(f"{error} Or say fresh=True, which sets {kept.path} aside.") from error
+            except checks.WrongValue as error:
+                if kept.path is not None and str(error).startswith("`checkpoint`"):
+                    raise files.RefusedFile(f"{error} Or say fresh=True, which sets {kept.path} aside.") from error
                 raise
             parts.append((result.history, result.diverged_at, result.seconds))
             trained = result.models if aux is None else (result.models, result.state.aux)
-            if not kept.kept:
+            if kept.path is None:
                 models[index] = jax.tree.map(lambda leaf: np.asarray(leaf) if eqx.is_array(leaf) else leaf, trained)
             kept.finish(index, trained, result.seconds)
             del start, aux, result, trained
@@ -264,49 +251,35 @@ def _run(
         steps.end()
     order = np.argsort(np.concatenate([np.asarray(members) for members in plan.groups]))
     histories, diverged, seconds = zip(*parts, strict=True)
-
-    def joined(*leaves: Any) -> np.ndarray:
-        return np.concatenate(leaves)[order]
-
-    first: History = histories[0]
-    observed, metrics = (
-        None if getattr(first, name) is None else jax.tree.map(joined, *(getattr(each, name) for each in histories))
-        for name in ("observed", "metrics")
-    )
-    history = History(
-        joined(*(each.loss for each in histories)), first.observed_at, observed, metrics, first.first_step
-    )
+    recorded = [(each.loss, each.observed, each.metrics, own) for each, own in zip(histories, diverged, strict=True)]
+    loss, observed, metrics, diverged_at = take(concatenate(recorded), order)
+    history = histories[0]._replace(loss=loss, observed=observed, metrics=metrics)
 
     def trained_of(members: Any) -> PyTree:
         return _trained_of(sweep, plan, kept, models, np.atleast_1d(np.asarray(members, int)).tolist())
 
-    whole = sweep.grid, history, joined(*diverged), plan, tuple(seconds)
+    whole = sweep.grid, history, diverged_at, plan, seconds
     if sweep.aux is None:
         return GridResult(*whole, trained_of)
     return GridResult(*whole, lambda members: trained_of(members)[0], lambda members: trained_of(members)[1])
 
 
 def _trained_of(sweep: _Sweep, plan: Plan, kept: "_Folder", models: dict[int, Any], members: Sequence[int]) -> PyTree:
-    """Trained models of some members, and their `aux` if there is one, stacked in the order asked for."""
+    """Return trained models of some members, and their `aux` if there is one, stacked in this order."""
     places = {member: (index, row) for index, group in enumerate(plan.groups) for row, member in enumerate(group)}
     for member in members:
         if member not in places:
             checks.fail("members", f"be places in the grid, from 0 to {len(places) - 1}", member)
-
-    def fresh(index: int) -> Any:
-        return eqx.filter_eval_shape(sweep.start, list(plan.groups[index]))[0 if sweep.aux is None else slice(None)]
-
-    shapes = {tuple(sweep.grid.values[name][member].item() for name in sweep.shapes) for member in members}
+    shapes = {sweep.shape_of[member] for member in members}
     if len(shapes) != 1:
         checks.fail("members", "be some of one shape", f"{len(shapes)} of them: {', '.join(map(str, sorted(shapes)))}")
-    loaded = {}
-    for index in dict.fromkeys(places[member][0] for member in members):
-        loaded[index] = kept.models(index, fresh(index)) if kept.kept else models[index]
-    own = [
-        jax.tree.map(lambda leaf, row=row: leaf[row] if eqx.is_array(leaf) else leaf, loaded[index])
-        for index, row in (places[member] for member in members)
-    ]
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves) if eqx.is_array(leaves[0]) else leaves[0], *own)
+    loaded = dict(models)
+    for index in {places[member][0] for member in members}:
+        if (path := kept.file(index, "models")) is not None:
+            like = eqx.filter_eval_shape(sweep.start, list(plan.groups[index]))
+            loaded[index] = checkpoints.restore(path, like[0] if sweep.aux is None else like)
+    own = [take(loaded[index], row) for index, row in (places[member] for member in members)]
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf) if eqx.is_array(leaf) else leaf, stack(own))
 
 
 class _Steps(Callback):
@@ -327,17 +300,17 @@ class _Steps(Callback):
             self.meter.advance(self.done, f"loss {loss.mean():.3g}" if loss.size else "")
 
     def end(self) -> None:
-        """After the last group, or an error."""
+        """Close the meter."""
         if self.meter is not None:
             self.meter.close()
 
 
 RESERVED = ("loss", "steps", "observed", "observed_at", "metrics", "members", "diverged_at")
-"""What results call their own axes and arrays."""
+"""Names of axes and arrays of results."""
 
 
 def _shapes(init: Callable[..., Any], step: Step, grid: Grid) -> tuple[str, ...]:
-    """The quantities of a grid that `init` takes by name; all others but seeds must be the optimiser's."""
+    """Return the quantities of a grid that `init` takes by name; all others but seeds must be the optimiser's."""
     taken = list(inspect.signature(init).parameters)[1:]
     names = tuple(name for name in grid.values if name in taken)
     for name, values in grid.values.items():
@@ -353,7 +326,7 @@ def _shapes(init: Callable[..., Any], step: Step, grid: Grid) -> tuple[str, ...]
 
 
 def _unread(optimizer: Any, values: dict[str, float]) -> list[str]:
-    """What a function to an optimiser does without; nothing where it is none, or is wrong: `fit` says so."""
+    """Return the names that a function to an optimiser does not read; none if it is wrong, as `fit` raises then."""
 
     def works(given: dict[str, float]) -> bool:
         try:
@@ -401,7 +374,7 @@ def _planned(sweep: _Sweep, budget: int | None, *, keeps: bool, progress: str | 
 
 
 def _identity(sweep: _Sweep, key: Any, num_steps: int | None, num_epochs: int | None) -> dict[str, Any]:
-    """What makes two sweeps the same; each group's program is compared by `fit`."""
+    """Return the identity of a sweep; `fit` compares the program of each group."""
     values = {name: column.tolist() for name, column in sweep.grid.values.items()}
     return {
         "grid": {"axes": list(sweep.grid.axes), "values": values},
@@ -411,65 +384,68 @@ def _identity(sweep: _Sweep, key: Any, num_steps: int | None, num_epochs: int | 
     }
 
 
-class _Folder:
-    """A sweep on disk: which one it is, how it is grouped, what is done. Without a folder nothing is kept."""
+@contextmanager
+def _opened(folder: str | Path | None, identity: dict[str, Any], fresh: bool) -> Iterator["_Folder"]:
+    """Lock the folder of a sweep in process 0, and yield it with what it holds."""
+    identity = json.loads(json.dumps(identity))
+    if folder is None:
+        yield _Folder(None, identity, {})
+        return
+    path = Path(folder)
+    with ExitStack() as held:
 
-    def __init__(self, folder: str | Path | None, identity: dict[str, Any], fresh: bool):
-        self.kept, self.path = folder is not None, Path(folder or ".")
-        self.identity, self.fresh, self.manifest = json.loads(json.dumps(identity)), fresh, {}
-        self._held = ExitStack()
+        def taken() -> dict[str, Any]:
+            if path.exists() and not path.is_dir():
+                checks.fail("folder", "be a folder", f"the file {path}")
+            held.enter_context(files.locked(path / ".lock", path))
+            return _manifest(path, identity, fresh)
 
-    def __enter__(self) -> "_Folder":
-        if self.kept:
-            self.manifest = distributed.on_main(self._take)
-        return self
+        yield _Folder(path, identity, distributed.on_main(taken))
 
-    def __exit__(self, *_: object) -> None:
-        self._held.close()
 
-    def _take(self) -> dict[str, Any]:
-        if self.path.exists() and not self.path.is_dir():
-            checks.fail("folder", "be a folder", f"the file {self.path}")
-        with ExitStack() as stack:
-            stack.enter_context(files.locked(self.path / ".lock", self.path))
-            manifest = self._read()
-            self._held = stack.pop_all()
-        return manifest
+def _manifest(folder: Path, identity: dict[str, Any], fresh: bool) -> dict[str, Any]:
+    """Return the manifest of a folder, {} if it has none; if `fresh`, set aside what the folder holds."""
+    path = folder / MANIFEST
+    if not path.exists():
+        return {}
+    if fresh:
+        before = next(new for i in range(1, 10**6) if not (new := folder / f"before-{i}").exists())
+        before.mkdir()
+        for old in [*folder.glob("group-*"), path]:
+            old.rename(before / old.name)
+        return {}
+    try:
+        manifest = json.loads(path.read_text())
+        stored = manifest["identity"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise files.RefusedFile(f"{path} is broken. Name another folder, or say fresh=True.") from error
+    if manifest.get("format", 0) > FORMAT:
+        raise files.RefusedFile(
+            f"{path} must have format {FORMAT} or lower, got {manifest['format']}. Update this package."
+        )
+    if different := [name for name in identity if stored.get(name) != identity[name]]:
+        raise files.RefusedFile(
+            f"`folder` must hold the same sweep, got {folder}, whose {checks.that_differ(different)}. "
+            "Name another folder, or say fresh=True."
+        )
+    return manifest
 
-    def _read(self) -> dict[str, Any]:
-        path = self.path / MANIFEST
-        if not path.exists():
-            return {}
-        if self.fresh:
-            before = next(new for i in range(1, 10**6) if not (new := self.path / f"before-{i}").exists())
-            before.mkdir()
-            for old in [*self.path.glob("group-*"), path]:
-                old.rename(before / old.name)
-            return {}
-        try:
-            manifest = json.loads(path.read_text())
-            stored = manifest["identity"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise RefusedFile(f"{path} is broken. Name another folder, or say fresh=True.") from error
-        if manifest.get("format", 0) > FORMAT:
-            raise RefusedFile(
-                f"{path} must have format {FORMAT} or lower, got {manifest['format']}. Update this package."
-            )
-        if different := [name for name in self.identity if stored.get(name) != self.identity[name]]:
-            raise RefusedFile(
-                f"`folder` must hold the same sweep, got {self.path}, whose {checks.that_differ(different)}. "
-                "Name another folder, or say fresh=True."
-            )
-        return manifest
+
+class _Folder(NamedTuple):
+    """A sweep on disk: its identity, its groups and those that are done; without a path nothing is kept."""
+
+    path: Path | None
+    identity: dict[str, Any]
+    manifest: dict[str, Any]
 
     def plan(self, make: Callable[[], Plan]) -> Plan:
-        """The plan of the folder, or a new one."""
+        """Return the plan of the folder, or a new one."""
         if self.manifest:
             kept = self.manifest["plan"]
             return Plan(**{**kept, "groups": tuple(map(tuple, kept["groups"]))})
         groups, *rest = distributed.on_main(make)  # others may have less memory, but the groups must be the same
         plan = Plan(tuple(map(tuple, groups)), *rest)
-        self.manifest = {"format": FORMAT, "identity": self.identity, "plan": plan._asdict(), "seconds": {}}
+        self.manifest.update(format=FORMAT, identity=self.identity, plan=plan._asdict(), seconds={})
         self._write()
         return plan
 
@@ -483,23 +459,19 @@ class _Folder:
         return layout
 
     def _write(self) -> None:
-        if self.kept:
-            contents = (json.dumps(self.manifest) + "\n").encode()
-            distributed.on_main(lambda: files.write_bytes(self.path / MANIFEST, contents))
+        if self.path is not None:
+            path, contents = self.path / MANIFEST, (json.dumps(self.manifest) + "\n").encode()
+            distributed.on_main(lambda: files.write_bytes(path, contents))
 
     def file(self, index: int, kind: str) -> Path | None:
-        """A file of a group."""
-        return self.path / f"group-{index:04d}.{kind}" if self.kept else None
+        """Return the path of a group's file."""
+        return None if self.path is None else self.path / f"group-{index:04d}.{kind}"
 
     def finish(self, index: int, models: Any, seconds: float) -> None:
-        """Keeps a group's trained models, and that it is done."""
+        """Write a group's trained models, and store that it is done."""
         path = self.file(index, "models")
         if path is None or str(index) in self.manifest["seconds"]:
             return
         distributed.on_main(lambda: checkpoints.save(path, models))
         self.manifest["seconds"][str(index)] = seconds
         self._write()
-
-    def models(self, index: int, like: Any) -> Any:
-        """Trained models of a group."""
-        return checkpoints.restore(self.path / f"group-{index:04d}.models", like)

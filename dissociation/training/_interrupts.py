@@ -1,18 +1,18 @@
 """Ctrl-C and SIGTERM in a program of its own: heard at any moment, answered in a sentence, never by a traceback.
 
-While a program starts, a signal ends it at once. Once there is something to save (`begin`), the signal becomes a
-`KeyboardInterrupt` where the main thread stands, and a second thread sees to it that the process ends: a compiler is
-deaf for as long as it runs, and an exception can be lost in a callback. That is safe at any moment, as files are
-replaced as a whole. This module imports no more than the standard library, so that it is there first.
+Before `begin` a signal ends the program at once. Afterwards it raises `KeyboardInterrupt`, and a second thread ends
+the process after `grace`: a compiler is deaf, and an exception can be lost in a callback. Files are replaced as a
+whole, so this is safe. This module imports only the standard library, so that it is there first.
 """
 
-import contextlib
 import os
 import signal
 import socket
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -31,7 +31,7 @@ _program = ""
 
 
 def listen(program: str) -> None:
-    """Takes the two signals over; call it first, in the main thread."""
+    """Take the two signals over; call it first, in the main thread."""
     global _program
     _program = program
     reading, writing = socket.socketpair()
@@ -44,29 +44,28 @@ def listen(program: str) -> None:
 
 
 def begin() -> None:
-    """From now on a signal raises `KeyboardInterrupt`, and the process has `grace` seconds to end."""
+    """Let a signal raise `KeyboardInterrupt` from now on, and end the process after `grace` seconds."""
     global _saving
     _saving = True
 
 
 def status() -> int:
-    """The exit status of a program that was interrupted: 130 after Ctrl-C, 143 after SIGTERM."""
+    """Return the exit status of a program that was interrupted: 130 after Ctrl-C, 143 after SIGTERM."""
     return 128 + (_heard[0] if _heard else signal.SIGINT)
 
 
 def heard() -> bool:
-    """Whether a signal has come, whatever became of its exception."""
+    """Return True if a signal has come."""
     return bool(_heard)
 
 
 def end() -> None:
-    """From now on signals end the process as they do by default: there is nothing left to save.
+    """Let signals end the process as by default, or end it here after an interrupt.
 
-    After an interrupt the process ends here: a compiler's threads may still run, and taking the interpreter down under
-    them is no end that a program survives.
+    The interpreter is not taken down then: a compiler's threads may still run under it.
     """
     if _heard:
-        with contextlib.suppress(OSError, ValueError):
+        with suppress(OSError, ValueError):
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(status())
@@ -83,26 +82,26 @@ def _interrupt(number: int, frame: Any) -> None:
 
 
 def _terminate(number: int, frame: Any) -> None:
-    """As an interrupt, by whatever handler it has just now: training puts it off to the end of its steps."""
+    """Interrupt by the handler of the moment: training delays it to the end of its steps."""
     _note(number)
     signal.raise_signal(signal.SIGINT)
 
 
 def _note(number: int) -> None:
-    """Remembers the first signal; the handlers and the second thread race for it."""
+    """Store the first signal; the handlers and the second thread race for it."""
     if not _heard:
         _heard.append(number)
 
 
 def _lost(unraisable: Any) -> None:
-    """An exception that no one can catch any more: an interrupt ends the process then, all else is shown as ever."""
+    """End the process at an interrupt that no one can catch any more, and show all other exceptions."""
     if _heard and issubclass(unraisable.exc_type, KeyboardInterrupt):
         _leave()
     sys.__unraisablehook__(unraisable)
 
 
 def _watch(reading: socket.socket, _keep: socket.socket) -> None:
-    """Signals as they come, also while the main thread is deaf; the third one of an impatient user ends the process."""
+    """Take signals while the main thread is deaf; the third one ends the process."""
     count = 0
     while True:
         for number in reading.recv(64):
@@ -129,3 +128,54 @@ def _say(words: str) -> None:
 def _leave() -> None:
     _say(f"stopped. {advice}")
     os._exit(status())
+
+
+@contextmanager
+def interrupts_later() -> Iterator[Callable[[], None]]:
+    """Hold a signal back until the block ends, or calls the function: a chunk's donated state must not be lost."""
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: None
+        return
+    heard: list[tuple[int, Any]] = []
+    handlers: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def handle() -> None:
+        first, heard[:] = heard[:1], []
+        for number, frame in first:
+            handlers[number](number, frame)
+
+    with ExitStack() as held:
+        for number in [number for number, handler in handlers.items() if callable(handler)]:
+            held.callback(signal.signal, number, handlers[number])
+            signal.signal(number, lambda number, frame: heard.append((number, frame)))
+        yield handle
+    handle()
+
+
+@contextmanager
+def terminations_interrupt() -> Iterator[None]:
+    """Let the first SIGTERM in the block be a `KeyboardInterrupt`, and call the handler of before after the block.
+
+    Without one the process ends then. Only the main thread can take signals.
+    """
+    before = signal.getsignal(signal.SIGTERM)
+    if threading.current_thread() is not threading.main_thread() or before in (None, signal.SIG_IGN):
+        yield
+        return
+    heard: list[tuple[int, Any]] = []
+
+    def interrupt(number: int, frame: Any) -> None:
+        heard.append((number, frame))
+        if len(heard) == 1:
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGTERM) is interrupt:  # or somebody has set another one meanwhile
+            signal.signal(signal.SIGTERM, before)
+        if heard and callable(before):
+            before(*heard[0])
+        elif heard:
+            signal.raise_signal(signal.SIGTERM)

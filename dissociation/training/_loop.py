@@ -17,7 +17,7 @@ from dissociation.training._state import Info, State, Step, check_fitting
 
 
 class Streams(NamedTuple):
-    """A member's keys: of its losses, of its observations, and of the order of its data."""
+    """Keys of a member: of its losses, of its observations, and of the order of its data."""
 
     loss: Array
     observe: Array
@@ -25,7 +25,7 @@ class Streams(NamedTuple):
 
 
 def streams(key: Array) -> Streams:
-    """The keys of one member, or of an array of them."""
+    """Return the keys of one member, or of an array of them."""
     split = jax.vmap(lambda k: jax.random.split(k, 3))(key) if key.ndim else jax.random.split(key, 3)
     return Streams(*jnp.moveaxis(split, -1, 0))
 
@@ -42,17 +42,17 @@ class _Piece(NamedTuple):
 def train(
     state: State, step: Step, sampler: Sampler, num_steps: int, *, key: PRNGKey, first_step: int = 0
 ) -> tuple[State, Info]:
-    """Takes steps in one compiled loop: a pure function of arrays, for `jax.jit`, `vmap` and `grad`.
+    """Take steps in one compiled loop: a pure function of arrays, for `jax.jit`, `vmap` and `grad`.
 
     A member that `fit` trains with a key of its own (and batches that members do not share) takes the same steps.
 
     Args:
-        state: Where to begin; `step.init(model)` makes one.
-        step: Of `make_step`.
-        sampler: Of `samplers`; what it draws follows from the key and a step's number.
-        num_steps: How many; 0 returns the state.
+        state: Initial state; `step.init(model)` makes one.
+        step: Step of `make_step`.
+        sampler: Sampler, not of the host; its draws follow from the key and a step's number.
+        num_steps: Number of steps; 0 returns the state.
         key: Split into the keys of losses and of the order of samples.
-        first_step: The number of the first step: to go on where another call ended, with its key.
+        first_step: Number of the first step: to continue after another call, with its key.
 
     Returns:
         The state, and the `Info` of every step: [num_steps] on the leading axis.
@@ -60,7 +60,6 @@ def train(
     Raises:
         ValueError: If a count is negative, or state or sampler are of several members (map over them), or of another
             optimiser.
-        TypeError: If the sampler asks the host, which a compiled loop cannot.
 
     Example:
         >>> import optax
@@ -80,24 +79,22 @@ def train(
     sampler.check_single()
     keys = streams(typed(key))
 
-    def piece(carry: Any, plan: Any, start: Any, part: _Piece) -> Any:
-        def one(state: State, i: Array) -> tuple[State, Info]:
-            batch = sampler.batch(plan, part.within + i, part.size)
-            return step(state, batch, jax.random.fold_in(keys.loss, start + i))
-
-        return jax.lax.scan(one, carry, jnp.arange(part.steps))
-
     def block(carry: Any, number: Any, start: Any, parts: tuple[_Piece, ...]) -> Any:
         plan, history = sampler.plan(keys.order, number), []
         for part in parts:
-            carry, infos = piece(carry, plan, start, part)
+
+            def one(state: State, i: Array, part: _Piece = part, start: Any = start) -> tuple[State, Info]:
+                batch = sampler.batch(plan, part.within + i, part.size)
+                return step(state, batch, jax.random.fold_in(keys.loss, start + i))
+
+            carry, infos = jax.lax.scan(one, carry, jnp.arange(part.steps))
             history.append(infos)
             start = start + part.steps
         return carry, concatenate(history)
 
     history, begin = [], first
-    for (parts, _), group in itertools.groupby(_blocks(sampler, first, total), lambda entry: entry[:2]):
-        numbers = [number for *_, number in group]
+    for parts, group in itertools.groupby(_blocks(sampler, first, total), lambda entry: entry[0]):
+        numbers = [number for _, number in group]
         length = sum(part.steps for part in parts)
         if len(numbers) == 1:
             state, infos = block(state, numbers[0], begin, parts)
@@ -115,7 +112,7 @@ def train(
 
 
 def _blocks(sampler: Sampler, first: int, total: int) -> Any:
-    """Pieces of every block, a sign that tells neighbours that cannot be looped over together, and its number."""
+    """Yield pieces of every block, and its number."""
     at, end = first, first + total
     while at < end:
         number, parts = sampler.segment(at).block, []
@@ -123,4 +120,4 @@ def _blocks(sampler: Sampler, first: int, total: int) -> Any:
             stop = min(segment.end, end)
             parts.append(_Piece(segment.size, segment.within, stop - at))
             at = stop
-        yield tuple(parts), None, number
+        yield tuple(parts), number

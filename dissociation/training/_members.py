@@ -1,9 +1,10 @@
-"""Members: PyTrees of one structure as one, with an axis more. Taking and stacking them, and mapping over them.
+"""Stacked members: taking, stacking and mapping over them.
 
 A stack's arrays carry members first; its other leaves (functions, numbers, text) belong to all.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -23,18 +24,18 @@ MEMBER_MAPS = ("vmap", "scan", "unroll")
 
 @validated
 def member(models: Any, index: int) -> Any:
-    """One of stacked members.
+    """Return one of stacked members.
 
     Args:
         models: A PyTree whose array leaves carry members first; other leaves belong to all.
-        index: Which one; counted from the end if negative.
+        index: Place of the member; counted from the end if negative.
 
     Returns:
         The PyTree with every array at `index`.
 
     Raises:
-        TypeError: If it is the whole result of a training.
-        ValueError: If there is none of this index, or the arrays do not agree in their number of members.
+        TypeError: If `models` is the whole result of a training.
+        ValueError: If no member has this index, or the arrays do not agree in their number of members.
 
     Example:
         >>> member({"weight": jnp.arange(6.0).reshape(3, 2), "name": "a"}, -1)
@@ -46,7 +47,6 @@ def member(models: Any, index: int) -> Any:
     return take(models, index)
 
 
-@validated
 def count(models: Any) -> int:
     """Return the number of stacked members."""
     if hasattr(models, "history"):
@@ -59,7 +59,7 @@ def count(models: Any) -> int:
 
 
 def take(models: Any, index: Any) -> Any:
-    """The arrays of stacked members at an index, a slice or an array of indices, unchecked; other leaves as they are.
+    """Return stacked members at an index, a slice or an array of indices, unchecked; other leaves as they are.
 
     Example:
         >>> take({"weight": jnp.arange(6.0).reshape(3, 2)}, jnp.array([2, 0]))["weight"].tolist()
@@ -69,15 +69,13 @@ def take(models: Any, index: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf[index] if _is_array(leaf) else leaf, models)
 
 
-@validated
 def stack(trees: Sequence[Any], axis: int = 0) -> Any:
-    """Members as one PyTree, along a new axis. What NumPy holds stays NumPy's."""
+    """Stack members along a new axis; NumPy arrays stay NumPy arrays."""
     return _joined("stack", trees, axis)
 
 
-@validated
 def concatenate(trees: Sequence[Any], axis: int = 0) -> Any:
-    """PyTrees of one structure as one, end to end. What NumPy holds stays NumPy's."""
+    """Concatenate PyTrees of one structure; NumPy arrays stay NumPy arrays."""
     return trees[0] if len(trees) == 1 else _joined("concatenate", trees, axis)
 
 
@@ -105,17 +103,15 @@ def map_members(
     mesh: Mesh | None = None,
     ordered: bool = False,
 ) -> Any:
-    """`function(shared, member)` for every member.
-
-    A member's result does not depend on the number of the others, up to rounding.
+    """Return `function(shared, member)` for every member, which does not depend on the others, up to rounding.
 
     Args:
-        function: For one member; must return arrays.
+        function: Function for one member; must return arrays.
         shared: A PyTree that every call gets whole.
-        stacked: A PyTree whose array leaves carry members first; other leaves are handed over as they are.
-        member_map: "vmap" (batched), "scan" (in turn, a compiled loop) or "unroll" (in turn, no loop).
-        members_per_batch: With "vmap", how many members are batched at once; None means all.
-        mesh: Devices to lay the members over; must divide their number (`_sharding.pad_members`).
+        stacked: A PyTree whose array leaves carry members first; other leaves are passed as they are.
+        member_map: "vmap" (batched), "scan" (sequentially, a compiled loop) or "unroll" (sequentially, no loop).
+        members_per_batch: With "vmap", number of members that are batched at once; None means all.
+        mesh: Devices over which the members are laid; must divide their number.
         ordered: With "unroll", whether a member waits for the one before it. Decompositions of several members at once
             can hang on a CPU.
 
@@ -133,22 +129,12 @@ def map_members(
     for leaf in jax.tree.leaves((shared, stacked)):
         if isinstance(leaf, np.ndarray):
             check_fits("stacked", leaf)
-    if mesh is None:
-        return _map_locally(function, shared, stacked, member_map, members_per_batch, ordered)
-
-    def local(shared: Any, stacked: Any) -> Any:
-        return _map_locally(function, shared, stacked, member_map, members_per_batch, ordered)
-
-    return sharding.each_device(local, mesh, shared, stacked)
+    local = partial(_map_locally, function, member_map, members_per_batch, ordered)
+    return local(shared, stacked) if mesh is None else sharding.each_device(local, mesh, shared, stacked)
 
 
 def _map_locally(
-    function: Callable[[Any, Any], Any],
-    shared: Any,
-    stacked: Any,
-    member_map: str,
-    members_per_batch: int | None,
-    ordered: bool,
+    function: Any, member_map: str, members_per_batch: int | None, ordered: bool, shared: Any, stacked: Any
 ) -> Any:
     if member_map == "vmap":
         return bmap(function, in_axes=(None, eqx.if_array(0)), batch_size=members_per_batch)(shared, stacked)
@@ -165,9 +151,9 @@ def _map_locally(
 
 
 def after(done: Any, then: Any) -> tuple[Any, Any]:
-    """Both arguments; what is made of the second is not computed before the first is.
+    """Return both arguments; what is made of the second is computed after the first.
 
-    Decompositions that XLA computes side by side, of one program on a CPU, can wait for each other for ever.
+    Decompositions that XLA computes in parallel, of one program on a CPU, can wait for each other for ever.
     """
     arrays, static = eqx.partition((done, then), eqx.is_array)
     return eqx.combine(jax.lax.optimization_barrier(arrays), static)

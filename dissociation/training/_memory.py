@@ -24,10 +24,7 @@ def program_bytes(executable: Any) -> int:
 
 
 def free_memory(arrays: Iterable[jax.Array]) -> int:
-    """Return a safe share of the free bytes of the arrays' devices, or of the default device.
-
-    The safety factor is nine tenths on an accelerator and half on the host, where other programs run.
-    """
+    """Return nine tenths of the free bytes of the arrays' devices, or half of the host's, where other programs run."""
     devices = set().union(*(leaf.devices() for leaf in arrays)) or {jax.local_devices()[0]}
     stats = [device.memory_stats() or {} for device in devices]
     known = {"bytes_limit", "bytes_in_use"}
@@ -65,12 +62,10 @@ def _lines(path: str | Path) -> list[str]:
 
 
 def largest(bytes_of: Callable[[int], int], size: int, budget: int) -> int:
-    """Return a large batch of at most `size` members whose program needs at most `budget` bytes.
-
-    Memory is linear in the batch from 2 on, not from 1. If all members do not fit, batches of 2 and 4 give the line.
-    """
+    """Return a large batch of at most `size` members whose program needs at most `budget` bytes."""
     if bytes_of(size) <= budget:
         return size
+    # Memory is linear in the batch from 2 on, not from 1.
     two, four = bytes_of(2), bytes_of(4)
     batch = max(1, min(size - 1, 2 + int(2 * (budget - two) // max(four - two, 1))))
     while batch > 1 and bytes_of(batch) > budget:  # the line is no bound
@@ -81,10 +76,7 @@ def largest(bytes_of: Callable[[int], int], size: int, budget: int) -> int:
 
 
 def run_largest(function_of: Callable[[int], Callable[..., Any]], arrays: Any, size: int, budget: int | None) -> Any:
-    """Return `function_of(batch_size)(arrays)` for the largest batch of `size` members that fits.
-
-    `budget` is bytes for temporaries and results; None: `free_memory`. The function's arrays become inputs.
-    """
+    """Return `function_of(batch_size)(arrays)` for the largest batch of `size` members that fits in `budget` bytes."""
 
     @functools.cache
     def compiled(batch_size: int) -> tuple[Any, int]:

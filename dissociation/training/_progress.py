@@ -1,9 +1,7 @@
-"""Progress meters driven from the host: none (the default), in a terminal, in a notebook, or the caller's own.
+"""Progress meters driven from the host: none, in a terminal, in a notebook, or the caller's own.
 
-Where what should be a terminal is none, as a batch system's log, a bar is a line now and then.
-
-A compiled program never calls back: long work is cut into compiled chunks, and between them the host advances
-the meter.
+A bar becomes a line now and then if the terminal is a file. A compiled program never calls back: between compiled
+chunks the host advances the meter.
 """
 
 import io
@@ -20,14 +18,14 @@ from dissociation._core import checks
 
 @runtime_checkable
 class Meter(Protocol):
-    """What a meter must offer; anything with these two methods serves."""
+    """Interface of a meter: any object with these two methods."""
 
     def advance(self, step: int, text: str) -> None:
-        """Shows that `step` steps of the total are done, and a short text (may be empty: keep the last one)."""
+        """Show that `step` steps of the total are done, and a short text (if empty, keep the last one)."""
         ...
 
     def close(self) -> None:
-        """Ends the meter; called once, also after an error."""
+        """End the meter; called once, also after an error."""
         ...
 
 
@@ -36,17 +34,17 @@ MeterFactory = Callable[[int, str], Meter]
 
 
 class SilentMeter:
-    """Shows nothing."""
+    """Meter that shows nothing."""
 
     def advance(self, step: int, text: str) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
 
 class TqdmMeter:
-    """A bar of `tqdm`; `bar` is any of its classes."""
+    """Bar of `tqdm`; `bar` is any of its classes."""
 
     def __init__(self, total: int, description: str, bar: Callable[..., Any] = tqdm, file: Any = None):
         self._bar = bar(
@@ -55,7 +53,7 @@ class TqdmMeter:
         self._started = False
 
     def advance(self, step: int, text: str) -> None:
-        """Moves the bar to `step` and shows `text` behind it."""
+        """Move the bar to `step` and show `text` behind it."""
         if text:
             self._bar.set_postfix_str(text, refresh=False)
         self._bar.update(step - self._bar.n)
@@ -64,11 +62,11 @@ class TqdmMeter:
         self.show()
 
     def show(self) -> None:
-        """Draws it anew."""
+        """Draw the bar again."""
         self._bar.refresh()
 
     def close(self) -> None:
-        """Closes the bar, which leaves its last state on the screen."""
+        """Close the bar, which leaves its last state on the screen."""
         self._bar.close()
 
 
@@ -87,7 +85,7 @@ class LineMeter(TqdmMeter):
         super().__init__(total, description, file=_Nowhere())
 
     def show(self) -> None:
-        """Writes a line, if the last one is old enough."""
+        """Write a line, if the last one is old enough."""
         if time.monotonic() - self._shown >= self.SECONDS:
             self._write()
 
@@ -98,39 +96,40 @@ class LineMeter(TqdmMeter):
             sys.stderr.flush()
 
     def close(self) -> None:
-        """Writes the last state."""
+        """Write the last state."""
         self._write()
         super().close()
 
 
 class LateMeter:
-    """A meter that opens after `SECONDS`, also while a compiled program runs: short work shows nothing."""
+    """Meter that opens after `SECONDS`, also while a compiled program runs: short work shows nothing."""
 
     SECONDS = 4.0
 
     def __init__(self, total: int, description: str):
         self._begun: tuple[int, str] = total, description
         self._meter: Meter = SilentMeter()
-        self._state, self._lock, self._closed = (0, ""), threading.Lock(), threading.Event()
-        threading.Thread(target=self._wait, daemon=True).start()
+        self._state, self._lock = (0, ""), threading.Lock()
+        self._timer = threading.Timer(self.SECONDS, self._open)
+        self._timer.daemon = True
+        self._timer.start()
 
-    def _wait(self) -> None:
-        self._closed.wait(self.SECONDS)
+    def _open(self) -> None:
         with self._lock:
-            if not self._closed.is_set():
+            if not self._timer.finished.is_set():
                 self._meter = _auto_meter(*self._begun)
                 self._meter.advance(*self._state)
 
     def advance(self, step: int, text: str) -> None:
-        """Moves the meter to `step`."""
+        """Move the meter to `step`."""
         with self._lock:
             self._state = step, text
             self._meter.advance(step, text)
 
     def close(self) -> None:
-        """Closes the meter, if it has opened."""
+        """Close the meter, if it has opened."""
         with self._lock:
-            self._closed.set()
+            self._timer.cancel()
             self._meter.close()
 
 
@@ -159,12 +158,12 @@ _NAMED: dict[str, MeterFactory] = {
 
 
 def open_meter(progress: str | MeterFactory | None, total: int, description: str) -> Meter:
-    """Opens a meter.
+    """Open a meter.
 
     Args:
         progress: None for silence, "terminal", "notebook", "auto" (whichever it is), "late" (that one, if the
             work takes longer than 4 seconds), or a factory `(total, description) -> Meter`.
-        total: The number of steps that make the work complete.
+        total: Number of steps of the whole work.
         description: A word or two in front of the bar.
 
     Raises:

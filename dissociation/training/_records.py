@@ -1,24 +1,26 @@
-"""What a run records: `Save` says what and when, a `History` has it."""
+"""Records of a run: `Save` sets what and when, a `History` holds it."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Int
 
+from dissociation._core import checks
 from dissociation._core.labelled import Labelled, label
-from dissociation._core.labelling import Labels, Over, label_tree
-from dissociation._core.results import printed
+from dissociation._core.results import Labels, Over, label_tree, printed
+from dissociation._core.validation import validated
 
 
 class History(NamedTuple):
-    """What was recorded along the way.
+    """Records of a run.
 
     Attributes:
-        loss: The loss of every step's batch, before the update: [members, steps], NumPy. NaN where a member is frozen.
-        observed_at: The steps of the observations: [times]; step s is the state after s updates.
-        observed: The observations, every leaf [members, times, ...], NumPy; None if nothing is observed.
+        loss: Loss of every step's batch, before the update: [members, steps], NumPy. NaN if a member is frozen.
+        observed_at: Steps of the observations: [times]; step s is the state after s updates.
+        observed: Observations, every leaf [members, times, ...], NumPy; None if nothing is observed.
         metrics: What the loss returned beside its scalar, every leaf [members, steps, ...]; None if nothing.
-        first_step: The step of the first loss: 0 unless training began at a state that had updates already.
+        first_step: Step of the first loss: 0 unless training began at a state that had updates already.
     """
 
     loss: np.ndarray
@@ -28,10 +30,10 @@ class History(NamedTuple):
     first_step: int
 
     def labelled(self, over: Over = None) -> Labelled:
-        """Losses and metrics along steps, observations along the steps of the records.
+        """Label losses and metrics along steps, and observations along the steps of the records.
 
         Args:
-            over: What the members are, if not just that: a name, `{"seeds": [0, 1]}`, or a sweep's `training.Grid`.
+            over: Name or axes of the members: a name, `{"seeds": [0, 1]}`, or a sweep's `training.Grid`.
 
         Returns:
             `loss` [members, steps], `metrics_...` [members, steps, ...], `observed_...` [members, observed_at, ...],
@@ -50,17 +52,46 @@ class History(NamedTuple):
 
 
 class Save(NamedTuple):
-    """What to record, and when.
+    """Options of what is recorded, and when.
 
     Attributes:
-        observe: `observe(model, step, key) -> PyTree of arrays` for one member, `step` traced; where the state has an
+        observe: `observe(model, step, key) -> PyTree of arrays` for one member, `step` traced; if the state has an
             `aux`, `observe(model, aux, step, key)`.
         at: Steps at which to observe and to call the callbacks' `record`, the first and the last included if wanted;
-            default: the beginning and the end of every epoch (of the run, where an epoch is one step), and none
+            default: the beginning and the end of every epoch (of the run, if an epoch is one step), and none
             without `observe` and callbacks that record.
-        seconds: The least time between two writes of the checkpoint; the first is written after five seconds already.
+        seconds: Least time between two writes of the checkpoint; the first is written after five seconds already.
     """
 
     observe: Callable[..., Any] | None = None
     at: Any = None
     seconds: float = 60.0
+
+
+@validated
+def log_spaced_steps(num_steps: int, count: int) -> Int[np.ndarray, " times"]:
+    """Return steps from 0 to `num_steps`, evenly spaced in the logarithm, without repetition.
+
+    Args:
+        num_steps: The last step, at least 1.
+        count: Number of steps to aim for, at least 2; early repetitions are dropped, so there may be fewer.
+
+    Example:
+        >>> log_spaced_steps(100, 6)
+        array([  0,   1,   3,  10,  32, 100])
+    """
+    checks.check_count("num_steps", num_steps, minimum=1)
+    checks.check_count("count", count, minimum=2)
+    spaced = np.rint(np.geomspace(1, num_steps, count - 1)).astype(np.int64)
+    return np.unique(np.concatenate([[0], spaced]))
+
+
+def check_steps(name: str, steps: object, num_steps: int, first: int = 0) -> Int[np.ndarray, " times"]:
+    """Return `steps` sorted and without repetition, or raise unless they are integers within the run."""
+    array = np.atleast_1d(np.asarray(steps))
+    array = array if array.size else array.astype(int)
+    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
+        raise TypeError(f"`{name}` must be a sequence of whole steps, got {steps!r}.")
+    if array.size and (array.min() < first or array.max() > num_steps):
+        checks.fail(name, f"lie between {first} and the last step ({num_steps})", f"{array.min()} to {array.max()}")
+    return np.unique(array)

@@ -1,4 +1,4 @@
-"""The host's side of a run: chunks of steps, records, checkpoints."""
+"""Host's part of a run: chunks of steps, records, checkpoints."""
 
 import glob
 import logging
@@ -7,11 +7,10 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,13 +19,13 @@ from dissociation._core import checks
 from dissociation._core.conversion import describe
 from dissociation.training import _checkpoint as checkpoints
 from dissociation.training import _distributed as distributed
-from dissociation.training import _sharding as sharding
-from dissociation.training._batches import Batches, example, placed_shards
+from dissociation.training._batches import Batches, example
 from dissociation.training._callbacks import Callback, Progress
 from dissociation.training._chunk import (
     MAX_CHUNK,
     Layout,
     Source,
+    checked_mesh,
     chosen_layout,
     largest_batch,
     observe_members,
@@ -35,16 +34,15 @@ from dissociation.training._chunk import (
     trace_observation,
     trace_step,
 )
+from dissociation.training._cores import Shards, compiled, run_tasks
 from dissociation.training._distributed import LocalMembers
+from dissociation.training._interrupts import interrupts_later
 from dissociation.training._loop import Streams
-from dissociation.training._members import concatenate, stack
+from dissociation.training._members import concatenate, stack, take
 from dissociation.training._memory import program_bytes
 from dissociation.training._records import History, Save
 from dissociation.training._samplers import Segment
-from dissociation.training._signals import interrupts_later
 from dissociation.training._state import Info, State, Step
-from dissociation.training._threads import Shards, compiled, run_tasks
-from dissociation.training._traced import Traced
 
 logger = logging.getLogger(__name__)
 
@@ -57,20 +55,10 @@ FIRST_WRITE = 5.0
 
 
 class Run:
-    """One run: where it stands, and what was recorded.
+    """One run of this process' members: its stacked state, which steps donate, and the records of all members.
 
-    Each of several processes has the states of its own members and the records of all: they take chunks of the same
-    length, after which losses, metrics, stops and a hash of the arguments are all-gathered.
-
-    Args:
-        state: Stacked, this process' members; donated to the steps.
-        step: One optimiser step.
-        batches: What they see.
-        keys: Their keys.
-        save: What to record.
-        layout: Where they lie.
-        callbacks: What happens on the way, in process 0.
-        local: The members of this process.
+    Several processes take chunks of the same length, after which losses, metrics, stops and a hash of the arguments
+    are all-gathered. Process 0 calls the callbacks.
     """
 
     def __init__(
@@ -92,40 +80,28 @@ class Run:
         self.arguments, self.error, self.raise_signal = "", None, lambda: None
         self.first = self.step = int(np.max(np.asarray(state.step)))
         self.save, self.callbacks, self.batches = save, [] if local.index else callbacks, batches
-        one, sampler = example(state), batches.sampler
-        arrays, plan = batches.one_arrays(), batches.one_plan(self.step)
-        size = sampler.segment(self.step).size
-        inputs = one, arrays, plan, jnp.asarray(0), keys.loss[0]
-        draft = trace_step(step, sampler, size, None, *inputs)
-        self.observe, programs, self.info = None, [draft], draft.out[1]
+        one, sampler, mesh = example(state), batches.sampler, checked_mesh(layout)
+        inputs = one, batches.one_arrays(), batches.one_plan(self.step), jnp.asarray(0), keys.loss[0]
+        self.traced = cache(lambda size: trace_step(step, sampler, size, mesh, *inputs))
+        programs, self.observe = [self.traced(sampler.segment(self.step).size)], None
+        self.info = programs[0].out[1]
         if save.observe is not None:
             self.observe = trace_observation(save.observe, one, jnp.asarray(0), keys.observe[0])
             programs.append(self.observe)
-        self.layout, self.threads = chosen_layout(layout, own, (state, batches.arrays), *programs)
-        mesh, devices = self.layout.mesh, self.layout.devices
-        if self.layout.member_map == "unroll":  # one member of every device is a shard, so that one program serves all
-            self.shards = Shards(own, devices)
-        else:
-            self.shards = Shards(own, devices * -(-own // (devices * self.layout.threads)))
-        kept = {size: draft} if mesh is None or sharding.DATA_AXIS not in mesh.axis_names else {}
-
-        def traced(size: int | None) -> Traced:
-            if size not in kept:
-                kept[size] = trace_step(step, sampler, size, mesh, *inputs)
-            return kept[size]
-
-        self.traced = traced
+        self.layout, self.threads = chosen_layout(layout, mesh, own, (state, batches.arrays), *programs)
+        devices = self.layout.devices
+        rows = devices * -(-own // (devices * self.layout.threads))
+        # Unrolled, one member of every device is a shard, so that one program serves all.
+        self.shards = Shards(own, devices if self.layout.member_map == "unroll" else rows, mesh)
         # Copies, as steps take their state's memory; and of no weak type, as steps return: one program serves all.
         copied = partial(jnp.array, copy=self.shards.number == 1)  # several shards are copies
-        self.states = [jax.tree.map(lambda leaf: copied(leaf, leaf.dtype), part) for part in self._split(state)]
-        self.keys = self._split(keys)
-        batches.lay(mesh, self.shards)
+        self.states = [jax.tree.map(lambda leaf: copied(leaf, leaf.dtype), part) for part in self.shards.split(state)]
+        self.keys = self.shards.split(keys)
+        batches.lay(self.shards)
         if self.layout.members_per_batch == "auto":
-            common, (mapped,), place = batches.source(self.step)
-            span = jnp.asarray([self.step, 0, 1])
-            first = self.layout, traced(place.size), self.keys[0].loss, None, mapped, common, span
-            self.layout = self.layout._replace(members_per_batch=largest_batch(first, self.states[0]))
-        self.infos = [jax.tree.map(lambda leaf: np.zeros((self.num_members, 0, *leaf.shape), leaf.dtype), self.info)]
+            per_batch = largest_batch(self._example(), self.states[0])
+            self.layout = self.layout._replace(members_per_batch=per_batch)
+        self.infos = [self._empty(self.info, 0)]
         self.observed_at: list[int] = []
         self.observations: list[Any] = []
         self.diverged_at = np.full(self.num_members, -1)
@@ -135,19 +111,26 @@ class Run:
         self.chunk, self.saved_at, self.unsaved, self.first_write = 1, time.perf_counter(), 0.0, FIRST_WRITE
         self.began, self.earlier_seconds = time.perf_counter(), 0.0
 
-    def _split(self, tree: Any) -> list[Any]:
-        return placed_shards(tree, self.shards, self.layout.mesh)
+    def _empty(self, tree: Any, columns: int) -> Any:
+        """Return NumPy arrays of zeros [members, columns, ...] for the shapes of one member."""
+        return jax.tree.map(lambda leaf: np.zeros((self.num_members, columns, *leaf.shape), leaf.dtype), tree)
+
+    def _example(self) -> Any:
+        """Return the inputs of `run_chunk` for one step of the first shard."""
+        common, mapped, place = self.batches.source(self.step)
+        where = jnp.asarray((self.step, place.within, 1))
+        return self.layout, self.traced(place.size), self.keys[0].loss, None, mapped[0], common, where
 
     def whole_state(self) -> State:
-        """The state of all members of this process."""
+        """Return the state of all members of this process."""
         return self.shards.joined(self.states)
 
     def seconds(self) -> float:
-        """Wall time so far, earlier parts included."""
+        """Return the wall time, earlier parts included."""
         return self.earlier_seconds + time.perf_counter() - self.began
 
     def to_the_end(self, total: int, times: np.ndarray, checkpoint: "Checkpoint | None") -> None:
-        """Alternates between chunks of steps and records, until `total` steps are done or a callback ends the run."""
+        """Alternate between chunks of steps and records, until `total` steps are done or a callback ends the run."""
         past = [(step, self.records(i)) for i, step in enumerate(self.observed_at)]
         listens = any(records_something(callback) for callback in self.callbacks)
         self.stopped = self.stopped and listens and self.step in self.observed_at
@@ -208,14 +191,14 @@ class Run:
         return [own for _, own in said]
 
     def advance(self, target: int, source: tuple[Source, list[Source], Segment]) -> np.ndarray:
-        """Runs one chunk of steps, up to `target` at the most, and records what they say; returns their losses."""
+        """Run and record one chunk of steps, up to `target` at the most, and return its losses."""
         common, mapped, place = source
         count = min(target - self.step, place.end - self.step, self.chunk, MAX_CHUNK)
         began = time.perf_counter()
         calls, per_call = (count, 1) if self.layout.member_map == "unroll" else (1, count)
         places = [jnp.asarray((self.step + i, place.within + i, per_call)) for i in range(calls)]
         goes = self.local.take(jnp.asarray(~self.frozen))
-        active = self._split(goes) if self.frozen.any() else [None] * len(self.states)
+        active = self.shards.split(goes) if self.frozen.any() else [None] * len(self.states)
         layout, traced = self.layout, self.traced(place.size)
         own = zip(self.keys, active, mapped, strict=True)
         inputs = [(layout, traced, keys.loss, goes_on, mine, common) for keys, goes_on, mine in own]
@@ -229,9 +212,8 @@ class Run:
             return state, columns
 
         done = run_tasks([partial(steps, *each) for each in zip(self.states, inputs, strict=True)], self.threads)
-        columns = [concatenate([_on_host(info) for info in columns], axis=1) for _, columns in done]
-        infos = concatenate(columns)
-        infos = jax.tree.map(lambda leaf: leaf[:, :count], infos)
+        columns, rows = [concatenate(jax.device_get(columns), axis=1) for _, columns in done], self.shards.num_members
+        infos = jax.tree.map(lambda leaf: leaf[:rows, :count], concatenate(columns))
         infos, seconds = self._joined(infos, time.perf_counter() - began)
         self.states, self.step = [state for state, _ in done], self.step + count
         self.infos.append(infos)
@@ -242,29 +224,24 @@ class Run:
 
     def _joined(self, infos: Info, seconds: float) -> tuple[Info, float]:
         """Return the losses and metrics of all members for a chunk, and the time of the slowest process."""
-        own = jax.tree.map(lambda leaf: leaf[: self.shards.num_members], infos)
         self.unsaved = time.perf_counter() - self.saved_at
         if self.local.alone:
-            return own, seconds
+            return infos, seconds
         times = distributed.all_values([seconds, self.unsaved])
         self.unsaved = times[0][1]
-        return self.local.gather(own), max(one for one, _ in times)
+        return self.local.gather(infos), max(one for one, _ in times)
 
     def program_bytes(self) -> int:
         """Return the bytes of the larger program, of a chunk or of an observation, beyond its arguments."""
-        common, mapped, place = self.batches.source(self.step)
-        where = jnp.asarray((self.step, place.within, 1))
-        inputs = self.layout, self.traced(place.size), self.keys[0].loss, None, mapped[0], common, where
-        chunk: Any = run_chunk
-        observation: Any = observe_members
-        found = program_bytes(chunk.lower(inputs, self.states[0]).compile().compiled)
-        if self.observe is None:
-            return found
-        shared = self.layout, self.observe, jnp.asarray(self.step), self.keys[0].observe
-        return max(found, program_bytes(observation.lower(shared, self.states[0]).compile().compiled))
+        programs: list[Any] = [(run_chunk, self._example())]
+        if self.observe is not None:
+            shared = self.layout, self.observe, jnp.asarray(self.step), self.keys[0].observe
+            programs.append((observe_members, shared))
+        compiled = [function.lower(inputs, self.states[0]).compile().compiled for function, inputs in programs]
+        return max(map(program_bytes, compiled))
 
     def record(self) -> None:
-        """Records the observation at the current step, and asks the callbacks."""
+        """Record the observation at the current step, and call the callbacks."""
         observed = None
         if self.observe is not None:
             shared = self.layout, self.observe, jnp.asarray(self.step)
@@ -273,11 +250,10 @@ class Run:
 
             def observe(keys: Streams, state: State) -> Any:
                 # On the host before the next: in one thread, one member's decompositions at a time.
-                return _on_host(program((*shared, keys.observe), state))
+                return jax.device_get(program((*shared, keys.observe), state))
 
             observed = concatenate(run_tasks([partial(observe, *each) for each in own], self.threads))
-            observed = jax.tree.map(lambda leaf: leaf[: self.shards.num_members], observed)
-            observed = self.local.gather(observed)
+            observed = self.local.gather(take(observed, slice(self.shards.num_members)))
         self.observed_at.append(self.step)
         self.observations.append(observed)
         self.infos = [concatenate(self.infos, axis=1)]
@@ -305,7 +281,7 @@ class Run:
             raise KeyboardInterrupt
 
     def records(self, index: int) -> dict[str, Any]:
-        """What callbacks get of a record: means since the one before, and the observation."""
+        """Return what callbacks get of a record: means since the one before, and the observation."""
         at, since = self.observed_at[index], self.observed_at[index - 1] if index else self.first
         done: Info = concatenate(self.infos, axis=1)
 
@@ -317,14 +293,14 @@ class Run:
         return {**jax.tree.map(mean, done)._asdict(), "observed": self.observations[index]}
 
     def history(self) -> History:
-        """Everything recorded, stacked."""
+        """Return all records, stacked."""
         observed, done = None, concatenate(self.infos, axis=1)
         if self.observe is not None and self.observations:
             observed = stack(self.observations, axis=1)
         return History(done.loss, np.asarray(self.observed_at, np.int64), observed, done.metrics, self.first)
 
     def write(self, checkpoint: "Checkpoint | None") -> None:
-        """Writes the checkpoint, if there is one."""
+        """Write the checkpoint, if there is one."""
         if checkpoint is None:
             return
         header = {
@@ -347,7 +323,7 @@ class Run:
         self.saved_at, self.first_write = time.perf_counter(), np.inf
 
     def resume(self, checkpoint: "Checkpoint", total: int, times: np.ndarray) -> None:
-        """Goes back to where the checkpoint stands, if there is one, and drops records at other steps than `times`."""
+        """Resume from the checkpoint, if there is one, without records at other steps than `times`."""
         path, found = checkpoint.path, {}
         self._call(lambda: found.update(checkpoint.found()))
         steps = self._agreed([*found])
@@ -371,18 +347,13 @@ class Run:
             if missed:
                 wanted = f"hold no step before {self.step} at which the run in {path} was not observed"
                 checks.fail("at", wanted, missed[0])
-            inputs = (self.layout, self.observe, jnp.asarray(0), self.keys[0].observe)
-            shapes = eqx.filter_eval_shape(observe_members, inputs, self.states[0])
-            observed = jax.tree.map(
-                lambda s: np.zeros((self.num_members, len(recorded), *s.shape[1:]), s.dtype), shapes
-            )
-        done = self.step - self.first
-        infos = jax.tree.map(lambda leaf: np.zeros((self.num_members, done, *leaf.shape), leaf.dtype), self.info)
+            observed = self._empty(self.observe.out, len(recorded))
+        infos = self._empty(self.info, self.step - self.first)
         like = infos.loss, np.zeros(len(recorded), np.int64), observed if recorded else None, infos.metrics
         rows = self.shards.num_members
         own = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype), self.states[0])
         state, loss, _, observed, metrics = checkpoints.restore(path, (own, *like))
-        self.states, self.written_at = self._split(state), self.step
+        self.states, self.written_at = self.shards.split(state), self.step
         self.infos, self.earlier_seconds = [Info(loss, metrics)], header["seconds"]
         self.stopped, self.frozen = header["stopped"], np.asarray(header["frozen"])
         self.diverged_at = np.asarray(header["diverged_at"])
@@ -402,10 +373,6 @@ class Run:
                 checks.warn(f"{message}; the other members go on.")
 
 
-def _on_host(tree: Any) -> Any:
-    return jax.tree.map(np.asarray, tree)
-
-
 def own_file(path: Path) -> Path:
     """Return the file of this process for a checkpoint: the path itself if there is one process."""
     count = jax.process_count()
@@ -418,7 +385,7 @@ def _before(own: Path) -> Path:
 
 
 class Checkpoint(NamedTuple):
-    """A run's file: where it lies, what it belongs to, and whether to take its program for the same."""
+    """File of a run: path, identity, and whether another program's file is taken for the same."""
 
     path: Path
     identity: dict[str, Any]
@@ -464,5 +431,5 @@ class Checkpoint(NamedTuple):
 
 
 def records_something(callback: Callback) -> bool:
-    """Whether a callback wants records for more than a line of text."""
+    """Return True if a callback uses records for more than a line of text."""
     return type(callback).record is not Callback.record and not isinstance(callback, Progress)

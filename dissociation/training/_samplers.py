@@ -1,12 +1,11 @@
-"""Samplers: what a training step sees, as objects that a compiled loop and the host both can ask.
+"""Samplers: the batches of training steps, for a compiled loop and for the host.
 
-A sampler says how steps are cut into blocks (`segment`), draws once what a block needs (`plan`), and makes the batch of
-a step (`batch`). Everything follows from a key and the step's number, so batches are the same however steps are
-chunked, mapped or resumed.
+Steps are cut into blocks (`segment`); `plan` draws once for a block, and `batch` makes the batch of a step. Everything
+follows from a key and the step's number, so batches are the same however steps are chunked, mapped or resumed.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -19,7 +18,6 @@ from dissociation._core.conversion import as_array, check_fits, describe, number
 from dissociation._core.keys import typed
 from dissociation._core.types import PRNGKey, PyTree
 from dissociation._core.validation import validated
-from dissociation.training._schedule import steps_per_epoch
 
 MAX_BLOCK = 512
 """The longest block of several epochs, in steps."""
@@ -31,10 +29,10 @@ UNENDING = 2**62
 
 
 class Segment(NamedTuple):
-    """Where a step lies.
+    """Place of a step.
 
     Attributes:
-        size: Samples in its batch, where that may differ between steps; a program is compiled for each.
+        size: Samples in its batch, if that may differ between steps; a program is compiled for each.
         block: The block whose plan it needs.
         within: Its place in the block.
         end: The step up to which size and block hold.
@@ -47,12 +45,12 @@ class Segment(NamedTuple):
 
 
 class Sampler(eqx.Module):
-    """What a step sees. To write one, give `segment`, `plan` and `batch`, and `check_single` if it can be `stacked`.
+    """Base of samplers. To write one, give `segment`, `plan` and `batch`, and `check_single` if it can be `stacked`.
 
     Attributes:
-        shared: Whether all members of a sweep draw with one key, or each with its own.
-        stacked: Whether its arrays carry members first: data of each member's own.
-        epoch_steps: Steps in a pass over the data; 1 where there is no such thing.
+        shared: True if all members of a sweep draw with one key, False if each draws with its own.
+        stacked: True if its arrays carry members first: data of each member's own.
+        epoch_steps: Steps in a pass over the data; 1 if there are no passes.
     """
 
     shared: eqx.AbstractVar[bool]
@@ -60,33 +58,33 @@ class Sampler(eqx.Module):
     epoch_steps: eqx.AbstractVar[int]
 
     def check_single(self) -> None:
-        """Raises if the sampler holds data of several members, as a `stacked` one does where it is not mapped over."""
+        """Raise if the sampler is `stacked` and is not mapped over members."""
         if self.stacked and _ndims(self) == getattr(self, "ndims", None):
             advice = "Map over it, as in eqx.filter_vmap(lambda sampler: train(state, step, sampler, ...))(sampler)"
             checks.fail("sampler", "hold the data of one member", "those of all (stacked=True)", advice)
 
     def segment(self, step: int) -> Segment:
-        """Where `step` lies, on the host."""
+        """Return the place of `step`, on the host."""
         return Segment(None, 0, step, UNENDING)
 
     def plan(self, key: PRNGKey, block: Any) -> PyTree:
-        """What is drawn once for a block (its number may be traced); None if nothing."""
+        """Return what is drawn once for a block (its number may be traced); None if nothing."""
         return None
 
     def batch(self, plan: PyTree, within: Any, size: int | None) -> PyTree:
-        """The batch at a place of a block."""
+        """Return the batch at a place of a block."""
         raise NotImplementedError
 
 
 class FullBatch(Sampler):
-    """All samples in every step, in the given order.
+    """Sampler of all samples in every step, in the given order.
 
     Args:
         data: A PyTree of finite arrays, samples first; with `stacked`, members and then samples.
-        stacked: Whether every member has data of its own.
+        stacked: True if every member has data of its own.
 
     Raises:
-        TypeError: If a leaf is no array of numbers.
+        TypeError: If a leaf is not an array of numbers.
         ValueError: If arrays disagree in their number of samples, hold none, or are not finite.
     """
 
@@ -102,23 +100,23 @@ class FullBatch(Sampler):
         self.ndims = _ndims(self.data)
 
     def batch(self, plan: PyTree, within: Any, size: int | None) -> PyTree:
-        """The data."""
+        """Return the data."""
         return self.data
 
 
 class Epochs(Sampler):
-    """Passes over arrays in batches, the samples in a new random order every time.
+    """Sampler of passes over arrays in batches, the samples in a new random order every time.
 
     Args:
         data: A PyTree of finite arrays, samples first; with `stacked`, members and then samples.
         batch_size: Samples in a batch; the last one of a pass is smaller if it does not divide their number.
-        shared: Whether all members see the same batches in the same order.
-        shuffle: Whether the order is random; if not, it is the given one.
-        drop_remainder: Whether to leave out a last, smaller batch.
-        stacked: Whether every member has data of its own.
+        shared: True if all members see the same batches in the same order.
+        shuffle: True for a random order, False for the given one.
+        drop_remainder: True to leave out a last, smaller batch.
+        stacked: True if every member has data of its own.
 
     Raises:
-        TypeError: If a leaf is no array of numbers.
+        TypeError: If a leaf is not an array of numbers.
         ValueError: If arrays disagree in their number of samples, hold none, are not finite, or are fewer than a batch.
     """
 
@@ -149,13 +147,13 @@ class Epochs(Sampler):
 
     @property
     def span(self) -> int:
-        """Epochs that one block covers: several if they are short and no smaller batch stands between them."""
+        """Return the number of epochs in a block: several if they are short and have no smaller batch."""
         if self.epoch_steps != self.num_samples // self.batch_size:
             return 1
         return max(1, min(MAX_BLOCK // self.epoch_steps, MAX_ORDER // self.num_samples))
 
     def segment(self, step: int) -> Segment:
-        """Where `step` lies: blocks are epochs, or several short ones."""
+        """Return the place of `step`: blocks are epochs, or several short ones."""
         block, within = divmod(step, self.span * self.epoch_steps)
         full, rest = divmod(self.num_samples, self.batch_size)
         if within < self.span * full:
@@ -163,14 +161,14 @@ class Epochs(Sampler):
         return Segment(rest, block, within, step + 1)
 
     def plan(self, key: PRNGKey, block: Any) -> Array | None:
-        """The order of the samples in the block; of several epochs, only those that are in a batch."""
+        """Return the order of the samples in the block; of several epochs, only those that are in a batch."""
         if not self.shuffle:
             return None
         kept = min(self.num_samples, self.epoch_steps * self.batch_size)
         return permutations(typed(key), block * self.span + jnp.arange(self.span), self.num_samples, kept)
 
     def batch(self, plan: Array | None, within: Any, size: int | None) -> PyTree:
-        """`size` samples."""
+        """Return `size` samples."""
         wanted = self.batch_size if size is None else size
         if plan is None:
             start = within % self.epoch_steps * self.batch_size
@@ -180,16 +178,13 @@ class Epochs(Sampler):
 
 
 class Online(Sampler):
-    """Batches drawn afresh in every step.
+    """Sampler of batches that are drawn anew in every step.
 
     Args:
         draw: `draw(key) -> batch`, or `draw(source, key)` if there is a `source`.
         source: A PyTree of arrays that `draw` is given: a teacher; with `stacked`, members first.
-        shared: Whether all members see the same draws.
-        stacked: Whether every member has a source of its own.
-
-    Raises:
-        ValueError: If `stacked` without a source.
+        shared: True if all members see the same draws.
+        stacked: True if every member has a source of its own; there must be one.
     """
 
     draw: Callable[..., Any]
@@ -207,29 +202,26 @@ class Online(Sampler):
         self.ndims = _ndims((draw, source))
 
     def plan(self, key: PRNGKey, block: Any) -> PyTree:
-        """The key."""
+        """Return the key."""
         return key
 
     def batch(self, plan: PyTree, within: Any, size: int | None) -> PyTree:
-        """A draw."""
+        """Return a draw."""
         key = jax.random.fold_in(plan, within)
         return self.draw(key) if self.source is None else self.draw(self.source, key)
 
 
 class HostBatches(Sampler):
-    """Batches that the host makes, one after the other: data larger than memory, or any Python iterator.
+    """Sampler of batches that the host makes, one after the other: data larger than memory, or any Python iterator.
 
-    For `fit` alone; a compiled loop cannot ask the host. Batches are made in a thread ahead of the training, and copied
-    there: an iterator may fill one buffer again and again.
+    For `fit` alone; a compiled loop does not call the host. A thread makes batches ahead of the training, and copies
+    them: an iterator may fill one buffer again and again.
 
     Args:
         start: `start(step)` gives an iterator (of PyTrees of arrays, all of the same shapes) whose first batch is that
-            of step `step`: 0, or where a resumed run goes on. A `grain` loader gives one by setting its state.
-        epoch_steps: Batches in a pass over the data, so that training may be counted in epochs.
-        block: Batches that are handed over at once.
-
-    Raises:
-        ValueError: If a count is below 1.
+            of step `step`: 0, or the step of a resumed run. A `grain` loader gives one by setting its state.
+        epoch_steps: Batches in a pass over the data, at least 1, so that training may be counted in epochs.
+        block: Number of batches that are handed over at once, at least 1.
     """
 
     start: Callable[[int], Iterator[Any]] = eqx.field(static=True)
@@ -245,23 +237,29 @@ class HostBatches(Sampler):
         self.start, self.epoch_steps, self.block, self.shared, self.stacked = start, epoch_steps, block, True, False
 
     def segment(self, step: int) -> Segment:
-        """Where `step` lies."""
+        """Return the place of `step`."""
         block, within = divmod(step, self.block)
         return Segment(None, block, within, (block + 1) * self.block)
 
     def batch(self, plan: PyTree, within: Any, size: int | None) -> PyTree:
-        """One of those handed over."""
+        """Return one of the batches handed over."""
         return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, within, keepdims=False), plan)
 
-    def fail_shapes(self, came: str) -> NoReturn:
-        """Says that batches differ."""
-        wanted = "give batches of one structure and shape"
-        checks.fail("start", wanted, came, "Drop a last, smaller batch, or fill it up")
+
+def steps_per_epoch(num_samples: int, batch_size: int | None, *, drop_remainder: bool = False) -> int:
+    """Return the number of optimiser steps in one pass over the data."""
+    if batch_size is None:
+        return 1
+    checks.check_count("batch_size", batch_size, minimum=1)
+    if batch_size > num_samples:
+        checks.fail("batch_size", f"be at most the number of samples ({num_samples})", batch_size)
+    full, rest = divmod(num_samples, batch_size)
+    return full + (rest > 0 and not drop_remainder)
 
 
 @eqx.filter_jit
 def permutations(key: Array, epochs: Array, num_samples: int, kept: int) -> Array:
-    """The order of the samples in every epoch, cut to the first `kept`, one epoch after the other: [epochs * kept]."""
+    """Return the order of the samples in every epoch, each cut to its first `kept`: [epochs * kept]."""
 
     def one(epoch: Array) -> Array:
         return jax.random.permutation(jax.random.fold_in(key, epoch), num_samples)[:kept]
@@ -274,7 +272,7 @@ def _ndims(tree: Any) -> tuple[int, ...]:
 
 
 def as_data(data: Any, stacked: bool = False, *, finite: bool = True) -> Any:
-    """Data as JAX arrays, samples first (after members, if they are stacked), or an error that names the leaf."""
+    """Return data as JAX arrays, samples first (after members, if they are stacked)."""
     arrays = as_arrays("data", data, "samples", finite=finite)
     for axis in range(1 + stacked):
         leading_size("data", arrays, axis)
@@ -282,7 +280,7 @@ def as_data(data: Any, stacked: bool = False, *, finite: bool = True) -> Any:
 
 
 def as_arrays(name: str, tree: Any, first: str, *, finite: bool = False) -> Any:
-    """The tree with an array for every leaf; what is none is named by its place."""
+    """Return the tree with an array for every leaf, or raise an error with the place of a leaf that is not one."""
 
     def one(path: Any, leaf: Any) -> Any:
         if isinstance(leaf, (bool, int, float, complex, str, bytes)):
@@ -303,11 +301,10 @@ def as_arrays(name: str, tree: Any, first: str, *, finite: bool = False) -> Any:
 
 
 def leading_size(name: str, tree: Any, axis: int = 0) -> int:
-    """The length of an axis in all arrays of a tree, or an error that names the array that differs."""
+    """Return the length of an axis in all arrays of a tree, or raise an error with the array that differs."""
     meaning = "second" if axis else "leading"
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    arrays = [(jax.tree_util.keystr(p), x) for p, x in leaves if eqx.is_array(x) or isinstance(x, np.ndarray)]
-    sizes: dict[str, tuple[int, ...]] = {path: np.shape(leaf)[axis : axis + 1] for path, leaf in arrays}
+    sizes = {jax.tree_util.keystr(path): np.shape(x)[axis : axis + 1] for path, x in leaves if eqx.is_array(x)}
     if not sizes:
         checks.fail(name, "hold at least one array", "none")
     first_path, first = next(iter(sizes.items()))

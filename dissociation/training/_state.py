@@ -1,5 +1,6 @@
 """`State` and `make_step`: one optimiser step of one network, as a pure function."""
 
+import dataclasses
 import inspect
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +20,7 @@ from dissociation._core.validation import validated
 
 
 class Static:
-    """The parts of a model that are no arrays: equal where they are the same or compare equal, one by one."""
+    """Parts of a model that are not arrays; equal if they are the same or compare equal, one by one."""
 
     def __init__(self, tree: Any):
         self.leaves, self.treedef = jax.tree.flatten(tree)
@@ -35,7 +36,7 @@ class Static:
         return all(a is b or bool(a == b) for a, b in zip(self.leaves, other.leaves, strict=True))
 
     def tree(self) -> Any:
-        """The tree, with None where arrays were."""
+        """Return the tree, with None in place of arrays."""
         return self.treedef.unflatten(self.leaves)
 
 
@@ -45,11 +46,11 @@ class State(eqx.Module):
     Stacked states carry members on the leading axis of every array.
 
     Attributes:
-        arrays: The model's arrays; the inexact ones among them are trained.
-        aux: What a step carries along beside the model: an `eqx.nn.State`, multipliers, averages; None if nothing.
-        opt_state: The optimiser's.
-        hyperparams: What the optimiser is made with, None if it is ready-made; stays as it is.
-        step: Updates so far.
+        arrays: Arrays of the model; the inexact ones among them are trained.
+        aux: PyTree that a step carries beside the model: an `eqx.nn.State`, multipliers, averages; None if nothing.
+        opt_state: State of the optimiser.
+        hyperparams: Arguments of the optimiser, which do not change; None if it is ready-made.
+        step: Number of updates.
         static: The rest of the model: see `model`.
     """
 
@@ -62,27 +63,21 @@ class State(eqx.Module):
 
     @property
     def model(self) -> Any:
-        """The model, or stacked models."""
+        """Return the model, or stacked models."""
         return eqx.combine(self.arrays, self.static.tree())
 
     def replace(self, **changes: Any) -> "State":
-        """The state with `model`, `aux`, `opt_state`, `hyperparams` or `step` replaced."""
-        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        if "model" in changes:
-            fields["arrays"], static = eqx.partition(changes.pop("model"), eqx.is_array)
-            fields["static"] = Static(static)
+        """Return the state with `model`, `aux`, `opt_state`, `hyperparams` or `step` replaced."""
         for name in changes:
             checks.check_choice("changes", name, ("model", "aux", "opt_state", "hyperparams", "step"))
-        return State(**(fields | changes))
+        if "model" in changes:
+            arrays, static = eqx.partition(changes.pop("model"), eqx.is_array)
+            changes |= {"arrays": arrays, "static": Static(static)}
+        return dataclasses.replace(self, **changes)
 
 
 class Info(NamedTuple):
-    """Records of one step.
-
-    Attributes:
-        loss: Of the batch, before the update: a scalar, or one per step and member.
-        metrics: What the loss returned beside it; None if nothing.
-    """
+    """Records of one step: the loss of the batch before the update, and metrics that the loss returned, or None."""
 
     loss: Any
     metrics: PyTree
@@ -98,19 +93,18 @@ class Step(eqx.Module):
 
     @validated
     def init(self, model: Any, *, aux: Any = None, hyperparams: Any = None) -> State:
-        """The state to begin with.
+        """Return the state before training.
 
         Args:
-            model: One network, any PyTree; floats of half precision become float32. `eqx.filter_vmap(step.init)` makes
-                stacked states of stacked models.
-            aux: What the loss gets and returns beside the model.
-            hyperparams: A PyTree of numbers or arrays that `optimizer`, a function of them, is called with.
+            model: One network, any PyTree with at least one array; floats of half precision become float32.
+                `eqx.filter_vmap(step.init)` makes stacked states of stacked models.
+            aux: PyTree that the loss gets and returns beside the model.
+            hyperparams: A PyTree of numbers or arrays with which `optimizer`, a function of them, is called.
 
         Returns:
             The state.
 
         Raises:
-            ValueError: If the model holds no array.
             TypeError: If the optimiser is a function and `hyperparams` is None, or the reverse, or the model holds
                 complex numbers.
         """
@@ -126,7 +120,7 @@ class Step(eqx.Module):
         return State(arrays, aux, opt_state, hyperparams, jnp.asarray(0, int), Static(static))
 
     def __call__(self, state: State, batch: PyTree, key: PRNGKey) -> tuple[State, Info]:
-        """The state after one update, and what was seen on the way; `key` goes to the loss."""
+        """Return the state after one update, and its `Info`; `key` goes to the loss."""
         self.check_loss(state.aux)
         arrays = _trained(state.arrays)
         others = eqx.filter(state.arrays, eqx.is_inexact_array, inverse=True)
@@ -161,7 +155,7 @@ class Step(eqx.Module):
         checks.check_call("loss", self.loss, ("model", *([] if aux is None else ["aux"]), "batch", "key"), advice)
 
     def _accumulate(self, slopes: Callable[..., Any], arrays: Any, aux: Any, batch: Any, key: Any) -> Any:
-        """Means of value, metrics and gradient over the micro-batches, one after the other; `aux` goes through all."""
+        """Return means over micro-batches of value, metrics and gradient; `aux` goes through all in order."""
         count = self.micro_batches
         for leaf in jax.tree.leaves(batch):
             if not leaf.ndim or leaf.shape[0] % count:
@@ -186,27 +180,26 @@ def make_step(
     after_update: Callable[[State], State] | None = None,
     micro_batches: int = 1,
 ) -> Step:
-    """One optimiser step as a pure function `step(state, batch, key) -> (state, info)`.
+    """Return one optimiser step as a pure function `step(state, batch, key) -> (state, info)`.
 
     The gradient is with respect to every inexact array of the model; other arrays stay as they are.
 
     Args:
-        loss: `loss(model, batch, key)` of one network: a scalar, or a scalar and metrics (any PyTree of arrays). Where
-            the state has an `aux`, `loss(model, aux, batch, key)`: a scalar and the new `aux`, or these and metrics.
+        loss: `loss(model, batch, key)` of one network: a scalar, or a scalar and metrics (any PyTree of arrays). If the
+            state has an `aux`, `loss(model, aux, batch, key)`: a scalar and the new `aux`, or these and metrics.
         optimizer: An Optax transformation, or a function from a state's `hyperparams` to one. Its update gets `value`,
             `grad` and `value_fn` as well, which `optax.lbfgs` and `optax.contrib.reduce_on_plateau` take: the loss, its
             gradient, and the loss of other parameters on the same batch with the same key.
-        after_update: From the updated state to the one that counts, by `State.replace`: a projection of the model on
+        after_update: Function from the updated state to the final one, by `State.replace`: a projection of the model on
             a constraint, an ascent of multipliers in `aux`, an average of weights.
         micro_batches: Parts that every batch is cut into, whose gradients (and losses, metrics) are averaged: for
             batches too large for the memory. Every part gets a key of its own.
 
     Returns:
-        The step; `step.init(model)` makes the state to begin with.
+        The step; `step.init(model)` makes the state before training.
 
     Raises:
-        TypeError: If `optimizer` is no transformation and cannot be called.
-        ValueError: If `micro_batches` is below 1.
+        TypeError: If `optimizer` is neither a transformation nor a function.
 
     Example:
         >>> step = make_step(lambda w, batch, key: (w - batch) ** 2, optax.sgd(0.25))
@@ -223,7 +216,7 @@ def make_step(
 
 
 def check_optimizer(optimizer: Any, hyperparams: Any) -> None:
-    """Raises unless hyperparameters are there where the optimiser is a function of them, and only there."""
+    """Raise unless hyperparameters are given if, and only if, the optimiser is a function of them."""
     made = isinstance(optimizer, optax.GradientTransformation)
     if hyperparams is None and not made:
         raise TypeError(
@@ -238,7 +231,7 @@ def check_optimizer(optimizer: Any, hyperparams: Any) -> None:
 
 
 def check_fitting(state: State, step: Step) -> None:
-    """Raises unless the state is that of one member, and of the step's optimiser."""
+    """Raise unless the state is of one member, and of the step's optimiser."""
     if jnp.ndim(state.step):
         advice = "Map over members, as in eqx.filter_vmap(lambda state: train(state, ...))(states)"
         checks.fail("state", "be that of one member", f"{jnp.shape(state.step)} of them", advice)
@@ -250,7 +243,7 @@ def check_fitting(state: State, step: Step) -> None:
 
 
 def _one_transformation(optimizer: Any) -> Any:
-    """An optimiser that takes further arguments of its update; what is none as it is."""
+    """Return an optimiser that takes further arguments of its update, or what is not one as it is."""
     multi = getattr(getattr(optimizer, "update", None), "__self__", None)
     if isinstance(multi, optax.MultiSteps):  # whose own `gradient_transformation` drops them
         update: Any = multi.update
@@ -303,7 +296,7 @@ def first_opt_state(optimizer: Any, arrays: Any, hyperparams: Any) -> Any:
 
 
 def checked_models(models: Any) -> Any:
-    """Models whose arrays hold real numbers that JAX keeps, none of them in half precision."""
+    """Return models whose arrays hold real numbers that JAX keeps, none of them in half precision."""
 
     def one(path: Any, leaf: Any) -> Any:
         if not isinstance(leaf, np.ndarray) and not eqx.is_inexact_array(leaf):
@@ -325,7 +318,7 @@ def _trained(arrays: Any) -> Any:
 
 
 def _evaluate(loss: Callable[..., Any], model: Any, aux: Any, batch: Any, key: Any) -> Any:
-    """(scalar, (aux, metrics)) of a loss of any of its forms."""
+    """Return (scalar, (aux, metrics)) of a loss of any of its forms."""
     if aux is None:
         out = loss(model, batch, key)
         value, metrics = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
@@ -344,7 +337,7 @@ def _evaluate(loss: Callable[..., Any], model: Any, aux: Any, batch: Any, key: A
 
 
 def _same_structure(new: Any, old: Any, name: str = "after_update", what: str = "the state") -> Any:
-    """`new`, whose arrays must be of the shapes and dtypes of `old`: a loop cannot carry anything else."""
+    """Return `new`, whose arrays must be of the shapes and dtypes of `old`, as a loop carries them."""
     shapes = [[(leaf.shape, leaf.dtype) for leaf in map(jnp.asarray, jax.tree.leaves(tree))] for tree in (new, old)]
     if jax.tree.structure(new) != jax.tree.structure(old) or shapes[0] != shapes[1]:
         came = type(new).__name__ if type(new) is not type(old) else f"arrays of {str(shapes[0])[:200]}"

@@ -1,4 +1,4 @@
-"""Sweeps: what every member of a sweep is, by named axes, and results back in those axes."""
+"""Sweeps: the members of a grid of named axes, and results back in those axes."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,13 +17,13 @@ from dissociation._core.validation import validated
 
 
 class Grid:
-    """Named axes whose product is a sweep: members in the order of `itertools.product`, the last axis fastest.
+    """Product of named axes: members in the order of `itertools.product`, the last axis fastest.
 
     Seeds are an axis like any other. `Grid.zipped` makes one axis of several quantities that vary together, and
     `first * second` the product of two grids.
 
     Args:
-        **axes: The values of each quantity: numbers, or text (for what is no array: the name of an optimiser).
+        **axes: Values of each quantity, at least one and none twice: numbers, or text (the name of an optimiser).
 
     Raises:
         ValueError: If there is no axis, or one has no values, NaN, or a value twice.
@@ -53,10 +53,10 @@ class Grid:
 
     @classmethod
     def zipped(cls, **quantities: Any) -> "Grid":
-        """One axis, along which several quantities vary together.
+        """Return a grid of one axis, along which several quantities vary together.
 
         Raises:
-            ValueError: If they differ in their number of values, or two members in nothing.
+            ValueError: If they differ in their number of values, or two members are equal.
 
         Example:
             >>> (Grid.zipped(width=[8, 64], rate=[0.1, 0.01]) * Grid(seed=[0, 1])).axes
@@ -80,19 +80,19 @@ class Grid:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The name of every axis; of a zipped one, its names with a comma between."""
+        """Return the name of every axis; of a zipped one, its names with a comma between."""
         return tuple(",".join(part) for part in self._parts)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The length of every axis."""
+        """Return the length of every axis."""
         return tuple(len(next(iter(part.values()))) for part in self._parts)
 
     def __len__(self) -> int:
         return math.prod(self.shape)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """What every member is, by name."""
+        """Yield the quantities of every member, by name."""
         values = self.values
         return ({name: column[i].item() for name, column in values.items()} for i in range(len(self)))
 
@@ -101,7 +101,7 @@ class Grid:
 
     @property
     def values(self) -> dict[str, np.ndarray]:
-        """Every quantity by member: [members] each."""
+        """Return every quantity by member: [members] each."""
         places = np.unravel_index(np.arange(len(self)), self.shape)
         return {
             name: values[place]
@@ -111,7 +111,7 @@ class Grid:
 
     @property
     def coords(self) -> dict[str, tuple[str, np.ndarray]]:
-        """Every quantity by its axis: the axis's name, and the values along it."""
+        """Return every quantity by its axis: the name of the axis, and the values along it."""
         return {
             name: (axis, values)
             for axis, part in zip(self.axes, self._parts, strict=True)
@@ -119,11 +119,11 @@ class Grid:
         }
 
     def hyperparams(self, *names: str) -> dict[str, Array]:
-        """Quantities by member as floats, for `fit(hyperparams=...)`: those of these names, in their order.
+        """Return quantities of these names by member as floats, for `fit(hyperparams=...)`.
 
         Raises:
-            ValueError: If there is no such quantity, or distinct values become equal as floats.
-            TypeError: If it is text.
+            ValueError: If a name is unknown, or distinct values become equal as floats.
+            TypeError: If a quantity is text.
 
         Example:
             >>> Grid(rate=[1, 2], seed=[7]).hyperparams("rate")
@@ -149,18 +149,15 @@ class Grid:
 
     @validated
     def keys(self, key: PRNGKey, name: str = "seed") -> Array:
-        """A key per member, that of its seed: the same whatever else the member is, and whatever other seeds there are.
+        """Return a key per member, which depends on its seed alone: [members].
 
         Args:
-            key: The values are folded into it.
-            name: Of the quantity whose values are seeds, from 0 to 4294967295.
-
-        Returns:
-            Keys: [members].
+            key: Key into which the values are folded.
+            name: Quantity whose values are seeds, integers from 0 to 4294967295.
 
         Raises:
-            ValueError: If there is no such quantity, or a value is no seed.
-            TypeError: If a value is no whole number.
+            ValueError: If the name is unknown, or a value is out of range.
+            TypeError: If a value is not an integer.
         """
         values = self.values
         checks.check_choice("name", name, values)
@@ -170,10 +167,10 @@ class Grid:
         return jax.vmap(lambda seed: jax.random.fold_in(root, seed))(jnp.asarray(values[name], jnp.uint32))
 
     def where(self, **coordinates: Any) -> np.ndarray:
-        """Positions of the members whose quantities have these values, or one of them where several are given.
+        """Return places of the members whose quantities have these values, or one of several that are given.
 
         Raises:
-            ValueError: If there is no such quantity, or one of the values is none of its values.
+            ValueError: If a quantity or a value is unknown.
         """
         values, matching = self.values, np.ones(len(self), bool)
         for name, value in coordinates.items():
@@ -186,10 +183,10 @@ class Grid:
         return np.flatnonzero(matching)
 
     def unflatten(self, tree: PyTree) -> PyTree:
-        """Results in named axes: every array [members, ...] becomes [*shape, ...].
+        """Return results in named axes: every array [members, ...] becomes [*shape, ...].
 
         Raises:
-            ValueError: If an array has not as many members as the grid.
+            ValueError: If the leading axis of an array is not that of the members.
         """
 
         def one(leaf: Any) -> Any:
@@ -200,16 +197,16 @@ class Grid:
         return jax.tree.map(lambda leaf: one(leaf) if hasattr(leaf, "shape") else leaf, tree)
 
     def split(self, name: str) -> list[tuple[Any, "Grid | None"]]:
-        """A sweep whose members differ in shape, as groups that are each one program: a value, and what is left.
+        """Return a sweep whose members differ in shape as groups, each of them one program.
 
         Args:
-            name: Of an axis: the width, say.
+            name: Axis that does not vary together with others: the width, say.
 
         Returns:
             For every value of the axis, the value and the grid of the other axes (None if there is none).
 
         Raises:
-            ValueError: If no axis has this name, or it varies together with others.
+            ValueError: If no such axis has this name.
 
         Example:
             >>> [(width, len(grid)) for width, grid in Grid(width=[8, 64], seed=[0, 1, 2]).split("width")]
@@ -221,10 +218,10 @@ class Grid:
         return [(value.item(), _of_parts(rest) if rest else None) for value in values]
 
     def join(self, name: str, results: Sequence[PyTree]) -> PyTree:
-        """The results of the groups of `split(name)` together, in the order of the members.
+        """Return the results of the groups of `split(name)` in one PyTree, in the order of the members.
 
         Args:
-            name: Of the axis.
+            name: Name of the axis.
             results: One PyTree per value of the axis, arrays with the group's members first; of equal shapes.
 
         Returns:
@@ -256,7 +253,7 @@ def _of_parts(parts: tuple[Mapping[str, np.ndarray], ...]) -> Grid:
 
 
 def _values(name: str, values: Any) -> np.ndarray:
-    """The values of an axis: numbers or text."""
+    """Return the values of an axis: numbers or text."""
     if isinstance(values, (list, tuple)) and values and all(isinstance(value, str) for value in values):
         return np.asarray(values)
     given = as_array(name, values, "numbers or text, one after the other")
@@ -269,6 +266,6 @@ def _values(name: str, values: Any) -> np.ndarray:
 
 
 def _check_distinct(part: Mapping[str, np.ndarray]) -> None:
-    """Raises if two members along an axis differ in nothing."""
+    """Raise if two members along an axis are equal."""
     members = list(zip(*(values.tolist() for values in part.values()), strict=True))
     checks.check_distinct(",".join(part), [member if len(part) > 1 else member[0] for member in members])

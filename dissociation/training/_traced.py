@@ -1,8 +1,7 @@
-"""Functions as what they compute: traced programs that are equal whenever their operations are.
+"""Functions as traced programs that are equal if their operations are.
 
 JAX compiles a function anew for every function object, and Optax makes new ones at every call of `optax.adam(1e-3)`.
-Here a function is traced first. Equal traces share a compiled program, whoever wrote them, and a checkpoint can tell
-the program that it belongs to.
+Equal traces share a compiled program, and a checkpoint can identify the program that it belongs to.
 """
 
 import enum
@@ -30,15 +29,10 @@ IRRELEVANT = {
 
 
 class Code:
-    """A traced function without its arrays, which are equal if their operations are.
+    """Traced function without its arrays; equal if the operations are.
 
-    Attributes:
-        jaxpr: The operations.
-        in_tree: Structure of the arguments.
-        out_tree: Structure of the result.
-        primitives: Names of the operations, those of programs inside included.
-        digest: Of the operations, the same in every process. What cannot be written down (the function behind a
-            callback) is in there by its name.
+    `digest` is the same in every process; what cannot be written down (the function behind a callback) is in there by
+    its name. `primitives` has the names of the operations, those of programs inside included.
     """
 
     def __init__(self, jaxpr: jex.Jaxpr, in_tree: Any, out_tree: Any):
@@ -60,18 +54,13 @@ class Code:
 
 
 class Traced(eqx.Module):
-    """A function of PyTrees of arrays, traced.
-
-    Attributes:
-        code: Its operations; static, so that `jax.jit` compiles equal ones once.
-        consts: Arrays that the function closed over; arguments of the compiled program.
-    """
+    """Traced function of PyTrees of arrays; `consts` are the arrays that it closed over, arguments of its program."""
 
     code: Code = eqx.field(static=True)
     consts: list[Array]
 
     def __call__(self, *args: Any) -> Any:
-        """The function's result, by its operations."""
+        """Return the function's result, by its operations."""
         leaves, in_tree = jax.tree.flatten(args)
         if in_tree != self.code.in_tree:
             raise TypeError(f"`args` must have the structure {self.code.in_tree}, got {in_tree}.")
@@ -83,12 +72,12 @@ class Traced(eqx.Module):
 
     @property
     def out(self) -> Any:
-        """The result, as shapes and dtypes."""
+        """Return the result as shapes and dtypes."""
         return self.code.out_tree.unflatten([jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in self._avals])
 
     @property
     def weak(self) -> bool:
-        """Whether a result would have a weak type, which a call makes a strong one."""
+        """Return True if a result would have a weak type, which a call makes a strong one."""
         return any(aval.weak_type for aval in self._avals)
 
     @property
@@ -96,12 +85,12 @@ class Traced(eqx.Module):
         return [var.aval for var in self.code.jaxpr.outvars]
 
     def fingerprint(self) -> str:
-        """A digest of operations and arrays, the same in every process with the same version of JAX."""
+        """Return a digest of operations and arrays, the same in every process with the same version of JAX."""
         return self.code.digest + checkpoints.fingerprint(self.consts)
 
 
 def trace(function: Callable[..., Any], *example: Any) -> Traced:
-    """`function` as its operations on arguments like `example`."""
+    """Trace `function` on arguments like `example`."""
     closed, out = jax.make_jaxpr(function, return_shape=True)(*example)
     consts = [
         const if isinstance(const, jax.Array) else jnp.asarray(const, var.aval.dtype)
@@ -111,7 +100,7 @@ def trace(function: Callable[..., Any], *example: Any) -> Traced:
 
 
 class _Description:
-    """Writes a program down in a canonical form; `objects` are what it could only name, in order."""
+    """Writer of programs in a canonical form; `objects` are those that it could only name, in order."""
 
     def __init__(self):
         self.objects: list[Any] = []
@@ -145,7 +134,7 @@ class _Description:
         return "\n".join(lines)
 
     def of(self, value: Any) -> str:
-        """Any parameter of an operation."""
+        """Describe a parameter of an operation."""
         if isinstance(value, jex.ClosedJaxpr):
             return f"{{{self._once(value.jaxpr)} {self.of(list(value.consts))}}}"
         if isinstance(value, jex.Jaxpr):
@@ -166,7 +155,7 @@ class _Description:
         return re.sub(r" at 0x[0-9a-f]+", "", f"{type(value).__qualname__}:{value!r}")
 
     def _once(self, jaxpr: jex.Jaxpr) -> str:
-        """The digest of a program inside a program; the same one often stands in several places."""
+        """Return the digest of a program inside a program; the same one often stands in several places."""
         if id(jaxpr) not in self._known:
             text = hashlib.blake2b(self.of_jaxpr(jaxpr).encode(), digest_size=16).hexdigest()
             self._known[id(jaxpr)] = jaxpr, text  # kept, so that the number stays this one's

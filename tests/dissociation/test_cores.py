@@ -15,8 +15,14 @@ from dissociation import bmap, member_mesh, use_all_cores
 from dissociation.training import Epochs, Layout, Save, fit, make_step
 from dissociation.training import _run as run_module
 from dissociation.training import _sharding as sharding
-from dissociation.training._cores import CALLBACKS, available_cores, runs_in_parallel
-from dissociation.training._threads import Shards, number_of_threads, run_tasks
+from dissociation.training._cores import (
+    CALLBACKS,
+    Shards,
+    available_cores,
+    number_of_threads,
+    run_tasks,
+    runs_in_parallel,
+)
 
 
 def in_a_process_of_its_own(code):
@@ -192,7 +198,7 @@ def seen(monkeypatch):
         numbers.append((len(tasks), threads))
         return run_tasks(tasks, threads)
 
-    for module in ("dissociation.training._threads", "dissociation.training._run"):
+    for module in ("dissociation.training._cores", "dissociation.training._run"):
         monkeypatch.setattr(f"{module}.run_tasks", noted)
     return numbers
 

@@ -32,8 +32,9 @@ from dissociation.plotting import (
 from dissociation.training import _progress as progress_module
 from dissociation.training import _sharding as sharding
 from dissociation.training import log_spaced_steps
+from dissociation.training._cores import Shards
 from dissociation.training._progress import LineMeter
-from dissociation.training._schedule import steps_per_epoch
+from dissociation.training._samplers import steps_per_epoch
 
 
 def test_steps_per_epoch():
@@ -92,10 +93,11 @@ def test_a_file_has_a_line_now_and_then(progress, capsys, monkeypatch):
 def test_members_are_split_over_devices_and_padding_is_dropped(num_members):
     mesh = dissociation.member_mesh(jax.devices("cpu")[:4])
     tree = {"x": jnp.arange(3.0 * num_members).reshape(num_members, 3), "name": "kept"}
-    placed = sharding.place_members(sharding.pad_members(tree, mesh.size), mesh)
+    shards = Shards(num_members, -(-num_members // 4) * 4, mesh)
+    (placed,) = shards.split(tree)
     assert len({shard.device for shard in placed["x"].addressable_shards}) == 4
     assert {shard.data.shape[0] for shard in placed["x"].addressable_shards} == {-(-num_members // 4)}
-    np.testing.assert_array_equal(sharding.drop_padding(placed, num_members)["x"], tree["x"])
+    np.testing.assert_array_equal(shards.joined([placed])["x"], tree["x"])
     assert placed["name"] == "kept"
     with pytest.raises(ValueError, match="`mesh` must have the axis 'members', and 'data' at most"):
         sharding.check_mesh(jax.make_mesh((1,), ("batch",)))
@@ -213,19 +215,6 @@ def test_checks_speak_one_language():
     jax.jit(lambda x: figures.check_positive("x", x))(-1.0)  # traced: passes
 
 
-def test_padding_out_of_range_is_refused():
-    tree = {"x": jnp.zeros((3, 2)), "y": jnp.zeros(3), "name": "kept"}
-    with pytest.raises(ValueError, match="`num_devices` must be at least 1"):
-        sharding.pad_members(tree, 0)
-    for count, words in ((0, "at least 1"), (4, "at most 3, the members of `tree`, got 4")):
-        with pytest.raises(ValueError, match=f"`num_members` must be {words}"):
-            sharding.drop_padding(tree, count)
-    for bad in (jnp.zeros(()), jnp.zeros((0, 2)), jnp.zeros((4, 2))):
-        with pytest.raises(ValueError, match="`tree` must carry the same members"):
-            sharding.pad_members({**tree, "x": bad}, 2)
-    assert sharding.pad_members({"name": "kept"}, 2) == {"name": "kept"}
-
-
 def test_a_mesh_may_have_an_axis_of_data():
     devices = jax.devices("cpu")[:4]
     mesh = dissociation.member_mesh(devices, data=2)
@@ -233,7 +222,7 @@ def test_a_mesh_may_have_an_axis_of_data():
     assert mesh.devices.tolist() == [devices[:2], devices[2:]]
     assert sharding.member_devices(mesh) == 2
     assert sharding.member_devices(dissociation.member_mesh(devices)) == 4
-    placed = sharding.place_members(sharding.pad_members(jnp.arange(3.0), 2), mesh)
+    (placed,) = Shards(3, 4, mesh).split(jnp.arange(3.0))
     assert {shard.data.shape for shard in placed.addressable_shards} == {(2,)}
     sharding.check_mesh(mesh)
     with pytest.raises(ValueError, match=r"`data` must divide the number of devices \(4\), got 3"):

@@ -15,8 +15,7 @@ from jaxtyping import Array, Bool, Float
 import dissociation
 import koopman
 from dissociation import load_results
-from dissociation._core.labelling import label_tree
-from dissociation._core.results import Result
+from dissociation._core.results import Result, label_tree
 from dissociation.measures import class_moments
 from dissociation.similarity import compare, pairwise
 from dissociation.training import FullBatch, Grid, Save, fit, make_step

@@ -113,7 +113,7 @@ def test_inverse_of_positive_matrices(key, number):
     assert np.abs(found - expected).max() < max(3 * np.abs(solved - expected).max(), 1e-6 * size)
     np.testing.assert_allclose(inverse(matrices[0, 0].astype(np.float32)), found[0, 0], rtol=1e-3)
     assert np.isnan(positive_inverse(-jnp.eye(number))).all()
-    with pytest.raises(ValueError, match="square matrices"):
+    with pytest.raises(ValueError, match=r"of shape \[\.\.\., n, n\]"):
         positive_inverse(jnp.ones((2, 3, number + 5)))
 
 
@@ -154,8 +154,6 @@ def test_dtype_follows_the_input_and_wrong_arguments_are_named():
             assert psd_power(matrix, -0.5).dtype == nuclear_norm(matrix).dtype == centre(matrix).dtype == dtype
     with pytest.raises(ValueError, match="`rtol` must be non-negative"):
         psd_power(jnp.eye(2), 1.0, rtol=-1.0)
-    with pytest.raises(ValueError, match="`rtol` must be non-negative"):
-        nuclear_norm(jnp.eye(2), rtol=-1.0)
 
 
 @pytest.mark.parametrize(("bad", "size"), [(np.nan, 1), (np.inf, 3), (-np.inf, 40)])

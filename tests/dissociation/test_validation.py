@@ -14,13 +14,11 @@ import pandas as pd
 import pytest
 from jaxtyping import Array, Float, Int, Real
 
-import dissociation
 from dissociation import figures
 from dissociation._core import checks
 from dissociation._core.conversion import as_classes, as_examples, as_one_hot
 from dissociation._core.types import Classes, Count, OneHot, PRNGKey, PRNGKeys, Scalar
 from dissociation._core.validation import validated
-from dissociation.training import _sharding as sharding
 
 
 class Foreign:
@@ -327,10 +325,6 @@ def test_integers_that_would_wrap_are_refused():
         (lambda: first_of([0], labels=large), "labels` must hold integers .*, got 1099511627776"),
         (lambda: first_of([0], more=[np.array([1]), large]), r"more\[1\]` must hold integers .*, got 1099511627776"),
         (lambda: as_examples("x", {"tokens": large}), "x` must hold integers .*, got 1099511627776"),
-        (
-            lambda: sharding.replicate({"step": large}, dissociation.member_mesh()),
-            "tree` must hold integers .*, got 1099",
-        ),
     ):
         with pytest.raises(ValueError, match=f"`{message}"):
             call()

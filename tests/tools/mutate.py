@@ -45,7 +45,7 @@ TESTED_BY = {
     "dissociation.figures._members": ["dissociation/test_figures.py"],
     "koopman.figures._ordered_mnist_models": ["koopman/test_figures.py"],
     "dissociation.bilinear._rounding": ["dissociation/test_spectral_certificate.py"],
-    "dissociation._core.results": ["dissociation/test_validation.py"],
+    "dissociation._core.results": ["dissociation/test_labelling.py", "dissociation/test_validation.py"],
     "koopman.datasets._trajectories": ["koopman/test_linear.py", "koopman/test_langevin.py", "koopman/test_maps.py"],
     "koopman._operators._perturbation": ["koopman/test_operators.py", "koopman/test_derivatives.py"],
     "koopman._operators._subspaces": ["koopman/test_operators.py"],
